@@ -1,0 +1,155 @@
+# Two commands, `make demo` and `make test`; each makes or reuses .venv, installs what it needs, builds and runs.
+SHELL := /bin/bash -o pipefail
+.DEFAULT_GOAL := help
+.SUFFIXES:
+.NOTPARALLEL:
+
+PYTHON ?= python3
+VENV ?= .venv
+# GPU families that `make test` builds (cpp/cmake/archs.cmake), and those of `make demo`: the GPU that is present.
+ARCHS ?= 80;90a;100f
+DEMO_ARCHS ?= native
+# Where nvcc comes from: auto (the machine's, else the wheels), system, wheel.
+CUDA_FROM ?= auto
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMPS := $(VENV)/.stamps
+REQ := requirements
+SOURCES := CMakeLists.txt pyproject.toml README.md LICENSE \
+           $(shell find cpp python -type f ! -name '*.pyc' ! -path 'cpp/tests/consumer/*' 2>/dev/null)
+
+say = printf '==> %s\n' "$(1)"
+
+.PHONY: help
+help: ## This list
+	@echo "fp4gemm: NVFP4 GEMM with every scale vector in the epilogue"
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
+	  || grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST)
+	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) ARCHS='$(ARCHS)' CUDA_FROM=$(CUDA_FROM) PYTEST_ARGS="
+
+.PHONY: demo
+demo: $(STAMPS)/installed-demo $(STAMPS)/demo ## Embed real sentences in fp32 and NVFP4, on whatever device is there
+	@$(call say,demo)
+	@$(BIN)/python examples/demo.py
+
+.PHONY: test
+test: $(STAMPS)/installed-test $(STAMPS)/test $(STAMPS)/demo ## Build every architecture and run the whole suite
+	@$(call say,host tests)
+	@$(BIN)/ctest --test-dir build/test --output-on-failure
+	@$(call say,pytest)
+	@FP4GEMM_CUDA_FROM=$(CUDA_FROM) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: build
+build: $(STAMPS)/installed-test ## Build every architecture and install the package into .venv
+
+.PHONY: wheel
+wheel: $(STAMPS)/toolchain-test ## Build a wheel into dist/
+	@$(call say,wheel)
+	@$(call pip_build,wheel --wheel-dir dist,test,$(ARCHS))
+
+.PHONY: lint
+lint: $(STAMPS)/dev ## Every check of .pre-commit-config.yaml on every tracked file
+	@$(BIN)/pre-commit run --all-files --show-diff-on-failure
+
+.PHONY: format
+format: $(STAMPS)/dev ## Format Python, C++ and CUDA sources
+	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format --quiet .
+	@find cpp -regex '.*\.\(h\|hpp\|c\|cpp\|cu\|cuh\)' -print0 | xargs -0 $(BIN)/clang-format -i
+
+.PHONY: clean
+clean: ## Remove build folders and wheels
+	rm -rf build dist $(STAMPS)/installed-* $(STAMPS)/toolchain-*
+
+.PHONY: distclean
+distclean: clean ## Remove .venv too
+	rm -rf $(VENV)
+
+# ---- the environment: a stamp file for each step, so that a second run does nothing ------------------------------------
+.PHONY: venv
+venv: $(STAMPS)/build ## Make .venv and install what the build needs
+
+$(STAMPS)/venv:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) was not found; install Python >= 3.10, or name one: make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "$(PYTHON) is $$($(PYTHON) -V 2>&1), must be at least Python 3.10; name another: make PYTHON=python3.12" >&2; exit 1; }
+	@$(call say,$(VENV) of $$($(PYTHON) -V))
+	@if $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then $(PYTHON) -m venv --clear $(VENV); \
+	elif $(PYTHON) -m virtualenv --version >/dev/null 2>&1; then $(PYTHON) -m virtualenv --quiet --clear $(VENV); \
+	else echo "$(PYTHON) can make no virtual environment: its venv and ensurepip modules are missing. Debian and Ubuntu keep" \
+	  "them apart: apt install python3-venv (or python3-virtualenv), then make again." >&2; exit 1; fi
+	@mkdir -p $(STAMPS) && touch $@
+
+# pip first: older ones know neither repeated --config-settings nor some metadata. torch next, so that no later step picks one.
+$(STAMPS)/build: $(REQ)/build.txt $(REQ)/constraints.txt $(STAMPS)/venv
+	@$(call say,torch and the build tools (requirements/build.txt; the first time downloads them))
+	@$(PIP) install -qq --no-warn-conflicts "$$(grep '^pip==' $<)"
+	@$(PIP) install -qq --no-warn-conflicts -r $<
+	@touch $@
+
+$(STAMPS)/%: $(REQ)/%.txt $(REQ)/constraints.txt $(STAMPS)/build
+	@$(call say,$<)
+	@$(PIP) install -qq --no-warn-conflicts -r $<
+	@if [ -f $(REQ)/$*-nodeps.txt ]; then $(PIP) install -qq --no-warn-conflicts --no-deps -r $(REQ)/$*-nodeps.txt; fi
+	@touch $@
+
+$(STAMPS)/demo: $(REQ)/demo-nodeps.txt
+
+# $(call toolchain,ARCHS): CUTLASS where kernels are built, and nvcc's wheels where no toolkit can build them.
+define toolchain
+nvcc=$$($(BIN)/cmake -DPython3_EXECUTABLE=$(BIN)/python "-DFP4GEMM_CUDA_ARCHS=$(1)" -DFP4GEMM_CUDA_FROM=$(CUDA_FROM) \
+	  -P cpp/cmake/find_nvcc.cmake) || exit 1; \
+	if [ "$$nvcc" = missing ]; then $(call say,no CUDA toolkit: nvcc from its wheels (requirements/cuda.txt)); \
+	  $(PIP) install -qq --no-warn-conflicts -r $(REQ)/cuda.txt || exit 1; fi; \
+	if [ "$$nvcc" != unneeded ]; then $(PIP) install -qq --no-warn-conflicts --no-deps -r $(REQ)/cutlass.txt || exit 1; fi
+endef
+
+# What the two builds were asked for last; newer than their stamps once that changes. A compiler from elsewhere starts afresh.
+define configured
+new='$(2) | $(CUDA_FROM)'; old=$$(cat $@ 2>/dev/null || true); \
+	if [ "$$new" != "$$old" ]; then \
+	  if [ "$${new##*|}" != "$${old##*|}" ]; then rm -rf build/$(1)/CMakeCache.txt build/$(1)/CMakeFiles; fi; \
+	  echo "$$new" > $@; fi
+endef
+
+.PHONY: FORCE
+$(STAMPS)/configured-test: FORCE | $(STAMPS)/venv
+	@$(call configured,test,$(ARCHS))
+
+$(STAMPS)/configured-demo: FORCE | $(STAMPS)/venv
+	@$(call configured,demo,$(DEMO_ARCHS))
+
+$(STAMPS)/toolchain-test: $(REQ)/cuda.txt $(REQ)/cutlass.txt $(STAMPS)/build $(STAMPS)/configured-test
+	@$(call toolchain,$(ARCHS))
+	@touch $@
+
+$(STAMPS)/toolchain-demo: $(REQ)/cuda.txt $(REQ)/cutlass.txt $(STAMPS)/build $(STAMPS)/configured-demo
+	@$(call toolchain,$(DEMO_ARCHS))
+	@touch $@
+
+# ---- the build: one folder for each list of architectures; .venv holds the one that was installed last ------------------
+# $(call pip_build,SUBCOMMAND,FOLDER,ARCHS): compiles in build/FOLDER; shows Ninja's steps, keeps the whole log beside it.
+define pip_build
+mkdir -p build; $(PIP) $(1) --verbose --no-deps --no-build-isolation --config-settings=build-dir=build/$(2) \
+	  "--config-settings=cmake.define.FP4GEMM_CUDA_ARCHS=$(3)" --config-settings=cmake.define.FP4GEMM_CUDA_FROM=$(CUDA_FROM) \
+	  --config-settings=cmake.define.FP4GEMM_BUILD_TESTS=$(if $(filter test,$(2)),ON,OFF) . 2>&1 \
+	  | tee build/$(2).log | { grep --line-buffered -E '^ *(\[[0-9]+/[0-9]+\] (Build|Link)|-- fp4gemm)' || true; } \
+	  || { tail -n 60 build/$(2).log; echo "The build failed; the whole log is in build/$(2).log" >&2; exit 1; }
+endef
+
+# $(call install,FOLDER,ARCHS)
+define install
+$(call say,building and installing fp4gemm for: $(2)); began=$$SECONDS; \
+	rm -f $(STAMPS)/installed-*; \
+	$(call pip_build,install,$(1),$(2)); \
+	echo "    done in $$((SECONDS - began)) s"
+endef
+
+$(STAMPS)/installed-test: $(SOURCES) $(STAMPS)/toolchain-test
+	@$(call install,test,$(ARCHS))
+	@touch $@
+
+$(STAMPS)/installed-demo: $(SOURCES) $(STAMPS)/toolchain-demo
+	@$(call install,demo,$(DEMO_ARCHS))
+	@touch $@

@@ -1,0 +1,100 @@
+# The table of GPU architectures: what each family builds, which nvcc it needs, which devices `native` maps to it.
+#
+# A family is what FP4GEMM_CUDA_ARCHS lists. To add one: a row here, a folder cpp/src/smNN, a list of its sources in the
+# top CMakeLists.txt.
+#
+#   family   GEMM folder   nvcc    code of quantize and decode           compute capabilities
+#            (- : none)    (>=)    (NN: machine code, NN-ptx: portable)  that `native` maps here
+set(FP4GEMM_ARCH_TABLE
+    "80    |  -            | 11.8  | 80 89                             | 8.0 8.6 8.7 8.9"
+    "90a   |  sm90         | 12.0  | 90 90-ptx                         | 9.0"
+    "100f  |  sm100        | 12.9  | 100f                              | 10.0 10.3")
+
+set(FP4GEMM_DEFAULT_ARCHS "80;90a;100f")
+
+# Families of the GPUs in this machine -> out_var; empty where there is none that the table knows.
+function(fp4gemm_native_archs out_var)
+  set(families "")
+  execute_process(COMMAND "${Python3_EXECUTABLE}" "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/detect_gpu.py"
+                  OUTPUT_VARIABLE capabilities OUTPUT_STRIP_TRAILING_WHITESPACE)
+  separate_arguments(capabilities)
+  foreach(capability IN LISTS capabilities)
+    set(found "")
+    foreach(row IN LISTS FP4GEMM_ARCH_TABLE)
+      string(REGEX REPLACE " *\\| *" ";" row "${row}")
+      list(GET row 4 mapped)
+      separate_arguments(mapped)
+      if(capability IN_LIST mapped)
+        list(GET row 0 found)
+      endif()
+    endforeach()
+    if(found)
+      list(APPEND families "${found}")
+    else()
+      message(WARNING "fp4gemm: no kernels exist for this machine's GPU of compute capability ${capability}")
+    endif()
+  endforeach()
+  list(REMOVE_DUPLICATES families)
+  set(${out_var} "${families}" PARENT_SCOPE)
+endfunction()
+
+# Reads FP4GEMM_CUDA_ARCHS and sets
+#   FP4GEMM_ARCHS             its families, `native` resolved; empty for "none"
+#   FP4GEMM_NVCC_MIN          the oldest nvcc that can build them all, and FP4GEMM_NVCC_MIN_FOR, the family that asks for it
+#   FP4GEMM_QUANTIZE_GENCODE  nvcc options of the quantize and decode kernels
+#   FP4GEMM_GENCODE_sm90 ...  nvcc options of each GEMM folder that is built; undefined for the others
+macro(fp4gemm_read_archs)
+  set(FP4GEMM_ARCHS "${FP4GEMM_CUDA_ARCHS}")
+  if(FP4GEMM_ARCHS STREQUAL "native")
+    fp4gemm_native_archs(FP4GEMM_ARCHS)
+  elseif(FP4GEMM_ARCHS STREQUAL "none")
+    set(FP4GEMM_ARCHS "")
+  endif()
+  set(FP4GEMM_NVCC_MIN 0)
+  set(FP4GEMM_QUANTIZE_GENCODE "")
+  set(_known "")
+  foreach(_row IN LISTS FP4GEMM_ARCH_TABLE)
+    string(REGEX REPLACE " *\\| *" ";" _row "${_row}")
+    list(GET _row 0 _family)
+    list(GET _row 1 _folder)
+    list(GET _row 2 _nvcc)
+    list(GET _row 3 _images)
+    list(APPEND _known "${_family}")
+    if(_family IN_LIST FP4GEMM_ARCHS)
+      if(_nvcc VERSION_GREATER FP4GEMM_NVCC_MIN)
+        set(FP4GEMM_NVCC_MIN ${_nvcc})
+        set(FP4GEMM_NVCC_MIN_FOR ${_family})
+      endif()
+      separate_arguments(_images)
+      foreach(_image IN LISTS _images)
+        if(_image MATCHES "^(.*)-ptx$")
+          list(APPEND FP4GEMM_QUANTIZE_GENCODE "-gencode=arch=compute_${CMAKE_MATCH_1},code=compute_${CMAKE_MATCH_1}")
+        else()
+          list(APPEND FP4GEMM_QUANTIZE_GENCODE "-gencode=arch=compute_${_image},code=sm_${_image}")
+        endif()
+      endforeach()
+      if(NOT _folder STREQUAL "-")
+        set(FP4GEMM_GENCODE_${_folder} "-gencode=arch=compute_${_family},code=sm_${_family}")
+      endif()
+    endif()
+  endforeach()
+  foreach(_family IN LISTS FP4GEMM_ARCHS)
+    if(NOT _family IN_LIST _known)
+      message(FATAL_ERROR "FP4GEMM_CUDA_ARCHS: ${_family} is unknown, must be native, none, or a list of: ${_known}")
+    endif()
+  endforeach()
+endmacro()
+
+# A Ninja pool for the CUTLASS translation units: one takes up to 9 GB, so as many at a time as memory holds.
+function(fp4gemm_make_cuda_job_pool)
+  set(jobs "${FP4GEMM_CUDA_JOBS}")
+  if(NOT jobs)
+    cmake_host_system_information(RESULT ram_mb QUERY TOTAL_PHYSICAL_MEMORY)
+    math(EXPR jobs "${ram_mb} / 9000")
+    if(jobs LESS 1)
+      set(jobs 1)
+    endif()
+  endif()
+  set_property(GLOBAL APPEND PROPERTY JOB_POOLS fp4gemm_cuda=${jobs})
+  message(STATUS "fp4gemm: up to ${jobs} CUDA compilations at a time (FP4GEMM_CUDA_JOBS)")
+endfunction()
