@@ -1,0 +1,72 @@
+// SM90 (Hopper): dense GEMM of two exact fp16 operands with one of our epilogues.
+#pragma once
+
+#include "cutlass/arch/arch.h"
+#include "cutlass/epilogue/collective/collective_builder.hpp"
+#include "cutlass/gemm/collective/collective_builder.hpp"
+#include "cutlass/gemm/device/gemm_universal_adapter.h"
+#include "cutlass/gemm/kernel/gemm_universal.hpp"
+#include "cutlass/half.h"
+#include "cutlass/layout/matrix.h"
+#include "cutlass_evt/fusion.hpp"
+#include "cutlass_evt/tile.hpp"
+
+namespace cutlass_evt {
+
+/// The operands are e2m1 value x e4m3 block scale, which fp16 holds exactly, so the tensor cores see what
+/// Blackwell's see.
+struct Sm90 {
+  static constexpr int kArch = 90;
+  static constexpr bool kDecodedOperands = true;
+  static constexpr int kMaxSharedBytes = 232448;
+
+  using Element = cutlass::half_t;
+  static constexpr int kOperandAlignment = 8;  // elements, 16 bytes
+
+  // Two consumer warpgroups share a tile of m >= 128; a tile of m = 64 is one warpgroup's and two tiles take
+  // turns.
+  template <class Tile>
+  static constexpr bool kCooperative = cute::size<0>(Tile{}) >= 128;
+
+  template <class Tile>
+  using MainloopSchedule =
+      cute::conditional_t<kCooperative<Tile>, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
+                          cutlass::gemm::KernelTmaWarpSpecializedPingpong>;
+  template <class Tile>
+  using EpilogueSchedule =
+      cute::conditional_t<kCooperative<Tile>, cutlass::epilogue::TmaWarpSpecializedCooperative,
+                          cutlass::epilogue::TmaWarpSpecialized>;
+
+  template <class Tile, class Cluster, class Op>
+  struct Dense {
+    using ElementD = typename Op::ElementOutput;
+    static constexpr int kAlignmentD = 128 / cutlass::sizeof_bits<ElementD>::value;
+    using RowMajor = cutlass::layout::RowMajor;
+    using ColumnMajor = cutlass::layout::ColumnMajor;
+
+    using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+        cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
+        cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, RowMajor, kAlignmentD, ElementD,
+        RowMajor, kAlignmentD, EpilogueSchedule<Tile>, Fusion<Op>>::CollectiveOp;
+
+    using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+        cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, RowMajor, kOperandAlignment, Element,
+        ColumnMajor, kOperandAlignment, float, Tile, Cluster,
+        cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
+            sizeof(typename Epilogue::SharedStorage))>,
+        MainloopSchedule<Tile>>::CollectiveOp;
+
+    using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue,
+                                                        cutlass::gemm::PersistentScheduler>;
+    static_assert(Kernel::SharedStorageSize <= kMaxSharedBytes,
+                  "the tile needs more shared memory than SM90 has");
+
+    /// Operands: a (m, k) and b (n, k), fp16, rows contiguous.
+    static typename Mainloop::Arguments mainloop_arguments(void const* a, void const*, void const* b,
+                                                           void const*, int m, int n, int k) {
+      return {static_cast<Element const*>(a), {k, {}, {}}, static_cast<Element const*>(b), {k, {}, {}}};
+    }
+  };
+};
+
+}  // namespace cutlass_evt
