@@ -1,0 +1,83 @@
+// The rules that arguments of the C interface must obey, and the checks that name what broke them.
+#pragma once
+
+#include <cstdint>
+
+#include "error.hpp"
+#include "fp4gemm/fp4gemm.h"
+
+namespace fp4gemm {
+
+/// The alignment rules, read by the checks and by their messages.
+struct Rules {
+  static constexpr int kPointerBytes = 16;     // of every matrix and scale buffer
+  static constexpr int kRowBytes = 16;         // rows of x and D start on such boundaries
+  static constexpr int kQuantizeK = 16;        // k of a quantized tensor: whole blocks
+  static constexpr int kGemmK = 32;            // k of a GEMM: packed rows of whole 16 bytes
+  static constexpr int kWorkspaceBytes = 256;  // alignment of a workspace
+  static constexpr int64_t kMaxSize = INT32_MAX;
+  static constexpr int64_t kMaxK = int64_t{1} << 30;  // kernels count past the end of k in 32 bits
+};
+
+inline int dtype_bytes(fp4gemm_dtype_t dtype) { return dtype == FP4GEMM_FP32 ? 4 : 2; }
+
+inline long long ll(int64_t value) { return static_cast<long long>(value); }
+
+inline bool is_aligned(void const* pointer, int bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(bytes) == 0;
+}
+
+inline fp4gemm_status_t check_dtype(char const* name, fp4gemm_dtype_t dtype) {
+  FP4GEMM_CHECK(dtype == FP4GEMM_BF16 || dtype == FP4GEMM_FP16 || dtype == FP4GEMM_FP32,
+                "%s: is %d, must be FP4GEMM_BF16, FP4GEMM_FP16 or FP4GEMM_FP32", name,
+                static_cast<int>(dtype));
+  return FP4GEMM_SUCCESS;
+}
+
+inline fp4gemm_status_t check_scaling(fp4gemm_scaling_t scaling) {
+  FP4GEMM_CHECK(scaling == FP4GEMM_SCALING_TENSOR || scaling == FP4GEMM_SCALING_ROW,
+                "scaling: is %d, must be FP4GEMM_SCALING_TENSOR or FP4GEMM_SCALING_ROW",
+                static_cast<int>(scaling));
+  return FP4GEMM_SUCCESS;
+}
+
+/// A size that may be 0 (m and n) or must not be (k), and a multiple of something.
+inline fp4gemm_status_t check_size(char const* name, int64_t size, int64_t least, int multiple,
+                                   int64_t most = Rules::kMaxSize) {
+  FP4GEMM_CHECK(size >= least && size <= most, "%s: is %lld, must be between %lld and %lld", name, ll(size),
+                ll(least), ll(most));
+  FP4GEMM_CHECK(size % multiple == 0, "%s: is %lld, must be a multiple of %d", name, ll(size), multiple);
+  return FP4GEMM_SUCCESS;
+}
+
+/// A buffer of `elems` elements, which may be null only if that is 0.
+inline fp4gemm_status_t check_buffer(char const* name, void const* pointer, int64_t elems,
+                                     int alignment = Rules::kPointerBytes) {
+  FP4GEMM_CHECK(pointer != nullptr || elems == 0, "%s: is null, must point at %lld elements", name,
+                ll(elems));
+  FP4GEMM_CHECK(is_aligned(pointer, alignment), "%s: is %p, must be %d-byte aligned", name, pointer,
+                alignment);
+  return FP4GEMM_SUCCESS;
+}
+
+inline fp4gemm_status_t check_row_stride(char const* name, int64_t stride, int64_t columns,
+                                         int element_bytes) {
+  FP4GEMM_CHECK(stride >= columns, "%s: is %lld, must be at least the %lld columns", name, ll(stride),
+                ll(columns));
+  FP4GEMM_CHECK(stride * element_bytes % Rules::kRowBytes == 0,
+                "%s: is %lld elements of %d bytes, must be a multiple of %d bytes", name, ll(stride),
+                element_bytes, Rules::kRowBytes);
+  return FP4GEMM_SUCCESS;
+}
+
+/// The struct that a caller passed: present, and laid out as this library knows it.
+template <class Args>
+fp4gemm_status_t check_args(Args const* args) {
+  FP4GEMM_CHECK(args != nullptr, "args: is null, must point at the arguments");
+  FP4GEMM_CHECK(args->struct_size == sizeof(Args),
+                "args: struct_size is %lld, must be %lld; fill the struct with its _INIT macro",
+                ll(static_cast<int64_t>(args->struct_size)), ll(sizeof(Args)));
+  return FP4GEMM_SUCCESS;
+}
+
+}  // namespace fp4gemm

@@ -1,0 +1,31 @@
+// What the library asks of a CUDA device, free of CUDA headers.
+#pragma once
+
+#include "fp4gemm/fp4gemm.h"
+
+namespace fp4gemm {
+
+struct DeviceProperties {
+  int arch = 0;  // 10 * major + minor of the compute capability
+  int num_sms = 0;
+};
+
+/// Reads the properties of a device; they are kept after the first read.
+fp4gemm_status_t device_properties(int device, DeviceProperties* properties);
+
+/// Makes a device current for as long as the guard lives.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device);
+  ~DeviceGuard();
+  DeviceGuard(DeviceGuard const&) = delete;
+  DeviceGuard& operator=(DeviceGuard const&) = delete;
+
+  fp4gemm_status_t status() const { return status_; }
+
+ private:
+  int previous_ = -1;  // -1: the device was current already
+  fp4gemm_status_t status_ = FP4GEMM_SUCCESS;
+};
+
+}  // namespace fp4gemm

@@ -1,0 +1,24 @@
+// Stands in for the device code in a build without CUDA: every use of a device fails with the reason.
+#include "device.hpp"
+#include "error.hpp"
+#include "quantize/quantize.hpp"
+
+namespace fp4gemm {
+namespace {
+fp4gemm_status_t no_cuda() {
+  return fail(
+      FP4GEMM_ERROR_NOT_SUPPORTED,
+      "device: this build of fp4gemm has no CUDA kernels; build it with FP4GEMM_CUDA_ARCHS other than none");
+}
+}  // namespace
+
+fp4gemm_status_t device_properties(int, DeviceProperties*) { return no_cuda(); }
+DeviceGuard::DeviceGuard(int) : status_(no_cuda()) {}
+DeviceGuard::~DeviceGuard() = default;
+fp4gemm_status_t launch_quantize(fp4gemm_quantize_args_t const&, int, fp4gemm_stream_t) { return no_cuda(); }
+fp4gemm_status_t launch_dequantize(fp4gemm_dequantize_args_t const&, fp4gemm_stream_t) { return no_cuda(); }
+fp4gemm_status_t launch_decode(DecodeJob const&, DecodeJob const&, int64_t, fp4gemm_stream_t) {
+  return no_cuda();
+}
+
+}  // namespace fp4gemm

@@ -1,0 +1,25 @@
+// Which kernel serves a problem: a pure function of the device's figures, the shape and the table.
+#pragma once
+
+#include "kernel.hpp"
+
+namespace fp4gemm {
+
+/// True if kernels compiled for kernel_arch run on a device of compute capability device_arch. Keyed on the
+/// exact capability: sm_90a code runs on 9.0 alone, the sm_100f family on 10.0 and 10.3.
+bool serves(int kernel_arch, int device_arch);
+
+/// What a GEMM of packed operands (format NVFP4) or decoded ones (FP16) is expected to take on a device, in
+/// clocks of one multiprocessor: the waves of tiles, each as long as the slower of its tensor-core work and
+/// its operand traffic, and the decoding of packed operands for a kernel that does not read them. For
+/// comparing kernels of one architecture only.
+double estimate_clocks(Kernel const& kernel, int num_sms, int64_t m, int64_t n, int64_t k,
+                       fp4gemm_format_t format);
+
+/// The index of the cheapest kernel that serves the device, takes the operands and writes that type, the
+/// earlier one on a tie, or -1. format: FP16 if at least one operand is decoded, which kernels on packed
+/// operands do not take.
+int select_kernel(int device_arch, int num_sms, int64_t m, int64_t n, int64_t k, fp4gemm_dtype_t out_dtype,
+                  fp4gemm_format_t format);
+
+}  // namespace fp4gemm
