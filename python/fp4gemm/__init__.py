@@ -1,0 +1,51 @@
+"""NVFP4 matrix products, every scale in the epilogue: D = cast(alpha * (amax_b * (amax_a * A B^T)) + bias).
+
+    w = fp4gemm.quantize(weight, scaling="tensor")     # (n, k) once
+    y = fp4gemm.mm(fp4gemm.quantize(x), w)             # (m, k) per token -> (m, n) bfloat16
+
+On CUDA the products run in CUTLASS kernels; on the CPU in :mod:`fp4gemm.reference`, which defines the bits.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import _native, reference
+from .gemm import mm, scaled_mm
+from .info import is_supported, kernels
+from .layout import swizzle_scales, unswizzle_scales
+from .quantize import decode, dequantize, quantize
+from .tensor import DecodedTensor, NVFP4Tensor
+
+if TYPE_CHECKING:
+    from . import nn
+
+    __version__: str
+
+__all__ = [
+    "DecodedTensor",
+    "NVFP4Tensor",
+    "__version__",
+    "decode",
+    "dequantize",
+    "is_supported",
+    "kernels",
+    "mm",
+    "nn",
+    "quantize",
+    "reference",
+    "scaled_mm",
+    "swizzle_scales",
+    "unswizzle_scales",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # fp4gemm.nn is imported on first use: those who only multiply do not wait for torch.nn helpers.
+    if name == "nn":
+        return importlib.import_module(".nn", __name__)
+    # The C header holds the version; asking the library for it opens it, which an import alone does not need.
+    if name == "__version__":
+        return _native.version()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,337 @@
+"""The one place of argument checks and their messages: each names the argument, the value got and the wanted.
+
+Wrong Python types and wrong dtypes raise TypeError; rank, shape, device, layout in memory and range raise
+ValueError; what this version cannot do at all (gradients) raises NotImplementedError. Nothing here is an
+``assert``, so ``python -O`` changes nothing, and nothing here reads device memory, so no check synchronises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+BLOCK = 16  # elements of k that share one e4m3 scale
+K_STEP_MM = 32  # a row of packed codes is then a multiple of 16 bytes, as the tensor memory accelerator wants
+ALIGN_BYTES = 16
+E4M3_BOUNDS = (448, 256)
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FLOAT32_MAX = 3.4028234663852886e38
+CPU_KERNEL = "cpu_reference"
+_WITH_MEMORY = (Tensor, torch.nn.Parameter)
+
+
+def is_tensor(name: str, value: object) -> Tensor:
+    """``value`` itself; raises TypeError unless it is a dense torch.Tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: got {describe(value)}, must be a torch.Tensor")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name}: layout is {value.layout}, must be torch.strided")
+    return value
+
+
+def describe(value: object) -> str:
+    """The value as it should stand in an error text: short, with its type where that is the point."""
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text = repr(value)
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return f"{text} ({type(value).__name__})"
+
+
+def listing(values: Sequence[object]) -> str:
+    """``a, b or c``."""
+    texts = [str(value) for value in values]
+    return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]
+
+
+def has_dtype(name: str, x: Tensor, allowed: Sequence[torch.dtype]) -> None:
+    if x.dtype not in allowed:
+        raise TypeError(f"{name}: dtype is {x.dtype}, must be {listing(allowed)}")
+
+
+def has_rank(name: str, x: Tensor, rank: int, form: str) -> None:
+    if x.dim() != rank:
+        raise ValueError(f"{name}: shape is {tuple(x.shape)}, must have rank {rank}, {form}")
+
+
+def has_shape(name: str, x: Tensor, wanted: tuple[int, ...], why: str = "") -> None:
+    if tuple(x.shape) != wanted:
+        raise ValueError(f"{name}: shape is {tuple(x.shape)}, must be {wanted}{why}")
+
+
+def is_multiple(name: str, what: str, value: int, step: int) -> None:
+    if value <= 0 or value % step:
+        raise ValueError(f"{name}: {what} is {value}, must be a positive multiple of {step}")
+
+
+def is_contiguous(name: str, x: Tensor) -> None:
+    if not x.is_contiguous():
+        raise ValueError(
+            f"{name}: strides are {x.stride()} for shape {tuple(x.shape)}, must be contiguous "
+            "(use .contiguous())"
+        )
+
+
+def is_aligned(name: str, x: Tensor, step: int = ALIGN_BYTES) -> None:
+    # While a graph is traced no memory is behind a tensor, and subclasses (fake, functional) never have any.
+    if torch.compiler.is_compiling() or type(x) not in _WITH_MEMORY:
+        return
+    if x.data_ptr() % step:
+        raise ValueError(
+            f"{name}: base address is {x.data_ptr() % step} bytes past a multiple of {step}, "
+            f"must be {step}-byte aligned (use .clone())"
+        )
+
+
+def rows_are_aligned(name: str, x: Tensor) -> None:
+    """Rows of a 2-D tensor: unit stride along a row; rows start on ALIGN_BYTES and do not overlap."""
+    rows, columns = x.shape
+    if columns > 1 and x.stride(1) != 1:
+        raise ValueError(f"{name}: stride along a row is {x.stride(1)}, must be 1 (use .contiguous())")
+    if rows > 1 and columns > 0:  # a single row has no next row, so torch may report any stride for it
+        stride = x.stride(0)
+        if stride < columns:
+            raise ValueError(
+                f"{name}: row stride is {stride}, must be at least {columns} (rows may not overlap)"
+            )
+        if stride * x.element_size() % ALIGN_BYTES:
+            raise ValueError(
+                f"{name}: row stride is {stride} elements ({stride * x.element_size()} bytes), "
+                f"must be a multiple of {ALIGN_BYTES} bytes"
+            )
+    is_aligned(name, x)
+
+
+def same_device(name: str, x: Tensor, device: torch.device, other: str) -> None:
+    if x.device != device:
+        raise ValueError(f"{name}: device is {x.device}, must be {device}, the device of {other}")
+
+
+def is_one_of(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Raise TypeError for a value of another type than the allowed ones, ValueError for another value."""
+    if type(value) is not type(allowed[0]):
+        raise TypeError(f"{name}: got {describe(value)}, must be {listing([repr(item) for item in allowed])}")
+    if value not in allowed:
+        raise ValueError(f"{name}: got {value!r}, must be {listing([repr(item) for item in allowed])}")
+
+
+def is_float_dtype(name: str, dtype: object) -> None:
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name}: got {describe(dtype)}, must be {listing(FLOAT_DTYPES)}")
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name}: dtype is {dtype}, must be {listing(FLOAT_DTYPES)}")
+
+
+def is_int(name: str, value: object, low: int) -> None:
+    """Raise TypeError unless ``value`` is an int (bool is not), ValueError unless it is at least ``low``."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: got {describe(value)}, must be an int")
+    if value < low:
+        raise ValueError(f"{name}: got {value}, must be at least {low}")
+
+
+def as_device(name: str, device: object) -> torch.device:
+    """The torch.device that a str, an index or a device means."""
+    if isinstance(device, torch.device):
+        return device
+    if isinstance(device, bool) or not isinstance(device, (str, int)):
+        raise TypeError(f"{name}: got {describe(device)}, must be a torch.device, a string or an index")
+    try:
+        return torch.device(device)
+    except (RuntimeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"{name}: got {device!r}, must name a torch device: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def moved(name: str, x: Tensor, device: torch.device) -> Tensor:
+    """x on the device; ValueError where torch has no such device."""
+    try:
+        return x.to(device)
+    except (AssertionError, RuntimeError, NotImplementedError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"{name}: got {str(device)!r}, must be a device this torch can use: {text}"
+        ) from error
+
+
+def no_grad(name: str, x: Tensor, function: str) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{name}: requires grad, but {function} is forward only; use torch.no_grad() or detach {name}"
+        )
+
+
+def as_codes(x: Tensor) -> Tensor:
+    """Packed codes as uint8: float4_e2m1fn_x2 holds the same bytes and is taken by view."""
+    return x.view(torch.uint8) if x.dtype is torch.float4_e2m1fn_x2 else x
+
+
+def as_scales(x: Tensor) -> Tensor:
+    """Block scales as float8_e4m3fn: uint8 holds the same bytes and is taken by view."""
+    return x.view(torch.float8_e4m3fn) if x.dtype is torch.uint8 else x
+
+
+def codes(name: str, value: object) -> Tensor:
+    """Packed codes (m, k/2): uint8 or float4_e2m1fn_x2, contiguous, 16-byte aligned, k a multiple of 16."""
+    x = is_tensor(name, value)
+    has_dtype(name, x, (torch.uint8, torch.float4_e2m1fn_x2))
+    has_rank(name, x, 2, "(m, k/2)")
+    is_multiple(name, "k", 2 * x.shape[1], BLOCK)
+    is_contiguous(name, x)
+    is_aligned(name, x)
+    return as_codes(x)
+
+
+def decoded(name: str, value: object) -> Tensor:
+    """Decoded values (m, k): float16, contiguous, 16-byte aligned, k a multiple of 16."""
+    x = is_tensor(name, value)
+    has_dtype(name, x, (torch.float16,))
+    has_rank(name, x, 2, "(m, k)")
+    is_multiple(name, "k", x.shape[1], BLOCK)
+    is_contiguous(name, x)
+    is_aligned(name, x)
+    no_grad(name, x, "fp4gemm.mm")
+    return x
+
+
+def scales(name: str, value: object, m: int, k: int, device: torch.device, other: str) -> Tensor:
+    """Swizzled block scales of an (m, k) operand: (ceil128(m), ceil4(k/16)), contiguous, 16-byte aligned."""
+    x = is_tensor(name, value)
+    has_dtype(name, x, (torch.float8_e4m3fn, torch.uint8))
+    has_shape(name, x, padded_scale_shape(m, k), f", the swizzled shape for {other} of (m, k) = ({m}, {k})")
+    same_device(name, x, device, other)
+    is_contiguous(name, x)
+    is_aligned(name, x)
+    return as_scales(x)
+
+
+def vector(name: str, value: object, length: int, device: torch.device, other: str) -> Tensor:
+    """A float32 vector of ``length`` entries or of a single one, contiguous."""
+    x = is_tensor(name, value)
+    has_dtype(name, x, (torch.float32,))
+    if x.dim() != 1 or (x.shape[0] != length and x.shape[0] != 1):
+        raise ValueError(f"{name}: shape is {tuple(x.shape)}, must be ({length},) or (1,)")
+    same_device(name, x, device, other)
+    is_contiguous(name, x)
+    no_grad(name, x, "fp4gemm.mm")
+    return x
+
+
+def bias(value: object, n: int, device: torch.device, function: str) -> Tensor:
+    """A bias (n,) of any of the float types, contiguous; returned widened to float32, which is exact."""
+    x = is_tensor("bias", value)
+    has_dtype("bias", x, FLOAT_DTYPES)
+    has_shape("bias", x, (n,))
+    same_device("bias", x, device, "a")
+    is_contiguous("bias", x)
+    no_grad("bias", x, function)
+    return x if x.dtype is torch.float32 else x.to(torch.float32)
+
+
+def out(
+    value: object, m: int, n: int, out_dtype: torch.dtype | None, device: torch.device, function: str
+) -> Tensor:
+    """An output (m, n) of a float type; rows have unit stride and start 16-byte aligned."""
+    x = is_tensor("out", value)
+    has_dtype("out", x, FLOAT_DTYPES)
+    if out_dtype is not None:
+        is_float_dtype("out_dtype", out_dtype)
+    if out_dtype is not None and out_dtype is not x.dtype:
+        raise ValueError(
+            f"out_dtype: got {out_dtype}, must be {x.dtype}, the dtype of out (or leave it away)"
+        )
+    has_shape("out", x, (m, n))
+    same_device("out", x, device, "a")
+    rows_are_aligned("out", x)
+    no_grad("out", x, function)
+    return x
+
+
+def quantize_input(value: object) -> Tensor:
+    """x (m, k) of a float type, k a multiple of 16; rows have unit stride and start 16-byte aligned."""
+    x = is_tensor("x", value)
+    has_dtype("x", x, FLOAT_DTYPES)
+    has_rank("x", x, 2, "(m, k)")
+    is_multiple("x", "k", x.shape[1], BLOCK)
+    rows_are_aligned("x", x)
+    no_grad("x", x, "fp4gemm.quantize")
+    return x
+
+
+def packed_operand(codes_name: str, x: object, scales_name: str, scale: object) -> tuple[Tensor, Tensor]:
+    """Codes (m, k/2) and their swizzled scales."""
+    packed = codes(codes_name, x)
+    m, half_k = packed.shape
+    return packed, scales(scales_name, scale, m, 2 * half_k, packed.device, codes_name)
+
+
+def gemm_operand(name: str, x: object, scale: object) -> tuple[Tensor, Tensor | None]:
+    """An operand of a GEMM: codes with their scales, or decoded float16 with the scales None."""
+    operand = is_tensor(name, x)
+    has_dtype(name, operand, (torch.uint8, torch.float4_e2m1fn_x2, torch.float16))
+    if operand.dtype is not torch.float16:
+        return packed_operand(name, operand, f"scale_{name}", scale)
+    if scale is not None:
+        raise ValueError(
+            f"scale_{name}: got {describe(scale)}, must be None because {name} is float16, already decoded"
+        )
+    return decoded(name, operand), None
+
+
+def gemm_arguments(
+    a: Tensor,
+    b: Tensor,
+    alpha_row: object,
+    alpha_col: object,
+    out_dtype: torch.dtype,
+) -> tuple[int, int]:
+    """(m, n) of checked operands (codes or decoded), after the checks that need both of them."""
+    same_device("b", b, a.device, "a")
+    m, n = a.shape[0], b.shape[0]
+    k_a, k_b = (x.shape[1] if x.dtype is torch.float16 else 2 * x.shape[1] for x in (a, b))
+    gemm_sizes(k_a, k_b, n, out_dtype)
+    if alpha_row is not None:
+        vector("alpha_row", alpha_row, m, a.device, "a")
+    if alpha_col is not None:
+        vector("alpha_col", alpha_col, n, a.device, "a")
+    return m, n
+
+
+def gemm_sizes(k_a: int, k_b: int, n: int, out_dtype: torch.dtype) -> None:
+    """The sizes that a GEMM takes: equal k in steps of 32, and rows of the output in steps of 16 bytes."""
+    is_multiple("a", "k", k_a, K_STEP_MM)
+    if k_a != k_b:
+        raise ValueError(f"b: k is {k_b}, must be {k_a}, the k of a")
+    if n % n_step(out_dtype):
+        raise ValueError(f"b: n is {n}, must be a multiple of {n_step(out_dtype)} for {out_dtype} output")
+
+
+def n_step(out_dtype: torch.dtype) -> int:
+    """The step of n: 16 bytes of output."""
+    return 4 if out_dtype is torch.float32 else 8
+
+
+def alpha(value: object) -> float:
+    """A finite Python number within float32; a tensor is refused since reading it would synchronise."""
+    if isinstance(value, Tensor):
+        raise TypeError(
+            f"alpha: got {describe(value)}, must be a Python number "
+            "(a float32 tensor goes into alpha_row or alpha_col)"
+        )
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"alpha: got {describe(value)}, must be a Python number")
+    if not -FLOAT32_MAX <= value <= FLOAT32_MAX:
+        raise ValueError(f"alpha: got {value}, must be finite in float32")
+    return float(value)
+
+
+def padded_scale_shape(m: int, k: int) -> tuple[int, int]:
+    """(ceil128(m), ceil4(k/16)): the shape of the swizzled scales of an (m, k) operand."""
+    return (m + 127) // 128 * 128, (k // BLOCK + 3) // 4 * 4

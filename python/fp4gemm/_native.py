@@ -1,0 +1,94 @@
+"""Where the native libraries lie, and the C ABI of libfp4gemm.so through ctypes, opened on first use."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+
+CORE_LIBRARY = "libfp4gemm.so"
+TORCH_LIBRARY = "libfp4gemm_torch.so"
+
+
+class CKernelInfo(ctypes.Structure):
+    """fp4gemm_kernel_info_t of fp4gemm.h, field for field."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("mode", ctypes.c_char_p),
+        ("epilogue", ctypes.c_char_p),
+        ("arch", ctypes.c_int),
+        ("tile_m", ctypes.c_int),
+        ("tile_n", ctypes.c_int),
+        ("tile_k", ctypes.c_int),
+        ("cluster_m", ctypes.c_int),
+        ("cluster_n", ctypes.c_int),
+        ("out_dtype", ctypes.c_int),
+        ("operand", ctypes.c_char_p),
+    ]
+
+
+_INT = ctypes.c_int
+_INT64 = ctypes.c_int64
+_TEXT = ctypes.c_char_p
+_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "fp4gemm_version": (_INT, []),
+    "fp4gemm_version_string": (_TEXT, []),
+    "fp4gemm_cuda_version": (_INT, []),
+    "fp4gemm_cutlass_version": (_TEXT, []),
+    "fp4gemm_built_archs": (_TEXT, []),
+    "fp4gemm_kernel_count": (_INT, []),
+    "fp4gemm_kernel_info": (_INT, [_INT, ctypes.POINTER(CKernelInfo)]),
+    "fp4gemm_select_kernel": (_INT, [_INT, _INT, _INT64, _INT64, _INT64, _INT, _INT]),
+    "fp4gemm_quantize_supported": (_INT, [_INT]),
+    "fp4gemm_last_error": (_TEXT, []),
+    "fp4gemm_status_string": (_TEXT, [_INT]),
+}
+
+
+def package_dir() -> Path:
+    """The installed package, which is also the CMake install prefix (lib/, include/)."""
+    return Path(__file__).resolve().parent
+
+
+def library_dir() -> Path:
+    """Folder of the native libraries: $FP4GEMM_LIBRARY_DIR (a build tree, say), else lib/ of the package."""
+    override = os.environ.get("FP4GEMM_LIBRARY_DIR")
+    return Path(override) if override else package_dir() / "lib"
+
+
+def library_path(name: str) -> Path:
+    """Path of a native library; raises ImportError, which says what to do, when it is not there."""
+    path = library_dir() / name
+    if not path.is_file():
+        raise ImportError(
+            f"fp4gemm: {name} is not in {path.parent}; install the package (pip install . builds it) or "
+            "point FP4GEMM_LIBRARY_DIR at the folder that holds it"
+        )
+    return path
+
+
+@functools.cache
+def core() -> ctypes.CDLL:
+    """libfp4gemm.so with its argument types set."""
+    path = library_path(CORE_LIBRARY)
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ImportError(f"fp4gemm: cannot load {path}: {error}") from error
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library
+
+
+def version() -> str:
+    """Version of the library, as in fp4gemm.h."""
+    return text(core().fp4gemm_version_string())
+
+
+def text(value: bytes | None) -> str:
+    """A C string as str; a null pointer is the empty string."""
+    return value.decode() if value else ""

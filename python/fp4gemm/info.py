@@ -1,0 +1,222 @@
+"""What was built and what runs here: is_supported, kernels, and the report of ``python -m fp4gemm``."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import platform
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _checks, _native
+
+__all__ = ["KernelInfo", "is_supported", "kernels", "ready", "report", "report_text"]
+
+_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # index: fp4gemm_dtype_t of fp4gemm.h
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelInfo:
+    """One row of the table of built GEMM kernels."""
+
+    name: str  # what mm(..., kernel=name) takes
+    mode: str  # "dense"
+    epilogue: str  # "rowcol": row and column vectors, scalar and bias
+    arch: int  # 10 * major + minor of the compute capability it was built for
+    tile: tuple[int, int, int]  # (m, n, k)
+    cluster: tuple[int, int]  # (m, n)
+    out_dtype: torch.dtype
+    operand: str  # "nvfp4": tensor cores read codes and scales; "f16": codes are decoded first
+
+
+@functools.cache
+def _table() -> tuple[KernelInfo, ...]:
+    lib = _native.core()
+    row = _native.CKernelInfo()
+    rows = []
+    for index in range(lib.fp4gemm_kernel_count()):
+        status = lib.fp4gemm_kernel_info(index, ctypes.byref(row))
+        if status != 0:
+            raise RuntimeError(f"fp4gemm_kernel_info({index}): {_native.text(lib.fp4gemm_last_error())}")
+        rows.append(
+            KernelInfo(
+                name=_native.text(row.name),
+                mode=_native.text(row.mode),
+                epilogue=_native.text(row.epilogue),
+                arch=row.arch,
+                tile=(row.tile_m, row.tile_n, row.tile_k),
+                cluster=(row.cluster_m, row.cluster_n),
+                out_dtype=_OUT_DTYPES[row.out_dtype],
+                operand=_native.text(row.operand),
+            )
+        )
+    return tuple(rows)
+
+
+def kernels() -> list[KernelInfo]:
+    """Every GEMM kernel in the installed library, whatever GPU is present; empty for a build without CUDA."""
+    return list(_table())
+
+
+def kernel_by_name(name: str) -> KernelInfo | None:
+    """The kernel of that name, or None."""
+    return next((kernel for kernel in _table() if kernel.name == name), None)
+
+
+def serves(kernel_arch: int, device_arch: int) -> bool:
+    """Whether a family's kernels run on a device: sm_90a code on 9.0 alone, sm_100f on 10.0 and 10.3."""
+    return device_arch in {90: (90,), 100: (100, 103)}.get(kernel_arch, ())
+
+
+def built_text() -> str:
+    """What the library was built for, for error texts."""
+    lib = _native.core()
+    archs = _native.text(lib.fp4gemm_built_archs())
+    return f"built for {archs}" if archs else "built without CUDA kernels"
+
+
+@functools.cache
+def _cuda_gaps(index: int) -> dict[str, str]:
+    """What does not run on a CUDA device (a key of READY), and why; nothing when all does."""
+    properties = torch.cuda.get_device_properties(index)
+    arch = 10 * properties.major + properties.minor
+    where = f"cuda:{index}, {properties.name} of compute capability {properties.major}.{properties.minor}"
+    lib = _native.core()
+    todo = (
+        f"this fp4gemm is {built_text()}; build it from a checkout on this machine (make), "
+        "or move the tensors to the CPU for the slow reference"
+    )
+    gaps = {}
+    if lib.fp4gemm_quantize_supported(arch) != 1:
+        gaps["quantize"] = f"no quantize, dequantize or decode kernel for {where}; {todo}"
+    sizes = (properties.multi_processor_count, 256, 256, 256)
+    if lib.fp4gemm_select_kernel(arch, *sizes, 0, 0) < 0:
+        gaps["mm"] = f"no GEMM kernel for {where}; {todo}"
+    elif lib.fp4gemm_select_kernel(arch, *sizes, 0, 1) < 0:
+        gaps["mm of decoded operands"] = (
+            f"the GEMM kernels for {where} read packed operands; pass the NVFP4Tensor, not what decode made"
+        )
+    return gaps
+
+
+def is_supported(device: torch.device | str | int | None = None) -> tuple[bool, str]:
+    """(True, what runs there) or (False, why not): whether every operation runs on a device.
+
+    Args:
+        device: a torch.device, its name or a CUDA index; None is the current CUDA device, else the CPU.
+
+    Raises:
+        TypeError, ValueError: device names no torch device.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = _checks.as_device("device", device)
+    if target.type == "cpu":
+        return True, "cpu: the reference in plain torch, exact and slow"
+    if target.type != "cuda":
+        return False, f"{target}: fp4gemm runs on cuda and cpu devices only"
+    if not torch.cuda.is_available():
+        return False, f"{target}: torch {torch.__version__} sees no CUDA device"
+    index = torch.cuda.current_device() if target.index is None else target.index
+    if index >= torch.cuda.device_count():
+        return False, f"{target}: torch sees {torch.cuda.device_count()} CUDA device(s)"
+    gaps = _cuda_gaps(index)
+    missing = [gaps[what] for what in ("quantize", "mm") if what in gaps]
+    if missing:
+        return False, "; ".join(missing)
+    return True, f"cuda:{index}: {torch.cuda.get_device_name(index)}, {built_text()}"
+
+
+# CUDA indices that passed; -1: no CUDA.
+READY: dict[str, set[int]] = {"quantize": {-1}, "mm": {-1}, "mm of decoded operands": {-1}}
+
+
+def ready(x: Tensor, what: str) -> None:
+    """Raise NotImplementedError when ``what`` (a key of READY) has no kernel for the device of x.
+
+    A set look-up once a device has passed. Under torch.compile the question is left to the run of the graph.
+    """
+    index = x.get_device()
+    if index in READY[what] or torch.compiler.is_compiling():
+        return
+    if not x.is_cuda:
+        raise NotImplementedError(f"{x.device}: fp4gemm runs on cuda and cpu devices only")
+    gap = _cuda_gaps(index).get(what)
+    if gap is not None:
+        raise NotImplementedError(gap)
+    READY[what].add(index)
+
+
+def report() -> dict[str, Any]:
+    """Versions, libraries, devices and kernels as plain data, with the reason where something is missing."""
+    from . import __version__
+
+    result: dict[str, Any] = {
+        "fp4gemm": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "library_dir": str(_native.library_dir()),
+    }
+    lib = _native.core()
+    cuda = lib.fp4gemm_cuda_version()
+    result["library"] = {
+        "version": _native.text(lib.fp4gemm_version_string()),
+        "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
+        "cutlass": _native.text(lib.fp4gemm_cutlass_version()) or None,
+        "archs": _native.text(lib.fp4gemm_built_archs()) or None,
+    }
+    names = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    result["devices"] = []
+    for name in names:
+        supported, reason = is_supported(name)
+        result["devices"].append({"device": name, "supported": supported, "reason": reason})
+    if len(names) == 1:
+        result["devices"].append(
+            {
+                "device": "cuda",
+                "supported": False,
+                "reason": "cuda: torch sees no CUDA device " + _no_cuda_reason(),
+            }
+        )
+    result["kernels"] = [
+        {**dataclasses.asdict(kernel), "out_dtype": str(kernel.out_dtype).removeprefix("torch.")}
+        for kernel in kernels()
+    ]
+    return result
+
+
+def _no_cuda_reason() -> str:
+    return "(a CPU-only build of torch)" if torch.version.cuda is None else "(no GPU, or no driver)"
+
+
+def report_text() -> str:
+    """The report as a page for people."""
+    data = report()
+    library = data["library"]
+    lines = [
+        f"fp4gemm {data['fp4gemm']}",
+        f"  python     {data['python']} on {data['platform']}",
+        f"  torch      {data['torch']} (CUDA {data['torch_cuda'] or 'none'})",
+        f"  libraries  {data['library_dir']}",
+        f"             version {library['version']}, CUDA {library['cuda'] or 'none'}, "
+        f"CUTLASS {library['cutlass'] or 'none'}, archs {library['archs'] or 'none'}",
+        "devices",
+    ]
+    for entry in data["devices"]:
+        lines.append(f"  {'yes' if entry['supported'] else 'no ':3}  {entry['reason']}")
+    lines.append(f"kernels ({len(data['kernels'])})")
+    for entry in data["kernels"]:
+        tile = "x".join(map(str, entry["tile"]))
+        cluster = "x".join(map(str, entry["cluster"]))
+        lines.append(
+            f"  {entry['name']:<44} sm_{entry['arch']:<4} tile {tile:<12} cluster {cluster:<4} "
+            f"{entry['epilogue']:<7} {entry['operand']:<6} -> {entry['out_dtype']}"
+        )
+    if not data["kernels"]:
+        lines.append("  none: this build has no CUDA kernels, so every call runs the CPU reference")
+    return "\n".join(lines)

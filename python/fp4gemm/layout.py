@@ -1,0 +1,103 @@
+"""The 128x4 swizzled layout of block scales: the one Python definition, in both directions.
+
+Scales of an (m, k) operand form a matrix of r = m rows and c = k/16 columns, padded with zero bytes to
+(ceil128(r), ceil4(c)). Tiles of 128 rows by 4 columns (512 bytes) follow each other row-major::
+
+    offset(r, c) = ((r div 128) * (C/4) + c div 4) * 512
+                 + (r mod 32) * 16 + ((r mod 128) div 32) * 4 + c mod 4
+
+with C the padded number of columns. It is what cuBLASLt calls VEC16_UE4M3, CUTLASS Sm1xxBlkScaledConfig and
+torch SWIZZLE_32_4_4. The source of the definition is NVIDIA's cuBLAS documentation, "1D block scaling factors
+layout".
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _checks
+from ._checks import padded_scale_shape
+
+__all__ = ["padded_scale_shape", "scale_offset", "swizzle_scales", "unswizzle_scales"]
+
+TILE_ROWS = 128
+TILE_COLUMNS = 4
+_SCALE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
+
+
+def scale_offset(r: int, c: int, num_columns: int) -> int:
+    """Offset in bytes of entry (r, c) in the swizzled layout; see the head of this file.
+
+    Args:
+        r: row of the operand, >= 0.
+        c: block along k, 0 <= c < num_columns.
+        num_columns: k/16 of the operand; padded or not makes no difference.
+
+    Raises:
+        TypeError, ValueError: an argument is no int or out of range; the text names it.
+    """
+    _checks.is_int("num_columns", num_columns, 1)
+    _checks.is_int("r", r, 0)
+    _checks.is_int("c", c, 0)
+    if c >= num_columns:
+        raise ValueError(f"c: got {c}, must be below num_columns, {num_columns}")
+    tiles_per_row = (num_columns + TILE_COLUMNS - 1) // TILE_COLUMNS
+    tile = (r // TILE_ROWS) * tiles_per_row + c // TILE_COLUMNS
+    return tile * 512 + (r % 32) * 16 + (r % TILE_ROWS) // 32 * 4 + c % TILE_COLUMNS
+
+
+def swizzle_scales(compact: Tensor) -> Tensor:
+    """swizzled.flatten()[scale_offset(r, c, C)] = compact[r, c]; every padding byte is 0.
+
+    Args:
+        compact: (r, c) float8_e4m3fn or uint8, any strides, r >= 0, c >= 1.
+
+    Returns:
+        (ceil128(r), ceil4(c)) of the same dtype, contiguous. Does not synchronise.
+
+    Raises:
+        TypeError: not a tensor, or of another dtype.
+        ValueError: not of rank 2, or without columns.
+    """
+    x = _checks.is_tensor("compact", compact)
+    _checks.has_dtype("compact", x, _SCALE_DTYPES)
+    _checks.has_rank("compact", x, 2, "(m, k/16)")
+    rows, columns = x.shape
+    if columns < 1:
+        raise ValueError(f"compact: number of columns is {columns}, must be at least 1")
+    padded_rows, padded_columns = padded_scale_shape(rows, columns * _checks.BLOCK)
+    # Byte views, because few torch operators know float8.
+    padded = torch.zeros((padded_rows, padded_columns), dtype=torch.uint8, device=x.device)
+    padded[:rows, :columns] = x.view(torch.uint8)
+    tiles = padded.view(padded_rows // TILE_ROWS, 4, 32, padded_columns // TILE_COLUMNS, TILE_COLUMNS)
+    return tiles.permute(0, 3, 2, 1, 4).contiguous().view(padded_rows, padded_columns).view(x.dtype)
+
+
+def unswizzle_scales(swizzled: Tensor, r: int, c: int) -> Tensor:
+    """compact[r, c] = swizzled.flatten()[scale_offset(r, c, C)]; the padding is dropped.
+
+    Args:
+        swizzled: (ceil128(r), ceil4(c)) float8_e4m3fn or uint8, contiguous.
+        r: rows of the operand, m >= 0.
+        c: blocks along k, k/16 >= 1.
+
+    Returns:
+        (r, c) of the same dtype, contiguous. Does not synchronise.
+
+    Raises:
+        TypeError: not a tensor, of another dtype, or r or c is no int.
+        ValueError: of another shape than r and c call for, or not contiguous.
+    """
+    x = _checks.is_tensor("swizzled", swizzled)
+    _checks.has_dtype("swizzled", x, _SCALE_DTYPES)
+    _checks.is_int("r", r, 0)
+    _checks.is_int("c", c, 1)
+    padded_rows, padded_columns = padded_scale_shape(r, c * _checks.BLOCK)
+    _checks.has_shape("swizzled", x, (padded_rows, padded_columns), f" for r = {r} and c = {c}")
+    _checks.is_contiguous("swizzled", x)
+    tiles = x.view(torch.uint8).view(
+        padded_rows // TILE_ROWS, padded_columns // TILE_COLUMNS, 32, 4, TILE_COLUMNS
+    )
+    compact = tiles.permute(0, 3, 2, 1, 4).reshape(padded_rows, padded_columns)[:r, :c]
+    return compact.contiguous().view(x.dtype)

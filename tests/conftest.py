@@ -1,0 +1,45 @@
+"""Shared fixtures: the devices a test runs on, and a seeded generator."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import fp4gemm
+import pytest
+import torch
+
+sys.path.insert(
+    0, str(Path(__file__).parent)
+)  # importlib mode adds no folder: helpers and model live beside us
+
+
+def pytest_report_header() -> str:
+    return "fp4gemm: " + "; ".join(fp4gemm.is_supported(name)[1] for name in ("cpu", "cuda"))
+
+
+def _cuda_or_skip() -> None:
+    supported, reason = fp4gemm.is_supported("cuda")
+    if not supported:
+        pytest.skip(reason)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every device that runs all operations; CUDA is skipped, with the reason, where it does not."""
+    if request.param == "cuda":
+        _cuda_or_skip()
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    """The current CUDA device, or a skip with the reason."""
+    _cuda_or_skip()
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def gen() -> torch.Generator:
+    """A CPU generator with a fixed seed, so that every device sees the same data."""
+    return torch.Generator().manual_seed(20260)

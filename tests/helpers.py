@@ -1,0 +1,114 @@
+"""Test inputs, bit comparison and poisoned memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # midpoints of the e2m1 values
+KINDS = (
+    "normal",
+    "heavy",
+    "row_ranges",
+    "denormal",
+    "huge",
+    "inf",
+    "zero_rows",
+    "ties",
+    "outliers",
+    "wide_blocks",
+)
+
+
+def short(dtype: torch.dtype) -> str:
+    """bf16, fp16, fp32: for test ids."""
+    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bytes of x as integers, on the CPU."""
+    return x.detach().cpu().contiguous().view(INTS[x.element_size()])
+
+
+def assert_bits(actual: Tensor, expected: Tensor, what: str = "result") -> None:
+    """Same dtype, shape and bits; the message says how many differ and where the first does."""
+    assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
+    assert actual.shape == expected.shape, (
+        f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    )
+    differ = bits(actual) != bits(expected)
+    if differ.any():
+        at = tuple(differ.nonzero()[0].tolist())
+        got, want = (t.detach().cpu()[at].item() for t in (actual, expected))
+        raise AssertionError(
+            f"{what}: {int(differ.sum())} of {differ.numel()} differ, first at {at}: {got} != {want}"
+        )
+
+
+def assert_same_value(actual: Tensor, expected: Tensor, what: str = "result") -> None:
+    """Same bits, except that any NaN equals any NaN."""
+    nan = expected.isnan()
+    assert torch.equal(actual.isnan().cpu(), nan.cpu()), f"{what}: NaN in other places"
+    assert_bits(actual.masked_fill(nan.to(actual.device), 0.0), expected.masked_fill(nan, 0.0), what)
+
+
+def make(kind: str, m: int, k: int, dtype: torch.dtype, gen: torch.Generator) -> Tensor:
+    """An (m, k) input of one kind; float16 gets what survives its range."""
+    x = torch.randn(m, k, generator=gen)
+    if kind == "heavy":  # Student t with 2 degrees of freedom
+        x = x / (torch.empty(m, k).exponential_(generator=gen) + 1e-3).sqrt()
+    elif kind == "row_ranges":
+        x = x * torch.exp2(torch.randint(-40, 41, (m, 1), generator=gen).float())
+    elif kind == "denormal":
+        x = x * torch.exp2(torch.randint(-149, -120, (m, 1), generator=gen).double()).float()
+        if dtype is torch.float16:
+            x = torch.randn(m, k, generator=gen) * 2.0**-22
+    elif kind == "huge":
+        x = torch.where(torch.rand(m, k, generator=gen) < 0.02, x.sign() * torch.finfo(dtype).max, x * 1e30)
+    elif kind == "inf":
+        x = torch.where(torch.rand(m, k, generator=gen) < 0.002, x.sign() * torch.inf, x)
+    elif kind == "zero_rows":
+        x = x * (torch.rand(m, 1, generator=gen) < 0.5) * (torch.rand(m, k, generator=gen) < 0.5)
+    elif kind == "ties":  # with 6 in every block and 2688 in every row, element factors are powers of two
+        grid = torch.tensor([0.0, *TIES, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        x = grid[torch.randint(0, len(grid), (m, k), generator=gen)] * x.sign()
+        x[:, ::16] = 6.0
+        x[:, :16] *= 448.0
+    elif kind == "outliers":
+        x = x * torch.where(torch.rand(m, 1, generator=gen) < 0.05, 1e5, 1.0)
+    elif kind == "wide_blocks":  # block amaxes over 2^-30..1 of the row: subnormal and vanishing block scales
+        x = x * torch.exp2(-30 * torch.rand(m, k // 16, generator=gen)).repeat_interleave(16, dim=1)
+    return x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype) if kind != "inf" else x.to(dtype)
+
+
+def make_codes(m: int, k: int, gen: torch.Generator) -> Tensor:
+    """Random codes of every value, (m, k/2)."""
+    return torch.randint(0, 256, (m, k // 2), generator=gen, dtype=torch.uint8)
+
+
+def make_scales(m: int, k: int, gen: torch.Generator) -> Tensor:
+    """Random finite positive e4m3 block scales, compact (m, k/16), subnormals and zero among them."""
+    return torch.randint(0, 0x7F, (m, k // 16), generator=gen, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+
+def poisoned(m: int, n: int, dtype: torch.dtype, device: torch.device, pad: int = 0) -> tuple[Tensor, Tensor]:
+    """An (m, n) view inside a larger buffer (m + 2, n + pad) full of 0xFF (NaN), and that buffer."""
+    width = n + pad
+    buffer = torch.full((m + 2, width * dtype.itemsize), 0xFF, dtype=torch.uint8, device=device).view(dtype)
+    return buffer[1 : m + 1, :n], buffer
+
+
+def assert_poison_intact(buffer: Tensor, m: int, n: int) -> None:
+    """Nothing outside the (m, n) view of :func:`poisoned` was written."""
+    raw = bits(buffer)
+    keep = torch.ones_like(raw, dtype=torch.bool)
+    keep[1 : m + 1, :n] = False
+    assert bool((raw[keep] == -1).all()), "bytes outside the view were written"
+
+
+def dirty(device: torch.device, *sizes: int) -> None:
+    """Fill and free blocks of these sizes, so that the allocator hands out memory full of 0xFF next."""
+    blocks = [torch.full((size,), 0xFF, dtype=torch.uint8, device=device) for size in sizes for _ in range(3)]
+    del blocks

@@ -1,0 +1,115 @@
+"""A second model of the numerics, in numpy and from the definitions: shares no code with fp4gemm.reference.
+
+Encoders search the nearest value by brute force, layouts go by the offset formula, float32 steps are numpy's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+F32_MAX = np.finfo(np.float32).max
+
+
+def e4m3_values() -> np.ndarray:
+    """The value of each byte: s eeee mmm, bias 7, no infinity, 0x7F and 0xFF NaN."""
+    byte = np.arange(256)
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    value = np.where(exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
+    value[(byte & 127) == 127] = np.nan
+    return np.where(byte >= 128, -value, value)
+
+
+def nearest(magnitudes: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Index of the nearest of the ascending values in float64, ties to the even index, saturating."""
+    a = np.minimum(magnitudes.astype(np.float64), values[-1])
+    upper = np.searchsorted(values, a)
+    lower = np.maximum(upper - 1, 0)
+    below, above = a - values[lower], values[upper] - a
+    take_upper = (above < below) | ((above == below) & (upper % 2 == 0))
+    return np.where(take_upper, upper, lower)
+
+
+def encode_e2m1(x: np.ndarray) -> np.ndarray:
+    code = nearest(np.abs(np.nan_to_num(x, nan=0.0, posinf=np.inf, neginf=-np.inf)), E2M1) + 8 * np.signbit(x)
+    return np.where(np.isnan(x), 7, code).astype(np.uint8)
+
+
+def encode_e4m3(x: np.ndarray) -> np.ndarray:
+    return nearest(x, e4m3_values()[:127]).astype(np.uint8)
+
+
+def quantize(x: np.ndarray, per_row: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(codes (m, k/2), compact scale bytes (m, k/16), amax) of float32 x (m, k)."""
+    f = np.float32
+    m, k = x.shape
+    with np.errstate(all="ignore"):
+        clean = np.where(np.isnan(x), f(0), np.abs(x)).reshape(m, k // 16, 16)
+        block_amax = clean.max(axis=2)
+        amax = block_amax.max(axis=1) if per_row else block_amax.max(initial=f(0), keepdims=True).reshape(1)
+        s = np.minimum(f(2688) / amax, F32_MAX).reshape(-1, 1)
+        s = np.where(s == 0, f(1), s)
+        scales = encode_e4m3(np.minimum(block_amax * (s * (f(1) / f(6))), F32_MAX))
+        decoded = e4m3_values()[scales].astype(f)
+        factor = np.minimum(f(1) / (decoded * (f(1) / s)), F32_MAX)
+        codes = encode_e2m1((x.reshape(m, k // 16, 16) * factor[..., None]).reshape(m, k))
+    return codes[:, 0::2] | codes[:, 1::2] << 4, scales, amax.astype(f)
+
+
+def decode_codes(codes: np.ndarray) -> np.ndarray:
+    """float64 (m, k) of packed codes (m, k/2)."""
+    nibbles = np.stack([codes & 15, codes >> 4], axis=-1).reshape(codes.shape[0], 2 * codes.shape[1])
+    return np.where(nibbles >= 8, -E2M1[nibbles & 7], E2M1[nibbles & 7])
+
+
+def offset(r: int, c: int, padded_columns: int) -> int:
+    tile = r // 128 * (padded_columns // 4) + c // 4
+    return tile * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
+
+
+def unswizzle(swizzled: np.ndarray, m: int, columns: int) -> np.ndarray:
+    """Compact bytes (m, columns) of padded swizzled bytes."""
+    flat, width = swizzled.reshape(-1), swizzled.shape[1]
+    index = np.array([[offset(r, c, width) for c in range(columns)] for r in range(m)], dtype=np.int64)
+    return flat[index.reshape(m, columns)]
+
+
+def values(codes: torch.Tensor, scales: torch.Tensor) -> np.ndarray:
+    """Code value times block scale, float64 (m, k), of codes and swizzled scales on any device."""
+    q = decode_codes(codes.cpu().numpy())
+    compact = unswizzle(scales.cpu().view(torch.uint8).numpy(), q.shape[0], q.shape[1] // 16)
+    return q * np.repeat(e4m3_values()[compact], 16, axis=1)
+
+
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, amax: torch.Tensor, e4m3_max: int) -> np.ndarray:
+    """float32 (m, k)."""
+    f = np.float32
+    q = decode_codes(codes.cpu().numpy()).astype(f)
+    compact = unswizzle(scales.cpu().view(torch.uint8).numpy(), q.shape[0], q.shape[1] // 16)
+    with np.errstate(all="ignore"):
+        final = (
+            e4m3_values()[compact].astype(f) * amax.cpu().numpy().reshape(-1, 1) * (f(1) / f(6 * e4m3_max))
+        )
+        return q * np.repeat(final, 16, axis=1)
+
+
+def epilogue(
+    acc: np.ndarray,
+    alpha: float = 1.0,
+    alpha_row: torch.Tensor | None = None,
+    alpha_col: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """cast(fl(fl(alpha * fl(col * fl(row * fl(acc)))) + bias)) of the exact float64 accumulator (m, n)."""
+    d = acc.astype(np.float32)
+    with np.errstate(all="ignore"):
+        if alpha_row is not None:
+            d = alpha_row.cpu().numpy().reshape(-1, 1) * d
+        if alpha_col is not None:
+            d = alpha_col.cpu().numpy().reshape(1, -1) * d
+        d = np.float32(alpha) * d
+        if bias is not None:
+            d = d + bias.cpu().float().numpy()
+    return torch.from_numpy(np.ascontiguousarray(d)).to(out_dtype)

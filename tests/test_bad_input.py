@@ -1,0 +1,61 @@
+"""Every argument of every public function, wrong in each way there is, raises an error that names it."""
+
+from __future__ import annotations
+
+import inspect
+
+import bad_cases
+import fp4gemm
+import pytest
+from bad_cases import CASES, FUNCTIONS, Case
+from fp4gemm import layout, reference
+
+
+def case_id(case: Case) -> str:
+    return f"{case.function}-{case.kind}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_names_the_argument(case: Case) -> None:
+    complaint = bad_cases.complaint(case)
+    assert complaint is None, f"{case_id(case)}: {complaint}"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_unchanged_calls_are_right(name: str) -> None:
+    """What the cases start from works, so that each case fails for the one thing it changes."""
+    function, base = FUNCTIONS[name]
+    assert function(**base()) is not None
+
+
+def test_case_count_and_ids() -> None:
+    ids = [case_id(case) for case in CASES]
+    assert len(ids) == len(set(ids))
+    assert len(ids) >= 100
+
+
+def test_every_argument_has_a_case() -> None:
+    """Read from the signatures, so that a new function or argument without cases fails here."""
+    covered = {(case.function, case.kind.split("-")[0]) for case in CASES}
+    wanted = {
+        (name, argument)
+        for name, (function, _) in FUNCTIONS.items()
+        for argument in inspect.signature(function).parameters
+    }
+    assert wanted - covered == set()
+
+
+def test_every_public_function_has_cases() -> None:
+    public = {name for name in fp4gemm.__all__ if callable(getattr(fp4gemm, name))} - {"kernels"}
+    assert public - set(FUNCTIONS) == set()
+    assert {f"reference.{name}" for name in reference.__all__} - set(FUNCTIONS) == set()
+    # padded_scale_shape is arithmetic on two ints and takes symbolic ones while a graph is traced.
+    assert set(layout.__all__) - set(FUNCTIONS) == {"padded_scale_shape"}
+    methods = {
+        f"{owner.__name__}.{name}"
+        for owner in (fp4gemm.NVFP4Tensor, fp4gemm.DecodedTensor)
+        for name, method in inspect.getmembers(owner, callable)
+        if not name.startswith("_")
+        and len(inspect.signature(method).parameters) > (inspect.isfunction(method))
+    }
+    assert methods - set(FUNCTIONS) == set()

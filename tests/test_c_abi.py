@@ -1,0 +1,224 @@
+"""The C interface on a GPU: cuda-python allocates, ctypes calls, the CPU reference judges."""
+
+from __future__ import annotations
+
+import ctypes
+
+import fp4gemm
+import pytest
+import torch
+from fp4gemm import _native, reference
+
+try:
+    from cuda.bindings import runtime
+except ImportError:
+    runtime = None
+
+BF16, FP32 = 0, 2
+FORMAT_NVFP4, FORMAT_FP16 = 0, 1
+SUCCESS, WORKSPACE = 0, 3
+
+
+class QuantizeArgs(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("m", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("x", ctypes.c_void_p),
+        ("x_row_stride", ctypes.c_int64),
+        ("x_dtype", ctypes.c_int),
+        ("scaling", ctypes.c_int),
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("amax", ctypes.c_void_p),
+    ]
+
+
+class Operand(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("format", ctypes.c_int)]
+
+
+class Vector(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("numel", ctypes.c_int64)]
+
+
+class DenseArgs(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("m", ctypes.c_int64),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("a", Operand),
+        ("b", Operand),
+        ("alpha_row", Vector),
+        ("alpha_col", Vector),
+        ("alpha", ctypes.c_float),
+        ("bias", ctypes.c_void_p),
+        ("d", ctypes.c_void_p),
+        ("d_row_stride", ctypes.c_int64),
+        ("out_dtype", ctypes.c_int),
+        ("kernel", ctypes.c_char_p),
+    ]
+
+
+class Device:
+    """Memory of device 0, every allocation filled with 0xFF before use and freed at the end."""
+
+    def __init__(self) -> None:
+        self.pointers: list[int] = []
+
+    def check(self, result: tuple[object, ...]) -> object:
+        assert result[0] == runtime.cudaError_t.cudaSuccess, result[0]
+        return result[1] if len(result) > 1 else None
+
+    def empty(self, num_bytes: int) -> int:
+        pointer = int(self.check(runtime.cudaMalloc(max(1, num_bytes))))  # type: ignore[call-overload]
+        self.pointers.append(pointer)
+        self.check(runtime.cudaMemset(pointer, 0xFF, num_bytes))
+        return pointer
+
+    def put(self, tensor: torch.Tensor) -> int:
+        pointer = self.empty(tensor.nbytes)
+        kind = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
+        self.check(runtime.cudaMemcpy(pointer, tensor.data_ptr(), tensor.nbytes, kind))
+        return pointer
+
+    def get(self, pointer: int, like: torch.Tensor) -> torch.Tensor:
+        result = torch.empty_like(like)
+        kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        self.check(runtime.cudaDeviceSynchronize())
+        self.check(runtime.cudaMemcpy(result.data_ptr(), pointer, result.nbytes, kind))
+        return result
+
+
+@pytest.fixture
+def gpu() -> Device:
+    if runtime is None:
+        pytest.skip("cuda-python is not installed (requirements/test.txt)")
+    supported, reason = fp4gemm.is_supported("cuda")
+    if not supported:
+        pytest.skip(reason)
+    device = Device()
+    yield device
+    for pointer in device.pointers:
+        runtime.cudaFree(pointer)
+
+
+def succeed(status: int) -> None:
+    assert status == SUCCESS, _native.core().fp4gemm_last_error()
+
+
+def test_quantize_and_multiply(gpu: Device) -> None:
+    """Quantize both operands and multiply; the workspace is poisoned and exactly as large as asked for."""
+    library = _native.core()
+    torch.manual_seed(0)
+    for m, n, k in ((5, 40, 96), (130, 264, 320), (2050, 2056, 1024)):
+        x, w = torch.randn(m, k, dtype=torch.bfloat16), torch.randn(n, k, dtype=torch.bfloat16)
+        want_x, want_w = fp4gemm.quantize(x), fp4gemm.quantize(w)
+        operands = []
+        for source, want in ((x, want_x), (w, want_w)):
+            codes, scales, amax = (gpu.empty(part.nbytes) for part in (want.codes, want.scales, want.amax))
+            rows = source.shape[0]
+            args = QuantizeArgs(
+                ctypes.sizeof(QuantizeArgs), rows, k, gpu.put(source), k, BF16, 1, codes, scales, amax
+            )
+            succeed(library.fp4gemm_quantize(ctypes.byref(args), 0, None))
+            assert torch.equal(gpu.get(codes, want.codes), want.codes)
+            assert torch.equal(gpu.get(scales, want.scales).view(torch.uint8), want.scales.view(torch.uint8))
+            assert torch.equal(gpu.get(amax, want.amax), want.amax)
+            operands.append((codes, scales, amax))
+
+        bias = torch.randn(n)
+        want = reference.scaled_mm(
+            want_x.codes,
+            want_w.codes,
+            want_x.scales,
+            want_w.scales,
+            1 / 7225344,
+            want_x.amax,
+            want_w.amax,
+            bias,
+            torch.float32,
+        )
+        (a, scale_a, amax_a), (b, scale_b, amax_b) = operands
+        d = gpu.empty(want.nbytes)
+        dense = DenseArgs(
+            ctypes.sizeof(DenseArgs),
+            m,
+            n,
+            k,
+            Operand(a, scale_a, FORMAT_NVFP4),
+            Operand(b, scale_b, FORMAT_NVFP4),
+            Vector(amax_a, m),
+            Vector(amax_b, n),
+            1 / 7225344,
+            gpu.put(bias),
+            d,
+            n,
+            FP32,
+            None,
+        )
+        num_bytes = ctypes.c_size_t(0)
+        succeed(library.fp4gemm_dense_workspace_bytes(ctypes.byref(dense), 0, ctypes.byref(num_bytes)))
+        workspace = gpu.empty(num_bytes.value)
+        succeed(library.fp4gemm_dense(ctypes.byref(dense), ctypes.c_void_p(workspace), num_bytes, 0, None))
+        assert torch.equal(gpu.get(d, want), want), (m, n, k)
+
+
+def test_workspace_errors(gpu: Device) -> None:
+    """A workspace that is missing, short or misaligned is refused by name and nothing is written."""
+    library = _native.core()
+    m, n, k = 2048, 2048, 1024
+    a, scale_a = (
+        gpu.put(torch.zeros(m, k // 2, dtype=torch.uint8)),
+        gpu.put(torch.zeros(m, k // 16, dtype=torch.uint8)),
+    )
+    b, scale_b = (
+        gpu.put(torch.zeros(n, k // 2, dtype=torch.uint8)),
+        gpu.put(torch.zeros(n, k // 16, dtype=torch.uint8)),
+    )
+    d = gpu.empty(4 * m * n)
+    dense = DenseArgs(
+        ctypes.sizeof(DenseArgs),
+        m,
+        n,
+        k,
+        Operand(a, scale_a, FORMAT_NVFP4),
+        Operand(b, scale_b, FORMAT_NVFP4),
+        Vector(None, 0),
+        Vector(None, 0),
+        1.0,
+        None,
+        d,
+        n,
+        FP32,
+        None,
+    )
+    num_bytes = ctypes.c_size_t(0)
+    succeed(library.fp4gemm_dense_workspace_bytes(ctypes.byref(dense), 0, ctypes.byref(num_bytes)))
+    if num_bytes.value == 0:
+        pytest.skip("this device's kernel needs no workspace")
+    workspace = gpu.empty(num_bytes.value + 256)
+    for pointer, size in (
+        (None, num_bytes.value),
+        (workspace, num_bytes.value - 1),
+        (workspace + 8, num_bytes.value),
+    ):
+        status = library.fp4gemm_dense(
+            ctypes.byref(dense), ctypes.c_void_p(pointer), ctypes.c_size_t(size), 0, None
+        )
+        assert status == WORKSPACE
+        assert b"workspace" in library.fp4gemm_last_error()
+    untouched = gpu.get(d, torch.empty(m, n, dtype=torch.int32))
+    assert bool((untouched == -1).all())
+
+
+def test_a_failed_call_leaves_no_error_behind(gpu: Device) -> None:
+    """After a device that does not exist, the next call works and reports nothing stale."""
+    library = _native.core()
+    x = torch.ones(4, 32, dtype=torch.bfloat16)
+    codes, scales, amax = gpu.empty(64), gpu.empty(512), gpu.empty(16)
+    args = QuantizeArgs(ctypes.sizeof(QuantizeArgs), 4, 32, gpu.put(x), 32, BF16, 1, codes, scales, amax)
+    assert library.fp4gemm_quantize(ctypes.byref(args), 99, None) != SUCCESS
+    succeed(library.fp4gemm_quantize(ctypes.byref(args), 0, None))
+    assert bool((gpu.get(amax, torch.empty(4)) == 1).all())

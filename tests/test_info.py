@@ -1,0 +1,215 @@
+"""What the package says about itself: kernels, support, the report and the folders of the C++ package."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import fp4gemm
+import pytest
+import torch
+from fp4gemm import __main__ as main_module
+from fp4gemm import _native, info
+
+
+def run_module(*options: str) -> str:
+    command = [sys.executable, "-m", "fp4gemm", *options]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+def test_version_is_that_of_the_library() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", fp4gemm.__version__)
+    major, minor, patch = (int(part) for part in fp4gemm.__version__.split("."))
+    assert _native.core().fp4gemm_version() == 10000 * major + 100 * minor + patch
+
+
+def test_everything_public_is_there() -> None:
+    for name in fp4gemm.__all__:
+        assert getattr(fp4gemm, name) is not None, name
+    with pytest.raises(AttributeError, match="module 'fp4gemm' has no attribute 'nothing'"):
+        fp4gemm.nothing  # noqa: B018
+
+
+def test_kernels_describe_themselves() -> None:
+    """Names are mechanical, so each must agree with the fields beside it."""
+    rows = fp4gemm.kernels()
+    assert len(rows) == _native.core().fp4gemm_kernel_count()
+    assert len({row.name for row in rows}) == len(rows)
+    short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    for row in rows:
+        tile, cluster = "x".join(map(str, row.tile)), "x".join(map(str, row.cluster))
+        want = f"sm{row.arch}_{row.mode}_{tile}_c{cluster}_{row.epilogue}_{short[row.out_dtype]}"
+        assert row.name == want
+        assert row.operand in ("nvfp4", "f16")
+
+
+def test_kernel_index_out_of_range() -> None:
+    row = _native.CKernelInfo()
+    assert _native.core().fp4gemm_kernel_info(-1, row) != 0
+    assert _native.core().fp4gemm_kernel_info(_native.core().fp4gemm_kernel_count(), row) != 0
+
+
+def test_kernels_returns_a_fresh_list() -> None:
+    fp4gemm.kernels().append(None)  # type: ignore[arg-type]
+    assert None not in fp4gemm.kernels()
+
+
+def test_is_supported_on_the_cpu() -> None:
+    for device in ("cpu", torch.device("cpu")):
+        supported, reason = fp4gemm.is_supported(device)
+        assert supported is True
+        assert reason == "cpu: the reference in plain torch, exact and slow"
+
+
+def test_is_supported_elsewhere() -> None:
+    assert fp4gemm.is_supported("meta") == (False, "meta: fp4gemm runs on cuda and cpu devices only")
+    supported, reason = fp4gemm.is_supported("cuda:63")
+    assert supported is False
+    assert reason.startswith("cuda:63: torch ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
+def test_is_supported_without_cuda() -> None:
+    assert fp4gemm.is_supported() == fp4gemm.is_supported("cpu")
+    assert fp4gemm.is_supported("cuda") == (False, f"cuda: torch {torch.__version__} sees no CUDA device")
+
+
+class FakeProperties:
+    name, major, minor, multi_processor_count = "NVIDIA Fake 2000", 7, 5, 30
+
+
+def test_unsupported_cuda_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capability no build serves: the text has device, capability, what was built and what to do."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: FakeProperties)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 99)
+    info._cuda_gaps.cache_clear()
+    try:
+        supported, reason = fp4gemm.is_supported("cuda:9")
+        gaps = info._cuda_gaps(9)
+    finally:
+        info._cuda_gaps.cache_clear()
+    assert supported is False
+    assert set(gaps) == {"quantize", "mm"}
+    for text in (reason, *gaps.values()):
+        assert "cuda:9, NVIDIA Fake 2000 of compute capability 7.5" in text
+        assert f"this fp4gemm is {info.built_text()}" in text
+        assert "build it from a checkout" in text
+
+
+def test_ready_raises_for_an_unsupported_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info, "_cuda_gaps", lambda index: {"mm": "no GEMM kernel for cuda:9, Fake"})
+
+    class OnCuda:
+        is_cuda = True
+
+        def get_device(self) -> int:
+            return 9
+
+    info.ready(OnCuda(), "quantize")  # type: ignore[arg-type]
+    try:
+        assert 9 in info.READY["quantize"]
+        with pytest.raises(NotImplementedError, match="no GEMM kernel for cuda:9, Fake"):
+            info.ready(OnCuda(), "mm")  # type: ignore[arg-type]
+        assert 9 not in info.READY["mm"]
+    finally:
+        info.READY["quantize"].discard(9)
+
+
+def test_every_operation_asks_whether_the_device_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the CPU taken off the list and the operator refusing it, each operation says why."""
+    x = torch.ones(8, 32)
+    t = fp4gemm.quantize(x)
+
+    def refuse(*args: object) -> None:
+        raise RuntimeError("the operator has no kernel")
+
+    # The plain call of mm asks only after the operator has refused.
+    monkeypatch.setattr("fp4gemm.gemm._SCALED_MM", refuse)
+    calls = {
+        "quantize": (lambda: fp4gemm.quantize(x), t.dequantize, lambda: fp4gemm.decode(t)),
+        "mm": (
+            lambda: fp4gemm.mm(t, t),
+            lambda: fp4gemm.mm(t, fp4gemm.decode(t)),
+            lambda: fp4gemm.scaled_mm(t.codes, t.codes, t.scales, t.scales),
+        ),
+    }
+    for what, functions in calls.items():
+        info.READY[what].discard(-1)
+        try:
+            for function in functions:
+                with pytest.raises(NotImplementedError, match=r"^cpu: fp4gemm runs on"):
+                    function()
+        finally:
+            info.READY[what].add(-1)
+
+
+def test_report_as_json() -> None:
+    data = json.loads(run_module("--json"))
+    assert data["fp4gemm"] == fp4gemm.__version__
+    assert data["torch"] == torch.__version__
+    assert data["devices"][0] == {
+        "device": "cpu",
+        "supported": True,
+        "reason": fp4gemm.is_supported("cpu")[1],
+    }
+    assert any(entry["device"].startswith("cuda") for entry in data["devices"])
+    want = [
+        {**dataclasses.asdict(row), "out_dtype": str(row.out_dtype).split(".")[1]}
+        for row in fp4gemm.kernels()
+    ]
+    assert data["kernels"] == json.loads(json.dumps(want))
+
+
+def test_report_as_text() -> None:
+    text = run_module()
+    assert text.startswith(f"fp4gemm {fp4gemm.__version__}\n")
+    assert torch.__version__ in text
+    assert f"kernels ({len(fp4gemm.kernels())})" in text
+    for row in fp4gemm.kernels():
+        assert row.name in text
+    if not torch.cuda.is_available():
+        assert "no   cuda: torch sees no CUDA device" in text
+
+
+def test_report_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info, "kernels", list)
+    assert "kernels (0)\n  none: this build has no CUDA kernels" in info.report_text()
+
+
+def test_folders_of_the_cpp_package(capsys: pytest.CaptureFixture[str]) -> None:
+    package = Path(fp4gemm.__file__).resolve().parent
+    assert run_module("--include-dir") == f"{package / 'include'}\n"
+    assert main_module.main(["--cmake-dir"]) == 0
+    assert capsys.readouterr().out == f"{package / 'lib' / 'cmake' / 'fp4gemm'}\n"
+    assert main_module.main(["--include-dir"]) == 0
+    assert capsys.readouterr().out == f"{package / 'include'}\n"
+
+
+def test_options_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main_module.main(["--cmake-dir", "--json"])
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
+def test_missing_library_says_what_to_do(tmp_path: Path) -> None:
+    code = "import fp4gemm"
+    import os
+
+    environment = {**os.environ, "FP4GEMM_LIBRARY_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0
+    assert (
+        f"ImportError: fp4gemm: libfp4gemm_torch.so is not in {tmp_path}; install the package" in done.stderr
+    )
+    (tmp_path / "libfp4gemm_torch.so").write_bytes(b"not a library")
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert f"ImportError: fp4gemm: cannot load {tmp_path / 'libfp4gemm_torch.so'} under torch" in done.stderr

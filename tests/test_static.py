@@ -1,0 +1,92 @@
+"""What can be proven of the compiled kernels without running them: images, instructions, no spills."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import fp4gemm
+import pytest
+from fp4gemm import _native
+
+GEMM = re.compile(r"device_kernel|packed_gemm")
+
+
+@functools.cache
+def cuobjdump() -> str:
+    """The disassembler of nvidia-cuda-cuobjdump, a test requirement, or the toolkit's."""
+    beside = sorted(Path(sys.prefix).glob("lib/python*/site-packages/nvidia/*/bin/cuobjdump"))
+    path = str(beside[-1]) if beside else shutil.which("cuobjdump")
+    if path is None:
+        pytest.skip("cuobjdump is not installed (requirements/test.txt)")
+    return path
+
+
+def dump(*options: str) -> str:
+    library = _native.library_path(_native.CORE_LIBRARY)
+    if not fp4gemm.kernels():
+        pytest.skip("built without CUDA kernels")
+    command = [cuobjdump(), *options, str(library)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@functools.cache
+def resources() -> list[tuple[str, str, dict[str, int]]]:
+    """(architecture, mangled name, figures) of every kernel in the library."""
+    found = []
+    arch = name = ""
+    for line in dump("--dump-resource-usage").splitlines():
+        if match := re.search(r"^arch = (\S+)", line):
+            arch = match[1]
+        elif match := re.search(r"^\s*Function (\S+):", line):
+            name = match[1]
+        elif "REG:" in line:
+            figures = {key: int(value) for key, value in re.findall(r"(\w+(?:\[0\])?):(\d+)", line)}
+            found.append((arch, name, figures))
+    return found
+
+
+def test_every_kernel_of_the_table_is_in_the_library() -> None:
+    """As many GEMM kernels stand in the images of an architecture as the table lists for it."""
+    for table_arch, image in ((90, "sm_90a"), (100, "sm_100")):
+        listed = [kernel for kernel in fp4gemm.kernels() if kernel.arch == table_arch]
+        compiled = [name for arch, name, _ in resources() if arch.startswith(image) and GEMM.search(name)]
+        assert len(compiled) == len(listed), image
+
+
+def test_no_kernel_spills() -> None:
+    """No local memory, no more registers than a thread can have and, in the GEMMs, no stack frame.
+
+    (A quantize kernel may have a frame of a few bytes for the call that inputs with NaN make.)
+    """
+    assert resources()
+    for arch, name, figures in resources():
+        assert figures["LOCAL"] == 0, (arch, name, figures)
+        assert figures["REG"] <= 255, (arch, name, figures)
+        assert figures["STACK"] <= (0 if GEMM.search(name) else 16), (arch, name, figures)
+
+
+@pytest.mark.parametrize(
+    ("arch", "function", "instruction"),
+    [
+        ("sm_90a", "device_kernel", r"HGMMA\.64x\d+x16\.F32"),
+        ("sm_90a", "packed_gemm", r"HMMA\.16816\.F32"),
+        ("sm_100", "device_kernel", r"UTCOMMA(\.2CTA)?\.4X"),
+    ],
+    ids=["sm90-wgmma", "sm90-packed-mma", "sm100-block-scaled"],
+)
+def test_kernels_use_the_tensor_cores_meant(arch: str, function: str, instruction: str) -> None:
+    """Each GEMM kernel holds the matrix instruction of its operand type."""
+    names = [name for image, name, _ in resources() if image.startswith(arch) and function in name]
+    if not names:
+        pytest.skip(f"no {arch} kernels in this build")
+    images = {image for image, name, _ in resources() if name in names}
+    for image in images:
+        sections = re.split(r"Function : ", dump("--dump-sass", "--gpu-architecture", image))
+        bodies = {section.split(None, 1)[0]: section for section in sections[1:]}
+        for name in names:
+            assert re.search(instruction, bodies[name]), (image, name)
