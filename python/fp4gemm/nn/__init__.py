@@ -1,0 +1,8 @@
+"""fp4gemm.nn: an NVFP4 drop-in for torch.nn.Linear, and a function that swaps a model's layers for it."""
+
+from __future__ import annotations
+
+from .convert import LayerReport, QuantizeReport, quantize_model
+from .linear import Linear
+
+__all__ = ["LayerReport", "Linear", "QuantizeReport", "quantize_model"]

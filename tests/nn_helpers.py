@@ -1,0 +1,55 @@
+"""What the tests of fp4gemm.nn share: a float layer with rows of unlike size, and comparisons of bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from fp4gemm import nn
+from torch import Tensor
+
+BUFFER_DTYPES = {
+    "weight_codes": torch.uint8,
+    "weight_scales": torch.float8_e4m3fn,
+    "weight_amax": torch.float32,
+    "bias": torch.float32,
+}
+
+
+def float_linear(k: int = 64, n: int = 24, bias: bool = True, **kwargs: object) -> torch.nn.Linear:
+    """A float layer whose rows differ in size by powers of ten, so that the two weight scalings differ."""
+    linear = torch.nn.Linear(k, n, bias=bias, **kwargs)
+    with torch.no_grad():
+        linear.weight.mul_(10.0 ** torch.linspace(-2, 2, n, device=linear.weight.device).unsqueeze(1))
+    return linear
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.contiguous().view(torch.uint8)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype is b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
+
+
+def state_bits(layer: nn.Linear) -> dict[str, Tensor]:
+    return {name: bits(value) for name, value in layer.state_dict().items()}
+
+
+def same_state(a: nn.Linear, b: nn.Linear) -> bool:
+    x, y = state_bits(a), state_bits(b)
+    return x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)
+
+
+def nan_linear() -> torch.nn.Linear:
+    linear = float_linear()
+    with torch.no_grad():
+        linear.weight[0, 0], linear.weight[1, 1] = torch.nan, torch.inf
+    return linear
+
+
+def convert(model: torch.nn.Module, **options: Any) -> tuple[torch.nn.Module, nn.QuantizeReport]:
+    """quantize_model's result with its report; a copy unless inplace is asked for."""
+    reports: list[nn.QuantizeReport] = []
+    swapped = nn.quantize_model(model, report=reports.append, **{"inplace": False} | options)
+    return swapped, reports[0]

@@ -1,0 +1,188 @@
+"""fp4gemm.nn.quantize_model: which layers it swaps, which it leaves, what it reports."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from fp4gemm import nn
+from nn_helpers import convert, float_linear, nan_linear, same_bits, same_state
+from torch import Tensor
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+class Block(torch.nn.Module):
+    """A model with every case: plain, odd sizes, a subclass, a shared module, a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(48, 64)
+        self.up = torch.nn.Linear(64, 128)
+        self.down = torch.nn.Linear(128, 64)
+        self.again = self.up
+        self.odd = torch.nn.Linear(64, 10)
+        self.special = torch.nn.modules.linear.NonDynamicallyQuantizableLinear(64, 64)
+        self.head = torch.nn.Linear(64, 48, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.embed(ids)
+        h = h + self.down(torch.relu(self.up(h)) + self.again(h))
+        return self.head(self.special(h)), self.odd(h)
+
+
+def test_quantize_model_swaps_and_reports() -> None:
+    model, seen = Block(), []
+    before = copy.deepcopy(model.state_dict())
+    swapped, report = convert(model, progress=lambda *step: seen.append(step))
+    assert [type(m) for m in (swapped.up, swapped.down, swapped.head)] == [nn.Linear] * 3
+    assert swapped.again is swapped.up
+    assert type(swapped.odd) is torch.nn.Linear
+    assert swapped.odd is not model.odd
+    assert isinstance(model.up, torch.nn.Linear)  # the original is as it was
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert same_state(swapped.up, nn.Linear.from_float(model.up))
+    assert seen == [(1, 3, "up"), (2, 3, "down"), (3, 3, "head")]
+
+    found = {layer.name: layer for layer in report.layers}
+    assert {name: layer.action for name, layer in found.items()} == {
+        "up": "quantized",
+        "again": "shared",
+        "down": "quantized",
+        "odd": "skipped",
+        "special": "skipped",
+        "head": "quantized",
+    }
+    assert found["up"].shape == (128, 64)
+    assert found["up"].bytes_before == (128 * 64 + 128) * 4
+    assert found["up"].bytes_after == 128 * 32 + 128 * 4 + 128 * 4 + 128 * 4  # codes, scales, amax, bias
+    assert (found["again"].bytes_before, found["again"].reason) == (0, "same module as up")
+    assert found["odd"].reason == "out_features is 10, must be a positive multiple of 8"
+    assert found["odd"].bytes_before == found["odd"].bytes_after > 0
+    assert "NonDynamicallyQuantizableLinear" in found["special"].reason
+    assert found["head"].reason == "its weight was tied to embed.weight, which keeps the float one"
+    assert report.names("quantized") == ["up", "down", "head"]
+    assert report.bytes_before == sum(layer.bytes_before for layer in report.layers)
+    assert len(str(report).splitlines()) == 7
+    assert "6 linear layers (3 quantized, 1 shared, 2 skipped)" in str(report)
+
+
+def test_quantized_model_computes_its_layers() -> None:
+    model = Block().eval()
+    swapped, ids = convert(model)[0], torch.arange(12).reshape(3, 4)
+    with torch.no_grad():
+        h = model.embed(ids)
+        up = nn.Linear.from_float(model.up)
+        h = h + nn.Linear.from_float(model.down)(torch.relu(up(h)) + up(h))
+        head, odd = swapped(ids)
+        assert same_bits(odd, model.odd(h))
+        assert same_bits(head, nn.Linear.from_float(model.head)(model.special(h)))
+
+
+def test_inplace_keeps_the_model_object() -> None:
+    model = Block()
+    kept = model.odd
+    swapped, _ = convert(model, inplace=True)
+    assert swapped is model
+    assert type(model.up) is nn.Linear
+    assert model.again is model.up
+    assert model.odd is kept
+
+
+def test_the_default_is_inplace_and_warns_of_what_it_skips() -> None:
+    model = Block()
+    with pytest.warns(UserWarning, match="report=print"):
+        assert nn.quantize_model(model) is model
+    assert type(model.up) is nn.Linear
+    linear = float_linear()
+    assert same_state(nn.quantize_model(linear), nn.Linear.from_float(linear))
+
+
+def test_a_linear_model_and_a_second_pass() -> None:
+    linear = float_linear()
+    swapped, report = convert(linear)
+    assert same_state(swapped, nn.Linear.from_float(linear))
+    assert report.layers[0].name == ""
+    again, report = convert(swapped)
+    assert same_state(again, swapped)
+    assert report.layers == ()
+
+
+FILTERS: dict[str, tuple[dict[str, object], list[str]]] = {
+    "regex": ({"include": "^(up|down)$"}, ["up", "down"]),
+    "compiled": ({"include": re.compile("DOWN", re.IGNORECASE)}, ["down"]),
+    "callable": ({"include": lambda name, linear: linear.in_features == 128}, ["down"]),
+    "several": ({"include": ["^down$", lambda name, linear: name == "head"]}, ["down", "head"]),
+    "exclude": ({"exclude": "head"}, ["up", "down"]),
+    "exclude-wins": ({"include": "up|down", "exclude": "down"}, ["up"]),
+    "exclude-by-second-name": ({"exclude": "again"}, ["down", "head"]),
+    "include-by-second-name": ({"include": "again"}, ["up"]),
+    "types": ({"types": (torch.nn.modules.linear.NonDynamicallyQuantizableLinear,)}, ["special"]),
+}
+
+
+@pytest.mark.parametrize(("options", "expected"), FILTERS.values(), ids=FILTERS)
+def test_filters(options: dict, expected: list[str]) -> None:
+    model, report = convert(Block(), **options)
+    assert report.names("quantized") == expected
+    for name, module in model.named_modules():
+        assert isinstance(module, nn.Linear) == (name in expected)
+
+
+def test_raise_on_unsupported_changes_nothing() -> None:
+    model = Block()
+    with pytest.raises(ValueError, match=r"^model: 1 selected layers .*'odd': out_features is 10"):
+        nn.quantize_model(model, inplace=True, on_unsupported="raise")
+    assert not any(isinstance(module, nn.Linear) for module in model.modules())
+    nn.quantize_model(model, exclude="odd", inplace=True, on_unsupported="raise")
+    assert type(model.up) is nn.Linear
+
+
+def _hooked() -> torch.nn.Module:
+    model = torch.nn.Sequential(float_linear())
+    model[0].register_forward_hook(lambda *_: None)
+    return model
+
+
+def _patched() -> torch.nn.Module:
+    model = torch.nn.Sequential(float_linear())
+    model[0].forward = lambda x: x
+    return model
+
+
+UNSUPPORTED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
+    "hook": (_hooked, r"hooks that a swap would drop \(forward_hooks\)"),
+    "patched-forward": (_patched, r"hooks that a swap would drop \(forward\)"),
+    "fast-path": (
+        lambda: torch.nn.TransformerEncoderLayer(64, 4, 128),
+        "its owner TransformerEncoderLayer reads",
+    ),
+    "nan": (lambda: torch.nn.Sequential(nan_linear()), "weight: 2 values are NaN or infinite"),
+    "fp64": (lambda: torch.nn.Sequential(float_linear().double()), "weight: dtype is torch.float64"),
+    "weight-norm": (
+        lambda: torch.nn.Sequential(torch.nn.utils.parametrizations.weight_norm(float_linear())),
+        "its type is ParametrizedLinear",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "reason"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_unsupported_layers_are_left_and_reported(make: Callable[[], torch.nn.Module], reason: str) -> None:
+    model = make().eval()
+    swapped, report = convert(model, inplace=True)
+    assert not report.names("quantized")
+    assert any(re.search(reason, layer.reason) for layer in report.layers)
+    assert not any(isinstance(module, nn.Linear) for module in swapped.modules())
+
+
+def test_hugging_face_style_use_without_no_grad_is_refused() -> None:
+    swapped = convert(Block())[0]
+    with pytest.raises(NotImplementedError, match="requires grad"):  # the embedding is still a parameter
+        swapped(torch.arange(4))
