@@ -1,0 +1,1 @@
+"""Benchmarks of fp4gemm: ``python -m bench --help``."""
