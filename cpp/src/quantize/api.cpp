@@ -6,17 +6,20 @@
 namespace fp4gemm {
 namespace {
 
-/// Enters the device and makes sure that its capability has an image.
-fp4gemm_status_t check_device(int device, DeviceProperties* properties) {
-  FP4GEMM_TRY(device_properties(device, properties));
-  if (fp4gemm_quantize_supported(properties->arch) == 0) {
+/// Calls launch(properties) with the device current, if its capability has an image.
+template <class Launch>
+fp4gemm_status_t on_device(int device, Launch const& launch) {
+  DeviceProperties properties;
+  FP4GEMM_TRY(device_properties(device, &properties));
+  if (fp4gemm_quantize_supported(properties.arch) == 0) {
     return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
                 "device: %d has compute capability %d.%d, for which this build (%s) has no quantize kernels; "
-                "build fp4gemm with that "
-                "architecture in FP4GEMM_CUDA_ARCHS",
-                device, properties->arch / 10, properties->arch % 10, fp4gemm_built_archs());
+                "build fp4gemm with that architecture in FP4GEMM_CUDA_ARCHS",
+                device, properties.arch / 10, properties.arch % 10, fp4gemm_built_archs());
   }
-  return FP4GEMM_SUCCESS;
+  DeviceGuard const guard(device);
+  FP4GEMM_TRY(guard.status());
+  return launch(properties);
 }
 
 fp4gemm_status_t quantize(fp4gemm_quantize_args_t const* args, int device, fp4gemm_stream_t stream) {
@@ -31,11 +34,9 @@ fp4gemm_status_t quantize(fp4gemm_quantize_args_t const* args, int device, fp4ge
   FP4GEMM_TRY(check_buffer("codes", args->codes, args->m * args->k / 2));
   FP4GEMM_TRY(check_buffer("scales", args->scales, args->m * args->k / 16));
   FP4GEMM_TRY(check_buffer("amax", args->amax, per_row ? args->m : 1, sizeof(float)));
-  DeviceProperties properties;
-  FP4GEMM_TRY(check_device(device, &properties));
-  DeviceGuard const guard(device);
-  FP4GEMM_TRY(guard.status());
-  return launch_quantize(*args, properties.num_sms, stream);
+  return on_device(device, [&](DeviceProperties const& properties) {
+    return launch_quantize(*args, properties.num_sms, stream);
+  });
 }
 
 fp4gemm_status_t dequantize(fp4gemm_dequantize_args_t const* args, int device, fp4gemm_stream_t stream) {
@@ -51,11 +52,7 @@ fp4gemm_status_t dequantize(fp4gemm_dequantize_args_t const* args, int device, f
   FP4GEMM_TRY(
       check_buffer("amax", args->amax, args->scaling == FP4GEMM_SCALING_ROW ? args->m : 1, sizeof(float)));
   FP4GEMM_TRY(check_buffer("y", args->y, args->m * args->k));
-  DeviceProperties properties;
-  FP4GEMM_TRY(check_device(device, &properties));
-  DeviceGuard const guard(device);
-  FP4GEMM_TRY(guard.status());
-  return launch_dequantize(*args, stream);
+  return on_device(device, [&](DeviceProperties const&) { return launch_dequantize(*args, stream); });
 }
 
 fp4gemm_status_t decode(DecodeJob const& job, int64_t k, int device, fp4gemm_stream_t stream) {
@@ -64,11 +61,7 @@ fp4gemm_status_t decode(DecodeJob const& job, int64_t k, int device, fp4gemm_str
   FP4GEMM_TRY(check_buffer("codes", job.codes, job.rows * k / 2));
   FP4GEMM_TRY(check_buffer("scales", job.scales, job.rows * k / 16));
   FP4GEMM_TRY(check_buffer("y", job.y, job.rows * k));
-  DeviceProperties properties;
-  FP4GEMM_TRY(check_device(device, &properties));
-  DeviceGuard const guard(device);
-  FP4GEMM_TRY(guard.status());
-  return launch_decode(job, {}, k, stream);
+  return on_device(device, [&](DeviceProperties const&) { return launch_decode(job, {}, k, stream); });
 }
 
 }  // namespace
