@@ -17,7 +17,6 @@ _ALPHA = {
     (256, 448): float.fromhex("0x1.041042p-22"),
     (256, 256): float.fromhex("0x1.c71c72p-22"),
 }
-_MM_READY = info.READY["mm"]
 # The operator below its Python wrapper, which costs a third of a microsecond a call; not for a tracer.
 _SCALED_MM = getattr(ops.scaled_mm, "_op", ops.scaled_mm)
 _OUT_DTYPES = (None, *_checks.FLOAT_DTYPES)
@@ -84,44 +83,32 @@ def _checked_mm(
     out: Tensor | None,
     kernel: str | None,
 ) -> Tensor:
-    scale_a: Tensor | None
-    scale_b: Tensor | None
-    if type(a) is NVFP4Tensor:
-        data_a, scale_a, k = a.codes, a.scales, 2 * a.codes.shape[1]
-    else:
-        data_a, scale_a, k = _operand("a", a)
-    if type(b) is NVFP4Tensor:
-        data_b, scale_b, k_b = b.codes, b.scales, 2 * b.codes.shape[1]
-    else:
-        data_b, scale_b, k_b = _operand("b", b)
-    n = data_b.shape[0]
-    if k != k_b or k % 32 or n % 8:
-        _checks.gemm_sizes(k, k_b, n, _resolved(out_dtype, out))
+    data_a, scale_a, k_a = _operand("a", a)
+    data_b, scale_b, k_b = _operand("b", b)
+    dtype = _resolved(out_dtype, out)
+    # Looked at in place first: a layer with a bias comes here in every call.
+    if k_a != k_b or k_a % 32 or data_b.shape[0] % 8:
+        _checks.gemm_sizes(k_a, k_b, data_b.shape[0], dtype)
     if data_a.device != data_b.device:
         _checks.same_device("b", data_b, data_a.device, "a")
-    if data_a.get_device() not in _MM_READY:
-        info.ready(data_a, "mm")
-    if scale_a is None or scale_b is None:
-        info.ready(data_a, "mm of decoded operands")
     _checks.no_grad("a", a.amax, "fp4gemm.mm")
     _checks.no_grad("b", b.amax, "fp4gemm.mm")
-    if bias is not None:
-        bias = _checks.bias(bias, n, data_a.device, "fp4gemm.mm")
-    if kernel is not None:
-        _kernel(kernel, data_a, scale_a is None or scale_b is None, _resolved(out_dtype, out))
     alpha = _ALPHA[a.e4m3_max, b.e4m3_max]
-    if out is not None:
-        _checks.out(out, data_a.shape[0], n, out_dtype, data_a.device, "fp4gemm.mm")
-        ops.scaled_mm_out(data_a, data_b, scale_a, scale_b, alpha, a.amax, b.amax, bias, kernel, out=out)
-        return out
-    if out_dtype is None:
-        out_dtype = torch.bfloat16
-    elif out_dtype not in _checks.FLOAT_DTYPES:
-        _checks.is_float_dtype("out_dtype", out_dtype)
-    result: Tensor = ops.scaled_mm(
-        data_a, data_b, scale_a, scale_b, alpha, a.amax, b.amax, bias, out_dtype, kernel
+    return _run(
+        "fp4gemm.mm",
+        data_a,
+        data_b,
+        scale_a,
+        scale_b,
+        alpha,
+        a.amax,
+        b.amax,
+        bias,
+        dtype,
+        out_dtype,
+        out,
+        kernel,
     )
-    return result
 
 
 def scaled_mm(
@@ -169,17 +156,51 @@ def scaled_mm(
     a, scale_a = _checks.gemm_operand("a", a, scale_a)
     b, scale_b = _checks.gemm_operand("b", b, scale_b)
     dtype = _resolved(out_dtype, out)
-    m, n = _checks.gemm_arguments(a, b, alpha_row, alpha_col, dtype)
+    _checks.gemm_arguments(a, b, alpha_row, alpha_col, dtype)
     alpha = _checks.alpha(alpha)
-    if bias is not None:
-        bias = _checks.bias(bias, n, a.device, "fp4gemm.scaled_mm")
+    return _run(
+        "fp4gemm.scaled_mm",
+        a,
+        b,
+        scale_a,
+        scale_b,
+        alpha,
+        alpha_row,
+        alpha_col,
+        bias,
+        dtype,
+        out_dtype,
+        out,
+        kernel,
+    )
+
+
+def _run(
+    function: str,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    alpha: float,
+    alpha_row: Tensor | None,
+    alpha_col: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+    kernel: str | None,
+) -> Tensor:
+    """The operator on operands that were checked; checks of all that mm and scaled_mm share besides them."""
+    decoded = scale_a is None or scale_b is None
     info.ready(a, "mm")
-    if scale_a is None or scale_b is None:
+    if decoded:
         info.ready(a, "mm of decoded operands")
+    if bias is not None:
+        bias = _checks.bias(bias, b.shape[0], a.device, function)
     if kernel is not None:
-        _kernel(kernel, a, scale_a is None or scale_b is None, dtype)
+        _kernel(kernel, a, decoded, dtype)
     if out is not None:
-        _checks.out(out, m, n, out_dtype, a.device, "fp4gemm.scaled_mm")
+        _checks.out(out, a.shape[0], b.shape[0], out_dtype, a.device, function)
         ops.scaled_mm_out(a, b, scale_a, scale_b, alpha, alpha_row, alpha_col, bias, kernel, out=out)
         return out
     result: Tensor = ops.scaled_mm(a, b, scale_a, scale_b, alpha, alpha_row, alpha_col, bias, dtype, kernel)
@@ -228,8 +249,8 @@ def _kernel(kernel: object, a: Tensor, decoded: bool, out_dtype: torch.dtype) ->
         )
     if decoded and found.operand == "nvfp4":
         raise ValueError(f"kernel: {kernel!r} reads packed operands, must read f16 for a DecodedTensor")
-    major, minor = torch.cuda.get_device_capability(a.device)
-    if not info.serves(found.arch, 10 * major + minor):
+    if found.arch != info.kernel_family(a.get_device()):
+        major, minor = torch.cuda.get_device_capability(a.device)
         raise NotImplementedError(
             f"kernel: {kernel!r} does not run on {a.device}, whose compute capability is {major}.{minor}"
         )

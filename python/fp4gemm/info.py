@@ -66,16 +66,30 @@ def kernel_by_name(name: str) -> KernelInfo | None:
     return next((kernel for kernel in _table() if kernel.name == name), None)
 
 
-def serves(kernel_arch: int, device_arch: int) -> bool:
-    """Whether a family's kernels run on a device: sm_90a code on 9.0 alone, sm_100f on 10.0 and 10.3."""
-    return device_arch in {90: (90,), 100: (100, 103)}.get(kernel_arch, ())
-
-
 def built_text() -> str:
     """What the library was built for, for error texts."""
     lib = _native.core()
     archs = _native.text(lib.fp4gemm_built_archs())
     return f"built for {archs}" if archs else "built without CUDA kernels"
+
+
+_FORMAT_NVFP4, _FORMAT_FP16 = 0, 1  # fp4gemm_format_t
+
+
+def _selected(index: int, operands: int) -> KernelInfo | None:
+    """The kernel that a small GEMM of such operands would get on a CUDA device."""
+    properties = torch.cuda.get_device_properties(index)
+    arch = 10 * properties.major + properties.minor
+    chosen: int = _native.core().fp4gemm_select_kernel(
+        arch, properties.multi_processor_count, 256, 256, 256, 0, operands
+    )
+    return None if chosen < 0 else _table()[chosen]
+
+
+def kernel_family(index: int) -> int | None:
+    """The ``arch`` of the kernels that serve a CUDA device, None where none do."""
+    selected = _selected(index, _FORMAT_NVFP4)
+    return None if selected is None else selected.arch
 
 
 @functools.cache
@@ -92,10 +106,9 @@ def _cuda_gaps(index: int) -> dict[str, str]:
     gaps = {}
     if lib.fp4gemm_quantize_supported(arch) != 1:
         gaps["quantize"] = f"no quantize, dequantize or decode kernel for {where}; {todo}"
-    sizes = (properties.multi_processor_count, 256, 256, 256)
-    if lib.fp4gemm_select_kernel(arch, *sizes, 0, 0) < 0:
+    if _selected(index, _FORMAT_NVFP4) is None:
         gaps["mm"] = f"no GEMM kernel for {where}; {todo}"
-    elif lib.fp4gemm_select_kernel(arch, *sizes, 0, 1) < 0:
+    elif _selected(index, _FORMAT_FP16) is None:
         gaps["mm of decoded operands"] = (
             f"the GEMM kernels for {where} read packed operands; pass the NVFP4Tensor, not what decode made"
         )
