@@ -1,209 +1,88 @@
-"""Command line of the benches: ``python -m bench quantize|dense|overhead``; JSON lines with --json."""
+"""Command line of the benches: ``python -m bench quantize|dense|overhead|errors``; JSON lines with --json."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable
 
 import fp4gemm
-import torch
-from fp4gemm import NVFP4Tensor
 
-from . import machine
-from .timing import Call, Timing, copy_bandwidth, time_host, time_interleaved
+from . import dense, errors, machine, quantize
 
 Row = dict[str, object]
 
 
-def rotations(bytes_per_call: int) -> int:
-    """How many input sets keep a call's data out of the L2 cache: three times its size in all."""
-    return max(2, -(-3 * machine.l2_bytes() // bytes_per_call))
+def _shape(text: str) -> tuple[int, ...]:
+    sizes = tuple(int(part) for part in text.split("x"))
+    if len(sizes) != 3:
+        raise argparse.ArgumentTypeError(f"{text} is not 3 sizes like 4096x4096x4096")
+    return sizes
 
 
-def bench_quantize(args: argparse.Namespace) -> list[Row]:
-    """Quantize: the bytes that must move, over the time, as a fraction of a device copy's bandwidth."""
-    bandwidth = copy_bandwidth()
-    rows: list[Row] = [{"bench": "copy", "gb_s": round(bandwidth)}]
-    for m, k in args.shapes:
-        for scaling in ("row", "tensor"):
-            num_bytes = m * k * 2 + m * k // 2 + m * k // 16
-            xs = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for _ in range(rotations(num_bytes))]
-            _require_equal(
-                fp4gemm.quantize(xs[0], scaling=scaling), fp4gemm.reference.quantize(xs[0], scaling == "row")
-            )
-            calls = [partial(fp4gemm.quantize, x, scaling=scaling) for x in xs]
-            timing = time_interleaved({"quantize": calls}, args.rounds)["quantize"]
-            gb_s = num_bytes / timing.median_us / 1e3
-            rows.append(
-                {"bench": "quantize", "m": m, "k": k, "scaling": scaling, "dtype": "bf16"}
-                | _timing(timing)
-                | {"gb_s": round(gb_s), "of_copy": round(gb_s / bandwidth, 3)}
-            )
-    return rows
-
-
-def _require_equal(got: NVFP4Tensor, want: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-    codes, scales, amax = want
-    same = (
-        torch.equal(got.codes, codes)
-        and torch.equal(got.scales.view(torch.uint8), scales.view(torch.uint8))
-        and torch.equal(got.amax, amax)
-    )
-    if not same:
-        sys.exit("quantize differs from the reference: no time is worth printing")
-
-
-def bench_dense(args: argparse.Namespace) -> list[Row]:
-    """mm against torch's fp16 and bf16 matmul of the same size, interleaved."""
-    rows: list[Row] = []
-    for m, n, k in args.shapes:
-        count = rotations(2 * n * k)
-        xs = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
-        ws = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
-        qx = [fp4gemm.quantize(x) for x in xs]
-        qw = [fp4gemm.quantize(w) for w in ws]
-        dw = [fp4gemm.decode(w) for w in qw]
-        dx = [fp4gemm.decode(x) for x in qx]
-        # For torch the same numbers by powers of two smaller: its fp16 output would overflow.
-        hx, hw = [x.data * 2**-8 for x in dx], [w.data * 2**-8 for w in dw]
-        _require_product(qx[0], qw[0])
-        _require_baseline(hx[0], hw[0])
-        _require_baseline(xs[0], ws[0])
-        contenders: dict[str, Sequence[Call]] = {
-            "mm": _calls(fp4gemm.mm, qx, qw),
-            "mm, weights decoded once": _calls(fp4gemm.mm, qx, dw),
-            "mm, both decoded": _calls(fp4gemm.mm, dx, dw),
-            "torch fp16": _calls(torch.mm, hx, [w.T for w in hw]),
-            "torch bf16": _calls(torch.mm, xs, [w.T for w in ws]),
-        }
-        if args.kernels:
-            major, minor = torch.cuda.get_device_capability()
-            for info in fp4gemm.kernels():
-                if info.out_dtype == torch.bfloat16 and info.arch == 10 * major + minor:
-                    operands = (qx, qw) if info.operand == "nvfp4" else (dx, dw)
-                    contenders[info.name] = _calls(partial(fp4gemm.mm, kernel=info.name), *operands)
-        timings = time_interleaved(contenders, args.rounds)
-        baseline = timings["torch fp16"].median_us
-        for name, timing in timings.items():
-            rows.append(
-                {"bench": "dense", "m": m, "n": n, "k": k, "contender": name}
-                | _timing(timing)
-                | {
-                    "tflop_s": round(2 * m * n * k / timing.median_us / 1e6, 1),
-                    "of_torch_fp16": round(baseline / timing.median_us, 3),
-                }
-            )
-        del xs, ws, qx, qw, dx, dw, hx, hw, contenders
-        torch.cuda.empty_cache()
-    return rows
-
-
-def _calls(function: Callable[..., object], first: Sequence[object], second: Sequence[object]) -> list[Call]:
-    return [partial(function, a, b) for a, b in zip(first, second, strict=True)]
-
-
-def _require_product(a: NVFP4Tensor, b: NVFP4Tensor) -> None:
-    """mm on a few rows against the reference; Gaussian data sum exactly in fp32, so no bit may differ."""
-    m = a.shape[0]
-    picked = torch.tensor(sorted({0, m // 3, m // 2, m - 1}), device=a.device)
-    scales = fp4gemm.swizzle_scales(a.compact_scales()[picked].contiguous())
-    alpha = 1 / (36 * a.e4m3_max * b.e4m3_max)
-    want = fp4gemm.reference.scaled_mm(
-        a.codes[picked], b.codes, scales, b.scales, alpha, a.amax[picked], b.amax, None, torch.bfloat16
-    )
-    if not torch.equal(fp4gemm.mm(a, b)[picked], want):
-        sys.exit("mm differs from the reference: no time is worth printing")
-
-
-def _require_baseline(a: torch.Tensor, b: torch.Tensor) -> None:
-    """torch's product on a few rows, within what rounding its output explains: a wrong rival is no rival."""
-    rows = a[:4].double() @ b.double().T
-    error = (torch.mm(a[:4], b.T).double() - rows).norm() / rows.norm()
-    if not error < 1e-2:
-        sys.exit(f"torch's {a.dtype} matmul is off by {error:.1e}: no ratio is worth printing")
-
-
-def bench_overhead(args: argparse.Namespace) -> list[Row]:
-    """Host microseconds of a call on operands so small that the device keeps up."""
-    a = fp4gemm.quantize(torch.randn(16, 512, device="cuda", dtype=torch.bfloat16))
-    b = fp4gemm.quantize(torch.randn(512, 512, device="cuda", dtype=torch.bfloat16))
-    decoded = fp4gemm.decode(b)
-    out = torch.empty(16, 512, device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(16, 512, device="cuda", dtype=torch.bfloat16)
-    calls: dict[str, Call] = {
-        "mm": lambda: fp4gemm.mm(a, b),
-        "mm, out given": lambda: fp4gemm.mm(a, b, out=out),
-        "mm, weights decoded once": lambda: fp4gemm.mm(a, decoded),
-        "op alone": lambda: torch.ops.fp4gemm.scaled_mm(
-            a.codes, b.codes, a.scales, b.scales, 1.0, a.amax, b.amax, None, torch.bfloat16, None
-        ),
-        "quantize": lambda: fp4gemm.quantize(x),
-        "torch.mm": lambda: torch.mm(x, x.T),
-    }
-    return [{"bench": "overhead", "call": name} | _timing(time_host(call)) for name, call in calls.items()]
-
-
-def _timing(timing: Timing) -> Row:
-    return {
-        "us": round(timing.median_us, 2),
-        "p10_us": round(timing.p10_us, 2),
-        "p90_us": round(timing.p90_us, 2),
-    }
-
-
-def _shape(rank: int) -> Callable[[str], tuple[int, ...]]:
-    def parse(text: str) -> tuple[int, ...]:
-        sizes = tuple(int(part) for part in text.split("x"))
-        if len(sizes) != rank:
-            raise argparse.ArgumentTypeError(f"{text} is not {rank} sizes like {'x'.join(['4096'] * rank)}")
-        return sizes
-
-    return parse
-
-
-def main() -> None:
-    """Runs one bench and prints its rows."""
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+def _common(**defaults: object) -> argparse.ArgumentParser:
+    """--json and --rounds, taken before the command and behind it; one of the two has the defaults."""
+    parser = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="JSON lines with the facts of the machine")
-    parser.add_argument("--rounds", type=int, default=20, help="replays of each contender")
-    commands = parser.add_subparsers(dest="command", required=True)
-    quantize = commands.add_parser("quantize", help="quantize against device-copy bandwidth")
-    quantize.add_argument(
-        "--shapes",
-        type=_shape(2),
-        nargs="+",
-        default=[(8192, 8192), (16384, 7168), (1, 8192), (64, 8192)],
-        metavar="MxK",
+    parser.add_argument("--rounds", type=int, help="replays of each contender (20)")
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(
+        prog="python -m bench", description=__doc__, parents=[_common(json=False, rounds=20)]
     )
-    quantize.set_defaults(run=bench_quantize)
-    dense = commands.add_parser("dense", help="mm against torch's fp16 and bf16 matmul")
-    dense.add_argument("--shapes", type=_shape(3), nargs="+", default=[(8192, 8192, 8192)], metavar="MxNxK")
-    dense.add_argument(
+    commands = top.add_subparsers(dest="command", required=True)
+
+    def command(
+        name: str, run: Callable[[argparse.Namespace], Iterable[Row]], text: str
+    ) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, parents=[_common()])
+        sub.set_defaults(run=run)
+        return sub
+
+    quantize.add_arguments(command("quantize", quantize.run, "every quantizer against device-copy bandwidth"))
+    sub = command("dense", dense.bench_dense, "mm against torch's fp16 and bf16 matmul")
+    sub.add_argument("--shapes", type=_shape, nargs="+", default=[(8192, 8192, 8192)], metavar="MxNxK")
+    sub.add_argument(
         "--kernels",
         action="store_true",
         help="also every kernel of the table, forced by name, on the operands that it reads itself",
     )
-    dense.set_defaults(run=bench_dense)
-    commands.add_parser("overhead", help="host microseconds a call").set_defaults(run=bench_overhead)
-    args = parser.parse_args()
+    command("overhead", dense.bench_overhead, "host microseconds a call")
+    errors.add_arguments(command("errors", errors.run, "quantization error of every mode, on any device"))
+    return top
 
-    supported, reason = fp4gemm.is_supported()
-    if not supported:
-        sys.exit(f"nothing to measure: {reason}")
+
+def _line(row: Row) -> str:
+    return "  ".join(f"{key} {value}" for key, value in row.items())
+
+
+def main() -> int:
+    """Runs one bench and prints its rows; 1 where one was refused."""
+    args = parser().parse_args()
+    table = {"quantize": quantize.show, "errors": errors.show}.get(args.command)
+    if args.command in ("dense", "overhead"):
+        supported, reason = fp4gemm.is_supported("cuda")
+        if not supported:
+            sys.exit(f"nothing to measure: {reason}")
     facts = machine.describe()
     if not args.json:
-        print(*(f"{key}: {value}" for key, value in facts.items()), sep="\n")
+        print(*(f"{key}: {value}" for key, value in facts.items()), sep="\n", flush=True)
+    rows = []
     for row in args.run(args):
-        print(
-            json.dumps(row | facts)
-            if args.json
-            else "  ".join(f"{key} {value}" for key, value in row.items()),
-            flush=True,
-        )
+        rows.append(row)
+        if args.json:
+            print(json.dumps(row | facts), flush=True)
+        elif table is None:
+            print(_line(row), flush=True)
+    if table is not None and not args.json:
+        table(rows)
+    return int(any("refused" in row for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,9 +28,26 @@ class Timing:
         last = len(ordered) - 1
         return cls(statistics.median(ordered), ordered[last // 10], ordered[last - last // 10])
 
+    def row(self) -> dict[str, object]:
+        """What a bench prints of it."""
+        return {
+            "us": round(self.median_us, 2),
+            "p10_us": round(self.p10_us, 2),
+            "p90_us": round(self.p90_us, 2),
+        }
 
-def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """A graph that makes each call once, in order."""
+
+def rotations(bytes_per_call: int, l2_bytes: int) -> int:
+    """How many input sets keep a call's data out of the L2 cache: three times its size in all."""
+    return max(2, -(-3 * l2_bytes // bytes_per_call))
+
+
+def capture(calls: Sequence[Call], num_kept: int = 1) -> torch.cuda.CUDAGraph:
+    """A graph that makes each call once, in order.
+
+    The last ``num_kept`` results stay alive, so that outputs rotate with the inputs: a buffer that is freed
+    at once is written again by the next call, and need not leave the L2 cache.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -37,9 +55,10 @@ def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
             call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
+    results: deque[object] = deque(maxlen=num_kept)
     with torch.cuda.graph(graph):
         for call in calls:
-            call()
+            results.append(call())
     return graph
 
 
@@ -49,9 +68,10 @@ def time_interleaved(contenders: dict[str, Sequence[Call]], rounds: int = 20) ->
     A contender gives the same call on as many different inputs as it takes to keep them out of the L2 cache.
     Interleaving makes the ratios hold when clocks and power drift.
     """
+    num_inputs = {name: len(calls) for name, calls in contenders.items()}
     # Enough calls in a graph that its own launch does not count.
     contenders = {name: list(calls) * -(-MIN_CALLS // len(calls)) for name, calls in contenders.items()}
-    graphs = {name: capture(calls) for name, calls in contenders.items()}
+    graphs = {name: capture(calls, num_inputs[name]) for name, calls in contenders.items()}
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     for graph in graphs.values():
         for _ in range(2):

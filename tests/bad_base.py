@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import fp4gemm
 import torch
-from fp4gemm import DecodedTensor, NVFP4Tensor, layout, reference
+from fp4gemm import DecodedTensor, MXFP8Tensor, NVFP4Tensor, layout, reference
 
 M, N, K = 33, 24, 64
+TYPE, VALUE, NOT = TypeError, ValueError, NotImplementedError
 
 
 class Case(NamedTuple):
@@ -23,12 +24,47 @@ class Case(NamedTuple):
     name: str  # the argument that the text names
 
 
+class Cases(list[Case]):
+    """A list of cases, with ways to write them down."""
+
+    def add(
+        self,
+        functions: str,
+        argument: str,
+        kind: str,
+        make: Callable[[], Any],
+        error: type[Exception],
+        says: str,
+        name: str = "",
+    ) -> None:
+        """One wrong argument, for each of the functions (names separated by blanks)."""
+        for function in functions.split():
+            self.append(
+                Case(
+                    function, f"{argument}-{kind}", lambda: {argument: make()}, error, says, name or argument
+                )
+            )
+
+    def add_together(
+        self,
+        functions: str,
+        kind: str,
+        make: Callable[[], dict[str, Any]],
+        error: type[Exception],
+        says: str,
+        name: str,
+    ) -> None:
+        """Arguments that do not go together; ``kind`` starts with the name of the one that is blamed."""
+        for function in functions.split():
+            self.append(Case(function, kind, make, error, says, name))
+
+
 def ones(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
     return torch.ones(shape, dtype=dtype, device=device)
 
 
-def quantized(rows: int = M, k: int = K, device: str = "cpu") -> NVFP4Tensor:
-    return fp4gemm.quantize(ones(rows, k)).to(device)
+def quantized(rows: int = M, k: int = K, device: str = "cpu", rotated: bool = False) -> NVFP4Tensor:
+    return fp4gemm.quantize(ones(rows, k), hadamard="bf16" if rotated else None).to(device)
 
 
 def misaligned(x: torch.Tensor) -> torch.Tensor:
@@ -50,11 +86,74 @@ def grad(x: torch.Tensor) -> torch.Tensor:
     return x.clone().requires_grad_()
 
 
+def ends(*values: int, dtype: torch.dtype = torch.int32, device: str = "cpu") -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
 A, B = quantized(), quantized(N)
+SCALAR = fp4gemm.quantize(ones(M, K), scaling="tensor")
+GROUPED = fp4gemm.quantize(ones(M, K), offs=ends(5, M))
+ROTATED = fp4gemm.quantize(ones(M, K), scaling="tensor", hadamard="bf16")
+E = fp4gemm.quantize_mxfp8(ones(M, K))
 SPARSE = ones(M, K).to_sparse()
+STATE = torch.tensor([1, 2])
+OPERATOR_OPTIONS = {
+    "per_row": True,
+    "block_rows": 1,
+    "encode": 0,
+    "four_over_six": 0,
+    "fast_error": False,
+    "e4m3_max": 448,
+    "hadamard": 0,
+    "signs": 0,
+    "rng_state": None,
+}
+QUANTIZER_OPTIONS = {
+    "scaling": "row",
+    "block": (1, 16),
+    "encode": "te",
+    "four_over_six": None,
+    "four_over_six_error": "exact",
+    "e4m3_max": None,
+    "hadamard": None,
+    "hadamard_signs": 0xD7E8,
+    "stochastic": False,
+    "generator": None,
+    "rng_state": None,
+}
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
-    "quantize": (fp4gemm.quantize, lambda: {"x": ones(M, K), "scaling": "row"}),
+    "quantize": (
+        fp4gemm.quantize,
+        lambda: {"x": ones(M, K), "axis": -1, "amax": None, "offs": None, **QUANTIZER_OPTIONS},
+    ),
+    "quantize_both": (
+        fp4gemm.quantize_both,
+        lambda: {"x": ones(48, K), "amax": None, "amax_t": None, **QUANTIZER_OPTIONS},
+    ),
+    "silu_and_mul_quantize": (
+        fp4gemm.silu_and_mul_quantize,
+        lambda: {"x": ones(M, K, dtype=torch.float16), "offs": None},
+    ),
+    "rms_norm_quantize": (
+        fp4gemm.rms_norm_quantize,
+        lambda: {"x": ones(M, K, dtype=torch.float16), "weight": None, "eps": 1e-6, "residual": None},
+    ),
+    "quantize_mxfp8": (
+        fp4gemm.quantize_mxfp8,
+        lambda: {"x": ones(M, K), "axis": -1, "dtype": torch.float8_e4m3fn, "swizzled": True},
+    ),
+    "dequantize_parts": (
+        fp4gemm.dequantize_parts,
+        lambda: {
+            "codes": A.codes,
+            "scales": A.scales,
+            "amax": A.amax,
+            "e4m3_max": 448,
+            "dtype": torch.float32,
+            "swizzled": True,
+        },
+    ),
     "dequantize": (fp4gemm.dequantize, lambda: {"t": A, "dtype": torch.float32}),
     "decode": (fp4gemm.decode, lambda: {"t": A}),
     "mm": (
@@ -79,8 +178,45 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
     ),
     "NVFP4Tensor": (
         NVFP4Tensor,
-        lambda: {"codes": A.codes, "scales": A.scales, "amax": A.amax, "e4m3_max": 448},
+        lambda: {
+            "codes": A.codes,
+            "scales": A.scales,
+            "amax": A.amax,
+            "e4m3_max": 448,
+            "offs": None,
+            "hadamard_signs": None,
+        },
     ),
+    "NVFP4Tensor.from_modelopt": (
+        NVFP4Tensor.from_modelopt,
+        lambda: {**SCALAR.to_modelopt(), "e4m3_max": 448},
+    ),
+    "NVFP4Tensor.from_compressed_tensors": (
+        NVFP4Tensor.from_compressed_tensors,
+        lambda: {**SCALAR.to_compressed_tensors(), "e4m3_max": 448},
+    ),
+    "NVFP4Tensor.from_flashinfer": (
+        NVFP4Tensor.from_flashinfer,
+        lambda: {
+            "codes": SCALAR.codes,
+            "scales": SCALAR.scales,
+            "global_scale": SCALAR.encode_scale(),
+            "e4m3_max": 448,
+        },
+    ),
+    "NVFP4Tensor.from_torchao": (
+        NVFP4Tensor.from_torchao,
+        lambda: {
+            "qdata": SCALAR.codes,
+            "scale": SCALAR.compact_scales(),
+            "per_tensor_scale": SCALAR.decode_multiplier(),
+            "is_swizzled_scales": False,
+            "e4m3_max": 448,
+        },
+    ),
+    "MXFP8Tensor": (MXFP8Tensor, lambda: {"values": E.values, "scales": E.scales, "swizzled": True}),
+    "MXFP8Tensor.dequantize": (E.dequantize, lambda: {"dtype": torch.float32}),
+    "MXFP8Tensor.to": (E.to, lambda: {"device": "cpu"}),
     "NVFP4Tensor.from_compact": (
         NVFP4Tensor.from_compact,
         lambda: {"codes": A.codes, "compact_scales": A.compact_scales(), "amax": A.amax, "e4m3_max": 448},
@@ -89,14 +225,50 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
     "NVFP4Tensor.to": (A.to, lambda: {"device": "cpu"}),
     "DecodedTensor": (
         DecodedTensor,
-        lambda: {"data": fp4gemm.decode(A).data, "amax": A.amax, "e4m3_max": 448},
+        lambda: {
+            "data": fp4gemm.decode(A).data,
+            "amax": A.amax,
+            "e4m3_max": 448,
+            "hadamard_signs": None,
+        },
     ),
     "DecodedTensor.to": (fp4gemm.decode(A).to, lambda: {"device": "cpu"}),
     "swizzle_scales": (fp4gemm.swizzle_scales, lambda: {"compact": A.compact_scales()}),
     "unswizzle_scales": (fp4gemm.unswizzle_scales, lambda: {"swizzled": A.scales, "r": M, "c": K // 16}),
     "scale_offset": (layout.scale_offset, lambda: {"r": 0, "c": 0, "num_columns": 4}),
     "is_supported": (fp4gemm.is_supported, lambda: {"device": None}),
-    "reference.quantize": (reference.quantize, lambda: {"x": ones(M, K), "per_row": True}),
+    "reference.quantize": (
+        reference.quantize,
+        lambda: {"x": ones(M, K), "amax": None, "axis": -1, "offs": None, **OPERATOR_OPTIONS},
+    ),
+    "reference.quantize_both": (
+        reference.quantize_both,
+        lambda: {"x": ones(48, K), "amax": None, "amax_t": None, **OPERATOR_OPTIONS},
+    ),
+    "reference.silu_and_mul": (
+        reference.silu_and_mul,
+        lambda: {"x": ones(M, K, dtype=torch.float16)},
+    ),
+    "reference.silu_and_mul_quantize": (
+        reference.silu_and_mul_quantize,
+        lambda: {"x": ones(M, K, dtype=torch.float16), "offs": None},
+    ),
+    "reference.rms_norm": (
+        reference.rms_norm,
+        lambda: {"x": ones(M, K, dtype=torch.float16), "weight": None, "residual": None, "eps": 1e-6},
+    ),
+    "reference.rms_norm_quantize": (
+        reference.rms_norm_quantize,
+        lambda: {"x": ones(M, K, dtype=torch.float16), "weight": None, "residual": None, "eps": 1e-6},
+    ),
+    "reference.mxfp8_quantize": (
+        reference.mxfp8_quantize,
+        lambda: {"x": ones(M, K), "axis": -1, "dtype": torch.float8_e4m3fn, "swizzled": True},
+    ),
+    "reference.mxfp8_dequantize": (
+        reference.mxfp8_dequantize,
+        lambda: {"values": E.values, "scales": E.scales, "dtype": torch.float32, "swizzled": True},
+    ),
     "reference.dequantize": (
         reference.dequantize,
         lambda: {
@@ -105,6 +277,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
             "amax": A.amax,
             "e4m3_max": 448,
             "dtype": torch.float32,
+            "swizzled": True,
+            "offs": None,
         },
     ),
     "reference.decode": (reference.decode, lambda: {"codes": A.codes, "scales": A.scales}),
@@ -124,6 +298,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
     ),
     "reference.encode_e2m1": (reference.encode_e2m1, lambda: {"x": ones(4)}),
     "reference.encode_e4m3": (reference.encode_e4m3, lambda: {"x": ones(4)}),
+    "reference.encode_e8m0": (reference.encode_e8m0, lambda: {"x": ones(4)}),
     "reference.decode_e2m1": (reference.decode_e2m1, lambda: {"codes": A.codes}),
 }
 

@@ -5,21 +5,26 @@ Plain data, so that the same cases run under ``python -O`` too, where ``assert``
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
+import bad_interop
+import bad_quantize
 import fp4gemm
 import torch
 from bad_base import (
     FUNCTIONS,
-    SPARSE,
+    GROUPED,
+    NOT,
+    ROTATED,
+    TYPE,
+    VALUE,
     A,
     B,
     Case,
+    Cases,
     K,
     M,
     N,
     complaint,
+    ends,
     every_other,
     grad,
     misaligned,
@@ -29,65 +34,31 @@ from bad_base import (
 
 __all__ = ["CASES", "FUNCTIONS", "Case", "complaint"]
 
-CASES: list[Case] = []
-TYPE, VALUE, NOT = TypeError, ValueError, NotImplementedError
-
-
-def add(
-    functions: str,
-    argument: str,
-    kind: str,
-    make: Callable[[], Any],
-    error: type[Exception],
-    says: str,
-    name: str = "",
-) -> None:
-    """One case for each of the functions (names separated by blanks)."""
-    for function in functions.split():
-        CASES.append(
-            Case(function, f"{argument}-{kind}", lambda: {argument: make()}, error, says, name or argument)
-        )
-
-
-# quantize
-X = "quantize reference.quantize"
-add(X, "x", "type", lambda: [[1.0] * 16], TYPE, "must be a torch.Tensor")
-add(X, "x", "none", lambda: None, TYPE, "got None (NoneType), must be a torch.Tensor")
-add(X, "x", "sparse", lambda: SPARSE, TYPE, "layout is torch.sparse_coo, must be torch.strided")
-add(X, "x", "float64", lambda: ones(M, K, dtype=torch.float64), TYPE, "dtype is torch.float64, must be")
-add(X, "x", "int32", lambda: ones(M, K, dtype=torch.int32), TYPE, "dtype is torch.int32, must be")
-add(X, "x", "rank1", lambda: ones(K), VALUE, "shape is (64,), must have rank 2")
-add(X, "x", "rank3", lambda: ones(2, M, K), VALUE, "shape is (2, 33, 64), must have rank 2")
-add(X, "x", "k-ragged", lambda: ones(M, 40), VALUE, "k is 40, must be a positive multiple of 16")
-add(X, "x", "k-zero", lambda: ones(M, 0), VALUE, "k is 0, must be a positive multiple of 16")
-add(X, "x", "transposed", lambda: ones(K, M)[:, :32].t(), VALUE, "stride along a row is 33, must be 1")
-add(X, "x", "broadcast", lambda: ones(1, K).expand(M, K), VALUE, "row stride is 0, must be at least 64")
-add(X, "x", "row-stride", lambda: ones(M, K + 1)[:, :K], VALUE, "row stride is 65 elements (260 bytes)")
-add(X, "x", "aligned", lambda: misaligned(ones(M, K)), VALUE, "must be 16-byte aligned")
-add(X, "x", "grad", lambda: grad(ones(M, K)), NOT, "requires grad")
-add("quantize", "scaling", "value", lambda: "block", VALUE, "got 'block', must be 'row' or 'tensor'")
-add("quantize", "scaling", "none", lambda: None, TYPE, "got None (NoneType), must be 'row' or 'tensor'")
-add("quantize", "scaling", "type", lambda: True, TYPE, "got True (bool), must be 'row' or 'tensor'")
-add("reference.quantize", "per_row", "type", lambda: "row", TYPE, "got 'row' (str), must be True or False")
+CASES = Cases([*bad_quantize.CASES, *bad_interop.CASES])
+add, add_together = CASES.add, CASES.add_together
 
 # dequantize, decode
 T = "dequantize decode"
 add(T, "t", "type", lambda: A.codes, TYPE, "must be an fp4gemm.NVFP4Tensor")
+add("decode", "t", "groups", lambda: GROUPED, NOT, "has 2 groups (offs), must have none")
 add(T, "t", "decoded", lambda: fp4gemm.decode(A), TYPE, "must be an fp4gemm.NVFP4Tensor")
 add(T, "t", "none", lambda: None, TYPE, "got None (NoneType), must be an fp4gemm.NVFP4Tensor")
-D = "dequantize NVFP4Tensor.dequantize reference.dequantize"
+D = (
+    "dequantize dequantize_parts NVFP4Tensor.dequantize MXFP8Tensor.dequantize "
+    "reference.dequantize reference.mxfp8_dequantize"
+)
 add(D, "dtype", "type", lambda: "float32", TYPE, "got 'float32' (str), must be torch.bfloat16")
 add(D, "dtype", "float64", lambda: torch.float64, TYPE, "dtype is torch.float64, must be torch.bfloat16")
 
 # The parts of the containers.
-C = "NVFP4Tensor NVFP4Tensor.from_compact reference.dequantize reference.decode"
+C = "NVFP4Tensor NVFP4Tensor.from_compact dequantize_parts reference.dequantize reference.decode"
 add(C, "codes", "type", lambda: b"codes", TYPE, "must be a torch.Tensor")
 add(C, "codes", "int8", lambda: ones(M, K // 2, dtype=torch.int8), TYPE, "dtype is torch.int8, must be")
 add(C, "codes", "rank", lambda: A.codes.view(-1), VALUE, "must have rank 2, (m, k/2)")
 add(C, "codes", "k", lambda: ones(M, 12, dtype=torch.uint8), VALUE, "k is 24, must be a positive multiple")
 add(C, "codes", "strides", lambda: every_other(A.codes), VALUE, "must be contiguous")
 add(C, "codes", "aligned", lambda: misaligned(A.codes), VALUE, "must be 16-byte aligned")
-P = "NVFP4Tensor reference.dequantize reference.decode"
+P = "NVFP4Tensor dequantize_parts reference.dequantize reference.decode"
 add(P, "scales", "type", lambda: None, TYPE, "got None (NoneType), must be a torch.Tensor")
 add(P, "scales", "dtype", lambda: ones(128, 4), TYPE, "dtype is torch.float32, must be torch.float8_e4m3fn")
 add(P, "scales", "e5m2", lambda: ones(128, 4).to(torch.float8_e5m2), TYPE, "dtype is torch.float8_e5m2, must")
@@ -96,7 +67,7 @@ add(P, "scales", "rank", lambda: A.scales.view(-1), VALUE, "shape is (512,), mus
 add(P, "scales", "device", lambda: A.scales.to("meta"), VALUE, "device is meta, must be cpu")
 add(P, "scales", "strides", lambda: every_other(A.scales), VALUE, "must be contiguous")
 add(P, "scales", "aligned", lambda: misaligned(A.scales), VALUE, "must be 16-byte aligned")
-V = "NVFP4Tensor NVFP4Tensor.from_compact DecodedTensor reference.dequantize"
+V = "NVFP4Tensor NVFP4Tensor.from_compact DecodedTensor dequantize_parts reference.dequantize"
 add(V, "amax", "type", lambda: 1.0, TYPE, "got 1.0 (float), must be a torch.Tensor")
 add(V, "amax", "dtype", lambda: ones(M, dtype=torch.bfloat16), TYPE, "dtype is torch.bfloat16, must be")
 add(V, "amax", "shape", lambda: ones(M - 1), VALUE, "shape is (32,), must be (33,) or (1,)")
@@ -108,6 +79,26 @@ add(V, "amax", "grad", lambda: grad(ones(M)), NOT, "requires grad")
 add(V, "e4m3_max", "value", lambda: 240, VALUE, "got 240, must be 448 or 256")
 add(V, "e4m3_max", "float", lambda: 448.0, TYPE, "got 448.0 (float), must be 448 or 256")
 add(V, "e4m3_max", "none", lambda: None, TYPE, "got None (NoneType), must be 448 or 256")
+H = "NVFP4Tensor DecodedTensor"
+add(H, "hadamard_signs", "type", lambda: "0xD7E8", TYPE, "got '0xD7E8' (str), must be an int")
+add(H, "hadamard_signs", "negative", lambda: -1, VALUE, "got -1, must be at least 0")
+add(H, "hadamard_signs", "large", lambda: 0x10000, VALUE, "got 65536, must be at most 0xFFFF")
+G = "NVFP4Tensor reference.dequantize"
+add(G, "offs", "type", lambda: [5, 33], TYPE, "got [5, 33] (list), must be a torch.Tensor")
+add(G, "offs", "int64", lambda: ends(5, M, dtype=torch.int64), TYPE, "dtype is torch.int64, must be")
+add(G, "offs", "rank", lambda: ends(5, M).view(1, 2), VALUE, "shape is (1, 2), must have rank 1, (g,)")
+add(G, "offs", "empty", lambda: ends(), VALUE, "shape is (0,), must have at least one entry")
+add(G, "offs", "device", lambda: ends(M, device="meta"), VALUE, "device is meta, must be cpu")
+add(G, "offs", "strides", lambda: every_other(ends(M, M)), VALUE, "must be contiguous")
+add(G, "offs", "scales", lambda: ends(5, 7, M), VALUE, "shape is (128, 4), must be (384, 4)", "scales")
+add_together(
+    "NVFP4Tensor",
+    "offs-amax",
+    lambda: {"offs": GROUPED.offs, "scales": GROUPED.scales, "amax": ones(1)},
+    VALUE,
+    "shape is (1,), must be (33,)",
+    "amax",
+)
 F = "NVFP4Tensor.from_compact"
 add(F, "compact_scales", "type", lambda: 1, TYPE, "got 1 (int), must be a torch.Tensor")
 add(F, "compact_scales", "dtype", lambda: ones(M, 4), TYPE, "dtype is torch.float32, must be")
@@ -143,7 +134,7 @@ add(
     "must be 16-byte aligned",
 )
 add("DecodedTensor", "data", "grad", lambda: grad(ones(M, K).half()), NOT, "requires grad")
-W = "NVFP4Tensor.to DecodedTensor.to is_supported"
+W = "NVFP4Tensor.to DecodedTensor.to MXFP8Tensor.to is_supported"
 add(W, "device", "type", lambda: 1.5, TYPE, "got 1.5 (float), must be a torch.device")
 add(W, "device", "dtype", lambda: torch.float16, TYPE, "got torch.float16 (dtype), must be a torch.device")
 add(W, "device", "bool", lambda: True, TYPE, "got True (bool), must be a torch.device")
@@ -152,8 +143,11 @@ add(W, "device", "name", lambda: "gpu", VALUE, "got 'gpu', must name a torch dev
 # mm
 ANY = "must be an fp4gemm.NVFP4Tensor or fp4gemm.DecodedTensor"
 for side in ("a", "b"):
+    add("mm", side, "groups", lambda: GROUPED, VALUE, "has 2 groups (offs), must have none")
     add("mm", side, "type", lambda: A.codes, TYPE, ANY)
     add("mm", side, "none", lambda: None, TYPE, ANY)
+add("mm", "b", "rotated", lambda: quantized(N, rotated=True), VALUE, "hadamard_signs is 0xd7e8, must be None")
+add("mm", "a", "rotated", lambda: ROTATED, VALUE, "hadamard_signs is None (not rotated), must be 0xd7e8", "b")
 add("mm", "a", "k", lambda: quantized(M, 48), VALUE, "k is 48, must be a positive multiple of 32")
 add("mm", "a", "k-differs", lambda: quantized(M, 96), VALUE, "k is 64, must be 96, the k of a", "b")
 add("mm", "b", "k-differs", lambda: quantized(N, 96), VALUE, "k is 96, must be 64, the k of a")
@@ -300,7 +294,7 @@ add("scale_offset", "num_columns", "type", lambda: None, TYPE, "got None (NoneTy
 add("scale_offset", "num_columns", "zero", lambda: 0, VALUE, "got 0, must be at least 1")
 
 # The codecs of the reference.
-E = "reference.encode_e2m1 reference.encode_e4m3"
+E = "reference.encode_e2m1 reference.encode_e4m3 reference.encode_e8m0"
 add(E, "x", "type", lambda: 1.0, TYPE, "got 1.0 (float), must be a torch.Tensor")
 add(
     E,

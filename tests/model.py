@@ -1,6 +1,7 @@
 """A second model of the numerics, in numpy and from the definitions: shares no code with fp4gemm.reference.
 
 Encoders search the nearest value by brute force, layouts go by the offset formula, float32 steps are numpy's.
+Here are formats, layouts and products; model_quantize.py and model_producers.py have the rest.
 """
 
 from __future__ import annotations
@@ -40,32 +41,53 @@ def encode_e4m3(x: np.ndarray) -> np.ndarray:
     return nearest(x, e4m3_values()[:127]).astype(np.uint8)
 
 
-def quantize(x: np.ndarray, per_row: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(codes (m, k/2), compact scale bytes (m, k/16), amax) of float32 x (m, k)."""
-    f = np.float32
-    m, k = x.shape
-    with np.errstate(all="ignore"):
-        clean = np.where(np.isnan(x), f(0), np.abs(x)).reshape(m, k // 16, 16)
-        block_amax = clean.max(axis=2)
-        amax = block_amax.max(axis=1) if per_row else block_amax.max(initial=f(0), keepdims=True).reshape(1)
-        s = np.minimum(f(2688) / amax, F32_MAX).reshape(-1, 1)
-        s = np.where(s == 0, f(1), s)
-        scales = encode_e4m3(np.minimum(block_amax * (s * (f(1) / f(6))), F32_MAX))
-        decoded = e4m3_values()[scales].astype(f)
-        factor = np.minimum(f(1) / (decoded * (f(1) / s)), F32_MAX)
-        codes = encode_e2m1((x.reshape(m, k // 16, 16) * factor[..., None]).reshape(m, k))
-    return codes[:, 0::2] | codes[:, 1::2] << 4, scales, amax.astype(f)
-
-
 def decode_codes(codes: np.ndarray) -> np.ndarray:
     """float64 (m, k) of packed codes (m, k/2)."""
     nibbles = np.stack([codes & 15, codes >> 4], axis=-1).reshape(codes.shape[0], 2 * codes.shape[1])
     return np.where(nibbles >= 8, -E2M1[nibbles & 7], E2M1[nibbles & 7])
 
 
+def e5m2_values() -> np.ndarray:
+    """The value of each byte: s eeeee mm, bias 15."""
+    byte = np.arange(256)
+    exponent, mantissa = byte >> 2 & 31, byte & 3
+    value = np.where(exponent == 0, mantissa * 2.0**-16, (1 + mantissa / 4) * 2.0 ** (exponent - 15.0))
+    value[exponent == 31] = np.where(mantissa[exponent == 31] == 0, np.inf, np.nan)
+    return np.where(byte >= 128, -value, value)
+
+
+def e8m0_values() -> np.ndarray:
+    return np.append(2.0 ** (np.arange(255) - 127.0), np.nan)
+
+
+def encode_e8m0(x: np.ndarray) -> np.ndarray:
+    """The first power of two that is not below x >= 0, the last one if none is."""
+    code = np.minimum(np.searchsorted(e8m0_values()[:255], x.astype(np.float64)), 254)
+    return np.where(np.isnan(x), 255, code).astype(np.uint8)
+
+
+def encode_fp8(x: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Bytes nearest to x of the 256 whose values are given, ties to the even one, saturating; NaN: 0x7F."""
+    finite = values[: np.flatnonzero(~np.isfinite(values))[0]]
+    magnitude = np.where(np.isnan(x), 0, np.abs(x))
+    code = nearest(magnitude, finite) + 128 * np.signbit(x)
+    return np.where(np.isnan(x), 0x7F, code).astype(np.uint8)
+
+
 def offset(r: int, c: int, padded_columns: int) -> int:
     tile = r // 128 * (padded_columns // 4) + c // 4
     return tile * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
+
+
+def swizzle(compact: np.ndarray) -> np.ndarray:
+    """Padded swizzled bytes (ceil128, ceil4) of compact ones."""
+    rows, columns = compact.shape
+    width = -(-columns // 4) * 4
+    flat = np.zeros(-(-rows // 128) * 128 * width, np.uint8)
+    for r in range(rows):
+        for c in range(columns):
+            flat[offset(r, c, width)] = compact[r, c]
+    return flat.reshape(-1, width)
 
 
 def unswizzle(swizzled: np.ndarray, m: int, columns: int) -> np.ndarray:

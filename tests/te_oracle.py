@@ -112,7 +112,7 @@ def _run(source: str, name: str) -> types.ModuleType:
 
 
 class Oracle:
-    """The executed reference; ``quantize`` is all that the tests need of it."""
+    """The executed reference: quantization in each of its modes, and its rotation alone."""
 
     def __init__(self, path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
@@ -135,19 +135,58 @@ class Oracle:
         with _installed(modules):
             self._module = _run(source, "_te_reference_nvfp4")
 
-    def quantize(self, x: torch.Tensor, per_row: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(packed codes (m, k/2), scale bytes (m, k/16), amax (1,) or (m,)) of a CPU tensor (m, k)."""
-        quantizer = self._module.NVFP4QuantizerRef(
+    def _quantizer(self, *, columnwise: bool, rotate: bool, signs: bool, **options: Any) -> Any:
+        return self._module.NVFP4QuantizerRef(
             dtype=self._utilities.Fp4Formats.E2M1,
-            rowwise=True,
-            columnwise=False,
+            rowwise=True,  # row scaling wants it also where only the columns are asked for
+            columnwise=columnwise,
             pow_2_scales=False,
             eps=0.0,
-            quant_tile_shape=(1, 16),
-            with_rht=False,
-            row_scaled_nvfp4=per_row,
+            with_rht=rotate,
+            with_random_sign_mask=signs,
+            **options,
         )
-        result = quantizer.quantize(x)
-        m, k = x.shape
-        scales = result.scale[:m, : k // 16].contiguous().view(torch.uint8)
-        return result.data, scales, result.global_amax_row.to(torch.float32).reshape(-1)
+
+    def quantize(
+        self,
+        x: torch.Tensor,
+        *,
+        scaling: str = "row",
+        axis: int = -1,
+        block: tuple[int, int] = (1, 16),
+        four_over_six: str | None = None,
+        four_over_six_error: str = "exact",
+        e4m3_max: int | None = None,
+        hadamard: str | None = None,
+        hadamard_signs: int = 0xD7E8,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(packed codes (m, k/2), scale bytes (m, k/16), amax (1,) or (m,)) of a CPU tensor or its transpose.
+
+        The options are those of fp4gemm.quantize. A rotation is for axis 0; its result has the dtype of x.
+        """
+        if hadamard_signs not in (0, 0xD7E8) or (hadamard is not None and axis != 0):
+            raise ValueError("TransformerEngine has no such rotation")
+        result = self._quantizer(
+            columnwise=axis == 0,
+            rotate=hadamard is not None,
+            signs=hadamard_signs != 0,
+            quant_tile_shape=block,
+            row_scaled_nvfp4=scaling == "row",
+            nvfp4_use_4over6=four_over_six is not None,
+            nvfp4_e4m3_max=e4m3_max or (256 if four_over_six else 448),
+            nvfp4_4over6_err_mode=(four_over_six or "mae").upper(),
+            nvfp4_4over6_err_use_fast_math=four_over_six_error == "fast",
+        ).quantize(x)
+        if axis == 0:
+            rows, k = x.shape[1], x.shape[0]
+            data, scale, amax = result.data_t, result.scale_t, result.global_amax_col
+        else:
+            rows, k = x.shape
+            data, scale, amax = result.data, result.scale, result.global_amax_row
+        scales = scale[:rows, : k // 16].contiguous().view(torch.uint8)
+        return data, scales, amax.to(torch.float32).reshape(-1)
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """Each run of 16 along a row, rotated with the default signs, in the dtype of x."""
+        quantizer = self._quantizer(columnwise=False, rotate=True, signs=True, quant_tile_shape=(1, 16))
+        return quantizer._apply_rht(x)

@@ -25,9 +25,9 @@ def _seed() -> None:
 def by_reference(x: Tensor, linear: torch.nn.Linear, activations: str, weights: str) -> Tensor:
     """Q(x) @ Q(W).T + bias from the parts of the reference, on the CPU."""
     a_codes, a_scales, a_amax = reference.quantize(
-        x.reshape(-1, x.shape[-1]).contiguous(), activations == "row"
+        x.reshape(-1, x.shape[-1]).contiguous(), None, activations == "row"
     )
-    b_codes, b_scales, b_amax = reference.quantize(linear.weight.detach(), weights == "row")
+    b_codes, b_scales, b_amax = reference.quantize(linear.weight.detach(), None, weights == "row")
     bias = None if linear.bias is None else linear.bias.detach().float()
     alpha = torch.tensor(1 / 7225344, dtype=torch.float32).item()
     y = reference.scaled_mm(a_codes, b_codes, a_scales, b_scales, alpha, a_amax, b_amax, bias, x.dtype)

@@ -151,6 +151,18 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         TypeError,
         "weight: got a torch.float32",
     ),
+    "quantized-rotated": (
+        lambda: nn.Linear.from_quantized(fp4gemm.quantize(torch.ones(8, 32), hadamard="bf16")),
+        ValueError,
+        r"weight: was rotated \(hadamard_signs 0xd7e8\), must not be",
+    ),
+    "quantized-groups": (
+        lambda: nn.Linear.from_quantized(
+            fp4gemm.quantize(torch.ones(8, 32), offs=torch.tensor([8], dtype=torch.int32))
+        ),
+        ValueError,
+        r"weight: has 1 groups \(offs\), must have none",
+    ),
     "quantized-k": (
         lambda: nn.Linear.from_quantized(fp4gemm.quantize(torch.ones(8, 48))),
         ValueError,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from typing import Any
 
 import fp4gemm
@@ -11,17 +9,12 @@ import pytest
 import torch
 from fp4gemm import DecodedTensor, NVFP4Tensor
 from helpers import FLOATS, assert_bits, assert_poison_intact, make, poisoned, short
+from op_checks import BACKENDS, compiled, opcheck, ready
 
-CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
-
-@pytest.fixture(params=["aot_eager", "inductor"])
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
-    """A torch.compile backend; inductor needs a C++ compiler on the CPU."""
-    if request.param == "inductor" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        pytest.skip("inductor: no C++ compiler")
-    torch._dynamo.reset()
-    return str(request.param)
+    return ready(str(request.param))
 
 
 @pytest.fixture
@@ -30,30 +23,14 @@ def pair(device: torch.device, gen: torch.Generator) -> tuple[NVFP4Tensor, NVFP4
     return a, fp4gemm.quantize(make("normal", 24, 64, torch.bfloat16, gen).to(device), scaling="tensor")
 
 
-def opcheck(name: str, *args: Any, **kwargs: Any) -> None:
-    overload = getattr(torch.ops.fp4gemm, name).default
-    allclose = torch.allclose
-
-    def comparable(lhs: torch.Tensor, rhs: torch.Tensor, **options: Any) -> bool:
-        # test_schema compares the inputs before and after with allclose, which torch lacks for float8.
-        if lhs.dtype is torch.float8_e4m3fn:
-            return torch.equal(lhs.view(torch.uint8), rhs.view(torch.uint8))
-        return allclose(lhs, rhs, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "allclose", comparable)
-        result = torch.library.opcheck(overload, args, kwargs, test_utils=CHECKS)
-    assert result == dict.fromkeys(CHECKS, "SUCCESS")
-
-
 @pytest.mark.parametrize("per_row", [True, False], ids=["row", "tensor"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=short)
 def test_opcheck_quantize(
     dtype: torch.dtype, per_row: bool, device: torch.device, gen: torch.Generator
 ) -> None:
-    opcheck("quantize", make("normal", 33, 96, dtype, gen).to(device), per_row)
-    opcheck("quantize", make("normal", 129, 96, dtype, gen).to(device)[:, 32:], per_row)
-    opcheck("quantize", make("normal", 0, 32, dtype, gen).to(device), per_row)
+    opcheck("quantize", make("normal", 33, 96, dtype, gen).to(device), None, per_row)
+    opcheck("quantize", make("normal", 129, 96, dtype, gen).to(device)[:, 32:], None, per_row)
+    opcheck("quantize", make("normal", 0, 32, dtype, gen).to(device), None, per_row)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=short)
@@ -82,8 +59,8 @@ def test_fake_shapes_are_the_real_ones(device: torch.device) -> None:
     for m, k in ((0, 32), (1, 32), (129, 96)):
         x = torch.ones(m, k, device=device)
         for per_row in (True, False):
-            real = torch.ops.fp4gemm.quantize(x, per_row)
-            fake = torch.ops.fp4gemm.quantize(x.to("meta"), per_row)
+            real = torch.ops.fp4gemm.quantize(x, None, per_row)
+            fake = torch.ops.fp4gemm.quantize(x.to("meta"), None, per_row)
             for got, want in zip(fake, real, strict=True):
                 assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())
         t, w = fp4gemm.quantize(x), fp4gemm.quantize(torch.ones(24, k, device=device))
@@ -94,10 +71,6 @@ def test_fake_shapes_are_the_real_ones(device: torch.device) -> None:
             (fp4gemm.mm(away, w.to("meta")), fp4gemm.mm(t, w)),
         ):
             assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())
-
-
-def compiled(function: Callable[..., Any], backend: str, dynamic: bool | None = None) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

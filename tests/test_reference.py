@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import struct
+from typing import Any
 
 import fp4gemm
 import model
+import model_quantize
 import numpy as np
 import pytest
 import torch
 from fp4gemm import reference
+from fp4gemm.reference import chunks
 from helpers import FLOATS, KINDS, TIES, assert_bits, make, make_codes, make_scales, short
 
 GOLDEN_ROWS = torch.tensor(
@@ -35,13 +38,33 @@ def unpack(codes: torch.Tensor) -> list[int]:
     return torch.stack([codes & 15, codes >> 4], dim=-1).flatten().tolist()
 
 
+GOLDEN_CODES_256 = "809091223ac4657e", "44444444eeeeeeee"
+
+
 @pytest.mark.parametrize(
-    ("scaling", "amax", "scales"),
-    [("tensor", [7.0], [0x7E, 0x20]), ("row", [7.0, 262 / 2**17], [0x7E, 0x7E])],
+    ("options", "amax", "scales", "codes"),
+    [
+        ({"scaling": "tensor"}, [7.0], [0x7E, 0x20], GOLDEN_CODES),
+        ({"scaling": "row"}, [7.0, 262 / 2**17], [0x7E, 0x7E], GOLDEN_CODES),
+        ({"scaling": "tensor", "four_over_six": "mae"}, [7.0], [0x78, 0x1E], GOLDEN_CODES_256),
+        (
+            {"scaling": "tensor", "four_over_six": "mse", "e4m3_max": 448},
+            [7.0],
+            [0x7E, 0x20],
+            GOLDEN_CODES,
+        ),
+    ],
+    ids=["tensor", "row", "mae-256", "mse-448"],
 )
-def test_golden_vectors(scaling: str, amax: list[float], scales: list[int], device: torch.device) -> None:
-    t = fp4gemm.quantize(GOLDEN_ROWS.to(device), scaling=scaling)
-    assert [bytes(codes.tolist()).hex() for codes in t.codes] == list(GOLDEN_CODES)
+def test_golden_vectors(
+    options: dict[str, Any],
+    amax: list[float],
+    scales: list[int],
+    codes: tuple[str, str],
+    device: torch.device,
+) -> None:
+    t = fp4gemm.quantize(GOLDEN_ROWS.to(device), **options)
+    assert [bytes(row.tolist()).hex() for row in t.codes] == list(codes)
     assert t.compact_scales().view(torch.uint8).flatten().tolist() == scales
     assert t.amax.tolist() == amax
 
@@ -56,8 +79,9 @@ def test_quantize_equals_numpy_model(
     x[3, ::5] = -0.0
     x[4, 7] = torch.nan
     x[5] = torch.nan
-    codes, scales, amax = reference.quantize(x, per_row)
-    want_codes, want_scales, want_amax = model.quantize(x.float().numpy(), per_row)
+    codes, scales, amax = reference.quantize(x, None, per_row)
+    mode = model_quantize.Mode("row" if per_row else "tensor")
+    want_codes, want_scales, want_amax = model_quantize.quantize(x.float().numpy(), mode)
     assert_bits(amax, torch.from_numpy(want_amax), "amax")
     assert_bits(
         fp4gemm.unswizzle_scales(scales, 65, 13).view(torch.uint8), torch.from_numpy(want_scales), "scales"
@@ -130,7 +154,7 @@ def test_e4m3_around_every_midpoint() -> None:
 def test_infinity() -> None:
     """A = inf makes S = 1: the block with inf has scale 448, the other blocks are cast as they are."""
     x = row(torch.inf, -torch.inf, 448.0 * 3, -1.0, fill=6.0)
-    codes, scales, amax = reference.quantize(x, True)
+    codes, scales, amax = reference.quantize(x, None, True)
     assert amax.tolist() == [torch.inf]
     assert fp4gemm.unswizzle_scales(scales, 1, 2).float().tolist() == [[448.0, 1.0]]
     assert unpack(codes)[:4] == [7, 15, 5, 8]
@@ -138,7 +162,7 @@ def test_infinity() -> None:
 
 
 def test_zero_row_and_signs_of_zero() -> None:
-    codes, scales, amax = reference.quantize(row(0.0, -0.0, 0.0, -0.0), True)
+    codes, scales, amax = reference.quantize(row(0.0, -0.0, 0.0, -0.0), None, True)
     assert unpack(codes)[:4] == [0, 8, 0, 8]
     assert amax.tolist() == [0.0]
     assert not scales.view(torch.uint8).any()
@@ -149,7 +173,7 @@ def test_block_scale_underflow() -> None:
     """a_b below 2.18e-6 A gives scale 0 and, as the factor is FMAX, codes of +-6; all decode to 0."""
     x = row(1.0, fill=0.0)
     x[0, 16:20] = torch.tensor([2e-6, -2e-6, 0.0, -0.0])
-    codes, scales, amax = reference.quantize(x, True)
+    codes, scales, amax = reference.quantize(x, None, True)
     assert fp4gemm.unswizzle_scales(scales, 1, 2).float().tolist() == [[448.0, 0.0]]
     assert unpack(codes)[16:20] == [7, 15, 0, 8]
     assert not reference.dequantize(codes, scales, amax, 448, torch.float32)[0, 16:].any()
@@ -157,10 +181,11 @@ def test_block_scale_underflow() -> None:
 
 def test_denormals_are_kept() -> None:
     """A row of the least float32 denormal: S is FMAX, and the stored amax is the denormal itself."""
-    codes, scales, amax = reference.quantize(row(f32(1), -f32(1)), True)
+    codes, scales, amax = reference.quantize(row(f32(1), -f32(1)), None, True)
     assert amax.tolist() == [f32(1)]
     t = fp4gemm.quantize(row(*[2.0**-130] * 32), scaling="row")
-    want_codes, want_scales, _ = model.quantize(np.full((1, 32), 2.0**-130, np.float32), True)
+    same = np.full((1, 32), 2.0**-130, np.float32)
+    want_codes, want_scales, _ = model_quantize.quantize(same, model_quantize.Mode("row"))
     assert t.codes.flatten().tolist() == want_codes.flatten().tolist()
     assert t.compact_scales().view(torch.uint8).flatten().tolist() == want_scales.flatten().tolist()
     assert want_scales.any(), "2^-130 is not below the least scale of its row"
@@ -170,10 +195,10 @@ def test_denormals_are_kept() -> None:
 
 def test_nan_is_ignored_by_amax_and_becomes_code_7() -> None:
     x = row(torch.nan, 3.0, -1.5, fill=0.5)
-    codes, _, amax = reference.quantize(x, True)
+    codes, _, amax = reference.quantize(x, None, True)
     assert amax.tolist() == [3.0]
     assert unpack(codes)[:3] == [7, 7, 13]
-    codes, scales, amax = reference.quantize(torch.full((1, 32), -torch.nan), False)
+    codes, scales, amax = reference.quantize(torch.full((1, 32), -torch.nan), None, False)
     assert amax.tolist() == [0.0]
     assert unpack(codes) == [7] * 32
     assert not scales.view(torch.uint8).any()
@@ -227,13 +252,13 @@ def test_decode_is_exact_for_every_code_and_scale() -> None:
 
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch, gen: torch.Generator) -> None:
     x = make("row_ranges", 50, 64, torch.bfloat16, gen)
-    whole = [reference.quantize(x, per_row) for per_row in (True, False)]
+    whole = [reference.quantize(x, None, per_row) for per_row in (True, False)]
     t = fp4gemm.quantize(x)
     product = fp4gemm.mm(t, fp4gemm.quantize(x[:48]), out_dtype=torch.float32)
     values, halves = t.dequantize(), fp4gemm.decode(t).data
-    monkeypatch.setattr(reference, "CHUNK_ELEMS", 64 * 7)
+    monkeypatch.setattr(chunks, "CHUNK_ELEMS", 64 * 7)
     for per_row, parts in zip((True, False), whole, strict=True):
-        for got, want in zip(reference.quantize(x, per_row), parts, strict=True):
+        for got, want in zip(reference.quantize(x, None, per_row), parts, strict=True):
             assert_bits(got, want)
     assert_bits(fp4gemm.mm(t, fp4gemm.quantize(x[:48]), out_dtype=torch.float32), product)
     assert_bits(t.dequantize(), values)

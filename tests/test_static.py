@@ -14,6 +14,8 @@ import pytest
 from fp4gemm import _native
 
 GEMM = re.compile(r"device_kernel|packed_gemm")
+# One row in registers, TransformerEngine's cast: PlainLoader, TeCast, grouped or not, not looped.
+COMMON_CAST = re.compile(r"quantize_rows.*PlainLoader.*TeCast.*ELb[01]ELb0ELi")
 
 
 @functools.cache
@@ -59,15 +61,17 @@ def test_every_kernel_of_the_table_is_in_the_library() -> None:
 
 
 def test_no_kernel_spills() -> None:
-    """No local memory, no more registers than a thread can have and, in the GEMMs, no stack frame.
+    """No local memory, no more registers than a thread can have; no stack frame in the GEMMs and the common casts.
 
-    (A quantize kernel may have a frame of a few bytes for the call that inputs with NaN make.)
+    The other quantize kernels may have one: for blocks that are handed to the rare call for NaN and extreme
+    amaxes, and in the widest norm, whose row takes all registers there are.
     """
     assert resources()
     for arch, name, figures in resources():
         assert figures["LOCAL"] == 0, (arch, name, figures)
         assert figures["REG"] <= 255, (arch, name, figures)
-        assert figures["STACK"] <= (0 if GEMM.search(name) else 16), (arch, name, figures)
+        bound = 0 if GEMM.search(name) else 16 if COMMON_CAST.search(name) else 320
+        assert figures["STACK"] <= bound, (arch, name, figures)
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,80 @@ def test_replace_validates(t: NVFP4Tensor) -> None:
         dataclasses.replace(t, e4m3_max=300)
 
 
+@pytest.fixture
+def grouped(device: torch.device, gen: torch.Generator) -> NVFP4Tensor:
+    offs = torch.tensor([5, 5, 30], dtype=torch.int32, device=device)
+    return fp4gemm.quantize(make("row_ranges", 33, 96, torch.float32, gen).to(device), offs=offs)
+
+
+@pytest.fixture
+def rotated(device: torch.device, gen: torch.Generator) -> NVFP4Tensor:
+    x = make("row_ranges", 33, 96, torch.float32, gen).to(device)
+    return fp4gemm.quantize(x, hadamard="fp32", hadamard_signs=0)
+
+
+def test_groups_and_rotations_are_kept(grouped: NVFP4Tensor, rotated: NVFP4Tensor) -> None:
+    """By every way to copy a container; a sign vector of 0 is not the same as none."""
+    assert rotated.hadamard_signs == 0
+    for value in (grouped, rotated, fp4gemm.decode(rotated)):
+        leaves, spec = pytree.tree_flatten(value)
+        file = io.BytesIO()
+        torch.save(value, file)
+        file.seek(0)
+        for other in (
+            value.clone(),
+            value.to("cpu"),
+            copy.deepcopy(value),
+            pickle.loads(pickle.dumps(value)),
+            torch.load(file, weights_only=False),
+            pytree.tree_unflatten(leaves, spec),
+            dataclasses.replace(value),
+        ):
+            assert_equal(other, value)
+        away = value.to("meta")
+        assert away.hadamard_signs == value.hadamard_signs
+    assert grouped.to("meta").offs.device.type == "meta"
+    assert grouped.clone().offs.data_ptr() != grouped.offs.data_ptr()
+    assert "hadamard_signs=0x0000" in repr(rotated)
+    assert "hadamard_signs=0x0000" in repr(fp4gemm.decode(rotated))
+    assert "groups=3" in repr(grouped)
+
+
+def test_pytree_of_groups(t: NVFP4Tensor, grouped: NVFP4Tensor, rotated: NVFP4Tensor) -> None:
+    """offs is a leaf where there is one, and no None takes its place where there is none."""
+    paths = [pytree.keystr(path) for path, _ in pytree.tree_leaves_with_path(grouped)]
+    assert paths == [".codes", ".scales", ".amax", ".offs"]
+    specs = [pytree.tree_structure(value) for value in (t, grouped, rotated)]
+    assert [spec.num_leaves for spec in specs] == [3, 4, 3]
+    assert specs[0] != specs[1]
+    assert specs[0] != specs[2]
+    for spec in specs:
+        assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
+    assert pytree.tree_map(lambda _: None, grouped).offs is None
+
+
+def test_old_pickles_load(t: NVFP4Tensor) -> None:
+    """What was pickled before groups and rotations were fields."""
+    from fp4gemm import tensor
+
+    parts = (t.codes, t.scales.view(torch.uint8), t.amax, t.e4m3_max)
+    assert_equal(tensor._unpickle(*parts), t)
+
+
+def test_grouped_parts_of_ones_own(grouped: NVFP4Tensor) -> None:
+    same = NVFP4Tensor(
+        grouped.codes, grouped.scales.view(torch.uint8), grouped.amax, offs=grouped.offs, hadamard_signs=7
+    )
+    assert_bits(same.dequantize(), grouped.dequantize(), "values")
+    assert same.hadamard_signs == 7
+    with pytest.raises(
+        ValueError, match=r"^scales: shape is \(128, 8\), must be \(384, 8\), the grouped swizzled"
+    ):
+        dataclasses.replace(grouped, scales=grouped.scales[:128])
+    with pytest.raises(ValueError, match=r"^amax: shape is \(1,\), must be \(33,\)"):
+        dataclasses.replace(grouped, amax=grouped.amax[:1])
+
+
 def test_views_of_aligned_rows(gen: torch.Generator) -> None:
     """Rows can be sliced where the slice starts on 16 bytes and on a tile of 128 rows of scales."""
     x = make("normal", 300, 64, torch.float32, gen)

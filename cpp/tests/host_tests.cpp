@@ -221,17 +221,18 @@ void test_dense_errors() {
 }
 
 template <class Change>
-void bad_quantize(char const* what, Change change, char const* text) {
+void bad_quantize(char const* what, Change change, char const* text,
+                  fp4gemm_status_t status = FP4GEMM_ERROR_INVALID_ARGUMENT) {
   fp4gemm_quantize_args_t args = FP4GEMM_QUANTIZE_ARGS_INIT;
   args.m = 4;
   args.k = 32;
   args.x = address();
   args.x_row_stride = 32;
-  args.codes = static_cast<uint8_t*>(address());
-  args.scales = static_cast<uint8_t*>(address());
-  args.amax = static_cast<float*>(address());
+  args.row.codes = static_cast<uint8_t*>(address());
+  args.row.scales = static_cast<uint8_t*>(address());
+  args.row.amax = static_cast<float*>(address());
   change(args);
-  expect_error(what, fp4gemm_quantize(&args, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT, text);
+  expect_error(what, fp4gemm_quantize(&args, 0, nullptr), status, text);
 }
 
 void test_quantize_errors() {
@@ -244,10 +245,89 @@ void test_quantize_errors() {
   bad_quantize("odd stride", [](Args& a) { a.x_row_stride = 33; }, "x_row_stride: is 33");
   bad_quantize("x null", [](Args& a) { a.x = nullptr; }, "x: is null");
   bad_quantize("x misaligned", [](Args& a) { a.x = address(8); }, "x: is 0x1008, must be 16-byte aligned");
-  bad_quantize("codes", [](Args& a) { a.codes = static_cast<uint8_t*>(address(1)); }, "codes: is 0x1001");
-  bad_quantize("scales", [](Args& a) { a.scales = nullptr; }, "scales: is null");
-  bad_quantize("amax", [](Args& a) { a.amax = nullptr; }, "amax: is null");
+  bad_quantize(
+      "codes", [](Args& a) { a.row.codes = static_cast<uint8_t*>(address(1)); }, "row.codes: is 0x1001");
+  bad_quantize("scales", [](Args& a) { a.row.scales = nullptr; }, "row.scales: is null");
+  bad_quantize("amax", [](Args& a) { a.row.amax = nullptr; }, "row.amax: is null");
+  bad_quantize("no direction", [](Args& a) { a.row.codes = nullptr; }, "row.codes: is null");
+  bad_quantize(
+      "hadamard", [](Args& a) { a.row.hadamard = static_cast<fp4gemm_hadamard_t>(3); }, "row.hadamard: is 3");
+  bad_quantize("block_rows", [](Args& a) { a.block_rows = 8; }, "block_rows: is 8, must be 1 or 16");
+  bad_quantize("encode", [](Args& a) { a.encode = static_cast<fp4gemm_encode_t>(2); }, "encode: is 2");
+  bad_quantize(
+      "four_over_six", [](Args& a) { a.four_over_six = static_cast<fp4gemm_four_over_six_t>(3); },
+      "four_over_six: is 3");
+  bad_quantize("e4m3_max", [](Args& a) { a.e4m3_max = 240; }, "e4m3_max: is 240, must be 448 or 256");
+  bad_quantize("bound alone", [](Args& a) { a.e4m3_max = 256; }, "e4m3_max: is 256, must be 448 without");
+  bad_quantize("signs", [](Args& a) { a.hadamard_signs = 0x10000; }, "hadamard_signs: is 65536");
+  bad_quantize(
+      "rng_state", [](Args& a) { a.rng_state = static_cast<int64_t*>(address(4)); }, "rng_state: is 0x1004");
+  bad_quantize("no groups", [](Args& a) { a.offs = static_cast<int32_t*>(address()); }, "num_groups: is 0");
+  bad_quantize("ragged column", [](Args& a) { a.column = a.row; }, "m: is 4, must be between 16");
+  fp4gemm_status_t const not_supported = FP4GEMM_ERROR_NOT_SUPPORTED;
+  bad_quantize(
+      "square rows", [](Args& a) { a.block_rows = 16; }, "block_rows: is 16, which takes", not_supported);
+  bad_quantize(
+      "four over six, stochastic",
+      [](Args& a) {
+        a.four_over_six = FP4GEMM_FOUR_OVER_SIX_MAE;
+        a.rng_state = static_cast<int64_t*>(address());
+      },
+      "four_over_six: takes", not_supported);
+  bad_quantize(
+      "groups of columns",
+      [](Args& a) {
+        a.offs = static_cast<int32_t*>(address());
+        a.num_groups = 1;
+        a.column = a.row;
+      },
+      "offs: groups of rows", not_supported);
   bad_quantize("struct_size", [](Args& a) { a.struct_size = 0; }, "args: struct_size is 0");
+}
+
+void test_producer_errors() {
+  fp4gemm_silu_and_mul_quantize_args_t silu = FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT;
+  silu.m = 4;
+  silu.k = 32;
+  silu.x = address();
+  silu.x_row_stride = 32;
+  silu.codes = static_cast<uint8_t*>(address());
+  silu.scales = static_cast<uint8_t*>(address());
+  silu.amax = static_cast<float*>(address());
+  expect_error("silu stride", fp4gemm_silu_and_mul_quantize(&silu, 0, nullptr),
+               FP4GEMM_ERROR_INVALID_ARGUMENT, "x_row_stride: is 32, must be at least the 64 columns");
+  silu.x_dtype = FP4GEMM_FP32;
+  expect_error("silu dtype", fp4gemm_silu_and_mul_quantize(&silu, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
+               "x_dtype: is 2, must be FP4GEMM_BF16 or FP4GEMM_FP16");
+  fp4gemm_rms_norm_quantize_args_t norm = FP4GEMM_RMS_NORM_QUANTIZE_ARGS_INIT;
+  norm.m = 4;
+  norm.k = 32;
+  norm.x = address();
+  norm.x_row_stride = 32;
+  norm.codes = static_cast<uint8_t*>(address());
+  norm.scales = static_cast<uint8_t*>(address());
+  norm.amax = static_cast<float*>(address());
+  fp4gemm_rms_norm_quantize_args_t bad = norm;
+  bad.residual = address();
+  expect_error("norm sum", fp4gemm_rms_norm_quantize(&bad, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
+               "sum: is ");
+  bad = norm;
+  bad.epsilon = -1.0f;
+  expect_error("norm epsilon", fp4gemm_rms_norm_quantize(&bad, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
+               "epsilon: is -1");
+  bad = norm;
+  bad.k = bad.x_row_stride = 65552;
+  expect_error("norm k", fp4gemm_rms_norm_quantize(&bad, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
+               "k: is 65552, must be at most 65536");
+  fp4gemm_mxfp8_args_t mx = FP4GEMM_MXFP8_ARGS_INIT;
+  mx.m = 4;
+  mx.k = 48;
+  expect_error("mxfp8 k", fp4gemm_mxfp8_quantize(&mx, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
+               "k: is 48, must be a multiple of 32");
+  mx.k = 64;
+  mx.fp8 = static_cast<fp4gemm_fp8_t>(2);
+  expect_error("mxfp8 type", fp4gemm_mxfp8_dequantize(&mx, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
+               "fp8: is 2");
 }
 
 void test_dequantize_and_decode_errors() {
@@ -309,6 +389,7 @@ int main() {
   test_selection_follows_shape();
   test_dense_errors();
   test_quantize_errors();
+  test_producer_errors();
   test_dequantize_and_decode_errors();
   test_scale_shape_and_texts();
   std::printf("%d kernels, %d checks, %d failed\n", fp4gemm_kernel_count(), checks, failures);

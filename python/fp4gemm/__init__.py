@@ -11,11 +11,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import _native, reference
+from . import _native, interop, reference
 from .gemm import mm, scaled_mm
 from .info import is_supported, kernels
 from .layout import swizzle_scales, unswizzle_scales
-from .quantize import decode, dequantize, quantize
+from .mxfp8 import MXFP8Tensor, quantize_mxfp8
+from .producers import rms_norm_quantize, silu_and_mul_quantize
+from .quantize import decode, dequantize, dequantize_parts, quantize, quantize_both
 from .tensor import DecodedTensor, NVFP4Tensor
 
 if TYPE_CHECKING:
@@ -25,17 +27,24 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DecodedTensor",
+    "MXFP8Tensor",
     "NVFP4Tensor",
     "__version__",
     "decode",
     "dequantize",
+    "dequantize_parts",
+    "interop",
     "is_supported",
     "kernels",
     "mm",
     "nn",
     "quantize",
+    "quantize_both",
+    "quantize_mxfp8",
     "reference",
+    "rms_norm_quantize",
     "scaled_mm",
+    "silu_and_mul_quantize",
     "swizzle_scales",
     "unswizzle_scales",
 ]

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 BLOCK = 16  # elements of k that share one e4m3 scale
+MXFP8_BLOCK = 32  # elements of k that share one e8m0 scale
 K_STEP_MM = 32  # a row of packed codes is then a multiple of 16 bytes, as the tensor memory accelerator wants
 ALIGN_BYTES = 16
 E4M3_BOUNDS = (448, 256)
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOAT32_MAX = 3.4028234663852886e38
 CPU_KERNEL = "cpu_reference"
 _WITH_MEMORY = (Tensor, torch.nn.Parameter)
@@ -134,6 +137,11 @@ def is_int(name: str, value: object, low: int) -> None:
         raise ValueError(f"{name}: got {value}, must be at least {low}")
 
 
+def is_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got {describe(value)}, must be True or False")
+
+
 def as_device(name: str, device: object) -> torch.device:
     """The torch.device that a str, an index or a device means."""
     if isinstance(device, torch.device):
@@ -201,14 +209,31 @@ def decoded(name: str, value: object) -> Tensor:
     return x
 
 
-def scales(name: str, value: object, m: int, k: int, device: torch.device, other: str) -> Tensor:
-    """Swizzled block scales of an (m, k) operand: (ceil128(m), ceil4(k/16)), contiguous, 16-byte aligned."""
+def scales(
+    name: str, value: object, m: int, k: int, device: torch.device, other: str, group_rows: int | None = None
+) -> Tensor:
+    """Swizzled block scales of an (m, k) operand: (ceil128(m), ceil4(k/16)), contiguous, 16-byte aligned.
+
+    Those of groups of rows have ``group_rows`` rows in all.
+    """
     x = is_tensor(name, value)
     has_dtype(name, x, (torch.float8_e4m3fn, torch.uint8))
-    has_shape(name, x, padded_scale_shape(m, k), f", the swizzled shape for {other} of (m, k) = ({m}, {k})")
+    rows, columns = padded_scale_shape(m, k)
+    shape, kind = ((rows, columns), "") if group_rows is None else ((group_rows, columns), "grouped ")
+    has_shape(name, x, shape, f", the {kind}swizzled shape for {other} of (m, k) = ({m}, {k})")
     same_device(name, x, device, other)
     is_contiguous(name, x)
     is_aligned(name, x)
+    return as_scales(x)
+
+
+def compact_scales(name: str, value: object, m: int, k: int, device: torch.device, other: str) -> Tensor:
+    """Block scales of an (m, k) operand in plain order: (m, k/16), contiguous."""
+    x = is_tensor(name, value)
+    has_dtype(name, x, (torch.float8_e4m3fn, torch.uint8))
+    has_shape(name, x, (m, k // BLOCK), f", the compact shape for {other} of (m, k) = ({m}, {k})")
+    same_device(name, x, device, other)
+    is_contiguous(name, x)
     return as_scales(x)
 
 
@@ -221,6 +246,28 @@ def vector(name: str, value: object, length: int, device: torch.device, other: s
     same_device(name, x, device, other)
     is_contiguous(name, x)
     no_grad(name, x, "fp4gemm.mm")
+    return x
+
+
+def exact_vector(
+    name: str,
+    value: object,
+    length: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    other: str,
+    function: str = "fp4gemm.quantize",
+) -> Tensor:
+    """A contiguous vector of ``length`` entries (None: of any number)."""
+    x = is_tensor(name, value)
+    has_dtype(name, x, (dtype,))
+    if length is None:
+        has_rank(name, x, 1, "(g,)")
+    else:
+        has_shape(name, x, (length,))
+    same_device(name, x, device, other)
+    is_contiguous(name, x)
+    no_grad(name, x, function)
     return x
 
 
@@ -254,14 +301,21 @@ def out(
     return x
 
 
-def quantize_input(value: object) -> Tensor:
-    """x (m, k) of a float type, k a multiple of 16; rows have unit stride and start 16-byte aligned."""
-    x = is_tensor("x", value)
-    has_dtype("x", x, FLOAT_DTYPES)
-    has_rank("x", x, 2, "(m, k)")
-    is_multiple("x", "k", x.shape[1], BLOCK)
-    rows_are_aligned("x", x)
-    no_grad("x", x, "fp4gemm.quantize")
+def quantize_input(
+    value: object,
+    function: str = "fp4gemm.quantize",
+    name: str = "x",
+    dtypes: Sequence[torch.dtype] = FLOAT_DTYPES,
+    step: int = BLOCK,
+    what: str = "k",
+) -> Tensor:
+    """x (m, k) of a float type, k a multiple of ``step``; rows have unit stride and start 16-byte aligned."""
+    x = is_tensor(name, value)
+    has_dtype(name, x, dtypes)
+    has_rank(name, x, 2, f"(m, {what})")
+    is_multiple(name, what, x.shape[1], step)
+    rows_are_aligned(name, x)
+    no_grad(name, x, function)
     return x
 
 
@@ -335,3 +389,9 @@ def alpha(value: object) -> float:
 def padded_scale_shape(m: int, k: int) -> tuple[int, int]:
     """(ceil128(m), ceil4(k/16)): the shape of the swizzled scales of an (m, k) operand."""
     return (m + 127) // 128 * 128, (k // BLOCK + 3) // 4 * 4
+
+
+def mxfp8_scale_shape(m: int, k: int, swizzled: bool) -> tuple[int, int]:
+    """(ceil128(m), ceil4(k/32)) swizzled, else (m, k/32): the shape of the scales of an MXFP8 (m, k)."""
+    columns = k // MXFP8_BLOCK
+    return padded_scale_shape(m, columns * BLOCK) if swizzled else (m, columns)

@@ -40,7 +40,9 @@ def mm(
 
     Args:
         a: (m, k), any m >= 0; k a multiple of 32.
-        b: (n, k), usually the weight; n a multiple of 8 (of 4 for float32 output).
+        b: (n, k), usually the weight; n a multiple of 8 (of 4 for float32 output). If blocks of k were
+            rotated (hadamard), then those of both operands by the same signs: D is the product of the
+            unrotated.
         bias: (n,) bfloat16, float16 or float32, contiguous; widened to float32.
         out_dtype: torch.bfloat16, torch.float16 or torch.float32; None is the type of out, else bfloat16.
         out: (m, n) to write, of one of these types; unit stride along n, each row starting on 16 bytes.
@@ -51,15 +53,22 @@ def mm(
 
     Raises:
         TypeError: an argument of another Python type or dtype.
-        ValueError: k or n off their steps, k unequal; another shape, device, stride or alignment; an unknown
-            kernel.
+        ValueError: k or n off their steps, k unequal; another shape, device, stride or alignment; an operand
+            with groups (offs), operands with different hadamard_signs; an unknown kernel.
         NotImplementedError: an operand, bias or out requires grad while grad mode is on, or the device has no
             kernel for the operands or the one that is forced.
     """
     # The common call. Containers were checked when they were made and the operator checks how they fit, so
     # nothing is looked at here. What it refuses, the checks below explain.
     plain = bias is None and out is None and kernel is None and not _is_compiling()
-    if plain and type(a) is NVFP4Tensor and type(b) is NVFP4Tensor and out_dtype in _OUT_DTYPES:
+    if (
+        plain
+        and type(a) is NVFP4Tensor
+        and type(b) is NVFP4Tensor
+        and a.offs is None is b.offs
+        and a.hadamard_signs == b.hadamard_signs
+        and out_dtype in _OUT_DTYPES
+    ):
         dtype = torch.bfloat16 if out_dtype is None else out_dtype
         alpha = _ALPHA[a.e4m3_max, b.e4m3_max]
         amax_a, amax_b = a.amax, b.amax
@@ -85,6 +94,13 @@ def _checked_mm(
 ) -> Tensor:
     data_a, scale_a, k_a = _operand("a", a)
     data_b, scale_b, k_b = _operand("b", b)
+    if a.hadamard_signs != b.hadamard_signs:
+        signs = [
+            "None (not rotated)" if t.hadamard_signs is None else f"{t.hadamard_signs:#06x}" for t in (a, b)
+        ]
+        raise ValueError(
+            f"b: hadamard_signs is {signs[1]}, must be {signs[0]} as of a (rotate both operands alike)"
+        )
     dtype = _resolved(out_dtype, out)
     # Looked at in place first: a layer with a bias comes here in every call.
     if k_a != k_b or k_a % 32 or data_b.shape[0] % 8:
@@ -210,6 +226,8 @@ def _run(
 def _operand(name: str, value: object) -> tuple[Tensor, Tensor | None, int]:
     """(data, scales or None, k) of a container of either kind, subclasses included."""
     if isinstance(value, NVFP4Tensor):
+        if value.offs is not None:
+            raise ValueError(f"{name}: has {value.offs.shape[0]} groups (offs), must have none")
         return value.codes, value.scales, 2 * value.codes.shape[1]
     if isinstance(value, DecodedTensor):
         return value.data, None, value.data.shape[1]

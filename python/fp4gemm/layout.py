@@ -19,11 +19,24 @@ from torch import Tensor
 from . import _checks
 from ._checks import padded_scale_shape
 
-__all__ = ["padded_scale_shape", "scale_offset", "swizzle_scales", "unswizzle_scales"]
+__all__ = ["grouped_scale_rows", "padded_scale_shape", "scale_offset", "swizzle_scales", "unswizzle_scales"]
 
 TILE_ROWS = 128
 TILE_COLUMNS = 4
-_SCALE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
+_SCALE_DTYPES = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8)
+
+
+def grouped_scale_rows(m: int, g: int) -> int:
+    """(m + 127 * min(g, m)) // 128 * 128: rows that hold the scales of any g groups of m rows in all.
+
+    Group e of m_e rows starts at row sum_{j<e} ceil128(m_j), so that its tiles are those of a matrix of its
+    own.
+
+    Args:
+        m: rows of the operand, >= 0.
+        g: groups, >= 1.
+    """
+    return (m + (TILE_ROWS - 1) * min(g, m)) // TILE_ROWS * TILE_ROWS
 
 
 def scale_offset(r: int, c: int, num_columns: int) -> int:

@@ -9,9 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _checks, _native, reference
+from . import _checks, _native, layout, reference
 
-__all__ = ["decode", "dequantize", "quantize", "scaled_mm", "scaled_mm_out"]
+__all__ = [
+    "decode",
+    "dequantize",
+    "mxfp8_dequantize",
+    "mxfp8_quantize",
+    "quantize",
+    "quantize_both",
+    "rms_norm_quantize",
+    "scaled_mm",
+    "scaled_mm_out",
+    "silu_and_mul_quantize",
+]
 
 
 def _load() -> None:
@@ -62,19 +73,93 @@ def _scaled_mm_out_cpu(
     out.copy_(_scaled_mm_cpu(a, b, scale_a, scale_b, alpha, alpha_row, alpha_col, bias, out.dtype, kernel))
 
 
-def _quantize_fake(x: Tensor, per_row: bool) -> tuple[Tensor, Tensor, Tensor]:
-    m, k = x.shape
+def _parts(
+    x: Tensor, rows: int, columns: int, amax: int, offs: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty codes, scales and amax of a quantized (rows, columns) tensor on the device of x."""
+    scale_rows, scale_columns = _checks.padded_scale_shape(rows, columns)
+    if offs is not None:
+        scale_rows = layout.grouped_scale_rows(rows, offs.shape[0])
     return (
-        x.new_empty((m, k // 2), dtype=torch.uint8),
-        x.new_empty(_checks.padded_scale_shape(m, k), dtype=torch.float8_e4m3fn),
-        x.new_empty((m if per_row else 1,), dtype=torch.float32),
+        x.new_empty((rows, columns // 2), dtype=torch.uint8),
+        x.new_empty((scale_rows, scale_columns), dtype=torch.float8_e4m3fn),
+        x.new_empty((amax,), dtype=torch.float32),
     )
 
 
+def _quantize_fake(
+    x: Tensor,
+    amax: Tensor | None,
+    per_row: bool,
+    axis: int = -1,
+    block_rows: int = 1,
+    encode: int = 0,
+    four_over_six: int = 0,
+    fast_error: bool = False,
+    e4m3_max: int = 448,
+    hadamard: int = 0,
+    signs: int = 0,
+    rng_state: Tensor | None = None,
+    offs: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, columns = x.shape if axis == -1 else (x.shape[1], x.shape[0])
+    expanded = offs is not None and not per_row  # one amax a group, repeated for its rows
+    made = rows if per_row or expanded else 1
+    return _parts(x, rows, columns, made if amax is None or expanded else 0, offs)
+
+
+def _quantize_both_fake(
+    x: Tensor,
+    amax: Tensor | None,
+    amax_t: Tensor | None,
+    per_row: bool,
+    block_rows: int = 1,
+    encode: int = 0,
+    four_over_six: int = 0,
+    fast_error: bool = False,
+    e4m3_max: int = 448,
+    hadamard: int = 0,
+    signs: int = 0,
+    rng_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return (
+        *_quantize_fake(x, amax, per_row),
+        *_quantize_fake(x, amax_t, per_row, axis=0),
+    )
+
+
+def _silu_and_mul_quantize_fake(x: Tensor, offs: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    m, two_k = x.shape
+    return _parts(x, m, two_k // 2, m, offs)
+
+
+def _rms_norm_quantize_fake(
+    x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    m, k = x.shape
+    return *_parts(x, m, k, m, None), x.new_empty((0,) if residual is None else (m, k))
+
+
 def _dequantize_fake(
-    codes: Tensor, scales: Tensor, amax: Tensor, e4m3_max: int, dtype: torch.dtype
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    e4m3_max: int,
+    dtype: torch.dtype,
+    swizzled: bool = True,
+    offs: Tensor | None = None,
 ) -> Tensor:
     return codes.new_empty((codes.shape[0], 2 * codes.shape[1]), dtype=dtype)
+
+
+def _mxfp8_quantize_fake(x: Tensor, axis: int, dtype: torch.dtype, swizzled: bool) -> tuple[Tensor, Tensor]:
+    m, k = x.shape if axis == -1 else (x.shape[1], x.shape[0])
+    shape = _checks.mxfp8_scale_shape(m, k, swizzled)
+    return x.new_empty((m, k), dtype=dtype), x.new_empty(shape, dtype=torch.float8_e8m0fnu)
+
+
+def _mxfp8_dequantize_fake(values: Tensor, scales: Tensor, dtype: torch.dtype, swizzled: bool) -> Tensor:
+    return values.new_empty(values.shape, dtype=dtype)
 
 
 def _decode_fake(codes: Tensor, scales: Tensor) -> Tensor:
@@ -121,21 +206,29 @@ _load()
 
 # Kept alive: deleting it would remove the registrations.
 _CPU = torch.library.Library("fp4gemm", "IMPL", "CPU")
-_CPU.impl("quantize", reference.quantize)
-_CPU.impl("dequantize", reference.dequantize)
-_CPU.impl("decode", reference.decode)
-_CPU.impl("scaled_mm", _scaled_mm_cpu)
-_CPU.impl("scaled_mm_out", _scaled_mm_out_cpu)
-
-torch.library.register_fake("fp4gemm::quantize", _quantize_fake)
-torch.library.register_fake("fp4gemm::dequantize", _dequantize_fake)
-torch.library.register_fake("fp4gemm::decode", _decode_fake)
-torch.library.register_fake("fp4gemm::scaled_mm", _scaled_mm_fake)
-torch.library.register_fake("fp4gemm::scaled_mm_out", _scaled_mm_out_fake)
+for _name, _cpu, _fake in (
+    ("quantize", reference.quantize, _quantize_fake),
+    ("quantize_both", reference.quantize_both, _quantize_both_fake),
+    ("silu_and_mul_quantize", reference.silu_and_mul_quantize, _silu_and_mul_quantize_fake),
+    ("rms_norm_quantize", reference.rms_norm_quantize, _rms_norm_quantize_fake),
+    ("dequantize", reference.dequantize, _dequantize_fake),
+    ("decode", reference.decode, _decode_fake),
+    ("mxfp8_quantize", reference.mxfp8_quantize, _mxfp8_quantize_fake),
+    ("mxfp8_dequantize", reference.mxfp8_dequantize, _mxfp8_dequantize_fake),
+    ("scaled_mm", _scaled_mm_cpu, _scaled_mm_fake),
+    ("scaled_mm_out", _scaled_mm_out_cpu, _scaled_mm_out_fake),
+):
+    _CPU.impl(_name, _cpu)
+    torch.library.register_fake(f"fp4gemm::{_name}", _fake)
 
 # The overloads, bound once: an attribute walk through torch.ops costs about a microsecond a call.
 quantize = torch.ops.fp4gemm.quantize.default
+quantize_both = torch.ops.fp4gemm.quantize_both.default
+silu_and_mul_quantize = torch.ops.fp4gemm.silu_and_mul_quantize.default
+rms_norm_quantize = torch.ops.fp4gemm.rms_norm_quantize.default
 dequantize = torch.ops.fp4gemm.dequantize.default
 decode = torch.ops.fp4gemm.decode.default
+mxfp8_quantize = torch.ops.fp4gemm.mxfp8_quantize.default
+mxfp8_dequantize = torch.ops.fp4gemm.mxfp8_dequantize.default
 scaled_mm = torch.ops.fp4gemm.scaled_mm.default
 scaled_mm_out = torch.ops.fp4gemm.scaled_mm_out.default

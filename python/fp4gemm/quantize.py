@@ -1,22 +1,75 @@
-"""quantize, dequantize and decode: between plain tensors and the containers."""
+"""quantize, quantize_both, dequantize and decode: between plain tensors and the containers."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from . import _checks, ops
+from . import _checks, _options, ops
 from .info import ready
+from .mxfp8 import MXFP8Tensor
 from .tensor import DecodedTensor, NVFP4Tensor
 
-__all__ = ["decode", "dequantize", "quantize"]
+__all__ = ["decode", "dequantize", "dequantize_parts", "quantize", "quantize_both"]
 
 _PER_ROW = {"row": True, "tensor": False}
+_SIGNS = _options.SIGNS
 # The operator below its Python wrapper, as in gemm.py.
 _QUANTIZE = getattr(ops.quantize, "_op", ops.quantize)
 
 
-def quantize(x: Tensor, *, scaling: str = "row") -> NVFP4Tensor:
+_F = TypeVar("_F", bound=Callable[..., NVFP4Tensor])
+
+
+def _short_path(checked: _F) -> _F:
+    """``checked``, but for the common call: nothing but scaling is given, and all that matters fits.
+
+    The operator checks what matters to the kernel; what it refuses, ``checked`` explains. Options are taken
+    as a dictionary, since to fill in the defaults of a dozen costs a quarter of a microsecond a call.
+    """
+
+    @functools.wraps(checked)
+    def quantize(x: Tensor, *, scaling: str = "row", **options: Any) -> NVFP4Tensor:
+        if (
+            not options
+            and type(x) is Tensor
+            and x.is_cuda
+            and not x.requires_grad
+            and not torch.compiler.is_compiling()
+        ):
+            try:
+                codes, scales, amax = _QUANTIZE(x, None, _PER_ROW[scaling])
+                return NVFP4Tensor._trusted(codes, scales, amax, 448)
+            except (KeyError, RuntimeError, TypeError):
+                pass
+        return checked(x, scaling=scaling, **options)
+
+    return cast(_F, quantize)
+
+
+@_short_path
+def quantize(
+    x: Tensor,
+    *,
+    scaling: str = "row",
+    axis: int = -1,
+    block: tuple[int, int] = (1, 16),
+    amax: Tensor | None = None,
+    encode: str = "te",
+    four_over_six: str | None = None,
+    four_over_six_error: str = "exact",
+    e4m3_max: int | None = None,
+    hadamard: str | None = None,
+    hadamard_signs: int = _SIGNS,
+    stochastic: bool = False,
+    generator: torch.Generator | None = None,
+    rng_state: Tensor | None = None,
+    offs: Tensor | None = None,
+) -> NVFP4Tensor:
     """x[m, k] ~ q * s * amax[m] / 2688: e2m1 codes q, one e4m3 scale s per 16 of k, amax = max |x|.
 
     With A the amax of the row (or of the tensor), a_b that of a block and fl(.) one float32 rounding::
@@ -24,53 +77,231 @@ def quantize(x: Tensor, *, scaling: str = "row") -> NVFP4Tensor:
         S = min(fl(2688 / A), FMAX)                    s = e4m3(min(fl(a_b * fl(S * fl(1/6))), FMAX))
         e = min(fl(1 / fl(s * fl(1 / S))), FMAX)       q = e2m1(fl(x * e))
 
-    bit for bit what TransformerEngine >= 2.14 stores (:mod:`fp4gemm.reference` has the corner cases).
+    bit for bit what TransformerEngine >= 2.14 stores (:mod:`fp4gemm.reference` has the corner cases and the
+    formulas of the options). What an option excludes is refused, never dropped.
 
     Args:
         x: bfloat16, float16 or float32 (m, k); m >= 0, k a positive multiple of 16. Unit stride along k; each
             row starts on 16 bytes (a row stride above k is fine).
         scaling: "row" (per token): amax (m,); "tensor": amax (1,).
+        axis: -1: blocks along k. 0: blocks along m, a positive multiple of 16; the result is the quantized
+            x.T, (k, m), and "row" is one amax per column of x. For the other operand order of a backward
+            pass.
+        block: (1, 16), or (16, 16): a 16x16 tile shares one scale, so that x and x.T have the same codes and
+            scales (rows beyond m count as zero). For weights; scaling "tensor", and see
+            :meth:`NVFP4Tensor.with_row_amax`.
+        amax: A, given instead of measured, and kept: float32 (rows of the result,) for "row", (1,) for
+            "tensor", (g,) for "tensor" with offs. Elements beyond it saturate.
+        encode: "te", as above; "te_per_token": e = min(fl(S / s), FMAX), 0 where s = 0, as
+            TransformerEngine's pull request #3045 (without its floor under A). Same scales, other codes in
+            about 1e-4 of elements.
+        four_over_six: "mae" or "mse": each block is also tried with its maximum at 4, and kept so where the
+            sum of the absolute (squared) errors is smaller. TransformerEngine's 4over6.
+        four_over_six_error: "exact": the error in units of x; "fast": in the scaled domain.
+        e4m3_max: bound B of the block scales; 2688 is 6 * B. None: 256 with four_over_six, else 448. 256
+            needs four_over_six. :func:`fp4gemm.mm` takes care of it.
+        hadamard: "bf16" or "fp32": each 16 of the blocks' direction are first multiplied by the signs and by
+            the 16x16 Hadamard matrix / 4, in float32, and rounded to bfloat16 (TransformerEngine's default)
+            or not (#3045). The product of two operands rotated alike is that of the unrotated ones up to
+            rounding.
+        hadamard_signs: bit r set negates element r of 16. Left away without hadamard.
+        stochastic: codes are rounded up or down at random, in steps of 1/256 of the distance; scales are not.
+            Philox4x32-10, one draw a block, keyed by the state and the place of the block alone.
+        generator: draws the state, on the device of x; None is torch's default generator. Safe in CUDA
+            graphs; torch.compile takes None alone (give rng_state there).
+        rng_state: int64 (2,), {seed, offset}, on the device of x, read by the kernel: the state itself,
+            instead of a generator. axis=0 uses offset + 1.
+        offs: int32 (g,) on the device of x, the ends of g >= 1 groups of rows (experts), non-decreasing, at
+            most m. Each group gets scales of its own (see :class:`NVFP4Tensor`); with "tensor" each is one
+            tensor, and amax comes back repeated for its rows. Rows from offs[-1] on get codes and amax 0. On
+            a GPU the values are not checked, since that would synchronise.
 
     Returns:
         NVFP4Tensor on the device of x, on its current stream. Does not synchronise.
 
     Raises:
-        TypeError: x is no tensor or of another dtype, or scaling is no string.
-        ValueError: x has another rank, k, stride or alignment, or scaling another value.
-        NotImplementedError: x requires grad while grad mode is on, or the device has no kernel.
+        TypeError: an argument of another Python type or dtype.
+        ValueError: another rank, size, stride, alignment, device or value; e4m3_max=256 without
+            four_over_six, hadamard_signs without hadamard; generator or rng_state without stochastic, or both
+            of them.
+        NotImplementedError: block (16, 16) with scaling "row", encode "te_per_token", hadamard, stochastic or
+            offs; four_over_six with encode "te_per_token", hadamard or stochastic; offs with axis=0; x
+            requires grad while grad mode is on; the device has no kernel.
     """
-    # The common call. The operator checks all that matters to the kernel; what it refuses, the checks below
-    # explain.
-    if type(x) is Tensor and x.is_cuda and not x.requires_grad and not torch.compiler.is_compiling():
-        try:
-            codes, scales, amax = _QUANTIZE(x, _PER_ROW[scaling])
-            return NVFP4Tensor._trusted(codes, scales, amax, 448)
-        except (KeyError, RuntimeError, TypeError):
-            pass
     _checks.quantize_input(x)
-    per_row = _PER_ROW.get(scaling) if isinstance(scaling, str) else None
-    if per_row is None:
-        _checks.is_one_of("scaling", scaling, tuple(_PER_ROW))
+    options = _options.quantizer_options(
+        scaling,
+        block,
+        encode,
+        four_over_six,
+        four_over_six_error,
+        e4m3_max,
+        hadamard,
+        hadamard_signs,
+        stochastic,
+        offs,
+    )
+    axis = _options.axis(axis, x, _checks.BLOCK)
+    if offs is not None:
+        if axis == 0:
+            raise NotImplementedError(
+                f"offs: got {_checks.describe(offs)} with axis=0, must be None with it; groups take axis=-1"
+            )
+        _options.group_ends(offs, x.device, "x")
+    if amax is not None:
+        rows = x.shape[1 + axis]
+        entries = rows if options.per_row else 1 if offs is None else offs.shape[0]
+        _checks.exact_vector("amax", amax, entries, torch.float32, x.device, "x")
+    state = _options.random_state(stochastic, generator, rng_state, x)
     ready(x, "quantize")
-    codes, scales, amax = ops.quantize(x, per_row)
-    return NVFP4Tensor._trusted(codes, scales, amax, 448)
+    per_row, *others = options
+    codes, scales, measured = ops.quantize(x, amax, per_row, axis, *others, state, offs)
+    if amax is not None and (per_row or offs is None):
+        measured = amax  # the operator returns what it made
+    signs = hadamard_signs if hadamard is not None else None
+    return NVFP4Tensor._trusted(codes, scales, measured, options.e4m3_max, offs, signs)
 
 
-def dequantize(t: NVFP4Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """cast(fl(q * fl(fl(s * amax) * fl(1 / (6 * e4m3_max))))), as :meth:`NVFP4Tensor.dequantize`.
+def quantize_both(
+    x: Tensor,
+    *,
+    scaling: str = "row",
+    block: tuple[int, int] = (1, 16),
+    amax: Tensor | None = None,
+    amax_t: Tensor | None = None,
+    encode: str = "te",
+    four_over_six: str | None = None,
+    four_over_six_error: str = "exact",
+    e4m3_max: int | None = None,
+    hadamard: str | None = None,
+    hadamard_signs: int = _SIGNS,
+    stochastic: bool = False,
+    generator: torch.Generator | None = None,
+    rng_state: Tensor | None = None,
+) -> tuple[NVFP4Tensor, NVFP4Tensor]:
+    """(x, x.T) in NVFP4: ``quantize(x)`` and ``quantize(x, axis=0)``, read once; bit for bit the two calls.
+
+    As in TransformerEngine's recipe, hadamard applies to the second alone.
 
     Args:
-        t: what :func:`quantize` returned.
-        dtype: torch.float32, torch.bfloat16 or torch.float16.
+        x: as for :func:`quantize`; m and k are positive multiples of 16.
+        amax: float32 (m,) for "row", (1,) for "tensor", given instead of measured; then amax_t is given too.
+        amax_t: likewise of the second, float32 (k,) or (1,), of the rotated values if they are.
+        rng_state: serves both: the first uses its offset, the second offset + 1.
+        scaling, block, encode, four_over_six, four_over_six_error, e4m3_max, hadamard, hadamard_signs,
+            stochastic, generator: as for :func:`quantize`.
+
+    Returns:
+        NVFP4Tensor (m, k) and NVFP4Tensor (k, m), on the current stream. Does not synchronise.
 
     Raises:
-        TypeError: t is no NVFP4Tensor, or dtype another one.
+        TypeError, ValueError, NotImplementedError: as for :func:`quantize`; ValueError for one amax of two.
     """
-    return nvfp4("t", t).dequantize(dtype)
+    _checks.quantize_input(x, "fp4gemm.quantize_both")
+    options = _options.quantizer_options(
+        scaling,
+        block,
+        encode,
+        four_over_six,
+        four_over_six_error,
+        e4m3_max,
+        hadamard,
+        hadamard_signs,
+        stochastic,
+    )
+    _options.axis(0, x, _checks.BLOCK)
+    for name, value, other, rows in (
+        ("amax", amax, amax_t, x.shape[0]),
+        ("amax_t", amax_t, amax, x.shape[1]),
+    ):
+        if value is not None:
+            entries = rows if options.per_row else 1
+            _checks.exact_vector(name, value, entries, torch.float32, x.device, "x")
+        elif other is not None:
+            raise ValueError(f"{name}: got None, must be given where amax or amax_t is")
+    state = _options.random_state(stochastic, generator, rng_state, x)
+    ready(x, "quantize")
+    codes, scales, measured, codes_t, scales_t, measured_t = ops.quantize_both(
+        x, amax, amax_t, *options, state
+    )
+    if amax is not None and amax_t is not None:
+        measured, measured_t = amax, amax_t
+    signs = hadamard_signs if hadamard is not None else None
+    bound = options.e4m3_max
+    return (
+        NVFP4Tensor._trusted(codes, scales, measured, bound),
+        NVFP4Tensor._trusted(codes_t, scales_t, measured_t, bound, None, signs),
+    )
+
+
+def dequantize(t: NVFP4Tensor | MXFP8Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values of a container as a plain tensor (m, k).
+
+    NVFP4: cast(fl(q * fl(fl(s * amax) * fl(1 / (6 * e4m3_max))))), as :meth:`NVFP4Tensor.dequantize`.
+    MXFP8: cast(fl(v * s)), as :meth:`MXFP8Tensor.dequantize`. Rotated operands give their rotated values.
+
+    Args:
+        t: what :func:`quantize`, :func:`quantize_both`, a producer or :func:`quantize_mxfp8` returned, groups
+            included (rows that are in none are 0).
+        dtype: torch.float32, torch.bfloat16 or torch.float16. Does not synchronise.
+
+    Raises:
+        TypeError: t is neither container, or dtype another one. NotImplementedError: no kernel for the
+            device.
+    """
+    if isinstance(t, MXFP8Tensor):
+        return t.dequantize(dtype)
+    return nvfp4("t", t, " or fp4gemm.MXFP8Tensor").dequantize(dtype)
+
+
+def dequantize_parts(
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    *,
+    e4m3_max: int = 448,
+    dtype: torch.dtype = torch.float32,
+    swizzled: bool = True,
+) -> Tensor:
+    """cast(fl(q * fl(fl(s * amax) * fl(1 / (6 * e4m3_max))))), (m, k), from raw tensors.
+
+    For scales in plain order, as checkpoints have them, without a swizzled copy. A decode multiplier w in
+    place of amax goes in as amax = w * 6 * e4m3_max (:mod:`fp4gemm.interop`).
+
+    Args:
+        codes: uint8 (or float4_e2m1fn_x2) (m, k/2), low nibble = even k, contiguous, 16-byte aligned.
+        scales: float8_e4m3fn (or uint8), contiguous: (ceil128(m), ceil4(k/16)) swizzled, whose padding is not
+            read; or (m, k/16) with swizzled=False.
+        amax: float32 (m,) or (1,).
+        e4m3_max: 448 or 256, the bound the block scales were made with.
+        dtype: torch.float32, torch.bfloat16 or torch.float16 (which overflows to inf).
+        swizzled: which of the two forms scales has; it is never guessed.
+
+    Returns:
+        A new tensor on the device of codes, on its current stream. Does not synchronise.
+
+    Raises:
+        TypeError: an argument of another Python type or dtype.
+        ValueError: another rank, shape, device, memory layout, alignment or bound.
+        NotImplementedError: amax requires grad while grad mode is on, or the device has no kernel.
+    """
+    codes = _checks.codes("codes", codes)
+    m, k = codes.shape[0], 2 * codes.shape[1]
+    _checks.is_bool("swizzled", swizzled)
+    if swizzled:
+        scales = _checks.scales("scales", scales, m, k, codes.device, "codes")
+    else:
+        scales = _checks.compact_scales("scales", scales, m, k, codes.device, "codes")
+    _checks.vector("amax", amax, m, codes.device, "codes")
+    _checks.is_one_of("e4m3_max", e4m3_max, _checks.E4M3_BOUNDS)
+    _checks.is_float_dtype("dtype", dtype)
+    ready(codes, "quantize")
+    result: Tensor = ops.dequantize(codes, scales, amax, e4m3_max, dtype, swizzled)
+    return result
 
 
 def decode(t: NVFP4Tensor) -> DecodedTensor:
-    """data[m, k] = q * s, exact in float16; amax and e4m3_max are carried along.
+    """data[m, k] = q * s, exact in float16; amax, e4m3_max and hadamard_signs are carried along.
 
     For operands of :func:`fp4gemm.mm` on GPUs that would decode them in every call (see DecodedTensor).
 
@@ -81,17 +312,22 @@ def decode(t: NVFP4Tensor) -> DecodedTensor:
         DecodedTensor, 2 bytes an element; amax is shared with t, not copied. Does not synchronise.
 
     Raises:
-        TypeError: t is no NVFP4Tensor. NotImplementedError: the device has no kernel.
+        TypeError: t is no NVFP4Tensor. NotImplementedError: t has groups (offs), or the device has no kernel.
     """
     nvfp4("t", t)
+    if t.offs is not None:
+        raise NotImplementedError(
+            f"t: has {t.offs.shape[0]} groups (offs), must have none; fp4gemm.dequantize takes groups"
+        )
     ready(t.codes, "quantize")
-    return DecodedTensor._trusted(ops.decode(t.codes, t.scales), t.amax, t.e4m3_max)
+    return DecodedTensor._trusted(ops.decode(t.codes, t.scales), t.amax, t.e4m3_max, t.hadamard_signs)
 
 
-def nvfp4(name: str, value: object) -> NVFP4Tensor:
+def nvfp4(name: str, value: object, alternative: str = "") -> NVFP4Tensor:
     """``value`` itself; raises TypeError unless it is an NVFP4Tensor."""
     if not isinstance(value, NVFP4Tensor):
         raise TypeError(
-            f"{name}: got {_checks.describe(value)}, must be an fp4gemm.NVFP4Tensor (see fp4gemm.quantize)"
+            f"{name}: got {_checks.describe(value)}, must be an fp4gemm.NVFP4Tensor{alternative} "
+            "(see fp4gemm.quantize)"
         )
     return value

@@ -105,49 +105,226 @@ FP4GEMM_API void fp4gemm_padded_scale_shape(int64_t rows, int64_t k, int64_t* sc
  * else 0. */
 FP4GEMM_API int fp4gemm_quantize_supported(int arch);
 
+/* The factor e of the elements, S being the encode scale of the row or tensor and s the scale of the block.
+ */
+typedef enum fp4gemm_encode {
+  FP4GEMM_ENCODE_TE = 0,          /* TransformerEngine >= 2.14: min(1 / (s * (1/S)), FLT_MAX) */
+  FP4GEMM_ENCODE_TE_PER_TOKEN = 1 /* its pull request 3045: min(S / s, FLT_MAX), 0 where s is 0 */
+} fp4gemm_encode_t;
+
+/* Whether a block may map its largest magnitude to 4 instead of 6, by the mean absolute or square error. */
+typedef enum fp4gemm_four_over_six {
+  FP4GEMM_FOUR_OVER_SIX_NONE = 0,
+  FP4GEMM_FOUR_OVER_SIX_MAE = 1,
+  FP4GEMM_FOUR_OVER_SIX_MSE = 2
+} fp4gemm_four_over_six_t;
+
+/* The 16-point Hadamard transform of every block before anything else: sign flips, fp32 butterflies of stride
+ * 1, 2, 4, 8, times 1/4; then rounded to bf16 (TransformerEngine's default) or not. */
+typedef enum fp4gemm_hadamard {
+  FP4GEMM_HADAMARD_NONE = 0,
+  FP4GEMM_HADAMARD_BF16 = 1,
+  FP4GEMM_HADAMARD_FP32 = 2
+} fp4gemm_hadamard_t;
+
+/* One direction of a quantized matrix: the rows of x (blocks along k) or those of x^T (blocks along m). */
+typedef struct fp4gemm_quantized {
+  uint8_t* codes;  /* out (rows, columns/2), 16-byte aligned; NULL: this direction is not wanted */
+  uint8_t* scales; /* out, swizzled with zero padding, 16-byte aligned */
+  float* amax;     /* out: max |x|, NaN ignored; (rows) for row scaling and groups, (1) for tensor scaling */
+  const float* amax_given; /* NULL: amax is computed. Otherwise (rows), (1) or, for tensor scaling of groups,
+                              (num_groups); amax may then be NULL, and only groups of that kind write it */
+  fp4gemm_hadamard_t hadamard;
+} fp4gemm_quantized_t;
+#define FP4GEMM_QUANTIZED_INIT {NULL, NULL, NULL, NULL, FP4GEMM_HADAMARD_NONE}
+
 typedef struct fp4gemm_quantize_args {
   size_t struct_size;
-  int64_t m, k;         /* k a positive multiple of 16; m may be 0 */
-  const void* x;        /* (m, k), 16-byte aligned */
+  int64_t m, k;  /* k a positive multiple of 16; m may be 0, and is a multiple of 16 if `column` is wanted */
+  const void* x; /* (m, k), 16-byte aligned */
   int64_t x_row_stride; /* elements; rows must start on 16-byte boundaries */
   fp4gemm_dtype_t x_dtype;
   fp4gemm_scaling_t scaling;
-  uint8_t* codes;  /* out (m, k/2), 16-byte aligned */
-  uint8_t* scales; /* out, swizzled with zero padding, 16-byte aligned */
-  float* amax;     /* out, (m) for row scaling, (1) for tensor scaling: max |x|, NaN ignored */
+  fp4gemm_quantized_t row;    /* x with blocks along k */
+  fp4gemm_quantized_t column; /* x^T, (k, m), with blocks along m */
+  int block_rows;             /* 1, or 16: blocks of 16 x 16, with tensor scaling */
+  fp4gemm_encode_t encode;
+  fp4gemm_four_over_six_t four_over_six;
+  int fast_error;           /* four over six: errors in the scaled domain */
+  int e4m3_max;             /* 448, or 256 with four over six */
+  unsigned hadamard_signs;  /* bit r set: element r of a block is negated before the transform */
+  const int64_t* rng_state; /* {seed, offset} on the device: round stochastically; NULL: to nearest even */
+  const int32_t* offs; /* (num_groups) cumulative ends of groups of rows, on the device; NULL: no groups */
+  int num_groups;
 } fp4gemm_quantize_args_t;
-#define FP4GEMM_QUANTIZE_ARGS_INIT \
-  {sizeof(fp4gemm_quantize_args_t), 0, 0, NULL, 0, FP4GEMM_BF16, FP4GEMM_SCALING_ROW, NULL, NULL, NULL}
+#define FP4GEMM_QUANTIZE_ARGS_INIT  \
+  {sizeof(fp4gemm_quantize_args_t), \
+   0,                               \
+   0,                               \
+   NULL,                            \
+   0,                               \
+   FP4GEMM_BF16,                    \
+   FP4GEMM_SCALING_ROW,             \
+   FP4GEMM_QUANTIZED_INIT,          \
+   FP4GEMM_QUANTIZED_INIT,          \
+   1,                               \
+   FP4GEMM_ENCODE_TE,               \
+   FP4GEMM_FOUR_OVER_SIX_NONE,      \
+   0,                               \
+   448,                             \
+   0,                               \
+   NULL,                            \
+   NULL,                            \
+   0}
 
-/* NVFP4 quantization, bit for bit as TransformerEngine >= 2.14 does it (1x16 blocks). With A the amax of the
- * row or of the tensor and a that of the block,
+/* NVFP4 quantization, bit for bit as TransformerEngine >= 2.14 does it. With A the amax of the row or of the
+ * tensor, a that of the block and B = e4m3_max,
  *
- *     S    = min(2688 / A, FLT_MAX) , or 1 where that is 0
+ *     S    = min(6 B / A, FLT_MAX) , or 1 where that is 0
  *     s    = e4m3( min(a * (S * (1/6)), FLT_MAX) )
- *     code = e2m1( x * min(1 / (s * (1/S)), FLT_MAX) )
+ *     code = e2m1( x * e ) ,  e = min(1 / (s * (1/S)), FLT_MAX)  (see fp4gemm_encode_t)
  *
- * each operation rounded once to fp32, e4m3 and e2m1 to nearest even and saturating. NaN elements become
- * code 7 (+6). */
+ * each operation rounded once to fp32, e4m3 and e2m1 to nearest even and saturating. NaN elements become code
+ * 7 (+6).
+ *
+ * Four over six: with b = (a / 6) * S the block takes s4 = e4m3(min(b * 1.5, 448)) instead of
+ * s6 = e4m3(min(b, 448)) if its error, sum |v - x| or sum (v - x)^2, is smaller; v = ((q s) A) / (6 B). With
+ * fast_error the terms are (q s) - x S instead of v - x.
+ *
+ * Stochastic: block number i of the result (row by row) draws 128 bits by Philox4x32-10 with key = seed and
+ * counter = (offset, i), for `column` (offset + 1, i). Byte j of them serves element j: it is rounded away
+ * from zero if floor(256 f) + byte >= 256, f in [0, 1) being its place between its two e2m1 neighbours.
+ *
+ * Groups: group g holds rows offs[g-1] .. offs[g]-1 of x. Its scales begin at the next multiple of 128 rows
+ * of the scale buffer, which has fp4gemm_grouped_scale_rows rows. Tensor scaling takes each group as a tensor
+ * of its own. Rows from offs[num_groups - 1] on get codes and amax of zero. Ends must ascend within 0..m: no
+ * check reads them, but no value of theirs leads outside of the buffers.
+ *
+ * Not supported: groups with `column`; block_rows = 16 with row scaling, groups, Hadamard, stochastic
+ * rounding or the per-token encode; four over six with Hadamard, stochastic rounding or the per-token encode;
+ * Hadamard on `row` together with `column`. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_quantize(const fp4gemm_quantize_args_t* args, int device,
                                               fp4gemm_stream_t stream);
+
+/* Rows of the scale buffer of m rows in num_groups groups: enough for any groups, a multiple of 128. */
+FP4GEMM_API int64_t fp4gemm_grouped_scale_rows(int64_t m, int num_groups);
+
+typedef struct fp4gemm_silu_and_mul_quantize_args {
+  size_t struct_size;
+  int64_t m, k;            /* of the result */
+  const void* x;           /* (m, 2k): gate in the first k columns, up in the others; 16-byte aligned */
+  int64_t x_row_stride;    /* elements; rows must start on 16-byte boundaries */
+  fp4gemm_dtype_t x_dtype; /* FP4GEMM_BF16 or FP4GEMM_FP16 */
+  uint8_t* codes;          /* the rest as in fp4gemm_quantize, row scaling */
+  uint8_t* scales;
+  float* amax;
+  const int32_t* offs;
+  int num_groups;
+} fp4gemm_silu_and_mul_quantize_args_t;
+#define FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT \
+  {sizeof(fp4gemm_silu_and_mul_quantize_args_t), 0, 0, NULL, 0, FP4GEMM_BF16, NULL, NULL, NULL, NULL, 0}
+
+/* fp4gemm_quantize, row scaling, of y = cast(cast(gate / (1 + exp(-gate))) * up), casts to the type of x. */
+FP4GEMM_API fp4gemm_status_t fp4gemm_silu_and_mul_quantize(const fp4gemm_silu_and_mul_quantize_args_t* args,
+                                                           int device, fp4gemm_stream_t stream);
+
+typedef struct fp4gemm_rms_norm_quantize_args {
+  size_t struct_size;
+  int64_t m, k;            /* k at most 65536 */
+  const void* x;           /* (m, k), 16-byte aligned */
+  int64_t x_row_stride;    /* elements; rows must start on 16-byte boundaries */
+  fp4gemm_dtype_t x_dtype; /* FP4GEMM_BF16 or FP4GEMM_FP16 */
+  const void* weight;      /* (k) of the type of x, 16-byte aligned, or NULL */
+  const void* residual;    /* (m, k) contiguous, of the type of x, 16-byte aligned, or NULL */
+  void* sum; /* out (m, k) contiguous: cast(x + residual); NULL exactly if residual is. May be residual. */
+  float epsilon;
+  uint8_t* codes; /* as in fp4gemm_quantize, row scaling */
+  uint8_t* scales;
+  float* amax;
+} fp4gemm_rms_norm_quantize_args_t;
+#define FP4GEMM_RMS_NORM_QUANTIZE_ARGS_INIT  \
+  {sizeof(fp4gemm_rms_norm_quantize_args_t), \
+   0,                                        \
+   0,                                        \
+   NULL,                                     \
+   0,                                        \
+   FP4GEMM_BF16,                             \
+   NULL,                                     \
+   NULL,                                     \
+   NULL,                                     \
+   1e-6f,                                    \
+   NULL,                                     \
+   NULL,                                     \
+   NULL}
+
+/* fp4gemm_quantize, row scaling, of y = cast(weight * cast(h * (1 / sqrt(mean(h^2) + epsilon)))), h = cast(x
+ * + residual). The sum of squares is taken in fp32 by folding halves: of each block of 16, then of the
+ * blocks. */
+FP4GEMM_API fp4gemm_status_t fp4gemm_rms_norm_quantize(const fp4gemm_rms_norm_quantize_args_t* args,
+                                                       int device, fp4gemm_stream_t stream);
 
 typedef struct fp4gemm_dequantize_args {
   size_t struct_size;
   int64_t m, k;          /* k a positive multiple of 16; m may be 0 */
   const uint8_t* codes;  /* (m, k/2), 16-byte aligned */
-  const uint8_t* scales; /* swizzled, 16-byte aligned */
+  const uint8_t* scales; /* swizzled, 16-byte aligned; or compact */
   const float* amax;     /* (m) or (1), see scaling */
   fp4gemm_scaling_t scaling;
-  int e4m3_max; /* 448 or 256 */
-  void* y;      /* out (m, k) contiguous, 16-byte aligned */
+  int e4m3_max;           /* 448 or 256 */
+  int scales_are_compact; /* scales: (m, k/16) in plain order */
+  const int32_t* offs;    /* groups as in fp4gemm_quantize, amax (m); or NULL */
+  int num_groups;
+  void* y; /* out (m, k) contiguous, 16-byte aligned */
   fp4gemm_dtype_t y_dtype;
 } fp4gemm_dequantize_args_t;
-#define FP4GEMM_DEQUANTIZE_ARGS_INIT \
-  {sizeof(fp4gemm_dequantize_args_t), 0, 0, NULL, NULL, NULL, FP4GEMM_SCALING_ROW, 448, NULL, FP4GEMM_FP32}
+#define FP4GEMM_DEQUANTIZE_ARGS_INIT  \
+  {sizeof(fp4gemm_dequantize_args_t), \
+   0,                                 \
+   0,                                 \
+   NULL,                              \
+   NULL,                              \
+   NULL,                              \
+   FP4GEMM_SCALING_ROW,               \
+   448,                               \
+   0,                                 \
+   NULL,                              \
+   0,                                 \
+   NULL,                              \
+   FP4GEMM_FP32}
 
-/* y = cast( q * ((s * amax) * (1 / (6 * e4m3_max))) ), each operation rounded once to fp32. */
+/* y = cast( q * ((s * amax) * (1 / (6 * e4m3_max))) ), each operation rounded once to fp32. Rows outside of
+ * all groups become zero. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_dequantize(const fp4gemm_dequantize_args_t* args, int device,
                                                 fp4gemm_stream_t stream);
+
+/* The element types of MXFP8. */
+typedef enum fp4gemm_fp8 { FP4GEMM_E4M3 = 0, FP4GEMM_E5M2 = 1 } fp4gemm_fp8_t;
+
+typedef struct fp4gemm_mxfp8_args {
+  size_t struct_size;
+  int64_t m, k;          /* of x, or y; k a positive multiple of 32; if transposed, m one too */
+  const void* x;         /* quantize: in (m, k), 16-byte aligned */
+  int64_t x_row_stride;  /* quantize: elements; rows must start on 16-byte boundaries */
+  void* y;               /* dequantize: out (m, k) contiguous, 16-byte aligned */
+  fp4gemm_dtype_t dtype; /* of x or y */
+  int is_transposed;     /* quantize: blocks along m; values (k, m) and scales are those of x^T */
+  fp4gemm_fp8_t fp8;
+  uint8_t* values; /* (m, k), 16-byte aligned; written by quantize, read by dequantize */
+  uint8_t* scales; /* e8m0, one per 32, swizzled as the scales of NVFP4 with k/32 in place of k/16, or compact
+                      (m, k/32) */
+  int scales_are_compact;
+} fp4gemm_mxfp8_args_t;
+#define FP4GEMM_MXFP8_ARGS_INIT \
+  {sizeof(fp4gemm_mxfp8_args_t), 0, 0, NULL, 0, NULL, FP4GEMM_BF16, 0, FP4GEMM_E4M3, NULL, NULL, 0}
+
+/* MXFP8 quantization: scale = the least power of two >= max |x| / 448 (57344 for e5m2), value = fp8(x /
+ * scale). NaN is ignored by the maximum and kept as an element; infinity saturates. */
+FP4GEMM_API fp4gemm_status_t fp4gemm_mxfp8_quantize(const fp4gemm_mxfp8_args_t* args, int device,
+                                                    fp4gemm_stream_t stream);
+
+/* y = cast(value * scale). */
+FP4GEMM_API fp4gemm_status_t fp4gemm_mxfp8_dequantize(const fp4gemm_mxfp8_args_t* args, int device,
+                                                      fp4gemm_stream_t stream);
 
 /* y (m, k) fp16, contiguous, 16-byte aligned: y = q * s, which fp16 holds exactly (|y| <= 2688). What
  * FP4GEMM_FORMAT_FP16 takes: decode a weight once here and the GEMMs on devices without FP4 tensor cores skip

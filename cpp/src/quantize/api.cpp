@@ -1,4 +1,7 @@
 // The C interface of quantize, dequantize and decode: checks, then a launch on the device asked for.
+#include <algorithm>
+#include <cstdio>
+
 #include "check.hpp"
 #include "device.hpp"
 #include "quantize/quantize.hpp"
@@ -22,21 +25,145 @@ fp4gemm_status_t on_device(int device, Launch const& launch) {
   return launch(properties);
 }
 
+fp4gemm_status_t check_enum(char const* name, int value, int most, char const* wanted) {
+  FP4GEMM_CHECK(value >= 0 && value <= most, "%s: is %d, must be %s", name, value, wanted);
+  return FP4GEMM_SUCCESS;
+}
+
+fp4gemm_status_t check_16_bit(char const* name, fp4gemm_dtype_t dtype) {
+  FP4GEMM_CHECK(dtype == FP4GEMM_BF16 || dtype == FP4GEMM_FP16,
+                "%s: is %d, must be FP4GEMM_BF16 or FP4GEMM_FP16", name, static_cast<int>(dtype));
+  return FP4GEMM_SUCCESS;
+}
+
+/// x (m, k): sizes, type, rows and memory.
+fp4gemm_status_t check_input(int64_t m, int64_t k, void const* x, int64_t row_stride, int64_t columns,
+                             fp4gemm_dtype_t dtype) {
+  FP4GEMM_TRY(check_size("m", m, 0, 1));
+  FP4GEMM_TRY(check_size("k", k, Rules::kQuantizeK, Rules::kQuantizeK, Rules::kMaxK));
+  FP4GEMM_TRY(check_dtype("x_dtype", dtype));
+  FP4GEMM_TRY(check_row_stride("x_row_stride", row_stride, columns, dtype_bytes(dtype)));
+  return check_buffer("x", x, m * columns);
+}
+
+fp4gemm_status_t check_groups(int32_t const* offs, int num_groups) {
+  FP4GEMM_CHECK(offs == nullptr || num_groups >= 1,
+                "num_groups: is %d, must be at least 1 where offs is given", num_groups);
+  return check_buffer("offs", offs, 0, sizeof(int32_t));
+}
+
+fp4gemm_status_t unsupported(char const* text) { return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "%s", text); }
+
+/// Options that no definition or no kernel combines.
+fp4gemm_status_t check_combination(fp4gemm_quantize_args_t const& args) {
+  bool const square = args.block_rows == 16;
+  bool const four_over_six = args.four_over_six != FP4GEMM_FOUR_OVER_SIX_NONE;
+  bool const rotated =
+      args.row.hadamard != FP4GEMM_HADAMARD_NONE || args.column.hadamard != FP4GEMM_HADAMARD_NONE;
+  bool const per_token = args.encode == FP4GEMM_ENCODE_TE_PER_TOKEN;
+  if (args.offs != nullptr && args.column.codes != nullptr) {
+    return unsupported("offs: groups of rows are quantized along k only; column must not be wanted");
+  }
+  if (square && (args.scaling != FP4GEMM_SCALING_TENSOR || args.offs != nullptr || rotated ||
+                 args.rng_state != nullptr || per_token)) {
+    return unsupported(
+        "block_rows: is 16, which takes FP4GEMM_SCALING_TENSOR and FP4GEMM_ENCODE_TE, without groups, "
+        "Hadamard and "
+        "stochastic rounding");
+  }
+  if (four_over_six && (rotated || args.rng_state != nullptr || per_token)) {
+    return unsupported("four_over_six: takes FP4GEMM_ENCODE_TE, without Hadamard and stochastic rounding");
+  }
+  if (args.column.codes != nullptr && args.row.codes != nullptr &&
+      args.row.hadamard != FP4GEMM_HADAMARD_NONE) {
+    return unsupported("row: hadamard must be FP4GEMM_HADAMARD_NONE where column is wanted too");
+  }
+  FP4GEMM_CHECK(args.e4m3_max == 448 || four_over_six, "e4m3_max: is %d, must be 448 without four_over_six",
+                args.e4m3_max);
+  return FP4GEMM_SUCCESS;
+}
+
+/// The buffers of one direction: rows of k elements each.
+fp4gemm_status_t check_side(char const* name, fp4gemm_quantized_t const& side, int64_t rows, int64_t k,
+                            bool per_row, bool amax_is_spread) {
+  char text[32];
+  auto const named = [&](char const* field) {
+    snprintf(text, sizeof(text), "%s.%s", name, field);
+    return text;
+  };
+  FP4GEMM_TRY(check_enum(named("hadamard"), side.hadamard, FP4GEMM_HADAMARD_FP32, "a fp4gemm_hadamard_t"));
+  FP4GEMM_TRY(check_buffer(named("codes"), side.codes, rows * k / 2));
+  FP4GEMM_TRY(check_buffer(named("scales"), side.scales, rows * k / 16));
+  bool const is_written = side.amax_given == nullptr;
+  FP4GEMM_TRY(check_buffer(named("amax_given"), side.amax_given, 0, sizeof(float)));
+  return check_buffer(named("amax"), side.amax,
+                      !is_written                 ? 0
+                      : per_row || amax_is_spread ? rows
+                                                  : 1,
+                      sizeof(float));
+}
+
 fp4gemm_status_t quantize(fp4gemm_quantize_args_t const* args, int device, fp4gemm_stream_t stream) {
   FP4GEMM_TRY(check_args(args));
-  FP4GEMM_TRY(check_size("m", args->m, 0, 1));
-  FP4GEMM_TRY(check_size("k", args->k, Rules::kQuantizeK, Rules::kQuantizeK, Rules::kMaxK));
-  FP4GEMM_TRY(check_dtype("x_dtype", args->x_dtype));
+  FP4GEMM_TRY(check_input(args->m, args->k, args->x, args->x_row_stride, args->k, args->x_dtype));
   FP4GEMM_TRY(check_scaling(args->scaling));
-  FP4GEMM_TRY(check_row_stride("x_row_stride", args->x_row_stride, args->k, dtype_bytes(args->x_dtype)));
+  FP4GEMM_CHECK(args->block_rows == 1 || args->block_rows == 16, "block_rows: is %d, must be 1 or 16",
+                args->block_rows);
+  FP4GEMM_TRY(check_enum("encode", args->encode, FP4GEMM_ENCODE_TE_PER_TOKEN, "a fp4gemm_encode_t"));
+  FP4GEMM_TRY(check_enum("four_over_six", args->four_over_six, FP4GEMM_FOUR_OVER_SIX_MSE,
+                         "a fp4gemm_four_over_six_t"));
+  FP4GEMM_CHECK(args->e4m3_max == 448 || args->e4m3_max == 256, "e4m3_max: is %d, must be 448 or 256",
+                args->e4m3_max);
+  FP4GEMM_CHECK(args->hadamard_signs <= 0xFFFFu, "hadamard_signs: is %u, must be at most 65535",
+                args->hadamard_signs);
+  FP4GEMM_TRY(check_buffer("rng_state", args->rng_state, 0, sizeof(int64_t)));
+  FP4GEMM_TRY(check_groups(args->offs, args->num_groups));
+  FP4GEMM_TRY(check_combination(*args));
   bool const per_row = args->scaling == FP4GEMM_SCALING_ROW;
-  FP4GEMM_TRY(check_buffer("x", args->x, args->m * args->k));
-  FP4GEMM_TRY(check_buffer("codes", args->codes, args->m * args->k / 2));
-  FP4GEMM_TRY(check_buffer("scales", args->scales, args->m * args->k / 16));
-  FP4GEMM_TRY(check_buffer("amax", args->amax, per_row ? args->m : 1, sizeof(float)));
+  bool const wants_column = args->column.codes != nullptr;
+  if (!wants_column || args->row.codes != nullptr) {
+    FP4GEMM_TRY(check_side("row", args->row, args->m, args->k, per_row, args->offs != nullptr));
+  }
+  if (wants_column) {
+    FP4GEMM_TRY(check_size("m", args->m, 16, 16));
+    FP4GEMM_TRY(check_side("column", args->column, args->k, args->m, per_row, false));
+  }
   return on_device(device, [&](DeviceProperties const& properties) {
     return launch_quantize(*args, properties.num_sms, stream);
   });
+}
+
+fp4gemm_status_t silu_and_mul_quantize(fp4gemm_silu_and_mul_quantize_args_t const* args, int device,
+                                       fp4gemm_stream_t stream) {
+  FP4GEMM_TRY(check_args(args));
+  FP4GEMM_TRY(check_16_bit("x_dtype", args->x_dtype));
+  FP4GEMM_TRY(check_input(args->m, args->k, args->x, args->x_row_stride, 2 * args->k, args->x_dtype));
+  FP4GEMM_TRY(check_groups(args->offs, args->num_groups));
+  FP4GEMM_TRY(check_buffer("codes", args->codes, args->m * args->k / 2));
+  FP4GEMM_TRY(check_buffer("scales", args->scales, args->m * args->k / 16));
+  FP4GEMM_TRY(check_buffer("amax", args->amax, args->m, sizeof(float)));
+  return on_device(device,
+                   [&](DeviceProperties const&) { return launch_silu_and_mul_quantize(*args, stream); });
+}
+
+fp4gemm_status_t rms_norm_quantize(fp4gemm_rms_norm_quantize_args_t const* args, int device,
+                                   fp4gemm_stream_t stream) {
+  FP4GEMM_TRY(check_args(args));
+  FP4GEMM_TRY(check_16_bit("x_dtype", args->x_dtype));
+  FP4GEMM_TRY(check_input(args->m, args->k, args->x, args->x_row_stride, args->k, args->x_dtype));
+  FP4GEMM_CHECK(args->k <= Rules::kMaxNormK, "k: is %lld, must be at most %lld for a norm", ll(args->k),
+                ll(Rules::kMaxNormK));
+  FP4GEMM_CHECK((args->residual == nullptr) == (args->sum == nullptr),
+                "sum: is %p, must be null exactly if residual (%p) is", args->sum, args->residual);
+  FP4GEMM_CHECK(args->epsilon >= 0.0f, "epsilon: is %g, must not be negative",
+                static_cast<double>(args->epsilon));
+  FP4GEMM_TRY(check_buffer("weight", args->weight, 0));
+  FP4GEMM_TRY(check_buffer("residual", args->residual, 0));
+  FP4GEMM_TRY(check_buffer("sum", args->sum, 0));
+  FP4GEMM_TRY(check_buffer("codes", args->codes, args->m * args->k / 2));
+  FP4GEMM_TRY(check_buffer("scales", args->scales, args->m * args->k / 16));
+  FP4GEMM_TRY(check_buffer("amax", args->amax, args->m, sizeof(float)));
+  return on_device(device, [&](DeviceProperties const&) { return launch_rms_norm_quantize(*args, stream); });
 }
 
 fp4gemm_status_t dequantize(fp4gemm_dequantize_args_t const* args, int device, fp4gemm_stream_t stream) {
@@ -47,12 +174,44 @@ fp4gemm_status_t dequantize(fp4gemm_dequantize_args_t const* args, int device, f
   FP4GEMM_TRY(check_scaling(args->scaling));
   FP4GEMM_CHECK(args->e4m3_max == 448 || args->e4m3_max == 256, "e4m3_max: is %d, must be 448 or 256",
                 args->e4m3_max);
+  FP4GEMM_TRY(check_groups(args->offs, args->num_groups));
+  FP4GEMM_CHECK(args->offs == nullptr || args->scaling == FP4GEMM_SCALING_ROW,
+                "scaling: is %d, must be FP4GEMM_SCALING_ROW for groups", static_cast<int>(args->scaling));
+  FP4GEMM_CHECK(args->offs == nullptr || args->scales_are_compact == 0,
+                "scales_are_compact: is %d, must be 0 for groups", args->scales_are_compact);
   FP4GEMM_TRY(check_buffer("codes", args->codes, args->m * args->k / 2));
-  FP4GEMM_TRY(check_buffer("scales", args->scales, args->m * args->k / 16));
+  FP4GEMM_TRY(
+      check_buffer("scales", args->scales, args->m * args->k / 16, args->scales_are_compact != 0 ? 1 : 16));
   FP4GEMM_TRY(
       check_buffer("amax", args->amax, args->scaling == FP4GEMM_SCALING_ROW ? args->m : 1, sizeof(float)));
   FP4GEMM_TRY(check_buffer("y", args->y, args->m * args->k));
   return on_device(device, [&](DeviceProperties const&) { return launch_dequantize(*args, stream); });
+}
+
+/// What quantizing to and dequantizing from MXFP8 share.
+fp4gemm_status_t check_mxfp8(fp4gemm_mxfp8_args_t const* args) {
+  FP4GEMM_TRY(check_args(args));
+  FP4GEMM_TRY(check_size("m", args->m, 0, 1));
+  FP4GEMM_TRY(check_size("k", args->k, Rules::kMxfp8K, Rules::kMxfp8K, Rules::kMaxK));
+  FP4GEMM_TRY(check_dtype("dtype", args->dtype));
+  FP4GEMM_TRY(check_enum("fp8", args->fp8, FP4GEMM_E5M2, "FP4GEMM_E4M3 or FP4GEMM_E5M2"));
+  FP4GEMM_TRY(check_buffer("values", args->values, args->m * args->k));
+  return check_buffer("scales", args->scales, args->m * args->k / 32, args->scales_are_compact != 0 ? 1 : 16);
+}
+
+fp4gemm_status_t mxfp8_quantize(fp4gemm_mxfp8_args_t const* args, int device, fp4gemm_stream_t stream) {
+  FP4GEMM_TRY(check_mxfp8(args));
+  FP4GEMM_TRY(check_input(args->m, args->k, args->x, args->x_row_stride, args->k, args->dtype));
+  if (args->is_transposed != 0) {
+    FP4GEMM_TRY(check_size("m", args->m, Rules::kMxfp8K, Rules::kMxfp8K));
+  }
+  return on_device(device, [&](DeviceProperties const&) { return launch_mxfp8_quantize(*args, stream); });
+}
+
+fp4gemm_status_t mxfp8_dequantize(fp4gemm_mxfp8_args_t const* args, int device, fp4gemm_stream_t stream) {
+  FP4GEMM_TRY(check_mxfp8(args));
+  FP4GEMM_TRY(check_buffer("y", args->y, args->m * args->k));
+  return on_device(device, [&](DeviceProperties const&) { return launch_mxfp8_dequantize(*args, stream); });
 }
 
 fp4gemm_status_t decode(DecodeJob const& job, int64_t k, int device, fp4gemm_stream_t stream) {
@@ -72,6 +231,10 @@ extern "C" {
 void fp4gemm_padded_scale_shape(int64_t rows, int64_t k, int64_t* scale_rows, int64_t* scale_cols) {
   *scale_rows = (rows + 127) / 128 * 128;
   *scale_cols = ((k + 15) / 16 + 3) / 4 * 4;
+}
+
+int64_t fp4gemm_grouped_scale_rows(int64_t m, int num_groups) {
+  return (m + 127 * std::min<int64_t>(num_groups, m)) / 128 * 128;
 }
 
 int fp4gemm_quantize_supported(int arch) {
@@ -101,6 +264,26 @@ fp4gemm_status_t fp4gemm_quantize(fp4gemm_quantize_args_t const* args, int devic
 fp4gemm_status_t fp4gemm_dequantize(fp4gemm_dequantize_args_t const* args, int device,
                                     fp4gemm_stream_t stream) {
   return fp4gemm::dequantize(args, device, stream);
+}
+
+fp4gemm_status_t fp4gemm_silu_and_mul_quantize(fp4gemm_silu_and_mul_quantize_args_t const* args, int device,
+                                               fp4gemm_stream_t stream) {
+  return fp4gemm::silu_and_mul_quantize(args, device, stream);
+}
+
+fp4gemm_status_t fp4gemm_rms_norm_quantize(fp4gemm_rms_norm_quantize_args_t const* args, int device,
+                                           fp4gemm_stream_t stream) {
+  return fp4gemm::rms_norm_quantize(args, device, stream);
+}
+
+fp4gemm_status_t fp4gemm_mxfp8_quantize(fp4gemm_mxfp8_args_t const* args, int device,
+                                        fp4gemm_stream_t stream) {
+  return fp4gemm::mxfp8_quantize(args, device, stream);
+}
+
+fp4gemm_status_t fp4gemm_mxfp8_dequantize(fp4gemm_mxfp8_args_t const* args, int device,
+                                          fp4gemm_stream_t stream) {
+  return fp4gemm::mxfp8_dequantize(args, device, stream);
 }
 
 fp4gemm_status_t fp4gemm_decode(int64_t m, int64_t k, uint8_t const* codes, uint8_t const* scales, void* y,

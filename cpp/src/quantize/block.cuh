@@ -1,4 +1,4 @@
-// A block of 16 input elements in registers: its loading, its amax and its products, for each input type.
+// A block of 16 input elements in registers, as magnitudes and signs, for each input type.
 #pragma once
 
 #include <cuda/std/type_traits>
@@ -18,19 +18,17 @@ __device__ inline uint32_t permute_signs(uint32_t a, uint32_t b, uint32_t select
 template <class T>
 struct Block {
   static_assert(sizeof(T) == 2, "fp32 has a specialisation");
-  static constexpr int kVectors = 2;
+  static constexpr int kWords = 8;
   static constexpr uint32_t kInfinity = cuda::std::is_same_v<T, __half> ? 0x7C00u : 0x7F80u;
-  uint4 vectors[kVectors];
 
-  __device__ uint32_t const* words() const { return reinterpret_cast<uint32_t const*>(vectors); }
-  __device__ uint32_t* words() { return reinterpret_cast<uint32_t*>(vectors); }
+  uint32_t words[kWords];
 
   /// The bits of max |x|; they order as the numbers do, NaN above infinity.
   __device__ uint32_t amax_bits() const {
-    uint32_t packed = 0;
+    uint32_t packed = __vmaxu2(words[0] & 0x7FFF7FFFu, words[1] & 0x7FFF7FFFu);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      packed = __vmaxu2(packed, words()[i] & 0x7FFF7FFFu);
+    for (int i = 2; i < kWords; i += 2) {
+      packed = __vimax3_u16x2(packed, words[i] & 0x7FFF7FFFu, words[i + 1] & 0x7FFF7FFFu);
     }
     return max(packed >> 16, packed & 0xFFFFu);
   }
@@ -43,17 +41,28 @@ struct Block {
     }
   }
 
-  __device__ float element(int i) const {
-    return from_bits(i % 2 == 0 ? words()[i / 2] & 0xFFFFu : words()[i / 2] >> 16);
+  __device__ uint32_t magnitude_bits(int i) const {
+    uint32_t const pair = words[i / 2] & 0x7FFF7FFFu;
+    return i % 2 == 0 ? pair & 0xFFFFu : pair >> 16;
   }
 
-  __device__ uint32_t magnitude_bits(int i) const {
-    return (i % 2 == 0 ? words()[i / 2] : words()[i / 2] >> 16) & 0x7FFFu;
+  __device__ float element(int i) const {
+    uint32_t const pair = words[i / 2];
+    if constexpr (cuda::std::is_same_v<T, __half>) {
+      return __half2float(__ushort_as_half(static_cast<unsigned short>(i % 2 == 0 ? pair : pair >> 16)));
+    } else {
+      return __uint_as_float(i % 2 == 0 ? pair << 16 : pair & 0xFFFF0000u);
+    }
+  }
+
+  __device__ void set_infinite(int i) {
+    uint32_t const mask = i % 2 == 0 ? 0xFFFFu : 0xFFFF0000u;
+    words[i / 2] = (words[i / 2] & ~mask) | (kInfinity * 0x00010001u & mask);
   }
 
   /// Bit 4i+3 set where element 8 * half + i is negative.
   __device__ uint32_t signs(int half) const {
-    uint32_t const* w = words() + 4 * half;
+    uint32_t const* w = words + 4 * half;
     uint32_t const first = permute_signs(w[0], w[1], 0xFBD9);   // signs of elements 0, 2, 1, 3, a byte each
     uint32_t const second = permute_signs(w[2], w[3], 0xFBD9);  // 4, 6, 5, 7
     uint32_t const even = __byte_perm(first, second, 0x5410);
@@ -64,54 +73,82 @@ struct Block {
 
 template <>
 struct Block<float> {
-  static constexpr int kVectors = 4;
+  static constexpr int kWords = 16;
   static constexpr uint32_t kInfinity = 0x7F800000u;
-  uint4 vectors[kVectors];
 
-  __device__ uint32_t const* words() const { return reinterpret_cast<uint32_t const*>(vectors); }
-  __device__ uint32_t* words() { return reinterpret_cast<uint32_t*>(vectors); }
+  uint32_t words[kWords];
 
   __device__ uint32_t amax_bits() const {
     uint32_t bits = 0;
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-      bits = max(bits, magnitude_bits(i));
+    for (int i = 0; i < kWords; i += 2) {
+      bits = __vimax3_u32(bits, words[i] & 0x7FFFFFFFu, words[i + 1] & 0x7FFFFFFFu);
     }
     return bits;
   }
 
   __device__ static float from_bits(uint32_t bits) { return __uint_as_float(bits); }
 
-  __device__ float element(int i) const { return __uint_as_float(words()[i]); }
+  __device__ uint32_t magnitude_bits(int i) const { return words[i] & 0x7FFFFFFFu; }
 
-  __device__ uint32_t magnitude_bits(int i) const { return words()[i] & 0x7FFFFFFFu; }
+  __device__ float element(int i) const { return __uint_as_float(words[i]); }
+
+  __device__ void set_infinite(int i) { words[i] = kInfinity; }
 
   __device__ uint32_t signs(int half) const {
     uint32_t result = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      result |= words()[8 * half + i] >> 31 << (4 * i + 3);
+      result |= words[8 * half + i] >> 31 << (4 * i + 3);
     }
     return result;
   }
 };
 
-/// Loads the 16 elements at x, which is 16-byte aligned. The input is read once, so it need not stay in the
-/// caches.
+/// Two numbers rounded to T in one word, `low` in its low half.
+template <class T>
+__device__ inline uint32_t pack_pair(float low, float high) {
+  if constexpr (cuda::std::is_same_v<T, __half>) {
+    __half2 const pair = __floats2half2_rn(low, high);
+    return reinterpret_cast<uint32_t const&>(pair);
+  } else {
+    __nv_bfloat162 const pair = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<uint32_t const&>(pair);
+  }
+}
+
+/// The products of two pairs, each rounded once to T.
+template <class T>
+__device__ inline uint32_t multiply_pair(uint32_t a, uint32_t b) {
+  if constexpr (cuda::std::is_same_v<T, __half>) {
+    __half2 const product =
+        __hmul2_rn(reinterpret_cast<__half2 const&>(a), reinterpret_cast<__half2 const&>(b));
+    return reinterpret_cast<uint32_t const&>(product);
+  } else {
+    __nv_bfloat162 const product =
+        __hmul2_rn(reinterpret_cast<__nv_bfloat162 const&>(a), reinterpret_cast<__nv_bfloat162 const&>(b));
+    return reinterpret_cast<uint32_t const&>(product);
+  }
+}
+
+/// Loads the 16 elements at x, which is 16-byte aligned.
 template <class T>
 __device__ inline Block<T> load_block(T const* x) {
   Block<T> block;
 #pragma unroll
-  for (int i = 0; i < Block<T>::kVectors; ++i) {
-    block.vectors[i] = __ldg(reinterpret_cast<uint4 const*>(x) + i);
+  for (int i = 0; i < Block<T>::kWords / 4; ++i) {
+    uint4 const vector = __ldg(reinterpret_cast<uint4 const*>(x) + i);
+    block.words[4 * i] = vector.x;
+    block.words[4 * i + 1] = vector.y;
+    block.words[4 * i + 2] = vector.z;
+    block.words[4 * i + 3] = vector.w;
   }
   return block;
 }
 
-/// The bits of max |x| with NaN ignored. Few inputs hold NaN, so that this stays out of the way of the
-/// others.
+/// The bits of max |x| with NaN ignored.
 template <class T>
-__device__ __noinline__ uint32_t amax_bits_ignoring_nan(Block<T> block) {
+__device__ inline uint32_t amax_bits_ignoring_nan(Block<T> const& block) {
   uint32_t bits = 0;
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
@@ -121,64 +158,68 @@ __device__ __noinline__ uint32_t amax_bits_ignoring_nan(Block<T> block) {
   return bits;
 }
 
-/// Bit 4i+3 set where element 8 * half + i is not NaN; the other bits are set too.
+/// max |x| of a block as bits, NaN ignored.
 template <class T>
-__device__ __noinline__ uint32_t sign_mask_ignoring_nan(Block<T> block, int half) {
-  uint32_t mask = ~0u;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    uint32_t const magnitude = half == 0 ? block.magnitude_bits(i) : block.magnitude_bits(8 + i);
-    mask &= magnitude <= Block<T>::kInfinity ? ~0u : ~(8u << (4 * i));
-  }
-  return mask;
+__device__ inline uint32_t block_amax_bits(Block<T> const& block) {
+  uint32_t const bits = block.amax_bits();
+  return bits <= Block<T>::kInfinity ? bits : amax_bits_ignoring_nan(block);
 }
 
-/// The factors that the amax of a row or tensor determines (spec: TransformerEngine >= 2.14, row or tensor
-/// amax A).
-struct OuterScale {
-  float block_factor;  // block scale = e4m3(amax_block * block_factor)
-  float decode;        // 1 / S
-
-  __device__ explicit OuterScale(float amax) {
-    float encode = fminf(__fdiv_rn(2688.0f, amax), kFloatMax);
-    encode = encode == 0.0f ? 1.0f : encode;  // amax is infinite
-    block_factor = __fmul_rn(encode, 1.0f / 6.0f);
-    decode = __frcp_rn(encode);
-  }
-};
-
-/// A quantized block: 16 codes and their scale.
-struct QuantizedBlock {
-  uint2 codes;
-  uint8_t scale;
-};
-
-/// amax: max |x| of the block, NaN ignored. may_have_nan: false only if no element is NaN.
+/// The block with infinity in place of NaN: both become code 7.
 template <class T>
-__device__ inline QuantizedBlock quantize_block(Block<T> const& block, float amax, bool may_have_nan,
-                                                OuterScale const& outer) {
-  QuantizedBlock result;
-  result.scale = float_to_e4m3(fminf(__fmul_rn(amax, outer.block_factor), kFloatMax));
-  float const scale = __half2float(e4m3_to_half(result.scale));
-  // A scale of zero gives 1 / 0 = infinity, clamped: every nonzero element saturates, as the definition has
-  // it.
-  float const encode = fminf(__frcp_rn(__fmul_rn(scale, outer.decode)), kFloatMax);
-  uint32_t codes[2];
+__device__ inline Block<T> without_nan(Block<T> block) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint32_t signs = block.signs(half);
-    if (may_have_nan) {
-      signs &= sign_mask_ignoring_nan(block, half);
+  for (int i = 0; i < kBlock; ++i) {
+    if (block.magnitude_bits(i) > Block<T>::kInfinity) {
+      block.set_infinite(i);
     }
-    float product[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      product[i] = __fmul_rn(block.element(8 * half + i), encode);
-    }
-    codes[half] = encode_e2m1(product, signs);
   }
-  result.codes = {codes[0], codes[1]};
-  return result;
+  return block;
+}
+
+/// Codes of elements 8 * half .. 8 * half + 7, each the e2m1 of element * factor, element 8 * half + i in
+/// nibble i. No element may be NaN.
+template <class T>
+__device__ inline uint32_t encode_half(Block<T> const& block, int half, float factor) {
+#if FP4GEMM_HAS_CVT_E2M1
+  float p[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    p[i] = __fmul_rn(block.element(8 * half + i), factor);
+  }
+  uint32_t codes;
+  asm("{\n"
+      ".reg .b8 b0, b1, b2, b3;\n"
+      "cvt.rn.satfinite.e2m1x2.f32 b0, %2, %1;\n"
+      "cvt.rn.satfinite.e2m1x2.f32 b1, %4, %3;\n"
+      "cvt.rn.satfinite.e2m1x2.f32 b2, %6, %5;\n"
+      "cvt.rn.satfinite.e2m1x2.f32 b3, %8, %7;\n"
+      "mov.b32 %0, {b0, b1, b2, b3};\n"
+      "}"
+      : "=r"(codes)
+      : "f"(p[0]), "f"(p[1]), "f"(p[2]), "f"(p[3]), "f"(p[4]), "f"(p[5]), "f"(p[6]), "f"(p[7]));
+  return codes;
+#else
+  uint32_t bits[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    bits[i] = e2m1_bits(block.element(8 * half + i), factor);
+  }
+  return pack_codes(bits, kE2m1StartBits) + block.signs(half);
+#endif
+}
+
+/// The same with stochastic rounding: byte i of (low, high) serves element 8 * half + i.
+template <class T>
+__device__ inline uint32_t encode_half_stochastic(Block<T> const& block, int half, float factor, uint32_t low,
+                                                  uint32_t high) {
+  uint32_t bits[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    uint32_t const random = __byte_perm(i < 4 ? low : high, 0, 0x4440 + i % 4);
+    bits[i] = e2m1_bits_stochastic(block.element(8 * half + i), factor, random);
+  }
+  return pack_codes(bits, kStochasticStart) + block.signs(half);
 }
 
 }  // namespace fp4gemm

@@ -1,4 +1,4 @@
-// NVFP4 back to numbers: decode to the exact fp16 operand of a GEMM, and dequantize.
+// NVFP4 to the exact fp16 operand of a GEMM.
 #include "error.hpp"
 #include "quantize/numerics.cuh"
 #include "quantize/quantize.hpp"
@@ -76,58 +76,6 @@ __global__ void __launch_bounds__(kThreads) decode(DecodeParams p) {
   }
 }
 
-template <class T>
-__device__ T from_float(float x);
-template <>
-__device__ inline float from_float<float>(float x) {
-  return x;
-}
-template <>
-__device__ inline __half from_float<__half>(float x) {
-  return __float2half_rn(x);
-}
-template <>
-__device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
-  return __float2bfloat16_rn(x);
-}
-
-struct DequantizeParams {
-  uint8_t const* codes;
-  uint8_t const* scales;
-  float const* amax;
-  void* y;
-  int64_t chunks;
-  int chunks_per_row;
-  int num_words;
-  bool amax_per_row;
-  float factor;  // fl(1 / (6 * e4m3_max))
-};
-
-template <class T>
-__global__ void __launch_bounds__(kThreads) dequantize(DequantizeParams p) {
-  int64_t const chunk = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (chunk >= p.chunks) {
-    return;
-  }
-  ChunkPlace const place = place_of(chunk, p.chunks_per_row);
-  uint32_t const codes = __ldg(reinterpret_cast<uint32_t const*>(p.codes) + chunk);
-  uint8_t const scale_bits =
-      __ldg(p.scales + scale_offset(place.row, place.column * kChunk / kBlock, p.num_words));
-  float const amax = __ldg(p.amax + (p.amax_per_row ? place.row : 0));
-  float const scale = __fmul_rn(__fmul_rn(__half2float(e4m3_to_half(scale_bits)), amax), p.factor);
-
-  struct alignas(sizeof(T) * kChunk < 16 ? sizeof(T) * kChunk : 16) Chunk {
-    T elements[kChunk];
-  } result;
-#pragma unroll
-  for (int i = 0; i < kChunk / 2; ++i) {
-    float2 const pair = __half22float2(decode_e2m1_pair(codes >> (8 * i)));
-    result.elements[2 * i] = from_float<T>(__fmul_rn(pair.x, scale));
-    result.elements[2 * i + 1] = from_float<T>(__fmul_rn(pair.y, scale));
-  }
-  static_cast<Chunk*>(p.y)[chunk] = result;
-}
-
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int num_words_of(int64_t k) { return static_cast<int>(ceil_div(k / kBlock, 4)); }
@@ -152,30 +100,6 @@ fp4gemm_status_t launch_decode(DecodeJob const& first, DecodeJob const& second, 
     return FP4GEMM_SUCCESS;
   }
   decode<<<ctas[0] + ctas[1], kThreads, 0, stream>>>(params);
-  FP4GEMM_CUDA(cudaGetLastError());
-  return FP4GEMM_SUCCESS;
-}
-
-fp4gemm_status_t launch_dequantize(fp4gemm_dequantize_args_t const& args, fp4gemm_stream_t stream) {
-  int64_t const chunks_per_row = args.k / kChunk;
-  DequantizeParams const params{args.codes,
-                                args.scales,
-                                args.amax,
-                                args.y,
-                                args.m * chunks_per_row,
-                                static_cast<int>(chunks_per_row),
-                                num_words_of(args.k),
-                                args.scaling == FP4GEMM_SCALING_ROW,
-                                1.0f / (6.0f * static_cast<float>(args.e4m3_max))};
-  if (params.chunks == 0) {
-    return FP4GEMM_SUCCESS;
-  }
-  auto const grid = static_cast<unsigned>(ceil_div(params.chunks, kThreads));
-  switch (args.y_dtype) {
-    case FP4GEMM_BF16: dequantize<__nv_bfloat16><<<grid, kThreads, 0, stream>>>(params); break;
-    case FP4GEMM_FP16: dequantize<__half><<<grid, kThreads, 0, stream>>>(params); break;
-    case FP4GEMM_FP32: dequantize<float><<<grid, kThreads, 0, stream>>>(params); break;
-  }
   FP4GEMM_CUDA(cudaGetLastError());
   return FP4GEMM_SUCCESS;
 }

@@ -32,44 +32,56 @@ __device__ inline __half e4m3_to_half(uint8_t x) { return __half(__nv_cvt_fp8_to
 #define FP4GEMM_HAS_CVT_E2M1 0
 #endif
 
-/// e2m1 codes of 8 numbers, element i in nibble i; to nearest even, saturating, NaN to 7. `signs` has bit
-/// 4i+3 set where x[i] is negative and not NaN; the instruction finds that out itself.
-__device__ inline uint32_t encode_e2m1(float const (&x)[8], uint32_t signs) {
-#if FP4GEMM_HAS_CVT_E2M1
-  uint32_t codes;
-  asm("{\n"
-      ".reg .b8 b0, b1, b2, b3;\n"
-      "cvt.rn.satfinite.e2m1x2.f32 b0, %2, %1;\n"
-      "cvt.rn.satfinite.e2m1x2.f32 b1, %4, %3;\n"
-      "cvt.rn.satfinite.e2m1x2.f32 b2, %6, %5;\n"
-      "cvt.rn.satfinite.e2m1x2.f32 b3, %8, %7;\n"
-      "mov.b32 %0, {b0, b1, b2, b3};\n"
-      "}"
-      : "=r"(codes)
-      : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "f"(x[4]), "f"(x[5]), "f"(x[6]), "f"(x[7]));
-  return codes;
-#else
-  // The step of the grid at c is 2^(e-1), with e = 0, 1, 2 for c below 2, below 4 and the rest. Adding
-  // 2^(e+22) rounds c to that step and leaves c / step in the low mantissa bits; the additional 2^e of the
-  // multiplier 2^22 + 1 adds 2 there. With the exponent field shifted to bit 1 (254 + 2e) the low byte of the
-  // sum is c / step + 2e modulo 256, which is the code.
-  uint32_t code[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    float const c = fminf(fabsf(x[i]), 6.0f);
-    uint32_t const power = __float_as_uint(fmaxf(c, 1.0f)) & 0x7F800000u;  // 2^e
-    float const rounded = __fmaf_rn(__uint_as_float(power), 4194305.0f, c);
-    code[i] = __float_as_uint(rounded) + (power >> 22);
-  }
+/// a * b + c, rounded once, then clamped to [0, 1]; NaN gives 0.
+__device__ inline float saturated_fma(float a, float b, float c) {
+  float result;
+  asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a), "f"(b), "f"(c));
+  return result;
+}
+
+// Rounding to e2m1 on the FMA pipes. Below 2^23 floats lie 1/2 apart and above it 1 apart, as e2m1 values do
+// below and above 2: so the sum 2^23 - 2 + min(p, 4) rounds as e2m1 does up to 4, ties to the neighbour with
+// even bits, and its bits count the codes. The step from 4 to 6 is added as half of what p is above 4.
+
+constexpr float kE2m1Start = 8388606.0f;  // 2^23 - 2
+constexpr uint32_t kE2m1StartBits = 0x4B000000u - 4;
+
+/// A magnitude as the two parts that the sum wants. NaN counts as zero.
+struct E2m1Parts {
+  float up_to_4;  // min(p, 4) / 4
+  float above_4;  // (min(max(p, 4), 6) - 4) / 2
+
+  __device__ explicit E2m1Parts(float p)
+      : up_to_4(saturated_fma(p, 0.25f, 0.0f)), above_4(saturated_fma(p, 0.5f, -2.0f)) {}
+};
+
+/// kE2m1StartBits + the e2m1 code of |x * factor|: to nearest even, saturating.
+__device__ inline uint32_t e2m1_bits(float x, float factor) {
+  E2m1Parts const p(__fmul_rn(fabsf(x), factor));
+  return __float_as_uint(__fadd_rn(__fmaf_rn(p.up_to_4, 4.0f, kE2m1Start), p.above_4));
+}
+
+constexpr uint32_t kStochasticStart = (0x47000000u - 1024) >> 8;
+
+/// kStochasticStart + the code of |x * factor|, rounded away from zero with probability floor(256 f) / 256, f
+/// being the place between the two neighbours: if floor(256 f) + random >= 256, random in 0..255. The same
+/// sum at 2^15, where floats lie 256 times as dense.
+__device__ inline uint32_t e2m1_bits_stochastic(float x, float factor, uint32_t random) {
+  E2m1Parts const p(__fmul_rn(fabsf(x), factor));
+  float const sum = __fadd_rz(__fmaf_rz(p.up_to_4, 4.0f, 32766.0f), p.above_4);
+  return (__float_as_uint(sum) + random) >> 8;
+}
+
+/// Nibble i of the result is code i; bits[i] is start + code i.
+__device__ inline uint32_t pack_codes(uint32_t const (&bits)[8], uint32_t start) {
   uint32_t pair[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    pair[i] = code[2 * i + 1] * 16 + code[2 * i];  // only the low byte counts
+    pair[i] = bits[2 * i + 1] * 16 + bits[2 * i];
   }
-  uint32_t const low = __byte_perm(pair[0], pair[1], 0x0040);
-  uint32_t const high = __byte_perm(pair[2], pair[3], 0x0040);
-  return __byte_perm(low, high, 0x5410) | signs;
-#endif
+  uint32_t const low = pair[1] * 256 + pair[0];
+  uint32_t const high = pair[3] * 256 + pair[2];
+  return high * 65536 + low - start * 0x11111111u;
 }
 
 /// Two codes (the low byte of `codes`) as fp16, times 2^-14: the bits of e2m1 stand where fp16 has its sign,

@@ -1,186 +1,31 @@
-// NVFP4 quantization: one read of x where a row fits in registers, swizzled scales and their zero padding
-// written in place.
+// NVFP4 quantization: which kernels a call takes, and the amax of whole tensors and groups.
+#include "quantize/quantize.hpp"
+
 #include <algorithm>
 
-#include "error.hpp"
-#include "quantize/block.cuh"
-#include "quantize/quantize.hpp"
+#include "quantize/launch.cuh"
 
 namespace fp4gemm {
 namespace {
-
-struct QuantizeParams {
-  void const* x;
-  uint8_t* codes;
-  uint8_t* scales;
-  float* amax;
-  int64_t m;
-  int64_t x_row_stride;
-  int num_blocks;  // of 16 in a row
-  int num_words;   // of 4 scales in a row, padded
-};
-
-enum class Amax {
-  kRow,    // of each row: found here and written
-  kGiven,  // of the tensor: read from amax[0]
-};
-
-/// The maximum over the threads of a row. Every thread of the CTA must call it.
-template <int kThreadsPerRow>
-__device__ uint32_t row_max(uint32_t bits) {
-  bits = __reduce_max_sync(0xFFFFFFFFu, bits);
-  if constexpr (kThreadsPerRow > 32) {
-    constexpr int kWarpsPerRow = kThreadsPerRow / 32;
-    __shared__ uint32_t partial[32];
-    int const warp = static_cast<int>(threadIdx.x / 32);
-    int const lane = static_cast<int>(threadIdx.x % 32);
-    if (lane == 0) {
-      partial[warp] = bits;
-    }
-    __syncthreads();
-    int const first = warp / kWarpsPerRow * kWarpsPerRow;
-    bits = __reduce_max_sync(0xFFFFFFFFu, lane < kWarpsPerRow ? partial[first + lane] : 0u);
-  }
-  return bits;
-}
-
-/// Writes four neighbouring block scales as one word, to `target` in the lane of the first. Lanes 4i..4i+3
-/// hold blocks 4j..4j+3 of the same row.
-__device__ inline void store_scales(uint8_t* target, bool is_first, uint8_t scale) {
-  uint32_t word = scale;
-  word |= __shfl_down_sync(0xFFFFFFFFu, word, 1) << 8;
-  word |= __shfl_down_sync(0xFFFFFFFFu, word, 2) << 16;
-  if (is_first) {
-    *reinterpret_cast<uint32_t*>(target) = word;
-  }
-}
-
-/// kThreadsPerRow threads hold a row, kBlocksPerThread blocks each; kRowsPerCta rows a CTA. Rows from m to
-/// the next multiple of 128 exist in the grid to write the zero padding of the scales.
-template <class T, Amax kAmax, int kThreadsPerRow, int kBlocksPerThread, int kRowsPerCta>
-__global__ void __launch_bounds__(kThreadsPerRow* kRowsPerCta) quantize_rows(QuantizeParams p) {
-  int64_t const row = int64_t{blockIdx.x} * kRowsPerCta + threadIdx.x / kThreadsPerRow;
-  int const thread = static_cast<int>(threadIdx.x % kThreadsPerRow);
-  int const num_blocks = row < p.m ? p.num_blocks : 0;
-  // Block i of the thread is block thread + i * kThreadsPerRow of the row, a constant distance from the
-  // first.
-  T const* const x = static_cast<T const*>(p.x) + row * p.x_row_stride + thread * kBlock;
-  uint2* const codes = reinterpret_cast<uint2*>(p.codes) + row * p.num_blocks + thread;
-  uint8_t* const scales = p.scales + scale_offset(row, thread, p.num_words);
-
-  Block<T> blocks[kBlocksPerThread];
-#pragma unroll
-  for (int i = 0; i < kBlocksPerThread; ++i) {
-    if (thread + i * kThreadsPerRow < num_blocks) {
-      blocks[i] = load_block(x + i * (kThreadsPerRow * kBlock));
-    } else {
-      blocks[i] = {};
-    }
-  }
-  uint32_t amax_bits[kBlocksPerThread];
-  uint32_t thread_bits = 0;
-#pragma unroll
-  for (int i = 0; i < kBlocksPerThread; ++i) {
-    amax_bits[i] = blocks[i].amax_bits();
-    thread_bits = max(thread_bits, amax_bits[i]);
-  }
-  bool const has_nan = thread_bits > Block<T>::kInfinity;
-  if (has_nan) {
-    thread_bits = 0;
-#pragma unroll
-    for (int i = 0; i < kBlocksPerThread; ++i) {
-      amax_bits[i] = amax_bits_ignoring_nan(blocks[i]);
-      thread_bits = max(thread_bits, amax_bits[i]);
-    }
-  }
-  float outer_amax;
-  if constexpr (kAmax == Amax::kRow) {
-    outer_amax = Block<T>::from_bits(row_max<kThreadsPerRow>(thread_bits));
-    if (thread == 0 && row < p.m) {
-      p.amax[row] = outer_amax;
-    }
-  } else {
-    outer_amax = __ldg(p.amax);
-  }
-
-  OuterScale const outer(outer_amax);
-#pragma unroll
-  for (int i = 0; i < kBlocksPerThread; ++i) {
-    int const block = thread + i * kThreadsPerRow;
-    QuantizedBlock const quantized =
-        quantize_block(blocks[i], Block<T>::from_bits(amax_bits[i]), has_nan, outer);
-    if (block < num_blocks) {
-      codes[i * kThreadsPerRow] = quantized.codes;
-    }
-    store_scales(scales + i * (kThreadsPerRow / 4 * 512), block % 4 == 0 && block < 4 * p.num_words,
-                 block < num_blocks ? quantized.scale : uint8_t{0});
-  }
-}
-
-/// max |x| of a block as bits, NaN ignored.
-template <class T>
-__device__ inline uint32_t block_amax_bits(Block<T> const& block) {
-  uint32_t const bits = block.amax_bits();
-  return bits <= Block<T>::kInfinity ? bits : amax_bits_ignoring_nan(block);
-}
-
-constexpr int kLongRowThreads = 1024;
-
-/// Rows too long for registers: x is read twice, one CTA a row.
-template <class T, Amax kAmax>
-__global__ void __launch_bounds__(kLongRowThreads) quantize_long_rows(QuantizeParams p) {
-  int64_t const row = blockIdx.x;
-  T const* const x = static_cast<T const*>(p.x) + row * p.x_row_stride;
-  int const num_blocks = row < p.m ? p.num_blocks : 0;
-  float outer_amax;
-  if constexpr (kAmax == Amax::kRow) {
-    uint32_t bits = 0;
-    for (int block = static_cast<int>(threadIdx.x); block < num_blocks; block += kLongRowThreads) {
-      bits = max(bits, block_amax_bits(load_block(x + int64_t{block} * kBlock)));
-    }
-    outer_amax = Block<T>::from_bits(row_max<kLongRowThreads>(bits));
-    if (threadIdx.x == 0 && row < p.m) {
-      p.amax[row] = outer_amax;
-    }
-  } else {
-    outer_amax = __ldg(p.amax);
-  }
-
-  OuterScale const outer(outer_amax);
-  uint2* const codes = reinterpret_cast<uint2*>(p.codes) + row * p.num_blocks;
-  // Every lane of a warp makes the same number of turns, as store_scales needs.
-  for (int first = 0; first < 4 * p.num_words; first += kLongRowThreads) {
-    int const block = first + static_cast<int>(threadIdx.x);
-    uint8_t scale = 0;
-    if (block < num_blocks) {
-      Block<T> const loaded = load_block(x + int64_t{block} * kBlock);
-      QuantizedBlock const quantized =
-          quantize_block(loaded, Block<T>::from_bits(block_amax_bits(loaded)), true, outer);
-      codes[block] = quantized.codes;
-      scale = quantized.scale;
-    }
-    store_scales(p.scales + scale_offset(row, block, p.num_words), block % 4 == 0 && block < 4 * p.num_words,
-                 scale);
-  }
-}
 
 constexpr int kAmaxThreads = 256;
 constexpr int kAmaxUnroll = 4;
 
 /// max |x| of the tensor, combined into *amax, which holds a number that is not negative.
-template <class T>
+template <class Loader>
 __global__ void __launch_bounds__(kAmaxThreads)
-    tensor_amax(T const* x, int64_t rows, int64_t row_stride, int64_t blocks_per_row, float* amax) {
+    tensor_amax(Input input, int64_t rows, int64_t blocks_per_row, float* amax) {
+  using Element = typename Loader::Element;
   uint32_t bits = 0;
   for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) {
-    T const* const start = x + row * row_stride;
+    Loader const loader(input, row, 0);
     int64_t const step = int64_t{gridDim.x} * kAmaxThreads;
     int64_t block = int64_t{blockIdx.x} * kAmaxThreads + threadIdx.x;
     for (; block + (kAmaxUnroll - 1) * step < blocks_per_row; block += kAmaxUnroll * step) {
-      Block<T> loaded[kAmaxUnroll];
+      Block<Element> loaded[kAmaxUnroll];
 #pragma unroll
       for (int i = 0; i < kAmaxUnroll; ++i) {
-        loaded[i] = load_block(start + (block + i * step) * kBlock);
+        loaded[i] = loader.load(block + i * step);
       }
 #pragma unroll
       for (int i = 0; i < kAmaxUnroll; ++i) {
@@ -188,103 +33,226 @@ __global__ void __launch_bounds__(kAmaxThreads)
       }
     }
     for (; block < blocks_per_row; block += step) {
-      bits = max(bits, block_amax_bits(load_block(start + block * kBlock)));
+      bits = max(bits, block_amax_bits(loader.load(block)));
     }
   }
-  bits = row_max<kAmaxThreads>(bits);
+  bits = row_max<kAmaxThreads>(bits, 0);
   if (threadIdx.x == 0) {
-    // Amaxes are not negative, so that their bits order as they do.
-    atomicMax(reinterpret_cast<unsigned int*>(amax), __float_as_uint(Block<T>::from_bits(bits)));
+    combine_amax(amax, Block<Element>::from_bits(bits));
   }
 }
 
-template <class T>
-fp4gemm_status_t launch_amax(fp4gemm_quantize_args_t const& args, int num_sms, cudaStream_t stream) {
-  FP4GEMM_CUDA(cudaMemsetAsync(args.amax, 0, sizeof(float), stream));
-  bool const flat = args.x_row_stride == args.k;  // one long row
-  int64_t const rows = flat ? 1 : args.m;
-  int64_t const blocks_per_row = (flat ? args.m * args.k : args.k) / kBlock;
-  int64_t const ctas = 8 * int64_t{num_sms};
-  int64_t const ctas_per_row =
-      std::clamp<int64_t>((blocks_per_row + kAmaxThreads - 1) / kAmaxThreads, 1, ctas);
-  int64_t const grid_rows = std::clamp<int64_t>(ctas / ctas_per_row, 1, rows);
-  dim3 const grid(static_cast<unsigned>(ctas_per_row), static_cast<unsigned>(grid_rows));
-  tensor_amax<T><<<grid, kAmaxThreads, 0, stream>>>(static_cast<T const*>(args.x), rows, args.x_row_stride,
-                                                    blocks_per_row, args.amax);
-  FP4GEMM_CUDA(cudaGetLastError());
+/// max |x| of each group, combined into the amax of its first row. One CTA a row.
+template <class Loader>
+__global__ void __launch_bounds__(kAmaxThreads)
+    group_amax(Input input, Groups groups, int64_t m, int num_blocks, float* amax) {
+  using Element = typename Loader::Element;
+  int const row = static_cast<int>(blockIdx.x);
+  int start = 0;  // the last end that is not behind the row
+  for (int first = 0; first < groups.num; first += 32) {
+    int const e = first + static_cast<int>(threadIdx.x % 32);
+    int const end = e < groups.num ? clamp_row(__ldg(groups.offs + e), m) : 0;
+    start = max(
+        start, static_cast<int>(__reduce_max_sync(0xFFFFFFFFu, static_cast<unsigned>(end <= row ? end : 0))));
+  }
+  if (row >= __ldg(groups.offs + groups.num - 1)) {
+    return;
+  }
+  Loader const loader(input, row, 0);
+  uint32_t bits = 0;
+  for (int block = static_cast<int>(threadIdx.x); block < num_blocks; block += kAmaxThreads) {
+    bits = max(bits, block_amax_bits(loader.load(block)));
+  }
+  bits = row_max<kAmaxThreads>(bits, 0);
+  if (threadIdx.x == 0) {
+    combine_amax(amax + start, Block<Element>::from_bits(bits));
+  }
+}
+
+/// Calls launch with the loader that a type and a rotation ask for.
+template <class Launch>
+void for_loader(fp4gemm_dtype_t dtype, fp4gemm_hadamard_t hadamard, Launch const& launch) {
+  for_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    switch (hadamard) {
+      case FP4GEMM_HADAMARD_NONE: launch(cuda::std::type_identity<PlainLoader<T>>{}); break;
+      case FP4GEMM_HADAMARD_BF16: launch(cuda::std::type_identity<HadamardLoader<T, __nv_bfloat16>>{}); break;
+      case FP4GEMM_HADAMARD_FP32: launch(cuda::std::type_identity<HadamardLoader<T, float>>{}); break;
+    }
+  });
+}
+
+CastOptions cast_options(fp4gemm_quantize_args_t const& args) {
+  CastOptions options;
+  options.te_per_token = args.encode == FP4GEMM_ENCODE_TE_PER_TOKEN;
+  options.rng_state = args.rng_state;
+  options.e4m3_max = static_cast<float>(args.e4m3_max);
+  options.mean_square = args.four_over_six == FP4GEMM_FOUR_OVER_SIX_MSE;
+  options.fast_error = args.fast_error != 0;
+  return options;
+}
+
+fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, int num_sms, cudaStream_t stream) {
+  fp4gemm_quantized_t const& out = args.row;
+  bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
+  Input input{args.x, args.x_row_stride};
+  input.signs = args.hadamard_signs;
+  int const num_blocks = static_cast<int>(args.k / kBlock);
+  Groups const groups{args.offs, args.num_groups};
+  RowParams params{input,
+                   args.m,
+                   num_blocks,
+                   (num_blocks + 3) / 4,
+                   out.codes,
+                   out.scales,
+                   out.amax,
+                   out.amax_given,
+                   per_row ? AmaxAt::kRow : AmaxAt::kStart,
+                   groups,
+                   cast_options(args)};
+  int64_t scale_rows = ceil_div(args.m, 128) * 128;
+  if (args.offs != nullptr) {
+    scale_rows = fp4gemm_grouped_scale_rows(args.m, args.num_groups);
+    params.amax_at = per_row ? AmaxAt::kRow : AmaxAt::kGroup;
+  }
+  if (out.amax_given != nullptr) {
+    // Only groups want theirs spread over the rows.
+    params.amax = args.offs != nullptr && !per_row ? out.amax : nullptr;
+  } else if (!per_row && args.offs != nullptr) {
+    FP4GEMM_TRY(
+        launch_group_amax(input, args.m, args.k, args.x_dtype, out.hadamard, groups, out.amax, stream));
+    params.amax_in = out.amax;
+    params.amax_at = AmaxAt::kGroupStart;
+  } else if (!per_row) {
+    FP4GEMM_TRY(
+        launch_tensor_amax(input, args.m, args.k, args.x_dtype, out.hadamard, out.amax, num_sms, stream));
+    params.amax_in = out.amax;
+    params.amax = nullptr;
+  }
+  RowLaunch const launch{params, args.x_dtype, scale_rows, num_sms, stream};
+  if (args.four_over_six != FP4GEMM_FOUR_OVER_SIX_NONE) {
+    launch_rows_four_over_six(launch);
+  } else if (out.hadamard != FP4GEMM_HADAMARD_NONE) {
+    launch_rows_hadamard(launch, out.hadamard);
+  } else if (params.cast.te_per_token || params.cast.rng_state != nullptr) {
+    launch_rows_variant(launch);
+  } else {
+    launch_rows_te(launch);
+  }
   return FP4GEMM_SUCCESS;
 }
 
-/// The launches of quantize_rows, narrow rows first.
-template <class T, Amax kAmax>
-struct RowLauncher {
-  QuantizeParams const& params;
-  int64_t padded_rows;
-  cudaStream_t stream;
-
-  template <int kThreadsPerRow, int kBlocksPerThread>
-  bool launch() const {
-    if (4 * params.num_words > kThreadsPerRow * kBlocksPerThread) {
-      return false;
+/// The amaxes of the sides that are wanted and not given; *row and *column say where they stand.
+fp4gemm_status_t find_amaxes(fp4gemm_quantize_args_t const& args, int num_sms, cudaStream_t stream,
+                             float const** row, float const** column) {
+  bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
+  bool const wants_row = args.row.codes != nullptr && args.row.amax_given == nullptr;
+  bool const wants_column = args.column.codes != nullptr && args.column.amax_given == nullptr;
+  *row = args.row.amax_given != nullptr ? args.row.amax_given : args.row.amax;
+  *column = args.column.amax_given != nullptr ? args.column.amax_given : args.column.amax;
+  fp4gemm_hadamard_t const hadamard = args.column.hadamard;
+  ColumnAmaxParams const params{args.x,  args.x_row_stride, args.m,   args.k,
+                                nullptr, args.column.amax,  !per_row, args.hadamard_signs};
+  Input const input{args.x, args.x_row_stride};
+  if (per_row) {
+    ColumnAmaxParams both = params;
+    both.row_amax = wants_row ? args.row.amax : nullptr;
+    if (wants_column) {
+      return launch_columns_amax(both, args.x_dtype, hadamard, stream);
     }
-    constexpr int kRowsPerCta = kThreadsPerRow < 128 ? 128 / kThreadsPerRow : 1;
-    auto const grid = static_cast<unsigned>(padded_rows / kRowsPerCta);
-    quantize_rows<T, kAmax, kThreadsPerRow, kBlocksPerThread, kRowsPerCta>
-        <<<grid, kThreadsPerRow * kRowsPerCta, 0, stream>>>(params);
-    return true;
+    FP4GEMM_CHECK(!wants_row, "row: amax_given is null, must be given if that of column is");
+    return FP4GEMM_SUCCESS;
   }
+  if (wants_row) {
+    FP4GEMM_TRY(launch_tensor_amax(input, args.m, args.k, args.x_dtype, FP4GEMM_HADAMARD_NONE, args.row.amax,
+                                   num_sms, stream));
+  }
+  if (wants_column && hadamard != FP4GEMM_HADAMARD_NONE) {
+    FP4GEMM_TRY(launch_columns_amax(params, args.x_dtype, hadamard, stream));
+  } else if (wants_column && wants_row) {
+    FP4GEMM_CUDA(
+        cudaMemcpyAsync(args.column.amax, args.row.amax, sizeof(float), cudaMemcpyDeviceToDevice, stream));
+  } else if (wants_column) {
+    FP4GEMM_TRY(launch_tensor_amax(input, args.m, args.k, args.x_dtype, FP4GEMM_HADAMARD_NONE,
+                                   args.column.amax, num_sms, stream));
+  }
+  return FP4GEMM_SUCCESS;
+}
 
-  void operator()(int num_sms) const {
-    // With few rows the latency of one counts, so that all its loads should be in flight at once; with many,
-    // fewer threads with more work each spend less on the reduction.
-    constexpr int kDeep = sizeof(T) == 4 ? 2 : 4;
-    bool const few_rows = params.m < 4 * num_sms;
-    bool const launched =
-        few_rows
-            ? launch<32, 1>() || launch<128, 1>() || launch<512, 1>() || launch<1024, kDeep>()
-            : launch<32, 1>() || launch<32, kDeep>() || launch<128, kDeep / 2>() || launch<128, kDeep>() ||
-                  launch<256, kDeep>() || launch<512, kDeep>() || launch<1024, kDeep>();
-    if (!launched) {
-      quantize_long_rows<T, kAmax>
-          <<<static_cast<unsigned>(padded_rows), kLongRowThreads, 0, stream>>>(params);
+fp4gemm_status_t launch_along_columns(fp4gemm_quantize_args_t const& args, int num_sms, cudaStream_t stream) {
+  bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
+  float const* row_amax = nullptr;
+  float const* column_amax = nullptr;
+  FP4GEMM_TRY(find_amaxes(args, num_sms, stream, &row_amax, &column_amax));
+  auto const side = [&](fp4gemm_quantized_t const& out, float const* amax, int64_t length) {
+    int const num_blocks = static_cast<int>(ceil_div(length, kBlock));
+    return Side{out.codes, out.scales, amax, per_row, num_blocks, (num_blocks + 3) / 4};
+  };
+  TileLaunch launch{{args.x, args.x_row_stride, args.m, args.k, side(args.row, row_amax, args.k),
+                     side(args.column, column_amax, args.m), args.hadamard_signs, cast_options(args)},
+                    args.x_dtype,
+                    stream};
+  bool const four_over_six = args.four_over_six != FP4GEMM_FOUR_OVER_SIX_NONE;
+  if (args.block_rows == kBlock) {
+    if (row_amax == nullptr) {
+      launch.params.row.amax = column_amax;  // a square has one scale for both sides
     }
-  }
-};
-
-template <class T>
-fp4gemm_status_t launch(fp4gemm_quantize_args_t const& args, int num_sms, cudaStream_t stream) {
-  int const num_blocks = static_cast<int>(args.k / kBlock);
-  QuantizeParams const params{args.x, args.codes,        args.scales, args.amax,
-                              args.m, args.x_row_stride, num_blocks,  (num_blocks + 3) / 4};
-  int64_t const padded_rows = (args.m + 127) / 128 * 128;
-  if (args.scaling == FP4GEMM_SCALING_ROW) {
-    RowLauncher<T, Amax::kRow>{params, padded_rows, stream}(num_sms);
+    launch_squares(launch, four_over_six);
+  } else if (four_over_six) {
+    launch_tiles_four_over_six(launch);
   } else {
-    FP4GEMM_TRY(launch_amax<T>(args, num_sms, stream));
-    RowLauncher<T, Amax::kGiven>{params, padded_rows, stream}(num_sms);
+    launch_tiles(launch, args.column.hadamard,
+                 args.encode == FP4GEMM_ENCODE_TE_PER_TOKEN || args.rng_state != nullptr);
   }
-  FP4GEMM_CUDA(cudaGetLastError());
   return FP4GEMM_SUCCESS;
 }
 
 }  // namespace
 
+fp4gemm_status_t launch_tensor_amax(Input const& input, int64_t m, int64_t k, fp4gemm_dtype_t dtype,
+                                    fp4gemm_hadamard_t hadamard, float* amax, int num_sms,
+                                    cudaStream_t stream) {
+  FP4GEMM_CUDA(cudaMemsetAsync(amax, 0, sizeof(float), stream));
+  bool const flat = input.row_stride == k;  // one long row
+  int64_t const rows = flat ? 1 : m;
+  int64_t const blocks_per_row = (flat ? m * k : k) / kBlock;
+  int64_t const ctas = 8 * int64_t{num_sms};
+  int64_t const ctas_per_row = std::clamp<int64_t>(ceil_div(blocks_per_row, kAmaxThreads), 1, ctas);
+  int64_t const grid_rows = std::clamp<int64_t>(ctas / ctas_per_row, 1, rows);
+  dim3 const grid(static_cast<unsigned>(ctas_per_row), static_cast<unsigned>(grid_rows));
+  for_loader(dtype, hadamard, [&](auto loader) {
+    using Loader = typename decltype(loader)::type;
+    tensor_amax<Loader><<<grid, kAmaxThreads, 0, stream>>>(input, rows, blocks_per_row, amax);
+  });
+  FP4GEMM_CUDA(cudaGetLastError());
+  return FP4GEMM_SUCCESS;
+}
+
+fp4gemm_status_t launch_group_amax(Input const& input, int64_t m, int64_t k, fp4gemm_dtype_t dtype,
+                                   fp4gemm_hadamard_t hadamard, Groups const& groups, float* amax,
+                                   cudaStream_t stream) {
+  FP4GEMM_CUDA(cudaMemsetAsync(amax, 0, m * sizeof(float), stream));
+  for_loader(dtype, hadamard, [&](auto loader) {
+    using Loader = typename decltype(loader)::type;
+    group_amax<Loader><<<static_cast<unsigned>(m), kAmaxThreads, 0, stream>>>(
+        input, groups, m, static_cast<int>(k / kBlock), amax);
+  });
+  FP4GEMM_CUDA(cudaGetLastError());
+  return FP4GEMM_SUCCESS;
+}
+
 fp4gemm_status_t launch_quantize(fp4gemm_quantize_args_t const& args, int num_sms, fp4gemm_stream_t stream) {
   if (args.m == 0) {
     // A tensor of no elements has an amax of zero; there is nothing else to write.
-    if (args.scaling == FP4GEMM_SCALING_TENSOR) {
-      FP4GEMM_CUDA(cudaMemsetAsync(args.amax, 0, sizeof(float), stream));
+    if (args.scaling == FP4GEMM_SCALING_TENSOR && args.offs == nullptr && args.row.amax_given == nullptr) {
+      FP4GEMM_CUDA(cudaMemsetAsync(args.row.amax, 0, sizeof(float), stream));
     }
     return FP4GEMM_SUCCESS;
   }
-  switch (args.x_dtype) {
-    case FP4GEMM_BF16: return launch<__nv_bfloat16>(args, num_sms, stream);
-    case FP4GEMM_FP16: return launch<__half>(args, num_sms, stream);
-    case FP4GEMM_FP32: return launch<float>(args, num_sms, stream);
-  }
-  return fail(FP4GEMM_ERROR_INVALID_ARGUMENT,
-              "x_dtype: is %d, must be FP4GEMM_BF16, FP4GEMM_FP16 or FP4GEMM_FP32",
-              static_cast<int>(args.x_dtype));
+  bool const tiled = args.column.codes != nullptr || args.block_rows == kBlock;
+  FP4GEMM_TRY(tiled ? launch_along_columns(args, num_sms, stream) : launch_along_rows(args, num_sms, stream));
+  FP4GEMM_CUDA(cudaGetLastError());
+  return FP4GEMM_SUCCESS;
 }
 
 }  // namespace fp4gemm

@@ -8,7 +8,16 @@ namespace fp4gemm {
 
 fp4gemm_status_t launch_quantize(fp4gemm_quantize_args_t const& args, int num_sms, fp4gemm_stream_t stream);
 
+fp4gemm_status_t launch_silu_and_mul_quantize(fp4gemm_silu_and_mul_quantize_args_t const& args,
+                                              fp4gemm_stream_t stream);
+
+fp4gemm_status_t launch_rms_norm_quantize(fp4gemm_rms_norm_quantize_args_t const& args, fp4gemm_stream_t stream);
+
 fp4gemm_status_t launch_dequantize(fp4gemm_dequantize_args_t const& args, fp4gemm_stream_t stream);
+
+fp4gemm_status_t launch_mxfp8_quantize(fp4gemm_mxfp8_args_t const& args, fp4gemm_stream_t stream);
+
+fp4gemm_status_t launch_mxfp8_dequantize(fp4gemm_mxfp8_args_t const& args, fp4gemm_stream_t stream);
 
 /// One operand to decode: y (rows, k) fp16 = e2m1 value x block scale.
 struct DecodeJob {

@@ -138,6 +138,13 @@ class Linear(torch.nn.Module):
         """
         if not isinstance(weight, NVFP4Tensor):
             raise TypeError(f"weight: got {_checks.describe(weight)}, must be an NVFP4Tensor")
+        if weight.offs is not None:
+            raise ValueError(f"weight: has {weight.offs.shape[0]} groups (offs), must have none")
+        if weight.hadamard_signs is not None:
+            raise ValueError(
+                f"weight: was rotated (hadamard_signs {weight.hadamard_signs:#06x}), must not be: "
+                "the layer does not rotate its input"
+            )
         n, k = weight.shape
         if bias is not None:
             bias = _checks.is_tensor("bias", bias)

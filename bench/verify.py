@@ -1,0 +1,53 @@
+"""Bit comparison of what the library returns with what its reference returns: a wrong kernel is not timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from fp4gemm import DecodedTensor, MXFP8Tensor, NVFP4Tensor
+from torch import Tensor
+
+
+def parts(result: object) -> list[tuple[str, Tensor]]:
+    """The tensors of a result in the order in which the reference returns them, with their names."""
+    if isinstance(result, Tensor):
+        return [("result", result)]
+    if isinstance(result, NVFP4Tensor):
+        return [("codes", result.codes), ("scales", result.scales), ("amax", result.amax)]
+    if isinstance(result, MXFP8Tensor):
+        return [("values", result.values), ("scales", result.scales)]
+    if isinstance(result, DecodedTensor):
+        return [("data", result.data)]
+    if isinstance(result, tuple):
+        return [(f"{name} of result {i}", x) for i, one in enumerate(result) for name, x in parts(one)]
+    raise TypeError(f"result: got a {type(result).__name__}, must be made of tensors")
+
+
+def same_bits(a: Tensor, b: Tensor) -> Tensor | None:
+    """Which bytes of two tensors of one dtype and shape differ, bool and flat; None where none does."""
+    x, y = (t.contiguous().view(-1).view(torch.uint8) for t in (a, b))
+    return None if torch.equal(x, y) else x != y
+
+
+def difference(got: object, want: Sequence[Tensor]) -> str | None:
+    """None where every bit of ``got`` is as wanted, else one sentence: which part, and how many bytes."""
+    named = parts(got)
+    if len(named) != len(want):
+        return f"{len(named)} tensors, the reference gives {len(want)}"
+    for (name, x), y in zip(named, want, strict=True):
+        if (x.dtype, x.shape) != (y.dtype, y.shape):
+            return f"{name}: {x.dtype} {tuple(x.shape)}, the reference gives {y.dtype} {tuple(y.shape)}"
+        differ = same_bits(x, y)
+        if differ is not None:
+            return f"{name}: {int(differ.sum())} of {differ.numel()} bytes differ from the reference"
+    return None
+
+
+def filled(want: Iterable[Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """``want`` with the tensors of ``given``, in order, in place of the empty ones.
+
+    An operator returns no amax where one was given; the library hands the given one on.
+    """
+    rest = list(given)
+    return tuple(rest.pop(0) if rest and x.shape == (0,) else x for x in want)

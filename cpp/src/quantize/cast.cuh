@@ -1,0 +1,198 @@
+// How a block becomes codes and a scale: the casts of the NVFP4 family, given the amax of its row or tensor.
+#pragma once
+
+#include "quantize/block.cuh"
+#include "quantize/philox.cuh"
+
+namespace fp4gemm {
+
+/// What a cast needs to know besides the amax.
+struct CastOptions {
+  bool te_per_token = false;           // the encode form of TransformerEngine's per-token pull request
+  int64_t const* rng_state = nullptr;  // {seed, offset} on the device: round stochastically
+  float e4m3_max = 448.0f;
+  bool mean_square = false;  // four over six: compare mean square instead of mean absolute errors
+  bool fast_error = false;   // four over six: errors in the scaled domain
+};
+
+/// Which amaxes and elements a computation is right for.
+enum class Range {
+  kRegular,  // finite elements and is_regular(amax): short sequences without branches
+  kAny,
+};
+
+/// Amaxes for which nothing below comes near overflow or underflow. False for zero, infinity and NaN.
+template <class Cast>
+__device__ bool is_regular(float amax) {
+  return amax > Cast::kLeastAmax && amax < 0x1p60f;
+}
+
+/// 1 / x rounded to nearest even, for x in [2^-100, 2^100]: one Newton step, exact there.
+__device__ inline float bounded_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return __fmaf_rn(y, __fmaf_rn(-x, y, 1.0f), y);
+}
+
+/// a / b rounded to nearest even, for b in [2^-60, 2^60] and a near 2^11.
+__device__ inline float bounded_quotient(float a, float b) {
+  float const inverse = bounded_reciprocal(b);
+  float quotient = __fmul_rn(a, inverse);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    quotient = __fmaf_rn(__fmaf_rn(-b, quotient, a), inverse, quotient);
+  }
+  return quotient;
+}
+
+/// What the amax A of a row or tensor determines: S = min(6 B / A, FLT_MAX), 1 where that is 0 (A = inf),
+/// with B the bound of the block scales; and 1 / S.
+struct OuterScale {
+  float encode;
+  float decode;
+
+  template <Range kRange>
+  __device__ static OuterScale of(float amax, float e4m3_max) {
+    if constexpr (kRange == Range::kRegular) {
+      float const encode = bounded_quotient(6.0f * e4m3_max, amax);
+      return {encode, bounded_reciprocal(encode)};
+    } else {
+      float const encode = fminf(__fdiv_rn(6.0f * e4m3_max, amax), kFloatMax);
+      return encode == 0.0f ? OuterScale{1.0f, 1.0f} : OuterScale{encode, __frcp_rn(encode)};
+    }
+  }
+};
+
+/// A quantized block: 16 codes and their scale.
+struct QuantizedBlock {
+  uint2 codes;
+  uint8_t scale;
+};
+
+__device__ inline float e4m3_to_float(uint8_t x) { return __half2float(e4m3_to_half(x)); }
+
+/// The factor of the elements, min(1 / (scale * (1/S)), FLT_MAX): a zero scale gives FLT_MAX, so that every
+/// nonzero element saturates, as the definition has it.
+template <Range kRange>
+__device__ inline float te_factor(uint8_t scale, OuterScale const& outer) {
+  float const product = __fmul_rn(e4m3_to_float(scale), outer.decode);
+  if constexpr (kRange == Range::kRegular) {
+    return scale == 0 ? kFloatMax : bounded_reciprocal(product);
+  } else {
+    return fminf(__frcp_rn(product), kFloatMax);
+  }
+}
+
+/// TransformerEngine >= 2.14: s = e4m3(a * (S * (1/6))), e = min(1 / (s * (1/S)), FLT_MAX).
+///
+/// Every cast has this interface: constructed for the amax of a row or tensor, it quantizes blocks without
+/// NaN whose largest magnitude is `amax`. `index` is the number of the block in the result. False means that
+/// the result needs the cast for Range::kAny. `draw` is 1 for blocks along m, which draw random numbers of
+/// their own.
+template <Range kRange>
+class TeCast {
+ public:
+  template <Range kOther>
+  using Rebind = TeCast<kOther>;
+
+  /// The smallest regular amax.
+  static constexpr float kLeastAmax = 0x1p-60f;
+
+  /// Whether quantize may leave single blocks of a regular row to resolve.
+  static constexpr bool kResolves = false;
+
+  /// What all rows share, made once by a whole warp.
+  struct Shared {
+    __device__ Shared(CastOptions const&, int /*draw*/) {}
+  };
+
+  __device__ TeCast(CastOptions const&, Shared const&, float outer_amax) {
+    outer_ = OuterScale::of<kRange>(outer_amax, 448.0f);
+    block_factor_ = __fmul_rn(outer_.encode, 1.0f / 6.0f);
+  }
+
+  template <class T>
+  __device__ bool quantize(Block<T> const& block, float amax, int64_t /*index*/,
+                           QuantizedBlock& result) const {
+    result.scale = float_to_e4m3(__fmul_rn(amax, block_factor_));
+    float const factor = te_factor<kRange>(result.scale, outer_);
+    result.codes = {encode_half(block, 0, factor), encode_half(block, 1, factor)};
+    return true;
+  }
+
+ private:
+  OuterScale outer_;
+  float block_factor_;
+};
+
+/// TeCast, or TransformerEngine's per-token form e = S / s (0 where s is 0), either to nearest even or
+/// stochastically.
+template <Range kRange>
+class VariantCast {
+ public:
+  template <Range kOther>
+  using Rebind = VariantCast<kOther>;
+
+  static constexpr float kLeastAmax = 0x1p-60f;
+  static constexpr bool kResolves = false;
+
+  struct Shared {
+    Philox philox;
+
+    __device__ Shared(CastOptions const& options, int draw) {
+      if (options.rng_state != nullptr) {
+        auto const seed = static_cast<uint64_t>(__ldg(options.rng_state));
+        auto const offset = static_cast<uint64_t>(__ldg(options.rng_state + 1)) + static_cast<uint64_t>(draw);
+        philox = {uniform(seed), uniform(offset)};
+      }
+    }
+
+   private:
+    /// The same number, in registers that a warp shares: the keys of all rounds come at no cost to the lanes.
+    __device__ static uint64_t uniform(uint64_t x) {
+      uint64_t const high = __reduce_max_sync(0xFFFFFFFFu, static_cast<uint32_t>(x >> 32));
+      return high << 32 | __reduce_max_sync(0xFFFFFFFFu, static_cast<uint32_t>(x));
+    }
+  };
+
+  __device__ VariantCast(CastOptions const& options, Shared const& shared, float outer_amax)
+      : te_per_token_(options.te_per_token),
+        is_stochastic_(options.rng_state != nullptr),
+        philox_(shared.philox) {
+    outer_ = OuterScale::of<kRange>(outer_amax, 448.0f);
+    block_factor_ = __fmul_rn(outer_.encode, 1.0f / 6.0f);
+  }
+
+  template <class T>
+  __device__ bool quantize(Block<T> const& block, float amax, int64_t index, QuantizedBlock& result) const {
+    result.scale = float_to_e4m3(__fmul_rn(amax, block_factor_));
+    float const factor =
+        te_per_token_ ? per_token_factor(result.scale) : te_factor<kRange>(result.scale, outer_);
+    if (is_stochastic_) {
+      uint4 const random = philox_.draw(static_cast<uint64_t>(index));
+      result.codes = {encode_half_stochastic(block, 0, factor, random.x, random.y),
+                      encode_half_stochastic(block, 1, factor, random.z, random.w)};
+    } else {
+      result.codes = {encode_half(block, 0, factor), encode_half(block, 1, factor)};
+    }
+    return true;
+  }
+
+ private:
+  __device__ float per_token_factor(uint8_t scale_bits) const {
+    float const scale = e4m3_to_float(scale_bits);
+    float const factor = kRange == Range::kRegular ? bounded_quotient(outer_.encode, scale)
+                                                   : fminf(__fdiv_rn(outer_.encode, scale), kFloatMax);
+    // In place of 0 the least positive number: it makes nothing of any number, and keeps infinity, which
+    // stands for NaN here.
+    return scale_bits == 0 ? 0x1p-149f : factor;
+  }
+
+  OuterScale outer_;
+  float block_factor_;
+  bool te_per_token_;
+  bool is_stochastic_;
+  Philox philox_;
+};
+
+}  // namespace fp4gemm

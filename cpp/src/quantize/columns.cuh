@@ -1,0 +1,313 @@
+// Quantization along columns: blocks of 16 along m, written transposed, alone or together with the blocks
+// along k.
+#pragma once
+
+#include "quantize/four_over_six.cuh"
+#include "quantize/hadamard.cuh"
+
+namespace fp4gemm {
+
+/// 16 rows of the few columns that make 8 bytes of a row.
+template <class T>
+struct Panel {
+  static constexpr int kColumns = 8 / static_cast<int>(sizeof(T));
+
+  uint2 rows[kBlock];
+
+  /// x: the first element, 8-byte aligned.
+  __device__ void load(T const* x, int64_t row_stride) {
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+      rows[i] = __ldg(reinterpret_cast<uint2 const*>(x + i * row_stride));
+    }
+  }
+
+  /// The 16 elements of a column.
+  __device__ Block<T> column(int j) const {
+    Block<T> block;
+    if constexpr (sizeof(T) == 4) {
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) {
+        block.words[i] = j == 0 ? rows[i].x : rows[i].y;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kBlock / 2; ++i) {
+        uint32_t const first = j < 2 ? rows[2 * i].x : rows[2 * i].y;
+        uint32_t const second = j < 2 ? rows[2 * i + 1].x : rows[2 * i + 1].y;
+        block.words[i] = __byte_perm(first, second, j % 2 == 0 ? 0x5410 : 0x7632);
+      }
+    }
+    return block;
+  }
+};
+
+/// Where the quantized x (along rows) or x^T (along columns) goes, and the amaxes it is scaled by.
+struct Side {
+  uint8_t* codes = nullptr;
+  uint8_t* scales = nullptr;
+  float const* amax = nullptr;  // one, or one a row of the result
+  bool amax_per_row = false;
+  int num_blocks = 0;  // in a row of the result
+  int num_words = 0;
+};
+
+struct TileParams {
+  void const* x;
+  int64_t row_stride;
+  int64_t m;
+  int64_t k;
+  Side row;
+  Side column;
+  uint32_t signs;  // of the rotation of the columns
+  CastOptions cast;
+};
+
+constexpr int kTileRows = 128;
+constexpr int kTileColumns = 64;  // a tile's row scales are 512 bytes of the swizzled layout
+
+/// What a column is quantized from: as it is (Rotation = void) or rotated, rounded to the type Rotation.
+template <class T, class Rotation>
+__device__ inline auto column_block(Panel<T> const& panel, int j, uint32_t signs) {
+  if constexpr (cuda::std::is_void_v<Rotation>) {
+    return panel.column(j);
+  } else {
+    return rotated<Rotation>(panel.column(j), signs);
+  }
+}
+
+/// Any block, any amax.
+template <class Cast, class T>
+__device__ __noinline__ QuantizedBlock quantize_any(CastOptions const& options,
+                                                    typename Cast::Shared const& shared, Block<T> block,
+                                                    float outer_amax, int64_t index) {
+  QuantizedBlock result;
+  Cast const cast(options, shared, outer_amax);
+  cast.quantize(without_nan(block), Block<T>::from_bits(amax_bits_ignoring_nan(block)), index, result);
+  return result;
+}
+
+/// A cast with what all blocks of a side share.
+template <class Cast>
+class SideCast {
+ public:
+  __device__ SideCast(CastOptions const& options, int draw)
+      : options_(options), shared_(options, draw), any_shared_(options, draw) {}
+
+  template <class T>
+  __device__ QuantizedBlock quantize(Block<T> const& block, float outer_amax, int64_t index) const {
+    uint32_t const bits = block.amax_bits();
+    if (bits <= Block<T>::kInfinity && is_regular<Cast>(outer_amax)) {
+      QuantizedBlock result;
+      Cast const cast(options_, shared_, outer_amax);
+      if (cast.quantize(block, Block<T>::from_bits(bits), index, result)) {
+        return result;
+      }
+    }
+    return quantize_any<AnyCast>(options_, any_shared_, block, outer_amax, index);
+  }
+
+ private:
+  using AnyCast = typename Cast::template Rebind<Range::kAny>;
+
+  CastOptions const& options_;
+  typename Cast::Shared shared_;
+  typename AnyCast::Shared any_shared_;
+};
+
+template <class T>
+constexpr int kTileThreads = kTileColumns / Panel<T>::kColumns * (kTileRows / kBlock);
+
+/// One tile of x a CTA. The grid covers the padded scales, so that their zero padding is written too.
+template <class T, class Cast, class Rotation, bool kRows>
+__global__ void __launch_bounds__(kTileThreads<T>) quantize_tiles(TileParams p) {
+  constexpr int kThreads = kTileThreads<T>;
+  constexpr int kColumnsPerThread = Panel<T>::kColumns;
+  constexpr int kLanes = kTileColumns / kColumnsPerThread;
+  constexpr int kRowGroups = kTileRows / kBlock;
+  __shared__ uint2
+      column_codes[kTileColumns][kRowGroups + 1];  // one more, so that columns start in other banks
+  __shared__ alignas(8) uint8_t column_scales[kTileColumns][kRowGroups];
+  __shared__ alignas(16) uint8_t row_scales[512];
+
+  int64_t const first_row = int64_t{blockIdx.y} * kTileRows;
+  int64_t const first_column = int64_t{blockIdx.x} * kTileColumns;
+  int const thread = static_cast<int>(threadIdx.x);
+
+  {
+    int const lane = thread % kLanes;
+    int const group = thread / kLanes;
+    int64_t const column = first_column + lane * kColumnsPerThread;
+    int64_t const row = first_row + group * kBlock;
+    bool const is_real = row < p.m && column < p.k;
+    SideCast<Cast> const cast(p.cast, 1);
+    Panel<T> panel;
+    if (is_real) {
+      panel.load(static_cast<T const*>(p.x) + row * p.row_stride + column, p.row_stride);
+    }
+#pragma unroll
+    for (int j = 0; j < kColumnsPerThread; ++j) {
+      QuantizedBlock quantized{};
+      if (is_real) {
+        float const amax = __ldg(p.column.amax + (p.column.amax_per_row ? column + j : 0));
+        quantized = cast.quantize(column_block<T, Rotation>(panel, j, p.signs), amax,
+                                  (column + j) * p.column.num_blocks + row / kBlock);
+      }
+      column_codes[lane * kColumnsPerThread + j][group] = quantized.codes;
+      column_scales[lane * kColumnsPerThread + j][group] = quantized.scale;
+    }
+  }
+  if constexpr (kRows) {
+    constexpr int kBlocksPerRow = kTileColumns / kBlock;
+    SideCast<Cast> const cast(p.cast, 0);
+#pragma unroll 2
+    for (int i = thread; i < kTileRows * kBlocksPerRow; i += kThreads) {
+      int const in_tile = i / kBlocksPerRow;
+      int const block = i % kBlocksPerRow;
+      int64_t const row = first_row + in_tile;
+      int64_t const column = first_column + block * kBlock;
+      QuantizedBlock quantized{};
+      if (row < p.m && column < p.k) {
+        int64_t const index = row * p.row.num_blocks + column / kBlock;
+        float const amax = __ldg(p.row.amax + (p.row.amax_per_row ? row : 0));
+        quantized =
+            cast.quantize(load_block(static_cast<T const*>(p.x) + row * p.row_stride + column), amax, index);
+        reinterpret_cast<uint2*>(p.row.codes)[index] = quantized.codes;
+      }
+      row_scales[in_tile % 32 * 16 + in_tile / 32 * 4 + block] = quantized.scale;
+    }
+  }
+  __syncthreads();
+
+  for (int i = thread; i < kTileColumns * kRowGroups; i += kThreads) {
+    int64_t const column = first_column + i / kRowGroups;
+    int64_t const block = first_row / kBlock + i % kRowGroups;
+    if (column < p.k && block < p.column.num_blocks) {
+      reinterpret_cast<uint2*>(p.column.codes)[column * p.column.num_blocks + block] =
+          column_codes[i / kRowGroups][i % kRowGroups];
+    }
+  }
+  for (int i = thread; i < kTileColumns * (kRowGroups / 4); i += kThreads) {
+    int const in_tile = i % kTileColumns;
+    int const word = i / kTileColumns;
+    int const block = static_cast<int>(first_row / kBlock) + 4 * word;
+    if (block < 4 * p.column.num_words) {
+      *reinterpret_cast<uint32_t*>(p.column.scales +
+                                   scale_offset(first_column + in_tile, block, p.column.num_words)) =
+          *reinterpret_cast<uint32_t const*>(&column_scales[in_tile][4 * word]);
+    }
+  }
+  if constexpr (kRows) {
+    if (thread < 32 && static_cast<int>(blockIdx.x) < p.row.num_words) {
+      reinterpret_cast<uint4*>(
+          p.row.scales + scale_offset(first_row, 4 * static_cast<int>(blockIdx.x), p.row.num_words))[thread] =
+          reinterpret_cast<uint4 const*>(row_scales)[thread];
+    }
+  }
+}
+
+constexpr int kAmaxRows = 128;  // rows of a CTA of columns_amax
+constexpr int kColumnAmaxThreads = 128;
+
+struct ColumnAmaxParams {
+  void const* x;
+  int64_t row_stride;
+  int64_t m;
+  int64_t k;
+  float* row_amax;     // (m), zeros before; null: not wanted
+  float* column_amax;  // (k), or (1) with column_is_tensor; zeros before
+  bool column_is_tensor;
+  uint32_t signs;
+};
+
+/// Amaxes of not negative floats order as their bits do.
+__device__ inline void combine_amax(float* amax, float value) {
+  atomicMax(reinterpret_cast<unsigned int*>(amax), __float_as_uint(value));
+}
+
+/// The bits of max |x| of a few neighbours in a row, NaN ignored.
+template <class T>
+__device__ inline uint32_t panel_row_bits(uint2 neighbours) {
+  uint32_t const words[2] = {neighbours.x, neighbours.y};
+  uint32_t bits = 0;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      uint32_t const magnitude = words[i] & 0x7FFFFFFFu;
+      bits = max(bits, magnitude <= Block<T>::kInfinity ? magnitude : 0u);
+    } else {
+      uint32_t const low = words[i] & 0x7FFFu;
+      uint32_t const high = words[i] >> 16 & 0x7FFFu;
+      bits = max(bits, low <= Block<T>::kInfinity ? low : 0u);
+      bits = max(bits, high <= Block<T>::kInfinity ? high : 0u);
+    }
+  }
+  return bits;
+}
+
+/// max |x| of every column, after the rotation if there is one, and of every row: combined into what is
+/// there.
+template <class T, class Rotation, bool kRows>
+__global__ void __launch_bounds__(kColumnAmaxThreads) columns_amax(ColumnAmaxParams p) {
+  constexpr int kColumns = Panel<T>::kColumns;
+  using Element = cuda::std::conditional_t<cuda::std::is_void_v<Rotation>, T, Rotation>;
+  int64_t const column = (int64_t{blockIdx.x} * kColumnAmaxThreads + threadIdx.x) * kColumns;
+  int64_t const first_row = int64_t{blockIdx.y} * kAmaxRows;
+  int64_t const end_row = min(first_row + kAmaxRows, p.m);
+  bool const is_real = column < p.k;
+  __shared__ uint32_t row_bits[kRows ? kAmaxRows : 1];
+  if constexpr (kRows) {
+    row_bits[threadIdx.x] = 0;
+    __syncthreads();
+  }
+  uint32_t bits[kColumns] = {};
+  for (int64_t row = first_row; row < end_row; row += kBlock) {
+    Panel<T> panel{};
+    if (is_real) {
+      panel.load(static_cast<T const*>(p.x) + row * p.row_stride + column, p.row_stride);
+    }
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      Block<Element> const block = column_block<T, Rotation>(panel, j, p.signs);
+      uint32_t block_bits = block.amax_bits();
+      if (block_bits > Block<Element>::kInfinity) {
+        block_bits = amax_bits_ignoring_nan(block);
+      }
+      bits[j] = max(bits[j], block_bits);
+    }
+    if constexpr (kRows) {
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) {
+        uint32_t of_row = panel_row_bits<T>(panel.rows[i]);
+        of_row = __reduce_max_sync(0xFFFFFFFFu, of_row);
+        if (threadIdx.x % 32 == 0) {
+          atomicMax(&row_bits[row - first_row + i], of_row);
+        }
+      }
+    }
+  }
+  if (p.column_is_tensor) {
+    uint32_t all = bits[0];
+#pragma unroll
+    for (int j = 1; j < kColumns; ++j) {
+      all = max(all, bits[j]);
+    }
+    all = __reduce_max_sync(0xFFFFFFFFu, all);
+    if (threadIdx.x % 32 == 0) {
+      combine_amax(p.column_amax, Block<Element>::from_bits(all));
+    }
+  } else if (is_real) {
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      combine_amax(p.column_amax + column + j, Block<Element>::from_bits(bits[j]));
+    }
+  }
+  if constexpr (kRows) {
+    __syncthreads();
+    if (first_row + threadIdx.x < end_row) {
+      combine_amax(p.row_amax + first_row + threadIdx.x, Block<T>::from_bits(row_bits[threadIdx.x]));
+    }
+  }
+}
+
+}  // namespace fp4gemm

@@ -1,0 +1,163 @@
+// NVFP4 back to numbers.
+#include <cuda/std/type_traits>
+
+#include "error.hpp"
+#include "quantize/convert.cuh"
+#include "quantize/groups.cuh"
+#include "quantize/numerics.cuh"
+#include "quantize/quantize.hpp"
+
+namespace fp4gemm {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kQuad = 4;  // rows r, r + 32, r + 64, r + 96 of a tile, whose scales lie side by side
+
+/// Elements that a thread takes at a time: 16 bytes of the output.
+template <class T>
+constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
+
+struct DequantizeParams {
+  uint8_t const* codes;
+  uint8_t const* scales;
+  float const* amax;
+  void* y;
+  int64_t m;
+  int k;
+  int num_words;  // of 4 scales in a row, padded; compact scales: of 16
+  bool amax_per_row;
+  bool scales_are_compact;
+  float factor;  // fl(1 / (6 * e4m3_max))
+  Groups groups;
+};
+
+/// The four scales of a block of a quad, one a byte.
+__device__ inline uint32_t quad_scales(DequantizeParams const& p, int64_t tile, int in_tile,
+                                       int64_t first_row, int count, int block) {
+  if (!p.scales_are_compact) {
+    uint4 const vector = __ldg(reinterpret_cast<uint4 const*>(
+        p.scales + scale_offset(tile * 128 + in_tile, block & ~3, p.num_words)));
+    uint32_t const selector = 0x0040u + 0x11u * (block % 4);  // that byte of two words
+    return __byte_perm(__byte_perm(vector.x, vector.y, selector), __byte_perm(vector.z, vector.w, selector),
+                       0x5410);
+  }
+  uint32_t result = 0;
+  int const blocks_per_row = p.k / kBlock;
+  for (int i = 0; i < kQuad; ++i) {
+    if (in_tile + 32 * i < count) {
+      result |= uint32_t{__ldg(p.scales + (first_row + in_tile + 32 * i) * blocks_per_row + block)}
+                << (8 * i);
+    }
+  }
+  return result;
+}
+
+/// threadIdx.x counts chunks of a row, threadIdx.y and blockIdx quads of rows of the scale buffer.
+template <class T>
+__global__ void __launch_bounds__(kThreads) dequantize(DequantizeParams p) {
+  int64_t const quad = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+  int64_t const tile = quad / 32;
+  int const in_tile = static_cast<int>(quad % 32);
+  TileRows rows{tile * 128, min(p.m - tile * 128, int64_t{128}), 0, 0};
+  if (p.groups.offs != nullptr) {
+    rows = find_tile(p.groups, p.m, tile);
+  }
+  int const count = static_cast<int>(rows.count);
+  float amax[kQuad];
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) {
+    bool const is_real = in_tile + 32 * i < count;
+    amax[i] = is_real ? __ldg(p.amax + (p.amax_per_row ? rows.first + in_tile + 32 * i : 0)) : 0.0f;
+  }
+  using Codes = cuda::std::conditional_t<kChunk<T> == 8, uint32_t, uint16_t>;  // two a byte
+  using Values = Chunk<T, kChunk<T>>;
+  int const chunks_per_row = p.k / kChunk<T>;
+  int64_t const first = (rows.first + in_tile) * chunks_per_row;
+  int64_t const step = int64_t{32} * chunks_per_row;
+  auto const* const codes = reinterpret_cast<Codes const*>(p.codes) + first;
+  auto* const y = static_cast<Values*>(p.y) + first;
+  constexpr int kDeep = 2;  // chunks whose loads are in flight together
+  int const width = static_cast<int>(blockDim.x);
+  for (int start = static_cast<int>(threadIdx.x); start < chunks_per_row; start += kDeep * width) {
+    uint32_t loaded[kDeep][kQuad];
+    uint32_t scales[kDeep];
+#pragma unroll
+    for (int c = 0; c < kDeep; ++c) {
+      int const chunk = start + c * width;
+      bool const is_real = in_tile < count && chunk < chunks_per_row;
+#pragma unroll
+      for (int i = 0; i < kQuad; ++i) {
+        loaded[c][i] = is_real && in_tile + 32 * i < count ? __ldg(codes + chunk + i * step) : 0;
+      }
+      scales[c] = is_real ? quad_scales(p, tile, in_tile, rows.first, count, chunk * kChunk<T> / kBlock) : 0;
+    }
+#pragma unroll
+    for (int c = 0; c < kDeep; ++c) {
+      int const chunk = start + c * width;
+#pragma unroll
+      for (int i = 0; i < kQuad; ++i) {
+        if (in_tile + 32 * i < count && chunk < chunks_per_row) {
+          float const scale_value = __half2float(e4m3_to_half(static_cast<uint8_t>(scales[c] >> (8 * i))));
+          float const scale = __fmul_rn(__fmul_rn(scale_value, amax[i]), p.factor);
+          Values result;
+#pragma unroll
+          for (int j = 0; j < kChunk<T> / 2; ++j) {
+            float2 const pair = __half22float2(decode_e2m1_pair(loaded[c][i] >> (8 * j)));
+            result.elements[2 * j] = from_float<T>(__fmul_rn(pair.x, scale));
+            result.elements[2 * j + 1] = from_float<T>(__fmul_rn(pair.y, scale));
+          }
+          y[chunk + i * step] = result;
+        }
+      }
+    }
+  }
+  if (p.groups.offs != nullptr) {
+    // Rows of y behind the last group: quad after quad takes four of them.
+    int64_t const first_outside = clamp_row(__ldg(p.groups.offs + p.groups.num - 1), p.m) + quad * kQuad;
+    for (int64_t row = first_outside; row < min(first_outside + kQuad, p.m); ++row) {
+      for (int chunk = static_cast<int>(threadIdx.x); chunk < chunks_per_row;
+           chunk += static_cast<int>(blockDim.x)) {
+        static_cast<Values*>(p.y)[row * chunks_per_row + chunk] = {};
+      }
+    }
+  }
+}
+
+}  // namespace
+
+fp4gemm_status_t launch_dequantize(fp4gemm_dequantize_args_t const& args, fp4gemm_stream_t stream) {
+  if (args.m == 0) {
+    return FP4GEMM_SUCCESS;
+  }
+  int const chunks_per_row =
+      static_cast<int>(args.k / (args.y_dtype == FP4GEMM_FP32 ? kChunk<float> : kChunk<__half>));
+  int const num_words = static_cast<int>((args.k / kBlock + 3) / 4);
+  DequantizeParams const params{args.codes,
+                                args.scales,
+                                args.amax,
+                                args.y,
+                                args.m,
+                                static_cast<int>(args.k),
+                                num_words,
+                                args.scaling == FP4GEMM_SCALING_ROW,
+                                args.scales_are_compact != 0,
+                                1.0f / (6.0f * static_cast<float>(args.e4m3_max)),
+                                {args.offs, args.num_groups}};
+  int64_t const scale_rows =
+      args.offs != nullptr ? fp4gemm_grouped_scale_rows(args.m, args.num_groups) : (args.m + 127) / 128 * 128;
+  unsigned width = 32;
+  while (width < kThreads && static_cast<int>(width) < chunks_per_row) {
+    width *= 2;
+  }
+  dim3 const block(width, kThreads / width);
+  auto const grid = static_cast<unsigned>(scale_rows / kQuad / block.y);  // 32 quads a tile, block.y up to 8
+  switch (args.y_dtype) {
+    case FP4GEMM_BF16: dequantize<__nv_bfloat16><<<grid, block, 0, stream>>>(params); break;
+    case FP4GEMM_FP16: dequantize<__half><<<grid, block, 0, stream>>>(params); break;
+    case FP4GEMM_FP32: dequantize<float><<<grid, block, 0, stream>>>(params); break;
+  }
+  FP4GEMM_CUDA(cudaGetLastError());
+  return FP4GEMM_SUCCESS;
+}
+
+}  // namespace fp4gemm

@@ -1,0 +1,67 @@
+// Grouped input: which rows of x a tile of the scale buffer belongs to, found by each warp from the group
+// ends.
+#pragma once
+
+#include <cstdint>
+
+namespace fp4gemm {
+
+/// Group e holds rows offs[e-1]..offs[e]-1 of x; its scales start at the next multiple of 128 rows of their
+/// buffer.
+struct Groups {
+  int const* offs = nullptr;  // (num) cumulative ends, on the device; null: one group of all rows
+  int num = 0;
+};
+
+/// Where the 128 rows of a tile of the scale buffer come from.
+struct TileRows {
+  int64_t first;  // row of x that the tile begins with
+  int64_t count;  // rows of x in the tile, 0..128; the others are padding
+  int group;
+  int64_t group_start;  // first row of x of the group
+};
+
+__device__ inline int clamp_row(int row, int64_t m) { return min(max(row, 0), static_cast<int>(m)); }
+
+/// All lanes of a warp must call it with the same tile. Each lane counts a few neighbouring groups.
+__device__ inline TileRows find_tile(Groups const& groups, int64_t m, int64_t tile) {
+  int const lane = static_cast<int>(threadIdx.x % 32);
+  int const per_lane = (groups.num + 31) / 32;
+  int const first = min(lane * per_lane, groups.num);
+  int const last = min(first + per_lane, groups.num);
+  // Ends outside of x would be an error of the caller; they must not lead outside of its memory.
+  int const start = first > 0 ? clamp_row(__ldg(groups.offs + first - 1), m) : 0;
+  int own = 0;  // tiles of the lane's groups
+  int begin = start;
+#pragma unroll 4
+  for (int e = first; e < last; ++e) {
+    int const end = clamp_row(__ldg(groups.offs + e), m);
+    own += (max(end - begin, 0) + 127) / 128;
+    begin = end;
+  }
+  int up_to = own;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    int const other = __shfl_up_sync(0xFFFFFFFFu, up_to, step);
+    up_to += lane >= step ? other : 0;
+  }
+  unsigned const found = __ballot_sync(0xFFFFFFFFu, up_to > tile);
+  if (found == 0) {
+    return {0, 0, 0, 0};  // behind the last group
+  }
+  int const source = __ffs(static_cast<int>(found)) - 1;
+  int64_t in_lane = tile - __shfl_sync(0xFFFFFFFFu, up_to - own, source);  // among the tiles of the source
+  begin = __shfl_sync(0xFFFFFFFFu, start, source);
+  for (int e = source * per_lane;; ++e) {
+    int const end = clamp_row(__ldg(groups.offs + e), m);
+    int const tiles = (max(end - begin, 0) + 127) / 128;
+    if (in_lane < tiles) {
+      int64_t const row = begin + in_lane * 128;
+      return {row, min(end - row, int64_t{128}), e, begin};
+    }
+    in_lane -= tiles;
+    begin = end;
+  }
+}
+
+}  // namespace fp4gemm

@@ -1,0 +1,191 @@
+// What a row of blocks is made from: the input itself, its Hadamard rotation, SiLU times gate, or an RMS
+// norm.
+#pragma once
+
+#include "quantize/cast.cuh"
+#include "quantize/hadamard.cuh"
+
+namespace fp4gemm {
+
+/// The input of a row kernel, whatever the loader.
+struct Input {
+  void const* x;
+  int64_t row_stride;              // elements
+  uint32_t signs = 0;              // Hadamard: bit r set negates element r of a block
+  int64_t up_offset = 0;           // SiLU: elements from the gate to what it is multiplied with
+  void const* residual = nullptr;  // norm: added to x, (m, k) contiguous; null: none
+  void* sum = nullptr;             // norm: out, x + residual, (m, k) contiguous
+  void const* weight = nullptr;    // norm: (k), or null
+  int64_t k = 0;                   // norm
+  float epsilon = 0.0f;            // norm
+};
+
+/// Blocks of x as they are.
+template <class T>
+class PlainLoader {
+ public:
+  using Element = T;
+  static constexpr bool kIsNorm = false;
+
+  __device__ PlainLoader(Input const& input, int64_t row, int first_block)
+      : x_(static_cast<T const*>(input.x) + row * input.row_stride + first_block * kBlock) {}
+
+  /// Block first_block + block of the row.
+  __device__ Block<T> load(int block) const { return load_block(x_ + int64_t{block} * kBlock); }
+
+  /// The elements of that block.
+  __device__ T const* elements(int block) const { return x_ + int64_t{block} * kBlock; }
+
+ private:
+  T const* x_;
+};
+
+/// Each block rotated: values rounded to bf16 (Out = __nv_bfloat16) or not (float).
+template <class T, class Out>
+class HadamardLoader {
+ public:
+  using Element = Out;
+  static constexpr bool kIsNorm = false;
+
+  __device__ HadamardLoader(Input const& input, int64_t row, int first_block)
+      : plain_(input, row, first_block), signs_(input.signs) {}
+
+  __device__ Block<Out> load(int block) const { return rotated<Out>(plain_.load(block), signs_); }
+
+ private:
+  PlainLoader<T> plain_;
+  uint32_t signs_;
+};
+
+/// cast(cast(silu(gate)) * up), the two roundings of eager F.silu(gate) * up.
+template <class T>
+class SiluAndMulLoader {
+ public:
+  using Element = T;
+  static constexpr bool kIsNorm = false;
+
+  __device__ SiluAndMulLoader(Input const& input, int64_t row, int first_block)
+      : gate_(static_cast<T const*>(input.x) + row * input.row_stride + first_block * kBlock),
+        up_offset_(input.up_offset) {}
+
+  __device__ Block<T> load(int block) const {
+    T const* const start = gate_ + int64_t{block} * kBlock;
+    Block<T> gate = load_block(start);
+    Block<T> const up = load_block(start + up_offset_);
+#pragma unroll
+    for (int i = 0; i < Block<T>::kWords; ++i) {
+      gate.words[i] = multiply_pair<T>(pack_pair<T>(silu(gate.element(2 * i)), silu(gate.element(2 * i + 1))),
+                                       up.words[i]);
+    }
+    return gate;
+  }
+
+ private:
+  /// g * (1 / (1 + exp(-g))), near enough to the exact value to round to the same bf16 or fp16 for each of
+  /// their 2^16 numbers (tested); -0 where exp overflows. The quarters keep the reciprocal a normal number.
+  __device__ static float silu(float g) {
+    float const quarter = fminf(__fmaf_rn(expf(-g), 0.25f, 0.25f), kFloatMax);  // of 1 + exp(-g)
+    return __fmul_rn(__fmul_rn(g, 0.25f), bounded_reciprocal(quarter));
+  }
+
+  T const* gate_;
+  int64_t up_offset_;
+};
+
+/// weight * cast(h * (1 / sqrt(mean(h^2) + epsilon))), the product rounded again, with h = cast(x +
+/// residual).
+template <class T>
+class RmsNormLoader {
+ public:
+  using Element = T;
+  static constexpr bool kIsNorm = true;
+
+  __device__ RmsNormLoader(Input const& input, int64_t row, int first_block)
+      : x_(static_cast<T const*>(input.x) + row * input.row_stride + first_block * kBlock),
+        residual_(offset(static_cast<T const*>(input.residual), row * input.k + first_block * kBlock)),
+        sum_(offset(static_cast<T*>(input.sum), row * input.k + first_block * kBlock)),
+        weight_(offset(static_cast<T const*>(input.weight), first_block * kBlock)) {}
+
+  /// h; see finish.
+  __device__ Block<T> load(int block) const {
+    int64_t const start = int64_t{block} * kBlock;
+    Block<T> h = load_block(x_ + start);
+    if (residual_ != nullptr) {
+      Block<T> const other = load_block(residual_ + start);
+#pragma unroll
+      for (int i = 0; i < Block<T>::kWords; ++i) {
+        h.words[i] = pack_pair<T>(__fadd_rn(h.element(2 * i), other.element(2 * i)),
+                                  __fadd_rn(h.element(2 * i + 1), other.element(2 * i + 1)));
+      }
+    }
+    return h;
+  }
+
+  /// h again, once store_sum has run; the sum may lie where the residual was.
+  __device__ Block<T> reload(int block) const {
+    if (sum_ == nullptr) {
+      return load(block);
+    }
+    Block<T> h;
+    auto const* const source = reinterpret_cast<uint32_t const*>(sum_ + int64_t{block} * kBlock);
+#pragma unroll
+    for (int i = 0; i < Block<T>::kWords; ++i) {
+      h.words[i] = source[i];
+    }
+    return h;
+  }
+
+  __device__ void store_sum(int block, Block<T> const& h) const {
+    if (sum_ != nullptr) {
+      uint4* const target = reinterpret_cast<uint4*>(sum_ + int64_t{block} * kBlock);
+      target[0] = {h.words[0], h.words[1], h.words[2], h.words[3]};
+      target[1] = {h.words[4], h.words[5], h.words[6], h.words[7]};
+    }
+  }
+
+  /// The norm of h, r = 1 / sqrt(mean + epsilon).
+  __device__ Block<T> finish(int block, Block<T> h, float r) const {
+#pragma unroll
+    for (int i = 0; i < Block<T>::kWords; ++i) {
+      h.words[i] = pack_pair<T>(__fmul_rn(h.element(2 * i), r), __fmul_rn(h.element(2 * i + 1), r));
+    }
+    if (weight_ != nullptr) {
+      Block<T> const weight = load_block(weight_ + int64_t{block} * kBlock);
+#pragma unroll
+      for (int i = 0; i < Block<T>::kWords; ++i) {
+        h.words[i] = multiply_pair<T>(h.words[i], weight.words[i]);
+      }
+    }
+    return h;
+  }
+
+  /// The sum of squares, folded by halves.
+  __device__ static float sum_of_squares(Block<T> const& h) {
+    float square[kBlock];
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+      square[i] = __fmul_rn(h.element(i), h.element(i));
+    }
+#pragma unroll
+    for (int half = kBlock / 2; half > 0; half /= 2) {
+#pragma unroll
+      for (int i = 0; i < half; ++i) {
+        square[i] = __fadd_rn(square[i], square[i + half]);
+      }
+    }
+    return square[0];
+  }
+
+ private:
+  template <class P>
+  __device__ static P* offset(P* pointer, int64_t elements) {
+    return pointer == nullptr ? nullptr : pointer + elements;
+  }
+
+  T const* x_;
+  T const* residual_;
+  T* sum_;
+  T const* weight_;
+};
+
+}  // namespace fp4gemm

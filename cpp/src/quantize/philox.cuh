@@ -1,0 +1,39 @@
+// Philox4x32-10, the counter-based generator of Salmon et al. (SC 2011), as cuRAND and TransformerEngine use
+// it.
+#pragma once
+
+#include <cstdint>
+
+namespace fp4gemm {
+
+/// The stream of one (seed, offset): 128 bits for every sequence number.
+class Philox {
+ public:
+  Philox() = default;
+
+  __device__ Philox(uint64_t seed, uint64_t offset) : seed_(seed), offset_(offset) {}
+
+  /// counter = (offset, sequence), key = seed, low words first.
+  __device__ uint4 draw(uint64_t sequence) const {
+    uint4 c{static_cast<uint32_t>(offset_), static_cast<uint32_t>(offset_ >> 32),
+            static_cast<uint32_t>(sequence), static_cast<uint32_t>(sequence >> 32)};
+    uint32_t key_low = static_cast<uint32_t>(seed_);
+    uint32_t key_high = static_cast<uint32_t>(seed_ >> 32);
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+      uint64_t const x = uint64_t{0xD2511F53u} * c.x;
+      uint64_t const z = uint64_t{0xCD9E8D57u} * c.z;
+      c = {static_cast<uint32_t>(z >> 32) ^ c.y ^ key_low, static_cast<uint32_t>(z),
+           static_cast<uint32_t>(x >> 32) ^ c.w ^ key_high, static_cast<uint32_t>(x)};
+      key_low += 0x9E3779B9u;
+      key_high += 0xBB67AE85u;
+    }
+    return c;
+  }
+
+ private:
+  uint64_t seed_;
+  uint64_t offset_;
+};
+
+}  // namespace fp4gemm

@@ -1,0 +1,191 @@
+"""MXFP8: the container MXFP8Tensor and quantize_mxfp8, blocks of 32 that share a power of two."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _checks, _options, _pytree, ops
+from .info import ready
+from .layout import unswizzle_scales
+
+__all__ = ["MXFP8Tensor", "quantize_mxfp8"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class MXFP8Tensor:
+    """x[m, k] ~ v[m, k] * s[m, k/32]: v an fp8 value, s its e8m0 scale, a power of two.
+
+    Frozen, compared by identity, a pytree node. Made by :func:`fp4gemm.quantize_mxfp8`, or from parts of your
+    own, which are checked here without reading device memory (nothing synchronises). Source of the format:
+    OCP Microscaling formats 1.0, MXFP8.
+
+    Args:
+        values: float8_e4m3fn or float8_e5m2 (m, k), contiguous, base 16-byte aligned, k a positive multiple
+            of 32.
+        scales: float8_e8m0fnu, contiguous, 2^(byte - 127), 255 is NaN: (ceil128(m), ceil4(k/32)) in the
+            swizzled layout of :mod:`fp4gemm.layout`, pads zero; or (m, k/32) with swizzled=False. uint8 is
+            taken by view.
+        swizzled: which of the two; it is never guessed.
+
+    Raises:
+        TypeError: a part is no tensor, or has another dtype.
+        ValueError: a part has another rank, shape, device, memory layout or alignment.
+    """
+
+    values: Tensor  # (m, k) fp8
+    scales: Tensor  # (ceil128(m), ceil4(k/32)) e8m0 swizzled, or (m, k/32)
+    swizzled: bool = True
+
+    def __post_init__(self) -> None:
+        values = _checks.is_tensor("values", self.values)
+        _checks.has_dtype("values", values, _checks.FP8_DTYPES)
+        _checks.has_rank("values", values, 2, "(m, k)")
+        m, k = values.shape
+        _checks.is_multiple("values", "k", k, _checks.MXFP8_BLOCK)
+        _checks.is_contiguous("values", values)
+        _checks.is_aligned("values", values)
+        _checks.is_bool("swizzled", self.swizzled)
+        scales = _checks.is_tensor("scales", self.scales)
+        _checks.has_dtype("scales", scales, (torch.float8_e8m0fnu, torch.uint8))
+        form = "swizzled" if self.swizzled else "compact"
+        why = f", the {form} shape for values of (m, k) = ({m}, {k})"
+        _checks.has_shape("scales", scales, _checks.mxfp8_scale_shape(m, k, self.swizzled), why)
+        _checks.same_device("scales", scales, values.device, "values")
+        _checks.is_contiguous("scales", scales)
+        if self.swizzled:
+            _checks.is_aligned("scales", scales)
+        if scales.dtype is torch.uint8:
+            object.__setattr__(self, "scales", scales.view(torch.float8_e8m0fnu))
+
+    @classmethod
+    def _trusted(cls, values: Tensor, scales: Tensor, swizzled: bool) -> MXFP8Tensor:
+        """Without checks: for parts an operator of ours has just made, and for pytree leaves of any kind."""
+        self = object.__new__(cls)
+        object.__setattr__(self, "values", values)
+        object.__setattr__(self, "scales", scales)
+        object.__setattr__(self, "swizzled", swizzled)
+        return self
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(m, k)."""
+        m, k = self.values.shape
+        return m, k
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both parts, padding of the scales included."""
+        return self.values.nbytes + self.scales.nbytes
+
+    def compact_scales(self) -> Tensor:
+        """The block scales in their plain order: float8_e8m0fnu (m, k/32), contiguous, a copy."""
+        m, k = self.shape
+        if not self.swizzled:
+            return self.scales.clone()
+        return unswizzle_scales(self.scales, m, k // _checks.MXFP8_BLOCK)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """cast(fl(v * s)), (m, k) of dtype; does not synchronise.
+
+        Args:
+            dtype: torch.float32, torch.bfloat16 or torch.float16 (which overflows to inf).
+
+        Raises:
+            TypeError: dtype is another one. NotImplementedError: the device has no kernel; the text says why.
+        """
+        _checks.is_float_dtype("dtype", dtype)
+        ready(self.values, "quantize")
+        result: Tensor = ops.mxfp8_dequantize(self.values, self.scales, dtype, self.swizzled)
+        return result
+
+    def to(self, device: torch.device | str | int) -> MXFP8Tensor:
+        """The same values on another device; itself when it is there already.
+
+        Args:
+            device: a torch.device, its name, or a CUDA index. Synchronises where torch does.
+        """
+        target = _checks.as_device("device", device)
+        values = _checks.moved("device", self.values, target)
+        if values is self.values:
+            return self
+        return MXFP8Tensor._trusted(values, self.scales.to(target), self.swizzled)
+
+    def clone(self) -> MXFP8Tensor:
+        """A copy that shares no memory."""
+        return MXFP8Tensor._trusted(self.values.clone(), self.scales.clone(), self.swizzled)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Bytes in place of float8, whose storages torch (2.13) pickles but cannot read back.
+        raw = self.values.view(torch.uint8), self.scales.view(torch.uint8)
+        return _unpickle, (*raw, self.values.dtype, self.swizzled)
+
+    def __repr__(self) -> str:
+        values: object = self.values
+        if not isinstance(values, Tensor):  # a pytree may carry anything in place of the tensors
+            return f"{type(self).__name__}(...)"
+        return (
+            f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.values.dtype}, "
+            f"swizzled={self.swizzled}, device={str(self.device)!r})"
+        )
+
+
+def _unpickle(values: Tensor, scales: Tensor, dtype: torch.dtype, swizzled: bool) -> MXFP8Tensor:
+    return MXFP8Tensor._trusted(values.view(dtype), scales.view(torch.float8_e8m0fnu), swizzled)
+
+
+_pytree.register(MXFP8Tensor, ("values", "scales"), ("swizzled",))
+
+
+def quantize_mxfp8(
+    x: Tensor,
+    *,
+    axis: int = -1,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    swizzled: bool = True,
+) -> MXFP8Tensor:
+    """x[m, k] ~ v * s: fp8 values v, one power of two s per 32 of k, the least that no v overflows with.
+
+    With a_b the largest magnitude of a block (NaN left out), MAX = 448 (e4m3) or 57344 (e5m2) and fl(.) one
+    float32 rounding::
+
+        s = 2^(code - 127), the least power of two >= fl(a_b * fl(1 / MAX)), code 0 to 254
+        v = fp8(fl(x * 2^(127 - code)))                     nearest even, saturating; NaN gives 0x7F
+
+    as TransformerEngine does. A block of zeros has code 0.
+
+    Args:
+        x: bfloat16, float16 or float32 (m, k); m >= 0, k a positive multiple of 32. Unit stride along k; each
+            row starts on 16 bytes.
+        axis: -1: blocks along k. 0: blocks along m, a positive multiple of 32; the result is the quantized
+            x.T.
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        swizzled: scales in the 128x4 layout of :mod:`fp4gemm.layout`, else (m, k/32).
+
+    Returns:
+        MXFP8Tensor on the device of x, on its current stream. Does not synchronise.
+
+    Raises:
+        TypeError: an argument of another Python type or dtype.
+        ValueError: another rank, size, stride, alignment or axis.
+        NotImplementedError: x requires grad while grad mode is on, or the device has no kernel.
+    """
+    _checks.quantize_input(x, "fp4gemm.quantize_mxfp8", step=_checks.MXFP8_BLOCK)
+    axis = _options.axis(axis, x, _checks.MXFP8_BLOCK)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(
+            f"dtype: got {_checks.describe(dtype)}, must be {_checks.listing(_checks.FP8_DTYPES)}"
+        )
+    if dtype not in _checks.FP8_DTYPES:
+        raise TypeError(f"dtype: got {dtype}, must be {_checks.listing(_checks.FP8_DTYPES)}")
+    _checks.is_bool("swizzled", swizzled)
+    ready(x, "quantize")
+    values, scales = ops.mxfp8_quantize(x, axis, dtype, swizzled)
+    return MXFP8Tensor._trusted(values, scales, swizzled)

@@ -1,0 +1,85 @@
+"""silu_and_mul_quantize and rms_norm_quantize: what stands before a GEMM, quantized in the same pass."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import _checks, _options, ops
+from .info import ready
+from .tensor import NVFP4Tensor
+
+__all__ = ["rms_norm_quantize", "silu_and_mul_quantize"]
+
+
+def silu_and_mul_quantize(x: Tensor, *, offs: Tensor | None = None) -> NVFP4Tensor:
+    """quantize(cast(cast(silu(g)) * u)), x = [g | u]: the gated activation of an MLP, one amax a row.
+
+    silu(g) = g / (1 + exp(-g)), rounded once to the dtype of x, and -0 where g < -88.75 (the float32 exp of
+    eager torch overflows there); the product is rounded again, as eager ``F.silu(g) * u`` does. Bit for bit
+    ``fp4gemm.quantize(fp4gemm.reference.silu_and_mul(x), offs=offs)``.
+
+    Args:
+        x: bfloat16 or float16 (m, 2k); m >= 0, k a positive multiple of 16. Columns 0 to k-1 are the gate,
+            the others up. Unit stride along a row; each row starts on 16 bytes.
+        offs: int32 (g,), the ends of groups of rows, as for :func:`fp4gemm.quantize`.
+
+    Returns:
+        NVFP4Tensor (m, k) with amax (m,), on the device of x, on its current stream. Does not synchronise.
+
+    Raises:
+        TypeError: an argument of another Python type or dtype.
+        ValueError: another rank, size, stride, alignment or device.
+        NotImplementedError: x requires grad while grad mode is on, or the device has no kernel.
+    """
+    function = "fp4gemm.silu_and_mul_quantize"
+    _checks.quantize_input(x, function, dtypes=_checks.HALF_DTYPES, step=2 * _checks.BLOCK, what="2k")
+    if offs is not None:
+        _options.group_ends(offs, x.device, "x")
+    ready(x, "quantize")
+    codes, scales, amax = ops.silu_and_mul_quantize(x, offs)
+    return NVFP4Tensor._trusted(codes, scales, amax, 448, offs)
+
+
+def rms_norm_quantize(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+) -> NVFP4Tensor | tuple[NVFP4Tensor, Tensor]:
+    """quantize(cast(weight * cast(h * r))), h = cast(x + residual), r = 1 / sqrt(mean(h * h) + eps), per row.
+
+    Each operation in float32, with the roundings of Hugging Face's LlamaRMSNorm. The order of the sum is
+    fixed: each block of 16 is folded by halves, then the sums of the blocks are. Bit for bit
+    ``fp4gemm.quantize(y)`` with ``y, h = fp4gemm.reference.rms_norm(x, weight, residual, eps)``.
+
+    Args:
+        x: bfloat16 or float16 (m, k); m >= 0, k a positive multiple of 16. Unit stride along k; each row
+            starts on 16 bytes.
+        weight: (k,) of the dtype of x, contiguous; None is 1.
+        eps: a finite Python number >= 0, rounded to float32.
+        residual: (m, k) of the dtype of x, with strides like those of x. Added to x before the norm.
+
+    Returns:
+        NVFP4Tensor (m, k) with amax (m,); with a residual also h (m, k) of the dtype of x, the new residual.
+        On the device of x, on its current stream. Does not synchronise.
+
+    Raises:
+        TypeError: an argument of another Python type or dtype.
+        ValueError: another rank, size, stride, alignment, device or eps.
+        NotImplementedError: a tensor requires grad while grad mode is on, or the device has no kernel.
+    """
+    function = "fp4gemm.rms_norm_quantize"
+    _checks.quantize_input(x, function, dtypes=_checks.HALF_DTYPES)
+    if weight is not None:
+        _checks.exact_vector("weight", weight, x.shape[1], x.dtype, x.device, "x", function)
+    if residual is not None:
+        _checks.quantize_input(residual, function, name="residual", dtypes=(x.dtype,))
+        _checks.has_shape("residual", residual, tuple(x.shape), ", the shape of x")
+        _checks.same_device("residual", residual, x.device, "x")
+        residual = residual.contiguous()  # the kernel wants it so; a copy only where it is not
+    _options.epsilon(eps)
+    ready(x, "quantize")
+    codes, scales, amax, summed = ops.rms_norm_quantize(x, weight, residual, float(eps))
+    t = NVFP4Tensor._trusted(codes, scales, amax, 448)
+    return t if residual is None else (t, summed)

@@ -1,0 +1,32 @@
+"""The semantics of every operation in plain torch, on any device; registered as the CPU implementation.
+
+Each function has the arguments and results of the operator of its name and defines its bits; the head of the
+file it lives in has the formulas. Options are numbers as in the operators, and no default is computed.
+"""
+
+from __future__ import annotations
+
+from .decoding import decode, dequantize
+from .formats import decode_e2m1, encode_e2m1, encode_e4m3, encode_e8m0
+from .gemm import scaled_mm
+from .mxfp8 import mxfp8_dequantize, mxfp8_quantize
+from .nvfp4 import quantize, quantize_both
+from .producers import rms_norm, rms_norm_quantize, silu_and_mul, silu_and_mul_quantize
+
+__all__ = [
+    "decode",
+    "decode_e2m1",
+    "dequantize",
+    "encode_e2m1",
+    "encode_e4m3",
+    "encode_e8m0",
+    "mxfp8_dequantize",
+    "mxfp8_quantize",
+    "quantize",
+    "quantize_both",
+    "rms_norm",
+    "rms_norm_quantize",
+    "scaled_mm",
+    "silu_and_mul",
+    "silu_and_mul_quantize",
+]

@@ -1,0 +1,138 @@
+"""The checks of the operators' arguments: what the reference refuses beyond fp4gemm._checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def matrix(name: str, value: object, dtypes: Sequence[torch.dtype], step: int, function: str) -> Tensor:
+    """x (m, k), k a positive multiple of ``step``; rows have unit stride and start 16-byte aligned."""
+    x = _checks.is_tensor(name, value)
+    _checks.has_dtype(name, x, dtypes)
+    _checks.has_rank(name, x, 2, "(m, k)")
+    _checks.is_multiple(name, "k", x.shape[1], step)
+    _checks.rows_are_aligned(name, x)
+    _checks.no_grad(name, x, f"fp4gemm.{function}")
+    return x
+
+
+def exact_vector(
+    name: str,
+    value: object,
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    function: str = "quantize",
+) -> Tensor:
+    """A contiguous vector of exactly ``length`` entries on the device of x."""
+    x = _checks.is_tensor(name, value)
+    _checks.has_dtype(name, x, (dtype,))
+    _checks.has_shape(name, x, (length,))
+    _checks.same_device(name, x, device, "x")
+    _checks.is_contiguous(name, x)
+    _checks.no_grad(name, x, f"fp4gemm.{function}")
+    return x
+
+
+def scales_like(value: object, shape: tuple[int, ...], why: str, device: torch.device) -> Tensor:
+    """Block scales of this shape, contiguous, as float8_e4m3fn."""
+    x = _checks.is_tensor("scales", value)
+    _checks.has_dtype("scales", x, (torch.float8_e4m3fn, torch.uint8))
+    _checks.has_shape("scales", x, shape, f", {why}")
+    _checks.same_device("scales", x, device, "codes")
+    _checks.is_contiguous("scales", x)
+    return _checks.as_scales(x)
+
+
+def refuse(name: str, value: object, wanted: str, because: str) -> None:
+    raise NotImplementedError(f"{name}: got {value!r}, must be {wanted} with {because}")
+
+
+def group_ends(offs: object, m: int, device: torch.device) -> Tensor:
+    """offs int32 (g,), g >= 1: non-decreasing within 0..m. Reads it, so this synchronises on a GPU."""
+    x = _checks.is_tensor("offs", offs)
+    _checks.has_dtype("offs", x, (torch.int32,))
+    _checks.has_rank("offs", x, 1, "(g,)")
+    if x.shape[0] < 1:
+        raise ValueError("offs: shape is (0,), must have at least one entry")
+    _checks.same_device("offs", x, device, "x")
+    _checks.is_contiguous("offs", x)
+    before = 0
+    for i, end in enumerate(x.tolist()):
+        if end < before:
+            raise ValueError(f"offs: entry {i} is {end}, must be at least {before} (ends do not decrease)")
+        before = end
+    if before > m:
+        raise ValueError(f"offs: the last entry is {before}, must be at most {m}, the rows of x")
+    return x
+
+
+def options(
+    per_row: object,
+    block_rows: object,
+    encode: object,
+    four_over_six: object,
+    fast_error: object,
+    e4m3_max: object,
+    hadamard: object,
+    signs: object,
+) -> None:
+    """Types and ranges of what quantize and quantize_both share, and which of them go together."""
+    _checks.is_one_of("per_row", per_row, (True, False))
+    _checks.is_one_of("block_rows", block_rows, (1, 16))
+    _checks.is_one_of("encode", encode, (0, 1))
+    _checks.is_one_of("four_over_six", four_over_six, (0, 1, 2))
+    _checks.is_one_of("fast_error", fast_error, (False, True))
+    _checks.is_one_of("e4m3_max", e4m3_max, _checks.E4M3_BOUNDS)
+    _checks.is_one_of("hadamard", hadamard, (0, 1, 2))
+    if isinstance(signs, bool) or not isinstance(signs, int):
+        raise TypeError(f"signs: got {_checks.describe(signs)}, must be an int")
+    if not 0 <= signs <= 0xFFFF:
+        raise ValueError(f"signs: got {signs}, must be 0 to 0xFFFF")
+    if signs and not hadamard:
+        raise ValueError(f"signs: got {signs}, must be 0 without hadamard")
+    if e4m3_max != 448 and not four_over_six:
+        raise ValueError(f"e4m3_max: got {e4m3_max}, must be 448 without four_over_six")
+    if block_rows == 16:
+        because = "block_rows 16"
+        if per_row:
+            refuse("per_row", per_row, "False", because)
+        if encode:
+            refuse("encode", encode, "0 (te)", because)
+        if hadamard:
+            refuse("hadamard", hadamard, "0", because)
+    if four_over_six:
+        because = f"four_over_six {four_over_six}"
+        if encode:
+            refuse("encode", encode, "0 (te)", because)
+        if hadamard:
+            refuse("hadamard", hadamard, "0", because)
+
+
+def epsilon(value: object) -> float:
+    """eps: a finite Python number >= 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"eps: got {_checks.describe(value)}, must be a Python number")
+    if not 0 <= value <= _checks.FLOAT32_MAX:
+        raise ValueError(f"eps: got {value}, must be at least 0 and finite in float32")
+    return float(value)
+
+
+def random_state(value: object, block_rows: int, four_over_six: int, device: torch.device) -> Tensor | None:
+    """rng_state int64 (2,), {seed, offset}, or None."""
+    if value is None:
+        return None
+    x = exact_vector("rng_state", value, 2, torch.int64, device)
+    if block_rows == 16:
+        raise NotImplementedError("rng_state: got a tensor, must be None with block_rows 16")
+    if four_over_six:
+        raise NotImplementedError(f"rng_state: got a tensor, must be None with four_over_six {four_over_six}")
+    return x

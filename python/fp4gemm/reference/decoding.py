@@ -1,0 +1,94 @@
+"""NVFP4 back to numbers: dequantize, and decode for the kernels that multiply float16."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+from ..layout import unswizzle_scales
+from . import checks
+from .chunks import f32, row_chunks
+from .formats import E2M1_MAX, decode_e2m1
+from .grouped import Groups
+
+__all__ = ["decode", "dequantize"]
+
+BLOCK = _checks.BLOCK
+
+
+def dequantize(
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    e4m3_max: int,
+    dtype: torch.dtype,
+    swizzled: bool = True,
+    offs: Tensor | None = None,
+) -> Tensor:
+    """cast(fl(q * fl(fl(s * A) * fl(1 / (6 * e4m3_max))))): q the e2m1 value, s the block scale, A the amax.
+
+    Args:
+        codes: uint8 (m, k/2).
+        scales: float8_e4m3fn (ceil128(m), ceil4(k/16)), swizzled; or (m, k/16); or with offs
+            (grouped_scale_rows(m, g), ceil4(k/16)).
+        amax: float32 (m,) or (1,).
+        e4m3_max: 448 or 256, the e4m3 bound the operand was made with.
+        dtype: bfloat16, float16 or float32; float16 overflows to inf.
+        swizzled: False for scales (m, k/16).
+        offs: int32 (g,), the ends of the groups of rows; later rows give 0.
+
+    Returns:
+        (m, k) of dtype.
+    """
+    codes = _checks.codes("codes", codes)
+    m, k = codes.shape[0], 2 * codes.shape[1]
+    _checks.is_one_of("swizzled", swizzled, (True, False))
+    groups = None if offs is None else Groups(offs, m, codes.device)
+    compact = _compact(scales, m, k, codes.device, swizzled, groups)
+    amax = _checks.vector("amax", amax, m, codes.device, "codes").view(-1, 1)
+    _checks.is_one_of("e4m3_max", e4m3_max, _checks.E4M3_BOUNDS)
+    _checks.is_float_dtype("dtype", dtype)
+    factor = torch.div(f32(1.0, codes.device), f32(E2M1_MAX * e4m3_max, codes.device))
+    out = torch.empty((m, k), dtype=dtype, device=codes.device)
+    for i, j in row_chunks(m, k):
+        final = compact[i:j].to(torch.float32) * (amax if amax.shape[0] == 1 else amax[i:j]) * factor
+        values = decode_e2m1(codes[i:j]).view(j - i, -1, BLOCK)
+        out[i:j] = (values * final.unsqueeze(2)).view(j - i, k)
+    if groups is not None:
+        out[groups.num_rows :] = 0
+    return out
+
+
+def _compact(
+    scales: object, m: int, k: int, device: torch.device, swizzled: bool, groups: Groups | None
+) -> Tensor:
+    """Scales (m, k/16) of scales in any of the layouts, checked."""
+    if groups is None and swizzled:
+        return unswizzle_scales(_checks.scales("scales", scales, m, k, device, "codes"), m, k // BLOCK)
+    if groups is None:
+        return checks.scales_like(scales, (m, k // BLOCK), "the compact shape", device)
+    if not swizzled:
+        raise ValueError(
+            "offs: got a tensor, must be None with swizzled False (compact scales have no groups)"
+        )
+    return groups.unswizzle(
+        checks.scales_like(scales, groups.scale_shape(k // BLOCK), "the grouped shape", device), k // BLOCK
+    )
+
+
+def decode(codes: Tensor, scales: Tensor) -> Tensor:
+    """q * s as float16 (m, k): exact, since the product has at most 6 significant bits and is at most 2688.
+
+    Args:
+        codes: uint8 (m, k/2).
+        scales: float8_e4m3fn (ceil128(m), ceil4(k/16)), swizzled.
+    """
+    codes, scales = _checks.packed_operand("codes", codes, "scales", scales)
+    m, k = codes.shape[0], 2 * codes.shape[1]
+    compact = unswizzle_scales(scales, m, k // BLOCK)
+    out = torch.empty((m, k), dtype=torch.float16, device=codes.device)
+    for i, j in row_chunks(m, k):
+        values = decode_e2m1(codes[i:j]).view(j - i, -1, BLOCK)
+        out[i:j] = (values * compact[i:j].to(torch.float32).unsqueeze(2)).view(j - i, k)
+    return out

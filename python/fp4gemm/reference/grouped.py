@@ -1,0 +1,57 @@
+"""Groups of rows: which group a row belongs to, and where its block scales lie.
+
+offs holds the cumulative ends of g groups; the rows from offs[-1] on belong to none. The scales of a group
+start at a multiple of 128 rows of the swizzled matrix, after those of the groups before it (fp4gemm.layout).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..layout import TILE_COLUMNS, TILE_ROWS, grouped_scale_rows, swizzle_scales, unswizzle_scales
+from . import checks
+
+
+class Groups:
+    """The groups of m rows. Reads offs on the host, so it synchronises on a GPU."""
+
+    def __init__(self, offs: object, m: int, device: torch.device) -> None:
+        ends = checks.group_ends(offs, m, device).to(torch.int64)
+        self.m, self.num_groups = m, ends.shape[0]
+        self.num_rows = int(ends[-1])  # of all groups
+        sizes = torch.diff(ends, prepend=ends.new_zeros(1))
+        padded = (sizes + (TILE_ROWS - 1)) & -TILE_ROWS
+        rows = torch.arange(m, dtype=torch.int64, device=device)
+        self.of_row = torch.searchsorted(ends, rows, right=True)  # (m,), g for a row of no group
+        of_grouped = self.of_row[: self.num_rows]
+        starts = padded.cumsum(0) - padded - (ends - sizes)
+        self.scale_row = rows[: self.num_rows] + starts[of_grouped]  # (num_rows,)
+
+    def expand(self, per_group: Tensor) -> Tensor:
+        """(m,) of (g,): each row gets the entry of its group, a row of no group 0."""
+        return torch.cat((per_group, per_group.new_zeros(1)))[self.of_row]
+
+    def amax(self, row_amax: Tensor) -> Tensor:
+        """(g,): the largest of each group; 0 for an empty one."""
+        result = row_amax.new_zeros(self.num_groups + 1)
+        return result.scatter_reduce_(0, self.of_row, row_amax, "amax")[: self.num_groups]
+
+    def scale_shape(self, columns: int) -> tuple[int, int]:
+        """Of the swizzled scales of all groups, ``columns`` = k/16."""
+        return grouped_scale_rows(self.m, self.num_groups), -(-columns // TILE_COLUMNS) * TILE_COLUMNS
+
+    def swizzle(self, scales: Tensor) -> Tensor:
+        """Scales (m, c) to their places in :meth:`scale_shape`; every other byte is 0."""
+        spread = torch.zeros(
+            (self.scale_shape(0)[0], scales.shape[1]), dtype=torch.uint8, device=scales.device
+        )
+        spread[self.scale_row] = scales.view(torch.uint8)[: self.num_rows]
+        return swizzle_scales(spread).view(scales.dtype)
+
+    def unswizzle(self, scales: Tensor, columns: int) -> Tensor:
+        """The inverse, (m, columns); 0 in a row of no group."""
+        rows, _ = self.scale_shape(columns)
+        compact = torch.zeros((self.m, columns), dtype=torch.uint8, device=scales.device)
+        compact[: self.num_rows] = unswizzle_scales(scales.view(torch.uint8), rows, columns)[self.scale_row]
+        return compact.view(scales.dtype)

@@ -1,0 +1,286 @@
+"""NVFP4 quantization in every variant.
+
+fl(.) below is one IEEE binary32 operation, rounded to nearest even, subnormals kept; min lets a NaN lose.
+FMAX = 3.4028235e38, a_b is the largest magnitude of a block of 16 (or of a 16x16 tile), A that of the row, of
+the tensor or of the group; where A is given, it stands for itself::
+
+    S = min(fl(2688 / A), FMAX), and S = 1 where that is 0 (A = inf)
+    s = e4m3(min(fl(a_b * fl(S * fl(1/6))), FMAX))                nearest even, saturating at 448
+    e = min(fl(1 / fl(s * fl(1 / S))), FMAX)                      encode te
+    e = 0 where s = 0, else min(fl(S / s), FMAX)                  encode te_per_token
+    c = e2m1(fl(x * e))                                           nearest, ties to even, saturating at 6
+
+Stored are c, s and A. "te" is TransformerEngine >= 2.14 (NVFP4QuantizerRef), bit for bit up to the sign of
+zero and NaN, where the PTX instruction cvt.rn.satfinite.e2m1x2 is followed: -0 gives code 8; amax ignores
+NaN, a NaN element gives code 7. "te_per_token" is TransformerEngine's pull request #3045 without its floor of
+1e-12 under A.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+from ..layout import swizzle_scales
+from . import checks
+from . import four_over_six as adaptive
+from .chunks import f32, row_chunks
+from .formats import (
+    E2M1_MAX,
+    encode_e2m1,
+    encode_e2m1_stochastic,
+    encode_e4m3,
+    pack,
+    unpack,
+)
+from .grouped import Groups
+from .hadamard import rotate
+from .philox import random_bytes
+
+__all__ = ["quantize", "quantize_both"]
+
+BLOCK = _checks.BLOCK
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is quantized and how, checked; the fields are the arguments of :func:`quantize`."""
+
+    x: Tensor
+    per_row: bool
+    axis: int
+    block_rows: int
+    encode: int
+    four_over_six: int
+    fast_error: bool
+    e4m3_max: int
+    hadamard: int
+    signs: int
+    rng_state: Tensor | None
+
+    def shape(self) -> tuple[int, int]:
+        """(rows, k) of the result."""
+        m, k = self.x.shape
+        return (k, m) if self.axis == 0 else (m, k)
+
+    def load(self, begin: int, end: int) -> Tensor:
+        """float32 (end - begin, blocks, 16): rows of x, or of its transpose, rotated where asked for."""
+        rows = self.x[:, begin:end].t() if self.axis == 0 else self.x[begin:end]
+        blocks = rows.to(torch.float32).contiguous().view(end - begin, -1, BLOCK)
+        return rotate(blocks, self.signs, self.hadamard == 1) if self.hadamard else blocks
+
+    def chunks(self, step: int = 1) -> list[tuple[int, int]]:
+        return list(row_chunks(*self.shape(), step))
+
+
+def quantize(
+    x: Tensor,
+    amax: Tensor | None,
+    per_row: bool,
+    axis: int = -1,
+    block_rows: int = 1,
+    encode: int = 0,
+    four_over_six: int = 0,
+    fast_error: bool = False,
+    e4m3_max: int = 448,
+    hadamard: int = 0,
+    signs: int = 0,
+    rng_state: Tensor | None = None,
+    offs: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, scales, amax) of x (m, k) or of its transpose, as the head of this file defines them.
+
+    Args:
+        x: (m, k) bfloat16, float16 or float32, unit stride along k, m >= 0, k a positive multiple of 16.
+        amax: A instead of what x has, float32: (1,), (rows of the result,) with per_row, (g,) with offs
+        alone. per_row: one amax a row; else one for the tensor or, with offs, for each group.
+        axis: -1, blocks along k; 0, blocks along m, a positive multiple of 16: the result is that of x.T.
+        block_rows: 1, or 16 for 16x16 tiles that share one scale (rows that lack to 16 count as zero).
+        encode: 0 te, 1 te_per_token.
+        four_over_six: 0 no, 1 by mean absolute, 2 by mean squared error (reference/four_over_six.py). Tiles
+            are decided in the orientation of x for either axis.
+        fast_error: the error in the scaled domain.
+        e4m3_max: 448, or 256 with four_over_six.
+        hadamard: 0 no, 1 rotated and rounded to bfloat16, 2 rotated (reference/hadamard.py).
+        signs: bit r set negates element r of each block before it is rotated.
+        rng_state: int64 (2,), {seed, offset}: codes are rounded stochastically (reference/philox.py), for
+            axis 0 with offset + 1.
+        offs: int32 (g,), the ends of groups of rows (reference/grouped.py). Later rows get codes and amax 0.
+
+    Returns:
+        codes uint8 (m, k/2); scales float8_e4m3fn (ceil128(m), ceil4(k/16)), or with offs
+        (grouped_scale_rows(m, g), ceil4(k/16)), swizzled, pads zero; amax float32 (m,) or (1,), or (0,) where
+        it was given in this form. With offs it is always (m,). For axis 0, m and k change places.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: an argument or a combination of them; the text names it.
+    """
+    checks.matrix("x", x, _checks.FLOAT_DTYPES, BLOCK, "quantize")
+    _checks.is_one_of("axis", axis, (-1, 0))
+    checks.options(per_row, block_rows, encode, four_over_six, fast_error, e4m3_max, hadamard, signs)
+    rng_state = checks.random_state(rng_state, block_rows, four_over_six, x.device)
+    if axis == 0:
+        _checks.is_multiple("x", "m", x.shape[0], BLOCK)
+    groups = None
+    if offs is not None:
+        if axis == 0 or block_rows == 16:
+            because = "axis 0" if axis == 0 else "block_rows 16"
+            raise NotImplementedError(f"offs: got a tensor, must be None with {because}")
+        groups = Groups(offs, x.shape[0], x.device)
+    plan = _Plan(
+        x, per_row, axis, block_rows, encode, four_over_six, fast_error, e4m3_max, hadamard, signs, rng_state
+    )
+    _check_amax("amax", amax, plan, groups)
+    return _quantize(plan, amax, groups)
+
+
+def quantize_both(
+    x: Tensor,
+    amax: Tensor | None,
+    amax_t: Tensor | None,
+    per_row: bool,
+    block_rows: int = 1,
+    encode: int = 0,
+    four_over_six: int = 0,
+    fast_error: bool = False,
+    e4m3_max: int = 448,
+    hadamard: int = 0,
+    signs: int = 0,
+    rng_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """quantize(x, axis=-1) without the rotation, then quantize(x, axis=0) with it: TransformerEngine's
+    recipe.
+
+    Args:
+        x: (m, k), m and k positive multiples of 16.
+        amax: A of the first, or None.
+        amax_t: A of the second; given if amax is.
+
+    The other arguments, the six results and what is raised are those of :func:`quantize`.
+    """
+    checks.matrix("x", x, _checks.FLOAT_DTYPES, BLOCK, "quantize_both")
+    checks.options(per_row, block_rows, encode, four_over_six, fast_error, e4m3_max, hadamard, signs)
+    rng_state = checks.random_state(rng_state, block_rows, four_over_six, x.device)
+    _checks.is_multiple("x", "m", x.shape[0], BLOCK)
+    if (amax is None) != (amax_t is None):
+        raise ValueError(
+            f"amax_t: got {'None' if amax_t is None else 'a tensor'}, must be given exactly when amax is"
+        )
+    rows = _Plan(x, per_row, -1, block_rows, encode, four_over_six, fast_error, e4m3_max, 0, 0, rng_state)
+    columns = replace(rows, axis=0, hadamard=hadamard, signs=signs)
+    _check_amax("amax", amax, rows, None)
+    _check_amax("amax_t", amax_t, columns, None)
+    return *_quantize(rows, amax, None), *_quantize(columns, amax_t, None)
+
+
+def _check_amax(name: str, amax: object, plan: _Plan, groups: Groups | None) -> None:
+    if amax is None:
+        return
+    length = plan.shape()[0] if plan.per_row else 1 if groups is None else groups.num_groups
+    checks.exact_vector(name, amax, length, torch.float32, plan.x.device)
+
+
+def _quantize(plan: _Plan, amax: Tensor | None, groups: Groups | None) -> tuple[Tensor, Tensor, Tensor]:
+    if plan.block_rows == 16 and plan.axis == 0:
+        codes, scales, amax = _cast(replace(plan, axis=-1), amax, None)
+        # A tile has one scale for its rows and its columns.
+        tiles = scales.view(torch.uint8)[::BLOCK].t().repeat_interleave(BLOCK, dim=0)
+        return _transpose_codes(codes), swizzle_scales(tiles.view(scales.dtype)), amax
+    codes, scales, amax = _cast(plan, amax, groups)
+    return codes, swizzle_scales(scales) if groups is None else groups.swizzle(scales), amax
+
+
+def _cast(plan: _Plan, amax: Tensor | None, groups: Groups | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, compact scales (rows, blocks) and amax."""
+    m, k = plan.shape()
+    device = plan.x.device
+    block_amax = _block_amax(plan)
+    if amax is None:
+        amax = _outer_amax(block_amax, plan.per_row, groups)
+        stored = amax
+    elif groups is not None and not plan.per_row:
+        amax = groups.expand(amax)
+        stored = amax
+    else:
+        stored = amax.new_empty(0)
+    amax = amax.view(-1, 1)  # (m, 1) or (1, 1), as what follows
+    one, fmax = f32(1.0, device), f32(_checks.FLOAT32_MAX, device)
+    encode = torch.fmin(torch.div(f32(plan.e4m3_max * E2M1_MAX, device), amax), fmax)
+    encode = torch.where(encode == 0, one, encode)  # S
+
+    codes = torch.empty((m, k // 2), dtype=torch.uint8, device=device)
+    scales = torch.empty((m, k // BLOCK), dtype=torch.float8_e4m3fn, device=device)
+    for i, j in plan.chunks(step=plan.block_rows):
+        x = plan.load(i, j)
+        row_encode = encode if encode.shape[0] == 1 else encode[i:j]
+        if plan.four_over_six:
+            nibbles, scales[i:j] = adaptive.quantize_blocks(
+                x,
+                block_amax[i:j],
+                row_encode,
+                amax if amax.shape[0] == 1 else amax[i:j],
+                e4m3_max=plan.e4m3_max,
+                mse=plan.four_over_six == adaptive.MSE,
+                fast=plan.fast_error,
+                tiles=plan.block_rows == 16,
+            )
+        else:
+            scale = encode_e4m3(
+                torch.fmin(block_amax[i:j] * (row_encode * torch.div(one, f32(E2M1_MAX, device))), fmax)
+            )
+            scales[i:j] = scale
+            product = x * _element_factor(scale.to(torch.float32), row_encode, plan.encode).unsqueeze(2)
+            if plan.rng_state is None:
+                nibbles = encode_e2m1(product)
+            else:
+                random = random_bytes(plan.rng_state, 1 + plan.axis, i, j, k // BLOCK)
+                nibbles = encode_e2m1_stochastic(product, random)
+        codes[i:j] = pack(nibbles.view(j - i, k))
+    if groups is not None:
+        codes[groups.num_rows :] = 0
+    return codes, scales, stored
+
+
+def _block_amax(plan: _Plan) -> Tensor:
+    """float32 (rows, blocks), without NaN, which the hardware's max drops and torch's keeps."""
+    m, k = plan.shape()
+    result = torch.empty((m, k // BLOCK), dtype=torch.float32, device=plan.x.device)
+    for i, j in plan.chunks():
+        a = plan.load(i, j).abs()
+        a.masked_fill_(a.isnan(), 0.0)
+        torch.amax(a, dim=2, out=result[i:j])
+    if plan.block_rows == 16:
+        padded = torch.nn.functional.pad(result, (0, 0, 0, -m % BLOCK))
+        result = padded.unflatten(0, (-1, BLOCK)).amax(dim=1).repeat_interleave(BLOCK, dim=0)[:m]
+    return result
+
+
+def _outer_amax(block_amax: Tensor, per_row: bool, groups: Groups | None) -> Tensor:
+    row_amax = block_amax.amax(dim=1)
+    if groups is not None and not per_row:
+        return groups.expand(groups.amax(row_amax))
+    if groups is not None:
+        row_amax[groups.num_rows :] = 0
+    if per_row:
+        return row_amax
+    return row_amax.amax().view(1) if row_amax.shape[0] > 0 else row_amax.new_zeros(1)
+
+
+def _element_factor(scale: Tensor, global_scale: Tensor, encode: int) -> Tensor:
+    """e (rows, blocks) of the float32 block scales and S."""
+    one, fmax = f32(1.0, scale.device), f32(_checks.FLOAT32_MAX, scale.device)
+    if encode == 0:
+        return torch.fmin(torch.div(one, scale * torch.div(one, global_scale)), fmax)
+    return torch.fmin(torch.div(global_scale, scale), fmax).masked_fill_(scale == 0, 0.0)
+
+
+def _transpose_codes(codes: Tensor) -> Tensor:
+    """Packed codes (k, m/2) of packed codes (m, k/2)."""
+    m, half_k = codes.shape
+    result = torch.empty((2 * half_k, m // 2), dtype=torch.uint8, device=codes.device)
+    for i, j in row_chunks(half_k, 2 * m):
+        result[2 * i : 2 * j] = pack(unpack(codes[:, i:j]).t())
+    return result

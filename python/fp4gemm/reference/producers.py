@@ -1,0 +1,122 @@
+"""What feeds a quantized GEMM: SiLU-and-multiply and RMS norm, alone and with the quantization after them.
+
+fl(.) is one float32 operation, cast(.) rounds to the dtype of x (bfloat16 or float16)::
+
+    silu_and_mul: x = [g | u], h = cast(fl(g / (1 + exp(-g)))), -0 where g < -88.75
+                  y = cast(fl(h * u))
+
+as eager F.silu(g) * u has it, which computes in float32 and whose exp overflows there. The quotient is that
+of float64, rounded to float32 and then to the dtype. And::
+
+    rms_norm: h = cast(fl(x + residual)), or x
+              mean = fl(sum(fl(h * h)) / k), r = fl(1 / fl(sqrt(fl(mean + eps))))
+              y = cast(fl(h * r)), with a weight cast(fl(weight * cast(fl(h * r))))
+
+as LlamaRMSNorm has it, with a fixed order of the sum: each block of 16 is folded (t[j] + t[j + 8], then 4, 2,
+1), and so are the sums of the blocks, padded with zeros to a power of two.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+from . import checks
+from .chunks import f32, row_chunks
+from .nvfp4 import quantize
+
+__all__ = ["inverse_rms", "rms_norm", "rms_norm_quantize", "silu_and_mul", "silu_and_mul_quantize"]
+
+BLOCK = _checks.BLOCK
+SILU_ZERO_BELOW = -88.75
+
+
+def _silu(gate: Tensor) -> Tensor:
+    g = gate.to(torch.float64)
+    one = torch.ones((), dtype=torch.float64, device=g.device)
+    h = torch.div(g, one + torch.exp(-g)).to(torch.float32).to(gate.dtype)
+    return h.masked_fill_((g < SILU_ZERO_BELOW) & g.isfinite(), -0.0)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """y = cast(fl(cast(silu(g)) * u)) with g = x[:, :k] and u = x[:, k:]; -inf in g gives NaN.
+
+    Args:
+        x: (m, 2k) bfloat16 or float16, unit stride along a row, m >= 0, k a positive multiple of 16.
+
+    Returns:
+        (m, k) of the dtype of x.
+    """
+    checks.matrix("x", x, checks.HALF_DTYPES, 2 * BLOCK, "silu_and_mul_quantize")
+    m, k = x.shape[0], x.shape[1] // 2
+    out = torch.empty((m, k), dtype=x.dtype, device=x.device)
+    for i, j in row_chunks(m, 2 * k):
+        gate, up = x[i:j, :k], x[i:j, k:]
+        out[i:j] = _silu(gate).to(torch.float32) * up.to(torch.float32)
+    return out
+
+
+def silu_and_mul_quantize(x: Tensor, offs: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """quantize(silu_and_mul(x)), one amax a row; with offs the scales of each group for itself."""
+    return quantize(silu_and_mul(x), None, True, offs=offs)
+
+
+def _fold(t: Tensor) -> Tensor:
+    """The sum along the last dimension, a power of two: t[j] + t[j + half], halving down to one."""
+    while t.shape[-1] > 1:
+        half = t.shape[-1] // 2
+        t = t[..., :half] + t[..., half:]
+    return t.squeeze(-1)
+
+
+def inverse_rms(h: Tensor, epsilon: Tensor) -> Tensor:
+    """r (m,) of float32 h (m, k); epsilon is a float32 scalar."""
+    num_blocks = h.shape[1] // BLOCK
+    padding = (1 << (num_blocks - 1).bit_length()) - num_blocks
+    sums = torch.nn.functional.pad(_fold((h * h).unflatten(1, (-1, BLOCK))), (0, padding))
+    mean = torch.div(_fold(sums), f32(float(h.shape[1]), h.device)) + epsilon
+    # By float64, since torch's float32 root is not correctly rounded everywhere.
+    root = mean.to(torch.float64).sqrt().to(torch.float32)
+    return torch.div(f32(1.0, h.device), root)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """(y, h): y = cast(fl(weight * cast(fl(h * r)))), h = cast(fl(x + residual)), see the head of this file.
+
+    Args:
+        x: (m, k) bfloat16 or float16, unit stride along k, m >= 0, k a positive multiple of 16.
+        weight: (k,) of the dtype of x, or None.
+        residual: like x, or None.
+        eps: finite, >= 0, rounded to float32.
+
+    Returns:
+        y (m, k); h (m, k), or (0,) without a residual; of the dtype of x.
+    """
+    checks.matrix("x", x, checks.HALF_DTYPES, BLOCK, "rms_norm_quantize")
+    m, k = x.shape
+    if weight is not None:
+        checks.exact_vector("weight", weight, k, x.dtype, x.device, "rms_norm_quantize")
+    if residual is not None:
+        checks.matrix("residual", residual, (x.dtype,), BLOCK, "rms_norm_quantize")
+        _checks.has_shape("residual", residual, (m, k), ", the shape of x")
+        _checks.same_device("residual", residual, x.device, "x")
+    epsilon = f32(checks.epsilon(eps), x.device)
+    out = torch.empty((m, k), dtype=x.dtype, device=x.device)
+    summed = torch.empty((m, k) if residual is not None else (0,), dtype=x.dtype, device=x.device)
+    for i, j in row_chunks(m, k):
+        h = x[i:j].to(torch.float32)
+        if residual is not None:
+            summed[i:j] = h + residual[i:j].to(torch.float32)
+            h = summed[i:j].to(torch.float32)
+        y = (h * inverse_rms(h, epsilon).unsqueeze(1)).to(x.dtype)
+        out[i:j] = y if weight is None else weight.to(torch.float32) * y.to(torch.float32)
+    return out, summed
+
+
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(codes, scales, amax, h): quantize(y), one amax a row, of the y and h of :func:`rms_norm`."""
+    y, summed = rms_norm(x, weight, residual, eps)
+    return *quantize(y, None, True), summed

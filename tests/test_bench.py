@@ -1,0 +1,281 @@
+"""bench: bytes, verdicts, command line; every case of the quantize table on small CPU inputs."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import fp4gemm
+import pytest
+import torch
+from fp4gemm import reference
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench import cases, errors, quantize, traffic, verify
+from bench.__main__ import parser
+from bench.timing import Timing, rotations
+
+CPU = torch.device("cpu")
+SMALL = cases.Sizes(square=(64, 96), tall=(80, 32), gated=((32, 48),), experts=3, few_rows=(1, 4))
+SMALL_CASES = [(family, case) for family in cases.families(SMALL) for case in family.cases]
+
+
+def ids(pairs: list[tuple[cases.Family, cases.Case]]) -> list[str]:
+    return [re.sub(r"[ ,]+", "-", family.name(case)) for family, case in pairs]
+
+
+# ---- bytes and bars ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("m", "k", "block"), [(1, 16, 16), (128, 64, 16), (129, 80, 16), (130, 160, 32)])
+def test_scale_bytes_are_those_of_the_library(m: int, k: int, block: int) -> None:
+    t = fp4gemm.quantize(torch.ones(m, k)) if block == 16 else fp4gemm.quantize_mxfp8(torch.ones(m, k))
+    assert traffic.scale_bytes(m, k, block) == t.scales.nbytes
+
+
+def test_packed_bytes_are_those_of_the_container() -> None:
+    x = torch.ones(130, 48)
+    assert traffic.packed_bytes(130, 48, 130) == fp4gemm.quantize(x).nbytes
+    assert traffic.packed_bytes(130, 48, 1) == fp4gemm.quantize(x, scaling="tensor").nbytes
+
+
+@pytest.mark.parametrize(("m", "g"), [(1, 1), (128, 1), (5, 3), (300, 128)])
+def test_grouped_bytes_are_those_of_the_container(m: int, g: int) -> None:
+    offs = torch.full((g,), m, dtype=torch.int32)
+    t = fp4gemm.quantize(torch.ones(m, 32), offs=offs)
+    assert t.scales.shape[0] == traffic.grouped_rows(m, g)
+    assert traffic.grouped_bytes(m, 32, g) == t.codes.nbytes + t.scales.nbytes + t.amax.nbytes + offs.nbytes
+
+
+def test_the_bytes_of_the_large_rows() -> None:
+    by_name = {family.name(case): case for family in cases.families(cases.Sizes()) for case in family.cases}
+    elems, packed = 8192 * 8192, 8192 * 8192 // 2 + 8192 * 512 + 4 * 8192
+    row = by_name["row, bf16 8192x8192"].traffic
+    assert (row.num_bytes, str(row)) == (2 * elems + packed, "x + q")
+    both = by_name["both row, bf16 8192x8192"].traffic
+    assert (both.num_bytes, str(both)) == (4 * elems + 2 * packed, "2 x + q + q_t")
+    assert by_name["row, fp32 8192x8192"].traffic.num_bytes == 4 * elems + packed
+    assert by_name["silu_and_mul row, bf16 8192x16384"].traffic.num_bytes == 4 * elems + packed
+    assert by_name["mxfp8, bf16 8192x8192"].traffic.num_bytes == 2 * elems + elems + elems // 32
+    assert by_name["dequantize to fp32, 8192x8192"].traffic.num_bytes == packed + 4 * elems
+    residual = by_name["rms_norm row, residual, bf16 8192x8192"].traffic
+    assert residual.num_bytes == 6 * elems + packed + 2 * 8192
+
+
+def test_names_are_unique_but_for_the_shared_row() -> None:
+    names = [family.name(case) for family in cases.families(cases.Sizes()) for case in family.cases]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(("size", "l2", "count"), [(100, 50, 2), (100, 1000, 30), (7, 10, 5)])
+def test_rotations_cover_three_times_the_cache(size: int, l2: int, count: int) -> None:
+    assert rotations(size, l2) == count
+    assert count * size >= 3 * l2
+
+
+def case_with(bar: traffic.Bar | None, name: str = "mine") -> cases.Case:
+    nothing = lambda inputs: ()  # noqa: E731
+    return cases.Case(name, nothing, nothing, traffic.Traffic({"x": 3_000_000, "q": 1_000_000}), bar)
+
+
+@pytest.mark.parametrize(
+    ("bar", "us", "met", "text"),
+    [
+        (traffic.Bar(0.8), 1.25, True, ">= 0.80 of copy"),
+        (traffic.Bar(0.8), 1.26, False, ">= 0.80 of copy"),
+        (traffic.Bar(4, "us"), 4.0, True, "<= 4 us"),
+        (traffic.Bar(4, "us"), 4.1, False, "<= 4 us"),
+        (traffic.Bar(0.9, "dense"), 2.2, True, ">= 0.90 of dense"),
+        (traffic.Bar(0.9, "dense"), 2.3, False, ">= 0.90 of dense"),
+        (traffic.Bar(0.9, "gone"), 1.0, False, ">= 0.90 of gone"),
+        (None, 1.0, None, ""),
+    ],
+)
+def test_bars(bar: traffic.Bar | None, us: float, met: bool | None, text: str) -> None:
+    timings = {"mine": Timing(us, us, us), "dense": Timing(2.0, 2.0, 2.0)}
+    row = quantize.result(case_with(bar), timings, bandwidth=4000.0)
+    assert row["met"] is met
+    assert row["of_copy"] == round(1000 / us / 1e3, 3)
+    assert str(row["bar"] or "") == text
+    assert quantize.cells({"name": "mine"} | row)[-2:] == [{None: "", True: "yes", False: "NO"}[met], "x + q"]
+
+
+# ---- verification -----------------------------------------------------------------------------------------
+
+
+def test_one_wrong_bit_is_seen() -> None:
+    x = torch.randn(33, 64)
+    t, want = fp4gemm.quantize(x), reference.quantize(x, None, True)
+    assert verify.difference(t, want) is None
+    for part in ("codes", "scales", "amax"):
+        wrong = t.clone()
+        getattr(wrong, part).view(torch.uint8).view(-1)[-1] ^= 1  # of the scales, a byte of the padding
+        text = f"{part}: 1 of {getattr(t, part).nbytes} bytes differ from the reference"
+        assert verify.difference(wrong, want) == text
+
+
+def test_wrong_shapes_dtypes_and_counts_are_seen() -> None:
+    x = torch.randn(4, 16)
+    assert verify.difference(x, (x, x)) == "1 tensors, the reference gives 2"
+    assert "torch.float64" in str(verify.difference(x, (x.double(),)))
+    assert "(4, 8)" in str(verify.difference(x[:, :8], (x,)))
+    with pytest.raises(TypeError, match="got a int"):
+        verify.parts(1)
+
+
+def test_nan_equals_itself_and_zero_its_sign_only() -> None:
+    nan = torch.full((2,), float("nan"))
+    assert verify.difference(nan, (nan.clone(),)) is None
+    assert verify.difference(torch.zeros(1), (-torch.zeros(1),)) is not None
+
+
+def test_the_given_amax_stands_in_for_the_empty_one() -> None:
+    empty, codes, amax = torch.empty(0), torch.ones(2), torch.ones(1)
+    assert verify.filled((codes, empty), [amax])[1] is amax
+    assert verify.filled((codes, codes), [amax])[1] is codes
+
+
+@pytest.mark.parametrize(("family", "case"), SMALL_CASES, ids=ids(SMALL_CASES))
+def test_every_case_agrees_with_its_reference(family: cases.Family, case: cases.Case) -> None:
+    """That the options mean the same on both sides: on the CPU the library runs the reference itself."""
+    torch.manual_seed(0)
+    assert quantize.refusal(case, family.inputs(CPU)) is None
+
+
+@pytest.mark.parametrize("name", ["row", "tensor, amax given", "row 4over6 mae", "row stochastic", "mxfp8"])
+def test_a_wrong_kernel_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library quantizes twice the numbers: no case may take that for right."""
+    family = cases.families(SMALL)[0]
+    case = next(case for case in family.cases if case.name == name)
+    for function in ("quantize", "quantize_mxfp8"):
+        right = getattr(fp4gemm, function)
+        monkeypatch.setattr(fp4gemm, function, lambda x, right=right, **options: right(3 * x, **options))
+    assert "differ from the reference" in str(quantize.refusal(case, family.inputs(CPU)))
+
+
+def test_a_missing_kernel_is_refused() -> None:
+    def absent(inputs: cases.Inputs) -> object:
+        raise NotImplementedError("x: no kernel\nfor it")
+
+    case = cases.Case("mine", absent, lambda inputs: (), traffic.Traffic({}))
+    assert quantize.refusal(case, {}) == "NotImplementedError: x: no kernel"
+
+
+def test_a_family_is_measured_and_the_wrong_case_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(contenders: dict[str, list[object]], rounds: int) -> dict[str, Timing]:
+        assert rounds == 7
+        assert all(len(calls) == 2 for calls in contenders.values())
+        return {name: Timing(2.0, 1.0, 3.0) for name in contenders}
+
+    right = fp4gemm.quantize
+    monkeypatch.setattr(
+        fp4gemm, "quantize", lambda x, **options: right(3 * x if "stochastic" in options else x, **options)
+    )
+    monkeypatch.setattr(quantize, "time_interleaved", timed)
+    monkeypatch.setattr(quantize.machine, "l2_bytes", lambda: 1)
+    family = cases.families(SMALL)[0]
+    rows = list(quantize.measure(family, family.cases, CPU, 4000.0, 7))
+    assert [row["name"] for row in rows] == [family.name(case) for case in family.cases]
+    refused = [row for row in rows if "refused" in row]
+    assert [(row["name"], row["met"]) for row in refused] == [("row stochastic, bf16 64x96", False)]
+    assert {row["us"] for row in rows if "refused" not in row} == {2.0}
+
+
+def test_inputs_that_cannot_be_made_refuse_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_: object, **__: object) -> object:
+        raise NotImplementedError("x: no kernel")
+
+    monkeypatch.setattr(fp4gemm, "quantize_mxfp8", absent)
+    monkeypatch.setattr(quantize.machine, "l2_bytes", lambda: 1)
+    family = next(f for f in cases.families(SMALL) if any(c.name == "decode" for c in f.cases))
+    rows = list(quantize.measure(family, family.cases, CPU, 4000.0, 7))
+    assert {row["refused"] for row in rows} == {"its input: NotImplementedError: x: no kernel"}
+
+
+def test_rivals_come_along() -> None:
+    family = next(family for family in cases.families(SMALL) if any("zipf" in c.name for c in family.cases))
+    zipf = [case for case in family.cases if "zipf" in case.name]
+    assert [case.name for case in quantize.with_rivals(family, zipf)] == ["row", zipf[0].name]
+
+
+@pytest.mark.parametrize("zipf", [False, True], ids=["uniform", "zipf"])
+def test_group_ends(zipf: bool) -> None:
+    ends = cases.group_ends(16384, 128, zipf)
+    sizes = ends.diff(prepend=torch.zeros(1, dtype=torch.int32))
+    assert (ends.dtype, int(ends[-1]), int(sizes.min()) >= 0) == (torch.int32, 16384, True)
+    assert (int(sizes.max()) > 2000) == zipf
+    assert torch.equal(ends, cases.group_ends(16384, 128, zipf))
+
+
+# ---- errors -----------------------------------------------------------------------------------------------
+
+
+def test_rotation_is_orthonormal_and_has_the_documented_signs() -> None:
+    x = torch.randn(5, 48)
+    rotated = errors.rotated(x)
+    torch.testing.assert_close(rotated.norm(dim=1), x.double().norm(dim=1))
+    one = torch.zeros(1, 16)
+    one[0, 3] = 1.0  # bit 3 of 0xD7E8 is set: negated
+    assert errors.rotated(one)[0].tolist() == [-0.25 * (-1) ** (3 & c).bit_count() for c in range(16)]
+
+
+@pytest.mark.parametrize(
+    ("name", "decibels"),
+    [
+        ("tensor", 20.44),
+        ("row", 20.44),
+        ("16x16", 19.05),
+        ("tensor, 4over6 mae 256", 21.07),
+        ("tensor, 4over6 mse 256", 21.20),
+        ("row, Hadamard bf16", 20.44),
+        ("MXFP8 e4m3", 31.5),
+    ],
+)
+def test_gaussian_errors_are_the_known_ones(name: str, decibels: float) -> None:
+    mode = next(mode for mode in errors.modes() if mode.name == name)
+    found = errors.decibels(errors.relative_error(mode, errors.synthetic(256, 512, CPU)["Gaussian"][0]))
+    assert found == pytest.approx(decibels, abs=0.12)
+
+
+def test_errors_table_has_every_kind(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(errors, "activations", lambda device: [torch.randn(7, 32), torch.randn(9, 64)])
+    rows = list(errors.run(SimpleNamespace(device="cpu", size=32, picture=None)))  # type: ignore[arg-type]
+    assert errors.kinds(rows) == ["Gaussian", "Student t, 3 dof", "MiniLM activations"]
+    assert len(rows) == len(errors.modes())
+    assert all(0 < float(str(row[kind])) < 1 for row in rows for kind in errors.kinds(rows))
+    errors.show(rows)
+    assert f"{-20 * math.log10(float(str(rows[0]['Gaussian']))):.2f}" in capsys.readouterr().out
+
+
+# ---- the command line -------------------------------------------------------------------------------------
+
+
+def test_common_options_stand_on_either_side() -> None:
+    for line in (["--json", "--rounds", "3", "quantize"], ["quantize", "--json", "--rounds", "3"]):
+        args = parser().parse_args(line)
+        assert (args.json, args.rounds) == (True, 3)
+    args = parser().parse_args(["quantize", "--only", "zipf$"])
+    assert (args.json, args.rounds, args.only.pattern) == (False, 20, "zipf$")
+
+
+def test_a_bad_pattern_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["quantize", "--only", "("])
+    assert "'(' is no regular expression" in capsys.readouterr().err
+
+
+def test_the_table_shows_refusals(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    timings = {"mine": Timing(1.0, 0.9, 1.1)}
+    good = {"name": "mine, bf16 4x4"} | quantize.result(case_with(traffic.Bar(0.8)), timings, 4000.0)
+    bad = {"name": "other, bf16 4x4", "refused": "codes: 3 of 8 bytes differ", "met": False}
+    quantize.show([{"bench": "copy", "gb_s": 4000}, good, bad])
+    text = capsys.readouterr().out
+    assert "other, bf16 4x4: not timed: codes: 3 of 8 bytes differ" in text
+    assert "1 of 2 bars met, 1 rows refused" in text

@@ -1,0 +1,249 @@
+"""Other libraries' numbers: which way each goes, and what comes back with every bit."""
+
+from __future__ import annotations
+
+import fp4gemm
+import pytest
+import torch
+from fp4gemm import NVFP4Tensor
+from helpers import assert_bits, make, make_codes, make_scales
+from torch import Tensor
+
+FMAX = torch.finfo(torch.float32).max
+BOUNDS = [448, 256]
+
+
+@pytest.fixture(params=BOUNDS)
+def t(request: pytest.FixtureRequest, device: torch.device, gen: torch.Generator) -> NVFP4Tensor:
+    x = make("normal", 130, 96, torch.bfloat16, gen).to(device) * 3
+    return fp4gemm.quantize(x, scaling="tensor", four_over_six="mse", e4m3_max=request.param)
+
+
+def with_amax(amax: Tensor, e4m3_max: int) -> NVFP4Tensor:
+    """A tensor with one row per amax."""
+    rows = amax.shape[0]
+    codes = torch.zeros(rows, 8, dtype=torch.uint8, device=amax.device)
+    scales = torch.zeros((rows + 127) // 128 * 128, 4, dtype=torch.uint8, device=amax.device)
+    return NVFP4Tensor(codes, scales, amax, e4m3_max)
+
+
+def every_mantissa(exponent: int) -> Tensor:
+    return ((torch.arange(1 << 23, dtype=torch.int32)) + ((127 + exponent) << 23)).view(torch.float32)
+
+
+def exponents_and_mantissas() -> Tensor:
+    """float32 from 3.2e-35 up, a few thousand in each binade."""
+    mantissas = torch.arange(0, 1 << 23, 4099, dtype=torch.int32)
+    binades = torch.arange(13, 255, dtype=torch.int32).unsqueeze(1) << 23
+    x = (mantissas + binades).view(torch.float32).flatten()
+    return x[x >= 3.2e-35]
+
+
+def views(t: NVFP4Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return t.decode_multiplier(), t.encode_scale(), t.weight_scale_2()
+
+
+@pytest.mark.parametrize("e4m3_max", BOUNDS)
+def test_the_numbers(e4m3_max: int, device: torch.device) -> None:
+    """By plain float32 arithmetic on the CPU, the extreme amaxes included."""
+    amax = torch.cat(
+        (
+            exponents_and_mantissas()[::37],
+            torch.tensor([0.0, 1e-45, 7.8e-36, 8e-36, 1.0, 6.0 * e4m3_max, FMAX, torch.inf]),
+        )
+    )
+    bound = torch.full_like(amax, 6.0 * e4m3_max)
+    decode, encode, double = views(with_amax(amax.to(device), e4m3_max))
+    assert_bits(decode, amax / bound, "decode multiplier")
+    want = (bound.double() / amax.double()).clamp(max=FMAX).float()
+    want[amax == torch.inf] = 1.0
+    assert_bits(encode, want, "encode scale")
+    assert_bits(double, torch.ones(()) / want, "weight_scale_2")
+    assert encode[-8].item() == FMAX
+    assert double.cpu().view(torch.int32)[-8].item() == 0x00200000  # 1 / FMAX, denormal, not flushed
+    usual = amax[:-8]
+    gap = (double.cpu()[:-8].view(torch.int32) - (usual / bound[:-8]).view(torch.int32)).abs()
+    assert gap.max() == 1, "the double reciprocal differs from the quotient, by one ulp"
+
+
+@pytest.mark.parametrize("e4m3_max", BOUNDS)
+def test_numbers_are_what_the_quantizer_used(
+    e4m3_max: int, device: torch.device, gen: torch.Generator
+) -> None:
+    """q * s times the decode multiplier, and q * s over the encode scale, are x up to NVFP4's own error."""
+    x = make("normal", 64, 128, torch.float32, gen).to(device)
+    t = fp4gemm.quantize(x, scaling="tensor", four_over_six="mae", e4m3_max=e4m3_max)
+    raw = fp4gemm.decode(t).data.double()
+    values = t.dequantize().double()
+    for product in (raw * t.decode_multiplier(), raw / t.encode_scale(), raw * t.weight_scale_2()):
+        assert torch.allclose(product, values, rtol=1e-6, atol=0)
+    assert float((values - x).norm() / x.norm()) < 0.15
+
+
+def test_scaled_mm_takes_decode_multipliers(device: torch.device, gen: torch.Generator) -> None:
+    a = fp4gemm.quantize(make("normal", 33, 128, torch.bfloat16, gen).to(device))
+    b = fp4gemm.quantize(make("normal", 24, 128, torch.bfloat16, gen).to(device), scaling="tensor")
+    got = fp4gemm.scaled_mm(
+        a.codes,
+        b.codes,
+        a.scales,
+        b.scales,
+        alpha_row=a.decode_multiplier(),
+        alpha_col=b.decode_multiplier(),
+        out_dtype=torch.float32,
+    )
+    assert torch.allclose(got, fp4gemm.mm(a, b, out_dtype=torch.float32), rtol=1e-6)
+
+
+@pytest.mark.parametrize("e4m3_max", BOUNDS)
+def test_round_trip_of_every_mantissa(e4m3_max: int) -> None:
+    """All amaxes of a binade: the three numbers keep every bit, amax is off by 1 ulp at most."""
+    for amax in (every_mantissa(0), exponents_and_mantissas()):
+        t = with_amax(amax, e4m3_max)
+        for name, number in zip(("torchao", "flashinfer", "modelopt"), views(t), strict=True):
+            back = amax_of(name, number, e4m3_max)
+            again = dict(
+                zip(("torchao", "flashinfer", "modelopt"), views(with_amax(back, e4m3_max)), strict=True)
+            )
+            if name == "flashinfer":
+                finite = back.isfinite()  # 6B / (6B / FMAX) may round up to infinity
+                assert int((~finite).sum()) <= 1
+                back, number, amax_ = back[finite], number[finite], amax[finite]
+                assert_bits(again[name][finite], number, name)
+            else:
+                amax_ = amax
+                assert_bits(again[name], number, name)
+            ulps = (back.view(torch.int32) - amax_.view(torch.int32)).abs()
+            assert int(ulps.max()) == 1, name
+
+
+def amax_of(name: str, number: Tensor, e4m3_max: int) -> Tensor:
+    """The amax that the constructor of that library finds, of many numbers at once."""
+    from fp4gemm import interop
+
+    bound = torch.full_like(number, 6.0 * e4m3_max)
+    return {
+        "torchao": lambda: number * bound,
+        "flashinfer": lambda: bound / number,
+        "modelopt": lambda: interop.amax_of_weight_scale_2(number, bound),
+    }[name]()
+
+
+def assert_same_parts(got: NVFP4Tensor, want: NVFP4Tensor) -> None:
+    assert_bits(got.codes, want.codes, "codes")
+    assert_bits(got.scales, want.scales, "scales")
+    assert got.e4m3_max == want.e4m3_max
+    assert got.amax.shape == (1,)
+    ulps = (got.amax.cpu().view(torch.int32) - want.amax.cpu().view(torch.int32)).abs()
+    assert int(ulps) <= 1
+    assert (got.offs, got.hadamard_signs) == (None, None)
+
+
+def test_modelopt(t: NVFP4Tensor) -> None:
+    files = t.to_modelopt()
+    assert list(files) == ["weight", "weight_scale", "weight_scale_2"]
+    assert (files["weight"].dtype, files["weight"].shape) == (torch.uint8, (130, 48))
+    assert (files["weight_scale"].dtype, files["weight_scale"].shape) == (torch.float8_e4m3fn, (130, 6))
+    assert (files["weight_scale_2"].dtype, files["weight_scale_2"].shape) == (torch.float32, ())
+    back = NVFP4Tensor.from_modelopt(**files, e4m3_max=t.e4m3_max)
+    assert_same_parts(back, t)
+    for name, part in back.to_modelopt().items():
+        assert_bits(part, files[name], name)
+    values = fp4gemm.decode(t).data.double() * files["weight_scale_2"].double()
+    assert torch.allclose(back.dequantize().double(), values, rtol=1e-6)
+
+
+def test_compressed_tensors(t: NVFP4Tensor) -> None:
+    files = t.to_compressed_tensors()
+    assert list(files) == ["weight_packed", "weight_scale", "weight_global_scale"]
+    assert (files["weight_global_scale"].dtype, files["weight_global_scale"].shape) == (torch.float32, (1,))
+    back = NVFP4Tensor.from_compressed_tensors(**files, e4m3_max=t.e4m3_max)
+    assert_same_parts(back, t)
+    for name, part in back.to_compressed_tensors().items():
+        assert_bits(part, files[name], name)
+    values = fp4gemm.decode(t).data.double() / files["weight_global_scale"].double()
+    assert torch.allclose(back.dequantize().double(), values, rtol=1e-6)
+
+
+def test_flashinfer(t: NVFP4Tensor) -> None:
+    """The swizzled scales in the shapes that FlashInfer returns, with anything in their padding."""
+    scales = t.scales.view(torch.uint8)
+    noisy = torch.full(scales.shape, 0xFF, dtype=torch.uint8, device=t.device)
+    noisy[:130, :6] = t.compact_scales().view(torch.uint8)
+    noisy = fp4gemm.swizzle_scales(noisy)
+    for form in (
+        scales,
+        scales.view(torch.float8_e4m3fn),
+        scales.view(-1),
+        scales.view(2, 2, 32, 4, 4),
+        noisy,
+    ):
+        back = NVFP4Tensor.from_flashinfer(t.codes, form, t.encode_scale(), t.e4m3_max)
+        assert_same_parts(back, t)
+        assert_bits(back.encode_scale(), t.encode_scale(), "global scale")
+    values = fp4gemm.decode(t).data.double() / t.encode_scale().double()
+    assert torch.allclose(back.dequantize().double(), values, rtol=1e-6)
+
+
+def test_torchao(t: NVFP4Tensor) -> None:
+    for number in (t.decode_multiplier(), t.decode_multiplier().view(()), t.decode_multiplier().view(1, 1)):
+        plain = NVFP4Tensor.from_torchao(t.codes, t.compact_scales(), number, e4m3_max=t.e4m3_max)
+        swizzled = NVFP4Tensor.from_torchao(
+            t.codes.view(torch.float4_e2m1fn_x2),
+            t.scales.view(-1),
+            number,
+            is_swizzled_scales=True,
+            e4m3_max=t.e4m3_max,
+        )
+        for back in (plain, swizzled):
+            assert_same_parts(back, t)
+            assert_bits(back.decode_multiplier(), t.decode_multiplier(), "per_tensor_scale")
+    alone = NVFP4Tensor.from_torchao(t.codes, t.compact_scales(), None, e4m3_max=t.e4m3_max)
+    assert_bits(alone.decode_multiplier(), torch.ones(1), "no second scale")
+    assert_bits(alone.dequantize(), fp4gemm.decode(t).data.float(), "values")
+
+
+def test_checkpoints_of_others(device: torch.device, gen: torch.Generator) -> None:
+    """Any number and random scales: codes and scales are kept, values are within rounding."""
+    codes, scales = make_codes(40, 64, gen).to(device), make_scales(40, 64, gen).to(device)
+    raw = fp4gemm.decode(NVFP4Tensor.from_compact(codes, scales, torch.ones(1, device=device))).data.double()
+    for value in (1.0, 0.1, 3.7e-4, 2.0**-30, 1e6):
+        number = torch.tensor(value, device=device)
+        for t, want in (
+            (NVFP4Tensor.from_modelopt(codes, scales, number), raw * value),
+            (NVFP4Tensor.from_torchao(codes, scales, number), raw * value),
+            (NVFP4Tensor.from_compressed_tensors(codes, scales, number), raw / value),
+            (NVFP4Tensor.from_flashinfer(codes, fp4gemm.swizzle_scales(scales), number), raw / value),
+        ):
+            assert_bits(t.codes, codes, "codes")
+            assert_bits(t.compact_scales(), scales, "scales")
+            assert torch.allclose(t.dequantize().double(), want, rtol=1e-6, atol=0)
+
+
+def test_zero_weight(device: torch.device) -> None:
+    """An all-zero weight, of which ModelOpt's number is 1 / FMAX, comes back as zeros."""
+    t = fp4gemm.quantize(torch.zeros(16, 32, device=device), scaling="tensor")
+    assert t.weight_scale_2().cpu().view(torch.int32).item() == 0x00200000
+    back = NVFP4Tensor.from_modelopt(**t.to_modelopt())
+    assert not back.dequantize().any()
+    assert not NVFP4Tensor.from_compressed_tensors(**t.to_compressed_tensors()).dequantize().any()
+
+
+def test_formats_without_a_place_refuse(device: torch.device) -> None:
+    x = torch.ones(48, 32, device=device)
+    offs = torch.tensor([16, 48], dtype=torch.int32, device=device)
+    for t, text in (
+        (fp4gemm.quantize(x), r"^amax: shape is \(48,\), must be \(1,\)"),
+        (fp4gemm.quantize(x, offs=offs), r"^offs: got a torch.int32 tensor of shape \(2,\), must be None"),
+        (fp4gemm.quantize(x, scaling="tensor", hadamard="fp32"), "^hadamard_signs: got 0xd7e8, must be None"),
+    ):
+        for write in (t.to_modelopt, t.to_compressed_tensors):
+            with pytest.raises(ValueError, match=text):
+                write()
+
+
+def test_from_te_amax_is_the_container_itself(device: torch.device, gen: torch.Generator) -> None:
+    """TransformerEngine stores what we do: compact scales and the amax as measured."""
+    t = fp4gemm.quantize(make("normal", 33, 64, torch.bfloat16, gen).to(device))
+    same = NVFP4Tensor.from_compact(t.codes, t.compact_scales(), t.amax)
+    assert_bits(same.dequantize(), t.dequantize(), "values")
