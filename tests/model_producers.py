@@ -33,7 +33,7 @@ def _round_to_float32(x: Decimal) -> Decimal:
 
 
 def silu(dtype: torch.dtype) -> torch.Tensor:
-    """silu of every number of a 16-bit dtype, rounded to float32, then to it; -0 below -88.75, NaN of -inf."""
+    """silu of every number of a 16-bit dtype, by way of float32; -0 below -88.75, NaN of -inf."""
     inputs = all_values(dtype).double()
     positive = inputs[:32768]
     steps = positive[positive.isfinite()].numpy()  # their bits are the indices

@@ -30,7 +30,7 @@ def gates(dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=short)
 def test_silu_of_every_number(dtype: torch.dtype) -> None:
-    """Rounded once from the exact value; with u = 1 the product adds no rounding."""
+    """From the exact value by way of float32; with u = 1 the product adds no rounding."""
     assert_same_value(reference.silu_and_mul(gates(dtype)), table(dtype).view(2048, 32), "silu")
 
 

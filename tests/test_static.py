@@ -61,7 +61,7 @@ def test_every_kernel_of_the_table_is_in_the_library() -> None:
 
 
 def test_no_kernel_spills() -> None:
-    """No local memory, no more registers than a thread can have; no stack frame in the GEMMs and the common casts.
+    """No local memory, no more registers than a thread has; no stack frame in GEMMs and common casts.
 
     The other quantize kernels may have one: for blocks that are handed to the rare call for NaN and extreme
     amaxes, and in the widest norm, whose row takes all registers there are.

@@ -179,7 +179,7 @@ def quantize_both(
     generator: torch.Generator | None = None,
     rng_state: Tensor | None = None,
 ) -> tuple[NVFP4Tensor, NVFP4Tensor]:
-    """(x, x.T) in NVFP4: ``quantize(x)`` and ``quantize(x, axis=0)``, read once; bit for bit the two calls.
+    """(x, x.T) in NVFP4: ``quantize(x)`` and ``quantize(x, axis=0)`` in one call, bit for bit the two.
 
     As in TransformerEngine's recipe, hadamard applies to the second alone.
 

@@ -11,7 +11,7 @@ namespace fp4gemm {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kQuad = 4;  // rows r, r + 32, r + 64, r + 96 of a tile, whose scales lie side by side
+constexpr int kQuad = 4;  // neighbouring rows, which a thread takes together
 
 /// Elements that a thread takes at a time: 16 bytes of the output.
 template <class T>
@@ -31,25 +31,12 @@ struct DequantizeParams {
   Groups groups;
 };
 
-/// The four scales of a block of a quad, one a byte.
-__device__ inline uint32_t quad_scales(DequantizeParams const& p, int64_t tile, int in_tile,
-                                       int64_t first_row, int count, int block) {
-  if (!p.scales_are_compact) {
-    uint4 const vector = __ldg(reinterpret_cast<uint4 const*>(
-        p.scales + scale_offset(tile * 128 + in_tile, block & ~3, p.num_words)));
-    uint32_t const selector = 0x0040u + 0x11u * (block % 4);  // that byte of two words
-    return __byte_perm(__byte_perm(vector.x, vector.y, selector), __byte_perm(vector.z, vector.w, selector),
-                       0x5410);
-  }
-  uint32_t result = 0;
-  int const blocks_per_row = p.k / kBlock;
-  for (int i = 0; i < kQuad; ++i) {
-    if (in_tile + 32 * i < count) {
-      result |= uint32_t{__ldg(p.scales + (first_row + in_tile + 32 * i) * blocks_per_row + block)}
-                << (8 * i);
-    }
-  }
-  return result;
+/// The scale of a block in row `in_tile` of a tile; first_row: the row of y that the tile begins with.
+__device__ inline uint8_t scale_at(DequantizeParams const& p, int64_t tile, int in_tile, int64_t first_row,
+                                   int block) {
+  int64_t const offset = p.scales_are_compact ? (first_row + in_tile) * (p.k / kBlock) + block
+                                              : scale_offset(tile * 128 + in_tile, block, p.num_words);
+  return __ldg(p.scales + offset);
 }
 
 /// threadIdx.x counts chunks of a row, threadIdx.y and blockIdx quads of rows of the scale buffer.
@@ -57,7 +44,7 @@ template <class T>
 __global__ void __launch_bounds__(kThreads) dequantize(DequantizeParams p) {
   int64_t const quad = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   int64_t const tile = quad / 32;
-  int const in_tile = static_cast<int>(quad % 32);
+  int const in_tile = static_cast<int>(quad % 32) * kQuad;
   TileRows rows{tile * 128, min(p.m - tile * 128, int64_t{128}), 0, 0};
   if (p.groups.offs != nullptr) {
     rows = find_tile(p.groups, p.m, tile);
@@ -66,38 +53,38 @@ __global__ void __launch_bounds__(kThreads) dequantize(DequantizeParams p) {
   float amax[kQuad];
 #pragma unroll
   for (int i = 0; i < kQuad; ++i) {
-    bool const is_real = in_tile + 32 * i < count;
-    amax[i] = is_real ? __ldg(p.amax + (p.amax_per_row ? rows.first + in_tile + 32 * i : 0)) : 0.0f;
+    bool const is_real = in_tile + i < count;
+    amax[i] = is_real ? __ldg(p.amax + (p.amax_per_row ? rows.first + in_tile + i : 0)) : 0.0f;
   }
   using Codes = cuda::std::conditional_t<kChunk<T> == 8, uint32_t, uint16_t>;  // two a byte
   using Values = Chunk<T, kChunk<T>>;
   int const chunks_per_row = p.k / kChunk<T>;
   int64_t const first = (rows.first + in_tile) * chunks_per_row;
-  int64_t const step = int64_t{32} * chunks_per_row;
   auto const* const codes = reinterpret_cast<Codes const*>(p.codes) + first;
   auto* const y = static_cast<Values*>(p.y) + first;
   constexpr int kDeep = 2;  // chunks whose loads are in flight together
   int const width = static_cast<int>(blockDim.x);
   for (int start = static_cast<int>(threadIdx.x); start < chunks_per_row; start += kDeep * width) {
     uint32_t loaded[kDeep][kQuad];
-    uint32_t scales[kDeep];
+    uint8_t scales[kDeep][kQuad];
 #pragma unroll
     for (int c = 0; c < kDeep; ++c) {
       int const chunk = start + c * width;
-      bool const is_real = in_tile < count && chunk < chunks_per_row;
 #pragma unroll
       for (int i = 0; i < kQuad; ++i) {
-        loaded[c][i] = is_real && in_tile + 32 * i < count ? __ldg(codes + chunk + i * step) : 0;
+        bool const is_real = in_tile + i < count && chunk < chunks_per_row;
+        loaded[c][i] = is_real ? __ldg(codes + chunk + i * chunks_per_row) : 0;
+        scales[c][i] =
+            is_real ? scale_at(p, tile, in_tile + i, rows.first, chunk * kChunk<T> / kBlock) : uint8_t{0};
       }
-      scales[c] = is_real ? quad_scales(p, tile, in_tile, rows.first, count, chunk * kChunk<T> / kBlock) : 0;
     }
 #pragma unroll
     for (int c = 0; c < kDeep; ++c) {
       int const chunk = start + c * width;
 #pragma unroll
       for (int i = 0; i < kQuad; ++i) {
-        if (in_tile + 32 * i < count && chunk < chunks_per_row) {
-          float const scale_value = __half2float(e4m3_to_half(static_cast<uint8_t>(scales[c] >> (8 * i))));
+        if (in_tile + i < count && chunk < chunks_per_row) {
+          float const scale_value = __half2float(e4m3_to_half(scales[c][i]));
           float const scale = __fmul_rn(__fmul_rn(scale_value, amax[i]), p.factor);
           Values result;
 #pragma unroll
@@ -106,7 +93,7 @@ __global__ void __launch_bounds__(kThreads) dequantize(DequantizeParams p) {
             result.elements[2 * j] = from_float<T>(__fmul_rn(pair.x, scale));
             result.elements[2 * j + 1] = from_float<T>(__fmul_rn(pair.y, scale));
           }
-          y[chunk + i * step] = result;
+          y[chunk + i * chunks_per_row] = result;
         }
       }
     }

@@ -1,0 +1,284 @@
+// The quantize, dequantize and decode ops on CUDA: check tensors, allocate, call the C interface.
+#include "quantize_ops.hpp"
+
+#include "tensors.hpp"
+
+namespace fp4gemm_torch {
+namespace {
+
+/// x (m, k) with unit stride along k, which the quantizers read.
+template <class Args>
+void set_input(Args& args, Tensor const& x, int64_t step = 16) {
+  STD_TORCH_CHECK(x.dim() == 2, "x: has ", x.dim(), " dimensions, must have 2");
+  STD_TORCH_CHECK(x.stride(1) == 1, "x: stride along k is ", x.stride(1), ", must be 1");
+  args.m = x.size(0);
+  args.k = x.size(1);
+  STD_TORCH_CHECK(args.k > 0 && args.k % step == 0, "x: k is ", args.k, ", must be a positive multiple of ",
+                  step);
+  args.x = x.const_data_ptr();
+  args.x_row_stride = args.m > 1 ? x.stride(0) : args.k;  // torch leaves the stride of a single row open
+}
+
+/// The ends of groups, and how many there are.
+template <class Args>
+void set_groups(Args& args, std::optional<Tensor> const& offs, int32_t device) {
+  if (!offs.has_value()) {
+    return;
+  }
+  check_dtype("offs", *offs, ScalarType::Int);
+  check_device("offs", *offs, device);
+  STD_TORCH_CHECK(offs->dim() == 1 && offs->size(0) >= 1 && offs->is_contiguous(),
+                  "offs: must be a contiguous vector of one element or more");
+  args.offs = static_cast<int32_t const*>(offs->const_data_ptr());
+  args.num_groups = static_cast<int>(offs->size(0));
+}
+
+Tensor empty_scales(int64_t rows, int64_t k, int num_groups, int32_t device) {
+  int64_t scale_rows = 0;
+  int64_t scale_cols = 0;
+  fp4gemm_padded_scale_shape(rows, k, &scale_rows, &scale_cols);
+  if (num_groups > 0) {
+    scale_rows = fp4gemm_grouped_scale_rows(rows, num_groups);
+  }
+  return empty(scale_rows, scale_cols, ScalarType::Float8_e4m3fn, device);
+}
+
+struct Quantized {
+  Tensor codes;
+  Tensor scales;
+  Tensor amax;  // without elements where it was given
+};
+
+/// New tensors for one direction of the result: rows of k elements.
+Quantized set_side(char const* amax_name, fp4gemm_quantized_t& side, int64_t rows, int64_t k,
+                   std::optional<Tensor> const& amax, bool per_row, int num_groups, int32_t device) {
+  bool const is_spread = num_groups > 0 && !per_row;
+  if (amax.has_value()) {
+    side.amax_given = check_vector(amax_name, *amax,
+                                   per_row     ? rows
+                                   : is_spread ? num_groups
+                                               : 1,
+                                   false, device);
+  }
+  bool const is_written = !amax.has_value() || is_spread;
+  Quantized result{empty(rows, k / 2, ScalarType::Byte, device), empty_scales(rows, k, num_groups, device),
+                   empty(!is_written            ? 0
+                         : per_row || is_spread ? rows
+                                                : 1,
+                         -1, ScalarType::Float, device)};
+  side.codes = static_cast<uint8_t*>(result.codes.mutable_data_ptr());
+  side.scales = static_cast<uint8_t*>(result.scales.mutable_data_ptr());
+  side.amax = is_written ? static_cast<float*>(result.amax.mutable_data_ptr()) : nullptr;
+  return result;
+}
+
+void set_options(fp4gemm_quantize_args_t& args, bool per_row, int64_t block_rows, int64_t encode,
+                 int64_t four_over_six, bool fast_error, int64_t e4m3_max, int64_t signs,
+                 std::optional<Tensor> const& rng_state, int32_t device) {
+  args.scaling = per_row ? FP4GEMM_SCALING_ROW : FP4GEMM_SCALING_TENSOR;
+  args.block_rows = static_cast<int>(block_rows);
+  args.encode = static_cast<fp4gemm_encode_t>(encode);
+  args.four_over_six = static_cast<fp4gemm_four_over_six_t>(four_over_six);
+  args.fast_error = fast_error ? 1 : 0;
+  args.e4m3_max = static_cast<int>(e4m3_max);
+  args.hadamard_signs = static_cast<unsigned>(signs);
+  if (rng_state.has_value()) {
+    check_dtype("rng_state", *rng_state, ScalarType::Long);
+    check_device("rng_state", *rng_state, device);
+    STD_TORCH_CHECK(rng_state->dim() == 1 && rng_state->size(0) == 2 && rng_state->is_contiguous(),
+                    "rng_state: must be a contiguous vector of 2 elements");
+    args.rng_state = static_cast<int64_t const*>(rng_state->const_data_ptr());
+  }
+}
+
+/// What the two fused producers write.
+template <class Args>
+Quantized set_output(Args& args, int32_t device, int num_groups) {
+  Quantized result{empty(args.m, args.k / 2, ScalarType::Byte, device),
+                   empty_scales(args.m, args.k, num_groups, device),
+                   empty(args.m, -1, ScalarType::Float, device)};
+  args.codes = static_cast<uint8_t*>(result.codes.mutable_data_ptr());
+  args.scales = static_cast<uint8_t*>(result.scales.mutable_data_ptr());
+  args.amax = static_cast<float*>(result.amax.mutable_data_ptr());
+  return result;
+}
+
+fp4gemm_fp8_t fp8_of(char const* name, ScalarType type) {
+  switch (type) {
+    case ScalarType::Float8_e4m3fn: return FP4GEMM_E4M3;
+    case ScalarType::Float8_e5m2: return FP4GEMM_E5M2;
+    default:
+      STD_TORCH_CHECK(false, name, ": dtype is ", name_of(type), ", must be Float8_e4m3fn or Float8_e5m2");
+  }
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> quantize(Tensor const& x, std::optional<Tensor> amax, bool per_row,
+                                            int64_t axis, int64_t block_rows, int64_t encode,
+                                            int64_t four_over_six, bool fast_error, int64_t e4m3_max,
+                                            int64_t hadamard, int64_t signs, std::optional<Tensor> rng_state,
+                                            std::optional<Tensor> offs) {
+  int32_t const device = x.get_device_index();
+  fp4gemm_quantize_args_t args = FP4GEMM_QUANTIZE_ARGS_INIT;
+  set_input(args, x);
+  args.x_dtype = dtype_of("x", x.scalar_type());
+  set_options(args, per_row, block_rows, encode, four_over_six, fast_error, e4m3_max, signs, rng_state,
+              device);
+  set_groups(args, offs, device);
+  STD_TORCH_CHECK(axis == -1 || axis == 0, "axis: is ", axis, ", must be -1 or 0");
+  bool const along_m = axis == 0;
+  STD_TORCH_CHECK(!along_m || (args.m > 0 && args.m % 16 == 0), "x: m is ", args.m,
+                  ", must be a positive multiple of 16 for axis 0");
+  fp4gemm_quantized_t& side = along_m ? args.column : args.row;
+  side.hadamard = static_cast<fp4gemm_hadamard_t>(hadamard);
+  Quantized out = set_side("amax", side, along_m ? args.k : args.m, along_m ? args.m : args.k, amax, per_row,
+                           args.num_groups, device);
+  check_status(fp4gemm_quantize(&args, device, current_stream(device)));
+  return {out.codes, out.scales, out.amax};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_both(
+    Tensor const& x, std::optional<Tensor> amax, std::optional<Tensor> amax_t, bool per_row,
+    int64_t block_rows, int64_t encode, int64_t four_over_six, bool fast_error, int64_t e4m3_max,
+    int64_t hadamard, int64_t signs, std::optional<Tensor> rng_state) {
+  int32_t const device = x.get_device_index();
+  fp4gemm_quantize_args_t args = FP4GEMM_QUANTIZE_ARGS_INIT;
+  set_input(args, x);
+  args.x_dtype = dtype_of("x", x.scalar_type());
+  set_options(args, per_row, block_rows, encode, four_over_six, fast_error, e4m3_max, signs, rng_state,
+              device);
+  STD_TORCH_CHECK(args.m > 0 && args.m % 16 == 0, "x: m is ", args.m, ", must be a positive multiple of 16");
+  STD_TORCH_CHECK(amax.has_value() == amax_t.has_value(), "amax_t: must be given exactly if amax is");
+  args.column.hadamard = static_cast<fp4gemm_hadamard_t>(hadamard);
+  Quantized row = set_side("amax", args.row, args.m, args.k, amax, per_row, 0, device);
+  Quantized column = set_side("amax_t", args.column, args.k, args.m, amax_t, per_row, 0, device);
+  check_status(fp4gemm_quantize(&args, device, current_stream(device)));
+  return {row.codes, row.scales, row.amax, column.codes, column.scales, column.amax};
+}
+
+std::tuple<Tensor, Tensor, Tensor> silu_and_mul_quantize(Tensor const& x, std::optional<Tensor> offs) {
+  int32_t const device = x.get_device_index();
+  fp4gemm_silu_and_mul_quantize_args_t args = FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT;
+  set_input(args, x, 32);
+  args.k /= 2;
+  args.x_dtype = dtype_of("x", x.scalar_type());
+  set_groups(args, offs, device);
+  Quantized out = set_output(args, device, args.num_groups);
+  check_status(fp4gemm_silu_and_mul_quantize(&args, device, current_stream(device)));
+  return {out.codes, out.scales, out.amax};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> rms_norm_quantize(Tensor const& x, std::optional<Tensor> weight,
+                                                             std::optional<Tensor> residual, double eps) {
+  int32_t const device = x.get_device_index();
+  fp4gemm_rms_norm_quantize_args_t args = FP4GEMM_RMS_NORM_QUANTIZE_ARGS_INIT;
+  set_input(args, x);
+  args.x_dtype = dtype_of("x", x.scalar_type());
+  args.epsilon = static_cast<float>(eps);
+  if (weight.has_value()) {
+    check_dtype("weight", *weight, x.scalar_type());
+    check_device("weight", *weight, device);
+    STD_TORCH_CHECK(weight->dim() == 1 && weight->size(0) == args.k && weight->is_contiguous(),
+                    "weight: must be a contiguous vector of ", args.k, " elements");
+    args.weight = weight->const_data_ptr();
+  }
+  Tensor sum =
+      empty(residual.has_value() ? args.m : 0, residual.has_value() ? args.k : -1, x.scalar_type(), device);
+  if (residual.has_value()) {
+    check_matrix("residual", *residual, x.scalar_type(), device);
+    check_shape("residual", *residual, args.m, args.k);
+    args.residual = residual->const_data_ptr();
+    args.sum = sum.mutable_data_ptr();
+  }
+  Quantized out = set_output(args, device, 0);
+  check_status(fp4gemm_rms_norm_quantize(&args, device, current_stream(device)));
+  return {out.codes, out.scales, out.amax, sum};
+}
+
+Tensor dequantize(Tensor const& codes, Tensor const& scales, Tensor const& amax, int64_t e4m3_max,
+                  ScalarType dtype, bool swizzled, std::optional<Tensor> offs) {
+  int32_t const device = codes.get_device_index();
+  check_matrix("codes", codes, ScalarType::Byte, device);
+  fp4gemm_dequantize_args_t args = FP4GEMM_DEQUANTIZE_ARGS_INIT;
+  args.m = codes.size(0);
+  args.k = codes.size(1) * 2;
+  set_groups(args, offs, device);
+  if (swizzled && args.num_groups == 0) {
+    check_scales("scales", scales, args.m, args.k, device);
+  } else {
+    check_matrix("scales", scales, ScalarType::Float8_e4m3fn, device);
+    check_shape("scales", scales, swizzled ? fp4gemm_grouped_scale_rows(args.m, args.num_groups) : args.m,
+                swizzled ? (args.k / 16 + 3) / 4 * 4 : args.k / 16);
+  }
+  args.codes = static_cast<uint8_t const*>(codes.const_data_ptr());
+  args.scales = static_cast<uint8_t const*>(scales.const_data_ptr());
+  args.scales_are_compact = swizzled ? 0 : 1;
+  args.amax = check_vector("amax", amax, args.m, args.num_groups == 0, device);
+  args.scaling = amax.size(0) == 1 && args.num_groups == 0 ? FP4GEMM_SCALING_TENSOR : FP4GEMM_SCALING_ROW;
+  args.e4m3_max = static_cast<int>(e4m3_max);
+  args.y_dtype = dtype_of("dtype", dtype);
+  Tensor y = empty(args.m, args.k, dtype, device);
+  args.y = y.mutable_data_ptr();
+  check_status(fp4gemm_dequantize(&args, device, current_stream(device)));
+  return y;
+}
+
+std::tuple<Tensor, Tensor> mxfp8_quantize(Tensor const& x, int64_t axis, ScalarType dtype, bool swizzled) {
+  int32_t const device = x.get_device_index();
+  fp4gemm_mxfp8_args_t args = FP4GEMM_MXFP8_ARGS_INIT;
+  set_input(args, x, 32);
+  args.dtype = dtype_of("x", x.scalar_type());
+  args.fp8 = fp8_of("dtype", dtype);
+  STD_TORCH_CHECK(axis == -1 || axis == 0, "axis: is ", axis, ", must be -1 or 0");
+  args.is_transposed = axis == 0 ? 1 : 0;
+  args.scales_are_compact = swizzled ? 0 : 1;
+  int64_t const rows = axis == 0 ? args.k : args.m;
+  int64_t const columns = axis == 0 ? args.m : args.k;
+  STD_TORCH_CHECK(columns > 0 && columns % 32 == 0, "x: m is ", args.m,
+                  ", must be a positive multiple of 32 for axis 0");
+  Tensor values = empty(rows, columns, dtype, device);
+  Tensor scales =
+      empty(swizzled ? (rows + 127) / 128 * 128 : rows, swizzled ? (columns / 32 + 3) / 4 * 4 : columns / 32,
+            ScalarType::Float8_e8m0fnu, device);
+  args.values = static_cast<uint8_t*>(values.mutable_data_ptr());
+  args.scales = static_cast<uint8_t*>(scales.mutable_data_ptr());
+  check_status(fp4gemm_mxfp8_quantize(&args, device, current_stream(device)));
+  return {values, scales};
+}
+
+Tensor mxfp8_dequantize(Tensor const& values, Tensor const& scales, ScalarType dtype, bool swizzled) {
+  int32_t const device = values.get_device_index();
+  fp4gemm_mxfp8_args_t args = FP4GEMM_MXFP8_ARGS_INIT;
+  args.fp8 = fp8_of("values", values.scalar_type());
+  check_matrix("values", values, values.scalar_type(), device);
+  args.m = values.size(0);
+  args.k = values.size(1);
+  check_matrix("scales", scales, ScalarType::Float8_e8m0fnu, device);
+  check_shape("scales", scales, swizzled ? (args.m + 127) / 128 * 128 : args.m,
+              swizzled ? (args.k / 32 + 3) / 4 * 4 : args.k / 32);
+  args.dtype = dtype_of("dtype", dtype);
+  args.scales_are_compact = swizzled ? 0 : 1;
+  // One struct serves both directions, so that what is only read here is not const there.
+  args.values = static_cast<uint8_t*>(const_cast<void*>(values.const_data_ptr()));
+  args.scales = static_cast<uint8_t*>(const_cast<void*>(scales.const_data_ptr()));
+  Tensor y = empty(args.m, args.k, dtype, device);
+  args.y = y.mutable_data_ptr();
+  check_status(fp4gemm_mxfp8_dequantize(&args, device, current_stream(device)));
+  return y;
+}
+
+Tensor decode(Tensor const& codes, Tensor const& scales) {
+  int32_t const device = codes.get_device_index();
+  check_matrix("codes", codes, ScalarType::Byte, device);
+  int64_t const m = codes.size(0);
+  int64_t const k = codes.size(1) * 2;
+  check_scales("scales", scales, m, k, device);
+  Tensor y = empty(m, k, ScalarType::Half, device);
+  check_status(fp4gemm_decode(m, k, static_cast<uint8_t const*>(codes.const_data_ptr()),
+                              static_cast<uint8_t const*>(scales.const_data_ptr()), y.mutable_data_ptr(),
+                              device, current_stream(device)));
+  return y;
+}
+
+}  // namespace fp4gemm_torch

@@ -1,0 +1,39 @@
+// The CUDA implementations of the quantize, dequantize and decode ops; ops.cpp has their schemas.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <tuple>
+
+namespace fp4gemm_torch {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+std::tuple<Tensor, Tensor, Tensor> quantize(Tensor const& x, std::optional<Tensor> amax, bool per_row,
+                                            int64_t axis, int64_t block_rows, int64_t encode,
+                                            int64_t four_over_six, bool fast_error, int64_t e4m3_max,
+                                            int64_t hadamard, int64_t signs, std::optional<Tensor> rng_state,
+                                            std::optional<Tensor> offs);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_both(
+    Tensor const& x, std::optional<Tensor> amax, std::optional<Tensor> amax_t, bool per_row,
+    int64_t block_rows, int64_t encode, int64_t four_over_six, bool fast_error, int64_t e4m3_max,
+    int64_t hadamard, int64_t signs, std::optional<Tensor> rng_state);
+
+std::tuple<Tensor, Tensor, Tensor> silu_and_mul_quantize(Tensor const& x, std::optional<Tensor> offs);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> rms_norm_quantize(Tensor const& x, std::optional<Tensor> weight,
+                                                             std::optional<Tensor> residual, double eps);
+
+Tensor dequantize(Tensor const& codes, Tensor const& scales, Tensor const& amax, int64_t e4m3_max,
+                  ScalarType dtype, bool swizzled, std::optional<Tensor> offs);
+
+std::tuple<Tensor, Tensor> mxfp8_quantize(Tensor const& x, int64_t axis, ScalarType dtype, bool swizzled);
+
+Tensor mxfp8_dequantize(Tensor const& values, Tensor const& scales, ScalarType dtype, bool swizzled);
+
+Tensor decode(Tensor const& codes, Tensor const& scales);
+
+}  // namespace fp4gemm_torch

@@ -1,0 +1,96 @@
+// What the torch ops share: checks of tensors that name the argument, the stream, allocation.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include "fp4gemm/fp4gemm.h"
+
+// A torch without CUDA does not have this one; it is only called for CUDA tensors.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
+                                                                                   void** ret_stream);
+
+namespace fp4gemm_torch {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline char const* name_of(ScalarType type) { return torch::headeronly::toString(type); }
+
+inline void check_status(fp4gemm_status_t status) {
+  STD_TORCH_CHECK(status == FP4GEMM_SUCCESS, "fp4gemm: ", fp4gemm_last_error());
+}
+
+inline fp4gemm_stream_t current_stream(int32_t device) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return static_cast<fp4gemm_stream_t>(stream);
+}
+
+inline fp4gemm_dtype_t dtype_of(char const* name, ScalarType type) {
+  switch (type) {
+    case ScalarType::BFloat16: return FP4GEMM_BF16;
+    case ScalarType::Half: return FP4GEMM_FP16;
+    case ScalarType::Float: return FP4GEMM_FP32;
+    default: STD_TORCH_CHECK(false, name, ": dtype is ", name_of(type), ", must be BFloat16, Half or Float");
+  }
+}
+
+/// A new contiguous tensor on a CUDA device; cols < 0 makes a vector.
+inline Tensor empty(int64_t rows, int64_t cols, ScalarType type, int32_t device) {
+  int64_t const sizes[] = {rows, cols};
+  int64_t const strides[] = {cols < 1 ? 1 : cols, 1};
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(cols < 0 ? 1 : 2, sizes, strides,
+                                                  static_cast<int32_t>(type), aoti_torch_device_type_cuda(),
+                                                  device, &handle));
+  return Tensor(handle);
+}
+
+inline void check_dtype(char const* name, Tensor const& tensor, ScalarType type) {
+  STD_TORCH_CHECK(tensor.scalar_type() == type, name, ": dtype is ", name_of(tensor.scalar_type()),
+                  ", must be ", name_of(type));
+}
+
+inline void check_device(char const* name, Tensor const& tensor, int32_t device) {
+  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == device, name, ": must be on cuda:", device,
+                  " like the other arguments");
+}
+
+/// A contiguous matrix on the device.
+inline void check_matrix(char const* name, Tensor const& tensor, ScalarType type, int32_t device) {
+  check_dtype(name, tensor, type);
+  check_device(name, tensor, device);
+  STD_TORCH_CHECK(tensor.dim() == 2, name, ": has ", tensor.dim(), " dimensions, must have 2");
+  STD_TORCH_CHECK(tensor.is_contiguous(), name, ": must be contiguous");
+}
+
+inline void check_shape(char const* name, Tensor const& tensor, int64_t rows, int64_t cols) {
+  STD_TORCH_CHECK(tensor.size(0) == rows && tensor.size(1) == cols, name, ": shape is (", tensor.size(0),
+                  ", ", tensor.size(1), "), must be (", rows, ", ", cols, ")");
+}
+
+/// The swizzled scales of a (rows, k) tensor.
+inline void check_scales(char const* name, Tensor const& scales, int64_t rows, int64_t k, int32_t device) {
+  check_matrix(name, scales, ScalarType::Float8_e4m3fn, device);
+  int64_t scale_rows = 0;
+  int64_t scale_cols = 0;
+  fp4gemm_padded_scale_shape(rows, k, &scale_rows, &scale_cols);
+  check_shape(name, scales, scale_rows, scale_cols);
+}
+
+/// A contiguous fp32 vector of `length` elements, or one element where that is allowed.
+inline float const* check_vector(char const* name, Tensor const& vector, int64_t length, bool one_allowed,
+                                 int32_t device) {
+  check_dtype(name, vector, ScalarType::Float);
+  check_device(name, vector, device);
+  STD_TORCH_CHECK(vector.dim() == 1 && (vector.size(0) == length || (one_allowed && vector.size(0) == 1)),
+                  name, ": has ", vector.numel(), " elements in ", vector.dim(),
+                  " dimensions, must be a vector of ", length, one_allowed ? " or 1" : "");
+  STD_TORCH_CHECK(vector.is_contiguous(), name, ": must be contiguous");
+  return static_cast<float const*>(vector.const_data_ptr());
+}
+
+}  // namespace fp4gemm_torch
