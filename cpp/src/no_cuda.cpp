@@ -15,7 +15,9 @@ fp4gemm_status_t no_cuda() {
 fp4gemm_status_t device_properties(int, DeviceProperties*) { return no_cuda(); }
 DeviceGuard::DeviceGuard(int) : status_(no_cuda()) {}
 DeviceGuard::~DeviceGuard() = default;
-fp4gemm_status_t launch_quantize(fp4gemm_quantize_args_t const&, int, fp4gemm_stream_t) { return no_cuda(); }
+fp4gemm_status_t launch_quantize(fp4gemm_quantize_args_t const&, DeviceProperties const&, fp4gemm_stream_t) {
+  return no_cuda();
+}
 fp4gemm_status_t launch_dequantize(fp4gemm_dequantize_args_t const&, fp4gemm_stream_t) { return no_cuda(); }
 fp4gemm_status_t launch_silu_and_mul_quantize(fp4gemm_silu_and_mul_quantize_args_t const&, fp4gemm_stream_t) {
   return no_cuda();

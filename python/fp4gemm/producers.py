@@ -15,8 +15,8 @@ def silu_and_mul_quantize(x: Tensor, *, offs: Tensor | None = None) -> NVFP4Tens
     """quantize(cast(cast(silu(g)) * u)), x = [g | u]: the gated activation of an MLP, one amax a row.
 
     silu(g) = g / (1 + exp(-g)), rounded to float32 and then to the dtype of x, and -0 where g < -88.75 (the
-    float32 exp of eager torch overflows there); the product is rounded again, as eager ``F.silu(g) * u`` does.
-    Bit for bit
+    float32 exp of eager torch overflows there); the product is rounded again, as ``F.silu(g) * u`` does. Bit
+    for bit
     ``fp4gemm.quantize(fp4gemm.reference.silu_and_mul(x), offs=offs)``.
 
     Args:

@@ -128,9 +128,8 @@ fp4gemm_status_t quantize(fp4gemm_quantize_args_t const* args, int device, fp4ge
     FP4GEMM_TRY(check_size("m", args->m, 16, 16));
     FP4GEMM_TRY(check_side("column", args->column, args->k, args->m, per_row, false));
   }
-  return on_device(device, [&](DeviceProperties const& properties) {
-    return launch_quantize(*args, properties.num_sms, stream);
-  });
+  return on_device(
+      device, [&](DeviceProperties const& properties) { return launch_quantize(*args, properties, stream); });
 }
 
 fp4gemm_status_t silu_and_mul_quantize(fp4gemm_silu_and_mul_quantize_args_t const* args, int device,

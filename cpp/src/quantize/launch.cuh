@@ -12,7 +12,7 @@ struct RowLaunch {
   RowParams params;  // amax_in null: row amaxes are to be found
   fp4gemm_dtype_t dtype;
   int64_t scale_rows;  // of the buffer, a multiple of 128
-  int num_sms;
+  DeviceProperties device;
   cudaStream_t stream;
 };
 
@@ -74,9 +74,22 @@ bool launch_rows(RowLaunch const& launch) {
   size_t const staged_bytes = kCover == Cover::kQuads && launch.params.num_words <= kMaxStagedWords
                                   ? launch.params.num_words * sizeof(uint4)
                                   : 0;
-  quantize_rows<Loader, Cast, kAmax, kCover, kGrouped, kLooped, kThreadsPerRow, kBlocksPerThread>
-      <<<static_cast<unsigned>(launch.scale_rows / kCtaRows), kThreads, staged_bytes, launch.stream>>>(
-          launch.params);
+  // The kernel waits for what went before by itself, so that its launch may overlap the end of that.
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>(launch.scale_rows / kCtaRows);
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = staged_bytes;
+  config.stream = launch.stream;
+  config.attrs = &overlap;
+  config.numAttrs = launch.device.arch >= 90 ? 1 : 0;
+  // A failure is kept for cudaGetLastError, which the caller asks.
+  (void)cudaLaunchKernelEx(
+      &config,
+      quantize_rows<Loader, Cast, kAmax, kCover, kGrouped, kLooped, kThreadsPerRow, kBlocksPerThread>,
+      launch.params);
   return true;
 }
 

@@ -92,7 +92,8 @@ CastOptions cast_options(fp4gemm_quantize_args_t const& args) {
   return options;
 }
 
-fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, int num_sms, cudaStream_t stream) {
+fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DeviceProperties const& properties,
+                                   cudaStream_t stream) {
   fp4gemm_quantized_t const& out = args.row;
   bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
   Input input{args.x, args.x_row_stride};
@@ -124,12 +125,12 @@ fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, int num_
     params.amax_in = out.amax;
     params.amax_at = AmaxAt::kGroupStart;
   } else if (!per_row) {
-    FP4GEMM_TRY(
-        launch_tensor_amax(input, args.m, args.k, args.x_dtype, out.hadamard, out.amax, num_sms, stream));
+    FP4GEMM_TRY(launch_tensor_amax(input, args.m, args.k, args.x_dtype, out.hadamard, out.amax,
+                                   properties.num_sms, stream));
     params.amax_in = out.amax;
     params.amax = nullptr;
   }
-  RowLaunch const launch{params, args.x_dtype, scale_rows, num_sms, stream};
+  RowLaunch const launch{params, args.x_dtype, scale_rows, properties, stream};
   if (args.four_over_six != FP4GEMM_FOUR_OVER_SIX_NONE) {
     launch_rows_four_over_six(launch);
   } else if (out.hadamard != FP4GEMM_HADAMARD_NONE) {
@@ -241,7 +242,8 @@ fp4gemm_status_t launch_group_amax(Input const& input, int64_t m, int64_t k, fp4
   return FP4GEMM_SUCCESS;
 }
 
-fp4gemm_status_t launch_quantize(fp4gemm_quantize_args_t const& args, int num_sms, fp4gemm_stream_t stream) {
+fp4gemm_status_t launch_quantize(fp4gemm_quantize_args_t const& args, DeviceProperties const& properties,
+                                 fp4gemm_stream_t stream) {
   if (args.m == 0) {
     // A tensor of no elements has an amax of zero; there is nothing else to write.
     if (args.scaling == FP4GEMM_SCALING_TENSOR && args.offs == nullptr && args.row.amax_given == nullptr) {
@@ -250,7 +252,8 @@ fp4gemm_status_t launch_quantize(fp4gemm_quantize_args_t const& args, int num_sm
     return FP4GEMM_SUCCESS;
   }
   bool const tiled = args.column.codes != nullptr || args.block_rows == kBlock;
-  FP4GEMM_TRY(tiled ? launch_along_columns(args, num_sms, stream) : launch_along_rows(args, num_sms, stream));
+  FP4GEMM_TRY(tiled ? launch_along_columns(args, properties.num_sms, stream)
+                    : launch_along_rows(args, properties, stream));
   FP4GEMM_CUDA(cudaGetLastError());
   return FP4GEMM_SUCCESS;
 }

@@ -2,16 +2,19 @@
 // current.
 #pragma once
 
+#include "device.hpp"
 #include "fp4gemm/fp4gemm.h"
 
 namespace fp4gemm {
 
-fp4gemm_status_t launch_quantize(fp4gemm_quantize_args_t const& args, int num_sms, fp4gemm_stream_t stream);
+fp4gemm_status_t launch_quantize(fp4gemm_quantize_args_t const& args, DeviceProperties const& properties,
+                                 fp4gemm_stream_t stream);
 
 fp4gemm_status_t launch_silu_and_mul_quantize(fp4gemm_silu_and_mul_quantize_args_t const& args,
                                               fp4gemm_stream_t stream);
 
-fp4gemm_status_t launch_rms_norm_quantize(fp4gemm_rms_norm_quantize_args_t const& args, fp4gemm_stream_t stream);
+fp4gemm_status_t launch_rms_norm_quantize(fp4gemm_rms_norm_quantize_args_t const& args,
+                                          fp4gemm_stream_t stream);
 
 fp4gemm_status_t launch_dequantize(fp4gemm_dequantize_args_t const& args, fp4gemm_stream_t stream);
 

@@ -153,6 +153,10 @@ __global__ void __launch_bounds__(
   constexpr int kCtaRows = kWarpRows || kCover == Cover::kQuads ? kQuad : 1;  // rows of a CTA
   constexpr int kRounds = kWarpRows ? 1 : kCtaRows;                           // of rows, one after the other
   extern __shared__ uint4 staged[];  // (num_words): the scales of four rows, four blocks each
+#if __CUDA_ARCH__ >= 900
+  // Nothing before this reads memory. What follows in the stream may be launched early likewise.
+  asm volatile("griddepcontrol.wait;\n griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 
   int64_t const index = int64_t{blockIdx.x} * kCtaRows;
   int64_t const tile = index / 128;

@@ -20,7 +20,7 @@ void launch_dense(RowLaunch const& launch) {
   constexpr int kDeep = kDepth<PlainLoader<T>>;
   constexpr Cover kSingles = Cover::kSingles;
   constexpr Cover kQuads = Cover::kQuads;
-  if (launch.params.m < 8 * launch.num_sms) {
+  if (launch.params.m < 8 * launch.device.num_sms) {
     (void)(dense<T, kAmax, kSingles, false, 32, 1>(launch) ||
            dense<T, kAmax, kSingles, false, 128, 1>(launch) ||
            dense<T, kAmax, kSingles, false, 512, 1>(launch) ||
