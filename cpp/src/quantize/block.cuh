@@ -1,4 +1,4 @@
-// A block of 16 input elements in registers, as magnitudes and signs, for each input type.
+// A block of 16 input elements in registers: its loading, its amax and its codes, for each input type.
 #pragma once
 
 #include <cuda/std/type_traits>

@@ -188,8 +188,8 @@ __global__ void __launch_bounds__(
     uint8_t* const scales =
         is_staged ? reinterpret_cast<uint8_t*>(staged) + thread / 4 * 16 + of_quad * 4 + thread % 4
                   : p.scales + scale_offset(tile * 128 + in_tile, thread, p.num_words);
-    int const scale_step = is_staged ? 16 : 512;  // between four blocks and the next
-    if (!is_real) {                               // zero padding
+    int64_t const scale_step = is_staged ? 16 : 512;  // between four blocks and the next
+    if (!is_real) {                                   // zero padding
       for (int block = thread; block < 4 * p.num_words; block += kThreadsPerRow) {
         scales[(block - thread) / 4 * scale_step] = 0;
       }
