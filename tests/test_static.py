@@ -64,13 +64,16 @@ def test_no_kernel_spills() -> None:
     """No local memory, no more registers than a thread has; no stack frame in GEMMs and common casts.
 
     The other quantize kernels may have one: for blocks that are handed to the rare call for NaN and extreme
-    amaxes, and in the widest norm, whose row takes all registers there are.
+    amaxes, and in the widest norm, whose row takes all registers there are. Before 9.0, which emulates some
+    conversions, common casts may spill a few bytes.
     """
     assert resources()
     for arch, name, figures in resources():
         assert figures["LOCAL"] == 0, (arch, name, figures)
         assert figures["REG"] <= 255, (arch, name, figures)
-        bound = 0 if GEMM.search(name) else 16 if COMMON_CAST.search(name) else 320
+        common = COMMON_CAST.search(name)
+        strict = GEMM.search(name) or (common and not arch.startswith("sm_8"))
+        bound = 0 if strict else 64 if common else 320
         assert figures["STACK"] <= bound, (arch, name, figures)
 
 
