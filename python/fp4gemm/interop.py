@@ -117,7 +117,7 @@ class Conventions:
         codes = _checks.codes("weight_packed", weight_packed)
         scales = _compact("weight_scale", weight_scale, weight_packed)
         encode = _number("weight_global_scale", weight_global_scale, codes.device)
-        return _nvfp4(codes, scales, torch.div(_six_times(e4m3_max, encode), encode), e4m3_max)
+        return _of_encode_scale(codes, scales, encode, e4m3_max)
 
     @classmethod
     def from_flashinfer(
@@ -142,7 +142,7 @@ class Conventions:
         codes = _checks.codes("codes", codes)
         plain = _swizzled("scales", scales, codes)
         encode = _number("global_scale", global_scale, codes.device)
-        return _nvfp4(codes, plain, torch.div(_six_times(e4m3_max, encode), encode), e4m3_max)
+        return _of_encode_scale(codes, plain, encode, e4m3_max)
 
     @classmethod
     def from_torchao(
@@ -286,6 +286,11 @@ def _swizzled(name: str, value: object, codes: Tensor) -> Tensor:
             f"{name}: shape is {tuple(x.shape)}, must have the {padded[0]} * {padded[1]} elements of 128x4"
         )
     return unswizzle_scales(x.view(padded), m, columns)
+
+
+def _of_encode_scale(codes: Tensor, compact_scales: Tensor, encode: Tensor, e4m3_max: int) -> NVFP4Tensor:
+    """amax = fl(6B / encode)."""
+    return _nvfp4(codes, compact_scales, torch.div(_six_times(e4m3_max, encode), encode), e4m3_max)
 
 
 def _nvfp4(codes: Tensor, compact_scales: Tensor, amax: Tensor, e4m3_max: int) -> NVFP4Tensor:

@@ -16,8 +16,7 @@ def silu_and_mul_quantize(x: Tensor, *, offs: Tensor | None = None) -> NVFP4Tens
 
     silu(g) = g / (1 + exp(-g)), rounded to float32 and then to the dtype of x, and -0 where g < -88.75 (the
     float32 exp of eager torch overflows there); the product is rounded again, as ``F.silu(g) * u`` does. Bit
-    for bit
-    ``fp4gemm.quantize(fp4gemm.reference.silu_and_mul(x), offs=offs)``.
+    for bit ``fp4gemm.quantize(fp4gemm.reference.silu_and_mul(x), offs=offs)``.
 
     Args:
         x: bfloat16 or float16 (m, 2k); m >= 0, k a positive multiple of 16. Columns 0 to k-1 are the gate,

@@ -2,44 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from .. import _checks
-
-HALF_DTYPES = (torch.bfloat16, torch.float16)
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def matrix(name: str, value: object, dtypes: Sequence[torch.dtype], step: int, function: str) -> Tensor:
-    """x (m, k), k a positive multiple of ``step``; rows have unit stride and start 16-byte aligned."""
-    x = _checks.is_tensor(name, value)
-    _checks.has_dtype(name, x, dtypes)
-    _checks.has_rank(name, x, 2, "(m, k)")
-    _checks.is_multiple(name, "k", x.shape[1], step)
-    _checks.rows_are_aligned(name, x)
-    _checks.no_grad(name, x, f"fp4gemm.{function}")
-    return x
-
-
-def exact_vector(
-    name: str,
-    value: object,
-    length: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    function: str = "quantize",
-) -> Tensor:
-    """A contiguous vector of exactly ``length`` entries on the device of x."""
-    x = _checks.is_tensor(name, value)
-    _checks.has_dtype(name, x, (dtype,))
-    _checks.has_shape(name, x, (length,))
-    _checks.same_device(name, x, device, "x")
-    _checks.is_contiguous(name, x)
-    _checks.no_grad(name, x, f"fp4gemm.{function}")
-    return x
 
 
 def scales_like(value: object, shape: tuple[int, ...], why: str, device: torch.device) -> Tensor:
@@ -130,7 +96,7 @@ def random_state(value: object, block_rows: int, four_over_six: int, device: tor
     """rng_state int64 (2,), {seed, offset}, or None."""
     if value is None:
         return None
-    x = exact_vector("rng_state", value, 2, torch.int64, device)
+    x = _checks.exact_vector("rng_state", value, 2, torch.int64, device, "x")
     if block_rows == 16:
         raise NotImplementedError("rng_state: got a tensor, must be None with block_rows 16")
     if four_over_six:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from .. import _checks
 from ..layout import swizzle_scales, unswizzle_scales
-from . import checks
 from .chunks import f32, row_chunks
 from .formats import decode_e8m0, encode_e8m0
 
@@ -39,9 +38,9 @@ def mxfp8_quantize(x: Tensor, axis: int, dtype: torch.dtype, swizzled: bool) -> 
         values of dtype (m, k); scales float8_e8m0fnu (ceil128(m), ceil4(k/32)), pads zero, or (m, k/32). For
         axis 0, m and k change places.
     """
-    checks.matrix("x", x, _checks.FLOAT_DTYPES, BLOCK, "quantize_mxfp8")
+    _checks.quantize_input(x, "fp4gemm.quantize_mxfp8", step=BLOCK)
     _checks.is_one_of("axis", axis, (-1, 0))
-    _checks.is_one_of("dtype", dtype, checks.FP8_DTYPES)
+    _checks.is_one_of("dtype", dtype, _checks.FP8_DTYPES)
     _checks.is_one_of("swizzled", swizzled, (True, False))
     if axis == 0:
         _checks.is_multiple("x", "m", x.shape[0], BLOCK)
@@ -73,7 +72,7 @@ def mxfp8_dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype, swizzle
         dtype: bfloat16, float16 or float32; float16 overflows to inf.
         swizzled: which of the two.
     """
-    _checks.has_dtype("values", _checks.is_tensor("values", values), checks.FP8_DTYPES)
+    _checks.has_dtype("values", _checks.is_tensor("values", values), _checks.FP8_DTYPES)
     _checks.has_rank("values", values, 2, "(m, k)")
     m, k = values.shape
     _checks.is_multiple("values", "k", k, BLOCK)

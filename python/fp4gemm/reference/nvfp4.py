@@ -118,7 +118,7 @@ def quantize(
     Raises:
         TypeError, ValueError, NotImplementedError: an argument or a combination of them; the text names it.
     """
-    checks.matrix("x", x, _checks.FLOAT_DTYPES, BLOCK, "quantize")
+    _checks.quantize_input(x)
     _checks.is_one_of("axis", axis, (-1, 0))
     checks.options(per_row, block_rows, encode, four_over_six, fast_error, e4m3_max, hadamard, signs)
     rng_state = checks.random_state(rng_state, block_rows, four_over_six, x.device)
@@ -161,7 +161,7 @@ def quantize_both(
 
     The other arguments, the six results and what is raised are those of :func:`quantize`.
     """
-    checks.matrix("x", x, _checks.FLOAT_DTYPES, BLOCK, "quantize_both")
+    _checks.quantize_input(x, "fp4gemm.quantize_both")
     checks.options(per_row, block_rows, encode, four_over_six, fast_error, e4m3_max, hadamard, signs)
     rng_state = checks.random_state(rng_state, block_rows, four_over_six, x.device)
     _checks.is_multiple("x", "m", x.shape[0], BLOCK)
@@ -180,7 +180,7 @@ def _check_amax(name: str, amax: object, plan: _Plan, groups: Groups | None) -> 
     if amax is None:
         return
     length = plan.shape()[0] if plan.per_row else 1 if groups is None else groups.num_groups
-    checks.exact_vector(name, amax, length, torch.float32, plan.x.device)
+    _checks.exact_vector(name, amax, length, torch.float32, plan.x.device, "x")
 
 
 def _quantize(plan: _Plan, amax: Tensor | None, groups: Groups | None) -> tuple[Tensor, Tensor, Tensor]:

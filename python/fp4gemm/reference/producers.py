@@ -48,7 +48,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     Returns:
         (m, k) of the dtype of x.
     """
-    checks.matrix("x", x, checks.HALF_DTYPES, 2 * BLOCK, "silu_and_mul_quantize")
+    _checks.quantize_input(x, "fp4gemm.silu_and_mul_quantize", dtypes=_checks.HALF_DTYPES, step=2 * BLOCK)
     m, k = x.shape[0], x.shape[1] // 2
     out = torch.empty((m, k), dtype=x.dtype, device=x.device)
     for i, j in row_chunks(m, 2 * k):
@@ -93,12 +93,13 @@ def rms_norm(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: flo
     Returns:
         y (m, k); h (m, k), or (0,) without a residual; of the dtype of x.
     """
-    checks.matrix("x", x, checks.HALF_DTYPES, BLOCK, "rms_norm_quantize")
+    function = "fp4gemm.rms_norm_quantize"
+    _checks.quantize_input(x, function, dtypes=_checks.HALF_DTYPES)
     m, k = x.shape
     if weight is not None:
-        checks.exact_vector("weight", weight, k, x.dtype, x.device, "rms_norm_quantize")
+        _checks.exact_vector("weight", weight, k, x.dtype, x.device, "x", function)
     if residual is not None:
-        checks.matrix("residual", residual, (x.dtype,), BLOCK, "rms_norm_quantize")
+        _checks.quantize_input(residual, function, name="residual", dtypes=(x.dtype,))
         _checks.has_shape("residual", residual, (m, k), ", the shape of x")
         _checks.same_device("residual", residual, x.device, "x")
     epsilon = f32(checks.epsilon(eps), x.device)
