@@ -1,0 +1,168 @@
+// Upstream's own NVFP4 kernels for SM100 with the default epilogue (linear combination, no C), by tile and
+// layout, and their check against upstream's host reference.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "cute/tensor.hpp"
+#include "cutlass/cutlass.h"
+#include "cutlass/epilogue/collective/collective_builder.hpp"
+#include "cutlass/gemm/collective/collective_builder.hpp"
+#include "cutlass/gemm/device/gemm_universal_adapter.h"
+#include "cutlass/gemm/group_array_problem_shape.hpp"
+#include "cutlass/gemm/kernel/gemm_universal.hpp"
+#include "cutlass/util/device_memory.h"
+#include "cutlass/util/host_tensor.h"
+#include "cutlass/util/packed_stride.hpp"
+#include "cutlass/util/reference/host/gett.hpp"
+#include "cutlass/util/reference/host/tensor_compare.h"
+#include "cutlass/util/reference/host/tensor_fill.h"
+#include "cutlass/util/reference/host/tensor_norm.h"
+
+namespace calibration {
+
+using namespace cute;
+
+using Element = cutlass::nv_float4_t<cutlass::float_e2m1_t>;
+
+template <int M, int N, int ClusterM, int ClusterN, class Out_, class LayoutD_, bool kGrouped_>
+struct Case {
+  using Out = Out_;
+  using Tile = Shape<Int<M>, Int<N>, _256>;
+  using Cluster = Shape<Int<ClusterM>, Int<ClusterN>, _1>;
+  static constexpr bool kGrouped = kGrouped_;
+  static constexpr bool kTwoSm = M == 256;
+  // With n = 256 CUTLASS overlaps the two accumulators by the columns of the epilogue tile; the scale factors
+  // lie there.
+  using EpilogueTile = Shape<_128, Int<N == 256 ? 64 : 32>>;
+  static constexpr int kAlignmentD = 128 / cutlass::sizeof_bits<Out>::value;
+  template <class Layout>
+  using Of = conditional_t<kGrouped, Layout*, Layout>;
+  using LayoutA = Of<cutlass::layout::RowMajor>;
+  using LayoutB = Of<cutlass::layout::ColumnMajor>;
+  using LayoutD = Of<LayoutD_>;
+
+  using EpilogueSchedule =
+      conditional_t<kGrouped,
+                    conditional_t<kTwoSm, cutlass::epilogue::PtrArrayTmaWarpSpecialized2Sm,
+                                  cutlass::epilogue::PtrArrayTmaWarpSpecialized1Sm>,
+                    conditional_t<kTwoSm, cutlass::epilogue::TmaWarpSpecialized2Sm,
+                                  cutlass::epilogue::TmaWarpSpecialized1Sm>>;
+  using MainloopSchedule =
+      conditional_t<kGrouped,
+                    conditional_t<kTwoSm, cutlass::gemm::KernelPtrArrayTmaWarpSpecialized2SmNvf4Sm100,
+                                  cutlass::gemm::KernelPtrArrayTmaWarpSpecialized1SmNvf4Sm100>,
+                    conditional_t<kTwoSm, cutlass::gemm::KernelTmaWarpSpecialized2SmNvf4Sm100,
+                                  cutlass::gemm::KernelTmaWarpSpecialized1SmNvf4Sm100>>;
+
+  using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+      cutlass::arch::Sm100, cutlass::arch::OpClassBlockScaledTensorOp, Tile, Cluster, EpilogueTile, float,
+      float, void, LayoutD, kAlignmentD, Out, LayoutD, kAlignmentD, EpilogueSchedule>::CollectiveOp;
+  // 1024: CUTLASS 4.2.0 counts the stages without rounding the barriers up to 128 bytes.
+  using Stages = cutlass::gemm::collective::StageCountAutoCarveout<
+      static_cast<int>(sizeof(typename Epilogue::SharedStorage)) + 1024>;
+  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+      cutlass::arch::Sm100, cutlass::arch::OpClassBlockScaledTensorOp, Element, LayoutA, 32, Element, LayoutB,
+      32, float, Tile, Cluster, Stages, MainloopSchedule>::CollectiveOp;
+  using Problem = conditional_t<kGrouped, cutlass::gemm::GroupProblemShape<Shape<int, int, int>>,
+                                Shape<int, int, int, int>>;
+  using Kernel = cutlass::gemm::kernel::GemmUniversal<Problem, Mainloop, Epilogue, void>;
+  using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
+
+  using StrideA = remove_pointer_t<typename Kernel::StrideA>;
+  using StrideB = remove_pointer_t<typename Kernel::StrideB>;
+  using StrideD = remove_pointer_t<typename Kernel::StrideD>;
+  using Scale = typename Mainloop::ElementSF;
+  using Config = typename Mainloop::Sm1xxBlkScaledConfig;
+  using LayoutSf = decltype(Config::deduce_layoutSFA());
+};
+
+/// Small integers, so that sums are exact in any order.
+template <class View>
+void fill(View view, unsigned seed, int limit) {
+  cutlass::reference::host::TensorFillRandomUniform(view, seed, limit, -limit, 0);
+}
+
+/// The operands and the result of one matrix product.
+template <class Case>
+struct Matrices {
+  template <class T>
+  using Host = cutlass::HostTensor<T, cutlass::layout::PackedVectorLayout>;
+  using Code = typename Element::DataType;
+  using Out = typename Case::Out;
+
+  int m, n, k;
+  typename Case::StrideA stride_a;
+  typename Case::StrideB stride_b;
+  typename Case::StrideD stride_d;
+  typename Case::LayoutSf layout_sfa, layout_sfb;
+  Host<Code> a, b;
+  Host<typename Case::Scale> sfa, sfb;
+  Host<Out> d, reference;
+
+  Matrices(int m_, int n_, int k_, unsigned seed) : m(m_), n(n_), k(k_) {
+    using cutlass::make_cute_packed_stride;
+    stride_a = make_cute_packed_stride(typename Case::StrideA{}, {m, k, 1});
+    stride_b = make_cute_packed_stride(typename Case::StrideB{}, {n, k, 1});
+    stride_d = make_cute_packed_stride(typename Case::StrideD{}, {m, n, 1});
+    layout_sfa = Case::Config::tile_atom_to_shape_SFA(make_shape(m, n, k, 1));
+    layout_sfb = Case::Config::tile_atom_to_shape_SFB(make_shape(m, n, k, 1));
+    a.reset(cutlass::make_Coord(m * k));
+    b.reset(cutlass::make_Coord(n * k));
+    sfa.reset(cutlass::make_Coord(size(filter_zeros(layout_sfa))));
+    sfb.reset(cutlass::make_Coord(size(filter_zeros(layout_sfb))));
+    d.reset(cutlass::make_Coord(m * n));
+    reference.reset(cutlass::make_Coord(m * n));
+    fill(a.host_view(), seed + 1, 2);
+    fill(b.host_view(), seed + 2, 2);
+    fill(sfa.host_view(), seed + 3, 1);
+    fill(sfb.host_view(), seed + 4, 1);
+    a.sync_device();
+    b.sync_device();
+    sfa.sync_device();
+    sfb.sync_device();
+  }
+
+  bool verify(float alpha) {
+    if (m == 0) {
+      return true;
+    }
+    auto const layout = [](int rows, int columns, auto stride) {
+      return make_layout(make_shape(rows, columns, 1), stride);
+    };
+    Tensor tensor_a = make_tensor(recast_ptr<Code>(a.host_data()), layout(m, k, stride_a));
+    Tensor tensor_b = make_tensor(recast_ptr<Code>(b.host_data()), layout(n, k, stride_b));
+    Tensor tensor_sfa = make_tensor(sfa.host_data(), layout_sfa);
+    Tensor tensor_sfb = make_tensor(sfb.host_data(), layout_sfb);
+    Tensor tensor_d = make_tensor(recast_ptr<Out>(reference.host_data()), layout(m, n, stride_d));
+    cutlass::reference::host::GettBlockScalingMainloopParams<float, decltype(tensor_a), decltype(tensor_sfa),
+                                                             decltype(tensor_b), decltype(tensor_sfb)>
+        mainloop{tensor_a, tensor_sfa, tensor_b, tensor_sfb};
+    cutlass::reference::host::GettBlockScalingEpilogueParams<float, float, float, decltype(tensor_d),
+                                                             decltype(tensor_d)>
+        epilogue{alpha, 0.0f, tensor_d, tensor_d};
+    cutlass::reference::host::Gemm3x(mainloop, epilogue);
+    d.sync_host();
+    return cutlass::reference::host::TensorEquals(reference.host_view(), d.host_view()) &&
+           cutlass::reference::host::TensorNorm(reference.host_view()) > 0;
+  }
+};
+
+template <class Gemm>
+bool launch(typename Gemm::Arguments const& arguments) {
+  Gemm gemm;
+  cutlass::device_memory::allocation<uint8_t> workspace(Gemm::get_workspace_size(arguments));
+  return gemm.can_implement(arguments) == cutlass::Status::kSuccess &&
+         gemm.initialize(arguments, workspace.get()) == cutlass::Status::kSuccess &&
+         gemm.run() == cutlass::Status::kSuccess && cudaDeviceSynchronize() == cudaSuccess;
+}
+
+/// What CTest looks for.
+inline int report(char const* what, bool passed) {
+  std::printf("  %s\n  Disposition: %s\n", what, passed ? "Passed" : "Failed");
+  return passed ? 0 : 1;
+}
+
+}  // namespace calibration

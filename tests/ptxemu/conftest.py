@@ -1,0 +1,82 @@
+"""The emulator's own tests: one process-wide libptxemu.so, named by PTXEMU_LIBRARY, and tiny kernels."""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from emulator import Emulator
+
+_HEADER = ".version 9.0\n.target sm_100a\n.address_size 64\n"
+
+
+class Bench:
+    """Runs hand-written kernels on the emulator."""
+
+    def __init__(self, emulator: Emulator, folder: Path):
+        self.emulator = emulator
+        self._folder = folder
+        self._count = 0
+
+    def load(self, text: str) -> None:
+        self._count += 1
+        path = self._folder / f"kernel{self._count}.ptx"
+        path.write_text(_HEADER + text)
+        self.emulator.unload()
+        self.emulator.load(path)
+
+    def kernel(self, body: str, *pointers: str, declarations: str = "") -> None:
+        """A kernel `k` whose parameters are pointers, loaded into 64-bit registers of these names."""
+        parameters = ", ".join(f".param .u64 k_{name}" for name in pointers)
+        loads = "\n".join(f"ld.param.u64 %{name}, [k_{name}];" for name in pointers)
+        registers = "".join(f".reg .b64 %{name};\n" for name in pointers)
+        self.load(
+            f"{declarations}\n.visible .entry k({parameters})\n{{\n"
+            f".reg .pred %p<16>; .reg .b16 %h<16>; .reg .b32 %r<64>; .reg .b64 %d<32>;\n"
+            f"{registers}{loads}\n{body}\nret;\n}}\n"
+        )
+
+    def launch(self, *arrays, **options) -> None:
+        """Launches `k` and waits; every array goes as its pointer."""
+        self.emulator.launch("k", struct.pack(f"<{len(arrays)}Q", *(a.pointer for a in arrays)), **options)
+        self.emulator.synchronize()
+
+    def lanes(self, code: str, inputs: list[np.ndarray], output) -> np.ndarray:
+        """Runs `code` in one warp: %a0, %a1... are elements of the inputs, %out goes to the output."""
+        width = {1: "b8", 2: "b16", 4: "b32", 8: "b64"}
+        register = {1: "b16", 2: "b16", 4: "b32", 8: "b64"}
+        body = "mov.u32 %r60, %tid.x;\n"
+        for i, x in enumerate(inputs):
+            size = x.dtype.itemsize
+            body += f".reg .{register[size]} %a{i};\nmad.wide.u32 %d{i}, %r60, {size}, %in{i};\n"
+            body += f"ld.global.{width[size]} %a{i}, [%d{i}];\n"
+        size = np.dtype(output).itemsize
+        body += f".reg .{register[size]} %out;\n{code}\n"
+        body += f"mad.wide.u32 %d31, %r60, {size}, %result;\nst.global.{width[size]} [%d31], %out;"
+        self.kernel(body, *(f"in{i}" for i in range(len(inputs))), "result")
+        result = self.emulator.empty(32, output)
+        self.launch(*(self.emulator.upload(x) for x in inputs), result)
+        return self.emulator.download(result)
+
+
+@pytest.fixture(scope="session")
+def _emulator() -> Emulator:
+    path = os.environ.get("PTXEMU_LIBRARY")
+    if not path:
+        pytest.skip("PTXEMU_LIBRARY does not name libptxemu.so")
+    return Emulator(path)
+
+
+@pytest.fixture
+def bench(_emulator: Emulator, tmp_path: Path) -> Bench:
+    _emulator.configure()
+    _emulator.clear()
+    _emulator.reset_statistics()
+    return Bench(_emulator, tmp_path)

@@ -1,0 +1,208 @@
+"""Can a test on the emulator see a fault? Mutants of PTX with one fault each, and what notices them.
+
+    all_mutants = mutants(text, kind="sync", lines=executed_lines, limit=100, seed=1)
+    table = score(all_mutants, in_emulator(emulator, folder, execute), schedules)
+    print(table.summary())
+
+`execute()` runs the kernel by way of whatever launches it and says whether its result is right; in_emulator()
+turns that, and what the emulator reports, into a verdict. Everything is a function of the text and the seed.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from emulator import Emulator, EmulatorError
+
+# Instructions without a result whose deletion is a fault in synchronisation or in asynchronous work.
+_DELETABLE = re.compile(
+    r"(mbarrier\.(init|arrive|expect_tx)|bar\.(sync|arrive|warp\.sync)|barrier\.(sync|arrive|cluster)|fence\.|"
+    r"cp\.async|tcgen05\.(alloc|dealloc|relinquish|cp|mma|commit|wait)|clusterlaunchcontrol\.try_cancel|tensormap\.|"
+    r"griddepcontrol\.wait)"
+)
+_WAIT = re.compile(r"mbarrier\.(?:try|test)_wait\S*\s+([%\w]+)\s*,")
+_STATEMENT = re.compile(r"^(\s*)((?:@!?%?\w+\s+)?)([a-z][\w.:]*)\s*(.*?);\s*$")
+
+_COMPARISONS = {
+    "eq": "ne",
+    "ne": "eq",
+    "lt": "le",
+    "le": "lt",
+    "gt": "ge",
+    "ge": "gt",
+    "lo": "ls",
+    "ls": "lo",
+    "hi": "hs",
+    "hs": "hi",
+    "ltu": "leu",
+    "leu": "ltu",
+    "gtu": "geu",
+    "geu": "gtu",
+    "equ": "neu",
+    "neu": "equ",
+}
+_OPERATORS = {
+    "add": "sub",
+    "sub": "add",
+    "and": "or",
+    "or": "and",
+    "xor": "or",
+    "shl": "shr",
+    "shr": "shl",
+    "min": "max",
+    "max": "min",
+}
+
+VERDICTS = ("wrong result", "fatal", "deadlock", "hazard")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    line: int  # of the original text, from 1
+    what: str  # "delete bar.sync 0", "setp.lt -> setp.le", ...
+    text: str  # the whole PTX file
+
+
+def _swap(opcode: str, table: dict[str, str], index: int) -> str | None:
+    parts = opcode.split(".")
+    if len(parts) <= index or parts[index] not in table:
+        return None
+    parts[index] = table[parts[index]]
+    # Of the logical operations only .b and .pred forms exist; of shl only .b, of shr also .u and .s.
+    if parts[0] == "shl":
+        parts[-1] = "b" + parts[-1][1:]
+    return ".".join(parts)
+
+
+def _sync_faults(opcode: str, operands: str) -> list[tuple[str, str]]:
+    """(what, replacement statement without predicate and semicolon)"""
+    if wait := _WAIT.match(f"{opcode} {operands}"):
+        return [(f"{opcode} passes at once", f"setp.eq.u32 {wait[1]}, 0, 0")]
+    if _DELETABLE.match(opcode):
+        return [(f"delete {opcode}", "")]
+    return []
+
+
+def _alu_faults(opcode: str, operands: str) -> list[tuple[str, str]]:
+    faults = []
+    head = opcode.split(".")[0]
+    if head == "setp" and (swapped := _swap(opcode, _COMPARISONS, 1)):
+        faults.append((f"{opcode} -> {swapped}", f"{swapped} {operands}"))
+    elif head == "selp":
+        fields = [x.strip() for x in operands.split(",")]
+        if len(fields) == 4 and fields[1] != fields[2]:
+            fields[1], fields[2] = fields[2], fields[1]
+            faults.append((f"{opcode} with its inputs swapped", f"{opcode} {', '.join(fields)}"))
+    elif head in ("mul", "fma") and opcode.endswith("f32"):
+        fields = [x.strip() for x in operands.split(",")]
+        replaced = ["add.f32", *fields[:3]] if head == "mul" else ["mul.f32", *fields[:3]]
+        faults.append((f"{opcode} -> {replaced[0]}", f"{replaced[0]} {', '.join(replaced[1:])}"))
+    elif swapped := _swap(opcode, _OPERATORS, 0):
+        faults.append((f"{opcode} -> {swapped}", f"{swapped} {operands}"))
+    if head in ("add", "mad", "shl", "shr", "mul", "and", "mov", "bfe") and "{" not in operands:
+        number = re.search(r"(?<=, )(-?\d+)$", operands)
+        if number and "f" not in opcode.split(".")[-1]:
+            changed = str(int(number[1]) + 1)
+            faults.append(
+                (
+                    f"{opcode} with {changed} for {number[1]}",
+                    f"{opcode} {operands[: number.start()]}{changed}",
+                )
+            )
+    return faults
+
+
+def mutants(
+    text: str, kind: str, lines: Iterable[int] | None = None, limit: int | None = None, seed: int = 1
+) -> list[Mutant]:
+    """One Mutant for each fault of a kind, "sync" or "alu".
+
+    sync: an instruction of synchronisation or of asynchronous work is missing, or a wait passes at once.
+    alu: another operator, comparison, selection or constant.
+    lines: only these, e.g. the executed ones of Emulator.statistics(). limit: a random sample of so many.
+    """
+    if kind not in ("sync", "alu"):
+        raise ValueError(f"kind is {kind!r}, must be 'sync' or 'alu'")
+    wanted = None if lines is None else {int(n) for n in lines}
+    original = text.split("\n")
+    found = []
+    for index, line in enumerate(original):
+        if wanted is not None and index + 1 not in wanted:
+            continue
+        if match := _STATEMENT.match(line):
+            indent, predicate, opcode, operands = match.groups()
+            for what, statement in (_sync_faults if kind == "sync" else _alu_faults)(opcode, operands):
+                replaced = f"{indent}{predicate}{statement};" if statement else f"{indent}// {what}"
+                found.append((index, what, replaced))
+    if limit is not None and len(found) > limit:
+        found = sorted(random.Random(seed).sample(found, limit))
+    return [
+        Mutant(index + 1, what, "\n".join([*original[:index], replaced, *original[index + 1 :]]))
+        for index, what, replaced in found
+    ]
+
+
+@dataclass
+class Table:
+    killed: Counter[str] = field(default_factory=Counter)  # by verdict
+    survivors: list[Mutant] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        return sum(self.killed.values()) + len(self.survivors)
+
+    def summary(self) -> str:
+        by = ", ".join(f"{self.killed[verdict]} {verdict}" for verdict in VERDICTS)
+        killed = sum(self.killed.values())
+        lines = [f"{killed} of {self.total} mutants killed ({100 * killed / max(self.total, 1):.0f} %): {by}"]
+        lines += [f"  survived: line {m.line}: {m.what}" for m in self.survivors]
+        return "\n".join(lines)
+
+
+def score(
+    all_mutants: Iterable[Mutant], run: Callable[[str, Any], str | None], schedules: Sequence[Any]
+) -> Table:
+    """Runs each mutant under the schedules until one notices it.
+
+    run(text, schedule) gives a verdict, or None where nothing was wrong.
+    """
+    table = Table()
+    for mutant in all_mutants:
+        for schedule in schedules:
+            verdict = run(mutant.text, schedule)
+            if verdict is not None:
+                table.killed[verdict] += 1
+                break
+        else:
+            table.survivors.append(mutant)
+    return table
+
+
+def in_emulator(
+    emulator: Emulator, folder: Path, execute: Callable[[], bool]
+) -> Callable[[str, dict[str, Any]], str | None]:
+    """A `run` for score(): a schedule is what Emulator.configure() takes. Unloads other PTX files."""
+
+    def run(text: str, schedule: dict[str, Any]) -> str | None:
+        path = folder / "mutant.ptx"
+        path.write_text(text)
+        emulator.unload()
+        emulator.configure(**{"instruction_budget": 20_000_000, **schedule})
+        emulator.clear()
+        try:
+            emulator.load(path)
+            right = execute()
+            emulator.synchronize()
+        except EmulatorError as error:
+            return "deadlock" if re.search("deadlock|livelock", str(error)) else "fatal"
+        if not right:
+            return "wrong result"
+        return "hazard" if emulator.num_hazards() else None
+
+    return run

@@ -1,0 +1,46 @@
+"""PTX files out of libraries and objects. Needs the standard library only, so that builds can run it.
+
+python ptx_files.py LIBRARY FOLDER [CUOBJDUMP]
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+def extract_ptx(library: Path | str, folder: Path | str, cuobjdump: Path | str = "cuobjdump") -> list[Path]:
+    """Writes the PTX for sm_100* that a library or object holds into the folder; returns the files, or [].
+
+    Earlier .ptx files in the folder are removed.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("*.ptx"):
+        path.unlink()
+    kept = []
+    with tempfile.TemporaryDirectory() as scratch:
+        subprocess.run(
+            [str(cuobjdump), "-xptx", "all", str(Path(library).resolve())],
+            cwd=scratch,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        for path in sorted(Path(scratch).glob("*.ptx")):
+            if re.search(r"^\.target sm_100", path.read_text(errors="replace")[:4096], re.MULTILINE):
+                kept.append(folder / path.name)
+                shutil.move(path, kept[-1])
+    return kept
+
+
+if __name__ == "__main__":
+    if len(sys.argv) not in (3, 4):
+        sys.exit(__doc__)
+    if not extract_ptx(*sys.argv[1:]):
+        sys.exit(
+            f"{sys.argv[1]} holds no PTX for sm_100: compile with code=compute_100a or compute_100f as well"
+        )

@@ -1,0 +1,81 @@
+"""The claim: what a kernel of ours executes on the emulator, passing kernels of upstream execute there.
+
+    python report.py merge CALIBRATED.json STATS_FOLDER     statistics of calibration runs -> one set
+    python report.py compare EXECUTED.json CALIBRATED.json  prints what is not contained; status 1 if anything
+
+Statistics are the JSON of ptxemu_statistics(), one object a line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+# The statistics that name what the emulator models.
+CATEGORIES = ("opcode", "idesc", "descriptor", "tma", "tcgen05.cp")
+# Of these opcodes the emulator's own tests are the evidence.
+# fmt: off
+_ELEMENTARY = frozenset([
+    "abs", "activemask", "add", "and", "atom", "bfe", "bfi", "bfind", "bra", "brev", "brx", "clz",
+    "copysign", "cvt", "cvta", "div", "ex2", "exit", "fma", "ld", "lop3", "mad", "max", "min", "mov",
+    "mul", "neg", "not", "or", "popc", "prmt", "rcp", "red", "redux", "rem", "ret", "selp", "setp",
+    "shf", "shfl", "shl", "shr", "sqrt", "st", "sub", "tanh", "vote", "xor",
+])
+# fmt: on
+
+
+def load(path: Path | str) -> list[dict[str, Any]]:
+    """All statistics in a file, or in the *.json files of a folder."""
+    path = Path(path)
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    return [json.loads(line) for file in files for line in file.read_text().splitlines() if line.strip()]
+
+
+def merge(statistics: Iterable[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """The union of what was executed: {category: {name: count}}."""
+    merged: dict[str, dict[str, int]] = {category: {} for category in CATEGORIES}
+    for one in statistics:
+        for category in CATEGORIES:
+            for name, count in one.get(category, {}).items():
+                merged[category][name] = merged[category].get(name, 0) + count
+    return merged
+
+
+def is_elementary(opcode: str) -> bool:
+    """Whether an opcode computes on registers or moves data between them and memory, nothing asynchronous."""
+    return opcode.split(".")[0] in _ELEMENTARY and "async" not in opcode and "bulk" not in opcode
+
+
+def contained(executed: dict[str, Any], calibrated: dict[str, Any], elementary: bool = False) -> list[str]:
+    """What is executed and not calibrated, as "category: name".
+
+    elementary: also compare elementary opcodes (is_elementary), which the emulator's own tests cover.
+    """
+    missing = []
+    for category in CATEGORIES:
+        known = calibrated.get(category, {})
+        for name in sorted(executed.get(category, {})):
+            if name not in known and (elementary or category != "opcode" or not is_elementary(name)):
+                missing.append(f"{category}: {name}")
+    return missing
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) == 3 and arguments[0] == "merge":
+        statistics = load(arguments[2])
+        Path(arguments[1]).write_text(json.dumps(merge(statistics), indent=1, sort_keys=True) + "\n")
+        print(f"{len(statistics)} runs merged into {arguments[1]}")
+        return 0
+    if len(arguments) == 3 and arguments[0] == "compare":
+        missing = contained(merge(load(arguments[1])), json.loads(Path(arguments[2]).read_text()))
+        print("\n".join(missing) if missing else "everything that was executed is calibrated")
+        return 1 if missing else 0
+    print(__doc__, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,190 @@
+// Barriers of warps, CTAs and clusters, and fences.
+#include "families.hpp"
+#include "machine.hpp"
+#include "races.hpp"
+
+namespace ptxemu {
+
+namespace {
+
+enum Kind { kSync, kArrive, kPopc, kAnd, kOr };
+
+}  // namespace
+
+bool decode_barrier(Instruction& in) {
+  std::string const& name = in.parts[0];
+  if (name == "fence" || name == "membar") {
+    bool const async_proxy = in.has("async") || in.opcode.find("proxy.async") != std::string::npos;
+    in.handler = async_proxy ? &Machine::exec_proxy_fence : &Machine::exec_nothing;
+  } else if (in.has("warp")) {
+    in.handler = &Machine::exec_warp_sync;
+  } else if (in.has("cluster")) {
+    in.handler = in.has("arrive") ? &Machine::exec_cluster_arrive : &Machine::exec_cluster_wait;
+    return in.has("arrive") || in.has("wait");
+  } else {
+    bool const reduce = in.has("red");
+    in.mode[0] = in.has("arrive") ? kArrive
+                 : !reduce        ? kSync
+                 : in.has("popc") ? kPopc
+                 : in.has("and")  ? kAnd
+                                  : kOr;
+    in.mode[1] = reduce ? 1 : 0;  // operand of the barrier's number
+    in.handler = &Machine::exec_barrier;
+  }
+  return true;
+}
+
+Outcome Machine::exec_warp_sync(Warp& warp, Group& group, Instruction const& in, u32) {
+  return converged(warp, group, static_cast<u32>(uniform(warp, in.operands[0], group.mask)))
+             ? Outcome::kNext
+             : Outcome::kBlocked;
+}
+
+/// bar.sync, bar.arrive, bar.red: counts threads in whole warps.
+Outcome Machine::exec_barrier(Warp& warp, Group& group, Instruction const& in, u32 mask) {
+  size_t const first = static_cast<size_t>(in.mode[1]);
+  bool const reduce = first == 1;
+  if (!group.resumed) {
+    if (!converged(warp, group, kFullMask)) {
+      return Outcome::kBlocked;
+    }
+    if (mask == 0) {
+      return Outcome::kNext;
+    }
+    size_t const numbers = in.operands.size() - first - (reduce ? 1 : 0);
+    u32 const id = static_cast<u32>(uniform(warp, in.operands[first], mask)) & 15;
+    NamedBarrier& barrier = warp.cta->barriers[id];
+    bool const all = numbers < 2;
+    u32 count = 0;
+    if (all) {
+      for (Warp const& other : warp.cta->warps) {
+        count += other.alive != 0 ? kWarpSize : 0;
+      }
+    } else {
+      count = static_cast<u32>(uniform(warp, in.operands[first + 1], mask));
+      count = (count + kWarpSize - 1) / kWarpSize * kWarpSize;
+    }
+    if (barrier.arrived == 0) {
+      barrier.expected = count;
+      barrier.all_threads = all;
+      barrier.votes = barrier.voters = 0;
+    } else if (barrier.expected != count) {
+      fatal("barrier %u: %u threads expected, %u by those who came before", id, count, barrier.expected);
+    }
+    if (reduce) {
+      Row vote;
+      read(warp, in.operands.back(), vote);
+      for (int l = 0; l < kWarpSize; ++l) {
+        barrier.voters += mask >> l & 1;
+        barrier.votes += mask >> l & 1 & static_cast<u32>(vote[l]);
+      }
+    }
+    if (races_ != nullptr) {
+      races_->arrive_barrier(warp, id);
+    }
+    u64 const generation = barrier.generation;
+    barrier.arrived += kWarpSize;
+    if (barrier.arrived > barrier.expected) {
+      fatal("barrier %u: more than %u threads arrive", id, barrier.expected);
+    }
+    if (barrier.arrived == barrier.expected) {
+      barrier.arrived = 0;
+      barrier.generation++;
+      barrier.result_votes = barrier.votes;
+      barrier.result_voters = barrier.voters;
+      if (races_ != nullptr) {
+        races_->complete_barrier(*warp.cta, id);
+      }
+    } else if (in.mode[0] != kArrive) {
+      group.wait = Wait::kBarrier;
+      group.wait_address = id;
+      group.wait_generation = generation;
+      return Outcome::kBlocked;
+    } else {
+      return Outcome::kNext;
+    }
+    group.wait_address = id;
+  }
+  group.resumed = false;
+  u32 const id = group.wait_address;
+  if (races_ != nullptr && in.mode[0] != kArrive) {
+    races_->leave_barrier(warp, id);
+  }
+  if (reduce) {
+    NamedBarrier const& barrier = warp.cta->barriers[id];
+    u64 const result = in.mode[0] == kPopc  ? barrier.result_votes
+                       : in.mode[0] == kAnd ? barrier.result_votes == barrier.result_voters
+                                            : barrier.result_votes != 0;
+    for (int l = 0; l < kWarpSize; ++l) {
+      if (mask >> l & 1) {
+        write(warp, in.operands[0], l, result);
+      }
+    }
+  }
+  return Outcome::kNext;
+}
+
+Outcome Machine::exec_cluster_arrive(Warp& warp, Group& group, Instruction const& in, u32 mask) {
+  if (!converged(warp, group, kFullMask)) {
+    return Outcome::kBlocked;
+  }
+  if (mask == 0) {
+    return Outcome::kNext;
+  }
+  Cluster& cluster = *warp.cta->cluster;
+  if (warp.cluster_arrived) {
+    fatal("barrier.cluster.arrive twice without a wait");
+  }
+  warp.cluster_arrived = true;
+  warp.cluster_generation = cluster.generation;
+  cluster.arrived += kWarpSize;
+  if (races_ != nullptr && !in.has("relaxed")) {
+    races_->arrive_cluster(warp);
+  }
+  if (cluster.arrived == cluster.num_threads) {
+    cluster.arrived = 0;
+    cluster.generation++;
+    if (races_ != nullptr) {
+      races_->complete_cluster(cluster);
+    }
+  }
+  return Outcome::kNext;
+}
+
+Outcome Machine::exec_cluster_wait(Warp& warp, Group& group, Instruction const&, u32 mask) {
+  if (!group.resumed) {
+    if (!converged(warp, group, kFullMask)) {
+      return Outcome::kBlocked;
+    }
+    if (mask == 0) {
+      return Outcome::kNext;
+    }
+    if (!warp.cluster_arrived) {
+      fatal("barrier.cluster.wait without an arrive");
+    }
+    warp.cluster_arrived = false;
+    if (warp.cta->cluster->generation == warp.cluster_generation) {
+      group.wait = Wait::kCluster;
+      group.wait_generation = warp.cluster_generation;
+      return Outcome::kBlocked;
+    }
+  }
+  group.resumed = false;
+  if (races_ != nullptr) {
+    races_->leave_cluster(warp);
+  }
+  return Outcome::kNext;
+}
+
+/// fence.proxy.async: what this warp wrote may now be read by TMA.
+Outcome Machine::exec_proxy_fence(Warp& warp, Group&, Instruction const&, u32 mask) {
+  if (mask != 0) {
+    for (auto const& [low, high] : warp.unfenced) {
+      std::memset(&warp.cta->dirty[low], 0, high - low);
+    }
+    warp.unfenced.clear();
+  }
+  return Outcome::kNext;
+}
+
+}  // namespace ptxemu

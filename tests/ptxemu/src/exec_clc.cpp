@@ -1,0 +1,110 @@
+// Cluster launch control: a running cluster takes over the work of one that was not launched yet.
+#include "families.hpp"
+#include "machine.hpp"
+#include "races.hpp"
+
+namespace ptxemu {
+
+namespace {
+
+// The last word of a response; the first three are the coordinates of the cancelled cluster's first CTA.
+constexpr u32 kResponse = 0xC1C00000;
+
+}  // namespace
+
+bool decode_clc(Instruction& in) {
+  if (in.has("try_cancel")) {
+    in.mode[0] = in.has("multicast::cluster::all");
+    in.handler = &Machine::exec_clc_try_cancel;
+  } else if (in.has("is_canceled")) {
+    in.handler = &Machine::exec_clc_is_canceled;
+  } else if (in.opcode.find("get_first_ctaid") != std::string::npos) {
+    in.handler = &Machine::exec_clc_first_ctaid;
+  }
+  return in.handler != nullptr;
+}
+
+void Machine::answer_try_cancel(Cta* cta, u32 response, u32 barrier, bool multicast) {
+  u32 words[4] = {0, 0, 0, kResponse};
+  if (!waiting_clusters_.empty()) {
+    first_cta_of(waiting_clusters_.front(), words);
+    waiting_clusters_.pop_front();
+    words[3] |= 1;
+    ++stolen_;
+  }
+  for (auto& to : cta->cluster->ctas) {
+    if (multicast || to.get() == cta) {
+      if (to->done) {
+        fatal("the response to a try_cancel comes to rank %u, which has exited", to->rank);
+      }
+      std::memcpy(shared_bytes(to.get(), response, sizeof words), words, sizeof words);
+      std::memset(&to->written[response], 1, sizeof words);
+      complete_bytes(to.get(), barrier, sizeof words);
+    }
+  }
+}
+
+Outcome Machine::exec_clc_try_cancel(Warp& warp, Group&, Instruction const& in, u32 mask) {
+  Cta* const cta = warp.cta;
+  for (int l = 0; l < kWarpSize; ++l) {
+    if (mask >> l & 1) {
+      u32 response, barrier;
+      shared_cta(cta, static_cast<u32>(uniform(warp, in.operands[0], 1u << l)), false, &response);
+      shared_cta(cta, static_cast<u32>(uniform(warp, in.operands[1], 1u << l)), false, &barrier);
+      bool const multicast = in.mode[0] != 0;
+      auto operation = make_operation(cta, "try_cancel");
+      for (auto& to : cta->cluster->ctas) {
+        if (multicast || to.get() == cta) {
+          operation->writes(to.get(), response, response + 16);
+        }
+      }
+      if (races_ != nullptr) {
+        races_->start(warp, *operation);
+      }
+      operation->run = [this, cta, response, barrier, multicast, raw = operation.get()] {
+        if (races_ != nullptr) {
+          for (auto& to : cta->cluster->ctas) {
+            races_->finish(*raw, *to, barrier);
+          }
+        }
+        answer_try_cancel(cta, response, barrier, multicast);
+      };
+      issue(operation, false);
+    }
+  }
+  return Outcome::kNext;
+}
+
+Outcome Machine::exec_clc_is_canceled(Warp& warp, Group&, Instruction const& in, u32 mask) {
+  u64 const* const high = warp.row(in.operands[1].reg + 1);
+  for (int l = 0; l < kWarpSize; ++l) {
+    if (mask >> l & 1) {
+      u32 const word = static_cast<u32>(high[l] >> 32);
+      if ((word & ~1u) != kResponse) {
+        fatal("query of something that is not the response to a try_cancel");
+      }
+      write(warp, in.operands[0], l, word & 1);
+    }
+  }
+  return Outcome::kNext;
+}
+
+Outcome Machine::exec_clc_first_ctaid(Warp& warp, Group&, Instruction const& in, u32 mask) {
+  for (int l = 0; l < kWarpSize; ++l) {
+    if (mask >> l & 1) {
+      u64 const low = warp.row(in.operands[1].reg)[l], high = warp.row(in.operands[1].reg + 1)[l];
+      u64 const words[4] = {low & 0xFFFFFFFF, low >> 32, high & 0xFFFFFFFF, 0};
+      Operand const& to = in.operands[0];
+      for (size_t i = 0; i < to.parts.size(); ++i) {
+        write(warp, to.parts[i], l, words[i]);
+      }
+      if (to.kind == Operand::kRegister) {  // get_first_ctaid::x, ::y, ::z
+        size_t const colon = in.opcode.find("get_first_ctaid::");
+        write(warp, to, l, colon == std::string::npos ? words[0] : words[in.opcode[colon + 17] - 'x']);
+      }
+    }
+  }
+  return Outcome::kNext;
+}
+
+}  // namespace ptxemu

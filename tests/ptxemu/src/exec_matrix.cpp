@@ -1,0 +1,78 @@
+// ldmatrix and stmatrix: 8x8 tiles of 16-bit elements between shared memory and registers.
+#include "families.hpp"
+#include "machine.hpp"
+
+namespace ptxemu {
+
+bool decode_matrix(Instruction& in) {
+  in.mode[0] = in.has("x4") ? 4 : in.has("x2") ? 2 : 1;
+  in.mode[1] = in.has("trans");
+  in.handler = in.parts[0] == "ldmatrix" ? &Machine::exec_ldmatrix : &Machine::exec_stmatrix;
+  return in.has("m8n8") && in.has("b16");
+}
+
+namespace {
+
+/// Row and column, within a tile, of element `half` (0, 1) that a lane holds.
+struct Element {
+  int row, column;
+};
+Element element_of(int lane, int half, bool transposed) {
+  int const row = lane / 4, column = 2 * (lane % 4) + half;
+  return transposed ? Element{column, row} : Element{row, column};
+}
+
+}  // namespace
+
+Outcome Machine::exec_ldmatrix(Warp& warp, Group& group, Instruction const& in, u32 mask) {
+  if (!converged(warp, group, kFullMask)) {
+    return Outcome::kBlocked;
+  }
+  Row address;
+  read(warp, in.operands[1], address);
+  u16 tile[4][8][8];
+  for (int i = 0; i < in.mode[0] && mask != 0; ++i) {
+    for (int r = 0; r < 8; ++r) {  // lane 8i + r holds the address of row r of tile i
+      memory_read(warp, Space::kShared, address[8 * i + r] & 0xFFFFFFFF, 16, 8 * i + r, tile[i][r]);
+    }
+  }
+  Operand const& to = in.operands[0];
+  for (int i = 0; i < in.mode[0]; ++i) {
+    for (int l = 0; l < kWarpSize; ++l) {
+      if (mask >> l & 1) {
+        u32 value = 0;
+        for (int half = 0; half < 2; ++half) {
+          Element const e = element_of(l, half, in.mode[1] != 0);
+          value |= static_cast<u32>(tile[i][e.row][e.column]) << (16 * half);
+        }
+        write(warp, to.kind == Operand::kVector ? to.parts[static_cast<size_t>(i)] : to, l, value);
+      }
+    }
+  }
+  return Outcome::kNext;
+}
+
+Outcome Machine::exec_stmatrix(Warp& warp, Group& group, Instruction const& in, u32 mask) {
+  if (!converged(warp, group, kFullMask)) {
+    return Outcome::kBlocked;
+  }
+  Row address, value;
+  read(warp, in.operands[0], address);
+  Operand const& from = in.operands[1];
+  for (int i = 0; i < in.mode[0] && mask != 0; ++i) {
+    read(warp, from.kind == Operand::kVector ? from.parts[static_cast<size_t>(i)] : from, value);
+    u16 tile[8][8];
+    for (int l = 0; l < kWarpSize; ++l) {
+      for (int half = 0; half < 2; ++half) {
+        Element const e = element_of(l, half, in.mode[1] != 0);
+        tile[e.row][e.column] = static_cast<u16>(value[l] >> (16 * half));
+      }
+    }
+    for (int r = 0; r < 8; ++r) {
+      memory_write(warp, Space::kShared, address[8 * i + r] & 0xFFFFFFFF, 16, 8 * i + r, tile[r]);
+    }
+  }
+  return Outcome::kNext;
+}
+
+}  // namespace ptxemu

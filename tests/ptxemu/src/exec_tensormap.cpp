@@ -1,0 +1,115 @@
+// Tensor maps: their encoding here, and the instructions that change one in shared memory and publish it.
+#include "tensormap.hpp"
+
+#include "families.hpp"
+#include "machine.hpp"
+
+namespace ptxemu {
+
+namespace {
+
+enum Field { kAddress, kDim, kStride };
+
+}  // namespace
+
+u32 element_bits(u32 dtype) {
+  // In the order of CUtensorMapDataType: U8 U16 U32 I32 U64 I64 F16 F32 F64 BF16 F32_FTZ TF32 TF32_FTZ
+  // 16U4_ALIGN8B
+  static u32 const bits[] = {8, 16, 32, 32, 64, 64, 16, 32, 64, 16, 32, 32, 32, 4};
+  if (dtype >= sizeof bits / sizeof bits[0]) {
+    fatal("tensor map of data type %u is not modelled", dtype);
+  }
+  return bits[dtype];
+}
+
+u32 TensorMap::row_bytes() const { return box[0] * element_bits(dtype) / 8; }
+
+u32 TensorMap::box_bytes() const {
+  u32 bytes = row_bytes();
+  for (int d = 1; d < rank; ++d) {
+    bytes *= box[d];
+  }
+  return bytes;
+}
+
+std::string TensorMap::describe() const {
+  static char const* const swizzles[] = {"none", "32B", "64B", "128B", "128B-atom32B"};
+  std::string text = format_text("dtype %u rank %u swizzle %s box ", dtype, rank, swizzles[swizzle]);
+  for (int d = 0; d < rank; ++d) {
+    text += format_text("%s%u", d == 0 ? "" : "x", box[d]);
+  }
+  return text;
+}
+
+bool decode_tensormap(Instruction& in) {
+  if (in.has("cp_fenceproxy")) {
+    in.handler = &Machine::exec_tensormap_copy;
+    return true;
+  }
+  in.mode[0] = in.has("global_address")  ? kAddress
+               : in.has("global_dim")    ? kDim
+               : in.has("global_stride") ? kStride
+                                         : -1;
+  in.handler = &Machine::exec_tensormap_replace;
+  return in.has("replace") && in.mode[0] >= 0 && in.has("shared::cta");
+}
+
+Outcome Machine::exec_tensormap_replace(Warp& warp, Group&, Instruction const& in, u32 mask) {
+  Row address, second, third;
+  read(warp, in.operands[0], address);
+  read(warp, in.operands[1], second);
+  if (in.mode[0] != kAddress) {
+    read(warp, in.operands[2], third);
+  }
+  for (int l = 0; l < kWarpSize; ++l) {
+    if (!(mask >> l & 1)) {
+      continue;
+    }
+    u64 const at = address[l] >= kSharedWindow ? address[l] - kSharedWindow : address[l];
+    u32 offset;
+    Cta* const cta = shared_cta(warp.cta, static_cast<u32>(at), false, &offset);
+    TensorMap map;
+    shared_read(warp, cta, offset, sizeof map, &map);
+    if (map.magic != kTensorMapMagic) {
+      fatal("tensormap.replace: there is no tensor map at %u", offset);
+    }
+    if (in.mode[0] == kAddress) {
+      map.address = second[l];
+    } else {
+      u64 const index = second[l] + (in.mode[0] == kStride ? 1 : 0);
+      if (index >= 5) {  // CUTLASS writes all five, whatever the rank
+        fatal("tensormap.replace of dimension %llu", static_cast<unsigned long long>(second[l]));
+      }
+      if (in.mode[0] == kDim) {
+        map.dim[index] = static_cast<u32>(third[l]);
+      } else {
+        map.stride[index] = third[l];
+      }
+    }
+    if (map.address % 16 != 0 || map.stride[1] % 16 != 0) {
+      fatal("tensormap.replace: address 0x%llx, stride %llu, must be multiples of 16",
+            static_cast<unsigned long long>(map.address), static_cast<unsigned long long>(map.stride[1]));
+    }
+    shared_write(warp, cta, offset, sizeof map, &map);
+  }
+  return Outcome::kNext;
+}
+
+/// tensormap.cp_fenceproxy [global], [shared], 128
+Outcome Machine::exec_tensormap_copy(Warp& warp, Group& group, Instruction const& in, u32 mask) {
+  if (!converged(warp, group, kFullMask)) {
+    return Outcome::kBlocked;
+  }
+  if (mask != 0) {
+    u64 const to = uniform(warp, in.operands[0], mask);
+    u32 offset;
+    Cta* const cta =
+        shared_cta(warp.cta, static_cast<u32>(uniform(warp, in.operands[1], mask)), false, &offset);
+    TensorMap map;
+    shared_read(warp, cta, offset, sizeof map, &map);
+    memory_write(warp, Space::kGlobal, to, sizeof map, 0, &map);
+  }
+  return Outcome::kNext;
+}
+
+}  // namespace ptxemu

@@ -1,0 +1,308 @@
+// cp.async.bulk.tensor: boxes of tensors between global and shared memory, and the bulk groups of stores.
+#include <algorithm>
+
+#include "families.hpp"
+#include "machine.hpp"
+#include "races.hpp"
+
+namespace ptxemu {
+
+bool decode_bulk(Instruction& in) {
+  if (!in.has("bulk")) {
+    return false;
+  }
+  if (in.has("commit_group")) {
+    in.handler = &Machine::exec_bulk_commit;
+    return true;
+  }
+  if (in.has("wait_group")) {
+    in.handler = &Machine::exec_bulk_wait;
+    return true;
+  }
+  if (in.has("prefetch")) {
+    in.handler = &Machine::exec_nothing;
+    return true;
+  }
+  if (!in.has("tensor") || in.has("reduce") || in.opcode.find("im2col") != std::string::npos ||
+      in.opcode.find("gather4") != std::string::npos || in.opcode.find("scatter4") != std::string::npos) {
+    return false;
+  }
+  size_t global = 0, shared = 0;
+  for (size_t i = 0; i < in.parts.size(); ++i) {
+    std::string const& part = in.parts[i];
+    if (part == "global") {
+      global = i;
+    } else if (part == "shared::cluster" || part == "shared::cta") {
+      shared = i;
+    } else if (part.size() == 2 && part[1] == 'd') {
+      in.mode[0] = part[0] - '0';
+    }
+  }
+  in.mode[1] = in.has("multicast::cluster");
+  in.mode[2] = in.has("cta_group::2") ? 2 : 1;
+  in.handler = shared < global ? &Machine::exec_tma_load : &Machine::exec_tma_store;
+  return in.mode[0] >= 1 && in.mode[0] <= 5 && global != 0 && shared != 0;
+}
+
+namespace {
+
+/// One row of a box: bytes [valid_low, valid_high) of it lie inside of the tensor.
+struct BoxRow {
+  u32 shared;  // byte in the box
+  u64 global;  // address of the row's first byte, valid or not
+  u32 valid_low, valid_high, bytes;
+};
+
+template <class Visit>
+void for_each_row(TensorMap const& map, i32 const* coordinates, Visit const& visit) {
+  u32 rows = 1;
+  for (int d = 1; d < map.rank; ++d) {
+    rows *= map.box[d];
+  }
+  i64 const bits = element_bits(map.dtype);
+  i64 const first = coordinates[0];
+  for (u32 r = 0; r < rows; ++r) {
+    u64 address = map.address;
+    bool outside = false;
+    for (u32 d = 1, rest = r; d < map.rank; ++d) {
+      i64 const index =
+          static_cast<i64>(coordinates[d]) + static_cast<i64>(rest % map.box[d]) * map.element_stride[d];
+      rest /= map.box[d];
+      outside = outside || index < 0 || index >= static_cast<i64>(map.dim[d]);
+      address += static_cast<u64>(index) * map.stride[d];
+    }
+    i64 low = std::max<i64>(0, -first);
+    i64 high = std::max(low, std::min<i64>(map.box[0], static_cast<i64>(map.dim[0]) - first));
+    if (outside) {
+      low = high = 0;
+    }
+    if (low * bits % 8 != 0 || high * bits % 8 != 0 || first * bits % 8 != 0) {
+      fatal("TMA: a row of the box starts or ends inside of a byte");
+    }
+    visit(BoxRow{r * map.row_bytes(), address + static_cast<u64>(first * bits / 8),
+                 static_cast<u32>(low * bits / 8), static_cast<u32>(high * bits / 8), map.row_bytes()});
+  }
+}
+
+void read_coordinates(Instruction const& in, TensorMap const& map, size_t count, i32* coordinates,
+                      std::vector<u64> const& values) {
+  if (map.rank != in.mode[0] || count != map.rank) {
+    fatal("TMA: the instruction has rank %d, its tensor map rank %u", in.mode[0], map.rank);
+  }
+  for (size_t i = 0; i < count; ++i) {
+    coordinates[i] = static_cast<i32>(values[i]);
+  }
+}
+
+struct Coordinates {
+  i32 value[5];
+};
+
+}  // namespace
+
+TensorMap Machine::read_tensormap(u64 address) {
+  TensorMap map;
+  if (address % 64 != 0) {
+    fatal("tensor map at 0x%llx, must be a multiple of 64", static_cast<unsigned long long>(address));
+  }
+  if (address >= kParamWindow && address < kParamWindow + launch_.params.size()) {
+    u64 const offset = address - kParamWindow;
+    if (offset + sizeof map > launch_.params.size()) {
+      fatal("tensor map beyond the parameters");
+    }
+    std::memcpy(&map, &launch_.params[offset], sizeof map);
+  } else {
+    DeviceMemory::instance().check(address, sizeof map, "read of a tensor map");
+    std::memcpy(&map, reinterpret_cast<void const*>(address), sizeof map);
+  }
+  if (map.magic != kTensorMapMagic) {
+    fatal("there is no tensor map at 0x%llx", static_cast<unsigned long long>(address));
+  }
+  return map;
+}
+
+/// Bytes out of bounds become zero.
+void Machine::load_box(Cta* cta, TensorMap const& map, i32 const* coordinates, u32 offset) {
+  for_each_row(map, coordinates, [&](BoxRow const& row) {
+    if (row.valid_high > row.valid_low) {
+      DeviceMemory::instance().check(row.global + row.valid_low, row.valid_high - row.valid_low, "TMA load");
+    }
+    auto const* const from = reinterpret_cast<u8 const*>(row.global);
+    for (u32 i = 0; i < row.bytes; i += 16) {  // swizzles move 16 bytes together
+      u32 const at = swizzled(offset + row.shared + i, map.swizzle);
+      for (u32 j = i; j < i + 16 && j < row.bytes; ++j) {
+        cta->shared[at + j - i] = j >= row.valid_low && j < row.valid_high ? from[j] : 0;
+      }
+      std::memset(&cta->written[at], 1, std::min(16u, row.bytes - i));
+      std::memset(&cta->dirty[at], 0, std::min(16u, row.bytes - i));
+    }
+  });
+}
+
+void Machine::store_box(Cta* cta, TensorMap const& map, i32 const* coordinates, u32 offset) {
+  for_each_row(map, coordinates, [&](BoxRow const& row) {
+    if (row.valid_high > row.valid_low) {
+      DeviceMemory::instance().check(row.global + row.valid_low, row.valid_high - row.valid_low, "TMA store");
+      DeviceMemory::instance().mark(row.global + row.valid_low, row.valid_high - row.valid_low, true);
+    }
+    auto* const to = reinterpret_cast<u8*>(row.global);
+    for (u32 j = row.valid_low; j < row.valid_high; ++j) {
+      to[j] = cta->shared[swizzled(offset + row.shared + j, map.swizzle)];
+    }
+  });
+}
+
+/// cp.async.bulk.tensor [destination], [map, {coordinates}], [mbarrier], multicast mask, cache policy
+Outcome Machine::exec_tma_load(Warp& warp, Group&, Instruction const& in, u32 mask) {
+  Cta* const self = warp.cta;
+  auto const& ctas = self->cluster->ctas;
+  bool const multicast = in.mode[1] != 0, pair = in.mode[2] == 2;
+  for (int l = 0; l < kWarpSize; ++l) {
+    if (!(mask >> l & 1)) {
+      continue;
+    }
+    u32 const lane = 1u << l;
+    u32 offset;
+    Cta* const first = shared_cta(self, static_cast<u32>(uniform(warp, in.operands[0], lane)), true, &offset);
+    TensorMap const map = read_tensormap(uniform(warp, in.operands[1], lane));
+    std::vector<u64> values;
+    for (Operand const& part : in.operands[1].parts.at(0).parts) {
+      values.push_back(uniform(warp, part, lane));
+    }
+    Coordinates at{};
+    read_coordinates(in, map, values.size(), at.value, values);
+    u32 const barrier = static_cast<u32>(uniform(warp, in.operands[2], lane));
+    u32 const barrier_offset = barrier & kOffsetMask, barrier_rank = barrier >> kRankShift;
+    u32 const ranks =
+        multicast ? static_cast<u32>(uniform(warp, in.operands[3], lane)) & 0xFFFF : 1u << first->rank;
+    u32 const span = swizzle_span(map.swizzle);
+    if (offset % 128 != 0) {
+      fatal("TMA load to %u, must be a multiple of 128", offset);
+    }
+    if (ranks >> ctas.size() != 0 || barrier_rank >= ctas.size()) {
+      fatal("TMA load: ranks 0x%x, mbarrier of rank %u, but the cluster has %zu CTAs", ranks, barrier_rank,
+            ctas.size());
+    }
+    if (!pair && !multicast && barrier_rank != first->rank) {
+      fatal("TMA load: the mbarrier of another CTA needs cta_group::2");
+    }
+    if (span != 0 && map.row_bytes() != span) {
+      fatal("TMA load: rows of %u bytes in a box that is swizzled over %u", map.row_bytes(), span);
+    }
+    session_.statistics.add("tma", format_text("load %s cta_group::%d%s", map.describe().c_str(), in.mode[2],
+                                               multicast ? " multicast" : ""));
+    auto operation = make_operation(self, "TMA load");
+    // A multicast signals the barrier at the same offset in each destination; with a CTA pair, that of the
+    // CTA whose parity the barrier's address names.
+    auto const barrier_cta = [=](u32 rank) {
+      return !multicast ? barrier_rank : pair ? (rank & ~1u) | (barrier_rank & 1) : rank;
+    };
+    for (u32 rank = 0; rank < ctas.size(); ++rank) {
+      if (ranks >> rank & 1) {
+        Cta* const to = ctas[rank].get();
+        if (to->done) {
+          fatal("TMA load to rank %u, which has exited", rank);
+        }
+        shared_bytes(to, offset, map.box_bytes());
+        operation->writes(to, offset, offset + map.box_bytes());
+        mbarrier(ctas[barrier_cta(rank)].get(), barrier_offset);
+      }
+    }
+    if (races_ != nullptr) {
+      races_->start(warp, *operation);
+    }
+    Cluster* const cluster = self->cluster;
+    operation->run = [this, cluster, ranks, map, at, offset, barrier_offset, barrier_cta,
+                      raw = operation.get()] {
+      for (u32 rank = 0; rank < cluster->ctas.size(); ++rank) {
+        if (ranks >> rank & 1) {
+          Cta* const to = cluster->ctas[rank].get();
+          load_box(to, map, at.value, offset);
+          Cta* const signalled = cluster->ctas[barrier_cta(rank)].get();
+          if (races_ != nullptr) {
+            races_->finish(*raw, *signalled, barrier_offset);
+          }
+          complete_bytes(signalled, barrier_offset, map.box_bytes());
+        }
+      }
+    };
+    issue(operation, false);
+  }
+  return Outcome::kNext;
+}
+
+/// cp.async.bulk.tensor [map, {coordinates}], [source]
+Outcome Machine::exec_tma_store(Warp& warp, Group&, Instruction const& in, u32 mask) {
+  Cta* const self = warp.cta;
+  for (int l = 0; l < kWarpSize; ++l) {
+    if (!(mask >> l & 1)) {
+      continue;
+    }
+    u32 const lane = 1u << l;
+    TensorMap const map = read_tensormap(uniform(warp, in.operands[0], lane));
+    std::vector<u64> values;
+    for (Operand const& part : in.operands[0].parts.at(0).parts) {
+      values.push_back(uniform(warp, part, lane));
+    }
+    Coordinates at{};
+    read_coordinates(in, map, values.size(), at.value, values);
+    u32 offset;
+    shared_cta(self, static_cast<u32>(uniform(warp, in.operands[1], lane)), false, &offset);
+    if (offset % 128 != 0) {
+      fatal("TMA store from %u, must be a multiple of 128", offset);
+    }
+    u32 const bytes = map.box_bytes();
+    shared_bytes(self, offset, bytes);
+    if (std::memchr(&self->dirty[offset], 1, bytes) != nullptr) {
+      hazard("TMA store of [%u, %u), written by threads without a fence.proxy.async after it", offset,
+             offset + bytes);
+    }
+    if (std::memchr(&self->written[offset], 0, bytes) != nullptr) {
+      hazard("TMA store of uninitialised shared memory in [%u, %u)", offset, offset + bytes);
+    }
+    session_.statistics.add("tma", "store " + map.describe());
+    auto operation = make_operation(self, "TMA store");
+    operation->reads(self, offset, offset + bytes);
+    auto const finished = std::make_shared<bool>(false);
+    warp.bulk[l].open.push_back(finished);
+    if (races_ != nullptr) {
+      races_->start(warp, *operation);
+    }
+    operation->run = [this, self, map, at, offset, finished] {
+      store_box(self, map, at.value, offset);
+      *finished = true;
+    };
+    issue(operation, false);
+  }
+  return Outcome::kNext;
+}
+
+Outcome Machine::exec_bulk_commit(Warp& warp, Group&, Instruction const&, u32 mask) {
+  for (int l = 0; l < kWarpSize; ++l) {
+    if (mask >> l & 1) {
+      BulkGroups& bulk = warp.bulk[l];
+      bulk.committed.push_back(std::move(bulk.open));
+      bulk.open.clear();
+    }
+  }
+  return Outcome::kNext;
+}
+
+/// wait_group N: all but the N groups committed last.
+Outcome Machine::exec_bulk_wait(Warp& warp, Group& group, Instruction const& in, u32 mask) {
+  if (!group.resumed && mask != 0) {
+    Group probe = group;
+    probe.mask = mask;
+    probe.wait = Wait::kBulk;
+    probe.wait_address = static_cast<u32>(in.operands[0].value);
+    if (!is_over(warp, probe)) {
+      group.wait = Wait::kBulk;
+      group.wait_address = probe.wait_address;
+      return Outcome::kBlocked;
+    }
+  }
+  group.resumed = false;
+  return Outcome::kNext;
+}
+
+}  // namespace ptxemu

@@ -1,0 +1,174 @@
+// Exchange between the lanes of a warp.
+#include <algorithm>
+
+#include "families.hpp"
+#include "machine.hpp"
+
+namespace ptxemu {
+
+namespace {
+
+enum Shuffle { kIndex, kUp, kDown, kButterfly };
+enum Vote { kBallot, kAny, kAll, kUniform };
+enum Reduction { kAdd, kMin, kMax, kAnd, kOr, kXor };
+
+int find(Instruction const& in, std::initializer_list<char const*> names) {
+  int index = 0;
+  for (char const* name : names) {
+    if (in.has(name)) {
+      return index;
+    }
+    ++index;
+  }
+  return -1;
+}
+
+}  // namespace
+
+bool decode_warp(Instruction& in) {
+  std::string const& name = in.parts[0];
+  in.type = parse_type(in.parts.back());
+  if (name == "shfl") {
+    in.mode[0] = find(in, {"idx", "up", "down", "bfly"});
+    in.handler = &Machine::exec_shuffle;
+    return in.has("sync") && in.mode[0] >= 0 && in.operands.size() == 5;
+  } else if (name == "vote") {
+    in.mode[0] = find(in, {"ballot", "any", "all", "uni"});
+    in.handler = &Machine::exec_vote;
+    return in.has("sync") && in.mode[0] >= 0;
+  } else if (name == "redux") {
+    in.mode[0] = find(in, {"add", "min", "max", "and", "or", "xor"});
+    in.handler = &Machine::exec_redux;
+    return in.mode[0] >= 0 && bytes_of(in.type) == 4 && !in.has("f32");
+  } else if (name == "elect") {
+    in.handler = &Machine::exec_elect;
+    return true;
+  }
+  in.handler = &Machine::exec_active_mask;
+  return true;
+}
+
+Outcome Machine::exec_shuffle(Warp& warp, Group& group, Instruction const& in, u32 mask) {
+  u32 const members = static_cast<u32>(uniform(warp, in.operands[4], group.mask));
+  if (!converged(warp, group, members)) {
+    return Outcome::kBlocked;
+  }
+  Row* const rows = read_all(warp, in);
+  u64 source[kWarpSize];
+  std::copy_n(rows[0].values, kWarpSize, source);
+  for (int l = 0; l < kWarpSize; ++l) {
+    if (!(mask >> l & 1)) {
+      continue;
+    }
+    int const amount = static_cast<int>(rows[1][l] & 31);
+    u32 const control = static_cast<u32>(rows[2][l]);
+    int const segment = static_cast<int>(control >> 8 & 31), clamp = static_cast<int>(control & 31);
+    int const low = l & segment, high = low | (clamp & ~segment);
+    int from = 0;
+    bool valid = false;
+    switch (in.mode[0]) {
+      case kIndex: from = low | (amount & ~segment); break;
+      case kUp: from = l - amount; break;
+      case kDown: from = l + amount; break;
+      default: from = l ^ amount; break;
+    }
+    valid = in.mode[0] == kUp ? from >= high : from <= high;
+    from = valid ? from : l;
+    if (!(group.mask >> from & 1)) {
+      fatal("shfl reads lane %d, which does not take part", from);
+    }
+    write(warp, in.operands[0], l, source[from]);
+    if (in.operands[0].reg2 >= 0) {
+      warp.row(in.operands[0].reg2)[l] = valid;
+    }
+  }
+  return Outcome::kNext;
+}
+
+Outcome Machine::exec_vote(Warp& warp, Group& group, Instruction const& in, u32 mask) {
+  u32 const members = static_cast<u32>(uniform(warp, in.operands[2], group.mask));
+  if (!converged(warp, group, members)) {
+    return Outcome::kBlocked;
+  }
+  Row votes;
+  read(warp, in.operands[1], votes);
+  u32 const voters = members & warp.alive;
+  u32 ballot = 0;
+  for (int l = 0; l < kWarpSize; ++l) {
+    ballot |= (voters >> l & 1 & static_cast<u32>(votes[l])) << l;
+  }
+  u64 const result = in.mode[0] == kBallot ? ballot
+                     : in.mode[0] == kAny  ? ballot != 0
+                     : in.mode[0] == kAll  ? ballot == voters
+                                           : ballot == voters || ballot == 0;
+  for (int l = 0; l < kWarpSize; ++l) {
+    if (mask >> l & 1) {
+      write(warp, in.operands[0], l, result);
+    }
+  }
+  return Outcome::kNext;
+}
+
+Outcome Machine::exec_redux(Warp& warp, Group& group, Instruction const& in, u32 mask) {
+  u32 const members = static_cast<u32>(uniform(warp, in.operands[2], group.mask));
+  if (!converged(warp, group, members)) {
+    return Outcome::kBlocked;
+  }
+  Row values;
+  read(warp, in.operands[1], values);
+  bool first = true;
+  u64 result = 0;
+  for (int l = 0; l < kWarpSize; ++l) {
+    if (!(members & warp.alive & (1u << l))) {
+      continue;
+    }
+    u64 const value = values[l];
+    auto const less = [&](u64 a, u64 b) {
+      return is_signed(in.type) ? sign_extend(a, in.type) < sign_extend(b, in.type) : a < b;
+    };
+    switch (in.mode[0]) {
+      case kAdd: result += value; break;
+      case kMin: result = first || less(value, result) ? value : result; break;
+      case kMax: result = first || less(result, value) ? value : result; break;
+      case kAnd: result = first ? value : result & value; break;
+      case kOr: result |= value; break;
+      default: result ^= value; break;
+    }
+    first = false;
+  }
+  for (int l = 0; l < kWarpSize; ++l) {
+    if (mask >> l & 1) {
+      write(warp, in.operands[0], l, result);
+    }
+  }
+  return Outcome::kNext;
+}
+
+/// The hardware elects a lane of its choice; here it is the lowest.
+Outcome Machine::exec_elect(Warp& warp, Group& group, Instruction const& in, u32 mask) {
+  u32 const members = static_cast<u32>(uniform(warp, in.operands[1], group.mask));
+  if (!converged(warp, group, members)) {
+    return Outcome::kBlocked;
+  }
+  int const leader = __builtin_ctz(members & group.mask);
+  for (int l = 0; l < kWarpSize; ++l) {
+    if (mask >> l & 1) {
+      write(warp, in.operands[0], l, static_cast<u64>(leader));
+      if (in.operands[0].reg2 >= 0) {
+        warp.row(in.operands[0].reg2)[l] = l == leader;
+      }
+    }
+  }
+  return Outcome::kNext;
+}
+
+Outcome Machine::exec_active_mask(Warp& warp, Group&, Instruction const& in, u32 mask) {
+  for (int l = 0; l < kWarpSize; ++l) {
+    if (mask >> l & 1) {
+      write(warp, in.operands[0], l, mask);
+    }
+  }
+  return Outcome::kNext;
+}
+
+}  // namespace ptxemu

@@ -1,0 +1,23 @@
+// One decoder for each family of opcodes; it stands in the file that executes the family.
+#pragma once
+
+#include "ptx.hpp"
+
+namespace ptxemu {
+
+// Each sets `lanes` or `handler` and what these read. False: not modelled.
+bool decode_arithmetic(Instruction& in);  // alu.cpp
+bool decode_logic(Instruction& in);       // logic.cpp
+bool decode_cvt(Instruction& in);         // convert.cpp
+bool decode_memory(Instruction& in);      // exec_memory.cpp
+bool decode_matrix(Instruction& in);      // exec_matrix.cpp
+bool decode_control(Instruction& in);     // exec_control.cpp
+bool decode_warp(Instruction& in);        // exec_warp.cpp
+bool decode_barrier(Instruction& in);     // exec_barrier.cpp
+bool decode_mbarrier(Instruction& in);    // exec_mbarrier.cpp
+bool decode_bulk(Instruction& in);        // exec_tma.cpp
+bool decode_tensormap(Instruction& in);   // exec_tensormap.cpp
+bool decode_clc(Instruction& in);         // exec_clc.cpp
+bool decode_tcgen05(Instruction& in);     // exec_tcgen05.cpp
+
+}  // namespace ptxemu

@@ -1,0 +1,224 @@
+// tcgen05.mma of NVFP4: 64 values of k, a scale for each 16 of them, one rounding to float per instruction.
+#include <algorithm>
+#include <cmath>
+
+#include "machine.hpp"
+#include "numeric.hpp"
+#include "races.hpp"
+#include "tcgen05.hpp"
+
+namespace ptxemu {
+
+namespace {
+
+constexpr u32 kDepth = 64, kBlock = 16, kBlocks = kDepth / kBlock;
+constexpr u32 kRows = 128;  // of A in a CTA
+constexpr u32 kMaxColumns = 256;
+
+/// The instruction descriptor, PTX ISA table "Instruction descriptor" for .kind::mxf4nvf4.
+struct InstructionDescriptor {
+  u32 m, n, scale_a_id, scale_b_id;
+  bool e8m0, negate_a, negate_b;
+};
+
+InstructionDescriptor unpack(u32 bits, int cta_group) {
+  InstructionDescriptor const d = {(bits >> 24 & 31) * 16, (bits >> 17 & 63) * 8, bits >> 29 & 3,
+                                   bits >> 4 & 3,          (bits >> 23 & 1) != 0, (bits >> 13 & 1) != 0,
+                                   (bits >> 14 & 1) != 0};
+  u32 const format_a = bits >> 7 & 7, format_b = bits >> 10 & 7;
+  if ((bits >> 2 & 1) != 0 || format_a != 1 || format_b != 1 || (bits >> 15 & 3) != 0 ||
+      (bits >> 31 & 1) != 0 || d.scale_a_id != 0 || d.scale_b_id != 0) {
+    fatal(
+        "instruction descriptor 0x%08x: sparse, transposed, k = 96, formats %u and %u, or scale ids %u and "
+        "%u are "
+        "not modelled",
+        bits, format_a, format_b, d.scale_a_id, d.scale_b_id);
+  }
+  u32 const groups = static_cast<u32>(cta_group);
+  if (d.m != kRows * groups || d.n == 0 || d.n > kMaxColumns || d.n % (8 * groups) != 0) {
+    fatal("instruction descriptor 0x%08x: m = %u, n = %u with cta_group::%d is not modelled", bits, d.m, d.n,
+          cta_group);
+  }
+  return d;
+}
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define PTXEMU_CLONES __attribute__((target_clones("avx2", "default")))
+#else
+#define PTXEMU_CLONES
+#endif
+
+using Floats = float __attribute__((vector_size(32)));
+using Doubles = double __attribute__((vector_size(64)));
+constexpr u32 kVector = 8;
+
+/// sums[n] += scale_a * scale_b[n] * sum over the block of a[k] * b[k][n]. The sum is exact in float:
+/// multiples of 1/4 up to 576; with the scales it has 20 bits.
+PTXEMU_CLONES void accumulate_block(float const* a, float const* b, u32 n, float scale_a,
+                                    float const* scale_b, double* sums) {
+  for (u32 j = 0; j < n; j += kVector) {
+    Floats sum = {}, values;
+    for (u32 k = 0; k < kBlock; ++k) {
+      std::memcpy(&values, &b[k * kMaxColumns + j], sizeof values);
+      sum += a[k] * values;
+    }
+    Floats scales;
+    std::memcpy(&scales, &scale_b[j], sizeof scales);
+    Doubles total;
+    std::memcpy(&total, &sums[j], sizeof total);
+    total += __builtin_convertvector(sum, Doubles) *
+             (static_cast<double>(scale_a) * __builtin_convertvector(scales, Doubles));
+    std::memcpy(&sums[j], &total, sizeof total);
+  }
+}
+
+}  // namespace
+
+struct Machine::Mma {
+  std::vector<Cta*> ctas;
+  u32 d, scales_a, scales_b;  // TMEM columns
+  u64 a, b;                   // descriptors
+  InstructionDescriptor shape;
+  bool accumulate;
+};
+
+/// Rows of 64 values, without their scales. [row][k]
+void Machine::read_operand_rows(Cta* cta, u64 descriptor, u32 rows, float* out) {
+  static float const values[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+  for (u32 row = 0; row < rows; ++row) {
+    for (u32 byte = 0; byte < kDepth / 2; byte += 16) {
+      u32 const from = descriptor_address(descriptor, row, byte);
+      u8 const* const codes = shared_bytes(cta, from, 16);
+      if (std::memchr(&cta->written[from], 0, 16) != nullptr) {
+        hazard("tcgen05.mma reads uninitialised shared memory in [%u, %u), row %u", from, from + 16, row);
+      }
+      for (u32 i = 0; i < 16; ++i) {
+        out[row * kDepth + 2 * (byte + i)] = values[codes[i] & 15];
+        out[row * kDepth + 2 * (byte + i) + 1] = values[codes[i] >> 4];
+      }
+    }
+  }
+}
+
+/// The four scales of each row: row r in lane r % 32 and column r / 32, the same in all four groups of lanes.
+void Machine::read_scales(Cta* cta, u32 column, u32 rows, bool e8m0, float* out) {
+  check_tmem(cta, column, (rows + 31) / 32);
+  for (u32 row = 0; row < rows; ++row) {
+    u32 const at = column + row / 32;
+    u32 const word = cta->tmem_word(row % 32, at);
+    for (u32 lane = row % 32; lane < kTmemLanes; lane += 32) {
+      if (cta->tmem_is_written(lane, at) == 0) {
+        hazard("tcgen05.mma reads uninitialised scales, lane %u, column %u", lane, at);
+      }
+      if (cta->tmem_word(lane, at) != word) {
+        hazard("the four copies of the scales of row %u differ", row);
+      }
+    }
+    for (u32 i = 0; i < kBlocks; ++i) {
+      u32 const code = word >> (8 * i) & 255;
+      out[row * kBlocks + i] = e8m0 ? decode_e8m0(code) : decode_e4m3(code);
+    }
+  }
+}
+
+/// CTA i of the group holds rows [128 i, 128 i + 128) of A and D with their scales, its share of the rows of
+/// B, and the scales of all of B.
+void Machine::multiply(Mma const& mma) {
+  u32 const groups = static_cast<u32>(mma.ctas.size()), n = mma.shape.n, share = n / groups;
+  std::vector<float> rows(static_cast<size_t>(std::max(kRows, share)) * kDepth);
+  std::vector<float> b(static_cast<size_t>(kDepth) * kMaxColumns);  // [k][column]
+  std::vector<float> scales(static_cast<size_t>(kMaxColumns) * kBlocks), scale_b(scales.size());
+  for (u32 g = 0; g < groups; ++g) {
+    read_operand_rows(mma.ctas[g], mma.b, share, rows.data());
+    for (u32 r = 0; r < share; ++r) {
+      for (u32 k = 0; k < kDepth; ++k) {
+        b[k * kMaxColumns + g * share + r] =
+            mma.shape.negate_b ? -rows[r * kDepth + k] : rows[r * kDepth + k];
+      }
+    }
+    std::vector<float> mine(scales.size());
+    read_scales(mma.ctas[g], mma.scales_b, n, mma.shape.e8m0, mine.data());
+    if (g == 1 && std::memcmp(mine.data(), scales.data(), n * kBlocks * sizeof(float)) != 0) {
+      hazard("the CTAs of a pair hold different scales of B");
+    }
+    scales = mine;
+  }
+  for (u32 j = 0; j < n; ++j) {
+    for (u32 i = 0; i < kBlocks; ++i) {
+      scale_b[i * kMaxColumns + j] = scales[j * kBlocks + i];
+    }
+  }
+  for (Cta* cta : mma.ctas) {
+    check_tmem(cta, mma.d, n);
+    read_operand_rows(cta, mma.a, kRows, rows.data());
+    read_scales(cta, mma.scales_a, kRows, mma.shape.e8m0, scales.data());
+    for (u32 r = 0; r < kRows; ++r) {
+      double sums[kMaxColumns] = {};
+      for (u32 i = 0; i < kBlocks; ++i) {
+        float const scale = mma.shape.negate_a ? -scales[r * kBlocks + i] : scales[r * kBlocks + i];
+        accumulate_block(&rows[r * kDepth + i * kBlock], &b[static_cast<size_t>(i) * kBlock * kMaxColumns], n,
+                         scale, &scale_b[i * kMaxColumns], sums);
+      }
+      for (u32 j = 0; j < n; ++j) {
+        u32& word = cta->tmem_word(r, mma.d + j);
+        u8& written = cta->tmem_is_written(r, mma.d + j);
+        if (mma.accumulate) {
+          if (written == 0) {
+            hazard("tcgen05.mma adds to uninitialised TMEM, lane %u, column %u", r, mma.d + j);
+          }
+          sums[j] += static_cast<double>(as_float(word));
+        }
+        word = as_bits(static_cast<float>(sums[j]));
+        written = 1;
+      }
+    }
+  }
+}
+
+/// tcgen05.mma [d], a, b, instruction descriptor, [scales of a], [scales of b], accumulate
+Outcome Machine::exec_tcgen05_mma(Warp& warp, Group&, Instruction const& in, u32 mask) {
+  for (int l = 0; l < kWarpSize; ++l) {
+    if (!(mask >> l & 1)) {
+      continue;
+    }
+    auto const operand = [&](size_t i) { return uniform(warp, in.operands[i], 1u << l); };
+    u32 const d = static_cast<u32>(operand(0)), idesc = static_cast<u32>(operand(3));
+    u32 const scales_a = static_cast<u32>(operand(4)) & 0x3FFFFFFF;  // the top bits are the scale ids
+    u32 const scales_b = static_cast<u32>(operand(5)) & 0x3FFFFFFF;
+    if (in.mode[0] == 2 && (warp.cta->rank & 1) != 0) {
+      fatal("tcgen05.mma of cta_group::2 issued by the odd CTA of a pair");
+    }
+    if (d >> 16 != 0 || scales_a >> 16 != 0 || scales_b >> 16 != 0) {
+      fatal("tcgen05.mma with TMEM addresses 0x%x, 0x%x, 0x%x: lanes other than 0 are not modelled", d,
+            scales_a, scales_b);
+    }
+    Mma const mma = {cta_group(warp.cta, in.mode[0]),
+                     d,
+                     scales_a,
+                     scales_b,
+                     operand(1),
+                     operand(2),
+                     unpack(idesc, in.mode[0]),
+                     (operand(6) & 1) != 0};
+    session_.statistics.add("idesc",
+                            format_text("cta_group::%d 0x%08x (m %u n %u %s)", in.mode[0], idesc, mma.shape.m,
+                                        mma.shape.n, mma.shape.e8m0 ? "ue8m0" : "ue4m3"));
+    session_.statistics.add("descriptor", "A " + describe_descriptor(mma.a));
+    session_.statistics.add("descriptor", "B " + describe_descriptor(mma.b));
+    auto operation = make_operation(warp.cta, "tcgen05.mma");
+    for (Cta* cta : mma.ctas) {
+      auto const [a_low, a_high] = descriptor_bytes(mma.a, kRows);
+      auto const [b_low, b_high] = descriptor_bytes(mma.b, mma.shape.n / static_cast<u32>(in.mode[0]));
+      operation->reads(cta, a_low, a_high);
+      operation->reads(cta, b_low, b_high);
+      operation->writes_tmem(cta, d, d + mma.shape.n);
+      operation->reads_tmem(cta, scales_a, scales_a + 4);
+      operation->reads_tmem(cta, scales_b, scales_b + (mma.shape.n + 31) / 32);
+    }
+    operation->run = [this, mma] { multiply(mma); };
+    issue(operation, true);
+  }
+  return Outcome::kNext;
+}
+
+}  // namespace ptxemu

@@ -1,0 +1,34 @@
+// Small floating-point formats: exact decoding, and encoding from double with one rounding.
+#pragma once
+
+#include "ptx.hpp"
+
+namespace ptxemu {
+
+float decode_e2m1(u32 code);
+float decode_e4m3(u32 code);
+float decode_e5m2(u32 code);
+float decode_e8m0(u32 code);
+float decode_f16(u32 code);
+inline float decode_bf16(u32 code) { return as_float(code << 16); }
+
+/// satfinite: what is beyond the largest finite value becomes it (as the FP8 and FP4 conversions do).
+u32 encode_e2m1(double x, Rounding rounding = Rounding::kNearest);
+u32 encode_e4m3(double x, Rounding rounding = Rounding::kNearest);
+u32 encode_e5m2(double x, Rounding rounding = Rounding::kNearest);
+u32 encode_e8m0(double x, Rounding rounding);
+u32 encode_f16(double x, Rounding rounding = Rounding::kNearest, bool satfinite = false);
+u32 encode_bf16(double x, Rounding rounding = Rounding::kNearest, bool satfinite = false);
+float round_to_float(double x, Rounding rounding = Rounding::kNearest);
+
+/// Rounds to an integer in the direction given, ties to even.
+double round_to_integer(double x, Rounding rounding);
+
+inline float flush_denormal(float x) {
+  u32 const bits = as_bits(x);
+  return (bits & 0x7F800000u) == 0 ? as_float(bits & 0x80000000u) : x;
+}
+
+constexpr u32 kCanonicalNan = 0x7FFFFFFF;
+
+}  // namespace ptxemu

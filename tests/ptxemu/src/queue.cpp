@@ -1,0 +1,83 @@
+// Programmatic dependent launch at its worst: a launch that need not wait for its predecessor starts first,
+// and the predecessor runs when griddepcontrol.wait is reached.
+#include "queue.hpp"
+
+#include <driver_types.h>
+
+#include <chrono>
+
+namespace ptxemu {
+
+namespace {
+
+constexpr size_t kMaxChain = 6;  // launches that are under way together
+
+}  // namespace
+
+LaunchQueue& LaunchQueue::instance() {
+  static auto* const queue = new LaunchQueue;
+  return *queue;
+}
+
+int LaunchQueue::submit(Launch launch) {
+  bool const adversarial = Session::instance().options.pdl != 0;
+  if (!(adversarial && launch.programmatic) || waiting_.size() >= kMaxChain) {
+    run_all();
+  }
+  waiting_.push_back(std::move(launch));
+  if (!adversarial) {
+    run_all();
+    return error(true);
+  }
+  return 0;
+}
+
+int LaunchQueue::flush() {
+  run_all();
+  return error(true);
+}
+
+int LaunchQueue::error(bool clear) {
+  int const result = error_;
+  error_ = clear ? 0 : error_;
+  return result;
+}
+
+void LaunchQueue::run_all() {
+  if (running_ || waiting_.empty()) {
+    return;
+  }
+  running_ = true;
+  run(waiting_.size() - 1);
+  waiting_.clear();
+  running_ = false;
+}
+
+/// Runs a launch, and before it ends all that it depends on.
+void LaunchQueue::run(size_t index) {
+  Session& session = Session::instance();
+  bool predecessor_ran = index == 0;
+  auto const run_predecessor = [&] {
+    if (!predecessor_ran) {
+      predecessor_ran = true;
+      run(index - 1);
+    }
+  };
+  auto const start = std::chrono::steady_clock::now();
+  try {
+    Machine machine(waiting_[index], session, run_predecessor);
+    machine.run_reporting();
+  } catch (Fatal const& fatal) {
+    session.report_fatal(fatal.what());
+    error_ = error_ == 0 ? cudaErrorLaunchFailure : error_;
+  } catch (std::exception const& other) {  // e.g. no memory on the host
+    session.report_fatal(std::string("the emulator failed: ") + other.what());
+    error_ = error_ == 0 ? cudaErrorLaunchFailure : error_;
+  }
+  ++session.statistics.launches;
+  session.statistics.seconds +=
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  run_predecessor();
+}
+
+}  // namespace ptxemu

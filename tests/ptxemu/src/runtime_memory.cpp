@@ -1,0 +1,142 @@
+// Replacement CUDA runtime: device memory, copies, and the encoding of tensor maps under the driver's rules.
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include "memory.hpp"
+#include "runtime.hpp"
+#include "session.hpp"
+#include "tensormap.hpp"
+
+using namespace ptxemu;
+
+namespace {
+
+u64 address_of(void const* pointer) { return reinterpret_cast<u64>(pointer); }
+
+/// A range that touches an allocation must lie in it; host memory is in none.
+bool is_inside(void const* pointer, size_t bytes) {
+  DeviceMemory& memory = DeviceMemory::instance();
+  return bytes == 0 || !memory.owns(address_of(pointer)) || memory.contains(address_of(pointer), bytes);
+}
+
+cudaError_t invalid(char const* what, void const* pointer, size_t bytes) {
+  Session::instance().report_fatal(
+      format_text("%s of %zu bytes at %p leaves its allocation", what, bytes, pointer));
+  return remember(cudaErrorInvalidValue);
+}
+
+CUresult refuse(std::string const& why) {
+  Session::instance().report_fatal("cuTensorMapEncodeTiled: " + why);
+  return CUDA_ERROR_INVALID_VALUE;
+}
+
+}  // namespace
+
+extern "C" {
+
+cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+  synchronize();
+  *pointer = bytes == 0 ? nullptr : DeviceMemory::instance().allocate(bytes);
+  return bytes == 0 || *pointer != nullptr ? cudaSuccess : remember(cudaErrorMemoryAllocation);
+}
+cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) { return cudaMalloc(pointer, bytes); }
+cudaError_t cudaMallocHost(void** pointer, size_t bytes) { return cudaMalloc(pointer, bytes); }
+cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) { return cudaMalloc(pointer, bytes); }
+cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned) { return cudaMalloc(pointer, bytes); }
+cudaError_t cudaFree(void* pointer) {
+  cudaError_t const error = synchronize();
+  bool const ok = pointer == nullptr || DeviceMemory::instance().free(pointer);
+  return ok ? error : remember(cudaErrorInvalidValue);
+}
+cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) { return cudaFree(pointer); }
+cudaError_t cudaFreeHost(void* pointer) { return cudaFree(pointer); }
+cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
+  *free_bytes = *total_bytes = 192ull << 30;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemcpy(void* to, void const* from, size_t bytes, cudaMemcpyKind) {
+  if (cudaError_t const error = synchronize(); error != cudaSuccess) {
+    return error;
+  }
+  if (!is_inside(to, bytes) || !is_inside(from, bytes)) {
+    return invalid("copy", is_inside(to, bytes) ? from : to, bytes);
+  }
+  DeviceMemory::instance().copy_marks(address_of(to), address_of(from), bytes);
+  std::memmove(to, from, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* to, void const* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t) {
+  return cudaMemcpy(to, from, bytes, kind);
+}
+cudaError_t cudaMemcpy2D(void* to, size_t to_pitch, void const* from, size_t from_pitch, size_t width,
+                         size_t height, cudaMemcpyKind kind) {
+  for (size_t row = 0; row < height; ++row) {
+    cudaError_t const error = cudaMemcpy(static_cast<char*>(to) + row * to_pitch,
+                                         static_cast<char const*>(from) + row * from_pitch, width, kind);
+    if (error != cudaSuccess) {
+      return error;
+    }
+  }
+  return cudaSuccess;
+}
+cudaError_t cudaMemset(void* pointer, int value, size_t bytes) {
+  if (cudaError_t const error = synchronize(); error != cudaSuccess) {
+    return error;
+  }
+  if (!is_inside(pointer, bytes)) {
+    return invalid("memset", pointer, bytes);
+  }
+  DeviceMemory::instance().mark(address_of(pointer), bytes, true);
+  std::memset(pointer, value, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t) {
+  return cudaMemset(pointer, value, bytes);
+}
+
+CUresult cuTensorMapEncodeTiled(CUtensorMap* out, CUtensorMapDataType type, cuuint32_t rank, void* address,
+                                cuuint64_t const* dims, cuuint64_t const* strides, cuuint32_t const* box,
+                                cuuint32_t const* element_strides, CUtensorMapInterleave interleave,
+                                CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
+                                CUtensorMapFloatOOBfill fill) {
+  if (rank < 1 || rank > 5 || address_of(address) % 16 != 0 || address_of(out) % 64 != 0) {
+    return refuse(format_text("rank %u must be 1 to 5, address %p a multiple of 16, the map's %p of 64", rank,
+                              address, static_cast<void*>(out)));
+  }
+  if (interleave != CU_TENSOR_MAP_INTERLEAVE_NONE || swizzle > static_cast<int>(kSwizzle128Atom32) ||
+      type > CU_TENSOR_MAP_DATA_TYPE_16U4_ALIGN8B || fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) {
+    return refuse(format_text("interleave %d, swizzle %d, type %d, fill %d are not modelled", interleave,
+                              swizzle, type, fill));
+  }
+  TensorMap map = {};
+  map.magic = kTensorMapMagic;
+  map.address = address_of(address);
+  map.rank = static_cast<u8>(rank);
+  map.dtype = static_cast<u8>(type);
+  map.swizzle = static_cast<u8>(swizzle);
+  map.l2 = static_cast<u8>(promotion);
+  for (u32 i = 0; i < rank; ++i) {
+    bool const bad_stride = i > 0 && (strides[i - 1] % 16 != 0 || strides[i - 1] >= (1ull << 40));
+    if (dims[i] == 0 || dims[i] > (1ull << 32) || box[i] == 0 || box[i] > 256 || element_strides[i] == 0 ||
+        element_strides[i] > 8 || bad_stride) {
+      return refuse(format_text("dimension %u: size %llu, box %u, element stride %u, stride %llu", i,
+                                static_cast<unsigned long long>(dims[i]), box[i], element_strides[i],
+                                i > 0 ? static_cast<unsigned long long>(strides[i - 1]) : 0));
+    }
+    map.dim[i] = static_cast<u32>(dims[i]);
+    map.box[i] = static_cast<u16>(box[i]);
+    map.element_stride[i] = static_cast<u8>(element_strides[i]);
+    map.stride[i] = i > 0 ? strides[i - 1] : 0;
+  }
+  u32 const span = swizzle == CU_TENSOR_MAP_SWIZZLE_NONE ? 256 * 16 : swizzle_span(swizzle);
+  if (map.row_bytes() % 16 != 0 || map.row_bytes() > span ||
+      (type == CU_TENSOR_MAP_DATA_TYPE_16U4_ALIGN8B && box[0] % 32 != 0)) {
+    return refuse(
+        format_text("rows of %u bytes in the box, must be a multiple of 16 up to %u", map.row_bytes(), span));
+  }
+  std::memcpy(out, &map, sizeof map);
+  return CUDA_SUCCESS;
+}
+
+}  // extern "C"
