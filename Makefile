@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 REQ := requirements
 SOURCES := CMakeLists.txt pyproject.toml README.md LICENSE \
-           $(shell find cpp python -type f ! -name '*.pyc' ! -path 'cpp/tests/consumer/*' 2>/dev/null)
+           $(shell find cpp python tests/ptxemu -type f ! -name '*.pyc' ! -path 'cpp/tests/consumer/*' 2>/dev/null)
 
 say = printf '==> %s\n' "$(1)"
 
@@ -37,9 +37,26 @@ demo: $(STAMPS)/installed-demo $(STAMPS)/demo ## Embed real sentences in fp32 an
 .PHONY: test
 test: $(STAMPS)/installed-test $(STAMPS)/test $(STAMPS)/demo ## Build every architecture and run the whole suite
 	@$(call say,host tests)
-	@$(BIN)/ctest --test-dir build/test --output-on-failure
+	@$(BIN)/ctest --test-dir build/test --output-on-failure -E ptxemu
 	@$(call say,pytest)
-	@FP4GEMM_CUDA_FROM=$(CUDA_FROM) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	@FP4GEMM_CUDA_FROM=$(CUDA_FROM) $(BIN)/python -m pytest --ignore=tests/ptxemu --ignore=tests/emulated $(PYTEST_ARGS)
+	@$(MAKE) --no-print-directory test-emulated
+
+# Nothing to emulate where SM100 is not built.
+.PHONY: test-emulated
+test-emulated: $(STAMPS)/installed-test $(STAMPS)/test ## The SM100 kernels on the PTX emulator, after its calibration
+	@if [ ! -e build/test/libfp4gemm_emulated.so ]; then $(call say,no emulation: this build has no SM100 kernels); exit 0; fi; \
+	$(call say,emulator: building the kernels of NVIDIA that calibrate it); \
+	$(BIN)/cmake --build build/test --target ptxemu_calibration_programs > build/calibration.log 2>&1 \
+	  || { tail -n 40 build/calibration.log; exit 1; }; \
+	$(call say,emulator: its own tests and the calibration); \
+	rm -f build/test/tests/ptxemu/calibration/stats/*.json; \
+	$(BIN)/ctest --test-dir build/test --output-on-failure -R ptxemu -j 2 > build/ctest-emulator.log \
+	  || { tail -n 60 build/ctest-emulator.log; exit 1; }; \
+	tail -n 6 build/ctest-emulator.log; \
+	$(BIN)/cmake --build build/test --target ptxemu_calibrated > /dev/null || exit 1; \
+	$(call say,emulator: every SM100 kernel under every schedule); \
+	$(BIN)/python -m pytest -n 2 tests/emulated
 
 .PHONY: build
 build: $(STAMPS)/installed-test ## Build every architecture and install the package into .venv

@@ -43,7 +43,8 @@ def bench_dense(args: argparse.Namespace) -> list[Row]:
         if args.kernels:
             major, minor = torch.cuda.get_device_capability()
             for info in fp4gemm.kernels():
-                if info.out_dtype == torch.bfloat16 and info.arch == 10 * major + minor:
+                fits = info.mode == "dense" and info.out_dtype == torch.bfloat16
+                if fits and info.arch == 10 * major + minor:
                     operands = (qx, qw) if info.operand == "nvfp4" else (dx, dw)
                     contenders[info.name] = _calls(partial(fp4gemm.mm, kernel=info.name), *operands)
         timings = time_interleaved(contenders, args.rounds)

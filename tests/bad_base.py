@@ -121,6 +121,16 @@ QUANTIZER_OPTIONS = {
     "generator": None,
     "rng_state": None,
 }
+TERMS: dict[str, Any] = {
+    "bias": None,
+    "activation": None,
+    "c": None,
+    "beta": 1.0,
+    "out_dtype": None,
+    "out": None,
+    "batch_invariant": False,
+    "kernel": None,
+}
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "quantize": (
@@ -158,7 +168,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
     "decode": (fp4gemm.decode, lambda: {"t": A}),
     "mm": (
         fp4gemm.mm,
-        lambda: {"a": A, "b": B, "bias": None, "out_dtype": None, "out": None, "kernel": None},
+        lambda: {"a": A, "b": B, **TERMS},
     ),
     "scaled_mm": (
         fp4gemm.scaled_mm,
@@ -170,10 +180,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
             "alpha": 1.0,
             "alpha_row": A.amax,
             "alpha_col": B.amax,
-            "bias": None,
-            "out_dtype": None,
-            "out": None,
-            "kernel": None,
+            **TERMS,
         },
     ),
     "NVFP4Tensor": (
@@ -185,6 +192,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
             "e4m3_max": 448,
             "offs": None,
             "hadamard_signs": None,
+            "offs_dim": 0,
         },
     ),
     "NVFP4Tensor.from_modelopt": (
@@ -230,8 +238,11 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
             "amax": A.amax,
             "e4m3_max": 448,
             "hadamard_signs": None,
+            "offs": None,
+            "offs_dim": 0,
         },
     ),
+    "stack": (fp4gemm.stack, lambda: {"tensors": [A, A]}),
     "DecodedTensor.to": (fp4gemm.decode(A).to, lambda: {"device": "cpu"}),
     "swizzle_scales": (fp4gemm.swizzle_scales, lambda: {"compact": A.compact_scales()}),
     "unswizzle_scales": (fp4gemm.unswizzle_scales, lambda: {"swizzled": A.scales, "r": M, "c": K // 16}),
@@ -294,6 +305,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
             "alpha_col": B.amax,
             "bias": None,
             "out_dtype": torch.bfloat16,
+            "activation": 0,
+            "c": None,
+            "beta": 1.0,
         },
     ),
     "reference.encode_e2m1": (reference.encode_e2m1, lambda: {"x": ones(4)}),

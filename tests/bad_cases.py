@@ -5,8 +5,11 @@ Plain data, so that the same cases run under ``python -O`` too, where ``assert``
 
 from __future__ import annotations
 
+import bad_gemm
+import bad_grouped
 import bad_interop
 import bad_quantize
+import bad_stacks
 import fp4gemm
 import torch
 from bad_base import (
@@ -34,13 +37,14 @@ from bad_base import (
 
 __all__ = ["CASES", "FUNCTIONS", "Case", "complaint"]
 
-CASES = Cases([*bad_quantize.CASES, *bad_interop.CASES])
+CASES = Cases(
+    [*bad_quantize.CASES, *bad_stacks.CASES, *bad_interop.CASES, *bad_gemm.CASES, *bad_grouped.CASES]
+)
 add, add_together = CASES.add, CASES.add_together
 
 # dequantize, decode
 T = "dequantize decode"
 add(T, "t", "type", lambda: A.codes, TYPE, "must be an fp4gemm.NVFP4Tensor")
-add("decode", "t", "groups", lambda: GROUPED, NOT, "has 2 groups (offs), must have none")
 add(T, "t", "decoded", lambda: fp4gemm.decode(A), TYPE, "must be an fp4gemm.NVFP4Tensor")
 add(T, "t", "none", lambda: None, TYPE, "got None (NoneType), must be an fp4gemm.NVFP4Tensor")
 D = (
@@ -84,7 +88,7 @@ add(H, "hadamard_signs", "type", lambda: "0xD7E8", TYPE, "got '0xD7E8' (str), mu
 add(H, "hadamard_signs", "negative", lambda: -1, VALUE, "got -1, must be at least 0")
 add(H, "hadamard_signs", "large", lambda: 0x10000, VALUE, "got 65536, must be at most 0xFFFF")
 G = "NVFP4Tensor reference.dequantize"
-add(G, "offs", "type", lambda: [5, 33], TYPE, "got [5, 33] (list), must be a torch.Tensor")
+add(f"{G} DecodedTensor", "offs", "type", lambda: [5, 33], TYPE, "got [5, 33] (list), must be a torch.Tensor")
 add(G, "offs", "int64", lambda: ends(5, M, dtype=torch.int64), TYPE, "dtype is torch.int64, must be")
 add(G, "offs", "rank", lambda: ends(5, M).view(1, 2), VALUE, "shape is (1, 2), must have rank 1, (g,)")
 add(G, "offs", "empty", lambda: ends(), VALUE, "shape is (0,), must have at least one entry")

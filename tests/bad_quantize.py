@@ -47,7 +47,8 @@ add(X, "x", "float64", lambda: ones(M, K, dtype=torch.float64), TYPE, "dtype is 
 add(X, "x", "int32", lambda: ones(M, K, dtype=torch.int32), TYPE, "dtype is torch.int32, must be")
 add(f"{HALF} {HALF_REFERENCE}", "x", "float32", lambda: ones(M, K), TYPE, "dtype is torch.float32, must be")
 add(X, "x", "rank1", lambda: half(K), VALUE, "shape is (64,), must have rank 2")
-add(X, "x", "rank3", lambda: half(2, M, K), VALUE, "shape is (2, 33, 64), must have rank 2")
+NO_STACKS = " ".join(name for name in X.split() if name not in ("quantize", "quantize_both"))
+add(NO_STACKS, "x", "rank3", lambda: half(2, M, K), VALUE, "shape is (2, 33, 64), must have rank 2")
 add(X, "x", "k-ragged", lambda: half(48, 40), VALUE, "k is 40, must be a positive multiple of")
 add(X, "x", "k-zero", lambda: half(48, 0), VALUE, "k is 0, must be a positive multiple of")
 add(X, "x", "transposed", lambda: half(K, 48)[:, :32].t(), VALUE, "stride along a row is 48, must be 1")
@@ -132,14 +133,6 @@ for kind, changed, name in (
     add_together(R, kind, lambda changed=changed: changed, NOT, "must be", name)
 add_together(
     "reference.quantize",
-    "offs-axis",
-    lambda: {"x": ones(48, K), "axis": 0, "offs": ends(48)},
-    NOT,
-    "None",
-    "offs",
-)
-add_together(
-    "reference.quantize",
     "offs-tiles",
     lambda: {"block_rows": 16, "per_row": False, "offs": ends(M)},
     NOT,
@@ -175,14 +168,6 @@ for kind, changed, says in (
             f"got '{rule}' {says}, must be None with it",
             "four_over_six",
         )
-add_together(
-    "quantize",
-    "offs-axis",
-    lambda: {"x": ones(48, K), "axis": 0, "offs": ends(48)},
-    NOT,
-    "with axis=0, must be None with it",
-    "offs",
-)
 
 # amax
 for functions, argument, rows in (
@@ -226,6 +211,16 @@ add_together(
     "shape is (1,), must be (2,)",
     "amax",
 )
+# Groups along columns have one amax in common.
+for functions, option in (("quantize", {"scaling": "tensor"}), ("reference.quantize", {"per_row": False})):
+    add_together(
+        functions,
+        "amax-columns",
+        lambda option=option: {"amax": ones(2), "axis": 0, "offs": ends(3, M), **option},
+        VALUE,
+        "shape is (2,), must be (1,)",
+        "amax",
+    )
 
 # Random numbers.
 for function in Q.split():
@@ -287,6 +282,14 @@ add(O, "offs", "scalar", lambda: torch.tensor(33, dtype=torch.int32), VALUE, "sh
 add(O, "offs", "empty", ends, VALUE, "shape is (0,), must have at least one entry")
 add(O, "offs", "device", lambda: ends(M, device="meta"), VALUE, "device is meta, must be cpu")
 add(O, "offs", "strides", lambda: every_other(ends(M, M)), VALUE, "must be contiguous")
+add_together(
+    "quantize reference.quantize",
+    "offs-columns",
+    lambda: {"axis": 0, "offs": ends(3, M + 1)},
+    VALUE,
+    "the last entry is 34, must be at most 33",
+    "offs",
+)
 # On the CPU the reference reads them.
 add(O, "offs", "decreasing", lambda: ends(9, 8), VALUE, "entry 1 is 8, must be at least 9")
 add(O, "offs", "negative", lambda: ends(-1, 8), VALUE, "entry 0 is -1, must be at least 0")

@@ -71,6 +71,8 @@ def make(kind: str, m: int, k: int, dtype: torch.dtype, gen: torch.Generator) ->
         x = torch.where(torch.rand(m, k, generator=gen) < 0.002, x.sign() * torch.inf, x)
     elif kind == "zero_rows":
         x = x * (torch.rand(m, 1, generator=gen) < 0.5) * (torch.rand(m, k, generator=gen) < 0.5)
+    elif kind == "integers":  # blocks of a few scales alone: sums of products fit in fp32
+        x = torch.randint(-3, 4, (m, k), generator=gen).float()
     elif kind == "ties":  # with 6 in every block and 2688 in every row, element factors are powers of two
         grid = torch.tensor([0.0, *TIES, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
         x = grid[torch.randint(0, len(grid), (m, k), generator=gen)] * x.sign()

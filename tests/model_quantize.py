@@ -5,7 +5,7 @@ Written from the definitions, float32 steps by numpy, decisions in float64 where
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from model import (
@@ -185,6 +185,29 @@ def grouped(
             place += len(block)
         begin = end
     return codes, scales, row_amax
+
+
+def grouped_columns(
+    x: np.ndarray, mode: Mode, ends: list[int], amax: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(codes (k, cols/2), compact scale bytes, amax) of x^T, each group of columns padded to 64 of them."""
+    m, k = x.shape
+    cols = (m + 63 * min(len(ends), m)) // 64 * 64
+    pieces = []
+    begin = 0
+    taken: list[bool] = []  # blocks with a row; the codes of the others are zero, not minus zero
+    for end in ends:
+        size = end - begin
+        pieces += [x[begin:end], np.zeros((-size % 64, k), F)]
+        taken += [16 * block < size for block in range(-(-size // 64) * 4)]
+        begin = end
+    used = np.concatenate(pieces)
+    padded = np.concatenate([used, np.zeros((cols - len(used), k), F)])
+    state = mode if mode.seed is None else replace(mode, offset=mode.offset + 1)
+    codes, scales, made = quantize(np.ascontiguousarray(padded.T), state, amax)
+    empty = ~np.array(taken + [False] * (cols // 16 - len(taken)), dtype=bool)
+    codes.reshape(k, -1, 8)[:, empty] = 0
+    return codes, scales, made
 
 
 def mxfp8(x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

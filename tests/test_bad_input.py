@@ -50,7 +50,11 @@ def test_every_public_function_has_cases() -> None:
     assert public - set(FUNCTIONS) == set()
     assert {f"reference.{name}" for name in reference.__all__} - set(FUNCTIONS) == set()
     # Arithmetic on two ints, which takes symbolic ones while a graph is traced.
-    assert set(layout.__all__) - set(FUNCTIONS) == {"grouped_scale_rows", "padded_scale_shape"}
+    assert set(layout.__all__) - set(FUNCTIONS) == {
+        "grouped_columns",
+        "grouped_scale_rows",
+        "padded_scale_shape",
+    }
     methods = {
         f"{owner.__name__}.{name}"
         for owner in (fp4gemm.NVFP4Tensor, fp4gemm.DecodedTensor, fp4gemm.MXFP8Tensor)

@@ -7,58 +7,24 @@ import ctypes
 import fp4gemm
 import pytest
 import torch
+from capi import (
+    FORMAT_NVFP4,
+    FP32,
+    SUCCESS,
+    WORKSPACE,
+    DenseArgs,
+    Operand,
+    QuantizeArgs,
+    Quantized,
+    Vector,
+    declare,
+)
 from fp4gemm import _native, reference
 
 try:
     from cuda.bindings import runtime
 except ImportError:
     runtime = None
-
-BF16, FP32 = 0, 2
-FORMAT_NVFP4, FORMAT_FP16 = 0, 1
-SUCCESS, WORKSPACE = 0, 3
-
-
-class QuantizeArgs(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("m", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-        ("x", ctypes.c_void_p),
-        ("x_row_stride", ctypes.c_int64),
-        ("x_dtype", ctypes.c_int),
-        ("scaling", ctypes.c_int),
-        ("codes", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("amax", ctypes.c_void_p),
-    ]
-
-
-class Operand(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("format", ctypes.c_int)]
-
-
-class Vector(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("numel", ctypes.c_int64)]
-
-
-class DenseArgs(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("m", ctypes.c_int64),
-        ("n", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-        ("a", Operand),
-        ("b", Operand),
-        ("alpha_row", Vector),
-        ("alpha_col", Vector),
-        ("alpha", ctypes.c_float),
-        ("bias", ctypes.c_void_p),
-        ("d", ctypes.c_void_p),
-        ("d_row_stride", ctypes.c_int64),
-        ("out_dtype", ctypes.c_int),
-        ("kernel", ctypes.c_char_p),
-    ]
 
 
 class Device:
@@ -110,7 +76,7 @@ def succeed(status: int) -> None:
 
 def test_quantize_and_multiply(gpu: Device) -> None:
     """Quantize both operands and multiply; the workspace is poisoned and exactly as large as asked for."""
-    library = _native.core()
+    library = declare(_native.core())
     torch.manual_seed(0)
     for m, n, k in ((5, 40, 96), (130, 264, 320), (2050, 2056, 1024)):
         x, w = torch.randn(m, k, dtype=torch.bfloat16), torch.randn(n, k, dtype=torch.bfloat16)
@@ -120,7 +86,7 @@ def test_quantize_and_multiply(gpu: Device) -> None:
             codes, scales, amax = (gpu.empty(part.nbytes) for part in (want.codes, want.scales, want.amax))
             rows = source.shape[0]
             args = QuantizeArgs(
-                ctypes.sizeof(QuantizeArgs), rows, k, gpu.put(source), k, BF16, 1, codes, scales, amax
+                m=rows, k=k, x=gpu.put(source), x_row_stride=k, row=Quantized(codes, scales, amax)
             )
             succeed(library.fp4gemm_quantize(ctypes.byref(args), 0, None))
             assert torch.equal(gpu.get(codes, want.codes), want.codes)
@@ -143,20 +109,18 @@ def test_quantize_and_multiply(gpu: Device) -> None:
         (a, scale_a, amax_a), (b, scale_b, amax_b) = operands
         d = gpu.empty(want.nbytes)
         dense = DenseArgs(
-            ctypes.sizeof(DenseArgs),
-            m,
-            n,
-            k,
-            Operand(a, scale_a, FORMAT_NVFP4),
-            Operand(b, scale_b, FORMAT_NVFP4),
-            Vector(amax_a, m),
-            Vector(amax_b, n),
-            1 / 7225344,
-            gpu.put(bias),
-            d,
-            n,
-            FP32,
-            None,
+            m=m,
+            n=n,
+            k=k,
+            a=Operand(a, scale_a, FORMAT_NVFP4),
+            b=Operand(b, scale_b, FORMAT_NVFP4),
+            alpha_row=Vector(amax_a, m),
+            alpha_col=Vector(amax_b, n),
+            alpha=1 / 7225344,
+            bias=gpu.put(bias),
+            d=d,
+            d_row_stride=n,
+            out_dtype=FP32,
         )
         num_bytes = ctypes.c_size_t(0)
         succeed(library.fp4gemm_dense_workspace_bytes(ctypes.byref(dense), 0, ctypes.byref(num_bytes)))
@@ -167,7 +131,7 @@ def test_quantize_and_multiply(gpu: Device) -> None:
 
 def test_workspace_errors(gpu: Device) -> None:
     """A workspace that is missing, short or misaligned is refused by name and nothing is written."""
-    library = _native.core()
+    library = declare(_native.core())
     m, n, k = 2048, 2048, 1024
     a, scale_a = (
         gpu.put(torch.zeros(m, k // 2, dtype=torch.uint8)),
@@ -179,20 +143,14 @@ def test_workspace_errors(gpu: Device) -> None:
     )
     d = gpu.empty(4 * m * n)
     dense = DenseArgs(
-        ctypes.sizeof(DenseArgs),
-        m,
-        n,
-        k,
-        Operand(a, scale_a, FORMAT_NVFP4),
-        Operand(b, scale_b, FORMAT_NVFP4),
-        Vector(None, 0),
-        Vector(None, 0),
-        1.0,
-        None,
-        d,
-        n,
-        FP32,
-        None,
+        m=m,
+        n=n,
+        k=k,
+        a=Operand(a, scale_a, FORMAT_NVFP4),
+        b=Operand(b, scale_b, FORMAT_NVFP4),
+        d=d,
+        d_row_stride=n,
+        out_dtype=FP32,
     )
     num_bytes = ctypes.c_size_t(0)
     succeed(library.fp4gemm_dense_workspace_bytes(ctypes.byref(dense), 0, ctypes.byref(num_bytes)))
@@ -215,10 +173,10 @@ def test_workspace_errors(gpu: Device) -> None:
 
 def test_a_failed_call_leaves_no_error_behind(gpu: Device) -> None:
     """After a device that does not exist, the next call works and reports nothing stale."""
-    library = _native.core()
+    library = declare(_native.core())
     x = torch.ones(4, 32, dtype=torch.bfloat16)
     codes, scales, amax = gpu.empty(64), gpu.empty(512), gpu.empty(16)
-    args = QuantizeArgs(ctypes.sizeof(QuantizeArgs), 4, 32, gpu.put(x), 32, BF16, 1, codes, scales, amax)
+    args = QuantizeArgs(m=4, k=32, x=gpu.put(x), x_row_stride=32, row=Quantized(codes, scales, amax))
     assert library.fp4gemm_quantize(ctypes.byref(args), 99, None) != SUCCESS
     succeed(library.fp4gemm_quantize(ctypes.byref(args), 0, None))
     assert bool((gpu.get(amax, torch.empty(4)) == 1).all())

@@ -25,11 +25,18 @@ COLUMNS_AND_K = [(8, 32), (136, 96), (1000, 544), (4096, 2048)]
 
 
 def exact(
-    a: NVFP4Tensor, b: NVFP4Tensor, out_dtype: torch.dtype, bias: torch.Tensor | None = None
+    a: NVFP4Tensor,
+    b: NVFP4Tensor,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    activation: int = 0,
+    c: torch.Tensor | None = None,
+    beta: float = 1.0,
 ) -> torch.Tensor:
     """The reference on the same device: the float64 product rounded once, then the epilogue."""
     alpha = 1 / (36 * a.e4m3_max * b.e4m3_max)
-    return reference.scaled_mm(a.codes, b.codes, a.scales, b.scales, alpha, a.amax, b.amax, bias, out_dtype)
+    operands = (a.codes, b.codes, a.scales, b.scales, alpha, a.amax, b.amax)
+    return reference.scaled_mm(*operands, bias, out_dtype, activation, c, beta)
 
 
 def operands(
@@ -183,21 +190,35 @@ def test_mm_small_integers(k: int, cuda: torch.device, gen: torch.Generator) -> 
 
 
 def test_every_kernel_of_this_device(cuda: torch.device, gen: torch.Generator) -> None:
-    """Each kernel by name, over shapes with ragged tiles; those of other devices are refused by name."""
+    """Each dense kernel by name, over shapes with ragged tiles; those of other devices are refused."""
     major, _ = torch.cuda.get_device_capability(cuda)
     ran = 0
-    for m, n, k in ((1, 8, 32), (300, 392, 288), (513, 1032, 1056)):
+    kernels = [kernel for kernel in fp4gemm.kernels() if kernel.mode == "dense"]
+    for m, n, k in ((1, 16, 32), (300, 400, 288), (513, 1040, 1056)):
         a, b = operands(m, n, k, cuda, gen)
         bias = torch.randn(n, generator=gen).to(cuda)
-        for kernel in fp4gemm.kernels():
+        for kernel in kernels:
             if kernel.arch // 10 != major:
+                activation = "swiglu" if kernel.epilogue == "swiglu" else None
                 with pytest.raises(NotImplementedError, match=kernel.name):
-                    fp4gemm.mm(a, b, out_dtype=kernel.out_dtype, kernel=kernel.name)
+                    fp4gemm.mm(a, b, activation=activation, out_dtype=kernel.out_dtype, kernel=kernel.name)
+                continue
+            fill_and_free(cuda)
+            if kernel.epilogue == "swiglu":
+                view, buffer = poisoned(m, n // 2, kernel.out_dtype, cuda)
+                fp4gemm.mm(a, b, bias=bias, activation="swiglu", out=view, kernel=kernel.name)
+                assert_bits(view, exact(a, b, kernel.out_dtype, bias, 4), kernel.name)
+                assert_poison_intact(buffer, m, n // 2)
+                ran += 1
                 continue
             view, buffer = poisoned(m, n, kernel.out_dtype, cuda)
-            fill_and_free(cuda)
             fp4gemm.mm(a, b, bias=bias, out=view, kernel=kernel.name)
             assert_bits(view, exact(a, b, kernel.out_dtype, bias), kernel.name)
+            assert_poison_intact(buffer, m, n)
+            c = torch.randn(m, n, generator=gen).to(kernel.out_dtype).to(cuda)
+            options = {"activation": "gelu_tanh", "c": c, "beta": -0.3}
+            fp4gemm.mm(a, b, bias=bias, out=view, kernel=kernel.name, **options)
+            assert_bits(view, exact(a, b, kernel.out_dtype, bias, 2, c, -0.3), f"{kernel.name}, every term")
             assert_poison_intact(buffer, m, n)
             ran += 1
     assert ran > 0

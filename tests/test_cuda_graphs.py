@@ -33,6 +33,24 @@ def captured(step: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.
 
 
 @pytest.mark.parametrize("mode", GROUPED, ids=by_name)
+def test_replay_with_other_groups_of_columns(mode: Mode, cuda: torch.device, gen: torch.Generator) -> None:
+    x = torch.ones(300, 96, dtype=torch.bfloat16, device=cuda)
+    offs = torch.zeros(5, dtype=torch.int32, device=cuda)
+    options = mode.on(cuda)
+    graph, t = captured(lambda: fp4gemm.quantize(x, axis=0, offs=offs, **options), cuda)
+    for ends in ([0, 0, 0, 0, 0], [300] * 5, [1, 65, 65, 130, 300], [10, 20, 30, 40, 50]):
+        there = torch.tensor(ends, dtype=torch.int32)
+        x.copy_(make("heavy", 300, 96, torch.bfloat16, gen))
+        offs.copy_(there)
+        t.codes.fill_(0xFF)
+        t.scales.view(torch.uint8).fill_(0xFF)
+        t.amax.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize(cuda)
+        assert_parts(parts(t), expected(x.cpu(), mode, axis=0, offs=there), str(ends))
+
+
+@pytest.mark.parametrize("mode", GROUPED, ids=by_name)
 def test_replay_with_other_groups(mode: Mode, cuda: torch.device, gen: torch.Generator) -> None:
     """One capture; replays read the ends of the groups and x from the same memory anew."""
     x = torch.ones(300, 96, dtype=torch.bfloat16, device=cuda)
@@ -181,6 +199,10 @@ def test_groups_are_one_launch(cuda: torch.device, gen: torch.Generator) -> None
         for g, ends in offs.items()
     }
     assert len(set(tensor.values())) == 1, tensor
+    columns = {
+        g: nodes(lambda ends=ends: fp4gemm.quantize(x, axis=0, offs=ends), cuda) for g, ends in offs.items()
+    }
+    assert len(set(columns.values())) == 1, columns
     silu = {
         g: nodes(lambda ends=ends: fp4gemm.silu_and_mul_quantize(x, offs=ends), cuda)
         for g, ends in offs.items()

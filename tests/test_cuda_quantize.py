@@ -90,6 +90,49 @@ def test_grouped_kinds(kind: str, cuda: torch.device, gen: torch.Generator) -> N
             assert_parts(parts(t), expected(x, mode, offs=offs), f"{mode.name} {short(dtype)}")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_grouped_columns_kinds(kind: str, cuda: torch.device, gen: torch.Generator) -> None:
+    offs = torch.tensor([0, 1, 129, 129, 400, 500], dtype=torch.int32)
+    for dtype in FLOATS:
+        x = make(kind, 515, 272, dtype, gen)
+        for mode in GROUPED:
+            if mode.rotated and kind in ("inf", "huge"):
+                continue
+            fill_and_free(cuda)
+            t = quantize(x, mode, cuda, axis=0, offs=offs)
+            assert_parts(parts(t), expected(x, mode, axis=0, offs=offs), f"{mode.name} {short(dtype)}")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=short)
+@pytest.mark.parametrize("mode", GROUPED, ids=by_name)
+@pytest.mark.parametrize(
+    ("m", "k", "g"), [(4096, 4096, 8), (70000, 48, 256), (8190, 2064, 33), (5, 16400, 3)]
+)
+def test_grouped_columns_sizes(
+    m: int, k: int, g: int, mode: Mode, dtype: torch.dtype, cuda: torch.device, gen: torch.Generator
+) -> None:
+    x = make("row_ranges", m, k, dtype, gen).to(cuda)
+    offs = torch.randint(0, m + 1, (g,), generator=gen).sort().values.to(cuda, torch.int32)
+    want = on_gpu(x, mode, axis=0, offs=offs)
+    fill_and_free(cuda)
+    assert_parts(parts(quantize(x, mode, cuda, axis=0, offs=offs)), want)
+
+
+@pytest.mark.parametrize("shape", [(8, 768, 2048), (64, 40, 512), (3, 4096, 1024)])
+def test_stack_sizes(shape: tuple[int, int, int], cuda: torch.device, gen: torch.Generator) -> None:
+    g, n, k = shape
+    x = make("row_ranges", g * n, k, torch.bfloat16, gen).view(shape).to(cuda)
+    for options in ({}, {"scaling": "tensor"}, {"scaling": "tensor", "block": (16, 16)}):
+        fill_and_free(cuda)
+        t = fp4gemm.quantize(x, **options)
+        values, decoded = t.dequantize(torch.bfloat16), fp4gemm.decode(t).data
+        for e in range(g):
+            want = fp4gemm.quantize(x[e], **options)
+            assert_same(t[e], want, f"matrix {e}")
+            assert_bits(values[e], want.dequantize(torch.bfloat16), "values")
+            assert_bits(decoded[e], fp4gemm.decode(want).data, "decoded")
+
+
 @pytest.mark.parametrize("axis", [-1, 0])
 def test_mxfp8_sizes(axis: int, cuda: torch.device, gen: torch.Generator) -> None:
     for m, k in ((32, 65568), (40000, 32), (65600, 96), (2080, 4128), (4096, 8192)):
@@ -134,6 +177,8 @@ def everything(x: Tensor, offs: Tensor, state: Tensor) -> list[Tensor]:
         made += [fp4gemm.quantize(x, **options), fp4gemm.quantize(x, axis=0, **options)]
     made += fp4gemm.quantize_both(x, hadamard="bf16", stochastic=True, rng_state=state)
     made += [fp4gemm.quantize(x, offs=offs), fp4gemm.quantize(x, offs=offs, scaling="tensor")]
+    made += [fp4gemm.quantize(x, axis=0, offs=offs), fp4gemm.quantize(x, axis=0, offs=offs, hadamard="bf16")]
+    made += [fp4gemm.quantize(x.unflatten(0, (2, -1)), scaling="tensor"), fp4gemm.decode(made[-1]).data]
     made += [fp4gemm.silu_and_mul_quantize(x, offs=offs), *fp4gemm.rms_norm_quantize(x, residual=x)]
     made += [fp4gemm.quantize_mxfp8(x), fp4gemm.quantize_mxfp8(x, axis=0, swizzled=False)]
     tensors = []

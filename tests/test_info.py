@@ -42,9 +42,37 @@ def test_kernels_describe_themselves() -> None:
     short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     for row in rows:
         tile, cluster = "x".join(map(str, row.tile)), "x".join(map(str, row.cluster))
-        want = f"sm{row.arch}_{row.mode}_{tile}_c{cluster}_{row.epilogue}_{short[row.out_dtype]}"
+        swapped = "_swapped" if row.is_swapped else ""
+        want = f"sm{row.arch}_{row.mode}_{tile}_c{cluster}{swapped}_{row.epilogue}_{short[row.out_dtype]}"
         assert row.name == want
         assert row.operand in ("nvfp4", "f16")
+        assert row.mode in ("dense", "grouped")
+        assert row.epilogue in ("rowcol", "swiglu")
+
+
+def test_select_kernel_takes_from_the_table() -> None:
+    """Modes and types are those asked for; a batch-invariant choice looks at n and k alone."""
+    archs = {row.arch for row in fp4gemm.kernels()}
+    assert info.select_kernel(75, 40, 256, 256, 256) is None
+    for arch in archs:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for groups, mode in ((0, "dense"), (8, "grouped")):
+                for ragged in ("rows", "columns"):
+                    row = info.select_kernel(arch, 132, 64, 512, 1024, groups, ragged, dtype)
+                    assert row is not None
+                    assert (row.arch, row.mode, row.out_dtype) == (arch, mode, dtype)
+            chosen = {
+                info.select_kernel(arch, 132, m, 512, 1024, 0, out_dtype=dtype, batch_invariant=True)
+                for m in (1, 17, 300, 5000)
+            }
+            assert len(chosen) == 1
+            gated = info.select_kernel(arch, 132, 64, 512, 1024, out_dtype=dtype, activation="swiglu")
+            assert (gated is None) == (dtype is torch.float32)
+            assert gated is None or gated.epilogue == "swiglu"
+    with pytest.raises(ValueError, match=r"^ragged: got 'k', must be 'rows' or 'columns'"):
+        info.select_kernel(90, 132, 64, 64, 64, 2, "k")
+    with pytest.raises(TypeError, match=r"^out_dtype: dtype is torch.int8"):
+        info.select_kernel(90, 132, 64, 64, 64, out_dtype=torch.int8)
 
 
 def test_kernel_index_out_of_range() -> None:
@@ -94,7 +122,7 @@ def test_unsupported_cuda_device_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     finally:
         info._cuda_gaps.cache_clear()
     assert supported is False
-    assert set(gaps) == {"quantize", "mm"}
+    assert set(gaps) == {"quantize", "mm", "grouped_mm"}
     for text in (reason, *gaps.values()):
         assert "cuda:9, NVIDIA Fake 2000 of compute capability 7.5" in text
         assert f"this fp4gemm is {info.built_text()}" in text
@@ -137,6 +165,11 @@ def test_every_operation_asks_whether_the_device_is_ready(monkeypatch: pytest.Mo
             lambda: fp4gemm.mm(t, fp4gemm.decode(t)),
             lambda: fp4gemm.scaled_mm(t.codes, t.codes, t.scales, t.scales),
         ),
+        "grouped_mm": (
+            lambda: fp4gemm.scaled_grouped_mm(
+                t.codes, t.codes[None], t.scales, t.scales[None], torch.tensor([8], dtype=torch.int32)
+            ),
+        ),
     }
     for what, functions in calls.items():
         info.READY[what].discard(-1)
@@ -176,6 +209,16 @@ def test_report_as_text() -> None:
         assert "no   cuda: torch sees no CUDA device" in text
 
 
+def test_table_of_kernels() -> None:
+    text = run_module("kernels")
+    rows = fp4gemm.kernels()
+    assert len(text.splitlines()) == max(1, len(rows))
+    for row, line in zip(rows, text.splitlines(), strict=False):
+        assert line.split()[:2] == [row.name, row.mode]
+    if not rows:
+        assert text == "none: this build has no CUDA kernels, so every call runs the CPU reference\n"
+
+
 def test_report_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(info, "kernels", list)
     assert "kernels (0)\n  none: this build has no CUDA kernels" in info.report_text()
@@ -194,6 +237,9 @@ def test_options_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main_module.main(["--cmake-dir", "--json"])
     assert "not allowed with argument" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main_module.main(["kernels", "--force"])
+    assert "--device and --force go with selftest" in capsys.readouterr().err
 
 
 def test_missing_library_says_what_to_do(tmp_path: Path) -> None:

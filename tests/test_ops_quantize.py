@@ -48,6 +48,8 @@ def test_opcheck_quantize(mode: Mode, device: torch.device, gen: torch.Generator
         opcheck("quantize", x, None, offs=offs, **options)
         amax = torch.rand(48 if options["per_row"] else 3, device=device)
         opcheck("quantize", x, amax, offs=offs, **options)
+        opcheck("quantize", x[:41], None, axis=0, offs=offs, **options)
+        opcheck("quantize", x[:41], torch.rand(columns, device=device), axis=0, offs=offs, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
@@ -101,6 +103,7 @@ def test_fake_quantize_is_real(mode: Mode, device: torch.device) -> None:
             assert_fake_is_real("quantize", x, None, offs=offs, **options)
             given = torch.ones(m if per_row else g, device=device)
             assert_fake_is_real("quantize", x, given, offs=offs, **options)
+            assert_fake_is_real("quantize", x, None, axis=0, offs=offs, **options)
 
 
 def test_fakes_of_the_others_are_real(device: torch.device) -> None:

@@ -208,7 +208,7 @@ def test_constants_have_the_specified_bits() -> None:
     one = torch.tensor(1.0)
     for divisor, want in ((6, 0x3E2AAAAB), (2688, 0x39C30C31), (1536, 0x3A2AAAAB)):
         assert torch.div(one, torch.tensor(float(divisor))).view(torch.int32).item() == want
-    from fp4gemm.gemm import _ALPHA
+    from fp4gemm.gemm import ALPHA
 
     want_alpha = {
         (448, 448): 0x34149B93,
@@ -217,9 +217,9 @@ def test_constants_have_the_specified_bits() -> None:
         (256, 256): 0x34E38E39,
     }
     assert {
-        key: struct.unpack("<I", struct.pack("<f", value))[0] for key, value in _ALPHA.items()
+        key: struct.unpack("<I", struct.pack("<f", value))[0] for key, value in ALPHA.items()
     } == want_alpha
-    assert all(value == f32(want_alpha[key]) for key, value in _ALPHA.items()), (
+    assert all(value == f32(want_alpha[key]) for key, value in ALPHA.items()), (
         "held to full float32 precision"
     )
 

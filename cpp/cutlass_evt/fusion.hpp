@@ -9,18 +9,42 @@
 namespace cutlass_evt {
 
 /// Give this to a CUTLASS epilogue CollectiveBuilder as its FusionOperation. The builder supplies the CTA
-/// tile, and the epilogue's `thread` arguments become Op::Arguments, by name.
+/// tile, and the epilogue's `thread` arguments become Op::ArgumentsOf<grouped>, by name.
 ///
-/// Op must have: kName, ElementOutput, Arguments, and Tree<CtaTile> with `type` (the visitor tree) and
-/// `lower(Arguments)`.
+/// Op must have: kName, kSwapped, ElementOutput, ArgumentsOf<bool grouped>, and Tree<CtaTile, bool grouped>
+/// with `type` (the visitor tree) and `lower(ArgumentsOf<grouped>)`.
 ///
-/// The callbacks of SM100, SM103 and SM120 alias to those of SM90 in CUTLASS, so the specialisation below
-/// reaches them all.
+/// The callbacks of SM100, SM103 and SM120 alias to those of SM90 in CUTLASS, so the two specialisations
+/// below reach them all.
 template <class Op>
 struct Fusion : cutlass::epilogue::fusion::FusionOperation {
   using ElementOutput = typename Op::ElementOutput;
   using ElementCompute = float;
   static constexpr auto RoundStyle = nodes::kRoundToNearest;
+};
+
+constexpr int kOperandTileAlignment = 1024;  // bytes
+
+/// What both specialisations are: the visitor tree, with its arguments by name.
+template <class Op, class CtaTile, bool kGrouped>
+struct Callbacks : Op::template Tree<CtaTile, kGrouped>::type {
+  using Tree = typename Op::template Tree<CtaTile, kGrouped>;
+  using Impl = typename Tree::type;
+  using Operation = Fusion<Op>;
+
+  struct Arguments : Op::template ArgumentsOf<kGrouped> {
+    using Base = typename Op::template ArgumentsOf<kGrouped>;
+    Arguments() = default;
+    Arguments(Base const& args) : Base(args) {}
+    operator typename Impl::Arguments() const { return Tree::lower(*this); }
+  };
+
+  // The vectors of the epilogue lie ahead of the operands in shared memory. CUTLASS's descriptors of the
+  // operands hold for tiles at multiples of 1024 bytes, the period of the 128-byte swizzle, which nothing
+  // else sees to on SM100 once the swizzle of D is narrower.
+  struct alignas(kOperandTileAlignment) SharedStorage : Impl::SharedStorage {};
+
+  using Impl::Impl;
 };
 
 }  // namespace cutlass_evt
@@ -31,18 +55,17 @@ template <int StagesC, int StagesD, int FragmentSize, bool ReuseSmemC, bool Dela
           class CtaTile, class EpilogueTile>
 struct FusionCallbacks<
     epilogue::Sm90TmaWarpSpecialized<StagesC, StagesD, FragmentSize, ReuseSmemC, DelayTmaStore>,
-    cutlass_evt::Fusion<Op>, CtaTile, EpilogueTile> : Op::template Tree<CtaTile>::type {
-  using Tree = typename Op::template Tree<CtaTile>;
-  using Impl = typename Tree::type;
-  using Operation = cutlass_evt::Fusion<Op>;
+    cutlass_evt::Fusion<Op>, CtaTile, EpilogueTile> : cutlass_evt::Callbacks<Op, CtaTile, false> {
+  using cutlass_evt::Callbacks<Op, CtaTile, false>::Callbacks;
+};
 
-  struct Arguments : Op::Arguments {
-    Arguments() = default;
-    Arguments(typename Op::Arguments const& args) : Op::Arguments(args) {}
-    operator typename Impl::Arguments() const { return Tree::lower(*this); }
-  };
-
-  using Impl::Impl;
+template <int StagesC, int StagesD, int FragmentSize, bool ReuseSmemC, bool DelayTmaStore, int WarpGroups,
+          class Op, class CtaTile, class EpilogueTile>
+struct FusionCallbacks<epilogue::Sm90PtrArrayTmaWarpSpecialized<StagesC, StagesD, FragmentSize, ReuseSmemC,
+                                                                DelayTmaStore, WarpGroups>,
+                       cutlass_evt::Fusion<Op>, CtaTile, EpilogueTile>
+    : cutlass_evt::Callbacks<Op, CtaTile, true> {
+  using cutlass_evt::Callbacks<Op, CtaTile, true>::Callbacks;
 };
 
 }  // namespace cutlass::epilogue::fusion

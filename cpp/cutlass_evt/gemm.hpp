@@ -1,11 +1,11 @@
-// Dense<Arch, Tile, Cluster, Op>: one GEMM kernel of ours as a type, with the arguments that it takes by
-// name.
+// Dense<...> and Grouped<...>: one GEMM kernel of ours as a type, with the arguments that it takes by name.
 #pragma once
 
 #include "cutlass/cutlass.h"
 #include "cutlass/gemm/gemm.h"
 #include "cutlass/kernel_hardware_info.h"
 #include "cutlass_evt/fusion.hpp"
+#include "cutlass_evt/groups.hpp"
 #include "cutlass_evt/tile.hpp"
 
 namespace cutlass_evt {
@@ -25,25 +25,73 @@ struct DenseArguments {
   int num_sms = 0;
 };
 
-/// The kernel type, and how DenseArguments become its CUTLASS arguments.
+/// The kernel type, and how DenseArguments become its CUTLASS arguments. Tile and Cluster are the kernel's:
+/// of D^T if Op is swapped.
 template <class Arch_, class Tile_, class Cluster_, class Op_>
 struct Dense {
   using Arch = Arch_;
   using Tile = Tile_;
   using Cluster = Cluster_;
   using Op = Op_;
-  using Collectives = typename Arch::template Dense<Tile, Cluster, Op>;
+  static constexpr bool kGrouped = false;
+  using Collectives = typename Arch::template Collectives<Tile, Cluster, Op, kGrouped>;
   using Kernel = typename Collectives::Kernel;
 
   static typename Kernel::Arguments lower(DenseArguments<Op> const& args) {
+    constexpr bool kSwapped = Op::kSwapped;
+    int const m = kSwapped ? args.n : args.m;
+    int const n = kSwapped ? args.m : args.n;
     typename Kernel::Arguments out{};
     out.mode = cutlass::gemm::GemmUniversalMode::kGemm;
-    out.problem_shape = {args.m, args.n, args.k, 1};
-    out.mainloop =
-        Collectives::mainloop_arguments(args.a, args.scale_a, args.b, args.scale_b, args.m, args.n, args.k);
+    out.problem_shape = {m, n, args.k, 1};
+    out.mainloop = Collectives::mainloop_arguments(
+        kSwapped ? args.b : args.a, kSwapped ? args.scale_b : args.scale_a, kSwapped ? args.a : args.b,
+        kSwapped ? args.scale_a : args.scale_b, m, n, args.k);
     out.epilogue.thread = args.epilogue;
     out.epilogue.ptr_D = args.d;
-    cute::get<0>(out.epilogue.dD) = args.d_row_stride;
+    cute::get<kSwapped ? 1 : 0>(out.epilogue.dD) = args.d_row_stride;
+    out.hw_info.device_id = args.device;
+    out.hw_info.sm_count = args.num_sms;
+    return out;
+  }
+};
+
+/// The same for groups, whose tables lie in the caller's workspace; prepare_groups fills them before the
+/// kernel runs.
+template <class Arch_, class Tile_, class Cluster_, class Op_>
+struct Grouped {
+  using Arch = Arch_;
+  using Tile = Tile_;
+  using Cluster = Cluster_;
+  using Op = Op_;
+  static constexpr bool kGrouped = true;
+  using Collectives = typename Arch::template Collectives<Tile, Cluster, Op, kGrouped>;
+  using Kernel = typename Collectives::Kernel;
+  using Table = GroupTable<Collectives, Op>;
+
+  static typename Kernel::Arguments lower(GroupedArguments<Op> const& args, Table const& table) {
+    auto const vector = [](GroupVector const& v, float const** table_of) -> VectorOf<true> {
+      return {v.data == nullptr ? nullptr : table_of, v.is_vector};
+    };
+    typename Kernel::Arguments out{};
+    out.mode = cutlass::gemm::GemmUniversalMode::kGrouped;
+    out.problem_shape = {args.num_groups, table.shapes, nullptr};
+    out.mainloop = Collectives::grouped_mainloop_arguments(table);
+    typename Op::template ArgumentsOf<true> epilogue;
+    epilogue.alpha_row = vector(args.alpha_row, table.alpha_row);
+    epilogue.alpha_col = vector(args.alpha_col, table.alpha_col);
+    epilogue.alpha = args.alpha;
+    epilogue.alpha_groups = args.alpha_groups;
+    epilogue.bias = vector(args.bias, table.bias).data;
+    if constexpr (!Op::kGated) {
+      epilogue.activation = args.activation;
+      epilogue.c = args.c == nullptr ? nullptr : table.c;
+      epilogue.c_row_stride = args.c_row_stride;
+      epilogue.c_scale = args.beta;
+    }
+    out.epilogue.thread = epilogue;
+    out.epilogue.ptr_D = table.d;
+    out.epilogue.dD = table.stride_d;
     out.hw_info.device_id = args.device;
     out.hw_info.sm_count = args.num_sms;
     return out;

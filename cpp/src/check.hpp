@@ -14,6 +14,7 @@ struct Rules {
   static constexpr int kRowBytes = 16;         // rows of x and D start on such boundaries
   static constexpr int kQuantizeK = 16;        // k of a quantized tensor: whole blocks
   static constexpr int kGemmK = 32;            // k of a GEMM: packed rows of whole 16 bytes
+  static constexpr int kGroupedK = 64;         // k of a GEMM whose groups divide k: whole tiles of scales
   static constexpr int kMxfp8K = 32;           // k of an MXFP8 tensor
   static constexpr int64_t kMaxNormK = 65536;  // a normalised row stays in registers
   static constexpr int kWorkspaceBytes = 256;  // alignment of a workspace

@@ -3,80 +3,112 @@
 
 #include <atomic>
 
-#include "cutlass/device_kernel.h"
 #include "cutlass_evt/gemm.hpp"
 #include "error.hpp"
-#include "kernel.hpp"
+#include "kernel_row.hpp"
 
 namespace fp4gemm {
 
-template <class T>
-struct OutType;
-template <>
-struct OutType<cutlass::bfloat16_t> {
-  static constexpr fp4gemm_dtype_t kId = FP4GEMM_BF16;
-  static constexpr char const* kName = "bf16";
-};
-template <>
-struct OutType<cutlass::half_t> {
-  static constexpr fp4gemm_dtype_t kId = FP4GEMM_FP16;
-  static constexpr char const* kName = "fp16";
-};
-template <>
-struct OutType<float> {
-  static constexpr fp4gemm_dtype_t kId = FP4GEMM_FP32;
-  static constexpr char const* kName = "fp32";
-};
+/// The entry of every CUTLASS kernel of ours. It may be launched while its predecessor on the stream still
+/// runs (programmatic dependent launch) and waits for it here, ahead of everything: CUTLASS's own waits come
+/// after the first reads of vectors and of group tables.
+template <class Gemm>
+__global__ void __launch_bounds__(Gemm::MaxThreadsPerBlock, Gemm::MinBlocksPerMultiprocessor)
+    gemm_kernel(__grid_constant__ typename Gemm::Params const params) {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+  extern __shared__ char shared[];
+  Gemm gemm;
+  gemm(params, shared);
+}
 
-/// Text that is put together at compile time.
-struct NameBuilder {
-  char text[64] = {};
-  int size = 0;
+inline cudaLaunchAttribute overlapping_launch() {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
 
-  constexpr NameBuilder& operator<<(char const* part) {
-    for (; *part != '\0'; ++part) {
-      text[size++] = *part;
-    }
-    return *this;
+/// What dense and grouped kernels share: the table row, the conversions, the launch.
+template <class K>
+struct KernelBase {
+  using Gemm = typename K::Kernel;
+  using Op = typename K::Op;
+  using Element = typename Op::ElementOutput;  // as CUTLASS stores it
+  using Out = OutType<typename Op::Result>;
+  static constexpr int kElementsPerResult = sizeof(typename Op::Result) / sizeof(Element);
+
+  template <int I, class Shape>
+  static constexpr int kSize = static_cast<int>(cute::size<I>(Shape{}));
+  template <class Shape>
+  static constexpr int kAlongM = Op::kSwapped ? kSize<1, Shape> : kSize<0, Shape>;
+  template <class Shape>
+  static constexpr int kAlongN = Op::kSwapped ? kSize<0, Shape> : kSize<1, Shape>;
+
+  using Tile = typename K::Tile;
+  using Cluster = typename K::Cluster;
+  static constexpr KernelTraits kTraits{
+      K::Arch::kArch,           K::kGrouped,      Op::kSwapped,     Op::kGated, kAlongM<Tile>, kAlongN<Tile>,
+      kSize<2, Tile>,           kAlongM<Cluster>, kAlongN<Cluster>, Op::kName,  Out::kId,      Out::kName,
+      K::Arch::kDecodedOperands};
+  static constexpr NameBuilder kName = kTraits.name();
+
+  static cutlass_evt::Activation activation(fp4gemm_activation_t kind) {
+    return static_cast<cutlass_evt::Activation>(kind);
   }
-  constexpr NameBuilder& operator<<(int number) {
-    char digits[12] = {};
-    int count = 0;
-    do {
-      digits[count++] = static_cast<char>('0' + number % 10);
-      number /= 10;
-    } while (number > 0);
-    while (count > 0) {
-      text[size++] = digits[--count];
+
+  /// Lifts the kernel's shared memory limit, once a device; idempotent, so that a race does no harm.
+  static cudaError_t prepare(int device) {
+    static std::atomic<uint64_t> prepared{0};
+    uint64_t const bit = device < 64 ? uint64_t{1} << device : 0;
+    if ((prepared.load(std::memory_order_relaxed) & bit) != 0) {
+      return cudaSuccess;
     }
-    return *this;
+    cudaError_t const error = cudaFuncSetAttribute(
+        gemm_kernel<Gemm>, cudaFuncAttributeMaxDynamicSharedMemorySize, Gemm::SharedStorageSize);
+    if (error == cudaSuccess) {
+      prepared.fetch_or(bit, std::memory_order_relaxed);
+    }
+    return error;
+  }
+
+  static fp4gemm_status_t run(typename Gemm::Arguments const& args, Problem const& p, void* workspace,
+                              fp4gemm_stream_t stream) {
+    if (!Gemm::can_implement(args)) {
+      return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not take m %lld, n %lld, k %lld", kName.text,
+                  static_cast<long long>(p.m), static_cast<long long>(p.n), static_cast<long long>(p.k));
+    }
+    if (Gemm::initialize_workspace(args, workspace, stream) != cutlass::Status::kSuccess) {
+      return fail(FP4GEMM_ERROR_WORKSPACE, "workspace: %s could not initialise it", kName.text);
+    }
+    typename Gemm::Params params = Gemm::to_underlying_arguments(args, workspace);
+
+    cudaLaunchAttribute attributes[2] = {{}, overlapping_launch()};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {kSize<0, Cluster>, kSize<1, Cluster>, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = Gemm::get_grid_shape(params);
+    config.blockDim = Gemm::get_block_shape();
+    config.dynamicSmemBytes = Gemm::SharedStorageSize;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = 2;
+    FP4GEMM_CUDA(prepare(p.device));
+    void* kernel_args[] = {&params};
+    FP4GEMM_CUDA(cudaLaunchKernelExC(&config, reinterpret_cast<void const*>(gemm_kernel<Gemm>), kernel_args));
+    return FP4GEMM_SUCCESS;
   }
 };
 
 template <class K>
-struct KernelImpl {
-  using Gemm = typename K::Kernel;
-  using Op = typename K::Op;
-  using Out = OutType<typename Op::ElementOutput>;
-  static constexpr int kTileM = cute::size<0>(typename K::Tile{});
-  static constexpr int kTileN = cute::size<1>(typename K::Tile{});
-  static constexpr int kTileK = cute::size<2>(typename K::Tile{});
-  static constexpr int kClusterM = cute::size<0>(typename K::Cluster{});
-  static constexpr int kClusterN = cute::size<1>(typename K::Cluster{});
+struct DenseImpl : KernelBase<K> {
+  using Base = KernelBase<K>;
+  using typename Base::Gemm;
 
-  /// For instance sm100_dense_256x128x256_c2x1_rowcol_bf16.
-  static constexpr NameBuilder make_name() {
-    NameBuilder name;
-    name << "sm" << K::Arch::kArch << "_dense_" << kTileM << "x" << kTileN << "x" << kTileK << "_c"
-         << kClusterM << "x" << kClusterN << "_" << Op::kName << "_" << Out::kName;
-    return name;
-  }
-  static constexpr NameBuilder kName = make_name();
+  static cutlass_evt::Vector vector(fp4gemm_grouped_vector_t v) { return {v.data, v.numel != 1}; }
 
-  static cutlass_evt::Vector vector(fp4gemm_vector_t v) { return {v.data, v.numel != 1}; }
-
-  static typename Gemm::Arguments arguments(DenseProblem const& p) {
-    cutlass_evt::DenseArguments<Op> args;
+  static typename Gemm::Arguments arguments(Problem const& p) {
+    cutlass_evt::DenseArguments<typename K::Op> args;
     args.m = static_cast<int>(p.m);
     args.n = static_cast<int>(p.n);
     args.k = static_cast<int>(p.k);
@@ -87,73 +119,96 @@ struct KernelImpl {
     args.epilogue.alpha_row = vector(p.alpha_row);
     args.epilogue.alpha_col = vector(p.alpha_col);
     args.epilogue.alpha = p.alpha;
-    args.epilogue.bias = p.bias;
-    args.d = static_cast<typename Op::ElementOutput*>(p.d);
-    args.d_row_stride = p.d_row_stride;
+    args.epilogue.bias = p.bias.data;
+    if constexpr (!K::Op::kGated) {
+      args.epilogue.activation = Base::activation(p.activation);
+      args.epilogue.c = static_cast<typename Base::Element const*>(p.c);
+      args.epilogue.c_row_stride = p.c_row_stride;
+      args.epilogue.c_scale = p.beta;
+    }
+    args.d = static_cast<typename Base::Element*>(p.d);
+    args.d_row_stride = p.d_row_stride * Base::kElementsPerResult;
     args.device = p.device;
     args.num_sms = p.num_sms;
     return K::lower(args);
   }
 
-  static size_t workspace_bytes(DenseProblem const& p) { return Gemm::get_workspace_size(arguments(p)); }
+  static size_t workspace_bytes(Problem const& p) { return Gemm::get_workspace_size(arguments(p)); }
 
-  /// Lifts the kernel's shared memory limit, once a device; idempotent, so that a race does no harm.
-  static cudaError_t prepare(int device) {
-    static std::atomic<uint64_t> prepared{0};
-    uint64_t const bit = device < 64 ? uint64_t{1} << device : 0;
-    if ((prepared.load(std::memory_order_relaxed) & bit) != 0) {
-      return cudaSuccess;
-    }
-    cudaError_t const error = cudaFuncSetAttribute(
-        cutlass::device_kernel<Gemm>, cudaFuncAttributeMaxDynamicSharedMemorySize, Gemm::SharedStorageSize);
-    if (error == cudaSuccess) {
-      prepared.fetch_or(bit, std::memory_order_relaxed);
-    }
-    return error;
+  static fp4gemm_status_t launch(Problem const& p, void* workspace, fp4gemm_stream_t stream) {
+    return Base::run(arguments(p), p, workspace, stream);
+  }
+};
+
+template <class K>
+struct GroupedImpl : KernelBase<K> {
+  using Base = KernelBase<K>;
+  using typename Base::Gemm;
+  using Op = typename K::Op;
+  using Table = typename K::Table;
+
+  static cutlass_evt::GroupVector vector(fp4gemm_grouped_vector_t v) {
+    return {v.data, v.group_stride, v.numel != 1};
   }
 
-  static fp4gemm_status_t launch(DenseProblem const& p, void* workspace, fp4gemm_stream_t stream) {
-    typename Gemm::Arguments const args = arguments(p);
-    if (!Gemm::can_implement(args)) {
-      return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not take m %lld, n %lld, k %lld", kName.text,
-                  static_cast<long long>(p.m), static_cast<long long>(p.n), static_cast<long long>(p.k));
+  static cutlass_evt::GroupedArguments<Op> arguments(Problem const& p) {
+    cutlass_evt::GroupedArguments<Op> args;
+    args.ragged = p.ragged == FP4GEMM_RAGGED_ROWS ? cutlass_evt::Ragged::kRows : cutlass_evt::Ragged::kDepth;
+    args.m = static_cast<int>(p.m);
+    args.n = static_cast<int>(p.n);
+    args.k = static_cast<int>(p.k);
+    args.num_groups = p.num_groups;
+    args.offs = p.offs;
+    args.scale_tiles = static_cast<int>(fp4gemm_grouped_scale_rows(p.m, p.num_groups) / 128);
+    args.a = p.a;
+    args.scale_a = p.scale_a;
+    args.b = p.b;
+    args.scale_b = p.scale_b;
+    args.alpha_row = vector(p.alpha_row);
+    args.alpha_col = vector(p.alpha_col);
+    args.bias = vector(p.bias);
+    args.alpha = p.alpha;
+    args.alpha_groups = p.alpha_groups;
+    if constexpr (!Op::kGated) {
+      args.activation = Base::activation(p.activation);
+      args.c = static_cast<typename Base::Element const*>(p.c);
+      args.c_row_stride = p.c_row_stride;
+      args.beta = p.beta;
     }
-    if (Gemm::initialize_workspace(args, workspace, stream) != cutlass::Status::kSuccess) {
-      return fail(FP4GEMM_ERROR_WORKSPACE, "workspace: %s could not initialise it", kName.text);
-    }
-    typename Gemm::Params params = Gemm::to_underlying_arguments(args, workspace);
+    args.d = static_cast<typename Base::Element*>(p.d);
+    args.d_row_stride = p.d_row_stride * Base::kElementsPerResult;
+    args.device = p.device;
+    args.num_sms = p.num_sms;
+    return args;
+  }
 
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {kClusterM, kClusterN, 1};
+  static size_t workspace_bytes(Problem const& p) {
+    Table table;
+    size_t const bytes = Table::place(nullptr, p.num_groups, &table);
+    return bytes + Gemm::get_workspace_size(K::lower(arguments(p), table));
+  }
+
+  static fp4gemm_status_t launch(Problem const& p, void* workspace, fp4gemm_stream_t stream) {
+    auto const args = arguments(p);
+    Table table;
+    size_t const bytes = Table::place(workspace, p.num_groups, &table);
+
+    cudaLaunchAttribute overlapping = overlapping_launch();
     cudaLaunchConfig_t config{};
-    config.gridDim = Gemm::get_grid_shape(params);
-    config.blockDim = Gemm::get_block_shape();
-    config.dynamicSmemBytes = Gemm::SharedStorageSize;
+    config.gridDim = p.ragged == FP4GEMM_RAGGED_DEPTH ? 1 + p.num_sms : 1;  // see prepare_groups
+    config.blockDim = cutlass_evt::kPrepareThreads;
     config.stream = stream;
-    config.attrs = &cluster;
+    config.attrs = &overlapping;
     config.numAttrs = 1;
-    void* kernel_args[] = {&params};
-    FP4GEMM_CUDA(prepare(p.device));
-    FP4GEMM_CUDA(cudaLaunchKernelExC(&config, reinterpret_cast<void const*>(cutlass::device_kernel<Gemm>),
-                                     kernel_args));
-    return FP4GEMM_SUCCESS;
+    FP4GEMM_CUDA(
+        cudaLaunchKernelEx(&config, cutlass_evt::prepare_groups<typename K::Collectives, Op>, args, table));
+    return Base::run(K::lower(args, table), p, static_cast<char*>(workspace) + bytes, stream);
   }
 };
 
 template <class K>
 constexpr Kernel make_kernel() {
-  using Impl = KernelImpl<K>;
-  return {{Impl::kName.text, "dense", K::Op::kName, K::Arch::kArch, Impl::kTileM, Impl::kTileN, Impl::kTileK,
-           Impl::kClusterM, Impl::kClusterN, Impl::Out::kId, K::Arch::kDecodedOperands ? "f16" : "nvfp4"},
-          K::Arch::kDecodedOperands ? FP4GEMM_FORMAT_FP16 : FP4GEMM_FORMAT_NVFP4,
-          &Impl::workspace_bytes,
-          &Impl::launch};
-}
-
-template <int N>
-constexpr KernelList make_list(Kernel const (&kernels)[N]) {
-  return {kernels, N};
+  return make_row<cute::conditional_t<K::kGrouped, GroupedImpl<K>, DenseImpl<K>>>();
 }
 
 }  // namespace fp4gemm

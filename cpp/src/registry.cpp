@@ -7,19 +7,43 @@ namespace fp4gemm {
 
 #ifdef FP4GEMM_WITH_SM90
 extern KernelList const kSm90DenseBf16, kSm90DenseFp16, kSm90DenseFp32;
+extern KernelList const kSm90GroupedBf16, kSm90GroupedFp16, kSm90GroupedFp32;
+extern KernelList const kSm90DenseGatedBf16, kSm90DenseGatedFp16;
+extern KernelList const kSm90GroupedGatedBf16, kSm90GroupedGatedFp16;
 #endif
 #ifdef FP4GEMM_WITH_SM100
 extern KernelList const kSm100DenseBf16, kSm100DenseFp16, kSm100DenseFp32;
+extern KernelList const kSm100GroupedBf16, kSm100GroupedFp16, kSm100GroupedFp32;
+extern KernelList const kSm100DenseGatedBf16, kSm100DenseGatedFp16;
+extern KernelList const kSm100GroupedGatedBf16, kSm100GroupedGatedFp16;
 #endif
 
 namespace {
 
 KernelList const* const kLists[] = {
 #ifdef FP4GEMM_WITH_SM90
-    &kSm90DenseBf16,  &kSm90DenseFp16,  &kSm90DenseFp32,
+    &kSm90DenseBf16,
+    &kSm90DenseFp16,
+    &kSm90DenseFp32,
+    &kSm90GroupedBf16,
+    &kSm90GroupedFp16,
+    &kSm90GroupedFp32,
+    &kSm90DenseGatedBf16,
+    &kSm90DenseGatedFp16,
+    &kSm90GroupedGatedBf16,
+    &kSm90GroupedGatedFp16,
 #endif
 #ifdef FP4GEMM_WITH_SM100
-    &kSm100DenseBf16, &kSm100DenseFp16, &kSm100DenseFp32,
+    &kSm100DenseBf16,
+    &kSm100DenseFp16,
+    &kSm100DenseFp32,
+    &kSm100GroupedBf16,
+    &kSm100GroupedFp16,
+    &kSm100GroupedFp32,
+    &kSm100DenseGatedBf16,
+    &kSm100DenseGatedFp16,
+    &kSm100GroupedGatedBf16,
+    &kSm100GroupedGatedFp16,
 #endif
     nullptr,  // the end
 };

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <tuple>
 
 #include "registry.hpp"
 
@@ -37,7 +38,8 @@ Machine const& machine_of(int kernel_arch) { return kernel_arch >= 100 ? kSm100 
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-double packed_sm90_clocks(fp4gemm_kernel_info_t const& kernel, int num_sms, int64_t m, int64_t n, int64_t k) {
+double packed_sm90_clocks(fp4gemm_kernel_info_t const& kernel, int num_sms, Selection const& wanted) {
+  auto const [m, n, k] = std::tuple(wanted.m, wanted.n, wanted.k);
   double const tiles = static_cast<double>(ceil_div(m, kernel.tile_m) * ceil_div(n, kernel.tile_n));
   if (tiles > INT32_MAX) {
     return std::numeric_limits<double>::infinity();  // more than a grid can have
@@ -49,6 +51,22 @@ double packed_sm90_clocks(fp4gemm_kernel_info_t const& kernel, int num_sms, int6
   return waves * kernel.tile_n * static_cast<double>(k) * clocks_per_element + kSm90.clocks_per_tile;
 }
 
+/// The sizes of D, tile and cluster as a kernel sees them.
+struct Orientation {
+  int64_t m, n;
+  int tile_m, tile_n, cluster_m, cluster_n;
+};
+
+Orientation oriented(fp4gemm_kernel_info_t const& kernel, int64_t m, int64_t n) {
+  if (kernel.is_swapped != 0) {
+    return {n, m, kernel.tile_n, kernel.tile_m, kernel.cluster_n, kernel.cluster_m};
+  }
+  return {m, n, kernel.tile_m, kernel.tile_n, kernel.cluster_m, kernel.cluster_n};
+}
+
+// The rows for which a batch-invariant kernel is chosen, whatever their number is.
+constexpr int64_t kInvariantRows = 256;
+
 }  // namespace
 
 bool serves(int kernel_arch, int device_arch) {
@@ -59,55 +77,67 @@ bool serves(int kernel_arch, int device_arch) {
   }
 }
 
-double estimate_clocks(Kernel const& row, int num_sms, int64_t m, int64_t n, int64_t k,
-                       fp4gemm_format_t format) {
+double estimate_clocks(Kernel const& row, int num_sms, Selection const& wanted) {
   fp4gemm_kernel_info_t const& kernel = row.info;
   if (kernel.arch == 90 && row.operand == FP4GEMM_FORMAT_NVFP4) {
-    return packed_sm90_clocks(kernel, num_sms, m, n, k);
+    return packed_sm90_clocks(kernel, num_sms, wanted);
   }
   Machine const& machine = machine_of(kernel.arch);
-  int const sms_per_tile = kernel.arch >= 100 && kernel.tile_m == 256 ? 2 : 1;
-  int const tiles_per_cluster = kernel.cluster_m * kernel.cluster_n / sms_per_tile;
+  int64_t const groups = std::max(1, wanted.num_groups);
+  bool const by_depth = wanted.num_groups > 0 && wanted.ragged == FP4GEMM_RAGGED_DEPTH;
+  int64_t const m = by_depth ? wanted.m : ceil_div(wanted.m, groups);  // of one group
+  double const k = static_cast<double>(by_depth ? ceil_div(wanted.k, groups) : wanted.k);
+
+  // In the kernel's own terms: a swapped one has the columns of D for rows.
+  Orientation const size = oriented(kernel, m, wanted.n);
+  int const sms_per_tile = kernel.arch >= 100 && size.tile_m == 256 ? 2 : 1;
+  int const tiles_per_cluster = size.cluster_m * size.cluster_n / sms_per_tile;
 
   // Whole clusters are launched, so tiles come in multiples of the cluster.
-  int64_t const tiles_m = ceil_div(m, kernel.tile_m);
-  int64_t const tiles_n = ceil_div(n, kernel.tile_n);
+  int64_t const tiles_m = ceil_div(size.m, size.tile_m);
+  int64_t const tiles_n = ceil_div(size.n, size.tile_n);
   int64_t const clusters =
-      ceil_div(tiles_m, kernel.cluster_m / sms_per_tile) * ceil_div(tiles_n, kernel.cluster_n);
+      groups * ceil_div(tiles_m, size.cluster_m / sms_per_tile) * ceil_div(tiles_n, size.cluster_n);
   int64_t const concurrent = std::max(1, num_sms / (sms_per_tile * tiles_per_cluster));
   double const waves = static_cast<double>(ceil_div(clusters, concurrent));
 
   // Each multiprocessor loads its own rows of A and, of the B tile that the cluster shares, its part. A
   // cluster that is mostly outside D shares nothing.
-  int const sharing = tiles_m * sms_per_tile >= kernel.cluster_m ? kernel.cluster_m : 1;
-  double const rows = static_cast<double>(kernel.tile_m) / sms_per_tile;
-  double const macs = rows * kernel.tile_n;
+  int const sharing = tiles_m * sms_per_tile >= size.cluster_m ? size.cluster_m : 1;
+  double const rows = static_cast<double>(size.tile_m) / sms_per_tile;
+  double const macs = rows * size.tile_n;
   double const bytes =
-      (rows / kernel.cluster_n + static_cast<double>(kernel.tile_n) / sharing) * machine.bytes_per_element;
+      (rows / size.cluster_n + static_cast<double>(size.tile_n) / sharing) * machine.bytes_per_element;
   double const clocks_per_k = std::max(macs / machine.macs_per_clock, bytes / machine.bytes_per_clock);
-  double clocks = waves * (static_cast<double>(k) * clocks_per_k + machine.clocks_per_tile);
-  if (row.operand == FP4GEMM_FORMAT_FP16 && format == FP4GEMM_FORMAT_NVFP4) {
-    double const elements = static_cast<double>(m + n) * static_cast<double>(k);
+  double clocks = waves * (k * clocks_per_k + machine.clocks_per_tile);
+  if (row.operand == FP4GEMM_FORMAT_FP16 && wanted.format == FP4GEMM_FORMAT_NVFP4) {
+    int64_t const matrices = by_depth ? 1 : groups;
+    double const elements =
+        static_cast<double>(wanted.m + matrices * wanted.n) * static_cast<double>(wanted.k);
     clocks += kDecodeClocks + elements * kDecodeBytes / (kDecodeBytesPerClock * num_sms);
   }
   return clocks;
 }
 
-int select_kernel(int device_arch, int num_sms, int64_t m, int64_t n, int64_t k, fp4gemm_dtype_t out_dtype,
-                  fp4gemm_format_t format) {
+int select_kernel(int device_arch, int num_sms, Selection const& asked) {
+  Selection wanted = asked;
+  if (wanted.batch_invariant) {
+    wanted.m = kInvariantRows * std::max(1, wanted.num_groups);
+  }
   int best = -1;
   double best_clocks = 0;
   int first = 0;  // index of the list's first kernel
   for (KernelList const* const* list = kernel_lists(); *list != nullptr; first += (*list)->size, ++list) {
     Kernel const* const kernels = (*list)->data;
-    if (kernels[0].info.out_dtype != out_dtype || !serves(kernels[0].info.arch, device_arch)) {
+    if (kernels[0].info.out_dtype != wanted.out_dtype || !serves(kernels[0].info.arch, device_arch) ||
+        kernels[0].is_grouped != (wanted.num_groups > 0) || kernels[0].is_gated != wanted.is_gated) {
       continue;
     }
     for (int i = 0; i < (*list)->size; ++i) {
-      if (format == FP4GEMM_FORMAT_FP16 && kernels[i].operand != FP4GEMM_FORMAT_FP16) {
+      if (wanted.format == FP4GEMM_FORMAT_FP16 && kernels[i].operand != FP4GEMM_FORMAT_FP16) {
         continue;
       }
-      double const clocks = estimate_clocks(kernels[i], num_sms, m, n, k, format);
+      double const clocks = estimate_clocks(kernels[i], num_sms, wanted);
       if (best < 0 || clocks < best_clocks) {
         best = first + i;
         best_clocks = clocks;

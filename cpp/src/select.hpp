@@ -9,17 +9,25 @@ namespace fp4gemm {
 /// exact capability: sm_90a code runs on 9.0 alone, the sm_100f family on 10.0 and 10.3.
 bool serves(int kernel_arch, int device_arch);
 
-/// What a GEMM of packed operands (format NVFP4) or decoded ones (FP16) is expected to take on a device, in
-/// clocks of one multiprocessor: the waves of tiles, each as long as the slower of its tensor-core work and
-/// its operand traffic, and the decoding of packed operands for a kernel that does not read them. For
-/// comparing kernels of one architecture only.
-double estimate_clocks(Kernel const& kernel, int num_sms, int64_t m, int64_t n, int64_t k,
-                       fp4gemm_format_t format);
+/// What a kernel is wanted for.
+struct Selection {
+  int64_t m, n, k;
+  int num_groups;  // 0: dense
+  fp4gemm_ragged_t ragged;
+  fp4gemm_dtype_t out_dtype;
+  fp4gemm_format_t format;  // FP16 if at least one operand is decoded already
+  bool batch_invariant;     // choose by n and k alone
+  bool is_gated;
+};
 
-/// The index of the cheapest kernel that serves the device, takes the operands and writes that type, the
-/// earlier one on a tie, or -1. format: FP16 if at least one operand is decoded, which kernels on packed
-/// operands do not take.
-int select_kernel(int device_arch, int num_sms, int64_t m, int64_t n, int64_t k, fp4gemm_dtype_t out_dtype,
-                  fp4gemm_format_t format);
+/// What the GEMM is expected to take on a device, in clocks of one multiprocessor: the waves of tiles, each
+/// as long as the slower of its tensor-core work and its operand traffic, and the decoding of packed operands
+/// for a kernel that does not read them. The sizes of groups are not known to the host: they are taken to be
+/// equal. For comparing kernels of one architecture only.
+double estimate_clocks(Kernel const& kernel, int num_sms, Selection const& wanted);
+
+/// The index of the cheapest kernel that serves the device, is of the mode, takes the operands and writes
+/// that type, the earlier one on a tie, or -1. Kernels on packed operands do not take decoded ones.
+int select_kernel(int device_arch, int num_sms, Selection const& wanted);
 
 }  // namespace fp4gemm

@@ -1,173 +1,7 @@
-// Host tests of the C interface: selection for every architecture, SM count and class of shape, and what bad
-// arguments get told. No GPU is used.
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <set>
-#include <string>
-#include <vector>
-
-#include "fp4gemm/fp4gemm.h"
+// Host tests of the C interface: what bad arguments get told. No GPU is used.
+#include "checks.hpp"
 
 namespace {
-
-int failures = 0;
-int checks = 0;
-
-#define CHECK(condition, ...)                                     \
-  do {                                                            \
-    ++checks;                                                     \
-    if (!(condition)) {                                           \
-      ++failures;                                                 \
-      std::printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
-      std::printf(__VA_ARGS__);                                   \
-      std::printf("\n");                                          \
-    }                                                             \
-  } while (false)
-
-constexpr fp4gemm_dtype_t kDtypes[] = {FP4GEMM_BF16, FP4GEMM_FP16, FP4GEMM_FP32};
-constexpr fp4gemm_format_t kFormats[] = {FP4GEMM_FORMAT_NVFP4, FP4GEMM_FORMAT_FP16};
-constexpr char const* kDtypeNames[] = {"bf16", "fp16", "fp32"};
-
-fp4gemm_kernel_info_t info_at(int index) {
-  fp4gemm_kernel_info_t info{};
-  fp4gemm_kernel_info(index, &info);
-  return info;
-}
-
-bool has_arch(int arch) {
-  for (int i = 0; i < fp4gemm_kernel_count(); ++i) {
-    if (info_at(i).arch == arch) {
-      return true;
-    }
-  }
-  return false;
-}
-
-/// Which built family a device must get; 0 if none.
-int family_of(int device_arch) {
-  int const family = device_arch == 90 ? 90 : device_arch == 100 || device_arch == 103 ? 100 : 0;
-  return has_arch(family) ? family : 0;
-}
-
-void test_table() {
-  std::set<std::string> names;
-  for (int i = 0; i < fp4gemm_kernel_count(); ++i) {
-    fp4gemm_kernel_info_t const info = info_at(i);
-    CHECK(names.insert(info.name).second, "%s stands twice in the table", info.name);
-    char expected[96];
-    std::snprintf(expected, sizeof(expected), "sm%d_%s_%dx%dx%d_c%dx%d_%s_%s", info.arch, info.mode,
-                  info.tile_m, info.tile_n, info.tile_k, info.cluster_m, info.cluster_n, info.epilogue,
-                  kDtypeNames[info.out_dtype]);
-    CHECK(std::string(expected) == info.name, "%s should be called %s", info.name, expected);
-  }
-  fp4gemm_kernel_info_t info{};
-  CHECK(fp4gemm_kernel_info(-1, &info) == FP4GEMM_ERROR_INVALID_ARGUMENT, "index -1 was taken");
-  CHECK(std::strstr(fp4gemm_last_error(), "index: is -1") != nullptr, "%s", fp4gemm_last_error());
-  CHECK(fp4gemm_kernel_info(fp4gemm_kernel_count(), &info) == FP4GEMM_ERROR_INVALID_ARGUMENT,
-        "an index behind the end was taken");
-  CHECK(fp4gemm_kernel_info(0, nullptr) == FP4GEMM_ERROR_INVALID_ARGUMENT, "info null was taken");
-}
-
-/// One selection: of the device's family, the wanted output type and kernels that take the operands, and the
-/// same when asked again.
-void check_selection(int arch, int num_sms, int64_t m, int64_t n, int64_t k, fp4gemm_dtype_t dtype,
-                     fp4gemm_format_t format) {
-  int const family = family_of(arch);
-  bool const none =
-      family == 0 ||
-      (family == 100 && format == FP4GEMM_FORMAT_FP16);  // Blackwell's kernels read packed operands
-  int const index = fp4gemm_select_kernel(arch, num_sms, m, n, k, dtype, format);
-  if (none) {
-    CHECK(index == -1, "sm%d got kernel %d", arch, index);
-    return;
-  }
-  CHECK(index >= 0 && index < fp4gemm_kernel_count(), "sm%d m %lld got index %d", arch,
-        static_cast<long long>(m), index);
-  if (index < 0) {
-    return;
-  }
-  fp4gemm_kernel_info_t const info = info_at(index);
-  CHECK(info.arch == family && info.out_dtype == dtype, "sm%d got %s", arch, info.name);
-  CHECK(format == FP4GEMM_FORMAT_NVFP4 || std::strcmp(info.operand, "f16") == 0, "decoded operands got %s",
-        info.name);
-  CHECK(fp4gemm_select_kernel(arch, num_sms, m, n, k, dtype, format) == index,
-        "selection of %s is not repeatable", info.name);
-}
-
-/// Every device, SM count and class of shape gets a kernel of its own family and output type, or none.
-void test_selection_is_legal() {
-  int const archs[] = {70, 75, 80, 86, 89, 90, 100, 101, 103, 107, 110, 120, 121};
-  int const sm_counts[] = {1, 2, 16, 78, 114, 132, 144, 148, 160};
-  int64_t const sizes_m[] = {0, 1, 7, 16, 33, 64, 128, 257, 1024, 4096, 8192, 131072, 5000000, 2147483647};
-  int64_t const sizes_n[] = {8, 64, 192, 2112, 7168, 57344};
-  int64_t const sizes_k[] = {32, 512, 7168, 16384};
-  for (int arch : archs) {
-    for (int num_sms : sm_counts) {
-      for (int64_t m : sizes_m) {
-        for (int64_t n : sizes_n) {
-          for (int64_t k : sizes_k) {
-            for (fp4gemm_dtype_t dtype : kDtypes) {
-              for (fp4gemm_format_t format : kFormats) {
-                check_selection(arch, num_sms, m, n, k, dtype, format);
-              }
-            }
-          }
-        }
-      }
-    }
-  }
-  CHECK(fp4gemm_select_kernel(90, 0, 1, 8, 32, FP4GEMM_BF16, FP4GEMM_FORMAT_NVFP4) == -1,
-        "no multiprocessors, yet a kernel");
-  CHECK(fp4gemm_select_kernel(90, 132, -1, 8, 32, FP4GEMM_BF16, FP4GEMM_FORMAT_NVFP4) == -1,
-        "m of -1, yet a kernel");
-  CHECK(fp4gemm_select_kernel(90, 132, 1, 8, 32, static_cast<fp4gemm_dtype_t>(7), FP4GEMM_FORMAT_NVFP4) == -1,
-        "an unknown type, yet a kernel");
-}
-
-/// What the cost model must get right, whatever its figures: big tiles where they fill the machine, small
-/// ones where they would not.
-void test_selection_follows_shape() {
-  struct Case {
-    int arch, num_sms;
-    int64_t m, n, k;
-    fp4gemm_format_t format;
-    int least_tile, most_tile;  // of tile_m * tile_n
-  };
-  constexpr fp4gemm_format_t kPacked = FP4GEMM_FORMAT_NVFP4;
-  constexpr fp4gemm_format_t kDecoded = FP4GEMM_FORMAT_FP16;
-  Case const cases[] = {
-      {90, 132, 8192, 8192, 8192, kPacked, 128 * 256, 128 * 256},
-      {90, 132, 8192, 8192, 8192, kDecoded, 128 * 256, 128 * 256},
-      {90, 132, 4096, 4096, 4096, kPacked, 128 * 128, 128 * 256},
-      {90, 132, 1, 8192, 8192, kPacked, 8 * 32, 8 * 32},
-      {90, 132, 16, 8192, 8192, kPacked, 16 * 32, 16 * 32},
-      {90, 132, 64, 8192, 8192, kPacked, 64 * 32, 64 * 32},
-      {90, 132, 1, 8192, 8192, kDecoded, 1, 64 * 128},
-      {100, 148, 16384, 16384, 8192, kPacked, 256 * 256, 256 * 256},
-      {100, 148, 1, 7168, 2048, kPacked, 1, 256 * 128},
-      {103, 160, 16384, 16384, 8192, kPacked, 256 * 256, 256 * 256},
-      {103, 160, 16, 4096, 7168, kPacked, 1, 256 * 128},
-  };
-  for (Case const& c : cases) {
-    if (family_of(c.arch) == 0) {
-      continue;
-    }
-    for (fp4gemm_dtype_t dtype : kDtypes) {
-      fp4gemm_kernel_info_t const info =
-          info_at(fp4gemm_select_kernel(c.arch, c.num_sms, c.m, c.n, c.k, dtype, c.format));
-      int const tile = info.tile_m * info.tile_n;
-      CHECK(tile >= c.least_tile && tile <= c.most_tile, "sm%d m %lld n %lld k %lld got %s", c.arch,
-            static_cast<long long>(c.m), static_cast<long long>(c.n), static_cast<long long>(c.k), info.name);
-    }
-  }
-}
-
-void expect_error(char const* what, fp4gemm_status_t got, fp4gemm_status_t wanted, char const* text) {
-  CHECK(got == wanted, "%s: status is %s (%s)", what, fp4gemm_status_string(got), fp4gemm_last_error());
-  CHECK(std::strstr(fp4gemm_last_error(), text) != nullptr, "%s: '%s' does not say '%s'", what,
-        fp4gemm_last_error(), text);
-}
 
 /// Aligned addresses that nothing may touch: checks come before any device is asked for.
 void* address(int offset = 0) {
@@ -235,6 +69,50 @@ void bad_quantize(char const* what, Change change, char const* text,
   expect_error(what, fp4gemm_quantize(&args, 0, nullptr), status, text);
 }
 
+fp4gemm_grouped_args_t good_grouped() {
+  fp4gemm_grouped_args_t args = FP4GEMM_GROUPED_ARGS_INIT;
+  args.m = 4;
+  args.n = 8;
+  args.k = 64;
+  args.num_groups = 2;
+  args.offs = static_cast<int32_t const*>(address());
+  args.a = {address(), address(), FP4GEMM_FORMAT_NVFP4};
+  args.b = args.a;
+  args.d = address();
+  args.d_row_stride = 8;
+  return args;
+}
+
+template <class Change>
+void bad_grouped(char const* what, Change change, char const* text) {
+  fp4gemm_grouped_args_t args = good_grouped();
+  change(args);
+  size_t bytes = 0;
+  expect_error(what, fp4gemm_grouped_workspace_bytes(&args, 0, &bytes), FP4GEMM_ERROR_INVALID_ARGUMENT, text);
+  expect_error(what, fp4gemm_grouped(&args, nullptr, 0, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT, text);
+}
+
+void test_grouped_errors() {
+  using Args = fp4gemm_grouped_args_t;
+  bad_grouped("struct_size", [](Args& a) { a.struct_size = 8; }, "args: struct_size is 8");
+  bad_grouped("num_groups", [](Args& a) { a.num_groups = 0; }, "num_groups: is 0, must be at least 1");
+  bad_grouped("ragged", [](Args& a) { a.ragged = static_cast<fp4gemm_ragged_t>(5); }, "ragged: is 5");
+  bad_grouped("n", [](Args& a) { a.n = 12; }, "n: is 12, must be a multiple of 8");
+  bad_grouped("k by rows", [](Args& a) { a.k = 48; }, "k: is 48, must be a multiple of 32");
+  bad_grouped(
+      "k by depth",
+      [](Args& a) {
+        a.ragged = FP4GEMM_RAGGED_DEPTH;
+        a.k = 96;
+      },
+      "k: is 96, must be a multiple of 64");
+  bad_grouped(
+      "activation", [](Args& a) { a.activation = static_cast<fp4gemm_activation_t>(9); }, "activation: is 9");
+  CHECK(fp4gemm_grouped_columns(0, 3) == 0, "columns of no rows");
+  CHECK(fp4gemm_grouped_columns(1, 3) == 64, "columns of one row");
+  CHECK(fp4gemm_grouped_columns(100, 3) == 256, "columns of 100 rows in 3 groups");
+}
+
 void test_quantize_errors() {
   using Args = fp4gemm_quantize_args_t;
   bad_quantize("m", [](Args& a) { a.m = -3; }, "m: is -3");
@@ -282,6 +160,14 @@ void test_quantize_errors() {
         a.column = a.row;
       },
       "offs: groups of rows", not_supported);
+  bad_quantize(
+      "both ways, one amax given",
+      [](Args& a) {
+        a.m = 16;
+        a.column = a.row;
+        a.column.amax_given = static_cast<float*>(address());
+      },
+      "row: amax_given is null");
   bad_quantize("struct_size", [](Args& a) { a.struct_size = 0; }, "args: struct_size is 0");
 }
 
@@ -384,14 +270,11 @@ void test_scale_shape_and_texts() {
 }  // namespace
 
 int main() {
-  test_table();
-  test_selection_is_legal();
-  test_selection_follows_shape();
   test_dense_errors();
+  test_grouped_errors();
   test_quantize_errors();
   test_producer_errors();
   test_dequantize_and_decode_errors();
   test_scale_shape_and_texts();
-  std::printf("%d kernels, %d checks, %d failed\n", fp4gemm_kernel_count(), checks, failures);
-  return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+  return report();
 }

@@ -33,14 +33,21 @@ void set_groups(Args& args, std::optional<Tensor> const& offs, int32_t device) {
   args.num_groups = static_cast<int>(offs->size(0));
 }
 
-Tensor empty_scales(int64_t rows, int64_t k, int num_groups, int32_t device) {
-  int64_t scale_rows = 0;
-  int64_t scale_cols = 0;
-  fp4gemm_padded_scale_shape(rows, k, &scale_rows, &scale_cols);
-  if (num_groups > 0) {
-    scale_rows = fp4gemm_grouped_scale_rows(rows, num_groups);
+struct Shape {
+  int64_t rows;
+  int64_t columns;
+};
+
+/// Of the scales of so many rows of so many blocks: compact, or swizzled, perhaps in groups of rows.
+Shape scale_shape(int64_t rows, int64_t blocks, bool swizzled = true, int num_groups = 0) {
+  Shape shape{rows, blocks};
+  if (swizzled) {
+    fp4gemm_padded_scale_shape(rows, 16 * blocks, &shape.rows, &shape.columns);
   }
-  return empty(scale_rows, scale_cols, ScalarType::Float8_e4m3fn, device);
+  if (num_groups > 0) {
+    shape.rows = fp4gemm_grouped_scale_rows(rows, num_groups);
+  }
+  return shape;
 }
 
 struct Quantized {
@@ -49,7 +56,7 @@ struct Quantized {
   Tensor amax;  // without elements where it was given
 };
 
-/// New tensors for one direction of the result: rows of k elements.
+/// New tensors for one direction of the result: rows of k elements. num_groups: groups of rows, or 0.
 Quantized set_side(char const* amax_name, fp4gemm_quantized_t& side, int64_t rows, int64_t k,
                    std::optional<Tensor> const& amax, bool per_row, int num_groups, int32_t device) {
   bool const is_spread = num_groups > 0 && !per_row;
@@ -61,7 +68,9 @@ Quantized set_side(char const* amax_name, fp4gemm_quantized_t& side, int64_t row
                                    false, device);
   }
   bool const is_written = !amax.has_value() || is_spread;
-  Quantized result{empty(rows, k / 2, ScalarType::Byte, device), empty_scales(rows, k, num_groups, device),
+  Shape const scales = scale_shape(rows, k / 16, true, num_groups);
+  Quantized result{empty(rows, k / 2, ScalarType::Byte, device),
+                   empty(scales.rows, scales.columns, ScalarType::Float8_e4m3fn, device),
                    empty(!is_written            ? 0
                          : per_row || is_spread ? rows
                                                 : 1,
@@ -94,8 +103,9 @@ void set_options(fp4gemm_quantize_args_t& args, bool per_row, int64_t block_rows
 /// What the two fused producers write.
 template <class Args>
 Quantized set_output(Args& args, int32_t device, int num_groups) {
+  Shape const scales = scale_shape(args.m, args.k / 16, true, num_groups);
   Quantized result{empty(args.m, args.k / 2, ScalarType::Byte, device),
-                   empty_scales(args.m, args.k, num_groups, device),
+                   empty(scales.rows, scales.columns, ScalarType::Float8_e4m3fn, device),
                    empty(args.m, -1, ScalarType::Float, device)};
   args.codes = static_cast<uint8_t*>(result.codes.mutable_data_ptr());
   args.scales = static_cast<uint8_t*>(result.scales.mutable_data_ptr());
@@ -128,12 +138,19 @@ std::tuple<Tensor, Tensor, Tensor> quantize(Tensor const& x, std::optional<Tenso
   set_groups(args, offs, device);
   STD_TORCH_CHECK(axis == -1 || axis == 0, "axis: is ", axis, ", must be -1 or 0");
   bool const along_m = axis == 0;
-  STD_TORCH_CHECK(!along_m || (args.m > 0 && args.m % 16 == 0), "x: m is ", args.m,
+  STD_TORCH_CHECK(!along_m || offs.has_value() || (args.m > 0 && args.m % 16 == 0), "x: m is ", args.m,
                   ", must be a positive multiple of 16 for axis 0");
   fp4gemm_quantized_t& side = along_m ? args.column : args.row;
   side.hadamard = static_cast<fp4gemm_hadamard_t>(hadamard);
-  Quantized out = set_side("amax", side, along_m ? args.k : args.m, along_m ? args.m : args.k, amax, per_row,
-                           args.num_groups, device);
+  int64_t const columns = offs.has_value() ? fp4gemm_grouped_columns(args.m, args.num_groups) : args.m;
+  Quantized out = set_side("amax", side, along_m ? args.k : args.m, along_m ? columns : args.k, amax, per_row,
+                           along_m ? 0 : args.num_groups, device);
+  if (along_m && columns == 0) {
+    if (side.amax == nullptr) {
+      return {out.codes, out.scales, out.amax};  // nothing to write
+    }
+    side.codes = reinterpret_cast<uint8_t*>(side.amax);  // without elements, but wanted
+  }
   check_status(fp4gemm_quantize(&args, device, current_stream(device)));
   return {out.codes, out.scales, out.amax};
 }
@@ -204,13 +221,9 @@ Tensor dequantize(Tensor const& codes, Tensor const& scales, Tensor const& amax,
   args.m = codes.size(0);
   args.k = codes.size(1) * 2;
   set_groups(args, offs, device);
-  if (swizzled && args.num_groups == 0) {
-    check_scales("scales", scales, args.m, args.k, device);
-  } else {
-    check_matrix("scales", scales, ScalarType::Float8_e4m3fn, device);
-    check_shape("scales", scales, swizzled ? fp4gemm_grouped_scale_rows(args.m, args.num_groups) : args.m,
-                swizzled ? (args.k / 16 + 3) / 4 * 4 : args.k / 16);
-  }
+  check_matrix("scales", scales, ScalarType::Float8_e4m3fn, device);
+  Shape const wanted = scale_shape(args.m, args.k / 16, swizzled, args.num_groups);
+  check_shape("scales", scales, wanted.rows, wanted.columns);
   args.codes = static_cast<uint8_t const*>(codes.const_data_ptr());
   args.scales = static_cast<uint8_t const*>(scales.const_data_ptr());
   args.scales_are_compact = swizzled ? 0 : 1;
@@ -238,9 +251,8 @@ std::tuple<Tensor, Tensor> mxfp8_quantize(Tensor const& x, int64_t axis, ScalarT
   STD_TORCH_CHECK(columns > 0 && columns % 32 == 0, "x: m is ", args.m,
                   ", must be a positive multiple of 32 for axis 0");
   Tensor values = empty(rows, columns, dtype, device);
-  Tensor scales =
-      empty(swizzled ? (rows + 127) / 128 * 128 : rows, swizzled ? (columns / 32 + 3) / 4 * 4 : columns / 32,
-            ScalarType::Float8_e8m0fnu, device);
+  Shape const shape = scale_shape(rows, columns / 32, swizzled);
+  Tensor scales = empty(shape.rows, shape.columns, ScalarType::Float8_e8m0fnu, device);
   args.values = static_cast<uint8_t*>(values.mutable_data_ptr());
   args.scales = static_cast<uint8_t*>(scales.mutable_data_ptr());
   check_status(fp4gemm_mxfp8_quantize(&args, device, current_stream(device)));
@@ -255,8 +267,8 @@ Tensor mxfp8_dequantize(Tensor const& values, Tensor const& scales, ScalarType d
   args.m = values.size(0);
   args.k = values.size(1);
   check_matrix("scales", scales, ScalarType::Float8_e8m0fnu, device);
-  check_shape("scales", scales, swizzled ? (args.m + 127) / 128 * 128 : args.m,
-              swizzled ? (args.k / 32 + 3) / 4 * 4 : args.k / 32);
+  Shape const wanted = scale_shape(args.m, args.k / 32, swizzled);
+  check_shape("scales", scales, wanted.rows, wanted.columns);
   args.dtype = dtype_of("dtype", dtype);
   args.scales_are_compact = swizzled ? 0 : 1;
   // One struct serves both directions, so that what is only read here is not const there.

@@ -49,6 +49,17 @@ inline Tensor empty(int64_t rows, int64_t cols, ScalarType type, int32_t device)
   return Tensor(handle);
 }
 
+/// The same of three dimensions.
+inline Tensor empty3(int64_t matrices, int64_t rows, int64_t cols, ScalarType type, int32_t device) {
+  int64_t const row = cols < 1 ? 1 : cols;
+  int64_t const sizes[] = {matrices, rows, cols};
+  int64_t const strides[] = {row * (rows < 1 ? 1 : rows), row, 1};
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(3, sizes, strides, static_cast<int32_t>(type),
+                                                  aoti_torch_device_type_cuda(), device, &handle));
+  return Tensor(handle);
+}
+
 inline void check_dtype(char const* name, Tensor const& tensor, ScalarType type) {
   STD_TORCH_CHECK(tensor.scalar_type() == type, name, ": dtype is ", name_of(tensor.scalar_type()),
                   ", must be ", name_of(type));
@@ -59,12 +70,20 @@ inline void check_device(char const* name, Tensor const& tensor, int32_t device)
                   " like the other arguments");
 }
 
-/// A contiguous matrix on the device.
-inline void check_matrix(char const* name, Tensor const& tensor, ScalarType type, int32_t device) {
+inline void check_contiguous(char const* name, Tensor const& tensor, ScalarType type, int32_t device) {
   check_dtype(name, tensor, type);
   check_device(name, tensor, device);
-  STD_TORCH_CHECK(tensor.dim() == 2, name, ": has ", tensor.dim(), " dimensions, must have 2");
   STD_TORCH_CHECK(tensor.is_contiguous(), name, ": must be contiguous");
+}
+
+inline void check_dims(char const* name, Tensor const& tensor, int64_t dims) {
+  STD_TORCH_CHECK(tensor.dim() == dims, name, ": has ", tensor.dim(), " dimensions, must have ", dims);
+}
+
+/// A contiguous matrix on the device.
+inline void check_matrix(char const* name, Tensor const& tensor, ScalarType type, int32_t device) {
+  check_dims(name, tensor, 2);
+  check_contiguous(name, tensor, type, device);
 }
 
 inline void check_shape(char const* name, Tensor const& tensor, int64_t rows, int64_t cols) {
@@ -79,6 +98,22 @@ inline void check_scales(char const* name, Tensor const& scales, int64_t rows, i
   int64_t scale_cols = 0;
   fp4gemm_padded_scale_shape(rows, k, &scale_rows, &scale_cols);
   check_shape(name, scales, scale_rows, scale_cols);
+}
+
+/// The swizzled scales of one matrix of scale_rows rows before padding (matrices 0), or of several, one after
+/// the other.
+inline void check_stacked_scales(char const* name, Tensor const& scales, int64_t matrices, int64_t scale_rows,
+                                 int64_t k, int32_t device) {
+  int64_t const lead = matrices > 0 ? 1 : 0;
+  int64_t rows = 0;
+  int64_t cols = 0;
+  fp4gemm_padded_scale_shape(scale_rows, k, &rows, &cols);
+  check_contiguous(name, scales, ScalarType::Float8_e4m3fn, device);
+  check_dims(name, scales, 2 + lead);
+  STD_TORCH_CHECK(matrices == 0 || scales.size(0) == matrices, name, ": has ", scales.size(0),
+                  " matrices, must have ", matrices);
+  STD_TORCH_CHECK(scales.size(lead) == rows && scales.size(lead + 1) == cols, name, ": shape is (",
+                  scales.size(lead), ", ", scales.size(lead + 1), "), must be (", rows, ", ", cols, ")");
 }
 
 /// A contiguous fp32 vector of `length` elements, or one element where that is allowed.

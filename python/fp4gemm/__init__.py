@@ -1,7 +1,8 @@
-"""NVFP4 matrix products, every scale in the epilogue: D = cast(alpha * (amax_b * (amax_a * A B^T)) + bias).
+"""NVFP4 matrix products, all scales fused: D = cast(act(alpha * (amax_b * (amax_a * A B^T)) + bias)).
 
     w = fp4gemm.quantize(weight, scaling="tensor")     # (n, k) once
     y = fp4gemm.mm(fp4gemm.quantize(x), w)             # (m, k) per token -> (m, n) bfloat16
+    y = fp4gemm.grouped_mm(fp4gemm.quantize(x, offs=offs), experts)     # tokens of experts, weights (g, n, k)
 
 On CUDA the products run in CUTLASS kernels; on the CPU in :mod:`fp4gemm.reference`, which defines the bits.
 """
@@ -11,14 +12,18 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import _native, interop, reference
+from . import _native, interop, reference, selection
 from .gemm import mm, scaled_mm
+from .grouped import grouped_mm, scaled_grouped_mm
 from .info import is_supported, kernels
 from .layout import swizzle_scales, unswizzle_scales
 from .mxfp8 import MXFP8Tensor, quantize_mxfp8
 from .producers import rms_norm_quantize, silu_and_mul_quantize
 from .quantize import decode, dequantize, dequantize_parts, quantize, quantize_both
+from .selftest import self_test
+from .stacks import stack
 from .tensor import DecodedTensor, NVFP4Tensor
+from .training import dgrad, fprop, wgrad
 
 if TYPE_CHECKING:
     from . import nn
@@ -33,6 +38,9 @@ __all__ = [
     "decode",
     "dequantize",
     "dequantize_parts",
+    "dgrad",
+    "fprop",
+    "grouped_mm",
     "interop",
     "is_supported",
     "kernels",
@@ -43,10 +51,15 @@ __all__ = [
     "quantize_mxfp8",
     "reference",
     "rms_norm_quantize",
+    "scaled_grouped_mm",
     "scaled_mm",
+    "selection",
+    "self_test",
     "silu_and_mul_quantize",
+    "stack",
     "swizzle_scales",
     "unswizzle_scales",
+    "wgrad",
 ]
 
 

@@ -1,4 +1,4 @@
-"""``python -m fp4gemm``: versions, devices and kernels; where the C++ package lies."""
+"""``python -m fp4gemm``: versions, devices and kernels; the self-test; where the C++ package lies."""
 
 from __future__ import annotations
 
@@ -6,15 +6,24 @@ import argparse
 import json
 import sys
 
-from . import _native, info
+from . import _native, info, selftest
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print what the options ask for; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m fp4gemm",
-        description="Report versions, devices and kernels, or where the C++ package lies.",
+        description="Report versions, devices and kernels, or where the C++ package lies; test a device.",
     )
+    parser.add_argument(
+        "command",
+        nargs="?",
+        choices=("report", "kernels", "selftest"),
+        default="report",
+        help="report (default); the table of kernels; every kernel of a device against the reference",
+    )
+    parser.add_argument("--device", help="of selftest: cuda:1, say; the current CUDA device if left away")
+    parser.add_argument("--force", action="store_true", help="selftest: even where it passed before")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--cmake-dir", action="store_true", help="print the folder for -Dfp4gemm_DIR= (find_package)"
@@ -24,7 +33,15 @@ def main(argv: list[str] | None = None) -> int:
     )
     which.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(argv)
-    if options.cmake_dir:
+    if options.command != "selftest" and (options.device is not None or options.force):
+        parser.error("--device and --force go with selftest")
+    if options.command == "selftest":
+        report = selftest.self_test(options.device, force=options.force)
+        print(report)
+        return 0 if report.passed else 1
+    if options.command == "kernels":
+        print(info.kernels_text())
+    elif options.cmake_dir:
         print(_native.package_dir() / "lib" / "cmake" / "fp4gemm")
     elif options.include_dir:
         print(_native.package_dir() / "include")

@@ -91,12 +91,12 @@ def is_aligned(name: str, x: Tensor, step: int = ALIGN_BYTES) -> None:
 
 
 def rows_are_aligned(name: str, x: Tensor) -> None:
-    """Rows of a 2-D tensor: unit stride along a row; rows start on ALIGN_BYTES and do not overlap."""
-    rows, columns = x.shape
-    if columns > 1 and x.stride(1) != 1:
-        raise ValueError(f"{name}: stride along a row is {x.stride(1)}, must be 1 (use .contiguous())")
+    """Rows of x (.., m, n): unit stride along a row; rows start on ALIGN_BYTES and do not overlap."""
+    rows, columns = x.shape[:-1].numel(), x.shape[-1]
+    if columns > 1 and x.stride(-1) != 1:
+        raise ValueError(f"{name}: stride along a row is {x.stride(-1)}, must be 1 (use .contiguous())")
     if rows > 1 and columns > 0:  # a single row has no next row, so torch may report any stride for it
-        stride = x.stride(0)
+        stride = x.stride(-2)
         if stride < columns:
             raise ValueError(
                 f"{name}: row stride is {stride}, must be at least {columns} (rows may not overlap)"
@@ -227,16 +227,6 @@ def scales(
     return as_scales(x)
 
 
-def compact_scales(name: str, value: object, m: int, k: int, device: torch.device, other: str) -> Tensor:
-    """Block scales of an (m, k) operand in plain order: (m, k/16), contiguous."""
-    x = is_tensor(name, value)
-    has_dtype(name, x, (torch.float8_e4m3fn, torch.uint8))
-    has_shape(name, x, (m, k // BLOCK), f", the compact shape for {other} of (m, k) = ({m}, {k})")
-    same_device(name, x, device, other)
-    is_contiguous(name, x)
-    return as_scales(x)
-
-
 def vector(name: str, value: object, length: int, device: torch.device, other: str) -> Tensor:
     """A float32 vector of ``length`` entries or of a single one, contiguous."""
     x = is_tensor(name, value)
@@ -271,36 +261,6 @@ def exact_vector(
     return x
 
 
-def bias(value: object, n: int, device: torch.device, function: str) -> Tensor:
-    """A bias (n,) of any of the float types, contiguous; returned widened to float32, which is exact."""
-    x = is_tensor("bias", value)
-    has_dtype("bias", x, FLOAT_DTYPES)
-    has_shape("bias", x, (n,))
-    same_device("bias", x, device, "a")
-    is_contiguous("bias", x)
-    no_grad("bias", x, function)
-    return x if x.dtype is torch.float32 else x.to(torch.float32)
-
-
-def out(
-    value: object, m: int, n: int, out_dtype: torch.dtype | None, device: torch.device, function: str
-) -> Tensor:
-    """An output (m, n) of a float type; rows have unit stride and start 16-byte aligned."""
-    x = is_tensor("out", value)
-    has_dtype("out", x, FLOAT_DTYPES)
-    if out_dtype is not None:
-        is_float_dtype("out_dtype", out_dtype)
-    if out_dtype is not None and out_dtype is not x.dtype:
-        raise ValueError(
-            f"out_dtype: got {out_dtype}, must be {x.dtype}, the dtype of out (or leave it away)"
-        )
-    has_shape("out", x, (m, n))
-    same_device("out", x, device, "a")
-    rows_are_aligned("out", x)
-    no_grad("out", x, function)
-    return x
-
-
 def quantize_input(
     value: object,
     function: str = "fp4gemm.quantize",
@@ -324,66 +284,6 @@ def packed_operand(codes_name: str, x: object, scales_name: str, scale: object) 
     packed = codes(codes_name, x)
     m, half_k = packed.shape
     return packed, scales(scales_name, scale, m, 2 * half_k, packed.device, codes_name)
-
-
-def gemm_operand(name: str, x: object, scale: object) -> tuple[Tensor, Tensor | None]:
-    """An operand of a GEMM: codes with their scales, or decoded float16 with the scales None."""
-    operand = is_tensor(name, x)
-    has_dtype(name, operand, (torch.uint8, torch.float4_e2m1fn_x2, torch.float16))
-    if operand.dtype is not torch.float16:
-        return packed_operand(name, operand, f"scale_{name}", scale)
-    if scale is not None:
-        raise ValueError(
-            f"scale_{name}: got {describe(scale)}, must be None because {name} is float16, already decoded"
-        )
-    return decoded(name, operand), None
-
-
-def gemm_arguments(
-    a: Tensor,
-    b: Tensor,
-    alpha_row: object,
-    alpha_col: object,
-    out_dtype: torch.dtype,
-) -> tuple[int, int]:
-    """(m, n) of checked operands (codes or decoded), after the checks that need both of them."""
-    same_device("b", b, a.device, "a")
-    m, n = a.shape[0], b.shape[0]
-    k_a, k_b = (x.shape[1] if x.dtype is torch.float16 else 2 * x.shape[1] for x in (a, b))
-    gemm_sizes(k_a, k_b, n, out_dtype)
-    if alpha_row is not None:
-        vector("alpha_row", alpha_row, m, a.device, "a")
-    if alpha_col is not None:
-        vector("alpha_col", alpha_col, n, a.device, "a")
-    return m, n
-
-
-def gemm_sizes(k_a: int, k_b: int, n: int, out_dtype: torch.dtype) -> None:
-    """The sizes that a GEMM takes: equal k in steps of 32, and rows of the output in steps of 16 bytes."""
-    is_multiple("a", "k", k_a, K_STEP_MM)
-    if k_a != k_b:
-        raise ValueError(f"b: k is {k_b}, must be {k_a}, the k of a")
-    if n % n_step(out_dtype):
-        raise ValueError(f"b: n is {n}, must be a multiple of {n_step(out_dtype)} for {out_dtype} output")
-
-
-def n_step(out_dtype: torch.dtype) -> int:
-    """The step of n: 16 bytes of output."""
-    return 4 if out_dtype is torch.float32 else 8
-
-
-def alpha(value: object) -> float:
-    """A finite Python number within float32; a tensor is refused since reading it would synchronise."""
-    if isinstance(value, Tensor):
-        raise TypeError(
-            f"alpha: got {describe(value)}, must be a Python number "
-            "(a float32 tensor goes into alpha_row or alpha_col)"
-        )
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"alpha: got {describe(value)}, must be a Python number")
-    if not -FLOAT32_MAX <= value <= FLOAT32_MAX:
-        raise ValueError(f"alpha: got {value}, must be finite in float32")
-    return float(value)
 
 
 def padded_scale_shape(m: int, k: int) -> tuple[int, int]:

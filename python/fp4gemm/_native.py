@@ -26,6 +26,7 @@ class CKernelInfo(ctypes.Structure):
         ("cluster_n", ctypes.c_int),
         ("out_dtype", ctypes.c_int),
         ("operand", ctypes.c_char_p),
+        ("is_swapped", ctypes.c_int),
     ]
 
 
@@ -40,7 +41,10 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "fp4gemm_built_archs": (_TEXT, []),
     "fp4gemm_kernel_count": (_INT, []),
     "fp4gemm_kernel_info": (_INT, [_INT, ctypes.POINTER(CKernelInfo)]),
-    "fp4gemm_select_kernel": (_INT, [_INT, _INT, _INT64, _INT64, _INT64, _INT, _INT]),
+    "fp4gemm_select_kernel": (
+        _INT,
+        [_INT, _INT, _INT64, _INT64, _INT64, _INT, _INT, _INT, _INT, _INT, _INT],
+    ),
     "fp4gemm_quantize_supported": (_INT, [_INT]),
     "fp4gemm_last_error": (_TEXT, []),
     "fp4gemm_status_string": (_TEXT, [_INT]),

@@ -106,13 +106,13 @@ def _is_none_or_one_of(name: str, value: object, allowed: tuple[object, ...]) ->
         raise error(f"{name}: got {got}, must be {wanted}")
 
 
-def axis(value: object, x: Tensor, step: int) -> int:
-    """-1, or 0 for an x (m, k) of which m is a positive multiple of ``step``."""
+def axis(value: object, x: Tensor, step: int | None) -> int:
+    """-1, or 0 for an x (.., m, k) of which m is a positive multiple of ``step``; any m with None."""
     _checks.is_int("axis", value, -1)
     if value not in (-1, 0):
         raise ValueError(f"axis: got {value}, must be -1 (blocks along k) or 0 (blocks along m)")
-    if value == 0:
-        _checks.is_multiple("x", "m", x.shape[0], step)
+    if value == 0 and step is not None:
+        _checks.is_multiple("x", "m", x.shape[-2], step)
     return 0 if value == 0 else -1
 
 
@@ -131,12 +131,13 @@ def check_signs(value: object) -> None:
         raise ValueError(f"hadamard_signs: got {value}, must be at most 0xFFFF, a bit for each of 16")
 
 
-def epsilon(value: object) -> None:
+def epsilon(value: object) -> float:
     """eps of a norm: a finite Python number, not negative."""
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"eps: got {_checks.describe(value)}, must be a Python number")
     if not 0 <= value <= _checks.FLOAT32_MAX:
         raise ValueError(f"eps: got {value}, must be at least 0 and finite in float32")
+    return float(value)
 
 
 def random_state(stochastic: bool, generator: object, rng_state: object, x: Tensor) -> Tensor | None:

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _checks, _native
+from . import _checks, _gemm_checks, _native
 
-__all__ = ["KernelInfo", "is_supported", "kernels", "ready", "report", "report_text"]
+__all__ = ["KernelInfo", "is_supported", "kernels", "ready", "report", "report_text", "select_kernel"]
 
-_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # index: fp4gemm_dtype_t of fp4gemm.h
+# Indices: fp4gemm_dtype_t and fp4gemm_ragged_t of fp4gemm.h.
+_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_RAGGED = ("rows", "columns")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,13 +25,14 @@ class KernelInfo:
     """One row of the table of built GEMM kernels."""
 
     name: str  # what mm(..., kernel=name) takes
-    mode: str  # "dense"
-    epilogue: str  # "rowcol": row and column vectors, scalar and bias
+    mode: str  # "dense": for mm and scaled_mm; "grouped": for grouped_mm and scaled_grouped_mm
+    epilogue: str  # "rowcol": row and column vectors, scalar, bias, activation, addend; "swiglu": gated
     arch: int  # 10 * major + minor of the compute capability it was built for
     tile: tuple[int, int, int]  # (m, n, k)
     cluster: tuple[int, int]  # (m, n)
     out_dtype: torch.dtype
     operand: str  # "nvfp4": tensor cores read codes and scales; "f16": codes are decoded first
+    is_swapped: bool  # it multiplies B by A and writes D transposed: cheap for few rows of A
 
 
 @functools.cache
@@ -51,6 +54,7 @@ def _table() -> tuple[KernelInfo, ...]:
                 cluster=(row.cluster_m, row.cluster_n),
                 out_dtype=_OUT_DTYPES[row.out_dtype],
                 operand=_native.text(row.operand),
+                is_swapped=row.is_swapped != 0,
             )
         )
     return tuple(rows)
@@ -73,22 +77,62 @@ def built_text() -> str:
     return f"built for {archs}" if archs else "built without CUDA kernels"
 
 
-_FORMAT_NVFP4, _FORMAT_FP16 = 0, 1  # fp4gemm_format_t
+def select_kernel(
+    arch: int,
+    num_sms: int,
+    m: int,
+    n: int,
+    k: int,
+    num_groups: int = 0,
+    ragged: str = "rows",
+    out_dtype: torch.dtype = torch.bfloat16,
+    decoded: bool = False,
+    batch_invariant: bool = False,
+    activation: str | None = None,
+) -> KernelInfo | None:
+    """The kernel that a call of these sizes would get, None where none serves it; no device is needed.
+
+    Args:
+        arch: 10 * major + minor of the compute capability.
+        num_sms: multiprocessors of the device.
+        m, n, k: as for mm or grouped_mm; of grouped columns k is the padded number.
+        num_groups: 0 for mm, else the number of groups.
+        ragged: which size differs from group to group: "rows" (of a) or "columns" (k).
+        out_dtype: torch.bfloat16, torch.float16 or torch.float32.
+        decoded: whether an operand is decoded already.
+        batch_invariant, activation: as for mm.
+
+    Raises:
+        TypeError, ValueError: ragged, out_dtype or activation is another one.
+    """
+    _checks.is_one_of("ragged", ragged, _RAGGED)
+    _checks.is_float_dtype("out_dtype", out_dtype)
+    index: int = _native.core().fp4gemm_select_kernel(
+        arch,
+        num_sms,
+        m,
+        n,
+        k,
+        num_groups,
+        _RAGGED.index(ragged),
+        _OUT_DTYPES.index(out_dtype),
+        int(decoded),
+        int(batch_invariant),
+        _gemm_checks.activation(activation),
+    )
+    return None if index < 0 else _table()[index]
 
 
-def _selected(index: int, operands: int) -> KernelInfo | None:
+def _selected(index: int, num_groups: int, decoded: bool) -> KernelInfo | None:
     """The kernel that a small GEMM of such operands would get on a CUDA device."""
     properties = torch.cuda.get_device_properties(index)
     arch = 10 * properties.major + properties.minor
-    chosen: int = _native.core().fp4gemm_select_kernel(
-        arch, properties.multi_processor_count, 256, 256, 256, 0, operands
-    )
-    return None if chosen < 0 else _table()[chosen]
+    return select_kernel(arch, properties.multi_processor_count, 256, 256, 256, num_groups, decoded=decoded)
 
 
 def kernel_family(index: int) -> int | None:
     """The ``arch`` of the kernels that serve a CUDA device, None where none do."""
-    selected = _selected(index, _FORMAT_NVFP4)
+    selected = _selected(index, 0, False)
     return None if selected is None else selected.arch
 
 
@@ -106,12 +150,14 @@ def _cuda_gaps(index: int) -> dict[str, str]:
     gaps = {}
     if lib.fp4gemm_quantize_supported(arch) != 1:
         gaps["quantize"] = f"no quantize, dequantize or decode kernel for {where}; {todo}"
-    if _selected(index, _FORMAT_NVFP4) is None:
-        gaps["mm"] = f"no GEMM kernel for {where}; {todo}"
-    elif _selected(index, _FORMAT_FP16) is None:
-        gaps["mm of decoded operands"] = (
-            f"the GEMM kernels for {where} read packed operands; pass the NVFP4Tensor, not what decode made"
-        )
+    for what, num_groups, kind in (("mm", 0, "GEMM"), ("grouped_mm", 2, "grouped GEMM")):
+        if _selected(index, num_groups, False) is None:
+            gaps[what] = f"no {kind} kernel for {where}; {todo}"
+        elif _selected(index, num_groups, True) is None:
+            gaps[f"{what} of decoded operands"] = (
+                f"the {kind} kernels for {where} read packed operands; "
+                "pass the NVFP4Tensor, not what decode made"
+            )
     return gaps
 
 
@@ -137,20 +183,24 @@ def is_supported(device: torch.device | str | int | None = None) -> tuple[bool, 
     if index >= torch.cuda.device_count():
         return False, f"{target}: torch sees {torch.cuda.device_count()} CUDA device(s)"
     gaps = _cuda_gaps(index)
-    missing = [gaps[what] for what in ("quantize", "mm") if what in gaps]
+    missing = [gaps[what] for what in ("quantize", "mm", "grouped_mm") if what in gaps]
     if missing:
         return False, "; ".join(missing)
     return True, f"cuda:{index}: {torch.cuda.get_device_name(index)}, {built_text()}"
 
 
+_PRODUCTS = ("mm", "mm of decoded operands", "grouped_mm", "grouped_mm of decoded operands")
+
 # CUDA indices that passed; -1: no CUDA.
-READY: dict[str, set[int]] = {"quantize": {-1}, "mm": {-1}, "mm of decoded operands": {-1}}
+READY: dict[str, set[int]] = {what: {-1} for what in ("quantize", *_PRODUCTS)}
 
 
 def ready(x: Tensor, what: str) -> None:
     """Raise NotImplementedError when ``what`` (a key of READY) has no kernel for the device of x.
 
-    A set look-up once a device has passed. Under torch.compile the question is left to the run of the graph.
+    A set look-up once a device has passed. Before the first product on a device of a kind that was never
+    measured its kernels are tested (:mod:`fp4gemm.selftest`), and RuntimeError is raised if one is wrong.
+    Under torch.compile the question is left to the run of the graph.
     """
     index = x.get_device()
     if index in READY[what] or torch.compiler.is_compiling():
@@ -160,6 +210,11 @@ def ready(x: Tensor, what: str) -> None:
     gap = _cuda_gaps(index).get(what)
     if gap is not None:
         raise NotImplementedError(gap)
+    if what in _PRODUCTS:
+        from . import selftest  # which imports this module
+
+        if not selftest.before_first_product(index):
+            return
     READY[what].add(index)
 
 
@@ -224,12 +279,21 @@ def report_text() -> str:
         lines.append(f"  {'yes' if entry['supported'] else 'no ':3}  {entry['reason']}")
     lines.append(f"kernels ({len(data['kernels'])})")
     for entry in data["kernels"]:
-        tile = "x".join(map(str, entry["tile"]))
-        cluster = "x".join(map(str, entry["cluster"]))
-        lines.append(
-            f"  {entry['name']:<44} sm_{entry['arch']:<4} tile {tile:<12} cluster {cluster:<4} "
-            f"{entry['epilogue']:<7} {entry['operand']:<6} -> {entry['out_dtype']}"
-        )
+        lines.append(f"  {_kernel_line(entry)}")
     if not data["kernels"]:
         lines.append("  none: this build has no CUDA kernels, so every call runs the CPU reference")
     return "\n".join(lines)
+
+
+def _kernel_line(entry: dict[str, Any]) -> str:
+    tile, cluster = ("x".join(map(str, entry[what])) for what in ("tile", "cluster"))
+    return (
+        f"{entry['name']:<53} {entry['mode']:<7} sm_{entry['arch']:<4} tile {tile:<12} cluster {cluster:<4} "
+        f"{entry['epilogue']:<7} {entry['operand']:<6} -> {entry['out_dtype']}"
+    )
+
+
+def kernels_text() -> str:
+    """The table of kernels for people."""
+    lines = [_kernel_line(entry) for entry in report()["kernels"]]
+    return "\n".join(lines or ["none: this build has no CUDA kernels, so every call runs the CPU reference"])

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from . import _checks
+from . import _checks, _containers
 from .layout import unswizzle_scales
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ class Conventions:
         Raises:
             TypeError, ValueError: a part of another dtype, shape or device; the text names it.
         """
-        codes, scales = _checks.codes("weight", weight), _compact("weight_scale", weight_scale, weight)
+        codes = _checks.codes("weight", weight)
+        scales = _containers.compact_scales("weight_scale", weight_scale, codes)
         given = _number("weight_scale_2", weight_scale_2, codes.device)
         amax = amax_of_weight_scale_2(given, _six_times(e4m3_max, given))
         return _nvfp4(codes, scales, amax, e4m3_max)
@@ -115,7 +116,7 @@ class Conventions:
             TypeError, ValueError: a part of another dtype, shape or device; the text names it.
         """
         codes = _checks.codes("weight_packed", weight_packed)
-        scales = _compact("weight_scale", weight_scale, weight_packed)
+        scales = _containers.compact_scales("weight_scale", weight_scale, codes)
         encode = _number("weight_global_scale", weight_global_scale, codes.device)
         return _of_encode_scale(codes, scales, encode, e4m3_max)
 
@@ -172,7 +173,10 @@ class Conventions:
         """
         codes = _checks.codes("qdata", qdata)
         _checks.is_bool("is_swizzled_scales", is_swizzled_scales)
-        scales = _swizzled("scale", scale, codes) if is_swizzled_scales else _compact("scale", scale, codes)
+        if is_swizzled_scales:
+            scales = _swizzled("scale", scale, codes)
+        else:
+            scales = _containers.compact_scales("scale", scale, codes)
         if per_tensor_scale is None:
             decode = torch.ones(1, dtype=torch.float32, device=codes.device)
         else:
@@ -220,6 +224,8 @@ class Conventions:
             raise ValueError(
                 f"hadamard_signs: got {t.hadamard_signs:#x}, must be None for a {library} checkpoint"
             )
+        if len(t.shape) != 2:
+            raise ValueError(f"codes: shape is {tuple(t.codes.shape)}, must be (m, k/2) for {library}")
         if t.amax.shape[0] != 1:
             raise ValueError(
                 f"amax: shape is {tuple(t.amax.shape)}, must be (1,) for a {library} checkpoint "
@@ -263,14 +269,6 @@ def _number(name: str, value: object, device: torch.device) -> Tensor:
     _checks.same_device(name, x, device, "the codes")
     _checks.no_grad(name, x, "fp4gemm.mm")
     return x.reshape(1)
-
-
-def _compact(name: str, value: object, codes: Tensor) -> Tensor:
-    x = _checks.is_tensor(name, value)
-    _checks.has_dtype(name, x, _SCALE_DTYPES)
-    _checks.has_shape(name, x, (codes.shape[0], codes.shape[1] // 8), ", (m, k/16)")
-    _checks.same_device(name, x, codes.device, "the codes")
-    return x
 
 
 def _swizzled(name: str, value: object, codes: Tensor) -> Tensor:

@@ -19,10 +19,18 @@ from torch import Tensor
 from . import _checks
 from ._checks import padded_scale_shape
 
-__all__ = ["grouped_scale_rows", "padded_scale_shape", "scale_offset", "swizzle_scales", "unswizzle_scales"]
+__all__ = [
+    "grouped_columns",
+    "grouped_scale_rows",
+    "padded_scale_shape",
+    "scale_offset",
+    "swizzle_scales",
+    "unswizzle_scales",
+]
 
 TILE_ROWS = 128
 TILE_COLUMNS = 4
+GROUP_COLUMNS = TILE_COLUMNS * _checks.BLOCK  # groups along k begin at multiples of it: of whole tiles
 _SCALE_DTYPES = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8)
 
 
@@ -37,6 +45,18 @@ def grouped_scale_rows(m: int, g: int) -> int:
         g: groups, >= 1.
     """
     return (m + (TILE_ROWS - 1) * min(g, m)) // TILE_ROWS * TILE_ROWS
+
+
+def grouped_columns(m: int, g: int) -> int:
+    """(m + 63 * min(g, m)) // 64 * 64: columns that hold any g groups of m rows in all, once transposed.
+
+    Group e of m_e rows starts at column sum_{j<e} ceil64(m_j).
+
+    Args:
+        m: rows of what is quantized with axis=0, >= 0.
+        g: groups, >= 1.
+    """
+    return (m + (GROUP_COLUMNS - 1) * min(g, m)) // GROUP_COLUMNS * GROUP_COLUMNS
 
 
 def scale_offset(r: int, c: int, num_columns: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _checks, _native, layout, reference
+from . import _checks, _gemm_checks, _native, layout, reference
 
 __all__ = [
     "decode",
@@ -19,6 +19,8 @@ __all__ = [
     "quantize",
     "quantize_both",
     "rms_norm_quantize",
+    "scaled_grouped_mm",
+    "scaled_grouped_mm_out",
     "scaled_mm",
     "scaled_mm_out",
     "silu_and_mul_quantize",
@@ -51,9 +53,15 @@ def _scaled_mm_cpu(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     kernel: str | None,
+    activation: int = 0,
+    c: Tensor | None = None,
+    beta: float = 1.0,
+    batch_invariant: bool = False,
 ) -> Tensor:
     _cpu_kernel(kernel)
-    return reference.scaled_mm(a, b, scale_a, scale_b, alpha, alpha_row, alpha_col, bias, out_dtype)
+    return reference.scaled_mm(
+        a, b, scale_a, scale_b, alpha, alpha_row, alpha_col, bias, out_dtype, activation, c, beta
+    )
 
 
 def _scaled_mm_out_cpu(
@@ -66,11 +74,67 @@ def _scaled_mm_out_cpu(
     alpha_col: Tensor | None,
     bias: Tensor | None,
     kernel: str | None,
+    activation: int = 0,
+    c: Tensor | None = None,
+    beta: float = 1.0,
+    batch_invariant: bool = False,
     *,
     out: Tensor,
 ) -> None:
-    _checks.out(out, a.shape[0], b.shape[0], None, a.device, "fp4gemm.scaled_mm")
-    out.copy_(_scaled_mm_cpu(a, b, scale_a, scale_b, alpha, alpha_row, alpha_col, bias, out.dtype, kernel))
+    columns = _gemm_checks.width(b.shape[0], activation)
+    _gemm_checks.out(out, (a.shape[0], columns), None, a.device, "fp4gemm.scaled_mm")
+    out.copy_(
+        _scaled_mm_cpu(
+            a, b, scale_a, scale_b, alpha, alpha_row, alpha_col, bias, out.dtype, kernel, activation, c, beta
+        )
+    )
+
+
+def _scaled_grouped_mm_cpu(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    offs: Tensor,
+    alpha: float,
+    alpha_groups: Tensor | None,
+    alpha_row: Tensor | None,
+    alpha_col: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    kernel: str | None,
+    activation: int = 0,
+    c: Tensor | None = None,
+    beta: float = 1.0,
+    batch_invariant: bool = False,
+) -> Tensor:
+    _cpu_kernel(kernel)
+    product = (a, b, scale_a, scale_b, offs, alpha, alpha_groups, alpha_row, alpha_col, bias)
+    return reference.scaled_grouped_mm(*product, out_dtype, activation, c, beta)
+
+
+def _scaled_grouped_mm_out_cpu(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    offs: Tensor,
+    alpha: float,
+    alpha_groups: Tensor | None,
+    alpha_row: Tensor | None,
+    alpha_col: Tensor | None,
+    bias: Tensor | None,
+    kernel: str | None,
+    activation: int = 0,
+    c: Tensor | None = None,
+    beta: float = 1.0,
+    batch_invariant: bool = False,
+    *,
+    out: Tensor,
+) -> None:
+    _cpu_kernel(kernel)
+    product = (a, b, scale_a, scale_b, offs, alpha, alpha_groups, alpha_row, alpha_col, bias)
+    reference.scaled_grouped_mm(*product, out.dtype, activation, c, beta, out)
 
 
 def _parts(
@@ -103,6 +167,8 @@ def _quantize_fake(
     offs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = x.shape if axis == -1 else (x.shape[1], x.shape[0])
+    if axis == 0 and offs is not None:
+        columns, offs = layout.grouped_columns(columns, offs.shape[0]), None
     expanded = offs is not None and not per_row  # one amax a group, repeated for its rows
     made = rows if per_row or expanded else 1
     return _parts(x, rows, columns, made if amax is None or expanded else 0, offs)
@@ -177,29 +243,59 @@ def _scaled_mm_fake(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     kernel: str | None,
+    activation: int = 0,
+    c: Tensor | None = None,
+    beta: float = 1.0,
+    batch_invariant: bool = False,
 ) -> Tensor:
     # What the call would be refused for with memory behind the tensors; one on meta brings the others here.
     _checks.same_device("b", b, a.device, "a")
     _checks.is_float_dtype("out_dtype", out_dtype)
-    k_a, k_b = (x.shape[1] * (1 if scale is None else 2) for x, scale in ((a, scale_a), (b, scale_b)))
-    _checks.gemm_sizes(k_a, k_b, b.shape[0], out_dtype)
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+    _gemm_checks.sizes(_depth(a, scale_a), _depth(b, scale_b), b.shape[0], out_dtype)
+    _warn_untested(a)
+    return a.new_empty((a.shape[0], _gemm_checks.width(b.shape[0], activation)), dtype=out_dtype)
 
 
-def _scaled_mm_out_fake(
+def _scaled_grouped_mm_fake(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor | None,
     scale_b: Tensor | None,
+    offs: Tensor,
     alpha: float,
+    alpha_groups: Tensor | None,
     alpha_row: Tensor | None,
     alpha_col: Tensor | None,
     bias: Tensor | None,
+    out_dtype: torch.dtype,
     kernel: str | None,
-    *,
-    out: Tensor,
-) -> None:
-    return None
+    activation: int = 0,
+    c: Tensor | None = None,
+    beta: float = 1.0,
+    batch_invariant: bool = False,
+) -> Tensor:
+    _checks.same_device("b", b, a.device, "a")
+    _checks.is_float_dtype("out_dtype", out_dtype)
+    shape = _gemm_checks.grouped_sizes(
+        a.shape[0], b.shape[-2], _depth(a, scale_a), _depth(b, scale_b), b.dim(), offs.shape[0], out_dtype
+    )
+    _warn_untested(a)
+    return a.new_empty((*shape[:-1], _gemm_checks.width(shape[-1], activation)), dtype=out_dtype)
+
+
+def _depth(data: Tensor, scale: Tensor | None) -> int:
+    return data.shape[-1] * (1 if scale is None else 2)
+
+
+def _warn_untested(a: Tensor) -> None:
+    from . import selftest  # which imports this module
+
+    if a.device.type == "cuda" and a.device.index is not None:
+        selftest.warn_untested(a.device.index)
+
+
+def _out_fake(a: Tensor, *args: object, out: Tensor, **kwargs: object) -> None:
+    _warn_untested(a)
 
 
 _load()
@@ -216,7 +312,9 @@ for _name, _cpu, _fake in (
     ("mxfp8_quantize", reference.mxfp8_quantize, _mxfp8_quantize_fake),
     ("mxfp8_dequantize", reference.mxfp8_dequantize, _mxfp8_dequantize_fake),
     ("scaled_mm", _scaled_mm_cpu, _scaled_mm_fake),
-    ("scaled_mm_out", _scaled_mm_out_cpu, _scaled_mm_out_fake),
+    ("scaled_mm_out", _scaled_mm_out_cpu, _out_fake),
+    ("scaled_grouped_mm", _scaled_grouped_mm_cpu, _scaled_grouped_mm_fake),
+    ("scaled_grouped_mm_out", _scaled_grouped_mm_out_cpu, _out_fake),
 ):
     _CPU.impl(_name, _cpu)
     torch.library.register_fake(f"fp4gemm::{_name}", _fake)
@@ -232,3 +330,5 @@ mxfp8_quantize = torch.ops.fp4gemm.mxfp8_quantize.default
 mxfp8_dequantize = torch.ops.fp4gemm.mxfp8_dequantize.default
 scaled_mm = torch.ops.fp4gemm.scaled_mm.default
 scaled_mm_out = torch.ops.fp4gemm.scaled_mm_out.default
+scaled_grouped_mm = torch.ops.fp4gemm.scaled_grouped_mm.default
+scaled_grouped_mm_out = torch.ops.fp4gemm.scaled_grouped_mm_out.default

@@ -78,8 +78,8 @@ def rms_norm_quantize(
         _checks.has_shape("residual", residual, tuple(x.shape), ", the shape of x")
         _checks.same_device("residual", residual, x.device, "x")
         residual = residual.contiguous()  # the kernel wants it so; a copy only where it is not
-    _options.epsilon(eps)
+    eps = _options.epsilon(eps)
     ready(x, "quantize")
-    codes, scales, amax, summed = ops.rms_norm_quantize(x, weight, residual, float(eps))
+    codes, scales, amax, summed = ops.rms_norm_quantize(x, weight, residual, eps)
     t = NVFP4Tensor._trusted(codes, scales, amax, 448)
     return t if residual is None else (t, summed)

@@ -9,8 +9,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from . import _checks, _options, ops
+from . import _checks, _containers, _options, ops, stacks
 from .info import ready
+from .layout import swizzle_scales
 from .mxfp8 import MXFP8Tensor
 from .tensor import DecodedTensor, NVFP4Tensor
 
@@ -82,16 +83,18 @@ def quantize(
 
     Args:
         x: bfloat16, float16 or float32 (m, k); m >= 0, k a positive multiple of 16. Unit stride along k; each
-            row starts on 16 bytes (a row stride above k is fine).
-        scaling: "row" (per token): amax (m,); "tensor": amax (1,).
-        axis: -1: blocks along k. 0: blocks along m, a positive multiple of 16; the result is the quantized
-            x.T, (k, m), and "row" is one amax per column of x. For the other operand order of a backward
-            pass.
+            row starts on 16 bytes (a row stride above k is fine). Or (g, n, k), the weights of g experts:
+            each x[e] is quantized by itself, into a stack.
+        scaling: "row" (per token): amax (m,) or (g, n); "tensor": amax (1,) or (g, 1).
+        axis: -1: blocks along k. 0: blocks along m, a positive multiple of 16 unless offs is given; the
+            result is the quantized x.T, (k, m), and "row" is one amax per column of x. For the other operand
+            order of a backward pass.
         block: (1, 16), or (16, 16): a 16x16 tile shares one scale, so that x and x.T have the same codes and
             scales (rows beyond m count as zero). For weights; scaling "tensor", and see
             :meth:`NVFP4Tensor.with_row_amax`.
         amax: A, given instead of measured, and kept: float32 (rows of the result,) for "row", (1,) for
-            "tensor", (g,) for "tensor" with offs. Elements beyond it saturate.
+            "tensor", (g,) for "tensor" with groups of rows; (g, rows) or (g, 1) for a stack. Elements beyond
+            it saturate.
         encode: "te", as above; "te_per_token": e = min(fl(S / s), FMAX), 0 where s = 0, as
             TransformerEngine's pull request #3045 (without its floor under A). Same scales, other codes in
             about 1e-4 of elements.
@@ -110,11 +113,14 @@ def quantize(
         generator: draws the state, on the device of x; None is torch's default generator. Safe in CUDA
             graphs; torch.compile takes None alone (give rng_state there).
         rng_state: int64 (2,), {seed, offset}, on the device of x, read by the kernel: the state itself,
-            instead of a generator. axis=0 uses offset + 1.
+            instead of a generator. axis=0 uses offset + 1; matrix e of a stack adds 2e.
         offs: int32 (g,) on the device of x, the ends of g >= 1 groups of rows (experts), non-decreasing, at
             most m. Each group gets scales of its own (see :class:`NVFP4Tensor`); with "tensor" each is one
-            tensor, and amax comes back repeated for its rows. Rows from offs[-1] on get codes and amax 0. On
-            a GPU the values are not checked, since that would synchronise.
+            tensor, and amax comes back repeated for its rows. Rows from offs[-1] on get codes and amax 0.
+            With axis=0, for the gradients of weights, the columns of x.T are the groups: each is padded with
+            zeros to a multiple of 64 columns, ``layout.grouped_columns(m, g)`` in all, and amax, of all
+            groups together, is over the rows of x before offs[-1]. On a GPU the values are not checked, since
+            that would synchronise.
 
     Returns:
         NVFP4Tensor on the device of x, on its current stream. Does not synchronise.
@@ -125,10 +131,10 @@ def quantize(
             four_over_six, hadamard_signs without hadamard; generator or rng_state without stochastic, or both
             of them.
         NotImplementedError: block (16, 16) with scaling "row", encode "te_per_token", hadamard, stochastic or
-            offs; four_over_six with encode "te_per_token", hadamard or stochastic; offs with axis=0; x
-            requires grad while grad mode is on; the device has no kernel.
+            offs; four_over_six with encode "te_per_token", hadamard or stochastic; x requires grad while grad
+            mode is on; the device has no kernel.
     """
-    _checks.quantize_input(x)
+    stack_size, rows = _input(x, "fp4gemm.quantize")
     options = _options.quantizer_options(
         scaling,
         block,
@@ -141,25 +147,40 @@ def quantize(
         stochastic,
         offs,
     )
-    axis = _options.axis(axis, x, _checks.BLOCK)
+    axis = _options.axis(axis, x, _checks.BLOCK if offs is None else None)
     if offs is not None:
-        if axis == 0:
-            raise NotImplementedError(
-                f"offs: got {_checks.describe(offs)} with axis=0, must be None with it; groups take axis=-1"
-            )
+        if stack_size:
+            raise ValueError(f"offs: got {_checks.describe(offs)}, must be None for x of rank 3")
         _options.group_ends(offs, x.device, "x")
+    groups_rows = offs is not None and axis == -1
     if amax is not None:
-        rows = x.shape[1 + axis]
-        entries = rows if options.per_row else 1 if offs is None else offs.shape[0]
-        _checks.exact_vector("amax", amax, entries, torch.float32, x.device, "x")
+        entries = x.shape[x.dim() - 1 + axis] if options.per_row else 1
+        if stack_size:
+            stacks.stack_amax("amax", amax, stack_size, entries, x.device)
+        else:
+            if offs is not None and groups_rows and not options.per_row:
+                entries = offs.shape[0]
+            _checks.exact_vector("amax", amax, entries, torch.float32, x.device, "x")
     state = _options.random_state(stochastic, generator, rng_state, x)
     ready(x, "quantize")
-    per_row, *others = options
-    codes, scales, measured = ops.quantize(x, amax, per_row, axis, *others, state, offs)
-    if amax is not None and (per_row or offs is None):
-        measured = amax  # the operator returns what it made
+    if stack_size:
+        codes, scales, measured = stacks.quantize_stack(rows, stack_size, amax, axis, options, state)
+    else:
+        per_row, *others = options
+        codes, scales, measured = ops.quantize(x, amax, per_row, axis, *others, state, offs)
+        if amax is not None and (per_row or not groups_rows):
+            measured = amax  # the operator returns what it made
     signs = hadamard_signs if hadamard is not None else None
-    return NVFP4Tensor._trusted(codes, scales, measured, options.e4m3_max, offs, signs)
+    offs_dim = 0 if offs is None or groups_rows else 1
+    return NVFP4Tensor._trusted(codes, scales, measured, options.e4m3_max, offs, signs, offs_dim)
+
+
+def _input(x: object, function: str) -> tuple[int, Tensor]:
+    """Matrices in the stack x (g, n, k) and x as (g * n, k); of a matrix 0 and x itself."""
+    if isinstance(x, Tensor) and x.dim() == 3:
+        _checks.is_tensor("x", x)
+        return x.shape[0], stacks.stack_input(x, function)
+    return 0, _checks.quantize_input(x, function)
 
 
 def quantize_both(
@@ -184,20 +205,22 @@ def quantize_both(
     As in TransformerEngine's recipe, hadamard applies to the second alone.
 
     Args:
-        x: as for :func:`quantize`; m and k are positive multiples of 16.
+        x: as for :func:`quantize`, (m, k) or (g, n, k); m, n and k are positive multiples of 16.
         amax: float32 (m,) for "row", (1,) for "tensor", given instead of measured; then amax_t is given too.
+            For a stack (g, n) or (g, 1).
         amax_t: likewise of the second, float32 (k,) or (1,), of the rotated values if they are.
         rng_state: serves both: the first uses its offset, the second offset + 1.
         scaling, block, encode, four_over_six, four_over_six_error, e4m3_max, hadamard, hadamard_signs,
             stochastic, generator: as for :func:`quantize`.
 
     Returns:
-        NVFP4Tensor (m, k) and NVFP4Tensor (k, m), on the current stream. Does not synchronise.
+        NVFP4Tensor (m, k) and NVFP4Tensor (k, m), or (g, n, k) and (g, k, n), on the current stream. Does not
+        synchronise.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as for :func:`quantize`; ValueError for one amax of two.
     """
-    _checks.quantize_input(x, "fp4gemm.quantize_both")
+    stack_size, rows = _input(x, "fp4gemm.quantize_both")
     options = _options.quantizer_options(
         scaling,
         block,
@@ -210,39 +233,43 @@ def quantize_both(
         stochastic,
     )
     _options.axis(0, x, _checks.BLOCK)
-    for name, value, other, rows in (
-        ("amax", amax, amax_t, x.shape[0]),
-        ("amax_t", amax_t, amax, x.shape[1]),
+    for name, value, other, length in (
+        ("amax", amax, amax_t, x.shape[-2]),
+        ("amax_t", amax_t, amax, x.shape[-1]),
     ):
         if value is not None:
-            entries = rows if options.per_row else 1
-            _checks.exact_vector(name, value, entries, torch.float32, x.device, "x")
+            entries = length if options.per_row else 1
+            if stack_size:
+                stacks.stack_amax(name, value, stack_size, entries, x.device)
+            else:
+                _checks.exact_vector(name, value, entries, torch.float32, x.device, "x")
         elif other is not None:
             raise ValueError(f"{name}: got None, must be given where amax or amax_t is")
     state = _options.random_state(stochastic, generator, rng_state, x)
     ready(x, "quantize")
-    codes, scales, measured, codes_t, scales_t, measured_t = ops.quantize_both(
-        x, amax, amax_t, *options, state
-    )
-    if amax is not None and amax_t is not None:
-        measured, measured_t = amax, amax_t
+    if stack_size:
+        first, second = stacks.quantize_stack_both(rows, stack_size, amax, amax_t, options, state)
+    else:
+        made = ops.quantize_both(x, amax, amax_t, *options, state)
+        first, second = made[:3], made[3:]
+        if amax is not None and amax_t is not None:
+            first, second = (*first[:2], amax), (*second[:2], amax_t)
     signs = hadamard_signs if hadamard is not None else None
-    bound = options.e4m3_max
     return (
-        NVFP4Tensor._trusted(codes, scales, measured, bound),
-        NVFP4Tensor._trusted(codes_t, scales_t, measured_t, bound, None, signs),
+        NVFP4Tensor._trusted(*first, options.e4m3_max),
+        NVFP4Tensor._trusted(*second, options.e4m3_max, None, signs),
     )
 
 
 def dequantize(t: NVFP4Tensor | MXFP8Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values of a container as a plain tensor (m, k).
+    """The values of a container as a plain tensor (m, k) or (g, n, k).
 
     NVFP4: cast(fl(q * fl(fl(s * amax) * fl(1 / (6 * e4m3_max))))), as :meth:`NVFP4Tensor.dequantize`.
     MXFP8: cast(fl(v * s)), as :meth:`MXFP8Tensor.dequantize`. Rotated operands give their rotated values.
 
     Args:
         t: what :func:`quantize`, :func:`quantize_both`, a producer or :func:`quantize_mxfp8` returned, groups
-            included (rows that are in none are 0).
+            included (rows that are in none, and columns that pad, are 0).
         dtype: torch.float32, torch.bfloat16 or torch.float16. Does not synchronise.
 
     Raises:
@@ -291,7 +318,7 @@ def dequantize_parts(
     if swizzled:
         scales = _checks.scales("scales", scales, m, k, codes.device, "codes")
     else:
-        scales = _checks.compact_scales("scales", scales, m, k, codes.device, "codes")
+        scales = _containers.compact_scales("scales", scales, codes, contiguous=True)
     _checks.vector("amax", amax, m, codes.device, "codes")
     _checks.is_one_of("e4m3_max", e4m3_max, _checks.E4M3_BOUNDS)
     _checks.is_float_dtype("dtype", dtype)
@@ -301,9 +328,10 @@ def dequantize_parts(
 
 
 def decode(t: NVFP4Tensor) -> DecodedTensor:
-    """data[m, k] = q * s, exact in float16; amax, e4m3_max and hadamard_signs are carried along.
+    """data[.., m, k] = q * s, exact in float16; amax, groups and what else t carries are carried along.
 
-    For operands of :func:`fp4gemm.mm` on GPUs that would decode them in every call (see DecodedTensor).
+    For operands of :func:`fp4gemm.mm` and :func:`fp4gemm.grouped_mm` on GPUs that would decode them in every
+    call (see DecodedTensor). Rows of no group and columns that pad groups become 0.
 
     Args:
         t: what :func:`quantize` returned.
@@ -312,15 +340,20 @@ def decode(t: NVFP4Tensor) -> DecodedTensor:
         DecodedTensor, 2 bytes an element; amax is shared with t, not copied. Does not synchronise.
 
     Raises:
-        TypeError: t is no NVFP4Tensor. NotImplementedError: t has groups (offs), or the device has no kernel.
+        TypeError: t is no NVFP4Tensor. NotImplementedError: the device has no kernel.
     """
     nvfp4("t", t)
-    if t.offs is not None:
-        raise NotImplementedError(
-            f"t: has {t.offs.shape[0]} groups (offs), must have none; fp4gemm.dequantize takes groups"
-        )
     ready(t.codes, "quantize")
-    return DecodedTensor._trusted(ops.decode(t.codes, t.scales), t.amax, t.e4m3_max, t.hadamard_signs)
+    flat = t.flattened()
+    if t.codes.numel() == 0:
+        data = torch.empty(t.shape, dtype=torch.float16, device=t.device)
+    elif flat is None:
+        data = torch.stack([ops.decode(t[e].codes, t[e].scales) for e in range(t.shape[0])])
+    elif t.offs is not None and t.offs_dim == 0:
+        data = ops.decode(t.codes, swizzle_scales(t.compact_scales()))
+    else:
+        data = ops.decode(flat.codes, flat.scales).view(t.shape)
+    return DecodedTensor._trusted(data, t.amax, t.e4m3_max, t.hadamard_signs, t.offs, t.offs_dim)
 
 
 def nvfp4(name: str, value: object, alternative: str = "") -> NVFP4Tensor:

@@ -1,4 +1,4 @@
-"""The containers: NVFP4Tensor (codes, block scales, amax) and DecodedTensor (exact float16 values)."""
+"""NVFP4Tensor, the container of quantized operands: codes, block scales and amax."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _checks, _options, _pytree, ops
+from . import _checks, _containers, _pytree, ops
+from .decoded import DecodedTensor, text
 from .info import ready
 from .interop import Conventions
-from .layout import TILE_ROWS, grouped_scale_rows, swizzle_scales, unswizzle_scales
+from .layout import TILE_ROWS, swizzle_scales, unswizzle_scales
 
 __all__ = ["DecodedTensor", "NVFP4Tensor"]
 
@@ -20,49 +21,46 @@ __all__ = ["DecodedTensor", "NVFP4Tensor"]
 class NVFP4Tensor(Conventions):
     """x[m, k] ~ q[m, k] * s[m, k/16] * amax[m] / (6 * e4m3_max): q an e2m1 value, s its e4m3 scale.
 
-    Frozen, compared by identity, a pytree node (torch.compile and torch.export take it apart). Made by
-    :func:`fp4gemm.quantize`, or from parts of your own, which are checked here without reading device memory
-    (nothing synchronises). Source of the format: NVIDIA's NVFP4, TransformerEngine >= 2.14. For what other
-    libraries store in place of amax see :class:`fp4gemm.interop.Conventions`.
+    One matrix, or groups of its rows or columns, or a stack of g equal matrices, x[e, n, k], one for each
+    expert. Frozen, compared by identity, a pytree node (torch.compile and torch.export take it apart). Made
+    by :func:`fp4gemm.quantize`, or from parts of your own, which are checked here without reading device
+    memory (nothing synchronises). Source of the format: NVIDIA's NVFP4, TransformerEngine >= 2.14. For what
+    other libraries store in place of amax see :class:`fp4gemm.interop.Conventions`.
 
     Args:
         codes: uint8 (m, k/2), contiguous, base 16-byte aligned; byte j holds element 2j in its low nibble.
             The bytes of a torch.float4_e2m1fn_x2 tensor are taken by view. k is a positive multiple of 16.
+            A stack: (g, n, k/2).
         scales: float8_e4m3fn (ceil128(m), ceil4(k/16)), contiguous, in the swizzled layout of
             :mod:`fp4gemm.layout`, pads zero; uint8 is taken by view. See :meth:`from_compact` for (m, k/16).
+            A stack: (g, ceil128(n), ceil4(k/16)), those of each matrix by itself.
         amax: float32 (1,), of the whole tensor, or (m,), of each row: as measured, not divided by anything.
+            A stack: (g, 1) or (g, n).
         e4m3_max: 448, or 256 for operands whose block scales were bounded by 256 ("four over six").
-        offs: int32 (g,), the ends of g groups of rows, non-decreasing, at most m; None: no groups. The scales
-            of a group then start at the next multiple of 128 rows after those of the group before it, in
-            ``grouped_scale_rows(m, g)`` rows in all, and amax is (m,).
+        offs: int32 (g,), the ends of g groups, non-decreasing; None: no groups.
         hadamard_signs: 0 to 0xFFFF if blocks of 16 of k were rotated by this sign vector and the Hadamard
             matrix; the values are then the rotated ones. None: not rotated.
+        offs_dim: 0: the groups are of rows, offs at most m. The scales of a group start at the next multiple
+            of 128 rows after those of the group before it, in ``grouped_scale_rows(m, g)`` rows in all, and
+            amax is (m,). 1: of columns, k = ``grouped_columns(tokens, g)``: group e has offs[e] - offs[e-1]
+            of them, and zeros up to a multiple of 64; scales are those of a matrix (m, k).
 
     Raises:
         TypeError: a part is no tensor, or has another dtype.
         ValueError: a part has another rank, shape, device, memory layout or alignment, or another value.
     """
 
-    codes: Tensor  # (m, k/2) packed e2m1, low nibble = even k
-    scales: Tensor  # (ceil128(m), ceil4(k/16)) e4m3, swizzled; (grouped_scale_rows(m, g), .) with offs
-    amax: Tensor  # (1,) or (m,) f32
+    codes: Tensor  # (m, k/2) or (g, n, k/2) packed e2m1, low nibble = even k
+    scales: Tensor  # (.., ceil128(m), ceil4(k/16)) e4m3, swizzled; row groups: (grouped_scale_rows(m, g), .)
+    amax: Tensor  # (1,) or (m,), (g, 1) or (g, n) f32
     e4m3_max: int = 448
-    offs: Tensor | None = None  # (g,) i32 ends of groups of rows
+    offs: Tensor | None = None  # (g,) i32 ends of groups
     hadamard_signs: int | None = None
+    offs_dim: int = 0  # groups of 0 rows, 1 columns
 
     def __post_init__(self) -> None:
-        codes = _checks.codes("codes", self.codes)
-        m, k = codes.shape[0], 2 * codes.shape[1]
-        group_rows = None
-        if self.offs is not None:
-            ends = _options.group_ends(self.offs, codes.device, "codes")
-            group_rows = grouped_scale_rows(m, ends.shape[0])
-            _checks.exact_vector("amax", self.amax, m, torch.float32, codes.device, "codes", "fp4gemm.mm")
-        scales = _checks.scales("scales", self.scales, m, k, codes.device, "codes", group_rows)
-        _checks.vector("amax", self.amax, m, codes.device, "codes")
-        _checks.is_one_of("e4m3_max", self.e4m3_max, _checks.E4M3_BOUNDS)
-        if self.hadamard_signs is not None:
-            _options.check_signs(self.hadamard_signs)
+        _containers.options(self.e4m3_max, self.hadamard_signs, self.offs, self.offs_dim)
+        codes, scales = _containers.packed(self.codes, self.scales, self.amax, self.offs, self.offs_dim)
         # Views replace the parts only where they differ, so that a tracer sees no needless mutation.
         if codes is not self.codes:
             object.__setattr__(self, "codes", codes)
@@ -78,6 +76,7 @@ class NVFP4Tensor(Conventions):
         e4m3_max: int,
         offs: Tensor | None = None,
         hadamard_signs: int | None = None,
+        offs_dim: int = 0,
     ) -> NVFP4Tensor:
         """Without checks: for parts an operator of ours has just made, and for pytree leaves of any kind."""
         self = object.__new__(cls)
@@ -90,33 +89,38 @@ class NVFP4Tensor(Conventions):
             object.__setattr__(self, "offs", offs)
         if hadamard_signs is not None:
             object.__setattr__(self, "hadamard_signs", hadamard_signs)
+        if offs_dim != 0:
+            object.__setattr__(self, "offs_dim", offs_dim)
         return self
 
     @classmethod
     def from_compact(
         cls, codes: Tensor, compact_scales: Tensor, amax: Tensor, e4m3_max: int = 448
     ) -> NVFP4Tensor:
-        """The container of scales in plain order, compact_scales[m, k/16]; they are padded and swizzled.
+        """The container of scales in plain order, compact_scales[.., m, k/16]; they are padded and swizzled.
 
         Args:
             codes, amax, e4m3_max: as for the class.
-            compact_scales: float8_e4m3fn or uint8 (m, k/16), any strides.
+            compact_scales: float8_e4m3fn or uint8 (m, k/16), of a stack (g, n, k/16); any strides.
 
         Raises:
             TypeError, ValueError: as for the class; a text names compact_scales.
         """
-        codes = _checks.codes("codes", codes)
-        x = _checks.is_tensor("compact_scales", compact_scales)
-        _checks.has_dtype("compact_scales", x, (torch.float8_e4m3fn, torch.uint8))
-        _checks.has_shape("compact_scales", x, (codes.shape[0], codes.shape[1] // 8), ", (m, k/16)")
-        _checks.same_device("compact_scales", x, codes.device, "codes")
-        return cls(codes, swizzle_scales(x), amax, e4m3_max)
+        is_stack = isinstance(codes, Tensor) and codes.dim() == 3
+        x = _containers.stack("codes", codes) if is_stack else _checks.codes("codes", codes)
+        compact = _containers.compact_scales("compact_scales", compact_scales, x)
+        if not is_stack:
+            return cls(x, swizzle_scales(compact), amax, e4m3_max)
+        # With the padding of each, a stack is one matrix.
+        padding = (0, 0, 0, -x.shape[1] % TILE_ROWS)
+        scales = swizzle_scales(torch.nn.functional.pad(compact.view(torch.uint8), padding).flatten(0, 1))
+        return cls(x, scales.view(x.shape[0], -1, scales.shape[1]), amax, e4m3_max)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(m, k)."""
-        rows, half_k = self.codes.shape
-        return rows, 2 * half_k
+    def shape(self) -> tuple[int, ...]:
+        """(m, k), or (g, n, k) of a stack."""
+        *rows, half_k = self.codes.shape
+        return *rows, 2 * half_k
 
     @property
     def device(self) -> torch.device:
@@ -128,14 +132,51 @@ class NVFP4Tensor(Conventions):
         parts = self.codes.nbytes + self.scales.nbytes + self.amax.nbytes
         return parts if self.offs is None else parts + self.offs.nbytes
 
-    def compact_scales(self) -> Tensor:
-        """The block scales in their plain order: float8_e4m3fn (m, k/16), contiguous, a copy.
+    def __getitem__(self, e: int) -> NVFP4Tensor:
+        """Matrix e (n, k) of a stack, with its amax (1,) or (n,). It shares memory, if it is 16-byte aligned.
 
-        With groups, those of the rows from offs[-1] on are 0. Does not synchronise.
+        Raises:
+            TypeError: e is no int, or this is no stack. IndexError: e is out of range.
         """
-        m, k = self.shape
+        if self.codes.dim() != 3:
+            raise TypeError(f"t[e]: shape is {self.shape}, must be (g, n, k), a stack of matrices")
+        if isinstance(e, bool) or not isinstance(e, (int, torch.SymInt)):
+            raise TypeError(f"e: got {_checks.describe(e)}, must be an int")
+        if not -self.codes.shape[0] <= e < self.codes.shape[0]:
+            raise IndexError(f"e: got {e}, must be below {self.codes.shape[0]}, the matrices of the stack")
+        codes = self.codes[e]
+        if codes.numel() % _checks.ALIGN_BYTES:
+            codes = codes.clone()
+        return self._with(codes, self.scales[e], self.amax[e], None)
+
+    def flattened(self) -> NVFP4Tensor | None:
+        """A stack as one matrix (g * n, k) with an amax a row; None where padding lies between its scales.
+
+        Codes and scales are shared. A matrix is itself.
+        """
+        if self.codes.dim() != 3:
+            return self
+        g, n = self.codes.shape[:2]
+        if g > 1 and n % TILE_ROWS:
+            return None
+        codes, scales = self.codes.flatten(0, 1), self.scales.view(-1, self.scales.shape[2])
+        amax = self.amax.expand(g, n).contiguous().view(-1)
+        return self._with(codes, scales, amax, None)
+
+    def compact_scales(self) -> Tensor:
+        """The block scales in their plain order: float8_e4m3fn (m, k/16) or (g, n, k/16), contiguous, a copy.
+
+        With groups, those of what belongs to none are 0. Does not synchronise.
+        """
+        *lead, m, k = self.shape
         columns = k // _checks.BLOCK
-        if self.offs is None:
+        if columns == 0:
+            return self.scales.new_empty((m, 0))
+        if lead:
+            rows = self.scales.view(-1, self.scales.shape[2])
+            plain = unswizzle_scales(rows, rows.shape[0], columns).view(torch.uint8)
+            return plain.view(*lead, -1, columns)[:, :m].contiguous().view(torch.float8_e4m3fn)
+        if self.offs is None or self.offs_dim == 1:
             return unswizzle_scales(self.scales, m, columns)
         plain = unswizzle_scales(self.scales, self.scales.shape[0], columns).view(torch.uint8)
         ends = self.offs.to(torch.int64)
@@ -149,24 +190,21 @@ class NVFP4Tensor(Conventions):
         return torch.where(in_a_group.unsqueeze(1), plain[source], 0).view(torch.float8_e4m3fn)
 
     def with_row_amax(self) -> NVFP4Tensor:
-        """The same values with one amax a row: amax[m] filled with the scalar; codes and scales are shared.
+        """The same values with one amax a row: amax[.., m] filled with the scalar; all else is shared.
 
         For a GEMM that wants a vector where the operand has a scalar, as TransformerEngine's per-token GEMM
-        does for weights in 16x16 blocks. Itself where amax is (m,) already. Does not synchronise.
+        does for weights in 16x16 blocks. Itself where amax has a number a row already. Does not synchronise.
         """
-        m = self.codes.shape[0]
-        if self.amax.shape[0] == m:
+        rows = self.codes.shape[:-1]
+        if self.amax.shape == rows:
             return self
-        amax = self.amax.expand(m).contiguous()
-        return NVFP4Tensor._trusted(
-            self.codes, self.scales, amax, self.e4m3_max, self.offs, self.hadamard_signs
-        )
+        return self._with(self.codes, self.scales, self.amax.expand(rows).contiguous(), self.offs)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """cast(fl(q * fl(fl(s * amax) * fl(1 / (6 * e4m3_max))))), (m, k) of dtype.
+        """cast(fl(q * fl(fl(s * amax) * fl(1 / (6 * e4m3_max))))), (m, k) or (g, n, k) of dtype.
 
         Of an operand that was rotated (hadamard_signs) these are the rotated values; nothing is rotated back.
-        Of groups, the rows from offs[-1] on are 0.
+        Of groups, the rows from offs[-1] on, or the columns that pad, are 0.
 
         Args:
             dtype: torch.float32, torch.bfloat16 or torch.float16 (which overflows to inf).
@@ -176,10 +214,20 @@ class NVFP4Tensor(Conventions):
         """
         _checks.is_float_dtype("dtype", dtype)
         ready(self.codes, "quantize")
-        result: Tensor = ops.dequantize(
-            self.codes, self.scales, self.amax, self.e4m3_max, dtype, True, self.offs
+        if self.codes.numel() == 0:
+            return torch.empty(self.shape, dtype=dtype, device=self.device)
+        flat = self.flattened()
+        if flat is None:
+            return torch.stack([self[e].dequantize(dtype) for e in range(self.codes.shape[0])])
+        offs = self.offs if self.offs_dim == 0 else None
+        result: Tensor = ops.dequantize(flat.codes, flat.scales, flat.amax, self.e4m3_max, dtype, True, offs)
+        return result.view(self.shape)
+
+    def _with(self, codes: Tensor, scales: Tensor, amax: Tensor, offs: Tensor | None) -> NVFP4Tensor:
+        """Other tensors with the same numbers."""
+        return NVFP4Tensor._trusted(
+            codes, scales, amax, self.e4m3_max, offs, self.hadamard_signs, self.offs_dim
         )
-        return result
 
     def to(self, device: torch.device | str | int) -> NVFP4Tensor:
         """The same values on another device; itself when it is there already.
@@ -191,103 +239,22 @@ class NVFP4Tensor(Conventions):
         codes = _checks.moved("device", self.codes, target)
         if codes is self.codes:
             return self
-        scales = self.scales.to(target)
-        amax = self.amax.to(target)
         offs = None if self.offs is None else self.offs.to(target)
-        return NVFP4Tensor._trusted(codes, scales, amax, self.e4m3_max, offs, self.hadamard_signs)
+        return self._with(codes, self.scales.to(target), self.amax.to(target), offs)
 
     def clone(self) -> NVFP4Tensor:
         """A copy that shares no memory."""
         offs = None if self.offs is None else self.offs.clone()
-        return NVFP4Tensor._trusted(
-            self.codes.clone(),
-            self.scales.clone(),
-            self.amax.clone(),
-            self.e4m3_max,
-            offs,
-            self.hadamard_signs,
-        )
+        return self._with(self.codes.clone(), self.scales.clone(), self.amax.clone(), offs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Bytes in place of float8, whose storages torch (2.13) pickles but cannot read back.
         scales = self.scales.view(torch.uint8)
-        return _unpickle, (self.codes, scales, self.amax, self.e4m3_max, self.offs, self.hadamard_signs)
+        numbers = (self.e4m3_max, self.offs, self.hadamard_signs, self.offs_dim)
+        return _unpickle, (self.codes, scales, self.amax, *numbers)
 
     def __repr__(self) -> str:
-        return _repr(self)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class DecodedTensor:
-    """x[m, k] ~ data[m, k] * amax[m] / (6 * e4m3_max): data = e2m1 value times block scale, exact in float16.
-
-    What :func:`fp4gemm.decode` returns. On GPUs whose tensor cores do not read NVFP4 (Hopper) and on the CPU,
-    :func:`fp4gemm.mm` takes it for either operand, and a weight that is decoded once is not decoded by every
-    call. On Blackwell, whose kernels read packed operands, mm raises NotImplementedError for it.
-
-    Args:
-        data: float16 (m, k), contiguous, base 16-byte aligned, k a positive multiple of 16.
-        amax: float32 (1,) or (m,), as in :class:`NVFP4Tensor`.
-        e4m3_max: 448 or 256, likewise.
-        hadamard_signs: None or 0 to 0xFFFF, likewise.
-
-    Raises:
-        TypeError, ValueError: as for :class:`NVFP4Tensor`.
-    """
-
-    data: Tensor  # (m, k) f16
-    amax: Tensor  # (1,) or (m,) f32
-    e4m3_max: int = 448
-    hadamard_signs: int | None = None
-
-    def __post_init__(self) -> None:
-        data = _checks.decoded("data", self.data)
-        _checks.vector("amax", self.amax, data.shape[0], data.device, "data")
-        _checks.is_one_of("e4m3_max", self.e4m3_max, _checks.E4M3_BOUNDS)
-        if self.hadamard_signs is not None:
-            _options.check_signs(self.hadamard_signs)
-
-    @classmethod
-    def _trusted(
-        cls, data: Tensor, amax: Tensor, e4m3_max: int, hadamard_signs: int | None = None
-    ) -> DecodedTensor:
-        self = object.__new__(cls)
-        object.__setattr__(self, "data", data)
-        object.__setattr__(self, "amax", amax)
-        object.__setattr__(self, "e4m3_max", e4m3_max)
-        object.__setattr__(self, "hadamard_signs", hadamard_signs)
-        return self
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(m, k)."""
-        m, k = self.data.shape
-        return m, k
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes + self.amax.nbytes
-
-    def to(self, device: torch.device | str | int) -> DecodedTensor:
-        """As :meth:`NVFP4Tensor.to`."""
-        target = _checks.as_device("device", device)
-        data = _checks.moved("device", self.data, target)
-        if data is self.data:
-            return self
-        return DecodedTensor._trusted(data, self.amax.to(target), self.e4m3_max, self.hadamard_signs)
-
-    def clone(self) -> DecodedTensor:
-        """A copy that shares no memory."""
-        return DecodedTensor._trusted(
-            self.data.clone(), self.amax.clone(), self.e4m3_max, self.hadamard_signs
-        )
-
-    def __repr__(self) -> str:
-        return _repr(self)
+        return text(self)
 
 
 def _unpickle(
@@ -297,24 +264,12 @@ def _unpickle(
     e4m3_max: int,
     offs: Tensor | None = None,
     hadamard_signs: int | None = None,
+    offs_dim: int = 0,
 ) -> NVFP4Tensor:
-    return NVFP4Tensor._trusted(codes, scales.view(torch.float8_e4m3fn), amax, e4m3_max, offs, hadamard_signs)
+    scales = scales.view(torch.float8_e4m3fn)
+    return NVFP4Tensor._trusted(codes, scales, amax, e4m3_max, offs, hadamard_signs, offs_dim)
 
 
-def _repr(t: NVFP4Tensor | DecodedTensor) -> str:
-    amax: object = t.amax
-    if not isinstance(amax, Tensor):  # a pytree may carry anything in place of the tensors
-        return f"{type(t).__name__}(...)"
-    options = f"e4m3_max={t.e4m3_max}, "
-    if isinstance(t, NVFP4Tensor) and t.offs is not None:
-        options += f"groups={t.offs.shape[0]}, "
-    if t.hadamard_signs is not None:
-        options += f"hadamard_signs={t.hadamard_signs:#06x}, "
-    return (
-        f"{type(t).__name__}(shape={tuple(t.shape)}, amax={tuple(amax.shape)}, "
-        f"{options}device={str(t.device)!r})"
-    )
-
-
-_pytree.register(NVFP4Tensor, ("codes", "scales", "amax"), ("e4m3_max", "hadamard_signs"), ("offs",))
-_pytree.register(DecodedTensor, ("data", "amax"), ("e4m3_max", "hadamard_signs"))
+_pytree.register(
+    NVFP4Tensor, ("codes", "scales", "amax"), ("e4m3_max", "hadamard_signs", "offs_dim"), ("offs",)
+)

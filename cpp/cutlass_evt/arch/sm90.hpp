@@ -1,10 +1,11 @@
-// SM90 (Hopper): dense GEMM of two exact fp16 operands with one of our epilogues.
+// SM90 (Hopper): GEMM of two exact fp16 operands, dense and grouped, with one of our epilogues.
 #pragma once
 
 #include "cutlass/arch/arch.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/gemm/device/gemm_universal_adapter.h"
+#include "cutlass/gemm/group_array_problem_shape.hpp"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
 #include "cutlass/half.h"
 #include "cutlass/layout/matrix.h"
@@ -28,43 +29,68 @@ struct Sm90 {
   template <class Tile>
   static constexpr bool kCooperative = cute::size<0>(Tile{}) >= 128;
 
-  template <class Tile>
-  using MainloopSchedule =
+  template <class Tile, bool kGrouped>
+  using MainloopSchedule = cute::conditional_t<
+      kGrouped,
+      cute::conditional_t<kCooperative<Tile>, cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative,
+                          cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpong>,
       cute::conditional_t<kCooperative<Tile>, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
-                          cutlass::gemm::KernelTmaWarpSpecializedPingpong>;
-  template <class Tile>
-  using EpilogueSchedule =
+                          cutlass::gemm::KernelTmaWarpSpecializedPingpong>>;
+  template <class Tile, bool kGrouped>
+  using EpilogueSchedule = cute::conditional_t<
+      kGrouped,
+      cute::conditional_t<kCooperative<Tile>, cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative,
+                          cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong>,
       cute::conditional_t<kCooperative<Tile>, cutlass::epilogue::TmaWarpSpecializedCooperative,
-                          cutlass::epilogue::TmaWarpSpecialized>;
+                          cutlass::epilogue::TmaWarpSpecialized>>;
 
-  template <class Tile, class Cluster, class Op>
-  struct Dense {
+  template <class Tile, class Cluster, class Op, bool kGrouped>
+  struct Collectives {
     using ElementD = typename Op::ElementOutput;
     static constexpr int kAlignmentD = 128 / cutlass::sizeof_bits<ElementD>::value;
-    using RowMajor = cutlass::layout::RowMajor;
-    using ColumnMajor = cutlass::layout::ColumnMajor;
+    using LayoutA = LayoutOf<cutlass::layout::RowMajor, kGrouped>;
+    using LayoutB = LayoutOf<cutlass::layout::ColumnMajor, kGrouped>;
+    using LayoutD = LayoutOfD<Op, kGrouped>;
+    using ProblemShape =
+        cute::conditional_t<kGrouped, cutlass::gemm::GroupProblemShape<cute::Shape<int, int, int>>,
+                            cute::Shape<int, int, int, int>>;
+    using Scheduler =
+        cute::conditional_t<kGrouped, cutlass::gemm::GroupScheduler, cutlass::gemm::PersistentScheduler>;
 
     using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
         cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
-        cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, RowMajor, kAlignmentD, ElementD,
-        RowMajor, kAlignmentD, EpilogueSchedule<Tile>, Fusion<Op>>::CollectiveOp;
+        cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, LayoutD, kAlignmentD, ElementD,
+        LayoutD, kAlignmentD, EpilogueSchedule<Tile, kGrouped>, Fusion<Op>>::CollectiveOp;
 
     using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-        cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, RowMajor, kOperandAlignment, Element,
-        ColumnMajor, kOperandAlignment, float, Tile, Cluster,
+        cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, LayoutA, kOperandAlignment, Element,
+        LayoutB, kOperandAlignment, float, Tile, Cluster,
         cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
             sizeof(typename Epilogue::SharedStorage))>,
-        MainloopSchedule<Tile>>::CollectiveOp;
+        MainloopSchedule<Tile, kGrouped>>::CollectiveOp;
 
-    using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue,
-                                                        cutlass::gemm::PersistentScheduler>;
+    using Kernel = cutlass::gemm::kernel::GemmUniversal<ProblemShape, Mainloop, Epilogue, Scheduler>;
     static_assert(Kernel::SharedStorageSize <= kMaxSharedBytes,
                   "the tile needs more shared memory than SM90 has");
 
+    using ElementData = Element;
+
     /// Operands: a (m, k) and b (n, k), fp16, rows contiguous.
     static typename Mainloop::Arguments mainloop_arguments(void const* a, void const*, void const* b,
-                                                           void const*, int m, int n, int k) {
+                                                           void const*, int, int, int k) {
       return {static_cast<Element const*>(a), {k, {}, {}}, static_cast<Element const*>(b), {k, {}, {}}};
+    }
+
+    /// Decoded operands have no block scales.
+    struct ScaleTable {
+      template <class Take>
+      void place(Take const&) {}
+      CUTLASS_DEVICE void set(int, void const*, void const*, cute::Shape<int, int, int> const&, int) const {}
+    };
+
+    template <class Table>
+    static typename Mainloop::Arguments grouped_mainloop_arguments(Table const& table) {
+      return {table.a, table.stride_a, table.b, table.stride_b};
     }
   };
 };

@@ -1,111 +1,136 @@
-// Short names over the CUTLASS visitor nodes, and compute functors whose rounding is fixed.
+// Short names over the CUTLASS visitor nodes.
 #pragma once
 
-#include "cutlass/array.h"
 #include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
 #include "cutlass/functional.h"
 #include "cutlass/numeric_types.h"
+#include "cutlass_evt/epilogue/arithmetic.hpp"
 
 namespace cutlass_evt {
 
+/// T of a dense kernel; in a grouped one an array, on the device, of one pointer to T a group.
+template <class T, bool kGrouped>
+using PointerOf = cute::conditional_t<kGrouped, T const* const*, T const*>;
+
 /// An fp32 multiplier of the epilogue: a vector, one number on the device, or absent (data null).
-struct Vector {
-  float const* data = nullptr;
+template <bool kGrouped>
+struct VectorOf {
+  PointerOf<float, kGrouped> data = nullptr;
   bool is_vector = true;  // false: data points at one number
 };
+using Vector = VectorOf<false>;
 
 namespace nodes {
 
 namespace fusion = cutlass::epilogue::fusion;
 
-/// fl(a * b), to nearest even. cutlass::multiplies may be contracted with an addition that follows it; this
-/// may not.
-template <class T>
-struct multiply_rn;
-
-/// fl(a + b), to nearest even, never contracted with a product.
-template <class T>
-struct add_rn;
-
-template <>
-struct multiply_rn<float> {
-  CUTLASS_HOST_DEVICE float operator()(float a, float b) const {
-#if defined(__CUDA_ARCH__)
-    return __fmul_rn(a, b);
-#else
-    return a * b;
-#endif
-  }
-};
-
-template <>
-struct add_rn<float> {
-  CUTLASS_HOST_DEVICE float operator()(float a, float b) const {
-#if defined(__CUDA_ARCH__)
-    return __fadd_rn(a, b);
-#else
-    return a + b;
-#endif
-  }
-};
-
-/// A scalar functor applied to each element of two arrays.
-template <class Op, int N>
-struct Elementwise {
-  using Array = cutlass::Array<float, N>;
-  CUTLASS_HOST_DEVICE Array operator()(Array const& a, Array const& b) const {
-    Array result;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < N; ++i) {
-      result[i] = Op{}(a[i], b[i]);
-    }
-    return result;
-  }
-};
-
-template <int N>
-struct multiply_rn<cutlass::Array<float, N>> : Elementwise<multiply_rn<float>, N> {};
-
-template <int N>
-struct add_rn<cutlass::Array<float, N>> : Elementwise<add_rn<float>, N> {};
-
 constexpr auto kRoundToNearest = cutlass::FloatRoundStyle::round_to_nearest;
 
 using Acc = fusion::Sm90AccFetch;
-
-/// One host number, the same for every element.
-using Scalar = fusion::Sm90ScalarBroadcast<float>;
-
-// The stride's bool chooses between vector and single number at run time, so that one kernel serves both.
-// Alignment 1: the vectors may start at any float.
-/// (m) vector, broadcast along n.
-template <class CtaTile>
-using PerRow = fusion::Sm90ColBroadcast<0, CtaTile, float, float, cute::Stride<bool, cute::_0, int64_t>, 1>;
-
-/// (n) vector, broadcast along m.
-template <class CtaTile>
-using PerCol = fusion::Sm90RowBroadcast<0, CtaTile, float, float, cute::Stride<cute::_0, bool, int64_t>, 1>;
 
 /// left * right in fp32.
 template <class Left, class Right>
 using Multiply =
     fusion::Sm90EVT<fusion::Sm90Compute<multiply_rn, float, float, kRoundToNearest>, Left, Right>;
 
-/// left + right in fp32, converted once to Out.
-template <class Out, class Left, class Right>
-using AddTo = fusion::Sm90EVT<fusion::Sm90Compute<add_rn, Out, float, kRoundToNearest>, Left, Right>;
+/// left + right in fp32.
+template <class Left, class Right>
+using Add = fusion::Sm90EVT<fusion::Sm90Compute<add_rn, float, float, kRoundToNearest>, Left, Right>;
 
-/// The arguments of PerRow for a multiplier; absent means 1.
-template <class Node>
-typename Node::Arguments per_row(Vector v, float absent = 1.0f) {
-  return {v.data, absent, {v.is_vector, cute::_0{}, 0}};
-}
+/// What CUTLASS asks of a node of ours that loads nothing ahead and needs no workspace.
+template <class Arguments_>
+struct Node : fusion::Sm90VisitorImpl<> {
+  struct SharedStorage {};
+  using Arguments = Arguments_;
+  using Params = Arguments;
 
-/// The arguments of PerCol for a multiplier; absent means 1.
-template <class Node>
-typename Node::Arguments per_col(Vector v, float absent = 1.0f) {
-  return {v.data, absent, {cute::_0{}, v.is_vector, 0}};
-}
+  template <class ProblemShape>
+  static constexpr Params to_underlying_arguments(ProblemShape const&, Arguments const& args, void*) {
+    return args;
+  }
+  template <class ProblemShape>
+  static bool can_implement(ProblemShape const&, Arguments const&) {
+    return true;
+  }
+  template <class ProblemShape>
+  static size_t get_workspace_size(ProblemShape const&, Arguments const&) {
+    return 0;
+  }
+  template <class ProblemShape>
+  static cutlass::Status initialize_workspace(ProblemShape const&, Arguments const&, void*, cudaStream_t,
+                                              cutlass::CudaHostAdapter* = nullptr) {
+    return cutlass::Status::kSuccess;
+  }
+
+  CUTLASS_HOST_DEVICE Node() {}
+  CUTLASS_HOST_DEVICE Node(Params const& params, SharedStorage const&) : params(&params) {}
+
+  Params const* params = nullptr;
+};
+
+struct ScalarArguments {
+  float value = 1.0f;
+  float const* groups = nullptr;  // (g), in place of value
+};
+
+/// One number for every element: a host number or, in a grouped kernel, one a group on the device.
+struct Scalar : Node<ScalarArguments> {
+  using Node<ScalarArguments>::Node;
+
+  struct ConsumerStoreCallbacks : fusion::EmptyConsumerStoreCallbacks {
+    float value;
+    CUTLASS_DEVICE explicit ConsumerStoreCallbacks(float value) : value(value) {}
+
+    template <class Accumulator, int N>
+    CUTLASS_DEVICE cutlass::Array<float, N> visit(cutlass::Array<Accumulator, N> const&, int, int, int) {
+      cutlass::Array<float, N> result;
+      result.fill(value);
+      return result;
+    }
+  };
+
+  template <bool ReferenceSrc, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::ConsumerStoreArgs<Args...> const& args) {
+    int const group = cute::get<3>(args.tile_coord_mnkl);
+    return ConsumerStoreCallbacks(params->groups != nullptr ? params->groups[group] : params->value);
+  }
+};
+
+/// Vectors broadcast over a kernel's tile. A swapped kernel computes D^T: the rows of D are its columns.
+///
+/// The stride's bool chooses between vector and single number at run time, so that one kernel serves both.
+/// Alignment 1: the vectors may start at any float.
+template <class CtaTile, bool kGrouped, bool kSwapped>
+struct Broadcast {
+  using Element = cute::conditional_t<kGrouped, float*, float>;
+  using AlongM =
+      fusion::Sm90ColBroadcast<0, CtaTile, Element, float, cute::Stride<bool, cute::_0, int64_t>, 1>;
+  using AlongN =
+      fusion::Sm90RowBroadcast<0, CtaTile, Element, float, cute::Stride<cute::_0, bool, int64_t>, 1>;
+  using PerRow = cute::conditional_t<kSwapped, AlongN, AlongM>;  // (m) of D
+  using PerCol = cute::conditional_t<kSwapped, AlongM, AlongN>;  // (n) of D
+
+  static typename AlongM::Arguments along_m(VectorOf<kGrouped> v, float absent) {
+    return {v.data, absent, {v.is_vector, cute::_0{}, 0}};
+  }
+  static typename AlongN::Arguments along_n(VectorOf<kGrouped> v, float absent) {
+    return {v.data, absent, {cute::_0{}, v.is_vector, 0}};
+  }
+  static typename PerRow::Arguments per_row(VectorOf<kGrouped> v, float absent = 1.0f) {
+    if constexpr (kSwapped) {
+      return along_n(v, absent);
+    } else {
+      return along_m(v, absent);
+    }
+  }
+  static typename PerCol::Arguments per_col(VectorOf<kGrouped> v, float absent = 1.0f) {
+    if constexpr (kSwapped) {
+      return along_m(v, absent);
+    } else {
+      return along_n(v, absent);
+    }
+  }
+};
 
 }  // namespace nodes
 }  // namespace cutlass_evt

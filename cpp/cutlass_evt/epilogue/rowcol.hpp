@@ -1,51 +1,58 @@
-// The row x column epilogue: D = cast( alpha * (alpha_col[n] * (alpha_row[m] * acc)) + bias[n] ).
+// The row x column epilogue:
+// D = cast( act( alpha * (alpha_col[n] * (alpha_row[m] * acc)) + bias[n] ) + beta * C ).
 #pragma once
 
 #include "cutlass/numeric_conversion.h"
-#include "cutlass_evt/epilogue/nodes.hpp"
+#include "cutlass_evt/epilogue/activation.hpp"
+#include "cutlass_evt/epilogue/scaled.hpp"
+#include "cutlass_evt/epilogue/source.hpp"
 
 namespace cutlass_evt::epilogue {
 
-/// alpha_row (m,), alpha_col (n,) and bias (n,) are fp32; each multiplier may be a vector, one number on the
-/// device or absent, all in the same kernel. Every step rounds once to fp32, the cast to Out once more; the
-/// order of the brackets is fixed, so that the result depends on acc alone, not on tile or architecture.
-template <class Out>
+/// See scaled.hpp for the vectors; C (m, n) has the type of D. All terms but acc may be absent, in the same
+/// kernel. Every step rounds once to fp32, the cast to Out once more; the order of the brackets is fixed, so
+/// that the result depends on acc alone, not on tile or architecture.
+///
+/// Swapped: the kernel multiplies B by A and so computes D^T, which suits few rows.
+template <class Out, bool Swapped = false>
 struct RowCol {
   static constexpr char const* kName = "rowcol";
+  static constexpr bool kSwapped = Swapped;
+  static constexpr bool kGated = false;
   using ElementOutput = Out;
+  using Result = Out;
 
-  struct Arguments {
-    Vector alpha_row;  // (m)
-    Vector alpha_col;  // (n)
-    float alpha = 1.0f;
-    float const* bias = nullptr;  // (n)
+  template <bool kGrouped>
+  struct ArgumentsOf : ScaledArguments<kGrouped> {
+    Activation activation = Activation::kNone;
+    PointerOf<Out, kGrouped> c = nullptr;  // (m, n)
+    int64_t c_row_stride = 0;              // elements
+    float c_scale = 1.0f;  // beta; under that name CUTLASS would take it for its own and refuse it
   };
+  using Arguments = ArgumentsOf<false>;
 
-  /// The formula for one element, for kernels without a visitor tree.
-  CUTLASS_HOST_DEVICE static Out apply(float acc, float alpha_row, float alpha_col, float alpha, float bias) {
-    nodes::multiply_rn<float> const multiply;
-    float const scaled = multiply(alpha, multiply(alpha_col, multiply(alpha_row, acc)));
-    return cutlass::NumericConverter<Out, float, nodes::kRoundToNearest>::convert(
-        nodes::add_rn<float>{}(scaled, bias));
+  /// The formula for one element, for kernels without a visitor tree; c null: absent.
+  CUTLASS_HOST_DEVICE static Out apply(float acc, float alpha_row, float alpha_col, float alpha, float bias,
+                                       Activation activation, Out const* c, float beta) {
+    float y = nodes::activate_one(activation, nodes::scaled(acc, alpha_row, alpha_col, alpha, bias));
+    if (c != nullptr) {
+      y = nodes::add_rn<float>{}(y, nodes::multiply_rn<float>{}(beta, static_cast<float>(*c)));
+    }
+    return cutlass::NumericConverter<Out, float, nodes::kRoundToNearest>::convert(y);
   }
 
   /// Visitor tree for one CTA tile.
-  template <class CtaTile>
+  template <class CtaTile, bool kGrouped>
   struct Tree {
-    using Row = nodes::PerRow<CtaTile>;
-    using Col = nodes::PerCol<CtaTile>;
-    using ScaledByRow = nodes::Multiply<Row, nodes::Acc>;
-    using ScaledByCol = nodes::Multiply<Col, ScaledByRow>;
-    using ScaledByAlpha = nodes::Multiply<nodes::Scalar, ScaledByCol>;
-    using type = nodes::AddTo<Out, Col, ScaledByAlpha>;
+    using Scaled = nodes::Scaled<CtaTile, kGrouped, kSwapped>;
+    using Activated = nodes::fusion::Sm90EVT<
+        nodes::fusion::Sm90Compute<nodes::activate, float, float, nodes::kRoundToNearest>,
+        typename Scaled::type>;
+    using type = nodes::fusion::Sm90EVT<nodes::AddSource<Out, kGrouped, kSwapped>, Activated>;
 
-    static typename type::Arguments lower(Arguments const& args) {
-      // An absent bias adds -0.0, the only number x for which y + x is y for every y, +0 and -0 included.
-      return {nodes::per_col<Col>({args.bias}, -0.0f),
-              {{{args.alpha}, {}, {}},
-               {nodes::per_col<Col>(args.alpha_col), {nodes::per_row<Row>(args.alpha_row), {}, {}}, {}},
-               {}},
-              {}};
+    static typename type::Arguments lower(ArgumentsOf<kGrouped> const& args) {
+      typename Activated::Arguments const activated{Scaled::lower(args), {args.activation}};
+      return {activated, {args.c, args.c_row_stride, args.c_scale}};
     }
   };
 };

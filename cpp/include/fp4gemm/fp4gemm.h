@@ -1,14 +1,16 @@
-/* The C interface of fp4gemm: NVFP4 quantize, decode and dense GEMM with every scale vector in the epilogue.
+/* The C interface of fp4gemm: NVFP4 quantize, decode, dense and grouped GEMM with every scale vector in the
+ * epilogue.
  *
- * The GEMM computes, with A (m,k), B (n,k) and D (m,n) all row-major,
+ * The GEMM computes, with A (m,k), B (n,k), C and D (m,n) all row-major,
  *
- *     D[i,j] = cast( alpha * ( alpha_col[j] * ( alpha_row[i] * acc[i,j] ) ) + bias[j] )
+ *     D[i,j] = cast( act( z[i,j] ) + beta * C[i,j] )
+ *     z[i,j] = alpha * ( alpha_col[j] * ( alpha_row[i] * acc[i,j] ) ) + bias[j]
  *     acc[i,j] = sum over l of  (q_a[i,l] * s_a[i,l/16]) * (q_b[j,l] * s_b[j,l/16])
  *
- * where q is an e2m1 value and s the e4m3 scale of its block of 16 along k. Every multiplication and the
- * addition round once to fp32 (to nearest even, never contracted to an FMA), in the order of the brackets;
- * the cast rounds once more. acc is an fp32 sum whose order depends on the kernel: where all partial sums fit
- * in fp32, as with Gaussian data, it is exact.
+ * where q is an e2m1 value and s the e4m3 scale of its block of 16 along k. Every multiplication and addition
+ * rounds once to fp32 (to nearest even, never contracted to an FMA), in the order of the brackets; the cast
+ * rounds once more. A term that is absent is neither multiplied nor added. acc is an fp32 sum whose order
+ * depends on the kernel: where all partial sums fit in fp32, as with Gaussian data, it is exact.
  *
  * An operand that fp4gemm_quantize made stands for  x[i,l] ~ q * s * amax[i] / (6 * e4m3_max) , so a GEMM of
  * two such operands takes alpha_row = amax of A, alpha_col = amax of B and
@@ -140,7 +142,8 @@ typedef struct fp4gemm_quantized {
 
 typedef struct fp4gemm_quantize_args {
   size_t struct_size;
-  int64_t m, k;  /* k a positive multiple of 16; m may be 0, and is a multiple of 16 if `column` is wanted */
+  int64_t m, k;  /* k a positive multiple of 16; m may be 0, and is a multiple of 16 if `column` is wanted
+                    without groups */
   const void* x; /* (m, k), 16-byte aligned */
   int64_t x_row_stride; /* elements; rows must start on 16-byte boundaries */
   fp4gemm_dtype_t x_dtype;
@@ -195,14 +198,18 @@ typedef struct fp4gemm_quantize_args {
  * counter = (offset, i), for `column` (offset + 1, i). Byte j of them serves element j: it is rounded away
  * from zero if floor(256 f) + byte >= 256, f in [0, 1) being its place between its two e2m1 neighbours.
  *
- * Groups: group g holds rows offs[g-1] .. offs[g]-1 of x. Its scales begin at the next multiple of 128 rows
- * of the scale buffer, which has fp4gemm_grouped_scale_rows rows. Tensor scaling takes each group as a tensor
- * of its own. Rows from offs[num_groups - 1] on get codes and amax of zero. Ends must ascend within 0..m: no
- * check reads them, but no value of theirs leads outside of the buffers.
+ * Groups, `row`: group g holds rows offs[g-1] .. offs[g]-1 of x. Its scales begin at the next multiple of 128
+ * rows of the scale buffer, which has fp4gemm_grouped_scale_rows rows. Tensor scaling takes each group as a
+ * tensor of its own. Rows from offs[num_groups - 1] on get codes and amax of zero. Ends must ascend within
+ * 0..m: no check reads them, but no value of theirs leads outside of the buffers.
  *
- * Not supported: groups with `column`; block_rows = 16 with row scaling, groups, Hadamard, stochastic
- * rounding or the per-token encode; four over six with Hadamard, stochastic rounding or the per-token encode;
- * Hadamard on `row` together with `column`. */
+ * Groups, `column`: x^T has fp4gemm_grouped_columns(m, num_groups) columns; each group's begin at the next
+ * multiple of 64 of them, and those that hold no row are zero, as are their scales (of the ordinary swizzled
+ * layout of such a matrix). The amaxes, one a row of x^T or one, are over the rows of all groups together.
+ *
+ * Not supported: groups with both `row` and `column`; block_rows = 16 with row scaling, groups, Hadamard,
+ * stochastic rounding or the per-token encode; four over six with Hadamard, stochastic rounding or the
+ * per-token encode; Hadamard on `row` together with `column`. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_quantize(const fp4gemm_quantize_args_t* args, int device,
                                               fp4gemm_stream_t stream);
 
@@ -347,6 +354,20 @@ typedef struct fp4gemm_vector {
   int64_t numel;
 } fp4gemm_vector_t;
 
+/* act(z). The functions are made of single fp32 operations that round to
+ * nearest even, so that every backend gives the same bits:
+ *     exp2(t): n = round(t), f = t - n, 2^n * (1 + f (c1 + f (c2 + ... f c6)))   within 1e-7 of 2^t
+ *     e(u) = exp2(min(max(-u, -87), 87) * log2(e)) */
+typedef enum fp4gemm_activation {
+  FP4GEMM_ACTIVATION_NONE = 0,
+  FP4GEMM_ACTIVATION_SILU = 1,      /* z / (1 + e(z)) */
+  FP4GEMM_ACTIVATION_GELU_TANH = 2, /* z / (1 + e(u)), u = z (1.5957691 + 0.071354814 (z z)) */
+  FP4GEMM_ACTIVATION_RELU2 = 3,     /* max(z, 0)^2 */
+  /* D[i,j] = cast( silu(z[i,2j]) * z[i,2j+1] ): gate and up are interleaved columns of B, and D has n/2
+   * columns. bf16 and fp16, n a multiple of 16, without C; groups by rows alone. */
+  FP4GEMM_ACTIVATION_SWIGLU = 4
+} fp4gemm_activation_t;
+
 typedef struct fp4gemm_dense_args {
   size_t struct_size;
   int64_t m, n, k; /* k a positive multiple of 32; rows of D a multiple of 16 bytes; m and n may be 0 */
@@ -355,10 +376,16 @@ typedef struct fp4gemm_dense_args {
   fp4gemm_vector_t alpha_col; /* (n), (1) or absent */
   float alpha;                /* a host number */
   const float* bias;          /* (n) or NULL */
-  void* d;                    /* out (m, n), 16-byte aligned; every element is written, nothing else */
-  int64_t d_row_stride;       /* elements, at least n; rows must start on 16-byte boundaries */
+  fp4gemm_activation_t activation;
+  const void* c;        /* (m, n) of out_dtype, 16-byte aligned; may be d; or NULL */
+  int64_t c_row_stride; /* elements, as d_row_stride; 0 without c */
+  float beta;
+  void* d;              /* out (m, n), 16-byte aligned; every element is written, nothing else */
+  int64_t d_row_stride; /* elements, at least n; rows must start on 16-byte boundaries */
   fp4gemm_dtype_t out_dtype;
-  const char* kernel; /* the name of a kernel to force, or NULL to let the library select one */
+  int batch_invariant; /* 1: select the kernel by n and k alone, so that the bits of a row of D do not depend
+                          on the rows beside it */
+  const char* kernel;  /* the name of a kernel to force, or NULL to let the library select one */
 } fp4gemm_dense_args_t;
 #define FP4GEMM_DENSE_ARGS_INIT        \
   {sizeof(fp4gemm_dense_args_t),       \
@@ -371,9 +398,14 @@ typedef struct fp4gemm_dense_args {
    {NULL, 0},                          \
    1.0f,                               \
    NULL,                               \
+   FP4GEMM_ACTIVATION_NONE,            \
+   NULL,                               \
+   0,                                  \
+   1.0f,                               \
    NULL,                               \
    0,                                  \
    FP4GEMM_BF16,                       \
+   0,                                  \
    NULL}
 
 /* Bytes of workspace that fp4gemm_dense needs for these arguments on this device; the data pointers are not
@@ -387,28 +419,114 @@ FP4GEMM_API fp4gemm_status_t fp4gemm_dense_workspace_bytes(const fp4gemm_dense_a
 FP4GEMM_API fp4gemm_status_t fp4gemm_dense(const fp4gemm_dense_args_t* args, void* workspace,
                                            size_t workspace_bytes, int device, fp4gemm_stream_t stream);
 
+/* ---- grouped GEMM ---- */
+
+/* Which size differs from group to group.
+ *
+ * ROWS (experts of a mixture): group g multiplies rows offs[g-1] .. offs[g]-1 of A (m, k) with B[g] of
+ *   (num_groups, n, k) and writes the same rows of D (m, n). The scales of A are those of a quantization in
+ *   groups: group g's begin at the next multiple of 128 rows. The scales of each B[g] are those of an (n, k)
+ *   matrix, one after the other. Rows of D from offs[num_groups - 1] on are left untouched.
+ * DEPTH (gradients of the weights): D (num_groups, m, n); D[g] is the product over the group's part of k. A
+ *   (m, k) and B (n, k) are the columns of quantizations in groups: group g has offs[g] - offs[g-1] columns,
+ *   padded with zeros to a multiple of 64, and k = fp4gemm_grouped_columns(tokens, num_groups). D[g] of an
+ *   empty group is act(bias) + beta * C: exactly zero without them. */
+typedef enum fp4gemm_ragged { FP4GEMM_RAGGED_ROWS = 0, FP4GEMM_RAGGED_DEPTH = 1 } fp4gemm_ragged_t;
+
+/* The columns of a quantization of m rows in num_groups groups with blocks along m: enough for any groups, a
+ * multiple of 64. */
+FP4GEMM_API int64_t fp4gemm_grouped_columns(int64_t m, int num_groups);
+
+/* An fp32 multiplier or addend of each group: `numel` numbers (1, or the length of that side), the next
+ * group's group_stride numbers on (0: all groups share them). Absent: data NULL, numel and group_stride 0. */
+typedef struct fp4gemm_grouped_vector {
+  const float* data;
+  int64_t numel;
+  int64_t group_stride;
+} fp4gemm_grouped_vector_t;
+
+typedef struct fp4gemm_grouped_args {
+  size_t struct_size;
+  fp4gemm_ragged_t ragged;
+  int64_t m, n, k; /* as in the dense GEMM; DEPTH: k a multiple of 64. m, n may be 0 */
+  int num_groups;  /* at least 1 */
+  const int32_t*
+      offs; /* (num_groups) cumulative ends of the groups, on the device. They must ascend, within
+               0..m (ROWS); no check reads them, but no value of theirs leads outside of the buffers */
+  fp4gemm_operand_t a, b;
+  fp4gemm_grouped_vector_t alpha_row; /* ROWS: (m), with group_stride 0 and indexed by row of A, or (1) */
+  fp4gemm_grouped_vector_t alpha_col;
+  float alpha;                   /* a host number, the same for all groups */
+  const float* alpha_groups;     /* (num_groups) on the device, in place of alpha; or NULL */
+  fp4gemm_grouped_vector_t bias; /* numel n */
+  fp4gemm_activation_t activation;
+  const void* c;        /* like d, 16-byte aligned; may be d; or NULL */
+  int64_t c_row_stride; /* elements, as d_row_stride; 0 without c */
+  float beta;
+  void* d;              /* out, 16-byte aligned */
+  int64_t d_row_stride; /* elements; DEPTH: D[g+1] lies m * d_row_stride elements after D[g] */
+  fp4gemm_dtype_t out_dtype;
+  int batch_invariant;
+  const char* kernel;
+} fp4gemm_grouped_args_t;
+#define FP4GEMM_GROUPED_ARGS_INIT      \
+  {sizeof(fp4gemm_grouped_args_t),     \
+   FP4GEMM_RAGGED_ROWS,                \
+   0,                                  \
+   0,                                  \
+   0,                                  \
+   0,                                  \
+   NULL,                               \
+   {NULL, NULL, FP4GEMM_FORMAT_NVFP4}, \
+   {NULL, NULL, FP4GEMM_FORMAT_NVFP4}, \
+   {NULL, 0, 0},                       \
+   {NULL, 0, 0},                       \
+   1.0f,                               \
+   NULL,                               \
+   {NULL, 0, 0},                       \
+   FP4GEMM_ACTIVATION_NONE,            \
+   NULL,                               \
+   0,                                  \
+   1.0f,                               \
+   NULL,                               \
+   0,                                  \
+   FP4GEMM_BF16,                       \
+   0,                                  \
+   NULL}
+
+/* As fp4gemm_dense_workspace_bytes and fp4gemm_dense, for every group in one GEMM launch. The group ends are
+ * read on the device alone, so that a captured graph may be replayed with others. */
+FP4GEMM_API fp4gemm_status_t fp4gemm_grouped_workspace_bytes(const fp4gemm_grouped_args_t* args, int device,
+                                                             size_t* bytes);
+FP4GEMM_API fp4gemm_status_t fp4gemm_grouped(const fp4gemm_grouped_args_t* args, void* workspace,
+                                             size_t workspace_bytes, int device, fp4gemm_stream_t stream);
+
 /* ---- the kernel table ---- */
 
 typedef struct fp4gemm_kernel_info {
-  const char* name;     /* "sm100_dense_256x128x256_c2x1_rowcol_bf16" */
-  const char* mode;     /* "dense" */
-  const char* epilogue; /* "rowcol": alpha * (col * (row * acc)) + bias */
-  int arch;             /* 90 or 100: the family of devices that it was compiled for */
-  int tile_m, tile_n, tile_k;
+  const char* name;           /* "sm100_dense_256x128x256_c2x1_rowcol_bf16" */
+  const char* mode;           /* "dense" or "grouped" */
+  const char* epilogue;       /* "rowcol": the formula above */
+  int arch;                   /* 90 or 100: the family of devices that it was compiled for */
+  int tile_m, tile_n, tile_k; /* of D, and of the contraction */
   int cluster_m, cluster_n;
   fp4gemm_dtype_t out_dtype;
   const char* operand; /* what it reads: "nvfp4", or "f16" (packed operands are decoded first) */
+  int is_swapped;      /* it multiplies B by A and writes D transposed: cheap for few rows of A */
 } fp4gemm_kernel_info_t;
 
 /* GEMM kernels in this build; the table's order never changes while a process runs. */
 FP4GEMM_API int fp4gemm_kernel_count(void);
 FP4GEMM_API fp4gemm_status_t fp4gemm_kernel_info(int index, fp4gemm_kernel_info_t* info);
 
-/* The index of the kernel that fp4gemm_dense would take on a device of that compute capability (10*major +
- * minor) with that many multiprocessors, or -1 if none serves it. format: FP4GEMM_FORMAT_FP16 if at least one
- * operand is decoded already. A pure function of its arguments: no device is needed. */
-FP4GEMM_API int fp4gemm_select_kernel(int arch, int num_sms, int64_t m, int64_t n, int64_t k,
-                                      fp4gemm_dtype_t out_dtype, fp4gemm_format_t format);
+/* The index of the kernel that fp4gemm_dense (num_groups 0) or fp4gemm_grouped would take on a device of that
+ * compute capability (10*major + minor) with that many multiprocessors, or -1 if none serves it. format:
+ * FP4GEMM_FORMAT_FP16 if at least one operand is decoded already. A pure function of its arguments: no device
+ * is needed. */
+FP4GEMM_API int fp4gemm_select_kernel(int arch, int num_sms, int64_t m, int64_t n, int64_t k, int num_groups,
+                                      fp4gemm_ragged_t ragged, fp4gemm_dtype_t out_dtype,
+                                      fp4gemm_format_t format, int batch_invariant,
+                                      fp4gemm_activation_t activation);
 
 #ifdef __cplusplus
 }

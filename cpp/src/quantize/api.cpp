@@ -54,6 +54,11 @@ fp4gemm_status_t check_groups(int32_t const* offs, int num_groups) {
 
 fp4gemm_status_t unsupported(char const* text) { return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "%s", text); }
 
+/// Room for m rows in groups that begin at multiples of `step`.
+int64_t grouped_size(int64_t m, int num_groups, int step) {
+  return (m + (step - 1) * std::min<int64_t>(num_groups, m)) / step * step;
+}
+
 /// Options that no definition or no kernel combines.
 fp4gemm_status_t check_combination(fp4gemm_quantize_args_t const& args) {
   bool const square = args.block_rows == 16;
@@ -61,8 +66,10 @@ fp4gemm_status_t check_combination(fp4gemm_quantize_args_t const& args) {
   bool const rotated =
       args.row.hadamard != FP4GEMM_HADAMARD_NONE || args.column.hadamard != FP4GEMM_HADAMARD_NONE;
   bool const per_token = args.encode == FP4GEMM_ENCODE_TE_PER_TOKEN;
-  if (args.offs != nullptr && args.column.codes != nullptr) {
-    return unsupported("offs: groups of rows are quantized along k only; column must not be wanted");
+  bool const wants_both = args.column.codes != nullptr && args.row.codes != nullptr;
+  if (args.offs != nullptr && wants_both) {
+    return unsupported(
+        "offs: groups of rows are quantized one way at a time; row and column must not both be wanted");
   }
   if (square && (args.scaling != FP4GEMM_SCALING_TENSOR || args.offs != nullptr || rotated ||
                  args.rng_state != nullptr || per_token)) {
@@ -74,12 +81,14 @@ fp4gemm_status_t check_combination(fp4gemm_quantize_args_t const& args) {
   if (four_over_six && (rotated || args.rng_state != nullptr || per_token)) {
     return unsupported("four_over_six: takes FP4GEMM_ENCODE_TE, without Hadamard and stochastic rounding");
   }
-  if (args.column.codes != nullptr && args.row.codes != nullptr &&
-      args.row.hadamard != FP4GEMM_HADAMARD_NONE) {
+  if (wants_both && args.row.hadamard != FP4GEMM_HADAMARD_NONE) {
     return unsupported("row: hadamard must be FP4GEMM_HADAMARD_NONE where column is wanted too");
   }
   FP4GEMM_CHECK(args.e4m3_max == 448 || four_over_six, "e4m3_max: is %d, must be 448 without four_over_six",
                 args.e4m3_max);
+  FP4GEMM_CHECK(!wants_both || args.scaling != FP4GEMM_SCALING_ROW || args.column.amax_given == nullptr ||
+                    args.row.amax_given != nullptr,
+                "row: amax_given is null, must be given if that of column is");
   return FP4GEMM_SUCCESS;
 }
 
@@ -125,8 +134,16 @@ fp4gemm_status_t quantize(fp4gemm_quantize_args_t const* args, int device, fp4ge
     FP4GEMM_TRY(check_side("row", args->row, args->m, args->k, per_row, args->offs != nullptr));
   }
   if (wants_column) {
-    FP4GEMM_TRY(check_size("m", args->m, 16, 16));
-    FP4GEMM_TRY(check_side("column", args->column, args->k, args->m, per_row, false));
+    int64_t columns = args->m;
+    if (args->offs == nullptr) {
+      FP4GEMM_TRY(check_size("m", args->m, kBlock, kBlock));
+    } else {
+      columns = fp4gemm_grouped_columns(args->m, args->num_groups);
+      FP4GEMM_CHECK(columns <= Rules::kMaxK,
+                    "offs: %d groups of %lld rows take %lld columns, must be at most %lld", args->num_groups,
+                    ll(args->m), ll(columns), ll(Rules::kMaxK));
+    }
+    FP4GEMM_TRY(check_side("column", args->column, args->k, columns, per_row, false));
   }
   return on_device(
       device, [&](DeviceProperties const& properties) { return launch_quantize(*args, properties, stream); });
@@ -141,8 +158,9 @@ fp4gemm_status_t silu_and_mul_quantize(fp4gemm_silu_and_mul_quantize_args_t cons
   FP4GEMM_TRY(check_buffer("codes", args->codes, args->m * args->k / 2));
   FP4GEMM_TRY(check_buffer("scales", args->scales, args->m * args->k / 16));
   FP4GEMM_TRY(check_buffer("amax", args->amax, args->m, sizeof(float)));
-  return on_device(device,
-                   [&](DeviceProperties const&) { return launch_silu_and_mul_quantize(*args, stream); });
+  return on_device(device, [&](DeviceProperties const& properties) {
+    return launch_silu_and_mul_quantize(*args, properties, stream);
+  });
 }
 
 fp4gemm_status_t rms_norm_quantize(fp4gemm_rms_norm_quantize_args_t const* args, int device,
@@ -162,7 +180,9 @@ fp4gemm_status_t rms_norm_quantize(fp4gemm_rms_norm_quantize_args_t const* args,
   FP4GEMM_TRY(check_buffer("codes", args->codes, args->m * args->k / 2));
   FP4GEMM_TRY(check_buffer("scales", args->scales, args->m * args->k / 16));
   FP4GEMM_TRY(check_buffer("amax", args->amax, args->m, sizeof(float)));
-  return on_device(device, [&](DeviceProperties const&) { return launch_rms_norm_quantize(*args, stream); });
+  return on_device(device, [&](DeviceProperties const& properties) {
+    return launch_rms_norm_quantize(*args, properties, stream);
+  });
 }
 
 fp4gemm_status_t dequantize(fp4gemm_dequantize_args_t const* args, int device, fp4gemm_stream_t stream) {
@@ -228,12 +248,16 @@ fp4gemm_status_t decode(DecodeJob const& job, int64_t k, int device, fp4gemm_str
 extern "C" {
 
 void fp4gemm_padded_scale_shape(int64_t rows, int64_t k, int64_t* scale_rows, int64_t* scale_cols) {
-  *scale_rows = (rows + 127) / 128 * 128;
-  *scale_cols = ((k + 15) / 16 + 3) / 4 * 4;
+  *scale_rows = fp4gemm::scale_rows_of(rows);
+  *scale_cols = fp4gemm::round_up(fp4gemm::ceil_div(k, fp4gemm::kBlock), fp4gemm::kScaleWord);
 }
 
 int64_t fp4gemm_grouped_scale_rows(int64_t m, int num_groups) {
-  return (m + 127 * std::min<int64_t>(num_groups, m)) / 128 * 128;
+  return fp4gemm::grouped_size(m, num_groups, fp4gemm::kScaleTileRows);
+}
+
+int64_t fp4gemm_grouped_columns(int64_t m, int num_groups) {
+  return fp4gemm::grouped_size(m, num_groups, fp4gemm::kGroupColumns);
 }
 
 int fp4gemm_quantize_supported(int arch) {

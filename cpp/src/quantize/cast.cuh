@@ -83,6 +83,21 @@ __device__ inline float te_factor(uint8_t scale, OuterScale const& outer) {
   }
 }
 
+/// TransformerEngine's scales, given the amax of a row or tensor.
+template <Range kRange>
+struct TeScales {
+  OuterScale outer;
+  float block_factor;  // S * (1/6)
+
+  __device__ explicit TeScales(float outer_amax) {
+    outer = OuterScale::of<kRange>(outer_amax, 448.0f);
+    block_factor = __fmul_rn(outer.encode, 1.0f / 6.0f);
+  }
+
+  /// Of a block of that amax.
+  __device__ uint8_t block_scale(float amax) const { return float_to_e4m3(__fmul_rn(amax, block_factor)); }
+};
+
 /// TransformerEngine >= 2.14: s = e4m3(a * (S * (1/6))), e = min(1 / (s * (1/S)), FLT_MAX).
 ///
 /// Every cast has this interface: constructed for the amax of a row or tensor, it quantizes blocks without
@@ -106,23 +121,19 @@ class TeCast {
     __device__ Shared(CastOptions const&, int /*draw*/) {}
   };
 
-  __device__ TeCast(CastOptions const&, Shared const&, float outer_amax) {
-    outer_ = OuterScale::of<kRange>(outer_amax, 448.0f);
-    block_factor_ = __fmul_rn(outer_.encode, 1.0f / 6.0f);
-  }
+  __device__ TeCast(CastOptions const&, Shared const&, float outer_amax) : scales_(outer_amax) {}
 
   template <class T>
   __device__ bool quantize(Block<T> const& block, float amax, int64_t /*index*/,
                            QuantizedBlock& result) const {
-    result.scale = float_to_e4m3(__fmul_rn(amax, block_factor_));
-    float const factor = te_factor<kRange>(result.scale, outer_);
+    result.scale = scales_.block_scale(amax);
+    float const factor = te_factor<kRange>(result.scale, scales_.outer);
     result.codes = {encode_half(block, 0, factor), encode_half(block, 1, factor)};
     return true;
   }
 
  private:
-  OuterScale outer_;
-  float block_factor_;
+  TeScales<kRange> scales_;
 };
 
 /// TeCast, or TransformerEngine's per-token form e = S / s (0 where s is 0), either to nearest even or
@@ -156,18 +167,16 @@ class VariantCast {
   };
 
   __device__ VariantCast(CastOptions const& options, Shared const& shared, float outer_amax)
-      : te_per_token_(options.te_per_token),
+      : scales_(outer_amax),
+        te_per_token_(options.te_per_token),
         is_stochastic_(options.rng_state != nullptr),
-        philox_(shared.philox) {
-    outer_ = OuterScale::of<kRange>(outer_amax, 448.0f);
-    block_factor_ = __fmul_rn(outer_.encode, 1.0f / 6.0f);
-  }
+        philox_(shared.philox) {}
 
   template <class T>
   __device__ bool quantize(Block<T> const& block, float amax, int64_t index, QuantizedBlock& result) const {
-    result.scale = float_to_e4m3(__fmul_rn(amax, block_factor_));
+    result.scale = scales_.block_scale(amax);
     float const factor =
-        te_per_token_ ? per_token_factor(result.scale) : te_factor<kRange>(result.scale, outer_);
+        te_per_token_ ? per_token_factor(result.scale) : te_factor<kRange>(result.scale, scales_.outer);
     if (is_stochastic_) {
       uint4 const random = philox_.draw(static_cast<uint64_t>(index));
       result.codes = {encode_half_stochastic(block, 0, factor, random.x, random.y),
@@ -181,15 +190,14 @@ class VariantCast {
  private:
   __device__ float per_token_factor(uint8_t scale_bits) const {
     float const scale = e4m3_to_float(scale_bits);
-    float const factor = kRange == Range::kRegular ? bounded_quotient(outer_.encode, scale)
-                                                   : fminf(__fdiv_rn(outer_.encode, scale), kFloatMax);
+    float const factor = kRange == Range::kRegular ? bounded_quotient(scales_.outer.encode, scale)
+                                                   : fminf(__fdiv_rn(scales_.outer.encode, scale), kFloatMax);
     // In place of 0 the least positive number: it makes nothing of any number, and keeps infinity, which
     // stands for NaN here.
     return scale_bits == 0 ? 0x1p-149f : factor;
   }
 
-  OuterScale outer_;
-  float block_factor_;
+  TeScales<kRange> scales_;
   bool te_per_token_;
   bool is_stochastic_;
   Philox philox_;

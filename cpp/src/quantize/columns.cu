@@ -5,31 +5,41 @@
 namespace fp4gemm {
 namespace {
 
-dim3 tile_grid(TileParams const& p) {
+/// columns: of x^T.
+dim3 tile_grid(int64_t k, int64_t columns) {
   // Whole tiles of 128 x 4 scales of either side.
-  auto const columns = ceil_div(p.k, 128) * 128 / kTileColumns;
-  return {static_cast<unsigned>(columns), static_cast<unsigned>(ceil_div(p.m, kTileRows))};
+  return {static_cast<unsigned>(scale_rows_of(k) / kTileColumns),
+          static_cast<unsigned>(ceil_div(columns, kTileRows))};
+}
+
+/// Calls launch with the form as a constant.
+template <class Launch>
+void for_form(Groups const& groups, bool wants_rows, Launch const& launch) {
+  if (groups.offs != nullptr) {
+    launch(cuda::std::integral_constant<Form, Form::kGroups>{});
+  } else if (wants_rows) {
+    launch(cuda::std::integral_constant<Form, Form::kBoth>{});
+  } else {
+    launch(cuda::std::integral_constant<Form, Form::kColumns>{});
+  }
 }
 
 template <class T, class Cast, class Rotation>
 void launch_tiles_of(TileLaunch const& launch) {
-  dim3 const grid = tile_grid(launch.params);
-  if (launch.params.row.codes != nullptr) {
-    quantize_tiles<T, Cast, Rotation, true><<<grid, kTileThreads<T>, 0, launch.stream>>>(launch.params);
-  } else {
-    quantize_tiles<T, Cast, Rotation, false><<<grid, kTileThreads<T>, 0, launch.stream>>>(launch.params);
-  }
+  TileParams const& p = launch.params;
+  dim3 const grid = tile_grid(p.k, int64_t{p.column.num_blocks} * kBlock);
+  for_form(p.groups, p.row.codes != nullptr, [&](auto form) {
+    quantize_tiles<T, Cast, Rotation, decltype(form)::value><<<grid, kTileThreads<T>, 0, launch.stream>>>(p);
+  });
 }
 
 template <class T, class Rotation>
 void launch_amax_of(ColumnAmaxParams const& params, cudaStream_t stream) {
   dim3 const grid(static_cast<unsigned>(ceil_div(params.k, kColumnAmaxThreads * Panel<T>::kColumns)),
-                  static_cast<unsigned>(ceil_div(params.m, kAmaxRows)));
-  if (params.row_amax != nullptr) {
-    columns_amax<T, Rotation, true><<<grid, kColumnAmaxThreads, 0, stream>>>(params);
-  } else {
-    columns_amax<T, Rotation, false><<<grid, kColumnAmaxThreads, 0, stream>>>(params);
-  }
+                  static_cast<unsigned>(ceil_div(params.columns, kAmaxRows)));
+  for_form(params.groups, params.row_amax != nullptr, [&](auto form) {
+    columns_amax<T, Rotation, decltype(form)::value><<<grid, kColumnAmaxThreads, 0, stream>>>(params);
+  });
 }
 
 }  // namespace
@@ -59,7 +69,7 @@ void launch_tiles_four_over_six(TileLaunch const& launch) {
 void launch_squares(TileLaunch const& launch, bool four_over_six) {
   for_type(launch.dtype, [&](auto type) {
     using T = decltype(type);
-    dim3 const grid = tile_grid(launch.params);
+    dim3 const grid = tile_grid(launch.params.k, launch.params.m);
     if (four_over_six) {
       quantize_squares<T, true><<<grid, kTileThreads<T>, 0, launch.stream>>>(launch.params);
     } else {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "quantize/four_over_six.cuh"
+#include "quantize/groups.cuh"
 #include "quantize/hadamard.cuh"
 
 namespace fp4gemm {
@@ -14,11 +15,12 @@ struct Panel {
 
   uint2 rows[kBlock];
 
-  /// x: the first element, 8-byte aligned.
-  __device__ void load(T const* x, int64_t row_stride) {
+  /// x: the first element, 8-byte aligned. kPartial: of `count` rows, the others being zeros.
+  template <bool kPartial>
+  __device__ void load(T const* x, int64_t row_stride, int64_t count) {
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
-      rows[i] = __ldg(reinterpret_cast<uint2 const*>(x + i * row_stride));
+      rows[i] = !kPartial || i < count ? __ldg(reinterpret_cast<uint2 const*>(x + i * row_stride)) : uint2{};
     }
   }
 
@@ -61,10 +63,31 @@ struct TileParams {
   Side column;
   uint32_t signs;  // of the rotation of the columns
   CastOptions cast;
+  Groups groups;
 };
 
 constexpr int kTileRows = 128;
 constexpr int kTileColumns = 64;  // a tile's row scales are 512 bytes of the swizzled layout
+
+constexpr int kSpanBlocks = kGroupColumns / kBlock;
+
+/// What becomes of x.
+enum class Form {
+  kColumns,  // x^T
+  kBoth,     // x and x^T
+  kGroups,   // x^T of groups of rows, each padded to a multiple of 64
+};
+
+/// The rows of x (m of them) that make the 64 columns of x^T from `at` on; without groups their count goes on
+/// to the last row. All lanes of a warp must call it with the same `at`.
+template <Form kForm>
+__device__ inline TileRows find_span(Groups const& groups, int64_t m, int64_t at) {
+  if constexpr (kForm == Form::kGroups) {
+    return find_tile<kGroupColumns>(groups, m, at / kGroupColumns);
+  } else {
+    return {at, m - at, 0, 0};
+  }
+}
 
 /// What a column is quantized from: as it is (Rotation = void) or rotated, rounded to the type Rotation.
 template <class T, class Rotation>
@@ -118,8 +141,9 @@ class SideCast {
 template <class T>
 constexpr int kTileThreads = kTileColumns / Panel<T>::kColumns * (kTileRows / kBlock);
 
-/// One tile of x a CTA. The grid covers the padded scales, so that their zero padding is written too.
-template <class T, class Cast, class Rotation, bool kRows>
+/// One tile of x, or of what x^T is made from, a CTA. The grid covers the padded scales, so that their zero
+/// padding is written too.
+template <class T, class Cast, class Rotation, Form kForm>
 __global__ void __launch_bounds__(kTileThreads<T>) quantize_tiles(TileParams p) {
   constexpr int kThreads = kTileThreads<T>;
   constexpr int kColumnsPerThread = Panel<T>::kColumns;
@@ -138,12 +162,16 @@ __global__ void __launch_bounds__(kTileThreads<T>) quantize_tiles(TileParams p) 
     int const lane = thread % kLanes;
     int const group = thread / kLanes;
     int64_t const column = first_column + lane * kColumnsPerThread;
-    int64_t const row = first_row + group * kBlock;
-    bool const is_real = row < p.m && column < p.k;
+    int64_t const block = first_row / kBlock + group;
+    static_assert(32 / kLanes * kBlock <= kGroupColumns, "the panels of a warp belong to one span");
+    TileRows const rows = find_span<kForm>(p.groups, p.m, block / kSpanBlocks * kGroupColumns);
+    int const in_span = static_cast<int>(block % kSpanBlocks) * kBlock;
+    bool const is_real = in_span < rows.count && column < p.k;
     SideCast<Cast> const cast(p.cast, 1);
     Panel<T> panel;
     if (is_real) {
-      panel.load(static_cast<T const*>(p.x) + row * p.row_stride + column, p.row_stride);
+      T const* const first = static_cast<T const*>(p.x) + (rows.first + in_span) * p.row_stride + column;
+      panel.template load<kForm == Form::kGroups>(first, p.row_stride, rows.count - in_span);
     }
 #pragma unroll
     for (int j = 0; j < kColumnsPerThread; ++j) {
@@ -151,13 +179,13 @@ __global__ void __launch_bounds__(kTileThreads<T>) quantize_tiles(TileParams p) 
       if (is_real) {
         float const amax = __ldg(p.column.amax + (p.column.amax_per_row ? column + j : 0));
         quantized = cast.quantize(column_block<T, Rotation>(panel, j, p.signs), amax,
-                                  (column + j) * p.column.num_blocks + row / kBlock);
+                                  (column + j) * p.column.num_blocks + block);
       }
       column_codes[lane * kColumnsPerThread + j][group] = quantized.codes;
       column_scales[lane * kColumnsPerThread + j][group] = quantized.scale;
     }
   }
-  if constexpr (kRows) {
+  if constexpr (kForm == Form::kBoth) {
     constexpr int kBlocksPerRow = kTileColumns / kBlock;
     SideCast<Cast> const cast(p.cast, 0);
 #pragma unroll 2
@@ -197,7 +225,7 @@ __global__ void __launch_bounds__(kTileThreads<T>) quantize_tiles(TileParams p) 
           *reinterpret_cast<uint32_t const*>(&column_scales[in_tile][4 * word]);
     }
   }
-  if constexpr (kRows) {
+  if constexpr (kForm == Form::kBoth) {
     if (thread < 32 && static_cast<int>(blockIdx.x) < p.row.num_words) {
       reinterpret_cast<uint4*>(
           p.row.scales + scale_offset(first_row, 4 * static_cast<int>(blockIdx.x), p.row.num_words))[thread] =
@@ -214,10 +242,12 @@ struct ColumnAmaxParams {
   int64_t row_stride;
   int64_t m;
   int64_t k;
+  int64_t columns;     // of x^T: m, or that of its groups
   float* row_amax;     // (m), zeros before; null: not wanted
   float* column_amax;  // (k), or (1) with column_is_tensor; zeros before
   bool column_is_tensor;
   uint32_t signs;
+  Groups groups;
 };
 
 /// Amaxes of not negative floats order as their bits do.
@@ -247,13 +277,14 @@ __device__ inline uint32_t panel_row_bits(uint2 neighbours) {
 
 /// max |x| of every column, after the rotation if there is one, and of every row: combined into what is
 /// there.
-template <class T, class Rotation, bool kRows>
+template <class T, class Rotation, Form kForm>
 __global__ void __launch_bounds__(kColumnAmaxThreads) columns_amax(ColumnAmaxParams p) {
   constexpr int kColumns = Panel<T>::kColumns;
   using Element = cuda::std::conditional_t<cuda::std::is_void_v<Rotation>, T, Rotation>;
   int64_t const column = (int64_t{blockIdx.x} * kColumnAmaxThreads + threadIdx.x) * kColumns;
   int64_t const first_row = int64_t{blockIdx.y} * kAmaxRows;
-  int64_t const end_row = min(first_row + kAmaxRows, p.m);
+  int64_t const end_row = min(first_row + kAmaxRows, p.columns);
+  constexpr bool kRows = kForm == Form::kBoth;
   bool const is_real = column < p.k;
   __shared__ uint32_t row_bits[kRows ? kAmaxRows : 1];
   if constexpr (kRows) {
@@ -261,19 +292,20 @@ __global__ void __launch_bounds__(kColumnAmaxThreads) columns_amax(ColumnAmaxPar
     __syncthreads();
   }
   uint32_t bits[kColumns] = {};
+  TileRows rows{};
   for (int64_t row = first_row; row < end_row; row += kBlock) {
+    int const in_span = static_cast<int>(row % kGroupColumns);
+    if (in_span == 0) {
+      rows = find_span<kForm>(p.groups, p.m, row);
+    }
     Panel<T> panel{};
-    if (is_real) {
-      panel.load(static_cast<T const*>(p.x) + row * p.row_stride + column, p.row_stride);
+    if (is_real && in_span < rows.count) {
+      T const* const first = static_cast<T const*>(p.x) + (rows.first + in_span) * p.row_stride + column;
+      panel.template load<kForm == Form::kGroups>(first, p.row_stride, rows.count - in_span);
     }
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
-      Block<Element> const block = column_block<T, Rotation>(panel, j, p.signs);
-      uint32_t block_bits = block.amax_bits();
-      if (block_bits > Block<Element>::kInfinity) {
-        block_bits = amax_bits_ignoring_nan(block);
-      }
-      bits[j] = max(bits[j], block_bits);
+      bits[j] = max(bits[j], block_amax_bits(column_block<T, Rotation>(panel, j, p.signs)));
     }
     if constexpr (kRows) {
 #pragma unroll

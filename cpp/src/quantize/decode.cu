@@ -1,5 +1,6 @@
 // NVFP4 to the exact fp16 operand of a GEMM.
 #include "error.hpp"
+#include "quantize/groups.cuh"
 #include "quantize/numerics.cuh"
 #include "quantize/quantize.hpp"
 
@@ -33,6 +34,7 @@ struct DecodeParams {
   unsigned first_ctas;  // CTAs of the first job; the rest do the second
   int chunks_per_row;
   int num_words;
+  unsigned ctas_per_tile;  // CTAs that the 128 rows of a tile of scales take, in a job of groups
 };
 
 __device__ inline uint4 decode_chunk(uint32_t codes, uint8_t scale_bits) {
@@ -46,15 +48,34 @@ __device__ inline uint4 decode_chunk(uint32_t codes, uint8_t scale_bits) {
   return result;
 }
 
+/// kPlain: each job is one matrix.
+template <bool kPlain>
 __global__ void __launch_bounds__(kThreads) decode(DecodeParams p) {
   bool const second = blockIdx.x >= p.first_ctas;
   // Fields one by one: an index into the parameters that is not constant would copy them to local memory.
-  uint8_t const* const job_codes = second ? p.jobs[1].codes : p.jobs[0].codes;
+  uint32_t const* job_codes = reinterpret_cast<uint32_t const*>(second ? p.jobs[1].codes : p.jobs[0].codes);
   uint8_t const* const job_scales = second ? p.jobs[1].scales : p.jobs[0].scales;
-  uint4* const job_y = static_cast<uint4*>(second ? p.jobs[1].y : p.jobs[0].y);
-  int64_t const num_chunks = second ? p.chunks[1] : p.chunks[0];
-  int64_t const cta = second ? blockIdx.x - p.first_ctas : blockIdx.x;
-  int64_t const first = cta * (kThreads * kChunksPerThread) + threadIdx.x;
+  uint4* job_y = static_cast<uint4*>(second ? p.jobs[1].y : p.jobs[0].y);
+  int64_t num_chunks = second ? p.chunks[1] : p.chunks[0];
+  unsigned cta = second ? blockIdx.x - p.first_ctas : blockIdx.x;
+  int64_t first_scale_row = 0;
+  int64_t rows_per_matrix = 0;
+  if constexpr (!kPlain) {
+    rows_per_matrix = second ? p.jobs[1].rows_per_matrix : p.jobs[0].rows_per_matrix;
+    Groups const groups =
+        second ? Groups{p.jobs[1].offs, p.jobs[1].num_groups} : Groups{p.jobs[0].offs, p.jobs[0].num_groups};
+    if (groups.offs != nullptr) {
+      // What follows sees the rows of one tile.
+      unsigned const tile = cta / p.ctas_per_tile;
+      cta -= tile * p.ctas_per_tile;
+      TileRows const rows = find_tile(groups, second ? p.jobs[1].rows : p.jobs[0].rows, tile);
+      job_codes += rows.first * p.chunks_per_row;
+      job_y += rows.first * p.chunks_per_row;
+      num_chunks = rows.count * p.chunks_per_row;
+      first_scale_row = int64_t{tile} * kScaleTileRows;
+    }
+  }
+  int64_t const first = int64_t{cta} * (kThreads * kChunksPerThread) + threadIdx.x;
 
   uint32_t codes[kChunksPerThread];
   uint8_t scales[kChunksPerThread];
@@ -63,8 +84,17 @@ __global__ void __launch_bounds__(kThreads) decode(DecodeParams p) {
     int64_t const chunk = first + i * kThreads;
     if (chunk < num_chunks) {
       ChunkPlace const place = place_of(chunk, p.chunks_per_row);
-      codes[i] = __ldg(reinterpret_cast<uint32_t const*>(job_codes) + chunk);
-      scales[i] = __ldg(job_scales + scale_offset(place.row, place.column * kChunk / kBlock, p.num_words));
+      int64_t scale_row = first_scale_row + place.row;
+      if constexpr (!kPlain) {
+        if (rows_per_matrix != 0) {
+          // The padding of the matrices before; sizes are below 2^31.
+          auto const length = static_cast<uint32_t>(rows_per_matrix);
+          uint32_t const padding = (length + kScaleTileRows - 1) / kScaleTileRows * kScaleTileRows - length;
+          scale_row += int64_t{static_cast<uint32_t>(place.row) / length} * padding;
+        }
+      }
+      codes[i] = __ldg(job_codes + chunk);
+      scales[i] = __ldg(job_scales + scale_offset(scale_row, place.column * kChunk / kBlock, p.num_words));
     }
   }
 #pragma unroll
@@ -76,30 +106,43 @@ __global__ void __launch_bounds__(kThreads) decode(DecodeParams p) {
   }
 }
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-int num_words_of(int64_t k) { return static_cast<int>(ceil_div(k / kBlock, 4)); }
-
 }  // namespace
 
 fp4gemm_status_t launch_decode(DecodeJob const& first, DecodeJob const& second, int64_t k,
                                fp4gemm_stream_t stream) {
+  constexpr int kCtaChunks = kThreads * kChunksPerThread;
   int64_t const chunks_per_row = k / kChunk;
   DecodeParams params{};
   params.jobs[0] = first;
   params.jobs[1] = second;
   params.chunks_per_row = static_cast<int>(chunks_per_row);
-  params.num_words = num_words_of(k);
+  params.num_words = num_words_of(k / kBlock);
+  params.ctas_per_tile = static_cast<unsigned>(ceil_div(kScaleTileRows * chunks_per_row, kCtaChunks));
+  bool is_plain = true;
   unsigned ctas[2];
   for (int i = 0; i < 2; ++i) {
-    params.chunks[i] = params.jobs[i].rows * chunks_per_row;
-    ctas[i] = static_cast<unsigned>(ceil_div(params.chunks[i], kThreads * kChunksPerThread));
+    DecodeJob& job = params.jobs[i];
+    if (job.rows_per_matrix % kScaleTileRows == 0) {
+      job.rows_per_matrix = 0;  // no padding between the matrices
+    }
+    params.chunks[i] = job.rows * chunks_per_row;
+    ctas[i] = static_cast<unsigned>(ceil_div(params.chunks[i], kCtaChunks));
+    if (job.offs != nullptr) {
+      ctas[i] = static_cast<unsigned>(fp4gemm_grouped_scale_rows(job.rows, job.num_groups) / kScaleTileRows) *
+                params.ctas_per_tile;
+    }
+    is_plain = is_plain && job.offs == nullptr && job.rows_per_matrix == 0;
   }
   params.first_ctas = ctas[0];
-  if (ctas[0] + ctas[1] == 0) {
+  unsigned const all_ctas = ctas[0] + ctas[1];
+  if (all_ctas == 0) {
     return FP4GEMM_SUCCESS;
   }
-  decode<<<ctas[0] + ctas[1], kThreads, 0, stream>>>(params);
+  if (is_plain) {
+    decode<true><<<all_ctas, kThreads, 0, stream>>>(params);
+  } else {
+    decode<false><<<all_ctas, kThreads, 0, stream>>>(params);
+  }
   FP4GEMM_CUDA(cudaGetLastError());
   return FP4GEMM_SUCCESS;
 }

@@ -118,20 +118,18 @@ fp4gemm_status_t launch_dequantize(fp4gemm_dequantize_args_t const& args, fp4gem
   }
   int const chunks_per_row =
       static_cast<int>(args.k / (args.y_dtype == FP4GEMM_FP32 ? kChunk<float> : kChunk<__half>));
-  int const num_words = static_cast<int>((args.k / kBlock + 3) / 4);
   DequantizeParams const params{args.codes,
                                 args.scales,
                                 args.amax,
                                 args.y,
                                 args.m,
                                 static_cast<int>(args.k),
-                                num_words,
+                                num_words_of(args.k / kBlock),
                                 args.scaling == FP4GEMM_SCALING_ROW,
                                 args.scales_are_compact != 0,
                                 1.0f / (6.0f * static_cast<float>(args.e4m3_max)),
                                 {args.offs, args.num_groups}};
-  int64_t const scale_rows =
-      args.offs != nullptr ? fp4gemm_grouped_scale_rows(args.m, args.num_groups) : (args.m + 127) / 128 * 128;
+  int64_t const scale_rows = scale_rows_of(args.m, args.offs, args.num_groups);
   unsigned width = 32;
   while (width < kThreads && static_cast<int>(width) < chunks_per_row) {
     width *= 2;

@@ -1,22 +1,23 @@
-// Grouped input: which rows of x a tile of the scale buffer belongs to, found by each warp from the group
-// ends.
+// Grouped input: which rows of x a tile of the result belongs to, found by each warp from the group ends.
 #pragma once
 
 #include <cstdint>
 
+#include "quantize/quantize.hpp"
+
 namespace fp4gemm {
 
-/// Group e holds rows offs[e-1]..offs[e]-1 of x; its scales start at the next multiple of 128 rows of their
-/// buffer.
+/// Group e holds rows offs[e-1]..offs[e]-1 of x. It starts at the next tile of the result: its scales at a
+/// multiple of 128 rows of their buffer or, quantized along columns, its columns at a multiple of 64.
 struct Groups {
   int const* offs = nullptr;  // (num) cumulative ends, on the device; null: one group of all rows
   int num = 0;
 };
 
-/// Where the 128 rows of a tile of the scale buffer come from.
+/// Where the rows of a tile come from.
 struct TileRows {
   int64_t first;  // row of x that the tile begins with
-  int64_t count;  // rows of x in the tile, 0..128; the others are padding
+  int64_t count;  // rows of x in the tile; the others are padding
   int group;
   int64_t group_start;  // first row of x of the group
 };
@@ -24,6 +25,7 @@ struct TileRows {
 __device__ inline int clamp_row(int row, int64_t m) { return min(max(row, 0), static_cast<int>(m)); }
 
 /// All lanes of a warp must call it with the same tile. Each lane counts a few neighbouring groups.
+template <int kTileRows = kScaleTileRows>
 __device__ inline TileRows find_tile(Groups const& groups, int64_t m, int64_t tile) {
   int const lane = static_cast<int>(threadIdx.x % 32);
   int const per_lane = (groups.num + 31) / 32;
@@ -36,7 +38,7 @@ __device__ inline TileRows find_tile(Groups const& groups, int64_t m, int64_t ti
 #pragma unroll 4
   for (int e = first; e < last; ++e) {
     int const end = clamp_row(__ldg(groups.offs + e), m);
-    own += (max(end - begin, 0) + 127) / 128;
+    own += (max(end - begin, 0) + kTileRows - 1) / kTileRows;
     begin = end;
   }
   int up_to = own;
@@ -54,10 +56,10 @@ __device__ inline TileRows find_tile(Groups const& groups, int64_t m, int64_t ti
   begin = __shfl_sync(0xFFFFFFFFu, start, source);
   for (int e = source * per_lane;; ++e) {
     int const end = clamp_row(__ldg(groups.offs + e), m);
-    int const tiles = (max(end - begin, 0) + 127) / 128;
+    int const tiles = (max(end - begin, 0) + kTileRows - 1) / kTileRows;
     if (in_lane < tiles) {
-      int64_t const row = begin + in_lane * 128;
-      return {row, min(end - row, int64_t{128}), e, begin};
+      int64_t const row = begin + in_lane * kTileRows;
+      return {row, min(end - row, int64_t{kTileRows}), e, begin};
     }
     in_lane -= tiles;
     begin = end;

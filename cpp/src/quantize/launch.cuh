@@ -16,6 +16,18 @@ struct RowLaunch {
   cudaStream_t stream;
 };
 
+/// The launch for rows of k elements with an amax each, where `out` gives none; the casts' options are the
+/// caller's.
+inline RowLaunch row_launch(Input const& input, int64_t m, int64_t k, fp4gemm_dtype_t dtype,
+                            fp4gemm_quantized_t const& out, Groups const& groups,
+                            DeviceProperties const& device, cudaStream_t stream) {
+  int const num_blocks = static_cast<int>(k / kBlock);
+  RowParams const params{input,        m,          num_blocks, num_words_of(num_blocks),
+                         out.codes,    out.scales, out.amax,   out.amax_given,
+                         AmaxAt::kRow, groups,     {}};
+  return {params, dtype, scale_rows_of(m, groups.offs, groups.num), device, stream};
+}
+
 void launch_rows_te(RowLaunch const& launch);
 void launch_rows_variant(RowLaunch const& launch);
 void launch_rows_hadamard(RowLaunch const& launch, fp4gemm_hadamard_t hadamard);
@@ -45,8 +57,6 @@ fp4gemm_status_t launch_group_amax(Input const& input, int64_t m, int64_t k, fp4
 /// max |x| of columns, or of all columns together, and perhaps of rows.
 fp4gemm_status_t launch_columns_amax(ColumnAmaxParams const& params, fp4gemm_dtype_t dtype,
                                      fp4gemm_hadamard_t hadamard, cudaStream_t stream);
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /// Calls launch with a value of the type that dtype names.
 template <class Launch>

@@ -25,12 +25,7 @@ struct Mxfp8Params {
 
 /// The place of the scale of a block in a matrix of `columns` blocks a row.
 __device__ inline int64_t mx_scale_offset(int64_t row, int block, int columns, bool is_compact) {
-  return is_compact ? row * columns + block : scale_offset(row, block, (columns + 3) / 4);
-}
-
-template <class T>
-__device__ inline float to_float(T x) {
-  return static_cast<float>(x);
+  return is_compact ? row * columns + block : scale_offset(row, block, num_words_of(columns));
 }
 
 /// The exponent of the least power of two that is not below x >= 0, as e8m0.
@@ -75,7 +70,7 @@ template <class T, __nv_fp8_interpretation_t kFp8>
 __global__ void __launch_bounds__(kThreads) mxfp8_quantize_rows(Mxfp8Params p) {
   int64_t const row = blockIdx.x;
   int const num_blocks = static_cast<int>(p.k / kMxBlock);
-  int const num_scales = p.scales_are_compact ? num_blocks : (num_blocks + 3) / 4 * 4;
+  int const num_scales = p.scales_are_compact ? num_blocks : kScaleWord * num_words_of(num_blocks);
   for (int block = static_cast<int>(threadIdx.x); block < num_scales; block += kThreads) {
     uint8_t scale = 0;
     if (row < p.m && block < num_blocks) {
@@ -88,7 +83,7 @@ __global__ void __launch_bounds__(kThreads) mxfp8_quantize_rows(Mxfp8Params p) {
         Chunk<T, kPerVector> const vector = vectors[i];
 #pragma unroll
         for (int j = 0; j < kPerVector; ++j) {
-          x[i * kPerVector + j] = to_float(vector.elements[j]);
+          x[i * kPerVector + j] = static_cast<float>(vector.elements[j]);
         }
       }
       Chunk<uint8_t, kMxBlock> values;
@@ -111,7 +106,7 @@ __global__ void __launch_bounds__(kThreads) mxfp8_quantize_columns(Mxfp8Params p
     float x[kMxBlock];
 #pragma unroll
     for (int i = 0; i < kMxBlock; ++i) {
-      x[i] = to_float(first[i * p.x_row_stride]);
+      x[i] = static_cast<float>(first[i * p.x_row_stride]);
     }
     Chunk<uint8_t, kMxBlock> values;
     scale = quantize_mx_block<kFp8>(x, values);
@@ -176,11 +171,11 @@ fp4gemm_status_t launch_mxfp8_quantize(fp4gemm_mxfp8_args_t const& args, fp4gemm
     using T = decltype(type);
     if (args.is_transposed != 0) {
       // Whole tiles of 128 x 4 scales.
-      dim3 const grid(static_cast<unsigned>((args.k + 127) / 128 * 4),
-                      static_cast<unsigned>((args.m + 127) / 128));
+      dim3 const grid(static_cast<unsigned>(scale_rows_of(args.k) / 32),
+                      static_cast<unsigned>(ceil_div(args.m, 4 * kMxBlock)));
       mxfp8_quantize_columns<T, decltype(fp8)::value><<<grid, kThreads, 0, stream>>>(params);
     } else {
-      int64_t const rows = args.scales_are_compact != 0 ? args.m : (args.m + 127) / 128 * 128;
+      int64_t const rows = args.scales_are_compact != 0 ? args.m : scale_rows_of(args.m);
       mxfp8_quantize_rows<T, decltype(fp8)::value>
           <<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(params);
     }

@@ -7,10 +7,11 @@
 
 #include <cstdint>
 
+#include "quantize/quantize.hpp"
+
 namespace fp4gemm {
 
 constexpr float kFloatMax = 3.40282346638528859812e+38f;
-constexpr int kBlock = 16;  // elements that share an e4m3 scale
 
 /// Byte offset of the scale of (row, block) in the 128x4 swizzled layout; num_words is the padded number of
 /// blocks / 4.

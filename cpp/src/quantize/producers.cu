@@ -7,19 +7,14 @@ namespace {
 
 using Te = TeCast<Range::kRegular>;
 
-RowLaunch row_launch(int64_t m, int64_t k, fp4gemm_dtype_t dtype, uint8_t* codes, uint8_t* scales,
-                     float* amax, cudaStream_t stream) {
-  RowLaunch launch{};
-  launch.params.m = m;
-  launch.params.num_blocks = static_cast<int>(k / kBlock);
-  launch.params.num_words = (launch.params.num_blocks + 3) / 4;
-  launch.params.codes = codes;
-  launch.params.scales = scales;
-  launch.params.amax = amax;
-  launch.dtype = dtype;
-  launch.scale_rows = ceil_div(m, 128) * 128;
-  launch.stream = stream;
-  return launch;
+/// What the caller wants written.
+template <class Args>
+fp4gemm_quantized_t result_of(Args const& args) {
+  fp4gemm_quantized_t out = FP4GEMM_QUANTIZED_INIT;
+  out.codes = args.codes;
+  out.scales = args.scales;
+  out.amax = args.amax;
+  return out;
 }
 
 template <class T, bool kLooped, int kThreadsPerRow>
@@ -49,18 +44,14 @@ void launch_norm(RowLaunch const& launch) {
 }  // namespace
 
 fp4gemm_status_t launch_silu_and_mul_quantize(fp4gemm_silu_and_mul_quantize_args_t const& args,
-                                              fp4gemm_stream_t stream) {
+                                              DeviceProperties const& properties, fp4gemm_stream_t stream) {
   if (args.m == 0) {
     return FP4GEMM_SUCCESS;
   }
-  RowLaunch launch = row_launch(args.m, args.k, args.x_dtype, args.codes, args.scales, args.amax, stream);
-  launch.params.input.x = args.x;
-  launch.params.input.row_stride = args.x_row_stride;
-  launch.params.input.up_offset = args.k;
-  if (args.offs != nullptr) {
-    launch.params.groups = {args.offs, args.num_groups};
-    launch.scale_rows = fp4gemm_grouped_scale_rows(args.m, args.num_groups);
-  }
+  Input input{args.x, args.x_row_stride};
+  input.up_offset = args.k;
+  RowLaunch const launch = row_launch(input, args.m, args.k, args.x_dtype, result_of(args),
+                                      {args.offs, args.num_groups}, properties, stream);
   if (args.x_dtype == FP4GEMM_BF16) {
     launch_silu<__nv_bfloat16>(launch);
   } else {
@@ -71,18 +62,18 @@ fp4gemm_status_t launch_silu_and_mul_quantize(fp4gemm_silu_and_mul_quantize_args
 }
 
 fp4gemm_status_t launch_rms_norm_quantize(fp4gemm_rms_norm_quantize_args_t const& args,
-                                          fp4gemm_stream_t stream) {
+                                          DeviceProperties const& properties, fp4gemm_stream_t stream) {
   if (args.m == 0) {
     return FP4GEMM_SUCCESS;
   }
-  RowLaunch launch = row_launch(args.m, args.k, args.x_dtype, args.codes, args.scales, args.amax, stream);
-  launch.params.input.x = args.x;
-  launch.params.input.row_stride = args.x_row_stride;
-  launch.params.input.residual = args.residual;
-  launch.params.input.sum = args.sum;
-  launch.params.input.weight = args.weight;
-  launch.params.input.k = args.k;
-  launch.params.input.epsilon = args.epsilon;
+  Input input{args.x, args.x_row_stride};
+  input.residual = args.residual;
+  input.sum = args.sum;
+  input.weight = args.weight;
+  input.k = args.k;
+  input.epsilon = args.epsilon;
+  RowLaunch const launch =
+      row_launch(input, args.m, args.k, args.x_dtype, result_of(args), {}, properties, stream);
   if (args.x_dtype == FP4GEMM_BF16) {
     launch_norm<__nv_bfloat16>(launch);
   } else {

@@ -98,23 +98,12 @@ fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DevicePr
   bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
   Input input{args.x, args.x_row_stride};
   input.signs = args.hadamard_signs;
-  int const num_blocks = static_cast<int>(args.k / kBlock);
   Groups const groups{args.offs, args.num_groups};
-  RowParams params{input,
-                   args.m,
-                   num_blocks,
-                   (num_blocks + 3) / 4,
-                   out.codes,
-                   out.scales,
-                   out.amax,
-                   out.amax_given,
-                   per_row ? AmaxAt::kRow : AmaxAt::kStart,
-                   groups,
-                   cast_options(args)};
-  int64_t scale_rows = ceil_div(args.m, 128) * 128;
-  if (args.offs != nullptr) {
-    scale_rows = fp4gemm_grouped_scale_rows(args.m, args.num_groups);
-    params.amax_at = per_row ? AmaxAt::kRow : AmaxAt::kGroup;
+  RowLaunch launch = row_launch(input, args.m, args.k, args.x_dtype, out, groups, properties, stream);
+  RowParams& params = launch.params;
+  params.cast = cast_options(args);
+  if (!per_row) {
+    params.amax_at = args.offs != nullptr ? AmaxAt::kGroup : AmaxAt::kStart;
   }
   if (out.amax_given != nullptr) {
     // Only groups want theirs spread over the rows.
@@ -130,7 +119,6 @@ fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DevicePr
     params.amax_in = out.amax;
     params.amax = nullptr;
   }
-  RowLaunch const launch{params, args.x_dtype, scale_rows, properties, stream};
   if (args.four_over_six != FP4GEMM_FOUR_OVER_SIX_NONE) {
     launch_rows_four_over_six(launch);
   } else if (out.hadamard != FP4GEMM_HADAMARD_NONE) {
@@ -143,6 +131,11 @@ fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DevicePr
   return FP4GEMM_SUCCESS;
 }
 
+/// Columns of the quantized x^T.
+int64_t columns_of(fp4gemm_quantize_args_t const& args) {
+  return args.offs != nullptr ? fp4gemm_grouped_columns(args.m, args.num_groups) : args.m;
+}
+
 /// The amaxes of the sides that are wanted and not given; *row and *column say where they stand.
 fp4gemm_status_t find_amaxes(fp4gemm_quantize_args_t const& args, int num_sms, cudaStream_t stream,
                              float const** row, float const** column) {
@@ -152,23 +145,21 @@ fp4gemm_status_t find_amaxes(fp4gemm_quantize_args_t const& args, int num_sms, c
   *row = args.row.amax_given != nullptr ? args.row.amax_given : args.row.amax;
   *column = args.column.amax_given != nullptr ? args.column.amax_given : args.column.amax;
   fp4gemm_hadamard_t const hadamard = args.column.hadamard;
-  ColumnAmaxParams const params{args.x,  args.x_row_stride, args.m,   args.k,
-                                nullptr, args.column.amax,  !per_row, args.hadamard_signs};
+  Groups const groups{args.offs, args.num_groups};
+  ColumnAmaxParams const params{
+      args.x,   args.x_row_stride,   args.m, args.k, columns_of(args), nullptr, args.column.amax,
+      !per_row, args.hadamard_signs, groups};
   Input const input{args.x, args.x_row_stride};
   if (per_row) {
     ColumnAmaxParams both = params;
     both.row_amax = wants_row ? args.row.amax : nullptr;
-    if (wants_column) {
-      return launch_columns_amax(both, args.x_dtype, hadamard, stream);
-    }
-    FP4GEMM_CHECK(!wants_row, "row: amax_given is null, must be given if that of column is");
-    return FP4GEMM_SUCCESS;
+    return wants_column ? launch_columns_amax(both, args.x_dtype, hadamard, stream) : FP4GEMM_SUCCESS;
   }
   if (wants_row) {
     FP4GEMM_TRY(launch_tensor_amax(input, args.m, args.k, args.x_dtype, FP4GEMM_HADAMARD_NONE, args.row.amax,
                                    num_sms, stream));
   }
-  if (wants_column && hadamard != FP4GEMM_HADAMARD_NONE) {
+  if (wants_column && (hadamard != FP4GEMM_HADAMARD_NONE || groups.offs != nullptr)) {
     FP4GEMM_TRY(launch_columns_amax(params, args.x_dtype, hadamard, stream));
   } else if (wants_column && wants_row) {
     FP4GEMM_CUDA(
@@ -186,11 +177,18 @@ fp4gemm_status_t launch_along_columns(fp4gemm_quantize_args_t const& args, int n
   float const* column_amax = nullptr;
   FP4GEMM_TRY(find_amaxes(args, num_sms, stream, &row_amax, &column_amax));
   auto const side = [&](fp4gemm_quantized_t const& out, float const* amax, int64_t length) {
-    int const num_blocks = static_cast<int>(ceil_div(length, kBlock));
-    return Side{out.codes, out.scales, amax, per_row, num_blocks, (num_blocks + 3) / 4};
+    int const num_blocks = static_cast<int>(length / kBlock);
+    return Side{out.codes, out.scales, amax, per_row, num_blocks, num_words_of(num_blocks)};
   };
-  TileLaunch launch{{args.x, args.x_row_stride, args.m, args.k, side(args.row, row_amax, args.k),
-                     side(args.column, column_amax, args.m), args.hadamard_signs, cast_options(args)},
+  TileLaunch launch{{args.x,
+                     args.x_row_stride,
+                     args.m,
+                     args.k,
+                     side(args.row, row_amax, args.k),
+                     side(args.column, column_amax, columns_of(args)),
+                     args.hadamard_signs,
+                     cast_options(args),
+                     {args.offs, args.num_groups}},
                     args.x_dtype,
                     stream};
   bool const four_over_six = args.four_over_six != FP4GEMM_FOUR_OVER_SIX_NONE;
@@ -245,9 +243,16 @@ fp4gemm_status_t launch_group_amax(Input const& input, int64_t m, int64_t k, fp4
 fp4gemm_status_t launch_quantize(fp4gemm_quantize_args_t const& args, DeviceProperties const& properties,
                                  fp4gemm_stream_t stream) {
   if (args.m == 0) {
-    // A tensor of no elements has an amax of zero; there is nothing else to write.
-    if (args.scaling == FP4GEMM_SCALING_TENSOR && args.offs == nullptr && args.row.amax_given == nullptr) {
-      FP4GEMM_CUDA(cudaMemsetAsync(args.row.amax, 0, sizeof(float), stream));
+    // Of no elements the amax is zero; there is nothing else to write.
+    bool const is_column = args.column.codes != nullptr;
+    bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
+    fp4gemm_quantized_t const& side = is_column ? args.column : args.row;
+    int64_t num_amaxes = per_row || args.offs != nullptr ? 0 : 1;
+    if (is_column) {
+      num_amaxes = per_row ? args.k : 1;
+    }
+    if (side.amax_given == nullptr && num_amaxes > 0) {
+      FP4GEMM_CUDA(cudaMemsetAsync(side.amax, 0, num_amaxes * sizeof(float), stream));
     }
     return FP4GEMM_SUCCESS;
   }

@@ -10,7 +10,8 @@
 
 #include "cutlass/numeric_conversion.h"
 #include "cutlass_evt/epilogue/rowcol.hpp"
-#include "kernel_impl.cuh"
+#include "error.hpp"
+#include "kernel_row.hpp"
 #include "quantize/numerics.cuh"
 
 namespace fp4gemm {
@@ -34,6 +35,10 @@ struct PackedParams {
   cutlass_evt::Vector alpha_col;
   float alpha;
   float const* bias;
+  cutlass_evt::Activation activation;
+  Out const* c;
+  int64_t c_row_stride;
+  float beta;
   Out* d;
   int64_t d_row_stride;
 };
@@ -203,8 +208,10 @@ __global__ void __launch_bounds__(32 * kPackedWarps, kTokenTiles <= 2 ? 2 : 1)
     if (m < p.a.rows && n < p.b.rows) {
       float const row = p.alpha_row.data == nullptr ? 1.0f : p.alpha_row.data[p.alpha_row.is_vector ? m : 0];
       float const col = p.alpha_col.data == nullptr ? 1.0f : p.alpha_col.data[p.alpha_col.is_vector ? n : 0];
-      float const bias = p.bias == nullptr ? -0.0f : p.bias[n];
-      p.d[m * p.d_row_stride + n] = Op::apply(sum * 16384.0f, row, col, p.alpha, bias);
+      float const bias = p.bias == nullptr ? cutlass_evt::nodes::kNoBias : p.bias[n];
+      typename Op::ElementOutput const* const c = p.c == nullptr ? nullptr : p.c + m * p.c_row_stride + n;
+      p.d[m * p.d_row_stride + n] =
+          Op::apply(sum * 16384.0f, row, col, p.alpha, bias, p.activation, c, p.beta);
     }
     __syncthreads();
   }
@@ -216,17 +223,15 @@ struct PackedKernel {
   using Out = typename Op::ElementOutput;
   static constexpr int kTokens = 8 * kTokenTiles;
 
-  static constexpr NameBuilder make_name() {
-    NameBuilder name;
-    name << "sm90_dense_" << kTokens << "x" << kPackedRows << "x" << kPackedChunk << "_c1x1_" << Op::kName
-         << "_" << OutType<Out>::kName;
-    return name;
-  }
-  static constexpr NameBuilder kName = make_name();
+  static constexpr KernelTraits kTraits{
+      90,           false, false, Op::kGated, kTokens,           kPackedRows,
+      kPackedChunk, 1,     1,     Op::kName,  OutType<Out>::kId, OutType<Out>::kName,
+      false};
+  static constexpr NameBuilder kName = kTraits.name();
 
-  static size_t workspace_bytes(DenseProblem const&) { return 0; }
+  static size_t workspace_bytes(Problem const&) { return 0; }
 
-  static fp4gemm_status_t launch(DenseProblem const& p, void*, fp4gemm_stream_t stream) {
+  static fp4gemm_status_t launch(Problem const& p, void*, fp4gemm_stream_t stream) {
     PackedParams<Out> params;
     params.a = {static_cast<uint8_t const*>(p.a), static_cast<uint8_t const*>(p.scale_a),
                 static_cast<int>(p.m)};
@@ -236,7 +241,11 @@ struct PackedKernel {
     params.alpha_row = {p.alpha_row.data, p.alpha_row.numel != 1};
     params.alpha_col = {p.alpha_col.data, p.alpha_col.numel != 1};
     params.alpha = p.alpha;
-    params.bias = p.bias;
+    params.bias = p.bias.data;
+    params.activation = static_cast<cutlass_evt::Activation>(p.activation);
+    params.c = static_cast<Out const*>(p.c);
+    params.c_row_stride = p.c_row_stride;
+    params.beta = p.beta;
     params.d = static_cast<Out*>(p.d);
     params.d_row_stride = p.d_row_stride;
     int64_t const tiles = (p.m + kTokens - 1) / kTokens * ((p.n + kPackedRows - 1) / kPackedRows);
@@ -253,12 +262,7 @@ struct PackedKernel {
 
 template <class Out, int kTokenTiles>
 constexpr Kernel make_packed_kernel() {
-  using Impl = PackedKernel<cutlass_evt::epilogue::RowCol<Out>, kTokenTiles>;
-  return {{Impl::kName.text, "dense", cutlass_evt::epilogue::RowCol<Out>::kName, 90, Impl::kTokens,
-           kPackedRows, kPackedChunk, 1, 1, OutType<Out>::kId, "nvfp4"},
-          FP4GEMM_FORMAT_NVFP4,
-          &Impl::workspace_bytes,
-          &Impl::launch};
+  return make_row<PackedKernel<cutlass_evt::epilogue::RowCol<Out>, kTokenTiles>>();
 }
 
 }  // namespace fp4gemm

@@ -6,14 +6,17 @@ file it lives in has the formulas. Options are numbers as in the operators, and 
 
 from __future__ import annotations
 
+from .activations import activate
 from .decoding import decode, dequantize
 from .formats import decode_e2m1, encode_e2m1, encode_e4m3, encode_e8m0
 from .gemm import scaled_mm
+from .grouped_gemm import scaled_grouped_mm
 from .mxfp8 import mxfp8_dequantize, mxfp8_quantize
 from .nvfp4 import quantize, quantize_both
 from .producers import rms_norm, rms_norm_quantize, silu_and_mul, silu_and_mul_quantize
 
 __all__ = [
+    "activate",
     "decode",
     "decode_e2m1",
     "dequantize",
@@ -26,6 +29,7 @@ __all__ = [
     "quantize_both",
     "rms_norm",
     "rms_norm_quantize",
+    "scaled_grouped_mm",
     "scaled_mm",
     "silu_and_mul",
     "silu_and_mul_quantize",

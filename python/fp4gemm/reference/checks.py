@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _checks
+from .. import _checks, _options
 
 
 def scales_like(value: object, shape: tuple[int, ...], why: str, device: torch.device) -> Tensor:
@@ -24,13 +24,7 @@ def refuse(name: str, value: object, wanted: str, because: str) -> None:
 
 def group_ends(offs: object, m: int, device: torch.device) -> Tensor:
     """offs int32 (g,), g >= 1: non-decreasing within 0..m. Reads it, so this synchronises on a GPU."""
-    x = _checks.is_tensor("offs", offs)
-    _checks.has_dtype("offs", x, (torch.int32,))
-    _checks.has_rank("offs", x, 1, "(g,)")
-    if x.shape[0] < 1:
-        raise ValueError("offs: shape is (0,), must have at least one entry")
-    _checks.same_device("offs", x, device, "x")
-    _checks.is_contiguous("offs", x)
+    x = _options.group_ends(offs, device, "x")
     before = 0
     for i, end in enumerate(x.tolist()):
         if end < before:
@@ -81,15 +75,6 @@ def options(
             refuse("encode", encode, "0 (te)", because)
         if hadamard:
             refuse("hadamard", hadamard, "0", because)
-
-
-def epsilon(value: object) -> float:
-    """eps: a finite Python number >= 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"eps: got {_checks.describe(value)}, must be a Python number")
-    if not 0 <= value <= _checks.FLOAT32_MAX:
-        raise ValueError(f"eps: got {value}, must be at least 0 and finite in float32")
-    return float(value)
 
 
 def random_state(value: object, block_rows: int, four_over_six: int, device: torch.device) -> Tensor | None:

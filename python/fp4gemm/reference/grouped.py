@@ -1,7 +1,8 @@
-"""Groups of rows: which group a row belongs to, and where its block scales lie.
+"""Groups of rows: which group a row belongs to, and where it lies in the result.
 
-offs holds the cumulative ends of g groups; the rows from offs[-1] on belong to none. The scales of a group
-start at a multiple of 128 rows of the swizzled matrix, after those of the groups before it (fp4gemm.layout).
+offs holds the cumulative ends of g groups; the rows from offs[-1] on belong to none. Along rows the scales of
+a group start at a multiple of 128 rows of the swizzled matrix, along columns its columns of x.T at a multiple
+of 64, after those of the groups before it (fp4gemm.layout).
 """
 
 from __future__ import annotations
@@ -9,24 +10,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..layout import TILE_COLUMNS, TILE_ROWS, grouped_scale_rows, swizzle_scales, unswizzle_scales
+from ..layout import (
+    GROUP_COLUMNS,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    grouped_columns,
+    grouped_scale_rows,
+    swizzle_scales,
+    unswizzle_scales,
+)
 from . import checks
 
 
 class Groups:
-    """The groups of m rows. Reads offs on the host, so it synchronises on a GPU."""
+    """The groups of m rows, each from a multiple of ``step`` on. Reads offs, so it synchronises on a GPU."""
 
-    def __init__(self, offs: object, m: int, device: torch.device) -> None:
+    def __init__(self, offs: object, m: int, device: torch.device, step: int = TILE_ROWS) -> None:
         ends = checks.group_ends(offs, m, device).to(torch.int64)
         self.m, self.num_groups = m, ends.shape[0]
         self.num_rows = int(ends[-1])  # of all groups
         sizes = torch.diff(ends, prepend=ends.new_zeros(1))
-        padded = (sizes + (TILE_ROWS - 1)) & -TILE_ROWS
+        padded = (sizes + (step - 1)) // step * step
         rows = torch.arange(m, dtype=torch.int64, device=device)
         self.of_row = torch.searchsorted(ends, rows, right=True)  # (m,), g for a row of no group
         of_grouped = self.of_row[: self.num_rows]
         starts = padded.cumsum(0) - padded - (ends - sizes)
-        self.scale_row = rows[: self.num_rows] + starts[of_grouped]  # (num_rows,)
+        self.place = rows[: self.num_rows] + starts[of_grouped]  # (num_rows,)
 
     def expand(self, per_group: Tensor) -> Tensor:
         """(m,) of (g,): each row gets the entry of its group, a row of no group 0."""
@@ -46,12 +55,27 @@ class Groups:
         spread = torch.zeros(
             (self.scale_shape(0)[0], scales.shape[1]), dtype=torch.uint8, device=scales.device
         )
-        spread[self.scale_row] = scales.view(torch.uint8)[: self.num_rows]
+        spread[self.place] = scales.view(torch.uint8)[: self.num_rows]
         return swizzle_scales(spread).view(scales.dtype)
 
     def unswizzle(self, scales: Tensor, columns: int) -> Tensor:
         """The inverse, (m, columns); 0 in a row of no group."""
         rows, _ = self.scale_shape(columns)
         compact = torch.zeros((self.m, columns), dtype=torch.uint8, device=scales.device)
-        compact[: self.num_rows] = unswizzle_scales(scales.view(torch.uint8), rows, columns)[self.scale_row]
+        compact[: self.num_rows] = unswizzle_scales(scales.view(torch.uint8), rows, columns)[self.place]
         return compact.view(scales.dtype)
+
+
+def pad_groups(x: Tensor, offs: object) -> tuple[Tensor, Tensor]:
+    """x (m, k) as (c, k), c = grouped_columns(m, g): each group from a multiple of 64 on, all other rows 0.
+
+    Returns:
+        That, and which of its c/16 blocks of rows hold a row of x.
+    """
+    groups = Groups(offs, x.shape[0], x.device, GROUP_COLUMNS)
+    rows = grouped_columns(groups.m, groups.num_groups)
+    padded = x.new_zeros((rows, x.shape[1]))
+    padded[groups.place] = x[: groups.num_rows]
+    taken = torch.zeros(rows // 16, dtype=torch.bool, device=x.device)
+    taken[groups.place // 16] = True
+    return padded, taken

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from ..layout import swizzle_scales
+from ..layout import padded_scale_shape, swizzle_scales
 from . import checks
 from . import four_over_six as adaptive
 from .chunks import f32, row_chunks
@@ -36,7 +36,7 @@ from .formats import (
     pack,
     unpack,
 )
-from .grouped import Groups
+from .grouped import Groups, pad_groups
 from .hadamard import rotate
 from .philox import random_bytes
 
@@ -97,7 +97,8 @@ def quantize(
         x: (m, k) bfloat16, float16 or float32, unit stride along k, m >= 0, k a positive multiple of 16.
         amax: A instead of what x has, float32: (1,), (rows of the result,) with per_row, (g,) with offs
         alone. per_row: one amax a row; else one for the tensor or, with offs, for each group.
-        axis: -1, blocks along k; 0, blocks along m, a positive multiple of 16: the result is that of x.T.
+        axis: -1, blocks along k; 0, blocks along m, a positive multiple of 16 without offs: the result is
+            that of x.T.
         block_rows: 1, or 16 for 16x16 tiles that share one scale (rows that lack to 16 count as zero).
         encode: 0 te, 1 te_per_token.
         four_over_six: 0 no, 1 by mean absolute, 2 by mean squared error (reference/four_over_six.py). Tiles
@@ -109,6 +110,8 @@ def quantize(
         rng_state: int64 (2,), {seed, offset}: codes are rounded stochastically (reference/philox.py), for
             axis 0 with offset + 1.
         offs: int32 (g,), the ends of groups of rows (reference/grouped.py). Later rows get codes and amax 0.
+            With axis 0 the result is that of the padded groups, transposed, (k, grouped_columns(m, g)); its
+            amax is over the rows of all groups.
 
     Returns:
         codes uint8 (m, k/2); scales float8_e4m3fn (ceil128(m), ceil4(k/16)), or with offs
@@ -122,19 +125,25 @@ def quantize(
     _checks.is_one_of("axis", axis, (-1, 0))
     checks.options(per_row, block_rows, encode, four_over_six, fast_error, e4m3_max, hadamard, signs)
     rng_state = checks.random_state(rng_state, block_rows, four_over_six, x.device)
-    if axis == 0:
-        _checks.is_multiple("x", "m", x.shape[0], BLOCK)
     groups = None
-    if offs is not None:
-        if axis == 0 or block_rows == 16:
-            because = "axis 0" if axis == 0 else "block_rows 16"
-            raise NotImplementedError(f"offs: got a tensor, must be None with {because}")
+    taken = None  # blocks of columns that hold a row
+    if offs is not None and block_rows == 16:
+        raise NotImplementedError("offs: got a tensor, must be None with block_rows 16")
+    if offs is not None and axis == 0:
+        x, taken = pad_groups(x, offs)
+    elif offs is not None:
         groups = Groups(offs, x.shape[0], x.device)
+    elif axis == 0:
+        _checks.is_multiple("x", "m", x.shape[0], BLOCK)
     plan = _Plan(
         x, per_row, axis, block_rows, encode, four_over_six, fast_error, e4m3_max, hadamard, signs, rng_state
     )
     _check_amax("amax", amax, plan, groups)
-    return _quantize(plan, amax, groups)
+    codes, scales, made = _quantize(plan, amax, groups)
+    if taken is not None:
+        # A rotation of zeros may have left minus zeros there.
+        codes.view(codes.shape[0], -1, BLOCK // 2)[:, ~taken] = 0
+    return codes, scales, made
 
 
 def quantize_both(
@@ -184,6 +193,12 @@ def _check_amax(name: str, amax: object, plan: _Plan, groups: Groups | None) -> 
 
 
 def _quantize(plan: _Plan, amax: Tensor | None, groups: Groups | None) -> tuple[Tensor, Tensor, Tensor]:
+    rows, k = plan.shape()
+    if k == 0:  # groups along columns without a row
+        codes = torch.empty((rows, 0), dtype=torch.uint8, device=plan.x.device)
+        scales = codes.new_empty((padded_scale_shape(rows, 0)), dtype=torch.float8_e4m3fn)
+        made = (rows if plan.per_row else 1) if amax is None else 0
+        return codes, scales, torch.zeros(made, device=plan.x.device)
     if plan.block_rows == 16 and plan.axis == 0:
         codes, scales, amax = _cast(replace(plan, axis=-1), amax, None)
         # A tile has one scale for its rows and its columns.

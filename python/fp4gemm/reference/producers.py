@@ -21,8 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _checks
-from . import checks
+from .. import _checks, _options
 from .chunks import f32, row_chunks
 from .nvfp4 import quantize
 
@@ -102,7 +101,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: flo
         _checks.quantize_input(residual, function, name="residual", dtypes=(x.dtype,))
         _checks.has_shape("residual", residual, (m, k), ", the shape of x")
         _checks.same_device("residual", residual, x.device, "x")
-    epsilon = f32(checks.epsilon(eps), x.device)
+    epsilon = f32(_options.epsilon(eps), x.device)
     out = torch.empty((m, k), dtype=x.dtype, device=x.device)
     summed = torch.empty((m, k) if residual is not None else (0,), dtype=x.dtype, device=x.device)
     for i, j in row_chunks(m, k):

@@ -1,0 +1,353 @@
+// The GEMM calls of the C interface: check, plan, decode where the kernel needs it, launch.
+#include "check.hpp"
+#include "device.hpp"
+#include "quantize/quantize.hpp"
+#include "registry.hpp"
+#include "select.hpp"
+
+namespace fp4gemm {
+namespace {
+
+constexpr char const* kOutNames[] = {"bf16", "fp16", "fp32"};
+
+size_t round_up(size_t size) {
+  return (size + Rules::kWorkspaceBytes - 1) / Rules::kWorkspaceBytes * Rules::kWorkspaceBytes;
+}
+
+/// Both calls become one kind of arguments; a dense one has num_groups 0.
+using Args = fp4gemm_grouped_args_t;
+
+bool is_grouped(Args const& args) { return args.num_groups > 0; }
+bool is_by_rows(Args const& args) { return is_grouped(args) && args.ragged == FP4GEMM_RAGGED_ROWS; }
+bool is_by_depth(Args const& args) { return is_grouped(args) && args.ragged == FP4GEMM_RAGGED_DEPTH; }
+int64_t num_b(Args const& args) { return is_by_rows(args) ? args.num_groups : 1; }
+bool is_gated(Args const& args) { return args.activation == FP4GEMM_ACTIVATION_SWIGLU; }
+int64_t columns_of_d(Args const& args) { return is_gated(args) ? args.n / 2 : args.n; }
+int64_t num_d(Args const& args) { return is_by_depth(args) ? args.num_groups : 1; }
+
+fp4gemm_status_t widen(fp4gemm_dense_args_t const* args, Args* wide) {
+  FP4GEMM_TRY(check_args(args));
+  *wide = FP4GEMM_GROUPED_ARGS_INIT;
+  wide->m = args->m;
+  wide->n = args->n;
+  wide->k = args->k;
+  wide->a = args->a;
+  wide->b = args->b;
+  wide->alpha_row = {args->alpha_row.data, args->alpha_row.numel, 0};
+  wide->alpha_col = {args->alpha_col.data, args->alpha_col.numel, 0};
+  wide->alpha = args->alpha;
+  wide->bias = {args->bias, args->bias == nullptr ? 0 : args->n, 0};
+  wide->activation = args->activation;
+  wide->c = args->c;
+  wide->c_row_stride = args->c_row_stride;
+  wide->beta = args->beta;
+  wide->d = args->d;
+  wide->d_row_stride = args->d_row_stride;
+  wide->out_dtype = args->out_dtype;
+  wide->batch_invariant = args->batch_invariant;
+  wide->kernel = args->kernel;
+  return FP4GEMM_SUCCESS;
+}
+
+fp4gemm_status_t widen(fp4gemm_grouped_args_t const* args, Args* wide) {
+  FP4GEMM_TRY(check_args(args));
+  FP4GEMM_CHECK(args->num_groups >= 1, "num_groups: is %d, must be at least 1", args->num_groups);
+  FP4GEMM_CHECK(args->ragged == FP4GEMM_RAGGED_ROWS || args->ragged == FP4GEMM_RAGGED_DEPTH,
+                "ragged: is %d, must be FP4GEMM_RAGGED_ROWS or FP4GEMM_RAGGED_DEPTH",
+                static_cast<int>(args->ragged));
+  *wide = *args;
+  return FP4GEMM_SUCCESS;
+}
+
+// ---- checks ----
+
+fp4gemm_status_t check_format(char const* name, fp4gemm_operand_t const& operand) {
+  FP4GEMM_CHECK(operand.format == FP4GEMM_FORMAT_NVFP4 || operand.format == FP4GEMM_FORMAT_FP16,
+                "%s: format is %d, must be FP4GEMM_FORMAT_NVFP4 or FP4GEMM_FORMAT_FP16", name,
+                static_cast<int>(operand.format));
+  return FP4GEMM_SUCCESS;
+}
+
+/// Sizes, formats and types: all that the plan depends on.
+fp4gemm_status_t check_problem(Args const& args) {
+  FP4GEMM_TRY(check_dtype("out_dtype", args.out_dtype));
+  FP4GEMM_TRY(check_size("m", args.m, 0, 1));
+  FP4GEMM_CHECK(args.activation >= FP4GEMM_ACTIVATION_NONE && args.activation <= FP4GEMM_ACTIVATION_SWIGLU,
+                "activation: is %d, must be one of fp4gemm_activation_t", static_cast<int>(args.activation));
+  FP4GEMM_TRY(
+      check_size("n", args.n, 0, Rules::kRowBytes / dtype_bytes(args.out_dtype) * (is_gated(args) ? 2 : 1)));
+  if (is_by_depth(args)) {
+    FP4GEMM_TRY(check_size("k", args.k, 0, Rules::kGroupedK, Rules::kMaxK));
+  } else {
+    FP4GEMM_TRY(check_size("k", args.k, Rules::kGemmK, Rules::kGemmK, Rules::kMaxK));
+  }
+  FP4GEMM_CHECK(!is_gated(args) || args.c == nullptr, "c: is %p, must be null with the swiglu activation",
+                args.c);
+  FP4GEMM_CHECK(!is_gated(args) || !is_by_depth(args),
+                "activation: is swiglu, must be another one for groups that divide k");
+  FP4GEMM_TRY(check_format("a", args.a));
+  return check_format("b", args.b);
+}
+
+fp4gemm_status_t check_operand(char const* name, char const* scale_name, fp4gemm_operand_t const& operand,
+                               int64_t elems) {
+  FP4GEMM_TRY(check_buffer(name, operand.data, elems));
+  if (operand.format == FP4GEMM_FORMAT_NVFP4) {
+    return check_buffer(scale_name, operand.scales, elems / 16);
+  }
+  FP4GEMM_CHECK(operand.scales == nullptr, "%s: is %p, must be null for an fp16 operand", scale_name,
+                operand.scales);
+  return FP4GEMM_SUCCESS;
+}
+
+fp4gemm_status_t check_vector(char const* name, fp4gemm_grouped_vector_t const& vector, int64_t length,
+                              bool may_be_number, bool may_differ) {
+  if (vector.data == nullptr) {
+    FP4GEMM_CHECK(vector.numel == 0 && vector.group_stride == 0,
+                  "%s: data is null but numel is %lld and group_stride %lld, must be 0", name,
+                  ll(vector.numel), ll(vector.group_stride));
+    return FP4GEMM_SUCCESS;
+  }
+  if (may_be_number) {
+    FP4GEMM_CHECK(vector.numel == 1 || vector.numel == length, "%s: numel is %lld, must be 1 or %lld", name,
+                  ll(vector.numel), ll(length));
+  } else {
+    FP4GEMM_CHECK(vector.numel == length, "%s: numel is %lld, must be %lld", name, ll(vector.numel),
+                  ll(length));
+  }
+  if (may_differ) {
+    FP4GEMM_CHECK(vector.group_stride == 0 || vector.group_stride >= vector.numel,
+                  "%s: group_stride is %lld, must be 0 or at least %lld", name, ll(vector.group_stride),
+                  ll(vector.numel));
+  } else {
+    FP4GEMM_CHECK(vector.group_stride == 0, "%s: group_stride is %lld, must be 0", name,
+                  ll(vector.group_stride));
+  }
+  return check_buffer(name, vector.data, vector.numel, sizeof(float));
+}
+
+fp4gemm_status_t check_pointers(Args const& args) {
+  int const bytes = dtype_bytes(args.out_dtype);
+  int64_t const out_elems = num_d(args) * args.m * columns_of_d(args);
+  FP4GEMM_TRY(check_operand("a", "scale_a", args.a, args.m * args.k));
+  FP4GEMM_TRY(check_operand("b", "scale_b", args.b, num_b(args) * args.n * args.k));
+  FP4GEMM_TRY(check_vector("alpha_row", args.alpha_row, args.m, true, is_by_depth(args)));
+  FP4GEMM_TRY(check_vector("alpha_col", args.alpha_col, args.n, true, is_grouped(args)));
+  FP4GEMM_TRY(check_vector("bias", args.bias, args.n, false, is_grouped(args)));
+  if (is_grouped(args)) {
+    FP4GEMM_TRY(check_buffer("offs", args.offs, args.num_groups, sizeof(int32_t)));
+  }
+  if (args.alpha_groups != nullptr) {
+    FP4GEMM_TRY(check_buffer("alpha_groups", args.alpha_groups, args.num_groups, sizeof(float)));
+  }
+  if (args.c != nullptr) {
+    FP4GEMM_TRY(check_buffer("c", args.c, out_elems));
+    FP4GEMM_TRY(check_row_stride("c_row_stride", args.c_row_stride, args.n, bytes));
+  }
+  FP4GEMM_TRY(check_buffer("d", args.d, out_elems));
+  return check_row_stride("d_row_stride", args.d_row_stride, columns_of_d(args), bytes);
+}
+
+// ---- the plan ----
+
+/// What a call will do: the kernel, and where its workspace lies. Offsets are in bytes.
+struct Plan {
+  Kernel const* kernel = nullptr;  // null: D has no elements
+  DeviceProperties device;
+  bool decode_a = false;
+  bool decode_b = false;
+  size_t b_offset = 0;
+  size_t kernel_offset = 0;
+  size_t total_bytes = 0;
+};
+
+/// FP16 if an operand is decoded already.
+fp4gemm_format_t format_of(Args const& args) {
+  return args.a.format == FP4GEMM_FORMAT_FP16 ? args.a.format : args.b.format;
+}
+
+char const* decoded_operand(Args const& args) { return args.a.format == FP4GEMM_FORMAT_FP16 ? "a" : "b"; }
+
+fp4gemm_status_t select_kernel(Args const& args, int device, Plan* plan) {
+  int const arch = plan->device.arch;
+  Selection wanted{args.m,        args.n,         args.k,          args.num_groups,
+                   args.ragged,   args.out_dtype, format_of(args), args.batch_invariant != 0,
+                   is_gated(args)};
+  int const index = select_kernel(arch, plan->device.num_sms, wanted);
+  if (index >= 0) {
+    plan->kernel = &kernel_at(index);
+    return FP4GEMM_SUCCESS;
+  }
+  if (is_gated(args) && args.out_dtype == FP4GEMM_FP32) {
+    return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
+                "out_dtype: is fp32; the swiglu activation writes bf16 and fp16");
+  }
+  bool const was_decoded = wanted.format == FP4GEMM_FORMAT_FP16;
+  wanted.format = FP4GEMM_FORMAT_NVFP4;
+  if (was_decoded && select_kernel(arch, plan->device.num_sms, wanted) >= 0) {
+    return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
+                "%s: format is fp16; the kernels of device %d, whose compute capability is %d.%d, take "
+                "packed nvfp4",
+                decoded_operand(args), device, arch / 10, arch % 10);
+  }
+  return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
+              "device: %d has compute capability %d.%d, for which this build (%s) has no GEMM kernels; "
+              "GEMM kernels exist for 9.0, 10.0 and 10.3",
+              device, arch / 10, arch % 10, fp4gemm_built_archs());
+}
+
+fp4gemm_status_t force_kernel(Args const& args, int device, Plan* plan) {
+  int const arch = plan->device.arch;
+  Kernel const* const kernel = find_kernel(args.kernel);
+  FP4GEMM_CHECK(kernel != nullptr,
+                "kernel: '%s' is not in this build, must be one of the kernel table's names", args.kernel);
+  FP4GEMM_CHECK(kernel->is_grouped == is_grouped(args), "kernel: '%s' is %s, must be %s", args.kernel,
+                kernel->info.mode, is_grouped(args) ? "grouped" : "dense");
+  FP4GEMM_CHECK(kernel->is_gated == is_gated(args), "kernel: '%s' has the %s epilogue, activation %s swiglu",
+                args.kernel, kernel->info.epilogue, is_gated(args) ? "is" : "is not");
+  FP4GEMM_CHECK(kernel->info.out_dtype == args.out_dtype, "kernel: '%s' writes %s, out_dtype is %s",
+                args.kernel, kOutNames[kernel->info.out_dtype], kOutNames[args.out_dtype]);
+  if (!serves(kernel->info.arch, arch)) {
+    return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
+                "kernel: '%s' does not run on device %d, whose compute capability is %d.%d", args.kernel,
+                device, arch / 10, arch % 10);
+  }
+  plan->kernel = kernel;
+  return FP4GEMM_SUCCESS;
+}
+
+/// What the kernel is asked to do; operands that are decoded first lie in the workspace.
+Problem problem_of(Args const& args, Plan const& plan, char* workspace, int device) {
+  Problem problem;
+  problem.ragged = args.ragged;
+  problem.m = args.m;
+  problem.n = args.n;
+  problem.k = args.k;
+  problem.num_groups = args.num_groups;
+  problem.offs = args.offs;
+  problem.a = plan.decode_a ? workspace : args.a.data;
+  problem.scale_a = args.a.scales;
+  problem.b = plan.decode_b ? workspace + plan.b_offset : args.b.data;
+  problem.scale_b = args.b.scales;
+  problem.alpha_row = args.alpha_row;
+  problem.alpha_col = args.alpha_col;
+  problem.alpha = args.alpha;
+  problem.alpha_groups = args.alpha_groups;
+  problem.bias = args.bias;
+  problem.activation = args.activation;
+  problem.c = args.c;
+  problem.c_row_stride = args.c_row_stride;
+  problem.beta = args.beta;
+  problem.d = args.d;
+  problem.d_row_stride = args.d_row_stride;
+  problem.device = device;
+  problem.num_sms = plan.device.num_sms;
+  return problem;
+}
+
+fp4gemm_status_t make_plan(Args const& args, int device, Plan* plan) {
+  FP4GEMM_TRY(check_problem(args));
+  FP4GEMM_TRY(device_properties(device, &plan->device));
+  FP4GEMM_TRY(args.kernel == nullptr ? select_kernel(args, device, plan) : force_kernel(args, device, plan));
+  if (args.m == 0 || args.n == 0) {
+    plan->kernel = nullptr;
+    return FP4GEMM_SUCCESS;
+  }
+  if (plan->kernel->operand == FP4GEMM_FORMAT_FP16) {
+    plan->decode_a = args.a.format == FP4GEMM_FORMAT_NVFP4;
+    plan->decode_b = args.b.format == FP4GEMM_FORMAT_NVFP4;
+  } else if (format_of(args) == FP4GEMM_FORMAT_FP16) {
+    return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "%s: format is fp16, kernel %s multiplies nvfp4 operands",
+                decoded_operand(args), plan->kernel->info.name);
+  }
+  size_t const row_bytes = static_cast<size_t>(args.k) * 2;
+  plan->b_offset = plan->decode_a ? round_up(static_cast<size_t>(args.m) * row_bytes) : 0;
+  plan->kernel_offset =
+      plan->b_offset + (plan->decode_b ? round_up(static_cast<size_t>(num_b(args) * args.n) * row_bytes) : 0);
+  plan->total_bytes =
+      plan->kernel_offset + plan->kernel->workspace_bytes(problem_of(args, *plan, nullptr, device));
+  return FP4GEMM_SUCCESS;
+}
+
+fp4gemm_status_t decode_operands(Args const& args, Plan const& plan, char* workspace,
+                                 fp4gemm_stream_t stream) {
+  DecodeJob a, b;
+  if (plan.decode_a) {
+    a = {args.m, static_cast<uint8_t const*>(args.a.data), static_cast<uint8_t const*>(args.a.scales),
+         workspace};
+    if (is_by_rows(args)) {
+      a.offs = args.offs;
+      a.num_groups = args.num_groups;
+    }
+  }
+  if (plan.decode_b) {
+    b = {num_b(args) * args.n, static_cast<uint8_t const*>(args.b.data),
+         static_cast<uint8_t const*>(args.b.scales), workspace + plan.b_offset};
+    b.rows_per_matrix = is_by_rows(args) ? args.n : 0;
+  }
+  return args.k > 0 ? launch_decode(a, b, args.k, stream) : FP4GEMM_SUCCESS;
+}
+
+template <class CallArgs>
+fp4gemm_status_t workspace_bytes(CallArgs const* call, int device, size_t* bytes) {
+  FP4GEMM_CHECK(bytes != nullptr, "bytes: is null, must point at the result");
+  Args args;
+  Plan plan;
+  FP4GEMM_TRY(widen(call, &args));
+  FP4GEMM_TRY(make_plan(args, device, &plan));
+  *bytes = plan.total_bytes;
+  return FP4GEMM_SUCCESS;
+}
+
+template <class CallArgs>
+fp4gemm_status_t run(CallArgs const* call, void* workspace, size_t workspace_bytes, int device,
+                     fp4gemm_stream_t stream) {
+  Args args;
+  Plan plan;
+  FP4GEMM_TRY(widen(call, &args));
+  FP4GEMM_TRY(make_plan(args, device, &plan));
+  FP4GEMM_TRY(check_pointers(args));
+  if (plan.kernel == nullptr) {
+    return FP4GEMM_SUCCESS;
+  }
+  if (workspace_bytes < plan.total_bytes || (workspace == nullptr && plan.total_bytes > 0)) {
+    return fail(FP4GEMM_ERROR_WORKSPACE, "workspace: has %lld bytes at %p, must have %lld",
+                ll(static_cast<int64_t>(workspace_bytes)), workspace,
+                ll(static_cast<int64_t>(plan.total_bytes)));
+  }
+  if (!is_aligned(workspace, Rules::kWorkspaceBytes)) {
+    return fail(FP4GEMM_ERROR_WORKSPACE, "workspace: is %p, must be %d-byte aligned", workspace,
+                Rules::kWorkspaceBytes);
+  }
+  DeviceGuard const guard(device);
+  FP4GEMM_TRY(guard.status());
+  char* const bytes = static_cast<char*>(workspace);
+  FP4GEMM_TRY(decode_operands(args, plan, bytes, stream));
+  return plan.kernel->launch(problem_of(args, plan, bytes, device), bytes + plan.kernel_offset, stream);
+}
+
+}  // namespace
+}  // namespace fp4gemm
+
+extern "C" {
+
+fp4gemm_status_t fp4gemm_dense_workspace_bytes(fp4gemm_dense_args_t const* args, int device, size_t* bytes) {
+  return fp4gemm::workspace_bytes(args, device, bytes);
+}
+
+fp4gemm_status_t fp4gemm_dense(fp4gemm_dense_args_t const* args, void* workspace, size_t workspace_bytes,
+                               int device, fp4gemm_stream_t stream) {
+  return fp4gemm::run(args, workspace, workspace_bytes, device, stream);
+}
+
+fp4gemm_status_t fp4gemm_grouped_workspace_bytes(fp4gemm_grouped_args_t const* args, int device,
+                                                 size_t* bytes) {
+  return fp4gemm::workspace_bytes(args, device, bytes);
+}
+
+fp4gemm_status_t fp4gemm_grouped(fp4gemm_grouped_args_t const* args, void* workspace, size_t workspace_bytes,
+                                 int device, fp4gemm_stream_t stream) {
+  return fp4gemm::run(args, workspace, workspace_bytes, device, stream);
+}
+
+}  // extern "C"

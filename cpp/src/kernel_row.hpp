@@ -1,0 +1,95 @@
+// The table row of a kernel: its name and its figures, put together at compile time.
+#pragma once
+
+#include "cutlass/bfloat16.h"
+#include "cutlass/half.h"
+#include "kernel.hpp"
+
+namespace fp4gemm {
+
+template <class T>
+struct OutType;
+template <>
+struct OutType<cutlass::bfloat16_t> {
+  static constexpr fp4gemm_dtype_t kId = FP4GEMM_BF16;
+  static constexpr char const* kName = "bf16";
+};
+template <>
+struct OutType<cutlass::half_t> {
+  static constexpr fp4gemm_dtype_t kId = FP4GEMM_FP16;
+  static constexpr char const* kName = "fp16";
+};
+template <>
+struct OutType<float> {
+  static constexpr fp4gemm_dtype_t kId = FP4GEMM_FP32;
+  static constexpr char const* kName = "fp32";
+};
+
+/// Text that is put together at compile time.
+struct NameBuilder {
+  char text[80] = {};
+  int size = 0;
+
+  constexpr NameBuilder& operator<<(char const* part) {
+    for (; *part != '\0'; ++part) {
+      text[size++] = *part;
+    }
+    return *this;
+  }
+  constexpr NameBuilder& operator<<(int number) {
+    char digits[12] = {};
+    int count = 0;
+    do {
+      digits[count++] = static_cast<char>('0' + number % 10);
+      number /= 10;
+    } while (number > 0);
+    while (count > 0) {
+      text[size++] = digits[--count];
+    }
+    return *this;
+  }
+};
+
+/// What the table says of a kernel. Tile and cluster are those of D, whichever way the kernel computes it.
+struct KernelTraits {
+  int arch;
+  bool is_grouped;
+  bool is_swapped;
+  bool is_gated;
+  int tile_m, tile_n, tile_k;
+  int cluster_m, cluster_n;
+  char const* epilogue;
+  fp4gemm_dtype_t out_dtype;
+  char const* out_name;
+  bool reads_fp16;
+
+  constexpr char const* mode() const { return is_grouped ? "grouped" : "dense"; }
+
+  /// For instance sm100_dense_256x128x256_c2x1_rowcol_bf16.
+  constexpr NameBuilder name() const {
+    NameBuilder name;
+    name << "sm" << arch << "_" << mode() << "_" << tile_m << "x" << tile_n << "x" << tile_k << "_c"
+         << cluster_m << "x" << cluster_n << (is_swapped ? "_swapped_" : "_") << epilogue << "_" << out_name;
+    return name;
+  }
+};
+
+/// Impl must have kTraits, kName, workspace_bytes and launch.
+template <class Impl>
+constexpr Kernel make_row() {
+  constexpr KernelTraits const& t = Impl::kTraits;
+  return {{Impl::kName.text, t.mode(), t.epilogue, t.arch, t.tile_m, t.tile_n, t.tile_k, t.cluster_m,
+           t.cluster_n, t.out_dtype, t.reads_fp16 ? "f16" : "nvfp4", t.is_swapped},
+          t.reads_fp16 ? FP4GEMM_FORMAT_FP16 : FP4GEMM_FORMAT_NVFP4,
+          t.is_grouped,
+          t.is_gated,
+          &Impl::workspace_bytes,
+          &Impl::launch};
+}
+
+template <int N>
+constexpr KernelList make_list(Kernel const (&kernels)[N]) {
+  return {kernels, N};
+}
+
+}  // namespace fp4gemm

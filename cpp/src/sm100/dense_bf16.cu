@@ -1,0 +1,19 @@
+// The dense SM100 kernels with bf16 output, that of nearly every layer: every tile.
+#include "sm100/kernels.cuh"
+
+namespace fp4gemm {
+
+extern KernelList const kSm100DenseBf16;
+constexpr Kernel kDense[] = {
+    make_kernel<Sm100Dense<Tile<256, 256, 256>, Cluster<2, 1>, cutlass::bfloat16_t>>(),
+    make_kernel<Sm100Dense<Tile<256, 192, 256>, Cluster<2, 1>, cutlass::bfloat16_t>>(),
+    make_kernel<Sm100Dense<Tile<256, 128, 256>, Cluster<2, 1>, cutlass::bfloat16_t>>(),
+    make_kernel<Sm100Dense<Tile<128, 256, 256>, Cluster<1, 1>, cutlass::bfloat16_t>>(),
+    make_kernel<Sm100Dense<Tile<128, 128, 256>, Cluster<1, 1>, cutlass::bfloat16_t>>(),
+    make_kernel<Sm100Dense<Tile<128, 64, 256>, Cluster<1, 1>, cutlass::bfloat16_t>>(),
+    make_kernel<Sm100Dense<Tile<256, 64, 256>, Cluster<2, 1>, cutlass::bfloat16_t, true>>(),
+    make_kernel<Sm100Dense<Tile<128, 64, 256>, Cluster<1, 1>, cutlass::bfloat16_t, true>>(),
+};
+KernelList const kSm100DenseBf16 = make_list(kDense);
+
+}  // namespace fp4gemm

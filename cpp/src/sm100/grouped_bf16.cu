@@ -1,0 +1,15 @@
+// The grouped SM100 kernels with bf16 output.
+#include "sm100/kernels.cuh"
+
+namespace fp4gemm {
+
+extern KernelList const kSm100GroupedBf16;
+constexpr Kernel kGrouped[] = {
+    make_kernel<Sm100Grouped<Tile<256, 256, 256>, Cluster<2, 1>, cutlass::bfloat16_t>>(),
+    make_kernel<Sm100Grouped<Tile<256, 128, 256>, Cluster<2, 1>, cutlass::bfloat16_t>>(),
+    make_kernel<Sm100Grouped<Tile<128, 128, 256>, Cluster<1, 1>, cutlass::bfloat16_t>>(),
+    make_kernel<Sm100Grouped<Tile<128, 64, 256>, Cluster<1, 1>, cutlass::bfloat16_t, true>>(),
+};
+KernelList const kSm100GroupedBf16 = make_list(kGrouped);
+
+}  // namespace fp4gemm

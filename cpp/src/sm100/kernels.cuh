@@ -1,0 +1,23 @@
+// The SM100 kernel types. The lists, one line a tile, stand in the sources: units of few kernels, because
+// each takes a good half gigabyte to compile.
+#pragma once
+
+#include "cutlass_evt/arch/sm100.hpp"
+#include "cutlass_evt/epilogue/rowcol.hpp"
+#include "kernel_impl.cuh"
+
+namespace fp4gemm {
+
+using cutlass_evt::Cluster;
+using cutlass_evt::Tile;
+
+// A tile of m = 256 is shared by two SMs. The swapped ones serve few rows of A, which are their n.
+template <class Tile, class Cluster, class Out, bool kSwapped = false>
+using Sm100Dense =
+    cutlass_evt::Dense<cutlass_evt::Sm100, Tile, Cluster, cutlass_evt::epilogue::RowCol<Out, kSwapped>>;
+
+template <class Tile, class Cluster, class Out, bool kSwapped = false>
+using Sm100Grouped =
+    cutlass_evt::Grouped<cutlass_evt::Sm100, Tile, Cluster, cutlass_evt::epilogue::RowCol<Out, kSwapped>>;
+
+}  // namespace fp4gemm

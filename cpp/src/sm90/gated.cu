@@ -1,0 +1,43 @@
+// The SM90 kernels with the gated epilogue, bf16 and fp16.
+#include "cutlass_evt/arch/sm90.hpp"
+#include "cutlass_evt/epilogue/swiglu.hpp"
+#include "kernel_impl.cuh"
+
+namespace fp4gemm {
+
+using cutlass_evt::Cluster;
+using cutlass_evt::Tile;
+
+template <class Tile, class Cluster, class Out>
+using Sm90DenseGated =
+    cutlass_evt::Dense<cutlass_evt::Sm90, Tile, Cluster, cutlass_evt::epilogue::SwiGlu<Out>>;
+
+template <class Tile, class Cluster, class Out>
+using Sm90GroupedGated =
+    cutlass_evt::Grouped<cutlass_evt::Sm90, Tile, Cluster, cutlass_evt::epilogue::SwiGlu<Out>>;
+
+extern KernelList const kSm90DenseGatedBf16;
+constexpr Kernel kDenseBf16[] = {
+    make_kernel<Sm90DenseGated<Tile<128, 128, 64>, Cluster<2, 1>, cutlass::bfloat16_t>>(),
+};
+KernelList const kSm90DenseGatedBf16 = make_list(kDenseBf16);
+
+extern KernelList const kSm90DenseGatedFp16;
+constexpr Kernel kDenseFp16[] = {
+    make_kernel<Sm90DenseGated<Tile<64, 128, 64>, Cluster<1, 1>, cutlass::half_t>>(),
+};
+KernelList const kSm90DenseGatedFp16 = make_list(kDenseFp16);
+
+extern KernelList const kSm90GroupedGatedBf16;
+constexpr Kernel kGroupedBf16[] = {
+    make_kernel<Sm90GroupedGated<Tile<64, 128, 64>, Cluster<1, 1>, cutlass::bfloat16_t>>(),
+};
+KernelList const kSm90GroupedGatedBf16 = make_list(kGroupedBf16);
+
+extern KernelList const kSm90GroupedGatedFp16;
+constexpr Kernel kGroupedFp16[] = {
+    make_kernel<Sm90GroupedGated<Tile<64, 128, 64>, Cluster<1, 1>, cutlass::half_t>>(),
+};
+KernelList const kSm90GroupedGatedFp16 = make_list(kGroupedFp16);
+
+}  // namespace fp4gemm

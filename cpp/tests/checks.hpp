@@ -1,0 +1,59 @@
+// What the host tests share: a check that counts, the kernel table, an error's text.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#include "fp4gemm/fp4gemm.h"
+
+inline int failures = 0;
+inline int checks = 0;
+#define CHECK(condition, ...)                                     \
+  do {                                                            \
+    ++checks;                                                     \
+    if (!(condition)) {                                           \
+      ++failures;                                                 \
+      std::printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
+      std::printf(__VA_ARGS__);                                   \
+      std::printf("\n");                                          \
+    }                                                             \
+  } while (false)
+
+inline constexpr fp4gemm_dtype_t kDtypes[] = {FP4GEMM_BF16, FP4GEMM_FP16, FP4GEMM_FP32};
+inline constexpr fp4gemm_format_t kFormats[] = {FP4GEMM_FORMAT_NVFP4, FP4GEMM_FORMAT_FP16};
+inline constexpr char const* kDtypeNames[] = {"bf16", "fp16", "fp32"};
+
+inline fp4gemm_kernel_info_t info_at(int index) {
+  fp4gemm_kernel_info_t info{};
+  fp4gemm_kernel_info(index, &info);
+  return info;
+}
+
+inline bool has_arch(int arch) {
+  for (int i = 0; i < fp4gemm_kernel_count(); ++i) {
+    if (info_at(i).arch == arch) {
+      return true;
+    }
+  }
+  return false;
+}
+
+/// Which built family a device must get; 0 if none.
+inline int family_of(int device_arch) {
+  int const family = device_arch == 90 ? 90 : device_arch == 100 || device_arch == 103 ? 100 : 0;
+  return has_arch(family) ? family : 0;
+}
+
+inline void expect_error(char const* what, fp4gemm_status_t got, fp4gemm_status_t wanted, char const* text) {
+  CHECK(got == wanted, "%s: status is %s (%s)", what, fp4gemm_status_string(got), fp4gemm_last_error());
+  CHECK(std::strstr(fp4gemm_last_error(), text) != nullptr, "%s: '%s' does not say '%s'", what,
+        fp4gemm_last_error(), text);
+}
+
+/// Says how many checks failed; the exit status of a test program.
+inline int report() {
+  std::printf("%d checks, %d failed\n", checks, failures);
+  return failures == 0 ? 0 : 1;
+}

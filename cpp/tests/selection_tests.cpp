@@ -1,0 +1,178 @@
+// Host tests of the kernel table and of selection: every architecture, SM count and class of shape.
+#include <set>
+#include <string>
+
+#include "checks.hpp"
+
+namespace {
+
+void test_table() {
+  std::set<std::string> names;
+  for (int i = 0; i < fp4gemm_kernel_count(); ++i) {
+    fp4gemm_kernel_info_t const info = info_at(i);
+    CHECK(names.insert(info.name).second, "%s stands twice in the table", info.name);
+    char expected[96];
+    std::snprintf(expected, sizeof(expected), "sm%d_%s_%dx%dx%d_c%dx%d_%s%s_%s", info.arch, info.mode,
+                  info.tile_m, info.tile_n, info.tile_k, info.cluster_m, info.cluster_n,
+                  info.is_swapped != 0 ? "swapped_" : "", info.epilogue, kDtypeNames[info.out_dtype]);
+    CHECK(std::string(expected) == info.name, "%s should be called %s", info.name, expected);
+  }
+  fp4gemm_kernel_info_t info{};
+  CHECK(fp4gemm_kernel_info(-1, &info) == FP4GEMM_ERROR_INVALID_ARGUMENT, "index -1 was taken");
+  CHECK(std::strstr(fp4gemm_last_error(), "index: is -1") != nullptr, "%s", fp4gemm_last_error());
+  CHECK(fp4gemm_kernel_info(fp4gemm_kernel_count(), &info) == FP4GEMM_ERROR_INVALID_ARGUMENT,
+        "an index behind the end was taken");
+  CHECK(fp4gemm_kernel_info(0, nullptr) == FP4GEMM_ERROR_INVALID_ARGUMENT, "info null was taken");
+}
+
+struct Wanted {
+  int arch, num_sms;
+  int64_t m, n, k;
+  fp4gemm_dtype_t dtype = FP4GEMM_BF16;
+  fp4gemm_format_t format = FP4GEMM_FORMAT_NVFP4;
+  int num_groups = 0;
+  fp4gemm_ragged_t ragged = FP4GEMM_RAGGED_ROWS;
+  int batch_invariant = 0;
+  fp4gemm_activation_t activation = FP4GEMM_ACTIVATION_NONE;
+
+  int select() const {
+    return fp4gemm_select_kernel(arch, num_sms, m, n, k, num_groups, ragged, dtype, format, batch_invariant,
+                                 activation);
+  }
+};
+
+/// One selection: of the device's family and the mode, the wanted output type and kernels that take the
+/// operands, and the same when asked again.
+void check_selection(Wanted const& wanted) {
+  int const family = family_of(wanted.arch);
+  bool const decoded = wanted.format == FP4GEMM_FORMAT_FP16;
+  bool const gated = wanted.activation == FP4GEMM_ACTIVATION_SWIGLU;
+  // Blackwell's kernels read packed operands; the gated ones write two types.
+  bool const none = family == 0 || (family == 100 && decoded) || (gated && wanted.dtype == FP4GEMM_FP32);
+  int const index = wanted.select();
+  if (none) {
+    CHECK(index == -1, "sm%d got kernel %d", wanted.arch, index);
+    return;
+  }
+  CHECK(index >= 0 && index < fp4gemm_kernel_count(), "sm%d m %lld got index %d", wanted.arch,
+        static_cast<long long>(wanted.m), index);
+  if (index < 0) {
+    return;
+  }
+  fp4gemm_kernel_info_t const info = info_at(index);
+  CHECK(info.arch == family && info.out_dtype == wanted.dtype, "sm%d got %s", wanted.arch, info.name);
+  CHECK(!decoded || std::strcmp(info.operand, "f16") == 0, "decoded operands got %s", info.name);
+  CHECK(std::strcmp(info.mode, wanted.num_groups > 0 ? "grouped" : "dense") == 0, "%d groups got %s",
+        wanted.num_groups, info.name);
+  CHECK(std::strcmp(info.epilogue, gated ? "swiglu" : "rowcol") == 0, "got %s", info.name);
+  CHECK(wanted.select() == index, "selection of %s is not repeatable", info.name);
+}
+
+/// Every device, SM count and class of shape gets a kernel of its own family and output type, or none.
+void test_selection_is_legal() {
+  int const archs[] = {70, 75, 80, 86, 89, 90, 100, 101, 103, 107, 110, 120, 121};
+  int const sm_counts[] = {1, 2, 16, 78, 114, 132, 144, 148, 160};
+  int64_t const sizes_m[] = {0, 1, 7, 16, 33, 64, 128, 257, 1024, 4096, 8192, 131072, 5000000, 2147483647};
+  int64_t const sizes_n[] = {8, 64, 192, 2112, 7168, 57344};
+  int64_t const sizes_k[] = {32, 512, 7168, 16384};
+  for (int arch : archs) {
+    for (int num_sms : sm_counts) {
+      for (int64_t m : sizes_m) {
+        for (int64_t n : sizes_n) {
+          for (int64_t k : sizes_k) {
+            for (fp4gemm_dtype_t dtype : kDtypes) {
+              for (fp4gemm_format_t format : kFormats) {
+                for (int num_groups : {0, 1, 256}) {
+                  check_selection({arch, num_sms, m, n, k, dtype, format, num_groups});
+                }
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+  CHECK((Wanted{90, 0, 1, 8, 32}.select()) == -1, "no multiprocessors, yet a kernel");
+  CHECK((Wanted{90, 132, -1, 8, 32}.select()) == -1, "m of -1, yet a kernel");
+  CHECK((Wanted{90, 132, 1, 8, 32, static_cast<fp4gemm_dtype_t>(7)}.select()) == -1,
+        "an unknown type, yet a kernel");
+}
+
+/// Batch-invariant selection looks at n and k alone; groups that divide k may have none of it.
+void test_selection_of_modes() {
+  for (int arch : {90, 100, 103}) {
+    for (int num_groups : {0, 8, 1500}) {
+      Wanted wanted{arch, 132, 1, 4096, 7168};
+      wanted.num_groups = num_groups;
+      wanted.batch_invariant = 1;
+      int const first = wanted.select();
+      for (int64_t m : {0, 2, 63, 64, 65, 128, 1000, 100000}) {
+        wanted.m = m;
+        CHECK(wanted.select() == first, "sm%d: m %lld changes a batch-invariant selection", arch,
+              static_cast<long long>(m));
+      }
+    }
+    Wanted by_depth{arch, 132, 4096, 4096, 0};
+    by_depth.num_groups = 8;
+    by_depth.ragged = FP4GEMM_RAGGED_DEPTH;
+    check_selection(by_depth);
+    by_depth.k = 8192;
+    check_selection(by_depth);
+    for (fp4gemm_dtype_t dtype : kDtypes) {
+      for (int num_groups : {0, 8}) {
+        Wanted gated{arch, 132, 300, 4096, 7168, dtype};
+        gated.num_groups = num_groups;
+        gated.activation = FP4GEMM_ACTIVATION_SWIGLU;
+        check_selection(gated);
+      }
+    }
+  }
+}
+
+/// What the cost model must get right, whatever its figures: big tiles where they fill the machine, small
+/// ones where they would not.
+void test_selection_follows_shape() {
+  struct Case {
+    int arch, num_sms;
+    int64_t m, n, k;
+    fp4gemm_format_t format;
+    int least_tile, most_tile;  // of tile_m * tile_n
+  };
+  constexpr fp4gemm_format_t kPacked = FP4GEMM_FORMAT_NVFP4;
+  constexpr fp4gemm_format_t kDecoded = FP4GEMM_FORMAT_FP16;
+  Case const cases[] = {
+      {90, 132, 8192, 8192, 8192, kPacked, 128 * 256, 128 * 256},
+      {90, 132, 8192, 8192, 8192, kDecoded, 128 * 256, 128 * 256},
+      {90, 132, 4096, 4096, 4096, kPacked, 128 * 128, 128 * 256},
+      {90, 132, 1, 8192, 8192, kPacked, 8 * 32, 8 * 32},
+      {90, 132, 16, 8192, 8192, kPacked, 16 * 32, 16 * 32},
+      {90, 132, 64, 8192, 8192, kPacked, 64 * 32, 64 * 32},
+      {90, 132, 1, 8192, 8192, kDecoded, 1, 64 * 128},
+      {100, 148, 16384, 16384, 8192, kPacked, 256 * 256, 256 * 256},
+      {100, 148, 1, 7168, 2048, kPacked, 1, 256 * 128},
+      {103, 160, 16384, 16384, 8192, kPacked, 256 * 256, 256 * 256},
+      {103, 160, 16, 4096, 7168, kPacked, 1, 256 * 128},
+  };
+  for (Case const& c : cases) {
+    if (family_of(c.arch) == 0) {
+      continue;
+    }
+    for (fp4gemm_dtype_t dtype : kDtypes) {
+      fp4gemm_kernel_info_t const info =
+          info_at(Wanted{c.arch, c.num_sms, c.m, c.n, c.k, dtype, c.format}.select());
+      int const tile = info.tile_m * info.tile_n;
+      CHECK(tile >= c.least_tile && tile <= c.most_tile, "sm%d m %lld n %lld k %lld got %s", c.arch,
+            static_cast<long long>(c.m), static_cast<long long>(c.n), static_cast<long long>(c.k), info.name);
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  test_table();
+  test_selection_is_legal();
+  test_selection_of_modes();
+  test_selection_follows_shape();
+  return report();
+}

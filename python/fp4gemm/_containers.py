@@ -1,0 +1,138 @@
+"""The checks of what containers are made of: a matrix, a stack of matrices, groups of rows or of columns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _checks, _options
+from .layout import GROUP_COLUMNS, grouped_scale_rows
+
+__all__ = ["columns", "compact_scales", "decoded", "options", "packed", "stack", "stack_scales"]
+
+_CODES = (torch.uint8, torch.float4_e2m1fn_x2)
+_SCALES = (torch.float8_e4m3fn, torch.uint8)
+
+
+def packed(codes: object, scales: object, amax: object, offs: object, offs_dim: int) -> tuple[Tensor, Tensor]:
+    """Codes as uint8 and swizzled scales as float8_e4m3fn, by view where they differ; all parts fit."""
+    x = _checks.is_tensor("codes", codes)
+    _checks.has_dtype("codes", x, _CODES)
+    if x.dim() == 3:
+        checked = stack("codes", x, offs)
+        g, n, k = checked.shape[0], checked.shape[1], 2 * checked.shape[2]
+        _amax_of_stack(amax, g, n, x.device)
+        return checked, stack_scales("scales", scales, g, n, k, x.device, "codes")
+    if offs is not None and offs_dim == 1:
+        checked = _checks.as_codes(columns("codes", x, 2))
+        _options.group_ends(offs, x.device, "codes")
+        group_rows = None
+    else:
+        checked = _checks.codes("codes", x)
+        group_rows = _groups_of_rows(amax, offs, "codes", checked)
+    m, k = checked.shape[0], 2 * checked.shape[1]
+    _checks.vector("amax", amax, m, x.device, "codes")
+    return checked, _checks.scales("scales", scales, m, k, x.device, "codes", group_rows)
+
+
+def decoded(data: object, amax: object, offs: object, offs_dim: int) -> None:
+    """Values float16, contiguous, 16-byte aligned, with an amax that fits."""
+    x = _checks.is_tensor("data", data)
+    _checks.has_dtype("data", x, (torch.float16,))
+    if x.dim() == 3:
+        stack("data", x, offs)
+        _amax_of_stack(amax, x.shape[0], x.shape[1], x.device)
+        return
+    if offs is not None and offs_dim == 1:
+        columns("data", x, 1)
+        _options.group_ends(offs, x.device, "data")
+    else:
+        _checks.decoded("data", x)
+        _groups_of_rows(amax, offs, "data", x)
+    _checks.vector("amax", amax, x.shape[0], x.device, "data")
+
+
+def options(e4m3_max: object, hadamard_signs: object, offs: object, offs_dim: object) -> None:
+    """The numbers that a container carries."""
+    _checks.is_one_of("e4m3_max", e4m3_max, _checks.E4M3_BOUNDS)
+    if hadamard_signs is not None:
+        _options.check_signs(hadamard_signs)
+    _checks.is_one_of("offs_dim", offs_dim, (0, 1))
+    if offs is None and offs_dim != 0:
+        raise ValueError(f"offs_dim: got {offs_dim}, must be 0 without offs")
+
+
+def compact_scales(name: str, value: object, codes: Tensor, contiguous: bool = False) -> Tensor:
+    """Block scales in plain order, (.., m, k/16) of codes (.., m, k/2), as float8_e4m3fn."""
+    x = _checks.is_tensor(name, value)
+    _checks.has_dtype(name, x, _SCALES)
+    shape = (*codes.shape[:-1], codes.shape[-1] // 8)
+    _checks.has_shape(
+        name, x, shape, f", the compact shape {'(g, n, k/16)' if codes.dim() == 3 else '(m, k/16)'}"
+    )
+    _checks.same_device(name, x, codes.device, "the codes")
+    if contiguous:
+        _checks.is_contiguous(name, x)
+    return _checks.as_scales(x)
+
+
+def stack(name: str, x: Tensor, offs: object = None) -> Tensor:
+    """Codes (g, n, k/2) or values (g, n, k) of matrices that each have a row or more."""
+    _checks.has_dtype(name, x, (*_CODES, torch.float16))
+    if offs is not None:
+        raise ValueError(f"offs: got {_checks.describe(offs)}, must be None for {name} of rank 3")
+    if x.shape[0] < 1 or x.shape[1] < 1:
+        raise ValueError(f"{name}: shape is {tuple(x.shape)}, must hold a matrix of a row or more")
+    _checks.is_multiple(name, "k", x.shape[2] * (1 if x.dtype is torch.float16 else 2), _checks.BLOCK)
+    _contiguous(name, x)
+    return _checks.as_codes(x)
+
+
+def columns(name: str, x: Tensor, per_entry: int) -> Tensor:
+    """Groups of columns (m, k / per_entry); k may be 0, without a token."""
+    _checks.has_rank(name, x, 2, "(m, k/2)" if per_entry == 2 else "(m, k)")
+    k = per_entry * x.shape[1]
+    if k % GROUP_COLUMNS:
+        raise ValueError(f"{name}: k is {k}, must be a multiple of {GROUP_COLUMNS} for groups of columns")
+    _contiguous(name, x)
+    return x
+
+
+def _contiguous(name: str, x: Tensor) -> None:
+    _checks.is_contiguous(name, x)
+    _checks.is_aligned(name, x)
+    _checks.no_grad(name, x, "fp4gemm.mm")
+
+
+def _groups_of_rows(amax: object, offs: object, other: str, x: Tensor) -> int | None:
+    """Rows of the scales of groups, or None without; groups have an amax a row."""
+    if offs is None:
+        return None
+    ends = _options.group_ends(offs, x.device, other)
+    _checks.exact_vector("amax", amax, x.shape[0], torch.float32, x.device, other, "fp4gemm.mm")
+    return grouped_scale_rows(x.shape[0], ends.shape[0])
+
+
+def stack_scales(
+    name: str, value: object, g: int, n: int, k: int, device: torch.device, other: str
+) -> Tensor:
+    """Swizzled scales (g, ceil128(n), ceil4(k/16)) of a stack, as float8_e4m3fn."""
+    x = _checks.is_tensor(name, value)
+    _checks.has_dtype(name, x, _SCALES)
+    rows, columns = _checks.padded_scale_shape(n, k)
+    why = f", the swizzled shape of each of {g} matrices (n, k) = ({n}, {k})"
+    _checks.has_shape(name, x, (g, rows, columns), why)
+    _checks.same_device(name, x, device, other)
+    _checks.is_contiguous(name, x)
+    _checks.is_aligned(name, x)
+    return _checks.as_scales(x)
+
+
+def _amax_of_stack(value: object, g: int, n: int, device: torch.device) -> None:
+    x = _checks.is_tensor("amax", value)
+    _checks.has_dtype("amax", x, (torch.float32,))
+    if tuple(x.shape) not in ((g, n), (g, 1)):
+        raise ValueError(f"amax: shape is {tuple(x.shape)}, must be ({g}, {n}) or ({g}, 1)")
+    _checks.same_device("amax", x, device, "codes")
+    _checks.is_contiguous("amax", x)
+    _checks.no_grad("amax", x, "fp4gemm.mm")

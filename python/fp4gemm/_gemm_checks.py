@@ -1,0 +1,343 @@
+"""The checks of what a GEMM takes besides its containers: operands, sizes, fused terms, outputs.
+
+The rules and the errors are those of :mod:`fp4gemm._checks`: a text names the argument, the value got and the
+value wanted, and nothing reads device memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _checks, _containers, _options, layout
+from ._checks import FLOAT_DTYPES, describe, has_dtype, has_shape, is_contiguous, same_device
+
+SWIGLU = 4  # the one that makes one column of D of two
+# fp4gemm_activation_t of fp4gemm.h
+ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "relu2": 3, "swiglu": SWIGLU}
+_OPERAND_DTYPES = (torch.uint8, torch.float4_e2m1fn_x2, torch.float16)
+
+
+# ---- operands and sizes
+
+
+def operand(name: str, x: object, scale: object) -> tuple[Tensor, Tensor | None]:
+    """An operand of a GEMM: codes with their scales, or decoded float16 with the scales None."""
+    data = _checks.is_tensor(name, x)
+    has_dtype(name, data, _OPERAND_DTYPES)
+    if data.dtype is not torch.float16:
+        return _checks.packed_operand(name, data, f"scale_{name}", scale)
+    _scale_is_none(name, scale)
+    return _checks.decoded(name, data), None
+
+
+def _scale_is_none(name: str, scale: object) -> None:
+    if scale is not None:
+        raise ValueError(
+            f"scale_{name}: got {describe(scale)}, must be None because {name} is float16, already decoded"
+        )
+
+
+def depth(x: Tensor) -> int:
+    """k of codes (.., k/2) or of decoded float16 (.., k)."""
+    return x.shape[-1] * (1 if x.dtype is torch.float16 else 2)
+
+
+def sizes(k_a: int, k_b: int, n: int, out_dtype: torch.dtype, names: tuple[str, str] = ("a", "b")) -> None:
+    """The sizes that a GEMM takes: equal k in steps of 32, and rows of the output in steps of 16 bytes."""
+    _checks.is_multiple(names[0], "k", k_a, _checks.K_STEP_MM)
+    _same_depth(k_a, k_b, names)
+    _columns(n, out_dtype, names)
+
+
+def _same_depth(k_a: int, k_b: int, names: tuple[str, str]) -> None:
+    if k_a != k_b:
+        raise ValueError(f"{names[1]}: k is {k_b}, must be {k_a}, the k of {names[0]}")
+
+
+def _columns(n: int, out_dtype: torch.dtype, names: tuple[str, str]) -> None:
+    """n in steps of 16 bytes of output."""
+    step = 4 if out_dtype is torch.float32 else 8
+    if n % step:
+        raise ValueError(f"{names[1]}: n is {n}, must be a multiple of {step} for {out_dtype} output")
+
+
+def arguments(
+    a: Tensor, b: Tensor, alpha_row: object, alpha_col: object, out_dtype: torch.dtype
+) -> tuple[int, int]:
+    """(m, n) of checked operands (codes or decoded), after the checks that need both of them."""
+    same_device("b", b, a.device, "a")
+    m, n = a.shape[0], b.shape[0]
+    sizes(depth(a), depth(b), n, out_dtype)
+    if alpha_row is not None:
+        _checks.vector("alpha_row", alpha_row, m, a.device, "a")
+    if alpha_col is not None:
+        _checks.vector("alpha_col", alpha_col, n, a.device, "a")
+    return m, n
+
+
+# ---- what is fused
+
+
+def number(name: str, value: object, elsewhere: str = "") -> float:
+    """A finite Python number within float32; a tensor is refused since reading it would synchronise."""
+    if isinstance(value, Tensor):
+        raise TypeError(f"{name}: got {describe(value)}, must be a Python number{elsewhere}")
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name}: got {describe(value)}, must be a Python number")
+    if not -_checks.FLOAT32_MAX <= value <= _checks.FLOAT32_MAX:
+        raise ValueError(f"{name}: got {value}, must be finite in float32")
+    return float(value)
+
+
+def alpha(value: object) -> float:
+    """The scalar multiplier of a dense GEMM."""
+    return number("alpha", value, " (a float32 tensor goes into alpha_row or alpha_col)")
+
+
+def activation(value: object) -> int:
+    """The number of an activation's name."""
+    wanted = "must be None, 'silu', 'gelu_tanh', 'relu2' or 'swiglu'"
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"activation: got {describe(value)}, {wanted}")
+    if value not in ACTIVATIONS:
+        raise ValueError(f"activation: got {value!r}, {wanted}")
+    return ACTIVATIONS[value]
+
+
+def activation_number(value: object) -> int:
+    """An activation as the operators take it."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"activation: got {describe(value)}, must be 0, 1, 2, 3 or 4")
+    if not 0 <= value <= SWIGLU:
+        raise ValueError(f"activation: got {value}, must be 0, 1, 2, 3 or 4")
+    return value
+
+
+def gated(n: int, out_dtype: torch.dtype, c: object, by_columns: bool = False) -> None:
+    """What swiglu goes together with: sixteen bytes of D come from twice as many columns as otherwise."""
+    if by_columns:
+        raise NotImplementedError("activation: got swiglu, must be another one for groups of columns")
+    if out_dtype is torch.float32:
+        raise NotImplementedError(
+            "activation: got swiglu with torch.float32 output, must be another one, or the output "
+            "torch.bfloat16 or torch.float16"
+        )
+    if c is not None:
+        raise NotImplementedError("activation: got swiglu with c, must be another one, or c None")
+    if n % 16:
+        raise ValueError(f"activation: got swiglu with n = {n}, must be another one, or n a multiple of 16")
+
+
+def width(n: int, activation: int) -> int:
+    """Columns of D."""
+    return n // 2 if activation == SWIGLU else n
+
+
+def beta(value: object, c: object) -> float:
+    """The factor of c, which without c says nothing and then must be 1."""
+    result = number("beta", value)
+    if c is None and result != 1.0:
+        raise ValueError(f"beta: got {value}, must be left away without c")
+    return result
+
+
+def bias(value: object, n: int, device: torch.device, function: str, groups: int | None = None) -> Tensor:
+    """A bias (n,), or (g, n) for groups, of a float type, contiguous; widened to float32, which is exact."""
+    x = _checks.is_tensor("bias", value)
+    has_dtype("bias", x, FLOAT_DTYPES)
+    if groups is None:
+        has_shape("bias", x, (n,))
+    elif tuple(x.shape) not in ((n,), (groups, n)):
+        raise ValueError(f"bias: shape is {tuple(x.shape)}, must be ({n},) or ({groups}, {n})")
+    same_device("bias", x, device, "the operands")
+    is_contiguous("bias", x)
+    _checks.no_grad("bias", x, function)
+    return x if x.dtype is torch.float32 else x.to(torch.float32)
+
+
+def out(
+    value: object,
+    shape: tuple[int, ...],
+    out_dtype: torch.dtype | None,
+    device: torch.device,
+    function: str,
+) -> Tensor:
+    """An output (m, n) or (g, m, n) of a float type; rows have unit stride and start 16-byte aligned."""
+    x = _checks.is_tensor("out", value)
+    has_dtype("out", x, FLOAT_DTYPES)
+    if out_dtype is not None:
+        _checks.is_float_dtype("out_dtype", out_dtype)
+    if out_dtype is not None and out_dtype is not x.dtype:
+        raise ValueError(
+            f"out_dtype: got {out_dtype}, must be {x.dtype}, the dtype of out (or leave it away)"
+        )
+    _matrix("out", x, shape, device, function)
+    return x
+
+
+def c(value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, function: str) -> None:
+    """An addend of the output's shape and type, laid out as an output."""
+    x = _checks.is_tensor("c", value)
+    if x.dtype is not dtype:
+        has_dtype("c", x, FLOAT_DTYPES)
+        raise TypeError(f"c: dtype is {x.dtype}, must be {dtype}, the output type")
+    _matrix("c", x, shape, device, function)
+
+
+def _matrix(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device, function: str) -> None:
+    has_shape(name, x, shape)
+    same_device(name, x, device, "the operands")
+    _checks.rows_are_aligned(name, x)
+    groups, rows = (1, shape[0]) if len(shape) == 2 else shape[:2]
+    if groups > 1 and rows > 0 and x.stride(0) != rows * x.stride(1):
+        raise ValueError(
+            f"{name}: stride between groups is {x.stride(0)}, must be {rows * x.stride(1)}, "
+            f"{rows} rows of stride {x.stride(1)} (use .contiguous())"
+        )
+    _checks.no_grad(name, x, function)
+
+
+def resolved_dtype(out_dtype: object, out: object) -> torch.dtype:
+    """The output type that out_dtype and out ask for; bfloat16 when neither does."""
+    if out_dtype is not None:
+        _checks.is_float_dtype("out_dtype", out_dtype)
+    if isinstance(out, Tensor):
+        return out.dtype
+    return out_dtype if isinstance(out_dtype, torch.dtype) else torch.bfloat16
+
+
+# ---- groups
+
+
+def group_ends(value: object, device: torch.device, num_groups: int) -> Tensor:
+    """offs int32 (num_groups,), the cumulative ends of the groups; its values are not looked at."""
+    x = _options.group_ends(value, device, "the operands")
+    has_shape("offs", x, (num_groups,), ", an end for each group")
+    return x
+
+
+def grouped_operands(
+    a: object, b: object, scale_a: object, scale_b: object, offs: object
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+    """(a, b, scale_a, scale_b, offs), each checked by itself; b has rank 3 for groups of rows."""
+    data_b = _checks.is_tensor("b", b)
+    if data_b.dim() not in (2, 3):
+        raise ValueError(
+            f"b: shape is {tuple(data_b.shape)}, must have rank 3, (g, n, k/2), for groups of rows, "
+            "or 2, (n, k/2), for groups of columns"
+        )
+    data_a = _checks.is_tensor("a", a)
+    ends = _options.group_ends(offs, data_a.device, "a")
+    if data_b.dim() == 3:
+        checked_a, scales_a = _rows_operand(data_a, scale_a, ends.shape[0])
+        checked_b, scales_b = _batched_operand(data_b, scale_b, ends.shape[0])
+    else:
+        checked_a, scales_a = _columns_operand("a", data_a, scale_a)
+        checked_b, scales_b = _columns_operand("b", data_b, scale_b)
+    same_device("b", checked_b, checked_a.device, "a")
+    return checked_a, checked_b, scales_a, scales_b, ends
+
+
+def _rows_operand(a: Tensor, scale: object, num_groups: int) -> tuple[Tensor, Tensor | None]:
+    """Rows of groups (m, k): the scales of each group have their own multiple of 128 rows."""
+    has_dtype("a", a, _OPERAND_DTYPES)
+    if a.dtype is torch.float16:
+        _scale_is_none("a", scale)
+        return _checks.decoded("a", a), None
+    packed = _checks.codes("a", a)
+    m, k = packed.shape[0], depth(packed)
+    rows = layout.grouped_scale_rows(m, num_groups)
+    return packed, _checks.scales("scale_a", scale, m, k, packed.device, "a", rows)
+
+
+def _batched_operand(b: Tensor, scale: object, num_groups: int) -> tuple[Tensor, Tensor | None]:
+    """A matrix (n, k) for each group, with scales of its own."""
+    has_dtype("b", b, _OPERAND_DTYPES)
+    if b.shape[0] != num_groups:
+        raise ValueError(
+            f"b: shape is {tuple(b.shape)}, must be ({num_groups}, n, k), a matrix for each end of offs"
+        )
+    _, n, _ = b.shape
+    k = depth(b)
+    _checks.is_multiple("b", "k", k, _checks.BLOCK)
+    is_contiguous("b", b)
+    _checks.is_aligned("b", b)
+    _checks.no_grad("b", b, "fp4gemm.scaled_grouped_mm")
+    if b.dtype is torch.float16:
+        _scale_is_none("b", scale)
+        return b, None
+    scales = _containers.stack_scales("scale_b", scale, num_groups, n, k, b.device, "b")
+    return _checks.as_codes(b), scales
+
+
+def _columns_operand(name: str, x: Tensor, scale: object) -> tuple[Tensor, Tensor | None]:
+    """Columns of groups (m, k), each group padded to a multiple of 64; k may be 0, without a token."""
+    has_dtype(name, x, _OPERAND_DTYPES)
+    decoded = x.dtype is torch.float16
+    _containers.columns(name, x, 1 if decoded else 2)
+    if decoded:
+        _scale_is_none(name, scale)
+        return x, None
+    scales = _checks.scales(f"scale_{name}", scale, x.shape[0], depth(x), x.device, name)
+    return _checks.as_codes(x), scales
+
+
+def grouped_arguments(
+    a: Tensor, b: Tensor, num_groups: int, alpha_row: object, alpha_col: object, out_dtype: torch.dtype
+) -> tuple[int, ...]:
+    """The shape of D, (m, n) or (g, m, n), of checked operands, after the checks that need both of them."""
+    m, n = a.shape[0], b.shape[-2]
+    shape = grouped_sizes(m, n, depth(a), depth(b), b.dim(), num_groups, out_dtype)
+    if alpha_row is not None and b.dim() == 3:
+        _checks.vector("alpha_row", alpha_row, m, a.device, "a")
+    elif alpha_row is not None:
+        vectors("alpha_row", alpha_row, m, num_groups, a.device)
+    if alpha_col is not None:
+        vectors("alpha_col", alpha_col, n, num_groups, a.device)
+    return shape
+
+
+def grouped_sizes(
+    m: int,
+    n: int,
+    k_a: int,
+    k_b: int,
+    rank_b: int,
+    num_groups: int,
+    out_dtype: torch.dtype,
+    names: tuple[str, str] = ("a", "b"),
+) -> tuple[int, ...]:
+    """The shape of D, after the checks of sizes: (m, n) for groups of rows, (g, m, n) for columns."""
+    if rank_b == 3:
+        sizes(k_a, k_b, n, out_dtype, names)
+        return m, n
+    _same_depth(k_a, k_b, names)
+    _columns(n, out_dtype, names)
+    return num_groups, m, n
+
+
+def vectors(name: str, value: object, length: int, num_groups: int, device: torch.device) -> Tensor:
+    """float32 of one vector for all groups, (length,) or (1,), or of one for each, (g, length) or (g, 1)."""
+    x = _checks.is_tensor(name, value)
+    has_dtype(name, x, (torch.float32,))
+    shapes = ((length,), (1,), (num_groups, length), (num_groups, 1))
+    if tuple(x.shape) not in shapes:
+        wanted = _checks.listing(shapes)
+        raise ValueError(f"{name}: shape is {tuple(x.shape)}, must be {wanted}")
+    same_device(name, x, device, "a")
+    is_contiguous(name, x)
+    _checks.no_grad(name, x, "fp4gemm.scaled_grouped_mm")
+    return x
+
+
+def alpha_of_groups(
+    alpha: object, alpha_groups: object, num_groups: int, device: torch.device, function: str
+) -> float:
+    """The number alpha; 1 where alpha_groups float32 (g,) stands in its place, which is checked here."""
+    result = number("alpha", alpha)
+    if alpha_groups is not None:
+        _checks.exact_vector("alpha_groups", alpha_groups, num_groups, torch.float32, device, "a", function)
+        if result != 1.0:
+            raise ValueError(f"alpha: got {alpha}, must be 1 with alpha_groups")
+    return result

@@ -1,0 +1,115 @@
+"""Kernels chosen by a file of yours, ahead of the library's cost model.
+
+The file, named by the environment variable FP4GEMM_SELECTION when fp4gemm is imported or given to
+:func:`load`, is a JSON list of rules; the first that fits a call names its kernel::
+
+    [{"kernel": "sm100_dense_256x192x256_c2x1_rowcol_bf16", "n": 7168, "k": 2048, "m": [1025, 4096]}, ...]
+
+kernel: a name from :func:`fp4gemm.kernels`, whose architecture, mode, epilogue, operands and output type the
+call must have. n, k: sizes of the call; m: the least and the most rows, of all groups together. A size that
+is left out fits any. Calls that name a kernel themselves, or ask for a batch-invariant one, are not looked
+at; neither are those that torch.compile traces.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import info
+
+__all__ = ["clear", "find", "load"]
+
+VARIABLE = "FP4GEMM_SELECTION"
+
+
+class Rule(NamedTuple):
+    kernel: info.KernelInfo
+    n: int | None
+    k: int | None
+    least_m: int
+    most_m: int
+
+
+RULES: list[Rule] = []
+
+
+def load(path: str | os.PathLike[str]) -> int:
+    """Replace the rules in force by those of a file.
+
+    Returns:
+        The number of rules of kernels that this build has; those of others are left out, so that one file
+        serves several builds.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a JSON list of rules as the head of this module defines them.
+    """
+    try:
+        entries = json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(entries, list):
+        raise ValueError(f"{path}: holds a {type(entries).__name__}, must hold a list of rules")
+    rules = [_rule(f"{path}: rule {index}", entry) for index, entry in enumerate(entries)]
+    RULES[:] = [rule for rule in rules if rule is not None]
+    return len(RULES)
+
+
+def clear() -> None:
+    """Leave every selection to the cost model again."""
+    RULES.clear()
+
+
+def find(a: Tensor, n: int, k: int, dtype: torch.dtype, mode: str, gated: bool, decoded: bool) -> str | None:
+    """The kernel that the rules name for a call on CUDA, or None."""
+    if not a.is_cuda or torch.compiler.is_compiling():
+        return None
+    family, m = info.kernel_family(a.get_device()), a.shape[0]
+    for rule in RULES:
+        kernel = rule.kernel
+        if (
+            rule.least_m <= m <= rule.most_m
+            and rule.n in (None, n)
+            and rule.k in (None, k)
+            and kernel.arch == family
+            and kernel.mode == mode
+            and kernel.out_dtype is dtype
+            and (kernel.epilogue == "swiglu") is gated
+            and not (decoded and kernel.operand == "nvfp4")
+        ):
+            return kernel.name
+    return None
+
+
+def _rule(where: str, entry: object) -> Rule | None:
+    if not isinstance(entry, dict) or not isinstance(entry.get("kernel"), str):
+        raise ValueError(f"{where}: is {entry!r}, must be an object with the name of a kernel")
+    if unknown := sorted(set(entry) - {"kernel", "n", "k", "m"}):
+        raise ValueError(f"{where}: has {unknown[0]!r}, must have kernel, n, k and m alone")
+    span = entry.get("m", [0, 2**31 - 1])
+    if (
+        not isinstance(span, list)
+        or len(span) != 2
+        or not all(_is_size(m) for m in span)
+        or span[0] > span[1]
+    ):
+        raise ValueError(f"{where}: m is {span!r}, must be a list of the least and the most rows")
+    for name in ("n", "k"):
+        if name in entry and not _is_size(entry[name]):
+            raise ValueError(f"{where}: {name} is {entry[name]!r}, must be a size")
+    kernel = info.kernel_by_name(entry["kernel"])
+    return None if kernel is None else Rule(kernel, entry.get("n"), entry.get("k"), *span)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+if os.environ.get(VARIABLE):
+    load(os.environ[VARIABLE])

@@ -1,0 +1,280 @@
+"""self_test: every kernel of a device against the CPU reference, bit for bit, on small exact problems.
+
+The kernels for compute capability 10 and above have not run on hardware of ours. On such a device the first
+product runs the test by itself, once: a result that passes is kept on disk. FP4GEMM_SELF_TEST=0 switches
+that off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import _checks, _native, info
+from ._selftest_problems import Problem, problems
+
+__all__ = ["KernelResult", "SelfTestReport", "self_test"]
+
+UNMEASURED_MAJOR = 10  # compute capabilities from here on are tested before they are used
+SWITCH = "FP4GEMM_SELF_TEST"
+
+Runner = Callable[[info.KernelInfo, Problem], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelResult:
+    """What the test found for one kernel."""
+
+    name: str
+    passed: bool
+    reason: str = ""  # of a failure: which product, and how it differs
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfTestReport:
+    """The results of every kernel of a device; str() says it in words."""
+
+    device: str  # "cuda:0: NVIDIA H200, compute capability 9.0"
+    results: tuple[KernelResult, ...]
+    cached: bool = False  # it ran before, with the same library, device and driver
+
+    @property
+    def failures(self) -> tuple[KernelResult, ...]:
+        return tuple(result for result in self.results if not result.passed)
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+    def __str__(self) -> str:
+        if not self.results:
+            return f"self-test on {self.device}: no kernels to test, the reference itself runs"
+        count = len(self.results)
+        if self.passed:
+            when = " (an earlier run)" if self.cached else ""
+            return f"self-test on {self.device}: all {count} kernels equal the reference{when}"
+        lines = [f"self-test on {self.device}: {len(self.failures)} of {count} kernels are wrong"]
+        return "\n".join(lines + [f"  {result.name}: {result.reason}" for result in self.failures])
+
+
+def self_test(device: torch.device | str | int | None = None, *, force: bool = False) -> SelfTestReport:
+    """Whether every kernel of a device gives the bits of the CPU reference, on a few small products.
+
+    They are ragged, some with groups, one of those empty, each without and with every term of the epilogue.
+    Takes seconds and synchronises. A report without failures is kept under $XDG_CACHE_HOME/fp4gemm, for this
+    library, device and driver.
+
+    Args:
+        device: a torch.device, its name or a CUDA index; None is the current CUDA device, else the CPU, where
+            there is nothing to test.
+        force: True tests even where a kept report says that all is well.
+
+    Raises:
+        TypeError, ValueError: device names no device that torch sees; force is no bool.
+        NotImplementedError: the device has no kernels; the text says why.
+    """
+    _checks.is_bool("force", force)
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = _checks.as_device("device", device)
+    if target.type == "cpu":
+        return SelfTestReport("cpu", ())
+    index = target.index
+    if target.type == "cuda" and torch.cuda.is_available():
+        index = torch.cuda.current_device() if index is None else index
+    if target.type != "cuda" or index is None or index >= torch.cuda.device_count():
+        raise ValueError(f"device: got {str(target)!r}, must be the CPU or a CUDA device that torch sees")
+    family = info.kernel_family(index)
+    if family is None:
+        raise NotImplementedError(info.is_supported(torch.device("cuda", index))[1])
+    place = torch.device("cuda", index)
+    kernels = [kernel for kernel in info.kernels() if kernel.arch == family]
+    key = _key(index)
+    if not force and _kept(key):
+        results = tuple(KernelResult(kernel.name, True) for kernel in kernels)
+        _PASSED.add(index)
+        return SelfTestReport(_described(index), results, cached=True)
+
+    def run(kernel: info.KernelInfo, problem: Problem) -> Tensor:
+        return problem.run(place, kernel.out_dtype, kernel.name)
+
+    report = SelfTestReport(_described(index), compare(kernels, run))
+    if report.passed:
+        _keep(key)
+        _PASSED.add(index)
+        _FAILED.pop(index, None)
+    return report
+
+
+_PASSED: set[int] = set()  # CUDA indices
+_FAILED: dict[int, str] = {}
+_WARNED: set[int] = set()
+
+
+def compare(kernels: Iterable[info.KernelInfo], run: Runner) -> tuple[KernelResult, ...]:
+    """What ``run`` makes of every problem, kernel by kernel, against the reference."""
+    made = problems()
+    wanted: dict[tuple[str, torch.dtype], Tensor] = {}
+    results = []
+    for kernel in kernels:
+        for problem in made:
+            key = problem.name, kernel.out_dtype
+            if problem.suits(kernel) and key not in wanted:
+                wanted[key] = problem.run(torch.device("cpu"), kernel.out_dtype, None)
+        results.append(_result(kernel, made, wanted, run))
+    return tuple(results)
+
+
+def _result(
+    kernel: info.KernelInfo,
+    made: list[Problem],
+    wanted: dict[tuple[str, torch.dtype], Tensor],
+    run: Runner,
+) -> KernelResult:
+    for problem in made:
+        if not problem.suits(kernel):
+            continue
+        want = wanted[problem.name, kernel.out_dtype]
+        try:
+            got = run(kernel, problem)
+        except Exception as error:  # whatever a broken kernel or driver raises is its result
+            return KernelResult(kernel.name, False, f"{problem.name}: {type(error).__name__}: {error}")
+        as_bytes = [x.contiguous().view(torch.uint8).view(-1, x.element_size()) for x in (got, want)]
+        differ = (as_bytes[0] != as_bytes[1]).any(1)
+        if differ.any():
+            count, first = int(differ.sum()), int(differ.nonzero()[0])
+            values = [x.reshape(-1)[first].item() for x in (got, want)]
+            return KernelResult(
+                kernel.name,
+                False,
+                f"{problem.name}: {count} of {differ.numel()} elements differ, the first, at {first}, is "
+                f"{values[0]}, must be {values[1]}",
+            )
+    return KernelResult(kernel.name, True)
+
+
+# ---- the run before the first product on a device of a kind that was never measured
+
+_LOCK = threading.Lock()
+
+
+def is_due(index: int) -> bool:
+    """Whether a CUDA device is to be tested before its first product."""
+    if index in _PASSED or os.environ.get(SWITCH) == "0":
+        return False
+    major, _ = torch.cuda.get_device_capability(index)
+    return major >= UNMEASURED_MAJOR
+
+
+def before_first_product(index: int) -> bool:
+    """Test the device if that is due; False where it cannot be done now. RuntimeError if it fails."""
+    if not is_due(index):
+        return True
+    if torch.cuda.is_current_stream_capturing():
+        warn_untested(index)
+        return False
+    with _LOCK:
+        if index in _PASSED:
+            return True
+        if index not in _FAILED:
+            report = self_test(torch.device("cuda", index))
+            if report.passed:
+                return True
+            _FAILED[index] = (
+                f"{report}\nfp4gemm was never measured on such a device; please report this text. "
+                f"{SWITCH}=0 in the environment switches the test off."
+            )
+        raise RuntimeError(_FAILED[index])
+
+
+def warn_untested(index: int) -> None:
+    """Say once that a product is about to run untested, because it is traced or captured."""
+    # Tracing works on fake CUDA tensors without a device, too.
+    if index in _WARNED or not torch.cuda.is_available() or not is_due(index):
+        return
+    _WARNED.add(index)
+    warnings.warn(
+        f"{_described(index)}: fp4gemm was never measured on such a device, and its self-test cannot run "
+        f"while a graph is traced or captured; run fp4gemm.self_test('cuda:{index}') first, "
+        f"or python -m fp4gemm selftest --device cuda:{index}",
+        stacklevel=2,
+    )
+
+
+# ---- what is kept on disk
+
+
+def _described(index: int) -> str:
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"cuda:{index}: {torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
+
+
+def _key(index: int) -> dict[str, str]:
+    """What a result depends on."""
+    return {
+        "version": _native.version(),
+        "libraries": _libraries_hash(),
+        "device": torch.cuda.get_device_name(index),
+        "driver": _driver_version(),
+    }
+
+
+@functools.cache
+def _libraries_hash() -> str:
+    digest = hashlib.sha256()
+    for name in (_native.CORE_LIBRARY, _native.TORCH_LIBRARY):
+        digest.update(_native.library_path(name).read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _driver_version() -> str:
+    """Of NVIDIA's driver, "575.57.08"; "" where nothing says it."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        text = ctypes.create_string_buffer(96)
+        if nvml.nvmlInit_v2() == 0 and nvml.nvmlSystemGetDriverVersion(text, len(text)) == 0:
+            return text.value.decode()
+    except (OSError, AttributeError):
+        pass
+    return ""
+
+
+def _file(key: dict[str, str]) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return Path(base) / "fp4gemm" / f"selftest-{digest[:24]}.json"
+
+
+def _kept(key: dict[str, str]) -> bool:
+    """Whether these libraries, device and driver passed before."""
+    try:
+        kept: object = json.loads(_file(key).read_text())
+    except (OSError, RuntimeError, ValueError):
+        return False
+    return kept == key
+
+
+def _keep(key: dict[str, str]) -> None:
+    """Note that they passed; without a place to write, the test just runs again next time."""
+    try:
+        path = _file(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed into place, so that a reader sees all of it or nothing.
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(key, file)
+        Path(file.name).replace(path)
+    except (OSError, RuntimeError):
+        pass

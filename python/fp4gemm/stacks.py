@@ -1,0 +1,138 @@
+"""Stacks of matrices, one for each expert: stack, and the quantization of x (g, n, k) matrix by matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import _checks, ops
+from ._options import Options
+from .layout import TILE_ROWS, padded_scale_shape
+from .tensor import NVFP4Tensor
+
+__all__ = ["quantize_stack", "quantize_stack_both", "stack", "stack_amax", "stack_input"]
+
+
+def stack(tensors: Sequence[NVFP4Tensor]) -> NVFP4Tensor:
+    """w[e] = tensors[e]: equal matrices (n, k) as one stack (g, n, k), a copy. The inverse of ``w[e]``.
+
+    Args:
+        tensors: a list or tuple of one or more, of one shape, device, e4m3_max and hadamard_signs, without
+            groups. If some have one amax a row, it is repeated for the rows of the others.
+
+    Returns:
+        NVFP4Tensor, amax (g, n) or (g, 1), on the current stream. Does not synchronise.
+
+    Raises:
+        TypeError: tensors is neither, or an entry is no NVFP4Tensor. ValueError: none, or unequal ones.
+    """
+    if not isinstance(tensors, (list, tuple)):
+        raise TypeError(f"tensors: got {_checks.describe(tensors)}, must be a list or tuple")
+    if not tensors:
+        raise ValueError("tensors: is empty, must have at least one entry")
+    for i, t in enumerate(tensors):
+        if not isinstance(t, NVFP4Tensor):
+            raise TypeError(f"tensors[{i}]: got {_checks.describe(t)}, must be an fp4gemm.NVFP4Tensor")
+        if t.offs is not None:
+            raise ValueError(f"tensors[{i}]: has {t.offs.shape[0]} groups (offs), must have none")
+        if len(t.shape) != 2:
+            raise ValueError(f"tensors[{i}]: shape is {t.shape}, must be (n, k)")
+        for name in ("shape", "device", "e4m3_max", "hadamard_signs"):
+            value, wanted = getattr(t, name), getattr(tensors[0], name)
+            if value != wanted:
+                raise ValueError(f"tensors[{i}]: {name} is {value}, must be {wanted} as of tensors[0]")
+    if len({t.amax.shape for t in tensors}) > 1:
+        tensors = [t.with_row_amax() for t in tensors]
+    parts = _stacked([(t.codes, t.scales, t.amax) for t in tensors])
+    return NVFP4Tensor._trusted(*parts, tensors[0].e4m3_max, None, tensors[0].hadamard_signs)
+
+
+def stack_input(x: Tensor, function: str) -> Tensor:
+    """x (g, n, k) as (g * n, k), which the quantizers take; a copy where the matrices do not adjoin."""
+    _checks.has_dtype("x", x, _checks.FLOAT_DTYPES)
+    if x.shape[0] < 1 or x.shape[1] < 1:
+        raise ValueError(f"x: shape is {tuple(x.shape)}, must hold a matrix of a row or more")
+    _checks.is_multiple("x", "k", x.shape[2], _checks.BLOCK)
+    _checks.rows_are_aligned("x", x)
+    return _checks.quantize_input(x.reshape(-1, x.shape[2]), function)
+
+
+def stack_amax(name: str, value: object, g: int, entries: int, device: torch.device) -> Tensor:
+    """amax (g, entries), given."""
+    x = _checks.is_tensor(name, value)
+    _checks.has_dtype(name, x, (torch.float32,))
+    _checks.has_shape(name, x, (g, entries))
+    _checks.same_device(name, x, device, "x")
+    _checks.is_contiguous(name, x)
+    _checks.no_grad(name, x, "fp4gemm.quantize")
+    return x
+
+
+def quantize_stack(
+    x: Tensor, g: int, amax: Tensor | None, axis: int, options: Options, state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and amax of each of the g matrices of x (g * n, k), by itself; amax (g, n) or (g, 1)."""
+    per_row, *others = options
+    if axis == -1 and options.block_rows == 1 and state is None:
+        codes, scales, measured = _in_one_call(x, g, amax, options)
+        return codes, scales, measured if amax is None else amax
+    results = []
+    for e, part, draws in _matrices(x, g, state):
+        given = None if amax is None else amax[e]
+        results.append(ops.quantize(part, given, per_row, axis, *others, draws, None))
+    codes, scales, measured = _stacked(results)
+    return codes, scales, measured if amax is None else amax
+
+
+def quantize_stack_both(
+    x: Tensor,
+    g: int,
+    amax: Tensor | None,
+    amax_t: Tensor | None,
+    options: Options,
+    state: Tensor | None,
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """The same of x and of the transposed matrices."""
+    results = []
+    for e, part, draws in _matrices(x, g, state):
+        given = (None, None) if amax is None or amax_t is None else (amax[e], amax_t[e])
+        results.append(ops.quantize_both(part, *given, *options, draws))
+    rows, columns = _stacked([r[:3] for r in results]), _stacked([r[3:] for r in results])
+    if amax is not None and amax_t is not None:
+        return (*rows[:2], amax), (*columns[:2], amax_t)
+    return rows, columns
+
+
+def _in_one_call(x: Tensor, g: int, amax: Tensor | None, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks along k: the matrices are groups of rows, and without padding between them one matrix."""
+    per_row, *others = options
+    n = x.shape[0] // g
+    offs = None
+    if not per_row or n % TILE_ROWS:
+        offs = torch.arange(1, g + 1, dtype=torch.int32, device=x.device) * n
+    flat = None if amax is None else amax.view(-1)
+    codes, scales, measured = ops.quantize(x, flat, per_row, -1, *others, None, offs)
+    rows = padded_scale_shape(n, x.shape[1])[0]
+    scales = scales[: g * rows].view(g, rows, scales.shape[1])
+    if amax is None:
+        measured = measured.view(g, n) if per_row else measured.view(g, n)[:, :1].contiguous()
+    return codes.view(g, n, -1), scales, measured
+
+
+def _matrices(x: Tensor, g: int, state: Tensor | None) -> list[tuple[int, Tensor, Tensor | None]]:
+    """Each matrix of x (g * n, k), with the random state of its own: its offset two further each."""
+    parts = x.view(g, -1, x.shape[1])
+    if state is None:
+        return [(e, parts[e], None) for e in range(g)]
+    step = torch.arange(g, dtype=torch.int64, device=x.device) * 2
+    states = torch.stack((state[0].expand(g), state[1] + step), dim=1)
+    return [(e, parts[e], states[e]) for e in range(g)]
+
+
+def _stacked(results: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
+    codes, scales, amax = zip(*results, strict=True)
+    # Bytes, because few torch operators know float8.
+    plain = torch.stack([s.view(torch.uint8) for s in scales])
+    return torch.stack(codes), plain.view(torch.float8_e4m3fn), torch.stack(amax)

@@ -1,0 +1,244 @@
+"""Wrong arguments of grouped products: ends of groups, raw operands and vectors, the reference's own."""
+
+from __future__ import annotations
+
+import fp4gemm
+import torch
+from bad_base import (
+    GROUPED,
+    NOT,
+    TYPE,
+    VALUE,
+    A,
+    Case,
+    Cases,
+    K,
+    M,
+    N,
+    ends,
+    every_other,
+    grad,
+    misaligned,
+    ones,
+)
+from bad_gemm import COLUMNS, ENDS, HALF, LEFT, RIGHT, ROWS, STACK, G, adder, each
+
+CASES = Cases()
+add_each = adder(CASES)
+
+# ---- offs
+for names in (f"{ROWS}, reference.scaled_grouped_mm", f"{COLUMNS}, reference.scaled_grouped_mm of columns"):
+    add_each(names, "offs", "type", lambda: [5, M], TYPE, "got [5, 33] (list), must be a torch.Tensor")
+    add_each(
+        names, "offs", "int64", lambda: ends(5, M, dtype=torch.int64), TYPE, "dtype is torch.int64, must be"
+    )
+    add_each(names, "offs", "rank", lambda: ENDS.view(1, 2), VALUE, "shape is (1, 2), must have rank 1, (g,)")
+    add_each(names, "offs", "meta", lambda: ends(5, M, device="meta"), VALUE, "device is meta, must be cpu")
+    add_each(names, "offs", "spread", lambda: every_other(ENDS), VALUE, "must be contiguous")
+    add_each(names, "offs", "descending", lambda: ends(M, 5), VALUE, "entry 1 is 5, must be at least 33")
+    add_each(names, "offs", "negative", lambda: ends(-1, 5), VALUE, "entry 0 is -1, must be at least 0")
+    add_each(names, "offs", "beyond", lambda: ends(5, 999), VALUE, "the last entry is 999, must be at most")
+add_each(
+    "grouped_mm, grouped_mm of columns, wgrad", "offs", "number", lambda: ends(1, 5, M), VALUE, "must be (2,)"
+)
+RAW = "scaled_grouped_mm, reference.scaled_grouped_mm"
+RAW_COLUMNS = "scaled_grouped_mm of columns, reference.scaled_grouped_mm of columns"
+add_each(RAW, "offs", "number", lambda: ends(1, 5, M), VALUE, "shape is (256, 4), must be", "scale_a")
+add_each(f"{RAW}, {RAW_COLUMNS}", "offs", "empty", lambda: ends(), VALUE, "must have at least one entry")
+
+# ---- raw operands
+SIDES = {RAW: (GROUPED, STACK), RAW_COLUMNS: (LEFT, RIGHT)}
+for names, operands in SIDES.items():
+    for side, good in zip("ab", operands, strict=True):
+        scale = f"scale_{side}"
+        rows = good.codes.shape[:-1]
+        half = fp4gemm.decode(good).data
+        add_each(names, side, "type", lambda good=good: good, TYPE, "must be a torch.Tensor")
+        add_each(
+            names,
+            side,
+            "dtype",
+            lambda rows=rows: ones(*rows, 32),
+            TYPE,
+            "dtype is torch.float32, must be torch.uint8",
+        )
+        add_each(names, side, "rank", lambda good=good: good.codes.view(-1), VALUE, "must have rank")
+        add_each(
+            names, side, "strides", lambda good=good: every_other(good.codes), VALUE, "must be contiguous"
+        )
+        add_each(
+            names, side, "aligned", lambda good=good: misaligned(good.codes), VALUE, "must be 16-byte aligned"
+        )
+        add_each(
+            names,
+            side,
+            "decoded",
+            lambda half=half: half,
+            VALUE,
+            f"must be None because {side} is float16",
+            scale,
+        )
+        add_each(names, scale, "none", lambda: None, TYPE, "got None (NoneType), must be a torch.Tensor")
+        add_each(
+            names,
+            scale,
+            "dtype",
+            lambda good=good: ones(*good.scales.shape),
+            TYPE,
+            "dtype is torch.float32, must be torch.float8_e4m3fn",
+        )
+        add_each(names, scale, "shape", lambda: A.compact_scales(), VALUE, "shape is (33, 4), must be (")
+        add_each(
+            names, scale, "device", lambda good=good: good.scales.to("meta"), VALUE, "device is meta, must be"
+        )
+        add_each(
+            names, scale, "strides", lambda good=good: every_other(good.scales), VALUE, "must be contiguous"
+        )
+        add_each(names, scale, "aligned", lambda good=good: misaligned(good.scales), VALUE, "must be 16-byte")
+        tracked = grad(half)
+        CASES += [
+            Case(
+                function,
+                f"{side}-tracked",
+                lambda tracked=tracked, side=side: {side: tracked, f"scale_{side}": None},
+                NOT,
+                "requires grad",
+                side,
+            )
+            for function in each(names)
+        ]
+for function in each(RAW):
+    for kind, data, says in (
+        ("n", fp4gemm.quantize(ones(G, 12, K)), "n is 12, must be a multiple of 8"),
+        ("k-differs", fp4gemm.quantize(ones(G, N, 96)), "k is 96, must be 64, the k of a"),
+    ):
+        both = {"b": data.codes, "scale_b": data.scales}
+        CASES.append(Case(function, f"b-{kind}", lambda both=both: both, VALUE, says, "b"))
+    data = fp4gemm.quantize(ones(3, N, K))
+    both = {"b": data.codes, "scale_b": data.scales}
+    CASES.append(
+        Case(function, "b-number", lambda both=both: both, VALUE, "(3, 24, 32), must be (2, n, k)", "b")
+    )
+for function in each(RAW_COLUMNS):
+    both = {"a": ones(32, 48, dtype=torch.uint8), "scale_a": ones(128, 8, dtype=torch.uint8)}
+    CASES.append(
+        Case(function, "a-k", lambda both=both: both, VALUE, "k is 96, must be a multiple of 64", "a")
+    )
+    both = {"b": ones(48, 96, dtype=torch.uint8), "scale_b": ones(128, 12, dtype=torch.uint8)}
+    CASES.append(
+        Case(function, "b-k", lambda both=both: both, VALUE, "k is 192, must be 128, the k of a", "b")
+    )
+    CASES.append(
+        Case(
+            function,
+            "offs-padded",
+            lambda: {"offs": ends(70, 100)},
+            VALUE,
+            "padded groups have 192 columns",
+            "offs",
+        )
+    )
+
+# ---- raw vectors
+for names, (a, b) in SIDES.items():
+    by_rows = names == RAW
+    for vector, length in (("alpha_row", a.shape[0]), ("alpha_col", b.shape[-2])):
+        wanted = f"must be ({length},)"
+        if vector == "alpha_col" or not by_rows:
+            wanted += f", (1,), (2, {length}) or (2, 1)"
+        add_each(names, vector, "type", lambda: 2.0, TYPE, "got 2.0 (float), must be a torch.Tensor")
+        add_each(
+            names, vector, "dtype", lambda length=length: ones(length).half(), TYPE, "dtype is torch.float16"
+        )
+        add_each(names, vector, "shape", lambda length=length: ones(length + 1), VALUE, wanted)
+        add_each(names, vector, "groups", lambda length=length: ones(3, length), VALUE, wanted)
+        add_each(names, vector, "scalar", lambda: torch.tensor(1.0), VALUE, wanted)
+        add_each(
+            names,
+            vector,
+            "strides",
+            lambda length=length: every_other(ones(length)),
+            VALUE,
+            "must be contiguous",
+        )
+        add_each(
+            names,
+            vector,
+            "device",
+            lambda length=length: ones(length, device="meta"),
+            VALUE,
+            "device is meta, must be",
+        )
+        add_each(names, vector, "grad", lambda length=length: grad(ones(length)), NOT, "requires grad")
+add_each(RAW, "alpha_row", "own", lambda: ones(G, M), VALUE, "shape is (2, 33), must be (33,) or (1,)")
+for names in ("scaled_grouped_mm", "scaled_grouped_mm of columns"):
+    add_each(
+        names, "alpha", "dtype", lambda: ones(G, dtype=torch.float64), TYPE, "dtype is torch.float64, must be"
+    )
+    add_each(names, "alpha", "shape", lambda: ones(1), VALUE, "shape is (1,), must be (2,)")
+    add_each(names, "alpha", "meta", lambda: ones(G, device="meta"), VALUE, "device is meta, must be cpu")
+    add_each(names, "alpha", "grad", lambda: grad(ones(G)), NOT, "requires grad")
+for names in (RAW, RAW_COLUMNS):
+    add_each(names, "alpha", "type", lambda: "1", TYPE, "got '1' (str), must be a Python number")
+    add_each(names, "alpha", "nan", lambda: float("nan"), VALUE, "got nan, must be finite in float32")
+
+# ---- the reference's own
+R = "reference.scaled_grouped_mm, reference.scaled_grouped_mm of columns"
+add_each(R, "alpha", "tensor", lambda: ones(G), TYPE, "must be a Python number")
+add_each(R, "alpha_groups", "type", lambda: 1.0, TYPE, "got 1.0 (float), must be a torch.Tensor")
+add_each(
+    R, "alpha_groups", "dtype", lambda: ones(G).half(), TYPE, "dtype is torch.float16, must be torch.float32"
+)
+add_each(R, "alpha_groups", "shape", lambda: ones(3), VALUE, "shape is (3,), must be (2,)")
+for function in each(R):
+    both = {"alpha": 2.0, "alpha_groups": ones(G)}
+    CASES.append(
+        Case(
+            function,
+            "alpha-both",
+            lambda both=both: both,
+            VALUE,
+            "got 2.0, must be 1 with alpha_groups",
+            "alpha",
+        )
+    )
+R += ", reference.scaled_mm"
+add_each(R, "activation", "name", lambda: "silu", TYPE, "got 'silu' (str), must be 0, 1, 2, 3 or 4")
+add_each(R, "activation", "number", lambda: 5, VALUE, "got 5, must be 0, 1, 2, 3 or 4")
+add_each(R, "c", "number", lambda: 1.0, TYPE, "got 1.0 (float), must be a torch.Tensor")
+add_each(R, "c", "dtype", lambda: ones(M, N), TYPE, "dtype is torch.float32, must be torch.bfloat16")
+add_each(R, "c", "shape", lambda: ones(N, M, dtype=HALF), VALUE, "shape is (24, 33), must be")
+add_each(R, "beta", "type", lambda: None, TYPE, "got None (NoneType), must be a Python number")
+add_each(R, "beta", "alone", lambda: 2.0, VALUE, "got 2.0, must be left away without c")
+add_each(R, "out_dtype", "name", lambda: "float32", TYPE, "got 'float32' (str), must be torch.bfloat16")
+add_each(R, "bias", "kind", lambda: 0.0, TYPE, "got 0.0 (float), must be a torch.Tensor")
+ROWS_OR_DENSE = "reference.scaled_mm, reference.scaled_grouped_mm"
+add_each(
+    ROWS_OR_DENSE, "activation", "gated-n", lambda: 4, VALUE, "got swiglu with n = 24, must be another one"
+)
+GATED = "got swiglu, must be another one for groups of columns"
+add_each("reference.scaled_grouped_mm of columns", "activation", "gated", lambda: 4, NOT, GATED)
+odd = {"z": ones(3), "activation": 4}
+CASES.append(
+    Case("reference.activate", "z-odd", lambda: odd, VALUE, "must have an even number of columns", "z")
+)
+R = "reference.scaled_grouped_mm, reference.scaled_grouped_mm of columns"
+add_each(R, "out", "type", lambda: 0, TYPE, "got 0 (int), must be a torch.Tensor")
+add_each(R, "out", "shape", lambda: ones(N, M, dtype=HALF), VALUE, "shape is (24, 33), must be")
+add_each(
+    R, "out", "conflict", lambda: ones(M, N), VALUE, "got torch.bfloat16, must be torch.float32", "out_dtype"
+)
+add_each("reference.activate", "z", "type", lambda: 1.0, TYPE, "got 1.0 (float), must be a torch.Tensor")
+add_each("reference.activate", "z", "dtype", lambda: ones(4).half(), TYPE, "dtype is torch.float16, must be")
+add_each(
+    "reference.activate",
+    "activation",
+    "none",
+    lambda: None,
+    TYPE,
+    "got None (NoneType), must be 0, 1, 2, 3 or 4",
+)
+add_each(
+    "reference.activate", "activation", "bool", lambda: True, TYPE, "got True (bool), must be 0, 1, 2, 3 or 4"
+)
+add_each("reference.activate", "activation", "negative", lambda: -1, VALUE, "got -1, must be 0, 1, 2, 3 or 4")

@@ -1,0 +1,173 @@
+"""The structs of the C interface for ctypes, filled as their _INIT macros do."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint, c_void_p
+from typing import ClassVar
+
+import torch
+
+SUCCESS, INVALID_ARGUMENT, NOT_SUPPORTED, WORKSPACE, CUDA = range(5)
+BF16, FP16, FP32 = range(3)
+DTYPES = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
+FORMAT_NVFP4, FORMAT_FP16 = range(2)
+SCALING_TENSOR, SCALING_ROW = range(2)
+RAGGED_ROWS, RAGGED_DEPTH = range(2)
+ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "relu2": 3, "swiglu": 4}
+
+
+class Args(ctypes.Structure):
+    """A struct that begins with its size; the fields that are not given keep the defaults of its macro."""
+
+    _defaults_: ClassVar[dict[str, object]] = {}
+
+    def __init__(self, **fields: object) -> None:
+        super().__init__()
+        self.struct_size = ctypes.sizeof(self)
+        for name, value in {**self._defaults_, **fields}.items():
+            setattr(self, name, value)
+
+
+class Quantized(ctypes.Structure):
+    _fields_ = [
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("amax", c_void_p),
+        ("amax_given", c_void_p),
+        ("hadamard", c_int),
+    ]
+
+
+class QuantizeArgs(Args):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("m", c_int64),
+        ("k", c_int64),
+        ("x", c_void_p),
+        ("x_row_stride", c_int64),
+        ("x_dtype", c_int),
+        ("scaling", c_int),
+        ("row", Quantized),
+        ("column", Quantized),
+        ("block_rows", c_int),
+        ("encode", c_int),
+        ("four_over_six", c_int),
+        ("fast_error", c_int),
+        ("e4m3_max", c_int),
+        ("hadamard_signs", c_uint),
+        ("rng_state", c_void_p),
+        ("offs", c_void_p),
+        ("num_groups", c_int),
+    ]
+    _defaults_: ClassVar[dict[str, object]] = {
+        "x_dtype": BF16,
+        "scaling": SCALING_ROW,
+        "block_rows": 1,
+        "e4m3_max": 448,
+    }
+
+
+class Operand(ctypes.Structure):
+    _fields_ = [("data", c_void_p), ("scales", c_void_p), ("format", c_int)]
+
+
+class Vector(ctypes.Structure):
+    _fields_ = [("data", c_void_p), ("numel", c_int64)]
+
+
+class DenseArgs(Args):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("m", c_int64),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("a", Operand),
+        ("b", Operand),
+        ("alpha_row", Vector),
+        ("alpha_col", Vector),
+        ("alpha", c_float),
+        ("bias", c_void_p),
+        ("activation", c_int),
+        ("c", c_void_p),
+        ("c_row_stride", c_int64),
+        ("beta", c_float),
+        ("d", c_void_p),
+        ("d_row_stride", c_int64),
+        ("out_dtype", c_int),
+        ("batch_invariant", c_int),
+        ("kernel", c_char_p),
+    ]
+    _defaults_: ClassVar[dict[str, object]] = {"alpha": 1.0, "beta": 1.0}
+
+
+class GroupedVector(ctypes.Structure):
+    _fields_ = [("data", c_void_p), ("numel", c_int64), ("group_stride", c_int64)]
+
+
+class GroupedArgs(Args):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("ragged", c_int),
+        ("m", c_int64),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("num_groups", c_int),
+        ("offs", c_void_p),
+        ("a", Operand),
+        ("b", Operand),
+        ("alpha_row", GroupedVector),
+        ("alpha_col", GroupedVector),
+        ("alpha", c_float),
+        ("alpha_groups", c_void_p),
+        ("bias", GroupedVector),
+        ("activation", c_int),
+        ("c", c_void_p),
+        ("c_row_stride", c_int64),
+        ("beta", c_float),
+        ("d", c_void_p),
+        ("d_row_stride", c_int64),
+        ("out_dtype", c_int),
+        ("batch_invariant", c_int),
+        ("kernel", c_char_p),
+    ]
+    _defaults_: ClassVar[dict[str, object]] = {"alpha": 1.0, "beta": 1.0}
+
+
+class KernelInfo(ctypes.Structure):
+    _fields_ = [
+        ("name", c_char_p),
+        ("mode", c_char_p),
+        ("epilogue", c_char_p),
+        ("arch", c_int),
+        ("tile_m", c_int),
+        ("tile_n", c_int),
+        ("tile_k", c_int),
+        ("cluster_m", c_int),
+        ("cluster_n", c_int),
+        ("out_dtype", c_int),
+        ("operand", c_char_p),
+        ("is_swapped", c_int),
+    ]
+
+
+def declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Gives the calls that take structs their signatures."""
+    library.fp4gemm_last_error.restype = c_char_p
+    for name, args in (("dense", DenseArgs), ("grouped", GroupedArgs)):
+        query, call = (getattr(library, f"fp4gemm_{name}{end}") for end in ("_workspace_bytes", ""))
+        query.argtypes = [POINTER(args), c_int, POINTER(c_size_t)]
+        call.argtypes = [POINTER(args), c_void_p, c_size_t, c_int, c_void_p]
+    library.fp4gemm_quantize.argtypes = [POINTER(QuantizeArgs), c_int, c_void_p]
+    library.fp4gemm_kernel_info.argtypes = [c_int, POINTER(KernelInfo)]
+    return library
+
+
+def kernels(library: ctypes.CDLL) -> list[KernelInfo]:
+    """The kernel table."""
+    table = []
+    for index in range(library.fp4gemm_kernel_count()):
+        info = KernelInfo()
+        library.fp4gemm_kernel_info(index, byref(info))
+        table.append(info)
+    return table

@@ -1,0 +1,22 @@
+"""One emulator a process, with the kernels of the library that the build of the tests made."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+for folder in (Path(__file__).parent, Path(__file__).parents[1], Path(__file__).parents[1] / "ptxemu"):
+    sys.path.insert(0, str(folder))
+
+from session import Session, build_folder, cuobjdump, library_path  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
+    if library_path() is None:
+        pytest.skip(f"no libfp4gemm_emulated.so in {build_folder()}: build with FP4GEMM_BUILD_TESTS and 100f")
+    if cuobjdump() is None:
+        pytest.skip("cuobjdump is not installed (requirements/test.txt)")
+    return Session(tmp_path_factory.mktemp("ptx"))

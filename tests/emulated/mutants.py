@@ -1,0 +1,141 @@
+"""Mutants of our kernels, one fault each, in the PTX or in the arguments that the host code builds.
+
+python tests/emulated/mutants.py [--limit 60] [--kernel REGEX]      prints the table of docs/blackwell.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+for _folder in (Path(__file__).parent, Path(__file__).parents[1], Path(__file__).parents[1] / "ptxemu"):
+    sys.path.insert(0, str(_folder))
+
+import capi  # noqa: E402
+import torch  # noqa: E402
+from mutate import Table, in_emulator, mutants, score  # noqa: E402
+from problems import FULL, Problem, dense, grouped_rows  # noqa: E402
+from session import NUM_SMS, SCHEDULES, Call, Finding, Session, same_bits  # noqa: E402
+
+OPTIONS = {"num_sms": NUM_SMS, "hazards_are_fatal": 0, "report_unwritten_global": 1}
+
+
+def problem_of(info: capi.KernelInfo) -> Problem:
+    """Several tiles for each multiprocessor, every term, ragged sizes."""
+    dtype = {number: dtype for dtype, number in capi.DTYPES.items()}[info.out_dtype]
+    if info.mode == b"dense":
+        return dense(264, 136, 1088, dtype, FULL, "silu")
+    return grouped_rows((5, 0, 130, 17), 136, 544, dtype, FULL, "silu")
+
+
+def text_of(session: Session, kernel: str, problem: Problem) -> tuple[str, list[int]]:
+    """The PTX file that holds the kernel, and its lines that the problem executes."""
+    session.emulator.reset_statistics()
+    session.run(problem, kernel, mode="lazy")
+    lines = session.emulator.statistics()["lines"]
+    for path in session.ptx_files:
+        text = path.read_text()
+        names = [name for name in lines if f"{name}(" in text]
+        if names:
+            return text, [int(line) for name in names for line in lines[name]]
+    raise LookupError(kernel)
+
+
+def ptx_score(session: Session, kernel: str, kind: str, limit: int, folder: Path) -> Table:
+    """Single faults of the kernel's PTX, each under every schedule until one notices it."""
+    problem = problem_of(session.kernels[kernel])
+    text, lines = text_of(session, kernel, problem)
+
+    def execute() -> bool:
+        call = Call(session, problem, kernel)
+        if call.launch() != capi.SUCCESS:
+            return False
+        return same_bits(call.result(), problem.want)
+
+    run = in_emulator(session.emulator, folder, execute)
+    schedules = [{**OPTIONS, **schedule} for schedule in SCHEDULES]
+    try:
+        return score(mutants(text, kind, lines, limit), run, schedules)
+    finally:
+        session.emulator.unload()
+        for path in session.ptx_files:
+            session.emulator.load(path)
+
+
+def argument_faults(args: capi.DenseArgs | capi.GroupedArgs) -> Iterator[tuple[str, Callable[[], None]]]:
+    """(what, how to spoil the arguments): what a mistake in the host code would hand to the kernel."""
+
+    def put(field: str, value: object) -> Callable[[], None]:
+        return lambda: setattr(args, field, value)
+
+    yield "the scales of a for those of b", lambda: setattr(args.a, "scales", args.b.scales)
+    yield "the codes of a 16 bytes on", lambda: setattr(args.a, "data", args.a.data + 16)
+    yield "the scales of b 16 bytes on", lambda: setattr(args.b, "scales", args.b.scales + 16)
+    yield "k 32 less", put("k", args.k - 32)
+    yield "m one less", put("m", args.m - 1)
+    yield "n 8 less", put("n", args.n - 8)
+    yield "beta halved", put("beta", args.beta / 2)
+    yield "no bias", put("bias", type(args.bias)() if isinstance(args.bias, capi.GroupedVector) else None)
+    yield "no c", put("c", None)
+    yield "another activation", put("activation", 3)
+    yield "c 16 bytes on", put("c", args.c + 16)
+    yield "d 16 bytes on", put("d", args.d + 16)
+    yield "rows of d 8 elements closer", put("d_row_stride", args.d_row_stride - 8)
+    yield "row vector one on", lambda: setattr(args.alpha_row, "data", args.alpha_row.data + 4)
+    yield "column vector one on", lambda: setattr(args.alpha_col, "data", args.alpha_col.data + 4)
+    yield "row vector a number", lambda: setattr(args.alpha_row, "numel", 1)
+    if isinstance(args, capi.GroupedArgs):
+        yield "group ends one on", put("offs", args.offs + 4)
+        yield "one group less", put("num_groups", args.num_groups - 1)
+        yield "columns' vector not by group", lambda: setattr(args.alpha_col, "group_stride", 0)
+        yield "alpha not by group", put("alpha_groups", None)
+    else:
+        yield "alpha doubled", put("alpha", args.alpha * 2)
+
+
+def argument_survivors(session: Session, kernel: str) -> tuple[int, list[str]]:
+    """(how many faults, those that neither the result nor the emulator shows)."""
+    problem = problem_of(session.kernels[kernel])
+    names = [what for what, _ in argument_faults(Call(session, problem, kernel).args)]
+    survivors = []
+    for index, what in enumerate(names):
+        session.emulator.configure(**{**OPTIONS, "hazards_are_fatal": 1}, mode="lazy")
+        session.emulator.clear()
+        call = Call(session, problem, kernel)
+        list(argument_faults(call.args))[index][1]()
+        try:
+            session.check(call.launch())
+        except Finding:
+            continue
+        if same_bits(call.result(), problem.want):
+            survivors.append(what)
+    return len(names), survivors
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--limit", type=int, default=60, help="PTX mutants of each kind and kernel")
+    parser.add_argument("--kernel", default="dense_256x128x256.*bf16|grouped_128x128x256.*rowcol_bf16")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        session = Session(folder / "ptx")
+        for kernel in session.kernels:
+            if not re.search(options.kernel, kernel):
+                continue
+            total, survivors = argument_survivors(session, kernel)
+            print(f"{kernel}, arguments: {total - len(survivors)} of {total} noticed; survived: {survivors}")
+            for kind in ("sync", "alu"):
+                table = ptx_score(session, kernel, kind, options.limit, folder)
+                print(f"{kernel}, {kind}: {table.summary()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

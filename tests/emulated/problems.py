@@ -1,0 +1,197 @@
+"""GEMM problems whose result no order of summation changes, and what the CPU reference says of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import capi
+import torch
+from fp4gemm import layout, reference
+from torch import Tensor
+
+# Vectors of a problem: none, or every term of the epilogue.
+PLAIN, FULL = "plain", "full"
+
+
+@dataclass
+class Problem:
+    """Host tensors of one call, and D as it must be, poison included where nothing may be written."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    a: Tensor
+    scale_a: Tensor
+    b: Tensor
+    scale_b: Tensor
+    want: Tensor  # (.., rows, row stride): D with the columns behind it
+    offs: Tensor | None = None
+    is_depth: bool = False
+    alpha: float = 1.0
+    activation: int = 0
+    beta: float = 1.0
+    vectors: dict[str, Tensor] = field(default_factory=dict)  # alpha_row, alpha_col, bias, c, alpha_groups
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.want.dtype
+
+
+def codes_and_scales(rows: int, k: int, gen: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Every e2m1 code; scales of few bits, so that fp32 holds each partial sum."""
+    codes = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, generator=gen)
+    mantissa = torch.randint(8, 16, (rows, k // 16), generator=gen) / 8
+    exponent = torch.randint(-1, 2, (rows, k // 16), generator=gen)
+    return codes, (mantissa * 2.0**exponent).to(torch.float8_e4m3fn)
+
+
+def numbers(shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
+    return torch.rand(shape, generator=gen) + 0.5
+
+
+def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """All bytes 0xFF."""
+    num_bytes = dtype.itemsize * torch.Size(shape).numel()
+    return torch.full((num_bytes,), 0xFF, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def row_stride(n: int, terms: str) -> int:
+    """Columns from one row of D to the next: some lie behind D in the full problems."""
+    return n if terms == PLAIN else n + 16
+
+
+def dense(
+    m: int, n: int, k: int, dtype: torch.dtype, terms: str = FULL, activation: str | None = None
+) -> Problem:
+    """n: of the product; D of swiglu has half as many columns."""
+    gen = torch.Generator().manual_seed(m * 1000003 + n * 1009 + k)
+    a, scales_a = codes_and_scales(m, k, gen)
+    b, scales_b = codes_and_scales(n, k, gen)
+    columns = columns_of_d(n, activation)
+    want = poisoned((m, row_stride(columns, terms)), dtype)
+    swizzled = [layout.swizzle_scales(scales) for scales in (scales_a, scales_b)]
+    name = f"m{m}-n{n}-k{k}-{terms}-{activation}"
+    problem = Problem(name, m, n, k, a, swizzled[0], b, swizzled[1], want)
+    problem.activation = capi.ACTIVATIONS[activation]
+    if terms == FULL:
+        problem.alpha = 0.25
+        problem.vectors = {
+            "alpha_row": numbers((m,), gen),
+            "alpha_col": numbers((n,), gen),
+            "bias": numbers((n,), gen) - 1,
+        }
+        if activation != "swiglu":
+            problem.vectors["c"], problem.beta = (numbers((m, n), gen) * 8).to(dtype), 0.5
+    want[:, :columns] = reference.scaled_mm(
+        a,
+        b,
+        problem.scale_a,
+        problem.scale_b,
+        problem.alpha,
+        out_dtype=dtype,
+        activation=problem.activation,
+        beta=problem.beta,
+        **problem.vectors,
+    )
+    return problem
+
+
+def columns_of_d(n: int, activation: str | None) -> int:
+    return n // 2 if activation == "swiglu" else n
+
+
+def group_rows(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """(ends, row of the scale buffer of every row in a group)."""
+    rows, begin = [], 0
+    for size in sizes:
+        rows.append(begin + torch.arange(size))
+        begin += (size + 127) // 128 * 128
+    return torch.tensor(sizes).cumsum(0).to(torch.int32), torch.cat(rows)
+
+
+def grouped_rows(
+    sizes: tuple[int, ...],
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    terms: str = FULL,
+    activation: str | None = None,
+) -> Problem:
+    """Experts; three rows more than they have stay untouched."""
+    gen = torch.Generator().manual_seed(sum(sizes) * 1009 + n + k + len(sizes))
+    groups, m = len(sizes), sum(sizes) + 3
+    offs, at = group_rows(sizes)
+    a, scales_a = codes_and_scales(m, k, gen)
+    spread = torch.zeros(layout.grouped_scale_rows(m, groups), k // 16).to(torch.float8_e4m3fn)
+    spread.view(torch.uint8)[at] = scales_a.view(torch.uint8)[: len(at)]
+    experts = [codes_and_scales(n, k, gen) for _ in sizes]
+    b = torch.stack([codes for codes, _ in experts])
+    scale_b = torch.stack([layout.swizzle_scales(scales) for _, scales in experts])
+    columns = columns_of_d(n, activation)
+    want = poisoned((m, row_stride(columns, terms)), dtype)
+    name = f"{'.'.join(map(str, sizes))}-n{n}-k{k}-{terms}-{activation}"
+    problem = Problem(name, m, n, k, a, layout.swizzle_scales(spread), b, scale_b, want, offs)
+    problem.activation = capi.ACTIVATIONS[activation]
+    if terms == FULL:
+        problem.vectors = {
+            "alpha_groups": numbers((groups,), gen),
+            "alpha_row": numbers((m,), gen),
+            "alpha_col": numbers((groups, n), gen),
+            "bias": numbers((groups, n), gen) - 1,
+        }
+        if activation != "swiglu":
+            problem.vectors["c"], problem.beta = (numbers((m, n), gen) * 8).to(dtype), 0.5
+    out = poisoned((m, columns), dtype)
+    reference_of(problem, out)
+    want[:, :columns] = out
+    return problem
+
+
+def grouped_depth(sizes: tuple[int, ...], m: int, n: int, dtype: torch.dtype, terms: str = FULL) -> Problem:
+    """Tokens along k; the columns that no token has are zero."""
+    gen = torch.Generator().manual_seed(sum(sizes) * 1009 + n + m + len(sizes))
+    groups, columns = len(sizes), layout.grouped_columns(sum(sizes), len(sizes))
+    taken, begin = torch.zeros(columns, dtype=torch.bool), 0
+    for size in sizes:
+        taken[begin : begin + size] = True
+        begin += (size + 63) // 64 * 64
+    nibbles = torch.where(taken.view(-1, 2), torch.tensor([0x0F, 0xF0]), 0).sum(1).to(torch.uint8)
+    operands = []
+    for rows in (m, n):
+        codes, scales = codes_and_scales(rows, columns, gen)
+        none = scales.new_empty(((rows + 127) // 128 * 128, 0))
+        operands += [codes & nibbles, layout.swizzle_scales(scales) if columns else none]
+    want = poisoned((groups, m, row_stride(n, terms)), dtype)
+    a, scale_a, b, scale_b = operands
+    offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    name = f"{'.'.join(map(str, sizes))}-m{m}-n{n}-{terms}"
+    problem = Problem(name, m, n, columns, a, scale_a, b, scale_b, want, offs, True)
+    if terms == FULL:
+        problem.alpha, problem.beta = 0.125, 1.0
+        problem.vectors = {
+            "alpha_row": numbers((groups, m), gen),
+            "alpha_col": numbers((n,), gen),
+            "c": (numbers((groups, m, n), gen) * 8).to(dtype),
+        }
+    out = poisoned((groups, m, n), dtype)
+    reference_of(problem, out)
+    want[:, :, :n] = out
+    return problem
+
+
+def reference_of(problem: Problem, out: Tensor) -> None:
+    """The CPU reference of a grouped problem, into out."""
+    reference.scaled_grouped_mm(
+        problem.a,
+        problem.b,
+        problem.scale_a,
+        problem.scale_b,
+        problem.offs,
+        problem.alpha,
+        activation=problem.activation,
+        beta=problem.beta,
+        out_dtype=problem.dtype,
+        out=out,
+        **problem.vectors,
+    )

@@ -1,0 +1,187 @@
+"""The library under test, linked with the emulator in place of the CUDA runtime, and one call of it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import capi
+import torch
+from emulator import DeviceArray, Emulator, extract_ptx
+from problems import Problem
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+# The device's: few multiprocessors, so that each gets several tiles. The library reads it once a process.
+NUM_SMS = 6
+
+# Eight ways for warps and asynchronous operations to take turns, on as many clusters at a time.
+SCHEDULES = (
+    {"mode": "eager", "seed": 1},
+    {"mode": "lazy", "seed": 1, "resident_clusters": 1},
+    {"mode": "random", "seed": 1, "resident_clusters": 2},
+    {"mode": "random", "seed": 2, "resident_clusters": 3},
+    {"mode": "random", "seed": 3},
+    {"mode": "pct", "seed": 4, "resident_clusters": 2},
+    {"mode": "pct", "seed": 5, "resident_clusters": 1},
+    {"mode": "pct", "seed": 6},
+)
+
+
+def build_folder() -> Path:
+    """Where the build of the tests lies: FP4GEMM_TEST_BUILD, or build/test as `make test` makes it."""
+    return Path(os.environ.get("FP4GEMM_TEST_BUILD", ROOT / "build" / "test"))
+
+
+def library_path() -> Path | None:
+    found = sorted(build_folder().glob("libfp4gemm_emulated.so"))
+    return found[0] if found else None
+
+
+def cuobjdump() -> str | None:
+    """That of nvidia-cuda-cuobjdump, a test requirement, or the toolkit's."""
+    beside = sorted(Path(sys.prefix).glob("lib/python*/site-packages/nvidia/*/bin/cuobjdump"))
+    return str(beside[-1]) if beside else shutil.which("cuobjdump")
+
+
+class Finding(AssertionError):
+    """The emulator ended a launch, or reported a hazard."""
+
+
+class Session:
+    """One process's emulator with the library's kernels loaded."""
+
+    def __init__(self, ptx_folder: Path) -> None:
+        library = library_path()
+        tool = cuobjdump()
+        if library is None or tool is None:
+            raise FileNotFoundError("libfp4gemm_emulated.so or cuobjdump")
+        self.ptx_files = extract_ptx(library, ptx_folder, tool)
+        self.emulator = Emulator(next(build_folder().glob("**/libptxemu.so")), [ptx_folder])
+        self.emulator.configure(num_sms=NUM_SMS)
+        self.library = capi.declare(self.emulator.load_library(library))
+        self.kernels = {info.name.decode(): info for info in capi.kernels(self.library) if info.arch == 100}
+
+    def run(self, problem: Problem, kernel: str | None = None, **schedule: object) -> Tensor:
+        """D with the columns behind it, after one call under one schedule; raises Finding."""
+        options = {"hazards_are_fatal": 1, "report_unwritten_global": 1, "num_sms": NUM_SMS, **schedule}
+        self.emulator.configure(**options)  # type: ignore[arg-type]
+        self.emulator.clear()
+        call = Call(self, problem, kernel)
+        self.check(call.launch())
+        return call.result()
+
+    def check(self, status: int) -> None:
+        """Raises Finding unless the call succeeded, ran to its end and nothing was found."""
+        from emulator import EmulatorError
+
+        message = "" if status == capi.SUCCESS else self.library.fp4gemm_last_error().decode()
+        try:
+            self.emulator.synchronize()
+        except EmulatorError as error:
+            raise Finding(f"{message} {error}") from None
+        if status != capi.SUCCESS:
+            raise Finding(f"{message} {self.emulator.last_error()}")
+        if self.emulator.num_hazards():
+            raise Finding(self.emulator.hazards())
+
+
+class Call:
+    """The C arguments of a problem, with its tensors on the emulated device."""
+
+    def __init__(self, session: Session, problem: Problem, kernel: str | None) -> None:
+        self.session = session
+        self.problem = problem
+        self.arrays: list[DeviceArray] = []  # keeps them allocated
+        self.d = session.emulator.empty(tuple(problem.want.shape), problem.dtype)
+        self.grouped = problem.offs is not None
+        self.args = (self._grouped if self.grouped else self._dense)()
+        self.args.kernel = None if kernel is None else kernel.encode()
+        self.workspace_bytes: int | None = None
+
+    def _put(self, tensor: Tensor) -> int:
+        self.arrays.append(self.session.emulator.upload(tensor.contiguous()))
+        return self.arrays[-1].pointer
+
+    def _common(self) -> dict[str, object]:
+        p = self.problem
+        fields: dict[str, object] = {
+            "m": p.m,
+            "n": p.n,
+            "k": p.k,
+            "a": capi.Operand(self._put(p.a), self._put(p.scale_a), capi.FORMAT_NVFP4),
+            "b": capi.Operand(self._put(p.b), self._put(p.scale_b), capi.FORMAT_NVFP4),
+            "alpha": p.alpha,
+            "activation": p.activation,
+            "beta": p.beta,
+            "d": self.d.pointer,
+            "d_row_stride": p.want.shape[-1],
+            "out_dtype": capi.DTYPES[p.dtype],
+        }
+        if "c" in p.vectors:
+            fields.update(c=self._put(p.vectors["c"]), c_row_stride=p.n)
+        return fields
+
+    def _dense(self) -> capi.DenseArgs:
+        vectors = self.problem.vectors
+        args = capi.DenseArgs(**self._common())
+        for name in ("alpha_row", "alpha_col"):
+            if name in vectors:
+                setattr(args, name, capi.Vector(self._put(vectors[name]), vectors[name].numel()))
+        if "bias" in vectors:
+            args.bias = self._put(vectors["bias"])
+        return args
+
+    def _grouped(self) -> capi.GroupedArgs:
+        p = self.problem
+        args = capi.GroupedArgs(
+            **self._common(),
+            ragged=capi.RAGGED_DEPTH if p.is_depth else capi.RAGGED_ROWS,
+            num_groups=p.offs.numel(),
+            offs=self._put(p.offs),
+        )
+        for name in ("alpha_row", "alpha_col", "bias"):
+            if name in p.vectors:
+                vector = p.vectors[name]
+                numel = vector.shape[-1]
+                setattr(
+                    args,
+                    name,
+                    capi.GroupedVector(self._put(vector), numel, numel if vector.dim() == 2 else 0),
+                )
+        if "alpha_groups" in p.vectors:
+            args.alpha_groups = self._put(p.vectors["alpha_groups"])
+        return args
+
+    def launch(self) -> int:
+        """The status; the workspace is as large as asked for, and never written before."""
+        mode = "grouped" if self.grouped else "dense"
+        library = self.session.library
+        num_bytes = ctypes.c_size_t()
+        status = getattr(library, f"fp4gemm_{mode}_workspace_bytes")(self.args, 0, num_bytes)
+        if status != capi.SUCCESS:
+            return status
+        self.workspace_bytes = num_bytes.value
+        slack = self.session.emulator.empty(num_bytes.value + 256)
+        self.arrays.append(slack)
+        aligned = (slack.pointer + 255) // 256 * 256
+        return getattr(library, f"fp4gemm_{mode}")(self.args, aligned, num_bytes.value, 0, None)
+
+    def result(self) -> Tensor:
+        return self.session.emulator.download(self.d)
+
+
+def same_bits(got: Tensor, want: Tensor) -> bool:
+    return torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+def describe(got: Tensor, want: Tensor) -> str:
+    """Where two results differ."""
+    integers = torch.int32 if want.dtype == torch.float32 else torch.int16
+    wrong = (got.view(integers) != want.view(integers)).nonzero()
+    first = tuple(wrong[0].tolist())
+    count = f"{len(wrong)} of {want.numel()} elements differ"
+    return f"{count}, the first at {first}: {got[first]}, must be {want[first]}"

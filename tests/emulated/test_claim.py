@@ -1,0 +1,58 @@
+"""The claim: our SM100 kernels execute nothing that NVIDIA's own, which pass on the emulator, do not."""
+
+from __future__ import annotations
+
+import json
+
+import fp4gemm
+import pytest
+import torch
+from problems import FULL, Problem, dense, grouped_depth, grouped_rows
+from report import contained, merge
+from session import Session, build_folder
+
+# What no kernel of upstream executes in the calibration, and why that is no gap.
+EXPLAINED: dict[str, str] = {}
+
+
+def problems_of(kernel: fp4gemm.KernelInfo) -> list[Problem]:
+    activation = "swiglu" if kernel.epilogue == "swiglu" else "silu"
+    if kernel.mode == "dense":
+        return [dense(130, 272, 544, kernel.out_dtype, FULL, activation)]
+    problems = [grouped_rows((5, 0, 130), 144, 96, kernel.out_dtype, FULL, activation)]
+    if kernel.epilogue == "rowcol":
+        problems.append(grouped_depth((5, 0, 130), 72, 136, kernel.out_dtype))
+    return problems
+
+
+@pytest.fixture(scope="module")
+def calibrated() -> dict[str, object]:
+    found = sorted(build_folder().glob("**/calibrated.json"))
+    if not found:
+        pytest.skip("no calibrated.json: the calibration programs were not run (make test does)")
+    return json.loads(found[0].read_text())
+
+
+def test_executed_features_are_calibrated(session: Session, calibrated: dict[str, object]) -> None:
+    """Opcodes, instruction descriptors, TMA modes and swizzles, TMEM copies and loads, of every kernel."""
+    session.emulator.reset_statistics()
+    for kernel in fp4gemm.kernels():
+        if kernel.arch != 100:
+            continue
+        for problem in problems_of(kernel):
+            session.run(problem, kernel.name, mode="lazy")
+    missing = contained(merge([session.emulator.statistics()]), calibrated)
+    unexplained = [name for name in missing if name not in EXPLAINED]
+    assert not unexplained, "\n".join(unexplained)
+    unused = set(EXPLAINED) - set(missing)
+    assert not unused, f"explained, but calibrated or never executed: {unused}"
+
+
+def test_the_claim_can_fail(session: Session, calibrated: dict[str, object]) -> None:
+    """A set that lacks the matrix instruction does not contain what a kernel executes."""
+    session.emulator.reset_statistics()
+    session.run(dense(3, 8, 32, torch.bfloat16), mode="lazy")
+    executed = merge([session.emulator.statistics()])
+    known = {category: dict(names) for category, names in calibrated.items()}  # type: ignore[call-overload]
+    known["opcode"] = {name: 1 for name in known["opcode"] if not name.startswith("tcgen05.mma")}
+    assert any("tcgen05.mma" in name for name in contained(executed, known))

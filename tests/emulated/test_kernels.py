@@ -1,0 +1,106 @@
+"""Every SM100 kernel of the table on the emulator: the bits of the reference under every schedule."""
+
+from __future__ import annotations
+
+import fp4gemm
+import pytest
+import torch
+from problems import FULL, PLAIN, Problem, dense, grouped_depth, grouped_rows
+from session import SCHEDULES, Session, describe, same_bits
+
+KERNELS = [kernel for kernel in fp4gemm.kernels() if kernel.arch == 100]
+
+
+def of_mode(mode: str, epilogue: str = "rowcol") -> list[object]:
+    found = [kernel for kernel in KERNELS if (kernel.mode, kernel.epilogue) == (mode, epilogue)]
+    return [pytest.param(kernel, id=kernel.name) for kernel in found] or [
+        pytest.param(None, marks=pytest.mark.skip(reason="built without SM100 kernels"))
+    ]
+
+
+def check(session: Session, problem: Problem, kernel: str | None) -> None:
+    for schedule in SCHEDULES:
+        got = session.run(problem, kernel, **schedule)
+        assert same_bits(got, problem.want), f"{problem.name} {schedule}: {describe(got, problem.want)}"
+
+
+DENSE = {
+    "one-row": lambda dtype: dense(1, 8, 32, dtype, PLAIN),
+    "tiny": lambda dtype: dense(3, 136, 96, dtype, FULL, "relu2"),
+    "ragged": lambda dtype: dense(130, 264, 544, dtype, FULL, "silu"),
+    "tiles": lambda dtype: dense(260, 520, 320, dtype, PLAIN),
+}
+
+
+@pytest.mark.parametrize("case", DENSE)
+@pytest.mark.parametrize("kernel", of_mode("dense"))
+def test_dense(session: Session, kernel: fp4gemm.KernelInfo, case: str) -> None:
+    check(session, DENSE[case](kernel.out_dtype), kernel.name)
+
+
+GROUPED = {
+    "rows": lambda dtype: grouped_rows((5, 0, 130, 17), 136, 96, dtype, FULL, "relu2"),
+    "one-hot": lambda dtype: grouped_rows((0, 300, 0), 264, 320, dtype, PLAIN),
+    "all-empty": lambda dtype: grouped_rows((0, 0, 0), 64, 64, dtype),
+    "depth": lambda dtype: grouped_depth((5, 0, 130, 64), 72, 136, dtype),
+    "depth-plain": lambda dtype: grouped_depth((0, 200), 136, 264, dtype, PLAIN),
+    "no-token": lambda dtype: grouped_depth((0, 0), 72, 136, dtype),
+}
+
+
+@pytest.mark.parametrize("case", GROUPED)
+@pytest.mark.parametrize("kernel", of_mode("grouped"))
+def test_grouped(session: Session, kernel: fp4gemm.KernelInfo, case: str) -> None:
+    check(session, GROUPED[case](kernel.out_dtype), kernel.name)
+
+
+GATED = {
+    "dense": lambda dtype: dense(130, 272, 544, dtype, FULL, "swiglu"),
+    "dense-plain": lambda dtype: dense(1, 16, 32, dtype, PLAIN, "swiglu"),
+    "grouped": lambda dtype: grouped_rows((5, 0, 130, 17), 144, 96, dtype, FULL, "swiglu"),
+}
+
+
+@pytest.mark.parametrize("case", GATED)
+@pytest.mark.parametrize("kernel", of_mode("dense", "swiglu") + of_mode("grouped", "swiglu"))
+def test_gated(session: Session, kernel: fp4gemm.KernelInfo, case: str) -> None:
+    if case.startswith("dense") == (kernel.mode == "dense"):
+        check(session, GATED[case](kernel.out_dtype), kernel.name)
+
+
+@pytest.mark.parametrize("kernel", of_mode("grouped"))
+def test_one_group_is_dense(session: Session, kernel: fp4gemm.KernelInfo) -> None:
+    """Bit for bit what a dense kernel makes of the same operands."""
+    grouped = grouped_rows((133,), 136, 96, kernel.out_dtype, PLAIN)
+    plain = Problem(
+        "one group",
+        133,
+        136,
+        96,
+        grouped.a[:133],
+        grouped.scale_a[:256],
+        grouped.b[0],
+        grouped.scale_b[0],
+        grouped.want[:133],
+    )
+    assert same_bits(session.run(grouped, kernel.name)[:133], session.run(plain))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_selected_kernels(session: Session, dtype: torch.dtype) -> None:
+    """No kernel is named: the host path from selection to launch."""
+    for problem in (
+        dense(1, 520, 96, dtype, FULL, "gelu_tanh"),
+        dense(200, 136, 64, dtype, FULL),
+        grouped_rows((3, 0, 1, 64), 136, 64, dtype),
+        grouped_depth((64, 1, 0), 136, 72, dtype),
+    ):
+        check(session, problem, None)
+
+
+def test_many_groups(session: Session) -> None:
+    """More groups than the preparation kernel has threads."""
+    sizes = tuple((i * 7919) % 5 % 3 for i in range(1100))
+    problem = grouped_rows(sizes, 8, 32, torch.bfloat16, PLAIN)
+    got = session.run(problem, mode="lazy")
+    assert same_bits(got, problem.want), describe(got, problem.want)

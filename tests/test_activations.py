@@ -1,0 +1,127 @@
+"""The activations of the epilogue: bit for bit a scalar model, and close to torch's."""
+
+from __future__ import annotations
+
+import math
+
+import model_epilogue
+import numpy as np
+import pytest
+import torch
+from fp4gemm import reference
+from helpers import assert_bits, assert_same_value
+
+KINDS = {"silu": 1, "gelu_tanh": 2, "relu2": 3}
+SWIGLU = 4
+SPECIAL = [
+    0.0,
+    -0.0,
+    math.inf,
+    -math.inf,
+    math.nan,
+    87.0,
+    -87.0,
+    87.5,
+    -88.5,
+    1e-45,
+    -1e-45,
+    3e38,
+    -3e38,
+    1e20,
+]
+
+
+def samples(gen: torch.Generator) -> torch.Tensor:
+    """Every order of magnitude, densely around 0 and around the clamp, and what is special."""
+    everywhere = torch.randint(-(2**31), 2**31 - 1, (200_000,), generator=gen, dtype=torch.int64)
+    dense = torch.randn(200_000, generator=gen) * 4
+    return torch.cat(
+        (
+            everywhere.to(torch.int32).view(torch.float32),
+            dense,
+            torch.linspace(-130, 130, 100_001),
+            torch.tensor(SPECIAL),
+        )
+    )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_bits_of_the_model(name: str, device: torch.device, gen: torch.Generator) -> None:
+    z = samples(gen)
+    got = reference.activate(z.to(device), KINDS[name]).cpu()
+    want = torch.from_numpy(model_epilogue.activate(z.numpy(), name))
+    assert_same_value(got, want, name)
+
+
+def test_bits_of_the_gated_model(device: torch.device, gen: torch.Generator) -> None:
+    """silu of each even column times the column behind it."""
+    z = samples(gen)
+    z = z[torch.randperm(z.numel(), generator=gen)][: 1000 * 400].view(1000, 400)
+    got = reference.activate(z.to(device), SWIGLU).cpu()
+    assert got.shape == (1000, 200)
+    assert_same_value(got, torch.from_numpy(model_epilogue.activate(z.numpy(), "swiglu")), "swiglu")
+    want = reference.activate(z[:, 0::2].contiguous(), 1) * z[:, 1::2]
+    assert_same_value(got, want, "silu(gate) * up")
+
+
+def test_none_is_the_argument(device: torch.device, gen: torch.Generator) -> None:
+    z = torch.randn(100, generator=gen).to(device)
+    assert_bits(reference.activate(z, 0), z)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_close_to_torch(name: str, gen: torch.Generator) -> None:
+    """Within 2e-6 of the float64 function, over the range where it is not nearly 0 or the argument."""
+    z = torch.cat((torch.randn(200_000, generator=gen) * 3, torch.linspace(-20, 40, 200_001)))
+    x = z.double()
+    want = {
+        "silu": lambda: torch.nn.functional.silu(x),
+        "gelu_tanh": lambda: torch.nn.functional.gelu(x, approximate="tanh"),
+        "relu2": lambda: torch.relu(x).square(),
+    }[name]()
+    if name == "gelu_tanh":  # torch's 1 + tanh loses what is small even in float64
+        u = math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)
+        want = x / (1 + torch.exp(-u))
+        torch.testing.assert_close(
+            want, torch.nn.functional.gelu(x, approximate="tanh"), rtol=1e-12, atol=1e-14
+        )
+        # exp(-u) is off by the rounding errors of u, which are relative: below u = -10 it shows.
+        near = u.abs() < 10
+    else:
+        near = x.abs() < 16
+    z, want = z[near], want[near]
+    got = reference.activate(z, KINDS[name]).double()
+    error = (got - want).abs() / want.abs().clamp(min=1e-30)
+    assert error[want != 0].max() < 2e-6
+    assert (got[want == 0] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh"])
+def test_far_away(name: str) -> None:
+    """Above the clamp the argument itself, below it nearly nothing, NaN where the argument is."""
+    act = KINDS[name]
+    big = torch.tensor([88.0, 1e5, 3e38, math.inf])
+    assert_bits(reference.activate(big, act), big)
+    small = reference.activate(torch.tensor([-100.0, -1000.0, -1e30]), act)
+    assert ((small <= 0) & (small >= -1e-7)).all()
+    assert reference.activate(torch.tensor([math.nan]), act).isnan().all()
+    zeros = torch.tensor([0.0, -0.0])
+    assert_bits(reference.activate(zeros, act), zeros)
+
+
+def test_relu2_of_what_is_special() -> None:
+    z = torch.tensor([-math.inf, -1.0, -0.0, 0.0, 2.0, math.inf, math.nan])
+    got = reference.activate(z, 3)
+    assert_same_value(got, torch.tensor([0.0, 0.0, 0.0, 0.0, 4.0, math.inf, math.nan]))
+
+
+def test_exponential_within_its_error() -> None:
+    """e(u) against exp in float64: 1e-7 of 2^f, and the rounding of u log2(e), which grows with u."""
+    from fp4gemm.reference.activations import exp_of_minus
+
+    u = torch.linspace(-87, 87, 200_001)
+    got, want = exp_of_minus(u).double(), torch.exp(-u.double())
+    bound = 2e-7 + u.abs().double() * 2.0**-23
+    assert ((got - want).abs() / want <= bound).all()
+    powers = torch.arange(-60, 61) / np.float32(1.44269502).item()
+    assert ((exp_of_minus(powers).double() / torch.exp(-powers.double()) - 1).abs() < 1e-5).all()

@@ -1,0 +1,117 @@
+"""Selection rules of a file: which calls they fit, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import fp4gemm
+import pytest
+import torch
+from fp4gemm import info, selection
+
+KERNEL = "sm90_dense_128x128x64_c2x1_rowcol_bf16"
+GATED = "sm90_dense_64x128x64_c1x1_swiglu_bf16"
+
+
+@pytest.fixture(autouse=True)
+def no_rules() -> Iterator[None]:
+    yield
+    selection.clear()
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two kernels, whatever was built."""
+    row = info.KernelInfo(KERNEL, "dense", "rowcol", 90, (128, 128, 64), (2, 1), torch.bfloat16, "f16", False)
+    gated = info.KernelInfo(GATED, "dense", "swiglu", 90, (64, 128, 64), (1, 1), torch.bfloat16, "f16", False)
+    found = {KERNEL: row, GATED: gated}
+    monkeypatch.setattr(info, "kernel_by_name", found.get)
+    monkeypatch.setattr(info, "kernel_family", lambda index: 90)
+
+
+def write(path: Path, rules: object) -> Path:
+    path.write_text(json.dumps(rules))
+    return path
+
+
+def find(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16, **kwargs: bool) -> str | None:
+    a = SimpleNamespace(is_cuda=True, shape=(m, k), get_device=lambda: 0)
+    options = {"gated": False, "decoded": False, **kwargs}
+    return selection.find(a, n, k, dtype, "dense", **options)  # type: ignore[arg-type]
+
+
+def test_the_first_rule_that_fits_names_the_kernel(table: None, tmp_path: Path) -> None:
+    rules = [
+        {"kernel": KERNEL, "n": 64, "k": 128, "m": [5, 10]},
+        {"kernel": "of another build"},
+        {"kernel": GATED},
+    ]
+    assert selection.load(write(tmp_path / "rules.json", rules)) == 2
+    assert [find(m, 64, 128) for m in (4, 5, 10, 11)] == [None, KERNEL, KERNEL, None]
+    assert find(5, 72, 128) is None
+    assert find(5, 64, 256) is None
+    assert find(5, 64, 128, torch.float32) is None
+    assert find(5, 64, 128, gated=True) == GATED
+    selection.clear()
+    assert find(5, 64, 128) is None
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({}, "holds a dict, must hold a list"),
+        ([3], "rule 0: is 3, must be an object"),
+        ([{"n": 3}], "rule 0: is .*, must be an object with the name of a kernel"),
+        ([{"kernel": "x", "tile": 3}], "has 'tile', must have"),
+        ([{"kernel": "x", "n": -1}], "n is -1, must be a size"),
+        ([{"kernel": "x", "m": [5, 2]}], r"m is \[5, 2\], must be a list of the least and the most rows"),
+        ([{"kernel": "x", "m": 5}], "m is 5, must be a list"),
+    ],
+)
+def test_bad_files_are_refused_and_change_nothing(
+    table: None, tmp_path: Path, rules: object, message: str
+) -> None:
+    selection.load(write(tmp_path / "good.json", [{"kernel": KERNEL}]))
+    with pytest.raises(ValueError, match=message):
+        selection.load(write(tmp_path / "bad.json", rules))
+    assert len(selection.RULES) == 1
+    (tmp_path / "text.json").write_text("[")
+    with pytest.raises(ValueError, match="is not JSON"):
+        selection.load(tmp_path / "text.json")
+
+
+def test_the_environment_names_a_file(tmp_path: Path) -> None:
+    """Read once, at import; a bad one is not passed over."""
+    for rules, fine in (([], True), ({}, False)):
+        path = write(tmp_path / "rules.json", rules)
+        environment = {**os.environ, selection.VARIABLE: str(path)}
+        run = subprocess.run([sys.executable, "-c", "import fp4gemm"], env=environment, capture_output=True)
+        assert (run.returncode == 0) is fine, run.stderr.decode()
+
+
+@pytest.mark.gpu
+def test_a_rule_decides_a_call(cuda: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator gets the kernel of the rule, of which the result is the same."""
+    x, w = (torch.randn(rows, 256, device=cuda, dtype=torch.bfloat16) for rows in (40, 64))
+    a, b = fp4gemm.quantize(x), fp4gemm.quantize(w)
+    family = info.kernel_family(cuda.index)
+    chosen = info.select_kernel(family, 132, 40, 64, 256)
+    kernel = next(
+        k.name
+        for k in fp4gemm.kernels()
+        if (k.arch, k.mode, k.epilogue, k.out_dtype) == (family, "dense", "rowcol", torch.bfloat16)
+        and k != chosen
+    )
+    want = fp4gemm.mm(a, b)
+    seen = []
+    plain = fp4gemm.ops.scaled_mm
+    monkeypatch.setattr(fp4gemm.ops, "scaled_mm", lambda *args: seen.append(args) or plain(*args))
+    selection.load(write(tmp_path / "rules.json", [{"kernel": kernel, "n": 64, "k": 256}]))
+    assert torch.equal(fp4gemm.mm(a, b), want)
+    assert [kernel in args for args in seen] == [True]

@@ -1,0 +1,377 @@
+"""The self-test: it passes what is right, names what is wrong, runs when it should and keeps what passed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fp4gemm
+import pytest
+import torch
+from fp4gemm import __main__ as main_module
+from fp4gemm import _selftest_problems, info, selftest
+from fp4gemm._selftest_problems import Problem
+from helpers import FLOATS, short
+
+CPU = torch.device("cpu")
+
+
+def kernel(
+    name: str, mode: str = "dense", out_dtype: torch.dtype = torch.bfloat16, epilogue: str = "rowcol"
+) -> info.KernelInfo:
+    return info.KernelInfo(name, mode, epilogue, 100, (128, 64, 256), (1, 1), out_dtype, "nvfp4", False)
+
+
+TABLE = [
+    kernel(f"sm100_{mode}_{short(dtype)}", mode, dtype) for mode in ("dense", "grouped") for dtype in FLOATS
+] + [kernel(f"sm100_{mode}_gated", mode, epilogue="swiglu") for mode in ("dense", "grouped")]
+
+
+def right(tested: info.KernelInfo, problem: Problem) -> torch.Tensor:
+    return problem.run(CPU, tested.out_dtype, None)
+
+
+def test_the_reference_passes_its_own_test() -> None:
+    results = selftest.compare(TABLE, right)
+    assert [result.name for result in results] == [row.name for row in TABLE]
+    assert all(result.passed and result.reason == "" for result in results)
+
+
+def test_problems_are_exact_in_float32() -> None:
+    """The sum of the magnitudes, in the steps of a product, fits the 24 bits of float32."""
+    for problem in _selftest_problems.problems():
+        a, b, _, _, *_ = problem.operands
+        k = 2 * a.shape[1]
+        assert 24 * 24 * k / (1 / 16) < 2**24
+        assert b.shape[-1] == a.shape[-1]
+
+
+def test_loose_rows_stay_as_they_are() -> None:
+    """The reference leaves poison behind the last group, so a kernel that writes there is found."""
+    problem = next(p for p in _selftest_problems.problems() if p.name == "groups of rows")
+    d = problem.run(CPU, torch.float32, None)
+    assert d[-_selftest_problems.LOOSE_ROWS :].isnan().all()
+    assert d[: -_selftest_problems.LOOSE_ROWS].isfinite().all()
+
+
+def one_bit(d: torch.Tensor) -> torch.Tensor:
+    d.view(torch.uint8).view(-1)[-1] ^= 1
+    return d
+
+
+def without(term: str) -> Callable[[info.KernelInfo, Problem], torch.Tensor]:
+    def run(tested: info.KernelInfo, problem: Problem) -> torch.Tensor:
+        terms = {name: value for name, value in problem.terms.items() if name != term}
+        if term == "c":
+            terms.pop("beta", None)
+        return right(tested, dataclasses.replace(problem, terms=terms))
+
+    return run
+
+
+@pytest.mark.parametrize("mode", ["dense", "grouped"])
+@pytest.mark.parametrize("term", ["alpha_row", "alpha_col", "bias", "activation", "c"])
+def test_a_term_that_is_dropped_is_found(term: str, mode: str) -> None:
+    (result,) = selftest.compare([kernel("sm100_wrong", mode)], without(term))
+    assert not result.passed
+    assert "with every term: " in result.reason
+    assert "elements differ, the first, at " in result.reason
+
+
+@pytest.mark.parametrize("mode", ["dense", "grouped"])
+@pytest.mark.parametrize("term", ["alpha_row", "alpha_col", "bias"])
+def test_a_term_that_a_gated_kernel_drops_is_found(term: str, mode: str) -> None:
+    (result,) = selftest.compare([kernel("sm100_wrong", mode, epilogue="swiglu")], without(term))
+    assert not result.passed
+    assert ", gated, with every term: " in result.reason
+
+
+@pytest.mark.parametrize("epilogue", ["rowcol", "swiglu"])
+@pytest.mark.parametrize("mode", ["dense", "grouped"])
+def test_one_wrong_bit_is_found(mode: str, epilogue: str) -> None:
+    wrong = kernel("sm100_wrong", mode, epilogue=epilogue)
+    (result,) = selftest.compare([wrong], lambda row, p: one_bit(right(row, p)))
+    assert not result.passed
+    assert ": 1 of " in result.reason
+
+
+def test_an_error_is_a_result() -> None:
+    def broken(row: info.KernelInfo, problem: Problem) -> torch.Tensor:
+        raise RuntimeError("an illegal instruction")
+
+    (result,) = selftest.compare([kernel("sm100_broken")], broken)
+    assert not result.passed
+    assert result.reason.endswith("RuntimeError: an illegal instruction")
+
+
+def test_on_the_cpu_there_is_nothing_to_test(capsys: pytest.CaptureFixture[str]) -> None:
+    report = fp4gemm.self_test("cpu")
+    assert report.passed
+    assert report.results == ()
+    assert str(report) == "self-test on cpu: no kernels to test, the reference itself runs"
+    assert main_module.main(["selftest", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out == f"{report}\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
+def test_devices_that_are_not_there() -> None:
+    for device in ("cuda", "cuda:0", "meta"):
+        with pytest.raises(ValueError, match=rf"^device: got '{device}', must be the CPU or a CUDA device"):
+            fp4gemm.self_test(device)
+
+
+class Fake:
+    """A machine with one device of a kind that was never measured; ``run`` computes for it."""
+
+    def __init__(self) -> None:
+        self.run: Callable[[Problem, torch.dtype], torch.Tensor] = lambda p, dtype: RUN(p, CPU, dtype, None)
+        self.runs = 0
+        self.is_capturing = False
+
+
+RUN = Problem.run
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Fake]:
+    machine = Fake()
+
+    def run(problem: Problem, device: torch.device, dtype: torch.dtype, forced: str | None) -> torch.Tensor:
+        if device.type == "cpu":
+            return RUN(problem, device, dtype, forced)
+        machine.runs += 1
+        assert forced in {row.name for row in TABLE}
+        return machine.run(problem, dtype)
+
+    monkeypatch.setattr(Problem, "run", run)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (10, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Fake 100")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: machine.is_capturing)
+    monkeypatch.setattr(info, "kernel_family", lambda index: 100)
+    monkeypatch.setattr(info, "kernels", lambda: TABLE)
+    monkeypatch.setattr(info, "_cuda_gaps", lambda index: {})
+    monkeypatch.setattr(selftest, "_driver_version", lambda: "1.2.3")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(selftest.SWITCH, raising=False)
+    forget()
+    yield machine
+    forget()
+
+
+def forget() -> None:
+    """As a new process."""
+    selftest._PASSED.clear()
+    selftest._FAILED.clear()
+    selftest._WARNED.clear()
+    for ready in info.READY.values():
+        ready.discard(0)
+
+
+class OnCuda:
+    is_cuda = True
+    device = torch.device("cuda", 0)
+
+    def get_device(self) -> int:
+        return 0
+
+
+def use(what: str = "mm") -> None:
+    """What the first product does."""
+    info.ready(OnCuda(), what)  # type: ignore[arg-type]
+
+
+def test_first_product_runs_it_once(fake: Fake) -> None:
+    use()
+    ran = fake.runs
+    assert ran == 4 * 6 + 4 + 2  # four dense problems and four grouped ones; gated four and two
+    use("grouped_mm")
+    use()
+    assert fake.runs == ran
+    assert 0 in info.READY["mm"]
+
+
+def test_quantize_does_not_run_it(fake: Fake) -> None:
+    use("quantize")
+    assert fake.runs == 0
+
+
+def test_what_passed_is_kept(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not fp4gemm.self_test("cuda:0").cached
+    ran = fake.runs
+    assert ran > 0
+    assert [path.parent for path in tmp_path.rglob("*.json")] == [tmp_path / "fp4gemm"]
+    forget()
+    use()
+    report = fp4gemm.self_test()
+    assert fake.runs == ran
+    assert report.cached
+    assert str(report) == (
+        f"self-test on cuda:0: NVIDIA Fake 100, compute capability 10.0: all {len(TABLE)} kernels equal the "
+        "reference (an earlier run)"
+    )
+    assert not fp4gemm.self_test(force=True).cached
+    assert fake.runs == 2 * ran
+    # Another driver, library or device is another result.
+    monkeypatch.setattr(selftest, "_driver_version", lambda: "1.2.4")
+    assert not fp4gemm.self_test().cached
+    monkeypatch.setattr(selftest, "_libraries_hash", lambda: "0123")
+    assert not fp4gemm.self_test().cached
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Fake 101")
+    assert not fp4gemm.self_test().cached
+    assert fp4gemm.self_test().cached
+
+
+@pytest.mark.parametrize("content", ["", "null", "[1]", "{}"])
+def test_a_spoilt_file_is_ignored(content: str, fake: Fake, tmp_path: Path) -> None:
+    fp4gemm.self_test()
+    for path in tmp_path.rglob("*.json"):
+        path.write_text(content)
+    assert not fp4gemm.self_test().cached
+    assert fp4gemm.self_test().cached
+
+
+def test_without_a_place_to_write(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert fp4gemm.self_test().passed
+    assert not fp4gemm.self_test().cached
+    ran = fake.runs
+    use()
+    assert fake.runs == ran, "the process knows that it passed"
+
+
+def test_a_wrong_kernel_stops_every_product(
+    fake: Fake, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RuntimeError names the kernels, again and again without a second run; nothing is kept."""
+    plain = fake.run
+    fake.run = lambda p, dtype: one_bit(plain(p, dtype)) if dtype is torch.float16 else plain(p, dtype)
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"2 of 8 kernels are wrong\n  sm100_dense_fp16: .*\n  sm100_gr"
+        ):
+            use()
+    ran = fake.runs
+    with pytest.raises(RuntimeError, match="sm100_grouped_fp16"):
+        use("grouped_mm")
+    assert fake.runs == ran
+    assert 0 not in info.READY["mm"]
+    forget()
+    with pytest.raises(RuntimeError, match="FP4GEMM_SELF_TEST=0 in the environment"):
+        use()
+    assert fake.runs > ran
+    assert main_module.main(["selftest"]) == 1
+    assert "sm100_dense_fp16: 300x400x288: 1 of 120000 elements differ" in capsys.readouterr().out
+    monkeypatch.setenv(selftest.SWITCH, "0")
+    use()
+
+
+def test_a_kernel_that_is_mended_passes(fake: Fake) -> None:
+    plain = fake.run
+    fake.run = lambda p, dtype: one_bit(plain(p, dtype))
+    with pytest.raises(RuntimeError, match="8 of 8 kernels are wrong"):
+        use()
+    fake.run = plain
+    assert fp4gemm.self_test(force=True).passed
+    use()
+
+
+def test_the_switch(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(selftest.SWITCH, "0")
+    use()
+    assert fake.runs == 0
+    assert fp4gemm.self_test().passed, "it runs when it is called"
+    assert fake.runs > 0
+
+
+def test_measured_devices_are_not_tested(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    use()
+    assert fake.runs == 0
+
+
+def test_under_capture_it_warns_and_comes_later(fake: Fake, recwarn: pytest.WarningsRecorder) -> None:
+    fake.is_capturing = True
+    use()
+    use()
+    messages = [str(warning.message) for warning in recwarn]
+    assert len(messages) == 1
+    assert "run fp4gemm.self_test('cuda:0') first, or python -m fp4gemm selftest" in messages[0]
+    assert fake.runs == 0
+    fake.is_capturing = False
+    use()
+    assert fake.runs > 0
+
+
+def test_tracing_warns(fake: Fake, recwarn: pytest.WarningsRecorder) -> None:
+    """The fake implementation of the operators is what a tracer runs."""
+    from torch._subclasses import FakeTensorMode
+
+    t = fp4gemm.quantize(torch.ones(8, 32))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        parts = [x.view(torch.uint8).new_empty(x.shape, device="cuda") for x in (t.codes, t.scales)]
+        d = torch.ops.fp4gemm.scaled_mm(
+            parts[0], parts[0], parts[1], parts[1], 1.0, None, None, None, torch.bfloat16, None
+        )
+    assert d.shape == (8, 8)
+    assert [str(w.message) for w in recwarn if "while a graph is traced" in str(w.message)]
+    assert fake.runs == 0
+
+
+def test_the_plain_call_of_mm_asks_first(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mm calls the operator directly, but only once no device is left that a test is due for."""
+    from fp4gemm import gemm
+
+    monkeypatch.setattr(gemm, "_SCALED_MM", gemm._first_scaled_mm)
+    monkeypatch.setattr(gemm, "_OPERATOR", lambda a, *rest: "called")
+    fake.run = lambda p, dtype: torch.zeros(p.shape, dtype=dtype)
+    with pytest.raises(RuntimeError, match="8 of 8 kernels are wrong"):
+        gemm._SCALED_MM(OnCuda())
+    assert gemm._SCALED_MM is gemm._first_scaled_mm
+    monkeypatch.setenv(selftest.SWITCH, "0")
+    assert gemm._SCALED_MM(OnCuda()) == "called"
+    assert gemm._SCALED_MM is gemm._OPERATOR
+
+
+@pytest.mark.gpu
+def test_every_kernel_of_this_device_passes(
+    cuda: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    report = fp4gemm.self_test(cuda)
+    assert report.passed, str(report)
+    assert len(report.results) > 0
+    assert fp4gemm.self_test(cuda).cached
+
+
+@pytest.mark.gpu
+def test_a_wrong_library_fails_on_this_device(
+    cuda: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The kernels of this device, asked for other products than the reference computes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernels = [row for row in fp4gemm.kernels() if row.arch == info.kernel_family(cuda.index)]
+
+    def shifted(row: info.KernelInfo, problem: Problem) -> torch.Tensor:
+        terms = problem.terms | {"bias": torch.full((problem.operands[1].shape[-2],), 7.0)}
+        return dataclasses.replace(problem, terms=terms).run(cuda, row.out_dtype, row.name)
+
+    results = selftest.compare(kernels, shifted)
+    assert results
+    assert not any(result.passed for result in results)
+
+
+def test_libraries_are_hashed() -> None:
+    digest = selftest._libraries_hash()
+    assert len(digest) == 64
+    assert set(digest) <= set("0123456789abcdef")
+
+
+def test_results_are_kept_in_the_home_without_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert selftest._file({"a": "b"}).parent == tmp_path / ".cache" / "fp4gemm"
