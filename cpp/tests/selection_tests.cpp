@@ -1,4 +1,5 @@
 // Host tests of the kernel table and of selection: every architecture, SM count and class of shape.
+#include <algorithm>
 #include <set>
 #include <string>
 
@@ -161,7 +162,9 @@ void test_selection_follows_shape() {
       fp4gemm_kernel_info_t const info =
           info_at(Wanted{c.arch, c.num_sms, c.m, c.n, c.k, dtype, c.format}.select());
       int const tile = info.tile_m * info.tile_n;
-      CHECK(tile >= c.least_tile && tile <= c.most_tile, "sm%d m %lld n %lld k %lld got %s", c.arch,
+      // Not every type has the largest tiles.
+      int const least = dtype == FP4GEMM_BF16 ? c.least_tile : std::min(c.least_tile, 256 * 128);
+      CHECK(tile >= least && tile <= c.most_tile, "sm%d m %lld n %lld k %lld got %s", c.arch,
             static_cast<long long>(c.m), static_cast<long long>(c.n), static_cast<long long>(c.k), info.name);
     }
   }

@@ -10,13 +10,14 @@ import pytest
 for folder in (Path(__file__).parent, Path(__file__).parents[1], Path(__file__).parents[1] / "ptxemu"):
     sys.path.insert(0, str(folder))
 
-from session import Session, build_folder, cuobjdump, library_path  # noqa: E402
+from ptx_files import find_cuobjdump  # noqa: E402
+from session import Session, build_folder, library_path  # noqa: E402
 
 
 @pytest.fixture(scope="session")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     if library_path() is None:
         pytest.skip(f"no libfp4gemm_emulated.so in {build_folder()}: build with FP4GEMM_BUILD_TESTS and 100f")
-    if cuobjdump() is None:
+    if find_cuobjdump() is None:
         pytest.skip("cuobjdump is not installed (requirements/test.txt)")
     return Session(tmp_path_factory.mktemp("ptx"))

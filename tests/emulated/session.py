@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
-import sys
 from pathlib import Path
 
 import capi
@@ -41,12 +39,6 @@ def library_path() -> Path | None:
     return found[0] if found else None
 
 
-def cuobjdump() -> str | None:
-    """That of nvidia-cuda-cuobjdump, a test requirement, or the toolkit's."""
-    beside = sorted(Path(sys.prefix).glob("lib/python*/site-packages/nvidia/*/bin/cuobjdump"))
-    return str(beside[-1]) if beside else shutil.which("cuobjdump")
-
-
 class Finding(AssertionError):
     """The emulator ended a launch, or reported a hazard."""
 
@@ -56,10 +48,9 @@ class Session:
 
     def __init__(self, ptx_folder: Path) -> None:
         library = library_path()
-        tool = cuobjdump()
-        if library is None or tool is None:
-            raise FileNotFoundError("libfp4gemm_emulated.so or cuobjdump")
-        self.ptx_files = extract_ptx(library, ptx_folder, tool)
+        if library is None:
+            raise FileNotFoundError(f"libfp4gemm_emulated.so in {build_folder()}")
+        self.ptx_files = extract_ptx(library, ptx_folder)
         self.emulator = Emulator(next(build_folder().glob("**/libptxemu.so")), [ptx_folder])
         self.emulator.configure(num_sms=NUM_SMS)
         self.library = capi.declare(self.emulator.load_library(library))

@@ -13,11 +13,20 @@ import tempfile
 from pathlib import Path
 
 
-def extract_ptx(library: Path | str, folder: Path | str, cuobjdump: Path | str = "cuobjdump") -> list[Path]:
+def find_cuobjdump() -> str | None:
+    """That of the nvidia-cuda-cuobjdump wheel beside this Python, or the toolkit's."""
+    beside = sorted(Path(sys.prefix).glob("lib/python*/site-packages/nvidia/*/bin/cuobjdump"))
+    return str(beside[-1]) if beside else shutil.which("cuobjdump")
+
+
+def extract_ptx(library: Path | str, folder: Path | str, cuobjdump: Path | str | None = None) -> list[Path]:
     """Writes the PTX for sm_100* that a library or object holds into the folder; returns the files, or [].
 
     Earlier .ptx files in the folder are removed.
     """
+    tool = cuobjdump or find_cuobjdump()
+    if tool is None:
+        raise FileNotFoundError("cuobjdump: neither in the nvidia-cuda-cuobjdump wheel nor on the PATH")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("*.ptx"):
@@ -25,7 +34,7 @@ def extract_ptx(library: Path | str, folder: Path | str, cuobjdump: Path | str =
     kept = []
     with tempfile.TemporaryDirectory() as scratch:
         subprocess.run(
-            [str(cuobjdump), "-xptx", "all", str(Path(library).resolve())],
+            [str(tool), "-xptx", "all", str(Path(library).resolve())],
             cwd=scratch,
             check=True,
             stdout=subprocess.DEVNULL,
