@@ -227,7 +227,7 @@ def images(library: Path) -> set[tuple[int, int]]:
 
 def test_device_images_are_those_promised(package: Path) -> None:
     """The table in cpp/cmake/archs.cmake, read from the library."""
-    promised = {"80": {(ELF, 80), (ELF, 89)}, "90a": {(ELF, 90), (PTX, 90)}, "100f": {(ELF, 100)}}
+    promised = {"80": {(ELF, 80), (ELF, 89)}, "90a": {(ELF, 90), (PTX, 90)}, "100f": {(ELF, 100), (PTX, 100)}}
     library = package / "lib" / "libfp4gemm.so"
     built_archs = ctypes.CDLL(str(library)).fp4gemm_built_archs
     built_archs.restype = ctypes.c_char_p

@@ -17,6 +17,7 @@ for _folder in (Path(__file__).parent, Path(__file__).parents[1], Path(__file__)
 
 import capi  # noqa: E402
 import torch  # noqa: E402
+from fp4gemm import reference  # noqa: E402
 from mutate import Table, in_emulator, mutants, score  # noqa: E402
 from problems import FULL, Problem, dense, grouped_rows  # noqa: E402
 from session import NUM_SMS, SCHEDULES, Call, Finding, Session, same_bits  # noqa: E402
@@ -64,6 +65,33 @@ def ptx_score(session: Session, kernel: str, kind: str, limit: int, folder: Path
         session.emulator.unload()
         for path in session.ptx_files:
             session.emulator.load(path)
+
+
+def accumulate_twice(session: Session, kernel: str) -> bool:
+    """D = alpha A B^T + beta D for two alphas, the launches overlapping: is D that of one after the other?"""
+    problem = dense(130, 136, 96, torch.bfloat16, FULL)
+    session.emulator.configure(**OPTIONS, mode="lazy")
+    session.emulator.clear()
+    call = Call(session, problem, kernel)
+    call.args.c, call.args.c_row_stride = call.args.d, call.args.d_row_stride
+    d = problem.vectors["c"]
+    call.d.torch()[:, : problem.n] = d
+    call.d.mark_written()
+    for alpha in (0.25, 0.5):
+        call.args.alpha = alpha
+        if call.launch() != capi.SUCCESS:
+            return False
+        d = reference.scaled_mm(
+            problem.a,
+            problem.b,
+            problem.scale_a,
+            problem.scale_b,
+            alpha,
+            out_dtype=problem.dtype,
+            beta=problem.beta,
+            **{**problem.vectors, "c": d},
+        )
+    return same_bits(call.result()[:, : problem.n].contiguous(), d)
 
 
 def argument_faults(args: capi.DenseArgs | capi.GroupedArgs) -> Iterator[tuple[str, Callable[[], None]]]:

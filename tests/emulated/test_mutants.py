@@ -19,12 +19,27 @@ def test_every_fault_in_the_arguments_is_noticed(session: Session, kernel: str) 
     assert not survivors
 
 
-@pytest.mark.parametrize(("kind", "least"), [("sync", 0.5), ("alu", 0.6)])
+@pytest.mark.parametrize("kind", ["sync", "alu"])
 @pytest.mark.parametrize("kernel", [DENSE, GROUPED])
-def test_most_faults_in_the_ptx_are_noticed(
-    session: Session, tmp_path: Path, kernel: str, kind: str, least: float
-) -> None:
-    """A small sample; the survivors of the large one are explained in docs/blackwell.md."""
-    table = mutants.ptx_score(session, kernel, kind, 10, tmp_path)
-    assert table.total == 10
-    assert sum(table.killed.values()) >= least * table.total, table.summary()
+def test_faults_in_the_ptx_are_noticed(session: Session, tmp_path: Path, kernel: str, kind: str) -> None:
+    """A small sample, so a low bar; docs/blackwell.md has the whole score and explains the survivors."""
+    table = mutants.ptx_score(session, kernel, kind, 16, tmp_path)
+    assert table.total == 16
+    assert sum(table.killed.values()) >= 6, table.summary()
+
+
+def test_a_launch_waits_for_the_one_before(session: Session, tmp_path: Path) -> None:
+    """The emulator starts a kernel ahead of its predecessor; without the wait the result is wrong."""
+    assert mutants.accumulate_twice(session, DENSE)
+    hasty = tmp_path / "hasty"
+    hasty.mkdir()
+    session.emulator.unload()
+    try:
+        for path in session.ptx_files:
+            (hasty / path.name).write_text(path.read_text().replace("griddepcontrol.wait;", ""))
+        session.emulator.load(hasty)
+        assert not mutants.accumulate_twice(session, DENSE)
+    finally:
+        session.emulator.unload()
+        for path in session.ptx_files:
+            session.emulator.load(path)
