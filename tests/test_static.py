@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
-import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import fp4gemm
 import pytest
 from fp4gemm import _native
+from ptxemu.ptx_files import find_cuobjdump
 
 GEMM = re.compile(r"gemm_kernel|packed_gemm")
 # One row in registers, TransformerEngine's cast: PlainLoader, TeCast, grouped or not, not looped.
@@ -20,9 +18,7 @@ COMMON_CAST = re.compile(r"quantize_rows.*PlainLoader.*TeCast.*ELb[01]ELb0ELi")
 
 @functools.cache
 def cuobjdump() -> str:
-    """The disassembler of nvidia-cuda-cuobjdump, a test requirement, or the toolkit's."""
-    beside = sorted(Path(sys.prefix).glob("lib/python*/site-packages/nvidia/*/bin/cuobjdump"))
-    path = str(beside[-1]) if beside else shutil.which("cuobjdump")
+    path = find_cuobjdump()
     if path is None:
         pytest.skip("cuobjdump is not installed (requirements/test.txt)")
     return path

@@ -10,8 +10,9 @@ namespace {
 
 constexpr char const* kOutNames[] = {"bf16", "fp16", "fp32"};
 
-size_t round_up(size_t size) {
-  return (size + Rules::kWorkspaceBytes - 1) / Rules::kWorkspaceBytes * Rules::kWorkspaceBytes;
+/// Bytes of (rows, k) fp16 in the workspace.
+size_t decoded_bytes(int64_t rows, int64_t k) {
+  return static_cast<size_t>(round_up(rows * k * 2, Rules::kWorkspaceBytes));
 }
 
 /// Both calls become one kind of arguments; a dense one has num_groups 0.
@@ -260,10 +261,8 @@ fp4gemm_status_t make_plan(Args const& args, int device, Plan* plan) {
     return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "%s: format is fp16, kernel %s multiplies nvfp4 operands",
                 decoded_operand(args), plan->kernel->info.name);
   }
-  size_t const row_bytes = static_cast<size_t>(args.k) * 2;
-  plan->b_offset = plan->decode_a ? round_up(static_cast<size_t>(args.m) * row_bytes) : 0;
-  plan->kernel_offset =
-      plan->b_offset + (plan->decode_b ? round_up(static_cast<size_t>(num_b(args) * args.n) * row_bytes) : 0);
+  plan->b_offset = plan->decode_a ? decoded_bytes(args.m, args.k) : 0;
+  plan->kernel_offset = plan->b_offset + (plan->decode_b ? decoded_bytes(num_b(args) * args.n, args.k) : 0);
   plan->total_bytes =
       plan->kernel_offset + plan->kernel->workspace_bytes(problem_of(args, *plan, nullptr, device));
   return FP4GEMM_SUCCESS;

@@ -91,15 +91,6 @@ inline void check_shape(char const* name, Tensor const& tensor, int64_t rows, in
                   ", ", tensor.size(1), "), must be (", rows, ", ", cols, ")");
 }
 
-/// The swizzled scales of a (rows, k) tensor.
-inline void check_scales(char const* name, Tensor const& scales, int64_t rows, int64_t k, int32_t device) {
-  check_matrix(name, scales, ScalarType::Float8_e4m3fn, device);
-  int64_t scale_rows = 0;
-  int64_t scale_cols = 0;
-  fp4gemm_padded_scale_shape(rows, k, &scale_rows, &scale_cols);
-  check_shape(name, scales, scale_rows, scale_cols);
-}
-
 /// The swizzled scales of one matrix of scale_rows rows before padding (matrices 0), or of several, one after
 /// the other.
 inline void check_stacked_scales(char const* name, Tensor const& scales, int64_t matrices, int64_t scale_rows,
@@ -108,12 +99,17 @@ inline void check_stacked_scales(char const* name, Tensor const& scales, int64_t
   int64_t rows = 0;
   int64_t cols = 0;
   fp4gemm_padded_scale_shape(scale_rows, k, &rows, &cols);
-  check_contiguous(name, scales, ScalarType::Float8_e4m3fn, device);
   check_dims(name, scales, 2 + lead);
+  check_contiguous(name, scales, ScalarType::Float8_e4m3fn, device);
   STD_TORCH_CHECK(matrices == 0 || scales.size(0) == matrices, name, ": has ", scales.size(0),
                   " matrices, must have ", matrices);
   STD_TORCH_CHECK(scales.size(lead) == rows && scales.size(lead + 1) == cols, name, ": shape is (",
                   scales.size(lead), ", ", scales.size(lead + 1), "), must be (", rows, ", ", cols, ")");
+}
+
+/// The swizzled scales of a (rows, k) tensor.
+inline void check_scales(char const* name, Tensor const& scales, int64_t rows, int64_t k, int32_t device) {
+  check_stacked_scales(name, scales, 0, rows, k, device);
 }
 
 /// A contiguous fp32 vector of `length` elements, or one element where that is allowed.

@@ -238,11 +238,8 @@ def _run(function: str, product: _Product, dtype: torch.dtype, terms: Terms) -> 
         beta = _gemm_checks.beta(beta, c)
     if batch_invariant is not False:
         _checks.is_bool("batch_invariant", batch_invariant)
-    if kernel is not None:
-        check_kernel(kernel, a, decoded, dtype, "dense", act)
-    elif _RULES and not batch_invariant:
-        k = _gemm_checks.depth(a)
-        kernel = selection.find(a, b.shape[0], k, dtype, "dense", act == _gemm_checks.SWIGLU, decoded)
+    if kernel is not None or _RULES:
+        kernel = chosen_kernel(kernel, a, b.shape[0], decoded, dtype, "dense", act, batch_invariant)
     if out is not None:
         _gemm_checks.out(out, shape, out_dtype, a.device, function)
     if c is not None:
@@ -293,7 +290,27 @@ def same_rotation(
         )
 
 
-def check_kernel(
+def chosen_kernel(
+    kernel: str | None,
+    a: Tensor,
+    n: int,
+    decoded: bool,
+    out_dtype: torch.dtype,
+    mode: str,
+    activation: int,
+    batch_invariant: bool,
+) -> str | None:
+    """The kernel that the call forces, checked, or that the rules name; None leaves it to the library."""
+    if kernel is not None:
+        _check_kernel(kernel, a, decoded, out_dtype, mode, activation)
+        return kernel
+    if batch_invariant or not _RULES:
+        return None
+    gated = activation == _gemm_checks.SWIGLU
+    return selection.find(a, n, _gemm_checks.depth(a), out_dtype, mode, gated, decoded)
+
+
+def _check_kernel(
     kernel: object, a: Tensor, decoded: bool, out_dtype: torch.dtype, mode: str, activation: int
 ) -> None:
     """Raise unless ``kernel`` can do the call: a built kernel on CUDA, the reference on the CPU."""

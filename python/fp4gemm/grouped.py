@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _checks, _gemm_checks, info, ops, selection
-from .gemm import ALPHA, Terms, check_kernel, parts, same_rotation
+from . import _checks, _gemm_checks, info, ops
+from .gemm import ALPHA, Terms, chosen_kernel, parts, same_rotation
 from .tensor import DecodedTensor, NVFP4Tensor
 
 __all__ = ["grouped_mm", "scaled_grouped_mm"]
@@ -247,11 +247,7 @@ def _run(
         shape = (shape[0], _gemm_checks.width(shape[1], act))
     beta = _gemm_checks.beta(beta, c)
     _checks.is_bool("batch_invariant", batch_invariant)
-    if kernel is not None:
-        check_kernel(kernel, a, decoded, dtype, "grouped", act)
-    elif selection.RULES and not batch_invariant:
-        n, k = b.shape[-2], _gemm_checks.depth(a)
-        kernel = selection.find(a, n, k, dtype, "grouped", act == _gemm_checks.SWIGLU, decoded)
+    kernel = chosen_kernel(kernel, a, b.shape[-2], decoded, dtype, "grouped", act, batch_invariant)
     if out is not None:
         _gemm_checks.out(out, shape, out_dtype, a.device, function)
     if c is not None:
