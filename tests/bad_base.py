@@ -135,7 +135,14 @@ TERMS: dict[str, Any] = {
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "quantize": (
         fp4gemm.quantize,
-        lambda: {"x": ones(M, K), "axis": -1, "amax": None, "offs": None, **QUANTIZER_OPTIONS},
+        lambda: {
+            "x": ones(M, K),
+            "axis": -1,
+            "amax": None,
+            "offs": None,
+            "decoded": False,
+            **QUANTIZER_OPTIONS,
+        },
     ),
     "quantize_both": (
         fp4gemm.quantize_both,
@@ -143,11 +150,17 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
     ),
     "silu_and_mul_quantize": (
         fp4gemm.silu_and_mul_quantize,
-        lambda: {"x": ones(M, K, dtype=torch.float16), "offs": None},
+        lambda: {"x": ones(M, K, dtype=torch.float16), "offs": None, "decoded": False},
     ),
     "rms_norm_quantize": (
         fp4gemm.rms_norm_quantize,
-        lambda: {"x": ones(M, K, dtype=torch.float16), "weight": None, "eps": 1e-6, "residual": None},
+        lambda: {
+            "x": ones(M, K, dtype=torch.float16),
+            "weight": None,
+            "eps": 1e-6,
+            "residual": None,
+            "decoded": False,
+        },
     ),
     "quantize_mxfp8": (
         fp4gemm.quantize_mxfp8,

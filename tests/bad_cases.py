@@ -5,9 +5,11 @@ Plain data, so that the same cases run under ``python -O`` too, where ``assert``
 
 from __future__ import annotations
 
+import bad_decoded
 import bad_gemm
 import bad_grouped
 import bad_interop
+import bad_prepacked
 import bad_quantize
 import bad_stacks
 import fp4gemm
@@ -38,7 +40,15 @@ from bad_base import (
 __all__ = ["CASES", "FUNCTIONS", "Case", "complaint"]
 
 CASES = Cases(
-    [*bad_quantize.CASES, *bad_stacks.CASES, *bad_interop.CASES, *bad_gemm.CASES, *bad_grouped.CASES]
+    [
+        *bad_quantize.CASES,
+        *bad_decoded.CASES,
+        *bad_stacks.CASES,
+        *bad_interop.CASES,
+        *bad_gemm.CASES,
+        *bad_grouped.CASES,
+        *bad_prepacked.CASES,
+    ]
 )
 add, add_together = CASES.add, CASES.add_together
 

@@ -26,11 +26,12 @@ add, add_together = CASES.add, CASES.add_together
 
 HALF = "silu_and_mul_quantize rms_norm_quantize"
 HALF_REFERENCE = (
-    "reference.silu_and_mul reference.silu_and_mul_quantize reference.rms_norm reference.rms_norm_quantize"
+    "reference.silu_and_mul reference.silu_and_mul_quantize reference.rms_norm reference.rms_norm_quantize "
+    "reference.silu_and_mul_quantize_decoded reference.rms_norm_quantize_decoded"
 )
 FLOAT = (
     "quantize quantize_both quantize_mxfp8 "
-    "reference.quantize reference.quantize_both reference.mxfp8_quantize"
+    "reference.quantize reference.quantize_both reference.mxfp8_quantize reference.quantize_decoded"
 )
 X = f"{FLOAT} {HALF} {HALF_REFERENCE}"
 
@@ -267,7 +268,10 @@ add_together(
 )
 
 # Groups.
-O = "quantize silu_and_mul_quantize reference.quantize reference.silu_and_mul_quantize"  # noqa: E741
+O = (  # noqa: E741
+    "quantize silu_and_mul_quantize reference.quantize reference.silu_and_mul_quantize "
+    "reference.quantize_decoded reference.silu_and_mul_quantize_decoded"
+)
 add(O, "offs", "type", lambda: [5, 33], TYPE, "got [5, 33] (list), must be a torch.Tensor")
 add(
     O,
@@ -296,7 +300,7 @@ add(O, "offs", "negative", lambda: ends(-1, 8), VALUE, "entry 0 is -1, must be a
 add(O, "offs", "beyond", lambda: ends(3, M + 1), VALUE, "the last entry is 34, must be at most 33")
 
 # The producers.
-N = "rms_norm_quantize reference.rms_norm reference.rms_norm_quantize"
+N = "rms_norm_quantize reference.rms_norm reference.rms_norm_quantize reference.rms_norm_quantize_decoded"
 add(N, "weight", "type", lambda: 1.0, TYPE, "got 1.0 (float), must be a torch.Tensor")
 add(N, "weight", "dtype", lambda: ones(K), TYPE, "dtype is torch.float32, must be torch.float16")
 add(N, "weight", "shape", lambda: half(M), VALUE, "shape is (33,), must be (64,)")

@@ -36,6 +36,7 @@ class Quantized(ctypes.Structure):
         ("amax", c_void_p),
         ("amax_given", c_void_p),
         ("hadamard", c_int),
+        ("decoded", c_void_p),
     ]
 
 

@@ -57,7 +57,12 @@ def test_every_public_function_has_cases() -> None:
     }
     methods = {
         f"{owner.__name__}.{name}"
-        for owner in (fp4gemm.NVFP4Tensor, fp4gemm.DecodedTensor, fp4gemm.MXFP8Tensor)
+        for owner in (
+            fp4gemm.NVFP4Tensor,
+            fp4gemm.DecodedTensor,
+            fp4gemm.PrepackedTensor,
+            fp4gemm.MXFP8Tensor,
+        )
         for name, method in inspect.getmembers(owner, callable)
         if not name.startswith("_")
         and len(inspect.signature(method).parameters) > (inspect.isfunction(method))

@@ -8,7 +8,7 @@ import fp4gemm
 import modes
 import pytest
 import torch
-from fp4gemm import NVFP4Tensor, reference
+from fp4gemm import NVFP4Tensor, ops, reference
 from helpers import FLOATS, KINDS, assert_bits, dirty, make, short
 from modes import FEW, MODES, Mode, assert_parts, assert_same, by_name, expected, parts, quantize
 from torch import Tensor
@@ -133,6 +133,62 @@ def test_stack_sizes(shape: tuple[int, int, int], cuda: torch.device, gen: torch
             assert_bits(decoded[e], fp4gemm.decode(want).data, "decoded")
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=short)
+@pytest.mark.parametrize("mode", GROUPED, ids=by_name)
+@pytest.mark.parametrize(
+    ("m", "k"), [(3, 32768), (48, 65552), (40000, 16), (65600, 48), (2064, 4112), (4096, 4096), (2000, 8208)]
+)
+def test_decoded_sizes(
+    m: int, k: int, mode: Mode, dtype: torch.dtype, cuda: torch.device, gen: torch.Generator
+) -> None:
+    """Each launch shape of the quantizers writes values too, dense and grouped."""
+    x = make("row_ranges", m, k, dtype, gen).to(cuda)
+    offs = torch.randint(0, m + 1, (9,), generator=gen).sort().values.to(cuda, torch.int32)
+    for groups in (None, offs):
+        want = fp4gemm.decode(quantize(x, mode, cuda, offs=groups))
+        fill_and_free(cuda)
+        got = fp4gemm.quantize(x, decoded=True, offs=groups, **mode.on(cuda))
+        assert_bits(got.data, want.data, "data")
+        assert_bits(got.amax, want.amax, "amax")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
+def test_decoded_producer_sizes(dtype: torch.dtype, cuda: torch.device, gen: torch.Generator) -> None:
+    for m, k in ((1, 65536), (5, 32784), (40000, 16), (4096, 4096), (8192, 1536)):
+        x = make("heavy", m, 2 * k, dtype, gen).to(cuda)
+        weight = torch.randn(k, generator=gen).to(cuda, dtype)
+        left = x[:, :k]
+        made = (
+            (fp4gemm.silu_and_mul_quantize(x), lambda x=x: fp4gemm.silu_and_mul_quantize(x, decoded=True)),
+            (
+                fp4gemm.rms_norm_quantize(left, weight),
+                lambda left=left, weight=weight: fp4gemm.rms_norm_quantize(left, weight, decoded=True),
+            ),
+        )
+        for want, call in made:
+            fill_and_free(cuda)
+            got = call()
+            assert_bits(got.data, fp4gemm.decode(want).data, f"{m}x{k} data")
+            assert_bits(got.amax, want.amax, f"{m}x{k} amax")
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 4096, 4096), (1, 2880, 5760), (1, 70000, 16), (1, 17, 65552), (8, 768, 2048)]
+)
+def test_prepack_sizes(shape: tuple[int, int, int], cuda: torch.device, gen: torch.Generator) -> None:
+    g, n, k = shape
+    codes = torch.randint(0, 256, (g, n, k // 2), generator=gen, dtype=torch.uint8)
+    compact = torch.randint(0, 256, (g, n, k // 16), generator=gen, dtype=torch.uint8)
+    scales = torch.stack([fp4gemm.swizzle_scales(part) for part in compact]).view(torch.float8_e4m3fn)
+    fill_and_free(cuda)
+    packed = ops.prepack(codes.to(cuda), scales.to(cuda))
+    assert_bits(packed, reference.prepack(codes, scales), "packed")
+    fill_and_free(cuda)
+    back = ops.unpack(packed, n, k)
+    assert_bits(back[0], codes, "codes")
+    assert_bits(back[1], scales, "scales")
+
+
 @pytest.mark.parametrize("axis", [-1, 0])
 def test_mxfp8_sizes(axis: int, cuda: torch.device, gen: torch.Generator) -> None:
     for m, k in ((32, 65568), (40000, 32), (65600, 96), (2080, 4128), (4096, 8192)):
@@ -180,17 +236,23 @@ def everything(x: Tensor, offs: Tensor, state: Tensor) -> list[Tensor]:
     made += [fp4gemm.quantize(x, axis=0, offs=offs), fp4gemm.quantize(x, axis=0, offs=offs, hadamard="bf16")]
     made += [fp4gemm.quantize(x.unflatten(0, (2, -1)), scaling="tensor"), fp4gemm.decode(made[-1]).data]
     made += [fp4gemm.silu_and_mul_quantize(x, offs=offs), *fp4gemm.rms_norm_quantize(x, residual=x)]
+    made += [fp4gemm.quantize(x, decoded=True), fp4gemm.quantize(x, decoded=True, offs=offs)]
+    made += [fp4gemm.silu_and_mul_quantize(x, decoded=True), fp4gemm.rms_norm_quantize(x, decoded=True)]
     made += [fp4gemm.quantize_mxfp8(x), fp4gemm.quantize_mxfp8(x, axis=0, swizzled=False)]
     tensors = []
     for t in made:
         if isinstance(t, NVFP4Tensor):
             tensors += [t.codes, t.scales, t.amax, t.dequantize(), t.compact_scales()]
             tensors += [t.decode_multiplier(), t.encode_scale(), t.weight_scale_2()]
+        elif isinstance(t, fp4gemm.DecodedTensor):
+            tensors += [t.data, t.amax]
         elif isinstance(t, fp4gemm.MXFP8Tensor):
             tensors += [t.values, t.scales, t.dequantize(torch.bfloat16)]
         else:
             tensors.append(t)
     weight = fp4gemm.quantize(x, scaling="tensor")
+    packed = ops.prepack(weight.codes, weight.scales)
+    tensors += [packed, *ops.unpack(packed, *weight.shape)]
     tensors += weight.to_modelopt().values()
     tensors += parts(NVFP4Tensor.from_modelopt(**weight.to_modelopt()))
     tensors += parts(NVFP4Tensor.from_flashinfer(weight.codes, weight.scales, weight.encode_scale()))

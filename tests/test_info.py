@@ -43,9 +43,11 @@ def test_kernels_describe_themselves() -> None:
     for row in rows:
         tile, cluster = "x".join(map(str, row.tile)), "x".join(map(str, row.cluster))
         swapped = "_swapped" if row.is_swapped else ""
+        if "prepacked" in row.operand:
+            swapped = f"_{row.operand}"
         want = f"sm{row.arch}_{row.mode}_{tile}_c{cluster}{swapped}_{row.epilogue}_{short[row.out_dtype]}"
         assert row.name == want
-        assert row.operand in ("nvfp4", "f16")
+        assert row.operand in ("nvfp4", "f16", "prepacked", "prepacked_bf16")
         assert row.mode in ("dense", "grouped")
         assert row.epilogue in ("rowcol", "swiglu")
 
@@ -73,6 +75,41 @@ def test_select_kernel_takes_from_the_table() -> None:
         info.select_kernel(90, 132, 64, 64, 64, 2, "k")
     with pytest.raises(TypeError, match=r"^out_dtype: dtype is torch.int8"):
         info.select_kernel(90, 132, 64, 64, 64, out_dtype=torch.int8)
+    for name in ("format_a", "format_b"):
+        with pytest.raises(ValueError, match=rf"^{name}: got 'fp4', must be 'nvfp4', 'f16', 'bf16' or"):
+            info.select_kernel(90, 132, 64, 64, 64, **{name: "fp4"})
+
+
+def test_selected_kernels_take_the_formats() -> None:
+    """On devices without FP4 tensor cores whatever mm takes; on the others packed operands alone."""
+    archs = {row.arch for row in fp4gemm.kernels()}
+    taken = [("nvfp4", "nvfp4"), ("f16", "f16"), ("f16", "nvfp4"), ("nvfp4", "f16"), ("nvfp4", "prepacked")]
+    taken += [("f16", "prepacked"), ("bf16", "nvfp4"), ("bf16", "prepacked")]
+    for arch in archs:
+        for formats in taken:
+            for groups in (0, 4):
+                options = {"format_a": formats[0], "format_b": formats[1]}
+                row = info.select_kernel(arch, 132, 64, 512, 1024, groups, **options)
+                assert (row is not None) == (arch < 100 or formats == taken[0]), (arch, formats)
+                assert row is None or row.takes(*formats), (row, formats)
+    assert all(info.select_kernel(arch, 132, 64, 64, 64, format_b="bf16") is None for arch in archs)
+
+
+@pytest.mark.parametrize(
+    ("operand", "takes"),
+    [
+        ("nvfp4", {"nvfp4 nvfp4"}),
+        ("f16", {"nvfp4 nvfp4", "nvfp4 f16", "f16 nvfp4", "f16 f16"}),
+        ("prepacked", {"nvfp4 nvfp4", "nvfp4 prepacked", "f16 nvfp4", "f16 prepacked"}),
+        ("prepacked_bf16", {"bf16 nvfp4", "bf16 prepacked"}),
+    ],
+)
+def test_what_a_kernel_takes(operand: str, takes: set[str]) -> None:
+    row = info.KernelInfo("x", "dense", "rowcol", 90, (64, 64, 64), (1, 1), torch.bfloat16, operand, False)
+    pairs = {f"{a} {b}" for a in info.FORMATS for b in info.FORMATS if row.takes(a, b)}
+    assert pairs == takes
+    columns = {f"{a} {b}" for a in info.FORMATS for b in info.FORMATS if row.takes(a, b, by_columns=True)}
+    assert columns == (set() if operand.startswith("prepacked") else takes)
 
 
 def test_kernel_index_out_of_range() -> None:

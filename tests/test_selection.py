@@ -40,9 +40,9 @@ def write(path: Path, rules: object) -> Path:
     return path
 
 
-def find(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16, **kwargs: bool) -> str | None:
+def find(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16, **kwargs: object) -> str | None:
     a = SimpleNamespace(is_cuda=True, shape=(m, k), get_device=lambda: 0)
-    options = {"gated": False, "decoded": False, **kwargs}
+    options = {"gated": False, "formats": ("nvfp4", "nvfp4"), **kwargs}
     return selection.find(a, n, k, dtype, "dense", **options)  # type: ignore[arg-type]
 
 
@@ -58,6 +58,9 @@ def test_the_first_rule_that_fits_names_the_kernel(table: None, tmp_path: Path) 
     assert find(5, 64, 256) is None
     assert find(5, 64, 128, torch.float32) is None
     assert find(5, 64, 128, gated=True) == GATED
+    assert find(5, 64, 128, formats=("f16", "f16")) == KERNEL
+    for formats in (("nvfp4", "prepacked"), ("bf16", "nvfp4")):
+        assert find(5, 64, 128, formats=formats) is None
     selection.clear()
     assert find(5, 64, 128) is None
 
@@ -72,6 +75,8 @@ def test_the_first_rule_that_fits_names_the_kernel(table: None, tmp_path: Path) 
         ([{"kernel": "x", "n": -1}], "n is -1, must be a size"),
         ([{"kernel": "x", "m": [5, 2]}], r"m is \[5, 2\], must be a list of the least and the most rows"),
         ([{"kernel": "x", "m": 5}], "m is 5, must be a list"),
+        ([{"kernel": "x", "operands": ["f16"]}], r"operands is \['f16'\], must be a list of two"),
+        ([{"kernel": "x", "operands": ["f16", "f8"]}], r"operands is \['f16', 'f8'\], must be a list of two"),
     ],
 )
 def test_bad_files_are_refused_and_change_nothing(

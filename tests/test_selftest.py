@@ -41,10 +41,16 @@ def test_the_reference_passes_its_own_test() -> None:
 def test_problems_are_exact_in_float32() -> None:
     """The sum of the magnitudes, in the steps of a product, fits the 24 bits of float32."""
     for problem in _selftest_problems.problems():
-        a, b, _, _, *_ = problem.operands
-        k = 2 * a.shape[1]
+        a, b, scale_a, _, *_ = problem.operands
+        k = a.shape[1] * (1 if scale_a is None else 2)
+        assert 2 * b.shape[-1] == k
+        if "one-hot" in problem.name:
+            assert torch.equal(a.count_nonzero(1), torch.ones(len(a)))
+            continue
         assert 24 * 24 * k / (1 / 16) < 2**24
-        assert b.shape[-1] == a.shape[-1]
+        if scale_a is None:
+            assert torch.equal(a.float() * 4, (a.float() * 4).round())
+            assert a.abs().max() <= 24
 
 
 def test_loose_rows_stay_as_they_are() -> None:

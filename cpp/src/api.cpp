@@ -31,19 +31,13 @@ fp4gemm_status_t fp4gemm_kernel_info(int index, fp4gemm_kernel_info_t* info) {
 }
 
 int fp4gemm_select_kernel(int arch, int num_sms, int64_t m, int64_t n, int64_t k, int num_groups,
-                          fp4gemm_ragged_t ragged, fp4gemm_dtype_t out_dtype, fp4gemm_format_t format,
-                          int batch_invariant, fp4gemm_activation_t activation) {
+                          fp4gemm_ragged_t ragged, fp4gemm_dtype_t out_dtype, fp4gemm_format_t format_a,
+                          fp4gemm_format_t format_b, int batch_invariant, fp4gemm_activation_t activation) {
   bool const by_depth = num_groups > 0 && ragged == FP4GEMM_RAGGED_DEPTH;
   bool const sound = num_sms > 0 && m >= 0 && n >= 0 && num_groups >= 0 && (k > 0 || (by_depth && k == 0));
-  fp4gemm::Selection const wanted{m,
-                                  n,
-                                  k,
-                                  num_groups,
-                                  ragged,
-                                  out_dtype,
-                                  format,
-                                  batch_invariant != 0,
-                                  activation == FP4GEMM_ACTIVATION_SWIGLU};
+  fp4gemm::Selection const wanted{
+      m,         n,        k,        num_groups,           ragged,
+      out_dtype, format_a, format_b, batch_invariant != 0, activation == FP4GEMM_ACTIVATION_SWIGLU};
   return sound ? fp4gemm::select_kernel(arch, num_sms, wanted) : -1;
 }
 

@@ -62,10 +62,23 @@ fp4gemm_status_t widen(fp4gemm_grouped_args_t const* args, Args* wide) {
 
 // ---- checks ----
 
-fp4gemm_status_t check_format(char const* name, fp4gemm_operand_t const& operand) {
-  FP4GEMM_CHECK(operand.format == FP4GEMM_FORMAT_NVFP4 || operand.format == FP4GEMM_FORMAT_FP16,
-                "%s: format is %d, must be FP4GEMM_FORMAT_NVFP4 or FP4GEMM_FORMAT_FP16", name,
-                static_cast<int>(operand.format));
+fp4gemm_status_t check_formats(Args const& args) {
+  fp4gemm_format_t const a = args.a.format;
+  fp4gemm_format_t const b = args.b.format;
+  FP4GEMM_CHECK(a == FP4GEMM_FORMAT_NVFP4 || a == FP4GEMM_FORMAT_FP16 || a == FP4GEMM_FORMAT_BF16,
+                "a: format is %d, must be FP4GEMM_FORMAT_NVFP4, FP4GEMM_FORMAT_FP16 or FP4GEMM_FORMAT_BF16",
+                static_cast<int>(a));
+  FP4GEMM_CHECK(
+      b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_FP16 || b == FP4GEMM_FORMAT_PREPACKED,
+      "b: format is %d, must be FP4GEMM_FORMAT_NVFP4, FP4GEMM_FORMAT_FP16 or FP4GEMM_FORMAT_PREPACKED",
+      static_cast<int>(b));
+  FP4GEMM_CHECK(a != FP4GEMM_FORMAT_BF16 || b != FP4GEMM_FORMAT_FP16,
+                "b: format is FP4GEMM_FORMAT_FP16, must be FP4GEMM_FORMAT_NVFP4 or FP4GEMM_FORMAT_PREPACKED "
+                "with a in FP4GEMM_FORMAT_BF16");
+  FP4GEMM_CHECK(
+      !is_by_depth(args) || (a != FP4GEMM_FORMAT_BF16 && b != FP4GEMM_FORMAT_PREPACKED),
+      "%s: format is %d, must be FP4GEMM_FORMAT_NVFP4 or FP4GEMM_FORMAT_FP16 for groups that divide k",
+      a == FP4GEMM_FORMAT_BF16 ? "a" : "b", static_cast<int>(a == FP4GEMM_FORMAT_BF16 ? a : b));
   return FP4GEMM_SUCCESS;
 }
 
@@ -86,8 +99,7 @@ fp4gemm_status_t check_problem(Args const& args) {
                 args.c);
   FP4GEMM_CHECK(!is_gated(args) || !is_by_depth(args),
                 "activation: is swiglu, must be another one for groups that divide k");
-  FP4GEMM_TRY(check_format("a", args.a));
-  return check_format("b", args.b);
+  return check_formats(args);
 }
 
 fp4gemm_status_t check_operand(char const* name, char const* scale_name, fp4gemm_operand_t const& operand,
@@ -96,8 +108,8 @@ fp4gemm_status_t check_operand(char const* name, char const* scale_name, fp4gemm
   if (operand.format == FP4GEMM_FORMAT_NVFP4) {
     return check_buffer(scale_name, operand.scales, elems / 16);
   }
-  FP4GEMM_CHECK(operand.scales == nullptr, "%s: is %p, must be null for an fp16 operand", scale_name,
-                operand.scales);
+  FP4GEMM_CHECK(operand.scales == nullptr, "%s: is %p, must be null for an operand that is not nvfp4",
+                scale_name, operand.scales);
   return FP4GEMM_SUCCESS;
 }
 
@@ -157,23 +169,25 @@ struct Plan {
   DeviceProperties device;
   bool decode_a = false;
   bool decode_b = false;
+  bool prepack_b = false;
   size_t b_offset = 0;
   size_t kernel_offset = 0;
   size_t total_bytes = 0;
 };
 
-/// FP16 if an operand is decoded already.
-fp4gemm_format_t format_of(Args const& args) {
-  return args.a.format == FP4GEMM_FORMAT_FP16 ? args.a.format : args.b.format;
-}
+constexpr char const* kFormatNames[] = {"nvfp4", "fp16", "bf16", "prepacked"};
 
-char const* decoded_operand(Args const& args) { return args.a.format == FP4GEMM_FORMAT_FP16 ? "a" : "b"; }
+/// The operand that is not plain nvfp4, for messages.
+fp4gemm_operand_t const& special_operand(Args const& args) {
+  return args.a.format != FP4GEMM_FORMAT_NVFP4 ? args.a : args.b;
+}
+char const* special_name(Args const& args) { return &special_operand(args) == &args.a ? "a" : "b"; }
+char const* special_format(Args const& args) { return kFormatNames[special_operand(args).format]; }
 
 fp4gemm_status_t select_kernel(Args const& args, int device, Plan* plan) {
   int const arch = plan->device.arch;
-  Selection wanted{args.m,        args.n,         args.k,          args.num_groups,
-                   args.ragged,   args.out_dtype, format_of(args), args.batch_invariant != 0,
-                   is_gated(args)};
+  Selection wanted{args.m,         args.n,        args.k,        args.num_groups,           args.ragged,
+                   args.out_dtype, args.a.format, args.b.format, args.batch_invariant != 0, is_gated(args)};
   int const index = select_kernel(arch, plan->device.num_sms, wanted);
   if (index >= 0) {
     plan->kernel = &kernel_at(index);
@@ -183,13 +197,12 @@ fp4gemm_status_t select_kernel(Args const& args, int device, Plan* plan) {
     return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
                 "out_dtype: is fp32; the swiglu activation writes bf16 and fp16");
   }
-  bool const was_decoded = wanted.format == FP4GEMM_FORMAT_FP16;
-  wanted.format = FP4GEMM_FORMAT_NVFP4;
-  if (was_decoded && select_kernel(arch, plan->device.num_sms, wanted) >= 0) {
+  wanted.format_a = wanted.format_b = FP4GEMM_FORMAT_NVFP4;
+  if (select_kernel(arch, plan->device.num_sms, wanted) >= 0) {
     return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
-                "%s: format is fp16; the kernels of device %d, whose compute capability is %d.%d, take "
+                "%s: format is %s; the kernels of device %d, whose compute capability is %d.%d, take "
                 "packed nvfp4",
-                decoded_operand(args), device, arch / 10, arch % 10);
+                special_name(args), special_format(args), device, arch / 10, arch % 10);
   }
   return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
               "device: %d has compute capability %d.%d, for which this build (%s) has no GEMM kernels; "
@@ -228,7 +241,8 @@ Problem problem_of(Args const& args, Plan const& plan, char* workspace, int devi
   problem.offs = args.offs;
   problem.a = plan.decode_a ? workspace : args.a.data;
   problem.scale_a = args.a.scales;
-  problem.b = plan.decode_b ? workspace + plan.b_offset : args.b.data;
+  problem.b = plan.decode_b || plan.prepack_b ? workspace + plan.b_offset : args.b.data;
+  problem.b_is_fresh = plan.prepack_b;
   problem.scale_b = args.b.scales;
   problem.alpha_row = args.alpha_row;
   problem.alpha_col = args.alpha_col;
@@ -241,6 +255,7 @@ Problem problem_of(Args const& args, Plan const& plan, char* workspace, int devi
   problem.beta = args.beta;
   problem.d = args.d;
   problem.d_row_stride = args.d_row_stride;
+  problem.batch_invariant = args.batch_invariant != 0;
   problem.device = device;
   problem.num_sms = plan.device.num_sms;
   return problem;
@@ -254,22 +269,35 @@ fp4gemm_status_t make_plan(Args const& args, int device, Plan* plan) {
     plan->kernel = nullptr;
     return FP4GEMM_SUCCESS;
   }
-  if (plan->kernel->operand == FP4GEMM_FORMAT_FP16) {
-    plan->decode_a = args.a.format == FP4GEMM_FORMAT_NVFP4;
-    plan->decode_b = args.b.format == FP4GEMM_FORMAT_NVFP4;
-  } else if (format_of(args) == FP4GEMM_FORMAT_FP16) {
-    return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "%s: format is fp16, kernel %s multiplies nvfp4 operands",
-                decoded_operand(args), plan->kernel->info.name);
+  Operands const operands = plan->kernel->operands;
+  if (!takes(operands, args.a.format, args.b.format)) {
+    return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s reads %s operands, a is %s and b %s",
+                plan->kernel->info.name, plan->kernel->info.operand, kFormatNames[args.a.format],
+                kFormatNames[args.b.format]);
   }
+  if (is_by_depth(args) && operands == Operands::kPrepacked) {
+    return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not take groups that divide k",
+                plan->kernel->info.name);
+  }
+  bool const packed_b = args.b.format == FP4GEMM_FORMAT_NVFP4;
+  plan->decode_a = args.a.format == FP4GEMM_FORMAT_NVFP4 && operands != Operands::kNvfp4;
+  plan->decode_b = packed_b && operands == Operands::kFp16;
+  plan->prepack_b = packed_b && is_prepacked(operands);
   plan->b_offset = plan->decode_a ? decoded_bytes(args.m, args.k) : 0;
-  plan->kernel_offset = plan->b_offset + (plan->decode_b ? decoded_bytes(num_b(args) * args.n, args.k) : 0);
+  plan->kernel_offset = plan->b_offset;
+  if (plan->decode_b) {
+    plan->kernel_offset += decoded_bytes(num_b(args) * args.n, args.k);
+  } else if (plan->prepack_b) {
+    plan->kernel_offset +=
+        round_up(num_b(args) * fp4gemm_prepacked_bytes(args.n, args.k), Rules::kWorkspaceBytes);
+  }
   plan->total_bytes =
       plan->kernel_offset + plan->kernel->workspace_bytes(problem_of(args, *plan, nullptr, device));
   return FP4GEMM_SUCCESS;
 }
 
-fp4gemm_status_t decode_operands(Args const& args, Plan const& plan, char* workspace,
-                                 fp4gemm_stream_t stream) {
+fp4gemm_status_t convert_operands(Args const& args, Plan const& plan, char* workspace,
+                                  fp4gemm_stream_t stream) {
   DecodeJob a, b;
   if (plan.decode_a) {
     a = {args.m, static_cast<uint8_t const*>(args.a.data), static_cast<uint8_t const*>(args.a.scales),
@@ -284,7 +312,14 @@ fp4gemm_status_t decode_operands(Args const& args, Plan const& plan, char* works
          static_cast<uint8_t const*>(args.b.scales), workspace + plan.b_offset};
     b.rows_per_matrix = is_by_rows(args) ? args.n : 0;
   }
-  return args.k > 0 ? launch_decode(a, b, args.k, stream) : FP4GEMM_SUCCESS;
+  if (args.k > 0 && (plan.decode_a || plan.decode_b)) {
+    FP4GEMM_TRY(launch_decode(a, b, args.k, stream));
+  }
+  if (plan.prepack_b) {
+    return launch_prepack(static_cast<int>(num_b(args)), args.n, args.k, args.b.data, args.b.scales,
+                          workspace + plan.b_offset, stream);
+  }
+  return FP4GEMM_SUCCESS;
 }
 
 template <class CallArgs>
@@ -321,7 +356,7 @@ fp4gemm_status_t run(CallArgs const* call, void* workspace, size_t workspace_byt
   DeviceGuard const guard(device);
   FP4GEMM_TRY(guard.status());
   char* const bytes = static_cast<char*>(workspace);
-  FP4GEMM_TRY(decode_operands(args, plan, bytes, stream));
+  FP4GEMM_TRY(convert_operands(args, plan, bytes, stream));
   return plan.kernel->launch(problem_of(args, plan, bytes, device), bytes + plan.kernel_offset, stream);
 }
 

@@ -15,9 +15,10 @@ struct Problem {
   int num_groups = 0;
   int32_t const* offs = nullptr;
   void const* a = nullptr;
-  void const* scale_a = nullptr;  // null for fp16 operands
+  void const* scale_a = nullptr;  // null unless nvfp4
   void const* b = nullptr;
   void const* scale_b = nullptr;
+  bool b_is_fresh = false;               // the launch right before this one on the stream wrote b
   fp4gemm_grouped_vector_t alpha_row{};  // data null: absent
   fp4gemm_grouped_vector_t alpha_col{};
   float alpha = 1.0f;
@@ -29,13 +30,39 @@ struct Problem {
   float beta = 1.0f;
   void* d = nullptr;
   int64_t d_row_stride = 0;  // elements
+  bool batch_invariant = false;
   int device = 0;
   int num_sms = 0;
 };
 
+/// What a kernel reads. Operands of another form that can be converted are, into the workspace.
+enum class Operands {
+  kNvfp4,          // both packed
+  kFp16,           // both fp16; packed ones are decoded
+  kPrepacked,      // A as of kFp16; B prepacked, or packed and then prepacked
+  kPrepackedBf16,  // A bf16; B as of kPrepacked
+};
+
+/// True if a kernel can do with operands of these formats, converted or not.
+constexpr bool takes(Operands operands, fp4gemm_format_t a, fp4gemm_format_t b) {
+  bool const packed_or_fp16 = a == FP4GEMM_FORMAT_NVFP4 || a == FP4GEMM_FORMAT_FP16;
+  bool const packable = b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_PREPACKED;
+  switch (operands) {
+    case Operands::kNvfp4: return a == FP4GEMM_FORMAT_NVFP4 && b == FP4GEMM_FORMAT_NVFP4;
+    case Operands::kFp16: return packed_or_fp16 && (b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_FP16);
+    case Operands::kPrepacked: return packed_or_fp16 && packable;
+    case Operands::kPrepackedBf16: return a == FP4GEMM_FORMAT_BF16 && packable;
+  }
+  return false;
+}
+
+constexpr bool is_prepacked(Operands operands) {
+  return operands == Operands::kPrepacked || operands == Operands::kPrepackedBf16;
+}
+
 struct Kernel {
   fp4gemm_kernel_info_t info;
-  fp4gemm_format_t operand;
+  Operands operands;
   bool is_grouped;
   bool is_gated;
   /// Bytes of workspace beside the decoded operands.

@@ -6,6 +6,7 @@
 #include "cutlass_evt/gemm.hpp"
 #include "error.hpp"
 #include "kernel_row.hpp"
+#include "overlap.hpp"
 
 namespace fp4gemm {
 
@@ -20,13 +21,6 @@ __global__ void __launch_bounds__(Gemm::MaxThreadsPerBlock, Gemm::MinBlocksPerMu
   extern __shared__ char shared[];
   Gemm gemm;
   gemm(params, shared);
-}
-
-inline cudaLaunchAttribute overlapping_launch() {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  return attribute;
 }
 
 /// What dense and grouped kernels share: the table row, the conversions, the launch.
@@ -47,29 +41,47 @@ struct KernelBase {
 
   using Tile = typename K::Tile;
   using Cluster = typename K::Cluster;
-  static constexpr KernelTraits kTraits{
-      K::Arch::kArch,           K::kGrouped,      Op::kSwapped,     Op::kGated, kAlongM<Tile>, kAlongN<Tile>,
-      kSize<2, Tile>,           kAlongM<Cluster>, kAlongN<Cluster>, Op::kName,  Out::kId,      Out::kName,
-      K::Arch::kDecodedOperands};
+  static constexpr KernelTraits kTraits{K::Arch::kArch,
+                                        K::kGrouped,
+                                        Op::kSwapped,
+                                        Op::kGated,
+                                        kAlongM<Tile>,
+                                        kAlongN<Tile>,
+                                        kSize<2, Tile>,
+                                        kAlongM<Cluster>,
+                                        kAlongN<Cluster>,
+                                        Op::kName,
+                                        Out::kId,
+                                        Out::kName,
+                                        K::Arch::kDecodedOperands ? Operands::kFp16 : Operands::kNvfp4};
   static constexpr NameBuilder kName = kTraits.name();
 
   static cutlass_evt::Activation activation(fp4gemm_activation_t kind) {
     return static_cast<cutlass_evt::Activation>(kind);
   }
 
-  /// Lifts the kernel's shared memory limit, once a device; idempotent, so that a race does no harm.
   static cudaError_t prepare(int device) {
     static std::atomic<uint64_t> prepared{0};
-    uint64_t const bit = device < 64 ? uint64_t{1} << device : 0;
-    if ((prepared.load(std::memory_order_relaxed) & bit) != 0) {
-      return cudaSuccess;
-    }
-    cudaError_t const error = cudaFuncSetAttribute(
-        gemm_kernel<Gemm>, cudaFuncAttributeMaxDynamicSharedMemorySize, Gemm::SharedStorageSize);
-    if (error == cudaSuccess) {
-      prepared.fetch_or(bit, std::memory_order_relaxed);
-    }
-    return error;
+    return allow_shared_memory(reinterpret_cast<void const*>(gemm_kernel<Gemm>), Gemm::SharedStorageSize,
+                               device, prepared);
+  }
+
+  /// What the arguments of both modes have under the same names: sizes, operands, D, the device.
+  template <class Args>
+  static Args arguments_of(Problem const& p) {
+    Args args;
+    args.m = static_cast<int>(p.m);
+    args.n = static_cast<int>(p.n);
+    args.k = static_cast<int>(p.k);
+    args.a = p.a;
+    args.scale_a = p.scale_a;
+    args.b = p.b;
+    args.scale_b = p.scale_b;
+    args.d = static_cast<Element*>(p.d);
+    args.d_row_stride = p.d_row_stride * kElementsPerResult;
+    args.device = p.device;
+    args.num_sms = p.num_sms;
+    return args;
   }
 
   static fp4gemm_status_t run(typename Gemm::Arguments const& args, Problem const& p, void* workspace,
@@ -108,14 +120,7 @@ struct DenseImpl : KernelBase<K> {
   static cutlass_evt::Vector vector(fp4gemm_grouped_vector_t v) { return {v.data, v.numel != 1}; }
 
   static typename Gemm::Arguments arguments(Problem const& p) {
-    cutlass_evt::DenseArguments<typename K::Op> args;
-    args.m = static_cast<int>(p.m);
-    args.n = static_cast<int>(p.n);
-    args.k = static_cast<int>(p.k);
-    args.a = p.a;
-    args.scale_a = p.scale_a;
-    args.b = p.b;
-    args.scale_b = p.scale_b;
+    auto args = Base::template arguments_of<cutlass_evt::DenseArguments<typename K::Op>>(p);
     args.epilogue.alpha_row = vector(p.alpha_row);
     args.epilogue.alpha_col = vector(p.alpha_col);
     args.epilogue.alpha = p.alpha;
@@ -126,10 +131,6 @@ struct DenseImpl : KernelBase<K> {
       args.epilogue.c_row_stride = p.c_row_stride;
       args.epilogue.c_scale = p.beta;
     }
-    args.d = static_cast<typename Base::Element*>(p.d);
-    args.d_row_stride = p.d_row_stride * Base::kElementsPerResult;
-    args.device = p.device;
-    args.num_sms = p.num_sms;
     return K::lower(args);
   }
 
@@ -152,18 +153,11 @@ struct GroupedImpl : KernelBase<K> {
   }
 
   static cutlass_evt::GroupedArguments<Op> arguments(Problem const& p) {
-    cutlass_evt::GroupedArguments<Op> args;
+    auto args = Base::template arguments_of<cutlass_evt::GroupedArguments<Op>>(p);
     args.ragged = p.ragged == FP4GEMM_RAGGED_ROWS ? cutlass_evt::Ragged::kRows : cutlass_evt::Ragged::kDepth;
-    args.m = static_cast<int>(p.m);
-    args.n = static_cast<int>(p.n);
-    args.k = static_cast<int>(p.k);
     args.num_groups = p.num_groups;
     args.offs = p.offs;
     args.scale_tiles = static_cast<int>(fp4gemm_grouped_scale_rows(p.m, p.num_groups) / 128);
-    args.a = p.a;
-    args.scale_a = p.scale_a;
-    args.b = p.b;
-    args.scale_b = p.scale_b;
     args.alpha_row = vector(p.alpha_row);
     args.alpha_col = vector(p.alpha_col);
     args.bias = vector(p.bias);
@@ -175,10 +169,6 @@ struct GroupedImpl : KernelBase<K> {
       args.c_row_stride = p.c_row_stride;
       args.beta = p.beta;
     }
-    args.d = static_cast<typename Base::Element*>(p.d);
-    args.d_row_stride = p.d_row_stride * Base::kElementsPerResult;
-    args.device = p.device;
-    args.num_sms = p.num_sms;
     return args;
   }
 

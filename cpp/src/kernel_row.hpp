@@ -61,15 +61,33 @@ struct KernelTraits {
   char const* epilogue;
   fp4gemm_dtype_t out_dtype;
   char const* out_name;
-  bool reads_fp16;
+  Operands operands;
 
   constexpr char const* mode() const { return is_grouped ? "grouped" : "dense"; }
+
+  constexpr char const* operand_name() const {
+    switch (operands) {
+      case Operands::kNvfp4: return "nvfp4";
+      case Operands::kFp16: return "f16";
+      case Operands::kPrepacked: return "prepacked";
+      case Operands::kPrepackedBf16: return "prepacked_bf16";
+    }
+    return "";
+  }
+
+  constexpr char const* variant() const {
+    switch (operands) {
+      case Operands::kPrepacked: return "_prepacked_";
+      case Operands::kPrepackedBf16: return "_prepacked_bf16_";
+      default: return is_swapped ? "_swapped_" : "_";
+    }
+  }
 
   /// For instance sm100_dense_256x128x256_c2x1_rowcol_bf16.
   constexpr NameBuilder name() const {
     NameBuilder name;
     name << "sm" << arch << "_" << mode() << "_" << tile_m << "x" << tile_n << "x" << tile_k << "_c"
-         << cluster_m << "x" << cluster_n << (is_swapped ? "_swapped_" : "_") << epilogue << "_" << out_name;
+         << cluster_m << "x" << cluster_n << variant() << epilogue << "_" << out_name;
     return name;
   }
 };
@@ -79,8 +97,8 @@ template <class Impl>
 constexpr Kernel make_row() {
   constexpr KernelTraits const& t = Impl::kTraits;
   return {{Impl::kName.text, t.mode(), t.epilogue, t.arch, t.tile_m, t.tile_n, t.tile_k, t.cluster_m,
-           t.cluster_n, t.out_dtype, t.reads_fp16 ? "f16" : "nvfp4", t.is_swapped},
-          t.reads_fp16 ? FP4GEMM_FORMAT_FP16 : FP4GEMM_FORMAT_NVFP4,
+           t.cluster_n, t.out_dtype, t.operand_name(), t.is_swapped},
+          t.operands,
           t.is_grouped,
           t.is_gated,
           &Impl::workspace_bytes,

@@ -10,6 +10,7 @@ extern KernelList const kSm90DenseBf16, kSm90DenseFp16, kSm90DenseFp32;
 extern KernelList const kSm90GroupedBf16, kSm90GroupedFp16, kSm90GroupedFp32;
 extern KernelList const kSm90DenseGatedBf16, kSm90DenseGatedFp16;
 extern KernelList const kSm90GroupedGatedBf16, kSm90GroupedGatedFp16;
+extern KernelList const kSm90PrepackedNarrow, kSm90PrepackedWide, kSm90PrepackedBf16;
 #endif
 #ifdef FP4GEMM_WITH_SM100
 extern KernelList const kSm100DenseBf16, kSm100DenseFp16, kSm100DenseFp32;
@@ -32,6 +33,9 @@ KernelList const* const kLists[] = {
     &kSm90DenseGatedFp16,
     &kSm90GroupedGatedBf16,
     &kSm90GroupedGatedFp16,
+    &kSm90PrepackedNarrow,
+    &kSm90PrepackedWide,
+    &kSm90PrepackedBf16,
 #endif
 #ifdef FP4GEMM_WITH_SM100
     &kSm100DenseBf16,

@@ -5,8 +5,7 @@
 
 namespace fp4gemm {
 
-/// The lists that make up the table, each of one architecture, mode, kind of epilogue and output type and
-/// never empty; ends with null.
+/// The lists that make up the table, each of one architecture and never empty; ends with null.
 KernelList const* const* kernel_lists();
 
 int kernel_count();

@@ -2,11 +2,13 @@
 #include "select.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <tuple>
 
 #include "registry.hpp"
+#include "sm90/measured.hpp"
 
 namespace fp4gemm {
 namespace {
@@ -20,6 +22,8 @@ struct Machine {
   double clocks_per_tile;    // prologue and epilogue that nothing hides
 };
 
+constexpr double kClocksPerUs = 1755;  // of an H200 under load
+
 constexpr Machine kSm90{2048, 2.0, 42, 1200};
 constexpr Machine kSm100{16384, 0.5625, 80, 1500};
 
@@ -29,14 +33,64 @@ constexpr double kPackedClocks = 0.058;
 constexpr double kPackedBaseClocks = 0.025;
 constexpr double kPackedClocksPerToken = 0.0025;
 
-// What the other kernels need before they can start on packed operands.
-constexpr double kDecodeClocks = 5000;       // one more launch
-constexpr double kDecodeBytes = 2.5625;      // an element: packed in, fp16 out
-constexpr double kDecodeBytesPerClock = 17;  // of device memory, for each multiprocessor
+// What converting an operand takes.
+constexpr double kConvertClocks = 5000;       // one more launch
+constexpr double kDecodeBytes = 2.5625;       // an element: packed in, fp16 out
+constexpr double kPrepackBytes = 1.125;       // an element: packed in, prepacked out
+constexpr double kConvertBytesPerClock = 17;  // of device memory, for each multiprocessor
 
 Machine const& machine_of(int kernel_arch) { return kernel_arch >= 100 ? kSm100 : kSm90; }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/// Clocks of making the operands what the kernel reads.
+double conversion_clocks(Operands operands, int num_sms, Selection const& wanted) {
+  bool const by_depth = wanted.num_groups > 0 && wanted.ragged == FP4GEMM_RAGGED_DEPTH;
+  double const k = static_cast<double>(wanted.k);
+  double const elements_a = static_cast<double>(wanted.m) * k;
+  double const elements_b =
+      static_cast<double>(by_depth ? 1 : std::max(1, wanted.num_groups)) * static_cast<double>(wanted.n) * k;
+  bool const packed_b = wanted.format_b == FP4GEMM_FORMAT_NVFP4;
+  double bytes = 0;
+  int launches = 0;
+  if (operands != Operands::kNvfp4 && wanted.format_a == FP4GEMM_FORMAT_NVFP4) {
+    bytes += elements_a * kDecodeBytes;
+    launches = 1;
+  }
+  if (operands == Operands::kFp16 && packed_b) {
+    bytes += elements_b * kDecodeBytes;
+    launches = 1;  // both in one
+  } else if (is_prepacked(operands) && packed_b) {
+    bytes += elements_b * kPrepackBytes;
+    ++launches;
+  }
+  return launches * kConvertClocks + bytes / (kConvertBytesPerClock * num_sms);
+}
+
+/// What a prepacked kernel takes, from its measured figures and the way in which it shares out its tiles.
+double prepacked_clocks(Kernel const& row, int num_sms, Selection const& wanted) {
+  fp4gemm_kernel_info_t const& kernel = row.info;
+  PrepackedFigures const figures =
+      prepacked_figures(kernel.tile_m, kernel.tile_n, kernel.tile_k, row.operands);
+  // Groups differ in size: on average the last tile of each is half full.
+  double const groups =
+      static_cast<double>(std::max<int64_t>(1, std::min<int64_t>(wanted.num_groups, wanted.m)));
+  double const a_group = static_cast<double>(wanted.m) / groups / kernel.tile_m;
+  double const token_tiles =
+      groups * (wanted.num_groups > 1 ? std::max(1.0, a_group + 0.5) : std::max(1.0, std::ceil(a_group)));
+  double const tiles =
+      token_tiles * static_cast<double>(ceil_div(wanted.n, int64_t{kernel.tile_n} * kernel.cluster_n));
+  bool const in_pairs = figures.chunk_2_us > 0 && tiles > num_sms;  // of CTAs
+  double const workers = std::max(1, num_sms / kernel.cluster_n * (in_pairs ? 2 : 1));
+  double const waves = std::ceil(tiles / workers);
+  bool const splits = !wanted.batch_invariant && tiles < 0.92 * waves * workers && tiles < 12 * workers;
+  double const turns = splits ? tiles / workers : waves;
+  double const chunks = static_cast<double>(ceil_div(wanted.k, 64));
+  double const us = figures.fixed_us + (splits ? figures.split_us : 0) +
+                    turns * chunks * (in_pairs ? figures.chunk_2_us : figures.chunk_us) +
+                    (waves - 1) * figures.tile_us;
+  return us * kClocksPerUs;
+}
 
 double packed_sm90_clocks(fp4gemm_kernel_info_t const& kernel, int num_sms, Selection const& wanted) {
   auto const [m, n, k] = std::tuple(wanted.m, wanted.n, wanted.k);
@@ -77,10 +131,21 @@ bool serves(int kernel_arch, int device_arch) {
   }
 }
 
+bool suits(Kernel const& kernel, Selection const& wanted) {
+  bool const by_depth = wanted.num_groups > 0 && wanted.ragged == FP4GEMM_RAGGED_DEPTH;
+  return kernel.info.out_dtype == wanted.out_dtype && kernel.is_gated == wanted.is_gated &&
+         kernel.is_grouped == (wanted.num_groups > 0) &&
+         takes(kernel.operands, wanted.format_a, wanted.format_b) &&
+         !(by_depth && is_prepacked(kernel.operands));
+}
+
 double estimate_clocks(Kernel const& row, int num_sms, Selection const& wanted) {
   fp4gemm_kernel_info_t const& kernel = row.info;
-  if (kernel.arch == 90 && row.operand == FP4GEMM_FORMAT_NVFP4) {
+  if (kernel.arch == 90 && row.operands == Operands::kNvfp4) {
     return packed_sm90_clocks(kernel, num_sms, wanted);
+  }
+  if (is_prepacked(row.operands)) {
+    return prepacked_clocks(row, num_sms, wanted) + conversion_clocks(row.operands, num_sms, wanted);
   }
   Machine const& machine = machine_of(kernel.arch);
   int64_t const groups = std::max(1, wanted.num_groups);
@@ -109,14 +174,8 @@ double estimate_clocks(Kernel const& row, int num_sms, Selection const& wanted) 
   double const bytes =
       (rows / size.cluster_n + static_cast<double>(size.tile_n) / sharing) * machine.bytes_per_element;
   double const clocks_per_k = std::max(macs / machine.macs_per_clock, bytes / machine.bytes_per_clock);
-  double clocks = waves * (k * clocks_per_k + machine.clocks_per_tile);
-  if (row.operand == FP4GEMM_FORMAT_FP16 && wanted.format == FP4GEMM_FORMAT_NVFP4) {
-    int64_t const matrices = by_depth ? 1 : groups;
-    double const elements =
-        static_cast<double>(wanted.m + matrices * wanted.n) * static_cast<double>(wanted.k);
-    clocks += kDecodeClocks + elements * kDecodeBytes / (kDecodeBytesPerClock * num_sms);
-  }
-  return clocks;
+  return waves * (k * clocks_per_k + machine.clocks_per_tile) +
+         conversion_clocks(row.operands, num_sms, wanted);
 }
 
 int select_kernel(int device_arch, int num_sms, Selection const& asked) {
@@ -129,12 +188,11 @@ int select_kernel(int device_arch, int num_sms, Selection const& asked) {
   int first = 0;  // index of the list's first kernel
   for (KernelList const* const* list = kernel_lists(); *list != nullptr; first += (*list)->size, ++list) {
     Kernel const* const kernels = (*list)->data;
-    if (kernels[0].info.out_dtype != wanted.out_dtype || !serves(kernels[0].info.arch, device_arch) ||
-        kernels[0].is_grouped != (wanted.num_groups > 0) || kernels[0].is_gated != wanted.is_gated) {
+    if (!serves(kernels[0].info.arch, device_arch)) {
       continue;
     }
     for (int i = 0; i < (*list)->size; ++i) {
-      if (wanted.format == FP4GEMM_FORMAT_FP16 && kernels[i].operand != FP4GEMM_FORMAT_FP16) {
+      if (!suits(kernels[i], wanted)) {
         continue;
       }
       double const clocks = estimate_clocks(kernels[i], num_sms, wanted);

@@ -15,10 +15,13 @@ struct Selection {
   int num_groups;  // 0: dense
   fp4gemm_ragged_t ragged;
   fp4gemm_dtype_t out_dtype;
-  fp4gemm_format_t format;  // FP16 if at least one operand is decoded already
-  bool batch_invariant;     // choose by n and k alone
+  fp4gemm_format_t format_a, format_b;
+  bool batch_invariant;  // choose by n and k alone
   bool is_gated;
 };
+
+/// True if the kernel does what is wanted, on a device that it runs on.
+bool suits(Kernel const& kernel, Selection const& wanted);
 
 /// What the GEMM is expected to take on a device, in clocks of one multiprocessor: the waves of tiles, each
 /// as long as the slower of its tensor-core work and its operand traffic, and the decoding of packed operands

@@ -22,7 +22,6 @@ inline int checks = 0;
   } while (false)
 
 inline constexpr fp4gemm_dtype_t kDtypes[] = {FP4GEMM_BF16, FP4GEMM_FP16, FP4GEMM_FP32};
-inline constexpr fp4gemm_format_t kFormats[] = {FP4GEMM_FORMAT_NVFP4, FP4GEMM_FORMAT_FP16};
 inline constexpr char const* kDtypeNames[] = {"bf16", "fp16", "fp32"};
 
 inline fp4gemm_kernel_info_t info_at(int index) {

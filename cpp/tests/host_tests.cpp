@@ -171,6 +171,109 @@ void test_quantize_errors() {
   bad_quantize("struct_size", [](Args& a) { a.struct_size = 0; }, "args: struct_size is 0");
 }
 
+void test_decoded_errors() {
+  using Args = fp4gemm_quantize_args_t;
+  fp4gemm_status_t const not_supported = FP4GEMM_ERROR_NOT_SUPPORTED;
+  bad_quantize(
+      "decoded and codes", [](Args& a) { a.row.decoded = address(); }, "row.codes: is 0x1000, must be null");
+  auto const decoded_alone = [](Args& a) {
+    a.row.codes = a.row.scales = nullptr;
+    a.row.decoded = address();
+  };
+  bad_quantize(
+      "decoded and scales",
+      [&](Args& a) {
+        decoded_alone(a);
+        a.row.scales = static_cast<uint8_t*>(address());
+      },
+      "row.scales: is 0x1000, must be null");
+  bad_quantize(
+      "decoded misaligned",
+      [&](Args& a) {
+        decoded_alone(a);
+        a.row.decoded = address(8);
+      },
+      "row.decoded: is 0x1008, must be 16-byte aligned");
+  bad_quantize(
+      "decoded squares",
+      [&](Args& a) {
+        decoded_alone(a);
+        a.block_rows = 16;
+        a.scaling = FP4GEMM_SCALING_TENSOR;
+      },
+      "decoded: block_rows is 16, must be 1", not_supported);
+  bad_quantize(
+      "decoded beside a column",
+      [&](Args& a) {
+        a.column = a.row;
+        decoded_alone(a);
+      },
+      "decoded: is there for row alone", not_supported);
+  bad_quantize(
+      "decoded column", [](Args& a) { a.column.decoded = address(); }, "decoded: is there for row alone",
+      not_supported);
+  fp4gemm_silu_and_mul_quantize_args_t silu = FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT;
+  silu.m = 4;
+  silu.k = 32;
+  silu.x = address();
+  silu.x_row_stride = 64;
+  silu.amax = static_cast<float*>(address());
+  silu.decoded = address();
+  silu.scales = static_cast<uint8_t*>(address());
+  expect_error("silu, decoded and scales", fp4gemm_silu_and_mul_quantize(&silu, 0, nullptr),
+               FP4GEMM_ERROR_INVALID_ARGUMENT, "scales: is 0x1000, must be null");
+  fp4gemm_rms_norm_quantize_args_t norm = FP4GEMM_RMS_NORM_QUANTIZE_ARGS_INIT;
+  norm.m = 4;
+  norm.k = norm.x_row_stride = 32;
+  norm.x = address();
+  norm.amax = static_cast<float*>(address());
+  norm.decoded = address(2);
+  expect_error("norm, decoded misaligned", fp4gemm_rms_norm_quantize(&norm, 0, nullptr),
+               FP4GEMM_ERROR_INVALID_ARGUMENT, "decoded: is 0x1002, must be 16-byte aligned");
+}
+
+void test_prepack() {
+  struct Case {
+    int64_t n, k, bytes;
+  };
+  Case const cases[] = {{0, 64, 0}, {1, 16, 2304}, {64, 64, 2304}, {65, 80, 4 * 2304}, {4096, 4096, 9437184}};
+  for (Case const& c : cases) {
+    int64_t const bytes = fp4gemm_prepacked_bytes(c.n, c.k);
+    CHECK(bytes == c.bytes, "(%lld, %lld) got %lld", static_cast<long long>(c.n), static_cast<long long>(c.k),
+          static_cast<long long>(bytes));
+  }
+  struct Bad {
+    int num_matrices;
+    int64_t n, k;
+    void* codes;
+    void* scales;
+    void* packed;
+    char const* text;
+  };
+  void* const good = address();
+  Bad const bad[] = {
+      {0, 64, 64, good, good, good, "num_matrices: is 0"},
+      {1, -1, 64, good, good, good, "n: is -1"},
+      {1, 64, 40, good, good, good, "k: is 40, must be a multiple of 16"},
+      {1, 64, 0, good, good, good, "k: is 0"},
+      {1 << 20, 1 << 12, 64, good, good, good, "num_matrices: 1048576 of 4096 rows, must be at most"},
+      {1, 64, 64, nullptr, good, good, "codes: is null, must point at 2048"},
+      {1, 64, 64, good, nullptr, good, "scales: is null"},
+      {1, 64, 64, good, good, nullptr, "packed: is null, must point at 2304"},
+      {1, 64, 64, address(8), good, good, "codes: is 0x1008, must be 16-byte aligned"},
+      {1, 64, 64, good, address(4), good, "scales: is 0x1004, must be 16-byte aligned"},
+      {1, 64, 64, good, good, address(8), "packed: is 0x1008, must be 16-byte aligned"},
+  };
+  for (Bad const& b : bad) {
+    auto* const codes = static_cast<uint8_t*>(b.codes);
+    auto* const scales = static_cast<uint8_t*>(b.scales);
+    expect_error(b.text, fp4gemm_prepack(b.num_matrices, b.n, b.k, codes, scales, b.packed, 0, nullptr),
+                 FP4GEMM_ERROR_INVALID_ARGUMENT, b.text);
+    expect_error(b.text, fp4gemm_unpack(b.num_matrices, b.n, b.k, b.packed, codes, scales, 0, nullptr),
+                 FP4GEMM_ERROR_INVALID_ARGUMENT, b.text);
+  }
+}
+
 void test_producer_errors() {
   fp4gemm_silu_and_mul_quantize_args_t silu = FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT;
   silu.m = 4;
@@ -273,6 +376,8 @@ int main() {
   test_dense_errors();
   test_grouped_errors();
   test_quantize_errors();
+  test_decoded_errors();
+  test_prepack();
   test_producer_errors();
   test_dequantize_and_decode_errors();
   test_scale_shape_and_texts();

@@ -13,9 +13,13 @@ void test_table() {
     fp4gemm_kernel_info_t const info = info_at(i);
     CHECK(names.insert(info.name).second, "%s stands twice in the table", info.name);
     char expected[96];
+    std::string const operand = info.operand;
+    std::string const variant = operand.rfind("prepacked", 0) == 0 ? operand + "_"
+                                : info.is_swapped != 0             ? "swapped_"
+                                                                   : "";
     std::snprintf(expected, sizeof(expected), "sm%d_%s_%dx%dx%d_c%dx%d_%s%s_%s", info.arch, info.mode,
-                  info.tile_m, info.tile_n, info.tile_k, info.cluster_m, info.cluster_n,
-                  info.is_swapped != 0 ? "swapped_" : "", info.epilogue, kDtypeNames[info.out_dtype]);
+                  info.tile_m, info.tile_n, info.tile_k, info.cluster_m, info.cluster_n, variant.c_str(),
+                  info.epilogue, kDtypeNames[info.out_dtype]);
     CHECK(std::string(expected) == info.name, "%s should be called %s", info.name, expected);
   }
   fp4gemm_kernel_info_t info{};
@@ -26,19 +30,50 @@ void test_table() {
   CHECK(fp4gemm_kernel_info(0, nullptr) == FP4GEMM_ERROR_INVALID_ARGUMENT, "info null was taken");
 }
 
+struct Formats {
+  fp4gemm_format_t a = FP4GEMM_FORMAT_NVFP4;
+  fp4gemm_format_t b = FP4GEMM_FORMAT_NVFP4;
+
+  /// What the kernels of Blackwell read.
+  bool packed() const { return a == FP4GEMM_FORMAT_NVFP4 && b == FP4GEMM_FORMAT_NVFP4; }
+
+  /// True if a kernel that says it reads `operand` can be given these, converted or not.
+  bool suit(char const* operand) const {
+    bool const prepackable = b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_PREPACKED;
+    if (std::strcmp(operand, "nvfp4") == 0) {
+      return packed();
+    }
+    if (std::strcmp(operand, "f16") == 0) {
+      return a != FP4GEMM_FORMAT_BF16 && b != FP4GEMM_FORMAT_PREPACKED;
+    }
+    return prepackable && (std::strcmp(operand, "prepacked_bf16") == 0) == (a == FP4GEMM_FORMAT_BF16);
+  }
+};
+
+constexpr Formats kPacked{};
+constexpr Formats kDecoded{FP4GEMM_FORMAT_FP16, FP4GEMM_FORMAT_FP16};
+constexpr Formats kStreamed{FP4GEMM_FORMAT_FP16, FP4GEMM_FORMAT_PREPACKED};
+constexpr Formats kFormatPairs[] = {kPacked,
+                                    kDecoded,
+                                    kStreamed,
+                                    {FP4GEMM_FORMAT_NVFP4, FP4GEMM_FORMAT_PREPACKED},
+                                    {FP4GEMM_FORMAT_BF16, FP4GEMM_FORMAT_PREPACKED},
+                                    {FP4GEMM_FORMAT_BF16, FP4GEMM_FORMAT_NVFP4},
+                                    {FP4GEMM_FORMAT_FP16, FP4GEMM_FORMAT_NVFP4}};
+
 struct Wanted {
   int arch, num_sms;
   int64_t m, n, k;
   fp4gemm_dtype_t dtype = FP4GEMM_BF16;
-  fp4gemm_format_t format = FP4GEMM_FORMAT_NVFP4;
+  Formats formats = kPacked;
   int num_groups = 0;
   fp4gemm_ragged_t ragged = FP4GEMM_RAGGED_ROWS;
   int batch_invariant = 0;
   fp4gemm_activation_t activation = FP4GEMM_ACTIVATION_NONE;
 
   int select() const {
-    return fp4gemm_select_kernel(arch, num_sms, m, n, k, num_groups, ragged, dtype, format, batch_invariant,
-                                 activation);
+    return fp4gemm_select_kernel(arch, num_sms, m, n, k, num_groups, ragged, dtype, formats.a, formats.b,
+                                 batch_invariant, activation);
   }
 };
 
@@ -46,10 +81,10 @@ struct Wanted {
 /// operands, and the same when asked again.
 void check_selection(Wanted const& wanted) {
   int const family = family_of(wanted.arch);
-  bool const decoded = wanted.format == FP4GEMM_FORMAT_FP16;
   bool const gated = wanted.activation == FP4GEMM_ACTIVATION_SWIGLU;
   // Blackwell's kernels read packed operands; the gated ones write two types.
-  bool const none = family == 0 || (family == 100 && decoded) || (gated && wanted.dtype == FP4GEMM_FP32);
+  bool const none =
+      family == 0 || (family == 100 && !wanted.formats.packed()) || (gated && wanted.dtype == FP4GEMM_FP32);
   int const index = wanted.select();
   if (none) {
     CHECK(index == -1, "sm%d got kernel %d", wanted.arch, index);
@@ -62,7 +97,8 @@ void check_selection(Wanted const& wanted) {
   }
   fp4gemm_kernel_info_t const info = info_at(index);
   CHECK(info.arch == family && info.out_dtype == wanted.dtype, "sm%d got %s", wanted.arch, info.name);
-  CHECK(!decoded || std::strcmp(info.operand, "f16") == 0, "decoded operands got %s", info.name);
+  CHECK(wanted.formats.suit(info.operand), "operands of formats %d and %d got %s", wanted.formats.a,
+        wanted.formats.b, info.name);
   CHECK(std::strcmp(info.mode, wanted.num_groups > 0 ? "grouped" : "dense") == 0, "%d groups got %s",
         wanted.num_groups, info.name);
   CHECK(std::strcmp(info.epilogue, gated ? "swiglu" : "rowcol") == 0, "got %s", info.name);
@@ -82,9 +118,9 @@ void test_selection_is_legal() {
         for (int64_t n : sizes_n) {
           for (int64_t k : sizes_k) {
             for (fp4gemm_dtype_t dtype : kDtypes) {
-              for (fp4gemm_format_t format : kFormats) {
+              for (Formats const& formats : kFormatPairs) {
                 for (int num_groups : {0, 1, 256}) {
-                  check_selection({arch, num_sms, m, n, k, dtype, format, num_groups});
+                  check_selection({arch, num_sms, m, n, k, dtype, formats, num_groups});
                 }
               }
             }
@@ -136,11 +172,9 @@ void test_selection_follows_shape() {
   struct Case {
     int arch, num_sms;
     int64_t m, n, k;
-    fp4gemm_format_t format;
+    Formats formats;
     int least_tile, most_tile;  // of tile_m * tile_n
   };
-  constexpr fp4gemm_format_t kPacked = FP4GEMM_FORMAT_NVFP4;
-  constexpr fp4gemm_format_t kDecoded = FP4GEMM_FORMAT_FP16;
   Case const cases[] = {
       {90, 132, 8192, 8192, 8192, kPacked, 128 * 256, 128 * 256},
       {90, 132, 8192, 8192, 8192, kDecoded, 128 * 256, 128 * 256},
@@ -160,7 +194,7 @@ void test_selection_follows_shape() {
     }
     for (fp4gemm_dtype_t dtype : kDtypes) {
       fp4gemm_kernel_info_t const info =
-          info_at(Wanted{c.arch, c.num_sms, c.m, c.n, c.k, dtype, c.format}.select());
+          info_at(Wanted{c.arch, c.num_sms, c.m, c.n, c.k, dtype, c.formats}.select());
       int const tile = info.tile_m * info.tile_n;
       // Not every type has the largest tiles.
       int const least = dtype == FP4GEMM_BF16 ? c.least_tile : std::min(c.least_tile, 256 * 128);

@@ -16,11 +16,41 @@ OperandShape operand_shape(char const* name, Tensor const& data, std::optional<T
           data.size(dims - 1) * (scales.has_value() ? 2 : 1)};
 }
 
+/// The shape of B. Prepacked it says nothing itself: b_rows are its rows, k is that of A.
+OperandShape shape_of_b(Tensor const& b, std::optional<Tensor> const& scale_b, int64_t b_rows, int64_t k) {
+  STD_TORCH_CHECK(b_rows >= 0, "b_rows: got ", b_rows, ", must be at least 0");
+  if (b_rows == 0) {
+    return operand_shape("b", b, scale_b);
+  }
+  int64_t const dims = b.dim();
+  STD_TORCH_CHECK(dims == 1 || dims == 2, "b: has ", dims, " dimensions, must have 1, or 2 for experts");
+  STD_TORCH_CHECK(!scale_b.has_value(), "scale_b: must be None for a prepacked b");
+  int64_t const bytes = fp4gemm_prepacked_bytes(b_rows, k);
+  STD_TORCH_CHECK(b.size(dims - 1) == bytes, "b: has ", b.size(dims - 1), " bytes a matrix, must have ",
+                  bytes, ", prepacked (", b_rows, ", ", k, ")");
+  return {dims == 2 ? b.size(0) : 1, b_rows, k};
+}
+
+/// Whether D and A are divided by rows: b is a matrix for each group.
+bool is_by_rows(Tensor const& b, int64_t b_rows) { return b_rows > 0 || b.dim() == 3; }
+
+/// The rows of a matrix of b.
+int64_t rows_of_b(Tensor const& b, int64_t b_rows) { return b_rows > 0 ? b_rows : b.size(b.dim() - 2); }
+
+fp4gemm_operand_t prepacked_operand(Tensor const& b, int32_t device) {
+  check_contiguous("b", b, ScalarType::Byte, device);
+  return {b.const_data_ptr(), nullptr, FP4GEMM_FORMAT_PREPACKED};
+}
+
 /// An operand with its scales, of scale_rows rows for each matrix before padding, or one that is decoded
-/// already.
+/// already, or (A) never was quantized.
 fp4gemm_operand_t operand_of(char const* name, char const* scale_name, Tensor const& data,
                              std::optional<Tensor> const& scales, OperandShape const& shape,
                              int64_t scale_rows, int32_t device) {
+  if (!scales.has_value() && data.scalar_type() == ScalarType::BFloat16) {
+    check_contiguous(name, data, ScalarType::BFloat16, device);
+    return {data.const_data_ptr(), nullptr, FP4GEMM_FORMAT_BF16};
+  }
   if (!scales.has_value()) {
     check_contiguous(name, data, ScalarType::Half, device);
     return {data.const_data_ptr(), nullptr, FP4GEMM_FORMAT_FP16};
@@ -39,6 +69,7 @@ struct Terms {
   std::optional<Tensor> const& c;
   double beta;
   bool batch_invariant;
+  int64_t b_rows;  // of a prepacked b; else 0
 };
 
 /// Columns of D: the gated activation makes one of two.
@@ -105,17 +136,19 @@ void run_scaled_mm(Tensor const& a, Tensor const& b, std::optional<Tensor> const
                    std::optional<Tensor> const& alpha_col, std::optional<Tensor> const& bias,
                    Terms const& terms, Tensor const& out) {
   int32_t const device = a.get_device_index();
+  bool const is_prepacked = terms.b_rows > 0;
   check_dims("a", a, 2);
-  check_dims("b", b, 2);
+  check_dims("b", b, is_prepacked ? 1 : 2);
   OperandShape const shape_a = operand_shape("a", a, scale_a);
-  OperandShape const shape_b = operand_shape("b", b, scale_b);
+  OperandShape const shape_b = shape_of_b(b, scale_b, terms.b_rows, shape_a.k);
   STD_TORCH_CHECK(shape_b.k == shape_a.k, "b: k is ", shape_b.k, ", must be ", shape_a.k, " as of a");
   fp4gemm_dense_args_t args = FP4GEMM_DENSE_ARGS_INIT;
   args.m = shape_a.rows;
   args.n = shape_b.rows;
   args.k = shape_a.k;
   args.a = operand_of("a", "scale_a", a, scale_a, shape_a, args.m, device);
-  args.b = operand_of("b", "scale_b", b, scale_b, shape_b, args.n, device);
+  args.b = is_prepacked ? prepacked_operand(b, device)
+                        : operand_of("b", "scale_b", b, scale_b, shape_b, args.n, device);
   if (alpha_row.has_value()) {
     args.alpha_row = {check_vector("alpha_row", *alpha_row, args.m, true, device), alpha_row->size(0)};
   }
@@ -152,13 +185,17 @@ void run_scaled_grouped_mm(Tensor const& a, Tensor const& b, std::optional<Tenso
                            std::optional<Tensor> const& alpha_col, std::optional<Tensor> const& bias,
                            Terms const& terms, Tensor const& out) {
   int32_t const device = a.get_device_index();
+  bool const is_prepacked = terms.b_rows > 0;
   check_dims("a", a, 2);
+  if (is_prepacked) {
+    check_dims("b", b, 2);
+  }
   OperandShape const shape_a = operand_shape("a", a, scale_a);
-  OperandShape const shape_b = operand_shape("b", b, scale_b);
+  OperandShape const shape_b = shape_of_b(b, scale_b, terms.b_rows, shape_a.k);
   STD_TORCH_CHECK(shape_b.k == shape_a.k, "b: k is ", shape_b.k, ", must be ", shape_a.k, " as of a");
   check_contiguous("offs", offs, ScalarType::Int, device);
   check_dims("offs", offs, 1);
-  bool const by_rows = b.dim() == 3;
+  bool const by_rows = is_by_rows(b, terms.b_rows);
   fp4gemm_grouped_args_t args = FP4GEMM_GROUPED_ARGS_INIT;
   args.ragged = by_rows ? FP4GEMM_RAGGED_ROWS : FP4GEMM_RAGGED_DEPTH;
   args.m = shape_a.rows;
@@ -170,7 +207,8 @@ void run_scaled_grouped_mm(Tensor const& a, Tensor const& b, std::optional<Tenso
                   " matrices, must have ", args.num_groups, " as offs");
   int64_t const scale_rows_a = by_rows ? fp4gemm_grouped_scale_rows(args.m, args.num_groups) : args.m;
   args.a = operand_of("a", "scale_a", a, scale_a, shape_a, scale_rows_a, device);
-  args.b = operand_of("b", "scale_b", b, scale_b, shape_b, args.n, device);
+  args.b = is_prepacked ? prepacked_operand(b, device)
+                        : operand_of("b", "scale_b", b, scale_b, shape_b, args.n, device);
   args.alpha_row = group_vector("alpha_row", alpha_row, args.num_groups, args.m, device);
   args.alpha_col = group_vector("alpha_col", alpha_col, args.num_groups, args.n, device);
   args.bias = group_vector("bias", bias, args.num_groups, args.n, device);
@@ -187,10 +225,11 @@ Tensor scaled_mm(Tensor const& a, Tensor const& b, std::optional<Tensor> scale_a
                  std::optional<Tensor> scale_b, double alpha, std::optional<Tensor> alpha_row,
                  std::optional<Tensor> alpha_col, std::optional<Tensor> bias, ScalarType out_dtype,
                  std::optional<std::string> kernel, int64_t activation, std::optional<Tensor> c, double beta,
-                 bool batch_invariant) {
-  Tensor out = empty(a.size(0), columns_of_d(b.size(0), activation), out_dtype, a.get_device_index());
+                 bool batch_invariant, int64_t b_rows) {
+  Tensor out =
+      empty(a.size(0), columns_of_d(rows_of_b(b, b_rows), activation), out_dtype, a.get_device_index());
   run_scaled_mm(a, b, scale_a, scale_b, alpha_row, alpha_col, bias,
-                {alpha, kernel, activation, c, beta, batch_invariant}, out);
+                {alpha, kernel, activation, c, beta, batch_invariant, b_rows}, out);
   return out;
 }
 
@@ -198,12 +237,12 @@ void scaled_mm_out(Tensor const& a, Tensor const& b, std::optional<Tensor> scale
                    std::optional<Tensor> scale_b, double alpha, std::optional<Tensor> alpha_row,
                    std::optional<Tensor> alpha_col, std::optional<Tensor> bias,
                    std::optional<std::string> kernel, int64_t activation, std::optional<Tensor> c,
-                   double beta, bool batch_invariant, Tensor out) {
+                   double beta, bool batch_invariant, int64_t b_rows, Tensor out) {
   check_device("out", out, a.get_device_index());
   check_dims("out", out, 2);
-  check_shape("out", out, a.size(0), columns_of_d(b.size(0), activation));
+  check_shape("out", out, a.size(0), columns_of_d(rows_of_b(b, b_rows), activation));
   run_scaled_mm(a, b, scale_a, scale_b, alpha_row, alpha_col, bias,
-                {alpha, kernel, activation, c, beta, batch_invariant}, out);
+                {alpha, kernel, activation, c, beta, batch_invariant, b_rows}, out);
 }
 
 Tensor scaled_grouped_mm(Tensor const& a, Tensor const& b, std::optional<Tensor> scale_a,
@@ -211,12 +250,13 @@ Tensor scaled_grouped_mm(Tensor const& a, Tensor const& b, std::optional<Tensor>
                          std::optional<Tensor> alpha_groups, std::optional<Tensor> alpha_row,
                          std::optional<Tensor> alpha_col, std::optional<Tensor> bias, ScalarType out_dtype,
                          std::optional<std::string> kernel, int64_t activation, std::optional<Tensor> c,
-                         double beta, bool batch_invariant) {
+                         double beta, bool batch_invariant, int64_t b_rows) {
   int32_t const device = a.get_device_index();
-  Tensor out = b.dim() == 3 ? empty(a.size(0), columns_of_d(b.size(1), activation), out_dtype, device)
-                            : empty3(offs.size(0), a.size(0), b.size(0), out_dtype, device);
+  Tensor out = is_by_rows(b, b_rows)
+                   ? empty(a.size(0), columns_of_d(rows_of_b(b, b_rows), activation), out_dtype, device)
+                   : empty3(offs.size(0), a.size(0), b.size(0), out_dtype, device);
   run_scaled_grouped_mm(a, b, scale_a, scale_b, offs, alpha_groups, alpha_row, alpha_col, bias,
-                        {alpha, kernel, activation, c, beta, batch_invariant}, out);
+                        {alpha, kernel, activation, c, beta, batch_invariant, b_rows}, out);
   return out;
 }
 
@@ -225,18 +265,18 @@ void scaled_grouped_mm_out(Tensor const& a, Tensor const& b, std::optional<Tenso
                            std::optional<Tensor> alpha_groups, std::optional<Tensor> alpha_row,
                            std::optional<Tensor> alpha_col, std::optional<Tensor> bias,
                            std::optional<std::string> kernel, int64_t activation, std::optional<Tensor> c,
-                           double beta, bool batch_invariant, Tensor out) {
+                           double beta, bool batch_invariant, int64_t b_rows, Tensor out) {
   check_device("out", out, a.get_device_index());
-  bool const by_rows = b.dim() == 3;
+  bool const by_rows = is_by_rows(b, b_rows);
   check_dims("out", out, by_rows ? 2 : 3);
   int64_t const lead = by_rows ? 0 : 1;
   STD_TORCH_CHECK(by_rows || out.size(0) == offs.size(0), "out: has ", out.size(0), " groups, must have ",
                   offs.size(0));
-  int64_t const cols = columns_of_d(b.size(b.dim() - 2), activation);
+  int64_t const cols = columns_of_d(rows_of_b(b, b_rows), activation);
   STD_TORCH_CHECK(out.size(lead) == a.size(0) && out.size(lead + 1) == cols, "out: is (", out.size(lead),
                   ", ", out.size(lead + 1), "), must be (", a.size(0), ", ", cols, ")");
   run_scaled_grouped_mm(a, b, scale_a, scale_b, offs, alpha_groups, alpha_row, alpha_col, bias,
-                        {alpha, kernel, activation, c, beta, batch_invariant}, out);
+                        {alpha, kernel, activation, c, beta, batch_invariant, b_rows}, out);
 }
 
 }  // namespace fp4gemm_torch

@@ -16,44 +16,60 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
       "quantize_both(Tensor x, Tensor? amax, Tensor? amax_t, bool per_row, int block_rows=1, int encode=0, "
       "int four_over_six=0, bool fast_error=False, int e4m3_max=448, int hadamard=0, int signs=0, "
       "Tensor? rng_state=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "quantize_decoded(Tensor x, Tensor? amax, bool per_row, int encode=0, int four_over_six=0, "
+      "bool fast_error=False, int e4m3_max=448, int hadamard=0, int signs=0, Tensor? rng_state=None, "
+      "Tensor? offs=None) -> (Tensor, Tensor)");
   m.def("silu_and_mul_quantize(Tensor x, Tensor? offs=None) -> (Tensor, Tensor, Tensor)");
+  m.def("silu_and_mul_quantize_decoded(Tensor x, Tensor? offs=None) -> (Tensor, Tensor)");
   m.def(
       "rms_norm_quantize(Tensor x, Tensor? weight, Tensor? residual, float eps) -> "
       "(Tensor, Tensor, Tensor, Tensor)");
   m.def(
+      "rms_norm_quantize_decoded(Tensor x, Tensor? weight, Tensor? residual, float eps) -> "
+      "(Tensor, Tensor, Tensor)");
+  m.def(
       "dequantize(Tensor codes, Tensor scales, Tensor amax, int e4m3_max, ScalarType dtype, "
       "bool swizzled=True, Tensor? offs=None) -> Tensor");
   m.def("decode(Tensor codes, Tensor scales) -> Tensor");
+  m.def("prepack(Tensor codes, Tensor scales) -> Tensor");
+  m.def("unpack(Tensor packed, int n, int k) -> (Tensor, Tensor)");
   m.def("mxfp8_quantize(Tensor x, int axis, ScalarType dtype, bool swizzled) -> (Tensor, Tensor)");
   m.def("mxfp8_dequantize(Tensor values, Tensor scales, ScalarType dtype, bool swizzled) -> Tensor");
   m.def(
       "scaled_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, float alpha, Tensor? alpha_row, "
       "Tensor? alpha_col, Tensor? bias, ScalarType out_dtype, str? kernel, int activation=0, Tensor? c=None, "
-      "float beta=1.0, bool batch_invariant=False) -> Tensor");
+      "float beta=1.0, bool batch_invariant=False, int b_rows=0) -> Tensor");
   m.def(
       "scaled_mm_out(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, float alpha, Tensor? alpha_row, "
       "Tensor? alpha_col, Tensor? bias, str? kernel, int activation=0, Tensor? c=None, float beta=1.0, "
-      "bool batch_invariant=False, *, Tensor(d!) out) -> ()");
+      "bool batch_invariant=False, int b_rows=0, *, Tensor(d!) out) -> ()");
   m.def(
       "scaled_grouped_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor offs, float alpha, "
       "Tensor? alpha_groups, Tensor? alpha_row, Tensor? alpha_col, Tensor? bias, ScalarType out_dtype, "
-      "str? kernel, int activation=0, Tensor? c=None, float beta=1.0, bool batch_invariant=False) -> Tensor");
+      "str? kernel, int activation=0, Tensor? c=None, float beta=1.0, bool batch_invariant=False, "
+      "int b_rows=0) -> Tensor");
   m.def(
       "scaled_grouped_mm_out(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor offs, float alpha, "
       "Tensor? alpha_groups, Tensor? alpha_row, Tensor? alpha_col, Tensor? bias, str? kernel, "
-      "int activation=0, Tensor? c=None, float beta=1.0, bool batch_invariant=False, *, Tensor(d!) out) -> "
-      "()");
+      "int activation=0, Tensor? c=None, float beta=1.0, bool batch_invariant=False, int b_rows=0, *, "
+      "Tensor(d!) out) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fp4gemm, CUDA, m) {
   m.impl("quantize", TORCH_BOX(&fp4gemm_torch::quantize));
   m.impl("quantize_both", TORCH_BOX(&fp4gemm_torch::quantize_both));
+  m.impl("quantize_decoded", TORCH_BOX(&fp4gemm_torch::quantize_decoded));
   m.impl("silu_and_mul_quantize", TORCH_BOX(&fp4gemm_torch::silu_and_mul_quantize));
+  m.impl("silu_and_mul_quantize_decoded", TORCH_BOX(&fp4gemm_torch::silu_and_mul_quantize_decoded));
   m.impl("rms_norm_quantize", TORCH_BOX(&fp4gemm_torch::rms_norm_quantize));
+  m.impl("rms_norm_quantize_decoded", TORCH_BOX(&fp4gemm_torch::rms_norm_quantize_decoded));
   m.impl("mxfp8_quantize", TORCH_BOX(&fp4gemm_torch::mxfp8_quantize));
   m.impl("mxfp8_dequantize", TORCH_BOX(&fp4gemm_torch::mxfp8_dequantize));
   m.impl("dequantize", TORCH_BOX(&fp4gemm_torch::dequantize));
   m.impl("decode", TORCH_BOX(&fp4gemm_torch::decode));
+  m.impl("prepack", TORCH_BOX(&fp4gemm_torch::prepack));
+  m.impl("unpack", TORCH_BOX(&fp4gemm_torch::unpack));
   m.impl("scaled_mm", TORCH_BOX(&fp4gemm_torch::scaled_mm));
   m.impl("scaled_mm_out", TORCH_BOX(&fp4gemm_torch::scaled_mm_out));
   m.impl("scaled_grouped_mm", TORCH_BOX(&fp4gemm_torch::scaled_grouped_mm));

@@ -56,9 +56,9 @@ struct Quantized {
   Tensor amax;  // without elements where it was given
 };
 
-/// New tensors for one direction of the result: rows of k elements. num_groups: groups of rows, or 0.
-Quantized set_side(char const* amax_name, fp4gemm_quantized_t& side, int64_t rows, int64_t k,
-                   std::optional<Tensor> const& amax, bool per_row, int num_groups, int32_t device) {
+/// The amax of one direction of the result, new or as given. num_groups: groups of rows, or 0.
+Tensor set_amax(char const* amax_name, fp4gemm_quantized_t& side, int64_t rows,
+                std::optional<Tensor> const& amax, bool per_row, int num_groups, int32_t device) {
   bool const is_spread = num_groups > 0 && !per_row;
   if (amax.has_value()) {
     side.amax_given = check_vector(amax_name, *amax,
@@ -68,16 +68,20 @@ Quantized set_side(char const* amax_name, fp4gemm_quantized_t& side, int64_t row
                                    false, device);
   }
   bool const is_written = !amax.has_value() || is_spread;
+  Tensor result = empty(!is_written ? 0 : per_row || is_spread ? rows : 1, -1, ScalarType::Float, device);
+  side.amax = is_written ? static_cast<float*>(result.mutable_data_ptr()) : nullptr;
+  return result;
+}
+
+/// New tensors for one direction of the result: rows of k elements.
+Quantized set_side(char const* amax_name, fp4gemm_quantized_t& side, int64_t rows, int64_t k,
+                   std::optional<Tensor> const& amax, bool per_row, int num_groups, int32_t device) {
   Shape const scales = scale_shape(rows, k / 16, true, num_groups);
   Quantized result{empty(rows, k / 2, ScalarType::Byte, device),
                    empty(scales.rows, scales.columns, ScalarType::Float8_e4m3fn, device),
-                   empty(!is_written            ? 0
-                         : per_row || is_spread ? rows
-                                                : 1,
-                         -1, ScalarType::Float, device)};
+                   set_amax(amax_name, side, rows, amax, per_row, num_groups, device)};
   side.codes = static_cast<uint8_t*>(result.codes.mutable_data_ptr());
   side.scales = static_cast<uint8_t*>(result.scales.mutable_data_ptr());
-  side.amax = is_written ? static_cast<float*>(result.amax.mutable_data_ptr()) : nullptr;
   return result;
 }
 
@@ -100,17 +104,69 @@ void set_options(fp4gemm_quantize_args_t& args, bool per_row, int64_t block_rows
   }
 }
 
-/// What the two fused producers write.
+/// Decoded values in place of codes and scales.
+template <class Result>
+Tensor set_decoded(Result& result, int64_t rows, int64_t k, int32_t device) {
+  Tensor data = empty(rows, k, ScalarType::Half, device);
+  result.decoded = data.mutable_data_ptr();
+  return data;
+}
+
+/// What the two fused producers write, but for the data.
+template <class Args>
+Tensor set_row_amax(Args& args, int32_t device) {
+  Tensor amax = empty(args.m, -1, ScalarType::Float, device);
+  args.amax = static_cast<float*>(amax.mutable_data_ptr());
+  return amax;
+}
+
+/// All that they write.
 template <class Args>
 Quantized set_output(Args& args, int32_t device, int num_groups) {
   Shape const scales = scale_shape(args.m, args.k / 16, true, num_groups);
   Quantized result{empty(args.m, args.k / 2, ScalarType::Byte, device),
                    empty(scales.rows, scales.columns, ScalarType::Float8_e4m3fn, device),
-                   empty(args.m, -1, ScalarType::Float, device)};
+                   set_row_amax(args, device)};
   args.codes = static_cast<uint8_t*>(result.codes.mutable_data_ptr());
   args.scales = static_cast<uint8_t*>(result.scales.mutable_data_ptr());
-  args.amax = static_cast<float*>(result.amax.mutable_data_ptr());
   return result;
+}
+
+/// x = [gate | up], and groups.
+fp4gemm_silu_and_mul_quantize_args_t silu_args(Tensor const& x, std::optional<Tensor> const& offs,
+                                               int32_t device) {
+  fp4gemm_silu_and_mul_quantize_args_t args = FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT;
+  set_input(args, x, 32);
+  args.k /= 2;
+  args.x_dtype = dtype_of("x", x.scalar_type());
+  set_groups(args, offs, device);
+  return args;
+}
+
+/// x, weight and residual; *sum becomes the tensor of the sum.
+fp4gemm_rms_norm_quantize_args_t norm_args(Tensor const& x, std::optional<Tensor> const& weight,
+                                           std::optional<Tensor> const& residual, double eps, Tensor* sum,
+                                           int32_t device) {
+  fp4gemm_rms_norm_quantize_args_t args = FP4GEMM_RMS_NORM_QUANTIZE_ARGS_INIT;
+  set_input(args, x);
+  args.x_dtype = dtype_of("x", x.scalar_type());
+  args.epsilon = static_cast<float>(eps);
+  if (weight.has_value()) {
+    check_dtype("weight", *weight, x.scalar_type());
+    check_device("weight", *weight, device);
+    STD_TORCH_CHECK(weight->dim() == 1 && weight->size(0) == args.k && weight->is_contiguous(),
+                    "weight: must be a contiguous vector of ", args.k, " elements");
+    args.weight = weight->const_data_ptr();
+  }
+  *sum =
+      empty(residual.has_value() ? args.m : 0, residual.has_value() ? args.k : -1, x.scalar_type(), device);
+  if (residual.has_value()) {
+    check_matrix("residual", *residual, x.scalar_type(), device);
+    check_shape("residual", *residual, args.m, args.k);
+    args.residual = residual->const_data_ptr();
+    args.sum = sum->mutable_data_ptr();
+  }
+  return args;
 }
 
 fp4gemm_fp8_t fp8_of(char const* name, ScalarType type) {
@@ -174,43 +230,59 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_both(
   return {row.codes, row.scales, row.amax, column.codes, column.scales, column.amax};
 }
 
+std::tuple<Tensor, Tensor> quantize_decoded(Tensor const& x, std::optional<Tensor> amax, bool per_row,
+                                            int64_t encode, int64_t four_over_six, bool fast_error,
+                                            int64_t e4m3_max, int64_t hadamard, int64_t signs,
+                                            std::optional<Tensor> rng_state, std::optional<Tensor> offs) {
+  int32_t const device = x.get_device_index();
+  fp4gemm_quantize_args_t args = FP4GEMM_QUANTIZE_ARGS_INIT;
+  set_input(args, x);
+  args.x_dtype = dtype_of("x", x.scalar_type());
+  set_options(args, per_row, 1, encode, four_over_six, fast_error, e4m3_max, signs, rng_state, device);
+  set_groups(args, offs, device);
+  args.row.hadamard = static_cast<fp4gemm_hadamard_t>(hadamard);
+  Tensor measured = set_amax("amax", args.row, args.m, amax, per_row, args.num_groups, device);
+  Tensor data = set_decoded(args.row, args.m, args.k, device);
+  check_status(fp4gemm_quantize(&args, device, current_stream(device)));
+  return {data, measured};
+}
+
 std::tuple<Tensor, Tensor, Tensor> silu_and_mul_quantize(Tensor const& x, std::optional<Tensor> offs) {
   int32_t const device = x.get_device_index();
-  fp4gemm_silu_and_mul_quantize_args_t args = FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT;
-  set_input(args, x, 32);
-  args.k /= 2;
-  args.x_dtype = dtype_of("x", x.scalar_type());
-  set_groups(args, offs, device);
+  fp4gemm_silu_and_mul_quantize_args_t args = silu_args(x, offs, device);
   Quantized out = set_output(args, device, args.num_groups);
   check_status(fp4gemm_silu_and_mul_quantize(&args, device, current_stream(device)));
   return {out.codes, out.scales, out.amax};
 }
 
+std::tuple<Tensor, Tensor> silu_and_mul_quantize_decoded(Tensor const& x, std::optional<Tensor> offs) {
+  int32_t const device = x.get_device_index();
+  fp4gemm_silu_and_mul_quantize_args_t args = silu_args(x, offs, device);
+  Tensor data = set_decoded(args, args.m, args.k, device);
+  Tensor amax = set_row_amax(args, device);
+  check_status(fp4gemm_silu_and_mul_quantize(&args, device, current_stream(device)));
+  return {data, amax};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> rms_norm_quantize(Tensor const& x, std::optional<Tensor> weight,
                                                              std::optional<Tensor> residual, double eps) {
   int32_t const device = x.get_device_index();
-  fp4gemm_rms_norm_quantize_args_t args = FP4GEMM_RMS_NORM_QUANTIZE_ARGS_INIT;
-  set_input(args, x);
-  args.x_dtype = dtype_of("x", x.scalar_type());
-  args.epsilon = static_cast<float>(eps);
-  if (weight.has_value()) {
-    check_dtype("weight", *weight, x.scalar_type());
-    check_device("weight", *weight, device);
-    STD_TORCH_CHECK(weight->dim() == 1 && weight->size(0) == args.k && weight->is_contiguous(),
-                    "weight: must be a contiguous vector of ", args.k, " elements");
-    args.weight = weight->const_data_ptr();
-  }
-  Tensor sum =
-      empty(residual.has_value() ? args.m : 0, residual.has_value() ? args.k : -1, x.scalar_type(), device);
-  if (residual.has_value()) {
-    check_matrix("residual", *residual, x.scalar_type(), device);
-    check_shape("residual", *residual, args.m, args.k);
-    args.residual = residual->const_data_ptr();
-    args.sum = sum.mutable_data_ptr();
-  }
+  Tensor sum;
+  fp4gemm_rms_norm_quantize_args_t args = norm_args(x, weight, residual, eps, &sum, device);
   Quantized out = set_output(args, device, 0);
   check_status(fp4gemm_rms_norm_quantize(&args, device, current_stream(device)));
   return {out.codes, out.scales, out.amax, sum};
+}
+
+std::tuple<Tensor, Tensor, Tensor> rms_norm_quantize_decoded(Tensor const& x, std::optional<Tensor> weight,
+                                                             std::optional<Tensor> residual, double eps) {
+  int32_t const device = x.get_device_index();
+  Tensor sum;
+  fp4gemm_rms_norm_quantize_args_t args = norm_args(x, weight, residual, eps, &sum, device);
+  Tensor data = set_decoded(args, args.m, args.k, device);
+  Tensor amax = set_row_amax(args, device);
+  check_status(fp4gemm_rms_norm_quantize(&args, device, current_stream(device)));
+  return {data, amax, sum};
 }
 
 Tensor dequantize(Tensor const& codes, Tensor const& scales, Tensor const& amax, int64_t e4m3_max,

@@ -1,4 +1,4 @@
-// The CUDA implementations of the quantize, dequantize and decode ops; ops.cpp has their schemas.
+// The CUDA implementations of the quantize, dequantize, decode and prepack ops; ops.cpp has their schemas.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -22,9 +22,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_both(
     int64_t block_rows, int64_t encode, int64_t four_over_six, bool fast_error, int64_t e4m3_max,
     int64_t hadamard, int64_t signs, std::optional<Tensor> rng_state);
 
+std::tuple<Tensor, Tensor> quantize_decoded(Tensor const& x, std::optional<Tensor> amax, bool per_row,
+                                            int64_t encode, int64_t four_over_six, bool fast_error,
+                                            int64_t e4m3_max, int64_t hadamard, int64_t signs,
+                                            std::optional<Tensor> rng_state, std::optional<Tensor> offs);
+
 std::tuple<Tensor, Tensor, Tensor> silu_and_mul_quantize(Tensor const& x, std::optional<Tensor> offs);
 
+std::tuple<Tensor, Tensor> silu_and_mul_quantize_decoded(Tensor const& x, std::optional<Tensor> offs);
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> rms_norm_quantize(Tensor const& x, std::optional<Tensor> weight,
+                                                             std::optional<Tensor> residual, double eps);
+
+std::tuple<Tensor, Tensor, Tensor> rms_norm_quantize_decoded(Tensor const& x, std::optional<Tensor> weight,
                                                              std::optional<Tensor> residual, double eps);
 
 Tensor dequantize(Tensor const& codes, Tensor const& scales, Tensor const& amax, int64_t e4m3_max,
@@ -35,5 +45,9 @@ std::tuple<Tensor, Tensor> mxfp8_quantize(Tensor const& x, int64_t axis, ScalarT
 Tensor mxfp8_dequantize(Tensor const& values, Tensor const& scales, ScalarType dtype, bool swizzled);
 
 Tensor decode(Tensor const& codes, Tensor const& scales);
+
+Tensor prepack(Tensor const& codes, Tensor const& scales);
+
+std::tuple<Tensor, Tensor> unpack(Tensor const& packed, int64_t n, int64_t k);
 
 }  // namespace fp4gemm_torch

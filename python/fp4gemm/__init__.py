@@ -18,6 +18,7 @@ from .grouped import grouped_mm, scaled_grouped_mm
 from .info import is_supported, kernels
 from .layout import swizzle_scales, unswizzle_scales
 from .mxfp8 import MXFP8Tensor, quantize_mxfp8
+from .prepacked import PrepackedTensor, prepack, unpack
 from .producers import rms_norm_quantize, silu_and_mul_quantize
 from .quantize import decode, dequantize, dequantize_parts, quantize, quantize_both
 from .selftest import self_test
@@ -34,6 +35,7 @@ __all__ = [
     "DecodedTensor",
     "MXFP8Tensor",
     "NVFP4Tensor",
+    "PrepackedTensor",
     "__version__",
     "decode",
     "dequantize",
@@ -46,6 +48,7 @@ __all__ = [
     "kernels",
     "mm",
     "nn",
+    "prepack",
     "quantize",
     "quantize_both",
     "quantize_mxfp8",
@@ -58,6 +61,7 @@ __all__ = [
     "silu_and_mul_quantize",
     "stack",
     "swizzle_scales",
+    "unpack",
     "unswizzle_scales",
     "wgrad",
 ]

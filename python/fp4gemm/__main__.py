@@ -1,4 +1,4 @@
-"""``python -m fp4gemm``: versions, devices and kernels; the self-test; where the C++ package lies."""
+"""``python -m fp4gemm``: versions, devices, kernels; self-test and tuning; where the C++ package lies."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import argparse
 import json
 import sys
 
-from . import _native, info, selftest
+from . import _native, info, selftest, tune
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print what the options ask for; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m fp4gemm",
-        description="Report versions, devices and kernels, or where the C++ package lies; test a device.",
+        description="Versions, devices and kernels; where the C++ package lies; test or tune a device.",
     )
     parser.add_argument(
         "command",
         nargs="?",
-        choices=("report", "kernels", "selftest"),
+        choices=("report", "kernels", "selftest", "tune"),
         default="report",
-        help="report (default); the table of kernels; every kernel of a device against the reference",
+        help="report (default); the table of kernels; every kernel of a device against the reference; "
+        "the best kernels for your shapes, as rules",
     )
     parser.add_argument("--device", help="of selftest: cuda:1, say; the current CUDA device if left away")
     parser.add_argument("--force", action="store_true", help="selftest: even where it passed before")
@@ -32,9 +33,14 @@ def main(argv: list[str] | None = None) -> int:
         "--include-dir", action="store_true", help="print the folder of fp4gemm/fp4gemm.h and cutlass_evt/"
     )
     which.add_argument("--json", action="store_true", help="print the report as JSON")
+    tune.add_arguments(parser.add_argument_group("tune"))
     options = parser.parse_args(argv)
     if options.command != "selftest" and (options.device is not None or options.force):
         parser.error("--device and --force go with selftest")
+    if options.command == "tune":
+        return tune.run(options, parser.error)
+    if given := [name for name in tune.OPTIONS if getattr(options, name) is not None]:
+        parser.error(f"--{given[0].replace('_', '-')} goes with tune")
     if options.command == "selftest":
         report = selftest.self_test(options.device, force=options.force)
         print(report)

@@ -197,15 +197,20 @@ def codes(name: str, value: object) -> Tensor:
     return as_codes(x)
 
 
-def decoded(name: str, value: object) -> Tensor:
-    """Decoded values (m, k): float16, contiguous, 16-byte aligned, k a multiple of 16."""
+def decoded(
+    name: str,
+    value: object,
+    dtypes: Sequence[torch.dtype] = (torch.float16,),
+    function: str = "fp4gemm.mm",
+) -> Tensor:
+    """Values (m, k), decoded or never quantized: contiguous, 16-byte aligned, k a multiple of 16."""
     x = is_tensor(name, value)
-    has_dtype(name, x, (torch.float16,))
+    has_dtype(name, x, dtypes)
     has_rank(name, x, 2, "(m, k)")
     is_multiple(name, "k", x.shape[1], BLOCK)
     is_contiguous(name, x)
     is_aligned(name, x)
-    no_grad(name, x, "fp4gemm.mm")
+    no_grad(name, x, function)
     return x
 
 
@@ -289,6 +294,11 @@ def packed_operand(codes_name: str, x: object, scales_name: str, scale: object) 
 def padded_scale_shape(m: int, k: int) -> tuple[int, int]:
     """(ceil128(m), ceil4(k/16)): the shape of the swizzled scales of an (m, k) operand."""
     return (m + 127) // 128 * 128, (k // BLOCK + 3) // 4 * 4
+
+
+def prepacked_bytes(n: int, k: int) -> int:
+    """Bytes of an (n, k) weight in prepacked form: 2304 for every 64 x 64 elements begun."""
+    return ((n + 63) // 64) * ((k + 63) // 64) * 2304
 
 
 def mxfp8_scale_shape(m: int, k: int, swizzled: bool) -> tuple[int, int]:

@@ -8,7 +8,17 @@ from torch import Tensor
 from . import _checks, _options
 from .layout import GROUP_COLUMNS, grouped_scale_rows
 
-__all__ = ["columns", "compact_scales", "decoded", "options", "packed", "stack", "stack_scales"]
+__all__ = [
+    "columns",
+    "compact_scales",
+    "decoded",
+    "options",
+    "packed",
+    "prepacked",
+    "stack",
+    "stack_index",
+    "stack_scales",
+]
 
 _CODES = (torch.uint8, torch.float4_e2m1fn_x2)
 _SCALES = (torch.float8_e4m3fn, torch.uint8)
@@ -50,6 +60,35 @@ def decoded(data: object, amax: object, offs: object, offs_dim: int) -> None:
         _checks.decoded("data", x)
         _groups_of_rows(amax, offs, "data", x)
     _checks.vector("amax", amax, x.shape[0], x.device, "data")
+
+
+def prepacked(data: object, amax: object, shape: object) -> None:
+    """Bytes of a matrix, or of each of a stack, that hold its shape (n, k) or (g, n, k)."""
+    if not isinstance(shape, tuple):
+        raise TypeError(f"shape: got {_checks.describe(shape)}, must be a tuple (n, k) or (g, n, k)")
+    for size in shape:
+        _checks.is_int("shape", size, 1)
+    if len(shape) not in (2, 3) or shape[-1] % _checks.BLOCK:
+        raise ValueError(f"shape: got {shape}, must be (n, k) or (g, n, k), k a multiple of {_checks.BLOCK}")
+    x = _checks.is_tensor("data", data)
+    _checks.has_dtype("data", x, (torch.uint8,))
+    *lead, n, k = shape
+    _checks.has_shape("data", x, (*lead, _checks.prepacked_bytes(n, k)), f", prepacked {shape}")
+    _contiguous("data", x)
+    if lead:
+        _amax_of_stack(amax, lead[0], n, x.device)
+    else:
+        _checks.vector("amax", amax, n, x.device, "data")
+
+
+def stack_index(e: object, shape: tuple[int, ...]) -> None:
+    """Raise unless t[e] is a matrix of a stack t of this shape."""
+    if len(shape) != 3:
+        raise TypeError(f"t[e]: shape is {shape}, must be (g, n, k), a stack of matrices")
+    if isinstance(e, bool) or not isinstance(e, (int, torch.SymInt)):
+        raise TypeError(f"e: got {_checks.describe(e)}, must be an int")
+    if not -shape[0] <= e < shape[0]:
+        raise IndexError(f"e: got {e}, must be below {shape[0]}, the matrices of the stack")
 
 
 def options(e4m3_max: object, hadamard_signs: object, offs: object, offs_dim: object) -> None:

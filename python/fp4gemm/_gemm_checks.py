@@ -6,6 +6,8 @@ value wanted, and nothing reads device memory.
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 from torch import Tensor
 
@@ -15,32 +17,69 @@ from ._checks import FLOAT_DTYPES, describe, has_dtype, has_shape, is_contiguous
 SWIGLU = 4  # the one that makes one column of D of two
 # fp4gemm_activation_t of fp4gemm.h
 ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "relu2": 3, "swiglu": SWIGLU}
-_OPERAND_DTYPES = (torch.uint8, torch.float4_e2m1fn_x2, torch.float16)
+_CODES = (torch.uint8, torch.float4_e2m1fn_x2)
+_OPERAND_DTYPES = (*_CODES, torch.float16)
+PLAIN = (torch.float16, torch.bfloat16)  # an element of k each; bfloat16 is of A alone
 
 
 # ---- operands and sizes
 
 
 def operand(name: str, x: object, scale: object) -> tuple[Tensor, Tensor | None]:
-    """An operand of a GEMM: codes with their scales, or decoded float16 with the scales None."""
+    """An operand of a GEMM: codes with their scales; float16, or as a bfloat16, with the scales None."""
     data = _checks.is_tensor(name, x)
-    has_dtype(name, data, _OPERAND_DTYPES)
-    if data.dtype is not torch.float16:
+    has_dtype(name, data, (*_CODES, *PLAIN) if name == "a" else _OPERAND_DTYPES)
+    if data.dtype not in PLAIN:
         return _checks.packed_operand(name, data, f"scale_{name}", scale)
-    _scale_is_none(name, scale)
-    return _checks.decoded(name, data), None
+    _scale_is_none(name, data, scale)
+    return _checks.decoded(name, data, PLAIN), None
 
 
-def _scale_is_none(name: str, scale: object) -> None:
-    if scale is not None:
-        raise ValueError(
-            f"scale_{name}: got {describe(scale)}, must be None because {name} is float16, already decoded"
+def is_plain(a: object) -> TypeGuard[Tensor]:
+    """Whether a is a tensor of values, bfloat16 or float16, and no container."""
+    return isinstance(a, Tensor) and a.dtype in PLAIN
+
+
+def beside(a: Tensor, b: Tensor, names: tuple[str, str] = ("a", "b")) -> None:
+    """Raise TypeError for a decoded b beside bfloat16: what multiplies that reads codes."""
+    if a.dtype is torch.bfloat16 and b.dtype is torch.float16:
+        raise TypeError(
+            f"{names[1]}: dtype is torch.float16 (decoded), must be quantized or prepacked for bfloat16 "
+            f"{names[0]}"
         )
 
 
+def _scale_is_none(name: str, x: Tensor, scale: object) -> None:
+    if scale is not None:
+        why = "float16, already decoded" if x.dtype is torch.float16 else "bfloat16, not quantized"
+        raise ValueError(f"scale_{name}: got {describe(scale)}, must be None because {name} is {why}")
+
+
 def depth(x: Tensor) -> int:
-    """k of codes (.., k/2) or of decoded float16 (.., k)."""
-    return x.shape[-1] * (1 if x.dtype is torch.float16 else 2)
+    """k of codes (.., k/2) or of values (.., k)."""
+    return x.shape[-1] * (1 if x.dtype in PLAIN else 2)
+
+
+def formats(a: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, b_rows: int) -> tuple[str, str]:
+    """What checked operands hold, as info.FORMATS has it: "nvfp4", "f16", "bf16" or "prepacked"."""
+    format_a = "nvfp4" if scale_a is not None else "bf16" if a.dtype is torch.bfloat16 else "f16"
+    return format_a, "prepacked" if b_rows else "f16" if scale_b is None else "nvfp4"
+
+
+def prepacked(b: Tensor, scale_b: object, b_rows: int, k: int, rank: int) -> None:
+    """b as the operators take it prepacked: b_rows rows of k in bytes (bytes,), of groups (g, bytes)."""
+    _checks.is_int("b_rows", b_rows, 1)
+    if scale_b is not None:
+        raise ValueError(f"scale_b: got {describe(scale_b)}, must be None because b is prepacked")
+    has_dtype("b", b, (torch.uint8,))
+    _checks.has_rank("b", b, rank, "(bytes,)" if rank == 1 else "(g, bytes)")
+    if b.shape[-1] != _checks.prepacked_bytes(b_rows, k):
+        raise ValueError(
+            f"b: shape is {tuple(b.shape)}, must have {_checks.prepacked_bytes(b_rows, k)} bytes a matrix, "
+            f"prepacked (n, k) = ({b_rows}, {k})"
+        )
+    is_contiguous("b", b)
+    _checks.is_aligned("b", b)
 
 
 def sizes(k_a: int, k_b: int, n: int, out_dtype: torch.dtype, names: tuple[str, str] = ("a", "b")) -> None:
@@ -68,6 +107,7 @@ def arguments(
     """(m, n) of checked operands (codes or decoded), after the checks that need both of them."""
     same_device("b", b, a.device, "a")
     m, n = a.shape[0], b.shape[0]
+    beside(a, b)
     sizes(depth(a), depth(b), n, out_dtype)
     if alpha_row is not None:
         _checks.vector("alpha_row", alpha_row, m, a.device, "a")
@@ -236,15 +276,16 @@ def grouped_operands(
         checked_a, scales_a = _columns_operand("a", data_a, scale_a)
         checked_b, scales_b = _columns_operand("b", data_b, scale_b)
     same_device("b", checked_b, checked_a.device, "a")
+    beside(checked_a, checked_b)
     return checked_a, checked_b, scales_a, scales_b, ends
 
 
 def _rows_operand(a: Tensor, scale: object, num_groups: int) -> tuple[Tensor, Tensor | None]:
     """Rows of groups (m, k): the scales of each group have their own multiple of 128 rows."""
-    has_dtype("a", a, _OPERAND_DTYPES)
-    if a.dtype is torch.float16:
-        _scale_is_none("a", scale)
-        return _checks.decoded("a", a), None
+    has_dtype("a", a, (*_CODES, *PLAIN))
+    if a.dtype in PLAIN:
+        _scale_is_none("a", a, scale)
+        return _checks.decoded("a", a, PLAIN), None
     packed = _checks.codes("a", a)
     m, k = packed.shape[0], depth(packed)
     rows = layout.grouped_scale_rows(m, num_groups)
@@ -265,7 +306,7 @@ def _batched_operand(b: Tensor, scale: object, num_groups: int) -> tuple[Tensor,
     _checks.is_aligned("b", b)
     _checks.no_grad("b", b, "fp4gemm.scaled_grouped_mm")
     if b.dtype is torch.float16:
-        _scale_is_none("b", scale)
+        _scale_is_none("b", b, scale)
         return b, None
     scales = _containers.stack_scales("scale_b", scale, num_groups, n, k, b.device, "b")
     return _checks.as_codes(b), scales
@@ -277,7 +318,7 @@ def _columns_operand(name: str, x: Tensor, scale: object) -> tuple[Tensor, Tenso
     decoded = x.dtype is torch.float16
     _containers.columns(name, x, 1 if decoded else 2)
     if decoded:
-        _scale_is_none(name, scale)
+        _scale_is_none(name, x, scale)
         return x, None
     scales = _checks.scales(f"scale_{name}", scale, x.shape[0], depth(x), x.device, name)
     return _checks.as_codes(x), scales
@@ -288,7 +329,7 @@ def grouped_arguments(
 ) -> tuple[int, ...]:
     """The shape of D, (m, n) or (g, m, n), of checked operands, after the checks that need both of them."""
     m, n = a.shape[0], b.shape[-2]
-    shape = grouped_sizes(m, n, depth(a), depth(b), b.dim(), num_groups, out_dtype)
+    shape = grouped_sizes(m, depth(a), n, depth(b), b.dim(), num_groups, out_dtype)
     if alpha_row is not None and b.dim() == 3:
         _checks.vector("alpha_row", alpha_row, m, a.device, "a")
     elif alpha_row is not None:
@@ -300,8 +341,8 @@ def grouped_arguments(
 
 def grouped_sizes(
     m: int,
-    n: int,
     k_a: int,
+    n: int,
     k_b: int,
     rank_b: int,
     num_groups: int,

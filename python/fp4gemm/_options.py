@@ -6,7 +6,7 @@ Nothing here reads device memory, so no check synchronises.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -21,6 +21,25 @@ _ENCODES = {"te": 0, "te_per_token": 1}
 _FOUR_OVER_SIX = {"mae": 1, "mse": 2}
 _ERRORS = {"exact": False, "fast": True}
 _HADAMARDS = {"bf16": 1, "fp32": 2}
+
+
+class Keywords(TypedDict, total=False):
+    """What fp4gemm.quantize takes beside x and decoded."""
+
+    scaling: str
+    axis: int
+    block: tuple[int, int]
+    amax: Tensor | None
+    encode: str
+    four_over_six: str | None
+    four_over_six_error: str
+    e4m3_max: int | None
+    hadamard: str | None
+    hadamard_signs: int
+    stochastic: bool
+    generator: torch.Generator | None
+    rng_state: Tensor | None
+    offs: Tensor | None
 
 
 class Options(NamedTuple):
@@ -114,6 +133,19 @@ def axis(value: object, x: Tensor, step: int | None) -> int:
     if value == 0 and step is not None:
         _checks.is_multiple("x", "m", x.shape[-2], step)
     return 0 if value == 0 else -1
+
+
+def check_decoded(value: object, axis: int, options: Options) -> None:
+    """True alone where the decoded operand is made directly: along rows."""
+    _checks.is_bool("decoded", value)
+    if value and axis == 0:
+        raise NotImplementedError(
+            "decoded: got True with axis 0, must be False with it (use fp4gemm.decode on the result)"
+        )
+    if value and options.block_rows == 16:
+        raise NotImplementedError(
+            "decoded: got True with block (16, 16), must be False with it (use fp4gemm.decode on the result)"
+        )
 
 
 def group_ends(value: object, device: torch.device, other: str) -> Tensor:

@@ -21,6 +21,9 @@ def register(
     def context(t: Any) -> tuple[Any, ...]:
         return tuple(getattr(t, name) for name in constants), names(t)
 
+    def tuples(value: Any) -> Any:  # json makes lists of them
+        return tuple(map(tuples, value)) if isinstance(value, (list, tuple)) else value
+
     def flatten(t: Any) -> tuple[list[Any], tuple[Any, ...]]:
         return [getattr(t, name) for name in names(t)], context(t)
 
@@ -38,6 +41,6 @@ def register(
         unflatten,
         serialized_type_name=f"fp4gemm.{cls.__name__}",
         to_dumpable_context=lambda about: [list(part) for part in about],
-        from_dumpable_context=lambda about: tuple(tuple(part) for part in about),
+        from_dumpable_context=tuples,
         flatten_with_keys_fn=flatten_with_keys,
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 from . import _checks, _containers, _pytree
 
 if TYPE_CHECKING:
+    from .prepacked import PrepackedTensor
     from .tensor import NVFP4Tensor
 
 __all__ = ["DecodedTensor"]
@@ -102,14 +103,15 @@ class DecodedTensor:
         return text(self)
 
 
-def text(t: NVFP4Tensor | DecodedTensor) -> str:
+def text(t: NVFP4Tensor | DecodedTensor | PrepackedTensor) -> str:
     """For __repr__: shapes and numbers, no values, so that nothing synchronises."""
     amax: object = t.amax
     if not isinstance(amax, Tensor):  # a pytree may carry anything in place of the tensors
         return f"{type(t).__name__}(...)"
     options = f"e4m3_max={t.e4m3_max}, "
-    if t.offs is not None:
-        options += f"{'groups' if t.offs_dim == 0 else 'column_groups'}={t.offs.shape[0]}, "
+    offs: Tensor | None = getattr(t, "offs", None)
+    if offs is not None:
+        options += f"{'groups' if getattr(t, 'offs_dim', 0) == 0 else 'column_groups'}={offs.shape[0]}, "
     if t.hadamard_signs is not None:
         options += f"hadamard_signs={t.hadamard_signs:#06x}, "
     return (

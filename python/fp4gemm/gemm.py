@@ -9,17 +9,25 @@ import torch
 from torch import Tensor
 
 from . import _checks, _gemm_checks, info, ops, selection, selftest
+from ._operands import (
+    ALPHA,
+    ALPHA_UNQUANTIZED,
+    OR_PLAIN,
+    OR_PREPACKED,
+    Left,
+    Right,
+    chosen_kernel,
+    container,
+    parts,
+    same_rotation,
+)
+from .prepacked import PrepackedTensor
 from .tensor import DecodedTensor, NVFP4Tensor
 
 __all__ = ["mm", "scaled_mm"]
 
-# fl32(1 / (36 * B_a * B_b)): what turns two amaxes into decode multipliers. Exact bits of float32.
-ALPHA = {
-    (448, 448): float.fromhex("0x1.293726p-23"),
-    (448, 256): float.fromhex("0x1.041042p-22"),
-    (256, 448): float.fromhex("0x1.041042p-22"),
-    (256, 256): float.fromhex("0x1.c71c72p-22"),
-}
+_PACKED = ("nvfp4", "nvfp4")  # formats
+
 # The operator below its Python wrapper, which costs a third of a microsecond a call; not for a tracer.
 _OPERATOR = getattr(ops.scaled_mm, "_op", ops.scaled_mm)
 _OUT_DTYPES = (None, *_checks.FLOAT_DTYPES)
@@ -42,8 +50,8 @@ _SCALED_MM: Callable[..., Tensor] = _first_scaled_mm
 
 
 def mm(
-    a: NVFP4Tensor | DecodedTensor,
-    b: NVFP4Tensor | DecodedTensor,
+    a: Left,
+    b: Right,
     *,
     bias: Tensor | None = None,
     activation: str | None = None,
@@ -60,11 +68,16 @@ def mm(
     once to float32, in this order, then once to the output type; what is not given is not multiplied or
     added. That is ``act(a.dequantize() @ b.dequantize().T + bias) + beta * c`` up to rounding.
 
+    Of a plain tensor a (activations that never were quantized: W4A16) acc is the sum of a (q_b s_b), alpha =
+    1 / (6 * B_b), and there is no amax_a.
+
     Args:
-        a: (m, k), any m >= 0; k a multiple of 32.
-        b: (n, k), usually the weight; n a multiple of 8 (of 4 for float32 output). If blocks of k were
-            rotated (hadamard), then those of both operands by the same signs: D is the product of the
-            unrotated.
+        a: (m, k), any m >= 0; k a multiple of 32. NVFP4Tensor, DecodedTensor, or a torch.Tensor bfloat16 or
+            float16, contiguous, 16-byte aligned.
+        b: (n, k), usually the weight; n a multiple of 8 (of 4 for float32 output). NVFP4Tensor,
+            PrepackedTensor (:func:`fp4gemm.prepack`) or, unless a is a bfloat16 tensor, DecodedTensor. If
+            blocks of k were rotated (hadamard), then those of both operands by the same signs: D is the
+            product of the unrotated.
         bias: (n,) bfloat16, float16 or float32, contiguous; widened to float32.
         activation: None, "silu", "gelu_tanh" or "relu2" (max(z, 0)^2): act, made of float32 operations that
             round once each (:mod:`fp4gemm.reference.activations`), so that every device gives the same bits.
@@ -90,7 +103,8 @@ def mm(
             with groups (offs, see :func:`fp4gemm.grouped_mm`), operands with different hadamard_signs; an
             unknown activation or kernel; a beta without c.
         NotImplementedError: an operand, bias, c or out requires grad while grad mode is on; swiglu with c or
-            float32 output; the device has no kernel for the operands or the one that is forced.
+            float32 output; the device has no kernel for the operands (Blackwell none for decoded, prepacked
+            and plain ones) or the one that is forced.
         RuntimeError: the self-test of a device of a new kind failed (:func:`fp4gemm.self_test`).
     """
     # The common call. Containers were checked when they were made and the operator checks how they fit, so
@@ -105,22 +119,28 @@ def mm(
         and kernel is None
         and not _RULES
         and not _is_compiling()
-        and type(a) is NVFP4Tensor
-        and type(b) is NVFP4Tensor
-        and a.offs is None is b.offs
-        and a.hadamard_signs == b.hadamard_signs
         and out_dtype in _OUT_DTYPES
     ):
         dtype = torch.bfloat16 if out_dtype is None else out_dtype
-        alpha = ALPHA[a.e4m3_max, b.e4m3_max]
-        amax_a, amax_b = a.amax, b.amax
-        if not amax_a.requires_grad and not amax_b.requires_grad:
-            try:
-                return _SCALED_MM(
-                    a.codes, b.codes, a.scales, b.scales, alpha, amax_a, amax_b, None, dtype, None
-                )
-            except (RuntimeError, TypeError, ValueError):
-                pass
+        if type(b) is PrepackedTensor:
+            streamed = _streamed(a, b, dtype)
+            if streamed is not None:
+                return streamed
+        elif (
+            type(a) is NVFP4Tensor
+            and type(b) is NVFP4Tensor
+            and a.offs is None is b.offs
+            and a.hadamard_signs == b.hadamard_signs
+        ):
+            alpha = ALPHA[a.e4m3_max, b.e4m3_max]
+            amax_a, amax_b = a.amax, b.amax
+            if not amax_a.requires_grad and not amax_b.requires_grad:
+                try:
+                    return _SCALED_MM(
+                        a.codes, b.codes, a.scales, b.scales, alpha, amax_a, amax_b, None, dtype, None
+                    )
+                except (RuntimeError, TypeError, ValueError):
+                    pass
     return checked_mm(
         "fp4gemm.mm",
         ("a", "b"),
@@ -128,6 +148,37 @@ def mm(
         b,
         (bias, activation, c, beta, out_dtype, out, batch_invariant, kernel),
     )
+
+
+def _streamed(a: object, b: PrepackedTensor, dtype: torch.dtype) -> Tensor | None:
+    """The common call on a prepacked weight; None where the checks are to explain what is wrong."""
+    scales = None
+    if type(a) is DecodedTensor:
+        data = a.data
+        k = data.size(-1)
+    elif type(a) is NVFP4Tensor:
+        data, scales = a.codes, a.scales
+        k = 2 * data.size(-1)
+    else:
+        return None
+    try:
+        n, k_b = b.shape
+        amax_a, amax_b = a.amax, b.amax
+        # The operator does not know the k of b, and so cannot compare it.
+        if (
+            k == k_b
+            and a.offs is None
+            and a.hadamard_signs == b.hadamard_signs
+            and not amax_a.requires_grad
+            and not amax_b.requires_grad
+        ):
+            alpha = ALPHA[a.e4m3_max, b.e4m3_max]
+            return _SCALED_MM(
+                data, b.data, scales, None, alpha, amax_a, amax_b, None, dtype, None, 0, None, 1.0, False, n
+            )
+    except (RuntimeError, TypeError, ValueError):
+        pass
+    return None
 
 
 # bias, activation, c, beta, out_dtype, out, batch_invariant and kernel as mm takes them.
@@ -139,25 +190,37 @@ Terms = tuple[
 def checked_mm(
     function: str,
     names: tuple[str, str],
-    a: NVFP4Tensor | DecodedTensor,
-    b: NVFP4Tensor | DecodedTensor,
+    a: Left,
+    b: Right,
     terms: Terms,
 ) -> Tensor:
     """mm with every check, of a function whose operands have these names."""
-    data_a, scale_a, k_a = _operand(names[0], a)
-    data_b, scale_b, k_b = _operand(names[1], b)
+    signs = amax_a = scale_a = None
+    if _gemm_checks.is_plain(a):
+        data_a = _checks.decoded(names[0], a, _gemm_checks.PLAIN, function)
+        data_b, scale_b, n, k_b, b_rows = _right(names[1], b)
+        _gemm_checks.beside(data_a, data_b, names)
+        k_a, alpha = data_a.shape[1], ALPHA_UNQUANTIZED[b.e4m3_max]
+    else:
+        packed = container(names[0], a, OR_PLAIN)
+        data_a, scale_a, k_a = _matrix(names[0], packed)
+        data_b, scale_b, n, k_b, b_rows = _right(names[1], b)
+        amax_a, signs, alpha = packed.amax, packed.hadamard_signs, ALPHA[packed.e4m3_max, b.e4m3_max]
+        _checks.no_grad(names[0], amax_a, function)
     dtype = _gemm_checks.resolved_dtype(terms[4], terms[5])
     # Looked at in place first: a layer with a bias comes here in every call.
-    if a.hadamard_signs != b.hadamard_signs:
-        same_rotation(names, a, b)
-    if k_a != k_b or k_a % 32 or data_b.shape[0] % 8:
-        _gemm_checks.sizes(k_a, k_b, data_b.shape[0], dtype, names)
+    if signs != b.hadamard_signs:
+        same_rotation(names, signs, b)
+    if k_a != k_b or k_a % 32 or n % 8:
+        _gemm_checks.sizes(k_a, k_b, n, dtype, names)
     if data_a.device != data_b.device:
         _checks.same_device(names[1], data_b, data_a.device, names[0])
-    _checks.no_grad(names[0], a.amax, function)
     _checks.no_grad(names[1], b.amax, function)
-    alpha = ALPHA[a.e4m3_max, b.e4m3_max]
-    return _run(function, (data_a, data_b, scale_a, scale_b, alpha, a.amax, b.amax), dtype, terms)
+    if amax_a is None:
+        info.ready(data_a, "mm")
+        info.ready(data_a, f"mm of {info.UNQUANTIZED}")
+    product = (data_a, data_b, scale_a, scale_b, alpha, amax_a, b.amax)
+    return _run(function, product, n, b_rows, dtype, terms)
 
 
 def scaled_mm(
@@ -187,11 +250,13 @@ def scaled_mm(
     1 / weight_global_scale.
 
     Args:
-        a: codes uint8 (or float4_e2m1fn_x2) (m, k/2), low nibble = even k; or decoded float16 (m, k).
-            Contiguous, 16-byte aligned; m >= 0, k a multiple of 32.
-        b: likewise, (n, k/2) or (n, k); n a multiple of 8 (of 4 for float32 output).
-        scale_a: float8_e4m3fn (or uint8) (ceil128(m), ceil4(k/16)), swizzled; None if a is float16, and
-            only then.
+        a: codes uint8 (or float4_e2m1fn_x2) (m, k/2), low nibble = even k; or (m, k) float16 (decoded, or
+            never quantized) or bfloat16 (never quantized). Contiguous, 16-byte aligned; m >= 0, k a multiple
+            of 32.
+        b: codes likewise, (n, k/2), or decoded float16 (n, k), the latter not beside bfloat16; n a multiple
+            of 8 (of 4 for float32 output).
+        scale_a: float8_e4m3fn (or uint8) (ceil128(m), ceil4(k/16)), swizzled; None if a is float16 or
+            bfloat16, and only then.
         scale_b: likewise for b.
         alpha: a finite Python number, rounded to float32.
         alpha_row: float32 (m,), one a row, or (1,).
@@ -210,24 +275,26 @@ def scaled_mm(
     a, scale_a = _gemm_checks.operand("a", a, scale_a)
     b, scale_b = _gemm_checks.operand("b", b, scale_b)
     dtype = _gemm_checks.resolved_dtype(out_dtype, out)
-    _gemm_checks.arguments(a, b, alpha_row, alpha_col, dtype)
+    _, n = _gemm_checks.arguments(a, b, alpha_row, alpha_col, dtype)
     terms = (bias, activation, c, beta, out_dtype, out, batch_invariant, kernel)
     product = (a, b, scale_a, scale_b, _gemm_checks.alpha(alpha), alpha_row, alpha_col)
-    return _run("fp4gemm.scaled_mm", product, dtype, terms)
+    return _run("fp4gemm.scaled_mm", product, n, 0, dtype, terms)
 
 
 _Product = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float, Tensor | None, Tensor | None]
 
 
-def _run(function: str, product: _Product, dtype: torch.dtype, terms: Terms) -> Tensor:
+def _run(function: str, product: _Product, n: int, b_rows: int, dtype: torch.dtype, terms: Terms) -> Tensor:
     """The operator on operands that were checked; checks of all that mm and scaled_mm share besides them."""
     bias, activation, c, beta, out_dtype, out, batch_invariant, kernel = terms
-    a, b, scale_a, scale_b = product[:4]
-    decoded = scale_a is None or scale_b is None
-    info.ready(a, "mm")
-    if decoded:
-        info.ready(a, "mm of decoded operands")
-    shape = (a.shape[0], b.shape[0])
+    a, _, scale_a, scale_b = product[:4]
+    formats = _PACKED
+    if scale_a is None or scale_b is None:
+        formats = _gemm_checks.formats(a, scale_a, scale_b, b_rows)
+        info.ready_for(a, "mm", formats)
+    else:
+        info.ready(a, "mm")
+    shape = (a.shape[0], n)
     if bias is not None:
         bias = _gemm_checks.bias(bias, shape[1], a.device, function)
     act = 0 if activation is None else _gemm_checks.activation(activation)
@@ -239,21 +306,32 @@ def _run(function: str, product: _Product, dtype: torch.dtype, terms: Terms) -> 
     if batch_invariant is not False:
         _checks.is_bool("batch_invariant", batch_invariant)
     if kernel is not None or _RULES:
-        kernel = chosen_kernel(kernel, a, b.shape[0], decoded, dtype, "dense", act, batch_invariant)
+        kernel = chosen_kernel(kernel, a, n, formats, dtype, "dense", act, batch_invariant)
     if out is not None:
         _gemm_checks.out(out, shape, out_dtype, a.device, function)
     if c is not None:
         _gemm_checks.c(c, shape, dtype, a.device, function)
     if out is not None:
-        ops.scaled_mm_out(*product, bias, kernel, act, c, beta, batch_invariant, out=out)
+        ops.scaled_mm_out(*product, bias, kernel, act, c, beta, batch_invariant, b_rows, out=out)
         return out
-    result: Tensor = ops.scaled_mm(*product, bias, dtype, kernel, act, c, beta, batch_invariant)
+    result: Tensor = ops.scaled_mm(*product, bias, dtype, kernel, act, c, beta, batch_invariant, b_rows)
     return result
 
 
-def _operand(name: str, value: NVFP4Tensor | DecodedTensor) -> tuple[Tensor, Tensor | None, int]:
+def _right(name: str, value: Right) -> tuple[Tensor, Tensor | None, int, int, int]:
+    """(data, scales or None, n, k, b_rows of the operators) of the right operand."""
+    if isinstance(value, PrepackedTensor):
+        if len(value.shape) != 2:
+            raise ValueError(f"{name}: shape is {value.shape}, must have rank 2; see fp4gemm.grouped_mm")
+        n, k = value.shape
+        return value.data, None, n, k, n
+    data, scales, k = _matrix(name, container(name, value, OR_PREPACKED))
+    return data, scales, data.shape[0], k, 0
+
+
+def _matrix(name: str, value: NVFP4Tensor | DecodedTensor) -> tuple[Tensor, Tensor | None, int]:
     """(data, scales or None, k) of a matrix in a container of either kind, subclasses included."""
-    data, scales = parts(name, value)
+    data, scales = parts(value)
     if value.offs is not None:
         raise ValueError(
             f"{name}: has {value.offs.shape[0]} groups (offs), must have none; see fp4gemm.grouped_mm"
@@ -262,86 +340,3 @@ def _operand(name: str, value: NVFP4Tensor | DecodedTensor) -> tuple[Tensor, Ten
     if len(shape) != 2:
         raise ValueError(f"{name}: shape is {tuple(value.shape)}, must have rank 2; see fp4gemm.grouped_mm")
     return data, scales, shape[1] if scales is None else 2 * shape[1]
-
-
-def parts(name: str, value: object) -> tuple[Tensor, Tensor | None]:
-    """(data, scales or None) of a container of either kind and any rank."""
-    if isinstance(value, NVFP4Tensor):
-        return value.codes, value.scales
-    if isinstance(value, DecodedTensor):
-        return value.data, None
-    raise TypeError(
-        f"{name}: got {_checks.describe(value)}, must be an fp4gemm.NVFP4Tensor or fp4gemm.DecodedTensor "
-        "(see fp4gemm.quantize; fp4gemm.scaled_mm takes raw tensors)"
-    )
-
-
-def same_rotation(
-    names: tuple[str, str], a: NVFP4Tensor | DecodedTensor, b: NVFP4Tensor | DecodedTensor
-) -> None:
-    """Raise ValueError unless the blocks of both operands were rotated by the same signs, or neither's."""
-    if a.hadamard_signs != b.hadamard_signs:
-        signs = [
-            "None (not rotated)" if t.hadamard_signs is None else f"{t.hadamard_signs:#06x}" for t in (a, b)
-        ]
-        raise ValueError(
-            f"{names[1]}: hadamard_signs is {signs[1]}, must be {signs[0]} as of {names[0]} "
-            "(rotate both operands alike)"
-        )
-
-
-def chosen_kernel(
-    kernel: str | None,
-    a: Tensor,
-    n: int,
-    decoded: bool,
-    out_dtype: torch.dtype,
-    mode: str,
-    activation: int,
-    batch_invariant: bool,
-) -> str | None:
-    """The kernel that the call forces, checked, or that the rules name; None leaves it to the library."""
-    if kernel is not None:
-        _check_kernel(kernel, a, decoded, out_dtype, mode, activation)
-        return kernel
-    if batch_invariant or not _RULES:
-        return None
-    gated = activation == _gemm_checks.SWIGLU
-    return selection.find(a, n, _gemm_checks.depth(a), out_dtype, mode, gated, decoded)
-
-
-def _check_kernel(
-    kernel: object, a: Tensor, decoded: bool, out_dtype: torch.dtype, mode: str, activation: int
-) -> None:
-    """Raise unless ``kernel`` can do the call: a built kernel on CUDA, the reference on the CPU."""
-    if not isinstance(kernel, str):
-        raise TypeError(
-            f"kernel: got {_checks.describe(kernel)}, must be a name from fp4gemm.kernels() or None"
-        )
-    if not a.is_cuda:
-        if kernel != _checks.CPU_KERNEL:
-            raise ValueError(f"kernel: got {kernel!r}, must be None or {_checks.CPU_KERNEL!r} on the CPU")
-        return
-    if torch.compiler.is_compiling():
-        return  # the operator checks when the graph runs
-    found = info.kernel_by_name(kernel)
-    if found is None:
-        raise ValueError(f"kernel: got {kernel!r}, must be a name from fp4gemm.kernels() or None")
-    if found.mode != mode:
-        raise ValueError(f"kernel: {kernel!r} is of mode {found.mode}, must be of mode {mode}")
-    epilogue = "swiglu" if activation == _gemm_checks.SWIGLU else "rowcol"
-    if found.epilogue != epilogue:
-        raise ValueError(
-            f"kernel: {kernel!r} has the epilogue {found.epilogue}, must have {epilogue} for the activation"
-        )
-    if found.out_dtype is not out_dtype:
-        raise ValueError(
-            f"kernel: {kernel!r} writes {found.out_dtype}, must write {out_dtype}, the output type"
-        )
-    if decoded and found.operand == "nvfp4":
-        raise ValueError(f"kernel: {kernel!r} reads packed operands, must read f16 for a DecodedTensor")
-    if found.arch != info.kernel_family(a.get_device()):
-        major, minor = torch.cuda.get_device_capability(a.device)
-        raise NotImplementedError(
-            f"kernel: {kernel!r} does not run on {a.device}, whose compute capability is {major}.{minor}"
-        )

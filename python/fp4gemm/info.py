@@ -15,9 +15,17 @@ from . import _checks, _gemm_checks, _native
 
 __all__ = ["KernelInfo", "is_supported", "kernels", "ready", "report", "report_text", "select_kernel"]
 
-# Indices: fp4gemm_dtype_t and fp4gemm_ragged_t of fp4gemm.h.
+# Indices: fp4gemm_dtype_t, fp4gemm_ragged_t and fp4gemm_format_t of fp4gemm.h.
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _RAGGED = ("rows", "columns")
+FORMATS = ("nvfp4", "f16", "bf16", "prepacked")
+# What a kernel takes for a and for b, by its operand; what is in another form than it reads is converted.
+_TAKES = {
+    "nvfp4": (("nvfp4",), ("nvfp4",)),
+    "f16": (("nvfp4", "f16"), ("nvfp4", "f16")),
+    "prepacked": (("nvfp4", "f16"), ("nvfp4", "prepacked")),
+    "prepacked_bf16": (("bf16",), ("nvfp4", "prepacked")),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +39,17 @@ class KernelInfo:
     tile: tuple[int, int, int]  # (m, n, k)
     cluster: tuple[int, int]  # (m, n)
     out_dtype: torch.dtype
-    operand: str  # "nvfp4": tensor cores read codes and scales; "f16": codes are decoded first
+    # "nvfp4": tensor cores read codes and scales; "f16": codes are decoded first; "prepacked": b is prepacked
+    # and a in float16 or, with "prepacked_bf16", in bfloat16
+    operand: str
     is_swapped: bool  # it multiplies B by A and writes D transposed: cheap for few rows of A
+
+    def takes(self, format_a: str, format_b: str, by_columns: bool = False) -> bool:
+        """Whether it multiplies operands in these formats, groups being of columns or not."""
+        of_a, of_b = _TAKES[self.operand]
+        if by_columns and self.operand.startswith("prepacked"):
+            return False
+        return format_a in of_a and format_b in of_b
 
 
 @functools.cache
@@ -86,7 +103,8 @@ def select_kernel(
     num_groups: int = 0,
     ragged: str = "rows",
     out_dtype: torch.dtype = torch.bfloat16,
-    decoded: bool = False,
+    format_a: str = "nvfp4",
+    format_b: str = "nvfp4",
     batch_invariant: bool = False,
     activation: str | None = None,
 ) -> KernelInfo | None:
@@ -99,14 +117,17 @@ def select_kernel(
         num_groups: 0 for mm, else the number of groups.
         ragged: which size differs from group to group: "rows" (of a) or "columns" (k).
         out_dtype: torch.bfloat16, torch.float16 or torch.float32.
-        decoded: whether an operand is decoded already.
+        format_a, format_b: what the operands are: "nvfp4"; "f16", decoded or, of a, never quantized; "bf16",
+            of a that never was quantized; "prepacked", of b.
         batch_invariant, activation: as for mm.
 
     Raises:
-        TypeError, ValueError: ragged, out_dtype or activation is another one.
+        TypeError, ValueError: ragged, out_dtype, a format or activation is another one.
     """
     _checks.is_one_of("ragged", ragged, _RAGGED)
     _checks.is_float_dtype("out_dtype", out_dtype)
+    _checks.is_one_of("format_a", format_a, FORMATS)
+    _checks.is_one_of("format_b", format_b, FORMATS)
     index: int = _native.core().fp4gemm_select_kernel(
         arch,
         num_sms,
@@ -116,24 +137,49 @@ def select_kernel(
         num_groups,
         _RAGGED.index(ragged),
         _OUT_DTYPES.index(out_dtype),
-        int(decoded),
+        FORMATS.index(format_a),
+        FORMATS.index(format_b),
         int(batch_invariant),
         _gemm_checks.activation(activation),
     )
     return None if index < 0 else _table()[index]
 
 
-def _selected(index: int, num_groups: int, decoded: bool) -> KernelInfo | None:
+def _selected(
+    index: int, num_groups: int, format_a: str = "nvfp4", format_b: str = "nvfp4"
+) -> KernelInfo | None:
     """The kernel that a small GEMM of such operands would get on a CUDA device."""
     properties = torch.cuda.get_device_properties(index)
+    sizes = (properties.multi_processor_count, 256, 256, 256, num_groups)
     arch = 10 * properties.major + properties.minor
-    return select_kernel(arch, properties.multi_processor_count, 256, 256, 256, num_groups, decoded=decoded)
+    return select_kernel(arch, *sizes, format_a=format_a, format_b=format_b)
 
 
 def kernel_family(index: int) -> int | None:
     """The ``arch`` of the kernels that serve a CUDA device, None where none do."""
-    selected = _selected(index, 0, False)
+    selected = _selected(index, 0)
     return None if selected is None else selected.arch
+
+
+@functools.cache
+def _streams_prepacked(index: int) -> bool:
+    return _selected(index, 0, "nvfp4", "prepacked") is not None
+
+
+def streams_prepacked(device: torch.device) -> bool:
+    """Whether kernels of a CUDA device read prepacked weights; False on others, where nothing is gained."""
+    if device.type != "cuda":
+        return False
+    return _streams_prepacked(torch.cuda.current_device() if device.index is None else device.index)
+
+
+# Operands that some devices do not take: what they are, an example, what to pass instead.
+DECODED, PREPACKED, UNQUANTIZED = "decoded operands", "prepacked weights", "unquantized activations"
+_FORMS = (
+    (DECODED, ("f16", "f16"), "pass the NVFP4Tensor, not what decode made"),
+    (PREPACKED, ("nvfp4", "prepacked"), "pass fp4gemm.unpack of the PrepackedTensor"),
+    (UNQUANTIZED, ("bf16", "nvfp4"), "pass fp4gemm.quantize of the activations"),
+)
 
 
 @functools.cache
@@ -151,13 +197,14 @@ def _cuda_gaps(index: int) -> dict[str, str]:
     if lib.fp4gemm_quantize_supported(arch) != 1:
         gaps["quantize"] = f"no quantize, dequantize or decode kernel for {where}; {todo}"
     for what, num_groups, kind in (("mm", 0, "GEMM"), ("grouped_mm", 2, "grouped GEMM")):
-        if _selected(index, num_groups, False) is None:
+        if _selected(index, num_groups) is None:
             gaps[what] = f"no {kind} kernel for {where}; {todo}"
-        elif _selected(index, num_groups, True) is None:
-            gaps[f"{what} of decoded operands"] = (
-                f"the {kind} kernels for {where} read packed operands; "
-                "pass the NVFP4Tensor, not what decode made"
-            )
+            continue
+        for operands, formats, instead in _FORMS:
+            if _selected(index, num_groups, *formats) is None:
+                gaps[f"{what} of {operands}"] = (
+                    f"the {kind} kernels for {where} read packed operands; {instead}"
+                )
     return gaps
 
 
@@ -189,7 +236,8 @@ def is_supported(device: torch.device | str | int | None = None) -> tuple[bool, 
     return True, f"cuda:{index}: {torch.cuda.get_device_name(index)}, {built_text()}"
 
 
-_PRODUCTS = ("mm", "mm of decoded operands", "grouped_mm", "grouped_mm of decoded operands")
+_MODES = ("mm", "grouped_mm")
+_PRODUCTS = (*_MODES, *(f"{what} of {operands}" for what in _MODES for operands, _, _ in _FORMS))
 
 # CUDA indices that passed; -1: no CUDA.
 READY: dict[str, set[int]] = {what: {-1} for what in ("quantize", *_PRODUCTS)}
@@ -216,6 +264,17 @@ def ready(x: Tensor, what: str) -> None:
         if not selftest.before_first_product(index):
             return
     READY[what].add(index)
+
+
+def ready_for(a: Tensor, mode: str, formats: tuple[str, str]) -> None:
+    """:func:`ready` for a product ("mm", "grouped_mm") of operands in these formats."""
+    ready(a, mode)
+    if "f16" in formats:
+        ready(a, f"{mode} of {DECODED}")
+    if formats[0] == "bf16":
+        ready(a, f"{mode} of {UNQUANTIZED}")
+    if formats[1] == "prepacked":
+        ready(a, f"{mode} of {PREPACKED}")
 
 
 def report() -> dict[str, Any]:
@@ -289,7 +348,7 @@ def _kernel_line(entry: dict[str, Any]) -> str:
     tile, cluster = ("x".join(map(str, entry[what])) for what in ("tile", "cluster"))
     return (
         f"{entry['name']:<53} {entry['mode']:<7} sm_{entry['arch']:<4} tile {tile:<12} cluster {cluster:<4} "
-        f"{entry['epilogue']:<7} {entry['operand']:<6} -> {entry['out_dtype']}"
+        f"{entry['epilogue']:<7} {entry['operand']:<14} -> {entry['out_dtype']}"
     )
 
 

@@ -9,21 +9,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _checks, _gemm_checks, _native, layout, reference
+from . import _checks, _gemm_checks, _native, _quantize_fakes, reference
 
 __all__ = [
     "decode",
     "dequantize",
     "mxfp8_dequantize",
     "mxfp8_quantize",
+    "prepack",
     "quantize",
     "quantize_both",
+    "quantize_decoded",
     "rms_norm_quantize",
+    "rms_norm_quantize_decoded",
     "scaled_grouped_mm",
     "scaled_grouped_mm_out",
     "scaled_mm",
     "scaled_mm_out",
     "silu_and_mul_quantize",
+    "silu_and_mul_quantize_decoded",
+    "unpack",
 ]
 
 
@@ -42,6 +47,16 @@ def _cpu_kernel(kernel: str | None) -> None:
         raise ValueError(f"kernel: got {kernel!r}, must be None or {_checks.CPU_KERNEL!r} on the CPU")
 
 
+def _unpacked(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, b_rows: int, rank: int
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a prepacked b."""
+    k = _depth(a, scale_a)
+    _gemm_checks.prepacked(b, scale_b, b_rows, k, rank)
+    codes, scales = unpack(b, b_rows, k)
+    return codes, scales
+
+
 def _scaled_mm_cpu(
     a: Tensor,
     b: Tensor,
@@ -57,8 +72,11 @@ def _scaled_mm_cpu(
     c: Tensor | None = None,
     beta: float = 1.0,
     batch_invariant: bool = False,
+    b_rows: int = 0,
 ) -> Tensor:
     _cpu_kernel(kernel)
+    if b_rows:
+        b, scale_b = _unpacked(a, b, scale_a, scale_b, b_rows, 1)
     return reference.scaled_mm(
         a, b, scale_a, scale_b, alpha, alpha_row, alpha_col, bias, out_dtype, activation, c, beta
     )
@@ -78,16 +96,15 @@ def _scaled_mm_out_cpu(
     c: Tensor | None = None,
     beta: float = 1.0,
     batch_invariant: bool = False,
+    b_rows: int = 0,
     *,
     out: Tensor,
 ) -> None:
-    columns = _gemm_checks.width(b.shape[0], activation)
+    columns = _gemm_checks.width(b_rows or b.shape[0], activation)
     _gemm_checks.out(out, (a.shape[0], columns), None, a.device, "fp4gemm.scaled_mm")
-    out.copy_(
-        _scaled_mm_cpu(
-            a, b, scale_a, scale_b, alpha, alpha_row, alpha_col, bias, out.dtype, kernel, activation, c, beta
-        )
-    )
+    product = (a, b, scale_a, scale_b, alpha, alpha_row, alpha_col, bias)
+    terms = (kernel, activation, c, beta, batch_invariant, b_rows)
+    out.copy_(_scaled_mm_cpu(*product, out.dtype, *terms))
 
 
 def _scaled_grouped_mm_cpu(
@@ -107,8 +124,11 @@ def _scaled_grouped_mm_cpu(
     c: Tensor | None = None,
     beta: float = 1.0,
     batch_invariant: bool = False,
+    b_rows: int = 0,
 ) -> Tensor:
     _cpu_kernel(kernel)
+    if b_rows:
+        b, scale_b = _unpacked(a, b, scale_a, scale_b, b_rows, 2)
     product = (a, b, scale_a, scale_b, offs, alpha, alpha_groups, alpha_row, alpha_col, bias)
     return reference.scaled_grouped_mm(*product, out_dtype, activation, c, beta)
 
@@ -129,107 +149,15 @@ def _scaled_grouped_mm_out_cpu(
     c: Tensor | None = None,
     beta: float = 1.0,
     batch_invariant: bool = False,
+    b_rows: int = 0,
     *,
     out: Tensor,
 ) -> None:
     _cpu_kernel(kernel)
+    if b_rows:
+        b, scale_b = _unpacked(a, b, scale_a, scale_b, b_rows, 2)
     product = (a, b, scale_a, scale_b, offs, alpha, alpha_groups, alpha_row, alpha_col, bias)
     reference.scaled_grouped_mm(*product, out.dtype, activation, c, beta, out)
-
-
-def _parts(
-    x: Tensor, rows: int, columns: int, amax: int, offs: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty codes, scales and amax of a quantized (rows, columns) tensor on the device of x."""
-    scale_rows, scale_columns = _checks.padded_scale_shape(rows, columns)
-    if offs is not None:
-        scale_rows = layout.grouped_scale_rows(rows, offs.shape[0])
-    return (
-        x.new_empty((rows, columns // 2), dtype=torch.uint8),
-        x.new_empty((scale_rows, scale_columns), dtype=torch.float8_e4m3fn),
-        x.new_empty((amax,), dtype=torch.float32),
-    )
-
-
-def _quantize_fake(
-    x: Tensor,
-    amax: Tensor | None,
-    per_row: bool,
-    axis: int = -1,
-    block_rows: int = 1,
-    encode: int = 0,
-    four_over_six: int = 0,
-    fast_error: bool = False,
-    e4m3_max: int = 448,
-    hadamard: int = 0,
-    signs: int = 0,
-    rng_state: Tensor | None = None,
-    offs: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows, columns = x.shape if axis == -1 else (x.shape[1], x.shape[0])
-    if axis == 0 and offs is not None:
-        columns, offs = layout.grouped_columns(columns, offs.shape[0]), None
-    expanded = offs is not None and not per_row  # one amax a group, repeated for its rows
-    made = rows if per_row or expanded else 1
-    return _parts(x, rows, columns, made if amax is None or expanded else 0, offs)
-
-
-def _quantize_both_fake(
-    x: Tensor,
-    amax: Tensor | None,
-    amax_t: Tensor | None,
-    per_row: bool,
-    block_rows: int = 1,
-    encode: int = 0,
-    four_over_six: int = 0,
-    fast_error: bool = False,
-    e4m3_max: int = 448,
-    hadamard: int = 0,
-    signs: int = 0,
-    rng_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return (
-        *_quantize_fake(x, amax, per_row),
-        *_quantize_fake(x, amax_t, per_row, axis=0),
-    )
-
-
-def _silu_and_mul_quantize_fake(x: Tensor, offs: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    m, two_k = x.shape
-    return _parts(x, m, two_k // 2, m, offs)
-
-
-def _rms_norm_quantize_fake(
-    x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    m, k = x.shape
-    return *_parts(x, m, k, m, None), x.new_empty((0,) if residual is None else (m, k))
-
-
-def _dequantize_fake(
-    codes: Tensor,
-    scales: Tensor,
-    amax: Tensor,
-    e4m3_max: int,
-    dtype: torch.dtype,
-    swizzled: bool = True,
-    offs: Tensor | None = None,
-) -> Tensor:
-    return codes.new_empty((codes.shape[0], 2 * codes.shape[1]), dtype=dtype)
-
-
-def _mxfp8_quantize_fake(x: Tensor, axis: int, dtype: torch.dtype, swizzled: bool) -> tuple[Tensor, Tensor]:
-    m, k = x.shape if axis == -1 else (x.shape[1], x.shape[0])
-    shape = _checks.mxfp8_scale_shape(m, k, swizzled)
-    return x.new_empty((m, k), dtype=dtype), x.new_empty(shape, dtype=torch.float8_e8m0fnu)
-
-
-def _mxfp8_dequantize_fake(values: Tensor, scales: Tensor, dtype: torch.dtype, swizzled: bool) -> Tensor:
-    return values.new_empty(values.shape, dtype=dtype)
-
-
-def _decode_fake(codes: Tensor, scales: Tensor) -> Tensor:
-    return codes.new_empty((codes.shape[0], 2 * codes.shape[1]), dtype=torch.float16)
 
 
 def _scaled_mm_fake(
@@ -247,13 +175,18 @@ def _scaled_mm_fake(
     c: Tensor | None = None,
     beta: float = 1.0,
     batch_invariant: bool = False,
+    b_rows: int = 0,
 ) -> Tensor:
     # What the call would be refused for with memory behind the tensors; one on meta brings the others here.
     _checks.same_device("b", b, a.device, "a")
     _checks.is_float_dtype("out_dtype", out_dtype)
-    _gemm_checks.sizes(_depth(a, scale_a), _depth(b, scale_b), b.shape[0], out_dtype)
+    k = _depth(a, scale_a)
+    if b_rows:
+        _gemm_checks.prepacked(b, scale_b, b_rows, k, 1)
+    n = b_rows or b.shape[0]
+    _gemm_checks.sizes(k, k if b_rows else _depth(b, scale_b), n, out_dtype)
     _warn_untested(a)
-    return a.new_empty((a.shape[0], _gemm_checks.width(b.shape[0], activation)), dtype=out_dtype)
+    return a.new_empty((a.shape[0], _gemm_checks.width(n, activation)), dtype=out_dtype)
 
 
 def _scaled_grouped_mm_fake(
@@ -273,12 +206,17 @@ def _scaled_grouped_mm_fake(
     c: Tensor | None = None,
     beta: float = 1.0,
     batch_invariant: bool = False,
+    b_rows: int = 0,
 ) -> Tensor:
     _checks.same_device("b", b, a.device, "a")
     _checks.is_float_dtype("out_dtype", out_dtype)
-    shape = _gemm_checks.grouped_sizes(
-        a.shape[0], b.shape[-2], _depth(a, scale_a), _depth(b, scale_b), b.dim(), offs.shape[0], out_dtype
-    )
+    k = _depth(a, scale_a)
+    size_b = (b_rows, k, 3)
+    if b_rows:
+        _gemm_checks.prepacked(b, scale_b, b_rows, k, 2)
+    else:
+        size_b = (b.shape[-2], _depth(b, scale_b), b.dim())
+    shape = _gemm_checks.grouped_sizes(a.shape[0], k, *size_b, offs.shape[0], out_dtype)
     _warn_untested(a)
     return a.new_empty((*shape[:-1], _gemm_checks.width(shape[-1], activation)), dtype=out_dtype)
 
@@ -303,14 +241,27 @@ _load()
 # Kept alive: deleting it would remove the registrations.
 _CPU = torch.library.Library("fp4gemm", "IMPL", "CPU")
 for _name, _cpu, _fake in (
-    ("quantize", reference.quantize, _quantize_fake),
-    ("quantize_both", reference.quantize_both, _quantize_both_fake),
-    ("silu_and_mul_quantize", reference.silu_and_mul_quantize, _silu_and_mul_quantize_fake),
-    ("rms_norm_quantize", reference.rms_norm_quantize, _rms_norm_quantize_fake),
-    ("dequantize", reference.dequantize, _dequantize_fake),
-    ("decode", reference.decode, _decode_fake),
-    ("mxfp8_quantize", reference.mxfp8_quantize, _mxfp8_quantize_fake),
-    ("mxfp8_dequantize", reference.mxfp8_dequantize, _mxfp8_dequantize_fake),
+    ("quantize", reference.quantize, _quantize_fakes.quantize),
+    ("quantize_both", reference.quantize_both, _quantize_fakes.quantize_both),
+    ("quantize_decoded", reference.quantize_decoded, _quantize_fakes.quantize_decoded),
+    ("silu_and_mul_quantize", reference.silu_and_mul_quantize, _quantize_fakes.silu_and_mul_quantize),
+    (
+        "silu_and_mul_quantize_decoded",
+        reference.silu_and_mul_quantize_decoded,
+        _quantize_fakes.silu_and_mul_quantize_decoded,
+    ),
+    ("rms_norm_quantize", reference.rms_norm_quantize, _quantize_fakes.rms_norm_quantize),
+    (
+        "rms_norm_quantize_decoded",
+        reference.rms_norm_quantize_decoded,
+        _quantize_fakes.rms_norm_quantize_decoded,
+    ),
+    ("dequantize", reference.dequantize, _quantize_fakes.dequantize),
+    ("decode", reference.decode, _quantize_fakes.decode),
+    ("prepack", reference.prepack, _quantize_fakes.prepack),
+    ("unpack", reference.unpack, _quantize_fakes.unpack),
+    ("mxfp8_quantize", reference.mxfp8_quantize, _quantize_fakes.mxfp8_quantize),
+    ("mxfp8_dequantize", reference.mxfp8_dequantize, _quantize_fakes.mxfp8_dequantize),
     ("scaled_mm", _scaled_mm_cpu, _scaled_mm_fake),
     ("scaled_mm_out", _scaled_mm_out_cpu, _out_fake),
     ("scaled_grouped_mm", _scaled_grouped_mm_cpu, _scaled_grouped_mm_fake),
@@ -322,10 +273,15 @@ for _name, _cpu, _fake in (
 # The overloads, bound once: an attribute walk through torch.ops costs about a microsecond a call.
 quantize = torch.ops.fp4gemm.quantize.default
 quantize_both = torch.ops.fp4gemm.quantize_both.default
+quantize_decoded = torch.ops.fp4gemm.quantize_decoded.default
 silu_and_mul_quantize = torch.ops.fp4gemm.silu_and_mul_quantize.default
+silu_and_mul_quantize_decoded = torch.ops.fp4gemm.silu_and_mul_quantize_decoded.default
 rms_norm_quantize = torch.ops.fp4gemm.rms_norm_quantize.default
+rms_norm_quantize_decoded = torch.ops.fp4gemm.rms_norm_quantize_decoded.default
 dequantize = torch.ops.fp4gemm.dequantize.default
 decode = torch.ops.fp4gemm.decode.default
+prepack = torch.ops.fp4gemm.prepack.default
+unpack = torch.ops.fp4gemm.unpack.default
 mxfp8_quantize = torch.ops.fp4gemm.mxfp8_quantize.default
 mxfp8_dequantize = torch.ops.fp4gemm.mxfp8_dequantize.default
 scaled_mm = torch.ops.fp4gemm.scaled_mm.default

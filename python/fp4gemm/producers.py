@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 from torch import Tensor
 
 from . import _checks, _options, ops
 from .info import ready
-from .tensor import NVFP4Tensor
+from .tensor import DecodedTensor, NVFP4Tensor
 
 __all__ = ["rms_norm_quantize", "silu_and_mul_quantize"]
 
 
-def silu_and_mul_quantize(x: Tensor, *, offs: Tensor | None = None) -> NVFP4Tensor:
+@overload
+def silu_and_mul_quantize(
+    x: Tensor, *, offs: Tensor | None = ..., decoded: Literal[False] = ...
+) -> NVFP4Tensor: ...
+
+
+@overload
+def silu_and_mul_quantize(
+    x: Tensor, *, offs: Tensor | None = ..., decoded: Literal[True]
+) -> DecodedTensor: ...
+
+
+@overload
+def silu_and_mul_quantize(
+    x: Tensor, *, offs: Tensor | None = ..., decoded: bool
+) -> NVFP4Tensor | DecodedTensor: ...
+
+
+def silu_and_mul_quantize(
+    x: Tensor, *, offs: Tensor | None = None, decoded: bool = False
+) -> NVFP4Tensor | DecodedTensor:
     """quantize(cast(cast(silu(g)) * u)), x = [g | u]: the gated activation of an MLP, one amax a row.
 
     silu(g) = g / (1 + exp(-g)), rounded to float32 and then to the dtype of x, and -0 where g < -88.75 (the
@@ -22,9 +44,11 @@ def silu_and_mul_quantize(x: Tensor, *, offs: Tensor | None = None) -> NVFP4Tens
         x: bfloat16 or float16 (m, 2k); m >= 0, k a positive multiple of 16. Columns 0 to k-1 are the gate,
             the others up. Unit stride along a row; each row starts on 16 bytes.
         offs: int32 (g,), the ends of groups of rows, as for :func:`fp4gemm.quantize`.
+        decoded: True: the same as float16 q * s, likewise.
 
     Returns:
-        NVFP4Tensor (m, k) with amax (m,), on the device of x, on its current stream. Does not synchronise.
+        NVFP4Tensor (m, k), or DecodedTensor with decoded, with amax (m,), on the device of x, on its current
+        stream. Does not synchronise.
 
     Raises:
         TypeError: an argument of another Python type or dtype.
@@ -35,9 +59,46 @@ def silu_and_mul_quantize(x: Tensor, *, offs: Tensor | None = None) -> NVFP4Tens
     _checks.quantize_input(x, function, dtypes=_checks.HALF_DTYPES, step=2 * _checks.BLOCK, what="2k")
     if offs is not None:
         _options.group_ends(offs, x.device, "x")
+    _checks.is_bool("decoded", decoded)
     ready(x, "quantize")
+    if decoded:
+        data, amax = ops.silu_and_mul_quantize_decoded(x, offs)
+        return DecodedTensor._trusted(data, amax, 448, None, offs)
     codes, scales, amax = ops.silu_and_mul_quantize(x, offs)
     return NVFP4Tensor._trusted(codes, scales, amax, 448, offs)
+
+
+@overload
+def rms_norm_quantize(
+    x: Tensor,
+    weight: Tensor | None = ...,
+    *,
+    eps: float = ...,
+    residual: Tensor | None = ...,
+    decoded: Literal[False] = ...,
+) -> NVFP4Tensor | tuple[NVFP4Tensor, Tensor]: ...
+
+
+@overload
+def rms_norm_quantize(
+    x: Tensor,
+    weight: Tensor | None = ...,
+    *,
+    eps: float = ...,
+    residual: Tensor | None = ...,
+    decoded: Literal[True],
+) -> DecodedTensor | tuple[DecodedTensor, Tensor]: ...
+
+
+@overload
+def rms_norm_quantize(
+    x: Tensor,
+    weight: Tensor | None = ...,
+    *,
+    eps: float = ...,
+    residual: Tensor | None = ...,
+    decoded: bool,
+) -> NVFP4Tensor | DecodedTensor | tuple[NVFP4Tensor | DecodedTensor, Tensor]: ...
 
 
 def rms_norm_quantize(
@@ -46,7 +107,8 @@ def rms_norm_quantize(
     *,
     eps: float = 1e-6,
     residual: Tensor | None = None,
-) -> NVFP4Tensor | tuple[NVFP4Tensor, Tensor]:
+    decoded: bool = False,
+) -> NVFP4Tensor | DecodedTensor | tuple[NVFP4Tensor | DecodedTensor, Tensor]:
     """quantize(cast(weight * cast(h * r))), h = cast(x + residual), r = 1 / sqrt(mean(h * h) + eps), per row.
 
     Each operation in float32, with the roundings of Hugging Face's LlamaRMSNorm. The order of the sum is
@@ -59,10 +121,11 @@ def rms_norm_quantize(
         weight: (k,) of the dtype of x, contiguous; None is 1.
         eps: a finite Python number >= 0, rounded to float32.
         residual: (m, k) of the dtype of x, with strides like those of x. Added to x before the norm.
+        decoded: True: the same as float16 q * s, as for :func:`fp4gemm.quantize`.
 
     Returns:
-        NVFP4Tensor (m, k) with amax (m,); with a residual also h (m, k) of the dtype of x, the new residual.
-        On the device of x, on its current stream. Does not synchronise.
+        NVFP4Tensor (m, k), or DecodedTensor with decoded, with amax (m,); with a residual also h (m, k) of
+        the dtype of x, the new residual. On the device of x, on its current stream. Does not synchronise.
 
     Raises:
         TypeError: an argument of another Python type or dtype.
@@ -79,7 +142,13 @@ def rms_norm_quantize(
         _checks.same_device("residual", residual, x.device, "x")
         residual = residual.contiguous()  # the kernel wants it so; a copy only where it is not
     eps = _options.epsilon(eps)
+    _checks.is_bool("decoded", decoded)
     ready(x, "quantize")
-    codes, scales, amax, summed = ops.rms_norm_quantize(x, weight, residual, eps)
-    t = NVFP4Tensor._trusted(codes, scales, amax, 448)
+    t: NVFP4Tensor | DecodedTensor
+    if decoded:
+        data, amax, summed = ops.rms_norm_quantize_decoded(x, weight, residual, eps)
+        t = DecodedTensor._trusted(data, amax, 448)
+    else:
+        codes, scales, amax, summed = ops.rms_norm_quantize(x, weight, residual, eps)
+        t = NVFP4Tensor._trusted(codes, scales, amax, 448)
     return t if residual is None else (t, summed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -15,26 +15,32 @@ from .layout import swizzle_scales
 from .mxfp8 import MXFP8Tensor
 from .tensor import DecodedTensor, NVFP4Tensor
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["decode", "dequantize", "dequantize_parts", "quantize", "quantize_both"]
 
 _PER_ROW = {"row": True, "tensor": False}
 _SIGNS = _options.SIGNS
 # The operator below its Python wrapper, as in gemm.py.
 _QUANTIZE = getattr(ops.quantize, "_op", ops.quantize)
+_QUANTIZE_DECODED = getattr(ops.quantize_decoded, "_op", ops.quantize_decoded)
 
 
-_F = TypeVar("_F", bound=Callable[..., NVFP4Tensor])
+_F = TypeVar("_F", bound=Callable[..., "NVFP4Tensor | DecodedTensor"])
 
 
 def _short_path(checked: _F) -> _F:
-    """``checked``, but for the common call: nothing but scaling is given, and all that matters fits.
+    """``checked``, but for the common call: scaling and decoded alone are given, and all that matters fits.
 
     The operator checks what matters to the kernel; what it refuses, ``checked`` explains. Options are taken
     as a dictionary, since to fill in the defaults of a dozen costs a quarter of a microsecond a call.
     """
 
     @functools.wraps(checked)
-    def quantize(x: Tensor, *, scaling: str = "row", **options: Any) -> NVFP4Tensor:
+    def quantize(
+        x: Tensor, *, scaling: str = "row", decoded: bool = False, **options: Any
+    ) -> NVFP4Tensor | DecodedTensor:
         if (
             not options
             and type(x) is Tensor
@@ -43,13 +49,33 @@ def _short_path(checked: _F) -> _F:
             and not torch.compiler.is_compiling()
         ):
             try:
-                codes, scales, amax = _QUANTIZE(x, None, _PER_ROW[scaling])
-                return NVFP4Tensor._trusted(codes, scales, amax, 448)
+                if decoded is False:
+                    codes, scales, amax = _QUANTIZE(x, None, _PER_ROW[scaling])
+                    return NVFP4Tensor._trusted(codes, scales, amax, 448)
+                if decoded is True:
+                    data, amax = _QUANTIZE_DECODED(x, None, _PER_ROW[scaling])
+                    return DecodedTensor._trusted(data, amax, 448)
             except (KeyError, RuntimeError, TypeError):
                 pass
-        return checked(x, scaling=scaling, **options)
+        return checked(x, scaling=scaling, decoded=decoded, **options)
 
     return cast(_F, quantize)
+
+
+@overload
+def quantize(
+    x: Tensor, *, decoded: Literal[False] = False, **options: Unpack[_options.Keywords]
+) -> NVFP4Tensor: ...
+
+
+@overload
+def quantize(x: Tensor, *, decoded: Literal[True], **options: Unpack[_options.Keywords]) -> DecodedTensor: ...
+
+
+@overload
+def quantize(
+    x: Tensor, *, decoded: bool, **options: Unpack[_options.Keywords]
+) -> NVFP4Tensor | DecodedTensor: ...
 
 
 @_short_path
@@ -70,7 +96,8 @@ def quantize(
     generator: torch.Generator | None = None,
     rng_state: Tensor | None = None,
     offs: Tensor | None = None,
-) -> NVFP4Tensor:
+    decoded: bool = False,
+) -> NVFP4Tensor | DecodedTensor:
     """x[m, k] ~ q * s * amax[m] / 2688: e2m1 codes q, one e4m3 scale s per 16 of k, amax = max |x|.
 
     With A the amax of the row (or of the tensor), a_b that of a block and fl(.) one float32 rounding::
@@ -121,9 +148,12 @@ def quantize(
             zeros to a multiple of 64 columns, ``layout.grouped_columns(m, g)`` in all, and amax, of all
             groups together, is over the rows of x before offs[-1]. On a GPU the values are not checked, since
             that would synchronise.
+        decoded: True: ``decode(quantize(x, ...))``, bit for bit, in one pass: float16 q * s, which is what
+            GPUs without FP4 tensor cores multiply (see :class:`DecodedTensor`).
 
     Returns:
-        NVFP4Tensor on the device of x, on its current stream. Does not synchronise.
+        NVFP4Tensor, or DecodedTensor with decoded, on the device of x, on its current stream. Does not
+        synchronise.
 
     Raises:
         TypeError: an argument of another Python type or dtype.
@@ -131,10 +161,10 @@ def quantize(
             four_over_six, hadamard_signs without hadamard; generator or rng_state without stochastic, or both
             of them.
         NotImplementedError: block (16, 16) with scaling "row", encode "te_per_token", hadamard, stochastic or
-            offs; four_over_six with encode "te_per_token", hadamard or stochastic; x requires grad while grad
-            mode is on; the device has no kernel.
+            offs; four_over_six with encode "te_per_token", hadamard or stochastic; decoded with axis=0 or
+            block (16, 16); x requires grad while grad mode is on; the device has no kernel.
     """
-    stack_size, rows = _input(x, "fp4gemm.quantize")
+    stack_size, rows = stacks.stack_input(x, "fp4gemm.quantize")
     options = _options.quantizer_options(
         scaling,
         block,
@@ -148,6 +178,7 @@ def quantize(
         offs,
     )
     axis = _options.axis(axis, x, _checks.BLOCK if offs is None else None)
+    _options.check_decoded(decoded, axis, options)
     if offs is not None:
         if stack_size:
             raise ValueError(f"offs: got {_checks.describe(offs)}, must be None for x of rank 3")
@@ -163,24 +194,23 @@ def quantize(
             _checks.exact_vector("amax", amax, entries, torch.float32, x.device, "x")
     state = _options.random_state(stochastic, generator, rng_state, x)
     ready(x, "quantize")
-    if stack_size:
+    signs = hadamard_signs if hadamard is not None else None
+    per_row, block_rows, *others = options
+    if decoded:
+        if stack_size:
+            data, measured = stacks.quantize_stack_decoded(rows, stack_size, amax, options, state)
+        else:
+            data, measured = ops.quantize_decoded(x, amax, per_row, *others, state, offs)
+    elif stack_size:
         codes, scales, measured = stacks.quantize_stack(rows, stack_size, amax, axis, options, state)
     else:
-        per_row, *others = options
-        codes, scales, measured = ops.quantize(x, amax, per_row, axis, *others, state, offs)
-        if amax is not None and (per_row or not groups_rows):
-            measured = amax  # the operator returns what it made
-    signs = hadamard_signs if hadamard is not None else None
+        codes, scales, measured = ops.quantize(x, amax, per_row, axis, block_rows, *others, state, offs)
+    if amax is not None and not stack_size and (per_row or not groups_rows):
+        measured = amax  # the operator returns what it made
+    if decoded:
+        return DecodedTensor._trusted(data, measured, options.e4m3_max, signs, offs)
     offs_dim = 0 if offs is None or groups_rows else 1
     return NVFP4Tensor._trusted(codes, scales, measured, options.e4m3_max, offs, signs, offs_dim)
-
-
-def _input(x: object, function: str) -> tuple[int, Tensor]:
-    """Matrices in the stack x (g, n, k) and x as (g * n, k); of a matrix 0 and x itself."""
-    if isinstance(x, Tensor) and x.dim() == 3:
-        _checks.is_tensor("x", x)
-        return x.shape[0], stacks.stack_input(x, function)
-    return 0, _checks.quantize_input(x, function)
 
 
 def quantize_both(
@@ -220,7 +250,7 @@ def quantize_both(
     Raises:
         TypeError, ValueError, NotImplementedError: as for :func:`quantize`; ValueError for one amax of two.
     """
-    stack_size, rows = _input(x, "fp4gemm.quantize_both")
+    stack_size, rows = stacks.stack_input(x, "fp4gemm.quantize_both")
     options = _options.quantizer_options(
         scaling,
         block,

@@ -6,9 +6,9 @@ The file, named by the environment variable FP4GEMM_SELECTION when fp4gemm is im
     [{"kernel": "sm100_dense_256x192x256_c2x1_rowcol_bf16", "n": 7168, "k": 2048, "m": [1025, 4096]}, ...]
 
 kernel: a name from :func:`fp4gemm.kernels`, whose architecture, mode, epilogue, operands and output type the
-call must have. n, k: sizes of the call; m: the least and the most rows, of all groups together. A size that
-is left out fits any. Calls that name a kernel themselves, or ask for a batch-invariant one, are not looked
-at; neither are those that torch.compile traces.
+call must have. n, k: sizes of the call; m: the least and the most rows, of all groups together; operands:
+what a and b are, ["f16", "prepacked"] say (info.FORMATS). What is left out fits any. Calls that name a kernel
+themselves, or ask for a batch-invariant one, are not looked at; neither are those that torch.compile traces.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Rule(NamedTuple):
     k: int | None
     least_m: int
     most_m: int
+    formats: tuple[str, str] | None = None
 
 
 RULES: list[Rule] = []
@@ -66,8 +67,17 @@ def clear() -> None:
     RULES.clear()
 
 
-def find(a: Tensor, n: int, k: int, dtype: torch.dtype, mode: str, gated: bool, decoded: bool) -> str | None:
-    """The kernel that the rules name for a call on CUDA, or None."""
+def find(
+    a: Tensor,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    mode: str,
+    gated: bool,
+    formats: tuple[str, str],
+    by_columns: bool = False,
+) -> str | None:
+    """The kernel that the rules name for a call on CUDA, or None; formats as info.FORMATS has them."""
     if not a.is_cuda or torch.compiler.is_compiling():
         return None
     family, m = info.kernel_family(a.get_device()), a.shape[0]
@@ -77,11 +87,12 @@ def find(a: Tensor, n: int, k: int, dtype: torch.dtype, mode: str, gated: bool, 
             rule.least_m <= m <= rule.most_m
             and rule.n in (None, n)
             and rule.k in (None, k)
+            and rule.formats in (None, formats)
             and kernel.arch == family
             and kernel.mode == mode
             and kernel.out_dtype is dtype
             and (kernel.epilogue == "swiglu") is gated
-            and not (decoded and kernel.operand == "nvfp4")
+            and kernel.takes(*formats, by_columns)
         ):
             return kernel.name
     return None
@@ -90,8 +101,8 @@ def find(a: Tensor, n: int, k: int, dtype: torch.dtype, mode: str, gated: bool, 
 def _rule(where: str, entry: object) -> Rule | None:
     if not isinstance(entry, dict) or not isinstance(entry.get("kernel"), str):
         raise ValueError(f"{where}: is {entry!r}, must be an object with the name of a kernel")
-    if unknown := sorted(set(entry) - {"kernel", "n", "k", "m"}):
-        raise ValueError(f"{where}: has {unknown[0]!r}, must have kernel, n, k and m alone")
+    if unknown := sorted(set(entry) - {"kernel", "n", "k", "m", "operands"}):
+        raise ValueError(f"{where}: has {unknown[0]!r}, must have kernel, n, k, m and operands alone")
     span = entry.get("m", [0, 2**31 - 1])
     if (
         not isinstance(span, list)
@@ -103,8 +114,14 @@ def _rule(where: str, entry: object) -> Rule | None:
     for name in ("n", "k"):
         if name in entry and not _is_size(entry[name]):
             raise ValueError(f"{where}: {name} is {entry[name]!r}, must be a size")
+    formats = entry.get("operands")
+    if formats is not None and (
+        not isinstance(formats, list) or len(formats) != 2 or not all(x in info.FORMATS for x in formats)
+    ):
+        raise ValueError(f"{where}: operands is {formats!r}, must be a list of two of {info.FORMATS}")
     kernel = info.kernel_by_name(entry["kernel"])
-    return None if kernel is None else Rule(kernel, entry.get("n"), entry.get("k"), *span)
+    both = None if formats is None else (formats[0], formats[1])
+    return None if kernel is None else Rule(kernel, entry.get("n"), entry.get("k"), span[0], span[1], both)
 
 
 def _is_size(value: Any) -> bool:

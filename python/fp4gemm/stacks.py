@@ -12,7 +12,14 @@ from ._options import Options
 from .layout import TILE_ROWS, padded_scale_shape
 from .tensor import NVFP4Tensor
 
-__all__ = ["quantize_stack", "quantize_stack_both", "stack", "stack_amax", "stack_input"]
+__all__ = [
+    "quantize_stack",
+    "quantize_stack_both",
+    "quantize_stack_decoded",
+    "stack",
+    "stack_amax",
+    "stack_input",
+]
 
 
 def stack(tensors: Sequence[NVFP4Tensor]) -> NVFP4Tensor:
@@ -49,14 +56,20 @@ def stack(tensors: Sequence[NVFP4Tensor]) -> NVFP4Tensor:
     return NVFP4Tensor._trusted(*parts, tensors[0].e4m3_max, None, tensors[0].hadamard_signs)
 
 
-def stack_input(x: Tensor, function: str) -> Tensor:
-    """x (g, n, k) as (g * n, k), which the quantizers take; a copy where the matrices do not adjoin."""
+def stack_input(x: object, function: str) -> tuple[int, Tensor]:
+    """(g, rows): x (g, n, k) as rows (g * n, k), a copy where the matrices do not adjoin; (0, x) of a matrix.
+
+    Checked as the quantizers want it.
+    """
+    if not isinstance(x, Tensor) or x.dim() != 3:
+        return 0, _checks.quantize_input(x, function)
+    _checks.is_tensor("x", x)
     _checks.has_dtype("x", x, _checks.FLOAT_DTYPES)
     if x.shape[0] < 1 or x.shape[1] < 1:
         raise ValueError(f"x: shape is {tuple(x.shape)}, must hold a matrix of a row or more")
     _checks.is_multiple("x", "k", x.shape[2], _checks.BLOCK)
     _checks.rows_are_aligned("x", x)
-    return _checks.quantize_input(x.reshape(-1, x.shape[2]), function)
+    return x.shape[0], _checks.quantize_input(x.reshape(-1, x.shape[2]), function)
 
 
 def stack_amax(name: str, value: object, g: int, entries: int, device: torch.device) -> Tensor:
@@ -84,6 +97,29 @@ def quantize_stack(
         results.append(ops.quantize(part, given, per_row, axis, *others, draws, None))
     codes, scales, measured = _stacked(results)
     return codes, scales, measured if amax is None else amax
+
+
+def quantize_stack_decoded(
+    x: Tensor, g: int, amax: Tensor | None, options: Options, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What they decode to, float16 (g, n, k), and amax; blocks along k, of one row each."""
+    per_row, _, *others = options
+    n = x.shape[0] // g
+    if state is None:
+        # Values have no padding between the matrices, so that only one amax a matrix makes them groups.
+        offs = None if per_row else torch.arange(1, g + 1, dtype=torch.int32, device=x.device) * n
+        flat = None if amax is None else amax.view(-1)
+        data, measured = ops.quantize_decoded(x, flat, per_row, *others, None, offs)
+        data = data.view(g, n, -1)
+        if amax is None:
+            measured = measured.view(g, n) if per_row else measured.view(g, n)[:, :1].contiguous()
+    else:
+        results = []
+        for e, part, draws in _matrices(x, g, state):
+            given = None if amax is None else amax[e]
+            results.append(ops.quantize_decoded(part, given, per_row, *others, draws, None))
+        data, measured = (torch.stack(parts) for parts in zip(*results, strict=True))
+    return data, measured if amax is None else amax
 
 
 def quantize_stack_both(

@@ -138,12 +138,7 @@ class NVFP4Tensor(Conventions):
         Raises:
             TypeError: e is no int, or this is no stack. IndexError: e is out of range.
         """
-        if self.codes.dim() != 3:
-            raise TypeError(f"t[e]: shape is {self.shape}, must be (g, n, k), a stack of matrices")
-        if isinstance(e, bool) or not isinstance(e, (int, torch.SymInt)):
-            raise TypeError(f"e: got {_checks.describe(e)}, must be an int")
-        if not -self.codes.shape[0] <= e < self.codes.shape[0]:
-            raise IndexError(f"e: got {e}, must be below {self.codes.shape[0]}, the matrices of the stack")
+        _containers.stack_index(e, self.shape)
         codes = self.codes[e]
         if codes.numel() % _checks.ALIGN_BYTES:
             codes = codes.clone()

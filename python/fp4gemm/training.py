@@ -20,9 +20,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._operands import Left, Right
 from .gemm import Terms, checked_mm
 from .grouped import checked_grouped_mm
-from .tensor import DecodedTensor, NVFP4Tensor
 
 __all__ = ["dgrad", "fprop", "wgrad"]
 
@@ -30,8 +30,8 @@ __all__ = ["dgrad", "fprop", "wgrad"]
 def _product(
     function: str,
     names: tuple[str, str],
-    a: NVFP4Tensor | DecodedTensor,
-    b: NVFP4Tensor | DecodedTensor,
+    a: Left,
+    b: Right,
     offs: Tensor | None,
     terms: Terms,
 ) -> Tensor:
@@ -42,8 +42,8 @@ def _product(
 
 
 def fprop(
-    x: NVFP4Tensor | DecodedTensor,
-    w: NVFP4Tensor | DecodedTensor,
+    x: Left,
+    w: Right,
     *,
     offs: Tensor | None = None,
     bias: Tensor | None = None,
@@ -58,8 +58,8 @@ def fprop(
     """y = x W^T, (m, n): :func:`fp4gemm.mm` (x, w), or :func:`fp4gemm.grouped_mm` for an x with groups.
 
     Args:
-        x: ``quantize(x)``, (m, k); of experts ``quantize(x, offs=offs)``.
-        w: ``quantize(W)``, (n, k); of experts (g, n, k).
+        x: ``quantize(x)``, (m, k); of experts ``quantize(x, offs=offs)``. Or x itself, as for those.
+        w: ``quantize(W)``, (n, k); of experts (g, n, k). Or that prepacked.
         offs, bias, activation, c, beta, out_dtype, out, batch_invariant, kernel: as for those.
 
     Returns, raises: as those. Does not synchronise on a GPU.
@@ -69,8 +69,8 @@ def fprop(
 
 
 def dgrad(
-    dy: NVFP4Tensor | DecodedTensor,
-    w_t: NVFP4Tensor | DecodedTensor,
+    dy: Left,
+    w_t: Right,
     *,
     offs: Tensor | None = None,
     bias: Tensor | None = None,
@@ -96,8 +96,8 @@ def dgrad(
 
 
 def wgrad(
-    dy_t: NVFP4Tensor | DecodedTensor,
-    x_t: NVFP4Tensor | DecodedTensor,
+    dy_t: Left,
+    x_t: Right,
     *,
     offs: Tensor | None = None,
     bias: Tensor | None = None,

@@ -72,10 +72,14 @@ typedef enum fp4gemm_dtype { FP4GEMM_BF16 = 0, FP4GEMM_FP16 = 1, FP4GEMM_FP32 = 
 /* How many amax values a tensor has: one, or one a row (a token, or an output channel of a weight). */
 typedef enum fp4gemm_scaling { FP4GEMM_SCALING_TENSOR = 0, FP4GEMM_SCALING_ROW = 1 } fp4gemm_scaling_t;
 
-/* What a GEMM operand holds. Kernels of devices with FP4 tensor cores take NVFP4 alone. */
+/* What a GEMM operand holds. Kernels of devices with FP4 tensor cores take NVFP4 alone. Where data alone is
+ * named, scales is NULL. */
 typedef enum fp4gemm_format {
   FP4GEMM_FORMAT_NVFP4 = 0, /* data: packed codes, scales: swizzled e4m3 */
-  FP4GEMM_FORMAT_FP16 = 1   /* data: (rows, k) fp16, each value times its block scale (exact); scales: NULL */
+  FP4GEMM_FORMAT_FP16 = 1,  /* data: (rows, k) fp16: values times their block scales (exact); or, as A of a
+                               prepacked or packed B, activations that never were quantized */
+  FP4GEMM_FORMAT_BF16 = 2,  /* A alone. data: (rows, k) bf16, activations that never were quantized */
+  FP4GEMM_FORMAT_PREPACKED = 3 /* B alone. data: what fp4gemm_prepack wrote */
 } fp4gemm_format_t;
 
 /* ---- errors and versions ---- */
@@ -137,8 +141,10 @@ typedef struct fp4gemm_quantized {
   const float* amax_given; /* NULL: amax is computed. Otherwise (rows), (1) or, for tensor scaling of groups,
                               (num_groups); amax may then be NULL, and only groups of that kind write it */
   fp4gemm_hadamard_t hadamard;
+  void* decoded; /* `row` alone, in place of codes and scales, which are NULL then: out (rows, columns) fp16,
+                    16-byte aligned, each value times its block scale (exact): FP4GEMM_FORMAT_FP16 */
 } fp4gemm_quantized_t;
-#define FP4GEMM_QUANTIZED_INIT {NULL, NULL, NULL, NULL, FP4GEMM_HADAMARD_NONE}
+#define FP4GEMM_QUANTIZED_INIT {NULL, NULL, NULL, NULL, FP4GEMM_HADAMARD_NONE, NULL}
 
 typedef struct fp4gemm_quantize_args {
   size_t struct_size;
@@ -227,9 +233,10 @@ typedef struct fp4gemm_silu_and_mul_quantize_args {
   float* amax;
   const int32_t* offs;
   int num_groups;
+  void* decoded; /* as in fp4gemm_quantized_t */
 } fp4gemm_silu_and_mul_quantize_args_t;
 #define FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT \
-  {sizeof(fp4gemm_silu_and_mul_quantize_args_t), 0, 0, NULL, 0, FP4GEMM_BF16, NULL, NULL, NULL, NULL, 0}
+  {sizeof(fp4gemm_silu_and_mul_quantize_args_t), 0, 0, NULL, 0, FP4GEMM_BF16, NULL, NULL, NULL, NULL, 0, NULL}
 
 /* fp4gemm_quantize, row scaling, of y = cast(cast(gate / (1 + exp(-gate))) * up), casts to the type of x. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_silu_and_mul_quantize(const fp4gemm_silu_and_mul_quantize_args_t* args,
@@ -248,6 +255,7 @@ typedef struct fp4gemm_rms_norm_quantize_args {
   uint8_t* codes; /* as in fp4gemm_quantize, row scaling */
   uint8_t* scales;
   float* amax;
+  void* decoded; /* as in fp4gemm_quantized_t */
 } fp4gemm_rms_norm_quantize_args_t;
 #define FP4GEMM_RMS_NORM_QUANTIZE_ARGS_INIT  \
   {sizeof(fp4gemm_rms_norm_quantize_args_t), \
@@ -260,6 +268,7 @@ typedef struct fp4gemm_rms_norm_quantize_args {
    NULL,                                     \
    NULL,                                     \
    1e-6f,                                    \
+   NULL,                                     \
    NULL,                                     \
    NULL,                                     \
    NULL}
@@ -339,11 +348,31 @@ FP4GEMM_API fp4gemm_status_t fp4gemm_mxfp8_dequantize(const fp4gemm_mxfp8_args_t
 FP4GEMM_API fp4gemm_status_t fp4gemm_decode(int64_t m, int64_t k, const uint8_t* codes, const uint8_t* scales,
                                             void* y, int device, fp4gemm_stream_t stream);
 
+/* ---- prepacked weights, for devices without FP4 tensor cores ---- */
+
+/* Bytes of one (n, k) weight in the order in which the kernels of Hopper stream it: 2304 for every 64 x 64
+ * elements begun, which is 0.5625 an element where n and k are multiples of 64. k is a multiple of 16. */
+FP4GEMM_API int64_t fp4gemm_prepacked_bytes(int64_t n, int64_t k);
+
+/* Rearranges num_matrices weights (n, k), codes and swizzled scales one matrix after the other, into
+ * num_matrices * fp4gemm_prepacked_bytes bytes of `packed` (cpp/cutlass_evt/mainloop/nvfp4_packing.hpp has
+ * the layout). Nothing is lost: fp4gemm_unpack restores every byte, those of NaN scales too. Pointers are
+ * 16-byte aligned. The layout may change with the version of this library: keep and exchange the codes and
+ * scales, not this. */
+FP4GEMM_API fp4gemm_status_t fp4gemm_prepack(int num_matrices, int64_t n, int64_t k, const uint8_t* codes,
+                                             const uint8_t* scales, void* packed, int device,
+                                             fp4gemm_stream_t stream);
+
+/* The inverse; the padding of the scales becomes zero. */
+FP4GEMM_API fp4gemm_status_t fp4gemm_unpack(int num_matrices, int64_t n, int64_t k, const void* packed,
+                                            uint8_t* codes, uint8_t* scales, int device,
+                                            fp4gemm_stream_t stream);
+
 /* ---- dense GEMM ---- */
 
 typedef struct fp4gemm_operand {
   const void* data;   /* 16-byte aligned */
-  const void* scales; /* 16-byte aligned; NULL for FP4GEMM_FORMAT_FP16 */
+  const void* scales; /* 16-byte aligned; NULL unless the format is FP4GEMM_FORMAT_NVFP4 */
   fp4gemm_format_t format;
 } fp4gemm_operand_t;
 
@@ -410,7 +439,7 @@ typedef struct fp4gemm_dense_args {
 
 /* Bytes of workspace that fp4gemm_dense needs for these arguments on this device; the data pointers are not
  * looked at. 0 is a possible answer. Kernels that multiply fp16 need room for each
- * NVFP4 operand in fp16. */
+ * NVFP4 operand in fp16, those that stream prepacked weights room for what is not yet so. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_dense_workspace_bytes(const fp4gemm_dense_args_t* args, int device,
                                                            size_t* bytes);
 
@@ -511,7 +540,8 @@ typedef struct fp4gemm_kernel_info {
   int tile_m, tile_n, tile_k; /* of D, and of the contraction */
   int cluster_m, cluster_n;
   fp4gemm_dtype_t out_dtype;
-  const char* operand; /* what it reads: "nvfp4", or "f16" (packed operands are decoded first) */
+  const char* operand; /* what it reads: "nvfp4"; "f16"; or "prepacked": B prepacked, A in fp16 or, with
+                          "prepacked_bf16", bf16. Operands in another form are converted first */
   int is_swapped;      /* it multiplies B by A and writes D transposed: cheap for few rows of A */
 } fp4gemm_kernel_info_t;
 
@@ -520,13 +550,12 @@ FP4GEMM_API int fp4gemm_kernel_count(void);
 FP4GEMM_API fp4gemm_status_t fp4gemm_kernel_info(int index, fp4gemm_kernel_info_t* info);
 
 /* The index of the kernel that fp4gemm_dense (num_groups 0) or fp4gemm_grouped would take on a device of that
- * compute capability (10*major + minor) with that many multiprocessors, or -1 if none serves it. format:
- * FP4GEMM_FORMAT_FP16 if at least one operand is decoded already. A pure function of its arguments: no device
- * is needed. */
+ * compute capability (10*major + minor) with that many multiprocessors and operands in these formats, or -1
+ * if none serves it. A pure function of its arguments: no device is needed. */
 FP4GEMM_API int fp4gemm_select_kernel(int arch, int num_sms, int64_t m, int64_t n, int64_t k, int num_groups,
                                       fp4gemm_ragged_t ragged, fp4gemm_dtype_t out_dtype,
-                                      fp4gemm_format_t format, int batch_invariant,
-                                      fp4gemm_activation_t activation);
+                                      fp4gemm_format_t format_a, fp4gemm_format_t format_b,
+                                      int batch_invariant, fp4gemm_activation_t activation);
 
 #ifdef __cplusplus
 }

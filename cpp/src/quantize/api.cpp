@@ -1,4 +1,4 @@
-// The C interface of quantize, dequantize and decode: checks, then a launch on the device asked for.
+// The C interface of quantize, dequantize, decode and prepack: checks, then a launch on the device asked for.
 #include <algorithm>
 #include <cstdio>
 
@@ -66,10 +66,17 @@ fp4gemm_status_t check_combination(fp4gemm_quantize_args_t const& args) {
   bool const rotated =
       args.row.hadamard != FP4GEMM_HADAMARD_NONE || args.column.hadamard != FP4GEMM_HADAMARD_NONE;
   bool const per_token = args.encode == FP4GEMM_ENCODE_TE_PER_TOKEN;
-  bool const wants_both = args.column.codes != nullptr && args.row.codes != nullptr;
+  bool const wants_column = args.column.codes != nullptr;
+  bool const wants_both = wants_column && args.row.codes != nullptr;
   if (args.offs != nullptr && wants_both) {
     return unsupported(
         "offs: groups of rows are quantized one way at a time; row and column must not both be wanted");
+  }
+  if (args.column.decoded != nullptr || (args.row.decoded != nullptr && wants_column)) {
+    return unsupported("decoded: is there for row alone, where column is not wanted");
+  }
+  if (square && args.row.decoded != nullptr) {
+    return unsupported("decoded: block_rows is 16, must be 1 where decoded is given");
   }
   if (square && (args.scaling != FP4GEMM_SCALING_TENSOR || args.offs != nullptr || rotated ||
                  args.rng_state != nullptr || per_token)) {
@@ -92,6 +99,25 @@ fp4gemm_status_t check_combination(fp4gemm_quantize_args_t const& args) {
   return FP4GEMM_SUCCESS;
 }
 
+/// The memory of a result: codes and scales, or decoded values in place of both.
+fp4gemm_status_t check_result(char const* prefix, uint8_t const* codes, uint8_t const* scales,
+                              void const* decoded, int64_t elems) {
+  char text[32];
+  auto const named = [&](char const* field) {
+    snprintf(text, sizeof(text), "%s%s", prefix, field);
+    return text;
+  };
+  if (decoded == nullptr) {
+    FP4GEMM_TRY(check_buffer(named("codes"), codes, elems / 2));
+    return check_buffer(named("scales"), scales, elems / 16);
+  }
+  FP4GEMM_CHECK(codes == nullptr, "%s: is %p, must be null where decoded is given", named("codes"),
+                static_cast<void const*>(codes));
+  FP4GEMM_CHECK(scales == nullptr, "%s: is %p, must be null where decoded is given", named("scales"),
+                static_cast<void const*>(scales));
+  return check_buffer(named("decoded"), decoded, elems);
+}
+
 /// The buffers of one direction: rows of k elements each.
 fp4gemm_status_t check_side(char const* name, fp4gemm_quantized_t const& side, int64_t rows, int64_t k,
                             bool per_row, bool amax_is_spread) {
@@ -101,8 +127,7 @@ fp4gemm_status_t check_side(char const* name, fp4gemm_quantized_t const& side, i
     return text;
   };
   FP4GEMM_TRY(check_enum(named("hadamard"), side.hadamard, FP4GEMM_HADAMARD_FP32, "a fp4gemm_hadamard_t"));
-  FP4GEMM_TRY(check_buffer(named("codes"), side.codes, rows * k / 2));
-  FP4GEMM_TRY(check_buffer(named("scales"), side.scales, rows * k / 16));
+  FP4GEMM_TRY(check_result(named(""), side.codes, side.scales, side.decoded, rows * k));
   bool const is_written = side.amax_given == nullptr;
   FP4GEMM_TRY(check_buffer(named("amax_given"), side.amax_given, 0, sizeof(float)));
   return check_buffer(named("amax"), side.amax,
@@ -155,8 +180,7 @@ fp4gemm_status_t silu_and_mul_quantize(fp4gemm_silu_and_mul_quantize_args_t cons
   FP4GEMM_TRY(check_16_bit("x_dtype", args->x_dtype));
   FP4GEMM_TRY(check_input(args->m, args->k, args->x, args->x_row_stride, 2 * args->k, args->x_dtype));
   FP4GEMM_TRY(check_groups(args->offs, args->num_groups));
-  FP4GEMM_TRY(check_buffer("codes", args->codes, args->m * args->k / 2));
-  FP4GEMM_TRY(check_buffer("scales", args->scales, args->m * args->k / 16));
+  FP4GEMM_TRY(check_result("", args->codes, args->scales, args->decoded, args->m * args->k));
   FP4GEMM_TRY(check_buffer("amax", args->amax, args->m, sizeof(float)));
   return on_device(device, [&](DeviceProperties const& properties) {
     return launch_silu_and_mul_quantize(*args, properties, stream);
@@ -177,8 +201,7 @@ fp4gemm_status_t rms_norm_quantize(fp4gemm_rms_norm_quantize_args_t const* args,
   FP4GEMM_TRY(check_buffer("weight", args->weight, 0));
   FP4GEMM_TRY(check_buffer("residual", args->residual, 0));
   FP4GEMM_TRY(check_buffer("sum", args->sum, 0));
-  FP4GEMM_TRY(check_buffer("codes", args->codes, args->m * args->k / 2));
-  FP4GEMM_TRY(check_buffer("scales", args->scales, args->m * args->k / 16));
+  FP4GEMM_TRY(check_result("", args->codes, args->scales, args->decoded, args->m * args->k));
   FP4GEMM_TRY(check_buffer("amax", args->amax, args->m, sizeof(float)));
   return on_device(device, [&](DeviceProperties const& properties) {
     return launch_rms_norm_quantize(*args, properties, stream);
@@ -240,6 +263,39 @@ fp4gemm_status_t decode(DecodeJob const& job, int64_t k, int device, fp4gemm_str
   FP4GEMM_TRY(check_buffer("scales", job.scales, job.rows * k / 16));
   FP4GEMM_TRY(check_buffer("y", job.y, job.rows * k));
   return on_device(device, [&](DeviceProperties const&) { return launch_decode(job, {}, k, stream); });
+}
+
+/// What rearranging a weight and its inverse share; elements are counted for one matrix.
+fp4gemm_status_t check_pack(int num_matrices, int64_t n, int64_t k, void const* codes, void const* scales,
+                            void const* packed) {
+  FP4GEMM_TRY(check_size("num_matrices", num_matrices, 1, 1));
+  FP4GEMM_TRY(check_size("n", n, 0, 1));
+  FP4GEMM_TRY(check_size("k", k, Rules::kQuantizeK, Rules::kQuantizeK, Rules::kMaxK));
+  FP4GEMM_CHECK(num_matrices * n <= Rules::kMaxSize,
+                "num_matrices: %d of %lld rows, must be at most %lld rows", num_matrices, ll(n),
+                ll(Rules::kMaxSize));
+  FP4GEMM_TRY(check_buffer("codes", codes, n * k / 2));
+  FP4GEMM_TRY(check_buffer("scales", scales, n * k / 16));
+  return check_buffer("packed", packed, fp4gemm_prepacked_bytes(n, k));
+}
+
+fp4gemm_status_t prepack(int num_matrices, int64_t n, int64_t k, uint8_t const* codes, uint8_t const* scales,
+                         void* packed, int device, fp4gemm_stream_t stream) {
+  FP4GEMM_TRY(check_pack(num_matrices, n, k, codes, scales, packed));
+  return on_device(device, [&](DeviceProperties const&) {
+    FP4GEMM_TRY(launch_prepack(num_matrices, n, k, codes, scales, packed, stream));
+    // GEMM kernels start before the kernel right before them has ended, and read weights before they wait for
+    // it. This one ends between, having waited for the weights itself.
+    return launch_nothing(stream);
+  });
+}
+
+fp4gemm_status_t unpack(int num_matrices, int64_t n, int64_t k, void const* packed, uint8_t* codes,
+                        uint8_t* scales, int device, fp4gemm_stream_t stream) {
+  FP4GEMM_TRY(check_pack(num_matrices, n, k, codes, scales, packed));
+  return on_device(device, [&](DeviceProperties const&) {
+    return launch_unpack(num_matrices, n, k, packed, codes, scales, stream);
+  });
 }
 
 }  // namespace
@@ -312,6 +368,21 @@ fp4gemm_status_t fp4gemm_mxfp8_dequantize(fp4gemm_mxfp8_args_t const* args, int 
 fp4gemm_status_t fp4gemm_decode(int64_t m, int64_t k, uint8_t const* codes, uint8_t const* scales, void* y,
                                 int device, fp4gemm_stream_t stream) {
   return fp4gemm::decode({m, codes, scales, y}, k, device, stream);
+}
+
+int64_t fp4gemm_prepacked_bytes(int64_t n, int64_t k) {
+  return fp4gemm::ceil_div(n, fp4gemm::kPrepackedChunk) * fp4gemm::ceil_div(k, fp4gemm::kPrepackedChunk) *
+         fp4gemm::kPrepackedChunkBytes;
+}
+
+fp4gemm_status_t fp4gemm_prepack(int num_matrices, int64_t n, int64_t k, uint8_t const* codes,
+                                 uint8_t const* scales, void* packed, int device, fp4gemm_stream_t stream) {
+  return fp4gemm::prepack(num_matrices, n, k, codes, scales, packed, device, stream);
+}
+
+fp4gemm_status_t fp4gemm_unpack(int num_matrices, int64_t n, int64_t k, void const* packed, uint8_t* codes,
+                                uint8_t* scales, int device, fp4gemm_stream_t stream) {
+  return fp4gemm::unpack(num_matrices, n, k, packed, codes, scales, device, stream);
 }
 
 }  // extern "C"

@@ -37,17 +37,6 @@ struct DecodeParams {
   unsigned ctas_per_tile;  // CTAs that the 128 rows of a tile of scales take, in a job of groups
 };
 
-__device__ inline uint4 decode_chunk(uint32_t codes, uint8_t scale_bits) {
-  __half2 const scale = __half2half2(e4m3_to_half(scale_bits));
-  uint4 result;
-  __half2* const pairs = reinterpret_cast<__half2*>(&result);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    pairs[i] = __hmul2(decode_e2m1_pair(codes >> (8 * i)), scale);
-  }
-  return result;
-}
-
 /// kPlain: each job is one matrix.
 template <bool kPlain>
 __global__ void __launch_bounds__(kThreads) decode(DecodeParams p) {
@@ -101,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) decode(DecodeParams p) {
   for (int i = 0; i < kChunksPerThread; ++i) {
     int64_t const chunk = first + i * kThreads;
     if (chunk < num_chunks) {
-      job_y[chunk] = decode_chunk(codes[i], scales[i]);
+      job_y[chunk] = decode_eight(codes[i], scales[i]);
     }
   }
 }

@@ -81,9 +81,9 @@ class FourOverSixCast {
 
   /// Does with a warp what exact_candidate does for both candidates of one block, and stores the better:
   /// lanes 0..15 take 4, lanes 16..31 take 6, one element each. x: the block; every lane must come with the
-  /// same.
+  /// same. is_decoded: the 16 values go to `target` as fp16, in place of codes and scale.
   template <class T>
-  __device__ void resolve(T const* x, uint2* codes, uint8_t* scale_target) const {
+  __device__ void resolve(T const* x, void* target, uint8_t* scale_target, bool is_decoded) const {
     int const lane = static_cast<int>(threadIdx.x % 32);
     int const i = lane % kBlock;
     float const element = static_cast<float>(x[i]);
@@ -101,14 +101,20 @@ class FourOverSixCast {
     }
     float const error_4 = __shfl_sync(0xFFFFFFFFu, error, 0);
     float const error_6 = __shfl_sync(0xFFFFFFFFu, error, 16);
+    bool const is_chosen = (lane < kBlock) == (error_4 < error_6);
+    if (is_decoded) {
+      if (is_chosen) {
+        static_cast<__half*>(target)[i] = __float2half_rn(__fmul_rn(q, e4m3_to_float(scale)));
+      }
+      return;
+    }
     uint32_t word = (magnitude | (__float_as_uint(element) >> 31 << 3)) << (4 * (i % 8));
 #pragma unroll
     for (int step = 1; step < 8; step *= 2) {
       word |= __shfl_xor_sync(0xFFFFFFFFu, word, step);
     }
-    bool const is_chosen = (lane < kBlock) == (error_4 < error_6);
     if (is_chosen && i % 8 == 0) {
-      reinterpret_cast<uint32_t*>(codes)[i / 8] = word;
+      static_cast<uint32_t*>(target)[i / 8] = word;
     }
     if (is_chosen && i == 0) {
       *scale_target = scale;

@@ -22,9 +22,18 @@ inline RowLaunch row_launch(Input const& input, int64_t m, int64_t k, fp4gemm_dt
                             fp4gemm_quantized_t const& out, Groups const& groups,
                             DeviceProperties const& device, cudaStream_t stream) {
   int const num_blocks = static_cast<int>(k / kBlock);
-  RowParams const params{input,        m,          num_blocks, num_words_of(num_blocks),
-                         out.codes,    out.scales, out.amax,   out.amax_given,
-                         AmaxAt::kRow, groups,     {}};
+  RowParams const params{input,
+                         m,
+                         num_blocks,
+                         num_words_of(num_blocks),
+                         out.codes,
+                         out.scales,
+                         static_cast<uint4*>(out.decoded),
+                         out.amax,
+                         out.amax_given,
+                         AmaxAt::kRow,
+                         groups,
+                         {}};
   return {params, dtype, scale_rows_of(m, groups.offs, groups.num), device, stream};
 }
 

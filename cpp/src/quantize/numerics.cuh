@@ -99,4 +99,16 @@ __device__ inline __half2 decode_e2m1_pair(uint32_t codes) {
   return __hmul2(e2m1_pair_unscaled(codes), __float2half2_rn(16384.0f));
 }
 
+/// Eight codes times their block scale as fp16; exact.
+__device__ inline uint4 decode_eight(uint32_t codes, uint8_t scale_bits) {
+  __half2 const scale = __half2half2(e4m3_to_half(scale_bits));
+  uint4 result;
+  __half2* const pairs = reinterpret_cast<__half2*>(&result);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    pairs[i] = __hmul2(decode_e2m1_pair(codes >> (8 * i)), scale);
+  }
+  return result;
+}
+
 }  // namespace fp4gemm

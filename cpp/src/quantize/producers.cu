@@ -14,6 +14,7 @@ fp4gemm_quantized_t result_of(Args const& args) {
   out.codes = args.codes;
   out.scales = args.scales;
   out.amax = args.amax;
+  out.decoded = args.decoded;
   return out;
 }
 

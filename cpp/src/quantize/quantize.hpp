@@ -1,5 +1,5 @@
-// The launchers of the quantize, dequantize and decode kernels. Arguments have been checked; the device is
-// current.
+// The launchers of the quantize, dequantize, decode and prepack kernels. Arguments have been checked; the
+// device is current.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +13,8 @@ constexpr int kBlock = 16;           // elements that share an e4m3 scale
 constexpr int kScaleTileRows = 128;  // of a tile of the swizzled layout
 constexpr int kScaleWord = 4;        // scales of a row that lie side by side: a tile's columns
 constexpr int kGroupColumns = 64;    // groups along k begin at multiples of it
+constexpr int kPrepackedChunk = 64;     // rows, and of k, of a chunk of a prepacked weight
+constexpr int kPrepackedChunkBytes = 2304;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -63,5 +65,16 @@ struct DecodeJob {
 /// Decodes both operands, of equal k, in one launch; a job with no rows is skipped.
 fp4gemm_status_t launch_decode(DecodeJob const& first, DecodeJob const& second, int64_t k,
                                fp4gemm_stream_t stream);
+
+/// num_matrices weights (n, k), codes and swizzled scales one after the other, to the same in chunks.
+fp4gemm_status_t launch_prepack(int num_matrices, int64_t n, int64_t k, void const* codes, void const* scales,
+                                void* packed, fp4gemm_stream_t stream);
+
+/// The inverse.
+fp4gemm_status_t launch_unpack(int num_matrices, int64_t n, int64_t k, void const* packed, void* codes,
+                               void* scales, fp4gemm_stream_t stream);
+
+/// An empty kernel: what is launched next, however early it starts, finds all before this complete.
+fp4gemm_status_t launch_nothing(fp4gemm_stream_t stream);
 
 }  // namespace fp4gemm

@@ -1,5 +1,5 @@
 // Quantization along rows: one read of x where a row fits in registers; swizzled scales and their zero
-// padding are written in place.
+// padding, or the decoded values, are written in place.
 #pragma once
 
 #include "quantize/four_over_six.cuh"
@@ -19,6 +19,7 @@ struct RowParams {
   int num_words;   // of 4 scales in a row, padded
   uint8_t* codes;
   uint8_t* scales;
+  uint4* decoded;        // out, (m, 2 * num_blocks): fp16 values in place of codes and scales; null: those
   float* amax;           // out, (m); null: not wanted
   float const* amax_in;  // Amax::kGiven: read at
   AmaxAt amax_at;
@@ -39,7 +40,13 @@ __device__ inline void zero_rows_outside_groups(RowParams const& p, int64_t inde
   for (int64_t row = first; row < min(first + count, p.m); ++row) {
     for (int block = static_cast<int>(threadIdx.x); block < p.num_blocks;
          block += static_cast<int>(blockDim.x)) {
-      reinterpret_cast<uint2*>(p.codes)[row * p.num_blocks + block] = {};
+      int64_t const place = row * p.num_blocks + block;
+      if (p.decoded == nullptr) {
+        reinterpret_cast<uint2*>(p.codes)[place] = {};
+      } else {
+        p.decoded[2 * place] = {};
+        p.decoded[2 * place + 1] = {};
+      }
     }
     if (threadIdx.x == 0 && p.amax != nullptr) {
       p.amax[row] = 0.0f;
@@ -142,8 +149,9 @@ template <class Loader, class Cast, Amax kAmax, Cover kCover, bool kGrouped, boo
           int kBlocksPerThread>
 __global__ void __launch_bounds__(
     kRowThreads<kThreadsPerRow>,
-    kMinCtas<Loader, kGrouped && (kLooped || sizeof(typename Loader::Element) == 4), kThreadsPerRow>)
-    quantize_rows(RowParams p) {
+    kMinCtas<Loader,
+             sizeof(typename Loader::Element) == 4 ? kGrouped || kBlocksPerThread > 1 : kGrouped && kLooped,
+             kThreadsPerRow>) quantize_rows(RowParams p) {
   using Element = typename Loader::Element;
   static_assert(kThreadsPerRow == 32 || kThreadsPerRow >= 128,
                 "a row belongs to one warp or to a CTA of four or more");
@@ -184,13 +192,17 @@ __global__ void __launch_bounds__(
     int64_t const row = rows.first + in_tile;
     int const num_blocks = p.num_blocks;
 
-    uint2* const codes = reinterpret_cast<uint2*>(p.codes) + row * p.num_blocks + thread;
+    // One pointer for either result: a block's codes are 8 bytes, its values 32.
+    bool const is_decoded = p.decoded != nullptr;
+    int64_t const first_block = row * p.num_blocks + thread;
+    uint8_t* const target =
+        is_decoded ? reinterpret_cast<uint8_t*>(p.decoded) + 32 * first_block : p.codes + 8 * first_block;
     uint8_t* const scales =
         is_staged ? reinterpret_cast<uint8_t*>(staged) + thread / 4 * 16 + of_quad * 4 + thread % 4
                   : p.scales + scale_offset(tile * 128 + in_tile, thread, p.num_words);
     int64_t const scale_step = is_staged ? 16 : 512;  // between four blocks and the next
     if (!is_real) {                                   // zero padding
-      for (int block = thread; block < 4 * p.num_words; block += kThreadsPerRow) {
+      for (int block = thread; !is_decoded && block < 4 * p.num_words; block += kThreadsPerRow) {
         scales[(block - thread) / 4 * scale_step] = 0;
       }
       continue;
@@ -277,8 +289,16 @@ __global__ void __launch_bounds__(
     }
 
     auto const store = [&](int offset, QuantizedBlock const& quantized) {
+      if (p.decoded != nullptr) {
+        if (thread + offset < num_blocks) {
+          uint4* const values = reinterpret_cast<uint4*>(target) + 2 * offset;
+          values[0] = decode_eight(quantized.codes.x, quantized.scale);
+          values[1] = decode_eight(quantized.codes.y, quantized.scale);
+        }
+        return;
+      }
       if (thread + offset < num_blocks) {
-        codes[offset] = quantized.codes;
+        reinterpret_cast<uint2*>(target)[offset] = quantized.codes;
       }
       if (thread + offset < 4 * p.num_words) {
         scales[offset / 4 * scale_step] = quantized.scale;
@@ -317,8 +337,8 @@ __global__ void __launch_bounds__(
             // From the lane's own first block; four neighbours' scales lie side by side.
             int const offset = turn * kTurnBlocks + i * kThreadsPerRow + source - lane;
             int const words = (thread + offset) / 4 - thread / 4;
-            cast.resolve(loader.elements(offset), codes + offset,
-                         scales + scale_step * words + (source % 4 - lane % 4));
+            cast.resolve(loader.elements(offset), target + int64_t{offset} * (is_decoded ? 32 : 8),
+                         scales + scale_step * words + (source % 4 - lane % 4), is_decoded);
             if (lane == source) {
               unclear &= unclear - 1;
             }
@@ -342,7 +362,7 @@ __global__ void __launch_bounds__(
       }
     }
   }
-  if (is_staged) {
+  if (is_staged && p.decoded == nullptr) {
     __syncthreads();
     uint4* const target =
         reinterpret_cast<uint4*>(p.scales + scale_offset(tile * 128 + first_in_tile, 0, p.num_words));

@@ -223,10 +223,19 @@ struct PackedKernel {
   using Out = typename Op::ElementOutput;
   static constexpr int kTokens = 8 * kTokenTiles;
 
-  static constexpr KernelTraits kTraits{
-      90,           false, false, Op::kGated, kTokens,           kPackedRows,
-      kPackedChunk, 1,     1,     Op::kName,  OutType<Out>::kId, OutType<Out>::kName,
-      false};
+  static constexpr KernelTraits kTraits{90,
+                                        false,
+                                        false,
+                                        Op::kGated,
+                                        kTokens,
+                                        kPackedRows,
+                                        kPackedChunk,
+                                        1,
+                                        1,
+                                        Op::kName,
+                                        OutType<Out>::kId,
+                                        OutType<Out>::kName,
+                                        Operands::kNvfp4};
   static constexpr NameBuilder kName = kTraits.name();
 
   static size_t workspace_bytes(Problem const&) { return 0; }

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from .. import _checks
-from .linear import SCALINGS, Linear, check_linear
+from .linear import ACTIVATION_SCALINGS, SCALINGS, Linear, check_linear
 
 Pattern: TypeAlias = str | re.Pattern[str] | Callable[[str, torch.nn.Linear], bool]
 Filter: TypeAlias = Pattern | Sequence[Pattern]
@@ -137,7 +137,7 @@ def quantize_model(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {_checks.describe(model)}, must be a torch.nn.Module")
-    _checks.is_one_of("activation_scaling", activation_scaling, SCALINGS)
+    _checks.is_one_of("activation_scaling", activation_scaling, ACTIVATION_SCALINGS)
     _checks.is_one_of("weight_scaling", weight_scaling, SCALINGS)
     _checks.is_one_of("on_unsupported", on_unsupported, ("skip", "raise"))
     for name, callback in (("progress", progress), ("report", report)):

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from .. import _checks
+from .. import _checks, info
+from .._operands import Left
 from ..gemm import mm
 from ..quantize import quantize
 from ..tensor import NVFP4Tensor
-from ._state import BITS, EXTRA_STATE, WEIGHT_BUFFERS, checkpoint_problems, extra_state_problem, keep_dtype
+from ._state import EXTRA_STATE, extra_state_problem
+from ._weight import WeightModule
 
 OUT_STEP = 8  # n: an output row of bf16 or fp16 is then a multiple of 16 bytes
 SCALINGS = ("row", "tensor")
+ACTIVATION_SCALINGS = (*SCALINGS, "none")
 
 
-class Linear(torch.nn.Module):
+class Linear(WeightModule):
     """``y = Q(x) @ Q(W).T + bias``, with Q the NVFP4 cast: a drop-in for torch.nn.Linear, forward only.
 
     The weight is quantized once and kept as buffers; the input is quantized in every call, so no calibration
     is needed. All amax factors are applied by the GEMM's epilogue in fp32, then the bias is added in fp32,
-    then the result is rounded once to the dtype of the input. Does not synchronise. Definition: the NVFP4
-    cast and GEMM of TransformerEngine, as ``fp4gemm.quantize`` and ``fp4gemm.mm`` document them.
+    then the result is rounded once to the dtype of the input. Definition: the NVFP4 cast and GEMM of
+    TransformerEngine, as ``fp4gemm.quantize`` and ``fp4gemm.mm`` document them.
+
+    On compute capability 9.0 the first ``forward`` that is neither traced nor captured prepacks the weight
+    (``fp4gemm.prepack``), which synchronises once, and from then on the layer holds that form alone, as
+    large as the other. ``state_dict``, ``weight``, pickles, copies and moves to another device still have
+    codes and scales, bit for bit; ``weight_codes`` and ``weight_scales`` are then copies, so a new weight
+    comes in by ``load_state_dict``, which writes the prepacked form in place.
 
     A new layer has no weight: its buffers are zeros, and ``forward`` raises until ``load_state_dict`` has
     brought one. Usually a layer comes from ``Linear.from_float`` or ``quantize_model`` instead.
@@ -39,7 +47,8 @@ class Linear(torch.nn.Module):
             torch.nn.Linear's signature; nothing is stored in it, because the output takes the dtype of each
             input, under autocast too.
         activation_scaling: "row" gives each token (row of x) its own amax, so that an outlier token costs the
-            others nothing; "tensor" gives all of them one.
+            others nothing; "tensor" gives all of them one. "none": x is not quantized (W4A16), must be
+            bfloat16 or float16, and devices with FP4 tensor cores refuse it.
         weight_scaling: "row" gives each output channel (row of W) its own amax, "tensor" one to the whole
             weight. "row" is the default since it is free: one fp32 number a channel, which the epilogue
             multiplies anyway.
@@ -48,6 +57,7 @@ class Linear(torch.nn.Module):
         weight_codes: uint8 (n, k/2), packed e2m1, low nibble = even k.
         weight_scales: float8_e4m3fn (ceil128(n), ceil4(k/16)), one scale per 16 of k, swizzled, pads zero.
         weight_amax: float32 (n,) or (1,).
+        weight_prepacked: uint8, in place of codes and scales once they are prepacked; not in a state_dict.
         bias: float32 (n,), or None.
         They keep these dtypes under ``.half()``, ``.bfloat16()``, ``.to(dtype)``: they are NVFP4 whatever the
         model is. ``state_dict`` also holds ``_extra_state``, int32 (1,): the e4m3 bound (448 or 256) of the
@@ -56,14 +66,6 @@ class Linear(torch.nn.Module):
     Raises:
         TypeError, ValueError: naming the argument, its value and what it must be.
     """
-
-    in_features: int
-    out_features: int
-    e4m3_max: int
-    weight_codes: Tensor
-    weight_scales: Tensor
-    weight_amax: Tensor
-    bias: Tensor | None
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class Linear(torch.nn.Module):
             raise TypeError(f"bias: got {_checks.describe(bias)}, must be a bool")
         if dtype is not None:
             _checks.is_float_dtype("dtype", dtype)
-        _checks.is_one_of("activation_scaling", activation_scaling, SCALINGS)
+        _checks.is_one_of("activation_scaling", activation_scaling, ACTIVATION_SCALINGS)
         _checks.is_one_of("weight_scaling", weight_scaling, SCALINGS)
         super().__init__()
         where = None if device is None else _checks.as_device("device", device)
@@ -94,13 +96,7 @@ class Linear(torch.nn.Module):
         self.in_features, self.out_features = k, n
         self.activation_scaling = activation_scaling
         self.e4m3_max = max(_checks.E4M3_BOUNDS)
-        self.register_buffer("weight_codes", torch.empty(n, k // 2, dtype=torch.uint8, device=where))
-        scale_shape = _checks.padded_scale_shape(n, k)
-        self.register_buffer(
-            "weight_scales", torch.empty(scale_shape, dtype=torch.float8_e4m3fn, device=where)
-        )
-        num_amax = n if weight_scaling == "row" else 1
-        self.register_buffer("weight_amax", torch.empty(num_amax, dtype=torch.float32, device=where))
+        self._register_weight(n if weight_scaling == "row" else 1, where)
         self.register_buffer("bias", torch.empty(n, dtype=torch.float32, device=where) if bias else None)
         self.reset_parameters()
 
@@ -158,35 +154,40 @@ class Linear(torch.nn.Module):
         layer._has_weight = True
         return layer
 
-    def reset_parameters(self) -> None:
-        """Forget the weight: zeros everywhere, and ``forward`` raises until one is loaded."""
-        for buffer in self._own_buffers().values():
-            buffer.view(BITS[buffer.dtype]).zero_()
-        self._has_weight = False
-
     @property
     def weight_scaling(self) -> str:
         """ "row" or "tensor": what weight_amax holds one number for."""
         return "tensor" if self.weight_amax.numel() == 1 else "row"
-
-    @property
-    def weight(self) -> NVFP4Tensor:
-        """The weight (n, k) as the library's own container, over this layer's buffers (no copy)."""
-        return NVFP4Tensor._trusted(self.weight_codes, self.weight_scales, self.weight_amax, self.e4m3_max)
 
     def dequantize_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """``W[n,k] = code * block scale * amax / (6 * e4m3_max)`` as a dense (n, k) tensor of ``dtype``."""
         self._require_weight()
         return self.weight.dequantize(dtype)
 
+    def prepack(self) -> Linear:
+        """Hold the weight prepacked alone from now on, and return the layer; it is so already, or becomes so.
+
+        ``forward`` does that by itself where it helps. On the CPU it only costs time. Synchronises.
+
+        Raises:
+            RuntimeError: no weight has been loaded yet. NotImplementedError: the device does not read
+                prepacked weights; the text says which.
+        """
+        self._require_weight()
+        info.ready(self.weight_amax, f"mm of {info.PREPACKED}")
+        if not self._is_prepacked():
+            self._hold_prepacked()
+        return self
+
     def forward(self, x: Tensor) -> Tensor:
-        """``Q(x) @ Q(W).T + bias``.
+        """``Q(x) @ Q(W).T + bias``; with activation_scaling "none" ``x @ Q(W).T + bias``.
 
         Args:
-            x: bfloat16, float16 or float32 (..., k), any leading dimensions including none; strides are free.
+            x: bfloat16, float16 or (unless it is not quantized) float32 (..., k), any leading dimensions
+                including none; strides are free.
 
         Returns:
-            (..., n), dtype of x. Does not synchronise.
+            (..., n), dtype of x. Does not synchronise, except when it prepacks the weight.
 
         Raises:
             TypeError, ValueError: naming x or the size that is wrong.
@@ -198,9 +199,23 @@ class Linear(torch.nn.Module):
         k = self.in_features
         if x.dim() == 0 or x.shape[-1] != k:
             raise ValueError(f"x: shape is {tuple(x.shape)}, must be (..., {k}), {k} = in_features")
-        _checks.same_device("x", x, self.weight_codes.device, "weight")
-        rows = quantize(_dense_rows(x.reshape(-1, k)), scaling=self.activation_scaling)
-        y = mm(rows, self.weight, bias=self.bias, out_dtype=x.dtype)
+        device = self.weight_amax.device
+        _checks.same_device("x", x, device, "weight")
+        is_prepacked, is_traced = self._is_prepacked(), torch.compiler.is_compiling()
+        if not is_prepacked and not is_traced:
+            is_prepacked = self._prepack_where_it_helps()
+        rows = _dense_rows(x.reshape(-1, k))
+        a: Left
+        if self.activation_scaling == "none":
+            _checks.has_dtype("x", x, _checks.HALF_DTYPES)
+            _checks.no_grad("x", x, "fp4gemm.nn.Linear")
+            a = rows.contiguous()
+        else:
+            # What the kernels there would decode to in every call.
+            decoded = is_prepacked or (not is_traced and info.streams_prepacked(device))
+            a = quantize(rows, scaling=self.activation_scaling, decoded=decoded)
+        weight = self._prepacked() if is_prepacked else self.weight
+        y = mm(a, weight, bias=self.bias, out_dtype=x.dtype)
         return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
@@ -209,15 +224,6 @@ class Linear(torch.nn.Module):
             f"bias={self.bias is not None}, activation_scaling={self.activation_scaling!r}, "
             f"weight_scaling={self.weight_scaling!r}"
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        # torch (2.13) writes float8 storages with plain pickle but cannot read them back; bytes it can.
-        scales = self.weight_scales.view(torch.uint8)
-        return {**self.__dict__, "_buffers": {**self._buffers, "weight_scales": scales}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._buffers["weight_scales"] = state["_buffers"]["weight_scales"].view(torch.float8_e4m3fn)
 
     # A tensor, because torch.load(weights_only=True) and safetensors take tensors only.
     def get_extra_state(self) -> Tensor:
@@ -229,52 +235,12 @@ class Linear(torch.nn.Module):
             raise ValueError(f"{EXTRA_STATE}: {problem}")
         self.e4m3_max = int(state.item())
 
-    def _own_buffers(self) -> dict[str, Tensor]:
-        own = {name: getattr(self, name) for name in WEIGHT_BUFFERS}
-        return own if self.bias is None else {**own, "bias": self.bias}
-
     def _require_weight(self) -> None:
         if not self._has_weight:
             raise RuntimeError(
                 "weight: not loaded yet; use load_state_dict with a checkpoint of an fp4gemm.nn.Linear, "
                 "or make the layer with Linear.from_float or Linear.from_quantized"
             )
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
-        """Module.to, .half, .cuda, .to_empty and the like: places change, the NVFP4 dtypes do not."""
-        own = {id(buffer) for buffer in self._own_buffers().values()}
-        was_meta = self.weight_codes.is_meta
-        super()._apply(lambda t: keep_dtype(fn, t) if id(t) in own else fn(t), recurse)
-        if was_meta and not self.weight_codes.is_meta:
-            self._has_weight = False  # to_empty: memory without contents
-        return self
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        problems = checkpoint_problems(self._own_buffers(), state_dict, prefix)
-        if problems:  # all or nothing: codes never meet the scales of another weight
-            error_msgs.extend(problems)
-            return
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        if prefix + WEIGHT_BUFFERS[0] not in state_dict:
-            return
-        for name, buffer in self._own_buffers().items():
-            # load_state_dict(assign=True) takes tensors as they lie in a mapped file.
-            if type(buffer) is Tensor and not buffer.is_meta and buffer.data_ptr() % _checks.ALIGN_BYTES:
-                setattr(self, name, buffer.clone())
-        self._has_weight = not self.weight_codes.is_meta or bool(
-            local_metadata.get("assign_to_params_buffers")
-        )
 
 
 def check_linear(linear: object) -> None:

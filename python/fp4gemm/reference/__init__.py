@@ -7,13 +7,21 @@ file it lives in has the formulas. Options are numbers as in the operators, and 
 from __future__ import annotations
 
 from .activations import activate
-from .decoding import decode, dequantize
+from .decoding import decode, dequantize, quantize_decoded
 from .formats import decode_e2m1, encode_e2m1, encode_e4m3, encode_e8m0
 from .gemm import scaled_mm
 from .grouped_gemm import scaled_grouped_mm
 from .mxfp8 import mxfp8_dequantize, mxfp8_quantize
 from .nvfp4 import quantize, quantize_both
-from .producers import rms_norm, rms_norm_quantize, silu_and_mul, silu_and_mul_quantize
+from .prepacking import prepack, unpack
+from .producers import (
+    rms_norm,
+    rms_norm_quantize,
+    rms_norm_quantize_decoded,
+    silu_and_mul,
+    silu_and_mul_quantize,
+    silu_and_mul_quantize_decoded,
+)
 
 __all__ = [
     "activate",
@@ -25,12 +33,17 @@ __all__ = [
     "encode_e8m0",
     "mxfp8_dequantize",
     "mxfp8_quantize",
+    "prepack",
     "quantize",
     "quantize_both",
+    "quantize_decoded",
     "rms_norm",
     "rms_norm_quantize",
+    "rms_norm_quantize_decoded",
     "scaled_grouped_mm",
     "scaled_mm",
     "silu_and_mul",
     "silu_and_mul_quantize",
+    "silu_and_mul_quantize_decoded",
+    "unpack",
 ]

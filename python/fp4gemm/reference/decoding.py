@@ -1,4 +1,7 @@
-"""NVFP4 back to numbers: dequantize, and decode for the kernels that multiply float16."""
+"""NVFP4 back to numbers: dequantize, and decode for the kernels that multiply float16.
+
+Those kernels' left operand is made in one step by quantize_decoded: the decoded result of quantize.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ from . import checks
 from .chunks import f32, row_chunks
 from .formats import E2M1_MAX, decode_e2m1
 from .grouped import Groups
+from .nvfp4 import quantize
 
-__all__ = ["decode", "dequantize"]
+__all__ = ["decode", "dequantize", "quantize_decoded"]
 
 BLOCK = _checks.BLOCK
 
@@ -85,10 +89,38 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
         scales: float8_e4m3fn (ceil128(m), ceil4(k/16)), swizzled.
     """
     codes, scales = _checks.packed_operand("codes", codes, "scales", scales)
+    return _values(codes, unswizzle_scales(scales, codes.shape[0], codes.shape[1] * 2 // BLOCK))
+
+
+def _values(codes: Tensor, compact: Tensor) -> Tensor:
+    """decode, of scales (m, k/16)."""
     m, k = codes.shape[0], 2 * codes.shape[1]
-    compact = unswizzle_scales(scales, m, k // BLOCK)
     out = torch.empty((m, k), dtype=torch.float16, device=codes.device)
     for i, j in row_chunks(m, k):
         values = decode_e2m1(codes[i:j]).view(j - i, -1, BLOCK)
         out[i:j] = (values * compact[i:j].to(torch.float32).unsqueeze(2)).view(j - i, k)
     return out
+
+
+def quantize_decoded(
+    x: Tensor,
+    amax: Tensor | None,
+    per_row: bool,
+    encode: int = 0,
+    four_over_six: int = 0,
+    fast_error: bool = False,
+    e4m3_max: int = 448,
+    hadamard: int = 0,
+    signs: int = 0,
+    rng_state: Tensor | None = None,
+    offs: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(q * s as float16 (m, k), amax) of what quantize makes of x with blocks along k; later rows give 0.
+
+    The arguments, amax and what is raised are those of :func:`fp4gemm.reference.quantize`.
+    """
+    options = (encode, four_over_six, fast_error, e4m3_max, hadamard, signs, rng_state, offs)
+    codes, scales, made = quantize(x, amax, per_row, -1, 1, *options)
+    m, k = x.shape
+    groups = None if offs is None else Groups(offs, m, x.device)
+    return _values(codes, _compact(scales, m, k, x.device, True, groups)), made

@@ -23,9 +23,18 @@ from torch import Tensor
 
 from .. import _checks, _options
 from .chunks import f32, row_chunks
+from .decoding import quantize_decoded
 from .nvfp4 import quantize
 
-__all__ = ["inverse_rms", "rms_norm", "rms_norm_quantize", "silu_and_mul", "silu_and_mul_quantize"]
+__all__ = [
+    "inverse_rms",
+    "rms_norm",
+    "rms_norm_quantize",
+    "rms_norm_quantize_decoded",
+    "silu_and_mul",
+    "silu_and_mul_quantize",
+    "silu_and_mul_quantize_decoded",
+]
 
 BLOCK = _checks.BLOCK
 SILU_ZERO_BELOW = -88.75
@@ -59,6 +68,11 @@ def silu_and_mul(x: Tensor) -> Tensor:
 def silu_and_mul_quantize(x: Tensor, offs: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """quantize(silu_and_mul(x)), one amax a row; with offs the scales of each group for itself."""
     return quantize(silu_and_mul(x), None, True, offs=offs)
+
+
+def silu_and_mul_quantize_decoded(x: Tensor, offs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The same decoded: float16 (m, k) and amax."""
+    return quantize_decoded(silu_and_mul(x), None, True, offs=offs)
 
 
 def _fold(t: Tensor) -> Tensor:
@@ -120,3 +134,11 @@ def rms_norm_quantize(
     """(codes, scales, amax, h): quantize(y), one amax a row, of the y and h of :func:`rms_norm`."""
     y, summed = rms_norm(x, weight, residual, eps)
     return *quantize(y, None, True), summed
+
+
+def rms_norm_quantize_decoded(
+    x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same decoded: float16 (m, k), amax and h."""
+    y, summed = rms_norm(x, weight, residual, eps)
+    return *quantize_decoded(y, None, True), summed

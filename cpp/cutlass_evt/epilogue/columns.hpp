@@ -1,0 +1,171 @@
+// The epilogues for kernels without a visitor tree: a few neighbouring columns of one row of D at a time,
+// with everything, the output type included, chosen at run time.
+#pragma once
+
+#include "cutlass/bfloat16.h"
+#include "cutlass/half.h"
+#include "cutlass_evt/epilogue/rowcol.hpp"
+#include "cutlass_evt/epilogue/swiglu.hpp"
+
+namespace cutlass_evt::epilogue {
+
+enum class OutputType { kBf16, kFp16, kFp32 };
+
+/// The terms of RowCol and of SwiGlu, for the groups of rows of a grouped product or for one.
+struct ColumnsArguments {
+  struct Vector {
+    float const* data = nullptr;  // null: absent
+    bool is_vector = true;        // or one number
+    int64_t group_stride = 0;     // elements
+  };
+  Vector alpha_row;  // indexed by the row of D, through all groups
+  Vector alpha_col;
+  Vector bias;
+  float alpha = 1.0f;
+  float const* alpha_groups = nullptr;  // in place of alpha
+  Activation activation = Activation::kNone;
+  bool gated = false;  // SwiGlu: D has half as many columns as the product
+  OutputType output = OutputType::kBf16;
+  void const* c = nullptr;   // (m, n) of the output type
+  int64_t c_row_stride = 0;  // elements
+  float c_scale = 1.0f;
+  void* d = nullptr;
+  int64_t d_row_stride = 0;  // elements
+};
+
+/// The bits are those of RowCol::apply and of SwiGlu.
+struct ColumnsEpilogue {
+  using Arguments = ColumnsArguments;
+  static constexpr int kColumns = 8;
+
+  CUTLASS_DEVICE static float row_factor(Arguments const& args, int64_t row) {
+    return args.alpha_row.data == nullptr ? 1.0f
+                                          : __ldg(args.alpha_row.data + (args.alpha_row.is_vector ? row : 0));
+  }
+
+  class Columns {
+   public:
+    /// The vectors at the product's columns from `column` on.
+    CUTLASS_DEVICE void load(Arguments const& args, int group, int column, int n) {
+      column_ = column;
+      valid_ = n - column;
+      float const* const by_column = args.alpha_col.data + group * args.alpha_col.group_stride;
+      float const* const bias = args.bias.data + group * args.bias.group_stride;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kColumns; ++i) {
+        bool const present = i < valid_;
+        int const at = column + i;
+        by_column_[i] = present && args.alpha_col.data != nullptr
+                            ? __ldg(by_column + (args.alpha_col.is_vector ? at : 0))
+                            : 1.0f;
+        bias_[i] = present && args.bias.data != nullptr ? __ldg(bias + at) : nodes::kNoBias;
+      }
+      alpha_ = args.alpha_groups == nullptr ? args.alpha : __ldg(args.alpha_groups + group);
+    }
+
+    /// True if one of them is a column of the product.
+    CUTLASS_DEVICE bool any() const { return valid_ > 0; }
+
+    /// Writes these columns of D[rows[i]], where present[i], from the exact products and the rows' factors.
+    template <int Rows>
+    CUTLASS_DEVICE void store(Arguments const& args, int64_t const (&rows)[Rows], bool const (&present)[Rows],
+                              float const (&by_row)[Rows], float (&z)[Rows][kColumns]) const {
+      CUTLASS_PRAGMA_UNROLL
+      for (int r = 0; r < Rows; ++r) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kColumns; ++i) {
+          z[r][i] = nodes::scaled(z[r][i], by_row[r], by_column_[i], alpha_, bias_[i]);
+        }
+      }
+      if (args.gated || args.activation != Activation::kNone) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int r = 0; r < Rows; ++r) {
+          activate(args, z[r]);
+        }
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int r = 0; r < Rows; ++r) {
+        if (present[r]) {
+          switch (args.output) {
+            case OutputType::kBf16: write<cutlass::bfloat16_t>(args, rows[r], z[r]); break;
+            case OutputType::kFp16: write<cutlass::half_t>(args, rows[r], z[r]); break;
+            case OutputType::kFp32: write<float>(args, rows[r], z[r]); break;
+          }
+        }
+      }
+    }
+
+   private:
+    CUTLASS_DEVICE static void activate(Arguments const& args, float (&z)[kColumns]) {
+      if (args.gated) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kColumns / 2; ++i) {
+          z[i] = nodes::multiply_rn<float>{}(nodes::gate(Activation::kSilu, z[2 * i]), z[2 * i + 1]);
+        }
+      } else if (args.activation == Activation::kRelu2) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kColumns; ++i) {
+          z[i] = nodes::square_of_positive(z[i]);
+        }
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kColumns; ++i) {
+          z[i] = nodes::gate(args.activation, z[i]);
+        }
+      }
+    }
+
+    template <class Out>
+    CUTLASS_DEVICE void write(Arguments const& args, int64_t row, float (&z)[kColumns]) const {
+      constexpr int kPer16 = 16 / sizeof(Out);
+      Out* const d = static_cast<Out*>(args.d) + row * args.d_row_stride;
+      if (args.gated) {  // half as many, in eight bytes; never fp32
+        if constexpr (sizeof(Out) == 2) {
+          cutlass::Array<Out, kColumns / 2> out;
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < kColumns / 2; ++i) {
+            out[i] = round_to<Out>(z[i]);
+          }
+          *reinterpret_cast<uint2*>(d + column_ / 2) = reinterpret_cast<uint2 const&>(out);
+        }
+        return;
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kColumns; i += kPer16) {
+        if (i >= valid_) {  // rows of D are whole steps of 16 bytes
+          continue;
+        }
+        if (args.c != nullptr) {
+          Out const* const from = static_cast<Out const*>(args.c) + row * args.c_row_stride + column_ + i;
+          uint4 const bits =
+              *reinterpret_cast<uint4 const*>(from);  // C may be D: not through the read-only path
+          auto const& c = reinterpret_cast<cutlass::Array<Out, kPer16> const&>(bits);
+          CUTLASS_PRAGMA_UNROLL
+          for (int j = 0; j < kPer16; ++j) {
+            z[i + j] = nodes::add_rn<float>{}(
+                z[i + j], nodes::multiply_rn<float>{}(args.c_scale, static_cast<float>(c[j])));
+          }
+        }
+        cutlass::Array<Out, kPer16> out;
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < kPer16; ++j) {
+          out[j] = round_to<Out>(z[i + j]);
+        }
+        *reinterpret_cast<uint4*>(d + column_ + i) = reinterpret_cast<uint4 const&>(out);
+      }
+    }
+
+    template <class Out>
+    CUTLASS_DEVICE static Out round_to(float y) {
+      return cutlass::NumericConverter<Out, float, nodes::kRoundToNearest>::convert(y);
+    }
+
+    float by_column_[kColumns];
+    float bias_[kColumns];
+    float alpha_;
+    int column_;
+    int valid_;
+  };
+};
+
+}  // namespace cutlass_evt::epilogue

@@ -1,0 +1,400 @@
+// The SM90 kernel on prepacked NVFP4 weights: one persistent kernel for dense and grouped products, from one
+// token to thousands.
+//
+// Why not one of CUTLASS's kernels around the mainloop: a decode step is a few microseconds, and what a
+// library kernel spends around its mainloop (a dependency wait ahead of everything, a fix-up kernel layer,
+// descriptors of D rewritten for each group) is as long as the mainloop. Here the weights are on their way
+// before the kernel waits for its predecessor, D is stored without descriptors, and groups need no table in
+// memory: the kernel reads the group ends itself.
+#pragma once
+
+#include "cutlass_evt/kernel/sm90_nvfp4_schedule.hpp"
+#include "cutlass_evt/mainloop/sm90_nvfp4_multiply.hpp"
+
+namespace cutlass_evt {
+
+/// D[group's rows] = epilogue(X (m, k) @ W[group] (n, k)^T). Dense: one group, offs null.
+template <class Epilogue>
+struct Sm90Nvfp4Params {
+  CUtensorMap tokens;      // of X, see Sm90Nvfp4Operands; boxes are what one load of a CTA brings
+  uint8_t const* weights;  // prepacked, one matrix after the other
+  int64_t weight_bytes;    // of one matrix
+  bool weights_are_fresh;  // the launch right before this one wrote them
+  int n;
+  Sm90Nvfp4GroupEnds groups;
+  Sm90Nvfp4Operands operands;
+  bool splits;  // tiles may be split along k, where that balances the work
+  float* partials;
+  uint64_t* flags;
+  typename Epilogue::Arguments epilogue;
+};
+
+/// A flag of the workspace that is raised holds this, and whoever waits for it takes it down: no launch
+/// leaves one behind, so that the workspace needs no initialisation.
+constexpr uint64_t kRaised = 0x9E3779B97F4A7C15ull;
+
+template <class Config, class Epilogue_>
+struct Sm90Nvfp4Kernel {
+  using Epilogue = Epilogue_;
+  using Params = Sm90Nvfp4Params<Epilogue>;
+  using Mainloop = Sm90Nvfp4Mainloop<Config>;
+  using Shared = typename Mainloop::Shared;
+  using Position = typename Mainloop::Position;
+  using Multiply =
+      cute::conditional_t<Config::kNarrow, Sm90Nvfp4NarrowMultiply<Config>, Sm90Nvfp4WideMultiply<Config>>;
+  using Accumulators = typename Multiply::Accumulators;
+  using Schedule = Sm90Nvfp4Schedule<Config>;
+
+  static constexpr int kColumns = 8;  // of D, that a thread of the epilogue holds
+
+  /// Partial sums of one CTA.
+  static constexpr int64_t kPartialFloats = int64_t{Accumulators::kSize} * Config::kConsumerThreads;
+
+  static size_t workspace_bytes(int num_ctas) {
+    return static_cast<size_t>(num_ctas) * (kPartialFloats * sizeof(float) + sizeof(uint64_t));
+  }
+
+  using Groups = Sm90Nvfp4Groups<Config>;
+  using Place = typename Groups::Place;
+
+  CUTLASS_DEVICE static TileWork work_of(Params const& p, Place const& place,
+                                         typename Schedule::Item const& item, int rank) {
+    return {p.weights + place.group * p.weight_bytes,
+            (place.row_tile * Config::kCluster + rank) * Config::kRowGroups, place.rows.begin + place.token,
+            item.begin, item.end};
+  }
+
+  CUTLASS_DEVICE static void produce(Params const& p, Shared const& shared, Schedule schedule, int rank) {
+    Position at;
+    typename Schedule::Item item;
+    bool waited = p.groups.offs != nullptr;  // groups: everyone has
+    while (schedule.take(item)) {
+      TileWork const work =
+          work_of(p, Groups::place_of(p.groups, shared.table(), schedule.row_tiles, item.tile), item, rank);
+      typename Mainloop::Loader const load(p.operands, &p.tokens, shared, work, rank);
+      int step = work.begin;
+      if (!waited) {
+        // The weights are older than the kernel before this one, unless the caller says otherwise.
+        int const ahead = p.weights_are_fresh ? 0 : cute::min(int{Config::kStages}, work.end - work.begin);
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int i = 0; i < ahead; ++i) {
+          load.weights(i, step + i);
+        }
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+        asm volatile("griddepcontrol.launch_dependents;");
+        waited = true;
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int i = 0; i < ahead; ++i) {
+          load.tokens(i, step);
+          at.advance();
+          ++step;
+        }
+      }
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (; step < work.end; ++step) {
+        Mainloop::wait_empty(shared, at);
+        load.weights(at.stage, step);
+        load.tokens(at.stage, step);
+        at.advance();
+      }
+    }
+  }
+
+  CUTLASS_DEVICE static void consumer_barrier() {
+    cutlass::arch::NamedBarrier::sync(Config::kConsumerThreads, 1u);
+  }
+
+  CUTLASS_DEVICE static void raise(uint64_t* flag) {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(kRaised) : "memory");
+  }
+
+  CUTLASS_DEVICE static void wait_and_lower(uint64_t* flag) {
+    uint64_t value;
+    do {
+      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+    } while (value != kRaised);
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(uint64_t{0}) : "memory");
+  }
+
+  /// What a thread of the epilogue holds: kColumns neighbouring columns of one row of D.
+  struct Slot {
+    int warp;    // of the warps that share rows
+    int token;   // within a slice
+    int column;  // within the CTA's rows of the weight
+    bool active;
+  };
+
+  CUTLASS_DEVICE static Slot slot() {
+    int const lane = static_cast<int>(threadIdx.x % 32);
+    int const warp = static_cast<int>(threadIdx.x / 32) % Config::kWarpsAcross;
+    int const depth_group = static_cast<int>(threadIdx.x / 32) / Config::kWarpsAcross;
+    Slot s;
+    s.warp = warp;
+    // Warps that share rows share out a slice's tokens as well.
+    s.token = depth_group * (Config::kSliceTokens / Config::kDepthGroups) + lane / 2;
+    s.column = warp * 16 + lane % 2 * kColumns;
+    s.active = lane / 2 < Config::kSliceTokens / Config::kDepthGroups;
+    return s;
+  }
+
+  // Partial sums of a CTA lie in the workspace as its threads hold them, four registers at a time.
+
+  CUTLASS_DEVICE static float4* partial_of(Params const& p, int cta) {
+    return reinterpret_cast<float4*>(p.partials + cta * kPartialFloats) + threadIdx.x;
+  }
+
+  CUTLASS_DEVICE static void store_partial(Params const& p, int cta, Accumulators& accumulators) {
+    float4* const to = partial_of(p, cta);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Accumulators::kSize; i += 4) {
+      __stcg(to + i / 4 * Config::kConsumerThreads,
+             make_float4(accumulators[i], accumulators[i + 1], accumulators[i + 2], accumulators[i + 3]));
+    }
+  }
+
+  CUTLASS_DEVICE static void add_partial(Params const& p, int cta, Accumulators& accumulators) {
+    float4 const* const from = partial_of(p, cta);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Accumulators::kSize; i += 4) {
+      float4 const part = __ldcg(from + i / 4 * Config::kConsumerThreads);
+      accumulators[i] += part.x;
+      accumulators[i + 1] += part.y;
+      accumulators[i + 2] += part.z;
+      accumulators[i + 3] += part.w;
+    }
+  }
+
+  static constexpr int kSlices = Config::kTokens / Config::kSliceTokens;
+  // Tokens of a slice that a thread comes to, 16 apart.
+  static constexpr int kRounds = (Config::kSliceTokens / Config::kDepthGroups + 15) / 16;
+
+  /// take(token, sums, fetched) for the tokens of each slice that this thread's slot comes to, kRounds of
+  /// them at a time, the first being `token`; fetched is what fetch(token) gave a slice earlier.
+  template <class Fetch, class Take>
+  CUTLASS_DEVICE static void for_each_slot(Shared const& shared, Accumulators& accumulators, int pass,
+                                           Slot const& s, Fetch const& fetch, Take const& take) {
+    // Registers cannot be indexed. The loop over slices is partly unrolled, as a compromise between its size
+    // and stores that are skipped.
+    constexpr int kInner = kSlices > 4 ? 4 : kSlices;
+    constexpr int kOuter = kSlices / kInner;
+    constexpr int kBlocks = Config::kSliceTokens / 8;  // of 8 tokens, in a slice
+    int const lane = static_cast<int>(threadIdx.x % 32);
+    float* const mine =
+        shared.slice(static_cast<int>(threadIdx.x / 32)) + lane % 4 * 2 * Config::kSliceStride + lane / 4;
+    auto const fetch_slice = [&](float (&to)[kRounds], int slice) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int round = 0; round < kRounds; ++round) {
+        to[round] = fetch(slice * Config::kSliceTokens + s.token + round * 16);
+      }
+    };
+    float ahead[kRounds];
+    fetch_slice(ahead, 0);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int outer = 0; outer < kOuter; ++outer) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int inner = 0; inner < kInner; ++inner) {
+        int const slice = outer * kInner + inner;
+        float fetched[kRounds];
+        CUTLASS_PRAGMA_UNROLL
+        for (int round = 0; round < kRounds; ++round) {
+          fetched[round] = ahead[round];
+        }
+        if (kSlices > 1) {
+          fetch_slice(ahead, slice + 1);
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kOuter; ++i) {
+          if (i == outer) {
+            CUTLASS_PRAGMA_UNROLL
+            for (int block = 0; block < kBlocks; ++block) {
+              CUTLASS_PRAGMA_UNROLL
+              for (int v = 0; v < 4; ++v) {
+                mine[(block * 8 + v % 2) * Config::kSliceStride + v / 2 * 8] =
+                    accumulators[pass * (Config::kTokens / 2) + ((i * kInner + inner) * kBlocks + block) * 4 +
+                                 v];
+              }
+            }
+          }
+        }
+        sync_slice();
+        if (s.active) {
+          float sums[kRounds][kColumns];
+          CUTLASS_PRAGMA_UNROLL
+          for (int round = 0; round < kRounds; ++round) {
+            add_up(shared, s, s.token + round * 16, sums[round]);
+          }
+          take(slice * Config::kSliceTokens + s.token, sums, fetched);
+        }
+        sync_slice();
+      }
+    }
+  }
+
+  /// Among the warps that write and read the same slices.
+  CUTLASS_DEVICE static void sync_slice() {
+    if constexpr (Config::kDepthGroups > 1) {
+      consumer_barrier();
+    } else {
+      __syncwarp();
+    }
+  }
+
+  /// The sums of one token over the warps that share its rows.
+  CUTLASS_DEVICE static void add_up(Shared const& shared, Slot const& s, int token, float (&sums)[kColumns]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int d = 0; d < Config::kDepthGroups; ++d) {
+      float const* const from =
+          shared.slice(s.warp + d * Config::kWarpsAcross) + token * Config::kSliceStride + s.column % 16;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kColumns; i += 4) {
+        float4 const four = *reinterpret_cast<float4 const*>(from + i);
+        float const values[4] = {four.x, four.y, four.z, four.w};
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < 4; ++j) {
+          sums[i + j] = d == 0 ? values[j] : sums[i + j] + values[j];
+        }
+      }
+    }
+  }
+
+  CUTLASS_DEVICE static void consume(Params const& p, Shared const& shared, Schedule schedule, int worker,
+                                     int rank) {
+    Slot const s = slot();
+    Position at;
+    typename Schedule::Item item;
+    while (schedule.take(item)) {
+      Place const place = Groups::place_of(p.groups, shared.table(), schedule.row_tiles, item.tile);
+      TileWork const work = work_of(p, place, item, rank);
+      // Another chunk of rows is another pass, 64 columns of D on.
+      typename Epilogue::Columns columns[Config::kRowPasses];
+      auto const load_columns = [&] {
+        CUTLASS_PRAGMA_UNROLL
+        for (int pass = 0; pass < Config::kRowPasses; ++pass) {
+          columns[pass].load(p.epilogue, place.group, (work.first_chunk + pass) * 64 + s.column, p.n);
+        }
+      };
+      Accumulators accumulators;
+      // Where there are registers to spare, what is far away is on its way early.
+      if constexpr (Config::kNarrow && Config::kRowPasses == 1) {
+        load_columns();
+        Multiply::multiply(p.operands, shared, at, work, accumulators);
+      } else {
+        Multiply::multiply(p.operands, shared, at, work, accumulators);
+        load_columns();
+      }
+
+      if (item.begin > 0) {
+        int const cta = worker * Config::kCluster + rank;
+        store_partial(p, cta, accumulators);
+        __threadfence();
+        consumer_barrier();
+        if (threadIdx.x == 0) {
+          raise(p.flags + cta);
+        }
+        continue;
+      }
+      // The workers after this one that have the rest of the tile.
+      int64_t const tile_end = (int64_t{item.tile} + 1) * schedule.steps;
+      for (int other = worker + 1; item.end < schedule.steps && schedule.first_step(other) < tile_end;
+           ++other) {
+        int const cta = other * Config::kCluster + rank;
+        if (threadIdx.x == 0) {
+          wait_and_lower(p.flags + cta);
+        }
+        consumer_barrier();
+        add_partial(p, cta, accumulators);
+      }
+      auto const fetch_row = [&](int token) {
+        int const row = place.token + token;
+        return row < place.rows.size ? Epilogue::row_factor(p.epilogue, int64_t{place.rows.begin} + row)
+                                     : 0.0f;
+      };
+      CUTLASS_PRAGMA_UNROLL
+      for (int pass = 0; pass < Config::kRowPasses; ++pass) {
+        auto const finish = [&](int token, float (&sums)[kRounds][kColumns], float const(&by_row)[kRounds]) {
+          int64_t rows[kRounds];
+          bool present[kRounds];
+          CUTLASS_PRAGMA_UNROLL
+          for (int r = 0; r < kRounds; ++r) {
+            int const row = place.token + token + r * 16;
+            rows[r] = int64_t{place.rows.begin} + row;
+            present[r] = row < place.rows.size && columns[pass].any();
+            CUTLASS_PRAGMA_UNROLL
+            for (int j = 0; j < kColumns; ++j) {
+              sums[r][j] *= static_cast<float>(1 << Nvfp4Packing::kExponent);
+            }
+          }
+          columns[pass].store(p.epilogue, rows, present, by_row, sums);
+        };
+        for_each_slot(shared, accumulators, pass, s, fetch_row, finish);
+      }
+    }
+  }
+
+  CUTLASS_DEVICE static void run(Params const& p, char* dynamic) {
+    Shared const shared(dynamic);
+    int const warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 32), 0);
+    bool const is_producer = warp >= Config::kConsumerWarps;
+    int const rank = static_cast<int>(blockIdx.x) % Config::kCluster;
+    int const num_workers = static_cast<int>(gridDim.x) / Config::kCluster;
+    int const worker = num_workers - 1 - static_cast<int>(blockIdx.x) / Config::kCluster;  // see first_step
+
+    if (warp == Config::kConsumerWarps && cute::elect_one_sync()) {
+      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p.tokens));
+      for (int i = 0; i < Config::kStages; ++i) {
+        cutlass::arch::ClusterBarrier::init(shared.full(i), 1);
+        cutlass::arch::ClusterBarrier::init(shared.empty(i), Config::kConsumerWarps * Config::kCluster);
+      }
+      cutlass::arch::fence_barrier_init();
+    }
+    int tiles_of_tokens = Groups::token_tiles(p.groups.m);
+    if (p.groups.offs != nullptr) {
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+      asm volatile("griddepcontrol.launch_dependents;");
+      Groups::fill_table(p.groups, shared.table());
+      int const per_entry = Groups::groups_per_entry(p.groups);
+      tiles_of_tokens = shared.table()[(p.groups.num_groups + per_entry - 1) / per_entry];
+    }
+    if constexpr (Config::kCluster > 1) {
+      cute::cluster_arrive_relaxed();
+      cute::cluster_wait();
+    } else {
+      __syncthreads();
+    }
+
+    constexpr int kRowsPerWorker = Config::kRows * Config::kCluster;
+    int const row_tiles = (p.n + kRowsPerWorker - 1) / kRowsPerWorker;
+    int const steps = (p.operands.depth_chunks + Config::kChunks - 1) / Config::kChunks;
+    Schedule const schedule(row_tiles, steps, tiles_of_tokens * row_tiles, worker, num_workers, p.splits);
+    if (is_producer) {
+      if constexpr (Config::kMovesRegisters) {
+        cutlass::arch::warpgroup_reg_dealloc<40>();
+      }
+      if (warp == Config::kConsumerWarps && cute::elect_one_sync()) {
+        produce(p, shared, schedule, rank);
+      }
+      __syncwarp();
+    } else {
+      if constexpr (Config::kMovesRegisters) {
+        cutlass::arch::warpgroup_reg_alloc<232>();
+      }
+      if (p.groups.offs == nullptr) {
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+      }
+      consume(p, shared, schedule, worker, rank);
+    }
+    if constexpr (Config::kCluster > 1) {  // nobody leaves while the other may write to its shared memory
+      cute::cluster_arrive_relaxed();
+      cute::cluster_wait();
+    }
+  }
+};
+
+template <class Config, class Epilogue>
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
+    sm90_nvfp4_gemm(__grid_constant__ Sm90Nvfp4Params<Epilogue> const params) {
+  extern __shared__ char sm90_nvfp4_shared[];
+  Sm90Nvfp4Kernel<Config, Epilogue>::run(params, sm90_nvfp4_shared);
+}
+
+}  // namespace cutlass_evt

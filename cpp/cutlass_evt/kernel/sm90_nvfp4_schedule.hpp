@@ -1,0 +1,190 @@
+// Which tiles of a product on prepacked NVFP4 weights a CTA takes, and where the groups' tiles lie.
+#pragma once
+
+#include "cute/numeric/math.hpp"
+#include "cutlass_evt/mainloop/sm90_nvfp4.hpp"
+
+namespace cutlass_evt {
+
+/// Splitting pays where whole tiles would leave more than this part of the machine idle.
+constexpr int kIdlePercent = 8;
+/// ... where there are at most this many tiles a worker,
+constexpr int kMostTilesToSplit = 12;
+/// ... and where a worker has at least this much of k.
+constexpr int kLeastSplitDepth = 512;
+
+/// Which tiles a worker (a CTA, or a cluster of them) takes, and which steps of k of them; every thread that
+/// asks computes the same. Tiles are counted through the groups, along the rows of the weight first.
+template <class Config>
+struct Sm90Nvfp4Schedule {
+  int row_tiles;
+  int steps;  // along k, of a tile
+  int tiles;
+  int num_workers;
+  bool split;
+  // Whole tiles: worker, worker + num_workers, .... Split: a run of steps, all tiles' one after the other.
+  int64_t next, end;
+
+  struct Item {
+    int tile;
+    int begin, end;
+  };
+
+  CUTLASS_DEVICE Sm90Nvfp4Schedule(int row_tiles, int steps, int tiles, int worker, int num_workers,
+                                   bool may_split)
+      : row_tiles(row_tiles), steps(steps), tiles(tiles), num_workers(num_workers) {
+    int const waves = (tiles + num_workers - 1) / num_workers;
+    // Each has at least one step: who adds parts up counts on everybody in between.
+    constexpr int kLeastSteps = (kLeastSplitDepth + Config::kDepth - 1) / Config::kDepth;
+    int const most_workers =
+        static_cast<int>(cute::min(int64_t{num_workers}, int64_t{tiles} * steps / kLeastSteps));
+    split = may_split && tiles < kMostTilesToSplit * num_workers &&
+            int64_t{tiles} * 100 < int64_t{waves} * num_workers * (100 - kIdlePercent) &&
+            most_workers > cute::min(tiles, num_workers - 1);
+    if (split) {
+      // Equal parts of every tile, where they keep nearly as many busy: nobody then has two.
+      int const whole = tiles * (most_workers / tiles);
+      this->num_workers =
+          int64_t{whole} * 100 >= int64_t{most_workers} * (100 - kIdlePercent) ? whole : most_workers;
+    }
+    next = split ? first_step(cute::min(worker, this->num_workers)) : worker;
+    end = split ? first_step(cute::min(worker + 1, this->num_workers)) : tiles;
+  }
+
+  /// Workers count down: a tile's first part, whose worker adds the others', belongs to a later CTA than
+  /// they do, and the hardware starts CTAs in order. So nobody waits for one that cannot run.
+  CUTLASS_DEVICE int64_t first_step(int worker) const {
+    return int64_t{tiles} * steps * worker / this->num_workers;
+  }
+
+  CUTLASS_DEVICE bool take(Item& item) {
+    if (next >= end) {
+      return false;
+    }
+    if (split) {
+      item.tile = static_cast<int>(next / steps);
+      item.begin = static_cast<int>(next % steps);
+      item.end = static_cast<int>(cute::min(int64_t{steps}, item.begin + (end - next)));
+      next += item.end - item.begin;
+    } else {
+      item = {static_cast<int>(next), 0, steps};
+      next += num_workers;
+    }
+    return true;
+  }
+};
+
+/// The groups of rows of X; one group, offs null: a dense product.
+struct Sm90Nvfp4GroupEnds {
+  int m;
+  int num_groups;
+  int const* offs;  // (num_groups) cumulative ends, on the device
+};
+
+template <class Config>
+struct Sm90Nvfp4Groups {
+  /// Rows of X of one group.
+  struct Rows {
+    int begin, size;
+  };
+
+  // Ends that are out of order or out of range would be an error of the caller; they must not lead outside of
+  // the buffers.
+  CUTLASS_DEVICE static Rows rows_of(Sm90Nvfp4GroupEnds const& p, int group) {
+    if (p.offs == nullptr) {
+      return {0, p.m};
+    }
+    int const begin = group > 0 ? cute::min(cute::max(__ldg(p.offs + group - 1), 0), p.m) : 0;
+    int const end = cute::min(cute::max(__ldg(p.offs + group), 0), p.m);
+    return {begin, cute::max(end - begin, 0)};
+  }
+
+  CUTLASS_DEVICE static int token_tiles(int tokens) {
+    return (tokens + Config::kTokens - 1) / Config::kTokens;
+  }
+
+  /// One run of groups an entry of the table.
+  CUTLASS_DEVICE static int groups_per_entry(Sm90Nvfp4GroupEnds const& p) {
+    return (p.num_groups + Config::kMaxTable - 1) / Config::kMaxTable;
+  }
+
+  /// table[i] = token tiles ahead of the i-th run of groups; every thread takes part.
+  CUTLASS_DEVICE static void fill_table(Sm90Nvfp4GroupEnds const& p, int* table) {
+    int const per_entry = groups_per_entry(p);
+    int const entries = (p.num_groups + per_entry - 1) / per_entry;
+    int* const warp_sums = table + Config::kMaxTable + 1;
+    int const lane = static_cast<int>(threadIdx.x % 32);
+    int const warp = static_cast<int>(threadIdx.x / 32);
+    int carry = 0;
+    for (int base = 0; base < entries; base += Config::kThreads) {
+      int const entry = base + static_cast<int>(threadIdx.x);
+      int sum = 0;
+      if (entry < entries) {
+        for (int g = entry * per_entry; g < cute::min((entry + 1) * per_entry, p.num_groups); ++g) {
+          sum += token_tiles(rows_of(p, g).size);
+        }
+      }
+      int up_to = sum;
+      CUTLASS_PRAGMA_UNROLL
+      for (int step = 1; step < 32; step *= 2) {
+        int const other = __shfl_up_sync(0xFFFFFFFFu, up_to, step);
+        up_to += lane >= step ? other : 0;
+      }
+      if (lane == 31) {
+        warp_sums[warp] = up_to;
+      }
+      __syncthreads();
+      int before = carry;
+      int all = 0;
+      for (int i = 0; i < Config::kThreads / 32; ++i) {
+        before += i < warp ? warp_sums[i] : 0;
+        all += warp_sums[i];
+      }
+      if (entry < entries) {
+        table[entry + 1] = before + up_to;
+      }
+      carry += all;
+      __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+      table[0] = 0;
+    }
+    __syncthreads();
+  }
+
+  struct Place {
+    int group;
+    int row_tile;  // of the cluster
+    int token;     // first of the tile, within the group
+    Rows rows;
+  };
+
+  CUTLASS_DEVICE static Place place_of(Sm90Nvfp4GroupEnds const& p, int const* table, int row_tiles,
+                                       int tile) {
+    int const token_tile = tile / row_tiles;
+    Place place;
+    place.row_tile = tile % row_tiles;
+    place.group = 0;
+    int before = 0;
+    if (p.offs != nullptr) {
+      int const per_entry = groups_per_entry(p);
+      int low = 0;
+      int high = (p.num_groups + per_entry - 1) / per_entry;
+      while (high - low > 1) {  // table[low] <= token_tile < table[high]
+        int const middle = (low + high) / 2;
+        (table[middle] <= token_tile ? low : high) = middle;
+      }
+      place.group = low * per_entry;
+      before = table[low];
+    }
+    place.rows = rows_of(p, place.group);
+    while (token_tile >= before + token_tiles(place.rows.size) && place.group + 1 < p.num_groups) {
+      before += token_tiles(place.rows.size);
+      place.rows = rows_of(p, ++place.group);
+    }
+    place.token = (token_tile - before) * Config::kTokens;
+    return place;
+  }
+};
+
+}  // namespace cutlass_evt

@@ -1,0 +1,118 @@
+// How prepacked NVFP4 weights lie in memory, and the bit tricks that turn them into tensor-core operands.
+//
+// A weight (n, k) is a row-major matrix of chunks, each 64 rows by 64 of k: 2048 bytes of codes, then 256 of
+// block scales. Rows and columns beyond n and k are zeros. Within a chunk the codes stand in the order in
+// which the threads of a warpgroup hold the A operand of a wgmma, 16 bytes a thread, one 32-bit word for each
+// 16 of k; so a thread's share is one 16-byte load.
+//
+// The eight codes of a word are not nibbles: the word is such that two rotations and an exclusive or put the
+// sign and the three other bits of two codes at a time where an fp16 has its sign (15), its two low exponent
+// bits and its high mantissa bit (11..9). That is the e2m1 value times 2^-14, subnormals included, and every
+// product with an e4m3 scale times 2^7 is exact in fp16. The map is linear over bits, so packing is a table.
+#pragma once
+
+#include <cstdint>
+
+#include "cutlass/cutlass.h"
+
+namespace cutlass_evt {
+
+struct Nvfp4Packing {
+  static constexpr int kRows = 64;   // of a chunk
+  static constexpr int kDepth = 64;  // of k
+  static constexpr int kCodeBytes = 2048;
+  static constexpr int kScaleBytes = 256;
+  static constexpr int kChunkBytes = kCodeBytes + kScaleBytes;
+  static constexpr int kWordsPerThread = 4;  // one for each 16 of k
+
+  // The operand is value * scale * 2^-7.
+  static constexpr int kExponent = 7;
+
+  CUTLASS_HOST_DEVICE static constexpr int64_t chunks_of(int64_t size) { return (size + 63) / 64; }
+
+  /// Bytes of one (n, k) weight.
+  CUTLASS_HOST_DEVICE static constexpr int64_t bytes(int64_t n, int64_t k) {
+    return chunks_of(n) * chunks_of(k) * kChunkBytes;
+  }
+
+  /// Row within the chunk of code `index` (0..7) in the words of `thread` (0..127).
+  CUTLASS_HOST_DEVICE static constexpr int row_of(int thread, int index) {
+    return thread / 32 * 16 + thread % 32 / 4 + index / 2 % 2 * 8;
+  }
+
+  /// Its place within the 16 of k of its word.
+  CUTLASS_HOST_DEVICE static constexpr int depth_of(int thread, int index) {
+    return index / 4 * 8 + thread % 4 * 2 + index % 2;
+  }
+
+  /// Byte, behind the codes, of the scale of `row` (0..63) for block `block` (0..3).
+  CUTLASS_HOST_DEVICE static constexpr int scale_byte(int row, int block) {
+    return (row / 16 * 8 + row % 8) * 8 + block * 2 + row / 8 % 2;
+  }
+
+  static constexpr uint32_t kMask = 0x8E008E00u;
+
+  CUTLASS_HOST_DEVICE static constexpr uint32_t rotl(uint32_t word, int by) {
+    return (word << by) | (word >> (32 - by));
+  }
+
+  /// Codes 2 * pair (low half) and 2 * pair + 1 (high half) at the places of an fp16's bits.
+  CUTLASS_HOST_DEVICE static constexpr uint32_t pair_bits(uint32_t word, int pair) {
+    switch (pair) {
+      case 0: return word & kMask;
+      case 1: return rotl(word, 3) & kMask;
+      case 2: return (rotl(word, 7) ^ rotl(word, 10)) & kMask;
+      default: return (rotl(word, 7) ^ rotl(word, 12)) & kMask;
+    }
+  }
+
+  /// The four bits of code `index` of a word.
+  CUTLASS_HOST_DEVICE static constexpr uint32_t code_of(uint32_t word, int index) {
+    uint32_t const half = pair_bits(word, index / 2) >> (index % 2 * 16);
+    return (half >> 12 & 8u) | (half >> 9 & 7u);
+  }
+};
+
+/// words[index][code]: a word is the exclusive or of its eight codes' entries.
+struct Nvfp4WordTable {
+  uint32_t words[8][16] = {};
+
+  /// Inverts the 32 x 32 bit matrix of pair_bits by Gauss-Jordan elimination over GF(2).
+  constexpr Nvfp4WordTable() {
+    uint64_t rows[32] = {};  // low half: which stored bits make bit r of the codes; high half: the inverse
+    for (int r = 0; r < 32; ++r) {
+      rows[r] = uint64_t{1} << (32 + r);
+      for (int bit = 0; bit < 32; ++bit) {
+        uint32_t const code = Nvfp4Packing::code_of(uint32_t{1} << bit, r / 4);
+        rows[r] |= static_cast<uint64_t>(code >> (r % 4) & 1u) << bit;
+      }
+    }
+    for (int column = 0; column < 32; ++column) {
+      int pivot = column;
+      while ((rows[pivot] >> column & 1u) == 0) {
+        ++pivot;  // runs out of the array, and so does not compile, if the map has no inverse
+      }
+      uint64_t const found = rows[pivot];
+      rows[pivot] = rows[column];
+      rows[column] = found;
+      for (int r = 0; r < 32; ++r) {
+        if (r != column && (rows[r] >> column & 1u) != 0) {
+          rows[r] ^= found;
+        }
+      }
+    }
+    for (int index = 0; index < 8; ++index) {
+      for (uint32_t code = 0; code < 16; ++code) {
+        for (int bit = 0; bit < 32; ++bit) {
+          uint32_t const sources = static_cast<uint32_t>(rows[bit] >> (32 + 4 * index)) & code;
+          uint32_t const parity = (0x6996u >> (sources & 15u)) & 1u;
+          words[index][code] |= parity << bit;
+        }
+      }
+    }
+  }
+};
+
+inline constexpr Nvfp4WordTable kNvfp4Words{};
+
+}  // namespace cutlass_evt

@@ -1,0 +1,392 @@
+// The SM90 mainloop on prepacked NVFP4 weights: bulk copies and TMA into a ring of shared memory, decoding in
+// registers, tensor cores with the weights as their register operand.
+//
+// The product is computed transposed: the rows of a tile are weight rows (columns of D), its columns are
+// tokens (rows of D). So the operand that must be decoded is the one that comes from registers, and the token
+// side of a tile may be narrow.
+//
+// Tiles of few tokens use mma.sync, the others wgmma. Both take the decoded weights in the same registers and
+// leave the sums in the same ones. With few tokens the time goes into decoding, and mma.sync leaves each warp
+// to itself; wgmma, which reads the tokens from shared memory once for four warps, makes these wait for each
+// other.
+#pragma once
+
+#include "cute/arch/cluster_sm90.hpp"
+#include "cute/arch/copy_sm90_desc.hpp"
+#include "cute/arch/copy_sm90_tma.hpp"
+#include "cute/tensor.hpp"
+#include "cutlass/arch/barrier.h"
+#include "cutlass/arch/reg_reconfig.h"
+#include "cutlass/bfloat16.h"
+#include "cutlass/gemm/collective/collective_builder.hpp"
+#include "cutlass/half.h"
+#include "cutlass_evt/mainloop/nvfp4_packing.hpp"
+
+namespace cutlass_evt {
+
+/// One m64k16 register operand from one word of codes and the scales of rows r and r + 8, times 2^-7: the
+/// bits of pair_bits are the values times 2^-14, and the scales bring 2^7. So all but the tiniest products
+/// are normal numbers, which the tensor cores align better than subnormal ones.
+template <class Element>
+struct Nvfp4Decoder;
+
+template <>
+struct Nvfp4Decoder<cutlass::half_t> {
+  CUTLASS_DEVICE static void decode(uint32_t word, uint32_t scales, uint32_t (&a)[4]) {
+    uint32_t pair;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(scales)));
+    __half2 const scaled = __hmul2(reinterpret_cast<__half2 const&>(pair), __float2half2_rn(128.0f));
+    __half2 const upper = __low2half2(scaled);
+    __half2 const lower = __high2half2(scaled);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      uint32_t const bits = Nvfp4Packing::pair_bits(word, i);
+      __half2 const product = __hmul2(reinterpret_cast<__half2 const&>(bits), i % 2 == 0 ? upper : lower);
+      a[i] = reinterpret_cast<uint32_t const&>(product);
+    }
+  }
+};
+
+/// The same for bf16, whose exponent is three bits longer: the bits below the sign move down by three and are
+/// the values times 2^-126, the scales bring 2^119.
+template <>
+struct Nvfp4Decoder<cutlass::bfloat16_t> {
+  CUTLASS_DEVICE static void decode(uint32_t word, uint32_t scales, uint32_t (&a)[4]) {
+    uint32_t pair;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(scales)));
+    float2 const wide = __half22float2(reinterpret_cast<__half2 const&>(pair));
+    constexpr float kUp = 6.646139978924579e35f;  // 2^119
+    __nv_bfloat162 const upper = __float2bfloat162_rn(wide.x * kUp);
+    __nv_bfloat162 const lower = __float2bfloat162_rn(wide.y * kUp);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      uint32_t const half = Nvfp4Packing::pair_bits(word, i);
+      uint32_t const bits = (half & 0x80008000u) | ((half & 0x0E000E00u) >> 3);
+      __nv_bfloat162 const product =
+          __hmul2(reinterpret_cast<__nv_bfloat162 const&>(bits), i % 2 == 0 ? upper : lower);
+      a[i] = reinterpret_cast<uint32_t const&>(product);
+    }
+  }
+};
+
+/// What a kernel is made of.
+///
+/// kRowGroups: chunks of 64 rows in a CTA, each a warpgroup's; or, with few tokens, all of them a warp's in
+/// turn. kDepthGroups: warpgroups that share rows and take turns along k. kTokens: of the tile. kCluster:
+/// CTAs along the rows that load each other's tokens by multicast. kChunks: of 64 of k, in a stage.
+/// kCtasPerSm: sets how much shared memory and how many registers a CTA may use.
+template <class Element_, int RowGroups, int DepthGroups, int Tokens, int ClusterSize, int Chunks,
+          int CtasPerSm>
+struct Sm90Nvfp4Config {
+  using Element = Element_;  // of the tokens, and of the decoded weights
+  static constexpr int kRowGroups = RowGroups;
+  static constexpr int kDepthGroups = DepthGroups;
+  static constexpr int kTokens = Tokens;
+  static constexpr int kCluster = ClusterSize;
+  static constexpr int kChunks = Chunks;
+  static constexpr int kCtasPerSm = CtasPerSm;
+
+  static constexpr int kRows = 64 * kRowGroups;  // of a CTA
+  static constexpr int kDepth = 64 * kChunks;    // of a stage
+  static constexpr int kChunksPerGroup = kChunks / kDepthGroups;
+  static constexpr bool kNarrow = kTokens <= 32;                    // mma.sync
+  static constexpr int kRowPasses = kNarrow ? kRowGroups : 1;       // chunks of rows that a warp holds
+  static constexpr int kWarpsAcross = 4 * kRowGroups / kRowPasses;  // side by side along the rows
+  static constexpr int kConsumerGroups = kWarpsAcross / 4 * kDepthGroups;
+  static constexpr int kConsumerThreads = 128 * kConsumerGroups;
+  static constexpr int kConsumerWarps = kConsumerThreads / 32;
+  // The accumulators of wide tiles need more registers than an equal share: a whole producer warpgroup then
+  // gives its own away.
+  static constexpr bool kMovesRegisters = kTokens >= 256;
+  static constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 128 : 32);
+
+  static constexpr int kWeightBytes = kRowGroups * kChunks * Nvfp4Packing::kChunkBytes;  // of a stage
+  static constexpr int kTokenChunkBytes = kTokens * 128;
+  static constexpr int kTokenBytes = kChunks * kTokenChunkBytes;
+  static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
+
+  // The epilogue turns accumulators round through shared memory: a warp holds 16 rows, a slice of the tokens
+  // at a time. Warpgroups that share rows add up there, all tokens at once.
+  static constexpr int kSliceTokens = kNarrow ? kTokens : 32;
+  static constexpr int kSliceStride = 20;  // floats from one token to the next: 16 rows and a pad
+  static constexpr int kSliceBytes = kConsumerWarps * kSliceTokens * kSliceStride * 4;
+
+  static constexpr int kMaxTable = 1024;  // groups, or runs of groups, whose first tiles are in shared memory
+  static constexpr int kTableBytes = (kMaxTable + 1 + 32) * 4;
+
+  static constexpr int kSharedLimit = kCtasPerSm == 1 ? 232448 : 233472 / kCtasPerSm - 1024;
+  static constexpr int kFixedBytes = kSliceBytes + kTableBytes + 1024;  // 1024: barriers
+  static constexpr int kStages = (kSharedLimit - kFixedBytes - 1024) / kStageBytes;
+  static constexpr int kSharedBytes = kStages * kStageBytes + kFixedBytes + 1024;  // 1024: alignment
+
+  static_assert(kChunks % kDepthGroups == 0, "every warpgroup along k takes as many chunks of a stage");
+  static_assert(kNarrow || kChunksPerGroup == 1 || kChunksPerGroup % 2 == 0, "chunks are taken in pairs");
+  static_assert(kTokens % 16 == 0, "the tokens of two mma.sync are loaded at once");
+  static_assert(kNarrow || kDepthGroups == 1, "wide tiles are not shared along k");
+  static_assert(kTokens % kDepthGroups == 0, "warps that share rows share out the tokens in the epilogue");
+  static_assert(kTokens % (8 * kCluster) == 0, "a CTA of a cluster loads whole swizzle atoms of tokens");
+  static_assert(kStages >= 3, "too few stages fit in shared memory");
+  static_assert(kStages * 16 <= 1024, "the barriers need more room");
+};
+
+/// Shared memory, by offsets from a 1024-byte boundary.
+template <class Config>
+struct Sm90Nvfp4Shared {
+  char* base;
+  uint32_t address;  // of base
+
+  CUTLASS_DEVICE explicit Sm90Nvfp4Shared(char* dynamic)
+      : base(dynamic + (1024 - cute::cast_smem_ptr_to_uint(dynamic) % 1024) % 1024),
+        address(cute::cast_smem_ptr_to_uint(base)) {
+    asm volatile("" : "+r"(address));  // or it would be found anew in every turn of the mainloop
+  }
+
+  CUTLASS_DEVICE uint32_t tokens_at(int stage) const {
+    return address + static_cast<uint32_t>(stage * Config::kTokenBytes);
+  }
+  CUTLASS_DEVICE uint32_t weights_at(int stage) const {
+    return address +
+           static_cast<uint32_t>(Config::kStages * Config::kTokenBytes + stage * Config::kWeightBytes);
+  }
+  CUTLASS_DEVICE uint32_t full_at(int stage) const {
+    return address + static_cast<uint32_t>(Config::kStages * Config::kStageBytes + stage * 8);
+  }
+  CUTLASS_DEVICE uint32_t empty_at(int stage) const { return full_at(Config::kStages + stage); }
+
+  CUTLASS_DEVICE char* rest() const { return base + Config::kStages * Config::kStageBytes; }
+  CUTLASS_DEVICE uint64_t* full(int stage) const { return reinterpret_cast<uint64_t*>(rest()) + stage; }
+  CUTLASS_DEVICE uint64_t* empty(int stage) const { return full(Config::kStages + stage); }
+  /// Of one consumer warp.
+  CUTLASS_DEVICE float* slice(int warp) const {
+    return reinterpret_cast<float*>(rest() + 1024) + warp * Config::kSliceTokens * Config::kSliceStride;
+  }
+  CUTLASS_DEVICE int* table() const { return reinterpret_cast<int*>(rest() + 1024 + Config::kSliceBytes); }
+};
+
+/// The place in the ring; phases flip each time round.
+template <int Stages>
+struct RingPosition {
+  int stage = 0;
+  uint32_t phase = 0;
+
+  CUTLASS_DEVICE void advance() {
+    if (++stage == Stages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+/// Steps [begin, end) of k, in stages, of one tile: rows from those of chunk `first_chunk` of the weight,
+/// tokens from `token` of X.
+struct TileWork {
+  uint8_t const* weights;
+  int first_chunk;  // of 64 rows
+  int token;
+  int begin, end;
+};
+
+/// The sizes of what the mainloop reads, in chunks of 64.
+struct Sm90Nvfp4Operands {
+  int row_chunks;
+  int depth_chunks;
+  /// The map of X is of (64, tokens, chunks of k), so that one load brings a stage's tokens. Otherwise k is
+  /// no multiple of 64, the map is of (k, tokens, 1), and each chunk is a load: beyond the end of a row there
+  /// must be zeros.
+  bool whole_chunks;
+};
+
+template <class Config>
+struct Sm90Nvfp4Mainloop {
+  using Shared = Sm90Nvfp4Shared<Config>;
+  using Position = RingPosition<Config::kStages>;
+  using Element = typename Config::Element;
+
+  // ---- the producer: one thread ----
+
+  // The CTAs of a cluster share out a stage's tokens by chunks of k, or, where a stage is one, by tokens.
+  static constexpr bool kSharesChunks = Config::kCluster == 1 || Config::kChunks > 1;
+  static constexpr int kLoadChunks = kSharesChunks ? Config::kChunks / Config::kCluster : 1;
+  static constexpr int kLoadTokens = kSharesChunks ? Config::kTokens : Config::kTokens / Config::kCluster;
+
+  /// What the producer keeps of a tile. The smem addresses are of shared memory's own window.
+  class Loader {
+   public:
+    CUTLASS_DEVICE Loader(Sm90Nvfp4Operands const& p, CUtensorMap const* map, Shared const& shared,
+                          TileWork const& work, int rank)
+        : map_(map),
+          shared_(shared),
+          rank_(rank),
+          depth_chunks_(p.depth_chunks),
+          whole_chunks_(p.whole_chunks),
+          groups_(cute::max(0, cute::min(int{Config::kRowGroups}, p.row_chunks - work.first_chunk))),
+          token_(work.token),
+          row_stride_(int64_t{p.depth_chunks} * Nvfp4Packing::kChunkBytes),
+          weights_(work.weights + work.first_chunk * row_stride_) {}
+
+    /// Arms the stage's barrier for everything that it will get, and fetches the weights.
+    CUTLASS_DEVICE void weights(int stage, int step) const {
+      int const chunks = cute::min(int{Config::kChunks}, depth_chunks_ - step * Config::kChunks);
+      int const weight_bytes = chunks * Nvfp4Packing::kChunkBytes;
+      int const token_bytes = whole_chunks_ ? int{Config::kTokenBytes} : chunks * Config::kTokenChunkBytes;
+      uint32_t const full = shared_.full_at(stage);
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full),
+                   "r"(groups_ * weight_bytes + token_bytes)
+                   : "memory");
+      uint8_t const* from = weights_ + int64_t{step} * (Config::kChunks * Nvfp4Packing::kChunkBytes);
+      uint32_t to = shared_.weights_at(stage);
+      CUTLASS_PRAGMA_UNROLL
+      for (int g = 0; g < Config::kRowGroups; ++g) {
+        if (g < groups_) {
+          copy(to, from, weight_bytes, full);
+        }
+        to += Config::kChunks * Nvfp4Packing::kChunkBytes;
+        from += row_stride_;
+      }
+    }
+
+    /// Fetches this CTA's part of the tokens, for every CTA of the cluster.
+    CUTLASS_DEVICE void tokens(int stage, int step) const {
+      int const first = step * Config::kChunks + (kSharesChunks ? rank_ * kLoadChunks : 0);
+      uint32_t const to =
+          shared_.tokens_at(stage) + static_cast<uint32_t>(rank_ * kLoadChunks * kLoadTokens * 128);
+      int const token = token_ + (kSharesChunks ? 0 : rank_ * kLoadTokens);
+      if (whole_chunks_) {
+        load(to, 0, token, first, stage);
+        return;
+      }
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int c = 0; c < kLoadChunks && first + c < depth_chunks_; ++c) {
+        load(to + static_cast<uint32_t>(c * Config::kTokenChunkBytes), (first + c) * Nvfp4Packing::kDepth,
+             token, 0, stage);
+      }
+    }
+
+   private:
+    CUTLASS_DEVICE void copy(uint32_t to, uint8_t const* from, int bytes, uint32_t full) const {
+      asm volatile(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+          "l"(from), "r"(bytes), "r"(full)
+          : "memory");
+    }
+
+    CUTLASS_DEVICE void load(uint32_t to, int x, int y, int z, int stage) const {
+      uint32_t const full = shared_.full_at(stage);
+      if constexpr (Config::kCluster > 1) {
+        asm volatile(
+            "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+            "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+            "l"(map_), "r"(x), "r"(y), "r"(z), "r"(full),
+            "h"(static_cast<uint16_t>((1 << Config::kCluster) - 1))
+            : "memory");
+      } else {
+        asm volatile(
+            "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
+            "%4}], [%5];" ::"r"(to),
+            "l"(map_), "r"(x), "r"(y), "r"(z), "r"(full)
+            : "memory");
+      }
+    }
+
+    CUtensorMap const* map_;
+    Shared const& shared_;
+    int rank_;
+    int depth_chunks_;
+    bool whole_chunks_;
+    int groups_;  // chunks of rows that the weight has here
+    int token_;
+    int64_t row_stride_;  // bytes
+    uint8_t const* weights_;
+  };
+
+  CUTLASS_DEVICE static void wait(uint32_t barrier, uint32_t phase) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(barrier),
+        "r"(phase)
+        : "memory");
+  }
+
+  CUTLASS_DEVICE static void wait_empty(Shared const& shared, Position const& at) {
+    wait(shared.empty_at(at.stage), at.phase ^ 1);
+  }
+
+  // ---- the consumers ----
+
+  CUTLASS_DEVICE static void wait_full(Shared const& shared, Position const& at) {
+    wait(shared.full_at(at.stage), at.phase);
+  }
+
+  /// This warp has read the stage. Every lane calls it.
+  CUTLASS_DEVICE static void release(Shared const& shared, int stage) {
+    uint32_t const lane = threadIdx.x % 32;
+    if constexpr (Config::kCluster > 1) {
+      if (lane < Config::kCluster) {
+        asm volatile(
+            "{\n"
+            ".reg .b32 remote;\n"
+            "mapa.shared::cluster.u32 remote, %0, %1;\n"
+            "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+            "}" ::"r"(shared.empty_at(stage)),
+            "r"(lane)
+            : "memory");
+      }
+    } else if (lane == 0) {
+      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared.empty_at(stage)) : "memory");
+    }
+  }
+
+  /// A thread's share of a chunk as it lies in shared memory.
+  struct Raw {
+    uint32_t words[4];
+    uint32_t scales[2];  // of rows r and r + 8, for each 16 of k two bytes
+
+    CUTLASS_DEVICE void load(uint32_t codes_at, uint32_t scales_at) {
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                   : "r"(codes_at)
+                   : "memory");
+      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                   : "=r"(scales[0]), "=r"(scales[1])
+                   : "r"(scales_at)
+                   : "memory");
+    }
+
+    /// The register operand of 16 of k.
+    CUTLASS_DEVICE void decode(int k, uint32_t (&a)[4]) const {
+      Nvfp4Decoder<Element>::decode(words[k], scales[k / 2] >> (k % 2 * 16), a);
+    }
+  };
+
+  /// Where this thread finds its share of the first chunk of a stage.
+  struct Share {
+    uint32_t codes_at, scales_at;
+
+    CUTLASS_DEVICE Share(Shared const& shared, int first_chunk) {
+      uint32_t const thread = threadIdx.x % 128;
+      uint32_t const chunk_at =
+          shared.weights_at(0) + static_cast<uint32_t>(first_chunk * Nvfp4Packing::kChunkBytes);
+      codes_at = chunk_at + thread * 16;
+      scales_at = chunk_at + Nvfp4Packing::kCodeBytes + thread / 4 * 8;
+    }
+
+    CUTLASS_DEVICE void load(Raw& raw, int stage, int chunk) const {
+      uint32_t const offset =
+          static_cast<uint32_t>(stage * Config::kWeightBytes + chunk * Nvfp4Packing::kChunkBytes);
+      raw.load(codes_at + offset, scales_at + offset);
+    }
+  };
+
+  /// Chunks from the first of a warpgroup in step `step` to the end of k. Below kChunksPerGroup in the last
+  /// step alone, where it may be negative. (Not clamped: ptxas 13.0 takes the predicate of the clamp for its
+  /// opposite when the result is compared with the upper bound.)
+  CUTLASS_DEVICE static int chunks_left(Sm90Nvfp4Operands const& p, int step, int depth_group) {
+    return p.depth_chunks - step * Config::kChunks - depth_group * Config::kChunksPerGroup;
+  }
+};
+
+}  // namespace cutlass_evt

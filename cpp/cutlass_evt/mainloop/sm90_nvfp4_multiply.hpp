@@ -1,0 +1,270 @@
+// The consumers of the SM90 mainloop on prepacked NVFP4 weights: from a stage in shared memory to sums in
+// registers, by mma.sync for tiles of few tokens and by wgmma for the others.
+#pragma once
+
+#include "cutlass/gemm/collective/collective_builder.hpp"
+#include "cutlass_evt/mainloop/sm90_nvfp4.hpp"
+
+namespace cutlass_evt {
+
+/// The consumers with few tokens. A warp holds 16 rows of each chunk of rows.
+template <class Config>
+struct Sm90Nvfp4NarrowMultiply {
+  using Mainloop = Sm90Nvfp4Mainloop<Config>;
+  using Shared = typename Mainloop::Shared;
+  using Position = typename Mainloop::Position;
+  using Element = typename Config::Element;
+  static constexpr int kBlocks = Config::kTokens / 8;
+
+  struct Accumulators {
+    static constexpr int kSize = Config::kRowPasses * kBlocks * 4;  // pass after pass
+    float values[kSize];
+
+    CUTLASS_DEVICE float& operator[](int index) { return values[index]; }
+  };
+
+  CUTLASS_DEVICE static void mma(float* c, uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (cute::is_same_v<Element, cutlass::half_t>) {
+      asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+          "{%0, %1, %2, %3};"
+          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    } else {
+      asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+          "{%0, %1, %2, %3};"
+          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+  }
+
+  /// accumulators = the product of this warp's rows and chunks with the tokens, over the steps of `work`.
+  CUTLASS_DEVICE static void multiply(Sm90Nvfp4Operands const& p, Shared const& shared, Position& at,
+                                      TileWork const& work, Accumulators& accumulators) {
+    constexpr int kPer = Config::kChunksPerGroup;
+    int const depth_group = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 128), 0);
+    typename Mainloop::Share const share(shared, depth_group * kPer);
+
+    // ldmatrix takes four 8 x 8 matrices: tokens 0..7 and 8..15, each with the lower and the upper 8 of the
+    // 16 of k. The 16-byte pieces of a token's 128 bytes are permuted by the token's number.
+    uint32_t const lane = threadIdx.x % 32;
+    uint32_t const token = lane % 8 + lane / 16 * 8;
+    uint32_t const tokens_at = shared.tokens_at(0) +
+                               static_cast<uint32_t>(depth_group * kPer * Config::kTokenChunkBytes) +
+                               token * 128 + (lane / 8 % 2 ^ token % 8) * 16;
+
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Accumulators::kSize; ++i) {
+      accumulators.values[i] = 0.0f;
+    }
+    auto const chunk = [&](typename Mainloop::Raw const(&raw)[Config::kRowPasses], uint32_t tokens) {
+      uint32_t b[4][kBlocks / 2][4];  // all loads ahead of the first product, so that their latencies overlap
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < 4; ++k) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kBlocks / 2; ++i) {
+          asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                       : "=r"(b[k][i][0]), "=r"(b[k][i][1]), "=r"(b[k][i][2]), "=r"(b[k][i][3])
+                       : "r"((tokens ^ static_cast<uint32_t>(k * 32)) + static_cast<uint32_t>(i * 16 * 128))
+                       : "memory");
+        }
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < 4; ++k) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int pass = 0; pass < Config::kRowPasses; ++pass) {
+          uint32_t a[4];
+          raw[pass].decode(k, a);
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < kBlocks; ++i) {
+            mma(accumulators.values + (pass * kBlocks + i) * 4, a, b[k][i / 2][i % 2 * 2],
+                b[k][i / 2][i % 2 * 2 + 1]);
+          }
+        }
+      }
+    };
+    auto const load = [&](typename Mainloop::Raw(&raw)[Config::kRowPasses], int stage, int sub) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int pass = 0; pass < Config::kRowPasses; ++pass) {
+        share.load(raw[pass], stage, pass * Config::kChunks + sub);
+      }
+    };
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int step = work.begin; step < work.end; ++step) {
+      int const here = Mainloop::chunks_left(p, step, depth_group);
+      uint32_t const tokens = tokens_at + static_cast<uint32_t>(at.stage * Config::kTokenBytes);
+      Mainloop::wait_full(shared, at);
+      if (here >= kPer) {
+        typename Mainloop::Raw raw[kPer][Config::kRowPasses];
+        CUTLASS_PRAGMA_UNROLL
+        for (int sub = 0; sub < kPer; ++sub) {
+          load(raw[sub], at.stage, sub);
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int sub = 0; sub < kPer; ++sub) {
+          chunk(raw[sub], tokens + static_cast<uint32_t>(sub * Config::kTokenChunkBytes));
+        }
+      } else {
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int sub = 0; sub < here; ++sub) {
+          typename Mainloop::Raw raw[Config::kRowPasses];
+          load(raw, at.stage, sub);
+          chunk(raw, tokens + static_cast<uint32_t>(sub * Config::kTokenChunkBytes));
+        }
+      }
+      __syncwarp();
+      Mainloop::release(shared, at.stage);
+      at.advance();
+    }
+  }
+};
+
+/// The consumers with many tokens: each warpgroup a chunk of rows.
+template <class Config>
+struct Sm90Nvfp4WideMultiply {
+  using Mainloop = Sm90Nvfp4Mainloop<Config>;
+  using Shared = typename Mainloop::Shared;
+  using Position = typename Mainloop::Position;
+  using Raw = typename Mainloop::Raw;
+  using Element = typename Config::Element;
+  using SmemLayoutAtom = cute::GMMA::Layout_K_SW128_Atom<Element>;
+  using SmemLayout = decltype(cute::tile_to_shape(
+      SmemLayoutAtom{}, cute::make_shape(cute::Int<Config::kTokens>{}, cute::Int<Nvfp4Packing::kDepth>{},
+                                         cute::Int<Config::kStages * Config::kChunks>{})));
+  using TiledMma = decltype(cute::make_tiled_mma(
+      cute::GMMA::rs_op_selector<
+          Element, Element, float,
+          cute::Shape<cute::Int<64>, cute::Int<Config::kTokens>, cute::Int<Nvfp4Packing::kDepth>>,
+          cute::GMMA::Major::K, cute::GMMA::Major::K>()));
+
+  struct Accumulators {
+    static constexpr int kSize = Config::kTokens / 2;
+    decltype(cute::partition_fragment_C(TiledMma{},
+                                        cute::Shape<cute::Int<64>, cute::Int<Config::kTokens>>{})) values;
+
+    CUTLASS_DEVICE float& operator[](int index) { return values(index); }
+  };
+
+  /// result = the product of this warpgroup's rows and chunks with the tokens, over the steps of `work`.
+  CUTLASS_DEVICE static void multiply(Sm90Nvfp4Operands const& p, Shared const& shared, Position& at,
+                                      TileWork const& work, Accumulators& result) {
+    using namespace cute;
+    auto& accumulators = result.values;
+    int const group = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 128), 0);
+    int const row_group = group % Config::kRowGroups;
+    int const depth_group = group / Config::kRowGroups;
+    constexpr int kPer = Config::kChunksPerGroup;
+
+    Tensor tokens = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(shared.base)), SmemLayout{});
+    TiledMma mma;
+    auto const slice = mma.get_slice(0);
+    Tensor operand_b = slice.make_fragment_B(slice.partition_B(tokens));  // (MMA, MMA_N, MMA_K, chunk)
+    auto const fragment_layout = make_layout(make_shape(Shape<_2, _2, _2>{}, _1{}, _4{}));
+    Tensor fragment_0 = make_tensor<Element>(fragment_layout);
+    Tensor fragment_1 = make_tensor<Element>(fragment_layout);
+
+    typename Mainloop::Share const share(shared, row_group * Config::kChunks + depth_group * kPer);
+
+    // Chunks of this warpgroup in the last step, which may have fewer than the others.
+    int const last = Mainloop::chunks_left(p, work.end - 1, depth_group);
+    int left = work.end - work.begin - (last < kPer ? 1 : 0);  // whole steps
+
+    auto const issue = [&](Raw const& raw, auto& fragment, int stage, int sub) {
+      Tensor registers = recast<uint32_t>(fragment);  // (4, 1, 4)
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < 4; ++k) {
+        uint32_t a[4];
+        raw.decode(k, a);
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          registers(i, 0, k) = a[i];
+        }
+      }
+      warpgroup_fence_operand(accumulators);
+      warpgroup_fence_operand(fragment);
+      warpgroup_arrive();
+      int const place = stage * Config::kChunks + depth_group * kPer + sub;
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < 4; ++k) {
+        cute::gemm(mma, fragment(_, _, k), operand_b(_, _, k, place), accumulators);
+        mma.accumulate_ = GMMA::ScaleOut::One;
+      }
+      warpgroup_commit_batch();
+    };
+
+    // One chunk: the next one's share is fetched, this one's decoded and handed to the tensor cores, and the
+    // one before has passed them when this returns.
+    int previous = at.stage;  // to be released once its last chunk has passed
+    bool first = true;
+    auto const chunk = [&](auto sub, Raw const& raw, Raw& next, auto& fragment, bool more) {
+      int const stage = at.stage;
+      if constexpr (sub + 1 == kPer) {
+        at.advance();
+        if (more) {
+          Mainloop::wait_full(shared, at);
+          share.load(next, at.stage, 0);
+        }
+      } else {
+        share.load(next, stage, sub + 1);
+      }
+      issue(raw, fragment, stage, sub);
+      warpgroup_wait<1>();
+      if constexpr (sub == 0) {
+        if (!first) {
+          Mainloop::release(shared, previous);
+        }
+        first = false;
+        previous = stage;
+      }
+    };
+
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+    // The loops are such that ptxas sees that no fragment is written while its own wgmma is under way: else
+    // it makes every wgmma wait (its remark C7513).
+    if (left > 0) {
+      Raw raw_0, raw_1;
+      Mainloop::wait_full(shared, at);
+      share.load(raw_0, at.stage, 0);
+      if constexpr (kPer == 1) {
+        CUTLASS_PRAGMA_NO_UNROLL
+        while (true) {
+          chunk(_0{}, raw_0, raw_1, fragment_0, left > 1);
+          if (left == 1) {
+            break;
+          }
+          chunk(_0{}, raw_1, raw_0, fragment_1, left > 2);
+          if (left == 2) {
+            break;
+          }
+          left -= 2;
+        }
+      } else {
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (; left > 0; --left) {
+          cute::for_each(cute::make_seq<kPer / 2>{}, [&](auto pair) {
+            chunk(cute::Int<2 * pair>{}, raw_0, raw_1, fragment_0, left > 1);
+            chunk(cute::Int<2 * pair + 1>{}, raw_1, raw_0, fragment_1, left > 1);
+          });
+        }
+      }
+      warpgroup_wait<0>();
+      Mainloop::release(shared, previous);
+    } else if (last <= 0) {
+      clear(accumulators);
+    }
+    if (last < kPer) {
+      Mainloop::wait_full(shared, at);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int sub = 0; sub < last; ++sub) {
+        Raw raw;
+        share.load(raw, at.stage, sub);
+        issue(raw, fragment_0, at.stage, sub);
+        warpgroup_wait<0>();
+      }
+      Mainloop::release(shared, at.stage);
+      at.advance();
+    }
+    warpgroup_fence_operand(accumulators);
+  }
+};
+
+}  // namespace cutlass_evt

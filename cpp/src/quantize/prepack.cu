@@ -1,0 +1,265 @@
+// NVFP4 weights to the order in which Hopper's kernels stream them (cutlass_evt/mainloop/nvfp4_packing.hpp),
+// and back.
+#include "cutlass_evt/mainloop/nvfp4_packing.hpp"
+#include "error.hpp"
+#include "quantize/quantize.hpp"
+
+namespace fp4gemm {
+namespace {
+
+using cutlass_evt::Nvfp4Packing;
+
+static_assert(Nvfp4Packing::kRows == kPrepackedChunk && Nvfp4Packing::kDepth == kPrepackedChunk &&
+                  Nvfp4Packing::kChunkBytes == kPrepackedChunkBytes,
+              "quantize.hpp repeats these numbers for code that is compiled without CUTLASS");
+
+__constant__ cutlass_evt::Nvfp4WordTable word_table{};
+
+// A CTA takes 128 rows, one tile of scales high, by 256 of k: 128 bytes of codes in each row. Each of its
+// eight warps has a chunk.
+constexpr int kThreads = 256;
+constexpr int kTileChunkRows = 2;
+constexpr int kTileChunkColumns = 4;
+constexpr int kTileRows = kTileChunkRows * Nvfp4Packing::kRows;
+constexpr int kChunkBlocks = Nvfp4Packing::kDepth / kBlock;
+constexpr int kTileBlocks = kTileChunkColumns * kChunkBlocks;
+constexpr int kTileTurns = kTileRows * kTileBlocks / kThreads;
+constexpr int kStagedBlocks = kTileBlocks + 1;  // of a row: eight rows of one block lie in different banks
+constexpr int kWarpTurns = 4;                   // a chunk's 128 shares of 16 bytes, a lane each
+static_assert(kTileChunkRows * kTileChunkColumns * 32 == kThreads, "a warp for each chunk");
+static_assert(kTileRows == kScaleTileRows && kChunkBlocks == kScaleWord,
+              "a tile of scales belongs to two chunks, one above the other");
+
+struct PackShape {
+  int64_t n;
+  int64_t num_blocks;     // of 16 in a row
+  int64_t chunk_rows;     // of a matrix
+  int64_t chunk_columns;  // also the tiles of scales side by side
+  unsigned tile_rows;     // CTAs of a matrix, one above the other
+  unsigned tile_columns;
+};
+
+/// Where a CTA works, and its warp within.
+struct PackPlace {
+  int64_t matrix;
+  int64_t first_row;
+  int64_t first_block;
+  int64_t chunk;       // of the warp, among those of all matrices
+  int64_t scale_tile;  // likewise
+  int64_t warp_row;    // the first row of the warp's chunk
+  int64_t warp_block;
+  int tile_chunk_row;  // place of the warp's chunk in the CTA
+  int tile_chunk_column;
+  bool has_scales;  // the warp's part of a tile of scales exists
+  bool has_chunk;   // its chunk does too
+
+  __device__ explicit PackPlace(PackShape const& shape) {
+    unsigned const stripe = blockIdx.x / shape.tile_columns;
+    unsigned const column = blockIdx.x - stripe * shape.tile_columns;
+    unsigned const row = stripe % shape.tile_rows;
+    matrix = stripe / shape.tile_rows;
+    first_row = int64_t{row} * kTileRows;
+    first_block = int64_t{column} * kTileBlocks;
+    int const warp = static_cast<int>(threadIdx.x / 32);
+    tile_chunk_row = warp / kTileChunkColumns;
+    tile_chunk_column = warp % kTileChunkColumns;
+    int64_t const chunk_row = int64_t{row} * kTileChunkRows + tile_chunk_row;
+    int64_t const chunk_column = int64_t{column} * kTileChunkColumns + tile_chunk_column;
+    warp_row = chunk_row * Nvfp4Packing::kRows;
+    warp_block = chunk_column * kChunkBlocks;
+    has_scales = chunk_column < shape.chunk_columns;
+    has_chunk = has_scales && chunk_row < shape.chunk_rows;
+    chunk = (matrix * shape.chunk_rows + chunk_row) * shape.chunk_columns + chunk_column;
+    scale_tile = int64_t{stripe} * shape.chunk_columns + chunk_column;
+  }
+};
+
+/// The lane's row of the chunk, of the two rows, 8 apart, whose scales lie together.
+__device__ inline int scale_row_of(int lane) { return lane / 8 * 16 + lane % 8; }
+
+/// Four blocks' scales of a row of the chunk, as a word of their tile.
+__device__ inline int scale_word_of(int tile_chunk_row, int row) {
+  return row % 32 * 4 + tile_chunk_row * 2 + row / 32;
+}
+
+/// The word of scales with those beyond the matrix set to zero.
+__device__ inline uint32_t masked_scales(uint32_t word, PackShape const& shape, int64_t row, int64_t block) {
+  int64_t const blocks = row < shape.n ? shape.num_blocks - block : 0;
+  return blocks >= kScaleWord ? word : blocks <= 0 ? 0u : word & ((1u << (8 * blocks)) - 1);
+}
+
+/// codes (n, num_blocks) and swizzled scales of each matrix to its chunks.
+__global__ void __launch_bounds__(kThreads)
+    prepack(PackShape shape, uint2 const* codes, uint32_t const* scales, uint8_t* packed) {
+  __shared__ uint32_t table[8][16];
+  __shared__ uint2 staged[kTileRows][kStagedBlocks];
+  if (threadIdx.x < 8 * 16) {
+    table[threadIdx.x / 16][threadIdx.x % 16] = word_table.words[threadIdx.x / 16][threadIdx.x % 16];
+  }
+  PackPlace const place(shape);
+  int const lane = static_cast<int>(threadIdx.x % 32);
+  uint2 loaded[kTileTurns];
+#pragma unroll
+  for (int i = 0; i < kTileTurns; ++i) {
+    int const index = i * kThreads + static_cast<int>(threadIdx.x);
+    int64_t const row = place.first_row + index / kTileBlocks;
+    int64_t const block = place.first_block + index % kTileBlocks;
+    bool const is_inside = row < shape.n && block < shape.num_blocks;
+    loaded[i] =
+        is_inside ? __ldg(codes + (place.matrix * shape.n + row) * shape.num_blocks + block) : uint2{0, 0};
+  }
+  uint8_t* const chunk = packed + place.chunk * Nvfp4Packing::kChunkBytes;
+  if (place.has_chunk) {
+    uint32_t words[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int const row = scale_row_of(lane) + 8 * i;
+      words[i] = masked_scales(
+          __ldg(scales + place.scale_tile * (512 / 4) + scale_word_of(place.tile_chunk_row, row)), shape,
+          place.warp_row + row, place.warp_block);
+    }
+    static_assert(Nvfp4Packing::scale_byte(9, 2) == 13, "the rows alternate, blocks ascend");
+    reinterpret_cast<uint2*>(chunk + Nvfp4Packing::kCodeBytes)[lane] = {
+        __byte_perm(words[0], words[1], 0x5140), __byte_perm(words[0], words[1], 0x7362)};
+  }
+#pragma unroll
+  for (int i = 0; i < kTileTurns; ++i) {
+    int const index = i * kThreads + static_cast<int>(threadIdx.x);
+    staged[index / kTileBlocks][index % kTileBlocks] = loaded[i];
+  }
+  __syncthreads();
+  if (!place.has_chunk) {
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kWarpTurns; ++i) {
+    int const thread = i * 32 + lane;
+    int const row = place.tile_chunk_row * Nvfp4Packing::kRows + Nvfp4Packing::row_of(thread, 0);
+    uint32_t share[Nvfp4Packing::kWordsPerThread];
+#pragma unroll
+    for (int w = 0; w < Nvfp4Packing::kWordsPerThread; ++w) {
+      int const block = place.tile_chunk_column * kChunkBlocks + w;
+      // Two neighbouring codes are a byte: those of both rows, then both of the second half of the block.
+      uint2 const upper = staged[row][block];
+      uint2 const lower = staged[row + 8][block];
+      uint32_t const halves[4] = {upper.x, lower.x, upper.y, lower.y};
+      uint32_t word = 0;
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        uint32_t const byte = halves[pair] >> (Nvfp4Packing::depth_of(thread, 0) * 4);
+        // One row of the table is 16 banks, so that no two lanes conflict.
+        word ^= table[2 * pair][byte & 15u] ^ table[2 * pair + 1][byte >> 4 & 15u];
+      }
+      share[w] = word;
+    }
+    reinterpret_cast<uint4*>(chunk)[thread] = {share[0], share[1], share[2], share[3]};
+  }
+}
+
+/// The inverse of prepack.
+__global__ void __launch_bounds__(kThreads)
+    unpack(PackShape shape, uint8_t const* packed, uint2* codes, uint32_t* scales) {
+  __shared__ uint2 staged[kTileRows][kStagedBlocks];
+  PackPlace const place(shape);
+  int const lane = static_cast<int>(threadIdx.x % 32);
+  uint8_t const* const chunk = packed + place.chunk * Nvfp4Packing::kChunkBytes;
+  if (place.has_chunk) {
+    uint4 shares[kWarpTurns];
+#pragma unroll
+    for (int i = 0; i < kWarpTurns; ++i) {
+      shares[i] = __ldg(reinterpret_cast<uint4 const*>(chunk) + i * 32 + lane);
+    }
+#pragma unroll
+    for (int i = 0; i < kWarpTurns; ++i) {
+      int const thread = i * 32 + lane;
+      int const row = place.tile_chunk_row * Nvfp4Packing::kRows + Nvfp4Packing::row_of(thread, 0);
+      uint32_t const share[Nvfp4Packing::kWordsPerThread] = {shares[i].x, shares[i].y, shares[i].z,
+                                                             shares[i].w};
+#pragma unroll
+      for (int w = 0; w < Nvfp4Packing::kWordsPerThread; ++w) {
+        int const block = place.tile_chunk_column * kChunkBlocks + w;
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+          uint32_t const byte =
+              Nvfp4Packing::code_of(share[w], 2 * pair) | Nvfp4Packing::code_of(share[w], 2 * pair + 1) << 4;
+          int const half = pair / 2;
+          auto* const bytes = reinterpret_cast<uint8_t*>(&staged[row + pair % 2 * 8][block]);
+          bytes[half * 4 + Nvfp4Packing::depth_of(thread, 0) / 2] = static_cast<uint8_t>(byte);
+        }
+      }
+    }
+  }
+  if (place.has_scales) {
+    // Where the chunk does not exist, its half of the tile is padding.
+    uint2 const both = place.has_chunk
+                           ? __ldg(reinterpret_cast<uint2 const*>(chunk + Nvfp4Packing::kCodeBytes) + lane)
+                           : uint2{0, 0};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int const row = scale_row_of(lane) + 8 * i;
+      uint32_t const word = __byte_perm(both.x, both.y, i == 0 ? 0x6420 : 0x7531);
+      scales[place.scale_tile * (512 / 4) + scale_word_of(place.tile_chunk_row, row)] =
+          masked_scales(word, shape, place.warp_row + row, place.warp_block);
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kTileTurns; ++i) {
+    int const index = i * kThreads + static_cast<int>(threadIdx.x);
+    int64_t const row = place.first_row + index / kTileBlocks;
+    int64_t const block = place.first_block + index % kTileBlocks;
+    if (row < shape.n && block < shape.num_blocks) {
+      codes[(place.matrix * shape.n + row) * shape.num_blocks + block] =
+          staged[index / kTileBlocks][index % kTileBlocks];
+    }
+  }
+}
+
+__global__ void nothing() {}
+
+PackShape shape_of(int64_t n, int64_t k) {
+  int64_t const chunk_rows = Nvfp4Packing::chunks_of(n);
+  int64_t const chunk_columns = Nvfp4Packing::chunks_of(k);
+  return {n,
+          k / kBlock,
+          chunk_rows,
+          chunk_columns,
+          static_cast<unsigned>(ceil_div(chunk_rows, kTileChunkRows)),
+          static_cast<unsigned>(ceil_div(chunk_columns, kTileChunkColumns))};
+}
+
+}  // namespace
+
+fp4gemm_status_t launch_prepack(int num_matrices, int64_t n, int64_t k, void const* codes, void const* scales,
+                                void* packed, fp4gemm_stream_t stream) {
+  PackShape const shape = shape_of(n, k);
+  unsigned const ctas = static_cast<unsigned>(num_matrices) * shape.tile_rows * shape.tile_columns;
+  if (ctas == 0) {
+    return FP4GEMM_SUCCESS;
+  }
+  prepack<<<ctas, kThreads, 0, stream>>>(shape, static_cast<uint2 const*>(codes),
+                                         static_cast<uint32_t const*>(scales), static_cast<uint8_t*>(packed));
+  FP4GEMM_CUDA(cudaGetLastError());
+  return FP4GEMM_SUCCESS;
+}
+
+fp4gemm_status_t launch_unpack(int num_matrices, int64_t n, int64_t k, void const* packed, void* codes,
+                               void* scales, fp4gemm_stream_t stream) {
+  PackShape const shape = shape_of(n, k);
+  unsigned const ctas = static_cast<unsigned>(num_matrices) * shape.tile_rows * shape.tile_columns;
+  if (ctas == 0) {
+    return FP4GEMM_SUCCESS;
+  }
+  unpack<<<ctas, kThreads, 0, stream>>>(shape, static_cast<uint8_t const*>(packed),
+                                        static_cast<uint2*>(codes), static_cast<uint32_t*>(scales));
+  FP4GEMM_CUDA(cudaGetLastError());
+  return FP4GEMM_SUCCESS;
+}
+
+fp4gemm_status_t launch_nothing(fp4gemm_stream_t stream) {
+  nothing<<<1, 1, 0, stream>>>();
+  FP4GEMM_CUDA(cudaGetLastError());
+  return FP4GEMM_SUCCESS;
+}
+
+}  // namespace fp4gemm

@@ -1,0 +1,43 @@
+// What the kernels on prepacked weights take, measured: the data behind their selection on H100 and H200.
+#pragma once
+
+#include "kernel.hpp"
+
+namespace fp4gemm {
+
+/// Microseconds of a product: fixed, and for every 64 of k of each tile that a worker has in turn; more where
+/// tiles are split along k, and for each tile after the first. chunk_2_us: where two CTAs share a
+/// multiprocessor, of each; 0 for kernels that have one.
+struct PrepackedFigures {
+  int tile_m, tile_n, tile_k;
+  double fixed_us, chunk_us, split_us, tile_us, chunk_2_us;
+};
+
+// An H200, 2026-11-22, 1755 to 1980 MHz: lines through the times of (8192, 8192), (8192, 2048), (4096, 4096)
+// and (16384, 16384) weights by CUDA graph replay, tile_us from 256 experts (`python -m bench hopper`). An
+// H100 has the same multiprocessors and less bandwidth.
+constexpr PrepackedFigures kPrepackedFigures[] = {
+    {16, 64, 256, 2.7, 0.108, 1.4, 1.0, 0.172}, {16, 64, 512, 4.4, 0.083, 1.8, 1.7, 0},
+    {16, 128, 512, 4.6, 0.157, 2.0, 2.0, 0},    {32, 64, 512, 4.3, 0.109, 1.8, 1.9, 0},
+    {64, 128, 256, 4.9, 0.235, 2.6, 2.5, 0},    {128, 128, 128, 7.0, 0.345, 2.6, 4.0, 0},
+    {256, 128, 64, 9.0, 0.612, 3.5, 7.0, 0},
+};
+
+// Decoding to bf16 takes more instructions.
+constexpr double kBf16Chunk = 1.3;
+
+/// Those of a kernel of the table; of the last for a tile that has not been measured.
+constexpr PrepackedFigures prepacked_figures(int tile_m, int tile_n, int tile_k, Operands operands) {
+  PrepackedFigures found = kPrepackedFigures[sizeof(kPrepackedFigures) / sizeof(PrepackedFigures) - 1];
+  for (PrepackedFigures const& figures : kPrepackedFigures) {
+    if (figures.tile_m == tile_m && figures.tile_n == tile_n && figures.tile_k == tile_k) {
+      found = figures;
+    }
+  }
+  if (operands == Operands::kPrepackedBf16 && tile_m <= 32) {
+    found.chunk_us *= kBf16Chunk;
+  }
+  return found;
+}
+
+}  // namespace fp4gemm

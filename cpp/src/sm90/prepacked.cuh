@@ -1,0 +1,206 @@
+// The table rows of the SM90 kernels on prepacked weights: one compiled kernel serves dense and grouped
+// products, every output type and the gated epilogue, each under a name of its own.
+#pragma once
+
+#include <cuda.h>
+
+#include <array>
+#include <atomic>
+
+#include "cutlass_evt/epilogue/columns.hpp"
+#include "cutlass_evt/kernel/sm90_nvfp4.hpp"
+#include "error.hpp"
+#include "kernel_row.hpp"
+#include "overlap.hpp"
+
+namespace fp4gemm {
+
+/// The driver's function that describes a tensor to TMA, or null; looked up once.
+inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
+  static decltype(&cuTensorMapEncodeTiled) const found = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result{};
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault,
+                                         &result) != cudaSuccess ||
+        result != cudaDriverEntryPointSuccess) {
+      function = nullptr;
+    }
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  return found;
+}
+
+/// What all rows of one configuration share: the launch.
+template <class Config>
+struct PrepackedLaunch {
+  using Epilogue = cutlass_evt::epilogue::ColumnsEpilogue;
+  using Kernel = cutlass_evt::Sm90Nvfp4Kernel<Config, Epilogue>;
+  using Params = typename Kernel::Params;
+  static constexpr bool kIsBf16 = std::is_same<typename Config::Element, cutlass::bfloat16_t>::value;
+
+  static int64_t row_tiles(Problem const& p) { return (p.n + Config::kRows - 1) / Config::kRows; }
+
+  /// At least as many as there are.
+  static int64_t token_tiles(Problem const& p) {
+    return p.m / Config::kTokens + (p.num_groups > 0 ? p.num_groups : 1);
+  }
+
+  /// As many as run at once; but where each multiprocessor has a tile at most, a second CTA's room is left to
+  /// the kernel that follows, which then starts early.
+  static int num_ctas(Problem const& p) {
+    int const an_sm = row_tiles(p) * token_tiles(p) > p.num_sms ? Config::kCtasPerSm : 1;
+    return p.num_sms * an_sm / Config::kCluster * Config::kCluster;
+  }
+
+  static size_t workspace_bytes(Problem const& p) { return Kernel::workspace_bytes(num_ctas(p)); }
+
+  static cutlass_evt::epilogue::ColumnsArguments epilogue(Problem const& p, fp4gemm_dtype_t out, bool gated) {
+    cutlass_evt::epilogue::ColumnsArguments args;
+    args.alpha_row = {p.alpha_row.data, p.alpha_row.numel != 1, 0};
+    args.alpha_col = {p.alpha_col.data, p.alpha_col.numel != 1, p.alpha_col.group_stride};
+    args.bias = {p.bias.data, true, p.bias.group_stride};
+    args.alpha = p.alpha;
+    args.alpha_groups = p.alpha_groups;
+    args.activation =
+        gated ? cutlass_evt::Activation::kNone : static_cast<cutlass_evt::Activation>(p.activation);
+    args.gated = gated;
+    args.output = out == FP4GEMM_BF16   ? cutlass_evt::epilogue::OutputType::kBf16
+                  : out == FP4GEMM_FP16 ? cutlass_evt::epilogue::OutputType::kFp16
+                                        : cutlass_evt::epilogue::OutputType::kFp32;
+    args.c = p.c;
+    args.c_row_stride = p.c_row_stride;
+    args.c_scale = p.beta;
+    args.d = p.d;
+    args.d_row_stride = p.d_row_stride;
+    return args;
+  }
+
+  /// The map of the tokens that Sm90Nvfp4Operands describes. False: the driver refused.
+  static bool describe_tokens(Problem const& p, CUtensorMap* map) {
+    using Mainloop = typename Kernel::Mainloop;
+    auto const encode = tensor_map_encoder();
+    if (encode == nullptr) {
+      return false;
+    }
+    constexpr int kDepth = cutlass_evt::Nvfp4Packing::kDepth;
+    bool const whole = p.k % kDepth == 0;
+    auto const k = static_cast<cuuint64_t>(p.k);
+    auto const m = static_cast<cuuint64_t>(p.m);
+    cuuint64_t const sizes[3] = {whole ? kDepth : k, m, whole ? k / kDepth : 1};
+    cuuint64_t const strides[2] = {2 * k, whole ? 2 * kDepth : 2 * k * m};  // bytes
+    cuuint32_t const box[3] = {kDepth, Mainloop::kLoadTokens,
+                               static_cast<cuuint32_t>(whole ? Mainloop::kLoadChunks : 1)};
+    cuuint32_t const steps[3] = {1, 1, 1};
+    return encode(map, kIsBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3,
+                  const_cast<void*>(p.a), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  }
+
+  static cudaError_t prepare(int device) {
+    static std::atomic<uint64_t> prepared{0};
+    return allow_shared_memory(sm90_kernel(), Config::kSharedBytes, device, prepared);
+  }
+
+  static void const* sm90_kernel() {
+    return reinterpret_cast<void const*>(cutlass_evt::sm90_nvfp4_gemm<Config, Epilogue>);
+  }
+
+  static fp4gemm_status_t launch(char const* name, Problem const& p, fp4gemm_dtype_t out, bool gated,
+                                 void* workspace, fp4gemm_stream_t stream) {
+    using Packing = cutlass_evt::Nvfp4Packing;
+    int const grid = num_ctas(p);
+    if (row_tiles(p) * token_tiles(p) > INT32_MAX) {
+      return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not take m %lld with n %lld", name,
+                  static_cast<long long>(p.m), static_cast<long long>(p.n));
+    }
+    Params params;
+    params.weights = static_cast<uint8_t const*>(p.b);
+    params.weight_bytes = Packing::bytes(p.n, p.k);
+    params.weights_are_fresh = p.b_is_fresh;
+    params.n = static_cast<int>(p.n);
+    params.groups = {static_cast<int>(p.m), p.num_groups > 0 ? p.num_groups : 1, p.offs};
+    params.operands = {static_cast<int>(Packing::chunks_of(p.n)), static_cast<int>(Packing::chunks_of(p.k)),
+                       p.k % Packing::kDepth == 0};
+    params.splits = !p.batch_invariant;
+    params.partials = static_cast<float*>(workspace);
+    params.flags = reinterpret_cast<uint64_t*>(params.partials + grid * Kernel::kPartialFloats);
+    params.epilogue = epilogue(p, out, gated);
+
+    if (!describe_tokens(p, &params.tokens)) {
+      return fail(FP4GEMM_ERROR_CUDA, "a: the driver could not describe (%lld, %lld) at %p to TMA",
+                  static_cast<long long>(p.m), static_cast<long long>(p.k), p.a);
+    }
+
+    cudaLaunchAttribute attributes[2] = {{}, overlapping_launch()};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {Config::kCluster, 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = static_cast<unsigned>(grid);
+    config.blockDim = Config::kThreads;
+    config.dynamicSmemBytes = Config::kSharedBytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = 2;
+    FP4GEMM_CUDA(prepare(p.device));
+    void* kernel_args[] = {&params};
+    FP4GEMM_CUDA(cudaLaunchKernelExC(&config, sm90_kernel(), kernel_args));
+    return FP4GEMM_SUCCESS;
+  }
+};
+
+template <class Config, bool kIsGrouped, bool kIsGated, class Out>
+struct PrepackedImpl {
+  using Launch = PrepackedLaunch<Config>;
+  static constexpr KernelTraits kTraits{90,
+                                        kIsGrouped,
+                                        true,
+                                        kIsGated,
+                                        Config::kTokens,
+                                        Config::kRows,
+                                        Config::kDepth,
+                                        1,
+                                        Config::kCluster,
+                                        kIsGated ? "swiglu" : "rowcol",
+                                        OutType<Out>::kId,
+                                        OutType<Out>::kName,
+                                        Launch::kIsBf16 ? Operands::kPrepackedBf16 : Operands::kPrepacked};
+  static constexpr NameBuilder kName = kTraits.name();
+
+  static size_t workspace_bytes(Problem const& p) { return Launch::workspace_bytes(p); }
+
+  static fp4gemm_status_t launch(Problem const& p, void* workspace, fp4gemm_stream_t stream) {
+    return Launch::launch(kName.text, p, OutType<Out>::kId, kIsGated, workspace, stream);
+  }
+};
+
+constexpr int kRowsPerConfig = 10;
+
+/// Every row of one configuration.
+template <class Config>
+constexpr std::array<Kernel, kRowsPerConfig> prepacked_rows() {
+  using bf16 = cutlass::bfloat16_t;
+  using fp16 = cutlass::half_t;
+  return {make_row<PrepackedImpl<Config, false, false, bf16>>(),
+          make_row<PrepackedImpl<Config, false, false, fp16>>(),
+          make_row<PrepackedImpl<Config, false, false, float>>(),
+          make_row<PrepackedImpl<Config, false, true, bf16>>(),
+          make_row<PrepackedImpl<Config, false, true, fp16>>(),
+          make_row<PrepackedImpl<Config, true, false, bf16>>(),
+          make_row<PrepackedImpl<Config, true, false, fp16>>(),
+          make_row<PrepackedImpl<Config, true, false, float>>(),
+          make_row<PrepackedImpl<Config, true, true, bf16>>(),
+          make_row<PrepackedImpl<Config, true, true, fp16>>()};
+}
+
+template <class... Configs>
+constexpr std::array<Kernel, kRowsPerConfig * sizeof...(Configs)> prepacked_table() {
+  std::array<Kernel, kRowsPerConfig> const rows[] = {prepacked_rows<Configs>()...};
+  std::array<Kernel, kRowsPerConfig * sizeof...(Configs)> table{};
+  for (size_t i = 0; i < table.size(); ++i) {
+    table[i] = rows[i / kRowsPerConfig][i % kRowsPerConfig];
+  }
+  return table;
+}
+
+}  // namespace fp4gemm

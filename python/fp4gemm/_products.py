@@ -1,0 +1,175 @@
+"""Products to be measured: Gaussian operands in every form, the calls, and what the reference makes of them.
+
+Sums of products of Gaussian NVFP4 data are exact in float32, in whatever order they are taken, so that a
+kernel that is right gives the bits of the reference. Results are compared in memory that was full of NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import gemm, grouped, prepacked, reference, stacks
+from .decoded import DecodedTensor
+from .prepacked import PrepackedTensor
+from .quantize import decode, quantize
+from .tensor import NVFP4Tensor
+
+__all__ = [
+    "A_FORMS",
+    "B_FORMS",
+    "Product",
+    "activations",
+    "difference",
+    "gaussian_weights",
+    "random_ends",
+    "weights_in",
+]
+
+Activations = NVFP4Tensor | DecodedTensor | Tensor
+Weights = NVFP4Tensor | DecodedTensor | PrepackedTensor
+
+A_FORMS = ("nvfp4", "f16", "bf16")  # quantized; decoded; plain bfloat16
+B_FORMS = ("nvfp4", "f16", "prepacked")
+POISON = 0xFF  # bytes of a NaN in every output type
+ROWS = 512  # of D that are compared, at most
+GROUPS = 8  # likewise
+COLUMNS = 4096  # of D at a time; a multiple of 128, so that scales can be sliced
+
+
+# ---- operands
+
+
+def gaussian_weights(
+    n: int, k: int, device: torch.device, gen: torch.Generator, num_groups: int = 0
+) -> NVFP4Tensor:
+    """quantize of a Gaussian (n, k), or of num_groups of them, made one by one to keep the peak low."""
+
+    def one() -> NVFP4Tensor:
+        return quantize(torch.randn((n, k), device=device, dtype=torch.bfloat16, generator=gen))
+
+    return one() if num_groups == 0 else stacks.stack([one() for _ in range(num_groups)])
+
+
+def weights_in(form: str, w: NVFP4Tensor) -> Weights:
+    """w in one of B_FORMS."""
+    if form == "f16":
+        return decode(w)
+    return prepacked.prepack(w) if form == "prepacked" else w
+
+
+def activations(
+    form: str, m: int, k: int, device: torch.device, gen: torch.Generator, offs: Tensor | None = None
+) -> Activations:
+    """A Gaussian (m, k), quantized, in one of A_FORMS; the values of "bf16" are exact in bfloat16, too."""
+    a = quantize(torch.randn((m, k), device=device, dtype=torch.bfloat16, generator=gen), offs=offs)
+    if form == "nvfp4":
+        return a
+    values = decode(a)
+    # An e2m1 number times an e4m3 one has 6 bits.
+    return values if form == "f16" else values.data.to(torch.bfloat16)
+
+
+def random_ends(m: int, num_groups: int, device: torch.device, gen: torch.Generator) -> Tensor:
+    """int32 (num_groups,), cumulative ends of m rows, each of which chose its group at random."""
+    chosen = torch.randint(num_groups, (m,), device=device, generator=gen)
+    return torch.bincount(chosen, minlength=num_groups).cumsum(0).to(torch.int32)
+
+
+# ---- results
+
+
+class Product(NamedTuple):
+    """D = mm(a, b), or grouped_mm(a, b, offs) where there are offs; ``weights``: b as it was quantized."""
+
+    a: Activations
+    b: Weights
+    weights: NVFP4Tensor
+    offs: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of D."""
+        return self.a.shape[0], self.weights.shape[-2]
+
+    def run(self, kernel: str | None = None, out: Tensor | None = None) -> Tensor:
+        """D by that kernel, or by the one that the library takes."""
+        if self.offs is None:
+            return gemm.mm(self.a, self.b, out=out, kernel=kernel)
+        return grouped.grouped_mm(self.a, self.b, self.offs, out=out, kernel=kernel)
+
+    def poisoned(self, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """An out for run, full of NaN."""
+        out = torch.empty(self.shape, dtype=out_dtype, device=self.weights.device)
+        out.view(torch.uint8).fill_(POISON)
+        return out
+
+
+def difference(product: Product, got: Tensor) -> str | None:
+    """None where ``got`` has the bits of the reference in the rows that are looked at, else one sentence.
+
+    Those are 512 rows, from the first to the last, of 8 groups. A plain ``a`` is one that
+    :func:`activations` made. Synchronises.
+    """
+    if product.offs is None:
+        rows = _spread(product.shape[0], ROWS)
+        return _difference(product.a, product.weights, rows, got, "")
+    ends = product.offs.tolist()
+    begins = [0, *ends[:-1]]
+    occupied = [e for e, (begin, end) in enumerate(zip(begins, ends, strict=True)) if end > begin]
+    for i in _spread(len(occupied), GROUPS):
+        e = occupied[i]
+        rows = [begins[e] + row for row in _spread(ends[e] - begins[e], ROWS // GROUPS)]
+        reason = _difference(product.a, product.weights[e], rows, got, f"group {e}, ")
+        if reason is not None:
+            return reason
+    return None
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Up to ``most`` of the indices 0 to count - 1, the first and the last among them."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
+
+
+def _difference(a: Activations, w: NVFP4Tensor, rows: Sequence[int], got: Tensor, where: str) -> str | None:
+    index = torch.tensor(rows, dtype=torch.int64, device=got.device)
+    values, alpha_row = _values(a, index)
+    # Each operand that was quantized has the factor 1 / (6 * e4m3_max).
+    alpha = 1 / (6 * w.e4m3_max)
+    if not isinstance(a, Tensor):
+        alpha = 1 / (36 * a.e4m3_max * w.e4m3_max)  # rounds once
+    for begin in range(0, w.shape[0], COLUMNS):
+        columns = slice(begin, begin + COLUMNS)
+        want = reference.scaled_mm(
+            values,
+            w.codes[columns],
+            None,
+            w.scales[columns],
+            alpha,
+            alpha_row,
+            w.amax if w.amax.numel() == 1 else w.amax[columns],
+            None,
+            got.dtype,
+        )
+        part = got[index, columns].contiguous()
+        differ = (part.view(torch.uint8) != want.view(torch.uint8)).view(*want.shape, -1).any(2)
+        if differ.any():
+            i, j = (int(x) for x in differ.nonzero()[0])
+            return (
+                f"{where}{int(differ.sum())} of {differ.numel()} elements differ, the first, at row "
+                f"{rows[i]}, column {begin + j}, is {part[i, j].item()}, must be {want[i, j].item()}"
+            )
+    return None
+
+
+def _values(a: Activations, index: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Rows of a as float16, and their amax; None where a is plain."""
+    if isinstance(a, Tensor):
+        return a[index].to(torch.float16), None
+    data = decode(a).data if isinstance(a, NVFP4Tensor) else a.data
+    return data[index], a.amax if a.amax.numel() == 1 else a.amax[index]

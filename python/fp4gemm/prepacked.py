@@ -1,0 +1,157 @@
+"""prepack and unpack: weights rearranged for the kernels of Hopper, and PrepackedTensor, which holds them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _checks, _containers, _pytree, ops
+from .decoded import text
+from .info import ready
+from .tensor import NVFP4Tensor
+
+__all__ = ["PrepackedTensor", "prepack", "unpack"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class PrepackedTensor:
+    """w[n, k] ~ q * s * amax[n] / (6 * e4m3_max): an NVFP4 weight in the order in which Hopper streams it.
+
+    One matrix or a stack (g, n, k). What :func:`prepack` returns and :func:`fp4gemm.mm` takes for its right
+    operand on devices of compute capability 9.0 and on the CPU (there slowly: every call unpacks it). It is
+    as large as the NVFP4Tensor, 0.5625 bytes an element where n and k are multiples of 64, and
+    :func:`unpack` gives that back bit for bit. The order of the bytes may change with the version of this
+    library, so pickle and torch.save write the NVFP4Tensor in its place.
+
+    Args:
+        data: uint8 (bytes,) or (g, bytes), contiguous, base 16-byte aligned, with bytes = 2304 * ceil(n / 64)
+            * ceil(k / 64) of each matrix.
+        amax: float32 (1,) or (n,), (g, 1) or (g, n), as in :class:`fp4gemm.NVFP4Tensor`.
+        shape: (n, k) or (g, n, k); k a multiple of 16.
+        e4m3_max, hadamard_signs: as in :class:`fp4gemm.NVFP4Tensor`.
+
+    Raises:
+        TypeError, ValueError: as for :class:`fp4gemm.NVFP4Tensor`.
+    """
+
+    data: Tensor  # (bytes,) or (g, bytes) u8
+    amax: Tensor  # (1,) or (n,), (g, 1) or (g, n) f32
+    shape: tuple[int, ...]
+    e4m3_max: int = 448
+    hadamard_signs: int | None = None
+
+    def __post_init__(self) -> None:
+        _containers.options(self.e4m3_max, self.hadamard_signs, None, 0)
+        _containers.prepacked(self.data, self.amax, self.shape)
+
+    @classmethod
+    def _trusted(
+        cls,
+        data: Tensor,
+        amax: Tensor,
+        shape: tuple[int, ...],
+        e4m3_max: int,
+        hadamard_signs: int | None = None,
+    ) -> PrepackedTensor:
+        self = object.__new__(cls)
+        object.__setattr__(self, "data", data)
+        object.__setattr__(self, "amax", amax)
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "e4m3_max", e4m3_max)
+        object.__setattr__(self, "hadamard_signs", hadamard_signs)
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.amax.nbytes
+
+    def __getitem__(self, e: int) -> PrepackedTensor:
+        """Matrix e (n, k) of a stack, with its amax (1,) or (n,); it shares memory.
+
+        Raises:
+            TypeError: e is no int, or this is no stack. IndexError: e is out of range.
+        """
+        _containers.stack_index(e, self.shape)
+        return self._with(self.data[e], self.amax[e], self.shape[1:])
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values, (n, k) or (g, n, k): those of :meth:`fp4gemm.NVFP4Tensor.dequantize`."""
+        _checks.is_float_dtype("dtype", dtype)
+        return unpack(self).dequantize(dtype)
+
+    def _with(self, data: Tensor, amax: Tensor, shape: tuple[int, ...]) -> PrepackedTensor:
+        return PrepackedTensor._trusted(data, amax, shape, self.e4m3_max, self.hadamard_signs)
+
+    def to(self, device: torch.device | str | int) -> PrepackedTensor:
+        """As :meth:`fp4gemm.NVFP4Tensor.to`."""
+        target = _checks.as_device("device", device)
+        data = _checks.moved("device", self.data, target)
+        return self if data is self.data else self._with(data, self.amax.to(target), self.shape)
+
+    def clone(self) -> PrepackedTensor:
+        """A copy that shares no memory."""
+        return self._with(self.data.clone(), self.amax.clone(), self.shape)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return prepack, (unpack(self),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrepackedTensor:
+        memo[id(self)] = copied = self.clone()
+        return copied
+
+    def __repr__(self) -> str:
+        return text(self)
+
+
+def prepack(w: NVFP4Tensor) -> PrepackedTensor:
+    """The same weight, its codes and scales rearranged for mm on compute capability 9.0; nothing is lost.
+
+    To do once for each weight: a product with the NVFP4Tensor itself rearranges it in every call. amax is
+    shared with w, not copied.
+
+    Args:
+        w: (n, k) or (g, n, k) without groups, n at least 1: ``quantize(weight)``.
+
+    Returns:
+        PrepackedTensor on the device of w, on its current stream. Does not synchronise.
+
+    Raises:
+        TypeError: w is no NVFP4Tensor. ValueError: it has groups (offs) or no row. NotImplementedError: the
+            device has no kernel.
+    """
+    if not isinstance(w, NVFP4Tensor):
+        raise TypeError(
+            f"w: got {_checks.describe(w)}, must be an fp4gemm.NVFP4Tensor (see fp4gemm.quantize)"
+        )
+    if w.offs is not None:
+        raise ValueError(f"w: has {w.offs.shape[0]} groups (offs), must have none")
+    if w.codes.shape[-2] == 0:
+        raise ValueError(f"w: shape is {w.shape}, must have a row or more")
+    ready(w.codes, "quantize")
+    data = ops.prepack(w.codes, w.scales)
+    return PrepackedTensor._trusted(data, w.amax, w.shape, w.e4m3_max, w.hadamard_signs)
+
+
+def unpack(p: PrepackedTensor) -> NVFP4Tensor:
+    """The NVFP4Tensor that was prepacked, bit for bit, the padding of its scales zero; amax is shared with p.
+
+    Raises:
+        TypeError: p is no PrepackedTensor. NotImplementedError: the device has no kernel.
+    """
+    if not isinstance(p, PrepackedTensor):
+        raise TypeError(
+            f"p: got {_checks.describe(p)}, must be an fp4gemm.PrepackedTensor (see fp4gemm.prepack)"
+        )
+    ready(p.data, "quantize")
+    codes, scales = ops.unpack(p.data, *p.shape[-2:])
+    return NVFP4Tensor._trusted(codes, scales, p.amax, p.e4m3_max, None, p.hadamard_signs)
+
+
+_pytree.register(PrepackedTensor, ("data", "amax"), ("shape", "e4m3_max", "hadamard_signs"))

@@ -1,0 +1,162 @@
+"""NVFP4 weights in the order in which Hopper's kernels stream them, and back: prepack and unpack.
+
+The layout is that of cpp/cutlass_evt/mainloop/nvfp4_packing.hpp. Chunks of 64 rows by 64 of k stand
+row-major, each 2048 bytes of codes and 256 of scales, zeros beyond n and k. Thread t (0..127) holds 16 bytes
+of a chunk, a 32-bit word for each 16 of k; code i (0..7) of its words is that of::
+
+    row  t // 32 * 16 + t % 32 // 4 + i // 2 % 2 * 8      k  i // 4 * 8 + t % 4 * 2 + i % 2
+
+Codes 2p (in the low half) and 2p + 1 (in the high) have the sign in bit 15 and the rest in bits 11..9 of
+``v & 0x8E008E00``, with v the word w rotated to the left, for p = 0..3::
+
+    v = w      v = rot(w, 3)      v = rot(w, 7) ^ rot(w, 10)      v = rot(w, 7) ^ rot(w, 12)
+
+The scale of row r (0..63) and block c (0..3) is byte (r // 16 * 8 + r % 8) * 8 + 2 * c + r // 8 % 2.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+from ..layout import swizzle_scales, unswizzle_scales
+from . import checks
+
+__all__ = ["prepack", "unpack"]
+
+BLOCK = _checks.BLOCK
+CHUNK = 64  # rows, and of k
+CODE_BYTES, SCALE_BYTES = 2048, 256
+CHUNK_BYTES = CODE_BYTES + SCALE_BYTES
+# A row of a chunk is r = 16 a + 8 h + q; byte y of its codes is 8 w + 4 d + u. A word holds h and d.
+_ROW, _BYTE = (4, 2, 8), (4, 2, 4)  # (a, h, q), (w, d, u)
+_ORDER = (0, 4, 1, 3, 7, 5, 6, 2)  # (R, a, h, q, C, w, d, u) to (R, C, a, q, u, w, d, h): thread, word, pair
+_BACK = (0, 2, 7, 3, 1, 5, 6, 4)
+
+
+def _rotate(word: int | Tensor, by: int) -> int | Tensor:
+    """To the left, of 32 bits."""
+    return ((word << by) | (word >> (32 - by))) & 0xFFFFFFFF
+
+
+def _pair(word: int | Tensor, p: int) -> int | Tensor:
+    """The byte of codes 2p (low nibble) and 2p + 1 of a word of 32 bits, an int or int64."""
+    v = word if p == 0 else _rotate(word, 3 if p == 1 else 7)
+    if p > 1:
+        v = v ^ _rotate(word, 10 if p == 2 else 12)
+    return (v >> 12 & 0x08) | (v >> 9 & 0x07) | (v >> 24 & 0x80) | (v >> 21 & 0x70)
+
+
+@functools.cache
+def _words() -> Tensor:
+    """int32 (4, 256): the word of byte y of pair p and zeros; words combine by exclusive or."""
+    # The map from words to codes is linear over bits; elimination gives the word of each single bit of codes.
+    rows = []
+    for bit in range(32):
+        codes = sum(int(_pair(1 << bit, p)) << 8 * p for p in range(4))
+        rows.append((codes, 1 << bit))
+    for bit in range(32):
+        pivot = next(i for i in range(bit, 32) if rows[i][0] >> bit & 1)
+        rows[bit], rows[pivot] = rows[pivot], rows[bit]
+        codes, word = rows[bit]
+        for i in range(32):
+            if i != bit and rows[i][0] >> bit & 1:
+                rows[i] = rows[i][0] ^ codes, rows[i][1] ^ word
+    table = torch.zeros((4, 256), dtype=torch.int64)
+    every = torch.arange(256)
+    for bit, (_, word) in enumerate(rows):
+        table[bit // 8] ^= (every >> bit % 8 & 1) * word
+    return table.to(torch.int32)  # the same 32 bits
+
+
+def prepack(codes: Tensor, scales: Tensor) -> Tensor:
+    """The bytes of a weight, or of each of a stack, as the head of this file has them.
+
+    Args:
+        codes: uint8 (n, k/2) or (g, n, k/2), g >= 1, k a positive multiple of 16.
+        scales: float8_e4m3fn (ceil128(n), ceil4(k/16)) of each, swizzled; the padding is not read.
+
+    Returns:
+        uint8 (bytes,) or (g, bytes), bytes = 2304 * ceil(n / 64) * ceil(k / 64).
+    """
+    x = _checks.is_tensor("codes", codes)
+    if x.dim() != 3:
+        return _prepack(*_checks.packed_operand("codes", x, "scales", scales))
+    g, n, k = x.shape[0], x.shape[1], 2 * x.shape[2]
+    if g < 1:
+        raise ValueError(f"codes: shape is {tuple(x.shape)}, must hold a matrix or more")
+    _checks.has_dtype("codes", x, (torch.uint8, torch.float4_e2m1fn_x2))
+    _checks.is_multiple("codes", "k", k, BLOCK)
+    _checks.is_contiguous("codes", x)
+    _checks.is_aligned("codes", x)
+    wanted = (g, *_checks.padded_scale_shape(n, k))
+    s = checks.scales_like(scales, wanted, "the swizzled shape of a stack", x.device)
+    _checks.is_aligned("scales", s)
+    return torch.stack([_prepack(_checks.as_codes(x)[e], s[e]) for e in range(g)])
+
+
+def _prepack(codes: Tensor, scales: Tensor) -> Tensor:
+    n, k = codes.shape[0], 2 * codes.shape[1]
+    rows, columns = -(-n // CHUNK), -(-k // CHUNK)
+    if rows == 0:
+        return codes.new_empty((0,))
+    padded = codes.new_zeros((rows * CHUNK, columns * CHUNK // 2))
+    padded[:n, : k // 2] = codes
+    pairs = padded.view(rows, *_ROW, columns, *_BYTE).permute(_ORDER)
+    table = _words().to(codes.device)
+    words = torch.zeros(pairs.shape[:-2], dtype=torch.int32, device=codes.device)
+    for p in range(4):
+        words ^= table[p][pairs[..., p // 2, p % 2].to(torch.int64)]
+    compact = codes.new_zeros((rows * CHUNK, columns * CHUNK // BLOCK))
+    compact[:n, : k // BLOCK] = unswizzle_scales(scales, n, k // BLOCK).view(torch.uint8)
+    ordered = compact.view(rows, *_ROW, columns, 4).permute(0, 4, 1, 3, 5, 2)
+    parts = words.view(torch.uint8).view(-1, CODE_BYTES), ordered.reshape(-1, SCALE_BYTES)
+    return torch.cat(parts, dim=1).flatten()
+
+
+def unpack(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of what :func:`prepack` made of a weight (n, k); the padding of the scales is zero.
+
+    Args:
+        packed: uint8 (bytes,) or (g, bytes), g >= 1.
+        n: rows of a matrix, >= 0.
+        k: a positive multiple of 16.
+    """
+    x = _checks.is_tensor("packed", packed)
+    _checks.has_dtype("packed", x, (torch.uint8,))
+    _checks.is_int("n", n, 0)
+    _checks.is_int("k", k, 1)
+    if k % BLOCK:
+        raise ValueError(f"k: got {k}, must be a positive multiple of {BLOCK}")
+    if x.dim() not in (1, 2) or (x.dim() == 2 and x.shape[0] < 1):
+        raise ValueError(f"packed: shape is {tuple(x.shape)}, must be (bytes,) or (g, bytes), g at least 1")
+    wanted = _checks.prepacked_bytes(n, k)
+    if x.shape[-1] != wanted:
+        raise ValueError(
+            f"packed: shape is {tuple(x.shape)}, must have {wanted} bytes a matrix, prepacked ({n}, {k})"
+        )
+    _checks.is_contiguous("packed", x)
+    _checks.is_aligned("packed", x)
+    if x.dim() == 1:
+        return _unpack(x, n, k)
+    codes, scales = zip(*(_unpack(matrix, n, k) for matrix in x), strict=True)
+    # Bytes, because few torch operators know float8.
+    plain = torch.stack([s.view(torch.uint8) for s in scales])
+    return torch.stack(codes), plain.view(torch.float8_e4m3fn)
+
+
+def _unpack(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
+    rows, columns = -(-n // CHUNK), -(-k // CHUNK)
+    chunks = packed.view(-1, CHUNK_BYTES)
+    words = chunks[:, :CODE_BYTES].contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    pairs = torch.stack([torch.as_tensor(_pair(words, p)).to(torch.uint8) for p in range(4)], dim=-1)
+    a, h, q = _ROW
+    w, d, u = _BYTE
+    ordered = pairs.view(rows, columns, a, q, u, w, d, h).permute(_BACK)
+    codes = ordered.reshape(rows * CHUNK, columns * CHUNK // 2)[:n, : k // 2].contiguous()
+    scales = chunks[:, CODE_BYTES:].reshape(rows, columns, a, q, 4, h).permute(0, 2, 5, 3, 1, 4)
+    compact = scales.reshape(rows * CHUNK, columns * 4)[:n, : k // BLOCK].contiguous()
+    return codes, swizzle_scales(compact.view(torch.float8_e4m3fn))

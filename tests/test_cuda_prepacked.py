@@ -1,0 +1,367 @@
+"""Prepacked weights on a GPU of compute capability 9.0: every kernel, both kinds of activations, layers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import fp4gemm
+import pytest
+import torch
+from fp4gemm import NVFP4Tensor, info, nn, reference
+from helpers import FLOATS, assert_bits, assert_poison_intact, dirty, make, poisoned, short
+from moe import ends_of, rows_of
+from nn_helpers import float_linear, same_bits, same_state
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+
+# Rows around the tiles' heights; n and k off the chunks of 64, one chunk, many.
+SHAPES = [
+    (1, 8, 32),
+    (7, 96, 96),
+    (16, 64, 64),
+    (33, 72, 2880),
+    (64, 2880, 96),
+    (128, 256, 512),
+    (129, 264, 160),
+    (300, 528, 1056),
+]
+SIZES = [(513, 0, 300, 1, 7, 128), (3, 1, 0, 0, 16, 2, 5), (0, 300, 0), (0, 0)]
+PLAIN = (torch.bfloat16, torch.float16)
+# What each operand of a kernel reads, by its dtype.
+A_DTYPES = {"prepacked": torch.float16, "prepacked_bf16": torch.bfloat16}
+
+
+@pytest.fixture
+def hopper(cuda: torch.device) -> torch.device:
+    """The current device, if its kernels read prepacked weights."""
+    if not info.streams_prepacked(cuda):
+        pytest.skip(f"{torch.cuda.get_device_name(cuda)} does not read prepacked weights")
+    dirty(cuda, 4096, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
+    return cuda
+
+
+def kernels(mode: str, operand: str | None = None) -> list[info.KernelInfo]:
+    found = [k for k in fp4gemm.kernels() if k.mode == mode and k.operand.startswith("prepacked")]
+    return [k for k in found if operand in (None, k.operand)]
+
+
+def exact(x: Tensor, w: NVFP4Tensor, out_dtype: torch.dtype, amax: Tensor | None, **terms: Any) -> Tensor:
+    """The float64 product of values x with the weight, rounded once, then the epilogue."""
+    alpha = 1 / (6 * w.e4m3_max) if amax is None else 1 / (36 * w.e4m3_max * 448)
+    operands = (x, w.codes, None, w.scales, alpha, amax, w.amax)
+    return reference.scaled_mm(*operands, terms.pop("bias", None), out_dtype, **terms)
+
+
+def operands(
+    m: int, n: int, k: int, device: torch.device, gen: torch.Generator, scaling: str = "row"
+) -> tuple[NVFP4Tensor, NVFP4Tensor]:
+    x, w = (make("normal", rows, k, torch.bfloat16, gen).to(device) for rows in (m, n))
+    return fp4gemm.quantize(x, scaling=scaling), fp4gemm.quantize(w, scaling=scaling)
+
+
+def every_product(device: torch.device) -> NVFP4Tensor:
+    """(16, 128): each of the 127 finite scales beside all 16 codes (and one scale twice)."""
+    codes = torch.stack([(torch.arange(16) + 3 * block) % 16 for block in range(128)]).view(16, 128)
+    scales = torch.cat((torch.arange(0x7F), torch.tensor([0x38]))).view(16, 8)
+    packed = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    t = NVFP4Tensor.from_compact(packed, scales.to(torch.uint8), torch.ones(1))
+    return t.to(device)
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("operand", A_DTYPES)
+def test_one_hot_rows_give_back_every_code_and_scale(operand: str, hopper: torch.device) -> None:
+    """D is the decoded weight, transposed, bit for bit: 16 codes times 127 scales (the sum makes -0 a 0)."""
+    w = every_product(hopper)
+    data = fp4gemm.prepack(w).data
+    values = reference.decode(w.codes, w.scales).float().T.contiguous() + 0.0
+    one = torch.eye(128, dtype=A_DTYPES[operand], device=hopper)
+    offs = ends_of((5, 0, 123), hopper)
+    for kernel in kernels("dense", operand) + kernels("grouped", operand):
+        if kernel.epilogue != "rowcol":
+            continue
+        last = (None, None, None, kernel.out_dtype, kernel.name, 0, None, 1.0, False, 16)
+        if kernel.mode == "dense":
+            got = fp4gemm.ops.scaled_mm(one, data, None, None, 1.0, *last)
+        else:
+            stack = data.expand(3, -1).contiguous()
+            got = fp4gemm.ops.scaled_grouped_mm(one, stack, None, None, offs, 1.0, None, *last)
+        assert_bits(got + 0.0, values.to(kernel.out_dtype), kernel.name)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES, ids=str)
+def test_every_dense_kernel(m: int, n: int, k: int, hopper: torch.device, gen: torch.Generator) -> None:
+    """Sums of Gaussian data fit float32, so D is the rounded float64 product, in every form of a and b."""
+    a, w = operands(m, n, k, hopper, gen)
+    p, decoded = fp4gemm.prepack(w), fp4gemm.decode(a)
+    bias = torch.randn(n, generator=gen).to(hopper)
+    ran = 0
+    for kernel in kernels("dense", "prepacked"):
+        gated = kernel.epilogue == "swiglu"
+        if gated and n % 16:
+            continue
+        dtype, width = kernel.out_dtype, n // 2 if gated else n
+        options: dict[str, Any] = {"bias": bias, "activation": 4 if gated else 0}
+        want = exact(decoded.data, w, dtype, a.amax, **options)
+        for left, right in ((decoded, p), (a, p), (a, w)):
+            view, buffer = poisoned(m, width, dtype, hopper, pad=8)
+            activation = "swiglu" if gated else None
+            fp4gemm.mm(left, right, bias=bias, activation=activation, out=view, kernel=kernel.name)
+            assert_bits(view, want, f"{kernel.name}, {type(left).__name__}, {type(right).__name__}")
+            assert_poison_intact(buffer, m, width)
+        ran += 1
+    assert ran > 0
+
+
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", PLAIN, ids=short)
+def test_activations_that_are_not_quantized(
+    dtype: torch.dtype, m: int, n: int, k: int, hopper: torch.device, gen: torch.Generator
+) -> None:
+    """Small integers, of which sums fit float32, by every kernel; Gaussian ones within 1e-4 of magnitudes."""
+    _, w = operands(1, n, k, hopper, gen)
+    p = fp4gemm.prepack(w)
+    x = make("integers", m, k, dtype, gen).to(hopper)
+    operand = next(name for name, read in A_DTYPES.items() if read is dtype)
+    for kernel in kernels("dense", operand):
+        gated = kernel.epilogue == "swiglu"
+        if gated and n % 16:
+            continue
+        want = exact(x, w, kernel.out_dtype, None, activation=4 if gated else 0)
+        view, buffer = poisoned(m, want.shape[1], kernel.out_dtype, hopper, pad=8)
+        for right in (p, w):
+            view.fill_(torch.nan)
+            fp4gemm.mm(x, right, activation="swiglu" if gated else None, out=view, kernel=kernel.name)
+            assert_bits(view, want, f"{kernel.name}, {type(right).__name__}")
+        assert_poison_intact(buffer, m, want.shape[1])
+    x = make("normal", m, k, dtype, gen).to(hopper)
+    left, right = x.double(), w.dequantize().double()
+    for weight in (p, w):  # w: prepacked or decoded in the call
+        got = fp4gemm.mm(x, weight, out_dtype=torch.float32)
+        assert ((got.double() - left @ right.T).abs() <= 1e-4 * (left.abs() @ right.abs().T)).all()
+
+
+@pytest.mark.parametrize("scaling", ["row", "tensor"])
+@pytest.mark.parametrize("out_dtype", FLOATS, ids=short)
+@pytest.mark.parametrize("m", [3, 200])
+def test_every_term(
+    m: int, out_dtype: torch.dtype, scaling: str, hopper: torch.device, gen: torch.Generator
+) -> None:
+    n, k = 144, 544
+    a, w = operands(m, n, k, hopper, gen, scaling)
+    decoded, p = fp4gemm.decode(a), fp4gemm.prepack(w)
+    x = make("integers", m, k, torch.bfloat16, gen).to(hopper)
+    bias, c = (
+        torch.randn(n, generator=gen).to(hopper),
+        torch.randn(m, n, generator=gen).to(hopper).to(out_dtype),
+    )
+    for left, values, amax in ((a, decoded.data, a.amax), (decoded, decoded.data, a.amax), (x, x, None)):
+        for number, activation in enumerate((None, "silu", "gelu_tanh", "relu2")):
+            got = fp4gemm.mm(left, p, bias=bias, activation=activation, c=c, beta=-0.5, out_dtype=out_dtype)
+            want = exact(values, w, out_dtype, amax, bias=bias, activation=number, c=c, beta=-0.5)
+            assert_bits(got, want, f"{activation}")
+        out = c.clone()
+        fp4gemm.mm(left, p, c=out, beta=2.0, out=out)
+        assert_bits(out, exact(values, w, out_dtype, amax, c=c, beta=2.0), "in place")
+        if out_dtype is not torch.float32:
+            got = fp4gemm.mm(left, p, bias=bias, activation="swiglu", out_dtype=out_dtype)
+            assert_bits(got, exact(values, w, out_dtype, amax, bias=bias, activation=4), "gated")
+
+
+def test_rows_do_not_depend_on_those_beside_them(hopper: torch.device, gen: torch.Generator) -> None:
+    """batch_invariant: bits of any row, of sums that do not fit float32, whatever m is; runs repeat them."""
+    _, w = operands(1, 520, 2048, hopper, gen)
+    p = fp4gemm.prepack(w)
+    for dtype in PLAIN:
+        x = make("normal", 300, 2048, dtype, gen).to(hopper)
+        want = fp4gemm.mm(x, p, batch_invariant=True, out_dtype=torch.float32)
+        for m in (1, 17, 64, 129):
+            got = fp4gemm.mm(x[:m].contiguous(), p, batch_invariant=True, out_dtype=torch.float32)
+            assert_bits(got, want[:m], f"{m} rows")
+        first = fp4gemm.mm(x, p, out_dtype=torch.float32)
+        for _ in range(5):
+            assert_bits(fp4gemm.mm(x, p, out_dtype=torch.float32), first, "again")
+
+
+# ---- groups
+
+
+@pytest.mark.parametrize(("n", "k"), [(8, 32), (144, 2880), (528, 96)], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=["large", "small", "hot", "none"])
+def test_every_grouped_kernel(
+    sizes: tuple[int, ...], n: int, k: int, hopper: torch.device, gen: torch.Generator
+) -> None:
+    """Groups equal the dense products of their rows; rows of nobody stay as they are."""
+    case = rows_of(sizes, n, k, hopper, gen, loose=13)
+    rows, p = sum(sizes), fp4gemm.prepack(case.b)
+    decoded = fp4gemm.decode(case.a)
+    whole = make("integers", rows + 13, k, torch.bfloat16, gen).to(hopper)
+    bias = torch.randn(len(sizes), n, generator=gen).to(hopper)
+    wanted: dict[tuple[object, ...], Tensor] = {}
+    ran = 0
+    for kernel in kernels("grouped"):
+        gated, dtype = kernel.epilogue == "swiglu", kernel.out_dtype
+        if gated and n % 16:
+            continue
+        is_plain = kernel.operand == "prepacked_bf16"
+        values, amax = (whole, None) if is_plain else (decoded.data, case.a.amax)
+        key = (is_plain, gated, dtype)
+        if key not in wanted:
+            wanted[key] = torch.empty(rows, n // 2 if gated else n, dtype=dtype, device=hopper)
+            begin = 0
+            for e, end in enumerate(case.ends):
+                part = slice(begin, end)
+                of_rows = None if amax is None else amax[part].contiguous()
+                options = {"bias": bias[e], "activation": 4 if gated else 0}
+                wanted[key][part] = exact(values[part].contiguous(), case.b[e], dtype, of_rows, **options)
+                begin = end
+        lefts = (whole,) if is_plain else (case.a, decoded)
+        for left, right in [(left, p) for left in lefts] + [(lefts[0], case.b)]:
+            view, buffer = poisoned(rows + 13, wanted[key].shape[1], dtype, hopper, pad=8)
+            activation = "swiglu" if gated else None
+            options = {"bias": bias, "activation": activation, "out": view, "kernel": kernel.name}
+            fp4gemm.grouped_mm(left, right, case.offs, **options)
+            assert_bits(view[:rows], wanted[key], f"{kernel.name}, {type(left).__name__}")
+            assert_poison_intact(buffer, rows, wanted[key].shape[1])
+        ran += 1
+    assert ran > 0
+
+
+def test_groups_equal_dense_products(hopper: torch.device, gen: torch.Generator) -> None:
+    case = rows_of((33, 0, 64, 3), 144, 544, hopper, gen)
+    p, x = fp4gemm.prepack(case.b), make("integers", 100, 544, torch.bfloat16, gen).to(hopper)
+    got = fp4gemm.grouped_mm(x, p, case.offs)
+    begin = 0
+    for e, end in enumerate(case.ends):
+        assert_bits(got[begin:end], fp4gemm.mm(x[begin:end].contiguous(), p[e]), f"group {e}")
+        begin = end
+
+
+# ---- graphs, refusals
+
+
+def test_graph_replay(hopper: torch.device, gen: torch.Generator) -> None:
+    """One capture; replays read x, the group ends and the prepacked bytes anew."""
+    n, k, m = 136, 544, 96
+    x = torch.ones(m, k, dtype=torch.bfloat16, device=hopper)
+    _, w = operands(1, n, k, hopper, gen)
+    stack = fp4gemm.quantize(make("normal", 3 * n, k, torch.bfloat16, gen).view(3, n, k).to(hopper))
+    p, p3 = fp4gemm.prepack(w), fp4gemm.prepack(stack)
+    offs = ends_of((m, 0, 0), hopper)
+    out = torch.empty(m, n, dtype=torch.bfloat16, device=hopper)
+
+    def step() -> tuple[Tensor, ...]:
+        a = fp4gemm.quantize(x, decoded=True)
+        fp4gemm.grouped_mm(x, p3, offs, out=out)
+        return fp4gemm.mm(a, p), fp4gemm.mm(x, p), fp4gemm.mm(x, w)
+
+    side = torch.cuda.Stream(hopper)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for sizes in ((96, 0, 0), (1, 33, 62), (0, 0, 5)):
+        x.copy_(make("integers", m, k, torch.bfloat16, gen))
+        offs.copy_(ends_of(sizes))
+        w = fp4gemm.quantize(make("normal", n, k, torch.bfloat16, gen).to(hopper))
+        p.data.copy_(fp4gemm.prepack(w).data)
+        p.amax.copy_(w.amax)
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize(hopper)
+        a = fp4gemm.quantize(x)
+        assert_bits(results[0], exact(fp4gemm.decode(a).data, w, torch.bfloat16, a.amax), "quantized")
+        assert_bits(results[1], exact(x, w, torch.bfloat16, None), "plain")
+        begin = 0
+        for e, end in enumerate(offs.tolist()):
+            part = exact(x[begin:end].contiguous(), stack[e], torch.bfloat16, None)
+            assert_bits(out[begin:end], part, f"group {e}")
+            begin = end
+        assert out[begin:].isnan().all()
+
+
+def test_kernels_that_do_not_take_the_operands(hopper: torch.device, gen: torch.Generator) -> None:
+    a, w = operands(8, 16, 32, hopper, gen)
+    x, p = torch.ones(8, 32, dtype=torch.bfloat16, device=hopper), fp4gemm.prepack(w)
+    for left, right, reads in ((a, p, "prepacked_bf16"), (x, p, "prepacked"), (x, w, "f16"), (a, p, "f16")):
+        kernel = next(
+            (
+                k
+                for k in fp4gemm.kernels()
+                if (k.arch, k.mode, k.operand, k.epilogue) == (90, "dense", reads, "rowcol")
+            ),
+            None,
+        )
+        if kernel is None:
+            continue
+        with pytest.raises(ValueError, match=rf"^kernel: '{kernel.name}' reads {reads} operands, must take"):
+            fp4gemm.mm(left, right, out_dtype=kernel.out_dtype, kernel=kernel.name)
+    with pytest.raises(ValueError, match=r"^b: k is 32, must be 64, the k of a"):
+        fp4gemm.mm(fp4gemm.quantize(torch.ones(8, 64, device=hopper)), p)
+    with pytest.raises(ValueError, match=r"^b: device is cpu, must be cuda:"):
+        fp4gemm.mm(a, p.to("cpu"))
+
+
+# ---- layers
+
+
+@pytest.mark.parametrize("activations", ["row", "tensor", "none"])
+def test_the_first_forward_prepacks(activations: str, hopper: torch.device, gen: torch.Generator) -> None:
+    linear = float_linear(192, 136)
+    here = nn.Linear.from_float(linear, activation_scaling=activations)
+    layer = copy.deepcopy(here).to(hopper)
+    x = make("integers", 33, 192, torch.bfloat16, gen)
+    want = here(x)
+    assert layer.weight_prepacked is None
+    for _ in range(2):
+        assert same_bits(layer(x.to(hopper)).cpu(), want)
+        assert {name for name, _ in layer.named_buffers()} == {"weight_amax", "weight_prepacked", "bias"}
+    assert same_state(copy.deepcopy(layer).cpu(), here)
+    back = copy.deepcopy(layer).to("cpu")
+    assert back.weight_prepacked is None
+    assert same_bits(back(x), want)
+    assert same_bits(torch.compile(layer, backend="aot_eager", fullgraph=True)(x.to(hopper)).cpu(), want)
+    layer.cpu()
+    assert layer.weight_prepacked is None
+    assert same_state(layer, here)
+
+
+def test_memory_of_a_layer(hopper: torch.device) -> None:
+    """The forward leaves 0.5625 bytes an element behind, as before it."""
+    layer = nn.Linear.from_float(torch.nn.Linear(4096, 4096, bias=False, device=hopper))
+    x = torch.ones(1, 4096, dtype=torch.bfloat16, device=hopper)
+    torch.cuda.synchronize(hopper)
+    before = torch.cuda.memory_allocated(hopper)
+    layer(x)
+    assert torch.cuda.memory_allocated(hopper) - before < 1 << 16
+
+
+def test_graphs_of_a_layer(hopper: torch.device, gen: torch.Generator) -> None:
+    """A captured first forward keeps codes and scales; load_state_dict reaches the graphs of both kinds."""
+    x = make("integers", 16, 192, torch.bfloat16, gen).to(hopper)
+    for is_warm in (True, False):
+        layer = nn.Linear.from_float(float_linear(192, 136)).to(hopper)
+        other = nn.Linear.from_float(float_linear(192, 136)).to(hopper)
+        torch.nn.init.normal_(x)
+        other(x)
+        if is_warm:
+            layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        graph.replay()
+        torch.cuda.synchronize(hopper)
+        assert (layer.weight_prepacked is not None) is is_warm
+        assert same_bits(y, layer(x))
+        assert (layer.weight_prepacked is not None) is is_warm
+        layer.load_state_dict(other.state_dict())
+        graph.replay()
+        torch.cuda.synchronize(hopper)
+        assert same_bits(y, other(x))

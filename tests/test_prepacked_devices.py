@@ -1,0 +1,105 @@
+"""Which devices take prepacked weights and plain activations; what tests their kernels by itself."""
+
+from __future__ import annotations
+
+import fp4gemm
+import pytest
+import torch
+from fp4gemm import _selftest_problems, info, reference, selftest
+from torch import Tensor
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("num_groups", [0, 2])
+def test_devices_with_fp4_tensor_cores_say_what_to_do(
+    num_groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Blackwell: kernels of packed operands alone. The text names the device and the way out."""
+
+    class Fake:
+        name, major, minor, multi_processor_count = "NVIDIA Fake 100", 10, 0, 148
+
+    row = info.KernelInfo("x", "dense", "rowcol", 100, (1, 1, 1), (1, 1), torch.bfloat16, "nvfp4", False)
+
+    def select(*sizes: int, format_a: str, format_b: str) -> info.KernelInfo | None:
+        return row if row.takes(format_a, format_b) else None
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Fake)
+    monkeypatch.setattr(info, "select_kernel", select)
+    info._cuda_gaps.cache_clear()
+    info._streams_prepacked.cache_clear()
+    try:
+        gaps = info._cuda_gaps(9)
+        assert not info.streams_prepacked(torch.device("cuda", 9))
+    finally:
+        info._cuda_gaps.cache_clear()
+        info._streams_prepacked.cache_clear()
+    mode = "grouped_mm" if num_groups else "mm"
+    ways = {
+        "decoded operands": "pass the NVFP4Tensor, not what decode made",
+        "prepacked weights": "pass fp4gemm.unpack of the PrepackedTensor",
+        "unquantized activations": "pass fp4gemm.quantize of the activations",
+    }
+    for what, way in ways.items():
+        text = gaps[f"{mode} of {what}"]
+        assert "cuda:9, NVIDIA Fake 100 of compute capability 10.0" in text
+        assert text.endswith(way)
+    assert mode not in gaps
+
+    class OnCuda:
+        is_cuda = True
+
+        def get_device(self) -> int:
+            return 9
+
+    monkeypatch.setattr(info, "_cuda_gaps", lambda index: gaps)
+    monkeypatch.setattr(selftest, "before_first_product", lambda index: True)
+    try:
+        info.ready_for(OnCuda(), mode, ("nvfp4", "nvfp4"))  # type: ignore[arg-type]
+        for formats, what in (
+            (("nvfp4", "prepacked"), "prepacked weights"),
+            (("bf16", "nvfp4"), "unquantized activations"),
+            (("nvfp4", "f16"), "decoded operands"),
+        ):
+            with pytest.raises(NotImplementedError, match=ways[what]):
+                info.ready_for(OnCuda(), mode, formats)  # type: ignore[arg-type]
+    finally:
+        for seen in info.READY.values():
+            seen.discard(9)
+
+
+def test_the_cpu_streams_nothing() -> None:
+    assert not info.streams_prepacked(CPU)
+
+
+@pytest.mark.parametrize("mode", ["dense", "grouped"])
+@pytest.mark.parametrize("operand", ["prepacked", "prepacked_bf16"])
+def test_the_self_test_has_problems_for_these_kernels(operand: str, mode: str) -> None:
+    """Plain and gated, with every term; one-hot rows give back every code and scale bit for bit."""
+
+    def run(row: info.KernelInfo, problem: _selftest_problems.Problem) -> Tensor:
+        return problem.run(CPU, row.out_dtype, None)
+
+    def one_bit(row: info.KernelInfo, problem: _selftest_problems.Problem) -> Tensor:
+        d = run(row, problem)
+        d.view(torch.uint8).view(-1)[-1] ^= 1
+        return d
+
+    for epilogue in ("rowcol", "swiglu"):
+        tile = (128, 64, 64), (1, 1)
+        tested = info.KernelInfo("sm90_streams", mode, epilogue, 90, *tile, torch.bfloat16, operand, False)
+        names = [p.name for p in _selftest_problems.problems() if p.suits(tested)]
+        assert any("prepacked" in name and "every term" in name for name in names)
+        assert not any("columns" in name for name in names)
+        assert [result.passed for result in selftest.compare([tested], run)] == [True]
+        assert [result.passed for result in selftest.compare([tested], one_bit)] == [False]
+    problem = next(p for p in _selftest_problems.problems() if p.mode == mode and "one-hot" in p.name)
+    a, b, _, scale_b, *_ = problem.operands
+    codes, scales = (b[0], scale_b[0]) if mode == "grouped" else (b, scale_b)
+    got = problem.run(CPU, torch.float32, None)
+    assert torch.equal(got[: a.shape[1]].T, reference.decode(codes, scales).float())
+    n, k = _selftest_problems.ROWS
+    plain = fp4gemm.unswizzle_scales(scales, n, k // 16).view(torch.uint8)
+    assert (codes & 15).unique().tolist() == list(range(16))
+    assert plain.unique().tolist() == list(range(0x7F))
