@@ -1,4 +1,4 @@
-"""Command line of the benches: ``python -m bench quantize|dense|grouped|overhead|errors``; JSON by --json."""
+"""``python -m bench quantize|dense|grouped|hopper|overhead|errors``: the benches; JSON by --json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 import fp4gemm
 
-from . import dense, errors, grouped, machine, quantize
+from . import dense, errors, grouped, hopper, machine, quantize
 
 Row = dict[str, object]
 
@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
         help="also every kernel of the table, forced by name, on the operands that it reads itself",
     )
     grouped.add_arguments(command("grouped", grouped.run, "products of experts against torch's grouped_mm"))
+    hopper.add_arguments(command("hopper", hopper.run, "prepacked weights against the bars of Hopper"))
     command("overhead", dense.bench_overhead, "host microseconds a call")
     errors.add_arguments(command("errors", errors.run, "quantization error of every mode, on any device"))
     return top
@@ -66,7 +67,7 @@ def main() -> int:
     """Runs one bench and prints its rows; 1 where one was refused."""
     args = parser().parse_args()
     table = {"quantize": quantize.show, "errors": errors.show}.get(args.command)
-    if args.command in ("dense", "grouped", "overhead"):
+    if args.command in ("dense", "grouped", "hopper", "overhead"):
         supported, reason = fp4gemm.is_supported("cuda")
         if not supported:
             sys.exit(f"nothing to measure: {reason}")

@@ -10,9 +10,11 @@ from functools import partial
 import fp4gemm
 import torch
 from fp4gemm import NVFP4Tensor
+from fp4gemm._products import Product, difference
 
 from . import machine
 from .timing import Call, rotations, time_host, time_interleaved
+from .verify import off_by
 
 Row = dict[str, object]
 
@@ -68,24 +70,18 @@ def _calls(function: Callable[..., object], first: Sequence[object], second: Seq
 
 
 def _require_product(a: NVFP4Tensor, b: NVFP4Tensor) -> None:
-    """mm on a few rows against the reference; Gaussian data sum exactly in fp32, so no bit may differ."""
-    m = a.shape[0]
-    picked = torch.tensor(sorted({0, m // 3, m // 2, m - 1}), device=a.device)
-    scales = fp4gemm.swizzle_scales(a.compact_scales()[picked].contiguous())
-    alpha = 1 / (36 * a.e4m3_max * b.e4m3_max)
-    want = fp4gemm.reference.scaled_mm(
-        a.codes[picked], b.codes, scales, b.scales, alpha, a.amax[picked], b.amax, None, torch.bfloat16
-    )
-    if not torch.equal(fp4gemm.mm(a, b)[picked], want):
-        sys.exit("mm differs from the reference: no time is worth printing")
+    """mm on some rows against the reference; Gaussian data sum exactly in fp32, so no bit may differ."""
+    product = Product(a, b, b)
+    reason = difference(product, product.run(out=product.poisoned()))
+    if reason is not None:
+        sys.exit(f"mm differs from the reference: {reason}: no time is worth printing")
 
 
 def _require_baseline(a: torch.Tensor, b: torch.Tensor) -> None:
-    """torch's product on a few rows, within what rounding its output explains: a wrong rival is no rival."""
-    rows = a[:4].double() @ b.double().T
-    error = (torch.mm(a[:4], b.T).double() - rows).norm() / rows.norm()
-    if not error < 1e-2:
-        sys.exit(f"torch's {a.dtype} matmul is off by {error:.1e}: no ratio is worth printing")
+    """torch's product on a few rows: a wrong rival is no rival."""
+    reason = off_by(torch.mm(a, b.T)[:4], a[:4], b)
+    if reason is not None:
+        sys.exit(f"torch's {a.dtype} matmul is {reason}: no ratio is worth printing")
 
 
 def bench_overhead(args: argparse.Namespace) -> list[Row]:

@@ -35,9 +35,14 @@ def describe() -> dict[str, object]:
     return facts
 
 
+def device() -> torch.device:
+    """The current CUDA device."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def l2_bytes() -> int:
     """Size of the current device's L2 cache."""
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    return torch.cuda.get_device_properties(device()).L2_cache_size
 
 
 def _output(*command: str) -> str | None:

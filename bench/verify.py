@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from fp4gemm import DecodedTensor, MXFP8Tensor, NVFP4Tensor
+from fp4gemm._products import Product
+from fp4gemm._products import difference as product_difference
 from torch import Tensor
 
 
@@ -51,3 +53,30 @@ def filled(want: Iterable[Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...
     """
     rest = list(given)
     return tuple(rest.pop(0) if rest and x.shape == (0,) else x for x in want)
+
+
+def off_by(got: Tensor, a: Tensor, b: Tensor) -> str | None:
+    """None where rows of a matmul b.T (any float types) are right but for roundings, else by how much not."""
+    want = a.double() @ b.double().T
+    error = float((got.double() - want).norm() / want.norm())
+    return None if error < 1e-2 else f"off by {error:.1e} of the norm"
+
+
+def wrong(product: Product) -> str | None:
+    """None where a product has the reference's bits, else why it is not timed."""
+    try:
+        return product_difference(product, product.run(out=product.poisoned()))
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def far(product: Product, weights: Tensor) -> str | None:
+    """None where a product of a plain tensor is right but for roundings, else why it is not timed."""
+    try:
+        got = product.run(out=product.poisoned())
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    if not got.isfinite().all():
+        return "holds numbers that are not finite"
+    rows = slice(max(0, got.shape[0] - 4), None)
+    return off_by(got[rows], product.a[rows], weights)

@@ -1,0 +1,111 @@
+"""Rivals that need a package of their own: humming, an NVFP4 weight times fp16 activations on Hopper.
+
+``pip install humming-kernels==0.1.19``; where it is absent, its rows say so. Its weights are random, as in
+its own bench, and its results are not checked: it is timed and nothing else is said of it. Its launcher in
+Python takes longer than a small product, so it is only fair in a CUDA graph, and its kernels are compiled
+for each shape at run time, which :meth:`Humming.prepare` does for all shapes at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .timing import Call
+
+WEIGHT = {"dtype": "float4e2m1", "group_size": 16, "scale_dtype": "float8e4m3"}
+INPUT = {"dtype": "float16"}
+
+
+class Humming:
+    """humming's product of fp16 (m, k) with a random NVFP4 weight (n, k), in fp16."""
+
+    def __init__(self) -> None:
+        self.absent: str | None = None  # why it cannot be timed
+        self._layers: dict[tuple[int, int], list[Any]] = {}
+        self._tuning: dict[tuple[int, int, int], dict[str, Any]] = {}
+        try:
+            from humming.layer import HummingLayer
+        except Exception as error:  # whatever a package that does not fit this machine raises
+            self.absent = f"humming: {_line(error)}"
+        else:
+            self._layer = HummingLayer
+
+    def prepare(self, wanted: Mapping[tuple[int, int], Sequence[int]]) -> None:
+        """Compiles what the shapes (n, k) need at these m, on all cores."""
+        if self.absent is not None or not wanted:
+            return
+        device = torch.cuda.current_device()
+        try:
+            from humming.kernel.humming import HummingKernel
+            from humming.tune import get_heuristics_config
+
+            jobs: set[tuple[str, str]] = set()
+            for (n, k), ms in wanted.items():
+                config = self._weights(n, k, 1)[0].humming_config
+                for m in ms:
+                    tuning = get_heuristics_config(config, shape_m=m, gemm_type="dense", device=device)
+                    self._tuning[n, k, m] = tuning
+                    # As its forward makes it, so that it finds what is compiled here.
+                    jobs.add((config.to_str(), json.dumps(tuning)))
+
+            def compile_one(job: tuple[str, str]) -> None:
+                with torch.cuda.device(device):
+                    HummingKernel.prepare_kernels(job[0], None, job[1], device)
+
+            with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+                list(pool.map(compile_one, sorted(jobs)))
+        except Exception as error:
+            self.absent = f"humming: {_line(error)}"
+
+    def calls(self, n: int, k: int, xs: Sequence[Tensor]) -> tuple[list[Call], str | None]:
+        """The product of each x with a weight of its own, and None; or nothing, and why not."""
+        if self.absent is not None:
+            return [], self.absent
+        try:
+            layers = self._weights(n, k, len(xs))
+            tuning = self._tuning.get((n, k, xs[0].shape[0]))
+            made: list[Call] = [
+                partial(layer, x, tuning_config=tuning) for layer, x in zip(layers, xs, strict=False)
+            ]
+            made[0]()
+            torch.cuda.synchronize()
+        except Exception as error:
+            return [], f"humming: {_line(error)}"
+        return made, None
+
+    def drop(self, n: int, k: int) -> None:
+        """Frees the weights of a shape."""
+        self._layers.pop((n, k), None)
+
+    def _weights(self, n: int, k: int, count: int) -> list[Any]:
+        layers = self._layers.setdefault((n, k), [])
+        while len(layers) < count:
+            layer = self._layer(
+                n, k, weight_config=dict(WEIGHT), input_config=dict(INPUT), torch_dtype=torch.float16
+            ).cuda()
+            for parameter in layer.parameters():
+                _fill(parameter.data)
+            layer.transform()
+            layers.append(layer)
+        return layers
+
+
+def _fill(x: Tensor) -> None:
+    """Random bits of integers, random positive numbers of floats: ones that stay finite in a product."""
+    if x.dtype.is_floating_point:
+        x.copy_((torch.rand(x.shape, device=x.device) * 0.1 + 0.01).to(x.dtype))
+    else:
+        least, most = (-(2**31), 2**31) if x.dtype is torch.int32 else (0, 127)  # a byte may be a scale
+        x.copy_(torch.randint(least, most, x.shape, device=x.device, dtype=torch.int64).to(x.dtype))
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
