@@ -176,9 +176,51 @@ def test_loading_into_a_new_layer_then_prepacking() -> None:
     fresh.load_state_dict(layer.state_dict())
     x = torch.randn(4, 96)
     assert same_bits(fresh.prepack().prepack()(x), layer(x))
+    place = fresh.weight_prepacked
     fresh.reset_parameters()
-    assert held(fresh) == BUFFER_DTYPES
+    assert held(fresh) == PREPACKED
+    assert fresh.weight_prepacked is place  # which a captured graph may read
     assert not any(buffer.view(torch.uint8).any() for buffer in fresh.buffers())
+    assert not fresh.weight_codes.any()
+    fresh.load_state_dict(layer.state_dict())
+    assert fresh.weight_prepacked is place
+    assert same_bits(fresh(x), layer(x))
+
+
+def test_what_left_the_layer_stays_whole() -> None:
+    """A state and a weight taken while prepacked are not written by a later load."""
+    layer, packed = both()
+    state, weight = packed.state_dict(), packed.weight
+    want = {name: tensor.clone() for name, tensor in state.items()}
+    packed.load_state_dict(nn.Linear.from_float(float_linear(96, 72)).prepack().state_dict())
+    assert all(same_bits(tensor, want[name]) for name, tensor in state.items())
+    assert same_bits(weight.amax, want["weight_amax"])
+    packed.load_state_dict(state)
+    x = torch.randn(4, 96)
+    assert same_bits(packed(x), layer(x))
+
+
+def test_a_fake_run_keeps_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward on fake tensors, of which torch.compiler does not know, prepacks nothing."""
+    layer, _ = both()
+    monkeypatch.setattr(fp4gemm.info, "streams_prepacked", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        layer(torch.empty(4, 96))
+    assert held(layer) == BUFFER_DTYPES
+    assert all(type(buffer) is torch.Tensor for buffer in layer.buffers())
+
+
+def test_prepack_after_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, _ = both()
+    monkeypatch.setattr(fp4gemm.info, "streams_prepacked", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    layer(torch.randn(4, 96))
+    with pytest.raises(
+        RuntimeError, match=r"^weight: its codes and scales are read by a captured CUDA graph"
+    ):
+        layer.prepack()
+    assert held(layer) == BUFFER_DTYPES
 
 
 def test_assigned_codes_count() -> None:

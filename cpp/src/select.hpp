@@ -23,10 +23,11 @@ struct Selection {
 /// True if the kernel does what is wanted, on a device that it runs on.
 bool suits(Kernel const& kernel, Selection const& wanted);
 
-/// What the GEMM is expected to take on a device, in clocks of one multiprocessor: the waves of tiles, each
-/// as long as the slower of its tensor-core work and its operand traffic, and the decoding of packed operands
-/// for a kernel that does not read them. The sizes of groups are not known to the host: they are taken to be
-/// equal. For comparing kernels of one architecture only.
+/// What the GEMM is expected to take on a device, in clocks of one multiprocessor: from measured figures for
+/// kernels on prepacked weights (sm90/measured.hpp); otherwise the waves of tiles, each as long as the slower
+/// of its tensor-core work and its operand traffic; and the conversion of operands that the kernel does not
+/// read as they are. The sizes of groups are not known to the host: averages stand for them. For comparing
+/// kernels of one architecture only.
 double estimate_clocks(Kernel const& kernel, int num_sms, Selection const& wanted);
 
 /// The index of the cheapest kernel that serves the device, is of the mode, takes the operands and writes

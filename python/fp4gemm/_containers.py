@@ -31,7 +31,7 @@ def packed(codes: object, scales: object, amax: object, offs: object, offs_dim: 
     if x.dim() == 3:
         checked = stack("codes", x, offs)
         g, n, k = checked.shape[0], checked.shape[1], 2 * checked.shape[2]
-        _amax_of_stack(amax, g, n, x.device)
+        _amax_of_stack(amax, g, n, x.device, "codes")
         return checked, stack_scales("scales", scales, g, n, k, x.device, "codes")
     if offs is not None and offs_dim == 1:
         checked = _checks.as_codes(columns("codes", x, 2))
@@ -51,7 +51,7 @@ def decoded(data: object, amax: object, offs: object, offs_dim: int) -> None:
     _checks.has_dtype("data", x, (torch.float16,))
     if x.dim() == 3:
         stack("data", x, offs)
-        _amax_of_stack(amax, x.shape[0], x.shape[1], x.device)
+        _amax_of_stack(amax, x.shape[0], x.shape[1], x.device, "data")
         return
     if offs is not None and offs_dim == 1:
         columns("data", x, 1)
@@ -76,7 +76,7 @@ def prepacked(data: object, amax: object, shape: object) -> None:
     _checks.has_shape("data", x, (*lead, _checks.prepacked_bytes(n, k)), f", prepacked {shape}")
     _contiguous("data", x)
     if lead:
-        _amax_of_stack(amax, lead[0], n, x.device)
+        _amax_of_stack(amax, lead[0], n, x.device, "data")
     else:
         _checks.vector("amax", amax, n, x.device, "data")
 
@@ -167,11 +167,11 @@ def stack_scales(
     return _checks.as_scales(x)
 
 
-def _amax_of_stack(value: object, g: int, n: int, device: torch.device) -> None:
+def _amax_of_stack(value: object, g: int, n: int, device: torch.device, of: str) -> None:
     x = _checks.is_tensor("amax", value)
     _checks.has_dtype("amax", x, (torch.float32,))
     if tuple(x.shape) not in ((g, n), (g, 1)):
         raise ValueError(f"amax: shape is {tuple(x.shape)}, must be ({g}, {n}) or ({g}, 1)")
-    _checks.same_device("amax", x, device, "codes")
+    _checks.same_device("amax", x, device, of)
     _checks.is_contiguous("amax", x)
     _checks.no_grad("amax", x, "fp4gemm.mm")

@@ -105,6 +105,8 @@ def _refusal(product: _products.Product, name: str, out: torch.Tensor) -> str | 
     out.view(torch.uint8).fill_(_products.POISON)
     try:
         return _products.difference(product, product.run(name, out))
+    except torch.OutOfMemoryError:
+        raise  # which says nothing of the kernel
     except (NotImplementedError, RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
@@ -204,7 +206,10 @@ class Journal:
         """Writes the rules."""
         entries = self.kept + rules(self.measured.values())
         lines = ",\n".join("  " + json.dumps(entry) for entry in entries)
-        self.out.write_text(f"[\n{lines}\n]\n" if lines else "[]\n")
+        # At once: an interruption leaves the old file or the new one.
+        fresh = self.out.with_name(self.out.name + ".new")
+        fresh.write_text(f"[\n{lines}\n]\n" if lines else "[]\n")
+        fresh.replace(self.out)
 
 
 def _read_rules(path: Path) -> list[Rule]:
@@ -272,6 +277,8 @@ def run(options: argparse.Namespace, error: Callable[[str], Any]) -> int:
         error(f"tune needs {' and '.join(missing)}")
     if options.groups is not None and options.groups < 1:
         error(f"--groups: got {options.groups}, must be 1 or more")
+    if options.rounds is not None and options.rounds < 1:
+        error(f"--rounds: got {options.rounds}, must be 1 or more")
     supported, reason = info.is_supported("cuda")
     if not supported:
         print(f"nothing to tune: {reason}", file=sys.stderr)
@@ -285,23 +292,22 @@ def run(options: argparse.Namespace, error: Callable[[str], Any]) -> int:
         error(str(refusal))
     default = ("f16", "prepacked") if family == 90 else ("nvfp4", "nvfp4")
     a, b = options.operands or default
-    wrong = 0
+    wanted: list[Point] = []
     for n, k in options.shapes:
         points = [Point(options.groups or 0, n, k, m, a, b, options.out_dtype or "bf16") for m in options.m]
         if rival := journal.rival(points[0]):
             error(f"--out: {options.out} has rules of {rival}, which {points[0]} would get; name another")
-        wrong += _tune_shape(
-            [p for p in points if p not in journal.measured], family, journal, options.rounds
-        )
+        wanted += points
+        _tune_shape([p for p in points if p not in journal.measured], family, journal, options.rounds)
     journal.write()
     print(f"{options.out}: {len(journal.kept)} rules kept, the others from {journal.path}", file=sys.stderr)
-    return int(wrong > 0)
+    return int(any(journal.measured[point].refused for point in wanted))
 
 
-def _tune_shape(points: Sequence[Point], family: int | None, journal: Journal, rounds: int | None) -> int:
-    """Measures points of one shape; returns how many kernels were refused."""
+def _tune_shape(points: Sequence[Point], family: int | None, journal: Journal, rounds: int | None) -> None:
+    """Measures points of one shape."""
     if not points:
-        return 0
+        return
     n, k, groups = points[0].n, points[0].k, points[0].groups
     device = torch.device("cuda", torch.cuda.current_device())
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
@@ -313,7 +319,6 @@ def _tune_shape(points: Sequence[Point], family: int | None, journal: Journal, r
         for _ in range(_timing.rotations(bytes_per_call, l2_bytes))
     ]
     weights = [_products.weights_in(points[0].b, w) for w in packed]
-    refusals = 0
     for point in points:
         products = []
         for b, w in zip(weights, packed, strict=True):
@@ -321,13 +326,11 @@ def _tune_shape(points: Sequence[Point], family: int | None, journal: Journal, r
             a = _products.activations(point.a, point.m, k, device, gen, offs)
             products.append(_products.Product(a, b, w, offs))
         names = candidates(info.kernels(), family, point)
-        one = measure(point, names, products, rounds or 20)
+        one = measure(point, names, products, 20 if rounds is None else rounds)
         _tell(one)
-        refusals += len(one.refused)
         journal.add(one)
         del products
         torch.cuda.empty_cache()
-    return refusals
 
 
 def _tell(one: Measured) -> None:

@@ -98,7 +98,8 @@ class WeightModule(torch.nn.Module):
             part if own is None else own
             for part, own in zip((unpacked.codes, unpacked.scales), held, strict=True)
         )
-        return NVFP4Tensor._trusted(codes, scales, self.weight_amax, self.e4m3_max)
+        # All copies, so that a weight loaded later does not mix with them.
+        return NVFP4Tensor._trusted(codes, scales, self.weight_amax.clone(), self.e4m3_max)
 
     def _is_prepacked(self) -> bool:
         """Whether weight_prepacked is the weight, nothing having been assigned over it."""
@@ -109,9 +110,12 @@ class WeightModule(torch.nn.Module):
         """Prepack the weight, into ``place`` if that is given, and let go of codes and scales."""
         # Not an inference tensor, so that load_state_dict may write it later.
         with torch.inference_mode(False), torch.no_grad():
-            data = prepack(self.weight).data
+            weight = self.weight  # kept until the device has read it, whatever another thread does
+            data = prepack(weight).data
             if place is not None:
                 data = place.copy_(data)
+        if type(data) is not Tensor:
+            return  # a fake one, of a tracer that torch.compiler does not know of
         if data.is_cuda:
             # Other streams may read the new memory at once, and may still be reading what is let go of.
             torch.cuda.synchronize(data.device)
@@ -134,7 +138,7 @@ class WeightModule(torch.nn.Module):
         if self._is_captured:
             return False
         self._hold_prepacked()
-        return True
+        return self._is_prepacked()
 
     def _own_buffers(self) -> dict[str, Tensor]:
         own = {name: getattr(self, name) for name in WEIGHT_BUFFERS}
@@ -142,8 +146,12 @@ class WeightModule(torch.nn.Module):
 
     def reset_parameters(self) -> None:
         """Forget the weight: zeros everywhere, and ``forward`` raises until one is loaded."""
-        self._hold_canonical()
-        for buffer in self._own_buffers().values():
+        if self._is_prepacked():  # which keep their place: zero bytes are codes and scales of zero
+            held = [t for t in (self.weight_prepacked, self.weight_amax, self.bias) if t is not None]
+        else:
+            self._hold_canonical()
+            held = list(self._own_buffers().values())
+        for buffer in held:
             buffer.view(BITS[buffer.dtype]).zero_()
         self._has_weight = False
 
@@ -165,6 +173,10 @@ class WeightModule(torch.nn.Module):
             destination[prefix + "weight_codes"] = weight.codes
             destination[prefix + "weight_scales"] = weight.scales
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.weight_prepacked is not None:  # copies as well: a weight loaded later must not mix with them
+            for name in ("weight_amax", "bias"):
+                if self._buffers.get(name) is not None:
+                    destination[prefix + name] = destination[prefix + name].clone()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Module.to, .half, .cuda, .to_empty and the like: places change, the NVFP4 dtypes do not."""

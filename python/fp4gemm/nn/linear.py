@@ -31,9 +31,10 @@ class Linear(WeightModule):
 
     On compute capability 9.0 the first ``forward`` that is neither traced nor captured prepacks the weight
     (``fp4gemm.prepack``), which synchronises once, and from then on the layer holds that form alone, as
-    large as the other. ``state_dict``, ``weight``, pickles, copies and moves to another device still have
-    codes and scales, bit for bit; ``weight_codes`` and ``weight_scales`` are then copies, so a new weight
-    comes in by ``load_state_dict``, which writes the prepacked form in place.
+    large as the other. A layer that is traced or captured before is not prepacked by itself: call
+    :meth:`prepack` ahead of that. ``state_dict``, ``weight``, pickles, copies and moves to another device
+    still have codes and scales, bit for bit; ``weight_codes`` and ``weight_scales`` are then copies, so a new
+    weight comes in by ``load_state_dict``, which writes the prepacked form in place.
 
     A new layer has no weight: its buffers are zeros, and ``forward`` raises until ``load_state_dict`` has
     brought one. Usually a layer comes from ``Linear.from_float`` or ``quantize_model`` instead.
@@ -170,10 +171,15 @@ class Linear(WeightModule):
         ``forward`` does that by itself where it helps. On the CPU it only costs time. Synchronises.
 
         Raises:
-            RuntimeError: no weight has been loaded yet. NotImplementedError: the device does not read
-                prepacked weights; the text says which.
+            RuntimeError: no weight has been loaded yet, or a CUDA graph has been captured that reads the
+                weight as it is. NotImplementedError: the device does not read prepacked weights; the text
+                says which.
         """
         self._require_weight()
+        if self._is_captured:
+            raise RuntimeError(
+                "weight: its codes and scales are read by a captured CUDA graph; prepack() must come before"
+            )
         info.ready(self.weight_amax, f"mm of {info.PREPACKED}")
         if not self._is_prepacked():
             self._hold_prepacked()
