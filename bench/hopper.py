@@ -22,7 +22,7 @@ from . import bars, hopper_grouped, machine, read_floor
 from .peers import Humming
 from .timing import Call, calls_for, rotations, time_interleaved
 from .traffic import Bar
-from .verify import far, off_by, wrong
+from .verify import Contenders, far, off_by, wrong
 
 Row = dict[str, object]
 Shape = tuple[int, int]
@@ -114,8 +114,7 @@ class Weights:
         return torch.randn(rows, columns, device=self.device, dtype=torch.bfloat16, generator=self.gen)
 
 
-# What a part times at one m: the contenders, what was refused and why, the bars of ours.
-Made = tuple[dict[str, Sequence[Call]], dict[str, str], Sequence[Bar]]
+Made = tuple[Contenders, Sequence[Bar]]  # what a part times at one m, and the bars of ours
 
 
 def _weight(
@@ -124,11 +123,11 @@ def _weight(
     """The rows of one shape, for each m; ``ours``: the contender with the bars."""
     weights = Weights(n, k)
     for m in ms:
-        contenders, refused, bar = make(weights, m)
-        timings = time_interleaved(contenders, rounds, calls_for(2.0 * m * n * k))
+        contenders, bar = make(weights, m)
+        timings = time_interleaved(contenders.calls, rounds, calls_for(2.0 * m * n * k))
         start: Row = {"part": part, "m": m, "n": n, "k": k}
         work = {"flop": 2.0 * m * n * k, "bytes": float(weights.bytes)}
-        yield from bars.table(start, timings, refused, bar, ours, work)
+        yield from bars.table(start, timings, contenders.refused, bar, ours, work)
         del contenders
         torch.cuda.empty_cache()
 
@@ -141,14 +140,7 @@ def _products_of(weights: Weights, m: int, humming: Humming) -> Made:
     decoded = [fp4gemm.quantize(x, decoded=True) for x in xs]
     halves = [x.to(torch.float16) for x in xs]
     fp16 = [x.data * 2**-8 for x in decoded[: len(weights.fp16)]]
-    contenders: dict[str, Sequence[Call]] = {}
-    refused: dict[str, str] = {}
-
-    def enter(name: str, reason: str | None, calls: Sequence[Call]) -> None:
-        if reason is None:
-            contenders[name] = calls
-        else:
-            refused[name] = reason
+    contenders = Contenders()
 
     def ours(operands: Sequence[object]) -> list[Call]:
         return [partial(fp4gemm.mm, a, b) for a, b in zip(operands, weights.prepacked, strict=True)]
@@ -157,41 +149,39 @@ def _products_of(weights: Weights, m: int, humming: Humming) -> Made:
     reason = None
     if not torch.equal(decoded[0].data, fp4gemm.decode(packed[0]).data):
         reason = "quantize(decoded=True) differs from decode(quantize(x))"
-    enter(OURS, reason or wrong(Product(decoded[0], b, w)), ours(decoded))
-    enter("mm, a nvfp4", wrong(Product(packed[0], b, w)), ours(packed))
+    contenders.enter(OURS, reason or wrong(Product(decoded[0], b, w)), ours(decoded))
+    contenders.enter("mm, a nvfp4", wrong(Product(packed[0], b, w)), ours(packed))
     values = w.dequantize()
     for name, plain in (("mm, a bf16 (W4A16)", xs), ("mm, a fp16 (W4A16)", halves)):
-        enter(name, far(Product(plain[0], b, w), values), ours(plain))
+        contenders.enter(name, far(Product(plain[0], b, w), values), ours(plain))
     for name, first, second in (
         (bars.FP16, fp16, weights.fp16),
         (bars.BF16, xs, weights.bf16),
     ):
         reason = off_by(torch.mm(first[0], second[0].T)[:4], first[0][:4], second[0])
-        enter(name, reason, [partial(torch.mm, x, w.T) for x, w in zip(first, second, strict=False)])
+        rival = [partial(torch.mm, x, w.T) for x, w in zip(first, second, strict=False)]
+        contenders.enter(name, reason, rival)
     calls, reason = humming.calls(n, k, halves)
-    enter(bars.HUMMING, reason, calls)
+    contenders.enter(bars.HUMMING, reason, calls)
     reason = read_floor.absent()
     buffers = [p.data for p in weights.prepacked]
-    enter(bars.FLOOR, reason, [] if reason else read_floor.calls(buffers, weights.bytes, weights.variant))
-    return contenders, refused, bars.dense(m, n, k)
+    calls = [] if reason else read_floor.calls(buffers, weights.bytes, weights.variant)
+    contenders.enter(bars.FLOOR, reason, calls)
+    return contenders, bars.dense(m, n, k)
 
 
 def _end_to_end(weights: Weights, m: int) -> Made:
     """Quantize and mm, against torch's product of what was not quantized."""
     xs = [weights.gaussian(m, weights.k) for _ in range(len(weights.prepacked))]
     b, w = weights.prepacked[0], weights.packed[0]
-    contenders: dict[str, Sequence[Call]] = {}
-    refused: dict[str, str] = {}
+    contenders = Contenders()
     for name, decoded in ((QUANTIZED, True), ("quantize packed + mm", False)):
         reason = wrong(Product(fp4gemm.quantize(xs[0], decoded=decoded), b, w))
-        if reason is not None:
-            refused[name] = reason
-            continue
-        contenders[name] = [
-            partial(_quantize_and_mm, x, p, decoded) for x, p in zip(xs, weights.prepacked, strict=True)
-        ]
-    contenders[bars.BF16] = [partial(torch.mm, x, v.T) for x, v in zip(xs, weights.bf16, strict=False)]
-    return contenders, refused, bars.END_TO_END
+        calls = [partial(_quantize_and_mm, x, p, decoded) for x, p in zip(xs, weights.prepacked, strict=True)]
+        contenders.enter(name, reason, calls)
+    rival = [partial(torch.mm, x, v.T) for x, v in zip(xs, weights.bf16, strict=False)]
+    contenders.enter(bars.BF16, None, rival)
+    return contenders, bars.END_TO_END
 
 
 def _quantize_and_mm(x: Tensor, b: object, decoded: bool) -> Tensor:

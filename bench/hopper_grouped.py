@@ -9,12 +9,12 @@ from typing import NamedTuple
 import fp4gemm
 import torch
 from fp4gemm import _products
-from fp4gemm._products import Product
+from fp4gemm._products import Product, error_line, occupied_groups
 from torch import Tensor
 
 from . import bars, machine, read_floor
 from .timing import Call, calls_for, sets, time_interleaved
-from .verify import off_by, wrong
+from .verify import Contenders, off_by, wrong
 
 Row = dict[str, object]
 OURS = "grouped_mm"
@@ -60,7 +60,7 @@ def _shape(model: Model, n: int, k: int, loads: Sequence[int], rounds: int) -> I
     for load in loads:
         tokens = max(1, load * model.experts // model.top_k)
         ends[load] = routed_ends(tokens, model.experts, model.top_k, gen)
-    active = {load: _occupied(offs) for load, offs in ends.items()}
+    active = {load: len(occupied_groups(offs)) for load, offs in ends.items()}
     one = fp4gemm.prepack(_products.gaussian_weights(n, k, device, gen)).data.nbytes
     most = max(sets(count * one, l2_bytes) for count in active.values())
     packed = [_products.gaussian_weights(n, k, device, gen, model.experts) for _ in range(most)]
@@ -70,34 +70,11 @@ def _shape(model: Model, n: int, k: int, loads: Sequence[int], rounds: int) -> I
         for _ in range(max(sets(count * 2 * n * k, l2_bytes) for count in active.values()))
     ]
     for load in loads:
-        offs, rows = ends[load], int(ends[load][-1])
+        offs, rows, num_bytes = ends[load], int(ends[load][-1]), active[load] * one
         x = torch.randn(rows, k, device=device, dtype=torch.bfloat16, generator=gen)
-        contenders: dict[str, Sequence[Call]] = {}
-        refused: dict[str, str] = {}
-        for name, decoded in ((OURS, True), ("grouped_mm, a nvfp4", False)):
-            a = fp4gemm.quantize(x, offs=offs, decoded=decoded)
-            reason = wrong(Product(a, prepacked[0], packed[0], offs))
-            if reason is not None:
-                refused[name] = reason
-                continue
-            contenders[name] = [partial(fp4gemm.grouped_mm, a, b, offs) for b in prepacked]
-        transposed = [w.transpose(1, 2) for w in plain]
-        reason = _baseline(x, transposed[0], offs)
-        if reason is None:
-            contenders[bars.BF16] = [
-                partial(torch.nn.functional.grouped_mm, x, w, offs=offs) for w in transposed
-            ]
-        else:
-            refused[bars.BF16] = reason
-        reason = read_floor.absent()
-        buffers, num_bytes = [p.data for p in prepacked], active[load] * one
-        if reason is None:
-            variant = read_floor.best_variant(buffers, num_bytes)
-            contenders[bars.FLOOR] = read_floor.calls(buffers, num_bytes, variant)
-        else:
-            refused[bars.FLOOR] = reason
+        contenders = _contenders(x, packed[0], prepacked, plain, offs, num_bytes)
         flop = 2.0 * rows * n * k
-        timings = time_interleaved(contenders, rounds, calls_for(flop))
+        timings = time_interleaved(contenders.calls, rounds, calls_for(flop))
         start: Row = {
             "part": "grouped",
             "model": model.name,
@@ -108,14 +85,41 @@ def _shape(model: Model, n: int, k: int, loads: Sequence[int], rounds: int) -> I
             "k": k,
         }
         work = {"flop": flop, "bytes": float(num_bytes)}
-        yield from bars.table(start, timings, refused, bars.grouped(load), OURS, work)
+        yield from bars.table(start, timings, contenders.refused, bars.grouped(load), OURS, work)
         del contenders, x
         torch.cuda.empty_cache()
 
 
-def _occupied(offs: Tensor) -> int:
-    """How many experts have a row."""
-    return int((offs.diff(prepend=offs.new_zeros(1)) > 0).sum())
+def _contenders(
+    x: Tensor,
+    packed: fp4gemm.NVFP4Tensor,
+    prepacked: Sequence[fp4gemm.PrepackedTensor],
+    plain: Sequence[Tensor],
+    offs: Tensor,
+    num_bytes: int,
+) -> Contenders:
+    """grouped_mm on quantized activations in each form, torch, and the floor, which reads num_bytes.
+
+    ``packed``: the first of ``prepacked`` as it was quantized.
+    """
+    contenders = Contenders()
+    for name, decoded in ((OURS, True), ("grouped_mm, a nvfp4", False)):
+        a = fp4gemm.quantize(x, offs=offs, decoded=decoded)
+        ours = [partial(fp4gemm.grouped_mm, a, b, offs) for b in prepacked]
+        contenders.enter(name, wrong(Product(a, prepacked[0], packed, offs)), ours)
+    transposed = [w.transpose(1, 2) for w in plain]
+    reason = _baseline(x, transposed[0], offs)
+    rival: list[Call] = []
+    if reason is None:  # torch has the function
+        rival = [partial(torch.nn.functional.grouped_mm, x, w, offs=offs) for w in transposed]
+    contenders.enter(bars.BF16, reason, rival)
+    reason = read_floor.absent()
+    floor: list[Call] = []
+    if reason is None:
+        buffers = [p.data for p in prepacked]
+        floor = read_floor.calls(buffers, num_bytes, read_floor.best_variant(buffers, num_bytes))
+    contenders.enter(bars.FLOOR, reason, floor)
+    return contenders
 
 
 def _baseline(x: Tensor, transposed: Tensor, offs: Tensor) -> str | None:
@@ -123,12 +127,10 @@ def _baseline(x: Tensor, transposed: Tensor, offs: Tensor) -> str | None:
     try:
         got = torch.nn.functional.grouped_mm(x, transposed, offs=offs)
     except (AttributeError, RuntimeError) as error:
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    ends = offs.tolist()
-    begins = [0, *ends[:-1]]
-    occupied = [e for e in range(len(ends)) if ends[e] > begins[e]]
-    for e in (occupied[0], occupied[-1]):
-        rows = slice(begins[e], min(ends[e], begins[e] + 4))
+        return error_line(error)
+    occupied = occupied_groups(offs)
+    for e, begin, end in (occupied[0], occupied[-1]):
+        rows = slice(begin, min(end, begin + 4))
         reason = off_by(got[rows], x[rows], transposed[e].T)
         if reason is not None:
             return reason

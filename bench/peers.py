@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from fp4gemm._products import error_line
 from torch import Tensor
 
 from .timing import Call
@@ -108,4 +109,4 @@ def _fill(x: Tensor) -> None:
 
 
 def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    return error_line(error)[:200]

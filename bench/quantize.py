@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
+from fp4gemm._products import error_line
 
 from . import machine
 from .cases import Case, Family, Inputs, Sizes, families
@@ -81,7 +82,7 @@ def measure(
     try:
         inputs = [family.inputs(device) for _ in range(count)]
     except (NotImplementedError, RuntimeError) as error:
-        wrong = {case.name: f"its input: {_first_line(error)}" for case in cases}
+        wrong = {case.name: f"its input: {error_line(error)}" for case in cases}
     else:
         for case in cases:
             reason = refusal(case, inputs[0])
@@ -104,11 +105,7 @@ def refusal(case: Case, inputs: Inputs) -> str | None:
     try:
         return difference(case.call(inputs), case.want(inputs))
     except (NotImplementedError, RuntimeError) as error:
-        return _first_line(error)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return error_line(error)
 
 
 def result(case: Case, timings: dict[str, Timing], bandwidth: float) -> Row:

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
 import torch
 from fp4gemm import DecodedTensor, MXFP8Tensor, NVFP4Tensor
-from fp4gemm._products import Product
+from fp4gemm._products import Product, error_line
 from fp4gemm._products import difference as product_difference
 from torch import Tensor
+
+from .timing import Call
+
+
+@dataclasses.dataclass
+class Contenders:
+    """What is timed side by side, by name, and why the others are not."""
+
+    calls: dict[str, Sequence[Call]] = dataclasses.field(default_factory=dict)
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def enter(self, name: str, reason: str | None, calls: Sequence[Call]) -> None:
+        """``reason``: None, or why it is not timed."""
+        if reason is None:
+            self.calls[name] = calls
+        else:
+            self.refused[name] = reason
 
 
 def parts(result: object) -> list[tuple[str, Tensor]]:
@@ -67,7 +85,7 @@ def wrong(product: Product) -> str | None:
     try:
         return product_difference(product, product.run(out=product.poisoned()))
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return error_line(error)
 
 
 def far(product: Product, weights: Tensor) -> str | None:
@@ -75,7 +93,7 @@ def far(product: Product, weights: Tensor) -> str | None:
     try:
         got = product.run(out=product.poisoned())
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return error_line(error)
     if not got.isfinite().all():
         return "holds numbers that are not finite"
     rows = slice(max(0, got.shape[0] - 4), None)

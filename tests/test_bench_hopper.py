@@ -229,7 +229,7 @@ def test_routed_ends() -> None:
     sizes = ends.diff(prepend=ends.new_zeros(1))
     assert (ends.dtype, int(ends[-1]), len(ends)) == (torch.int32, 256, 16)
     assert int(sizes.max()) <= 64  # no token takes an expert twice
-    assert hopper_grouped._occupied(torch.tensor([0, 2, 2, 5])) == 2
+    assert _products.occupied_groups(torch.tensor([0, 2, 2, 5])) == [(1, 0, 2), (3, 2, 5)]
 
 
 # ---- rivals -----------------------------------------------------------------------------------------------

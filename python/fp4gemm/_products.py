@@ -24,7 +24,9 @@ __all__ = [
     "Product",
     "activations",
     "difference",
+    "error_line",
     "gaussian_weights",
+    "occupied_groups",
     "random_ends",
     "weights_in",
 ]
@@ -79,6 +81,14 @@ def random_ends(m: int, num_groups: int, device: torch.device, gen: torch.Genera
     return torch.bincount(chosen, minlength=num_groups).cumsum(0).to(torch.int32)
 
 
+def occupied_groups(offs: Tensor) -> list[tuple[int, int, int]]:
+    """(e, begin, end) of each group e that has a row. Reads offs, so it synchronises on a GPU."""
+    ends = offs.tolist()
+    begins = [0, *ends[:-1]]
+    every = zip(range(len(ends)), begins, ends, strict=True)
+    return [(e, begin, end) for e, begin, end in every if end > begin]
+
+
 # ---- results
 
 
@@ -117,16 +127,19 @@ def difference(product: Product, got: Tensor) -> str | None:
     if product.offs is None:
         rows = _spread(product.shape[0], ROWS)
         return _difference(product.a, product.weights, rows, got, "")
-    ends = product.offs.tolist()
-    begins = [0, *ends[:-1]]
-    occupied = [e for e, (begin, end) in enumerate(zip(begins, ends, strict=True)) if end > begin]
+    occupied = occupied_groups(product.offs)
     for i in _spread(len(occupied), GROUPS):
-        e = occupied[i]
-        rows = [begins[e] + row for row in _spread(ends[e] - begins[e], ROWS // GROUPS)]
+        e, begin, end = occupied[i]
+        rows = [begin + row for row in _spread(end - begin, ROWS // GROUPS)]
         reason = _difference(product.a, product.weights[e], rows, got, f"group {e}, ")
         if reason is not None:
             return reason
     return None
+
+
+def error_line(error: Exception) -> str:
+    """The type of an error and the first line of what it says: why something is not timed."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _spread(count: int, most: int) -> list[int]:

@@ -108,7 +108,7 @@ def _refusal(product: _products.Product, name: str, out: torch.Tensor) -> str | 
     except torch.OutOfMemoryError:
         raise  # which says nothing of the kernel
     except (NotImplementedError, RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return _products.error_line(error)
 
 
 # ---- rules
