@@ -25,14 +25,21 @@ def refuse(name: str, value: object, wanted: str, because: str) -> None:
 def group_ends(offs: object, m: int, device: torch.device) -> Tensor:
     """offs int32 (g,), g >= 1: non-decreasing within 0..m. Reads it, so this synchronises on a GPU."""
     x = _options.group_ends(offs, device, "x")
+    ascending(x, m, "the rows of x")
+    return x
+
+
+def ascending(offs: Tensor, limit: int, what: str) -> list[int]:
+    """The entries of offs, which ascend within 0..limit; others are refused. Synchronises on a GPU."""
     before = 0
-    for i, end in enumerate(x.tolist()):
+    ends: list[int] = offs.tolist()
+    for i, end in enumerate(ends):
         if end < before:
             raise ValueError(f"offs: entry {i} is {end}, must be at least {before} (ends do not decrease)")
         before = end
-    if before > m:
-        raise ValueError(f"offs: the last entry is {before}, must be at most {m}, the rows of x")
-    return x
+    if before > limit:
+        raise ValueError(f"offs: the last entry is {before}, must be at most {limit}, {what}")
+    return ends
 
 
 def options(

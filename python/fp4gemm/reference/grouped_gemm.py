@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import _checks, _gemm_checks
 from ..layout import GROUP_COLUMNS, TILE_ROWS
+from . import checks
 from .chunks import f32
 from .epilogue import Epilogue
 from .gemm import product_into, values
@@ -109,7 +110,7 @@ def row_spans(ends: Tensor, m: int) -> list[tuple[int, int, int, int]]:
     """First row and end of each group, and those of its scales."""
     spans = []
     begin = scale_begin = 0
-    for end in group_ends(ends, m, "the rows of a"):
+    for end in checks.ascending(ends, m, "the rows of a"):
         scale_end = scale_begin + (end - begin + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
         spans.append((begin, end, scale_begin, scale_end))
         begin, scale_begin = end, scale_end
@@ -120,25 +121,12 @@ def column_spans(ends: Tensor, k: int) -> list[tuple[int, int]]:
     """First column and end of each group, padding included."""
     spans = []
     before = begin = 0
-    for end in group_ends(ends, k, "the columns of a"):
+    for end in checks.ascending(ends, k, "the columns of a"):
         spans.append((begin, begin + (end - before + GROUP_COLUMNS - 1) // GROUP_COLUMNS * GROUP_COLUMNS))
         before, begin = end, spans[-1][1]
     if begin > k:
         raise ValueError(f"offs: the padded groups have {begin} columns, must be at most {k}, the k of a")
     return spans
-
-
-def group_ends(offs: Tensor, limit: int, what: str) -> list[int]:
-    """The entries of offs, which ascend within 0..limit; others are refused. Synchronises on a GPU."""
-    before = 0
-    ends: list[int] = offs.tolist()
-    for i, end in enumerate(ends):
-        if end < before:
-            raise ValueError(f"offs: entry {i} is {end}, must be at least {before} (ends do not decrease)")
-        before = end
-    if before > limit:
-        raise ValueError(f"offs: the last entry is {before}, must be at most {limit}, {what}")
-    return ends
 
 
 def column_values(data: Tensor, scales: Tensor | None, begin: int, end: int) -> Tensor:

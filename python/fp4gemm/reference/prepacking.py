@@ -21,9 +21,8 @@ import functools
 import torch
 from torch import Tensor
 
-from .. import _checks
+from .. import _checks, _containers
 from ..layout import swizzle_scales, unswizzle_scales
-from . import checks
 
 __all__ = ["prepack", "unpack"]
 
@@ -92,10 +91,8 @@ def prepack(codes: Tensor, scales: Tensor) -> Tensor:
     _checks.is_multiple("codes", "k", k, BLOCK)
     _checks.is_contiguous("codes", x)
     _checks.is_aligned("codes", x)
-    wanted = (g, *_checks.padded_scale_shape(n, k))
-    s = checks.scales_like(scales, wanted, "the swizzled shape of a stack", x.device)
-    _checks.is_aligned("scales", s)
-    return torch.stack([_prepack(_checks.as_codes(x)[e], s[e]) for e in range(g)])
+    s = _containers.stack_scales("scales", scales, g, n, k, x.device, "codes")
+    return torch.stack([_prepack(*matrix) for matrix in zip(_checks.as_codes(x), s, strict=True)])
 
 
 def _prepack(codes: Tensor, scales: Tensor) -> Tensor:
