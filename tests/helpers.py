@@ -1,6 +1,9 @@
-"""Test inputs, bit comparison and poisoned memory."""
+"""Test inputs, bit comparison, poisoned memory and captured graphs."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,3 +117,16 @@ def dirty(device: torch.device, *sizes: int) -> None:
     """Fill and free blocks of these sizes, so that the allocator hands out memory full of 0xFF next."""
     blocks = [torch.full((size,), 0xFF, dtype=torch.uint8, device=device) for size in sizes for _ in range(3)]
     del blocks
+
+
+def captured(step: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of ``step``, after one run of it on a side stream, and what the captured call returned."""
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        step()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+    return graph, result

@@ -12,6 +12,7 @@ from helpers import (
     assert_bits,
     assert_poison_intact,
     assert_same_value,
+    captured,
     dirty,
     make,
     poisoned,
@@ -307,13 +308,7 @@ def test_graph_capture_and_replay(m: int, cuda: torch.device, gen: torch.Generat
 
     for tensor in (x, w, bias):
         tensor.fill_(1.0)
-    side = torch.cuda.Stream(cuda)
-    with torch.cuda.stream(side):
-        step()
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        product, values = step()
+    graph, (product, values) = captured(step, cuda)
     for kind in ("normal", "heavy", "zero_rows"):
         x.copy_(make(kind, m, k, torch.bfloat16, gen))
         w.copy_(make("normal", n, k, torch.float32, gen))

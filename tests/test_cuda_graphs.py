@@ -10,26 +10,13 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import NVFP4Tensor, reference
-from helpers import assert_bits, make
+from helpers import assert_bits, captured, make
 from modes import FEW, Mode, assert_parts, assert_same, by_name, expected, parts
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
 
 GROUPED = [mode for mode in FEW if not mode.tiles]
-
-
-def captured(step: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of ``step``, after one run of it on a side stream, and what the captured call returned."""
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        step()
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step()
-    return graph, result
 
 
 @pytest.mark.parametrize("mode", GROUPED, ids=by_name)

@@ -9,7 +9,7 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import NVFP4Tensor, info, reference
-from helpers import FLOATS, assert_bits, assert_poison_intact, dirty, make, poisoned, short
+from helpers import FLOATS, assert_bits, assert_poison_intact, captured, dirty, make, poisoned, short
 from moe import ALPHA, ROUTINGS, Columns, Rows, columns_of, ends_of, routing, rows_of
 from torch import Tensor
 
@@ -179,14 +179,7 @@ def test_replay_with_a_thousand_routings(cuda: torch.device, gen: torch.Generato
         fp4gemm.wgrad(dy_t, x_t, out=dw)
         return a, dy_t, x_t
 
-    side = torch.cuda.Stream(cuda)
-    side.wait_stream(torch.cuda.current_stream(cuda))
-    with torch.cuda.stream(side):
-        step()
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        a, dy_t, x_t = step()
+    graph, (a, dy_t, x_t) = captured(step, cuda)
     pool = [make("integers", m, k, torch.bfloat16, gen).to(cuda) for _ in range(4)]
     for i, kind in zip(range(1000), itertools.cycle(("zipf", "one_hot", "even", "all_empty")), strict=False):
         sizes = routing(kind, g, m, gen)

@@ -9,7 +9,7 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import NVFP4Tensor, info, nn, reference
-from helpers import FLOATS, assert_bits, assert_poison_intact, dirty, make, poisoned, short
+from helpers import FLOATS, assert_bits, assert_poison_intact, captured, dirty, make, poisoned, short
 from moe import ends_of, rows_of
 from nn_helpers import float_linear, same_bits, same_state
 from torch import Tensor
@@ -259,14 +259,7 @@ def test_graph_replay(hopper: torch.device, gen: torch.Generator) -> None:
         fp4gemm.grouped_mm(x, p3, offs, out=out)
         return fp4gemm.mm(a, p), fp4gemm.mm(x, p), fp4gemm.mm(x, w)
 
-    side = torch.cuda.Stream(hopper)
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    graph, results = captured(step, hopper)
     for sizes in ((96, 0, 0), (1, 33, 62), (0, 0, 5)):
         x.copy_(make("integers", m, k, torch.bfloat16, gen))
         offs.copy_(ends_of(sizes))
