@@ -34,6 +34,10 @@ demo: $(STAMPS)/installed-demo $(STAMPS)/demo ## Embed real sentences in fp32 an
 	@$(call say,demo)
 	@$(BIN)/python examples/demo.py
 
+.PHONY: bench
+bench: $(STAMPS)/installed-demo $(STAMPS)/demo ## Measure this machine: verified, one HTML page with rooflines (docs/benchmarks.md)
+	@$(BIN)/python -m bench report --quick
+
 .PHONY: test
 test: $(STAMPS)/installed-test $(STAMPS)/test $(STAMPS)/demo ## Build every architecture and run the whole suite
 	@$(call say,host tests)

@@ -1,104 +1,235 @@
-"""``python -m bench dense`` and ``overhead``: mm against torch's matmul, and the host time of a call."""
+"""``python -m bench dense``: mm against cuBLAS, cuBLASLt, a post-scale pass and humming, on any device.
+
+Every product of ours is compared with the reference first, bit for bit on up to 512 rows; those whose sums
+round (unquantized activations), and the rivals, with float64 (humming's weights are random: see peers.py).
+"""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import fp4gemm
 import torch
-from fp4gemm import NVFP4Tensor
-from fp4gemm._products import Product, difference
+from fp4gemm._products import Product
+from torch import Tensor
 
-from . import machine
-from .timing import Call, rotations, time_host, time_interleaved
-from .verify import off_by
+from . import cublaslt, post_scale
+from .contest import BASELINE, ROUNDING, UNCHECKED, Contender, Contest, Job, Row
+from .models import Layer, dense_layers
+from .operands import FP16_SCALE, Tokens, Weights, calls, chosen_kernel, forced, in_forms, nbytes, unit
+from .peers import Humming
+from .rig import Rig
+from .roofline import Work
+from .verify import far, some_rows
 
-Row = dict[str, object]
-
-
-def bench_dense(args: argparse.Namespace) -> list[Row]:
-    """mm against torch's fp16 and bf16 matmul of the same size, interleaved."""
-    rows: list[Row] = []
-    for m, n, k in args.shapes:
-        count = rotations(2 * n * k, machine.l2_bytes())
-        xs = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
-        ws = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
-        qx = [fp4gemm.quantize(x) for x in xs]
-        qw = [fp4gemm.quantize(w) for w in ws]
-        dw = [fp4gemm.decode(w) for w in qw]
-        dx = [fp4gemm.decode(x) for x in qx]
-        # For torch the same numbers by powers of two smaller: its fp16 output would overflow.
-        hx, hw = [x.data * 2**-8 for x in dx], [w.data * 2**-8 for w in dw]
-        _require_product(qx[0], qw[0])
-        _require_baseline(hx[0], hw[0])
-        _require_baseline(xs[0], ws[0])
-        contenders: dict[str, Sequence[Call]] = {
-            "mm": _calls(fp4gemm.mm, qx, qw),
-            "mm, weights decoded once": _calls(fp4gemm.mm, qx, dw),
-            "mm, both decoded": _calls(fp4gemm.mm, dx, dw),
-            "torch fp16": _calls(torch.mm, hx, [w.T for w in hw]),
-            "torch bf16": _calls(torch.mm, xs, [w.T for w in ws]),
-        }
-        if args.kernels:
-            major, minor = torch.cuda.get_device_capability()
-            for info in fp4gemm.kernels():
-                fits = info.mode == "dense" and info.out_dtype == torch.bfloat16
-                if fits and info.arch == 10 * major + minor:
-                    operands = (qx, qw) if info.operand == "nvfp4" else (dx, dw)
-                    contenders[info.name] = _calls(partial(fp4gemm.mm, kernel=info.name), *operands)
-        timings = time_interleaved(contenders, args.rounds)
-        baseline = timings["torch fp16"].median_us
-        for name, timing in timings.items():
-            rows.append(
-                {"bench": "dense", "m": m, "n": n, "k": k, "contender": name}
-                | timing.row()
-                | {
-                    "tflop_s": round(2 * m * n * k / timing.median_us / 1e6, 1),
-                    "of_torch_fp16": round(baseline / timing.median_us, 3),
-                }
-            )
-        del xs, ws, qx, qw, dx, dw, hx, hw, contenders
-        torch.cuda.empty_cache()
-    return rows
+OURS = "fp4gemm"
+TORCH = {torch.bfloat16: "torch bf16", torch.float16: "torch fp16", torch.float32: "torch fp32"}
+HUMMING = "humming"
+SCALAR, UNFUSED = "scalar alpha", "unfused: post-scale"
+CUBLASLT, CUBLASLT_POST = "cuBLASLt nvfp4, scalar alpha", "cuBLASLt nvfp4 + post-scale"
+DEFAULT_MODELS = ("llama-3.1-8b", "qwen3-30b")
+DEFAULT_SHAPES = (Layer("", "", 8192, 8192),)
+M = (1, 16, 64, 256, 1024, 4096)
+# On a CPU the reference multiplies in float64.
+SMALL_SHAPES, SMALL_M = (Layer("", "", 256, 512), Layer("", "", 512, 256)), (1, 16, 64)
 
 
-def _calls(function: Callable[..., object], first: Sequence[object], second: Sequence[object]) -> list[Call]:
-    return [partial(function, a, b) for a, b in zip(first, second, strict=True)]
+def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
+    """A job for each weight and number of rows that was asked for."""
+    if rig.is_cuda:
+        layers, ms = [*DEFAULT_SHAPES, *dense_layers(DEFAULT_MODELS)], M
+    else:
+        layers, ms = list(SMALL_SHAPES), SMALL_M
+    return of_layers(wanted(args, layers, ms), rig, args.kernels)
 
 
-def _require_product(a: NVFP4Tensor, b: NVFP4Tensor) -> None:
-    """mm on some rows against the reference; Gaussian data sum exactly in fp32, so no bit may differ."""
-    product = Product(a, b, b)
-    reason = difference(product, product.run(out=product.poisoned()))
+def wanted(args: argparse.Namespace, layers: Sequence[Layer], ms: Sequence[int]) -> list[tuple[Layer, int]]:
+    """(layer, m) by --shapes, --model and --m, or the defaults given; those of one weight are neighbours."""
+    ms = args.m or ms
+    made: list[tuple[Layer, int]] = []
+    if args.shapes:
+        for shape in args.shapes:
+            layer = Layer("", "", *shape[-2:])
+            made += [(layer, m) for m in (shape[:1] if len(shape) == 3 else ms)]
+    else:
+        made = [(layer, m) for layer in (dense_layers(args.model) if args.model else layers) for m in ms]
+    first: dict[tuple[int, int], int] = {}
+    for layer, _ in made:
+        first.setdefault((layer.n, layer.k), len(first))
+    return sorted(dict.fromkeys(made), key=lambda one: first[one[0].n, one[0].k])
+
+
+def of_layers(
+    wanted: Sequence[tuple[Layer, int]],
+    rig: Rig,
+    kernels: re.Pattern[str] | None = None,
+    bench: str = "dense",
+) -> list[Job]:
+    """A job for each (layer, m), those with one weight next to each other."""
+    humming = Humming([(layer.n, layer.k, m) for layer, m in wanted]) if rig.major == 9 else None
+    return [
+        Job(key(bench, layer, m), partial(_rows, rig, layer, m, kernels, humming, bench))
+        for layer, m in wanted
+    ]
+
+
+def key(bench: str, layer: Layer, m: int) -> str:
+    whose = f" {layer.model} {layer.layer}" if layer.model else ""
+    return f"{bench}{whose} {m}x{layer.n}x{layer.k}"
+
+
+def start(bench: str, layer: Layer, m: int) -> Row:
+    """What the rows of a case begin with."""
+    whose: Row = {"model": layer.model, "layer": layer.layer} if layer.model else {}
+    return {"bench": bench, "case": key(bench, layer, m)} | whose | {"m": m, "n": layer.n, "k": layer.k}
+
+
+def _rows(
+    rig: Rig, layer: Layer, m: int, kernels: re.Pattern[str] | None, humming: Humming | None, bench: str
+) -> Iterator[Row]:
+    weights = rig.keep("weights", (layer.n, layer.k), lambda: Weights(rig, layer.n, layer.k))
+    yield from contest(rig, weights, m, start(bench, layer, m), kernels, humming).rows(rig)
+
+
+def contest(
+    rig: Rig,
+    weights: Weights,
+    m: int,
+    start: Row,
+    kernels: re.Pattern[str] | None = None,
+    humming: Humming | None = None,
+) -> Contest:
+    """Everyone who multiplies (m, k) by this weight."""
+    made = Contest(start)
+    tokens = Tokens(weights, m)
+    if rig.major == 9:
+        _hopper(made, rig, weights, tokens, m)
+    else:
+        _ours(made, rig, weights, tokens, OURS, ("nvfp4", "nvfp4"), m)
+    forms = ("f16", "prepacked") if rig.major == 9 else ("nvfp4", "nvfp4")
+    _unfused(made, rig, weights, tokens, forms, m)
+    for name, read in forced(rig, "dense", kernels):
+        _ours(made, rig, weights, tokens, name, read, m, name)
+    _torch(made, rig, weights, tokens, m)
+    if rig.major is not None and rig.major >= 10:
+        _cublaslt(made, rig, weights, tokens, m)
+    if humming is not None:
+        rival, reason = humming.calls(weights.n, weights.k, tokens.halves)
+        work = _work(weights.packed[0], tokens.halves[0], m, weights.n, rig.our_unit)
+        if reason is None:
+            note = "random weights, result not checked"
+            made.enter(HUMMING, Contender(rival, work, BASELINE, None, UNCHECKED, note))
+        else:
+            made.absent[HUMMING] = reason
+    if rig.is_cuda:
+        made.enter_floor(rig, weights.buffers, weights.buffers[0].nbytes)
+    return made
+
+
+def _work(b: Any, a: Any, m: int, n: int, unit_name: str) -> Work:
+    """Of D = a @ b.T in 16 bits."""
+    k = a.shape[1]
+    return Work(2.0 * m * n * k, nbytes(a, b) + 2 * m * n, unit_name)
+
+
+def _ours(
+    made: Contest,
+    rig: Rig,
+    weights: Weights,
+    tokens: Tokens,
+    name: str,
+    forms: tuple[str, str],
+    m: int,
+    kernel: str | None = None,
+) -> None:
+    """Enters mm of operands in these forms, by the library's choice of kernel or by that one."""
+    try:
+        first, second = in_forms(weights, tokens, forms)
+    except NotImplementedError as error:
+        made.absent[name] = f"NotImplementedError: {error}"
+        return
+    a, b = first[0], second[0]
+    work = _work(b, a, m, weights.n, rig.our_unit)
+    chosen = kernel or chosen_kernel(rig, (m, weights.n, weights.k), *forms)
+    call = fp4gemm.mm if kernel is None else partial(fp4gemm.mm, kernel=kernel)
+    contender = Contender(calls(call, first, second), work, kernel=chosen)
+    if forms[0] == "bf16":  # sums of what was not quantized round
+        contender.checked = ROUNDING
+        rows = some_rows(m, rig.device)
+        made.enter(name, contender, far(contender.calls[0], rows, tokens.plain[0][rows], weights.values))
+        return
+    made.enter_product(name, contender, Product(a, b, weights.packed[0]), kernel)
+
+
+def _hopper(made: Contest, rig: Rig, weights: Weights, tokens: Tokens, m: int) -> None:
+    reason = tokens.decoded_reason()
     if reason is not None:
-        sys.exit(f"mm differs from the reference: {reason}: no time is worth printing")
+        made.refused[OURS] = reason
+        return
+    _ours(made, rig, weights, tokens, OURS, ("f16", "prepacked"), m)
+    _ours(made, rig, weights, tokens, "fp4gemm, packed tokens", ("nvfp4", "prepacked"), m)
+    _ours(made, rig, weights, tokens, "fp4gemm, both packed", ("nvfp4", "nvfp4"), m)
+    _ours(made, rig, weights, tokens, "fp4gemm, both decoded", ("f16", "f16"), m)
+    _ours(made, rig, weights, tokens, "fp4gemm W4A16", ("bf16", "prepacked"), m)
 
 
-def _require_baseline(a: torch.Tensor, b: torch.Tensor) -> None:
-    """torch's product on a few rows: a wrong rival is no rival."""
-    reason = off_by(torch.mm(a, b.T)[:4], a[:4], b)
+def _unfused(
+    made: Contest, rig: Rig, weights: Weights, tokens: Tokens, forms: tuple[str, str], m: int
+) -> None:
+    """Our GEMM without vectors, and with a pass for them behind it: what the fused epilogue saves."""
+    try:
+        first, second = in_forms(weights, tokens, forms)
+        scale = post_scale.compiled() if rig.is_cuda else post_scale.post_scale
+        scalar = calls(fp4gemm.mm, [unit(a) for a in first], [unit(b) for b in second])
+        behind = [post_scale.dense(a, b, scale) for a, b in zip(first, second, strict=True)]
+        a, b = tokens.packed[0], weights.packed[0]
+        rows = some_rows(m, rig.device)
+        ones = (unit(a).dequantize()[rows], unit(b).dequantize())
+        work = _work(second[0], first[0], m, weights.n, rig.our_unit)
+        kernel = chosen_kernel(rig, (m, weights.n, weights.k), *forms)
+        contender = Contender(scalar, work, kernel=kernel, checked=ROUNDING)
+        made.enter(SCALAR, contender, far(scalar[0], rows, *ones))
+        contender = Contender(behind, work, BASELINE, kernel, ROUNDING)
+        made.enter(UNFUSED, contender, far(behind[0], rows, a.dequantize()[rows], weights.values))
+    except NotImplementedError as error:
+        made.absent[UNFUSED] = f"NotImplementedError: {error}"
+
+
+def _torch(made: Contest, rig: Rig, weights: Weights, tokens: Tokens, m: int) -> None:
+    """torch's product in the types that the device has."""
+
+    def enter(first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
+        count = min(len(first), len(second))
+        rival = calls(torch.mm, first[:count], [w.T for w in second[:count]])
+        rows = some_rows(m, rig.device)
+        work = _work(second[0], first[0], m, weights.n, rig.unit)
+        contender = Contender(rival, work, BASELINE, None, ROUNDING)
+        name = TORCH[first[0].dtype]
+        made.enter(name, contender, far(rival[0], rows, first[0][rows], second[0]))
+
+    enter(tokens.plain, weights.plain)
+    if rig.is_cuda and rig.major == 9:
+        enter([a.data * FP16_SCALE for a in tokens.decoded[: len(weights.fp16)]], weights.fp16)
+
+
+def _cublaslt(made: Contest, rig: Rig, weights: Weights, tokens: Tokens, m: int) -> None:
+    reason = cublaslt.absent(rig.device)
     if reason is not None:
-        sys.exit(f"torch's {a.dtype} matmul is {reason}: no ratio is worth printing")
-
-
-def bench_overhead(args: argparse.Namespace) -> list[Row]:
-    """Host microseconds of a call on operands so small that the device keeps up."""
-    a = fp4gemm.quantize(torch.randn(16, 512, device="cuda", dtype=torch.bfloat16))
-    b = fp4gemm.quantize(torch.randn(512, 512, device="cuda", dtype=torch.bfloat16))
-    decoded = fp4gemm.decode(b)
-    out = torch.empty(16, 512, device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(16, 512, device="cuda", dtype=torch.bfloat16)
-    calls: dict[str, Call] = {
-        "mm": lambda: fp4gemm.mm(a, b),
-        "mm, out given": lambda: fp4gemm.mm(a, b, out=out),
-        "mm, weights decoded once": lambda: fp4gemm.mm(a, decoded),
-        "op alone": lambda: torch.ops.fp4gemm.scaled_mm(
-            a.codes, b.codes, a.scales, b.scales, 1.0, a.amax, b.amax, None, torch.bfloat16, None
-        ),
-        "quantize": lambda: fp4gemm.quantize(x),
-        "torch.mm": lambda: torch.mm(x, x.T),
-    }
-    return [{"bench": "overhead", "call": name} | time_host(call).row() for name, call in calls.items()]
+        made.absent[CUBLASLT] = reason
+        return
+    first, second = [unit(a) for a in tokens.packed], [unit(b) for b in weights.packed]
+    scalar = calls(cublaslt.dense, first, second)
+    rows = some_rows(m, rig.device)
+    work = _work(second[0], first[0], m, weights.n, "nvfp4")
+    reason = far(scalar[0], rows, first[0].dequantize()[rows], second[0].dequantize())
+    made.enter(CUBLASLT, Contender(scalar, work, BASELINE, None, ROUNDING), reason)
+    behind = [
+        post_scale.dense(a, b, post_scale.compiled(), cublaslt.dense)
+        for a, b in zip(tokens.packed, weights.packed, strict=True)
+    ]
+    reason = far(behind[0], rows, tokens.packed[0].dequantize()[rows], weights.values)
+    made.enter(CUBLASLT_POST, Contender(behind, work, BASELINE, None, ROUNDING), reason)

@@ -10,6 +10,7 @@ of the layers.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import sys
@@ -119,10 +120,23 @@ def activations(device: torch.device) -> list[Tensor]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this bench alone."""
     parser.add_argument("--device", default=None, help="cpu or cuda; default: cuda where it is")
+    parser.add_argument("--json", action="store_true", help="JSON lines")
     parser.add_argument("--size", type=int, default=2048, help="synthetic data are SIZE x SIZE (2048)")
     parser.add_argument(
         "--picture", type=Path, help="draw the table into this file, e.g. docs/quantization_error.png"
     )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prints the table, or its rows."""
+    rows = []
+    for row in run(args):
+        rows.append(row)
+        if args.json:
+            print(json.dumps(row), flush=True)
+    if not args.json:
+        show(rows)
+    return 0
 
 
 def run(args: argparse.Namespace) -> Iterator[Row]:

@@ -1,48 +1,144 @@
-"""What a result was measured on: device, clocks, driver, versions, revision."""
+"""What a result was measured on: device, clocks, driver, versions, revision; and its state meanwhile."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import os
+import platform
+import re
+import statistics
 import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
 
 import fp4gemm
 import torch
 
-_QUERY = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit"
+Facts = dict[str, object]
+
+ROOT = Path(__file__).resolve().parent.parent
+REVISION = "FP4GEMM_REVISION"  # what the revision is, for a tree without its .git
+# What nvidia-smi is asked for once, and again and again while something is measured.
+_FIXED = {
+    "driver": "driver_version",
+    "max_sm_mhz": "clocks.max.sm",
+    "max_mem_mhz": "clocks.max.mem",
+    "power_limit_w": "power.limit",
+}
+_MOVING = {
+    "sm_mhz": "clocks.sm",
+    "mem_mhz": "clocks.mem",
+    "power_w": "power.draw",
+    "temperature_c": "temperature.gpu",
+}
+PERIOD_MS = 50
 
 
-def describe() -> dict[str, object]:
+def device(name: str | None = None) -> torch.device:
+    """The device of that name, or the current CUDA device, or the CPU where there is none.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(name)
+    except RuntimeError:
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device: got {name!r}, must be cpu or cuda")
+    if found.type == "cpu":
+        return found
+    if not torch.cuda.is_available():
+        raise ValueError(f"--device: {name} cannot be used: torch {torch.__version__} sees no CUDA device")
+    index = torch.cuda.current_device() if found.index is None else found.index
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"--device: {name} is not there, there are {torch.cuda.device_count()}")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def l2_bytes(where: torch.device) -> int:
+    """Size of a GPU's L2 cache; 0 for the CPU, whose caches are not rotated through."""
+    return int(torch.cuda.get_device_properties(where).L2_cache_size) if where.type == "cuda" else 0
+
+
+def describe(where: torch.device) -> Facts:
     """Facts that go with every result."""
-    facts: dict[str, object] = {
+    facts: Facts = {
         "date": datetime.date.today().isoformat(),
         "fp4gemm": fp4gemm.__version__,
+        "revision": revision(),
         "torch": torch.__version__,
-        "revision": _output("git", "rev-parse", "--short", "HEAD"),
     }
-    if torch.cuda.is_available():
-        facts["device"] = torch.cuda.get_device_name()
-        facts["cuda"] = torch.version.cuda
-        values = _output(
-            "nvidia-smi",
-            f"--query-gpu={_QUERY}",
-            "--format=csv,noheader",
-            f"--id={torch.cuda.current_device()}",
-        )
-        if values:
-            facts |= dict(
-                zip(_QUERY.split(","), (value.strip() for value in values.split(",")), strict=False)
-            )
-    return facts
+    if where.type == "cpu":
+        return facts | {"device": _cpu_name(), "threads": torch.get_num_threads()}
+    return facts | {"device": torch.cuda.get_device_name(where), "cuda": torch.version.cuda} | _gpu(where)
 
 
-def device() -> torch.device:
-    """The current CUDA device."""
-    return torch.device("cuda", torch.cuda.current_device())
+def revision() -> str | None:
+    """The commit of this tree, with "-dirty" where files differ from it; None where nobody knows."""
+    return os.environ.get(REVISION) or _output(
+        "git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"
+    )
 
 
-def l2_bytes() -> int:
-    """Size of the current device's L2 cache."""
-    return torch.cuda.get_device_properties(device()).L2_cache_size
+def _gpu(where: torch.device) -> Facts:
+    facts: Facts = {}
+    try:  # cuda-python, where it is installed
+        from cuda.core import Device
+
+        gpu = Device(where.index)
+        properties = gpu.properties
+        facts |= {
+            "compute_capability": f"{gpu.compute_capability.major}.{gpu.compute_capability.minor}",
+            "sms": properties.multiprocessor_count,
+            "l2_bytes": properties.l2_cache_size,
+        }
+    except (ImportError, RuntimeError):
+        known = torch.cuda.get_device_properties(where)
+        facts |= {
+            "compute_capability": f"{known.major}.{known.minor}",
+            "sms": known.multi_processor_count,
+            "l2_bytes": known.L2_cache_size,
+        }
+    values = _smi(where, _FIXED)
+    return facts if values is None else facts | values
+
+
+def _smi_command(where: torch.device, fields: dict[str, str]) -> list[str]:
+    uuid = str(torch.cuda.get_device_properties(where).uuid)
+    query = ",".join(fields.values())
+    return ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", f"--id=GPU-{uuid}"]
+
+
+def _smi(where: torch.device, fields: dict[str, str]) -> Facts | None:
+    text = _output(*_smi_command(where, fields))
+    return None if not text else _parsed(text, fields)
+
+
+def _parsed(line: str, fields: dict[str, str]) -> Facts:
+    """The values of a line of nvidia-smi; numbers as such, what it does not know left out."""
+    values: Facts = {}
+    for name, text in zip(fields, line.split(","), strict=False):
+        value = text.strip()
+        if re.fullmatch(r"\d+(\.\d+)?", value):
+            values[name] = float(value) if "." in value else int(value)
+        elif value and "N/A" not in value and "Not Supported" not in value:
+            values[name] = value
+    return values
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _output(*command: str) -> str | None:
@@ -50,3 +146,43 @@ def _output(*command: str) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+class Monitor:
+    """Clocks, power and temperature of a GPU while it works: nvidia-smi, asked every 50 ms by itself."""
+
+    def __init__(self, where: torch.device) -> None:
+        self._samples: list[tuple[float, Facts]] = []
+        self._process: subprocess.Popen[str] | None = None
+        if where.type != "cuda":
+            return
+        command = [*_smi_command(where, _MOVING), f"--loop-ms={PERIOD_MS}"]
+        try:
+            self._process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+        except OSError:
+            return
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        process = self._process
+        if process is None or process.stdout is None:
+            return
+        for line in process.stdout:
+            self._samples.append((time.monotonic(), _parsed(line, _MOVING)))
+
+    def since(self, began: float) -> Facts:
+        """Medians of what was seen from that time.monotonic() on; nothing where nothing was."""
+        seen = [facts for when, facts in self._samples if when >= began]
+        made: Facts = {}
+        for name in _MOVING:
+            values: list[Any] = [facts[name] for facts in seen if isinstance(facts.get(name), (int, float))]
+            if values:
+                made[name] = round(statistics.median(values), 1)
+        return made
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()

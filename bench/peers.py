@@ -3,14 +3,14 @@
 ``pip install humming-kernels==0.1.19``; where it is absent, its rows say so. Its weights are random, as in
 its own bench, and its results are not checked: it is timed and nothing else is said of it. Its launcher in
 Python takes longer than a small product, so it is only fair in a CUDA graph, and its kernels are compiled
-for each shape at run time, which :meth:`Humming.prepare` does for all shapes at once.
+for each shape at run time, which the first call does for all shapes at once.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -28,8 +28,12 @@ INPUT = {"dtype": "float16"}
 class Humming:
     """humming's product of fp16 (m, k) with a random NVFP4 weight (n, k), in fp16."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: Iterable[tuple[int, int, int]]) -> None:
+        """``wanted``: every (n, k, m) that will be asked for."""
         self.absent: str | None = None  # why it cannot be timed
+        self._wanted: dict[tuple[int, int], list[int]] = {}
+        for n, k, m in wanted:
+            self._wanted.setdefault((n, k), []).append(m)
         self._layers: dict[tuple[int, int], list[Any]] = {}
         self._tuning: dict[tuple[int, int, int], dict[str, Any]] = {}
         try:
@@ -39,8 +43,9 @@ class Humming:
         else:
             self._layer = HummingLayer
 
-    def prepare(self, wanted: Mapping[tuple[int, int], Sequence[int]]) -> None:
-        """Compiles what the shapes (n, k) need at these m, on all cores."""
+    def _prepare(self) -> None:
+        """Compiles what is wanted, on all cores, once."""
+        wanted, self._wanted = self._wanted, {}
         if self.absent is not None or not wanted:
             return
         device = torch.cuda.current_device()
@@ -50,7 +55,7 @@ class Humming:
 
             jobs: set[tuple[str, str]] = set()
             for (n, k), ms in wanted.items():
-                config = self._weights(n, k, 1)[0].humming_config
+                config = self._layers_of(n, k, 1)[0].humming_config
                 for m in ms:
                     tuning = get_heuristics_config(config, shape_m=m, gemm_type="dense", device=device)
                     self._tuning[n, k, m] = tuning
@@ -68,10 +73,11 @@ class Humming:
 
     def calls(self, n: int, k: int, xs: Sequence[Tensor]) -> tuple[list[Call], str | None]:
         """The product of each x with a weight of its own, and None; or nothing, and why not."""
+        self._prepare()
         if self.absent is not None:
             return [], self.absent
         try:
-            layers = self._weights(n, k, len(xs))
+            layers = self._layers_of(n, k, len(xs))
             tuning = self._tuning.get((n, k, xs[0].shape[0]))
             made: list[Call] = [
                 partial(layer, x, tuning_config=tuning) for layer, x in zip(layers, xs, strict=False)
@@ -82,11 +88,10 @@ class Humming:
             return [], f"humming: {_line(error)}"
         return made, None
 
-    def drop(self, n: int, k: int) -> None:
-        """Frees the weights of a shape."""
-        self._layers.pop((n, k), None)
-
-    def _weights(self, n: int, k: int, count: int) -> list[Any]:
+    def _layers_of(self, n: int, k: int, count: int) -> list[Any]:
+        """So many layers of one shape; those of the shape before are freed."""
+        if (n, k) not in self._layers:
+            self._layers.clear()
         layers = self._layers.setdefault((n, k), [])
         while len(layers) < count:
             layer = self._layer(

@@ -8,18 +8,25 @@ the host has to know. D is rounded twice, so it is the fused one or its neighbou
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import fp4gemm
 import torch
-from fp4gemm import NVFP4Tensor
+from fp4gemm import DecodedTensor, NVFP4Tensor, PrepackedTensor
 from torch import Tensor
 
+from .operands import unit
+from .timing import Call
+
+Gemm = Callable[[Any, Any], Tensor]
 PostScale = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def post_scale(d: Tensor, alpha_row: Tensor, alpha_col: Tensor) -> Tensor:
-    """cast(alpha_col * (alpha_row * d)); compile it (torch.compile) and it is one elementwise kernel.
+    """cast(alpha_col * (alpha_row * d)); see :func:`compiled` for one elementwise kernel.
 
     Args:
         d: (m, n) of any float type. alpha_row: float32 (m,) or (1,). alpha_col: float32 (n,) or (1,).
@@ -27,40 +34,58 @@ def post_scale(d: Tensor, alpha_row: Tensor, alpha_col: Tensor) -> Tensor:
     return (d.float() * alpha_row.unsqueeze(1) * alpha_col).to(d.dtype)
 
 
-def dense(a: NVFP4Tensor, b: NVFP4Tensor, scale: PostScale = post_scale, kernel: str | None = None) -> Tensor:
-    """What mm(a, b) fuses, in two kernels."""
-    d = fp4gemm.scaled_mm(
-        a.codes, b.codes, a.scales, b.scales, alpha=_alpha(a, b), out_dtype=torch.bfloat16, kernel=kernel
-    )
-    return scale(d, a.amax, b.amax)
+@functools.cache
+def compiled() -> PostScale:
+    """post_scale as one kernel of torch.compile's, or as it is where there is no Triton to compile it."""
+    if importlib.util.find_spec("triton") is None:
+        return post_scale
+    made: PostScale = torch.compile(post_scale, dynamic=True)
+    return made
 
 
-def grouped(a: NVFP4Tensor, b: NVFP4Tensor, ends: Sequence[int], scale: PostScale = post_scale) -> Tensor:
-    """What grouped_mm(a, b) fuses, in two kernels for each expert that has a token.
+def dense(
+    a: NVFP4Tensor | DecodedTensor,
+    b: NVFP4Tensor | DecodedTensor | PrepackedTensor,
+    scale: PostScale = post_scale,
+    gemm: Gemm = fp4gemm.mm,
+) -> Call:
+    """A call of what mm(a, b) fuses, in two kernels; ``gemm`` multiplies operands whose amax is 1."""
+    first, second = unit(a), unit(b)
+    return lambda: scale(gemm(first, second), a.amax, b.amax)
+
+
+def grouped(
+    a: NVFP4Tensor | DecodedTensor,
+    b: NVFP4Tensor | PrepackedTensor,
+    ends: Sequence[int],
+    scale: PostScale = post_scale,
+) -> Call:
+    """A call of what grouped_mm(a, b) fuses, in two kernels for each expert that has a token.
 
     Args:
         a: quantize(x, offs=offs). b: (g, n, k). ends: the values of offs, known to the host.
     """
-    d = torch.empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16, device=a.device)
+    experts = []
     begin = scale_begin = 0
     for e, end in enumerate(ends):
         scale_end = scale_begin + (end - begin + 127) // 128 * 128
         if end > begin:
-            part = fp4gemm.scaled_mm(
-                a.codes[begin:end],
-                b.codes[e],
-                a.scales[scale_begin:scale_end],
-                b.scales[e],
-                alpha=_alpha(a, b),
-                out_dtype=torch.bfloat16,
-            )
-            d[begin:end] = scale(part, a.amax[begin:end], b.amax[e])
+            rows, ones = slice(begin, end), a.amax.new_ones(1)
+            part: NVFP4Tensor | DecodedTensor
+            if isinstance(a, DecodedTensor):
+                part = DecodedTensor(a.data[rows], ones, a.e4m3_max)
+            else:
+                part = NVFP4Tensor(a.codes[rows], a.scales[scale_begin:scale_end], ones, a.e4m3_max)
+            experts.append((rows, part, a.amax[rows], unit(b[e]), b.amax[e]))
         begin, scale_begin = end, scale_end
-    return d
 
+    def call() -> Tensor:
+        d = torch.empty((a.shape[0], b.shape[-2]), dtype=torch.bfloat16, device=a.device)
+        for rows, part, alpha_row, weight, alpha_col in experts:
+            d[rows] = scale(fp4gemm.mm(part, weight), alpha_row, alpha_col)
+        return d
 
-def _alpha(a: NVFP4Tensor, b: NVFP4Tensor) -> float:
-    return 1 / (36 * a.e4m3_max * b.e4m3_max)
+    return call
 
 
 def steps(x: Tensor, y: Tensor) -> int:

@@ -1,68 +1,56 @@
-"""``python -m bench quantize``: every quantizer, verified, then timed against the bandwidth of a device copy.
+"""``python -m bench quantize``: every quantizer, verified bit for bit, then timed against a copy's bandwidth.
 
-"of copy" is (bytes that must move) / (time x bandwidth of a device-to-device copy, read plus write); the
-bytes column names what is counted.
+of_copy is (bytes that must move) / (time x bandwidth of a copy, read plus write); ``formula`` names what is
+counted: x: the input; q: codes, padded scales, amax; q_t: the same of x.T; y: what dequantize returns. The
+second read of x that a computed amax of the tensor or of a column takes is not counted; "both" counts two
+reads, also with a given amax.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from fp4gemm._products import error_line
 
-from . import machine
-from .cases import Case, Family, Inputs, Sizes, families
-from .timing import Call, Timing, copy_bandwidth, rotations, time_interleaved
+from .cases import Case, Family, Inputs, Sizes, families, mode_cases, plain_family
+from .contest import BITS, OURS, Job, Row
+from .rig import Measured, Rig
+from .roofline import Work
+from .timing import Call
 from .verify import difference
 
-Row = dict[str, object]
-WIDTH = 168  # characters
-LEGEND = (
-    "x: the input; q: codes, padded scales, amax; q_t: the same of x.T; y: what dequantize returns.\n"
-    "The second read of x that a computed amax of the tensor or of a column takes is not counted;\n"
-    "both counts two reads, also with a given amax."
-)
+SMALL = Sizes(square=(64, 96), tall=(80, 32), gated=((32, 48),), experts=3, few_rows=(1, 4))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this bench alone."""
-    parser.add_argument(
-        "--only",
-        type=_pattern,
-        default=re.compile(""),
-        metavar="REGEX",
-        help="rows whose name it is found in",
-    )
+def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
+    """A job for each family of cases of which --kernels names one."""
+    if args.shapes:
+        for shape in args.shapes:
+            if len(shape) != 2 or shape[0] % 16 or shape[1] % 32:
+                text = "x".join(map(str, shape))
+                raise ValueError(f"--shapes: {text} must be m x k, m a multiple of 16 and k of 32")
+        chosen = tuple(plain_family(shape, torch.bfloat16, mode_cases(shape)) for shape in args.shapes)
+    else:
+        chosen = families(Sizes() if rig.is_cuda else SMALL)
+    return of_families(chosen, rig, args.kernels)
 
 
-def _pattern(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
-
-
-def run(args: argparse.Namespace) -> Iterator[Row]:
-    """The rows of the table, each family as soon as it is timed; the first row is the copy."""
-    if not torch.cuda.is_available():
-        sys.exit("nothing to measure: torch sees no CUDA device")
-    if not args.json and importlib.util.find_spec("rich") is None:
-        sys.exit("the table needs rich (requirements/demo.txt has it); --json does without")
-    device = torch.device("cuda", torch.cuda.current_device())
-    torch.manual_seed(0)
-    bandwidth = copy_bandwidth()
-    yield {"bench": "copy", "gb_s": round(bandwidth)}
-    for family in families(Sizes()):
-        chosen = [case for case in family.cases if args.only.search(family.name(case))]
-        if chosen:
-            yield from measure(family, chosen, device, bandwidth, args.rounds)
-            torch.cuda.empty_cache()
+def of_families(
+    chosen: Sequence[Family], rig: Rig, pattern: re.Pattern[str] | None = None, bench: str = "quantize"
+) -> list[Job]:
+    made: dict[str, Job] = {}
+    for family in chosen:
+        cases = [case for case in family.cases if pattern is None or pattern.search(family.name(case))]
+        if cases:
+            key = f"{bench} {family.title}"
+            if key in made:  # inputs of the same size in another family
+                key += f", {cases[0].name}"
+            made[key] = Job(key, partial(measure, rig, family, cases, bench))
+    return list(made.values())
 
 
 def with_rivals(family: Family, chosen: Sequence[Case]) -> list[Case]:
@@ -71,16 +59,15 @@ def with_rivals(family: Family, chosen: Sequence[Case]) -> list[Case]:
     return [case for case in family.cases if case.name in names]
 
 
-def measure(
-    family: Family, chosen: Sequence[Case], device: torch.device, bandwidth: float, rounds: int
-) -> Iterator[Row]:
+def measure(rig: Rig, family: Family, chosen: Sequence[Case], bench: str = "quantize") -> Iterator[Row]:
     """The rows of the chosen cases of a family; what is wrong or missing is refused, the others are timed."""
     cases = with_rivals(family, chosen)
-    count = rotations(min(case.traffic.num_bytes for case in cases), machine.l2_bytes())
+    count = rig.rotations(min(case.traffic.num_bytes for case in cases))
     wrong: dict[str, str] = {}
     inputs: list[Inputs] = []
+    torch.manual_seed(0)
     try:
-        inputs = [family.inputs(device) for _ in range(count)]
+        inputs = [family.inputs(rig.device) for _ in range(count)]
     except (NotImplementedError, RuntimeError) as error:
         wrong = {case.name: f"its input: {error_line(error)}" for case in cases}
     else:
@@ -91,13 +78,16 @@ def measure(
     contenders: dict[str, Sequence[Call]] = {
         case.name: [partial(case.call, one) for one in inputs] for case in cases if case.name not in wrong
     }
-    timings = time_interleaved(contenders, rounds) if contenders else {}
+    began = rig.now()
+    measured = rig.measure(contenders, 0.0)
+    conditions = rig.conditions(began)
+    start: Row = {"bench": bench, "case": f"{bench} {family.title}"}
     for case in chosen:
-        start: Row = {"bench": "quantize", "name": family.name(case)}
         if case.name in wrong:
-            yield start | {"refused": wrong[case.name], "met": None if case.bar is None else False}
+            row = start | {"contender": case.name, "refused": wrong[case.name]}
+            yield row if case.bar is None else row | {"met": False}
         else:
-            yield start | result(case, timings, bandwidth)
+            yield start | result(case, measured, rig) | conditions
 
 
 def refusal(case: Case, inputs: Inputs) -> str | None:
@@ -108,72 +98,32 @@ def refusal(case: Case, inputs: Inputs) -> str | None:
         return error_line(error)
 
 
-def result(case: Case, timings: dict[str, Timing], bandwidth: float) -> Row:
-    """The figures of one case; ``timings`` holds those of its rivals too."""
-    timing = timings[case.name]
+def result(case: Case, measured: Mapping[str, Measured], rig: Rig) -> Row:
+    """The figures of one case; ``measured`` holds those of its rivals too."""
+    timing = measured[case.name].timing
+    eager = measured[case.name].eager_us
     gb_s = case.traffic.num_bytes / timing.median_us / 1e3
-    row: Row = timing.row() | {
+    of_copy = gb_s / rig.roofline.copy_gb_s
+    row: Row = {"contender": case.name, "role": OURS, "checked": BITS} | timing.row()
+    if eager is not None:
+        row["eager_us"] = round(eager, 2)
+    row |= {
         "bytes": case.traffic.num_bytes,
         "formula": str(case.traffic),
-        "gb_s": round(gb_s),
-        "of_copy": round(gb_s / bandwidth, 3),
-        "bar": None,
-        "met": None,
+        "gb_s": round(gb_s, 1),
+        "of_copy": round(of_copy, 3),
+        "of_roofline": round(rig.roofline.least_us(Work(0.0, case.traffic.num_bytes)) / timing.median_us, 3),
+        "bound": "memory",
     }
-    if case.bar is None:
+    bar = case.bar if rig.is_cuda else None  # bars are for GPUs
+    if bar is None:
         return row
-    row["bar"] = str(case.bar)
-    if case.bar.of == "us":
-        return row | {"met": timing.median_us <= case.bar.value}
-    if case.bar.of == "copy":
-        return row | {"met": gb_s / bandwidth >= case.bar.value}
-    if case.bar.of not in timings:
-        return row | {"met": False, "note": f"{case.bar.of} was refused: no ratio"}
-    ratio = timings[case.bar.of].median_us / timing.median_us
-    return row | {"ratio": round(ratio, 3), "met": ratio >= case.bar.value}
-
-
-def show(rows: Sequence[Row]) -> None:
-    """Prints the table, and below it what was refused."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"quantize; device copy {rows[0]['gb_s']} GB/s (read plus write)")
-    table.add_column("mode, dtype and size of x", no_wrap=True)
-    for heading in ("us", "p10", "p90", "GB/s", "of copy"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("bar", "met", "bytes"):
-        table.add_column(heading, no_wrap=True)
-    refused = [row for row in rows[1:] if "refused" in row]
-    for row in rows[1:]:
-        table.add_row(*cells(row))
-    # A pipe has no width of its own, and a table that a narrow terminal wraps is better than one that is cut.
-    console = Console(width=max(WIDTH, Console().width))
-    console.print(table)
-    console.print(LEGEND, highlight=False)
-    for row in refused:
-        console.print(
-            f"{row['name']}: not timed: {row['refused']}", markup=False, highlight=False, style="bold"
-        )
-    missed = sum(row["met"] is False for row in rows[1:])
-    barred = sum(row["met"] is not None for row in rows[1:])
-    console.print(f"{barred - missed} of {barred} bars met, {len(refused)} rows refused", highlight=False)
-
-
-def cells(row: Row) -> list[str]:
-    """One line of the table."""
-    name, met = str(row["name"]), {None: "", True: "yes", False: "NO"}[row["met"]]  # type: ignore[index]
-    if "refused" in row:
-        return [name, "refused", "", "", "", "", "", met, ""]
-    bar = str(row["bar"] or "")
-    if "ratio" in row:
-        bar += f" ({row['ratio']:.2f})"
-    return [
-        name,
-        *(f"{row[key]:.1f}" for key in ("us", "p10_us", "p90_us")),
-        f"{row['gb_s']}",
-        f"{row['of_copy']:.2f}",
-        bar,
-        met,
-        str(row["formula"]),
-    ]
+    row["bar"] = str(bar)
+    if bar.of == "us":
+        return row | {"met": timing.median_us <= bar.value}
+    if bar.of == "copy":
+        return row | {"met": of_copy >= bar.value}
+    if bar.of not in measured:
+        return row | {"met": False, "note": f"{bar.of} was refused: no ratio"}
+    ratio = measured[bar.of].timing.median_us / timing.median_us
+    return row | {"ratio": {bar.of: round(ratio, 3)}, "met": ratio >= bar.value}

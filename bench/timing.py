@@ -1,9 +1,9 @@
-"""What the benches measure beside fp4gemm's own timing of kernels: the bandwidth of a copy, host time."""
+"""What the benches time with beside fp4gemm's own timing of graphs: eager calls, a CPU, host time, CUPTI."""
 
 from __future__ import annotations
 
-import statistics
 import time
+from collections.abc import Mapping, Sequence
 
 import torch
 from fp4gemm._timing import MIN_CALLS, Call, Timing, calls_for, capture, rotations, sets, time_interleaved
@@ -14,39 +14,90 @@ __all__ = [
     "Timing",
     "calls_for",
     "capture",
-    "copy_bandwidth",
     "rotations",
     "sets",
+    "time_cpu",
+    "time_cupti",
+    "time_eager",
     "time_host",
     "time_interleaved",
 ]
 
+EAGER_US = 1000.0  # of device time that one sample of eager calls takes, at least
+CPU_SECONDS = 2.0  # from here on a contender on the CPU gets no further round, but for the first three
 
-def copy_bandwidth(num_bytes: int = 2 << 30, rounds: int = 20) -> float:
-    """GB/s of a plain device-to-device copy, bytes read plus written. (A copy node in a graph is slower.)"""
-    source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    samples = []
-    for _ in range(rounds):
+
+def time_eager(calls: Sequence[Call], us: float, samples: int = 5) -> float:
+    """Microseconds of one call where Python makes them one after the other, by the device's clock.
+
+    ``us``: about what the device needs. Where the host needs longer, this is the host's time.
+    """
+    num_calls = max(len(calls), -int(-EAGER_US // us))
+    found = []
+    for _ in range(samples):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        target.copy_(source)
+        for i in range(num_calls):
+            calls[i % len(calls)]()
         end.record()
         end.synchronize()
-        samples.append(start.elapsed_time(end))
-    return 2 * num_bytes / statistics.median(samples[2:]) / 1e6
+        found.append(start.elapsed_time(end) * 1e3 / num_calls)
+    return Timing.of(found).median_us
 
 
-def time_host(call: Call, calls_per_batch: int = 100, batches: int = 51) -> Timing:
+def time_cupti(calls: Sequence[Call], num_calls: int = 24) -> float:
+    """Microseconds that the kernels of one call run, by CUPTI: an independent look at the same calls.
+
+    Kernels that overlap with the one before are counted from their own start, waiting included.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for i in range(num_calls):
+            calls[i % len(calls)]()
+        torch.cuda.synchronize()
+    on_device = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(e.device_time for e in on_device) / num_calls
+
+
+def time_cpu(contenders: Mapping[str, Sequence[Call]], rounds: int) -> dict[str, Timing]:
+    """Times each contender's calls on the CPU, one call of each contender a round."""
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    spent = dict.fromkeys(contenders, 0.0)
+    for calls in contenders.values():
+        calls[0]()
+    for i in range(max(rounds, 3)):
+        for name, calls in contenders.items():
+            if i >= 3 and spent[name] > CPU_SECONDS:
+                continue
+            start = time.perf_counter()
+            calls[i % len(calls)]()
+            seconds = time.perf_counter() - start
+            spent[name] += seconds
+            samples[name].append(seconds * 1e6)
+    return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def time_host(
+    call: Call, device: torch.device, calls_per_batch: int = 100, batches: int = 51, warm_up: int = 50
+) -> Timing:
     """Host microseconds of one call while the device keeps up: the queue is drained between batches only."""
-    for _ in range(50):
+
+    def drain() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    for _ in range(warm_up):
         call()
     samples = []
     for _ in range(batches):
-        torch.cuda.synchronize()
+        drain()
         start = time.perf_counter()
         for _ in range(calls_per_batch):
             call()
         samples.append((time.perf_counter() - start) * 1e6 / calls_per_batch)
-    torch.cuda.synchronize()
+    drain()
     return Timing.of(samples)

@@ -1,9 +1,8 @@
-"""Bit comparison of what the library returns with what its reference returns: a wrong kernel is not timed."""
+"""Comparison of what a contender returns with what it must return: what is wrong is not timed."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from fp4gemm import DecodedTensor, MXFP8Tensor, NVFP4Tensor
@@ -11,22 +10,9 @@ from fp4gemm._products import Product, error_line
 from fp4gemm._products import difference as product_difference
 from torch import Tensor
 
-from .timing import Call
-
-
-@dataclasses.dataclass
-class Contenders:
-    """What is timed side by side, by name, and why the others are not."""
-
-    calls: dict[str, Sequence[Call]] = dataclasses.field(default_factory=dict)
-    refused: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    def enter(self, name: str, reason: str | None, calls: Sequence[Call]) -> None:
-        """``reason``: None, or why it is not timed."""
-        if reason is None:
-            self.calls[name] = calls
-        else:
-            self.refused[name] = reason
+ERRORS = (AttributeError, RuntimeError, TypeError, ValueError)
+FEW = 4  # rows that are compared with float64
+TOLERANCE = 1e-2  # of the norm: a result that was rounded to 8 bits once or twice is closer, a wrong one not
 
 
 def parts(result: object) -> list[tuple[str, Tensor]]:
@@ -74,27 +60,60 @@ def filled(want: Iterable[Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...
 
 
 def off_by(got: Tensor, a: Tensor, b: Tensor) -> str | None:
-    """None where rows of a matmul b.T (any float types) are right but for roundings, else by how much not."""
+    """None where ``got`` is a @ b.T (any float types) but for roundings, else by how much it is not."""
     want = a.double() @ b.double().T
-    error = float((got.double() - want).norm() / want.norm())
-    return None if error < 1e-2 else f"off by {error:.1e} of the norm"
-
-
-def wrong(product: Product) -> str | None:
-    """None where a product has the reference's bits, else why it is not timed."""
-    try:
-        return product_difference(product, product.run(out=product.poisoned()))
-    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        return error_line(error)
-
-
-def far(product: Product, weights: Tensor) -> str | None:
-    """None where a product of a plain tensor is right but for roundings, else why it is not timed."""
-    try:
-        got = product.run(out=product.poisoned())
-    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        return error_line(error)
+    if got.shape != want.shape:
+        return f"has shape {tuple(got.shape)}, must have {tuple(want.shape)}"
     if not got.isfinite().all():
         return "holds numbers that are not finite"
-    rows = slice(max(0, got.shape[0] - 4), None)
-    return off_by(got[rows], product.a[rows], weights)
+    error = float((got.double() - want).norm() / want.norm())
+    return None if error < TOLERANCE else f"off by {error:.1e} of the norm"
+
+
+def wrong(product: Product, kernel: str | None = None) -> str | None:
+    """None where a product has the reference's bits, else why it is not timed.
+
+    On the CPU, where the library is the reference, it is compared with float64 too.
+
+    Raises:
+        NotImplementedError: there is no kernel for it here.
+    """
+    try:
+        got = product.run(kernel, product.poisoned())
+        reason = product_difference(product, got)
+        if reason is None and got.device.type == "cpu" and product.offs is None:
+            if isinstance(product.a, Tensor):
+                a = product.a
+            else:
+                a = product.a.dequantize() if isinstance(product.a, NVFP4Tensor) else _values(product.a)
+            reason = off_by(got[-FEW:], a[-FEW:], product.weights.dequantize())
+    except NotImplementedError:
+        raise
+    except ERRORS as error:
+        return error_line(error)
+    return reason
+
+
+def _values(a: DecodedTensor) -> Tensor:
+    return a.data.float() * (a.amax.view(-1, 1) / (6 * a.e4m3_max))
+
+
+def far(call: Callable[[], object], rows: Tensor, a: Tensor, b: Tensor) -> str | None:
+    """None where these rows of a call's result are a @ b.T but for roundings, else why it is not timed."""
+    try:
+        got = call()
+        if not isinstance(got, Tensor):
+            return f"returned a {type(got).__name__}"
+        if not got.isfinite().all():
+            return "holds numbers that are not finite"
+        return off_by(got[rows], a, b)
+    except NotImplementedError:
+        raise
+    except ERRORS as error:
+        return error_line(error)
+
+
+def some_rows(m: int, device: torch.device) -> Tensor:
+    """The first and the last rows of m, as an index: what `far` looks at."""
+    few = min(FEW, m)
+    return torch.tensor(sorted({*range(few), *range(m - few, m)}), dtype=torch.int64, device=device)

@@ -15,8 +15,10 @@ from fp4gemm import reference
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench_helpers import cpu_rig
+
 from bench import cases, errors, quantize, traffic, verify
-from bench.__main__ import parser
+from bench.rig import Measured
 from bench.timing import Timing, rotations
 
 CPU = torch.device("cpu")
@@ -96,12 +98,15 @@ def case_with(bar: traffic.Bar | None, name: str = "mine") -> cases.Case:
     ],
 )
 def test_bars(bar: traffic.Bar | None, us: float, met: bool | None, text: str) -> None:
-    timings = {"mine": Timing(us, us, us), "dense": Timing(2.0, 2.0, 2.0)}
-    row = quantize.result(case_with(bar), timings, bandwidth=4000.0)
-    assert row["met"] is met
-    assert row["of_copy"] == round(1000 / us / 1e3, 3)
-    assert str(row["bar"] or "") == text
-    assert quantize.cells({"name": "mine"} | row)[-2:] == [{None: "", True: "yes", False: "NO"}[met], "x + q"]
+    measured = {"mine": Measured(Timing(us, us, us)), "dense": Measured(Timing(2.0, 2.0, 2.0))}
+    rig = cpu_rig(copy_gb_s=4000.0, read_gb_s=2000.0)
+    rig.is_cuda = True  # bars are for GPUs
+    row = quantize.result(case_with(bar), measured, rig)
+    assert row.get("met") is met
+    assert row["of_copy"] == row["of_roofline"] == round(1000 / us / 1e3, 3)
+    assert row["formula"] == "x + q"
+    assert str(row.get("bar", "")) == text
+    assert "bar" not in quantize.result(case_with(bar), measured, cpu_rig())
 
 
 # ---- verification -----------------------------------------------------------------------------------------
@@ -166,23 +171,17 @@ def test_a_missing_kernel_is_refused() -> None:
 
 
 def test_a_family_is_measured_and_the_wrong_case_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def timed(contenders: dict[str, list[object]], rounds: int) -> dict[str, Timing]:
-        assert rounds == 7
-        assert all(len(calls) == 2 for calls in contenders.values())
-        return {name: Timing(2.0, 1.0, 3.0) for name in contenders}
-
     right = fp4gemm.quantize
     monkeypatch.setattr(
         fp4gemm, "quantize", lambda x, **options: right(3 * x if "stochastic" in options else x, **options)
     )
-    monkeypatch.setattr(quantize, "time_interleaved", timed)
-    monkeypatch.setattr(quantize.machine, "l2_bytes", lambda: 1)
     family = cases.families(SMALL)[0]
-    rows = list(quantize.measure(family, family.cases, CPU, 4000.0, 7))
-    assert [row["name"] for row in rows] == [family.name(case) for case in family.cases]
+    rows = list(quantize.measure(cpu_rig(), family, family.cases))
+    assert [row["contender"] for row in rows] == [case.name for case in family.cases]
+    assert {row["case"] for row in rows} == {"quantize bf16 64x96"}
     refused = [row for row in rows if "refused" in row]
-    assert [(row["name"], row["met"]) for row in refused] == [("row stochastic, bf16 64x96", False)]
-    assert {row["us"] for row in rows if "refused" not in row} == {2.0}
+    assert [(row["contender"], row["met"]) for row in refused] == [("row stochastic", False)]
+    assert all(row["us"] > 0 and row["checked"] == "bit for bit" for row in rows if "refused" not in row)
 
 
 def test_inputs_that_cannot_be_made_refuse_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,9 +189,8 @@ def test_inputs_that_cannot_be_made_refuse_the_family(monkeypatch: pytest.Monkey
         raise NotImplementedError("x: no kernel")
 
     monkeypatch.setattr(fp4gemm, "quantize_mxfp8", absent)
-    monkeypatch.setattr(quantize.machine, "l2_bytes", lambda: 1)
     family = next(f for f in cases.families(SMALL) if any(c.name == "decode" for c in f.cases))
-    rows = list(quantize.measure(family, family.cases, CPU, 4000.0, 7))
+    rows = list(quantize.measure(cpu_rig(), family, family.cases))
     assert {row["refused"] for row in rows} == {"its input: NotImplementedError: x: no kernel"}
 
 
@@ -251,31 +249,3 @@ def test_errors_table_has_every_kind(
     assert all(0 < float(str(row[kind])) < 1 for row in rows for kind in errors.kinds(rows))
     errors.show(rows)
     assert f"{-20 * math.log10(float(str(rows[0]['Gaussian']))):.2f}" in capsys.readouterr().out
-
-
-# ---- the command line -------------------------------------------------------------------------------------
-
-
-def test_common_options_stand_on_either_side() -> None:
-    for line in (["--json", "--rounds", "3", "quantize"], ["quantize", "--json", "--rounds", "3"]):
-        args = parser().parse_args(line)
-        assert (args.json, args.rounds) == (True, 3)
-    args = parser().parse_args(["quantize", "--only", "zipf$"])
-    assert (args.json, args.rounds, args.only.pattern) == (False, 20, "zipf$")
-
-
-def test_a_bad_pattern_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parser().parse_args(["quantize", "--only", "("])
-    assert "'(' is no regular expression" in capsys.readouterr().err
-
-
-def test_the_table_shows_refusals(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("rich")
-    timings = {"mine": Timing(1.0, 0.9, 1.1)}
-    good = {"name": "mine, bf16 4x4"} | quantize.result(case_with(traffic.Bar(0.8)), timings, 4000.0)
-    bad = {"name": "other, bf16 4x4", "refused": "codes: 3 of 8 bytes differ", "met": False}
-    quantize.show([{"bench": "copy", "gb_s": 4000}, good, bad])
-    text = capsys.readouterr().out
-    assert "other, bf16 4x4: not timed: codes: 3 of 8 bytes differ" in text
-    assert "1 of 2 bars met, 1 rows refused" in text

@@ -1,0 +1,125 @@
+"""A contest: the contenders on one case, each verified or refused, timed side by side, and its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from fp4gemm._products import Product, error_line
+from torch import Tensor
+
+from . import read_floor
+from .rig import Measured, Rig
+from .roofline import Work, digits
+from .timing import Call
+from .verify import wrong
+
+Row = dict[str, object]
+
+OURS, BASELINE, FLOOR = "ours", "baseline", "floor"
+READ_FLOOR = "read floor"
+BITS, ROUNDING, UNCHECKED = "bit for bit", "but for rounding", "not checked"
+
+
+class Job(NamedTuple):
+    """A case that can be measured by itself."""
+
+    key: str  # names the case among all of a results file
+    rows: Callable[[], Iterator[Row]]
+
+
+@dataclasses.dataclass
+class Contender:
+    calls: Sequence[Call]  # the same call on as many inputs as keep the caches cold
+    work: Work
+    role: str = OURS
+    kernel: str | None = None
+    checked: str = BITS  # how its result was compared before it was timed
+    note: str | None = None
+
+
+class Contest:
+    """The contenders on one case; ``start``: what its rows begin with."""
+
+    def __init__(self, start: Row) -> None:
+        self.start = start
+        self.contenders: dict[str, Contender] = {}
+        self.refused: dict[str, str] = {}  # their results are wrong, or they failed
+        self.absent: dict[str, str] = {}  # not installed, or not for this device
+
+    def enter(self, name: str, contender: Contender, reason: str | None = None) -> None:
+        """``reason``: None, or why it is not timed."""
+        if reason is None:
+            self.contenders[name] = contender
+        else:
+            self.refused[name] = reason
+
+    def enter_product(
+        self, name: str, contender: Contender, product: Product, kernel: str | None = None
+    ) -> None:
+        """Enters a product of ours, made by that kernel or the library's choice, if its bits are right."""
+        try:
+            reason = wrong(product, kernel)
+        except NotImplementedError as error:
+            self.absent[name] = error_line(error)
+        else:
+            self.enter(name, contender, reason)
+
+    def enter_floor(self, rig: Rig, buffers: Sequence[Tensor], num_bytes: int) -> None:
+        """Enters a kernel that reads num_bytes of a buffer and does nothing else."""
+        reason = read_floor.absent()
+        if reason is not None:
+            self.absent[READ_FLOOR] = reason
+            return
+        variant = rig.keep("floor", num_bytes, lambda: read_floor.best_variant(buffers, num_bytes))
+        floor = read_floor.calls(buffers, num_bytes, variant)
+        self.enter(READ_FLOOR, Contender(floor, Work(0.0, num_bytes), FLOOR, None, UNCHECKED))
+
+    def rows(self, rig: Rig) -> Iterator[Row]:
+        """Times everyone; a row each, those that are not timed last."""
+        flop = max((c.work.flop for c in self.contenders.values()), default=0.0)
+        began = rig.now()
+        measured = rig.measure({name: c.calls for name, c in self.contenders.items()}, flop)
+        conditions = rig.conditions(began)
+        for name in self.contenders:
+            yield self._row(name, measured, rig) | conditions
+        for name, reason in self.refused.items():
+            yield self.start | {"contender": name, "refused": reason}
+        for name, reason in self.absent.items():
+            yield self.start | {"contender": name, "absent": reason}
+
+    def _row(self, name: str, measured: dict[str, Measured], rig: Rig) -> Row:
+        contender, found = self.contenders[name], measured[name]
+        us = found.timing.median_us
+        row: Row = self.start | {"contender": name, "role": contender.role}
+        if contender.kernel is not None:
+            row["kernel"] = contender.kernel
+        row |= {"checked": contender.checked} | found.timing.row()
+        for key, value in (("eager_us", found.eager_us), ("cupti_us", found.cupti_us)):
+            if value is not None:
+                row[key] = round(value, 2)
+        row |= rates(contender.work, us, rig)
+        ratios = {
+            rival: round(measured[rival].timing.median_us / us, 3)
+            for rival, other in self.contenders.items()
+            if rival != name and other.role != OURS and contender.role != FLOOR
+        }
+        if ratios:
+            row["ratio"] = ratios
+        if contender.note is not None:
+            row["note"] = contender.note
+        return row
+
+
+def rates(work: Work, us: float, rig: Rig) -> Row:
+    """TFLOP/s and GB/s of what has to be done at least, and how close that is to the measured roofline."""
+    row: Row = {}
+    if work.flop:
+        row["tflop_s"] = digits(work.flop / us / 1e6)
+    bounds = rig.roofline
+    return row | {
+        "gb_s": digits(work.num_bytes / us / 1e3),
+        "of_roofline": round(bounds.least_us(work) / us, 3),
+        "bound": bounds.bound(work),
+    }

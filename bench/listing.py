@@ -1,0 +1,75 @@
+"""``python -m bench list``: what can be measured: kernels, models, routings, presets."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import fp4gemm
+
+from .models import MODELS
+from .routing import ROUTINGS
+from .sweep import PRESETS
+
+WHAT = ("kernels", "models", "routings", "presets")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this command alone."""
+    parser.add_argument("what", nargs="*", help=f"some of {', '.join(WHAT)}; all of them if left out")
+    parser.add_argument("--kernels", metavar="REGEX", default=None, help="kernels whose name it is found in")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints it.
+
+    Raises:
+        ValueError: something else was asked for.
+    """
+    what = args.what or WHAT
+    for one in what:
+        if one not in WHAT:
+            raise ValueError(f"list: got {one!r}, must be some of {', '.join(WHAT)}")
+    found = {name: make(args) for name, make in _LISTS.items() if name in what}
+    if args.json:
+        print(json.dumps(found))
+        return 0
+    for name, entries in found.items():
+        print(f"{name}:")
+        for entry in entries:
+            print("  " + "  ".join(f"{value}" for value in entry.values()))
+    return 0
+
+
+def _kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
+    pattern = args.kernels
+    return [
+        {"name": k.name, "mode": k.mode, "operand": k.operand, "arch": f"sm{k.arch}"}
+        for k in fp4gemm.kernels()
+        if pattern is None or pattern.search(k.name)
+    ]
+
+
+def _models(args: argparse.Namespace) -> list[dict[str, Any]]:
+    made = []
+    for model in MODELS:
+        layers = [f"{name} {n}x{k}" for name, n, k in model.layers]
+        if model.experts is not None:
+            e = model.experts
+            products = ", ".join(f"{name} {n}x{k}" for name, n, k in e.shapes)
+            layers.append(f"{e.count} experts (top {e.top_k}): {products}")
+        made.append({"name": model.name, "layers": "; ".join(layers)})
+    return made
+
+
+def _routings(args: argparse.Namespace) -> list[dict[str, Any]]:
+    return [{"name": name, "text": text} for name, text in ROUTINGS.items()]
+
+
+def _presets(args: argparse.Namespace) -> list[dict[str, Any]]:
+    return [{"name": name, "text": preset.text} for name, preset in PRESETS.items()]
+
+
+_LISTS = {"kernels": _kernels, "models": _models, "routings": _routings, "presets": _presets}

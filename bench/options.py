@@ -1,0 +1,109 @@
+"""The options of `python -m bench`: what they take, and what they are called in each command."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .models import NAMES, parse_shape
+
+ROUNDS, QUICK_ROUNDS = 20, 7
+
+
+def kind_of(convert: Callable[[str], Any], wanted: str) -> Callable[[str], Any]:
+    """convert as argparse wants it: an error that names the value and what was wanted."""
+
+    def kind(text: str) -> Any:
+        try:
+            return convert(text)
+        except (ValueError, re.error) as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}: {error}") from None
+
+    return kind
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError("must be at least 1")
+    return value
+
+
+def one_of(names: Sequence[str]) -> Callable[[str], list[str]]:
+    def convert(text: str) -> list[str]:
+        found = text.split(",")
+        for name in found:
+            if name not in names:
+                raise ValueError(f"{name!r} is none of {', '.join(names)}")
+        return found
+
+    return convert
+
+
+NUMBERS = kind_of(lambda text: [positive(part) for part in text.split(",")], "numbers like 1,16,256")
+PATTERN = kind_of(re.compile, "a regular expression")
+SHAPES = kind_of(lambda text: [parse_shape(part) for part in text.split(",")], "sizes like 8192x8192")
+
+
+class Join(argparse.Action):
+    """Lists of several occurrences and values one behind the other."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        before = getattr(namespace, self.dest, None) or []
+        setattr(namespace, self.dest, [*before, *(x for value in values for x in value)])
+
+
+def common(**defaults: object) -> argparse.ArgumentParser:
+    """Options that are taken before the command and behind it; one of the two has the defaults."""
+    made = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    add = made.add_argument
+    add("--json", action="store_true", help="JSON lines with the facts of the machine")
+    add("--out", type=Path, metavar="FILE", help="keep them in a file; what it has is not measured again")
+    add("--rounds", type=kind_of(positive, "a number"), help=f"replays of each contender ({ROUNDS})")
+    add("--device", help="cuda, cuda:1, cpu (a GPU where there is one)")
+    add("--cupti", action="store_true", help="also the kernels' time by CUPTI, an independent look")
+    add("--no-eager", dest="eager", action="store_false", help="leave out calls without a CUDA graph")
+    made.set_defaults(**defaults)
+    return made
+
+
+def filters(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Which cases: those of the filters that a command has; the others are None."""
+    known: dict[str, dict[str, Any]] = {
+        "--kernels": {"type": PATTERN, "metavar": "REGEX"},
+        "--shapes": {"type": SHAPES, "nargs": "+", "action": Join, "metavar": "SIZES"},
+        "--model": {
+            "type": kind_of(one_of(NAMES), "names of models"),
+            "nargs": "+",
+            "action": Join,
+            "metavar": "NAME",
+            "help": f"the layers of these models: {', '.join(NAMES)}",
+        },
+        "--m": {"type": NUMBERS, "nargs": "+", "action": Join, "metavar": "M"},
+    }
+    helps = {
+        ("dense", "--kernels"): "also every kernel of the table whose name matches, forced by name",
+        ("dense", "--shapes"): "weights n x k, or whole products m x n x k",
+        ("dense", "--m"): "rows of the activations, like 1,16,256",
+        ("grouped", "--kernels"): "also every grouped kernel of the table whose name matches",
+        ("grouped", "--shapes"): "experts x n x k",
+        ("grouped", "--m"): "tokens of the batch, each of which takes --top-k experts",
+        ("layer", "--shapes"): "weights n x k, or m x n x k",
+        ("layer", "--m"): "rows of the input",
+        ("quantize", "--kernels"): "modes whose name, dtype and size it is found in",
+        ("quantize", "--shapes"): "inputs m x k",
+        ("sweep", "--m"): "tokens",
+        ("hopper", "--m"): "rows of a (grouped: rows an expert), in place of each part's own",
+    }
+    command = parser.prog.split()[-1]
+    for name, options in known.items():
+        dest = name.removeprefix("--")
+        if name not in names:
+            parser.set_defaults(**{dest: None})
+            continue
+        parser.add_argument(
+            name, default=None, **options | {"help": helps.get((command, name), options.get("help"))}
+        )

@@ -1,0 +1,79 @@
+"""``python -m bench overhead``: host microseconds of a call, from Python to its return."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import fp4gemm
+import torch
+
+from .contest import Job, Row
+from .rig import Rig
+from .timing import Call, time_host
+
+# So small that the device keeps up: m tokens, a weight (n, k), experts.
+M, N, K, EXPERTS = 16, 512, 512, 8
+CPU_SIZES = (2, 32, 32, 2)
+
+
+def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
+    """One job: every call."""
+    return [Job("overhead", partial(_rows, rig))]
+
+
+def _rows(rig: Rig) -> Iterator[Row]:
+    batches = {"calls_per_batch": 100, "batches": max(5, 51 * rig.rounds // 20)}
+    if not rig.is_cuda:
+        batches = {"calls_per_batch": 5, "batches": 5, "warm_up": 2}
+    for name, call in _calls(rig).items():
+        start: Row = {"bench": "overhead", "case": "overhead", "contender": name}
+        start["role"] = "baseline" if name.startswith("torch") else "ours"
+        try:
+            call()
+        except NotImplementedError as error:
+            yield start | {"absent": f"NotImplementedError: {error}"}
+            continue
+        yield start | {"checked": "not checked"} | time_host(call, rig.device, **batches).row()
+
+
+def _calls(rig: Rig) -> dict[str, Call]:
+    m, n, k, experts = (M, N, K, EXPERTS) if rig.is_cuda else CPU_SIZES
+    gen = rig.generator(0)
+    x, weight = rig.gaussian(gen, m, k), rig.gaussian(gen, n, k)
+    layer = torch.nn.Linear(k, n, bias=False, device=rig.device, dtype=rig.dtype)
+    a, b = fp4gemm.quantize(x), fp4gemm.quantize(weight)
+    stack = fp4gemm.quantize(rig.gaussian(gen, experts, n, k))
+    offs = torch.arange(1, experts + 1, device=rig.device, dtype=torch.int32) * (m // experts)
+    rows = fp4gemm.quantize(x, offs=offs)
+    out = torch.empty(m, n, device=rig.device, dtype=torch.bfloat16)
+    ours = fp4gemm.nn.Linear.from_float(layer)
+    made: dict[str, Call] = {
+        "mm": lambda: fp4gemm.mm(a, b),
+        "mm, out given": lambda: fp4gemm.mm(a, b, out=out),
+        "torch.ops.fp4gemm.scaled_mm": lambda: torch.ops.fp4gemm.scaled_mm(
+            a.codes, b.codes, a.scales, b.scales, 1.0, a.amax, b.amax, None, torch.bfloat16, None
+        ),
+        "grouped_mm": lambda: fp4gemm.grouped_mm(rows, stack, offs),
+        "quantize": lambda: fp4gemm.quantize(x),
+    }
+    if rig.major == 9:
+        made |= _prepacked(x, b)
+    made["nn.Linear"] = lambda: ours(x)
+    made["torch.mm"] = lambda: torch.mm(x, weight.T)
+    made["torch nn.Linear"] = lambda: layer(x)
+    return {name: _no_grad(call) for name, call in made.items()}
+
+
+def _prepacked(x: Any, b: fp4gemm.NVFP4Tensor) -> dict[str, Call]:
+    a, w = fp4gemm.quantize(x, decoded=True), fp4gemm.prepack(b)
+    return {
+        "mm, prepacked": lambda: fp4gemm.mm(a, w),
+        "quantize(decoded=True)": lambda: fp4gemm.quantize(x, decoded=True),
+    }
+
+
+def _no_grad(call: Call) -> Call:
+    return torch.inference_mode()(call)

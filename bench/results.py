@@ -1,0 +1,104 @@
+"""Results as JSON lines, written a case at a time: a run that was broken off goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+SCHEMA = 1
+# What a run that goes on must share with the rows that are there: machine, code, and what was asked for.
+SAME = ("schema", "device", "fp4gemm", "revision", "torch", "driver", "rounds", "options")
+
+
+class Journal:
+    """A results file that cases are added to; without a path it holds nothing."""
+
+    def __init__(self, path: Path | None, facts: Mapping[str, object]) -> None:
+        """Reads the cases that are there.
+
+        Raises:
+            ValueError: a line is no result, or the file is of another machine, revision or number of rounds.
+            OSError: it cannot be read or written.
+        """
+        self.path = path
+        self.facts = {"schema": SCHEMA} | dict(facts)
+        self._cases: dict[str, list[Row]] = {}
+        if path is None or not path.exists():
+            return
+        text = path.read_text()
+        whole = text[: text.rfind("\n") + 1]  # without the line in which a run was broken off
+        rows = _parsed(path, whole)
+        for row in rows:
+            for fact in SAME:
+                if row.get(fact) != self.facts.get(fact):
+                    raise ValueError(
+                        f"--out: {path} is of {fact} {row.get(fact)!r}, must be {self.facts.get(fact)!r}; "
+                        "name another file, or remove it"
+                    )
+        cases: dict[str, list[Row]] = {}
+        for row in rows:
+            cases.setdefault(row["job"], []).append(row)
+        self._cases = {job: rows for job, rows in cases.items() if len(rows) == rows[0]["job_rows"]}
+        kept = [row for rows in self._cases.values() for row in rows]
+        if whole != text or len(kept) != len(rows):
+            _replace(path, kept)
+
+    def found(self, job: str) -> list[Row] | None:
+        """The rows of a case that was measured before, or None."""
+        return self._cases.get(job)
+
+    def add(self, job: str, rows: Sequence[Mapping[str, object]]) -> list[Row]:
+        """The rows with the facts of the machine; they are in the file when this returns."""
+        made: list[Row] = [dict(row) | {"job": job, "job_rows": len(rows)} | self.facts for row in rows]
+        self._cases[job] = made
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                file.write("".join(json.dumps(row) + "\n" for row in made))
+                file.flush()
+                os.fsync(file.fileno())
+        return made
+
+
+def load(path: Path) -> list[Row]:
+    """The rows of a results file.
+
+    Raises:
+        OSError: it cannot be read. ValueError: a line is no result of this schema.
+    """
+    rows = _parsed(path, path.read_text())
+    if not rows:
+        raise ValueError(f"{path}: holds no results")
+    return rows
+
+
+def _parsed(path: Path, text: str) -> list[Row]:
+    rows = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            row = json.loads(line)
+            needed = (row["bench"], row["case"], row["contender"], row["job"], row["job_rows"], row["device"])
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"{path}: line {number} is no result of `python -m bench --out`") from None
+        if row.get("schema") != SCHEMA or None in needed:
+            raise ValueError(f"{path}: line {number} is of schema {row.get('schema')!r}, must be {SCHEMA}")
+        rows.append(row)
+    return rows
+
+
+def _replace(path: Path, rows: Iterable[Row]) -> None:
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    temporary.replace(path)
+
+
+def by_case(rows: Iterable[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """(case, its rows), in the order of their first rows."""
+    cases: dict[str, list[Row]] = {}
+    for row in rows:
+        cases.setdefault(row["case"], []).append(row)
+    yield from cases.items()

@@ -1,0 +1,138 @@
+"""Rows as tables: one for each case, on the terminal and, by the same columns, in reports."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Row = Mapping[str, Any]
+WIDTH = 220  # characters of a table that goes to a pipe
+UNBOUNDED = 10_000
+NAME_WIDTH = 12  # of contenders, at least: a longer name is wrapped
+# Columns that a narrow terminal goes without, in this order; --json and reports have them all.
+EXPENDABLE = ("kernel", "p10", "p90", "x read floor", "GB/s", "TFLOP/s", "CUPTI us", "eager us", "of copy")
+
+
+class Column(NamedTuple):
+    heading: str
+    key: str
+    pattern: str  # of str.format
+    factor: float = 1.0
+
+
+COLUMNS = (
+    Column("us", "us", "{:.1f}"),
+    Column("p10", "p10_us", "{:.1f}"),
+    Column("p90", "p90_us", "{:.1f}"),
+    Column("eager us", "eager_us", "{:.1f}"),
+    Column("CUPTI us", "cupti_us", "{:.1f}"),
+    Column("TFLOP/s", "tflop_s", "{:.4g}"),
+    Column("GB/s", "gb_s", "{:.4g}"),
+    Column("of copy", "of_copy", "{:.0f} %", 100.0),
+    Column("of roofline", "of_roofline", "{:.0f} %", 100.0),
+)
+
+
+def table(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> tuple[list[str], list[list[str]]]:
+    """(headings, lines) of the rows of one case that were timed; columns that none fills are left out.
+
+    Ratios come as "x NAME": how many times as fast as that baseline a row is.
+    """
+    timed = [row for row in rows if "us" in row]
+    used = [c for c in columns if any(row.get(c.key) is not None for row in timed)]
+    rivals = list(dict.fromkeys(name for row in timed for name in row.get("ratio", {})))
+    extra = [key for key in ("bar", "kernel") if any(row.get(key) for row in timed)]
+    headings = ["contender", *(c.heading for c in used), *(f"x {name}" for name in rivals), *extra]
+    lines = []
+    for row in timed:
+        line = [str(row["contender"])]
+        line += [_cell(row.get(c.key), c) for c in used]
+        line += [f"{row['ratio'][name]:.2f}" if name in row.get("ratio", {}) else "" for name in rivals]
+        line += [_extra(row, key) for key in extra]
+        lines.append(line)
+    return headings, lines
+
+
+def _cell(value: float | None, column: Column) -> str:
+    return "" if value is None else column.pattern.format(value * column.factor)
+
+
+def _extra(row: Row, key: str) -> str:
+    text = str(row.get(key) or "")
+    if key == "bar" and text:
+        text += {True: ", met", False: ", MISSED", None: ""}[row.get("met")]
+    return text
+
+
+def remarks(rows: Iterable[Row]) -> list[str]:
+    """A line for each contender that was not timed, and why, and for what there is to know of one."""
+    made = []
+    for row in rows:
+        if "refused" in row:
+            made.append(f"REFUSED {row['contender']}: {row['refused']}")
+        elif "absent" in row:
+            made.append(f"not here: {row['contender']}: {row['absent']}")
+        elif "note" in row:
+            made.append(f"{row['contender']}: {row['note']}")
+    return made
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Prints the rows of one job."""
+    headings, lines = table(rows)
+    title = str(rows[0]["case"])
+    if importlib.util.find_spec("rich") is None:
+        print(f"\n{title}")
+        for line in [headings, *lines] if lines else []:
+            print("  ".join(f"{cell:>12}" if i else f"{cell:<40}" for i, cell in enumerate(line)))
+        print(*remarks(rows), sep="\n", flush=True)
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)  # a pipe has no width of its own
+    while lines:
+        made = Table(title=title, title_justify="left", title_style="bold")
+        for i, heading in enumerate(headings):
+            numeric = i > 0 and heading not in ("bar", "kernel")
+            made.add_column(
+                Text(heading),
+                justify="right" if numeric else "left",
+                no_wrap=numeric,
+                min_width=None if i else NAME_WIDTH,
+            )
+        for line in lines:
+            made.add_row(*(Text(cell) for cell in line))
+        narrowest = next((heading for heading in EXPENDABLE if heading in headings), None)
+        wanted = console.measure(made, options=console.options.update(max_width=UNBOUNDED)).maximum
+        if narrowest is None or wanted <= console.width:
+            console.print(made)
+            break
+        headings, lines = _without(narrowest, headings, lines)
+    if not lines:
+        console.print(Text(title, style="bold"))
+    for text in remarks(rows):
+        console.print(Text(text, style="bold red" if text.startswith("REFUSED") else "dim"))
+
+
+def _without(
+    heading: str, headings: Sequence[str], lines: Sequence[Sequence[str]]
+) -> tuple[list[str], list[list[str]]]:
+    at = headings.index(heading)
+    kept = [i for i in range(len(headings)) if i != at]
+    return [headings[i] for i in kept], [[line[i] for i in kept] for line in lines]
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """One line on all rows: how many were timed and refused, and the bars."""
+    timed = sum("us" in row for row in rows)
+    refused = sum("refused" in row for row in rows)
+    text = f"{timed} results, {refused} refused"
+    barred = [row["met"] for row in rows if row.get("met") is not None]
+    if barred:
+        text += f"; {sum(barred)} of {len(barred)} bars met"
+    return text
