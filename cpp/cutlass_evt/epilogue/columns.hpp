@@ -32,8 +32,11 @@ struct ColumnsArguments {
   void* d = nullptr;
   int64_t d_row_stride = 0;  // elements
 
-  CUTLASS_HOST_DEVICE bool is_plain() const {
-    return !gated && activation == Activation::kNone && c == nullptr && output == OutputType::kBf16;
+  CUTLASS_HOST_DEVICE bool is_plain() const { return is_direct() && output == OutputType::kBf16; }
+
+  /// D[i, j] is a 16-bit number that depends on the product's [i, j] and on vectors alone.
+  CUTLASS_HOST_DEVICE bool is_direct() const {
+    return !gated && activation == Activation::kNone && c == nullptr && output != OutputType::kFp32;
   }
 };
 
@@ -47,24 +50,93 @@ struct ColumnsEpilogue {
                                           : __ldg(args.alpha_row.data + (args.alpha_row.is_vector ? row : 0));
   }
 
+  CUTLASS_DEVICE static float by_column(Arguments const& args, int group, int column, int n) {
+    float const* const data = args.alpha_col.data + group * args.alpha_col.group_stride;
+    return column < n && args.alpha_col.data != nullptr
+               ? __ldg(data + (args.alpha_col.is_vector ? column : 0))
+               : 1.0f;
+  }
+
+  CUTLASS_DEVICE static float bias(Arguments const& args, int group, int column, int n) {
+    float const* const data = args.bias.data + group * args.bias.group_stride;
+    return column < n && args.bias.data != nullptr ? __ldg(data + column) : nodes::kNoBias;
+  }
+
+  CUTLASS_DEVICE static float alpha(Arguments const& args, int group) {
+    return args.alpha_groups == nullptr ? args.alpha : __ldg(args.alpha_groups + group);
+  }
+
+  /// The multiplications of nodes::scaled.
+  CUTLASS_DEVICE static float scale(float alpha, float by_column, float by_row, float z) {
+    nodes::multiply_rn<float> const multiply;
+    return multiply(alpha, multiply(by_column, multiply(by_row, z)));
+  }
+
+  /// For kernels that hold two columns, `column` and column + 8, where is_direct().
+  class TwoColumns {
+   public:
+    CUTLASS_DEVICE void load(Arguments const& args, int group, int column, int n) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        by_column_[i] = by_column(args, group, column + i * 8, n);
+        bias_[i] = bias(args, group, column + i * 8, n);
+      }
+      alpha_ = alpha(args, group);
+    }
+
+    /// The exact product z of column `which`, scaled.
+    CUTLASS_DEVICE float scaled(float z, float by_row, int which) const {
+      return scale(alpha_, by_column_[which], by_row, z);
+    }
+
+    /// pair(i) = z(2 i) and z(2 i + 1), which are scaled, to be finished: i even the first column, odd the
+    /// second.
+    template <int Values, class Z, class Pair>
+    CUTLASS_DEVICE void finish(Arguments const& args, Z const& z, Pair const& pair) const {
+      if (args.bias.data != nullptr) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < Values; ++i) {
+          z(i) = nodes::add_rn<float>{}(z(i), bias_[i / 2 % 2]);
+        }
+      }
+      if (args.output == OutputType::kBf16) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < Values / 2; ++i) {
+          pair(i) = two<cutlass::bfloat16_t>(z(2 * i), z(2 * i + 1));
+        }
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < Values / 2; ++i) {
+          pair(i) = two<cutlass::half_t>(z(2 * i), z(2 * i + 1));
+        }
+      }
+    }
+
+   private:
+    template <class Out>
+    CUTLASS_DEVICE static uint32_t two(float low, float high) {
+      cutlass::Array<float, 2> const from{low, high};
+      auto const to = cutlass::NumericArrayConverter<Out, float, 2, nodes::kRoundToNearest>::convert(from);
+      return reinterpret_cast<uint32_t const&>(to);
+    }
+
+    float by_column_[2];
+    float bias_[2];
+    float alpha_;
+  };
+
   class Columns {
    public:
     /// The vectors at the product's columns from `column` on.
     CUTLASS_DEVICE void load(Arguments const& args, int group, int column, int n) {
       column_ = column;
       valid_ = n - column;
-      float const* const by_column = args.alpha_col.data + group * args.alpha_col.group_stride;
-      float const* const bias = args.bias.data + group * args.bias.group_stride;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kColumns; ++i) {
-        bool const present = i < valid_;
-        int const at = column + i;
-        by_column_[i] = present && args.alpha_col.data != nullptr
-                            ? __ldg(by_column + (args.alpha_col.is_vector ? at : 0))
-                            : 1.0f;
-        bias_[i] = present && args.bias.data != nullptr ? __ldg(bias + at) : nodes::kNoBias;
+        by_column_[i] = by_column(args, group, column + i, n);
+        bias_[i] = bias(args, group, column + i, n);
       }
-      alpha_ = args.alpha_groups == nullptr ? args.alpha : __ldg(args.alpha_groups + group);
+      alpha_ = alpha(args, group);
     }
 
     /// True if one of them is a column of the product.
@@ -78,8 +150,7 @@ struct ColumnsEpilogue {
       for (int r = 0; r < Rows; ++r) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kColumns; ++i) {
-          nodes::multiply_rn<float> const multiply;  // the operations of nodes::scaled
-          z[r][i] = multiply(alpha_, multiply(by_column_[i], multiply(by_row[r], z[r][i])));
+          z[r][i] = scale(alpha_, by_column_[i], by_row[r], z[r][i]);
         }
       }
       if (args.bias.data != nullptr) {

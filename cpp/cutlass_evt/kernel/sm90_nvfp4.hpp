@@ -8,8 +8,9 @@
 // memory: the kernel reads the group ends itself.
 #pragma once
 
+#include "cutlass_evt/kernel/sm90_nvfp4_direct.hpp"
 #include "cutlass_evt/kernel/sm90_nvfp4_schedule.hpp"
-#include "cutlass_evt/mainloop/sm90_nvfp4_multiply.hpp"
+#include "cutlass_evt/kernel/sm90_nvfp4_slices.hpp"
 
 namespace cutlass_evt {
 
@@ -45,7 +46,10 @@ struct Sm90Nvfp4Kernel {
   using Accumulators = typename Multiply::Accumulators;
   using Schedule = Sm90Nvfp4Schedule<Config>;
 
-  static constexpr int kColumns = 8;  // of D, that a thread of the epilogue holds
+  using Slices = Sm90Nvfp4Slices<Config, Accumulators>;
+  using Direct = Sm90Nvfp4Direct<Config, Epilogue>;
+  static constexpr int kColumns = Slices::kColumns;
+  static constexpr int kRounds = Slices::kRounds;
 
   /// Partial sums of one CTA.
   static constexpr int64_t kPartialFloats = int64_t{Accumulators::kSize} * Config::kConsumerThreads;
@@ -68,9 +72,13 @@ struct Sm90Nvfp4Kernel {
     Position at;
     typename Schedule::Item item;
     bool waited = p.groups.offs != nullptr;  // groups: everyone has
+    [[maybe_unused]] int count = 0;
     while (schedule.take(item)) {
-      TileWork const work =
-          work_of(p, Groups::place_of(p.groups, shared.table(), schedule.row_tiles, item.tile), item, rank);
+      Place const place = Groups::place_of(p.groups, shared.table(), schedule.row_tiles, item.tile);
+      TileWork const work = work_of(p, place, item, rank);
+      if constexpr (!Config::kNarrow) {
+        shared.places()[count++ % Config::kPlaces] = place;  // the stage's barrier lets the consumers see it
+      }
       typename Mainloop::Loader const load(p.operands, &p.tokens, shared, work, rank);
       int step = work.begin;
       if (!waited) {
@@ -100,10 +108,6 @@ struct Sm90Nvfp4Kernel {
     }
   }
 
-  CUTLASS_DEVICE static void consumer_barrier() {
-    cutlass::arch::NamedBarrier::sync(Config::kConsumerThreads, 1u);
-  }
-
   CUTLASS_DEVICE static void raise(uint64_t* flag) {
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(kRaised) : "memory");
   }
@@ -114,27 +118,6 @@ struct Sm90Nvfp4Kernel {
       asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
     } while (value != kRaised);
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(uint64_t{0}) : "memory");
-  }
-
-  /// What a thread of the epilogue holds: kColumns neighbouring columns of one row of D.
-  struct Slot {
-    int warp;    // of the warps that share rows
-    int token;   // within a slice
-    int column;  // within the CTA's rows of the weight
-    bool active;
-  };
-
-  CUTLASS_DEVICE static Slot slot() {
-    int const lane = static_cast<int>(threadIdx.x % 32);
-    int const warp = static_cast<int>(threadIdx.x / 32) % Config::kWarpsAcross;
-    int const depth_group = static_cast<int>(threadIdx.x / 32) / Config::kWarpsAcross;
-    Slot s;
-    s.warp = warp;
-    // Warps that share rows share out a slice's tokens as well.
-    s.token = depth_group * (Config::kSliceTokens / Config::kDepthGroups) + lane / 2;
-    s.column = warp * 16 + lane % 2 * kColumns;
-    s.active = lane / 2 < Config::kSliceTokens / Config::kDepthGroups;
-    return s;
   }
 
   // Partial sums of a CTA lie in the workspace as its threads hold them, four registers at a time.
@@ -164,106 +147,22 @@ struct Sm90Nvfp4Kernel {
     }
   }
 
-  static constexpr int kSlices = Config::kTokens / Config::kSliceTokens;
-  // Tokens of a slice that a thread comes to, 16 apart.
-  static constexpr int kRounds = (Config::kSliceTokens / Config::kDepthGroups + 15) / 16;
-
-  /// take(token, sums, fetched) for the tokens of each slice that this thread's slot comes to, kRounds of
-  /// them at a time, the first being `token`; fetched is what fetch(token) gave a slice earlier.
-  template <class Fetch, class Take>
-  CUTLASS_DEVICE static void for_each_slot(Shared const& shared, Accumulators& accumulators, int pass,
-                                           Slot const& s, Fetch const& fetch, Take const& take) {
-    // Registers cannot be indexed. The loop over slices is partly unrolled, as a compromise between its size
-    // and stores that are skipped.
-    constexpr int kInner = kSlices > 4 ? 4 : kSlices;
-    constexpr int kOuter = kSlices / kInner;
-    constexpr int kBlocks = Config::kSliceTokens / 8;  // of 8 tokens, in a slice
-    int const lane = static_cast<int>(threadIdx.x % 32);
-    float* const mine =
-        shared.slice(static_cast<int>(threadIdx.x / 32)) + lane % 4 * 2 * Config::kSliceStride + lane / 4;
-    auto const fetch_slice = [&](float (&to)[kRounds], int slice) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int round = 0; round < kRounds; ++round) {
-        to[round] = fetch(slice * Config::kSliceTokens + s.token + round * 16);
-      }
-    };
-    float ahead[kRounds];
-    fetch_slice(ahead, 0);
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int outer = 0; outer < kOuter; ++outer) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int inner = 0; inner < kInner; ++inner) {
-        int const slice = outer * kInner + inner;
-        float fetched[kRounds];
-        CUTLASS_PRAGMA_UNROLL
-        for (int round = 0; round < kRounds; ++round) {
-          fetched[round] = ahead[round];
-        }
-        if (kSlices > 1) {
-          fetch_slice(ahead, slice + 1);
-        }
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kOuter; ++i) {
-          if (i == outer) {
-            CUTLASS_PRAGMA_UNROLL
-            for (int block = 0; block < kBlocks; ++block) {
-              CUTLASS_PRAGMA_UNROLL
-              for (int v = 0; v < 4; ++v) {
-                mine[(block * 8 + v % 2) * Config::kSliceStride + v / 2 * 8] =
-                    accumulators[pass * (Config::kTokens / 2) + ((i * kInner + inner) * kBlocks + block) * 4 +
-                                 v];
-              }
-            }
-          }
-        }
-        sync_slice();
-        if (s.active) {
-          float sums[kRounds][kColumns];
-          CUTLASS_PRAGMA_UNROLL
-          for (int round = 0; round < kRounds; ++round) {
-            add_up(shared, s, s.token + round * 16, sums[round]);
-          }
-          take(slice * Config::kSliceTokens + s.token, sums, fetched);
-        }
-        sync_slice();
-      }
-    }
-  }
-
-  /// Among the warps that write and read the same slices.
-  CUTLASS_DEVICE static void sync_slice() {
-    if constexpr (Config::kDepthGroups > 1) {
-      consumer_barrier();
-    } else {
-      __syncwarp();
-    }
-  }
-
-  /// The sums of one token over the warps that share its rows.
-  CUTLASS_DEVICE static void add_up(Shared const& shared, Slot const& s, int token, float (&sums)[kColumns]) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int d = 0; d < Config::kDepthGroups; ++d) {
-      float const* const from =
-          shared.slice(s.warp + d * Config::kWarpsAcross) + token * Config::kSliceStride + s.column % 16;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kColumns; i += 4) {
-        float4 const four = *reinterpret_cast<float4 const*>(from + i);
-        float const values[4] = {four.x, four.y, four.z, four.w};
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < 4; ++j) {
-          sums[i + j] = d == 0 ? values[j] : sums[i + j] + values[j];
-        }
-      }
-    }
-  }
-
   CUTLASS_DEVICE static void consume(Params const& p, Shared const& shared, Schedule schedule, int worker,
                                      int rank) {
-    Slot const s = slot();
+    typename Slices::Slot const s = Slices::slot();
+    [[maybe_unused]] bool const is_direct = p.epilogue.is_direct();
+    [[maybe_unused]] int count = 0;
     Position at;
     typename Schedule::Item item;
     while (schedule.take(item)) {
-      Place const place = Groups::place_of(p.groups, shared.table(), schedule.row_tiles, item.tile);
+      Place place;
+      if constexpr (Config::kNarrow) {
+        place = Groups::place_of(p.groups, shared.table(), schedule.row_tiles, item.tile);
+      } else {
+        // The producer, which is ahead, has found it already.
+        Mainloop::wait_full(shared, at);
+        place = shared.places()[count++ % Config::kPlaces];
+      }
       TileWork const work = work_of(p, place, item, rank);
       // Another chunk of rows is another pass, 64 columns of D on.
       typename Epilogue::Columns columns[Config::kRowPasses];
@@ -274,20 +173,25 @@ struct Sm90Nvfp4Kernel {
         }
       };
       Accumulators accumulators;
+      Direct direct;
       // Where there are registers to spare, what is far away is on its way early.
       if constexpr (Config::kNarrow && Config::kRowPasses == 1) {
         load_columns();
         Multiply::multiply(p.operands, shared, at, work, accumulators);
       } else {
+        if constexpr (!Config::kNarrow) {
+          if (is_direct) {
+            direct.load(p.epilogue, place, work.first_chunk, p.n);
+          }
+        }
         Multiply::multiply(p.operands, shared, at, work, accumulators);
-        load_columns();
       }
 
       if (item.begin > 0) {
         int const cta = worker * Config::kCluster + rank;
         store_partial(p, cta, accumulators);
         __threadfence();
-        consumer_barrier();
+        consumer_barrier<Config>();
         if (threadIdx.x == 0) {
           raise(p.flags + cta);
         }
@@ -301,8 +205,17 @@ struct Sm90Nvfp4Kernel {
         if (threadIdx.x == 0) {
           wait_and_lower(p.flags + cta);
         }
-        consumer_barrier();
+        consumer_barrier<Config>();
         add_partial(p, cta, accumulators);
+      }
+      if constexpr (!Config::kNarrow) {
+        if (is_direct) {
+          direct.store(p.epilogue, shared, accumulators);
+          continue;
+        }
+      }
+      if constexpr (!Config::kNarrow || Config::kRowPasses > 1) {
+        load_columns();
       }
       auto const fetch_row = [&](int token) {
         int const row = place.token + token;
@@ -326,7 +239,7 @@ struct Sm90Nvfp4Kernel {
           }
           columns[pass].store(p.epilogue, rows, present, by_row, sums);
         };
-        for_each_slot(shared, accumulators, pass, s, fetch_row, finish);
+        Slices::for_each_slot(shared, accumulators, pass, s, fetch_row, finish);
       }
     }
   }

@@ -83,10 +83,8 @@ struct Sm90Nvfp4GroupEnds {
 
 template <class Config>
 struct Sm90Nvfp4Groups {
-  /// Rows of X of one group.
-  struct Rows {
-    int begin, size;
-  };
+  using Place = Sm90Nvfp4Place;
+  using Rows = Place::Rows;
 
   // Ends that are out of order or out of range would be an error of the caller; they must not lead outside of
   // the buffers.
@@ -151,13 +149,6 @@ struct Sm90Nvfp4Groups {
     }
     __syncthreads();
   }
-
-  struct Place {
-    int group;
-    int row_tile;  // of the cluster
-    int token;     // first of the tile, within the group
-    Rows rows;
-  };
 
   CUTLASS_DEVICE static Place place_of(Sm90Nvfp4GroupEnds const& p, int const* table, int row_tiles,
                                        int tile) {

@@ -20,7 +20,7 @@
 #include "cutlass/bfloat16.h"
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/half.h"
-#include "cutlass_evt/mainloop/nvfp4_packing.hpp"
+#include "cutlass_evt/mainloop/sm90_nvfp4_config.hpp"
 
 namespace cutlass_evt {
 
@@ -67,100 +67,6 @@ struct Nvfp4Decoder<cutlass::bfloat16_t> {
       a[i] = reinterpret_cast<uint32_t const&>(product);
     }
   }
-};
-
-/// What a kernel is made of.
-///
-/// kRowGroups: chunks of 64 rows in a CTA, each a warpgroup's; or, with few tokens, all of them a warp's in
-/// turn. kDepthGroups: warpgroups that share rows and take turns along k. kTokens: of the tile. kCluster:
-/// CTAs along the rows that load each other's tokens by multicast. kChunks: of 64 of k, in a stage.
-/// kCtasPerSm: sets how much shared memory and how many registers a CTA may use.
-template <class Element_, int RowGroups, int DepthGroups, int Tokens, int ClusterSize, int Chunks,
-          int CtasPerSm>
-struct Sm90Nvfp4Config {
-  using Element = Element_;  // of the tokens, and of the decoded weights
-  static constexpr int kRowGroups = RowGroups;
-  static constexpr int kDepthGroups = DepthGroups;
-  static constexpr int kTokens = Tokens;
-  static constexpr int kCluster = ClusterSize;
-  static constexpr int kChunks = Chunks;
-  static constexpr int kCtasPerSm = CtasPerSm;
-
-  static constexpr int kRows = 64 * kRowGroups;  // of a CTA
-  static constexpr int kDepth = 64 * kChunks;    // of a stage
-  static constexpr int kChunksPerGroup = kChunks / kDepthGroups;
-  static constexpr bool kNarrow = kTokens <= 32;                    // mma.sync
-  static constexpr int kRowPasses = kNarrow ? kRowGroups : 1;       // chunks of rows that a warp holds
-  static constexpr int kWarpsAcross = 4 * kRowGroups / kRowPasses;  // side by side along the rows
-  static constexpr int kConsumerGroups = kWarpsAcross / 4 * kDepthGroups;
-  static constexpr int kConsumerThreads = 128 * kConsumerGroups;
-  static constexpr int kConsumerWarps = kConsumerThreads / 32;
-  // The accumulators of wide tiles need more registers than an equal share: a whole producer warpgroup then
-  // gives its own away.
-  static constexpr bool kMovesRegisters = kTokens >= 256;
-  static constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 128 : 32);
-
-  static constexpr int kWeightBytes = kRowGroups * kChunks * Nvfp4Packing::kChunkBytes;  // of a stage
-  static constexpr int kTokenChunkBytes = kTokens * 128;
-  static constexpr int kTokenBytes = kChunks * kTokenChunkBytes;
-  static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
-
-  // The epilogue turns accumulators round through shared memory: a warp holds 16 rows, a slice of the tokens
-  // at a time. Warpgroups that share rows add up there, all tokens at once.
-  static constexpr int kSliceTokens = kNarrow ? kTokens : 32;
-  static constexpr int kSliceStride = 20;  // floats from one token to the next: 16 rows and a pad
-  static constexpr int kSliceBytes = kConsumerWarps * kSliceTokens * kSliceStride * 4;
-
-  static constexpr int kMaxTable = 1024;  // groups, or runs of groups, whose first tiles are in shared memory
-  static constexpr int kTableBytes = (kMaxTable + 1 + 32) * 4;
-
-  static constexpr int kSharedLimit = kCtasPerSm == 1 ? 232448 : 233472 / kCtasPerSm - 1024;
-  static constexpr int kFixedBytes = kSliceBytes + kTableBytes + 1024;  // 1024: barriers
-  static constexpr int kStages = (kSharedLimit - kFixedBytes - 1024) / kStageBytes;
-  static constexpr int kSharedBytes = kStages * kStageBytes + kFixedBytes + 1024;  // 1024: alignment
-
-  static_assert(kChunks % kDepthGroups == 0, "every warpgroup along k takes as many chunks of a stage");
-  static_assert(kNarrow || kChunksPerGroup == 1 || kChunksPerGroup % 2 == 0, "chunks are taken in pairs");
-  static_assert(kTokens % 16 == 0, "the tokens of two mma.sync are loaded at once");
-  static_assert(kNarrow || kDepthGroups == 1, "wide tiles are not shared along k");
-  static_assert(kTokens % kDepthGroups == 0, "warps that share rows share out the tokens in the epilogue");
-  static_assert(kTokens % (8 * kCluster) == 0, "a CTA of a cluster loads whole swizzle atoms of tokens");
-  static_assert(kStages >= 3, "too few stages fit in shared memory");
-  static_assert(kStages * 16 <= 1024, "the barriers need more room");
-};
-
-/// Shared memory, by offsets from a 1024-byte boundary.
-template <class Config>
-struct Sm90Nvfp4Shared {
-  char* base;
-  uint32_t address;  // of base
-
-  CUTLASS_DEVICE explicit Sm90Nvfp4Shared(char* dynamic)
-      : base(dynamic + (1024 - cute::cast_smem_ptr_to_uint(dynamic) % 1024) % 1024),
-        address(cute::cast_smem_ptr_to_uint(base)) {
-    asm volatile("" : "+r"(address));  // or it would be found anew in every turn of the mainloop
-  }
-
-  CUTLASS_DEVICE uint32_t tokens_at(int stage) const {
-    return address + static_cast<uint32_t>(stage * Config::kTokenBytes);
-  }
-  CUTLASS_DEVICE uint32_t weights_at(int stage) const {
-    return address +
-           static_cast<uint32_t>(Config::kStages * Config::kTokenBytes + stage * Config::kWeightBytes);
-  }
-  CUTLASS_DEVICE uint32_t full_at(int stage) const {
-    return address + static_cast<uint32_t>(Config::kStages * Config::kStageBytes + stage * 8);
-  }
-  CUTLASS_DEVICE uint32_t empty_at(int stage) const { return full_at(Config::kStages + stage); }
-
-  CUTLASS_DEVICE char* rest() const { return base + Config::kStages * Config::kStageBytes; }
-  CUTLASS_DEVICE uint64_t* full(int stage) const { return reinterpret_cast<uint64_t*>(rest()) + stage; }
-  CUTLASS_DEVICE uint64_t* empty(int stage) const { return full(Config::kStages + stage); }
-  /// Of one consumer warp.
-  CUTLASS_DEVICE float* slice(int warp) const {
-    return reinterpret_cast<float*>(rest() + 1024) + warp * Config::kSliceTokens * Config::kSliceStride;
-  }
-  CUTLASS_DEVICE int* table() const { return reinterpret_cast<int*>(rest() + 1024 + Config::kSliceBytes); }
 };
 
 /// The place in the ring; phases flip each time round.

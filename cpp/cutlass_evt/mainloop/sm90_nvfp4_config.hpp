@@ -1,0 +1,136 @@
+// What a kernel on prepacked NVFP4 weights is made of on SM90, and how its shared memory is laid out.
+#pragma once
+
+#include "cute/arch/util.hpp"
+#include "cute/numeric/math.hpp"
+#include "cutlass_evt/mainloop/nvfp4_packing.hpp"
+
+namespace cutlass_evt {
+
+/// What a kernel is made of.
+///
+/// kRowGroups: chunks of 64 rows in a CTA, each a warpgroup's; or, with few tokens, all of them a warp's in
+/// turn. kDepthGroups: warpgroups that share rows and take turns along k. kTokens: of the tile. kCluster:
+/// CTAs along the rows that load each other's tokens by multicast. kChunks: of 64 of k, in a stage.
+/// kCtasPerSm: sets how much shared memory and how many registers a CTA may use.
+template <class Element_, int RowGroups, int DepthGroups, int Tokens, int ClusterSize, int Chunks,
+          int CtasPerSm>
+struct Sm90Nvfp4Config {
+  using Element = Element_;  // of the tokens, and of the decoded weights
+  static constexpr int kRowGroups = RowGroups;
+  static constexpr int kDepthGroups = DepthGroups;
+  static constexpr int kTokens = Tokens;
+  static constexpr int kCluster = ClusterSize;
+  static constexpr int kChunks = Chunks;
+  static constexpr int kCtasPerSm = CtasPerSm;
+
+  static constexpr int kRows = 64 * kRowGroups;  // of a CTA
+  static constexpr int kDepth = 64 * kChunks;    // of a stage
+  static constexpr int kChunksPerGroup = kChunks / kDepthGroups;
+  static constexpr bool kNarrow = kTokens <= 32;                    // mma.sync
+  static constexpr int kRowPasses = kNarrow ? kRowGroups : 1;       // chunks of rows that a warp holds
+  static constexpr int kWarpsAcross = 4 * kRowGroups / kRowPasses;  // side by side along the rows
+  static constexpr int kConsumerGroups = kWarpsAcross / 4 * kDepthGroups;
+  static constexpr int kConsumerThreads = 128 * kConsumerGroups;
+  static constexpr int kConsumerWarps = kConsumerThreads / 32;
+  // The accumulators of wide tiles need more registers than an equal share: a whole producer warpgroup then
+  // gives its own away.
+  static constexpr bool kMovesRegisters = kTokens >= 256;
+  static constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 128 : 32);
+
+  static constexpr int kWeightBytes = kRowGroups * kChunks * Nvfp4Packing::kChunkBytes;  // of a stage
+  static constexpr int kTokenChunkBytes = kTokens * 128;
+  static constexpr int kTokenBytes = kChunks * kTokenChunkBytes;
+  static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
+
+  // The epilogue turns accumulators round through shared memory: a warp holds 16 rows, a slice of the tokens
+  // at a time. Warpgroups that share rows add up there, all tokens at once.
+  static constexpr int kSliceTokens = kNarrow ? kTokens : 32;
+  static constexpr int kSliceStride = 20;  // floats from one token to the next: 16 rows and a pad
+  // The usual epilogue of wide tiles stages 16-bit results there instead, 64 columns a warpgroup, where there
+  // is more than one slice in one of two places in turn; and each row's factor.
+  static constexpr int kDirectTokens = kTokens < 64 ? kTokens : 64;
+  static constexpr int kDirectBuffers = kTokens > kDirectTokens ? 2 : 1;
+  static constexpr int kDirectBytes = kDirectBuffers * kDirectTokens * 128 + kTokens * 4;  // of a warpgroup
+  static constexpr int kSliceBytes = cute::max(kConsumerWarps * kSliceTokens * kSliceStride * 4,
+                                               kNarrow ? 0 : kConsumerGroups * kDirectBytes);
+
+  static constexpr int kMaxTable = 1024;  // groups, or runs of groups, whose first tiles are in shared memory
+  static constexpr int kTableBytes = (kMaxTable + 1 + 32) * 4;
+
+  static constexpr int kSharedLimit = kCtasPerSm == 1 ? 232448 : 233472 / kCtasPerSm - 1024;
+  static constexpr int kFixedBytes = kSliceBytes + kTableBytes + 1024;  // 1024: barriers
+  static constexpr int kStages = (kSharedLimit - kFixedBytes - 1024) / kStageBytes;
+  static constexpr int kPlaces = kStages + 1;  // tiles whose first stage may not have been released
+  static constexpr int kSharedBytes = kStages * kStageBytes + kFixedBytes + 1024;  // 1024: alignment
+
+  static_assert(kChunks % kDepthGroups == 0, "every warpgroup along k takes as many chunks of a stage");
+  static_assert(kNarrow || kChunksPerGroup == 1 || kChunksPerGroup % 2 == 0, "chunks are taken in pairs");
+  static_assert(kTokens % 16 == 0, "the tokens of two mma.sync are loaded at once");
+  static_assert(kNarrow || kDepthGroups == 1, "wide tiles are not shared along k");
+  static_assert(kTokens % kDepthGroups == 0, "warps that share rows share out the tokens in the epilogue");
+  static_assert(kTokens % (8 * kCluster) == 0, "a CTA of a cluster loads whole swizzle atoms of tokens");
+  static_assert(kStages >= 3, "too few stages fit in shared memory");
+  static_assert(kStages * 16 + kPlaces * 32 <= 1024, "the barriers need more room");
+};
+
+/// Where a tile lies.
+struct Sm90Nvfp4Place {
+  /// Rows of X of one group.
+  struct Rows {
+    int begin, size;
+  };
+
+  int group;
+  int row_tile;  // of the cluster
+  int token;     // first of the tile, within the group
+  Rows rows;
+};
+
+/// Shared memory, by offsets from a 1024-byte boundary.
+template <class Config>
+struct Sm90Nvfp4Shared {
+  char* base;
+  uint32_t address;  // of base
+
+  CUTLASS_DEVICE explicit Sm90Nvfp4Shared(char* dynamic)
+      : base(dynamic + (1024 - cute::cast_smem_ptr_to_uint(dynamic) % 1024) % 1024),
+        address(cute::cast_smem_ptr_to_uint(base)) {
+    asm volatile("" : "+r"(address));  // or it would be found anew in every turn of the mainloop
+  }
+
+  CUTLASS_DEVICE uint32_t tokens_at(int stage) const {
+    return address + static_cast<uint32_t>(stage * Config::kTokenBytes);
+  }
+  CUTLASS_DEVICE uint32_t weights_at(int stage) const {
+    return address +
+           static_cast<uint32_t>(Config::kStages * Config::kTokenBytes + stage * Config::kWeightBytes);
+  }
+  CUTLASS_DEVICE uint32_t full_at(int stage) const {
+    return address + static_cast<uint32_t>(Config::kStages * Config::kStageBytes + stage * 8);
+  }
+  CUTLASS_DEVICE uint32_t empty_at(int stage) const { return full_at(Config::kStages + stage); }
+
+  CUTLASS_DEVICE char* rest() const { return base + Config::kStages * Config::kStageBytes; }
+  CUTLASS_DEVICE uint64_t* full(int stage) const { return reinterpret_cast<uint64_t*>(rest()) + stage; }
+  CUTLASS_DEVICE uint64_t* empty(int stage) const { return full(Config::kStages + stage); }
+  /// Of tiles that the producer has begun with, in turn.
+  CUTLASS_DEVICE Sm90Nvfp4Place* places() const {
+    return reinterpret_cast<Sm90Nvfp4Place*>(rest() + Config::kStages * 16);
+  }
+  /// Of one consumer warp.
+  CUTLASS_DEVICE float* slice(int warp) const {
+    return reinterpret_cast<float*>(rest() + 1024) + warp * Config::kSliceTokens * Config::kSliceStride;
+  }
+  /// Of one warpgroup: what the usual epilogue stages, and behind it the rows' factors.
+  CUTLASS_DEVICE uint32_t staged_at(int group) const {
+    return address +
+           static_cast<uint32_t>(Config::kStages * Config::kStageBytes + 1024 + group * Config::kDirectBytes);
+  }
+  CUTLASS_DEVICE float* factors(int group) const {
+    return reinterpret_cast<float*>(rest() + 1024 + (group + 1) * Config::kDirectBytes) - Config::kTokens;
+  }
+  CUTLASS_DEVICE int* table() const { return reinterpret_cast<int*>(rest() + 1024 + Config::kSliceBytes); }
+};
+
+}  // namespace cutlass_evt
