@@ -45,25 +45,29 @@ struct ColumnsEpilogue {
   using Arguments = ColumnsArguments;
   static constexpr int kColumns = 8;
 
-  CUTLASS_DEVICE static float row_factor(Arguments const& args, int64_t row) {
-    return args.alpha_row.data == nullptr ? 1.0f
-                                          : __ldg(args.alpha_row.data + (args.alpha_row.is_vector ? row : 0));
+  // Where the terms lie; null: absent.
+
+  CUTLASS_DEVICE static float const* row_factor_at(Arguments const& args, int64_t row) {
+    return args.alpha_row.data == nullptr ? nullptr
+                                          : args.alpha_row.data + (args.alpha_row.is_vector ? row : 0);
   }
 
-  CUTLASS_DEVICE static float by_column(Arguments const& args, int group, int column, int n) {
+  CUTLASS_DEVICE static float const* by_column_at(Arguments const& args, int group, int column) {
     float const* const data = args.alpha_col.data + group * args.alpha_col.group_stride;
-    return column < n && args.alpha_col.data != nullptr
-               ? __ldg(data + (args.alpha_col.is_vector ? column : 0))
-               : 1.0f;
+    return args.alpha_col.data == nullptr ? nullptr : data + (args.alpha_col.is_vector ? column : 0);
   }
 
-  CUTLASS_DEVICE static float bias(Arguments const& args, int group, int column, int n) {
+  CUTLASS_DEVICE static float const* bias_at(Arguments const& args, int group, int column) {
     float const* const data = args.bias.data + group * args.bias.group_stride;
-    return column < n && args.bias.data != nullptr ? __ldg(data + column) : nodes::kNoBias;
+    return args.bias.data == nullptr ? nullptr : data + column;
   }
 
   CUTLASS_DEVICE static float alpha(Arguments const& args, int group) {
     return args.alpha_groups == nullptr ? args.alpha : __ldg(args.alpha_groups + group);
+  }
+
+  CUTLASS_DEVICE static float row_factor(Arguments const& args, int64_t row) {
+    return args.alpha_row.data == nullptr ? 1.0f : __ldg(row_factor_at(args, row));
   }
 
   /// The multiplications of nodes::scaled.
@@ -72,21 +76,15 @@ struct ColumnsEpilogue {
     return multiply(alpha, multiply(by_column, multiply(by_row, z)));
   }
 
-  /// For kernels that hold two columns, `column` and column + 8, where is_direct().
-  class TwoColumns {
-   public:
-    CUTLASS_DEVICE void load(Arguments const& args, int group, int column, int n) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        by_column_[i] = by_column(args, group, column + i * 8, n);
-        bias_[i] = bias(args, group, column + i * 8, n);
-      }
-      alpha_ = alpha(args, group);
-    }
+  /// For kernels that hold two columns, where is_direct().
+  struct TwoColumns {
+    float by_column[2];
+    float bias[2];
+    float alpha;
 
     /// The exact product z of column `which`, scaled.
     CUTLASS_DEVICE float scaled(float z, float by_row, int which) const {
-      return scale(alpha_, by_column_[which], by_row, z);
+      return scale(alpha, by_column[which], by_row, z);
     }
 
     /// pair(i) = z(2 i) and z(2 i + 1), which are scaled, to be finished: i even the first column, odd the
@@ -96,7 +94,7 @@ struct ColumnsEpilogue {
       if (args.bias.data != nullptr) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < Values; ++i) {
-          z(i) = nodes::add_rn<float>{}(z(i), bias_[i / 2 % 2]);
+          z(i) = nodes::add_rn<float>{}(z(i), bias[i / 2 % 2]);
         }
       }
       if (args.output == OutputType::kBf16) {
@@ -119,10 +117,6 @@ struct ColumnsEpilogue {
       auto const to = cutlass::NumericArrayConverter<Out, float, 2, nodes::kRoundToNearest>::convert(from);
       return reinterpret_cast<uint32_t const&>(to);
     }
-
-    float by_column_[2];
-    float bias_[2];
-    float alpha_;
   };
 
   class Columns {
@@ -133,8 +127,11 @@ struct ColumnsEpilogue {
       valid_ = n - column;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kColumns; ++i) {
-        by_column_[i] = by_column(args, group, column + i, n);
-        bias_[i] = bias(args, group, column + i, n);
+        bool const present = i < valid_;
+        by_column_[i] =
+            present && args.alpha_col.data != nullptr ? __ldg(by_column_at(args, group, column + i)) : 1.0f;
+        bias_[i] =
+            present && args.bias.data != nullptr ? __ldg(bias_at(args, group, column + i)) : nodes::kNoBias;
       }
       alpha_ = alpha(args, group);
     }

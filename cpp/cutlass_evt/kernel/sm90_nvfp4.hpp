@@ -61,23 +61,39 @@ struct Sm90Nvfp4Kernel {
   using Groups = Sm90Nvfp4Groups<Config>;
   using Place = typename Groups::Place;
 
-  CUTLASS_DEVICE static TileWork work_of(Params const& p, Place const& place,
-                                         typename Schedule::Item const& item, int rank) {
-    return {p.weights + place.group * p.weight_bytes,
-            (place.row_tile * Config::kCluster + rank) * Config::kRowGroups, place.rows.begin + place.token,
-            item.begin, item.end};
+  using Task = Sm90Nvfp4Task;
+
+  CUTLASS_DEVICE static Place place_of(Params const& p, Shared const& shared, Schedule const& schedule,
+                                       typename Schedule::Item const& item) {
+    return Groups::place_of(p.groups, shared.table(), schedule.row_tiles, item.tile);
   }
 
-  CUTLASS_DEVICE static void produce(Params const& p, Shared const& shared, Schedule schedule, int rank) {
+  CUTLASS_DEVICE static int first_chunk(Place const& place, int rank) {
+    return (place.row_tile * Config::kCluster + rank) * Config::kRowGroups;
+  }
+
+  CUTLASS_DEVICE static TileWork work_of(Params const& p, Task const& task, int rank) {
+    Place const& place = task.place;
+    return {p.weights + place.group * p.weight_bytes,
+            first_chunk(place, rank),
+            place.rows.begin + place.token,
+            Config::tokens_for(place.rows.size - place.token),
+            task.begin,
+            task.end};
+  }
+
+  CUTLASS_DEVICE static void produce(Params const& p, Shared const& shared, Schedule schedule, int worker,
+                                     int rank) {
     Position at;
     typename Schedule::Item item;
     bool waited = p.groups.offs != nullptr;  // groups: everyone has
-    [[maybe_unused]] int count = 0;
-    while (schedule.take(item)) {
-      Place const place = Groups::place_of(p.groups, shared.table(), schedule.row_tiles, item.tile);
-      TileWork const work = work_of(p, place, item, rank);
+    for (int count = 0; schedule.take(item); ++count) {
+      Task task{place_of(p, shared, schedule, item), item.begin, item.end, 0, false};
+      TileWork const work = work_of(p, task, rank);
       if constexpr (!Config::kNarrow) {
-        shared.places()[count++ % Config::kPlaces] = place;  // the stage's barrier lets the consumers see it
+        task.others = item.begin == 0 ? schedule.others(item, worker) : 0;
+        task.is_last = !schedule.has_more();
+        *shared.task(count) = task;  // the first stage's barrier lets the consumers see it
       }
       typename Mainloop::Loader const load(p.operands, &p.tokens, shared, work, rank);
       int step = work.begin;
@@ -150,44 +166,47 @@ struct Sm90Nvfp4Kernel {
   CUTLASS_DEVICE static void consume(Params const& p, Shared const& shared, Schedule schedule, int worker,
                                      int rank) {
     typename Slices::Slot const s = Slices::slot();
-    [[maybe_unused]] bool const is_direct = p.epilogue.is_direct();
-    [[maybe_unused]] int count = 0;
     Position at;
     typename Schedule::Item item;
-    while (schedule.take(item)) {
-      Place place;
+    bool more = schedule.has_more();
+    for (int count = 0; more; ++count) {
+      Task own;
+      Task const* known = &own;
       if constexpr (Config::kNarrow) {
-        place = Groups::place_of(p.groups, shared.table(), schedule.row_tiles, item.tile);
+        schedule.take(item);
+        own = {place_of(p, shared, schedule, item), item.begin, item.end, 0, !schedule.has_more()};
       } else {
-        // The producer, which is ahead, has found it already.
+        // The producer, which is ahead, has found it already; registers are scarce.
         Mainloop::wait_full(shared, at);
-        place = shared.places()[count++ % Config::kPlaces];
+        known = shared.task(count);
       }
-      TileWork const work = work_of(p, place, item, rank);
+      Task const& task = *known;
+      Place const& place = task.place;
+      more = !task.is_last;
+      TileWork const work = work_of(p, task, rank);
       // Another chunk of rows is another pass, 64 columns of D on.
       typename Epilogue::Columns columns[Config::kRowPasses];
       auto const load_columns = [&] {
         CUTLASS_PRAGMA_UNROLL
         for (int pass = 0; pass < Config::kRowPasses; ++pass) {
-          columns[pass].load(p.epilogue, place.group, (work.first_chunk + pass) * 64 + s.column, p.n);
+          columns[pass].load(p.epilogue, place.group, (first_chunk(place, rank) + pass) * 64 + s.column, p.n);
         }
       };
       Accumulators accumulators;
-      Direct direct;
       // Where there are registers to spare, what is far away is on its way early.
       if constexpr (Config::kNarrow && Config::kRowPasses == 1) {
         load_columns();
         Multiply::multiply(p.operands, shared, at, work, accumulators);
       } else {
         if constexpr (!Config::kNarrow) {
-          if (is_direct) {
-            direct.load(p.epilogue, place, work.first_chunk, p.n);
+          if (p.epilogue.is_direct() && task.begin == 0) {
+            Direct::fetch(p.epilogue, shared, place, work.first_chunk, p.n);
           }
         }
         Multiply::multiply(p.operands, shared, at, work, accumulators);
       }
 
-      if (item.begin > 0) {
+      if (task.begin > 0) {
         int const cta = worker * Config::kCluster + rank;
         store_partial(p, cta, accumulators);
         __threadfence();
@@ -198,10 +217,9 @@ struct Sm90Nvfp4Kernel {
         continue;
       }
       // The workers after this one that have the rest of the tile.
-      int64_t const tile_end = (int64_t{item.tile} + 1) * schedule.steps;
-      for (int other = worker + 1; item.end < schedule.steps && schedule.first_step(other) < tile_end;
-           ++other) {
-        int const cta = other * Config::kCluster + rank;
+      int const others = Config::kNarrow ? schedule.others(item, worker) : task.others;
+      for (int other = 1; other <= others; ++other) {
+        int const cta = (worker + other) * Config::kCluster + rank;
         if (threadIdx.x == 0) {
           wait_and_lower(p.flags + cta);
         }
@@ -209,8 +227,8 @@ struct Sm90Nvfp4Kernel {
         add_partial(p, cta, accumulators);
       }
       if constexpr (!Config::kNarrow) {
-        if (is_direct) {
-          direct.store(p.epilogue, shared, accumulators);
+        if (p.epilogue.is_direct()) {
+          Direct::store(p.epilogue, shared, place, first_chunk(place, rank), p.n, accumulators);
           continue;
         }
       }
@@ -281,15 +299,15 @@ struct Sm90Nvfp4Kernel {
     Schedule const schedule(row_tiles, steps, tiles_of_tokens * row_tiles, worker, num_workers, p.splits);
     if (is_producer) {
       if constexpr (Config::kMovesRegisters) {
-        cutlass::arch::warpgroup_reg_dealloc<40>();
+        cutlass::arch::warpgroup_reg_dealloc<56>();
       }
       if (warp == Config::kConsumerWarps && cute::elect_one_sync()) {
-        produce(p, shared, schedule, rank);
+        produce(p, shared, schedule, worker, rank);
       }
       __syncwarp();
     } else {
       if constexpr (Config::kMovesRegisters) {
-        cutlass::arch::warpgroup_reg_alloc<232>();
+        cutlass::arch::warpgroup_reg_alloc<224>();
       }
       if (p.groups.offs == nullptr) {
         asm volatile("griddepcontrol.wait;" ::: "memory");

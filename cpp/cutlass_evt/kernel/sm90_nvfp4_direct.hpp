@@ -12,46 +12,49 @@ namespace cutlass_evt {
 /// and pairs of tokens, whose factors lie in shared memory. Then stmatrix turns the 16-bit results round, a
 /// slice of the tokens at a time, and eight neighbouring threads write 128 bytes of a row of D.
 template <class Config, class Epilogue>
-class Sm90Nvfp4Direct {
+struct Sm90Nvfp4Direct {
   using Shared = Sm90Nvfp4Shared<Config>;
   using Place = typename Sm90Nvfp4Groups<Config>::Place;
   static constexpr int kSliceTokens = Config::kDirectTokens;
   static constexpr int kSlices = Config::kTokens / kSliceTokens;
-  static constexpr int kFactors = (Config::kTokens + 127) / 128;  // that a thread fetches
   static constexpr int kPieces = kSliceTokens / 16;  // of 16 bytes that a thread stores of a slice
 
  public:
-  /// Asks for everything that is far away; before the mainloop.
-  CUTLASS_DEVICE void load(typename Epilogue::Arguments const& args, Place const& place, int first_chunk,
-                           int n) {
+  /// Asks for everything that is far away, before the mainloop: by copies to shared memory, so that no
+  /// register waits.
+  CUTLASS_DEVICE static void fetch(typename Epilogue::Arguments const& args, Shared const& shared,
+                                   Place const& place, int first_chunk, int n) {
     int const thread = static_cast<int>(threadIdx.x % 128);
-    tokens_ = place.rows.size - place.token;
-    row_ = place.rows.begin + place.token;
-    column_ = (first_chunk + static_cast<int>(threadIdx.x / 128)) * 64;
-    n_ = n;
-    columns_.load(args, place.group, column_ + thread / 32 * 16 + thread % 32 / 4, n);
+    int const group = static_cast<int>(threadIdx.x / 128);
+    float* const terms = shared.terms(group);
+    int const tokens = place.rows.size - place.token;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kFactors; ++i) {
-      int const token = thread + i * 128;
-      factors_[i] = token < cute::min(tokens_, int{Config::kTokens})
-                        ? Epilogue::row_factor(args, int64_t{row_} + token)
-                        : 0.0f;
+    for (int i = 0; i < Config::kTokens; i += 128) {
+      int const token = thread + i;
+      if (token < cute::min(tokens, int{Config::kTokens})) {
+        copy(terms + token, Epilogue::row_factor_at(args, int64_t{place.rows.begin} + place.token + token),
+             1.0f);
+      }
+    }
+    int const column = (first_chunk + group) * 64 + thread % 64;
+    if (column < n) {
+      bool const is_bias = thread >= 64;
+      copy(terms + Config::kTokens + thread,
+           is_bias ? Epilogue::bias_at(args, place.group, column)
+                   : Epilogue::by_column_at(args, place.group, column),
+           is_bias ? nodes::kNoBias : 1.0f);
     }
   }
 
   /// Writes the tile to D; the accumulators are used up.
   template <class Accumulators>
-  CUTLASS_DEVICE void store(typename Epilogue::Arguments const& args, Shared const& shared,
-                            Accumulators& accumulators) const {
+  CUTLASS_DEVICE static void store(typename Epilogue::Arguments const& args, Shared const& shared,
+                                   Place const& place, int first_chunk, int n, Accumulators& accumulators) {
+    int const tokens = place.rows.size - place.token;
+    int const row = place.rows.begin + place.token;
     int const thread = static_cast<int>(threadIdx.x % 128);
     int const lane = thread % 32;
-    float* const factors = shared.factors(static_cast<int>(threadIdx.x / 128));
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kFactors; ++i) {
-      if (thread + i * 128 < Config::kTokens) {
-        factors[thread + i * 128] = factors_[i];
-      }
-    }
+    float const* const terms = shared.terms(static_cast<int>(threadIdx.x / 128));
     // A token's 128 bytes are eight pieces of 16, permuted by the token's number. stmatrix stores four 8 x 8
     // matrices, two of tokens by two of columns; each lane has the address of one token's piece.
     uint32_t const staged = shared.staged_at(static_cast<int>(threadIdx.x / 128));
@@ -61,16 +64,26 @@ class Sm90Nvfp4Direct {
     int const token = thread / 8;
     int const piece = thread % 8;
     uint32_t const get_at = staged + static_cast<uint32_t>(token * 128 + (piece ^ token % 8) * 16);
-    int const column = column_ + piece * 8;
-    int const present = column < n_ ? tokens_ - token : 0;
-    char* d = static_cast<char*>(args.d) + ((int64_t{row_} + token) * args.d_row_stride + column) * 2;
+    int const column = (first_chunk + static_cast<int>(threadIdx.x / 128)) * 64 + piece * 8;
+    int const present = column < n ? tokens - token : 0;
+    char* d = static_cast<char*>(args.d) + ((int64_t{row} + token) * args.d_row_stride + column) * 2;
     int64_t const step = args.d_row_stride * (16 * 2);
-    // From here on the factors are there, and nobody reads what was staged of the tile before.
+    float const alpha = Epilogue::alpha(args, place.group);
+    // From here on the terms are there, and nobody reads what was staged of the tile before.
+    asm volatile("cp.async.wait_all;" ::: "memory");
     sync();
+    typename Epilogue::TwoColumns columns;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      float const* const of_column = terms + Config::kTokens + thread / 32 * 16 + lane / 4 + i * 8;
+      columns.by_column[i] = of_column[0];
+      columns.bias[i] = of_column[64];
+    }
+    columns.alpha = alpha;
 
     CUTLASS_PRAGMA_UNROLL
     for (int slice = 0; slice < kSlices; ++slice) {
-      if (slice > 0 && slice * kSliceTokens >= tokens_) {
+      if (slice > 0 && slice * kSliceTokens >= tokens) {
         return;
       }
       uint32_t const buffer = static_cast<uint32_t>(slice % Config::kDirectBuffers * kSliceTokens * 128);
@@ -78,15 +91,15 @@ class Sm90Nvfp4Direct {
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kSliceTokens / 8; ++block) {
         int const first = slice * kSliceTokens + block * 8;
-        float2 const by_row = *reinterpret_cast<float2 const*>(factors + first + lane % 4 * 2);
+        float2 const by_row = *reinterpret_cast<float2 const*>(terms + first + lane % 4 * 2);
         CUTLASS_PRAGMA_UNROLL
         for (int v = 0; v < 4; ++v) {
           float& z = accumulators[first / 2 + v];
-          z = columns_.scaled(z * static_cast<float>(1 << Nvfp4Packing::kExponent),
-                              v % 2 == 0 ? by_row.x : by_row.y, v / 2);
+          z = columns.scaled(z * static_cast<float>(1 << Nvfp4Packing::kExponent),
+                             v % 2 == 0 ? by_row.x : by_row.y, v / 2);
         }
       }
-      columns_.template finish<kSliceTokens / 2>(
+      columns.template finish<kSliceTokens / 2>(
           args, [&](int i) -> float& { return accumulators[slice * (kSliceTokens / 2) + i]; },
           [&](int i) -> uint32_t& { return packed[i / 2][i % 2]; });
       CUTLASS_PRAGMA_UNROLL
@@ -115,6 +128,17 @@ class Sm90Nvfp4Direct {
   /// Among the threads of the warpgroup.
   CUTLASS_DEVICE static void sync() { cutlass::arch::NamedBarrier::sync(128u, 2u + threadIdx.x / 128); }
 
+  /// *to = *from, in time; `absent` where from is null.
+  CUTLASS_DEVICE static void copy(float* to, float const* from, float absent) {
+    if (from == nullptr) {
+      *to = absent;
+    } else {
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(cute::cast_smem_ptr_to_uint(to)),
+                   "l"(from)
+                   : "memory");
+    }
+  }
+
   CUTLASS_DEVICE static uint4 get(uint32_t from) {
     uint4 bits;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -134,13 +158,6 @@ class Sm90Nvfp4Direct {
         "l"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w)
         : "memory");
   }
-
-  typename Epilogue::TwoColumns columns_;
-  float factors_[kFactors];
-  int tokens_;  // of the group from the tile's first on
-  int row_;     // of D
-  int column_;  // the warpgroup's first
-  int n_;
 };
 
 }  // namespace cutlass_evt

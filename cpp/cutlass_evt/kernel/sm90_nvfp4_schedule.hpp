@@ -57,6 +57,18 @@ struct Sm90Nvfp4Schedule {
     return int64_t{tiles} * steps * worker / this->num_workers;
   }
 
+  CUTLASS_DEVICE bool has_more() const { return next < end; }
+
+  /// How many workers after `worker`, whose item is a tile's first part, have the tile's further parts.
+  CUTLASS_DEVICE int others(Item const& item, int worker) const {
+    int64_t const tile_end = (int64_t{item.tile} + 1) * steps;
+    int count = 0;
+    while (item.end < steps && first_step(worker + 1 + count) < tile_end) {
+      ++count;
+    }
+    return count;
+  }
+
   CUTLASS_DEVICE bool take(Item& item) {
     if (next >= end) {
       return false;

@@ -89,6 +89,7 @@ struct TileWork {
   uint8_t const* weights;
   int first_chunk;  // of 64 rows
   int token;
+  int tokens;  // that are loaded and multiplied, see Config::tokens_for
   int begin, end;
 };
 
@@ -113,7 +114,10 @@ struct Sm90Nvfp4Mainloop {
   // The CTAs of a cluster share out a stage's tokens by chunks of k, or, where a stage is one, by tokens.
   static constexpr bool kSharesChunks = Config::kCluster == 1 || Config::kChunks > 1;
   static constexpr int kLoadChunks = kSharesChunks ? Config::kChunks / Config::kCluster : 1;
-  static constexpr int kLoadTokens = kSharesChunks ? Config::kTokens : Config::kTokens / Config::kCluster;
+  // Of one load: as much of the smallest tile as is this CTA's. Of several the CTAs take turns.
+  static constexpr int kLoadTokens =
+      kSharesChunks ? Config::kLeastTokens : Config::kLeastTokens / Config::kCluster;
+  static_assert(kLoadChunks == 1 || kLoadTokens == Config::kTokens, "chunks lie kTokens apart");
 
   /// What the producer keeps of a tile. The smem addresses are of shared memory's own window.
   class Loader {
@@ -126,7 +130,8 @@ struct Sm90Nvfp4Mainloop {
           depth_chunks_(p.depth_chunks),
           whole_chunks_(p.whole_chunks),
           groups_(cute::max(0, cute::min(int{Config::kRowGroups}, p.row_chunks - work.first_chunk))),
-          token_(work.token),
+          token_(work.token + (kSharesChunks ? 0 : rank * kLoadTokens)),
+          tokens_(work.tokens),
           row_stride_(int64_t{p.depth_chunks} * Nvfp4Packing::kChunkBytes),
           weights_(work.weights + work.first_chunk * row_stride_) {}
 
@@ -134,7 +139,7 @@ struct Sm90Nvfp4Mainloop {
     CUTLASS_DEVICE void weights(int stage, int step) const {
       int const chunks = cute::min(int{Config::kChunks}, depth_chunks_ - step * Config::kChunks);
       int const weight_bytes = chunks * Nvfp4Packing::kChunkBytes;
-      int const token_bytes = whole_chunks_ ? int{Config::kTokenBytes} : chunks * Config::kTokenChunkBytes;
+      int const token_bytes = (whole_chunks_ ? int{Config::kChunks} : chunks) * tokens_ * 128;
       uint32_t const full = shared_.full_at(stage);
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full),
                    "r"(groups_ * weight_bytes + token_bytes)
@@ -155,16 +160,25 @@ struct Sm90Nvfp4Mainloop {
     CUTLASS_DEVICE void tokens(int stage, int step) const {
       int const first = step * Config::kChunks + (kSharesChunks ? rank_ * kLoadChunks : 0);
       uint32_t const to =
-          shared_.tokens_at(stage) + static_cast<uint32_t>(rank_ * kLoadChunks * kLoadTokens * 128);
-      int const token = token_ + (kSharesChunks ? 0 : rank_ * kLoadTokens);
+          shared_.tokens_at(stage) +
+          static_cast<uint32_t>(rank_ *
+                                (kSharesChunks ? kLoadChunks * Config::kTokenChunkBytes : kLoadTokens * 128));
       if (whole_chunks_) {
-        load(to, 0, token, first, stage);
+        CUTLASS_PRAGMA_UNROLL
+        for (int t = 0; t < Config::kTokens; t += Config::kLeastTokens) {
+          if (t < tokens_) {
+            load(to + static_cast<uint32_t>(t * 128), 0, token_ + t, first, stage);
+          }
+        }
         return;
       }
       CUTLASS_PRAGMA_NO_UNROLL
       for (int c = 0; c < kLoadChunks && first + c < depth_chunks_; ++c) {
-        load(to + static_cast<uint32_t>(c * Config::kTokenChunkBytes), (first + c) * Nvfp4Packing::kDepth,
-             token, 0, stage);
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int t = 0; t < tokens_; t += Config::kLeastTokens) {
+          load(to + static_cast<uint32_t>(c * Config::kTokenChunkBytes + t * 128),
+               (first + c) * Nvfp4Packing::kDepth, token_ + t, 0, stage);
+        }
       }
     }
 
@@ -199,8 +213,9 @@ struct Sm90Nvfp4Mainloop {
     int rank_;
     int depth_chunks_;
     bool whole_chunks_;
-    int groups_;  // chunks of rows that the weight has here
-    int token_;
+    int groups_;          // chunks of rows that the weight has here
+    int token_;           // first that this CTA loads
+    int tokens_;          // of the tile
     int64_t row_stride_;  // bytes
     uint8_t const* weights_;
   };

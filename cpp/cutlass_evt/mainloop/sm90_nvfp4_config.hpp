@@ -38,6 +38,17 @@ struct Sm90Nvfp4Config {
   static constexpr bool kMovesRegisters = kTokens >= 256;
   static constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 128 : 32);
 
+  // The last of a group's tiles of 256 may be smaller, 64 tokens or 128: fewer are loaded and multiplied.
+  // Tiles of 128 lose more by loads in halves than by tokens that are not there.
+  static constexpr int kLeastTokens = kTokens < 256 ? kTokens : 64;
+  CUTLASS_HOST_DEVICE static constexpr int tokens_for(int present) {
+    int tokens = kLeastTokens;
+    while (tokens < kTokens && tokens < present) {
+      tokens *= 2;
+    }
+    return tokens;
+  }
+
   static constexpr int kWeightBytes = kRowGroups * kChunks * Nvfp4Packing::kChunkBytes;  // of a stage
   static constexpr int kTokenChunkBytes = kTokens * 128;
   static constexpr int kTokenBytes = kChunks * kTokenChunkBytes;
@@ -48,10 +59,11 @@ struct Sm90Nvfp4Config {
   static constexpr int kSliceTokens = kNarrow ? kTokens : 32;
   static constexpr int kSliceStride = 20;  // floats from one token to the next: 16 rows and a pad
   // The usual epilogue of wide tiles stages 16-bit results there instead, 64 columns a warpgroup, where there
-  // is more than one slice in one of two places in turn; and each row's factor.
+  // is more than one slice in one of two places in turn; and the rows' and columns' terms.
   static constexpr int kDirectTokens = kTokens < 64 ? kTokens : 64;
   static constexpr int kDirectBuffers = kTokens > kDirectTokens ? 2 : 1;
-  static constexpr int kDirectBytes = kDirectBuffers * kDirectTokens * 128 + kTokens * 4;  // of a warpgroup
+  static constexpr int kDirectBytes =
+      kDirectBuffers * kDirectTokens * 128 + (kTokens + 2 * 64) * 4;  // of a warpgroup
   static constexpr int kSliceBytes = cute::max(kConsumerWarps * kSliceTokens * kSliceStride * 4,
                                                kNarrow ? 0 : kConsumerGroups * kDirectBytes);
 
@@ -61,7 +73,8 @@ struct Sm90Nvfp4Config {
   static constexpr int kSharedLimit = kCtasPerSm == 1 ? 232448 : 233472 / kCtasPerSm - 1024;
   static constexpr int kFixedBytes = kSliceBytes + kTableBytes + 1024;  // 1024: barriers
   static constexpr int kStages = (kSharedLimit - kFixedBytes - 1024) / kStageBytes;
-  static constexpr int kPlaces = kStages + 1;  // tiles whose first stage may not have been released
+  // One in the epilogue, one in every stage, and the producer may be writing another.
+  static constexpr int kTasks = kStages + 2;
   static constexpr int kSharedBytes = kStages * kStageBytes + kFixedBytes + 1024;  // 1024: alignment
 
   static_assert(kChunks % kDepthGroups == 0, "every warpgroup along k takes as many chunks of a stage");
@@ -71,7 +84,7 @@ struct Sm90Nvfp4Config {
   static_assert(kTokens % kDepthGroups == 0, "warps that share rows share out the tokens in the epilogue");
   static_assert(kTokens % (8 * kCluster) == 0, "a CTA of a cluster loads whole swizzle atoms of tokens");
   static_assert(kStages >= 3, "too few stages fit in shared memory");
-  static_assert(kStages * 16 + kPlaces * 32 <= 1024, "the barriers need more room");
+  static_assert(kStages * 16 + kTasks * 40 <= 1024, "the barriers need more room");
 };
 
 /// Where a tile lies.
@@ -85,6 +98,14 @@ struct Sm90Nvfp4Place {
   int row_tile;  // of the cluster
   int token;     // first of the tile, within the group
   Rows rows;
+};
+
+/// What the producer tells the consumers of wide tiles about one, or of its part along k.
+struct Sm90Nvfp4Task {
+  Sm90Nvfp4Place place;
+  int begin, end;  // steps of k
+  int others;      // workers after this one that have the tile's further parts
+  bool is_last;    // of this worker
 };
 
 /// Shared memory, by offsets from a 1024-byte boundary.
@@ -114,21 +135,23 @@ struct Sm90Nvfp4Shared {
   CUTLASS_DEVICE char* rest() const { return base + Config::kStages * Config::kStageBytes; }
   CUTLASS_DEVICE uint64_t* full(int stage) const { return reinterpret_cast<uint64_t*>(rest()) + stage; }
   CUTLASS_DEVICE uint64_t* empty(int stage) const { return full(Config::kStages + stage); }
-  /// Of tiles that the producer has begun with, in turn.
-  CUTLASS_DEVICE Sm90Nvfp4Place* places() const {
-    return reinterpret_cast<Sm90Nvfp4Place*>(rest() + Config::kStages * 16);
+  /// Of the count-th tile.
+  CUTLASS_DEVICE Sm90Nvfp4Task* task(int count) const {
+    return reinterpret_cast<Sm90Nvfp4Task*>(rest() + Config::kStages * 16) + count % Config::kTasks;
   }
   /// Of one consumer warp.
   CUTLASS_DEVICE float* slice(int warp) const {
     return reinterpret_cast<float*>(rest() + 1024) + warp * Config::kSliceTokens * Config::kSliceStride;
   }
-  /// Of one warpgroup: what the usual epilogue stages, and behind it the rows' factors.
+  /// Of one warpgroup: what the usual epilogue stages, and behind it the terms, one of each row of D and two
+  /// of each column.
   CUTLASS_DEVICE uint32_t staged_at(int group) const {
     return address +
            static_cast<uint32_t>(Config::kStages * Config::kStageBytes + 1024 + group * Config::kDirectBytes);
   }
-  CUTLASS_DEVICE float* factors(int group) const {
-    return reinterpret_cast<float*>(rest() + 1024 + (group + 1) * Config::kDirectBytes) - Config::kTokens;
+  CUTLASS_DEVICE float* terms(int group) const {
+    return reinterpret_cast<float*>(rest() + 1024 + group * Config::kDirectBytes +
+                                    Config::kDirectBuffers * Config::kDirectTokens * 128);
   }
   CUTLASS_DEVICE int* table() const { return reinterpret_cast<int*>(rest() + 1024 + Config::kSliceBytes); }
 };

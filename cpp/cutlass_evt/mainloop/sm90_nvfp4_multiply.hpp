@@ -130,16 +130,19 @@ struct Sm90Nvfp4WideMultiply {
   using SmemLayout = decltype(cute::tile_to_shape(
       SmemLayoutAtom{}, cute::make_shape(cute::Int<Config::kTokens>{}, cute::Int<Nvfp4Packing::kDepth>{},
                                          cute::Int<Config::kStages * Config::kChunks>{})));
+  template <int Tokens>
   using TiledMma = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<
           Element, Element, float,
-          cute::Shape<cute::Int<64>, cute::Int<Config::kTokens>, cute::Int<Nvfp4Packing::kDepth>>,
+          cute::Shape<cute::Int<64>, cute::Int<Tokens>, cute::Int<Nvfp4Packing::kDepth>>,
           cute::GMMA::Major::K, cute::GMMA::Major::K>()));
+  template <int Tokens>
+  using Fragment = decltype(cute::partition_fragment_C(TiledMma<Tokens>{},
+                                                       cute::Shape<cute::Int<64>, cute::Int<Tokens>>{}));
 
   struct Accumulators {
     static constexpr int kSize = Config::kTokens / 2;
-    decltype(cute::partition_fragment_C(TiledMma{},
-                                        cute::Shape<cute::Int<64>, cute::Int<Config::kTokens>>{})) values;
+    Fragment<Config::kTokens> values;
 
     CUTLASS_DEVICE float& operator[](int index) { return values(index); }
   };
@@ -149,23 +152,20 @@ struct Sm90Nvfp4WideMultiply {
                                       TileWork const& work, Accumulators& result) {
     using namespace cute;
     auto& accumulators = result.values;
-    int const group = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 128), 0);
-    int const row_group = group % Config::kRowGroups;
-    int const depth_group = group / Config::kRowGroups;
-    constexpr int kPer = Config::kChunksPerGroup;
+    int const row_group = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 128), 0);
+    constexpr int kPer = Config::kChunks;
 
     Tensor tokens = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(shared.base)), SmemLayout{});
-    TiledMma mma;
-    auto const slice = mma.get_slice(0);
-    Tensor operand_b = slice.make_fragment_B(slice.partition_B(tokens));  // (MMA, MMA_N, MMA_K, chunk)
+    auto accumulate = GMMA::ScaleOut::Zero;
+    int const present = __shfl_sync(0xFFFFFFFFu, work.tokens, 0);  // ptxas must see that warps do not diverge
     auto const fragment_layout = make_layout(make_shape(Shape<_2, _2, _2>{}, _1{}, _4{}));
     Tensor fragment_0 = make_tensor<Element>(fragment_layout);
     Tensor fragment_1 = make_tensor<Element>(fragment_layout);
 
-    typename Mainloop::Share const share(shared, row_group * Config::kChunks + depth_group * kPer);
+    typename Mainloop::Share const share(shared, row_group * Config::kChunks);
 
-    // Chunks of this warpgroup in the last step, which may have fewer than the others.
-    int const last = Mainloop::chunks_left(p, work.end - 1, depth_group);
+    // Chunks in the last step, which may have fewer than the others.
+    int const last = Mainloop::chunks_left(p, work.end - 1, 0);
     int left = work.end - work.begin - (last < kPer ? 1 : 0);  // whole steps
 
     auto const issue = [&](Raw const& raw, auto& fragment, int stage, int sub) {
@@ -181,14 +181,9 @@ struct Sm90Nvfp4WideMultiply {
       }
       warpgroup_fence_operand(accumulators);
       warpgroup_fence_operand(fragment);
-      warpgroup_arrive();
-      int const place = stage * Config::kChunks + depth_group * kPer + sub;
-      CUTLASS_PRAGMA_UNROLL
-      for (int k = 0; k < 4; ++k) {
-        cute::gemm(mma, fragment(_, _, k), operand_b(_, _, k, place), accumulators);
-        mma.accumulate_ = GMMA::ScaleOut::One;
-      }
-      warpgroup_commit_batch();
+      multiply_chunk<Config::kLeastTokens>(present, tokens, fragment, stage * Config::kChunks + sub,
+                                           accumulate, accumulators);
+      accumulate = GMMA::ScaleOut::One;
     };
 
     // One chunk: the next one's share is fetched, this one's decoded and handed to the tensor cores, and the
@@ -217,7 +212,6 @@ struct Sm90Nvfp4WideMultiply {
       }
     };
 
-    mma.accumulate_ = GMMA::ScaleOut::Zero;
     // The loops are such that ptxas sees that no fragment is written while its own wgmma is under way: else
     // it makes every wgmma wait (its remark C7513).
     if (left > 0) {
@@ -248,8 +242,6 @@ struct Sm90Nvfp4WideMultiply {
       }
       warpgroup_wait<0>();
       Mainloop::release(shared, previous);
-    } else if (last <= 0) {
-      clear(accumulators);
     }
     if (last < kPer) {
       Mainloop::wait_full(shared, at);
@@ -264,6 +256,33 @@ struct Sm90Nvfp4WideMultiply {
       at.advance();
     }
     warpgroup_fence_operand(accumulators);
+  }
+
+ private:
+  /// accumulators (+)= fragment times a chunk of the tokens, of which `wanted` are there, Least at least.
+  template <int Least, class Tokens, class A>
+  CUTLASS_DEVICE static void multiply_chunk(int wanted, Tokens const& tokens, A const& fragment, int chunk,
+                                            cute::GMMA::ScaleOut accumulate,
+                                            Fragment<Config::kTokens>& accumulators) {
+    using namespace cute;
+    if (Least == Config::kTokens || wanted == Least) {
+      Tensor part = local_tile(tokens, Shape<Int<Least>, Int<Nvfp4Packing::kDepth>>{},
+                               make_coord(_0{}, _0{}, _));  // (Least, 64, chunk)
+      Tensor sums = make_tensor(accumulators.data(), Fragment<Least>{}.layout());
+      TiledMma<Least> mma;
+      auto const slice = mma.get_slice(0);
+      Tensor operand_b = slice.make_fragment_B(slice.partition_B(part));  // (MMA, MMA_N, MMA_K, chunk)
+      mma.accumulate_ = accumulate;
+      warpgroup_arrive();
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < 4; ++k) {
+        cute::gemm(mma, fragment(_, _, k), operand_b(_, _, k, chunk), sums);
+        mma.accumulate_ = GMMA::ScaleOut::One;
+      }
+      warpgroup_commit_batch();
+    } else if constexpr (Least < Config::kTokens) {
+      multiply_chunk<2 * Least>(wanted, tokens, fragment, chunk, accumulate, accumulators);
+    }
   }
 };
 
