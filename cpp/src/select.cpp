@@ -67,28 +67,52 @@ double conversion_clocks(Operands operands, int num_sms, Selection const& wanted
   return launches * kConvertClocks + bytes / (kConvertBytesPerClock * num_sms);
 }
 
+/// Tiles of tokens of a group: how many, and what 64 of k of one of them take.
+struct TokenTiles {
+  double count;
+  double chunk_us;    // on average
+  double longest_us;  // at most
+};
+
+/// Of a group of `mean` tokens or, where groups differ, of groups from half of that to half as many again.
+TokenTiles token_tiles(PrepackedFigures const& figures, double mean, bool differ) {
+  int const sizes = differ ? 8 : 1;
+  TokenTiles all{0, 0, 0};
+  for (int i = 0; i < sizes; ++i) {
+    double const share = differ ? 0.5 + (i + 0.5) / sizes : 1.0;
+    int64_t const tokens = std::max<int64_t>(1, std::llround(mean * share));
+    int64_t const whole = (tokens - 1) / figures.tile_m;
+    double const last_us = figures.chunk_us_of(tokens - whole * figures.tile_m);
+    all.count += static_cast<double>(whole + 1);
+    all.chunk_us += static_cast<double>(whole) * figures.chunk_us + last_us;
+    all.longest_us = std::max(all.longest_us, whole > 0 ? figures.chunk_us : last_us);
+  }
+  all.chunk_us /= all.count;
+  all.count /= sizes;
+  return all;
+}
+
 /// What a prepacked kernel takes, from its measured figures and the way in which it shares out its tiles.
 double prepacked_clocks(Kernel const& row, int num_sms, Selection const& wanted) {
   fp4gemm_kernel_info_t const& kernel = row.info;
   PrepackedFigures const figures =
       prepacked_figures(kernel.tile_m, kernel.tile_n, kernel.tile_k, row.operands);
-  // Groups differ in size: on average the last tile of each is half full.
   double const groups =
       static_cast<double>(std::max<int64_t>(1, std::min<int64_t>(wanted.num_groups, wanted.m)));
-  double const a_group = static_cast<double>(wanted.m) / groups / kernel.tile_m;
-  double const token_tiles =
-      groups * (wanted.num_groups > 1 ? std::max(1.0, a_group + 0.5) : std::max(1.0, std::ceil(a_group)));
-  double const tiles =
-      token_tiles * static_cast<double>(ceil_div(wanted.n, int64_t{kernel.tile_n} * kernel.cluster_n));
+  double const row_tiles = static_cast<double>(ceil_div(wanted.n, int64_t{kernel.tile_n} * kernel.cluster_n));
+  TokenTiles const a_group =
+      token_tiles(figures, static_cast<double>(wanted.m) / groups, wanted.num_groups > 1);
+  double const tiles = groups * a_group.count * row_tiles;
   bool const in_pairs = figures.chunk_2_us > 0 && tiles > num_sms;  // of CTAs
   double const workers = std::max(1, num_sms / kernel.cluster_n * (in_pairs ? 2 : 1));
   double const waves = std::ceil(tiles / workers);
   bool const splits = !wanted.batch_invariant && tiles < 0.92 * waves * workers && tiles < 12 * workers;
   double const turns = splits ? tiles / workers : waves;
   double const chunks = static_cast<double>(ceil_div(wanted.k, 64));
+  double const a_turn = in_pairs ? figures.chunk_2_us : a_group.chunk_us;
+  double const least = splits ? 0 : a_group.longest_us;  // of a worker
   double const us = figures.fixed_us + (splits ? figures.split_us : 0) +
-                    turns * chunks * (in_pairs ? figures.chunk_2_us : figures.chunk_us) +
-                    (waves - 1) * figures.tile_us;
+                    std::max(turns * a_turn, least) * chunks + (waves - 1) * figures.tile_us;
   return us * kClocksPerUs;
 }
 

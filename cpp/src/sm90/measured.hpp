@@ -7,20 +7,27 @@ namespace fp4gemm {
 
 /// Microseconds of a product: fixed, and for every 64 of k of each tile that a worker has in turn; more where
 /// tiles are split along k, and for each tile after the first. chunk_2_us: where two CTAs share a
-/// multiprocessor, of each; 0 for kernels that have one.
+/// multiprocessor, of each; 0 for kernels that have one. chunk_64_us, chunk_128_us: of a last tile with so
+/// many tokens or fewer; 0 where it takes as long as any.
 struct PrepackedFigures {
   int tile_m, tile_n, tile_k;
-  double fixed_us, chunk_us, split_us, tile_us, chunk_2_us;
+  double fixed_us, chunk_us, split_us, tile_us, chunk_2_us, chunk_64_us, chunk_128_us;
+
+  constexpr double chunk_us_of(int64_t tokens) const {
+    return chunk_64_us > 0 && tokens <= 64     ? chunk_64_us
+           : chunk_128_us > 0 && tokens <= 128 ? chunk_128_us
+                                               : chunk_us;
+  }
 };
 
 // An H200, 2026-11-22, 1755 to 1980 MHz: lines through the times of (8192, 8192), (8192, 2048), (4096, 4096)
-// and (16384, 16384) weights by CUDA graph replay, tile_us from 256 experts (`python -m bench hopper`). An
-// H100 has the same multiprocessors and less bandwidth.
+// and (16384, 16384) weights by CUDA graph replay, tile_us from 128 and 256 experts (`python -m bench
+// hopper`). An H100 has the same multiprocessors and less bandwidth.
 constexpr PrepackedFigures kPrepackedFigures[] = {
-    {16, 64, 256, 2.7, 0.108, 1.4, 1.0, 0.172}, {16, 64, 512, 4.4, 0.083, 1.8, 1.7, 0},
-    {16, 128, 512, 4.6, 0.157, 2.0, 2.0, 0},    {32, 64, 512, 4.3, 0.109, 1.8, 1.9, 0},
-    {64, 128, 256, 4.9, 0.235, 2.6, 2.5, 0},    {128, 128, 128, 7.0, 0.345, 2.6, 4.0, 0},
-    {256, 128, 64, 9.0, 0.612, 3.5, 7.0, 0},
+    {16, 64, 256, 2.7, 0.108, 1.4, 1.0, 0.172, 0, 0},    {16, 64, 512, 4.4, 0.083, 1.8, 1.7, 0, 0, 0},
+    {16, 128, 512, 4.6, 0.157, 2.0, 2.0, 0, 0, 0},       {32, 64, 512, 4.3, 0.109, 1.8, 1.9, 0, 0, 0},
+    {64, 128, 256, 4.5, 0.226, 2.0, 1.4, 0, 0, 0},       {128, 128, 128, 5.5, 0.345, 2.9, 3.3, 0, 0, 0},
+    {256, 128, 64, 6.6, 0.612, 4.5, 4.5, 0, 0.36, 0.43},
 };
 
 // Decoding to bf16 takes more instructions.
@@ -34,6 +41,7 @@ constexpr PrepackedFigures prepacked_figures(int tile_m, int tile_n, int tile_k,
       found = figures;
     }
   }
+  found.tile_m = tile_m;
   if (operands == Operands::kPrepackedBf16 && tile_m <= 32) {
     found.chunk_us *= kBf16Chunk;
   }
