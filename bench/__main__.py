@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 from . import (
     compare,
@@ -31,7 +33,20 @@ from . import (
     sweep,
 )
 from .contest import Job
-from .options import NUMBERS, QUICK_ROUNDS, ROUNDS, Join, common, filters, kind_of, one_of, positive
+from .options import (
+    NUMBERS,
+    QUICK_ROUNDS,
+    ROUNDS,
+    Join,
+    common,
+    exclude_each_other,
+    filters,
+    kind_of,
+    matches,
+    one_of,
+    options_used,
+    positive,
+)
 from .results import Journal, Row
 from .rig import Rig
 from .routing import ROUTINGS
@@ -47,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
         "device": None,
         "cupti": False,
         "eager": True,
+        "fresh": False,
         "per_expert": None,
         "top_k": 1,
         "ep": 1,
@@ -128,54 +144,60 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hasattr(args, "run"):
             result: int = args.run(args)
             return result
+        exclude_each_other(args)
+        if args.command == "report":
+            report.require(args.readme)
         if args.command == "report" and args.results:
-            rows = report.of_files(args.results)
-            return _report(rows, args, report.command_line(arguments))
-        return _measure(args, arguments)
+            return _report(plot.of_files(args.results), args)
+        return _measure(args, report.command_line(arguments))
     except (OSError, ValueError) as error:
+        if isinstance(error, BrokenPipeError):  # `| head` has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
         top.exit(2, f"python -m bench {args.command}: {error}\n")
+    except KeyboardInterrupt:
+        kept = "" if getattr(args, "out", None) is None else f"; the same command goes on with {args.out}"
+        print(f"stopped{kept}", file=sys.stderr)
+        return 130
 
 
-def _measure(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+def _measure(args: argparse.Namespace, command: str) -> int:
     args.rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
-    out = args.out
-    if args.command == "report" and out is None:
-        out = args.to / report.RESULTS
+    if args.command == "report" and args.out is None:
+        args.out = args.to / report.RESULTS
     device = machine.device(args.device)
     rig = Rig(device, args.rounds, args.eager, args.cupti)
     try:
         jobs: list[Job] = args.jobs(args, rig)
-        facts = machine.describe(device) | {"rounds": args.rounds, "options": _options(args)}
-        command = report.command_line(arguments)
-        journal = Journal(out, facts | {"roofline": rig.roofline.row(), "command": command})
+        if not jobs or (args.kernels is not None and not matches(args.kernels, jobs, args.command)):
+            raise ValueError(f"--kernels: {args.kernels.pattern!r} is found in no name; see `bench list`")
+        facts = machine.describe(device) | {"rounds": args.rounds, "options": options_used(args)}
+        journal = Journal(args.out, facts | {"command": command}, args.fresh)
+        for date, count in journal.dates.items():
+            print(f"{count} cases of {args.out} were measured on {date}", file=sys.stderr)
+        journal.facts["roofline"] = rig.roofline.row()
         if not args.json:
             print(*(f"{key}: {value}" for key, value in journal.facts.items()), sep="\n", flush=True)
-        rows: list[Row] = []
-        for found in run_jobs(jobs, rig, journal):
-            rows += found
-            if args.json:
-                print(*map(json.dumps, found), sep="\n", flush=True)
-            else:
-                show.show(found)
+        rows = run_jobs(jobs, rig, journal, _print_lines if args.json else show.show)
     finally:
         rig.close()
     if not args.json:
         print(show.verdict(rows))
     if args.command == "report":
-        return _report(rows, args, command)
+        return _report(rows, args)
     return int(any("refused" in row for row in rows))
 
 
-def _options(args: argparse.Namespace) -> str:
-    """What changes which rows a case has."""
-    kernels = None if args.kernels is None else f"kernels={args.kernels.pattern}"
-    used = ("eager" if args.eager else None, "cupti" if args.cupti else None, kernels)
-    return " ".join(filter(None, used))
+def _print_lines(rows: Sequence[Row], console: Any) -> None:
+    for row in rows:
+        if console is None:
+            print(json.dumps(row), flush=True)
+        else:
+            console.print(json.dumps(row), markup=False, highlight=False, soft_wrap=True)
 
 
-def _report(rows: Sequence[Row], args: argparse.Namespace, command: str) -> int:
-    measured_by = rows[0].get("command", command)
-    for path in report.write(rows, args.to, args.readme, measured_by):
+def _report(rows: Sequence[Row], args: argparse.Namespace) -> int:
+    for path in report.write(rows, args.to, args.readme):
         print(path)
     return int(any("refused" in row for row in rows))
 

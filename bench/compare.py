@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from typing import NamedTuple
 from .results import Row, load
 
 FACTS = ("device", "driver", "torch", "max_sm_mhz", "power_limit_w")
-FASTER, SLOWER, SAME, REFUSED = "faster", "slower", "same", "refused"
+FASTER, SLOWER, SAME, REFUSED, GONE = "faster", "slower", "same", "refused", "gone"
 
 
 class Change(NamedTuple):
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the changes; 1 where something of ours became slower or is refused now.
+    """Prints the changes; 1 where something of ours became slower or has no time any more.
 
     Raises:
         ValueError: the threshold is no fraction, or the files have no case in common.
@@ -51,13 +52,14 @@ def run(args: argparse.Namespace) -> int:
     changes = changed(old, new, args.threshold)
     if not changes:
         raise ValueError(f"{args.old} and {args.new} have no case in common")
-    worse = [c for c in changes if c.role != "baseline" and c.verdict in (SLOWER, REFUSED)]
+    worse = [c for c in changes if c.role == "ours" and c.verdict in (SLOWER, REFUSED, GONE)]
+    for fact, before, after in differing(old, new):
+        text = f"{fact} differs: {before} and {after}; ratios speak not of the code alone"
+        print(text, file=sys.stderr if args.json else sys.stdout)
     if args.json:
         for change in changes:
             print(json.dumps(change._asdict()))
         return int(bool(worse))
-    for fact, before, after in differing(old, new):
-        print(f"{fact} differs: {before} and {after}; ratios speak not of the code alone")
     shown = [c for c in changes if args.all or c.verdict != SAME]
     for change in shown:
         print(_line(change))
@@ -73,17 +75,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def changed(old: Iterable[Row], new: Iterable[Row], threshold: float) -> list[Change]:
-    """What is in both, in the order of the new results; a refused result has no ratio."""
-    before = {_key(row): row for row in old if "absent" not in row}
+    """What is in both, in the order of the new results.
+
+    One that has no time any more is refused or gone; that has no ratio, nor has one that had no time before.
+    """
+    before = {_key(row): row for row in old}
     made = []
     for row in new:
         rival = before.get(_key(row))
-        if rival is None or "absent" in row:
+        if rival is None or ("us" not in rival and "us" not in row):
             continue
         role = row.get("role", rival.get("role", "ours"))
         us, old_us = row.get("us"), rival.get("us")
         if us is None or old_us is None:
-            verdict = REFUSED if us is None and old_us is not None else SAME
+            verdict = SAME if us is not None else REFUSED if "refused" in row else GONE
             made.append(Change(row["case"], row["contender"], role, old_us, us, None, verdict))
             continue
         ratio = old_us / us

@@ -6,14 +6,15 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from fp4gemm._products import Product, error_line
+import torch
+from fp4gemm._products import error_line
 from torch import Tensor
 
 from . import read_floor
 from .rig import Measured, Rig
 from .roofline import Work, digits
 from .timing import Call
-from .verify import wrong
+from .verify import ERRORS
 
 Row = dict[str, object]
 
@@ -26,7 +27,11 @@ class Job(NamedTuple):
     """A case that can be measured by itself."""
 
     key: str  # names the case among all of a results file
+    bench: str
     rows: Callable[[], Iterator[Row]]
+
+
+Check = Callable[[], "str | None"]  # None, or what is wrong
 
 
 @dataclasses.dataclass
@@ -37,6 +42,13 @@ class Contender:
     kernel: str | None = None
     checked: str = BITS  # how its result was compared before it was timed
     note: str | None = None
+
+
+def stop_if_lost(error: Exception) -> None:
+    """Raises an error of the device's again: nothing that runs on it afterwards means anything."""
+    lost = getattr(torch, "AcceleratorError", None)
+    if lost is not None and isinstance(error, lost):
+        raise error
 
 
 class Contest:
@@ -55,14 +67,19 @@ class Contest:
         else:
             self.refused[name] = reason
 
-    def enter_product(
-        self, name: str, contender: Contender, product: Product, kernel: str | None = None
-    ) -> None:
-        """Enters a product of ours, made by that kernel or the library's choice, if its bits are right."""
+    def attempt(self, name: str, make: Callable[[], tuple[Contender, Check]], ours: bool = True) -> None:
+        """Enters what ``make`` made if its check finds nothing wrong.
+
+        What has no kernel here is absent; so is a rival that fails. Of ours, a failure is a refusal.
+        """
         try:
-            reason = wrong(product, kernel)
+            contender, check = make()
+            reason = check()
         except NotImplementedError as error:
             self.absent[name] = error_line(error)
+        except ERRORS as error:
+            stop_if_lost(error)
+            (self.refused if ours else self.absent)[name] = error_line(error)
         else:
             self.enter(name, contender, reason)
 
@@ -80,8 +97,11 @@ class Contest:
         """Times everyone; a row each, those that are not timed last."""
         flop = max((c.work.flop for c in self.contenders.values()), default=0.0)
         began = rig.now()
-        measured = rig.measure({name: c.calls for name, c in self.contenders.items()}, flop)
+        measured, failed = rig.measure({name: c.calls for name, c in self.contenders.items()}, flop)
         conditions = rig.conditions(began)
+        for name, reason in failed.items():
+            role = self.contenders.pop(name).role
+            (self.refused if role == OURS else self.absent)[name] = reason
         for name in self.contenders:
             yield self._row(name, measured, rig) | conditions
         for name, reason in self.refused.items():

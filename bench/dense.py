@@ -1,7 +1,8 @@
 """``python -m bench dense``: mm against cuBLAS, cuBLASLt, a post-scale pass and humming, on any device.
 
-Every product of ours is compared with the reference first, bit for bit on up to 512 rows; those whose sums
-round (unquantized activations), and the rivals, with float64 (humming's weights are random: see peers.py).
+What every contender returns is looked at first. Ours must have the bits of the reference, in up to 512 rows,
+its tokens too; unquantized tokens, whose sums round, and the rivals must be the float64 product but for
+roundings, all of it (humming's weights are random, so that its result is not checked: see peers.py).
 """
 
 from __future__ import annotations
@@ -15,22 +16,32 @@ from typing import Any
 import fp4gemm
 import torch
 from fp4gemm._products import Product
-from torch import Tensor
 
 from . import cublaslt, post_scale
-from .contest import BASELINE, ROUNDING, UNCHECKED, Contender, Contest, Job, Row
+from .contest import BASELINE, ROUNDING, UNCHECKED, Check, Contender, Contest, Job, Row
 from .models import Layer, dense_layers
 from .operands import FP16_SCALE, Tokens, Weights, calls, chosen_kernel, forced, in_forms, nbytes, unit
 from .peers import Humming
 from .rig import Rig
 from .roofline import Work
-from .verify import far, some_rows
+from .timing import Call
+from .verify import near, wrong
 
 OURS = "fp4gemm"
 TORCH = {torch.bfloat16: "torch bf16", torch.float16: "torch fp16", torch.float32: "torch fp32"}
 HUMMING = "humming"
 SCALAR, UNFUSED = "scalar alpha", "unfused: post-scale"
 CUBLASLT, CUBLASLT_POST = "cuBLASLt nvfp4, scalar alpha", "cuBLASLt nvfp4 + post-scale"
+NOT_COMPILED = "without Triton the post-scale pass is several kernels"
+# Contenders of ours, and the forms of the tokens and the weight that they take.
+HOPPER = (
+    (OURS, ("f16", "prepacked")),
+    ("fp4gemm, packed tokens", ("nvfp4", "prepacked")),
+    ("fp4gemm, both packed", ("nvfp4", "nvfp4")),
+    ("fp4gemm, both decoded", ("f16", "f16")),
+    ("fp4gemm W4A16", ("bf16", "prepacked")),
+)
+OTHERS = ((OURS, ("nvfp4", "nvfp4")),)
 DEFAULT_MODELS = ("llama-3.1-8b", "qwen3-30b")
 DEFAULT_SHAPES = (Layer("", "", 8192, 8192),)
 M = (1, 16, 64, 256, 1024, 4096)
@@ -48,19 +59,33 @@ def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
 
 
 def wanted(args: argparse.Namespace, layers: Sequence[Layer], ms: Sequence[int]) -> list[tuple[Layer, int]]:
-    """(layer, m) by --shapes, --model and --m, or the defaults given; those of one weight are neighbours."""
+    """(layer, m) by --shapes, --model and --m, or the defaults given; those of one weight are neighbours.
+
+    Raises:
+        ValueError: a shape has too many sizes, or none that can be multiplied.
+    """
     ms = args.m or ms
     made: list[tuple[Layer, int]] = []
-    if args.shapes:
-        for shape in args.shapes:
-            layer = Layer("", "", *shape[-2:])
-            made += [(layer, m) for m in (shape[:1] if len(shape) == 3 else ms)]
-    else:
+    for shape in args.shapes or ():
+        text = "x".join(map(str, shape))
+        if len(shape) > 3:
+            raise ValueError(f"--shapes: {text} must be n x k or m x n x k")
+        layer = Layer("", "", *shape[-2:])
+        check_sizes(text, layer.n, layer.k)
+        made += [(layer, m) for m in (shape[:1] if len(shape) == 3 else ms)]
+    if not args.shapes:
         made = [(layer, m) for layer in (dense_layers(args.model) if args.model else layers) for m in ms]
     first: dict[tuple[int, int], int] = {}
     for layer, _ in made:
         first.setdefault((layer.n, layer.k), len(first))
     return sorted(dict.fromkeys(made), key=lambda one: first[one[0].n, one[0].k])
+
+
+def check_sizes(text: str, n: int, k: int) -> None:
+    """Raises ValueError where mm has no such product."""
+    for name, value, multiple in (("n", n, 8), ("k", k, 32)):
+        if value % multiple:
+            raise ValueError(f"--shapes: {name} of {text} is {value}, must be a multiple of {multiple}")
 
 
 def of_layers(
@@ -72,7 +97,7 @@ def of_layers(
     """A job for each (layer, m), those with one weight next to each other."""
     humming = Humming([(layer.n, layer.k, m) for layer, m in wanted]) if rig.major == 9 else None
     return [
-        Job(key(bench, layer, m), partial(_rows, rig, layer, m, kernels, humming, bench))
+        Job(key(bench, layer, m), bench, partial(_rows, rig, layer, m, kernels, humming, bench))
         for layer, m in wanted
     ]
 
@@ -105,131 +130,146 @@ def contest(
 ) -> Contest:
     """Everyone who multiplies (m, k) by this weight."""
     made = Contest(start)
-    tokens = Tokens(weights, m)
-    if rig.major == 9:
-        _hopper(made, rig, weights, tokens, m)
-    else:
-        _ours(made, rig, weights, tokens, OURS, ("nvfp4", "nvfp4"), m)
-    forms = ("f16", "prepacked") if rig.major == 9 else ("nvfp4", "nvfp4")
-    _unfused(made, rig, weights, tokens, forms, m)
+    field = Field(made, rig, weights, Tokens(weights, m), m)
+    for name, forms in HOPPER if rig.major == 9 else OTHERS:
+        field.ours(name, forms)
+    field.unfused(("f16", "prepacked") if rig.major == 9 else ("nvfp4", "nvfp4"))
     for name, read in forced(rig, "dense", kernels):
-        _ours(made, rig, weights, tokens, name, read, m, name)
-    _torch(made, rig, weights, tokens, m)
+        field.ours(name, read, name)
+    field.torch(rig.dtype)
+    if rig.is_cuda and rig.major == 9:
+        field.torch(torch.float16)
     if rig.major is not None and rig.major >= 10:
-        _cublaslt(made, rig, weights, tokens, m)
+        field.cublaslt()
     if humming is not None:
-        rival, reason = humming.calls(weights.n, weights.k, tokens.halves)
-        work = _work(weights.packed[0], tokens.halves[0], m, weights.n, rig.our_unit)
-        if reason is None:
-            note = "random weights, result not checked"
-            made.enter(HUMMING, Contender(rival, work, BASELINE, None, UNCHECKED, note))
-        else:
-            made.absent[HUMMING] = reason
+        field.humming(humming)
     if rig.is_cuda:
         made.enter_floor(rig, weights.buffers, weights.buffers[0].nbytes)
     return made
 
 
-def _work(b: Any, a: Any, m: int, n: int, unit_name: str) -> Work:
-    """Of D = a @ b.T in 16 bits."""
-    k = a.shape[1]
-    return Work(2.0 * m * n * k, nbytes(a, b) + 2 * m * n, unit_name)
+class Field:
+    """Enters contenders, one kind at a time."""
 
+    def __init__(self, made: Contest, rig: Rig, weights: Weights, tokens: Tokens, m: int) -> None:
+        self.made, self.rig, self.weights, self.tokens, self.m = made, rig, weights, tokens, m
+        self.size = (m, weights.n, weights.k)
 
-def _ours(
-    made: Contest,
-    rig: Rig,
-    weights: Weights,
-    tokens: Tokens,
-    name: str,
-    forms: tuple[str, str],
-    m: int,
-    kernel: str | None = None,
-) -> None:
-    """Enters mm of operands in these forms, by the library's choice of kernel or by that one."""
-    try:
-        first, second = in_forms(weights, tokens, forms)
-    except NotImplementedError as error:
-        made.absent[name] = f"NotImplementedError: {error}"
-        return
-    a, b = first[0], second[0]
-    work = _work(b, a, m, weights.n, rig.our_unit)
-    chosen = kernel or chosen_kernel(rig, (m, weights.n, weights.k), *forms)
-    call = fp4gemm.mm if kernel is None else partial(fp4gemm.mm, kernel=kernel)
-    contender = Contender(calls(call, first, second), work, kernel=chosen)
-    if forms[0] == "bf16":  # sums of what was not quantized round
-        contender.checked = ROUNDING
-        rows = some_rows(m, rig.device)
-        made.enter(name, contender, far(contender.calls[0], rows, tokens.plain[0][rows], weights.values))
-        return
-    made.enter_product(name, contender, Product(a, b, weights.packed[0]), kernel)
+    def work(self, a: Any, b: Any, unit_name: str, elem_bytes: int = 2) -> Work:
+        """Of D = a @ b.T, of elements of so many bytes."""
+        m, n, k = self.size
+        return Work(2.0 * m * n * k, nbytes(a, b) + elem_bytes * m * n, unit_name)
 
+    def ours(self, name: str, forms: tuple[str, str], kernel: str | None = None) -> None:
+        """mm of operands in these forms, by the library's choice of kernel or by that one."""
 
-def _hopper(made: Contest, rig: Rig, weights: Weights, tokens: Tokens, m: int) -> None:
-    reason = tokens.decoded_reason()
-    if reason is not None:
-        made.refused[OURS] = reason
-        return
-    _ours(made, rig, weights, tokens, OURS, ("f16", "prepacked"), m)
-    _ours(made, rig, weights, tokens, "fp4gemm, packed tokens", ("nvfp4", "prepacked"), m)
-    _ours(made, rig, weights, tokens, "fp4gemm, both packed", ("nvfp4", "nvfp4"), m)
-    _ours(made, rig, weights, tokens, "fp4gemm, both decoded", ("f16", "f16"), m)
-    _ours(made, rig, weights, tokens, "fp4gemm W4A16", ("bf16", "prepacked"), m)
+        def make() -> tuple[Contender, Check]:
+            first, second = in_forms(self.weights, self.tokens, forms)
+            chosen = kernel or chosen_kernel(self.rig, self.size, *forms)
+            mm = fp4gemm.mm if kernel is None else partial(fp4gemm.mm, kernel=kernel)
+            work = self.work(first[0], second[0], self.rig.our_unit)
+            contender = Contender(calls(mm, first, second), work, kernel=chosen)
+            if forms[0] == "bf16":  # sums of what was not quantized round
+                contender.checked = ROUNDING
+                values = lambda: self.tokens.plain[0]  # noqa: E731
+                return contender, near(
+                    contender.calls[0], self.size[:2], values, lambda: self.weights.values, torch.bfloat16
+                )
+            product = Product(first[0], second[0], self.weights.packed[0])
+            return contender, lambda: self.tokens.wrong(forms[0]) or wrong(contender.calls[0], product)
 
+        self.made.attempt(name, make)
 
-def _unfused(
-    made: Contest, rig: Rig, weights: Weights, tokens: Tokens, forms: tuple[str, str], m: int
-) -> None:
-    """Our GEMM without vectors, and with a pass for them behind it: what the fused epilogue saves."""
-    try:
-        first, second = in_forms(weights, tokens, forms)
-        scale = post_scale.compiled() if rig.is_cuda else post_scale.post_scale
-        scalar = calls(fp4gemm.mm, [unit(a) for a in first], [unit(b) for b in second])
-        behind = [post_scale.dense(a, b, scale) for a, b in zip(first, second, strict=True)]
-        a, b = tokens.packed[0], weights.packed[0]
-        rows = some_rows(m, rig.device)
-        ones = (unit(a).dequantize()[rows], unit(b).dequantize())
-        work = _work(second[0], first[0], m, weights.n, rig.our_unit)
-        kernel = chosen_kernel(rig, (m, weights.n, weights.k), *forms)
-        contender = Contender(scalar, work, kernel=kernel, checked=ROUNDING)
-        made.enter(SCALAR, contender, far(scalar[0], rows, *ones))
-        contender = Contender(behind, work, BASELINE, kernel, ROUNDING)
-        made.enter(UNFUSED, contender, far(behind[0], rows, a.dequantize()[rows], weights.values))
-    except NotImplementedError as error:
-        made.absent[UNFUSED] = f"NotImplementedError: {error}"
+    def unfused(self, forms: tuple[str, str]) -> None:
+        """Our GEMM without vectors, and with a pass for them behind it: what the fused epilogue saves."""
 
+        def scalar() -> tuple[Contender, Check]:
+            first, second = (
+                list(map(unit, operands)) for operands in in_forms(self.weights, self.tokens, forms)
+            )
+            made = self._unfused(calls(fp4gemm.mm, first, second), first[0], second[0], forms)
+            values = lambda: unit(self.tokens.packed[0]).dequantize()  # noqa: E731
+            weight = lambda: unit(self.weights.packed[0]).dequantize()  # noqa: E731
+            return made, near(made.calls[0], self.size[:2], values, weight, torch.bfloat16)
 
-def _torch(made: Contest, rig: Rig, weights: Weights, tokens: Tokens, m: int) -> None:
-    """torch's product in the types that the device has."""
+        def behind() -> tuple[Contender, Check]:
+            first, second = in_forms(self.weights, self.tokens, forms)
+            scale = post_scale.compiled() if self.rig.is_cuda else post_scale.post_scale
+            both = zip(first, second, strict=True)
+            made = self._unfused([post_scale.dense(a, b, scale) for a, b in both], first[0], second[0], forms)
+            if self.rig.is_cuda and not post_scale.is_compiled():
+                made.note = NOT_COMPILED
+            return made, near(
+                made.calls[0],
+                self.size[:2],
+                self.tokens.packed[0].dequantize,
+                lambda: self.weights.values,
+                torch.bfloat16,
+            )
 
-    def enter(first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
-        count = min(len(first), len(second))
-        rival = calls(torch.mm, first[:count], [w.T for w in second[:count]])
-        rows = some_rows(m, rig.device)
-        work = _work(second[0], first[0], m, weights.n, rig.unit)
-        contender = Contender(rival, work, BASELINE, None, ROUNDING)
-        name = TORCH[first[0].dtype]
-        made.enter(name, contender, far(rival[0], rows, first[0][rows], second[0]))
+        self.made.attempt(SCALAR, scalar)
+        self.made.attempt(UNFUSED, behind)
 
-    enter(tokens.plain, weights.plain)
-    if rig.is_cuda and rig.major == 9:
-        enter([a.data * FP16_SCALE for a in tokens.decoded[: len(weights.fp16)]], weights.fp16)
+    def _unfused(self, made: list[Call], a: Any, b: Any, forms: tuple[str, str]) -> Contender:
+        kernel = chosen_kernel(self.rig, self.size, *forms)
+        return Contender(made, self.work(a, b, self.rig.our_unit), BASELINE, kernel, ROUNDING)
 
+    def torch(self, dtype: torch.dtype) -> None:
+        """torch's product in that type."""
 
-def _cublaslt(made: Contest, rig: Rig, weights: Weights, tokens: Tokens, m: int) -> None:
-    reason = cublaslt.absent(rig.device)
-    if reason is not None:
-        made.absent[CUBLASLT] = reason
-        return
-    first, second = [unit(a) for a in tokens.packed], [unit(b) for b in weights.packed]
-    scalar = calls(cublaslt.dense, first, second)
-    rows = some_rows(m, rig.device)
-    work = _work(second[0], first[0], m, weights.n, "nvfp4")
-    reason = far(scalar[0], rows, first[0].dequantize()[rows], second[0].dequantize())
-    made.enter(CUBLASLT, Contender(scalar, work, BASELINE, None, ROUNDING), reason)
-    behind = [
-        post_scale.dense(a, b, post_scale.compiled(), cublaslt.dense)
-        for a, b in zip(tokens.packed, weights.packed, strict=True)
-    ]
-    reason = far(behind[0], rows, tokens.packed[0].dequantize()[rows], weights.values)
-    made.enter(CUBLASLT_POST, Contender(behind, work, BASELINE, None, ROUNDING), reason)
+        def make() -> tuple[Contender, Check]:
+            first, second = self.tokens.plain, self.weights.plain
+            if dtype is not self.rig.dtype:
+                second = self.weights.fp16
+                first = [a.data * FP16_SCALE for a in self.tokens.decoded[: len(second)]]
+            count = min(len(first), len(second))
+            rival = calls(torch.mm, first[:count], [w.T for w in second[:count]])
+            work = self.work(first[0], second[0], self.rig.unit, first[0].element_size())
+            contender = Contender(rival, work, BASELINE, None, ROUNDING)
+            return contender, near(rival[0], self.size[:2], lambda: first[0], lambda: second[0], dtype)
+
+        self.made.attempt(TORCH[dtype], make, ours=False)
+
+    def cublaslt(self) -> None:
+        """cuBLASLt's product, and with a pass for the vectors behind it."""
+        reason = cublaslt.absent(self.rig.device)
+        if reason is not None:
+            self.made.absent[CUBLASLT] = reason
+            return
+        tokens, weights = self.tokens.packed, self.weights.packed[: self.tokens.count]
+
+        def scalar() -> tuple[Contender, Check]:
+            first = [cublaslt.operand(unit(a)) for a in tokens]
+            second = [cublaslt.operand(unit(b)) for b in weights]
+            rival = calls(cublaslt.dense, first, second)
+            contender = Contender(rival, self.work(tokens[0], weights[0], "nvfp4"), BASELINE, None, ROUNDING)
+            values, weight = unit(tokens[0]).dequantize, unit(weights[0]).dequantize
+            return contender, near(rival[0], self.size[:2], values, weight, torch.bfloat16)
+
+        def behind() -> tuple[Contender, Check]:
+            rival = [
+                post_scale.dense(
+                    a,
+                    b,
+                    post_scale.compiled(),
+                    cublaslt.dense,
+                    (cublaslt.operand(unit(a)), cublaslt.operand(unit(b))),
+                )
+                for a, b in zip(tokens, weights, strict=True)
+            ]
+            contender = Contender(rival, self.work(tokens[0], weights[0], "nvfp4"), BASELINE, None, ROUNDING)
+            return contender, near(
+                rival[0], self.size[:2], tokens[0].dequantize, lambda: self.weights.values, torch.bfloat16
+            )
+
+        self.made.attempt(CUBLASLT, scalar, ours=False)
+        self.made.attempt(CUBLASLT_POST, behind, ours=False)
+
+    def humming(self, humming: Humming) -> None:
+        rival, reason = humming.calls(self.weights.n, self.weights.k, self.tokens.halves)
+        if reason is not None:
+            self.made.absent[HUMMING] = reason
+            return
+        work = self.work(self.tokens.halves[0], self.weights.packed[0], self.rig.our_unit)
+        note = "random weights, result not checked"
+        self.made.enter(HUMMING, Contender(rival, work, BASELINE, None, UNCHECKED, note))

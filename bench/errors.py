@@ -23,6 +23,8 @@ import fp4gemm
 import torch
 from torch import Tensor
 
+from . import machine
+
 Row = dict[str, object]
 ROOT = Path(__file__).resolve().parent.parent
 SIGNS = 0xD7E8
@@ -141,7 +143,7 @@ def main(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> Iterator[Row]:
     """A row for each mode, with the error on each kind of data."""
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = machine.device(args.device)
     data = synthetic(args.size, args.size, device)
     try:
         data["MiniLM activations"] = activations(device)

@@ -1,7 +1,7 @@
 """``python -m bench grouped``: the products of a layer of experts, in one launch, against torch and a loop.
 
-Each is compared first: ours with the reference, bit for bit, on some rows of some experts; unquantized tokens
-and the rivals with float64 on the first and the last expert that has a row.
+What every contender returns is looked at first. Ours must have the bits of the reference, on some rows of
+eight experts; unquantized tokens and the rivals must be the float64 product of each expert but for rounding.
 """
 
 from __future__ import annotations
@@ -18,19 +18,25 @@ from fp4gemm._products import Product, occupied_groups
 from torch import Tensor
 
 from . import cublaslt, post_scale
-from .contest import BASELINE, ROUNDING, Contender, Contest, Job, Row
+from .contest import BASELINE, ROUNDING, Check, Contender, Contest, Job, Row
+from .dense import NOT_COMPILED, OTHERS, check_sizes
 from .models import Routed, expert_layers
 from .operands import Tokens, Weights, calls, chosen_kernel, forced, in_forms, nbytes, unit
 from .rig import Rig
 from .roofline import Work
 from .routing import routed_ends
 from .timing import Call
-from .verify import ERRORS, FEW, off_by
+from .verify import far, wrong
 
 OURS = "fp4gemm"
 TORCH = {torch.bfloat16: "torch bf16", torch.float32: "torch fp32"}
 LOOP = "unfused: expert by expert"
-CUBLASLT = "cuBLASLt nvfp4 grouped, scalar alpha"
+NVFP4 = "torch nvfp4 scaled_grouped_mm, scalar alpha"
+HOPPER = (
+    (OURS, ("f16", "prepacked")),
+    ("fp4gemm, packed tokens", ("nvfp4", "prepacked")),
+    ("fp4gemm W4A16", ("bf16", "prepacked")),
+)
 DEFAULT_MODELS = ("qwen3-30b", "gpt-oss-120b")
 TOKENS = (16, 256, 4096)
 SMALL_LAYERS = (Routed("", "", 8, 2, 128, 256),)
@@ -38,9 +44,13 @@ SMALL_TOKENS = (1, 32)
 
 
 def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
-    """A job for each layer of experts, number of tokens and routing that was asked for."""
+    """A job for each layer of experts, number of tokens and routing that was asked for.
+
+    Raises:
+        ValueError: a shape is not one of experts, or --ep does not divide them.
+    """
     if args.shapes:
-        layers = [_layer_of(shape, args.top_k) for shape in args.shapes]
+        layers = [_layer_of(shape, args.top_k, args.ep) for shape in args.shapes]
     elif args.model or rig.is_cuda:
         layers = expert_layers(args.model or DEFAULT_MODELS, args.ep)
     else:
@@ -55,12 +65,16 @@ def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
     return of_layers(made, rig, args.kernels, args.ep)
 
 
-def _layer_of(shape: Sequence[int], top_k: int) -> Routed:
+def _layer_of(shape: Sequence[int], top_k: int, ways: int) -> Routed:
+    text = "x".join(map(str, shape))
     if len(shape) != 3:
-        raise ValueError(f"--shapes: {'x'.join(map(str, shape))} must be experts x n x k")
+        raise ValueError(f"--shapes: {text} must be experts x n x k")
     if top_k > shape[0]:
         raise ValueError(f"--top-k: is {top_k}, must be at most {shape[0]}, the number of experts")
-    return Routed("", "", shape[0], top_k, shape[1], shape[2])
+    if shape[0] % ways:
+        raise ValueError(f"--ep: {ways} does not divide the {shape[0]} experts of {text}")
+    check_sizes(text, shape[1], shape[2])
+    return Routed("", "", shape[0] // ways, top_k, shape[1], shape[2])
 
 
 def tokens_for(layer: Routed, load: int, ways: int = 1) -> int:
@@ -87,7 +101,7 @@ def of_layers(
         for one, offs in ends.items():
             start = _start(bench, layer, one[0], one[1], offs, ways)
             make = partial(_rows, rig, layer, start, offs, max(1, least), kernels)
-            made.append(Job(str(start["case"]), make))
+            made.append(Job(str(start["case"]), bench, make))
     return made
 
 
@@ -97,6 +111,8 @@ def _start(bench: str, layer: Routed, tokens: int, routing: str, offs: Tensor, w
     name = " ".join(filter(None, (bench, layer.model, layer.layer)))
     where = f" of {ways} devices" if ways > 1 else ""
     sizes = f"{layer.count}x{layer.n}x{layer.k}"
+    if not layer.model:  # a model's name says it
+        sizes += f" top {layer.top_k}"
     facts: Row = {"bench": bench, "case": f"{name} {tokens} tokens {routing} {sizes}{where}"}
     rows = int(offs[-1])
     return (
@@ -134,135 +150,118 @@ def contest(
 ) -> Contest:
     """Everyone who multiplies these groups of rows by a stack of weights."""
     made = Contest(start)
-    offs = on_host.to(rig.device)
-    tokens = Tokens(weights, int(on_host[-1]), offs)
-    if rig.major == 9:
-        reason = tokens.decoded_reason()
-        if reason is not None:
-            made.refused[OURS] = reason
-            return made
-        _ours(made, rig, weights, tokens, OURS, ("f16", "prepacked"))
-        _ours(made, rig, weights, tokens, "fp4gemm, packed tokens", ("nvfp4", "prepacked"))
-        _ours(made, rig, weights, tokens, "fp4gemm W4A16", ("bf16", "prepacked"))
-    else:
-        _ours(made, rig, weights, tokens, OURS, ("nvfp4", "nvfp4"))
+    field = Field(made, rig, weights, on_host)
+    for name, forms in HOPPER if rig.major == 9 else OTHERS:
+        field.ours(name, forms)
     for name, read in forced(rig, "grouped", kernels):
-        _ours(made, rig, weights, tokens, name, read, name)
-    _loop(made, rig, weights, tokens, on_host)
-    _torch(made, rig, weights, tokens)
+        field.ours(name, read, name)
+    field.loop(("f16", "prepacked") if rig.major == 9 else ("nvfp4", "nvfp4"))
+    field.torch()
     if rig.major is not None and rig.major >= 10:
-        _cublaslt(made, rig, weights, tokens)
+        field.nvfp4()
     if rig.is_cuda:
         one = weights.buffers[0].nbytes // weights.groups
-        made.enter_floor(rig, weights.buffers, one * len(occupied_groups(on_host)))
+        made.enter_floor(rig, weights.buffers, one * len(field.occupied))
     return made
 
 
-def _work(
-    weights: Weights, tokens: Tokens, one_bytes: int, a: Any, unit_name: str, out_bytes: int = 2
-) -> Work:
-    """Of the products of the experts that have a row: each weight read once, one_bytes of it."""
-    active = len(occupied_groups(tokens.offs))
-    m = a.shape[0]
-    num_bytes = active * one_bytes + nbytes(a) + out_bytes * m * weights.n
-    return Work(2.0 * m * weights.n * weights.k, num_bytes, unit_name)
+class Field:
+    """Enters contenders, one kind at a time."""
 
+    def __init__(self, made: Contest, rig: Rig, weights: Weights, on_host: Tensor) -> None:
+        self.made, self.rig, self.weights, self.on_host = made, rig, weights, on_host
+        self.offs = on_host.to(rig.device)
+        self.m = int(on_host[-1])
+        self.tokens = Tokens(weights, self.m, self.offs)
+        self.occupied = occupied_groups(on_host)
 
-def _ours(
-    made: Contest,
-    rig: Rig,
-    weights: Weights,
-    tokens: Tokens,
-    name: str,
-    forms: tuple[str, str],
-    kernel: str | None = None,
-) -> None:
-    try:
-        (a, *_), stacks = in_forms(weights, tokens, forms)
-    except NotImplementedError as error:
-        made.absent[name] = f"NotImplementedError: {error}"
-        return
-    m, groups = a.shape[0], weights.groups
-    chosen = kernel or chosen_kernel(rig, (m, weights.n, weights.k), *forms, groups)
-    work = _work(weights, tokens, stacks[0].nbytes // groups, a, rig.our_unit)
-    run = fp4gemm.grouped_mm if kernel is None else partial(fp4gemm.grouped_mm, kernel=kernel)
-    ours: list[Call] = [partial(run, a, b, tokens.offs) for b in stacks]
-    contender = Contender(ours, work, kernel=chosen)
-    if forms[0] == "bf16":
-        contender.checked = ROUNDING
-        made.enter(name, contender, _far(ours[0], tokens, a, lambda e: weights.packed[0][e].dequantize()))
-        return
-    made.enter_product(name, contender, Product(a, stacks[0], weights.packed[0], tokens.offs), kernel)
+    def work(self, a: Any, stack: Any, unit_name: str, elem_bytes: int = 2) -> Work:
+        """Of the products of the experts that have a row: the weight of each is read once."""
+        n, k = self.weights.n, self.weights.k
+        read = stack.nbytes // self.weights.groups * len(self.occupied)
+        return Work(2.0 * self.m * n * k, read + nbytes(a) + elem_bytes * self.m * n, unit_name)
 
+    def near(self, call: Call, a: Tensor, expert: Callable[[int], Tensor], dtype: torch.dtype) -> Check:
+        """That a call's result is, expert by expert, the product but for roundings."""
+        blocks = [(slice(begin, end), a[begin:end], partial(expert, e)) for e, begin, end in self.occupied]
+        return lambda: far(call, (self.m, self.weights.n), blocks, dtype)
 
-def _far(
-    call: Callable[[], object], tokens: Tokens, values: Tensor, expert: Callable[[int], Tensor]
-) -> str | None:
-    """None where the first rows of the first and the last expert are right but for roundings."""
-    try:
-        got = call()
-        occupied = occupied_groups(tokens.offs)
-        for e, begin, end in (occupied[0], occupied[-1]):
-            rows = slice(begin, min(end, begin + FEW))
-            reason = off_by(got[rows], values[rows], expert(e))  # type: ignore[index]
-            if reason is not None:
-                return f"expert {e}: {reason}"
-    except NotImplementedError:
-        raise
-    except ERRORS as error:
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return None
+    def expert(self, e: int) -> Tensor:
+        """What the codes of expert e stand for."""
+        return self.weights.packed[0][e].dequantize()
 
+    def ours(self, name: str, forms: tuple[str, str], kernel: str | None = None) -> None:
+        """grouped_mm of operands in these forms, by the library's choice of kernel or by that one."""
 
-def _loop(made: Contest, rig: Rig, weights: Weights, tokens: Tokens, on_host: Tensor) -> None:
-    """A GEMM with a scalar and a pass for the vectors for each expert: what one had to do without us."""
-    forms = ("f16", "prepacked") if rig.major == 9 else ("nvfp4", "nvfp4")
-    scale = post_scale.compiled() if rig.is_cuda else post_scale.post_scale
-    try:
-        (a, *_), stacks = in_forms(weights, tokens, forms)
-        rival = [post_scale.grouped(a, b, on_host.tolist(), scale) for b in stacks]
-        values = tokens.packed[0].dequantize()
-        reason = _far(rival[0], tokens, values, lambda e: weights.packed[0][e].dequantize())
-    except NotImplementedError as error:
-        made.absent[LOOP] = f"NotImplementedError: {error}"
-        return
-    work = _work(weights, tokens, stacks[0].nbytes // weights.groups, a, rig.our_unit)
-    note = "a GEMM and a post-scale pass for each expert; the host has to know the group ends"
-    made.enter(LOOP, Contender(rival, work, BASELINE, None, ROUNDING, note), reason)
+        def make() -> tuple[Contender, Check]:
+            (a, *_), stacks = in_forms(self.weights, self.tokens, forms)
+            size = (self.m, self.weights.n, self.weights.k)
+            chosen = kernel or chosen_kernel(self.rig, size, *forms, self.weights.groups)
+            run = fp4gemm.grouped_mm if kernel is None else partial(fp4gemm.grouped_mm, kernel=kernel)
+            made: list[Call] = [partial(run, a, b, self.offs) for b in stacks]
+            contender = Contender(made, self.work(a, stacks[0], self.rig.our_unit), kernel=chosen)
+            if forms[0] == "bf16":
+                contender.checked = ROUNDING
+                return contender, self.near(made[0], a, self.expert, torch.bfloat16)
+            product = Product(a, stacks[0], self.weights.packed[0], self.offs)
+            return contender, lambda: self.tokens.wrong(forms[0]) or wrong(made[0], product)
 
+        self.made.attempt(name, make)
 
-def _torch(made: Contest, rig: Rig, weights: Weights, tokens: Tokens) -> None:
-    """torch's grouped_mm in bf16; on the CPU, which has none, a loop in fp32."""
-    x, stacks = tokens.plain[0], weights.plain
-    if rig.is_cuda:
-        function: Any = getattr(torch.nn.functional, "grouped_mm", None)
-        if function is None:
-            made.absent[TORCH[x.dtype]] = f"torch {torch.__version__} has no torch.nn.functional.grouped_mm"
+    def loop(self, forms: tuple[str, str]) -> None:
+        """A GEMM with a scalar and a pass for the vectors for each expert: what one had to do without us."""
+
+        def make() -> tuple[Contender, Check]:
+            (a, *_), stacks = in_forms(self.weights, self.tokens, forms)
+            scale = post_scale.compiled() if self.rig.is_cuda else post_scale.post_scale
+            rival = [post_scale.grouped(a, b, self.on_host.tolist(), scale) for b in stacks]
+            note = "a GEMM and a post-scale pass for each expert; the host has to know the group ends"
+            if self.rig.is_cuda and not post_scale.is_compiled():
+                note += f"; {NOT_COMPILED}"
+            work = self.work(a, stacks[0], self.rig.our_unit)
+            contender = Contender(rival, work, BASELINE, None, ROUNDING, note)
+            values = self.tokens.packed[0].dequantize()
+            return contender, self.near(rival[0], values, self.expert, torch.bfloat16)
+
+        self.made.attempt(LOOP, make)
+
+    def torch(self) -> None:
+        """torch's grouped_mm in bf16; on the CPU, which has none, a loop in fp32."""
+
+        def make() -> tuple[Contender, Check]:
+            x, stacks = self.tokens.plain[0], self.weights.plain
+            rival: list[Call]
+            if self.rig.is_cuda:
+                function = torch.nn.functional.grouped_mm
+                rival = [partial(function, x, w.transpose(1, 2), offs=self.offs) for w in stacks]
+            else:
+                rival = calls(self._loop_of_mm, stacks)
+            work = self.work(x, stacks[0], self.rig.unit, x.element_size())
+            contender = Contender(rival, work, BASELINE, None, ROUNDING)
+            return contender, self.near(rival[0], x, lambda e: stacks[0][e], x.dtype)
+
+        self.made.attempt(TORCH[self.rig.dtype], make, ours=False)
+
+    def _loop_of_mm(self, stack: Tensor) -> Tensor:
+        x = self.tokens.plain[0]
+        return torch.cat([x[begin:end] @ stack[e].T for e, begin, end in self.occupied])
+
+    def nvfp4(self) -> None:
+        """torch's own grouped NVFP4 product, which takes a scalar for each expert."""
+        reason = cublaslt.absent(self.rig.device, "scaled_grouped_mm")
+        if reason is not None:
+            self.made.absent[NVFP4] = reason
             return
-        rival: list[Call] = [partial(function, x, w.transpose(1, 2), offs=tokens.offs) for w in stacks]
-    else:
-        occupied = occupied_groups(tokens.offs)
 
-        def loop(w: Tensor) -> Tensor:
-            return torch.cat([x[begin:end] @ w[e].T for e, begin, end in occupied])
+        def make() -> tuple[Contender, Check]:
+            x = self.tokens.packed[0]
+            ones = [unit(b) for b in self.weights.packed]
+            # Tokens with one amax of 1; their scales are padded group by group, as everyone's are.
+            flat = fp4gemm.NVFP4Tensor(x.codes, x.scales, torch.ones_like(x.amax), x.e4m3_max, x.offs)
+            a = cublaslt.operand(flat)._replace(decode=x.amax.new_full((1,), 1 / (6 * x.e4m3_max)))
+            rival: list[Call] = [partial(cublaslt.grouped, a, cublaslt.operand(b), self.offs) for b in ones]
+            contender = Contender(rival, self.work(flat, ones[0], "nvfp4"), BASELINE, None, ROUNDING)
+            expert = lambda e: ones[0][e].dequantize()  # noqa: E731
+            return contender, self.near(rival[0], flat.dequantize(), expert, torch.bfloat16)
 
-        rival = calls(loop, stacks)
-    elem_bytes = x.element_size()
-    work = _work(weights, tokens, elem_bytes * weights.n * weights.k, x, rig.unit, elem_bytes)
-    contender = Contender(rival, work, BASELINE, None, ROUNDING)
-    made.enter(TORCH[x.dtype], contender, _far(rival[0], tokens, x, lambda e: stacks[0][e]))
-
-
-def _cublaslt(made: Contest, rig: Rig, weights: Weights, tokens: Tokens) -> None:
-    reason = cublaslt.absent(rig.device)
-    if reason is not None:
-        made.absent[CUBLASLT] = reason
-        return
-    ones = [unit(b) for b in weights.packed]
-    # Tokens with one amax of 1, and their scales padded by groups as everyone has them.
-    x = tokens.packed[0]
-    a = fp4gemm.NVFP4Tensor(x.codes, x.scales, torch.ones_like(x.amax), x.e4m3_max, x.offs)
-    rival: list[Call] = [partial(cublaslt.grouped, a, b, tokens.offs) for b in ones]
-    reason = _far(rival[0], tokens, a.dequantize(), lambda e: ones[0][e].dequantize())
-    work = _work(weights, tokens, ones[0].nbytes // weights.groups, a, "nvfp4")
-    made.enter(CUBLASLT, Contender(rival, work, BASELINE, None, ROUNDING), reason)
+        self.made.attempt(NVFP4, make, ours=False)

@@ -55,13 +55,13 @@ def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
         for one, job in zip(wanted, of_layers.of_layers(wanted, rig, bench=f"hopper {part}"), strict=True):
             size = (one[1], one[0].n, one[0].k)
             bar = bars.END_TO_END if part == "e2e" else bars.dense(*size)
-            made.append(Job(job.key, partial(judged, job, bar)))
+            made.append(Job(job.key, job.bench, partial(judged, job, bar)))
     if "grouped" in args.only:
         for routed in expert_layers(MODELS[:1] if args.quick else MODELS):
             for load in _loads(args, ROWS_AN_EXPERT):
                 tokens = grouped.tokens_for(routed, load)
                 (job,) = grouped.of_layers([(routed, tokens, "uniform")], rig, bench="hopper grouped")
-                made.append(Job(job.key, partial(judged, job, bars.grouped(load))))
+                made.append(Job(job.key, job.bench, partial(judged, job, bars.grouped(load))))
     return made
 
 

@@ -1,4 +1,8 @@
-"""``python -m bench layer``: a linear layer's forward end to end, the quantization of its input included."""
+"""``python -m bench layer``: a linear layer's forward end to end, the quantization of its input included.
+
+What every contender returns is looked at first: ours must have the bits of the reference's product of what
+the reference makes of the input, and the rivals must be the float64 product but for roundings.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +13,21 @@ from typing import Any
 
 import fp4gemm
 import torch
+from fp4gemm import reference
 from fp4gemm._products import Product
 from torch import Tensor
 
 from . import cublaslt, post_scale
-from .contest import BASELINE, ROUNDING, Contender, Contest, Job, Row
-from .dense import DEFAULT_SHAPES, SMALL_M, SMALL_SHAPES, TORCH, key, start, wanted
+from .contest import BASELINE, ROUNDING, Check, Contender, Contest, Job, Row
+from .dense import DEFAULT_SHAPES, NOT_COMPILED, SMALL_M, SMALL_SHAPES, TORCH, key, start, wanted
 from .models import Layer
-from .operands import Tokens, Weights, calls, chosen_kernel, unit
+from .operands import Tokens, Weights, calls, chosen_kernel, in_forms, unit
 from .rig import Rig
 from .roofline import Work
-from .verify import far, some_rows
+from .verify import near, wrong
 
-OURS, UNFUSED = "fp4gemm", "unfused: post-scale"
+OURS, PACKED, SCALAR, UNFUSED = "fp4gemm", "fp4gemm, packed tokens", "scalar alpha", "unfused: post-scale"
+CUBLASLT = "cuBLASLt nvfp4 + post-scale"
 M = (1, 16, 256, 4096)
 
 
@@ -32,7 +38,7 @@ def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
 
 
 def of_layers(wanted: Sequence[tuple[Layer, int]], rig: Rig, bench: str = "layer") -> list[Job]:
-    return [Job(key(bench, layer, m), partial(_rows, rig, layer, m, bench)) for layer, m in wanted]
+    return [Job(key(bench, layer, m), bench, partial(_rows, rig, layer, m, bench)) for layer, m in wanted]
 
 
 def _rows(rig: Rig, layer: Layer, m: int, bench: str) -> Iterator[Row]:
@@ -43,44 +49,134 @@ def _rows(rig: Rig, layer: Layer, m: int, bench: str) -> Iterator[Row]:
 def contest(rig: Rig, weights: Weights, m: int, start: Row) -> Contest:
     """Everyone who multiplies plain (m, k) by this weight."""
     made = Contest(start)
-    tokens = Tokens(weights, m)
-    n, k = weights.n, weights.k
-    x = tokens.plain[0]
-    elem_bytes = x.element_size()
-    rows = some_rows(m, rig.device)
-
-    def work(weight_bytes: int, unit_name: str) -> Work:
-        # x once, the weight once, D once; what passes between quantizer and GEMM is not counted.
-        return Work(2.0 * m * n * k, elem_bytes * m * k + weight_bytes + 2 * m * n, unit_name)
-
-    def enter_ours(
-        name: str, forward: Callable[[Tensor, Any], Tensor], stacks: Sequence[Any], forms: tuple[str, str]
-    ) -> None:
-        """``forward`` is checked by the bits of the product that it contains."""
-        a = tokens.decoded[0] if forms[0] == "f16" else tokens.packed[0]
-        kernel = chosen_kernel(rig, (m, n, k), *forms)
-        contender = Contender(
-            calls(forward, tokens.plain, stacks), work(weights.packed[0].nbytes, rig.our_unit), kernel=kernel
-        )
-        reason = _same(forward(x, stacks[0]), lambda: fp4gemm.mm(a, stacks[0]))
-        if reason is not None:
-            made.refused[name] = reason
-            return
-        made.enter_product(name, contender, Product(a, stacks[0], weights.packed[0]))
-
-    try:
-        if rig.major == 9:
-            enter_ours(OURS, _decoded, weights.prepacked, ("f16", "prepacked"))
-            enter_ours("fp4gemm, packed tokens", _packed, weights.prepacked, ("nvfp4", "prepacked"))
-        else:
-            enter_ours(OURS, _packed, weights.packed, ("nvfp4", "nvfp4"))
-        _unfused(made, rig, weights, tokens, work)
-    except NotImplementedError as error:
-        made.absent[OURS] = f"NotImplementedError: {error}"
-    torch_calls = calls(torch.nn.functional.linear, tokens.plain[: len(weights.plain)], weights.plain)
-    contender = Contender(torch_calls, work(weights.plain[0].nbytes, rig.unit), BASELINE, None, ROUNDING)
-    made.enter(TORCH[x.dtype], contender, far(torch_calls[0], rows, x[rows], weights.plain[0]))
+    field = Field(made, rig, weights, Tokens(weights, m), m)
+    if rig.major == 9:
+        field.ours(OURS, ("f16", "prepacked"))
+        field.ours(PACKED, ("nvfp4", "prepacked"))
+    else:
+        field.ours(OURS, ("nvfp4", "nvfp4"))
+    field.scalar()
+    field.unfused()
+    if rig.major is not None and rig.major >= 10:
+        field.cublaslt()
+    field.torch()
     return made
+
+
+class Field:
+    """Enters contenders, one kind at a time."""
+
+    def __init__(self, made: Contest, rig: Rig, weights: Weights, tokens: Tokens, m: int) -> None:
+        self.made, self.rig, self.weights, self.tokens, self.m = made, rig, weights, tokens, m
+        self.shape = (m, weights.n)
+        # The forms of the fastest way, and whether the quantizer decodes.
+        self.forms = ("f16", "prepacked") if rig.major == 9 else ("nvfp4", "nvfp4")
+        self.quantize = partial(fp4gemm.quantize, decoded=True) if rig.major == 9 else fp4gemm.quantize
+
+    def work(self, weight_bytes: int, unit_name: str, elem_bytes: int = 2) -> Work:
+        """x once, the weight once, D once; what passes between quantizer and GEMM is not counted."""
+        n, k = self.weights.n, self.weights.k
+        num_bytes = self.tokens.plain[0].nbytes + weight_bytes + elem_bytes * self.m * n
+        return Work(2.0 * self.m * n * k, num_bytes, unit_name)
+
+    def contender(self, forward: Callable[..., Tensor], stacks: Sequence[Any], role: str) -> Contender:
+        kernel = chosen_kernel(self.rig, (self.m, self.weights.n, self.weights.k), *self.forms)
+        work = self.work(self.weights.packed[0].nbytes, self.rig.our_unit)
+        return Contender(calls(forward, self.tokens.plain, stacks), work, role, kernel)
+
+    def ours(self, name: str, forms: tuple[str, str]) -> None:
+        """Quantize, and mm with every amax in the epilogue."""
+        forward = _decoded if forms[0] == "f16" else _packed
+
+        def make() -> tuple[Contender, Check]:
+            first, stacks = in_forms(self.weights, self.tokens, forms)
+            contender = self.contender(forward, stacks, "ours")
+            product = Product(first[0], stacks[0], self.weights.packed[0])
+            return contender, lambda: self.tokens.wrong(forms[0]) or wrong(contender.calls[0], product)
+
+        self.made.attempt(name, make)
+
+    def scalar(self) -> None:
+        """The same with one amax for all of x: what the vector costs, or saves, since x is read once more."""
+
+        def make() -> tuple[Contender, Check]:
+            _, stacks = in_forms(self.weights, self.tokens, self.forms)
+            quantize = partial(self.quantize, scaling="tensor")
+            contender = self.contender(lambda x, w: fp4gemm.mm(quantize(x), w), stacks, BASELINE)
+            x, w = self.tokens.plain[0], self.weights.packed[0]
+            want = fp4gemm.NVFP4Tensor(*reference.quantize(x, None, False))
+            return contender, lambda: wrong(contender.calls[0], Product(want, stacks[0], w))
+
+        self.made.attempt(SCALAR, make)
+
+    def unfused(self) -> None:
+        """Quantize, a GEMM with a scalar, and a pass for the vectors."""
+
+        def make() -> tuple[Contender, Check]:
+            _, stacks = in_forms(self.weights, self.tokens, self.forms)
+            forward = self._behind(self.quantize, fp4gemm.mm, _one)
+            contender = self.contender(forward, [(unit(b), b.amax) for b in stacks], BASELINE)
+            if self.rig.is_cuda and not post_scale.is_compiled():
+                contender.note = NOT_COMPILED
+            return self._rounded(contender)
+
+        self.made.attempt(UNFUSED, make)
+
+    def cublaslt(self) -> None:
+        """The same with cuBLASLt's GEMM."""
+        reason = cublaslt.absent(self.rig.device)
+        if reason is not None:
+            self.made.absent[CUBLASLT] = reason
+            return
+
+        def make() -> tuple[Contender, Check]:
+            _, stacks = in_forms(self.weights, self.tokens, self.forms)
+            decode = torch.full((1,), 1 / (6 * 448), device=self.rig.device)
+
+            def operand(a: fp4gemm.NVFP4Tensor, one: Tensor) -> cublaslt.Operand:
+                return cublaslt.Operand(a.codes.view(torch.float4_e2m1fn_x2), a.scales, decode)
+
+            forward = self._behind(fp4gemm.quantize, cublaslt.dense, operand)
+            ones = [(cublaslt.operand(unit(b)), b.amax) for b in stacks]
+            contender = self.contender(forward, ones, BASELINE)
+            contender.kernel = None
+            return self._rounded(contender)
+
+        self.made.attempt(CUBLASLT, make, ours=False)
+
+    def _behind(self, quantize: Any, gemm: Any, with_one: Any) -> Callable[[Tensor, Any], Tensor]:
+        scale = post_scale.compiled() if self.rig.is_cuda else post_scale.post_scale
+        one = torch.ones(1, device=self.rig.device)
+
+        def forward(x: Tensor, weight: tuple[Any, Tensor]) -> Tensor:
+            a = quantize(x)
+            d: Tensor = gemm(with_one(a, one), weight[0])
+            scale(d, a.amax, weight[1])
+            return d
+
+        return forward
+
+    def _rounded(self, contender: Contender) -> tuple[Contender, Check]:
+        contender.checked = ROUNDING
+
+        def values() -> Tensor:
+            return fp4gemm.NVFP4Tensor(*reference.quantize(self.tokens.plain[0], None, True)).dequantize()
+
+        weight = lambda: self.weights.values  # noqa: E731
+        return contender, near(contender.calls[0], self.shape, values, weight, torch.bfloat16)
+
+    def torch(self) -> None:
+        """torch's linear in the type that x has."""
+
+        def make() -> tuple[Contender, Check]:
+            weights = self.weights.plain
+            xs = self.tokens.plain[: len(weights)]
+            rival = calls(torch.nn.functional.linear, xs, weights[: len(xs)])
+            work = self.work(weights[0].nbytes, self.rig.unit, xs[0].element_size())
+            check = near(rival[0], self.shape, lambda: xs[0], lambda: weights[0], xs[0].dtype)
+            return Contender(rival, work, BASELINE, None, ROUNDING), check
+
+        self.made.attempt(TORCH[self.rig.dtype], make, ours=False)
 
 
 def _decoded(x: Tensor, w: Any) -> Tensor:
@@ -91,40 +187,8 @@ def _packed(x: Tensor, w: Any) -> Tensor:
     return fp4gemm.mm(fp4gemm.quantize(x), w)
 
 
-def _same(got: Tensor, want: Callable[[], Tensor]) -> str | None:
-    same = torch.equal(got.view(torch.int16), want().view(torch.int16))
-    return None if same else "differs from mm of the quantized input"
-
-
-def _unfused(
-    made: Contest, rig: Rig, weights: Weights, tokens: Tokens, work: Callable[[int, str], Work]
-) -> None:
-    """Quantize, a GEMM with a scalar, and a pass for the vectors; on Blackwell with cuBLASLt's GEMM."""
-    name = UNFUSED
-    if rig.major == 9:
-        quantize: Any = partial(fp4gemm.quantize, decoded=True)
-        stacks: Sequence[Any] = weights.prepacked
-    else:
-        quantize, stacks = fp4gemm.quantize, weights.packed
-    gemm: Any = fp4gemm.mm
-    if cublaslt.absent(rig.device) is None:
-        name, gemm = "cuBLASLt nvfp4 + post-scale", cublaslt.dense
-    scale = post_scale.compiled() if rig.is_cuda else post_scale.post_scale
-    ones = [(unit(b), b.amax) for b in stacks]
-
-    def forward(x: Tensor, weight: tuple[Any, Tensor]) -> Tensor:
-        a = quantize(x)
-        return scale(gemm(_with_one(a), weight[0]), a.amax, weight[1])
-
-    one = torch.ones(1, device=rig.device)
-
-    def _with_one(a: Any) -> Any:
-        if isinstance(a, fp4gemm.DecodedTensor):
-            return fp4gemm.DecodedTensor(a.data, one, a.e4m3_max)
-        return fp4gemm.NVFP4Tensor(a.codes, a.scales, one, a.e4m3_max)
-
-    rival = calls(forward, tokens.plain, ones)
-    rows = some_rows(tokens.plain[0].shape[0], rig.device)
-    values = tokens.packed[0].dequantize()[rows]
-    contender = Contender(rival, work(weights.packed[0].nbytes, rig.our_unit), BASELINE, None, ROUNDING)
-    made.enter(name, contender, far(rival[0], rows, values, weights.values))
+def _one(a: Any, one: Tensor) -> Any:
+    """a with an amax of 1."""
+    if isinstance(a, fp4gemm.DecodedTensor):
+        return fp4gemm.DecodedTensor(a.data, one, a.e4m3_max)
+    return fp4gemm.NVFP4Tensor(a.codes, a.scales, one, a.e4m3_max)

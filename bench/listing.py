@@ -9,6 +9,7 @@ from typing import Any
 import fp4gemm
 
 from .models import MODELS
+from .options import PATTERN
 from .routing import ROUTINGS
 from .sweep import PRESETS
 
@@ -18,7 +19,9 @@ WHAT = ("kernels", "models", "routings", "presets")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this command alone."""
     parser.add_argument("what", nargs="*", help=f"some of {', '.join(WHAT)}; all of them if left out")
-    parser.add_argument("--kernels", metavar="REGEX", default=None, help="kernels whose name it is found in")
+    parser.add_argument(
+        "--kernels", type=PATTERN, metavar="REGEX", default=None, help="kernels whose name it is found in"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
+import importlib.metadata
 import os
 import platform
 import re
@@ -16,6 +18,7 @@ from typing import Any
 
 import fp4gemm
 import torch
+from fp4gemm import _native
 
 Facts = dict[str, object]
 
@@ -73,18 +76,43 @@ def describe(where: torch.device) -> Facts:
         "date": datetime.date.today().isoformat(),
         "fp4gemm": fp4gemm.__version__,
         "revision": revision(),
+        "library": library(),
         "torch": torch.__version__,
-    }
+    } | _versions()
     if where.type == "cpu":
         return facts | {"device": _cpu_name(), "threads": torch.get_num_threads()}
     return facts | {"device": torch.cuda.get_device_name(where), "cuda": torch.version.cuda} | _gpu(where)
 
 
 def revision() -> str | None:
-    """The commit of this tree, with "-dirty" where files differ from it; None where nobody knows."""
-    return os.environ.get(REVISION) or _output(
-        "git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"
-    )
+    """The commit of this tree; where files differ from it, with a mark of how; None where nobody knows."""
+    if REVISION in os.environ:
+        return os.environ[REVISION]
+    found = _output("git", "-C", str(ROOT), "describe", "--always", "--exclude", "*")
+    changed = _output("git", "-C", str(ROOT), "diff", "HEAD")
+    return f"{found}-dirty-{_mark(changed.encode())}" if found and changed else found
+
+
+def library() -> str:
+    """A mark of the library's file: another build is another one."""
+    return _mark(_native.library_path(_native.CORE_LIBRARY).read_bytes())
+
+
+def _mark(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:8]
+
+
+def _versions() -> Facts:
+    """Of rivals' packages, where they are installed."""
+    made: Facts = {}
+    for name, packages in {
+        "cublas": ("nvidia-cublas", "nvidia-cublas-cu13"),
+        "humming": ("humming-kernels",),
+    }.items():
+        for package in packages:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                made[name] = importlib.metadata.version(package)
+    return made
 
 
 def _gpu(where: torch.device) -> Facts:

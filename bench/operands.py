@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 
 import fp4gemm
 import torch
-from fp4gemm import DecodedTensor, NVFP4Tensor, PrepackedTensor, _products, info, selection
+from fp4gemm import DecodedTensor, NVFP4Tensor, PrepackedTensor, _products, info, reference, selection
 from torch import Tensor
 
 from .rig import Rig
 from .timing import Call, sets
+from .verify import difference
 
 Packed = TypeVar("Packed", NVFP4Tensor, DecodedTensor, PrepackedTensor)
 # For torch the same numbers by powers of two smaller: its fp16 output would overflow.
@@ -75,13 +76,15 @@ class Weights:
 
 
 class Tokens:
-    """Activations (m, k) in every form, one for each set of weights; groups of them where there are offs."""
+    """Activations (m, k) in every form; groups of them where there are offs."""
 
     def __init__(self, weights: Weights, m: int, offs: Tensor | None = None) -> None:
         rig = weights.rig
-        count = len(weights.packed) if offs is None else 1
         self.offs = offs
-        self.plain = [rig.gaussian(weights.gen, m, weights.k) for _ in range(count)]
+        # A call reads a weight and writes D as well: with many rows few sets keep the caches cold.
+        one = weights.packed[0].nbytes + m * weights.k // 2 + 2 * m * weights.n
+        self.count = min(len(weights.packed), rig.rotations(one)) if offs is None else 1
+        self.plain = [rig.gaussian(weights.gen, m, weights.k) for _ in range(self.count)]
 
     @cached_property
     def packed(self) -> list[NVFP4Tensor]:
@@ -95,11 +98,19 @@ class Tokens:
     def halves(self) -> list[Tensor]:
         return [x.to(torch.float16) for x in self.plain]
 
-    def decoded_reason(self) -> str | None:
-        """None where the fused form is that of quantize and decode, one after the other, else a reason."""
-        if torch.equal(self.decoded[0].data, fp4gemm.decode(self.packed[0]).data):
+    def wrong(self, form: str) -> str | None:
+        """None where the first tokens in that form are what the reference makes of them, else why not."""
+        if form == "bf16":
             return None
-        return "quantize(decoded=True) differs from decode(quantize(x))"
+        want = reference.quantize(self.plain[0], None, True, offs=self.offs)
+        reason = difference(self.packed[0], want)
+        if reason is None and form == "f16":
+            codes, scales = want[0], want[1]
+            if self.offs is None:
+                reason = difference(self.decoded[0], (reference.decode(codes, scales),))
+            elif not torch.equal(self.decoded[0].data, fp4gemm.decode(self.packed[0]).data):
+                reason = "quantize(decoded=True) differs from decode(quantize(x))"
+        return None if reason is None else f"its tokens: {reason}"
 
 
 # The names of the forms of a product's operands (info.FORMATS), and where they are.
@@ -120,7 +131,8 @@ def in_forms(weights: Weights, tokens: Tokens, forms: tuple[str, str]) -> tuple[
     Raises:
         NotImplementedError: the device has no kernel that makes them.
     """
-    return getattr(tokens, _OF_TOKENS[forms[0]]), getattr(weights, _OF_WEIGHTS[forms[1]])
+    first, second = getattr(tokens, _OF_TOKENS[forms[0]]), getattr(weights, _OF_WEIGHTS[forms[1]])
+    return first, second[: tokens.count] if tokens.offs is None else second
 
 
 def forced(rig: Rig, mode: str, pattern: re.Pattern[str] | None) -> Iterator[tuple[str, tuple[str, str]]]:

@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import fp4gemm
+
+from .contest import Job
 from .models import NAMES, parse_shape
 
 ROUNDS, QUICK_ROUNDS = 20, 7
@@ -62,6 +65,7 @@ def common(**defaults: object) -> argparse.ArgumentParser:
     add = made.add_argument
     add("--json", action="store_true", help="JSON lines with the facts of the machine")
     add("--out", type=Path, metavar="FILE", help="keep them in a file; what it has is not measured again")
+    add("--fresh", action="store_true", help="drop what the file has, and measure everything anew")
     add("--rounds", type=kind_of(positive, "a number"), help=f"replays of each contender ({ROUNDS})")
     add("--device", help="cuda, cuda:1, cpu (a GPU where there is one)")
     add("--cupti", action="store_true", help="also the kernels' time by CUPTI, an independent look")
@@ -107,3 +111,24 @@ def filters(parser: argparse.ArgumentParser, *names: str) -> None:
         parser.add_argument(
             name, default=None, **options | {"help": helps.get((command, name), options.get("help"))}
         )
+
+
+def exclude_each_other(args: argparse.Namespace) -> None:
+    """Raises ValueError for options of which one would be ignored."""
+    for one, other in (("shapes", "model"), ("m", "per_expert")):
+        if getattr(args, one) and getattr(args, other):
+            raise ValueError(f"--{one} and --{other.replace('_', '-')} exclude each other")
+
+
+def options_used(args: argparse.Namespace) -> str:
+    """What changes which rows a case has."""
+    kernels = None if args.kernels is None else f"kernels={args.kernels.pattern}"
+    used = ("eager" if args.eager else None, "cupti" if args.cupti else None, kernels)
+    return " ".join(filter(None, used))
+
+
+def matches(pattern: re.Pattern[str], jobs: Sequence[Job], command: str) -> bool:
+    """Whether the pattern is found in the name of a kernel, or of a mode of the quantizers."""
+    if command == "quantize":
+        return bool(jobs)
+    return any(kernel.mode == command and pattern.search(kernel.name) for kernel in fp4gemm.kernels())

@@ -21,7 +21,7 @@ CPU_SIZES = (2, 32, 32, 2)
 
 def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
     """One job: every call."""
-    return [Job("overhead", partial(_rows, rig))]
+    return [Job("overhead", "overhead", partial(_rows, rig))]
 
 
 def _rows(rig: Rig) -> Iterator[Row]:

@@ -11,7 +11,6 @@ from typing import Any
 from .results import Row, load
 
 FORMATS = ("svg", "png", "pdf")
-PRODUCTS = ("dense", "grouped", "layer")
 # Of the contenders that come most often; others take what is left.
 COLORS = {
     "fp4gemm": "#0072b2",
@@ -39,17 +38,33 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: there is nothing to draw, or matplotlib is missing.
     """
-    rows = [row for path in args.results for row in load(path)]
-    one_device(rows)
+    rows = of_files(args.results)
     args.out.mkdir(parents=True, exist_ok=True)
     made = pictures(rows, args.format)
     if not made:
-        raise ValueError("plot: no result of dense, grouped or layer was timed: nothing to draw")
-    for name, data in made.items():
-        path = args.out / f"{name}.{args.format}"
+        raise ValueError("plot: no product was timed: nothing to draw")
+    for (kind, bench), data in made.items():
+        path = args.out / f"{kind}-{bench.replace(' ', '-')}.{args.format}"
         path.write_bytes(data)
         print(path)
     return 0
+
+
+def of_files(paths: Sequence[Path]) -> list[Row]:
+    """The rows of results files.
+
+    Raises:
+        OSError, ValueError: one cannot be read, or they are of several devices or have a result twice.
+    """
+    rows = [row for path in paths for row in load(path)]
+    one_device(rows)
+    seen: set[tuple[str, str]] = set()
+    for row in rows:
+        key = (row["case"], row["contender"])
+        if key in seen:
+            raise ValueError(f"{', '.join(map(str, paths))}: {': '.join(key)} is there twice")
+        seen.add(key)
+    return rows
 
 
 def one_device(rows: Sequence[Row]) -> None:
@@ -59,8 +74,8 @@ def one_device(rows: Sequence[Row]) -> None:
         raise ValueError(f"results are of {' and '.join(devices)}: one page is of one device")
 
 
-def pictures(rows: Sequence[Row], form: str = "svg") -> dict[str, bytes]:
-    """Pictures by name: a roofline for each kind of product, speed-ups for each kind with several m.
+def pictures(rows: Sequence[Row], form: str = "svg") -> dict[tuple[str, str], bytes]:
+    """Pictures by kind and bench: a roofline of each bench with products, speed-ups of those with several m.
 
     Raises:
         ValueError: matplotlib is missing.
@@ -72,14 +87,14 @@ def pictures(rows: Sequence[Row], form: str = "svg") -> dict[str, bytes]:
     matplotlib.use("agg")
     made = {}
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fp4gemm", "font.size": 9}):
-        for bench in PRODUCTS:
+        for bench in dict.fromkeys(row["bench"] for row in rows):
             timed = [row for row in rows if row["bench"] == bench and row.get("tflop_s")]
             if not timed:
                 continue
-            made[f"roofline-{bench}"] = _roofline(bench, timed, form)
+            made["roofline", bench] = _roofline(bench, timed, form)
             series = speed_ups(timed)
             if any(len(points) > 1 for points in series.values()):
-                made[f"speed-up-{bench}"] = _speed_up(bench, series, form)
+                made["speed-up", bench] = _speed_up(bench, series, form)
     return made
 
 
@@ -103,7 +118,7 @@ def _roofline(bench: str, rows: Sequence[Row], form: str) -> bytes:
         label = f"{peak:.0f} TFLOP/s, {unit}" if peak >= 1 else f"{peak * 1e3:.0f} GFLOP/s, {unit}"
         axes.annotate(label, (most, line[-1][1]), ha="right", va="bottom")
     axes.annotate(
-        f"{memory} GB/s", (least, least * memory / 1e3), (8, -2), textcoords="offset points", va="center"
+        f"{memory:g} GB/s", (least, least * memory / 1e3), (8, -2), textcoords="offset points", va="center"
     )
 
     def named(row: Mapping[str, Any]) -> str:
@@ -159,7 +174,7 @@ def _speed_up(bench: str, series: Mapping[str, Sequence[tuple[int, float]]], for
     axes.axhline(1, color="black", linewidth=1)
     axes.set(
         xscale="log",
-        xlabel="tokens" if bench == "grouped" else "m",
+        xlabel="tokens" if bench.endswith("grouped") else "m",
         ylabel="times as fast as torch",
         title=f"{bench}: fp4gemm against torch in the same run",
     )

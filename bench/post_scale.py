@@ -22,36 +22,51 @@ from .operands import unit
 from .timing import Call
 
 Gemm = Callable[[Any, Any], Tensor]
-PostScale = Callable[[Tensor, Tensor, Tensor], Tensor]
+PostScale = Callable[[Tensor, Tensor, Tensor], object]
 
 
-def post_scale(d: Tensor, alpha_row: Tensor, alpha_col: Tensor) -> Tensor:
-    """cast(alpha_col * (alpha_row * d)); see :func:`compiled` for one elementwise kernel.
+def post_scale(d: Tensor, alpha_row: Tensor, alpha_col: Tensor) -> None:
+    """d := cast(alpha_col * (alpha_row * d)), in place; :func:`compiled` is the same as one kernel.
 
     Args:
         d: (m, n) of any float type. alpha_row: float32 (m,) or (1,). alpha_col: float32 (n,) or (1,).
     """
-    return (d.float() * alpha_row.unsqueeze(1) * alpha_col).to(d.dtype)
+    d.copy_(d.float() * alpha_row.unsqueeze(1) * alpha_col)
 
 
 @functools.cache
 def compiled() -> PostScale:
-    """post_scale as one kernel of torch.compile's, or as it is where there is no Triton to compile it."""
-    if importlib.util.find_spec("triton") is None:
+    """post_scale as one kernel of torch.compile's; as it is, several kernels, where there is no Triton."""
+    if not is_compiled():
         return post_scale
     made: PostScale = torch.compile(post_scale, dynamic=True)
     return made
+
+
+def is_compiled() -> bool:
+    """Whether there is Triton to compile it."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def dense(
     a: NVFP4Tensor | DecodedTensor,
     b: NVFP4Tensor | DecodedTensor | PrepackedTensor,
     scale: PostScale = post_scale,
-    gemm: Gemm = fp4gemm.mm,
+    gemm: Gemm | None = None,
+    made: tuple[Any, Any] | None = None,
 ) -> Call:
-    """A call of what mm(a, b) fuses, in two kernels; ``gemm`` multiplies operands whose amax is 1."""
-    first, second = unit(a), unit(b)
-    return lambda: scale(gemm(first, second), a.amax, b.amax)
+    """A call of what mm(a, b) fuses, in two kernels.
+
+    ``gemm`` (mm if left out) multiplies operands whose amax is 1: ``made``, or a and b with that.
+    """
+    first, second = made or (unit(a), unit(b))
+
+    def call() -> Tensor:
+        d = (gemm or fp4gemm.mm)(first, second)
+        scale(d, a.amax, b.amax)
+        return d
+
+    return call
 
 
 def grouped(
@@ -82,7 +97,7 @@ def grouped(
     def call() -> Tensor:
         d = torch.empty((a.shape[0], b.shape[-2]), dtype=torch.bfloat16, device=a.device)
         for rows, part, alpha_row, weight, alpha_col in experts:
-            d[rows] = scale(fp4gemm.mm(part, weight), alpha_row, alpha_col)
+            scale(fp4gemm.mm(part, weight, out=d[rows]), alpha_row, alpha_col)
         return d
 
     return call

@@ -49,7 +49,7 @@ def of_families(
             key = f"{bench} {family.title}"
             if key in made:  # inputs of the same size in another family
                 key += f", {cases[0].name}"
-            made[key] = Job(key, partial(measure, rig, family, cases, bench))
+            made[key] = Job(key, bench, partial(measure, rig, family, cases, bench))
     return list(made.values())
 
 
@@ -64,26 +64,38 @@ def measure(rig: Rig, family: Family, chosen: Sequence[Case], bench: str = "quan
     cases = with_rivals(family, chosen)
     count = rig.rotations(min(case.traffic.num_bytes for case in cases))
     wrong: dict[str, str] = {}
+    absent: dict[str, str] = {}
     inputs: list[Inputs] = []
     torch.manual_seed(0)
     try:
         inputs = [family.inputs(rig.device) for _ in range(count)]
-    except (NotImplementedError, RuntimeError) as error:
+    except NotImplementedError as error:
+        absent = {case.name: f"its input: {error_line(error)}" for case in cases}
+    except RuntimeError as error:
         wrong = {case.name: f"its input: {error_line(error)}" for case in cases}
     else:
         for case in cases:
-            reason = refusal(case, inputs[0])
+            try:
+                reason = refusal(case, inputs[0])
+            except NotImplementedError as error:
+                absent[case.name] = error_line(error)
+                continue
             if reason is not None:
                 wrong[case.name] = reason
     contenders: dict[str, Sequence[Call]] = {
-        case.name: [partial(case.call, one) for one in inputs] for case in cases if case.name not in wrong
+        case.name: [partial(case.call, one) for one in inputs]
+        for case in cases
+        if case.name not in wrong and case.name not in absent
     }
     began = rig.now()
-    measured = rig.measure(contenders, 0.0)
+    measured, failed = rig.measure(contenders, 0.0)
+    wrong |= failed
     conditions = rig.conditions(began)
     start: Row = {"bench": bench, "case": f"{bench} {family.title}"}
     for case in chosen:
-        if case.name in wrong:
+        if case.name in absent:
+            yield start | {"contender": case.name, "absent": absent[case.name]}
+        elif case.name in wrong:
             row = start | {"contender": case.name, "refused": wrong[case.name]}
             yield row if case.bar is None else row | {"met": False}
         else:
@@ -91,22 +103,28 @@ def measure(rig: Rig, family: Family, chosen: Sequence[Case], bench: str = "quan
 
 
 def refusal(case: Case, inputs: Inputs) -> str | None:
-    """None where a case is right; else why it is not timed: another result than the reference's, or none."""
+    """None where a case is right; else why it is not timed: another result than the reference's, or none.
+
+    Raises:
+        NotImplementedError: there is no kernel for it here.
+    """
     try:
         return difference(case.call(inputs), case.want(inputs))
-    except (NotImplementedError, RuntimeError) as error:
+    except NotImplementedError:
+        raise
+    except RuntimeError as error:
         return error_line(error)
 
 
 def result(case: Case, measured: Mapping[str, Measured], rig: Rig) -> Row:
     """The figures of one case; ``measured`` holds those of its rivals too."""
-    timing = measured[case.name].timing
-    eager = measured[case.name].eager_us
+    timing, eager, cupti = measured[case.name]
     gb_s = case.traffic.num_bytes / timing.median_us / 1e3
     of_copy = gb_s / rig.roofline.copy_gb_s
     row: Row = {"contender": case.name, "role": OURS, "checked": BITS} | timing.row()
-    if eager is not None:
-        row["eager_us"] = round(eager, 2)
+    for key, value in (("eager_us", eager), ("cupti_us", cupti)):
+        if value is not None:
+            row[key] = round(value, 2)
     row |= {
         "bytes": case.traffic.num_bytes,
         "formula": str(case.traffic),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from . import dense, grouped, layer, overhead, plot, quantize
 from .cases import Sizes, families
 from .contest import Job
 from .models import Layer, expert_layers
-from .results import Row, by_case, load
+from .results import Row, by_case
 from .rig import Rig
 from .show import remarks, table
 
@@ -29,8 +30,11 @@ FACTS = (
     "driver",
     "cuda",
     "torch",
+    "cublas",
+    "humming",
     "fp4gemm",
     "revision",
+    "library",
     "date",
     "max_sm_mhz",
     "max_mem_mhz",
@@ -81,8 +85,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
     """The jobs of a whole report."""
-    if args.model or args.m or args.shapes or args.kernels:
-        raise ValueError("report: has its own cases; give --out of other benches, then report those files")
     if not (args.quick and rig.is_cuda):
         made = [job for bench in (dense, grouped, layer, quantize) for job in bench.jobs(args, rig)]
         return [*made, *overhead.jobs(args, rig)]
@@ -99,22 +101,28 @@ def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
     ]
 
 
-def write(rows: Sequence[Row], folder: Path, readme: Path | None, command: str) -> list[Path]:
+def require(readme: Path | None) -> None:
+    """Raises ValueError or OSError now where the page could not be written later."""
+    for package in ("jinja2", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"report: needs {package} (pip install rich matplotlib jinja2)")
+    if readme is not None:
+        with_block(readme.read_text(encoding="utf-8"), "", str(readme))
+
+
+def write(rows: Sequence[Row], folder: Path, readme: Path | None) -> list[Path]:
     """Writes the page and the Markdown, and README's tables where that file is named."""
     plot.one_device(rows)
     folder.mkdir(parents=True, exist_ok=True)
-    page, markdown_file = folder / PAGE, folder / MARKDOWN
-    page.write_text(html(rows, command))
-    markdown_file.write_text(markdown(rows, command))
-    made = [page, markdown_file]
+    made = [folder / PAGE, folder / MARKDOWN]
+    command = " and ".join(dict.fromkeys(row["command"] for row in rows))
+    made[0].write_text(html(rows, command), encoding="utf-8")
+    made[1].write_text(markdown(rows, command), encoding="utf-8")
     if readme is not None:
-        readme.write_text(with_block(readme.read_text(), readme_tables(rows), str(readme)))
+        text = with_block(readme.read_text(encoding="utf-8"), readme_tables(rows), str(readme))
+        readme.write_text(text, encoding="utf-8")
         made.append(readme)
     return made
-
-
-def of_files(paths: Sequence[Path]) -> list[Row]:
-    return [row for path in paths for row in load(path)]
 
 
 # ---- what all forms share ---------------------------------------------------------------------------------
@@ -126,8 +134,8 @@ def facts(rows: Sequence[Row]) -> list[tuple[str, str]]:
     made = [(name.replace("_", " "), str(first[name])) for name in FACTS if first.get(name) is not None]
     bounds = first["roofline"]
     peaks = ", ".join(f"{rate:g} TFLOP/s ({unit})" for unit, rate in bounds["tflop_s"].items())
-    made.append(("copy", f"{bounds['copy_gb_s']} GB/s (read plus write)"))
-    made.append(("read", f"{bounds['read_gb_s']} GB/s"))
+    made.append(("copy", f"{bounds['copy_gb_s']:g} GB/s (read plus write)"))
+    made.append(("read", f"{bounds['read_gb_s']:g} GB/s"))
     made.append(("largest matmul", peaks))
     return [*made, *conditions(rows)]
 
@@ -165,8 +173,8 @@ def html(rows: Sequence[Row], command: str) -> str:
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    template = environment.from_string(TEMPLATE.read_text())
-    drawn = {name: _inline(data) for name, data in plot.pictures(rows).items()}
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    drawn = plot.pictures(rows)
     return template.render(
         facts=facts(rows),
         command=command,
@@ -175,7 +183,7 @@ def html(rows: Sequence[Row], command: str) -> str:
             {
                 "title": section.title,
                 "text": section.text,
-                "pictures": [data for name, data in drawn.items() if name.endswith(f"-{section.title}")],
+                "pictures": [_inline(data) for (_, bench), data in drawn.items() if bench == section.title],
                 "cases": [
                     {"title": case, "table": table(mine), "remarks": remarks(mine)}
                     for case, mine in section.cases
@@ -258,14 +266,16 @@ def _matrix(rows: Sequence[Row], title: str, across: str) -> list[str]:
     if not ours:
         return []
     sizes = sorted({row[across] for row in ours})
-    rivals = dict.fromkeys(name for row in ours for name in row["ratio"] if name.startswith(README_RIVALS))
+    rivals = dict.fromkeys(
+        name for row in ours for name in row.get("ratio", {}) if name.startswith(README_RIVALS)
+    )
     body: list[tuple[str, ...]] = []
     for weight in dict.fromkeys(map(_weight, ours)):
         mine = {row[across]: row for row in ours if _weight(row) == weight}
         cells = [f"{mine[size]['us']:.1f}" if size in mine else "" for size in sizes]
         body.append((weight, "us", *cells))
         for rival in rivals:
-            found = [mine[size]["ratio"].get(rival) if size in mine else None for size in sizes]
+            found = [mine[size].get("ratio", {}).get(rival) if size in mine else None for size in sizes]
             if any(x is not None for x in found):
                 body.append(("", f"x {rival}", *("" if x is None else f"{x:.2f}" for x in found)))
     return ["", *_table((title, "", *map(str, sizes)), body)]

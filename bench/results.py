@@ -10,15 +10,16 @@ from typing import Any
 
 Row = dict[str, Any]
 SCHEMA = 1
+NEEDED = ("bench", "case", "contender", "job", "job_rows", "device", "date", "torch", "command", "roofline")
 # What a run that goes on must share with the rows that are there: machine, code, and what was asked for.
-SAME = ("schema", "device", "fp4gemm", "revision", "torch", "driver", "rounds", "options")
+SAME = ("schema", "device", "fp4gemm", "revision", "library", "torch", "driver", "rounds", "options")
 
 
 class Journal:
     """A results file that cases are added to; without a path it holds nothing."""
 
-    def __init__(self, path: Path | None, facts: Mapping[str, object]) -> None:
-        """Reads the cases that are there.
+    def __init__(self, path: Path | None, facts: Mapping[str, object], fresh: bool = False) -> None:
+        """Reads the cases that are there; with ``fresh`` they are dropped.
 
         Raises:
             ValueError: a line is no result, or the file is of another machine, revision or number of rounds.
@@ -27,9 +28,12 @@ class Journal:
         self.path = path
         self.facts = {"schema": SCHEMA} | dict(facts)
         self._cases: dict[str, list[Row]] = {}
-        if path is None or not path.exists():
+        if path is None:
             return
-        text = path.read_text()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w" if fresh else "a", encoding="utf-8"):
+            pass  # to fail now, not when the first case has been measured
+        text = path.read_text(encoding="utf-8")
         whole = text[: text.rfind("\n") + 1]  # without the line in which a run was broken off
         rows = _parsed(path, whole)
         for row in rows:
@@ -37,7 +41,7 @@ class Journal:
                 if row.get(fact) != self.facts.get(fact):
                     raise ValueError(
                         f"--out: {path} is of {fact} {row.get(fact)!r}, must be {self.facts.get(fact)!r}; "
-                        "name another file, or remove it"
+                        "name another file, or --fresh to begin anew"
                     )
         cases: dict[str, list[Row]] = {}
         for row in rows:
@@ -47,17 +51,25 @@ class Journal:
         if whole != text or len(kept) != len(rows):
             _replace(path, kept)
 
+    @property
+    def dates(self) -> dict[str, int]:
+        """How many cases are there, by the date when they were measured."""
+        made: dict[str, int] = {}
+        for rows in self._cases.values():
+            made[rows[0]["date"]] = made.get(rows[0]["date"], 0) + 1
+        return made
+
     def found(self, job: str) -> list[Row] | None:
         """The rows of a case that was measured before, or None."""
         return self._cases.get(job)
 
-    def add(self, job: str, rows: Sequence[Mapping[str, object]]) -> list[Row]:
-        """The rows with the facts of the machine; they are in the file when this returns."""
+    def add(self, job: str, rows: Sequence[Mapping[str, object]], kept: bool = True) -> list[Row]:
+        """The rows with the facts of the machine; where they are ``kept`` they are in the file on return."""
         made: list[Row] = [dict(row) | {"job": job, "job_rows": len(rows)} | self.facts for row in rows]
-        self._cases[job] = made
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as file:
+        if kept:
+            self._cases[job] = made
+        if kept and self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(row) + "\n" for row in made))
                 file.flush()
                 os.fsync(file.fileno())
@@ -70,7 +82,7 @@ def load(path: Path) -> list[Row]:
     Raises:
         OSError: it cannot be read. ValueError: a line is no result of this schema.
     """
-    rows = _parsed(path, path.read_text())
+    rows = _parsed(path, path.read_text(encoding="utf-8"))
     if not rows:
         raise ValueError(f"{path}: holds no results")
     return rows
@@ -81,7 +93,7 @@ def _parsed(path: Path, text: str) -> list[Row]:
     for number, line in enumerate(text.splitlines(), 1):
         try:
             row = json.loads(line)
-            needed = (row["bench"], row["case"], row["contender"], row["job"], row["job_rows"], row["device"])
+            needed = [row[name] for name in NEEDED]
         except (KeyError, TypeError, ValueError):
             raise ValueError(f"{path}: line {number} is no result of `python -m bench --out`") from None
         if row.get("schema") != SCHEMA or None in needed:
@@ -92,7 +104,7 @@ def _parsed(path: Path, text: str) -> list[Row]:
 
 def _replace(path: Path, rows: Iterable[Row]) -> None:
     temporary = path.with_name(path.name + ".new")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     temporary.replace(path)
 
 

@@ -8,10 +8,22 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from fp4gemm._products import error_line
 from torch import Tensor
 
 from . import machine, roofline
-from .timing import Call, Timing, calls_for, rotations, time_cpu, time_cupti, time_eager, time_interleaved
+from .timing import (
+    Call,
+    Timing,
+    calls_for,
+    capture,
+    rotations,
+    time_cpu,
+    time_cupti,
+    time_eager,
+    time_interleaved,
+)
+from .verify import replayed
 
 T = TypeVar("T")
 
@@ -89,18 +101,37 @@ class Rig:
     def gaussian(self, gen: torch.Generator, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device, generator=gen, dtype=self.dtype)
 
-    def measure(self, contenders: Mapping[str, Sequence[Call]], flop: float) -> dict[str, Measured]:
-        """Times contenders, interleaved; ``flop`` of a call says how many of them a sample needs."""
+    def measure(
+        self, contenders: Mapping[str, Sequence[Call]], flop: float
+    ) -> tuple[dict[str, Measured], dict[str, str]]:
+        """Times contenders, interleaved; and why some could not be timed.
+
+        ``flop`` of a call says how many of them a sample needs. A contender that cannot be captured in a
+        graph, or whose replays leave other bits than a call, has no time.
+        """
         if not contenders:
-            return {}
+            return {}, {}
         if not self.is_cuda:
-            return {name: Measured(t) for name, t in time_cpu(contenders, self.rounds).items()}
-        timings = time_interleaved(contenders, self.rounds, calls_for(flop))
-        made = {}
+            return {name: Measured(t) for name, t in time_cpu(contenders, self.rounds).items()}, {}
+        failed = {}
         for name, calls in contenders.items():
+            try:
+                capture(calls[:1])
+            except RuntimeError as error:
+                failed[name] = f"cannot be captured in a CUDA graph: {error_line(error)}"
+        timed = {name: calls for name, calls in contenders.items() if name not in failed}
+        results: dict[str, object] = {}
+        timings = time_interleaved(timed, self.rounds, calls_for(flop), results)
+        made = {}
+        for name, calls in timed.items():
+            result = results.pop(name)
+            reason = None if result is None else replayed(result, calls[-1])
+            if reason is not None:
+                failed[name] = reason
+                continue
             eager = time_eager(calls, timings[name].median_us) if self.eager else None
             made[name] = Measured(timings[name], eager, time_cupti(calls) if self.cupti else None)
-        return made
+        return made, failed
 
     def conditions(self, began: float) -> machine.Facts:
         """Clocks and power since that time.monotonic()."""

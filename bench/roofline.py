@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import read_floor
+from . import read_floor, verify
 from .timing import Timing, time_cpu, time_interleaved
 
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
@@ -56,8 +56,8 @@ class Roofline(NamedTuple):
 
     def row(self) -> dict[str, object]:
         return {
-            "copy_gb_s": round(self.copy_gb_s),
-            "read_gb_s": round(self.read_gb_s),
+            "copy_gb_s": digits(self.copy_gb_s),
+            "read_gb_s": digits(self.read_gb_s),
             "tflop_s": {unit: digits(rate) for unit, rate in self.tflop_s.items()},
         }
 
@@ -134,7 +134,7 @@ def matmul_rates(device: torch.device, size: int, rounds: int) -> dict[str, floa
 
 
 def _nvfp4(device: torch.device, size: int) -> partial[Tensor] | None:
-    """cuBLASLt's NVFP4 product, None where torch cannot make it here."""
+    """cuBLASLt's NVFP4 product, None where torch cannot make it here or makes another."""
     from . import cublaslt
 
     if cublaslt.absent(device) is not None:
@@ -145,4 +145,9 @@ def _nvfp4(device: torch.device, size: int) -> partial[Tensor] | None:
         fp4gemm.quantize(torch.randn(size, size, device=device, dtype=torch.bfloat16), scaling="tensor")
         for _ in range(2)
     )
-    return partial(cublaslt.dense, a, b)
+    call = partial(cublaslt.dense, cublaslt.operand(a), cublaslt.operand(b))
+    try:
+        right = verify.off_by(call(), a.dequantize(), b.dequantize()) is None
+    except verify.ERRORS:
+        return None
+    return call if right else None

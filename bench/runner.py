@@ -1,52 +1,62 @@
-"""Runs jobs one after the other: progress, what was measured before, cases that do not fit in memory."""
+"""Runs jobs one after the other: progress, what was measured before, cases that fail as a whole."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-import torch
 from fp4gemm._products import error_line
 
-from .contest import Job, Row
+from .contest import Job, Row, stop_if_lost
 from .results import Journal
 from .rig import Rig
 
 Advance = Callable[[str], None]
 
 
-def run(jobs: Sequence[Job], rig: Rig, journal: Journal) -> Iterator[list[Row]]:
-    """The rows of each job, as they come; those that the journal has are not measured again."""
-    with progress(len(jobs)) as advance:
+def run(jobs: Sequence[Job], rig: Rig, journal: Journal, show: Callable[[list[Row], Any], None]) -> list[Row]:
+    """Shows the rows of each job, as they come, and returns all; what the journal has is not measured again.
+
+    ``show(rows, console)``: console is rich's where there is a progress bar on it, else None.
+    """
+    rows: list[Row] = []
+    with progress(len(jobs)) as (advance, console):
         for job in jobs:
             advance(job.key)
             found = journal.found(job.key)
             if found is None:
-                found = journal.add(job.key, measured(job, rig))
-            yield found
+                made, whole = measured(job, rig)
+                found = journal.add(job.key, made, kept=whole)
+            show(found, console)
+            rows += found
+    return rows
 
 
-def measured(job: Job, rig: Rig) -> list[Row]:
-    """The rows of a job; one that says so where it needs more memory than there is."""
+def measured(job: Job, rig: Rig) -> tuple[list[Row], bool]:
+    """The rows of a job, and True; or one that says why there are none, memory say, and False."""
     try:
-        return list(job.rows())
-    except torch.OutOfMemoryError as error:
+        return list(job.rows()), True
+    except (RuntimeError, MemoryError) as error:
+        stop_if_lost(error)
         reason = error_line(error)
     finally:
         rig.free()
-    return [{"bench": job.key.split()[0], "case": job.key, "contender": "all", "refused": reason}]
+    return [{"bench": job.bench, "case": job.key, "contender": "all", "refused": reason}], False
 
 
 @contextlib.contextmanager
-def progress(count: int) -> Iterator[Advance]:
-    """Shows on stderr which job is under way: a bar on a terminal, else a line each."""
+def progress(count: int) -> Iterator[tuple[Advance, Any]]:
+    """Shows which job is under way: a bar on a terminal, else a line each on stderr."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError:
-        Console = None
-    if Console is None or not Console(stderr=True).is_terminal:
+        console = None
+    else:
+        console = Console()
+    if console is None or not console.is_terminal:
         done = 0
 
         def line(name: str) -> None:
@@ -54,10 +64,10 @@ def progress(count: int) -> Iterator[Advance]:
             done += 1
             print(f"[{done}/{count}] {name}", file=sys.stderr, flush=True)
 
-        yield line
+        yield line, None
         return
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=count)
         started = False
 
@@ -66,4 +76,4 @@ def progress(count: int) -> Iterator[Advance]:
             bar.update(task, advance=int(started), description=name)
             started = True
 
-        yield advance
+        yield advance, console

@@ -78,8 +78,8 @@ def remarks(rows: Iterable[Row]) -> list[str]:
     return made
 
 
-def show(rows: Sequence[Row]) -> None:
-    """Prints the rows of one job."""
+def show(rows: Sequence[Row], console: Any = None) -> None:
+    """Prints the rows of one job, on a console of rich's where one is in use."""
     headings, lines = table(rows)
     title = str(rows[0]["case"])
     if importlib.util.find_spec("rich") is None:
@@ -92,9 +92,10 @@ def show(rows: Sequence[Row]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)  # a pipe has no width of its own
+    if console is None:
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=WIDTH)  # a pipe has no width of its own
     while lines:
         made = Table(title=title, title_justify="left", title_style="bold")
         for i, heading in enumerate(headings):

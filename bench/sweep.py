@@ -9,20 +9,21 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import fp4gemm
 import torch
 from fp4gemm import NVFP4Tensor, reference
+from torch import Tensor
 
 from . import dense, layer
-from .contest import BASELINE, BITS, UNCHECKED, Contender, Contest, Job, Row
+from .contest import BASELINE, BITS, UNCHECKED, Check, Contender, Contest, Job, Row
 from .models import Layer
 from .operands import calls
 from .rig import Rig
 from .roofline import Work
 from .traffic import packed_bytes, scale_bytes
-from .verify import ERRORS, difference
+from .verify import difference
 
 M, K = (1024, 2048, 4096, 8192, 16384, 32768), (2048, 4096, 8192)
 SMALL_M, SMALL_K = (32, 64), (64, 128)
@@ -41,14 +42,17 @@ def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
     return [job for name in args.presets for job in PRESETS[name].jobs(sizes, rig)]
 
 
+def _of(sizes: Sequence[tuple[int, int]], rig: Rig, name: str, enter: Enter) -> list[Job]:
+    bench = f"sweep {name}"
+    return [Job(f"{bench} {m}x{k}", bench, partial(_rows, rig, name, m, k, enter)) for m, k in sizes]
+
+
 def _quantize(sizes: Sequence[tuple[int, int]], rig: Rig) -> list[Job]:
-    return [
-        Job(f"sweep quantize {m}x{k}", partial(_rows, rig, "quantize", m, k, _quantizers)) for m, k in sizes
-    ]
+    return _of(sizes, rig, "quantize", _quantizers)
 
 
 def _swizzle(sizes: Sequence[tuple[int, int]], rig: Rig) -> list[Job]:
-    return [Job(f"sweep swizzle {m}x{k}", partial(_rows, rig, "swizzle", m, k, _swizzlers)) for m, k in sizes]
+    return _of(sizes, rig, "swizzle", _swizzlers)
 
 
 def _gemm(sizes: Sequence[tuple[int, int]], rig: Rig) -> list[Job]:
@@ -66,61 +70,64 @@ PRESETS = {
     "forward": Preset("quantize and GEMM end to end, fused and not, beside torch's linear", _forward),
 }
 
-Enter = Callable[[Contest, Rig, Any, Work], None]
+Enter = Callable[[Contest, "list[Tensor]"], None]
 
 
 def _rows(rig: Rig, name: str, m: int, k: int, enter: Enter) -> Iterator[Row]:
-    case = f"sweep {name} {m}x{k}"
-    made = Contest({"bench": f"sweep {name}", "case": case, "m": m, "k": k})
+    made = Contest({"bench": f"sweep {name}", "case": f"sweep {name} {m}x{k}", "m": m, "k": k})
     gen = rig.generator(m + k)
     xs = [
         torch.randn(m, k, device=rig.device, generator=gen).to(torch.bfloat16)
         for _ in range(rig.rotations(2 * m * k))
     ]
-    enter(made, rig, xs, Work(0.0, 2 * m * k + packed_bytes(m, k, m)))
+    enter(made, xs)
     yield from made.rows(rig)
 
 
-def _enter(made: Contest, name: str, contender: Contender, want: Sequence[torch.Tensor]) -> None:
-    """Enters a contender whose first call returns these bits."""
-    try:
-        reason = difference(contender.calls[0](), want)
-    except NotImplementedError as error:
-        made.absent[name] = f"NotImplementedError: {error}"
-        return
-    except ERRORS as error:
-        reason = f"{type(error).__name__}: {error}"
-    made.enter(name, contender, reason)
-
-
-def _quantizers(made: Contest, rig: Rig, xs: list[torch.Tensor], work: Work) -> None:
-    for name, per_row in (("row", True), ("tensor", False)):
-        quantize = partial(fp4gemm.quantize, scaling=name)
-        _enter(made, name, Contender(calls(quantize, xs), work), reference.quantize(xs[0], None, per_row))
-    copy = Contender(
-        calls(torch.clone, xs),
-        Work(0.0, 2 * xs[0].nbytes),
-        BASELINE,
-        None,
-        UNCHECKED,
-        "reads x, writes a copy: more bytes than a quantizer moves",
-    )
+def _quantizers(made: Contest, xs: list[Tensor]) -> None:
+    m, k = xs[0].shape
+    for name in ("row", "tensor"):
+        _attempt(
+            made,
+            name,
+            partial(fp4gemm.quantize, scaling=name),
+            xs,
+            packed_bytes(m, k, m if name == "row" else 1),
+        )
+    note = "reads x and writes a copy: more bytes than a quantizer moves"
+    copy = Contender(calls(torch.clone, xs), Work(0.0, 2 * xs[0].nbytes), BASELINE, None, UNCHECKED, note)
     made.enter("torch clone", copy)
 
 
-def _swizzlers(made: Contest, rig: Rig, xs: list[torch.Tensor], work: Work) -> None:
+def _attempt(
+    made: Contest, name: str, quantize: Callable[..., object], xs: list[Tensor], written: int
+) -> None:
+    """Enters a quantizer whose bits are the reference's; it reads x and writes so many bytes."""
+    contender = Contender(calls(quantize, xs), Work(0.0, xs[0].nbytes + written))
+    per_row = name != "tensor"
+
+    def check() -> str | None:
+        return difference(contender.calls[0](), reference.quantize(xs[0], None, per_row))
+
+    made.attempt(name, lambda: (contender, check))
+
+
+def _swizzlers(made: Contest, xs: list[Tensor]) -> None:
     m, k = xs[0].shape
-    want = reference.quantize(xs[0], None, True)
-    _enter(made, "fused", Contender(calls(fp4gemm.quantize, xs), work), want)
-    # Our quantizers only write swizzled scales; a pass over as many plain ones is what the others add.
-    plain = [
-        fp4gemm.unswizzle_scales(reference.quantize(x, None, True)[1], m, k // 16) for x in xs[: len(xs)]
-    ]
+    packed = packed_bytes(m, k, m)
+    _attempt(made, "fused", fp4gemm.quantize, xs, packed)
 
-    def two_passes(x: torch.Tensor, scales: torch.Tensor) -> NVFP4Tensor:
-        t = fp4gemm.quantize(x)
-        return NVFP4Tensor(t.codes, fp4gemm.swizzle_scales(scales), t.amax)
+    def make() -> tuple[Contender, Check]:
+        # Our quantizers only write swizzled scales: this is theirs, and a pass over as many plain ones.
+        plain = [fp4gemm.unswizzle_scales(fp4gemm.quantize(x).scales, m, k // 16) for x in xs]
+        num_bytes = xs[0].nbytes + packed + m * k // 16 + scale_bytes(m, k)
+        note = "our quantizer, and torch's swizzling behind it: what a pass of its own costs"
+        contender = Contender(calls(_two_passes, xs, plain), Work(0.0, num_bytes), BASELINE, None, BITS, note)
+        return contender, lambda: difference(contender.calls[0](), reference.quantize(xs[0], None, True))
 
-    more = Work(0.0, work.num_bytes + m * k // 16 + scale_bytes(m, k))
-    contender = Contender(calls(two_passes, xs, plain), more, BASELINE, None, BITS, "the pass is torch's")
-    _enter(made, "quantize + swizzle pass", contender, want)
+    made.attempt("quantize + swizzle pass", make, ours=False)
+
+
+def _two_passes(x: Tensor, scales: Tensor) -> NVFP4Tensor:
+    t = fp4gemm.quantize(x)
+    return NVFP4Tensor(t.codes, fp4gemm.swizzle_scales(scales), t.amax)

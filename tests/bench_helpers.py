@@ -78,7 +78,7 @@ def run(*line: str, major: int | None = None) -> list[dict[str, Any]]:
     """The rows of a command line, measured on the CPU as a device of that major."""
     args = parser().parse_args(list(line))
     rig = cpu_rig(major)
-    return [row for job in args.jobs(args, rig) for row in measured(job, rig)]
+    return [row for job in args.jobs(args, rig) for row in measured(job, rig)[0]]
 
 
 def named(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

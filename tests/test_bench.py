@@ -162,12 +162,20 @@ def test_a_wrong_kernel_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert "differ from the reference" in str(quantize.refusal(case, family.inputs(CPU)))
 
 
-def test_a_missing_kernel_is_refused() -> None:
+def test_a_missing_kernel_is_absent() -> None:
     def absent(inputs: cases.Inputs) -> object:
         raise NotImplementedError("x: no kernel\nfor it")
 
-    case = cases.Case("mine", absent, lambda inputs: (), traffic.Traffic({}))
-    assert quantize.refusal(case, {}) == "NotImplementedError: x: no kernel"
+    case = cases.Case("mine", absent, lambda inputs: (), traffic.Traffic({"x": 8}))
+    family = cases.Family("none", lambda device: {}, (case,))
+    assert list(quantize.measure(cpu_rig(), family, family.cases)) == [
+        {
+            "bench": "quantize",
+            "case": "quantize none",
+            "contender": "mine",
+            "absent": "NotImplementedError: x: no kernel",
+        }
+    ]
 
 
 def test_a_family_is_measured_and_the_wrong_case_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,14 +192,14 @@ def test_a_family_is_measured_and_the_wrong_case_refused(monkeypatch: pytest.Mon
     assert all(row["us"] > 0 and row["checked"] == "bit for bit" for row in rows if "refused" not in row)
 
 
-def test_inputs_that_cannot_be_made_refuse_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_that_cannot_be_made_name_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(*_: object, **__: object) -> object:
         raise NotImplementedError("x: no kernel")
 
     monkeypatch.setattr(fp4gemm, "quantize_mxfp8", absent)
     family = next(f for f in cases.families(SMALL) if any(c.name == "decode" for c in f.cases))
     rows = list(quantize.measure(cpu_rig(), family, family.cases))
-    assert {row["refused"] for row in rows} == {"its input: NotImplementedError: x: no kernel"}
+    assert {row["absent"] for row in rows} == {"its input: NotImplementedError: x: no kernel"}
 
 
 def test_rivals_come_along() -> None:

@@ -16,12 +16,25 @@ from bench.contest import Job
 from bench.results import Journal, load
 from bench.runner import run
 
-FACTS = {"device": "a GPU", "fp4gemm": "0.1", "revision": "abc", "torch": "2.13", "rounds": 20}
+FACTS = {
+    "device": "a GPU",
+    "fp4gemm": "0.1",
+    "revision": "abc",
+    "library": "12345678",
+    "torch": "2.13",
+    "rounds": 20,
+    "options": "eager",
+}
+MORE = {"date": "2026-01-02", "command": "python -m bench", "roofline": {}}
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def ignore(rows: object, console: object) -> None:
+    """Shows nothing."""
 
 
 # ---- results files ----------------------------------------------------------------------------------------
@@ -33,15 +46,15 @@ def jobs(made: list[str], *names: str) -> list[Job]:
         yield {"bench": "dense", "case": name, "contender": "fp4gemm", "us": 1.0}
         yield {"bench": "dense", "case": name, "contender": "torch fp32", "us": 2.0}
 
-    return [Job(name, lambda name=name: rows(name)) for name in names]  # type: ignore[misc]
+    return [Job(name, "dense", lambda name=name: rows(name)) for name in names]  # type: ignore[misc]
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     path, made = tmp_path / "new" / "results.jsonl", []
-    first = [row for rows in run(jobs(made, "a", "b"), cpu_rig(), Journal(path, FACTS)) for row in rows]
+    first = run(jobs(made, "a", "b"), cpu_rig(), Journal(path, FACTS | MORE), ignore)
     assert [row["us"] for row in first] == [1.0, 2.0] * 2
     assert all(row["device"] == "a GPU" and row["schema"] == 1 for row in first)
-    again = [row for rows in run(jobs(made, "a", "b", "c"), cpu_rig(), Journal(path, FACTS)) for row in rows]
+    again = run(jobs(made, "a", "b", "c"), cpu_rig(), Journal(path, FACTS | MORE), ignore)
     assert made == ["a", "b", "c"]
     assert again[:4] == first
     assert load(path) == again
@@ -50,11 +63,11 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [1, 40, 250])
 def test_a_case_that_was_broken_off_is_measured_again(cut: int, tmp_path: Path) -> None:
     path, made = tmp_path / "results.jsonl", []
-    list(run(jobs(made, "a", "b"), cpu_rig(), Journal(path, FACTS)))
+    run(jobs(made, "a", "b"), cpu_rig(), Journal(path, FACTS | MORE), ignore)
     text = path.read_text()
     assert cut < len(text) // 2
     path.write_text(text[:-cut])
-    list(run(jobs(made, "a", "b"), cpu_rig(), Journal(path, FACTS)))
+    run(jobs(made, "a", "b"), cpu_rig(), Journal(path, FACTS | MORE), ignore)
     assert made == ["a", "b", "b"]
     assert path.read_text() == text
 
@@ -62,10 +75,10 @@ def test_a_case_that_was_broken_off_is_measured_again(cut: int, tmp_path: Path) 
 @pytest.mark.parametrize("fact", list(FACTS))
 def test_results_of_something_else_are_not_gone_on_from(fact: str, tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    list(run(jobs([], "a"), cpu_rig(), Journal(path, FACTS)))
+    run(jobs([], "a"), cpu_rig(), Journal(path, FACTS | MORE), ignore)
     before = path.read_text()
     with pytest.raises(ValueError, match=f"is of {fact} .*, must be 'other'; name another file"):
-        Journal(path, FACTS | {fact: "other"})
+        Journal(path, FACTS | MORE | {fact: "other"})
     assert path.read_text() == before
 
 
@@ -73,7 +86,7 @@ def test_results_of_something_else_are_not_gone_on_from(fact: str, tmp_path: Pat
 def test_lines_that_are_no_results_are_named(line: str, tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     path.write_text(json.dumps(result()) + "\n" + line + "\n")
-    for read in (load, lambda path: Journal(path, FACTS)):
+    for read in (load, lambda path: Journal(path, FACTS | MORE)):
         with pytest.raises(ValueError, match="line 2 is "):
             read(path)  # type: ignore[operator]
     with pytest.raises(ValueError, match="line 1 is of schema 7, must be 1"):
@@ -109,8 +122,12 @@ def test_refusals_have_no_ratio() -> None:
     assert (change.verdict, change.ratio) == ("refused", None)
     (change,) = compare.changed([refused], [timed(10.0)], 0.03)
     assert (change.verdict, change.ratio) == ("same", None)
-    gone = {**refused, "absent": "no kernel"}
-    assert compare.changed([gone], [timed(10.0)], 0.03) == []
+    gone = {k: v for k, v in refused.items() if k != "refused"} | {"absent": "no kernel"}
+    (change,) = compare.changed([gone], [timed(10.0)], 0.03)
+    assert (change.verdict, change.ratio) == ("same", None)
+    (change,) = compare.changed([timed(10.0)], [gone], 0.03)
+    assert (change.verdict, change.ratio, change.role) == ("gone", None, "ours")
+    assert compare.changed([gone], [refused], 0.03) == []
 
 
 def test_compare_prints_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +219,15 @@ def products() -> list[dict[str, Any]]:
     rows.append(result(**moe, tokens=256, routing="zipf", ratio={"torch bf16": 3.0}))
     rows.append(result(**moe | {"case": "grouped r"}, tokens=4096, routing="zipf", ratio={"torch bf16": 1.5}))
     rows.append(
-        result(bench="quantize", case="quantize bf16 64x96", contender="row", of_copy=0.9, bar="x", us=2.0)
+        result(
+            bench="quantize",
+            case="quantize bf16 64x96",
+            contender="row",
+            of_copy=0.9,
+            bar="x",
+            us=2.0,
+            tflop_s=None,
+        )
     )
     return rows
 
@@ -225,7 +250,7 @@ def test_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("4200 GB/s", "700 TFLOP/s, 16 bit", "fp4gemm", "torch bf16", "a GPU"):
         assert text in drawn
     with pytest.raises(SystemExit):
-        main(["plot", str(write(results, [result(bench="overhead")]))])
+        main(["plot", str(write(results, [result(bench="overhead", tflop_s=None)]))])
     assert "nothing to draw" in capsys.readouterr().err
 
 
@@ -327,6 +352,18 @@ def test_lists_are_joined() -> None:
         (["quantize", "--shapes", "7x32"], "7x32 must be m x k"),
         (["dense", "--device", "tpu"], "tpu"),
         (["sweep", "all"], "invalid choice"),
+        (["list", "--kernels", "("], "is not a regular expression"),
+        (["dense", "--kernels", "nosuch"], "'nosuch' is found in no name"),
+        (["quantize", "--kernels", "nosuch"], "'nosuch' is found in no name"),
+        (["dense", "--shapes", "64x100"], "k of 64x100 is 100, must be a multiple of 32"),
+        (["dense", "--shapes", "7x64"], "n of 7x64 is 7, must be a multiple of 8"),
+        (["dense", "--shapes", "1x2x3x4"], "must be n x k or m x n x k"),
+        (["dense", "--shapes", "64x64", "--model", "square"], "--shapes and --model exclude each other"),
+        (["grouped", "--m", "1", "--per-expert", "1"], "--m and --per-expert exclude each other"),
+        (["grouped", "--shapes", "8x64x64", "--ep", "3"], "3 does not divide the 8 experts"),
+        (["report", "--readme", "nosuch"], "nosuch"),
+        (["dense", "--out", "/proc/nosuch/x"], "/proc/nosuch"),
+        (["errors", "--device", "foo"], "must be cpu or cuda"),
         (["list", "shapes"], "got 'shapes', must be some of kernels, models, routings, presets"),
         (["hopper", "--device", "cpu"], "for compute capability 9.0"),
     ],
@@ -349,7 +386,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_progress_is_told_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    list(run(jobs([], "a", "b"), cpu_rig(), Journal(None, FACTS)))
+    run(jobs([], "a", "b"), cpu_rig(), Journal(None, FACTS | MORE), ignore)
     assert capsys.readouterr().err.splitlines() == ["[1/2] a", "[2/2] b"]
 
 
@@ -365,3 +402,41 @@ def test_a_narrow_terminal_goes_without_columns(
     assert "fp4gemm" in text
     assert "2.00" in text
     assert max(map(len, text.splitlines())) <= width
+
+
+def test_a_stopped_run_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bench.__main__.run_jobs", stop)
+    monkeypatch.setattr(
+        roofline, "measure", lambda device, rounds: roofline.Roofline(1.0, 1.0, {"fp32": 1.0})
+    )
+    out = tmp_path / "results.jsonl"
+    assert main(["overhead", "--device", "cpu", "--out", str(out)]) == 130
+    assert f"the same command goes on with {out}" in capsys.readouterr().err
+
+
+def test_fresh_drops_what_is_there(tmp_path: Path) -> None:
+    path = write(tmp_path / "results.jsonl", [result(revision="another")])
+    assert Journal(path, FACTS | MORE, fresh=True).dates == {}
+    assert path.read_text() == ""
+
+
+def test_results_that_are_there_twice_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "results.jsonl", [result()])
+    with pytest.raises(ValueError, match="dense 16x64x128: fp4gemm is there twice"):
+        plot.of_files([path, path])
+
+
+def test_tables_of_one_contender_have_no_rivals() -> None:
+    alone = {k: v for k, v in result().items() if k != "ratio"}
+    assert "| 64x128 | us | 10.0 |" in report.readme_tables([alone])
+
+
+def test_listed_kernels_match(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "kernels", "--kernels", "grouped", "--json"]) == 0
+    kernels = json.loads(capsys.readouterr().out)["kernels"]
+    assert all("grouped" in kernel["name"] for kernel in kernels)

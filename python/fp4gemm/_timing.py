@@ -55,8 +55,8 @@ def calls_for(flop: float) -> int:
     return max(2, min(MIN_CALLS, -int(-GRAPH_US * FLOP_PER_US // max(flop, 1.0))))
 
 
-def capture(calls: Sequence[Call], num_kept: int = 1) -> torch.cuda.CUDAGraph:
-    """A graph that makes each call once, in order.
+def capture(calls: Sequence[Call], num_kept: int = 1) -> tuple[torch.cuda.CUDAGraph, object]:
+    """A graph that makes each call once, in order, and the last call's result, which each replay writes anew.
 
     The last ``num_kept`` results stay alive, so that outputs rotate with the inputs: a buffer that is freed
     at once is written again by the next call, and need not leave the L2 cache.
@@ -72,20 +72,25 @@ def capture(calls: Sequence[Call], num_kept: int = 1) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         for call in calls:
             results.append(call())
-    return graph
+    return graph, results[-1]
 
 
 def time_interleaved(
-    contenders: Mapping[str, Sequence[Call]], rounds: int = 20, min_calls: int = MIN_CALLS
+    contenders: Mapping[str, Sequence[Call]],
+    rounds: int = 20,
+    min_calls: int = MIN_CALLS,
+    results: dict[str, object] | None = None,
 ) -> dict[str, Timing]:
     """Times each contender's calls by graph replay, one replay of each contender a round.
 
     A contender gives the same call on as many different inputs as it takes to keep them out of the L2 cache;
     a graph makes ``min_calls`` calls or more. Interleaving makes the ratios hold when clocks and power drift.
+    ``results`` gets what the last replay of each wrote for its last input.
     """
     num_inputs = {name: len(calls) for name, calls in contenders.items()}
     repeated = {name: list(calls) * -(-min_calls // len(calls)) for name, calls in contenders.items()}
-    graphs = {name: capture(calls, num_inputs[name]) for name, calls in repeated.items()}
+    captured = {name: capture(calls, num_inputs[name]) for name, calls in repeated.items()}
+    graphs = {name: graph for name, (graph, _) in captured.items()}
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     for graph in graphs.values():
         for _ in range(2):
@@ -99,4 +104,6 @@ def time_interleaved(
             end.record()
             end.synchronize()
             samples[name].append(start.elapsed_time(end) * 1e3 / len(repeated[name]))
+    if results is not None:
+        results |= {name: result for name, (_, result) in captured.items()}
     return {name: Timing.of(values) for name, values in samples.items()}
