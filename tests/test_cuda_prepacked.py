@@ -167,6 +167,9 @@ def test_every_term(
         out = c.clone()
         fp4gemm.mm(left, p, c=out, beta=2.0, out=out)
         assert_bits(out, exact(values, w, out_dtype, amax, c=c, beta=2.0), "in place")
+        for some in (None, bias):  # the usual epilogue
+            want = exact(values, w, out_dtype, amax, bias=some)
+            assert_bits(fp4gemm.mm(left, p, bias=some, out_dtype=out_dtype), want, "neither")
         if out_dtype is not torch.float32:
             got = fp4gemm.mm(left, p, bias=bias, activation="swiglu", out_dtype=out_dtype)
             assert_bits(got, exact(values, w, out_dtype, amax, bias=bias, activation=4), "gated")
@@ -178,10 +181,13 @@ def test_rows_do_not_depend_on_those_beside_them(hopper: torch.device, gen: torc
     p = fp4gemm.prepack(w)
     for dtype in PLAIN:
         x = make("normal", 300, 2048, dtype, gen).to(hopper)
-        want = fp4gemm.mm(x, p, batch_invariant=True, out_dtype=torch.float32)
-        for m in (1, 17, 64, 129):
-            got = fp4gemm.mm(x[:m].contiguous(), p, batch_invariant=True, out_dtype=torch.float32)
-            assert_bits(got, want[:m], f"{m} rows")
+        operand = next(name for name, read in A_DTYPES.items() if read is dtype)
+        each = [k.name for k in kernels("dense", operand) if k.name.endswith("rowcol_fp32")]
+        for kernel in [None, *each]:
+            options: dict[str, Any] = {"batch_invariant": True, "out_dtype": torch.float32, "kernel": kernel}
+            want = fp4gemm.mm(x, p, **options)
+            for m in (1, 17, 64, 100, 129):  # a tile of 256 has three widths
+                assert_bits(fp4gemm.mm(x[:m].contiguous(), p, **options), want[:m], f"{kernel}, {m} rows")
         first = fp4gemm.mm(x, p, out_dtype=torch.float32)
         for _ in range(5):
             assert_bits(fp4gemm.mm(x, p, out_dtype=torch.float32), first, "again")
@@ -229,6 +235,25 @@ def test_every_grouped_kernel(
             assert_poison_intact(buffer, rows, wanted[key].shape[1])
         ran += 1
     assert ran > 0
+
+
+def test_many_tiles_of_one_worker(hopper: torch.device, gen: torch.Generator) -> None:
+    """Each is one step long, so that a worker's tiles follow each other through the ring at once."""
+    case = rows_of(tuple(e % 4 for e in range(100)), 2056, 32, hopper, gen, loose=3)
+    p, decoded, rows = fp4gemm.prepack(case.b), fp4gemm.decode(case.a), case.ends[-1]
+    plain = decoded.data.to(torch.bfloat16)  # exact
+    for kernel in kernels("grouped"):
+        if kernel.epilogue != "rowcol":
+            continue
+        is_plain = kernel.operand == "prepacked_bf16"
+        options = {"kernel": kernel.name, "out_dtype": kernel.out_dtype}
+        got = fp4gemm.grouped_mm(plain if is_plain else decoded, p, case.offs, **options)
+        amax = None if is_plain else case.a.amax
+        alpha = 1 / (6 * case.b.e4m3_max) if is_plain else 1 / (36 * case.b.e4m3_max * 448)
+        want = torch.zeros_like(got)
+        product = (decoded.data, case.b.codes, None, case.b.scales, case.offs, alpha, None, amax, case.b.amax)
+        reference.scaled_grouped_mm(*product, None, kernel.out_dtype, 0, None, 1.0, want)
+        assert_bits(got[:rows], want[:rows], kernel.name)
 
 
 def test_groups_equal_dense_products(hopper: torch.device, gen: torch.Generator) -> None:
