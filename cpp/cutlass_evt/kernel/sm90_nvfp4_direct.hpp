@@ -19,7 +19,6 @@ struct Sm90Nvfp4Direct {
   static constexpr int kSlices = Config::kTokens / kSliceTokens;
   static constexpr int kPieces = kSliceTokens / 16;  // of 16 bytes that a thread stores of a slice
 
- public:
   /// Asks for everything that is far away, before the mainloop: by copies to shared memory, so that no
   /// register waits.
   CUTLASS_DEVICE static void fetch(typename Epilogue::Arguments const& args, Shared const& shared,

@@ -7,6 +7,27 @@
 
 namespace cutlass_evt {
 
+/// Where a tile lies.
+struct Sm90Nvfp4Place {
+  /// Rows of X of one group.
+  struct Rows {
+    int begin, size;
+  };
+
+  int group;
+  int row_tile;  // of the cluster
+  int token;     // first of the tile, within the group
+  Rows rows;
+};
+
+/// What the producer tells the consumers of wide tiles about a tile or a part of it along k.
+struct Sm90Nvfp4Task {
+  Sm90Nvfp4Place place;
+  int begin, end;  // steps of k
+  int others;      // workers after this one that have the tile's further parts
+  bool is_last;    // of this worker
+};
+
 /// What a kernel is made of.
 ///
 /// kRowGroups: chunks of 64 rows in a CTA, each a warpgroup's; or, with few tokens, all of them a warp's in
@@ -71,7 +92,7 @@ struct Sm90Nvfp4Config {
   static constexpr int kTableBytes = (kMaxTable + 1 + 32) * 4;
 
   static constexpr int kSharedLimit = kCtasPerSm == 1 ? 232448 : 233472 / kCtasPerSm - 1024;
-  static constexpr int kFixedBytes = kSliceBytes + kTableBytes + 1024;  // 1024: barriers
+  static constexpr int kFixedBytes = kSliceBytes + kTableBytes + 1024;  // 1024: barriers, tasks
   static constexpr int kStages = (kSharedLimit - kFixedBytes - 1024) / kStageBytes;
   // One in the epilogue, one in every stage, and the producer may be writing another.
   static constexpr int kTasks = kStages + 2;
@@ -84,28 +105,7 @@ struct Sm90Nvfp4Config {
   static_assert(kTokens % kDepthGroups == 0, "warps that share rows share out the tokens in the epilogue");
   static_assert(kTokens % (8 * kCluster) == 0, "a CTA of a cluster loads whole swizzle atoms of tokens");
   static_assert(kStages >= 3, "too few stages fit in shared memory");
-  static_assert(kStages * 16 + kTasks * 40 <= 1024, "the barriers need more room");
-};
-
-/// Where a tile lies.
-struct Sm90Nvfp4Place {
-  /// Rows of X of one group.
-  struct Rows {
-    int begin, size;
-  };
-
-  int group;
-  int row_tile;  // of the cluster
-  int token;     // first of the tile, within the group
-  Rows rows;
-};
-
-/// What the producer tells the consumers of wide tiles about one, or of its part along k.
-struct Sm90Nvfp4Task {
-  Sm90Nvfp4Place place;
-  int begin, end;  // steps of k
-  int others;      // workers after this one that have the tile's further parts
-  bool is_last;    // of this worker
+  static_assert(kStages * 16 + kTasks * sizeof(Sm90Nvfp4Task) <= 1024, "barriers and tasks need more room");
 };
 
 /// Shared memory, by offsets from a 1024-byte boundary.
