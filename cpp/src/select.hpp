@@ -16,7 +16,7 @@ struct Selection {
   fp4gemm_ragged_t ragged;
   fp4gemm_dtype_t out_dtype;
   fp4gemm_format_t format_a, format_b;
-  bool batch_invariant;  // choose by n and k alone
+  bool batch_invariant;  // choose without a look at m
   bool is_gated;
 };
 

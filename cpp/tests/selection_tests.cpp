@@ -135,7 +135,7 @@ void test_selection_is_legal() {
         "an unknown type, yet a kernel");
 }
 
-/// Batch-invariant selection looks at n and k alone; groups that divide k may have none of it.
+/// Batch-invariant selection does not look at m; groups that divide k may have none of it.
 void test_selection_of_modes() {
   for (int arch : {90, 100, 103}) {
     for (int num_groups : {0, 8, 1500}) {

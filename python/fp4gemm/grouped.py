@@ -73,8 +73,8 @@ def grouped_mm(
         activation, beta, out_dtype, kernel: as for :func:`fp4gemm.mm`; "swiglu" for grouped rows alone.
         c: as D, of the output type, laid out as out; it may be out itself, which then accumulates.
         out: as D, to write; unit stride along n, each row starting on 16 bytes, groups one after the other.
-        batch_invariant: True selects the kernel by n and k alone, so that the bits of a token's row do not
-            depend on the tokens beside it.
+        batch_invariant: True selects the kernel by n, k and the number of groups alone, so that the bits of a
+            token's row do not depend on the tokens beside it.
 
     Returns:
         out, or a new tensor on the device of a, written on its current stream. Does not synchronise on a GPU.
