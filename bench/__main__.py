@@ -48,7 +48,7 @@ from .options import (
     positive,
 )
 from .results import Journal, Row
-from .rig import Rig
+from .rig import SETTLE_MS, Rig
 from .routing import ROUTINGS
 from .runner import run as run_jobs
 
@@ -63,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
         "cupti": False,
         "eager": True,
         "fresh": False,
+        "settle": SETTLE_MS,
         "per_expert": None,
         "top_k": 1,
         "ep": 1,
@@ -166,7 +167,7 @@ def _measure(args: argparse.Namespace, command: str) -> int:
     if args.command == "report" and args.out is None:
         args.out = args.to / report.RESULTS
     device = machine.device(args.device)
-    rig = Rig(device, args.rounds, args.eager, args.cupti)
+    rig = Rig(device, args.rounds, args.eager, args.cupti, args.settle)
     try:
         jobs: list[Job] = args.jobs(args, rig)
         if not jobs or (args.kernels is not None and not matches(args.kernels, jobs, args.command)):

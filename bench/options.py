@@ -12,6 +12,7 @@ import fp4gemm
 
 from .contest import Job
 from .models import NAMES, parse_shape
+from .rig import SETTLE_MS
 
 ROUNDS, QUICK_ROUNDS = 20, 7
 
@@ -32,6 +33,13 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise ValueError("must be at least 1")
+    return value
+
+
+def milliseconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1000:
+        raise ValueError("must be from 0 to 1000")
     return value
 
 
@@ -67,6 +75,12 @@ def common(**defaults: object) -> argparse.ArgumentParser:
     add("--out", type=Path, metavar="FILE", help="keep them in a file; what it has is not measured again")
     add("--fresh", action="store_true", help="drop what the file has, and measure everything anew")
     add("--rounds", type=kind_of(positive, "a number"), help=f"replays of each contender ({ROUNDS})")
+    add(
+        "--settle",
+        type=kind_of(milliseconds, "milliseconds"),
+        metavar="MS",
+        help=f"of the same work ahead of each sample ({SETTLE_MS:g})",
+    )
     add("--device", help="cuda, cuda:1, cpu (a GPU where there is one)")
     add("--cupti", action="store_true", help="also the kernels' time by CUPTI, an independent look")
     add("--no-eager", dest="eager", action="store_false", help="leave out calls without a CUDA graph")
@@ -123,7 +137,8 @@ def exclude_each_other(args: argparse.Namespace) -> None:
 def options_used(args: argparse.Namespace) -> str:
     """What changes which rows a case has."""
     kernels = None if args.kernels is None else f"kernels={args.kernels.pattern}"
-    used = ("eager" if args.eager else None, "cupti" if args.cupti else None, kernels)
+    settle = f"settle={args.settle:g}ms"
+    used = (settle, "eager" if args.eager else None, "cupti" if args.cupti else None, kernels)
     return " ".join(filter(None, used))
 
 

@@ -26,6 +26,9 @@ from .timing import (
 from .verify import replayed
 
 T = TypeVar("T")
+# Of the same work ahead of each sample. In bursts of a millisecond a card draws a fifth of its power and runs
+# at clocks that no model sees; after 60 ms of a compute-bound kernel it is at its power limit.
+SETTLE_MS = 60.0
 
 
 class Measured(NamedTuple):
@@ -45,12 +48,14 @@ class Rig:
         rounds: int = 20,
         eager: bool = True,
         cupti: bool = False,
+        settle_ms: float = SETTLE_MS,
         bounds: roofline.Roofline | None = None,
     ) -> None:
         self.device = device
         self.rounds = rounds
         self.eager = eager
         self.cupti = cupti
+        self.settle_us = 1e3 * settle_ms
         self.monitor = machine.Monitor(device)
         self._bounds = bounds
         self._kept: dict[str, tuple[Hashable, Any]] = {}
@@ -121,7 +126,7 @@ class Rig:
                 failed[name] = f"cannot be captured in a CUDA graph: {error_line(error)}"
         timed = {name: calls for name, calls in contenders.items() if name not in failed}
         results: dict[str, object] = {}
-        timings = time_interleaved(timed, self.rounds, calls_for(flop), results)
+        timings = time_interleaved(timed, self.rounds, calls_for(flop), results, self.settle_us)
         made = {}
         for name, calls in timed.items():
             result = results.pop(name)

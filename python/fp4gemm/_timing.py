@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -75,35 +76,46 @@ def capture(calls: Sequence[Call], num_kept: int = 1) -> tuple[torch.cuda.CUDAGr
     return graph, results[-1]
 
 
+def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    """Microseconds of one replay, behind the work that is queued already."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
+
+
 def time_interleaved(
     contenders: Mapping[str, Sequence[Call]],
     rounds: int = 20,
     min_calls: int = MIN_CALLS,
     results: dict[str, object] | None = None,
+    settle_us: float = 0.0,
 ) -> dict[str, Timing]:
     """Times each contender's calls by graph replay, one replay of each contender a round.
 
     A contender gives the same call on as many different inputs as it takes to keep them out of the L2 cache;
     a graph makes ``min_calls`` calls or more. Interleaving makes the ratios hold when clocks and power drift.
-    ``results`` gets what the last replay of each wrote for its last input.
+    ``results`` gets what the last replay of each wrote for its last input. For ``settle_us`` before each
+    sample the device does the same work untimed: a card at its power limit then runs at the clocks that a
+    contender gets by itself, not at those that lighter ones before it have left.
     """
     num_inputs = {name: len(calls) for name, calls in contenders.items()}
     repeated = {name: list(calls) * -(-min_calls // len(calls)) for name, calls in contenders.items()}
     captured = {name: capture(calls, num_inputs[name]) for name, calls in repeated.items()}
     graphs = {name: graph for name, (graph, _) in captured.items()}
     samples: dict[str, list[float]] = {name: [] for name in contenders}
-    for graph in graphs.values():
-        for _ in range(2):
-            graph.replay()
-    torch.cuda.synchronize()
+    untimed = {}
+    for name, graph in graphs.items():
+        graph.replay()
+        once_us = _replay_us(graph)
+        untimed[name] = math.ceil(settle_us / once_us)
     for _ in range(rounds):
         for name, graph in graphs.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            samples[name].append(start.elapsed_time(end) * 1e3 / len(repeated[name]))
+            for _ in range(untimed[name]):
+                graph.replay()
+            samples[name].append(_replay_us(graph) / len(repeated[name]))
     if results is not None:
         results |= {name: result for name, (_, result) in captured.items()}
     return {name: Timing.of(values) for name, values in samples.items()}
