@@ -88,7 +88,7 @@ def measure(rig: Rig, family: Family, chosen: Sequence[Case], bench: str = "quan
         if case.name not in wrong and case.name not in absent
     }
     began = rig.now()
-    measured, failed = rig.measure(contenders, 0.0)
+    measured, failed = rig.measure(contenders, 0.0, contenders)
     wrong |= failed
     conditions = rig.conditions(began)
     start: Row = {"bench": bench, "case": f"{bench} {family.title}"}

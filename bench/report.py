@@ -304,4 +304,10 @@ def with_block(text: str, block: str, name: str) -> str:
 
 
 def command_line(arguments: Sequence[str]) -> str:
+    """The command that measures the same: without what only says where the results go."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in ("--to", "--out", "--readme"):
+        parser.add_argument(option)
+    parser.add_argument("--fresh", action="store_true")
+    _, arguments = parser.parse_known_args(arguments)
     return shlex.join(["python", "-m", "bench", *arguments])

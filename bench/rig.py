@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -107,12 +107,12 @@ class Rig:
         return torch.randn(*shape, device=self.device, generator=gen, dtype=self.dtype)
 
     def measure(
-        self, contenders: Mapping[str, Sequence[Call]], flop: float
+        self, contenders: Mapping[str, Sequence[Call]], flop: float, exact: Collection[str] = ()
     ) -> tuple[dict[str, Measured], dict[str, str]]:
         """Times contenders, interleaved; and why some could not be timed.
 
         ``flop`` of a call says how many of them a sample needs. A contender that cannot be captured in a
-        graph, or whose replays leave other bits than a call, has no time.
+        graph, or whose replays leave something else than a call, has no time; of ``exact`` ones bits count.
         """
         if not contenders:
             return {}, {}
@@ -130,7 +130,7 @@ class Rig:
         made = {}
         for name, calls in timed.items():
             result = results.pop(name)
-            reason = None if result is None else replayed(result, calls[-1])
+            reason = None if result is None else replayed(result, calls[-1], name in exact)
             if reason is not None:
                 failed[name] = reason
                 continue

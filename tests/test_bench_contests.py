@@ -264,16 +264,20 @@ def test_one_wrong_number_is_seen_and_roundings_are_not() -> None:
 
 
 def test_a_replay_must_leave_what_a_call_returns() -> None:
-    x = torch.randn(4, 4)
-    assert verify.replayed(x, x.clone) is None
-    assert verify.replayed(fp4gemm.quantize(x.repeat(1, 4)), lambda: fp4gemm.quantize(x.repeat(1, 4))) is None
-    reason = verify.replayed(torch.zeros(4, 4), x.clone)
+    x = torch.randn(4, 16)
+    assert verify.replayed(x, x.clone, exact=True) is None
+    assert verify.replayed(fp4gemm.quantize(x), lambda: fp4gemm.quantize(x), exact=True) is None
+    reason = verify.replayed(1.001 * x, x.clone, exact=True)
     assert reason == "result: a replay of its graph gives other bits than a call"
+    assert verify.replayed(1.001 * x, x.clone, exact=False) is None  # a rival that adds up in any order
+    assert "is off by" in str(verify.replayed(torch.zeros_like(x), x.clone, exact=False))
+    assert "is off by" in str(verify.replayed(x * torch.nan, x.clone, exact=False))
 
 
 def test_who_fails_while_timed_is_refused_and_the_others_are_not() -> None:
     class Failing(type(cpu_rig())):  # type: ignore[misc]
-        def measure(self, contenders: Any, flop: float) -> Any:
+        def measure(self, contenders: Any, flop: float, exact: Any) -> Any:
+            assert set(exact) == {"fp4gemm"}
             timings, _ = super().measure({k: v for k, v in contenders.items() if k != "fp4gemm"}, flop)
             timings.pop("torch fp32")
             return timings, {"fp4gemm": "other bits", "torch fp32": "cannot be captured"}

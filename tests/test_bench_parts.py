@@ -39,7 +39,7 @@ def test_roofline() -> None:
 
 def test_ratios_are_of_the_same_run() -> None:
     class Timed(type(cpu_rig())):  # type: ignore[misc]
-        def measure(self, contenders: Any, flop: float) -> Any:
+        def measure(self, contenders: Any, flop: float, exact: Any) -> Any:
             us = {"mine": 10.0, "other": 15.0, "rival": 30.0, "floor": 5.0}
             return {name: Measured(Timing(value, 1, 2)) for name, value in us.items()}, {}
 
