@@ -495,7 +495,7 @@ typedef struct fp4gemm_grouped_args {
   void* d;              /* out, 16-byte aligned */
   int64_t d_row_stride; /* elements; DEPTH: D[g+1] lies m * d_row_stride elements after D[g] */
   fp4gemm_dtype_t out_dtype;
-  int batch_invariant; /* as of dense products; the number of groups counts as well */
+  int batch_invariant;
   const char* kernel;
 } fp4gemm_grouped_args_t;
 #define FP4GEMM_GROUPED_ARGS_INIT      \
