@@ -246,7 +246,7 @@ def test_nothing_synchronises(cuda: torch.device, gen: torch.Generator) -> None:
     calls()
     torch.cuda.synchronize(cuda)
     done = torch.cuda.Event()
-    torch.cuda._sleep(200_000_000)
+    torch.cuda._sleep(1_000_000_000)
     calls()
     done.record()
     assert not done.query(), "the host waited for the device"
