@@ -85,7 +85,7 @@ def changed(old: Iterable[Row], new: Iterable[Row], threshold: float) -> list[Ch
         rival = before.get(_key(row))
         if rival is None or ("us" not in rival and "us" not in row):
             continue
-        role = row.get("role", rival.get("role", "ours"))
+        role = str(row.get("role", rival.get("role", "ours")))
         us, old_us = row.get("us"), rival.get("us")
         if us is None or old_us is None:
             verdict = SAME if us is not None else REFUSED if "refused" in row else GONE

@@ -14,7 +14,9 @@ from fp4gemm import NVFP4Tensor
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["Operand", "absent", "dense", "grouped", "operand"]
+SWIZZLES = [functional.SwizzleType.SWIZZLE_32_4_4, functional.SwizzleType.NO_SWIZZLE]
+
+__all__ = ["SWIZZLES", "Operand", "absent", "dense", "grouped", "operand"]
 
 
 class Operand(NamedTuple):
@@ -53,29 +55,27 @@ def dense(a: Operand, b: Operand) -> Tensor:
         b.codes.t(),
         *_scales(a),
         *_scales(b),
-        **_swizzles(),
+        swizzle_a=SWIZZLES,
+        swizzle_b=SWIZZLES,
         output_dtype=torch.bfloat16,
     )
 
 
 def grouped(a: Operand, b: Operand, offs: Tensor) -> Tensor:
     """bfloat16 products of groups of rows of a, whose scales are padded group by group, with b's matrices."""
-    return functional.scaled_grouped_mm(
+    product: Tensor = functional.scaled_grouped_mm(  # type: ignore[attr-defined]
         a.codes,
         b.codes.transpose(1, 2),
         *_scales(a),
         *_scales(b),
-        **_swizzles(),
+        swizzle_a=SWIZZLES,
+        swizzle_b=SWIZZLES,
         offs=offs,
         output_dtype=torch.bfloat16,
     )
+    return product
 
 
 def _scales(x: Operand) -> tuple[list[Tensor], list[functional.ScalingType]]:
     """The block scales and the decode multiplier, with their recipe."""
     return [x.scales, x.decode], [functional.ScalingType.BlockWise1x16, functional.ScalingType.TensorWise]
-
-
-def _swizzles() -> dict[str, list[functional.SwizzleType]]:
-    swizzle = [functional.SwizzleType.SWIZZLE_32_4_4, functional.SwizzleType.NO_SWIZZLE]
-    return {"swizzle_a": swizzle, "swizzle_b": swizzle}

@@ -51,11 +51,8 @@ SMALL_SHAPES, SMALL_M = (Layer("", "", 256, 512), Layer("", "", 512, 256)), (1, 
 
 def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
     """A job for each weight and number of rows that was asked for."""
-    if rig.is_cuda:
-        layers, ms = [*DEFAULT_SHAPES, *dense_layers(DEFAULT_MODELS)], M
-    else:
-        layers, ms = list(SMALL_SHAPES), SMALL_M
-    return of_layers(wanted(args, layers, ms), rig, args.kernels)
+    layers = [*DEFAULT_SHAPES, *dense_layers(DEFAULT_MODELS)] if rig.is_cuda else SMALL_SHAPES
+    return of_layers(wanted(args, layers, M if rig.is_cuda else SMALL_M), rig, args.kernels)
 
 
 def wanted(args: argparse.Namespace, layers: Sequence[Layer], ms: Sequence[int]) -> list[tuple[Layer, int]]:

@@ -57,10 +57,9 @@ def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
         layers = list(SMALL_LAYERS)
     made = []
     for layer in layers:
+        tokens: Sequence[int] = args.m or (TOKENS if rig.is_cuda else SMALL_TOKENS)
         if args.per_expert:
             tokens = [tokens_for(layer, load, args.ep) for load in args.per_expert]
-        else:
-            tokens = args.m or (TOKENS if rig.is_cuda else SMALL_TOKENS)
         made += [(layer, m, routing) for m in tokens for routing in args.routing or ["uniform"]]
     return of_layers(made, rig, args.kernels, args.ep)
 
@@ -79,7 +78,7 @@ def _layer_of(shape: Sequence[int], top_k: int, ways: int) -> Routed:
 
 def tokens_for(layer: Routed, load: int, ways: int = 1) -> int:
     """The tokens that give an expert ``load`` rows on average."""
-    return max(1, load * layer.count * ways // layer.top_k)
+    return max(1, load * layer.num_experts * ways // layer.top_k)
 
 
 def of_layers(
@@ -95,7 +94,8 @@ def of_layers(
         cases = [(tokens, routing) for other, tokens, routing in wanted if other == layer]
         # One set of weights serves all of them: enough of it for the case that reads least.
         ends = {
-            one: routed_ends(one[0], layer.count, layer.top_k, one[1], ways) for one in dict.fromkeys(cases)
+            one: routed_ends(one[0], layer.num_experts, layer.top_k, one[1], ways)
+            for one in dict.fromkeys(cases)
         }
         least = min((len(occupied_groups(offs)) for offs in ends.values()), default=1)
         for one, offs in ends.items():
@@ -110,7 +110,7 @@ def _start(bench: str, layer: Routed, tokens: int, routing: str, offs: Tensor, w
     whose: Row = {"model": layer.model, "layer": layer.layer} if layer.model else {}
     name = " ".join(filter(None, (bench, layer.model, layer.layer)))
     where = f" of {ways} devices" if ways > 1 else ""
-    sizes = f"{layer.count}x{layer.n}x{layer.k}"
+    sizes = f"{layer.num_experts}x{layer.n}x{layer.k}"
     if not layer.model:  # a model's name says it
         sizes += f" top {layer.top_k}"
     facts: Row = {"bench": bench, "case": f"{name} {tokens} tokens {routing} {sizes}{where}"}
@@ -121,7 +121,7 @@ def _start(bench: str, layer: Routed, tokens: int, routing: str, offs: Tensor, w
         | {
             "tokens": tokens,
             "routing": routing,
-            "experts": layer.count,
+            "experts": layer.num_experts,
             "active": len(occupied_groups(offs)),
             "top_k": layer.top_k,
             "m": rows,
@@ -139,8 +139,8 @@ def _rows(
         return
     weights = rig.keep(
         "weights",
-        (layer.count, layer.n, layer.k, least),
-        lambda: Weights(rig, layer.n, layer.k, layer.count, least),
+        (layer.num_experts, layer.n, layer.k, least),
+        lambda: Weights(rig, layer.n, layer.k, layer.num_experts, least),
     )
     yield from contest(rig, weights, offs, start, kernels).rows(rig)
 

@@ -62,7 +62,7 @@ def _models(args: argparse.Namespace) -> list[dict[str, Any]]:
         if model.experts is not None:
             e = model.experts
             products = ", ".join(f"{name} {n}x{k}" for name, n, k in e.shapes)
-            layers.append(f"{e.count} experts (top {e.top_k}): {products}")
+            layers.append(f"{e.num_experts} experts (top {e.top_k}): {products}")
         made.append({"name": model.name, "layers": "; ".join(layers)})
     return made
 

@@ -16,8 +16,8 @@ __all__ = ["MODELS", "Experts", "Layer", "Model", "Routed", "dense_layers", "exp
 class Experts(NamedTuple):
     """The experts of one layer of a model."""
 
-    count: int
-    top_k: int  # experts that a token takes
+    num_experts: int
+    top_k: int  # that a token takes
     hidden: int
     intermediate: int
     gated: bool = True  # the first product makes gate and up
@@ -45,11 +45,11 @@ class Layer(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """The weights (count, n, k) of experts; a token takes top_k of them."""
+    """The weights (num_experts, n, k) of experts; a token takes top_k of them."""
 
     model: str
     layer: str
-    count: int
+    num_experts: int
     top_k: int
     n: int
     k: int
@@ -116,9 +116,9 @@ def expert_layers(names: Sequence[str], ways: int = 1) -> list[Routed]:
         if model.experts is None:
             continue
         e = model.experts
-        if e.count % ways:
-            raise ValueError(f"--ep: {ways} does not divide the {e.count} experts of {model.name}")
-        made += [Routed(model.name, name, e.count // ways, e.top_k, n, k) for name, n, k in e.shapes]
+        if e.num_experts % ways:
+            raise ValueError(f"--ep: {ways} does not divide the {e.num_experts} experts of {model.name}")
+        made += [Routed(model.name, name, e.num_experts // ways, e.top_k, n, k) for name, n, k in e.shapes]
     if not made:
         raise ValueError(f"--model: {', '.join(names)} has no experts; see `bench dense`")
     return made

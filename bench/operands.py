@@ -17,7 +17,7 @@ from .rig import Rig
 from .timing import Call, sets
 from .verify import difference
 
-Packed = TypeVar("Packed", NVFP4Tensor, DecodedTensor, PrepackedTensor)
+Packed = TypeVar("Packed", bound=NVFP4Tensor | DecodedTensor | PrepackedTensor)
 # For torch the same numbers by powers of two smaller: its fp16 output would overflow.
 FP16_SCALE = 2**-8
 

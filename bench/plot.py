@@ -100,7 +100,7 @@ def pictures(rows: Sequence[Row], form: str = "svg") -> dict[tuple[str, str], by
 
 def intensity(row: Mapping[str, Any]) -> float:
     """Operations for each byte that must move."""
-    return 1e3 * row["tflop_s"] / row["gb_s"]
+    return float(1e3 * row["tflop_s"] / row["gb_s"])
 
 
 def _roofline(bench: str, rows: Sequence[Row], form: str) -> bytes:
@@ -161,7 +161,7 @@ def speed_ups(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
         name = f"{whose}{experts}{row['n']}x{row['k']}"
         if row.get("routing", "uniform") != "uniform":
             name += f" {row['routing']}"
-        made.setdefault(name, []).append((row.get("tokens", row["m"]), ratio))
+        made.setdefault(name, []).append((int(row["tokens" if "tokens" in row else "m"]), float(ratio)))
     return {name: sorted(points) for name, points in made.items()}
 
 

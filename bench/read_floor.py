@@ -27,7 +27,7 @@ SENTINEL = 0x0123456789ABCDEF
 if triton is not None:
 
     @triton.jit
-    def _read(source, sink, num_words, SENTINEL: tl.constexpr, WORDS: tl.constexpr):
+    def _read(source, sink, num_words, SENTINEL: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
         offsets = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
         words = tl.load(source + offsets, mask=offsets < num_words, other=0)
         tl.store(sink + tl.arange(0, WORDS), words, mask=words == SENTINEL)

@@ -59,8 +59,8 @@ def time_cupti(calls: Sequence[Call], num_calls: int = 24) -> float:
         for i in range(num_calls):
             calls[i % len(calls)]()
         torch.cuda.synchronize()
-    on_device = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return sum(e.device_time for e in on_device) / num_calls
+    on_device = [e for e in seen.events() if e.device_type.name == "CUDA"]
+    return float(sum(e.device_time for e in on_device)) / num_calls
 
 
 def time_cpu(contenders: Mapping[str, Sequence[Call]], rounds: int) -> dict[str, Timing]:
