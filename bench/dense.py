@@ -20,7 +20,20 @@ from fp4gemm._products import Product
 from . import cublaslt, post_scale
 from .contest import BASELINE, ROUNDING, UNCHECKED, Check, Contender, Contest, Job, Row
 from .models import Layer, dense_layers
-from .operands import FP16_SCALE, Tokens, Weights, calls, chosen_kernel, forced, in_forms, nbytes, unit
+from .operands import (
+    FORMS,
+    FP16_SCALE,
+    HOPPER_FORMS,
+    Tokens,
+    Weights,
+    calls,
+    chosen_kernel,
+    fastest_forms,
+    forced,
+    in_forms,
+    nbytes,
+    unit,
+)
 from .peers import Humming
 from .rig import Rig
 from .roofline import Work
@@ -32,16 +45,15 @@ TORCH = {torch.bfloat16: "torch bf16", torch.float16: "torch fp16", torch.float3
 HUMMING = "humming"
 SCALAR, UNFUSED = "scalar alpha", "unfused: post-scale"
 CUBLASLT, CUBLASLT_POST = "cuBLASLt nvfp4, scalar alpha", "cuBLASLt nvfp4 + post-scale"
-NOT_COMPILED = "without Triton the post-scale pass is several kernels"
 # Contenders of ours, and the forms of the tokens and the weight that they take.
 HOPPER = (
-    (OURS, ("f16", "prepacked")),
+    (OURS, HOPPER_FORMS),
     ("fp4gemm, packed tokens", ("nvfp4", "prepacked")),
     ("fp4gemm, both packed", ("nvfp4", "nvfp4")),
     ("fp4gemm, both decoded", ("f16", "f16")),
     ("fp4gemm W4A16", ("bf16", "prepacked")),
 )
-OTHERS = ((OURS, ("nvfp4", "nvfp4")),)
+OTHERS = ((OURS, FORMS),)
 DEFAULT_MODELS = ("llama-3.1-8b", "qwen3-30b")
 DEFAULT_SHAPES = (Layer("", "", 8192, 8192),)
 M = (1, 16, 64, 256, 1024, 4096)
@@ -130,7 +142,7 @@ def contest(
     field = Field(made, rig, weights, Tokens(weights, m), m)
     for name, forms in HOPPER if rig.major == 9 else OTHERS:
         field.ours(name, forms)
-    field.unfused(("f16", "prepacked") if rig.major == 9 else ("nvfp4", "nvfp4"))
+    field.unfused(fastest_forms(rig))
     for name, read in forced(rig, "dense", kernels):
         field.ours(name, read, name)
     field.torch(rig.dtype)
@@ -191,11 +203,10 @@ class Field:
 
         def behind() -> tuple[Contender, Check]:
             first, second = in_forms(self.weights, self.tokens, forms)
-            scale = post_scale.compiled() if self.rig.is_cuda else post_scale.post_scale
+            scale, note = post_scale.fastest(self.rig.device)
             both = zip(first, second, strict=True)
             made = self._unfused([post_scale.dense(a, b, scale) for a, b in both], first[0], second[0], forms)
-            if self.rig.is_cuda and not post_scale.is_compiled():
-                made.note = NOT_COMPILED
+            made.note = note
             return made, near(
                 made.calls[0],
                 self.size[:2],
@@ -244,17 +255,19 @@ class Field:
             return contender, near(rival[0], self.size[:2], values, weight, torch.bfloat16)
 
         def behind() -> tuple[Contender, Check]:
+            scale, note = post_scale.fastest(self.rig.device)
             rival = [
                 post_scale.dense(
                     a,
                     b,
-                    post_scale.compiled(),
+                    scale,
                     cublaslt.dense,
                     (cublaslt.operand(unit(a)), cublaslt.operand(unit(b))),
                 )
                 for a, b in zip(tokens, weights, strict=True)
             ]
-            contender = Contender(rival, self.work(tokens[0], weights[0], "nvfp4"), BASELINE, None, ROUNDING)
+            work = self.work(tokens[0], weights[0], "nvfp4")
+            contender = Contender(rival, work, BASELINE, None, ROUNDING, note)
             return contender, near(
                 rival[0], self.size[:2], tokens[0].dequantize, lambda: self.weights.values, torch.bfloat16
             )

@@ -19,21 +19,30 @@ from torch import Tensor
 
 from . import cublaslt, post_scale
 from .contest import BASELINE, ROUNDING, Check, Contender, Contest, Job, Row
-from .dense import NOT_COMPILED, OTHERS, check_sizes
+from .dense import OTHERS, OURS, TORCH, check_sizes
 from .models import Routed, expert_layers
-from .operands import Tokens, Weights, calls, chosen_kernel, forced, in_forms, nbytes, unit
+from .operands import (
+    HOPPER_FORMS,
+    Tokens,
+    Weights,
+    calls,
+    chosen_kernel,
+    fastest_forms,
+    forced,
+    in_forms,
+    nbytes,
+    unit,
+)
 from .rig import Rig
 from .roofline import Work
 from .routing import routed_ends
 from .timing import Call
 from .verify import far, wrong
 
-OURS = "fp4gemm"
-TORCH = {torch.bfloat16: "torch bf16", torch.float32: "torch fp32"}
 LOOP = "unfused: expert by expert"
 NVFP4 = "torch nvfp4 scaled_grouped_mm, scalar alpha"
 HOPPER = (
-    (OURS, ("f16", "prepacked")),
+    (OURS, HOPPER_FORMS),
     ("fp4gemm, packed tokens", ("nvfp4", "prepacked")),
     ("fp4gemm W4A16", ("bf16", "prepacked")),
 )
@@ -155,7 +164,7 @@ def contest(
         field.ours(name, forms)
     for name, read in forced(rig, "grouped", kernels):
         field.ours(name, read, name)
-    field.loop(("f16", "prepacked") if rig.major == 9 else ("nvfp4", "nvfp4"))
+    field.loop(fastest_forms(rig))
     field.torch()
     if rig.major is not None and rig.major >= 10:
         field.nvfp4()
@@ -213,11 +222,11 @@ class Field:
 
         def make() -> tuple[Contender, Check]:
             (a, *_), stacks = in_forms(self.weights, self.tokens, forms)
-            scale = post_scale.compiled() if self.rig.is_cuda else post_scale.post_scale
+            scale, several = post_scale.fastest(self.rig.device)
             rival = [post_scale.grouped(a, b, self.on_host.tolist(), scale) for b in stacks]
             note = "a GEMM and a post-scale pass for each expert; the host has to know the group ends"
-            if self.rig.is_cuda and not post_scale.is_compiled():
-                note += f"; {NOT_COMPILED}"
+            if several is not None:
+                note += f"; {several}"
             work = self.work(a, stacks[0], self.rig.our_unit)
             contender = Contender(rival, work, BASELINE, None, ROUNDING, note)
             values = self.tokens.packed[0].dequantize()

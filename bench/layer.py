@@ -19,15 +19,26 @@ from torch import Tensor
 
 from . import cublaslt, post_scale
 from .contest import BASELINE, ROUNDING, Check, Contender, Contest, Job, Row
-from .dense import DEFAULT_SHAPES, NOT_COMPILED, SMALL_M, SMALL_SHAPES, TORCH, key, start, wanted
+from .dense import (
+    CUBLASLT_POST,
+    DEFAULT_SHAPES,
+    OURS,
+    SCALAR,
+    SMALL_M,
+    SMALL_SHAPES,
+    TORCH,
+    UNFUSED,
+    key,
+    start,
+    wanted,
+)
 from .models import Layer
-from .operands import Tokens, Weights, calls, chosen_kernel, in_forms, unit
+from .operands import Tokens, Weights, calls, chosen_kernel, fastest_forms, in_forms, unit
 from .rig import Rig
 from .roofline import Work
 from .verify import near, wrong
 
-OURS, PACKED, SCALAR, UNFUSED = "fp4gemm", "fp4gemm, packed tokens", "scalar alpha", "unfused: post-scale"
-CUBLASLT = "cuBLASLt nvfp4 + post-scale"
+PACKED = "fp4gemm, packed tokens"
 M = (1, 16, 256, 4096)
 
 
@@ -70,7 +81,7 @@ class Field:
         self.made, self.rig, self.weights, self.tokens, self.m = made, rig, weights, tokens, m
         self.shape = (m, weights.n)
         # The forms of the fastest way, and whether the quantizer decodes.
-        self.forms = ("f16", "prepacked") if rig.major == 9 else ("nvfp4", "nvfp4")
+        self.forms = fastest_forms(rig)
         self.quantize = partial(fp4gemm.quantize, decoded=True) if rig.major == 9 else fp4gemm.quantize
 
     def work(self, weight_bytes: int, unit_name: str, elem_bytes: int = 2) -> Work:
@@ -114,10 +125,9 @@ class Field:
 
         def make() -> tuple[Contender, Check]:
             _, stacks = in_forms(self.weights, self.tokens, self.forms)
-            forward = self._behind(self.quantize, fp4gemm.mm, _one)
+            forward, note = self._behind(self.quantize, fp4gemm.mm, _one)
             contender = self.contender(forward, [(unit(b), b.amax) for b in stacks], BASELINE)
-            if self.rig.is_cuda and not post_scale.is_compiled():
-                contender.note = NOT_COMPILED
+            contender.note = note
             return self._rounded(contender)
 
         self.made.attempt(UNFUSED, make)
@@ -126,7 +136,7 @@ class Field:
         """The same with cuBLASLt's GEMM."""
         reason = cublaslt.absent(self.rig.device)
         if reason is not None:
-            self.made.absent[CUBLASLT] = reason
+            self.made.absent[CUBLASLT_POST] = reason
             return
 
         def make() -> tuple[Contender, Check]:
@@ -136,16 +146,19 @@ class Field:
             def operand(a: fp4gemm.NVFP4Tensor, one: Tensor) -> cublaslt.Operand:
                 return cublaslt.Operand(a.codes.view(torch.float4_e2m1fn_x2), a.scales, decode)
 
-            forward = self._behind(fp4gemm.quantize, cublaslt.dense, operand)
+            forward, note = self._behind(fp4gemm.quantize, cublaslt.dense, operand)
             ones = [(cublaslt.operand(unit(b)), b.amax) for b in stacks]
             contender = self.contender(forward, ones, BASELINE)
-            contender.kernel = None
+            contender.kernel, contender.note = None, note
             return self._rounded(contender)
 
-        self.made.attempt(CUBLASLT, make, ours=False)
+        self.made.attempt(CUBLASLT_POST, make, ours=False)
 
-    def _behind(self, quantize: Any, gemm: Any, with_one: Any) -> Callable[[Tensor, Any], Tensor]:
-        scale = post_scale.compiled() if self.rig.is_cuda else post_scale.post_scale
+    def _behind(
+        self, quantize: Any, gemm: Any, with_one: Any
+    ) -> tuple[Callable[[Tensor, Any], Tensor], str | None]:
+        """The forward with a post-scale pass, and a remark on that."""
+        scale, note = post_scale.fastest(self.rig.device)
         one = torch.ones(1, device=self.rig.device)
 
         def forward(x: Tensor, weight: tuple[Any, Tensor]) -> Tensor:
@@ -154,13 +167,13 @@ class Field:
             scale(d, a.amax, weight[1])
             return d
 
-        return forward
+        return forward, note
 
     def _rounded(self, contender: Contender) -> tuple[Contender, Check]:
         contender.checked = ROUNDING
 
         def values() -> Tensor:
-            return fp4gemm.NVFP4Tensor(*reference.quantize(self.tokens.plain[0], None, True)).dequantize()
+            return fp4gemm.NVFP4Tensor(*self.tokens.want).dequantize()
 
         weight = lambda: self.weights.values  # noqa: E731
         return contender, near(contender.calls[0], self.shape, values, weight, torch.bfloat16)

@@ -102,20 +102,36 @@ class Tokens:
         """None where the first tokens in that form are what the reference makes of them, else why not."""
         if form == "bf16":
             return None
-        want = reference.quantize(self.plain[0], None, True, offs=self.offs)
-        reason = difference(self.packed[0], want)
+        reason = self._packed_wrong
         if reason is None and form == "f16":
-            codes, scales = want[0], want[1]
-            if self.offs is None:
-                reason = difference(self.decoded[0], (reference.decode(codes, scales),))
-            elif not torch.equal(self.decoded[0].data, fp4gemm.decode(self.packed[0]).data):
-                reason = "quantize(decoded=True) differs from decode(quantize(x))"
+            reason = self._decoded_wrong
         return None if reason is None else f"its tokens: {reason}"
+
+    # Looked at once for all contenders that take them.
+
+    @cached_property
+    def want(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, scales and amax that the reference makes of the first tokens."""
+        return reference.quantize(self.plain[0], None, True, offs=self.offs)
+
+    @cached_property
+    def _packed_wrong(self) -> str | None:
+        return difference(self.packed[0], self.want)
+
+    @cached_property
+    def _decoded_wrong(self) -> str | None:
+        if self.offs is None:
+            return difference(self.decoded[0], (reference.decode(*self.want[:2]),))
+        if torch.equal(self.decoded[0].data, fp4gemm.decode(self.packed[0]).data):
+            return None
+        return "quantize(decoded=True) differs from decode(quantize(x))"
 
 
 # The names of the forms of a product's operands (info.FORMATS), and where they are.
 _OF_TOKENS = {"nvfp4": "packed", "f16": "decoded", "bf16": "plain"}
 _OF_WEIGHTS = {"nvfp4": "packed", "f16": "decoded", "prepacked": "prepacked"}
+FORMS = ("nvfp4", "nvfp4")  # of the fastest product, but on Hopper
+HOPPER_FORMS = ("f16", "prepacked")
 # What a kernel of the table reads itself, by KernelInfo.operand.
 _READ_BY = {
     "nvfp4": ("nvfp4", "nvfp4"),
@@ -123,6 +139,11 @@ _READ_BY = {
     "prepacked": ("f16", "prepacked"),
     "prepacked_bf16": ("bf16", "prepacked"),
 }
+
+
+def fastest_forms(rig: Rig) -> tuple[str, str]:
+    """The forms of tokens and weight that a device multiplies fastest."""
+    return HOPPER_FORMS if rig.major == 9 else FORMS
 
 
 def in_forms(weights: Weights, tokens: Tokens, forms: tuple[str, str]) -> tuple[list[Any], list[Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import fp4gemm
 import torch
+from fp4gemm._products import error_line
 
 from .contest import Job, Row
 from .rig import Rig
@@ -34,7 +35,7 @@ def _rows(rig: Rig) -> Iterator[Row]:
         try:
             call()
         except NotImplementedError as error:
-            yield start | {"absent": f"NotImplementedError: {error}"}
+            yield start | {"absent": error_line(error)}
             continue
         yield start | {"checked": "not checked"} | time_host(call, rig.device, **batches).row()
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .results import Row, load
+from .results import Row, load, weight_name
 
 FORMATS = ("svg", "png", "pdf")
 # Of the contenders that come most often; others take what is left.
@@ -156,11 +156,7 @@ def speed_ups(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
         ratio = next((r for name, r in row.get("ratio", {}).items() if name.startswith("torch ")), None)
         if row["contender"] != "fp4gemm" or ratio is None:
             continue
-        whose = f"{row['model']} {row['layer']} " if "model" in row else ""
-        experts = f"{row['experts']}x" if "experts" in row else ""
-        name = f"{whose}{experts}{row['n']}x{row['k']}"
-        if row.get("routing", "uniform") != "uniform":
-            name += f" {row['routing']}"
+        name = weight_name(row)
         made.setdefault(name, []).append((int(row["tokens" if "tokens" in row else "m"]), float(ratio)))
     return {name: sorted(points) for name, points in made.items()}
 

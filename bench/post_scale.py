@@ -22,6 +22,7 @@ from .operands import unit
 from .timing import Call
 
 Gemm = Callable[[Any, Any], Tensor]
+NOT_COMPILED = "without Triton the post-scale pass is several kernels"
 PostScale = Callable[[Tensor, Tensor, Tensor], object]
 
 
@@ -41,6 +42,13 @@ def compiled() -> PostScale:
         return post_scale
     made: PostScale = torch.compile(post_scale, dynamic=True)
     return made
+
+
+def fastest(device: torch.device) -> tuple[PostScale, str | None]:
+    """The pass in as few kernels as there can be on a device; and a remark where those are several."""
+    if device.type != "cuda":
+        return post_scale, None
+    return compiled(), None if is_compiled() else NOT_COMPILED
 
 
 def is_compiled() -> bool:

@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from . import dense, grouped, layer, overhead, plot, quantize
 from .cases import Sizes, families
 from .contest import Job
 from .models import Layer, expert_layers
-from .results import Row, by_case
+from .results import Row, by_case, weight_name
 from .rig import Rig
 from .show import remarks, table
 
@@ -270,8 +270,8 @@ def _matrix(rows: Sequence[Row], title: str, across: str) -> list[str]:
         name for row in ours for name in row.get("ratio", {}) if name.startswith(README_RIVALS)
     )
     body: list[tuple[str, ...]] = []
-    for weight in dict.fromkeys(map(_weight, ours)):
-        mine = {row[across]: row for row in ours if _weight(row) == weight}
+    for weight in dict.fromkeys(map(weight_name, ours)):
+        mine = {row[across]: row for row in ours if weight_name(row) == weight}
         cells = [f"{mine[size]['us']:.1f}" if size in mine else "" for size in sizes]
         body.append((weight, "us", *cells))
         for rival in rivals:
@@ -279,16 +279,6 @@ def _matrix(rows: Sequence[Row], title: str, across: str) -> list[str]:
             if any(x is not None for x in found):
                 body.append(("", f"x {rival}", *("" if x is None else f"{x:.2f}" for x in found)))
     return ["", *_table((title, "", *map(str, sizes)), body)]
-
-
-def _weight(row: Mapping[str, Any]) -> str:
-    sizes = "x".join(str(row[key]) for key in ("experts", "n", "k") if key in row)
-    routing = row.get("routing", "uniform")
-    return " ".join(
-        filter(
-            None, (row.get("model", ""), row.get("layer", ""), sizes, "" if routing == "uniform" else routing)
-        )
-    )
 
 
 def with_block(text: str, block: str, name: str) -> str:

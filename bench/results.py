@@ -114,3 +114,11 @@ def by_case(rows: Iterable[Row]) -> Iterator[tuple[str, list[Row]]]:
     for row in rows:
         cases.setdefault(row["case"], []).append(row)
     yield from cases.items()
+
+
+def weight_name(row: Mapping[str, Any]) -> str:
+    """Whose weight a product's row is of, its sizes, and how tokens were routed where not evenly."""
+    sizes = "x".join(str(row[key]) for key in ("experts", "n", "k") if key in row)
+    routing = row.get("routing", "uniform")
+    parts = (row.get("model", ""), row.get("layer", ""), sizes, "" if routing == "uniform" else routing)
+    return " ".join(filter(None, parts))
