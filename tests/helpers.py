@@ -98,6 +98,12 @@ def make_scales(m: int, k: int, gen: torch.Generator) -> Tensor:
     return torch.randint(0, 0x7F, (m, k // 16), generator=gen, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
 
+def folded(codes: Tensor, compact: Tensor) -> tuple[Tensor, Tensor]:
+    """The same weight, scales a byte each, with the sign of every negative scale at its sixteen codes."""
+    flips = (compact >= 0x80).repeat_interleave(8, dim=-1)
+    return torch.where(flips, codes ^ 0x88, codes), compact & 0x7F
+
+
 def poisoned(m: int, n: int, dtype: torch.dtype, device: torch.device, pad: int = 0) -> tuple[Tensor, Tensor]:
     """An (m, n) view inside a larger buffer (m + 2, n + pad) full of 0xFF (NaN), and that buffer."""
     width = n + pad

@@ -62,9 +62,10 @@ def operands(
 
 
 def every_product(device: torch.device) -> NVFP4Tensor:
-    """(16, 128): each of the 127 finite scales beside all 16 codes (and one scale twice)."""
-    codes = torch.stack([(torch.arange(16) + 3 * block) % 16 for block in range(128)]).view(16, 128)
-    scales = torch.cat((torch.arange(0x7F), torch.tensor([0x38]))).view(16, 8)
+    """(32, 128): each of the 254 finite scales, half of them negative, beside all 16 codes (two twice)."""
+    codes = torch.stack([(torch.arange(16) + 3 * block) % 16 for block in range(256)]).view(32, 128)
+    finite = torch.cat((torch.arange(0x7F), torch.tensor([0x38])))
+    scales = torch.cat((finite, finite | 0x80)).view(32, 8)
     packed = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
     t = NVFP4Tensor.from_compact(packed, scales.to(torch.uint8), torch.ones(1))
     return t.to(device)
@@ -75,7 +76,7 @@ def every_product(device: torch.device) -> NVFP4Tensor:
 
 @pytest.mark.parametrize("operand", A_DTYPES)
 def test_one_hot_rows_give_back_every_code_and_scale(operand: str, hopper: torch.device) -> None:
-    """D is the decoded weight, transposed, bit for bit: 16 codes times 127 scales (the sum makes -0 a 0)."""
+    """D is the decoded weight, transposed, bit for bit: 16 codes times 254 scales (the sum makes -0 a 0)."""
     w = every_product(hopper)
     data = fp4gemm.prepack(w).data
     values = reference.decode(w.codes, w.scales).float().T.contiguous() + 0.0
@@ -84,7 +85,7 @@ def test_one_hot_rows_give_back_every_code_and_scale(operand: str, hopper: torch
     for kernel in kernels("dense", operand) + kernels("grouped", operand):
         if kernel.epilogue != "rowcol":
             continue
-        last = (None, None, None, kernel.out_dtype, kernel.name, 0, None, 1.0, False, 16)
+        last = (None, None, None, kernel.out_dtype, kernel.name, 0, None, 1.0, False, 32)
         if kernel.mode == "dense":
             got = fp4gemm.ops.scaled_mm(one, data, None, None, 1.0, *last)
         else:

@@ -1,23 +1,29 @@
-"""The prepack and unpack operators: the layout by its definition, nothing lost, every code and scale."""
+"""The prepack and unpack operators: the layout by its definition, the same weight, every code and scale."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from fp4gemm import layout, ops
-from helpers import assert_bits, dirty, make_codes
+from fp4gemm import layout, ops, reference
+from helpers import assert_bits, assert_same_value, dirty, folded, make_codes
 from op_checks import assert_fake_is_real, opcheck
 from torch import Tensor
 
 SHAPES = [(1, 16), (64, 64), (63, 48), (65, 80), (128, 256), (129, 272), (200, 336), (7, 2880), (300, 96)]
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+# What the kernels multiply: each code as fp16, times 2^-14, and each e4m3 byte without its sign, times 2^7.
+CODES = (torch.cat((E2M1, -E2M1)) * 2.0**-14).half()
+SCALES = (torch.arange(0x80, dtype=torch.uint8).view(torch.float8_e4m3fn).float() * 2.0**7).half()
+SCALES.view(torch.int16)[0x7F] = 0x7F80  # NaN
 
 
 def rotl(words: Tensor, by: int) -> Tensor:
     return ((words << by) | (words >> (32 - by))) & 0xFFFFFFFF
 
 
-def layout_of_chunk() -> tuple[Tensor, Tensor, Tensor]:
-    """Row and k (128, 4, 8) of each code, by thread, word and index; row and block (2, 256) of each scale.
+def layout_of_chunk() -> tuple[Tensor, Tensor]:
+    """Row and k (128, 4, 8) of each code, by thread, word and index.
 
     As a wgmma holds its A operand: within 16 of k, thread t of a warp has rows t / 4 and that + 8, at
     k = 2 (t % 4) and the next, and at both + 8.
@@ -27,32 +33,37 @@ def layout_of_chunk() -> tuple[Tensor, Tensor, Tensor]:
     index = torch.arange(8).view(1, 1, -1)
     rows = 16 * (thread // 32) + thread % 32 // 4 + 8 * (index // 2 % 2) + 0 * word
     depths = 16 * word + 2 * (thread % 4) + index % 2 + 8 * (index // 4)
-    byte = torch.arange(256)
-    scales = torch.stack((byte // 64 * 16 + byte % 2 * 8 + byte // 8 % 8, byte // 2 % 4))  # row, block
-    return rows, depths, scales
+    return rows, depths
+
+
+def halves(words: Tensor, mask: int) -> Tensor:
+    """The masked bits as pairs of fp16, (.., 2), the low half first."""
+    masked = words & mask
+    return torch.stack((masked & 0xFFFF, masked >> 16), dim=-1).to(torch.int16).view(torch.float16)
 
 
 def read(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales, a byte each, of all chunks (their padding included)."""
+    """Codes and scales of all chunks (their padding included), as CODES and SCALES have them."""
     rows, columns = -(-n // 64), -(-k // 64)
     chunks = packed.cpu().view(rows, columns, 2304)
-    words = chunks[..., :2048].contiguous().view(torch.int32).view(rows, columns, 128, 4).long() & 0xFFFFFFFF
-    pairs = (
-        words,
-        rotl(words, 3),
-        rotl(words, 7) ^ rotl(words, 10),
-        rotl(words, 7) ^ rotl(words, 12),
-    )
-    row, depth, scale = layout_of_chunk()
-    nibbles = torch.full((rows, columns, 64, 64), 99)
+    every = chunks.view(torch.int32).long() & 0xFFFFFFFF
+    words = every[..., :512].view(rows, columns, 128, 4)
+    pairs = (words, words << 3, words << 7 ^ words << 10, words << 7 ^ rotl(words, 12))
+    row, depth = layout_of_chunk()
+    codes = torch.full((rows, columns, 64, 64), torch.nan, dtype=torch.float16)
     for index in range(8):
-        half = (pairs[index // 2] & 0x8E008E00) >> (16 * (index % 2)) & 0xFFFF
-        # The place of the sign and of the three other bits in an fp16.
-        nibbles[:, :, row[:, :, index], depth[:, :, index]] = half >> 15 << 3 | half >> 9 & 7
-    scales = torch.full((rows, columns, 64, 4), 99, dtype=torch.uint8)
-    scales[:, :, scale[0], scale[1]] = chunks[..., 2048:]
-    flat = nibbles.permute(0, 2, 1, 3).reshape(64 * rows, 64 * columns)
-    return flat.to(torch.uint8), scales.permute(0, 2, 1, 3).reshape(64 * rows, 4 * columns)
+        half = halves(pairs[index // 2], 0x8E008E00)[..., index % 2]
+        codes[:, :, row[:, :, index], depth[:, :, index]] = half
+    words = every[..., 512:].view(rows, columns, 32, 2)  # two words for rows r and r + 8
+    pair = torch.arange(32)
+    upper = pair // 8 * 16 + pair % 8
+    scales = torch.full((rows, columns, 64, 4), torch.nan, dtype=torch.float16)
+    for block in range(4):
+        word = words[..., block // 2]
+        both = halves(word if block % 2 == 0 else rotl(word, 24), 0x7F807F80)
+        scales[:, :, upper, block], scales[:, :, upper + 8, block] = both.unbind(-1)
+    flat = codes.permute(0, 2, 1, 3).reshape(64 * rows, 64 * columns)
+    return flat, scales.permute(0, 2, 1, 3).reshape(64 * rows, 4 * columns)
 
 
 def weight(n: int, k: int, gen: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -69,7 +80,7 @@ def swizzled(compact: Tensor, n: int, pad: int = 0) -> Tensor:
 
 
 def nibbles_of(codes: Tensor) -> Tensor:
-    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1).int()
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
@@ -82,18 +93,20 @@ def test_layout(n: int, k: int, device: torch.device, gen: torch.Generator) -> N
     assert packed.shape == (size,)
     assert packed.dtype == torch.uint8
     got, scales = read(packed, n, k)
+    codes, compact = folded(codes, compact)
     want = torch.zeros_like(got)
-    want[:n, :k] = nibbles_of(codes)
+    want[:n, :k] = CODES[nibbles_of(codes)]
     assert_bits(got, want, "codes")
     want = torch.zeros_like(scales)
-    want[:n, : k // 16] = compact
+    want[:n, : k // 16] = SCALES[compact.int()]
     assert_bits(scales, want, "scales")
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_unpack_is_the_inverse(n: int, k: int, device: torch.device, gen: torch.Generator) -> None:
+    """It restores every byte where no scale has a sign bit."""
     codes, compact = weight(n, k, gen)
-    scales = swizzled(compact, n)
+    scales = swizzled(compact & 0x7F, n)
     packed = ops.prepack(codes.to(device), scales.to(device))
     dirty(device, codes.numel(), scales.numel())
     got = ops.unpack(packed, n, k)
@@ -102,44 +115,75 @@ def test_unpack_is_the_inverse(n: int, k: int, device: torch.device, gen: torch.
     assert got[0].device.type == got[1].device.type == device.type
 
 
-def test_any_bytes_are_a_weight(device: torch.device, gen: torch.Generator) -> None:
-    """The map is one to one: random bytes come back."""
-    packed = torch.randint(0, 256, (6 * 2304,), generator=gen, dtype=torch.uint8)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_negative_scales(n: int, k: int, device: torch.device, gen: torch.Generator) -> None:
+    """Their sign goes to the codes: an equal weight comes back, from which the same bytes are made."""
+    codes, compact = weight(n, k, gen)
+    scales = swizzled(compact, n)
+    packed = ops.prepack(codes.to(device), scales.to(device))
+    want_codes, want_compact = folded(codes, compact)
+    dirty(device, codes.numel(), scales.numel())
+    got = ops.unpack(packed, n, k)
+    assert_bits(got[0], want_codes, "codes")
+    assert_bits(got[1], swizzled(want_compact, n), "scales, padding zero")
+    values = (reference.decode(c.cpu(), s.cpu()) for c, s in (got, (codes, scales)))
+    assert_same_value(*values, "values")
+    assert_bits(ops.prepack(*got), packed, "bytes")
+
+
+def test_any_words_are_codes(device: torch.device, gen: torch.Generator) -> None:
+    """The map of the codes is one to one: random words come back, beside scales that prepack made."""
+    codes, compact = weight(128, 192, gen)
+    compact &= 0x7F
+    packed = ops.prepack(codes, swizzled(compact, 128))
+    words = packed.view(6, 2304)[:, :2048]
+    words.copy_(torch.randint(0, 256, words.shape, generator=gen, dtype=torch.uint8))
     codes, scales = ops.unpack(packed.to(device), 128, 192)
-    nibbles, compact = read(packed, 128, 192)
-    assert_bits(nibbles_of(codes.cpu()), nibbles, "codes")
+    assert_bits(CODES[nibbles_of(codes.cpu())], read(packed, 128, 192)[0], "codes")
     assert_bits(scales, swizzled(compact, 128), "scales")
     assert_bits(ops.prepack(codes, scales), packed, "bytes")
 
 
 def test_every_code_with_every_scale(device: torch.device) -> None:
     """All 256 scale bytes, those of NaN too, before all 16 codes, at every place of a word."""
+    compact = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(256, 1)
+    scales = swizzled(compact, 256)
     for turn in range(16):
         row = (torch.arange(16, dtype=torch.uint8) + turn) % 16
         codes = (row[0::2] | row[1::2] << 4).repeat(256, 1).contiguous()
-        scales = swizzled(torch.arange(256, dtype=torch.int32).to(torch.uint8).view(256, 1), 256)
         packed = ops.prepack(codes.to(device), scales.to(device))
         got = ops.unpack(packed, 256, 16)
-        assert_bits(got[0], codes, "codes")
-        assert_bits(got[1], scales, "scales")
-        assert_bits(read(packed, 256, 16)[0][:, :16].contiguous(), row.repeat(256, 1), "places")
+        assert_bits(got[0][:128], codes[:128], "codes before scales without a sign")
+        assert_bits(got[0][128:], codes[128:] ^ 0x88, "codes before negative scales")
+        assert_bits(got[1], swizzled(compact % 128, 256), "scales")
+        left, right = read(packed, 256, 16)
+        assert_bits(left[:128, :16].contiguous(), CODES[row.int()].repeat(128, 1), "places")
+        assert_bits(right[:, :1].contiguous(), SCALES[compact.int() % 128], "stored scales")
+        # What the kernels feed to the tensor cores is exact, the signs of zeros included.
+        values = CODES[row.int()].float() * 2.0**14 * compact.view(torch.float8_e4m3fn).float()
+        assert_same_value(left[:, :16] * right[:, :1], (values * 2.0**-7).half(), "products")
+        unpacked = reference.decode(got[0].cpu(), got[1].cpu())
+        assert_same_value(unpacked, values.half(), "values")
 
 
 @pytest.mark.parametrize(("g", "n", "k"), [(1, 64, 64), (3, 7, 16), (5, 65, 336), (2, 128, 96)])
 def test_stacks(g: int, n: int, k: int, device: torch.device, gen: torch.Generator) -> None:
     weights = [weight(n, k, gen) for _ in range(g)]
+    back = [folded(*w) for w in weights]
     codes = torch.stack([w[0] for w in weights]).to(device)
     # Bytes, because few torch operators know float8.
-    plain = torch.stack([swizzled(w[1], n).view(torch.uint8) for w in weights])
-    scales = plain.view(torch.float8_e4m3fn).to(device)
+    scales, want_scales = (
+        torch.stack([swizzled(w[1], n).view(torch.uint8) for w in part]).view(torch.float8_e4m3fn).to(device)
+        for part in (weights, back)
+    )
     packed = ops.prepack(codes, scales)
     assert packed.shape == (g, -(-n // 64) * -(-k // 64) * 2304)
     for e in range(g):
         alone = ops.prepack(codes[e].clone(), scales[e].view(torch.uint8).clone().view(scales.dtype))
         assert_bits(packed[e], alone, f"matrix {e}")
     got = ops.unpack(packed, n, k)
-    assert_bits(got[0], codes, "codes")
-    assert_bits(got[1], scales, "scales")
+    assert_bits(got[0], torch.stack([w[0] for w in back]), "codes")
+    assert_bits(got[1], want_scales, "scales")
 
 
 def test_no_rows(device: torch.device) -> None:

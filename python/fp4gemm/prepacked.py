@@ -23,8 +23,8 @@ class PrepackedTensor:
     One matrix or a stack (g, n, k). What :func:`prepack` returns and :func:`fp4gemm.mm` takes for its right
     operand on devices of compute capability 9.0 and on the CPU (there slowly: every call unpacks it). It is
     as large as the NVFP4Tensor, 0.5625 bytes an element where n and k are multiples of 64, and
-    :func:`unpack` gives that back bit for bit. The order of the bytes may change with the version of this
-    library, so pickle and torch.save write the NVFP4Tensor in its place.
+    :func:`unpack` gives that back. The order of the bytes may change with the version of this library, so
+    pickle and torch.save write the NVFP4Tensor in its place.
 
     Args:
         data: uint8 (bytes,) or (g, bytes), contiguous, base 16-byte aligned, with bytes = 2304 * ceil(n / 64)
@@ -111,7 +111,7 @@ class PrepackedTensor:
 
 
 def prepack(w: NVFP4Tensor) -> PrepackedTensor:
-    """The same weight, its codes and scales rearranged for mm on compute capability 9.0; nothing is lost.
+    """The same weight, its codes and scales rearranged for mm on compute capability 9.0.
 
     To do once for each weight: a product with the NVFP4Tensor itself rearranges it in every call. amax is
     shared with w, not copied.
@@ -140,7 +140,10 @@ def prepack(w: NVFP4Tensor) -> PrepackedTensor:
 
 
 def unpack(p: PrepackedTensor) -> NVFP4Tensor:
-    """The NVFP4Tensor that was prepacked, bit for bit, the padding of its scales zero; amax is shared with p.
+    """The NVFP4Tensor that was prepacked, the padding of its scales zero; amax is shared with p.
+
+    Every byte is restored, NaN included, where no scale was negative, as none of :func:`fp4gemm.quantize` is.
+    A negative scale comes back positive, its sixteen codes with the other sign: the values are the same.
 
     Raises:
         TypeError: p is no PrepackedTensor. NotImplementedError: the device has no kernel.

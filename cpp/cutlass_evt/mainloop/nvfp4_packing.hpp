@@ -5,10 +5,16 @@
 // which the threads of a warpgroup hold the A operand of a wgmma, 16 bytes a thread, one 32-bit word for each
 // 16 of k; so a thread's share is one 16-byte load.
 //
-// The eight codes of a word are not nibbles: the word is such that two rotations and an exclusive or put the
-// sign and the three other bits of two codes at a time where an fp16 has its sign (15), its two low exponent
-// bits and its high mantissa bit (11..9). That is the e2m1 value times 2^-14, subnormals included, and every
+// The eight codes of a word are not nibbles: the word is such that shifts and an exclusive or put the sign
+// and the three other bits of two codes at a time where an fp16 has its sign (15), its two low exponent bits
+// and its high mantissa bit (11..9). That is the e2m1 value times 2^-14, subnormals included, and every
 // product with an e4m3 scale times 2^7 is exact in fp16. The map is linear over bits, so packing is a table.
+// All but one of the shifts are plain ones to the left, which the multiply-add pipe does: the pipe of logic
+// is busier.
+//
+// Nor are the scales e4m3: a byte is the upper half of an fp16 below its sign, five bits of exponent and
+// three of mantissa, of the scale times 2^7. A mask makes two of them, those of rows r and r + 8, the operand
+// of a packed multiplication. There is no sign: that of a negative scale goes to its sixteen codes.
 #pragma once
 
 #include <cstdint>
@@ -45,9 +51,50 @@ struct Nvfp4Packing {
     return index / 4 * 8 + thread % 4 * 2 + index % 2;
   }
 
-  /// Byte, behind the codes, of the scale of `row` (0..63) for block `block` (0..3).
-  CUTLASS_HOST_DEVICE static constexpr int scale_byte(int row, int block) {
-    return (row / 16 * 8 + row % 8) * 8 + block * 2 + row / 8 % 2;
+  // Behind the codes, 8 bytes for rows r and r + 8: a word for two blocks of 16 of k.
+
+  /// Place of that of row r among the pairs of words.
+  CUTLASS_HOST_DEVICE static constexpr int scale_pair(int row) { return row / 16 * 8 + row % 8; }
+
+  static constexpr uint32_t kScaleMask = 0x7F807F80u;
+
+  /// The word of two blocks of row r (bits 7..0 and 15..8 of `upper`) and of row r + 8.
+  CUTLASS_HOST_DEVICE static constexpr uint32_t scale_word(uint32_t upper, uint32_t lower) {
+    return pair_of_scales(upper & 255u, lower & 255u) ^
+           rotl(pair_of_scales(upper >> 8 & 255u, lower >> 8 & 255u), 8);
+  }
+
+  /// Two scales as fp16, times 2^7: of row r in the low half, of row r + 8 in the high.
+  CUTLASS_HOST_DEVICE static constexpr uint32_t scale_bits(uint32_t word, int block) {
+    return (block % 2 == 0 ? word : rotl(word, 24)) & kScaleMask;
+  }
+
+  /// The stored form of an e4m3 number that is not negative.
+  CUTLASS_HOST_DEVICE static constexpr uint32_t scale_code(uint32_t e4m3) {
+    if (e4m3 == 0x7F) {
+      return 0xFF;  // NaN
+    }
+    if (e4m3 >= 8) {
+      return e4m3 + (15 << 3);
+    }
+    if (e4m3 >= 4) {  // subnormal, in units of a quarter
+      return (15u << 3) + (e4m3 - 4) * 2;
+    }
+    return e4m3 >= 2 ? (14u << 3) + (e4m3 - 2) * 4 : e4m3 == 1 ? 13u << 3 : 0u;
+  }
+
+  /// Its inverse.
+  CUTLASS_HOST_DEVICE static constexpr uint32_t scale_of(uint32_t code) {
+    if (code == 0xFF) {
+      return 0x7F;
+    }
+    if (code >= 16 << 3) {
+      return code - (15 << 3);
+    }
+    if (code >= 15 << 3) {
+      return 4 + (code - (15 << 3)) / 2;
+    }
+    return code >= 14 << 3 ? 2 + (code - (14 << 3)) / 4 : code == 13 << 3 ? 1u : 0u;
   }
 
   static constexpr uint32_t kMask = 0x8E008E00u;
@@ -60,9 +107,9 @@ struct Nvfp4Packing {
   CUTLASS_HOST_DEVICE static constexpr uint32_t pair_bits(uint32_t word, int pair) {
     switch (pair) {
       case 0: return word & kMask;
-      case 1: return rotl(word, 3) & kMask;
-      case 2: return (rotl(word, 7) ^ rotl(word, 10)) & kMask;
-      default: return (rotl(word, 7) ^ rotl(word, 12)) & kMask;
+      case 1: return word << 3 & kMask;
+      case 2: return (word << 7 ^ word << 10) & kMask;
+      default: return (word << 7 ^ rotl(word, 12)) & kMask;
     }
   }
 
@@ -70,6 +117,11 @@ struct Nvfp4Packing {
   CUTLASS_HOST_DEVICE static constexpr uint32_t code_of(uint32_t word, int index) {
     uint32_t const half = pair_bits(word, index / 2) >> (index % 2 * 16);
     return (half >> 12 & 8u) | (half >> 9 & 7u);
+  }
+
+ private:
+  CUTLASS_HOST_DEVICE static constexpr uint32_t pair_of_scales(uint32_t upper, uint32_t lower) {
+    return upper << 7 | lower << 23;
   }
 };
 

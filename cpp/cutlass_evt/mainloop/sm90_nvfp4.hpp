@@ -5,10 +5,10 @@
 // tokens (rows of D). So the operand that must be decoded is the one that comes from registers, and the token
 // side of a tile may be narrow.
 //
-// Tiles of few tokens use mma.sync, the others wgmma. Both take the decoded weights in the same registers and
-// leave the sums in the same ones. With few tokens the time goes into decoding, and mma.sync leaves each warp
-// to itself; wgmma, which reads the tokens from shared memory once for four warps, makes these wait for each
-// other.
+// Tiles of eight tokens use mma.sync, the others wgmma. Both take the decoded weights in the same registers
+// and leave the sums in the same ones. With few tokens the time goes into decoding, and mma.sync leaves each
+// warp to itself; wgmma, which reads the tokens from shared memory once for four warps, makes these wait for
+// each other.
 #pragma once
 
 #include "cute/arch/cluster_sm90.hpp"
@@ -24,20 +24,17 @@
 
 namespace cutlass_evt {
 
-/// One m64k16 register operand from one word of codes and the scales of rows r and r + 8, times 2^-7: the
-/// bits of pair_bits are the values times 2^-14, and the scales bring 2^7. So all but the tiniest products
-/// are normal numbers, which the tensor cores align better than subnormal ones.
+/// One m64k16 register operand from one word of codes and the scales of rows r and r + 8 as scale_bits gives
+/// them, times 2^-7: the bits of pair_bits are the values times 2^-14, and the scales bring 2^7. So all but
+/// the tiniest products are normal numbers, which the tensor cores align better than subnormal ones.
 template <class Element>
 struct Nvfp4Decoder;
 
 template <>
 struct Nvfp4Decoder<cutlass::half_t> {
   CUTLASS_DEVICE static void decode(uint32_t word, uint32_t scales, uint32_t (&a)[4]) {
-    uint32_t pair;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(scales)));
-    __half2 const scaled = __hmul2(reinterpret_cast<__half2 const&>(pair), __float2half2_rn(128.0f));
-    __half2 const upper = __low2half2(scaled);
-    __half2 const lower = __high2half2(scaled);
+    __half2 const upper = __low2half2(reinterpret_cast<__half2 const&>(scales));
+    __half2 const lower = __high2half2(reinterpret_cast<__half2 const&>(scales));
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4; ++i) {
       uint32_t const bits = Nvfp4Packing::pair_bits(word, i);
@@ -52,10 +49,8 @@ struct Nvfp4Decoder<cutlass::half_t> {
 template <>
 struct Nvfp4Decoder<cutlass::bfloat16_t> {
   CUTLASS_DEVICE static void decode(uint32_t word, uint32_t scales, uint32_t (&a)[4]) {
-    uint32_t pair;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(scales)));
-    float2 const wide = __half22float2(reinterpret_cast<__half2 const&>(pair));
-    constexpr float kUp = 6.646139978924579e35f;  // 2^119
+    float2 const wide = __half22float2(reinterpret_cast<__half2 const&>(scales));
+    constexpr float kUp = 5.192296858534828e33f;  // 2^112
     __nv_bfloat162 const upper = __float2bfloat162_rn(wide.x * kUp);
     __nv_bfloat162 const lower = __float2bfloat162_rn(wide.y * kUp);
     CUTLASS_PRAGMA_UNROLL
@@ -264,7 +259,7 @@ struct Sm90Nvfp4Mainloop {
   /// A thread's share of a chunk as it lies in shared memory.
   struct Raw {
     uint32_t words[4];
-    uint32_t scales[2];  // of rows r and r + 8, for each 16 of k two bytes
+    uint32_t scales[2];  // of rows r and r + 8, for two blocks of 16 of k each
 
     CUTLASS_DEVICE void load(uint32_t codes_at, uint32_t scales_at) {
       asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -279,7 +274,7 @@ struct Sm90Nvfp4Mainloop {
 
     /// The register operand of 16 of k.
     CUTLASS_DEVICE void decode(int k, uint32_t (&a)[4]) const {
-      Nvfp4Decoder<Element>::decode(words[k], scales[k / 2] >> (k % 2 * 16), a);
+      Nvfp4Decoder<Element>::decode(words[k], Nvfp4Packing::scale_bits(scales[k / 2], k), a);
     }
   };
 

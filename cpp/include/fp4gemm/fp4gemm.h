@@ -356,14 +356,14 @@ FP4GEMM_API int64_t fp4gemm_prepacked_bytes(int64_t n, int64_t k);
 
 /* Rearranges num_matrices weights (n, k), codes and swizzled scales one matrix after the other, into
  * num_matrices * fp4gemm_prepacked_bytes bytes of `packed` (cpp/cutlass_evt/mainloop/nvfp4_packing.hpp has
- * the layout). Nothing is lost: fp4gemm_unpack restores every byte, those of NaN scales too. Pointers are
- * 16-byte aligned. The layout may change with the version of this library: keep and exchange the codes and
- * scales, not this. */
+ * the layout). fp4gemm_unpack restores every byte, those of NaN scales too, but a negative scale comes back
+ * positive, its codes with the other sign: the same values. Pointers are 16-byte aligned. The layout may
+ * change with the version of this library: keep and exchange the codes and scales, not this. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_prepack(int num_matrices, int64_t n, int64_t k, const uint8_t* codes,
                                              const uint8_t* scales, void* packed, int device,
                                              fp4gemm_stream_t stream);
 
-/* The inverse; the padding of the scales becomes zero. */
+/* The inverse, of what fp4gemm_prepack wrote; the padding of the scales becomes zero. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_unpack(int num_matrices, int64_t n, int64_t k, const void* packed,
                                             uint8_t* codes, uint8_t* scales, int device,
                                             fp4gemm_stream_t stream);

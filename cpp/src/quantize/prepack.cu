@@ -13,6 +13,16 @@ static_assert(Nvfp4Packing::kRows == kPrepackedChunk && Nvfp4Packing::kDepth == 
                   Nvfp4Packing::kChunkBytes == kPrepackedChunkBytes,
               "quantize.hpp repeats these numbers for code that is compiled without CUTLASS");
 
+constexpr bool scale_codes_have_an_inverse() {
+  for (uint32_t e4m3 = 0; e4m3 < 128; ++e4m3) {
+    if (Nvfp4Packing::scale_of(Nvfp4Packing::scale_code(e4m3)) != e4m3) {
+      return false;
+    }
+  }
+  return true;
+}
+static_assert(scale_codes_have_an_inverse(), "each of the 127 scales and NaN comes back");
+
 __constant__ cutlass_evt::Nvfp4WordTable word_table{};
 
 // A CTA takes 128 rows, one tile of scales high, by 256 of k: 128 bytes of codes in each row. Each of its
@@ -88,11 +98,18 @@ __device__ inline uint32_t masked_scales(uint32_t word, PackShape const& shape, 
   return blocks >= kScaleWord ? word : blocks <= 0 ? 0u : word & ((1u << (8 * blocks)) - 1);
 }
 
+/// Sixteen codes times the sign of their block's scale, which is the top bit of byte `block`.
+__device__ inline uint2 with_sign(uint2 codes, uint32_t signs, int block) {
+  uint32_t const flip = (signs >> (8 * block + 7) & 1u) * 0x88888888u;
+  return {codes.x ^ flip, codes.y ^ flip};
+}
+
 /// codes (n, num_blocks) and swizzled scales of each matrix to its chunks.
 __global__ void __launch_bounds__(kThreads)
     prepack(PackShape shape, uint2 const* codes, uint32_t const* scales, uint8_t* packed) {
   __shared__ uint32_t table[8][16];
   __shared__ uint2 staged[kTileRows][kStagedBlocks];
+  __shared__ uint32_t signs[kTileRows][kTileChunkColumns];  // of the scales, one in each byte
   if (threadIdx.x < 8 * 16) {
     table[threadIdx.x / 16][threadIdx.x % 16] = word_table.words[threadIdx.x / 16][threadIdx.x % 16];
   }
@@ -114,13 +131,20 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int const row = scale_row_of(lane) + 8 * i;
-      words[i] = masked_scales(
+      uint32_t const word = masked_scales(
           __ldg(scales + place.scale_tile * (512 / 4) + scale_word_of(place.tile_chunk_row, row)), shape,
           place.warp_row + row, place.warp_block);
+      signs[place.tile_chunk_row * Nvfp4Packing::kRows + row][place.tile_chunk_column] = word & 0x80808080u;
+      words[i] = 0;
+#pragma unroll
+      for (int block = 0; block < kScaleWord; ++block) {
+        words[i] |= Nvfp4Packing::scale_code(word >> (8 * block) & 0x7Fu) << (8 * block);
+      }
     }
-    static_assert(Nvfp4Packing::scale_byte(9, 2) == 13, "the rows alternate, blocks ascend");
+    static_assert(Nvfp4Packing::scale_pair(17) == 9, "a pair of words for each row of every other eight");
     reinterpret_cast<uint2*>(chunk + Nvfp4Packing::kCodeBytes)[lane] = {
-        __byte_perm(words[0], words[1], 0x5140), __byte_perm(words[0], words[1], 0x7362)};
+        Nvfp4Packing::scale_word(words[0], words[1]),
+        Nvfp4Packing::scale_word(words[0] >> 16, words[1] >> 16)};
   }
 #pragma unroll
   for (int i = 0; i < kTileTurns; ++i) {
@@ -140,8 +164,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int w = 0; w < Nvfp4Packing::kWordsPerThread; ++w) {
       int const block = place.tile_chunk_column * kChunkBlocks + w;
       // Two neighbouring codes are a byte: those of both rows, then both of the second half of the block.
-      uint2 const upper = staged[row][block];
-      uint2 const lower = staged[row + 8][block];
+      uint2 const upper = with_sign(staged[row][block], signs[row][place.tile_chunk_column], w);
+      uint2 const lower = with_sign(staged[row + 8][block], signs[row + 8][place.tile_chunk_column], w);
       uint32_t const halves[4] = {upper.x, lower.x, upper.y, lower.y};
       uint32_t word = 0;
 #pragma unroll
@@ -197,7 +221,12 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int const row = scale_row_of(lane) + 8 * i;
-      uint32_t const word = __byte_perm(both.x, both.y, i == 0 ? 0x6420 : 0x7531);
+      uint32_t word = 0;
+#pragma unroll
+      for (int block = 0; block < kScaleWord; ++block) {
+        uint32_t const bits = Nvfp4Packing::scale_bits(block < 2 ? both.x : both.y, block);
+        word |= Nvfp4Packing::scale_of(bits >> (i * 16 + 7) & 255u) << (8 * block);
+      }
       scales[place.scale_tile * (512 / 4) + scale_word_of(place.tile_chunk_row, row)] =
           masked_scales(word, shape, place.warp_row + row, place.warp_block);
     }

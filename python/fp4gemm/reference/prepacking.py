@@ -7,11 +7,14 @@ of a chunk, a 32-bit word for each 16 of k; code i (0..7) of its words is that o
     row  t // 32 * 16 + t % 32 // 4 + i // 2 % 2 * 8      k  i // 4 * 8 + t % 4 * 2 + i % 2
 
 Codes 2p (in the low half) and 2p + 1 (in the high) have the sign in bit 15 and the rest in bits 11..9 of
-``v & 0x8E008E00``, with v the word w rotated to the left, for p = 0..3::
+``v & 0x8E008E00``, with v the word w shifted to the left, or rotated, for p = 0..3::
 
-    v = w      v = rot(w, 3)      v = rot(w, 7) ^ rot(w, 10)      v = rot(w, 7) ^ rot(w, 12)
+    v = w      v = w << 3      v = w << 7 ^ w << 10      v = w << 7 ^ rot(w, 12)
 
-The scale of row r (0..63) and block c (0..3) is byte (r // 16 * 8 + r % 8) * 8 + 2 * c + r // 8 % 2.
+The scales of rows r and r + 8 (r // 8 even) stand in two words, 8 * (r // 16 * 8 + r % 8) bytes behind the
+codes, each with those of two blocks: ``w & 0x7F807F80`` of blocks 0 and 2, ``rot(w, 24) & 0x7F807F80`` of 1
+and 3, two fp16 each, in the low half that of row r, which are the scales times 2^7. A negative scale stands
+as a positive one, its sixteen codes with the other sign.
 """
 
 from __future__ import annotations
@@ -43,9 +46,9 @@ def _rotate(word: int | Tensor, by: int) -> int | Tensor:
 
 def _pair(word: int | Tensor, p: int) -> int | Tensor:
     """The byte of codes 2p (low nibble) and 2p + 1 of a word of 32 bits, an int or int64."""
-    v = word if p == 0 else _rotate(word, 3 if p == 1 else 7)
+    v = word if p == 0 else word << (3 if p == 1 else 7)
     if p > 1:
-        v = v ^ _rotate(word, 10 if p == 2 else 12)
+        v = v ^ (word << 10 if p == 2 else _rotate(word, 12))
     return (v >> 12 & 0x08) | (v >> 9 & 0x07) | (v >> 24 & 0x80) | (v >> 21 & 0x70)
 
 
@@ -69,6 +72,14 @@ def _words() -> Tensor:
     for bit, (_, word) in enumerate(rows):
         table[bit // 8] ^= (every >> bit % 8 & 1) * word
     return table.to(torch.int32)  # the same 32 bits
+
+
+@functools.cache
+def _magnitudes() -> Tensor:
+    """int64 (128,), ascending: what stands for each e4m3 byte without its sign, bits 14..7 of an fp16."""
+    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float16) * 128
+    stored = values.view(torch.int16).to(torch.int64) >> 7
+    return torch.cat((stored, torch.tensor([0xFF])))  # NaN
 
 
 def prepack(codes: Tensor, scales: Tensor) -> Tensor:
@@ -101,21 +112,27 @@ def _prepack(codes: Tensor, scales: Tensor) -> Tensor:
     if rows == 0:
         return codes.new_empty((0,))
     padded = codes.new_zeros((rows * CHUNK, columns * CHUNK // 2))
-    padded[:n, : k // 2] = codes
+    plain = unswizzle_scales(scales, n, k // BLOCK).view(torch.uint8)
+    flips = (plain >> 7) * 0x88
+    padded[:n, : k // 2] = codes ^ flips.repeat_interleave(BLOCK // 2, dim=1)
     pairs = padded.view(rows, *_ROW, columns, *_BYTE).permute(_ORDER)
     table = _words().to(codes.device)
     words = torch.zeros(pairs.shape[:-2], dtype=torch.int32, device=codes.device)
     for p in range(4):
         words ^= table[p][pairs[..., p // 2, p % 2].to(torch.int64)]
-    compact = codes.new_zeros((rows * CHUNK, columns * CHUNK // BLOCK))
-    compact[:n, : k // BLOCK] = unswizzle_scales(scales, n, k // BLOCK).view(torch.uint8)
-    ordered = compact.view(rows, *_ROW, columns, 4).permute(0, 4, 1, 3, 5, 2)
-    parts = words.view(torch.uint8).view(-1, CODE_BYTES), ordered.reshape(-1, SCALE_BYTES)
+    compact = words.new_zeros((rows * CHUNK, columns * CHUNK // BLOCK), dtype=torch.int64)
+    compact[:n, : k // BLOCK] = _magnitudes().to(codes.device)[plain.to(torch.int64) & 0x7F]
+    ordered = compact.view(rows, *_ROW, columns, 2, 2).permute(0, 4, 1, 3, 5, 6, 2)
+    upper = ordered[..., 0] << 7 | ordered[..., 1] << 23  # (R, C, a, q, word, block)
+    scale_words = (upper[..., 0] ^ _rotate(upper[..., 1], 8)).to(torch.int32).contiguous()
+    parts = words.view(torch.uint8).view(-1, CODE_BYTES), scale_words.view(torch.uint8).view(-1, SCALE_BYTES)
     return torch.cat(parts, dim=1).flatten()
 
 
 def unpack(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
     """(codes, scales) of what :func:`prepack` made of a weight (n, k); the padding of the scales is zero.
+
+    No scale is negative: where one was, the sixteen codes have the other sign.
 
     Args:
         packed: uint8 (bytes,) or (g, bytes), g >= 1.
@@ -154,6 +171,10 @@ def _unpack(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
     w, d, u = _BYTE
     ordered = pairs.view(rows, columns, a, q, u, w, d, h).permute(_BACK)
     codes = ordered.reshape(rows * CHUNK, columns * CHUNK // 2)[:n, : k // 2].contiguous()
-    scales = chunks[:, CODE_BYTES:].reshape(rows, columns, a, q, 4, h).permute(0, 2, 5, 3, 1, 4)
-    compact = scales.reshape(rows * CHUNK, columns * 4)[:n, : k // BLOCK].contiguous()
-    return codes, swizzle_scales(compact.view(torch.float8_e4m3fn))
+    scale_words = chunks[:, CODE_BYTES:].contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    blocks = torch.stack([scale_words, torch.as_tensor(_rotate(scale_words, 24))], dim=-1)
+    stored = torch.stack([blocks >> 7 & 0xFF, blocks >> 23 & 0xFF], dim=-1)
+    scales = stored.view(rows, columns, a, q, 4, h).permute(0, 2, 5, 3, 1, 4)
+    compact = scales.reshape(rows * CHUNK, columns * 4)[:n, : k // BLOCK]
+    plain = torch.searchsorted(_magnitudes().to(packed.device), compact.contiguous()).to(torch.uint8)
+    return codes, swizzle_scales(plain.view(torch.float8_e4m3fn))
