@@ -136,6 +136,19 @@ struct ColumnsEpilogue {
       alpha_ = alpha(args, group);
     }
 
+    /// The same from terms that are at hand, by_column and bias those of `column`, 16-byte aligned; what is
+    /// beyond n is arbitrary.
+    CUTLASS_DEVICE void load(float const* by_column, float const* bias, float alpha, int column, int n) {
+      column_ = column;
+      valid_ = n - column;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kColumns; i += 4) {
+        *reinterpret_cast<float4*>(by_column_ + i) = *reinterpret_cast<float4 const*>(by_column + i);
+        *reinterpret_cast<float4*>(bias_ + i) = *reinterpret_cast<float4 const*>(bias + i);
+      }
+      alpha_ = alpha;
+    }
+
     /// True if one of them is a column of the product.
     CUTLASS_DEVICE bool any() const { return valid_ > 0; }
 
@@ -257,8 +270,8 @@ struct ColumnsEpilogue {
       return cutlass::NumericConverter<Out, float, nodes::kRoundToNearest>::convert(y);
     }
 
-    float by_column_[kColumns];
-    float bias_[kColumns];
+    alignas(16) float by_column_[kColumns];
+    alignas(16) float bias_[kColumns];
     float alpha_;
     int column_;
     int valid_;

@@ -24,7 +24,10 @@ struct Sm90Nvfp4Params {
   int n;
   Sm90Nvfp4GroupEnds groups;
   Sm90Nvfp4Operands operands;
-  bool splits;  // tiles may be split along k, where that balances the work
+  cutlass::FastDivmod row_tiles;  // of a matrix
+  cutlass::FastDivmod steps;      // along k
+  Sm90Nvfp4Plan plan;             // of a dense product
+  bool splits;                    // tiles may be split along k, where that balances the work
   float* partials;
   uint64_t* flags;
   typename Epilogue::Arguments epilogue;
@@ -42,17 +45,25 @@ struct Sm90Nvfp4Kernel {
   using Shared = typename Mainloop::Shared;
   using Position = typename Mainloop::Position;
   using Multiply =
-      cute::conditional_t<Config::kNarrow, Sm90Nvfp4NarrowMultiply<Config>, Sm90Nvfp4WideMultiply<Config>>;
+      cute::conditional_t<Config::kUsesWgmma, Sm90Nvfp4WgmmaMultiply<Config>, Sm90Nvfp4MmaMultiply<Config>>;
   using Accumulators = typename Multiply::Accumulators;
-  using Schedule = Sm90Nvfp4Schedule<Config>;
+  using Schedule = Sm90Nvfp4Schedule;
 
   using Slices = Sm90Nvfp4Slices<Config, Accumulators>;
   using Direct = Sm90Nvfp4Direct<Config, Epilogue>;
+  using Terms = Sm90Nvfp4Terms<Config, Epilogue>;
   static constexpr int kColumns = Slices::kColumns;
   static constexpr int kRounds = Slices::kRounds;
 
   /// Partial sums of one CTA.
   static constexpr int64_t kPartialFloats = int64_t{Accumulators::kSize} * Config::kConsumerThreads;
+
+  // A worker that shares a tile has at least this many steps of it.
+  static constexpr int kLeastSteps = (kLeastSplitDepth + Config::kDepth - 1) / Config::kDepth;
+
+  static CUTLASS_HOST_DEVICE Sm90Nvfp4Plan plan(int tiles, int steps, int num_ctas, bool splits) {
+    return {tiles, steps, num_ctas / Config::kCluster, kLeastSteps, splits};
+  }
 
   static size_t workspace_bytes(int num_ctas) {
     return static_cast<size_t>(num_ctas) * (kPartialFloats * sizeof(float) + sizeof(uint64_t));
@@ -63,9 +74,8 @@ struct Sm90Nvfp4Kernel {
 
   using Task = Sm90Nvfp4Task;
 
-  CUTLASS_DEVICE static Place place_of(Params const& p, Shared const& shared, Schedule const& schedule,
-                                       typename Schedule::Item const& item) {
-    return Groups::place_of(p.groups, shared.table(), schedule.row_tiles, item.tile);
+  CUTLASS_DEVICE static Place place_of(Params const& p, Shared const& shared, Schedule::Item const& item) {
+    return Groups::place_of(p.groups, shared.table(), p.row_tiles, item.tile);
   }
 
   CUTLASS_DEVICE static int first_chunk(Place const& place, int rank) {
@@ -82,37 +92,61 @@ struct Sm90Nvfp4Kernel {
             task.end};
   }
 
-  CUTLASS_DEVICE static void produce(Params const& p, Shared const& shared, Schedule schedule, int worker,
-                                     int rank) {
+  /// Of the item that the schedule gave last.
+  CUTLASS_DEVICE static Task task_of(Params const& p, Shared const& shared, Schedule const& schedule,
+                                     Schedule::Item const& item) {
+    return {place_of(p, shared, item), item.begin, item.end, item.begin == 0 ? schedule.others(item) : 0,
+            !schedule.has_more()};
+  }
+
+  /// The consumers of wide tiles see it once the first stage's barrier, which is armed after this, lets them
+  /// on.
+  CUTLASS_DEVICE static void announce(Shared const& shared, int count, Task const& task) {
+    if constexpr (!Config::kNarrow) {
+      *shared.task(count) = task;
+    }
+  }
+
+  /// The first weights of a dense product, ahead of every wait: they are older than the kernel before this
+  /// one, unless the caller says otherwise. The number of stages.
+  CUTLASS_DEVICE static int fetch_ahead(Params const& p, Shared const& shared, Schedule schedule, int rank) {
+    Schedule::Item item;
+    if (p.weights_are_fresh || !schedule.take(item)) {
+      return 0;
+    }
+    Task const task = task_of(p, shared, schedule, item);
+    announce(shared, 0, task);
+    typename Mainloop::Loader const load(p.operands, &p.tokens, shared, work_of(p, task, rank), rank);
+    int const ahead = cute::min(int{Config::kAheadStages}, item.end - item.begin);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = 0; i < ahead; ++i) {
+      load.weights(i, item.begin + i);
+    }
+    return ahead;
+  }
+
+  /// ahead: of the first tile's stages the weights are under way.
+  CUTLASS_DEVICE static void produce(Params const& p, Shared const& shared, Schedule schedule, int rank,
+                                     int ahead) {
     Position at;
-    typename Schedule::Item item;
-    bool waited = p.groups.offs != nullptr;  // groups: everyone has
+    Schedule::Item item;
+    if (p.groups.offs == nullptr) {  // with groups everyone has waited
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+      asm volatile("griddepcontrol.launch_dependents;");
+    }
     for (int count = 0; schedule.take(item); ++count) {
-      Task task{place_of(p, shared, schedule, item), item.begin, item.end, 0, false};
-      TileWork const work = work_of(p, task, rank);
-      if constexpr (!Config::kNarrow) {
-        task.others = item.begin == 0 ? schedule.others(item, worker) : 0;
-        task.is_last = !schedule.has_more();
-        *shared.task(count) = task;  // the first stage's barrier lets the consumers see it
+      Task const task = task_of(p, shared, schedule, item);
+      if (ahead == 0) {
+        announce(shared, count, task);
       }
+      TileWork const work = work_of(p, task, rank);
       typename Mainloop::Loader const load(p.operands, &p.tokens, shared, work, rank);
       int step = work.begin;
-      if (!waited) {
-        // The weights are older than the kernel before this one, unless the caller says otherwise.
-        int const ahead = p.weights_are_fresh ? 0 : cute::min(int{Config::kStages}, work.end - work.begin);
-        CUTLASS_PRAGMA_NO_UNROLL
-        for (int i = 0; i < ahead; ++i) {
-          load.weights(i, step + i);
-        }
-        asm volatile("griddepcontrol.wait;" ::: "memory");
-        asm volatile("griddepcontrol.launch_dependents;");
-        waited = true;
-        CUTLASS_PRAGMA_NO_UNROLL
-        for (int i = 0; i < ahead; ++i) {
-          load.tokens(i, step);
-          at.advance();
-          ++step;
-        }
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (; ahead > 0; --ahead) {
+        load.tokens(at.stage, step);
+        at.advance();
+        ++step;
       }
       CUTLASS_PRAGMA_NO_UNROLL
       for (; step < work.end; ++step) {
@@ -163,18 +197,18 @@ struct Sm90Nvfp4Kernel {
     }
   }
 
-  CUTLASS_DEVICE static void consume(Params const& p, Shared const& shared, Schedule schedule, int worker,
-                                     int rank) {
+  CUTLASS_DEVICE static void consume(Params const& p, Shared const& shared, Schedule schedule, int rank) {
     typename Slices::Slot const s = Slices::slot();
+    int const worker = schedule.worker;
     Position at;
-    typename Schedule::Item item;
+    Schedule::Item item;
     bool more = schedule.has_more();
     for (int count = 0; more; ++count) {
       Task own;
       Task const* known = &own;
       if constexpr (Config::kNarrow) {
         schedule.take(item);
-        own = {place_of(p, shared, schedule, item), item.begin, item.end, 0, !schedule.has_more()};
+        own = task_of(p, shared, schedule, item);
       } else {
         // The producer, which is ahead, has found it already; registers are scarce.
         Mainloop::wait_full(shared, at);
@@ -184,27 +218,13 @@ struct Sm90Nvfp4Kernel {
       Place const& place = task.place;
       more = !task.is_last;
       TileWork const work = work_of(p, task, rank);
-      // Another chunk of rows is another pass, 64 columns of D on.
-      typename Epilogue::Columns columns[Config::kRowPasses];
-      auto const load_columns = [&] {
-        CUTLASS_PRAGMA_UNROLL
-        for (int pass = 0; pass < Config::kRowPasses; ++pass) {
-          columns[pass].load(p.epilogue, place.group, (first_chunk(place, rank) + pass) * 64 + s.column, p.n);
-        }
-      };
-      Accumulators accumulators;
-      // Where there are registers to spare, what is far away is on its way early.
-      if constexpr (Config::kNarrow && Config::kRowPasses == 1) {
-        load_columns();
-        Multiply::multiply(p.operands, shared, at, work, accumulators);
-      } else {
-        if constexpr (!Config::kNarrow) {
-          if (p.epilogue.is_direct() && task.begin == 0) {
-            Direct::fetch(p.epilogue, shared, place, work.first_chunk, p.n);
-          }
-        }
-        Multiply::multiply(p.operands, shared, at, work, accumulators);
+      float const alpha = Epilogue::alpha(p.epilogue, place.group);
+      bool const uses_terms = Config::kNarrow || p.epilogue.is_direct();
+      if (uses_terms && task.begin == 0) {
+        Terms::fetch(p.epilogue, shared, place, work.first_chunk, p.n);
       }
+      Accumulators accumulators;
+      Multiply::multiply(p.operands, shared, at, work, accumulators);
 
       if (task.begin > 0) {
         int const cta = worker * Config::kCluster + rank;
@@ -217,8 +237,7 @@ struct Sm90Nvfp4Kernel {
         continue;
       }
       // The workers after this one that have the rest of the tile.
-      int const others = Config::kNarrow ? schedule.others(item, worker) : task.others;
-      for (int other = 1; other <= others; ++other) {
+      for (int other = 1; other <= task.others; ++other) {
         int const cta = (worker + other) * Config::kCluster + rank;
         if (threadIdx.x == 0) {
           wait_and_lower(p.flags + cta);
@@ -232,30 +251,43 @@ struct Sm90Nvfp4Kernel {
           continue;
         }
       }
-      if constexpr (!Config::kNarrow || Config::kRowPasses > 1) {
-        load_columns();
+      float const* const terms = shared.terms(0);
+      typename Epilogue::Columns columns;
+      if constexpr (Config::kNarrow) {
+        Terms::wait();  // and a barrier among all consumers follows
+      } else {
+        columns.load(p.epilogue, place.group, first_chunk(place, rank) * 64 + s.column, p.n);
       }
       auto const fetch_row = [&](int token) {
-        int const row = place.token + token;
-        return row < place.rows.size ? Epilogue::row_factor(p.epilogue, int64_t{place.rows.begin} + row)
-                                     : 0.0f;
+        if constexpr (Config::kNarrow) {
+          return terms[token];
+        } else {
+          int const row = place.token + token;
+          return row < place.rows.size ? Epilogue::row_factor(p.epilogue, int64_t{place.rows.begin} + row)
+                                       : 0.0f;
+        }
       };
       CUTLASS_PRAGMA_UNROLL
       for (int pass = 0; pass < Config::kRowPasses; ++pass) {
         auto const finish = [&](int token, float (&sums)[kRounds][kColumns], float const(&by_row)[kRounds]) {
+          if constexpr (Config::kNarrow) {  // another chunk of rows is another pass
+            int const column = pass * 64 + s.column;
+            columns.load(terms + Terms::kByColumn + column, terms + Terms::kBias + column, alpha,
+                         first_chunk(place, rank) * 64 + column, p.n);
+          }
           int64_t rows[kRounds];
           bool present[kRounds];
           CUTLASS_PRAGMA_UNROLL
           for (int r = 0; r < kRounds; ++r) {
             int const row = place.token + token + r * 16;
             rows[r] = int64_t{place.rows.begin} + row;
-            present[r] = row < place.rows.size && columns[pass].any();
+            present[r] = row < place.rows.size && columns.any();
             CUTLASS_PRAGMA_UNROLL
             for (int j = 0; j < kColumns; ++j) {
               sums[r][j] *= static_cast<float>(1 << Nvfp4Packing::kExponent);
             }
           }
-          columns[pass].store(p.epilogue, rows, present, by_row, sums);
+          columns.store(p.epilogue, rows, present, by_row, sums);
         };
         Slices::for_each_slot(shared, accumulators, pass, s, fetch_row, finish);
       }
@@ -267,24 +299,33 @@ struct Sm90Nvfp4Kernel {
     int const warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 32), 0);
     bool const is_producer = warp >= Config::kConsumerWarps;
     int const rank = static_cast<int>(blockIdx.x) % Config::kCluster;
-    int const num_workers = static_cast<int>(gridDim.x) / Config::kCluster;
-    int const worker = num_workers - 1 - static_cast<int>(blockIdx.x) / Config::kCluster;  // see first_step
+    int const cta = static_cast<int>(blockIdx.x) / Config::kCluster;
+    bool const is_dense = p.groups.offs == nullptr;
 
-    if (warp == Config::kConsumerWarps && cute::elect_one_sync()) {
-      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p.tokens));
-      for (int i = 0; i < Config::kStages; ++i) {
-        cutlass::arch::ClusterBarrier::init(shared.full(i), 1);
-        cutlass::arch::ClusterBarrier::init(shared.empty(i), Config::kConsumerWarps * Config::kCluster);
+    int ahead = 0;
+    if (warp == Config::kConsumerWarps) {
+      if (cute::elect_one_sync()) {
+        for (int i = 0; i < Config::kStages; ++i) {
+          cutlass::arch::ClusterBarrier::init(shared.full(i), 1);
+          cutlass::arch::ClusterBarrier::init(shared.empty(i), Config::kConsumerWarps * Config::kCluster);
+        }
+        cutlass::arch::fence_barrier_init();
+        if (is_dense) {
+          ahead = fetch_ahead(p, shared, Schedule(p.plan, p.steps, cta), rank);
+        }
+        cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p.tokens));
       }
-      cutlass::arch::fence_barrier_init();
+      __syncwarp();
     }
-    int tiles_of_tokens = Groups::token_tiles(p.groups.m);
-    if (p.groups.offs != nullptr) {
+    Sm90Nvfp4Plan plan = p.plan;
+    if (!is_dense) {
       asm volatile("griddepcontrol.wait;" ::: "memory");
       asm volatile("griddepcontrol.launch_dependents;");
       Groups::fill_table(p.groups, shared.table());
       int const per_entry = Groups::groups_per_entry(p.groups);
-      tiles_of_tokens = shared.table()[(p.groups.num_groups + per_entry - 1) / per_entry];
+      int const tiles_of_tokens = shared.table()[(p.groups.num_groups + per_entry - 1) / per_entry];
+      plan = Sm90Nvfp4Kernel::plan(tiles_of_tokens * p.row_tiles.divisor, p.steps.divisor,
+                                   static_cast<int>(gridDim.x), p.splits);
     }
     if constexpr (Config::kCluster > 1) {
       cute::cluster_arrive_relaxed();
@@ -293,26 +334,23 @@ struct Sm90Nvfp4Kernel {
       __syncthreads();
     }
 
-    constexpr int kRowsPerWorker = Config::kRows * Config::kCluster;
-    int const row_tiles = (p.n + kRowsPerWorker - 1) / kRowsPerWorker;
-    int const steps = (p.operands.depth_chunks + Config::kChunks - 1) / Config::kChunks;
-    Schedule const schedule(row_tiles, steps, tiles_of_tokens * row_tiles, worker, num_workers, p.splits);
+    Schedule const schedule(plan, p.steps, cta);
     if (is_producer) {
       if constexpr (Config::kMovesRegisters) {
         cutlass::arch::warpgroup_reg_dealloc<56>();
       }
       if (warp == Config::kConsumerWarps && cute::elect_one_sync()) {
-        produce(p, shared, schedule, worker, rank);
+        produce(p, shared, schedule, rank, ahead);
       }
       __syncwarp();
     } else {
       if constexpr (Config::kMovesRegisters) {
         cutlass::arch::warpgroup_reg_alloc<224>();
       }
-      if (p.groups.offs == nullptr) {
+      if (is_dense) {
         asm volatile("griddepcontrol.wait;" ::: "memory");
       }
-      consume(p, shared, schedule, worker, rank);
+      consume(p, shared, schedule, rank);
     }
     if constexpr (Config::kCluster > 1) {  // nobody leaves while the other may write to its shared memory
       cute::cluster_arrive_relaxed();

@@ -1,7 +1,7 @@
 // The usual epilogue of wide tiles: from the registers of a wgmma to whole lines of D.
 #pragma once
 
-#include "cutlass_evt/kernel/sm90_nvfp4_schedule.hpp"
+#include "cutlass_evt/kernel/sm90_nvfp4_terms.hpp"
 
 namespace cutlass_evt {
 
@@ -15,35 +15,10 @@ template <class Config, class Epilogue>
 struct Sm90Nvfp4Direct {
   using Shared = Sm90Nvfp4Shared<Config>;
   using Place = typename Sm90Nvfp4Groups<Config>::Place;
+  using Terms = Sm90Nvfp4Terms<Config, Epilogue>;
   static constexpr int kSliceTokens = Config::kDirectTokens;
   static constexpr int kSlices = Config::kTokens / kSliceTokens;
   static constexpr int kPieces = kSliceTokens / 16;  // of 16 bytes that a thread stores of a slice
-
-  /// Asks for everything that is far away, before the mainloop: by copies to shared memory, so that no
-  /// register waits.
-  CUTLASS_DEVICE static void fetch(typename Epilogue::Arguments const& args, Shared const& shared,
-                                   Place const& place, int first_chunk, int n) {
-    int const thread = static_cast<int>(threadIdx.x % 128);
-    int const group = static_cast<int>(threadIdx.x / 128);
-    float* const terms = shared.terms(group);
-    int const tokens = place.rows.size - place.token;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Config::kTokens; i += 128) {
-      int const token = thread + i;
-      if (token < cute::min(tokens, int{Config::kTokens})) {
-        copy(terms + token, Epilogue::row_factor_at(args, int64_t{place.rows.begin} + place.token + token),
-             1.0f);
-      }
-    }
-    int const column = (first_chunk + group) * 64 + thread % 64;
-    if (column < n) {
-      bool const is_bias = thread >= 64;
-      copy(terms + Config::kTokens + thread,
-           is_bias ? Epilogue::bias_at(args, place.group, column)
-                   : Epilogue::by_column_at(args, place.group, column),
-           is_bias ? nodes::kNoBias : 1.0f);
-    }
-  }
 
   /// Writes the tile to D; the accumulators are used up.
   template <class Accumulators>
@@ -69,14 +44,14 @@ struct Sm90Nvfp4Direct {
     int64_t const step = args.d_row_stride * (16 * 2);
     float const alpha = Epilogue::alpha(args, place.group);
     // From here on the terms are there, and nobody reads what was staged of the tile before.
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    Terms::wait();
     sync();
     typename Epilogue::TwoColumns columns;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 2; ++i) {
-      float const* const of_column = terms + Config::kTokens + thread / 32 * 16 + lane / 4 + i * 8;
-      columns.by_column[i] = of_column[0];
-      columns.bias[i] = of_column[64];
+      int const of_column = thread / 32 * 16 + lane / 4 + i * 8;
+      columns.by_column[i] = terms[Terms::kByColumn + of_column];
+      columns.bias[i] = terms[Terms::kBias + of_column];
     }
     columns.alpha = alpha;
 
@@ -126,17 +101,6 @@ struct Sm90Nvfp4Direct {
  private:
   /// Among the threads of the warpgroup.
   CUTLASS_DEVICE static void sync() { cutlass::arch::NamedBarrier::sync(128u, 2u + threadIdx.x / 128); }
-
-  /// *to = *from, in time; `absent` where from is null.
-  CUTLASS_DEVICE static void copy(float* to, float const* from, float absent) {
-    if (from == nullptr) {
-      *to = absent;
-    } else {
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(cute::cast_smem_ptr_to_uint(to)),
-                   "l"(from)
-                   : "memory");
-    }
-  }
 
   CUTLASS_DEVICE static uint4 get(uint32_t from) {
     uint4 bits;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cute/numeric/math.hpp"
+#include "cutlass/fast_math.h"
 #include "cutlass_evt/mainloop/sm90_nvfp4.hpp"
 
 namespace cutlass_evt {
@@ -13,57 +14,81 @@ constexpr int kMostTilesToSplit = 12;
 /// ... and where a worker has at least this much of k.
 constexpr int kLeastSplitDepth = 512;
 
-/// Which tiles a worker (a CTA, or a cluster of them) takes, and which steps of k of them; every thread that
-/// asks computes the same. Tiles are counted through the groups, along the rows of the weight first.
-template <class Config>
-struct Sm90Nvfp4Schedule {
-  int row_tiles;
-  int steps;  // along k, of a tile
+/// How the tiles are shared out among workers: CTAs, or clusters of them. Made on the host where the number
+/// of tiles is known there, since a kernel would otherwise begin with divisions.
+struct Sm90Nvfp4Plan {
   int tiles;
-  int num_workers;
-  bool split;
-  // Whole tiles: worker, worker + num_workers, .... Split: a run of steps, all tiles' one after the other.
-  int64_t next, end;
+  int active;  // workers that have any
+  bool split;  // a worker has a run of steps of k, all tiles' one after the other; else whole tiles in turn
+  // tiles * steps / active, and the reciprocal of active, times 2^32
+  int64_t quotient;
+  int remainder;
+  uint32_t reciprocal;
+
+  Sm90Nvfp4Plan() = default;
+
+  /// steps: along k, of a tile, of which a worker that shares tiles has least_steps or more.
+  CUTLASS_HOST_DEVICE Sm90Nvfp4Plan(int tiles, int steps, int num_workers, int least_steps, bool may_split)
+      : tiles(tiles), active(cute::min(tiles, num_workers)), split(false) {
+    int64_t const all_steps = int64_t{tiles} * steps;
+    if (may_split && tiles < kMostTilesToSplit * num_workers && all_steps <= INT32_MAX) {
+      int const waves = (tiles + num_workers - 1) / num_workers;
+      // Each has at least one step: who adds parts up counts on everybody in between.
+      int const most_workers = cute::min(num_workers, static_cast<int>(all_steps) / least_steps);
+      split = int64_t{tiles} * 100 < int64_t{waves} * num_workers * (100 - kIdlePercent) &&
+              most_workers > cute::min(tiles, num_workers - 1);
+      if (split) {
+        // Equal parts of every tile, where they keep nearly as many busy: nobody then has two.
+        int const whole = tiles * (most_workers / tiles);
+        active = int64_t{whole} * 100 >= int64_t{most_workers} * (100 - kIdlePercent) ? whole : most_workers;
+      }
+    }
+    int const divisor = cute::max(active, 1);
+    quotient = split ? static_cast<int>(all_steps) / divisor : 0;
+    remainder = split ? static_cast<int>(all_steps) % divisor : 0;
+    reciprocal = split && divisor > 1 ? 0xFFFFFFFFu / static_cast<uint32_t>(divisor) + 1 : 0;
+  }
+
+  /// tiles * steps * worker / active. The product of the reciprocal is exact: fewer than 2^10 workers.
+  CUTLASS_HOST_DEVICE int64_t first_step(int worker) const {
+    int const product = remainder * worker;
+    return quotient * worker +
+           (active > 1 ? static_cast<int>(uint64_t{reciprocal} * product >> 32) : product);
+  }
+};
+
+/// Which tiles a worker takes, and which steps of k of them; every thread that asks computes the same. Tiles
+/// are counted through the groups, along the rows of the weight first.
+struct Sm90Nvfp4Schedule {
+  Sm90Nvfp4Plan plan;
+  cutlass::FastDivmod steps;  // along k, of a tile
+  int worker;
+  int64_t next, end;  // tiles or, where they are split, steps
 
   struct Item {
     int tile;
     int begin, end;
   };
 
-  CUTLASS_DEVICE Sm90Nvfp4Schedule(int row_tiles, int steps, int tiles, int worker, int num_workers,
-                                   bool may_split)
-      : row_tiles(row_tiles), steps(steps), tiles(tiles), num_workers(num_workers) {
-    int const waves = (tiles + num_workers - 1) / num_workers;
-    // Each has at least one step: who adds parts up counts on everybody in between.
-    constexpr int kLeastSteps = (kLeastSplitDepth + Config::kDepth - 1) / Config::kDepth;
-    int const most_workers =
-        static_cast<int>(cute::min(int64_t{num_workers}, int64_t{tiles} * steps / kLeastSteps));
-    split = may_split && tiles < kMostTilesToSplit * num_workers &&
-            int64_t{tiles} * 100 < int64_t{waves} * num_workers * (100 - kIdlePercent) &&
-            most_workers > cute::min(tiles, num_workers - 1);
-    if (split) {
-      // Equal parts of every tile, where they keep nearly as many busy: nobody then has two.
-      int const whole = tiles * (most_workers / tiles);
-      this->num_workers =
-          int64_t{whole} * 100 >= int64_t{most_workers} * (100 - kIdlePercent) ? whole : most_workers;
+  /// Workers count down: a tile's first part, whose worker adds the others', belongs to a later CTA than they
+  /// do, and the hardware starts CTAs in order. So nobody waits for one that cannot run. CTAs without work
+  /// are the last ones: they start where the kernel before this one ended last, and the next kernel, which
+  /// starts there early, does not inherit the delay.
+  CUTLASS_DEVICE Sm90Nvfp4Schedule(Sm90Nvfp4Plan const& plan, cutlass::FastDivmod const& steps, int cta)
+      : plan(plan), steps(steps), worker(plan.active - 1 - cta), next(0), end(0) {
+    if (worker >= 0) {
+      next = plan.split ? plan.first_step(worker) : worker;
+      end = plan.split ? plan.first_step(worker + 1) : plan.tiles;
     }
-    next = split ? first_step(cute::min(worker, this->num_workers)) : worker;
-    end = split ? first_step(cute::min(worker + 1, this->num_workers)) : tiles;
-  }
-
-  /// Workers count down: a tile's first part, whose worker adds the others', belongs to a later CTA than
-  /// they do, and the hardware starts CTAs in order. So nobody waits for one that cannot run.
-  CUTLASS_DEVICE int64_t first_step(int worker) const {
-    return int64_t{tiles} * steps * worker / this->num_workers;
   }
 
   CUTLASS_DEVICE bool has_more() const { return next < end; }
 
-  /// How many workers after `worker`, whose item is a tile's first part, have the tile's further parts.
-  CUTLASS_DEVICE int others(Item const& item, int worker) const {
-    int64_t const tile_end = (int64_t{item.tile} + 1) * steps;
+  /// How many workers after this one, whose item is a tile's first part, have the tile's further parts.
+  CUTLASS_DEVICE int others(Item const& item) const {
+    int64_t const tile_end = (int64_t{item.tile} + 1) * steps.divisor;
     int count = 0;
-    while (item.end < steps && first_step(worker + 1 + count) < tile_end) {
+    while (item.end < steps.divisor && plan.first_step(worker + 1 + count) < tile_end) {
       ++count;
     }
     return count;
@@ -73,14 +98,13 @@ struct Sm90Nvfp4Schedule {
     if (next >= end) {
       return false;
     }
-    if (split) {
-      item.tile = static_cast<int>(next / steps);
-      item.begin = static_cast<int>(next % steps);
-      item.end = static_cast<int>(cute::min(int64_t{steps}, item.begin + (end - next)));
+    if (plan.split) {
+      steps(item.tile, item.begin, static_cast<int>(next));
+      item.end = static_cast<int>(cute::min(int64_t{steps.divisor}, item.begin + (end - next)));
       next += item.end - item.begin;
     } else {
-      item = {static_cast<int>(next), 0, steps};
-      next += num_workers;
+      item = {static_cast<int>(next), 0, steps.divisor};
+      next += plan.active;
     }
     return true;
   }
@@ -162,11 +186,11 @@ struct Sm90Nvfp4Groups {
     __syncthreads();
   }
 
-  CUTLASS_DEVICE static Place place_of(Sm90Nvfp4GroupEnds const& p, int const* table, int row_tiles,
-                                       int tile) {
-    int const token_tile = tile / row_tiles;
+  CUTLASS_DEVICE static Place place_of(Sm90Nvfp4GroupEnds const& p, int const* table,
+                                       cutlass::FastDivmod const& row_tiles, int tile) {
+    int token_tile;
     Place place;
-    place.row_tile = tile % row_tiles;
+    row_tiles(token_tile, place.row_tile, tile);
     place.group = 0;
     int before = 0;
     if (p.offs != nullptr) {

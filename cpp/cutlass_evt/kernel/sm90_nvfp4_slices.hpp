@@ -31,19 +31,19 @@ struct Sm90Nvfp4Slices {
     int const depth_group = static_cast<int>(threadIdx.x / 32) / Config::kWarpsAcross;
     Slot s;
     s.warp = warp;
-    // Warps that share rows share out a slice's tokens as well.
-    s.token = depth_group * (Config::kSliceTokens / Config::kDepthGroups) + lane / 2;
+    s.token = depth_group * Config::kTokenShare + lane / 2;
     s.column = warp * 16 + lane % 2 * kColumns;
-    s.active = lane / 2 < Config::kSliceTokens / Config::kDepthGroups;
+    s.active = lane / 2 < Config::kTokenShare && s.token < Config::kSliceTokens;
     return s;
   }
 
   static constexpr int kSlices = Config::kTokens / Config::kSliceTokens;
   // Tokens of a slice that a thread comes to, 16 apart.
-  static constexpr int kRounds = (Config::kSliceTokens / Config::kDepthGroups + 15) / 16;
+  static constexpr int kRounds = (Config::kTokenShare + 15) / 16;
 
   /// take(token, sums, fetched) for the tokens of each slice that this thread's slot comes to, kRounds of
-  /// them at a time, the first being `token`; fetched is what fetch(token) gave a slice earlier.
+  /// them at a time, the first being `token`; fetched is what fetch(token) gave, where there is more than one
+  /// slice a slice earlier.
   template <class Fetch, class Take>
   CUTLASS_DEVICE static void for_each_slot(Shared const& shared, Accumulators& accumulators, int pass,
                                            Slot const& s, Fetch const& fetch, Take const& take) {
@@ -62,18 +62,20 @@ struct Sm90Nvfp4Slices {
       }
     };
     float ahead[kRounds];
-    fetch_slice(ahead, 0);
+    if (kSlices > 1) {
+      fetch_slice(ahead, 0);
+    }
     CUTLASS_PRAGMA_NO_UNROLL
     for (int outer = 0; outer < kOuter; ++outer) {
       CUTLASS_PRAGMA_UNROLL
       for (int inner = 0; inner < kInner; ++inner) {
         int const slice = outer * kInner + inner;
         float fetched[kRounds];
-        CUTLASS_PRAGMA_UNROLL
-        for (int round = 0; round < kRounds; ++round) {
-          fetched[round] = ahead[round];
-        }
         if (kSlices > 1) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int round = 0; round < kRounds; ++round) {
+            fetched[round] = ahead[round];
+          }
           fetch_slice(ahead, slice + 1);
         }
         CUTLASS_PRAGMA_UNROLL
@@ -92,6 +94,9 @@ struct Sm90Nvfp4Slices {
         }
         sync_slice();
         if (s.active) {
+          if (kSlices == 1) {
+            fetch_slice(fetched, 0);
+          }
           float sums[kRounds][kColumns];
           CUTLASS_PRAGMA_UNROLL
           for (int round = 0; round < kRounds; ++round) {

@@ -30,10 +30,11 @@ struct Sm90Nvfp4Task {
 
 /// What a kernel is made of.
 ///
-/// kRowGroups: chunks of 64 rows in a CTA, each a warpgroup's; or, with few tokens, all of them a warp's in
-/// turn. kDepthGroups: warpgroups that share rows and take turns along k. kTokens: of the tile. kCluster:
-/// CTAs along the rows that load each other's tokens by multicast. kChunks: of 64 of k, in a stage.
-/// kCtasPerSm: sets how much shared memory and how many registers a CTA may use.
+/// kRowGroups: chunks of 64 rows in a CTA, each a warpgroup's; or, with mma.sync, all of them a warp's in
+/// turn, so that it loads the tokens once for all. kDepthGroups: warpgroups that share rows and take turns
+/// along k. kTokens: of the tile. kCluster: CTAs along the rows that load each other's tokens by multicast.
+/// kChunks: of 64 of k, in a stage. kCtasPerSm: sets how much shared memory and how many registers a CTA may
+/// use.
 template <class Element_, int RowGroups, int DepthGroups, int Tokens, int ClusterSize, int Chunks,
           int CtasPerSm>
 struct Sm90Nvfp4Config {
@@ -48,8 +49,9 @@ struct Sm90Nvfp4Config {
   static constexpr int kRows = 64 * kRowGroups;  // of a CTA
   static constexpr int kDepth = 64 * kChunks;    // of a stage
   static constexpr int kChunksPerGroup = kChunks / kDepthGroups;
-  static constexpr bool kNarrow = kTokens <= 32;                    // mma.sync
-  static constexpr int kRowPasses = kNarrow ? kRowGroups : 1;       // chunks of rows that a warp holds
+  static constexpr bool kNarrow = kTokens <= 32;                    // warps or warpgroups share rows
+  static constexpr bool kUsesWgmma = kTokens > 8;                   // else mma.sync
+  static constexpr int kRowPasses = kUsesWgmma ? 1 : kRowGroups;    // chunks of rows that a warp holds
   static constexpr int kWarpsAcross = 4 * kRowGroups / kRowPasses;  // side by side along the rows
   static constexpr int kConsumerGroups = kWarpsAcross / 4 * kDepthGroups;
   static constexpr int kConsumerThreads = 128 * kConsumerGroups;
@@ -76,17 +78,22 @@ struct Sm90Nvfp4Config {
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
 
   // The epilogue turns accumulators round through shared memory: a warp holds 16 rows, a slice of the tokens
-  // at a time. Warpgroups that share rows add up there, all tokens at once.
+  // at a time. Warpgroups that share rows add up there, all tokens at once, and share these out.
   static constexpr int kSliceTokens = kNarrow ? kTokens : 32;
   static constexpr int kSliceStride = 20;  // floats from one token to the next: 16 rows and a pad
+  static constexpr int kTokenShare = (kSliceTokens + kDepthGroups - 1) / kDepthGroups;
   // The usual epilogue of wide tiles stages 16-bit results there instead, 64 columns a warpgroup, where there
   // is more than one slice in one of two places in turn; and the rows' and columns' terms.
   static constexpr int kDirectTokens = kTokens < 64 ? kTokens : 64;
   static constexpr int kDirectBuffers = kTokens > kDirectTokens ? 2 : 1;
-  static constexpr int kDirectBytes =
-      kDirectBuffers * kDirectTokens * 128 + (kTokens + 2 * 64) * 4;  // of a warpgroup
-  static constexpr int kSliceBytes = cute::max(kConsumerWarps * kSliceTokens * kSliceStride * 4,
-                                               kNarrow ? 0 : kConsumerGroups * kDirectBytes);
+  static constexpr int kStagedBytes = kDirectBuffers * kDirectTokens * 128;  // of a warpgroup
+  // ... who each have the terms to themselves; with few tokens all of them have the same.
+  static constexpr int kTermColumns = kNarrow ? 64 * kRowGroups : 64;
+  static constexpr int kTermBytes = (kTokens + 2 * kTermColumns) * 4;
+  static constexpr int kDirectBytes = kStagedBytes + kTermBytes;
+  static constexpr int kSlicesBytes = kConsumerWarps * kSliceTokens * kSliceStride * 4;
+  static constexpr int kSliceBytes =
+      kNarrow ? kSlicesBytes + kTermBytes : cute::max(kSlicesBytes, kConsumerGroups* kDirectBytes);
 
   static constexpr int kMaxTable = 1024;  // groups, or runs of groups, whose first tiles are in shared memory
   static constexpr int kTableBytes = (kMaxTable + 1 + 32) * 4;
@@ -94,15 +101,17 @@ struct Sm90Nvfp4Config {
   static constexpr int kSharedLimit = kCtasPerSm == 1 ? 232448 : 233472 / kCtasPerSm - 1024;
   static constexpr int kFixedBytes = kSliceBytes + kTableBytes + 1024;  // 1024: barriers, tasks
   static constexpr int kStages = (kSharedLimit - kFixedBytes - 1024) / kStageBytes;
+  // Weights that are fetched before the tokens may be: a multiprocessor's copies queue up, so that tokens
+  // behind more of them come late.
+  static constexpr int kAheadStages = cute::min(kStages, cute::max(2, 36864 / kWeightBytes));
   // One in the epilogue, one in every stage, and the producer may be writing another.
   static constexpr int kTasks = kStages + 2;
   static constexpr int kSharedBytes = kStages * kStageBytes + kFixedBytes + 1024;  // 1024: alignment
 
   static_assert(kChunks % kDepthGroups == 0, "every warpgroup along k takes as many chunks of a stage");
-  static_assert(kNarrow || kChunksPerGroup == 1 || kChunksPerGroup % 2 == 0, "chunks are taken in pairs");
-  static_assert(kTokens % 16 == 0, "the tokens of two mma.sync are loaded at once");
+  static_assert(!kUsesWgmma || kChunksPerGroup == 1 || kChunksPerGroup % 2 == 0, "chunks are taken in pairs");
   static_assert(kNarrow || kDepthGroups == 1, "wide tiles are not shared along k");
-  static_assert(kTokens % kDepthGroups == 0, "warps that share rows share out the tokens in the epilogue");
+  static_assert(!kNarrow || kDepthGroups > 1, "a barrier among all consumers covers the terms too");
   static_assert(kTokens % (8 * kCluster) == 0, "a CTA of a cluster loads whole swizzle atoms of tokens");
   static_assert(kStages >= 3, "too few stages fit in shared memory");
   static_assert(kStages * 16 + kTasks * sizeof(Sm90Nvfp4Task) <= 1024, "barriers and tasks need more room");
@@ -143,15 +152,16 @@ struct Sm90Nvfp4Shared {
   CUTLASS_DEVICE float* slice(int warp) const {
     return reinterpret_cast<float*>(rest() + 1024) + warp * Config::kSliceTokens * Config::kSliceStride;
   }
-  /// Of one warpgroup: what the usual epilogue stages, and behind it the terms, one of each row of D and two
-  /// of each column.
+  /// Of one warpgroup: what the usual epilogue stages.
   CUTLASS_DEVICE uint32_t staged_at(int group) const {
     return address +
            static_cast<uint32_t>(Config::kStages * Config::kStageBytes + 1024 + group * Config::kDirectBytes);
   }
+  /// Of one warpgroup or, with few tokens, of all: the terms, one of each row of D and two of each column.
   CUTLASS_DEVICE float* terms(int group) const {
-    return reinterpret_cast<float*>(rest() + 1024 + group * Config::kDirectBytes +
-                                    Config::kDirectBuffers * Config::kDirectTokens * 128);
+    return reinterpret_cast<float*>(
+        rest() + 1024 +
+        (Config::kNarrow ? Config::kSlicesBytes : group * Config::kDirectBytes + Config::kStagedBytes));
   }
   CUTLASS_DEVICE int* table() const { return reinterpret_cast<int*>(rest() + 1024 + Config::kSliceBytes); }
 };

@@ -1,5 +1,5 @@
 // The consumers of the SM90 mainloop on prepacked NVFP4 weights: from a stage in shared memory to sums in
-// registers, by mma.sync for tiles of few tokens and by wgmma for the others.
+// registers, by mma.sync for tiles of eight tokens and by wgmma for the others.
 #pragma once
 
 #include "cutlass/gemm/collective/collective_builder.hpp"
@@ -7,17 +7,20 @@
 
 namespace cutlass_evt {
 
-/// The consumers with few tokens. A warp holds 16 rows of each chunk of rows.
+/// The consumers with mma.sync, of which one takes eight tokens. A warp holds 16 rows of each chunk of rows.
+///
+/// An mma.sync keeps its scheduler from issuing anything else for six clocks, and decoding one of its
+/// operands takes 14 instructions: both decide what a chunk takes, so that the loop has little else in it.
 template <class Config>
-struct Sm90Nvfp4NarrowMultiply {
+struct Sm90Nvfp4MmaMultiply {
   using Mainloop = Sm90Nvfp4Mainloop<Config>;
   using Shared = typename Mainloop::Shared;
   using Position = typename Mainloop::Position;
   using Element = typename Config::Element;
-  static constexpr int kBlocks = Config::kTokens / 8;
+  static_assert(Config::kTokens == 8, "more are wgmma's");
 
   struct Accumulators {
-    static constexpr int kSize = Config::kRowPasses * kBlocks * 4;  // pass after pass
+    static constexpr int kSize = Config::kRowPasses * 4;  // pass after pass
     float values[kSize];
 
     CUTLASS_DEVICE float& operator[](int index) { return values[index]; }
@@ -44,29 +47,30 @@ struct Sm90Nvfp4NarrowMultiply {
     int const depth_group = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 128), 0);
     typename Mainloop::Share const share(shared, depth_group * kPer);
 
-    // ldmatrix takes four 8 x 8 matrices: tokens 0..7 and 8..15, each with the lower and the upper 8 of the
-    // 16 of k. The 16-byte pieces of a token's 128 bytes are permuted by the token's number.
+    // ldmatrix takes four 8 x 8 matrices, the tokens by 32 of k. The lane's row of one of them is 16 bytes of
+    // a token, whose place is permuted by the token's number.
     uint32_t const lane = threadIdx.x % 32;
-    uint32_t const token = lane % 8 + lane / 16 * 8;
     uint32_t const tokens_at = shared.tokens_at(0) +
                                static_cast<uint32_t>(depth_group * kPer * Config::kTokenChunkBytes) +
-                               token * 128 + (lane / 8 % 2 ^ token % 8) * 16;
+                               lane % 8 * 128;
+    uint32_t const halves_at[2] = {tokens_at + (lane / 8 ^ lane % 8) * 16,
+                                   tokens_at + ((lane / 8 + 4) ^ lane % 8) * 16};
 
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Accumulators::kSize; ++i) {
       accumulators.values[i] = 0.0f;
     }
-    auto const chunk = [&](typename Mainloop::Raw const(&raw)[Config::kRowPasses], uint32_t tokens) {
-      uint32_t b[4][kBlocks / 2][4];  // all loads ahead of the first product, so that their latencies overlap
+    auto const chunk = [&](int stage, int sub) {
+      typename Mainloop::Raw raw[Config::kRowPasses];
       CUTLASS_PRAGMA_UNROLL
-      for (int k = 0; k < 4; ++k) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kBlocks / 2; ++i) {
-          asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                       : "=r"(b[k][i][0]), "=r"(b[k][i][1]), "=r"(b[k][i][2]), "=r"(b[k][i][3])
-                       : "r"((tokens ^ static_cast<uint32_t>(k * 32)) + static_cast<uint32_t>(i * 16 * 128))
-                       : "memory");
-        }
+      for (int pass = 0; pass < Config::kRowPasses; ++pass) {
+        share.load(raw[pass], stage, pass * Config::kChunks + sub);
+      }
+      uint32_t b[2][4];
+      CUTLASS_PRAGMA_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        load_tokens(b[half], halves_at[half] + static_cast<uint32_t>(stage * Config::kTokenBytes +
+                                                                     sub * Config::kTokenChunkBytes));
       }
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < 4; ++k) {
@@ -74,53 +78,48 @@ struct Sm90Nvfp4NarrowMultiply {
         for (int pass = 0; pass < Config::kRowPasses; ++pass) {
           uint32_t a[4];
           raw[pass].decode(k, a);
-          CUTLASS_PRAGMA_UNROLL
-          for (int i = 0; i < kBlocks; ++i) {
-            mma(accumulators.values + (pass * kBlocks + i) * 4, a, b[k][i / 2][i % 2 * 2],
-                b[k][i / 2][i % 2 * 2 + 1]);
-          }
+          mma(accumulators.values + pass * 4, a, b[k / 2][k % 2 * 2], b[k / 2][k % 2 * 2 + 1]);
         }
       }
     };
-    auto const load = [&](typename Mainloop::Raw(&raw)[Config::kRowPasses], int stage, int sub) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int pass = 0; pass < Config::kRowPasses; ++pass) {
-        share.load(raw[pass], stage, pass * Config::kChunks + sub);
-      }
-    };
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int step = work.begin; step < work.end; ++step) {
-      int const here = Mainloop::chunks_left(p, step, depth_group);
-      uint32_t const tokens = tokens_at + static_cast<uint32_t>(at.stage * Config::kTokenBytes);
-      Mainloop::wait_full(shared, at);
-      if (here >= kPer) {
-        typename Mainloop::Raw raw[kPer][Config::kRowPasses];
-        CUTLASS_PRAGMA_UNROLL
-        for (int sub = 0; sub < kPer; ++sub) {
-          load(raw[sub], at.stage, sub);
-        }
-        CUTLASS_PRAGMA_UNROLL
-        for (int sub = 0; sub < kPer; ++sub) {
-          chunk(raw[sub], tokens + static_cast<uint32_t>(sub * Config::kTokenChunkBytes));
-        }
-      } else {
-        CUTLASS_PRAGMA_NO_UNROLL
-        for (int sub = 0; sub < here; ++sub) {
-          typename Mainloop::Raw raw[Config::kRowPasses];
-          load(raw, at.stage, sub);
-          chunk(raw, tokens + static_cast<uint32_t>(sub * Config::kTokenChunkBytes));
-        }
-      }
+    auto const release = [&] {
       __syncwarp();
       Mainloop::release(shared, at.stage);
       at.advance();
+    };
+
+    int const last = Mainloop::chunks_left(p, work.end - 1, depth_group);  // of this warp, in the last step
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int left = work.end - work.begin - (last < kPer ? 1 : 0); left > 0; --left) {
+      Mainloop::wait_full(shared, at);
+      CUTLASS_PRAGMA_UNROLL
+      for (int sub = 0; sub < kPer; ++sub) {
+        chunk(at.stage, sub);
+      }
+      release();
     }
+    if (last < kPer) {
+      Mainloop::wait_full(shared, at);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int sub = 0; sub < last; ++sub) {
+        chunk(at.stage, sub);
+      }
+      release();
+    }
+  }
+
+ private:
+  CUTLASS_DEVICE static void load_tokens(uint32_t (&b)[4], uint32_t from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+                 : "r"(from)
+                 : "memory");
   }
 };
 
-/// The consumers with many tokens: each warpgroup a chunk of rows.
+/// The consumers with wgmma: each warpgroup a chunk of rows.
 template <class Config>
-struct Sm90Nvfp4WideMultiply {
+struct Sm90Nvfp4WgmmaMultiply {
   using Mainloop = Sm90Nvfp4Mainloop<Config>;
   using Shared = typename Mainloop::Shared;
   using Position = typename Mainloop::Position;
@@ -152,8 +151,10 @@ struct Sm90Nvfp4WideMultiply {
                                       TileWork const& work, Accumulators& result) {
     using namespace cute;
     auto& accumulators = result.values;
-    int const row_group = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 128), 0);
-    constexpr int kPer = Config::kChunks;
+    int const warpgroup = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 128), 0);
+    int const row_group = warpgroup % Config::kRowGroups;
+    int const depth_group = warpgroup / Config::kRowGroups;
+    constexpr int kPer = Config::kChunksPerGroup;
 
     Tensor tokens = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(shared.base)), SmemLayout{});
     auto accumulate = GMMA::ScaleOut::Zero;
@@ -162,10 +163,10 @@ struct Sm90Nvfp4WideMultiply {
     Tensor fragment_0 = make_tensor<Element>(fragment_layout);
     Tensor fragment_1 = make_tensor<Element>(fragment_layout);
 
-    typename Mainloop::Share const share(shared, row_group * Config::kChunks);
+    typename Mainloop::Share const share(shared, row_group * Config::kChunks + depth_group * kPer);
 
     // Chunks in the last step, which may have fewer than the others.
-    int const last = Mainloop::chunks_left(p, work.end - 1, 0);
+    int const last = Mainloop::chunks_left(p, work.end - 1, depth_group);
     int left = work.end - work.begin - (last < kPer ? 1 : 0);  // whole steps
 
     auto const issue = [&](Raw const& raw, auto& fragment, int stage, int sub) {
@@ -181,8 +182,9 @@ struct Sm90Nvfp4WideMultiply {
       }
       warpgroup_fence_operand(accumulators);
       warpgroup_fence_operand(fragment);
-      multiply_chunk<Config::kLeastTokens>(present, tokens, fragment, stage * Config::kChunks + sub,
-                                           accumulate, accumulators);
+      multiply_chunk<Config::kLeastTokens>(present, tokens, fragment,
+                                           stage * Config::kChunks + depth_group * kPer + sub, accumulate,
+                                           accumulators);
       accumulate = GMMA::ScaleOut::One;
     };
 
@@ -256,6 +258,11 @@ struct Sm90Nvfp4WideMultiply {
       at.advance();
     }
     warpgroup_fence_operand(accumulators);
+    if constexpr (Config::kDepthGroups > 1) {
+      if (accumulate == GMMA::ScaleOut::Zero) {  // k ends before this warpgroup's first chunk
+        clear(accumulators);
+      }
+    }
   }
 
  private:
