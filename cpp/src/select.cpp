@@ -106,9 +106,12 @@ double prepacked_clocks(Kernel const& row, int num_sms, Selection const& wanted)
   bool const in_pairs = figures.chunk_2_us > 0 && tiles > num_sms;  // of CTAs
   double const workers = std::max(1, num_sms / kernel.cluster_n * (in_pairs ? 2 : 1));
   double const waves = std::ceil(tiles / workers);
-  bool const splits = !wanted.batch_invariant && tiles < 0.92 * waves * workers && tiles < 12 * workers;
-  double const turns = splits ? tiles / workers : waves;
   double const chunks = static_cast<double>(ceil_div(wanted.k, 64));
+  // As Sm90Nvfp4Plan has it: who shares a tile has 1024 of k at least.
+  double const sharing = std::min(workers, std::floor(tiles * chunks / 16));
+  bool const splits = !wanted.batch_invariant && tiles < 0.92 * waves * workers && tiles < 12 * workers &&
+                      sharing > std::min(tiles, workers - 1);
+  double const turns = splits ? tiles / sharing : waves;
   double const a_turn = in_pairs ? figures.chunk_2_us : a_group.chunk_us;
   double const least = splits ? 0 : a_group.longest_us;  // of a worker
   double const us = figures.fixed_us + (splits ? figures.split_us : 0) +

@@ -12,7 +12,7 @@ constexpr int kIdlePercent = 8;
 /// ... where there are at most this many tiles a worker,
 constexpr int kMostTilesToSplit = 12;
 /// ... and where a worker has at least this much of k.
-constexpr int kLeastSplitDepth = 512;
+constexpr int kLeastSplitDepth = 1024;
 
 /// How the tiles are shared out among workers: CTAs, or clusters of them. Made on the host where the number
 /// of tiles is known there, since a kernel would otherwise begin with divisions.
