@@ -93,10 +93,9 @@ struct Sm90Nvfp4Kernel {
   }
 
   /// Of the item that the schedule gave last.
-  CUTLASS_DEVICE static Task task_of(Params const& p, Shared const& shared, Schedule const& schedule,
+  CUTLASS_DEVICE static Task task_of(Place const& place, Schedule const& schedule,
                                      Schedule::Item const& item) {
-    return {place_of(p, shared, item), item.begin, item.end, item.begin == 0 ? schedule.others(item) : 0,
-            !schedule.has_more()};
+    return {place, item.begin, item.end, item.begin == 0 ? schedule.others(item) : 0, !schedule.has_more()};
   }
 
   /// The consumers of wide tiles see it once the first stage's barrier, which is armed after this, lets them
@@ -114,7 +113,7 @@ struct Sm90Nvfp4Kernel {
     if (p.weights_are_fresh || !schedule.take(item)) {
       return 0;
     }
-    Task const task = task_of(p, shared, schedule, item);
+    Task const task = task_of(Groups::only_place_of(p.groups, p.row_tiles, item.tile), schedule, item);
     announce(shared, 0, task);
     typename Mainloop::Loader const load(p.operands, &p.tokens, shared, work_of(p, task, rank), rank);
     int const ahead = cute::min(int{Config::kAheadStages}, item.end - item.begin);
@@ -135,7 +134,7 @@ struct Sm90Nvfp4Kernel {
       asm volatile("griddepcontrol.launch_dependents;");
     }
     for (int count = 0; schedule.take(item); ++count) {
-      Task const task = task_of(p, shared, schedule, item);
+      Task const task = task_of(place_of(p, shared, item), schedule, item);
       if (ahead == 0) {
         announce(shared, count, task);
       }
@@ -208,7 +207,7 @@ struct Sm90Nvfp4Kernel {
       Task const* known = &own;
       if constexpr (Config::kNarrow) {
         schedule.take(item);
-        own = task_of(p, shared, schedule, item);
+        own = task_of(place_of(p, shared, item), schedule, item);
       } else {
         // The producer, which is ahead, has found it already; registers are scarce.
         Mainloop::wait_full(shared, at);

@@ -125,9 +125,6 @@ struct Sm90Nvfp4Groups {
   // Ends that are out of order or out of range would be an error of the caller; they must not lead outside of
   // the buffers.
   CUTLASS_DEVICE static Rows rows_of(Sm90Nvfp4GroupEnds const& p, int group) {
-    if (p.offs == nullptr) {
-      return {0, p.m};
-    }
     int const begin = group > 0 ? cute::min(cute::max(__ldg(p.offs + group - 1), 0), p.m) : 0;
     int const end = cute::min(cute::max(__ldg(p.offs + group), 0), p.m);
     return {begin, cute::max(end - begin, 0)};
@@ -186,24 +183,35 @@ struct Sm90Nvfp4Groups {
     __syncthreads();
   }
 
-  CUTLASS_DEVICE static Place place_of(Sm90Nvfp4GroupEnds const& p, int const* table,
-                                       cutlass::FastDivmod const& row_tiles, int tile) {
+  /// Of a dense product.
+  CUTLASS_DEVICE static Place only_place_of(Sm90Nvfp4GroupEnds const& p, cutlass::FastDivmod const& row_tiles,
+                                            int tile) {
     int token_tile;
     Place place;
     row_tiles(token_tile, place.row_tile, tile);
     place.group = 0;
-    int before = 0;
-    if (p.offs != nullptr) {
-      int const per_entry = groups_per_entry(p);
-      int low = 0;
-      int high = (p.num_groups + per_entry - 1) / per_entry;
-      while (high - low > 1) {  // table[low] <= token_tile < table[high]
-        int const middle = (low + high) / 2;
-        (table[middle] <= token_tile ? low : high) = middle;
-      }
-      place.group = low * per_entry;
-      before = table[low];
+    place.rows = {0, p.m};
+    place.token = token_tile * Config::kTokens;
+    return place;
+  }
+
+  CUTLASS_DEVICE static Place place_of(Sm90Nvfp4GroupEnds const& p, int const* table,
+                                       cutlass::FastDivmod const& row_tiles, int tile) {
+    if (p.offs == nullptr) {
+      return only_place_of(p, row_tiles, tile);
     }
+    int token_tile;
+    Place place;
+    row_tiles(token_tile, place.row_tile, tile);
+    int const per_entry = groups_per_entry(p);
+    int low = 0;
+    int high = (p.num_groups + per_entry - 1) / per_entry;
+    while (high - low > 1) {  // table[low] <= token_tile < table[high]
+      int const middle = (low + high) / 2;
+      (table[middle] <= token_tile ? low : high) = middle;
+    }
+    place.group = low * per_entry;
+    int before = table[low];
     place.rows = rows_of(p, place.group);
     while (token_tile >= before + token_tiles(place.rows.size) && place.group + 1 < p.num_groups) {
       before += token_tiles(place.rows.size);
