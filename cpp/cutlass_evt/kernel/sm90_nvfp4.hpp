@@ -250,12 +250,13 @@ struct Sm90Nvfp4Kernel {
           continue;
         }
       }
+      int const first_column = first_chunk(place, rank) * 64 + s.column;
       float const* const terms = shared.terms(0);
       typename Epilogue::Columns columns;
       if constexpr (Config::kNarrow) {
         Terms::wait();  // and a barrier among all consumers follows
       } else {
-        columns.load(p.epilogue, place.group, first_chunk(place, rank) * 64 + s.column, p.n);
+        columns.load(p.epilogue, place.group, first_column, p.n);
       }
       auto const fetch_row = [&](int token) {
         if constexpr (Config::kNarrow) {
@@ -266,30 +267,26 @@ struct Sm90Nvfp4Kernel {
                                        : 0.0f;
         }
       };
-      CUTLASS_PRAGMA_UNROLL
-      for (int pass = 0; pass < Config::kRowPasses; ++pass) {
-        auto const finish = [&](int token, float (&sums)[kRounds][kColumns], float const(&by_row)[kRounds]) {
-          if constexpr (Config::kNarrow) {  // another chunk of rows is another pass
-            int const column = pass * 64 + s.column;
-            columns.load(terms + Terms::kByColumn + column, terms + Terms::kBias + column, alpha,
-                         first_chunk(place, rank) * 64 + column, p.n);
-          }
-          int64_t rows[kRounds];
-          bool present[kRounds];
+      auto const finish = [&](int token, float (&sums)[kRounds][kColumns], float const(&by_row)[kRounds]) {
+        if constexpr (Config::kNarrow) {
+          columns.load(terms + Terms::kByColumn + s.column, terms + Terms::kBias + s.column, alpha,
+                       first_column, p.n);
+        }
+        int64_t rows[kRounds];
+        bool present[kRounds];
+        CUTLASS_PRAGMA_UNROLL
+        for (int r = 0; r < kRounds; ++r) {
+          int const row = place.token + token + r * 16;
+          rows[r] = int64_t{place.rows.begin} + row;
+          present[r] = row < place.rows.size && columns.any();
           CUTLASS_PRAGMA_UNROLL
-          for (int r = 0; r < kRounds; ++r) {
-            int const row = place.token + token + r * 16;
-            rows[r] = int64_t{place.rows.begin} + row;
-            present[r] = row < place.rows.size && columns.any();
-            CUTLASS_PRAGMA_UNROLL
-            for (int j = 0; j < kColumns; ++j) {
-              sums[r][j] *= static_cast<float>(1 << Nvfp4Packing::kExponent);
-            }
+          for (int j = 0; j < kColumns; ++j) {
+            sums[r][j] *= static_cast<float>(1 << Nvfp4Packing::kExponent);
           }
-          columns.store(p.epilogue, rows, present, by_row, sums);
-        };
-        Slices::for_each_slot(shared, accumulators, pass, s, fetch_row, finish);
-      }
+        }
+        columns.store(p.epilogue, rows, present, by_row, sums);
+      };
+      Slices::for_each_slot(shared, accumulators, s, fetch_row, finish);
     }
   }
 

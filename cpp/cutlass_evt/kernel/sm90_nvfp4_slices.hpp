@@ -45,8 +45,8 @@ struct Sm90Nvfp4Slices {
   /// them at a time, the first being `token`; fetched is what fetch(token) gave, where there is more than one
   /// slice a slice earlier.
   template <class Fetch, class Take>
-  CUTLASS_DEVICE static void for_each_slot(Shared const& shared, Accumulators& accumulators, int pass,
-                                           Slot const& s, Fetch const& fetch, Take const& take) {
+  CUTLASS_DEVICE static void for_each_slot(Shared const& shared, Accumulators& accumulators, Slot const& s,
+                                           Fetch const& fetch, Take const& take) {
     // Registers cannot be indexed. The loop over slices is partly unrolled, as a compromise between its size
     // and stores that are skipped.
     constexpr int kInner = kSlices > 4 ? 4 : kSlices;
@@ -86,8 +86,7 @@ struct Sm90Nvfp4Slices {
               CUTLASS_PRAGMA_UNROLL
               for (int v = 0; v < 4; ++v) {
                 mine[(block * 8 + v % 2) * Config::kSliceStride + v / 2 * 8] =
-                    accumulators[pass * (Config::kTokens / 2) + ((i * kInner + inner) * kBlocks + block) * 4 +
-                                 v];
+                    accumulators[((i * kInner + inner) * kBlocks + block) * 4 + v];
               }
             }
           }

@@ -30,11 +30,10 @@ struct Sm90Nvfp4Task {
 
 /// What a kernel is made of.
 ///
-/// kRowGroups: chunks of 64 rows in a CTA, each a warpgroup's; or, with mma.sync, all of them a warp's in
-/// turn, so that it loads the tokens once for all. kDepthGroups: warpgroups that share rows and take turns
-/// along k. kTokens: of the tile. kCluster: CTAs along the rows that load each other's tokens by multicast.
-/// kChunks: of 64 of k, in a stage. kCtasPerSm: sets how much shared memory and how many registers a CTA may
-/// use.
+/// kRowGroups: chunks of 64 rows in a CTA, each a warpgroup's. kDepthGroups: warpgroups that share rows and
+/// take turns along k. kTokens: of the tile. kCluster: CTAs along the rows that load each other's tokens by
+/// multicast. kChunks: of 64 of k, in a stage. kCtasPerSm: sets how much shared memory and how many registers
+/// a CTA may use.
 template <class Element_, int RowGroups, int DepthGroups, int Tokens, int ClusterSize, int Chunks,
           int CtasPerSm>
 struct Sm90Nvfp4Config {
@@ -49,11 +48,10 @@ struct Sm90Nvfp4Config {
   static constexpr int kRows = 64 * kRowGroups;  // of a CTA
   static constexpr int kDepth = 64 * kChunks;    // of a stage
   static constexpr int kChunksPerGroup = kChunks / kDepthGroups;
-  static constexpr bool kNarrow = kTokens <= 32;                    // warps or warpgroups share rows
-  static constexpr bool kUsesWgmma = kTokens > 8;                   // else mma.sync
-  static constexpr int kRowPasses = kUsesWgmma ? 1 : kRowGroups;    // chunks of rows that a warp holds
-  static constexpr int kWarpsAcross = 4 * kRowGroups / kRowPasses;  // side by side along the rows
-  static constexpr int kConsumerGroups = kWarpsAcross / 4 * kDepthGroups;
+  static constexpr bool kNarrow = kTokens <= 32;       // warps or warpgroups share rows
+  static constexpr bool kUsesWgmma = kTokens > 8;      // else mma.sync
+  static constexpr int kWarpsAcross = 4 * kRowGroups;  // side by side along the rows
+  static constexpr int kConsumerGroups = kRowGroups * kDepthGroups;
   static constexpr int kConsumerThreads = 128 * kConsumerGroups;
   static constexpr int kConsumerWarps = kConsumerThreads / 32;
   // The accumulators of wide tiles need more registers than an equal share: a whole producer warpgroup then

@@ -7,7 +7,7 @@
 
 namespace cutlass_evt {
 
-/// The consumers with mma.sync, of which one takes eight tokens. A warp holds 16 rows of each chunk of rows.
+/// The consumers with mma.sync, of which one takes eight tokens. A warp has 16 rows.
 ///
 /// An mma.sync keeps its scheduler from issuing anything else for six clocks, and decoding one of its
 /// operands takes 14 instructions: both decide what a chunk takes, so that the loop has little else in it.
@@ -17,10 +17,10 @@ struct Sm90Nvfp4MmaMultiply {
   using Shared = typename Mainloop::Shared;
   using Position = typename Mainloop::Position;
   using Element = typename Config::Element;
-  static_assert(Config::kTokens == 8, "more are wgmma's");
+  static_assert(Config::kTokens == 8 && Config::kRowGroups == 1, "more are wgmma's");
 
   struct Accumulators {
-    static constexpr int kSize = Config::kRowPasses * 4;  // pass after pass
+    static constexpr int kSize = 4;
     float values[kSize];
 
     CUTLASS_DEVICE float& operator[](int index) { return values[index]; }
@@ -61,11 +61,8 @@ struct Sm90Nvfp4MmaMultiply {
       accumulators.values[i] = 0.0f;
     }
     auto const chunk = [&](int stage, int sub) {
-      typename Mainloop::Raw raw[Config::kRowPasses];
-      CUTLASS_PRAGMA_UNROLL
-      for (int pass = 0; pass < Config::kRowPasses; ++pass) {
-        share.load(raw[pass], stage, pass * Config::kChunks + sub);
-      }
+      typename Mainloop::Raw raw;
+      share.load(raw, stage, sub);
       uint32_t b[2][4];
       CUTLASS_PRAGMA_UNROLL
       for (int half = 0; half < 2; ++half) {
@@ -74,12 +71,9 @@ struct Sm90Nvfp4MmaMultiply {
       }
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < 4; ++k) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int pass = 0; pass < Config::kRowPasses; ++pass) {
-          uint32_t a[4];
-          raw[pass].decode(k, a);
-          mma(accumulators.values + pass * 4, a, b[k / 2][k % 2 * 2], b[k / 2][k % 2 * 2 + 1]);
-        }
+        uint32_t a[4];
+        raw.decode(k, a);
+        mma(accumulators.values, a, b[k / 2][k % 2 * 2], b[k / 2][k % 2 * 2 + 1]);
       }
     };
     auto const release = [&] {

@@ -38,9 +38,7 @@ struct PrepackedLaunch {
   using Params = typename Kernel::Params;
   static constexpr bool kIsBf16 = std::is_same<typename Config::Element, cutlass::bfloat16_t>::value;
 
-  static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-  static int64_t row_tiles(Problem const& p) { return ceil_div(p.n, Config::kRows); }
+  static int64_t row_tiles(Problem const& p) { return cute::ceil_div(p.n, int64_t{Config::kRows}); }
 
   /// At least as many as there are.
   static int64_t token_tiles(Problem const& p) {
@@ -124,12 +122,11 @@ struct PrepackedLaunch {
     params.groups = {static_cast<int>(p.m), p.num_groups > 0 ? p.num_groups : 1, p.offs};
     params.operands = {static_cast<int>(Packing::chunks_of(p.n)), static_cast<int>(Packing::chunks_of(p.k)),
                        p.k % Packing::kDepth == 0};
-    int const chunks = params.operands.depth_chunks;
-    params.row_tiles = cutlass::FastDivmod(static_cast<int>(ceil_div(p.n, Config::kRows * Config::kCluster)));
-    params.steps = cutlass::FastDivmod((chunks + Config::kChunks - 1) / Config::kChunks);
+    auto const ceil_div = [](int64_t a, int64_t b) { return static_cast<int>(cute::ceil_div(a, b)); };
+    params.row_tiles = cutlass::FastDivmod(ceil_div(p.n, Config::kRows * Config::kCluster));
+    params.steps = cutlass::FastDivmod(ceil_div(params.operands.depth_chunks, Config::kChunks));
     params.splits = !p.batch_invariant;
-    int const tiles =
-        p.offs == nullptr ? static_cast<int>(params.row_tiles.divisor * ceil_div(p.m, Config::kTokens)) : 0;
+    int const tiles = p.offs == nullptr ? params.row_tiles.divisor * ceil_div(p.m, Config::kTokens) : 0;
     params.plan = Kernel::plan(tiles, params.steps.divisor, grid, params.splits);
     params.partials = static_cast<float*>(workspace);
     params.flags = reinterpret_cast<uint64_t*>(params.partials + grid * Kernel::kPartialFloats);
