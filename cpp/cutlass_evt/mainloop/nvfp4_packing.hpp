@@ -23,6 +23,14 @@
 
 namespace cutlass_evt {
 
+/// Factors that shift a word to the left by 3, 7 and 10. Known to the compiler, they become shifts, most of
+/// which ptxas gives to the pipe of logic, whose own instructions then wait; unknown, multiplications.
+struct Nvfp4Shifts {
+  uint32_t by_3 = 1u << 3;
+  uint32_t by_7 = 1u << 7;
+  uint32_t by_10 = 1u << 10;
+};
+
 struct Nvfp4Packing {
   static constexpr int kRows = 64;   // of a chunk
   static constexpr int kDepth = 64;  // of k
@@ -104,12 +112,13 @@ struct Nvfp4Packing {
   }
 
   /// Codes 2 * pair (low half) and 2 * pair + 1 (high half) at the places of an fp16's bits.
-  CUTLASS_HOST_DEVICE static constexpr uint32_t pair_bits(uint32_t word, int pair) {
+  CUTLASS_HOST_DEVICE static constexpr uint32_t pair_bits(uint32_t word, int pair,
+                                                          Nvfp4Shifts const& shifts = {}) {
     switch (pair) {
       case 0: return word & kMask;
-      case 1: return word << 3 & kMask;
-      case 2: return (word << 7 ^ word << 10) & kMask;
-      default: return (word << 7 ^ rotl(word, 12)) & kMask;
+      case 1: return word * shifts.by_3 & kMask;
+      case 2: return (word * shifts.by_7 ^ word * shifts.by_10) & kMask;
+      default: return (word * shifts.by_7 ^ rotl(word, 12)) & kMask;
     }
   }
 

@@ -32,12 +32,13 @@ struct Nvfp4Decoder;
 
 template <>
 struct Nvfp4Decoder<cutlass::half_t> {
-  CUTLASS_DEVICE static void decode(uint32_t word, uint32_t scales, uint32_t (&a)[4]) {
+  CUTLASS_DEVICE static void decode(uint32_t word, uint32_t scales, Nvfp4Shifts const& shifts,
+                                    uint32_t (&a)[4]) {
     __half2 const upper = __low2half2(reinterpret_cast<__half2 const&>(scales));
     __half2 const lower = __high2half2(reinterpret_cast<__half2 const&>(scales));
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4; ++i) {
-      uint32_t const bits = Nvfp4Packing::pair_bits(word, i);
+      uint32_t const bits = Nvfp4Packing::pair_bits(word, i, shifts);
       __half2 const product = __hmul2(reinterpret_cast<__half2 const&>(bits), i % 2 == 0 ? upper : lower);
       a[i] = reinterpret_cast<uint32_t const&>(product);
     }
@@ -48,14 +49,15 @@ struct Nvfp4Decoder<cutlass::half_t> {
 /// the values times 2^-126, the scales bring 2^119.
 template <>
 struct Nvfp4Decoder<cutlass::bfloat16_t> {
-  CUTLASS_DEVICE static void decode(uint32_t word, uint32_t scales, uint32_t (&a)[4]) {
+  CUTLASS_DEVICE static void decode(uint32_t word, uint32_t scales, Nvfp4Shifts const& shifts,
+                                    uint32_t (&a)[4]) {
     float2 const wide = __half22float2(reinterpret_cast<__half2 const&>(scales));
     constexpr float kUp = 5.192296858534828e33f;  // 2^112
     __nv_bfloat162 const upper = __float2bfloat162_rn(wide.x * kUp);
     __nv_bfloat162 const lower = __float2bfloat162_rn(wide.y * kUp);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4; ++i) {
-      uint32_t const half = Nvfp4Packing::pair_bits(word, i);
+      uint32_t const half = Nvfp4Packing::pair_bits(word, i, shifts);
       uint32_t const bits = (half & 0x80008000u) | ((half & 0x0E000E00u) >> 3);
       __nv_bfloat162 const product =
           __hmul2(reinterpret_cast<__nv_bfloat162 const&>(bits), i % 2 == 0 ? upper : lower);
@@ -273,8 +275,8 @@ struct Sm90Nvfp4Mainloop {
     }
 
     /// The register operand of 16 of k.
-    CUTLASS_DEVICE void decode(int k, uint32_t (&a)[4]) const {
-      Nvfp4Decoder<Element>::decode(words[k], Nvfp4Packing::scale_bits(scales[k / 2], k), a);
+    CUTLASS_DEVICE void decode(int k, Nvfp4Shifts const& shifts, uint32_t (&a)[4]) const {
+      Nvfp4Decoder<Element>::decode(words[k], Nvfp4Packing::scale_bits(scales[k / 2], k), shifts, a);
     }
   };
 

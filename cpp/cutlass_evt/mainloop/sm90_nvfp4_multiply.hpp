@@ -72,7 +72,7 @@ struct Sm90Nvfp4MmaMultiply {
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < 4; ++k) {
         uint32_t a[4];
-        raw.decode(k, a);
+        raw.decode(k, {}, a);
         mma(accumulators.values, a, b[k / 2][k % 2 * 2], b[k / 2][k % 2 * 2 + 1]);
       }
     };
@@ -168,7 +168,7 @@ struct Sm90Nvfp4WgmmaMultiply {
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < 4; ++k) {
         uint32_t a[4];
-        raw.decode(k, a);
+        raw.decode(k, shifts, a);
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 4; ++i) {
           registers(i, 0, k) = a[i];
@@ -187,6 +187,14 @@ struct Sm90Nvfp4WgmmaMultiply {
     int previous = at.stage;  // to be released once its last chunk has passed
     bool first = true;
     auto const chunk = [&](auto sub, Raw const& raw, Raw& next, auto& fragment, bool more) {
+    Nvfp4Shifts shifts;
+    if constexpr (!Config::kNarrow) {    // where decoding waits for the pipe of logic
+      uint32_t const zero = blockIdx.z;  // as no compiler knows
+      shifts.by_3 += zero;
+      shifts.by_7 += zero;
+      shifts.by_10 += zero;
+    }
+
       int const stage = at.stage;
       if constexpr (sub + 1 == kPer) {
         at.advance();
