@@ -62,7 +62,7 @@ struct Sm90Nvfp4Kernel {
   static constexpr int kLeastSteps = (kLeastSplitDepth + Config::kDepth - 1) / Config::kDepth;
 
   static CUTLASS_HOST_DEVICE Sm90Nvfp4Plan plan(int tiles, int steps, int num_ctas, bool splits) {
-    return {tiles, steps, num_ctas / Config::kCluster, kLeastSteps, splits};
+    return {tiles, steps, num_ctas / Config::kCluster, kLeastSteps, Config::kLeadSteps, splits};
   }
 
   static size_t workspace_bytes(int num_ctas) {

@@ -74,6 +74,10 @@ struct Sm90Nvfp4Config {
   static constexpr int kTokenChunkBytes = kTokens * 128;
   static constexpr int kTokenBytes = kChunks * kTokenChunkBytes;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
+  // Of two workers that share a tile along k, the one that adds up has so much more of it: about as long as
+  // the other's sums take to arrive.
+  static constexpr int kLeadSteps = (kRowGroups == 1 ? 1024 : 512) / kDepth;
+
 
   // The epilogue turns accumulators round through shared memory: a warp holds 16 rows, a slice of the tokens
   // at a time. Warpgroups that share rows add up there, all tokens at once, and share these out.
