@@ -114,7 +114,6 @@ struct Sm90Nvfp4Mainloop {
   // Of one load: as much of the smallest tile as is this CTA's. Of several the CTAs take turns.
   static constexpr int kLoadTokens =
       kSharesChunks ? Config::kLeastTokens : Config::kLeastTokens / Config::kCluster;
-  static_assert(kLoadChunks == 1 || kLoadTokens == Config::kTokens, "chunks lie kTokens apart");
 
   /// What the producer keeps of a tile. The smem addresses are of shared memory's own window.
   class Loader {
@@ -164,7 +163,7 @@ struct Sm90Nvfp4Mainloop {
         CUTLASS_PRAGMA_UNROLL
         for (int t = 0; t < Config::kTokens; t += Config::kLeastTokens) {
           if (t < tokens_) {
-            load(to + static_cast<uint32_t>(t * 128), 0, token_ + t, first, stage);
+            load(to + static_cast<uint32_t>(t * Config::kChunks * 128), 0, token_ + t, first, stage);
           }
         }
         return;
@@ -173,7 +172,7 @@ struct Sm90Nvfp4Mainloop {
       for (int c = 0; c < kLoadChunks && first + c < depth_chunks_; ++c) {
         CUTLASS_PRAGMA_NO_UNROLL
         for (int t = 0; t < tokens_; t += Config::kLeastTokens) {
-          load(to + static_cast<uint32_t>(c * Config::kTokenChunkBytes + t * 128),
+          load(to + static_cast<uint32_t>(c * Config::kTokenChunkBytes + t * Config::kChunks * 128),
                (first + c) * Nvfp4Packing::kDepth, token_ + t, 0, stage);
         }
       }

@@ -59,25 +59,30 @@ struct Sm90Nvfp4Config {
   static constexpr bool kMovesRegisters = kTokens >= 256;
   static constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 128 : 32);
 
-  // The last of a group's tiles of 256 may be smaller, 64 tokens or 128: fewer are loaded and multiplied.
-  // Tiles of 128 lose more by loads in halves than by tokens that are not there.
-  static constexpr int kLeastTokens = kTokens < 256 ? kTokens : 64;
+  // The last of a group's tiles may be smaller: fewer tokens are loaded and multiplied. Of 32 these are
+  // blocks of 8, of 256 they are 64 or 128. Tiles of 128 lose more by loads in halves than by tokens that are
+  // not there.
+  static constexpr int kLeastTokens = kTokens == 32 ? 8 : kTokens < 256 ? kTokens : 64;
+  CUTLASS_HOST_DEVICE static constexpr int next_tokens(int tokens) {
+    return kNarrow ? tokens + kLeastTokens : 2 * tokens;
+  }
   CUTLASS_HOST_DEVICE static constexpr int tokens_for(int present) {
     int tokens = kLeastTokens;
     while (tokens < kTokens && tokens < present) {
-      tokens *= 2;
+      tokens = next_tokens(tokens);
     }
     return tokens;
   }
 
-  static constexpr int kWeightBytes = kRowGroups * kChunks * Nvfp4Packing::kChunkBytes;  // of a stage
-  static constexpr int kTokenChunkBytes = kTokens * 128;
-  static constexpr int kTokenBytes = kChunks * kTokenChunkBytes;
-  static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
   // Of two workers that share a tile along k, the one that adds up has so much more of it: about as long as
   // the other's sums take to arrive.
   static constexpr int kLeadSteps = (kRowGroups == 1 ? 1024 : 512) / kDepth;
 
+  static constexpr int kWeightBytes = kRowGroups * kChunks * Nvfp4Packing::kChunkBytes;  // of a stage
+  // Block after block of kLeastTokens tokens, and of a block chunk after chunk of k.
+  static constexpr int kTokenChunkBytes = kLeastTokens * 128;
+  static constexpr int kTokenBytes = kChunks * kTokens * 128;
+  static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
 
   // The epilogue turns accumulators round through shared memory: a warp holds 16 rows, a slice of the tokens
   // at a time. Warpgroups that share rows add up there, all tokens at once, and share these out.

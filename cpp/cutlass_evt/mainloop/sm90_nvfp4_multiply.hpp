@@ -120,9 +120,14 @@ struct Sm90Nvfp4WgmmaMultiply {
   using Raw = typename Mainloop::Raw;
   using Element = typename Config::Element;
   using SmemLayoutAtom = cute::GMMA::Layout_K_SW128_Atom<Element>;
+  // A stage: (tokens, 64 of k, chunks). Where a block of tokens is an atom of the layout, its chunks follow
+  // one another, and the next block them.
   using SmemLayout = decltype(cute::tile_to_shape(
-      SmemLayoutAtom{}, cute::make_shape(cute::Int<Config::kTokens>{}, cute::Int<Nvfp4Packing::kDepth>{},
-                                         cute::Int<Config::kStages * Config::kChunks>{})));
+      SmemLayoutAtom{},
+      cute::make_shape(cute::Int<Config::kTokens>{}, cute::Int<Nvfp4Packing::kDepth>{},
+                       cute::Int<Config::kChunks>{}),
+      cute::conditional_t<Config::kLeastTokens == 8, cute::Step<cute::_3, cute::_1, cute::_2>,
+                          cute::Step<cute::_1, cute::_2, cute::_3>>{}));
   template <int Tokens>
   using TiledMma = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<
@@ -143,21 +148,52 @@ struct Sm90Nvfp4WgmmaMultiply {
   /// result = the product of this warpgroup's rows and chunks with the tokens, over the steps of `work`.
   CUTLASS_DEVICE static void multiply(Sm90Nvfp4Operands const& p, Shared const& shared, Position& at,
                                       TileWork const& work, Accumulators& result) {
+    int const present = __shfl_sync(0xFFFFFFFFu, work.tokens, 0);  // ptxas must see that warps do not diverge
+    // A mainloop for each width, where registers allow it: three they do not. Otherwise a branch in it.
+    if constexpr (Config::kTokens == 32 && Config::kChunksPerGroup > 1) {
+      if (present <= 16) {
+        multiply<16, 16>(p, shared, at, work, present, result.values);
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 16 / 2; i < Accumulators::kSize; ++i) {
+          result[i] = 0.0f;
+        }
+      } else {
+        multiply<32, 32>(p, shared, at, work, present, result.values);
+      }
+    } else {
+      constexpr int kLeast = Config::kNarrow ? Config::kTokens : Config::kLeastTokens;
+      multiply<kLeast, Config::kTokens>(p, shared, at, work, present, result.values);
+    }
+  }
+
+ private:
+  /// With widths of Least to Most tokens, of which `present` are there.
+  template <int Least, int Most>
+  CUTLASS_DEVICE static void multiply(Sm90Nvfp4Operands const& p, Shared const& shared, Position& at,
+                                      TileWork const& work, int present,
+                                      Fragment<Config::kTokens>& accumulators) {
     using namespace cute;
-    auto& accumulators = result.values;
     int const warpgroup = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 128), 0);
     int const row_group = warpgroup % Config::kRowGroups;
     int const depth_group = warpgroup / Config::kRowGroups;
     constexpr int kPer = Config::kChunksPerGroup;
 
-    Tensor tokens = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(shared.base)), SmemLayout{});
+    uint64_t const descriptor = first_descriptor(shared) +
+                                static_cast<uint64_t>(depth_group * (kPer * Config::kTokenChunkBytes / 16));
     auto accumulate = GMMA::ScaleOut::Zero;
-    int const present = __shfl_sync(0xFFFFFFFFu, work.tokens, 0);  // ptxas must see that warps do not diverge
     auto const fragment_layout = make_layout(make_shape(Shape<_2, _2, _2>{}, _1{}, _4{}));
     Tensor fragment_0 = make_tensor<Element>(fragment_layout);
     Tensor fragment_1 = make_tensor<Element>(fragment_layout);
 
     typename Mainloop::Share const share(shared, row_group * Config::kChunks + depth_group * kPer);
+
+    Nvfp4Shifts shifts;
+    if constexpr (!Config::kNarrow) {    // where decoding waits for the pipe of logic
+      uint32_t const zero = blockIdx.z;  // as no compiler knows
+      shifts.by_3 += zero;
+      shifts.by_7 += zero;
+      shifts.by_10 += zero;
+    }
 
     // Chunks in the last step, which may have fewer than the others.
     int const last = Mainloop::chunks_left(p, work.end - 1, depth_group);
@@ -176,9 +212,10 @@ struct Sm90Nvfp4WgmmaMultiply {
       }
       warpgroup_fence_operand(accumulators);
       warpgroup_fence_operand(fragment);
-      multiply_chunk<Config::kLeastTokens>(present, tokens, fragment,
-                                           stage * Config::kChunks + depth_group * kPer + sub, accumulate,
-                                           accumulators);
+      multiply_chunk<Least, Most>(present,
+                                  descriptor + static_cast<uint64_t>(stage * (Config::kTokenBytes / 16) +
+                                                                     sub * (Config::kTokenChunkBytes / 16)),
+                                  fragment, accumulate, accumulators);
       accumulate = GMMA::ScaleOut::One;
     };
 
@@ -187,14 +224,6 @@ struct Sm90Nvfp4WgmmaMultiply {
     int previous = at.stage;  // to be released once its last chunk has passed
     bool first = true;
     auto const chunk = [&](auto sub, Raw const& raw, Raw& next, auto& fragment, bool more) {
-    Nvfp4Shifts shifts;
-    if constexpr (!Config::kNarrow) {    // where decoding waits for the pipe of logic
-      uint32_t const zero = blockIdx.z;  // as no compiler knows
-      shifts.by_3 += zero;
-      shifts.by_7 += zero;
-      shifts.by_10 += zero;
-    }
-
       int const stage = at.stage;
       if constexpr (sub + 1 == kPer) {
         at.advance();
@@ -267,30 +296,37 @@ struct Sm90Nvfp4WgmmaMultiply {
     }
   }
 
- private:
-  /// accumulators (+)= fragment times a chunk of the tokens, of which `wanted` are there, Least at least.
-  template <int Least, class Tokens, class A>
-  CUTLASS_DEVICE static void multiply_chunk(int wanted, Tokens const& tokens, A const& fragment, int chunk,
+  /// Of the first chunk in shared memory. Other chunks', and other 16 of k, are sums with numbers of 16
+  /// bytes: of 64 bits, so that each is one instruction (cute's iterator makes three of it).
+  CUTLASS_DEVICE static uint64_t first_descriptor(Shared const& shared) {
+    using namespace cute;
+    Tensor tokens = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(shared.base)), SmemLayout{});
+    auto const slice = TiledMma<Config::kTokens>{}.get_slice(0);
+    Tensor operand = slice.make_fragment_B(slice.partition_B(tokens));
+    return operand.data().desc_.desc_;
+  }
+
+  /// accumulators (+)= fragment times the chunk of the tokens at `descriptor`, of which `wanted` are there.
+  template <int Width, int Most, class A>
+  CUTLASS_DEVICE static void multiply_chunk(int wanted, uint64_t descriptor, A const& fragment,
                                             cute::GMMA::ScaleOut accumulate,
                                             Fragment<Config::kTokens>& accumulators) {
     using namespace cute;
-    if (Least == Config::kTokens || wanted == Least) {
-      Tensor part = local_tile(tokens, Shape<Int<Least>, Int<Nvfp4Packing::kDepth>>{},
-                               make_coord(_0{}, _0{}, _));  // (Least, 64, chunk)
-      Tensor sums = make_tensor(accumulators.data(), Fragment<Least>{}.layout());
-      TiledMma<Least> mma;
-      auto const slice = mma.get_slice(0);
-      Tensor operand_b = slice.make_fragment_B(slice.partition_B(part));  // (MMA, MMA_N, MMA_K, chunk)
+    if (Width == Most || wanted <= Width) {
+      Tensor sums = make_tensor(accumulators.data(), Fragment<Width>{}.layout())(_, _0{}, _0{});
+      TiledMma<Width> mma;
       mma.accumulate_ = accumulate;
       warpgroup_arrive();
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < 4; ++k) {
-        cute::gemm(mma, fragment(_, _, k), operand_b(_, _, k, chunk), sums);
+        Tensor operand = make_tensor<uint64_t>(Shape<_1>{});
+        operand(0) = descriptor + static_cast<uint64_t>(k * (Nvfp4Packing::kDepth / 4 * 2 / 16));
+        mma.call(sums, fragment(_, _0{}, k), operand, sums);
         mma.accumulate_ = GMMA::ScaleOut::One;
       }
       warpgroup_commit_batch();
-    } else if constexpr (Least < Config::kTokens) {
-      multiply_chunk<2 * Least>(wanted, tokens, fragment, chunk, accumulate, accumulators);
+    } else if constexpr (Width < Most) {
+      multiply_chunk<2 * Width, Most>(wanted, descriptor, fragment, accumulate, accumulators);
     }
   }
 };
