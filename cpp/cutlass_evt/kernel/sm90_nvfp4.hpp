@@ -73,6 +73,7 @@ struct Sm90Nvfp4Kernel {
   using Place = typename Groups::Place;
 
   using Task = Sm90Nvfp4Task;
+  using TaskPosition = RingPosition<Config::kTasks>;
 
   CUTLASS_DEVICE static Place place_of(Params const& p, Shared const& shared, Schedule::Item const& item) {
     return Groups::place_of(p.groups, shared.table(), p.row_tiles, item.tile);
@@ -98,12 +99,10 @@ struct Sm90Nvfp4Kernel {
     return {place, item.begin, item.end, item.begin == 0 ? schedule.others(item) : 0, !schedule.has_more()};
   }
 
-  /// The consumers of wide tiles see it once the first stage's barrier, which is armed after this, lets them
-  /// on.
-  CUTLASS_DEVICE static void announce(Shared const& shared, int count, Task const& task) {
-    if constexpr (!Config::kNarrow) {
-      *shared.task(count) = task;
-    }
+  /// Tells the consumers, who then need not find out themselves: with groups that is a search.
+  CUTLASS_DEVICE static void tell(Shared const& shared, int slot, Task const& task) {
+    *shared.task(slot) = task;
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared.told_at(slot)) : "memory");
   }
 
   /// The first weights of a dense product, ahead of every wait: they are older than the kernel before this
@@ -114,7 +113,7 @@ struct Sm90Nvfp4Kernel {
       return 0;
     }
     Task const task = task_of(Groups::only_place_of(p.groups, p.row_tiles, item.tile), schedule, item);
-    announce(shared, 0, task);
+    tell(shared, 0, task);
     typename Mainloop::Loader const load(p.operands, &p.tokens, shared, work_of(p, task, rank), rank);
     int const ahead = cute::min(int{Config::kAheadStages}, item.end - item.begin);
     CUTLASS_PRAGMA_NO_UNROLL
@@ -133,10 +132,10 @@ struct Sm90Nvfp4Kernel {
       asm volatile("griddepcontrol.wait;" ::: "memory");
       asm volatile("griddepcontrol.launch_dependents;");
     }
-    for (int count = 0; schedule.take(item); ++count) {
+    for (TaskPosition told; schedule.take(item); told.advance()) {
       Task const task = task_of(place_of(p, shared, item), schedule, item);
       if (ahead == 0) {
-        announce(shared, count, task);
+        tell(shared, told.stage, task);
       }
       TileWork const work = work_of(p, task, rank);
       typename Mainloop::Loader const load(p.operands, &p.tokens, shared, work, rank);
@@ -200,20 +199,10 @@ struct Sm90Nvfp4Kernel {
     typename Slices::Slot const s = Slices::slot();
     int const worker = schedule.worker;
     Position at;
-    Schedule::Item item;
     bool more = schedule.has_more();
-    for (int count = 0; more; ++count) {
-      Task own;
-      Task const* known = &own;
-      if constexpr (Config::kNarrow) {
-        schedule.take(item);
-        own = task_of(place_of(p, shared, item), schedule, item);
-      } else {
-        // The producer, which is ahead, has found it already; registers are scarce.
-        Mainloop::wait_full(shared, at);
-        known = shared.task(count);
-      }
-      Task const& task = *known;
+    for (TaskPosition told; more; told.advance()) {
+      Mainloop::wait(shared.told_at(told.stage), told.phase);
+      Task const& task = *shared.task(told.stage);  // left there: registers are scarce
       Place const& place = task.place;
       more = !task.is_last;
       TileWork const work = work_of(p, task, rank);
@@ -304,6 +293,9 @@ struct Sm90Nvfp4Kernel {
         for (int i = 0; i < Config::kStages; ++i) {
           cutlass::arch::ClusterBarrier::init(shared.full(i), 1);
           cutlass::arch::ClusterBarrier::init(shared.empty(i), Config::kConsumerWarps * Config::kCluster);
+        }
+        for (int i = 0; i < Config::kTasks; ++i) {
+          cutlass::arch::ClusterBarrier::init(shared.told(i), 1);
         }
         cutlass::arch::fence_barrier_init();
         if (is_dense) {

@@ -20,7 +20,7 @@ struct Sm90Nvfp4Place {
   Rows rows;
 };
 
-/// What the producer tells the consumers of wide tiles about a tile or a part of it along k.
+/// What the producer tells the consumers about a tile or a part of it along k.
 struct Sm90Nvfp4Task {
   Sm90Nvfp4Place place;
   int begin, end;  // steps of k
@@ -121,7 +121,8 @@ struct Sm90Nvfp4Config {
   static_assert(!kNarrow || kDepthGroups > 1, "a barrier among all consumers covers the terms too");
   static_assert(kTokens % (8 * kCluster) == 0, "a CTA of a cluster loads whole swizzle atoms of tokens");
   static_assert(kStages >= 3, "too few stages fit in shared memory");
-  static_assert(kStages * 16 + kTasks * sizeof(Sm90Nvfp4Task) <= 1024, "barriers and tasks need more room");
+  static_assert(kStages * 16 + kTasks * (8 + sizeof(Sm90Nvfp4Task)) <= 1024,
+                "barriers and tasks need more room");
 };
 
 /// Shared memory, by offsets from a 1024-byte boundary.
@@ -151,9 +152,11 @@ struct Sm90Nvfp4Shared {
   CUTLASS_DEVICE char* rest() const { return base + Config::kStages * Config::kStageBytes; }
   CUTLASS_DEVICE uint64_t* full(int stage) const { return reinterpret_cast<uint64_t*>(rest()) + stage; }
   CUTLASS_DEVICE uint64_t* empty(int stage) const { return full(Config::kStages + stage); }
-  /// Of the count-th tile.
-  CUTLASS_DEVICE Sm90Nvfp4Task* task(int count) const {
-    return reinterpret_cast<Sm90Nvfp4Task*>(rest() + Config::kStages * 16) + count % Config::kTasks;
+  /// Tasks have a ring of their own, whose slots are free when the ring of stages lets the producer on.
+  CUTLASS_DEVICE uint64_t* told(int slot) const { return full(2 * Config::kStages + slot); }
+  CUTLASS_DEVICE uint32_t told_at(int slot) const { return full_at(2 * Config::kStages + slot); }
+  CUTLASS_DEVICE Sm90Nvfp4Task* task(int slot) const {
+    return reinterpret_cast<Sm90Nvfp4Task*>(told(Config::kTasks)) + slot;
   }
   /// Of one consumer warp.
   CUTLASS_DEVICE float* slice(int warp) const {
