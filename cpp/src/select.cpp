@@ -97,14 +97,17 @@ double prepacked_clocks(Kernel const& row, int num_sms, Selection const& wanted)
   fp4gemm_kernel_info_t const& kernel = row.info;
   PrepackedFigures const figures =
       prepacked_figures(kernel.tile_m, kernel.tile_n, kernel.tile_k, row.operands);
+  // Of groups that draw their tokens, some have none.
   double const groups =
-      static_cast<double>(std::max<int64_t>(1, std::min<int64_t>(wanted.num_groups, wanted.m)));
+      wanted.num_groups > 1
+          ? wanted.num_groups * (1 - std::exp(-static_cast<double>(wanted.m) / wanted.num_groups))
+          : 1.0;
   double const row_tiles = static_cast<double>(ceil_div(wanted.n, int64_t{kernel.tile_n} * kernel.cluster_n));
   TokenTiles const a_group =
       token_tiles(figures, static_cast<double>(wanted.m) / groups, wanted.num_groups > 1);
   double const tiles = groups * a_group.count * row_tiles;
-  bool const in_pairs = figures.chunk_2_us > 0 && tiles > num_sms;  // of CTAs
-  double const workers = std::max(1, num_sms / kernel.cluster_n * (in_pairs ? 2 : 1));
+  bool const shared = figures.ctas_per_sm > 1 && tiles > num_sms;  // a multiprocessor, by several CTAs
+  double const workers = std::max(1, num_sms / kernel.cluster_n * (shared ? figures.ctas_per_sm : 1));
   double const waves = std::ceil(tiles / workers);
   double const chunks = static_cast<double>(ceil_div(wanted.k, 64));
   // As Sm90Nvfp4Plan has it: who shares a tile has 1024 of k at least.
@@ -112,7 +115,7 @@ double prepacked_clocks(Kernel const& row, int num_sms, Selection const& wanted)
   bool const splits = !wanted.batch_invariant && tiles < 0.92 * waves * workers && tiles < 12 * workers &&
                       sharing > std::min(tiles, workers - 1);
   double const turns = splits ? tiles / sharing : waves;
-  double const a_turn = in_pairs ? figures.chunk_2_us : a_group.chunk_us;
+  double const a_turn = shared ? figures.shared_chunk_us : a_group.chunk_us;
   double const least = splits ? 0 : a_group.longest_us;  // of a worker
   double const us = figures.fixed_us + (splits ? figures.split_us : 0) +
                     std::max(turns * a_turn, least) * chunks + (waves - 1) * figures.tile_us;

@@ -5,30 +5,48 @@
 
 namespace fp4gemm {
 
+/// What 64 of k take of a last tile with so many tokens or fewer.
+struct SmallTile {
+  int tokens;
+  double chunk_us;
+};
+
 /// Microseconds of a product: fixed, and for every 64 of k of each tile that a worker has in turn; more where
-/// tiles are split along k, and for each tile after the first. chunk_2_us: where two CTAs share a
-/// multiprocessor, of each; 0 for kernels that have one. chunk_64_us, chunk_128_us: of a last tile with so
-/// many tokens or fewer; 0 where it takes as long as any.
+/// tiles are split along k, and for each tile after the first. shared_chunk_us: where ctas_per_sm of them
+/// share a multiprocessor, of each. small: those of fewer tokens that are faster, from the smallest on.
 struct PrepackedFigures {
   int tile_m, tile_n, tile_k;
-  double fixed_us, chunk_us, split_us, tile_us, chunk_2_us, chunk_64_us, chunk_128_us;
+  double fixed_us, chunk_us, split_us, tile_us;
+  int ctas_per_sm;
+  double shared_chunk_us;
+  SmallTile small[2];
 
   constexpr double chunk_us_of(int64_t tokens) const {
-    return chunk_64_us > 0 && tokens <= 64     ? chunk_64_us
-           : chunk_128_us > 0 && tokens <= 128 ? chunk_128_us
-                                               : chunk_us;
+    for (SmallTile const& tile : small) {
+      if (tokens <= tile.tokens) {
+        return tile.chunk_us;
+      }
+    }
+    return chunk_us;
   }
 };
 
 // An H200, 2026-11-22, 1755 to 1980 MHz: lines through the times of (8192, 8192), (8192, 2048), (4096, 4096)
-// and (16384, 16384) weights by CUDA graph replay, tile_us from 128 and 256 experts (`python -m bench
-// hopper`). An H100 has the same multiprocessors and less bandwidth.
+// and (16384, 16384) weights by CUDA graph replay; tile_us and shared_chunk_us from weights of 36864 to
+// 165888 rows with k from 768 to 7168, and from 128 and 256 experts (`python -m bench hopper`). An H100 has
+// the same multiprocessors and less bandwidth.
 constexpr PrepackedFigures kPrepackedFigures[] = {
-    {8, 64, 512, 2.5, 0.078, 0.7, 0.8, 0.152, 0, 0},  {8, 64, 1024, 2.9, 0.070, 1.3, 1.5, 0, 0, 0},
-    {16, 64, 256, 1.5, 0.097, 1.8, 0.8, 0.193, 0, 0}, {16, 64, 512, 2.2, 0.088, 1.9, 1.5, 0, 0, 0},
-    {16, 128, 512, 3.2, 0.165, 1.3, 1.8, 0, 0, 0},    {32, 64, 256, 2.2, 0.105, 1.8, 1.7, 0, 0, 0},
-    {32, 128, 256, 3.2, 0.185, 1.3, 1.8, 0, 0, 0},    {64, 128, 256, 3.5, 0.235, 1.8, 1.4, 0, 0, 0},
-    {128, 128, 128, 5.2, 0.345, 2.9, 3.3, 0, 0, 0},   {256, 128, 64, 6.3, 0.612, 4.5, 4.5, 0, 0.36, 0.43},
+    {8, 64, 384, 2.2, 0.078, 0.9, 0.45, 3, 0.235, {}},
+    {8, 64, 512, 2.5, 0.078, 0.7, 0.5, 2, 0.146, {}},
+    {8, 64, 1024, 2.9, 0.070, 1.3, 1.25, 1, 0, {}},
+    {16, 64, 256, 1.5, 0.095, 1.8, 0.9, 2, 0.165, {}},
+    {16, 64, 512, 2.2, 0.085, 1.9, 1.5, 1, 0, {}},
+    {16, 128, 256, 3.0, 0.162, 1.3, 0.9, 1, 0, {}},
+    {32, 64, 256, 2.2, 0.105, 1.8, 1.35, 1, 0, {}},
+    {32, 128, 256, 3.2, 0.190, 1.3, 1.0, 1, 0, {{16, 0.163}}},
+    {64, 128, 256, 3.5, 0.235, 1.8, 1.4, 1, 0, {}},
+    {128, 128, 128, 5.2, 0.345, 2.9, 3.3, 1, 0, {}},
+    {256, 128, 64, 6.3, 0.612, 4.5, 4.5, 1, 0, {{64, 0.36}, {128, 0.43}}},
 };
 
 // Decoding to bf16 takes more instructions.
