@@ -60,9 +60,9 @@ struct Sm90Nvfp4Config {
   static constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 128 : 32);
 
   // The last of a group's tiles may be smaller: fewer tokens are loaded and multiplied. Of 32 these are
-  // blocks of 8, of 256 they are 64 or 128. Tiles of 128 lose more by loads in halves than by tokens that are
-  // not there.
-  static constexpr int kLeastTokens = kTokens == 32 ? 8 : kTokens < 256 ? kTokens : 64;
+  // blocks of 8, of 256 they are 64 or 128. Tiles of 128, and of 32 with stages of few weights, lose more by
+  // several loads than by tokens that are not there.
+  static constexpr int kLeastTokens = kTokens == 32 && kRowGroups > 1 ? 8 : kTokens < 256 ? kTokens : 64;
   CUTLASS_HOST_DEVICE static constexpr int next_tokens(int tokens) {
     return kNarrow ? tokens + kLeastTokens : 2 * tokens;
   }

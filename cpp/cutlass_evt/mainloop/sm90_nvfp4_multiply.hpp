@@ -150,7 +150,7 @@ struct Sm90Nvfp4WgmmaMultiply {
                                       TileWork const& work, Accumulators& result) {
     int const present = __shfl_sync(0xFFFFFFFFu, work.tokens, 0);  // ptxas must see that warps do not diverge
     // A mainloop for each width, where registers allow it: three they do not. Otherwise a branch in it.
-    if constexpr (Config::kTokens == 32 && Config::kChunksPerGroup > 1) {
+    if constexpr (Config::kTokens == 32 && Config::kLeastTokens < 32) {
       if (present <= 16) {
         multiply<16, 16>(p, shared, at, work, present, result.values);
         CUTLASS_PRAGMA_UNROLL
@@ -161,8 +161,7 @@ struct Sm90Nvfp4WgmmaMultiply {
         multiply<32, 32>(p, shared, at, work, present, result.values);
       }
     } else {
-      constexpr int kLeast = Config::kNarrow ? Config::kTokens : Config::kLeastTokens;
-      multiply<kLeast, Config::kTokens>(p, shared, at, work, present, result.values);
+      multiply<Config::kLeastTokens, Config::kTokens>(p, shared, at, work, present, result.values);
     }
   }
 
