@@ -7,6 +7,7 @@
 #include <limits>
 #include <tuple>
 
+#include "cutlass_evt/kernel/sm90_nvfp4_plan.hpp"
 #include "registry.hpp"
 #include "sm90/measured.hpp"
 
@@ -110,10 +111,11 @@ double prepacked_clocks(Kernel const& row, int num_sms, Selection const& wanted)
   double const workers = std::max(1, num_sms / kernel.cluster_n * (shared ? figures.ctas_per_sm : 1));
   double const waves = std::ceil(tiles / workers);
   double const chunks = static_cast<double>(ceil_div(wanted.k, 64));
-  // As Sm90Nvfp4Plan has it: who shares a tile has 1024 of k at least.
-  double const sharing = std::min(workers, std::floor(tiles * chunks / 16));
-  bool const splits = !wanted.batch_invariant && tiles < 0.92 * waves * workers && tiles < 12 * workers &&
-                      sharing > std::min(tiles, workers - 1);
+  // As Sm90Nvfp4Plan has it, for numbers of tiles that are expectations.
+  using namespace cutlass_evt;
+  double const sharing = std::min(workers, std::floor(tiles * chunks / (kLeastSplitDepth / 64)));
+  bool const splits = !wanted.batch_invariant && tiles * 100 < waves * workers * (100 - kIdlePercent) &&
+                      tiles < kMostTilesToSplit * workers && sharing > std::min(tiles, workers - 1);
   double const turns = splits ? tiles / sharing : waves;
   double const a_turn = shared ? figures.shared_chunk_us : a_group.chunk_us;
   double const least = splits ? 0 : a_group.longest_us;  // of a worker

@@ -58,11 +58,9 @@ struct Sm90Nvfp4Kernel {
   /// Partial sums of one CTA.
   static constexpr int64_t kPartialFloats = int64_t{Accumulators::kSize} * Config::kConsumerThreads;
 
-  // A worker that shares a tile has at least this many steps of it.
-  static constexpr int kLeastSteps = (kLeastSplitDepth + Config::kDepth - 1) / Config::kDepth;
-
   static CUTLASS_HOST_DEVICE Sm90Nvfp4Plan plan(int tiles, int steps, int num_ctas, bool splits) {
-    return {tiles, steps, num_ctas / Config::kCluster, kLeastSteps, Config::kLeadSteps, splits};
+    return {tiles, steps, num_ctas / Config::kCluster, least_split_steps(Config::kDepth), Config::kLeadSteps,
+            splits};
   }
 
   static size_t workspace_bytes(int num_ctas) {

@@ -3,81 +3,10 @@
 
 #include "cute/numeric/math.hpp"
 #include "cutlass/fast_math.h"
+#include "cutlass_evt/kernel/sm90_nvfp4_plan.hpp"
 #include "cutlass_evt/mainloop/sm90_nvfp4.hpp"
 
 namespace cutlass_evt {
-
-/// Splitting pays where whole tiles would leave more than this part of the machine idle.
-constexpr int kIdlePercent = 8;
-/// ... where there are at most this many tiles a worker,
-constexpr int kMostTilesToSplit = 12;
-/// ... and where a worker has at least this much of k.
-constexpr int kLeastSplitDepth = 1024;
-
-/// How the tiles are shared out among workers: CTAs, or clusters of them. Made on the host where the number
-/// of tiles is known there, since a kernel would otherwise begin with divisions.
-struct Sm90Nvfp4Plan {
-  int tiles;
-  int active;  // workers that have any
-  bool split;  // a worker has a run of steps of k, all tiles' one after the other; else whole tiles in turn
-  // tiles * steps / active, and the reciprocal of active, times 2^32
-  int64_t quotient;
-  int remainder;
-  uint32_t reciprocal;
-  // Where every tile has as many parts, that many, else 1. The first part, whose worker adds up the others',
-  // is `lead` steps longer than they are: so their sums have arrived when it is done.
-  int parts, lead;
-  uint32_t parts_reciprocal;
-
-  Sm90Nvfp4Plan() = default;
-
-  /// steps: along k, of a tile, of which a worker that shares tiles has least_steps or more.
-  CUTLASS_HOST_DEVICE Sm90Nvfp4Plan(int tiles, int steps, int num_workers, int least_steps, int lead_steps,
-                                    bool may_split)
-      : tiles(tiles), active(cute::min(tiles, num_workers)), split(false), parts(1), lead(0) {
-    int64_t const all_steps = int64_t{tiles} * steps;
-    if (may_split && tiles < kMostTilesToSplit * num_workers && all_steps <= INT32_MAX) {
-      int const waves = (tiles + num_workers - 1) / num_workers;
-      // Each has at least one step: who adds parts up counts on everybody in between.
-      int const most_workers = cute::min(num_workers, static_cast<int>(all_steps) / least_steps);
-      split = int64_t{tiles} * 100 < int64_t{waves} * num_workers * (100 - kIdlePercent) &&
-              most_workers > cute::min(tiles, num_workers - 1);
-      if (split) {
-        // Equal parts of every tile, where they keep nearly as many busy: nobody then has two.
-        int const whole = tiles * (most_workers / tiles);
-        active = int64_t{whole} * 100 >= int64_t{most_workers} * (100 - kIdlePercent) ? whole : most_workers;
-        if (active == whole) {
-          parts = whole / tiles;
-          lead = cute::min(lead_steps, steps / (2 * parts));
-        }
-      }
-    }
-    parts_reciprocal = reciprocal_of(parts);
-    int const divisor = cute::max(active, 1);
-    quotient = split ? static_cast<int>(all_steps) / divisor : 0;
-    remainder = split ? static_cast<int>(all_steps) % divisor : 0;
-    reciprocal = split ? reciprocal_of(divisor) : 0;
-  }
-
-  /// tiles * steps * worker / active, and later by a part of the lead where a tile's second part begins or a
-  /// further one. The products of the reciprocals are exact: fewer than 2^10 workers.
-  CUTLASS_HOST_DEVICE int64_t first_step(int worker) const {
-    int const product = remainder * worker;
-    int const part = worker - parts * over(worker, parts_reciprocal);
-    int const later = part > 0 ? over(lead * (parts - part), parts_reciprocal) : 0;
-    return quotient * worker + over(product, reciprocal) + later;
-  }
-
- private:
-  CUTLASS_HOST_DEVICE static uint32_t reciprocal_of(int divisor) {
-    return divisor > 1 ? 0xFFFFFFFFu / static_cast<uint32_t>(divisor) + 1 : 0;  // 0: of 1
-  }
-
-  CUTLASS_HOST_DEVICE static int over(int number, uint32_t reciprocal) {
-    return reciprocal != 0 ? static_cast<int>(uint64_t{reciprocal} * static_cast<uint32_t>(number) >> 32)
-                           : number;
-  }
-};
 
 /// Which tiles a worker takes, and which steps of k of them; every thread that asks computes the same. Tiles
 /// are counted through the groups, along the rows of the weight first.

@@ -1,0 +1,85 @@
+// Host tests of the way in which the SM90 kernel on prepacked weights shares out its tiles: a worker that
+// waits for parts of a tile must find that somebody has each of them.
+#include "cutlass_evt/kernel/sm90_nvfp4_plan.hpp"
+
+#include "checks.hpp"
+
+namespace {
+
+using cutlass_evt::Sm90Nvfp4Plan;
+
+/// What is wrong with the runs of a plan that splits tiles; null if nothing is.
+char const* fault_of(Sm90Nvfp4Plan const& plan, int steps) {
+  if (plan.first_step(0) != 0 || plan.first_step(plan.active) != int64_t{plan.tiles} * steps) {
+    return "the runs are not all there is";
+  }
+  for (int worker = 0; worker < plan.active; ++worker) {
+    int64_t const begin = plan.first_step(worker);
+    int64_t const size = plan.first_step(worker + 1) - begin;
+    if (size < 1) {
+      return "a worker has nothing, though whoever adds up waits for it";
+    }
+    if (plan.parts > 1) {
+      int const part = worker % plan.parts;
+      int64_t const of_first = plan.first_step(worker - part + 1) - plan.first_step(worker - part);
+      if (part == 0 && begin != int64_t{worker / plan.parts} * steps) {
+        return "a tile's first part begins elsewhere";
+      }
+      if (part > 0 && (of_first < size + plan.lead - 2 || of_first > size + plan.lead + 2)) {
+        return "the first part is not longer by the lead, within the roundings of both";
+      }
+    }
+  }
+  return nullptr;
+}
+
+void test_runs() {
+  int splits = 0;
+  int equal_parts = 0;
+  for (int workers : {1, 2, 39, 57, 66, 78, 114, 132, 264, 396}) {
+    for (int tiles : {0,   1,   2,   3,   4,   5,   7,   11,  12,  16,  24,   31,   32,   33,   43,   48,
+                      64,  65,  66,  67,  96,  128, 131, 132, 133, 160, 192,  224,  256,  263,  264,  265,
+                      300, 384, 396, 397, 448, 512, 600, 791, 792, 896, 1024, 1188, 1500, 3000, 4752, 5000}) {
+      for (int steps : {1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 23, 28, 32, 45, 64, 112, 128, 255, 256}) {
+        for (int least : {1, 2, 3, 4, 8, 16}) {
+          for (int lead : {0, 1, 2, 4, 8}) {
+            Sm90Nvfp4Plan const plan(tiles, steps, workers, least, lead, true);
+            CHECK(plan.active <= workers, "%d tiles of %d steps: %d of %d workers", tiles, steps, plan.active,
+                  workers);
+            if (!plan.split) {
+              CHECK(plan.active == (tiles < workers ? tiles : workers), "%d tiles, %d workers: %d", tiles,
+                    workers, plan.active);
+              continue;
+            }
+            ++splits;
+            equal_parts += plan.parts > 1;
+            char const* const fault = fault_of(plan, steps);
+            CHECK(fault == nullptr, "%d tiles of %d steps, %d workers, least %d, lead %d: %s", tiles, steps,
+                  workers, least, lead, fault);
+          }
+        }
+      }
+    }
+  }
+  CHECK(splits > 10000 && equal_parts > 10000, "%d plans split tiles, %d into equal parts", splits,
+        equal_parts);
+}
+
+void test_known() {
+  // 64 tiles of 32 steps on 132 workers: two parts of each, one of 17 steps and one of 15.
+  Sm90Nvfp4Plan const plan(64, 32, 132, 4, 2, true);
+  CHECK(plan.split && plan.active == 128 && plan.parts == 2, "%d workers, %d parts", plan.active, plan.parts);
+  CHECK(plan.first_step(1) == 17 && plan.first_step(2) == 32, "%d", static_cast<int>(plan.first_step(1)));
+  // Whole tiles: wanted; enough of them; as many as there are workers.
+  CHECK(!Sm90Nvfp4Plan(64, 32, 132, 4, 2, false).split, "split against the caller's wish");
+  CHECK(!Sm90Nvfp4Plan(12 * 132 + 1, 32, 132, 4, 2, true).split, "twelve tiles a worker, and split");
+  CHECK(!Sm90Nvfp4Plan(132, 32, 132, 4, 2, true).split, "a tile each, and split");
+}
+
+}  // namespace
+
+int main() {
+  test_runs();
+  test_known();
+  return report();
+}
