@@ -358,7 +358,12 @@ FP4GEMM_API int64_t fp4gemm_prepacked_bytes(int64_t n, int64_t k);
  * num_matrices * fp4gemm_prepacked_bytes bytes of `packed` (cpp/cutlass_evt/mainloop/nvfp4_packing.hpp has
  * the layout). fp4gemm_unpack restores every byte, those of NaN scales too, but a negative scale comes back
  * positive, its codes with the other sign: the same values. Pointers are 16-byte aligned. The layout may
- * change with the version of this library: keep and exchange the codes and scales, not this. */
+ * change with the version of this library: keep and exchange the codes and scales, not this.
+ *
+ * fp4gemm_dense reads prepacked weights before the kernel ahead of it on the stream has ended, as they seldom
+ * depend on it. That is safe after this call, after copies, and after every kernel that does not trigger its
+ * dependents early (griddepcontrol.launch_dependents); after one that does, and that writes prepacked bytes
+ * itself, launch an ordinary kernel first, such as an empty one. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_prepack(int num_matrices, int64_t n, int64_t k, const uint8_t* codes,
                                              const uint8_t* scales, void* packed, int device,
                                              fp4gemm_stream_t stream);
@@ -438,8 +443,8 @@ typedef struct fp4gemm_dense_args {
    NULL}
 
 /* Bytes of workspace that fp4gemm_dense needs for these arguments on this device; the data pointers are not
- * looked at. 0 is a possible answer. Kernels that multiply fp16 need room for each
- * NVFP4 operand in fp16, those that stream prepacked weights room for what is not yet so. */
+ * looked at. 0 is a possible answer. Kernels that multiply fp16 need room for each NVFP4 operand in fp16,
+ * those that stream prepacked weights room for what is not yet so, and for partial sums. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_dense_workspace_bytes(const fp4gemm_dense_args_t* args, int device,
                                                            size_t* bytes);
 
