@@ -101,13 +101,16 @@ double prepacked_clocks(Kernel const& row, int num_sms, Selection const& wanted)
   // Of groups that draw their tokens, some have none.
   double const groups =
       wanted.num_groups > 1
-          ? wanted.num_groups * (1 - std::exp(-static_cast<double>(wanted.m) / wanted.num_groups))
+          ? std::max(1.0,
+                     wanted.num_groups * (1 - std::exp(-static_cast<double>(wanted.m) / wanted.num_groups)))
           : 1.0;
   double const row_tiles = static_cast<double>(ceil_div(wanted.n, int64_t{kernel.tile_n} * kernel.cluster_n));
   TokenTiles const a_group =
       token_tiles(figures, static_cast<double>(wanted.m) / groups, wanted.num_groups > 1);
   double const tiles = groups * a_group.count * row_tiles;
-  bool const shared = figures.ctas_per_sm > 1 && tiles > num_sms;  // a multiprocessor, by several CTAs
+  // A multiprocessor, by several CTAs: as the launch decides, which knows the number of groups alone.
+  double const at_most = wanted.num_groups > 0 ? wanted.m / kernel.tile_m + wanted.num_groups : a_group.count;
+  bool const shared = figures.ctas_per_sm > 1 && row_tiles * at_most > num_sms;
   double const workers = std::max(1, num_sms / kernel.cluster_n * (shared ? figures.ctas_per_sm : 1));
   double const waves = std::ceil(tiles / workers);
   double const chunks = static_cast<double>(ceil_div(wanted.k, 64));

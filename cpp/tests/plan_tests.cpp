@@ -70,10 +70,11 @@ void test_known() {
   Sm90Nvfp4Plan const plan(64, 32, 132, 4, 2, true);
   CHECK(plan.split && plan.active == 128 && plan.parts == 2, "%d workers, %d parts", plan.active, plan.parts);
   CHECK(plan.first_step(1) == 17 && plan.first_step(2) == 32, "%d", static_cast<int>(plan.first_step(1)));
-  // Whole tiles: wanted; enough of them; as many as there are workers.
+  // Whole tiles: wanted; as many as there are workers; nearly three for each.
   CHECK(!Sm90Nvfp4Plan(64, 32, 132, 4, 2, false).split, "split against the caller's wish");
-  CHECK(!Sm90Nvfp4Plan(12 * 132 + 1, 32, 132, 4, 2, true).split, "twelve tiles a worker, and split");
   CHECK(!Sm90Nvfp4Plan(132, 32, 132, 4, 2, true).split, "a tile each, and split");
+  CHECK(!Sm90Nvfp4Plan(380, 32, 132, 4, 2, true).split, "4 %% idle, and split");
+  CHECK(Sm90Nvfp4Plan(340, 32, 132, 4, 2, true).split, "14 %% idle, and whole");
 }
 
 }  // namespace

@@ -40,13 +40,14 @@ struct PrepackedLaunch {
 
   static int64_t row_tiles(Problem const& p) { return cute::ceil_div(p.n, int64_t{Config::kRows}); }
 
-  /// At least as many as there are.
+  /// With groups at least as many as there are.
   static int64_t token_tiles(Problem const& p) {
-    return p.m / Config::kTokens + (p.num_groups > 0 ? p.num_groups : 1);
+    return p.num_groups > 0 ? p.m / Config::kTokens + p.num_groups
+                            : cute::ceil_div(p.m, int64_t{Config::kTokens});
   }
 
-  /// As many as run at once; but where each multiprocessor has a tile at most, a second CTA's room is left to
-  /// the kernel that follows, which then starts early.
+  /// As many as run at once; but where each multiprocessor has a tile at most, the other CTAs' room is left
+  /// to the kernel that follows, which then starts early.
   static int num_ctas(Problem const& p) {
     int const an_sm = row_tiles(p) * token_tiles(p) > p.num_sms ? Config::kCtasPerSm : 1;
     return p.num_sms * an_sm / Config::kCluster * Config::kCluster;
@@ -110,7 +111,8 @@ struct PrepackedLaunch {
                                  void* workspace, fp4gemm_stream_t stream) {
     using Packing = cutlass_evt::Nvfp4Packing;
     int const grid = num_ctas(p);
-    if (row_tiles(p) * token_tiles(p) > INT32_MAX) {
+    // The kernel counts columns, up to the end of the last tile, and tiles in 32 bits.
+    if (p.n > INT32_MAX - Config::kRows * Config::kCluster || row_tiles(p) * token_tiles(p) > INT32_MAX) {
       return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not take m %lld with n %lld", name,
                   static_cast<long long>(p.m), static_cast<long long>(p.n));
     }
