@@ -11,7 +11,7 @@ namespace cutlass_evt {
 constexpr int kIdlePercent = 8;
 /// ... where there are at most this many tiles a worker,
 constexpr int kMostTilesToSplit = 12;
-/// ... and where a worker has at least this much of k.
+/// ... and where a worker has at least this much of k, but for the lead.
 constexpr int kLeastSplitDepth = 1024;
 
 /// 1024 of k, or more where steps are longer.
@@ -34,7 +34,8 @@ struct Sm90Nvfp4Plan {
 
   Sm90Nvfp4Plan() = default;
 
-  /// steps: along k, of a tile, of which a worker that shares tiles has least_steps or more.
+  /// steps: along k, of a tile, of which a worker that shares tiles has least_steps or more without the
+  /// lead.
   constexpr Sm90Nvfp4Plan(int tiles, int steps, int num_workers, int least_steps, int lead_steps,
                           bool may_split)
       : tiles(tiles),

@@ -9,7 +9,7 @@
 // and the three other bits of two codes at a time where an fp16 has its sign (15), its two low exponent bits
 // and its high mantissa bit (11..9). That is the e2m1 value times 2^-14, subnormals included, and every
 // product with an e4m3 scale times 2^7 is exact in fp16. The map is linear over bits, so packing is a table.
-// All but one of the shifts are plain ones to the left, which the multiply-add pipe does: the pipe of logic
+// All but one of the shifts are plain ones to the left, which the multiply-add pipe can do: the pipe of logic
 // is busier.
 //
 // Nor are the scales e4m3: a byte is the upper half of an fp16 below its sign, five bits of exponent and

@@ -86,7 +86,7 @@ struct TileWork {
   uint8_t const* weights;
   int first_chunk;  // of 64 rows
   int token;
-  int tokens;  // that are loaded and multiplied, see Config::tokens_for
+  int tokens;  // that are loaded, see Config::tokens_for; as many or a few more are multiplied
   int begin, end;
 };
 

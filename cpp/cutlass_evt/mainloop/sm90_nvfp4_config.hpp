@@ -120,6 +120,8 @@ struct Sm90Nvfp4Config {
   static_assert(kNarrow || kDepthGroups == 1, "wide tiles are not shared along k");
   static_assert(!kNarrow || kDepthGroups > 1, "a barrier among all consumers covers the terms too");
   static_assert(kTokens % (8 * kCluster) == 0, "a CTA of a cluster loads whole swizzle atoms of tokens");
+  static_assert(kLeastTokens == 8 || kLeastTokens == kTokens || kChunks == 1,
+                "wgmma takes tokens in blocks of 8 or all of a chunk, one after the other");
   static_assert(kStages >= 3, "too few stages fit in shared memory");
   static_assert(kStages * 16 + kTasks * (8 + sizeof(Sm90Nvfp4Task)) <= 1024,
                 "barriers and tasks need more room");
