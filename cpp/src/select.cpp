@@ -109,8 +109,8 @@ double prepacked_clocks(Kernel const& row, int num_sms, Selection const& wanted)
       token_tiles(figures, static_cast<double>(wanted.m) / groups, wanted.num_groups > 1);
   double const tiles = groups * a_group.count * row_tiles;
   // A multiprocessor, by several CTAs: as the launch decides, which knows the number of groups alone.
-  double const at_most = wanted.num_groups > 0 ? wanted.m / kernel.tile_m + wanted.num_groups : a_group.count;
-  bool const shared = figures.ctas_per_sm > 1 && row_tiles * at_most > num_sms;
+  int64_t const at_most = cutlass_evt::most_token_tiles(wanted.m, wanted.num_groups, kernel.tile_m);
+  bool const shared = figures.ctas_per_sm > 1 && row_tiles * static_cast<double>(at_most) > num_sms;
   double const workers = std::max(1, num_sms / kernel.cluster_n * (shared ? figures.ctas_per_sm : 1));
   double const waves = std::ceil(tiles / workers);
   double const chunks = static_cast<double>(ceil_div(wanted.k, 64));

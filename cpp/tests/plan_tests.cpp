@@ -77,9 +77,19 @@ void test_known() {
   CHECK(Sm90Nvfp4Plan(340, 32, 132, 4, 2, true).split, "14 %% idle, and whole");
 }
 
+void test_token_tiles() {
+  using cutlass_evt::most_token_tiles;
+  CHECK(most_token_tiles(7, 0, 8) == 1 && most_token_tiles(8, 0, 8) == 1 && most_token_tiles(9, 0, 8) == 2,
+        "dense: as many as there are");
+  // Groups of 1, 1 and 15 tokens have four tiles of 8; three of 8 have three.
+  CHECK(most_token_tiles(17, 3, 8) >= 4 && most_token_tiles(24, 3, 8) >= 3,
+        "groups: no fewer than there are");
+}
+
 }  // namespace
 
 int main() {
+  test_token_tiles();
   test_runs();
   test_known();
   return report();

@@ -17,6 +17,11 @@ constexpr int kLeastSplitDepth = 1024;
 /// 1024 of k, or more where steps are longer.
 constexpr int least_split_steps(int step_depth) { return (kLeastSplitDepth + step_depth - 1) / step_depth; }
 
+/// Tiles of tokens of a product; of groups, whose sizes the host does not know, at most. num_groups 0: dense.
+constexpr int64_t most_token_tiles(int64_t m, int num_groups, int tile_tokens) {
+  return num_groups > 0 ? m / tile_tokens + num_groups : (m + tile_tokens - 1) / tile_tokens;
+}
+
 /// How the tiles are shared out among workers: CTAs, or clusters of them. Made on the host where the number
 /// of tiles is known there, since a kernel would otherwise begin with divisions.
 struct Sm90Nvfp4Plan {

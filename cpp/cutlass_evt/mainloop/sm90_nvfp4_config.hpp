@@ -63,13 +63,10 @@ struct Sm90Nvfp4Config {
   // blocks of 8, of 256 they are 64 or 128. Tiles of 128, and of 32 with stages of few weights, lose more by
   // several loads than by tokens that are not there.
   static constexpr int kLeastTokens = kTokens == 32 && kRowGroups > 1 ? 8 : kTokens < 256 ? kTokens : 64;
-  CUTLASS_HOST_DEVICE static constexpr int next_tokens(int tokens) {
-    return kNarrow ? tokens + kLeastTokens : 2 * tokens;
-  }
   CUTLASS_HOST_DEVICE static constexpr int tokens_for(int present) {
     int tokens = kLeastTokens;
     while (tokens < kTokens && tokens < present) {
-      tokens = next_tokens(tokens);
+      tokens += kNarrow ? kLeastTokens : tokens;
     }
     return tokens;
   }

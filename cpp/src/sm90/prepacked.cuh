@@ -40,10 +40,8 @@ struct PrepackedLaunch {
 
   static int64_t row_tiles(Problem const& p) { return cute::ceil_div(p.n, int64_t{Config::kRows}); }
 
-  /// With groups at least as many as there are.
   static int64_t token_tiles(Problem const& p) {
-    return p.num_groups > 0 ? p.m / Config::kTokens + p.num_groups
-                            : cute::ceil_div(p.m, int64_t{Config::kTokens});
+    return cutlass_evt::most_token_tiles(p.m, p.num_groups, Config::kTokens);
   }
 
   /// As many as run at once; but where each multiprocessor has a tile at most, the other CTAs' room is left
@@ -128,7 +126,7 @@ struct PrepackedLaunch {
     params.row_tiles = cutlass::FastDivmod(ceil_div(p.n, Config::kRows * Config::kCluster));
     params.steps = cutlass::FastDivmod(ceil_div(params.operands.depth_chunks, Config::kChunks));
     params.splits = !p.batch_invariant;
-    int const tiles = p.offs == nullptr ? params.row_tiles.divisor * ceil_div(p.m, Config::kTokens) : 0;
+    int const tiles = p.offs == nullptr ? params.row_tiles.divisor * static_cast<int>(token_tiles(p)) : 0;
     params.plan = Kernel::plan(tiles, params.steps.divisor, grid, params.splits);
     params.partials = static_cast<float*>(workspace);
     params.flags = reinterpret_cast<uint64_t*>(params.partials + grid * Kernel::kPartialFloats);
