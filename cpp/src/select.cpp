@@ -118,7 +118,7 @@ double prepacked_clocks(Kernel const& row, int num_sms, Selection const& wanted)
   using namespace cutlass_evt;
   double const sharing = std::min(workers, std::floor(tiles * chunks / (kLeastSplitDepth / 64)));
   bool const splits = !wanted.batch_invariant && tiles * 100 < waves * workers * (100 - kIdlePercent) &&
-                      tiles < kMostTilesToSplit * workers && sharing > std::min(tiles, workers - 1);
+                      sharing > std::min(tiles, workers - 1);
   double const turns = splits ? tiles / sharing : waves;
   double const a_turn = shared ? figures.shared_chunk_us : a_group.chunk_us;
   double const least = splits ? 0 : a_group.longest_us;  // of a worker

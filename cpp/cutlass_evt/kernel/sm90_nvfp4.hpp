@@ -30,6 +30,7 @@ struct Sm90Nvfp4Params {
   bool splits;                    // tiles may be split along k, where that balances the work
   float* partials;
   uint64_t* flags;
+  Sm90Nvfp4Tickets tickets;  // of groups' tiles, which take different times
   typename Epilogue::Arguments epilogue;
 };
 
@@ -63,8 +64,10 @@ struct Sm90Nvfp4Kernel {
             splits};
   }
 
+  /// Partial sums, flags, and the counter of tickets.
   static size_t workspace_bytes(int num_ctas) {
-    return static_cast<size_t>(num_ctas) * (kPartialFloats * sizeof(float) + sizeof(uint64_t));
+    return static_cast<size_t>(num_ctas) * (kPartialFloats * sizeof(float) + sizeof(uint64_t)) +
+           sizeof(uint64_t);
   }
 
   using Groups = Sm90Nvfp4Groups<Config>;
@@ -91,10 +94,9 @@ struct Sm90Nvfp4Kernel {
             task.end};
   }
 
-  /// Of the item that the schedule gave last.
   CUTLASS_DEVICE static Task task_of(Place const& place, Schedule const& schedule,
                                      Schedule::Item const& item) {
-    return {place, item.begin, item.end, item.begin == 0 ? schedule.others(item) : 0, !schedule.has_more()};
+    return {place, item.begin, item.end, schedule.worker, item.begin == 0 ? schedule.others(item) : 0};
   }
 
   /// Tells the consumers, who then need not find out themselves: with groups that is a search.
@@ -121,20 +123,26 @@ struct Sm90Nvfp4Kernel {
     return ahead;
   }
 
-  /// ahead: of the first tile's stages the weights are under way.
+  /// ahead: of the first tile's stages the weights are under way, and the consumers have been told of it.
   CUTLASS_DEVICE static void produce(Params const& p, Shared const& shared, Schedule schedule, int rank,
                                      int ahead) {
     Position at;
+    TaskPosition told;
     Schedule::Item item;
+    if (blockIdx.x == 0) {
+      schedule.open();
+    }
+    bool more = schedule.take(item);
     if (p.groups.offs == nullptr) {  // with groups everyone has waited
       asm volatile("griddepcontrol.wait;" ::: "memory");
       asm volatile("griddepcontrol.launch_dependents;");
     }
-    for (TaskPosition told; schedule.take(item); told.advance()) {
-      Task const task = task_of(place_of(p, shared, item), schedule, item);
+    for (; more; more = schedule.take(item)) {
+      Task const task = ahead > 0 ? *shared.task(0) : task_of(place_of(p, shared, item), schedule, item);
       if (ahead == 0) {
         tell(shared, told.stage, task);
       }
+      told.advance();
       TileWork const work = work_of(p, task, rank);
       typename Mainloop::Loader const load(p.operands, &p.tokens, shared, work, rank);
       int step = work.begin;
@@ -152,6 +160,7 @@ struct Sm90Nvfp4Kernel {
         at.advance();
       }
     }
+    tell(shared, told.stage, {});
   }
 
   CUTLASS_DEVICE static void raise(uint64_t* flag) {
@@ -193,88 +202,100 @@ struct Sm90Nvfp4Kernel {
     }
   }
 
-  CUTLASS_DEVICE static void consume(Params const& p, Shared const& shared, Schedule schedule, int rank) {
-    typename Slices::Slot const s = Slices::slot();
-    int const worker = schedule.worker;
-    Position at;
-    bool more = schedule.has_more();
-    for (TaskPosition told; more; told.advance()) {
-      Mainloop::wait(shared.told_at(told.stage), told.phase);
-      Task const& task = *shared.task(told.stage);  // left there: registers are scarce
-      Place const& place = task.place;
-      more = !task.is_last;
-      TileWork const work = work_of(p, task, rank);
-      float const alpha = Epilogue::alpha(p.epilogue, place.group);
-      bool const uses_terms = Config::kNarrow || p.epilogue.is_direct();
-      if (uses_terms && task.begin == 0) {
-        Terms::fetch(p.epilogue, shared, place, work.first_chunk, p.n);
-      }
-      Accumulators accumulators;
-      Multiply::multiply(p.operands, shared, at, work, accumulators);
-
-      if (task.begin > 0) {
-        int const cta = worker * Config::kCluster + rank;
-        store_partial(p, cta, accumulators);
-        __threadfence();
-        consumer_barrier<Config>();
-        if (threadIdx.x == 0) {
-          raise(p.flags + cta);
-        }
-        continue;
-      }
-      // The workers after this one that have the rest of the tile.
-      for (int other = 1; other <= task.others; ++other) {
-        int const cta = (worker + other) * Config::kCluster + rank;
-        if (threadIdx.x == 0) {
-          wait_and_lower(p.flags + cta);
-        }
-        consumer_barrier<Config>();
-        add_partial(p, cta, accumulators);
-      }
-      if constexpr (!Config::kNarrow) {
-        if (p.epilogue.is_direct()) {
-          Direct::store(p.epilogue, shared, place, first_chunk(place, rank), p.n, accumulators);
-          continue;
-        }
-      }
-      int const first_column = first_chunk(place, rank) * 64 + s.column;
-      float const* const terms = shared.terms(0);
-      typename Epilogue::Columns columns;
-      if constexpr (Config::kNarrow) {
-        Terms::wait();  // and a barrier among all consumers follows
-      } else {
-        columns.load(p.epilogue, place.group, first_column, p.n);
-      }
-      auto const fetch_row = [&](int token) {
-        if constexpr (Config::kNarrow) {
-          return terms[token];
-        } else {
-          int const row = place.token + token;
-          return row < place.rows.size ? Epilogue::row_factor(p.epilogue, int64_t{place.rows.begin} + row)
-                                       : 0.0f;
-        }
-      };
-      auto const finish = [&](int token, float (&sums)[kRounds][kColumns], float const(&by_row)[kRounds]) {
-        if constexpr (Config::kNarrow) {
-          columns.load(terms + Terms::kByColumn + s.column, terms + Terms::kBias + s.column, alpha,
-                       first_column, p.n);
-        }
-        int64_t rows[kRounds];
-        bool present[kRounds];
-        CUTLASS_PRAGMA_UNROLL
-        for (int r = 0; r < kRounds; ++r) {
-          int const row = place.token + token + r * 16;
-          rows[r] = int64_t{place.rows.begin} + row;
-          present[r] = row < place.rows.size && columns.any();
-          CUTLASS_PRAGMA_UNROLL
-          for (int j = 0; j < kColumns; ++j) {
-            sums[r][j] *= static_cast<float>(1 << Nvfp4Packing::kExponent);
-          }
-        }
-        columns.store(p.epilogue, rows, present, by_row, sums);
-      };
-      Slices::for_each_slot(shared, accumulators, s, fetch_row, finish);
+  /// A tile, or a part of it along k.
+  CUTLASS_DEVICE static void consume(Params const& p, Shared const& shared, Task const& task, int rank,
+                                     Position& at) {
+    Place const& place = task.place;
+    TileWork const work = work_of(p, task, rank);
+    float const alpha = Epilogue::alpha(p.epilogue, place.group);
+    bool const uses_terms = Config::kNarrow || p.epilogue.is_direct();
+    if (uses_terms && task.begin == 0) {
+      Terms::fetch(p.epilogue, shared, place, work.first_chunk, p.n);
     }
+    Accumulators accumulators;
+    Multiply::multiply(p.operands, shared, at, work, accumulators);
+
+    if (task.begin > 0) {
+      int const cta = task.worker * Config::kCluster + rank;
+      store_partial(p, cta, accumulators);
+      __threadfence();
+      consumer_barrier<Config>();
+      if (threadIdx.x == 0) {
+        raise(p.flags + cta);
+      }
+      return;
+    }
+    // The workers after this one that have the rest of the tile.
+    for (int other = 1; other <= task.others; ++other) {
+      int const cta = (task.worker + other) * Config::kCluster + rank;
+      if (threadIdx.x == 0) {
+        wait_and_lower(p.flags + cta);
+      }
+      consumer_barrier<Config>();
+      add_partial(p, cta, accumulators);
+    }
+    if constexpr (!Config::kNarrow) {
+      if (p.epilogue.is_direct()) {
+        Direct::store(p.epilogue, shared, place, first_chunk(place, rank), p.n, accumulators);
+        return;
+      }
+    }
+    typename Slices::Slot const s = Slices::slot();
+    int const first_column = first_chunk(place, rank) * 64 + s.column;
+    float const* const terms = shared.terms(0);
+    typename Epilogue::Columns columns;
+    if constexpr (Config::kNarrow) {
+      Terms::wait();  // and a barrier among all consumers follows
+    } else {
+      columns.load(p.epilogue, place.group, first_column, p.n);
+    }
+    auto const fetch_row = [&](int token) {
+      if constexpr (Config::kNarrow) {
+        return terms[token];
+      } else {
+        int const row = place.token + token;
+        return row < place.rows.size ? Epilogue::row_factor(p.epilogue, int64_t{place.rows.begin} + row)
+                                     : 0.0f;
+      }
+    };
+    auto const finish = [&](int token, float (&sums)[kRounds][kColumns], float const(&by_row)[kRounds]) {
+      if constexpr (Config::kNarrow) {
+        columns.load(terms + Terms::kByColumn + s.column, terms + Terms::kBias + s.column, alpha,
+                     first_column, p.n);
+      }
+      int64_t rows[kRounds];
+      bool present[kRounds];
+      CUTLASS_PRAGMA_UNROLL
+      for (int r = 0; r < kRounds; ++r) {
+        int const row = place.token + token + r * 16;
+        rows[r] = int64_t{place.rows.begin} + row;
+        present[r] = row < place.rows.size && columns.any();
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < kColumns; ++j) {
+          sums[r][j] *= static_cast<float>(1 << Nvfp4Packing::kExponent);
+        }
+      }
+      columns.store(p.epilogue, rows, present, by_row, sums);
+    };
+    Slices::for_each_slot(shared, accumulators, s, fetch_row, finish);
+  }
+
+  CUTLASS_DEVICE static void consume(Params const& p, Shared const& shared, int rank) {
+    Position at;
+    TaskPosition told;
+    Mainloop::wait(shared.told_at(0), 0);
+    while (!shared.task(told.stage)->is_none()) {
+      consume(p, shared, *shared.task(told.stage), rank, at);  // left there: registers are scarce
+      told.advance();
+      Mainloop::wait(shared.told_at(told.stage), told.phase);
+    }
+  }
+
+  CUTLASS_DEVICE static Sm90Nvfp4Plan plan_of_groups(Params const& p, Shared const& shared) {
+    int const per_entry = Groups::groups_per_entry(p.groups);
+    int const tiles_of_tokens = shared.table()[(p.groups.num_groups + per_entry - 1) / per_entry];
+    return plan(tiles_of_tokens * p.row_tiles.divisor, p.steps.divisor, static_cast<int>(gridDim.x),
+                p.splits);
   }
 
   CUTLASS_DEVICE static void run(Params const& p, char* dynamic) {
@@ -297,21 +318,16 @@ struct Sm90Nvfp4Kernel {
         }
         cutlass::arch::fence_barrier_init();
         if (is_dense) {
-          ahead = fetch_ahead(p, shared, Schedule(p.plan, p.steps, cta), rank);
+          ahead = fetch_ahead(p, shared, Schedule(p.plan, p.steps, cta, {}), rank);
         }
         cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p.tokens));
       }
       __syncwarp();
     }
-    Sm90Nvfp4Plan plan = p.plan;
     if (!is_dense) {
       asm volatile("griddepcontrol.wait;" ::: "memory");
       asm volatile("griddepcontrol.launch_dependents;");
       Groups::fill_table(p.groups, shared.table());
-      int const per_entry = Groups::groups_per_entry(p.groups);
-      int const tiles_of_tokens = shared.table()[(p.groups.num_groups + per_entry - 1) / per_entry];
-      plan = Sm90Nvfp4Kernel::plan(tiles_of_tokens * p.row_tiles.divisor, p.steps.divisor,
-                                   static_cast<int>(gridDim.x), p.splits);
     }
     if constexpr (Config::kCluster > 1) {
       cute::cluster_arrive_relaxed();
@@ -320,13 +336,13 @@ struct Sm90Nvfp4Kernel {
       __syncthreads();
     }
 
-    Schedule const schedule(plan, p.steps, cta);
     if (is_producer) {
       if constexpr (Config::kMovesRegisters) {
         cutlass::arch::warpgroup_reg_dealloc<56>();
       }
       if (warp == Config::kConsumerWarps && cute::elect_one_sync()) {
-        produce(p, shared, schedule, rank, ahead);
+        Sm90Nvfp4Plan const plan = is_dense ? p.plan : plan_of_groups(p, shared);
+        produce(p, shared, Schedule(plan, p.steps, cta, p.tickets), rank, ahead);
       }
       __syncwarp();
     } else {
@@ -336,7 +352,7 @@ struct Sm90Nvfp4Kernel {
       if (is_dense) {
         asm volatile("griddepcontrol.wait;" ::: "memory");
       }
-      consume(p, shared, schedule, rank);
+      consume(p, shared, rank);
     }
     if constexpr (Config::kCluster > 1) {  // nobody leaves while the other may write to its shared memory
       cute::cluster_arrive_relaxed();

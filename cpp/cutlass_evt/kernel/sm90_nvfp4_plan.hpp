@@ -7,10 +7,8 @@
 
 namespace cutlass_evt {
 
-/// Splitting pays where whole tiles would leave more than this part of the machine idle.
+/// Splitting pays where whole tiles would leave more than this part of the machine idle,
 constexpr int kIdlePercent = 8;
-/// ... where there are at most this many tiles a worker,
-constexpr int kMostTilesToSplit = 12;
 /// ... and where a worker has at least this much of k, but for the lead.
 constexpr int kLeastSplitDepth = 1024;
 
@@ -53,7 +51,7 @@ struct Sm90Nvfp4Plan {
         lead(0),
         parts_reciprocal(0) {
     int64_t const all_steps = int64_t{tiles} * steps;
-    if (may_split && tiles < kMostTilesToSplit * num_workers && all_steps <= INT32_MAX) {
+    if (may_split && all_steps <= INT32_MAX) {
       int const waves = (tiles + num_workers - 1) / num_workers;
       // Each has at least one step: who adds parts up counts on everybody in between.
       int const most_workers = std::min(num_workers, static_cast<int>(all_steps) / least_steps);

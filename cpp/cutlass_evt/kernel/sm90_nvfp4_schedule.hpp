@@ -4,17 +4,20 @@
 #include "cute/numeric/math.hpp"
 #include "cutlass/fast_math.h"
 #include "cutlass_evt/kernel/sm90_nvfp4_plan.hpp"
+#include "cutlass_evt/kernel/sm90_nvfp4_tickets.hpp"
 #include "cutlass_evt/mainloop/sm90_nvfp4.hpp"
 
 namespace cutlass_evt {
 
-/// Which tiles a worker takes, and which steps of k of them; every thread that asks computes the same. Tiles
-/// are counted through the groups, along the rows of the weight first.
+/// Which tiles a worker takes, and which steps of k of them. Tiles are counted through the groups, along the
+/// rows of the weight first.
 struct Sm90Nvfp4Schedule {
   Sm90Nvfp4Plan plan;
   cutlass::FastDivmod steps;  // along k, of a tile
   int worker;
   int64_t next, end;  // tiles or, where they are split, steps
+  Sm90Nvfp4Tickets tickets;
+  uint64_t ticket;  // of the tile after the one that was taken last
 
   struct Item {
     int tile;
@@ -25,15 +28,30 @@ struct Sm90Nvfp4Schedule {
   /// do, and the hardware starts CTAs in order. So nobody waits for one that cannot run. CTAs without work
   /// are the last ones: they start where the kernel before this one ended last, and the next kernel, which
   /// starts there early, does not inherit the delay.
-  CUTLASS_DEVICE Sm90Nvfp4Schedule(Sm90Nvfp4Plan const& plan, cutlass::FastDivmod const& steps, int cta)
-      : plan(plan), steps(steps), worker(plan.active - 1 - cta), next(0), end(0) {
+  ///
+  /// With tickets, workers that are given whole tiles, and not all tiles at once, draw those after their
+  /// first.
+  CUTLASS_DEVICE Sm90Nvfp4Schedule(Sm90Nvfp4Plan const& plan, cutlass::FastDivmod const& steps, int cta,
+                                   Sm90Nvfp4Tickets const& tickets)
+      : plan(plan),
+        steps(steps),
+        worker(plan.active - 1 - cta),
+        next(0),
+        end(0),
+        tickets(plan.split || plan.tiles == plan.active ? Sm90Nvfp4Tickets{} : tickets),
+        ticket(0) {
     if (worker >= 0) {
       next = plan.split ? plan.first_step(worker) : worker;
       end = plan.split ? plan.first_step(worker + 1) : plan.tiles;
     }
   }
 
-  CUTLASS_DEVICE bool has_more() const { return next < end; }
+  /// One CTA calls it, before it takes anything.
+  CUTLASS_DEVICE void open() const {
+    if (tickets.counter != nullptr) {
+      tickets.open();
+    }
+  }
 
   /// How many workers after this one, whose item is a tile's first part, have the tile's further parts.
   CUTLASS_DEVICE int others(Item const& item) const {
@@ -46,6 +64,9 @@ struct Sm90Nvfp4Schedule {
   }
 
   CUTLASS_DEVICE bool take(Item& item) {
+    if (next < 0) {
+      next = plan.active + tickets.number(ticket, plan.tiles);
+    }
     if (next >= end) {
       return false;
     }
@@ -53,9 +74,14 @@ struct Sm90Nvfp4Schedule {
       steps(item.tile, item.begin, static_cast<int>(next));
       item.end = static_cast<int>(cute::min(int64_t{steps.divisor}, item.begin + (end - next)));
       next += item.end - item.begin;
-    } else {
-      item = {static_cast<int>(next), 0, steps.divisor};
+      return true;
+    }
+    item = {static_cast<int>(next), 0, steps.divisor};
+    if (tickets.counter == nullptr) {
       next += plan.active;
+    } else {
+      next = -1;
+      ticket = tickets.draw();  // which arrives while the tile is fetched
     }
     return true;
   }

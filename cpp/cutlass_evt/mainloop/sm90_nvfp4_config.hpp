@@ -20,12 +20,15 @@ struct Sm90Nvfp4Place {
   Rows rows;
 };
 
-/// What the producer tells the consumers about a tile or a part of it along k.
+/// What the producer tells the consumers about a tile or a part of it along k; after the last: one of no
+/// steps.
 struct Sm90Nvfp4Task {
   Sm90Nvfp4Place place;
   int begin, end;  // steps of k
-  int others;      // workers after this one that have the tile's further parts
-  bool is_last;    // of this worker
+  int worker;
+  int others;  // workers after this one that have the tile's further parts
+
+  CUTLASS_HOST_DEVICE bool is_none() const { return end == 0; }
 };
 
 /// What a kernel is made of.

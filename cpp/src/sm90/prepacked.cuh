@@ -130,6 +130,7 @@ struct PrepackedLaunch {
     params.plan = Kernel::plan(tiles, params.steps.divisor, grid, params.splits);
     params.partials = static_cast<float*>(workspace);
     params.flags = reinterpret_cast<uint64_t*>(params.partials + grid * Kernel::kPartialFloats);
+    params.tickets = {p.offs != nullptr && Config::kCluster == 1 ? params.flags + grid : nullptr};
     params.epilogue = epilogue(p, out, gated);
 
     if (!describe_tokens(p, &params.tokens)) {
