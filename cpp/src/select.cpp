@@ -120,7 +120,7 @@ double prepacked_clocks(Kernel const& row, int num_sms, Selection const& wanted)
   bool const splits = !wanted.batch_invariant && tiles * 100 < waves * workers * (100 - kIdlePercent) &&
                       sharing > std::min(tiles, workers - 1);
   double const turns = splits ? tiles / sharing : waves;
-  double const a_turn = shared ? figures.shared_chunk_us : a_group.chunk_us;
+  double const a_turn = a_group.chunk_us * (shared ? figures.shared_chunk_us / figures.chunk_us : 1);
   double const least = splits ? 0 : a_group.longest_us;  // of a worker
   double const us = figures.fixed_us + (splits ? figures.split_us : 0) +
                     std::max(turns * a_turn, least) * chunks + (waves - 1) * figures.tile_us;

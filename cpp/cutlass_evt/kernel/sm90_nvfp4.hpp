@@ -208,7 +208,7 @@ struct Sm90Nvfp4Kernel {
     Place const& place = task.place;
     TileWork const work = work_of(p, task, rank);
     float const alpha = Epilogue::alpha(p.epilogue, place.group);
-    bool const uses_terms = Config::kNarrow || p.epilogue.is_direct();
+    bool const uses_terms = Config::kSharesRows || p.epilogue.is_direct();
     if (uses_terms && task.begin == 0) {
       Terms::fetch(p.epilogue, shared, place, work.first_chunk, p.n);
     }
@@ -234,7 +234,7 @@ struct Sm90Nvfp4Kernel {
       consumer_barrier<Config>();
       add_partial(p, cta, accumulators);
     }
-    if constexpr (!Config::kNarrow) {
+    if constexpr (!Config::kSharesRows) {
       if (p.epilogue.is_direct()) {
         Direct::store(p.epilogue, shared, place, first_chunk(place, rank), p.n, accumulators);
         return;
@@ -244,13 +244,13 @@ struct Sm90Nvfp4Kernel {
     int const first_column = first_chunk(place, rank) * 64 + s.column;
     float const* const terms = shared.terms(0);
     typename Epilogue::Columns columns;
-    if constexpr (Config::kNarrow) {
+    if constexpr (Config::kSharesRows) {
       Terms::wait();  // and a barrier among all consumers follows
     } else {
       columns.load(p.epilogue, place.group, first_column, p.n);
     }
     auto const fetch_row = [&](int token) {
-      if constexpr (Config::kNarrow) {
+      if constexpr (Config::kSharesRows) {
         return terms[token];
       } else {
         int const row = place.token + token;
@@ -259,7 +259,7 @@ struct Sm90Nvfp4Kernel {
       }
     };
     auto const finish = [&](int token, float (&sums)[kRounds][kColumns], float const(&by_row)[kRounds]) {
-      if constexpr (Config::kNarrow) {
+      if constexpr (Config::kSharesRows) {
         columns.load(terms + Terms::kByColumn + s.column, terms + Terms::kBias + s.column, alpha,
                      first_column, p.n);
       }

@@ -6,13 +6,13 @@
 namespace cutlass_evt {
 
 /// A tile's terms in shared memory: one of each token, then a factor of each row of the weight, then a bias.
-/// Wide tiles have them once for each warpgroup, which has 64 rows.
+/// Where warpgroups do not share rows, they are there once for each, of its 64.
 template <class Config, class Epilogue>
 struct Sm90Nvfp4Terms {
   using Shared = Sm90Nvfp4Shared<Config>;
   static constexpr int kByColumn = Config::kTokens;
   static constexpr int kBias = kByColumn + Config::kTermColumns;
-  static constexpr int kThreads = Config::kNarrow ? Config::kConsumerThreads : 128;
+  static constexpr int kThreads = Config::kSharesRows ? Config::kConsumerThreads : 128;
 
   /// Asks for them, by copies to shared memory, so that no register waits; see wait().
   CUTLASS_DEVICE static void fetch(typename Epilogue::Arguments const& args, Shared const& shared,

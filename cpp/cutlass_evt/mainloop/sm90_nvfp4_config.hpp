@@ -51,14 +51,14 @@ struct Sm90Nvfp4Config {
   static constexpr int kRows = 64 * kRowGroups;  // of a CTA
   static constexpr int kDepth = 64 * kChunks;    // of a stage
   static constexpr int kChunksPerGroup = kChunks / kDepthGroups;
-  static constexpr bool kNarrow = kTokens <= 32;       // warps or warpgroups share rows
-  static constexpr bool kUsesWgmma = kTokens > 8;      // else mma.sync
-  static constexpr int kWarpsAcross = 4 * kRowGroups;  // side by side along the rows
+  static constexpr bool kSharesRows = kDepthGroups > 1;  // among warpgroups
+  static constexpr bool kUsesWgmma = kTokens > 8;        // else mma.sync
+  static constexpr int kWarpsAcross = 4 * kRowGroups;    // side by side along the rows
   static constexpr int kConsumerGroups = kRowGroups * kDepthGroups;
   static constexpr int kConsumerThreads = 128 * kConsumerGroups;
   static constexpr int kConsumerWarps = kConsumerThreads / 32;
-  // The accumulators of wide tiles need more registers than an equal share: a whole producer warpgroup then
-  // gives its own away.
+  // The accumulators of the widest tiles need more registers than an equal share: a whole producer warpgroup
+  // then gives its own away.
   static constexpr bool kMovesRegisters = kTokens >= 256;
   static constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 128 : 32);
 
@@ -69,7 +69,7 @@ struct Sm90Nvfp4Config {
   CUTLASS_HOST_DEVICE static constexpr int tokens_for(int present) {
     int tokens = kLeastTokens;
     while (tokens < kTokens && tokens < present) {
-      tokens += kNarrow ? kLeastTokens : tokens;
+      tokens += kTokens <= 32 ? kLeastTokens : tokens;
     }
     return tokens;
   }
@@ -86,21 +86,21 @@ struct Sm90Nvfp4Config {
 
   // The epilogue turns accumulators round through shared memory: a warp holds 16 rows, a slice of the tokens
   // at a time. Warpgroups that share rows add up there, all tokens at once, and share these out.
-  static constexpr int kSliceTokens = kNarrow ? kTokens : 32;
+  static constexpr int kSliceTokens = kSharesRows ? kTokens : cute::min(32, kTokens / 2);
   static constexpr int kSliceStride = 20;  // floats from one token to the next: 16 rows and a pad
   static constexpr int kTokenShare = (kSliceTokens + kDepthGroups - 1) / kDepthGroups;
-  // The usual epilogue of wide tiles stages 16-bit results there instead, 64 columns a warpgroup, where there
-  // is more than one slice in one of two places in turn; and the rows' and columns' terms.
-  static constexpr int kDirectTokens = kTokens < 64 ? kTokens : 64;
+  // Where they do not, the usual epilogue stages 16-bit results there instead, 64 columns a warpgroup, where
+  // there is more than one slice in one of two places in turn; and the rows' and columns' terms.
+  static constexpr int kDirectTokens = kTokens < 64 ? 16 : 64;
   static constexpr int kDirectBuffers = kTokens > kDirectTokens ? 2 : 1;
   static constexpr int kStagedBytes = kDirectBuffers * kDirectTokens * 128;  // of a warpgroup
-  // ... who each have the terms to themselves; with few tokens all of them have the same.
-  static constexpr int kTermColumns = kNarrow ? 64 * kRowGroups : 64;
+  // ... who each have the terms to themselves; warpgroups that share rows all have the same.
+  static constexpr int kTermColumns = kSharesRows ? 64 * kRowGroups : 64;
   static constexpr int kTermBytes = (kTokens + 2 * kTermColumns) * 4;
   static constexpr int kDirectBytes = kStagedBytes + kTermBytes;
   static constexpr int kSlicesBytes = kConsumerWarps * kSliceTokens * kSliceStride * 4;
   static constexpr int kSliceBytes =
-      kNarrow ? kSlicesBytes + kTermBytes : cute::max(kSlicesBytes, kConsumerGroups* kDirectBytes);
+      kSharesRows ? kSlicesBytes + kTermBytes : cute::max(kSlicesBytes, kConsumerGroups* kDirectBytes);
 
   static constexpr int kMaxTable = 1024;  // groups, or runs of groups, whose first tiles are in shared memory
   static constexpr int kTableBytes = (kMaxTable + 1 + 32) * 4;
@@ -117,8 +117,7 @@ struct Sm90Nvfp4Config {
 
   static_assert(kChunks % kDepthGroups == 0, "every warpgroup along k takes as many chunks of a stage");
   static_assert(!kUsesWgmma || kChunksPerGroup == 1 || kChunksPerGroup % 2 == 0, "chunks are taken in pairs");
-  static_assert(kNarrow || kDepthGroups == 1, "wide tiles are not shared along k");
-  static_assert(!kNarrow || kDepthGroups > 1, "a barrier among all consumers covers the terms too");
+  static_assert(!kSharesRows || kTokens <= 32, "all tokens at once");
   static_assert(kTokens % (8 * kCluster) == 0, "a CTA of a cluster loads whole swizzle atoms of tokens");
   static_assert(kLeastTokens == 8 || kLeastTokens == kTokens || kChunks == 1,
                 "wgmma takes tokens in blocks of 8 or all of a chunk, one after the other");
@@ -169,11 +168,11 @@ struct Sm90Nvfp4Shared {
     return address +
            static_cast<uint32_t>(Config::kStages * Config::kStageBytes + 1024 + group * Config::kDirectBytes);
   }
-  /// Of one warpgroup or, with few tokens, of all: the terms, one of each row of D and two of each column.
+  /// Of one warpgroup or, where they share rows, of all: the terms, one of each row of D and two of each column.
   CUTLASS_DEVICE float* terms(int group) const {
     return reinterpret_cast<float*>(
         rest() + 1024 +
-        (Config::kNarrow ? Config::kSlicesBytes : group * Config::kDirectBytes + Config::kStagedBytes));
+        (Config::kSharesRows ? Config::kSlicesBytes : group * Config::kDirectBytes + Config::kStagedBytes));
   }
   CUTLASS_DEVICE int* table() const { return reinterpret_cast<int*>(rest() + 1024 + Config::kSliceBytes); }
 };

@@ -187,8 +187,8 @@ struct Sm90Nvfp4WgmmaMultiply {
     typename Mainloop::Share const share(shared, row_group * Config::kChunks + depth_group * kPer);
 
     Nvfp4Shifts shifts;
-    if constexpr (!Config::kNarrow) {    // where decoding waits for the pipe of logic
-      uint32_t const zero = blockIdx.z;  // as no compiler knows
+    if constexpr (!Config::kSharesRows) {  // where decoding waits for the pipe of logic
+      uint32_t const zero = blockIdx.z;    // as no compiler knows
       shifts.by_3 += zero;
       shifts.by_7 += zero;
       shifts.by_10 += zero;

@@ -13,7 +13,8 @@ struct SmallTile {
 
 /// Microseconds of a product: fixed, and for every 64 of k of each tile that a worker has in turn; more where
 /// tiles are split along k, and for each tile after the first. shared_chunk_us: where ctas_per_sm of them
-/// share a multiprocessor, of each. small: those of fewer tokens that are faster, from the smallest on.
+/// share a multiprocessor, of each, a small tile's in proportion. small: those of fewer tokens that are
+/// faster, from the smallest on.
 struct PrepackedFigures {
   int tile_m, tile_n, tile_k;
   double fixed_us, chunk_us, split_us, tile_us;
@@ -44,6 +45,7 @@ constexpr PrepackedFigures kPrepackedFigures[] = {
     {16, 128, 256, 3.0, 0.162, 1.3, 0.9, 1, 0, {}},
     {32, 64, 256, 2.2, 0.105, 1.8, 1.35, 1, 0, {}},
     {32, 128, 256, 3.2, 0.190, 1.3, 1.0, 1, 0, {{16, 0.163}}},
+    {32, 128, 128, 1.6, 0.265, 3.2, 0.9, 2, 0.386, {{16, 0.246}}},
     {64, 128, 256, 3.5, 0.235, 1.8, 1.4, 1, 0, {}},
     {128, 128, 128, 5.2, 0.345, 2.9, 3.3, 1, 0, {}},
     {256, 128, 64, 6.3, 0.612, 4.5, 4.5, 1, 0, {{64, 0.36}, {128, 0.43}}},
