@@ -117,9 +117,12 @@ double prepacked_clocks(Kernel const& row, int num_sms, Selection const& wanted)
   // As Sm90Nvfp4Plan has it, for numbers of tiles that are expectations.
   using namespace cutlass_evt;
   double const sharing = std::min(workers, std::floor(tiles * chunks / (kLeastSplitDepth / 64)));
+  double const steps = static_cast<double>(ceil_div(wanted.k, int64_t{kernel.tile_k}));
+  double const longest = std::ceil(tiles * steps / std::max(1.0, sharing));
   bool const splits = !wanted.batch_invariant && tiles * 100 < waves * workers * (100 - kIdlePercent) &&
-                      sharing > std::min(tiles, workers - 1);
-  double const turns = splits ? tiles / sharing : waves;
+                      sharing > std::min(tiles, workers - 1) &&
+                      longest * 100 <= waves * steps * (100 - kIdlePercent);
+  double const turns = splits ? longest / steps : waves;
   double const a_turn = a_group.chunk_us * (shared ? figures.shared_chunk_us / figures.chunk_us : 1);
   double const least = splits ? 0 : a_group.longest_us;  // of a worker
   double const us = figures.fixed_us + (splits ? figures.split_us : 0) +

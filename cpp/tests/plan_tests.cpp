@@ -75,6 +75,7 @@ void test_known() {
   CHECK(!Sm90Nvfp4Plan(132, 32, 132, 4, 2, true).split, "a tile each, and split");
   CHECK(!Sm90Nvfp4Plan(380, 32, 132, 4, 2, true).split, "4 %% idle, and split");
   CHECK(Sm90Nvfp4Plan(340, 32, 132, 4, 2, true).split, "14 %% idle, and whole");
+  CHECK(!Sm90Nvfp4Plan(112, 4, 132, 2, 2, true).split, "15 %% idle, but a part of four steps has four");
 }
 
 void test_token_tiles() {

@@ -7,7 +7,8 @@
 
 namespace cutlass_evt {
 
-/// Splitting pays where whole tiles would leave more than this part of the machine idle,
+/// Splitting pays where whole tiles would leave more than this part of the machine idle, and where the
+/// longest part, in whole steps, is shorter by as much;
 constexpr int kIdlePercent = 8;
 /// ... and where a worker has at least this much of k, but for the lead.
 constexpr int kLeastSplitDepth = 1024;
@@ -18,6 +19,11 @@ constexpr int least_split_steps(int step_depth) { return (kLeastSplitDepth + ste
 /// Tiles of tokens of a product; of groups, whose sizes the host does not know, at most. num_groups 0: dense.
 constexpr int64_t most_token_tiles(int64_t m, int num_groups, int tile_tokens) {
   return num_groups > 0 ? m / tile_tokens + num_groups : (m + tile_tokens - 1) / tile_tokens;
+}
+
+/// Of all steps, shared out evenly.
+constexpr int64_t longest_part(int64_t all_steps, int64_t workers) {
+  return (all_steps + workers - 1) / workers;
 }
 
 /// How the tiles are shared out among workers: CTAs, or clusters of them. Made on the host where the number
@@ -56,7 +62,8 @@ struct Sm90Nvfp4Plan {
       // Each has at least one step: who adds parts up counts on everybody in between.
       int const most_workers = std::min(num_workers, static_cast<int>(all_steps) / least_steps);
       split = int64_t{tiles} * 100 < int64_t{waves} * num_workers * (100 - kIdlePercent) &&
-              most_workers > std::min(tiles, num_workers - 1);
+              most_workers > std::min(tiles, num_workers - 1) &&
+              longest_part(all_steps, most_workers) * 100 <= int64_t{waves} * steps * (100 - kIdlePercent);
       if (split) {
         // Equal parts of every tile, where they keep nearly as many busy: nobody then has two.
         int const whole = tiles * (most_workers / tiles);
