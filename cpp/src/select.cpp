@@ -125,8 +125,9 @@ double prepacked_clocks(Kernel const& row, int num_sms, Selection const& wanted)
   double const turns = splits ? longest / steps : waves;
   double const a_turn = a_group.chunk_us * (shared ? figures.shared_chunk_us / figures.chunk_us : 1);
   double const least = splits ? 0 : a_group.longest_us;  // of a worker
-  double const us = figures.fixed_us + (splits ? figures.split_us : 0) +
-                    std::max(turns * a_turn, least) * chunks + (waves - 1) * figures.tile_us;
+  double const split_us = splits ? figures.split_us + (shared ? kSharedSplitUs : 0) : 0;
+  double const us =
+      figures.fixed_us + split_us + std::max(turns * a_turn, least) * chunks + (waves - 1) * figures.tile_us;
   return us * kClocksPerUs;
 }
 
