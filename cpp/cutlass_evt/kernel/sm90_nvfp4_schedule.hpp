@@ -64,7 +64,7 @@ struct Sm90Nvfp4Schedule {
   }
 
   CUTLASS_DEVICE bool take(Item& item) {
-    if (next < 0) {
+    if (tickets.counter != nullptr && next < 0) {
       next = plan.active + tickets.number(ticket, plan.tiles);
     }
     if (next >= end) {
