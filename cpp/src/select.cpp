@@ -116,8 +116,8 @@ double prepacked_clocks(Kernel const& row, int num_sms, Selection const& wanted)
   double const chunks = static_cast<double>(ceil_div(wanted.k, 64));
   // As Sm90Nvfp4Plan has it, for numbers of tiles that are expectations.
   using namespace cutlass_evt;
-  double const sharing = std::min(workers, std::floor(tiles * chunks / (kLeastSplitDepth / 64)));
   double const steps = static_cast<double>(ceil_div(wanted.k, int64_t{kernel.tile_k}));
+  double const sharing = std::min(workers, std::floor(tiles * steps / least_split_steps(kernel.tile_k)));
   double const longest = std::ceil(tiles * steps / std::max(1.0, sharing));
   bool const splits = !wanted.batch_invariant && tiles * 100 < waves * workers * (100 - kIdlePercent) &&
                       sharing > std::min(tiles, workers - 1) &&

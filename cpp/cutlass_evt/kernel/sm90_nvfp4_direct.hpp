@@ -1,4 +1,5 @@
-// The usual epilogue of tiles whose warpgroups have rows to themselves: from the registers of a wgmma to whole lines of D.
+// The usual epilogue of tiles whose warpgroups have rows to themselves:
+// from the registers of a wgmma to whole lines of D.
 #pragma once
 
 #include "cutlass_evt/kernel/sm90_nvfp4_terms.hpp"

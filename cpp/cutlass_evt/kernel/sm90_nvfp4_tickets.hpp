@@ -1,4 +1,4 @@
-// Tiles that take different times go to whoever is free: workers draw their numbers from a counter.
+// Tiles that take different times go to whoever can fetch one: workers draw their numbers from a counter.
 #pragma once
 
 #include <cstdint>
@@ -13,9 +13,10 @@ namespace cutlass_evt {
 struct Sm90Nvfp4Tickets {
   uint64_t* counter = nullptr;  // null: nothing is drawn
 
-  static constexpr uint64_t kOpen = 0xD1B54A32D192ED03ull;  // and a little more
+  // What an open one holds, plus how many numbers have been drawn.
+  static constexpr uint64_t kOpen = 0xD1B54A32D192ED03ull;
 
-  /// No launch draws from this counter any more, or ever did.
+  /// Only once the launch before this one has ended, which may have drawn from the same counter.
   CUTLASS_DEVICE void open() const { store(kOpen); }
 
   CUTLASS_DEVICE uint64_t draw() const {
@@ -24,7 +25,8 @@ struct Sm90Nvfp4Tickets {
     return drawn;
   }
 
-  /// What was drawn, of `numbers` that all workers together draw.
+  /// 0 for who drew first, and so on; what draw() gave is drawn again until the counter is open. All workers
+  /// together draw `numbers` of them.
   CUTLASS_DEVICE int number(uint64_t drawn, int numbers) const {
     while (drawn - kOpen >= static_cast<uint64_t>(numbers)) {
       drawn = draw();

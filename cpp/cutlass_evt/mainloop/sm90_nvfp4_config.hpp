@@ -63,8 +63,8 @@ struct Sm90Nvfp4Config {
   static constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 128 : 32);
 
   // The last of a group's tiles may be smaller: fewer tokens are loaded and multiplied. Of 32 these are
-  // blocks of 8, of 256 they are 64 or 128. Tiles of 128, and of 32 with stages of few weights, lose more by
-  // several loads than by tokens that are not there.
+  // blocks of 8, of 256 they are 64 or 128. Tiles of 128, and of 32 with 64 rows, lose more by several
+  // loads than by tokens that are not there.
   static constexpr int kLeastTokens = kTokens == 32 && kRowGroups > 1 ? 8 : kTokens < 256 ? kTokens : 64;
   CUTLASS_HOST_DEVICE static constexpr int tokens_for(int present) {
     int tokens = kLeastTokens;
@@ -117,7 +117,9 @@ struct Sm90Nvfp4Config {
 
   static_assert(kChunks % kDepthGroups == 0, "every warpgroup along k takes as many chunks of a stage");
   static_assert(!kUsesWgmma || kChunksPerGroup == 1 || kChunksPerGroup % 2 == 0, "chunks are taken in pairs");
-  static_assert(!kSharesRows || kTokens <= 32, "all tokens at once");
+  static_assert(!kSharesRows || kTokens <= 32, "warpgroups that share rows add up all tokens at once");
+  static_assert(kSharesRows || (kTokens >= 32 && kTokens % kDirectTokens == 0),
+                "warpgroups with rows of their own have 32 tokens or more, in whole slices");
   static_assert(kTokens % (8 * kCluster) == 0, "a CTA of a cluster loads whole swizzle atoms of tokens");
   static_assert(kLeastTokens == 8 || kLeastTokens == kTokens || kChunks == 1,
                 "wgmma takes tokens in blocks of 8 or all of a chunk, one after the other");
@@ -168,7 +170,8 @@ struct Sm90Nvfp4Shared {
     return address +
            static_cast<uint32_t>(Config::kStages * Config::kStageBytes + 1024 + group * Config::kDirectBytes);
   }
-  /// Of one warpgroup or, where they share rows, of all: the terms, one of each row of D and two of each column.
+  /// Of one warpgroup or, where they share rows, of all: the terms, one of each row of D and two of each
+  /// column.
   CUTLASS_DEVICE float* terms(int group) const {
     return reinterpret_cast<float*>(
         rest() + 1024 +

@@ -109,8 +109,10 @@ struct PrepackedLaunch {
                                  void* workspace, fp4gemm_stream_t stream) {
     using Packing = cutlass_evt::Nvfp4Packing;
     int const grid = num_ctas(p);
-    // The kernel counts columns, up to the end of the last tile, and tiles in 32 bits.
-    if (p.n > INT32_MAX - Config::kRows * Config::kCluster || row_tiles(p) * token_tiles(p) > INT32_MAX) {
+    // The kernel counts columns, up to the end of the last tile, and tiles, up to one more for each CTA, in
+    // 32 bits.
+    if (p.n > INT32_MAX - Config::kRows * Config::kCluster ||
+        row_tiles(p) * token_tiles(p) > INT32_MAX - grid) {
       return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not take m %lld with n %lld", name,
                   static_cast<long long>(p.m), static_cast<long long>(p.n));
     }
@@ -130,6 +132,7 @@ struct PrepackedLaunch {
     params.plan = Kernel::plan(tiles, params.steps.divisor, grid, params.splits);
     params.partials = static_cast<float*>(workspace);
     params.flags = reinterpret_cast<uint64_t*>(params.partials + grid * Kernel::kPartialFloats);
+    // The CTAs of a cluster would need a common number.
     params.tickets = {p.offs != nullptr && Config::kCluster == 1 ? params.flags + grid : nullptr};
     params.epilogue = epilogue(p, out, gated);
 
