@@ -238,12 +238,19 @@ def test_every_grouped_kernel(
     assert ran > 0
 
 
-def test_many_tiles_of_one_worker(hopper: torch.device, gen: torch.Generator) -> None:
-    """Each is one step long, so that a worker's tiles follow each other through the ring at once.
+@pytest.mark.parametrize(
+    ("sizes", "k"),
+    [(tuple(e % 4 for e in range(100)), 32), (tuple(e * 11 % 41 for e in range(30)), 544)],
+    ids=["one-step", "several"],
+)
+def test_many_tiles_of_one_worker(
+    sizes: tuple[int, ...], k: int, hopper: torch.device, gen: torch.Generator
+) -> None:
+    """A worker's tiles follow each other through the ring, at once where each is one step long.
 
-    Launches follow each other in one workspace, whose counter of tiles each of them opens and closes.
+    So do launches on the stream; each of them opens and closes the counter that tiles are drawn from.
     """
-    case = rows_of(tuple(e % 4 for e in range(100)), 2056, 32, hopper, gen, loose=3)
+    case = rows_of(sizes, 2056, k, hopper, gen, loose=3)
     p, decoded, rows = fp4gemm.prepack(case.b), fp4gemm.decode(case.a), case.ends[-1]
     plain = decoded.data.to(torch.bfloat16)  # exact
     for kernel in kernels("grouped"):
