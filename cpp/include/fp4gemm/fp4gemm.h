@@ -75,10 +75,10 @@ typedef enum fp4gemm_scaling { FP4GEMM_SCALING_TENSOR = 0, FP4GEMM_SCALING_ROW =
 /* What a GEMM operand holds. Kernels of devices with FP4 tensor cores take NVFP4 alone. Where data alone is
  * named, scales is NULL. */
 typedef enum fp4gemm_format {
-  FP4GEMM_FORMAT_NVFP4 = 0, /* data: packed codes, scales: swizzled e4m3 */
-  FP4GEMM_FORMAT_FP16 = 1,  /* data: (rows, k) fp16: values times their block scales (exact); or, as A of a
-                               prepacked or packed B, activations that never were quantized */
-  FP4GEMM_FORMAT_BF16 = 2,  /* A alone. data: (rows, k) bf16, activations that never were quantized */
+  FP4GEMM_FORMAT_NVFP4 = 0,    /* data: packed codes, scales: swizzled e4m3 */
+  FP4GEMM_FORMAT_FP16 = 1,     /* data: (rows, k) fp16: values times their block scales (exact); or, as A of a
+                                  prepacked or packed B, activations that never were quantized */
+  FP4GEMM_FORMAT_BF16 = 2,     /* A alone. data: (rows, k) bf16, activations that never were quantized */
   FP4GEMM_FORMAT_PREPACKED = 3 /* B alone. data: what fp4gemm_prepack wrote */
 } fp4gemm_format_t;
 

@@ -13,7 +13,7 @@ constexpr int kBlock = 16;           // elements that share an e4m3 scale
 constexpr int kScaleTileRows = 128;  // of a tile of the swizzled layout
 constexpr int kScaleWord = 4;        // scales of a row that lie side by side: a tile's columns
 constexpr int kGroupColumns = 64;    // groups along k begin at multiples of it
-constexpr int kPrepackedChunk = 64;     // rows, and of k, of a chunk of a prepacked weight
+constexpr int kPrepackedChunk = 64;  // rows, and of k, of a chunk of a prepacked weight
 constexpr int kPrepackedChunkBytes = 2304;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
