@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 REQ := requirements
 SOURCES := CMakeLists.txt pyproject.toml README.md LICENSE \
-           $(shell find cpp python tests/ptxemu -type f ! -name '*.pyc' ! -path 'cpp/tests/consumer/*' 2>/dev/null)
+           $(shell find cpp python emulator -type f ! -name '*.pyc' ! -path 'cpp/tests/consumer/*' ! -path 'emulator/tests/*' 2>/dev/null)
 
 say = printf '==> %s\n' "$(1)"
 
@@ -43,7 +43,7 @@ test: $(STAMPS)/installed-test $(STAMPS)/test $(STAMPS)/demo ## Build every arch
 	@$(call say,host tests)
 	@$(BIN)/ctest --test-dir build/test --output-on-failure -E ptxemu
 	@$(call say,pytest)
-	@FP4GEMM_CUDA_FROM=$(CUDA_FROM) $(BIN)/python -m pytest --ignore=tests/ptxemu --ignore=tests/emulated $(PYTEST_ARGS)
+	@FP4GEMM_CUDA_FROM=$(CUDA_FROM) $(BIN)/python -m pytest --ignore=emulator --ignore=tests/emulated $(PYTEST_ARGS)
 	@$(MAKE) --no-print-directory test-emulated
 
 # Nothing to emulate where SM100 is not built.
@@ -54,7 +54,7 @@ test-emulated: $(STAMPS)/installed-test $(STAMPS)/test ## The SM100 kernels on t
 	$(BIN)/cmake --build build/test --target ptxemu_calibration_programs > build/calibration.log 2>&1 \
 	  || { tail -n 40 build/calibration.log; exit 1; }; \
 	$(call say,emulator: its own tests and the calibration); \
-	rm -f build/test/tests/ptxemu/calibration/stats/*.json; \
+	rm -f build/test/emulator/calibration/stats/*.json; \
 	$(BIN)/ctest --test-dir build/test --output-on-failure -R ptxemu -j 2 > build/ctest-emulator.log \
 	  || { tail -n 60 build/ctest-emulator.log; exit 1; }; \
 	tail -n 6 build/ctest-emulator.log; \

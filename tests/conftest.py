@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import fp4gemm
 import pytest
 import torch
-
-sys.path.insert(
-    0, str(Path(__file__).parent)
-)  # importlib mode adds no folder: helpers and model live beside us
 
 
 def pytest_report_header() -> str:

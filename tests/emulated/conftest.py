@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-for folder in (Path(__file__).parent, Path(__file__).parents[1], Path(__file__).parents[1] / "ptxemu"):
-    sys.path.insert(0, str(folder))
+sys.path.insert(0, str(Path(__file__).parent))
 
-from ptx_files import find_cuobjdump  # noqa: E402
-from session import Session, build_folder, library_path  # noqa: E402
+from ptxemu.ptx_files import find_cuobjdump
+from session import Session, build_folder, library_path
 
 
 @pytest.fixture(scope="session")

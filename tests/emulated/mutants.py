@@ -12,14 +12,15 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-for _folder in (Path(__file__).parent, Path(__file__).parents[1], Path(__file__).parents[1] / "ptxemu"):
+_ROOT = Path(__file__).resolve().parents[2]
+for _folder in (Path(__file__).parent, _ROOT / "tests" / "support", _ROOT / "emulator"):
     sys.path.insert(0, str(_folder))
 
 import capi  # noqa: E402
 import torch  # noqa: E402
 from fp4gemm import reference  # noqa: E402
-from mutate import Table, in_emulator, mutants, score  # noqa: E402
 from problems import FULL, Problem, dense, grouped_rows  # noqa: E402
+from ptxemu.mutate import Table, in_emulator, mutants, score  # noqa: E402
 from session import NUM_SMS, SCHEDULES, Call, Finding, Session, same_bits  # noqa: E402
 
 OPTIONS = {"num_sms": NUM_SMS, "hazards_are_fatal": 0, "report_unwritten_global": 1}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import capi
 import torch
-from emulator import DeviceArray, Emulator, extract_ptx
 from problems import Problem
+from ptxemu.emulator import DeviceArray, Emulator, extract_ptx
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +67,7 @@ class Session:
 
     def check(self, status: int) -> None:
         """Raises Finding unless the call succeeded, ran to its end and nothing was found."""
-        from emulator import EmulatorError
+        from ptxemu.emulator import EmulatorError
 
         message = "" if status == capi.SUCCESS else self.library.fp4gemm_last_error().decode()
         try:

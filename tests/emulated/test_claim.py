@@ -8,7 +8,7 @@ import fp4gemm
 import pytest
 import torch
 from problems import FULL, Problem, dense, grouped_depth, grouped_rows
-from report import contained, merge
+from ptxemu.report import contained, merge
 from session import Session, build_folder
 
 # What no kernel of upstream executes in the calibration, and why that is no gap.

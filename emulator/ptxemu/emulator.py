@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ptx_files import extract_ptx
+from ptxemu.ptx_files import extract_ptx
 
 __all__ = ["MODES", "DeviceArray", "Emulator", "EmulatorError", "extract_ptx"]
 

@@ -10,8 +10,8 @@ import torch
 from fp4gemm import layout, reference
 from helpers import assert_bits, make
 from model_quantize import Mode
-from test_reference_variants import arguments, assert_parts
 from torch import Tensor
+from variants import arguments, assert_parts
 
 OFFS = {
     "one": [200],

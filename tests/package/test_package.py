@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[2]
 CONSUMER = REPO / "cpp" / "tests" / "consumer"
 SYSTEM_LIBRARIES = {
     "libstdc++",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from mutate import in_emulator, mutants, score
+from ptxemu.mutate import in_emulator, mutants, score
 
 _KERNEL = """\
 .version 9.0

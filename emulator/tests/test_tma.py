@@ -7,7 +7,7 @@ import struct
 
 import numpy as np
 import pytest
-from emulator import EmulatorError
+from ptxemu.emulator import EmulatorError
 
 _U16, _SWIZZLES = 1, {"none": 0, "32B": 1, "64B": 2, "128B": 3}
 _DECLARATIONS = ".extern .shared .align 1024 .b8 memory[];"

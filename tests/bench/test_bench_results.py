@@ -16,7 +16,7 @@ from bench.contest import Job
 from bench.results import Journal, load
 from bench.runner import run
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+README = Path(__file__).resolve().parents[2] / "README.md"
 RESULTS = README.parent / "bench" / "results" / "h200.jsonl"
 FACTS = {
     "device": "a GPU",

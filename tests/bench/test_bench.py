@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import reference
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from bench_helpers import cpu_rig
+from fp4gemm import reference
 
 from bench import cases, errors, quantize, traffic, verify
 from bench.rig import Measured

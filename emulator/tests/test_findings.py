@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from emulator import EmulatorError
+from ptxemu.emulator import EmulatorError
 
 _SHARED = ".shared .align 128 .b8 memory[4096];"
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import fp4gemm
 import pytest
 import torch
 from helpers import make
 from moe import ROUTINGS, rows_of
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import post_scale
 

@@ -16,49 +16,11 @@ from fp4gemm.reference import chunks, four_over_six
 from helpers import FLOATS, KINDS, assert_bits, assert_same_value, make, make_codes, short
 from model_quantize import Mode
 from torch import Tensor
+from variants import MODES, arguments, assert_parts
 
 Parts = tuple[Tensor, Tensor, Tensor]
 
-MODES = {
-    "row": Mode("row"),
-    "tensor": Mode("tensor"),
-    "tiles": Mode("tensor", tiles=True),
-    "per_token-row": Mode("row", per_token=True),
-    "per_token-tensor": Mode("tensor", per_token=True),
-    "fp32-row": Mode("row", rotation="fp32", signs=0xD7E8),
-    "fp32-per_token": Mode("row", rotation="fp32", signs=0xACE1, per_token=True),
-    "bf16-tensor": Mode("tensor", rotation="bf16", signs=0xD7E8),
-    "bf16-no_signs": Mode("row", rotation="bf16"),
-    "stochastic-row": Mode("row", seed=1234, offset=7),
-    "stochastic-per_token": Mode("tensor", seed=-1, offset=2**63 - 1, per_token=True),
-    "stochastic-bf16": Mode("row", seed=2**40, offset=-5, rotation="bf16", signs=0xD7E8),
-} | {
-    f"{norm}-{bound}-{'fast' if fast else 'exact'}-{name}": replace(
-        mode, adaptive=norm, bound=bound, fast_error=fast
-    )
-    for norm, bound, fast in itertools.product(("mae", "mse"), (448, 256), (False, True))
-    for name, mode in {
-        "row": Mode("row"),
-        "tensor": Mode("tensor"),
-        "tiles": Mode("tensor", tiles=True),
-    }.items()
-}
 UNSPECIFIED = ("inf", "huge")  # kinds whose rotation overflows
-
-
-def arguments(mode: Mode) -> dict[str, Any]:
-    """Those of reference.quantize, without x, amax and axis."""
-    return {
-        "per_row": mode.scaling == "row",
-        "block_rows": 16 if mode.tiles else 1,
-        "encode": int(mode.per_token),
-        "four_over_six": {None: 0, "mae": 1, "mse": 2}[mode.adaptive],
-        "fast_error": mode.fast_error,
-        "e4m3_max": mode.bound,
-        "hadamard": {None: 0, "bf16": 1, "fp32": 2}[mode.rotation],
-        "signs": mode.signs,
-        "rng_state": None if mode.seed is None else torch.tensor([mode.seed, mode.offset]),
-    }
 
 
 def quantized(x: Tensor, mode: Mode, amax: Tensor | None = None, **more: Any) -> Parts:
@@ -72,13 +34,6 @@ def expected(x: Tensor, mode: Mode, amax: Tensor | None = None) -> Parts:
     )
     swizzled = torch.from_numpy(model.swizzle(scales)).view(torch.float8_e4m3fn)
     return torch.from_numpy(codes), swizzled, torch.from_numpy(found)
-
-
-def assert_parts(got: tuple[Tensor, ...], want: tuple[Tensor, ...], where: str = "") -> None:
-    names = ("codes", "scales", "amax", "codes of columns", "scales of columns", "amax of columns")
-    for name, a, b in zip(names, got, want, strict=False):
-        assert_bits(a, b, f"{where} {name}")
-    assert len(got) == len(want)
 
 
 def odd_ones(kind: str, m: int, k: int, dtype: torch.dtype, gen: torch.Generator, nan: bool = True) -> Tensor:

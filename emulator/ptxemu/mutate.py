@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from emulator import Emulator, EmulatorError
+from ptxemu.emulator import Emulator, EmulatorError
 
 # Instructions without a result whose deletion is a fault in synchronisation or in asynchronous work.
 _DELETABLE = re.compile(

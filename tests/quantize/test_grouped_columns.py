@@ -8,6 +8,7 @@ import model_quantize
 import pytest
 import torch
 from fp4gemm import NVFP4Tensor, layout, reference
+from groups import CASES, ends
 from helpers import FLOATS, assert_bits, dirty, make, short
 from modes import (
     FEW,
@@ -21,10 +22,9 @@ from modes import (
     parts,
     quantize,
 )
-from test_grouped import CASES, ends
-from test_reference_variants import MODES as MODEL_MODES
-from test_reference_variants import arguments
 from torch import Tensor
+from variants import MODES as MODEL_MODES
+from variants import arguments
 
 ROW = mode("plain", {"scaling": "row"})
 TENSOR = mode("plain", {"scaling": "tensor"})

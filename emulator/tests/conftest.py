@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 import struct
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from emulator import Emulator
+from ptxemu.emulator import Emulator
 
 _HEADER = ".version 9.0\n.target sm_100a\n.address_size 64\n"
 

@@ -24,7 +24,7 @@ sys.exit("\\n".join(failed) or 0)
 
 
 def test_bad_input_under_python_O() -> None:
-    command = [sys.executable, "-O", "-c", SCRIPT, str(Path(__file__).parent)]
+    command = [sys.executable, "-O", "-c", SCRIPT, str(Path(bad_cases.__file__).parent)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == len(bad_cases.CASES)
