@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from fp4gemm._products import error_line
+from fp4gemm.device.products import error_line
 from torch import Tensor
 
 from . import read_floor

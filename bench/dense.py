@@ -15,7 +15,7 @@ from typing import Any
 
 import fp4gemm
 import torch
-from fp4gemm._products import Product
+from fp4gemm.device.products import Product
 
 from . import cublaslt, post_scale
 from .contest import BASELINE, ROUNDING, UNCHECKED, Check, Contender, Contest, Job, Row

@@ -14,7 +14,7 @@ from typing import Any
 
 import fp4gemm
 import torch
-from fp4gemm._products import Product, occupied_groups
+from fp4gemm.device.products import Product, occupied_groups
 from torch import Tensor
 
 from . import cublaslt, post_scale

@@ -14,7 +14,7 @@ from typing import Any
 import fp4gemm
 import torch
 from fp4gemm import reference
-from fp4gemm._products import Product
+from fp4gemm.device.products import Product
 from torch import Tensor
 
 from . import cublaslt, post_scale

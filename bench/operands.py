@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import fp4gemm
 import torch
-from fp4gemm import DecodedTensor, NVFP4Tensor, PrepackedTensor, _products, info, reference, selection
+from fp4gemm import DecodedTensor, NVFP4Tensor, PrepackedTensor, info, reference, selection
+from fp4gemm.device import products
 from torch import Tensor
 
 from .rig import Rig
@@ -38,7 +39,7 @@ class Weights:
     @cached_property
     def packed(self) -> list[NVFP4Tensor]:
         make = partial(
-            _products.gaussian_weights, self.n, self.k, self.rig.device, self.gen, num_groups=self.groups
+            products.gaussian_weights, self.n, self.k, self.rig.device, self.gen, num_groups=self.groups
         )
         return [make() for _ in range(self._count(9 / 16))]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import fp4gemm
 import torch
-from fp4gemm._products import error_line
+from fp4gemm.device.products import error_line
 
 from .contest import Job, Row
 from .rig import Rig

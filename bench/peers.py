@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from fp4gemm._products import error_line
+from fp4gemm.device.products import error_line
 from torch import Tensor
 
 from .timing import Call

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
-from fp4gemm._products import error_line
+from fp4gemm.device.products import error_line
 
 from .cases import Case, Family, Inputs, Sizes, families, mode_cases, plain_family
 from .contest import BITS, OURS, Job, Row

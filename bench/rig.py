@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from fp4gemm._products import error_line
+from fp4gemm.device.products import error_line
 from torch import Tensor
 
 from . import machine, roofline

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fp4gemm._products import error_line
+from fp4gemm.device.products import error_line
 
 from .contest import Job, Row, stop_if_lost
 from .results import Journal

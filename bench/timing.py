@@ -6,7 +6,16 @@ import time
 from collections.abc import Mapping, Sequence
 
 import torch
-from fp4gemm._timing import MIN_CALLS, Call, Timing, calls_for, capture, rotations, sets, time_interleaved
+from fp4gemm.device.timing import (
+    MIN_CALLS,
+    Call,
+    Timing,
+    calls_for,
+    capture,
+    rotations,
+    sets,
+    time_interleaved,
+)
 
 __all__ = [
     "MIN_CALLS",

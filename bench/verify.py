@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from fp4gemm import DecodedTensor, MXFP8Tensor, NVFP4Tensor
-from fp4gemm._products import Product
-from fp4gemm._products import difference as product_difference
+from fp4gemm.device.products import Product
+from fp4gemm.device.products import difference as product_difference
 from torch import Tensor
 
 from .timing import Call

@@ -12,19 +12,20 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import _native, interop, reference, selection
+from . import _native, reference, selection
+from .containers import interop
+from .containers.mxfp8 import MXFP8Tensor, quantize_mxfp8
+from .containers.nvfp4 import DecodedTensor, NVFP4Tensor
+from .containers.prepacked import PrepackedTensor, prepack, unpack
+from .device.selftest import self_test
 from .gemm import mm, scaled_mm
 from .grouped import grouped_mm, scaled_grouped_mm
 from .info import is_supported, kernels
 from .layout import swizzle_scales, unswizzle_scales
-from .mxfp8 import MXFP8Tensor, quantize_mxfp8
-from .prepacked import PrepackedTensor, prepack, unpack
 from .producers import rms_norm_quantize, silu_and_mul_quantize
 from .quantize import decode, dequantize, dequantize_parts, quantize, quantize_both
-from .selftest import self_test
 from .stacks import stack
-from .tensor import DecodedTensor, NVFP4Tensor
-from .training import dgrad, fprop, wgrad
+from .training.products import dgrad, fprop, wgrad
 
 if TYPE_CHECKING:
     from . import nn

@@ -6,7 +6,8 @@ import argparse
 import json
 import sys
 
-from . import _native, info, selftest, tune
+from . import _native, info
+from .device import selftest, tune
 
 
 def main(argv: list[str] | None = None) -> int:

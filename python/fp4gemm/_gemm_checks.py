@@ -11,8 +11,9 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from . import _checks, _containers, _options, layout
+from . import _checks, _options, layout
 from ._checks import FLOAT_DTYPES, describe, has_dtype, has_shape, is_contiguous, same_device
+from .containers import _fields
 
 SWIGLU = 4  # the one that makes one column of D of two
 # fp4gemm_activation_t of fp4gemm.h
@@ -308,7 +309,7 @@ def _batched_operand(b: Tensor, scale: object, num_groups: int) -> tuple[Tensor,
     if b.dtype is torch.float16:
         _scale_is_none("b", b, scale)
         return b, None
-    scales = _containers.stack_scales("scale_b", scale, num_groups, n, k, b.device, "b")
+    scales = _fields.stack_scales("scale_b", scale, num_groups, n, k, b.device, "b")
     return _checks.as_codes(b), scales
 
 
@@ -316,7 +317,7 @@ def _columns_operand(name: str, x: Tensor, scale: object) -> tuple[Tensor, Tenso
     """Columns of groups (m, k), each group padded to a multiple of 64; k may be 0, without a token."""
     has_dtype(name, x, _OPERAND_DTYPES)
     decoded = x.dtype is torch.float16
-    _containers.columns(name, x, 1 if decoded else 2)
+    _fields.columns(name, x, 1 if decoded else 2)
     if decoded:
         _scale_is_none(name, x, scale)
         return x, None

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from . import _checks, _gemm_checks, info, selection
-from .prepacked import PrepackedTensor
-from .tensor import DecodedTensor, NVFP4Tensor
+from .containers.nvfp4 import DecodedTensor, NVFP4Tensor
+from .containers.prepacked import PrepackedTensor
 
 Left = NVFP4Tensor | DecodedTensor | Tensor
 Right = NVFP4Tensor | DecodedTensor | PrepackedTensor

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _checks, _gemm_checks, info, ops, selection, selftest
+from . import _checks, _gemm_checks, info, ops, selection
 from ._operands import (
     ALPHA,
     ALPHA_UNQUANTIZED,
@@ -21,8 +21,9 @@ from ._operands import (
     parts,
     same_rotation,
 )
-from .prepacked import PrepackedTensor
-from .tensor import DecodedTensor, NVFP4Tensor
+from .containers.nvfp4 import DecodedTensor, NVFP4Tensor
+from .containers.prepacked import PrepackedTensor
+from .device import selftest
 
 __all__ = ["mm", "scaled_mm"]
 

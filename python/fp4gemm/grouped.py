@@ -18,9 +18,9 @@ from ._operands import (
     parts,
     same_rotation,
 )
+from .containers.nvfp4 import DecodedTensor, NVFP4Tensor
+from .containers.prepacked import PrepackedTensor
 from .gemm import Terms
-from .prepacked import PrepackedTensor
-from .tensor import DecodedTensor, NVFP4Tensor
 
 __all__ = ["grouped_mm", "scaled_grouped_mm"]
 

@@ -247,7 +247,7 @@ def ready(x: Tensor, what: str) -> None:
     """Raise NotImplementedError when ``what`` (a key of READY) has no kernel for the device of x.
 
     A set look-up once a device has passed. Before the first product on a device of a kind that was never
-    measured its kernels are tested (:mod:`fp4gemm.selftest`), and RuntimeError is raised if one is wrong.
+    measured its kernels are tested (:mod:`fp4gemm.device.selftest`); RuntimeError is raised if one is wrong.
     Under torch.compile the question is left to the run of the graph.
     """
     index = x.get_device()
@@ -259,7 +259,7 @@ def ready(x: Tensor, what: str) -> None:
     if gap is not None:
         raise NotImplementedError(gap)
     if what in _PRODUCTS:
-        from . import selftest  # which imports this module
+        from .device import selftest  # which imports this module
 
         if not selftest.before_first_product(index):
             return

@@ -226,7 +226,7 @@ def _depth(data: Tensor, scale: Tensor | None) -> int:
 
 
 def _warn_untested(a: Tensor) -> None:
-    from . import selftest  # which imports this module
+    from .device import selftest  # which imports this module
 
     if a.device.type == "cuda" and a.device.index is not None:
         selftest.warn_untested(a.device.index)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 import torch
 from torch import Tensor
 
-from . import _checks, _containers, _options, ops, stacks
+from . import _checks, _options, ops, stacks
+from .containers import _fields
+from .containers.mxfp8 import MXFP8Tensor
+from .containers.nvfp4 import DecodedTensor, NVFP4Tensor
 from .info import ready
 from .layout import swizzle_scales
-from .mxfp8 import MXFP8Tensor
-from .tensor import DecodedTensor, NVFP4Tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -348,7 +349,7 @@ def dequantize_parts(
     if swizzled:
         scales = _checks.scales("scales", scales, m, k, codes.device, "codes")
     else:
-        scales = _containers.compact_scales("scales", scales, codes, contiguous=True)
+        scales = _fields.compact_scales("scales", scales, codes, contiguous=True)
     _checks.vector("amax", amax, m, codes.device, "codes")
     _checks.is_one_of("e4m3_max", e4m3_max, _checks.E4M3_BOUNDS)
     _checks.is_float_dtype("dtype", dtype)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from . import _checks, ops
 from ._options import Options
+from .containers.nvfp4 import NVFP4Tensor
 from .layout import TILE_ROWS, padded_scale_shape
-from .tensor import NVFP4Tensor
 
 __all__ = [
     "quantize_stack",

@@ -14,7 +14,7 @@ import fp4gemm
 import pytest
 import torch
 from bench_helpers import CPU, cpu_rig, named, run
-from fp4gemm import _products
+from fp4gemm.device import products
 
 from bench import (
     cublaslt,
@@ -232,7 +232,7 @@ def test_a_case_that_does_not_fit_says_so() -> None:
 
 def test_unquantized_activations_are_checked_but_for_rounding() -> None:
     gen = torch.Generator().manual_seed(0)
-    w = _products.gaussian_weights(32, 64, CPU, gen)
+    w = products.gaussian_weights(32, 64, CPU, gen)
     x = torch.randn(5, 64, generator=gen).bfloat16()
 
     def far(call: Callable[[], object], values: torch.Tensor) -> str | None:

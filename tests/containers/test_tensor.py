@@ -194,10 +194,10 @@ def test_pytree_of_groups(t: NVFP4Tensor, grouped: NVFP4Tensor, rotated: NVFP4Te
 
 def test_old_pickles_load(t: NVFP4Tensor) -> None:
     """What was pickled before groups and rotations were fields."""
-    from fp4gemm import tensor
+    from fp4gemm.containers import nvfp4
 
     parts = (t.codes, t.scales.view(torch.uint8), t.amax, t.e4m3_max)
-    assert_equal(tensor._unpickle(*parts), t)
+    assert_equal(nvfp4._unpickle(*parts), t)
 
 
 def test_grouped_parts_of_ones_own(grouped: NVFP4Tensor) -> None:

@@ -10,8 +10,9 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import __main__ as main_module
-from fp4gemm import _selftest_problems, info, selftest
-from fp4gemm._selftest_problems import Problem
+from fp4gemm import info
+from fp4gemm.device import problems, selftest
+from fp4gemm.device.problems import Problem
 from helpers import FLOATS, short
 
 CPU = torch.device("cpu")
@@ -40,7 +41,7 @@ def test_the_reference_passes_its_own_test() -> None:
 
 def test_problems_are_exact_in_float32() -> None:
     """The sum of the magnitudes, in the steps of a product, fits the 24 bits of float32."""
-    for problem in _selftest_problems.problems():
+    for problem in problems.problems():
         a, b, scale_a, _, *_ = problem.operands
         k = a.shape[1] * (1 if scale_a is None else 2)
         assert 2 * b.shape[-1] == k
@@ -55,10 +56,10 @@ def test_problems_are_exact_in_float32() -> None:
 
 def test_loose_rows_stay_as_they_are() -> None:
     """The reference leaves poison behind the last group, so a kernel that writes there is found."""
-    problem = next(p for p in _selftest_problems.problems() if p.name == "groups of rows")
+    problem = next(p for p in problems.problems() if p.name == "groups of rows")
     d = problem.run(CPU, torch.float32, None)
-    assert d[-_selftest_problems.LOOSE_ROWS :].isnan().all()
-    assert d[: -_selftest_problems.LOOSE_ROWS].isfinite().all()
+    assert d[-problems.LOOSE_ROWS :].isnan().all()
+    assert d[: -problems.LOOSE_ROWS].isfinite().all()
 
 
 def one_bit(d: torch.Tensor) -> torch.Tensor:

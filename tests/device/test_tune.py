@@ -10,8 +10,9 @@ from typing import Any
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import _products, _timing, info, selection, tune
+from fp4gemm import info, selection
 from fp4gemm.__main__ import main
+from fp4gemm.device import products, timing, tune
 
 CPU = torch.device("cpu")
 POINT = tune.Point(0, 48, 64, 5, "f16", "nvfp4", "bf16")
@@ -19,11 +20,9 @@ POINT = tune.Point(0, 48, 64, 5, "f16", "nvfp4", "bf16")
 
 def product(m: int = 5, n: int = 48, k: int = 64, a: str = "f16", b: str = "nvfp4", groups: int = 0) -> Any:
     gen = torch.Generator().manual_seed(m)
-    w = _products.gaussian_weights(n, k, CPU, gen, groups)
-    offs = _products.random_ends(m, groups, CPU, gen) if groups else None
-    return _products.Product(
-        _products.activations(a, m, k, CPU, gen, offs), _products.weights_in(b, w), w, offs
-    )
+    w = products.gaussian_weights(n, k, CPU, gen, groups)
+    offs = products.random_ends(m, groups, CPU, gen) if groups else None
+    return products.Product(products.activations(a, m, k, CPU, gen, offs), products.weights_in(b, w), w, offs)
 
 
 class Faulty:
@@ -48,13 +47,13 @@ class Faulty:
 
 def timed(us: Mapping[str, float]) -> tune.Timer:
     def timer(
-        contenders: Mapping[str, Sequence[_timing.Call]], rounds: int, min_calls: int
-    ) -> dict[str, _timing.Timing]:
-        assert (rounds, min_calls) == (7, _timing.MIN_CALLS)
+        contenders: Mapping[str, Sequence[timing.Call]], rounds: int, min_calls: int
+    ) -> dict[str, timing.Timing]:
+        assert (rounds, min_calls) == (7, timing.MIN_CALLS)
         for calls in contenders.values():
             for call in calls:
                 call()
-        return {name: _timing.Timing(us[name], us[name], us[name]) for name in contenders}
+        return {name: timing.Timing(us[name], us[name], us[name]) for name in contenders}
 
     return timer
 
@@ -78,33 +77,33 @@ def test_every_form_of_operands_has_the_bits_of_the_reference(a: str, b: str, gr
     """On the CPU the library is the reference; this proves that alphas, rows and columns are taken alike."""
     one = product(m=37, n=200, k=96, a=a, b=b, groups=groups)
     got = one.run(out=one.poisoned())
-    assert _products.difference(one, got) is None
+    assert products.difference(one, got) is None
     wrong = got.clone()
     wrong.view(torch.int16)[-1, -1] ^= 1
-    text = _products.difference(one, wrong)
+    text = products.difference(one, wrong)
     assert text is not None
     assert "1 of " in text
     assert "column 199, is " in text
-    assert "nan" in str(_products.difference(one, one.poisoned()))
+    assert "nan" in str(products.difference(one, one.poisoned()))
 
 
 def test_columns_are_compared_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_products, "COLUMNS", 128)
+    monkeypatch.setattr(products, "COLUMNS", 128)
     one = product(m=3, n=264, k=64)
     got = one.run(out=one.poisoned())
-    assert _products.difference(one, got) is None
+    assert products.difference(one, got) is None
     got.view(torch.int16)[1, 256] ^= 1
-    assert "1 of 24 elements differ, the first, at row 1, column 256" in str(_products.difference(one, got))
+    assert "1 of 24 elements differ, the first, at row 1, column 256" in str(products.difference(one, got))
 
 
 def test_rows_are_spread_from_the_first_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_products, "ROWS", 4)
+    monkeypatch.setattr(products, "ROWS", 4)
     one = product(m=10)
     got = one.run(out=one.poisoned())
     for row, seen in ((0, True), (3, True), (6, True), (9, True), (1, False)):
         wrong = got.clone()
         wrong.view(torch.int16)[row, 0] ^= 1
-        assert (_products.difference(one, wrong) is not None) is seen
+        assert (products.difference(one, wrong) is not None) is seen
 
 
 def test_wrong_kernels_are_reported_and_never_timed() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import _selftest_problems, info, reference, selftest
+from fp4gemm import info, reference
+from fp4gemm.device import problems, selftest
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -78,10 +79,10 @@ def test_the_cpu_streams_nothing() -> None:
 def test_the_self_test_has_problems_for_these_kernels(operand: str, mode: str) -> None:
     """Plain and gated, with every term; one-hot rows give back every code and scale bit for bit."""
 
-    def run(row: info.KernelInfo, problem: _selftest_problems.Problem) -> Tensor:
+    def run(row: info.KernelInfo, problem: problems.Problem) -> Tensor:
         return problem.run(CPU, row.out_dtype, None)
 
-    def one_bit(row: info.KernelInfo, problem: _selftest_problems.Problem) -> Tensor:
+    def one_bit(row: info.KernelInfo, problem: problems.Problem) -> Tensor:
         d = run(row, problem)
         d.view(torch.uint8).view(-1)[-1] ^= 1
         return d
@@ -89,17 +90,17 @@ def test_the_self_test_has_problems_for_these_kernels(operand: str, mode: str) -
     for epilogue in ("rowcol", "swiglu"):
         tile = (128, 64, 64), (1, 1)
         tested = info.KernelInfo("sm90_streams", mode, epilogue, 90, *tile, torch.bfloat16, operand, False)
-        names = [p.name for p in _selftest_problems.problems() if p.suits(tested)]
+        names = [p.name for p in problems.problems() if p.suits(tested)]
         assert any("prepacked" in name and "every term" in name for name in names)
         assert not any("columns" in name for name in names)
         assert [result.passed for result in selftest.compare([tested], run)] == [True]
         assert [result.passed for result in selftest.compare([tested], one_bit)] == [False]
-    problem = next(p for p in _selftest_problems.problems() if p.mode == mode and "one-hot" in p.name)
+    problem = next(p for p in problems.problems() if p.mode == mode and "one-hot" in p.name)
     a, b, _, scale_b, *_ = problem.operands
     codes, scales = (b[0], scale_b[0]) if mode == "grouped" else (b, scale_b)
     got = problem.run(CPU, torch.float32, None)
     assert torch.equal(got[: a.shape[1]].T, reference.decode(codes, scales).float())
-    n, k = _selftest_problems.ROWS
+    n, k = problems.ROWS
     plain = fp4gemm.unswizzle_scales(scales, n, k // 16).view(torch.uint8)
     assert (codes & 15).unique().tolist() == list(range(16))
     assert plain.unique().tolist() == list(range(0x7F))

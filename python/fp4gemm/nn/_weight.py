@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import _checks, info
-from ..prepacked import PrepackedTensor, prepack, unpack
-from ..tensor import NVFP4Tensor
+from ..containers.nvfp4 import NVFP4Tensor
+from ..containers.prepacked import PrepackedTensor, prepack, unpack
 from ._state import BITS, WEIGHT_BUFFERS, checkpoint_problems, keep_dtype
 
 PREPACKED = "weight_prepacked"

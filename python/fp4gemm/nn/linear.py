@@ -10,9 +10,9 @@ from torch.nn.parameter import is_lazy
 
 from .. import _checks, info
 from .._operands import Left
+from ..containers.nvfp4 import NVFP4Tensor
 from ..gemm import mm
 from ..quantize import quantize
-from ..tensor import NVFP4Tensor
 from ._state import EXTRA_STATE, extra_state_problem
 from ._weight import WeightModule
 

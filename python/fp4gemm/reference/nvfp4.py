@@ -28,14 +28,7 @@ from ..layout import padded_scale_shape, swizzle_scales
 from . import checks
 from . import four_over_six as adaptive
 from .chunks import f32, row_chunks
-from .formats import (
-    E2M1_MAX,
-    encode_e2m1,
-    encode_e2m1_stochastic,
-    encode_e4m3,
-    pack,
-    unpack,
-)
+from .formats import E2M1_MAX, encode_e2m1, encode_e2m1_stochastic, encode_e4m3, pack, unpack
 from .grouped import Groups, pad_groups
 from .hadamard import rotate
 from .philox import random_bytes

@@ -24,7 +24,8 @@ import functools
 import torch
 from torch import Tensor
 
-from .. import _checks, _containers
+from .. import _checks
+from ..containers import _fields
 from ..layout import swizzle_scales, unswizzle_scales
 
 __all__ = ["prepack", "unpack"]
@@ -102,7 +103,7 @@ def prepack(codes: Tensor, scales: Tensor) -> Tensor:
     _checks.is_multiple("codes", "k", k, BLOCK)
     _checks.is_contiguous("codes", x)
     _checks.is_aligned("codes", x)
-    s = _containers.stack_scales("scales", scales, g, n, k, x.device, "codes")
+    s = _fields.stack_scales("scales", scales, g, n, k, x.device, "codes")
     return torch.stack([_prepack(*matrix) for matrix in zip(_checks.as_codes(x), s, strict=True)])
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _checks, _options, _pytree, ops
-from .info import ready
-from .layout import unswizzle_scales
+from .. import _checks, _options, ops
+from ..info import ready
+from ..layout import unswizzle_scales
+from . import _pytree
 
 __all__ = ["MXFP8Tensor", "quantize_mxfp8"]
 

@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import gemm, grouped, prepacked, reference, stacks
-from .decoded import DecodedTensor
-from .prepacked import PrepackedTensor
-from .quantize import decode, quantize
-from .tensor import NVFP4Tensor
+from .. import gemm, grouped, reference, stacks
+from ..containers import prepacked
+from ..containers.decoded import DecodedTensor
+from ..containers.nvfp4 import NVFP4Tensor
+from ..containers.prepacked import PrepackedTensor
+from ..quantize import decode, quantize
 
 __all__ = [
     "A_FORMS",

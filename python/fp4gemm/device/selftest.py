@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import _checks, _native, info
-from ._selftest_problems import Problem, problems
+from .. import _checks, _native, info
+from .problems import Problem, problems
 
 __all__ = ["KernelResult", "SelfTestReport", "self_test"]
 

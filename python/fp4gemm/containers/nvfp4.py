@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _checks, _containers, _pytree, ops
+from .. import _checks, ops
+from ..info import ready
+from ..layout import TILE_ROWS, swizzle_scales, unswizzle_scales
+from . import _fields, _pytree
 from .decoded import DecodedTensor, text
-from .info import ready
 from .interop import Conventions
-from .layout import TILE_ROWS, swizzle_scales, unswizzle_scales
 
 __all__ = ["DecodedTensor", "NVFP4Tensor"]
 
@@ -59,8 +60,8 @@ class NVFP4Tensor(Conventions):
     offs_dim: int = 0  # groups of 0 rows, 1 columns
 
     def __post_init__(self) -> None:
-        _containers.options(self.e4m3_max, self.hadamard_signs, self.offs, self.offs_dim)
-        codes, scales = _containers.packed(self.codes, self.scales, self.amax, self.offs, self.offs_dim)
+        _fields.options(self.e4m3_max, self.hadamard_signs, self.offs, self.offs_dim)
+        codes, scales = _fields.packed(self.codes, self.scales, self.amax, self.offs, self.offs_dim)
         # Views replace the parts only where they differ, so that a tracer sees no needless mutation.
         if codes is not self.codes:
             object.__setattr__(self, "codes", codes)
@@ -107,8 +108,8 @@ class NVFP4Tensor(Conventions):
             TypeError, ValueError: as for the class; a text names compact_scales.
         """
         is_stack = isinstance(codes, Tensor) and codes.dim() == 3
-        x = _containers.stack("codes", codes) if is_stack else _checks.codes("codes", codes)
-        compact = _containers.compact_scales("compact_scales", compact_scales, x)
+        x = _fields.stack("codes", codes) if is_stack else _checks.codes("codes", codes)
+        compact = _fields.compact_scales("compact_scales", compact_scales, x)
         if not is_stack:
             return cls(x, swizzle_scales(compact), amax, e4m3_max)
         # With the padding of each, a stack is one matrix.
@@ -138,7 +139,7 @@ class NVFP4Tensor(Conventions):
         Raises:
             TypeError: e is no int, or this is no stack. IndexError: e is out of range.
         """
-        _containers.stack_index(e, self.shape)
+        _fields.stack_index(e, self.shape)
         codes = self.codes[e]
         if codes.numel() % _checks.ALIGN_BYTES:
             codes = codes.clone()

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _gemm_checks, layout, ops
-from .info import KernelInfo
-from .reference import decode_e2m1
+from .. import _gemm_checks, layout, ops
+from ..info import KernelInfo
+from ..reference import decode_e2m1
 
 SEED = 20260
 SIZES = (130, 0, 1, 37)  # of the groups

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _checks, _options
-from .layout import GROUP_COLUMNS, grouped_scale_rows
+from .. import _checks, _options
+from ..layout import GROUP_COLUMNS, grouped_scale_rows
 
 __all__ = [
     "columns",

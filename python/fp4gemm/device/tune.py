@@ -22,7 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _native, _products, _timing, info
+from .. import _native, info
+from . import products as product_forms
+from . import timing
 
 __all__ = ["Measured", "Point", "add_arguments", "measure", "rules", "run"]
 
@@ -31,7 +33,7 @@ NOISE = 0.01
 _OUT_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 Rule = dict[str, Any]
-Timer = Callable[[Mapping[str, Sequence[_timing.Call]], int, int], Mapping[str, _timing.Timing]]
+Timer = Callable[[Mapping[str, Sequence[timing.Call]], int, int], Mapping[str, timing.Timing]]
 
 
 class Point(NamedTuple):
@@ -41,7 +43,7 @@ class Point(NamedTuple):
     n: int
     k: int
     m: int  # rows, of all groups together
-    a: str  # forms of the operands: _products.A_FORMS, B_FORMS
+    a: str  # forms of the operands: product_forms.A_FORMS, B_FORMS
     b: str
     out_dtype: str
 
@@ -78,13 +80,13 @@ def candidates(kernels: Iterable[info.KernelInfo], family: int | None, point: Po
 def measure(
     point: Point,
     names: Sequence[str],
-    products: Sequence[_products.Product],
+    products: Sequence[product_forms.Product],
     rounds: int = 20,
-    timer: Timer = _timing.time_interleaved,
+    timer: Timer = timing.time_interleaved,
 ) -> Measured:
     """Verifies every kernel on the first product, and times those that are right on all of them in turn."""
     refused = {}
-    contenders: dict[str, list[_timing.Call]] = {}
+    contenders: dict[str, list[timing.Call]] = {}
     # One output for each input: they rotate together, and the graphs of many kernels hold no more of them.
     outs = [product.poisoned(_OUT_DTYPES[point.out_dtype]) for product in products]
     for name in names:
@@ -95,20 +97,20 @@ def measure(
             refused[name] = reason
     if not contenders:
         return Measured(point, {}, refused)
-    min_calls = _timing.calls_for(2.0 * point.m * point.n * point.k)
+    min_calls = timing.calls_for(2.0 * point.m * point.n * point.k)
     timings = timer(contenders, rounds, min_calls)
     return Measured(point, {name: round(t.median_us, 3) for name, t in timings.items()}, refused)
 
 
-def _refusal(product: _products.Product, name: str, out: torch.Tensor) -> str | None:
+def _refusal(product: product_forms.Product, name: str, out: torch.Tensor) -> str | None:
     # What a kernel before it wrote must not be taken for its own.
-    out.view(torch.uint8).fill_(_products.POISON)
+    out.view(torch.uint8).fill_(product_forms.POISON)
     try:
-        return _products.difference(product, product.run(name, out))
+        return product_forms.difference(product, product.run(name, out))
     except torch.OutOfMemoryError:
         raise  # which says nothing of the kernel
     except (NotImplementedError, RuntimeError, ValueError) as error:
-        return _products.error_line(error)
+        return product_forms.error_line(error)
 
 
 # ---- rules
@@ -236,7 +238,7 @@ def add_arguments(parser: argparse._ArgumentGroup) -> None:
         "--operands",
         type=_forms,
         metavar="A,B",
-        help=f"a: {', '.join(_products.A_FORMS)}; b: {', '.join(_products.B_FORMS)} "
+        help=f"a: {', '.join(product_forms.A_FORMS)}; b: {', '.join(product_forms.B_FORMS)} "
         "(f16,prepacked on Hopper, nvfp4,nvfp4 elsewhere)",
     )
     parser.add_argument("--out-dtype", choices=tuple(_OUT_DTYPES), help="of D (bf16)")
@@ -265,7 +267,7 @@ def _sizes(text: str) -> list[int]:
 
 def _forms(text: str) -> tuple[str, str]:
     a, _, b = text.partition(",")
-    if a not in _products.A_FORMS or b not in _products.B_FORMS:
+    if a not in product_forms.A_FORMS or b not in product_forms.B_FORMS:
         raise argparse.ArgumentTypeError(f"{text!r} is not two forms of operands like f16,prepacked")
     return a, b
 
@@ -315,16 +317,16 @@ def _tune_shape(points: Sequence[Point], family: int | None, journal: Journal, r
     # A little more than prepacked or packed weights have; decoded ones are larger.
     bytes_per_call = n * k * 9 // 16 * max(1, min(groups, points[0].m))
     packed = [
-        _products.gaussian_weights(n, k, device, gen, groups)
-        for _ in range(_timing.rotations(bytes_per_call, l2_bytes))
+        product_forms.gaussian_weights(n, k, device, gen, groups)
+        for _ in range(timing.rotations(bytes_per_call, l2_bytes))
     ]
-    weights = [_products.weights_in(points[0].b, w) for w in packed]
+    weights = [product_forms.weights_in(points[0].b, w) for w in packed]
     for point in points:
         products = []
         for b, w in zip(weights, packed, strict=True):
-            offs = _products.random_ends(point.m, groups, device, gen) if groups else None
-            a = _products.activations(point.a, point.m, k, device, gen, offs)
-            products.append(_products.Product(a, b, w, offs))
+            offs = product_forms.random_ends(point.m, groups, device, gen) if groups else None
+            a = product_forms.activations(point.a, point.m, k, device, gen, offs)
+            products.append(product_forms.Product(a, b, w, offs))
         names = candidates(info.kernels(), family, point)
         one = measure(point, names, products, 20 if rounds is None else rounds)
         _tell(one)

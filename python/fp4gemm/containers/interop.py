@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from . import _checks, _containers
-from .layout import unswizzle_scales
+from .. import _checks
+from ..layout import unswizzle_scales
+from . import _fields
 
 if TYPE_CHECKING:
-    from .tensor import NVFP4Tensor
+    from .nvfp4 import NVFP4Tensor
 
 __all__ = ["Conventions"]
 
@@ -93,7 +94,7 @@ class Conventions:
             TypeError, ValueError: a part of another dtype, shape or device; the text names it.
         """
         codes = _checks.codes("weight", weight)
-        scales = _containers.compact_scales("weight_scale", weight_scale, codes)
+        scales = _fields.compact_scales("weight_scale", weight_scale, codes)
         given = _number("weight_scale_2", weight_scale_2, codes.device)
         amax = amax_of_weight_scale_2(given, _six_times(e4m3_max, given))
         return _nvfp4(codes, scales, amax, e4m3_max)
@@ -116,7 +117,7 @@ class Conventions:
             TypeError, ValueError: a part of another dtype, shape or device; the text names it.
         """
         codes = _checks.codes("weight_packed", weight_packed)
-        scales = _containers.compact_scales("weight_scale", weight_scale, codes)
+        scales = _fields.compact_scales("weight_scale", weight_scale, codes)
         encode = _number("weight_global_scale", weight_global_scale, codes.device)
         return _of_encode_scale(codes, scales, encode, e4m3_max)
 
@@ -176,7 +177,7 @@ class Conventions:
         if is_swizzled_scales:
             scales = _swizzled("scale", scale, codes)
         else:
-            scales = _containers.compact_scales("scale", scale, codes)
+            scales = _fields.compact_scales("scale", scale, codes)
         if per_tensor_scale is None:
             decode = torch.ones(1, dtype=torch.float32, device=codes.device)
         else:
@@ -292,6 +293,6 @@ def _of_encode_scale(codes: Tensor, compact_scales: Tensor, encode: Tensor, e4m3
 
 
 def _nvfp4(codes: Tensor, compact_scales: Tensor, amax: Tensor, e4m3_max: int) -> NVFP4Tensor:
-    from .tensor import NVFP4Tensor  # which has this module's class as its base
+    from .nvfp4 import NVFP4Tensor  # which has this module's class as its base
 
     return NVFP4Tensor.from_compact(codes, compact_scales, amax, e4m3_max)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from . import _checks, _containers, _pytree
+from .. import _checks
+from . import _fields, _pytree
 
 if TYPE_CHECKING:
+    from .nvfp4 import NVFP4Tensor
     from .prepacked import PrepackedTensor
-    from .tensor import NVFP4Tensor
 
 __all__ = ["DecodedTensor"]
 
@@ -45,8 +46,8 @@ class DecodedTensor:
     offs_dim: int = 0  # groups of 0 rows, 1 columns
 
     def __post_init__(self) -> None:
-        _containers.options(self.e4m3_max, self.hadamard_signs, self.offs, self.offs_dim)
-        _containers.decoded(self.data, self.amax, self.offs, self.offs_dim)
+        _fields.options(self.e4m3_max, self.hadamard_signs, self.offs, self.offs_dim)
+        _fields.decoded(self.data, self.amax, self.offs, self.offs_dim)
 
     @classmethod
     def _trusted(

@@ -20,9 +20,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._operands import Left, Right
-from .gemm import Terms, checked_mm
-from .grouped import checked_grouped_mm
+from .._operands import Left, Right
+from ..gemm import Terms, checked_mm
+from ..grouped import checked_grouped_mm
 
 __all__ = ["dgrad", "fprop", "wgrad"]
 

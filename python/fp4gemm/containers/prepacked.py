@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _checks, _containers, _pytree, ops
+from .. import _checks, ops
+from ..info import ready
+from . import _fields, _pytree
 from .decoded import text
-from .info import ready
-from .tensor import NVFP4Tensor
+from .nvfp4 import NVFP4Tensor
 
 __all__ = ["PrepackedTensor", "prepack", "unpack"]
 
@@ -44,8 +45,8 @@ class PrepackedTensor:
     hadamard_signs: int | None = None
 
     def __post_init__(self) -> None:
-        _containers.options(self.e4m3_max, self.hadamard_signs, None, 0)
-        _containers.prepacked(self.data, self.amax, self.shape)
+        _fields.options(self.e4m3_max, self.hadamard_signs, None, 0)
+        _fields.prepacked(self.data, self.amax, self.shape)
 
     @classmethod
     def _trusted(
@@ -78,7 +79,7 @@ class PrepackedTensor:
         Raises:
             TypeError: e is no int, or this is no stack. IndexError: e is out of range.
         """
-        _containers.stack_index(e, self.shape)
+        _fields.stack_index(e, self.shape)
         return self._with(self.data[e], self.amax[e], self.shape[1:])
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
