@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from . import (
+from .commands import (
     compare,
     dense,
     errors,
@@ -24,16 +24,13 @@ from . import (
     hopper,
     layer,
     listing,
-    machine,
     overhead,
     plot,
     quantize,
     report,
-    show,
     sweep,
 )
-from .contest import Job
-from .options import (
+from .commands.options import (
     NUMBERS,
     QUICK_ROUNDS,
     ROUNDS,
@@ -47,10 +44,13 @@ from .options import (
     options_used,
     positive,
 )
-from .results import Journal, Row
-from .rig import SETTLE_MS, Rig
-from .routing import ROUTINGS
-from .runner import run as run_jobs
+from .commands.runner import run as run_jobs
+from .measure import machine
+from .measure.contest import Job
+from .measure.harness import SETTLE_MS, Harness
+from .measure.routing import ROUTINGS
+from .report import tables
+from .report.results import Journal, Row
 
 
 def parser() -> argparse.ArgumentParser:
@@ -125,7 +125,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--k", type=NUMBERS, nargs="+", action=Join, default=None, help="depths, and rows of weights"
     )
-    measures("hopper", hopper, "prepacked weights against the project's bars", "--m")
+    measures("hopper", hopper, "prepacked weights against the project's targets", "--m")
     measures("report", report, "everything in one run, as one page with plots")
     alone("compare", compare, "what became faster or slower between two results files")
     alone("plot", plot, "roofline plots and speed-ups of results files")
@@ -167,23 +167,23 @@ def _measure(args: argparse.Namespace, command: str) -> int:
     if args.command == "report" and args.out is None:
         args.out = args.to / report.RESULTS
     device = machine.device(args.device)
-    rig = Rig(device, args.rounds, args.eager, args.cupti, args.settle)
+    harness = Harness(device, args.rounds, args.eager, args.cupti, args.settle)
     try:
-        jobs: list[Job] = args.jobs(args, rig)
+        jobs: list[Job] = args.jobs(args, harness)
         if not jobs or (args.kernels is not None and not matches(args.kernels, jobs, args.command)):
             raise ValueError(f"--kernels: {args.kernels.pattern!r} is found in no name; see `bench list`")
         facts = machine.describe(device) | {"rounds": args.rounds, "options": options_used(args)}
         journal = Journal(args.out, facts | {"command": command}, args.fresh)
         for date, count in journal.dates.items():
             print(f"{count} cases of {args.out} were measured on {date}", file=sys.stderr)
-        journal.facts["roofline"] = rig.roofline.row()
+        journal.facts["roofline"] = harness.roofline.row()
         if not args.json:
             print(*(f"{key}: {value}" for key, value in journal.facts.items()), sep="\n", flush=True)
-        rows = run_jobs(jobs, rig, journal, _print_lines if args.json else show.show)
+        rows = run_jobs(jobs, harness, journal, _print_lines if args.json else tables.show)
     finally:
-        rig.close()
+        harness.close()
     if not args.json:
-        print(show.verdict(rows))
+        print(tables.verdict(rows))
     if args.command == "report":
         return _report(rows, args)
     return int(any("refused" in row for row in rows))

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import fp4gemm
 import pytest
 import torch
-from bench_helpers import cpu_rig
+from bench_helpers import cpu_harness
 from fp4gemm import reference
 
-from bench import cases, errors, quantize, traffic, verify
-from bench.rig import Measured
-from bench.timing import Timing, rotations
+from bench.commands import errors, quantize
+from bench.measure import cases, traffic, verify
+from bench.measure.harness import Measured
+from bench.measure.timing import Timing, rotations
 
 CPU = torch.device("cpu")
 SMALL = cases.Sizes(square=(64, 96), tall=(80, 32), gated=((32, 48),), experts=3, few_rows=(1, 4))
@@ -25,7 +26,7 @@ def ids(pairs: list[tuple[cases.Family, cases.Case]]) -> list[str]:
     return [re.sub(r"[ ,]+", "-", family.name(case)) for family, case in pairs]
 
 
-# ---- bytes and bars ---------------------------------------------------------------------------------------
+# ---- bytes and targets ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("m", "k", "block"), [(1, 16, 16), (128, 64, 16), (129, 80, 16), (130, 160, 32)])
@@ -74,7 +75,7 @@ def test_rotations_cover_three_times_the_cache(size: int, l2: int, count: int) -
     assert count * size >= 3 * l2
 
 
-def case_with(bar: traffic.Bar | None, name: str = "mine") -> cases.Case:
+def case_with(bar: traffic.Target | None, name: str = "mine") -> cases.Case:
     nothing = lambda inputs: ()  # noqa: E731
     return cases.Case(name, nothing, nothing, traffic.Traffic({"x": 3_000_000, "q": 1_000_000}), bar)
 
@@ -82,29 +83,29 @@ def case_with(bar: traffic.Bar | None, name: str = "mine") -> cases.Case:
 @pytest.mark.parametrize(
     ("bar", "us", "met", "text"),
     [
-        (traffic.Bar(0.8), 1.25, True, ">= 0.80 of copy"),
-        (traffic.Bar(0.8), 1.26, False, ">= 0.80 of copy"),
-        (traffic.Bar(4, "us"), 4.0, True, "<= 4 us"),
-        (traffic.Bar(4, "us"), 4.1, False, "<= 4 us"),
-        (traffic.Bar(0.9, "dense"), 2.2, True, ">= 0.90 of dense"),
-        (traffic.Bar(0.9, "dense"), 2.3, False, ">= 0.90 of dense"),
-        (traffic.Bar(0.9, "gone"), 1.0, False, ">= 0.90 of gone"),
+        (traffic.Target(0.8), 1.25, True, ">= 0.80 of copy"),
+        (traffic.Target(0.8), 1.26, False, ">= 0.80 of copy"),
+        (traffic.Target(4, "us"), 4.0, True, "<= 4 us"),
+        (traffic.Target(4, "us"), 4.1, False, "<= 4 us"),
+        (traffic.Target(0.9, "dense"), 2.2, True, ">= 0.90 of dense"),
+        (traffic.Target(0.9, "dense"), 2.3, False, ">= 0.90 of dense"),
+        (traffic.Target(0.9, "gone"), 1.0, False, ">= 0.90 of gone"),
         (None, 1.0, None, ""),
     ],
 )
-def test_bars(bar: traffic.Bar | None, us: float, met: bool | None, text: str) -> None:
+def test_bars(bar: traffic.Target | None, us: float, met: bool | None, text: str) -> None:
     measured = {"mine": Measured(Timing(us, us, us)), "dense": Measured(Timing(2.0, 2.0, 2.0))}
-    rig = cpu_rig(copy_gb_s=4000.0, read_gb_s=2000.0)
-    rig.is_cuda = True  # bars are for GPUs
-    row = quantize.result(case_with(bar), measured, rig)
+    harness = cpu_harness(copy_gb_s=4000.0, read_gb_s=2000.0)
+    harness.is_cuda = True  # targets are for GPUs
+    row = quantize.result(case_with(bar), measured, harness)
     assert row.get("met") is met
     assert row["of_copy"] == row["of_roofline"] == round(1000 / us / 1e3, 3)
     assert row["formula"] == "x + q"
     assert str(row.get("bar", "")) == text
-    assert "bar" not in quantize.result(case_with(bar), measured, cpu_rig())
+    assert "bar" not in quantize.result(case_with(bar), measured, cpu_harness())
 
 
-# ---- verification -----------------------------------------------------------------------------------------
+# ---- verification --------------------------------------------------------------------------------------
 
 
 def test_one_wrong_bit_is_seen() -> None:
@@ -163,7 +164,7 @@ def test_a_missing_kernel_is_absent() -> None:
 
     case = cases.Case("mine", absent, lambda inputs: (), traffic.Traffic({"x": 8}))
     family = cases.Family("none", lambda device: {}, (case,))
-    assert list(quantize.measure(cpu_rig(), family, family.cases)) == [
+    assert list(quantize.measure(cpu_harness(), family, family.cases)) == [
         {
             "bench": "quantize",
             "case": "quantize none",
@@ -179,7 +180,7 @@ def test_a_family_is_measured_and_the_wrong_case_refused(monkeypatch: pytest.Mon
         fp4gemm, "quantize", lambda x, **options: right(3 * x if "stochastic" in options else x, **options)
     )
     family = cases.families(SMALL)[0]
-    rows = list(quantize.measure(cpu_rig(), family, family.cases))
+    rows = list(quantize.measure(cpu_harness(), family, family.cases))
     assert [row["contender"] for row in rows] == [case.name for case in family.cases]
     assert {row["case"] for row in rows} == {"quantize bf16 64x96"}
     refused = [row for row in rows if "refused" in row]
@@ -193,14 +194,14 @@ def test_inputs_that_cannot_be_made_name_the_reason(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(fp4gemm, "quantize_mxfp8", absent)
     family = next(f for f in cases.families(SMALL) if any(c.name == "decode" for c in f.cases))
-    rows = list(quantize.measure(cpu_rig(), family, family.cases))
+    rows = list(quantize.measure(cpu_harness(), family, family.cases))
     assert {row["absent"] for row in rows} == {"its input: NotImplementedError: x: no kernel"}
 
 
 def test_rivals_come_along() -> None:
     family = next(family for family in cases.families(SMALL) if any("zipf" in c.name for c in family.cases))
     zipf = [case for case in family.cases if "zipf" in case.name]
-    assert [case.name for case in quantize.with_rivals(family, zipf)] == ["row", zipf[0].name]
+    assert [case.name for case in quantize.with_baselines(family, zipf)] == ["row", zipf[0].name]
 
 
 @pytest.mark.parametrize("zipf", [False, True], ids=["uniform", "zipf"])
@@ -212,7 +213,7 @@ def test_group_ends(zipf: bool) -> None:
     assert torch.equal(ends, cases.group_ends(16384, 128, zipf))
 
 
-# ---- errors -----------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------------
 
 
 def test_rotation_is_orthonormal_and_has_the_documented_signs() -> None:

@@ -13,22 +13,14 @@ from typing import Any
 import fp4gemm
 import pytest
 import torch
-from bench_helpers import CPU, cpu_rig, named, run
+from bench_helpers import CPU, cpu_harness, named, run
 from fp4gemm.device import products
 
-from bench import (
-    cublaslt,
-    dense,
-    grouped,
-    models,
-    overhead,
-    routing,
-    runner,
-    sweep,
-    verify,
-)
 from bench.__main__ import parser
-from bench.contest import Job
+from bench.baselines import cublaslt
+from bench.commands import dense, grouped, overhead, runner, sweep
+from bench.measure import models, routing, verify
+from bench.measure.contest import Job
 
 # ---- on the CPU -------------------------------------------------------------------------------------------
 
@@ -98,9 +90,9 @@ def test_sweeps(preset: str) -> None:
 
 def test_sweeps_have_the_published_sizes() -> None:
     args = parser().parse_args(["sweep", "gemm"])
-    rig = cpu_rig()
-    rig.is_cuda = True
-    keys = [job.key for job in sweep.jobs(args, rig)]
+    harness = cpu_harness()
+    harness.is_cuda = True
+    keys = [job.key for job in sweep.jobs(args, harness)]
     assert len(keys) == 18
     assert (keys[0], keys[-1]) == ("sweep gemm 1024x2048x2048", "sweep gemm 32768x8192x8192")
 
@@ -224,7 +216,7 @@ def test_a_case_that_does_not_fit_says_so() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to")
         yield {}
 
-    (row,), whole = runner.measured(Job("hopper dense 1x2x3", "hopper dense", rows), cpu_rig())
+    (row,), whole = runner.measured(Job("hopper dense 1x2x3", "hopper dense", rows), cpu_harness())
     assert (row["bench"], row["case"], row["contender"]) == ("hopper dense", "hopper dense 1x2x3", "all")
     assert row["refused"] == "OutOfMemoryError: CUDA out of memory."
     assert not whole  # so that a later run tries again
@@ -275,18 +267,18 @@ def test_a_replay_must_leave_what_a_call_returns() -> None:
 
 
 def test_who_fails_while_timed_is_refused_and_the_others_are_not() -> None:
-    class Failing(type(cpu_rig())):  # type: ignore[misc]
+    class Failing(type(cpu_harness())):  # type: ignore[misc]
         def measure(self, contenders: Any, flop: float, exact: Any) -> Any:
             assert set(exact) == {"fp4gemm"}
             timings, _ = super().measure({k: v for k, v in contenders.items() if k != "fp4gemm"}, flop)
             timings.pop("torch fp32")
             return timings, {"fp4gemm": "other bits", "torch fp32": "cannot be captured"}
 
-    rig = cpu_rig()
-    rig.__class__ = Failing
+    harness = cpu_harness()
+    harness.__class__ = Failing
     args = parser().parse_args(["dense", "--shapes", "3x64x96"])
-    (job,) = dense.jobs(args, rig)
-    found = named(runner.measured(job, rig)[0])
+    (job,) = dense.jobs(args, harness)
+    found = named(runner.measured(job, harness)[0])
     assert found["fp4gemm"]["refused"] == "other bits"
     assert found["torch fp32"]["absent"] == "cannot be captured"
     assert found["unfused: post-scale"]["ratio"].keys() == {"scalar alpha"}
@@ -438,15 +430,15 @@ def test_overhead_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None
     def absent() -> object:
         raise NotImplementedError("no kernel")
 
-    monkeypatch.setattr(overhead, "_calls", lambda rig: {"mm": absent})
+    monkeypatch.setattr(overhead, "_calls", lambda harness: {"mm": absent})
     assert [row["absent"] for row in run("overhead")] == ["NotImplementedError: no kernel"]
 
 
 def test_jobs_have_names_of_their_own() -> None:
-    rig = cpu_rig()
-    rig.is_cuda, args = True, argparse.Namespace(m=None, shapes=None, model=None, kernels=None)
-    rig.major = 10
-    keys = [job.key for job in dense.jobs(args, rig)]
+    harness = cpu_harness()
+    harness.is_cuda, args = True, argparse.Namespace(m=None, shapes=None, model=None, kernels=None)
+    harness.major = 10
+    keys = [job.key for job in dense.jobs(args, harness)]
     assert len(set(keys)) == len(keys)
     line = ["grouped", "--shapes", "8x64x128", "--m", "4", "--top-k"]
     names = {run(*line, top)[0]["case"] for top in ("2", "4")}

@@ -1,4 +1,4 @@
-"""bench hopper: its bars, and the whole of it on the CPU with small sizes."""
+"""bench hopper: its targets, and the whole of it on the CPU with small sizes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 from bench_helpers import run
 
-from bench import (
-    bars,
-    hopper,
-    models,
-)
-from bench.traffic import Bar
+from bench.commands import hopper
+from bench.measure import models, targets
+from bench.measure.traffic import Target
 
-# ---- Hopper's bars ----------------------------------------------------------------------------------------
+# ---- Hopper's targets -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -38,14 +35,14 @@ from bench.traffic import Bar
     ],
 )
 def test_dense_bars(m: int, n: int, k: int, wanted: str) -> None:
-    assert ", ".join(str(bar).removeprefix(">= ") for bar in bars.dense(m, n, k)) == wanted
+    assert ", ".join(str(bar).removeprefix(">= ") for bar in targets.dense(m, n, k)) == wanted
 
 
 def test_grouped_bars() -> None:
-    assert [str(bar) for bar in bars.grouped(1)] == [">= 0.65 of read floor", ">= 2.50 of torch bf16"]
-    assert bars.grouped(16) == bars.grouped(1)
-    assert bars.grouped(64) == ()
-    assert bars.grouped(256) == (Bar(0.95, bars.BF16),)
+    assert [str(bar) for bar in targets.grouped(1)] == [">= 0.65 of read floor", ">= 2.50 of torch bf16"]
+    assert targets.grouped(16) == targets.grouped(1)
+    assert targets.grouped(64) == ()
+    assert targets.grouped(256) == (Target(0.95, targets.BF16),)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +68,7 @@ def test_grouped_bars() -> None:
     ],
 )
 def test_verdicts(row: dict[str, Any], text: str, met: bool | None) -> None:
-    assert bars.judged(row, bars.dense(1, 8192, 8192)) == {"bar": text, "met": met}
+    assert targets.judged(row, targets.dense(1, 8192, 8192)) == {"bar": text, "met": met}
 
 
 def test_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

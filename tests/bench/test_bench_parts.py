@@ -9,19 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from bench_helpers import CPU, cpu_rig, named
+from bench_helpers import CPU, cpu_harness, named
 
-from bench import (
-    machine,
-    models,
-    operands,
-    peers,
-    routing,
-)
-from bench.contest import Contender, Contest
-from bench.rig import Measured
-from bench.roofline import Roofline, Work
-from bench.timing import MIN_CALLS, Timing, calls_for, sets
+from bench.baselines import humming
+from bench.measure import machine, models, operands, routing
+from bench.measure.contest import Contender, Contest
+from bench.measure.harness import Measured
+from bench.measure.roofline import Roofline, Work
+from bench.measure.timing import MIN_CALLS, Timing, calls_for, sets
 
 # ---- arithmetic -------------------------------------------------------------------------------------------
 
@@ -38,20 +33,20 @@ def test_roofline() -> None:
 
 
 def test_ratios_are_of_the_same_run() -> None:
-    class Timed(type(cpu_rig())):  # type: ignore[misc]
+    class Timed(type(cpu_harness())):  # type: ignore[misc]
         def measure(self, contenders: Any, flop: float, exact: Any) -> Any:
             us = {"mine": 10.0, "other": 15.0, "rival": 30.0, "floor": 5.0}
             return {name: Measured(Timing(value, 1, 2)) for name, value in us.items()}, {}
 
-    rig = cpu_rig()
-    rig.__class__ = Timed
+    harness = cpu_harness()
+    harness.__class__ = Timed
     made = Contest({"case": "c"})
     work = Work(2e9, 36_000_000, "fp32")
     for name, role in (("mine", "ours"), ("other", "ours"), ("rival", "baseline"), ("floor", "floor")):
         made.enter(name, Contender([int], work, role))
     made.enter("bad", Contender([int], work), "wrong")
     made.absent["gone"] = "not installed"
-    found = named(list(made.rows(rig)))
+    found = named(list(made.rows(harness)))
     assert found["mine"]["ratio"] == {"rival": 3.0, "floor": 0.5}
     assert found["rival"]["ratio"] == {"floor": 0.167}
     assert "ratio" not in found["floor"]
@@ -68,9 +63,9 @@ def test_a_graph_has_calls_enough_but_no_more() -> None:
 
 
 def test_operands_rotate() -> None:
-    rig = cpu_rig()
-    rig.l2_bytes = 10_000
-    weights = operands.Weights(rig, 64, 128)
+    harness = cpu_harness()
+    harness.l2_bytes = 10_000
+    weights = operands.Weights(harness, 64, 128)
     assert len(weights.packed) == 7  # of 4608 bytes each
     assert len(weights.plain) == 2
     tokens = operands.Tokens(weights, 3)
@@ -83,9 +78,9 @@ def test_operands_rotate() -> None:
 
 
 def test_the_rig_keeps_one_thing_of_a_kind() -> None:
-    rig, made = cpu_rig(), []
+    harness, made = cpu_harness(), []
     for key in ("a", "a", "b", "a"):
-        rig.keep("weights", key, lambda key=key: made.append(key))  # type: ignore[misc]
+        harness.keep("weights", key, lambda key=key: made.append(key))  # type: ignore[misc]
     assert made == ["a", "b", "a"]
 
 
@@ -139,7 +134,7 @@ def test_routing_over_devices() -> None:
 
 def test_humming_that_is_absent_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "humming", None)
-    calls, reason = peers.Humming([(64, 64, 1)]).calls(64, 64, [torch.ones(1, 64)])
+    calls, reason = humming.Humming([(64, 64, 1)]).calls(64, 64, [torch.ones(1, 64)])
     assert calls == []
     assert "humming" in str(reason)
 
@@ -190,7 +185,7 @@ def test_humming_is_called_with_what_was_compiled(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    peer = peers.Humming([(64, 128, 1), (64, 128, 16), (64, 256, 1)])
+    peer = humming.Humming([(64, 128, 1), (64, 128, 16), (64, 256, 1)])
     calls, reason = peer.calls(64, 128, [torch.ones(16, 128)] * 3)
     assert set(compiled) == {("64x128", '{"m": 1}'), ("64x128", '{"m": 16}'), ("64x256", '{"m": 1}')}
     assert reason is None

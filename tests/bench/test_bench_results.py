@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_helpers import cpu_rig, result
+from bench_helpers import cpu_harness, result
 
-from bench import compare, listing, plot, report, roofline, show
 from bench.__main__ import main, parser
-from bench.contest import Job
-from bench.results import Journal, load
-from bench.runner import run
+from bench.commands import compare, listing, plot, report
+from bench.commands.runner import run
+from bench.measure import roofline
+from bench.measure.contest import Job
+from bench.report import tables
+from bench.report.results import Journal, load
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 RESULTS = README.parent / "bench" / "results" / "h200.jsonl"
@@ -53,10 +55,10 @@ def jobs(made: list[str], *names: str) -> list[Job]:
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     path, made = tmp_path / "new" / "results.jsonl", []
-    first = run(jobs(made, "a", "b"), cpu_rig(), Journal(path, FACTS | MORE), ignore)
+    first = run(jobs(made, "a", "b"), cpu_harness(), Journal(path, FACTS | MORE), ignore)
     assert [row["us"] for row in first] == [1.0, 2.0] * 2
     assert all(row["device"] == "a GPU" and row["schema"] == 1 for row in first)
-    again = run(jobs(made, "a", "b", "c"), cpu_rig(), Journal(path, FACTS | MORE), ignore)
+    again = run(jobs(made, "a", "b", "c"), cpu_harness(), Journal(path, FACTS | MORE), ignore)
     assert made == ["a", "b", "c"]
     assert again[:4] == first
     assert load(path) == again
@@ -65,11 +67,11 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [1, 40, 250])
 def test_a_case_that_was_broken_off_is_measured_again(cut: int, tmp_path: Path) -> None:
     path, made = tmp_path / "results.jsonl", []
-    run(jobs(made, "a", "b"), cpu_rig(), Journal(path, FACTS | MORE), ignore)
+    run(jobs(made, "a", "b"), cpu_harness(), Journal(path, FACTS | MORE), ignore)
     text = path.read_text()
     assert cut < len(text) // 2
     path.write_text(text[:-cut])
-    run(jobs(made, "a", "b"), cpu_rig(), Journal(path, FACTS | MORE), ignore)
+    run(jobs(made, "a", "b"), cpu_harness(), Journal(path, FACTS | MORE), ignore)
     assert made == ["a", "b", "b"]
     assert path.read_text() == text
 
@@ -77,7 +79,7 @@ def test_a_case_that_was_broken_off_is_measured_again(cut: int, tmp_path: Path) 
 @pytest.mark.parametrize("fact", list(FACTS))
 def test_results_of_something_else_are_not_gone_on_from(fact: str, tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    run(jobs([], "a"), cpu_rig(), Journal(path, FACTS | MORE), ignore)
+    run(jobs([], "a"), cpu_harness(), Journal(path, FACTS | MORE), ignore)
     before = path.read_text()
     with pytest.raises(ValueError, match=f"is of {fact} .*, must be 'other'; name another file"):
         Journal(path, FACTS | MORE | {fact: "other"})
@@ -180,7 +182,7 @@ def test_tables_leave_out_what_nobody_has(capsys: pytest.CaptureFixture[str]) ->
         },
         {"bench": "dense", "case": "dense 16x64x128", "contender": "humming", "absent": "not installed"},
     ]
-    headings, lines = show.table(rows)
+    headings, lines = tables.table(rows)
     assert headings == [
         *("contender", "us", "p10", "p90", "TFLOP/s", "GB/s", "of roofline"),
         *("x torch bf16", "bar", "kernel"),
@@ -191,17 +193,17 @@ def test_tables_leave_out_what_nobody_has(capsys: pytest.CaptureFixture[str]) ->
     ]
     assert lines[1][7:] == ["", "", ""]
     assert len(lines) == 2
-    show.show(rows)
+    tables.show(rows)
     text = capsys.readouterr().out
     assert "REFUSED bad: 1 of 8 differ" in text
     assert "not here: humming: not installed" in text
     assert "torch bf16: a note" in text
-    assert show.verdict(rows) == "2 results, 1 refused; 1 of 1 bars met"
+    assert tables.verdict(rows) == "2 results, 1 refused; 1 of 1 targets met"
 
 
 def test_tables_do_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(show.importlib.util, "find_spec", lambda name: None)
-    show.show([result()])
+    monkeypatch.setattr(tables.importlib.util, "find_spec", lambda name: None)
+    tables.show([result()])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "dense 16x64x128"
     assert lines[3].split()[:2] == ["fp4gemm", "10.0"]
@@ -397,7 +399,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_progress_is_told_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    run(jobs([], "a", "b"), cpu_rig(), Journal(None, FACTS | MORE), ignore)
+    run(jobs([], "a", "b"), cpu_harness(), Journal(None, FACTS | MORE), ignore)
     assert capsys.readouterr().err.splitlines() == ["[1/2] a", "[2/2] b"]
 
 
@@ -406,8 +408,8 @@ def test_a_narrow_terminal_goes_without_columns(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("rich")
-    monkeypatch.setattr(show, "WIDTH", width)
-    show.show([result(kernel="sm90_kernel_with_a_long_name")])
+    monkeypatch.setattr(tables, "WIDTH", width)
+    tables.show([result(kernel="sm90_kernel_with_a_long_name")])
     text = capsys.readouterr().out
     assert ("sm90_kernel_with_a_long_name" in text) == (width == 400)
     assert "fp4gemm" in text

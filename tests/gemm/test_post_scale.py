@@ -8,7 +8,7 @@ import torch
 from helpers import make
 from moe import ROUTINGS, rows_of
 
-from bench import post_scale
+from bench.baselines import post_scale
 
 
 @pytest.mark.parametrize("scaling", ["row", "tensor"])

@@ -1,4 +1,4 @@
-"""What the tests of the benches share: a rig on the CPU that poses as other devices, a row of results."""
+"""What the tests of the benches share: a harness on the CPU that poses as other devices, a row of results."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from bench.__main__ import parser
-from bench.rig import Rig
-from bench.roofline import Roofline
-from bench.runner import measured
+from bench.commands.runner import measured
+from bench.measure.harness import Harness
+from bench.measure.roofline import Roofline
 
 CPU = torch.device("cpu")
 
 
-class CpuRig(Rig):
+class CpuHarness(Harness):
     """Times on the CPU; major and is_cuda can be set, for the code of other devices."""
 
     is_cuda = False
@@ -29,11 +29,11 @@ class CpuRig(Rig):
         return "fp32" if self.major is None else "16 bit"
 
 
-def cpu_rig(major: int | None = None, copy_gb_s: float = 10.0, read_gb_s: float = 8.0) -> Any:
+def cpu_harness(major: int | None = None, copy_gb_s: float = 10.0, read_gb_s: float = 8.0) -> Any:
     bounds = Roofline(copy_gb_s, read_gb_s, {"fp32": 0.1, "16 bit": 0.1})
-    rig = CpuRig(CPU, rounds=1, bounds=bounds)
-    rig.major = major
-    return rig
+    harness = CpuHarness(CPU, rounds=1, bounds=bounds)
+    harness.major = major
+    return harness
 
 
 def result(**changed: Any) -> dict[str, Any]:
@@ -73,8 +73,8 @@ def result(**changed: Any) -> dict[str, Any]:
 def run(*line: str, major: int | None = None) -> list[dict[str, Any]]:
     """The rows of a command line, measured on the CPU as a device of that major."""
     args = parser().parse_args(list(line))
-    rig = cpu_rig(major)
-    return [row for job in args.jobs(args, rig) for row in measured(job, rig)[0]]
+    harness = cpu_harness(major)
+    return [row for job in args.jobs(args, harness) for row in measured(job, harness)[0]]
 
 
 def named(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

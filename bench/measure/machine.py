@@ -22,7 +22,7 @@ from fp4gemm import _native
 
 Facts = dict[str, object]
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 REVISION = "FP4GEMM_REVISION"  # what the revision is, for a tree without its .git
 # What nvidia-smi is asked for once, and again and again while something is measured.
 _FIXED = {

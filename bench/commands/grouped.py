@@ -17,11 +17,11 @@ import torch
 from fp4gemm.device.products import Product, occupied_groups
 from torch import Tensor
 
-from . import cublaslt, post_scale
-from .contest import BASELINE, ROUNDING, Check, Contender, Contest, Job, Row
-from .dense import OTHERS, OURS, TORCH, check_sizes
-from .models import Routed, expert_layers
-from .operands import (
+from ..baselines import cublaslt, post_scale
+from ..measure.contest import BASELINE, ROUNDING, Check, Contender, Contest, Job, Row
+from ..measure.harness import Harness
+from ..measure.models import Routed, expert_layers
+from ..measure.operands import (
     HOPPER_FORMS,
     Tokens,
     Weights,
@@ -33,11 +33,11 @@ from .operands import (
     nbytes,
     unit,
 )
-from .rig import Rig
-from .roofline import Work
-from .routing import routed_ends
-from .timing import Call
-from .verify import far, wrong
+from ..measure.roofline import Work
+from ..measure.routing import routed_ends
+from ..measure.timing import Call
+from ..measure.verify import far, wrong
+from .dense import OTHERS, OURS, TORCH, check_sizes
 
 LOOP = "unfused: expert by expert"
 NVFP4 = "torch nvfp4 scaled_grouped_mm, scalar alpha"
@@ -52,7 +52,7 @@ SMALL_LAYERS = (Routed("", "", 8, 2, 128, 256),)
 SMALL_TOKENS = (1, 32)
 
 
-def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
+def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
     """A job for each layer of experts, number of tokens and routing that was asked for.
 
     Raises:
@@ -60,17 +60,17 @@ def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
     """
     if args.shapes:
         layers = [_layer_of(shape, args.top_k, args.ep) for shape in args.shapes]
-    elif args.model or rig.is_cuda:
+    elif args.model or harness.is_cuda:
         layers = expert_layers(args.model or DEFAULT_MODELS, args.ep)
     else:
         layers = list(SMALL_LAYERS)
     made = []
     for layer in layers:
-        tokens: Sequence[int] = args.m or (TOKENS if rig.is_cuda else SMALL_TOKENS)
+        tokens: Sequence[int] = args.m or (TOKENS if harness.is_cuda else SMALL_TOKENS)
         if args.per_expert:
             tokens = [tokens_for(layer, load, args.ep) for load in args.per_expert]
         made += [(layer, m, routing) for m in tokens for routing in args.routing or ["uniform"]]
-    return of_layers(made, rig, args.kernels, args.ep)
+    return of_layers(made, harness, args.kernels, args.ep)
 
 
 def _layer_of(shape: Sequence[int], top_k: int, ways: int) -> Routed:
@@ -92,7 +92,7 @@ def tokens_for(layer: Routed, load: int, ways: int = 1) -> int:
 
 def of_layers(
     wanted: Sequence[tuple[Routed, int, str]],
-    rig: Rig,
+    harness: Harness,
     kernels: re.Pattern[str] | None = None,
     ways: int = 1,
     bench: str = "grouped",
@@ -109,7 +109,7 @@ def of_layers(
         least = min((len(occupied_groups(offs)) for offs in ends.values()), default=1)
         for one, offs in ends.items():
             start = _start(bench, layer, one[0], one[1], offs, ways)
-            make = partial(_rows, rig, layer, start, offs, max(1, least), kernels)
+            make = partial(_rows, harness, layer, start, offs, max(1, least), kernels)
             made.append(Job(str(start["case"]), bench, make))
     return made
 
@@ -141,45 +141,45 @@ def _start(bench: str, layer: Routed, tokens: int, routing: str, offs: Tensor, w
 
 
 def _rows(
-    rig: Rig, layer: Routed, start: Row, offs: Tensor, least: int, kernels: re.Pattern[str] | None
+    harness: Harness, layer: Routed, start: Row, offs: Tensor, least: int, kernels: re.Pattern[str] | None
 ) -> Iterator[Row]:
     if int(offs[-1]) == 0:
         yield start | {"contender": OURS, "absent": "no token came to these experts: nothing to measure"}
         return
-    weights = rig.keep(
+    weights = harness.keep(
         "weights",
         (layer.num_experts, layer.n, layer.k, least),
-        lambda: Weights(rig, layer.n, layer.k, layer.num_experts, least),
+        lambda: Weights(harness, layer.n, layer.k, layer.num_experts, least),
     )
-    yield from contest(rig, weights, offs, start, kernels).rows(rig)
+    yield from contest(harness, weights, offs, start, kernels).rows(harness)
 
 
 def contest(
-    rig: Rig, weights: Weights, on_host: Tensor, start: Row, kernels: re.Pattern[str] | None = None
+    harness: Harness, weights: Weights, on_host: Tensor, start: Row, kernels: re.Pattern[str] | None = None
 ) -> Contest:
     """Everyone who multiplies these groups of rows by a stack of weights."""
     made = Contest(start)
-    field = Field(made, rig, weights, on_host)
-    for name, forms in HOPPER if rig.major == 9 else OTHERS:
+    field = Field(made, harness, weights, on_host)
+    for name, forms in HOPPER if harness.major == 9 else OTHERS:
         field.ours(name, forms)
-    for name, read in forced(rig, "grouped", kernels):
+    for name, read in forced(harness, "grouped", kernels):
         field.ours(name, read, name)
-    field.loop(fastest_forms(rig))
+    field.loop(fastest_forms(harness))
     field.torch()
-    if rig.major is not None and rig.major >= 10:
+    if harness.major is not None and harness.major >= 10:
         field.nvfp4()
-    if rig.is_cuda:
+    if harness.is_cuda:
         one = weights.buffers[0].nbytes // weights.groups
-        made.enter_floor(rig, weights.buffers, one * len(field.occupied))
+        made.enter_floor(harness, weights.buffers, one * len(field.occupied))
     return made
 
 
 class Field:
     """Enters contenders, one kind at a time."""
 
-    def __init__(self, made: Contest, rig: Rig, weights: Weights, on_host: Tensor) -> None:
-        self.made, self.rig, self.weights, self.on_host = made, rig, weights, on_host
-        self.offs = on_host.to(rig.device)
+    def __init__(self, made: Contest, harness: Harness, weights: Weights, on_host: Tensor) -> None:
+        self.made, self.harness, self.weights, self.on_host = made, harness, weights, on_host
+        self.offs = on_host.to(harness.device)
         self.m = int(on_host[-1])
         self.tokens = Tokens(weights, self.m, self.offs)
         self.occupied = occupied_groups(on_host)
@@ -205,10 +205,10 @@ class Field:
         def make() -> tuple[Contender, Check]:
             (a, *_), stacks = in_forms(self.weights, self.tokens, forms)
             size = (self.m, self.weights.n, self.weights.k)
-            chosen = kernel or chosen_kernel(self.rig, size, *forms, self.weights.groups)
+            chosen = kernel or chosen_kernel(self.harness, size, *forms, self.weights.groups)
             run = fp4gemm.grouped_mm if kernel is None else partial(fp4gemm.grouped_mm, kernel=kernel)
             made: list[Call] = [partial(run, a, b, self.offs) for b in stacks]
-            contender = Contender(made, self.work(a, stacks[0], self.rig.our_unit), kernel=chosen)
+            contender = Contender(made, self.work(a, stacks[0], self.harness.our_unit), kernel=chosen)
             if forms[0] == "bf16":
                 contender.checked = ROUNDING
                 return contender, self.near(made[0], a, self.expert, torch.bfloat16)
@@ -222,12 +222,12 @@ class Field:
 
         def make() -> tuple[Contender, Check]:
             (a, *_), stacks = in_forms(self.weights, self.tokens, forms)
-            scale, several = post_scale.fastest(self.rig.device)
+            scale, several = post_scale.fastest(self.harness.device)
             rival = [post_scale.grouped(a, b, self.on_host.tolist(), scale) for b in stacks]
             note = "a GEMM and a post-scale pass for each expert; the host has to know the group ends"
             if several is not None:
                 note += f"; {several}"
-            work = self.work(a, stacks[0], self.rig.our_unit)
+            work = self.work(a, stacks[0], self.harness.our_unit)
             contender = Contender(rival, work, BASELINE, None, ROUNDING, note)
             values = self.tokens.packed[0].dequantize()
             return contender, self.near(rival[0], values, self.expert, torch.bfloat16)
@@ -240,16 +240,16 @@ class Field:
         def make() -> tuple[Contender, Check]:
             x, stacks = self.tokens.plain[0], self.weights.plain
             rival: list[Call]
-            if self.rig.is_cuda:
+            if self.harness.is_cuda:
                 function = torch.nn.functional.grouped_mm
                 rival = [partial(function, x, w.transpose(1, 2), offs=self.offs) for w in stacks]
             else:
                 rival = calls(self._loop_of_mm, stacks)
-            work = self.work(x, stacks[0], self.rig.unit, x.element_size())
+            work = self.work(x, stacks[0], self.harness.unit, x.element_size())
             contender = Contender(rival, work, BASELINE, None, ROUNDING)
             return contender, self.near(rival[0], x, lambda e: stacks[0][e], x.dtype)
 
-        self.made.attempt(TORCH[self.rig.dtype], make, ours=False)
+        self.made.attempt(TORCH[self.harness.dtype], make, ours=False)
 
     def _loop_of_mm(self, stack: Tensor) -> Tensor:
         x = self.tokens.plain[0]
@@ -257,7 +257,7 @@ class Field:
 
     def nvfp4(self) -> None:
         """torch's own grouped NVFP4 product, which takes a scalar for each expert."""
-        reason = cublaslt.absent(self.rig.device, "scaled_grouped_mm")
+        reason = cublaslt.absent(self.harness.device, "scaled_grouped_mm")
         if reason is not None:
             self.made.absent[NVFP4] = reason
             return

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .results import Row, load, weight_name
+from ..report.results import Row, load, weight_name
 
 FORMATS = ("svg", "png", "pdf")
 # Of the contenders that come most often; others take what is left.

@@ -1,4 +1,4 @@
-"""``python -m bench hopper``: the project's bars for prepacked weights, on compute capability 9.0.
+"""``python -m bench hopper``: the project's targets for prepacked weights, on compute capability 9.0.
 
 The cases are those of dense, layer and grouped; the rows of ours say what they were held against.
 """
@@ -9,11 +9,12 @@ import argparse
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from . import bars, dense, grouped, layer
-from .contest import Job, Row
-from .models import Layer, expert_layers
-from .rig import Rig
-from .traffic import Bar
+from ..measure import targets
+from ..measure.contest import Job, Row
+from ..measure.harness import Harness
+from ..measure.models import Layer, expert_layers
+from ..measure.traffic import Target
+from . import dense, grouped, layer
 
 PARTS = ("dense", "large", "small", "e2e", "grouped")
 # Weights (n, k) of each part, and the m that are measured; with --quick the second of the two.
@@ -39,29 +40,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
 
 
-def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
-    """The jobs of every part, with bars.
+def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
+    """The jobs of every part, with targets.
 
     Raises:
         ValueError: the device is another one.
     """
-    if rig.major != 9:
+    if harness.major != 9:
         raise ValueError("hopper: prepacked weights are for compute capability 9.0; see `bench dense`")
     made = []
     for part, of_layers in (("dense", dense), ("large", dense), ("small", dense), ("e2e", layer)):
         if part not in args.only:
             continue
         wanted = [(Layer("", "", n, k), m) for n, k in SHAPES[part] for m in _loads(args, ROWS[part])]
-        for one, job in zip(wanted, of_layers.of_layers(wanted, rig, bench=f"hopper {part}"), strict=True):
+        for one, job in zip(
+            wanted, of_layers.of_layers(wanted, harness, bench=f"hopper {part}"), strict=True
+        ):
             size = (one[1], one[0].n, one[0].k)
-            bar = bars.END_TO_END if part == "e2e" else bars.dense(*size)
+            bar = targets.END_TO_END if part == "e2e" else targets.dense(*size)
             made.append(Job(job.key, job.bench, partial(judged, job, bar)))
     if "grouped" in args.only:
         for routed in expert_layers(MODELS[:1] if args.quick else MODELS):
             for load in _loads(args, ROWS_AN_EXPERT):
                 tokens = grouped.tokens_for(routed, load)
-                (job,) = grouped.of_layers([(routed, tokens, "uniform")], rig, bench="hopper grouped")
-                made.append(Job(job.key, job.bench, partial(judged, job, bars.grouped(load))))
+                (job,) = grouped.of_layers([(routed, tokens, "uniform")], harness, bench="hopper grouped")
+                made.append(Job(job.key, job.bench, partial(judged, job, targets.grouped(load))))
     return made
 
 
@@ -69,7 +72,7 @@ def _loads(args: argparse.Namespace, both: tuple[Sequence[int], Sequence[int]]) 
     return args.m or both[int(args.quick)]
 
 
-def judged(job: Job, bar: Sequence[Bar]) -> Iterator[Row]:
-    """The rows of a job, ours with its bars and whether they are met."""
+def judged(job: Job, bar: Sequence[Target]) -> Iterator[Row]:
+    """The rows of a job, ours with its targets and whether they are met."""
     for row in job.rows():
-        yield row | bars.judged(row, bar) if row["contender"] == dense.OURS else row
+        yield row | targets.judged(row, bar) if row["contender"] == dense.OURS else row

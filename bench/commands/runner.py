@@ -9,14 +9,16 @@ from typing import Any
 
 from fp4gemm.device.products import error_line
 
-from .contest import Job, Row, stop_if_lost
-from .results import Journal
-from .rig import Rig
+from ..measure.contest import Job, Row, stop_if_lost
+from ..measure.harness import Harness
+from ..report.results import Journal
 
 Advance = Callable[[str], None]
 
 
-def run(jobs: Sequence[Job], rig: Rig, journal: Journal, show: Callable[[list[Row], Any], None]) -> list[Row]:
+def run(
+    jobs: Sequence[Job], harness: Harness, journal: Journal, show: Callable[[list[Row], Any], None]
+) -> list[Row]:
     """Shows the rows of each job, as they come, and returns all; what the journal has is not measured again.
 
     ``show(rows, console)``: console is rich's where there is a progress bar on it, else None.
@@ -27,14 +29,14 @@ def run(jobs: Sequence[Job], rig: Rig, journal: Journal, show: Callable[[list[Ro
             advance(job.key)
             found = journal.found(job.key)
             if found is None:
-                made, whole = measured(job, rig)
+                made, whole = measured(job, harness)
                 found = journal.add(job.key, made, kept=whole)
             show(found, console)
             rows += found
     return rows
 
 
-def measured(job: Job, rig: Rig) -> tuple[list[Row], bool]:
+def measured(job: Job, harness: Harness) -> tuple[list[Row], bool]:
     """The rows of a job, and True; or one that says why there are none, memory say, and False."""
     try:
         return list(job.rows()), True
@@ -42,7 +44,7 @@ def measured(job: Job, rig: Rig) -> tuple[list[Row], bool]:
         stop_if_lost(error)
         reason = error_line(error)
     finally:
-        rig.free()
+        harness.free()
     return [{"bench": job.bench, "case": job.key, "contender": "all", "refused": reason}], False
 
 

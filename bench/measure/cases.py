@@ -12,7 +12,7 @@ import torch
 from fp4gemm import reference
 from torch import Tensor
 
-from .traffic import Bar, Traffic, grouped_bytes, packed_bytes, scale_bytes
+from .traffic import Target, Traffic, grouped_bytes, packed_bytes, scale_bytes
 from .verify import filled
 
 Inputs = Mapping[str, Any]
@@ -28,7 +28,7 @@ class Case:
     call: Callable[[Inputs], object]
     want: Callable[[Inputs], tuple[Tensor, ...]]  # what the reference returns, as verify.parts orders it
     traffic: Traffic
-    bar: Bar | None = None
+    bar: Target | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def quantize_case(
     name: str,
     shape: tuple[int, int],
     elem_bytes: int,
-    bar: Bar | None = None,
+    bar: Target | None = None,
     *,
     given: bool = False,
     axis: int = -1,
@@ -99,7 +99,7 @@ def both_case(
     name: str,
     shape: tuple[int, int],
     elem_bytes: int,
-    bar: Bar | None = None,
+    bar: Target | None = None,
     *,
     given: bool = False,
     **options: Any,
@@ -148,21 +148,21 @@ def mode_cases(shape: tuple[int, int]) -> tuple[Case, ...]:
     both = partial(both_case, shape=shape, elem_bytes=2)
     tensor: dict[str, Any] = {"scaling": "tensor"}
     return (
-        one("row", bar=Bar(0.92)),
-        one("tensor, amax given", bar=Bar(0.92), given=True, **tensor),
+        one("row", bar=Target(0.92)),
+        one("tensor, amax given", bar=Target(0.92), given=True, **tensor),
         one("tensor", **tensor),
         one("row te_per_token", encode="te_per_token"),
-        one("row 4over6 mae", bar=Bar(0.80), four_over_six="mae"),
-        one("row 4over6 mse", bar=Bar(0.80), four_over_six="mse"),
+        one("row 4over6 mae", bar=Target(0.80), four_over_six="mae"),
+        one("row 4over6 mse", bar=Target(0.80), four_over_six="mse"),
         one("row 4over6 mae, fast error", four_over_six="mae", four_over_six_error="fast"),
         one("tensor 4over6 mae, amax given", given=True, four_over_six="mae", **tensor),
         one("tensor 4over6 mse, amax given", given=True, four_over_six="mse", **tensor),
-        one("row stochastic", bar=Bar(0.80), stochastic=True),
-        one("row hadamard bf16", bar=Bar(0.80), hadamard="bf16"),
+        one("row stochastic", bar=Target(0.80), stochastic=True),
+        one("row hadamard bf16", bar=Target(0.80), hadamard="bf16"),
         one("axis 0 row", axis=0),
         one(
             "axis 0 tensor hadamard bf16, amax given",
-            bar=Bar(0.80),
+            bar=Target(0.80),
             given=True,
             axis=0,
             hadamard="bf16",
@@ -170,9 +170,11 @@ def mode_cases(shape: tuple[int, int]) -> tuple[Case, ...]:
         ),
         one("16x16 tensor, amax given", given=True, block=(16, 16), **tensor),
         one("16x16 tensor", block=(16, 16), **tensor),
-        both("both row", bar=Bar(0.85)),
-        both("both tensor, amax given", bar=Bar(0.85), given=True, **tensor),
-        both("both tensor hadamard bf16, amax given", bar=Bar(0.80), given=True, hadamard="bf16", **tensor),
+        both("both row", bar=Target(0.85)),
+        both("both tensor, amax given", bar=Target(0.85), given=True, **tensor),
+        both(
+            "both tensor hadamard bf16, amax given", bar=Target(0.80), given=True, hadamard="bf16", **tensor
+        ),
         mxfp8_case("mxfp8", shape, -1),
         mxfp8_case("mxfp8 axis 0", shape, 0),
     )
@@ -196,7 +198,7 @@ def gated_family(m: int, k: int) -> Family:
         lambda inputs: fp4gemm.silu_and_mul_quantize(inputs["x"]),
         lambda inputs: reference.silu_and_mul_quantize(inputs["x"]),
         Traffic({"x": 4 * m * k, "q": packed_bytes(m, k, m)}),
-        Bar(0.90),
+        Target(0.90),
     )
     return plain_family((m, 2 * k), torch.bfloat16, (case,))
 
@@ -248,7 +250,7 @@ def dequantize_family(m: int, k: int) -> Family:
             lambda i: fp4gemm.dequantize(i["q"], dtype),
             lambda i: (reference.dequantize(i["q"].codes, i["q"].scales, i["q"].amax, 448, dtype),),
             Traffic({"q": packed, "y": elem_bytes * m * k}),
-            Bar(0.92),
+            Target(0.92),
         )
 
     cases = (
@@ -294,10 +296,10 @@ def grouped_family(m: int, k: int, g: int) -> Family:
             lambda i: fp4gemm.quantize(i["x"], offs=i[name]),
             lambda i: tuple(reference.quantize(i["x"], None, True, offs=i[name])),
             Traffic({"x": 2 * m * k, "q": grouped_bytes(m, k, g)}),
-            Bar(0.90, "row"),
+            Target(0.90, "row"),
         )
 
-    dense = quantize_case("row", (m, k), 2, Bar(0.92))
+    dense = quantize_case("row", (m, k), 2, Target(0.92))
     return Family(f"bf16 {m}x{k}", inputs, (dense, *map(grouped, ends)))
 
 
@@ -318,14 +320,14 @@ def families(sizes: Sizes) -> tuple[Family, ...]:
     row = partial(quantize_case, "row")
     return (
         plain_family(sizes.square, torch.bfloat16, mode_cases(sizes.square)),
-        plain_family(sizes.square, torch.float16, (row(sizes.square, 2, Bar(0.92)),)),
-        plain_family(sizes.square, torch.float32, (row(sizes.square, 4, Bar(0.92)),)),
+        plain_family(sizes.square, torch.float16, (row(sizes.square, 2, Target(0.92)),)),
+        plain_family(sizes.square, torch.float32, (row(sizes.square, 4, Target(0.92)),)),
         grouped_family(*sizes.tall, sizes.experts),
         *(gated_family(*shape) for shape in sizes.gated),
         norm_family(m, k),
         dequantize_family(m, k),
         *(
-            plain_family((few, k), torch.bfloat16, (row((few, k), 2, Bar(4.0, "us")),))
+            plain_family((few, k), torch.bfloat16, (row((few, k), 2, Target(4.0, "us")),))
             for few in sizes.few_rows
         ),
     )

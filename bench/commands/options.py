@@ -10,9 +10,9 @@ from typing import Any
 
 import fp4gemm
 
-from .contest import Job
-from .models import NAMES, parse_shape
-from .rig import SETTLE_MS
+from ..measure.contest import Job
+from ..measure.harness import SETTLE_MS
+from ..measure.models import NAMES, parse_shape
 
 ROUNDS, QUICK_ROUNDS = 20, 7
 

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..measure.cases import Sizes, families
+from ..measure.contest import Job
+from ..measure.harness import Harness
+from ..measure.models import Layer, expert_layers
+from ..report.results import Row, by_case, weight_name
+from ..report.tables import remarks, table
 from . import dense, grouped, layer, overhead, plot, quantize
-from .cases import Sizes, families
-from .contest import Job
-from .models import Layer, expert_layers
-from .results import Row, by_case, weight_name
-from .rig import Rig
-from .show import remarks, table
 
-TEMPLATE = Path(__file__).with_name("report.html.j2")
+TEMPLATE = Path(__file__).parents[1] / "report" / "report.html.j2"
 RESULTS, PAGE, MARKDOWN = "results.jsonl", "report.html", "report.md"
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 FACTS = (
@@ -48,7 +48,7 @@ QUICK_DENSE = (
 QUICK_MODELS, QUICK_TOKENS = ("qwen3-30b", "gpt-oss-120b"), (16, 256, 4096)
 QUICK_LAYER = (16, 256, 4096)
 # What README shows of the rivals; the page has all of them.
-README_RIVALS = ("torch bf16", "torch fp32", "cuBLASLt nvfp4 + post-scale", "humming", "unfused")
+README_BASELINES = ("torch bf16", "torch fp32", "cuBLASLt nvfp4 + post-scale", "humming", "unfused")
 
 
 class Section(NamedTuple):
@@ -83,21 +83,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
+def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
     """The jobs of a whole report."""
-    if not (args.quick and rig.is_cuda):
-        made = [job for bench in (dense, grouped, layer, quantize) for job in bench.jobs(args, rig)]
-        return [*made, *overhead.jobs(args, rig)]
+    if not (args.quick and harness.is_cuda):
+        made = [job for bench in (dense, grouped, layer, quantize) for job in bench.jobs(args, harness)]
+        return [*made, *overhead.jobs(args, harness)]
     wanted = [(one, m) for one, ms in QUICK_DENSE for m in ms]
     routed = [(one, tokens, "uniform") for one in expert_layers(QUICK_MODELS) for tokens in QUICK_TOKENS]
     first = Sizes().square
     square = [family for family in families(Sizes()) if family.title == f"bf16 {first[0]}x{first[1]}"]
     return [
-        *dense.of_layers(wanted, rig),
-        *layer.of_layers([(QUICK_DENSE[0][0], m) for m in QUICK_LAYER], rig),
-        *grouped.of_layers(routed, rig),
-        *quantize.of_families(square, rig),
-        *overhead.jobs(args, rig),
+        *dense.of_layers(wanted, harness),
+        *layer.of_layers([(QUICK_DENSE[0][0], m) for m in QUICK_LAYER], harness),
+        *grouped.of_layers(routed, harness),
+        *quantize.of_families(square, harness),
+        *overhead.jobs(args, harness),
     ]
 
 
@@ -267,7 +267,7 @@ def _matrix(rows: Sequence[Row], title: str, across: str) -> list[str]:
         return []
     sizes = sorted({row[across] for row in ours})
     rivals = dict.fromkeys(
-        name for row in ours for name in row.get("ratio", {}) if name.startswith(README_RIVALS)
+        name for row in ours for name in row.get("ratio", {}) if name.startswith(README_BASELINES)
     )
     body: list[tuple[str, ...]] = []
     for weight in dict.fromkeys(map(weight_name, ours)):

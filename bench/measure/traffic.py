@@ -1,4 +1,4 @@
-"""The bytes that a quantizer must move, as formulas, and the bars that its time is held against."""
+"""The bytes that a quantizer must move, as formulas, and the targets that its time is held against."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Bar:
+class Target:
     """A target: at least ``value`` of the copy's bandwidth or of a rival's speed, or at most that many us."""
 
     value: float

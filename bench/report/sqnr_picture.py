@@ -10,7 +10,7 @@ import matplotlib
 matplotlib.use("Agg")  # a file is all that is wanted; no display is needed
 import matplotlib.pyplot as plt
 
-from .errors import Row, decibels, kinds
+from ..commands.errors import Row, decibels, kinds
 
 # Okabe-Ito colours, told apart by colour-blind readers too; the marker says the same a second time.
 STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"))

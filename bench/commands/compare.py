@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .results import Row, load
+from ..report.results import Row, load
 
 FACTS = ("device", "driver", "torch", "max_sm_mhz", "power_limit_w")
 FASTER, SLOWER, SAME, REFUSED, GONE = "faster", "slower", "same", "refused", "gone"

@@ -17,8 +17,13 @@ from fp4gemm import reference
 from fp4gemm.device.products import Product
 from torch import Tensor
 
-from . import cublaslt, post_scale
-from .contest import BASELINE, ROUNDING, Check, Contender, Contest, Job, Row
+from ..baselines import cublaslt, post_scale
+from ..measure.contest import BASELINE, ROUNDING, Check, Contender, Contest, Job, Row
+from ..measure.harness import Harness
+from ..measure.models import Layer
+from ..measure.operands import Tokens, Weights, calls, chosen_kernel, fastest_forms, in_forms, unit
+from ..measure.roofline import Work
+from ..measure.verify import near, wrong
 from .dense import (
     CUBLASLT_POST,
     DEFAULT_SHAPES,
@@ -32,43 +37,38 @@ from .dense import (
     start,
     wanted,
 )
-from .models import Layer
-from .operands import Tokens, Weights, calls, chosen_kernel, fastest_forms, in_forms, unit
-from .rig import Rig
-from .roofline import Work
-from .verify import near, wrong
 
 PACKED = "fp4gemm, packed tokens"
 M = (1, 16, 256, 4096)
 
 
-def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
+def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
     """A job for each weight and number of rows that was asked for."""
-    layers: Sequence[Layer] = DEFAULT_SHAPES if rig.is_cuda else SMALL_SHAPES
-    return of_layers(wanted(args, layers, M if rig.is_cuda else SMALL_M), rig)
+    layers: Sequence[Layer] = DEFAULT_SHAPES if harness.is_cuda else SMALL_SHAPES
+    return of_layers(wanted(args, layers, M if harness.is_cuda else SMALL_M), harness)
 
 
-def of_layers(wanted: Sequence[tuple[Layer, int]], rig: Rig, bench: str = "layer") -> list[Job]:
-    return [Job(key(bench, layer, m), bench, partial(_rows, rig, layer, m, bench)) for layer, m in wanted]
+def of_layers(wanted: Sequence[tuple[Layer, int]], harness: Harness, bench: str = "layer") -> list[Job]:
+    return [Job(key(bench, layer, m), bench, partial(_rows, harness, layer, m, bench)) for layer, m in wanted]
 
 
-def _rows(rig: Rig, layer: Layer, m: int, bench: str) -> Iterator[Row]:
-    weights = rig.keep("weights", (layer.n, layer.k), lambda: Weights(rig, layer.n, layer.k))
-    yield from contest(rig, weights, m, start(bench, layer, m)).rows(rig)
+def _rows(harness: Harness, layer: Layer, m: int, bench: str) -> Iterator[Row]:
+    weights = harness.keep("weights", (layer.n, layer.k), lambda: Weights(harness, layer.n, layer.k))
+    yield from contest(harness, weights, m, start(bench, layer, m)).rows(harness)
 
 
-def contest(rig: Rig, weights: Weights, m: int, start: Row) -> Contest:
+def contest(harness: Harness, weights: Weights, m: int, start: Row) -> Contest:
     """Everyone who multiplies plain (m, k) by this weight."""
     made = Contest(start)
-    field = Field(made, rig, weights, Tokens(weights, m), m)
-    if rig.major == 9:
+    field = Field(made, harness, weights, Tokens(weights, m), m)
+    if harness.major == 9:
         field.ours(OURS, ("f16", "prepacked"))
         field.ours(PACKED, ("nvfp4", "prepacked"))
     else:
         field.ours(OURS, ("nvfp4", "nvfp4"))
     field.scalar()
     field.unfused()
-    if rig.major is not None and rig.major >= 10:
+    if harness.major is not None and harness.major >= 10:
         field.cublaslt()
     field.torch()
     return made
@@ -77,12 +77,12 @@ def contest(rig: Rig, weights: Weights, m: int, start: Row) -> Contest:
 class Field:
     """Enters contenders, one kind at a time."""
 
-    def __init__(self, made: Contest, rig: Rig, weights: Weights, tokens: Tokens, m: int) -> None:
-        self.made, self.rig, self.weights, self.tokens, self.m = made, rig, weights, tokens, m
+    def __init__(self, made: Contest, harness: Harness, weights: Weights, tokens: Tokens, m: int) -> None:
+        self.made, self.harness, self.weights, self.tokens, self.m = made, harness, weights, tokens, m
         self.shape = (m, weights.n)
         # The forms of the fastest way, and whether the quantizer decodes.
-        self.forms = fastest_forms(rig)
-        self.quantize = partial(fp4gemm.quantize, decoded=True) if rig.major == 9 else fp4gemm.quantize
+        self.forms = fastest_forms(harness)
+        self.quantize = partial(fp4gemm.quantize, decoded=True) if harness.major == 9 else fp4gemm.quantize
 
     def work(self, weight_bytes: int, unit_name: str, elem_bytes: int = 2) -> Work:
         """x once, the weight once, D once; what passes between quantizer and GEMM is not counted."""
@@ -91,8 +91,8 @@ class Field:
         return Work(2.0 * self.m * n * k, num_bytes, unit_name)
 
     def contender(self, forward: Callable[..., Tensor], stacks: Sequence[Any], role: str) -> Contender:
-        kernel = chosen_kernel(self.rig, (self.m, self.weights.n, self.weights.k), *self.forms)
-        work = self.work(self.weights.packed[0].nbytes, self.rig.our_unit)
+        kernel = chosen_kernel(self.harness, (self.m, self.weights.n, self.weights.k), *self.forms)
+        work = self.work(self.weights.packed[0].nbytes, self.harness.our_unit)
         return Contender(calls(forward, self.tokens.plain, stacks), work, role, kernel)
 
     def ours(self, name: str, forms: tuple[str, str]) -> None:
@@ -134,14 +134,14 @@ class Field:
 
     def cublaslt(self) -> None:
         """The same with cuBLASLt's GEMM."""
-        reason = cublaslt.absent(self.rig.device)
+        reason = cublaslt.absent(self.harness.device)
         if reason is not None:
             self.made.absent[CUBLASLT_POST] = reason
             return
 
         def make() -> tuple[Contender, Check]:
             _, stacks = in_forms(self.weights, self.tokens, self.forms)
-            decode = torch.full((1,), 1 / (6 * 448), device=self.rig.device)
+            decode = torch.full((1,), 1 / (6 * 448), device=self.harness.device)
 
             def operand(a: fp4gemm.NVFP4Tensor, one: Tensor) -> cublaslt.Operand:
                 return cublaslt.Operand(a.codes.view(torch.float4_e2m1fn_x2), a.scales, decode)
@@ -158,8 +158,8 @@ class Field:
         self, quantize: Any, gemm: Any, with_one: Any
     ) -> tuple[Callable[[Tensor, Any], Tensor], str | None]:
         """The forward with a post-scale pass, and a remark on that."""
-        scale, note = post_scale.fastest(self.rig.device)
-        one = torch.ones(1, device=self.rig.device)
+        scale, note = post_scale.fastest(self.harness.device)
+        one = torch.ones(1, device=self.harness.device)
 
         def forward(x: Tensor, weight: tuple[Any, Tensor]) -> Tensor:
             a = quantize(x)
@@ -185,11 +185,11 @@ class Field:
             weights = self.weights.plain
             xs = self.tokens.plain[: len(weights)]
             rival = calls(torch.nn.functional.linear, xs, weights[: len(xs)])
-            work = self.work(weights[0].nbytes, self.rig.unit, xs[0].element_size())
+            work = self.work(weights[0].nbytes, self.harness.unit, xs[0].element_size())
             check = near(rival[0], self.shape, lambda: xs[0], lambda: weights[0], xs[0].dtype)
             return Contender(rival, work, BASELINE, None, ROUNDING), check
 
-        self.made.attempt(TORCH[self.rig.dtype], make, ours=False)
+        self.made.attempt(TORCH[self.harness.dtype], make, ours=False)
 
 
 def _decoded(x: Tensor, w: Any) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from fp4gemm.device.products import error_line
 from torch import Tensor
 
-from .timing import Call
+from ..measure.timing import Call
 
 WEIGHT = {"dtype": "float4e2m1", "group_size": 16, "scale_dtype": "float8e4m3"}
 INPUT = {"dtype": "float16"}

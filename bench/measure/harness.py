@@ -1,4 +1,4 @@
-"""The rig: the device, how its contenders are timed, its roofline and its state meanwhile."""
+"""The harness: the device, how its contenders are timed, its roofline and its state meanwhile."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Measured(NamedTuple):
     cupti_us: float | None = None  # by CUPTI, where asked for
 
 
-class Rig:
+class Harness:
     """What everything of a run is measured with."""
 
     def __init__(

@@ -23,10 +23,10 @@ import fp4gemm
 import torch
 from torch import Tensor
 
-from . import machine
+from ..measure import machine
 
 Row = dict[str, object]
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SIGNS = 0xD7E8
 SEED = 20260
 
@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
         rows.append(row)
         yield row
     if args.picture is not None:
-        from .errors_picture import draw
+        from ..report.sqnr_picture import draw
 
         draw(rows, args.picture)
 

@@ -2,7 +2,7 @@
 
 What every contender returns is looked at first. Ours must have the bits of the reference, in up to 512 rows,
 its tokens too; unquantized tokens, whose sums round, and the rivals must be the float64 product but for
-roundings, all of it (humming's weights are random, so that its result is not checked: see peers.py).
+roundings, all of it (humming's weights are random, so that its result is not checked: see humming.py).
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import fp4gemm
 import torch
 from fp4gemm.device.products import Product
 
-from . import cublaslt, post_scale
-from .contest import BASELINE, ROUNDING, UNCHECKED, Check, Contender, Contest, Job, Row
-from .models import Layer, dense_layers
-from .operands import (
+from ..baselines import cublaslt, post_scale
+from ..baselines.humming import Humming
+from ..measure.contest import BASELINE, ROUNDING, UNCHECKED, Check, Contender, Contest, Job, Row
+from ..measure.harness import Harness
+from ..measure.models import Layer, dense_layers
+from ..measure.operands import (
     FORMS,
     FP16_SCALE,
     HOPPER_FORMS,
@@ -34,11 +36,9 @@ from .operands import (
     nbytes,
     unit,
 )
-from .peers import Humming
-from .rig import Rig
-from .roofline import Work
-from .timing import Call
-from .verify import near, wrong
+from ..measure.roofline import Work
+from ..measure.timing import Call
+from ..measure.verify import near, wrong
 
 OURS = "fp4gemm"
 TORCH = {torch.bfloat16: "torch bf16", torch.float16: "torch fp16", torch.float32: "torch fp32"}
@@ -61,10 +61,10 @@ M = (1, 16, 64, 256, 1024, 4096)
 SMALL_SHAPES, SMALL_M = (Layer("", "", 256, 512), Layer("", "", 512, 256)), (1, 16, 64)
 
 
-def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
+def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
     """A job for each weight and number of rows that was asked for."""
-    layers = [*DEFAULT_SHAPES, *dense_layers(DEFAULT_MODELS)] if rig.is_cuda else SMALL_SHAPES
-    return of_layers(wanted(args, layers, M if rig.is_cuda else SMALL_M), rig, args.kernels)
+    layers = [*DEFAULT_SHAPES, *dense_layers(DEFAULT_MODELS)] if harness.is_cuda else SMALL_SHAPES
+    return of_layers(wanted(args, layers, M if harness.is_cuda else SMALL_M), harness, args.kernels)
 
 
 def wanted(args: argparse.Namespace, layers: Sequence[Layer], ms: Sequence[int]) -> list[tuple[Layer, int]]:
@@ -99,14 +99,14 @@ def check_sizes(text: str, n: int, k: int) -> None:
 
 def of_layers(
     wanted: Sequence[tuple[Layer, int]],
-    rig: Rig,
+    harness: Harness,
     kernels: re.Pattern[str] | None = None,
     bench: str = "dense",
 ) -> list[Job]:
     """A job for each (layer, m), those with one weight next to each other."""
-    humming = Humming([(layer.n, layer.k, m) for layer, m in wanted]) if rig.major == 9 else None
+    humming = Humming([(layer.n, layer.k, m) for layer, m in wanted]) if harness.major == 9 else None
     return [
-        Job(key(bench, layer, m), bench, partial(_rows, rig, layer, m, kernels, humming, bench))
+        Job(key(bench, layer, m), bench, partial(_rows, harness, layer, m, kernels, humming, bench))
         for layer, m in wanted
     ]
 
@@ -123,14 +123,19 @@ def start(bench: str, layer: Layer, m: int) -> Row:
 
 
 def _rows(
-    rig: Rig, layer: Layer, m: int, kernels: re.Pattern[str] | None, humming: Humming | None, bench: str
+    harness: Harness,
+    layer: Layer,
+    m: int,
+    kernels: re.Pattern[str] | None,
+    humming: Humming | None,
+    bench: str,
 ) -> Iterator[Row]:
-    weights = rig.keep("weights", (layer.n, layer.k), lambda: Weights(rig, layer.n, layer.k))
-    yield from contest(rig, weights, m, start(bench, layer, m), kernels, humming).rows(rig)
+    weights = harness.keep("weights", (layer.n, layer.k), lambda: Weights(harness, layer.n, layer.k))
+    yield from contest(harness, weights, m, start(bench, layer, m), kernels, humming).rows(harness)
 
 
 def contest(
-    rig: Rig,
+    harness: Harness,
     weights: Weights,
     m: int,
     start: Row,
@@ -139,29 +144,29 @@ def contest(
 ) -> Contest:
     """Everyone who multiplies (m, k) by this weight."""
     made = Contest(start)
-    field = Field(made, rig, weights, Tokens(weights, m), m)
-    for name, forms in HOPPER if rig.major == 9 else OTHERS:
+    field = Field(made, harness, weights, Tokens(weights, m), m)
+    for name, forms in HOPPER if harness.major == 9 else OTHERS:
         field.ours(name, forms)
-    field.unfused(fastest_forms(rig))
-    for name, read in forced(rig, "dense", kernels):
+    field.unfused(fastest_forms(harness))
+    for name, read in forced(harness, "dense", kernels):
         field.ours(name, read, name)
-    field.torch(rig.dtype)
-    if rig.is_cuda and rig.major == 9:
+    field.torch(harness.dtype)
+    if harness.is_cuda and harness.major == 9:
         field.torch(torch.float16)
-    if rig.major is not None and rig.major >= 10:
+    if harness.major is not None and harness.major >= 10:
         field.cublaslt()
     if humming is not None:
         field.humming(humming)
-    if rig.is_cuda:
-        made.enter_floor(rig, weights.buffers, weights.buffers[0].nbytes)
+    if harness.is_cuda:
+        made.enter_floor(harness, weights.buffers, weights.buffers[0].nbytes)
     return made
 
 
 class Field:
     """Enters contenders, one kind at a time."""
 
-    def __init__(self, made: Contest, rig: Rig, weights: Weights, tokens: Tokens, m: int) -> None:
-        self.made, self.rig, self.weights, self.tokens, self.m = made, rig, weights, tokens, m
+    def __init__(self, made: Contest, harness: Harness, weights: Weights, tokens: Tokens, m: int) -> None:
+        self.made, self.harness, self.weights, self.tokens, self.m = made, harness, weights, tokens, m
         self.size = (m, weights.n, weights.k)
 
     def work(self, a: Any, b: Any, unit_name: str, elem_bytes: int = 2) -> Work:
@@ -174,9 +179,9 @@ class Field:
 
         def make() -> tuple[Contender, Check]:
             first, second = in_forms(self.weights, self.tokens, forms)
-            chosen = kernel or chosen_kernel(self.rig, self.size, *forms)
+            chosen = kernel or chosen_kernel(self.harness, self.size, *forms)
             mm = fp4gemm.mm if kernel is None else partial(fp4gemm.mm, kernel=kernel)
-            work = self.work(first[0], second[0], self.rig.our_unit)
+            work = self.work(first[0], second[0], self.harness.our_unit)
             contender = Contender(calls(mm, first, second), work, kernel=chosen)
             if forms[0] == "bf16":  # sums of what was not quantized round
                 contender.checked = ROUNDING
@@ -203,7 +208,7 @@ class Field:
 
         def behind() -> tuple[Contender, Check]:
             first, second = in_forms(self.weights, self.tokens, forms)
-            scale, note = post_scale.fastest(self.rig.device)
+            scale, note = post_scale.fastest(self.harness.device)
             both = zip(first, second, strict=True)
             made = self._unfused([post_scale.dense(a, b, scale) for a, b in both], first[0], second[0], forms)
             made.note = note
@@ -219,20 +224,20 @@ class Field:
         self.made.attempt(UNFUSED, behind)
 
     def _unfused(self, made: list[Call], a: Any, b: Any, forms: tuple[str, str]) -> Contender:
-        kernel = chosen_kernel(self.rig, self.size, *forms)
-        return Contender(made, self.work(a, b, self.rig.our_unit), BASELINE, kernel, ROUNDING)
+        kernel = chosen_kernel(self.harness, self.size, *forms)
+        return Contender(made, self.work(a, b, self.harness.our_unit), BASELINE, kernel, ROUNDING)
 
     def torch(self, dtype: torch.dtype) -> None:
         """torch's product in that type."""
 
         def make() -> tuple[Contender, Check]:
             first, second = self.tokens.plain, self.weights.plain
-            if dtype is not self.rig.dtype:
+            if dtype is not self.harness.dtype:
                 second = self.weights.fp16
                 first = [a.data * FP16_SCALE for a in self.tokens.decoded[: len(second)]]
             count = min(len(first), len(second))
             rival = calls(torch.mm, first[:count], [w.T for w in second[:count]])
-            work = self.work(first[0], second[0], self.rig.unit, first[0].element_size())
+            work = self.work(first[0], second[0], self.harness.unit, first[0].element_size())
             contender = Contender(rival, work, BASELINE, None, ROUNDING)
             return contender, near(rival[0], self.size[:2], lambda: first[0], lambda: second[0], dtype)
 
@@ -240,7 +245,7 @@ class Field:
 
     def cublaslt(self) -> None:
         """cuBLASLt's product, and with a pass for the vectors behind it."""
-        reason = cublaslt.absent(self.rig.device)
+        reason = cublaslt.absent(self.harness.device)
         if reason is not None:
             self.made.absent[CUBLASLT] = reason
             return
@@ -255,7 +260,7 @@ class Field:
             return contender, near(rival[0], self.size[:2], values, weight, torch.bfloat16)
 
         def behind() -> tuple[Contender, Check]:
-            scale, note = post_scale.fastest(self.rig.device)
+            scale, note = post_scale.fastest(self.harness.device)
             rival = [
                 post_scale.dense(
                     a,
@@ -280,6 +285,6 @@ class Field:
         if reason is not None:
             self.made.absent[HUMMING] = reason
             return
-        work = self.work(self.tokens.halves[0], self.weights.packed[0], self.rig.our_unit)
+        work = self.work(self.tokens.halves[0], self.weights.packed[0], self.harness.our_unit)
         note = "random weights, result not checked"
         self.made.enter(HUMMING, Contender(rival, work, BASELINE, None, UNCHECKED, note))

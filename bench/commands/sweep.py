@@ -16,14 +16,14 @@ import torch
 from fp4gemm import NVFP4Tensor, reference
 from torch import Tensor
 
+from ..measure.contest import BASELINE, BITS, UNCHECKED, Check, Contender, Contest, Job, Row
+from ..measure.harness import Harness
+from ..measure.models import Layer
+from ..measure.operands import calls
+from ..measure.roofline import Work
+from ..measure.traffic import packed_bytes, scale_bytes
+from ..measure.verify import difference
 from . import dense, layer
-from .contest import BASELINE, BITS, UNCHECKED, Check, Contender, Contest, Job, Row
-from .models import Layer
-from .operands import calls
-from .rig import Rig
-from .roofline import Work
-from .traffic import packed_bytes, scale_bytes
-from .verify import difference
 
 M, K = (1024, 2048, 4096, 8192, 16384, 32768), (2048, 4096, 8192)
 SMALL_M, SMALL_K = (32, 64), (64, 128)
@@ -31,36 +31,36 @@ SMALL_M, SMALL_K = (32, 64), (64, 128)
 
 class Preset(NamedTuple):
     text: str
-    jobs: Callable[[Sequence[tuple[int, int]], Rig], list[Job]]
+    jobs: Callable[[Sequence[tuple[int, int]], Harness], list[Job]]
 
 
-def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
+def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
     """The jobs of the presets that were asked for."""
-    ms = args.m or (M if rig.is_cuda else SMALL_M)
-    ks = args.k or (K if rig.is_cuda else SMALL_K)
+    ms = args.m or (M if harness.is_cuda else SMALL_M)
+    ks = args.k or (K if harness.is_cuda else SMALL_K)
     sizes = [(m, k) for k in ks for m in ms]
-    return [job for name in args.presets for job in PRESETS[name].jobs(sizes, rig)]
+    return [job for name in args.presets for job in PRESETS[name].jobs(sizes, harness)]
 
 
-def _of(sizes: Sequence[tuple[int, int]], rig: Rig, name: str, enter: Enter) -> list[Job]:
+def _of(sizes: Sequence[tuple[int, int]], harness: Harness, name: str, enter: Enter) -> list[Job]:
     bench = f"sweep {name}"
-    return [Job(f"{bench} {m}x{k}", bench, partial(_rows, rig, name, m, k, enter)) for m, k in sizes]
+    return [Job(f"{bench} {m}x{k}", bench, partial(_rows, harness, name, m, k, enter)) for m, k in sizes]
 
 
-def _quantize(sizes: Sequence[tuple[int, int]], rig: Rig) -> list[Job]:
-    return _of(sizes, rig, "quantize", _quantizers)
+def _quantize(sizes: Sequence[tuple[int, int]], harness: Harness) -> list[Job]:
+    return _of(sizes, harness, "quantize", _quantizers)
 
 
-def _swizzle(sizes: Sequence[tuple[int, int]], rig: Rig) -> list[Job]:
-    return _of(sizes, rig, "swizzle", _swizzlers)
+def _swizzle(sizes: Sequence[tuple[int, int]], harness: Harness) -> list[Job]:
+    return _of(sizes, harness, "swizzle", _swizzlers)
 
 
-def _gemm(sizes: Sequence[tuple[int, int]], rig: Rig) -> list[Job]:
-    return dense.of_layers([(Layer("", "", k, k), m) for m, k in sizes], rig, bench="sweep gemm")
+def _gemm(sizes: Sequence[tuple[int, int]], harness: Harness) -> list[Job]:
+    return dense.of_layers([(Layer("", "", k, k), m) for m, k in sizes], harness, bench="sweep gemm")
 
 
-def _forward(sizes: Sequence[tuple[int, int]], rig: Rig) -> list[Job]:
-    return layer.of_layers([(Layer("", "", k, k), m) for m, k in sizes], rig, bench="sweep forward")
+def _forward(sizes: Sequence[tuple[int, int]], harness: Harness) -> list[Job]:
+    return layer.of_layers([(Layer("", "", k, k), m) for m, k in sizes], harness, bench="sweep forward")
 
 
 PRESETS = {
@@ -73,15 +73,15 @@ PRESETS = {
 Enter = Callable[[Contest, "list[Tensor]"], None]
 
 
-def _rows(rig: Rig, name: str, m: int, k: int, enter: Enter) -> Iterator[Row]:
+def _rows(harness: Harness, name: str, m: int, k: int, enter: Enter) -> Iterator[Row]:
     made = Contest({"bench": f"sweep {name}", "case": f"sweep {name} {m}x{k}", "m": m, "k": k})
-    gen = rig.generator(m + k)
+    gen = harness.generator(m + k)
     xs = [
-        torch.randn(m, k, device=rig.device, generator=gen).to(torch.bfloat16)
-        for _ in range(rig.rotations(2 * m * k))
+        torch.randn(m, k, device=harness.device, generator=gen).to(torch.bfloat16)
+        for _ in range(harness.rotations(2 * m * k))
     ]
     enter(made, xs)
-    yield from made.rows(rig)
+    yield from made.rows(harness)
 
 
 def _quantizers(made: Contest, xs: list[Tensor]) -> None:

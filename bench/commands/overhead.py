@@ -11,25 +11,25 @@ import fp4gemm
 import torch
 from fp4gemm.device.products import error_line
 
-from .contest import Job, Row
-from .rig import Rig
-from .timing import Call, time_host
+from ..measure.contest import Job, Row
+from ..measure.harness import Harness
+from ..measure.timing import Call, time_host
 
 # So small that the device keeps up: m tokens, a weight (n, k), experts.
 M, N, K, EXPERTS = 16, 512, 512, 8
 CPU_SIZES = (2, 32, 32, 2)
 
 
-def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
+def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
     """One job: every call."""
-    return [Job("overhead", "overhead", partial(_rows, rig))]
+    return [Job("overhead", "overhead", partial(_rows, harness))]
 
 
-def _rows(rig: Rig) -> Iterator[Row]:
-    batches = {"calls_per_batch": 100, "batches": max(5, 51 * rig.rounds // 20)}
-    if not rig.is_cuda:
+def _rows(harness: Harness) -> Iterator[Row]:
+    batches = {"calls_per_batch": 100, "batches": max(5, 51 * harness.rounds // 20)}
+    if not harness.is_cuda:
         batches = {"calls_per_batch": 5, "batches": 5, "warm_up": 2}
-    for name, call in _calls(rig).items():
+    for name, call in _calls(harness).items():
         start: Row = {"bench": "overhead", "case": "overhead", "contender": name}
         start["role"] = "baseline" if name.startswith("torch") else "ours"
         try:
@@ -37,19 +37,19 @@ def _rows(rig: Rig) -> Iterator[Row]:
         except NotImplementedError as error:
             yield start | {"absent": error_line(error)}
             continue
-        yield start | {"checked": "not checked"} | time_host(call, rig.device, **batches).row()
+        yield start | {"checked": "not checked"} | time_host(call, harness.device, **batches).row()
 
 
-def _calls(rig: Rig) -> dict[str, Call]:
-    m, n, k, experts = (M, N, K, EXPERTS) if rig.is_cuda else CPU_SIZES
-    gen = rig.generator(0)
-    x, weight = rig.gaussian(gen, m, k), rig.gaussian(gen, n, k)
-    layer = torch.nn.Linear(k, n, bias=False, device=rig.device, dtype=rig.dtype)
+def _calls(harness: Harness) -> dict[str, Call]:
+    m, n, k, experts = (M, N, K, EXPERTS) if harness.is_cuda else CPU_SIZES
+    gen = harness.generator(0)
+    x, weight = harness.gaussian(gen, m, k), harness.gaussian(gen, n, k)
+    layer = torch.nn.Linear(k, n, bias=False, device=harness.device, dtype=harness.dtype)
     a, b = fp4gemm.quantize(x), fp4gemm.quantize(weight)
-    stack = fp4gemm.quantize(rig.gaussian(gen, experts, n, k))
-    offs = torch.arange(1, experts + 1, device=rig.device, dtype=torch.int32) * (m // experts)
+    stack = fp4gemm.quantize(harness.gaussian(gen, experts, n, k))
+    offs = torch.arange(1, experts + 1, device=harness.device, dtype=torch.int32) * (m // experts)
     rows = fp4gemm.quantize(x, offs=offs)
-    out = torch.empty(m, n, device=rig.device, dtype=torch.bfloat16)
+    out = torch.empty(m, n, device=harness.device, dtype=torch.bfloat16)
     ours = fp4gemm.nn.Linear.from_float(layer)
     made: dict[str, Call] = {
         "mm": lambda: fp4gemm.mm(a, b),
@@ -60,7 +60,7 @@ def _calls(rig: Rig) -> dict[str, Call]:
         "grouped_mm": lambda: fp4gemm.grouped_mm(rows, stack, offs),
         "quantize": lambda: fp4gemm.quantize(x),
     }
-    if rig.major == 9:
+    if harness.major == 9:
         made |= _prepacked(x, b)
     made["nn.Linear"] = lambda: ours(x)
     made["torch.mm"] = lambda: torch.mm(x, weight.T)

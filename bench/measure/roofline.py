@@ -135,7 +135,7 @@ def matmul_rates(device: torch.device, size: int, rounds: int) -> dict[str, floa
 
 def _nvfp4(device: torch.device, size: int) -> partial[Tensor] | None:
     """cuBLASLt's NVFP4 product, None where torch cannot make it here or makes another."""
-    from . import cublaslt
+    from ..baselines import cublaslt
 
     if cublaslt.absent(device) is not None:
         return None

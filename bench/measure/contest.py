@@ -11,7 +11,7 @@ from fp4gemm.device.products import error_line
 from torch import Tensor
 
 from . import read_floor
-from .rig import Measured, Rig
+from .harness import Harness, Measured
 from .roofline import Work, digits
 from .timing import Call
 from .verify import ERRORS
@@ -83,34 +83,36 @@ class Contest:
         else:
             self.enter(name, contender, reason)
 
-    def enter_floor(self, rig: Rig, buffers: Sequence[Tensor], num_bytes: int) -> None:
+    def enter_floor(self, harness: Harness, buffers: Sequence[Tensor], num_bytes: int) -> None:
         """Enters a kernel that reads num_bytes of a buffer and does nothing else."""
         reason = read_floor.absent()
         if reason is not None:
             self.absent[READ_FLOOR] = reason
             return
-        variant = rig.keep("floor", num_bytes, lambda: read_floor.best_variant(buffers, num_bytes))
+        variant = harness.keep("floor", num_bytes, lambda: read_floor.best_variant(buffers, num_bytes))
         floor = read_floor.calls(buffers, num_bytes, variant)
         self.enter(READ_FLOOR, Contender(floor, Work(0.0, num_bytes), FLOOR, None, UNCHECKED))
 
-    def rows(self, rig: Rig) -> Iterator[Row]:
+    def rows(self, harness: Harness) -> Iterator[Row]:
         """Times everyone; a row each, those that are not timed last."""
         flop = max((c.work.flop for c in self.contenders.values()), default=0.0)
-        began = rig.now()
+        began = harness.now()
         exact = [name for name, c in self.contenders.items() if c.role == OURS]
-        measured, failed = rig.measure({name: c.calls for name, c in self.contenders.items()}, flop, exact)
-        conditions = rig.conditions(began)
+        measured, failed = harness.measure(
+            {name: c.calls for name, c in self.contenders.items()}, flop, exact
+        )
+        conditions = harness.conditions(began)
         for name, reason in failed.items():
             role = self.contenders.pop(name).role
             (self.refused if role == OURS else self.absent)[name] = reason
         for name in self.contenders:
-            yield self._row(name, measured, rig) | conditions
+            yield self._row(name, measured, harness) | conditions
         for name, reason in self.refused.items():
             yield self.start | {"contender": name, "refused": reason}
         for name, reason in self.absent.items():
             yield self.start | {"contender": name, "absent": reason}
 
-    def _row(self, name: str, measured: dict[str, Measured], rig: Rig) -> Row:
+    def _row(self, name: str, measured: dict[str, Measured], harness: Harness) -> Row:
         contender, found = self.contenders[name], measured[name]
         us = found.timing.median_us
         row: Row = self.start | {"contender": name, "role": contender.role}
@@ -120,7 +122,7 @@ class Contest:
         for key, value in (("eager_us", found.eager_us), ("cupti_us", found.cupti_us)):
             if value is not None:
                 row[key] = round(value, 2)
-        row |= rates(contender.work, us, rig)
+        row |= rates(contender.work, us, harness)
         ratios = {
             rival: round(measured[rival].timing.median_us / us, 3)
             for rival, other in self.contenders.items()
@@ -133,12 +135,12 @@ class Contest:
         return row
 
 
-def rates(work: Work, us: float, rig: Rig) -> Row:
+def rates(work: Work, us: float, harness: Harness) -> Row:
     """TFLOP/s and GB/s of what has to be done at least, and how close that is to the measured roofline."""
     row: Row = {}
     if work.flop:
         row["tflop_s"] = digits(work.flop / us / 1e6)
-    bounds = rig.roofline
+    bounds = harness.roofline
     return row | {
         "gb_s": digits(work.num_bytes / us / 1e3),
         "of_roofline": round(bounds.least_us(work) / us, 3),

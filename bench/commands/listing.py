@@ -8,9 +8,9 @@ from typing import Any
 
 import fp4gemm
 
-from .models import MODELS
+from ..measure.models import MODELS
+from ..measure.routing import ROUTINGS
 from .options import PATTERN
-from .routing import ROUTINGS
 from .sweep import PRESETS
 
 WHAT = ("kernels", "models", "routings", "presets")

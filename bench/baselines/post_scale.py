@@ -18,8 +18,8 @@ import torch
 from fp4gemm import DecodedTensor, NVFP4Tensor, PrepackedTensor
 from torch import Tensor
 
-from .operands import unit
-from .timing import Call
+from ..measure.operands import unit
+from ..measure.timing import Call
 
 Gemm = Callable[[Any, Any], Tensor]
 NOT_COMPILED = "without Triton the post-scale pass is several kernels"

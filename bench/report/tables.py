@@ -129,11 +129,11 @@ def _without(
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """One line on all rows: how many were timed and refused, and the bars."""
+    """One line on all rows: how many were timed and refused, and the targets."""
     timed = sum("us" in row for row in rows)
     refused = sum("refused" in row for row in rows)
     text = f"{timed} results, {refused} refused"
     barred = [row["met"] for row in rows if row.get("met") is not None]
     if barred:
-        text += f"; {sum(barred)} of {len(barred)} bars met"
+        text += f"; {sum(barred)} of {len(barred)} targets met"
     return text

@@ -14,7 +14,7 @@ from fp4gemm import DecodedTensor, NVFP4Tensor, PrepackedTensor, info, reference
 from fp4gemm.device import products
 from torch import Tensor
 
-from .rig import Rig
+from .harness import Harness
 from .timing import Call, sets
 from .verify import difference
 
@@ -26,20 +26,20 @@ FP16_SCALE = 2**-8
 class Weights:
     """A weight (n, k), or a stack (groups, n, k) of which ``active`` are read, in every form."""
 
-    def __init__(self, rig: Rig, n: int, k: int, groups: int = 0, active: int = 1) -> None:
-        self.rig, self.n, self.k, self.groups = rig, n, k, groups
+    def __init__(self, harness: Harness, n: int, k: int, groups: int = 0, active: int = 1) -> None:
+        self.harness, self.n, self.k, self.groups = harness, n, k, groups
         self.active = active
-        self.gen = rig.generator(n + k)
+        self.gen = harness.generator(n + k)
 
     def _count(self, bytes_an_elem: float) -> int:
         num_bytes = int(self.active * self.n * self.k * bytes_an_elem)
         # One set of a stack, whose experts are read one after the other, may do.
-        return sets(num_bytes, self.rig.l2_bytes) if self.groups else self.rig.rotations(num_bytes)
+        return sets(num_bytes, self.harness.l2_bytes) if self.groups else self.harness.rotations(num_bytes)
 
     @cached_property
     def packed(self) -> list[NVFP4Tensor]:
         make = partial(
-            products.gaussian_weights, self.n, self.k, self.rig.device, self.gen, num_groups=self.groups
+            products.gaussian_weights, self.n, self.k, self.harness.device, self.gen, num_groups=self.groups
         )
         return [make() for _ in range(self._count(9 / 16))]
 
@@ -54,16 +54,16 @@ class Weights:
     @property
     def buffers(self) -> list[Tensor]:
         """The bytes of each: prepacked where that is read; else codes, whose scales are an eighth more."""
-        if self.rig.major == 9:
+        if self.harness.major == 9:
             return [w.data for w in self.prepacked]
         return [w.codes for w in self.packed]
 
     @cached_property
     def plain(self) -> list[Tensor]:
-        """Of rig.dtype, as many as it takes of these."""
+        """Of harness.dtype, as many as it takes of these."""
         shape = (self.groups, self.n, self.k) if self.groups else (self.n, self.k)
-        elem_bytes = torch.empty((), dtype=self.rig.dtype).element_size()
-        return [self.rig.gaussian(self.gen, *shape) for _ in range(self._count(elem_bytes))]
+        elem_bytes = torch.empty((), dtype=self.harness.dtype).element_size()
+        return [self.harness.gaussian(self.gen, *shape) for _ in range(self._count(elem_bytes))]
 
     @cached_property
     def fp16(self) -> list[Tensor]:
@@ -80,12 +80,12 @@ class Tokens:
     """Activations (m, k) in every form; groups of them where there are offs."""
 
     def __init__(self, weights: Weights, m: int, offs: Tensor | None = None) -> None:
-        rig = weights.rig
+        harness = weights.harness
         self.offs = offs
         # A call reads a weight and writes D as well: with many rows few sets keep the caches cold.
         one = weights.packed[0].nbytes + m * weights.k // 2 + 2 * m * weights.n
-        self.count = min(len(weights.packed), rig.rotations(one)) if offs is None else 1
-        self.plain = [rig.gaussian(weights.gen, m, weights.k) for _ in range(self.count)]
+        self.count = min(len(weights.packed), harness.rotations(one)) if offs is None else 1
+        self.plain = [harness.gaussian(weights.gen, m, weights.k) for _ in range(self.count)]
 
     @cached_property
     def packed(self) -> list[NVFP4Tensor]:
@@ -142,9 +142,9 @@ _READ_BY = {
 }
 
 
-def fastest_forms(rig: Rig) -> tuple[str, str]:
+def fastest_forms(harness: Harness) -> tuple[str, str]:
     """The forms of tokens and weight that a device multiplies fastest."""
-    return HOPPER_FORMS if rig.major == 9 else FORMS
+    return HOPPER_FORMS if harness.major == 9 else FORMS
 
 
 def in_forms(weights: Weights, tokens: Tokens, forms: tuple[str, str]) -> tuple[list[Any], list[Any]]:
@@ -157,11 +157,13 @@ def in_forms(weights: Weights, tokens: Tokens, forms: tuple[str, str]) -> tuple[
     return first, second[: tokens.count] if tokens.offs is None else second
 
 
-def forced(rig: Rig, mode: str, pattern: re.Pattern[str] | None) -> Iterator[tuple[str, tuple[str, str]]]:
+def forced(
+    harness: Harness, mode: str, pattern: re.Pattern[str] | None
+) -> Iterator[tuple[str, tuple[str, str]]]:
     """This device's kernels whose name the pattern is found in, and the forms that they read."""
-    if pattern is None or not rig.is_cuda:
+    if pattern is None or not harness.is_cuda:
         return
-    family = info.kernel_family(rig.device.index)
+    family = info.kernel_family(harness.device.index)
     for kernel in fp4gemm.kernels():
         fits = kernel.mode == mode and kernel.epilogue == "rowcol" and kernel.out_dtype is torch.bfloat16
         if fits and kernel.arch == family and pattern.search(kernel.name):
@@ -183,16 +185,16 @@ def calls(function: Any, *operands: Sequence[object]) -> list[Call]:
 
 
 def chosen_kernel(
-    rig: Rig, shape: tuple[int, int, int], format_a: str, format_b: str, groups: int = 0
+    harness: Harness, shape: tuple[int, int, int], format_a: str, format_b: str, groups: int = 0
 ) -> str | None:
     """The name of the kernel that mm or grouped_mm takes for (m, n, k), as the library chooses."""
-    if not rig.is_cuda:
+    if not harness.is_cuda:
         return "reference"
     m, n, k = shape
-    properties = torch.cuda.get_device_properties(rig.device)
+    properties = torch.cuda.get_device_properties(harness.device)
     if selection.RULES:
         mode, formats = ("grouped" if groups else "dense"), (format_a, format_b)
-        a = torch.empty(0, m, device=rig.device).t()
+        a = torch.empty(0, m, device=harness.device).t()
         named = selection.find(a, n, k, torch.bfloat16, mode, False, formats)
         if named is not None:
             return named

@@ -16,17 +16,17 @@ from functools import partial
 import torch
 from fp4gemm.device.products import error_line
 
-from .cases import Case, Family, Inputs, Sizes, families, mode_cases, plain_family
-from .contest import BITS, OURS, Job, Row
-from .rig import Measured, Rig
-from .roofline import Work
-from .timing import Call
-from .verify import difference
+from ..measure.cases import Case, Family, Inputs, Sizes, families, mode_cases, plain_family
+from ..measure.contest import BITS, OURS, Job, Row
+from ..measure.harness import Harness, Measured
+from ..measure.roofline import Work
+from ..measure.timing import Call
+from ..measure.verify import difference
 
 SMALL = Sizes(square=(64, 96), tall=(80, 32), gated=((32, 48),), experts=3, few_rows=(1, 4))
 
 
-def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
+def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
     """A job for each family of cases of which --kernels names one."""
     if args.shapes:
         for shape in args.shapes:
@@ -35,12 +35,15 @@ def jobs(args: argparse.Namespace, rig: Rig) -> list[Job]:
                 raise ValueError(f"--shapes: {text} must be m x k, m a multiple of 16 and k of 32")
         chosen = tuple(plain_family(shape, torch.bfloat16, mode_cases(shape)) for shape in args.shapes)
     else:
-        chosen = families(Sizes() if rig.is_cuda else SMALL)
-    return of_families(chosen, rig, args.kernels)
+        chosen = families(Sizes() if harness.is_cuda else SMALL)
+    return of_families(chosen, harness, args.kernels)
 
 
 def of_families(
-    chosen: Sequence[Family], rig: Rig, pattern: re.Pattern[str] | None = None, bench: str = "quantize"
+    chosen: Sequence[Family],
+    harness: Harness,
+    pattern: re.Pattern[str] | None = None,
+    bench: str = "quantize",
 ) -> list[Job]:
     made: dict[str, Job] = {}
     for family in chosen:
@@ -49,26 +52,28 @@ def of_families(
             key = f"{bench} {family.title}"
             if key in made:  # inputs of the same size in another family
                 key += f", {cases[0].name}"
-            made[key] = Job(key, bench, partial(measure, rig, family, cases, bench))
+            made[key] = Job(key, bench, partial(measure, harness, family, cases, bench))
     return list(made.values())
 
 
-def with_rivals(family: Family, chosen: Sequence[Case]) -> list[Case]:
-    """The chosen cases and those that their bars compare them with."""
+def with_baselines(family: Family, chosen: Sequence[Case]) -> list[Case]:
+    """The chosen cases and those that their targets compare them with."""
     names = {case.name for case in chosen} | {case.bar.of for case in chosen if case.bar is not None}
     return [case for case in family.cases if case.name in names]
 
 
-def measure(rig: Rig, family: Family, chosen: Sequence[Case], bench: str = "quantize") -> Iterator[Row]:
+def measure(
+    harness: Harness, family: Family, chosen: Sequence[Case], bench: str = "quantize"
+) -> Iterator[Row]:
     """The rows of the chosen cases of a family; what is wrong or missing is refused, the others are timed."""
-    cases = with_rivals(family, chosen)
-    count = rig.rotations(min(case.traffic.num_bytes for case in cases))
+    cases = with_baselines(family, chosen)
+    count = harness.rotations(min(case.traffic.num_bytes for case in cases))
     wrong: dict[str, str] = {}
     absent: dict[str, str] = {}
     inputs: list[Inputs] = []
     torch.manual_seed(0)
     try:
-        inputs = [family.inputs(rig.device) for _ in range(count)]
+        inputs = [family.inputs(harness.device) for _ in range(count)]
     except NotImplementedError as error:
         absent = {case.name: f"its input: {error_line(error)}" for case in cases}
     except RuntimeError as error:
@@ -87,10 +92,10 @@ def measure(rig: Rig, family: Family, chosen: Sequence[Case], bench: str = "quan
         for case in cases
         if case.name not in wrong and case.name not in absent
     }
-    began = rig.now()
-    measured, failed = rig.measure(contenders, 0.0, contenders)
+    began = harness.now()
+    measured, failed = harness.measure(contenders, 0.0, contenders)
     wrong |= failed
-    conditions = rig.conditions(began)
+    conditions = harness.conditions(began)
     start: Row = {"bench": bench, "case": f"{bench} {family.title}"}
     for case in chosen:
         if case.name in absent:
@@ -99,7 +104,7 @@ def measure(rig: Rig, family: Family, chosen: Sequence[Case], bench: str = "quan
             row = start | {"contender": case.name, "refused": wrong[case.name]}
             yield row if case.bar is None else row | {"met": False}
         else:
-            yield start | result(case, measured, rig) | conditions
+            yield start | result(case, measured, harness) | conditions
 
 
 def refusal(case: Case, inputs: Inputs) -> str | None:
@@ -116,11 +121,11 @@ def refusal(case: Case, inputs: Inputs) -> str | None:
         return error_line(error)
 
 
-def result(case: Case, measured: Mapping[str, Measured], rig: Rig) -> Row:
+def result(case: Case, measured: Mapping[str, Measured], harness: Harness) -> Row:
     """The figures of one case; ``measured`` holds those of its rivals too."""
     timing, eager, cupti = measured[case.name]
     gb_s = case.traffic.num_bytes / timing.median_us / 1e3
-    of_copy = gb_s / rig.roofline.copy_gb_s
+    of_copy = gb_s / harness.roofline.copy_gb_s
     row: Row = {"contender": case.name, "role": OURS, "checked": BITS} | timing.row()
     for key, value in (("eager_us", eager), ("cupti_us", cupti)):
         if value is not None:
@@ -130,10 +135,12 @@ def result(case: Case, measured: Mapping[str, Measured], rig: Rig) -> Row:
         "formula": str(case.traffic),
         "gb_s": round(gb_s, 1),
         "of_copy": round(of_copy, 3),
-        "of_roofline": round(rig.roofline.least_us(Work(0.0, case.traffic.num_bytes)) / timing.median_us, 3),
+        "of_roofline": round(
+            harness.roofline.least_us(Work(0.0, case.traffic.num_bytes)) / timing.median_us, 3
+        ),
         "bound": "memory",
     }
-    bar = case.bar if rig.is_cuda else None  # bars are for GPUs
+    bar = case.bar if harness.is_cuda else None  # targets are for GPUs
     if bar is None:
         return row
     row["bar"] = str(bar)

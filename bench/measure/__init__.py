@@ -1,0 +1,1 @@
+"""How the benchmarks measure: the harness, timing, verification, the roofline, and the cases as data."""
