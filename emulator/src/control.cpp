@@ -1,7 +1,7 @@
 // The C interface of ptxemu.h.
 #include "ptxemu.h"
 
-#include <driver_types.h>
+#include <cuda_runtime_api.h>
 
 #include "memory.hpp"
 #include "queue.hpp"
@@ -21,6 +21,7 @@ void ptxemu_default_options(ptxemu_options* options) {
   options->compute_capability = 100;
   options->pdl = 1;
   options->detect_races = 1;
+  options->driver_version = CUDART_VERSION;
   options->instruction_budget = 2000000000;
 }
 

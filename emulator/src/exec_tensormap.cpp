@@ -32,6 +32,22 @@ u32 TensorMap::box_bytes() const {
   return bytes;
 }
 
+u64 TensorMap::span_bytes() const {
+  u64 last = (static_cast<u64>(dim[0]) * element_bits(dtype) + 7) / 8;
+  for (int d = 1; d < rank; ++d) {
+    last += (static_cast<u64>(dim[d]) - 1) * stride[d];
+  }
+  return last;
+}
+
+bool TensorMap::is_dense() const {
+  u64 elements = 1;
+  for (int d = 0; d < rank; ++d) {
+    elements *= dim[d];
+  }
+  return elements * element_bits(dtype) / 8 == span_bytes();
+}
+
 std::string TensorMap::describe() const {
   static char const* const swizzles[] = {"none", "32B", "64B", "128B", "128B-atom32B"};
   std::string text = format_text("dtype %u rank %u swizzle %s box ", dtype, rank, swizzles[swizzle]);
@@ -70,7 +86,7 @@ Outcome Machine::exec_tensormap_replace(Warp& warp, Group&, Instruction const& i
     Cta* const cta = shared_cta(warp.cta, static_cast<u32>(at), false, &offset);
     TensorMap map;
     shared_read(warp, cta, offset, sizeof map, &map);
-    if (map.magic != kTensorMapMagic) {
+    if ((map.tag & ~kOutOfBoundsBit) != kTensorMapTag) {
       fatal("tensormap.replace: there is no tensor map at %u", offset);
     }
     if (in.mode[0] == kAddress) {

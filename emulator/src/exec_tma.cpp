@@ -115,8 +115,15 @@ TensorMap Machine::read_tensormap(u64 address) {
     DeviceMemory::instance().check(address, sizeof map, "read of a tensor map");
     std::memcpy(&map, reinterpret_cast<void const*>(address), sizeof map);
   }
-  if (map.magic != kTensorMapMagic) {
+  if ((map.tag & ~kOutOfBoundsBit) != kTensorMapTag) {
     fatal("there is no tensor map at 0x%llx", static_cast<unsigned long long>(address));
+  }
+  if ((map.tag & kOutOfBoundsBit) != 0 && map.span_bytes() < kSmallTensorBytes && !map.is_dense()) {
+    fatal(
+        "tensor map at 0x%llx: its tensor spans %llu bytes and has gaps, and bit 85 of the map, which the "
+        "driver "
+        "set by mistake, was not cleared",
+        static_cast<unsigned long long>(address), static_cast<unsigned long long>(map.span_bytes()));
   }
   return map;
 }

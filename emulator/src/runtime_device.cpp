@@ -15,8 +15,6 @@ namespace {
 
 thread_local cudaError_t last_error = cudaSuccess;
 
-constexpr int kVersion = CUDART_VERSION;
-
 }  // namespace
 
 cudaError_t remember(cudaError_t error) {
@@ -138,11 +136,11 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
 cudaError_t cudaDeviceSynchronize() { return synchronize(); }
 cudaError_t cudaDeviceReset() { return synchronize(); }
 cudaError_t cudaDriverGetVersion(int* version) {
-  *version = kVersion;
+  *version = Session::instance().options.driver_version;
   return cudaSuccess;
 }
 cudaError_t cudaRuntimeGetVersion(int* version) {
-  *version = kVersion;
+  *version = CUDART_VERSION;
   return cudaSuccess;
 }
 
@@ -196,7 +194,7 @@ cudaError_t cudaGetDriverEntryPoint(char const* symbol, void** function, unsigne
   return cudaGetDriverEntryPointByVersion(symbol, function, 0, flags, result);
 }
 CUresult cuDriverGetVersion(int* version) {
-  *version = kVersion;
+  *version = Session::instance().options.driver_version;
   return CUDA_SUCCESS;
 }
 CUresult cuGetErrorString(CUresult, char const** text) {

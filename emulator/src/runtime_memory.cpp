@@ -98,7 +98,7 @@ cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t
 CUresult cuTensorMapEncodeTiled(CUtensorMap* out, CUtensorMapDataType type, cuuint32_t rank, void* address,
                                 cuuint64_t const* dims, cuuint64_t const* strides, cuuint32_t const* box,
                                 cuuint32_t const* element_strides, CUtensorMapInterleave interleave,
-                                CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
+                                CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
                                 CUtensorMapFloatOOBfill fill) {
   if (rank < 1 || rank > 5 || address_of(address) % 16 != 0 || address_of(out) % 64 != 0) {
     return refuse(format_text("rank %u must be 1 to 5, address %p a multiple of 16, the map's %p of 64", rank,
@@ -110,12 +110,11 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* out, CUtensorMapDataType type, cuui
                               swizzle, type, fill));
   }
   TensorMap map = {};
-  map.magic = kTensorMapMagic;
   map.address = address_of(address);
+  map.tag = kTensorMapTag;
   map.rank = static_cast<u8>(rank);
   map.dtype = static_cast<u8>(type);
   map.swizzle = static_cast<u8>(swizzle);
-  map.l2 = static_cast<u8>(promotion);
   for (u32 i = 0; i < rank; ++i) {
     bool const bad_stride = i > 0 && (strides[i - 1] % 16 != 0 || strides[i - 1] >= (1ull << 40));
     if (dims[i] == 0 || dims[i] > (1ull << 32) || box[i] == 0 || box[i] > 256 || element_strides[i] == 0 ||
@@ -134,6 +133,9 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* out, CUtensorMapDataType type, cuui
       (type == CU_TENSOR_MAP_DATA_TYPE_16U4_ALIGN8B && box[0] % 32 != 0)) {
     return refuse(
         format_text("rows of %u bytes in the box, must be a multiple of 16 up to %u", map.row_bytes(), span));
+  }
+  if (Session::instance().options.faulty_tensor_maps != 0) {
+    map.tag |= kOutOfBoundsBit;
   }
   std::memcpy(out, &map, sizeof map);
   return CUDA_SUCCESS;

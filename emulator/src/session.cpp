@@ -114,6 +114,7 @@ Session::Session() {
       static_cast<int>(environment_number("PTXEMU_RACES", static_cast<u64>(options.detect_races)));
   options.hazards_are_fatal = static_cast<int>(environment_number("PTXEMU_HAZARDS_FATAL", 0));
   options.pdl = static_cast<int>(environment_number("PTXEMU_PDL", static_cast<u64>(options.pdl)));
+  options.faulty_tensor_maps = static_cast<int>(environment_number("PTXEMU_FAULTY_TENSOR_MAPS", 0));
   options.instruction_budget = environment_number("PTXEMU_BUDGET", options.instruction_budget);
   if (files != nullptr) {
     std::istringstream list(files);

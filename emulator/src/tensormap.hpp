@@ -1,37 +1,49 @@
-// Tensor maps in an encoding of our own, made by the replacement cuTensorMapEncodeTiled.
+// Tensor maps in an encoding of the emulator's own, made by its cuTensorMapEncodeTiled.
 #pragma once
 
 #include "types.hpp"
 
 namespace ptxemu {
 
+/// What the emulator stores in the 128 bytes of a CUtensorMap. NVIDIA does not document the real encoding;
+/// the one bit of it that code outside of the driver touches, kOutOfBoundsBit, is where the hardware has it.
 struct TensorMap {
-  u64 magic;
-  u64 address;
-  u32 dim[5];
-  u32 padding;
-  u64 stride[5];  // bytes; [0] unused
-  u16 box[5];
+  u64 address;    // of the tensor in global memory
+  u64 tag;        // kTensorMapTag, with or without kOutOfBoundsBit
+  u64 stride[5];  // bytes between neighbours along a dimension; [0] is not used
+  u32 dim[5];     // elements
+  u16 box[5];     // elements
   u8 element_stride[5];
-  u8 rank, dtype, interleave, swizzle, l2, out_of_bounds;
-  u8 reserved[128 - 8 - 8 - 24 - 40 - 10 - 5 - 6];
+  u8 rank;
+  u8 dtype;    // CUtensorMapDataType
+  u8 swizzle;  // CUtensorMapSwizzle
+  u8 reserved[128 - 2 * 8 - 5 * 8 - 5 * 4 - 5 * 2 - 5 - 3];
 
-  u32 row_bytes() const;  // of the box
+  u32 row_bytes() const;  // bytes of the box along the first dimension
   u32 box_bytes() const;
+  u64 span_bytes() const;  // from the first byte of the tensor to its last, gaps between rows included
+  bool is_dense() const;   // no gaps between rows
   std::string describe() const;
 };
 static_assert(sizeof(TensorMap) == 128, "a CUtensorMap has 128 bytes");
 
-constexpr u64 kTensorMapMagic = 0x70616d5478747065ull;
+/// Marks 128 bytes as a tensor map of this emulator.
+constexpr u64 kTensorMapTag = 0x70616d5478547065ull;
+/// Bit 85 of the map, bit 21 of its second 64-bit word: how addresses beyond the tensor are generated.
+/// Drivers of CUDA 13.1 and earlier set it for every tensor, and Blackwell GPUs then access illegal addresses
+/// where the tensor spans less than kSmallTensorBytes and has gaps; callers of cuTensorMapEncodeTiled clear
+/// it in that case.
+constexpr u64 kOutOfBoundsBit = 1ull << 21;
+constexpr u64 kSmallTensorBytes = 128 << 10;
+static_assert((kTensorMapTag & kOutOfBoundsBit) == 0, "the tag leaves the bit free");
 
 u32 element_bits(u32 dtype);  // of a CUtensorMapDataType
 
-/// CUtensorMapSwizzle. 32, 64, 128: units of 16 bytes move within so many; 128 in units of 32 bytes for
-/// transposed 32-bit elements.
+/// CUtensorMapSwizzle: 16-byte units are permuted within 32, 64 or 128 bytes; kSwizzle128Atom32 permutes
+/// units of 32 bytes within 128, for transposed operands of 32-bit elements.
 enum Swizzle : u32 { kSwizzleNone, kSwizzle32, kSwizzle64, kSwizzle128, kSwizzle128Atom32 };
 
-/// The address at which a swizzled TMA box or operand has the byte that without a swizzle would be at
-/// `address`.
+/// The shared memory address of the byte that would lie at `address` without a swizzle.
 inline u32 swizzled(u32 address, u32 swizzle) {
   switch (swizzle) {
     case kSwizzle32: return address ^ (address >> 3 & 0x10);
@@ -42,7 +54,7 @@ inline u32 swizzled(u32 address, u32 swizzle) {
   }
 }
 
-/// Bytes within which a swizzle moves; 0: none.
+/// The bytes within which a swizzle permutes; 0 for none.
 inline u32 swizzle_span(u32 swizzle) {
   return swizzle == kSwizzleNone ? 0 : swizzle >= kSwizzle128 ? 128 : 16u << swizzle;
 }

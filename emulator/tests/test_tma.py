@@ -38,17 +38,28 @@ _STORE = """
     @%p1 cp.async.bulk.commit_group; @%p1 cp.async.bulk.wait_group.read 0;"""
 
 
-def _tensor_map(bench, array, rows: int, columns: int, box: tuple[int, int], swizzle: str) -> bytes:
-    """The tensor map of a (rows, columns) matrix of 16-bit elements; box: (rows, columns)."""
+def _tensor_map(
+    bench, array, rows: int, columns: int, box: tuple[int, int], swizzle: str, row_bytes: int | None = None
+) -> bytes:
+    """The tensor map of a (rows, columns) matrix of 16-bit elements.
+
+    box: (rows, columns); row_bytes: the stride of the rows, without gaps by default.
+    """
     memory = (ctypes.c_uint8 * 256)()
     address = (ctypes.addressof(memory) + 63) // 64 * 64
     encode = bench.emulator._library.cuTensorMapEncodeTiled
-    sizes, strides = (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(2 * columns)
+    sizes, strides = (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(row_bytes or 2 * columns)
     boxes, steps = (ctypes.c_uint32 * 2)(box[1], box[0]), (ctypes.c_uint32 * 2)(1, 1)
     where, data = ctypes.c_void_p(address), ctypes.c_void_p(array.pointer)
     status = encode(where, _U16, 2, data, sizes, strides, boxes, steps, 0, _SWIZZLES[swizzle], 0, 0)
     assert status == 0, bench.emulator.last_error()
     return ctypes.string_at(address, 128)
+
+
+def _with_bit_85(tensor_map: bytes, value: int) -> bytes:
+    """The map with bit 85, bit 21 of its second 64-bit word, set to the value."""
+    bits = int.from_bytes(tensor_map, "little") & ~(1 << 85)
+    return (bits | value << 85).to_bytes(len(tensor_map), "little")
 
 
 def _launch(bench, body: str, tensor_map: bytes, out, x: int = 0, y: int = 0) -> None:
@@ -144,3 +155,55 @@ def test_wrong_byte_count(bench):
 def test_not_a_tensor_map(bench):
     with pytest.raises(EmulatorError, match="there is no tensor map"):
         _launch(bench, _INIT + _LOAD + _WAIT, bytes(128), bench.emulator.empty(4))
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_bytes", "is_exposed"),
+    [
+        pytest.param(16, 256, True, id="gaps"),
+        pytest.param(16, 128, False, id="dense"),
+        pytest.param(1024, 128, False, id="dense-128-KB"),
+        pytest.param(1024, 256, False, id="gaps-256-KB"),
+        pytest.param(512, 256, True, id="gaps-just-under-128-KB"),
+        pytest.param(513, 256, False, id="gaps-just-over-128-KB"),
+    ],
+)
+def test_faulty_driver(bench, rows, row_bytes, is_exposed):
+    """Drivers up to CUDA 13.1 set bit 85; a TMA access through such a map fails unless the bit was cleared.
+
+    The tensors that fail span less than 128 KB and have gaps between their rows.
+    """
+    matrix = np.random.default_rng(3).integers(1, 1 << 16, (rows, row_bytes // 2)).astype(np.uint16)
+    array, out = bench.emulator.upload(matrix), bench.emulator.empty(512, np.uint32)
+    body = _INIT + _LOAD + _WAIT + _COPY_OUT
+
+    def encode() -> bytes:
+        return _tensor_map(bench, array, rows, 64, (16, 64), "none", row_bytes)
+
+    def check(tensor_map: bytes) -> None:
+        out.poison()
+        _launch(bench, body, tensor_map, out)
+        expected = np.ascontiguousarray(matrix[:16, :64]).view(np.uint32).reshape(-1)
+        np.testing.assert_array_equal(bench.emulator.download(out), expected)
+
+    fixed = encode()
+    assert fixed == _with_bit_85(fixed, 0)
+    bench.emulator.configure(faulty_tensor_maps=1)
+    faulty = encode()
+    assert faulty == _with_bit_85(fixed, 1)
+    check(_with_bit_85(faulty, 0))
+    if is_exposed:
+        with pytest.raises(EmulatorError, match="bit 85"):
+            check(faulty)
+    else:
+        check(faulty)
+
+
+def test_driver_version(bench):
+    version = ctypes.c_int()
+    assert bench.emulator._library.cuDriverGetVersion(ctypes.byref(version)) == 0
+    assert version.value >= 12000
+    bench.emulator.configure(driver_version=13020)
+    for ask in ("cuDriverGetVersion", "cudaDriverGetVersion"):
+        assert getattr(bench.emulator._library, ask)(ctypes.byref(version)) == 0
+        assert version.value == 13020
