@@ -1,15 +1,19 @@
 // The launches of quantization along columns.
+#include "quantize/grid.hpp"
 #include "quantize/launch.cuh"
 #include "quantize/square.cuh"
 
 namespace fp4gemm {
 namespace {
 
-/// columns: of x^T.
-dim3 tile_grid(int64_t k, int64_t columns) {
-  // Whole tiles of 128 x 4 scales of either side.
-  return {static_cast<unsigned>(scale_rows_of(k) / kTileColumns),
-          static_cast<unsigned>(ceil_div(columns, kTileRows))};
+/// Calls launch(grid, first_tile) for the grids of CTAs that together cover x^T (k, columns), a CTA for each
+/// tile of kTileColumns x kTileRows. They cover whole tiles of 128 x 4 scales of either side.
+template <class Launch>
+void for_tile_grids(int64_t k, int64_t columns, Launch const& launch) {
+  auto const width = static_cast<unsigned>(scale_rows_of(k) / kTileColumns);
+  for_grid_parts(ceil_div(columns, kTileRows), kMaxGridY, [&](int64_t first, unsigned count) {
+    launch(dim3(width, count), static_cast<unsigned>(first));
+  });
 }
 
 /// Calls launch with the form as a constant.
@@ -27,18 +31,22 @@ void for_form(Groups const& groups, bool wants_rows, Launch const& launch) {
 template <class T, class Cast, class Rotation>
 void launch_tiles_of(TileLaunch const& launch) {
   TileParams const& p = launch.params;
-  dim3 const grid = tile_grid(p.k, int64_t{p.column.num_blocks} * kBlock);
   for_form(p.groups, p.row.codes != nullptr, [&](auto form) {
-    quantize_tiles<T, Cast, Rotation, decltype(form)::value><<<grid, kTileThreads<T>, 0, launch.stream>>>(p);
+    for_tile_grids(p.k, int64_t{p.column.num_blocks} * kBlock, [&](dim3 grid, unsigned first_tile) {
+      quantize_tiles<T, Cast, Rotation, decltype(form)::value>
+          <<<grid, kTileThreads<T>, 0, launch.stream>>>(p, first_tile);
+    });
   });
 }
 
 template <class T, class Rotation>
 void launch_amax_of(ColumnAmaxParams const& params, cudaStream_t stream) {
-  dim3 const grid(static_cast<unsigned>(ceil_div(params.k, kColumnAmaxThreads * Panel<T>::kColumns)),
-                  static_cast<unsigned>(ceil_div(params.columns, kAmaxRows)));
+  auto const width = static_cast<unsigned>(ceil_div(params.k, kColumnAmaxThreads * Panel<T>::kColumns));
   for_form(params.groups, params.row_amax != nullptr, [&](auto form) {
-    columns_amax<T, Rotation, decltype(form)::value><<<grid, kColumnAmaxThreads, 0, stream>>>(params);
+    for_grid_parts(ceil_div(params.columns, kAmaxRows), kMaxGridY, [&](int64_t first, unsigned count) {
+      columns_amax<T, Rotation, decltype(form)::value>
+          <<<dim3(width, count), kColumnAmaxThreads, 0, stream>>>(params, static_cast<unsigned>(first));
+    });
   });
 }
 
@@ -69,12 +77,13 @@ void launch_tiles_four_over_six(TileLaunch const& launch) {
 void launch_squares(TileLaunch const& launch, bool four_over_six) {
   for_type(launch.dtype, [&](auto type) {
     using T = decltype(type);
-    dim3 const grid = tile_grid(launch.params.k, launch.params.m);
-    if (four_over_six) {
-      quantize_squares<T, true><<<grid, kTileThreads<T>, 0, launch.stream>>>(launch.params);
-    } else {
-      quantize_squares<T, false><<<grid, kTileThreads<T>, 0, launch.stream>>>(launch.params);
-    }
+    for_tile_grids(launch.params.k, launch.params.m, [&](dim3 grid, unsigned first_tile) {
+      if (four_over_six) {
+        quantize_squares<T, true><<<grid, kTileThreads<T>, 0, launch.stream>>>(launch.params, first_tile);
+      } else {
+        quantize_squares<T, false><<<grid, kTileThreads<T>, 0, launch.stream>>>(launch.params, first_tile);
+      }
+    });
   });
 }
 

@@ -144,7 +144,8 @@ constexpr int kTileThreads = kTileColumns / Panel<T>::kColumns * (kTileRows / kB
 /// One tile of x, or of what x^T is made from, a CTA. The grid covers the padded scales, so that their zero
 /// padding is written too.
 template <class T, class Cast, class Rotation, Form kForm>
-__global__ void __launch_bounds__(kTileThreads<T>) quantize_tiles(TileParams p) {
+__global__ void __launch_bounds__(kTileThreads<T>)
+    quantize_tiles(__grid_constant__ TileParams const p, unsigned first_tile) {
   constexpr int kThreads = kTileThreads<T>;
   constexpr int kColumnsPerThread = Panel<T>::kColumns;
   constexpr int kLanes = kTileColumns / kColumnsPerThread;
@@ -154,7 +155,7 @@ __global__ void __launch_bounds__(kTileThreads<T>) quantize_tiles(TileParams p) 
   __shared__ alignas(8) uint8_t column_scales[kTileColumns][kRowGroups];
   __shared__ alignas(16) uint8_t row_scales[512];
 
-  int64_t const first_row = int64_t{blockIdx.y} * kTileRows;
+  int64_t const first_row = int64_t{first_tile + blockIdx.y} * kTileRows;
   int64_t const first_column = int64_t{blockIdx.x} * kTileColumns;
   int const thread = static_cast<int>(threadIdx.x);
 
@@ -278,11 +279,11 @@ __device__ inline uint32_t panel_row_bits(uint2 neighbours) {
 /// max |x| of every column, after the rotation if there is one, and of every row: combined into what is
 /// there.
 template <class T, class Rotation, Form kForm>
-__global__ void __launch_bounds__(kColumnAmaxThreads) columns_amax(ColumnAmaxParams p) {
+__global__ void __launch_bounds__(kColumnAmaxThreads) columns_amax(ColumnAmaxParams p, unsigned first_tile) {
   constexpr int kColumns = Panel<T>::kColumns;
   using Element = cuda::std::conditional_t<cuda::std::is_void_v<Rotation>, T, Rotation>;
   int64_t const column = (int64_t{blockIdx.x} * kColumnAmaxThreads + threadIdx.x) * kColumns;
-  int64_t const first_row = int64_t{blockIdx.y} * kAmaxRows;
+  int64_t const first_row = int64_t{first_tile + blockIdx.y} * kAmaxRows;
   int64_t const end_row = min(first_row + kAmaxRows, p.columns);
   constexpr bool kRows = kForm == Form::kBoth;
   bool const is_real = column < p.k;

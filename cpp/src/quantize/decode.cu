@@ -1,5 +1,6 @@
 // NVFP4 to the exact fp16 operand of a GEMM.
 #include "error.hpp"
+#include "quantize/grid.hpp"
 #include "quantize/groups.cuh"
 #include "quantize/numerics.cuh"
 #include "quantize/quantize.hpp"
@@ -108,29 +109,30 @@ fp4gemm_status_t launch_decode(DecodeJob const& first, DecodeJob const& second, 
   params.num_words = num_words_of(k / kBlock);
   params.ctas_per_tile = static_cast<unsigned>(ceil_div(kScaleTileRows * chunks_per_row, kCtaChunks));
   bool is_plain = true;
-  unsigned ctas[2];
+  int64_t ctas[2];
   for (int i = 0; i < 2; ++i) {
     DecodeJob& job = params.jobs[i];
     if (job.rows_per_matrix % kScaleTileRows == 0) {
       job.rows_per_matrix = 0;  // no padding between the matrices
     }
     params.chunks[i] = job.rows * chunks_per_row;
-    ctas[i] = static_cast<unsigned>(ceil_div(params.chunks[i], kCtaChunks));
+    ctas[i] = ceil_div(params.chunks[i], kCtaChunks);
     if (job.offs != nullptr) {
-      ctas[i] = static_cast<unsigned>(fp4gemm_grouped_scale_rows(job.rows, job.num_groups) / kScaleTileRows) *
-                params.ctas_per_tile;
+      ctas[i] = fp4gemm_grouped_scale_rows(job.rows, job.num_groups) / kScaleTileRows * params.ctas_per_tile;
     }
     is_plain = is_plain && job.offs == nullptr && job.rows_per_matrix == 0;
   }
-  params.first_ctas = ctas[0];
-  unsigned const all_ctas = ctas[0] + ctas[1];
+  int64_t const all_ctas = ctas[0] + ctas[1];
   if (all_ctas == 0) {
     return FP4GEMM_SUCCESS;
   }
+  FP4GEMM_TRY(check_grid("decode", all_ctas));
+  params.first_ctas = static_cast<unsigned>(ctas[0]);
+  auto const grid = static_cast<unsigned>(all_ctas);
   if (is_plain) {
-    decode<true><<<all_ctas, kThreads, 0, stream>>>(params);
+    decode<true><<<grid, kThreads, 0, stream>>>(params);
   } else {
-    decode<false><<<all_ctas, kThreads, 0, stream>>>(params);
+    decode<false><<<grid, kThreads, 0, stream>>>(params);
   }
   FP4GEMM_CUDA(cudaGetLastError());
   return FP4GEMM_SUCCESS;

@@ -31,10 +31,10 @@ class PlainLoader {
       : x_(static_cast<T const*>(input.x) + row * input.row_stride + first_block * kBlock) {}
 
   /// Block first_block + block of the row.
-  __device__ Block<T> load(int block) const { return load_block(x_ + int64_t{block} * kBlock); }
+  __device__ Block<T> load(int64_t block) const { return load_block(x_ + block * kBlock); }
 
   /// The elements of that block.
-  __device__ T const* elements(int block) const { return x_ + int64_t{block} * kBlock; }
+  __device__ T const* elements(int64_t block) const { return x_ + block * kBlock; }
 
  private:
   T const* x_;
@@ -50,7 +50,7 @@ class HadamardLoader {
   __device__ HadamardLoader(Input const& input, int64_t row, int first_block)
       : plain_(input, row, first_block), signs_(input.signs) {}
 
-  __device__ Block<Out> load(int block) const { return rotated<Out>(plain_.load(block), signs_); }
+  __device__ Block<Out> load(int64_t block) const { return rotated<Out>(plain_.load(block), signs_); }
 
  private:
   PlainLoader<T> plain_;
@@ -68,8 +68,8 @@ class SiluAndMulLoader {
       : gate_(static_cast<T const*>(input.x) + row * input.row_stride + first_block * kBlock),
         up_offset_(input.up_offset) {}
 
-  __device__ Block<T> load(int block) const {
-    T const* const start = gate_ + int64_t{block} * kBlock;
+  __device__ Block<T> load(int64_t block) const {
+    T const* const start = gate_ + block * kBlock;
     Block<T> gate = load_block(start);
     Block<T> const up = load_block(start + up_offset_);
 #pragma unroll
@@ -107,8 +107,8 @@ class RmsNormLoader {
         weight_(offset(static_cast<T const*>(input.weight), first_block * kBlock)) {}
 
   /// h; see finish.
-  __device__ Block<T> load(int block) const {
-    int64_t const start = int64_t{block} * kBlock;
+  __device__ Block<T> load(int64_t block) const {
+    int64_t const start = block * kBlock;
     Block<T> h = load_block(x_ + start);
     if (residual_ != nullptr) {
       Block<T> const other = load_block(residual_ + start);
@@ -122,12 +122,12 @@ class RmsNormLoader {
   }
 
   /// h again, once store_sum has run; the sum may lie where the residual was.
-  __device__ Block<T> reload(int block) const {
+  __device__ Block<T> reload(int64_t block) const {
     if (sum_ == nullptr) {
       return load(block);
     }
     Block<T> h;
-    auto const* const source = reinterpret_cast<uint32_t const*>(sum_ + int64_t{block} * kBlock);
+    auto const* const source = reinterpret_cast<uint32_t const*>(sum_ + block * kBlock);
 #pragma unroll
     for (int i = 0; i < Block<T>::kWords; ++i) {
       h.words[i] = source[i];
@@ -135,22 +135,22 @@ class RmsNormLoader {
     return h;
   }
 
-  __device__ void store_sum(int block, Block<T> const& h) const {
+  __device__ void store_sum(int64_t block, Block<T> const& h) const {
     if (sum_ != nullptr) {
-      uint4* const target = reinterpret_cast<uint4*>(sum_ + int64_t{block} * kBlock);
+      uint4* const target = reinterpret_cast<uint4*>(sum_ + block * kBlock);
       target[0] = {h.words[0], h.words[1], h.words[2], h.words[3]};
       target[1] = {h.words[4], h.words[5], h.words[6], h.words[7]};
     }
   }
 
   /// The norm of h, r = 1 / sqrt(mean + epsilon).
-  __device__ Block<T> finish(int block, Block<T> h, float r) const {
+  __device__ Block<T> finish(int64_t block, Block<T> h, float r) const {
 #pragma unroll
     for (int i = 0; i < Block<T>::kWords; ++i) {
       h.words[i] = pack_pair<T>(__fmul_rn(h.element(2 * i), r), __fmul_rn(h.element(2 * i + 1), r));
     }
     if (weight_ != nullptr) {
-      Block<T> const weight = load_block(weight_ + int64_t{block} * kBlock);
+      Block<T> const weight = load_block(weight_ + block * kBlock);
 #pragma unroll
       for (int i = 0; i < Block<T>::kWords; ++i) {
         h.words[i] = multiply_pair<T>(h.words[i], weight.words[i]);

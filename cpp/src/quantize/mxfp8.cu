@@ -3,6 +3,7 @@
 
 #include "error.hpp"
 #include "quantize/convert.cuh"
+#include "quantize/grid.hpp"
 #include "quantize/numerics.cuh"
 #include "quantize/quantize.hpp"
 
@@ -21,6 +22,7 @@ struct Mxfp8Params {
   uint8_t* values;
   uint8_t* scales;
   bool scales_are_compact;
+  unsigned first_cta = 0;  // mxfp8_quantize_*: CTAs of the launches before, along the dimension that m sets
 };
 
 /// The place of the scale of a block in a matrix of `columns` blocks a row.
@@ -68,7 +70,8 @@ __device__ inline uint8_t quantize_mx_block(float const (&x)[kMxBlock], Chunk<ui
 /// One row of x, or of the padding of the scales, a CTA.
 template <class T, __nv_fp8_interpretation_t kFp8>
 __global__ void __launch_bounds__(kThreads) mxfp8_quantize_rows(Mxfp8Params p) {
-  int64_t const row = blockIdx.x;
+  int64_t const row =
+      p.first_cta + blockIdx.x;  // up to 2^31, the padding included: in 32 bits without a sign
   int const num_blocks = static_cast<int>(p.k / kMxBlock);
   int const num_scales = p.scales_are_compact ? num_blocks : kScaleWord * num_words_of(num_blocks);
   for (int block = static_cast<int>(threadIdx.x); block < num_scales; block += kThreads) {
@@ -98,7 +101,7 @@ __global__ void __launch_bounds__(kThreads) mxfp8_quantize_rows(Mxfp8Params p) {
 template <class T, __nv_fp8_interpretation_t kFp8>
 __global__ void __launch_bounds__(kThreads) mxfp8_quantize_columns(Mxfp8Params p) {
   int64_t const column = int64_t{blockIdx.x} * 32 + threadIdx.x % 32;
-  int const block = static_cast<int>(blockIdx.y * 4 + threadIdx.x / 32);
+  int const block = static_cast<int>((p.first_cta + blockIdx.y) * 4 + threadIdx.x / 32);
   int const num_blocks = static_cast<int>(p.m / kMxBlock);
   uint8_t scale = 0;
   if (column < p.k && block < num_blocks) {
@@ -166,18 +169,22 @@ fp4gemm_status_t launch_mxfp8_quantize(fp4gemm_mxfp8_args_t const& args, fp4gemm
   if (args.m == 0) {
     return FP4GEMM_SUCCESS;
   }
-  Mxfp8Params const params = params_of(args);
+  Mxfp8Params params = params_of(args);
   for_types(args, [&](auto type, auto fp8) {
     using T = decltype(type);
     if (args.is_transposed != 0) {
       // Whole tiles of 128 x 4 scales.
-      dim3 const grid(static_cast<unsigned>(scale_rows_of(args.k) / 32),
-                      static_cast<unsigned>(ceil_div(args.m, 4 * kMxBlock)));
-      mxfp8_quantize_columns<T, decltype(fp8)::value><<<grid, kThreads, 0, stream>>>(params);
+      auto const width = static_cast<unsigned>(scale_rows_of(args.k) / 32);
+      for_grid_parts(ceil_div(args.m, 4 * kMxBlock), kMaxGridY, [&](int64_t first, unsigned count) {
+        params.first_cta = static_cast<unsigned>(first);
+        mxfp8_quantize_columns<T, decltype(fp8)::value><<<dim3(width, count), kThreads, 0, stream>>>(params);
+      });
     } else {
       int64_t const rows = args.scales_are_compact != 0 ? args.m : scale_rows_of(args.m);
-      mxfp8_quantize_rows<T, decltype(fp8)::value>
-          <<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(params);
+      for_grid_parts(rows, kMaxGridX, [&](int64_t first, unsigned count) {
+        params.first_cta = static_cast<unsigned>(first);
+        mxfp8_quantize_rows<T, decltype(fp8)::value><<<count, kThreads, 0, stream>>>(params);
+      });
     }
   });
   FP4GEMM_CUDA(cudaGetLastError());

@@ -2,6 +2,7 @@
 // and back.
 #include "cutlass_evt/mainloop/nvfp4_packing.hpp"
 #include "error.hpp"
+#include "quantize/grid.hpp"
 #include "quantize/quantize.hpp"
 
 namespace fp4gemm {
@@ -262,12 +263,14 @@ PackShape shape_of(int64_t n, int64_t k) {
 fp4gemm_status_t launch_prepack(int num_matrices, int64_t n, int64_t k, void const* codes, void const* scales,
                                 void* packed, fp4gemm_stream_t stream) {
   PackShape const shape = shape_of(n, k);
-  unsigned const ctas = static_cast<unsigned>(num_matrices) * shape.tile_rows * shape.tile_columns;
+  int64_t const ctas = int64_t{num_matrices} * shape.tile_rows * shape.tile_columns;
   if (ctas == 0) {
     return FP4GEMM_SUCCESS;
   }
-  prepack<<<ctas, kThreads, 0, stream>>>(shape, static_cast<uint2 const*>(codes),
-                                         static_cast<uint32_t const*>(scales), static_cast<uint8_t*>(packed));
+  FP4GEMM_TRY(check_grid("prepack", ctas));
+  prepack<<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(shape, static_cast<uint2 const*>(codes),
+                                                                static_cast<uint32_t const*>(scales),
+                                                                static_cast<uint8_t*>(packed));
   FP4GEMM_CUDA(cudaGetLastError());
   return FP4GEMM_SUCCESS;
 }
@@ -275,12 +278,13 @@ fp4gemm_status_t launch_prepack(int num_matrices, int64_t n, int64_t k, void con
 fp4gemm_status_t launch_unpack(int num_matrices, int64_t n, int64_t k, void const* packed, void* codes,
                                void* scales, fp4gemm_stream_t stream) {
   PackShape const shape = shape_of(n, k);
-  unsigned const ctas = static_cast<unsigned>(num_matrices) * shape.tile_rows * shape.tile_columns;
+  int64_t const ctas = int64_t{num_matrices} * shape.tile_rows * shape.tile_columns;
   if (ctas == 0) {
     return FP4GEMM_SUCCESS;
   }
-  unpack<<<ctas, kThreads, 0, stream>>>(shape, static_cast<uint8_t const*>(packed),
-                                        static_cast<uint2*>(codes), static_cast<uint32_t*>(scales));
+  FP4GEMM_TRY(check_grid("unprepack", ctas));
+  unpack<<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(
+      shape, static_cast<uint8_t const*>(packed), static_cast<uint2*>(codes), static_cast<uint32_t*>(scales));
   FP4GEMM_CUDA(cudaGetLastError());
   return FP4GEMM_SUCCESS;
 }

@@ -16,6 +16,8 @@ template <class Loader>
 __global__ void __launch_bounds__(kAmaxThreads)
     tensor_amax(Input input, int64_t rows, int64_t blocks_per_row, float* amax) {
   using Element = typename Loader::Element;
+  static_assert(cuda::std::is_same_v<decltype(&Loader::load), Block<Element> (Loader::*)(int64_t) const>,
+                "a contiguous x is one row, whose blocks have numbers beyond 32 bits from 2^35 elements on");
   uint32_t bits = 0;
   for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) {
     Loader const loader(input, row, 0);

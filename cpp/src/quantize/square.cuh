@@ -7,7 +7,7 @@ namespace fp4gemm {
 
 /// Its tile of 128 x 64 a CTA, along rows, along columns or both. Rows beyond x count as zeros.
 template <class T, bool kFourOverSix>
-__global__ void __launch_bounds__(kTileThreads<T>) quantize_squares(TileParams p) {
+__global__ void __launch_bounds__(kTileThreads<T>) quantize_squares(TileParams p, unsigned first_tile) {
   constexpr int kThreads = kTileThreads<T>;
   constexpr int kColumnsPerThread = Panel<T>::kColumns;
   constexpr int kLanes = kTileColumns / kColumnsPerThread;
@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kTileThreads<T>) quantize_squares(TileParams p
   __shared__ uint8_t square_scale[kRowGroups][kBlocksPerRow];
   __shared__ float errors[kFourOverSix ? 2 : 1][kFourOverSix ? kTileRows : 1][kBlocksPerRow];
 
-  int64_t const first_row = int64_t{blockIdx.y} * kTileRows;
+  int64_t const first_row = int64_t{first_tile + blockIdx.y} * kTileRows;
   int64_t const first_column = int64_t{blockIdx.x} * kTileColumns;
   int const thread = static_cast<int>(threadIdx.x);
   T const* const x = static_cast<T const*>(p.x);
