@@ -96,11 +96,10 @@ def load(sentences: Sequence[str], device: torch.device) -> tuple[torch.nn.Modul
 def pick_device(name: str) -> torch.device:
     """The device that ``--device`` names; for "auto" the CUDA device if fp4gemm runs there, else the CPU."""
     if name == "auto":
-        usable = torch.cuda.is_available() and fp4gemm.is_supported("cuda")[0]
-        return torch.device("cuda" if usable else "cpu")
-    supported, reason = fp4gemm.is_supported(name)
-    if not supported:
-        raise ValueError(f"--device: got {name}, must be a device that fp4gemm runs on: {reason}")
+        return torch.device("cuda" if fp4gemm.is_supported("cuda") else "cpu")
+    support = fp4gemm.is_supported(name)
+    if not support:
+        raise ValueError(f"--device: got {name}, must be a device that fp4gemm runs on: {support.reason}")
     return torch.device(name)
 
 

@@ -8,13 +8,13 @@ import torch
 
 
 def pytest_report_header() -> str:
-    return "fp4gemm: " + "; ".join(fp4gemm.is_supported(name)[1] for name in ("cpu", "cuda"))
+    return "fp4gemm: " + "; ".join(fp4gemm.is_supported(name).reason for name in ("cpu", "cuda"))
 
 
 def _cuda_or_skip() -> None:
-    supported, reason = fp4gemm.is_supported("cuda")
-    if not supported:
-        pytest.skip(reason)
+    support = fp4gemm.is_supported("cuda")
+    if not support:
+        pytest.skip(support.reason)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

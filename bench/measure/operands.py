@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import fp4gemm
 import torch
-from fp4gemm import DecodedTensor, NVFP4Tensor, PrepackedTensor, info, reference, selection
+from fp4gemm import DecodedTensor, NVFP4Tensor, PrepackedTensor, kernel_table, reference, selection
 from fp4gemm.device import products
 from torch import Tensor
 
@@ -128,7 +128,7 @@ class Tokens:
         return "quantize(decoded=True) differs from decode(quantize(x))"
 
 
-# The names of the forms of a product's operands (info.FORMATS), and where they are.
+# The names of the forms of a product's operands (kernel_table.FORMATS), and where they are.
 _OF_TOKENS = {"nvfp4": "packed", "f16": "decoded", "bf16": "plain"}
 _OF_WEIGHTS = {"nvfp4": "packed", "f16": "decoded", "prepacked": "prepacked"}
 FORMS = ("nvfp4", "nvfp4")  # of the fastest product, but on Hopper
@@ -163,10 +163,10 @@ def forced(
     """This device's kernels whose name the pattern is found in, and the forms that they read."""
     if pattern is None or not harness.is_cuda:
         return
-    family = info.kernel_family(harness.device.index)
+    arch = kernel_table.kernel_arch(harness.device.index)
     for kernel in fp4gemm.kernels():
         fits = kernel.mode == mode and kernel.epilogue == "rowcol" and kernel.out_dtype is torch.bfloat16
-        if fits and kernel.arch == family and pattern.search(kernel.name):
+        if fits and kernel.arch == arch and pattern.search(kernel.name):
             yield kernel.name, _READ_BY[kernel.operand]
 
 
@@ -198,7 +198,7 @@ def chosen_kernel(
         named = selection.find(a, n, k, torch.bfloat16, mode, False, formats)
         if named is not None:
             return named
-    found = info.select_kernel(
+    found = kernel_table.select_kernel(
         10 * properties.major + properties.minor,
         properties.multi_processor_count,
         m,

@@ -20,11 +20,12 @@ from .containers.prepacked import PrepackedTensor, prepack, unpack
 from .device.selftest import self_test
 from .gemm import mm, scaled_mm
 from .grouped import grouped_mm, scaled_grouped_mm
-from .info import is_supported, kernels
+from .kernel_table import kernels
 from .layout import swizzle_scales, unswizzle_scales
 from .producers import rms_norm_quantize, silu_and_mul_quantize
 from .quantize import decode, dequantize, dequantize_parts, quantize, quantize_both
 from .stacks import stack
+from .support import is_supported
 from .training.products import dgrad, fprop, wgrad
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import argparse
 import json
 import sys
 
-from . import _native, info
-from .device import selftest, tune
+from . import _native
+from .device import report, selftest, tune
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,19 +43,19 @@ def main(argv: list[str] | None = None) -> int:
     if given := [name for name in tune.OPTIONS if getattr(options, name) is not None]:
         parser.error(f"--{given[0].replace('_', '-')} goes with tune")
     if options.command == "selftest":
-        report = selftest.self_test(options.device, force=options.force)
-        print(report)
-        return 0 if report.passed else 1
+        result = selftest.self_test(options.device, force=options.force)
+        print(result)
+        return 0 if result.passed else 1
     if options.command == "kernels":
-        print(info.kernels_text())
+        print(report.kernels_text())
     elif options.cmake_dir:
         print(_native.package_dir() / "lib" / "cmake" / "fp4gemm")
     elif options.include_dir:
         print(_native.package_dir() / "include")
     elif options.json:
-        print(json.dumps(info.report(), indent=2))
+        print(json.dumps(report.report(), indent=2))
     else:
-        print(info.report_text())
+        print(report.report_text())
     return 0
 
 

@@ -62,7 +62,7 @@ def depth(x: Tensor) -> int:
 
 
 def formats(a: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, b_rows: int) -> tuple[str, str]:
-    """What checked operands hold, as info.FORMATS has it: "nvfp4", "f16", "bf16" or "prepacked"."""
+    """What checked operands hold, as kernel_table.FORMATS has it: "nvfp4", "f16", "bf16" or "prepacked"."""
     format_a = "nvfp4" if scale_a is not None else "bf16" if a.dtype is torch.bfloat16 else "f16"
     return format_a, "prepacked" if b_rows else "f16" if scale_b is None else "nvfp4"
 
@@ -155,9 +155,9 @@ def activation_number(value: object) -> int:
     return value
 
 
-def gated(n: int, out_dtype: torch.dtype, c: object, by_columns: bool = False) -> None:
+def gated(n: int, out_dtype: torch.dtype, c: object, ragged: str = "m") -> None:
     """What swiglu goes together with: sixteen bytes of D come from twice as many columns as otherwise."""
-    if by_columns:
+    if ragged == "k":
         raise NotImplementedError("activation: got swiglu, must be another one for groups of columns")
     if out_dtype is torch.float32:
         raise NotImplementedError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _checks, _gemm_checks, info, selection
+from . import _checks, _gemm_checks, kernel_table, selection
 from .containers.nvfp4 import DecodedTensor, NVFP4Tensor
 from .containers.prepacked import PrepackedTensor
 
@@ -57,16 +57,16 @@ def chosen_kernel(
     mode: str,
     activation: int,
     batch_invariant: bool,
-    by_columns: bool = False,
+    ragged: str = "m",
 ) -> str | None:
     """The kernel that the call forces, checked, or that the rules name; None leaves it to the library."""
     if kernel is not None:
-        _check_kernel(kernel, a, formats, out_dtype, mode, activation, by_columns)
+        _check_kernel(kernel, a, formats, out_dtype, mode, activation, ragged)
         return kernel
     if batch_invariant or not selection.RULES:
         return None
     gated = activation == _gemm_checks.SWIGLU
-    return selection.find(a, n, _gemm_checks.depth(a), out_dtype, mode, gated, formats, by_columns)
+    return selection.find(a, n, _gemm_checks.depth(a), out_dtype, mode, gated, formats, ragged)
 
 
 def _check_kernel(
@@ -76,7 +76,7 @@ def _check_kernel(
     out_dtype: torch.dtype,
     mode: str,
     activation: int,
-    by_columns: bool,
+    ragged: str,
 ) -> None:
     """Raise unless ``kernel`` can do the call: a built kernel on CUDA, the reference on the CPU."""
     if not isinstance(kernel, str):
@@ -89,7 +89,7 @@ def _check_kernel(
         return
     if torch.compiler.is_compiling():
         return  # the operator checks when the graph runs
-    found = info.kernel_by_name(kernel)
+    found = kernel_table.kernel_by_name(kernel)
     if found is None:
         raise ValueError(f"kernel: got {kernel!r}, must be a name from fp4gemm.kernels() or None")
     if found.mode != mode:
@@ -103,14 +103,14 @@ def _check_kernel(
         raise ValueError(
             f"kernel: {kernel!r} writes {found.out_dtype}, must write {out_dtype}, the output type"
         )
-    if found.arch != info.kernel_family(a.get_device()):
+    if found.arch != kernel_table.kernel_arch(a.get_device()):
         major, minor = torch.cuda.get_device_capability(a.device)
         raise NotImplementedError(
             f"kernel: {kernel!r} does not run on {a.device}, whose compute capability is {major}.{minor}"
         )
-    if not found.takes(*formats, by_columns):
-        groups = " in groups of columns" if by_columns else ""
+    if not found.supports(*formats, ragged):
+        groups = " with ragged k" if ragged == "k" else ""
         raise ValueError(
-            f"kernel: {kernel!r} reads {found.operand} operands, must take {formats[0]} (a) and "
+            f"kernel: {kernel!r} reads {found.operand} operands, must multiply {formats[0]} (a) and "
             f"{formats[1]} (b){groups}"
         )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _checks, _gemm_checks, info, ops, selection
+from . import _checks, _gemm_checks, ops, selection, support
 from ._operands import (
     ALPHA,
     ALPHA_UNQUANTIZED,
@@ -40,7 +40,7 @@ _is_compiling = torch.compiler.is_compiling
 def _first_scaled_mm(a: Tensor, *rest: Any) -> Tensor:
     """The operator on a device that is ready; stands in its place until no device may need a self-test."""
     global _SCALED_MM
-    info.ready(a, "mm")
+    support.ready(a, "mm")
     if a.is_cuda and not any(map(selftest.is_due, range(torch.cuda.device_count()))):
         _SCALED_MM = _OPERATOR
     result: Tensor = _OPERATOR(a, *rest)
@@ -218,8 +218,7 @@ def checked_mm(
         _checks.same_device(names[1], data_b, data_a.device, names[0])
     _checks.no_grad(names[1], b.amax, function)
     if amax_a is None:
-        info.ready(data_a, "mm")
-        info.ready(data_a, f"mm of {info.UNQUANTIZED}")
+        support.ready_for(data_a, "mm", ("bf16", "nvfp4"))
     product = (data_a, data_b, scale_a, scale_b, alpha, amax_a, b.amax)
     return _run(function, product, n, b_rows, dtype, terms)
 
@@ -292,9 +291,9 @@ def _run(function: str, product: _Product, n: int, b_rows: int, dtype: torch.dty
     formats = _PACKED
     if scale_a is None or scale_b is None:
         formats = _gemm_checks.formats(a, scale_a, scale_b, b_rows)
-        info.ready_for(a, "mm", formats)
+        support.ready_for(a, "mm", formats)
     else:
-        info.ready(a, "mm")
+        support.ready(a, "mm")
     shape = (a.shape[0], n)
     if bias is not None:
         bias = _gemm_checks.bias(bias, shape[1], a.device, function)

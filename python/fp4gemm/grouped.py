@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _checks, _gemm_checks, _options, info, ops
+from . import _checks, _gemm_checks, _options, ops, support
 from ._operands import (
     ALPHA,
     ALPHA_UNQUANTIZED,
@@ -138,8 +138,7 @@ def checked_grouped_mm(
     )
     _checks.no_grad(names[1], b.amax, function)
     if amax_a is None:
-        info.ready(data_a, "grouped_mm")
-        info.ready(data_a, f"grouped_mm of {info.UNQUANTIZED}")
+        support.ready_for(data_a, "grouped_mm", ("bf16", "nvfp4"))
     product = (data_a, data_b, scale_a, scale_b, ends, alpha, None, amax_a, b.amax)
     return _run(function, product, b_rows, shape, dtype, terms)
 
@@ -279,18 +278,18 @@ def _run(
     bias, activation, c, beta, out_dtype, out, batch_invariant, kernel = terms
     a, b, scale_a, scale_b, offs = product[:5]
     formats = _gemm_checks.formats(a, scale_a, scale_b, b_rows)
-    info.ready_for(a, "grouped_mm", formats)
-    by_columns = not b_rows and b.dim() == 2
+    support.ready_for(a, "grouped_mm", formats)
+    ragged = "k" if not b_rows and b.dim() == 2 else "m"
     n = shape[-1]
     if bias is not None:
         bias = _gemm_checks.bias(bias, shape[-1], a.device, function, offs.shape[0])
     act = _gemm_checks.activation(activation)
     if act == _gemm_checks.SWIGLU:
-        _gemm_checks.gated(n, dtype, c, by_columns=by_columns)
+        _gemm_checks.gated(n, dtype, c, ragged=ragged)
         shape = (shape[0], _gemm_checks.width(shape[1], act))
     beta = _gemm_checks.beta(beta, c)
     _checks.is_bool("batch_invariant", batch_invariant)
-    kernel = chosen_kernel(kernel, a, n, formats, dtype, "grouped", act, batch_invariant, by_columns)
+    kernel = chosen_kernel(kernel, a, n, formats, dtype, "grouped", act, batch_invariant, ragged)
     if out is not None:
         _gemm_checks.out(out, shape, out_dtype, a.device, function)
     if c is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _checks, _gemm_checks, _native, _quantize_fakes, reference
+from . import _checks, _gemm_checks, _native, _quantize_fakes, reference, support
 
 __all__ = [
     "decode",
@@ -185,7 +185,7 @@ def _scaled_mm_fake(
         _gemm_checks.prepacked(b, scale_b, b_rows, k, 1)
     n = b_rows or b.shape[0]
     _gemm_checks.sizes(k, k if b_rows else _depth(b, scale_b), n, out_dtype)
-    _warn_untested(a)
+    support.warn_untested(a)
     return a.new_empty((a.shape[0], _gemm_checks.width(n, activation)), dtype=out_dtype)
 
 
@@ -217,7 +217,7 @@ def _scaled_grouped_mm_fake(
     else:
         size_b = (b.shape[-2], _depth(b, scale_b), b.dim())
     shape = _gemm_checks.grouped_sizes(a.shape[0], k, *size_b, offs.shape[0], out_dtype)
-    _warn_untested(a)
+    support.warn_untested(a)
     return a.new_empty((*shape[:-1], _gemm_checks.width(shape[-1], activation)), dtype=out_dtype)
 
 
@@ -225,15 +225,8 @@ def _depth(data: Tensor, scale: Tensor | None) -> int:
     return data.shape[-1] * (1 if scale is None else 2)
 
 
-def _warn_untested(a: Tensor) -> None:
-    from .device import selftest  # which imports this module
-
-    if a.device.type == "cuda" and a.device.index is not None:
-        selftest.warn_untested(a.device.index)
-
-
 def _out_fake(a: Tensor, *args: object, out: Tensor, **kwargs: object) -> None:
-    _warn_untested(a)
+    support.warn_untested(a)
 
 
 _load()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import _checks, _options, ops
 from .containers.nvfp4 import DecodedTensor, NVFP4Tensor
-from .info import ready
+from .support import ready
 
 __all__ = ["rms_norm_quantize", "silu_and_mul_quantize"]
 

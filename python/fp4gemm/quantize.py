@@ -13,8 +13,8 @@ from . import _checks, _options, ops, stacks
 from .containers import _fields
 from .containers.mxfp8 import MXFP8Tensor
 from .containers.nvfp4 import DecodedTensor, NVFP4Tensor
-from .info import ready
 from .layout import swizzle_scales
+from .support import ready
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

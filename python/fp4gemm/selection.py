@@ -5,10 +5,11 @@ The file, named by the environment variable FP4GEMM_SELECTION when fp4gemm is im
 
     [{"kernel": "sm100_dense_256x192x256_c2x1_rowcol_bf16", "n": 7168, "k": 2048, "m": [1025, 4096]}, ...]
 
-kernel: a name from :func:`fp4gemm.kernels`, whose architecture, mode, epilogue, operands and output type the
-call must have. n, k: sizes of the call; m: the least and the most rows, of all groups together; operands:
-what a and b are, ["f16", "prepacked"] say (info.FORMATS). What is left out fits any. Calls that name a kernel
-themselves, or ask for a batch-invariant one, are not looked at; neither are those that torch.compile traces.
+kernel: a name from :func:`fp4gemm.kernels`, whose architecture, mode, epilogue, operands and output type
+must be those of the call. n, k: sizes of the call; m: the least and the most rows, of all groups together;
+operands: how a and b are stored, for example ["f16", "prepacked"] (kernel_table.FORMATS). A key that is
+omitted matches any call. The rules do not apply to calls that name a kernel or ask for a batch-invariant one,
+nor to calls that torch.compile traces.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import info
+from . import kernel_table
+from .kernel_table import FORMATS
 
 __all__ = ["clear", "find", "load"]
 
@@ -29,7 +31,7 @@ VARIABLE = "FP4GEMM_SELECTION"
 
 
 class Rule(NamedTuple):
-    kernel: info.KernelInfo
+    kernel: kernel_table.KernelInfo
     n: int | None
     k: int | None
     least_m: int
@@ -75,12 +77,12 @@ def find(
     mode: str,
     gated: bool,
     formats: tuple[str, str],
-    by_columns: bool = False,
+    ragged: str = "m",
 ) -> str | None:
-    """The kernel that the rules name for a call on CUDA, or None; formats as info.FORMATS has them."""
+    """The kernel that the rules name for a call on CUDA, or None; formats of FORMATS."""
     if not a.is_cuda or torch.compiler.is_compiling():
         return None
-    family, m = info.kernel_family(a.get_device()), a.shape[0]
+    arch, m = kernel_table.kernel_arch(a.get_device()), a.shape[0]
     for rule in RULES:
         kernel = rule.kernel
         if (
@@ -88,11 +90,11 @@ def find(
             and rule.n in (None, n)
             and rule.k in (None, k)
             and rule.formats in (None, formats)
-            and kernel.arch == family
+            and kernel.arch == arch
             and kernel.mode == mode
             and kernel.out_dtype is dtype
-            and (kernel.epilogue == "swiglu") is gated
-            and kernel.takes(*formats, by_columns)
+            and kernel.is_gated is gated
+            and kernel.supports(*formats, ragged)
         ):
             return kernel.name
     return None
@@ -116,10 +118,10 @@ def _rule(where: str, entry: object) -> Rule | None:
             raise ValueError(f"{where}: {name} is {entry[name]!r}, must be a size")
     formats = entry.get("operands")
     if formats is not None and (
-        not isinstance(formats, list) or len(formats) != 2 or not all(x in info.FORMATS for x in formats)
+        not isinstance(formats, list) or len(formats) != 2 or not all(x in FORMATS for x in formats)
     ):
-        raise ValueError(f"{where}: operands is {formats!r}, must be a list of two of {info.FORMATS}")
-    kernel = info.kernel_by_name(entry["kernel"])
+        raise ValueError(f"{where}: operands is {formats!r}, must be a list of two of {FORMATS}")
+    kernel = kernel_table.kernel_by_name(entry["kernel"])
     both = None if formats is None else (formats[0], formats[1])
     return None if kernel is None else Rule(kernel, entry.get("n"), entry.get("k"), span[0], span[1], both)
 

@@ -8,7 +8,7 @@ import threading
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import NVFP4Tensor, info, reference
+from fp4gemm import NVFP4Tensor, kernel_table, reference
 from helpers import FLOATS, assert_bits, assert_poison_intact, captured, dirty, make, poisoned, short
 from moe import ALPHA, ROUTINGS, Columns, Rows, columns_of, ends_of, routing, rows_of
 from torch import Tensor
@@ -121,7 +121,7 @@ def test_the_reference_gives_the_same_bits_on_the_gpu(cuda: torch.device, gen: t
 
 def test_every_kernel_of_this_device(cuda: torch.device, gen: torch.Generator) -> None:
     """Each grouped kernel by name, both forms; those of other devices and modes are refused by name."""
-    family = info.kernel_family(cuda.index)
+    family = kernel_table.kernel_arch(cuda.index)
     ran = 0
     for sizes, n, k in (((3, 0, 1), 16, 32), ((300, 0, 33, 129), 400, 288)):
         cases: list[Rows | Columns] = [

@@ -8,7 +8,8 @@ from typing import Any
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import NVFP4Tensor, info, nn, reference
+from fp4gemm import NVFP4Tensor, nn, reference, support
+from fp4gemm.kernel_table import KernelInfo
 from helpers import FLOATS, assert_bits, assert_poison_intact, captured, dirty, make, poisoned, short
 from moe import ends_of, rows_of
 from nn_helpers import float_linear, same_bits, same_state
@@ -36,13 +37,13 @@ A_DTYPES = {"prepacked": torch.float16, "prepacked_bf16": torch.bfloat16}
 @pytest.fixture
 def hopper(cuda: torch.device) -> torch.device:
     """The current device, if its kernels read prepacked weights."""
-    if not info.streams_prepacked(cuda):
+    if not support.streams_prepacked(cuda):
         pytest.skip(f"{torch.cuda.get_device_name(cuda)} does not read prepacked weights")
     dirty(cuda, 4096, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
     return cuda
 
 
-def kernels(mode: str, operand: str | None = None) -> list[info.KernelInfo]:
+def kernels(mode: str, operand: str | None = None) -> list[KernelInfo]:
     found = [k for k in fp4gemm.kernels() if k.mode == mode and k.operand.startswith("prepacked")]
     return [k for k in found if operand in (None, k.operand)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import subprocess
@@ -13,7 +14,12 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import __main__ as main_module
-from fp4gemm import _native, info
+from fp4gemm import _native, kernel_table, support
+from fp4gemm.device import report
+from fp4gemm.kernel_table import KernelInfo
+from fp4gemm.support import Support
+
+PAIRS = list(itertools.product(kernel_table.FORMATS, repeat=2))
 
 
 def run_module(*options: str) -> str:
@@ -55,29 +61,29 @@ def test_kernels_describe_themselves() -> None:
 def test_select_kernel_takes_from_the_table() -> None:
     """Modes and types are those asked for; a batch-invariant choice looks at n and k alone."""
     archs = {row.arch for row in fp4gemm.kernels()}
-    assert info.select_kernel(75, 40, 256, 256, 256) is None
+    assert kernel_table.select_kernel(75, 40, 256, 256, 256) is None
     for arch in archs:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             for groups, mode in ((0, "dense"), (8, "grouped")):
-                for ragged in ("rows", "columns"):
-                    row = info.select_kernel(arch, 132, 64, 512, 1024, groups, ragged, dtype)
+                for ragged in ("m", "k"):
+                    row = kernel_table.select_kernel(arch, 132, 64, 512, 1024, groups, ragged, dtype)
                     assert row is not None
                     assert (row.arch, row.mode, row.out_dtype) == (arch, mode, dtype)
             chosen = {
-                info.select_kernel(arch, 132, m, 512, 1024, 0, out_dtype=dtype, batch_invariant=True)
+                kernel_table.select_kernel(arch, 132, m, 512, 1024, 0, out_dtype=dtype, batch_invariant=True)
                 for m in (1, 17, 300, 5000)
             }
             assert len(chosen) == 1
-            gated = info.select_kernel(arch, 132, 64, 512, 1024, out_dtype=dtype, activation="swiglu")
+            gated = kernel_table.select_kernel(arch, 132, 64, 512, 1024, out_dtype=dtype, activation="swiglu")
             assert (gated is None) == (dtype is torch.float32)
             assert gated is None or gated.epilogue == "swiglu"
-    with pytest.raises(ValueError, match=r"^ragged: got 'k', must be 'rows' or 'columns'"):
-        info.select_kernel(90, 132, 64, 64, 64, 2, "k")
+    with pytest.raises(ValueError, match=r"^ragged: got 'rows', must be 'm' or 'k'"):
+        kernel_table.select_kernel(90, 132, 64, 64, 64, 2, "rows")
     with pytest.raises(TypeError, match=r"^out_dtype: dtype is torch.int8"):
-        info.select_kernel(90, 132, 64, 64, 64, out_dtype=torch.int8)
+        kernel_table.select_kernel(90, 132, 64, 64, 64, out_dtype=torch.int8)
     for name in ("format_a", "format_b"):
         with pytest.raises(ValueError, match=rf"^{name}: got 'fp4', must be 'nvfp4', 'f16', 'bf16' or"):
-            info.select_kernel(90, 132, 64, 64, 64, **{name: "fp4"})
+            kernel_table.select_kernel(90, 132, 64, 64, 64, **{name: "fp4"})
 
 
 def test_selected_kernels_take_the_formats() -> None:
@@ -89,10 +95,10 @@ def test_selected_kernels_take_the_formats() -> None:
         for formats in taken:
             for groups in (0, 4):
                 options = {"format_a": formats[0], "format_b": formats[1]}
-                row = info.select_kernel(arch, 132, 64, 512, 1024, groups, **options)
+                row = kernel_table.select_kernel(arch, 132, 64, 512, 1024, groups, **options)
                 assert (row is not None) == (arch < 100 or formats == taken[0]), (arch, formats)
-                assert row is None or row.takes(*formats), (row, formats)
-    assert all(info.select_kernel(arch, 132, 64, 64, 64, format_b="bf16") is None for arch in archs)
+                assert row is None or row.supports(*formats), (row, formats)
+    assert all(kernel_table.select_kernel(arch, 132, 64, 64, 64, format_b="bf16") is None for arch in archs)
 
 
 @pytest.mark.parametrize(
@@ -105,10 +111,10 @@ def test_selected_kernels_take_the_formats() -> None:
     ],
 )
 def test_what_a_kernel_takes(operand: str, takes: set[str]) -> None:
-    row = info.KernelInfo("x", "dense", "rowcol", 90, (64, 64, 64), (1, 1), torch.bfloat16, operand, False)
-    pairs = {f"{a} {b}" for a in info.FORMATS for b in info.FORMATS if row.takes(a, b)}
+    row = KernelInfo("x", "dense", "rowcol", 90, (64, 64, 64), (1, 1), torch.bfloat16, operand, False)
+    pairs = {f"{a} {b}" for a, b in PAIRS if row.supports(a, b)}
     assert pairs == takes
-    columns = {f"{a} {b}" for a in info.FORMATS for b in info.FORMATS if row.takes(a, b, by_columns=True)}
+    columns = {f"{a} {b}" for a, b in PAIRS if row.supports(a, b, "k")}
     assert columns == (set() if operand.startswith("prepacked") else takes)
 
 
@@ -125,22 +131,27 @@ def test_kernels_returns_a_fresh_list() -> None:
 
 def test_is_supported_on_the_cpu() -> None:
     for device in ("cpu", torch.device("cpu")):
-        supported, reason = fp4gemm.is_supported(device)
-        assert supported is True
-        assert reason == "cpu: the reference in plain torch, exact and slow"
+        support = fp4gemm.is_supported(device)
+        assert support
+        assert support.supported is True
+        assert support.reason == "cpu: the reference in plain torch, exact and slow"
 
 
 def test_is_supported_elsewhere() -> None:
-    assert fp4gemm.is_supported("meta") == (False, "meta: fp4gemm runs on cuda and cpu devices only")
-    supported, reason = fp4gemm.is_supported("cuda:63")
-    assert supported is False
-    assert reason.startswith("cuda:63: torch ")
+    support = fp4gemm.is_supported("meta")
+    assert not support, "it is false in a condition"
+    assert support == Support(False, "meta: fp4gemm runs on cuda and cpu devices only")
+    support = fp4gemm.is_supported("cuda:63")
+    assert not support
+    assert support.reason.startswith("cuda:63: torch ")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
 def test_is_supported_without_cuda() -> None:
     assert fp4gemm.is_supported() == fp4gemm.is_supported("cpu")
-    assert fp4gemm.is_supported("cuda") == (False, f"cuda: torch {torch.__version__} sees no CUDA device")
+    assert fp4gemm.is_supported("cuda") == Support(
+        False, f"cuda: torch {torch.__version__} sees no CUDA device"
+    )
 
 
 class FakeProperties:
@@ -152,22 +163,22 @@ def test_unsupported_cuda_device_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: FakeProperties)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 99)
-    info._cuda_gaps.cache_clear()
+    support._cuda_gaps.cache_clear()
     try:
-        supported, reason = fp4gemm.is_supported("cuda:9")
-        gaps = info._cuda_gaps(9)
+        found = fp4gemm.is_supported("cuda:9")
+        gaps = support._cuda_gaps(9)
     finally:
-        info._cuda_gaps.cache_clear()
-    assert supported is False
+        support._cuda_gaps.cache_clear()
+    assert not found
     assert set(gaps) == {"quantize", "mm", "grouped_mm"}
-    for text in (reason, *gaps.values()):
+    for text in (found.reason, *gaps.values()):
         assert "cuda:9, NVIDIA Fake 2000 of compute capability 7.5" in text
-        assert f"this fp4gemm is {info.built_text()}" in text
+        assert f"this fp4gemm is {kernel_table.built_text()}" in text
         assert "build it from a checkout" in text
 
 
 def test_ready_raises_for_an_unsupported_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(info, "_cuda_gaps", lambda index: {"mm": "no GEMM kernel for cuda:9, Fake"})
+    monkeypatch.setattr(support, "_cuda_gaps", lambda index: {"mm": "no GEMM kernel for cuda:9, Fake"})
 
     class OnCuda:
         is_cuda = True
@@ -175,14 +186,14 @@ def test_ready_raises_for_an_unsupported_device(monkeypatch: pytest.MonkeyPatch)
         def get_device(self) -> int:
             return 9
 
-    info.ready(OnCuda(), "quantize")  # type: ignore[arg-type]
+    support.ready(OnCuda(), "quantize")  # type: ignore[arg-type]
     try:
-        assert 9 in info.READY["quantize"]
+        assert 9 in support.READY["quantize"]
         with pytest.raises(NotImplementedError, match="no GEMM kernel for cuda:9, Fake"):
-            info.ready(OnCuda(), "mm")  # type: ignore[arg-type]
-        assert 9 not in info.READY["mm"]
+            support.ready(OnCuda(), "mm")  # type: ignore[arg-type]
+        assert 9 not in support.READY["mm"]
     finally:
-        info.READY["quantize"].discard(9)
+        support.READY["quantize"].discard(9)
 
 
 def test_every_operation_asks_whether_the_device_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,13 +220,13 @@ def test_every_operation_asks_whether_the_device_is_ready(monkeypatch: pytest.Mo
         ),
     }
     for what, functions in calls.items():
-        info.READY[what].discard(-1)
+        support.READY[what].discard(-1)
         try:
             for function in functions:
                 with pytest.raises(NotImplementedError, match=r"^cpu: fp4gemm runs on"):
                     function()
         finally:
-            info.READY[what].add(-1)
+            support.READY[what].add(-1)
 
 
 def test_report_as_json() -> None:
@@ -225,7 +236,7 @@ def test_report_as_json() -> None:
     assert data["devices"][0] == {
         "device": "cpu",
         "supported": True,
-        "reason": fp4gemm.is_supported("cpu")[1],
+        "reason": fp4gemm.is_supported("cpu").reason,
     }
     assert any(entry["device"].startswith("cuda") for entry in data["devices"])
     want = [
@@ -257,8 +268,8 @@ def test_table_of_kernels() -> None:
 
 
 def test_report_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(info, "kernels", list)
-    assert "kernels (0)\n  none: this build has no CUDA kernels" in info.report_text()
+    monkeypatch.setattr(kernel_table, "kernels", list)
+    assert "kernels (0)\n  none: this build has no CUDA kernels" in report.report_text()
 
 
 def test_folders_of_the_cpp_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,10 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import __main__ as main_module
-from fp4gemm import info
+from fp4gemm import kernel_table, support
 from fp4gemm.device import problems, selftest
 from fp4gemm.device.problems import Problem
+from fp4gemm.kernel_table import KernelInfo
 from helpers import FLOATS, short
 
 CPU = torch.device("cpu")
@@ -20,8 +21,8 @@ CPU = torch.device("cpu")
 
 def kernel(
     name: str, mode: str = "dense", out_dtype: torch.dtype = torch.bfloat16, epilogue: str = "rowcol"
-) -> info.KernelInfo:
-    return info.KernelInfo(name, mode, epilogue, 100, (128, 64, 256), (1, 1), out_dtype, "nvfp4", False)
+) -> KernelInfo:
+    return KernelInfo(name, mode, epilogue, 100, (128, 64, 256), (1, 1), out_dtype, "nvfp4", False)
 
 
 TABLE = [
@@ -29,7 +30,7 @@ TABLE = [
 ] + [kernel(f"sm100_{mode}_gated", mode, epilogue="swiglu") for mode in ("dense", "grouped")]
 
 
-def right(tested: info.KernelInfo, problem: Problem) -> torch.Tensor:
+def right(tested: KernelInfo, problem: Problem) -> torch.Tensor:
     return problem.run(CPU, tested.out_dtype, None)
 
 
@@ -67,8 +68,8 @@ def one_bit(d: torch.Tensor) -> torch.Tensor:
     return d
 
 
-def without(term: str) -> Callable[[info.KernelInfo, Problem], torch.Tensor]:
-    def run(tested: info.KernelInfo, problem: Problem) -> torch.Tensor:
+def without(term: str) -> Callable[[KernelInfo, Problem], torch.Tensor]:
+    def run(tested: KernelInfo, problem: Problem) -> torch.Tensor:
         terms = {name: value for name, value in problem.terms.items() if name != term}
         if term == "c":
             terms.pop("beta", None)
@@ -104,7 +105,7 @@ def test_one_wrong_bit_is_found(mode: str, epilogue: str) -> None:
 
 
 def test_an_error_is_a_result() -> None:
-    def broken(row: info.KernelInfo, problem: Problem) -> torch.Tensor:
+    def broken(row: KernelInfo, problem: Problem) -> torch.Tensor:
         raise RuntimeError("an illegal instruction")
 
     (result,) = selftest.compare([kernel("sm100_broken")], broken)
@@ -158,9 +159,9 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Fake]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (10, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Fake 100")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: machine.is_capturing)
-    monkeypatch.setattr(info, "kernel_family", lambda index: 100)
-    monkeypatch.setattr(info, "kernels", lambda: TABLE)
-    monkeypatch.setattr(info, "_cuda_gaps", lambda index: {})
+    monkeypatch.setattr(kernel_table, "kernel_arch", lambda index: 100)
+    monkeypatch.setattr(kernel_table, "kernels", lambda: TABLE)
+    monkeypatch.setattr(support, "_cuda_gaps", lambda index: {})
     monkeypatch.setattr(selftest, "_driver_version", lambda: "1.2.3")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(selftest.SWITCH, raising=False)
@@ -174,7 +175,7 @@ def forget() -> None:
     selftest._PASSED.clear()
     selftest._FAILED.clear()
     selftest._WARNED.clear()
-    for ready in info.READY.values():
+    for ready in support.READY.values():
         ready.discard(0)
 
 
@@ -188,7 +189,7 @@ class OnCuda:
 
 def use(what: str = "mm") -> None:
     """What the first product does."""
-    info.ready(OnCuda(), what)  # type: ignore[arg-type]
+    support.ready(OnCuda(), what)  # type: ignore[arg-type]
 
 
 def test_first_product_runs_it_once(fake: Fake) -> None:
@@ -198,7 +199,7 @@ def test_first_product_runs_it_once(fake: Fake) -> None:
     use("grouped_mm")
     use()
     assert fake.runs == ran
-    assert 0 in info.READY["mm"]
+    assert 0 in support.READY["mm"]
 
 
 def test_quantize_does_not_run_it(fake: Fake) -> None:
@@ -266,7 +267,7 @@ def test_a_wrong_kernel_stops_every_product(
     with pytest.raises(RuntimeError, match="sm100_grouped_fp16"):
         use("grouped_mm")
     assert fake.runs == ran
-    assert 0 not in info.READY["mm"]
+    assert 0 not in support.READY["mm"]
     forget()
     with pytest.raises(RuntimeError, match="FP4GEMM_SELF_TEST=0 in the environment"):
         use()
@@ -361,9 +362,9 @@ def test_a_wrong_library_fails_on_this_device(
 ) -> None:
     """The kernels of this device, asked for other products than the reference computes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kernels = [row for row in fp4gemm.kernels() if row.arch == info.kernel_family(cuda.index)]
+    kernels = [row for row in fp4gemm.kernels() if row.arch == kernel_table.kernel_arch(cuda.index)]
 
-    def shifted(row: info.KernelInfo, problem: Problem) -> torch.Tensor:
+    def shifted(row: KernelInfo, problem: Problem) -> torch.Tensor:
         terms = problem.terms | {"bias": torch.full((problem.operands[1].shape[-2],), 7.0)}
         return dataclasses.replace(problem, terms=terms).run(cuda, row.out_dtype, row.name)
 

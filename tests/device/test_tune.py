@@ -10,9 +10,11 @@ from typing import Any
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import info, selection
+from fp4gemm import kernel_table, selection
 from fp4gemm.__main__ import main
 from fp4gemm.device import products, timing, tune
+from fp4gemm.kernel_table import KernelInfo
+from fp4gemm.support import Support
 
 CPU = torch.device("cpu")
 POINT = tune.Point(0, 48, 64, 5, "f16", "nvfp4", "bf16")
@@ -123,7 +125,7 @@ def test_wrong_kernels_are_reported_and_never_timed() -> None:
 
 
 def test_candidates_take_the_operands() -> None:
-    def kernel(name: str, **other: Any) -> info.KernelInfo:
+    def kernel(name: str, **other: Any) -> KernelInfo:
         fields: dict[str, Any] = {
             "mode": "dense",
             "epilogue": "rowcol",
@@ -134,7 +136,7 @@ def test_candidates_take_the_operands() -> None:
             "operand": "prepacked",
             "is_swapped": True,
         }
-        return info.KernelInfo(name=name, **(fields | other))
+        return KernelInfo(name=name, **(fields | other))
 
     table = [
         kernel("fits"),
@@ -193,9 +195,9 @@ def test_rules_name_shape_rows_and_operands() -> None:
 
 
 def test_selection_reads_the_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = info.KernelInfo("a", "dense", "rowcol", 90, (1, 1, 1), (1, 1), torch.bfloat16, "prepacked", True)
-    monkeypatch.setattr(info, "kernel_by_name", {"a": kernel}.get)
-    monkeypatch.setattr(info, "kernel_family", lambda index: 90)
+    kernel = KernelInfo("a", "dense", "rowcol", 90, (1, 1, 1), (1, 1), torch.bfloat16, "prepacked", True)
+    monkeypatch.setattr(kernel_table, "kernel_by_name", {"a": kernel}.get)
+    monkeypatch.setattr(kernel_table, "kernel_arch", lambda index: 90)
     journal = tune.Journal(tmp_path / "rules.json", "H200")
     journal.add(measured(4, {"a": 1.0}, b="prepacked"))
 
@@ -295,7 +297,7 @@ def test_bad_lines(line: str, message: str, capsys: pytest.CaptureFixture[str]) 
 def test_without_a_device_there_is_nothing_to_tune(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(info, "is_supported", lambda device: (False, "no such thing"))
+    monkeypatch.setattr(tune, "is_supported", lambda device: Support(False, "no such thing"))
     assert main(["tune", "--shapes", "64x64", "--m", "1", "--out", str(tmp_path / "rules.json")]) == 1
     assert "nothing to tune: no such thing" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -306,7 +308,7 @@ def test_a_small_shape_is_tuned(cuda: torch.device, tmp_path: Path) -> None:
     """Every kernel that takes the operands is right there, and the rules decide a call with the same bits."""
     out = tmp_path / "rules.json"
     line = ["tune", "--shapes", "256x512", "--m", "1,40", "--rounds", "2", "--out", str(out)]
-    family = info.kernel_family(cuda.index)
+    family = kernel_table.kernel_arch(cuda.index)
     assert main(line) == 0
     before = tune.Journal(out, f"{torch.cuda.get_device_name()}, fp4gemm {fp4gemm.__version__}").measured
     assert {point.m for point in before} == {1, 40}

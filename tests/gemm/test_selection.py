@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import info, selection
+from fp4gemm import kernel_table, selection
+from fp4gemm.kernel_table import KernelInfo
 
 KERNEL = "sm90_dense_128x128x64_c2x1_rowcol_bf16"
 GATED = "sm90_dense_64x128x64_c1x1_swiglu_bf16"
@@ -28,11 +29,11 @@ def no_rules() -> Iterator[None]:
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two kernels, whatever was built."""
-    row = info.KernelInfo(KERNEL, "dense", "rowcol", 90, (128, 128, 64), (2, 1), torch.bfloat16, "f16", False)
-    gated = info.KernelInfo(GATED, "dense", "swiglu", 90, (64, 128, 64), (1, 1), torch.bfloat16, "f16", False)
+    row = KernelInfo(KERNEL, "dense", "rowcol", 90, (128, 128, 64), (2, 1), torch.bfloat16, "f16", False)
+    gated = KernelInfo(GATED, "dense", "swiglu", 90, (64, 128, 64), (1, 1), torch.bfloat16, "f16", False)
     found = {KERNEL: row, GATED: gated}
-    monkeypatch.setattr(info, "kernel_by_name", found.get)
-    monkeypatch.setattr(info, "kernel_family", lambda index: 90)
+    monkeypatch.setattr(kernel_table, "kernel_by_name", found.get)
+    monkeypatch.setattr(kernel_table, "kernel_arch", lambda index: 90)
 
 
 def write(path: Path, rules: object) -> Path:
@@ -105,8 +106,8 @@ def test_a_rule_decides_a_call(cuda: torch.device, tmp_path: Path, monkeypatch: 
     """The operator gets the kernel of the rule, of which the result is the same."""
     x, w = (torch.randn(rows, 256, device=cuda, dtype=torch.bfloat16) for rows in (40, 64))
     a, b = fp4gemm.quantize(x), fp4gemm.quantize(w)
-    family = info.kernel_family(cuda.index)
-    chosen = info.select_kernel(family, 132, 40, 64, 256)
+    family = kernel_table.kernel_arch(cuda.index)
+    chosen = kernel_table.select_kernel(family, 132, 40, 64, 256)
     kernel = next(
         k.name
         for k in fp4gemm.kernels()

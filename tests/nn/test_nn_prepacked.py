@@ -221,7 +221,7 @@ def test_what_left_the_layer_stays_whole() -> None:
 def test_a_fake_run_keeps_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward on fake tensors, of which torch.compiler does not know, prepacks nothing."""
     layer, _ = both()
-    monkeypatch.setattr(fp4gemm.info, "streams_prepacked", lambda device: True)
+    monkeypatch.setattr(fp4gemm.support, "streams_prepacked", lambda device: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         layer(torch.empty(4, 96))
@@ -231,7 +231,7 @@ def test_a_fake_run_keeps_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_prepack_after_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, _ = both()
-    monkeypatch.setattr(fp4gemm.info, "streams_prepacked", lambda device: True)
+    monkeypatch.setattr(fp4gemm.support, "streams_prepacked", lambda device: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     layer(torch.randn(4, 96))
     with pytest.raises(
@@ -315,7 +315,7 @@ def test_export() -> None:
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether a graph is being captured, as the layer is told."""
     capturing = [False]
-    monkeypatch.setattr(_weight.info, "streams_prepacked", lambda device: True)
+    monkeypatch.setattr(_weight.support, "streams_prepacked", lambda device: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     return capturing
 

@@ -61,9 +61,9 @@ class Device:
 def gpu() -> Device:
     if runtime is None:
         pytest.skip("cuda-python is not installed (requirements/test.txt)")
-    supported, reason = fp4gemm.is_supported("cuda")
-    if not supported:
-        pytest.skip(reason)
+    support = fp4gemm.is_supported("cuda")
+    if not support:
+        pytest.skip(support.reason)
     device = Device()
     yield device
     for pointer in device.pointers:

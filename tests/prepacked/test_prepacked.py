@@ -10,7 +10,7 @@ from typing import Any
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import NVFP4Tensor, PrepackedTensor, info, reference
+from fp4gemm import NVFP4Tensor, PrepackedTensor, reference, support
 from helpers import FLOATS, assert_bits, assert_same_value, folded, make, make_codes, make_scales, short
 from moe import ROUTINGS, rows_of
 from op_checks import assert_fake_is_real, compiled, opcheck, ready
@@ -315,7 +315,7 @@ def operator_arguments(device: torch.device, gen: torch.Generator) -> dict[str, 
 
 @pytest.mark.parametrize("form", ["packed", "decoded", "bf16", "groups"])
 def test_operators_pass_opcheck(form: str, device: torch.device, gen: torch.Generator) -> None:
-    if device.type == "cuda" and not info.streams_prepacked(
+    if device.type == "cuda" and not support.streams_prepacked(
         torch.device("cuda", torch.cuda.current_device())
     ):
         pytest.skip("the device does not read prepacked weights")

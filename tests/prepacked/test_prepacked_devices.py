@@ -5,8 +5,9 @@ from __future__ import annotations
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import info, reference
+from fp4gemm import kernel_table, reference, support
 from fp4gemm.device import problems, selftest
+from fp4gemm.kernel_table import KernelInfo
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -21,21 +22,21 @@ def test_devices_with_fp4_tensor_cores_say_what_to_do(
     class Fake:
         name, major, minor, multi_processor_count = "NVIDIA Fake 100", 10, 0, 148
 
-    row = info.KernelInfo("x", "dense", "rowcol", 100, (1, 1, 1), (1, 1), torch.bfloat16, "nvfp4", False)
+    row = KernelInfo("x", "dense", "rowcol", 100, (1, 1, 1), (1, 1), torch.bfloat16, "nvfp4", False)
 
-    def select(*sizes: int, format_a: str, format_b: str) -> info.KernelInfo | None:
-        return row if row.takes(format_a, format_b) else None
+    def select(*sizes: int, format_a: str, format_b: str) -> KernelInfo | None:
+        return row if row.supports(format_a, format_b) else None
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Fake)
-    monkeypatch.setattr(info, "select_kernel", select)
-    info._cuda_gaps.cache_clear()
-    info._streams_prepacked.cache_clear()
+    monkeypatch.setattr(kernel_table, "select_kernel", select)
+    support._cuda_gaps.cache_clear()
+    support._streams_prepacked.cache_clear()
     try:
-        gaps = info._cuda_gaps(9)
-        assert not info.streams_prepacked(torch.device("cuda", 9))
+        gaps = support._cuda_gaps(9)
+        assert not support.streams_prepacked(torch.device("cuda", 9))
     finally:
-        info._cuda_gaps.cache_clear()
-        info._streams_prepacked.cache_clear()
+        support._cuda_gaps.cache_clear()
+        support._streams_prepacked.cache_clear()
     mode = "grouped_mm" if num_groups else "mm"
     ways = {
         "decoded operands": "pass the NVFP4Tensor, not what decode made",
@@ -54,24 +55,24 @@ def test_devices_with_fp4_tensor_cores_say_what_to_do(
         def get_device(self) -> int:
             return 9
 
-    monkeypatch.setattr(info, "_cuda_gaps", lambda index: gaps)
-    monkeypatch.setattr(selftest, "before_first_product", lambda index: True)
+    monkeypatch.setattr(support, "_cuda_gaps", lambda index: gaps)
+    monkeypatch.setattr(support, "_before_first_product", lambda index: True)
     try:
-        info.ready_for(OnCuda(), mode, ("nvfp4", "nvfp4"))  # type: ignore[arg-type]
+        support.ready_for(OnCuda(), mode, ("nvfp4", "nvfp4"))  # type: ignore[arg-type]
         for formats, what in (
             (("nvfp4", "prepacked"), "prepacked weights"),
             (("bf16", "nvfp4"), "unquantized activations"),
             (("nvfp4", "f16"), "decoded operands"),
         ):
             with pytest.raises(NotImplementedError, match=ways[what]):
-                info.ready_for(OnCuda(), mode, formats)  # type: ignore[arg-type]
+                support.ready_for(OnCuda(), mode, formats)  # type: ignore[arg-type]
     finally:
-        for seen in info.READY.values():
+        for seen in support.READY.values():
             seen.discard(9)
 
 
 def test_the_cpu_streams_nothing() -> None:
-    assert not info.streams_prepacked(CPU)
+    assert not support.streams_prepacked(CPU)
 
 
 @pytest.mark.parametrize("mode", ["dense", "grouped"])
@@ -79,17 +80,17 @@ def test_the_cpu_streams_nothing() -> None:
 def test_the_self_test_has_problems_for_these_kernels(operand: str, mode: str) -> None:
     """Plain and gated, with every term; one-hot rows give back every code and scale bit for bit."""
 
-    def run(row: info.KernelInfo, problem: problems.Problem) -> Tensor:
+    def run(row: KernelInfo, problem: problems.Problem) -> Tensor:
         return problem.run(CPU, row.out_dtype, None)
 
-    def one_bit(row: info.KernelInfo, problem: problems.Problem) -> Tensor:
+    def one_bit(row: KernelInfo, problem: problems.Problem) -> Tensor:
         d = run(row, problem)
         d.view(torch.uint8).view(-1)[-1] ^= 1
         return d
 
     for epilogue in ("rowcol", "swiglu"):
         tile = (128, 64, 64), (1, 1)
-        tested = info.KernelInfo("sm90_streams", mode, epilogue, 90, *tile, torch.bfloat16, operand, False)
+        tested = KernelInfo("sm90_streams", mode, epilogue, 90, *tile, torch.bfloat16, operand, False)
         names = [p.name for p in problems.problems() if p.suits(tested)]
         assert any("prepacked" in name and "every term" in name for name in names)
         assert not any("columns" in name for name in names)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import _checks, _options, ops
-from ..info import ready
 from ..layout import unswizzle_scales
+from ..support import ready
 from . import _pytree
 
 __all__ = ["MXFP8Tensor", "quantize_mxfp8"]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import _checks, ops
-from ..info import ready
 from ..layout import TILE_ROWS, swizzle_scales, unswizzle_scales
+from ..support import ready
 from . import _fields, _pytree
 from .decoded import DecodedTensor, text
 from .interop import Conventions

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks, ops
-from ..info import ready
+from ..support import ready
 from . import _fields, _pytree
 from .decoded import text
 from .nvfp4 import NVFP4Tensor

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _gemm_checks, layout, ops
-from ..info import KernelInfo
+from ..kernel_table import KernelInfo
 from ..reference import decode_e2m1
 
 SEED = 20260
@@ -39,10 +39,10 @@ class Problem:
         """Whether the kernel computes it."""
         is_gated = self.terms.get("activation") == _gemm_checks.SWIGLU
         a, b, scale_a, scale_b = self.operands[:4]
-        if a is None or b is None or kernel.mode != self.mode or (kernel.epilogue == "swiglu") != is_gated:
+        if a is None or b is None or kernel.mode != self.mode or kernel.is_gated != is_gated:
             return False
         formats = _gemm_checks.formats(a, scale_a, scale_b, int(self.prepacks))
-        return kernel.takes(*formats, by_columns=self.mode == "grouped" and b.dim() == 2)
+        return kernel.supports(*formats, ragged="k" if self.mode == "grouped" and b.dim() == 2 else "m")
 
     def run(self, device: torch.device, out_dtype: torch.dtype, kernel: str | None) -> Tensor:
         """D on the CPU, from a kernel of the device, or its reference; what was not written is NaN."""

@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .. import _checks, _native, info
+from .. import _checks, _native, kernel_table, support
+from ..kernel_table import KernelInfo
 from .problems import Problem, problems
 
 __all__ = ["KernelResult", "SelfTestReport", "self_test"]
@@ -30,7 +31,7 @@ __all__ = ["KernelResult", "SelfTestReport", "self_test"]
 UNMEASURED_MAJOR = 10  # compute capabilities from here on are tested before they are used
 SWITCH = "FP4GEMM_SELF_TEST"
 
-Runner = Callable[[info.KernelInfo, Problem], Tensor]
+Runner = Callable[[KernelInfo, Problem], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,18 +97,18 @@ def self_test(device: torch.device | str | int | None = None, *, force: bool = F
         index = torch.cuda.current_device() if index is None else index
     if target.type != "cuda" or index is None or index >= torch.cuda.device_count():
         raise ValueError(f"device: got {str(target)!r}, must be the CPU or a CUDA device that torch sees")
-    family = info.kernel_family(index)
+    family = kernel_table.kernel_arch(index)
     if family is None:
-        raise NotImplementedError(info.is_supported(torch.device("cuda", index))[1])
+        raise NotImplementedError(support.is_supported(torch.device("cuda", index)).reason)
     place = torch.device("cuda", index)
-    kernels = [kernel for kernel in info.kernels() if kernel.arch == family]
+    kernels = [kernel for kernel in kernel_table.kernels() if kernel.arch == family]
     key = _key(index)
     if not force and _kept(key):
         results = tuple(KernelResult(kernel.name, True) for kernel in kernels)
         _PASSED.add(index)
         return SelfTestReport(_described(index), results, cached=True)
 
-    def run(kernel: info.KernelInfo, problem: Problem) -> Tensor:
+    def run(kernel: KernelInfo, problem: Problem) -> Tensor:
         return problem.run(place, kernel.out_dtype, kernel.name)
 
     report = SelfTestReport(_described(index), compare(kernels, run))
@@ -123,7 +124,7 @@ _FAILED: dict[int, str] = {}
 _WARNED: set[int] = set()
 
 
-def compare(kernels: Iterable[info.KernelInfo], run: Runner) -> tuple[KernelResult, ...]:
+def compare(kernels: Iterable[KernelInfo], run: Runner) -> tuple[KernelResult, ...]:
     """What ``run`` makes of every problem, kernel by kernel, against the reference."""
     made = problems()
     wanted: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -138,7 +139,7 @@ def compare(kernels: Iterable[info.KernelInfo], run: Runner) -> tuple[KernelResu
 
 
 def _result(
-    kernel: info.KernelInfo,
+    kernel: KernelInfo,
     made: list[Problem],
     wanted: dict[tuple[str, torch.dtype], Tensor],
     run: Runner,
@@ -278,3 +279,6 @@ def _keep(key: dict[str, str]) -> None:
         Path(file.name).replace(path)
     except (OSError, RuntimeError):
         pass
+
+
+support.register_self_test(before_first_product, warn_untested)

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import _native, info
+from .. import _native, kernel_table
+from ..support import is_supported
 from . import products as product_forms
 from . import timing
 
@@ -64,16 +65,16 @@ class Measured(NamedTuple):
     refused: dict[str, str]
 
 
-def candidates(kernels: Iterable[info.KernelInfo], family: int | None, point: Point) -> list[str]:
+def candidates(kernels: Iterable[kernel_table.KernelInfo], family: int | None, point: Point) -> list[str]:
     """The kernels of a device's family that take the operands of a point."""
     return [
         kernel.name
         for kernel in kernels
         if kernel.arch == family
         and kernel.mode == point.mode
-        and kernel.epilogue == "rowcol"
+        and not kernel.is_gated
         and kernel.out_dtype is _OUT_DTYPES[point.out_dtype]
-        and kernel.takes(point.a, point.b)
+        and kernel.supports(point.a, point.b)
     ]
 
 
@@ -281,12 +282,12 @@ def run(options: argparse.Namespace, error: Callable[[str], Any]) -> int:
         error(f"--groups: got {options.groups}, must be 1 or more")
     if options.rounds is not None and options.rounds < 1:
         error(f"--rounds: got {options.rounds}, must be 1 or more")
-    supported, reason = info.is_supported("cuda")
-    if not supported:
-        print(f"nothing to tune: {reason}", file=sys.stderr)
+    support = is_supported("cuda")
+    if not support:
+        print(f"nothing to tune: {support.reason}", file=sys.stderr)
         return 1
     index = torch.cuda.current_device()
-    family = info.kernel_family(index)
+    family = kernel_table.kernel_arch(index)
     device = f"{torch.cuda.get_device_name(index)}, fp4gemm {_native.version()}"
     try:
         journal = Journal(options.out, device)
@@ -327,7 +328,7 @@ def _tune_shape(points: Sequence[Point], family: int | None, journal: Journal, r
             offs = product_forms.random_ends(point.m, groups, device, gen) if groups else None
             a = product_forms.activations(point.a, point.m, k, device, gen, offs)
             products.append(product_forms.Product(a, b, w, offs))
-        names = candidates(info.kernels(), family, point)
+        names = candidates(kernel_table.kernels(), family, point)
         one = measure(point, names, products, 20 if rounds is None else rounds)
         _tell(one)
         journal.add(one)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _checks, info
+from .. import _checks, support
 from ..containers.nvfp4 import NVFP4Tensor
 from ..containers.prepacked import PrepackedTensor, prepack, unpack
 from ._state import BITS, WEIGHT_BUFFERS, checkpoint_problems, keep_dtype
@@ -131,7 +131,7 @@ class WeightModule(torch.nn.Module):
 
     def _prepack_where_it_helps(self) -> bool:
         """Prepack where the device streams prepacked weights, but not into a graph; whether it did."""
-        if not info.streams_prepacked(self.weight_amax.device):
+        if not support.streams_prepacked(self.weight_amax.device):
             return False
         if torch.cuda.is_current_stream_capturing():
             self._is_captured = True

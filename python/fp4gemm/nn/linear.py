@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from .. import _checks, info
+from .. import _checks, support
 from .._operands import Left
 from ..containers.nvfp4 import NVFP4Tensor
 from ..gemm import mm
@@ -180,7 +180,7 @@ class Linear(WeightModule):
             raise RuntimeError(
                 "weight: its codes and scales are read by a captured CUDA graph; prepack() must come before"
             )
-        info.ready(self.weight_amax, f"mm of {info.PREPACKED}")
+        support.ready_for(self.weight_amax, "mm", ("nvfp4", "prepacked"))
         if not self._is_prepacked():
             self._hold_prepacked()
         return self
@@ -218,7 +218,7 @@ class Linear(WeightModule):
             a = rows.contiguous()
         else:
             # What the kernels there would decode to in every call.
-            decoded = is_prepacked or (not is_traced and info.streams_prepacked(device))
+            decoded = is_prepacked or (not is_traced and support.streams_prepacked(device))
             a = quantize(rows, scaling=self.activation_scaling, decoded=decoded)
         weight = self._prepacked() if is_prepacked else self.weight
         y = mm(a, weight, bias=self.bias, out_dtype=x.dtype)

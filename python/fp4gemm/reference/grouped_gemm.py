@@ -69,7 +69,7 @@ def scaled_grouped_mm(
         bias = _gemm_checks.bias(bias, shape[-1], a.device, name, num_groups)
     kind = _gemm_checks.activation_number(activation)
     if kind == _gemm_checks.SWIGLU:
-        _gemm_checks.gated(shape[-1], out_dtype, c, by_columns=b.dim() == 2)
+        _gemm_checks.gated(shape[-1], out_dtype, c, ragged="k" if b.dim() == 2 else "m")
         shape = (shape[0], _gemm_checks.width(shape[1], kind))
     if out is None:
         out = torch.empty(shape, dtype=out_dtype, device=a.device)

@@ -1,0 +1,169 @@
+"""The table of GEMM kernels in the installed library, and which of them a call gets."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+
+import torch
+
+from . import _checks, _gemm_checks, _native
+
+__all__ = [
+    "KernelInfo",
+    "built_text",
+    "device_arch",
+    "kernel_arch",
+    "kernel_by_name",
+    "kernels",
+    "select_kernel",
+]
+
+# Indices: fp4gemm_dtype_t, fp4gemm_ragged_t and fp4gemm_format_t of fp4gemm.h.
+_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_RAGGED = ("m", "k")
+FORMATS = ("nvfp4", "f16", "bf16", "prepacked")
+# The formats of a and of b that a kernel supports, by KernelInfo.operand. The library converts an operand
+# first where the kernel reads another format.
+_SUPPORTED = {
+    "nvfp4": (("nvfp4",), ("nvfp4",)),
+    "f16": (("nvfp4", "f16"), ("nvfp4", "f16")),
+    "prepacked": (("nvfp4", "f16"), ("nvfp4", "prepacked")),
+    "prepacked_bf16": (("bf16",), ("nvfp4", "prepacked")),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelInfo:
+    """One row of the table of built GEMM kernels."""
+
+    name: str  # the value for mm(..., kernel=name)
+    mode: str  # "dense": for mm and scaled_mm; "grouped": for grouped_mm and scaled_grouped_mm
+    epilogue: str  # "rowcol": row and column vectors, scalar, bias, activation, addend; "swiglu": gated
+    arch: int  # 10 * major + minor of the compute capability that it was built for
+    tile: tuple[int, int, int]  # (m, n, k)
+    cluster: tuple[int, int]  # (m, n)
+    out_dtype: torch.dtype
+    # "nvfp4": tensor cores read codes and scales; "f16": codes are decoded first; "prepacked": b is prepacked
+    # and a is float16 or, with "prepacked_bf16", bfloat16
+    operand: str
+    is_swapped: bool  # it multiplies B by A and writes D transposed, which is cheap for few rows of A
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the epilogue makes one column of D from two columns of the product."""
+        return self.epilogue == "swiglu"
+
+    def supports(self, format_a: str, format_b: str, ragged: str = "m") -> bool:
+        """Whether the kernel multiplies operands in these formats; ``ragged`` as in :func:`select_kernel`."""
+        formats_a, formats_b = _SUPPORTED[self.operand]
+        if ragged == "k" and self.operand.startswith("prepacked"):
+            return False
+        return format_a in formats_a and format_b in formats_b
+
+
+@functools.cache
+def _table() -> tuple[KernelInfo, ...]:
+    lib = _native.core()
+    row = _native.CKernelInfo()
+    rows = []
+    for index in range(lib.fp4gemm_kernel_count()):
+        status = lib.fp4gemm_kernel_info(index, ctypes.byref(row))
+        if status != 0:
+            raise RuntimeError(f"fp4gemm_kernel_info({index}): {_native.text(lib.fp4gemm_last_error())}")
+        rows.append(
+            KernelInfo(
+                name=_native.text(row.name),
+                mode=_native.text(row.mode),
+                epilogue=_native.text(row.epilogue),
+                arch=row.arch,
+                tile=(row.tile_m, row.tile_n, row.tile_k),
+                cluster=(row.cluster_m, row.cluster_n),
+                out_dtype=_OUT_DTYPES[row.out_dtype],
+                operand=_native.text(row.operand),
+                is_swapped=row.is_swapped != 0,
+            )
+        )
+    return tuple(rows)
+
+
+def kernels() -> list[KernelInfo]:
+    """Every GEMM kernel in the installed library, whatever GPU is present; empty for a build without CUDA."""
+    return list(_table())
+
+
+def kernel_by_name(name: str) -> KernelInfo | None:
+    """The kernel of that name, or None."""
+    return next((kernel for kernel in _table() if kernel.name == name), None)
+
+
+def built_text() -> str:
+    """What the library was built for, for error texts."""
+    lib = _native.core()
+    archs = _native.text(lib.fp4gemm_built_archs())
+    return f"built for {archs}" if archs else "built without CUDA kernels"
+
+
+def device_arch(index: int) -> int:
+    """10 * major + minor of the compute capability of a CUDA device."""
+    properties = torch.cuda.get_device_properties(index)
+    return 10 * properties.major + properties.minor
+
+
+def kernel_arch(index: int) -> int | None:
+    """The ``arch`` of the kernels that serve a CUDA device, or None where none do."""
+    num_sms = torch.cuda.get_device_properties(index).multi_processor_count
+    selected = select_kernel(device_arch(index), num_sms, 256, 256, 256)
+    return None if selected is None else selected.arch
+
+
+def select_kernel(
+    arch: int,
+    num_sms: int,
+    m: int,
+    n: int,
+    k: int,
+    num_groups: int = 0,
+    ragged: str = "m",
+    out_dtype: torch.dtype = torch.bfloat16,
+    format_a: str = "nvfp4",
+    format_b: str = "nvfp4",
+    batch_invariant: bool = False,
+    activation: str | None = None,
+) -> KernelInfo | None:
+    """The kernel that a call of these sizes would get, or None where no kernel serves it; needs no device.
+
+    Args:
+        arch: 10 * major + minor of the compute capability.
+        num_sms: SMs of the device.
+        m, n, k: as for mm or grouped_mm; for ragged k the padded total.
+        num_groups: 0 for mm, else the number of groups.
+        ragged: the size that differs from group to group: "m" (rows of a) or "k".
+        out_dtype: torch.bfloat16, torch.float16 or torch.float32.
+        format_a, format_b: how the operands are stored: "nvfp4"; "f16" (decoded or, for a, never quantized);
+            "bf16" (a only: never quantized); "prepacked" (b only).
+        batch_invariant, activation: as for mm.
+
+    Raises:
+        TypeError, ValueError: ragged, out_dtype, a format or activation has another value.
+    """
+    _checks.is_one_of("ragged", ragged, _RAGGED)
+    _checks.is_float_dtype("out_dtype", out_dtype)
+    _checks.is_one_of("format_a", format_a, FORMATS)
+    _checks.is_one_of("format_b", format_b, FORMATS)
+    index: int = _native.core().fp4gemm_select_kernel(
+        arch,
+        num_sms,
+        m,
+        n,
+        k,
+        num_groups,
+        _RAGGED.index(ragged),
+        _OUT_DTYPES.index(out_dtype),
+        FORMATS.index(format_a),
+        FORMATS.index(format_b),
+        int(batch_invariant),
+        _gemm_checks.activation(activation),
+    )
+    return None if index < 0 else _table()[index]

@@ -1,0 +1,177 @@
+"""Which operations run on a device, and why one does not: is_supported, and the check before each call."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import _checks, _native, kernel_table
+
+__all__ = ["Support", "is_supported", "ready", "ready_for", "streams_prepacked"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Support:
+    """Whether every operation runs on a device; false in a condition where one does not."""
+
+    supported: bool
+    reason: str  # what runs there, or why something does not
+
+    def __bool__(self) -> bool:
+        return self.supported
+
+
+# ---- what a device lacks
+
+# The operations that some kernels do not offer: name, formats of a and b, what to pass instead.
+_FORMS = (
+    ("decoded operands", ("f16", "f16"), "pass the NVFP4Tensor, not what decode made"),
+    ("prepacked weights", ("nvfp4", "prepacked"), "pass fp4gemm.unpack of the PrepackedTensor"),
+    ("unquantized activations", ("bf16", "nvfp4"), "pass fp4gemm.quantize of the activations"),
+)
+_DECODED, _PREPACKED, _UNQUANTIZED = (name for name, _, _ in _FORMS)
+_MODES = ("mm", "grouped_mm")
+_PRODUCTS = (*_MODES, *(f"{mode} of {operands}" for mode in _MODES for operands, _, _ in _FORMS))
+_OPERATIONS = ("quantize", *_PRODUCTS)
+
+
+def _has_kernel(index: int, num_groups: int = 0, format_a: str = "nvfp4", format_b: str = "nvfp4") -> bool:
+    """Whether a CUDA device has a kernel for a small GEMM of such operands."""
+    num_sms = torch.cuda.get_device_properties(index).multi_processor_count
+    sizes = (num_sms, 256, 256, 256, num_groups)
+    arch = kernel_table.device_arch(index)
+    return kernel_table.select_kernel(arch, *sizes, format_a=format_a, format_b=format_b) is not None
+
+
+@functools.cache
+def _cuda_gaps(index: int) -> dict[str, str]:
+    """The operations (of _OPERATIONS) that do not run on a CUDA device, each with the reason."""
+    properties = torch.cuda.get_device_properties(index)
+    where = f"cuda:{index}, {properties.name} of compute capability {properties.major}.{properties.minor}"
+    todo = (
+        f"this fp4gemm is {kernel_table.built_text()}; build it from a checkout on this machine (make), "
+        "or move the tensors to the CPU for the slow reference"
+    )
+    gaps = {}
+    if _native.core().fp4gemm_quantize_supported(kernel_table.device_arch(index)) != 1:
+        gaps["quantize"] = f"no quantize, dequantize or decode kernel for {where}; {todo}"
+    for mode, num_groups, kind in (("mm", 0, "GEMM"), ("grouped_mm", 2, "grouped GEMM")):
+        if not _has_kernel(index, num_groups):
+            gaps[mode] = f"no {kind} kernel for {where}; {todo}"
+            continue
+        for operands, formats, instead in _FORMS:
+            if not _has_kernel(index, num_groups, *formats):
+                gaps[f"{mode} of {operands}"] = (
+                    f"the {kind} kernels for {where} read codes and scales; {instead}"
+                )
+    return gaps
+
+
+def is_supported(device: torch.device | str | int | None = None) -> Support:
+    """Whether every operation runs on a device, with the reason::
+
+        if support := fp4gemm.is_supported("cuda"):
+            ...
+        else:
+            print(support.reason)
+
+    Args:
+        device: a torch.device, its name or a CUDA index; None is the current CUDA device, else the CPU.
+
+    Returns:
+        A :class:`Support`, which is false where an operation does not run.
+
+    Raises:
+        TypeError, ValueError: device does not name a torch device.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = _checks.as_device("device", device)
+    if target.type == "cpu":
+        return Support(True, "cpu: the reference in plain torch, exact and slow")
+    if target.type != "cuda":
+        return Support(False, f"{target}: fp4gemm runs on cuda and cpu devices only")
+    if not torch.cuda.is_available():
+        return Support(False, f"{target}: torch {torch.__version__} sees no CUDA device")
+    index = torch.cuda.current_device() if target.index is None else target.index
+    if index >= torch.cuda.device_count():
+        return Support(False, f"{target}: torch sees {torch.cuda.device_count()} CUDA device(s)")
+    gaps = _cuda_gaps(index)
+    missing = [gaps[operation] for operation in ("quantize", *_MODES) if operation in gaps]
+    if missing:
+        return Support(False, "; ".join(missing))
+    name = torch.cuda.get_device_name(index)
+    return Support(True, f"cuda:{index}: {name}, {kernel_table.built_text()}")
+
+
+def streams_prepacked(device: torch.device) -> bool:
+    """Whether the kernels of a CUDA device read prepacked weights; False for any other device."""
+    if device.type != "cuda":
+        return False
+    return _streams_prepacked(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _streams_prepacked(index: int) -> bool:
+    return _has_kernel(index, 0, "nvfp4", "prepacked")
+
+
+# ---- the check before each call
+
+# The CUDA indices on which each operation may run, and -1, which is Tensor.get_device() of a CPU tensor.
+READY: dict[str, set[int]] = {operation: {-1} for operation in _OPERATIONS}
+
+# The self-test multiplies, so it lies above this module, which every product calls. It registers two
+# functions. The first tests a CUDA device if that is due and returns whether to enter the device in READY;
+# the second warns that a product runs untested.
+_before_first_product: Callable[[int], bool]
+_warn_untested: Callable[[int], None]
+
+
+def register_self_test(
+    before_first_product: Callable[[int], bool], warn_untested: Callable[[int], None]
+) -> None:
+    """Set the functions that :func:`ready` and :func:`warn_untested` call with a CUDA index."""
+    global _before_first_product, _warn_untested
+    _before_first_product, _warn_untested = before_first_product, warn_untested
+
+
+def ready(x: Tensor, operation: str) -> None:
+    """Raise NotImplementedError when an operation (a key of READY) has no kernel for the device of x.
+
+    After the first call on a device this is a set look-up. Before the first product on a kind of device on
+    which the project has not executed its kernels, the self-test runs (:mod:`fp4gemm.device.selftest`), and
+    RuntimeError is raised if a kernel is wrong. Under torch.compile the check happens when the graph runs.
+    """
+    index = x.get_device()
+    if index in READY[operation] or torch.compiler.is_compiling():
+        return
+    if not x.is_cuda:
+        raise NotImplementedError(f"{x.device}: fp4gemm runs on cuda and cpu devices only")
+    gap = _cuda_gaps(index).get(operation)
+    if gap is not None:
+        raise NotImplementedError(gap)
+    if operation in _PRODUCTS and not _before_first_product(index):
+        return
+    READY[operation].add(index)
+
+
+def ready_for(a: Tensor, mode: str, formats: tuple[str, str]) -> None:
+    """:func:`ready` for a product ("mm" or "grouped_mm") of operands in these formats."""
+    ready(a, mode)
+    if "f16" in formats:
+        ready(a, f"{mode} of {_DECODED}")
+    if formats[0] == "bf16":
+        ready(a, f"{mode} of {_UNQUANTIZED}")
+    if formats[1] == "prepacked":
+        ready(a, f"{mode} of {_PREPACKED}")
+
+
+def warn_untested(a: Tensor) -> None:
+    """Warn once for each CUDA device whose products are traced or captured before its self-test has run."""
+    if a.device.type == "cuda" and a.device.index is not None:
+        _warn_untested(a.device.index)
