@@ -30,13 +30,10 @@ struct Sm90Nvfp4Params {
   bool splits;                    // tiles may be split along k, where that balances the work
   float* partials;
   uint64_t* flags;
+  uint64_t nonce;            // the value of a raised flag: random, so that stale workspace does not hold it
   Sm90Nvfp4Tickets tickets;  // of groups' tiles, which take different times
   typename Epilogue::Arguments epilogue;
 };
-
-/// A flag of the workspace that is raised holds this, and whoever waits for it takes it down: no launch
-/// leaves one behind, so that the workspace needs no initialisation.
-constexpr uint64_t kRaised = 0x9E3779B97F4A7C15ull;
 
 template <class Config, class Epilogue_>
 struct Sm90Nvfp4Kernel {
@@ -163,15 +160,18 @@ struct Sm90Nvfp4Kernel {
     tell(shared, told.stage, {});
   }
 
-  CUTLASS_DEVICE static void raise(uint64_t* flag) {
-    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(kRaised) : "memory");
+  // A raised flag holds the nonce, and any other value means that it is lowered. The thread that waits for a
+  // flag lowers it, so no launch leaves one raised and the workspace needs no initialisation.
+
+  CUTLASS_DEVICE static void raise(uint64_t* flag, uint64_t nonce) {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(nonce) : "memory");
   }
 
-  CUTLASS_DEVICE static void wait_and_lower(uint64_t* flag) {
+  CUTLASS_DEVICE static void wait_and_lower(uint64_t* flag, uint64_t nonce) {
     uint64_t value;
     do {
       asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
-    } while (value != kRaised);
+    } while (value != nonce);
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(uint64_t{0}) : "memory");
   }
 
@@ -221,7 +221,7 @@ struct Sm90Nvfp4Kernel {
       __threadfence();
       consumer_barrier<Config>();
       if (threadIdx.x == 0) {
-        raise(p.flags + cta);
+        raise(p.flags + cta, p.nonce);
       }
       return;
     }
@@ -229,7 +229,7 @@ struct Sm90Nvfp4Kernel {
     for (int other = 1; other <= task.others; ++other) {
       int const cta = (task.worker + other) * Config::kCluster + rank;
       if (threadIdx.x == 0) {
-        wait_and_lower(p.flags + cta);
+        wait_and_lower(p.flags + cta, p.nonce);
       }
       consumer_barrier<Config>();
       add_partial(p, cta, accumulators);

@@ -38,7 +38,7 @@ struct Sm90Nvfp4Schedule {
         worker(plan.active - 1 - cta),
         next(0),
         end(0),
-        tickets(plan.split || plan.tiles == plan.active ? Sm90Nvfp4Tickets{} : tickets),
+        tickets{plan.split || plan.tiles == plan.active ? nullptr : tickets.counter, tickets.nonce},
         ticket(0) {
     if (worker >= 0) {
       next = plan.split ? plan.first_step(worker) : worker;

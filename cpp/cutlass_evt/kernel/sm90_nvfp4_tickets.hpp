@@ -7,17 +7,16 @@
 
 namespace cutlass_evt {
 
-/// A counter in the workspace, which needs no initialisation: closed, it may hold anything but what an open
-/// one holds. The first CTA of a launch that draws opens it, and whoever draws the last number closes it. So
-/// no launch leaves it open, and whoever draws too early sees that and draws again.
+/// A counter in the workspace, which needs no initialisation. An open counter holds the nonce plus how many
+/// numbers have been drawn; a closed one may hold any other value. CTA 0 opens the counter, and the thread
+/// that draws the last number closes it. So no launch leaves the counter open, and a thread that draws before
+/// it is open recognises that and draws again.
 struct Sm90Nvfp4Tickets {
   uint64_t* counter = nullptr;  // null: nothing is drawn
+  uint64_t nonce = 0;           // Sm90Nvfp4Params::nonce
 
-  // What an open one holds, plus how many numbers have been drawn.
-  static constexpr uint64_t kOpen = 0xD1B54A32D192ED03ull;
-
-  /// Only once the launch before this one has ended, which may have drawn from the same counter.
-  CUTLASS_DEVICE void open() const { store(kOpen); }
+  /// Must follow the end of the previous launch, which may have drawn from the same counter.
+  CUTLASS_DEVICE void open() const { store(nonce); }
 
   CUTLASS_DEVICE uint64_t draw() const {
     uint64_t drawn;
@@ -28,10 +27,10 @@ struct Sm90Nvfp4Tickets {
   /// 0 for who drew first, and so on; what draw() gave is drawn again until the counter is open. All workers
   /// together draw `numbers` of them.
   CUTLASS_DEVICE int number(uint64_t drawn, int numbers) const {
-    while (drawn - kOpen >= static_cast<uint64_t>(numbers)) {
+    while (drawn - nonce >= static_cast<uint64_t>(numbers)) {
       drawn = draw();
     }
-    int const found = static_cast<int>(drawn - kOpen);
+    int const found = static_cast<int>(drawn - nonce);
     if (found == numbers - 1) {
       store(0);
     }

@@ -11,6 +11,7 @@
 #include "cutlass_evt/kernel/sm90_nvfp4.hpp"
 #include "error.hpp"
 #include "kernel_row.hpp"
+#include "nonce.hpp"
 #include "overlap.hpp"
 
 namespace fp4gemm {
@@ -133,7 +134,9 @@ struct PrepackedLaunch {
     params.partials = static_cast<float*>(workspace);
     params.flags = reinterpret_cast<uint64_t*>(params.partials + grid * Kernel::kPartialFloats);
     // The CTAs of a cluster would need a common number.
-    params.tickets = {p.offs != nullptr && Config::kCluster == 1 ? params.flags + grid : nullptr};
+    params.nonce = workspace_nonce();
+    params.tickets = {p.offs != nullptr && Config::kCluster == 1 ? params.flags + grid : nullptr,
+                      params.nonce};
     params.epilogue = epilogue(p, out, gated);
 
     if (!describe_tokens(p, &params.tokens)) {
