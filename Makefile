@@ -77,7 +77,7 @@ lint: $(STAMPS)/dev ## Every check of .pre-commit-config.yaml on every tracked f
 .PHONY: format
 format: $(STAMPS)/dev ## Format Python, C++ and CUDA sources
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format --quiet .
-	@find cpp -regex '.*\.\(h\|hpp\|c\|cpp\|cu\|cuh\)' -print0 | xargs -0 $(BIN)/clang-format -i
+	@find cpp emulator -regex '.*\.\(h\|hpp\|c\|cpp\|cu\|cuh\)' -print0 | xargs -0 $(BIN)/clang-format -i
 
 .PHONY: clean
 clean: ## Remove build folders and wheels

@@ -1,5 +1,5 @@
-// Runs upstream's dense kernels with the default epilogue for the tiles and layouts that ours have.
-// Usage: default_dense M N K
+// Runs CUTLASS's dense kernels with the default epilogue, for the tiles and layouts of this library's
+// kernels. Usage: default_dense M N K
 #include "default_kernels.hpp"
 
 namespace {

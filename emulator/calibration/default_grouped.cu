@@ -1,5 +1,5 @@
-// Runs upstream's grouped kernels with the default epilogue for the tiles and layouts that ours have.
-// Usage: default_grouped N K M_0 M_1 ...
+// Runs CUTLASS's grouped kernels with the default epilogue, for the tiles and layouts of this library's
+// kernels. Usage: default_grouped N K M_0 M_1 ...
 #include "default_kernels.hpp"
 
 namespace {

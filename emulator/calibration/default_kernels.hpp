@@ -1,5 +1,5 @@
-// Upstream's own NVFP4 kernels for SM100 with the default epilogue (linear combination, no C), by tile and
-// layout, and their check against upstream's host reference.
+// CUTLASS's own NVFP4 kernels for SM100 with the default epilogue (linear combination without C), by tile and
+// layout, and their verification against CUTLASS's host reference.
 #pragma once
 
 #include <cstdio>
@@ -34,8 +34,8 @@ struct Case {
   using Cluster = Shape<Int<ClusterM>, Int<ClusterN>, _1>;
   static constexpr bool kGrouped = kGrouped_;
   static constexpr bool kTwoSm = M == 256;
-  // With n = 256 CUTLASS overlaps the two accumulators by the columns of the epilogue tile; the scale factors
-  // lie there.
+  // With n = 256 the two accumulators of CUTLASS overlap by the columns of the epilogue tile, since TMEM also
+  // has to hold the scale factors.
   using EpilogueTile = Shape<_128, Int<N == 256 ? 64 : 32>>;
   static constexpr int kAlignmentD = 128 / cutlass::sizeof_bits<Out>::value;
   template <class Layout>
@@ -60,7 +60,7 @@ struct Case {
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm100, cutlass::arch::OpClassBlockScaledTensorOp, Tile, Cluster, EpilogueTile, float,
       float, void, LayoutD, kAlignmentD, Out, LayoutD, kAlignmentD, EpilogueSchedule>::CollectiveOp;
-  // 1024: CUTLASS 4.2.0 counts the stages without rounding the barriers up to 128 bytes.
+  // 1024: CUTLASS 4.2.0 computes the number of stages without rounding the barriers up to 128 bytes.
   using Stages = cutlass::gemm::collective::StageCountAutoCarveout<
       static_cast<int>(sizeof(typename Epilogue::SharedStorage)) + 1024>;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
@@ -79,7 +79,7 @@ struct Case {
   using LayoutSf = decltype(Config::deduce_layoutSFA());
 };
 
-/// Small integers, so that sums are exact in any order.
+/// Fills a tensor with small integers, so that sums are exact in any order.
 template <class View>
 void fill(View view, unsigned seed, int limit) {
   cutlass::reference::host::TensorFillRandomUniform(view, seed, limit, -limit, 0);
@@ -159,7 +159,7 @@ bool launch(typename Gemm::Arguments const& arguments) {
          gemm.run() == cutlass::Status::kSuccess && cudaDeviceSynchronize() == cudaSuccess;
 }
 
-/// What CTest looks for.
+/// Prints the result in the form that CTest looks for.
 inline int report(char const* what, bool passed) {
   std::printf("  %s\n  Disposition: %s\n", what, passed ? "Passed" : "Failed");
   return passed ? 0 : 1;

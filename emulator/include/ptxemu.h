@@ -1,4 +1,5 @@
-/* C interface of the PTX emulator: what to load, how to schedule, and what was found. */
+/* C interface of the PTX emulator: options, PTX files, device memory, launches and findings. Not thread-safe:
+   one thread at a time may call these functions and those of the replacement CUDA runtime. */
 #ifndef PTXEMU_H
 #define PTXEMU_H
 
@@ -9,64 +10,67 @@
 extern "C" {
 #endif
 
-/* How warps and asynchronous operations (TMA, tcgen05, CLC) take turns. */
+/* Schedules: the order of warps and asynchronous operations (TMA, tcgen05, cluster launch control). */
 enum {
-  PTXEMU_EAGER = 0,  /* asynchronous operations complete before the next instruction */
+  PTXEMU_EAGER = 0,  /* asynchronous operations complete before another warp executes */
   PTXEMU_LAZY = 1,   /* asynchronous operations complete only when every warp waits */
-  PTXEMU_RANDOM = 2, /* any order */
-  PTXEMU_PCT = 3     /* random priorities with random points of change */
+  PTXEMU_RANDOM = 2, /* random order */
+  PTXEMU_PCT = 3     /* probabilistic concurrency testing: random priorities that change at random points */
 };
 
+/* Each option with its default. */
 typedef struct ptxemu_options {
-  int mode;                    /* PTXEMU_LAZY */
-  uint64_t seed;               /* 1; the schedule is a function of mode and seed */
-  int resident_clusters;       /* 0: as many as the SMs hold, one CTA each */
-  int num_sms;                 /* 148 */
-  int compute_capability;      /* 100: 10 * major + minor */
-  int pdl;                     /* 1: a programmatic dependent launch starts before its predecessor has run;
-                                  0: launches run one after the other, and return their own errors */
-  int report_unwritten_global; /* 0; 1: ld.global of bytes that were never written is a hazard */
+  int mode;               /* PTXEMU_LAZY */
+  uint64_t seed;          /* 1; mode and seed determine the schedule */
+  int resident_clusters;  /* 0: as many as fit with one CTA on each SM */
+  int num_sms;            /* 148 */
+  int compute_capability; /* 100: 10 * major + minor */
+  int pdl;                /* 1: a programmatic dependent launch starts before its predecessor; 0: launches
+                             execute one after the other, and return their own errors */
+  int report_unwritten_global; /* 0; 1: a load of global memory that was never written is a hazard */
   int hazards_are_fatal;       /* 0; 1: the first hazard ends the launch */
   int detect_races;            /* 1: unordered accesses of threads to shared memory are hazards */
   int faulty_tensor_maps; /* 0; 1: cuTensorMapEncodeTiled has the fault of drivers up to CUDA 13.1, and a map
                              of a tensor with gaps that spans less than 128 KB is fatal unless its user clears
                              bit 85 */
   int driver_version;     /* CUDART_VERSION: what cudaDriverGetVersion and cuDriverGetVersion report */
-  uint64_t instruction_budget; /* 2e9 warp instructions a launch, then it is taken for a livelock */
+  uint64_t instruction_budget; /* 2e9 warp instructions of a launch, beyond which it fails as a livelock */
 } ptxemu_options;
 
 void ptxemu_default_options(ptxemu_options* options);
 void ptxemu_configure(const ptxemu_options* options);
 
-/* Loads a .ptx file or every *.ptx in a folder; files of targets other than sm_100* are passed over.
-   0, or -1 with the reason in ptxemu_last_error(). Kernels are parsed at their first launch. */
+/* Loads a .ptx file or every *.ptx file of a folder; files of targets other than sm_100* are skipped. Kernels
+   are parsed at their first launch. Returns 0, or -1 with the reason in ptxemu_last_error(). */
 int ptxemu_load(const char* path);
-void ptxemu_unload(void); /* forgets all PTX that was loaded */
+void ptxemu_unload(void); /* unloads all PTX files */
 
-/* Device memory is host memory, so the pointer may be used on both sides once ptxemu_synchronize() has run
-   what is queued. New memory is 0xFF and counts as never written. */
+/* Device memory is host memory: the host may use the pointer once ptxemu_synchronize() has executed the
+   queued launches. New memory is filled with 0xFF and counts as never written. */
 void* ptxemu_malloc(size_t bytes);
 int ptxemu_free(void* pointer);
-void ptxemu_poison(void* pointer, size_t bytes);       /* 0xFF, never written */
+void ptxemu_poison(void* pointer, size_t bytes);       /* fills with 0xFF, counts as never written */
 void ptxemu_mark_written(void* pointer, size_t bytes); /* after writing through the pointer on the host */
 
-/* Launches a kernel by its name in the PTX; `arguments` is its parameter block, laid out as in C. Otherwise
-   as cudaLaunchKernelExC: 0, or a cudaError_t. */
+/* Launches a kernel by its name in the PTX. `arguments` is its parameter block, in the layout of a C struct.
+   Returns what cudaLaunchKernelExC returns: 0, or a cudaError_t. */
 int ptxemu_launch(const char* kernel, const uint32_t grid[3], const uint32_t block[3],
                   const uint32_t cluster[3], uint32_t dynamic_shared_bytes, const void* arguments,
                   size_t argument_bytes, int programmatic);
 
-/* Runs what is queued. 0, or the cudaError_t of the first launch that failed since the last call. */
+/* Executes the queued launches. Returns 0, or the cudaError_t of the first launch that has failed since the
+ * last call. */
 int ptxemu_synchronize(void);
 
-/* The report of the last failure, "" if none since ptxemu_clear(). Valid until the next call. */
+/* The report of the last failure, "" if there was none since ptxemu_clear(). Valid until the next call. */
 const char* ptxemu_last_error(void);
-/* Findings that do not end a launch: their number, and one line for each place. */
+/* Findings that do not end a launch: their number, and a report for each kind and line of PTX. */
 uint64_t ptxemu_num_hazards(void);
 const char* ptxemu_hazards(void);
 void ptxemu_clear(void); /* forgets errors and hazards */
 
-/* What was executed since the last reset, as JSON: opcodes, instruction descriptors, TMA modes, ... */
+/* Counts of what was executed since the last reset, as JSON: opcodes, instruction descriptors, TMA modes, ...
+ */
 const char* ptxemu_statistics(void);
 void ptxemu_reset_statistics(void);
 

@@ -1,10 +1,10 @@
-"""The PTX emulator from Python: loads kernels, chooses schedules, holds device memory, says what was found.
+"""Python interface of the PTX emulator: device memory, kernels, schedules and findings.
 
     emulator = Emulator(libptxemu, [ptx_folder])
     emulator.configure(mode="pct", seed=3)
-    a = emulator.upload(numpy_array)            # device memory; a.pointer goes into the library's arguments
-    d = emulator.empty((m, n), torch.bfloat16)  # 0xFF, and known to be never written
-    library.call(..., d.pointer)  # from emulator.load_library(path)
+    a = emulator.upload(numpy_array)            # a copy in device memory, at a.pointer
+    d = emulator.empty((m, n), torch.bfloat16)  # filled with 0xFF and marked as never written
+    library.call(a.pointer, d.pointer)          # of a library from emulator.load_library(path)
     emulator.synchronize()                      # raises EmulatorError with the report
     d.numpy(), d.torch()
 
@@ -29,7 +29,7 @@ MODES = {"eager": 0, "lazy": 1, "random": 2, "pct": 3}
 
 
 class EmulatorError(RuntimeError):
-    """A launch failed; the text is the emulator's report."""
+    """A launch failed. The text is the emulator's report."""
 
 
 class _Options(ctypes.Structure):
@@ -58,7 +58,7 @@ def _item_bytes(dtype: Any) -> int:
 
 
 class DeviceArray:
-    """Memory of the emulated device. Views share it with the host, so synchronize() before reading one."""
+    """Memory of the emulated device. Its views are host memory: call synchronize() before reading one."""
 
     def __init__(self, emulator: Emulator, shape: Sequence[int], dtype: Any):
         self.shape = tuple(int(n) for n in shape)
@@ -71,11 +71,11 @@ class DeviceArray:
 
     def _buffer(self) -> ctypes.Array:
         buffer = (ctypes.c_char * max(self.num_bytes, 1)).from_address(self.pointer)
-        buffer._keep = self  # a view keeps the allocation alive
+        buffer._keep = self  # views keep the allocation alive
         return buffer
 
     def numpy(self) -> np.ndarray:
-        """The memory itself, not a copy; of a torch dtype its bytes, with the last dimension in bytes."""
+        """A view of the memory. A torch dtype gives a view of bytes, whose last dimension is in bytes."""
         if _is_torch_dtype(self.dtype):
             shape = (
                 (*self.shape[:-1], self.shape[-1] * _item_bytes(self.dtype))
@@ -87,7 +87,7 @@ class DeviceArray:
         return np.frombuffer(self._buffer(), self.dtype, count).reshape(self.shape)
 
     def torch(self) -> Any:
-        """The memory itself, as a CPU tensor."""
+        """A view of the memory as a CPU tensor."""
         import torch
 
         dtype = self.dtype if _is_torch_dtype(self.dtype) else torch.from_numpy(np.empty(0, self.dtype)).dtype
@@ -96,11 +96,11 @@ class DeviceArray:
         return torch.frombuffer(self._buffer(), dtype=torch.uint8).view(dtype).reshape(self.shape)
 
     def mark_written(self) -> None:
-        """After writing through a view: these bytes count as written."""
+        """Marks the bytes as written; needed after writing through a view."""
         self._emulator._library.ptxemu_mark_written(self.pointer, self.num_bytes)
 
     def poison(self) -> None:
-        """0xFF everywhere, and never written."""
+        """Fills the memory with 0xFF and marks it as never written."""
         self._emulator._library.ptxemu_poison(self.pointer, self.num_bytes)
 
     def free(self) -> None:
@@ -114,7 +114,7 @@ class DeviceArray:
 
 
 class Emulator:
-    """One libptxemu.so; its state is the process's, so make one."""
+    """The emulator of a libptxemu.so. Its state belongs to the process, so a process makes one Emulator."""
 
     def __init__(self, library_path: Path | str, ptx: Iterable[Path | str] = ()):
         self._library = ctypes.CDLL(str(library_path))
@@ -155,19 +155,19 @@ class Emulator:
             self.load(path)
 
     def load(self, path: Path | str) -> None:
-        """A .ptx file, or a folder of them; files of targets other than sm_100* are passed over."""
+        """Loads a .ptx file or a folder of them; files of targets other than sm_100* are skipped."""
         if self._library.ptxemu_load(str(path).encode()) != 0:
             raise EmulatorError(self.last_error())
 
     def load_library(self, path: Path | str) -> ctypes.CDLL:
-        """A library that is linked with the emulator, which it prefers to a CUDA runtime loaded by torch."""
+        """Loads a library that is linked with the emulator, even if torch has loaded a CUDA runtime."""
         return ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_DEEPBIND)
 
     def unload(self) -> None:
         self._library.ptxemu_unload()
 
     def configure(self, mode: str = "lazy", **options: int) -> None:
-        """Every option that is not given has its default; ptxemu.h says what they mean.
+        """Sets all options; those that are not given get their default. ptxemu.h documents them.
 
         mode: "eager", "lazy", "random" or "pct"; options: seed, resident_clusters, num_sms,
         compute_capability, pdl, report_unwritten_global, hazards_are_fatal, detect_races, faulty_tensor_maps,
@@ -185,11 +185,11 @@ class Emulator:
         self._library.ptxemu_configure(ctypes.byref(self._options))
 
     def empty(self, shape: Sequence[int] | int, dtype: Any = np.uint8) -> DeviceArray:
-        """Memory that is 0xFF and was never written."""
+        """Device memory that is filled with 0xFF and marked as never written."""
         return DeviceArray(self, (shape,) if isinstance(shape, int) else shape, dtype)
 
     def upload(self, array: Any) -> DeviceArray:
-        """A copy of a numpy array or CPU tensor, in row-major order."""
+        """Copies a numpy array or CPU tensor to the device, in row-major order."""
         if _is_torch_dtype(getattr(array, "dtype", None)):
             result = self.empty(tuple(array.shape), array.dtype)
             result.torch().copy_(array)
@@ -202,12 +202,12 @@ class Emulator:
         return result
 
     def download(self, array: DeviceArray) -> Any:
-        """A copy, after what is queued has run: a numpy array, or a tensor if the dtype is torch's."""
+        """Executes queued launches and returns a copy: a tensor if the dtype is torch's, else an array."""
         self.synchronize()
         return array.torch().clone() if _is_torch_dtype(array.dtype) else array.numpy().copy()
 
     def synchronize(self) -> None:
-        """Runs what is queued; raises EmulatorError if a launch failed since the last call."""
+        """Executes queued launches; raises EmulatorError if a launch has failed since the last call."""
         if self._library.ptxemu_synchronize() != 0:
             raise EmulatorError(self.last_error())
 
@@ -221,7 +221,7 @@ class Emulator:
         shared_bytes: int = 0,
         programmatic: bool = False,
     ) -> None:
-        """Launches a kernel of the loaded PTX; `arguments` is its parameter block, laid out as in C."""
+        """Launches a kernel of the loaded PTX. `arguments` is its parameter block, laid out as a C struct."""
 
         def triple(values: Sequence[int]) -> ctypes.Array:
             return (ctypes.c_uint32 * 3)(*([*list(values), 1, 1, 1])[:3])
@@ -246,7 +246,7 @@ class Emulator:
         return self._library.ptxemu_num_hazards()
 
     def hazards(self) -> str:
-        """Findings that do not end a launch, a paragraph for each place."""
+        """The reports of hazards, one for each kind and line of PTX."""
         return self._library.ptxemu_hazards().decode(errors="replace")
 
     def clear(self) -> None:
@@ -254,7 +254,7 @@ class Emulator:
         self._library.ptxemu_clear()
 
     def statistics(self) -> dict[str, Any]:
-        """What was executed since reset_statistics(): {category: {name: count}}, and a few totals."""
+        """Counts of what was executed since reset_statistics(): {category: {name: count}} and totals."""
         return json.loads(self._library.ptxemu_statistics().decode())
 
     def reset_statistics(self) -> None:

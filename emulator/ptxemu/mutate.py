@@ -1,11 +1,11 @@
-"""Can a test on the emulator see a fault? Mutants of PTX with one fault each, and what notices them.
+"""Mutation testing of PTX: makes mutants with one fault each and counts those that a test kills.
 
     all_mutants = mutants(text, kind="sync", lines=executed_lines, limit=100, seed=1)
     table = score(all_mutants, in_emulator(emulator, folder, execute), schedules)
     print(table.summary())
 
-`execute()` runs the kernel by way of whatever launches it and says whether its result is right; in_emulator()
-turns that, and what the emulator reports, into a verdict. Everything is a function of the text and the seed.
+`execute()` launches the kernel and returns whether its result is right; in_emulator() makes a verdict of that
+and of the emulator's reports. The mutants depend on the text and the seed alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from ptxemu.emulator import Emulator, EmulatorError
 
-# Instructions without a result whose deletion is a fault in synchronisation or in asynchronous work.
+# Instructions without a result register that synchronize or start an asynchronous operation.
 _DELETABLE = re.compile(
     r"(mbarrier\.(init|arrive|expect_tx)|bar\.(sync|arrive|warp\.sync)|barrier\.(sync|arrive|cluster)|fence\.|"
     r"cp\.async|tcgen05\.(alloc|dealloc|relinquish|cp|mma|commit|wait)|clusterlaunchcontrol\.try_cancel|tensormap\.|"
@@ -64,6 +64,8 @@ VERDICTS = ("wrong result", "fatal", "deadlock", "hazard")
 
 @dataclass(frozen=True)
 class Mutant:
+    """A PTX file with one fault."""
+
     line: int  # of the original text, from 1
     what: str  # "delete bar.sync 0", "setp.lt -> setp.le", ...
     text: str  # the whole PTX file
@@ -74,14 +76,14 @@ def _swap(opcode: str, table: dict[str, str], index: int) -> str | None:
     if len(parts) <= index or parts[index] not in table:
         return None
     parts[index] = table[parts[index]]
-    # Of the logical operations only .b and .pred forms exist; of shl only .b, of shr also .u and .s.
+    # shl exists for .b types only; shr for .u and .s types too.
     if parts[0] == "shl":
         parts[-1] = "b" + parts[-1][1:]
     return ".".join(parts)
 
 
 def _sync_faults(opcode: str, operands: str) -> list[tuple[str, str]]:
-    """(what, replacement statement without predicate and semicolon)"""
+    """Pairs (description, replacement without predicate and semicolon)."""
     if wait := _WAIT.match(f"{opcode} {operands}"):
         return [(f"{opcode} passes at once", f"setp.eq.u32 {wait[1]}, 0, 0")]
     if _DELETABLE.match(opcode):
@@ -123,9 +125,11 @@ def mutants(
 ) -> list[Mutant]:
     """One Mutant for each fault of a kind, "sync" or "alu".
 
-    sync: an instruction of synchronisation or of asynchronous work is missing, or a wait passes at once.
+    sync: an instruction that synchronizes or starts an asynchronous operation is missing, or a wait passes at
+        once.
     alu: another operator, comparison, selection or constant.
-    lines: only these, e.g. the executed ones of Emulator.statistics(). limit: a random sample of so many.
+    lines: restricts the faults to these lines, e.g. those that Emulator.statistics() names as executed.
+    limit: the size of a random sample of the faults.
     """
     if kind not in ("sync", "alu"):
         raise ValueError(f"kind is {kind!r}, must be 'sync' or 'alu'")
@@ -150,6 +154,8 @@ def mutants(
 
 @dataclass
 class Table:
+    """The result of score()."""
+
     killed: Counter[str] = field(default_factory=Counter)  # by verdict
     survivors: list[Mutant] = field(default_factory=list)
 
@@ -168,9 +174,9 @@ class Table:
 def score(
     all_mutants: Iterable[Mutant], run: Callable[[str, Any], str | None], schedules: Sequence[Any]
 ) -> Table:
-    """Runs each mutant under the schedules until one notices it.
+    """Executes each mutant under the schedules in turn until one kills it.
 
-    run(text, schedule) gives a verdict, or None where nothing was wrong.
+    run(text, schedule) returns a verdict, or None if nothing was wrong.
     """
     table = Table()
     for mutant in all_mutants:
@@ -187,7 +193,7 @@ def score(
 def in_emulator(
     emulator: Emulator, folder: Path, execute: Callable[[], bool]
 ) -> Callable[[str, dict[str, Any]], str | None]:
-    """A `run` for score(): a schedule is what Emulator.configure() takes. Unloads other PTX files."""
+    """A `run` for score(). A schedule holds arguments of Emulator.configure(). Unloads other PTX files."""
 
     def run(text: str, schedule: dict[str, Any]) -> str | None:
         path = folder / "mutant.ptx"

@@ -1,4 +1,4 @@
-"""PTX files out of libraries and objects. Needs the standard library only, so that builds can run it.
+"""Extraction of PTX from libraries and objects. It needs the standard library only, since the build runs it.
 
 python ptx_files.py LIBRARY FOLDER [CUOBJDUMP]
 """
@@ -14,15 +14,15 @@ from pathlib import Path
 
 
 def find_cuobjdump() -> str | None:
-    """That of the nvidia-cuda-cuobjdump wheel beside this Python, or the toolkit's."""
+    """cuobjdump of the nvidia-cuda-cuobjdump wheel in this environment, else that on the PATH, else None."""
     beside = sorted(Path(sys.prefix).glob("lib/python*/site-packages/nvidia/*/bin/cuobjdump"))
     return str(beside[-1]) if beside else shutil.which("cuobjdump")
 
 
 def extract_ptx(library: Path | str, folder: Path | str, cuobjdump: Path | str | None = None) -> list[Path]:
-    """Writes the PTX for sm_100* that a library or object holds into the folder; returns the files, or [].
+    """Writes the PTX for sm_100* that a library or object contains to a folder, and returns the files.
 
-    Earlier .ptx files in the folder are removed.
+    .ptx files that the folder has already are removed.
     """
     tool = cuobjdump or find_cuobjdump()
     if tool is None:

@@ -1,9 +1,12 @@
-"""The claim: what a kernel of ours executes on the emulator, passing kernels of upstream execute there.
+"""Comparison of what a kernel executes on the emulator with what NVIDIA's kernels execute there.
 
-    python report.py merge CALIBRATED.json STATS_FOLDER     statistics of calibration runs -> one set
-    python report.py compare EXECUTED.json CALIBRATED.json  prints what is not contained; status 1 if anything
+NVIDIA's kernels pass their own verification on the emulator (calibration/), which is evidence that the
+emulator models what they execute. A kernel that executes nothing else is covered by that evidence.
 
-Statistics are the JSON of ptxemu_statistics(), one object a line.
+    python report.py merge CALIBRATED.json STATS_FOLDER     merges the statistics of the calibration runs
+    python report.py compare EXECUTED.json CALIBRATED.json  prints what is not calibrated; status 1 if any
+
+Statistics are the JSON of ptxemu_statistics(), one object in each line.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# The statistics that name what the emulator models.
+# The categories of statistics that name features which the emulator models.
 CATEGORIES = ("opcode", "idesc", "descriptor", "tma", "tcgen05.cp")
-# Of these opcodes the emulator's own tests are the evidence.
+# Opcodes that the emulator's own tests cover.
 # fmt: off
 _ELEMENTARY = frozenset([
     "abs", "activemask", "add", "and", "atom", "bfe", "bfi", "bfind", "bra", "brev", "brx", "clz",
@@ -28,14 +31,14 @@ _ELEMENTARY = frozenset([
 
 
 def load(path: Path | str) -> list[dict[str, Any]]:
-    """All statistics in a file, or in the *.json files of a folder."""
+    """The statistics in a file, or in the *.json files of a folder."""
     path = Path(path)
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     return [json.loads(line) for file in files for line in file.read_text().splitlines() if line.strip()]
 
 
 def merge(statistics: Iterable[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """The union of what was executed: {category: {name: count}}."""
+    """The union of statistics: {category: {name: count}}."""
     merged: dict[str, dict[str, int]] = {category: {} for category in CATEGORIES}
     for one in statistics:
         for category in CATEGORIES:
@@ -45,14 +48,14 @@ def merge(statistics: Iterable[dict[str, Any]]) -> dict[str, dict[str, int]]:
 
 
 def is_elementary(opcode: str) -> bool:
-    """Whether an opcode computes on registers or moves data between them and memory, nothing asynchronous."""
+    """Whether an opcode computes on registers or copies between them and memory, and is not asynchronous."""
     return opcode.split(".")[0] in _ELEMENTARY and "async" not in opcode and "bulk" not in opcode
 
 
 def contained(executed: dict[str, Any], calibrated: dict[str, Any], elementary: bool = False) -> list[str]:
-    """What is executed and not calibrated, as "category: name".
+    """The features that are executed and not calibrated, as "category: name".
 
-    elementary: also compare elementary opcodes (is_elementary), which the emulator's own tests cover.
+    elementary: also compare elementary opcodes, which the emulator's own tests cover (is_elementary).
     """
     missing = []
     for category in CATEGORIES:

@@ -1,4 +1,5 @@
-// Arithmetic: integers of all widths, float, double, half and bfloat16 with their modifiers.
+// Arithmetic on integers of all widths, fp32, fp64, fp16 and bf16, with modifiers (PTX ISA, "Integer
+// Arithmetic Instructions", "Floating-Point Instructions", "Half Precision Floating-Point Instructions").
 #include <cfenv>
 #include <limits>
 
@@ -9,6 +10,7 @@ namespace ptxemu {
 
 namespace {
 
+/// Defines an operation on up to three values a, b and c of one type, for lanes<T, Operation>.
 #define PTXEMU_OPERATION(Name, expression)                          \
   struct Name {                                                     \
     template <class T>                                              \
@@ -29,14 +31,16 @@ PTXEMU_OPERATION(Absolute, a < 0 ? -a : a)
 PTXEMU_OPERATION(DivideFloat, a / b)
 PTXEMU_OPERATION(Reciprocal, 1 / a)
 PTXEMU_OPERATION(SquareRoot, std::sqrt(a))
-// The approximations: the nearest float to the exact result, which the hardware's differs from by a few ulp.
+// Approximations (.approx): the float nearest to the exact result. The hardware's results differ by a few
+// ulp.
 PTXEMU_OPERATION(ReciprocalRoot, 1 / std::sqrt(static_cast<double>(a)))
 PTXEMU_OPERATION(Exp2, std::exp2(static_cast<double>(a)))
 PTXEMU_OPERATION(Log2, std::log2(static_cast<double>(a)))
 PTXEMU_OPERATION(Tanh, std::tanh(static_cast<double>(a)))
 PTXEMU_OPERATION(Sine, std::sin(static_cast<double>(a)))
 PTXEMU_OPERATION(Cosine, std::cos(static_cast<double>(a)))
-// What the architecture leaves open, division by zero, is all ones.
+// Division by zero, which PTX leaves undefined, gives all ones. Division by -1 is separate: the quotient of
+// the most negative value would overflow in C++.
 PTXEMU_OPERATION(Divide, b == 0                    ? static_cast<T>(~T{0})
                          : b == static_cast<T>(-1) ? static_cast<T>(0 - a)
                                                    : a / b)
@@ -45,7 +49,8 @@ PTXEMU_OPERATION(Remainder, b == 0 ? a : b == static_cast<T>(-1) ? 0 : a % b)
 PTXEMU_OPERATION(RemainderUnsigned, b == 0 ? a : a % b)
 
 bool is_nan(double x) { return x != x; }
-// A number wins over a NaN, and +0 over -0 in max.
+// min and max return the number if the other operand is NaN, and order -0 before +0. With .NaN they return
+// NaN instead.
 PTXEMU_OPERATION(MinFloat, is_nan(a) ? b : is_nan(b) ? a : a < b || (a == b && std::signbit(a)) ? a : b)
 PTXEMU_OPERATION(MaxFloat, is_nan(a) ? b : is_nan(b) ? a : a > b || (a == b && !std::signbit(a)) ? a : b)
 PTXEMU_OPERATION(MinNan,
@@ -54,6 +59,7 @@ PTXEMU_OPERATION(MaxNan,
                  is_nan(a) || is_nan(b) ? std::numeric_limits<T>::quiet_NaN() : MaxFloat::run(a, b, c))
 PTXEMU_OPERATION(CopySign, std::copysign(b, a))
 
+/// The integer type of twice the size.
 template <class T>
 using Wider = std::conditional_t<
     sizeof(T) == 2, std::conditional_t<std::is_signed_v<T>, i32, u32>,
@@ -70,7 +76,8 @@ u64 multiply_high(u64 a, u64 b) {
                                               (8 * sizeof(T)));
 }
 
-/// mul.hi, mul.wide, mad.hi, mad.wide: `kAdd` adds the third operand.
+/// mul.hi, mul.wide, mad.hi and mad.wide. kHigh selects the high half of the product, else all of it; kAdd
+/// adds the third operand.
 template <class T, bool kHigh, bool kAdd>
 void multiply_lanes(Instruction const&, u64* d, u64 const* const* s, u32 mask) {
   u64 const result_mask =
@@ -85,7 +92,8 @@ void multiply_lanes(Instruction const&, u64* d, u64 const* const* s, u32 mask) {
 
 int const kModes[] = {FE_TONEAREST, FE_TOWARDZERO, FE_DOWNWARD, FE_UPWARD};
 
-/// f32 with any of .ftz, .sat and a rounding direction. This file is compiled with -frounding-math.
+/// fp32 with any of .ftz, .sat and a rounding direction. The file is compiled with -frounding-math, so that
+/// the compiler respects the rounding mode that is set here.
 template <class Operation>
 void modified_lanes(Instruction const& in, u64* d, u64 const* const* s, u32 mask) {
   std::fesetround(kModes[static_cast<int>(in.rounding)]);
@@ -97,7 +105,8 @@ void modified_lanes(Instruction const& in, u64* d, u64 const* const* s, u32 mask
           x = flush_denormal(x);
         }
       }
-      volatile float a = v[0], b = v[1], c = v[2];  // keeps the operation between the changes of mode
+      volatile float a = v[0], b = v[1],
+                     c = v[2];  // volatile: the operation stays between the changes of the mode
       volatile float result = Operation::template run<float>(a, b, c);
       float r = result;
       if (in.flush) {
@@ -164,7 +173,7 @@ LaneFunction pick_multiply(Type type) {
   }
 }
 
-/// min and max of three values, and of pairs of 16-bit integers.
+/// min and max of two values of any type, also of pairs of 16-bit integers.
 template <class Float, class Nan, class Integer>
 LaneFunction pick_extremum(Instruction const& in) {
   if (in.has("xorsign") || in.has("abs")) {
@@ -182,7 +191,7 @@ LaneFunction pick_extremum(Instruction const& in) {
   return pick_integer<Integer>(in);
 }
 
-/// max.f32 d, a, b, c
+/// min and max of three inputs, as two operations on two.
 template <LaneFunction (*kPick)(Instruction const&)>
 void three_inputs(Instruction const& in, u64* d, u64 const* const* s, u32 mask) {
   LaneFunction const two = kPick(in);
@@ -200,6 +209,7 @@ LaneFunction pick_add(Instruction const& in) {
              : pick_integer<Operation>(in);
 }
 
+/// The lane function of an instruction; null if it is not modelled.
 LaneFunction pick(Instruction const& in) {
   std::string const& name = in.parts[0];
   bool const floating = is_float(in.type) || in.type == Type::kF16x2 || in.type == Type::kBf16x2;
@@ -248,7 +258,7 @@ LaneFunction pick(Instruction const& in) {
   return found == functions.end() ? nullptr : found->second(in);
 }
 
-/// Clears sign bits: NaN keeps its payload.
+/// abs of floating-point types: clears the sign bits, so that a NaN keeps its payload.
 template <u64 kMask>
 void and_lanes(Instruction const&, u64* d, u64 const* const* s, u32 mask) {
   for (int l = 0; l < kWarpSize; ++l) {

@@ -1,4 +1,7 @@
-// Operations that complete later: issued by an instruction, run when the scheduler says.
+// Asynchronous operations: an instruction issues them, and the scheduler decides when they execute.
+//
+// Two kinds differ in their order. An independent operation (TMA, try_cancel) may execute at any time after
+// its issue. The tcgen05 operations of a CTA execute in the order of their issue, through the CTA's queue.
 #include <algorithm>
 
 #include "machine.hpp"
@@ -16,18 +19,19 @@ std::shared_ptr<AsyncOperation> Machine::make_operation(Cta* owner, char const* 
   return operation;
 }
 
-/// From here until it has run, whoever touches what the operation touches is told so.
+/// Queues an operation. Until it has executed, its regions are pending accesses, and a conflicting access to
+/// them is a hazard: the result would depend on when the operation executes.
 void Machine::issue(std::shared_ptr<AsyncOperation> const& operation, bool in_fifo) {
   ++progress_;
   Cta const* const fifo = in_fifo ? operation->owner : nullptr;
   std::vector<Access> accesses;
-  for (AsyncOperation::Place const& p : operation->places) {
+  for (AsyncOperation::Region const& p : operation->regions) {
     accesses.push_back(
         {p.low, p.high, p.lane_low, p.lane_high, p.write, operation->id, operation->what, fifo});
     check_conflicts(p.cta, p.tmem, accesses.back(), operation->what, fifo);
   }
   for (size_t i = 0; i < accesses.size(); ++i) {
-    AsyncOperation::Place const& p = operation->places[i];
+    AsyncOperation::Region const& p = operation->regions[i];
     p.cta->pending[p.tmem].push_back(accesses[i]);
   }
   if (!in_fifo) {
@@ -52,16 +56,16 @@ u64 Machine::best_async_priority() const {
 }
 
 void Machine::forget_accesses(AsyncOperation const& operation) {
-  for (AsyncOperation::Place const& place : operation.places) {
-    auto& pending = place.cta->pending[place.tmem];
+  for (AsyncOperation::Region const& region : operation.regions) {
+    auto& pending = region.cta->pending[region.tmem];
     pending.erase(std::remove_if(pending.begin(), pending.end(),
                                  [&](Access const& access) { return access.operation == operation.id; }),
                   pending.end());
   }
 }
 
-/// Completes one operation: any independent one, or the oldest of a CTA's tcgen05 operations. False: none
-/// pending.
+/// Executes one operation: an independent one, or the oldest in the queue of a CTA. Chooses at random, or by
+/// the priority of the pct schedule. Returns false if none is pending.
 bool Machine::run_async(bool highest_priority) {
   size_t const count = independent_.size() + fifos_.size();
   if (count == 0) {
@@ -85,7 +89,7 @@ bool Machine::run_async(bool highest_priority) {
   }
   Warp* const warp = current_warp_;
   Instruction const* const instruction = current_;
-  current_warp_ = operation->warp;  // findings are the operation's, not of whoever happens to execute
+  current_warp_ = operation->warp;  // reports name the issuer, not the instruction that happens to be current
   current_ = operation->instruction;
   forget_accesses(*operation);
   operation->run();

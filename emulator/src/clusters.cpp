@@ -1,21 +1,20 @@
-// Making clusters and CTAs, and telling where execution stands when something is wrong.
+// Creation of clusters and CTAs, and the texts of reports.
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
-#include <cstdlib>
 
 #include "machine.hpp"
 #include "races.hpp"
 
 namespace ptxemu {
 
-u64 Machine::first_cta_of(u64 index, u32 coordinates[3]) const {
+/// The coordinates of the first CTA of a cluster.
+void Machine::first_cta_of(u64 index, u32 coordinates[3]) const {
   for (int i = 0; i < 3; ++i) {
     u64 const count = launch_.grid[i] / launch_.cluster[i];
     coordinates[i] = static_cast<u32>(index % count) * launch_.cluster[i];
     index /= count;
   }
-  return index;
 }
 
 void Machine::launch_cluster(u64 index) {
@@ -36,7 +35,7 @@ void Machine::launch_cluster(u64 index) {
   live_.push_back(std::move(cluster));
 }
 
-/// Shared memory and TMEM start as garbage that looks like NaN and is marked as never written.
+/// Shared memory starts as random bytes whose top bits are set, and is marked as never written.
 std::unique_ptr<Cta> Machine::make_cta(Cluster& cluster, u32 rank) {
   auto cta = std::make_unique<Cta>();
   cta->rank = rank;
@@ -47,7 +46,8 @@ std::unique_ptr<Cta> Machine::make_cta(Cluster& cluster, u32 rank) {
     cta->id[i] = cluster.base[i] + offset[i];
   }
   cta->shared_end = kSharedBase + kernel_.static_shared_bytes + launch_.dynamic_shared_bytes;
-  size_t const bytes = (cta->shared_end + 23) / 8 * 8;
+  size_t const bytes =
+      (cta->shared_end + 23) / 8 * 8;  // at least 16 more: the last unit of a TMA box may be partial
   cta->shared.resize(bytes);
   for (size_t i = 0; i < bytes; i += 8) {
     u64 const garbage = random_() | 0x8080808080808080ull;
@@ -65,7 +65,7 @@ std::unique_ptr<Cta> Machine::make_cta(Cluster& cluster, u32 rank) {
     u32 const lanes = std::min<u32>(kWarpSize, threads - i * kWarpSize);
     warp.alive = lanes == kWarpSize ? kFullMask : (1u << lanes) - 1;
     warp.groups.push_back({0, warp.alive});
-    // calloc: the pages of registers that a warp never touches are never made.
+    // calloc does not touch the pages, so registers that a warp never uses occupy no memory.
     size_t const rows = std::max<size_t>(kernel_.registers.size(), 1);
     warp.registers.reset(static_cast<u64*>(std::calloc(rows * kWarpSize, sizeof(u64))));
     warp.local.assign(static_cast<size_t>(kernel_.local_bytes) * kWarpSize, 0xFF);
@@ -77,7 +77,7 @@ std::unique_ptr<Cta> Machine::make_cta(Cluster& cluster, u32 rank) {
   return cta;
 }
 
-std::string Machine::place() const {
+std::string Machine::location() const {
   if (current_warp_ == nullptr || current_ == nullptr) {
     return format_text("in %.100s", kernel_.name.c_str());
   }
@@ -91,7 +91,7 @@ void Machine::run_reporting() {
   try {
     run();
   } catch (Fatal const& error) {
-    throw Fatal(std::string(error.what()) + "\n  " + place());
+    throw Fatal(std::string(error.what()) + "\n  " + location());
   }
 }
 
@@ -103,12 +103,13 @@ void Machine::hazard(char const* format, ...) {
   va_end(arguments);
   std::string const key = format_text("%d %.50s", current_ == nullptr ? 0 : current_->line, text);
   bool const fresh = reported_.insert(key).second;
-  session_.report_hazard(fresh ? std::string(text) + "\n  " + place() : std::string(), fresh);
+  session_.report_hazard(fresh ? std::string(text) + "\n  " + location() : std::string(), fresh);
   if (session_.options.hazards_are_fatal != 0) {
     fatal("%s", text);
   }
 }
 
+/// What each group of lanes waits for.
 std::string Machine::deadlock_report() {
   static char const* const names[] = {
       "nothing",     "an mbarrier",  "a named barrier",     "the cluster barrier",

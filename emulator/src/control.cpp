@@ -1,4 +1,5 @@
-// The C interface of ptxemu.h.
+// The C interface of ptxemu.h. A call that reads or changes what launches use executes the queued launches
+// first.
 #include "ptxemu.h"
 
 #include <cuda_runtime_api.h>
@@ -82,7 +83,7 @@ int ptxemu_launch(char const* kernel, uint32_t const grid[3], uint32_t const blo
     return cudaErrorInvalidDeviceFunction;
   }
   if (argument_bytes != launch.kernel->param_bytes) {
-    session.report_fatal(ptxemu::format_text("%s takes %u bytes of arguments, not %zu", kernel,
+    session.report_fatal(ptxemu::format_text("%s expects %u bytes of arguments, got %zu", kernel,
                                              launch.kernel->param_bytes, argument_bytes));
     return cudaErrorInvalidValue;
   }

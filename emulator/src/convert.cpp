@@ -1,4 +1,4 @@
-// cvt: between integers, floats, and the packed small formats.
+// cvt: conversions between integers, floats and packed pairs of small formats (PTX ISA, "cvt").
 #include <algorithm>
 #include <cmath>
 
@@ -11,9 +11,10 @@ namespace {
 
 enum Format { kInteger, kFloat32, kFloat64, kHalf, kBfloat, kE2m1, kE4m3, kE5m2, kE8m0, kUnknown };
 
+/// The source or destination type of a cvt.
 struct Side {
   Format format = kUnknown;
-  bool packed = false;  // two elements; of e2m1 4 bits each, else 8 or 16
+  bool packed = false;  // .x2: two elements, of 4 bits in e2m1 and of 8 or 16 bits in other formats
   Type type = Type::kNone;
 };
 
@@ -73,7 +74,8 @@ int bits_of(Format format) {
   }
 }
 
-/// d = {from a, from b}, a in the upper half; or both halves from the halves of a.
+/// Conversions to a packed pair: of two fp32 operands, the first in the upper half, or of the two halves of
+/// one operand.
 void packed_lanes(Instruction const& in, u64* d, u64 const* const* s, u32 mask) {
   auto const from = static_cast<Format>(in.mode[0]), to = static_cast<Format>(in.mode[1]);
   int const in_bits = bits_of(from), out_bits = bits_of(to);
@@ -92,7 +94,8 @@ void packed_lanes(Instruction const& in, u64* d, u64 const* const* s, u32 mask) 
 void integer_lanes(Instruction const& in, u64* d, u64 const* const* s, u32 mask) {
   auto const from = static_cast<Type>(in.mode[0]);
   Type const to = in.type;
-  Type const kept = in.operands[0].type;  // a wider register gets the sign
+  Type const kept =
+      in.operands[0].type;  // the register may be wider than the type, and is then sign-extended
   int const bits = 8 * bytes_of(to);
   for (int l = 0; l < kWarpSize; ++l) {
     if (mask >> l & 1) {
@@ -124,7 +127,7 @@ void float_to_integer_lanes(Instruction const& in, u64* d, u64 const* const* s, 
         value = x < 0 ? static_cast<u64>(static_cast<i64>(x)) : static_cast<u64>(x);
       } else if (x <= low && is_signed(in.type)) {
         value = 1ull << bits;
-      }  // NaN: zero
+      }  // NaN becomes 0
       d[l] = truncate_to(value, in.operands[0].type);
     }
   }

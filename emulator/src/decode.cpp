@@ -1,4 +1,4 @@
-// Finds the decoder of an instruction by the first part of its opcode.
+// The table of decoders, by the first part of the opcode.
 #include "families.hpp"
 #include "machine.hpp"
 

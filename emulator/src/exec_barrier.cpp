@@ -1,4 +1,8 @@
-// Barriers of warps, CTAs and clusters, and fences.
+// Barriers of warps, CTAs and clusters, and fences (PTX ISA, "Parallel Synchronization and Communication
+// Instructions": bar.warp.sync; bar, barrier; barrier.cluster; membar, fence).
+//
+// Only fence.proxy.async has an effect, on Cta::dirty. Memory fences have none: the emulator executes one
+// instruction at a time, so memory is sequentially consistent.
 #include "families.hpp"
 #include "machine.hpp"
 #include "races.hpp"
@@ -28,19 +32,21 @@ bool decode_barrier(Instruction& in) {
                  : in.has("popc") ? kPopc
                  : in.has("and")  ? kAnd
                                   : kOr;
-    in.mode[1] = reduce ? 1 : 0;  // operand of the barrier's number
+    in.mode[1] = reduce ? 1 : 0;  // index of the operand that holds the barrier's number
     in.handler = &Machine::exec_barrier;
   }
   return true;
 }
 
+/// bar.warp.sync mask
 Outcome Machine::exec_warp_sync(Warp& warp, Group& group, Instruction const& in, u32) {
   return converged(warp, group, static_cast<u32>(uniform(warp, in.operands[0], group.mask)))
              ? Outcome::kNext
              : Outcome::kBlocked;
 }
 
-/// bar.sync, bar.arrive, bar.red: counts threads in whole warps.
+/// bar.sync, bar.arrive and bar.red, for whole warps: a warp counts as 32 threads. A waiting warp executes
+/// the instruction again when the barrier's generation has changed, and then finishes with group.resumed set.
 Outcome Machine::exec_barrier(Warp& warp, Group& group, Instruction const& in, u32 mask) {
   size_t const first = static_cast<size_t>(in.mode[1]);
   bool const reduce = first == 1;
@@ -69,7 +75,7 @@ Outcome Machine::exec_barrier(Warp& warp, Group& group, Instruction const& in, u
       barrier.all_threads = all;
       barrier.votes = barrier.voters = 0;
     } else if (barrier.expected != count) {
-      fatal("barrier %u: %u threads expected, %u by those who came before", id, count, barrier.expected);
+      fatal("barrier %u: %u threads expected, %u by earlier arrivals", id, count, barrier.expected);
     }
     if (reduce) {
       Row vote;
@@ -124,6 +130,7 @@ Outcome Machine::exec_barrier(Warp& warp, Group& group, Instruction const& in, u
   return Outcome::kNext;
 }
 
+/// barrier.cluster.arrive: .relaxed arrives too, but orders no accesses.
 Outcome Machine::exec_cluster_arrive(Warp& warp, Group& group, Instruction const& in, u32 mask) {
   if (!converged(warp, group, kFullMask)) {
     return Outcome::kBlocked;
@@ -151,6 +158,7 @@ Outcome Machine::exec_cluster_arrive(Warp& warp, Group& group, Instruction const
   return Outcome::kNext;
 }
 
+/// barrier.cluster.wait
 Outcome Machine::exec_cluster_wait(Warp& warp, Group& group, Instruction const&, u32 mask) {
   if (!group.resumed) {
     if (!converged(warp, group, kFullMask)) {
@@ -176,7 +184,8 @@ Outcome Machine::exec_cluster_wait(Warp& warp, Group& group, Instruction const&,
   return Outcome::kNext;
 }
 
-/// fence.proxy.async: what this warp wrote may now be read by TMA.
+/// fence.proxy.async: shared memory that this warp has written may now be read through the async proxy. The
+/// state space of the fence is ignored.
 Outcome Machine::exec_proxy_fence(Warp& warp, Group&, Instruction const&, u32 mask) {
   if (mask != 0) {
     for (auto const& [low, high] : warp.unfenced) {

@@ -1,4 +1,5 @@
-// Cluster launch control: a running cluster takes over the work of one that was not launched yet.
+// Cluster launch control: a running cluster cancels the launch of another cluster and takes over its work
+// (PTX ISA, "clusterlaunchcontrol.try_cancel", "clusterlaunchcontrol.query_cancel").
 #include "families.hpp"
 #include "machine.hpp"
 #include "races.hpp"
@@ -7,7 +8,8 @@ namespace ptxemu {
 
 namespace {
 
-// The last word of a response; the first three are the coordinates of the cancelled cluster's first CTA.
+// The emulator's encoding of a response: three words with the coordinates of the canceled cluster's first
+// CTA, and this word, whose lowest bit says whether a cluster was canceled.
 constexpr u32 kResponse = 0xC1C00000;
 
 }  // namespace
@@ -24,6 +26,8 @@ bool decode_clc(Instruction& in) {
   return in.handler != nullptr;
 }
 
+/// Cancels the next cluster, if there is one, and writes the response to the issuing CTA or to all CTAs of
+/// the cluster.
 void Machine::answer_try_cancel(Cta* cta, u32 response, u32 barrier, bool multicast) {
   u32 words[4] = {0, 0, 0, kResponse};
   if (!waiting_clusters_.empty()) {
@@ -35,7 +39,7 @@ void Machine::answer_try_cancel(Cta* cta, u32 response, u32 barrier, bool multic
   for (auto& to : cta->cluster->ctas) {
     if (multicast || to.get() == cta) {
       if (to->done) {
-        fatal("the response to a try_cancel comes to rank %u, which has exited", to->rank);
+        fatal("the response to a try_cancel goes to rank %u, which has exited", to->rank);
       }
       std::memcpy(shared_bytes(to.get(), response, sizeof words), words, sizeof words);
       std::memset(&to->written[response], 1, sizeof words);
@@ -44,6 +48,7 @@ void Machine::answer_try_cancel(Cta* cta, u32 response, u32 barrier, bool multic
   }
 }
 
+/// clusterlaunchcontrol.try_cancel [response], [mbarrier]
 Outcome Machine::exec_clc_try_cancel(Warp& warp, Group&, Instruction const& in, u32 mask) {
   Cta* const cta = warp.cta;
   for (int l = 0; l < kWarpSize; ++l) {
@@ -75,13 +80,14 @@ Outcome Machine::exec_clc_try_cancel(Warp& warp, Group&, Instruction const& in, 
   return Outcome::kNext;
 }
 
+/// clusterlaunchcontrol.query_cancel.is_canceled predicate, response
 Outcome Machine::exec_clc_is_canceled(Warp& warp, Group&, Instruction const& in, u32 mask) {
   u64 const* const high = warp.row(in.operands[1].reg + 1);
   for (int l = 0; l < kWarpSize; ++l) {
     if (mask >> l & 1) {
       u32 const word = static_cast<u32>(high[l] >> 32);
       if ((word & ~1u) != kResponse) {
-        fatal("query of something that is not the response to a try_cancel");
+        fatal("query_cancel of a value that is not the response to a try_cancel");
       }
       write(warp, in.operands[0], l, word & 1);
     }
@@ -89,6 +95,8 @@ Outcome Machine::exec_clc_is_canceled(Warp& warp, Group&, Instruction const& in,
   return Outcome::kNext;
 }
 
+/// clusterlaunchcontrol.query_cancel.get_first_ctaid {x, y, z, _}, response; ::x, ::y and ::z have a scalar
+/// result.
 Outcome Machine::exec_clc_first_ctaid(Warp& warp, Group&, Instruction const& in, u32 mask) {
   for (int l = 0; l < kWarpSize; ++l) {
     if (mask >> l & 1) {
@@ -98,7 +106,7 @@ Outcome Machine::exec_clc_first_ctaid(Warp& warp, Group&, Instruction const& in,
       for (size_t i = 0; i < to.parts.size(); ++i) {
         write(warp, to.parts[i], l, words[i]);
       }
-      if (to.kind == Operand::kRegister) {  // get_first_ctaid::x, ::y, ::z
+      if (to.kind == Operand::kRegister) {
         size_t const colon = in.opcode.find("get_first_ctaid::");
         write(warp, to, l, colon == std::string::npos ? words[0] : words[in.opcode[colon + 17] - 'x']);
       }

@@ -1,4 +1,5 @@
-// Control flow, comparisons, and what has no effect here.
+// Control flow, setp, griddepcontrol, and instructions that have no effect on the emulator (PTX ISA, "Control
+// Flow Instructions", "Comparison and Selection Instructions", "griddepcontrol").
 #include "families.hpp"
 #include "machine.hpp"
 #include "numeric.hpp"
@@ -7,7 +8,9 @@ namespace ptxemu {
 
 namespace {
 
-enum Comparison { kEq, kNe, kLt, kLe, kGt, kGe, kNum, kNan, kUnordered = 8 };  // kUnordered: true of NaN
+/// Comparisons of setp. kUnordered is added to those that are true if an operand is NaN.
+enum Comparison { kEq, kNe, kLt, kLe, kGt, kGe, kNum, kNan, kUnordered = 8 };
+/// How setp combines the comparison with a predicate.
 enum Combine { kAlone, kAnd, kOr, kXor };
 
 std::map<std::string, int> const kComparisons = {{"eq", kEq},
@@ -96,6 +99,7 @@ bool decode_control(Instruction& in) {
   return in.handler != nullptr;
 }
 
+/// Stands for every instruction that the emulator does not model.
 Outcome Machine::exec_unmodelled(Warp&, Group&, Instruction const& in, u32 mask) {
   if (mask == 0) {
     return Outcome::kNext;
@@ -112,12 +116,14 @@ Outcome Machine::exec_trap(Warp&, Group&, Instruction const&, u32 mask) {
   return Outcome::kNext;
 }
 
-/// A warp that polls must not keep asynchronous operations from running for ever in lazy mode.
+/// nanosleep lets an asynchronous operation execute: in lazy mode a warp that polls would otherwise prevent
+/// that for ever.
 Outcome Machine::exec_sleep(Warp&, Group&, Instruction const&, u32) {
   run_async();
   return Outcome::kYield;
 }
 
+/// griddepcontrol.wait
 Outcome Machine::exec_grid_wait(Warp&, Group&, Instruction const&, u32 mask) {
   if (mask != 0 && run_predecessor_) {
     std::function<void()> const run = std::move(run_predecessor_);
@@ -137,7 +143,7 @@ Outcome Machine::exec_branch(Warp& warp, Group& group, Instruction const& in, u3
   }
   group.mask &= ~mask;
   group.pc++;
-  warp.groups.push_back({in.target, mask});  // may move `group`
+  warp.groups.push_back({in.target, mask});  // invalidates `group`
   return Outcome::kJumped;
 }
 
@@ -156,7 +162,7 @@ Outcome Machine::exec_branch_indexed(Warp& warp, Group& group, Instruction const
   }
   group.mask = rest;
   group.pc++;
-  warp.groups.insert(warp.groups.end(), taken.begin(), taken.end());  // merge() joins equal targets
+  warp.groups.insert(warp.groups.end(), taken.begin(), taken.end());  // merge() joins lanes of equal targets
   return Outcome::kJumped;
 }
 
@@ -164,7 +170,7 @@ Outcome Machine::exec_exit(Warp& warp, Group& group, Instruction const&, u32 mas
   warp.alive &= ~mask;
   group.mask &= ~mask;
   if (warp.alive == 0) {
-    for (u32 i = 0; i < 16; ++i) {  // barriers that expect whoever is alive
+    for (u32 i = 0; i < 16; ++i) {  // barriers that expect all threads no longer expect this warp
       NamedBarrier& barrier = warp.cta->barriers[i];
       if (barrier.arrived != 0 && barrier.all_threads) {
         barrier.expected -= kWarpSize;

@@ -1,4 +1,5 @@
-// ldmatrix and stmatrix: 8x8 tiles of 16-bit elements between shared memory and registers.
+// ldmatrix and stmatrix: 8x8 tiles of 16-bit elements between shared memory and registers (PTX ISA, "Warp
+// Level Matrix Load Instruction: ldmatrix", "Warp Level Matrix Store Instruction: stmatrix").
 #include "families.hpp"
 #include "machine.hpp"
 
@@ -13,7 +14,8 @@ bool decode_matrix(Instruction& in) {
 
 namespace {
 
-/// Row and column, within a tile, of element `half` (0, 1) that a lane holds.
+/// The row and column, within a tile, of the element that a lane holds in its lower (0) or upper (1) half
+/// register.
 struct Element {
   int row, column;
 };
@@ -32,7 +34,7 @@ Outcome Machine::exec_ldmatrix(Warp& warp, Group& group, Instruction const& in, 
   read(warp, in.operands[1], address);
   u16 tile[4][8][8];
   for (int i = 0; i < in.mode[0] && mask != 0; ++i) {
-    for (int r = 0; r < 8; ++r) {  // lane 8i + r holds the address of row r of tile i
+    for (int r = 0; r < 8; ++r) {  // lane 8 i + r holds the address of row r of tile i
       memory_read(warp, Space::kShared, address[8 * i + r] & 0xFFFFFFFF, 16, 8 * i + r, tile[i][r]);
     }
   }

@@ -1,4 +1,8 @@
-// mbarriers: arrivals, bytes and phases packed in 64 bits of shared memory.
+// mbarriers (PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier").
+//
+// An mbarrier lies in 8 bytes of shared memory in the encoding of pack(). Every change goes through
+// set_mbarrier(), which completes the phase as soon as no arrivals and no bytes are pending. A phase cannot
+// complete twice without a change, so a waiter that knows the parity of its phase never misses it.
 #include "families.hpp"
 #include "machine.hpp"
 #include "races.hpp"
@@ -7,7 +11,7 @@ namespace ptxemu {
 
 namespace {
 
-// pending arrivals : 20 | expected arrivals : 20 | byte count, biased : 22 | phase : 1 | valid : 1
+// Bits: pending arrivals : 20 | expected arrivals : 20 | byte count + kBias : 22 | phase : 1 | valid : 1
 constexpr i32 kBias = 1 << 21;
 constexpr u64 kCountMask = 0xFFFFF;
 
@@ -47,6 +51,7 @@ bool decode_mbarrier(Instruction& in) {
   return in.handler != nullptr;
 }
 
+/// The mbarrier at an offset; fatal if none was initialised there.
 Mbarrier Machine::mbarrier(Cta* cta, u32 offset) {
   if (offset % 8 != 0) {
     fatal("mbarrier at %u, must be a multiple of 8", offset);
@@ -59,6 +64,7 @@ Mbarrier Machine::mbarrier(Cta* cta, u32 offset) {
   return unpack(word);
 }
 
+/// Stores an mbarrier, and completes its phase if nothing is pending.
 void Machine::set_mbarrier(Cta* cta, u32 offset, Mbarrier barrier) {
   ++progress_;
   if (barrier.pending == 0 && barrier.tx_count == 0) {
@@ -76,6 +82,7 @@ void Machine::set_mbarrier(Cta* cta, u32 offset, Mbarrier barrier) {
   std::memset(&cta->written[offset], 1, 8);
 }
 
+/// Arrives `count` times, after the phase has been made to expect more bytes.
 void Machine::arrive(Cta* cta, u32 offset, u32 count, i32 expect_bytes) {
   Mbarrier barrier = mbarrier(cta, offset);
   if (count > barrier.pending) {
@@ -87,6 +94,7 @@ void Machine::arrive(Cta* cta, u32 offset, u32 count, i32 expect_bytes) {
   set_mbarrier(cta, offset, barrier);
 }
 
+/// complete_tx: an asynchronous operation has written the bytes.
 void Machine::complete_bytes(Cta* cta, u32 offset, u32 bytes) {
   Mbarrier barrier = mbarrier(cta, offset);
   barrier.tx_count -= static_cast<i32>(bytes);
@@ -127,7 +135,8 @@ Outcome Machine::exec_mbarrier_inval(Warp& warp, Group&, Instruction const& in, 
   return Outcome::kNext;
 }
 
-/// mbarrier.arrive state, [address], count; the first operand is missing or _ for a barrier of another CTA.
+/// mbarrier.arrive state, [address], count; .expect_tx has a number of bytes in place of the count. An
+/// arrival at another CTA has no state.
 Outcome Machine::exec_mbarrier_arrive(Warp& warp, Group&, Instruction const& in, u32 mask) {
   size_t const first = in.operands[0].kind == Operand::kAddress ? 0 : 1;
   Row address, number;
@@ -172,8 +181,9 @@ Outcome Machine::exec_mbarrier_expect_tx(Warp& warp, Group&, Instruction const& 
   return Outcome::kNext;
 }
 
-/// try_wait blocks, but may give up: now and then at once, and always where nothing else can run. CUTLASS
-/// looks with it whether a stage is ready before it issues the loads that fill that very stage.
+/// test_wait and try_wait. try_wait blocks the warp, but its time limit may pass: at random on a first
+/// attempt, and always if nothing else can run. The latter is needed: CUTLASS asks with try_wait whether a
+/// stage is ready before it issues the loads that fill that stage.
 Outcome Machine::exec_mbarrier_wait(Warp& warp, Group& group, Instruction const& in, u32 mask) {
   group.resumed = false;
   Row address, state;

@@ -1,4 +1,5 @@
-// mov, loads, stores, atomics and address conversions.
+// mov, ld, st, atom, red, cvta and mapa (PTX ISA, "Data Movement and Conversion Instructions"; "atom",
+// "red").
 #include <algorithm>
 
 #include "families.hpp"
@@ -10,6 +11,7 @@ namespace {
 
 enum Atomic { kAdd, kMin, kMax, kAnd, kOr, kXor, kExchange, kCompare, kIncrement, kDecrement };
 
+/// The state space that the opcode names; kGeneric if it names none.
 Space space_in(Instruction const& in) {
   for (std::string const& part : in.parts) {
     if (part.rfind("param", 0) == 0) {
@@ -43,7 +45,7 @@ bool decode_atomic(Instruction& in) {
   for (int i = 0; i < 10; ++i) {
     if (in.parts[1] == names[i] || in.has(names[i])) {
       in.mode[0] = i;
-      in.mode[1] = in.parts[0] == "atom" ? 1 : 0;  // operand of the address
+      in.mode[1] = in.parts[0] == "atom" ? 1 : 0;  // index of the operand that holds the address
       in.handler = &Machine::exec_atomic;
       bool const floating = is_float(in.type);
       return bytes_of(in.type) >= 4 && in.type != Type::kF16x2 && in.type != Type::kBf16x2 &&
@@ -54,6 +56,7 @@ bool decode_atomic(Instruction& in) {
   return false;
 }
 
+/// The new value of an atomic operation. `third` is the value that cas stores.
 u64 combine(Atomic operation, Type type, u64 old, u64 value, u64 third) {
   auto const less = [&](u64 a, u64 b) {
     return is_signed(type) ? sign_extend(a, type) < sign_extend(b, type) : a < b;
@@ -103,11 +106,11 @@ bool decode_memory(Instruction& in) {
   } else if (name == "atom" || name == "red") {
     return decode_atomic(in);
   }
-  in.handler = &Machine::exec_nothing;  // prefetches and cache policies
+  in.handler = &Machine::exec_nothing;  // prefetches and cache policies have no effect
   return true;
 }
 
-/// mov between a register and the elements of a vector, or of 128 bits.
+/// mov that packs a vector into a register or unpacks one, and mov.b128.
 Outcome Machine::exec_move(Warp& warp, Group&, Instruction const& in, u32 mask) {
   Operand const &to = in.operands[0], &from = in.operands[1];
   int const count = static_cast<int>(std::max(to.parts.size(), from.parts.size()));
@@ -156,6 +159,7 @@ Outcome Machine::exec_move(Warp& warp, Group&, Instruction const& in, u32 mask) 
   return Outcome::kNext;
 }
 
+/// cvta: parameters of an inlined call lie in local memory, so their addresses become local ones.
 Outcome Machine::exec_cvta(Warp& warp, Group&, Instruction const& in, u32 mask) {
   Row from;
   read(warp, in.operands[1], from);
@@ -178,6 +182,7 @@ Outcome Machine::exec_cvta(Warp& warp, Group&, Instruction const& in, u32 mask) 
   return Outcome::kNext;
 }
 
+/// mapa.shared::cluster: the address of the same offset in the CTA of another rank.
 Outcome Machine::exec_mapa(Warp& warp, Group&, Instruction const& in, u32 mask) {
   Row* const rows = read_all(warp, in);
   for (int l = 0; l < kWarpSize; ++l) {
@@ -196,7 +201,7 @@ Outcome Machine::exec_load(Warp& warp, Group&, Instruction const& in, u32 mask) 
   u32 const bytes = width * static_cast<u32>(in.mode[0]);
   Row address;
   read(warp, in.operands[1], address);
-  u64 addresses[kWarpSize];  // the destination may be the base register
+  u64 addresses[kWarpSize];  // a copy, since the destination may be the base register
   std::copy_n(address.values, kWarpSize, addresses);
   Operand const& to = in.operands[0];
   u8 buffer[64];

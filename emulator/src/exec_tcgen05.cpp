@@ -1,5 +1,8 @@
-// tcgen05: TMEM allocation, copies of scales, commits. Loads and stores are in exec_tmem.cpp, products in
-// mma.cpp.
+// tcgen05: allocation of TMEM, copies of scale factors, and commits (PTX ISA, "TensorCore 5th Generation
+// Family Instructions": tcgen05.alloc, tcgen05.cp, tcgen05.commit). exec_tmem.cpp has loads and stores,
+// mma.cpp the products.
+//
+// Each CTA has its own 512 columns of TMEM, so CTAs never wait for columns of each other.
 #include <algorithm>
 
 #include "families.hpp"
@@ -51,6 +54,7 @@ bool decode_tcgen05(Instruction& in) {
   return in.handler != nullptr;
 }
 
+/// The CTA, or with size 2 its pair, the even rank first.
 std::vector<Cta*> Machine::cta_group(Cta* cta, int size) {
   if (size == 1) {
     return {cta};
@@ -61,6 +65,7 @@ std::vector<Cta*> Machine::cta_group(Cta* cta, int size) {
   return {cta->cluster->ctas[cta->rank & ~1u].get(), cta->cluster->ctas[cta->rank | 1].get()};
 }
 
+/// The lowest free range of columns. TMEM is created, with NaN in all cells, at the first allocation.
 u32 Machine::allocate_tmem(Cta* cta, u32 columns) {
   if (cta->tmem.empty()) {
     cta->tmem.assign(kTmemLanes * kTmemColumns, 0x7FC0BEEF);
@@ -80,6 +85,7 @@ u32 Machine::allocate_tmem(Cta* cta, u32 columns) {
   return base;
 }
 
+/// Fatal unless the columns lie in one allocation.
 void Machine::check_tmem(Cta* cta, u32 column, u32 columns) {
   auto next = cta->tmem_allocations.upper_bound(column);
   if (next != cta->tmem_allocations.begin()) {
@@ -91,6 +97,7 @@ void Machine::check_tmem(Cta* cta, u32 column, u32 columns) {
   fatal("TMEM columns [%u, %u) of rank %u are not allocated", column, column + columns, cta->rank);
 }
 
+/// tcgen05.alloc [destination], columns
 Outcome Machine::exec_tcgen05_alloc(Warp& warp, Group& group, Instruction const& in, u32 mask) {
   if (!converged(warp, group, kFullMask)) {
     return Outcome::kBlocked;
@@ -109,7 +116,7 @@ Outcome Machine::exec_tcgen05_alloc(Warp& warp, Group& group, Instruction const&
   u32 base = 0;
   if (in.mode[0] == 1) {
     base = allocate_tmem(cta, columns);
-  } else {  // a rendezvous of the pair
+  } else {  // the CTAs of the pair wait for each other, and the second to arrive allocates for both
     cta_group(cta, 2);
     Cta* const peer = cta->cluster->ctas[cta->rank ^ 1].get();
     if (!warp.alloc_arrived) {
@@ -144,6 +151,7 @@ Outcome Machine::exec_tcgen05_alloc(Warp& warp, Group& group, Instruction const&
   return Outcome::kNext;
 }
 
+/// tcgen05.dealloc address, columns
 Outcome Machine::exec_tcgen05_dealloc(Warp& warp, Group& group, Instruction const& in, u32 mask) {
   if (!converged(warp, group, kFullMask)) {
     return Outcome::kBlocked;
@@ -172,7 +180,7 @@ Outcome Machine::exec_tcgen05_relinquish(Warp& warp, Group& group, Instruction c
   return Outcome::kNext;
 }
 
-/// 32 rows of 16 bytes of scales, copied to each of the four groups of 32 lanes.
+/// .32x128b.warpx4: copies 32 rows of 16 bytes to 4 columns of each of the four groups of 32 lanes.
 void Machine::copy_to_tmem(Cta* cta, u32 column, u64 descriptor) {
   for (u32 row = 0; row < 32; ++row) {
     for (u32 q = 0; q < 4; ++q) {
@@ -222,7 +230,8 @@ Outcome Machine::exec_tcgen05_cp(Warp& warp, Group&, Instruction const& in, u32 
   return Outcome::kNext;
 }
 
-/// tcgen05.commit [mbarrier], ranks: an arrival when all earlier operations of this CTA are done.
+/// tcgen05.commit [mbarrier], CTA mask: arrives at the mbarrier when all earlier tcgen05 operations of this
+/// CTA have executed. The commit goes through the same queue as these, so it cannot overtake them.
 Outcome Machine::exec_tcgen05_commit(Warp& warp, Group&, Instruction const& in, u32 mask) {
   for (int l = 0; l < kWarpSize; ++l) {
     if (!(mask >> l & 1)) {

@@ -1,4 +1,5 @@
-// Tensor maps: their encoding here, and the instructions that change one in shared memory and publish it.
+// Tensor maps, and the instructions that modify one in shared memory and copy it to global memory (PTX ISA,
+// "tensormap.replace", "tensormap.cp_fenceproxy").
 #include "tensormap.hpp"
 
 #include "families.hpp"
@@ -70,6 +71,7 @@ bool decode_tensormap(Instruction& in) {
   return in.has("replace") && in.mode[0] >= 0 && in.has("shared::cta");
 }
 
+/// tensormap.replace.field [shared], value, or [shared], dimension, value
 Outcome Machine::exec_tensormap_replace(Warp& warp, Group&, Instruction const& in, u32 mask) {
   Row address, second, third;
   read(warp, in.operands[0], address);
@@ -93,7 +95,7 @@ Outcome Machine::exec_tensormap_replace(Warp& warp, Group&, Instruction const& i
       map.address = second[l];
     } else {
       u64 const index = second[l] + (in.mode[0] == kStride ? 1 : 0);
-      if (index >= 5) {  // CUTLASS writes all five, whatever the rank
+      if (index >= 5) {  // not the map's rank: CUTLASS writes all five dimensions of a map of any rank
         fatal("tensormap.replace of dimension %llu", static_cast<unsigned long long>(second[l]));
       }
       if (in.mode[0] == kDim) {

@@ -1,4 +1,9 @@
-// cp.async.bulk.tensor: boxes of tensors between global and shared memory, and the bulk groups of stores.
+// cp.async.bulk.tensor, the copies between global and shared memory that TMA executes, and bulk async-groups
+// (PTX ISA, "Data Movement and Conversion Instructions: Tensor copy", "cp.async.bulk.commit_group",
+// "cp.async.bulk.wait_group").
+//
+// A copy reads its source and writes its destination at one moment, when its asynchronous operation executes.
+// A bulk async-group is complete when its stores have executed, with and without .read.
 #include <algorithm>
 
 #include "families.hpp"
@@ -46,13 +51,14 @@ bool decode_bulk(Instruction& in) {
 
 namespace {
 
-/// One row of a box: bytes [valid_low, valid_high) of it lie inside of the tensor.
+/// One row of a box, along the first dimension: bytes [valid_low, valid_high) of it lie inside of the tensor.
 struct BoxRow {
-  u32 shared;  // byte in the box
-  u64 global;  // address of the row's first byte, valid or not
+  u32 shared;  // offset in the box
+  u64 global;  // address of the row's first byte, even if that lies outside of the tensor
   u32 valid_low, valid_high, bytes;
 };
 
+/// Calls `visit` with each row of the box at the coordinates.
 template <class Visit>
 void for_each_row(TensorMap const& map, i32 const* coordinates, Visit const& visit) {
   u32 rows = 1;
@@ -100,6 +106,7 @@ struct Coordinates {
 
 }  // namespace
 
+/// The tensor map at an address in the kernel's parameters or in global memory; fatal if there is none.
 TensorMap Machine::read_tensormap(u64 address) {
   TensorMap map;
   if (address % 64 != 0) {
@@ -128,14 +135,14 @@ TensorMap Machine::read_tensormap(u64 address) {
   return map;
 }
 
-/// Bytes out of bounds become zero.
+/// Copies a box to shared memory. Elements outside of the tensor become zero.
 void Machine::load_box(Cta* cta, TensorMap const& map, i32 const* coordinates, u32 offset) {
   for_each_row(map, coordinates, [&](BoxRow const& row) {
     if (row.valid_high > row.valid_low) {
       DeviceMemory::instance().check(row.global + row.valid_low, row.valid_high - row.valid_low, "TMA load");
     }
     auto const* const from = reinterpret_cast<u8 const*>(row.global);
-    for (u32 i = 0; i < row.bytes; i += 16) {  // swizzles move 16 bytes together
+    for (u32 i = 0; i < row.bytes; i += 16) {  // swizzles permute units of 16 bytes
       u32 const at = swizzled(offset + row.shared + i, map.swizzle);
       for (u32 j = i; j < i + 16 && j < row.bytes; ++j) {
         cta->shared[at + j - i] = j >= row.valid_low && j < row.valid_high ? from[j] : 0;
@@ -146,6 +153,7 @@ void Machine::load_box(Cta* cta, TensorMap const& map, i32 const* coordinates, u
   });
 }
 
+/// Copies a box from shared memory. Elements outside of the tensor are not written.
 void Machine::store_box(Cta* cta, TensorMap const& map, i32 const* coordinates, u32 offset) {
   for_each_row(map, coordinates, [&](BoxRow const& row) {
     if (row.valid_high > row.valid_low) {
@@ -159,7 +167,7 @@ void Machine::store_box(Cta* cta, TensorMap const& map, i32 const* coordinates, 
   });
 }
 
-/// cp.async.bulk.tensor [destination], [map, {coordinates}], [mbarrier], multicast mask, cache policy
+/// cp.async.bulk.tensor [destination], [map, {coordinates}], [mbarrier], CTA mask, cache policy
 Outcome Machine::exec_tma_load(Warp& warp, Group&, Instruction const& in, u32 mask) {
   Cta* const self = warp.cta;
   auto const& ctas = self->cluster->ctas;
@@ -199,8 +207,8 @@ Outcome Machine::exec_tma_load(Warp& warp, Group&, Instruction const& in, u32 ma
     session_.statistics.add("tma", format_text("load %s cta_group::%d%s", map.describe().c_str(), in.mode[2],
                                                multicast ? " multicast" : ""));
     auto operation = make_operation(self, "TMA load");
-    // A multicast signals the barrier at the same offset in each destination; with a CTA pair, that of the
-    // CTA whose parity the barrier's address names.
+    // A multicast signals the mbarrier at the same offset in each destination CTA. With cta_group::2 that is
+    // the CTA of the destination's pair whose rank has the parity of the mbarrier's address.
     auto const barrier_cta = [=](u32 rank) {
       return !multicast ? barrier_rank : pair ? (rank & ~1u) | (barrier_rank & 1) : rank;
     };
@@ -284,6 +292,7 @@ Outcome Machine::exec_tma_store(Warp& warp, Group&, Instruction const& in, u32 m
   return Outcome::kNext;
 }
 
+/// cp.async.bulk.commit_group
 Outcome Machine::exec_bulk_commit(Warp& warp, Group&, Instruction const&, u32 mask) {
   for (int l = 0; l < kWarpSize; ++l) {
     if (mask >> l & 1) {
@@ -295,7 +304,7 @@ Outcome Machine::exec_bulk_commit(Warp& warp, Group&, Instruction const&, u32 ma
   return Outcome::kNext;
 }
 
-/// wait_group N: all but the N groups committed last.
+/// cp.async.bulk.wait_group N: waits until at most the N groups that were committed last are pending.
 Outcome Machine::exec_bulk_wait(Warp& warp, Group& group, Instruction const& in, u32 mask) {
   if (!group.resumed && mask != 0) {
     Group probe = group;

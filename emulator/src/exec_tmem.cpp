@@ -1,4 +1,5 @@
-// tcgen05.ld and tcgen05.st: registers of a warp from and to its lanes of TMEM.
+// tcgen05.ld, tcgen05.st and tcgen05.wait: copies between the registers of a warp and TMEM (PTX ISA, "Tensor
+// Memory and Register Load/Store Instructions").
 #include <algorithm>
 
 #include "machine.hpp"
@@ -9,7 +10,8 @@ namespace {
 
 enum Shape { k32x32b, k16x64b, k16x128b, k16x256b };
 
-/// Lane and column, from the instruction's own, of what thread `t` holds in register `r`.
+/// The TMEM lane and column, relative to the instruction's address, of register `r` of thread `t` (PTX ISA,
+/// "Matrix fragments for tcgen05.{ld,st}").
 struct Cell {
   u32 lane, column;
 };
@@ -22,14 +24,16 @@ Cell cell_of(int shape, u32 t, u32 r) {
   }
 }
 
+/// The registers of an instruction with a shape and a repetition count .xN.
 u32 registers_of(int shape, u32 repeat) {
   return repeat * (shape == k16x256b ? 4 : shape == k16x128b ? 2 : 1);
 }
 
 }  // namespace
 
-/// A warp reaches the 32 lanes of its number modulo 4. The registers are defined by tcgen05.wait::ld, or by
-/// their first use: CUTLASS waits once for several loads and relies on that.
+/// tcgen05.ld: a warp accesses the 32 lanes of its index modulo 4. The load reads TMEM, and defines its
+/// registers, at tcgen05.wait::ld or at the first instruction that names one of the registers, whichever
+/// comes first. Until then its range of TMEM is a pending access.
 Outcome Machine::exec_tcgen05_ld(Warp& warp, Group& group, Instruction const& in, u32 mask) {
   if (!converged(warp, group, kFullMask)) {
     return Outcome::kBlocked;
@@ -82,6 +86,7 @@ Outcome Machine::exec_tcgen05_ld(Warp& warp, Group& group, Instruction const& in
   return Outcome::kNext;
 }
 
+/// Reads TMEM into the registers of a pending load.
 void Machine::finish_load(Warp& warp, size_t index) {
   PendingLoad const load = std::move(warp.pending_loads[index]);
   warp.pending_loads.erase(warp.pending_loads.begin() + static_cast<long>(index));
@@ -104,6 +109,7 @@ void Machine::finish_load(Warp& warp, size_t index) {
                 pending.end());
 }
 
+/// Finishes the pending load that defines a register of the operand.
 void Machine::finish_loads_of(Warp& warp, Operand const& operand) {
   for (Operand const& part : operand.parts) {
     finish_loads_of(warp, part);
@@ -120,6 +126,7 @@ void Machine::finish_loads_of(Warp& warp, Operand const& operand) {
   }
 }
 
+/// tcgen05.st: writes TMEM at once, so tcgen05.wait::st has nothing to wait for.
 Outcome Machine::exec_tcgen05_st(Warp& warp, Group& group, Instruction const& in, u32 mask) {
   if (!converged(warp, group, kFullMask)) {
     return Outcome::kBlocked;
@@ -152,6 +159,7 @@ Outcome Machine::exec_tcgen05_st(Warp& warp, Group& group, Instruction const& in
   return Outcome::kNext;
 }
 
+/// tcgen05.wait::ld and ::st
 Outcome Machine::exec_tcgen05_wait(Warp& warp, Group& group, Instruction const&, u32 mask) {
   if (!converged(warp, group, kFullMask)) {
     return Outcome::kBlocked;

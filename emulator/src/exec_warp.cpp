@@ -1,4 +1,5 @@
-// Exchange between the lanes of a warp.
+// Exchange between the lanes of a warp (PTX ISA, "shfl.sync", "vote.sync", "redux.sync", "elect.sync",
+// "activemask").
 #include <algorithm>
 
 #include "families.hpp"
@@ -12,6 +13,7 @@ enum Shuffle { kIndex, kUp, kDown, kButterfly };
 enum Vote { kBallot, kAny, kAll, kUniform };
 enum Reduction { kAdd, kMin, kMax, kAnd, kOr, kXor };
 
+/// The index of the first name that is a part of the opcode; -1 if none is.
 int find(Instruction const& in, std::initializer_list<char const*> names) {
   int index = 0;
   for (char const* name : names) {
@@ -48,6 +50,7 @@ bool decode_warp(Instruction& in) {
   return true;
 }
 
+/// shfl.sync d|valid, a, offset, clamp and segment mask, members
 Outcome Machine::exec_shuffle(Warp& warp, Group& group, Instruction const& in, u32 mask) {
   u32 const members = static_cast<u32>(uniform(warp, in.operands[4], group.mask));
   if (!converged(warp, group, members)) {
@@ -144,7 +147,7 @@ Outcome Machine::exec_redux(Warp& warp, Group& group, Instruction const& in, u32
   return Outcome::kNext;
 }
 
-/// The hardware elects a lane of its choice; here it is the lowest.
+/// elect.sync: the hardware may elect any member; the emulator elects the lowest.
 Outcome Machine::exec_elect(Warp& warp, Group& group, Instruction const& in, u32 mask) {
   u32 const members = static_cast<u32>(uniform(warp, in.operands[1], group.mask));
   if (!converged(warp, group, members)) {

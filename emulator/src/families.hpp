@@ -1,11 +1,12 @@
-// One decoder for each family of opcodes; it stands in the file that executes the family.
+// The decoders of families of opcodes. Each is defined in the file that executes its family.
 #pragma once
 
 #include "ptx.hpp"
 
 namespace ptxemu {
 
-// Each sets `lanes` or `handler` and what these read. False: not modelled.
+// A decoder sets Instruction::lanes or Instruction::handler and the members that these read. It returns false
+// if the emulator does not model the instruction with its modifiers.
 bool decode_arithmetic(Instruction& in);  // alu.cpp
 bool decode_logic(Instruction& in);       // logic.cpp
 bool decode_cvt(Instruction& in);         // convert.cpp

@@ -1,4 +1,4 @@
-// Register operations written once for a value type and applied to the lanes of a warp.
+// Register operations that are written once for a value type and applied to the lanes of a warp.
 #pragma once
 
 #include <cmath>
@@ -7,6 +7,7 @@
 
 namespace ptxemu {
 
+// Tags for value types that C++ lacks: fp16, bf16, two 16-bit elements in 32 bits, and predicates.
 struct Half {
   u16 bits;
 };
@@ -14,12 +15,13 @@ struct Bf16 {
   u16 bits;
 };
 template <class Element>
-struct Pair {  // two elements in 32 bits
+struct Pair {
   u16 low, high;
 };
 struct Predicate {};
 
-/// How a value of a PTX type lies in a 64-bit lane of a register, and the C++ type in which one computes.
+/// Lane<T>::get reads a value of type T from the 64 bits that a lane of a register has, and put writes one.
+/// Value is the C++ type in which operations compute.
 template <class T>
 struct Lane {
   using Value = T;
@@ -38,7 +40,9 @@ struct Lane<double> {
   static double get(u64 bits) { return bit_cast<double>(bits); }
   static u64 put(double value) { return bit_cast<u64>(value); }
 };
-// Sums and products of two 16-bit floats are exact in double; of fma all but ties beyond 2^-53 are.
+// 16-bit floats compute in double. Sums and products of two of them are exact there, so put() rounds once. A
+// fused multiply-add is rounded to double first, which changes the result only where the exact sum lies
+// within 2^-53 of a tie.
 template <>
 struct Lane<Half> {
   using Value = double;
@@ -52,6 +56,7 @@ struct Lane<Bf16> {
   static u64 put(double value) { return encode_bf16(value); }
 };
 
+/// Applies Operation::run to one lane.
 template <class T, class Operation>
 struct Apply {
   using L = Lane<T>;
@@ -70,10 +75,11 @@ struct Apply<Predicate, Operation> {
   static u64 one(u64 a, u64 b, u64 c) { return Operation::run(a, b, c) & 1; }
 };
 
+/// A LaneFunction: Operation on values of type T.
 template <class T, class Operation>
 void lanes(Instruction const&, u64* d, u64 const* const* s, u32 mask) {
   u64 const *a = s[0], *b = s[1], *c = s[2];
-  if (mask == kFullMask) {  // without branches
+  if (mask == kFullMask) {  // a loop without branches, which the compiler vectorizes
     for (int l = 0; l < kWarpSize; ++l) {
       d[l] = Apply<T, Operation>::one(a[l], b[l], c[l]);
     }

@@ -1,4 +1,5 @@
-// Logic, shifts, bit fields and selection.
+// Logic, shifts, bit fields and selection (PTX ISA, "Logic and Shift Instructions"; of "Integer Arithmetic
+// Instructions" bfe, bfi, bfind, brev, clz and popc; "prmt", "selp").
 #include <algorithm>
 
 #include "families.hpp"
@@ -8,6 +9,7 @@ namespace ptxemu {
 
 namespace {
 
+/// Defines an operation on up to three operands of `bits` bits, for bit_lanes.
 #define PTXEMU_BITS(Name, expression)                                                                  \
   struct Name {                                                                                        \
     static u64 run(u64 a, [[maybe_unused]] u64 b, [[maybe_unused]] u64 c, [[maybe_unused]] int bits) { \
@@ -22,6 +24,7 @@ u64 shift_right_signed(u64 a, u64 amount, int bits) {
   return static_cast<u64>(value >> std::min<u64>(amount & 0xFFFFFFFF, static_cast<u64>(bits - 1)));
 }
 
+/// bfe: the field of `length` bits at `position`; bits beyond the value are copies of its sign.
 u64 extract(u64 a, u64 position, u64 length, int bits, bool is_signed) {
   u64 const p = position & 255, n = length & 255, width = static_cast<u64>(bits);
   if (n == 0) {
@@ -46,6 +49,8 @@ u64 reverse(u64 a, int bits) {
   return result;
 }
 
+/// bfind: the position of the highest bit that differs from the sign, or with .shiftamt the shift that moves
+/// it to the top.
 u64 highest_bit(u64 a, int bits, bool is_signed, bool as_shift) {
   u64 const value = is_signed && (a >> (bits - 1) & 1) ? ~a & low_bits(bits) : a;
   if (value == 0) {
@@ -55,6 +60,7 @@ u64 highest_bit(u64 a, int bits, bool is_signed, bool as_shift) {
   return as_shift ? zeros : static_cast<u64>(bits) - 1 - zeros;
 }
 
+/// prmt in its default mode: each nibble of the selector picks a byte of {b, a}, or the byte's sign.
 u64 permute(u64 a, u64 b, u64 selector) {
   u64 const bytes = (a & 0xFFFFFFFF) | b << 32;
   u64 result = 0;
@@ -95,7 +101,7 @@ PTXEMU_BITS(Select, c & 1 ? a : b)
 
 template <class Operation, int kBits>
 void bit_lanes(Instruction const&, u64* d, u64 const* const* s, u32 mask) {
-  if (mask == kFullMask) {  // without branches
+  if (mask == kFullMask) {  // a loop without branches, which the compiler vectorizes
     for (int l = 0; l < kWarpSize; ++l) {
       d[l] = Operation::run(s[0][l], s[1][l], s[2][l], kBits) & low_bits(kBits);
     }
@@ -121,6 +127,7 @@ LaneFunction pick(Type type) {
   }
 }
 
+/// lop3.b32: the immediate is the truth table of a function of three bits.
 void lop3_lanes(Instruction const&, u64* d, u64 const* const* s, u32 mask) {
   for (int l = 0; l < kWarpSize; ++l) {
     if (mask >> l & 1) {
@@ -136,7 +143,7 @@ void lop3_lanes(Instruction const&, u64* d, u64 const* const* s, u32 mask) {
   }
 }
 
-/// bfi d, a, b, position, length: the field of a into b.
+/// bfi d, a, b, position, length: b with a field replaced by the low bits of a.
 void insert_lanes(Instruction const& in, u64* d, u64 const* const* s, u32 mask) {
   int const bits = 8 * bytes_of(in.type);
   for (int l = 0; l < kWarpSize; ++l) {

@@ -1,4 +1,4 @@
-// Registry of device allocations.
+// The registry of device allocations, and the formatting of messages.
 #include "memory.hpp"
 
 #include <algorithm>
@@ -42,8 +42,8 @@ void fatal(char const* format, ...) {
 }
 
 DeviceMemory& DeviceMemory::instance() {
-  static auto* const memory =
-      new DeviceMemory;  // outlives the static destructors of programs that free in them
+  // Never destroyed: programs free device memory in their static destructors.
+  static auto* const memory = new DeviceMemory;
   return *memory;
 }
 
@@ -91,7 +91,7 @@ void DeviceMemory::check(u64 address, size_t bytes, char const* what) {
   if (find(address, bytes) != nullptr) {
     return;
   }
-  constexpr u64 kNear = 1 << 20;  // farther away, no allocation is likely to be meant
+  constexpr u64 kNear = 1 << 20;  // the message names an allocation only if it is nearer than this
   auto const next = allocations_.upper_bound(address);
   u64 const ahead = next == allocations_.end() ? kNear : std::min(next->first - address, kNear);
   if (next != allocations_.begin()) {

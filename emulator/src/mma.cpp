@@ -1,4 +1,7 @@
-// tcgen05.mma of NVFP4: 64 values of k, a scale for each 16 of them, one rounding to float per instruction.
+// tcgen05.mma.kind::mxf4nvf4.block_scale with blocks of 16, the product of NVFP4 (PTX ISA, "Tensorcore 5th
+// Generation Instructions: tcgen05.mma"). One instruction multiplies 64 values of k with a scale factor for
+// each 16 of them. The emulator sums its products in double and rounds once to fp32, which is exact where the
+// sum fits in fp32; the hardware's alignment and truncation of summands are not modelled.
 #include <algorithm>
 #include <cmath>
 
@@ -11,14 +14,17 @@ namespace ptxemu {
 
 namespace {
 
-constexpr u32 kDepth = 64, kBlock = 16, kBlocks = kDepth / kBlock;
-constexpr u32 kRows = 128;  // of A in a CTA
+constexpr u32 kK = 64;      // values of k of one instruction
+constexpr u32 kBlock = 16;  // values of k that share a scale factor
+constexpr u32 kBlocks = kK / kBlock;
+constexpr u32 kRows = 128;  // rows of A and D in a CTA
 constexpr u32 kMaxColumns = 256;
 
-/// The instruction descriptor, PTX ISA table "Instruction descriptor" for .kind::mxf4nvf4.
+/// The instruction descriptor (PTX ISA, "Instruction descriptor", the table for .kind::mxf4nvf4).
 struct InstructionDescriptor {
   u32 m, n, scale_a_id, scale_b_id;
-  bool e8m0, negate_a, negate_b;
+  bool e8m0;  // type of the scale factors; else e4m3
+  bool negate_a, negate_b;
 };
 
 InstructionDescriptor unpack(u32 bits, int cta_group) {
@@ -52,8 +58,9 @@ using Floats = float __attribute__((vector_size(32)));
 using Doubles = double __attribute__((vector_size(64)));
 constexpr u32 kVector = 8;
 
-/// sums[n] += scale_a * scale_b[n] * sum over the block of a[k] * b[k][n]. The sum is exact in float:
-/// multiples of 1/4 up to 576; with the scales it has 20 bits.
+/// sums[n] += scale_a * scale_b[n] * sum over the block of a[k] * b[k][n]. The sum over the block is exact in
+/// float, since it is a multiple of 1/4 of at most 576; its product with the two scale factors has 20
+/// significant bits.
 PTXEMU_CLONES void accumulate_block(float const* a, float const* b, u32 n, float scale_a,
                                     float const* scale_b, double* sums) {
   for (u32 j = 0; j < n; j += kVector) {
@@ -75,32 +82,33 @@ PTXEMU_CLONES void accumulate_block(float const* a, float const* b, u32 n, float
 }  // namespace
 
 struct Machine::Mma {
-  std::vector<Cta*> ctas;
+  std::vector<Cta*> ctas;     // one, or the two of a pair
   u32 d, scales_a, scales_b;  // TMEM columns
-  u64 a, b;                   // descriptors
+  u64 a, b;                   // matrix descriptors
   InstructionDescriptor shape;
-  bool accumulate;
+  bool accumulate;  // add the product to D; else D is overwritten
 };
 
-/// Rows of 64 values, without their scales. [row][k]
+/// Decodes rows of 64 values, without their scale factors, to [row][k].
 void Machine::read_operand_rows(Cta* cta, u64 descriptor, u32 rows, float* out) {
   static float const values[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
   for (u32 row = 0; row < rows; ++row) {
-    for (u32 byte = 0; byte < kDepth / 2; byte += 16) {
+    for (u32 byte = 0; byte < kK / 2; byte += 16) {
       u32 const from = descriptor_address(descriptor, row, byte);
       u8 const* const codes = shared_bytes(cta, from, 16);
       if (std::memchr(&cta->written[from], 0, 16) != nullptr) {
         hazard("tcgen05.mma reads uninitialised shared memory in [%u, %u), row %u", from, from + 16, row);
       }
       for (u32 i = 0; i < 16; ++i) {
-        out[row * kDepth + 2 * (byte + i)] = values[codes[i] & 15];
-        out[row * kDepth + 2 * (byte + i) + 1] = values[codes[i] >> 4];
+        out[row * kK + 2 * (byte + i)] = values[codes[i] & 15];
+        out[row * kK + 2 * (byte + i) + 1] = values[codes[i] >> 4];
       }
     }
   }
 }
 
-/// The four scales of each row: row r in lane r % 32 and column r / 32, the same in all four groups of lanes.
+/// Decodes the four scale factors of each row. Row r has its four bytes in lane r % 32 and column r / 32, and
+/// in the same way in each of the four groups of 32 lanes (PTX ISA, "Scale factor layout").
 void Machine::read_scales(Cta* cta, u32 column, u32 rows, bool e8m0, float* out) {
   check_tmem(cta, column, (rows + 31) / 32);
   for (u32 row = 0; row < rows; ++row) {
@@ -121,19 +129,18 @@ void Machine::read_scales(Cta* cta, u32 column, u32 rows, bool e8m0, float* out)
   }
 }
 
-/// CTA i of the group holds rows [128 i, 128 i + 128) of A and D with their scales, its share of the rows of
-/// B, and the scales of all of B.
+/// D = A B^T + D, or without + D. CTA i of the group has rows [128 i, 128 i + 128) of A and D with the scale
+/// factors of A, an equal part of the rows of B, and the scale factors of all of B.
 void Machine::multiply(Mma const& mma) {
   u32 const groups = static_cast<u32>(mma.ctas.size()), n = mma.shape.n, share = n / groups;
-  std::vector<float> rows(static_cast<size_t>(std::max(kRows, share)) * kDepth);
-  std::vector<float> b(static_cast<size_t>(kDepth) * kMaxColumns);  // [k][column]
+  std::vector<float> rows(static_cast<size_t>(std::max(kRows, share)) * kK);
+  std::vector<float> b(static_cast<size_t>(kK) * kMaxColumns);  // [k][column]
   std::vector<float> scales(static_cast<size_t>(kMaxColumns) * kBlocks), scale_b(scales.size());
   for (u32 g = 0; g < groups; ++g) {
     read_operand_rows(mma.ctas[g], mma.b, share, rows.data());
     for (u32 r = 0; r < share; ++r) {
-      for (u32 k = 0; k < kDepth; ++k) {
-        b[k * kMaxColumns + g * share + r] =
-            mma.shape.negate_b ? -rows[r * kDepth + k] : rows[r * kDepth + k];
+      for (u32 k = 0; k < kK; ++k) {
+        b[k * kMaxColumns + g * share + r] = mma.shape.negate_b ? -rows[r * kK + k] : rows[r * kK + k];
       }
     }
     std::vector<float> mine(scales.size());
@@ -156,7 +163,7 @@ void Machine::multiply(Mma const& mma) {
       double sums[kMaxColumns] = {};
       for (u32 i = 0; i < kBlocks; ++i) {
         float const scale = mma.shape.negate_a ? -scales[r * kBlocks + i] : scales[r * kBlocks + i];
-        accumulate_block(&rows[r * kDepth + i * kBlock], &b[static_cast<size_t>(i) * kBlock * kMaxColumns], n,
+        accumulate_block(&rows[r * kK + i * kBlock], &b[static_cast<size_t>(i) * kBlock * kMaxColumns], n,
                          scale, &scale_b[i * kMaxColumns], sums);
       }
       for (u32 j = 0; j < n; ++j) {
@@ -175,7 +182,7 @@ void Machine::multiply(Mma const& mma) {
   }
 }
 
-/// tcgen05.mma [d], a, b, instruction descriptor, [scales of a], [scales of b], accumulate
+/// tcgen05.mma [d], a, b, instruction descriptor, [scale factors of a], [of b], accumulate
 Outcome Machine::exec_tcgen05_mma(Warp& warp, Group&, Instruction const& in, u32 mask) {
   for (int l = 0; l < kWarpSize; ++l) {
     if (!(mask >> l & 1)) {
@@ -183,7 +190,8 @@ Outcome Machine::exec_tcgen05_mma(Warp& warp, Group&, Instruction const& in, u32
     }
     auto const operand = [&](size_t i) { return uniform(warp, in.operands[i], 1u << l); };
     u32 const d = static_cast<u32>(operand(0)), idesc = static_cast<u32>(operand(3));
-    u32 const scales_a = static_cast<u32>(operand(4)) & 0x3FFFFFFF;  // the top bits are the scale ids
+    u32 const scales_a =
+        static_cast<u32>(operand(4)) & 0x3FFFFFFF;  // the top two bits are the scale factor id
     u32 const scales_b = static_cast<u32>(operand(5)) & 0x3FFFFFFF;
     if (in.mode[0] == 2 && (warp.cta->rank & 1) != 0) {
       fatal("tcgen05.mma of cta_group::2 issued by the odd CTA of a pair");

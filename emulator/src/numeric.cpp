@@ -1,4 +1,4 @@
-// Decoding and encoding of the small floating-point formats.
+// Encoding and decoding of floating-point formats of any width up to 32 bits.
 #include "numeric.hpp"
 
 #include <algorithm>
@@ -8,7 +8,8 @@ namespace ptxemu {
 
 namespace {
 
-/// A format without its sign: `largest` is the code of the largest finite value.
+/// A format without its sign bit. `largest`, `infinity` and `nan` are codes; formats without infinity name
+/// the largest finite value there.
 struct Format {
   int exponent_bits, mantissa_bits, bias;
   u32 largest, infinity, nan;
@@ -21,7 +22,7 @@ constexpr Format kF16 = {5, 10, 15, 0x7BFF, 0x7C00, 0x7FFF};
 constexpr Format kBf16 = {8, 7, 127, 0x7F7F, 0x7F80, 0x7FFF};
 constexpr Format kF32 = {8, 23, 127, 0x7F7FFFFF, 0x7F800000, 0x7FFFFFFF};
 
-/// Codes of positive values are ordered like the values, so a carry out of the mantissa lands in the
+/// Codes of positive values are in the order of the values, so a carry out of the mantissa increments the
 /// exponent.
 u32 encode(Format const& format, double x, Rounding rounding, bool satfinite) {
   if (std::isnan(x)) {
@@ -43,7 +44,8 @@ u32 encode(Format const& format, double x, Rounding rounding, bool satfinite) {
   u64 const first_normal = 1ull << format.mantissa_bits;
   u64 const code = static_cast<u64>(steps) - first_normal +
                    (static_cast<u64>(exponent + format.bias) << format.mantissa_bits);
-  // For subnormal values `exponent` is that of the smallest normal, one above the zero exponent field.
+  // The exponent of a subnormal value was raised to that of the smallest normal value; `steps` is then less
+  // than `first_normal`, which makes the exponent field 0.
   if (code > format.largest) {
     return sign | (satfinite || rounding == Rounding::kZero ? format.largest : format.infinity);
   }

@@ -1,4 +1,5 @@
-// Small floating-point formats: exact decoding, and encoding from double with one rounding.
+// The small floating-point formats: exact decoding, and encoding from double with one rounding (PTX ISA,
+// "Alternate Floating-Point Data Formats").
 #pragma once
 
 #include "ptx.hpp"
@@ -12,7 +13,8 @@ float decode_e8m0(u32 code);
 float decode_f16(u32 code);
 inline float decode_bf16(u32 code) { return as_float(code << 16); }
 
-/// satfinite: what is beyond the largest finite value becomes it (as the FP8 and FP4 conversions do).
+/// The formats of 4 and 8 bits saturate: values beyond the largest finite value become that value.
+/// `satfinite` asks for the same of the 16-bit formats, which otherwise overflow to infinity.
 u32 encode_e2m1(double x, Rounding rounding = Rounding::kNearest);
 u32 encode_e4m3(double x, Rounding rounding = Rounding::kNearest);
 u32 encode_e5m2(double x, Rounding rounding = Rounding::kNearest);
@@ -21,14 +23,13 @@ u32 encode_f16(double x, Rounding rounding = Rounding::kNearest, bool satfinite 
 u32 encode_bf16(double x, Rounding rounding = Rounding::kNearest, bool satfinite = false);
 float round_to_float(double x, Rounding rounding = Rounding::kNearest);
 
-/// Rounds to an integer in the direction given, ties to even.
+/// Rounds to an integer in the given direction; kNearest rounds ties to even.
 double round_to_integer(double x, Rounding rounding);
 
+/// .ftz: a subnormal number becomes a zero of the same sign.
 inline float flush_denormal(float x) {
   u32 const bits = as_bits(x);
   return (bits & 0x7F800000u) == 0 ? as_float(bits & 0x80000000u) : x;
 }
-
-constexpr u32 kCanonicalNan = 0x7FFFFFFF;
 
 }  // namespace ptxemu

@@ -1,4 +1,4 @@
-// Operands: registers, constants, special registers and addresses as rows of 32 lanes.
+// Operands as rows of 32 lanes: registers, constants, special registers and addresses.
 #include <algorithm>
 
 #include "machine.hpp"
@@ -7,8 +7,9 @@ namespace ptxemu {
 
 namespace {
 
+/// Numbers of special registers (PTX ISA, "Special Registers"). A vector has three: .x, .y and .z.
 enum Special {
-  kTid,  // and .y, .z: the next two
+  kTid,
   kNtid = 3,
   kCtaid = 6,
   kNctaid = 9,
@@ -155,11 +156,11 @@ void Machine::read(Warp& warp, Operand const& operand, Row& row) {
         row.scratch[l] = special(warp, operand.special, l);
       }
       return;
-    default: fatal("operand of a kind that this instruction does not take");
+    default: fatal("operand of a kind that this instruction does not accept");
   }
 }
 
-/// The sources of a register operation.
+/// The values of all operands but the first, which is the destination.
 Machine::Row* Machine::read_all(Warp& warp, Instruction const& in) {
   for (size_t i = 1; i < in.operands.size() && i < 8; ++i) {
     read(warp, in.operands[i], rows_[i - 1]);
@@ -167,6 +168,7 @@ Machine::Row* Machine::read_all(Warp& warp, Instruction const& in) {
   return rows_;
 }
 
+/// Writes one lane of a destination register.
 void Machine::write(Warp& warp, Operand const& operand, int lane, u64 value) {
   if (operand.kind == Operand::kSink) {
     return;
@@ -195,7 +197,8 @@ u64 Machine::uniform(Warp& warp, Operand const& operand, u32 mask) {
   return row[__builtin_ctz(mask)];
 }
 
-/// Whether the lanes of a .sync or .aligned instruction are all here; if not, the group waits for them.
+/// Whether the group holds all lanes of a .sync or .aligned instruction that have not exited. If not, the
+/// group waits; merge() lets it try again once other lanes have joined it.
 bool Machine::converged(Warp& warp, Group& group, u32 lanes) {
   if ((lanes & warp.alive & ~group.mask) == 0) {
     return true;

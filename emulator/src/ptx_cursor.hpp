@@ -1,4 +1,5 @@
-// Reads PTX text: white space, comments, identifiers and single characters.
+// A position in PTX text, with the functions that read white space, comments, identifiers and single
+// characters.
 #pragma once
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 
 namespace ptxemu {
 
+/// The base class of the parser. `at_` is the position and `line_` its line, from 1.
 class Cursor {
  public:
   Cursor(std::string const& path, std::string const& text, size_t position)
@@ -38,6 +40,7 @@ class Cursor {
       }
     }
   }
+  /// Skips white space and, if it is next, the character; returns whether it was.
   bool accept(char c) {
     skip_space();
     if (peek() != c) {
@@ -51,6 +54,7 @@ class Cursor {
       error(std::string("'") + text_.substr(at_, 20) + "', expected " + c);
     }
   }
+  /// A name, directive or opcode with its modifiers; empty if none is next.
   std::string identifier() {
     skip_space();
     size_t const begin = at_;
@@ -60,6 +64,7 @@ class Cursor {
     }
     return text_.substr(begin, at_ - begin);
   }
+  /// Skips everything up to and including the character.
   void skip_past(char c) {
     while (peek() != '\0' && peek() != c) {
       line_ += peek() == '\n';

@@ -1,4 +1,4 @@
-// Declarations: the header of an entry, registers, variables, and the labels that branches name.
+// Declarations: the header of an entry, parameters, registers, variables and labels.
 #include <cstdlib>
 
 #include "ptx_parser.hpp"
@@ -16,6 +16,7 @@ Type parse_type(std::string const& name) {
   return found == types.end() ? Type::kNone : found->second;
 }
 
+/// `name(parameters) .maxntid 128 .reqnctapercluster 2, 1, 1`, up to the opening brace.
 void Parser::header() {
   identifier();  // the entry's name
   if (accept('(')) {
@@ -81,12 +82,14 @@ void Parser::parameter() {
   kernel_.param_bytes = offset + v.bytes;
 }
 
-u32 Parser::place(u32& total, Variable const& v) {
+/// Appends a variable to a space of `total` bytes; returns its offset.
+u32 Parser::allocate(u32& total, Variable const& v) {
   u32 const offset = (total + v.align - 1) / v.align * v.align;
   total = offset + v.bytes;
   return offset;
 }
 
+/// The index of a new register. A .b128 register is two consecutive ones, its low half first.
 int Parser::new_register(Type type) {
   kernel_.registers.push_back(type);
   if (type == Type::kB128) {
@@ -119,6 +122,7 @@ void Parser::declare_registers() {
   expect(';');
 }
 
+/// The index of a register by its name; -1 if there is none.
 int Parser::find_register(std::string const& name) const {
   size_t digits = name.size();
   while (digits > 0 && std::isdigit(static_cast<u8>(name[digits - 1]))) {
@@ -150,16 +154,16 @@ void Parser::directive(std::string const& word) {
   if (word == ".reg") {
     declare_registers();
   } else if (word == ".shared" || word == ".local" || word == ".param") {
-    // The .param variables around a call live in the thread's local memory.
+    // The .param variables that pass the arguments of a call are allocated in local memory.
     Variable const v = variable();
     bool const shared = word == ".shared";
     u32& total = shared ? kernel_.static_shared_bytes : kernel_.local_bytes;
-    variables_[v.name] = {shared ? Space::kShared : Space::kLocal, place(total, v)};
+    variables_[v.name] = {shared ? Space::kShared : Space::kLocal, allocate(total, v)};
     expect(';');
   } else if (word == ".loc" || word == ".file") {
     skip_past('\n');
     ++line_;
-  } else {  // .pragma
+  } else {  // .pragma and others that have no effect
     skip_past(';');
   }
 }

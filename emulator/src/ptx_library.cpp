@@ -1,4 +1,4 @@
-// The library of PTX files: finds entries and module-scope variables without parsing the kernels.
+// The library of PTX files: finds entries and variables of module scope without parsing the kernels.
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
@@ -14,7 +14,7 @@ namespace {
 
 bool is_name(char c) { return std::isalnum(static_cast<u8>(c)) || c == '_' || c == '$'; }
 
-/// Values of `{1, 0f3F800000, 0xFF}`, written as elements of the type.
+/// Writes the values of a list such as `{1, 0f3F800000, 0xFF}` as elements of the type.
 void write_initial_values(std::string const& list, Type type, u8* out, size_t bytes) {
   size_t const width = static_cast<size_t>(bytes_of(type));
   for (size_t at = 0, written = 0; at < list.size() && written + width <= bytes; ++at) {
@@ -35,7 +35,8 @@ void write_initial_values(std::string const& list, Type type, u8* out, size_t by
   }
 }
 
-/// One line of module scope, e.g. `.visible .const .align 4 .b8 name[16] = {...};`
+/// Declares the variable of one statement, e.g. `.visible .const .align 4 .b8 name[16] = {...};`. A shared
+/// variable gets its offset in each kernel that uses it; until then its address is alignment << 32 | bytes.
 void declare(PtxFile& file, std::string const& line) {
   Space space = Space::kGeneric;
   u32 align = 1;
@@ -85,7 +86,7 @@ void declare(PtxFile& file, std::string const& line) {
 
 }  // namespace
 
-/// Module scope is what starts a line with a dot in the first column, as nvcc writes it.
+/// Relies on the format that nvcc writes: statements of module scope start with a dot in the first column.
 void scan_module(PtxFile& file) {
   std::string const& text = file.text;
   for (size_t at = 0; at != std::string::npos && at < text.size();) {

@@ -1,4 +1,5 @@
-// The parser of one PTX entry. Device functions are inlined where they are called, so a kernel is one list.
+// The parser of one PTX entry. Device functions are inlined where they are called, so that a kernel is one
+// list of instructions.
 #pragma once
 
 #include <unordered_map>
@@ -8,6 +9,8 @@
 
 namespace ptxemu {
 
+/// Parses an entry into a Kernel. PTX scopes nest in braces; names of registers and labels are looked up from
+/// the innermost scope outwards.
 class Parser : Cursor {
  public:
   Parser(PtxFile& file, size_t position, Kernel& kernel)
@@ -18,25 +21,26 @@ class Parser : Cursor {
   struct Scope {
     int id;
     std::unordered_map<std::string, int> registers;
-    std::unordered_map<std::string, int> ranges;  // %r of %r<100> -> its first register
+    // %r of %r<100> -> twice the index of %r0, plus 1 if each register of the range takes two (.b128)
+    std::unordered_map<std::string, int> ranges;
   };
-  struct Fix {  // a branch whose label was not known yet
+  struct Fix {  // a branch; its target is resolved when all labels are known
     int instruction;
     std::string label;
-    std::vector<int> scopes;
+    std::vector<int> scopes;  // the scopes that enclose the branch
   };
   /// What a declaration such as `.align 8 .b8 name[16]` says.
   struct Variable {
     std::string name;
     u32 align = 1, bytes = 0;
-    bool open = false;  // name[]
+    bool open = false;  // name[]: an array of unknown size
   };
 
   // Declarations.
   void header();
   Variable variable();
   void parameter();
-  u32 place(u32& total, Variable const& v);
+  u32 allocate(u32& total, Variable const& v);
   int new_register(Type type);
   void declare_registers();
   int find_register(std::string const& name) const;
@@ -64,14 +68,14 @@ class Parser : Cursor {
   Kernel& kernel_;
   std::vector<Scope> scopes_;
   int next_scope_ = 0;
-  int inlined_ = 0;           // depth of calls
-  std::vector<int> returns_;  // instructions of the function being inlined that leave it
+  int inlined_ = 0;           // nesting depth of inlined calls
+  std::vector<int> returns_;  // ret instructions of the function that is being inlined, which become branches
   u32 dynamic_align_ = 16;    // of the dynamic shared memory
   std::vector<Fix> fixes_;
-  std::unordered_map<std::string, int> labels_;                       // "scope:name"
+  std::unordered_map<std::string, int> labels_;                       // "scope:name" -> instruction
   std::unordered_map<std::string, std::vector<std::string>> tables_;  // .branchtargets
-  std::unordered_map<std::string, ModuleSymbol> variables_;
-  std::unordered_map<u64, int> constant_rows_;
+  std::unordered_map<std::string, ModuleSymbol> variables_;  // of the kernel and of inlined functions
+  std::unordered_map<u64, int> constant_rows_;               // value -> row of Kernel::constants
 };
 
 }  // namespace ptxemu

@@ -1,4 +1,4 @@
-// Operands and statements of PTX, and the inlining of device functions.
+// Operands and statements, and the inlining of device functions.
 #include <cstdlib>
 
 #include "ptx_parser.hpp"
@@ -7,14 +7,16 @@ namespace ptxemu {
 
 namespace {
 
-constexpr u64 kDynamicShared = 1ull << 62;  // mark in Operand::value until the static bytes are known
+/// Marks an offset in the dynamic shared memory in Operand::value, until the size of the static shared
+/// memory, which lies before it, is known.
+constexpr u64 kDynamicShared = 1ull << 62;
 
-static void place_dynamic(Operand& operand, u32 dynamic) {
+void resolve_dynamic(Operand& operand, u32 dynamic) {
   if (operand.symbol_space == Space::kShared && (operand.value & kDynamicShared)) {
     operand.value = operand.value - kDynamicShared + dynamic;
   }
   for (Operand& part : operand.parts) {
-    place_dynamic(part, dynamic);
+    resolve_dynamic(part, dynamic);
   }
 }
 
@@ -32,6 +34,7 @@ Operand Parser::constant(u64 value) {
   return operand;
 }
 
+/// An integer, or a float in the hexadecimal forms 0f and 0d.
 Operand Parser::number() {
   skip_space();
   bool const negative = peek() == '-';
@@ -60,6 +63,7 @@ Operand Parser::number() {
   return constant(negative ? 0 - value : value);
 }
 
+/// `base+offset]` or `base, {coordinates}]`, after the opening bracket.
 Operand Parser::address() {
   Operand operand = this->operand();
   if (operand.kind != Operand::kConstant && operand.kind != Operand::kRegister &&
@@ -81,6 +85,7 @@ Operand Parser::address() {
   return operand;
 }
 
+/// A parameter or variable by its name; any other name is a label.
 Operand Parser::symbol(std::string const& name) {
   Operand operand;
   operand.kind = Operand::kSymbol;
@@ -100,14 +105,14 @@ Operand Parser::symbol(std::string const& name) {
     operand.symbol_space = found->second.space;
     operand.value = found->second.address;
     if (found->second.space == Space::kShared) {
-      // Module-scope shared memory: address = alignment << 32 | bytes, 0 bytes for the dynamic array.
+      // The address holds alignment << 32 | bytes (scan_module); the dynamic array has 0 bytes.
       u32 const align = static_cast<u32>(found->second.address >> 32);
       u32 const bytes = static_cast<u32>(found->second.address);
       if (bytes == 0) {
         dynamic_align_ = std::max(dynamic_align_, align);
         operand.value = kDynamicShared;
       } else {
-        operand.value = place(kernel_.static_shared_bytes, {name, align, bytes, false});
+        operand.value = allocate(kernel_.static_shared_bytes, {name, align, bytes, false});
       }
       variables_[name] = {Space::kShared, operand.value};
     }
@@ -144,8 +149,7 @@ Operand Parser::operand() {
     error("operand '" + text_.substr(at_, 20) + "'");
   }
   if (name == "_") {
-    result.kind = Operand::kSink;
-    // `_|%p`: only the second of a pair is wanted
+    result.kind = Operand::kSink;  // also the first of a pair `_|%p`
   } else if (int const reg = find_register(name); reg >= 0) {
     result.kind = Operand::kRegister;
     result.reg = reg;
@@ -184,7 +188,7 @@ void Parser::parse() {
   kernel_.static_shared_bytes = dynamic;
   for (Instruction& instruction : kernel_.code) {
     for (Operand& operand : instruction.operands) {
-      place_dynamic(operand, dynamic);
+      resolve_dynamic(operand, dynamic);
     }
     decode(instruction);
   }
@@ -216,6 +220,8 @@ std::vector<int> Parser::scope_ids() const {
   return ids;
 }
 
+/// Reads the colon after a label, and the table that `.branchtargets` makes of it; false if the word is no
+/// label.
 bool Parser::label(std::string const& word) {
   skip_space();
   if (peek() != ':' || peek_next() == ':') {
@@ -301,7 +307,7 @@ std::vector<std::string> Parser::names_in_parentheses() {
   return names;
 }
 
-/// Where the function's definition starts, at its list of results; npos where it is only declared.
+/// The position of a function's definition, after `.func`; npos if it is only declared.
 size_t Parser::find_function(std::string const& name) const {
   for (size_t at = text_.find(".func"); at != std::string::npos; at = text_.find(".func", at + 5)) {
     size_t const end = text_.find_first_of("{;", at);
@@ -317,7 +323,9 @@ size_t Parser::find_function(std::string const& name) const {
   return std::string::npos;
 }
 
-/// call (result), function, (arguments): the body follows in place, formal parameters being the caller's.
+/// `call (result), function, (arguments);` parses the function's body in place, with the caller's .param
+/// variables under the names of the formal parameters. A call of a function without a definition is an
+/// instruction that is not modelled.
 void Parser::call(Instruction& instruction) {
   std::vector<std::string> actual = names_in_parentheses();
   accept(',');
@@ -329,7 +337,7 @@ void Parser::call(Instruction& instruction) {
   skip_past(';');
   size_t const definition = find_function(name);
   if (definition == std::string::npos || inlined_ > 16) {
-    kernel_.code.push_back(std::move(instruction));  // no decoder knows it: fatal where it is reached
+    kernel_.code.push_back(std::move(instruction));
     return;
   }
   size_t const resume_at = at_;
@@ -375,4 +383,5 @@ std::shared_ptr<Kernel> parse_kernel(PtxFile& file, size_t position, std::string
   Parser(file, position, *kernel).parse();
   return kernel;
 }
+
 }  // namespace ptxemu

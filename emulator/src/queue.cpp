@@ -1,5 +1,6 @@
-// Programmatic dependent launch at its worst: a launch that need not wait for its predecessor starts first,
-// and the predecessor runs when griddepcontrol.wait is reached.
+// Programmatic dependent launch in its most adverse order: a launch that may overlap its predecessor starts
+// before it, and the predecessor executes when the first thread reaches griddepcontrol.wait. A read ahead of
+// the wait thus sees old memory.
 #include "queue.hpp"
 
 #include <driver_types.h>
@@ -10,7 +11,8 @@ namespace ptxemu {
 
 namespace {
 
-constexpr size_t kMaxChain = 6;  // launches that are under way together
+constexpr size_t kMaxChain =
+    6;  // launches that may overlap, each of which waits in the call stack of the next
 
 }  // namespace
 
@@ -53,7 +55,7 @@ void LaunchQueue::run_all() {
   running_ = false;
 }
 
-/// Runs a launch, and before it ends all that it depends on.
+/// Executes a launch, and by the time it returns all launches before it.
 void LaunchQueue::run(size_t index) {
   Session& session = Session::instance();
   bool predecessor_ran = index == 0;
@@ -70,7 +72,7 @@ void LaunchQueue::run(size_t index) {
   } catch (Fatal const& fatal) {
     session.report_fatal(fatal.what());
     error_ = error_ == 0 ? cudaErrorLaunchFailure : error_;
-  } catch (std::exception const& other) {  // e.g. no memory on the host
+  } catch (std::exception const& other) {  // e.g. std::bad_alloc on the host
     session.report_fatal(std::string("the emulator failed: ") + other.what());
     error_ = error_ == 0 ? cudaErrorLaunchFailure : error_;
   }

@@ -1,4 +1,4 @@
-// Vector clocks: what each warp has seen of every other, and who touched which word of shared memory when.
+// The vector clocks of warps, and the last accesses to each word of shared memory.
 #include "races.hpp"
 
 #include <algorithm>
@@ -25,7 +25,8 @@ void RaceDetector::add_warp(Warp& warp) {
 
 void RaceDetector::remove_cluster(Cluster const& cluster) { states_.erase(&cluster); }
 
-/// What the warp did so far is before the point; what it does from now on is not.
+/// Accesses that the warp has made are ordered before the point; later ones are not, since its clock
+/// advances.
 void RaceDetector::release(Warp const& warp, Point& point) {
   Clock& clock = state(warp).clocks[warp.race_id];
   join(point.released, clock);
@@ -95,8 +96,9 @@ bool RaceDetector::conflicts(Entry const (&entries)[kEntries], Clock const& cloc
   return false;
 }
 
-/// Replaces an entry that is ordered before this access, since whoever races with that one races with this
-/// one too.
+/// Replaces an entry that is ordered before this access and covers no other bytes: an access that races with
+/// the old entry races with the new one too. If there is none, an entry is lost, and races with it are
+/// missed.
 void RaceDetector::record(Entry (&entries)[kEntries], Clock const& clock, Entry const& entry) {
   Entry* slot = &entries[entry.warp % kEntries];
   for (Entry& old : entries) {

@@ -1,7 +1,7 @@
-// Replacement CUDA runtime: registration of kernels and launches.
+// Replacement CUDA runtime: registration of kernels, launches, attributes of functions and occupancy. The
+// functions that start with two underscores are those that nvcc's generated code calls.
 #include <cuda_runtime_api.h>
 
-#include <cstdio>
 #include <unordered_map>
 
 #include "queue.hpp"
@@ -11,11 +11,14 @@ namespace ptxemu {
 
 namespace {
 
+/// Names of kernels by the address of their host function. Static constructors of programs fill the map, so
+/// it is made at its first use.
 std::unordered_map<void const*, std::string>& kernel_names() {
   static auto* const names = new std::unordered_map<void const*, std::string>;
   return *names;
 }
 
+/// The arguments of a <<<...>>> between its push and its pop.
 struct CallConfiguration {
   dim3 grid, block;
   size_t shared_bytes;

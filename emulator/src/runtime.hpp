@@ -1,4 +1,4 @@
-// What the files of the replacement runtime share.
+// Functions that the files of the replacement runtime share.
 #pragma once
 
 #include <driver_types.h>
@@ -9,13 +9,13 @@
 
 namespace ptxemu {
 
-/// The PTX kernel behind a host function; null, with the reason as the last error, if there is none.
+/// The PTX kernel of a host function; null if there is none, with the reason in Session::last_error.
 std::shared_ptr<Kernel> find_kernel(void const* function);
 
-/// Keeps an error for cudaGetLastError, and returns it.
+/// Keeps an error for cudaGetLastError and returns it.
 cudaError_t remember(cudaError_t error);
 
-/// Runs what is queued; its error, or `otherwise`.
+/// Executes the queued launches; returns their error, or `otherwise` if there is none.
 cudaError_t synchronize(cudaError_t otherwise = cudaSuccess);
 
 }  // namespace ptxemu

@@ -1,4 +1,4 @@
-// Replacement CUDA runtime: devices, errors, streams, events, and the driver's entry points.
+// Replacement CUDA runtime: errors, the device, streams, events, and the driver's entry points.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
@@ -35,7 +35,7 @@ using namespace ptxemu;
 
 extern "C" {
 
-// Errors. What is queued has not failed yet: it does so at the next call that waits for it.
+// Errors. A queued launch has not failed yet: its error appears at the next call that waits for it.
 cudaError_t cudaGetLastError() {
   int const asynchronous = LaunchQueue::instance().error(false);
   cudaError_t const error = last_error != cudaSuccess ? last_error : static_cast<cudaError_t>(asynchronous);
@@ -69,7 +69,7 @@ char const* cudaGetErrorName(cudaError_t error) {
   }
 }
 
-// Devices: there is one.
+// The device: there is one, number 0.
 cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
@@ -144,7 +144,7 @@ cudaError_t cudaRuntimeGetVersion(int* version) {
   return cudaSuccess;
 }
 
-// Streams are all one, in order.
+// Streams: all are one stream, which executes in order. Waiting for one waits for all launches.
 cudaError_t cudaStreamCreate(cudaStream_t* stream) {
   static char streams[1];
   *stream = reinterpret_cast<cudaStream_t>(streams);
@@ -175,11 +175,11 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t, cudaStream_t, unsigned) { retu
 cudaError_t cudaEventSynchronize(cudaEvent_t) { return synchronize(); }
 cudaError_t cudaEventQuery(cudaEvent_t) { return synchronize(); }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
-  *milliseconds = 1;  // time has no meaning here
+  *milliseconds = 1;  // the emulator does not model time
   return synchronize();
 }
 
-// The driver's entry points: the only one that CUTLASS asks for encodes tensor maps.
+// The driver's entry points. CUTLASS asks for cuTensorMapEncodeTiled alone.
 cudaError_t cudaGetDriverEntryPointByVersion(char const* symbol, void** function, unsigned,
                                              unsigned long long, cudaDriverEntryPointQueryResult* result) {
   bool const known = std::strcmp(symbol, "cuTensorMapEncodeTiled") == 0;

@@ -1,4 +1,5 @@
-// Replacement CUDA runtime: device memory, copies, and the encoding of tensor maps under the driver's rules.
+// Replacement CUDA runtime: device memory, copies, and the encoding of tensor maps under the rules of the
+// driver API.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
@@ -13,7 +14,8 @@ namespace {
 
 u64 address_of(void const* pointer) { return reinterpret_cast<u64>(pointer); }
 
-/// A range that touches an allocation must lie in it; host memory is in none.
+/// Whether a copy may access the range: a range that begins in an allocation must end in it, and host memory,
+/// which is in no allocation, is not checked.
 bool is_inside(void const* pointer, size_t bytes) {
   DeviceMemory& memory = DeviceMemory::instance();
   return bytes == 0 || !memory.owns(address_of(pointer)) || memory.contains(address_of(pointer), bytes);

@@ -1,6 +1,12 @@
-// Who runs next: clusters, warps and asynchronous operations take turns as the mode and the seed say.
+// The scheduler: chooses the warp or asynchronous operation that executes next, by the mode and the seed.
+//
+//   eager   asynchronous operations execute before any warp; warps in random order
+//   lazy    asynchronous operations execute only when no warp can
+//   random  either, at random
+//   pct     the warp or operation of the highest priority, where priorities are random and change at random
+//   points
+//           (probabilistic concurrency testing)
 #include <algorithm>
-#include <cstdlib>
 
 #include "machine.hpp"
 #include "races.hpp"
@@ -70,6 +76,7 @@ void Machine::run() {
   }
 }
 
+/// Executes one asynchronous operation or some instructions of one warp.
 void Machine::schedule_once() {
   int const mode = session_.options.mode;
   if (mode == PTXEMU_EAGER) {
@@ -96,6 +103,7 @@ void Machine::schedule_once() {
   }
 }
 
+/// A warp that can run, by priority in pct mode and at random otherwise; null if there is none.
 Warp* Machine::pick_warp() {
   size_t const count = warps_.size();
   size_t const start = count == 0 ? 0 : random_() % count;
@@ -127,7 +135,7 @@ bool Machine::is_over(Warp& warp, Group const& group) {
     case Wait::kMbarrier: return mbarrier(group.wait_cta, group.wait_address).phase != group.wait_parity;
     case Wait::kBarrier: return warp.cta->barriers[group.wait_address].generation != group.wait_generation;
     case Wait::kCluster: return warp.cta->cluster->generation != group.wait_generation;
-    case Wait::kConvergence: return false;  // merge() ends it
+    case Wait::kConvergence: return false;  // merge() ends this wait
     case Wait::kBulk:
       for (auto const& [lane, bulk] : warp.bulk) {
         if (group.mask >> lane & 1) {
@@ -147,7 +155,8 @@ bool Machine::is_over(Warp& warp, Group const& group) {
   return true;
 }
 
-/// Lanes at the same instruction become one group; a group waiting for convergence tries again when it grew.
+/// Merges groups at the same instruction, which ends a wait for convergence: the merged group tries again. A
+/// group that is in the middle of an instruction, waiting or resumed, is not merged.
 void Machine::merge(Warp& warp) {
   auto& groups = warp.groups;
   groups.erase(std::remove_if(groups.begin(), groups.end(), [](Group const& g) { return g.mask == 0; }),
@@ -168,6 +177,8 @@ void Machine::merge(Warp& warp) {
   }
 }
 
+/// Executes up to `quantum` instructions of a warp, always of the group with the lowest program counter that
+/// can run, so that diverged lanes meet again as soon as possible. Returns false if no group can run.
 bool Machine::run_warp(Warp& warp, u64 quantum) {
   for (u64 n = 0; n < quantum; ++n) {
     Group* best = nullptr;
@@ -218,6 +229,7 @@ bool Machine::run_warp(Warp& warp, u64 quantum) {
   return true;
 }
 
+/// Executes one instruction for the lanes of a group.
 Outcome Machine::step(Warp& warp, Group& group) {
   if (static_cast<size_t>(group.pc) >= kernel_.code.size()) {
     fatal("%s: a warp runs off the end of the kernel", kernel_.name.c_str());
@@ -248,8 +260,8 @@ Outcome Machine::step(Warp& warp, Group& group) {
   return Outcome::kNext;
 }
 
-/// Nothing can run. Every try_wait answers "not yet" once; after five such rounds without an event it is a
-/// deadlock.
+/// No warp can run and no operation is pending. Every try_wait then returns false once, as its time limit
+/// allows; after five such rounds without an event in between, this is a deadlock.
 void Machine::time_out_waits() {
   quiet_rounds_ = progress_ == quiet_since_ ? quiet_rounds_ + 1 : 0;
   quiet_since_ = progress_;
@@ -268,6 +280,7 @@ void Machine::time_out_waits() {
   }
 }
 
+/// Removes clusters all of whose warps have exited, after their asynchronous operations have executed.
 void Machine::retire_clusters() {
   if (!warps_ended_) {
     return;
@@ -305,6 +318,7 @@ void Machine::retire_clusters() {
   }
 }
 
+/// Checks what a CTA leaves behind when it exits.
 void Machine::retire_cta(Cta& cta) {
   cta.done = true;
   if (!cta.tmem_allocations.empty()) {
@@ -312,8 +326,8 @@ void Machine::retire_cta(Cta& cta) {
   }
   for (int tmem = 0; tmem < 2; ++tmem) {
     for (Access const& access : cta.pending[tmem]) {
-      // CUTLASS exits with TMA stores whose source was not waited for when it has no C; the memory outlives
-      // them.
+      // CUTLASS kernels without C exit before their last TMA stores have read shared memory; the hardware
+      // keeps the memory until then. These stores are counted instead.
       if (std::strcmp(access.what, "TMA store") == 0) {
         ++unread_stores_;
       } else {

@@ -1,4 +1,4 @@
-// Options, findings and statistics of the process.
+// Options from the environment, reports of findings, and statistics as JSON.
 #include "session.hpp"
 
 #include <cstdio>
@@ -91,7 +91,7 @@ std::string Statistics::json() const {
 
 void Statistics::reset() { *this = Statistics(); }
 
-/// Programs that know nothing of the emulator are configured by their environment.
+/// Reads the options of programs that do not call the C interface from environment variables (README.md).
 Session::Session() {
   ptxemu_default_options(&options);
   char const* const files = std::getenv("PTXEMU_PTX");
@@ -131,7 +131,8 @@ Session::Session() {
 }
 
 Session& Session::instance() {
-  static auto* const session = new Session;  // outlives the static destructors of programs
+  // Never destroyed: programs call the runtime in their static destructors.
+  static auto* const session = new Session;
   return *session;
 }
 

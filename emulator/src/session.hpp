@@ -1,4 +1,4 @@
-// What lasts between launches: options, loaded PTX, findings, and what has been executed.
+// The state that outlives a launch: options, loaded PTX, findings and statistics.
 #pragma once
 
 #include <map>
@@ -10,23 +10,28 @@
 
 namespace ptxemu {
 
-/// Names of what was executed, each with a count.
+/// Counts of what launches have executed: totals, and by category the names of opcodes, descriptors and TMA
+/// modes.
 class Statistics {
  public:
   void add(char const* category, std::string const& name, u64 count = 1) { sets_[category][name] += count; }
-  /// Of one instruction of a kernel that ran, so that tests and mutations know what is reached.
+  /// Adds the instructions of a launch; `counts` holds how often each instruction of the kernel executed.
+  /// Tests of coverage and the mutation tool read which lines were reached.
   void cover(Kernel const& kernel, std::vector<u64> const& counts);
-  std::string json() const;
+  std::string json() const;  // one line
   void reset();
 
-  u64 launches = 0, ctas = 0, warp_instructions = 0, stolen_clusters = 0, unread_stores_at_exit = 0;
+  u64 launches = 0, ctas = 0, warp_instructions = 0;
+  u64 stolen_clusters = 0;        // clusters whose work a try_cancel took over
+  u64 unread_stores_at_exit = 0;  // TMA stores that had not read their source when their CTA exited
   double seconds = 0;
 
  private:
-  std::map<std::string, std::map<std::string, u64>> sets_;
-  std::map<std::string, std::map<int, u64>> lines_;  // kernel -> PTX line -> times
+  std::map<std::string, std::map<std::string, u64>> sets_;  // category -> name -> times
+  std::map<std::string, std::map<int, u64>> lines_;         // kernel -> PTX line -> times
 };
 
+/// The emulator of the process.
 struct Session {
   static Session& instance();
 
@@ -34,12 +39,12 @@ struct Session {
   PtxLibrary library;
   Statistics statistics;
   std::string last_error;            // report of the last fatal finding
-  std::vector<std::string> hazards;  // one text for each place
-  u64 num_hazards = 0;
-  bool standalone = false;  // configured by environment variables: findings go to stderr as well
+  std::vector<std::string> hazards;  // a report for each kind of hazard and line of PTX
+  u64 num_hazards = 0;               // all of them, repetitions included
+  bool standalone = false;           // PTXEMU_PTX is set: findings go to stderr too
 
   void report_fatal(std::string const& text);
-  void report_hazard(std::string const& text, bool fresh);
+  void report_hazard(std::string const& text, bool fresh);  // fresh: not a repetition
 
  private:
   Session();

@@ -1,4 +1,4 @@
-// Memory of all spaces as threads see it, with the checks that belong to each.
+// Loads and stores of threads in all state spaces, with the checks of each space.
 #include <algorithm>
 
 #include "machine.hpp"
@@ -22,6 +22,7 @@ Cta* Machine::shared_cta(Cta* self, u32 address, bool cluster, u32* offset) {
   return cta;
 }
 
+/// The bytes at an offset of a CTA's shared memory; fatal if they lie outside of it.
 u8* Machine::shared_bytes(Cta* cta, u32 offset, u32 bytes) {
   if (offset < kSharedBase || offset + bytes > cta->shared_end) {
     fatal("shared memory access [%u, %u) outside of [%u, %u)", offset, offset + bytes, kSharedBase,
@@ -30,13 +31,15 @@ u8* Machine::shared_bytes(Cta* cta, u32 offset, u32 bytes) {
   return &cta->shared[offset];
 }
 
-/// Accesses that are made to race do not race: atomics, and loads and stores with an ordering of their own.
+/// Whether the current instruction may race with others like it: atomics, and loads and stores that are
+/// volatile or have a memory order.
 bool Machine::is_atomic() const {
   return current_->handler == &Machine::exec_atomic || current_->has("volatile") ||
          current_->has("relaxed") || current_->has("acquire") || current_->has("release");
 }
 
-/// Whether something asynchronous will write these bytes or columns, or read them if they are written here.
+/// Reports a hazard if a pending asynchronous operation writes the range of the access, or reads it and the
+/// access is a write. `fifo` names the tcgen05 queue that the access belongs to, if any.
 void Machine::check_conflicts(Cta const* cta, bool tmem, Access const& access, char const* what,
                               Cta const* fifo) {
   for (Access const& pending : cta->pending[tmem]) {
@@ -95,11 +98,12 @@ void Machine::shared_write(Warp& warp, Cta* cta, u32 offset, u32 bytes, void con
   std::memcpy(to, in, bytes);
 }
 
-/// The space an address lies in, and the address within it.
+/// The space that an address lies in. A generic address, or one in the window of its space, becomes the
+/// address within the space. Constants lie in global memory.
 Space Machine::space_of(Space space, u64* address) {
   auto const in_window = [&](u64 window) { return *address >= window && *address < window + kWindowBytes; };
   if (space == Space::kParam && *address < kParamWindow) {
-    return Space::kLocal;  // parameters of an inlined call
+    return Space::kLocal;  // .param variables around a call, see Parser::directive
   }
   if (space == Space::kGeneric) {
     if (in_window(kSharedWindow)) {

@@ -1,4 +1,5 @@
-// Matrix descriptors of shared memory, as tcgen05.mma and tcgen05.cp take them.
+// Matrix descriptors of shared memory, the operands of tcgen05.mma and tcgen05.cp (PTX ISA, "TensorCore 5th
+// Generation Family Instructions": "Shared memory descriptor", "Canonical layouts").
 #pragma once
 
 #include <string>
@@ -8,8 +9,9 @@
 
 namespace ptxemu {
 
-// start >> 4 : 14 | leading byte offset >> 4 : 14 at 16 | stride byte offset >> 4 : 14 at 32 | version : 2 at
-// 46 | base offset : 3 at 49 | leading mode at 52 | layout : 3 at 61
+/// The fields of a descriptor. `start`, `leading` and `stride` are in bytes; the descriptor holds them
+/// divided by 16. `leading` is the distance of 16-byte columns without a swizzle, `stride` that of groups of
+/// 8 rows, and `layout` the swizzle: 0 none, 2 128 bytes, 4 64 bytes, 6 32 bytes.
 struct Descriptor {
   u32 start, leading, stride, version, base_offset, leading_mode, layout;
 };
@@ -24,10 +26,10 @@ inline Descriptor unpack_descriptor(u64 bits) {
           static_cast<u32>(bits >> 61 & 7)};
 }
 
-/// Bytes of a row of the 8-row atom: 16 without a swizzle.
+/// The bytes of a row in the atom of 8 rows within which a layout permutes; 16 without a swizzle.
 inline u32 atom_row_bytes(u32 layout) { return layout == 2 ? 128 : layout == 4 ? 64 : layout == 6 ? 32 : 16; }
 
-/// Offset in shared memory of byte `byte` of K-major row `row`.
+/// The offset in shared memory of a byte of a row of a K-major matrix.
 inline u32 descriptor_address(u64 bits, u32 row, u32 byte) {
   Descriptor const d = unpack_descriptor(bits);
   if (d.version != 1 || d.base_offset != 0 || d.leading_mode != 0) {
@@ -44,13 +46,13 @@ inline u32 descriptor_address(u64 bits, u32 row, u32 byte) {
   }
 }
 
-/// The bytes [first, second) that so many rows span.
+/// The bytes [first, second) of shared memory that the first `rows` rows of a matrix span.
 inline std::pair<u32, u32> descriptor_bytes(u64 bits, u32 rows) {
   Descriptor const d = unpack_descriptor(bits);
   u32 const atom = 8 * atom_row_bytes(d.layout);
   u32 const low = d.layout == 0 ? d.start : d.start & ~(atom - 1);
-  // Steps along k stay within a row of the atom; whole rows would have to stand in the base offset, which is
-  // 0.
+  // A start within the first row of the atom is a step along k. One beyond it needs the base offset, which is
+  // not modelled.
   if (d.layout != 0 && d.start - low >= atom_row_bytes(d.layout)) {
     fatal(
         "matrix at %u of shared memory: its swizzle has a period of %u bytes, at a multiple of which it must "

@@ -1,4 +1,4 @@
-// Integer names, PTX operand types and bit casts that the whole emulator shares.
+// Integer names, the operand types of PTX, bit casts, and the exception that ends a launch.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,9 @@ using i32 = int32_t;
 using i64 = int64_t;
 
 constexpr int kWarpSize = 32;
-constexpr u32 kFullMask = 0xFFFFFFFFu;
+constexpr u32 kFullMask = 0xFFFFFFFFu;  // all lanes of a warp
 
+/// The types of PTX operands (PTX ISA, "Types"). kNone stands for no type or an unknown one.
 enum class Type : u8 {
   kNone,
   kPred,
@@ -42,7 +43,8 @@ enum class Type : u8 {
   kB128,
 };
 
-Type parse_type(std::string const& name);  // kNone: not a type
+/// The type of a name such as "u32"; kNone if there is no such type.
+Type parse_type(std::string const& name);
 
 inline int bytes_of(Type type) {
   switch (type) {
@@ -69,10 +71,12 @@ inline bool is_signed(Type type) {
   return type == Type::kS8 || type == Type::kS16 || type == Type::kS32 || type == Type::kS64;
 }
 
+/// Whether the type is one floating-point number; the pairs kF16x2 and kBf16x2 are not.
 inline bool is_float(Type type) {
   return type == Type::kF16 || type == Type::kBf16 || type == Type::kF32 || type == Type::kF64;
 }
 
+/// std::bit_cast of C++20.
 template <class To, class From>
 To bit_cast(From const& from) {
   static_assert(sizeof(To) == sizeof(From), "bit_cast keeps the size");
@@ -84,7 +88,7 @@ To bit_cast(From const& from) {
 inline float as_float(u64 bits) { return bit_cast<float>(static_cast<u32>(bits)); }
 inline u32 as_bits(float value) { return bit_cast<u32>(value); }
 
-/// The low bytes of a value, as a register of this type holds it: zero-extended.
+/// The low bytes of a value, zero-extended: registers of every type are stored so in 64 bits.
 inline u64 truncate_to(u64 value, Type type) {
   if (type == Type::kPred) {
     return value & 1;
@@ -97,6 +101,7 @@ inline u64 truncate_to(u64 value, Type type) {
   }
 }
 
+/// The low bytes of a value, read as a signed integer of the type's size.
 inline i64 sign_extend(u64 value, Type type) {
   switch (bytes_of(type)) {
     case 1: return static_cast<int8_t>(value);
@@ -106,11 +111,13 @@ inline i64 sign_extend(u64 value, Type type) {
   }
 }
 
-/// The only way a launch fails: caught where it was started, which tears down all its state.
+/// An error that ends a launch. LaunchQueue catches it; the destructor of Machine then releases the launch's
+/// state.
 struct Fatal : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+/// Throws Fatal with a text that is formatted as printf formats it.
 [[noreturn]] void fatal(char const* format, ...) __attribute__((format(printf, 1, 2)));
 std::string format_text(char const* format, ...) __attribute__((format(printf, 1, 2)));
 

@@ -1,4 +1,4 @@
-"""The emulator's own tests: one process-wide libptxemu.so, named by PTXEMU_LIBRARY, and tiny kernels."""
+"""Fixtures of the emulator's own tests, which execute small PTX kernels on the library of PTXEMU_LIBRARY."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEADER = ".version 9.0\n.target sm_100a\n.address_size 64\n"
 
 
 class Bench:
-    """Runs hand-written kernels on the emulator."""
+    """Loads hand-written kernels and launches them on the emulator."""
 
     def __init__(self, emulator: Emulator, folder: Path):
         self.emulator = emulator
@@ -29,7 +29,7 @@ class Bench:
         self.emulator.load(path)
 
     def kernel(self, body: str, *pointers: str, declarations: str = "") -> None:
-        """A kernel `k` whose parameters are pointers, loaded into 64-bit registers of these names."""
+        """Loads a kernel `k` whose parameters are pointers, in 64-bit registers of these names."""
         parameters = ", ".join(f".param .u64 k_{name}" for name in pointers)
         loads = "\n".join(f"ld.param.u64 %{name}, [k_{name}];" for name in pointers)
         registers = "".join(f".reg .b64 %{name};\n" for name in pointers)
@@ -40,12 +40,12 @@ class Bench:
         )
 
     def launch(self, *arrays, **options) -> None:
-        """Launches `k` and waits; every array goes as its pointer."""
+        """Launches `k` with the pointers of the arrays and waits for it."""
         self.emulator.launch("k", struct.pack(f"<{len(arrays)}Q", *(a.pointer for a in arrays)), **options)
         self.emulator.synchronize()
 
     def lanes(self, code: str, inputs: list[np.ndarray], output) -> np.ndarray:
-        """Runs `code` in one warp: %a0, %a1... are elements of the inputs, %out goes to the output."""
+        """Executes `code` in one warp: %a0, %a1, ... are elements of the inputs, %out that of the result."""
         width = {1: "b8", 2: "b16", 4: "b32", 8: "b64"}
         register = {1: "b16", 2: "b16", 4: "b32", 8: "b64"}
         body = "mov.u32 %r60, %tid.x;\n"

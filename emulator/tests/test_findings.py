@@ -1,4 +1,4 @@
-"""What is wrong is reported: each of these kernels has one fault."""
+"""Each kernel here has one fault, and the emulator reports it."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_tmem_is_not_deallocated(bench):
 def test_launch_arguments(bench):
     bench.kernel("st.global.u32 [%x], 1;", "x")
     x = bench.emulator.empty(4)
-    with pytest.raises(EmulatorError, match="takes 8 bytes of arguments, not 4"):
+    with pytest.raises(EmulatorError, match="expects 8 bytes of arguments, got 4"):
         bench.emulator.launch("k", b"1234")
     with pytest.raises(EmulatorError, match="no loaded PTX file has the kernel nothing"):
         bench.emulator.launch("nothing", b"")
@@ -150,7 +150,7 @@ def _chain(bench) -> None:
 
 @pytest.mark.parametrize(("kernel", "pdl", "expected"), [("second", 1, 1), ("hasty", 1, 7), ("hasty", 0, 1)])
 def test_programmatic_dependent_launch(bench, kernel, pdl, expected):
-    """Whoever reads before griddepcontrol.wait sees the memory as it was before the predecessor."""
+    """A read ahead of griddepcontrol.wait sees the memory as it was before the predecessor executed."""
     bench.emulator.configure(pdl=pdl)
     _chain(bench)
     x, y = bench.emulator.upload(np.array([7], np.uint32)), bench.emulator.upload(np.array([0], np.uint32))
@@ -189,7 +189,7 @@ def _exchange(bench, barrier: str, block: int = 64) -> tuple[np.ndarray, str]:
 @pytest.mark.parametrize("mode", ["eager", "lazy", "random", "pct"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_race_between_threads(bench, mode, seed):
-    """Warps exchange words: without the barrier it is a race in every schedule."""
+    """Two warps exchange words; without the barrier that is a race under every schedule."""
     bench.emulator.configure(mode=mode, seed=seed)
     result, hazards = _exchange(bench, "bar.sync 0;")
     assert not hazards
@@ -198,7 +198,7 @@ def test_race_between_threads(bench, mode, seed):
 
 
 def test_race_of_a_write_after_a_read(bench):
-    """The second write of a slot is not ordered after the neighbour's read of it."""
+    """The second write of a word is not ordered after the other warp's read of it."""
     again = "bar.sync 0; xor.b32 %r4, %r1, 32; mad.lo.u32 %r5, %r4, 4, %r2; ld.shared.u32 %r6, [%r5]; {}"
     second = "st.shared.u32 [%r3], %r1; bar.sync 0;"
     assert not _exchange(bench, again.format("bar.sync 0;") + second)[1]
@@ -208,7 +208,7 @@ def test_race_of_a_write_after_a_read(bench):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("late", [0, 1])
 def test_mbarrier_orders_accesses(bench, seed, late):
-    """Warps write, arrive at an mbarrier, wait for it and read; if the write is late, that is a race."""
+    """Warps write, arrive at an mbarrier, wait for it and read; a write after the arrival is a race."""
     bench.emulator.configure(mode="random", seed=seed)
     store = "st.shared.u32 [%r3], %r1;"
     bench.kernel(

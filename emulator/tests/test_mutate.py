@@ -1,4 +1,4 @@
-"""The mutation tool on a kernel whose faults are known."""
+"""The mutation tool on a kernel for which the effect of every fault is known."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_score(bench):
     assert table.total == 5
     assert [m.what for m in table.survivors] == [
         "setp.ne.u32 -> setp.eq.u32"
-    ]  # others initialise the mbarrier
+    ]  # the other lanes initialise the mbarrier then
     table = score(mutants(_KERNEL, "sync"), run, [{"mode": "lazy"}, {"mode": "pct", "seed": 2}])
     assert table.killed == {"fatal": 1, "deadlock": 1}  # in one warp neither bar.sync nor the wait matters
     assert len(table.survivors) == 2

@@ -1,4 +1,4 @@
-"""TMA: boxes, swizzles, bounds, and the races of asynchronous operations with threads."""
+"""TMA: boxes, swizzles, bounds, tensor maps, and conflicts of asynchronous operations with threads."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _launch(bench, body: str, tensor_map: bytes, out, x: int = 0, y: int = 0) ->
 
 
 def _swizzled(box: np.ndarray, swizzle: str) -> np.ndarray:
-    """The box as it lies in shared memory: 16-byte units of row r of a span move by r modulo their number."""
+    """The box as it lies in shared memory: the 16-byte units of a row are permuted by the row's index."""
     units = box.view(np.uint8).reshape(-1, 16)
     index = np.arange(len(units))
     moved = {
@@ -88,7 +88,7 @@ def _swizzled(box: np.ndarray, swizzle: str) -> np.ndarray:
 @pytest.mark.parametrize(("x", "y"), [(0, 0), (24, 3), (-8, -2), (88, 30)])
 @pytest.mark.parametrize(("swizzle", "columns"), [("none", 64), ("32B", 16), ("64B", 32), ("128B", 64)])
 def test_load(bench, swizzle, columns, x, y, mode):
-    """A box of 2048 bytes of a (36, 104) matrix; what is out of bounds becomes zero."""
+    """A box of 2048 bytes of a (36, 104) matrix; elements outside of the matrix become zero."""
     bench.emulator.configure(mode=mode, seed=4)
     matrix = np.random.default_rng(7).integers(1, 1 << 16, (36, 104)).astype(np.uint16)
     rows = 1024 // columns
@@ -104,7 +104,7 @@ def test_load(bench, swizzle, columns, x, y, mode):
 
 @pytest.mark.parametrize(("x", "y"), [(0, 0), (88, 30)])
 def test_store(bench, x, y):
-    """Nothing out of bounds is written."""
+    """A store writes no element outside of the matrix."""
     array = bench.emulator.upload(np.zeros((36, 104), np.uint16))
     tensor_map = _tensor_map(bench, array, 36, 104, (16, 64), "128B")
     _launch(bench, _FILL + "fence.proxy.async.shared::cta;" + _STORE, tensor_map, array, x, y)
