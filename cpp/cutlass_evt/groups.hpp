@@ -4,6 +4,7 @@
 #include "cute/tensor.hpp"
 #include "cutlass_evt/epilogue/activation.hpp"
 #include "cutlass_evt/epilogue/scaled.hpp"
+#include "cutlass_evt/prefix_sum.hpp"
 
 namespace cutlass_evt {
 
@@ -136,32 +137,6 @@ struct GroupTable {
 constexpr int kPrepareThreads = 256;
 constexpr int kDepthStep = 64;  // columns at whose multiples the groups of kDepth begin: a tile of scales
 
-/// Sum of `value` over the threads before this one; *total: over all. Every thread must call it.
-CUTLASS_DEVICE int64_t exclusive_sum(int64_t value, int64_t* total) {
-  __shared__ int64_t warp_sums[kPrepareThreads / 32];
-  int const lane = static_cast<int>(threadIdx.x % 32);
-  int const warp = static_cast<int>(threadIdx.x / 32);
-  int64_t up_to = value;
-  CUTLASS_PRAGMA_UNROLL
-  for (int step = 1; step < 32; step *= 2) {
-    int64_t const other = __shfl_up_sync(0xFFFFFFFFu, up_to, step);
-    up_to += lane >= step ? other : 0;
-  }
-  if (lane == 31) {
-    warp_sums[warp] = up_to;
-  }
-  __syncthreads();
-  int64_t before = 0;
-  int64_t all = 0;
-  for (int i = 0; i < kPrepareThreads / 32; ++i) {
-    before += i < warp ? warp_sums[i] : 0;
-    all += warp_sums[i];
-  }
-  __syncthreads();
-  *total = all;
-  return before + up_to - value;
-}
-
 /// D[g] of the empty groups of kDepth, of which no tile of the GEMM is: act(bias) + beta * C.
 template <class Op>
 CUTLASS_DEVICE void fill_empty_groups(GroupedArguments<Op> const& args, int cta, int num_ctas) {
@@ -204,6 +179,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
   int const room = by_rows ? args.scale_tiles : args.k / kDepthStep;
   int const most = by_rows ? args.m : INT32_MAX;
   int64_t const words = (args.k / 16 + 3) / 4;  // of 4 scales, in a row
+  __shared__ int64_t warp_sums[kPrepareThreads / 32];
   int64_t carry = 0;
   for (int base = 0; base < args.num_groups; base += kPrepareThreads) {
     int const g = base + static_cast<int>(threadIdx.x);
@@ -213,7 +189,8 @@ __global__ void __launch_bounds__(kPrepareThreads)
     int size = max(end - begin, 0);
     int64_t total = 0;
     int const tiles = size / step + (size % step != 0 ? 1 : 0);
-    int64_t const start = carry + exclusive_sum(tiles, &total);
+    int64_t const start =
+        carry + inclusive_sum<kPrepareThreads>(int64_t{tiles}, warp_sums, &total, PlainAdd{}) - tiles;
     carry += total;
     if (!valid) {
       continue;

@@ -8,7 +8,7 @@ from typing import Any
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import NVFP4Tensor, nn, reference, support
+from fp4gemm import NVFP4Tensor, PrepackedTensor, nn, reference, support
 from fp4gemm.kernel_table import KernelInfo
 from helpers import FLOATS, assert_bits, assert_poison_intact, captured, dirty, make, poisoned, short
 from moe import ends_of, rows_of
@@ -268,6 +268,30 @@ def test_many_tiles_of_one_worker(
         reference.scaled_grouped_mm(*product, None, kernel.out_dtype, 0, None, 1.0, want)
         for i, got in enumerate(results):
             assert_bits(got[:rows], want[:rows], f"{kernel.name}, launch {i}")
+
+
+def test_ends_out_of_order_write_nothing_outside_of_d(hopper: torch.device) -> None:
+    """Ends m, 0, m, 0, .. claim 2^32 + 2^17 tiles of 8 tokens, a count that wraps to a small one in 32 bits.
+
+    No check reads the ends, so that what D holds then is undefined; the memory around it is not.
+    """
+    m, n, k = 1 << 20, 8, 32
+    groups = 2 * ((1 << 15) + 1)
+    one = fp4gemm.prepack(fp4gemm.quantize(torch.ones(n, k, device=hopper)))
+    experts = PrepackedTensor(
+        one.data.expand(groups, -1).contiguous(), one.amax.expand(groups, -1).contiguous(), (groups, n, k)
+    )
+    offs = torch.tensor([m, 0], dtype=torch.int32, device=hopper).repeat(groups // 2)
+    x = torch.ones(m, k, dtype=torch.bfloat16, device=hopper)
+    ran = 0
+    for kernel in kernels("grouped", "prepacked_bf16"):
+        if kernel.tile_m != 8 or kernel.epilogue != "rowcol":
+            continue
+        view, buffer = poisoned(m, n, kernel.out_dtype, hopper, pad=8)
+        fp4gemm.grouped_mm(x, experts, offs, out=view, kernel=kernel.name)
+        assert_poison_intact(buffer, m, n)
+        ran += 1
+    assert ran > 0
 
 
 def test_groups_equal_dense_products(hopper: torch.device, gen: torch.Generator) -> None:

@@ -6,6 +6,7 @@
 #include "cutlass_evt/kernel/sm90_nvfp4_plan.hpp"
 #include "cutlass_evt/kernel/sm90_nvfp4_tickets.hpp"
 #include "cutlass_evt/mainloop/sm90_nvfp4.hpp"
+#include "cutlass_evt/prefix_sum.hpp"
 
 namespace cutlass_evt {
 
@@ -116,43 +117,32 @@ struct Sm90Nvfp4Groups {
     return (p.num_groups + Config::kMaxTable - 1) / Config::kMaxTable;
   }
 
-  /// table[i] = token tiles ahead of the i-th run of groups; every thread takes part.
+  /// table[i] = token tiles of all groups before entry i, and the last entry their number; every thread of
+  /// the CTA must call this.
+  ///
+  /// Ends that are out of order can claim more tiles than the tokens have, more than 32 bits hold. The sums
+  /// stop at what ascending ends can claim: so the table ascends, and its last entry times the row tiles fits
+  /// in 32 bits, which the host checked for that number.
   CUTLASS_DEVICE static void fill_table(Sm90Nvfp4GroupEnds const& p, int* table) {
     int const per_entry = groups_per_entry(p);
     int const entries = (p.num_groups + per_entry - 1) / per_entry;
     int* const warp_sums = table + Config::kMaxTable + 1;
-    int const lane = static_cast<int>(threadIdx.x % 32);
-    int const warp = static_cast<int>(threadIdx.x / 32);
+    SaturatingAdd const add{static_cast<int>(most_token_tiles(p.m, p.num_groups, Config::kTokens))};
     int carry = 0;
     for (int base = 0; base < entries; base += Config::kThreads) {
       int const entry = base + static_cast<int>(threadIdx.x);
       int sum = 0;
       if (entry < entries) {
         for (int g = entry * per_entry; g < cute::min((entry + 1) * per_entry, p.num_groups); ++g) {
-          sum += token_tiles(rows_of(p, g).size);
+          sum = add(sum, token_tiles(rows_of(p, g).size));
         }
       }
-      int up_to = sum;
-      CUTLASS_PRAGMA_UNROLL
-      for (int step = 1; step < 32; step *= 2) {
-        int const other = __shfl_up_sync(0xFFFFFFFFu, up_to, step);
-        up_to += lane >= step ? other : 0;
-      }
-      if (lane == 31) {
-        warp_sums[warp] = up_to;
-      }
-      __syncthreads();
-      int before = carry;
-      int all = 0;
-      for (int i = 0; i < Config::kThreads / 32; ++i) {
-        before += i < warp ? warp_sums[i] : 0;
-        all += warp_sums[i];
-      }
+      int total;
+      int const up_to = inclusive_sum<Config::kThreads>(sum, warp_sums, &total, add);
       if (entry < entries) {
-        table[entry + 1] = before + up_to;
+        table[entry + 1] = add(carry, up_to);
       }
-      carry += all;
-      __syncthreads();
+      carry = add(carry, total);
     }
     if (threadIdx.x == 0) {
       table[0] = 0;
@@ -190,7 +180,7 @@ struct Sm90Nvfp4Groups {
     place.group = low * per_entry;
     int before = table[low];
     place.rows = rows_of(p, place.group);
-    while (token_tile >= before + token_tiles(place.rows.size) && place.group + 1 < p.num_groups) {
+    while (token_tile - before >= token_tiles(place.rows.size) && place.group + 1 < p.num_groups) {
       before += token_tiles(place.rows.size);
       place.rows = rows_of(p, ++place.group);
     }
