@@ -88,8 +88,8 @@ inline CUresult encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, cu
   if (encode == nullptr) {
     return CUDA_ERROR_NOT_FOUND;
   }
-  CUresult const result = encode(map, type, rank, address, sizes, strides, box, steps, interleave, swizzle,
-                                 promotion, fill);
+  CUresult const result =
+      encode(map, type, rank, address, sizes, strides, box, steps, interleave, swizzle, promotion, fill);
   if (result == CUDA_SUCCESS && tensor_map_span(type, rank, sizes, strides) < kTensorMapBugBytes &&
       has_tensor_map_bug()) {
     map->opaque[1] &= ~kTensorMapBugBit;

@@ -1,5 +1,6 @@
 // Makes CUTLASS encode its tensor maps through encode_tensor_map. Include this ahead of every CUTLASS header
-// that describes tensors to TMA; the assertion below fails otherwise.
+// that describes tensors to TMA; the assertion below fails otherwise. The units of one library must all
+// include it or none: CUTLASS's functions that call the encoder are templates, of which the linker keeps one.
 #pragma once
 
 #include <type_traits>

@@ -2,6 +2,9 @@
 // epilogues.
 #pragma once
 
+// First: it changes how the headers below encode tensor maps.
+#include "cutlass_evt/arch/cutlass_driver_calls.hpp"
+
 #include "cutlass/arch/arch.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/float_subbyte.h"

@@ -1,6 +1,9 @@
 // SM90 (Hopper): GEMM of two exact fp16 operands, dense and grouped, with one of our epilogues.
 #pragma once
 
+// First: it changes how the headers below encode tensor maps.
+#include "cutlass_evt/arch/cutlass_driver_calls.hpp"
+
 #include "cutlass/arch/arch.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/gemm/collective/collective_builder.hpp"

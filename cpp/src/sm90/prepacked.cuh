@@ -2,34 +2,18 @@
 // products, every output type and the gated epilogue, each under a name of its own.
 #pragma once
 
-#include <cuda.h>
-
 #include <array>
 #include <atomic>
 
 #include "cutlass_evt/epilogue/columns.hpp"
 #include "cutlass_evt/kernel/sm90_nvfp4.hpp"
+#include "cutlass_evt/tensor_map.hpp"
 #include "error.hpp"
 #include "kernel_row.hpp"
 #include "nonce.hpp"
 #include "overlap.hpp"
 
 namespace fp4gemm {
-
-/// The driver's function that describes a tensor to TMA, or null; looked up once.
-inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
-  static decltype(&cuTensorMapEncodeTiled) const found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault,
-                                         &result) != cudaSuccess ||
-        result != cudaDriverEntryPointSuccess) {
-      function = nullptr;
-    }
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-  }();
-  return found;
-}
 
 /// What all rows of one configuration share: the launch.
 template <class Config>
@@ -78,10 +62,6 @@ struct PrepackedLaunch {
   /// The map of the tokens that Sm90Nvfp4Operands describes. False: the driver refused.
   static bool describe_tokens(Problem const& p, CUtensorMap* map) {
     using Mainloop = typename Kernel::Mainloop;
-    auto const encode = tensor_map_encoder();
-    if (encode == nullptr) {
-      return false;
-    }
     constexpr int kDepth = cutlass_evt::Nvfp4Packing::kDepth;
     bool const whole = p.k % kDepth == 0;
     auto const k = static_cast<cuuint64_t>(p.k);
@@ -91,10 +71,11 @@ struct PrepackedLaunch {
     cuuint32_t const box[3] = {kDepth, Mainloop::kLoadTokens,
                                static_cast<cuuint32_t>(whole ? Mainloop::kLoadChunks : 1)};
     cuuint32_t const steps[3] = {1, 1, 1};
-    return encode(map, kIsBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3,
-                  const_cast<void*>(p.a), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+    return cutlass_evt::encode_tensor_map(
+               map, kIsBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3,
+               const_cast<void*>(p.a), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
   }
 
   static cudaError_t prepare(int device) {
