@@ -50,7 +50,7 @@ HOPPER = (
     (OURS, HOPPER_FORMS),
     ("fp4gemm, packed tokens", ("nvfp4", "prepacked")),
     ("fp4gemm, both packed", ("nvfp4", "nvfp4")),
-    ("fp4gemm, both decoded", ("f16", "f16")),
+    ("fp4gemm, both decoded", ("fp16", "fp16")),
     ("fp4gemm W4A16", ("bf16", "prepacked")),
 )
 OTHERS = ((OURS, FORMS),)

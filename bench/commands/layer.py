@@ -62,7 +62,7 @@ def contest(harness: Harness, weights: Weights, m: int, start: Row) -> Contest:
     made = Contest(start)
     field = Field(made, harness, weights, Tokens(weights, m), m)
     if harness.major == 9:
-        field.ours(OURS, ("f16", "prepacked"))
+        field.ours(OURS, ("fp16", "prepacked"))
         field.ours(PACKED, ("nvfp4", "prepacked"))
     else:
         field.ours(OURS, ("nvfp4", "nvfp4"))
@@ -97,7 +97,7 @@ class Field:
 
     def ours(self, name: str, forms: tuple[str, str]) -> None:
         """Quantize, and mm with every amax in the epilogue."""
-        forward = _decoded if forms[0] == "f16" else _packed
+        forward = _decoded if forms[0] == "fp16" else _packed
 
         def make() -> tuple[Contender, Check]:
             first, stacks = in_forms(self.weights, self.tokens, forms)

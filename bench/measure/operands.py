@@ -104,7 +104,7 @@ class Tokens:
         if form == "bf16":
             return None
         reason = self._packed_wrong
-        if reason is None and form == "f16":
+        if reason is None and form == "fp16":
             reason = self._decoded_wrong
         return None if reason is None else f"its tokens: {reason}"
 
@@ -129,15 +129,15 @@ class Tokens:
 
 
 # The names of the forms of a product's operands (kernel_table.FORMATS), and where they are.
-_OF_TOKENS = {"nvfp4": "packed", "f16": "decoded", "bf16": "plain"}
-_OF_WEIGHTS = {"nvfp4": "packed", "f16": "decoded", "prepacked": "prepacked"}
+_OF_TOKENS = {"nvfp4": "packed", "fp16": "decoded", "bf16": "plain"}
+_OF_WEIGHTS = {"nvfp4": "packed", "fp16": "decoded", "prepacked": "prepacked"}
 FORMS = ("nvfp4", "nvfp4")  # of the fastest product, but on Hopper
-HOPPER_FORMS = ("f16", "prepacked")
+HOPPER_FORMS = ("fp16", "prepacked")
 # What a kernel of the table reads itself, by KernelInfo.operand.
 _READ_BY = {
     "nvfp4": ("nvfp4", "nvfp4"),
-    "f16": ("f16", "f16"),
-    "prepacked": ("f16", "prepacked"),
+    "fp16": ("fp16", "fp16"),
+    "prepacked": ("fp16", "prepacked"),
     "prepacked_bf16": ("bf16", "prepacked"),
 }
 

@@ -62,9 +62,9 @@ def depth(x: Tensor) -> int:
 
 
 def formats(a: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, b_rows: int) -> tuple[str, str]:
-    """What checked operands hold, as kernel_table.FORMATS has it: "nvfp4", "f16", "bf16" or "prepacked"."""
-    format_a = "nvfp4" if scale_a is not None else "bf16" if a.dtype is torch.bfloat16 else "f16"
-    return format_a, "prepacked" if b_rows else "f16" if scale_b is None else "nvfp4"
+    """What checked operands hold, as kernel_table.FORMATS has it: "nvfp4", "fp16", "bf16" or "prepacked"."""
+    format_a = "nvfp4" if scale_a is not None else "bf16" if a.dtype is torch.bfloat16 else "fp16"
+    return format_a, "prepacked" if b_rows else "fp16" if scale_b is None else "nvfp4"
 
 
 def prepacked(b: Tensor, scale_b: object, b_rows: int, k: int, rank: int) -> None:

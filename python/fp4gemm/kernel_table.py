@@ -23,13 +23,13 @@ __all__ = [
 # Indices: fp4gemm_dtype_t, fp4gemm_ragged_t and fp4gemm_format_t of fp4gemm.h.
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _RAGGED = ("m", "k")
-FORMATS = ("nvfp4", "f16", "bf16", "prepacked")
+FORMATS = ("nvfp4", "fp16", "bf16", "prepacked")
 # The formats of a and of b that a kernel supports, by KernelInfo.operand. The library converts an operand
 # first where the kernel reads another format.
 _SUPPORTED = {
     "nvfp4": (("nvfp4",), ("nvfp4",)),
-    "f16": (("nvfp4", "f16"), ("nvfp4", "f16")),
-    "prepacked": (("nvfp4", "f16"), ("nvfp4", "prepacked")),
+    "fp16": (("nvfp4", "fp16"), ("nvfp4", "fp16")),
+    "prepacked": (("nvfp4", "fp16"), ("nvfp4", "prepacked")),
     "prepacked_bf16": (("bf16",), ("nvfp4", "prepacked")),
 }
 
@@ -45,8 +45,8 @@ class KernelInfo:
     tile: tuple[int, int, int]  # (m, n, k)
     cluster: tuple[int, int]  # (m, n)
     out_dtype: torch.dtype
-    # "nvfp4": tensor cores read codes and scales; "f16": codes are decoded first; "prepacked": b is prepacked
-    # and a is float16 or, with "prepacked_bf16", bfloat16
+    # "nvfp4": tensor cores read codes and scales; "fp16": codes are decoded first; "prepacked": b is
+    # prepacked and a is float16; "prepacked_bf16": b is prepacked and a is bfloat16
     operand: str
     is_swapped: bool  # it multiplies B by A and writes D transposed, which is cheap for few rows of A
 
@@ -81,7 +81,8 @@ def _table() -> tuple[KernelInfo, ...]:
                 tile=(row.tile_m, row.tile_n, row.tile_k),
                 cluster=(row.cluster_m, row.cluster_n),
                 out_dtype=_OUT_DTYPES[row.out_dtype],
-                operand=_native.text(row.operand),
+                # Libraries of an older build call it "f16".
+                operand={"f16": "fp16"}.get(_native.text(row.operand), _native.text(row.operand)),
                 is_swapped=row.is_swapped != 0,
             )
         )
@@ -141,7 +142,7 @@ def select_kernel(
         num_groups: 0 for mm, else the number of groups.
         ragged: the size that differs from group to group: "m" (rows of a) or "k".
         out_dtype: torch.bfloat16, torch.float16 or torch.float32.
-        format_a, format_b: how the operands are stored: "nvfp4"; "f16" (decoded or, for a, never quantized);
+        format_a, format_b: how the operands are stored: "nvfp4"; "fp16" (decoded or, for a, never quantized);
             "bf16" (a only: never quantized); "prepacked" (b only).
         batch_invariant, activation: as for mm.
 

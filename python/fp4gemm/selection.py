@@ -7,7 +7,7 @@ The file, named by the environment variable FP4GEMM_SELECTION when fp4gemm is im
 
 kernel: a name from :func:`fp4gemm.kernels`, whose architecture, mode, epilogue, operands and output type
 must be those of the call. n, k: sizes of the call; m: the least and the most rows, of all groups together;
-operands: how a and b are stored, for example ["f16", "prepacked"] (kernel_table.FORMATS). A key that is
+operands: how a and b are stored, for example ["fp16", "prepacked"] (kernel_table.FORMATS). A key that is
 omitted matches any call. The rules do not apply to calls that name a kernel or ask for a batch-invariant one,
 nor to calls that torch.compile traces.
 """

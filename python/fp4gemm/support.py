@@ -29,7 +29,7 @@ class Support:
 
 # The operations that some kernels do not offer: name, formats of a and b, what to pass instead.
 _FORMS = (
-    ("decoded operands", ("f16", "f16"), "pass the NVFP4Tensor, not what decode made"),
+    ("decoded operands", ("fp16", "fp16"), "pass the NVFP4Tensor, not what decode made"),
     ("prepacked weights", ("nvfp4", "prepacked"), "pass fp4gemm.unpack of the PrepackedTensor"),
     ("unquantized activations", ("bf16", "nvfp4"), "pass fp4gemm.quantize of the activations"),
 )
@@ -163,7 +163,7 @@ def ready(x: Tensor, operation: str) -> None:
 def ready_for(a: Tensor, mode: str, formats: tuple[str, str]) -> None:
     """:func:`ready` for a product ("mm" or "grouped_mm") of operands in these formats."""
     ready(a, mode)
-    if "f16" in formats:
+    if "fp16" in formats:
         ready(a, f"{mode} of {_DECODED}")
     if formats[0] == "bf16":
         ready(a, f"{mode} of {_UNQUANTIZED}")

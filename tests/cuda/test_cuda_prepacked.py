@@ -346,7 +346,7 @@ def test_graph_replay(hopper: torch.device, gen: torch.Generator) -> None:
 def test_kernels_that_do_not_take_the_operands(hopper: torch.device, gen: torch.Generator) -> None:
     a, w = operands(8, 16, 32, hopper, gen)
     x, p = torch.ones(8, 32, dtype=torch.bfloat16, device=hopper), fp4gemm.prepack(w)
-    for left, right, reads in ((a, p, "prepacked_bf16"), (x, p, "prepacked"), (x, w, "f16"), (a, p, "f16")):
+    for left, right, reads in ((a, p, "prepacked_bf16"), (x, p, "prepacked"), (x, w, "fp16"), (a, p, "fp16")):
         kernel = next(
             (
                 k

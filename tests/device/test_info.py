@@ -53,7 +53,7 @@ def test_kernels_describe_themselves() -> None:
             swapped = f"_{row.operand}"
         want = f"sm{row.arch}_{row.mode}_{tile}_c{cluster}{swapped}_{row.epilogue}_{short[row.out_dtype]}"
         assert row.name == want
-        assert row.operand in ("nvfp4", "f16", "prepacked", "prepacked_bf16")
+        assert row.operand in ("nvfp4", "fp16", "prepacked", "prepacked_bf16")
         assert row.mode in ("dense", "grouped")
         assert row.epilogue in ("rowcol", "swiglu")
 
@@ -82,15 +82,21 @@ def test_select_kernel_takes_from_the_table() -> None:
     with pytest.raises(TypeError, match=r"^out_dtype: dtype is torch.int8"):
         kernel_table.select_kernel(90, 132, 64, 64, 64, out_dtype=torch.int8)
     for name in ("format_a", "format_b"):
-        with pytest.raises(ValueError, match=rf"^{name}: got 'fp4', must be 'nvfp4', 'f16', 'bf16' or"):
+        with pytest.raises(ValueError, match=rf"^{name}: got 'fp4', must be 'nvfp4', 'fp16', 'bf16' or"):
             kernel_table.select_kernel(90, 132, 64, 64, 64, **{name: "fp4"})
 
 
 def test_selected_kernels_take_the_formats() -> None:
     """On devices without FP4 tensor cores whatever mm takes; on the others packed operands alone."""
     archs = {row.arch for row in fp4gemm.kernels()}
-    taken = [("nvfp4", "nvfp4"), ("f16", "f16"), ("f16", "nvfp4"), ("nvfp4", "f16"), ("nvfp4", "prepacked")]
-    taken += [("f16", "prepacked"), ("bf16", "nvfp4"), ("bf16", "prepacked")]
+    taken = [
+        ("nvfp4", "nvfp4"),
+        ("fp16", "fp16"),
+        ("fp16", "nvfp4"),
+        ("nvfp4", "fp16"),
+        ("nvfp4", "prepacked"),
+    ]
+    taken += [("fp16", "prepacked"), ("bf16", "nvfp4"), ("bf16", "prepacked")]
     for arch in archs:
         for formats in taken:
             for groups in (0, 4):
@@ -105,8 +111,8 @@ def test_selected_kernels_take_the_formats() -> None:
     ("operand", "takes"),
     [
         ("nvfp4", {"nvfp4 nvfp4"}),
-        ("f16", {"nvfp4 nvfp4", "nvfp4 f16", "f16 nvfp4", "f16 f16"}),
-        ("prepacked", {"nvfp4 nvfp4", "nvfp4 prepacked", "f16 nvfp4", "f16 prepacked"}),
+        ("fp16", {"nvfp4 nvfp4", "nvfp4 fp16", "fp16 nvfp4", "fp16 fp16"}),
+        ("prepacked", {"nvfp4 nvfp4", "nvfp4 prepacked", "fp16 nvfp4", "fp16 prepacked"}),
         ("prepacked_bf16", {"bf16 nvfp4", "bf16 prepacked"}),
     ],
 )

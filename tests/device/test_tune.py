@@ -17,10 +17,10 @@ from fp4gemm.kernel_table import KernelInfo
 from fp4gemm.support import Support
 
 CPU = torch.device("cpu")
-POINT = tune.Point(0, 48, 64, 5, "f16", "nvfp4", "bf16")
+POINT = tune.Point(0, 48, 64, 5, "fp16", "nvfp4", "bf16")
 
 
-def product(m: int = 5, n: int = 48, k: int = 64, a: str = "f16", b: str = "nvfp4", groups: int = 0) -> Any:
+def product(m: int = 5, n: int = 48, k: int = 64, a: str = "fp16", b: str = "nvfp4", groups: int = 0) -> Any:
     gen = torch.Generator().manual_seed(m)
     w = products.gaussian_weights(n, k, CPU, gen, groups)
     offs = products.random_ends(m, groups, CPU, gen) if groups else None
@@ -67,8 +67,8 @@ def timed(us: Mapping[str, float]) -> tune.Timer:
     ("a", "b"),
     [
         ("nvfp4", "nvfp4"),
-        ("f16", "f16"),
-        ("f16", "prepacked"),
+        ("fp16", "fp16"),
+        ("fp16", "prepacked"),
         ("nvfp4", "prepacked"),
         ("bf16", "prepacked"),
         ("bf16", "nvfp4"),
@@ -145,12 +145,12 @@ def test_candidates_take_the_operands() -> None:
         kernel("gated", epilogue="swiglu"),
         kernel("other type", out_dtype=torch.float32),
         kernel("other a", operand="prepacked_bf16"),
-        kernel("decoded b", operand="f16"),
+        kernel("decoded b", operand="fp16"),
     ]
     point = POINT._replace(b="prepacked")
     assert tune.candidates(table, 90, point) == ["fits"]
     assert tune.candidates(table, 90, point._replace(groups=2)) == ["grouped"]
-    assert tune.candidates(table, 90, point._replace(b="f16")) == ["decoded b"]
+    assert tune.candidates(table, 90, point._replace(b="fp16")) == ["decoded b"]
     assert tune.candidates(table, 90, point._replace(a="bf16")) == ["other a"]
 
 
@@ -190,7 +190,7 @@ def test_rules_name_shape_rows_and_operands() -> None:
     found = tune.rules(ones)
     assert {json.dumps(rule) for rule in found} == {
         json.dumps({"kernel": "a", "n": n, "k": 64, "m": m, "operands": [a, "nvfp4"]})
-        for n, m, a in ((48, [4, 8], "f16"), (96, [4, 4], "f16"), (48, [4, 4], "nvfp4"))
+        for n, m, a in ((48, [4, 8], "fp16"), (96, [4, 4], "fp16"), (48, [4, 4], "nvfp4"))
     }
 
 
@@ -212,7 +212,7 @@ def test_selection_reads_the_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     try:
         assert selection.load(tmp_path / "rules.json") == 1
-        assert find(("f16", "prepacked")) == "a"
+        assert find(("fp16", "prepacked")) == "a"
         assert find(("nvfp4", "nvfp4")) is None
     finally:
         selection.clear()
@@ -281,11 +281,11 @@ def test_numbers_of_groups_do_not_share_a_file(tmp_path: Path) -> None:
         ("tune --m 1", "tune needs --shapes and --out"),
         ("tune --shapes 8x --m 1 --out x", "'8x' is not two sizes like 8192x4096"),
         ("tune --shapes 8x32 --m 1,0 --out x", "'1,0' is not a list of sizes"),
-        ("tune --shapes 8x32 --m 1 --out x --operands f16,bf16", "'f16,bf16' is not two forms of operands"),
+        ("tune --shapes 8x32 --m 1 --out x --operands fp16,bf16", "'fp16,bf16' is not two forms of operands"),
         ("tune --shapes 8x32 --m 1 --out x --groups 0", "--groups: got 0, must be 1 or more"),
         ("tune --shapes 12x32 --m 1 --out x", "'12x32': n must be a multiple of 8, k of 32"),
         ("kernels --m 1", "--m goes with tune"),
-        ("--out-dtype f16", "--out-dtype goes with tune"),
+        ("--out-dtype fp16", "--out-dtype goes with tune"),
     ],
 )
 def test_bad_lines(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

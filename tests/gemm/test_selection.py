@@ -29,8 +29,8 @@ def no_rules() -> Iterator[None]:
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two kernels, whatever was built."""
-    row = KernelInfo(KERNEL, "dense", "rowcol", 90, (128, 128, 64), (2, 1), torch.bfloat16, "f16", False)
-    gated = KernelInfo(GATED, "dense", "swiglu", 90, (64, 128, 64), (1, 1), torch.bfloat16, "f16", False)
+    row = KernelInfo(KERNEL, "dense", "rowcol", 90, (128, 128, 64), (2, 1), torch.bfloat16, "fp16", False)
+    gated = KernelInfo(GATED, "dense", "swiglu", 90, (64, 128, 64), (1, 1), torch.bfloat16, "fp16", False)
     found = {KERNEL: row, GATED: gated}
     monkeypatch.setattr(kernel_table, "kernel_by_name", found.get)
     monkeypatch.setattr(kernel_table, "kernel_arch", lambda index: 90)
@@ -59,7 +59,7 @@ def test_the_first_rule_that_fits_names_the_kernel(table: None, tmp_path: Path) 
     assert find(5, 64, 256) is None
     assert find(5, 64, 128, torch.float32) is None
     assert find(5, 64, 128, gated=True) == GATED
-    assert find(5, 64, 128, formats=("f16", "f16")) == KERNEL
+    assert find(5, 64, 128, formats=("fp16", "fp16")) == KERNEL
     for formats in (("nvfp4", "prepacked"), ("bf16", "nvfp4")):
         assert find(5, 64, 128, formats=formats) is None
     selection.clear()
@@ -76,8 +76,11 @@ def test_the_first_rule_that_fits_names_the_kernel(table: None, tmp_path: Path) 
         ([{"kernel": "x", "n": -1}], "n is -1, must be a size"),
         ([{"kernel": "x", "m": [5, 2]}], r"m is \[5, 2\], must be a list of the least and the most rows"),
         ([{"kernel": "x", "m": 5}], "m is 5, must be a list"),
-        ([{"kernel": "x", "operands": ["f16"]}], r"operands is \['f16'\], must be a list of two"),
-        ([{"kernel": "x", "operands": ["f16", "f8"]}], r"operands is \['f16', 'f8'\], must be a list of two"),
+        ([{"kernel": "x", "operands": ["fp16"]}], r"operands is \['fp16'\], must be a list of two"),
+        (
+            [{"kernel": "x", "operands": ["fp16", "f8"]}],
+            r"operands is \['fp16', 'f8'\], must be a list of two",
+        ),
     ],
 )
 def test_bad_files_are_refused_and_change_nothing(

@@ -62,7 +62,7 @@ def test_devices_with_fp4_tensor_cores_say_what_to_do(
         for formats, what in (
             (("nvfp4", "prepacked"), "prepacked weights"),
             (("bf16", "nvfp4"), "unquantized activations"),
-            (("nvfp4", "f16"), "decoded operands"),
+            (("nvfp4", "fp16"), "decoded operands"),
         ):
             with pytest.raises(NotImplementedError, match=ways[what]):
                 support.ready_for(OnCuda(), mode, formats)  # type: ignore[arg-type]

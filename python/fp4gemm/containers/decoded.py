@@ -38,7 +38,7 @@ class DecodedTensor:
         TypeError, ValueError: as for :class:`fp4gemm.NVFP4Tensor`.
     """
 
-    data: Tensor  # (m, k) or (g, n, k) f16
+    data: Tensor  # (m, k) or (g, n, k) fp16
     amax: Tensor  # (1,) or (m,), (g, 1) or (g, n) f32
     e4m3_max: int = 448
     hadamard_signs: int | None = None

@@ -35,8 +35,8 @@ __all__ = [
 Activations = NVFP4Tensor | DecodedTensor | Tensor
 Weights = NVFP4Tensor | DecodedTensor | PrepackedTensor
 
-A_FORMS = ("nvfp4", "f16", "bf16")  # quantized; decoded; plain bfloat16
-B_FORMS = ("nvfp4", "f16", "prepacked")
+A_FORMS = ("nvfp4", "fp16", "bf16")  # quantized; decoded; plain bfloat16
+B_FORMS = ("nvfp4", "fp16", "prepacked")
 POISON = 0xFF  # bytes of a NaN in every output type
 ROWS = 512  # of D that are compared, at most
 GROUPS = 8  # likewise
@@ -59,7 +59,7 @@ def gaussian_weights(
 
 def weights_in(form: str, w: NVFP4Tensor) -> Weights:
     """w in one of B_FORMS."""
-    if form == "f16":
+    if form == "fp16":
         return decode(w)
     return prepacked.prepack(w) if form == "prepacked" else w
 
@@ -73,7 +73,7 @@ def activations(
         return a
     values = decode(a)
     # An e2m1 number times an e4m3 one has 6 bits.
-    return values if form == "f16" else values.data.to(torch.bfloat16)
+    return values if form == "fp16" else values.data.to(torch.bfloat16)
 
 
 def random_ends(m: int, num_groups: int, device: torch.device, gen: torch.Generator) -> Tensor:

@@ -31,7 +31,7 @@ __all__ = ["Measured", "Point", "add_arguments", "measure", "rules", "run"]
 
 # Among kernels as close to the best as this, the one of the next smaller m is kept.
 NOISE = 0.01
-_OUT_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+_OUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 Rule = dict[str, Any]
 Timer = Callable[[Mapping[str, Sequence[timing.Call]], int, int], Mapping[str, timing.Timing]]
@@ -240,7 +240,7 @@ def add_arguments(parser: argparse._ArgumentGroup) -> None:
         type=_forms,
         metavar="A,B",
         help=f"a: {', '.join(product_forms.A_FORMS)}; b: {', '.join(product_forms.B_FORMS)} "
-        "(f16,prepacked on Hopper, nvfp4,nvfp4 elsewhere)",
+        "(fp16,prepacked on Hopper, nvfp4,nvfp4 elsewhere)",
     )
     parser.add_argument("--out-dtype", choices=tuple(_OUT_DTYPES), help="of D (bf16)")
     parser.add_argument("--rounds", type=int, help="replays of each kernel (20)")
@@ -269,7 +269,7 @@ def _sizes(text: str) -> list[int]:
 def _forms(text: str) -> tuple[str, str]:
     a, _, b = text.partition(",")
     if a not in product_forms.A_FORMS or b not in product_forms.B_FORMS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not two forms of operands like f16,prepacked")
+        raise argparse.ArgumentTypeError(f"{text!r} is not two forms of operands like fp16,prepacked")
     return a, b
 
 
@@ -293,7 +293,7 @@ def run(options: argparse.Namespace, error: Callable[[str], Any]) -> int:
         journal = Journal(options.out, device)
     except ValueError as refusal:
         error(str(refusal))
-    default = ("f16", "prepacked") if family == 90 else ("nvfp4", "nvfp4")
+    default = ("fp16", "prepacked") if family == 90 else ("nvfp4", "nvfp4")
     a, b = options.operands or default
     wanted: list[Point] = []
     for n, k in options.shapes:
