@@ -77,51 +77,45 @@ void for_type(fp4gemm_dtype_t dtype, Launch const& launch) {
   }
 }
 
-/// Blocks that a thread holds in registers.
+/// Blocks that a thread holds in registers in the most common cast.
 template <class Loader>
-constexpr int kDepth = sizeof(typename Loader::Element) == 4 ? 2 : 4;
+constexpr int kPlainDepth = sizeof(typename Loader::Element) == 4 ? 2 : 4;
 
-/// Launches quantize_rows if a row fits.
-template <class Loader, class Cast, Amax kAmax, Cover kCover, bool kGrouped, bool kLooped, int kThreadsPerRow,
-          int kBlocksPerThread>
+/// Launches quantize_rows and returns true, unless a row has more blocks than the shape has room for. A
+/// launch failure is left to cudaGetLastError, which the caller checks.
+template <class Loader, class Cast, class Shape>
 bool launch_rows(RowLaunch const& launch) {
-  if (!kLooped && 4 * launch.params.num_words > kThreadsPerRow * kBlocksPerThread) {
+  int const num_words = launch.params.num_words;
+  if (!Shape::kLooped && kScaleWord * num_words > Shape::kTurnBlocks) {
     return false;
   }
-  constexpr int kCtaRows = kThreadsPerRow == 32 || kCover == Cover::kQuads ? kQuad : 1;
-  constexpr int kThreads = kRowThreads<kThreadsPerRow>;
-  size_t const staged_bytes = kCover == Cover::kQuads && launch.params.num_words <= kMaxStagedWords
-                                  ? launch.params.num_words * sizeof(uint4)
-                                  : 0;
-  // The kernel waits for what went before by itself, so that its launch may overlap the end of that.
+  bool const is_staged = Shape::kCover == Cover::kQuads && num_words <= kMaxStagedWords;
+  // quantize_rows waits for the kernel before it, so that the launch may overlap the end of that.
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = static_cast<unsigned>(launch.scale_rows / kCtaRows);
-  config.blockDim = kThreads;
-  config.dynamicSmemBytes = staged_bytes;
+  config.gridDim = static_cast<unsigned>(launch.scale_rows / Shape::kCtaRows);
+  config.blockDim = Shape::kThreads;
+  config.dynamicSmemBytes = is_staged ? num_words * sizeof(uint4) : 0;
   config.stream = launch.stream;
   config.attrs = &overlap;
   config.numAttrs = launch.device.arch >= 90 ? 1 : 0;
-  // A failure is kept for cudaGetLastError, which the caller asks.
-  (void)cudaLaunchKernelEx(
-      &config,
-      quantize_rows<Loader, Cast, kAmax, kCover, kGrouped, kLooped, kThreadsPerRow, kBlocksPerThread>,
-      launch.params);
+  (void)cudaLaunchKernelEx(&config, quantize_rows<Loader, Cast, Shape>, launch.params);
   return true;
 }
 
-/// The shapes that serve every size, for all but the most common cast. kDeep: blocks that a thread holds;
-/// fewer for what computes much, so that more threads have room.
-template <class Loader, class Cast, int kDeep>
+/// Launches shapes that serve all sizes, groups and either kind of amax.
+///
+/// @tparam kDepth Blocks that a thread holds in registers; casts that compute much use fewer, so that more
+///     threads fit on an SM.
+template <class Loader, class Cast, int kDepth>
 void launch_rows_any(RowLaunch const& launch) {
-  constexpr Cover kQuads = Cover::kQuads;
   constexpr Amax kEither = Amax::kEither;
-  constexpr int kMiddle = 512 / kDeep;
-  (void)(launch_rows<Loader, Cast, kEither, kQuads, true, false, 32, kDeep>(launch) ||
-         launch_rows<Loader, Cast, kEither, kQuads, true, false, kMiddle, kDeep>(launch) ||
-         launch_rows<Loader, Cast, kEither, kQuads, true, true, 256, 2>(launch));
+  constexpr Cover kQuads = Cover::kQuads;
+  (void)(launch_rows<Loader, Cast, RowShape<kEither, kQuads, true, false, 32, kDepth>>(launch) ||
+         launch_rows<Loader, Cast, RowShape<kEither, kQuads, true, false, 512 / kDepth, kDepth>>(launch) ||
+         launch_rows<Loader, Cast, RowShape<kEither, kQuads, true, true, 256, 2>>(launch));
 }
 
 }  // namespace fp4gemm

@@ -20,8 +20,8 @@ fp4gemm_quantized_t result_of(Args const& args) {
 
 template <class T, bool kLooped, int kThreadsPerRow>
 bool silu(RowLaunch const& launch) {
-  return launch_rows<SiluAndMulLoader<T>, Te, Amax::kRow, Cover::kQuads, true, kLooped, kThreadsPerRow, 2>(
-      launch);
+  using Shape = RowShape<Amax::kRow, Cover::kQuads, true, kLooped, kThreadsPerRow, 2>;
+  return launch_rows<SiluAndMulLoader<T>, Te, Shape>(launch);
 }
 
 template <class T>
@@ -32,8 +32,8 @@ void launch_silu(RowLaunch const& launch) {
 
 template <class T, int kThreadsPerRow>
 bool norm(RowLaunch const& launch) {
-  return launch_rows<RmsNormLoader<T>, Te, Amax::kRow, Cover::kQuads, false, false, kThreadsPerRow, 4>(
-      launch);
+  using Shape = RowShape<Amax::kRow, Cover::kQuads, false, false, kThreadsPerRow, 4>;
+  return launch_rows<RmsNormLoader<T>, Te, Shape>(launch);
 }
 
 template <class T>

@@ -9,15 +9,15 @@ using Te = TeCast<Range::kRegular>;
 
 template <class T, Amax kAmax, Cover kCover, bool kLooped, int kThreadsPerRow, int kBlocksPerThread>
 bool dense(RowLaunch const& launch) {
-  return launch_rows<PlainLoader<T>, Te, kAmax, kCover, false, kLooped, kThreadsPerRow, kBlocksPerThread>(
-      launch);
+  using Shape = RowShape<kAmax, kCover, false, kLooped, kThreadsPerRow, kBlocksPerThread>;
+  return launch_rows<PlainLoader<T>, Te, Shape>(launch);
 }
 
 /// With few rows the latency of one counts, so that all its loads should be in flight at once; with many,
 /// fewer threads with more work each spend less on the reduction, and scales are written in larger pieces.
 template <class T, Amax kAmax>
 void launch_dense(RowLaunch const& launch) {
-  constexpr int kDeep = kDepth<PlainLoader<T>>;
+  constexpr int kDeep = kPlainDepth<PlainLoader<T>>;
   constexpr Cover kSingles = Cover::kSingles;
   constexpr Cover kQuads = Cover::kQuads;
   if (launch.params.m < 8 * launch.device.num_sms) {
@@ -40,7 +40,7 @@ void launch_rows_te(RowLaunch const& launch) {
   for_type(launch.dtype, [&](auto type) {
     using T = decltype(type);
     if (launch.params.groups.offs != nullptr) {
-      launch_rows_any<PlainLoader<T>, Te, kDepth<PlainLoader<T>>>(launch);
+      launch_rows_any<PlainLoader<T>, Te, kPlainDepth<PlainLoader<T>>>(launch);
     } else if (launch.params.amax_in == nullptr) {
       launch_dense<T, Amax::kRow>(launch);
     } else {
