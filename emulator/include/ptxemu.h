@@ -30,7 +30,7 @@ typedef struct ptxemu_options {
   int report_unwritten_global; /* 0; 1: a load of global memory that was never written is a hazard */
   int hazards_are_fatal;       /* 0; 1: the first hazard ends the launch */
   int detect_races;            /* 1: unordered accesses of threads to shared memory are hazards */
-  int faulty_tensor_maps; /* 0; 1: cuTensorMapEncodeTiled has the fault of drivers up to CUDA 13.1, and a map
+  int faulty_tensor_maps; /* 0; 1: cuTensorMapEncodeTiled has the fault of drivers up to CUDA 13.2, and a map
                              of a tensor with gaps that spans less than 128 KB is fatal unless its user clears
                              bit 85 */
   int driver_version;     /* CUDART_VERSION: what cudaDriverGetVersion and cuDriverGetVersion report */

@@ -30,7 +30,7 @@ static_assert(sizeof(TensorMap) == 128, "a CUtensorMap has 128 bytes");
 /// Marks 128 bytes as a tensor map of this emulator.
 constexpr u64 kTensorMapTag = 0x70616d5478547065ull;
 /// Bit 85 of the map, bit 21 of its second 64-bit word: how addresses beyond the tensor are generated.
-/// Drivers of CUDA 13.1 and earlier set it for every tensor, and Blackwell GPUs then access illegal addresses
+/// Drivers of CUDA 13.2 and earlier set it for every tensor, and Blackwell GPUs then access illegal addresses
 /// where the tensor spans less than kSmallTensorBytes and has gaps; callers of cuTensorMapEncodeTiled clear
 /// it in that case.
 constexpr u64 kOutOfBoundsBit = 1ull << 21;

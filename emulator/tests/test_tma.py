@@ -169,7 +169,7 @@ def test_not_a_tensor_map(bench):
     ],
 )
 def test_faulty_driver(bench, rows, row_bytes, is_exposed):
-    """Drivers up to CUDA 13.1 set bit 85; a TMA access through such a map fails unless the bit was cleared.
+    """Drivers up to CUDA 13.2 set bit 85; a TMA access through such a map fails unless the bit was cleared.
 
     The tensors that fail span less than 128 KB and have gaps between their rows.
     """

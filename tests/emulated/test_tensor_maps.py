@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import fp4gemm
 import pytest
 from problems import FULL, Problem, dense, grouped_depth, grouped_rows
@@ -27,3 +32,37 @@ def test_a_faulty_driver_does_no_harm(session: Session, kernel: fp4gemm.KernelIn
     for problem in small_problems(kernel):
         got = session.run(problem, kernel.name, mode="lazy", faulty_tensor_maps=1, driver_version=13020)
         assert same_bits(got, problem.want), f"{problem.name}: {describe(got, problem.want)}"
+
+
+# In a process of its own, since the library asks for the driver's version once.
+WITHOUT_THE_WORK_AROUND = """
+import sys
+from pathlib import Path
+from session import Finding, Session
+from test_tensor_maps import KERNELS, small_problems
+
+session = Session(Path(sys.argv[1]))
+kernel = next(kernel for kernel in KERNELS if kernel.mode == "dense")
+for problem in small_problems(kernel):
+    session.run(problem, kernel.name, mode="lazy", driver_version=99990)
+    try:
+        session.run(problem, kernel.name, mode="lazy", driver_version=99990, faulty_tensor_maps=1)
+    except Finding as finding:
+        print(finding)
+"""
+
+
+@pytest.mark.skipif(not KERNELS, reason="built without SM100 kernels")
+def test_the_work_around_is_needed(session: Session, tmp_path: Path) -> None:
+    """With a driver that is too new to have the fault, the library clears no bit, and its maps are refused."""
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_THE_WORK_AROUND, str(tmp_path / "ptx")],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "has gaps, and bit 85 of the map" in done.stdout
