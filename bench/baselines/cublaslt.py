@@ -1,8 +1,9 @@
-"""The rivals on Blackwell: torch's own NVFP4 products, which take one scalar and no vector.
+"""torch's own NVFP4 products, which are the baselines on GPUs with NVFP4 tensor cores.
 
-torch.nn.functional.scaled_mm with the recipe [BlockWise1x16, TensorWise] is cuBLASLt; for experts
-scaled_grouped_mm is a CUTLASS kernel that some builds of torch have. Never run on hardware by us: results are
-compared with float64 before anything is timed, as everyone's are.
+``torch.nn.functional.scaled_mm`` with the recipe [BlockWise1x16, TensorWise] calls cuBLASLt;
+``scaled_grouped_mm`` for experts is a CUTLASS kernel that some builds of torch have. Both accept one scalar
+for an operand and no vector. The project has not run them on hardware: as for every contender, the result is
+compared with float64 before anything is timed.
 """
 
 from __future__ import annotations
@@ -20,29 +21,22 @@ __all__ = ["SWIZZLES", "Operand", "absent", "dense", "grouped", "operand"]
 
 
 class Operand(NamedTuple):
-    """What torch's functions take of an NVFP4Tensor with one amax; made once, so that it is not timed."""
+    """The arguments that stand for an NVFP4Tensor; they are made once, so that making them is not timed."""
 
     codes: Tensor  # (m, k/2) or (g, n, k/2), float4_e2m1fn_x2
-    scales: Tensor  # swizzled blocks' scales; of a stack (g, all of a matrix)
+    scales: Tensor  # swizzled block scales; of a stack (g, the number of a matrix)
     decode: Tensor  # float32 (1,), of a stack (g,): amax / (6 * e4m3_max)
 
 
-def absent(device: torch.device, name: str = "scaled_mm") -> str | None:
-    """Why a function of torch.nn.functional cannot be timed with NVFP4 on a device, or None."""
-    if device.type != "cuda":
-        return "NVFP4 products of torch are for NVIDIA GPUs"
-    capability = torch.cuda.get_device_capability(device)
-    if capability[0] < 10 or (name == "scaled_grouped_mm" and capability[0] != 10):
-        return (
-            f"torch.nn.functional.{name} has no NVFP4 for compute capability {capability[0]}.{capability[1]}"
-        )
+def absent(name: str = "scaled_mm") -> str | None:
+    """Why this torch cannot multiply NVFP4 by a function of torch.nn.functional, or None."""
     if not hasattr(functional, name):
         return f"torch {torch.__version__} has no torch.nn.functional.{name}"
     return None
 
 
 def operand(t: NVFP4Tensor) -> Operand:
-    """t with one amax, or one a matrix of a stack."""
+    """The arguments for t, which must have one amax, or one for each matrix of a stack."""
     codes = t.codes.view(torch.float4_e2m1fn_x2)
     scales = t.scales.flatten(1) if t.scales.dim() == 3 else t.scales
     return Operand(codes, scales, t.amax.reshape(-1) / (6 * t.e4m3_max))
@@ -62,7 +56,7 @@ def dense(a: Operand, b: Operand) -> Tensor:
 
 
 def grouped(a: Operand, b: Operand, offs: Tensor) -> Tensor:
-    """bfloat16 products of groups of rows of a, whose scales are padded group by group, with b's matrices."""
+    """bfloat16 products of groups of rows of a, each padded in the scales, with the matrices of b."""
     product: Tensor = functional.scaled_grouped_mm(  # type: ignore[attr-defined]
         a.codes,
         b.codes.transpose(1, 2),

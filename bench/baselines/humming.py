@@ -1,9 +1,9 @@
-"""Rivals that need a package of their own: humming, an NVFP4 weight times fp16 activations on Hopper.
+"""humming, a package that multiplies fp16 activations by an NVFP4 weight on Hopper.
 
-``pip install humming-kernels==0.1.19``; where it is absent, its rows say so. Its weights are random, as in
-its own bench, and its results are not checked: it is timed and nothing else is said of it. Its launcher in
-Python takes longer than a small product, so it is only fair in a CUDA graph, and its kernels are compiled
-for each shape at run time, which the first call does for all shapes at once.
+``pip install humming-kernels==0.1.19`` installs it; if it is missing, its rows say so. Its weights are
+random, as in humming's own benchmark, so that its results are not checked. Its launcher in Python needs more
+time than a small product, so that only CUDA graphs compare fairly. humming compiles its kernels for each
+shape at run time; the first call here compiles those of all shapes together.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from fp4gemm.device.products import error_line
 from torch import Tensor
 
-from ..measure.timing import Call
+from ..measure.library import Call, error_line
 
 WEIGHT = {"dtype": "float4e2m1", "group_size": 16, "scale_dtype": "float8e4m3"}
 INPUT = {"dtype": "float16"}
@@ -29,8 +28,8 @@ class Humming:
     """humming's product of fp16 (m, k) with a random NVFP4 weight (n, k), in fp16."""
 
     def __init__(self, wanted: Iterable[tuple[int, int, int]]) -> None:
-        """``wanted``: every (n, k, m) that will be asked for."""
-        self.absent: str | None = None  # why it cannot be timed
+        """``wanted``: every (n, k, m) that ``calls`` will be asked for."""
+        self.absent: str | None = None  # the reason why humming cannot be timed
         self._wanted: dict[tuple[int, int], list[int]] = {}
         for n, k, m in wanted:
             self._wanted.setdefault((n, k), []).append(m)
@@ -38,13 +37,13 @@ class Humming:
         self._tuning: dict[tuple[int, int, int], dict[str, Any]] = {}
         try:
             from humming.layer import HummingLayer
-        except Exception as error:  # whatever a package that does not fit this machine raises
+        except Exception as error:  # a package that does not fit the machine may raise anything
             self.absent = f"humming: {_line(error)}"
         else:
             self._layer = HummingLayer
 
     def _prepare(self) -> None:
-        """Compiles what is wanted, on all cores, once."""
+        """Compiles the kernels of all wanted shapes at the first call, on all cores."""
         wanted, self._wanted = self._wanted, {}
         if self.absent is not None or not wanted:
             return
@@ -59,7 +58,7 @@ class Humming:
                 for m in ms:
                     tuning = get_heuristics_config(config, shape_m=m, gemm_type="dense", device=device)
                     self._tuning[n, k, m] = tuning
-                    # As its forward makes it, so that it finds what is compiled here.
+                    # The same text as humming's forward makes, which then finds the kernel compiled here.
                     jobs.add((config.to_str(), json.dumps(tuning)))
 
             def compile_one(job: tuple[str, str]) -> None:
@@ -72,7 +71,7 @@ class Humming:
             self.absent = f"humming: {_line(error)}"
 
     def calls(self, n: int, k: int, xs: Sequence[Tensor]) -> tuple[list[Call], str | None]:
-        """The product of each x with a weight of its own, and None; or nothing, and why not."""
+        """(a call for each x, with a weight of its own, and None), or ([], the reason why there are none)."""
         self._prepare()
         if self.absent is not None:
             return [], self.absent
@@ -89,7 +88,7 @@ class Humming:
         return made, None
 
     def _layers_of(self, n: int, k: int, count: int) -> list[Any]:
-        """So many layers of one shape; those of the shape before are freed."""
+        """``count`` layers of one shape; layers of another shape are freed first."""
         if (n, k) not in self._layers:
             self._layers.clear()
         layers = self._layers.setdefault((n, k), [])
@@ -105,11 +104,12 @@ class Humming:
 
 
 def _fill(x: Tensor) -> None:
-    """Random bits of integers, random positive numbers of floats: ones that stay finite in a product."""
+    """Random bits for integers, small random positive numbers for floats, so that products stay finite."""
     if x.dtype.is_floating_point:
         x.copy_((torch.rand(x.shape, device=x.device) * 0.1 + 0.01).to(x.dtype))
     else:
-        least, most = (-(2**31), 2**31) if x.dtype is torch.int32 else (0, 127)  # a byte may be a scale
+        # A byte may be an e4m3 scale, and 127 is a NaN.
+        least, most = (-(2**31), 2**31) if x.dtype is torch.int32 else (0, 127)
         x.copy_(torch.randint(least, most, x.shape, device=x.device, dtype=torch.int64).to(x.dtype))
 
 

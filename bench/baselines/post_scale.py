@@ -1,9 +1,9 @@
-"""The rival of the fused epilogue: a GEMM that takes one scalar, and a second kernel for the scale vectors.
+"""The baseline of the fused epilogue: a GEMM with one scalar, then a kernel that applies the scale vectors.
 
-It is what a library does whose GEMM has no vector in its epilogue, as those do that call cuBLASLt for NVFP4:
-D' = bf16(alpha * acc) goes to memory, and D = bf16(alpha_col * (alpha_row * D')) reads and writes it once
-more. For experts there is one such pair of launches for each of them, in a Python loop over group ends that
-the host has to know. D is rounded twice, so it is the fused one or its neighbour in bfloat16.
+A library whose GEMM has no vectors in its epilogue works this way, cuBLASLt's NVFP4 product among them: D' =
+bf16(alpha * acc) is written to memory, and D = bf16(alpha_col * (alpha_row * D')) reads it and writes it
+again. Experts need such a pair of launches each, in a Python loop over group ends that the host must know. D
+is rounded twice, so each element is the fused one or its neighbour in bfloat16.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 from fp4gemm import DecodedTensor, NVFP4Tensor, PrepackedTensor
 from torch import Tensor
 
+from ..measure.library import Call
 from ..measure.operands import unit
-from ..measure.timing import Call
 
 Gemm = Callable[[Any, Any], Tensor]
-NOT_COMPILED = "without Triton the post-scale pass is several kernels"
+NOT_COMPILED = "the post-scale pass is several kernels, since Triton is missing"
 PostScale = Callable[[Tensor, Tensor, Tensor], object]
 
 
 def post_scale(d: Tensor, alpha_row: Tensor, alpha_col: Tensor) -> None:
-    """d := cast(alpha_col * (alpha_row * d)), in place; :func:`compiled` is the same as one kernel.
+    """d := cast(alpha_col * (alpha_row * d)), in place; :func:`compiled` does the same in one kernel.
 
     Args:
         d: (m, n) of any float type. alpha_row: float32 (m,) or (1,). alpha_col: float32 (n,) or (1,).
@@ -37,7 +37,7 @@ def post_scale(d: Tensor, alpha_row: Tensor, alpha_col: Tensor) -> None:
 
 @functools.cache
 def compiled() -> PostScale:
-    """post_scale as one kernel of torch.compile's; as it is, several kernels, where there is no Triton."""
+    """post_scale compiled by torch.compile into one kernel; without Triton, post_scale itself."""
     if not is_compiled():
         return post_scale
     made: PostScale = torch.compile(post_scale, dynamic=True)
@@ -45,14 +45,14 @@ def compiled() -> PostScale:
 
 
 def fastest(device: torch.device) -> tuple[PostScale, str | None]:
-    """The pass in as few kernels as there can be on a device; and a remark where those are several."""
+    """The pass in as few kernels as a device allows, and a note if those are several."""
     if device.type != "cuda":
         return post_scale, None
     return compiled(), None if is_compiled() else NOT_COMPILED
 
 
 def is_compiled() -> bool:
-    """Whether there is Triton to compile it."""
+    """Whether Triton is installed, which torch.compile needs."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -63,9 +63,13 @@ def dense(
     gemm: Gemm | None = None,
     made: tuple[Any, Any] | None = None,
 ) -> Call:
-    """A call of what mm(a, b) fuses, in two kernels.
+    """A call that computes mm(a, b) in two kernels.
 
-    ``gemm`` (mm if left out) multiplies operands whose amax is 1: ``made``, or a and b with that.
+    Args:
+        a, b: the operands of mm.
+        scale: the second kernel.
+        gemm: the first kernel, which multiplies operands whose amax is 1; None for mm.
+        made: the operands of ``gemm``; None for a and b with an amax of 1.
     """
     first, second = made or (unit(a), unit(b))
 
@@ -83,10 +87,13 @@ def grouped(
     ends: Sequence[int],
     scale: PostScale = post_scale,
 ) -> Call:
-    """A call of what grouped_mm(a, b) fuses, in two kernels for each expert that has a token.
+    """A call that computes grouped_mm(a, b) in two kernels for each expert that has a token.
 
     Args:
-        a: quantize(x, offs=offs). b: (g, n, k). ends: the values of offs, known to the host.
+        a: quantize(x, offs=offs).
+        b: the weights, (g, n, k).
+        ends: the values of offs, on the host.
+        scale: the second kernel.
     """
     experts = []
     begin = scale_begin = 0
@@ -112,15 +119,15 @@ def grouped(
 
 
 def steps(x: Tensor, y: Tensor) -> int:
-    """By how many bfloat16 numbers x and y differ at most; -0 and 0 are one number.
+    """The largest distance between elements of x and y, counted in bfloat16 numbers; -0 and 0 are one number.
 
     Raises:
-        ValueError: they are not of bfloat16, or not both finite.
+        ValueError: x or y is not of bfloat16, or not finite.
     """
     if x.dtype is not torch.bfloat16 or y.dtype is not torch.bfloat16:
         raise ValueError(f"x, y: dtypes are {x.dtype} and {y.dtype}, must be torch.bfloat16")
     if not (x.isfinite().all() and y.isfinite().all()):
-        raise ValueError("x, y: hold numbers that are not finite, which have no distance")
+        raise ValueError("x, y: must be finite, since other numbers have no distance")
 
     def place(t: Tensor) -> Tensor:
         bits = t.view(torch.int16).int()

@@ -1,7 +1,8 @@
-"""``python -m bench grouped``: the products of a layer of experts, in one launch, against torch and a loop.
+"""``python -m bench grouped``: the products of a layer of experts in one launch, against torch and a loop.
 
-What every contender returns is looked at first. Ours must have the bits of the reference, on some rows of
-eight experts; unquantized tokens and the rivals must be the float64 product of each expert but for rounding.
+Every result is verified before it is timed. Results of quantized operands must have the bits of the
+reference, in some rows of eight experts; products of unquantized tokens and those of the baselines must be,
+for each expert, the float64 product but for roundings.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from typing import Any
 
 import fp4gemm
 import torch
-from fp4gemm.device.products import Product, occupied_groups
 from torch import Tensor
 
 from ..baselines import cublaslt, post_scale
 from ..measure.contest import BASELINE, ROUNDING, Check, Contender, Contest, Job, Row
 from ..measure.harness import Harness
+from ..measure.library import Call, Product, occupied_groups
 from ..measure.models import Routed, expert_layers
 from ..measure.operands import (
-    HOPPER_FORMS,
+    OURS,
+    Forms,
     Tokens,
     Weights,
     calls,
@@ -31,29 +33,49 @@ from ..measure.operands import (
     forced,
     in_forms,
     nbytes,
+    our_forms,
     unit,
 )
 from ..measure.roofline import Work
-from ..measure.routing import routed_ends
-from ..measure.timing import Call
+from ..measure.routing import ROUTINGS, routed_ends
 from ..measure.verify import far, wrong
-from .dense import OTHERS, OURS, TORCH, check_sizes
+from .options import NUMBERS, Join, kind_of, one_of, positive
+from .products import TORCH, check_sizes
 
 LOOP = "unfused: expert by expert"
 NVFP4 = "torch nvfp4 scaled_grouped_mm, scalar alpha"
-HOPPER = (
-    (OURS, HOPPER_FORMS),
-    ("fp4gemm, packed tokens", ("nvfp4", "prepacked")),
-    ("fp4gemm W4A16", ("bf16", "prepacked")),
-)
 DEFAULT_MODELS = ("qwen3-30b", "gpt-oss-120b")
 TOKENS = (16, 256, 4096)
 SMALL_LAYERS = (Routed("", "", 8, 2, 128, 256),)
 SMALL_TOKENS = (1, 32)
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this command."""
+    number = kind_of(positive, "a number")
+    parser.add_argument(
+        "--routing",
+        type=kind_of(one_of(list(ROUTINGS)), "names of routings"),
+        nargs="+",
+        action=Join,
+        metavar="NAME",
+        help="; ".join(f"{name}: {text}" for name, text in ROUTINGS.items()),
+    )
+    parser.add_argument(
+        "--per-expert",
+        type=NUMBERS,
+        nargs="+",
+        action=Join,
+        help="rows of an expert on average, instead of --m",
+    )
+    parser.add_argument(
+        "--top-k", type=number, default=1, help="experts that a token chooses, with --shapes (1)"
+    )
+    parser.add_argument("--ep", type=number, default=1, help="devices that share the experts (1)")
+
+
 def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
-    """A job for each layer of experts, number of tokens and routing that was asked for.
+    """A job for each layer of experts, number of tokens and routing that the options name.
 
     Raises:
         ValueError: a shape is not one of experts, or --ep does not divide them.
@@ -101,7 +123,7 @@ def of_layers(
     made = []
     for layer in dict.fromkeys(layer for layer, _, _ in wanted):
         cases = [(tokens, routing) for other, tokens, routing in wanted if other == layer]
-        # One set of weights serves all of them: enough of it for the case that reads least.
+        # All cases of a layer share its weights: as many copies as the case needs that reads least of them.
         ends = {
             one: routed_ends(one[0], layer.num_experts, layer.top_k, one[1], ways)
             for one in dict.fromkeys(cases)
@@ -115,12 +137,12 @@ def of_layers(
 
 
 def _start(bench: str, layer: Routed, tokens: int, routing: str, offs: Tensor, ways: int) -> Row:
-    """What the rows of a case begin with."""
+    """The fields that every row of a case begins with."""
     whose: Row = {"model": layer.model, "layer": layer.layer} if layer.model else {}
     name = " ".join(filter(None, (bench, layer.model, layer.layer)))
     where = f" of {ways} devices" if ways > 1 else ""
     sizes = f"{layer.num_experts}x{layer.n}x{layer.k}"
-    if not layer.model:  # a model's name says it
+    if not layer.model:  # the name of a model implies top_k
         sizes += f" top {layer.top_k}"
     facts: Row = {"bench": bench, "case": f"{name} {tokens} tokens {routing} {sizes}{where}"}
     rows = int(offs[-1])
@@ -144,7 +166,7 @@ def _rows(
     harness: Harness, layer: Routed, start: Row, offs: Tensor, least: int, kernels: re.Pattern[str] | None
 ) -> Iterator[Row]:
     if int(offs[-1]) == 0:
-        yield start | {"contender": OURS, "absent": "no token came to these experts: nothing to measure"}
+        yield start | {"contender": OURS, "absent": "no token chose these experts: nothing to measure"}
         return
     weights = harness.keep(
         "weights",
@@ -157,25 +179,29 @@ def _rows(
 def contest(
     harness: Harness, weights: Weights, on_host: Tensor, start: Row, kernels: re.Pattern[str] | None = None
 ) -> Contest:
-    """Everyone who multiplies these groups of rows by a stack of weights."""
+    """The contenders that multiply these groups of rows by a stack of weights."""
     made = Contest(start)
-    field = Field(made, harness, weights, on_host)
-    for name, forms in HOPPER if harness.major == 9 else OTHERS:
-        field.ours(name, forms)
+    add = Contenders(made, harness, weights, on_host)
+    fastest = fastest_forms(harness)
+    for name, forms in our_forms(harness):
+        if (
+            forms[1] == fastest[1]
+        ):  # stacks in another form than the fastest are not made: they fill the memory
+            add.ours(name, forms)
     for name, read in forced(harness, "grouped", kernels):
-        field.ours(name, read, name)
-    field.loop(fastest_forms(harness))
-    field.torch()
-    if harness.major is not None and harness.major >= 10:
-        field.nvfp4()
+        add.ours(name, read, name)
+    add.loop(fastest)
+    add.torch()
+    if harness.has_nvfp4_cores:
+        add.nvfp4()
     if harness.is_cuda:
         one = weights.buffers[0].nbytes // weights.groups
-        made.enter_floor(harness, weights.buffers, one * len(field.occupied))
+        made.enter_floor(harness, weights.buffers, one * len(add.occupied))
     return made
 
 
-class Field:
-    """Enters contenders, one kind at a time."""
+class Contenders:
+    """Adds the contenders of a case to a contest, one kind at a time."""
 
     def __init__(self, made: Contest, harness: Harness, weights: Weights, on_host: Tensor) -> None:
         self.made, self.harness, self.weights, self.on_host = made, harness, weights, on_host
@@ -185,27 +211,27 @@ class Field:
         self.occupied = occupied_groups(on_host)
 
     def work(self, a: Any, stack: Any, unit_name: str, elem_bytes: int = 2) -> Work:
-        """Of the products of the experts that have a row: the weight of each is read once."""
+        """The work of a call: the weight of each expert that has a row is read once."""
         n, k = self.weights.n, self.weights.k
         read = stack.nbytes // self.weights.groups * len(self.occupied)
         return Work(2.0 * self.m * n * k, read + nbytes(a) + elem_bytes * self.m * n, unit_name)
 
     def near(self, call: Call, a: Tensor, expert: Callable[[int], Tensor], dtype: torch.dtype) -> Check:
-        """That a call's result is, expert by expert, the product but for roundings."""
+        """A check that the rows of each expert in a call's result are the product but for roundings."""
         blocks = [(slice(begin, end), a[begin:end], partial(expert, e)) for e, begin, end in self.occupied]
         return lambda: far(call, (self.m, self.weights.n), blocks, dtype)
 
     def expert(self, e: int) -> Tensor:
-        """What the codes of expert e stand for."""
+        """The weight of expert e, dequantized."""
         return self.weights.packed[0][e].dequantize()
 
-    def ours(self, name: str, forms: tuple[str, str], kernel: str | None = None) -> None:
-        """grouped_mm of operands in these forms, by the library's choice of kernel or by that one."""
+    def ours(self, name: str, forms: Forms, kernel: str | None = None) -> None:
+        """grouped_mm of operands in these forms, by ``kernel`` or by the kernel that the library chooses."""
 
         def make() -> tuple[Contender, Check]:
             (a, *_), stacks = in_forms(self.weights, self.tokens, forms)
             size = (self.m, self.weights.n, self.weights.k)
-            chosen = kernel or chosen_kernel(self.harness, size, *forms, self.weights.groups)
+            chosen = kernel or chosen_kernel(self.harness, size, forms, self.weights.groups)
             run = fp4gemm.grouped_mm if kernel is None else partial(fp4gemm.grouped_mm, kernel=kernel)
             made: list[Call] = [partial(run, a, b, self.offs) for b in stacks]
             contender = Contender(made, self.work(a, stacks[0], self.harness.our_unit), kernel=chosen)
@@ -217,37 +243,37 @@ class Field:
 
         self.made.attempt(name, make)
 
-    def loop(self, forms: tuple[str, str]) -> None:
-        """A GEMM with a scalar and a pass for the vectors for each expert: what one had to do without us."""
+    def loop(self, forms: Forms) -> None:
+        """For each expert a GEMM with a scalar and a pass that applies the vectors, without grouped_mm."""
 
         def make() -> tuple[Contender, Check]:
             (a, *_), stacks = in_forms(self.weights, self.tokens, forms)
             scale, several = post_scale.fastest(self.harness.device)
-            rival = [post_scale.grouped(a, b, self.on_host.tolist(), scale) for b in stacks]
-            note = "a GEMM and a post-scale pass for each expert; the host has to know the group ends"
+            baseline = [post_scale.grouped(a, b, self.on_host.tolist(), scale) for b in stacks]
+            note = "a GEMM and a post-scale pass for each expert; the host must know the group ends"
             if several is not None:
                 note += f"; {several}"
             work = self.work(a, stacks[0], self.harness.our_unit)
-            contender = Contender(rival, work, BASELINE, None, ROUNDING, note)
+            contender = Contender(baseline, work, BASELINE, None, ROUNDING, note)
             values = self.tokens.packed[0].dequantize()
-            return contender, self.near(rival[0], values, self.expert, torch.bfloat16)
+            return contender, self.near(baseline[0], values, self.expert, torch.bfloat16)
 
         self.made.attempt(LOOP, make)
 
     def torch(self) -> None:
-        """torch's grouped_mm in bf16; on the CPU, which has none, a loop in fp32."""
+        """torch's grouped_mm in bf16; on the CPU, where torch has none, a loop in fp32."""
 
         def make() -> tuple[Contender, Check]:
             x, stacks = self.tokens.plain[0], self.weights.plain
-            rival: list[Call]
+            baseline: list[Call]
             if self.harness.is_cuda:
                 function = torch.nn.functional.grouped_mm
-                rival = [partial(function, x, w.transpose(1, 2), offs=self.offs) for w in stacks]
+                baseline = [partial(function, x, w.transpose(1, 2), offs=self.offs) for w in stacks]
             else:
-                rival = calls(self._loop_of_mm, stacks)
+                baseline = calls(self._loop_of_mm, stacks)
             work = self.work(x, stacks[0], self.harness.unit, x.element_size())
-            contender = Contender(rival, work, BASELINE, None, ROUNDING)
-            return contender, self.near(rival[0], x, lambda e: stacks[0][e], x.dtype)
+            contender = Contender(baseline, work, BASELINE, None, ROUNDING)
+            return contender, self.near(baseline[0], x, lambda e: stacks[0][e], x.dtype)
 
         self.made.attempt(TORCH[self.harness.dtype], make, ours=False)
 
@@ -256,8 +282,8 @@ class Field:
         return torch.cat([x[begin:end] @ stack[e].T for e, begin, end in self.occupied])
 
     def nvfp4(self) -> None:
-        """torch's own grouped NVFP4 product, which takes a scalar for each expert."""
-        reason = cublaslt.absent(self.harness.device, "scaled_grouped_mm")
+        """torch's own grouped NVFP4 product, which accepts a scalar for each expert."""
+        reason = cublaslt.absent("scaled_grouped_mm")
         if reason is not None:
             self.made.absent[NVFP4] = reason
             return
@@ -265,12 +291,15 @@ class Field:
         def make() -> tuple[Contender, Check]:
             x = self.tokens.packed[0]
             ones = [unit(b) for b in self.weights.packed]
-            # Tokens with one amax of 1; their scales are padded group by group, as everyone's are.
+            # Tokens with one amax of 1; their scales are padded for each group, as torch's product wants
+            # them, too.
             flat = fp4gemm.NVFP4Tensor(x.codes, x.scales, torch.ones_like(x.amax), x.e4m3_max, x.offs)
             a = cublaslt.operand(flat)._replace(decode=x.amax.new_full((1,), 1 / (6 * x.e4m3_max)))
-            rival: list[Call] = [partial(cublaslt.grouped, a, cublaslt.operand(b), self.offs) for b in ones]
-            contender = Contender(rival, self.work(flat, ones[0], "nvfp4"), BASELINE, None, ROUNDING)
+            baseline: list[Call] = [
+                partial(cublaslt.grouped, a, cublaslt.operand(b), self.offs) for b in ones
+            ]
+            contender = Contender(baseline, self.work(flat, ones[0], "nvfp4"), BASELINE, None, ROUNDING)
             expert = lambda e: ones[0][e].dequantize()  # noqa: E731
-            return contender, self.near(rival[0], flat.dequantize(), expert, torch.bfloat16)
+            return contender, self.near(baseline[0], flat.dequantize(), expert, torch.bfloat16)
 
         self.made.attempt(NVFP4, make, ours=False)

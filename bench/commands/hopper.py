@@ -1,6 +1,7 @@
-"""``python -m bench hopper``: the project's targets for prepacked weights, on compute capability 9.0.
+"""``python -m bench hopper``: prepacked weights against the project's targets (measure/targets.py).
 
-The cases are those of dense, layer and grouped; the rows of ours say what they were held against.
+The cases are those of dense, layer and grouped; the row of ``fp4gemm`` names its targets and whether they are
+met.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from ..measure import targets
 from ..measure.contest import Job, Row
 from ..measure.harness import Harness
 from ..measure.models import Layer, expert_layers
-from ..measure.traffic import Target
+from ..measure.operands import OURS
+from ..measure.targets import Target
 from . import dense, grouped, layer
 
 PARTS = ("dense", "large", "small", "e2e", "grouped")
-# Weights (n, k) of each part, and the m that are measured; with --quick the second of the two.
+# Weights (n, k) of each part, and the rows m that are measured; the second tuple is that of --quick.
 SHAPES: dict[str, tuple[tuple[int, int], ...]] = {
     "dense": ((8192, 8192),),
     "large": ((16384, 16384), (28672, 16384)),
@@ -31,34 +33,34 @@ ROWS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "e2e": ((4096,), (4096,)),
 }
 MODELS = ("qwen3-30b", "gpt-oss-120b", "deepseek-v3")
-ROWS_AN_EXPERT = ((1, 4, 16, 64, 256), (1, 16, 256))  # on average; the second with --quick
+ROWS_AN_EXPERT = ((1, 4, 16, 64, 256), (1, 16, 256))  # on average; the second tuple is that of --quick
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this bench alone."""
-    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="parts of the list")
+    """Adds the options of this command."""
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="the parts to measure (all)")
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
 
 
 def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
-    """The jobs of every part, with targets.
+    """The jobs of every part, with their targets.
 
     Raises:
-        ValueError: the device is another one.
+        ValueError: the kernels of the device read no prepacked weights.
     """
-    if harness.major != 9:
-        raise ValueError("hopper: prepacked weights are for compute capability 9.0; see `bench dense`")
+    if "prepacked" not in harness.operands:
+        raise ValueError(
+            f"hopper: no kernel for {harness.device} reads prepacked weights; see `python -m bench dense`"
+        )
     made = []
-    for part, of_layers in (("dense", dense), ("large", dense), ("small", dense), ("e2e", layer)):
+    for part, command in (("dense", dense), ("large", dense), ("small", dense), ("e2e", layer)):
         if part not in args.only:
             continue
         wanted = [(Layer("", "", n, k), m) for n, k in SHAPES[part] for m in _loads(args, ROWS[part])]
-        for one, job in zip(
-            wanted, of_layers.of_layers(wanted, harness, bench=f"hopper {part}"), strict=True
-        ):
-            size = (one[1], one[0].n, one[0].k)
-            bar = targets.END_TO_END if part == "e2e" else targets.dense(*size)
-            made.append(Job(job.key, job.bench, partial(judged, job, bar)))
+        of_part = command.of_layers(wanted, harness, bench=f"hopper {part}")
+        for (weight, m), job in zip(wanted, of_part, strict=True):
+            held = targets.END_TO_END if part == "e2e" else targets.dense(m, weight.n, weight.k)
+            made.append(Job(job.key, job.bench, partial(judged, job, held)))
     if "grouped" in args.only:
         for routed in expert_layers(MODELS[:1] if args.quick else MODELS):
             for load in _loads(args, ROWS_AN_EXPERT):
@@ -72,7 +74,7 @@ def _loads(args: argparse.Namespace, both: tuple[Sequence[int], Sequence[int]]) 
     return args.m or both[int(args.quick)]
 
 
-def judged(job: Job, bar: Sequence[Target]) -> Iterator[Row]:
-    """The rows of a job, ours with its targets and whether they are met."""
+def judged(job: Job, held: Sequence[Target]) -> Iterator[Row]:
+    """The rows of a job; that of OURS gets the targets and whether they are met."""
     for row in job.rows():
-        yield row | targets.judged(row, bar) if row["contender"] == dense.OURS else row
+        yield row | targets.judged(row, held) if row["contender"] == OURS else row

@@ -1,7 +1,7 @@
 """``python -m bench layer``: a linear layer's forward end to end, the quantization of its input included.
 
-What every contender returns is looked at first: ours must have the bits of the reference's product of what
-the reference makes of the input, and the rivals must be the float64 product but for roundings.
+Every result is verified before it is timed. Ours must have the bits that the reference's product has of the
+reference's quantization of the input; those of the baselines must be the float64 product but for roundings.
 """
 
 from __future__ import annotations
@@ -14,20 +14,29 @@ from typing import Any
 import fp4gemm
 import torch
 from fp4gemm import reference
-from fp4gemm.device.products import Product
 from torch import Tensor
 
 from ..baselines import cublaslt, post_scale
 from ..measure.contest import BASELINE, ROUNDING, Check, Contender, Contest, Job, Row
 from ..measure.harness import Harness
+from ..measure.library import Product
 from ..measure.models import Layer
-from ..measure.operands import Tokens, Weights, calls, chosen_kernel, fastest_forms, in_forms, unit
+from ..measure.operands import (
+    OURS,
+    Forms,
+    Tokens,
+    Weights,
+    calls,
+    chosen_kernel,
+    fastest_forms,
+    in_forms,
+    unit,
+)
 from ..measure.roofline import Work
 from ..measure.verify import near, wrong
-from .dense import (
+from .products import (
     CUBLASLT_POST,
     DEFAULT_SHAPES,
-    OURS,
     SCALAR,
     SMALL_M,
     SMALL_SHAPES,
@@ -43,12 +52,13 @@ M = (1, 16, 256, 4096)
 
 
 def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
-    """A job for each weight and number of rows that was asked for."""
+    """A job for each weight and number of rows that the options name."""
     layers: Sequence[Layer] = DEFAULT_SHAPES if harness.is_cuda else SMALL_SHAPES
     return of_layers(wanted(args, layers, M if harness.is_cuda else SMALL_M), harness)
 
 
 def of_layers(wanted: Sequence[tuple[Layer, int]], harness: Harness, bench: str = "layer") -> list[Job]:
+    """A job for each (layer, m)."""
     return [Job(key(bench, layer, m), bench, partial(_rows, harness, layer, m, bench)) for layer, m in wanted]
 
 
@@ -58,45 +68,48 @@ def _rows(harness: Harness, layer: Layer, m: int, bench: str) -> Iterator[Row]:
 
 
 def contest(harness: Harness, weights: Weights, m: int, start: Row) -> Contest:
-    """Everyone who multiplies plain (m, k) by this weight."""
+    """The contenders that multiply unquantized (m, k) by this weight."""
     made = Contest(start)
-    field = Field(made, harness, weights, Tokens(weights, m), m)
-    if harness.major == 9:
-        field.ours(OURS, ("fp16", "prepacked"))
-        field.ours(PACKED, ("nvfp4", "prepacked"))
-    else:
-        field.ours(OURS, ("nvfp4", "nvfp4"))
-    field.scalar()
-    field.unfused()
-    if harness.major is not None and harness.major >= 10:
-        field.cublaslt()
-    field.torch()
+    add = Contenders(made, harness, weights, Tokens(weights, m), m)
+    add.ours(OURS, fastest_forms(harness))
+    if "prepacked" in harness.operands:
+        add.ours(PACKED, ("nvfp4", "prepacked"))
+    add.scalar()
+    add.unfused()
+    if harness.has_nvfp4_cores:
+        add.cublaslt()
+    add.torch()
     return made
 
 
-class Field:
-    """Enters contenders, one kind at a time."""
+class Contenders:
+    """Adds the contenders of a case to a contest, one kind at a time."""
 
     def __init__(self, made: Contest, harness: Harness, weights: Weights, tokens: Tokens, m: int) -> None:
         self.made, self.harness, self.weights, self.tokens, self.m = made, harness, weights, tokens, m
         self.shape = (m, weights.n)
-        # The forms of the fastest way, and whether the quantizer decodes.
         self.forms = fastest_forms(harness)
-        self.quantize = partial(fp4gemm.quantize, decoded=True) if harness.major == 9 else fp4gemm.quantize
+        # The quantizer that makes tokens in the first of these forms.
+        self.quantize = (
+            partial(fp4gemm.quantize, decoded=True) if self.forms[0] == "fp16" else fp4gemm.quantize
+        )
 
     def work(self, weight_bytes: int, unit_name: str, elem_bytes: int = 2) -> Work:
-        """x once, the weight once, D once; what passes between quantizer and GEMM is not counted."""
+        """The work of a forward: x and the weight are read once, D is written once.
+
+        The bytes between quantizer and GEMM are not counted: a fusion of the two would not move them.
+        """
         n, k = self.weights.n, self.weights.k
         num_bytes = self.tokens.plain[0].nbytes + weight_bytes + elem_bytes * self.m * n
         return Work(2.0 * self.m * n * k, num_bytes, unit_name)
 
     def contender(self, forward: Callable[..., Tensor], stacks: Sequence[Any], role: str) -> Contender:
-        kernel = chosen_kernel(self.harness, (self.m, self.weights.n, self.weights.k), *self.forms)
+        kernel = chosen_kernel(self.harness, (self.m, self.weights.n, self.weights.k), self.forms)
         work = self.work(self.weights.packed[0].nbytes, self.harness.our_unit)
         return Contender(calls(forward, self.tokens.plain, stacks), work, role, kernel)
 
-    def ours(self, name: str, forms: tuple[str, str]) -> None:
-        """Quantize, and mm with every amax in the epilogue."""
+    def ours(self, name: str, forms: Forms) -> None:
+        """quantize, then mm with every amax in its epilogue."""
         forward = _decoded if forms[0] == "fp16" else _packed
 
         def make() -> tuple[Contender, Check]:
@@ -108,7 +121,10 @@ class Field:
         self.made.attempt(name, make)
 
     def scalar(self) -> None:
-        """The same with one amax for all of x: what the vector costs, or saves, since x is read once more."""
+        """The same with one amax for all of x.
+
+        It shows what the vector costs, or saves: the quantizer reads x twice to find one amax.
+        """
 
         def make() -> tuple[Contender, Check]:
             _, stacks = in_forms(self.weights, self.tokens, self.forms)
@@ -121,7 +137,7 @@ class Field:
         self.made.attempt(SCALAR, make)
 
     def unfused(self) -> None:
-        """Quantize, a GEMM with a scalar, and a pass for the vectors."""
+        """quantize, a GEMM with a scalar, and a pass that applies the vectors."""
 
         def make() -> tuple[Contender, Check]:
             _, stacks = in_forms(self.weights, self.tokens, self.forms)
@@ -134,7 +150,7 @@ class Field:
 
     def cublaslt(self) -> None:
         """The same with cuBLASLt's GEMM."""
-        reason = cublaslt.absent(self.harness.device)
+        reason = cublaslt.absent()
         if reason is not None:
             self.made.absent[CUBLASLT_POST] = reason
             return
@@ -157,7 +173,7 @@ class Field:
     def _behind(
         self, quantize: Any, gemm: Any, with_one: Any
     ) -> tuple[Callable[[Tensor, Any], Tensor], str | None]:
-        """The forward with a post-scale pass, and a remark on that."""
+        """The forward with a post-scale pass, and the note of that pass."""
         scale, note = post_scale.fastest(self.harness.device)
         one = torch.ones(1, device=self.harness.device)
 
@@ -179,15 +195,15 @@ class Field:
         return contender, near(contender.calls[0], self.shape, values, weight, torch.bfloat16)
 
     def torch(self) -> None:
-        """torch's linear in the type that x has."""
+        """torch.nn.functional.linear in the type of x."""
 
         def make() -> tuple[Contender, Check]:
             weights = self.weights.plain
             xs = self.tokens.plain[: len(weights)]
-            rival = calls(torch.nn.functional.linear, xs, weights[: len(xs)])
+            baseline = calls(torch.nn.functional.linear, xs, weights[: len(xs)])
             work = self.work(weights[0].nbytes, self.harness.unit, xs[0].element_size())
-            check = near(rival[0], self.shape, lambda: xs[0], lambda: weights[0], xs[0].dtype)
-            return Contender(rival, work, BASELINE, None, ROUNDING), check
+            check = near(baseline[0], self.shape, lambda: xs[0], lambda: weights[0], xs[0].dtype)
+            return Contender(baseline, work, BASELINE, None, ROUNDING), check
 
         self.made.attempt(TORCH[self.harness.dtype], make, ours=False)
 

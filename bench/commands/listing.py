@@ -1,4 +1,4 @@
-"""``python -m bench list``: what can be measured: kernels, models, routings, presets."""
+"""``python -m bench list``: the kernels, models, routings and presets that the other commands accept."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ WHAT = ("kernels", "models", "routings", "presets")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this command alone."""
-    parser.add_argument("what", nargs="*", help=f"some of {', '.join(WHAT)}; all of them if left out")
+    """Adds the options of this command."""
+    parser.add_argument("what", nargs="*", help=f"some of {', '.join(WHAT)}; all if omitted")
     parser.add_argument(
-        "--kernels", type=PATTERN, metavar="REGEX", default=None, help="kernels whose name it is found in"
+        "--kernels", type=PATTERN, metavar="REGEX", default=None, help="only kernels whose name matches"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints it.
+    """Prints the lists.
 
     Raises:
-        ValueError: something else was asked for.
+        ValueError: ``what`` names another list.
     """
     what = args.what or WHAT
     for one in what:
         if one not in WHAT:
-            raise ValueError(f"list: got {one!r}, must be some of {', '.join(WHAT)}")
+            raise ValueError(f"list: got {one!r}, must be one of {', '.join(WHAT)}")
     found = {name: make(args) for name, make in _LISTS.items() if name in what}
     if args.json:
         print(json.dumps(found))

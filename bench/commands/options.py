@@ -1,4 +1,4 @@
-"""The options of `python -m bench`: what they take, and what they are called in each command."""
+"""The options of ``python -m bench`` that several commands have, and the conversion of their values."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ROUNDS, QUICK_ROUNDS = 20, 7
 
 
 def kind_of(convert: Callable[[str], Any], wanted: str) -> Callable[[str], Any]:
-    """convert as argparse wants it: an error that names the value and what was wanted."""
+    """``convert`` for argparse, with an error that names the value and what it must be."""
 
     def kind(text: str) -> Any:
         try:
             return convert(text)
         except (ValueError, re.error) as error:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}: {error}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} must be {wanted}: {error}") from None
 
     return kind
 
@@ -48,7 +48,7 @@ def one_of(names: Sequence[str]) -> Callable[[str], list[str]]:
         found = text.split(",")
         for name in found:
             if name not in names:
-                raise ValueError(f"{name!r} is none of {', '.join(names)}")
+                raise ValueError(f"{name!r} is not one of {', '.join(names)}")
         return found
 
     return convert
@@ -60,7 +60,7 @@ SHAPES = kind_of(lambda text: [parse_shape(part) for part in text.split(",")], "
 
 
 class Join(argparse.Action):
-    """Lists of several occurrences and values one behind the other."""
+    """Concatenates the lists of all values of an option and of all its occurrences."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         before = getattr(namespace, self.dest, None) or []
@@ -68,28 +68,28 @@ class Join(argparse.Action):
 
 
 def common(**defaults: object) -> argparse.ArgumentParser:
-    """Options that are taken before the command and behind it; one of the two has the defaults."""
+    """Options that may stand before or after the command; one of the two parsers alone gets ``defaults``."""
     made = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     add = made.add_argument
-    add("--json", action="store_true", help="JSON lines with the facts of the machine")
-    add("--out", type=Path, metavar="FILE", help="keep them in a file; what it has is not measured again")
-    add("--fresh", action="store_true", help="drop what the file has, and measure everything anew")
+    add("--json", action="store_true", help="print JSON lines, which include the facts of the machine")
+    add("--out", type=Path, metavar="FILE", help="write JSON lines; cases in the file are not measured again")
+    add("--fresh", action="store_true", help="discard the contents of the file and measure everything")
     add("--rounds", type=kind_of(positive, "a number"), help=f"replays of each contender ({ROUNDS})")
     add(
         "--settle",
         type=kind_of(milliseconds, "milliseconds"),
         metavar="MS",
-        help=f"of the same work ahead of each sample ({SETTLE_MS:g})",
+        help=f"milliseconds of untimed work of a contender ahead of each sample ({SETTLE_MS:g})",
     )
-    add("--device", help="cuda, cuda:1, cpu (a GPU where there is one)")
-    add("--cupti", action="store_true", help="also the kernels' time by CUPTI, an independent look")
-    add("--no-eager", dest="eager", action="store_false", help="leave out calls without a CUDA graph")
+    add("--device", help="cuda, cuda:1 or cpu (a GPU if there is one)")
+    add("--cupti", action="store_true", help="also time the kernels by CUPTI, an independent check")
+    add("--no-eager", dest="eager", action="store_false", help="do not time calls without a CUDA graph")
     made.set_defaults(**defaults)
     return made
 
 
 def filters(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Which cases: those of the filters that a command has; the others are None."""
+    """Adds the filters that a command has; the others are set to None."""
     known: dict[str, dict[str, Any]] = {
         "--kernels": {"type": PATTERN, "metavar": "REGEX"},
         "--shapes": {"type": SHAPES, "nargs": "+", "action": Join, "metavar": "SIZES"},
@@ -103,18 +103,18 @@ def filters(parser: argparse.ArgumentParser, *names: str) -> None:
         "--m": {"type": NUMBERS, "nargs": "+", "action": Join, "metavar": "M"},
     }
     helps = {
-        ("dense", "--kernels"): "also every kernel of the table whose name matches, forced by name",
+        ("dense", "--kernels"): "also time every kernel of the table whose name matches, forced by name",
         ("dense", "--shapes"): "weights n x k, or whole products m x n x k",
         ("dense", "--m"): "rows of the activations, like 1,16,256",
-        ("grouped", "--kernels"): "also every grouped kernel of the table whose name matches",
+        ("grouped", "--kernels"): "also time every grouped kernel of the table whose name matches",
         ("grouped", "--shapes"): "experts x n x k",
-        ("grouped", "--m"): "tokens of the batch, each of which takes --top-k experts",
+        ("grouped", "--m"): "tokens of the batch, each of which chooses --top-k experts",
         ("layer", "--shapes"): "weights n x k, or m x n x k",
         ("layer", "--m"): "rows of the input",
-        ("quantize", "--kernels"): "modes whose name, dtype and size it is found in",
+        ("quantize", "--kernels"): "only modes whose name, with dtype and size, matches",
         ("quantize", "--shapes"): "inputs m x k",
         ("sweep", "--m"): "tokens",
-        ("hopper", "--m"): "rows of a (grouped: rows an expert), in place of each part's own",
+        ("hopper", "--m"): "rows of a (of grouped: rows an expert) instead of those of each part",
     }
     command = parser.prog.split()[-1]
     for name, options in known.items():
@@ -128,14 +128,14 @@ def filters(parser: argparse.ArgumentParser, *names: str) -> None:
 
 
 def exclude_each_other(args: argparse.Namespace) -> None:
-    """Raises ValueError for options of which one would be ignored."""
+    """Raises ValueError for two options of which one would be ignored."""
     for one, other in (("shapes", "model"), ("m", "per_expert")):
         if getattr(args, one) and getattr(args, other):
             raise ValueError(f"--{one} and --{other.replace('_', '-')} exclude each other")
 
 
 def options_used(args: argparse.Namespace) -> str:
-    """What changes which rows a case has."""
+    """The options that change the rows of a case, as one text; results of other options are not mixed."""
     kernels = None if args.kernels is None else f"kernels={args.kernels.pattern}"
     settle = f"settle={args.settle:g}ms"
     used = (settle, "eager" if args.eager else None, "cupti" if args.cupti else None, kernels)
@@ -143,7 +143,7 @@ def options_used(args: argparse.Namespace) -> str:
 
 
 def matches(pattern: re.Pattern[str], jobs: Sequence[Job], command: str) -> bool:
-    """Whether the pattern is found in the name of a kernel, or of a mode of the quantizers."""
+    """Whether the pattern is found in the name of a kernel of the command, or of a mode of quantize."""
     if command == "quantize":
         return bool(jobs)
     return any(kernel.mode == command and pattern.search(kernel.name) for kernel in fp4gemm.kernels())

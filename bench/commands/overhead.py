@@ -1,4 +1,4 @@
-"""``python -m bench overhead``: host microseconds of a call, from Python to its return."""
+"""``python -m bench overhead``: the host time of a call, from Python to its return, in microseconds."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 import fp4gemm
 import torch
-from fp4gemm.device.products import error_line
 
 from ..measure.contest import Job, Row
 from ..measure.harness import Harness
-from ..measure.timing import Call, time_host
+from ..measure.library import Call, error_line
+from ..measure.timing import time_host
 
-# So small that the device keeps up: m tokens, a weight (n, k), experts.
+# Sizes so small that the device keeps up: m tokens, a weight (n, k), experts.
 M, N, K, EXPERTS = 16, 512, 512, 8
 CPU_SIZES = (2, 32, 32, 2)
 
 
 def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
-    """One job: every call."""
+    """One job, which times every call."""
     return [Job("overhead", "overhead", partial(_rows, harness))]
 
 
@@ -60,7 +60,7 @@ def _calls(harness: Harness) -> dict[str, Call]:
         "grouped_mm": lambda: fp4gemm.grouped_mm(rows, stack, offs),
         "quantize": lambda: fp4gemm.quantize(x),
     }
-    if harness.major == 9:
+    if "prepacked" in harness.operands:
         made |= _prepacked(x, b)
     made["nn.Linear"] = lambda: ours(x)
     made["torch.mm"] = lambda: torch.mm(x, weight.T)

@@ -1,32 +1,16 @@
-"""``python -m bench plot results.jsonl``: results under their measured roofline, and speed-ups."""
+"""``python -m bench plot results.jsonl``: pictures of results under their measured roofline."""
 
 from __future__ import annotations
 
 import argparse
-import io
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from ..report.results import Row, load, weight_name
-
-FORMATS = ("svg", "png", "pdf")
-# Of the contenders that come most often; others take what is left.
-COLORS = {
-    "fp4gemm": "#0072b2",
-    "fp4gemm W4A16": "#56b4e9",
-    "torch bf16": "#d55e00",
-    "torch fp32": "#d55e00",
-    "torch fp16": "#e69f00",
-    "humming": "#009e73",
-    "unfused: post-scale": "#cc79a7",
-    "unfused: expert by expert": "#cc79a7",
-}
-OTHER, OTHER_NAME = "#bbbbbb", "fp4gemm, other forms"
+from ..report.pictures import FORMATS, pictures
+from ..report.results import load_all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this command alone."""
+    """Adds the options of this command."""
     parser.add_argument("results", type=Path, nargs="+", help="files that --out wrote, of one device")
     parser.add_argument("--out", type=Path, default=Path(), help="folder of the pictures (this one)")
     parser.add_argument("--format", choices=FORMATS, default="svg")
@@ -38,151 +22,12 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: there is nothing to draw, or matplotlib is missing.
     """
-    rows = of_files(args.results)
-    args.out.mkdir(parents=True, exist_ok=True)
-    made = pictures(rows, args.format)
+    made = pictures(load_all(args.results), args.format)
     if not made:
-        raise ValueError("plot: no product was timed: nothing to draw")
+        raise ValueError("plot: there is nothing to draw, since no product was timed")
+    args.out.mkdir(parents=True, exist_ok=True)
     for (kind, bench), data in made.items():
         path = args.out / f"{kind}-{bench.replace(' ', '-')}.{args.format}"
         path.write_bytes(data)
         print(path)
     return 0
-
-
-def of_files(paths: Sequence[Path]) -> list[Row]:
-    """The rows of results files.
-
-    Raises:
-        OSError, ValueError: one cannot be read, or they are of several devices or have a result twice.
-    """
-    rows = [row for path in paths for row in load(path)]
-    one_device(rows)
-    seen: set[tuple[str, str]] = set()
-    for row in rows:
-        key = (row["case"], row["contender"])
-        if key in seen:
-            raise ValueError(f"{', '.join(map(str, paths))}: {': '.join(key)} is there twice")
-        seen.add(key)
-    return rows
-
-
-def one_device(rows: Sequence[Row]) -> None:
-    """Raises ValueError where rows are of several devices."""
-    devices = list(dict.fromkeys(row["device"] for row in rows))
-    if len(devices) > 1:
-        raise ValueError(f"results are of {' and '.join(devices)}: one page is of one device")
-
-
-def pictures(rows: Sequence[Row], form: str = "svg") -> dict[tuple[str, str], bytes]:
-    """Pictures by kind and bench: a roofline of each bench with products, speed-ups of those with several m.
-
-    Raises:
-        ValueError: matplotlib is missing.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("plot: needs matplotlib (requirements/demo.txt has it)") from None
-    matplotlib.use("agg")
-    made = {}
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fp4gemm", "font.size": 9}):
-        for bench in dict.fromkeys(row["bench"] for row in rows):
-            timed = [row for row in rows if row["bench"] == bench and row.get("tflop_s")]
-            if not timed:
-                continue
-            made["roofline", bench] = _roofline(bench, timed, form)
-            series = speed_ups(timed)
-            if any(len(points) > 1 for points in series.values()):
-                made["speed-up", bench] = _speed_up(bench, series, form)
-    return made
-
-
-def intensity(row: Mapping[str, Any]) -> float:
-    """Operations for each byte that must move."""
-    return float(1e3 * row["tflop_s"] / row["gb_s"])
-
-
-def _roofline(bench: str, rows: Sequence[Row], form: str) -> bytes:
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    bounds = rows[0]["roofline"]
-    memory = max(bounds["copy_gb_s"], bounds["read_gb_s"])
-    xs = [intensity(row) for row in rows]
-    least, most = min(xs) / 2, max(xs) * 2
-    for unit, peak in bounds["tflop_s"].items():
-        knee = 1e3 * peak / memory
-        line = [(x, min(peak, x * memory / 1e3)) for x in sorted({least, most, min(max(knee, least), most)})]
-        axes.plot(*zip(*line, strict=True), color="black", linewidth=1, zorder=1)
-        label = f"{peak:.0f} TFLOP/s, {unit}" if peak >= 1 else f"{peak * 1e3:.0f} GFLOP/s, {unit}"
-        axes.annotate(label, (most, line[-1][1]), ha="right", va="bottom")
-    axes.annotate(
-        f"{memory:g} GB/s", (least, least * memory / 1e3), (8, -2), textcoords="offset points", va="center"
-    )
-
-    def named(row: Mapping[str, Any]) -> str:
-        known = row["role"] != "ours" or row["contender"] in COLORS
-        return str(row["contender"]) if known else OTHER_NAME
-
-    # Ours above the others.
-    names = sorted(dict.fromkeys(map(named, rows)), key=lambda name: (name == "fp4gemm", name != OTHER_NAME))
-    for name in names:
-        mine = [row for row in rows if named(row) == name]
-        axes.scatter(
-            [intensity(row) for row in mine],
-            [row["tflop_s"] for row in mine],
-            s=18,
-            color=COLORS.get(name, OTHER),
-            marker="o" if mine[0]["role"] == "ours" else "x",
-            label=name,
-            zorder=2,
-        )
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="operations / byte that must move",
-        ylabel="TFLOP/s",
-        title=f"{bench}, {rows[0]['device']}: measured roofline",
-    )
-    axes.legend(fontsize=7)
-    return _saved(figure, form)
-
-
-def speed_ups(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
-    """(m or tokens, times as fast as torch) of fp4gemm, by weight."""
-    made: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        ratio = next((r for name, r in row.get("ratio", {}).items() if name.startswith("torch ")), None)
-        if row["contender"] != "fp4gemm" or ratio is None:
-            continue
-        name = weight_name(row)
-        made.setdefault(name, []).append((int(row["tokens" if "tokens" in row else "m"]), float(ratio)))
-    return {name: sorted(points) for name, points in made.items()}
-
-
-def _speed_up(bench: str, series: Mapping[str, Sequence[tuple[int, float]]], form: str) -> bytes:
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for name, points in series.items():
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
-    axes.axhline(1, color="black", linewidth=1)
-    axes.set(
-        xscale="log",
-        xlabel="tokens" if bench.endswith("grouped") else "m",
-        ylabel="times as fast as torch",
-        title=f"{bench}: fp4gemm against torch in the same run",
-    )
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=7)
-    return _saved(figure, form)
-
-
-def _saved(figure: Any, form: str) -> bytes:
-    from matplotlib import pyplot
-
-    data = io.BytesIO()
-    figure.savefig(data, format=form, metadata={"Date": None} if form == "svg" else None, dpi=160)
-    pyplot.close(figure)
-    return data.getvalue()

@@ -1,9 +1,9 @@
 """``python -m bench quantize``: every quantizer, verified bit for bit, then timed against a copy's bandwidth.
 
-of_copy is (bytes that must move) / (time x bandwidth of a copy, read plus write); ``formula`` names what is
-counted: x: the input; q: codes, padded scales, amax; q_t: the same of x.T; y: what dequantize returns. The
-second read of x that a computed amax of the tensor or of a column takes is not counted; "both" counts two
-reads, also with a given amax.
+``of_copy`` is (bytes that must move) / (time x bandwidth of a copy, read plus write). ``formula`` names the
+bytes that are counted: x is the input; q the codes, padded scales and amax of the result; q_t the same of
+x.T; y the output of dequantize. A computed amax of the tensor or of a column needs a second read of x, which
+is not counted; quantize_both counts two reads, also with a given amax.
 """
 
 from __future__ import annotations
@@ -14,20 +14,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
-from fp4gemm.device.products import error_line
 
 from ..measure.cases import Case, Family, Inputs, Sizes, families, mode_cases, plain_family
-from ..measure.contest import BITS, OURS, Job, Row
+from ..measure.contest import BITS, OURS, Job, Row, times
 from ..measure.harness import Harness, Measured
+from ..measure.library import Call, error_line
 from ..measure.roofline import Work
-from ..measure.timing import Call
 from ..measure.verify import difference
 
 SMALL = Sizes(square=(64, 96), tall=(80, 32), gated=((32, 48),), experts=3, few_rows=(1, 4))
 
 
 def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
-    """A job for each family of cases of which --kernels names one."""
+    """A job for each family with a case that --kernels matches.
+
+    Raises:
+        ValueError: a shape is not one that every mode supports.
+    """
     if args.shapes:
         for shape in args.shapes:
             if len(shape) != 2 or shape[0] % 16 or shape[1] % 32:
@@ -50,22 +53,22 @@ def of_families(
         cases = [case for case in family.cases if pattern is None or pattern.search(family.name(case))]
         if cases:
             key = f"{bench} {family.title}"
-            if key in made:  # inputs of the same size in another family
+            if key in made:  # another family has inputs of the same size
                 key += f", {cases[0].name}"
             made[key] = Job(key, bench, partial(measure, harness, family, cases, bench))
     return list(made.values())
 
 
 def with_baselines(family: Family, chosen: Sequence[Case]) -> list[Case]:
-    """The chosen cases and those that their targets compare them with."""
-    names = {case.name for case in chosen} | {case.bar.of for case in chosen if case.bar is not None}
+    """The chosen cases, and the cases that their targets compare them with."""
+    names = {case.name for case in chosen} | {case.target.of for case in chosen if case.target is not None}
     return [case for case in family.cases if case.name in names]
 
 
 def measure(
     harness: Harness, family: Family, chosen: Sequence[Case], bench: str = "quantize"
 ) -> Iterator[Row]:
-    """The rows of the chosen cases of a family; what is wrong or missing is refused, the others are timed."""
+    """The rows of the chosen cases of a family; one with a wrong result is refused, the others are timed."""
     cases = with_baselines(family, chosen)
     count = harness.rotations(min(case.traffic.num_bytes for case in cases))
     wrong: dict[str, str] = {}
@@ -102,16 +105,16 @@ def measure(
             yield start | {"contender": case.name, "absent": absent[case.name]}
         elif case.name in wrong:
             row = start | {"contender": case.name, "refused": wrong[case.name]}
-            yield row if case.bar is None else row | {"met": False}
+            yield row if case.target is None else row | {"met": False}
         else:
             yield start | result(case, measured, harness) | conditions
 
 
 def refusal(case: Case, inputs: Inputs) -> str | None:
-    """None where a case is right; else why it is not timed: another result than the reference's, or none.
+    """None if a case returns the bits of the reference, else the difference, or the error that it raised.
 
     Raises:
-        NotImplementedError: there is no kernel for it here.
+        NotImplementedError: the device has no kernel for the case.
     """
     try:
         return difference(case.call(inputs), case.want(inputs))
@@ -122,33 +125,29 @@ def refusal(case: Case, inputs: Inputs) -> str | None:
 
 
 def result(case: Case, measured: Mapping[str, Measured], harness: Harness) -> Row:
-    """The figures of one case; ``measured`` holds those of its rivals too."""
-    timing, eager, cupti = measured[case.name]
-    gb_s = case.traffic.num_bytes / timing.median_us / 1e3
+    """The fields of one case; ``measured`` holds the times of the cases that it is compared with as well."""
+    found = measured[case.name]
+    us = found.timing.median_us
+    gb_s = case.traffic.num_bytes / us / 1e3
     of_copy = gb_s / harness.roofline.copy_gb_s
-    row: Row = {"contender": case.name, "role": OURS, "checked": BITS} | timing.row()
-    for key, value in (("eager_us", eager), ("cupti_us", cupti)):
-        if value is not None:
-            row[key] = round(value, 2)
+    row: Row = {"contender": case.name, "role": OURS, "checked": BITS} | times(found)
     row |= {
         "bytes": case.traffic.num_bytes,
         "formula": str(case.traffic),
         "gb_s": round(gb_s, 1),
         "of_copy": round(of_copy, 3),
-        "of_roofline": round(
-            harness.roofline.least_us(Work(0.0, case.traffic.num_bytes)) / timing.median_us, 3
-        ),
+        "of_roofline": round(harness.roofline.least_us(Work(0.0, case.traffic.num_bytes)) / us, 3),
         "bound": "memory",
     }
-    bar = case.bar if harness.is_cuda else None  # targets are for GPUs
-    if bar is None:
+    target = case.target if harness.is_cuda else None  # targets are for GPUs
+    if target is None:
         return row
-    row["bar"] = str(bar)
-    if bar.of == "us":
-        return row | {"met": timing.median_us <= bar.value}
-    if bar.of == "copy":
-        return row | {"met": of_copy >= bar.value}
-    if bar.of not in measured:
-        return row | {"met": False, "note": f"{bar.of} was refused: no ratio"}
-    ratio = measured[bar.of].timing.median_us / timing.median_us
-    return row | {"ratio": {bar.of: round(ratio, 3)}, "met": ratio >= bar.value}
+    row["target"] = str(target)
+    if target.of == "us":
+        return row | {"met": us <= target.value}
+    if target.of == "copy":
+        return row | {"met": of_copy >= target.value}
+    if target.of not in measured:
+        return row | {"met": False, "note": f"{target.of} was refused: no ratio"}
+    ratio = measured[target.of].timing.median_us / us
+    return row | {"ratio": {target.of: round(ratio, 3)}, "met": ratio >= target.value}

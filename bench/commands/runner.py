@@ -1,4 +1,4 @@
-"""Runs jobs one after the other: progress, what was measured before, cases that fail as a whole."""
+"""Runs the jobs of a command: shows progress, skips cases of the results file, reports cases that fail."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fp4gemm.device.products import error_line
-
 from ..measure.contest import Job, Row, stop_if_lost
 from ..measure.harness import Harness
+from ..measure.library import error_line
 from ..report.results import Journal
 
 Advance = Callable[[str], None]
@@ -19,9 +18,10 @@ Advance = Callable[[str], None]
 def run(
     jobs: Sequence[Job], harness: Harness, journal: Journal, show: Callable[[list[Row], Any], None]
 ) -> list[Row]:
-    """Shows the rows of each job, as they come, and returns all; what the journal has is not measured again.
+    """Runs every job that the journal lacks, shows the rows of each, and returns the rows of all.
 
-    ``show(rows, console)``: console is rich's where there is a progress bar on it, else None.
+    ``show(rows, console)`` prints the rows of a job; console is that of rich's progress bar, or None without
+    one.
     """
     rows: list[Row] = []
     with progress(len(jobs)) as (advance, console):
@@ -37,7 +37,7 @@ def run(
 
 
 def measured(job: Job, harness: Harness) -> tuple[list[Row], bool]:
-    """The rows of a job, and True; or one that says why there are none, memory say, and False."""
+    """(the rows of a job, True), or (a row with the reason, False) if the job as a whole fails."""
     try:
         return list(job.rows()), True
     except (RuntimeError, MemoryError) as error:
@@ -50,7 +50,7 @@ def measured(job: Job, harness: Harness) -> tuple[list[Row], bool]:
 
 @contextlib.contextmanager
 def progress(count: int) -> Iterator[tuple[Advance, Any]]:
-    """Shows which job is under way: a bar on a terminal, else a line each on stderr."""
+    """Shows the current job: by a progress bar on a terminal, else by a line on stderr for each job."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

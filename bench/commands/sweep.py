@@ -1,7 +1,7 @@
 """``python -m bench sweep``: the sweeps that upstream libraries publish, by name.
 
-M in {1024 .. 32768} tokens times K in {2048, 4096, 8192}, weights of as many rows as columns; eager and CUDA
-graph side by side, as everywhere here.
+M tokens in {1024 .. 32768} times K in {2048, 4096, 8192}, square weights; times of eager calls stand beside
+those of CUDA graphs, as in every command.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ..measure.roofline import Work
 from ..measure.traffic import packed_bytes, scale_bytes
 from ..measure.verify import difference
 from . import dense, layer
+from .options import NUMBERS, Join
 
 M, K = (1024, 2048, 4096, 8192, 16384, 32768), (2048, 4096, 8192)
 SMALL_M, SMALL_K = (32, 64), (64, 128)
@@ -34,8 +35,18 @@ class Preset(NamedTuple):
     jobs: Callable[[Sequence[tuple[int, int]], Harness], list[Job]]
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this command."""
+    parser.add_argument(
+        "presets", nargs="+", choices=list(PRESETS), metavar="PRESET", help=", ".join(PRESETS)
+    )
+    parser.add_argument(
+        "--k", type=NUMBERS, nargs="+", action=Join, default=None, help="k, which is n of the weights too"
+    )
+
+
 def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
-    """The jobs of the presets that were asked for."""
+    """The jobs of the presets that the command line names."""
     ms = args.m or (M if harness.is_cuda else SMALL_M)
     ks = args.k or (K if harness.is_cuda else SMALL_K)
     sizes = [(m, k) for k in ks for m in ms]
@@ -64,10 +75,12 @@ def _forward(sizes: Sequence[tuple[int, int]], harness: Harness) -> list[Job]:
 
 
 PRESETS = {
-    "quantize": Preset("one amax a token, one amax a tensor, beside torch's copy of the input", _quantize),
-    "swizzle": Preset("scales swizzled by the quantizer, and by a pass of their own behind it", _swizzle),
+    "quantize": Preset(
+        "an amax for each token, one amax for the tensor, torch's copy of the input", _quantize
+    ),
+    "swizzle": Preset("scales swizzled by the quantizer, and by a second kernel", _swizzle),
     "gemm": Preset("the fused epilogue, a scalar alone, a scalar and a post-scale pass, torch", _gemm),
-    "forward": Preset("quantize and GEMM end to end, fused and not, beside torch's linear", _forward),
+    "forward": Preset("quantize and GEMM end to end, fused and not fused, and torch's linear", _forward),
 }
 
 Enter = Callable[[Contest, "list[Tensor]"], None]
@@ -94,7 +107,7 @@ def _quantizers(made: Contest, xs: list[Tensor]) -> None:
             xs,
             packed_bytes(m, k, m if name == "row" else 1),
         )
-    note = "reads x and writes a copy: more bytes than a quantizer moves"
+    note = "reads x and writes a copy, which moves more bytes than a quantizer"
     copy = Contender(calls(torch.clone, xs), Work(0.0, 2 * xs[0].nbytes), BASELINE, None, UNCHECKED, note)
     made.enter("torch clone", copy)
 
@@ -102,7 +115,7 @@ def _quantizers(made: Contest, xs: list[Tensor]) -> None:
 def _attempt(
     made: Contest, name: str, quantize: Callable[..., object], xs: list[Tensor], written: int
 ) -> None:
-    """Enters a quantizer whose bits are the reference's; it reads x and writes so many bytes."""
+    """Adds a quantizer, checked against the reference; it reads x and writes ``written`` bytes."""
     contender = Contender(calls(quantize, xs), Work(0.0, xs[0].nbytes + written))
     per_row = name != "tensor"
 
@@ -118,10 +131,10 @@ def _swizzlers(made: Contest, xs: list[Tensor]) -> None:
     _attempt(made, "fused", fp4gemm.quantize, xs, packed)
 
     def make() -> tuple[Contender, Check]:
-        # Our quantizers only write swizzled scales: this is theirs, and a pass over as many plain ones.
+        # Our quantizers write swizzled scales alone: the pass swizzles plain scales of the same size again.
         plain = [fp4gemm.unswizzle_scales(fp4gemm.quantize(x).scales, m, k // 16) for x in xs]
         num_bytes = xs[0].nbytes + packed + m * k // 16 + scale_bytes(m, k)
-        note = "our quantizer, and torch's swizzling behind it: what a pass of its own costs"
+        note = "our quantizer, then torch swizzles the scales: the cost of a separate pass"
         contender = Contender(calls(_two_passes, xs, plain), Work(0.0, num_bytes), BASELINE, None, BITS, note)
         return contender, lambda: difference(contender.calls[0](), reference.quantize(xs[0], None, True))
 

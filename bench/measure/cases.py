@@ -1,4 +1,4 @@
-"""What the quantize bench times: every mode with its call, its reference, its bytes and its bar."""
+"""The cases of ``python -m bench quantize``: each mode with its call, reference, bytes and target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from fp4gemm import reference
 from torch import Tensor
 
-from .traffic import Target, Traffic, grouped_bytes, packed_bytes, scale_bytes
+from .targets import FEW_ROWS, QUANTIZE, Target
+from .traffic import Traffic, grouped_bytes, packed_bytes, scale_bytes
 from .verify import filled
 
 Inputs = Mapping[str, Any]
@@ -22,18 +23,18 @@ SEED = 20260
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table."""
+    """One mode on one kind of input: a row of the table."""
 
     name: str
     call: Callable[[Inputs], object]
-    want: Callable[[Inputs], tuple[Tensor, ...]]  # what the reference returns, as verify.parts orders it
+    want: Callable[[Inputs], tuple[Tensor, ...]]  # the result of the reference, in the order of verify.parts
     traffic: Traffic
-    bar: Target | None = None
+    target: Target | None = None
 
 
 @dataclass(frozen=True)
 class Family:
-    """Cases on the same inputs, timed in turns."""
+    """Cases on the same inputs, timed interleaved."""
 
     title: str
     inputs: Callable[[torch.device], Inputs]
@@ -43,11 +44,11 @@ class Family:
         return f"{case.name}, {self.title}"
 
 
-# ---- the library's options in terms of the operator's -----------------------------------------------------
+# ---- a case from options of the library -------------------------------------------------------------------
 
 
 def operator_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of reference.quantize and quantize_both (but axis) for options of fp4gemm.quantize."""
+    """The arguments of reference.quantize and quantize_both, but axis, for options of fp4gemm.quantize."""
     four = options.get("four_over_six")
     hadamard = options.get("hadamard")
     return {
@@ -66,16 +67,16 @@ def quantize_case(
     name: str,
     shape: tuple[int, int],
     elem_bytes: int,
-    bar: Target | None = None,
+    target: Target | None = None,
     *,
     given: bool = False,
     axis: int = -1,
     stochastic: bool = False,
     **options: Any,
 ) -> Case:
-    """fp4gemm.quantize; ``given``: with the tensor's amax."""
+    """A case of fp4gemm.quantize with these options; ``given``: the tensor's amax is an argument."""
     m, k = shape
-    rows, width = (m, k) if axis == -1 else (k, m)  # of the result
+    rows, width = (m, k) if axis == -1 else (k, m)  # rows and row length of the result
     arguments = operator_arguments(options)
     per_row = arguments.pop("per_row")
 
@@ -92,19 +93,20 @@ def quantize_case(
         return filled(result, [inputs["amax"]])
 
     packed = packed_bytes(rows, width, rows if per_row else 1)
-    return Case(name, call, want, Traffic({"x": m * k * elem_bytes, "q": packed}), bar)
+    return Case(
+        name, call, want, Traffic({"x": m * k * elem_bytes, "q": packed}), target or QUANTIZE.get(name)
+    )
 
 
 def both_case(
     name: str,
     shape: tuple[int, int],
     elem_bytes: int,
-    bar: Target | None = None,
     *,
     given: bool = False,
     **options: Any,
 ) -> Case:
-    """fp4gemm.quantize_both; ``given``: with the tensor's amax for both directions. Counts two reads of x."""
+    """A case of fp4gemm.quantize_both; two reads of x are counted. ``given``: both amax are arguments."""
     m, k = shape
     arguments = operator_arguments(options)
     per_row = arguments.pop("per_row")
@@ -123,14 +125,14 @@ def both_case(
         "q": packed_bytes(m, k, m if per_row else 1),
         "q_t": packed_bytes(k, m, k if per_row else 1),
     }
-    return Case(name, call, want, Traffic(terms), bar)
+    return Case(name, call, want, Traffic(terms), QUANTIZE.get(name))
 
 
 # ---- the families -----------------------------------------------------------------------------------------
 
 
 def plain_inputs(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Inputs:
-    """x Gaussian, its amax, and a Philox state."""
+    """A Gaussian x, its amax and a Philox state."""
     x = torch.randn(shape, device=device, dtype=dtype)
     state = torch.randint(-(2**63), 2**63 - 1, (2,), device=device, dtype=torch.int64)
     return {"x": x, "amax": x.abs().amax().float().view(1), "rng_state": state}
@@ -148,21 +150,20 @@ def mode_cases(shape: tuple[int, int]) -> tuple[Case, ...]:
     both = partial(both_case, shape=shape, elem_bytes=2)
     tensor: dict[str, Any] = {"scaling": "tensor"}
     return (
-        one("row", bar=Target(0.92)),
-        one("tensor, amax given", bar=Target(0.92), given=True, **tensor),
+        one("row"),
+        one("tensor, amax given", given=True, **tensor),
         one("tensor", **tensor),
         one("row te_per_token", encode="te_per_token"),
-        one("row 4over6 mae", bar=Target(0.80), four_over_six="mae"),
-        one("row 4over6 mse", bar=Target(0.80), four_over_six="mse"),
+        one("row 4over6 mae", four_over_six="mae"),
+        one("row 4over6 mse", four_over_six="mse"),
         one("row 4over6 mae, fast error", four_over_six="mae", four_over_six_error="fast"),
         one("tensor 4over6 mae, amax given", given=True, four_over_six="mae", **tensor),
         one("tensor 4over6 mse, amax given", given=True, four_over_six="mse", **tensor),
-        one("row stochastic", bar=Target(0.80), stochastic=True),
-        one("row hadamard bf16", bar=Target(0.80), hadamard="bf16"),
+        one("row stochastic", stochastic=True),
+        one("row hadamard bf16", hadamard="bf16"),
         one("axis 0 row", axis=0),
         one(
             "axis 0 tensor hadamard bf16, amax given",
-            bar=Target(0.80),
             given=True,
             axis=0,
             hadamard="bf16",
@@ -170,11 +171,9 @@ def mode_cases(shape: tuple[int, int]) -> tuple[Case, ...]:
         ),
         one("16x16 tensor, amax given", given=True, block=(16, 16), **tensor),
         one("16x16 tensor", block=(16, 16), **tensor),
-        both("both row", bar=Target(0.85)),
-        both("both tensor, amax given", bar=Target(0.85), given=True, **tensor),
-        both(
-            "both tensor hadamard bf16, amax given", bar=Target(0.80), given=True, hadamard="bf16", **tensor
-        ),
+        both("both row"),
+        both("both tensor, amax given", given=True, **tensor),
+        both("both tensor hadamard bf16, amax given", given=True, hadamard="bf16", **tensor),
         mxfp8_case("mxfp8", shape, -1),
         mxfp8_case("mxfp8 axis 0", shape, 0),
     )
@@ -192,19 +191,19 @@ def mxfp8_case(name: str, shape: tuple[int, int], axis: int) -> Case:
 
 
 def gated_family(m: int, k: int) -> Family:
-    """silu_and_mul_quantize of (m, 2k), as behind the first GEMM of an MLP."""
+    """silu_and_mul_quantize of (m, 2k), the output of the first GEMM of an MLP."""
     case = Case(
         "silu_and_mul row",
         lambda inputs: fp4gemm.silu_and_mul_quantize(inputs["x"]),
         lambda inputs: reference.silu_and_mul_quantize(inputs["x"]),
         Traffic({"x": 4 * m * k, "q": packed_bytes(m, k, m)}),
-        Target(0.90),
+        QUANTIZE["silu_and_mul row"],
     )
     return plain_family((m, 2 * k), torch.bfloat16, (case,))
 
 
 def norm_family(m: int, k: int) -> Family:
-    """rms_norm_quantize, alone and with the residual that is added first and written back."""
+    """rms_norm_quantize, without and with a residual, which is added first and written back."""
     eps = 1e-6
 
     def inputs(device: torch.device) -> Inputs:
@@ -237,7 +236,7 @@ def norm_family(m: int, k: int) -> Family:
 
 
 def dequantize_family(m: int, k: int) -> Family:
-    """From NVFP4 with one amax a row, and from MXFP8, back to numbers."""
+    """dequantize of NVFP4 with an amax for each row and of MXFP8, and decode."""
     packed = packed_bytes(m, k, m)
 
     def inputs(device: torch.device) -> Inputs:
@@ -250,7 +249,7 @@ def dequantize_family(m: int, k: int) -> Family:
             lambda i: fp4gemm.dequantize(i["q"], dtype),
             lambda i: (reference.dequantize(i["q"].codes, i["q"].scales, i["q"].amax, 448, dtype),),
             Traffic({"q": packed, "y": elem_bytes * m * k}),
-            Target(0.92),
+            QUANTIZE[f"dequantize to {name}"],
         )
 
     cases = (
@@ -273,7 +272,7 @@ def dequantize_family(m: int, k: int) -> Family:
 
 
 def group_ends(m: int, g: int, zipf: bool) -> Tensor:
-    """int32 (g,) cumulative ends of m rows drawn for g experts, each as likely, or 1/rank in mixed order."""
+    """int32 (g,): the cumulative ends of m rows that chose one of g experts, uniformly or by Zipf's law."""
     gen = torch.Generator().manual_seed(SEED)
     odds = 1 / torch.arange(1, g + 1) if zipf else torch.ones(g)
     odds = odds[torch.randperm(g, generator=gen)]
@@ -282,7 +281,7 @@ def group_ends(m: int, g: int, zipf: bool) -> Tensor:
 
 
 def grouped_family(m: int, k: int, g: int) -> Family:
-    """Row quantize of g experts' rows beside the dense one of the same size."""
+    """quantize of the rows of g experts, beside quantize of an ungrouped input of the same size."""
     ends = {name: group_ends(m, g, name == "zipf") for name in ("uniform", "zipf")}
 
     def inputs(device: torch.device) -> Inputs:
@@ -296,16 +295,16 @@ def grouped_family(m: int, k: int, g: int) -> Family:
             lambda i: fp4gemm.quantize(i["x"], offs=i[name]),
             lambda i: tuple(reference.quantize(i["x"], None, True, offs=i[name])),
             Traffic({"x": 2 * m * k, "q": grouped_bytes(m, k, g)}),
-            Target(0.90, "row"),
+            QUANTIZE["grouped row"],
         )
 
-    dense = quantize_case("row", (m, k), 2, Target(0.92))
+    dense = quantize_case("row", (m, k), 2)
     return Family(f"bf16 {m}x{k}", inputs, (dense, *map(grouped, ends)))
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The shapes of the table; the tests take small ones."""
+    """The shapes of the table; on a CPU and in tests they are small."""
 
     square: tuple[int, int] = (8192, 8192)
     tall: tuple[int, int] = (16384, 7168)
@@ -315,19 +314,19 @@ class Sizes:
 
 
 def families(sizes: Sizes) -> tuple[Family, ...]:
-    """All cases, in the order of the table."""
+    """All families of cases, in the order of the table."""
     m, k = sizes.square
     row = partial(quantize_case, "row")
     return (
         plain_family(sizes.square, torch.bfloat16, mode_cases(sizes.square)),
-        plain_family(sizes.square, torch.float16, (row(sizes.square, 2, Target(0.92)),)),
-        plain_family(sizes.square, torch.float32, (row(sizes.square, 4, Target(0.92)),)),
+        plain_family(sizes.square, torch.float16, (row(sizes.square, 2),)),
+        plain_family(sizes.square, torch.float32, (row(sizes.square, 4),)),
         grouped_family(*sizes.tall, sizes.experts),
         *(gated_family(*shape) for shape in sizes.gated),
         norm_family(m, k),
         dequantize_family(m, k),
         *(
-            plain_family((few, k), torch.bfloat16, (row((few, k), 2, Target(4.0, "us")),))
+            plain_family((few, k), torch.bfloat16, (row((few, k), 2, QUANTIZE[FEW_ROWS]),))
             for few in sizes.few_rows
         ),
     )

@@ -1,4 +1,4 @@
-"""A contest: the contenders on one case, each verified or refused, timed side by side, and its rows."""
+"""A contest: the contenders of one case, verified, timed side by side, and the rows of their results."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from fp4gemm.device.products import error_line
 from torch import Tensor
 
 from . import read_floor
 from .harness import Harness, Measured
+from .library import Call, error_line
 from .roofline import Work, digits
-from .timing import Call
 from .verify import ERRORS
 
 Row = dict[str, object]
@@ -26,16 +25,18 @@ BITS, ROUNDING, UNCHECKED = "bit for bit", "but for rounding", "not checked"
 class Job(NamedTuple):
     """A case that can be measured by itself."""
 
-    key: str  # names the case among all of a results file
+    key: str  # unique among the cases of a results file
     bench: str
     rows: Callable[[], Iterator[Row]]
 
 
-Check = Callable[[], "str | None"]  # None, or what is wrong
+Check = Callable[[], "str | None"]  # returns None, or what is wrong
 
 
 @dataclasses.dataclass
 class Contender:
+    """One way to compute a case."""
+
     calls: Sequence[Call]  # the same call on as many inputs as keep the caches cold
     work: Work
     role: str = OURS
@@ -45,32 +46,33 @@ class Contender:
 
 
 def stop_if_lost(error: Exception) -> None:
-    """Raises an error of the device's again: nothing that runs on it afterwards means anything."""
+    """Raises again an error of the device itself, after which nothing that runs on it has a meaning."""
     lost = getattr(torch, "AcceleratorError", None)
     if lost is not None and isinstance(error, lost):
         raise error
 
 
 class Contest:
-    """The contenders on one case; ``start``: what its rows begin with."""
+    """The contenders of one case; every row of it begins with the fields of ``start``."""
 
     def __init__(self, start: Row) -> None:
         self.start = start
         self.contenders: dict[str, Contender] = {}
-        self.refused: dict[str, str] = {}  # their results are wrong, or they failed
-        self.absent: dict[str, str] = {}  # not installed, or not for this device
+        self.refused: dict[str, str] = {}  # by name the reason: the result is wrong, or the call fails
+        self.absent: dict[str, str] = {}  # by name the reason: not installed, or not for this device
 
     def enter(self, name: str, contender: Contender, reason: str | None = None) -> None:
-        """``reason``: None, or why it is not timed."""
+        """Adds a contender; with a ``reason`` it is refused instead."""
         if reason is None:
             self.contenders[name] = contender
         else:
             self.refused[name] = reason
 
     def attempt(self, name: str, make: Callable[[], tuple[Contender, Check]], ours: bool = True) -> None:
-        """Enters what ``make`` made if its check finds nothing wrong.
+        """Adds the contender that ``make`` returns if its check finds nothing wrong.
 
-        What has no kernel here is absent; so is a rival that fails. Of ours, a failure is a refusal.
+        A contender without a kernel for this device is absent, and so is a baseline that raises an error. An
+        error of a contender of ours is a refusal.
         """
         try:
             contender, check = make()
@@ -84,7 +86,7 @@ class Contest:
             self.enter(name, contender, reason)
 
     def enter_floor(self, harness: Harness, buffers: Sequence[Tensor], num_bytes: int) -> None:
-        """Enters a kernel that reads num_bytes of a buffer and does nothing else."""
+        """Adds a kernel that does nothing but read the first ``num_bytes`` of a buffer."""
         reason = read_floor.absent()
         if reason is not None:
             self.absent[READ_FLOOR] = reason
@@ -94,13 +96,12 @@ class Contest:
         self.enter(READ_FLOOR, Contender(floor, Work(0.0, num_bytes), FLOOR, None, UNCHECKED))
 
     def rows(self, harness: Harness) -> Iterator[Row]:
-        """Times everyone; a row each, those that are not timed last."""
+        """Times the contenders and makes a row of each; those that are not timed come last."""
         flop = max((c.work.flop for c in self.contenders.values()), default=0.0)
         began = harness.now()
         exact = [name for name, c in self.contenders.items() if c.role == OURS]
-        measured, failed = harness.measure(
-            {name: c.calls for name, c in self.contenders.items()}, flop, exact
-        )
+        every = {name: c.calls for name, c in self.contenders.items()}
+        measured, failed = harness.measure(every, flop, exact)
         conditions = harness.conditions(began)
         for name, reason in failed.items():
             role = self.contenders.pop(name).role
@@ -118,15 +119,12 @@ class Contest:
         row: Row = self.start | {"contender": name, "role": contender.role}
         if contender.kernel is not None:
             row["kernel"] = contender.kernel
-        row |= {"checked": contender.checked} | found.timing.row()
-        for key, value in (("eager_us", found.eager_us), ("cupti_us", found.cupti_us)):
-            if value is not None:
-                row[key] = round(value, 2)
+        row |= {"checked": contender.checked} | times(found)
         row |= rates(contender.work, us, harness)
         ratios = {
-            rival: round(measured[rival].timing.median_us / us, 3)
-            for rival, other in self.contenders.items()
-            if rival != name and other.role != OURS and contender.role != FLOOR
+            baseline: round(measured[baseline].timing.median_us / us, 3)
+            for baseline, other in self.contenders.items()
+            if baseline != name and other.role != OURS and contender.role != FLOOR
         }
         if ratios:
             row["ratio"] = ratios
@@ -135,8 +133,17 @@ class Contest:
         return row
 
 
+def times(found: Measured) -> Row:
+    """The fields of a row that hold times."""
+    row: Row = dict(found.timing.row())
+    for key, value in (("eager_us", found.eager_us), ("cupti_us", found.cupti_us)):
+        if value is not None:
+            row[key] = round(value, 2)
+    return row
+
+
 def rates(work: Work, us: float, harness: Harness) -> Row:
-    """TFLOP/s and GB/s of what has to be done at least, and how close that is to the measured roofline."""
+    """TFLOP/s and GB/s of the least work that a call must do, and the fraction of the measured roofline."""
     row: Row = {}
     if work.flop:
         row["tflop_s"] = digits(work.flop / us / 1e6)

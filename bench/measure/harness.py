@@ -1,4 +1,4 @@
-"""The harness: the device, how its contenders are timed, its roofline and its state meanwhile."""
+"""The harness of a run: the device, how contenders are timed on it, its roofline and its state meanwhile."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from fp4gemm.device.products import error_line
 from torch import Tensor
 
-from . import machine, roofline
-from .timing import (
+from . import library, machine, roofline
+from .library import (
     Call,
     Timing,
     calls_for,
     capture,
+    error_line,
+    operands_read,
     rotations,
-    time_cpu,
-    time_cupti,
-    time_eager,
     time_interleaved,
 )
+from .timing import time_cpu, time_cupti, time_eager
 from .verify import replayed
 
 T = TypeVar("T")
-# Of the same work ahead of each sample. In bursts of a millisecond a card draws a fifth of its power and runs
-# at clocks that no model sees; after 60 ms of a compute-bound kernel it is at its power limit.
+# Milliseconds of untimed work of a contender ahead of each of its samples. In bursts of a millisecond a GPU
+# draws a fifth of its power limit and runs at clocks that no model sees; after 60 ms of a compute-bound
+# kernel it is at the limit.
 SETTLE_MS = 60.0
 
 
 class Measured(NamedTuple):
-    """What was found of one contender."""
+    """The times of one contender."""
 
     timing: Timing
-    eager_us: float | None = None  # called from Python one after the other, where that is another way
-    cupti_us: float | None = None  # by CUPTI, where asked for
+    eager_us: float | None = None  # of calls without a graph, where a graph was timed
+    cupti_us: float | None = None  # as CUPTI sees the kernels, where asked for
 
 
 class Harness:
-    """What everything of a run is measured with."""
+    """Times everything of a run, and holds what the cases of a run share."""
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class Harness:
         settle_ms: float = SETTLE_MS,
         bounds: roofline.Roofline | None = None,
     ) -> None:
+        """``bounds``: the roofline, if it is known already; otherwise it is measured at first use."""
         self.device = device
         self.rounds = rounds
         self.eager = eager
@@ -65,9 +66,14 @@ class Harness:
         return self.device.type == "cuda"
 
     @functools.cached_property
-    def major(self) -> int | None:
-        """Of the compute capability; None for a CPU."""
-        return torch.cuda.get_device_capability(self.device)[0] if self.is_cuda else None
+    def operands(self) -> frozenset[str]:
+        """The forms of operands that the library's kernels read on this device; none on the CPU."""
+        return operands_read(self.device)
+
+    @property
+    def has_nvfp4_cores(self) -> bool:
+        """Whether the device multiplies NVFP4 in its tensor cores."""
+        return library.has_nvfp4_cores(self.operands)
 
     @functools.cached_property
     def l2_bytes(self) -> int:
@@ -75,22 +81,22 @@ class Harness:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of plain operands: what a model has on such a device."""
+        """The type of unquantized operands: that of the models which run on such a device."""
         return torch.bfloat16 if self.is_cuda else torch.float32
 
     @property
     def unit(self) -> str:
-        """roofline.Work.unit of torch's own product of such operands."""
+        """``roofline.Work.unit`` of torch's product of unquantized operands."""
         return "16 bit" if self.is_cuda else "fp32"
 
     @property
     def our_unit(self) -> str:
-        """That of a product of ours: NVFP4 tensor cores, elsewhere what the operands are decoded for."""
-        return "nvfp4" if self.major is not None and self.major >= 10 else self.unit
+        """``roofline.Work.unit`` of our products: NVFP4, or the type to which operands are decoded."""
+        return "nvfp4" if self.has_nvfp4_cores else self.unit
 
     @property
     def roofline(self) -> roofline.Roofline:
-        """Measured when it is first asked for."""
+        """The roofline of the device, measured at first use."""
         if self._bounds is None:
             self._bounds = roofline.measure(self.device, self.rounds)
             self.free()
@@ -109,10 +115,18 @@ class Harness:
     def measure(
         self, contenders: Mapping[str, Sequence[Call]], flop: float, exact: Collection[str] = ()
     ) -> tuple[dict[str, Measured], dict[str, str]]:
-        """Times contenders, interleaved; and why some could not be timed.
+        """Times contenders, interleaved.
 
-        ``flop`` of a call says how many of them a sample needs. A contender that cannot be captured in a
-        graph, or whose replays leave something else than a call, has no time; of ``exact`` ones bits count.
+        A contender that cannot be captured in a graph, or whose replays leave another result than a call, is
+        not timed.
+
+        Args:
+            contenders: the calls of each, on as many inputs as keep the caches cold.
+            flop: the operations of one call, by which the number of calls in a graph is chosen.
+            exact: those whose replays must leave the bits of a call; of the others a rounding may differ.
+
+        Returns:
+            The times by name, and by name the reason of each that was not timed.
         """
         if not contenders:
             return {}, {}
@@ -139,14 +153,17 @@ class Harness:
         return made, failed
 
     def conditions(self, began: float) -> machine.Facts:
-        """Clocks and power since that time.monotonic()."""
+        """The medians of clocks, power and temperature since ``began``, a value of ``now()``."""
         return self.monitor.since(began)
 
     def now(self) -> float:
         return time.monotonic()
 
     def keep(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
-        """What ``make`` made for that key last; the one of another key is given up first."""
+        """The object of this key, made if the last call for ``what`` had another key.
+
+        The object of the other key is freed first: weights of two cases need not fit into memory together.
+        """
         found = self._kept.get(what)
         if found is None or found[0] != key:
             self._kept.pop(what, None)
@@ -157,10 +174,11 @@ class Harness:
         return made
 
     def free(self) -> None:
-        """Hands back memory that nothing refers to."""
+        """Returns to the device what torch's allocator caches."""
         if self.is_cuda:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
+        """Ends the monitor and drops what was kept."""
         self.monitor.close()
         self._kept.clear()

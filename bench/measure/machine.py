@@ -1,4 +1,4 @@
-"""What a result was measured on: device, clocks, driver, versions, revision; and its state meanwhile."""
+"""The machine of a result: device, driver, versions, revision; and a GPU's state while it works."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from typing import Any
 
 import fp4gemm
 import torch
-from fp4gemm import _native
+
+from .library import library_file
 
 Facts = dict[str, object]
 
 ROOT = Path(__file__).resolve().parents[2]
-REVISION = "FP4GEMM_REVISION"  # what the revision is, for a tree without its .git
-# What nvidia-smi is asked for once, and again and again while something is measured.
+REVISION = "FP4GEMM_REVISION"  # environment variable: the revision, for a tree without .git
+# Fields of nvidia-smi: those read once, and those sampled while something is measured.
 _FIXED = {
     "driver": "driver_version",
     "max_sm_mhz": "clocks.max.sm",
@@ -44,7 +45,7 @@ def device(name: str | None = None) -> torch.device:
     """The device of that name, or the current CUDA device, or the CPU where there is none.
 
     Raises:
-        ValueError: there is no such device.
+        ValueError: there is no such device, or it is neither a CPU nor a CUDA device.
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,12 +67,12 @@ def device(name: str | None = None) -> torch.device:
 
 
 def l2_bytes(where: torch.device) -> int:
-    """Size of a GPU's L2 cache; 0 for the CPU, whose caches are not rotated through."""
+    """The size of a GPU's L2 cache; 0 for the CPU, whose caches are left warm."""
     return int(torch.cuda.get_device_properties(where).L2_cache_size) if where.type == "cuda" else 0
 
 
 def describe(where: torch.device) -> Facts:
-    """Facts that go with every result."""
+    """The facts that are written with every result."""
     facts: Facts = {
         "date": datetime.date.today().isoformat(),
         "fp4gemm": fp4gemm.__version__,
@@ -85,7 +86,7 @@ def describe(where: torch.device) -> Facts:
 
 
 def revision() -> str | None:
-    """The commit of this tree; where files differ from it, with a mark of how; None where nobody knows."""
+    """The commit of this tree, followed by a hash of the changes to it if there are any; None if unknown."""
     if REVISION in os.environ:
         return os.environ[REVISION]
     found = _output("git", "-C", str(ROOT), "describe", "--always", "--exclude", "*")
@@ -94,8 +95,8 @@ def revision() -> str | None:
 
 
 def library() -> str:
-    """A mark of the library's file: another build is another one."""
-    return _mark(_native.library_path(_native.CORE_LIBRARY).read_bytes())
+    """A hash of the library's file, which tells builds apart."""
+    return _mark(library_file())
 
 
 def _mark(data: bytes) -> str:
@@ -103,7 +104,7 @@ def _mark(data: bytes) -> str:
 
 
 def _versions() -> Facts:
-    """Of rivals' packages, where they are installed."""
+    """The versions of the baselines' packages that are installed."""
     made: Facts = {}
     for name, packages in {
         "cublas": ("nvidia-cublas", "nvidia-cublas-cu13"),
@@ -116,24 +117,12 @@ def _versions() -> Facts:
 
 
 def _gpu(where: torch.device) -> Facts:
-    facts: Facts = {}
-    try:  # cuda-python, where it is installed
-        from cuda.core import Device
-
-        gpu = Device(where.index)
-        properties = gpu.properties
-        facts |= {
-            "compute_capability": f"{gpu.compute_capability.major}.{gpu.compute_capability.minor}",
-            "sms": properties.multiprocessor_count,
-            "l2_bytes": properties.l2_cache_size,
-        }
-    except (ImportError, RuntimeError):
-        known = torch.cuda.get_device_properties(where)
-        facts |= {
-            "compute_capability": f"{known.major}.{known.minor}",
-            "sms": known.multi_processor_count,
-            "l2_bytes": known.L2_cache_size,
-        }
+    known = torch.cuda.get_device_properties(where)
+    facts: Facts = {
+        "compute_capability": f"{known.major}.{known.minor}",
+        "sms": known.multi_processor_count,
+        "l2_bytes": known.L2_cache_size,
+    }
     values = _smi(where, _FIXED)
     return facts if values is None else facts | values
 
@@ -150,7 +139,7 @@ def _smi(where: torch.device, fields: dict[str, str]) -> Facts | None:
 
 
 def _parsed(line: str, fields: dict[str, str]) -> Facts:
-    """The values of a line of nvidia-smi; numbers as such, what it does not know left out."""
+    """The values of a line of nvidia-smi, numbers as numbers; fields that it does not know are omitted."""
     values: Facts = {}
     for name, text in zip(fields, line.split(","), strict=False):
         value = text.strip()
@@ -177,7 +166,7 @@ def _output(*command: str) -> str | None:
 
 
 class Monitor:
-    """Clocks, power and temperature of a GPU while it works: nvidia-smi, asked every 50 ms by itself."""
+    """Samples clocks, power and temperature of a GPU every 50 ms, by an nvidia-smi of its own."""
 
     def __init__(self, where: torch.device) -> None:
         self._samples: list[tuple[float, Facts]] = []
@@ -201,7 +190,7 @@ class Monitor:
             self._samples.append((time.monotonic(), _parsed(line, _MOVING)))
 
     def since(self, began: float) -> Facts:
-        """Medians of what was seen from that time.monotonic() on; nothing where nothing was."""
+        """The medians of the samples since ``began`` (time.monotonic()); empty if there are none."""
         seen = [facts for when, facts in self._samples if when >= began]
         made: Facts = {}
         for name in _MOVING:

@@ -1,7 +1,8 @@
 """The layers of real models, as data: weights (n, k) of their linear layers and of their experts.
 
-The sizes are those of the models' published config.json: n and k follow from hidden_size, the sizes of heads
-and of the MLP (gate and up are one weight of twice the rows). ``square`` is no model: sizes to compare with.
+The sizes follow from the models' published config.json: from hidden_size, the number and size of heads, and
+intermediate_size (gate and up are one weight with twice the rows). ``square`` is not a model; it names square
+weights for comparisons.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ class Experts(NamedTuple):
     """The experts of one layer of a model."""
 
     num_experts: int
-    top_k: int  # that a token takes
+    top_k: int  # experts that a token chooses
     hidden: int
     intermediate: int
-    gated: bool = True  # the first product makes gate and up
+    gated: bool = True  # whether the first product computes both gate and up
 
     @property
     def shapes(self) -> tuple[tuple[str, int, int], ...]:
@@ -30,13 +31,13 @@ class Experts(NamedTuple):
 
 
 class Model(NamedTuple):
-    name: str  # of --model
-    layers: tuple[tuple[str, int, int], ...] = ()  # (name, n, k), those that are not experts
+    name: str  # as --model has it
+    layers: tuple[tuple[str, int, int], ...] = ()  # (name, n, k) of the weights outside of experts
     experts: Experts | None = None
 
 
 class Layer(NamedTuple):
-    """A weight (n, k), and whose it is; "" where a size was named instead."""
+    """A weight (n, k) and the model and layer that it belongs to; both are "" for a size from --shapes."""
 
     model: str
     layer: str
@@ -45,7 +46,7 @@ class Layer(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """The weights (num_experts, n, k) of experts; a token takes top_k of them."""
+    """The weights (num_experts, n, k) of experts, of which a token chooses top_k."""
 
     model: str
     layer: str
@@ -89,27 +90,28 @@ def _named(names: Iterable[str]) -> list[Model]:
     by_name = {model.name: model for model in MODELS}
     missing = [name for name in names if name not in by_name]
     if missing:
-        raise ValueError(f"--model: {missing[0]!r} is none of {', '.join(NAMES)}")
+        raise ValueError(f"--model: {missing[0]!r} is not one of {', '.join(NAMES)}")
     return [by_name[name] for name in names]
 
 
 def dense_layers(names: Sequence[str]) -> list[Layer]:
-    """The weights of these models that are not experts.
+    """The weights of these models outside of experts.
 
     Raises:
-        ValueError: a name is no model's, or none of the models has such a weight.
+        ValueError: a name is not in MODELS, or none of these models lists such a weight.
     """
     made = [Layer(model.name, *layer) for model in _named(names) for layer in model.layers]
     if not made:
-        raise ValueError(f"--model: of {', '.join(names)} only the experts are known; see `bench grouped`")
+        raise ValueError(f"--model: {', '.join(names)} lists experts alone; see `python -m bench grouped`")
     return made
 
 
 def expert_layers(names: Sequence[str], ways: int = 1) -> list[Routed]:
-    """The experts of these models that one of ``ways`` devices holds.
+    """The experts of these models that each of ``ways`` devices holds.
 
     Raises:
-        ValueError: a name is no model's, none of the models has experts, or ``ways`` does not divide them.
+        ValueError: a name is not in MODELS, none of these models has experts, or ``ways`` does not divide
+            them.
     """
     made = []
     for model in _named(names):
@@ -120,7 +122,7 @@ def expert_layers(names: Sequence[str], ways: int = 1) -> list[Routed]:
             raise ValueError(f"--ep: {ways} does not divide the {e.num_experts} experts of {model.name}")
         made += [Routed(model.name, name, e.num_experts // ways, e.top_k, n, k) for name, n, k in e.shapes]
     if not made:
-        raise ValueError(f"--model: {', '.join(names)} has no experts; see `bench dense`")
+        raise ValueError(f"--model: {', '.join(names)} has no experts; see `python -m bench dense`")
     return made
 
 
@@ -128,8 +130,8 @@ def parse_shape(text: str) -> tuple[int, ...]:
     """The sizes of "8192x4096".
 
     Raises:
-        ValueError: it is not made of positive numbers.
+        ValueError: the text is not positive numbers with an x between them.
     """
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", text):
-        raise ValueError(f"{text!r} is not sizes like 8192x4096")
+        raise ValueError(f"{text!r} must be sizes like 8192x4096")
     return tuple(int(part) for part in text.split("x"))

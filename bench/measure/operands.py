@@ -1,4 +1,4 @@
-"""Operands of products in every form, as many as keep the caches cold, made when asked for."""
+"""Operands of products in every form, in as many copies as keep the caches cold, made at first use."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from typing import Any, TypeVar
 
 import fp4gemm
 import torch
-from fp4gemm import DecodedTensor, NVFP4Tensor, PrepackedTensor, kernel_table, reference, selection
-from fp4gemm.device import products
+from fp4gemm import DecodedTensor, NVFP4Tensor, PrepackedTensor, reference
 from torch import Tensor
 
+from . import library
 from .harness import Harness
-from .timing import Call, sets
+from .library import Call, gaussian_weights, sets
 from .verify import difference
 
 Packed = TypeVar("Packed", bound=NVFP4Tensor | DecodedTensor | PrepackedTensor)
-# For torch the same numbers by powers of two smaller: its fp16 output would overflow.
+Forms = tuple[str, str]  # of a and of b
+# torch's product of fp16 operands gets them scaled by this power of two: its fp16 output would overflow.
 FP16_SCALE = 2**-8
 
 
 class Weights:
-    """A weight (n, k), or a stack (groups, n, k) of which ``active`` are read, in every form."""
+    """A weight (n, k), or a stack (groups, n, k) of which a call reads ``active`` matrices, in every form."""
 
     def __init__(self, harness: Harness, n: int, k: int, groups: int = 0, active: int = 1) -> None:
         self.harness, self.n, self.k, self.groups = harness, n, k, groups
@@ -33,13 +34,13 @@ class Weights:
 
     def _count(self, bytes_an_elem: float) -> int:
         num_bytes = int(self.active * self.n * self.k * bytes_an_elem)
-        # One set of a stack, whose experts are read one after the other, may do.
+        # A single stack may be enough: its matrices are read one after the other.
         return sets(num_bytes, self.harness.l2_bytes) if self.groups else self.harness.rotations(num_bytes)
 
     @cached_property
     def packed(self) -> list[NVFP4Tensor]:
         make = partial(
-            products.gaussian_weights, self.n, self.k, self.harness.device, self.gen, num_groups=self.groups
+            gaussian_weights, self.n, self.k, self.harness.device, self.gen, num_groups=self.groups
         )
         return [make() for _ in range(self._count(9 / 16))]
 
@@ -53,36 +54,39 @@ class Weights:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The bytes of each: prepacked where that is read; else codes, whose scales are an eighth more."""
-        if self.harness.major == 9:
+        """The memory of each weight: the prepacked bytes where kernels read those, else the codes alone.
+
+        The scales, an eighth of the bytes of the codes, are left out.
+        """
+        if self.harness.operands >= {"prepacked"}:
             return [w.data for w in self.prepacked]
         return [w.codes for w in self.packed]
 
     @cached_property
     def plain(self) -> list[Tensor]:
-        """Of harness.dtype, as many as it takes of these."""
+        """Unquantized weights of harness.dtype; fewer of them are enough, since they are larger."""
         shape = (self.groups, self.n, self.k) if self.groups else (self.n, self.k)
         elem_bytes = torch.empty((), dtype=self.harness.dtype).element_size()
         return [self.harness.gaussian(self.gen, *shape) for _ in range(self._count(elem_bytes))]
 
     @cached_property
     def fp16(self) -> list[Tensor]:
-        """Values times block scales of the first of ``packed``."""
+        """Code values times block scales of the first of ``packed``, in fp16, times FP16_SCALE."""
         return [fp4gemm.decode(w).data.mul_(FP16_SCALE) for w in self.packed[: self._count(2)]]
 
     @cached_property
     def values(self) -> Tensor:
-        """float32 (n, k): what the first of ``packed`` stands for."""
+        """float32 (n, k): the first of ``packed``, dequantized."""
         return self.packed[0].dequantize()
 
 
 class Tokens:
-    """Activations (m, k) in every form; groups of them where there are offs."""
+    """Activations (m, k) in every form; with ``offs`` they are groups of rows."""
 
     def __init__(self, weights: Weights, m: int, offs: Tensor | None = None) -> None:
         harness = weights.harness
         self.offs = offs
-        # A call reads a weight and writes D as well: with many rows few sets keep the caches cold.
+        # A call reads a weight and writes D as well: with many rows few copies keep the caches cold.
         one = weights.packed[0].nbytes + m * weights.k // 2 + 2 * m * weights.n
         self.count = min(len(weights.packed), harness.rotations(one)) if offs is None else 1
         self.plain = [harness.gaussian(weights.gen, m, weights.k) for _ in range(self.count)]
@@ -96,11 +100,11 @@ class Tokens:
         return [fp4gemm.quantize(x, offs=self.offs, decoded=True) for x in self.plain]
 
     @cached_property
-    def halves(self) -> list[Tensor]:
+    def fp16(self) -> list[Tensor]:
         return [x.to(torch.float16) for x in self.plain]
 
     def wrong(self, form: str) -> str | None:
-        """None where the first tokens in that form are what the reference makes of them, else why not."""
+        """None if the first tokens in this form are what the reference makes of them, else the difference."""
         if form == "bf16":
             return None
         reason = self._packed_wrong
@@ -108,7 +112,7 @@ class Tokens:
             reason = self._decoded_wrong
         return None if reason is None else f"its tokens: {reason}"
 
-    # Looked at once for all contenders that take them.
+    # The comparisons are made once, for all contenders that read the same tokens.
 
     @cached_property
     def want(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,26 +132,43 @@ class Tokens:
         return "quantize(decoded=True) differs from decode(quantize(x))"
 
 
-# The names of the forms of a product's operands (kernel_table.FORMATS), and where they are.
+# Where the operands in each form are found.
 _OF_TOKENS = {"nvfp4": "packed", "fp16": "decoded", "bf16": "plain"}
 _OF_WEIGHTS = {"nvfp4": "packed", "fp16": "decoded", "prepacked": "prepacked"}
-FORMS = ("nvfp4", "nvfp4")  # of the fastest product, but on Hopper
-HOPPER_FORMS = ("fp16", "prepacked")
-# What a kernel of the table reads itself, by KernelInfo.operand.
-_READ_BY = {
+# The forms that a kernel reads without a conversion, by its KernelInfo.operand.
+READ_BY: dict[str, Forms] = {
     "nvfp4": ("nvfp4", "nvfp4"),
     "fp16": ("fp16", "fp16"),
     "prepacked": ("fp16", "prepacked"),
     "prepacked_bf16": ("bf16", "prepacked"),
 }
+OURS = "fp4gemm"
+# Contenders of ours beside the fastest: the forms, and the operand that a kernel of the device must read.
+OTHER_FORMS = (
+    ("fp4gemm, packed tokens", ("nvfp4", "prepacked"), "prepacked"),
+    ("fp4gemm, both packed", READ_BY["nvfp4"], "nvfp4"),
+    ("fp4gemm, both decoded", READ_BY["fp16"], "fp16"),
+    ("fp4gemm W4A16", READ_BY["prepacked_bf16"], "prepacked_bf16"),
+)
 
 
-def fastest_forms(harness: Harness) -> tuple[str, str]:
-    """The forms of tokens and weight that a device multiplies fastest."""
-    return HOPPER_FORMS if harness.major == 9 else FORMS
+def fastest_forms(harness: Harness) -> Forms:
+    """The forms that a device multiplies fastest: prepacked weights if its kernels read them."""
+    return READ_BY["prepacked" if "prepacked" in harness.operands else "nvfp4"]
 
 
-def in_forms(weights: Weights, tokens: Tokens, forms: tuple[str, str]) -> tuple[list[Any], list[Any]]:
+def our_forms(harness: Harness) -> list[tuple[str, Forms]]:
+    """Our contenders on a device: OURS in the fastest forms, then every other form that its kernels read."""
+    fastest = fastest_forms(harness)
+    others = [
+        (name, forms)
+        for name, forms, operand in OTHER_FORMS
+        if operand in harness.operands and forms != fastest
+    ]
+    return [(OURS, fastest), *others]
+
+
+def in_forms(weights: Weights, tokens: Tokens, forms: Forms) -> tuple[list[Any], list[Any]]:
     """Tokens and weights in these forms.
 
     Raises:
@@ -157,58 +178,35 @@ def in_forms(weights: Weights, tokens: Tokens, forms: tuple[str, str]) -> tuple[
     return first, second[: tokens.count] if tokens.offs is None else second
 
 
-def forced(
-    harness: Harness, mode: str, pattern: re.Pattern[str] | None
-) -> Iterator[tuple[str, tuple[str, str]]]:
-    """This device's kernels whose name the pattern is found in, and the forms that they read."""
-    if pattern is None or not harness.is_cuda:
+def forced(harness: Harness, mode: str, pattern: re.Pattern[str] | None) -> Iterator[tuple[str, Forms]]:
+    """The device's bf16 kernels in whose name the pattern is found, each with the forms that it reads."""
+    if pattern is None:
         return
-    arch = kernel_table.kernel_arch(harness.device.index)
-    for kernel in fp4gemm.kernels():
+    for kernel in library.kernels_of(harness.device):
         fits = kernel.mode == mode and kernel.epilogue == "rowcol" and kernel.out_dtype is torch.bfloat16
-        if fits and kernel.arch == arch and pattern.search(kernel.name):
-            yield kernel.name, _READ_BY[kernel.operand]
+        if fits and pattern.search(kernel.name):
+            yield kernel.name, READ_BY[kernel.operand]
 
 
 def unit(t: Packed) -> Packed:
-    """The same data with an amax of 1, one for all or one a matrix: what a GEMM with a scalar alone makes."""
+    """The same data with an amax of 1, one for each matrix of a stack, for a GEMM with scalars."""
     amax = t.amax
     ones = torch.ones_like(amax[..., :1]) if amax.dim() == 2 else torch.ones_like(amax[:1])
     return dataclasses.replace(t, amax=ones.contiguous())
 
 
 def calls(function: Any, *operands: Sequence[object]) -> list[Call]:
-    """The same call on each set of operands; one that there is once is in all of them."""
+    """The same call on each set of operands; the shorter sequences are repeated."""
     count = max(len(one) for one in operands)
     rows = [[one[i % len(one)] for one in operands] for i in range(count)]
     return [partial(function, *row) for row in rows]
 
 
-def chosen_kernel(
-    harness: Harness, shape: tuple[int, int, int], format_a: str, format_b: str, groups: int = 0
-) -> str | None:
-    """The name of the kernel that mm or grouped_mm takes for (m, n, k), as the library chooses."""
+def chosen_kernel(harness: Harness, shape: tuple[int, int, int], forms: Forms, groups: int = 0) -> str | None:
+    """The name of the kernel that the library chooses for mm or grouped_mm of (m, n, k) in these forms."""
     if not harness.is_cuda:
         return "reference"
-    m, n, k = shape
-    properties = torch.cuda.get_device_properties(harness.device)
-    if selection.RULES:
-        mode, formats = ("grouped" if groups else "dense"), (format_a, format_b)
-        a = torch.empty(0, m, device=harness.device).t()
-        named = selection.find(a, n, k, torch.bfloat16, mode, False, formats)
-        if named is not None:
-            return named
-    found = kernel_table.select_kernel(
-        10 * properties.major + properties.minor,
-        properties.multi_processor_count,
-        m,
-        n,
-        k,
-        groups,
-        format_a=format_a,
-        format_b=format_b,
-    )
-    return None if found is None else found.name
+    return library.chosen_kernel(harness.device, shape, forms, groups)
 
 
 def nbytes(*tensors: Tensor | NVFP4Tensor | DecodedTensor | PrepackedTensor) -> int:

@@ -1,8 +1,8 @@
-"""The read floor: how long a kernel takes that reads the same bytes once and does nothing else.
+"""The read floor: the time of a kernel that reads the same bytes once and does nothing else.
 
-A weight-bound product can be no faster. The kernel is one of Triton's, which comes with torch on Linux; it
-is timed as the products are, in a graph, on rotating buffers. A copy would not do: it writes as much as it
-reads, and a copy node of a graph is slower than a kernel.
+No product whose time is that of reading its weights can be faster. The kernel is written in Triton, which
+comes with torch on Linux, and is timed as the products are: in a graph, on rotating buffers. A copy would not
+do, since it writes as much as it reads; and a copy node of a graph is slower than a kernel.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .timing import Call, time_interleaved
+from .library import Call, time_interleaved
 
 try:
     import triton
@@ -19,9 +19,9 @@ try:
 except ImportError:
     triton = None
 
-# Bytes that a program reads, and its warps: which is best depends on how much there is to read.
+# Bytes that a Triton program reads, and its warps: the best pair depends on how much there is to read.
 VARIANTS = ((8192, 2), (8192, 4), (16384, 4), (16384, 8), (32768, 8))
-# Words that equal it are written, so that no load can be left out; of random bytes one in 2^64 is.
+# Words that equal it are written, so that the compiler can drop no load; of random words one in 2^64 does.
 SENTINEL = 0x0123456789ABCDEF
 
 if triton is not None:
@@ -34,7 +34,7 @@ if triton is not None:
 
 
 def absent() -> str | None:
-    """Why it cannot be measured, or None."""
+    """Why the floor cannot be measured, or None."""
     return "triton is not installed" if triton is None else None
 
 

@@ -1,7 +1,7 @@
-"""The roofline of the machine at hand, measured in the same run: copy, read, the largest matmul.
+"""The roofline of the machine at hand, measured in the same run: a copy, a read and a large matmul.
 
-No datasheet: of_roofline of a result is how long the same bytes and operations would take at the rates that
-were found here, over what they took.
+No figure comes from a datasheet. ``of_roofline`` of a result is the time that its bytes and operations would
+need at the measured rates, over the time that was measured.
 """
 
 from __future__ import annotations
@@ -11,26 +11,29 @@ from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
+import fp4gemm
 import torch
 from torch import Tensor
 
+from ..baselines import cublaslt
 from . import read_floor, verify
-from .timing import Timing, time_cpu, time_interleaved
+from .library import Timing, has_nvfp4_cores, operands_read, time_interleaved
+from .timing import time_cpu
 
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
-MATMUL = {"cuda": 8192, "cpu": 1024}  # rows, columns and depth of the largest matmul
+MATMUL = {"cuda": 8192, "cpu": 1024}  # m, n and k of the largest matmul
 
 
 class Work(NamedTuple):
-    """What a call has to do at least."""
+    """The least that a call must do."""
 
     flop: float
     num_bytes: int  # read and written, each tensor once
-    unit: str = "16 bit"  # whose matmul bounds it: "16 bit", "fp32", "nvfp4"
+    unit: str = "16 bit"  # the kind of matmul whose rate bounds it: "16 bit", "fp32" or "nvfp4"
 
 
 class Roofline(NamedTuple):
-    """The highest rates seen."""
+    """The highest rates that were measured."""
 
     copy_gb_s: float  # bytes read plus bytes written
     read_gb_s: float
@@ -41,7 +44,7 @@ class Roofline(NamedTuple):
         return max(self.copy_gb_s, self.read_gb_s)
 
     def least_us(self, work: Work) -> float:
-        """What the work takes at these rates."""
+        """The time of the work at these rates."""
         return max(self.memory_us(work), self.compute_us(work))
 
     def memory_us(self, work: Work) -> float:
@@ -63,12 +66,12 @@ class Roofline(NamedTuple):
 
 
 def digits(value: float) -> float:
-    """Four digits of it, so that what is small is not 0."""
+    """The value to four significant digits, so that a small one is not rounded to 0."""
     return float(f"{value:.4g}")
 
 
 def measure(device: torch.device, rounds: int = 20) -> Roofline:
-    """Measures all rates; a second or two."""
+    """Measures all rates, which needs a second or two."""
     kind = device.type
     return Roofline(
         copy_bandwidth(device, COPY_BYTES[kind], rounds),
@@ -78,7 +81,7 @@ def measure(device: torch.device, rounds: int = 20) -> Roofline:
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int, rounds: int) -> float:
-    """GB/s of a plain copy, bytes read plus written. (On a GPU a copy node in a graph is slower.)"""
+    """GB/s of a copy, bytes read plus written; not in a graph, where a GPU copies at a lower rate."""
     source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     samples = []
@@ -98,7 +101,7 @@ def copy_bandwidth(device: torch.device, num_bytes: int, rounds: int) -> float:
 
 
 def read_bandwidth(device: torch.device, num_bytes: int, rounds: int) -> float:
-    """GB/s of reading once: a kernel that does nothing else where there is Triton, else a sum."""
+    """GB/s of reading each byte once: by the kernel of read_floor.py, or by a sum where Triton is missing."""
     if device.type == "cuda" and read_floor.absent() is None:
         data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device)
         variant = read_floor.best_variant([data], num_bytes)
@@ -114,7 +117,7 @@ def read_bandwidth(device: torch.device, num_bytes: int, rounds: int) -> float:
 
 
 def matmul_rates(device: torch.device, size: int, rounds: int) -> dict[str, float]:
-    """TFLOP/s of the largest matmul, of the faster 16-bit type; fp32 on the CPU; NVFP4 where torch has it."""
+    """TFLOP/s of a large matmul: of the faster 16-bit type, or of fp32 on the CPU; and of NVFP4."""
     flop = 2.0 * size**3
     dtypes = [torch.float32] if device.type == "cpu" else [torch.bfloat16, torch.float16]
     contenders = {}
@@ -134,13 +137,9 @@ def matmul_rates(device: torch.device, size: int, rounds: int) -> dict[str, floa
 
 
 def _nvfp4(device: torch.device, size: int) -> partial[Tensor] | None:
-    """cuBLASLt's NVFP4 product, None where torch cannot make it here or makes another."""
-    from ..baselines import cublaslt
-
-    if cublaslt.absent(device) is not None:
+    """cuBLASLt's NVFP4 product if the device has NVFP4 tensor cores and torch's result is right."""
+    if cublaslt.absent() is not None or not has_nvfp4_cores(operands_read(device)):
         return None
-    import fp4gemm
-
     a, b = (
         fp4gemm.quantize(torch.randn(size, size, device=device, dtype=torch.bfloat16), scaling="tensor")
         for _ in range(2)

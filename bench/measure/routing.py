@@ -1,4 +1,4 @@
-"""How tokens are shared out among experts: what `--routing` names."""
+"""How tokens choose experts: the routings that ``--routing`` names."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ __all__ = ["ROUTINGS", "SEED", "routed_ends"]
 
 SEED = 20260
 ROUTINGS = {
-    "uniform": "every expert as likely as another",
-    "zipf": "the expert of rank r as likely as 1 / r, ranks in mixed order",
-    "onehot": "every token's first choice is one and the same expert, the other choices uniform",
-    "empty": "every fourth expert gets no token, the others as in uniform",
+    "uniform": "every expert is chosen with the same probability",
+    "zipf": "the expert of rank r is chosen with a probability proportional to 1 / r; ranks are shuffled",
+    "onehot": "one expert is a choice of every token; the other choices are uniform",
+    "empty": "every fourth expert gets no token; the others are chosen as in uniform",
 }
 
 
 def routed_ends(tokens: int, count: int, top_k: int, routing: str = "uniform", ways: int = 1) -> Tensor:
-    """int32 (count,) on the CPU: cumulative ends of the rows of experts that tokens chose.
+    """int32 (count,) on the CPU: the cumulative ends of the rows of each expert.
 
-    Each of ``tokens`` takes ``top_k`` different ones of ``count * ways`` experts; the first ``count`` are
-    here. The same arguments give the same ends.
+    Each of ``tokens`` chooses ``top_k`` different experts of ``count * ways``, which ``ways`` devices share;
+    the first ``count`` are those of this device. The same arguments give the same ends.
 
     Raises:
-        ValueError: routing is another name, or top_k more experts than can be chosen.
+        ValueError: routing is no name of ROUTINGS, or top_k exceeds the experts that can be chosen.
     """
     if routing not in ROUTINGS:
         raise ValueError(f"routing: got {routing!r}, must be one of {', '.join(ROUTINGS)}")
-    everyone = count * ways
+    num_experts = count * ways
     gen = torch.Generator().manual_seed(SEED)
-    odds = torch.ones(everyone)
+    odds = torch.ones(num_experts)
     if routing == "zipf":
-        odds = (1 / torch.arange(1.0, everyone + 1))[torch.randperm(everyone, generator=gen)]
+        odds = (1 / torch.arange(1.0, num_experts + 1))[torch.randperm(num_experts, generator=gen)]
     if routing == "empty":
         odds[3::4] = 0
     choices = int((odds > 0).sum())
     if top_k > choices:
         raise ValueError(f"top_k: is {top_k}, must be at most {choices}, the experts that may be chosen")
-    # The largest of log(odds) + Gumbel noise are a draw without replacement.
-    scores = odds.log() - torch.empty(tokens, everyone).exponential_(generator=gen).log()
+    # Taking the largest of log(odds) + Gumbel noise draws without replacement.
+    scores = odds.log() - torch.empty(tokens, num_experts).exponential_(generator=gen).log()
     if routing == "onehot":
         scores[:, count // 2] = torch.inf
     chosen = scores.topk(top_k, dim=1).indices.flatten()
-    return torch.bincount(chosen, minlength=everyone)[:count].cumsum(0).to(torch.int32)
+    return torch.bincount(chosen, minlength=num_experts)[:count].cumsum(0).to(torch.int32)

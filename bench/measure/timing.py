@@ -1,4 +1,4 @@
-"""What the benches time with beside fp4gemm's own timing of graphs: eager calls, a CPU, host time, CUPTI."""
+"""Timing beyond fp4gemm's own of CUDA graphs: eager calls, CUPTI, calls on a CPU, host time."""
 
 from __future__ import annotations
 
@@ -6,40 +6,19 @@ import time
 from collections.abc import Mapping, Sequence
 
 import torch
-from fp4gemm.device.timing import (
-    MIN_CALLS,
-    Call,
-    Timing,
-    calls_for,
-    capture,
-    rotations,
-    sets,
-    time_interleaved,
-)
 
-__all__ = [
-    "MIN_CALLS",
-    "Call",
-    "Timing",
-    "calls_for",
-    "capture",
-    "rotations",
-    "sets",
-    "time_cpu",
-    "time_cupti",
-    "time_eager",
-    "time_host",
-    "time_interleaved",
-]
+from .library import Call, Timing
 
-EAGER_US = 1000.0  # of device time that one sample of eager calls takes, at least
-CPU_SECONDS = 2.0  # from here on a contender on the CPU gets no further round, but for the first three
+EAGER_US = 1000.0  # the least device time of one sample of eager calls
+CPU_SECONDS = 2.0  # a contender on the CPU that took so long gets no further round after its third
+CPU_ROUNDS = 3
 
 
 def time_eager(calls: Sequence[Call], us: float, samples: int = 5) -> float:
-    """Microseconds of one call where Python makes them one after the other, by the device's clock.
+    """Microseconds of one call, by events on the device, where Python makes the calls without a graph.
 
-    ``us``: about what the device needs. Where the host needs longer, this is the host's time.
+    Where the host needs longer for a call than the device, this is the host's time. ``us`` is about what the
+    device needs for a call; it says how many calls make a sample.
     """
     num_calls = max(len(calls), -int(-EAGER_US // us))
     found = []
@@ -55,9 +34,10 @@ def time_eager(calls: Sequence[Call], us: float, samples: int = 5) -> float:
 
 
 def time_cupti(calls: Sequence[Call], num_calls: int = 24) -> float:
-    """Microseconds that the kernels of one call run, by CUPTI: an independent look at the same calls.
+    """Microseconds that the kernels of one call run, as CUPTI sees them: an independent check of the graphs.
 
-    Kernels that overlap with the one before are counted from their own start, waiting included.
+    A kernel that overlaps with the one before it is counted from its own start, so its wait for that one is
+    included.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -73,14 +53,14 @@ def time_cupti(calls: Sequence[Call], num_calls: int = 24) -> float:
 
 
 def time_cpu(contenders: Mapping[str, Sequence[Call]], rounds: int) -> dict[str, Timing]:
-    """Times each contender's calls on the CPU, one call of each contender a round."""
+    """Times each contender's calls on the CPU; each round makes one call of each contender."""
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     spent = dict.fromkeys(contenders, 0.0)
     for calls in contenders.values():
         calls[0]()
-    for i in range(max(rounds, 3)):
+    for i in range(max(rounds, CPU_ROUNDS)):
         for name, calls in contenders.items():
-            if i >= 3 and spent[name] > CPU_SECONDS:
+            if i >= CPU_ROUNDS and spent[name] > CPU_SECONDS:
                 continue
             start = time.perf_counter()
             calls[i % len(calls)]()
@@ -93,7 +73,10 @@ def time_cpu(contenders: Mapping[str, Sequence[Call]], rounds: int) -> dict[str,
 def time_host(
     call: Call, device: torch.device, calls_per_batch: int = 100, batches: int = 51, warm_up: int = 50
 ) -> Timing:
-    """Host microseconds of one call while the device keeps up: the queue is drained between batches only."""
+    """Host microseconds of one call while the device keeps up.
+
+    The host waits for the device between batches alone, outside of what is timed.
+    """
 
     def drain() -> None:
         if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""The bytes that a quantizer must move, as formulas, and the targets that its time is held against."""
+"""The bytes that a quantizer must move, as formulas."""
 
 from __future__ import annotations
 
@@ -6,21 +6,13 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Target:
-    """A target: at least ``value`` of the copy's bandwidth or of a rival's speed, or at most that many us."""
-
-    value: float
-    of: str = "copy"  # "copy", "us", or the name of the case whose time is divided by ours
-
-    def __str__(self) -> str:
-        if self.of == "us":
-            return f"<= {self.value:g} us"
-        return f">= {self.value:.2f} of {self.of}"
-
-
-@dataclass(frozen=True)
 class Traffic:
-    """Bytes that must move, each tensor read or written once; ``2 x`` is x twice, q a packed tensor."""
+    """Bytes that must move, each tensor read or written once.
+
+    The names of the terms make the formula that is printed: "x" is the input, "2 x" the input read twice, "q"
+        an
+    NVFP4 tensor (codes, padded scales and amax).
+    """
 
     terms: dict[str, int]
 
@@ -33,20 +25,20 @@ class Traffic:
 
 
 def scale_bytes(m: int, k: int, block: int = 16) -> int:
-    """Bytes of the padded 128x4 scales of (m, k); the padding is zeroed by the quantizer, so it moves too."""
+    """Bytes of the scales of (m, k), padded to 128 x 4; the quantizer writes the padding, so it counts."""
     return -(-m // 128) * 128 * (-(-k // (4 * block)) * 4)
 
 
 def packed_bytes(m: int, k: int, num_amax: int) -> int:
-    """Bytes of an NVFP4 tensor: codes, padded scales, amax (read where it is given, else written)."""
+    """Bytes of an NVFP4 tensor: codes, padded scales, and amax, which is read where given, else written."""
     return m * k // 2 + scale_bytes(m, k) + 4 * num_amax
 
 
 def grouped_rows(m: int, g: int) -> int:
-    """Rows of the scales buffer of g groups with m rows in all: the most that any sizes can need."""
+    """Rows of the scales of g groups with m rows in all: as many as the worst sizes of groups need."""
     return (m + 127 * min(g, m)) // 128 * 128
 
 
 def grouped_bytes(m: int, k: int, g: int) -> int:
-    """As packed_bytes with one amax a row, each group padded on its own, and the int32 ends of the groups."""
+    """As packed_bytes with one amax a row; each group is padded on its own, and its int32 end is read."""
     return m * k // 2 + scale_bytes(grouped_rows(m, g), k) + 4 * m + 4 * g

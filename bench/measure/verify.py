@@ -1,4 +1,4 @@
-"""Comparison of what a contender returns with what it must return: what is wrong is not timed."""
+"""Comparison of a contender's result with the right one; a contender whose result is wrong is not timed."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from fp4gemm import DecodedTensor, MXFP8Tensor, NVFP4Tensor
-from fp4gemm.device.products import Product
-from fp4gemm.device.products import difference as product_difference
 from torch import Tensor
 
-from .timing import Call
+from .library import Call, Product, product_difference
 
 ERRORS = (AttributeError, RuntimeError, TypeError, ValueError)
-# Of the norm of a row or column: that of one that was rounded to 8 bits, once or twice, is 1e-3 off, at worst
-# among thousands 7e-3; where one number of a thousand is wrong, it is 3e-2 and more.
+# The largest difference that passes, as a fraction of the norm of a row or column. One that was rounded to 8
+# bits, once or twice, differs by 1e-3, at worst among thousands by 7e-3; where one number of a thousand is
+# wrong, the difference is 3e-2 or more.
 TOLERANCE = 1.5e-2
 CHUNK = 4096  # rows of b in float64 at a time
 
 
 def parts(result: object) -> list[tuple[str, Tensor]]:
-    """The tensors of a result in the order in which the reference returns them, with their names."""
+    """(name, tensor) of each tensor of a result, in the order in which the reference returns them."""
     if isinstance(result, Tensor):
         return [("result", result)]
     if isinstance(result, NVFP4Tensor):
@@ -31,17 +30,19 @@ def parts(result: object) -> list[tuple[str, Tensor]]:
         return [("data", result.data)]
     if isinstance(result, tuple):
         return [(f"{name} of result {i}", x) for i, one in enumerate(result) for name, x in parts(one)]
-    raise TypeError(f"result: got a {type(result).__name__}, must be made of tensors")
+    raise TypeError(
+        f"result: got a {type(result).__name__}, must be a tensor, a container of fp4gemm or a tuple of them"
+    )
 
 
 def same_bits(a: Tensor, b: Tensor) -> Tensor | None:
-    """Which bytes of two tensors of one dtype and shape differ, bool and flat; None where none does."""
+    """Which bytes differ between tensors of one dtype and shape, a flat bool tensor; None if none does."""
     x, y = (t.contiguous().view(-1).view(torch.uint8) for t in (a, b))
     return None if torch.equal(x, y) else x != y
 
 
 def difference(got: object, want: Sequence[Tensor]) -> str | None:
-    """None where every bit of ``got`` is as wanted, else one sentence: which part, and how many bytes."""
+    """None if ``got`` has the bits of ``want``, else the part that differs and in how many bytes."""
     named = parts(got)
     if len(named) != len(want):
         return f"{len(named)} tensors, the reference gives {len(want)}"
@@ -55,19 +56,19 @@ def difference(got: object, want: Sequence[Tensor]) -> str | None:
 
 
 def filled(want: Iterable[Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """``want`` with the tensors of ``given``, in order, in place of the empty ones.
+    """``want`` with its empty tensors replaced by those of ``given``, in order.
 
-    An operator returns no amax where one was given; the library hands the given one on.
+    The reference returns an empty amax where one was given, the library the given one.
     """
     rest = list(given)
     return tuple(rest.pop(0) if rest and x.shape == (0,) else x for x in want)
 
 
 def off_by(got: Tensor, a: Tensor, b: Tensor) -> str | None:
-    """None where ``got`` is a @ b.T (any float types) but for roundings, else by how much it is not.
+    """None if ``got`` is a @ b.T (of any float types) but for roundings, else a sentence with the difference.
 
-    All of it is looked at, by Freivalds' check in float64: every row and every column of the product, added
-    up with random signs, must be what the operands give.
+    Freivalds' check in float64 covers every element: the sum of each row and of each column of the product,
+    with random signs, must be that of the operands.
     """
     if got.shape != (a.shape[0], b.shape[0]):
         return f"has shape {tuple(got.shape)}, must have {(a.shape[0], b.shape[0])}"
@@ -87,7 +88,7 @@ def off_by(got: Tensor, a: Tensor, b: Tensor) -> str | None:
         ("column", 0, by_row @ found, torch.cat(columns)),
     ):
         norms = found.norm(dim=dim)
-        # One that happens to be small has the roundings of the larger terms that it was added up from.
+        # A row with a small norm may be a sum of larger terms, whose roundings it has.
         error = (seen - want).abs() / norms.clamp_min(float(norms.mean()))
         worst = int(error.argmax())
         if not float(error[worst]) < TOLERANCE:
@@ -96,21 +97,21 @@ def off_by(got: Tensor, a: Tensor, b: Tensor) -> str | None:
 
 
 def _signs(got: Tensor, gen: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random signs for the columns and for the rows."""
+    """Random signs: one for each column, one for each row."""
     m, n = got.shape
     drawn = torch.randint(0, 2, (n + m,), generator=gen).double().mul_(2).sub_(1).to(got.device)
     return drawn[:n], drawn[n:]
 
 
 def _forget(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Fills memory that the next result may be given with NaN: an older one must not be taken for it."""
+    """Fills with NaN the memory that the next result may get, which might hold an older result."""
     torch.full(shape, torch.nan, dtype=dtype, device=device)
 
 
 def wrong(call: Call, product: Product) -> str | None:
-    """None where a call returns the bits that the reference has for a product, else why it is not timed.
+    """None if a call returns the bits that the reference has for a product, else the difference.
 
-    On the CPU, where the library is the reference, it is compared with float64 too.
+    On the CPU, where the library is the reference itself, the result is compared with float64 as well.
     """
     _forget(product.shape, torch.bfloat16, product.weights.device)
     got = call()
@@ -128,11 +129,11 @@ def _values(a: NVFP4Tensor | DecodedTensor | Tensor) -> Tensor:
     return a.dequantize() if isinstance(a, NVFP4Tensor) else a
 
 
-Block = tuple[slice, Tensor, Callable[[], Tensor]]  # rows of a result, of which operands they are the product
+Block = tuple[slice, Tensor, Callable[[], Tensor]]  # rows of a result, and the a and b whose product they are
 
 
 def far(call: Call, shape: tuple[int, int], blocks: Iterable[Block], dtype: torch.dtype) -> str | None:
-    """None where a call returns, block by block, a @ b.T but for roundings, else why it is not timed."""
+    """None if each block of a call's result is its a @ b.T but for roundings, else the difference."""
     blocks = list(blocks)
     _forget(shape, dtype, blocks[0][1].device)
     got = call()
@@ -148,7 +149,7 @@ def far(call: Call, shape: tuple[int, int], blocks: Iterable[Block], dtype: torc
 def near(
     call: Call, shape: tuple[int, int], a: Callable[[], Tensor], b: Callable[[], Tensor], dtype: torch.dtype
 ) -> Callable[[], str | None]:
-    """The check that a call returns a @ b.T but for roundings."""
+    """A check that a call returns a @ b.T but for roundings."""
     return lambda: far(call, shape, [(slice(0, shape[0]), a(), b)], dtype)
 
 
@@ -157,9 +158,10 @@ def _described(got: object) -> str:
 
 
 def replayed(result: object, call: Call, exact: bool) -> str | None:
-    """None where a graph's replay left what the call returns, else that it did not.
+    """None if the replay of a graph left the result of a call, else the difference.
 
-    ``exact``: by its bits; else but for roundings, since a rival may add up in another order each time.
+    ``exact``: the bits must be those of the call; otherwise roundings may differ, since a baseline may sum in
+    another order each time.
     """
     for (name, x), (_, y) in zip(parts(result), parts(call()), strict=True):
         if same_bits(x, y) is None:
@@ -168,5 +170,5 @@ def replayed(result: object, call: Call, exact: bool) -> str | None:
             return f"{name}: a replay of its graph gives other bits than a call"
         error = float((x.double() - y.double()).norm() / y.double().norm())
         if not error < TOLERANCE:
-            return f"{name}: a replay of its graph is off by {error:.1e} of what a call returns"
+            return f"{name}: a replay of its graph differs by {error:.1e} of the norm of what a call returns"
     return None

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import matplotlib
 
-matplotlib.use("Agg")  # a file is all that is wanted; no display is needed
+matplotlib.use("Agg")  # writes files; needs no display
 import matplotlib.pyplot as plt
 
-from ..commands.errors import Row, decibels, kinds
+from ..measure.sqnr import Row, decibels, kinds
 
-# Okabe-Ito colours, told apart by colour-blind readers too; the marker says the same a second time.
+# Okabe-Ito colours, which colour-blind readers can tell apart; the markers differ as well.
 STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"))
-BREAK = 26.0  # dB: everything in four bits lies below, MXFP8 far above
+BREAK = 26.0  # dB: all modes of four bits lie below, MXFP8 far above
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Writes the picture, its format by the suffix of ``path``; makes its folder."""
+    """Writes the picture in the format that the suffix of ``path`` names; makes its folder."""
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(9.5, 5.4), width_ratios=(4, 1), sharey=True, layout="constrained", dpi=110
     )
@@ -26,7 +26,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     for axes in (left, right):
         for i, (name, (color, marker)) in enumerate(zip(kinds(rows), STYLES, strict=False)):
             values = [decibels(float(str(row[name]))) for row in rows]
-            # Side by side where they coincide.
+            # Shifted, so that points that coincide are all visible.
             heights = [place + 0.18 * (i - 1) for place in places]
             axes.plot(values, heights, marker, color=color, label=name, markersize=6)
         axes.grid(axis="x", color="0.88")

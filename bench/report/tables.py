@@ -1,4 +1,4 @@
-"""Rows as tables: one for each case, on the terminal and, by the same columns, in reports."""
+"""Rows as tables, one for each case, with the same columns on the terminal and in reports."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Row = Mapping[str, Any]
-WIDTH = 220  # characters of a table that goes to a pipe
+WIDTH = 220  # characters of a line if the output is not a terminal
 UNBOUNDED = 10_000
-NAME_WIDTH = 12  # of contenders, at least: a longer name is wrapped
-# Columns that a narrow terminal goes without, in this order; --json and reports have them all.
+NAME_WIDTH = 12  # the least width of the column of contenders; longer names are wrapped
+# Columns that are dropped, in this order, until a table fits the terminal; --json and reports have all of
+# them.
 EXPENDABLE = ("kernel", "p10", "p90", "x read floor", "GB/s", "TFLOP/s", "CUPTI us", "eager us", "of copy")
 
 
@@ -35,20 +36,20 @@ COLUMNS = (
 
 
 def table(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> tuple[list[str], list[list[str]]]:
-    """(headings, lines) of the rows of one case that were timed; columns that none fills are left out.
+    """(headings, lines) of the timed rows of one case; columns without a value are omitted.
 
-    Ratios come as "x NAME": how many times as fast as that baseline a row is.
+    A column "x NAME" has the ratios: how many times as fast as that baseline a row is.
     """
     timed = [row for row in rows if "us" in row]
     used = [c for c in columns if any(row.get(c.key) is not None for row in timed)]
-    rivals = list(dict.fromkeys(name for row in timed for name in row.get("ratio", {})))
-    extra = [key for key in ("bar", "kernel") if any(row.get(key) for row in timed)]
-    headings = ["contender", *(c.heading for c in used), *(f"x {name}" for name in rivals), *extra]
+    baselines = list(dict.fromkeys(name for row in timed for name in row.get("ratio", {})))
+    extra = [key for key in ("target", "kernel") if any(row.get(key) for row in timed)]
+    headings = ["contender", *(c.heading for c in used), *(f"x {name}" for name in baselines), *extra]
     lines = []
     for row in timed:
         line = [str(row["contender"])]
         line += [_cell(row.get(c.key), c) for c in used]
-        line += [f"{row['ratio'][name]:.2f}" if name in row.get("ratio", {}) else "" for name in rivals]
+        line += [f"{row['ratio'][name]:.2f}" if name in row.get("ratio", {}) else "" for name in baselines]
         line += [_extra(row, key) for key in extra]
         lines.append(line)
     return headings, lines
@@ -60,26 +61,26 @@ def _cell(value: float | None, column: Column) -> str:
 
 def _extra(row: Row, key: str) -> str:
     text = str(row.get(key) or "")
-    if key == "bar" and text:
+    if key == "target" and text:
         text += {True: ", met", False: ", MISSED", None: ""}[row.get("met")]
     return text
 
 
 def remarks(rows: Iterable[Row]) -> list[str]:
-    """A line for each contender that was not timed, and why, and for what there is to know of one."""
+    """A line for each contender that was not timed, with the reason, and for each that has a note."""
     made = []
     for row in rows:
         if "refused" in row:
             made.append(f"REFUSED {row['contender']}: {row['refused']}")
         elif "absent" in row:
-            made.append(f"not here: {row['contender']}: {row['absent']}")
+            made.append(f"absent: {row['contender']}: {row['absent']}")
         elif "note" in row:
             made.append(f"{row['contender']}: {row['note']}")
     return made
 
 
 def show(rows: Sequence[Row], console: Any = None) -> None:
-    """Prints the rows of one job, on a console of rich's where one is in use."""
+    """Prints the rows of one job, on rich's console if one is in use."""
     headings, lines = table(rows)
     title = str(rows[0]["case"])
     if importlib.util.find_spec("rich") is None:
@@ -95,11 +96,11 @@ def show(rows: Sequence[Row], console: Any = None) -> None:
     if console is None:
         console = Console()
         if not console.is_terminal:
-            console = Console(width=WIDTH)  # a pipe has no width of its own
+            console = Console(width=WIDTH)  # a pipe has no width
     while lines:
         made = Table(title=title, title_justify="left", title_style="bold")
         for i, heading in enumerate(headings):
-            numeric = i > 0 and heading not in ("bar", "kernel")
+            numeric = i > 0 and heading not in ("target", "kernel")
             made.add_column(
                 Text(heading),
                 justify="right" if numeric else "left",
@@ -133,7 +134,7 @@ def verdict(rows: Sequence[Row]) -> str:
     timed = sum("us" in row for row in rows)
     refused = sum("refused" in row for row in rows)
     text = f"{timed} results, {refused} refused"
-    barred = [row["met"] for row in rows if row.get("met") is not None]
-    if barred:
-        text += f"; {sum(barred)} of {len(barred)} targets met"
+    judged = [row["met"] for row in rows if row.get("met") is not None]
+    if judged:
+        text += f"; {sum(judged)} of {len(judged)} targets met"
     return text

@@ -15,8 +15,8 @@ from bench.baselines import humming
 from bench.measure import machine, models, operands, routing
 from bench.measure.contest import Contender, Contest
 from bench.measure.harness import Measured
+from bench.measure.library import MIN_CALLS, Timing, calls_for, sets
 from bench.measure.roofline import Roofline, Work
-from bench.measure.timing import MIN_CALLS, Timing, calls_for, sets
 
 # ---- arithmetic -------------------------------------------------------------------------------------------
 
@@ -35,20 +35,20 @@ def test_roofline() -> None:
 def test_ratios_are_of_the_same_run() -> None:
     class Timed(type(cpu_harness())):  # type: ignore[misc]
         def measure(self, contenders: Any, flop: float, exact: Any) -> Any:
-            us = {"mine": 10.0, "other": 15.0, "rival": 30.0, "floor": 5.0}
+            us = {"mine": 10.0, "other": 15.0, "baseline": 30.0, "floor": 5.0}
             return {name: Measured(Timing(value, 1, 2)) for name, value in us.items()}, {}
 
     harness = cpu_harness()
     harness.__class__ = Timed
     made = Contest({"case": "c"})
     work = Work(2e9, 36_000_000, "fp32")
-    for name, role in (("mine", "ours"), ("other", "ours"), ("rival", "baseline"), ("floor", "floor")):
+    for name, role in (("mine", "ours"), ("other", "ours"), ("baseline", "baseline"), ("floor", "floor")):
         made.enter(name, Contender([int], work, role))
     made.enter("bad", Contender([int], work), "wrong")
     made.absent["gone"] = "not installed"
     found = named(list(made.rows(harness)))
-    assert found["mine"]["ratio"] == {"rival": 3.0, "floor": 0.5}
-    assert found["rival"]["ratio"] == {"floor": 0.167}
+    assert found["mine"]["ratio"] == {"baseline": 3.0, "floor": 0.5}
+    assert found["baseline"]["ratio"] == {"floor": 0.167}
     assert "ratio" not in found["floor"]
     assert (found["mine"]["tflop_s"], found["mine"]["gb_s"]) == (200.0, 3600.0)
     assert (found["mine"]["of_roofline"], found["mine"]["bound"]) == (2000.0, "compute")
@@ -77,7 +77,7 @@ def test_operands_rotate() -> None:
     assert seen == [(1, 2), (1, 3)]
 
 
-def test_the_rig_keeps_one_thing_of_a_kind() -> None:
+def test_the_harness_keeps_one_object_of_a_kind() -> None:
     harness, made = cpu_harness(), []
     for key in ("a", "a", "b", "a"):
         harness.keep("weights", key, lambda key=key: made.append(key))  # type: ignore[misc]
@@ -97,7 +97,7 @@ def test_models() -> None:
     for name in models.NAMES:
         for _, n, k in next(m for m in models.MODELS if m.name == name).layers:
             assert (n % 8, k % 32) == (0, 0)
-    with pytest.raises(ValueError, match="only the experts are known"):
+    with pytest.raises(ValueError, match="lists experts alone"):
         models.dense_layers(["kimi-k2"])
     with pytest.raises(ValueError, match="has no experts"):
         models.expert_layers(["square"])
@@ -129,7 +129,7 @@ def test_routing_over_devices() -> None:
         routing.routed_ends(1, 16, 1, "even")
 
 
-# ---- rivals -----------------------------------------------------------------------------------------------
+# ---- baselines --------------------------------------------------------------------------------------------
 
 
 def test_humming_that_is_absent_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,37 +2,62 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.__main__ import parser
 from bench.commands.runner import measured
+from bench.measure.contest import Job
 from bench.measure.harness import Harness
 from bench.measure.roofline import Roofline
+from bench.report.results import SCHEMA
 
 CPU = torch.device("cpu")
+README = Path(__file__).resolve().parents[2] / "README.md"
+RESULTS = README.parent / "bench" / "results" / "h200.jsonl"
+FACTS = {
+    "device": "a GPU",
+    "fp4gemm": "0.1",
+    "revision": "abc",
+    "library": "12345678",
+    "torch": "2.13",
+    "rounds": 20,
+    "options": "eager",
+}
+MORE = {"date": "2026-01-02", "command": "python -m bench", "roofline": {}}
+
+
+# The forms of operands that the kernels of a device read.
+NO_KERNELS: frozenset[str] = frozenset()
+HOPPER = frozenset({"nvfp4", "fp16", "prepacked", "prepacked_bf16"})
+BLACKWELL = frozenset({"nvfp4"})
 
 
 class CpuHarness(Harness):
-    """Times on the CPU; major and is_cuda can be set, for the code of other devices."""
+    """Times on the CPU; operands and is_cuda can be set, for the code of other devices."""
 
     is_cuda = False
-    major: int | None = None  # type: ignore[assignment]
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float32 if self.major is None else torch.bfloat16
+        return torch.bfloat16 if self.operands else torch.float32
 
     @property
     def unit(self) -> str:
-        return "fp32" if self.major is None else "16 bit"
+        return "16 bit" if self.operands else "fp32"
 
 
-def cpu_harness(major: int | None = None, copy_gb_s: float = 10.0, read_gb_s: float = 8.0) -> Any:
+def cpu_harness(
+    operands: frozenset[str] = NO_KERNELS, copy_gb_s: float = 10.0, read_gb_s: float = 8.0
+) -> Any:
+    """A harness on the CPU for a device whose kernels read these forms of operands."""
     bounds = Roofline(copy_gb_s, read_gb_s, {"fp32": 0.1, "16 bit": 0.1})
     harness = CpuHarness(CPU, rounds=1, bounds=bounds)
-    harness.major = major
+    harness.operands = operands
     return harness
 
 
@@ -57,7 +82,7 @@ def result(**changed: Any) -> dict[str, Any]:
         "ratio": {"torch bf16": 2.0},
         "job": "dense 16x64x128",
         "job_rows": 1,
-        "schema": 1,
+        "schema": SCHEMA,
         "date": "2026-01-02",
         "device": "a GPU",
         "fp4gemm": "0.1",
@@ -70,12 +95,30 @@ def result(**changed: Any) -> dict[str, Any]:
     return row | changed
 
 
-def run(*line: str, major: int | None = None) -> list[dict[str, Any]]:
-    """The rows of a command line, measured on the CPU as a device of that major."""
+def run(*line: str, operands: frozenset[str] = NO_KERNELS) -> list[dict[str, Any]]:
+    """The rows of a command line, measured on the CPU as on a device whose kernels read these operands."""
     args = parser().parse_args(list(line))
-    harness = cpu_harness(major)
+    harness = cpu_harness(operands)
     return [row for job in args.jobs(args, harness) for row in measured(job, harness)[0]]
 
 
 def named(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {row["contender"]: row for row in rows}
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def ignore(rows: object, console: object) -> None:
+    """Shows nothing."""
+
+
+def jobs(made: list[str], *names: str) -> list[Job]:
+    def rows(name: str) -> Any:
+        made.append(name)
+        yield {"bench": "dense", "case": name, "contender": "fp4gemm", "us": 1.0}
+        yield {"bench": "dense", "case": name, "contender": "torch fp32", "us": 2.0}
+
+    return [Job(name, "dense", lambda name=name: rows(name)) for name in names]  # type: ignore[misc]

@@ -48,5 +48,5 @@ def test_steps() -> None:
     assert post_scale.steps(one[:0], one[:0]) == 0
     with pytest.raises(ValueError, match=r"must be torch\.bfloat16"):
         post_scale.steps(one.float(), one)
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(ValueError, match="must be finite"):
         post_scale.steps(torch.tensor([torch.inf]).bfloat16(), one[:1])

@@ -1,10 +1,8 @@
-"""bench: bytes, verdicts, command line; every case of the quantize table on small CPU inputs."""
+"""bench quantize: bytes, targets, verification, and every case of the table on small CPU inputs."""
 
 from __future__ import annotations
 
-import math
 import re
-from types import SimpleNamespace
 
 import fp4gemm
 import pytest
@@ -12,10 +10,11 @@ import torch
 from bench_helpers import cpu_harness
 from fp4gemm import reference
 
-from bench.commands import errors, quantize
+from bench.commands import quantize
 from bench.measure import cases, traffic, verify
 from bench.measure.harness import Measured
-from bench.measure.timing import Timing, rotations
+from bench.measure.library import Timing, rotations
+from bench.measure.targets import Target
 
 CPU = torch.device("cpu")
 SMALL = cases.Sizes(square=(64, 96), tall=(80, 32), gated=((32, 48),), experts=3, few_rows=(1, 4))
@@ -75,34 +74,34 @@ def test_rotations_cover_three_times_the_cache(size: int, l2: int, count: int) -
     assert count * size >= 3 * l2
 
 
-def case_with(bar: traffic.Target | None, name: str = "mine") -> cases.Case:
+def case_with(target: Target | None, name: str = "mine") -> cases.Case:
     nothing = lambda inputs: ()  # noqa: E731
-    return cases.Case(name, nothing, nothing, traffic.Traffic({"x": 3_000_000, "q": 1_000_000}), bar)
+    return cases.Case(name, nothing, nothing, traffic.Traffic({"x": 3_000_000, "q": 1_000_000}), target)
 
 
 @pytest.mark.parametrize(
-    ("bar", "us", "met", "text"),
+    ("target", "us", "met", "text"),
     [
-        (traffic.Target(0.8), 1.25, True, ">= 0.80 of copy"),
-        (traffic.Target(0.8), 1.26, False, ">= 0.80 of copy"),
-        (traffic.Target(4, "us"), 4.0, True, "<= 4 us"),
-        (traffic.Target(4, "us"), 4.1, False, "<= 4 us"),
-        (traffic.Target(0.9, "dense"), 2.2, True, ">= 0.90 of dense"),
-        (traffic.Target(0.9, "dense"), 2.3, False, ">= 0.90 of dense"),
-        (traffic.Target(0.9, "gone"), 1.0, False, ">= 0.90 of gone"),
+        (Target(0.8), 1.25, True, ">= 0.80 of copy"),
+        (Target(0.8), 1.26, False, ">= 0.80 of copy"),
+        (Target(4, "us"), 4.0, True, "<= 4 us"),
+        (Target(4, "us"), 4.1, False, "<= 4 us"),
+        (Target(0.9, "dense"), 2.2, True, ">= 0.90 of dense"),
+        (Target(0.9, "dense"), 2.3, False, ">= 0.90 of dense"),
+        (Target(0.9, "gone"), 1.0, False, ">= 0.90 of gone"),
         (None, 1.0, None, ""),
     ],
 )
-def test_bars(bar: traffic.Target | None, us: float, met: bool | None, text: str) -> None:
+def test_bars(target: Target | None, us: float, met: bool | None, text: str) -> None:
     measured = {"mine": Measured(Timing(us, us, us)), "dense": Measured(Timing(2.0, 2.0, 2.0))}
     harness = cpu_harness(copy_gb_s=4000.0, read_gb_s=2000.0)
     harness.is_cuda = True  # targets are for GPUs
-    row = quantize.result(case_with(bar), measured, harness)
+    row = quantize.result(case_with(target), measured, harness)
     assert row.get("met") is met
     assert row["of_copy"] == row["of_roofline"] == round(1000 / us / 1e3, 3)
     assert row["formula"] == "x + q"
-    assert str(row.get("bar", "")) == text
-    assert "bar" not in quantize.result(case_with(bar), measured, cpu_harness())
+    assert str(row.get("target", "")) == text
+    assert "target" not in quantize.result(case_with(target), measured, cpu_harness())
 
 
 # ---- verification --------------------------------------------------------------------------------------
@@ -211,45 +210,3 @@ def test_group_ends(zipf: bool) -> None:
     assert (ends.dtype, int(ends[-1]), int(sizes.min()) >= 0) == (torch.int32, 16384, True)
     assert (int(sizes.max()) > 2000) == zipf
     assert torch.equal(ends, cases.group_ends(16384, 128, zipf))
-
-
-# ---- errors --------------------------------------------------------------------------------------------
-
-
-def test_rotation_is_orthonormal_and_has_the_documented_signs() -> None:
-    x = torch.randn(5, 48)
-    rotated = errors.rotated(x)
-    torch.testing.assert_close(rotated.norm(dim=1), x.double().norm(dim=1))
-    one = torch.zeros(1, 16)
-    one[0, 3] = 1.0  # bit 3 of 0xD7E8 is set: negated
-    assert errors.rotated(one)[0].tolist() == [-0.25 * (-1) ** (3 & c).bit_count() for c in range(16)]
-
-
-@pytest.mark.parametrize(
-    ("name", "decibels"),
-    [
-        ("tensor", 20.44),
-        ("row", 20.44),
-        ("16x16", 19.05),
-        ("tensor, 4over6 mae 256", 21.07),
-        ("tensor, 4over6 mse 256", 21.20),
-        ("row, Hadamard bf16", 20.44),
-        ("MXFP8 e4m3", 31.5),
-    ],
-)
-def test_gaussian_errors_are_the_known_ones(name: str, decibels: float) -> None:
-    mode = next(mode for mode in errors.modes() if mode.name == name)
-    found = errors.decibels(errors.relative_error(mode, errors.synthetic(256, 512, CPU)["Gaussian"][0]))
-    assert found == pytest.approx(decibels, abs=0.12)
-
-
-def test_errors_table_has_every_kind(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(errors, "activations", lambda device: [torch.randn(7, 32), torch.randn(9, 64)])
-    rows = list(errors.run(SimpleNamespace(device="cpu", size=32, picture=None)))  # type: ignore[arg-type]
-    assert errors.kinds(rows) == ["Gaussian", "Student t, 3 dof", "MiniLM activations"]
-    assert len(rows) == len(errors.modes())
-    assert all(0 < float(str(row[kind])) < 1 for row in rows for kind in errors.kinds(rows))
-    errors.show(rows)
-    assert f"{-20 * math.log10(float(str(rows[0]['Gaussian']))):.2f}" in capsys.readouterr().out

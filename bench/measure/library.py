@@ -1,0 +1,100 @@
+"""All that the benchmarks use of fp4gemm beyond its public interface, in one place.
+
+``kernels_of`` and ``operands_read`` say what the kernels of a device are. The benchmarks decide by them, not
+by compute capabilities, in which forms operands are multiplied and which baselines are of interest.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+
+import fp4gemm
+import torch
+from fp4gemm import _native, kernel_table, selection
+from fp4gemm.device.products import Product, error_line, gaussian_weights, occupied_groups
+from fp4gemm.device.products import difference as product_difference
+from fp4gemm.device.timing import (
+    MIN_CALLS,
+    Call,
+    Timing,
+    calls_for,
+    capture,
+    rotations,
+    sets,
+    time_interleaved,
+)
+from fp4gemm.kernel_table import KernelInfo
+
+__all__ = [
+    "MIN_CALLS",
+    "Call",
+    "KernelInfo",
+    "Product",
+    "Timing",
+    "calls_for",
+    "capture",
+    "chosen_kernel",
+    "error_line",
+    "gaussian_weights",
+    "has_nvfp4_cores",
+    "kernels_of",
+    "library_file",
+    "occupied_groups",
+    "operands_read",
+    "product_difference",
+    "rotations",
+    "sets",
+    "time_interleaved",
+]
+
+
+@functools.cache
+def kernels_of(device: torch.device) -> tuple[KernelInfo, ...]:
+    """The GEMM kernels of this build that serve a device; none for the CPU."""
+    if device.type != "cuda":
+        return ()
+    arch = kernel_table.kernel_arch(device.index)
+    return tuple(kernel for kernel in fp4gemm.kernels() if kernel.arch == arch)
+
+
+def operands_read(device: torch.device) -> frozenset[str]:
+    """The forms of operands that the kernels of a device read: every ``KernelInfo.operand`` among them."""
+    return frozenset(kernel.operand for kernel in kernels_of(device))
+
+
+def has_nvfp4_cores(operands: Collection[str]) -> bool:
+    """Whether a device with kernels that read these forms multiplies NVFP4 in its tensor cores.
+
+    Where it does, no kernel decodes operands: all read NVFP4 alone.
+    """
+    return set(operands) == {"nvfp4"}
+
+
+def chosen_kernel(
+    device: torch.device, shape: tuple[int, int, int], formats: tuple[str, str], groups: int = 0
+) -> str | None:
+    """The name of the kernel that mm (with ``groups``: grouped_mm) runs for (m, n, k) on a CUDA device."""
+    m, n, k = shape
+    if selection.RULES:
+        rows = torch.empty(0, m, device=device).t()
+        mode = "grouped" if groups else "dense"
+        named = selection.find(rows, n, k, torch.bfloat16, mode, False, formats)
+        if named is not None:
+            return named
+    found = kernel_table.select_kernel(
+        kernel_table.device_arch(device.index),
+        torch.cuda.get_device_properties(device).multi_processor_count,
+        m,
+        n,
+        k,
+        groups,
+        format_a=formats[0],
+        format_b=formats[1],
+    )
+    return None if found is None else found.name
+
+
+def library_file() -> bytes:
+    """The contents of libfp4gemm, by which builds are told apart."""
+    return _native.library_path(_native.CORE_LIBRARY).read_bytes()

@@ -1,0 +1,141 @@
+"""The contenders on Hopper and Blackwell, run on the CPU with stand-ins for torch's NVFP4 products."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import fp4gemm
+import pytest
+import torch
+from bench_helpers import BLACKWELL, HOPPER, named, run
+
+from bench.baselines import cublaslt
+from bench.commands import dense
+
+
+def test_dense_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "humming", None)
+    found = named(run("dense", "--shapes", "5x64x128", operands=HOPPER))
+    timed = {name for name, row in found.items() if "us" in row}
+    assert timed == {
+        "fp4gemm",
+        "fp4gemm, packed tokens",
+        "fp4gemm, both packed",
+        "fp4gemm, both decoded",
+        "fp4gemm W4A16",
+        "scalar alpha",
+        "unfused: post-scale",
+        "torch bf16",
+    }
+    assert "humming" in found["humming"]["absent"]
+    assert found["fp4gemm W4A16"]["checked"] == "but for rounding"
+    assert not any("refused" in row for row in found.values())
+
+
+@pytest.mark.parametrize("command", ["dense", "layer"])
+def test_decoded_tokens_are_compared_too(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "humming", None)
+    right = fp4gemm.quantize
+
+    def wrong(x: torch.Tensor, **options: Any) -> Any:
+        made = right(x, **options)
+        if options.get("decoded"):
+            made.data[0, 0] += 1
+        return made
+
+    monkeypatch.setattr(fp4gemm, "quantize", wrong)
+    found = named(run(command, "--shapes", "5x64x128", operands=HOPPER))
+    assert found["fp4gemm"]["refused"].startswith("its tokens: data: ")
+    assert "us" in found["fp4gemm, packed tokens"]
+
+
+def test_grouped_and_layer_on_hopper() -> None:
+    found = named(run("grouped", "--shapes", "4x64x128", "--m", "9", operands=HOPPER))
+    assert {"fp4gemm", "fp4gemm, packed tokens", "fp4gemm W4A16"} <= set(found)
+    assert not any("refused" in row for row in found.values())
+    found = named(run("layer", "--shapes", "5x64x128", operands=HOPPER))
+    assert {"fp4gemm", "fp4gemm, packed tokens", "unfused: post-scale"} <= set(found)
+    assert not any("refused" in row for row in found.values())
+
+
+@pytest.fixture
+def with_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's functions for Blackwell with their own signatures, made of the reference."""
+    scaling, swizzle = torch.nn.functional.ScalingType, torch.nn.functional.SwizzleType
+    recipe = [scaling.BlockWise1x16, scaling.TensorWise]
+    swizzles = [swizzle.SWIZZLE_32_4_4, swizzle.NO_SWIZZLE]
+
+    def scaled_mm(
+        mat_a: Any,
+        mat_b: Any,
+        scale_a: Any,
+        scale_recipe_a: Any,
+        scale_b: Any,
+        scale_recipe_b: Any,
+        swizzle_a: Any = None,
+        swizzle_b: Any = None,
+        bias: Any = None,
+        output_dtype: Any = torch.bfloat16,
+        offs: Any = None,
+    ) -> torch.Tensor:
+        assert [scale_recipe_a, scale_recipe_b] == [recipe, recipe]
+        assert [swizzle_a, swizzle_b] == [swizzles, swizzles]
+        assert mat_a.dtype is mat_b.dtype is torch.float4_e2m1fn_x2
+        a, b = mat_a.view(torch.uint8), mat_b.view(torch.uint8)
+        if offs is None:
+            assert scale_a[1].numel() == scale_b[1].numel() == 1
+            return fp4gemm.scaled_mm(
+                a, b.t(), scale_a[0], scale_b[0], alpha=float(scale_a[1] * scale_b[1]), out_dtype=output_dtype
+            )
+        weights = b.transpose(1, 2).contiguous()
+        g, n, packed = weights.shape
+        # As torch wants them: a matrix's scales in one row, and one multiplier for the tokens.
+        padded = -(-n // 128) * 128, -(-packed // 32) * 4
+        assert scale_b[0].shape == (g, padded[0] * padded[1])
+        assert (scale_a[1].numel(), scale_b[1].numel()) == (1, g)
+        tokens = torch.full((a.shape[0],), float(scale_a[1]) * 6 * 448)
+        one = fp4gemm.NVFP4Tensor(a, scale_a[0], tokens, offs=offs)
+        scales = scale_b[0].view(g, *padded)
+        stack = fp4gemm.NVFP4Tensor(weights, scales, scale_b[1].view(-1, 1) * 6 * 448)
+        return fp4gemm.grouped_mm(one, stack, offs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm)
+    monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", scaled_mm)
+    monkeypatch.setattr(cublaslt, "absent", lambda name="": None)
+    monkeypatch.setattr(dense.post_scale, "compiled", lambda: dense.post_scale.post_scale)
+
+
+@pytest.mark.usefixtures("with_cublaslt")
+def test_dense_on_blackwell() -> None:
+    found = named(run("dense", "--shapes", "5x64x128", operands=BLACKWELL))
+    assert not any("refused" in row or "absent" in row for row in found.values())
+    assert {"cuBLASLt nvfp4, scalar alpha", "cuBLASLt nvfp4 + post-scale"} <= set(found["fp4gemm"]["ratio"])
+
+
+@pytest.mark.usefixtures("with_cublaslt")
+def test_grouped_and_layer_on_blackwell() -> None:
+    found = named(run("grouped", "--shapes", "4x64x128", "--m", "9", operands=BLACKWELL))
+    assert "us" in found["torch nvfp4 scaled_grouped_mm, scalar alpha"], found
+    found = named(run("layer", "--shapes", "5x64x128", operands=BLACKWELL))
+    assert "cuBLASLt nvfp4 + post-scale" in found["fp4gemm"]["ratio"]
+
+
+@pytest.mark.usefixtures("with_cublaslt")
+def test_a_cublaslt_that_drops_the_scale_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the one of CUDA 13.2 Update 1 may: its figures must not be anyone's yardstick."""
+    right = torch.nn.functional.scaled_mm
+
+    def wrong(a: Any, b: Any, scale_a: Any, recipe_a: Any, scale_b: Any, *rest: Any, **options: Any) -> Any:
+        ones = [torch.ones_like(scale_a[1]), torch.ones_like(scale_b[1])]
+        return right(a, b, [scale_a[0], ones[0]], recipe_a, [scale_b[0], ones[1]], *rest, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", wrong)
+    found = named(run("dense", "--shapes", "5x64x128", operands=BLACKWELL))
+    for name in ("cuBLASLt nvfp4, scalar alpha", "cuBLASLt nvfp4 + post-scale"):
+        assert "refused" in found[name]
+        assert name not in found["fp4gemm"]["ratio"]
+
+
+def test_a_torch_without_a_product_is_named() -> None:
+    assert cublaslt.absent("nosuch") == f"torch {torch.__version__} has no torch.nn.functional.nosuch"

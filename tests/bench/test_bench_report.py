@@ -1,0 +1,171 @@
+"""Tables on the terminal, pictures, the report and the tables of README."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_helpers import README, RESULTS, result, write
+
+from bench.__main__ import main
+from bench.report import pictures, readme, tables
+from bench.report.results import load, one_device
+
+
+def test_tables_omit_empty_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        result(kernel="sm90_x", target=">= 2.00 of torch bf16 (2.00)", met=True),
+        result(contender="torch bf16", role="baseline", ratio={}, note="a note"),
+        {
+            "bench": "dense",
+            "case": "dense 16x64x128",
+            "contender": "bad",
+            "refused": "1 of 8 differ",
+        },
+        {"bench": "dense", "case": "dense 16x64x128", "contender": "humming", "absent": "not installed"},
+    ]
+    headings, lines = tables.table(rows)
+    assert headings == [
+        *("contender", "us", "p10", "p90", "TFLOP/s", "GB/s", "of roofline"),
+        *("x torch bf16", "target", "kernel"),
+    ]
+    assert lines[0] == [
+        *("fp4gemm", "10.0", "9.0", "11.0", "2", "100", "50 %"),
+        *("2.00", ">= 2.00 of torch bf16 (2.00), met", "sm90_x"),
+    ]
+    assert lines[1][7:] == ["", "", ""]
+    assert len(lines) == 2
+    tables.show(rows)
+    text = capsys.readouterr().out
+    assert "REFUSED bad: 1 of 8 differ" in text
+    assert "absent: humming: not installed" in text
+    assert "torch bf16: a note" in text
+    assert tables.verdict(rows) == "2 results, 1 refused; 1 of 1 targets met"
+
+
+def test_tables_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(tables.importlib.util, "find_spec", lambda name: None)
+    tables.show([result()])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "dense 16x64x128"
+    assert lines[3].split()[:2] == ["fp4gemm", "10.0"]
+
+
+def products() -> list[dict[str, Any]]:
+    rows = []
+    for m, us in ((1, 10.0), (16, 12.0)):
+        case = f"dense {m}x64x128"
+        size: dict[str, Any] = {"case": case, "job": case, "m": m, "tflop_s": m / us}
+        rows.append(result(us=us, ratio={"torch bf16": 30 / us, "humming": 15 / us}, **size))
+        rows.append(result(us=30.0, contender="torch bf16", role="baseline", ratio={}, **size))
+    moe = {"bench": "grouped", "case": "grouped q", "model": "qwen3-30b", "layer": "down", "experts": 128}
+    rows.append(result(**moe, tokens=256, routing="zipf", ratio={"torch bf16": 3.0}))
+    rows.append(result(**moe | {"case": "grouped r"}, tokens=4096, routing="zipf", ratio={"torch bf16": 1.5}))
+    rows.append(
+        result(
+            bench="quantize",
+            case="quantize bf16 64x96",
+            contender="row",
+            of_copy=0.9,
+            target="x",
+            us=2.0,
+            tflop_s=None,
+        )
+    )
+    return rows
+
+
+def test_speed_ups() -> None:
+    assert pictures.speed_ups(products()) == {
+        "64x128": [(1, 3.0), (16, 2.5)],
+        "qwen3-30b down 128x64x128 zipf": [(256, 3.0), (4096, 1.5)],
+    }
+    assert pictures.intensity(result(tflop_s=2.0, gb_s=100.0)) == 20.0
+
+
+def test_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    results = write(tmp_path / "results.jsonl", products())
+    assert main(["plot", str(results), "--out", str(tmp_path / "pictures")]) == 0
+    names = {"roofline-dense", "speed-up-dense", "roofline-grouped", "speed-up-grouped"}
+    assert {path.stem for path in (tmp_path / "pictures").iterdir()} == names
+    drawn = (tmp_path / "pictures" / "roofline-dense.svg").read_text()
+    for text in ("4200 GB/s", "700 TFLOP/s, 16 bit", "fp4gemm", "torch bf16", "a GPU"):
+        assert text in drawn
+    with pytest.raises(SystemExit):
+        main(["plot", str(write(results, [result(bench="overhead", tflop_s=None)]))])
+    assert "nothing to draw" in capsys.readouterr().err
+
+
+def test_a_page_is_of_one_device() -> None:
+    with pytest.raises(ValueError, match="results are of a GPU and another"):
+        one_device([result(), result(device="another")])
+
+
+def test_report_of_files(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [*products(), result(contender="bad <kernel>", refused="3 of 8 & more differ")]
+    del rows[-1]["us"]
+    results = write(tmp_path / "results.jsonl", rows)
+    assert main(["report", str(results), "--to", str(tmp_path / "page")]) == 1  # something was refused
+    page = (tmp_path / "page" / "report.html").read_text()
+    assert page.count("<svg") == 4
+    assert "bad &lt;kernel&gt;: 3 of 8 &amp; more differ" in page
+    assert "<code>python -m bench dense</code>" in page
+    assert "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creativecommons.org", ""
+    )
+    text = (tmp_path / "page" / "report.md").read_text()
+    assert "**1 refused.**" in text
+    assert "| fp4gemm | 10.0 | 9.0 | 11.0 |" in text
+    assert "| largest matmul | 700 TFLOP/s (16 bit) |" in text
+
+
+def test_readme_tables() -> None:
+    rows = [*products(), result(contender="other", refused="wrong")]
+    rows[0] |= {"sm_mhz": 1700.0, "power_w": 400.0}
+    text = readme.tables(rows)
+    head = "a GPU (sm 1700 to 1700 MHz, power 400 to 400 W), 2026-01-02, torch 2.13, revision abc, by `python"
+    assert text.startswith(head)
+    assert "| `mm`, weight n x k; m = |  | 1 | 16 |" in text
+    assert "| 64x128 | us | 10.0 | 12.0 |" in text
+    assert "|  | x torch bf16 | 3.00 | 2.50 |" in text
+    assert "|  | x humming | 1.50 | 1.25 |" in text
+    assert "| qwen3-30b down 128x64x128 zipf | us | 10.0 | 10.0 |" in text
+    assert "| row | bf16 64x96 | 2.0 | 0.90 |" in text
+    assert text.endswith("Refused: dense 16x64x128, other: wrong.")
+
+
+def test_readme_shows_the_kept_results() -> None:
+    """Nothing in README's tables is typed by hand."""
+    text = README.read_text(encoding="utf-8")
+    begin, end = text.index(readme.BEGIN), text.index(readme.END)
+    assert text[begin + len(readme.BEGIN) : end].strip() == readme.tables(load(RESULTS))
+
+
+def test_readme_block() -> None:
+    text = f"above\n{readme.BEGIN}\nold\n{readme.END}\nbelow\n"
+    assert readme.with_block(text, r"new \1", "f") == f"above\n{readme.BEGIN}\nnew \\1\n{readme.END}\nbelow\n"
+    for bad in ("", text + text, f"{readme.END} {readme.BEGIN}"):
+        with pytest.raises(ValueError, match="--readme: f must hold one"):
+            readme.with_block(bad, "new", "f")
+
+
+@pytest.mark.parametrize("width", [70, 400])
+def test_a_narrow_terminal_drops_columns(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr(tables, "WIDTH", width)
+    tables.show([result(kernel="sm90_kernel_with_a_long_name")])
+    text = capsys.readouterr().out
+    assert ("sm90_kernel_with_a_long_name" in text) == (width == 400)
+    assert "fp4gemm" in text
+    assert "2.00" in text
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_readme_tables_of_one_contender_have_no_baselines() -> None:
+    alone = {k: v for k, v in result().items() if k != "ratio"}
+    assert "| 64x128 | us | 10.0 |" in readme.tables([alone])
