@@ -1,7 +1,7 @@
-"""Kernels chosen by a file of yours, ahead of the library's cost model.
+"""Kernels chosen by rules from a file, which have priority over the library's cost model.
 
-The file, named by the environment variable FP4GEMM_SELECTION when fp4gemm is imported or given to
-:func:`load`, is a JSON list of rules; the first that fits a call names its kernel::
+The file is named by the environment variable FP4GEMM_SELECTION when fp4gemm is imported, or given to
+:func:`load`. It is a JSON list of rules, and the first rule that matches a call names its kernel::
 
     [{"kernel": "sm100_dense_256x192x256_c2x1_rowcol_bf16", "n": 7168, "k": 2048, "m": [1025, 4096]}, ...]
 
@@ -31,6 +31,8 @@ VARIABLE = "FP4GEMM_SELECTION"
 
 
 class Rule(NamedTuple):
+    """One entry of the file; None matches any value."""
+
     kernel: kernel_table.KernelInfo
     n: int | None
     k: int | None
@@ -43,15 +45,15 @@ RULES: list[Rule] = []
 
 
 def load(path: str | os.PathLike[str]) -> int:
-    """Replace the rules in force by those of a file.
+    """Replace the current rules by those of a file.
 
     Returns:
-        The number of rules of kernels that this build has; those of others are left out, so that one file
-        serves several builds.
+        The number of rules that are used. A rule for a kernel that this build lacks is ignored, so that one
+        file serves several builds.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not a JSON list of rules as the head of this module defines them.
+        ValueError: the file is not a JSON list of rules as the head of this module defines them.
     """
     try:
         entries = json.loads(Path(path).read_text())
@@ -65,7 +67,7 @@ def load(path: str | os.PathLike[str]) -> int:
 
 
 def clear() -> None:
-    """Leave every selection to the cost model again."""
+    """Remove every rule, so that the cost model selects the kernels."""
     RULES.clear()
 
 
@@ -102,9 +104,9 @@ def find(
 
 def _rule(where: str, entry: object) -> Rule | None:
     if not isinstance(entry, dict) or not isinstance(entry.get("kernel"), str):
-        raise ValueError(f"{where}: is {entry!r}, must be an object with the name of a kernel")
+        raise ValueError(f"{where}: is {entry!r}, must be an object that names a kernel")
     if unknown := sorted(set(entry) - {"kernel", "n", "k", "m", "operands"}):
-        raise ValueError(f"{where}: has {unknown[0]!r}, must have kernel, n, k, m and operands alone")
+        raise ValueError(f"{where}: has {unknown[0]!r}, must have only kernel, n, k, m and operands")
     span = entry.get("m", [0, 2**31 - 1])
     if (
         not isinstance(span, list)
@@ -130,5 +132,18 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-if os.environ.get(VARIABLE):
-    load(os.environ[VARIABLE])
+def load_from_environment() -> None:
+    """Load the file that FP4GEMM_SELECTION names, if it is set; raises ValueError that names the variable."""
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return
+    try:
+        load(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{VARIABLE}: got {path!r}, must name a file of selection rules (python -m fp4gemm tune writes "
+            f"one), or be unset: {error}"
+        ) from error
+
+
+load_from_environment()

@@ -13,8 +13,8 @@ from pathlib import Path
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import __main__ as main_module
 from fp4gemm import _native, kernel_table, support
+from fp4gemm.commands import COMMANDS, main
 from fp4gemm.device import report
 from fp4gemm.kernel_table import KernelInfo
 from fp4gemm.support import Support
@@ -236,7 +236,7 @@ def test_every_operation_asks_whether_the_device_is_ready(monkeypatch: pytest.Mo
 
 
 def test_report_as_json() -> None:
-    data = json.loads(run_module("--json"))
+    data = json.loads(run_module("report", "--json"))
     assert data["fp4gemm"] == fp4gemm.__version__
     assert data["torch"] == torch.__version__
     assert data["devices"][0] == {
@@ -263,6 +263,18 @@ def test_report_as_text() -> None:
         assert "no   cuda: torch sees no CUDA device" in text
 
 
+def test_table_of_kernels_as_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["kernels", "--json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == [
+        row.name for row in fp4gemm.kernels()
+    ]
+    monkeypatch.setattr(kernel_table, "kernels", list)
+    assert main(["kernels", "--json"]) == 0
+    assert capsys.readouterr().out == "[]\n"
+
+
 def test_table_of_kernels() -> None:
     text = run_module("kernels")
     rows = fp4gemm.kernels()
@@ -280,20 +292,34 @@ def test_report_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_folders_of_the_cpp_package(capsys: pytest.CaptureFixture[str]) -> None:
     package = Path(fp4gemm.__file__).resolve().parent
-    assert run_module("--include-dir") == f"{package / 'include'}\n"
-    assert main_module.main(["--cmake-dir"]) == 0
+    assert run_module("include-dir") == f"{package / 'include'}\n"
+    assert main(["cmake-dir"]) == 0
     assert capsys.readouterr().out == f"{package / 'lib' / 'cmake' / 'fp4gemm'}\n"
-    assert main_module.main(["--include-dir"]) == 0
+    assert main(["include-dir"]) == 0
     assert capsys.readouterr().out == f"{package / 'include'}\n"
 
 
-def test_options_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main_module.main(["--cmake-dir", "--json"])
-    assert "not allowed with argument" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main_module.main(["kernels", "--force"])
-    assert "--device and --force go with selftest" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("kernels --force", "unrecognized arguments: --force"),
+        ("--json", "unrecognized arguments: --json"),
+        ("nothing", "invalid choice: 'nothing'"),
+        ("selftest --device meta", "device: got 'meta', must be the CPU or a CUDA device"),
+    ],
+)
+def test_bad_command_lines(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(line.split())
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_every_command_is_in_the_help() -> None:
+    text = run_module("--help")
+    for name, command in COMMANDS.items():
+        assert re.search(rf"^    {name}\b", text, re.MULTILINE)
+        assert command.SUMMARY.split()[0] in text
 
 
 def test_missing_library_says_what_to_do(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import __main__ as main_module
 from fp4gemm import kernel_table, support
+from fp4gemm.commands import main
 from fp4gemm.device import problems, selftest
 from fp4gemm.device.problems import Problem
 from fp4gemm.kernel_table import KernelInfo
@@ -118,7 +118,7 @@ def test_on_the_cpu_there_is_nothing_to_test(capsys: pytest.CaptureFixture[str])
     assert report.passed
     assert report.results == ()
     assert str(report) == "self-test on cpu: no kernels to test, the reference itself runs"
-    assert main_module.main(["selftest", "--device", "cpu"]) == 0
+    assert main(["selftest", "--device", "cpu"]) == 0
     assert capsys.readouterr().out == f"{report}\n"
 
 
@@ -272,7 +272,7 @@ def test_a_wrong_kernel_stops_every_product(
     with pytest.raises(RuntimeError, match="FP4GEMM_SELF_TEST=0 in the environment"):
         use()
     assert fake.runs > ran
-    assert main_module.main(["selftest"]) == 1
+    assert main(["selftest"]) == 1
     assert "sm100_dense_fp16: 300x400x288: 1 of 120000 elements differ" in capsys.readouterr().out
     monkeypatch.setenv(selftest.SWITCH, "0")
     use()

@@ -11,8 +11,10 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import kernel_table, selection
-from fp4gemm.__main__ import main
+from fp4gemm.commands import main
+from fp4gemm.commands import tune as command
 from fp4gemm.device import products, timing, tune
+from fp4gemm.device.journal import Journal
 from fp4gemm.kernel_table import KernelInfo
 from fp4gemm.support import Support
 
@@ -198,7 +200,7 @@ def test_selection_reads_the_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     kernel = KernelInfo("a", "dense", "rowcol", 90, (1, 1, 1), (1, 1), torch.bfloat16, "prepacked", True)
     monkeypatch.setattr(kernel_table, "kernel_by_name", {"a": kernel}.get)
     monkeypatch.setattr(kernel_table, "kernel_arch", lambda index: 90)
-    journal = tune.Journal(tmp_path / "rules.json", "H200")
+    journal = Journal(tmp_path / "rules.json", "H200")
     journal.add(measured(4, {"a": 1.0}, b="prepacked"))
 
     class A:
@@ -229,17 +231,17 @@ def test_a_run_goes_on_where_one_stopped(tmp_path: Path) -> None:
     out = tmp_path / "rules.json"
     mine = {"kernel": "of mine", "n": 3}
     out.write_text(json.dumps([mine]))
-    first = tune.Journal(out, "H200")
+    first = Journal(out, "H200")
     first.add(measured(1, {"a": 1.0, "b": 2.0}))
     first.add(measured(16, {"a": 3.0, "b": 2.0}))
     assert read(out)[0] == mine
     with first.path.open("a") as file:
         file.write('{"device": "H2')  # broken off
-    second = tune.Journal(out, "H200")
+    second = Journal(out, "H200")
     assert second.kept == [mine]
     assert second.measured == first.measured
     second.add(measured(64, {"b": 2.0}))
-    third = tune.Journal(out, "H200")
+    third = Journal(out, "H200")
     assert set(third.measured) == {POINT._replace(m=m) for m in (1, 16, 64)}
     assert [(rule["kernel"], rule.get("m")) for rule in read(out)] == [
         ("of mine", None),
@@ -250,26 +252,26 @@ def test_a_run_goes_on_where_one_stopped(tmp_path: Path) -> None:
 
 def test_files_of_others_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "rules.json"
-    tune.Journal(out, "H200").add(measured(1, {"a": 1.0}))
+    Journal(out, "H200").add(measured(1, {"a": 1.0}))
     with pytest.raises(ValueError, match="is of 'H200', must be of 'H100'"):
-        tune.Journal(out, "H100")
-    path = tune.Journal(out, "H200").path
+        Journal(out, "H100")
+    path = Journal(out, "H200").path
     path.write_text('{"device": "H200"}\n')
     with pytest.raises(ValueError, match="line 1 is not a measurement"):
-        tune.Journal(out, "H200")
+        Journal(out, "H200")
     path.unlink()
     out.write_text("{}")
     with pytest.raises(ValueError, match="holds a dict, must hold a list of rules"):
-        tune.Journal(out, "H200")
+        Journal(out, "H200")
 
 
 def test_numbers_of_groups_do_not_share_a_file(tmp_path: Path) -> None:
-    journal = tune.Journal(tmp_path / "rules.json", "H200")
+    journal = Journal(tmp_path / "rules.json", "H200")
     journal.add(measured(8, {"a": 1.0}, groups=4))
-    assert journal.rival(POINT._replace(m=99, groups=4)) is None
-    assert journal.rival(POINT) is None
-    assert journal.rival(POINT._replace(groups=5, n=56)) is None
-    assert journal.rival(POINT._replace(groups=5)) == POINT._replace(m=8, groups=4)
+    assert journal.conflict(POINT._replace(m=99, groups=4)) is None
+    assert journal.conflict(POINT) is None
+    assert journal.conflict(POINT._replace(groups=5, n=56)) is None
+    assert journal.conflict(POINT._replace(groups=5)) == POINT._replace(m=8, groups=4)
 
 
 # ---- the command line -------------------------------------------------------------------------------------
@@ -278,14 +280,16 @@ def test_numbers_of_groups_do_not_share_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("tune --m 1", "tune needs --shapes and --out"),
-        ("tune --shapes 8x --m 1 --out x", "'8x' is not two sizes like 8192x4096"),
-        ("tune --shapes 8x32 --m 1,0 --out x", "'1,0' is not a list of sizes"),
-        ("tune --shapes 8x32 --m 1 --out x --operands fp16,bf16", "'fp16,bf16' is not two forms of operands"),
-        ("tune --shapes 8x32 --m 1 --out x --groups 0", "--groups: got 0, must be 1 or more"),
-        ("tune --shapes 12x32 --m 1 --out x", "'12x32': n must be a multiple of 8, k of 32"),
-        ("kernels --m 1", "--m goes with tune"),
-        ("--out-dtype fp16", "--out-dtype goes with tune"),
+        ("tune --m 1", "the following arguments are required: --shapes, --out"),
+        ("tune --shapes 8x --m 1 --out x", "got '8x', must be two sizes like 8192x4096"),
+        ("tune --shapes 8x32 --m 1,0 --out x", "got '1,0', must be a list of sizes"),
+        (
+            "tune --shapes 8x32 --m 1 --out x --operands fp16,bf16",
+            "got 'fp16,bf16', must be two forms of operands",
+        ),
+        ("tune --shapes 8x32 --m 1 --out x --groups 0", "--groups: got '0', must be 1 or more"),
+        ("tune --shapes 12x32 --m 1 --out x", "got '12x32', must have n a multiple of 8 and k of 32"),
+        ("kernels --m 1", "unrecognized arguments: --m 1"),
     ],
 )
 def test_bad_lines(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,7 +301,7 @@ def test_bad_lines(line: str, message: str, capsys: pytest.CaptureFixture[str]) 
 def test_without_a_device_there_is_nothing_to_tune(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tune, "is_supported", lambda device: Support(False, "no such thing"))
+    monkeypatch.setattr(command, "is_supported", lambda device: Support(False, "no such thing"))
     assert main(["tune", "--shapes", "64x64", "--m", "1", "--out", str(tmp_path / "rules.json")]) == 1
     assert "nothing to tune: no such thing" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -310,7 +314,7 @@ def test_a_small_shape_is_tuned(cuda: torch.device, tmp_path: Path) -> None:
     line = ["tune", "--shapes", "256x512", "--m", "1,40", "--rounds", "2", "--out", str(out)]
     family = kernel_table.kernel_arch(cuda.index)
     assert main(line) == 0
-    before = tune.Journal(out, f"{torch.cuda.get_device_name()}, fp4gemm {fp4gemm.__version__}").measured
+    before = Journal(out, f"{torch.cuda.get_device_name()}, fp4gemm {fp4gemm.__version__}").measured
     assert {point.m for point in before} == {1, 40}
     assert all(one.us and not one.refused for one in before.values())
     assert set(before[next(iter(before))].us) == set(

@@ -71,7 +71,7 @@ def test_the_first_rule_that_fits_names_the_kernel(table: None, tmp_path: Path) 
     [
         ({}, "holds a dict, must hold a list"),
         ([3], "rule 0: is 3, must be an object"),
-        ([{"n": 3}], "rule 0: is .*, must be an object with the name of a kernel"),
+        ([{"n": 3}], "rule 0: is .*, must be an object that names a kernel"),
         ([{"kernel": "x", "tile": 3}], "has 'tile', must have"),
         ([{"kernel": "x", "n": -1}], "n is -1, must be a size"),
         ([{"kernel": "x", "m": [5, 2]}], r"m is \[5, 2\], must be a list of the least and the most rows"),
@@ -96,12 +96,25 @@ def test_bad_files_are_refused_and_change_nothing(
 
 
 def test_the_environment_names_a_file(tmp_path: Path) -> None:
-    """Read once, at import; a bad one is not passed over."""
-    for rules, fine in (([], True), ({}, False)):
-        path = write(tmp_path / "rules.json", rules)
+    """The variable is read at import; an error names the variable, the file and what to do."""
+    good, bad = write(tmp_path / "good.json", []), write(tmp_path / "bad.json", {})
+    missing = tmp_path / "missing.json"
+    for path, reason in (
+        (good, None),
+        (bad, "holds a dict, must hold a list of rules"),
+        (missing, "No such file"),
+    ):
         environment = {**os.environ, selection.VARIABLE: str(path)}
-        run = subprocess.run([sys.executable, "-c", "import fp4gemm"], env=environment, capture_output=True)
-        assert (run.returncode == 0) is fine, run.stderr.decode()
+        run = subprocess.run(
+            [sys.executable, "-c", "import fp4gemm"], env=environment, capture_output=True, text=True
+        )
+        if reason is None:
+            assert run.returncode == 0, run.stderr
+            continue
+        last = run.stderr.splitlines()[-1]
+        assert last.startswith(f"ValueError: FP4GEMM_SELECTION: got {str(path)!r}, must name a file of")
+        assert "or be unset" in last
+        assert reason in last
 
 
 @pytest.mark.gpu

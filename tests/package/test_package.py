@@ -86,7 +86,7 @@ def check_consumer(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def cmake_dir() -> Path:
-    return Path(run(sys.executable, "-m", "fp4gemm", "--cmake-dir").strip())
+    return Path(run(sys.executable, "-m", "fp4gemm", "cmake-dir").strip())
 
 
 @pytest.fixture(scope="module")
