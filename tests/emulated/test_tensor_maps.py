@@ -54,7 +54,7 @@ for problem in small_problems(kernel):
 
 @pytest.mark.skipif(not KERNELS, reason="built without SM100 kernels")
 def test_the_work_around_is_needed(session: Session, tmp_path: Path) -> None:
-    """With a driver that is too new to have the fault, the library clears no bit, and its maps are refused."""
+    """With a driver that is too new to have the fault, the library clears no bit; its maps are refused."""
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_THE_WORK_AROUND, str(tmp_path / "ptx")],
