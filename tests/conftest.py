@@ -1,4 +1,4 @@
-"""Shared fixtures: the devices a test runs on, and a seeded generator."""
+"""Fixtures of all tests: the devices on which a test runs, and a seeded generator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _cuda_or_skip() -> None:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Every device that runs all operations; CUDA is skipped, with the reason, where it does not."""
+    """Every device that has all operations; CUDA is skipped, with the reason, if it is not supported."""
     if request.param == "cuda":
         _cuda_or_skip()
     return torch.device(request.param)
@@ -27,7 +27,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture
 def cuda() -> torch.device:
-    """The current CUDA device, or a skip with the reason."""
+    """The current CUDA device; the test is skipped, with the reason, if it is not supported."""
     _cuda_or_skip()
     return torch.device("cuda", torch.cuda.current_device())
 

@@ -1,4 +1,4 @@
-"""What the cases of bad_cases.py start from: calls that are right, ways to spoil a tensor, the runner."""
+"""The base of the cases of bad_cases.py: calls that are right, ways to spoil a tensor, and the runner."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ TYPE, VALUE, NOT = TypeError, ValueError, NotImplementedError
 
 
 class Case(NamedTuple):
-    """``function``, called with ``base()`` changed by ``change``, raises ``error``."""
+    """A call of ``function`` with the arguments of ``base()``, changed by ``change``, raises ``error``."""
 
     function: str
     kind: str
     change: Callable[[], dict[str, Any]]
     error: type[Exception]
-    says: str  # a part of the text, after the name
-    name: str  # the argument that the text names
+    says: str  # a part of the message, after the name
+    name: str  # the argument that the message names
 
 
 class Cases(list[Case]):
-    """A list of cases, with ways to write them down."""
+    """A list of cases, with methods that append to it."""
 
     def add(
         self,
@@ -37,7 +37,7 @@ class Cases(list[Case]):
         says: str,
         name: str = "",
     ) -> None:
-        """One wrong argument, for each of the functions (names separated by blanks)."""
+        """Adds one wrong argument for each of the functions, whose names are separated by spaces."""
         for function in functions.split():
             self.append(
                 Case(
@@ -54,7 +54,7 @@ class Cases(list[Case]):
         says: str,
         name: str,
     ) -> None:
-        """Arguments that do not go together; ``kind`` starts with the name of the one that is blamed."""
+        """Adds arguments that do not go together; ``kind`` starts with the one that the message names."""
         for function in functions.split():
             self.append(Case(function, kind, make, error, says, name))
 
@@ -68,7 +68,7 @@ def quantized(rows: int = M, k: int = K, device: str = "cpu", rotated: bool = Fa
 
 
 def misaligned(x: torch.Tensor) -> torch.Tensor:
-    """The same values, contiguous, 8 bytes past a multiple of 16."""
+    """A contiguous copy that starts 8 bytes past a multiple of 16."""
     buffer = torch.empty(x.nbytes + 16, dtype=torch.uint8)
     start = 8 if buffer.data_ptr() % 16 == 0 else 16
     view = buffer[start : start + x.nbytes].view(x.dtype).view(x.shape)
@@ -331,7 +331,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
 
 
 def complaint(case: Case) -> str | None:
-    """What is wrong with the way a case fails; None when it fails as it should."""
+    """Describes how the failure of a case differs from what it should be; None if it does not."""
     function, base = FUNCTIONS[case.function]
     try:
         function(**{**base(), **case.change()})

@@ -1,6 +1,6 @@
-"""Wrong arguments for every public function: each case changes one argument of a call that is right.
+"""Wrong arguments of every public function: each case changes one argument of a call that is right.
 
-Plain data, so that the same cases run under ``python -O`` too, where ``assert`` does nothing.
+The cases are plain data, so that they also run under ``python -O``, where ``assert`` does nothing.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ CASES += [
     )
 ]
 
-# What mm and scaled_mm share.
+# Arguments that mm and scaled_mm share.
 G = "mm scaled_mm reference.scaled_mm"
 add(G, "bias", "type", lambda: [0.0] * N, TYPE, "must be a torch.Tensor")
 add(G, "bias", "dtype", lambda: ones(N, dtype=torch.float64), TYPE, "dtype is torch.float64, must be")

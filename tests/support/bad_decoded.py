@@ -1,4 +1,4 @@
-"""Wrong arguments for decoded results and for rearranged weights; a part of bad_cases.py."""
+"""Wrong arguments for decoded results and for prepacked weights; a part of bad_cases.py."""
 
 from __future__ import annotations
 

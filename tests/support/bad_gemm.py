@@ -1,4 +1,4 @@
-"""Wrong arguments of the products: fused terms, groups, the named products of a training step."""
+"""Wrong arguments of the products: fused terms, groups, and the products of a training step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ G = 2
 HALF = torch.bfloat16
 ENDS = ends(5, M)
 STACK = fp4gemm.quantize(ones(G, N, K))
-# The gradients of experts: (32, cols) and (48, cols), of 33 tokens in groups of 5 and 28.
+# Operands of the weight gradients of experts: (32, cols) and (48, cols), 33 tokens in groups of 5 and 28.
 LEFT, RIGHT = (fp4gemm.quantize(ones(M, size), axis=0, offs=ENDS) for size in (32, 48))
 
 
@@ -86,12 +86,12 @@ CASES = Cases()
 
 
 def each(functions: str) -> list[str]:
-    """Names that may hold blanks, separated by commas."""
+    """Splits names, which may contain spaces, at commas."""
     return [name.strip() for name in functions.split(",")]
 
 
 def adder(cases: Cases) -> Callable[..., None]:
-    """As Cases.add, for names that may hold blanks."""
+    """Cases.add for names that contain spaces."""
 
     def add_each(
         functions: str,
@@ -114,7 +114,7 @@ def adder(cases: Cases) -> Callable[..., None]:
 
 add_each = adder(CASES)
 
-# ---- what every product takes
+# ---- arguments of every product
 ROWS = "grouped_mm, scaled_grouped_mm"
 COLUMNS = "grouped_mm of columns, scaled_grouped_mm of columns, wgrad"
 DENSE = "mm, scaled_mm, fprop, dgrad"
@@ -143,7 +143,7 @@ add_each(
 
 
 def wrong_matrices(shape: tuple[int, ...]) -> list[tuple[str, Any, type[Exception], str]]:
-    """What is wrong for c and out of this shape; those of a float type are float32."""
+    """Wrong tensors for c and out of this shape; those of a float type are float32."""
     *lead, m, n = shape
     return [
         ("a-number", 0.0, TYPE, "got 0.0 (float), must be a torch.Tensor"),
@@ -209,7 +209,7 @@ for function in each(ALL):
         )
     )
 
-# ---- what swiglu does not go together with
+# ---- arguments that swiglu excludes
 for function in each(ALL):
     by_columns = function in each(COLUMNS)
     for kind, more, error, says in (

@@ -1,4 +1,4 @@
-"""Wrong arguments of grouped products: ends of groups, raw operands and vectors, the reference's own."""
+"""Wrong arguments of grouped products: ends of groups, raw operands and vectors, and the reference."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ for names in (RAW, RAW_COLUMNS):
     add_each(names, "alpha", "type", lambda: "1", TYPE, "got '1' (str), must be a Python number")
     add_each(names, "alpha", "nan", lambda: float("nan"), VALUE, "got nan, must be finite in float32")
 
-# ---- the reference's own
+# ---- the reference
 R = "reference.scaled_grouped_mm, reference.scaled_grouped_mm of columns"
 add_each(R, "alpha", "tensor", lambda: ones(G), TYPE, "must be a Python number")
 add_each(R, "alpha_groups", "type", lambda: 1.0, TYPE, "got 1.0 (float), must be a torch.Tensor")

@@ -1,4 +1,4 @@
-"""Wrong arguments for the constructors from other libraries' numbers; a part of bad_cases.py."""
+"""Wrong arguments of the constructors from other libraries' tensors; a part of bad_cases.py."""
 
 from __future__ import annotations
 

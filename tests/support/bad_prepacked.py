@@ -1,4 +1,4 @@
-"""Wrong arguments of prepacked weights, and of products with them or with activations as they are."""
+"""Wrong arguments of prepacked weights, of products with them, and of products with 16-bit activations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FUNCTIONS |= {
     "PrepackedTensor.to": (P.to, lambda: {"device": "cpu"}),
     "PrepackedTensor.dequantize": (P.dequantize, lambda: {"dtype": torch.float32}),
 }
-# The right operands of calls with bfloat16 activations, which the cases change.
+# Correct operands of calls with bfloat16 activations, which the cases change.
 W4A16 = {
     "mm": {"a": X, "b": P},
     "grouped_mm": {"a": X, "b": P3, "offs": ENDS},
@@ -63,7 +63,7 @@ CASES = Cases()
 def repeated(
     functions: str, cases: list[tuple[str, object, type[Exception], str]], plain: bool = False
 ) -> None:
-    """One wrong argument, the first word of the kind, for each function; of W4A16 calls, if plain."""
+    """Adds one wrong argument, the first word of the kind, for each function; ``plain`` for W4A16 calls."""
     for function in functions.split(", "):
         for kind, value, error, says in cases:
             name = kind.split("-")[0]
@@ -76,7 +76,7 @@ def repeated(
 def together(
     function: str, kind: str, changed: dict[str, object], error: type[Exception], says: str, name: str
 ) -> None:
-    """Arguments of a W4A16 call that do not go together; the text blames ``name``."""
+    """Adds arguments of a W4A16 call that do not go together; the message names ``name``."""
     change = {**W4A16[function], **changed}
     CASES.add_together(function, f"{kind}-w4a16", lambda: change, error, says, name)
 
@@ -147,7 +147,7 @@ repeated(
     ],
 )
 
-# ---- activations as they are
+# ---- 16-bit activations
 PLAIN: list[tuple[str, object, type[Exception], str]] = [
     ("a-strides", every_other(X), VALUE, "must be contiguous"),
     ("a-aligned", misaligned(X), VALUE, "must be 16-byte aligned"),
@@ -199,7 +199,7 @@ repeated(
     ],
     plain=True,
 )
-# Operands that are quantized, beside prepacked weights.
+# Quantized activations with prepacked weights.
 for kind, both, says, name in (
     ("a-quantized-k", {"a": quantized(M, 96)}, "k is 64, must be 96, the k of a", "b"),
     (
@@ -215,7 +215,7 @@ for kind, both, says, name in (
         "a",
     ),
     ("a-quantized-meta", {"a": A.to("meta")}, "device is cpu, must be meta, the device of a", "b"),
-    # As many bytes as the k of a has, so that the operator would not see it.
+    # The number of bytes matches the k of a, so the operator could not notice it.
     (
         "b-quantized-k",
         {"a": A, "b": fp4gemm.prepack(quantized(N, 32))},

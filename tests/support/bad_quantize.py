@@ -1,4 +1,4 @@
-"""Wrong arguments for the quantizers, the producers and MXFP8; a part of bad_cases.py."""
+"""Wrong arguments of the quantizers, the producers and MXFP8; a part of bad_cases.py."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ add_together(
     "offs",
 )
 
-# What no kernel has.
+# Combinations that no kernel has.
 TILES = {"block": (16, 16), "scaling": "tensor"}
 for kind, changed, says in (
     ("block-row", {"block": (16, 16)}, "with scaling 'row'"),
@@ -212,7 +212,7 @@ add_together(
     "shape is (1,), must be (2,)",
     "amax",
 )
-# Groups along columns have one amax in common.
+# Groups of columns share one amax.
 for functions, option in (("quantize", {"scaling": "tensor"}), ("reference.quantize", {"per_row": False})):
     add_together(
         functions,
@@ -294,7 +294,7 @@ add_together(
     "the last entry is 34, must be at most 33",
     "offs",
 )
-# On the CPU the reference reads them.
+# On the CPU the reference reads the ends.
 add(O, "offs", "decreasing", lambda: ends(9, 8), VALUE, "entry 1 is 8, must be at least 9")
 add(O, "offs", "negative", lambda: ends(-1, 8), VALUE, "entry 0 is -1, must be at least 0")
 add(O, "offs", "beyond", lambda: ends(3, M + 1), VALUE, "the last entry is 34, must be at most 33")
@@ -361,7 +361,7 @@ add(S, "swizzled", "false", lambda: False, VALUE, "shape is (128, 4), must be (3
 add(S, "scales", "device", lambda: E.scales.to("meta"), VALUE, "device is meta, must be cpu")
 add(S, "scales", "strides", lambda: every_other(E.scales.view(torch.uint8)), VALUE, "must be contiguous")
 
-# dequantize_parts beyond what it shares with the containers.
+# Arguments of dequantize_parts that the containers do not have.
 Y = "dequantize_parts reference.dequantize"
 add("dequantize_parts", "swizzled", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
 add(Y, "swizzled", "false", lambda: False, VALUE, "shape is (128, 4), must be (33, 4), the compact", "scales")

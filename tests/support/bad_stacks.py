@@ -1,4 +1,4 @@
-"""Wrong arguments for stacks of matrices and groups of columns; a part of bad_cases.py."""
+"""Wrong arguments of stacks of matrices and of groups of columns; a part of bad_cases.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The structs of the C interface for ctypes, filled as their _INIT macros do."""
+"""The structs of the C interface for ctypes, initialized as their _INIT macros initialize them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "relu2": 3, "swiglu": 4}
 
 
 class Args(ctypes.Structure):
-    """A struct that begins with its size; the fields that are not given keep the defaults of its macro."""
+    """A struct that begins with its size; fields that are not given have the defaults of its macro."""
 
     _defaults_: ClassVar[dict[str, object]] = {}
 
@@ -153,7 +153,7 @@ class KernelInfo(ctypes.Structure):
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Gives the calls that take structs their signatures."""
+    """Declares the signatures of the functions that have structs as arguments."""
     library.fp4gemm_last_error.restype = c_char_p
     for name, args in (("dense", DenseArgs), ("grouped", GroupedArgs)):
         query, call = (getattr(library, f"fp4gemm_{name}{end}") for end in ("_workspace_bytes", ""))

@@ -26,7 +26,7 @@ KINDS = (
 
 
 def short(dtype: torch.dtype) -> str:
-    """bf16, fp16, fp32: for test ids."""
+    """The short name of a dtype, for test ids: bf16, fp16 or fp32."""
     return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
 
 
@@ -36,7 +36,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def assert_bits(actual: Tensor, expected: Tensor, what: str = "result") -> None:
-    """Same dtype, shape and bits; the message says how many differ and where the first does."""
+    """Requires the same dtype, shape and bits; the message counts the differences and locates the first."""
     assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
     assert actual.shape == expected.shape, (
         f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
@@ -51,14 +51,14 @@ def assert_bits(actual: Tensor, expected: Tensor, what: str = "result") -> None:
 
 
 def assert_same_value(actual: Tensor, expected: Tensor, what: str = "result") -> None:
-    """Same bits, except that any NaN equals any NaN."""
+    """Requires the same bits, except that any NaN equals any NaN."""
     nan = expected.isnan()
     assert torch.equal(actual.isnan().cpu(), nan.cpu()), f"{what}: NaN in other places"
     assert_bits(actual.masked_fill(nan.to(actual.device), 0.0), expected.masked_fill(nan, 0.0), what)
 
 
 def make(kind: str, m: int, k: int, dtype: torch.dtype, gen: torch.Generator) -> Tensor:
-    """An (m, k) input of one kind; float16 gets what survives its range."""
+    """An (m, k) input of one kind, clamped to the finite range of the dtype unless the kind is inf."""
     x = torch.randn(m, k, generator=gen)
     if kind == "heavy":  # Student t with 2 degrees of freedom
         x = x / (torch.empty(m, k).exponential_(generator=gen) + 1e-3).sqrt()
@@ -74,7 +74,7 @@ def make(kind: str, m: int, k: int, dtype: torch.dtype, gen: torch.Generator) ->
         x = torch.where(torch.rand(m, k, generator=gen) < 0.002, x.sign() * torch.inf, x)
     elif kind == "zero_rows":
         x = x * (torch.rand(m, 1, generator=gen) < 0.5) * (torch.rand(m, k, generator=gen) < 0.5)
-    elif kind == "integers":  # blocks of a few scales alone: sums of products fit in fp32
+    elif kind == "integers":  # blocks have few different scales, so that sums of products are exact in fp32
         x = torch.randint(-3, 4, (m, k), generator=gen).float()
     elif kind == "ties":  # with 6 in every block and 2688 in every row, element factors are powers of two
         grid = torch.tensor([0.0, *TIES, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -89,30 +89,30 @@ def make(kind: str, m: int, k: int, dtype: torch.dtype, gen: torch.Generator) ->
 
 
 def make_codes(m: int, k: int, gen: torch.Generator) -> Tensor:
-    """Random codes of every value, (m, k/2)."""
+    """Random codes, two in each byte, (m, k/2)."""
     return torch.randint(0, 256, (m, k // 2), generator=gen, dtype=torch.uint8)
 
 
 def make_scales(m: int, k: int, gen: torch.Generator) -> Tensor:
-    """Random finite positive e4m3 block scales, compact (m, k/16), subnormals and zero among them."""
+    """Random finite e4m3 block scales >= 0, compact (m, k/16), with subnormals and zeros."""
     return torch.randint(0, 0x7F, (m, k // 16), generator=gen, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
 
 def folded(codes: Tensor, compact: Tensor) -> tuple[Tensor, Tensor]:
-    """The same weight, scales a byte each, with the sign of every negative scale at its sixteen codes."""
+    """The same weight with positive scales: the sign of a negative scale moves to its 16 codes."""
     flips = (compact >= 0x80).repeat_interleave(8, dim=-1)
     return torch.where(flips, codes ^ 0x88, codes), compact & 0x7F
 
 
 def poisoned(m: int, n: int, dtype: torch.dtype, device: torch.device, pad: int = 0) -> tuple[Tensor, Tensor]:
-    """An (m, n) view inside a larger buffer (m + 2, n + pad) full of 0xFF (NaN), and that buffer."""
+    """An (m, n) view inside of a buffer (m + 2, n + pad) that is filled with 0xFF (NaN), and that buffer."""
     width = n + pad
     buffer = torch.full((m + 2, width * dtype.itemsize), 0xFF, dtype=torch.uint8, device=device).view(dtype)
     return buffer[1 : m + 1, :n], buffer
 
 
 def assert_poison_intact(buffer: Tensor, m: int, n: int) -> None:
-    """Nothing outside the (m, n) view of :func:`poisoned` was written."""
+    """Requires that nothing outside of the (m, n) view of :func:`poisoned` was written."""
     raw = bits(buffer)
     keep = torch.ones_like(raw, dtype=torch.bool)
     keep[1 : m + 1, :n] = False
@@ -120,13 +120,13 @@ def assert_poison_intact(buffer: Tensor, m: int, n: int) -> None:
 
 
 def dirty(device: torch.device, *sizes: int) -> None:
-    """Fill and free blocks of these sizes, so that the allocator hands out memory full of 0xFF next."""
+    """Fills and frees blocks of these sizes, so that the next allocations have memory full of 0xFF."""
     blocks = [torch.full((size,), 0xFF, dtype=torch.uint8, device=device) for size in sizes for _ in range(3)]
     del blocks
 
 
 def captured(step: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of ``step``, after one run of it on a side stream, and what the captured call returned."""
+    """Runs ``step`` on a side stream and captures it; returns the graph and the result of the captured call."""
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):

@@ -1,7 +1,7 @@
-"""A second model of the numerics, in numpy and from the definitions: shares no code with fp4gemm.reference.
+"""A second model of the numerics, in numpy and from the definitions; it shares no code with the reference.
 
-Encoders search the nearest value by brute force, layouts go by the offset formula, float32 steps are numpy's.
-Here are formats, layouts and products; model_quantize.py and model_producers.py have the rest.
+Encoders search for the nearest value among all, layouts follow the offset formula, and float32 operations are
+numpy's. This file has formats, layouts and products; model_quantize.py and model_producers.py have the rest.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def encode_e4m3(x: np.ndarray) -> np.ndarray:
 
 
 def decode_codes(codes: np.ndarray) -> np.ndarray:
-    """float64 (m, k) of packed codes (m, k/2)."""
+    """The values of packed codes (m, k/2), float64 (m, k)."""
     nibbles = np.stack([codes & 15, codes >> 4], axis=-1).reshape(codes.shape[0], 2 * codes.shape[1])
     return np.where(nibbles >= 8, -E2M1[nibbles & 7], E2M1[nibbles & 7])
 
@@ -61,13 +61,13 @@ def e8m0_values() -> np.ndarray:
 
 
 def encode_e8m0(x: np.ndarray) -> np.ndarray:
-    """The first power of two that is not below x >= 0, the last one if none is."""
+    """The code of the smallest power of two that is >= x, for x >= 0; the largest code if there is none."""
     code = np.minimum(np.searchsorted(e8m0_values()[:255], x.astype(np.float64)), 254)
     return np.where(np.isnan(x), 255, code).astype(np.uint8)
 
 
 def encode_fp8(x: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Bytes nearest to x of the 256 whose values are given, ties to the even one, saturating; NaN: 0x7F."""
+    """The bytes whose values are nearest to x, ties to the even byte, saturating; 0x7F for NaN."""
     finite = values[: np.flatnonzero(~np.isfinite(values))[0]]
     magnitude = np.where(np.isnan(x), 0, np.abs(x))
     code = nearest(magnitude, finite) + 128 * np.signbit(x)
@@ -80,7 +80,7 @@ def offset(r: int, c: int, padded_columns: int) -> int:
 
 
 def swizzle(compact: np.ndarray) -> np.ndarray:
-    """Padded swizzled bytes (ceil128, ceil4) of compact ones."""
+    """Swizzled bytes, padded to multiples of (128, 4), of compact ones."""
     rows, columns = compact.shape
     width = -(-columns // 4) * 4
     flat = np.zeros(-(-rows // 128) * 128 * width, np.uint8)
@@ -98,7 +98,7 @@ def unswizzle(swizzled: np.ndarray, m: int, columns: int) -> np.ndarray:
 
 
 def values(codes: torch.Tensor, scales: torch.Tensor) -> np.ndarray:
-    """Code value times block scale, float64 (m, k), of codes and swizzled scales on any device."""
+    """Code values times block scales, float64 (m, k), from codes and swizzled scales on any device."""
     q = decode_codes(codes.cpu().numpy())
     compact = unswizzle(scales.cpu().view(torch.uint8).numpy(), q.shape[0], q.shape[1] // 16)
     return q * np.repeat(e4m3_values()[compact], 16, axis=1)

@@ -1,6 +1,6 @@
-"""A second model of the epilogue, in numpy: activations, the addend, and products of groups row by row.
+"""A second model of the epilogue in numpy: activations, the addend c, and products of groups row by row.
 
-Shares no code with fp4gemm.reference. Every line of arithmetic is one float32 operation of numpy's, which
+It shares no code with fp4gemm.reference. Every line of arithmetic is one float32 operation of numpy, which
 rounds to nearest even.
 """
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 F = np.float32
-# Coefficients of 2^f as float32 bits, from the decimal numbers of the definition.
+# The coefficients of the polynomial for 2^f, float32 of the decimal numbers in the definition.
 COEFFICIENTS = [
     np.float32(text)
     for text in ("0.69314718", "0.24022651", "0.055504109", "0.0096181291", "0.0013333558", "0.00015403530")
@@ -20,7 +20,7 @@ NAMES = (None, "silu", "gelu_tanh", "relu2")
 
 
 def e(u: np.ndarray) -> np.ndarray:
-    """About exp(-u): clamped, to base 2, polynomial and exponent."""
+    """An approximation of exp(-u): clamped, converted to base 2, polynomial times power of two."""
     with np.errstate(all="ignore"):
         t = np.minimum(np.maximum(-u, F(-87)), F(87)) * F(1.44269502)
         n = np.rint(t)
@@ -35,7 +35,7 @@ def e(u: np.ndarray) -> np.ndarray:
 
 
 def activate(z: np.ndarray, name: str | None) -> np.ndarray:
-    """float32 of float32."""
+    """The activation of float32 values, in float32."""
     with np.errstate(all="ignore"):
         if name is None:
             return z
@@ -71,7 +71,7 @@ def finish(
 
 
 def grouped_scales(scales: np.ndarray, ends: list[int], columns: int) -> np.ndarray:
-    """Compact scale bytes (ends[-1], columns) of those of groups of rows: each from a multiple of 128."""
+    """Compact scale bytes (ends[-1], columns) of groups of rows, each starting at a multiple of 128."""
     flat, width = scales.reshape(-1), scales.shape[1]
     rows, tile_row, begin = [], 0, 0
     for end in ends:
@@ -90,9 +90,9 @@ def grouped_row_values(codes: torch.Tensor, scales: torch.Tensor, ends: list[int
 
 
 def column_spans(ends: list[int]) -> list[tuple[int, int]]:
-    """First column and number of columns of the blocks that hold tokens, of each group of columns.
+    """The first column and the number of columns of the blocks that hold tokens, for each group of columns.
 
-    A rotation spreads the tokens of a block that is not full over all of its columns.
+    A rotation spreads the tokens of a block that is not full over all columns of the block.
     """
     spans, place, begin = [], 0, 0
     for end in ends:

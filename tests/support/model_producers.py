@@ -1,4 +1,4 @@
-"""The second model of what feeds a GEMM: SiLU of every 16-bit number by decimals, RMS norm step by step."""
+"""The second model of the producers: SiLU of every 16-bit number by decimals, RMS norm step by step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ F = np.float32
 
 
 def all_values(dtype: torch.dtype) -> torch.Tensor:
-    """The 2^16 numbers of a 16-bit dtype in the order of their bits."""
+    """The 2^16 values of a 16-bit dtype in the order of their bits."""
     return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
 def _round(x: Decimal, grid: list[Decimal], steps: np.ndarray) -> int:
-    """Index of the nearest of the ascending grid to x >= 0, ties to the even one; ``steps``: in float64."""
+    """The index of the value in the ascending ``steps`` (float64) nearest to x >= 0, ties to the even index."""
     upper = int(np.searchsorted(steps, float(x)))
     near = range(max(upper - 2, 0), min(upper + 2, len(grid)))
     return min(near, key=lambda i: (abs(grid[i] - x), i % 2))
@@ -33,7 +33,7 @@ def _round_to_float32(x: Decimal) -> Decimal:
 
 
 def silu(dtype: torch.dtype) -> torch.Tensor:
-    """silu of every number of a 16-bit dtype, by way of float32; -0 below -88.75, NaN of -inf."""
+    """silu of every value of a 16-bit dtype, rounded to float32 first; -0 below -88.75, NaN for -inf."""
     inputs = all_values(dtype).double()
     positive = inputs[:32768]
     steps = positive[positive.isfinite()].numpy()  # their bits are the indices
@@ -45,7 +45,7 @@ def silu(dtype: torch.dtype) -> torch.Tensor:
         for i, g in enumerate(inputs.tolist()):
             if np.isnan(g) or g == -np.inf:
                 result[i] = nan
-            elif g == np.inf or g > 150:  # exp(-150) is nothing beside 1
+            elif g == np.inf or g > 150:  # exp(-150) vanishes against 1
                 result[i] = i
             elif g < -88.75:
                 result[i] = 0x8000
@@ -57,7 +57,7 @@ def silu(dtype: torch.dtype) -> torch.Tensor:
 
 
 def silu_and_mul(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """y of x (m, 2k), by a look-up in ``table`` = silu(x.dtype)."""
+    """y of x (m, 2k), with silu looked up in ``table`` = silu(x.dtype)."""
     k = x.shape[1] // 2
     gate = x[:, :k].contiguous().view(torch.int16).numpy().astype(np.int64) & 0xFFFF
     h = table.float().numpy()[gate]

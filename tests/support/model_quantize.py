@@ -1,6 +1,6 @@
 """The second model of quantization: every variant of NVFP4, stochastic rounding, groups of rows and MXFP8.
 
-Written from the definitions, float32 steps by numpy, decisions in float64 where these are exact.
+Written from the definitions; float32 operations are numpy's, and decisions use float64 where that is exact.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ F = np.float32
 
 @dataclass(frozen=True)
 class Mode:
-    """A variant: ``adaptive`` is "mae" or "mse" for four over six, ``rotation`` "bf16" or "fp32"."""
+    """A variant. ``adaptive``: "mae" or "mse" for four over six; ``rotation``: "bf16" or "fp32"."""
 
     scaling: str = "row"
     tiles: bool = False
@@ -46,7 +46,7 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
 
 
 def rotate(x: np.ndarray, signs: int, rounded: bool) -> np.ndarray:
-    """Each run of 16 along a row: signs, butterflies of stride 1, 2, 4, 8, a quarter."""
+    """Rotates each 16 values of a row: signs, butterflies of strides 1, 2, 4 and 8, and a factor of 1/4."""
     y = [x[:, r::16] * F(-1 if signs >> r & 1 else 1) for r in range(16)]
     for stride in (1, 2, 4, 8):
         for i in range(16):
@@ -59,7 +59,7 @@ def rotate(x: np.ndarray, signs: int, rounded: bool) -> np.ndarray:
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10 in Python's integers."""
+    """Philox4x32-10 in Python integers."""
     x, y, z, w = counter
     for i in range(10):
         k0, k1 = (key[0] + i * 0x9E3779B9) % 2**32, (key[1] + i * 0xBB67AE85) % 2**32
@@ -69,7 +69,7 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 def random_bytes(seed: int, offset: int, rows: int, blocks: int) -> np.ndarray:
-    """(rows, 16 * blocks); seed and offset of any sign, modulo 2^64."""
+    """Random bytes (rows, 16 * blocks); seed and offset of any sign count modulo 2^64."""
     result = np.empty((rows * blocks, 16), np.int64)
     for sequence in range(rows * blocks):
         words = philox(
@@ -81,7 +81,7 @@ def random_bytes(seed: int, offset: int, rows: int, blocks: int) -> np.ndarray:
 
 
 def stochastic_e2m1(v: np.ndarray, random: np.ndarray) -> np.ndarray:
-    """Codes of float32 v: up in magnitude where floor(256 f) + random >= 256, in exact float64."""
+    """Codes of float32 v, rounded up in magnitude if floor(256 f) + random >= 256, exact in float64."""
     a = np.minimum(np.nan_to_num(np.abs(v), nan=0.0, posinf=np.inf).astype(np.float64), 6.0)
     lower = np.searchsorted(E2M1, a, side="right") - 1
     upper = np.minimum(lower + 1, 7)
@@ -98,7 +98,7 @@ def folded(rows: list[np.ndarray]) -> np.ndarray:
 def block_errors(
     x: np.ndarray, q: np.ndarray, scales: np.ndarray, s: np.ndarray, amax: np.ndarray, mode: Mode
 ) -> np.ndarray:
-    """E (m, k/16) of values q (m, k) with float32 scales (m, k/16), the terms summed one after another."""
+    """The errors (m, k/16) of values q (m, k) with float32 scales (m, k/16), summed term by term."""
     value = q * np.repeat(scales, 16, axis=1)
     d = value - x * s if mode.fast_error else value * amax / F(6 * mode.bound) - x
     terms = d * d if mode.adaptive == "mse" else np.abs(d)
@@ -131,7 +131,7 @@ def adaptive_cast(
 def quantize(
     x: np.ndarray, mode: Mode, amax: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(codes (m, k/2), compact scale bytes (m, k/16), amax) of float32 x (m, k), blocks along k."""
+    """Codes (m, k/2), compact scale bytes (m, k/16) and amax of float32 x (m, k), with blocks along k."""
     m, k = x.shape
     with np.errstate(all="ignore"):
         if mode.rotation:
@@ -169,7 +169,7 @@ def quantize(
 def grouped(
     x: np.ndarray, mode: Mode, ends: list[int], amax: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(codes, swizzled scale bytes of all groups, amax (m,)): each group as a tensor of its own."""
+    """Codes, swizzled scale bytes of all groups, and amax (m,); each group is quantized on its own."""
     m, k = x.shape
     width = -(-k // 64) * 4
     codes, row_amax = np.zeros((m, k // 2), np.uint8), np.zeros(m, F)
@@ -190,12 +190,12 @@ def grouped(
 def grouped_columns(
     x: np.ndarray, mode: Mode, ends: list[int], amax: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(codes (k, cols/2), compact scale bytes, amax) of x^T, each group of columns padded to 64 of them."""
+    """Codes (k, cols/2), compact scale bytes and amax of x^T, each group padded to whole 64 columns."""
     m, k = x.shape
     cols = (m + 63 * min(len(ends), m)) // 64 * 64
     pieces = []
     begin = 0
-    taken: list[bool] = []  # blocks with a row; the codes of the others are zero, not minus zero
+    taken: list[bool] = []  # blocks that hold a row; codes of the other blocks are +0
     for end in ends:
         size = end - begin
         pieces += [x[begin:end], np.zeros((-size % 64, k), F)]
@@ -211,7 +211,7 @@ def grouped_columns(
 
 
 def mxfp8(x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(bytes (m, k), compact scale bytes (m, k/32)); ``values`` are those of the 256 bytes."""
+    """Bytes (m, k) and compact scale bytes (m, k/32); ``values`` holds the values of the 256 bytes."""
     m, k = x.shape
     with np.errstate(all="ignore"):
         largest = values[: np.flatnonzero(~np.isfinite(values))[0]][-1]

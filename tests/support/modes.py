@@ -1,4 +1,4 @@
-"""Every mode of the quantizers: options of fp4gemm.quantize beside the operator arguments they stand for."""
+"""Every mode of the quantizers: options of fp4gemm.quantize and the operator arguments they stand for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIGNS = 0xD7E8
 
 
 class Mode(NamedTuple):
-    """Options without x, axis, amax and offs."""
+    """A mode: the options besides x, axis, amax and offs."""
 
     name: str
     options: dict[str, Any]
@@ -102,7 +102,7 @@ def adaptive_modes() -> Iterator[Mode]:
 TILES = mode("tiles", {"scaling": "tensor", "block": (16, 16)}, block_rows=16)
 MODES = [*plain_modes(), *adaptive_modes(), TILES]
 GROUPED_MODES = [m for m in MODES if not m.tiles]
-# One or two of each kind, where every mode would take too long.
+# One or two modes of each kind, for tests in which every mode would last too long.
 FEW = [m for m in MODES if m.name in {
     "row-te-plain",
     "tensor-te-plain",
@@ -133,13 +133,13 @@ def assert_same(got: NVFP4Tensor, want: NVFP4Tensor, where: str = "") -> None:
 def expected(
     x: Tensor, m: Mode, axis: int = -1, amax: Tensor | None = None, offs: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the reference makes of a CPU tensor, with a given amax in its place."""
+    """The reference's result for a CPU tensor, with the given amax if there is one."""
     codes, scales, measured = reference.quantize(x, amax, axis=axis, offs=offs, **m.operator())
     return codes, scales, measured if amax is None or measured.numel() else amax
 
 
 def quantize(x: Tensor, m: Mode, device: torch.device, **more: Any) -> NVFP4Tensor:
-    """fp4gemm.quantize on the device, x and the other tensors brought there."""
+    """fp4gemm.quantize on the device; x and the other tensors are copied there."""
     moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in more.items()}
     return fp4gemm.quantize(x.to(device), **m.on(device), **moved)
 

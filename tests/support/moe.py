@@ -1,4 +1,4 @@
-"""What the tests of grouped products share: routings, operands of experts, products by a second model."""
+"""Routings, operands of experts, and products by the second model, for the tests of grouped products."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ ROUTINGS = {
 
 
 class Rows(NamedTuple):
-    """Tokens of experts and the weights of each."""
+    """Tokens of experts, and the weights of each expert."""
 
     x: Tensor  # (m, k) bf16
     w: Tensor  # (g, n, k) bf16
-    offs: Tensor  # (g,) i32
+    offs: Tensor  # (g,) int32
     a: NVFP4Tensor
     b: NVFP4Tensor
 
@@ -44,11 +44,11 @@ class Rows(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Gradients and inputs of experts, with their tokens along k."""
+    """Gradients and inputs of experts, with tokens along k."""
 
     dy: Tensor  # (tokens, m) bf16
     x: Tensor  # (tokens, n) bf16
-    offs: Tensor  # (g,) i32
+    offs: Tensor  # (g,) int32
     a: NVFP4Tensor  # (m, cols)
     b: NVFP4Tensor  # (n, cols)
 
@@ -74,7 +74,7 @@ def rows_of(
     loose: int = 0,
     scaling: str = "row",
 ) -> Rows:
-    """``loose`` rows belong to nobody."""
+    """``loose`` is the number of rows behind the last group."""
     x = make("normal", sum(sizes) + loose, k, torch.bfloat16, gen).to(device)
     w = make("normal", len(sizes) * n, k, torch.bfloat16, gen).view(len(sizes), n, k).to(device)
     offs = ends_of(sizes, device)
@@ -90,7 +90,7 @@ def columns_of(
     loose: int = 0,
     scaling: str = "row",
 ) -> Columns:
-    """Small integers: a group's last block may hold one token, whose scale would be any for Gaussian data."""
+    """Small integers: with Gaussian data the last block of a group, of one token perhaps, could have any scale."""
     tokens = sum(sizes) + loose
     dy = make("integers", tokens, m, torch.bfloat16, gen).to(device)
     x = make("integers", tokens, n, torch.bfloat16, gen).to(device)
@@ -111,7 +111,7 @@ def row_products(case: Rows) -> list[np.ndarray]:
 
 
 def column_products(case: Columns) -> list[np.ndarray]:
-    """The float64 accumulator of each group, from the blocks of columns that hold tokens alone."""
+    """The float64 accumulator of each group, from the blocks of columns that hold tokens."""
     left, right = (model.values(t.codes, t.scales) for t in (case.a, case.b))
     return [
         left[:, first : first + count] @ right[:, first : first + count].T
@@ -127,7 +127,7 @@ def expected_rows(
     beta: float = 1.0,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """D of grouped_mm, the rows of all groups."""
+    """D of grouped_mm: the rows of all groups."""
     parts, begin = [], 0
     for e, (end, acc) in enumerate(zip(case.ends, row_products(case), strict=True)):
         z = model.epilogue(
@@ -151,7 +151,7 @@ def expected_columns(
     beta: float = 1.0,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """D of grouped_mm, (g, m, n)."""
+    """D of grouped_mm with ragged k, (g, m, n)."""
     parts = []
     for e, acc in enumerate(column_products(case)):
         z = model.epilogue(
@@ -163,7 +163,7 @@ def expected_columns(
 
 
 def routing(kind: str, g: int, m: int, gen: torch.Generator) -> list[int]:
-    """Sizes of g groups of at most m rows in all."""
+    """The sizes of g groups that have at most m rows together."""
     if kind == "all_empty":
         return [0] * g
     if kind == "one_hot":

@@ -1,4 +1,4 @@
-"""What the tests of fp4gemm.nn share: a float layer with rows of unlike size, and comparisons of bits."""
+"""Helpers of the tests of fp4gemm.nn: float layers, conversion, and comparisons of bits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def nan_linear() -> torch.nn.Linear:
 
 
 def convert(model: torch.nn.Module, **options: Any) -> tuple[torch.nn.Module, nn.QuantizeReport]:
-    """quantize_model's result with its report; a copy unless inplace is asked for."""
+    """The model that quantize_model returns, and its report; the model is a copy unless inplace is set."""
     reports: list[nn.QuantizeReport] = []
     swapped = nn.quantize_model(model, report=reports.append, **{"inplace": False} | options)
     return swapped, reports[0]

@@ -1,4 +1,4 @@
-"""What the tests of the torch operators share: opcheck, compilation in one graph, comparison with meta."""
+"""Helpers of the tests of the torch operators: opcheck, compilation as one graph, meta tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 
 
 def ready(backend: str) -> str:
-    """The torch.compile backend, with dynamo's caches empty; inductor needs a C++ compiler on the CPU."""
+    """Returns the backend after emptying dynamo's caches; skips inductor without a C++ compiler."""
     if backend == "inductor" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.skip("inductor: no C++ compiler")
     torch._dynamo.reset()
@@ -43,7 +43,7 @@ def opcheck(name: str, *args: Any, **kwargs: Any) -> None:
 
 
 def assert_fake_is_real(name: str, *args: Any, **kwargs: Any) -> None:
-    """The operator on meta says what it returns for real: shapes, dtypes and strides of each result."""
+    """Requires that results on meta tensors have the shapes, dtypes and strides of the real results."""
 
     def to_meta(value: Any) -> Any:
         return value.to("meta") if isinstance(value, torch.Tensor) else value

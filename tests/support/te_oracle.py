@@ -1,7 +1,7 @@
 """TransformerEngine's own NVFP4 reference, read from its wheel at run time and executed against stub modules.
 
-Nothing of TransformerEngine is kept here: the pure-Python wheel comes from PyPI (1.2 MB, no dependencies),
-one file of it is executed, and its imports of the rest are answered by stubs. No CUDA is needed.
+The repository holds nothing of TransformerEngine: the pure-Python wheel comes from PyPI (1.2 MB, without
+dependencies), one file of it is executed, and stubs replace the modules that it imports. CUDA is not needed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ ENVIRONMENT = "FP4GEMM_TE_WHEEL"
 
 
 class Unavailable(Exception):
-    """The wheel cannot be had; the text says why."""
+    """The wheel is not available; the text says why."""
 
 
 def wheel(cache: Path) -> Path:
-    """The wheel that FP4GEMM_TE_WHEEL names, else one downloaded into ``cache`` once; its hash is checked."""
+    """The wheel that FP4GEMM_TE_WHEEL names, else one downloaded to ``cache``; its hash is checked."""
     named = os.environ.get(ENVIRONMENT)
     if named:
         if not Path(named).is_file():
@@ -70,7 +70,7 @@ def wheel(cache: Path) -> Path:
 
 
 class _Quantizer:
-    """Stands in for the base class: only what the reference reads."""
+    """Replaces the base class, with the attributes that the reference reads."""
 
     def __init__(self, *, rowwise: bool = True, columnwise: bool = True, **_: Any) -> None:
         self.rowwise_usage = rowwise
@@ -106,7 +106,7 @@ def _installed(modules: dict[str, types.ModuleType]) -> Iterator[None]:
 
 def _run(source: str, name: str) -> types.ModuleType:
     module = types.ModuleType(name)
-    sys.modules[name] = module  # dataclasses look their module up by name
+    sys.modules[name] = module  # dataclasses look up their module by name
     exec(compile(source, f"<{name}>", "exec"), module.__dict__)
     return module
 
@@ -128,7 +128,7 @@ class Oracle:
             parts = str(node.module).split(".")
             for i in range(1, len(parts) + 1):
                 package = modules.setdefault(".".join(parts[:i]), types.ModuleType(".".join(parts[:i])))
-                package.__path__ = []  # marks a package
+                package.__path__ = []  # makes the module a package
             for alias in node.names:
                 stub = self._utilities if alias.name == UTILITIES else _stub(alias.name)
                 setattr(modules[str(node.module)], alias.name, stub)
@@ -138,7 +138,7 @@ class Oracle:
     def _quantizer(self, *, columnwise: bool, rotate: bool, signs: bool, **options: Any) -> Any:
         return self._module.NVFP4QuantizerRef(
             dtype=self._utilities.Fp4Formats.E2M1,
-            rowwise=True,  # row scaling wants it also where only the columns are asked for
+            rowwise=True,  # row scaling needs it even if only the columns are quantized
             columnwise=columnwise,
             pow_2_scales=False,
             eps=0.0,
@@ -160,9 +160,9 @@ class Oracle:
         hadamard: str | None = None,
         hadamard_signs: int = 0xD7E8,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(packed codes (m, k/2), scale bytes (m, k/16), amax (1,) or (m,)) of a CPU tensor or its transpose.
+        """Codes (m, k/2), scale bytes (m, k/16) and amax, (1,) or (m,), of a CPU tensor or its transpose.
 
-        The options are those of fp4gemm.quantize. A rotation is for axis 0; its result has the dtype of x.
+        The options are those of fp4gemm.quantize. A rotation requires axis 0; its result has the dtype of x.
         """
         if hadamard_signs not in (0, 0xD7E8) or (hadamard is not None and axis != 0):
             raise ValueError("TransformerEngine has no such rotation")
@@ -187,6 +187,6 @@ class Oracle:
         return data, scales, amax.to(torch.float32).reshape(-1)
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
-        """Each run of 16 along a row, rotated with the default signs, in the dtype of x."""
+        """x with each 16 values of a row rotated with the default signs, in the dtype of x."""
         quantizer = self._quantizer(columnwise=False, rotate=True, signs=True, quant_tile_shape=(1, 16))
         return quantizer._apply_rht(x)

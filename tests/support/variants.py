@@ -1,4 +1,4 @@
-"""The variants of quantization that the reference is compared with the second model in."""
+"""The variants of quantization in which the tests compare the reference with the second model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MODES = {
 
 
 def arguments(mode: Mode) -> dict[str, Any]:
-    """Those of reference.quantize, without x, amax and axis."""
+    """The arguments of reference.quantize for a mode, besides x, amax and axis."""
     return {
         "per_row": mode.scaling == "row",
         "block_rows": 16 if mode.tiles else 1,
