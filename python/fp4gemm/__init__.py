@@ -16,7 +16,7 @@ from . import _native, reference, selection
 from .containers import interop
 from .containers.mxfp8 import MXFP8Tensor, quantize_mxfp8
 from .containers.nvfp4 import DecodedTensor, NVFP4Tensor
-from .containers.prepacked import PrepackedTensor, prepack, unpack
+from .containers.prepacked import PrepackedTensor, prepack, unprepack
 from .device.selftest import self_test
 from .gemm import mm, scaled_mm
 from .grouped import grouped_mm, scaled_grouped_mm
@@ -63,7 +63,7 @@ __all__ = [
     "silu_and_mul_quantize",
     "stack",
     "swizzle_scales",
-    "unpack",
+    "unprepack",
     "unswizzle_scales",
     "wgrad",
 ]
@@ -77,3 +77,8 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _native.version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Names that are imported on first use among the others."""
+    return sorted({*globals(), *__all__})

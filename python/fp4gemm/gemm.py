@@ -322,7 +322,9 @@ def _right(name: str, value: Right) -> tuple[Tensor, Tensor | None, int, int, in
     """(data, scales or None, n, k, b_rows of the operators) of the right operand."""
     if isinstance(value, PrepackedTensor):
         if len(value.shape) != 2:
-            raise ValueError(f"{name}: shape is {value.shape}, must have rank 2; see fp4gemm.grouped_mm")
+            raise ValueError(
+                f"{name}: shape is {tuple(value.shape)}, must have rank 2; see fp4gemm.grouped_mm"
+            )
         n, k = value.shape
         return value.data, None, n, k, n
     data, scales, k = _matrix(name, container(name, value, OR_PREPACKED))

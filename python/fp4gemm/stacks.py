@@ -45,10 +45,12 @@ def stack(tensors: Sequence[NVFP4Tensor]) -> NVFP4Tensor:
         if t.offs is not None:
             raise ValueError(f"tensors[{i}]: has {t.offs.shape[0]} groups (offs), must have none")
         if len(t.shape) != 2:
-            raise ValueError(f"tensors[{i}]: shape is {t.shape}, must be (n, k)")
+            raise ValueError(f"tensors[{i}]: shape is {tuple(t.shape)}, must be (n, k)")
         for name in ("shape", "device", "e4m3_max", "hadamard_signs"):
             value, wanted = getattr(t, name), getattr(tensors[0], name)
             if value != wanted:
+                if name == "shape":
+                    value, wanted = tuple(value), tuple(wanted)
                 raise ValueError(f"tensors[{i}]: {name} is {value}, must be {wanted} as of tensors[0]")
     if len({t.amax.shape for t in tensors}) > 1:
         tensors = [t.with_row_amax() for t in tensors]

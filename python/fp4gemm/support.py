@@ -30,7 +30,7 @@ class Support:
 # The operations that some kernels do not offer: name, formats of a and b, what to pass instead.
 _FORMS = (
     ("decoded operands", ("fp16", "fp16"), "pass the NVFP4Tensor, not what decode made"),
-    ("prepacked weights", ("nvfp4", "prepacked"), "pass fp4gemm.unpack of the PrepackedTensor"),
+    ("prepacked weights", ("nvfp4", "prepacked"), "pass fp4gemm.unprepack of the PrepackedTensor"),
     ("unquantized activations", ("bf16", "nvfp4"), "pass fp4gemm.quantize of the activations"),
 )
 _DECODED, _PREPACKED, _UNQUANTIZED = (name for name, _, _ in _FORMS)

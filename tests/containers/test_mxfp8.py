@@ -192,7 +192,9 @@ def test_container(t: MXFP8Tensor, device: torch.device) -> None:
     assert t.shape == (33, 96)
     assert t.device.type == device.type
     assert t.nbytes == 33 * 96 + 128 * 4
-    assert repr(t).startswith("MXFP8Tensor(shape=(33, 96), dtype=torch.float8_e4m3fn, swizzled=True, device=")
+    assert repr(t).startswith(
+        "MXFP8Tensor(shape=(33, 96), values=torch.float8_e4m3fn, swizzled=True, device="
+    )
     compact = t.compact_scales()
     assert_bits(fp4gemm.swizzle_scales(compact), t.scales, "scales")
     plain = MXFP8Tensor(t.values, compact.view(torch.uint8), swizzled=False)

@@ -56,11 +56,11 @@ def test_unpack_restores_every_byte(
     assert p.nbytes == max(g, 1) * (size + 4 * n)
     assert p.device == w.device
     assert p.amax is w.amax
-    assert_same(fp4gemm.unpack(p), w)
+    assert_same(fp4gemm.unprepack(p), w)
     for dtype in FLOATS:
         assert_bits(p.dequantize(dtype), w.dequantize(dtype), short(dtype))
     again = PrepackedTensor(p.data, p.amax, p.shape, p.e4m3_max, p.hadamard_signs)
-    assert_same(fp4gemm.unpack(again), w)
+    assert_same(fp4gemm.unprepack(again), w)
 
 
 def negative(n: int, k: int, gen: torch.Generator, g: int = 0) -> tuple[NVFP4Tensor, NVFP4Tensor]:
@@ -84,7 +84,7 @@ def test_negative_scales_become_signs_of_codes(
     """An equal weight comes back, from then on the same bytes; values keep the sign of every zero."""
     w, equal = (t.to(device) for t in negative(n, k, gen, g))
     p = fp4gemm.prepack(w)
-    assert_same(fp4gemm.unpack(p), equal)
+    assert_same(fp4gemm.unprepack(p), equal)
     assert_bits(p.data, fp4gemm.prepack(equal).data, "bytes")
     for dtype in FLOATS:
         assert_bits(p.dequantize(dtype), w.dequantize(dtype), short(dtype))
@@ -103,7 +103,7 @@ def test_nan_scales_are_kept(device: torch.device, gen: torch.Generator) -> None
 
 def test_numbers_are_carried_along(gen: torch.Generator) -> None:
     rotated = fp4gemm.quantize(torch.randn(8, 32, generator=gen), hadamard="bf16", hadamard_signs=7)
-    assert_same(fp4gemm.unpack(fp4gemm.prepack(rotated)), rotated)
+    assert_same(fp4gemm.unprepack(fp4gemm.prepack(rotated)), rotated)
     assert fp4gemm.prepack(weight(8, 32, gen, e4m3_max=256)).e4m3_max == 256
 
 
@@ -111,7 +111,7 @@ def test_matrices_of_a_stack(gen: torch.Generator) -> None:
     w = weight(40, 96, gen, 3)
     p = fp4gemm.prepack(w)
     for e in (0, 2, -1):
-        assert_same(fp4gemm.unpack(p[e]), w[e])
+        assert_same(fp4gemm.unprepack(p[e]), w[e])
         assert p[e].data.data_ptr() == p.data[e].data_ptr()
     with pytest.raises(IndexError, match=r"^e: got 3, must be below 3"):
         p[3]
@@ -128,7 +128,7 @@ def test_copies_and_moves(gen: torch.Generator) -> None:
     away = p.to("meta")
     assert (away.device.type, away.shape, away.data.shape) == ("meta", p.shape, p.data.shape)
     for copied in (p.clone(), copy.deepcopy(p)):
-        assert_same(fp4gemm.unpack(copied), w)
+        assert_same(fp4gemm.unprepack(copied), w)
         assert copied.data.data_ptr() != p.data.data_ptr()
         assert copied.amax.data_ptr() != p.amax.data_ptr()
 
@@ -139,13 +139,13 @@ def test_what_is_saved_is_the_ordinary_form(gen: torch.Generator) -> None:
     p = fp4gemm.prepack(w)
     restored = pickle.loads(pickle.dumps(p))
     assert isinstance(restored, PrepackedTensor)
-    assert_same(fp4gemm.unpack(restored), w)
+    assert_same(fp4gemm.unprepack(restored), w)
     buffer = io.BytesIO()
     torch.save({"w": p}, buffer)
     assert p.data.numpy().tobytes()[:512] not in buffer.getvalue()
     assert w.codes.numpy().tobytes()[:512] in buffer.getvalue()
     buffer.seek(0)
-    assert_same(fp4gemm.unpack(torch.load(buffer, weights_only=False)["w"]), w)
+    assert_same(fp4gemm.unprepack(torch.load(buffer, weights_only=False)["w"]), w)
 
 
 def test_repr_and_pytree(gen: torch.Generator) -> None:
@@ -375,4 +375,4 @@ def test_compiled(backend: str, gen: torch.Generator) -> None:
     for i in (0, 1):
         assert_bits(got[i], want[i], f"result {i}")
     assert isinstance(got[2], PrepackedTensor)
-    assert_same(fp4gemm.unpack(got[2]), w)
+    assert_same(fp4gemm.unprepack(got[2]), w)

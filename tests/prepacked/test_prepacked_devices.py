@@ -40,7 +40,7 @@ def test_devices_with_fp4_tensor_cores_say_what_to_do(
     mode = "grouped_mm" if num_groups else "mm"
     ways = {
         "decoded operands": "pass the NVFP4Tensor, not what decode made",
-        "prepacked weights": "pass fp4gemm.unpack of the PrepackedTensor",
+        "prepacked weights": "pass fp4gemm.unprepack of the PrepackedTensor",
         "unquantized activations": "pass fp4gemm.quantize of the activations",
     }
     for what, way in ways.items():

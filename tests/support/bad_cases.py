@@ -5,6 +5,7 @@ The cases are plain data, so that they also run under ``python -O``, where ``ass
 
 from __future__ import annotations
 
+import bad_container
 import bad_decoded
 import bad_gemm
 import bad_grouped
@@ -42,6 +43,7 @@ __all__ = ["CASES", "FUNCTIONS", "Case", "complaint"]
 CASES = Cases(
     [
         *bad_quantize.CASES,
+        *bad_container.CASES,
         *bad_decoded.CASES,
         *bad_stacks.CASES,
         *bad_interop.CASES,
@@ -150,7 +152,14 @@ add(
 add("DecodedTensor", "data", "grad", lambda: grad(ones(M, K).half()), NOT, "requires grad")
 W = "NVFP4Tensor.to DecodedTensor.to MXFP8Tensor.to is_supported"
 add(W, "device", "type", lambda: 1.5, TYPE, "got 1.5 (float), must be a torch.device")
-add(W, "device", "dtype", lambda: torch.float16, TYPE, "got torch.float16 (dtype), must be a torch.device")
+add(
+    "is_supported",
+    "device",
+    "dtype",
+    lambda: torch.float16,
+    TYPE,
+    "got torch.float16 (dtype), must be a torch.device",
+)
 add(W, "device", "bool", lambda: True, TYPE, "got True (bool), must be a torch.device")
 add(W, "device", "name", lambda: "gpu", VALUE, "got 'gpu', must name a torch device")
 

@@ -35,7 +35,7 @@ DECODED = fp4gemm.decode(B)
 
 FUNCTIONS |= {
     "prepack": (fp4gemm.prepack, lambda: {"w": B}),
-    "unpack": (fp4gemm.unpack, lambda: {"p": P}),
+    "unprepack": (fp4gemm.unprepack, lambda: {"p": P}),
     "PrepackedTensor": (
         PrepackedTensor,
         lambda: {"data": P.data, "amax": P.amax, "shape": (N, K), "e4m3_max": 448, "hadamard_signs": None},
@@ -81,7 +81,7 @@ def together(
     CASES.add_together(function, f"{kind}-w4a16", lambda: change, error, says, name)
 
 
-# ---- prepack, unpack and the container
+# ---- prepack, unprepack and the container
 repeated(
     "prepack",
     [
@@ -94,7 +94,7 @@ repeated(
     ],
 )
 repeated(
-    "unpack",
+    "unprepack",
     [
         ("p-type", P.data, TYPE, "must be an fp4gemm.PrepackedTensor (see fp4gemm.prepack)"),
         ("p-canonical", B, TYPE, "must be an fp4gemm.PrepackedTensor"),

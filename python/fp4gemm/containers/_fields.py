@@ -84,7 +84,7 @@ def prepacked(data: object, amax: object, shape: object) -> None:
 def stack_index(e: object, shape: tuple[int, ...]) -> None:
     """Raise unless t[e] is a matrix of a stack t of this shape."""
     if len(shape) != 3:
-        raise TypeError(f"t[e]: shape is {shape}, must be (g, n, k), a stack of matrices")
+        raise TypeError(f"t[e]: shape is {tuple(shape)}, must be (g, n, k), a stack of matrices")
     if isinstance(e, bool) or not isinstance(e, (int, torch.SymInt)):
         raise TypeError(f"e: got {_checks.describe(e)}, must be an int")
     if not -shape[0] <= e < shape[0]:

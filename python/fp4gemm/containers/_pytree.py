@@ -4,43 +4,50 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 
+from ._base import Container
 
-def register(
-    cls: Any, tensors: tuple[str, ...], constants: tuple[str, ...], optional: tuple[str, ...] = ()
-) -> None:
-    """Register ``cls``, of which ``_trusted`` takes all these fields by name.
 
-    An ``optional`` tensor that is None is no leaf; the context is (constants, names of the leaves).
+def register(cls: type[Container]) -> None:
+    """Register a subclass of Container.
+
+    An optional tensor that is None is no leaf. The context is (constants, names of the leaves).
     """
 
-    def names(t: Any) -> tuple[str, ...]:
-        return (*tensors, *(name for name in optional if getattr(t, name) is not None))
-
-    def context(t: Any) -> tuple[Any, ...]:
-        return tuple(getattr(t, name) for name in constants), names(t)
-
-    def tuples(value: Any) -> Any:  # json makes lists of them
-        return tuple(map(tuples, value)) if isinstance(value, (list, tuple)) else value
-
     def flatten(t: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        return [getattr(t, name) for name in names(t)], context(t)
+        leaves, context = flatten_with_keys(t)
+        return [leaf for _, leaf in leaves], context
 
     def flatten_with_keys(t: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-        return [(pytree.GetAttrKey(name), getattr(t, name)) for name in names(t)], context(t)
+        names = (*cls._tensors, *(name for name in cls._optional if getattr(t, name) is not None))
+        leaves = [(pytree.GetAttrKey(name), getattr(t, name)) for name in names]
+        return leaves, (tuple(getattr(t, name) for name in cls._constants), names)
 
-    def unflatten(leaves: Any, about: tuple[Any, ...]) -> Any:
-        values, present = about
-        parts = dict(zip(present, leaves, strict=True))
-        return cls._trusted(**parts, **dict(zip(constants, values, strict=True)))
+    def unflatten(leaves: Any, context: tuple[Any, ...]) -> Any:
+        constants, names = context
+        fields: dict[str, Any] = dict.fromkeys(cls._optional)
+        fields |= zip(cls._constants, constants, strict=True)
+        return cls._assembled(fields | dict(zip(names, leaves, strict=True)))
 
     pytree.register_pytree_node(
         cls,
         flatten,
         unflatten,
         serialized_type_name=f"fp4gemm.{cls.__name__}",
-        to_dumpable_context=lambda about: [list(part) for part in about],
-        from_dumpable_context=tuples,
+        to_dumpable_context=lambda context: [[_dumpable(value) for value in part] for part in context],
+        from_dumpable_context=lambda context: tuple(tuple(map(_loaded, part)) for part in context),
         flatten_with_keys_fn=flatten_with_keys,
     )
+
+
+def _dumpable(value: Any) -> Any:
+    """What json can hold: the name of a dtype, a list for a tuple."""
+    return str(value) if isinstance(value, torch.dtype) else value
+
+
+def _loaded(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith("torch."):
+        return getattr(torch, value.removeprefix("torch."))
+    return torch.Size(value) if isinstance(value, list) else value

@@ -1,51 +1,50 @@
-"""DecodedTensor, the container of operands in exact float16, and how containers look in print."""
+"""DecodedTensor, the container of operands that are decoded to exact float16."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .. import _checks
 from . import _fields, _pytree
-
-if TYPE_CHECKING:
-    from .nvfp4 import NVFP4Tensor
-    from .prepacked import PrepackedTensor
+from ._base import Container, scaling_options, unpickled
 
 __all__ = ["DecodedTensor"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class DecodedTensor:
+class DecodedTensor(Container):
     """x[m, k] ~ data[m, k] * amax[m] / (6 * e4m3_max): data = e2m1 value times block scale, exact in float16.
 
-    Like :class:`fp4gemm.NVFP4Tensor` a matrix, one with groups, or a stack (g, n, k).
-    What :func:`fp4gemm.decode` returns. On GPUs whose tensor cores do not read NVFP4 (Hopper) and on the CPU,
-    :func:`fp4gemm.mm` takes it for either operand, and a weight that is decoded once is not decoded by every
-    call. On Blackwell, whose kernels read packed operands, mm raises NotImplementedError for it.
+    One matrix, one with groups of rows or columns, or a stack (g, n, k), as :class:`fp4gemm.NVFP4Tensor`.
+    :func:`fp4gemm.decode` returns it. On GPUs whose tensor cores do not read NVFP4 (Hopper) and on the CPU it
+    can be either operand of :func:`fp4gemm.mm`, and a weight that is decoded once is not decoded in every
+    call. On Blackwell, whose kernels read NVFP4, mm raises NotImplementedError for it.
 
     Args:
         data: float16 (m, k) or (g, n, k), contiguous, base 16-byte aligned, k a positive multiple of 16.
         amax: float32 (1,) or (m,), (g, 1) or (g, n), as in :class:`fp4gemm.NVFP4Tensor`.
-        e4m3_max: 448 or 256, likewise.
-        hadamard_signs: None or 0 to 0xFFFF, likewise.
-        offs, offs_dim: the groups, likewise.
+        e4m3_max, hadamard_signs, offs, offs_dim, dtype: as in :class:`fp4gemm.NVFP4Tensor`.
 
     Raises:
         TypeError, ValueError: as for :class:`fp4gemm.NVFP4Tensor`.
     """
 
+    _tensors: ClassVar[tuple[str, ...]] = ("data", "amax")
+    _optional: ClassVar[tuple[str, ...]] = ("offs",)
+    _constants: ClassVar[tuple[str, ...]] = ("e4m3_max", "hadamard_signs", "offs_dim", "dtype")
+
     data: Tensor  # (m, k) or (g, n, k) fp16
-    amax: Tensor  # (1,) or (m,), (g, 1) or (g, n) f32
+    amax: Tensor  # (1,) or (m,), (g, 1) or (g, n) fp32
     e4m3_max: int = 448
     hadamard_signs: int | None = None
-    offs: Tensor | None = None  # (g,) i32 ends of groups
+    offs: Tensor | None = None  # (g,) int32 ends of groups
     offs_dim: int = 0  # groups of 0 rows, 1 columns
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _fields.options(self.e4m3_max, self.hadamard_signs, self.offs, self.offs_dim)
         _fields.decoded(self.data, self.amax, self.offs, self.offs_dim)
 
@@ -59,6 +58,7 @@ class DecodedTensor:
         offs: Tensor | None = None,
         offs_dim: int = 0,
     ) -> DecodedTensor:
+        """Unchecked: for parts that an operator of this library has just made."""
         self = object.__new__(cls)
         object.__setattr__(self, "data", data)
         object.__setattr__(self, "amax", amax)
@@ -69,56 +69,32 @@ class DecodedTensor:
         return self
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> torch.Size:
         """(m, k), or (g, n, k) of a stack."""
-        return tuple(self.data.shape)
+        return self.data.shape
 
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
+    def _options(self) -> list[str]:
+        return scaling_options(self)
 
-    @property
-    def nbytes(self) -> int:
-        parts = self.data.nbytes + self.amax.nbytes
-        return parts if self.offs is None else parts + self.offs.nbytes
-
-    def to(self, device: torch.device | str | int) -> DecodedTensor:
-        """As :meth:`fp4gemm.NVFP4Tensor.to`."""
-        target = _checks.as_device("device", device)
-        data = _checks.moved("device", self.data, target)
-        if data is self.data:
-            return self
-        offs = None if self.offs is None else self.offs.to(target)
-        return DecodedTensor._trusted(
-            data, self.amax.to(target), self.e4m3_max, self.hadamard_signs, offs, self.offs_dim
-        )
-
-    def clone(self) -> DecodedTensor:
-        """A copy that shares no memory."""
-        offs = None if self.offs is None else self.offs.clone()
-        return DecodedTensor._trusted(
-            self.data.clone(), self.amax.clone(), self.e4m3_max, self.hadamard_signs, offs, self.offs_dim
-        )
-
-    def __repr__(self) -> str:
-        return text(self)
+    def __reduce__(self) -> tuple[Any, ...]:
+        numbers = (self.e4m3_max, self.hadamard_signs, self.offs, self.offs_dim, self.dtype)
+        return _unpickle_decoded, (self.data, self.amax, *numbers)
 
 
-def text(t: NVFP4Tensor | DecodedTensor | PrepackedTensor) -> str:
-    """For __repr__: shapes and numbers, no values, so that nothing synchronises."""
-    amax: object = t.amax
-    if not isinstance(amax, Tensor):  # a pytree may carry anything in place of the tensors
-        return f"{type(t).__name__}(...)"
-    options = f"e4m3_max={t.e4m3_max}, "
-    offs: Tensor | None = getattr(t, "offs", None)
-    if offs is not None:
-        options += f"{'groups' if getattr(t, 'offs_dim', 0) == 0 else 'column_groups'}={offs.shape[0]}, "
-    if t.hadamard_signs is not None:
-        options += f"hadamard_signs={t.hadamard_signs:#06x}, "
-    return (
-        f"{type(t).__name__}(shape={tuple(t.shape)}, amax={tuple(amax.shape)}, "
-        f"{options}device={str(t.device)!r})"
-    )
+def _unpickle_decoded(
+    data: Tensor,
+    amax: Tensor,
+    e4m3_max: int,
+    hadamard_signs: int | None,
+    offs: Tensor | None,
+    offs_dim: int,
+    dtype: torch.dtype,
+) -> DecodedTensor:
+    parts = {"data": data, "amax": amax, "offs": offs}
+    numbers = {"e4m3_max": e4m3_max, "hadamard_signs": hadamard_signs, "offs_dim": offs_dim, "dtype": dtype}
+    made: DecodedTensor = unpickled(DecodedTensor, parts, numbers)
+    return made
 
 
-_pytree.register(DecodedTensor, ("data", "amax"), ("e4m3_max", "hadamard_signs", "offs_dim"), ("offs",))
+_pytree.register(DecodedTensor)
+torch.serialization.add_safe_globals([_unpickle_decoded])

@@ -31,7 +31,7 @@ from ..layout import unswizzle_scales
 from . import _fields
 
 if TYPE_CHECKING:
-    from .nvfp4 import NVFP4Tensor
+    from typing_extensions import Self
 
 __all__ = ["Conventions"]
 
@@ -47,8 +47,22 @@ class Conventions:
     are subnormal, and from 7.9e-36 down S is FMAX whatever the amax.
     """
 
-    amax: Tensor
-    e4m3_max: int
+    if TYPE_CHECKING:  # what NVFP4Tensor has
+        codes: Tensor
+        amax: Tensor
+        e4m3_max: int
+        offs: Tensor | None
+        hadamard_signs: int | None
+
+        @property
+        def shape(self) -> torch.Size: ...
+
+        @classmethod
+        def from_compact(
+            cls, codes: Tensor, compact_scales: Tensor, amax: Tensor, e4m3_max: int = 448
+        ) -> Self: ...
+
+        def compact_scales(self) -> Tensor: ...
 
     def decode_multiplier(self) -> Tensor:
         """fl(amax / (6 * e4m3_max)), float32 of the shape of amax: x ~ q * s * this.
@@ -77,7 +91,7 @@ class Conventions:
     @classmethod
     def from_modelopt(
         cls, weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor, e4m3_max: int = 448
-    ) -> NVFP4Tensor:
+    ) -> Self:
         """The operand of a ModelOpt checkpoint: x ~ q * s * weight_scale_2, so amax = weight_scale_2 * 6B.
 
         Among fl(weight_scale_2 * 6B) and its two neighbours, the nearest whose :meth:`weight_scale_2` is the
@@ -97,12 +111,12 @@ class Conventions:
         scales = _fields.compact_scales("weight_scale", weight_scale, codes)
         given = _number("weight_scale_2", weight_scale_2, codes.device)
         amax = amax_of_weight_scale_2(given, _six_times(e4m3_max, given))
-        return _nvfp4(codes, scales, amax, e4m3_max)
+        return cls.from_compact(codes, scales, amax, e4m3_max)
 
     @classmethod
     def from_compressed_tensors(
         cls, weight_packed: Tensor, weight_scale: Tensor, weight_global_scale: Tensor, e4m3_max: int = 448
-    ) -> NVFP4Tensor:
+    ) -> Self:
         """The operand of a compressed-tensors checkpoint: x ~ q * s / weight_global_scale.
 
         amax = fl(6B / weight_global_scale); :meth:`to_compressed_tensors` gives the bits back.
@@ -119,12 +133,12 @@ class Conventions:
         codes = _checks.codes("weight_packed", weight_packed)
         scales = _fields.compact_scales("weight_scale", weight_scale, codes)
         encode = _number("weight_global_scale", weight_global_scale, codes.device)
-        return _of_encode_scale(codes, scales, encode, e4m3_max)
+        return cls._of_encode_scale(codes, scales, encode, e4m3_max)
 
     @classmethod
     def from_flashinfer(
         cls, codes: Tensor, scales: Tensor, global_scale: Tensor, e4m3_max: int = 448
-    ) -> NVFP4Tensor:
+    ) -> Self:
         """The operand that FlashInfer's nvfp4_quantize made with ``global_scale``: x ~ q * s / global_scale.
 
         amax = fl(6B / global_scale), and :meth:`encode_scale` gives global_scale back with every bit if it
@@ -144,7 +158,7 @@ class Conventions:
         codes = _checks.codes("codes", codes)
         plain = _swizzled("scales", scales, codes)
         encode = _number("global_scale", global_scale, codes.device)
-        return _of_encode_scale(codes, plain, encode, e4m3_max)
+        return cls._of_encode_scale(codes, plain, encode, e4m3_max)
 
     @classmethod
     def from_torchao(
@@ -155,7 +169,7 @@ class Conventions:
         *,
         is_swizzled_scales: bool = False,
         e4m3_max: int = 448,
-    ) -> NVFP4Tensor:
+    ) -> Self:
         """The operand of a torchao NVFP4Tensor: x ~ q * s * per_tensor_scale.
 
         amax = fl(per_tensor_scale * 6B), and :meth:`decode_multiplier` gives per_tensor_scale back with every
@@ -182,7 +196,7 @@ class Conventions:
             decode = torch.ones(1, dtype=torch.float32, device=codes.device)
         else:
             decode = _number("per_tensor_scale", per_tensor_scale, codes.device)
-        return _nvfp4(codes, scales, decode * _six_times(e4m3_max, decode), e4m3_max)
+        return cls.from_compact(codes, scales, decode * _six_times(e4m3_max, decode), e4m3_max)
 
     def to_modelopt(self) -> dict[str, Tensor]:
         """The tensors of a ModelOpt checkpoint, by the ends of their names.
@@ -217,8 +231,13 @@ class Conventions:
             "weight_global_scale": t.encode_scale(),
         }
 
-    def _plain(self, library: str) -> NVFP4Tensor:
-        t = cast("NVFP4Tensor", self)
+    @classmethod
+    def _of_encode_scale(cls, codes: Tensor, compact: Tensor, encode: Tensor, e4m3_max: int) -> Self:
+        """amax = fl(6B / encode)."""
+        return cls.from_compact(codes, compact, torch.div(_six_times(e4m3_max, encode), encode), e4m3_max)
+
+    def _plain(self, library: str) -> Self:
+        t = self
         if t.offs is not None:
             raise ValueError(f"offs: got {_checks.describe(t.offs)}, must be None for a {library} checkpoint")
         if t.hadamard_signs is not None:
@@ -285,14 +304,3 @@ def _swizzled(name: str, value: object, codes: Tensor) -> Tensor:
             f"{name}: shape is {tuple(x.shape)}, must have the {padded[0]} * {padded[1]} elements of 128x4"
         )
     return unswizzle_scales(x.view(padded), m, columns)
-
-
-def _of_encode_scale(codes: Tensor, compact_scales: Tensor, encode: Tensor, e4m3_max: int) -> NVFP4Tensor:
-    """amax = fl(6B / encode)."""
-    return _nvfp4(codes, compact_scales, torch.div(_six_times(e4m3_max, encode), encode), e4m3_max)
-
-
-def _nvfp4(codes: Tensor, compact_scales: Tensor, amax: Tensor, e4m3_max: int) -> NVFP4Tensor:
-    from .nvfp4 import NVFP4Tensor  # which has this module's class as its base
-
-    return NVFP4Tensor.from_compact(codes, compact_scales, amax, e4m3_max)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,12 +12,13 @@ from .. import _checks, _options, ops
 from ..layout import unswizzle_scales
 from ..support import ready
 from . import _pytree
+from ._base import Container, of_bytes, unpickled
 
 __all__ = ["MXFP8Tensor", "quantize_mxfp8"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class MXFP8Tensor:
+class MXFP8Tensor(Container):
     """x[m, k] ~ v[m, k] * s[m, k/32]: v an fp8 value, s its e8m0 scale, a power of two.
 
     Frozen, compared by identity, a pytree node. Made by :func:`fp4gemm.quantize_mxfp8`, or from parts of your
@@ -37,11 +38,15 @@ class MXFP8Tensor:
         ValueError: a part has another rank, shape, device, memory layout or alignment.
     """
 
+    _tensors: ClassVar[tuple[str, ...]] = ("values", "scales")
+    _constants: ClassVar[tuple[str, ...]] = ("swizzled", "dtype")
+
     values: Tensor  # (m, k) fp8
     scales: Tensor  # (ceil128(m), ceil4(k/32)) e8m0 swizzled, or (m, k/32)
     swizzled: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         values = _checks.is_tensor("values", self.values)
         _checks.has_dtype("values", values, _checks.FP8_DTYPES)
         _checks.has_rank("values", values, 2, "(m, k)")
@@ -72,19 +77,14 @@ class MXFP8Tensor:
         return self
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> torch.Size:
         """(m, k)."""
-        m, k = self.values.shape
-        return m, k
+        return self.values.shape
 
     @property
-    def device(self) -> torch.device:
-        return self.values.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both parts, padding of the scales included."""
-        return self.values.nbytes + self.scales.nbytes
+    def data(self) -> MXFP8Tensor:
+        """The container itself, as torch.Tensor.data is the same values without a gradient."""
+        return self
 
     def compact_scales(self) -> Tensor:
         """The block scales in their plain order: float8_e8m0fnu (m, k/32), contiguous, a copy."""
@@ -93,56 +93,41 @@ class MXFP8Tensor:
             return self.scales.clone()
         return unswizzle_scales(self.scales, m, k // _checks.MXFP8_BLOCK)
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """cast(fl(v * s)), (m, k) of dtype; does not synchronise.
 
         Args:
-            dtype: torch.float32, torch.bfloat16 or torch.float16 (which overflows to inf).
+            dtype: torch.float32, torch.bfloat16 or torch.float16 (which overflows to inf); None is the
+                ``dtype`` of the container, float32 unless it was given another.
 
         Raises:
             TypeError: dtype is another one. NotImplementedError: the device has no kernel; the text says why.
         """
+        dtype = self.dtype if dtype is None else dtype
         _checks.is_float_dtype("dtype", dtype)
         ready(self.values, "quantize")
         result: Tensor = ops.mxfp8_dequantize(self.values, self.scales, dtype, self.swizzled)
         return result
 
-    def to(self, device: torch.device | str | int) -> MXFP8Tensor:
-        """The same values on another device; itself when it is there already.
-
-        Args:
-            device: a torch.device, its name, or a CUDA index. Synchronises where torch does.
-        """
-        target = _checks.as_device("device", device)
-        values = _checks.moved("device", self.values, target)
-        if values is self.values:
-            return self
-        return MXFP8Tensor._trusted(values, self.scales.to(target), self.swizzled)
-
-    def clone(self) -> MXFP8Tensor:
-        """A copy that shares no memory."""
-        return MXFP8Tensor._trusted(self.values.clone(), self.scales.clone(), self.swizzled)
+    def _options(self) -> list[str]:
+        return [f"values={self.values.dtype}", f"swizzled={self.swizzled}"]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Bytes in place of float8, whose storages torch (2.13) pickles but cannot read back.
         raw = self.values.view(torch.uint8), self.scales.view(torch.uint8)
-        return _unpickle, (*raw, self.values.dtype, self.swizzled)
-
-    def __repr__(self) -> str:
-        values: object = self.values
-        if not isinstance(values, Tensor):  # a pytree may carry anything in place of the tensors
-            return f"{type(self).__name__}(...)"
-        return (
-            f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.values.dtype}, "
-            f"swizzled={self.swizzled}, device={str(self.device)!r})"
-        )
+        return _unpickle_mxfp8, (*raw, self.values.dtype, self.swizzled, self.dtype)
 
 
-def _unpickle(values: Tensor, scales: Tensor, dtype: torch.dtype, swizzled: bool) -> MXFP8Tensor:
-    return MXFP8Tensor._trusted(values.view(dtype), scales.view(torch.float8_e8m0fnu), swizzled)
+def _unpickle_mxfp8(
+    values: Tensor, scales: Tensor, values_dtype: torch.dtype, swizzled: bool, dtype: torch.dtype
+) -> MXFP8Tensor:
+    parts = {"values": of_bytes("values", values, values_dtype), "scales": scales}
+    made: MXFP8Tensor = unpickled(MXFP8Tensor, parts, {"swizzled": swizzled, "dtype": dtype})
+    return made
 
 
-_pytree.register(MXFP8Tensor, ("values", "scales"), ("swizzled",))
+_pytree.register(MXFP8Tensor)
+torch.serialization.add_safe_globals([_unpickle_mxfp8])
 
 
 def quantize_mxfp8(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,14 +12,15 @@ from .. import _checks, ops
 from ..layout import TILE_ROWS, swizzle_scales, unswizzle_scales
 from ..support import ready
 from . import _fields, _pytree
-from .decoded import DecodedTensor, text
+from ._base import Container, of_bytes, scaling_options, unpickled
+from .decoded import DecodedTensor
 from .interop import Conventions
 
 __all__ = ["DecodedTensor", "NVFP4Tensor"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class NVFP4Tensor(Conventions):
+class NVFP4Tensor(Conventions, Container):
     """x[m, k] ~ q[m, k] * s[m, k/16] * amax[m] / (6 * e4m3_max): q an e2m1 value, s its e4m3 scale.
 
     One matrix, or groups of its rows or columns, or a stack of g equal matrices, x[e, n, k], one for each
@@ -51,6 +52,10 @@ class NVFP4Tensor(Conventions):
         ValueError: a part has another rank, shape, device, memory layout or alignment, or another value.
     """
 
+    _tensors: ClassVar[tuple[str, ...]] = ("codes", "scales", "amax")
+    _optional: ClassVar[tuple[str, ...]] = ("offs",)
+    _constants: ClassVar[tuple[str, ...]] = ("e4m3_max", "hadamard_signs", "offs_dim", "dtype")
+
     codes: Tensor  # (m, k/2) or (g, n, k/2) packed e2m1, low nibble = even k
     scales: Tensor  # (.., ceil128(m), ceil4(k/16)) e4m3, swizzled; row groups: (grouped_scale_rows(m, g), .)
     amax: Tensor  # (1,) or (m,), (g, 1) or (g, n) f32
@@ -60,6 +65,7 @@ class NVFP4Tensor(Conventions):
     offs_dim: int = 0  # groups of 0 rows, 1 columns
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _fields.options(self.e4m3_max, self.hadamard_signs, self.offs, self.offs_dim)
         codes, scales = _fields.packed(self.codes, self.scales, self.amax, self.offs, self.offs_dim)
         # Views replace the parts only where they differ, so that a tracer sees no needless mutation.
@@ -118,20 +124,15 @@ class NVFP4Tensor(Conventions):
         return cls(x, scales.view(x.shape[0], -1, scales.shape[1]), amax, e4m3_max)
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> torch.Size:
         """(m, k), or (g, n, k) of a stack."""
         *rows, half_k = self.codes.shape
-        return *rows, 2 * half_k
+        return torch.Size((*rows, 2 * half_k))
 
     @property
-    def device(self) -> torch.device:
-        return self.codes.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the parts, padding of the scales included."""
-        parts = self.codes.nbytes + self.scales.nbytes + self.amax.nbytes
-        return parts if self.offs is None else parts + self.offs.nbytes
+    def data(self) -> NVFP4Tensor:
+        """The container itself, as torch.Tensor.data is the same values without a gradient."""
+        return self
 
     def __getitem__(self, e: int) -> NVFP4Tensor:
         """Matrix e (n, k) of a stack, with its amax (1,) or (n,). It shares memory, if it is 16-byte aligned.
@@ -196,18 +197,20 @@ class NVFP4Tensor(Conventions):
             return self
         return self._with(self.codes, self.scales, self.amax.expand(rows).contiguous(), self.offs)
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """cast(fl(q * fl(fl(s * amax) * fl(1 / (6 * e4m3_max))))), (m, k) or (g, n, k) of dtype.
 
         Of an operand that was rotated (hadamard_signs) these are the rotated values; nothing is rotated back.
         Of groups, the rows from offs[-1] on, or the columns that pad, are 0.
 
         Args:
-            dtype: torch.float32, torch.bfloat16 or torch.float16 (which overflows to inf).
+            dtype: torch.float32, torch.bfloat16 or torch.float16 (which overflows to inf); None is the
+                ``dtype`` of the container, float32 unless it was given another.
 
         Raises:
             TypeError: dtype is another one. NotImplementedError: the device has no kernel; the text says why.
         """
+        dtype = self.dtype if dtype is None else dtype
         _checks.is_float_dtype("dtype", dtype)
         ready(self.codes, "quantize")
         if self.codes.numel() == 0:
@@ -221,36 +224,26 @@ class NVFP4Tensor(Conventions):
 
     def _with(self, codes: Tensor, scales: Tensor, amax: Tensor, offs: Tensor | None) -> NVFP4Tensor:
         """Other tensors with the same numbers."""
-        return NVFP4Tensor._trusted(
+        made = NVFP4Tensor._trusted(
             codes, scales, amax, self.e4m3_max, offs, self.hadamard_signs, self.offs_dim
         )
+        return _of_dtype(made, self.dtype)
 
-    def to(self, device: torch.device | str | int) -> NVFP4Tensor:
-        """The same values on another device; itself when it is there already.
-
-        Args:
-            device: a torch.device, its name, or a CUDA index. Synchronises where torch does.
-        """
-        target = _checks.as_device("device", device)
-        codes = _checks.moved("device", self.codes, target)
-        if codes is self.codes:
-            return self
-        offs = None if self.offs is None else self.offs.to(target)
-        return self._with(codes, self.scales.to(target), self.amax.to(target), offs)
-
-    def clone(self) -> NVFP4Tensor:
-        """A copy that shares no memory."""
-        offs = None if self.offs is None else self.offs.clone()
-        return self._with(self.codes.clone(), self.scales.clone(), self.amax.clone(), offs)
+    def _options(self) -> list[str]:
+        return scaling_options(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Bytes in place of float8, whose storages torch (2.13) pickles but cannot read back.
         scales = self.scales.view(torch.uint8)
-        numbers = (self.e4m3_max, self.offs, self.hadamard_signs, self.offs_dim)
+        numbers = (self.e4m3_max, self.offs, self.hadamard_signs, self.offs_dim, self.dtype)
         return _unpickle, (self.codes, scales, self.amax, *numbers)
 
-    def __repr__(self) -> str:
-        return text(self)
+
+def _of_dtype(t: NVFP4Tensor, dtype: torch.dtype) -> NVFP4Tensor:
+    """Set the dtype of a container that was just made; float32 is the class attribute."""
+    if dtype is not torch.float32:
+        object.__setattr__(t, "dtype", dtype)
+    return t
 
 
 def _unpickle(
@@ -261,11 +254,14 @@ def _unpickle(
     offs: Tensor | None = None,
     hadamard_signs: int | None = None,
     offs_dim: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> NVFP4Tensor:
-    scales = scales.view(torch.float8_e4m3fn)
-    return NVFP4Tensor._trusted(codes, scales, amax, e4m3_max, offs, hadamard_signs, offs_dim)
+    scales = of_bytes("scales", scales, torch.float8_e4m3fn)
+    parts = {"codes": codes, "scales": scales, "amax": amax, "offs": offs}
+    numbers = {"e4m3_max": e4m3_max, "hadamard_signs": hadamard_signs, "offs_dim": offs_dim, "dtype": dtype}
+    made: NVFP4Tensor = unpickled(NVFP4Tensor, parts, numbers)
+    return made
 
 
-_pytree.register(
-    NVFP4Tensor, ("codes", "scales", "amax"), ("e4m3_max", "hadamard_signs", "offs_dim"), ("offs",)
-)
+_pytree.register(NVFP4Tensor)
+torch.serialization.add_safe_globals([_unpickle])

@@ -1,9 +1,9 @@
-"""prepack and unpack: weights rearranged for the kernels of Hopper, and PrepackedTensor, which holds them."""
+"""prepack, unprepack and PrepackedTensor: weights in the order in which the Hopper kernels read them."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,20 +11,20 @@ from torch import Tensor
 from .. import _checks, ops
 from ..support import ready
 from . import _fields, _pytree
-from .decoded import text
+from ._base import Container, scaling_options
 from .nvfp4 import NVFP4Tensor
 
-__all__ = ["PrepackedTensor", "prepack", "unpack"]
+__all__ = ["PrepackedTensor", "prepack", "unprepack"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class PrepackedTensor:
+class PrepackedTensor(Container):
     """w[n, k] ~ q * s * amax[n] / (6 * e4m3_max): an NVFP4 weight in the order in which Hopper streams it.
 
     One matrix or a stack (g, n, k). What :func:`prepack` returns and :func:`fp4gemm.mm` takes for its right
     operand on devices of compute capability 9.0 and on the CPU (there slowly: every call unpacks it). It is
     as large as the NVFP4Tensor, 0.5625 bytes an element where n and k are multiples of 64, and
-    :func:`unpack` gives that back. The order of the bytes may change with the version of this library, so
+    :func:`unprepack` gives that back. The order of the bytes may change with the version of this library, so
     pickle and torch.save write the NVFP4Tensor in its place.
 
     Args:
@@ -38,15 +38,21 @@ class PrepackedTensor:
         TypeError, ValueError: as for :class:`fp4gemm.NVFP4Tensor`.
     """
 
+    _tensors: ClassVar[tuple[str, ...]] = ("data", "amax")
+    _constants: ClassVar[tuple[str, ...]] = ("shape", "e4m3_max", "hadamard_signs", "dtype")
+
     data: Tensor  # (bytes,) or (g, bytes) u8
     amax: Tensor  # (1,) or (n,), (g, 1) or (g, n) f32
-    shape: tuple[int, ...]
+    shape: torch.Size  # (n, k) or (g, n, k)
     e4m3_max: int = 448
     hadamard_signs: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _fields.options(self.e4m3_max, self.hadamard_signs, None, 0)
         _fields.prepacked(self.data, self.amax, self.shape)
+        if type(self.shape) is not torch.Size:
+            object.__setattr__(self, "shape", torch.Size(self.shape))
 
     @classmethod
     def _trusted(
@@ -60,18 +66,10 @@ class PrepackedTensor:
         self = object.__new__(cls)
         object.__setattr__(self, "data", data)
         object.__setattr__(self, "amax", amax)
-        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "shape", torch.Size(shape))
         object.__setattr__(self, "e4m3_max", e4m3_max)
         object.__setattr__(self, "hadamard_signs", hadamard_signs)
         return self
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes + self.amax.nbytes
 
     def __getitem__(self, e: int) -> PrepackedTensor:
         """Matrix e (n, k) of a stack, with its amax (1,) or (n,); it shares memory.
@@ -80,35 +78,28 @@ class PrepackedTensor:
             TypeError: e is no int, or this is no stack. IndexError: e is out of range.
         """
         _fields.stack_index(e, self.shape)
-        return self._with(self.data[e], self.amax[e], self.shape[1:])
+        return self._assembled(
+            {
+                "data": self.data[e],
+                "amax": self.amax[e],
+                "shape": self.shape[1:],
+                "e4m3_max": self.e4m3_max,
+                "hadamard_signs": self.hadamard_signs,
+                "dtype": self.dtype,
+            }
+        )
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values, (n, k) or (g, n, k): those of :meth:`fp4gemm.NVFP4Tensor.dequantize`."""
+        dtype = self.dtype if dtype is None else dtype
         _checks.is_float_dtype("dtype", dtype)
-        return unpack(self).dequantize(dtype)
+        return unprepack(self).dequantize(dtype)
 
-    def _with(self, data: Tensor, amax: Tensor, shape: tuple[int, ...]) -> PrepackedTensor:
-        return PrepackedTensor._trusted(data, amax, shape, self.e4m3_max, self.hadamard_signs)
-
-    def to(self, device: torch.device | str | int) -> PrepackedTensor:
-        """As :meth:`fp4gemm.NVFP4Tensor.to`."""
-        target = _checks.as_device("device", device)
-        data = _checks.moved("device", self.data, target)
-        return self if data is self.data else self._with(data, self.amax.to(target), self.shape)
-
-    def clone(self) -> PrepackedTensor:
-        """A copy that shares no memory."""
-        return self._with(self.data.clone(), self.amax.clone(), self.shape)
+    def _options(self) -> list[str]:
+        return scaling_options(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return prepack, (unpack(self),)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PrepackedTensor:
-        memo[id(self)] = copied = self.clone()
-        return copied
-
-    def __repr__(self) -> str:
-        return text(self)
+        return prepack, (unprepack(self),)
 
 
 def prepack(w: NVFP4Tensor) -> PrepackedTensor:
@@ -134,13 +125,14 @@ def prepack(w: NVFP4Tensor) -> PrepackedTensor:
     if w.offs is not None:
         raise ValueError(f"w: has {w.offs.shape[0]} groups (offs), must have none")
     if w.codes.shape[-2] == 0:
-        raise ValueError(f"w: shape is {w.shape}, must have a row or more")
+        raise ValueError(f"w: shape is {tuple(w.shape)}, must have a row or more")
     ready(w.codes, "quantize")
     data = ops.prepack(w.codes, w.scales)
-    return PrepackedTensor._trusted(data, w.amax, w.shape, w.e4m3_max, w.hadamard_signs)
+    made = PrepackedTensor._trusted(data, w.amax, w.shape, w.e4m3_max, w.hadamard_signs)
+    return made if w.dtype is made.dtype else made.to(w.dtype)
 
 
-def unpack(p: PrepackedTensor) -> NVFP4Tensor:
+def unprepack(p: PrepackedTensor) -> NVFP4Tensor:
     """The NVFP4Tensor that was prepacked, the padding of its scales zero; amax is shared with p.
 
     Every byte is restored, NaN included, where no scale was negative, as none of :func:`fp4gemm.quantize` is.
@@ -155,7 +147,9 @@ def unpack(p: PrepackedTensor) -> NVFP4Tensor:
         )
     ready(p.data, "quantize")
     codes, scales = ops.unpack(p.data, *p.shape[-2:])
-    return NVFP4Tensor._trusted(codes, scales, p.amax, p.e4m3_max, None, p.hadamard_signs)
+    made = NVFP4Tensor._trusted(codes, scales, p.amax, p.e4m3_max, None, p.hadamard_signs)
+    return made if p.dtype is made.dtype else made.to(p.dtype)
 
 
-_pytree.register(PrepackedTensor, ("data", "amax"), ("shape", "e4m3_max", "hadamard_signs"))
+_pytree.register(PrepackedTensor)
+torch.serialization.add_safe_globals([prepack])

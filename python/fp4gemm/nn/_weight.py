@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _checks, support
 from ..containers.nvfp4 import NVFP4Tensor
-from ..containers.prepacked import PrepackedTensor, prepack, unpack
+from ..containers.prepacked import PrepackedTensor, prepack, unprepack
 from ._state import BITS, WEIGHT_BUFFERS, checkpoint_problems, keep_dtype
 
 PREPACKED = "weight_prepacked"
@@ -52,7 +52,7 @@ class WeightModule(torch.nn.Module):
     def weight_codes(self) -> Tensor:
         """uint8 (n, k/2); while the weight is prepacked a copy of them, made in every access."""
         held = self._buffers.get("weight_codes")
-        return self._unpacked("weight_codes").codes if held is None else held
+        return self._unprepacked("weight_codes").codes if held is None else held
 
     @weight_codes.setter
     def weight_codes(self, value: Tensor) -> None:
@@ -62,16 +62,16 @@ class WeightModule(torch.nn.Module):
     def weight_scales(self) -> Tensor:
         """float8_e4m3fn, swizzled; while the weight is prepacked a copy of them, made in every access."""
         held = self._buffers.get("weight_scales")
-        return self._unpacked("weight_scales").scales if held is None else held
+        return self._unprepacked("weight_scales").scales if held is None else held
 
     @weight_scales.setter
     def weight_scales(self, value: Tensor) -> None:
         self._hold(weight_scales=value)
 
-    def _unpacked(self, name: str) -> NVFP4Tensor:
+    def _unprepacked(self, name: str) -> NVFP4Tensor:
         if self.weight_prepacked is None:
             raise AttributeError(name)  # not registered yet
-        return unpack(self._prepacked())
+        return unprepack(self._prepacked())
 
     def _hold(self, **changed: Tensor | None) -> None:
         """Set buffers, or take away those that are None; the others stay."""
@@ -91,12 +91,12 @@ class WeightModule(torch.nn.Module):
         if self.weight_prepacked is None:
             codes, scales = self.weight_codes, self.weight_scales
             return NVFP4Tensor._trusted(codes, scales, self.weight_amax, self.e4m3_max)
-        unpacked = unpack(self._prepacked())
+        unprepacked = unprepack(self._prepacked())
         # One that was assigned since counts.
         held = (self._buffers.get("weight_codes"), self._buffers.get("weight_scales"))
         codes, scales = (
             part if own is None else own
-            for part, own in zip((unpacked.codes, unpacked.scales), held, strict=True)
+            for part, own in zip((unprepacked.codes, unprepacked.scales), held, strict=True)
         )
         # All copies, so that a weight loaded later does not mix with them.
         return NVFP4Tensor._trusted(codes, scales, self.weight_amax.clone(), self.e4m3_max)

@@ -33,8 +33,9 @@ class Linear(WeightModule):
     (``fp4gemm.prepack``), which synchronises once, and from then on the layer holds that form alone, as
     large as the other. A layer that is traced or captured before is not prepacked by itself: call
     :meth:`prepack` ahead of that. ``state_dict``, ``weight``, pickles, copies and moves to another device
-    still have codes and scales, as ``fp4gemm.unpack`` gives them; ``weight_codes`` and ``weight_scales`` are
-    then copies, so a new weight comes in by ``load_state_dict``, which writes the prepacked form in place.
+    still have codes and scales, as ``fp4gemm.unprepack`` gives them; ``weight_codes`` and ``weight_scales``
+    are then copies, so a new weight comes in by ``load_state_dict``, which writes the prepacked form in
+    place.
 
     A new layer has no weight: its buffers are zeros, and ``forward`` raises until ``load_state_dict`` has
     brought one. Usually a layer comes from ``Linear.from_float`` or ``quantize_model`` instead.

@@ -1,0 +1,264 @@
+"""Container, the base of all operand classes: what other code asks of a weight, copies, moves, pickles."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Container"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Container:
+    """A quantized matrix or stack of matrices: a few tensors and the numbers that say what they mean.
+
+    A container is not a torch.Tensor. It answers what model code asks of ``module.weight`` without computing
+    anything: ``dtype``, ``shape``, ``size()``, ``numel()``, ``device``, ``to()`` and the like. Arithmetic on
+    it raises TypeError. A subclass lists its fields in the three class variables.
+
+    Args:
+        dtype: torch.float32, torch.bfloat16 or torch.float16: the type of the plain tensor that the container
+            stands for, and the default of ``dequantize``. No stored byte depends on it.
+    """
+
+    _tensors: ClassVar[tuple[str, ...]]  # fields that are always tensors; the first holds the elements
+    _optional: ClassVar[tuple[str, ...]] = ()  # fields that are a tensor or None
+    _constants: ClassVar[tuple[str, ...]] = ("dtype",)  # all other fields
+
+    dtype: torch.dtype = dataclasses.field(default=torch.float32, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _checks.is_float_dtype("dtype", self.dtype)
+
+    @classmethod
+    def _assembled(cls, fields: dict[str, Any]) -> Self:
+        """An object of these fields, unchecked: pytree leaves may be anything, even None."""
+        made = object.__new__(cls)
+        for name, value in fields.items():
+            object.__setattr__(made, name, value)
+        return made
+
+    def _parts(self) -> dict[str, Any]:
+        """Every field that is a tensor, by name."""
+        optional = {name: getattr(self, name) for name in self._optional}
+        return {name: getattr(self, name) for name in self._tensors} | {
+            name: value for name, value in optional.items() if value is not None
+        }
+
+    def _mapped(self, fn: Callable[[Tensor], Tensor], **changed: Any) -> Self:
+        """The same numbers with ``fn`` of each tensor, and other values for the fields ``changed``."""
+        fields = {name: getattr(self, name) for name in (*self._constants, *self._optional)}
+        return self._assembled(fields | {name: fn(part) for name, part in self._parts().items()} | changed)
+
+    @property
+    def _elements(self) -> Tensor:
+        elements: Tensor = getattr(self, self._tensors[0])
+        return elements
+
+    @property
+    def _size(self) -> torch.Size:
+        """``shape``, which is a field of one subclass and a property of the others."""
+        size: torch.Size = cast(Any, self).shape
+        return size
+
+    @property
+    def device(self) -> torch.device:
+        return self._elements.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, padding included."""
+        return sum(part.nbytes for part in self._parts().values())
+
+    @property
+    def ndim(self) -> int:
+        """2, or 3 of a stack."""
+        return len(self._size)
+
+    def dim(self) -> int:
+        """2, or 3 of a stack."""
+        return len(self._size)
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """The shape, or one entry of it.
+
+        Raises:
+            TypeError: dim is not an int. IndexError: it is out of range.
+        """
+        if dim is None:
+            return self._size
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise TypeError(f"dim: got {_checks.describe(dim)}, must be an int or None")
+        if not -self.ndim <= dim < self.ndim:
+            raise IndexError(f"dim: got {dim}, must be at least {-self.ndim} and below {self.ndim}")
+        return self._size[dim]
+
+    def numel(self) -> int:
+        """Elements of the matrices; not bytes, and without padding."""
+        return math.prod(self._size)
+
+    @property
+    def is_meta(self) -> bool:
+        return self._elements.is_meta
+
+    @property
+    def is_cuda(self) -> bool:
+        return self._elements.is_cuda
+
+    @property
+    def requires_grad(self) -> bool:
+        """False: no gradient flows to a quantized operand."""
+        return False
+
+    def requires_grad_(self, requires_grad: bool = False) -> Self:
+        """The container itself.
+
+        Raises:
+            TypeError: requires_grad is not a bool. NotImplementedError: it is True.
+        """
+        _checks.is_bool("requires_grad", requires_grad)
+        if requires_grad:
+            raise NotImplementedError("requires_grad: got True, must be False for a quantized operand")
+        return self
+
+    def is_floating_point(self) -> bool:
+        """True: the elements stand for floating-point numbers."""
+        return True
+
+    def detach(self) -> Self:
+        """The container itself, since it has no gradient."""
+        return self
+
+    def clone(self) -> Self:
+        """A copy that shares no memory."""
+        return self._mapped(lambda part: part.clone())
+
+    def cpu(self) -> Self:
+        """``to("cpu")``."""
+        return self.to("cpu")
+
+    def cuda(self) -> Self:
+        """``to("cuda")``, the current CUDA device."""
+        return self.to("cuda")
+
+    def to(
+        self,
+        device: torch.device | str | int | torch.dtype | Tensor | Container | None = None,
+        dtype: torch.dtype | None = None,
+        non_blocking: bool = False,
+        copy: bool = False,
+    ) -> Self:
+        """The same values on another device or for another dtype; the container itself if neither differs.
+
+        The stored bytes are the same. The arguments are those of torch.Tensor.to. It synchronises where
+        torch.Tensor.to does.
+
+        Args:
+            device: a torch.device, its name or a CUDA index; None keeps the device. A torch.dtype in its
+                place is ``dtype``; a tensor or a container gives both.
+            dtype: what ``dtype`` of the result is; it does not change the values.
+            non_blocking: as for torch.Tensor.to.
+            copy: True copies even where nothing differs.
+
+        Raises:
+            TypeError: an argument of another type. ValueError: torch has no such device.
+        """
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        elif isinstance(device, (Tensor, Container)):
+            like = device
+            device, dtype = like.device, like.dtype
+        if dtype is not None:
+            _checks.is_float_dtype("dtype", dtype)
+        _checks.is_bool("non_blocking", non_blocking)
+        _checks.is_bool("copy", copy)
+        target = self.device if device is None else _checks.as_device("device", device)
+        moved = _checks.moved("device", self._elements, target)
+        wanted = self.dtype if dtype is None else dtype
+        if moved is self._elements and wanted is self.dtype and not copy:
+            return self
+        return self._mapped(lambda part: part.to(target, non_blocking=non_blocking, copy=copy), dtype=wanted)
+
+    def _refuse(self, what: str) -> NoReturn:
+        values = "dequantize() gives the values, " if hasattr(self, "dequantize") else ""
+        raise TypeError(
+            f"{what}: does not accept an fp4gemm.{type(self).__name__}, must get a torch.Tensor; {values}"
+            "fp4gemm.mm multiplies. Where a model reads the weight of a layer by itself, "
+            "quantize_model(exclude=...) leaves that layer as it is"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> NoReturn:
+        """Raise TypeError for a torch function of a container, and say what to do."""
+        found = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Container)]
+        name = getattr(function, "__name__", str(function))
+        (found[0] if found else object.__new__(cls))._refuse(name)
+
+    def __matmul__(self, other: object) -> NoReturn:
+        self._refuse("@")
+
+    def __rmatmul__(self, other: object) -> NoReturn:
+        self._refuse("@")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self)] = copied = self._mapped(lambda part: copy.deepcopy(part, memo))
+        return copied
+
+    def _options(self) -> list[str]:
+        """What ``repr`` shows between the shape and the device."""
+        return []
+
+    def __repr__(self) -> str:
+        """Shapes and numbers, no values, so that nothing synchronises."""
+        if not all(isinstance(part, Tensor) for part in self._parts().values()):
+            return f"{type(self).__name__}(...)"  # a pytree may carry anything in place of the tensors
+        shown = [f"shape={tuple(self._size)}", *self._options()]
+        if self.dtype is not torch.float32:
+            shown.append(f"dtype={self.dtype}")
+        return f"{type(self).__name__}({', '.join(shown)}, device={str(self.device)!r})"
+
+
+def scaling_options(t: Any) -> list[str]:
+    """For ``repr`` of the containers with an amax: its shape, the bound, the groups and the rotation."""
+    shown = [f"amax={tuple(t.amax.shape)}", f"e4m3_max={t.e4m3_max}"]
+    offs = getattr(t, "offs", None)
+    if offs is not None:
+        shown.append(f"{'groups' if t.offs_dim == 0 else 'column_groups'}={offs.shape[0]}")
+    if t.hadamard_signs is not None:
+        shown.append(f"hadamard_signs={t.hadamard_signs:#06x}")
+    return shown
+
+
+def unpickled(cls: Any, parts: dict[str, Any], numbers: dict[str, Any]) -> Any:
+    """A checked container of what a file holds. Tensors that are not 16-byte aligned are copied.
+
+    Raises:
+        ValueError: the parts do not form a container; the text names the class and the part.
+    """
+    for name, part in parts.items():
+        if type(part) is Tensor and not part.is_meta and part.data_ptr() % _checks.ALIGN_BYTES:
+            parts[name] = part.clone()
+    try:
+        return cls(**parts, **numbers)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"fp4gemm.{cls.__name__}: is corrupt in this file: {error}") from error
+
+
+def of_bytes(name: str, part: object, dtype: object) -> Tensor:
+    """A float8 tensor of its pickled bytes."""
+    x = _checks.is_tensor(name, part)
+    _checks.has_dtype(name, x, (torch.uint8,))
+    return x.view(dtype)  # type: ignore[no-any-return,call-overload]

@@ -1,0 +1,38 @@
+"""Wrong arguments for what all containers have in common."""
+
+from __future__ import annotations
+
+import fp4gemm
+import torch
+from bad_base import FUNCTIONS, NOT, TYPE, A, B, Cases, E
+
+CASES = Cases()
+CONTAINERS = {
+    "NVFP4Tensor": A,
+    "DecodedTensor": fp4gemm.decode(A),
+    "PrepackedTensor": fp4gemm.prepack(B),
+    "MXFP8Tensor": E,
+}
+for owner, t in CONTAINERS.items():
+    FUNCTIONS |= {
+        f"{owner}.size": (t.size, lambda: {"dim": 0}),
+        f"{owner}.requires_grad_": (t.requires_grad_, lambda: {"requires_grad": False}),
+    }
+
+
+def each(method: str) -> str:
+    return " ".join(owner + method for owner in CONTAINERS)
+
+
+CASES.add(each(""), "dtype", "type", lambda: "half", TYPE, "got 'half' (str), must be torch.bfloat16")
+CASES.add(each(""), "dtype", "wide", lambda: torch.float64, TYPE, "dtype is torch.float64, must be")
+CASES.add(each(".to"), "dtype", "wide", lambda: torch.float64, TYPE, "dtype is torch.float64, must be")
+CASES.add(each(".to"), "device", "dtype", lambda: torch.int8, TYPE, "dtype is torch.int8, must be", "dtype")
+CASES.add(each(".to"), "non_blocking", "int", lambda: 1, TYPE, "got 1 (int), must be True or False")
+CASES.add(each(".to"), "copy", "none", lambda: None, TYPE, "got None (NoneType), must be True or False")
+CASES.add(each(".size"), "dim", "type", lambda: 1.0, TYPE, "got 1.0 (float), must be an int or None")
+CASES.add(each(".size"), "dim", "range", lambda: 2, IndexError, "got 2, must be at least -2 and below 2")
+CASES.add(each(".requires_grad_"), "requires_grad", "true", lambda: True, NOT, "got True, must be False")
+CASES.add(
+    each(".requires_grad_"), "requires_grad", "int", lambda: 1, TYPE, "got 1 (int), must be True or False"
+)
