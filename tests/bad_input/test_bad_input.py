@@ -1,4 +1,4 @@
-"""Every argument of every public function, wrong in each way there is, raises an error that names it."""
+"""Every wrong argument of every public function raises an error that names the argument."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_names_the_argument(case: Case) -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_unchanged_calls_are_right(name: str) -> None:
-    """What the cases start from works, so that each case fails for the one thing it changes."""
+    """The calls that the cases change are right, so that each case fails because of its change."""
     function, base = FUNCTIONS[name]
     assert function(**base()) is not None
 
@@ -35,7 +35,7 @@ def test_case_count_and_ids() -> None:
 
 
 def test_every_argument_has_a_case() -> None:
-    """Read from the signatures, so that a new function or argument without cases fails here."""
+    """Compares the cases with the signatures, so that a new function or argument without cases fails."""
     covered = {(case.function, case.kind.split("-")[0]) for case in CASES}
     wanted = {
         (name, argument)
@@ -49,7 +49,7 @@ def test_every_public_function_has_cases() -> None:
     public = {name for name in fp4gemm.__all__ if callable(getattr(fp4gemm, name))} - {"kernels"}
     assert public - set(FUNCTIONS) == set()
     assert {f"reference.{name}" for name in reference.__all__} - set(FUNCTIONS) == set()
-    # Arithmetic on two ints, which takes symbolic ones while a graph is traced.
+    # Arithmetic on two ints, which are symbolic while a graph is traced.
     assert set(layout.__all__) - set(FUNCTIONS) == {
         "grouped_columns",
         "grouped_scale_rows",

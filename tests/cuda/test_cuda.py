@@ -1,4 +1,4 @@
-"""On a GPU: kernels equal the reference bit for bit, in poisoned memory; streams, graphs, devices."""
+"""The kernels on a GPU: bits of the reference, in poisoned memory; streams, graphs, devices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def exact(
     c: torch.Tensor | None = None,
     beta: float = 1.0,
 ) -> torch.Tensor:
-    """The reference on the same device: the float64 product rounded once, then the epilogue."""
+    """The reference on the same device: the float64 product, rounded once, and the epilogue."""
     alpha = 1 / (36 * a.e4m3_max * b.e4m3_max)
     operands = (a.codes, b.codes, a.scales, b.scales, alpha, a.amax, b.amax)
     return reference.scaled_mm(*operands, bias, out_dtype, activation, c, beta)
@@ -48,7 +48,7 @@ def operands(
 
 
 def fill_and_free(device: torch.device) -> None:
-    """Leave 0xFF in the blocks that codes, scales, outputs and workspace will be cut from."""
+    """Leaves 0xFF in the memory from which codes, scales, outputs and workspaces will be allocated."""
     dirty(device, 64, 4096, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
 
 
@@ -56,7 +56,7 @@ def fill_and_free(device: torch.device) -> None:
 
 
 def test_the_reference_gives_the_same_bits_on_the_gpu(cuda: torch.device, gen: torch.Generator) -> None:
-    """What the tests below compare with is itself compared: plain torch on the GPU and on the CPU."""
+    """The reference, with which the tests below compare, has the same bits on the GPU and on the CPU."""
     for kind in KINDS:
         x = make(kind, 130, 528, torch.float32, gen)
         x[7, 3] = torch.nan
@@ -97,7 +97,7 @@ def test_quantize_equals_reference(
 def test_quantize_sizes(
     m: int, k: int, dtype: torch.dtype, scaling: str, cuda: torch.device, gen: torch.Generator
 ) -> None:
-    """Rows from one block to far more than fits on chip; more rows than a grid has blocks in a wave."""
+    """Rows from one block to more than shared memory holds, and more rows than a wave has CTAs."""
     x = make("row_ranges", m, k, dtype, gen).to(cuda)
     fill_and_free(cuda)
     t = fp4gemm.quantize(x, scaling=scaling)
@@ -119,7 +119,7 @@ def test_quantize_every_16_bit_value(dtype: torch.dtype, cuda: torch.device) -> 
 
 
 def test_e2m1_around_every_tie(cuda: torch.device) -> None:
-    """6 * 448 in every row and 6 in its block make the element factor 1, so x is rounded as it is."""
+    """6 * 448 in every row and 6 in every block make the element factor 1, so x itself is rounded."""
     steps = torch.arange(-8, 8, dtype=torch.int32)
     middle = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]).view(torch.int32).unsqueeze(1)
     x = torch.zeros(14, 48)
@@ -154,7 +154,7 @@ def test_dequantize_and_decode_sizes(dtype: torch.dtype, cuda: torch.device, gen
 def test_mm_gaussian(
     m: int, n: int, k: int, out_dtype: torch.dtype, cuda: torch.device, gen: torch.Generator
 ) -> None:
-    """Sums of Gaussian data fit float32, so D equals the rounded float64 product bit for bit."""
+    """Sums of Gaussian data are exact in float32, so D has the bits of the rounded float64 product."""
     a, b = operands(m, n, k, cuda, gen)
     bias = torch.randn(n, generator=gen).to(cuda)
     view, buffer = poisoned(m, n, out_dtype, cuda, pad=8)
@@ -191,7 +191,7 @@ def test_mm_small_integers(k: int, cuda: torch.device, gen: torch.Generator) -> 
 
 
 def test_every_kernel_of_this_device(cuda: torch.device, gen: torch.Generator) -> None:
-    """Each dense kernel by name, over shapes with ragged tiles; those of other devices are refused."""
+    """Each dense kernel by name, on shapes with partial tiles; kernels of other devices are refused."""
     major, _ = torch.cuda.get_device_capability(cuda)
     ran = 0
     kernels = [kernel for kernel in fp4gemm.kernels() if kernel.mode == "dense"]
@@ -237,7 +237,7 @@ def test_unknown_kernel_is_named(cuda: torch.device, gen: torch.Generator) -> No
 
 
 def test_random_codes_and_scales(cuda: torch.device, gen: torch.Generator) -> None:
-    """Sums that do not fit float32: within 1e-4 of the sum of magnitudes."""
+    """Sums that are not exact in float32: the error is below 1e-4 of the sum of magnitudes."""
     a, b = (
         NVFP4Tensor.from_compact(
             torch.randint(0, 256, (rows, 1024), generator=gen, dtype=torch.uint8).to(cuda),
@@ -255,7 +255,7 @@ def test_random_codes_and_scales(cuda: torch.device, gen: torch.Generator) -> No
 
 
 def test_runs_on_the_current_stream(cuda: torch.device, gen: torch.Generator) -> None:
-    """Inputs that appear late on a side stream are seen: the calls queue behind them there."""
+    """Inputs are written late on a side stream, and the calls execute after that."""
     x, w = (
         make("normal", 256, 512, torch.bfloat16, gen).to(cuda),
         make("normal", 128, 512, torch.bfloat16, gen),
@@ -287,7 +287,7 @@ def test_nothing_synchronises(cuda: torch.device, gen: torch.Generator) -> None:
             fp4gemm.mm(a, fp4gemm.decode(a), bias=bias)
             a.dequantize()
 
-    step()  # the driver loads a kernel when it first runs, and may wait for the device to do so
+    step()  # the driver loads a kernel at its first launch, and may wait for the device then
     torch.cuda.synchronize(cuda)
     done = torch.cuda.Event()
     torch.cuda._sleep(1_000_000_000)
@@ -299,7 +299,7 @@ def test_nothing_synchronises(cuda: torch.device, gen: torch.Generator) -> None:
 
 @pytest.mark.parametrize("m", [1, 33, 256])
 def test_graph_capture_and_replay(m: int, cuda: torch.device, gen: torch.Generator) -> None:
-    """One capture of quantizations, products and a decode; replays see new inputs in the same memory."""
+    """Captures quantizations, products and a decode once; replays read new inputs in the same memory."""
     n, k = 136, 512
     x, w = torch.empty(m, k, dtype=torch.bfloat16, device=cuda), torch.empty(n, k, device=cuda)
     bias = torch.empty(n, device=cuda)
@@ -328,7 +328,7 @@ def test_graph_capture_and_replay(m: int, cuda: torch.device, gen: torch.Generat
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA device")
 def test_second_device(cuda: torch.device, gen: torch.Generator) -> None:
-    """Tensors of a device that is not the current one: results lie there, and the current device stays."""
+    """Results are on the device of the tensors, even if it is not the current one, which stays current."""
     other = torch.device("cuda", 1)
     a, b = operands(33, 64, 128, other, gen)
     with torch.cuda.device(0):

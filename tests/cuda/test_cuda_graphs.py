@@ -39,7 +39,7 @@ def test_replay_with_other_groups_of_columns(mode: Mode, cuda: torch.device, gen
 
 @pytest.mark.parametrize("mode", GROUPED, ids=by_name)
 def test_replay_with_other_groups(mode: Mode, cuda: torch.device, gen: torch.Generator) -> None:
-    """One capture; replays read the ends of the groups and x from the same memory anew."""
+    """Captures once; replays read new ends of the groups and new x in the same memory."""
     x = torch.ones(300, 96, dtype=torch.bfloat16, device=cuda)
     offs = torch.zeros(5, dtype=torch.int32, device=cuda)
     options = mode.on(cuda)
@@ -73,7 +73,7 @@ def test_replay_with_other_groups(mode: Mode, cuda: torch.device, gen: torch.Gen
 
 
 def test_replay_with_other_states(cuda: torch.device, gen: torch.Generator) -> None:
-    """rng_state is read by the kernels in each replay."""
+    """The kernels read rng_state in each replay."""
     x = make("normal", 96, 64, torch.bfloat16, gen).to(cuda)
     state = torch.zeros(2, dtype=torch.int64, device=cuda)
 
@@ -99,7 +99,7 @@ def test_replay_with_other_states(cuda: torch.device, gen: torch.Generator) -> N
 
 
 def test_replays_draw_anew(cuda: torch.device, gen: torch.Generator) -> None:
-    """Without a state torch's generator gives other numbers in each replay; manual_seed reproduces them."""
+    """Without a state, each replay draws other numbers of torch's generator; manual_seed repeats them."""
     x = make("normal", 96, 64, torch.bfloat16, gen).to(cuda)
     graph, (t, both) = captured(
         lambda: (fp4gemm.quantize(x, stochastic=True), fp4gemm.quantize_both(x, stochastic=True)), cuda
@@ -161,7 +161,7 @@ def test_replay_with_other_inputs(mode: Mode, cuda: torch.device, gen: torch.Gen
 
 
 def nodes(step: Callable[[], Any], device: torch.device) -> int:
-    """Number of kernels, copies and fills in a graph of ``step``."""
+    """The number of kernels, copies and fills in a graph of ``step``."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     step()
     torch.cuda.synchronize(device)
@@ -176,7 +176,7 @@ def nodes(step: Callable[[], Any], device: torch.device) -> int:
 
 
 def test_groups_are_one_launch(cuda: torch.device, gen: torch.Generator) -> None:
-    """Per row, one kernel quantizes all groups; per group the number does not grow with theirs."""
+    """With a scale per row, one kernel quantizes all groups; per group, the number of kernels is constant."""
     x = make("normal", 4096, 256, torch.bfloat16, gen).to(cuda)
     offs = {g: torch.arange(1, g + 1, dtype=torch.int32, device=cuda) for g in (1, 8, 1500)}
     rows = {g: nodes(lambda ends=ends: fp4gemm.quantize(x, offs=ends), cuda) for g, ends in offs.items()}

@@ -15,12 +15,12 @@ from torch import Tensor
 
 pytestmark = pytest.mark.gpu
 
-# Of some hundred rows an expert, of a few, of one hot expert and of none.
+# Some hundred rows for each expert, a few rows, all rows for one expert, and no rows.
 SIZES = [(513, 0, 300, 1000, 7, 128), (3, 1, 0, 0, 16, 2, 5), (0, 2048, 0), (0, 0)]
 
 
 def fill_and_free(device: torch.device) -> None:
-    """Leave 0xFF in the blocks that outputs and workspace will be cut from."""
+    """Leaves 0xFF in the memory from which outputs and workspaces will be allocated."""
     dirty(device, 4096, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
 
 
@@ -32,7 +32,7 @@ def exact(
     c: Tensor | None = None,
     beta: float = 1.0,
 ) -> Tensor:
-    """The reference on the same device, rows of nobody left at 0."""
+    """The reference on the same device; rows that are in no group are 0."""
     a, b = case.a, case.b
     m, n, g = a.shape[0], b.shape[-2] // (2 if activation == 4 else 1), case.offs.shape[0]
     out = torch.zeros((m, n) if len(b.shape) == 3 else (g, m, n), dtype=out_dtype, device=a.device)
@@ -67,7 +67,7 @@ def test_rows(
     cuda: torch.device,
     gen: torch.Generator,
 ) -> None:
-    """Sums of Gaussian data fit float32, so D equals the rounded float64 product bit for bit."""
+    """Sums of Gaussian data are exact in float32, so D has the bits of the rounded float64 product."""
     case = rows_of(sizes, n, k, cuda, gen, loose=13)
     rows, m = sum(sizes), sum(sizes) + 13
     bias = torch.randn(len(sizes), n, generator=gen).to(cuda)
@@ -120,7 +120,7 @@ def test_the_reference_gives_the_same_bits_on_the_gpu(cuda: torch.device, gen: t
 
 
 def test_every_kernel_of_this_device(cuda: torch.device, gen: torch.Generator) -> None:
-    """Each grouped kernel by name, both forms; those of other devices and modes are refused by name."""
+    """Each grouped kernel by name, with ragged m and k; kernels of other devices or modes are refused."""
     family = kernel_table.kernel_arch(cuda.index)
     ran = 0
     for sizes, n, k in (((3, 0, 1), 16, 32), ((300, 0, 33, 129), 400, 288)):
@@ -162,7 +162,7 @@ def test_every_kernel_of_this_device(cuda: torch.device, gen: torch.Generator) -
 
 @pytest.mark.slow
 def test_replay_with_a_thousand_routings(cuda: torch.device, gen: torch.Generator) -> None:
-    """One graph of quantizations and products; each replay reads tokens and ends anew, and nothing else."""
+    """One graph of quantizations and products; each replay reads new tokens and new ends."""
     g, m, n, k = 8, 512, 96, 128
     x = torch.zeros(m, k, dtype=torch.bfloat16, device=cuda)
     dy = torch.zeros(m, n, dtype=torch.bfloat16, device=cuda)
@@ -195,13 +195,13 @@ def test_replay_with_a_thousand_routings(cuda: torch.device, gen: torch.Generato
         assert bool(y[rows:].isnan().all()), f"replay {i}: rows of nobody were written"
         want = exact(Columns(dy, x, offs, dy_t, x_t), torch.float32)
         assert_bits(dw, want, f"replay {i}, {kind} {sizes}: dw")
-        if i % 100 == 0:  # the operands of the graph are those of these ends
+        if i % 100 == 0:  # the operands of the graph have these ends
             fresh = fp4gemm.quantize(x, offs=offs)
             assert_bits(a.codes[:rows], fresh.codes[:rows], "codes")
 
 
 def test_eight_threads_on_four_streams(cuda: torch.device, gen: torch.Generator) -> None:
-    """Calls at the same time share nothing: every result has the bits of a call alone."""
+    """Concurrent calls share nothing: every result has the bits of a call without others."""
     cases = [
         rows_of(sizes, 136, 256, cuda, gen) for sizes in ((300, 0, 77), (1, 2, 3), (0, 512, 0), (64,) * 16)
     ]
@@ -222,7 +222,7 @@ def test_eight_threads_on_four_streams(cuda: torch.device, gen: torch.Generator)
                     streams[index % 4].synchronize()
                     if not torch.equal(got, wanted[which]) or not torch.equal(got_depth, wanted_depth):
                         problems.append(f"thread {index}, turn {turn}, case {which}: other bits")
-        except Exception as error:  # raised where pytest does not look
+        except Exception as error:  # pytest does not see exceptions of other threads
             problems.append(f"thread {index}: {type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
@@ -267,7 +267,7 @@ def test_nothing_synchronises(cuda: torch.device, gen: torch.Generator) -> None:
     ids=str,
 )
 def test_wrong_ends_stay_inside(ends: tuple[int, ...], cuda: torch.device, gen: torch.Generator) -> None:
-    """Nothing checks the ends on a GPU: D may be anything, but no byte around it changes."""
+    """The ends are not checked on a GPU: D may hold anything, but no byte around it changes."""
     case = rows_of((10, 20, 34), 24, 64, cuda, gen)
     offs = torch.tensor(ends, dtype=torch.int32, device=cuda)
     view, buffer = poisoned(64, 24, torch.bfloat16, cuda, pad=8)
@@ -283,7 +283,7 @@ def test_wrong_ends_stay_inside(ends: tuple[int, ...], cuda: torch.device, gen: 
 
 @pytest.mark.slow
 def test_experts_of_a_real_layer(cuda: torch.device, gen: torch.Generator) -> None:
-    """128 experts of 4,096 tokens in a Zipf routing."""
+    """128 experts with 4,096 tokens in a Zipf distribution."""
     sizes = tuple(routing("zipf", 128, 4096, gen))
     case = rows_of(sizes, 768, 2048, cuda, gen)
     assert_bits(fp4gemm.grouped_mm(case.a, case.b), exact(case), "D")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.gpu
 
-# Rows around the tiles' heights; n and k off the chunks of 64, one chunk, many.
+# m around the heights of tiles; n and k that are no multiples of the chunks of 64, one chunk, many chunks.
 SHAPES = [
     (1, 8, 32),
     (7, 96, 96),
@@ -30,13 +30,13 @@ SHAPES = [
 ]
 SIZES = [(513, 0, 300, 1, 7, 128), (3, 1, 0, 0, 16, 2, 5), (0, 300, 0), (0, 0)]
 PLAIN = (torch.bfloat16, torch.float16)
-# What each operand of a kernel reads, by its dtype.
+# The operands of kernels, by dtype.
 A_DTYPES = {"prepacked": torch.float16, "prepacked_bf16": torch.bfloat16}
 
 
 @pytest.fixture
 def hopper(cuda: torch.device) -> torch.device:
-    """The current device, if its kernels read prepacked weights."""
+    """The current device; the test is skipped if its kernels do not read prepacked weights."""
     if not support.streams_prepacked(cuda):
         pytest.skip(f"{torch.cuda.get_device_name(cuda)} does not read prepacked weights")
     dirty(cuda, 4096, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
@@ -49,7 +49,7 @@ def kernels(mode: str, operand: str | None = None) -> list[KernelInfo]:
 
 
 def exact(x: Tensor, w: NVFP4Tensor, out_dtype: torch.dtype, amax: Tensor | None, **terms: Any) -> Tensor:
-    """The float64 product of values x with the weight, rounded once, then the epilogue."""
+    """The float64 product of x and the weight, rounded once, and the epilogue."""
     alpha = 1 / (6 * w.e4m3_max) if amax is None else 1 / (36 * w.e4m3_max * 448)
     operands = (x, w.codes, None, w.scales, alpha, amax, w.amax)
     return reference.scaled_mm(*operands, terms.pop("bias", None), out_dtype, **terms)
@@ -63,7 +63,7 @@ def operands(
 
 
 def every_product(device: torch.device) -> NVFP4Tensor:
-    """(32, 128): each of the 254 finite scales, half of them negative, beside all 16 codes (two twice)."""
+    """A weight (32, 128) with each of the 254 finite scales, half of them negative, and all 16 codes."""
     codes = torch.stack([(torch.arange(16) + 3 * block) % 16 for block in range(256)]).view(32, 128)
     finite = torch.cat((torch.arange(0x7F), torch.tensor([0x38])))
     scales = torch.cat((finite, finite | 0x80)).view(32, 8)
@@ -77,7 +77,7 @@ def every_product(device: torch.device) -> NVFP4Tensor:
 
 @pytest.mark.parametrize("operand", A_DTYPES)
 def test_one_hot_rows_give_back_every_code_and_scale(operand: str, hopper: torch.device) -> None:
-    """D is the decoded weight, transposed, bit for bit: 16 codes times 254 scales (the sum makes -0 a 0)."""
+    """D is the transposed decoded weight, bit for bit: 16 codes times 254 scales; the sum turns -0 into 0."""
     w = every_product(hopper)
     data = fp4gemm.prepack(w).data
     values = reference.decode(w.codes, w.scales).float().T.contiguous() + 0.0
@@ -97,7 +97,7 @@ def test_one_hot_rows_give_back_every_code_and_scale(operand: str, hopper: torch
 
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES, ids=str)
 def test_every_dense_kernel(m: int, n: int, k: int, hopper: torch.device, gen: torch.Generator) -> None:
-    """Sums of Gaussian data fit float32, so D is the rounded float64 product, in every form of a and b."""
+    """Sums of Gaussian data are exact in float32, so D is the rounded float64 product for any a and b."""
     a, w = operands(m, n, k, hopper, gen)
     p, decoded = fp4gemm.prepack(w), fp4gemm.decode(a)
     bias = torch.randn(n, generator=gen).to(hopper)
@@ -142,7 +142,7 @@ def test_activations_that_are_not_quantized(
         assert_poison_intact(buffer, m, want.shape[1])
     x = make("normal", m, k, dtype, gen).to(hopper)
     left, right = x.double(), w.dequantize().double()
-    for weight in (p, w):  # w: prepacked or decoded in the call
+    for weight in (p, w):  # w is prepacked, or decoded in the call
         got = fp4gemm.mm(x, weight, out_dtype=torch.float32)
         assert ((got.double() - left @ right.T).abs() <= 1e-4 * (left.abs() @ right.abs().T)).all()
 
@@ -203,7 +203,7 @@ def test_rows_do_not_depend_on_those_beside_them(hopper: torch.device, gen: torc
 def test_every_grouped_kernel(
     sizes: tuple[int, ...], n: int, k: int, hopper: torch.device, gen: torch.Generator
 ) -> None:
-    """Groups equal the dense products of their rows; rows of nobody stay as they are."""
+    """Groups equal the dense products of their rows; rows that are in no group stay as they are."""
     case = rows_of(sizes, n, k, hopper, gen, loose=13)
     rows, p = sum(sizes), fp4gemm.prepack(case.b)
     decoded = fp4gemm.decode(case.a)
@@ -308,7 +308,7 @@ def test_groups_equal_dense_products(hopper: torch.device, gen: torch.Generator)
 
 
 def test_graph_replay(hopper: torch.device, gen: torch.Generator) -> None:
-    """One capture; replays read x, the group ends and the prepacked bytes anew."""
+    """Captures once; replays read new x, new ends of groups and new prepacked bytes."""
     n, k, m = 136, 544, 96
     x = torch.ones(m, k, dtype=torch.bfloat16, device=hopper)
     _, w = operands(1, n, k, hopper, gen)
@@ -390,7 +390,7 @@ def test_the_first_forward_prepacks(activations: str, hopper: torch.device, gen:
 
 
 def test_memory_of_a_layer(hopper: torch.device) -> None:
-    """The forward leaves 0.5625 bytes an element behind, as before it."""
+    """After the forward the layer occupies 0.5625 bytes for each element, as before."""
     layer = nn.Linear.from_float(torch.nn.Linear(4096, 4096, bias=False, device=hopper))
     x = torch.ones(1, 4096, dtype=torch.bfloat16, device=hopper)
     torch.cuda.synchronize(hopper)
@@ -400,7 +400,7 @@ def test_memory_of_a_layer(hopper: torch.device) -> None:
 
 
 def test_graphs_of_a_layer(hopper: torch.device, gen: torch.Generator) -> None:
-    """A captured first forward keeps codes and scales; load_state_dict reaches the graphs of both kinds."""
+    """A captured first forward keeps codes and scales; both kinds of graphs see load_state_dict."""
     x = make("integers", 16, 192, torch.bfloat16, gen).to(hopper)
     for is_warm in (True, False):
         layer = nn.Linear.from_float(float_linear(192, 136)).to(hopper)

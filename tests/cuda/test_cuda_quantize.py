@@ -1,4 +1,4 @@
-"""The quantizer family on a GPU: sizes, exhaustive inputs, streams, devices, no synchronisation."""
+"""The quantizers on a GPU: sizes, exhaustive inputs, streams, devices, no synchronization."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ GROUPED = [mode for mode in FEW if not mode.tiles]
 
 
 def fill_and_free(device: torch.device) -> None:
-    """Leave 0xFF in the blocks that results and workspaces will be cut from."""
+    """Leaves 0xFF in the memory from which results and workspaces will be allocated."""
     dirty(device, 64, 4096, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
 
 
 def on_gpu(x: Tensor, mode: Mode, **more: Any) -> tuple[Tensor, ...]:
-    """The reference where x lies, with the random state there."""
+    """The reference on the device of x, with the random state there."""
     random = {"rng_state": modes.state(x.device)} if mode.stochastic else {}
     return reference.quantize(x, None, **mode.arguments, **random, **more)
 
@@ -33,7 +33,7 @@ def on_gpu(x: Tensor, mode: Mode, **more: Any) -> tuple[Tensor, ...]:
 def test_the_reference_gives_the_same_bits_on_the_gpu(
     mode: Mode, cuda: torch.device, gen: torch.Generator
 ) -> None:
-    """What the large tests compare with is itself compared: plain torch on the GPU and on the CPU."""
+    """The reference, with which the large tests compare, has the same bits on the GPU and on the CPU."""
     for kind in ("heavy", "row_ranges", "denormal", "wide_blocks"):
         x = make(kind, 80, 112, torch.float32, gen)
         for axis in (-1, 0):
@@ -48,7 +48,7 @@ def test_the_reference_gives_the_same_bits_on_the_gpu(
 def test_sizes(
     m: int, k: int, mode: Mode, dtype: torch.dtype, cuda: torch.device, gen: torch.Generator
 ) -> None:
-    """From one block a row or column to far more than fits on chip, tiles that end anywhere."""
+    """From one block in a row or column to more than shared memory holds, with partial tiles."""
     x = make("row_ranges", m, k, dtype, gen).to(cuda)
     for axis in (-1, 0):
         want = on_gpu(x, mode, axis=axis)
@@ -67,7 +67,7 @@ def test_sizes(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
 def test_every_16_bit_value(dtype: torch.dtype, mode: Mode, cuda: torch.device) -> None:
     x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).view(256, 256)
-    if mode.rotated:  # NaN and infinity are unspecified there, and so is what overflows to it
+    if mode.rotated:  # NaN, infinity and values that overflow are unspecified there
         x = torch.where(x.isfinite() & (x.abs() < torch.finfo(dtype).max / 64), x, 0)
     order = torch.randperm(65536, generator=torch.Generator().manual_seed(3))
     for values in (x, x.flatten()[order].view(256, 256)):
@@ -141,7 +141,7 @@ def test_stack_sizes(shape: tuple[int, int, int], cuda: torch.device, gen: torch
 def test_decoded_sizes(
     m: int, k: int, mode: Mode, dtype: torch.dtype, cuda: torch.device, gen: torch.Generator
 ) -> None:
-    """Each launch shape of the quantizers writes values too, dense and grouped."""
+    """Each launch shape of the quantizers also writes decoded values, dense and grouped."""
     x = make("row_ranges", m, k, dtype, gen).to(cuda)
     offs = torch.randint(0, m + 1, (9,), generator=gen).sort().values.to(cuda, torch.int32)
     for groups in (None, offs):
@@ -230,7 +230,7 @@ def test_producer_sizes(dtype: torch.dtype, cuda: torch.device, gen: torch.Gener
 
 
 def everything(x: Tensor, offs: Tensor, state: Tensor) -> list[Tensor]:
-    """Every function of the family on a bf16 (m, 2k) tensor."""
+    """The results of every quantizer on a bf16 (m, 2k) tensor."""
     made: list[Any] = []
     for mode in FEW:
         options = {**mode.options, **({"rng_state": state} if mode.stochastic else {})}
@@ -288,7 +288,7 @@ def test_nothing_synchronises(inputs: tuple[Tensor, Tensor, Tensor], cuda: torch
 
 
 def test_runs_on_the_current_stream(inputs: tuple[Tensor, Tensor, Tensor], cuda: torch.device) -> None:
-    """Inputs that appear late on a side stream are seen: the calls queue behind them there."""
+    """Inputs are written late on a side stream, and the calls execute after that."""
     want = everything(*inputs)
     late = [torch.zeros_like(part) for part in inputs]
     stream = torch.cuda.Stream(cuda)
@@ -305,7 +305,7 @@ def test_runs_on_the_current_stream(inputs: tuple[Tensor, Tensor, Tensor], cuda:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA device")
 def test_second_device(inputs: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Tensors of a device that is not the current one: results lie there, and the current device stays."""
+    """Results are on the device of the tensors, even if it is not the current one, which stays current."""
     other = torch.device("cuda", 1)
     with torch.cuda.device(0):
         want = everything(*(part.to("cuda:0") for part in inputs))
@@ -342,7 +342,7 @@ def mxfp8_parts(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_the_short_path_and_the_checked_one(cuda: torch.device, gen: torch.Generator) -> None:
-    """Options spelled out at their defaults, and a subclass of Tensor, give the bits of the plain call."""
+    """Options at their defaults, and a subclass of Tensor, give the bits of the call without options."""
     x = make("heavy", 65, 96, torch.bfloat16, gen).to(cuda)
     for scaling in ("row", "tensor"):
         want = fp4gemm.quantize(x, scaling=scaling)

@@ -1,4 +1,4 @@
-"""One emulator a process, with the kernels of the library that the build of the tests made."""
+"""The emulator of the process, with the kernels of the library that the build of the tests made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of our kernels, one fault each, in the PTX or in the arguments that the host code builds.
+"""Mutants of the library's kernels with one fault each, in the PTX or in the arguments of the call.
 
 python tests/emulated/mutants.py [--limit 60] [--kernel REGEX]      prints the table of docs/blackwell.md
 """
@@ -27,7 +27,7 @@ OPTIONS = {"num_sms": NUM_SMS, "hazards_are_fatal": 0, "report_unwritten_global"
 
 
 def problem_of(info: capi.KernelInfo) -> Problem:
-    """Several tiles for each multiprocessor, every term, ragged sizes."""
+    """A problem with several tiles for each SM, every term of the epilogue, and ragged sizes."""
     dtype = {number: dtype for dtype, number in capi.DTYPES.items()}[info.out_dtype]
     if info.mode == b"dense":
         return dense(264, 136, 1088, dtype, FULL, "silu")
@@ -35,7 +35,7 @@ def problem_of(info: capi.KernelInfo) -> Problem:
 
 
 def text_of(session: Session, kernel: str, problem: Problem) -> tuple[str, list[int]]:
-    """The PTX file that holds the kernel, and its lines that the problem executes."""
+    """The text of the PTX file that has the kernel, and the lines that the problem executes."""
     session.emulator.reset_statistics()
     session.run(problem, kernel, mode="lazy")
     lines = session.emulator.statistics()["lines"]
@@ -48,7 +48,7 @@ def text_of(session: Session, kernel: str, problem: Problem) -> tuple[str, list[
 
 
 def ptx_score(session: Session, kernel: str, kind: str, limit: int, folder: Path) -> Table:
-    """Single faults of the kernel's PTX, each under every schedule until one notices it."""
+    """The score of mutants of the kernel's PTX, each of which is executed until a schedule kills it."""
     problem = problem_of(session.kernels[kernel])
     text, lines = text_of(session, kernel, problem)
 
@@ -69,7 +69,7 @@ def ptx_score(session: Session, kernel: str, kind: str, limit: int, folder: Path
 
 
 def accumulate_twice(session: Session, kernel: str) -> bool:
-    """D = alpha A B^T + beta D for two alphas, the launches overlapping: is D that of one after the other?"""
+    """Whether two overlapping launches of D = alpha A B^T + beta D give the D of consecutive launches."""
     problem = dense(130, 136, 96, torch.bfloat16, FULL)
     session.emulator.configure(**OPTIONS, mode="lazy")
     session.emulator.clear()
@@ -96,7 +96,7 @@ def accumulate_twice(session: Session, kernel: str) -> bool:
 
 
 def argument_faults(args: capi.DenseArgs | capi.GroupedArgs) -> Iterator[tuple[str, Callable[[], None]]]:
-    """(what, how to spoil the arguments): what a mistake in the host code would hand to the kernel."""
+    """Pairs (description, function that spoils the arguments) of mistakes that a caller could make."""
 
     def put(field: str, value: object) -> Callable[[], None]:
         return lambda: setattr(args, field, value)
@@ -127,7 +127,7 @@ def argument_faults(args: capi.DenseArgs | capi.GroupedArgs) -> Iterator[tuple[s
 
 
 def argument_survivors(session: Session, kernel: str) -> tuple[int, list[str]]:
-    """(how many faults, those that neither the result nor the emulator shows)."""
+    """The number of faults in the arguments, and those that neither the result nor the emulator reveals."""
     problem = problem_of(session.kernels[kernel])
     names = [what for what, _ in argument_faults(Call(session, problem, kernel).args)]
     survivors = []

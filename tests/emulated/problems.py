@@ -1,4 +1,4 @@
-"""GEMM problems whose result no order of summation changes, and what the CPU reference says of them."""
+"""GEMM problems whose result does not depend on the order of summation, and the CPU reference's results."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from fp4gemm import layout, reference
 from torch import Tensor
 
-# Vectors of a problem: none, or every term of the epilogue.
+# The terms of the epilogue in a problem: none, or all.
 PLAIN, FULL = "plain", "full"
 
 
 @dataclass
 class Problem:
-    """Host tensors of one call, and D as it must be, poison included where nothing may be written."""
+    """The host tensors of a call, and the expected D, which is poisoned where nothing may be written."""
 
     name: str
     m: int
@@ -25,7 +25,7 @@ class Problem:
     scale_a: Tensor
     b: Tensor
     scale_b: Tensor
-    want: Tensor  # (.., rows, row stride): D with the columns behind it
+    want: Tensor  # (.., rows, row stride): D with the pad behind each row
     offs: Tensor | None = None
     is_depth: bool = False
     alpha: float = 1.0
@@ -39,7 +39,7 @@ class Problem:
 
 
 def codes_and_scales(rows: int, k: int, gen: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Every e2m1 code; scales of few bits, so that fp32 holds each partial sum."""
+    """Random codes, and scales of few significant bits, so that partial sums are exact in fp32."""
     codes = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, generator=gen)
     mantissa = torch.randint(8, 16, (rows, k // 16), generator=gen) / 8
     exponent = torch.randint(-1, 2, (rows, k // 16), generator=gen)
@@ -51,20 +51,20 @@ def numbers(shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """All bytes 0xFF."""
+    """A tensor whose bytes are 0xFF."""
     num_bytes = dtype.itemsize * torch.Size(shape).numel()
     return torch.full((num_bytes,), 0xFF, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def row_stride(n: int, terms: str) -> int:
-    """Columns from one row of D to the next: some lie behind D in the full problems."""
+    """The row stride of D in elements; problems with all terms have a pad behind each row."""
     return n if terms == PLAIN else n + 16
 
 
 def dense(
     m: int, n: int, k: int, dtype: torch.dtype, terms: str = FULL, activation: str | None = None
 ) -> Problem:
-    """n: of the product; D of swiglu has half as many columns."""
+    """A dense problem. n is that of the product; with swiglu D has n / 2 columns."""
     gen = torch.Generator().manual_seed(m * 1000003 + n * 1009 + k)
     a, scales_a = codes_and_scales(m, k, gen)
     b, scales_b = codes_and_scales(n, k, gen)
@@ -102,7 +102,7 @@ def columns_of_d(n: int, activation: str | None) -> int:
 
 
 def group_rows(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """(ends, row of the scale buffer of every row in a group)."""
+    """The ends of the groups, and for each row of a group its row in the buffer of scales."""
     rows, begin = [], 0
     for size in sizes:
         rows.append(begin + torch.arange(size))
@@ -118,7 +118,7 @@ def grouped_rows(
     terms: str = FULL,
     activation: str | None = None,
 ) -> Problem:
-    """Experts; three rows more than they have stay untouched."""
+    """A problem with ragged m. The three rows behind the last group must stay as they are."""
     gen = torch.Generator().manual_seed(sum(sizes) * 1009 + n + k + len(sizes))
     groups, m = len(sizes), sum(sizes) + 3
     offs, at = group_rows(sizes)
@@ -181,7 +181,7 @@ def grouped_depth(sizes: tuple[int, ...], m: int, n: int, dtype: torch.dtype, te
 
 
 def reference_of(problem: Problem, out: Tensor) -> None:
-    """The CPU reference of a grouped problem, into out."""
+    """Writes the CPU reference's result of a grouped problem to out."""
     reference.scaled_grouped_mm(
         problem.a,
         problem.b,

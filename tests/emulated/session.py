@@ -1,4 +1,4 @@
-"""The library under test, linked with the emulator in place of the CUDA runtime, and one call of it."""
+"""The library under test, linked with the emulator in place of the CUDA runtime, and calls of it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ptxemu.emulator import DeviceArray, Emulator, extract_ptx
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
-# The device's: few multiprocessors, so that each gets several tiles. The library reads it once a process.
+# The emulated device has few SMs, so that each gets several tiles. The library reads their number once.
 NUM_SMS = 6
 
-# Eight ways for warps and asynchronous operations to take turns, on as many clusters at a time.
+# Eight schedules of warps and asynchronous operations, with different numbers of resident clusters.
 SCHEDULES = (
     {"mode": "eager", "seed": 1},
     {"mode": "lazy", "seed": 1, "resident_clusters": 1},
@@ -30,7 +30,7 @@ SCHEDULES = (
 
 
 def build_folder() -> Path:
-    """Where the build of the tests lies: FP4GEMM_TEST_BUILD, or build/test as `make test` makes it."""
+    """The folder of the test build: FP4GEMM_TEST_BUILD, or build/test, where `make test` builds."""
     return Path(os.environ.get("FP4GEMM_TEST_BUILD", ROOT / "build" / "test"))
 
 
@@ -40,11 +40,11 @@ def library_path() -> Path | None:
 
 
 class Finding(AssertionError):
-    """The emulator ended a launch, or reported a hazard."""
+    """The emulator ended a launch or reported a hazard."""
 
 
 class Session:
-    """One process's emulator with the library's kernels loaded."""
+    """The emulator of the process, with the kernels of the library."""
 
     def __init__(self, ptx_folder: Path) -> None:
         library = library_path()
@@ -57,7 +57,7 @@ class Session:
         self.kernels = {info.name.decode(): info for info in capi.kernels(self.library) if info.arch == 100}
 
     def run(self, problem: Problem, kernel: str | None = None, **schedule: object) -> Tensor:
-        """D with the columns behind it, after one call under one schedule; raises Finding."""
+        """D with the pads behind its rows, after one call under one schedule; raises Finding."""
         options = {"hazards_are_fatal": 1, "report_unwritten_global": 1, "num_sms": NUM_SMS, **schedule}
         self.emulator.configure(**options)  # type: ignore[arg-type]
         self.emulator.clear()
@@ -66,7 +66,7 @@ class Session:
         return call.result()
 
     def check(self, status: int) -> None:
-        """Raises Finding unless the call succeeded, ran to its end and nothing was found."""
+        """Raises Finding unless the call succeeded and ended without reports of the emulator."""
         from ptxemu.emulator import EmulatorError
 
         message = "" if status == capi.SUCCESS else self.library.fp4gemm_last_error().decode()
@@ -86,7 +86,7 @@ class Call:
     def __init__(self, session: Session, problem: Problem, kernel: str | None) -> None:
         self.session = session
         self.problem = problem
-        self.arrays: list[DeviceArray] = []  # keeps them allocated
+        self.arrays: list[DeviceArray] = []  # keeps the device memory allocated
         self.d = session.emulator.empty(tuple(problem.want.shape), problem.dtype)
         self.grouped = problem.offs is not None
         self.args = (self._grouped if self.grouped else self._dense)()
@@ -148,14 +148,14 @@ class Call:
         return args
 
     def launch(self) -> int:
-        """The status; the workspace is as large as asked for, and new in the first call."""
+        """Launches and returns the status. The first call allocates a workspace of the required size."""
         mode = "grouped" if self.grouped else "dense"
         library = self.session.library
         num_bytes = ctypes.c_size_t()
         status = getattr(library, f"fp4gemm_{mode}_workspace_bytes")(self.args, 0, num_bytes)
         if status != capi.SUCCESS:
             return status
-        if self.workspace is None:  # an allocation would end an overlap with the launch before
+        if self.workspace is None:  # an allocation would wait for the launch before
             self.workspace = self.session.emulator.empty(num_bytes.value + 256)
         aligned = (self.workspace.pointer + 255) // 256 * 256
         return getattr(library, f"fp4gemm_{mode}")(self.args, aligned, num_bytes.value, 0, None)
@@ -169,7 +169,7 @@ def same_bits(got: Tensor, want: Tensor) -> bool:
 
 
 def describe(got: Tensor, want: Tensor) -> str:
-    """Where two results differ."""
+    """Describes where two results differ."""
     integers = torch.int32 if want.dtype == torch.float32 else torch.int16
     wrong = (got.view(integers) != want.view(integers)).nonzero()
     first = tuple(wrong[0].tolist())

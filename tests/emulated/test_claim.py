@@ -1,4 +1,4 @@
-"""The claim: our SM100 kernels execute nothing that NVIDIA's own, which pass on the emulator, do not."""
+"""The SM100 kernels use only features that NVIDIA's kernels, which pass on the emulator, use too."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from problems import FULL, Problem, dense, grouped_depth, grouped_rows
 from ptxemu.report import contained, merge
 from session import Session, build_folder
 
-# What no kernel of upstream executes in the calibration, and why that is no gap.
-_FP16 = "fp16 in place of bf16, whose stores of the same box are calibrated: TMA moves 2-byte elements"
+# Features that no kernel of the calibration executes, with the reason why that is no gap.
+_FP16 = "fp16 in place of bf16, whose stores of the same box are calibrated: TMA copies 2-byte elements"
 _GATED = "the gated kernels' D, stored as bytes: a narrower row and swizzle of the stores that are calibrated"
 EXPLAINED = {
     "tma: store dtype 0 rank 2 swizzle 32B box 32x128": _GATED,
@@ -43,7 +43,7 @@ def calibrated() -> dict[str, object]:
 
 
 def test_executed_features_are_calibrated(session: Session, calibrated: dict[str, object]) -> None:
-    """Opcodes, instruction descriptors, TMA modes and swizzles, TMEM copies and loads, of every kernel."""
+    """Compares opcodes, instruction descriptors, TMA modes, and copies to TMEM of every kernel."""
     session.emulator.reset_statistics()
     for kernel in fp4gemm.kernels():
         if kernel.arch != 100:
@@ -58,7 +58,7 @@ def test_executed_features_are_calibrated(session: Session, calibrated: dict[str
 
 
 def test_the_claim_can_fail(session: Session, calibrated: dict[str, object]) -> None:
-    """A set that lacks the matrix instruction does not contain what a kernel executes."""
+    """The comparison reports a kernel's MMA if the calibrated set has none."""
     session.emulator.reset_statistics()
     session.run(dense(3, 8, 32, torch.bfloat16), mode="lazy")
     executed = merge([session.emulator.statistics()])

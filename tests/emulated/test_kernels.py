@@ -1,4 +1,4 @@
-"""Every SM100 kernel of the table on the emulator: the bits of the reference under every schedule."""
+"""Every SM100 kernel of the table gives the bits of the reference on the emulator, under every schedule."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_gated(session: Session, kernel: fp4gemm.KernelInfo, case: str) -> None:
 
 @pytest.mark.parametrize("kernel", of_mode("grouped"))
 def test_one_group_is_dense(session: Session, kernel: fp4gemm.KernelInfo) -> None:
-    """Bit for bit what a dense kernel makes of the same operands."""
+    """One group gives the bits of a dense kernel with the same operands."""
     grouped = grouped_rows((133,), 136, 96, kernel.out_dtype, PLAIN)
     plain = Problem(
         "one group",
@@ -88,7 +88,7 @@ def test_one_group_is_dense(session: Session, kernel: fp4gemm.KernelInfo) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_selected_kernels(session: Session, dtype: torch.dtype) -> None:
-    """No kernel is named: the host path from selection to launch."""
+    """Calls without the name of a kernel, so that the library selects one."""
     for problem in (
         dense(1, 520, 96, dtype, FULL, "gelu_tanh"),
         dense(200, 136, 64, dtype, FULL),
@@ -99,7 +99,7 @@ def test_selected_kernels(session: Session, dtype: torch.dtype) -> None:
 
 
 def test_many_groups(session: Session) -> None:
-    """More groups than the preparation kernel has threads."""
+    """There are more groups than threads in the preparation kernel."""
     sizes = tuple((i * 7919) % 5 % 3 for i in range(1100))
     problem = grouped_rows(sizes, 8, 32, torch.bfloat16, PLAIN)
     got = session.run(problem, mode="lazy")

@@ -1,4 +1,4 @@
-"""The net is tested: faults in arguments and PTX are noticed. mutants.py prints the whole score."""
+"""Tests on the emulator notice faults in arguments and PTX. mutants.py prints the complete score."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def test_every_fault_in_the_arguments_is_noticed(session: Session, kernel: str) 
 @pytest.mark.parametrize("kind", ["sync", "alu"])
 @pytest.mark.parametrize("kernel", [DENSE, GROUPED])
 def test_faults_in_the_ptx_are_noticed(session: Session, tmp_path: Path, kernel: str, kind: str) -> None:
-    """A small sample, so a low bar; docs/blackwell.md has the whole score and explains the survivors."""
+    """A small sample with a low threshold; docs/blackwell.md has the score and explains survivors."""
     table = mutants.ptx_score(session, kernel, kind, 16, tmp_path)
     assert table.total == 16
     assert sum(table.killed.values()) >= 6, table.summary()
 
 
 def test_a_launch_waits_for_the_one_before(session: Session, tmp_path: Path) -> None:
-    """The emulator starts a kernel ahead of its predecessor; without the wait the result is wrong."""
+    """The emulator starts a kernel before its predecessor, so without the wait the result is wrong."""
     assert mutants.accumulate_twice(session, DENSE)
     hasty = tmp_path / "hasty"
     hasty.mkdir()

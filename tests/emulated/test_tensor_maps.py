@@ -1,4 +1,4 @@
-"""Tensor maps of small tensors with gaps between their rows, which a fault of the driver makes unsafe."""
+"""Tensor maps of small tensors with gaps between their rows, which a fault of drivers makes unsafe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KERNELS = [kernel for kernel in fp4gemm.kernels() if kernel.arch == 100]
 
 
 def small_problems(kernel: fp4gemm.KernelInfo) -> list[Problem]:
-    """Operands and outputs of less than 128 KB; D has pads between its rows."""
+    """Problems whose tensors are smaller than 128 KB; D has pads between its rows."""
     activation = "swiglu" if kernel.epilogue == "swiglu" else None
     if kernel.mode == "dense":
         return [dense(3, 144, 96, kernel.out_dtype, FULL, activation)]

@@ -1,4 +1,4 @@
-"""What the installed package promises C and C++ users: it is found, links, exports the C ABI and no more."""
+"""The installed package for C and C++ users: it is found, links, and exports the C ABI alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FATBIN_MAGIC, PTX, ELF = 0xBA55ED50, 1, 2
 
 
 def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
-    """The output of a command that must succeed."""
+    """Returns the output of a command, which must succeed."""
     done = subprocess.run(
         [str(part) for part in command], capture_output=True, text=True, env=os.environ | (env or {})
     )
@@ -41,7 +41,7 @@ def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
 
 
 def tool(name: str) -> str:
-    """A program of this Python's environment, else of the machine."""
+    """The path of a program in this Python's environment, else on the PATH."""
     path = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if path is None:
         pytest.skip(f"{name} is not installed")
@@ -77,7 +77,7 @@ def without_cuda() -> list[str]:
 
 
 def check_consumer(folder: Path) -> None:
-    """Runs the C and the C++ program; each checks what it prints and exits with 1 if that is wrong."""
+    """Runs the C and the C++ program, which exit with 1 if their results are wrong."""
     report = run(folder / "use_c")
     assert report.startswith(f"fp4gemm {importlib.metadata.version('fp4gemm')}, CUDA ")
     assert "invalid argument: k: is 4090, must be a" in report
@@ -91,7 +91,7 @@ def cmake_dir() -> Path:
 
 @pytest.fixture(scope="module")
 def package(cmake_dir: Path) -> Path:
-    """The installed package: the CMake prefix."""
+    """The folder of the installed package, which is the CMake prefix."""
     return cmake_dir.parent.parent.parent
 
 
@@ -122,7 +122,7 @@ def test_consumer_by_add_subdirectory(tmp_path: Path) -> None:
 
 
 def test_consumer_kernel_with_our_epilogue(cmake_dir: Path, tmp_path: Path) -> None:
-    """The user's own CUTLASS kernel takes our epilogue; on a Hopper GPU its numbers are checked."""
+    """A user's own CUTLASS kernel compiles with the epilogue; on a Hopper GPU its results are checked."""
     cuda_from = os.environ.get("FP4GEMM_CUDA_FROM", "auto")
     options = [
         f"-DFP4GEMM_CUDA_FROM={cuda_from}",
@@ -136,9 +136,9 @@ def test_consumer_kernel_with_our_epilogue(cmake_dir: Path, tmp_path: Path) -> N
         pytest.skip("no CUTLASS headers: the nvidia-cutlass wheel is not installed")
     env = {
         "LIBRARY_PATH": str(Path(nvcc).parent.parent / "lib")
-    }  # where nvcc's wheels keep libcudart_static.a
+    }  # the folder of libcudart_static.a in nvcc's wheels
     if ccache := shutil.which("ccache"):
-        # The same settings as in CMakeLists.txt.
+        # CMakeLists.txt has the same settings.
         env |= {"CCACHE_DEPEND": "1", "CCACHE_NAMESPACE": "fp4gemm", "CCACHE_COMPILERCHECK": "content"}
         env |= {"CCACHE_NOHASHDIR": "1", "CMAKE_CUDA_COMPILER_LAUNCHER": ccache}
     defines = [f"-Dfp4gemm_DIR={cmake_dir}", "-DWITH_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}"]
@@ -168,7 +168,7 @@ def test_missing_cutlass_is_explained(cmake_dir: Path, tmp_path: Path) -> None:
 
 
 def dynamic(library: Path, tag: str) -> list[str]:
-    """The values of one tag of a library's dynamic section."""
+    """The values of a tag in a library's dynamic section."""
     text = run(tool("readelf"), "--dynamic", "--wide", library)
     return re.findall(rf"\({tag}\).*?\[(.*?)\]", text)
 
@@ -209,7 +209,7 @@ def test_no_path_of_the_build_machine(package: Path, name: str) -> None:
 
 
 def images(library: Path) -> set[tuple[int, int]]:
-    """(kind, architecture) of every device image in a library's .nv_fatbin section; kind is PTX or ELF."""
+    """The kind (PTX or ELF) and architecture of every device image in a library's .nv_fatbin section."""
     data = library.read_bytes()
     found = set()
     start = -1
@@ -226,7 +226,7 @@ def images(library: Path) -> set[tuple[int, int]]:
 
 
 def test_device_images_are_those_promised(package: Path) -> None:
-    """The table in cpp/cmake/archs.cmake, read from the library."""
+    """The library has the images that the table in cpp/cmake/archs.cmake lists."""
     promised = {"80": {(ELF, 80), (ELF, 89)}, "90a": {(ELF, 90), (PTX, 90)}, "100f": {(ELF, 100), (PTX, 100)}}
     library = package / "lib" / "libfp4gemm.so"
     built_archs = ctypes.CDLL(str(library)).fp4gemm_built_archs

@@ -126,7 +126,7 @@ def dirty(device: torch.device, *sizes: int) -> None:
 
 
 def captured(step: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Runs ``step`` on a side stream and captures it; returns the graph and the result of the captured call."""
+    """Runs ``step`` on a side stream and captures it; returns the graph and the captured call's result."""
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):

@@ -17,7 +17,7 @@ def all_values(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _round(x: Decimal, grid: list[Decimal], steps: np.ndarray) -> int:
-    """The index of the value in the ascending ``steps`` (float64) nearest to x >= 0, ties to the even index."""
+    """The index of the ascending ``steps`` (float64) nearest to x >= 0, ties to the even index."""
     upper = int(np.searchsorted(steps, float(x)))
     near = range(max(upper - 2, 0), min(upper + 2, len(grid)))
     return min(near, key=lambda i: (abs(grid[i] - x), i % 2))

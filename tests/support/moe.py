@@ -90,7 +90,7 @@ def columns_of(
     loose: int = 0,
     scaling: str = "row",
 ) -> Columns:
-    """Small integers: with Gaussian data the last block of a group, of one token perhaps, could have any scale."""
+    """Small integers: with Gaussian data a block that holds one token could have any scale."""
     tokens = sum(sizes) + loose
     dy = make("integers", tokens, m, torch.bfloat16, gen).to(device)
     x = make("integers", tokens, n, torch.bfloat16, gen).to(device)
