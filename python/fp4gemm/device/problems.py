@@ -1,7 +1,8 @@
-"""The products of the self-test: small and ragged, on numbers whose sums no order of additions can round.
+"""The products of the self-test: small and ragged, on numbers whose sums are exact in any order of additions.
 
-Values are e2m1 times a block scale of 1/2 to 4: multiples of 1/4 up to 24, so that a sum of 320 products is
-a multiple of 1/16 below 2^18 and exact in float32. Kernels and reference then agree in every bit.
+A value is an e2m1 number times a block scale of 1/2 to 4: a multiple of 1/4 up to 24 in magnitude. A sum of
+320 products is then a multiple of 1/16 below 2^18, which float32 holds exactly, so that kernels and reference
+agree in every bit.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from ..kernel_table import KernelInfo
 from ..reference import decode_e2m1
 
 SEED = 20260
-SIZES = (130, 0, 1, 37)  # of the groups
-LOOSE_ROWS = 5  # behind the last group
+SIZES = (130, 0, 1, 37)  # rows (or columns of k) of each group
+LOOSE_ROWS = 5  # rows after the last group, which no group owns
 DENSE = ((300, 400, 288), (3, 32, 32))
-ROWS, COLUMNS = (272, 160), (136, 264)  # (n, k) of groups of rows; (m, n) of groups of columns
-POISON = 0xFF  # a NaN in every output type
+RAGGED_M, RAGGED_K = (272, 160), (136, 264)  # (n, k) with ragged m; (m, n) with ragged k
+POISON = 0xFF  # a byte of a NaN in every output type
+NAN_SCALES = (0x7F, 0xFF)
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call of an operator: its operands, and all terms of its epilogue or none."""
+    """One call of an operator: its operands, and either every term of its epilogue or none."""
 
     name: str
-    mode: str  # of the kernels that compute it
+    mode: str  # KernelInfo.mode of the kernels that compute it
     operands: tuple[Tensor | None, ...]  # a, b, scale_a, scale_b and, with groups, offs
     shape: tuple[int, ...]  # of D
     terms: dict[str, Any]  # by name; c is float32 here
@@ -45,7 +47,7 @@ class Problem:
         return kernel.supports(*formats, ragged="k" if self.mode == "grouped" and b.dim() == 2 else "m")
 
     def run(self, device: torch.device, out_dtype: torch.dtype, kernel: str | None) -> Tensor:
-        """D on the CPU, from a kernel of the device, or its reference; what was not written is NaN."""
+        """D on the CPU, computed by a kernel or the reference; elements that were not written are NaN."""
         size = torch.Size(self.shape).numel() * out_dtype.itemsize
         out = torch.full((size,), POISON, dtype=torch.uint8, device=device).view(out_dtype).view(self.shape)
         moved = {
@@ -77,7 +79,7 @@ class Problem:
 
 
 def problems() -> list[Problem]:
-    """Every problem, each without and with the terms of the epilogue, and gated where that is possible."""
+    """Every problem, each without and with the terms of the epilogue, and gated where the epilogue can be."""
     gen = torch.Generator().manual_seed(SEED)
     made = []
     for m, n, k in DENSE:
@@ -86,10 +88,10 @@ def problems() -> list[Problem]:
         operands: tuple[Tensor, ...] = (a[0], b[0], layout.swizzle_scales(a[1]), scale_b)
         made += _with_terms(f"{m}x{n}x{k}", "dense", operands, (m, n), gen)
         made += _prepacked(f"{m}x{n}x{k}", "dense", (_values(*a), b[0], None, scale_b), (m, n), gen)
-    operands, values, shape = _grouped_rows(gen)
-    made += _with_terms("groups of rows", "grouped", operands, shape, gen)
-    made += _prepacked("groups of rows", "grouped", (values, operands[1], None, *operands[3:]), shape, gen)
-    made += _with_terms("groups of columns", "grouped", *_grouped_columns(gen), gen)
+    operands, values, shape = _ragged_m(gen)
+    made += _with_terms("ragged m", "grouped", operands, shape, gen)
+    made += _prepacked("ragged m", "grouped", (values, operands[1], None, *operands[3:]), shape, gen)
+    made += _with_terms("ragged k", "grouped", *_ragged_k(gen), gen)
     return made + _one_hot(gen)
 
 
@@ -101,32 +103,36 @@ def _prepacked(
     for dtype in (torch.float16, torch.bfloat16):
         values = operands[0]
         if values is not None:
-            said = f"{name}, prepacked, {str(dtype).removeprefix('torch.')}"
-            made += _with_terms(said, mode, (values.to(dtype), *operands[1:]), shape, gen, prepacks=True)
+            full_name = f"{name}, prepacked, {str(dtype).removeprefix('torch.')}"
+            made += _with_terms(full_name, mode, (values.to(dtype), *operands[1:]), shape, gen, prepacks=True)
     return made
 
 
 def _one_hot(gen: torch.Generator) -> list[Problem]:
-    """Row l of a is one at l: D is the decoded weight, of every code and every finite scale, transposed."""
-    n, k = ROWS
+    """a is an identity matrix, so D is the decoded weight, transposed.
+
+    The weight has every code and every finite scale, negative ones too.
+    """
+    n, k = RAGGED_M
     codes = torch.randint(0, 256, (2, n, k // 2), generator=gen, dtype=torch.uint8)
-    finite = torch.randint(0, 0x7F, (2 * n, k // 16), generator=gen, dtype=torch.uint8)
-    finite.view(-1)[:0x7F] = torch.arange(0x7F)
-    scales = torch.stack([layout.swizzle_scales(part).view(torch.uint8) for part in finite.split(n)])
+    finite = torch.tensor([scale for scale in range(256) if scale not in NAN_SCALES], dtype=torch.uint8)
+    chosen = finite[torch.randint(0, len(finite), (2 * n, k // 16), generator=gen)]
+    chosen.view(-1)[: len(finite)] = finite
+    scales = torch.stack([layout.swizzle_scales(part).view(torch.uint8) for part in chosen.split(n)])
     ends = torch.tensor((k, 2 * k), dtype=torch.int32)
     made = []
     for dtype in (torch.float16, torch.bfloat16):
-        said = f"prepacked, one-hot {str(dtype).removeprefix('torch.')}"
+        name = f"prepacked, one-hot {str(dtype).removeprefix('torch.')}"
         one, f8 = torch.eye(k, dtype=dtype), torch.float8_e4m3fn
         dense = (one, codes[0], None, scales[0].view(f8))
-        made.append(Problem(said, "dense", dense, (k, n), {}, True))
+        made.append(Problem(name, "dense", dense, (k, n), {}, True))
         grouped = (torch.cat((one, one)), codes, None, scales.view(f8), ends)
-        made.append(Problem(f"{said}, groups", "grouped", grouped, (2 * k, n), {}, True))
+        made.append(Problem(f"{name}, groups", "grouped", grouped, (2 * k, n), {}, True))
     return made
 
 
 def _values(codes: Tensor, scales: Tensor) -> Tensor:
-    """Decoded values (rows, k) of what _matrix makes; bfloat16 and float16 hold them."""
+    """The decoded values (rows, k) of a result of _matrix, which bfloat16 and float16 hold exactly."""
     return (decode_e2m1(codes).view(*scales.shape, 16) * scales.float().unsqueeze(-1)).view(len(codes), -1)
 
 
@@ -167,7 +173,7 @@ def _with_terms(
 
 
 def _matrix(rows: int, k: int, gen: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random codes (rows, k/2) and compact scales (rows, k/16), 1/2 to 4."""
+    """Random codes (rows, k/2) and row-major scales (rows, k/16), powers of two from 1/2 to 4."""
     codes = torch.randint(0, 256, (rows, k // 2), generator=gen, dtype=torch.uint8)
     scales = torch.exp2(torch.randint(-1, 3, (rows, k // 16), generator=gen).float())
     return codes, scales.to(torch.float8_e4m3fn)
@@ -177,9 +183,9 @@ def _ends() -> Tensor:
     return torch.tensor(SIZES).cumsum(0).to(torch.int32)
 
 
-def _grouped_rows(gen: torch.Generator) -> tuple[tuple[Tensor, ...], Tensor, tuple[int, ...]]:
-    """Operands, the values of a, and the shape of D."""
-    n, k = ROWS
+def _ragged_m(gen: torch.Generator) -> tuple[tuple[Tensor, ...], Tensor, tuple[int, ...]]:
+    """The operands of a product with ragged m, the values of a, and the shape of D."""
+    n, k = RAGGED_M
     m = sum(SIZES) + LOOSE_ROWS
     codes, scales = _matrix(m, k, gen)
     parts = [layout.swizzle_scales(part) for part in scales[: sum(SIZES)].split(SIZES)]
@@ -193,9 +199,10 @@ def _grouped_rows(gen: torch.Generator) -> tuple[tuple[Tensor, ...], Tensor, tup
     return (codes, b, grouped.view(f8), scale_b.view(f8), _ends()), _values(codes, scales), (m, n)
 
 
-def _grouped_columns(gen: torch.Generator) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    m, n = COLUMNS
-    k = sum(-(-size // 64) * 64 for size in SIZES) + 64  # and columns of no group
+def _ragged_k(gen: torch.Generator) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """The operands of a product with ragged k, and the shape of D."""
+    m, n = RAGGED_K
+    k = sum(-(-size // 64) * 64 for size in SIZES) + 64  # and 64 columns after the last group
     empty = torch.ones(k, dtype=torch.bool)
     begin = 0
     for size in SIZES:

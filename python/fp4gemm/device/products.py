@@ -1,7 +1,7 @@
-"""Products to be measured: Gaussian operands in every form, the calls, and what the reference makes of them.
+"""Products to measure: Gaussian operands in every form, the calls, and the comparison with the reference.
 
-Sums of products of Gaussian NVFP4 data are exact in float32, in whatever order they are taken, so that a
-kernel that is right gives the bits of the reference. Results are compared in memory that was full of NaN.
+Sums of products of Gaussian NVFP4 data are exact in float32 in any order of additions, so a correct kernel
+gives the bits of the reference. Kernels write to memory that was filled with NaN before.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = [
 Activations = NVFP4Tensor | DecodedTensor | Tensor
 Weights = NVFP4Tensor | DecodedTensor | PrepackedTensor
 
-A_FORMS = ("nvfp4", "fp16", "bf16")  # quantized; decoded; plain bfloat16
+A_FORMS = ("nvfp4", "fp16", "bf16")  # quantized; decoded; bfloat16 that was never quantized
 B_FORMS = ("nvfp4", "fp16", "prepacked")
-POISON = 0xFF  # bytes of a NaN in every output type
-ROWS = 512  # of D that are compared, at most
-GROUPS = 8  # likewise
-COLUMNS = 4096  # of D at a time; a multiple of 128, so that scales can be sliced
+POISON = 0xFF  # a byte of a NaN in every output type
+ROWS = 512  # rows of D that are compared, at most
+GROUPS = 8  # groups that are compared, at most
+COLUMNS = 4096  # columns of D that are compared at a time; a multiple of 128, so that scales can be sliced
 
 
 # ---- operands
@@ -49,7 +49,7 @@ COLUMNS = 4096  # of D at a time; a multiple of 128, so that scales can be slice
 def gaussian_weights(
     n: int, k: int, device: torch.device, gen: torch.Generator, num_groups: int = 0
 ) -> NVFP4Tensor:
-    """quantize of a Gaussian (n, k), or of num_groups of them, made one by one to keep the peak low."""
+    """A quantized Gaussian (n, k), or num_groups of them, made one by one to keep peak memory low."""
 
     def one() -> NVFP4Tensor:
         return quantize(torch.randn((n, k), device=device, dtype=torch.bfloat16, generator=gen))
@@ -67,23 +67,23 @@ def weights_in(form: str, w: NVFP4Tensor) -> Weights:
 def activations(
     form: str, m: int, k: int, device: torch.device, gen: torch.Generator, offs: Tensor | None = None
 ) -> Activations:
-    """A Gaussian (m, k), quantized, in one of A_FORMS; the values of "bf16" are exact in bfloat16, too."""
+    """A Gaussian (m, k), quantized, in one of A_FORMS; bfloat16 holds the quantized values exactly."""
     a = quantize(torch.randn((m, k), device=device, dtype=torch.bfloat16, generator=gen), offs=offs)
     if form == "nvfp4":
         return a
     values = decode(a)
-    # An e2m1 number times an e4m3 one has 6 bits.
+    # An e2m1 number times an e4m3 number has 6 significant bits.
     return values if form == "fp16" else values.data.to(torch.bfloat16)
 
 
 def random_ends(m: int, num_groups: int, device: torch.device, gen: torch.Generator) -> Tensor:
-    """int32 (num_groups,), cumulative ends of m rows, each of which chose its group at random."""
+    """int32 (num_groups,): cumulative group ends of m rows, each row in a random group."""
     chosen = torch.randint(num_groups, (m,), device=device, generator=gen)
     return torch.bincount(chosen, minlength=num_groups).cumsum(0).to(torch.int32)
 
 
 def occupied_groups(offs: Tensor) -> list[tuple[int, int, int]]:
-    """(e, begin, end) of each group e that has a row. Reads offs, so it synchronises on a GPU."""
+    """(index, begin, end) of each group that has a row. Reads offs, so it synchronises on a GPU."""
     ends = offs.tolist()
     begins = [0, *ends[:-1]]
     every = zip(range(len(ends)), begins, ends, strict=True)
@@ -94,7 +94,7 @@ def occupied_groups(offs: Tensor) -> list[tuple[int, int, int]]:
 
 
 class Product(NamedTuple):
-    """D = mm(a, b), or grouped_mm(a, b, offs) where there are offs; ``weights``: b as it was quantized."""
+    """D = mm(a, b), or grouped_mm(a, b, offs) if offs is given; ``weights`` is b before any conversion."""
 
     a: Activations
     b: Weights
@@ -103,27 +103,27 @@ class Product(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of D."""
+        """(m, n), the shape of D."""
         return self.a.shape[0], self.weights.shape[-2]
 
     def run(self, kernel: str | None = None, out: Tensor | None = None) -> Tensor:
-        """D by that kernel, or by the one that the library takes."""
+        """D, from the kernel of that name or from the kernel that the library selects."""
         if self.offs is None:
             return gemm.mm(self.a, self.b, out=out, kernel=kernel)
         return grouped.grouped_mm(self.a, self.b, self.offs, out=out, kernel=kernel)
 
     def poisoned(self, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """An out for run, full of NaN."""
+        """An ``out`` for run, filled with NaN."""
         out = torch.empty(self.shape, dtype=out_dtype, device=self.weights.device)
         out.view(torch.uint8).fill_(POISON)
         return out
 
 
 def difference(product: Product, got: Tensor) -> str | None:
-    """None where ``got`` has the bits of the reference in the rows that are looked at, else one sentence.
+    """None if ``got`` has the bits of the reference, else one sentence that says where they differ.
 
-    Those are 512 rows, from the first to the last, of 8 groups. A plain ``a`` is one that
-    :func:`activations` made. Synchronises.
+    Compares up to ROWS rows, from the first to the last, in up to GROUPS groups. If ``a`` is a plain tensor,
+    it must come from :func:`activations`. Synchronises.
     """
     if product.offs is None:
         rows = _spread(product.shape[0], ROWS)
@@ -139,12 +139,12 @@ def difference(product: Product, got: Tensor) -> str | None:
 
 
 def error_line(error: Exception) -> str:
-    """The type of an error and the first line of what it says: why something is not timed."""
+    """The type of an error and the first line of its text: why something is not timed."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """Up to ``most`` of the indices 0 to count - 1, the first and the last among them."""
+    """Up to ``most`` of the indices 0 to count - 1, evenly spaced, with the first and the last."""
     if count <= most:
         return list(range(count))
     return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
@@ -153,7 +153,7 @@ def _spread(count: int, most: int) -> list[int]:
 def _difference(a: Activations, w: NVFP4Tensor, rows: Sequence[int], got: Tensor, where: str) -> str | None:
     index = torch.tensor(rows, dtype=torch.int64, device=got.device)
     values, alpha_row = _values(a, index)
-    # Each operand that was quantized has the factor 1 / (6 * e4m3_max).
+    # The decode multiplier of a quantized operand is its amax / (6 * e4m3_max).
     alpha = 1 / (6 * w.e4m3_max)
     if not isinstance(a, Tensor):
         alpha = 1 / (36 * a.e4m3_max * w.e4m3_max)  # rounds once
@@ -182,7 +182,7 @@ def _difference(a: Activations, w: NVFP4Tensor, rows: Sequence[int], got: Tensor
 
 
 def _values(a: Activations, index: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Rows of a as float16, and their amax; None where a is plain."""
+    """Rows of a as float16, and their amax or, if a was never quantized, None."""
     if isinstance(a, Tensor):
         return a[index].to(torch.float16), None
     data = decode(a).data if isinstance(a, NVFP4Tensor) else a.data

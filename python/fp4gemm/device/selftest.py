@@ -1,8 +1,7 @@
 """self_test: every kernel of a device against the CPU reference, bit for bit, on small exact problems.
 
-The kernels for compute capability 10 and above have not run on hardware of ours. On such a device the first
-product runs the test by itself, once: a result that passes is kept on disk. FP4GEMM_SELF_TEST=0 switches
-that off.
+On a kind of device on which the project has not executed its kernels, the first product runs the test, once:
+a passed test is recorded on disk. FP4GEMM_SELF_TEST=0 in the environment turns that off.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .problems import Problem, problems
 
 __all__ = ["KernelResult", "SelfTestReport", "self_test"]
 
-UNMEASURED_MAJOR = 10  # compute capabilities from here on are tested before they are used
+UNEXECUTED_MAJOR = 10  # compute capabilities from here on are tested before they are used
 SWITCH = "FP4GEMM_SELF_TEST"
 
 Runner = Callable[[KernelInfo, Problem], Tensor]
@@ -40,16 +39,16 @@ class KernelResult:
 
     name: str
     passed: bool
-    reason: str = ""  # of a failure: which product, and how it differs
+    reason: str = ""  # if it failed: which product, and how it differs
 
 
 @dataclasses.dataclass(frozen=True)
 class SelfTestReport:
-    """The results of every kernel of a device; str() says it in words."""
+    """The results of every kernel of a device; str() makes a text for people."""
 
     device: str  # "cuda:0: NVIDIA H200, compute capability 9.0"
     results: tuple[KernelResult, ...]
-    cached: bool = False  # it ran before, with the same library, device and driver
+    cached: bool = False  # from an earlier run with the same library, device and driver
 
     @property
     def failures(self) -> tuple[KernelResult, ...]:
@@ -71,20 +70,20 @@ class SelfTestReport:
 
 
 def self_test(device: torch.device | str | int | None = None, *, force: bool = False) -> SelfTestReport:
-    """Whether every kernel of a device gives the bits of the CPU reference, on a few small products.
+    """Compare every kernel of a device with the CPU reference, bit for bit, on a few small products.
 
-    They are ragged, some with groups, one of those empty, each without and with every term of the epilogue.
-    Takes seconds and synchronises. A report without failures is kept under $XDG_CACHE_HOME/fp4gemm, for this
-    library, device and driver.
+    The products have sizes that no tile divides; some have groups, one of them empty; each is computed
+    without and with every term of the epilogue. The test runs for seconds and synchronises. That it passed is
+    recorded in $XDG_CACHE_HOME/fp4gemm, for this library, device and driver.
 
     Args:
         device: a torch.device, its name or a CUDA index; None is the current CUDA device, else the CPU, where
             there is nothing to test.
-        force: True tests even where a kept report says that all is well.
+        force: run the test even if an earlier run is recorded as passed.
 
     Raises:
-        TypeError, ValueError: device names no device that torch sees; force is no bool.
-        NotImplementedError: the device has no kernels; the text says why.
+        TypeError, ValueError: device does not name a device that torch sees; force is not a bool.
+        NotImplementedError: no kernel serves the device; the text says why.
     """
     _checks.is_bool("force", force)
     if device is None:
@@ -103,7 +102,7 @@ def self_test(device: torch.device | str | int | None = None, *, force: bool = F
     place = torch.device("cuda", index)
     kernels = [kernel for kernel in kernel_table.kernels() if kernel.arch == family]
     key = _key(index)
-    if not force and _kept(key):
+    if not force and _is_recorded(key):
         results = tuple(KernelResult(kernel.name, True) for kernel in kernels)
         _PASSED.add(index)
         return SelfTestReport(_described(index), results, cached=True)
@@ -113,7 +112,7 @@ def self_test(device: torch.device | str | int | None = None, *, force: bool = F
 
     report = SelfTestReport(_described(index), compare(kernels, run))
     if report.passed:
-        _keep(key)
+        _record(key)
         _PASSED.add(index)
         _FAILED.pop(index, None)
     return report
@@ -125,7 +124,7 @@ _WARNED: set[int] = set()
 
 
 def compare(kernels: Iterable[KernelInfo], run: Runner) -> tuple[KernelResult, ...]:
-    """What ``run`` makes of every problem, kernel by kernel, against the reference."""
+    """Compare what ``run`` computes for every problem and kernel with the reference."""
     made = problems()
     wanted: dict[tuple[str, torch.dtype], Tensor] = {}
     results = []
@@ -150,7 +149,7 @@ def _result(
         want = wanted[problem.name, kernel.out_dtype]
         try:
             got = run(kernel, problem)
-        except Exception as error:  # whatever a broken kernel or driver raises is its result
+        except Exception as error:  # anything that a broken kernel or driver raises is a failed test
             return KernelResult(kernel.name, False, f"{problem.name}: {type(error).__name__}: {error}")
         as_bytes = [x.contiguous().view(torch.uint8).view(-1, x.element_size()) for x in (got, want)]
         differ = (as_bytes[0] != as_bytes[1]).any(1)
@@ -166,21 +165,21 @@ def _result(
     return KernelResult(kernel.name, True)
 
 
-# ---- the run before the first product on a device of a kind that was never measured
+# ---- the run before the first product on a kind of device that the kernels were not executed on
 
 _LOCK = threading.Lock()
 
 
 def is_due(index: int) -> bool:
-    """Whether a CUDA device is to be tested before its first product."""
+    """Whether a CUDA device has to be tested before its next product."""
     if index in _PASSED or os.environ.get(SWITCH) == "0":
         return False
     major, _ = torch.cuda.get_device_capability(index)
-    return major >= UNMEASURED_MAJOR
+    return major >= UNEXECUTED_MAJOR
 
 
 def before_first_product(index: int) -> bool:
-    """Test the device if that is due; False where it cannot be done now. RuntimeError if it fails."""
+    """Test the device if that is due; False if the test cannot run now. RuntimeError if it fails."""
     if not is_due(index):
         return True
     if torch.cuda.is_current_stream_capturing():
@@ -194,27 +193,27 @@ def before_first_product(index: int) -> bool:
             if report.passed:
                 return True
             _FAILED[index] = (
-                f"{report}\nfp4gemm was never measured on such a device; please report this text. "
-                f"{SWITCH}=0 in the environment switches the test off."
+                f"{report}\nfp4gemm has not been executed on such a device before; please report this text. "
+                f"{SWITCH}=0 in the environment turns the test off."
             )
         raise RuntimeError(_FAILED[index])
 
 
 def warn_untested(index: int) -> None:
-    """Say once that a product is about to run untested, because it is traced or captured."""
-    # Tracing works on fake CUDA tensors without a device, too.
+    """Warn once that a product is about to run untested, because it is traced or captured."""
+    # Tracing also works on fake CUDA tensors, without any device.
     if index in _WARNED or not torch.cuda.is_available() or not is_due(index):
         return
     _WARNED.add(index)
     warnings.warn(
-        f"{_described(index)}: fp4gemm was never measured on such a device, and its self-test cannot run "
+        f"{_described(index)}: fp4gemm has not been executed on such a device, and its self-test cannot run "
         f"while a graph is traced or captured; run fp4gemm.self_test('cuda:{index}') first, "
         f"or python -m fp4gemm selftest --device cuda:{index}",
         stacklevel=2,
     )
 
 
-# ---- what is kept on disk
+# ---- the record on disk
 
 
 def _described(index: int) -> str:
@@ -223,7 +222,7 @@ def _described(index: int) -> str:
 
 
 def _key(index: int) -> dict[str, str]:
-    """What a result depends on."""
+    """What the result of the test depends on."""
     return {
         "version": _native.version(),
         "libraries": _libraries_hash(),
@@ -242,7 +241,7 @@ def _libraries_hash() -> str:
 
 @functools.cache
 def _driver_version() -> str:
-    """Of NVIDIA's driver, "575.57.08"; "" where nothing says it."""
+    """The version of NVIDIA's driver, for example "575.57.08", or "" if it is unknown."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         text = ctypes.create_string_buffer(96)
@@ -259,8 +258,8 @@ def _file(key: dict[str, str]) -> Path:
     return Path(base) / "fp4gemm" / f"selftest-{digest[:24]}.json"
 
 
-def _kept(key: dict[str, str]) -> bool:
-    """Whether these libraries, device and driver passed before."""
+def _is_recorded(key: dict[str, str]) -> bool:
+    """Whether these libraries, device and driver are recorded as passed."""
     try:
         kept: object = json.loads(_file(key).read_text())
     except (OSError, RuntimeError, ValueError):
@@ -268,12 +267,12 @@ def _kept(key: dict[str, str]) -> bool:
     return kept == key
 
 
-def _keep(key: dict[str, str]) -> None:
-    """Note that they passed; without a place to write, the test just runs again next time."""
+def _record(key: dict[str, str]) -> None:
+    """Record that they passed; if the file cannot be written, the test runs again next time."""
     try:
         path = _file(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed into place, so that a reader sees all of it or nothing.
+        # Renamed into place, so that a reader sees the whole file or none.
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             json.dump(key, file)
         Path(file.name).replace(path)

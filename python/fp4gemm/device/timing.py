@@ -1,4 +1,4 @@
-"""How kernels are measured: CUDA-graph replay of rotating inputs, contenders interleaved, medians."""
+"""How kernels are timed: CUDA graphs, whose calls rotate over inputs, are replayed in turn; medians."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 __all__ = ["MIN_CALLS", "Call", "Timing", "calls_for", "capture", "rotations", "sets", "time_interleaved"]
 
 Call = Callable[[], object]
-MIN_CALLS = 12  # in a graph, so that its own launch does not count
-GRAPH_US = 2000.0  # from here on it does not count either
-FLOP_PER_US = 600e6  # about what a Hopper reaches; it only says how many calls make a graph long enough
+MIN_CALLS = 12  # calls in a graph, so that the time to launch the graph is negligible
+GRAPH_US = 2000.0  # a graph of this length needs no more calls: its launch is negligible
+FLOP_PER_US = 600e6  # about the rate of a Hopper GPU; only used to estimate how long a call lasts
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Timing:
         return cls(statistics.median(ordered), ordered[last // 10], ordered[last - last // 10])
 
     def row(self) -> dict[str, object]:
-        """What a bench prints of it."""
+        """The columns of a result row."""
         return {
             "us": round(self.median_us, 2),
             "p10_us": round(self.p10_us, 2),
@@ -42,25 +42,25 @@ class Timing:
 
 
 def sets(bytes_per_call: int, l2_bytes: int) -> int:
-    """How many sets of inputs are three times the L2 cache or more: 1 where a call alone reads that much."""
+    """How many sets of inputs make up three times the L2 cache; 1 if a single call reads that much."""
     return max(1, -(-3 * l2_bytes // bytes_per_call))
 
 
 def rotations(bytes_per_call: int, l2_bytes: int) -> int:
-    """As sets, and at least two."""
+    """As :func:`sets`, but at least two."""
     return max(2, sets(bytes_per_call, l2_bytes))
 
 
 def calls_for(flop: float) -> int:
-    """How many calls of so much work a graph needs that its own launch does not count."""
+    """How many calls of this many floating-point operations a graph needs to make its launch negligible."""
     return max(2, min(MIN_CALLS, -int(-GRAPH_US * FLOP_PER_US // max(flop, 1.0))))
 
 
 def capture(calls: Sequence[Call], num_kept: int = 1) -> tuple[torch.cuda.CUDAGraph, object]:
-    """A graph that makes each call once, in order, and the last call's result, which each replay writes anew.
+    """A graph of each call once, in order, and the last call's result, which every replay overwrites.
 
-    The last ``num_kept`` results stay alive, so that outputs rotate with the inputs: a buffer that is freed
-    at once is written again by the next call, and need not leave the L2 cache.
+    The last ``num_kept`` results stay alive during capture, so that outputs rotate with the inputs: the next
+    call would otherwise reuse a buffer that was freed at once, and the output would stay in the L2 cache.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -77,7 +77,7 @@ def capture(calls: Sequence[Call], num_kept: int = 1) -> tuple[torch.cuda.CUDAGr
 
 
 def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
-    """Microseconds of one replay, behind the work that is queued already."""
+    """Microseconds of one replay, which starts after the work that is already queued."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     graph.replay()
@@ -93,13 +93,17 @@ def time_interleaved(
     results: dict[str, object] | None = None,
     settle_us: float = 0.0,
 ) -> dict[str, Timing]:
-    """Times each contender's calls by graph replay, one replay of each contender a round.
+    """Time each contender's calls by graph replay, one replay of each contender in each round.
 
-    A contender gives the same call on as many different inputs as it takes to keep them out of the L2 cache;
-    a graph makes ``min_calls`` calls or more. Interleaving makes the ratios hold when clocks and power drift.
-    ``results`` gets what the last replay of each wrote for its last input. For ``settle_us`` before each
-    sample the device does the same work untimed: a card at its power limit then runs at the clocks that a
-    contender gets by itself, not at those that lighter ones before it have left.
+    Interleaving keeps the ratios right when clocks and power drift.
+
+    Args:
+        contenders: by name, the same call on several inputs, enough of them to exceed the L2 cache.
+        rounds: replays of each contender that are timed.
+        min_calls: each graph repeats the calls until it has at least this many.
+        results: receives, by name, what the last call of the graph returned.
+        settle_us: microseconds of the same work, untimed, before each sample. A GPU at its power limit then
+            runs at the clocks that the contender sustains, not at those that a lighter contender left behind.
     """
     num_inputs = {name: len(calls) for name, calls in contenders.items()}
     repeated = {name: list(calls) * -(-min_calls // len(calls)) for name, calls in contenders.items()}
