@@ -99,7 +99,8 @@ def test_no_import_circle(folder: str) -> None:
     ("files", "found"),
     [
         ({"a": "from . import b", "b": "def f():\n    from .a import x"}, ["p.a", "p.b"]),
-        ({"a": "from .q import c", "q/__init__": "from . import c", "q/c": "import p.a"}, ["p.a", "p.q", "p.q.c"]),
+        ({"a": "from .q import c", "q/__init__": "from . import c", "q/c": "import p.a"},
+         ["p.a", "p.q", "p.q.c"]),
         ({"a": "from .q.d import x", "q/__init__": "from .c import y", "q/c": "from .. import a", "q/d": ""},
          ["p.a", "p.q", "p.q.c"]),
         ({"a": "from . import NAME", "__init__": "from .a import x\nNAME = 1"}, ["p", "p.a"]),
