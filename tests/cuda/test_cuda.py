@@ -13,7 +13,7 @@ from helpers import (
     assert_poison_intact,
     assert_same_value,
     captured,
-    dirty,
+    fill_and_free,
     make,
     poisoned,
     short,
@@ -45,11 +45,6 @@ def operands(
 ) -> tuple[NVFP4Tensor, NVFP4Tensor]:
     x, w = make("normal", m, k, torch.bfloat16, gen), make("normal", n, k, torch.bfloat16, gen)
     return fp4gemm.quantize(x.to(device), scaling=scaling), fp4gemm.quantize(w.to(device), scaling=scaling)
-
-
-def fill_and_free(device: torch.device) -> None:
-    """Leaves 0xFF in the memory from which codes, scales, outputs and workspaces will be allocated."""
-    dirty(device, 64, 4096, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
 
 
 # ---- quantize, dequantize, decode

@@ -10,8 +10,8 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import NVFP4Tensor, reference
-from helpers import assert_bits, captured, make
-from modes import FEW, Mode, assert_parts, assert_same, by_name, expected, parts
+from helpers import assert_bits, assert_parts, captured, make
+from modes import FEW, Mode, assert_same, by_name, expected, parts
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,16 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import NVFP4Tensor, kernel_table, reference
-from helpers import FLOATS, assert_bits, assert_poison_intact, captured, dirty, make, poisoned, short
+from helpers import (
+    FLOATS,
+    assert_bits,
+    assert_poison_intact,
+    captured,
+    fill_and_free,
+    make,
+    poisoned,
+    short,
+)
 from moe import ALPHA, ROUTINGS, Columns, Rows, columns_of, ends_of, routing, rows_of
 from torch import Tensor
 
@@ -17,11 +26,6 @@ pytestmark = pytest.mark.gpu
 
 # Some hundred rows for each expert, a few rows, all rows for one expert, and no rows.
 SIZES = [(513, 0, 300, 1000, 7, 128), (3, 1, 0, 0, 16, 2, 5), (0, 2048, 0), (0, 0)]
-
-
-def fill_and_free(device: torch.device) -> None:
-    """Leaves 0xFF in the memory from which outputs and workspaces will be allocated."""
-    dirty(device, 4096, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
 
 
 def exact(

@@ -9,18 +9,13 @@ import modes
 import pytest
 import torch
 from fp4gemm import NVFP4Tensor, ops, reference
-from helpers import FLOATS, KINDS, assert_bits, dirty, folded, make, short
-from modes import FEW, MODES, Mode, assert_parts, assert_same, by_name, expected, parts, quantize
+from helpers import FLOATS, KINDS, assert_bits, assert_parts, fill_and_free, folded, make, short
+from modes import FEW, MODES, Mode, assert_same, by_name, expected, parts, quantize
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
 
 GROUPED = [mode for mode in FEW if not mode.tiles]
-
-
-def fill_and_free(device: torch.device) -> None:
-    """Leaves 0xFF in the memory from which results and workspaces will be allocated."""
-    dirty(device, 64, 4096, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
 
 
 def on_gpu(x: Tensor, mode: Mode, **more: Any) -> tuple[Tensor, ...]:

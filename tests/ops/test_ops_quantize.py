@@ -8,8 +8,9 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import MXFP8Tensor, NVFP4Tensor
-from helpers import FLOATS, assert_bits, make, short
-from modes import FEW, MODES, Mode, assert_parts, assert_same, by_name, parts, quantize, state
+from groups import ends
+from helpers import FLOATS, assert_bits, assert_parts, make, short
+from modes import FEW, MODES, Mode, assert_same, by_name, parts, quantize, state
 from op_checks import BACKENDS, assert_fake_is_real, compiled, opcheck, ready
 from torch import Tensor
 
@@ -22,10 +23,6 @@ SOME = [
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     return ready(str(request.param))
-
-
-def ends(*values: int, device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def arguments(mode: Mode, device: torch.device) -> dict[str, Any]:
@@ -44,7 +41,7 @@ def test_opcheck_quantize(mode: Mode, device: torch.device, gen: torch.Generator
     given = torch.rand(rows, device=device), torch.rand(columns, device=device)
     opcheck("quantize_both", x, *given, **options)
     if not mode.tiles:
-        offs = ends(3, 3, 40, device=device)
+        offs = ends([3, 3, 40], device)
         opcheck("quantize", x, None, offs=offs, **options)
         amax = torch.rand(48 if options["per_row"] else 3, device=device)
         opcheck("quantize", x, amax, offs=offs, **options)
@@ -56,7 +53,7 @@ def test_opcheck_quantize(mode: Mode, device: torch.device, gen: torch.Generator
 def test_opcheck_producers(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> None:
     x = make("normal", 33, 96, dtype, gen).to(device)
     opcheck("silu_and_mul_quantize", x)
-    opcheck("silu_and_mul_quantize", x, ends(5, 30, device=device))
+    opcheck("silu_and_mul_quantize", x, ends([5, 30], device))
     for weight in (None, x[0].contiguous()):
         for residual in (None, x.clone()):
             opcheck("rms_norm_quantize", x, weight, residual, 1e-5)
@@ -65,7 +62,7 @@ def test_opcheck_producers(dtype: torch.dtype, device: torch.device, gen: torch.
 @pytest.mark.parametrize("dtype", FLOATS, ids=short)
 def test_opcheck_dequantize(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> None:
     x = make("normal", 33, 96, torch.bfloat16, gen).to(device)
-    t, offs = fp4gemm.quantize(x), ends(5, 5, 30, device=device)
+    t, offs = fp4gemm.quantize(x), ends([5, 5, 30], device)
     opcheck("dequantize", t.codes, t.compact_scales(), t.amax, 256, dtype, False)
     g = fp4gemm.quantize(x, offs=offs)
     opcheck("dequantize", g.codes, g.scales, g.amax, 448, dtype, True, offs)
@@ -154,7 +151,7 @@ def test_compile_groups_and_producers(backend: str, device: torch.device, gen: t
     weight = make("normal", 1, 96, torch.bfloat16, gen).flatten().to(device)
     for m, values in ((33, (5, 5, 20)), (130, (1, 129, 130))):
         x, residual = (make("normal", m, 96, torch.bfloat16, gen).to(device) for _ in range(2))
-        offs = ends(*values, device=device)
+        offs = ends(values, device)
         inputs = x, weight, residual, offs
         for i, (got, want) in enumerate(zip(graph(*inputs), run(*inputs), strict=True)):
             if isinstance(want, NVFP4Tensor):
@@ -221,7 +218,7 @@ def test_export_groups(device: torch.device, gen: torch.Generator) -> None:
             return fp4gemm.quantize(x, offs=t.offs), t.dequantize()
 
     x = make("normal", 33, 64, torch.bfloat16, gen).to(device)
-    t = fp4gemm.quantize(x, offs=ends(5, 30, device=device))
+    t = fp4gemm.quantize(x, offs=ends([5, 30], device))
     program = torch.export.export(Layer(), (t, x))
     got, values = program.module()(t, x)
     assert_same(got, t)

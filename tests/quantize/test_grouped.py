@@ -8,25 +8,18 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import NVFP4Tensor, layout
-from groups import CASES, ends
-from helpers import FLOATS, assert_bits, dirty, make, short
+from groups import CASES, ROW, SOME, TENSOR, ends
+from helpers import FLOATS, assert_bits, assert_parts, dirty, make, short
 from modes import (
-    FEW,
     GROUPED_MODES,
     Mode,
-    assert_parts,
     assert_same,
     by_name,
     expected,
-    mode,
     parts,
     quantize,
 )
 from torch import Tensor
-
-ROW = mode("plain", {"scaling": "row"})
-TENSOR = mode("plain", {"scaling": "tensor"})
-SOME = [m for m in FEW if not m.tiles]
 
 
 def ranges(values: list[int]) -> Iterator[tuple[int, int, int]]:

@@ -8,17 +8,14 @@ import model_quantize
 import pytest
 import torch
 from fp4gemm import NVFP4Tensor, layout, reference
-from groups import CASES, ends
-from helpers import FLOATS, assert_bits, dirty, make, short
+from groups import CASES, ROW, SOME, TENSOR, ends
+from helpers import FLOATS, assert_bits, assert_parts, dirty, make, short
 from modes import (
-    FEW,
     GROUPED_MODES,
     Mode,
-    assert_parts,
     assert_same,
     by_name,
     expected,
-    mode,
     parts,
     quantize,
 )
@@ -26,9 +23,6 @@ from torch import Tensor
 from variants import MODES as MODEL_MODES
 from variants import arguments
 
-ROW = mode("plain", {"scaling": "row"})
-TENSOR = mode("plain", {"scaling": "tensor"})
-SOME = [m for m in FEW if not m.tiles]
 NO_TILES = [name for name, m in MODEL_MODES.items() if not m.tiles]
 
 

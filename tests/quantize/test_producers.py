@@ -8,8 +8,8 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import NVFP4Tensor, layout, reference
-from helpers import assert_bits, assert_same_value, dirty, make, short
-from modes import assert_parts, parts
+from helpers import assert_bits, assert_parts, assert_same_value, dirty, make, short
+from modes import parts
 from torch import Tensor
 
 HALVES = (torch.bfloat16, torch.float16)

@@ -7,8 +7,8 @@ import modes
 import pytest
 import torch
 from fp4gemm import NVFP4Tensor, reference
-from helpers import FLOATS, KINDS, assert_bits, dirty, make, short
-from modes import FEW, MODES, TILES, Mode, assert_parts, assert_same, by_name, expected, parts, quantize
+from helpers import FLOATS, KINDS, assert_bits, assert_parts, dirty, make, short
+from modes import FEW, MODES, TILES, Mode, assert_same, by_name, expected, parts, quantize
 
 ROWS = [(0, 32), (1, 16), (7, 48), (33, 80), (129, 144)]
 BOTH = [(16, 16), (48, 80), (144, 272)]

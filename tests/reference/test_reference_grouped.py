@@ -8,10 +8,11 @@ import model_quantize
 import pytest
 import torch
 from fp4gemm import layout, reference
-from helpers import assert_bits, make
+from groups import ends
+from helpers import assert_bits, assert_parts, make
 from model_quantize import Mode
 from torch import Tensor
-from variants import arguments, assert_parts
+from variants import arguments
 
 OFFS = {
     "one": [200],
@@ -35,10 +36,6 @@ MODES = {
     "mse-448-fast-tensor": Mode("tensor", adaptive="mse", fast_error=True),
 }
 M, K = 200, 48
-
-
-def ends(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def quantized(

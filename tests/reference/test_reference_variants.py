@@ -13,10 +13,10 @@ import pytest
 import torch
 from fp4gemm import layout, reference
 from fp4gemm.reference import chunks, four_over_six
-from helpers import FLOATS, KINDS, assert_bits, assert_same_value, make, make_codes, short
+from helpers import FLOATS, KINDS, assert_bits, assert_parts, assert_same_value, make, make_codes, short
 from model_quantize import Mode
 from torch import Tensor
-from variants import MODES, arguments, assert_parts
+from variants import MODES, arguments
 
 Parts = tuple[Tensor, Tensor, Tensor]
 

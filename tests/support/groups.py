@@ -1,9 +1,14 @@
-"""Groups of rows for the tests of grouped quantization."""
+"""Groups of rows for the tests of grouped quantization, and the modes in which these tests quantize."""
 
 from __future__ import annotations
 
 import torch
+from modes import FEW, mode
 from torch import Tensor
+
+ROW = mode("plain", {"scaling": "row"})
+TENSOR = mode("plain", {"scaling": "tensor"})
+SOME = [m for m in FEW if not m.tiles]
 
 # name: (rows of x, ends)
 CASES: dict[str, tuple[int, list[int]]] = {
@@ -24,5 +29,6 @@ CASES: dict[str, tuple[int, list[int]]] = {
 }
 
 
-def ends(values: list[int], device: torch.device) -> Tensor:
+def ends(values: list[int], device: torch.device | str = "cpu") -> Tensor:
+    """offs of groups that end at these rows."""
     return torch.tensor(values, dtype=torch.int32, device=device)

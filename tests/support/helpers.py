@@ -50,6 +50,15 @@ def assert_bits(actual: Tensor, expected: Tensor, what: str = "result") -> None:
         )
 
 
+def assert_parts(got: tuple[Tensor, ...], want: tuple[Tensor, ...], where: str = "") -> None:
+    """Requires the same bits of codes, scales and amax, and of those of the columns if there are six."""
+    assert len(got) == len(want)
+    assert len(got) in (3, 6)
+    names = ("codes", "scales", "amax", "codes of columns", "scales of columns", "amax of columns")
+    for name, a, b in zip(names, got, want, strict=False):
+        assert_bits(a, b, f"{where} {name}")
+
+
 def assert_same_value(actual: Tensor, expected: Tensor, what: str = "result") -> None:
     """Requires the same bits, except that any NaN equals any NaN."""
     nan = expected.isnan()
@@ -117,6 +126,11 @@ def assert_poison_intact(buffer: Tensor, m: int, n: int) -> None:
     keep = torch.ones_like(raw, dtype=torch.bool)
     keep[1 : m + 1, :n] = False
     assert bool((raw[keep] == -1).all()), "bytes outside the view were written"
+
+
+def fill_and_free(device: torch.device) -> None:
+    """Leaves 0xFF in the memory from which the next tensors and workspaces of any size will be allocated."""
+    dirty(device, 64, 4096, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
 
 
 def dirty(device: torch.device, *sizes: int) -> None:

@@ -7,9 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from helpers import assert_bits
 from model_quantize import Mode
-from torch import Tensor
 
 MODES = {
     "row": Mode("row"),
@@ -50,10 +48,3 @@ def arguments(mode: Mode) -> dict[str, Any]:
         "signs": mode.signs,
         "rng_state": None if mode.seed is None else torch.tensor([mode.seed, mode.offset]),
     }
-
-
-def assert_parts(got: tuple[Tensor, ...], want: tuple[Tensor, ...], where: str = "") -> None:
-    names = ("codes", "scales", "amax", "codes of columns", "scales of columns", "amax of columns")
-    for name, a, b in zip(names, got, want, strict=False):
-        assert_bits(a, b, f"{where} {name}")
-    assert len(got) == len(want)
