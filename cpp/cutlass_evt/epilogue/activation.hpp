@@ -2,17 +2,22 @@
 #pragma once
 
 #include <cmath>
+#include <utility>
 
 #include "cutlass/array.h"
 #include "cutlass_evt/epilogue/arithmetic.hpp"
 
 namespace cutlass_evt {
 
+/// The activations of the epilogue, numbered as in fp4gemm_activation_t. Each has a Formula below; to add
+/// one, add its enumerator here and its Formula there.
 enum class Activation : int {
   kNone = 0,
-  kSilu = 1,      // z / (1 + exp(-z))
-  kGeluTanh = 2,  // z / (1 + exp(-u)), u = z (1.5957691 + 0.071354814 z^2)
-  kRelu2 = 3,     // max(z, 0)^2
+  kSilu = 1,
+  kGeluTanh = 2,
+  kRelu2 = 3,
+  kSwiGlu = 4,
+  kCount  // the number of activations, not one of them
 };
 
 namespace nodes {
@@ -77,26 +82,136 @@ CUTLASS_HOST_DEVICE float times_logistic(float z, float u) {
 #endif
 }
 
-/// kSilu and kGeluTanh, which differ in u alone.
-CUTLASS_HOST_DEVICE float gate(Activation kind, float z) {
-  multiply_rn<float> const multiply;
-  float const inner = add_rn<float>{}(1.5957691f, multiply(0.071354814f, multiply(z, z)));
-  return times_logistic(z, kind == Activation::kSilu ? z : multiply(z, inner));
-}
+/// Formula<kKind> defines an activation by what it derives from and a static function of one fp32 number:
+///   Logistic  act(z) = z / (1 + e(inner(z)))
+///   Direct    act(z) = inner(z)
+///   Gated     act(z[2j], z[2j+1]) = act_G(z[2j]) * z[2j+1] for another activation G, and no function
+/// Activations whose expensive part is the same share its machine code that way: the logistic function is
+/// instantiated once for all of them.
+template <Activation kKind>
+struct Formula;
 
-CUTLASS_HOST_DEVICE float square_of_positive(float z) {
-  float const positive = z <= 0.0f ? 0.0f : z;  // keeps NaN
-  return multiply_rn<float>{}(positive, positive);
-}
+struct Logistic {
+  static constexpr bool kIsLogistic = true;
+  static constexpr bool kIsGated = false;
+};
+struct Direct {
+  static constexpr bool kIsLogistic = false;
+  static constexpr bool kIsGated = false;
+};
+template <Activation kGate_>
+struct Gated {
+  static constexpr bool kIsGated = true;
+  static constexpr Activation kGate = kGate_;
+};
 
-CUTLASS_HOST_DEVICE float activate_one(Activation kind, float z) {
-  switch (kind) {
-    case Activation::kSilu:
-    case Activation::kGeluTanh: return gate(kind, z);
-    case Activation::kRelu2: return square_of_positive(z);
-    case Activation::kNone: break;
+template <>
+struct Formula<Activation::kNone> : Direct {
+  CUTLASS_HOST_DEVICE static float inner(float z) { return z; }
+};
+
+template <>
+struct Formula<Activation::kSilu> : Logistic {
+  CUTLASS_HOST_DEVICE static float inner(float z) { return z; }
+};
+
+/// z (1.5957691 + 0.071354814 z^2): 2 sqrt(2 / pi), and 0.044715 times that.
+template <>
+struct Formula<Activation::kGeluTanh> : Logistic {
+  CUTLASS_HOST_DEVICE static float inner(float z) {
+    multiply_rn<float> const multiply;
+    return multiply(z, add_rn<float>{}(1.5957691f, multiply(0.071354814f, multiply(z, z))));
   }
-  return z;
+};
+
+/// max(z, 0)^2; NaN stays NaN.
+template <>
+struct Formula<Activation::kRelu2> : Direct {
+  CUTLASS_HOST_DEVICE static float inner(float z) {
+    float const positive = z <= 0.0f ? 0.0f : z;
+    return multiply_rn<float>{}(positive, positive);
+  }
+};
+
+template <>
+struct Formula<Activation::kSwiGlu> : Gated<Activation::kSilu> {};
+
+/// Calls visit(Formula<kind>{}) for one of the enumerators in kKinds. Every enumerator must have a Formula:
+/// the template that one without selects is not defined.
+template <int... kKinds, class Visit>
+CUTLASS_HOST_DEVICE constexpr void visit_formula(Activation kind, Visit const& visit,
+                                                 std::integer_sequence<int, kKinds...>) {
+  static_cast<void>(
+      ((static_cast<int>(kind) == kKinds && (visit(Formula<static_cast<Activation>(kKinds)>{}), true)) ||
+       ...));
+}
+template <class Visit>
+CUTLASS_HOST_DEVICE constexpr void visit_formula(Activation kind, Visit const& visit) {
+  visit_formula(kind, visit, std::make_integer_sequence<int, static_cast<int>(Activation::kCount)>{});
+}
+
+/// act(gate, up), where GatedFormula is the Formula of a gated activation.
+template <class GatedFormula>
+CUTLASS_HOST_DEVICE float activate_pair(float gate, float up) {
+  using Gate = Formula<GatedFormula::kGate>;
+  float const inner = Gate::inner(gate);
+  if constexpr (Gate::kIsLogistic) {
+    return multiply_rn<float>{}(times_logistic(gate, inner), up);
+  } else {
+    return multiply_rn<float>{}(inner, up);
+  }
+}
+
+/// values[0..N-1] = act(values[i]) for an activation that is not gated, dispatched once for every kChunk of
+/// them, which must divide N. A small chunk needs few registers, a large one few branches.
+///
+/// The logistic activations meet in one loop, since times_logistic, unrolled over a tile for each of them,
+/// would multiply the code and the time to compile it.
+template <int N, int kChunk = N, class Values>
+CUTLASS_HOST_DEVICE void activate_all(Activation kind, Values& values) {
+  static_assert(N % kChunk == 0, "the values must be whole chunks");
+  CUTLASS_PRAGMA_UNROLL
+  for (int first = 0; first < N; first += kChunk) {
+    float inner[kChunk];
+    bool is_logistic = false;
+    visit_formula(kind, [&](auto formula) {
+      using Found = decltype(formula);
+      if constexpr (!Found::kIsGated) {
+        is_logistic = Found::kIsLogistic;
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kChunk; ++i) {
+          (Found::kIsLogistic ? inner[i] : values[first + i]) = Found::inner(values[first + i]);
+        }
+      }
+    });
+    if (is_logistic) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kChunk; ++i) {
+        values[first + i] = times_logistic(values[first + i], inner[i]);
+      }
+    }
+  }
+}
+
+/// values[j] = act(values[2j], values[2j+1]) for j < N / 2 and a gated activation.
+template <int N, class Values>
+CUTLASS_HOST_DEVICE void activate_pairs(Activation kind, Values& values) {
+  visit_formula(kind, [&](auto formula) {
+    using Found = decltype(formula);
+    if constexpr (Found::kIsGated) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < N / 2; ++i) {
+        values[i] = activate_pair<Found>(values[2 * i], values[2 * i + 1]);
+      }
+    }
+  });
+}
+
+/// act(z) for an activation that is not gated.
+CUTLASS_HOST_DEVICE float activate_one(Activation kind, float z) {
+  float values[1] = {z};
+  activate_all<1>(kind, values);
+  return values[0];
 }
 
 struct ActivationArguments {
@@ -114,16 +229,8 @@ struct activate<cutlass::Array<float, N>> {
 
   CUTLASS_HOST_DEVICE Array operator()(Array const& z, Arguments const& args) const {
     Array result = z;
-    if (args.kind == Activation::kSilu || args.kind == Activation::kGeluTanh) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < N; ++i) {
-        result[i] = gate(args.kind, z[i]);
-      }
-    } else if (args.kind == Activation::kRelu2) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < N; ++i) {
-        result[i] = square_of_positive(z[i]);
-      }
+    if (args.kind != Activation::kNone) {
+      activate_all<N>(args.kind, result);
     }
     return result;
   }
@@ -136,4 +243,12 @@ struct activate<float> {
 };
 
 }  // namespace nodes
+
+/// True for the activations that make one column of D of two of the product.
+CUTLASS_HOST_DEVICE constexpr bool is_gated(Activation kind) {
+  bool gated = false;
+  nodes::visit_formula(kind, [&](auto formula) { gated = decltype(formula)::kIsGated; });
+  return gated;
+}
+
 }  // namespace cutlass_evt

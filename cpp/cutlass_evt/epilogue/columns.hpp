@@ -22,9 +22,8 @@ struct ColumnsArguments {
   Vector alpha_col;
   Vector bias;
   float alpha = 1.0f;
-  float const* alpha_groups = nullptr;  // in place of alpha
-  Activation activation = Activation::kNone;
-  bool gated = false;  // SwiGlu: D has half as many columns as the product
+  float const* alpha_groups = nullptr;        // in place of alpha
+  Activation activation = Activation::kNone;  // gated: D has half as many columns as the product
   OutputType output = OutputType::kBf16;
   void const* c = nullptr;   // (m, n) of the output type
   int64_t c_row_stride = 0;  // elements
@@ -36,7 +35,7 @@ struct ColumnsArguments {
 
   /// D[i, j] is a 16-bit number that depends on the product's [i, j] and on vectors alone.
   CUTLASS_HOST_DEVICE bool is_direct() const {
-    return !gated && activation == Activation::kNone && c == nullptr && output != OutputType::kFp32;
+    return activation == Activation::kNone && c == nullptr && output != OutputType::kFp32;
   }
 };
 
@@ -182,10 +181,14 @@ struct ColumnsEpilogue {
         }
         return;
       }
-      if (args.gated || args.activation != Activation::kNone) {
+      if (args.activation != Activation::kNone) {
         CUTLASS_PRAGMA_UNROLL
         for (int r = 0; r < Rows; ++r) {
-          activate(args, z[r]);
+          if (is_gated(args.activation)) {
+            nodes::activate_pairs<kColumns>(args.activation, z[r]);
+          } else {
+            nodes::activate_all<kColumns, 2>(args.activation, z[r]);
+          }
         }
       }
       CUTLASS_PRAGMA_UNROLL
@@ -201,30 +204,11 @@ struct ColumnsEpilogue {
     }
 
    private:
-    CUTLASS_DEVICE static void activate(Arguments const& args, float (&z)[kColumns]) {
-      if (args.gated) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kColumns / 2; ++i) {
-          z[i] = nodes::multiply_rn<float>{}(nodes::gate(Activation::kSilu, z[2 * i]), z[2 * i + 1]);
-        }
-      } else if (args.activation == Activation::kRelu2) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kColumns; ++i) {
-          z[i] = nodes::square_of_positive(z[i]);
-        }
-      } else {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kColumns; ++i) {
-          z[i] = nodes::gate(args.activation, z[i]);
-        }
-      }
-    }
-
     template <class Out>
     CUTLASS_DEVICE void write(Arguments const& args, int64_t row, float (&z)[kColumns]) const {
       constexpr int kPer16 = 16 / sizeof(Out);
       Out* const d = static_cast<Out*>(args.d) + row * args.d_row_stride;
-      if (args.gated) {  // half as many, in eight bytes; never fp32
+      if (is_gated(args.activation)) {  // half as many, in eight bytes; never fp32
         if constexpr (sizeof(Out) == 2) {
           cutlass::Array<Out, kColumns / 2> out;
           CUTLASS_PRAGMA_UNROLL

@@ -18,7 +18,7 @@ using HalfOf = cute::conditional_t<sizeof(Out) == 4, uint16_t, uint8_t>;
 /// fl(silu(gate_z) * up), rounded once more to Out.
 template <class Out>
 CUTLASS_HOST_DEVICE Out swiglu(float gate_z, float up) {
-  float const product = multiply_rn<float>{}(gate(Activation::kSilu, gate_z), up);
+  float const product = activate_pair<Formula<Activation::kSwiGlu>>(gate_z, up);
   return cutlass::NumericConverter<Out, float, kRoundToNearest>::convert(product);
 }
 

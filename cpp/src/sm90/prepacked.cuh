@@ -38,16 +38,14 @@ struct PrepackedLaunch {
 
   static size_t workspace_bytes(Problem const& p) { return Kernel::workspace_bytes(num_ctas(p)); }
 
-  static cutlass_evt::epilogue::ColumnsArguments epilogue(Problem const& p, fp4gemm_dtype_t out, bool gated) {
+  static cutlass_evt::epilogue::ColumnsArguments epilogue(Problem const& p, fp4gemm_dtype_t out) {
     cutlass_evt::epilogue::ColumnsArguments args;
     args.alpha_row = {p.alpha_row.data, p.alpha_row.numel != 1, 0};
     args.alpha_col = {p.alpha_col.data, p.alpha_col.numel != 1, p.alpha_col.group_stride};
     args.bias = {p.bias.data, true, p.bias.group_stride};
     args.alpha = p.alpha;
     args.alpha_groups = p.alpha_groups;
-    args.activation =
-        gated ? cutlass_evt::Activation::kNone : static_cast<cutlass_evt::Activation>(p.activation);
-    args.gated = gated;
+    args.activation = static_cast<cutlass_evt::Activation>(p.activation);
     args.output = out == FP4GEMM_BF16   ? cutlass_evt::epilogue::OutputType::kBf16
                   : out == FP4GEMM_FP16 ? cutlass_evt::epilogue::OutputType::kFp16
                                         : cutlass_evt::epilogue::OutputType::kFp32;
@@ -87,8 +85,8 @@ struct PrepackedLaunch {
     return reinterpret_cast<void const*>(cutlass_evt::sm90_nvfp4_gemm<Config, Epilogue>);
   }
 
-  static fp4gemm_status_t launch(char const* name, Problem const& p, fp4gemm_dtype_t out, bool gated,
-                                 void* workspace, fp4gemm_stream_t stream) {
+  static fp4gemm_status_t launch(char const* name, Problem const& p, fp4gemm_dtype_t out, void* workspace,
+                                 fp4gemm_stream_t stream) {
     using Packing = cutlass_evt::Nvfp4Packing;
     int const grid = num_ctas(p);
     // The kernel counts columns, up to the end of the last tile, and tiles, up to one more for each CTA, in
@@ -118,7 +116,7 @@ struct PrepackedLaunch {
     params.nonce = workspace_nonce();
     params.tickets = {p.offs != nullptr && Config::kCluster == 1 ? params.flags + grid : nullptr,
                       params.nonce};
-    params.epilogue = epilogue(p, out, gated);
+    params.epilogue = epilogue(p, out);
 
     if (!describe_tokens(p, &params.tokens)) {
       return fail(FP4GEMM_ERROR_CUDA, "a: the driver could not describe (%lld, %lld) at %p to TMA",
@@ -163,7 +161,7 @@ struct PrepackedImpl {
   static size_t workspace_bytes(Problem const& p) { return Launch::workspace_bytes(p); }
 
   static fp4gemm_status_t launch(Problem const& p, void* workspace, fp4gemm_stream_t stream) {
-    return Launch::launch(kName.text, p, OutType<Out>::kId, kIsGated, workspace, stream);
+    return Launch::launch(kName.text, p, OutType<Out>::kId, workspace, stream);
   }
 };
 
