@@ -1,4 +1,5 @@
-# Two commands, `make demo` and `make test`; each makes or reuses .venv, installs what it needs, builds and runs.
+# The two main targets are `make demo` and `make test`. Each creates or reuses .venv, installs its requirements, builds
+# the package and runs.
 SHELL := /bin/bash -o pipefail
 .DEFAULT_GOAL := help
 .SUFFIXES:
@@ -6,10 +7,10 @@ SHELL := /bin/bash -o pipefail
 
 PYTHON ?= python3
 VENV ?= .venv
-# GPU families that `make test` builds (cpp/cmake/archs.cmake), and those of `make demo`: the GPU that is present.
+# Architecture families (cpp/cmake/archs.cmake) of `make test`, and of `make demo`: those of the GPU that is present.
 ARCHS ?= 80;90a;100f
 DEMO_ARCHS ?= native
-# Where nvcc comes from: auto (the machine's, else the wheels), system, wheel.
+# Where nvcc comes from: system (the machine), wheel (PyPI) or auto (the machine, else PyPI).
 CUDA_FROM ?= auto
 PYTEST_ARGS ?=
 
@@ -23,19 +24,19 @@ SOURCES := CMakeLists.txt pyproject.toml README.md LICENSE \
 say = printf '==> %s\n' "$(1)"
 
 .PHONY: help
-help: ## This list
+help: ## Print this list
 	@echo "fp4gemm: NVFP4 GEMM with every scale vector in the epilogue"
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
 	  || grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST)
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) ARCHS='$(ARCHS)' CUDA_FROM=$(CUDA_FROM) PYTEST_ARGS="
 
 .PHONY: demo
-demo: $(STAMPS)/installed-demo $(STAMPS)/demo ## Embed real sentences in fp32 and NVFP4, on whatever device is there
+demo: $(STAMPS)/installed-demo $(STAMPS)/demo ## Embed real sentences in fp32 and NVFP4 on the device that is present
 	@$(call say,demo)
 	@$(BIN)/python examples/demo.py
 
 .PHONY: bench
-bench: $(STAMPS)/installed-demo $(STAMPS)/demo ## Measure this machine: verified, one HTML page with rooflines (docs/benchmarks.md)
+bench: $(STAMPS)/installed-demo $(STAMPS)/demo ## Measure this machine: an HTML page with rooflines (docs/benchmarks.md)
 	@$(BIN)/python -m bench report --quick
 
 .PHONY: test
@@ -46,11 +47,11 @@ test: $(STAMPS)/installed-test $(STAMPS)/test $(STAMPS)/demo ## Build every arch
 	@FP4GEMM_CUDA_FROM=$(CUDA_FROM) $(BIN)/python -m pytest --ignore=emulator --ignore=tests/emulated $(PYTEST_ARGS)
 	@$(MAKE) --no-print-directory test-emulated
 
-# Nothing to emulate where SM100 is not built.
+# A build without SM100 has nothing to emulate.
 .PHONY: test-emulated
-test-emulated: $(STAMPS)/installed-test $(STAMPS)/test ## The SM100 kernels on the PTX emulator, after its calibration
+test-emulated: $(STAMPS)/installed-test $(STAMPS)/test ## Calibrate the PTX emulator and run the SM100 kernels on it
 	@if [ ! -e build/test/libfp4gemm_emulated.so ]; then $(call say,no emulation: this build has no SM100 kernels); exit 0; fi; \
-	$(call say,emulator: building the kernels of NVIDIA that calibrate it); \
+	$(call say,emulator: building NVIDIA's kernels for the calibration); \
 	$(BIN)/cmake --build build/test --target ptxemu_calibration_programs > build/calibration.log 2>&1 \
 	  || { tail -n 40 build/calibration.log; exit 1; }; \
 	$(call say,emulator: its own tests and the calibration); \
@@ -71,7 +72,7 @@ wheel: $(STAMPS)/toolchain-test ## Build a wheel into dist/
 	@$(call pip_build,wheel --wheel-dir dist,test,$(ARCHS))
 
 .PHONY: lint
-lint: $(STAMPS)/dev ## Every check of .pre-commit-config.yaml on every tracked file
+lint: $(STAMPS)/dev ## Run every check of .pre-commit-config.yaml on every tracked file
 	@$(BIN)/pre-commit run --all-files --show-diff-on-failure
 
 .PHONY: format
@@ -89,7 +90,7 @@ distclean: clean ## Remove .venv too
 
 # ---- the environment: a stamp file for each step, so that a second run does nothing ------------------------------------
 .PHONY: venv
-venv: $(STAMPS)/build ## Make .venv and install what the build needs
+venv: $(STAMPS)/build ## Create .venv and install what the build needs
 
 $(STAMPS)/venv:
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) was not found; install Python >= 3.10, or name one: make PYTHON=..." >&2; exit 1; }
@@ -98,11 +99,12 @@ $(STAMPS)/venv:
 	@$(call say,$(VENV) of $$($(PYTHON) -V))
 	@if $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then $(PYTHON) -m venv --clear $(VENV); \
 	elif $(PYTHON) -m virtualenv --version >/dev/null 2>&1; then $(PYTHON) -m virtualenv --quiet --clear $(VENV); \
-	else echo "$(PYTHON) can make no virtual environment: its venv and ensurepip modules are missing. Debian and Ubuntu keep" \
-	  "them apart: apt install python3-venv (or python3-virtualenv), then make again." >&2; exit 1; fi
+	else echo "$(PYTHON) cannot create a virtual environment: its venv and ensurepip modules are missing. On Debian and" \
+	  "Ubuntu, apt install python3-venv (or python3-virtualenv), then run make again." >&2; exit 1; fi
 	@mkdir -p $(STAMPS) && touch $@
 
-# pip first: older ones know neither repeated --config-settings nor some metadata. torch next, so that no later step picks one.
+# pip comes first: older versions lack repeated --config-settings and some metadata. torch comes next, so that no later
+# step installs another version of it.
 $(STAMPS)/build: $(REQ)/build.txt $(REQ)/constraints.txt $(STAMPS)/venv
 	@$(call say,torch and the build tools (requirements/build.txt; the first time downloads them))
 	@$(PIP) install -qq --no-warn-conflicts "$$(grep '^pip==' $<)"
@@ -117,7 +119,7 @@ $(STAMPS)/%: $(REQ)/%.txt $(REQ)/constraints.txt $(STAMPS)/build
 
 $(STAMPS)/demo: $(REQ)/demo-nodeps.txt
 
-# $(call toolchain,ARCHS): CUTLASS where kernels are built, and nvcc's wheels where no toolkit can build them.
+# $(call toolchain,ARCHS): installs CUTLASS if kernels are built, and nvcc's wheels if there is no toolkit to build them.
 define toolchain
 nvcc=$$($(BIN)/cmake -DPython3_EXECUTABLE=$(BIN)/python "-DFP4GEMM_CUDA_ARCHS=$(1)" -DFP4GEMM_CUDA_FROM=$(CUDA_FROM) \
 	  -P cpp/cmake/find_nvcc.cmake) || exit 1; \
@@ -126,7 +128,8 @@ nvcc=$$($(BIN)/cmake -DPython3_EXECUTABLE=$(BIN)/python "-DFP4GEMM_CUDA_ARCHS=$(
 	if [ "$$nvcc" != unneeded ]; then $(PIP) install -qq --no-warn-conflicts --no-deps -r $(REQ)/cutlass.txt || exit 1; fi
 endef
 
-# What the two builds were asked for last; newer than their stamps once that changes. A compiler from elsewhere starts afresh.
+# $(call configured,FOLDER,ARCHS): records the options of a build in a file that becomes newer than the stamps when they
+# change. A compiler from another place needs a fresh CMake cache.
 define configured
 new='$(2) | $(CUDA_FROM)'; old=$$(cat $@ 2>/dev/null || true); \
 	if [ "$$new" != "$$old" ]; then \
@@ -149,8 +152,8 @@ $(STAMPS)/toolchain-demo: $(REQ)/cuda.txt $(REQ)/cutlass.txt $(STAMPS)/build $(S
 	@$(call toolchain,$(DEMO_ARCHS))
 	@touch $@
 
-# ---- the build: one folder for each list of architectures; .venv holds the one that was installed last ------------------
-# $(call pip_build,SUBCOMMAND,FOLDER,ARCHS): compiles in build/FOLDER; shows Ninja's steps, keeps the whole log beside it.
+# ---- the build: build/test and build/demo differ in architectures; .venv holds the build that was installed last --------
+# $(call pip_build,SUBCOMMAND,FOLDER,ARCHS): compiles in build/FOLDER, shows Ninja's steps and writes build/FOLDER.log.
 define pip_build
 mkdir -p build; $(PIP) $(1) --verbose --no-deps --no-build-isolation --config-settings=build-dir=build/$(2) \
 	  "--config-settings=cmake.define.FP4GEMM_CUDA_ARCHS=$(3)" --config-settings=cmake.define.FP4GEMM_CUDA_FROM=$(CUDA_FROM) \

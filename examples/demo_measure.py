@@ -1,15 +1,12 @@
-"""What the demo measures: embeddings of a page of sentences, and the error that NVFP4 makes on the way to
-them.
+"""What the demo measures: embeddings of a page of sentences, and the error of NVFP4 in each linear layer.
 
-Definitions, with Q the NVFP4 cast and t a token, that is one row of a linear layer's input x:
+Definitions, where a token t is one row of a linear layer's input x:
 
-    cosine of a sentence      <e, e'> / (|e| |e'|),  e the fp32 embedding, e' the one of the quantized model
-    error of a token          |y'_t - y_t|_2 / |x_t W^T|_2,  y = x W^T + b in fp32, y' the same through NVFP4
-    outlier batch, factor f   x_t is multiplied by f for a few tokens t, in front of every linear layer, and
-    the change
-                              is taken back behind it: y_t -> (y_t - b) / f + b. In exact arithmetic the model
-                                  computes
-                              what it did before, so all that changes is what quantization loses.
+    cosine of a sentence      <e, e'> / (|e| |e'|); e is the fp32 embedding, e' that of the quantized model
+    error of a token          |y'_t - y_t|_2 / |x_t W^T|_2; y = x W^T + b in fp32, y' is the same in NVFP4
+    outlier batch, factor f   before every linear layer x_t is multiplied by f for a few tokens t, and after
+                              the layer that is undone: y_t -> (y_t - b) / f + b. In exact arithmetic the
+                              function stays the same, so only the loss by quantization changes.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ import fp4gemm
 import torch
 from torch import Tensor
 
-LOST = 0.5  # a token whose error is above this counts as lost
+LOST = 0.5  # a token with an error above this counts as lost
 
 
 @dataclass(frozen=True)
@@ -40,10 +37,10 @@ class Page:
 
 @dataclass(frozen=True)
 class Exact:
-    """What the fp32 model computes for a page: embeddings, and what goes in and out of its linear layers."""
+    """What the fp32 model computes for a page: embeddings, and inputs and outputs of its linear layers."""
 
     embeddings: Tensor  # (sentences, d)
-    inputs: dict[str, Tensor]  # layer name -> (tokens, k), padding left out
+    inputs: dict[str, Tensor]  # layer name -> (tokens, k), without padding
     outputs: dict[str, Tensor]  # (tokens, n)
     biases: dict[str, Tensor | None]  # (n,)
 
@@ -61,11 +58,13 @@ class Variant:
 
 @dataclass(frozen=True)
 class OutlierResult:
-    """How one activation scaling treats the ordinary tokens (those that are no outliers) at one factor."""
+    """The errors of the ordinary tokens (those that are not outliers) for one scaling and one factor."""
 
     scaling: str
     factor: float
-    layer_errors: dict[str, float]  # mean error of the ordinary tokens; each layer is fed fp32 activations
+    layer_errors: dict[
+        str, float
+    ]  # mean error of the ordinary tokens; each layer's input is that of the fp32 model
     lost: float  # share of (token, layer) pairs whose error is above LOST
     cosines: Tensor  # float32: sentences without an outlier token, whole model
 
@@ -89,7 +88,7 @@ def embed(model: torch.nn.Module, page: Page) -> Tensor:
 
 
 def cosines(a: Tensor, b: Tensor) -> Tensor:
-    """``<a_i, b_i> / (|a_i| |b_i|)`` for each row, in float64 so that values close to 1 are told apart."""
+    """``<a_i, b_i> / (|a_i| |b_i|)`` for each row, in float64 so that values close to 1 differ."""
     return torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=-1).float()
 
 
@@ -99,7 +98,7 @@ def nearest(embeddings: Tensor) -> Tensor:
 
 
 def token_errors(y: Tensor, exact: Tensor, bias: Tensor | None) -> Tensor:
-    """``|y_t - exact_t| / |exact_t - bias|`` for each row: a bias, never quantized, must not flatter it."""
+    """``|y_t - exact_t| / |exact_t - bias|`` for each row: the bias is not quantized and must not count."""
     product = exact if bias is None else exact - bias
     errors: Tensor = (y - exact).norm(dim=1) / product.norm(dim=1)
     return errors
@@ -115,7 +114,7 @@ def linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear | fp4gemm
 
 
 def timed(device: torch.device, repeats: int, call: Callable[[], Tensor]) -> tuple[Tensor, float]:
-    """The result of ``call`` and the median seconds of ``repeats`` calls after one that does not count."""
+    """The result of ``call`` and the median seconds of ``repeats`` calls after one untimed call."""
     result, seconds = call(), []
     for _ in range(repeats):
         _finish(device)
@@ -132,7 +131,7 @@ def _finish(device: torch.device) -> None:
 
 
 def exact_pass(model: torch.nn.Module, page: Page) -> Exact:
-    """Run the fp32 model over the page and keep what its linear layers read and write."""
+    """Run the fp32 model on the page and keep the inputs and outputs of its linear layers."""
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
     real = page.mask.bool().reshape(-1)
@@ -157,10 +156,10 @@ def exact_pass(model: torch.nn.Module, page: Page) -> Exact:
 
 @contextmanager
 def outliers(model: torch.nn.Module, positions: Tensor, factor: float) -> Iterator[None]:
-    """While it lasts, every linear layer sees the tokens at ``positions`` (sentence, place; (count, 2)) times
-    ``factor``.
+    """In this context the inputs of every linear layer at ``positions`` are multiplied by ``factor``.
 
-    The outputs of these tokens are scaled back, so that the model computes the same function.
+    ``positions`` is (count, 2): sentence and token. The outputs of these tokens are scaled back, so that the
+    model computes the same function.
     """
     sentence, place = positions.unbind(1)
 
@@ -186,7 +185,7 @@ def outliers(model: torch.nn.Module, positions: Tensor, factor: float) -> Iterat
 
 
 def first_tokens(page: Page, count: int) -> Tensor:
-    """Positions (count, 2) of the first token of ``count`` sentences spread over the page.
+    """Positions (count, 2) of the first tokens of ``count`` sentences, evenly spread over the page.
 
     Large models put their massive activations on the first token above all (Sun et al., "Massive Activations
     in Large Language Models", 2024).
@@ -199,7 +198,7 @@ def first_tokens(page: Page, count: int) -> Tensor:
 def outlier_result(
     scaling: str, model: torch.nn.Module, page: Page, exact: Exact, positions: Tensor, factor: float
 ) -> OutlierResult:
-    """Measure a quantized model on the page with outliers at ``positions``: by layer, then as a whole."""
+    """Measure a quantized model on the page with outliers at ``positions``: each layer, then the model."""
     is_outlier = torch.zeros_like(page.mask, dtype=torch.bool)
     is_outlier[positions[:, 0], positions[:, 1]] = True
     rows = is_outlier[page.mask.bool()]  # (tokens,), as the rows of exact.inputs

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import matplotlib
 
-matplotlib.use("Agg")  # a file is all that is wanted; no display is needed
+matplotlib.use("Agg")  # only a file is written, so no display is needed
 import matplotlib.pyplot as plt
 from demo_measure import LOST, OutlierResult, mean_errors
 from matplotlib.axes import Axes
 
-# Okabe-Ito colours, told apart by colour-blind readers too; the marker says the same a second time.
+# Okabe-Ito colours, which colour-blind readers can distinguish; the markers differ too.
 STYLES = {
     "tensor": {"color": "#D55E00", "marker": "s", "label": "per tensor"},
     "row": {"color": "#0072B2", "marker": "o", "label": "per token"},
@@ -28,7 +28,7 @@ SHORT_NAMES = {
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """("3", "mlp in") of "encoder.layer.3.intermediate.dense"; ("", name) where a name has no such form."""
+    """("3", "mlp in") for "encoder.layer.3.intermediate.dense"; ("", name) for a name of another form."""
     parts = name.split(".", 3)
     if len(parts) == 4 and parts[:2] == ["encoder", "layer"]:
         return parts[2], SHORT_NAMES.get(parts[3], parts[3])
@@ -36,7 +36,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def draw(results: Sequence[OutlierResult], num_outliers: int, num_tokens: int, path: Path) -> None:
-    """Write the picture (its format by the suffix of ``path``) of both scalings; makes its folder."""
+    """Write the picture of both scalings, in the format of the suffix of ``path``, and create its folder."""
     factors = sorted({result.factor for result in results})
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(14, 5.6), width_ratios=(2.3, 1), layout="constrained", dpi=140
@@ -58,19 +58,19 @@ def _draw_layers(axes: Axes, results: Sequence[OutlierResult], shown: float) -> 
     names = [split_name(name) for name in results[0].layer_errors]
     for result in results:
         style = STYLES[result.scaling]
-        tame = result.factor != shown
+        is_plain = result.factor != shown
         axes.plot(
             range(len(names)),
             [100 * error for error in result.layer_errors.values()],
             color=style["color"],
             marker=style["marker"],
-            # The two tame lines lie on each other: the hollow marker of one surrounds the full one of the
-            # other.
-            markerfacecolor="none" if tame else style["color"],
-            markersize=9 if tame and result.scaling == "tensor" else 5,
+            # The two lines without outliers coincide: the hollow marker of one surrounds that of the other.
+            markerfacecolor="none" if is_plain else style["color"],
+            markersize=9 if is_plain and result.scaling == "tensor" else 5,
             linewidth=1.0,
-            linestyle=":" if tame else "-",
-            label=f"{style['label']}, " + ("real activations" if tame else f"with outliers x {shown:,.0f}"),
+            linestyle=":" if is_plain else "-",
+            label=f"{style['label']}, "
+            + ("real activations" if is_plain else f"with outliers x {shown:,.0f}"),
         )
     blocks = [block for block, _ in names]
     for index in range(1, len(blocks)):
