@@ -1,4 +1,5 @@
-// A block of 16 input elements in registers: its loading, its amax and its codes, for each input type.
+// A block of 16 input elements in the registers of one thread: loading, amax and encoding, for each input
+// type.
 #pragma once
 
 #include <cuda/std/type_traits>
@@ -7,23 +8,25 @@
 
 namespace fp4gemm {
 
-/// PRMT with the mode that replicates a byte's sign, which __byte_perm does not offer.
+/// PRMT. A selector with bit 3 set replicates the sign of a byte, which __byte_perm does not offer.
 __device__ inline uint32_t permute_signs(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t result;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
   return result;
 }
 
-/// bf16 and fp16: two elements a word.
+/// A block of T, which is __nv_bfloat16 or __half: two elements in each word. float has a specialisation
+/// below.
 template <class T>
 struct Block {
   static_assert(sizeof(T) == 2, "fp32 has a specialisation");
   static constexpr int kWords = 8;
+  /// The bits of infinity, as amax_bits has them: larger bits are a NaN.
   static constexpr uint32_t kInfinity = cuda::std::is_same_v<T, __half> ? 0x7C00u : 0x7F80u;
 
   uint32_t words[kWords];
 
-  /// The bits of max |x|; they order as the numbers do, NaN above infinity.
+  /// The bits of max |x|. Bits compare as the numbers do, and a NaN is above infinity.
   __device__ uint32_t amax_bits() const {
     uint32_t packed = __vmaxu2(words[0] & 0x7FFF7FFFu, words[1] & 0x7FFF7FFFu);
 #pragma unroll
@@ -33,6 +36,7 @@ struct Block {
     return max(packed >> 16, packed & 0xFFFFu);
   }
 
+  /// The number whose bits amax_bits or magnitude_bits returned.
   __device__ static float from_bits(uint32_t bits) {
     if constexpr (cuda::std::is_same_v<T, __half>) {
       return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
@@ -105,7 +109,7 @@ struct Block<float> {
   }
 };
 
-/// Two numbers rounded to T in one word, `low` in its low half.
+/// Two numbers, each rounded to T, in one word: `low` is in the low half.
 template <class T>
 __device__ inline uint32_t pack_pair(float low, float high) {
   if constexpr (cuda::std::is_same_v<T, __half>) {
@@ -117,7 +121,7 @@ __device__ inline uint32_t pack_pair(float low, float high) {
   }
 }
 
-/// The products of two pairs, each rounded once to T.
+/// The products of two pairs of T, each rounded once to T.
 template <class T>
 __device__ inline uint32_t multiply_pair(uint32_t a, uint32_t b) {
   if constexpr (cuda::std::is_same_v<T, __half>) {
@@ -131,7 +135,7 @@ __device__ inline uint32_t multiply_pair(uint32_t a, uint32_t b) {
   }
 }
 
-/// Loads the 16 elements at x, which is 16-byte aligned.
+/// Loads the 16 elements at x, which must be 16-byte aligned.
 template <class T>
 __device__ inline Block<T> load_block(T const* x) {
   Block<T> block;
@@ -146,7 +150,7 @@ __device__ inline Block<T> load_block(T const* x) {
   return block;
 }
 
-/// The bits of max |x| with NaN ignored.
+/// The bits of max |x|, NaN ignored, for blocks that hold one; block_amax_bits is faster for others.
 template <class T>
 __device__ inline uint32_t amax_bits_ignoring_nan(Block<T> const& block) {
   uint32_t bits = 0;
@@ -158,14 +162,14 @@ __device__ inline uint32_t amax_bits_ignoring_nan(Block<T> const& block) {
   return bits;
 }
 
-/// max |x| of a block as bits, NaN ignored.
+/// The bits of max |x|, NaN ignored.
 template <class T>
 __device__ inline uint32_t block_amax_bits(Block<T> const& block) {
   uint32_t const bits = block.amax_bits();
   return bits <= Block<T>::kInfinity ? bits : amax_bits_ignoring_nan(block);
 }
 
-/// The block with infinity in place of NaN: both become code 7.
+/// The block with every NaN replaced by positive infinity, which has the code that is wanted for NaN, 7.
 template <class T>
 __device__ inline Block<T> without_nan(Block<T> block) {
 #pragma unroll
@@ -177,8 +181,8 @@ __device__ inline Block<T> without_nan(Block<T> block) {
   return block;
 }
 
-/// Codes of elements 8 * half .. 8 * half + 7, each the e2m1 of element * factor, element 8 * half + i in
-/// nibble i. No element may be NaN.
+/// The codes of elements 8 * half to 8 * half + 7, with that of element 8 * half + i in nibble i. A code is
+/// e2m1(element * factor), rounded to nearest even and saturating. No element may be NaN.
 template <class T>
 __device__ inline uint32_t encode_half(Block<T> const& block, int half, float factor) {
 #if FP4GEMM_HAS_CVT_E2M1
@@ -209,7 +213,7 @@ __device__ inline uint32_t encode_half(Block<T> const& block, int half, float fa
 #endif
 }
 
-/// The same with stochastic rounding: byte i of (low, high) serves element 8 * half + i.
+/// The same with stochastic rounding. Byte i of (low, high) is the random number of element 8 * half + i.
 template <class T>
 __device__ inline uint32_t encode_half_stochastic(Block<T> const& block, int half, float factor, uint32_t low,
                                                   uint32_t high) {

@@ -1,4 +1,4 @@
-// How a block becomes codes and a scale: the casts of the NVFP4 family, given the amax of its row or tensor.
+// The casts of the NVFP4 family: how a block becomes codes and a scale, given the amax of its row or tensor.
 #pragma once
 
 #include "quantize/block.cuh"
@@ -6,28 +6,29 @@
 
 namespace fp4gemm {
 
-/// What a cast needs to know besides the amax.
+/// The options of a cast. They are the same for all blocks of a launch.
 struct CastOptions {
-  bool te_per_token = false;           // the encode form of TransformerEngine's per-token pull request
-  int64_t const* rng_state = nullptr;  // {seed, offset} on the device: round stochastically
-  float e4m3_max = 448.0f;
-  bool mean_square = false;  // four over six: compare mean square instead of mean absolute errors
-  bool fast_error = false;   // four over six: errors in the scaled domain
+  bool te_per_token = false;           // e = S / s, the encode form of TransformerEngine's per-token proposal
+  int64_t const* rng_state = nullptr;  // {seed, offset} in device memory; null: codes are rounded to nearest
+  float e4m3_max = 448.0f;             // the bound B of the block scales, 448 or 256
+  bool mean_square = false;  // four over six: errors are compared by their squares, not absolute values
+  bool fast_error = false;   // four over six: errors are computed in the scaled domain
 };
 
-/// Which amaxes and elements a computation is right for.
+/// The amaxes and elements for which a computation gives the defined bits.
 enum class Range {
-  kRegular,  // finite elements and is_regular(amax): short sequences without branches
-  kAny,
+  kRegular,  // finite elements and amaxes for which is_regular holds: short sequences without branches
+  kAny,      // all
 };
 
-/// Amaxes for which nothing below comes near overflow or underflow. False for zero, infinity and NaN.
+/// Whether no step of the Cast comes near overflow or underflow with this amax. False for zero, infinity and
+/// NaN.
 template <class Cast>
 __device__ bool is_regular(float amax) {
   return amax > Cast::kLeastAmax && amax < 0x1p60f;
 }
 
-/// 1 / x rounded to nearest even, for x in [2^-100, 2^100]: one Newton step, exact there.
+/// 1 / x rounded to nearest even, for x in [2^-100, 2^100], where one Newton step suffices.
 __device__ inline float bounded_reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -45,8 +46,8 @@ __device__ inline float bounded_quotient(float a, float b) {
   return quotient;
 }
 
-/// What the amax A of a row or tensor determines: S = min(6 B / A, FLT_MAX), 1 where that is 0 (A = inf),
-/// with B the bound of the block scales; and 1 / S.
+/// The encode scale S = min(6 B / A, FLT_MAX) of a row or tensor with amax A, where B is the bound of the
+/// block scales, and the decode scale 1 / S. S is 1 where the quotient is 0, that is, where A is infinite.
 struct OuterScale {
   float encode;
   float decode;
@@ -71,8 +72,8 @@ struct QuantizedBlock {
 
 __device__ inline float e4m3_to_float(uint8_t x) { return __half2float(e4m3_to_half(x)); }
 
-/// The factor of the elements, min(1 / (scale * (1/S)), FLT_MAX): a zero scale gives FLT_MAX, so that every
-/// nonzero element saturates, as the definition has it.
+/// The factor of the elements, min(1 / (scale * (1/S)), FLT_MAX). For a scale of zero it is FLT_MAX, so that
+/// every nonzero element saturates, as TransformerEngine defines it.
 template <Range kRange>
 __device__ inline float te_factor(uint8_t scale, OuterScale const& outer) {
   float const product = __fmul_rn(e4m3_to_float(scale), outer.decode);
@@ -83,7 +84,7 @@ __device__ inline float te_factor(uint8_t scale, OuterScale const& outer) {
   }
 }
 
-/// TransformerEngine's scales, given the amax of a row or tensor.
+/// TransformerEngine's scales for one row or tensor.
 template <Range kRange>
 struct TeScales {
   OuterScale outer;
@@ -94,29 +95,34 @@ struct TeScales {
     block_factor = __fmul_rn(outer.encode, 1.0f / 6.0f);
   }
 
-  /// Of a block of that amax.
+  /// The scale of a block whose amax is `amax`.
   __device__ uint8_t block_scale(float amax) const { return float_to_e4m3(__fmul_rn(amax, block_factor)); }
 };
 
 /// TransformerEngine >= 2.14: s = e4m3(a * (S * (1/6))), e = min(1 / (s * (1/S)), FLT_MAX).
 ///
-/// Every cast has this interface: constructed for the amax of a row or tensor, it quantizes blocks without
-/// NaN whose largest magnitude is `amax`. `index` is the number of the block in the result. False means that
-/// the result needs the cast for Range::kAny. `draw` is 1 for blocks along m, which draw random numbers of
-/// their own.
+/// Every cast has the interface of this class. A cast is constructed for the amax of a row or tensor, and
+/// quantize() converts blocks without NaN whose largest magnitude is `amax`. `index` is the number of the
+/// block in the result, which selects its random numbers. quantize() returns false if the block needs more
+/// than this range of amaxes offers: then resolve(), where kResolves, or the cast for Range::kAny must redo
+/// it.
+///
+/// @tparam kRange What blocks and amaxes the cast is used for.
 template <Range kRange>
 class TeCast {
  public:
+  /// The same cast for another range.
   template <Range kOther>
   using Rebind = TeCast<kOther>;
 
-  /// The smallest regular amax.
+  /// Amaxes above this are regular.
   static constexpr float kLeastAmax = 0x1p-60f;
 
-  /// Whether quantize may leave single blocks of a regular row to resolve.
+  /// Whether quantize may leave single blocks of a regular row to resolve().
   static constexpr bool kResolves = false;
 
-  /// What all rows share, made once by a whole warp.
+  /// What the blocks of all rows share. A whole warp constructs it, once. `draw` is 0 for blocks along k and
+  /// 1 for blocks along m, whose random numbers differ.
   struct Shared {
     __device__ Shared(CastOptions const&, int /*draw*/) {}
   };
@@ -136,8 +142,8 @@ class TeCast {
   TeScales<kRange> scales_;
 };
 
-/// TeCast, or TransformerEngine's per-token form e = S / s (0 where s is 0), either to nearest even or
-/// stochastically.
+/// TeCast with two options: TransformerEngine's per-token factor e = S / s (0 where s is 0), and stochastic
+/// rounding.
 template <Range kRange>
 class VariantCast {
  public:
@@ -159,7 +165,8 @@ class VariantCast {
     }
 
    private:
-    /// The same number, in registers that a warp shares: the keys of all rounds come at no cost to the lanes.
+    /// x, which is the same in all lanes, in uniform registers. The round keys are then computed once for the
+    /// warp.
     __device__ static uint64_t uniform(uint64_t x) {
       uint64_t const high = __reduce_max_sync(0xFFFFFFFFu, static_cast<uint32_t>(x >> 32));
       return high << 32 | __reduce_max_sync(0xFFFFFFFFu, static_cast<uint32_t>(x));

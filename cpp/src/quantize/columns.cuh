@@ -1,5 +1,5 @@
 // Quantization along columns: blocks of 16 along m, written transposed, alone or together with the blocks
-// along k.
+// along k. The result is described as the rows of x^T.
 #pragma once
 
 #include "quantize/four_over_six.cuh"
@@ -8,14 +8,16 @@
 
 namespace fp4gemm {
 
-/// 16 rows of the few columns that make 8 bytes of a row.
+/// 16 rows of kColumns adjacent columns, which are 8 bytes of each row: a block of x^T for each column.
 template <class T>
 struct Panel {
   static constexpr int kColumns = 8 / static_cast<int>(sizeof(T));
 
   uint2 rows[kBlock];
 
-  /// x: the first element, 8-byte aligned. kPartial: of `count` rows, the others being zeros.
+  /// Loads the panel whose first element is x, which must be 8-byte aligned.
+  ///
+  /// @tparam kPartial Whether only the first `count` rows exist; the others become zeros.
   template <bool kPartial>
   __device__ void load(T const* x, int64_t row_stride, int64_t count) {
 #pragma unroll
@@ -24,7 +26,7 @@ struct Panel {
     }
   }
 
-  /// The 16 elements of a column.
+  /// The 16 elements of column j.
   __device__ Block<T> column(int j) const {
     Block<T> block;
     if constexpr (sizeof(T) == 4) {
@@ -44,14 +46,14 @@ struct Panel {
   }
 };
 
-/// Where the quantized x (along rows) or x^T (along columns) goes, and the amaxes it is scaled by.
+/// The output for one direction, x (along rows) or x^T (along columns), and the amaxes that it is scaled by.
 struct Side {
-  uint8_t* codes = nullptr;
+  uint8_t* codes = nullptr;  // null: this direction is not quantized
   uint8_t* scales = nullptr;
-  float const* amax = nullptr;  // one, or one a row of the result
+  float const* amax = nullptr;  // one, or with amax_per_row one for each row of the result
   bool amax_per_row = false;
   int num_blocks = 0;  // in a row of the result
-  int num_words = 0;
+  int num_words = 0;   // of 4 scales in a row of the result, padding included
 };
 
 struct TileParams {
@@ -61,25 +63,27 @@ struct TileParams {
   int64_t k;
   Side row;
   Side column;
-  uint32_t signs;  // of the rotation of the columns
+  uint32_t signs;  // of the Hadamard transform of the columns
   CastOptions cast;
   Groups groups;
 };
 
+// A CTA quantizes kTileRows rows by kTileColumns columns of x. The scales along k of such a tile are one tile
+// of 512 bytes of the swizzled layout.
 constexpr int kTileRows = 128;
-constexpr int kTileColumns = 64;  // a tile's row scales are 512 bytes of the swizzled layout
+constexpr int kTileColumns = 64;
 
-constexpr int kSpanBlocks = kGroupColumns / kBlock;
+constexpr int kSpanBlocks = kGroupColumns / kBlock;  // blocks of a span, 64 columns of x^T in one group
 
-/// What becomes of x.
+/// Which results a kernel writes.
 enum class Form {
   kColumns,  // x^T
   kBoth,     // x and x^T
-  kGroups,   // x^T of groups of rows, each padded to a multiple of 64
+  kGroups,   // x^T of groups of rows, each padded to a multiple of 64 columns
 };
 
-/// The rows of x (m of them) that make the 64 columns of x^T from `at` on; without groups their count goes on
-/// to the last row. All lanes of a warp must call it with the same `at`.
+/// The rows of x that are the 64 columns of x^T from `at` on, a multiple of 64. Without groups, `count` is
+/// the number of all rows from there on. All lanes of a warp must call it with the same `at`.
 template <Form kForm>
 __device__ inline TileRows find_span(Groups const& groups, int64_t m, int64_t at) {
   if constexpr (kForm == Form::kGroups) {
@@ -89,7 +93,9 @@ __device__ inline TileRows find_span(Groups const& groups, int64_t m, int64_t at
   }
 }
 
-/// What a column is quantized from: as it is (Rotation = void) or rotated, rounded to the type Rotation.
+/// The block that column j of a panel is quantized from.
+///
+/// @tparam Rotation void for the column itself, or the type that its Hadamard transform is rounded to.
 template <class T, class Rotation>
 __device__ inline auto column_block(Panel<T> const& panel, int j, uint32_t signs) {
   if constexpr (cuda::std::is_void_v<Rotation>) {
@@ -99,7 +105,9 @@ __device__ inline auto column_block(Panel<T> const& panel, int j, uint32_t signs
   }
 }
 
-/// Any block, any amax.
+/// Quantizes any block with any amax. It is not inlined, since few blocks need it.
+///
+/// @tparam Cast A cast for Range::kAny.
 template <class Cast, class T>
 __device__ __noinline__ QuantizedBlock quantize_any(CastOptions const& options,
                                                     typename Cast::Shared const& shared, Block<T> block,
@@ -110,7 +118,7 @@ __device__ __noinline__ QuantizedBlock quantize_any(CastOptions const& options,
   return result;
 }
 
-/// A cast with what all blocks of a side share.
+/// A cast for the blocks of one direction: for Range::kRegular where that suffices, else for Range::kAny.
 template <class Cast>
 class SideCast {
  public:
@@ -141,8 +149,16 @@ class SideCast {
 template <class T>
 constexpr int kTileThreads = kTileColumns / Panel<T>::kColumns * (kTileRows / kBlock);
 
-/// One tile of x, or of what x^T is made from, a CTA. The grid covers the padded scales, so that their zero
-/// padding is written too.
+/// Quantizes x^T, or x and x^T, with a CTA for each tile. The grid covers the padded scales, so that their
+/// zero padding is written too.
+///
+/// @tparam T The type of x.
+/// @tparam Cast A cast for Range::kRegular (cast.cuh).
+/// @tparam Rotation void, or the type that the Hadamard transform of the columns is rounded to.
+/// @tparam kForm Which results are written.
+///
+/// The parameters stay in constant memory, so that references to the options do not copy them to the stack.
+/// first_tile is the tile that the CTAs with blockIdx.y = 0 process, see for_grid_parts.
 template <class T, class Cast, class Rotation, Form kForm>
 __global__ void __launch_bounds__(kTileThreads<T>)
     quantize_tiles(__grid_constant__ TileParams const p, unsigned first_tile) {
@@ -151,7 +167,7 @@ __global__ void __launch_bounds__(kTileThreads<T>)
   constexpr int kLanes = kTileColumns / kColumnsPerThread;
   constexpr int kRowGroups = kTileRows / kBlock;
   __shared__ uint2
-      column_codes[kTileColumns][kRowGroups + 1];  // one more, so that columns start in other banks
+      column_codes[kTileColumns][kRowGroups + 1];  // one more, so that columns start in different banks
   __shared__ alignas(8) uint8_t column_scales[kTileColumns][kRowGroups];
   __shared__ alignas(16) uint8_t row_scales[512];
 
@@ -164,7 +180,7 @@ __global__ void __launch_bounds__(kTileThreads<T>)
     int const group = thread / kLanes;
     int64_t const column = first_column + lane * kColumnsPerThread;
     int64_t const block = first_row / kBlock + group;
-    static_assert(32 / kLanes * kBlock <= kGroupColumns, "the panels of a warp belong to one span");
+    static_assert(32 / kLanes * kBlock <= kGroupColumns, "the panels of a warp lie in one span");
     TileRows const rows = find_span<kForm>(p.groups, p.m, block / kSpanBlocks * kGroupColumns);
     int const in_span = static_cast<int>(block % kSpanBlocks) * kBlock;
     bool const is_real = in_span < rows.count && column < p.k;
@@ -206,7 +222,7 @@ __global__ void __launch_bounds__(kTileThreads<T>)
       row_scales[in_tile % 32 * 16 + in_tile / 32 * 4 + block] = quantized.scale;
     }
   }
-  __syncthreads();
+  __syncthreads();  // the results of the tile are in shared memory
 
   for (int i = thread; i < kTileColumns * kRowGroups; i += kThreads) {
     int64_t const column = first_column + i / kRowGroups;
@@ -243,20 +259,20 @@ struct ColumnAmaxParams {
   int64_t row_stride;
   int64_t m;
   int64_t k;
-  int64_t columns;     // of x^T: m, or that of its groups
-  float* row_amax;     // (m), zeros before; null: not wanted
-  float* column_amax;  // (k), or (1) with column_is_tensor; zeros before
+  int64_t columns;     // of x^T: m, or the padded columns of its groups
+  float* row_amax;     // (m), zeros before the launch; null: not written
+  float* column_amax;  // (k), or (1) with column_is_tensor; zeros before the launch
   bool column_is_tensor;
   uint32_t signs;
   Groups groups;
 };
 
-/// Amaxes of not negative floats order as their bits do.
+/// Replaces *amax by the maximum of it and value. Neither is negative, so that their bits compare as they do.
 __device__ inline void combine_amax(float* amax, float value) {
   atomicMax(reinterpret_cast<unsigned int*>(amax), __float_as_uint(value));
 }
 
-/// The bits of max |x| of a few neighbours in a row, NaN ignored.
+/// The bits of max |x| of one row of a panel, NaN ignored.
 template <class T>
 __device__ inline uint32_t panel_row_bits(uint2 neighbours) {
   uint32_t const words[2] = {neighbours.x, neighbours.y};
@@ -276,8 +292,9 @@ __device__ inline uint32_t panel_row_bits(uint2 neighbours) {
   return bits;
 }
 
-/// max |x| of every column, after the rotation if there is one, and of every row: combined into what is
-/// there.
+/// Combines max |x| of every column, after the Hadamard transform if there is one, into column_amax, and with
+/// Form::kBoth that of every row into row_amax. Template parameters and first_tile are those of
+/// quantize_tiles; a CTA has kAmaxRows rows of one column panel for each of its threads.
 template <class T, class Rotation, Form kForm>
 __global__ void __launch_bounds__(kColumnAmaxThreads) columns_amax(ColumnAmaxParams p, unsigned first_tile) {
   constexpr int kColumns = Panel<T>::kColumns;
@@ -290,7 +307,7 @@ __global__ void __launch_bounds__(kColumnAmaxThreads) columns_amax(ColumnAmaxPar
   __shared__ uint32_t row_bits[kRows ? kAmaxRows : 1];
   if constexpr (kRows) {
     row_bits[threadIdx.x] = 0;
-    __syncthreads();
+    __syncthreads();  // row_bits is zero before any warp adds to it
   }
   uint32_t bits[kColumns] = {};
   TileRows rows{};
@@ -336,7 +353,7 @@ __global__ void __launch_bounds__(kColumnAmaxThreads) columns_amax(ColumnAmaxPar
     }
   }
   if constexpr (kRows) {
-    __syncthreads();
+    __syncthreads();  // every warp has added its maxima to row_bits
     if (first_row + threadIdx.x < end_row) {
       combine_amax(p.row_amax + first_row + threadIdx.x, Block<T>::from_bits(row_bits[threadIdx.x]));
     }

@@ -1,4 +1,4 @@
-// fp32 to the type of an output, rounded once.
+// Conversion of results from fp32, and vectors of them.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -6,6 +6,7 @@
 
 namespace fp4gemm {
 
+/// x rounded once to T.
 template <class T>
 __device__ T from_float(float x);
 template <>
@@ -21,7 +22,7 @@ __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-/// N elements that are stored together.
+/// N elements that are loaded and stored by one instruction, if they have 16 bytes or fewer.
 template <class T, int N>
 struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Chunk {
   T elements[N];

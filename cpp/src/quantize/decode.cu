@@ -1,4 +1,4 @@
-// NVFP4 to the exact fp16 operand of a GEMM.
+// Decoding of NVFP4 to fp16 values, code times block scale, which a GEMM uses as its operand. They are exact.
 #include "error.hpp"
 #include "quantize/grid.hpp"
 #include "quantize/groups.cuh"
@@ -9,10 +9,10 @@ namespace fp4gemm {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kChunk = 8;  // elements a thread reads (4 bytes) and writes (16 bytes of fp16) at a time
+constexpr int kChunk = 8;  // elements that a thread reads (4 bytes) and writes (16 bytes of fp16) at a time
 constexpr int kChunksPerThread = 4;
 
-/// Where the chunk lies: its row, and its place in the row in units of kChunk elements.
+/// The position of a chunk: its row, and its column in units of kChunk elements.
 struct ChunkPlace {
   int64_t row;
   int column;
@@ -20,7 +20,7 @@ struct ChunkPlace {
 
 __device__ inline ChunkPlace place_of(int64_t chunk, int chunks_per_row) {
   if (chunk <= 0x7FFFFFFF) {
-    // 32-bit division is several times cheaper, and nearly all tensors stay below the limit.
+    // 32-bit division is several times faster, and nearly all tensors are small enough for it.
     uint32_t const row = static_cast<uint32_t>(chunk) / static_cast<uint32_t>(chunks_per_row);
     return {row,
             static_cast<int>(static_cast<uint32_t>(chunk) - row * static_cast<uint32_t>(chunks_per_row))};
@@ -32,17 +32,20 @@ __device__ inline ChunkPlace place_of(int64_t chunk, int chunks_per_row) {
 struct DecodeParams {
   DecodeJob jobs[2];
   int64_t chunks[2];
-  unsigned first_ctas;  // CTAs of the first job; the rest do the second
+  unsigned first_ctas;  // CTAs of the first job; the other CTAs do the second
   int chunks_per_row;
   int num_words;
-  unsigned ctas_per_tile;  // CTAs that the 128 rows of a tile of scales take, in a job of groups
+  unsigned ctas_per_tile;  // CTAs for the 128 rows of a tile of scales, in a job of groups
 };
 
-/// kPlain: each job is one matrix.
+/// Decodes up to two operands.
+///
+/// @tparam kPlain Whether each job is one matrix, without groups and without padding between matrices.
 template <bool kPlain>
 __global__ void __launch_bounds__(kThreads) decode(DecodeParams p) {
   bool const second = blockIdx.x >= p.first_ctas;
-  // Fields one by one: an index into the parameters that is not constant would copy them to local memory.
+  // The fields are selected one by one: indexing the parameters with a variable would copy them to local
+  // memory.
   uint32_t const* job_codes = reinterpret_cast<uint32_t const*>(second ? p.jobs[1].codes : p.jobs[0].codes);
   uint8_t const* const job_scales = second ? p.jobs[1].scales : p.jobs[0].scales;
   uint4* job_y = static_cast<uint4*>(second ? p.jobs[1].y : p.jobs[0].y);
@@ -55,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) decode(DecodeParams p) {
     Groups const groups =
         second ? Groups{p.jobs[1].offs, p.jobs[1].num_groups} : Groups{p.jobs[0].offs, p.jobs[0].num_groups};
     if (groups.offs != nullptr) {
-      // What follows sees the rows of one tile.
+      // From here on the job is the rows of one tile.
       unsigned const tile = cta / p.ctas_per_tile;
       cta -= tile * p.ctas_per_tile;
       TileRows const rows = find_tile(groups, second ? p.jobs[1].rows : p.jobs[0].rows, tile);
@@ -77,7 +80,7 @@ __global__ void __launch_bounds__(kThreads) decode(DecodeParams p) {
       int64_t scale_row = first_scale_row + place.row;
       if constexpr (!kPlain) {
         if (rows_per_matrix != 0) {
-          // The padding of the matrices before; sizes are below 2^31.
+          // The scales begin behind the padding of the matrices before. Sizes are below 2^31.
           auto const length = static_cast<uint32_t>(rows_per_matrix);
           uint32_t const padding = (length + kScaleTileRows - 1) / kScaleTileRows * kScaleTileRows - length;
           scale_row += int64_t{static_cast<uint32_t>(place.row) / length} * padding;

@@ -1,4 +1,4 @@
-// NVFP4 back to numbers.
+// Dequantization of NVFP4 to fp32, bf16 or fp16.
 #include <cuda/std/type_traits>
 
 #include "error.hpp"
@@ -11,9 +11,9 @@ namespace fp4gemm {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kQuad = 4;  // neighbouring rows, which a thread takes together
+constexpr int kQuad = 4;  // neighbouring rows that a thread dequantizes together
 
-/// Elements that a thread takes at a time: 16 bytes of the output.
+/// Elements that a thread converts at a time: 16 bytes of the output of type T.
 template <class T>
 constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
 
@@ -24,14 +24,14 @@ struct DequantizeParams {
   void* y;
   int64_t m;
   int k;
-  int num_words;  // of 4 scales in a row, padded; compact scales: of 16
+  int num_words;  // of 4 scales in a row, padding included
   bool amax_per_row;
   bool scales_are_compact;
   float factor;  // fl(1 / (6 * e4m3_max))
   Groups groups;
 };
 
-/// The scale of a block in row `in_tile` of a tile; first_row: the row of y that the tile begins with.
+/// The scale of a block in row `in_tile` of a tile. first_row is the row of y that the tile begins with.
 __device__ inline uint8_t scale_at(DequantizeParams const& p, int64_t tile, int in_tile, int64_t first_row,
                                    int block) {
   int64_t const offset = p.scales_are_compact ? (first_row + in_tile) * (p.k / kBlock) + block
@@ -39,7 +39,8 @@ __device__ inline uint8_t scale_at(DequantizeParams const& p, int64_t tile, int 
   return __ldg(p.scales + offset);
 }
 
-/// threadIdx.x counts chunks of a row, threadIdx.y and blockIdx quads of rows of the scale buffer.
+/// Dequantizes to type T. threadIdx.x numbers the chunks of a row; threadIdx.y and blockIdx.x number quads of
+/// rows of the scale buffer.
 template <class T>
 __global__ void __launch_bounds__(kThreads) dequantize(DequantizeParams p) {
   int64_t const quad = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(kThreads) dequantize(DequantizeParams p) {
     }
   }
   if (p.groups.offs != nullptr) {
-    // Rows of y behind the last group: quad after quad takes four of them.
+    // Rows of y behind the last group are zero. Each quad writes four of them.
     int64_t const first_outside = clamp_row(__ldg(p.groups.offs + p.groups.num - 1), p.m) + quad * kQuad;
     for (int64_t row = first_outside; row < min(first_outside + kQuad, p.m); ++row) {
       for (int chunk = static_cast<int>(threadIdx.x); chunk < chunks_per_row;

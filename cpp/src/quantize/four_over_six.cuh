@@ -1,20 +1,23 @@
-// Four over six: each block takes the scale that maps its largest magnitude to 6, or the one that maps it to
-// 4 if the error is smaller.
+// Four over six: each block uses the scale that maps its largest magnitude to 6, or the one that maps it to 4
+// if that gives the smaller error.
 #pragma once
 
 #include "quantize/cast.cuh"
 
 namespace fp4gemm {
 
-/// With b = (a / 6) * S: scales s6 = e4m3(min(b, 448)) and s4 = e4m3(min(b * 1.5, 448)), elements as TeCast
-/// has them, and s4 iff E4 < E6. The error of a candidate is summed over the block in order,
+/// With b = (a / 6) * S the candidates are s6 = e4m3(min(b, 448)) and s4 = e4m3(min(b * 1.5, 448)). Elements
+/// are computed as in TeCast, and s4 is used if E4 < E6. The error of a candidate is summed over the block in
+/// order,
 ///
 ///     E = sum |v - x|  or  sum (v - x)^2  with  v = ((q * s) * A) / (6 B)       (exact error)
 ///                                         or   (v - x) = (q * s) - x * S        (fast error),
 ///
-/// each operation rounded once. Comparing approximate errors decides all but a few blocks in ten thousand;
-/// those that are too close for it, and those with scales that are subnormal or clamped, are computed as the
-/// definition has it.
+/// where each operation is rounded once. Approximate errors decide all but a few blocks in ten thousand.
+/// Blocks whose errors are too close, and those with subnormal or clamped scales, are computed as defined.
+///
+/// @tparam kRange kRegular compares approximate errors and leaves the blocks that they do not decide to
+///     resolve(); kAny computes all blocks as defined.
 template <Range kRange>
 class FourOverSixCast {
  public:
@@ -79,9 +82,10 @@ class FourOverSixCast {
     return error;
   }
 
-  /// Does with a warp what exact_candidate does for both candidates of one block, and stores the better:
-  /// lanes 0..15 take 4, lanes 16..31 take 6, one element each. x: the block; every lane must come with the
-  /// same. is_decoded: the 16 values go to `target` as fp16, in place of codes and scale.
+  /// Quantizes one block as defined, with a whole warp, and stores the better candidate. Lanes 0 to 15
+  /// compute the candidate for 4 and lanes 16 to 31 that for 6, one element each. All lanes must pass the
+  /// same arguments: x is the block, and is_decoded means that its 16 values are stored at `target` as fp16,
+  /// instead of codes there and a scale at `scale_target`.
   template <class T>
   __device__ void resolve(T const* x, void* target, uint8_t* scale_target, bool is_decoded) const {
     int const lane = static_cast<int>(threadIdx.x % 32);
@@ -91,7 +95,7 @@ class FourOverSixCast {
     Candidates const both = candidates(amax);
     uint8_t const scale = lane < kBlock ? both.scale_4 : both.scale_6;
     uint32_t const magnitude = e2m1_bits(element, te_factor<Range::kAny>(scale, outer_)) - kE2m1StartBits;
-    // The bits of e2m1 stand where a denormal fp32 has its own, so that the code is the value times 2^-126.
+    // Shifted to the top of the mantissa, the bits of e2m1 are a denormal fp32: the value times 2^-126.
     float const q = copysignf(__uint_as_float(magnitude << 22) * 0x1p126f, element);
     float const term = error_term(q, e4m3_to_float(scale), element);
     float error = 0.0f;
@@ -124,8 +128,8 @@ class FourOverSixCast {
  private:
   template <class T>
   __device__ bool quantize_approximately(Block<T> const& block, float amax, QuantizedBlock& result) const {
-    // a / 6 by one correction of the product with the reciprocal; exact unless a is so small that the scale
-    // is zero.
+    // a / 6, by one correction of the product with the reciprocal. It is rounded correctly unless a is so
+    // small that the scale is zero.
     float const product = __fmul_rn(amax, 1.0f / 6.0f);
     float const sixth = __fmaf_rn(__fmaf_rn(-6.0f, product, amax), 1.0f / 6.0f, product);
     float const base = __fmul_rn(sixth, outer_.encode);
@@ -136,7 +140,8 @@ class FourOverSixCast {
     float const factor_4 = bounded_reciprocal(__fmul_rn(scale_4, outer_.decode));
     float const factor_6 = bounded_reciprocal(__fmul_rn(scale_6, outer_.decode));
 
-    // In units of the candidate's scale: |q - p|, where p is below 4.5 for 4 and q needs no step from 4 to 6.
+    // The errors |q - p| in units of the candidate's scale. For the candidate 4, p is below 4.5, so that q
+    // needs no step from 4 to 6.
     float error_4 = 0.0f;
     float error_6 = 0.0f;
     uint32_t codes_4[2];
@@ -179,9 +184,9 @@ class FourOverSixCast {
     result.scale = take_4 ? scale_bits_4 : scale_bits_6;
     result.codes.x = (take_4 ? codes_4[0] : codes_6[0]) | block.signs(0);
     result.codes.y = (take_4 ? codes_4[1] : codes_6[1]) | block.signs(1);
-    // Either error is off by less than 2^-14 of its unit: 16 terms, each from a few roundings of numbers
-    // below 7, and 16 roundings of a sum below 16. From 2^-6 on scales are normal numbers; 448 may be a
-    // clamped one.
+    // Each error is within 2^-14 units of the exact one: it has 16 terms, each of them after a few roundings
+    // of numbers below 7, and 16 roundings of a sum below 16. Scales are normal numbers from 2^-6 on, and a
+    // scale of 448 may have been clamped.
     bool const is_clear = fabsf(gain) > 0x1p-11f * unit;
     bool const is_normal = scale_bits_6 >= 0x08 && scale_bits_4 < 0x7E;
     if (amax == 0.0f) {

@@ -5,7 +5,7 @@
 
 namespace fp4gemm {
 
-/// x -> x H16 / 4 in place: fp32 butterflies of stride 1, 2, 4 and 8.
+/// x becomes x H16 / 4, by fp32 butterflies of stride 1, 2, 4 and 8.
 __device__ inline void rotate(float (&x)[kBlock]) {
 #pragma unroll
   for (int stride = 1; stride < kBlock; stride *= 2) {
@@ -25,7 +25,7 @@ __device__ inline void rotate(float (&x)[kBlock]) {
   }
 }
 
-/// The block with element r negated where bit r of signs is set.
+/// The block with element r negated where bit r of `signs` is set.
 template <class T>
 __device__ inline Block<T> negated(Block<T> block, uint32_t signs) {
 #pragma unroll
@@ -39,7 +39,10 @@ __device__ inline Block<T> negated(Block<T> block, uint32_t signs) {
   return block;
 }
 
-/// The rotated block, its values rounded to Out.
+/// The transformed block.
+///
+/// @tparam Out The type that its values are rounded to; float means no rounding.
+/// @tparam T The type of the input.
 template <class Out, class T>
 __device__ inline Block<Out> rotated(Block<T> block, uint32_t signs) {
   block = negated(block, signs);

@@ -1,4 +1,4 @@
-// The kernel launches that the plan in quantize.cu is made of: one function, and one file, for each family.
+// The launches from which quantize.cu chooses: one function for each family of kernels.
 #pragma once
 
 #include "error.hpp"
@@ -7,9 +7,9 @@
 
 namespace fp4gemm {
 
-/// What all launches along rows share.
+/// The arguments of all launches along rows.
 struct RowLaunch {
-  RowParams params;  // amax_in null: row amaxes are to be found
+  RowParams params;  // amax_in null: the amax of each row is found
   fp4gemm_dtype_t dtype;
   int64_t scale_rows;  // of the buffer, a multiple of 128
   DeviceProperties device;
@@ -42,7 +42,7 @@ void launch_rows_variant(RowLaunch const& launch);
 void launch_rows_hadamard(RowLaunch const& launch, fp4gemm_hadamard_t hadamard);
 void launch_rows_four_over_six(RowLaunch const& launch);
 
-/// What all launches along columns share.
+/// The arguments of all launches along columns.
 struct TileLaunch {
   TileParams params;
   fp4gemm_dtype_t dtype;
@@ -53,21 +53,22 @@ void launch_tiles(TileLaunch const& launch, fp4gemm_hadamard_t hadamard, bool is
 void launch_tiles_four_over_six(TileLaunch const& launch);
 void launch_squares(TileLaunch const& launch, bool four_over_six);
 
-/// max |x| of the rotated or plain (m, k) input, into one number.
+/// Writes max |x| of the (m, k) input, after the Hadamard transform if there is one, to *amax.
 fp4gemm_status_t launch_tensor_amax(Input const& input, int64_t m, int64_t k, fp4gemm_dtype_t dtype,
                                     fp4gemm_hadamard_t hadamard, float* amax, int num_sms,
                                     cudaStream_t stream);
 
-/// max |x| of each group, at the amax of its first row.
+/// Writes max |x| of each group to the amax of its first row, and zeros to those of all other rows.
 fp4gemm_status_t launch_group_amax(Input const& input, int64_t m, int64_t k, fp4gemm_dtype_t dtype,
                                    fp4gemm_hadamard_t hadamard, Groups const& groups, float* amax,
                                    cudaStream_t stream);
 
-/// max |x| of columns, or of all columns together, and perhaps of rows.
+/// Writes max |x| of each column, or of all columns together, and of each row where params.row_amax is not
+/// null.
 fp4gemm_status_t launch_columns_amax(ColumnAmaxParams const& params, fp4gemm_dtype_t dtype,
                                      fp4gemm_hadamard_t hadamard, cudaStream_t stream);
 
-/// Calls launch with a value of the type that dtype names.
+/// Calls launch with a value of the type that dtype stands for.
 template <class Launch>
 void for_type(fp4gemm_dtype_t dtype, Launch const& launch) {
   switch (dtype) {

@@ -1,5 +1,5 @@
-// What a row of blocks is made from: the input itself, its Hadamard rotation, SiLU times gate, or an RMS
-// norm.
+// The inputs of a row kernel: x itself, its Hadamard rotation, SiLU(gate) * up, or an RMS norm. A loader
+// returns the blocks of one row.
 #pragma once
 
 #include "quantize/cast.cuh"
@@ -7,12 +7,12 @@
 
 namespace fp4gemm {
 
-/// The input of a row kernel, whatever the loader.
+/// The input of a row kernel, with the fields that each of the loaders needs.
 struct Input {
   void const* x;
   int64_t row_stride;              // elements
-  uint32_t signs = 0;              // Hadamard: bit r set negates element r of a block
-  int64_t up_offset = 0;           // SiLU: elements from the gate to what it is multiplied with
+  uint32_t signs = 0;              // Hadamard: bit r negates element r of a block
+  int64_t up_offset = 0;           // SiLU: elements from the gate to the factor `up`
   void const* residual = nullptr;  // norm: added to x, (m, k) contiguous; null: none
   void* sum = nullptr;             // norm: out, x + residual, (m, k) contiguous
   void const* weight = nullptr;    // norm: (k), or null
@@ -20,7 +20,13 @@ struct Input {
   float epsilon = 0.0f;            // norm
 };
 
-/// Blocks of x as they are.
+/// The blocks of x.
+///
+/// Every loader is constructed for a row and the first block that its thread loads. load(b) returns block
+/// first_block + b as a Block<Element>; b is 64 bits wide, since a whole tensor may be loaded as one row.
+/// With kIsNorm, what load() returns must go through finish().
+///
+/// @tparam T The type of x.
 template <class T>
 class PlainLoader {
  public:
@@ -40,7 +46,9 @@ class PlainLoader {
   T const* x_;
 };
 
-/// Each block rotated: values rounded to bf16 (Out = __nv_bfloat16) or not (float).
+/// The blocks of x after the Hadamard transform.
+///
+/// @tparam Out The type that the results are rounded to: __nv_bfloat16, or float for no rounding.
 template <class T, class Out>
 class HadamardLoader {
  public:
@@ -57,7 +65,7 @@ class HadamardLoader {
   uint32_t signs_;
 };
 
-/// cast(cast(silu(gate)) * up), the two roundings of eager F.silu(gate) * up.
+/// T(T(silu(gate)) * up), with the two roundings of eager F.silu(gate) * up.
 template <class T>
 class SiluAndMulLoader {
  public:
@@ -81,8 +89,8 @@ class SiluAndMulLoader {
   }
 
  private:
-  /// g * (1 / (1 + exp(-g))), near enough to the exact value to round to the same bf16 or fp16 for each of
-  /// their 2^16 numbers (tested); -0 where exp overflows. The quarters keep the reciprocal a normal number.
+  /// g * (1 / (1 + exp(-g))), -0 where exp overflows. The result rounds to the same bf16 or fp16 as the exact
+  /// value for each of the 2^16 values of g (tested). The factors 1/4 keep the reciprocal a normal number.
   __device__ static float silu(float g) {
     float const quarter = fminf(__fmaf_rn(expf(-g), 0.25f, 0.25f), kFloatMax);  // of 1 + exp(-g)
     return __fmul_rn(__fmul_rn(g, 0.25f), bounded_reciprocal(quarter));
@@ -92,8 +100,7 @@ class SiluAndMulLoader {
   int64_t up_offset_;
 };
 
-/// weight * cast(h * (1 / sqrt(mean(h^2) + epsilon))), the product rounded again, with h = cast(x +
-/// residual).
+/// T(weight * T(h * r)) with h = T(x + residual) and r = 1 / sqrt(mean(h^2) + epsilon).
 template <class T>
 class RmsNormLoader {
  public:
@@ -106,7 +113,7 @@ class RmsNormLoader {
         sum_(offset(static_cast<T*>(input.sum), row * input.k + first_block * kBlock)),
         weight_(offset(static_cast<T const*>(input.weight), first_block * kBlock)) {}
 
-  /// h; see finish.
+  /// h, from which the kernel computes r.
   __device__ Block<T> load(int64_t block) const {
     int64_t const start = block * kBlock;
     Block<T> h = load_block(x_ + start);
@@ -121,7 +128,7 @@ class RmsNormLoader {
     return h;
   }
 
-  /// h again, once store_sum has run; the sum may lie where the residual was.
+  /// h again, after store_sum, which may have written over the residual.
   __device__ Block<T> reload(int64_t block) const {
     if (sum_ == nullptr) {
       return load(block);
@@ -135,6 +142,7 @@ class RmsNormLoader {
     return h;
   }
 
+  /// Writes h as the new residual, if there is one.
   __device__ void store_sum(int64_t block, Block<T> const& h) const {
     if (sum_ != nullptr) {
       uint4* const target = reinterpret_cast<uint4*>(sum_ + block * kBlock);
@@ -143,7 +151,7 @@ class RmsNormLoader {
     }
   }
 
-  /// The norm of h, r = 1 / sqrt(mean + epsilon).
+  /// The normalised block, from h and r.
   __device__ Block<T> finish(int64_t block, Block<T> h, float r) const {
 #pragma unroll
     for (int i = 0; i < Block<T>::kWords; ++i) {
@@ -159,7 +167,7 @@ class RmsNormLoader {
     return h;
   }
 
-  /// The sum of squares, folded by halves.
+  /// The sum of h^2 over the block, folded by halves as row_sum folds the sums of blocks.
   __device__ static float sum_of_squares(Block<T> const& h) {
     float square[kBlock];
 #pragma unroll

@@ -1,4 +1,4 @@
-// MXFP8: fp8 elements with one power-of-two scale per 32, quantized and dequantized.
+// MXFP8: blocks of 32 fp8 elements with one power-of-two scale, quantized and dequantized.
 #include <cuda/std/type_traits>
 
 #include "error.hpp"
@@ -25,12 +25,12 @@ struct Mxfp8Params {
   unsigned first_cta = 0;  // mxfp8_quantize_*: CTAs of the launches before, along the dimension that m sets
 };
 
-/// The place of the scale of a block in a matrix of `columns` blocks a row.
+/// The offset of the scale of a block in a matrix with `columns` blocks in a row.
 __device__ inline int64_t mx_scale_offset(int64_t row, int block, int columns, bool is_compact) {
   return is_compact ? row * columns + block : scale_offset(row, block, num_words_of(columns));
 }
 
-/// The exponent of the least power of two that is not below x >= 0, as e8m0.
+/// The exponent of the least power of two >= x, as e8m0. x is not negative; a NaN gives 255.
 __device__ inline uint8_t float_to_e8m0_up(float x) {
   uint32_t const bits = __float_as_uint(x);
   uint32_t const exponent = bits >> 23;
@@ -42,13 +42,14 @@ __device__ inline uint8_t float_to_e8m0_up(float x) {
   return static_cast<uint8_t>(exponent + is_up);
 }
 
-/// 2^(power - 127), NaN for 255.
+/// 2^(power - 127), or NaN for 255.
 __device__ inline float e8m0_to_float(int power) {
   return __uint_as_float(power == 0     ? 0x00400000u
                          : power == 255 ? 0x7FC00000u
                                         : static_cast<uint32_t>(power) << 23);
 }
 
+/// Quantizes a block to the fp8 format kFp8 and returns its scale as e8m0.
 template <__nv_fp8_interpretation_t kFp8>
 __device__ inline uint8_t quantize_mx_block(float const (&x)[kMxBlock], Chunk<uint8_t, kMxBlock>& values) {
   float amax = 0.0f;
@@ -67,7 +68,10 @@ __device__ inline uint8_t quantize_mx_block(float const (&x)[kMxBlock], Chunk<ui
   return scale;
 }
 
-/// One row of x, or of the padding of the scales, a CTA.
+/// Quantizes along k, with a CTA for each row of x or of the padding of the scales.
+///
+/// @tparam T The type of x.
+/// @tparam kFp8 The fp8 format of the result.
 template <class T, __nv_fp8_interpretation_t kFp8>
 __global__ void __launch_bounds__(kThreads) mxfp8_quantize_rows(Mxfp8Params p) {
   int64_t const row =
@@ -97,7 +101,8 @@ __global__ void __launch_bounds__(kThreads) mxfp8_quantize_rows(Mxfp8Params p) {
   }
 }
 
-/// 32 columns by 128 rows of x a CTA: each thread takes 32 rows of a column, a block of x^T.
+/// Quantizes along m into x^T, with a CTA for each 32 columns by 128 rows of x. A thread quantizes 32 rows of
+/// a column, which is a block of x^T. Template parameters: as above.
 template <class T, __nv_fp8_interpretation_t kFp8>
 __global__ void __launch_bounds__(kThreads) mxfp8_quantize_columns(Mxfp8Params p) {
   int64_t const column = int64_t{blockIdx.x} * 32 + threadIdx.x % 32;
@@ -120,8 +125,12 @@ __global__ void __launch_bounds__(kThreads) mxfp8_quantize_columns(Mxfp8Params p
   }
 }
 
-constexpr int kMxChunk = 8;  // elements a thread of mxfp8_dequantize takes at a time
+constexpr int kMxChunk = 8;  // elements that a thread of mxfp8_dequantize converts at a time
 
+/// Dequantizes, with a CTA for each row.
+///
+/// @tparam T The type of the result.
+/// @tparam kFp8 The fp8 format of the values.
 template <class T, __nv_fp8_interpretation_t kFp8>
 __global__ void __launch_bounds__(kThreads) mxfp8_dequantize(Mxfp8Params p) {
   int64_t const row = blockIdx.x;
@@ -146,7 +155,7 @@ Mxfp8Params params_of(fp4gemm_mxfp8_args_t const& args) {
           args.k, args.values,       args.scales, args.scales_are_compact != 0};
 }
 
-/// Calls launch(T{}, fp8 as a constant).
+/// Calls launch(T{}, fp8) for the type of x or y and the fp8 format as an integral_constant.
 template <class Launch>
 void for_types(fp4gemm_mxfp8_args_t const& args, Launch const& launch) {
   auto const with_fp8 = [&](auto type) {

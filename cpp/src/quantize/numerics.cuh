@@ -1,4 +1,4 @@
-// The NVFP4 number formats on the device: e2m1, e4m3 and the swizzled place of a block scale.
+// The NVFP4 number formats on the device: e2m1, e4m3, and the swizzled layout of the block scales.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,8 +13,8 @@ namespace fp4gemm {
 
 constexpr float kFloatMax = 3.40282346638528859812e+38f;
 
-/// Byte offset of the scale of (row, block) in the 128x4 swizzled layout; num_words is the padded number of
-/// blocks / 4.
+/// The byte offset of the scale of (row, block) in the 128x4 swizzled layout. num_words is a quarter of the
+/// number of blocks in a row, padding included.
 __host__ __device__ inline int64_t scale_offset(int64_t row, int block, int num_words) {
   int const in_tile = static_cast<int>(row % 128);
   return (row / 128 * num_words + block / 4) * 512 + in_tile % 32 * 16 + in_tile / 32 * 4 + block % 4;
@@ -33,21 +33,22 @@ __device__ inline __half e4m3_to_half(uint8_t x) { return __half(__nv_cvt_fp8_to
 #define FP4GEMM_HAS_CVT_E2M1 0
 #endif
 
-/// a * b + c, rounded once, then clamped to [0, 1]; NaN gives 0.
+/// a * b + c, rounded once and clamped to [0, 1]. NaN gives 0.
 __device__ inline float saturated_fma(float a, float b, float c) {
   float result;
   asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a), "f"(b), "f"(c));
   return result;
 }
 
-// Rounding to e2m1 on the FMA pipes. Below 2^23 floats lie 1/2 apart and above it 1 apart, as e2m1 values do
-// below and above 2: so the sum 2^23 - 2 + min(p, 4) rounds as e2m1 does up to 4, ties to the neighbour with
-// even bits, and its bits count the codes. The step from 4 to 6 is added as half of what p is above 4.
+// Rounding to e2m1 with FMA instructions. Neighbouring floats differ by 1/2 just below 2^23 and by 1 above
+// it, as e2m1 values do below and above 2. The sum 2^23 - 2 + min(p, 4) is therefore rounded as e2m1 rounds p
+// up to 4, ties to the neighbour with even bits, and its bits count the codes. The step from 4 to 6 is
+// included by adding half of the excess of p over 4.
 
 constexpr float kE2m1Start = 8388606.0f;  // 2^23 - 2
 constexpr uint32_t kE2m1StartBits = 0x4B000000u - 4;
 
-/// A magnitude as the two parts that the sum wants. NaN counts as zero.
+/// A magnitude p as the two parts of that sum. NaN counts as zero.
 struct E2m1Parts {
   float up_to_4;  // min(p, 4) / 4
   float above_4;  // (min(max(p, 4), 6) - 4) / 2
@@ -56,7 +57,7 @@ struct E2m1Parts {
       : up_to_4(saturated_fma(p, 0.25f, 0.0f)), above_4(saturated_fma(p, 0.5f, -2.0f)) {}
 };
 
-/// kE2m1StartBits + the e2m1 code of |x * factor|: to nearest even, saturating.
+/// kE2m1StartBits plus the e2m1 code of |x * factor|, rounded to nearest even and saturating.
 __device__ inline uint32_t e2m1_bits(float x, float factor) {
   E2m1Parts const p(__fmul_rn(fabsf(x), factor));
   return __float_as_uint(__fadd_rn(__fmaf_rn(p.up_to_4, 4.0f, kE2m1Start), p.above_4));
@@ -64,16 +65,16 @@ __device__ inline uint32_t e2m1_bits(float x, float factor) {
 
 constexpr uint32_t kStochasticStart = (0x47000000u - 1024) >> 8;
 
-/// kStochasticStart + the code of |x * factor|, rounded away from zero with probability floor(256 f) / 256, f
-/// being the place between the two neighbours: if floor(256 f) + random >= 256, random in 0..255. The same
-/// sum at 2^15, where floats lie 256 times as dense.
+/// kStochasticStart plus the code of |x * factor|, rounded stochastically: away from zero if
+/// floor(256 f) + random >= 256, where f in [0, 1) is the position between the two neighbours and random is a
+/// number from 0 to 255. It is the same sum near 2^15, where floats are 256 times as dense.
 __device__ inline uint32_t e2m1_bits_stochastic(float x, float factor, uint32_t random) {
   E2m1Parts const p(__fmul_rn(fabsf(x), factor));
   float const sum = __fadd_rz(__fmaf_rz(p.up_to_4, 4.0f, 32766.0f), p.above_4);
   return (__float_as_uint(sum) + random) >> 8;
 }
 
-/// Nibble i of the result is code i; bits[i] is start + code i.
+/// Eight codes in one word: nibble i is bits[i] - start.
 __device__ inline uint32_t pack_codes(uint32_t const (&bits)[8], uint32_t start) {
   uint32_t pair[4];
 #pragma unroll
@@ -85,8 +86,8 @@ __device__ inline uint32_t pack_codes(uint32_t const (&bits)[8], uint32_t start)
   return high * 65536 + low - start * 0x11111111u;
 }
 
-/// Two codes (the low byte of `codes`) as fp16, times 2^-14: the bits of e2m1 stand where fp16 has its sign,
-/// its low exponent bits and its high mantissa bit.
+/// The two codes in the low byte of `codes` as fp16, times 2^-14. The bits of e2m1 are moved to the sign, the
+/// low exponent bits and the high mantissa bit of fp16.
 __device__ inline __half2 e2m1_pair_unscaled(uint32_t codes) {
   uint32_t const low = (codes & 0x8u) << 12 | (codes & 0x7u) << 9;
   uint32_t const high = (codes & 0x80u) << 24 | (codes & 0x70u) << 21;
@@ -94,12 +95,12 @@ __device__ inline __half2 e2m1_pair_unscaled(uint32_t codes) {
   return reinterpret_cast<__half2 const&>(bits);
 }
 
-/// Two codes (the low byte of `codes`) as fp16; exact.
+/// The two codes in the low byte of `codes` as fp16, exactly.
 __device__ inline __half2 decode_e2m1_pair(uint32_t codes) {
   return __hmul2(e2m1_pair_unscaled(codes), __float2half2_rn(16384.0f));
 }
 
-/// Eight codes times their block scale as fp16; exact.
+/// Eight codes times their block scale as fp16, exactly.
 __device__ inline uint4 decode_eight(uint32_t codes, uint8_t scale_bits) {
   __half2 const scale = __half2half2(e4m3_to_half(scale_bits));
   uint4 result;

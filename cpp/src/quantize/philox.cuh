@@ -6,14 +6,15 @@
 
 namespace fp4gemm {
 
-/// The stream of one (seed, offset): 128 bits for every sequence number.
+/// The random numbers of one (seed, offset): 128 bits for each sequence number.
 class Philox {
  public:
   Philox() = default;
 
   __device__ Philox(uint64_t seed, uint64_t offset) : seed_(seed), offset_(offset) {}
 
-  /// counter = (offset, sequence), key = seed, low words first.
+  /// The 128 bits of a sequence number. The counter is (offset, sequence) and the key is the seed, low words
+  /// first.
   __device__ uint4 draw(uint64_t sequence) const {
     uint4 c{static_cast<uint32_t>(offset_), static_cast<uint32_t>(offset_ >> 32),
             static_cast<uint32_t>(sequence), static_cast<uint32_t>(sequence >> 32)};

@@ -1,5 +1,5 @@
-// NVFP4 weights to the order in which Hopper's kernels stream them (cutlass_evt/mainloop/nvfp4_packing.hpp),
-// and back.
+// Rearrangement of NVFP4 weights into the order in which Hopper's kernels stream them, chunks of 64 x 64
+// elements (cutlass_evt/mainloop/nvfp4_packing.hpp), and back.
 #include "cutlass_evt/mainloop/nvfp4_packing.hpp"
 #include "error.hpp"
 #include "quantize/grid.hpp"
@@ -22,12 +22,12 @@ constexpr bool scale_codes_have_an_inverse() {
   }
   return true;
 }
-static_assert(scale_codes_have_an_inverse(), "each of the 127 scales and NaN comes back");
+static_assert(scale_codes_have_an_inverse(), "each of the 127 scales and NaN is recovered");
 
 __constant__ cutlass_evt::Nvfp4WordTable word_table{};
 
-// A CTA takes 128 rows, one tile of scales high, by 256 of k: 128 bytes of codes in each row. Each of its
-// eight warps has a chunk.
+// A CTA rearranges 128 rows, the height of a tile of scales, by 256 elements of k, which are 128 bytes of
+// codes in each row. Each of its eight warps has one chunk.
 constexpr int kThreads = 256;
 constexpr int kTileChunkRows = 2;
 constexpr int kTileChunkColumns = 4;
@@ -35,22 +35,23 @@ constexpr int kTileRows = kTileChunkRows * Nvfp4Packing::kRows;
 constexpr int kChunkBlocks = Nvfp4Packing::kDepth / kBlock;
 constexpr int kTileBlocks = kTileChunkColumns * kChunkBlocks;
 constexpr int kTileTurns = kTileRows * kTileBlocks / kThreads;
-constexpr int kStagedBlocks = kTileBlocks + 1;  // of a row: eight rows of one block lie in different banks
-constexpr int kWarpTurns = 4;                   // a chunk's 128 shares of 16 bytes, a lane each
+constexpr int kStagedBlocks =
+    kTileBlocks + 1;           // of a row, so that eight rows of a block are in different banks
+constexpr int kWarpTurns = 4;  // a lane has one of the chunk's 128 shares of 16 bytes in each
 static_assert(kTileChunkRows * kTileChunkColumns * 32 == kThreads, "a warp for each chunk");
 static_assert(kTileRows == kScaleTileRows && kChunkBlocks == kScaleWord,
-              "a tile of scales belongs to two chunks, one above the other");
+              "a tile of scales has the scales of two chunks, one above the other");
 
 struct PackShape {
   int64_t n;
   int64_t num_blocks;     // of 16 in a row
   int64_t chunk_rows;     // of a matrix
-  int64_t chunk_columns;  // also the tiles of scales side by side
+  int64_t chunk_columns;  // also the number of tiles of scales side by side
   unsigned tile_rows;     // CTAs of a matrix, one above the other
   unsigned tile_columns;
 };
 
-/// Where a CTA works, and its warp within.
+/// What a CTA rearranges, and which chunk of it this warp does.
 struct PackPlace {
   int64_t matrix;
   int64_t first_row;
@@ -59,10 +60,10 @@ struct PackPlace {
   int64_t scale_tile;  // likewise
   int64_t warp_row;    // the first row of the warp's chunk
   int64_t warp_block;
-  int tile_chunk_row;  // place of the warp's chunk in the CTA
+  int tile_chunk_row;  // position of the warp's chunk among those of the CTA
   int tile_chunk_column;
   bool has_scales;  // the warp's part of a tile of scales exists
-  bool has_chunk;   // its chunk does too
+  bool has_chunk;   // the warp's chunk exists too
 
   __device__ explicit PackPlace(PackShape const& shape) {
     unsigned const stripe = blockIdx.x / shape.tile_columns;
@@ -85,10 +86,10 @@ struct PackPlace {
   }
 };
 
-/// The lane's row of the chunk, of the two rows, 8 apart, whose scales lie together.
+/// The first of the two rows of the chunk, 8 apart, whose scales this lane rearranges.
 __device__ inline int scale_row_of(int lane) { return lane / 8 * 16 + lane % 8; }
 
-/// Four blocks' scales of a row of the chunk, as a word of their tile.
+/// The index in their tile of the word that holds the scales of a row of the chunk.
 __device__ inline int scale_word_of(int tile_chunk_row, int row) {
   return row % 32 * 4 + tile_chunk_row * 2 + row / 32;
 }
@@ -99,13 +100,13 @@ __device__ inline uint32_t masked_scales(uint32_t word, PackShape const& shape, 
   return blocks >= kScaleWord ? word : blocks <= 0 ? 0u : word & ((1u << (8 * blocks)) - 1);
 }
 
-/// Sixteen codes times the sign of their block's scale, which is the top bit of byte `block`.
+/// Sixteen codes times the sign of the scale of their block, which is the top bit of byte `block` of signs.
 __device__ inline uint2 with_sign(uint2 codes, uint32_t signs, int block) {
   uint32_t const flip = (signs >> (8 * block + 7) & 1u) * 0x88888888u;
   return {codes.x ^ flip, codes.y ^ flip};
 }
 
-/// codes (n, num_blocks) and swizzled scales of each matrix to its chunks.
+/// Writes the chunks of each matrix from its codes (n, num_blocks) and swizzled scales.
 __global__ void __launch_bounds__(kThreads)
     prepack(PackShape shape, uint2 const* codes, uint32_t const* scales, uint8_t* packed) {
   __shared__ uint32_t table[8][16];
@@ -152,7 +153,7 @@ __global__ void __launch_bounds__(kThreads)
     int const index = i * kThreads + static_cast<int>(threadIdx.x);
     staged[index / kTileBlocks][index % kTileBlocks] = loaded[i];
   }
-  __syncthreads();
+  __syncthreads();  // table, codes and signs of the CTA are in shared memory
   if (!place.has_chunk) {
     return;
   }
@@ -164,7 +165,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int w = 0; w < Nvfp4Packing::kWordsPerThread; ++w) {
       int const block = place.tile_chunk_column * kChunkBlocks + w;
-      // Two neighbouring codes are a byte: those of both rows, then both of the second half of the block.
+      // Two neighbouring codes are a byte: first those of both rows, then those of the second half of the
+      // block.
       uint2 const upper = with_sign(staged[row][block], signs[row][place.tile_chunk_column], w);
       uint2 const lower = with_sign(staged[row + 8][block], signs[row + 8][place.tile_chunk_column], w);
       uint32_t const halves[4] = {upper.x, lower.x, upper.y, lower.y};
@@ -183,7 +185,7 @@ __global__ void __launch_bounds__(kThreads)
 
 /// The inverse of prepack.
 __global__ void __launch_bounds__(kThreads)
-    unpack(PackShape shape, uint8_t const* packed, uint2* codes, uint32_t* scales) {
+    unprepack(PackShape shape, uint8_t const* packed, uint2* codes, uint32_t* scales) {
   __shared__ uint2 staged[kTileRows][kStagedBlocks];
   PackPlace const place(shape);
   int const lane = static_cast<int>(threadIdx.x % 32);
@@ -215,7 +217,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   if (place.has_scales) {
-    // Where the chunk does not exist, its half of the tile is padding.
+    // If the chunk does not exist, its half of the tile is padding.
     uint2 const both = place.has_chunk
                            ? __ldg(reinterpret_cast<uint2 const*>(chunk + Nvfp4Packing::kCodeBytes) + lane)
                            : uint2{0, 0};
@@ -232,7 +234,7 @@ __global__ void __launch_bounds__(kThreads)
           masked_scales(word, shape, place.warp_row + row, place.warp_block);
     }
   }
-  __syncthreads();
+  __syncthreads();  // the codes of the CTA are in shared memory
 #pragma unroll
   for (int i = 0; i < kTileTurns; ++i) {
     int const index = i * kThreads + static_cast<int>(threadIdx.x);
@@ -283,7 +285,7 @@ fp4gemm_status_t launch_unpack(int num_matrices, int64_t n, int64_t k, void cons
     return FP4GEMM_SUCCESS;
   }
   FP4GEMM_TRY(check_grid("unprepack", ctas));
-  unpack<<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(
+  unprepack<<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(
       shape, static_cast<uint8_t const*>(packed), static_cast<uint2*>(codes), static_cast<uint32_t*>(scales));
   FP4GEMM_CUDA(cudaGetLastError());
   return FP4GEMM_SUCCESS;

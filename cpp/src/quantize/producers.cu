@@ -1,4 +1,4 @@
-// Quantization fused with what produces its input: SiLU times gate, RMS norm.
+// Quantization fused with the computation of its input: SiLU(gate) * up, and RMS norm.
 #include "quantize/launch.cuh"
 #include "quantize/quantize.hpp"
 
@@ -7,7 +7,7 @@ namespace {
 
 using Te = TeCast<Range::kRegular>;
 
-/// What the caller wants written.
+/// The output of the call, as quantize has it.
 template <class Args>
 fp4gemm_quantized_t result_of(Args const& args) {
   fp4gemm_quantized_t out = FP4GEMM_QUANTIZED_INIT;

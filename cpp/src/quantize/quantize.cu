@@ -1,4 +1,5 @@
-// NVFP4 quantization: which kernels a call takes, and the amax of whole tensors and groups.
+// NVFP4 quantization: the choice of kernels for a call, and the search for the amax of whole tensors and
+// groups.
 #include "quantize/quantize.hpp"
 
 #include <algorithm>
@@ -11,7 +12,9 @@ namespace {
 constexpr int kAmaxThreads = 256;
 constexpr int kAmaxUnroll = 4;
 
-/// max |x| of the tensor, combined into *amax, which holds a number that is not negative.
+/// Combines max |x| of `rows` rows of `blocks_per_row` blocks into *amax, which must not be negative before.
+///
+/// @tparam Loader What x is loaded by (loaders.cuh), which includes the Hadamard transform.
 template <class Loader>
 __global__ void __launch_bounds__(kAmaxThreads)
     tensor_amax(Input input, int64_t rows, int64_t blocks_per_row, float* amax) {
@@ -44,13 +47,13 @@ __global__ void __launch_bounds__(kAmaxThreads)
   }
 }
 
-/// max |x| of each group, combined into the amax of its first row. One CTA a row.
+/// Combines max |x| of each group into the amax of its first row, with a CTA for each row.
 template <class Loader>
 __global__ void __launch_bounds__(kAmaxThreads)
     group_amax(Input input, Groups groups, int64_t m, int num_blocks, float* amax) {
   using Element = typename Loader::Element;
   int const row = static_cast<int>(blockIdx.x);
-  int start = 0;  // the last end that is not behind the row
+  int start = 0;  // the first row of the group: the last end that is not behind the row
   for (int first = 0; first < groups.num; first += 32) {
     int const e = first + static_cast<int>(threadIdx.x % 32);
     int const end = e < groups.num ? clamp_row(__ldg(groups.offs + e), m) : 0;
@@ -71,7 +74,7 @@ __global__ void __launch_bounds__(kAmaxThreads)
   }
 }
 
-/// Calls launch with the loader that a type and a rotation ask for.
+/// Calls launch with the loader for a type of x and a Hadamard transform, as a type_identity.
 template <class Launch>
 void for_loader(fp4gemm_dtype_t dtype, fp4gemm_hadamard_t hadamard, Launch const& launch) {
   for_type(dtype, [&](auto type) {
@@ -108,7 +111,7 @@ fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DevicePr
     params.amax_at = args.offs != nullptr ? AmaxAt::kGroup : AmaxAt::kStart;
   }
   if (out.amax_given != nullptr) {
-    // Only groups want theirs spread over the rows.
+    // The amax of each group is repeated for its rows; others are the caller's.
     params.amax = args.offs != nullptr && !per_row ? out.amax : nullptr;
   } else if (!per_row && args.offs != nullptr) {
     FP4GEMM_TRY(
@@ -133,12 +136,13 @@ fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DevicePr
   return FP4GEMM_SUCCESS;
 }
 
-/// Columns of the quantized x^T.
+/// The number of columns of the quantized x^T.
 int64_t columns_of(fp4gemm_quantize_args_t const& args) {
   return args.offs != nullptr ? fp4gemm_grouped_columns(args.m, args.num_groups) : args.m;
 }
 
-/// The amaxes of the sides that are wanted and not given; *row and *column say where they stand.
+/// Finds the amaxes of the directions that are quantized and whose amax is not given. *row and *column become
+/// the addresses of found and given ones.
 fp4gemm_status_t find_amaxes(fp4gemm_quantize_args_t const& args, int num_sms, cudaStream_t stream,
                              float const** row, float const** column) {
   bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
@@ -245,7 +249,7 @@ fp4gemm_status_t launch_group_amax(Input const& input, int64_t m, int64_t k, fp4
 fp4gemm_status_t launch_quantize(fp4gemm_quantize_args_t const& args, DeviceProperties const& properties,
                                  fp4gemm_stream_t stream) {
   if (args.m == 0) {
-    // Of no elements the amax is zero; there is nothing else to write.
+    // The amax of no elements is zero. Nothing else is written.
     bool const is_column = args.column.codes != nullptr;
     bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
     fp4gemm_quantized_t const& side = is_column ? args.column : args.row;

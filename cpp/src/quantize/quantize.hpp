@@ -10,9 +10,9 @@
 namespace fp4gemm {
 
 constexpr int kBlock = 16;           // elements that share an e4m3 scale
-constexpr int kScaleTileRows = 128;  // of a tile of the swizzled layout
-constexpr int kScaleWord = 4;        // scales of a row that lie side by side: a tile's columns
-constexpr int kGroupColumns = 64;    // groups along k begin at multiples of it
+constexpr int kScaleTileRows = 128;  // rows of a tile of the swizzled layout of scales
+constexpr int kScaleWord = 4;        // adjacent scales of a row in that layout, the columns of a tile
+constexpr int kGroupColumns = 64;    // groups along k begin at multiples of this
 constexpr int kPrepackedChunk = 64;  // rows, and of k, of a chunk of a prepacked weight
 constexpr int kPrepackedChunkBytes = 2304;
 
@@ -20,13 +20,13 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-/// Words of scales in a row of so many blocks, the padding included.
+/// Words of kScaleWord scales in a row of num_blocks blocks, padding included.
 constexpr int num_words_of(int64_t num_blocks) { return static_cast<int>(ceil_div(num_blocks, kScaleWord)); }
 
-/// Rows of the swizzled scales of so many rows.
+/// Rows of the swizzled scales of `rows` rows, padding included.
 constexpr int64_t scale_rows_of(int64_t rows) { return round_up(rows, kScaleTileRows); }
 
-/// The same, of rows that may be in groups.
+/// The same for rows that are in groups if offs is not null.
 inline int64_t scale_rows_of(int64_t rows, int32_t const* offs, int num_groups) {
   return offs != nullptr ? fp4gemm_grouped_scale_rows(rows, num_groups) : scale_rows_of(rows);
 }
@@ -46,19 +46,19 @@ fp4gemm_status_t launch_mxfp8_quantize(fp4gemm_mxfp8_args_t const& args, fp4gemm
 
 fp4gemm_status_t launch_mxfp8_dequantize(fp4gemm_mxfp8_args_t const& args, fp4gemm_stream_t stream);
 
-/// One operand to decode: y (rows, k) fp16 = e2m1 value x block scale. It is one matrix, or groups of rows,
-/// or a stack of matrices.
+/// An operand to decode, y (rows, k) fp16 = e2m1 value * block scale: one matrix, groups of rows, or a stack
+/// of matrices.
 struct DecodeJob {
   int64_t rows = 0;
   uint8_t const* codes = nullptr;
   uint8_t const* scales = nullptr;  // swizzled
   void* y = nullptr;
-  /// (num_groups) cumulative ends of groups of rows, on the device; null: no groups. Each group's scales
-  /// begin at the next multiple of 128 rows; rows outside of all groups are skipped.
+  /// (num_groups) cumulative ends of groups of rows, in device memory; null: no groups. The scales of a group
+  /// begin at the next multiple of 128 rows. Rows outside of all groups are skipped.
   int32_t const* offs = nullptr;
   int num_groups = 0;
-  /// Rows of each matrix, of which `rows` is a multiple; 0: one matrix. Each one's scales begin at the next
-  /// multiple of 128 rows.
+  /// Rows of each matrix of a stack, which divide `rows`; 0: one matrix. The scales of a matrix begin at the
+  /// next multiple of 128 rows.
   int64_t rows_per_matrix = 0;
 };
 
@@ -66,15 +66,17 @@ struct DecodeJob {
 fp4gemm_status_t launch_decode(DecodeJob const& first, DecodeJob const& second, int64_t k,
                                fp4gemm_stream_t stream);
 
-/// num_matrices weights (n, k), codes and swizzled scales one after the other, to the same in chunks.
+/// Rearranges num_matrices weights (n, k), whose codes and swizzled scales lie one after the other, into the
+/// chunks of cutlass_evt/mainloop/nvfp4_packing.hpp.
 fp4gemm_status_t launch_prepack(int num_matrices, int64_t n, int64_t k, void const* codes, void const* scales,
                                 void* packed, fp4gemm_stream_t stream);
 
-/// The inverse.
+/// The inverse of launch_prepack.
 fp4gemm_status_t launch_unpack(int num_matrices, int64_t n, int64_t k, void const* packed, void* codes,
                                void* scales, fp4gemm_stream_t stream);
 
-/// An empty kernel: what is launched next, however early it starts, finds all before this complete.
+/// Launches an empty kernel, without overlap. It ends after all kernels before it, so that the next kernel
+/// finds their results even if it starts early and does not wait.
 fp4gemm_status_t launch_nothing(fp4gemm_stream_t stream);
 
 }  // namespace fp4gemm

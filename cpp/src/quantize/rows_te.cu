@@ -1,5 +1,4 @@
-// TransformerEngine's cast along rows: the common case, in shapes for few and for many rows, dense and
-// grouped.
+// TransformerEngine's cast along rows, the most common one, with shapes for few and for many rows.
 #include "quantize/launch.cuh"
 
 namespace fp4gemm {
@@ -13,8 +12,9 @@ bool dense(RowLaunch const& launch) {
   return launch_rows<PlainLoader<T>, Te, Shape>(launch);
 }
 
-/// With few rows the latency of one counts, so that all its loads should be in flight at once; with many,
-/// fewer threads with more work each spend less on the reduction, and scales are written in larger pieces.
+/// With few rows the latency of one row matters, and all its loads should be in flight at once. With many
+/// rows, fewer threads with more blocks each spend less time in the reduction, and scales are written 16
+/// bytes at a time.
 template <class T, Amax kAmax>
 void launch_dense(RowLaunch const& launch) {
   constexpr int kDeep = kPlainDepth<PlainLoader<T>>;

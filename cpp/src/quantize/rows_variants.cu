@@ -1,4 +1,5 @@
-// The other casts along rows: per-token encode, stochastic rounding, four over six, and all after a rotation.
+// The other casts along rows: per-token encoding, stochastic rounding, four over six, and the Hadamard
+// transform.
 #include "quantize/launch.cuh"
 
 namespace fp4gemm {

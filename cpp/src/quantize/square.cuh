@@ -1,11 +1,18 @@
-// Quantization in blocks of 16 x 16, for weights: one scale a tile, so that x and x^T get the same codes.
+// Quantization in squares of 16 x 16 elements, for weights: a square has one scale, so that x and x^T have
+// the same codes.
 #pragma once
 
 #include "quantize/columns.cuh"
 
 namespace fp4gemm {
 
-/// Its tile of 128 x 64 a CTA, along rows, along columns or both. Rows beyond x count as zeros.
+/// Quantizes x, x^T or both, with a CTA for each tile of 128 x 64 elements. Rows beyond x count as zeros.
+/// first_tile: see quantize_tiles.
+///
+/// @tparam T The type of x.
+/// @tparam kFourOverSix Whether each square chooses between two scales (four_over_six.cuh). The error of a
+/// square
+///     is the sum over its 16 rows of their errors along k.
 template <class T, bool kFourOverSix>
 __global__ void __launch_bounds__(kTileThreads<T>) quantize_squares(TileParams p, unsigned first_tile) {
   constexpr int kThreads = kTileThreads<T>;
@@ -55,7 +62,7 @@ __global__ void __launch_bounds__(kTileThreads<T>) quantize_squares(TileParams p
           float_to_e4m3(__fmul_rn(amax, __fmul_rn(outer.encode, 1.0f / 6.0f)));
     }
   }
-  __syncthreads();
+  __syncthreads();  // square_amax and, without four over six, square_scale are written
 
   auto const load = [&](int in_tile, int block) {
     int64_t const at_row = first_row + in_tile;
@@ -76,7 +83,7 @@ __global__ void __launch_bounds__(kTileThreads<T>) quantize_squares(TileParams p
       errors[0][in_tile][block] = cast.exact_candidate(loaded, both.scale_4, unused);
       errors[1][in_tile][block] = cast.exact_candidate(loaded, both.scale_6, unused);
     }
-    __syncthreads();
+    __syncthreads();  // the errors of all rows are written
     if (thread < kRowGroups * kBlocksPerRow) {
       int const square_row = thread / kBlocksPerRow;
       int const block = thread % kBlocksPerRow;
@@ -100,7 +107,7 @@ __global__ void __launch_bounds__(kTileThreads<T>) quantize_squares(TileParams p
       auto const both = cast.candidates(square_amax[square_row][block]);
       square_scale[square_row][block] = sums[0] < sums[1] ? both.scale_4 : both.scale_6;
     }
-    __syncthreads();
+    __syncthreads();  // square_scale is written
   }
 
   if (p.row.codes != nullptr) {
