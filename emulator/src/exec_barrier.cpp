@@ -121,11 +121,7 @@ Outcome Machine::exec_barrier(Warp& warp, Group& group, Instruction const& in, u
     u64 const result = in.mode[0] == kPopc  ? barrier.result_votes
                        : in.mode[0] == kAnd ? barrier.result_votes == barrier.result_voters
                                             : barrier.result_votes != 0;
-    for (int l = 0; l < kWarpSize; ++l) {
-      if (mask >> l & 1) {
-        write(warp, in.operands[0], l, result);
-      }
-    }
+    write_all(warp, in.operands[0], mask, result);
   }
   return Outcome::kNext;
 }

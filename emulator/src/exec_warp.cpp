@@ -104,11 +104,7 @@ Outcome Machine::exec_vote(Warp& warp, Group& group, Instruction const& in, u32 
                      : in.mode[0] == kAny  ? ballot != 0
                      : in.mode[0] == kAll  ? ballot == voters
                                            : ballot == voters || ballot == 0;
-  for (int l = 0; l < kWarpSize; ++l) {
-    if (mask >> l & 1) {
-      write(warp, in.operands[0], l, result);
-    }
-  }
+  write_all(warp, in.operands[0], mask, result);
   return Outcome::kNext;
 }
 
@@ -139,11 +135,7 @@ Outcome Machine::exec_redux(Warp& warp, Group& group, Instruction const& in, u32
     }
     first = false;
   }
-  for (int l = 0; l < kWarpSize; ++l) {
-    if (mask >> l & 1) {
-      write(warp, in.operands[0], l, result);
-    }
-  }
+  write_all(warp, in.operands[0], mask, result);
   return Outcome::kNext;
 }
 
@@ -166,11 +158,7 @@ Outcome Machine::exec_elect(Warp& warp, Group& group, Instruction const& in, u32
 }
 
 Outcome Machine::exec_active_mask(Warp& warp, Group&, Instruction const& in, u32 mask) {
-  for (int l = 0; l < kWarpSize; ++l) {
-    if (mask >> l & 1) {
-      write(warp, in.operands[0], l, mask);
-    }
-  }
+  write_all(warp, in.operands[0], mask, mask);
   return Outcome::kNext;
 }
 

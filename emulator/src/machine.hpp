@@ -110,6 +110,7 @@ class Machine {
   void read(Warp& warp, Operand const& operand, Row& row);
   Row* read_all(Warp& warp, Instruction const& in);
   void write(Warp& warp, Operand const& operand, int lane, u64 value);
+  void write_all(Warp& warp, Operand const& operand, u32 mask, u64 value);
   u64 special(Warp const& warp, int id, int lane) const;
   u32 active_mask(Warp& warp, Instruction const& in, u32 mask);  // lanes whose guard predicate is true
   u64 uniform(Warp& warp, Operand const& operand, u32 mask);     // the value in the lowest lane of the mask
@@ -125,6 +126,7 @@ class Machine {
   bool is_atomic() const;
   void shared_write(Warp& warp, Cta* cta, u32 offset, u32 bytes, void const* in);
   void check_conflicts(Cta const* cta, bool tmem, Access const& access, char const* what, Cta const* fifo);
+  u8* local_bytes(Warp& warp, int lane, u64 offset, u32 bytes);
   void memory_read(Warp& warp, Space space, u64 address, u32 bytes, int lane, void* out);
   void memory_write(Warp& warp, Space space, u64 address, u32 bytes, int lane, void const* in);
   static Space space_of(Space space, u64* address);

@@ -179,6 +179,15 @@ void Machine::write(Warp& warp, Operand const& operand, int lane, u64 value) {
   warp.row(operand.reg)[lane] = truncate_to(value, operand.type);
 }
 
+/// Writes the same value to all lanes in the mask.
+void Machine::write_all(Warp& warp, Operand const& operand, u32 mask, u64 value) {
+  for (int l = 0; l < kWarpSize; ++l) {
+    if (mask >> l & 1) {
+      write(warp, operand, l, value);
+    }
+  }
+}
+
 u32 Machine::active_mask(Warp& warp, Instruction const& in, u32 mask) {
   if (in.predicate < 0) {
     return mask;

@@ -122,6 +122,15 @@ Space Machine::space_of(Space space, u64* address) {
   return space == Space::kConst ? Space::kGlobal : space;
 }
 
+/// The bytes at an offset of a thread's local memory; fatal if they lie outside of it.
+u8* Machine::local_bytes(Warp& warp, int lane, u64 offset, u32 bytes) {
+  if (offset + bytes > kernel_.local_bytes) {
+    fatal("local memory access [%llu, +%u) outside of %u bytes", static_cast<unsigned long long>(offset),
+          bytes, kernel_.local_bytes);
+  }
+  return &warp.local[static_cast<u64>(lane) * kernel_.local_bytes + offset];
+}
+
 void Machine::memory_read(Warp& warp, Space space, u64 address, u32 bytes, int lane, void* out) {
   u64 const original = address;
   space = space_of(space, &address);
@@ -144,13 +153,7 @@ void Machine::memory_read(Warp& warp, Space space, u64 address, u32 bytes, int l
       shared_read(warp, cta, offset, bytes, out);
       return;
     }
-    case Space::kLocal:
-      if (address + bytes > kernel_.local_bytes) {
-        fatal("read of local bytes [%llu, +%u) of %u", static_cast<unsigned long long>(address), bytes,
-              kernel_.local_bytes);
-      }
-      std::memcpy(out, &warp.local[static_cast<u64>(lane) * kernel_.local_bytes + address], bytes);
-      return;
+    case Space::kLocal: std::memcpy(out, local_bytes(warp, lane, address, bytes), bytes); return;
     default: break;
   }
   DeviceMemory& memory = DeviceMemory::instance();
@@ -179,13 +182,7 @@ void Machine::memory_write(Warp& warp, Space space, u64 address, u32 bytes, int 
       shared_write(warp, cta, offset, bytes, in);
       return;
     }
-    case Space::kLocal:
-      if (address + bytes > kernel_.local_bytes) {
-        fatal("write of local bytes [%llu, +%u) of %u", static_cast<unsigned long long>(address), bytes,
-              kernel_.local_bytes);
-      }
-      std::memcpy(&warp.local[static_cast<u64>(lane) * kernel_.local_bytes + address], in, bytes);
-      return;
+    case Space::kLocal: std::memcpy(local_bytes(warp, lane, address, bytes), in, bytes); return;
     case Space::kGlobal: break;
     default: fatal("write to a space that is read-only");
   }
