@@ -184,9 +184,8 @@ def contest(
     add = Contenders(made, harness, weights, on_host)
     fastest = fastest_forms(harness)
     for name, forms in our_forms(harness):
-        if (
-            forms[1] == fastest[1]
-        ):  # stacks in another form than the fastest are not made: they fill the memory
+        # Stacks in other forms than the fastest are not made: several would fill the memory.
+        if forms[1] == fastest[1]:
             add.ours(name, forms)
     for name, read in forced(harness, "grouped", kernels):
         add.ours(name, read, name)
@@ -291,8 +290,7 @@ class Contenders:
         def make() -> tuple[Contender, Check]:
             x = self.tokens.packed[0]
             ones = [unit(b) for b in self.weights.packed]
-            # Tokens with one amax of 1; their scales are padded for each group, as torch's product wants
-            # them, too.
+            # Tokens with one amax of 1. The scales of each group are padded, as torch's product expects.
             flat = fp4gemm.NVFP4Tensor(x.codes, x.scales, torch.ones_like(x.amax), x.e4m3_max, x.offs)
             a = cublaslt.operand(flat)._replace(decode=x.amax.new_full((1,), 1 / (6 * x.e4m3_max)))
             baseline: list[Call] = [

@@ -50,7 +50,7 @@ def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
     """
     if "prepacked" not in harness.operands:
         raise ValueError(
-            f"hopper: no kernel for {harness.device} reads prepacked weights; see `python -m bench dense`"
+            f"no kernel for {harness.device} reads prepacked weights; see `python -m bench dense`"
         )
     made = []
     for part, command in (("dense", dense), ("large", dense), ("small", dense), ("e2e", layer)):

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     what = args.what or WHAT
     for one in what:
         if one not in WHAT:
-            raise ValueError(f"list: got {one!r}, must be one of {', '.join(WHAT)}")
+            raise ValueError(f"what: got {one!r}, must be one of {', '.join(WHAT)}")
     found = {name: make(args) for name, make in _LISTS.items() if name in what}
     if args.json:
         print(json.dumps(found))

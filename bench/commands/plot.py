@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     """
     made = pictures(load_all(args.results), args.format)
     if not made:
-        raise ValueError("plot: there is nothing to draw, since no product was timed")
+        raise ValueError("there is nothing to draw, since no product was timed")
     args.out.mkdir(parents=True, exist_ok=True)
     for (kind, bench), data in made.items():
         path = args.out / f"{kind}-{bench.replace(' ', '-')}.{args.format}"

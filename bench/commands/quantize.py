@@ -19,7 +19,7 @@ from ..measure.cases import Case, Family, Inputs, Sizes, families, mode_cases, p
 from ..measure.contest import BITS, OURS, Job, Row, times
 from ..measure.harness import Harness, Measured
 from ..measure.library import Call, error_line
-from ..measure.roofline import Work
+from ..measure.roofline import Work, digits
 from ..measure.verify import difference
 
 SMALL = Sizes(square=(64, 96), tall=(80, 32), gated=((32, 48),), experts=3, few_rows=(1, 4))
@@ -134,7 +134,7 @@ def result(case: Case, measured: Mapping[str, Measured], harness: Harness) -> Ro
     row |= {
         "bytes": case.traffic.num_bytes,
         "formula": str(case.traffic),
-        "gb_s": round(gb_s, 1),
+        "gb_s": digits(gb_s),
         "of_copy": round(of_copy, 3),
         "of_roofline": round(harness.roofline.least_us(Work(0.0, case.traffic.num_bytes)) / us, 3),
         "bound": "memory",

@@ -62,7 +62,7 @@ def require(path: Path | None) -> None:
     """Raises ValueError or OSError if the report could not be written after the measurement."""
     for package in ("jinja2", "matplotlib"):
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f"report: needs {package} (pip install rich matplotlib jinja2)")
+            raise ValueError(f"the report needs {package} (pip install rich matplotlib jinja2)")
     if path is not None:
         readme.with_block(path.read_text(encoding="utf-8"), "", str(path))
 

@@ -56,7 +56,7 @@ class Weights:
     def buffers(self) -> list[Tensor]:
         """The memory of each weight: the prepacked bytes where kernels read those, else the codes alone.
 
-        The scales, an eighth of the bytes of the codes, are left out.
+        The scales, an eighth of the bytes of the codes, are omitted.
         """
         if self.harness.operands >= {"prepacked"}:
             return [w.data for w in self.prepacked]

@@ -32,7 +32,7 @@ def pictures(rows: Sequence[Row], form: str = "svg") -> dict[tuple[str, str], by
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("plot: needs matplotlib (pip install matplotlib)") from None
+        raise ValueError("pictures need matplotlib (pip install matplotlib)") from None
     matplotlib.use("agg")
     made = {}
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fp4gemm", "font.size": 9}):

@@ -63,7 +63,7 @@ def _matrix(rows: Sequence[Row], title: str, across: str) -> list[str]:
 
 
 def with_block(text: str, block: str, name: str) -> str:
-    """``text`` with what stands between its marks replaced by ``block``.
+    """``text`` with ``block`` between its marks.
 
     Raises:
         ValueError: the marks are missing, or there are several; ``name`` is the file in the message.

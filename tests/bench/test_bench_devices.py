@@ -123,7 +123,7 @@ def test_grouped_and_layer_on_blackwell() -> None:
 
 @pytest.mark.usefixtures("with_cublaslt")
 def test_a_cublaslt_that_drops_the_scale_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the one of CUDA 13.2 Update 1 may: its figures must not be anyone's yardstick."""
+    """cuBLASLt of CUDA 13.2 Update 1 can ignore the scale; no ratio to its times may be printed."""
     right = torch.nn.functional.scaled_mm
 
     def wrong(a: Any, b: Any, scale_a: Any, recipe_a: Any, scale_b: Any, *rest: Any, **options: Any) -> Any:

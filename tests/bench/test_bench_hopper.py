@@ -1,4 +1,4 @@
-"""bench hopper: its targets, and the whole of it on the CPU with small sizes."""
+"""bench hopper: its targets, and all its parts on the CPU with small sizes."""
 
 from __future__ import annotations
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import fp4gemm
 import pytest
 import torch
-from bench_helpers import CPU, cpu_harness, named
+from bench_helpers import BLACKWELL, CPU, HOPPER, cpu_harness, named
 
 from bench.baselines import humming
-from bench.measure import machine, models, operands, routing
+from bench.measure import library, machine, models, operands, routing
 from bench.measure.contest import Contender, Contest
 from bench.measure.harness import Measured
 from bench.measure.library import MIN_CALLS, Timing, calls_for, sets
@@ -110,7 +112,7 @@ def test_routings(name: str) -> None:
     ends = routing.routed_ends(64, 16, 4, name)
     sizes = ends.diff(prepend=ends.new_zeros(1))
     assert (ends.dtype, int(ends[-1]), len(ends)) == (torch.int32, 256, 16)
-    assert int(sizes.max()) <= 64  # no token takes an expert twice
+    assert int(sizes.max()) <= 64  # no token chooses an expert twice
     assert torch.equal(ends, routing.routed_ends(64, 16, 4, name))
     busiest = int(sizes.max())
     assert {"uniform": 8 < busiest < 30, "zipf": busiest > 30, "onehot": busiest == 64, "empty": True}[name]
@@ -120,9 +122,9 @@ def test_routings(name: str) -> None:
 
 
 def test_routing_over_devices() -> None:
-    everyone = routing.routed_ends(64, 16, 4)
+    every = routing.routed_ends(64, 16, 4)
     here = routing.routed_ends(64, 4, 4, ways=4)
-    assert torch.equal(here, everyone[:4])
+    assert torch.equal(here, every[:4])
     with pytest.raises(ValueError, match="must be at most 12"):
         routing.routed_ends(1, 16, 13, "empty")
     with pytest.raises(ValueError, match="must be one of uniform"):
@@ -196,6 +198,52 @@ def test_humming_is_called_with_what_was_compiled(monkeypatch: pytest.MonkeyPatc
     assert [tuning for _, tuning in seen] == [{"m": 16}] * 3
     peer.calls(64, 256, [torch.ones(1, 256)])
     assert len(compiled) == 3  # once for all
+
+
+# ---- the kernels of a device ------------------------------------------------------------------------------
+
+
+def kernel(name: str, arch: int, operand: str, mode: str = "dense") -> library.KernelInfo:
+    return library.KernelInfo(
+        name, mode, "rowcol", arch, (64, 64, 64), (1, 1), torch.bfloat16, operand, False
+    )
+
+
+@pytest.mark.parametrize(
+    ("arch", "read", "forms", "names"),
+    [
+        (90, HOPPER, ("fp16", "prepacked"), ["a", "d"]),
+        (100, BLACKWELL, ("nvfp4", "nvfp4"), ["f"]),
+        (None, frozenset(), ("nvfp4", "nvfp4"), []),
+    ],
+)
+def test_what_is_timed_follows_from_the_kernels_of_the_device(
+    arch: int | None,
+    read: frozenset[str],
+    forms: tuple[str, str],
+    names: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernels = [
+        kernel("a", 90, "prepacked"),
+        kernel("b", 90, "prepacked_bf16", "grouped"),
+        kernel("c", 90, "fp16", "grouped"),
+        kernel("d", 90, "nvfp4"),
+        kernel("e", 90, "nvfp4", "grouped"),
+        kernel("f", 100, "nvfp4"),
+    ]
+    monkeypatch.setattr(fp4gemm, "kernels", lambda: kernels)
+    monkeypatch.setattr(library.kernel_table, "kernel_arch", lambda index: arch)
+    device = torch.device("cuda", 7)
+    library.kernels_of.cache_clear()
+    assert library.operands_read(device) == read
+    harness = cpu_harness(read)
+    harness.device = device
+    assert operands.fastest_forms(harness) == forms
+    assert harness.has_nvfp4_cores == (arch == 100)
+    assert dict(operands.our_forms(harness))["fp4gemm"] == forms
+    assert [name for name, _ in operands.forced(harness, "dense", re.compile(""))] == names
+    library.kernels_of.cache_clear()
 
 
 # ---- the machine ------------------------------------------------------------------------------------------

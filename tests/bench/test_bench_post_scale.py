@@ -1,4 +1,4 @@
-"""The bench's rival, a scalar GEMM and a post-scale kernel: the fused result or its neighbour in bfloat16."""
+"""The baseline of a scalar GEMM and a post-scale kernel: the fused result or its bfloat16 neighbour."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ def test_dense_is_within_one_rounding(
 ) -> None:
     a = fp4gemm.quantize(make(kind, 130, 128, torch.bfloat16, gen).to(device), scaling=scaling)
     b = fp4gemm.quantize(make("normal", 72, 128, torch.bfloat16, gen).to(device), scaling=scaling)
-    fused, rival = fp4gemm.mm(a, b), post_scale.dense(a, b)()
-    assert post_scale.steps(rival, fused) == 1, "two roundings differ somewhere, and by no more"
+    fused, unfused = fp4gemm.mm(a, b), post_scale.dense(a, b)()
+    assert post_scale.steps(unfused, fused) == 1, "two roundings differ somewhere, and by no more"
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_grouped_is_within_one_rounding(name: str, device: torch.device, gen: torch.Generator) -> None:
     case = rows_of(ROUTINGS[name], 72, 128, device, gen)
-    fused, rival = fp4gemm.grouped_mm(case.a, case.b), post_scale.grouped(case.a, case.b, case.ends)()
-    assert post_scale.steps(rival, fused) <= 1
+    fused, unfused = fp4gemm.grouped_mm(case.a, case.b), post_scale.grouped(case.a, case.b, case.ends)()
+    assert post_scale.steps(unfused, fused) <= 1
 
 
 @pytest.mark.gpu
 def test_compiled_is_the_same(cuda: torch.device, gen: torch.Generator) -> None:
     case = rows_of(ROUTINGS["ragged"], 72, 128, cuda, gen)
     fused = fp4gemm.grouped_mm(case.a, case.b)
-    rival = post_scale.grouped(case.a, case.b, case.ends, post_scale.compiled())
-    assert post_scale.steps(rival(), fused) <= 1
+    unfused = post_scale.grouped(case.a, case.b, case.ends, post_scale.compiled())
+    assert post_scale.steps(unfused(), fused) <= 1
 
 
 def test_steps() -> None:

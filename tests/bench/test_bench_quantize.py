@@ -141,14 +141,14 @@ def test_the_given_amax_stands_in_for_the_empty_one() -> None:
 
 @pytest.mark.parametrize(("family", "case"), SMALL_CASES, ids=ids(SMALL_CASES))
 def test_every_case_agrees_with_its_reference(family: cases.Family, case: cases.Case) -> None:
-    """That the options mean the same on both sides: on the CPU the library runs the reference itself."""
+    """The options mean the same in both calls: on the CPU the library runs the reference itself."""
     torch.manual_seed(0)
     assert quantize.refusal(case, family.inputs(CPU)) is None
 
 
 @pytest.mark.parametrize("name", ["row", "tensor, amax given", "row 4over6 mae", "row stochastic", "mxfp8"])
 def test_a_wrong_kernel_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library quantizes twice the numbers: no case may take that for right."""
+    """The library quantizes other numbers: each case must be refused."""
     family = cases.families(SMALL)[0]
     case = next(case for case in family.cases if case.name == name)
     for function in ("quantize", "quantize_mxfp8"):
@@ -197,7 +197,7 @@ def test_inputs_that_cannot_be_made_name_the_reason(monkeypatch: pytest.MonkeyPa
     assert {row["absent"] for row in rows} == {"its input: NotImplementedError: x: no kernel"}
 
 
-def test_rivals_come_along() -> None:
+def test_cases_of_targets_are_timed_too() -> None:
     family = next(family for family in cases.families(SMALL) if any("zipf" in c.name for c in family.cases))
     zipf = [case for case in family.cases if "zipf" in case.name]
     assert [case.name for case in quantize.with_baselines(family, zipf)] == ["row", zipf[0].name]

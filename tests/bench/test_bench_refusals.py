@@ -42,7 +42,7 @@ def test_a_wrong_grouped_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("command", ["dense", "layer"])
 def test_a_wrong_quantizer_is_refused(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its product is right for what it made of the input, which is not what it had to make."""
+    """The product of the wrong codes is right, but the codes are not those of the input."""
     right = fp4gemm.quantize
 
     def wrong(x: torch.Tensor, **options: Any) -> fp4gemm.NVFP4Tensor:
@@ -178,7 +178,7 @@ def test_a_replay_must_leave_what_a_call_returns() -> None:
     assert verify.replayed(fp4gemm.quantize(x), lambda: fp4gemm.quantize(x), exact=True) is None
     reason = verify.replayed(1.001 * x, x.clone, exact=True)
     assert reason == "result: a replay of its graph gives other bits than a call"
-    assert verify.replayed(1.001 * x, x.clone, exact=False) is None  # a baseline that adds up in any order
+    assert verify.replayed(1.001 * x, x.clone, exact=False) is None  # a baseline may sum in any order
     assert "differs by" in str(verify.replayed(torch.zeros_like(x), x.clone, exact=False))
     assert "differs by" in str(verify.replayed(x * torch.nan, x.clone, exact=False))
 

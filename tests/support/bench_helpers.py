@@ -1,4 +1,4 @@
-"""What the tests of the benches share: a harness on the CPU that poses as other devices, a row of results."""
+"""What the tests of the benchmarks share: a harness on the CPU for the code of other devices, rows, jobs."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def ignore(rows: object, console: object) -> None:
-    """Shows nothing."""
+    """Prints nothing, in place of tables.show."""
 
 
 def jobs(made: list[str], *names: str) -> list[Job]:
