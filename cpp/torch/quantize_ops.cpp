@@ -1,4 +1,5 @@
-// The quantize, dequantize and decode ops on CUDA: check tensors, allocate, call the C interface.
+// The quantize, dequantize and decode operators on CUDA: they check tensors, allocate results and call the C
+// interface.
 #include "quantize_ops.hpp"
 
 #include "tensors.hpp"
@@ -6,7 +7,14 @@
 namespace fp4gemm_torch {
 namespace {
 
-/// x (m, k) with unit stride along k, which the quantizers read.
+/// An integer of a schema, which has 64 bits, as the int of a C argument.
+int narrow(char const* name, int64_t value) {
+  int const narrowed = static_cast<int>(value);
+  STD_TORCH_CHECK(narrowed == value, name, ": is ", value, ", must fit in 32 bits");
+  return narrowed;
+}
+
+/// Sets x (m, k), which must have unit stride along k, and its sizes. k must be a multiple of `step`.
 template <class Args>
 void set_input(Args& args, Tensor const& x, int64_t step = 16) {
   STD_TORCH_CHECK(x.dim() == 2, "x: has ", x.dim(), " dimensions, must have 2");
@@ -16,10 +24,10 @@ void set_input(Args& args, Tensor const& x, int64_t step = 16) {
   STD_TORCH_CHECK(args.k > 0 && args.k % step == 0, "x: k is ", args.k, ", must be a positive multiple of ",
                   step);
   args.x = x.const_data_ptr();
-  args.x_row_stride = args.m > 1 ? x.stride(0) : args.k;  // torch leaves the stride of a single row open
+  args.x_row_stride = args.m > 1 ? x.stride(0) : args.k;  // the stride of a single row may be any number
 }
 
-/// The ends of groups, and how many there are.
+/// Sets the ends of groups and their number, if there are groups.
 template <class Args>
 void set_groups(Args& args, std::optional<Tensor> const& offs, int32_t device) {
   if (!offs.has_value()) {
@@ -30,7 +38,7 @@ void set_groups(Args& args, std::optional<Tensor> const& offs, int32_t device) {
   STD_TORCH_CHECK(offs->dim() == 1 && offs->size(0) >= 1 && offs->is_contiguous(),
                   "offs: must be a contiguous vector of one element or more");
   args.offs = static_cast<int32_t const*>(offs->const_data_ptr());
-  args.num_groups = static_cast<int>(offs->size(0));
+  args.num_groups = narrow("offs: number of groups", offs->size(0));
 }
 
 struct Shape {
@@ -38,7 +46,8 @@ struct Shape {
   int64_t columns;
 };
 
-/// Of the scales of so many rows of so many blocks: compact, or swizzled, perhaps in groups of rows.
+/// The shape of the scales of `rows` rows of `blocks` blocks, compact or swizzled. num_groups: groups of
+/// rows, or 0.
 Shape scale_shape(int64_t rows, int64_t blocks, bool swizzled = true, int num_groups = 0) {
   Shape shape{rows, blocks};
   if (swizzled) {
@@ -56,7 +65,8 @@ struct Quantized {
   Tensor amax;  // without elements where it was given
 };
 
-/// The amax of one direction of the result, new or as given. num_groups: groups of rows, or 0.
+/// Sets the amax of one direction, to `amax` if it is given and to a new tensor otherwise. Returns the new
+/// tensor, which has no elements if no amax is written. num_groups: groups of rows, or 0.
 Tensor set_amax(char const* amax_name, fp4gemm_quantized_t& side, int64_t rows,
                 std::optional<Tensor> const& amax, bool per_row, int num_groups, int32_t device) {
   bool const is_spread = num_groups > 0 && !per_row;
@@ -73,7 +83,7 @@ Tensor set_amax(char const* amax_name, fp4gemm_quantized_t& side, int64_t rows,
   return result;
 }
 
-/// New tensors for one direction of the result: rows of k elements.
+/// Sets new tensors for one direction of the result, (rows, k), and returns them.
 Quantized set_side(char const* amax_name, fp4gemm_quantized_t& side, int64_t rows, int64_t k,
                    std::optional<Tensor> const& amax, bool per_row, int num_groups, int32_t device) {
   Shape const scales = scale_shape(rows, k / 16, true, num_groups);
@@ -85,26 +95,50 @@ Quantized set_side(char const* amax_name, fp4gemm_quantized_t& side, int64_t row
   return result;
 }
 
-void set_options(fp4gemm_quantize_args_t& args, bool per_row, int64_t block_rows, int64_t encode,
-                 int64_t four_over_six, bool fast_error, int64_t e4m3_max, int64_t signs,
-                 std::optional<Tensor> const& rng_state, int32_t device) {
-  args.scaling = per_row ? FP4GEMM_SCALING_ROW : FP4GEMM_SCALING_TENSOR;
-  args.block_rows = static_cast<int>(block_rows);
-  args.encode = static_cast<fp4gemm_encode_t>(encode);
-  args.four_over_six = static_cast<fp4gemm_four_over_six_t>(four_over_six);
-  args.fast_error = fast_error ? 1 : 0;
-  args.e4m3_max = static_cast<int>(e4m3_max);
-  args.hadamard_signs = static_cast<unsigned>(signs);
-  if (rng_state.has_value()) {
-    check_dtype("rng_state", *rng_state, ScalarType::Long);
-    check_device("rng_state", *rng_state, device);
-    STD_TORCH_CHECK(rng_state->dim() == 1 && rng_state->size(0) == 2 && rng_state->is_contiguous(),
+/// The options of the quantize operators, in the order of their schemas. An operator lists its options once,
+/// to make this.
+struct QuantizeOptions {
+  bool per_row;
+  int64_t block_rows;
+  int64_t encode;
+  int64_t four_over_six;
+  bool fast_error;
+  int64_t e4m3_max;
+  int64_t hadamard;  // of the direction that the operator rotates
+  int64_t signs;
+  std::optional<Tensor> rng_state;
+  std::optional<Tensor> offs;
+};
+
+/// The arguments of a call without its results: x and the options, except for hadamard.
+fp4gemm_quantize_args_t quantize_args(Tensor const& x, QuantizeOptions const& options, int32_t device) {
+  fp4gemm_quantize_args_t args = FP4GEMM_QUANTIZE_ARGS_INIT;
+  set_input(args, x);
+  args.x_dtype = dtype_of("x", x.scalar_type());
+  args.scaling = options.per_row ? FP4GEMM_SCALING_ROW : FP4GEMM_SCALING_TENSOR;
+  args.block_rows = narrow("block_rows", options.block_rows);
+  args.encode = static_cast<fp4gemm_encode_t>(narrow("encode", options.encode));
+  args.four_over_six = static_cast<fp4gemm_four_over_six_t>(narrow("four_over_six", options.four_over_six));
+  args.fast_error = options.fast_error ? 1 : 0;
+  args.e4m3_max = narrow("e4m3_max", options.e4m3_max);
+  args.hadamard_signs = static_cast<unsigned>(narrow("signs", options.signs));
+  if (options.rng_state.has_value()) {
+    Tensor const& state = *options.rng_state;
+    check_dtype("rng_state", state, ScalarType::Long);
+    check_device("rng_state", state, device);
+    STD_TORCH_CHECK(state.dim() == 1 && state.size(0) == 2 && state.is_contiguous(),
                     "rng_state: must be a contiguous vector of 2 elements");
-    args.rng_state = static_cast<int64_t const*>(rng_state->const_data_ptr());
+    args.rng_state = static_cast<int64_t const*>(state.const_data_ptr());
   }
+  set_groups(args, options.offs, device);
+  return args;
 }
 
-/// Decoded values in place of codes and scales.
+fp4gemm_hadamard_t hadamard_of(QuantizeOptions const& options) {
+  return static_cast<fp4gemm_hadamard_t>(narrow("hadamard", options.hadamard));
+}
+
+/// Sets a new tensor for decoded values, instead of codes and scales, and returns it.
 template <class Result>
 Tensor set_decoded(Result& result, int64_t rows, int64_t k, int32_t device) {
   Tensor data = empty(rows, k, ScalarType::Half, device);
@@ -112,7 +146,7 @@ Tensor set_decoded(Result& result, int64_t rows, int64_t k, int32_t device) {
   return data;
 }
 
-/// What the two fused producers write, but for the data.
+/// Sets a new tensor for the row amaxes of a fused producer and returns it.
 template <class Args>
 Tensor set_row_amax(Args& args, int32_t device) {
   Tensor amax = empty(args.m, -1, ScalarType::Float, device);
@@ -120,7 +154,7 @@ Tensor set_row_amax(Args& args, int32_t device) {
   return amax;
 }
 
-/// All that they write.
+/// Sets new tensors for all results of a fused producer and returns them.
 template <class Args>
 Quantized set_output(Args& args, int32_t device, int num_groups) {
   Shape const scales = scale_shape(args.m, args.k / 16, true, num_groups);
@@ -132,7 +166,7 @@ Quantized set_output(Args& args, int32_t device, int num_groups) {
   return result;
 }
 
-/// x = [gate | up], and groups.
+/// The arguments of silu_and_mul_quantize without its results: x = [gate | up] and groups.
 fp4gemm_silu_and_mul_quantize_args_t silu_args(Tensor const& x, std::optional<Tensor> const& offs,
                                                int32_t device) {
   fp4gemm_silu_and_mul_quantize_args_t args = FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT;
@@ -143,7 +177,7 @@ fp4gemm_silu_and_mul_quantize_args_t silu_args(Tensor const& x, std::optional<Te
   return args;
 }
 
-/// x, weight and residual; *sum becomes the tensor of the sum.
+/// The arguments of rms_norm_quantize without its results, except for *sum, which becomes the new residual.
 fp4gemm_rms_norm_quantize_args_t norm_args(Tensor const& x, std::optional<Tensor> const& weight,
                                            std::optional<Tensor> const& residual, double eps, Tensor* sum,
                                            int32_t device) {
@@ -186,18 +220,15 @@ std::tuple<Tensor, Tensor, Tensor> quantize(Tensor const& x, std::optional<Tenso
                                             int64_t hadamard, int64_t signs, std::optional<Tensor> rng_state,
                                             std::optional<Tensor> offs) {
   int32_t const device = x.get_device_index();
-  fp4gemm_quantize_args_t args = FP4GEMM_QUANTIZE_ARGS_INIT;
-  set_input(args, x);
-  args.x_dtype = dtype_of("x", x.scalar_type());
-  set_options(args, per_row, block_rows, encode, four_over_six, fast_error, e4m3_max, signs, rng_state,
-              device);
-  set_groups(args, offs, device);
+  QuantizeOptions const options{per_row,  block_rows, encode, four_over_six, fast_error,
+                                e4m3_max, hadamard,   signs,  rng_state,     offs};
+  fp4gemm_quantize_args_t args = quantize_args(x, options, device);
   STD_TORCH_CHECK(axis == -1 || axis == 0, "axis: is ", axis, ", must be -1 or 0");
   bool const along_m = axis == 0;
   STD_TORCH_CHECK(!along_m || offs.has_value() || (args.m > 0 && args.m % 16 == 0), "x: m is ", args.m,
                   ", must be a positive multiple of 16 for axis 0");
   fp4gemm_quantized_t& side = along_m ? args.column : args.row;
-  side.hadamard = static_cast<fp4gemm_hadamard_t>(hadamard);
+  side.hadamard = hadamard_of(options);
   int64_t const columns = offs.has_value() ? fp4gemm_grouped_columns(args.m, args.num_groups) : args.m;
   Quantized out = set_side("amax", side, along_m ? args.k : args.m, along_m ? columns : args.k, amax, per_row,
                            along_m ? 0 : args.num_groups, device);
@@ -205,7 +236,8 @@ std::tuple<Tensor, Tensor, Tensor> quantize(Tensor const& x, std::optional<Tenso
     if (side.amax == nullptr) {
       return {out.codes, out.scales, out.amax};  // nothing to write
     }
-    side.codes = reinterpret_cast<uint8_t*>(side.amax);  // without elements, but wanted
+    // The codes have no elements and may have a null pointer, which would mean that no columns are quantized.
+    side.codes = reinterpret_cast<uint8_t*>(side.amax);
   }
   check_status(fp4gemm_quantize(&args, device, current_stream(device)));
   return {out.codes, out.scales, out.amax};
@@ -216,14 +248,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_both(
     int64_t block_rows, int64_t encode, int64_t four_over_six, bool fast_error, int64_t e4m3_max,
     int64_t hadamard, int64_t signs, std::optional<Tensor> rng_state) {
   int32_t const device = x.get_device_index();
-  fp4gemm_quantize_args_t args = FP4GEMM_QUANTIZE_ARGS_INIT;
-  set_input(args, x);
-  args.x_dtype = dtype_of("x", x.scalar_type());
-  set_options(args, per_row, block_rows, encode, four_over_six, fast_error, e4m3_max, signs, rng_state,
-              device);
+  QuantizeOptions const options{per_row,  block_rows, encode, four_over_six, fast_error,
+                                e4m3_max, hadamard,   signs,  rng_state,     std::nullopt};
+  fp4gemm_quantize_args_t args = quantize_args(x, options, device);
   STD_TORCH_CHECK(args.m > 0 && args.m % 16 == 0, "x: m is ", args.m, ", must be a positive multiple of 16");
   STD_TORCH_CHECK(amax.has_value() == amax_t.has_value(), "amax_t: must be given exactly if amax is");
-  args.column.hadamard = static_cast<fp4gemm_hadamard_t>(hadamard);
+  args.column.hadamard = hadamard_of(options);
   Quantized row = set_side("amax", args.row, args.m, args.k, amax, per_row, 0, device);
   Quantized column = set_side("amax_t", args.column, args.k, args.m, amax_t, per_row, 0, device);
   check_status(fp4gemm_quantize(&args, device, current_stream(device)));
@@ -235,12 +265,10 @@ std::tuple<Tensor, Tensor> quantize_decoded(Tensor const& x, std::optional<Tenso
                                             int64_t e4m3_max, int64_t hadamard, int64_t signs,
                                             std::optional<Tensor> rng_state, std::optional<Tensor> offs) {
   int32_t const device = x.get_device_index();
-  fp4gemm_quantize_args_t args = FP4GEMM_QUANTIZE_ARGS_INIT;
-  set_input(args, x);
-  args.x_dtype = dtype_of("x", x.scalar_type());
-  set_options(args, per_row, 1, encode, four_over_six, fast_error, e4m3_max, signs, rng_state, device);
-  set_groups(args, offs, device);
-  args.row.hadamard = static_cast<fp4gemm_hadamard_t>(hadamard);
+  QuantizeOptions const options{per_row,  1,        encode, four_over_six, fast_error,
+                                e4m3_max, hadamard, signs,  rng_state,     offs};
+  fp4gemm_quantize_args_t args = quantize_args(x, options, device);
+  args.row.hadamard = hadamard_of(options);
   Tensor measured = set_amax("amax", args.row, args.m, amax, per_row, args.num_groups, device);
   Tensor data = set_decoded(args.row, args.m, args.k, device);
   check_status(fp4gemm_quantize(&args, device, current_stream(device)));
@@ -343,7 +371,7 @@ Tensor mxfp8_dequantize(Tensor const& values, Tensor const& scales, ScalarType d
   check_shape("scales", scales, wanted.rows, wanted.columns);
   args.dtype = dtype_of("dtype", dtype);
   args.scales_are_compact = swizzled ? 0 : 1;
-  // One struct serves both directions, so that what is only read here is not const there.
+  // The struct is that of quantization too, so that its pointers are not const.
   args.values = static_cast<uint8_t*>(const_cast<void*>(values.const_data_ptr()));
   args.scales = static_cast<uint8_t*>(const_cast<void*>(scales.const_data_ptr()));
   Tensor y = empty(args.m, args.k, dtype, device);

@@ -349,3 +349,12 @@ def test_the_short_path_and_the_checked_one(cuda: torch.device, gen: torch.Gener
         fp4gemm.quantize(torch.ones(4, 40, device=cuda))
     with pytest.raises(ValueError, match=r"^scaling: got 'block', must be 'row' or 'tensor'"):
         fp4gemm.quantize(x, scaling="block")
+
+
+def test_options_that_do_not_fit_in_c_are_refused(cuda: torch.device) -> None:
+    """The operators have 64-bit integers; an option is not cut to 32 bits, in which it might be a valid one."""
+    x = torch.ones(16, 64, device=cuda)
+    for name in ("block_rows", "encode", "four_over_six", "e4m3_max", "hadamard", "signs"):
+        value = {"block_rows": 1, "e4m3_max": 448}.get(name, 0) + 2**32
+        with pytest.raises(RuntimeError, match=rf"{name}: is {value}, must fit in 32 bits"):
+            torch.ops.fp4gemm.quantize(x, None, True, **{name: value})
