@@ -1,4 +1,4 @@
-"""activation, c and beta of mm and scaled_mm: against a second model, in place, exact properties."""
+"""activation, c and beta of the product: against the second model, in place, exact properties."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_against_the_model(
 def test_gated(
     m: int, out_dtype: torch.dtype, with_bias: bool, device: torch.device, gen: torch.Generator
 ) -> None:
-    """swiglu: D has half as many columns as b has rows; nothing around it is written."""
+    """With swiglu, D has half as many columns as b has rows; nothing around D is written."""
     n = 48
     a = fp4gemm.quantize(make("normal", m, K, torch.bfloat16, gen).to(device))
     b = fp4gemm.quantize(make("normal", n, K, torch.bfloat16, gen).to(device))
@@ -85,7 +85,7 @@ def test_gated(
 
 
 def test_gated_is_the_product_of_two_layers(device: torch.device, gen: torch.Generator) -> None:
-    """W_gate and W_up interleaved by rows, as docs/grouped.md has it."""
+    """The rows of W_gate and W_up alternate, as docs/grouped.md says."""
     x = make("normal", 40, K, torch.bfloat16, gen).to(device)
     gate, up = (make("normal", 32, K, torch.bfloat16, gen).to(device) for _ in range(2))
     both = torch.stack((gate, up), dim=1).flatten(0, 1)
@@ -101,7 +101,7 @@ def test_gated_is_the_product_of_two_layers(device: torch.device, gen: torch.Gen
 def test_accumulates_in_place(
     out_dtype: torch.dtype, pad: int, pair: tuple[NVFP4Tensor, NVFP4Tensor], gen: torch.Generator
 ) -> None:
-    """c = out, with poison around it: three products added one after the other."""
+    """With c = out, three products are added one after the other; memory around out is poisoned."""
     a, b = pair
     view, buffer = poisoned(M, N, out_dtype, a.device, pad)
     total = torch.randn(M, N, generator=gen).to(out_dtype)
@@ -128,7 +128,7 @@ def test_c_is_read_and_kept(pair: tuple[NVFP4Tensor, NVFP4Tensor], gen: torch.Ge
 
 
 def test_beta_0_still_reads_c(pair: tuple[NVFP4Tensor, NVFP4Tensor]) -> None:
-    """A term that is given is computed: 0 times NaN is NaN, and 0 times a number is 0."""
+    """A given c is read even if beta is 0: 0 times NaN is NaN, and 0 times a number is 0."""
     a, b = pair
     c = torch.ones(M, N, dtype=torch.bfloat16, device=a.device)
     c[3, 4] = torch.nan
@@ -139,7 +139,7 @@ def test_beta_0_still_reads_c(pair: tuple[NVFP4Tensor, NVFP4Tensor]) -> None:
 
 
 def test_activations_of_what_is_not_finite(device: torch.device, gen: torch.Generator) -> None:
-    """Infinities and NaN of the accumulator's scales reach the output as the functions say."""
+    """Infinities and NaN of the scales reach the output as the activations define."""
     a = fp4gemm.quantize(make("normal", 6, 64, torch.bfloat16, gen).to(device))
     b = fp4gemm.quantize(make("normal", 16, 64, torch.bfloat16, gen).to(device))
     row = torch.tensor([torch.inf, -torch.inf, torch.nan, 3e38, -3e38, 1e-44], device=device)
@@ -167,7 +167,7 @@ def test_batch_invariant_is_the_same_function(pair: tuple[NVFP4Tensor, NVFP4Tens
 
 
 def test_rows_do_not_depend_on_their_batch(device: torch.device, gen: torch.Generator) -> None:
-    """batch_invariant: the bits of a row are those of any batch, though its sums are not exact in float32."""
+    """With batch_invariant a row has the same bits in any batch, although sums are not exact in float32."""
     k, n = 2048, 256
     codes = torch.randint(0, 256, (300, k // 2), generator=gen, dtype=torch.uint8).to(device)
     scales = torch.randint(0, 0x7F, (300, k // 16), generator=gen, dtype=torch.uint8).to(device)
@@ -183,13 +183,13 @@ def test_rows_do_not_depend_on_their_batch(device: torch.device, gen: torch.Gene
 
 def test_explicit_defaults_are_the_plain_call(pair: tuple[NVFP4Tensor, NVFP4Tensor]) -> None:
     a, b = pair
-    beta = float("1.0")  # another object than the default
+    beta = float("1.0")  # not the same object as the default
     assert_bits(fp4gemm.mm(a, b, activation=None, c=None, beta=beta), fp4gemm.mm(a, b), "D")
     assert_bits(fp4gemm.mm(a, b, beta=1), fp4gemm.mm(a, b), "D")
 
 
 def test_training_names(device: torch.device, gen: torch.Generator) -> None:
-    """fprop, dgrad and wgrad are mm on the copies of a training step, and their matrices fit together."""
+    """fprop, dgrad and wgrad are mm of the operands of a training step, whose shapes fit together."""
     m, n, k = 64, 96, 128
     x, w, dy = (make("normal", *shape, torch.bfloat16, gen).to(device) for shape in ((m, k), (n, k), (m, n)))
     (q_x, x_t), (q_w, w_t), (q_dy, dy_t) = map(fp4gemm.quantize_both, (x, w, dy))

@@ -1,4 +1,4 @@
-"""mm and scaled_mm: against float64 products rounded by a second model, and exact properties."""
+"""Products against float64 products that the second model rounds, and exact properties."""
 
 from __future__ import annotations
 
@@ -76,8 +76,10 @@ def test_mm_kinds(kind: str, scaling: str, device: torch.device, gen: torch.Gene
 
 @pytest.mark.parametrize("k", [32, 96, 512, 2048])
 def test_small_integers_are_exact(k: int, device: torch.device, gen: torch.Generator) -> None:
-    """Integer codes under unit scales: D is the integer product itself."""
-    integer_codes = torch.tensor([0, 2, 4, 5, 6, 7, 10, 12, 13, 14, 15])  # 0 1 2 3 4 6 and negatives
+    """With integer codes and unit scales, D is the integer product."""
+    integer_codes = torch.tensor(
+        [0, 2, 4, 5, 6, 7, 10, 12, 13, 14, 15]
+    )  # 0, 1, 2, 3, 4, 6 and their negatives
     ones = torch.ones(1, device=device)
 
     def integers(rows: int) -> tuple[NVFP4Tensor, torch.Tensor]:
@@ -97,7 +99,7 @@ def test_small_integers_are_exact(k: int, device: torch.device, gen: torch.Gener
 @pytest.mark.parametrize("dtype", FLOATS, ids=short)
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=short)
 def test_bias(dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> None:
-    """Added in float32 after the alphas and before the one rounding to the output type."""
+    """The bias is added in float32, after the alphas and before the one rounding to the output type."""
     a, b = operands(33, 24, 64, device, gen)
     bias = (torch.randn(24, generator=gen) * 3).to(dtype).to(device)
     assert_bits(fp4gemm.mm(a, b, bias=bias, out_dtype=out_dtype), expected(a, b, bias, out_dtype), "D")
@@ -156,7 +158,7 @@ def test_one_number_equals_a_constant_vector(device: torch.device, gen: torch.Ge
 
 
 def test_order_of_the_multiplies_is_fixed(device: torch.device, gen: torch.Generator) -> None:
-    """Row, then column, then the scalar; another order gives other bits on this data."""
+    """Row, then column, then scalar; another order gives other bits with this data."""
     a, b = operands(64, 64, 64, device, gen)
     row, col = torch.rand(64, generator=gen) + 0.5, torch.rand(64, generator=gen) + 0.5
     got = fp4gemm.scaled_mm(
@@ -239,7 +241,7 @@ def test_other_dtypes_are_taken_by_view(device: torch.device, gen: torch.Generat
 @pytest.mark.parametrize("pad", [0, 16], ids=["dense", "strided"])
 @pytest.mark.parametrize("m", [0, 1, 33, 128])
 def test_out(m: int, pad: int, out_dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> None:
-    """Every element inside is written and no byte outside; the buffer was full of NaN."""
+    """Every element of out and no byte around it is written; the buffer was full of NaN."""
     n = 40
     a, b = operands(m, n, 96, device, gen)
     bias = torch.randn(n, generator=gen).to(device)
@@ -254,7 +256,7 @@ def test_out(m: int, pad: int, out_dtype: torch.dtype, device: torch.device, gen
 
 
 def test_nan_in_operand_pads_does_not_matter(device: torch.device, gen: torch.Generator) -> None:
-    """Rows of scales beyond m belong to rows outside D: NaN there changes nothing inside."""
+    """NaN in the rows of scales beyond m, which only rows outside of D use, changes nothing."""
     a, b = operands(33, 40, 128, device, gen)
     want = fp4gemm.mm(a, b, out_dtype=torch.float32)
 
@@ -284,7 +286,7 @@ def test_cpu_kernel_by_name(gen: torch.Generator) -> None:
 
 
 def test_accuracy_against_the_unquantized_product(device: torch.device, gen: torch.Generator) -> None:
-    """Not a bit test: the whole path stays near x @ w.T, and rows with outliers do not spoil the others."""
+    """The result is close to x @ w.T, and rows with outliers do not affect other rows."""
     x, w = make("outliers", 256, 512, torch.float32, gen), make("normal", 128, 512, torch.float32, gen)
     want = x @ w.T
 
@@ -299,7 +301,7 @@ def test_accuracy_against_the_unquantized_product(device: torch.device, gen: tor
 
 
 def test_random_codes_and_scales(device: torch.device, gen: torch.Generator) -> None:
-    """Every code with scales over the whole range: sums no longer fit float32, so not bit for bit."""
+    """Every code with scales over the whole range; sums are not exact in float32, so bits may differ."""
     m, n, k = 64, 64, 256
     codes = make_codes(m, k, gen).to(device), make_codes(n, k, gen).to(device)
     scales = [
@@ -315,7 +317,7 @@ def test_random_codes_and_scales(device: torch.device, gen: torch.Generator) -> 
 
 
 def test_mm_on_meta_tensors_is_checked_too() -> None:
-    """Tensors without memory go through the fake kernel, which refuses what the others refuse."""
+    """Meta tensors reach the fake kernel, which refuses the same arguments as the other kernels."""
 
     def meta(m: int, k: int) -> NVFP4Tensor:
         return fp4gemm.quantize(torch.ones(m, k)).to("meta")

@@ -1,4 +1,4 @@
-"""Grouped rows: the tokens of experts times the weights of each, against a second model; exact properties."""
+"""Groups of rows, the tokens of experts times their weights: against the second model, exact properties."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_every_term(
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16], ids=short)
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_gated(name: str, out_dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> None:
-    """swiglu: D (m, n/2); the rows of nobody and all around stay as they are."""
+    """With swiglu D is (m, n/2); rows that are in no group and memory around D stay as they are."""
     loose, n, sizes = 7, 48, ROUTINGS[name]
     case = rows_of(sizes, n, 64, device, gen, loose=loose)
     bias = torch.randn(len(sizes), n, generator=gen).to(device)
@@ -125,7 +125,7 @@ def test_bias_is_widened(dtype: torch.dtype, device: torch.device, gen: torch.Ge
 def test_out_and_the_rows_of_nobody(
     name: str, out_dtype: torch.dtype, pad: int, device: torch.device, gen: torch.Generator
 ) -> None:
-    """Every element of a group is written, and no byte behind the last one or around D."""
+    """Every element of a group is written, and no byte behind the last group or around D."""
     loose, n = 11, 24
     case = rows_of(ROUTINGS[name], n, 64, device, gen, loose=loose)
     rows = case.x.shape[0] - loose
@@ -197,7 +197,7 @@ def test_unit_alphas_equal_none(device: torch.device, gen: torch.Generator) -> N
 
 
 def test_many_groups(device: torch.device, gen: torch.Generator) -> None:
-    """1,500 experts, two in three without a token, and more experts than tokens."""
+    """1,500 experts, of which two thirds have no token, and more experts than tokens."""
     sizes = tuple(torch.randint(-4, 3, (1500,), generator=gen).clamp(min=0).tolist())
     case = rows_of(sizes, 8, 32, device, gen, loose=3)
     got = fp4gemm.grouped_mm(case.a, case.b)
@@ -264,7 +264,7 @@ def test_bounds(bound: int, device: torch.device, gen: torch.Generator) -> None:
 
 
 def test_stacked_weights(device: torch.device, gen: torch.Generator) -> None:
-    """fp4gemm.stack of weights that were quantized one by one."""
+    """fp4gemm.stack of weights that were quantized separately."""
     case = rows_of((9, 0, 20), 16, 64, device, gen)
     b = fp4gemm.stack([fp4gemm.quantize(w) for w in case.w])
     assert_bits(fp4gemm.grouped_mm(case.a, b), fp4gemm.grouped_mm(case.a, case.b), "D")
@@ -291,7 +291,7 @@ def test_rotated_operands(device: torch.device, gen: torch.Generator) -> None:
 
 
 def test_groups_of_producers(device: torch.device, gen: torch.Generator) -> None:
-    """silu_and_mul_quantize writes groups that grouped_mm takes."""
+    """silu_and_mul_quantize writes groups that grouped_mm multiplies."""
     x = make("normal", 40, 128, torch.bfloat16, gen).to(device)
     w = make("normal", 48, 64, torch.bfloat16, gen).view(2, 24, 64).to(device)
     offs = ends_of((15, 25), device)
@@ -313,7 +313,7 @@ def test_training_names(device: torch.device, gen: torch.Generator) -> None:
 
 
 def test_batch_invariant(device: torch.device, gen: torch.Generator) -> None:
-    """The bits of a token are those of any batch, though its sums are not exact in float32."""
+    """A token has the same bits in any batch, although sums are not exact in float32."""
     n, k, sizes = 128, 1024, (150, 0, 70)
     codes = torch.randint(0, 256, (sum(sizes), k // 2), generator=gen, dtype=torch.uint8).to(device)
     scales = torch.randint(0, 0x7F, (sum(sizes), k // 16), generator=gen, dtype=torch.uint8).to(device)
@@ -363,7 +363,7 @@ def test_kernel_by_name(gen: torch.Generator) -> None:
 
 
 def test_the_model_finds_a_swapped_group(gen: torch.Generator) -> None:
-    """The model depends on which weights a group has, and on the places of the scales."""
+    """The second model's result depends on which weights a group has and on where its scales are stored."""
     case = rows_of((9, 140, 20), 16, 64, torch.device("cpu"), gen)
     got = fp4gemm.grouped_mm(case.a, case.b)
     other = case._replace(b=fp4gemm.stack([case.b[1], case.b[0], case.b[2]]))

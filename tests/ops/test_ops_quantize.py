@@ -14,7 +14,7 @@ from modes import FEW, MODES, Mode, assert_same, by_name, parts, quantize, state
 from op_checks import BACKENDS, assert_fake_is_real, compiled, opcheck, ready
 from torch import Tensor
 
-# One of each code path of the operators and their fakes; opcheck and compilation take seconds each.
+# One mode for each code path of the operators and their fakes; opcheck and compilation need seconds each.
 SOME = [
     mode for mode in FEW if mode.name in ("row-te-plain", "tensor-te_per_token-fp32-ace1-sr", "tensor-tiles")
 ]
@@ -122,7 +122,7 @@ def test_fakes_of_the_others_are_real(device: torch.device) -> None:
 
 
 def test_compile_quantizers(backend: str, device: torch.device, gen: torch.Generator) -> None:
-    """Modes of each kind in one graph, along both axes; the second m makes it a dynamic one."""
+    """Modes of each kind in one graph, along both axes; the second m makes m dynamic."""
 
     def run(x: Tensor, rng_state: Tensor) -> list[NVFP4Tensor]:
         made = []
@@ -183,7 +183,7 @@ def test_compile_mxfp8_and_interop(backend: str, device: torch.device, gen: torc
 
 
 def test_compile_draws_random_numbers(backend: str, device: torch.device, gen: torch.Generator) -> None:
-    """Without a state the graph draws one from torch's generator, in each run anew."""
+    """Without a state, each run of the graph draws one from torch's generator."""
 
     def run(x: Tensor) -> NVFP4Tensor:
         return fp4gemm.quantize(x, stochastic=True)
@@ -211,7 +211,7 @@ def test_compile_refuses_what_eager_refuses(backend: str, device: torch.device) 
 
 
 def test_export_groups(device: torch.device, gen: torch.Generator) -> None:
-    """torch.export takes a grouped operand as input and gives one back."""
+    """torch.export accepts a grouped operand as input and returns one."""
 
     class Layer(torch.nn.Module):
         def forward(self, t: NVFP4Tensor, x: Tensor) -> tuple[NVFP4Tensor, Tensor]:

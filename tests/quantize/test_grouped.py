@@ -1,4 +1,4 @@
-"""Groups of rows: each becomes what it would be on its own, whatever the memory held."""
+"""Groups of rows: each is quantized as it would be on its own, whatever the memory held."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 def ranges(values: list[int]) -> Iterator[tuple[int, int, int]]:
-    """(first row, end, first row of the scales) of each group."""
+    """The first row, the end, and the first row of the scales of each group."""
     start = scale_row = 0
     for end in values:
         yield start, end, scale_row
@@ -101,7 +101,7 @@ def test_one_group_of_all_rows_is_dense(which: Mode, device: torch.device, gen: 
 
 @pytest.mark.parametrize("which", [ROW, TENSOR], ids=by_name)
 def test_many_groups(which: Mode, device: torch.device, gen: torch.Generator) -> None:
-    """More groups than a block has threads, most of them empty or of one row."""
+    """More groups than a CTA has threads, most of which are empty or have one row."""
     sizes = torch.randint(0, 3, (2500,), generator=gen)
     sizes[torch.randint(0, 2500, (3,), generator=gen)] = 140
     values = sizes.cumsum(0).tolist()
@@ -118,7 +118,7 @@ def test_many_groups(which: Mode, device: torch.device, gen: torch.Generator) ->
 
 @pytest.mark.parametrize("which", SOME[:2], ids=by_name)
 def test_permuted_experts(which: Mode, device: torch.device, gen: torch.Generator) -> None:
-    """Permuting the groups permutes what they become."""
+    """Permuting the groups permutes the results."""
     sizes = [130, 0, 1, 64, 129]
     x = make("heavy", sum(sizes), 64, torch.bfloat16, gen)
     rows = list(x.split(sizes))
@@ -144,7 +144,7 @@ def cumulative(sizes: list[int], device: torch.device) -> Tensor:
 
 @pytest.mark.parametrize("which", SOME, ids=by_name)
 def test_given_amax(which: Mode, device: torch.device, gen: torch.Generator) -> None:
-    """One a group for "tensor", one a row for "row"; the rows of no group keep what was given for them."""
+    """One amax for each group or row, by the scaling; rows that are in no group keep the given amax."""
     m, values = 300, [10, 10, 140]
     x = make("normal", m, 64, torch.float32, gen)
     offs = ends(values, device)
@@ -177,7 +177,7 @@ def test_dequantize(case: str, dtype: torch.dtype, device: torch.device, gen: to
         t = quantize(x, which, device, offs=ends(values, device))
         scales = t.scales.view(torch.uint8).clone()
         used = sum((end - start + 127) // 128 * 128 for start, end, _ in ranges(values))
-        scales[used:] = 0xFF  # no scale lies there
+        scales[used:] = 0xFF  # no scale is stored there
         noisy = NVFP4Tensor(t.codes, scales, t.amax, t.e4m3_max, t.offs)
         poison(device, m, 80, len(values))
         got = fp4gemm.dequantize(noisy, dtype)
@@ -193,7 +193,7 @@ def mode_named(name: str) -> Mode:
 
 
 def test_groups_end_where_the_device_says(device: torch.device, gen: torch.Generator) -> None:
-    """offs is read when the kernel runs; one buffer of scales is large enough for any offs."""
+    """offs is read when the kernel executes; one buffer of scales is large enough for any offs."""
     x = make("normal", 260, 32, torch.bfloat16, gen).to(device)
     offs = torch.zeros(6, dtype=torch.int32, device=device)
     rows = layout.grouped_scale_rows(260, 6)
@@ -213,7 +213,7 @@ def test_groups_end_where_the_device_says(device: torch.device, gen: torch.Gener
 
 
 def test_grouped_scale_rows_is_the_least_bound() -> None:
-    """Against the worst way to split the rows, found by trying every size of the last group."""
+    """The worst split of the rows, found by a search over the size of the last group, reaches the bound."""
     padded = [(size + 127) // 128 * 128 for size in range(301)]
     most = padded
     for g in range(1, 5):

@@ -27,7 +27,7 @@ NO_TILES = [name for name, m in MODEL_MODES.items() if not m.tiles]
 
 
 def spans(values: list[int]) -> list[tuple[int, int, int, int]]:
-    """(first row, end, first column, end) of each group, columns with their padding."""
+    """The first row, the end, the first column and the last column with padding of each group."""
     result = []
     start = column = 0
     for end in values:
@@ -51,11 +51,11 @@ def nibbles(codes: Tensor) -> Tensor:
 def test_reference_equals_model(case: str, name: str, gen: torch.Generator) -> None:
     m, values = CASES[case]
     if m == 0 or m > 400:
-        pytest.skip("the second model is slow, and takes no empty matrix")
+        pytest.skip("the second model is slow, and has no empty matrices")
     which = MODEL_MODES[name]
     k = 16 if which.seed is not None else 48
     x = make("row_ranges", m, k, torch.bfloat16, gen)
-    x[values[-1] :] = torch.nan  # belongs to no group
+    x[values[-1] :] = torch.nan  # in no group
     codes, scales, amax = model_quantize.grouped_columns(x.float().numpy(), which, values)
     got = reference.quantize(
         x, None, **arguments(which), axis=0, offs=torch.tensor(values, dtype=torch.int32)
@@ -86,7 +86,7 @@ def test_every_mode_equals_reference(which: Mode, device: torch.device, gen: tor
 def test_each_group_is_the_transpose_of_its_rows(
     case: str, which: Mode, device: torch.device, gen: torch.Generator
 ) -> None:
-    """With the amax of all; what pads a group, and what lies behind the last one, is zero."""
+    """All groups share one amax; padding of a group and columns behind the last group are zero."""
     m, values = CASES[case]
     if m == 0:
         pytest.skip("nothing to compare")
@@ -139,7 +139,7 @@ def test_given_amax(which: Mode, device: torch.device, gen: torch.Generator) -> 
 
 @pytest.mark.parametrize("which", [ROW, TENSOR], ids=by_name)
 def test_many_groups(which: Mode, device: torch.device, gen: torch.Generator) -> None:
-    """More groups than a warp has lanes by far, most of them empty or of a few rows."""
+    """Far more groups than a warp has lanes, most of which are empty or have a few rows."""
     sizes = torch.randint(0, 3, (700,), generator=gen)
     sizes[torch.randint(0, 700, (5,), generator=gen)] = 140
     values = sizes.cumsum(0).tolist()
@@ -173,7 +173,7 @@ def test_groups_end_where_the_device_says(device: torch.device, gen: torch.Gener
 
 @pytest.mark.gpu
 def test_wrong_ends_stay_within_the_buffers(cuda: torch.device, gen: torch.Generator) -> None:
-    """Nothing checks ends on a GPU; whatever they are, x alone is read and the result alone written."""
+    """Ends are not checked on a GPU: with any ends, only x is read and only the result is written."""
     x = make("normal", 200, 64, torch.bfloat16, gen).to(cuda)
     for values in ([-5, 300], [200, 100, 200], [2**31 - 1, -(2**31)], [150, 50, 150, 50, 200]):
         for scaling in ("row", "tensor"):
@@ -217,7 +217,7 @@ def test_no_rows(scaling: str, device: torch.device) -> None:
 
 
 def test_grouped_columns_is_the_least_bound() -> None:
-    """Against the worst way to split the rows, found by trying every size of the last group."""
+    """The worst split of the rows, found by a search over the size of the last group, reaches the bound."""
     padded = [(size + 63) // 64 * 64 for size in range(201)]
     most = padded
     for g in range(1, 5):
@@ -227,7 +227,7 @@ def test_grouped_columns_is_the_least_bound() -> None:
 
 
 def test_products_of_groups_are_gradients(device: torch.device, gen: torch.Generator) -> None:
-    """What the columns of a group multiply to is dy^T x of its tokens, rotated or not."""
+    """The product of a group's columns is dy^T x of its tokens, with and without rotation."""
     values = [70, 70, 100, 190]
     x, dy = (make("normal", 200, k, torch.float32, gen).to(device) for k in (96, 64))
     offs = ends(values, device)

@@ -32,7 +32,7 @@ ADAPTIVE: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def oracle(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    cache = getattr(pytestconfig, "cache", None)  # absent under -p no:cacheprovider
+    cache = getattr(pytestconfig, "cache", None)  # None under -p no:cacheprovider
     try:
         path = wheel(cache.mkdir("transformer_engine") if cache else tmp_path_factory.mktemp("wheel"))
     except Unavailable as reason:
@@ -41,7 +41,7 @@ def oracle(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 
 
 def positive_zeros(codes: torch.Tensor) -> torch.Tensor:
-    """Packed codes with 8 (-0) replaced by 0: their reference drops the sign, hardware keeps it."""
+    """Packed codes with 8 (-0) replaced by 0: TransformerEngine's reference drops the sign."""
     low, high = codes & 15, codes >> 4
     return low.where(low != 8, 0) | high.where(high != 8, 0) << 4
 
@@ -87,7 +87,7 @@ def test_four_over_six_kinds(
 ) -> None:
     for dtype in FLOATS:
         compare(oracle, make(kind, 72, 256, dtype, gen), device, **ADAPTIVE[mode])
-    # Tiles are decided in the orientation of x here and in that of the result there: not comparable.
+    # Not comparable: here tiles are decided in the orientation of x, there in that of the result.
     if "block" not in ADAPTIVE[mode]:
         compare(oracle, make(kind, 64, 48, torch.bfloat16, gen), device, axis=0, **ADAPTIVE[mode])
 
@@ -128,7 +128,7 @@ def test_shapes_of_both(
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
 def test_every_finite_value(oracle: Oracle, dtype: torch.dtype, scaling: str, device: torch.device) -> None:
-    """All 2^16 bit patterns without NaN, in bit order (rows of one binade) and shuffled (rows of all)."""
+    """All 2^16 bit patterns but NaN, in order (a row has one binade) and shuffled (a row has all)."""
     pattern = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
     pattern = torch.where(pattern.isnan() | pattern.isinf(), torch.zeros_like(pattern), pattern)
     order = torch.randperm(65536, generator=torch.Generator().manual_seed(1))
@@ -142,7 +142,7 @@ def test_every_finite_value(oracle: Oracle, dtype: torch.dtype, scaling: str, de
 def test_rotated_columns(
     oracle: Oracle, kind: str, scaling: str, signs: int, device: torch.device, gen: torch.Generator
 ) -> None:
-    """Of bfloat16, rounded to it; and of the same numbers as float32, which stay unrounded there."""
+    """The rotation of bfloat16 is rounded to bfloat16; that of the same numbers as float32 is not."""
     x = on_a_grid(make(kind, 208, 272, torch.bfloat16, gen))
     options = {"scaling": scaling, "axis": 0, "hadamard_signs": signs}
     compare(oracle, x, device, hadamard="bf16", **options)
@@ -158,26 +158,26 @@ def test_rotated_columns(
 def test_rotation_differs_only_by_their_order_of_summing(
     oracle: Oracle, kind: str, gen: torch.Generator
 ) -> None:
-    """Off the grid float32 sums depend on their order: neighbours in bfloat16, about the exact sum."""
+    """Other float32 sums depend on their order: results are neighbours in bfloat16 of the exact sum."""
     x = make(kind, 1024, 512, torch.bfloat16, gen)
     blocks = x.double().view(-1, 16)
-    # The rotation is linear: the exact matrix is that of the unit vectors.
+    # The rotation is linear, so the images of the unit vectors are its exact matrix.
     matrix = rotate(torch.eye(16), 0xD7E8, False).double()
     exact, size = blocks @ matrix, blocks.abs().sum(1, keepdim=True) / 4
     ours = rotate(blocks.float(), 0xD7E8, True).double()
     theirs = oracle.rotate(x).double().view(-1, 16)
     differ = ours != theirs
-    middle = (ours + theirs) / 2  # of neighbours: where bfloat16 rounding turns over
+    middle = (ours + theirs) / 2  # where rounding to bfloat16 changes from one neighbour to the other
     assert int(differ.sum()) < 1e-3 * differ.numel()
     assert bool(((exact - middle).abs() <= size * 2.0**-20)[differ].all()), "a sum of 16 errs by 15 * 2^-24"
-    # Neighbours in bfloat16 are at most 2^-7 of the larger one apart.
+    # Neighbours in bfloat16 differ by at most 2^-7 of the larger one.
     assert bool(((ours - theirs).abs() <= torch.maximum(ours.abs(), theirs.abs()) * 2.0**-7)[differ].all())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", PLAIN)
 def test_millions(oracle: Oracle, mode: str, device: torch.device) -> None:
-    """Ordinary data in bulk: forms of the formulas that differ in a few of a million codes show here."""
+    """Millions of ordinary values: differences in a few of a million codes would show."""
     gen = torch.Generator().manual_seed(7)
     for dtype in FLOATS:
         for kind in ("normal", "heavy"):

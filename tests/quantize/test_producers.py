@@ -1,4 +1,4 @@
-"""silu_and_mul_quantize and rms_norm_quantize: their composition bit for bit, and close to eager torch."""
+"""silu_and_mul_quantize and rms_norm_quantize: bits of their composition, and close to eager torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def poison(device: torch.device, m: int, k: int, itemsize: int = 2) -> None:
 
 
 def assert_is_quantized(t: NVFP4Tensor, y: Tensor, offs: Tensor | None = None) -> None:
-    """Bit for bit what quantize makes of y, which lies on the CPU."""
+    """Requires the bits of quantize(y); y is on the CPU."""
     assert_parts(parts(t), reference.quantize(y, None, True, offs=offs))
     assert (t.e4m3_max, t.hadamard_signs) == (448, None)
 
@@ -59,18 +59,18 @@ def test_silu_of_kinds(kind: str, device: torch.device, gen: torch.Generator) ->
 
 
 def gates(dtype: torch.dtype) -> Tensor:
-    """Every 16-bit value once as a gate, times 1: rows (4096, 32), [gate | up]."""
+    """Every 16-bit value once as a gate, with up = 1: (4096, 32), [gate | up]."""
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).view(4096, 16)
     return torch.cat((every, torch.ones(4096, 16, dtype=dtype)), dim=1)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=short)
 def test_silu_of_every_gate(dtype: torch.dtype, device: torch.device) -> None:
-    """Codes, scales and amax of all 65536 gates, in rows of neighbours and one by one beside zeros."""
+    """Codes, scales and amax of all 65536 gates, in rows of neighbours, and one in each row of zeros."""
     x = gates(dtype)
     y = reference.silu_and_mul(x)
     assert_is_quantized(fp4gemm.silu_and_mul_quantize(x.to(device)), y)
-    # Alone in its row a gate shows in amax with every bit.
+    # With one gate in a row, amax shows all of its bits.
     alone = torch.zeros(65536, 32, dtype=dtype)
     alone[:, 0], alone[:, 16] = x[:, :16].flatten(), 1.0
     t = fp4gemm.silu_and_mul_quantize(alone.to(device))
@@ -82,10 +82,10 @@ def test_silu_of_every_gate(dtype: torch.dtype, device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=short)
 def test_silu_is_close_to_eager(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> None:
-    """Over all gates the reference differs from F.silu in 16 results at most, each by one rounding.
+    """Over all gates the reference differs from F.silu in at most 16 results, each by one rounding.
 
-    Eager torch rounds exp to float32 first, which moves a result across a tie of bfloat16 or float16 now and
-    then.
+    Eager torch rounds exp to float32 first, which occasionally moves a result across a tie of bfloat16 or
+    float16.
     """
     gate = gates(dtype)[:, :16].contiguous()
     eager = torch.nn.functional.silu(gate.to(device)).cpu()
@@ -143,7 +143,7 @@ def test_silu_of_groups(values: list[int], device: torch.device, gen: torch.Gene
 
 
 def eager_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """LlamaRMSNorm of Hugging Face transformers, by its operations."""
+    """The operations of LlamaRMSNorm in Hugging Face transformers."""
     wide = x.to(torch.float32)
     variance = wide.pow(2).mean(-1, keepdim=True)
     y = (wide * torch.rsqrt(variance + eps)).to(x.dtype)
@@ -152,7 +152,7 @@ def eager_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 @pytest.fixture(params=["plain", "weight", "residual", "both"])
 def extras(request: pytest.FixtureRequest) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
-    """(weight, residual) of each combination."""
+    """The weight and the residual of each combination."""
     which = str(request.param)
 
     def draw(m: int, k: int, dtype: torch.dtype, gen: torch.Generator) -> tuple[Tensor | None, Tensor | None]:
@@ -214,7 +214,7 @@ def test_norm_of_kinds(kind: str, device: torch.device, gen: torch.Generator) ->
 
 
 def test_norm_of_nan_and_infinity(device: torch.device, gen: torch.Generator) -> None:
-    """A row with NaN is NaN throughout: amax 0 and codes 7; one with infinity has zeros and one NaN."""
+    """A row with NaN is all NaN: amax 0 and codes 7. A row with infinity becomes zeros and one NaN."""
     x = make("normal", 4, 64, torch.bfloat16, gen)
     x[1, 7], x[2, 9] = torch.nan, torch.inf
     y, _ = reference.rms_norm(x, None, None, 1e-6)
@@ -228,7 +228,7 @@ def test_norm_of_nan_and_infinity(device: torch.device, gen: torch.Generator) ->
 
 @pytest.mark.parametrize("dtype", HALVES, ids=short)
 def test_norm_is_close_to_eager(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> None:
-    """At most 1 in 500 elements differ from LlamaRMSNorm, whose sum has another order, by a rounding."""
+    """At most 1 in 500 elements differs, by one rounding, from LlamaRMSNorm, which sums in another order."""
     x = make("heavy", 256, 2048, dtype, gen)
     weight = (1 + 0.2 * torch.randn(2048, generator=gen)).to(dtype)
     for given in (None, weight):

@@ -18,7 +18,7 @@ def parts(t: fp4gemm.NVFP4Tensor) -> tuple[tuple[str, torch.Tensor], ...]:
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
 @pytest.mark.parametrize(("m", "k"), SHAPES)
 def test_equals_reference(m: int, k: int, scaling: str, device: torch.device, gen: torch.Generator) -> None:
-    """What the reference computes on the CPU, pads included, though the memory was full of 0xFF."""
+    """The bits of the reference on the CPU, padding included, although the memory was full of 0xFF."""
     x = make("row_ranges", m, k, torch.bfloat16, gen)
     want = reference.quantize(x, None, scaling == "row")
     rows, columns = (m + 127) // 128 * 128, (k // 16 + 3) // 4 * 4
@@ -36,7 +36,7 @@ def test_equals_reference(m: int, k: int, scaling: str, device: torch.device, ge
 def test_row_stride_above_k(
     dtype: torch.dtype, scaling: str, device: torch.device, gen: torch.Generator
 ) -> None:
-    """The columns next to x are NaN, so a kernel that strays shows it in amax and codes."""
+    """The columns next to x are NaN, which would show in amax and codes if a kernel read them."""
     wide = torch.full((37, 160), torch.nan, dtype=dtype)
     wide[:, 16:112] = make("normal", 37, 96, dtype, gen)
     view = wide.to(device)[:, 16:112]
@@ -65,7 +65,7 @@ def test_input_is_not_changed(dtype: torch.dtype, device: torch.device, gen: tor
 
 
 def test_power_of_two_scaling_of_a_row(device: torch.device, gen: torch.Generator) -> None:
-    """Per row, a power of two moves into amax alone; the other rows keep every bit."""
+    """With a scale per row, a power of two changes amax alone, and other rows keep their bits."""
     x = make("normal", 40, 256, torch.float32, gen)
     scaled = x.clone()
     scaled[11] *= 2.0**13

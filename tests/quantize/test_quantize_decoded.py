@@ -1,4 +1,4 @@
-"""decoded=True: the float16 operand in one pass, bit for bit what decode makes of the quantized tensor."""
+"""decoded=True: the float16 operand in one pass, with the bits of decode(quantize(x))."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -
 
 
 def values(t: NVFP4Tensor) -> Tensor:
-    """float16 q * s on the CPU, by a table and a product that float64 holds."""
+    """float16 q * s on the CPU, from a table and a product that is exact in float64."""
     codes, scales = t.codes.cpu().int(), t.compact_scales().cpu().double()
     q = E2M1[torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)]
     return (q * scales.repeat_interleave(16, dim=-1)).half()
@@ -37,7 +37,7 @@ def assert_decoded(got: DecodedTensor, want: NVFP4Tensor, where: str = "") -> No
 
 
 def check(x: Tensor, mode: Mode, device: torch.device, where: str = "", **more: Any) -> DecodedTensor:
-    """x, quantized with these options and decoded, both ways; NaN stands where the result will."""
+    """Quantizes and decodes x in one pass and in two; the memory of the result holds NaN before."""
     moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in more.items()}
     want = fp4gemm.quantize(x.to(device), **mode.on(device), **moved)
     dirty(device, 2 * x.numel(), 4 * x.shape[0])
@@ -59,7 +59,7 @@ def test_equals_decode(mode: Mode, device: torch.device, gen: torch.Generator) -
 @pytest.mark.parametrize("dtype", FLOATS, ids=short)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_input(kind: str, dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> None:
-    """NaN, minus zero, extreme and vanishing rows, with measured and with given amaxes."""
+    """NaN, -0, extreme and vanishing rows, with measured and with given amaxes."""
     for rows in (40, 1200):  # few, and enough for the shapes of many
         x = make(kind, rows, 160, dtype, gen)
         special = x.clone()
@@ -197,7 +197,7 @@ def test_compile(backend: str, device: torch.device, gen: torch.Generator) -> No
 
 
 def test_the_reference_is_the_operator(gen: torch.Generator) -> None:
-    """reference.quantize_decoded takes the options of reference.quantize."""
+    """reference.quantize_decoded has the options of reference.quantize."""
     x = make("heavy", 33, 96, torch.bfloat16, gen)
     for mode in ALONG_ROWS:
         options = {key: value for key, value in mode.operator().items() if key != "block_rows"}

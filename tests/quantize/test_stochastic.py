@@ -1,4 +1,4 @@
-"""Stochastic rounding: where the random numbers come from, and what they do on average."""
+"""Stochastic rounding: the source of the random numbers, and their effect on average."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def x(device: torch.device, gen: torch.Generator) -> Tensor:
 
 
 def test_the_state_decides(x: Tensor) -> None:
-    """Same state, same bits; scales and amax are those of round to nearest."""
+    """The same state gives the same bits; scales and amax are those of rounding to nearest."""
     nearest = fp4gemm.quantize(x)
     seen = [nearest.codes]
     for seed, offset in ((1, 0), (1, 1), (1, 2**32), (2, 0), (2**32, 0), (-1, -1)):
@@ -51,7 +51,7 @@ def test_axis_0_takes_the_next_offset(x: Tensor) -> None:
 
 
 def test_bytes_depend_on_the_place_alone(x: Tensor) -> None:
-    """Groups and row strides change nothing, and neither do rows that follow."""
+    """Groups, row strides and the rows that follow do not change the random bytes of an element."""
     options = {"stochastic": True, "rng_state": state(7, 7, x.device)}
     t = fp4gemm.quantize(x, **options)
     offs = torch.tensor([5, 5, 30, 48], dtype=torch.int32, device=x.device)
@@ -62,7 +62,7 @@ def test_bytes_depend_on_the_place_alone(x: Tensor) -> None:
 
 
 def test_generators(x: Tensor) -> None:
-    """torch.manual_seed and a generator's seed reproduce; the draws in a row differ."""
+    """torch.manual_seed and a generator's seed reproduce results; consecutive draws differ."""
 
     def draws(generator: torch.Generator | None = None) -> list[Tensor]:
         return [fp4gemm.quantize(x, stochastic=True, generator=generator).codes for _ in range(2)]
@@ -87,7 +87,7 @@ def test_generators(x: Tensor) -> None:
 
 
 def test_the_default_generator_draws_once(x: Tensor) -> None:
-    """One torch.randint of two int64 numbers, whatever else is asked for, so that streams stay in step."""
+    """Every call draws one torch.randint of two int64 numbers, so that runs stay in step."""
     if x.is_cuda:
         before = torch.cuda.get_rng_state(x.device)
         restore = lambda: torch.cuda.set_rng_state(before, x.device)  # noqa: E731
@@ -132,7 +132,7 @@ def test_probabilities(device: torch.device) -> None:
 
 
 def test_less_biased_than_nearest(device: torch.device) -> None:
-    """The mean over many draws comes close to x where round to nearest always errs."""
+    """The mean of many draws is closer to x than rounding to nearest."""
     x = torch.full((16, 64), 0.3, device=device)
     x[:, ::16] = 1.0
     nearest = fp4gemm.quantize(x).dequantize().double()
@@ -146,7 +146,7 @@ def test_less_biased_than_nearest(device: torch.device) -> None:
 
 
 def test_independent_of_the_neighbours(device: torch.device) -> None:
-    """Random bits of different elements, blocks and rows are not correlated: halves are coins."""
+    """Random bits of different elements, blocks and rows are not correlated."""
     x = torch.full((256, 256), 0.25)
     x[:, 0] = 2688.0
     x[:, 16::16] = 6.0

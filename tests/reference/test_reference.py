@@ -30,7 +30,7 @@ def f32(bits: int) -> float:
 
 
 def row(*head: float, fill: float = 0.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """One row of 32: the given values, then ``fill``."""
+    """A row of 32 elements: the given values, then ``fill``."""
     return torch.tensor([[*head] + [fill] * (32 - len(head))], dtype=torch.float64).to(dtype)
 
 
@@ -96,7 +96,7 @@ def test_e2m1_of_every_16_bit_value(dtype: torch.dtype) -> None:
 
 
 def test_e2m1_around_every_tie() -> None:
-    """The 2 * 64 float32 neighbours of each midpoint, both signs: only the midpoint itself is a tie."""
+    """The 64 float32 neighbours on both sides of each midpoint: only the midpoint itself is a tie."""
     steps = torch.arange(-64, 65, dtype=torch.int32)
     middle = torch.tensor(TIES).view(torch.int32).unsqueeze(1)
     x = (middle + steps).view(torch.float32).flatten()
@@ -152,7 +152,7 @@ def test_e4m3_around_every_midpoint() -> None:
 
 
 def test_infinity() -> None:
-    """A = inf makes S = 1: the block with inf has scale 448, the other blocks are cast as they are."""
+    """A = inf gives S = 1: the block with inf has scale 448, and the other blocks are cast unscaled."""
     x = row(torch.inf, -torch.inf, 448.0 * 3, -1.0, fill=6.0)
     codes, scales, amax = reference.quantize(x, None, True)
     assert amax.tolist() == [torch.inf]
@@ -241,7 +241,7 @@ def test_dequantize_equals_numpy_model(e4m3_max: int, per_row: bool, gen: torch.
 def test_decode_is_exact_for_every_code_and_scale() -> None:
     """All 16 codes times all 127 finite scale bytes, as float16 against float64."""
     codes = torch.arange(16, dtype=torch.uint8).view(8, 2)
-    codes = (codes[:, 0] | codes[:, 1] << 4).repeat(127, 1)  # (127, 8): every code once a row
+    codes = (codes[:, 0] | codes[:, 1] << 4).repeat(127, 1)  # (127, 8): every code once in each row
     scales = fp4gemm.swizzle_scales(
         torch.arange(127, dtype=torch.uint8).view(127, 1).view(torch.float8_e4m3fn)
     )

@@ -49,7 +49,9 @@ def quantized(
 def test_equals_model(offs: str, mode: str, gen: torch.Generator) -> None:
     for kind in ("row_ranges", "wide_blocks"):
         x = make(kind, M, K, torch.bfloat16, gen)
-        x[150:] = torch.nan if MODES[mode].rotation is None else 1e30  # what lies behind some of the ends
+        x[150:] = (
+            torch.nan if MODES[mode].rotation is None else 1e30
+        )  # rows behind some of the ends are in no group
         codes, scales, amax = model_quantize.grouped(x.float().numpy(), MODES[mode], OFFS[offs])
         want = torch.from_numpy(codes), torch.from_numpy(scales), torch.from_numpy(amax)
         got = quantized(x, MODES[mode], OFFS[offs])
@@ -79,7 +81,7 @@ def test_one_group_is_dense(mode: str, gen: torch.Generator) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_permuted_groups(mode: str, gen: torch.Generator) -> None:
-    """Groups in another order give the same groups in that order."""
+    """Groups in another order give the same results in that order."""
     x = make("row_ranges", M, K, torch.bfloat16, gen)
     parts = x.split([70, 1, 100, 29])
     order = [2, 0, 3, 1]
@@ -111,7 +113,7 @@ def test_dequantize_equals_each_group(offs: str, mode: str, gen: torch.Generator
         begin = end
     got = reference.dequantize(codes, scales, amax, bound, torch.float32, offs=ends(OFFS[offs]))
     assert_bits(got, want, "values")
-    # Neither the bytes that are no scale nor the rows behind the groups are read.
+    # Bytes that hold no scale, and rows behind the groups, are not read.
     used = model_quantize.grouped(torch.ones(M, K).numpy(), Mode("row"), OFFS[offs])[1]
     dirty = scales.view(torch.uint8).masked_fill(torch.from_numpy(used) == 0, 0x7F)
     codes, amax = codes.clone(), amax.clone()
@@ -121,7 +123,7 @@ def test_dequantize_equals_each_group(offs: str, mode: str, gen: torch.Generator
 
 
 def test_stochastic_groups_draw_by_the_row_of_x(gen: torch.Generator) -> None:
-    """Row scaling makes rows independent of groups, so the codes are those of the whole, but for the tail."""
+    """With a scale per row, groups do not matter: the codes are those of the whole, but for rows behind."""
     x = make("normal", M, K, torch.bfloat16, gen)
     options = arguments(Mode("row", seed=5, offset=9))
     codes = reference.quantize(x, None, **options)[0]
@@ -140,7 +142,7 @@ def test_no_rows() -> None:
 
 
 def test_rows_of_scales_hold_any_groups(gen: torch.Generator) -> None:
-    """No split of m rows into g groups needs more tiles than there are, and some split needs all of them."""
+    """Every split of m rows into g groups fits into the rows of scales, and some split needs all of them."""
     for m, g in ((0, 3), (1, 1), (1, 5), (2, 2), (128, 1), (130, 2), (300, 3), (257, 129), (5, 1000)):
         rows = layout.grouped_scale_rows(m, g)
         busy = min(g, m)

@@ -1,4 +1,4 @@
-"""MXFP8 and its e8m0 scales: the corners of the format, the second model, and back."""
+"""MXFP8 and its e8m0 scales: edges of the format, comparison with the second model, dequantization."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_e8m0_corners() -> None:
 
 
 def test_e8m0_of_every_exponent() -> None:
-    """Each power of two, its neighbours and two mantissas between, against the search among all values."""
+    """Each power of two, its neighbours and two values between, against a search among all values."""
     exponents = torch.arange(255, dtype=torch.int32).unsqueeze(1) << 23
     x = (
         exponents + torch.tensor([0, 1, 2, 0x3FFFFF, 0x400000, 0x400001, 0x7FFFFF], dtype=torch.int32)
@@ -101,7 +101,7 @@ def test_columns_are_the_rows_of_the_transpose(
 @pytest.mark.parametrize("dtype", FLOATS, ids=short)
 @pytest.mark.parametrize(("m", "k"), SHAPES)
 def test_dequantize_equals_model(m: int, k: int, dtype: torch.dtype, fp8: str, gen: torch.Generator) -> None:
-    """Of every byte and every scale, NaN and infinity among them, in both layouts."""
+    """Every byte with every scale, also NaN and infinity, in both layouts."""
     values = torch.randint(0, 256, (m, k), generator=gen, dtype=torch.uint8)
     codes = torch.randint(0, 256, (m, k // 32), generator=gen, dtype=torch.uint8)
     if m > 1:
@@ -117,7 +117,7 @@ def test_dequantize_equals_model(m: int, k: int, dtype: torch.dtype, fp8: str, g
 
 @pytest.mark.parametrize("fp8", FP8)
 def test_largest_times_a_power_of_two_comes_back(fp8: str) -> None:
-    """MAX * 2^e has code 127 + e exactly, no spurious step up, and its image is itself."""
+    """MAX * 2^e has exactly the scale code 127 + e, and dequantizes to itself."""
     largest = torch.finfo(FP8[fp8]).max
     exponents = torch.arange(-100, 101)
     x = (largest * torch.exp2(exponents.double())).float()
@@ -128,7 +128,9 @@ def test_largest_times_a_power_of_two_comes_back(fp8: str) -> None:
     assert raw(scales).flatten().tolist() == (exponents[: len(x)] + 127).tolist()
     assert_bits(reference.mxfp8_dequantize(values, scales, torch.float32, False), rows, "values")
     for towards, step in ((0.0, 0), (torch.inf, 1)):
-        x_near = torch.nextafter(x[:-1], torch.tensor(towards))  # the next number up takes the next power
+        x_near = torch.nextafter(
+            x[:-1], torch.tensor(towards)
+        )  # the next larger number has the next power of two as its scale
         _, scales = reference.mxfp8_quantize(
             x_near.unsqueeze(1).expand(-1, 32).contiguous(), -1, FP8[fp8], False
         )
@@ -154,7 +156,7 @@ def test_corner_blocks(fp8: str) -> None:
 
 
 def test_error_bound(gen: torch.Generator) -> None:
-    """Nothing saturates, so e4m3 keeps |x - x'| <= 2^-4 |x| for elements that are normal there."""
+    """Nothing saturates, so |x - x'| <= 2^-4 |x| for elements that are normal in e4m3."""
     x = make("normal", 64, 512, torch.float32, gen)
     values, scales = reference.mxfp8_quantize(x, -1, torch.float8_e4m3fn, True)
     error = (reference.mxfp8_dequantize(values, scales, torch.float32, True) - x).abs()

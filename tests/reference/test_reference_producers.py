@@ -1,4 +1,4 @@
-"""SiLU-and-multiply and RMS norm of the reference: every input, the second model, eager torch."""
+"""SiLU-and-multiply and RMS norm of the reference against the second model and eager torch."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ TABLES: dict[torch.dtype, Tensor] = {}
 
 
 def table(dtype: torch.dtype) -> Tensor:
-    """The exact table takes seconds, so it is made once."""
+    """The exact table needs seconds, so it is computed once."""
     if dtype not in TABLES:
         TABLES[dtype] = model_producers.silu(dtype)
     return TABLES[dtype]
 
 
 def gates(dtype: torch.dtype) -> Tensor:
-    """(2048, 64): all 2^16 numbers beside ones."""
+    """(2048, 64): all 2^16 numbers as gates, with up = 1."""
     every = model_producers.all_values(dtype).view(2048, 32)
     return torch.cat([every, torch.ones_like(every)], dim=1)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=short)
 def test_silu_of_every_number(dtype: torch.dtype) -> None:
-    """From the exact value by way of float32; with u = 1 the product adds no rounding."""
+    """The exact value, rounded to float32 and then to the dtype; with u = 1 the product adds no rounding."""
     assert_same_value(reference.silu_and_mul(gates(dtype)), table(dtype).view(2048, 32), "silu")
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=short)
 def test_silu_as_eager_torch_has_it(dtype: torch.dtype) -> None:
-    """Apart from the error of its float32 exp, which shows in at most a few neighbours."""
+    """Equal to eager torch, but for the error of its float32 exp, which changes a few results."""
     got = reference.silu_and_mul(gates(dtype)).flatten()
     eager = torch.nn.functional.silu(model_producers.all_values(dtype))
     assert torch.equal(got.isnan(), eager.isnan())
@@ -101,7 +101,7 @@ def test_rms_norm_equals_model(
 
 @pytest.mark.parametrize("dtype", HALVES, ids=short)
 def test_rms_norm_near_eager_torch(dtype: torch.dtype, gen: torch.Generator) -> None:
-    """LlamaRMSNorm in eager torch: the same roundings, another order of the sum."""
+    """LlamaRMSNorm in eager torch rounds in the same places, but sums in another order."""
     x, w = make("normal", 64, 1024, dtype, gen), make("normal", 1, 1024, dtype, gen)[0]
     wide = x.float()
     eager = w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
@@ -112,7 +112,7 @@ def test_rms_norm_near_eager_torch(dtype: torch.dtype, gen: torch.Generator) -> 
 
 @pytest.mark.parametrize("k", [16, 48, 1040])
 def test_inverse_rms_to_the_last_bit(k: int, gen: torch.Generator) -> None:
-    """Before y hides it: root and division are correctly rounded, the sum has its order."""
+    """1 / sqrt itself: root and division are correctly rounded, and the order of the sum is fixed."""
     h = make("row_ranges", 16000 // k, k, torch.bfloat16, gen).float()
     got = inverse_rms(h, torch.tensor(1e-5))
     assert_bits(got, torch.from_numpy(model_producers.inverse_rms(h.numpy(), 1e-5)), "r")

@@ -41,7 +41,7 @@ def test_philox_known_answers(seed: int, sequence: int, offset: int, words: str)
 
 
 def test_bytes_of_a_block_are_those_of_its_draw() -> None:
-    """Sequence 5 is block 1 of row 2 of two blocks a row; element i takes byte i % 4 of word i // 4."""
+    """Sequence 5 is block 1 of row 2, with two blocks in a row; element i has byte i % 4 of word i // 4."""
     got = random_bytes(torch.tensor([1234, 7]), 0, 2, 3, 2)[0, 1]
     words = "78352b63", "8fb42772", "2160d7ea", "7f6082ea"
     assert bytes(got.tolist()) == b"".join(bytes.fromhex(word)[::-1] for word in words)
@@ -52,7 +52,7 @@ def test_bytes_of_a_block_are_those_of_its_draw() -> None:
 )
 @pytest.mark.parametrize("advance", [0, 1])
 def test_bytes_equal_model(seed: int, offset: int, advance: int) -> None:
-    """All of 64 bits count, and the offset wraps."""
+    """All 64 bits of seed and offset count, and the offset wraps around."""
     got = random_bytes(torch.tensor([seed, offset]), advance, 1, 4, 3).view(3, 48)
     want = model_quantize.random_bytes(seed, offset + advance, 4, 3)[1:]
     assert got.tolist() == want.tolist()
@@ -60,7 +60,7 @@ def test_bytes_equal_model(seed: int, offset: int, advance: int) -> None:
 
 @pytest.mark.parametrize(("lower", "width"), STEPS, ids=str)
 def test_exact_distribution_in_each_interval(lower: float, width: float) -> None:
-    """Of the 256 bytes floor(256 f) round up, for f on 1/1024 and next to every 1/256; either sign."""
+    """floor(256 f) of the 256 bytes round up, for f = i / 1024 and next to i / 256, with both signs."""
     f = torch.arange(1024) / 1024
     x = lower + f * width
     near = torch.cat([torch.nextafter(x, torch.tensor(0.0)), torch.nextafter(x, torch.tensor(9.0))])
@@ -74,7 +74,7 @@ def test_exact_distribution_in_each_interval(lower: float, width: float) -> None
         magnitude = code & 7
         assert bool(((magnitude == low) | (magnitude == high)).all())
         assert_bits((magnitude == high).sum(1), want.long(), "number of bytes that round up")
-        # So the mean is never above the magnitude, and below it by less than 1/256 of the step.
+        # So the mean magnitude is at most the exact one, and less than 1/256 of a step below it.
         bias = fraction - want / 256
         assert 0 <= bias.min().item() <= bias.max().item() < 1 / 256
 
@@ -97,11 +97,11 @@ def test_codes_of_the_grid_do_not_move() -> None:
 
 @pytest.mark.parametrize("axis", [-1, 0], ids=["rows", "columns"])
 def test_mean_of_many_draws(axis: int, gen: torch.Generator) -> None:
-    """Dequantized means approach x from below in magnitude, within step / 256 and five standard errors."""
+    """Means of dequantized draws are below x in magnitude by at most step / 256 plus five standard errors."""
     x = (torch.rand(16, 64, generator=gen) * 5 + 0.5) * torch.where(
         torch.rand(16, 64, generator=gen) < 0.5, -1, 1
     )
-    x[0, 0] = 6.0 * 448  # alone decides the amax: other scales are powers of two times 448 / 6
+    x[0, 0] = 6.0 * 448  # this value decides the amax; other scales are powers of two times 448 / 6
     draws = 1500
     total = torch.zeros(16, 64) if axis == -1 else torch.zeros(64, 16)
     amax = torch.tensor([6.0 * 448])
@@ -114,14 +114,14 @@ def test_mean_of_many_draws(axis: int, gen: torch.Generator) -> None:
     ones = torch.full((x.numel() // 2,), 0x22, dtype=torch.uint8).view_as(parts[0])
     scale = reference.dequantize(ones, scales, amax, 448, torch.float32)
     scale = scale if axis == -1 else scale.t()
-    inside = x.abs() < 6 * scale  # what is beyond saturates
+    inside = x.abs() < 6 * scale  # larger values saturate
     step = 2 * scale  # the widest
     error = (mean - x) * x.sign()
     noise = 5 * step / 2 / draws**0.5
     assert int(inside.sum()) > 900
     assert bool((error <= noise)[inside].all())
     assert bool((error >= -step / 256 - noise)[inside].all())
-    # Over all elements the noise averages out.
+    # Averaged over all elements the noise is small.
     assert abs((error / scale)[inside].mean().item()) < 2 / 256
 
 
@@ -137,7 +137,7 @@ def test_scales_and_amax_are_those_of_rounding_to_nearest(gen: torch.Generator) 
 
 
 def test_state_decides_alone(gen: torch.Generator) -> None:
-    """Same state, same codes; another seed or offset, others; columns draw where rows do at offset + 1."""
+    """The same state gives the same codes, another one others; columns draw as rows at offset + 1."""
     x = make("normal", 48, 48, torch.bfloat16, gen)
 
     def codes(seed: int, offset: int, x: torch.Tensor = x, axis: int = -1) -> torch.Tensor:

@@ -83,10 +83,10 @@ def test_columns_are_the_rows_of_the_transpose(mode: str, gen: torch.Generator) 
 
 @pytest.mark.parametrize("mode", [name for name, mode in MODES.items() if mode.seed is None])
 def test_given_amax(mode: str, gen: torch.Generator) -> None:
-    """Larger, smaller, zero, infinite and NaN ones; the result has none of its own."""
+    """Given amaxes: larger, smaller, zero, infinite and NaN. The result then contains no amax."""
     options = MODES[mode]
     x = make("heavy", 48, 64, torch.float32, gen)
-    x[:, 16:32] *= 1e-37  # where a huge S does not saturate
+    x[:, 16:32] *= 1e-37  # blocks in which a huge S does not saturate
     for axis in (-1, 0):
         y = x if axis == -1 else x.t().contiguous()
         values = torch.tensor([1e3, 1e-3, 1.0, 0.0, torch.inf, torch.nan, 1e-38, 1e38])
@@ -114,7 +114,7 @@ def test_given_amax_of_both(gen: torch.Generator) -> None:
 
 
 def test_per_token_codes_of_vanishing_blocks_are_zero() -> None:
-    """Where the block scale is 0, te saturates every nonzero element and te_per_token drops it."""
+    """If the block scale is 0, te saturates every nonzero element, and te_per_token makes it 0."""
     x = torch.zeros(1, 32)
     x[0, 0] = 1.0
     x[0, 16:20] = torch.tensor([2e-6, -2e-6, 0.0, -0.0])
@@ -143,7 +143,7 @@ def test_tiles_share_their_scale(gen: torch.Generator) -> None:
 
 
 def test_four_over_six_has_the_smaller_error(gen: torch.Generator) -> None:
-    """Blocks of its own choice dequantize at least as well as those mapped to 6, and about a third differ."""
+    """No block has a larger error than when mapped to 6, and about a third of the blocks differ."""
     x = make("normal", 256, 512, torch.float32, gen)
     blocks = x.view(256, 32, 16)
     for norm in (1, 2):
@@ -162,7 +162,7 @@ def test_four_over_six_has_the_smaller_error(gen: torch.Generator) -> None:
     ("norm", "bound", "fast"), list(itertools.product(("mae", "mse"), (448, 256), (False, True)))
 )
 def test_errors_of_four_over_six(norm: str, bound: int, fast: bool, gen: torch.Generator) -> None:
-    """The errors themselves, whose last bits decide few blocks, and their sums over tiles."""
+    """The errors of blocks, whose last bits decide few blocks, and their sums over tiles."""
     x = torch.randn(50, 4, 16, generator=gen)
     nibbles = torch.randint(0, 16, x.shape, generator=gen, dtype=torch.uint8)
     scales = (
@@ -241,7 +241,7 @@ def test_padding_of_scales_is_never_read(gen: torch.Generator) -> None:
 
 
 def test_dequantize_of_nan_scales_and_amax(gen: torch.Generator) -> None:
-    """Arithmetic decides: NaN scales and amaxes spread to their rows, an infinite amax times 0 is NaN."""
+    """NaN scales and amaxes make their rows NaN, and an infinite amax times 0 is NaN."""
     codes = make_codes(3, 32, gen)
     scales = torch.full((3, 2), 0x38, dtype=torch.uint8)
     scales[0, 1] = 0x7F
@@ -256,7 +256,7 @@ def test_dequantize_of_nan_scales_and_amax(gen: torch.Generator) -> None:
     "mode", ["per_token-row", "per_token-tensor", "fp32-row", "bf16-tensor", "fp32-per_token"]
 )
 def test_millions(mode: str) -> None:
-    """Ordinary data in bulk for what TransformerEngine's reference has no form of."""
+    """Millions of ordinary values, in the variants that TransformerEngine's reference lacks."""
     gen = torch.Generator().manual_seed(11)
     for dtype, kind in itertools.product((torch.bfloat16, torch.float32), ("normal", "heavy")):
         x = make(kind, 512, 1024, dtype, gen)
