@@ -77,9 +77,8 @@ def test_mm_kinds(kind: str, scaling: str, device: torch.device, gen: torch.Gene
 @pytest.mark.parametrize("k", [32, 96, 512, 2048])
 def test_small_integers_are_exact(k: int, device: torch.device, gen: torch.Generator) -> None:
     """With integer codes and unit scales, D is the integer product."""
-    integer_codes = torch.tensor(
-        [0, 2, 4, 5, 6, 7, 10, 12, 13, 14, 15]
-    )  # 0, 1, 2, 3, 4, 6 and their negatives
+    # 0, 1, 2, 3, 4, 6 and their negatives
+    integer_codes = torch.tensor([0, 2, 4, 5, 6, 7, 10, 12, 13, 14, 15])
     ones = torch.ones(1, device=device)
 
     def integers(rows: int) -> tuple[NVFP4Tensor, torch.Tensor]:

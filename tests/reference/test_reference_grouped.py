@@ -49,9 +49,8 @@ def quantized(
 def test_equals_model(offs: str, mode: str, gen: torch.Generator) -> None:
     for kind in ("row_ranges", "wide_blocks"):
         x = make(kind, M, K, torch.bfloat16, gen)
-        x[150:] = (
-            torch.nan if MODES[mode].rotation is None else 1e30
-        )  # rows behind some of the ends are in no group
+        # With some ends, these rows are in no group.
+        x[150:] = torch.nan if MODES[mode].rotation is None else 1e30
         codes, scales, amax = model_quantize.grouped(x.float().numpy(), MODES[mode], OFFS[offs])
         want = torch.from_numpy(codes), torch.from_numpy(scales), torch.from_numpy(amax)
         got = quantized(x, MODES[mode], OFFS[offs])

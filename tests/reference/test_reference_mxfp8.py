@@ -128,9 +128,8 @@ def test_largest_times_a_power_of_two_comes_back(fp8: str) -> None:
     assert raw(scales).flatten().tolist() == (exponents[: len(x)] + 127).tolist()
     assert_bits(reference.mxfp8_dequantize(values, scales, torch.float32, False), rows, "values")
     for towards, step in ((0.0, 0), (torch.inf, 1)):
-        x_near = torch.nextafter(
-            x[:-1], torch.tensor(towards)
-        )  # the next larger number has the next power of two as its scale
+        # The next larger number has the next power of two as its scale.
+        x_near = torch.nextafter(x[:-1], torch.tensor(towards))
         _, scales = reference.mxfp8_quantize(
             x_near.unsqueeze(1).expand(-1, 32).contiguous(), -1, FP8[fp8], False
         )
