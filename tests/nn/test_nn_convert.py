@@ -62,7 +62,9 @@ def test_quantize_model_swaps_and_reports() -> None:
     }
     assert found["up"].shape == (128, 64)
     assert found["up"].bytes_before == (128 * 64 + 128) * 4
-    assert found["up"].bytes_after == 128 * 32 + 128 * 4 + 128 * 4 + 128 * 4  # codes, scales, amax, bias
+    assert (
+        found["up"].bytes_after == 128 * 32 + 128 * 4 + 128 * 4 + 128 * 4 + 4
+    )  # codes, scales, amax, bias, e4m3_max
     assert (found["again"].bytes_before, found["again"].reason) == (0, "same module as up")
     assert found["odd"].reason == "out_features is 10, must be a positive multiple of 8"
     assert found["odd"].bytes_before == found["odd"].bytes_after > 0
@@ -103,6 +105,21 @@ def test_the_default_is_inplace_and_warns_of_what_it_skips() -> None:
     assert type(model.up) is nn.Linear
     linear = float_linear()
     assert same_state(nn.quantize_model(linear), nn.Linear.from_float(linear))
+
+
+def test_the_warning_names_every_layer_with_its_reason() -> None:
+    with pytest.warns(UserWarning, match="quantize_model: 2 linear layers stay as they are") as caught:
+        nn.quantize_model(Block())
+    text = str(caught[0].message)
+    assert "'odd' (out_features is 10, must be a positive multiple of 8)" in text
+    assert "'special' (its type is NonDynamicallyQuantizableLinear, which types does not name)" in text
+    many = torch.nn.Sequential(float_linear(), *(torch.nn.Linear(64, 10) for _ in range(40)))
+    with pytest.warns(UserWarning, match="40 linear layers") as caught:
+        nn.quantize_model(many)
+    assert "40 linear layers stay as they are: '1', '2', '3', '4' and 36 more (out_features is 10" in str(
+        caught[0].message
+    )
+    assert len(str(caught[0].message)) < 300
 
 
 def test_a_linear_model_and_a_second_pass() -> None:

@@ -48,14 +48,17 @@ BAD_STATES: dict[str, tuple[Callable[[dict], object], str]] = {
     "bias-half": (_scaled("bias", torch.bfloat16), "bias: dtype is torch.bfloat16"),
     "bias-shape": (lambda s: s.update(bias=torch.ones(8)), r"bias: shape is \(8,\), must be \(24,\)"),
     "no-scales": (lambda s: s.pop("weight_scales"), "weight_scales: is missing"),
-    "no-bound": (lambda s: s.pop("_extra_state"), "_extra_state: is missing"),
     "bad-bound": (
-        lambda s: s.update(_extra_state=torch.tensor([300], dtype=torch.int32)),
-        "bound is 300, must be 448",
+        lambda s: s.update(weight_e4m3_max=torch.tensor([300], dtype=torch.int32)),
+        "weight_e4m3_max: e4m3 bound is 300, must be 448",
     ),
     "int-bound": (
-        lambda s: s.update(_extra_state=448),
-        r"_extra_state: got 448 \(int\), must be an int32 tensor",
+        lambda s: s.update(weight_e4m3_max=448),
+        r"weight_e4m3_max: got 448 \(int\), must be an int32 tensor",
+    ),
+    "bad-extra-state": (
+        lambda s: (s.pop("weight_e4m3_max"), s.update(_extra_state=torch.tensor([2], dtype=torch.int32))),
+        "weight_e4m3_max: e4m3 bound is 2, must be 448",
     ),
     "not-tensor": (
         lambda s: s.update(weight_amax=3.0),
@@ -209,6 +212,43 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: nn.quantize_model(_model(), include="mlp"),
         ValueError,
         "include: matches none of the 2",
+    ),
+    "model-exclude-nothing": (
+        lambda: nn.quantize_model(_model(), exclude=["lm_head"]),
+        ValueError,
+        "exclude: matches none of the 2 linear layers, such as '0'",
+    ),
+    "finite": (lambda: nn.Linear(32, 8, check_finite=True), TypeError, "check_finite: got True"),
+    "model-finite": (
+        lambda: nn.quantize_model(_model(), check_finite="warn"),
+        ValueError,
+        "check_finite: got 'warn', must be 'off' or 'raise'",
+    ),
+    "assign-shape": (
+        lambda: setattr(_layer(), "weight", torch.ones(16, 64)),
+        ValueError,
+        r"weight: shape is \(16, 64\), must be \(24, 64\)",
+    ),
+    "assign-dtype": (
+        lambda: setattr(_layer(), "weight", torch.ones(24, 64, dtype=torch.int8)),
+        TypeError,
+        "weight: dtype is torch.int8",
+    ),
+    "assign-nan": (
+        lambda: setattr(_layer(), "weight", nan_linear().weight),
+        ValueError,
+        "weight: 2 values are NaN or infinite",
+    ),
+    "assign-none": (lambda: setattr(_layer(), "weight", None), TypeError, "weight: got None"),
+    "assign-device": (
+        lambda: setattr(_layer(), "weight", torch.ones(24, 64, device="meta")),
+        ValueError,
+        "weight: device is meta, must be cpu, the device of the layer",
+    ),
+    "assign-bias": (
+        lambda: setattr(_layer(), "bias", torch.nn.Parameter(torch.ones(8))),
+        ValueError,
+        r"bias: shape is \(8,\), must be \(24,\)",
     ),
     "model-types": (
         lambda: nn.quantize_model(_model(), types=(torch.nn.Conv1d,)),

@@ -12,6 +12,7 @@ BUFFER_DTYPES = {
     "weight_codes": torch.uint8,
     "weight_scales": torch.float8_e4m3fn,
     "weight_amax": torch.float32,
+    "weight_e4m3_max": torch.int32,
     "bias": torch.float32,
 }
 

@@ -61,6 +61,12 @@ class Container:
         fields = {name: getattr(self, name) for name in (*self._constants, *self._optional)}
         return self._assembled(fields | {name: fn(part) for name, part in self._parts().items()} | changed)
 
+    def _stamped(self, dtype: torch.dtype) -> Self:
+        """Set the dtype of a container that was just made, and return it."""
+        if dtype is not torch.float32:  # the class attribute
+            object.__setattr__(self, "dtype", dtype)
+        return self
+
     @property
     def _elements(self) -> Tensor:
         elements: Tensor = getattr(self, self._tensors[0])

@@ -227,7 +227,7 @@ class NVFP4Tensor(Conventions, Container):
         made = NVFP4Tensor._trusted(
             codes, scales, amax, self.e4m3_max, offs, self.hadamard_signs, self.offs_dim
         )
-        return _of_dtype(made, self.dtype)
+        return made._stamped(self.dtype)
 
     def _options(self) -> list[str]:
         return scaling_options(self)
@@ -237,13 +237,6 @@ class NVFP4Tensor(Conventions, Container):
         scales = self.scales.view(torch.uint8)
         numbers = (self.e4m3_max, self.offs, self.hadamard_signs, self.offs_dim, self.dtype)
         return _unpickle, (self.codes, scales, self.amax, *numbers)
-
-
-def _of_dtype(t: NVFP4Tensor, dtype: torch.dtype) -> NVFP4Tensor:
-    """Set the dtype of a container that was just made; float32 is the class attribute."""
-    if dtype is not torch.float32:
-        object.__setattr__(t, "dtype", dtype)
-    return t
 
 
 def _unpickle(

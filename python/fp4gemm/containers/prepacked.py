@@ -129,7 +129,7 @@ def prepack(w: NVFP4Tensor) -> PrepackedTensor:
     ready(w.codes, "quantize")
     data = ops.prepack(w.codes, w.scales)
     made = PrepackedTensor._trusted(data, w.amax, w.shape, w.e4m3_max, w.hadamard_signs)
-    return made if w.dtype is made.dtype else made.to(w.dtype)
+    return made._stamped(w.dtype)
 
 
 def unprepack(p: PrepackedTensor) -> NVFP4Tensor:
@@ -148,7 +148,7 @@ def unprepack(p: PrepackedTensor) -> NVFP4Tensor:
     ready(p.data, "quantize")
     codes, scales = ops.unpack(p.data, *p.shape[-2:])
     made = NVFP4Tensor._trusted(codes, scales, p.amax, p.e4m3_max, None, p.hadamard_signs)
-    return made if p.dtype is made.dtype else made.to(p.dtype)
+    return made._stamped(p.dtype)
 
 
 _pytree.register(PrepackedTensor)

@@ -10,37 +10,73 @@ from torch import Tensor
 
 from .. import _checks
 
-# What NVFP4Tensor is made of; they load together.
+# The parts of an NVFP4Tensor, which load together.
 WEIGHT_BUFFERS = ("weight_codes", "weight_scales", "weight_amax")
-EXTRA_STATE = "_extra_state"  # torch's name for what get_extra_state returns
-# A buffer travels through Module.half() and friends as integers of its size, so that no cast sees it.
-BITS = {torch.uint8: torch.uint8, torch.float8_e4m3fn: torch.uint8, torch.float32: torch.int32}
+BOUND = "weight_e4m3_max"  # int32 (1,): 448 or 256; 448 where a checkpoint does not have it
+EXTRA_STATE = "_extra_state"  # where checkpoints of version 0.1.0 have the bound
+# A buffer passes through Module.half() and the like as integers of its size, so that no cast changes it.
+BITS = {
+    torch.uint8: torch.uint8,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float32: torch.int32,
+    torch.int32: torch.int32,
+}
+
+
+def new_buffers(n: int, k: int, num_amax: int, device: torch.device | None) -> dict[str, Tensor]:
+    """The buffers of a weight (n, k), uninitialised: codes, swizzled scales, amax and the e4m3 bound."""
+    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...] = (
+        ((n, k // 2), torch.uint8),
+        (_checks.padded_scale_shape(n, k), torch.float8_e4m3fn),
+        ((num_amax,), torch.float32),
+        ((1,), torch.int32),
+    )
+    return {
+        name: torch.empty(shape, dtype=dtype, device=device)
+        for name, (shape, dtype) in zip((*WEIGHT_BUFFERS, BOUND), shapes, strict=True)
+    }
 
 
 def keep_dtype(fn: Callable[[Tensor], Tensor], buffer: Tensor) -> Tensor:
-    """``fn(buffer)`` as far as place goes (device, shared memory), in the dtype and bits of the buffer."""
+    """The device and the memory of ``fn(buffer)``, with the dtype and the bits of the buffer."""
     bits = buffer.view(BITS[buffer.dtype])
     moved = fn(bits)
     if moved is bits:
         return buffer  # the same tensor object, so that tied buffers stay tied
-    # Module.type() casts integers as well; then only the new place is taken from it.
+    # Module.type() casts integers as well; then only the device of the result counts.
     return moved.view(buffer.dtype) if moved.dtype is bits.dtype else buffer.to(moved.device)
 
 
-def extra_state_problem(state: Any) -> str | None:
-    """Why ``state`` is not an e4m3 bound as get_extra_state wrote it; None if it is."""
-    if not isinstance(state, Tensor) or state.dtype is not torch.int32 or tuple(state.shape) != (1,):
-        return f"got {_checks.describe(state)}, must be an int32 tensor of shape (1,)"
-    if state.is_meta or int(state.item()) not in _checks.E4M3_BOUNDS:
-        value = "without a value (meta)" if state.is_meta else str(int(state.item()))
-        return f"e4m3 bound is {value}, must be {_checks.listing(_checks.E4M3_BOUNDS)}"
+def moved_dtype(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the float layer after ``fn`` of Module.half() and the like; ``dtype`` if it sets none."""
+    moved = fn(torch.empty(0, dtype=dtype)).dtype
+    return moved if moved in _checks.FLOAT_DTYPES else dtype
+
+
+def bound_problem(value: Any) -> str | None:
+    """Why ``value`` is not a stored e4m3 bound; None if it is one. Synchronises where it lies on a GPU."""
+    if not isinstance(value, Tensor) or value.dtype is not torch.int32 or tuple(value.shape) != (1,):
+        return f"got {_checks.describe(value)}, must be an int32 tensor of shape (1,)"
+    if not value.is_meta and int(value.item()) not in _checks.E4M3_BOUNDS:
+        return f"e4m3 bound is {int(value.item())}, must be {_checks.listing(_checks.E4M3_BOUNDS)}"
     return None
+
+
+def with_bound(state_dict: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+    """The same checkpoint with the bound where a layer has it: from the extra state, or 448 by default."""
+    extra, bound = prefix + EXTRA_STATE, prefix + BOUND
+    if prefix + WEIGHT_BUFFERS[0] not in state_dict or (extra not in state_dict and bound in state_dict):
+        return state_dict
+    state = dict(state_dict)
+    default = torch.tensor([max(_checks.E4M3_BOUNDS)], dtype=torch.int32)
+    state.setdefault(bound, state.pop(extra, default))
+    return state
 
 
 def checkpoint_problems(own: Mapping[str, Tensor], state_dict: Mapping[str, Any], prefix: str) -> list[str]:
     """Why the entries under ``prefix`` cannot be the state of a layer with the buffers ``own``, a text each.
 
-    torch itself looks at shapes only and would cast another dtype: uint8 bytes that hold e4m3 scales, for
+    torch itself compares shapes only and would cast another dtype: uint8 bytes that hold e4m3 scales, for
     instance, would become numbers from 0 to 255.
     """
     if prefix + "weight" in state_dict:
@@ -48,22 +84,22 @@ def checkpoint_problems(own: Mapping[str, Tensor], state_dict: Mapping[str, Any]
             f"{prefix}weight: is the weight of a float layer, must be {', '.join(WEIGHT_BUFFERS)}; "
             "load it into a torch.nn.Linear and convert that with Linear.from_float"
         ]
-    together = [prefix + name for name in (*WEIGHT_BUFFERS, EXTRA_STATE)]
+    together = [prefix + name for name in WEIGHT_BUFFERS]
     missing = [key for key in together if key not in state_dict]
     if len(missing) == len(together):
         return []  # torch reports missing keys, if strict
     problems = [f"{key}: is missing, must come with the other parts of the weight" for key in missing]
     for name, buffer in own.items():
-        key = prefix + name
-        if key in state_dict:
-            problem = _buffer_problem(buffer, state_dict[key])
-            problems += [] if problem is None else [f"{key}: {problem}"]
-    extra_key = together[-1]
-    extra = extra_state_problem(state_dict[extra_key]) if extra_key in state_dict else None
-    return problems if extra is None else [*problems, f"{extra_key}: {extra}"]
+        if prefix + name in state_dict:
+            problem = buffer_problem(name, buffer, state_dict[prefix + name])
+            problems += [] if problem is None else [f"{prefix}{name}: {problem}"]
+    return problems
 
 
-def _buffer_problem(buffer: Tensor, value: Any) -> str | None:
+def buffer_problem(name: str, buffer: Tensor, value: Any) -> str | None:
+    """Why ``value`` cannot take the place of the buffer of this name; None if it can."""
+    if name == BOUND:
+        return bound_problem(value)
     if not isinstance(value, Tensor):
         return f"got {_checks.describe(value)}, must be a torch.Tensor"
     if value.dtype is not buffer.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,37 +12,74 @@ from torch import Tensor
 from .. import _checks, support
 from ..containers.nvfp4 import NVFP4Tensor
 from ..containers.prepacked import PrepackedTensor, prepack, unprepack
-from ._state import BITS, WEIGHT_BUFFERS, checkpoint_problems, keep_dtype
+from ..quantize import quantize
+from ._inputs import (
+    WeightScaling,
+    check_bias,
+    check_float_weight,
+    check_quantized_weight,
+    dense_rows,
+)
+from ._state import (
+    BITS,
+    BOUND,
+    WEIGHT_BUFFERS,
+    buffer_problem,
+    checkpoint_problems,
+    keep_dtype,
+    moved_dtype,
+    new_buffers,
+    with_bound,
+)
 
 PREPACKED = "weight_prepacked"
-ORDER = (*WEIGHT_BUFFERS, PREPACKED, "bias")  # of the buffers
+ORDER = (*WEIGHT_BUFFERS, BOUND, PREPACKED, "bias")  # of the buffers
+# Held by a thread that replaces codes and scales by prepacked bytes or back, and by every forward that might
+# read codes and scales on a device that streams prepacked weights. A layer is thus prepacked once, and no
+# thread begins to read what another one is about to free. A device is synchronised before the lock is given
+# up, so that no stream still reads memory that the allocator may hand out again.
+_EXCHANGE = threading.RLock()
 
 
 class WeightModule(torch.nn.Module):
     """A module with an NVFP4 weight (n, k), which is held once: as codes and scales, or prepacked.
 
     What leaves the module (state_dict, pickles, copies, other devices) is always codes and scales. Prepacked
-    bytes keep their place in memory until the module moves, since a captured CUDA graph may read them. What
-    is not held is no buffer, rather than a buffer that is None, which torch.export (2.13) counts wrongly.
+    bytes keep their address until the module moves, since a captured CUDA graph may read them. A form that is
+    not held is absent from the buffers, rather than None, which torch.export (2.13) counts wrongly.
     """
 
     in_features: int
     out_features: int
-    e4m3_max: int
     weight_amax: Tensor
     bias: Tensor | None
+    # The dtype of the float weight that this one stands for: module.weight.dtype. No buffer has it.
+    dtype: torch.dtype = torch.float32
+    _e4m3_max: int  # the value of the buffer BOUND, which forward must not read: that would synchronise
     _has_weight: bool
+    # The buffers of WEIGHT_BUFFERS and BOUND that were looked at; see _notice.
+    _known: tuple[Tensor | None, ...]
     _is_captured = False  # a CUDA graph may read codes and scales, which then stay
+    _has_signed_scales = False  # the weight was prepacked with negative scales, whose signs are in the codes
 
     def _register_weight(self, num_amax: int, device: torch.device | None) -> None:
-        n, k = self.out_features, self.in_features
-        self.register_buffer("weight_codes", torch.empty(n, k // 2, dtype=torch.uint8, device=device))
-        scale_shape = _checks.padded_scale_shape(n, k)
-        self.register_buffer(
-            "weight_scales", torch.empty(scale_shape, dtype=torch.float8_e4m3fn, device=device)
-        )
-        self.register_buffer("weight_amax", torch.empty(num_amax, dtype=torch.float32, device=device))
-        self._non_persistent_buffers_set.add(PREPACKED)
+        for name, buffer in new_buffers(self.out_features, self.in_features, num_amax, device).items():
+            self.register_buffer(name, buffer)
+        self.e4m3_max = max(_checks.E4M3_BOUNDS)
+
+    # ---- the buffers
+
+    @property
+    def e4m3_max(self) -> int:
+        """448 or 256: the bound that the block scales were made with."""
+        return self._e4m3_max
+
+    @e4m3_max.setter
+    def e4m3_max(self, value: int) -> None:
+        _checks.is_one_of("e4m3_max", value, _checks.E4M3_BOUNDS)
+        self._e4m3_max = value
+        with torch.inference_mode(False):  # load_state_dict may write it later
+            self._hold(**{BOUND: torch.full_like(self.weight_amax[:1], value, dtype=torch.int32)})
 
     @property
     def weight_prepacked(self) -> Tensor | None:
@@ -56,7 +94,7 @@ class WeightModule(torch.nn.Module):
 
     @weight_codes.setter
     def weight_codes(self, value: Tensor) -> None:
-        self._hold(weight_codes=value)
+        self._hold_part("weight_codes", value)
 
     @property
     def weight_scales(self) -> Tensor:
@@ -66,93 +104,212 @@ class WeightModule(torch.nn.Module):
 
     @weight_scales.setter
     def weight_scales(self, value: Tensor) -> None:
-        self._hold(weight_scales=value)
+        self._hold_part("weight_scales", value)
 
     def _unprepacked(self, name: str) -> NVFP4Tensor:
         if self.weight_prepacked is None:
             raise AttributeError(name)  # not registered yet
         return unprepack(self._prepacked())
 
+    def _hold_part(self, name: str, value: Tensor) -> None:
+        """Codes or scales alone; the other part is what a read of it gives."""
+        if self._has_signed_scales and self._is_prepacked():
+            raise ValueError(
+                f"{name}: cannot be assigned alone, since the weight was prepacked with negative scales, "
+                "whose signs are in the codes now; assign `weight` or call load_state_dict"
+            )
+        self._hold_canonical()
+        self._hold(**{name: value})
+
     def _hold(self, **changed: Tensor | None) -> None:
-        """Set buffers, or take away those that are None; the others stay."""
+        """Set buffers, or remove those that are None; the others stay."""
         gone = {name for name, value in changed.items() if value is None}
         held = {name: t for name, t in {**self._buffers, **changed}.items() if name not in gone}
+        if PREPACKED in held:
+            self._non_persistent_buffers_set.add(PREPACKED)
         self._buffers = _ordered(held)  # at once, since other threads may be running the layer
+        if PREPACKED not in held:  # accelerate expects every name of this set among the buffers
+            self._non_persistent_buffers_set.discard(PREPACKED)
+        self._known = self._weight_buffers()
+
+    def _weight_buffers(self) -> tuple[Tensor | None, ...]:
+        return tuple(map(self._buffers.get, (*WEIGHT_BUFFERS, BOUND)))
+
+    def _notice(self) -> None:
+        """Look at buffers that other code has put into place, as accelerate's loaders do.
+
+        Raises:
+            ValueError: one of them does not fit the layer. Synchronises where the bound is on a GPU.
+        """
+        held, known = self._buffers, self._known
+        if (
+            held.get("weight_codes") is known[0]
+            and held.get("weight_scales") is known[1]
+            and held["weight_amax"] is known[2]
+            and held[BOUND] is known[3]
+        ):
+            return
+        found = self._weight_buffers()
+        if not self._has_weight and any(new is old for new, old in zip(found[:3], known[:3], strict=True)):
+            return  # not all parts of a weight yet
+        if any(t is not None and t.is_meta for t in found):
+            self._known = found  # offloaded
+            return
+        num_amax = 1 if self.weight_amax.numel() == 1 else self.out_features
+        wanted = new_buffers(self.out_features, self.in_features, num_amax, torch.device("meta"))
+        wanted["bias"] = torch.empty(self.out_features, dtype=torch.float32, device="meta")
+        for name, expected in wanted.items():
+            value = held.get(name)
+            problem = None if value is None else buffer_problem(name, expected, value)
+            if problem is not None:
+                raise ValueError(
+                    f"{name}: {problem}; the buffers of an fp4gemm.nn.Linear keep their dtypes, so load them "
+                    "without dtype="
+                )
+        self._e4m3_max = int(held[BOUND].item())  # type: ignore[union-attr]
+        self._align_buffers()
+        self._has_weight = True
+        self._known = self._weight_buffers()
+
+    def _align_buffers(self) -> None:
+        """Copy what lies off the 16-byte steps, as the tensors of a memory-mapped file may."""
+        for name, buffer in self._own_buffers().items():
+            if type(buffer) is Tensor and not buffer.is_meta and buffer.data_ptr() % _checks.ALIGN_BYTES:
+                self._buffers[name] = buffer.clone()
+
+    # ---- the weight
 
     def _prepacked(self) -> PrepackedTensor:
         """The container of weight_prepacked, which is there."""
-        shape = (self.out_features, self.in_features)
+        shape = torch.Size((self.out_features, self.in_features))
         data: Tensor = self.weight_prepacked  # type: ignore[assignment]
-        return PrepackedTensor._trusted(data, self.weight_amax, shape, self.e4m3_max)
+        return PrepackedTensor._trusted(data, self.weight_amax, shape, self._e4m3_max)
 
     @property
     def weight(self) -> NVFP4Tensor:
-        """The weight (n, k) as the library's own container, over the buffers (a copy while prepacked)."""
+        """The weight (n, k) as an NVFP4Tensor over the buffers; a copy while it is prepacked.
+
+        Assign an NVFP4Tensor, or a float tensor (n, k), which is quantized: transformers ties weights so.
+        """
+        if not torch.compiler.is_compiling():
+            self._notice()
         if self.weight_prepacked is None:
             codes, scales = self.weight_codes, self.weight_scales
-            return NVFP4Tensor._trusted(codes, scales, self.weight_amax, self.e4m3_max)
-        unprepacked = unprepack(self._prepacked())
-        # One that was assigned since counts.
-        held = (self._buffers.get("weight_codes"), self._buffers.get("weight_scales"))
-        codes, scales = (
-            part if own is None else own
-            for part, own in zip((unprepacked.codes, unprepacked.scales), held, strict=True)
-        )
-        # All copies, so that a weight loaded later does not mix with them.
-        return NVFP4Tensor._trusted(codes, scales, self.weight_amax.clone(), self.e4m3_max)
+            held = NVFP4Tensor._trusted(codes, scales, self.weight_amax, self._e4m3_max)
+            return held._stamped(self.dtype)
+        copied = unprepack(self._prepacked())
+        # All parts are copies, so that a weight loaded later does not mix with them.
+        amax = self.weight_amax.clone()
+        return NVFP4Tensor._trusted(copied.codes, copied.scales, amax, self._e4m3_max)._stamped(self.dtype)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # transformers ties weights by setattr(layer, "weight", embedding.weight). Its patterns of names match
+        # the buffers of the weight too, so that it may do the same for each of them.
+        if name == "weight" or (name in (*ORDER[:-1], "bias") and isinstance(value, torch.nn.Parameter)):
+            if name == "bias":
+                self._set_bias(value)
+            else:
+                self._set_weight(value)
+        else:
+            super().__setattr__(name, value)
+
+    def _set_bias(self, value: Tensor) -> None:
+        check_bias(value, self.out_features, self.weight_amax.device)
+        self._buffers["bias"] = value.detach().to(torch.float32)
+
+    def _set_weight(self, value: object) -> None:
+        device, shape = self.weight_amax.device, (self.out_features, self.in_features)
+        if isinstance(value, Tensor):  # also a Parameter
+            check_float_weight("weight", value, shape)
+            _checks.same_device("weight", value, device, "the layer")
+            value = quantize(dense_rows(value.detach()), scaling=self.weight_scaling)
+        value = check_quantized_weight(value)
+        if tuple(value.shape) != shape:
+            raise ValueError(f"weight: shape is {tuple(value.shape)}, must be {shape}")
+        _checks.same_device("weight", value.codes, device, "the layer")
+        with _EXCHANGE:
+            self._hold(
+                weight_codes=value.codes,
+                weight_scales=value.scales,
+                weight_amax=value.amax,
+                weight_prepacked=None,
+            )
+            self.e4m3_max = value.e4m3_max
+            self._has_weight = True
+
+    @property
+    def weight_scaling(self) -> WeightScaling:
+        """ "row" or "tensor": what weight_amax holds one number for."""
+        return "tensor" if self.weight_amax.numel() == 1 else "row"
 
     def _is_prepacked(self) -> bool:
-        """Whether weight_prepacked is the weight, nothing having been assigned over it."""
-        held = self._buffers
-        return PREPACKED in held and "weight_codes" not in held and "weight_scales" not in held
+        return PREPACKED in self._buffers
 
     def _hold_prepacked(self, place: Tensor | None = None) -> None:
-        """Prepack the weight, into ``place`` if that is given, and let go of codes and scales."""
-        # Not an inference tensor, so that load_state_dict may write it later.
-        with torch.inference_mode(False), torch.no_grad():
-            weight = self.weight  # kept until the device has read it, whatever another thread does
-            data = prepack(weight).data
-            if place is not None:
-                data = place.copy_(data)
-        if type(data) is not Tensor:
-            return  # a fake one, of a tracer that torch.compiler does not know of
-        if data.is_cuda:
-            # Other streams may read the new memory at once, and may still be reading what is let go of.
-            torch.cuda.synchronize(data.device)
-        self._hold(weight_prepacked=data, weight_codes=None, weight_scales=None)
+        """Prepack the weight, into ``place`` if that is given, and free codes and scales."""
+        with _EXCHANGE:
+            # Not an inference tensor, so that load_state_dict may write it later.
+            with torch.inference_mode(False), torch.no_grad():
+                weight = self.weight
+                data = prepack(weight).data
+                if type(data) is not Tensor:
+                    return  # a fake one, of a tracer that torch.compiler does not know of
+                signs = weight.scales.view(torch.uint8) & 0x80
+                has_signs = not signs.is_meta and bool(signs.any())
+                if place is not None:
+                    data = place.copy_(data)
+            if data.is_cuda:
+                # Other streams may read the new memory at once, and may still be reading the old.
+                torch.cuda.synchronize(data.device)
+            self._has_signed_scales = has_signs
+            self._hold(weight_prepacked=data, weight_codes=None, weight_scales=None)
 
     def _hold_canonical(self) -> None:
         """Bring codes and scales back in place of the prepacked bytes."""
-        if self.weight_prepacked is None:
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            weight = self.weight
-        self._hold(weight_prepacked=None, weight_codes=weight.codes, weight_scales=weight.scales)
+        with _EXCHANGE:
+            if self.weight_prepacked is None:
+                return
+            with torch.inference_mode(False), torch.no_grad():
+                weight = unprepack(self._prepacked())
+            if weight.codes.is_cuda:  # other streams may still be reading the prepacked bytes
+                torch.cuda.synchronize(weight.device)
+            self._hold(weight_prepacked=None, weight_codes=weight.codes, weight_scales=weight.scales)
 
     def _prepack_where_it_helps(self) -> bool:
-        """Prepack where the device streams prepacked weights, but not into a graph; whether it did."""
-        if not support.streams_prepacked(self.weight_amax.device):
+        """Prepack where the device streams prepacked weights, but not into a graph; whether it is so."""
+        if not support.streams_prepacked(self.weight_amax.device) or self._is_offloaded():
             return False
-        if torch.cuda.is_current_stream_capturing():
-            self._is_captured = True
-        if self._is_captured:
-            return False
-        self._hold_prepacked()
-        return self._is_prepacked()
+        with _EXCHANGE:
+            if self._is_prepacked():  # by another thread
+                return True
+            if torch.cuda.is_current_stream_capturing():
+                self._is_captured = True
+            if self._is_captured:
+                return False
+            self._hold_prepacked()
+            return self._is_prepacked()
+
+    def _is_offloaded(self) -> bool:
+        """Whether accelerate brings codes and scales to the device for each forward."""
+        hook = self.__dict__.get("_hf_hook")
+        return hook is not None and any(getattr(h, "offload", False) for h in getattr(hook, "hooks", (hook,)))
 
     def _own_buffers(self) -> dict[str, Tensor]:
-        own = {name: getattr(self, name) for name in WEIGHT_BUFFERS}
+        own = {name: getattr(self, name) for name in (*WEIGHT_BUFFERS, BOUND)}
         return own if self.bias is None else {**own, "bias": self.bias}
+
+    # ---- moves, copies and files
 
     def reset_parameters(self) -> None:
         """Forget the weight: zeros everywhere, and ``forward`` raises until one is loaded."""
-        if self._is_prepacked():  # which keep their place: zero bytes are codes and scales of zero
+        if self._is_prepacked():  # which keeps its address: zero bytes are codes and scales of zero
             held = [t for t in (self.weight_prepacked, self.weight_amax, self.bias) if t is not None]
         else:
-            self._hold_canonical()
-            held = list(self._own_buffers().values())
+            held = [t for name, t in self._own_buffers().items() if name != BOUND]
         for buffer in held:
             buffer.view(BITS[buffer.dtype]).zero_()
+        self.e4m3_max = max(_checks.E4M3_BOUNDS)
+        self._has_signed_scales = False
         self._has_weight = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -160,31 +317,40 @@ class WeightModule(torch.nn.Module):
         # torch (2.13) writes float8 storages with plain pickle but cannot read them back; bytes it can.
         held = {name: buffer for name, buffer in self._buffers.items() if name != PREPACKED}
         held |= {"weight_codes": weight.codes, "weight_scales": weight.scales.view(torch.uint8)}
-        return {**self.__dict__, "_buffers": _ordered(held), "_is_captured": False}
+        state = {name: value for name, value in self.__dict__.items() if name != "_known"}
+        return {**state, "_buffers": _ordered(held), "_is_captured": False, "_has_signed_scales": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._buffers["weight_scales"] = state["_buffers"]["weight_scales"].view(torch.float8_e4m3fn)
-        self._non_persistent_buffers_set.add(PREPACKED)  # for those of version 0.1.0
+        if BOUND not in self._buffers:  # a pickle of version 0.1.0
+            self._e4m3_max = self.__dict__.pop("e4m3_max")
+            self._buffers[BOUND] = torch.full_like(self.weight_amax[:1], self._e4m3_max, dtype=torch.int32)
+        self._hold()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        if self.weight_prepacked is not None:
-            weight = self.weight
-            destination[prefix + "weight_codes"] = weight.codes
-            destination[prefix + "weight_scales"] = weight.scales
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.weight_prepacked is not None:  # copies as well: a weight loaded later must not mix with them
-            for name in ("weight_amax", "bias"):
-                if self._buffers.get(name) is not None:
-                    destination[prefix + name] = destination[prefix + name].clone()
+        with _EXCHANGE:
+            if self.weight_prepacked is not None:
+                weight = self.weight
+                destination[prefix + "weight_codes"] = weight.codes
+                destination[prefix + "weight_scales"] = weight.scales
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            if self.weight_prepacked is not None:  # copies too: a weight loaded later must not mix with them
+                for name in ("weight_amax", BOUND, "bias"):
+                    if self._buffers.get(name) is not None:
+                        destination[prefix + name] = destination[prefix + name].clone()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Module.to, .half, .cuda, .to_empty and the like: places change, the NVFP4 dtypes do not."""
+        """Module.to, .half, .cuda, .to_empty and the like: devices change, dtypes of buffers do not."""
+        self._notice()
         own = {id(buffer) for buffer in self._buffers.values() if buffer is not None}
         before = self.weight_amax.device
         super()._apply(lambda t: keep_dtype(fn, t) if id(t) in own else fn(t), recurse)
+        self.dtype = moved_dtype(fn, self.dtype)
+        self._known = self._weight_buffers()
         if before.type == "meta" and not self.weight_amax.is_meta:
             self._has_weight = False  # to_empty: memory without contents
+            self.e4m3_max = self._e4m3_max
         if self.weight_amax.device != before:
             self._is_captured = False
             self._hold_canonical()
@@ -201,23 +367,26 @@ class WeightModule(torch.nn.Module):
         error_msgs: list[str],
     ) -> None:
         is_assigned = bool(local_metadata.get("assign_to_params_buffers"))
-        place = self.weight_prepacked if self._is_prepacked() else None
-        self._hold_canonical()
-        problems = checkpoint_problems(self._own_buffers(), state_dict, prefix)
-        if problems:  # all or nothing: codes never meet the scales of another weight
-            error_msgs.extend(problems)
-        else:
-            super()._load_from_state_dict(
-                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-            )
-        if not problems and prefix + WEIGHT_BUFFERS[0] in state_dict:
-            for name, buffer in self._own_buffers().items():
-                # load_state_dict(assign=True) takes tensors as they lie in a mapped file.
-                if type(buffer) is Tensor and not buffer.is_meta and buffer.data_ptr() % _checks.ALIGN_BYTES:
-                    setattr(self, name, buffer.clone())
-            self._has_weight = not self.weight_codes.is_meta or is_assigned
-        if place is not None and not (is_assigned and not problems):
-            self._hold_prepacked(place)
+        with _EXCHANGE:
+            place = self.weight_prepacked
+            self._hold_canonical()
+            state_dict = with_bound(state_dict, prefix)
+            problems = checkpoint_problems(self._own_buffers(), state_dict, prefix)
+            if problems:  # all or nothing: codes never meet the scales of another weight
+                error_msgs.extend(problems)
+            else:
+                super()._load_from_state_dict(
+                    state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+                )
+            if not problems and prefix + WEIGHT_BUFFERS[0] in state_dict:
+                self._align_buffers()
+                bound = state_dict[prefix + BOUND]
+                if not bound.is_meta:
+                    self._e4m3_max = int(bound.item())
+                self._has_weight = not self.weight_codes.is_meta or is_assigned
+            self._known = self._weight_buffers()
+            if place is not None and not (is_assigned and not problems):
+                self._hold_prepacked(place)
 
 
 def _ordered(buffers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:

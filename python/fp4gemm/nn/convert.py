@@ -7,19 +7,31 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import torch
 
 from .. import _checks
-from .linear import ACTIVATION_SCALINGS, SCALINGS, Linear, check_linear
+from ._hooks import accelerate_hook, carry_over, materialized
+from ._inputs import ActivationScaling, CheckFinite, WeightScaling, check_linear, check_options
+from .linear import Linear
 
 Pattern: TypeAlias = str | re.Pattern[str] | Callable[[str, torch.nn.Linear], bool]
 Filter: TypeAlias = Pattern | Sequence[Pattern]
 Action = Literal["quantized", "shared", "excluded", "skipped"]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# These run their linear layers' weights through fused functions of their own and never call the layers.
+OnUnsupported = Literal["skip", "raise"]
+Model = TypeVar("Model", bound=torch.nn.Module)
+# Modules that pass the weights of their linear layers to functions instead of calling the layers.
 READS_WEIGHTS = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
+# The same in transformers (5.20), by name of the class, with the children whose weights are read.
+READS_WEIGHTS_OF = {
+    "FalconMambaMixer": {"dt_proj"},
+    "JambaMambaMixer": {"dt_proj"},
+    "MambaMixer": {"dt_proj"},
+    "WavLMAttention": {"q_proj", "k_proj", "v_proj", "out_proj"},
+}
+MAX_NAMES = 4  # of layers with the same reason in a warning
 
 
 @dataclass(frozen=True)
@@ -88,36 +100,40 @@ class _Layer:
 
 
 def quantize_model(
-    model: torch.nn.Module,
+    model: Model,
     *,
     include: Filter | None = None,
     exclude: Filter | None = None,
     types: Iterable[type[torch.nn.Linear]] = (torch.nn.Linear,),
-    activation_scaling: str = "row",
-    weight_scaling: str = "row",
+    activation_scaling: ActivationScaling = "row",
+    weight_scaling: WeightScaling = "row",
+    check_finite: CheckFinite = "off",
     inplace: bool = True,
     report: Callable[[QuantizeReport], object] | None = None,
     progress: Callable[[int, int, str], object] | None = None,
-    on_unsupported: Literal["skip", "raise"] = "skip",
-) -> torch.nn.Module:
+    on_unsupported: OnUnsupported = "skip",
+) -> Model:
     """``y = x @ W.T + b`` becomes ``y = Q(x) @ Q(W).T + b`` in every selected linear layer of a model.
 
     The layers are forward only: run the model under torch.inference_mode() or torch.no_grad().
 
     Args:
-        model: any module. One that is itself a linear layer cannot be swapped in place; the new layer is
+        model: any module. One that is itself a linear layer cannot be changed in place; the new layer is
             returned.
-        include: swap only the layers it matches; None takes all. A regular expression searched in the
+        include: swap only the layers it matches; None is all layers. A regular expression searched in the
             qualified name (``re.search``), a callable ``(name, linear) -> bool``, or a sequence of these, any
             of which may match.
-        exclude: leave the layers it matches; wins over include.
-        types: the exact types to swap. Subclasses of torch.nn.Linear may compute something else, so each must
-            be named.
-        activation_scaling, weight_scaling: as in fp4gemm.nn.Linear.
-        inplace: swap inside ``model`` and return it; otherwise it stays as it is and a copy is returned, of
-            everything but the swapped layers, so that their float weights never exist twice.
+        exclude: keep the layers it matches as they are; it wins over include. Exclude the output layer
+            ("lm_head") of a model whose vocabulary is going to be resized: transformers resizes float layers
+            only.
+        types: the exact types to swap. A subclass of torch.nn.Linear may compute something else, so it is
+            swapped only where it is listed here.
+        activation_scaling, weight_scaling, check_finite: as in :class:`fp4gemm.nn.Linear`.
+        inplace: swap inside ``model`` and return it; otherwise the model stays as it is and a copy is
+            returned. The float weights of swapped layers are not copied.
         report: called with a QuantizeReport of what was done; ``report=print`` shows it as a table. It lists
-            every torch.nn.Linear, whatever became of it. Without it, layers that do not fit are warned about.
+            every torch.nn.Linear, whatever became of it. Without it, a warning names the layers that do not
+            fit.
         progress: called as ``progress(done, total, name)`` after each layer.
         on_unsupported: what to do about a selected layer that cannot be swapped (k not a multiple of 32, n
             not of 8, another dtype, weights that are not finite, hooks on the layer, an owner that bypasses
@@ -125,21 +141,22 @@ def quantize_model(
 
     Returns:
         The model with its layers swapped. A module that occurs under several names is quantized once, and
-        only if no name of it is excluded. A weight that is tied to another parameter owner (an embedding,
-        say) is quantized for this layer alone; the report says so.
+        only if no name of it is excluded. A weight that is tied to another parameter (of an embedding, say)
+        is quantized for this layer alone; the report says so. A later ``model.tie_weights()`` quantizes the
+        embedding's weight again. Hooks of accelerate (``dispatch_model``, ``cpu_offload``) are carried over;
+        an offloaded layer stays offloaded, its codes in CPU memory.
 
     Raises:
-        TypeError, ValueError: naming the argument; also if ``include`` matches no linear layer of a model
-            that has some, and with ``on_unsupported="raise"`` a ValueError that lists every layer that does
-            not fit. The model is then unchanged.
+        TypeError, ValueError: naming the argument; also if ``include`` or ``exclude`` matches no linear layer
+            of a model that has some, and with ``on_unsupported="raise"`` a ValueError that lists every layer
+            that does not fit. The model is then unchanged.
 
     Synchronises (once a layer, to look for weights that are not finite).
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {_checks.describe(model)}, must be a torch.nn.Module")
-    _checks.is_one_of("activation_scaling", activation_scaling, ACTIVATION_SCALINGS)
-    _checks.is_one_of("weight_scaling", weight_scaling, SCALINGS)
-    _checks.is_one_of("on_unsupported", on_unsupported, ("skip", "raise"))
+    check_options(activation_scaling, weight_scaling, check_finite)
+    _checks.is_one_of("on_unsupported", on_unsupported, get_args(OnUnsupported))
     for name, callback in (("progress", progress), ("report", report)):
         if callback is not None and not callable(callback):
             raise TypeError(f"{name}: got {_checks.describe(callback)}, must be callable")
@@ -149,27 +166,46 @@ def quantize_model(
 
     chosen = [layer for layer in layers if layer.action == "quantized"]
     for done, layer in enumerate(chosen, start=1):
-        layer.swapped = Linear.from_float(
-            layer.linear, activation_scaling=activation_scaling, weight_scaling=weight_scaling
-        )
+        with materialized(layer.linear):
+            layer.swapped = Linear.from_float(
+                layer.linear,
+                activation_scaling=activation_scaling,
+                weight_scaling=weight_scaling,
+                check_finite=check_finite,
+            )
+        carry_over(layer.linear, layer.swapped)
         if progress is not None:
             progress(done, len(chosen), layer.names[0])
     # Only now, with every layer quantized, is anything changed: an error above leaves the model whole.
     if inplace and not isinstance(model, torch.nn.Linear):
         _replace(model, chosen)
     else:
-        # deepcopy takes what its memo holds for an object instead of copying the object.
-        model = copy.deepcopy(model, {id(layer.linear): layer.swapped for layer in chosen})
+        # deepcopy returns what its memo holds for an object instead of copying the object.
+        swapped = {id(layer.linear): layer.swapped for layer in chosen}
+        model = copy.deepcopy(model, cast(dict[int, Any], swapped))
     done_report = _report(layers)
     if report is not None:
         report(done_report)
-    elif skipped := done_report.names("skipped"):
-        warnings.warn(
-            f"quantize_model: {len(skipped)} linear layers stay as they are, such as {skipped[0]!r}; "
-            "report=print lists them with the reasons",
-            stacklevel=2,
-        )
+    elif done_report.names("skipped"):
+        warnings.warn(_skipped(done_report), stacklevel=2)
     return model
+
+
+def _skipped(report: QuantizeReport) -> str:
+    """The layers that stay as they are, grouped by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for layer in report.layers:
+        if layer.action == "skipped":
+            by_reason.setdefault(layer.reason, []).append(repr(layer.name))
+    groups = []
+    for reason, names in by_reason.items():
+        more = "" if len(names) <= MAX_NAMES else f" and {len(names) - MAX_NAMES} more"
+        groups.append(f"{', '.join(names[:MAX_NAMES])}{more} ({reason})")
+    total = sum(map(len, by_reason.values()))
+    return (
+        f"quantize_model: {total} linear layers stay as they are: {'; '.join(groups)}. "
+        "report=print lists all layers, exclude=... leaves these out without a warning"
+    )
 
 
 def _find(model: torch.nn.Module) -> list[_Layer]:
@@ -186,20 +222,25 @@ def _select(
     exclude: list[Pattern] | None,
     types: tuple[type[torch.nn.Linear], ...],
 ) -> None:
-    num_included = 0
+    num_included = num_excluded = 0
     for layer in layers:
         included = include is None or any(_matches(include, name, layer.linear) for name in layer.names)
+        excluded = exclude is not None and any(_matches(exclude, name, layer.linear) for name in layer.names)
         num_included += included
+        num_excluded += excluded
         if not included:
             layer.action, layer.reason = "excluded", "not matched by include"
-        elif exclude is not None and any(_matches(exclude, name, layer.linear) for name in layer.names):
+        elif excluded:
             layer.action, layer.reason = "excluded", "matched by exclude"
         elif type(layer.linear) not in types:
             layer.action = "skipped"
             layer.reason = f"its type is {type(layer.linear).__name__}, which types does not name"
-    if layers and not num_included:
-        names = [name for layer in layers for name in layer.names]
-        raise ValueError(f"include: matches none of the {len(names)} linear layers, such as {names[0]!r}")
+    names = [name for layer in layers for name in layer.names]
+    for option, patterns, matched in (("include", include, num_included), ("exclude", exclude, num_excluded)):
+        if names and patterns and not matched:
+            raise ValueError(
+                f"{option}: matches none of the {len(names)} linear layers, such as {names[0]!r}"
+            )
 
 
 def _refuse_unsupported(model: torch.nn.Module, layers: list[_Layer], *, raises: bool) -> None:
@@ -211,7 +252,8 @@ def _refuse_unsupported(model: torch.nn.Module, layers: list[_Layer], *, raises:
     for layer in layers:
         if layer.action != "quantized":
             continue
-        reason = _why_not(layer, [owners[name.rpartition(".")[0]] for name in layer.names if name])
+        places = [name.rpartition(".") for name in layer.names if name]
+        reason = _why_not(layer, [(owners[owner], child) for owner, _, child in places])
         if reason:
             layer.action, layer.reason = "skipped", reason
             refused.append(f"{layer.names[0]!r}: {reason}")
@@ -226,17 +268,20 @@ def _refuse_unsupported(model: torch.nn.Module, layers: list[_Layer], *, raises:
         )
 
 
-def _why_not(layer: _Layer, owners: list[torch.nn.Module]) -> str:
-    for owner in owners:
-        if isinstance(owner, READS_WEIGHTS):
-            return f"its owner {type(owner).__name__} reads the float weight directly"
+def _why_not(layer: _Layer, places: list[tuple[torch.nn.Module, str]]) -> str:
+    """Why the layer, a child of these owners under these names, cannot be swapped; "" if it can."""
+    for owner, child in places:
+        name = type(owner).__name__
+        if isinstance(owner, READS_WEIGHTS) or child in READS_WEIGHTS_OF.get(name, ()):
+            return f"its owner {name} reads the float weight directly"
     hooks = [name for name in HOOKS if getattr(layer.linear, name, None)]
-    if "forward" in vars(layer.linear):
+    if "forward" in vars(layer.linear) and accelerate_hook(layer.linear) is None:
         hooks.append("forward")
     if hooks:
         return f"it has hooks that a swap would drop ({', '.join(name.lstrip('_') for name in hooks)})"
     try:
-        check_linear(layer.linear)
+        with materialized(layer.linear):
+            check_linear(layer.linear)
     except (TypeError, ValueError) as error:
         return str(error).removeprefix("linear: ").removeprefix("linear.")
     return ""

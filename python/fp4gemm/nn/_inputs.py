@@ -1,0 +1,91 @@
+"""The values of the options of an NVFP4 Linear, and the checks of the weights and biases it is given."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from .. import _checks
+from ..containers.nvfp4 import NVFP4Tensor
+
+WeightScaling = Literal["row", "tensor"]
+ActivationScaling = Literal["row", "tensor", "none"]
+CheckFinite = Literal["off", "raise"]
+WEIGHT_SCALINGS, ACTIVATION_SCALINGS = get_args(WeightScaling), get_args(ActivationScaling)
+CHECKS_OF_FINITE = get_args(CheckFinite)
+OUT_STEP = 8  # n: an output row of bf16 or fp16 is then a multiple of 16 bytes
+
+
+def check_options(activation_scaling: object, weight_scaling: object, check_finite: object) -> None:
+    """Raise TypeError or ValueError for a value that is not one of the Literal types above."""
+    _checks.is_one_of("activation_scaling", activation_scaling, ACTIVATION_SCALINGS)
+    _checks.is_one_of("weight_scaling", weight_scaling, WEIGHT_SCALINGS)
+    _checks.is_one_of("check_finite", check_finite, CHECKS_OF_FINITE)
+
+
+def check_linear(linear: object) -> None:
+    """Raise TypeError or ValueError, with the reason, for a layer that from_float cannot turn into NVFP4."""
+    if not isinstance(linear, torch.nn.Linear):
+        raise TypeError(f"linear: got {_checks.describe(linear)}, must be a torch.nn.Linear")
+    if is_lazy(linear.weight):
+        raise ValueError("linear: weight is not initialised yet, must be; run the model once")
+    _checks.is_multiple("linear", "in_features", linear.in_features, _checks.K_STEP_MM)
+    _checks.is_multiple("linear", "out_features", linear.out_features, OUT_STEP)
+    check_float_weight("linear.weight", linear.weight, (linear.out_features, linear.in_features))
+    if linear.bias is not None:
+        _checks.has_dtype("linear.bias", linear.bias, _checks.FLOAT_DTYPES)
+
+
+def check_float_weight(name: str, weight: Tensor, shape: tuple[int, int]) -> None:
+    """Raise TypeError or ValueError unless a weight can be quantized. Synchronises."""
+    _checks.has_dtype(name, weight, _checks.FLOAT_DTYPES)
+    _checks.has_shape(name, weight, shape)
+    if not weight.is_meta:
+        num_bad = num_not_finite(weight.detach())
+        if num_bad:
+            raise ValueError(f"{name}: {num_bad} values are NaN or infinite, must all be finite")
+
+
+def check_quantized_weight(weight: object) -> NVFP4Tensor:
+    """The weight itself; raises TypeError or ValueError unless it is a plain NVFP4 matrix."""
+    if not isinstance(weight, NVFP4Tensor):
+        raise TypeError(f"weight: got {_checks.describe(weight)}, must be an NVFP4Tensor")
+    if weight.offs is not None:
+        raise ValueError(f"weight: has {weight.offs.shape[0]} groups (offs), must have none")
+    if weight.ndim != 2:
+        raise ValueError(f"weight: shape is {tuple(weight.shape)}, must be (n, k)")
+    if weight.hadamard_signs is not None:
+        raise ValueError(
+            f"weight: was rotated (hadamard_signs {weight.hadamard_signs:#06x}), must not be: "
+            "the layer does not rotate its input"
+        )
+    return weight
+
+
+def check_bias(bias: object, n: int, device: torch.device) -> Tensor:
+    """The bias itself; raises TypeError or ValueError unless it is a float (n,) on the device."""
+    x = _checks.is_tensor("bias", bias)
+    _checks.has_dtype("bias", x, _checks.FLOAT_DTYPES)
+    _checks.has_shape("bias", x, (n,))
+    _checks.same_device("bias", x, device, "weight")
+    return x
+
+
+def num_not_finite(x: Tensor) -> int:
+    """How many elements are NaN or infinite. Synchronises."""
+    return int((~torch.isfinite(x)).sum())
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """x (m, k) itself, or a copy where the quantizer cannot read it in place; x may have any strides."""
+    # A tracer sees no addresses: what may start off the 16-byte steps is copied.
+    if torch.compiler.is_compiling() and not x.is_contiguous():
+        return x.clone(memory_format=torch.contiguous_format)
+    try:
+        _checks.rows_are_aligned("x", x)
+    except ValueError:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x

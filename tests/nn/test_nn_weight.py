@@ -1,0 +1,281 @@
+"""fp4gemm.nn.Linear: assigned weights, checkpoints of other versions, threads, values that are not finite."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Iterator
+
+import fp4gemm
+import pytest
+import torch
+from fp4gemm import nn
+from fp4gemm.nn import _weight
+from nn_helpers import BUFFER_DTYPES, float_linear, same_bits, same_state
+from torch import Tensor
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def signed_weight() -> fp4gemm.NVFP4Tensor:
+    """A weight (72, 96) of which half the block scales are negative."""
+    weight = fp4gemm.quantize(torch.randn(72, 96))
+    scales = weight.compact_scales().view(torch.uint8) ^ (torch.randint(0, 2, (72, 6)) << 7).to(torch.uint8)
+    return fp4gemm.NVFP4Tensor.from_compact(weight.codes, scales, weight.amax)
+
+
+# ---- what model code reads and assigns
+
+
+def test_the_weight_has_the_dtype_of_the_float_layer() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        layer = nn.Linear.from_float(float_linear().to(dtype))
+        assert layer.weight.dtype is dtype
+        assert layer.dequantize_weight().dtype is torch.float32
+        for copied in (
+            copy.deepcopy(layer),
+            pickle.loads(pickle.dumps(layer)),
+            copy.deepcopy(layer).prepack(),
+        ):
+            assert copied.weight.dtype is dtype
+        assert layer.to("meta").weight.dtype is dtype
+    assert layer.half().weight.dtype is torch.float16
+    assert layer.bfloat16().weight.dtype is torch.bfloat16
+    assert layer.double().weight.dtype is torch.bfloat16  # which is none of ours
+    assert nn.Linear(32, 8).weight.dtype is torch.float32
+    assert nn.Linear(32, 8, dtype=torch.float16).weight.dtype is torch.float16
+
+
+@pytest.mark.parametrize("prepacked", [False, True])
+@pytest.mark.parametrize("scaling", ["row", "tensor"])
+def test_an_assigned_float_weight_is_quantized(scaling: str, prepacked: bool) -> None:
+    first, second, x = float_linear(bias=False), float_linear(bias=False), torch.randn(3, 64)
+    want = nn.Linear.from_float(second, weight_scaling=scaling)
+    for weight in (second.weight, second.weight.detach(), want.weight):
+        layer = nn.Linear.from_float(first, weight_scaling=scaling)
+        if prepacked:
+            layer.prepack()
+        layer.weight = weight
+        assert same_state(layer, want)
+        assert same_bits(layer(x), want(x))
+        assert not list(layer.parameters())
+    fresh = nn.Linear(64, 24, bias=False, weight_scaling=scaling)
+    fresh.weight = second.weight
+    assert same_bits(fresh(x), want(x))
+
+
+def test_an_assigned_bias_becomes_a_float32_buffer() -> None:
+    layer = nn.Linear.from_float(float_linear())
+    layer.bias = torch.nn.Parameter(torch.arange(24).half())
+    assert layer.bias.dtype is torch.float32
+    assert not list(layer.parameters())
+    assert torch.equal(layer(torch.zeros(1, 64))[0], torch.arange(24.0))
+
+
+def test_buffers_put_into_place_by_others_are_checked() -> None:
+    layer, other = nn.Linear.from_float(float_linear()), nn.Linear.from_float(float_linear())
+    x = torch.randn(3, 64)
+    buffer = torch.empty(24 * 32 + 8, dtype=torch.uint8)[8:].view(24, 32)  # off the 16-byte steps
+    for name, value in other.state_dict().items():
+        layer._buffers[name] = buffer.copy_(value) if name == "weight_codes" else value
+    assert same_bits(layer(x), other(x))
+    assert layer.weight_codes.data_ptr() % 16 == 0
+    layer._buffers["weight_scales"] = other.weight_scales.to(torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"^weight_scales: dtype is torch\.bfloat16, must be torch\.float8_e4m3fn"
+    ):
+        layer(x)
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize("bound", [448, 256])
+def test_a_checkpoint_with_extra_state_loads(bound: int) -> None:
+    """Version 0.1.0 kept the e4m3 bound there."""
+    made = fp4gemm.quantize(torch.randn(24, 64))
+    layer = nn.Linear.from_quantized(fp4gemm.NVFP4Tensor(made.codes, made.scales, made.amax, bound))
+    state = layer.state_dict()
+    assert int(state.pop("weight_e4m3_max")) == bound
+    state["_extra_state"] = torch.tensor([bound], dtype=torch.int32)
+    fresh = nn.Linear(64, 24, bias=False)
+    fresh.load_state_dict(state)
+    assert fresh.e4m3_max == bound
+    assert same_state(fresh, layer)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_checkpoint_without_a_bound_means_448(strict: bool) -> None:
+    layer = nn.Linear.from_float(float_linear())
+    state = layer.state_dict()
+    del state["weight_e4m3_max"]
+    fresh = nn.Linear(64, 24)
+    fresh.e4m3_max = 256
+    fresh.load_state_dict(state, strict=strict)
+    assert fresh.e4m3_max == 448
+    assert same_state(fresh, layer)
+
+
+def test_an_old_pickle_loads() -> None:
+    """Of version 0.1.0, whose bound was an attribute."""
+    layer = nn.Linear.from_float(float_linear())
+    state = layer.__getstate__()
+    for name in ("_e4m3_max", "dtype", "_has_signed_scales", "check_finite"):
+        state.pop(name, None)
+    del state["_buffers"]["weight_e4m3_max"]
+    old = nn.Linear.__new__(nn.Linear)
+    old.__setstate__({**state, "e4m3_max": 256})
+    assert old.e4m3_max == 256
+    assert int(old.weight_e4m3_max) == 256
+    assert {name: b.dtype for name, b in old.named_buffers()} == BUFFER_DTYPES
+    assert old(torch.randn(2, 64)).shape == (2, 24)
+
+
+# ---- prepacked weights with negative scales, of which one part is assigned
+
+
+def test_one_part_of_a_weight_with_negative_scales_is_refused() -> None:
+    """The signs of its scales are in the codes, which new codes would lose."""
+    weight = signed_weight()
+    layer = nn.Linear.from_quantized(weight).prepack()
+    for name, part in (("weight_codes", weight.codes), ("weight_scales", weight.scales)):
+        with pytest.raises(
+            ValueError, match=rf"^{name}: cannot be assigned alone, since the weight was prepacked"
+        ):
+            setattr(layer, name, part)
+    layer.weight = weight
+    layer.weight_codes = weight.codes.flip(0).contiguous()  # no longer prepacked: both parts are as they were
+    assert same_bits(layer.weight_scales, weight.scales)
+    layer.weight = fp4gemm.quantize(torch.randn(72, 96))
+    layer.prepack()
+    layer.weight_codes = weight.codes  # no negative scale
+    assert same_bits(layer.weight_codes, weight.codes)
+
+
+# ---- the first forward from several threads
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_weight.support, "streams_prepacked", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def test_threads_prepack_once(streams: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread prepacks while the others wait; none of them sees memory that another one lets go of."""
+    calls: list[Tensor] = []
+    at_once = threading.Barrier(4)
+
+    def slow(weight: fp4gemm.NVFP4Tensor) -> fp4gemm.PrepackedTensor:
+        made = fp4gemm.prepack(weight)
+        calls.append(made.data)
+        threading.Event().wait(0.2)  # time for the others to begin
+        return made
+
+    monkeypatch.setattr(_weight, "prepack", slow)
+    layer = nn.Linear.from_float(float_linear(96, 72))
+    x, found = torch.randn(4, 96), []
+    want = copy.deepcopy(layer)
+    monkeypatch.setattr(_weight.support, "streams_prepacked", lambda device: False)
+    want = want(x)
+    monkeypatch.setattr(_weight.support, "streams_prepacked", lambda device: True)
+
+    def run() -> None:
+        at_once.wait()
+        found.append(layer(x))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1
+    assert layer.weight_prepacked.data_ptr() == calls[0].data_ptr()
+    assert len(found) == 4
+    assert all(same_bits(y, want) for y in found)
+
+
+@pytest.mark.gpu
+def test_threads_on_streams_of_their_own(cuda: torch.device) -> None:
+    """Every first forward gives the right bits while the allocator is kept busy with memory full of 0xFF."""
+    linear, x = float_linear(2048, 2048, bias=False, device=cuda), torch.randn(64, 2048, device=cuda)
+    reference = nn.Linear.from_float(linear)
+    want = fp4gemm.mm(fp4gemm.quantize(x), reference.weight, out_dtype=torch.float32)
+    layers = [nn.Linear.from_float(linear) for _ in range(16)]
+    torch.cuda.synchronize()
+    found: list[Tensor] = []
+    at_once = threading.Barrier(4)
+
+    def run() -> None:
+        with torch.cuda.stream(torch.cuda.Stream(cuda)):
+            for layer in layers:
+                at_once.wait()
+                found.append(layer(x))
+                torch.full((2048 * 1024,), 0xFF, dtype=torch.uint8, device=cuda)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    assert len(found) == 64
+    assert all(same_bits(y, want) for y in found)
+
+
+# ---- values that are not finite
+
+
+def bad_inputs() -> Iterator[Tensor]:
+    for value in (torch.nan, torch.inf, -torch.inf):
+        x = torch.randn(2, 3, 64)
+        x[1, 2, 5] = value
+        yield x
+
+
+def test_check_finite() -> None:
+    layer = nn.Linear.from_float(float_linear(), check_finite="raise")
+    quiet = nn.Linear.from_float(float_linear())
+    x = torch.randn(2, 3, 64)
+    torch.manual_seed(0)
+    assert same_bits(layer(x), nn.Linear.from_quantized(layer.weight, layer.bias)(x))
+    for bad in bad_inputs():
+        with pytest.raises(
+            ValueError, match=r"^x: 1 of 384 values are NaN or infinite, .* of Linear\(in_features=64"
+        ):
+            layer(bad)
+        assert quiet(bad).shape == (2, 3, 24)
+    assert "check_finite='raise'" in repr(layer)
+    assert "check_finite" not in repr(quiet)
+    model = nn.quantize_model(torch.nn.Sequential(float_linear()), check_finite="raise")
+    with pytest.raises(ValueError, match=r"^x: 1 of 384 values are NaN"):
+        model(next(bad_inputs()))
+    assert copy.deepcopy(layer).check_finite == "raise"
+
+
+def test_what_the_default_does_with_nan_and_infinity() -> None:
+    """As documented: NaN becomes a finite number, an infinity makes its row infinite or NaN."""
+    layer = nn.Linear.from_float(float_linear(bias=False))
+    nan, inf, _ = bad_inputs()
+    assert layer(nan).isfinite().all()
+    y = layer(inf)
+    assert not y[1, 2].isfinite().any()
+    y[1, 2] = 0
+    assert y.isfinite().all()
+
+
+def test_check_finite_while_a_graph_is_traced() -> None:
+    torch._dynamo.reset()
+    layer = nn.Linear.from_float(float_linear(), check_finite="raise")
+    x = torch.randn(3, 64)
+    with pytest.raises(Exception, match="check_finite"):
+        torch.compile(layer, backend="eager", fullgraph=True)(x)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="eager")
+    assert same_bits(compiled(x), layer(x))
+    with pytest.raises(ValueError, match=r"^x: 1 of 384 values are NaN"):
+        compiled(next(bad_inputs()))
