@@ -12,7 +12,7 @@ import torch
 
 from ..measure.contest import Job, Row
 from ..measure.harness import Harness
-from ..measure.library import Call, error_line
+from ..measure.library import Call, error_line, gemm_operator
 from ..measure.timing import time_host
 
 # Sizes so small that the device keeps up: m tokens, a weight (n, k), experts.
@@ -54,9 +54,7 @@ def _calls(harness: Harness) -> dict[str, Call]:
     made: dict[str, Call] = {
         "mm": lambda: fp4gemm.mm(a, b),
         "mm, out given": lambda: fp4gemm.mm(a, b, out=out),
-        "torch.ops.fp4gemm.scaled_mm": lambda: torch.ops.fp4gemm.scaled_mm(
-            a.codes, b.codes, a.scales, b.scales, 1.0, a.amax, b.amax, None, torch.bfloat16, None
-        ),
+        "mm's operator": gemm_operator(a, b),
         "grouped_mm": lambda: fp4gemm.grouped_mm(rows, stack, offs),
         "quantize": lambda: fp4gemm.quantize(x),
     }

@@ -37,6 +37,7 @@ __all__ = [
     "chosen_kernel",
     "error_line",
     "gaussian_weights",
+    "gemm_operator",
     "has_nvfp4_cores",
     "kernels_of",
     "library_file",
@@ -93,6 +94,18 @@ def chosen_kernel(
         format_b=formats[1],
     )
     return None if found is None else found.name
+
+
+def gemm_operator(a: fp4gemm.NVFP4Tensor, b: fp4gemm.NVFP4Tensor) -> Call:
+    """A call of the operator that mm calls, without the Python of mm; alpha is 1."""
+    operators = torch.ops.fp4gemm
+    if hasattr(operators, "gemm"):
+        return lambda: operators.gemm(
+            a.codes, b.codes, a.scales, b.scales, alpha_row=a.amax, alpha_col=b.amax
+        )
+    return lambda: operators.scaled_mm(
+        a.codes, b.codes, a.scales, b.scales, 1.0, a.amax, b.amax, None, torch.bfloat16, None
+    )
 
 
 def library_file() -> bytes:

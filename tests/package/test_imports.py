@@ -88,7 +88,7 @@ def circle(graph: Graph) -> list[str]:
     return next((found for found in (visit(module, []) for module in sorted(graph)) if found), [])
 
 
-@pytest.mark.parametrize("folder", ["bench"])
+@pytest.mark.parametrize("folder", ["python/fp4gemm", "bench"])
 def test_no_import_circle(folder: str) -> None:
     graph = graph_of(ROOT / folder)
     assert sum(map(len, graph.values())) > len(graph), "the walk finds imports"
