@@ -23,9 +23,9 @@ struct Fusion : cutlass::epilogue::fusion::FusionOperation {
   static constexpr auto RoundStyle = nodes::kRoundToNearest;
 };
 
-constexpr int kOperandTileAlignment = 1024;  // bytes
+constexpr int kOperandTileAlignment = 1024;  // bytes, the period of the 128-byte swizzle
 
-/// What both specialisations are: the visitor tree, with its arguments by name.
+/// The base of both specialisations below: the visitor tree, with its arguments by name.
 template <class Op, class CtaTile, bool kGrouped>
 struct Callbacks : Op::template Tree<CtaTile, kGrouped>::type {
   using Tree = typename Op::template Tree<CtaTile, kGrouped>;
@@ -39,9 +39,9 @@ struct Callbacks : Op::template Tree<CtaTile, kGrouped>::type {
     operator typename Impl::Arguments() const { return Tree::lower(*this); }
   };
 
-  // The vectors of the epilogue lie ahead of the operands in shared memory. CUTLASS's descriptors of the
-  // operands hold for tiles at multiples of 1024 bytes, the period of the 128-byte swizzle, which nothing
-  // else sees to on SM100 once the swizzle of D is narrower.
+  // The epilogue's vectors lie before the operands in shared memory. CUTLASS's operand descriptors are valid
+  // for tiles at multiples of 1024 bytes, the period of the 128-byte swizzle. On SM100 nothing else ensures
+  // that alignment once the swizzle of D is narrower.
   struct alignas(kOperandTileAlignment) SharedStorage : Impl::SharedStorage {};
 
   using Impl::Impl;

@@ -1,4 +1,4 @@
-// Dense<...> and Grouped<...>: one GEMM kernel of ours as a type, with the arguments that it takes by name.
+// Dense<...> and Grouped<...>: a GEMM kernel as a type, and how arguments by name become CUTLASS's.
 #pragma once
 
 #include "cutlass/cutlass.h"
@@ -10,7 +10,7 @@
 
 namespace cutlass_evt {
 
-/// D (m, n) = epilogue(A (m, k) @ B (n, k)^T); all row-major, A and B contiguous.
+/// D (m, n) = epilogue(A (m, k) @ B (n, k)^T). All matrices are row-major, A and B contiguous.
 template <class Op>
 struct DenseArguments {
   int m = 0, n = 0, k = 0;
@@ -25,8 +25,10 @@ struct DenseArguments {
   int num_sms = 0;
 };
 
-/// The kernel type, and how DenseArguments become its CUTLASS arguments. Tile and Cluster are the kernel's:
-/// of D^T if Op is swapped.
+/// A dense kernel, and how DenseArguments become its CUTLASS arguments.
+///
+/// Arch is Sm90 or Sm100. Tile and Cluster are those of the kernel, which computes D^T if Op is swapped. Op
+/// is an epilogue, see Fusion.
 template <class Arch_, class Tile_, class Cluster_, class Op_>
 struct Dense {
   using Arch = Arch_;
@@ -56,8 +58,8 @@ struct Dense {
   }
 };
 
-/// The same for groups, whose tables lie in the caller's workspace; prepare_groups fills them before the
-/// kernel runs.
+/// A grouped kernel; the parameters are those of Dense. Its tables lie in the caller's workspace, where
+/// prepare_groups fills them before the kernel runs.
 template <class Arch_, class Tile_, class Cluster_, class Op_>
 struct Grouped {
   using Arch = Arch_;

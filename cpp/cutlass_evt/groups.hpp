@@ -1,4 +1,5 @@
-// The device tables of a grouped GEMM, one entry a group, and the kernel that fills them from the group ends.
+// The device tables of CUTLASS's grouped GEMMs, with one entry for each group, and the kernel that fills them
+// from the group ends.
 #pragma once
 
 #include "cute/tensor.hpp"
@@ -8,31 +9,35 @@
 
 namespace cutlass_evt {
 
-enum class Ragged { kRows, kDepth };
+/// The size that differs from group to group: m or k.
+enum class Ragged { kM, kK };
 
-/// An fp32 vector or number of each group; see fp4gemm_grouped_vector_t.
+/// An fp32 vector or number for each group; see fp4gemm_vector_t.
 struct GroupVector {
   float const* data = nullptr;
   int64_t group_stride = 0;  // elements
   bool is_vector = true;
 };
 
-/// kRows: rows offs[g-1]..offs[g]-1 of A (m, k) times B[g] (n, k)^T are the same rows of D (m, n). The scales
-/// of A begin anew at a multiple of 128 rows for each group. kDepth: D[g] (m, n) is the product over the
-/// columns of group g in A (m, k) and B (n, k), which begin at multiples of 64; the columns after the last
-/// row of a group are zeros.
+/// The arguments of a grouped GEMM. Op is an epilogue, see Fusion.
+///
+/// Ragged m: group g multiplies the rows offs[g-1] .. offs[g]-1 of A (m, k) by B[g] (n, k)^T and writes the
+/// same rows of D (m, n). The scales of A start at a multiple of 128 rows for each group.
+///
+/// Ragged k: D[g] (m, n) is the product over the columns of group g in A (m, k) and B (n, k). The columns of
+/// a group start at a multiple of 64 and are padded with zeros to the next.
 template <class Op>
 struct GroupedArguments {
-  Ragged ragged = Ragged::kRows;
+  Ragged ragged = Ragged::kM;
   int m = 0, n = 0, k = 0;
   int num_groups = 0;
   int const* offs = nullptr;  // (num_groups) cumulative ends, on the device
-  int scale_tiles = 0;        // kRows: tiles of 128 rows that the scales of A have room for
+  int scale_tiles = 0;        // ragged m: the capacity of the scales of A, in tiles of 128 rows
   void const* a = nullptr;
   void const* scale_a = nullptr;  // null where the architecture multiplies decoded operands
   void const* b = nullptr;
   void const* scale_b = nullptr;
-  GroupVector alpha_row;  // kRows: indexed by the row of A
+  GroupVector alpha_row;  // ragged m: indexed by the row of A
   GroupVector alpha_col;
   GroupVector bias;
   float alpha = 1.0f;
@@ -47,18 +52,18 @@ struct GroupedArguments {
   int num_sms = 0;
 };
 
-/// What differs from group to group, in the terms of D: sizes, and how far into each buffer the group lies.
-struct GroupPlace {
+/// The sizes of one group and where it begins in each buffer.
+struct GroupExtent {
   int m, n, k;
-  int64_t a_elems;  // into A
-  int64_t b_elems;  // into B
-  int64_t scale_a_bytes;
-  int64_t scale_b_bytes;
-  int64_t row;     // first row: of alpha_row (kRows)
-  int64_t d_rows;  // into C and D
+  int64_t a_elems;        // offset into A, in elements
+  int64_t b_elems;        // offset into B, in elements
+  int64_t scale_a_bytes;  // offset into the scales of A
+  int64_t scale_b_bytes;  // offset into the scales of B
+  int64_t row;            // first element of alpha_row (ragged m)
+  int64_t d_rows;         // first row in C and D
 };
 
-/// Collectives of one grouped kernel -> its tables.
+/// The tables of one grouped kernel. Collectives are its CUTLASS types, Op its epilogue.
 template <class Collectives, class Op>
 struct GroupTable {
   using Shape = cute::Shape<int, int, int>;
@@ -81,49 +86,51 @@ struct GroupTable {
   Out** d;
   StrideD* stride_d;
 
-  /// Lays the arrays out in workspace; workspace null: only counts. Returns the bytes that they take.
-  static size_t place(void* workspace, int num_groups, GroupTable* table) {
+  /// Assigns the arrays to workspace and returns the bytes that they need. workspace may be null if only the
+  /// number is wanted.
+  static size_t lay_out(void* workspace, int num_groups, GroupTable* table) {
     char* next = static_cast<char*>(workspace);
     size_t bytes = 0;
-    auto const take = [&](auto*& array) {
+    auto const allocate = [&](auto*& array) {
       using T = cute::remove_pointer_t<cute::remove_reference_t<decltype(array)>>;
       array = reinterpret_cast<T*>(next + bytes);
       bytes += (sizeof(T) * static_cast<size_t>(num_groups) + 127) / 128 * 128;
     };
-    take(table->shapes);
-    take(table->a);
-    take(table->b);
-    take(table->stride_a);
-    take(table->stride_b);
-    table->scales.place(take);
-    take(table->alpha_row);
-    take(table->alpha_col);
-    take(table->bias);
-    take(table->c);
-    take(table->d);
-    take(table->stride_d);
+    allocate(table->shapes);
+    allocate(table->a);
+    allocate(table->b);
+    allocate(table->stride_a);
+    allocate(table->stride_b);
+    table->scales.lay_out(allocate);
+    allocate(table->alpha_row);
+    allocate(table->alpha_col);
+    allocate(table->bias);
+    allocate(table->c);
+    allocate(table->d);
+    allocate(table->stride_d);
     return bytes;
   }
 
-  CUTLASS_DEVICE void set(int g, GroupedArguments<Op> const& args, GroupPlace const& place) const {
-    // Kernel order: a swapped kernel's first operand is B.
+  /// Writes the entries of group g.
+  CUTLASS_DEVICE void set(int g, GroupedArguments<Op> const& args, GroupExtent const& group) const {
+    // The first operand of a swapped kernel is B.
     constexpr bool kSwapped = Op::kSwapped;
-    Element const* const rows = offset(args.a, place.a_elems);
-    Element const* const cols = offset(args.b, place.b_elems);
-    shapes[g] = kSwapped ? Shape{place.n, place.m, place.k} : Shape{place.m, place.n, place.k};
+    Element const* const rows = offset(args.a, group.a_elems);
+    Element const* const cols = offset(args.b, group.b_elems);
+    shapes[g] = kSwapped ? Shape{group.n, group.m, group.k} : Shape{group.m, group.n, group.k};
     a[g] = kSwapped ? cols : rows;
     b[g] = kSwapped ? rows : cols;
     cute::get<0>(stride_a[g]) = args.k;
     cute::get<0>(stride_b[g]) = args.k;
-    auto const* const scale_rows = static_cast<uint8_t const*>(args.scale_a) + place.scale_a_bytes;
-    auto const* const scale_cols = static_cast<uint8_t const*>(args.scale_b) + place.scale_b_bytes;
+    auto const* const scale_rows = static_cast<uint8_t const*>(args.scale_a) + group.scale_a_bytes;
+    auto const* const scale_cols = static_cast<uint8_t const*>(args.scale_b) + group.scale_b_bytes;
     scales.set(g, kSwapped ? scale_cols : scale_rows, kSwapped ? scale_rows : scale_cols, shapes[g], args.k);
     alpha_row[g] = args.alpha_row.data + g * args.alpha_row.group_stride +
-                   (args.ragged == Ragged::kRows && args.alpha_row.is_vector ? place.row : 0);
+                   (args.ragged == Ragged::kM && args.alpha_row.is_vector ? group.row : 0);
     alpha_col[g] = args.alpha_col.data + g * args.alpha_col.group_stride;
     bias[g] = args.bias.data + g * args.bias.group_stride;
-    c[g] = args.c + place.d_rows * args.c_row_stride;
-    d[g] = args.d + place.d_rows * args.d_row_stride;
+    c[g] = args.c + group.d_rows * args.c_row_stride;
+    d[g] = args.d + group.d_rows * args.d_row_stride;
     cute::get<kSwapped ? 1 : 0>(stride_d[g]) = args.d_row_stride;
   }
 
@@ -135,9 +142,10 @@ struct GroupTable {
 };
 
 constexpr int kPrepareThreads = 256;
-constexpr int kDepthStep = 64;  // columns at whose multiples the groups of kDepth begin: a tile of scales
+constexpr int kRaggedKStep = 64;  // groups of ragged k start at multiples of it: the columns of a scale tile
 
-/// D[g] of the empty groups of kDepth, of which no tile of the GEMM is: act(bias) + beta * C.
+/// Writes D[g] of the empty groups of ragged k, act(bias) + beta * C: the GEMM has no tile of them, since
+/// CUTLASS 4.2 cannot multiply a group of k = 0.
 template <class Op>
 CUTLASS_DEVICE void fill_empty_groups(GroupedArguments<Op> const& args, int cta, int num_ctas) {
   int64_t const size = int64_t{args.m} * args.n;
@@ -159,11 +167,13 @@ CUTLASS_DEVICE void fill_empty_groups(GroupedArguments<Op> const& args, int cta,
   }
 }
 
-/// The first CTA fills the tables; further ones, launched for kDepth, D of the empty groups.
+/// Fills the tables with CTA 0. Further CTAs, which are launched for ragged k, write D of the empty groups.
 template <class Collectives, class Op>
 __global__ void __launch_bounds__(kPrepareThreads)
     prepare_groups(__grid_constant__ GroupedArguments<Op> const args,
                    __grid_constant__ GroupTable<Collectives, Op> const table) {
+  // The previous kernel may have written the group ends, and may still read the tables or D. The dependents,
+  // which are the GEMM, wait for this grid in turn before they read the tables.
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
   if (blockIdx.x > 0) {
@@ -172,13 +182,14 @@ __global__ void __launch_bounds__(kPrepareThreads)
     }
     return;
   }
-  bool const by_rows = args.ragged == Ragged::kRows;
-  // Places are counted in tiles of scales: of 128 rows (kRows) or of 64 columns. Ends that are out of order
-  // or out of range would be an error of the caller; they must not lead outside of the buffers.
-  int const step = by_rows ? 128 : kDepthStep;
-  int const room = by_rows ? args.scale_tiles : args.k / kDepthStep;
-  int const most = by_rows ? args.m : INT32_MAX;
-  int64_t const words = (args.k / 16 + 3) / 4;  // of 4 scales, in a row
+  bool const is_ragged_m = args.ragged == Ragged::kM;
+  // Groups start at whole tiles of scales: 128 rows for ragged m, 64 columns for ragged k. Ends that are out
+  // of order or out of range are an error of the caller that is not reported. The clamps, and dropping groups
+  // for which there is no room, keep every access within the buffers.
+  int const step = is_ragged_m ? 128 : kRaggedKStep;
+  int const room = is_ragged_m ? args.scale_tiles : args.k / kRaggedKStep;
+  int const most = is_ragged_m ? args.m : INT32_MAX;
+  int64_t const words = (args.k / 16 + 3) / 4;  // words of 4 scales in a row
   __shared__ int64_t warp_sums[kPrepareThreads / 32];
   int64_t carry = 0;
   for (int base = 0; base < args.num_groups; base += kPrepareThreads) {
@@ -198,27 +209,27 @@ __global__ void __launch_bounds__(kPrepareThreads)
     if (start + tiles > room) {
       size = 0;
     }
-    GroupPlace place{};
-    place.n = args.n;
-    if (by_rows) {
-      place.m = size;
-      place.k = args.k;
-      place.a_elems = int64_t{begin} * args.k;
-      place.b_elems = int64_t{g} * args.n * args.k;
-      place.scale_a_bytes = start * words * 512;
-      place.scale_b_bytes = g * ((args.n + 127) / 128) * words * 512;
-      place.row = begin;
-      place.d_rows = begin;
+    GroupExtent group{};
+    group.n = args.n;
+    if (is_ragged_m) {
+      group.m = size;
+      group.k = args.k;
+      group.a_elems = int64_t{begin} * args.k;
+      group.b_elems = int64_t{g} * args.n * args.k;
+      group.scale_a_bytes = start * words * 512;
+      group.scale_b_bytes = g * ((args.n + 127) / 128) * words * 512;
+      group.row = begin;
+      group.d_rows = begin;
     } else {
-      place.m = size > 0 ? args.m : 0;  // no tiles: fill_empty_groups writes D
-      place.k = size > 0 ? tiles * kDepthStep : kDepthStep;
-      place.a_elems = start * kDepthStep;
-      place.b_elems = place.a_elems;
-      place.scale_a_bytes = start * 512;
-      place.scale_b_bytes = place.scale_a_bytes;
-      place.d_rows = int64_t{g} * args.m;
+      group.m = size > 0 ? args.m : 0;  // empty groups have no tiles; fill_empty_groups writes their D
+      group.k = size > 0 ? tiles * kRaggedKStep : kRaggedKStep;
+      group.a_elems = start * kRaggedKStep;
+      group.b_elems = group.a_elems;
+      group.scale_a_bytes = start * 512;
+      group.scale_b_bytes = group.scale_a_bytes;
+      group.d_rows = int64_t{g} * args.m;
     }
-    table.set(g, args, place);
+    table.set(g, args, group);
   }
 }
 

@@ -7,16 +7,15 @@
 
 namespace cutlass_evt {
 
-/// Elements of D in m and n, and of the contraction in k, that one MMA tile covers. On SM100 a tile of m =
-/// 256 belongs to a pair of CTAs.
+/// The extents in m, n and k of one MMA tile. On SM100 a tile of m = 256 belongs to a pair of CTAs.
 template <int M, int N, int K>
 using Tile = cute::Shape<cute::Int<M>, cute::Int<N>, cute::Int<K>>;
 
-/// CTAs of a cluster in m and n.
+/// The CTAs of a cluster in m and n.
 template <int M, int N>
 using Cluster = cute::Shape<cute::Int<M>, cute::Int<N>, cute::_1>;
 
-/// A layout of one matrix or, as CUTLASS writes it, of one matrix a group.
+/// The layout of a matrix or, for a grouped kernel, CUTLASS's notation for one matrix per group.
 template <class Layout, bool kGrouped>
 using LayoutOf = cute::conditional_t<kGrouped, Layout*, Layout>;
 

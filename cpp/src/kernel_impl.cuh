@@ -154,7 +154,7 @@ struct GroupedImpl : KernelBase<K> {
 
   static cutlass_evt::GroupedArguments<Op> arguments(Problem const& p) {
     auto args = Base::template arguments_of<cutlass_evt::GroupedArguments<Op>>(p);
-    args.ragged = p.ragged == FP4GEMM_RAGGED_ROWS ? cutlass_evt::Ragged::kRows : cutlass_evt::Ragged::kDepth;
+    args.ragged = p.ragged == FP4GEMM_RAGGED_ROWS ? cutlass_evt::Ragged::kM : cutlass_evt::Ragged::kK;
     args.num_groups = p.num_groups;
     args.offs = p.offs;
     args.scale_tiles = static_cast<int>(fp4gemm_grouped_scale_rows(p.m, p.num_groups) / 128);
@@ -174,14 +174,14 @@ struct GroupedImpl : KernelBase<K> {
 
   static size_t workspace_bytes(Problem const& p) {
     Table table;
-    size_t const bytes = Table::place(nullptr, p.num_groups, &table);
+    size_t const bytes = Table::lay_out(nullptr, p.num_groups, &table);
     return bytes + Gemm::get_workspace_size(K::lower(arguments(p), table));
   }
 
   static fp4gemm_status_t launch(Problem const& p, void* workspace, fp4gemm_stream_t stream) {
     auto const args = arguments(p);
     Table table;
-    size_t const bytes = Table::place(workspace, p.num_groups, &table);
+    size_t const bytes = Table::lay_out(workspace, p.num_groups, &table);
 
     cudaLaunchAttribute overlapping = overlapping_launch();
     cudaLaunchConfig_t config{};

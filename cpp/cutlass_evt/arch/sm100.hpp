@@ -18,7 +18,7 @@
 
 namespace cutlass_evt {
 
-/// The tensor cores read packed e2m1 and swizzled e4m3 scales themselves.
+/// The architecture. Its tensor cores read packed e2m1 codes and swizzled e4m3 scales.
 struct Sm100 {
   static constexpr int kArch = 100;
   static constexpr bool kDecodedOperands = false;
@@ -27,7 +27,7 @@ struct Sm100 {
   using Element = cutlass::nv_float4_t<cutlass::float_e2m1_t>;
   static constexpr int kOperandAlignment = 32;  // elements, 16 bytes
 
-  // A tile of m = 256 is split over the two SMs of a CTA pair.
+  // A tile of m = 256 is computed by the two SMs of a CTA pair.
   template <class Tile>
   static constexpr bool kTwoSm = cute::size<0>(Tile{}) == 256;
 
@@ -46,6 +46,7 @@ struct Sm100 {
                           cute::conditional_t<kTwoSm<Tile>, cutlass::epilogue::TmaWarpSpecialized2Sm,
                                               cutlass::epilogue::TmaWarpSpecialized1Sm>>;
 
+  /// The CUTLASS types of one kernel; see Dense for the parameters.
   template <class Tile, class Cluster, class Op, bool kGrouped>
   struct Collectives {
     using ElementD = typename Op::ElementOutput;
@@ -57,21 +58,21 @@ struct Sm100 {
         cute::conditional_t<kGrouped, cutlass::gemm::GroupProblemShape<cute::Shape<int, int, int>>,
                             cute::Shape<int, int, int, int>>;
 
-    // A thread holds one row of the epilogue tile while the visitor tree is evaluated: 32 columns leave it
-    // registers to spare, where CUTLASS's own choice, up to 128, spills. Two accumulators of 256 columns
-    // overlap in tensor memory by all but these columns, and with 32 there would be no room for the block
+    // While the visitor tree is evaluated, a thread holds one row of the epilogue tile. 32 columns leave
+    // enough registers; CUTLASS's choice, up to 128, spills. For tiles of n = 256, CUTLASS overlaps its two
+    // accumulators in tensor memory by all but these columns, and 32 would leave no room there for the block
     // scales.
     static constexpr int kEpilogueColumns = cute::size<1>(Tile{}) == 256 ? 64 : 32;
     static_assert(kEpilogueColumns * sizeof(ElementD) <= 128 || cute::size<1>(Tile{}) != 256,
-                  "fp32 output takes tiles of n up to 192");
+                  "fp32 output needs tiles of n up to 192");
     using EpilogueTile = cute::Shape<cute::_128, cute::Int<kEpilogueColumns>>;
     using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
         cutlass::arch::Sm100, cutlass::arch::OpClassBlockScaledTensorOp, Tile, Cluster, EpilogueTile, float,
         float, void, LayoutD, kAlignmentD, ElementD, LayoutD, kAlignmentD, EpilogueSchedule<Tile, kGrouped>,
         Fusion<Op>>::CollectiveOp;
 
-    // CUTLASS 4.2.0 counts the stages without rounding the barriers up to 128 bytes and may take one stage
-    // too many; the extra carve-out gives the barriers their room.
+    // CUTLASS 4.2.0 computes the number of stages without rounding the size of the mbarriers up to 128 bytes
+    // and can arrive at one stage too many. The larger carve-out leaves room for them.
     static constexpr int kCarveout = static_cast<int>(sizeof(typename Epilogue::SharedStorage)) + 1024;
     using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
         cutlass::arch::Sm100, cutlass::arch::OpClassBlockScaledTensorOp, Element, LayoutA, kOperandAlignment,
@@ -90,7 +91,8 @@ struct Sm100 {
     using Scale = typename Mainloop::ElementSF;
     using Config = typename Mainloop::Sm1xxBlkScaledConfig;
 
-    /// Operands: a (m, k) and b (n, k) packed e2m1, rows contiguous, with their swizzled scales.
+    /// The operands are a (m, k) and b (n, k) as packed e2m1 codes, row-major and contiguous, and their
+    /// swizzled scales.
     static typename Mainloop::Arguments mainloop_arguments(void const* a, void const* scale_a, void const* b,
                                                            void const* scale_b, int m, int n, int k) {
       auto shape = cute::make_shape(m, n, k, 1);
@@ -100,7 +102,7 @@ struct Sm100 {
               static_cast<Scale const*>(scale_b), Config::tile_atom_to_shape_SFB(shape)};
     }
 
-    /// The block scales of each group.
+    /// The tables of block scales, one entry for each group.
     struct ScaleTable {
       using Layout = decltype(Config::deduce_layoutSFA());
       Scale const** a;
@@ -108,15 +110,17 @@ struct Sm100 {
       Layout* layout_a;
       Layout* layout_b;
 
-      template <class Take>
-      void place(Take const& take) {
-        take(a);
-        take(b);
-        take(layout_a);
-        take(layout_b);
+      /// Calls allocate(array) for each table.
+      template <class Allocate>
+      void lay_out(Allocate const& allocate) {
+        allocate(a);
+        allocate(b);
+        allocate(layout_a);
+        allocate(layout_b);
       }
 
-      /// row_k: elements of a whole row of the operands, of which the group may have a part.
+      /// Sets the entry of group g. row_k is the length of a whole row of the operands, of which the group
+      /// may cover a part.
       CUTLASS_DEVICE void set(int g, void const* scale_a, void const* scale_b,
                               cute::Shape<int, int, int> const& shape, int row_k) const {
         a[g] = static_cast<Scale const*>(scale_a);

@@ -17,8 +17,8 @@
 
 namespace cutlass_evt {
 
-/// The operands are e2m1 value x e4m3 block scale, which fp16 holds exactly, so the tensor cores see what
-/// Blackwell's see.
+/// The architecture. An operand element is an e2m1 value times its e4m3 block scale. fp16 holds that exactly,
+/// so that the tensor cores multiply the same numbers as Blackwell's.
 struct Sm90 {
   static constexpr int kArch = 90;
   static constexpr bool kDecodedOperands = true;
@@ -27,8 +27,8 @@ struct Sm90 {
   using Element = cutlass::half_t;
   static constexpr int kOperandAlignment = 8;  // elements, 16 bytes
 
-  // Two consumer warpgroups share a tile of m >= 128; a tile of m = 64 is one warpgroup's and two tiles take
-  // turns.
+  // Two consumer warpgroups share a tile of m >= 128 (cooperative). A tile of m = 64 belongs to one
+  // warpgroup, and the two work on different tiles in turn (pingpong).
   template <class Tile>
   static constexpr bool kCooperative = cute::size<0>(Tile{}) >= 128;
 
@@ -47,6 +47,7 @@ struct Sm90 {
       cute::conditional_t<kCooperative<Tile>, cutlass::epilogue::TmaWarpSpecializedCooperative,
                           cutlass::epilogue::TmaWarpSpecialized>>;
 
+  /// The CUTLASS types of one kernel; see Dense for the parameters.
   template <class Tile, class Cluster, class Op, bool kGrouped>
   struct Collectives {
     using ElementD = typename Op::ElementOutput;
@@ -78,16 +79,16 @@ struct Sm90 {
 
     using ElementData = Element;
 
-    /// Operands: a (m, k) and b (n, k), fp16, rows contiguous.
+    /// The operands are a (m, k) and b (n, k) in fp16, row-major and contiguous.
     static typename Mainloop::Arguments mainloop_arguments(void const* a, void const*, void const* b,
                                                            void const*, int, int, int k) {
       return {static_cast<Element const*>(a), {k, {}, {}}, static_cast<Element const*>(b), {k, {}, {}}};
     }
 
-    /// Decoded operands have no block scales.
+    /// The tables of block scales: none, since the operands are decoded.
     struct ScaleTable {
-      template <class Take>
-      void place(Take const&) {}
+      template <class Allocate>
+      void lay_out(Allocate const&) {}
       CUTLASS_DEVICE void set(int, void const*, void const*, cute::Shape<int, int, int> const&, int) const {}
     };
 

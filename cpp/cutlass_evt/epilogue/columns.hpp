@@ -1,5 +1,6 @@
-// The epilogues for kernels without a visitor tree: a few neighbouring columns of one row of D at a time,
-// with everything, the output type included, chosen at run time.
+// The epilogue of kernels that do not use CUTLASS's visitor trees. A thread finishes a few neighbouring
+// columns of one row of D at a time. Everything, the output type included, is chosen at run time, so that one
+// kernel serves every call.
 #pragma once
 
 #include "cutlass/bfloat16.h"
@@ -11,14 +12,14 @@ namespace cutlass_evt::epilogue {
 
 enum class OutputType { kBf16, kFp16, kFp32 };
 
-/// The terms of RowCol and of SwiGlu, for the groups of rows of a grouped product or for one.
+/// The arguments of RowCol and of SwiGlu, for a grouped product or for a dense one, which has one group.
 struct ColumnsArguments {
   struct Vector {
     float const* data = nullptr;  // null: absent
-    bool is_vector = true;        // or one number
+    bool is_vector = true;        // false: one number
     int64_t group_stride = 0;     // elements
   };
-  Vector alpha_row;  // indexed by the row of D, through all groups
+  Vector alpha_row;  // indexed by the row of D, counted through all groups
   Vector alpha_col;
   Vector bias;
   float alpha = 1.0f;
@@ -31,20 +32,22 @@ struct ColumnsArguments {
   void* d = nullptr;
   int64_t d_row_stride = 0;  // elements
 
+  /// True for the usual call: is_direct() and bf16.
   CUTLASS_HOST_DEVICE bool is_plain() const { return is_direct() && output == OutputType::kBf16; }
 
-  /// D[i, j] is a 16-bit number that depends on the product's [i, j] and on vectors alone.
+  /// True if D has 16-bit elements and D[i, j] depends on element (i, j) of the product and the vectors
+  /// alone.
   CUTLASS_HOST_DEVICE bool is_direct() const {
     return activation == Activation::kNone && c == nullptr && output != OutputType::kFp32;
   }
 };
 
-/// The bits are those of RowCol::apply and of SwiGlu.
+/// The epilogue's device functions. The bits are those of RowCol::apply and of SwiGlu.
 struct ColumnsEpilogue {
   using Arguments = ColumnsArguments;
-  static constexpr int kColumns = 8;
+  static constexpr int kColumns = 8;  // that a thread finishes at a time
 
-  // Where the terms lie; null: absent.
+  // The addresses of the elements of vectors; null: absent. A column is counted in the product.
 
   CUTLASS_DEVICE static float const* row_factor_at(Arguments const& args, int64_t row) {
     return args.alpha_row.data == nullptr ? nullptr
@@ -75,19 +78,19 @@ struct ColumnsEpilogue {
     return multiply(alpha, multiply(by_column, multiply(by_row, z)));
   }
 
-  /// For kernels that hold two columns, where is_direct().
+  /// For kernels whose threads hold two columns of the product. Only for calls with is_direct().
   struct TwoColumns {
     float by_column[2];
     float bias[2];
     float alpha;
 
-    /// The exact product z of column `which`, scaled.
+    /// The element z of the product in column `which`, multiplied by all factors.
     CUTLASS_DEVICE float scaled(float z, float by_row, int which) const {
       return scale(alpha, by_column[which], by_row, z);
     }
 
-    /// pair(i) = z(2 i) and z(2 i + 1), which are scaled, to be finished: i even the first column, odd the
-    /// second.
+    /// pair(i) = the elements z(2 i) and z(2 i + 1) of D as two 16-bit numbers, from elements that have been
+    /// scaled. An even i is in the first column, an odd one in the second.
     template <int Values, class Z, class Pair>
     CUTLASS_DEVICE void finish(Arguments const& args, Z const& z, Pair const& pair) const {
       if (args.bias.data != nullptr) {
@@ -118,9 +121,10 @@ struct ColumnsEpilogue {
     }
   };
 
+  /// The vectors of kColumns neighbouring columns, in registers.
   class Columns {
    public:
-    /// The vectors at the product's columns from `column` on.
+    /// Loads the vectors for the columns from `column` on. n is the number of columns of the product.
     CUTLASS_DEVICE void load(Arguments const& args, int group, int column, int n) {
       column_ = column;
       valid_ = n - column;
@@ -135,8 +139,8 @@ struct ColumnsEpilogue {
       alpha_ = alpha(args, group);
     }
 
-    /// The same from terms that are at hand, by_column and bias those of `column`, 16-byte aligned; what is
-    /// beyond n is arbitrary.
+    /// The same from copies of the vectors: by_column and bias point at the elements of `column` and are
+    /// 16-byte aligned. Elements beyond column n - 1 may hold anything.
     CUTLASS_DEVICE void load(float const* by_column, float const* bias, float alpha, int column, int n) {
       column_ = column;
       valid_ = n - column;
@@ -148,10 +152,11 @@ struct ColumnsEpilogue {
       alpha_ = alpha;
     }
 
-    /// True if one of them is a column of the product.
+    /// True if at least one of the columns exists.
     CUTLASS_DEVICE bool any() const { return valid_ > 0; }
 
-    /// Writes these columns of D[rows[i]], where present[i], from the exact products and the rows' factors.
+    /// Stores these columns of the rows rows[i] of D for which present[i], from elements z[i] of the product
+    /// and the factors by_row[i] of the rows. z is overwritten.
     template <int Rows>
     CUTLASS_DEVICE void store(Arguments const& args, int64_t const (&rows)[Rows], bool const (&present)[Rows],
                               float const (&by_row)[Rows], float (&z)[Rows][kColumns]) const {
@@ -171,7 +176,7 @@ struct ColumnsEpilogue {
           }
         }
       }
-      if (args.is_plain()) {  // the usual call, which looks at nothing more
+      if (args.is_plain()) {
         CUTLASS_PRAGMA_UNROLL
         for (int r = 0; r < Rows; ++r) {
           if (present[r]) {
@@ -208,7 +213,7 @@ struct ColumnsEpilogue {
     CUTLASS_DEVICE void write(Arguments const& args, int64_t row, float (&z)[kColumns]) const {
       constexpr int kPer16 = 16 / sizeof(Out);
       Out* const d = static_cast<Out*>(args.d) + row * args.d_row_stride;
-      if (is_gated(args.activation)) {  // half as many, in eight bytes; never fp32
+      if (is_gated(args.activation)) {  // half as many columns, so 8 bytes; fp32 is refused
         if constexpr (sizeof(Out) == 2) {
           cutlass::Array<Out, kColumns / 2> out;
           CUTLASS_PRAGMA_UNROLL
@@ -221,13 +226,13 @@ struct ColumnsEpilogue {
       }
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kColumns; i += kPer16) {
-        if (i >= valid_) {  // rows of D are whole steps of 16 bytes
+        if (i >= valid_) {  // n is a multiple of 16 bytes, so that a step is whole or absent
           continue;
         }
         if (args.c != nullptr) {
           Out const* const from = static_cast<Out const*>(args.c) + row * args.c_row_stride + column_ + i;
-          uint4 const bits =
-              *reinterpret_cast<uint4 const*>(from);  // C may be D: not through the read-only path
+          // A plain load: C may be D, which the read-only path must not see.
+          uint4 const bits = *reinterpret_cast<uint4 const*>(from);
           auto const& c = reinterpret_cast<cutlass::Array<Out, kPer16> const&>(bits);
           CUTLASS_PRAGMA_UNROLL
           for (int j = 0; j < kPer16; ++j) {

@@ -1,4 +1,4 @@
-// Short names over the CUTLASS visitor nodes.
+// Nodes of the epilogues' visitor trees: short names for CUTLASS's, and a base for our own.
 #pragma once
 
 #include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
@@ -8,11 +8,12 @@
 
 namespace cutlass_evt {
 
-/// T of a dense kernel; in a grouped one an array, on the device, of one pointer to T a group.
+/// A pointer to T in a dense kernel. In a grouped kernel, a device array with one such pointer for each
+/// group.
 template <class T, bool kGrouped>
 using PointerOf = cute::conditional_t<kGrouped, T const* const*, T const*>;
 
-/// An fp32 multiplier of the epilogue: a vector, one number on the device, or absent (data null).
+/// An fp32 multiplier of the epilogue: a vector, one number on the device, or absent (data is null).
 template <bool kGrouped>
 struct VectorOf {
   PointerOf<float, kGrouped> data = nullptr;
@@ -26,6 +27,7 @@ namespace fusion = cutlass::epilogue::fusion;
 
 constexpr auto kRoundToNearest = cutlass::FloatRoundStyle::round_to_nearest;
 
+/// The accumulator: an element of the product.
 using Acc = fusion::Sm90AccFetch;
 
 /// left * right in fp32.
@@ -37,7 +39,8 @@ using Multiply =
 template <class Left, class Right>
 using Add = fusion::Sm90EVT<fusion::Sm90Compute<add_rn, float, float, kRoundToNearest>, Left, Right>;
 
-/// What CUTLASS asks of a node of ours that loads nothing ahead and needs no workspace.
+/// The base of a node that loads nothing in advance and needs no workspace: the members that CUTLASS requires
+/// of every node. Arguments_ are the node's arguments, which are its kernel parameters too.
 template <class Arguments_>
 struct Node : fusion::Sm90VisitorImpl<> {
   struct SharedStorage {};
@@ -70,10 +73,10 @@ struct Node : fusion::Sm90VisitorImpl<> {
 
 struct ScalarArguments {
   float value = 1.0f;
-  float const* groups = nullptr;  // (g), in place of value
+  float const* groups = nullptr;  // (num_groups), replaces value where not null
 };
 
-/// One number for every element: a host number or, in a grouped kernel, one a group on the device.
+/// One number for all elements: from the host or, in a grouped kernel, one on the device for each group.
 struct Scalar : Node<ScalarArguments> {
   using Node<ScalarArguments>::Node;
 
@@ -96,10 +99,12 @@ struct Scalar : Node<ScalarArguments> {
   }
 };
 
-/// Vectors broadcast over a kernel's tile. A swapped kernel computes D^T: the rows of D are its columns.
+/// Nodes that broadcast vectors over a kernel's tile. A swapped kernel computes D^T: the rows of D are the
+/// columns of its tile.
 ///
-/// The stride's bool chooses between vector and single number at run time, so that one kernel serves both.
-/// Alignment 1: the vectors may start at any float.
+/// CtaTile is the kernel's tile. The strides are bools, which CUTLASS reads as 0 or 1: a vector or a single
+/// number is chosen at run time, so that one kernel serves both. The alignment is 1: vectors may start at any
+/// float.
 template <class CtaTile, bool kGrouped, bool kSwapped>
 struct Broadcast {
   using Element = cute::conditional_t<kGrouped, float*, float>;

@@ -9,11 +9,12 @@
 
 namespace cutlass_evt::epilogue {
 
-/// See scaled.hpp for the vectors; C (m, n) has the type of D. All terms but acc may be absent, in the same
-/// kernel. Every step rounds once to fp32, the cast to Out once more; the order of the brackets is fixed, so
-/// that the result depends on acc alone, not on tile or architecture.
+/// The row x column epilogue. scaled.hpp describes the vectors; C (m, n) has the type of D. All terms but acc
+/// may be absent, in the same kernel. Every step rounds once to fp32, and the cast to Out once more. The
+/// order of the brackets is fixed, so that the result depends on acc alone and not on tile or architecture.
 ///
-/// Swapped: the kernel multiplies B by A and so computes D^T, which suits few rows.
+/// Out is the element type of D. If Swapped, the kernel multiplies B by A and so computes D^T, which suits
+/// products of few rows.
 template <class Out, bool Swapped = false>
 struct RowCol {
   static constexpr char const* kName = "rowcol";
@@ -27,11 +28,11 @@ struct RowCol {
     Activation activation = Activation::kNone;
     PointerOf<Out, kGrouped> c = nullptr;  // (m, n)
     int64_t c_row_stride = 0;              // elements
-    float c_scale = 1.0f;  // beta; under that name CUTLASS would take it for its own and refuse it
+    float c_scale = 1.0f;  // beta; CUTLASS treats an argument of that name as its own and refuses it
   };
   using Arguments = ArgumentsOf<false>;
 
-  /// The formula for one element, for kernels without a visitor tree; c null: absent.
+  /// The formula for one element, for code without a visitor tree. c is null where C is absent.
   CUTLASS_HOST_DEVICE static Out apply(float acc, float alpha_row, float alpha_col, float alpha, float bias,
                                        Activation activation, Out const* c, float beta) {
     float y = nodes::activate_one(activation, nodes::scaled(acc, alpha_row, alpha_col, alpha, bias));
@@ -41,7 +42,7 @@ struct RowCol {
     return cutlass::NumericConverter<Out, float, nodes::kRoundToNearest>::convert(y);
   }
 
-  /// Visitor tree for one CTA tile.
+  /// The visitor tree for one CTA tile, and how the arguments become those of its nodes.
   template <class CtaTile, bool kGrouped>
   struct Tree {
     using Scaled = nodes::Scaled<CtaTile, kGrouped, kSwapped>;

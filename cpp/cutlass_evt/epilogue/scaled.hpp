@@ -1,4 +1,4 @@
-// What every epilogue begins with: z = alpha * (alpha_col[n] * (alpha_row[m] * acc)) + bias[n].
+// The first part of every epilogue: z = alpha * (alpha_col[n] * (alpha_row[m] * acc)) + bias[n].
 #pragma once
 
 #include "cutlass_evt/epilogue/nodes.hpp"
@@ -13,21 +13,21 @@ struct ScaledArguments {
   VectorOf<kGrouped> alpha_col;  // (n)
   float alpha = 1.0f;
   PointerOf<float, kGrouped> bias = nullptr;  // (n)
-  float const* alpha_groups = nullptr;        // (g), in place of alpha; grouped kernels alone read it
+  float const* alpha_groups = nullptr;        // (num_groups), replaces alpha; for grouped kernels only
 };
 
 namespace nodes {
 
-/// An absent bias adds -0.0, the only number x for which y + x is y for every y, +0 and -0 included.
+/// An absent bias adds -0.0, the only x for which y + x is y for every y, including +0 and -0.
 constexpr float kNoBias = -0.0f;
 
-/// The formula for one element, for kernels without a visitor tree.
+/// The formula for one element, for code without a visitor tree.
 CUTLASS_HOST_DEVICE float scaled(float acc, float alpha_row, float alpha_col, float alpha, float bias) {
   multiply_rn<float> const multiply;
   return add_rn<float>{}(multiply(alpha, multiply(alpha_col, multiply(alpha_row, acc))), bias);
 }
 
-/// The visitor tree for one CTA tile.
+/// The visitor tree for one CTA tile; CtaTile and kSwapped are those of Broadcast.
 template <class CtaTile, bool kGrouped, bool kSwapped>
 struct Scaled {
   using Broadcast = nodes::Broadcast<CtaTile, kGrouped, kSwapped>;

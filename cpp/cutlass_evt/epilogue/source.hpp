@@ -1,5 +1,4 @@
-// The last node of an epilogue: cast(y + beta * C), with C read straight from global memory where it is
-// given.
+// The last node of an epilogue: cast(y + beta * C). C is read directly from global memory where it is given.
 #pragma once
 
 #include "cutlass/numeric_conversion.h"
@@ -14,17 +13,19 @@ struct SourceArguments {
   float beta = 1.0f;
 };
 
-/// One kernel serves calls with and without C: no shared memory and no load warp are set aside for it.
+/// The node. One kernel serves calls with and without C, since no shared memory and no load warp are set
+/// aside for it. Out is the element type of C and D.
 template <class Out, bool kGrouped, bool kSwapped>
 struct AddSource : Node<SourceArguments<Out, kGrouped>> {
   using Node<SourceArguments<Out, kGrouped>>::Node;
-  using Stride = cute::conditional_t<kSwapped, cute::Stride<cute::_1, int64_t, cute::_0>,
-                                     cute::Stride<int64_t, cute::_1, cute::_0>>;  // of C in kernel order
+  using Stride =
+      cute::conditional_t<kSwapped, cute::Stride<cute::_1, int64_t, cute::_0>,
+                          cute::Stride<int64_t, cute::_1, cute::_0>>;  // of C as the kernel sees it
 
   template <class Global, class Coordinates, class Shape>
   struct ConsumerStoreCallbacks : fusion::EmptyConsumerStoreCallbacks {
     Global source;      // (CPY, CPY_M, CPY_N, EPI_M, EPI_N)
-    Coordinates where;  // of each element of source
+    Coordinates where;  // the coordinate of each element of source
     Shape shape;        // of C
     bool present;
     float beta;
@@ -33,7 +34,7 @@ struct AddSource : Node<SourceArguments<Out, kGrouped>> {
                                           float beta)
         : source(source), where(where), shape(shape), present(present), beta(beta) {}
 
-    /// C is loaded here, late, because registers are scarce before.
+    /// C is loaded as late as here because registers are scarce before.
     template <class Accumulator, int N>
     CUTLASS_DEVICE cutlass::Array<Out, N> visit(cutlass::Array<Accumulator, N> const&, int epi_v, int epi_m,
                                                 int epi_n, cutlass::Array<float, N> const& y) {
@@ -57,7 +58,7 @@ struct AddSource : Node<SourceArguments<Out, kGrouped>> {
   CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::ConsumerStoreArgs<Args...> const& args) {
     auto const [M, N, K, L] = args.problem_shape_mnkl;
     int const group = cute::get<3>(args.tile_coord_mnkl);
-    auto const shape = cute::make_shape(M, N, group + 1);  // the coordinates hold the group
+    auto const shape = cute::make_shape(M, N, group + 1);  // coordinates include the group
     bool const present = this->params->c != nullptr;
     Out const* data = nullptr;
     if constexpr (kGrouped) {

@@ -1,5 +1,5 @@
-// The gated epilogue: D[m, j] = cast( silu(z[m, 2j]) * z[m, 2j + 1] ), z as in scaled.hpp. The columns of
-// gate and up are interleaved, and D is half as wide as the product.
+// The gated epilogue: D[m, j] = cast( silu(z[m, 2j]) * z[m, 2j + 1] ), with z as in scaled.hpp. The columns
+// of gate and up are interleaved in the product, so that D is half as wide.
 #pragma once
 
 #include "cutlass/numeric_conversion.h"
@@ -10,8 +10,8 @@ namespace cutlass_evt {
 
 namespace nodes {
 
-/// An element of half the size of Out: those of the columns 2j and 2j + 1 together are element j of D. So
-/// CUTLASS stores tiles of the usual shape and knows nothing of the pairs.
+/// An unsigned type of half the size of Out. The kernel stores D as elements of this type: those of columns
+/// 2j and 2j + 1 together are element j of D. So CUTLASS stores tiles of the usual shape and needs no change.
 template <class Out>
 using HalfOf = cute::conditional_t<sizeof(Out) == 4, uint16_t, uint8_t>;
 
@@ -22,7 +22,7 @@ CUTLASS_HOST_DEVICE Out swiglu(float gate_z, float up) {
   return cutlass::NumericConverter<Out, float, kRoundToNearest>::convert(product);
 }
 
-/// The last node: pairs of columns of its child to halves of their result.
+/// The last node: makes one element of D of two columns of its child, and returns it as two halves.
 template <class Out>
 struct PackPairs : Node<cute::tuple<>> {
   using Node<cute::tuple<>>::Node;
@@ -51,7 +51,8 @@ struct PackPairs : Node<cute::tuple<>> {
 
 namespace epilogue {
 
-/// n is even; the result (m, n/2) is stored as (m, n) elements of half the size, which its row stride counts.
+/// The gated epilogue. n is even; D (m, n/2) is stored as (m, n) elements of half the size, which its row
+/// stride counts. Out is the element type of D.
 template <class Out>
 struct SwiGlu {
   static constexpr char const* kName = "swiglu";
@@ -64,7 +65,7 @@ struct SwiGlu {
   using ArgumentsOf = ScaledArguments<kGrouped>;
   using Arguments = ArgumentsOf<false>;
 
-  /// Visitor tree for one CTA tile.
+  /// The visitor tree for one CTA tile.
   template <class CtaTile, bool kGrouped>
   struct Tree {
     using Scaled = nodes::Scaled<CtaTile, kGrouped, kSwapped>;

@@ -1,40 +1,50 @@
-// The SM90 kernel on prepacked NVFP4 weights: one persistent kernel for dense and grouped products, from one
-// token to thousands.
+// The SM90 kernel on prepacked NVFP4 weights: one persistent, warp-specialised kernel for dense and grouped
+// products, from one token to thousands.
 //
-// Why not one of CUTLASS's kernels around the mainloop: a decode step is a few microseconds, and what a
-// library kernel spends around its mainloop (a dependency wait ahead of everything, a fix-up kernel layer,
-// descriptors of D rewritten for each group) is as long as the mainloop. Here the weights are on their way
-// before the kernel waits for its predecessor, D is stored without descriptors, and groups need no table in
-// memory: the kernel reads the group ends itself.
+// It does not use CUTLASS's kernel layer. A decode step takes a few microseconds, and what that layer does
+// around the mainloop takes as long again: it waits for the previous kernel before anything else, sums the
+// parts of split-K in a serial fix-up, and rewrites the descriptor of D for every group. This kernel requests
+// the first weights before it waits for the previous kernel, stores D without descriptors, and reads the
+// group ends itself instead of tables of pointers.
+//
+// Roles of the warps of a CTA:
+//   producer   one thread of the warp after the consumers; it walks through the CTA's work items, publishes
+//              each of them to the consumers, and fills the ring of stages with weights and tokens
+//   consumers  Config::kConsumerGroups warpgroups, which multiply the stages and store D
 #pragma once
 
-#include "cutlass_evt/kernel/sm90_nvfp4_direct.hpp"
+#include "cutlass_evt/kernel/sm90_nvfp4_direct_epilogue.hpp"
+#include "cutlass_evt/kernel/sm90_nvfp4_partials.hpp"
 #include "cutlass_evt/kernel/sm90_nvfp4_schedule.hpp"
-#include "cutlass_evt/kernel/sm90_nvfp4_slices.hpp"
+#include "cutlass_evt/kernel/sm90_nvfp4_staged_epilogue.hpp"
 
 namespace cutlass_evt {
 
-/// D[group's rows] = epilogue(X (m, k) @ W[group] (n, k)^T). Dense: one group, offs null.
+/// The kernel's parameters: D[rows of group g] = epilogue(X[rows of group g] (., k) @ W[g] (n, k)^T). A dense
+/// product has one group, and groups.offs is null. Epilogue is ColumnsEpilogue or a type with its interface.
 template <class Epilogue>
 struct Sm90Nvfp4Params {
-  CUtensorMap tokens;      // of X, see Sm90Nvfp4Operands; boxes are what one load of a CTA brings
-  uint8_t const* weights;  // prepacked, one matrix after the other
-  int64_t weight_bytes;    // of one matrix
-  bool weights_are_fresh;  // the launch right before this one wrote them
+  CUtensorMap tokens;      // the map of X, see Sm90Nvfp4Operands; its box is what one load of a CTA fetches
+  uint8_t const* weights;  // the prepacked matrices, one after the other
+  int64_t weight_bytes;    // bytes of one matrix
+  bool weights_are_fresh;  // they may still be being written: no weight is read before the previous kernel
+                           // ends
   int n;
   Sm90Nvfp4GroupEnds groups;
   Sm90Nvfp4Operands operands;
-  cutlass::FastDivmod row_tiles;  // of a matrix
-  cutlass::FastDivmod steps;      // along k
-  Sm90Nvfp4Plan plan;             // of a dense product
-  bool splits;                    // tiles may be split along k, where that balances the work
-  float* partials;
-  uint64_t* flags;
-  uint64_t nonce;            // the value of a raised flag: random, so that stale workspace does not hold it
-  Sm90Nvfp4Tickets tickets;  // of groups' tiles, which take different times
+  cutlass::FastDivmod row_tiles;  // tiles of a cluster along the n rows of a matrix
+  cutlass::FastDivmod steps;      // stages along k of one tile
+  Sm90Nvfp4Plan plan;             // of a dense product; that of a grouped one is made on the device
+  bool splits;                    // stream-K is allowed where it balances the work
+  float* partials;                // workspace: kPartialFloats of each CTA
+  uint64_t* flags;                // workspace: one for each CTA, raised when its partial sums are complete
+  uint64_t nonce;                 // the value of a raised flag: random, so that stale memory does not hold it
+  Sm90Nvfp4DynamicScheduler dynamic;  // for grouped products, whose tiles take different times
   typename Epilogue::Arguments epilogue;
 };
 
+/// The kernel's device code. Config is a Sm90Nvfp4Config, which fixes the tile, the cluster and the ring;
+/// Epilogue is ColumnsEpilogue or a type with its interface.
 template <class Config, class Epilogue_>
 struct Sm90Nvfp4Kernel {
   using Epilogue = Epilogue_;
@@ -47,100 +57,115 @@ struct Sm90Nvfp4Kernel {
   using Accumulators = typename Multiply::Accumulators;
   using Schedule = Sm90Nvfp4Schedule;
 
-  using Slices = Sm90Nvfp4Slices<Config, Accumulators>;
-  using Direct = Sm90Nvfp4Direct<Config, Epilogue>;
-  using Terms = Sm90Nvfp4Terms<Config, Epilogue>;
-  static constexpr int kColumns = Slices::kColumns;
-  static constexpr int kRounds = Slices::kRounds;
+  using Staged = Sm90Nvfp4StagedEpilogue<Config, Accumulators>;
+  using Direct = Sm90Nvfp4DirectEpilogue<Config, Epilogue>;
+  using Vectors = Sm90Nvfp4EpilogueVectors<Config, Epilogue>;
+  using Partials = Sm90Nvfp4Partials<Config, Accumulators>;
+  static constexpr int kColumns = Staged::kColumns;
+  static constexpr int kRounds = Staged::kRounds;
 
-  /// Partial sums of one CTA.
-  static constexpr int64_t kPartialFloats = int64_t{Accumulators::kSize} * Config::kConsumerThreads;
+  static constexpr int64_t kPartialFloats = Partials::kFloats;
 
   static CUTLASS_HOST_DEVICE Sm90Nvfp4Plan plan(int tiles, int steps, int num_ctas, bool splits) {
     return {tiles, steps, num_ctas / Config::kCluster, least_split_steps(Config::kDepth), Config::kLeadSteps,
             splits};
   }
 
-  /// Partial sums, flags, and the counter of tickets.
+  /// Bytes of the partial sums, the flags, and the counter of the dynamic scheduler.
   static size_t workspace_bytes(int num_ctas) {
     return static_cast<size_t>(num_ctas) * (kPartialFloats * sizeof(float) + sizeof(uint64_t)) +
            sizeof(uint64_t);
   }
 
   using Groups = Sm90Nvfp4Groups<Config>;
-  using Place = typename Groups::Place;
+  using TileCoord = typename Groups::TileCoord;
 
-  using Task = Sm90Nvfp4Task;
-  using TaskPosition = RingPosition<Config::kTasks>;
+  using WorkItem = Sm90Nvfp4WorkItem;
+  using ItemPosition = RingPosition<Config::kWorkItems>;
 
-  CUTLASS_DEVICE static Place place_of(Params const& p, Shared const& shared, Schedule::Item const& item) {
-    return Groups::place_of(p.groups, shared.table(), p.row_tiles, item.tile);
+  CUTLASS_DEVICE static TileCoord tile_coord(Params const& p, Shared const& shared,
+                                             Schedule::Span const& span) {
+    return Groups::tile_coord(p.groups, shared.table(), p.row_tiles, span.tile);
   }
 
-  CUTLASS_DEVICE static int first_chunk(Place const& place, int rank) {
-    return (place.row_tile * Config::kCluster + rank) * Config::kRowGroups;
+  /// The first chunk of 64 weight rows of the CTA with this rank in its cluster.
+  CUTLASS_DEVICE static int first_chunk(TileCoord const& coord, int rank) {
+    return (coord.row_tile * Config::kCluster + rank) * Config::kRowGroups;
   }
 
-  CUTLASS_DEVICE static TileWork work_of(Params const& p, Task const& task, int rank) {
-    Place const& place = task.place;
-    return {p.weights + place.group * p.weight_bytes,
-            first_chunk(place, rank),
-            place.rows.begin + place.token,
-            Config::tokens_for(place.rows.size - place.token),
-            task.begin,
-            task.end};
+  /// The part of a work item that the mainloop needs.
+  CUTLASS_DEVICE static TileWork tile_work(Params const& p, WorkItem const& item, int rank) {
+    TileCoord const& coord = item.coord;
+    return {p.weights + coord.group * p.weight_bytes,
+            first_chunk(coord, rank),
+            coord.rows.begin + coord.token,
+            Config::tokens_for(coord.rows.size - coord.token),
+            item.begin,
+            item.end};
   }
 
-  CUTLASS_DEVICE static Task task_of(Place const& place, Schedule const& schedule,
-                                     Schedule::Item const& item) {
-    return {place, item.begin, item.end, schedule.worker, item.begin == 0 ? schedule.others(item) : 0};
+  CUTLASS_DEVICE static WorkItem make_work_item(TileCoord const& coord, Schedule const& schedule,
+                                                Schedule::Span const& span) {
+    return {coord, span.begin, span.end, schedule.worker,
+            span.begin == 0 ? schedule.num_other_parts(span) : 0};
   }
 
-  /// Tells the consumers, who then need not find out themselves: with groups that is a search.
-  CUTLASS_DEVICE static void tell(Shared const& shared, int slot, Task const& task) {
-    *shared.task(slot) = task;
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared.told_at(slot)) : "memory");
+  /// Publishes a work item to the consumers, which spares them the search for its group.
+  ///
+  /// Invariant of the mbarrier published(slot): the producer's one arrival completes the phase, and releases
+  /// the write of the work item to the consumers that wait for that phase. The slot is free for the write:
+  /// the ring of items is longer than the ring of stages by what can be in flight, see Config::kWorkItems.
+  CUTLASS_DEVICE static void publish(Shared const& shared, int slot, WorkItem const& item) {
+    *shared.work_item(slot) = item;
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared.published_at(slot)) : "memory");
   }
 
-  /// The first weights of a dense product, ahead of every wait: they are older than the kernel before this
-  /// one, unless the caller says otherwise. The number of stages.
-  CUTLASS_DEVICE static int fetch_ahead(Params const& p, Shared const& shared, Schedule schedule, int rank) {
-    Schedule::Item item;
-    if (p.weights_are_fresh || !schedule.take(item)) {
+  /// Requests the weights of the first stages of a dense product before any wait for the previous kernel, and
+  /// returns the number of stages. The caller of the library promises that the weights are older than that
+  /// kernel; params.weights_are_fresh says that there is no such promise.
+  CUTLASS_DEVICE static int prefetch_weights(Params const& p, Shared const& shared, Schedule schedule,
+                                             int rank) {
+    Schedule::Span span;
+    if (p.weights_are_fresh || !schedule.get_next(span)) {
       return 0;
     }
-    Task const task = task_of(Groups::only_place_of(p.groups, p.row_tiles, item.tile), schedule, item);
-    tell(shared, 0, task);
-    typename Mainloop::Loader const load(p.operands, &p.tokens, shared, work_of(p, task, rank), rank);
-    int const ahead = cute::min(int{Config::kAheadStages}, item.end - item.begin);
+    WorkItem const item =
+        make_work_item(Groups::dense_tile_coord(p.groups, p.row_tiles, span.tile), schedule, span);
+    publish(shared, 0, item);
+    typename Mainloop::Loader const load(p.operands, &p.tokens, shared, tile_work(p, item, rank), rank);
+    int const ahead = cute::min(int{Config::kPrefetchStages}, span.end - span.begin);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = 0; i < ahead; ++i) {
-      load.weights(i, item.begin + i);
+      load.weights(i, span.begin + i);
     }
     return ahead;
   }
 
-  /// ahead: of the first tile's stages the weights are under way, and the consumers have been told of it.
+  /// The producer's loop. ahead is what prefetch_weights returned: where it is positive, that many stages of
+  /// the first work item have their weights requested, and the item has been published.
   CUTLASS_DEVICE static void produce(Params const& p, Shared const& shared, Schedule schedule, int rank,
                                      int ahead) {
     Position at;
-    TaskPosition told;
-    Schedule::Item item;
+    ItemPosition slot;
+    Schedule::Span span;
     if (blockIdx.x == 0) {
       schedule.open();
     }
-    bool more = schedule.take(item);
-    if (p.groups.offs == nullptr) {  // with groups everyone has waited
+    bool more = schedule.get_next(span);
+    // Tokens may be written by the previous kernel: no load of them comes before this wait. In a grouped
+    // product every thread has waited already, because the group ends may be new too.
+    if (p.groups.offs == nullptr) {
       asm volatile("griddepcontrol.wait;" ::: "memory");
       asm volatile("griddepcontrol.launch_dependents;");
     }
-    for (; more; more = schedule.take(item)) {
-      Task const task = ahead > 0 ? *shared.task(0) : task_of(place_of(p, shared, item), schedule, item);
+    for (; more; more = schedule.get_next(span)) {
+      WorkItem const item =
+          ahead > 0 ? *shared.work_item(0) : make_work_item(tile_coord(p, shared, span), schedule, span);
       if (ahead == 0) {
-        tell(shared, told.stage, task);
+        publish(shared, slot.stage, item);
       }
-      told.advance();
-      TileWork const work = work_of(p, task, rank);
+      slot.advance();
+      TileWork const work = tile_work(p, item, rank);
       typename Mainloop::Loader const load(p.operands, &p.tokens, shared, work, rank);
       int step = work.begin;
       CUTLASS_PRAGMA_NO_UNROLL
@@ -151,125 +176,91 @@ struct Sm90Nvfp4Kernel {
       }
       CUTLASS_PRAGMA_NO_UNROLL
       for (; step < work.end; ++step) {
+        // The consumers of every CTA of the cluster have read what the stage held.
         Mainloop::wait_empty(shared, at);
         load.weights(at.stage, step);
         load.tokens(at.stage, step);
         at.advance();
       }
     }
-    tell(shared, told.stage, {});
+    publish(shared, slot.stage, {});  // no further item
   }
 
-  // A raised flag holds the nonce, and any other value means that it is lowered. The thread that waits for a
-  // flag lowers it, so no launch leaves one raised and the workspace needs no initialisation.
-
-  CUTLASS_DEVICE static void raise(uint64_t* flag, uint64_t nonce) {
-    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(nonce) : "memory");
-  }
-
-  CUTLASS_DEVICE static void wait_and_lower(uint64_t* flag, uint64_t nonce) {
-    uint64_t value;
-    do {
-      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
-    } while (value != nonce);
-    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(uint64_t{0}) : "memory");
-  }
-
-  // Partial sums of a CTA lie in the workspace as its threads hold them, four registers at a time.
-
-  CUTLASS_DEVICE static float4* partial_of(Params const& p, int cta) {
-    return reinterpret_cast<float4*>(p.partials + cta * kPartialFloats) + threadIdx.x;
-  }
-
-  CUTLASS_DEVICE static void store_partial(Params const& p, int cta, Accumulators& accumulators) {
-    float4* const to = partial_of(p, cta);
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Accumulators::kSize; i += 4) {
-      __stcg(to + i / 4 * Config::kConsumerThreads,
-             make_float4(accumulators[i], accumulators[i + 1], accumulators[i + 2], accumulators[i + 3]));
-    }
-  }
-
-  CUTLASS_DEVICE static void add_partial(Params const& p, int cta, Accumulators& accumulators) {
-    float4 const* const from = partial_of(p, cta);
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Accumulators::kSize; i += 4) {
-      float4 const part = __ldcg(from + i / 4 * Config::kConsumerThreads);
-      accumulators[i] += part.x;
-      accumulators[i + 1] += part.y;
-      accumulators[i + 2] += part.z;
-      accumulators[i + 3] += part.w;
-    }
-  }
-
-  /// A tile, or a part of it along k.
-  CUTLASS_DEVICE static void consume(Params const& p, Shared const& shared, Task const& task, int rank,
+  /// The consumers' part of one work item: multiplies it, then hands its sums on or completes its tile.
+  /// CTAs that share a tile along k (stream-K) sum their parts in a fixed order, so that the bits of D do not
+  /// depend on timing.
+  CUTLASS_DEVICE static void consume(Params const& p, Shared const& shared, WorkItem const& item, int rank,
                                      Position& at) {
-    Place const& place = task.place;
-    TileWork const work = work_of(p, task, rank);
-    float const alpha = Epilogue::alpha(p.epilogue, place.group);
-    bool const uses_terms = Config::kSharesRows || p.epilogue.is_direct();
-    if (uses_terms && task.begin == 0) {
-      Terms::fetch(p.epilogue, shared, place, work.first_chunk, p.n);
+    TileCoord const& coord = item.coord;
+    TileWork const work = tile_work(p, item, rank);
+    float const alpha = Epilogue::alpha(p.epilogue, coord.group);
+    bool const uses_vectors = Config::kSharesRows || p.epilogue.is_direct();
+    if (uses_vectors && item.begin == 0) {
+      Vectors::fetch(p.epilogue, shared, coord, work.first_chunk, p.n);
     }
     Accumulators accumulators;
     Multiply::multiply(p.operands, shared, at, work, accumulators);
 
-    if (task.begin > 0) {
-      int const cta = task.worker * Config::kCluster + rank;
-      store_partial(p, cta, accumulators);
+    // A part that is not the first of its tile goes to the workspace.
+    if (item.begin > 0) {
+      int const cta = item.worker * Config::kCluster + rank;
+      Partials::store(p.partials, cta, accumulators);
+      // Every consumer's stores come before the barrier, and so before the flag that thread 0 raises.
       __threadfence();
       consumer_barrier<Config>();
       if (threadIdx.x == 0) {
-        raise(p.flags + cta, p.nonce);
+        Partials::signal(p.flags + cta, p.nonce);
       }
       return;
     }
-    // The workers after this one that have the rest of the tile.
-    for (int other = 1; other <= task.others; ++other) {
-      int const cta = (task.worker + other) * Config::kCluster + rank;
+    // The first part adds the parts of the workers after this one. They run on CTAs with lower indices, see
+    // Sm90Nvfp4Schedule, so that waiting for them cannot deadlock as long as CTAs start in order.
+    for (int other = 1; other <= item.num_other_parts; ++other) {
+      int const cta = (item.worker + other) * Config::kCluster + rank;
       if (threadIdx.x == 0) {
-        wait_and_lower(p.flags + cta, p.nonce);
+        Partials::wait_and_clear(p.flags + cta, p.nonce);
       }
+      // Thread 0 has acquired the flag: the other threads may read the sums after the barrier.
       consumer_barrier<Config>();
-      add_partial(p, cta, accumulators);
+      Partials::add(p.partials, cta, accumulators);
     }
     if constexpr (!Config::kSharesRows) {
       if (p.epilogue.is_direct()) {
-        Direct::store(p.epilogue, shared, place, first_chunk(place, rank), p.n, accumulators);
+        Direct::store(p.epilogue, shared, coord, first_chunk(coord, rank), p.n, accumulators);
         return;
       }
     }
-    typename Slices::Slot const s = Slices::slot();
-    int const first_column = first_chunk(place, rank) * 64 + s.column;
-    float const* const terms = shared.terms(0);
+    typename Staged::Slot const s = Staged::slot();
+    int const first_column = first_chunk(coord, rank) * 64 + s.column;
+    float const* const vectors = shared.vectors(0);
     typename Epilogue::Columns columns;
     if constexpr (Config::kSharesRows) {
-      Terms::wait();  // and a barrier among all consumers follows
+      // This thread's copies have arrived; the barrier in for_each_slot makes those of the others visible.
+      Vectors::wait();
     } else {
-      columns.load(p.epilogue, place.group, first_column, p.n);
+      columns.load(p.epilogue, coord.group, first_column, p.n);
     }
     auto const fetch_row = [&](int token) {
       if constexpr (Config::kSharesRows) {
-        return terms[token];
+        return vectors[token];
       } else {
-        int const row = place.token + token;
-        return row < place.rows.size ? Epilogue::row_factor(p.epilogue, int64_t{place.rows.begin} + row)
+        int const row = coord.token + token;
+        return row < coord.rows.size ? Epilogue::row_factor(p.epilogue, int64_t{coord.rows.begin} + row)
                                      : 0.0f;
       }
     };
     auto const finish = [&](int token, float (&sums)[kRounds][kColumns], float const(&by_row)[kRounds]) {
       if constexpr (Config::kSharesRows) {
-        columns.load(terms + Terms::kByColumn + s.column, terms + Terms::kBias + s.column, alpha,
+        columns.load(vectors + Vectors::kByColumn + s.column, vectors + Vectors::kBias + s.column, alpha,
                      first_column, p.n);
       }
       int64_t rows[kRounds];
       bool present[kRounds];
       CUTLASS_PRAGMA_UNROLL
       for (int r = 0; r < kRounds; ++r) {
-        int const row = place.token + token + r * 16;
-        rows[r] = int64_t{place.rows.begin} + row;
-        present[r] = row < place.rows.size && columns.any();
+        int const row = coord.token + token + r * 16;
+        rows[r] = int64_t{coord.rows.begin} + row;
+        present[r] = row < coord.rows.size && columns.any();
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < kColumns; ++j) {
           sums[r][j] *= static_cast<float>(1 << Nvfp4Packing::kExponent);
@@ -277,25 +268,26 @@ struct Sm90Nvfp4Kernel {
       }
       columns.store(p.epilogue, rows, present, by_row, sums);
     };
-    Slices::for_each_slot(shared, accumulators, s, fetch_row, finish);
+    Staged::for_each_slot(shared, accumulators, s, fetch_row, finish);
   }
 
+  /// The consumers' loop over the published work items.
   CUTLASS_DEVICE static void consume(Params const& p, Shared const& shared, int rank) {
     Position at;
-    TaskPosition told;
-    Mainloop::wait(shared.told_at(0), 0);
-    while (!shared.task(told.stage)->is_none()) {
-      consume(p, shared, *shared.task(told.stage), rank, at);  // left there: registers are scarce
-      told.advance();
-      Mainloop::wait(shared.told_at(told.stage), told.phase);
+    ItemPosition slot;
+    Mainloop::wait(shared.published_at(0), 0);
+    while (!shared.work_item(slot.stage)->is_last()) {
+      consume(p, shared, *shared.work_item(slot.stage), rank, at);  // by reference: registers are scarce
+      slot.advance();
+      Mainloop::wait(shared.published_at(slot.stage), slot.phase);
     }
   }
 
+  /// The plan of a grouped product, from the number of token tiles that fill_table found.
   CUTLASS_DEVICE static Sm90Nvfp4Plan plan_of_groups(Params const& p, Shared const& shared) {
     int const per_entry = Groups::groups_per_entry(p.groups);
-    int const tiles_of_tokens = shared.table()[(p.groups.num_groups + per_entry - 1) / per_entry];
-    return plan(tiles_of_tokens * p.row_tiles.divisor, p.steps.divisor, static_cast<int>(gridDim.x),
-                p.splits);
+    int const token_tiles = shared.table()[(p.groups.num_groups + per_entry - 1) / per_entry];
+    return plan(token_tiles * p.row_tiles.divisor, p.steps.divisor, static_cast<int>(gridDim.x), p.splits);
   }
 
   CUTLASS_DEVICE static void run(Params const& p, char* dynamic) {
@@ -310,25 +302,31 @@ struct Sm90Nvfp4Kernel {
     if (warp == Config::kConsumerWarps) {
       if (cute::elect_one_sync()) {
         for (int i = 0; i < Config::kStages; ++i) {
+          // full: the producer arrives once, with the number of bytes that the stage will receive; the phase
+          // completes when they have arrived. empty: every consumer warp of the cluster arrives once when it
+          // has read the stage, since tokens are multicast to all CTAs of the cluster.
           cutlass::arch::ClusterBarrier::init(shared.full(i), 1);
           cutlass::arch::ClusterBarrier::init(shared.empty(i), Config::kConsumerWarps * Config::kCluster);
         }
-        for (int i = 0; i < Config::kTasks; ++i) {
-          cutlass::arch::ClusterBarrier::init(shared.told(i), 1);
+        for (int i = 0; i < Config::kWorkItems; ++i) {
+          cutlass::arch::ClusterBarrier::init(shared.published(i), 1);
         }
+        // Makes the initialised mbarriers visible to the asynchronous copies and to the cluster.
         cutlass::arch::fence_barrier_init();
         if (is_dense) {
-          ahead = fetch_ahead(p, shared, Schedule(p.plan, p.steps, cta, {}), rank);
+          ahead = prefetch_weights(p, shared, Schedule(p.plan, p.steps, cta, {}), rank);
         }
         cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p.tokens));
       }
       __syncwarp();
     }
+    // The previous kernel may have written the group ends: nothing of a grouped product is read before this.
     if (!is_dense) {
       asm volatile("griddepcontrol.wait;" ::: "memory");
       asm volatile("griddepcontrol.launch_dependents;");
       Groups::fill_table(p.groups, shared.table());
     }
+    // No thread uses an mbarrier, its own CTA's or another's of the cluster, before all are initialised.
     if constexpr (Config::kCluster > 1) {
       cute::cluster_arrive_relaxed();
       cute::cluster_wait();
@@ -342,25 +340,30 @@ struct Sm90Nvfp4Kernel {
       }
       if (warp == Config::kConsumerWarps && cute::elect_one_sync()) {
         Sm90Nvfp4Plan const plan = is_dense ? p.plan : plan_of_groups(p, shared);
-        produce(p, shared, Schedule(plan, p.steps, cta, p.tickets), rank, ahead);
+        produce(p, shared, Schedule(plan, p.steps, cta, p.dynamic), rank, ahead);
       }
       __syncwarp();
     } else {
       if constexpr (Config::kMovesRegisters) {
         cutlass::arch::warpgroup_reg_alloc<224>();
       }
+      // The epilogue's vectors and C may be new, and D may still be read by the previous kernel.
       if (is_dense) {
         asm volatile("griddepcontrol.wait;" ::: "memory");
       }
       consume(p, shared, rank);
     }
-    if constexpr (Config::kCluster > 1) {  // nobody leaves while the other may write to its shared memory
+    // A CTA must not exit while another of its cluster may multicast into its shared memory or arrive on its
+    // mbarriers.
+    if constexpr (Config::kCluster > 1) {
       cute::cluster_arrive_relaxed();
       cute::cluster_wait();
     }
   }
 };
 
+/// The entry point. The grid is one-dimensional, a multiple of the cluster; a CTA has Config::kThreads
+/// threads.
 template <class Config, class Epilogue>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     sm90_nvfp4_gemm(__grid_constant__ Sm90Nvfp4Params<Epilogue> const params) {

@@ -1,5 +1,6 @@
-// How the tiles of a product on prepacked NVFP4 weights are shared out among workers. Needs neither CUTLASS
-// nor a CUDA compiler, so that the selection and the host tests see what the kernel does.
+// How the tiles of a product on prepacked NVFP4 weights are divided among workers. The header needs neither
+// CUTLASS nor a CUDA compiler: the kernel selection and the host tests evaluate the plan that the kernel
+// uses.
 #pragma once
 
 #include <algorithm>
@@ -7,44 +8,49 @@
 
 namespace cutlass_evt {
 
-/// Splitting pays where whole tiles would leave more than this part of the machine idle, and where the
-/// longest part, in whole steps, is shorter by as much;
+/// Stream-K is used where whole tiles would leave more than this part of the workers' time idle, and where
+/// the longest part, in whole stages, is shorter by as much.
 constexpr int kIdlePercent = 8;
-/// ... and where a worker has at least this much of k, but for the lead.
+/// A worker's part must have at least this extent along k, not counting the lead.
 constexpr int kLeastSplitDepth = 1024;
 
-/// 1024 of k, or more where steps are longer.
+/// kLeastSplitDepth in stages, rounded up.
 constexpr int least_split_steps(int step_depth) { return (kLeastSplitDepth + step_depth - 1) / step_depth; }
 
-/// Tiles of tokens of a product; of groups, whose sizes the host does not know, at most. num_groups 0: dense.
+/// The tiles along the tokens. For a grouped product, whose group sizes the host does not know, this is the
+/// largest number that m tokens can have. num_groups is 0 for a dense product.
 constexpr int64_t most_token_tiles(int64_t m, int num_groups, int tile_tokens) {
   return num_groups > 0 ? m / tile_tokens + num_groups : (m + tile_tokens - 1) / tile_tokens;
 }
 
-/// Of all steps, shared out evenly.
+/// The stages of the longest part if all_steps are divided evenly.
 constexpr int64_t longest_part(int64_t all_steps, int64_t workers) {
   return (all_steps + workers - 1) / workers;
 }
 
-/// How the tiles are shared out among workers: CTAs, or clusters of them. Made on the host where the number
-/// of tiles is known there, since a kernel would otherwise begin with divisions.
+/// How tiles are divided among workers, which are CTAs or clusters. Each tile has the same number of stages
+/// ("steps") along k. The host makes the plan where it knows the number of tiles, because its divisions would
+/// otherwise delay the start of the kernel.
 struct Sm90Nvfp4Plan {
   int tiles;
-  int active;  // workers that have any
-  bool split;  // a worker has a run of steps of k, all tiles' one after the other; else whole tiles in turn
-  // tiles * steps / active, and the reciprocal of active, times 2^32
+  int active;  // workers that have work
+  // True for stream-K: the stages of all tiles form one sequence, and each worker has one run of it.
+  // Otherwise a worker has whole tiles.
+  bool split;
+  // tiles * steps divided by active, and 2^32 / active, rounded up
   int64_t quotient;
   int remainder;
   uint32_t reciprocal;
-  // Where every tile has as many parts, that many, else 1. The first part, whose worker adds up the others',
-  // is `lead` steps longer than they are: so their sums have arrived when it is done.
+  // The parts of a tile where every tile has the same number (split-K), otherwise 1. The worker of the first
+  // part sums all of them; its part is `lead` stages longer than the others, so that their sums have arrived
+  // when it is done.
   int parts, lead;
   uint32_t parts_reciprocal;
 
   Sm90Nvfp4Plan() = default;
 
-  /// steps: along k, of a tile, of which a worker that shares tiles has least_steps or more without the
-  /// lead.
+  /// steps: stages along k of a tile. least_steps: stages that a part must have, not counting lead_steps.
+  /// may_split: false where the bits of D must not depend on the number of tiles.
   constexpr Sm90Nvfp4Plan(int tiles, int steps, int num_workers, int least_steps, int lead_steps,
                           bool may_split)
       : tiles(tiles),
@@ -59,13 +65,15 @@ struct Sm90Nvfp4Plan {
     int64_t const all_steps = int64_t{tiles} * steps;
     if (may_split && all_steps <= INT32_MAX) {
       int const waves = (tiles + num_workers - 1) / num_workers;
-      // Each has at least one step: who adds parts up counts on everybody in between.
+      // Every worker gets at least one stage: the worker that sums a tile waits for each one between the
+      // tile's first and last part.
       int const most_workers = std::min(num_workers, static_cast<int>(all_steps) / least_steps);
       split = int64_t{tiles} * 100 < int64_t{waves} * num_workers * (100 - kIdlePercent) &&
               most_workers > std::min(tiles, num_workers - 1) &&
               longest_part(all_steps, most_workers) * 100 <= int64_t{waves} * steps * (100 - kIdlePercent);
       if (split) {
-        // Equal parts of every tile, where they keep nearly as many busy: nobody then has two.
+        // Equal parts of every tile where that keeps nearly as many workers busy: no worker then has parts of
+        // two tiles.
         int const whole = tiles * (most_workers / tiles);
         active = int64_t{whole} * 100 >= int64_t{most_workers} * (100 - kIdlePercent) ? whole : most_workers;
         if (active == whole) {
@@ -81,9 +89,9 @@ struct Sm90Nvfp4Plan {
     reciprocal = split ? reciprocal_of(divisor) : 0;
   }
 
-  /// Of a worker's run, where tiles are split: tiles * steps * worker / active, and later by a part of the
-  /// lead where a tile's second part begins or a further one. The products of the reciprocals are exact:
-  /// fewer than 2^10 workers.
+  /// Stream-K: the first stage of a worker's run, tiles * steps * worker / active rounded down. The lead
+  /// moves it up where a second or further part of a tile begins. Fewer than 2^10 workers keep the products
+  /// of the reciprocals exact.
   constexpr int64_t first_step(int worker) const {
     int const product = remainder * worker;
     int const part = worker - parts * over(worker, parts_reciprocal);
@@ -93,9 +101,10 @@ struct Sm90Nvfp4Plan {
 
  private:
   static constexpr uint32_t reciprocal_of(int divisor) {
-    return divisor > 1 ? 0xFFFFFFFFu / static_cast<uint32_t>(divisor) + 1 : 0;  // 0: of 1
+    return divisor > 1 ? 0xFFFFFFFFu / static_cast<uint32_t>(divisor) + 1 : 0;  // 0 stands for 2^32
   }
 
+  /// number / divisor for the divisor of that reciprocal.
   static constexpr int over(int number, uint32_t reciprocal) {
     return reciprocal != 0 ? static_cast<int>(uint64_t{reciprocal} * static_cast<uint32_t>(number) >> 32)
                            : number;

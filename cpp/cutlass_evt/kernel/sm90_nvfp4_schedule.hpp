@@ -1,107 +1,118 @@
-// Which tiles of a product on prepacked NVFP4 weights a CTA takes, and where the groups' tiles lie.
+// The tile scheduler of the SM90 kernel on prepacked NVFP4 weights: which tiles, and which part of k of them,
+// a worker computes, and where a tile of a grouped product lies.
 #pragma once
 
 #include "cute/numeric/math.hpp"
 #include "cutlass/fast_math.h"
+#include "cutlass_evt/kernel/sm90_nvfp4_dynamic_scheduler.hpp"
 #include "cutlass_evt/kernel/sm90_nvfp4_plan.hpp"
-#include "cutlass_evt/kernel/sm90_nvfp4_tickets.hpp"
 #include "cutlass_evt/mainloop/sm90_nvfp4.hpp"
 #include "cutlass_evt/prefix_sum.hpp"
 
 namespace cutlass_evt {
 
-/// Which tiles a worker takes, and which steps of k of them. Tiles are counted through the groups, along the
-/// rows of the weight first.
+/// The work of one worker, which is a CTA or a cluster: an iterator over spans of the stages along k of
+/// tiles. Tiles are numbered through the groups, those along the rows of a weight first. There are three
+/// modes:
+///   static    worker w computes the tiles w, w + active, w + 2 active, ...
+///   stream-K  all stages of all tiles are one sequence, of which each worker computes one run
+///   dynamic   a worker computes the tile of its number, then tiles whose numbers it fetches from a counter
 struct Sm90Nvfp4Schedule {
   Sm90Nvfp4Plan plan;
-  cutlass::FastDivmod steps;  // along k, of a tile
-  int worker;
-  int64_t next, end;  // tiles or, where they are split, steps
-  Sm90Nvfp4Tickets tickets;
-  uint64_t ticket;  // of the tile after the one that was taken last
+  cutlass::FastDivmod steps;  // stages along k of one tile
+  int worker;                 // negative: the CTA has no work
+  int64_t next, end;  // in tiles or, for stream-K, in stages of the sequence; next < 0: to be resolved
+  Sm90Nvfp4DynamicScheduler dynamic;
+  uint64_t requested;  // the request for the tile after the current one
 
-  struct Item {
+  /// The stages begin .. end - 1 of one tile.
+  struct Span {
     int tile;
     int begin, end;
   };
 
-  /// Workers count down: a tile's first part, whose worker adds the others', belongs to a later CTA than they
-  /// do, and the hardware starts CTAs in order. So nobody waits for one that cannot run. CTAs without work
-  /// are the last ones: they start where the kernel before this one ended last, and the next kernel, which
-  /// starts there early, does not inherit the delay.
+  /// cta is the index of the CTA or cluster in the grid. Worker numbers descend with it, for two reasons.
+  /// The first part of a tile waits for the parts of the workers after it, which have lower CTA indices: the
+  /// hardware starts CTAs in the order of their indices, which no CUDA rule promises, so those run or have
+  /// run, and the wait ends. And CTAs without work are the last of the grid: they start on the SMs where the
+  /// previous kernel ended last, and the next kernel, which starts there early, does not inherit the delay.
   ///
-  /// With tickets, workers that are given whole tiles, and not all tiles at once, draw those after their
-  /// first.
+  /// The dynamic scheduler is ignored where every worker has one tile at most, and for stream-K.
   CUTLASS_DEVICE Sm90Nvfp4Schedule(Sm90Nvfp4Plan const& plan, cutlass::FastDivmod const& steps, int cta,
-                                   Sm90Nvfp4Tickets const& tickets)
+                                   Sm90Nvfp4DynamicScheduler const& dynamic)
       : plan(plan),
         steps(steps),
         worker(plan.active - 1 - cta),
         next(0),
         end(0),
-        tickets{plan.split || plan.tiles == plan.active ? nullptr : tickets.counter, tickets.nonce},
-        ticket(0) {
+        dynamic{plan.split || plan.tiles == plan.active ? nullptr : dynamic.counter, dynamic.nonce},
+        requested(0) {
     if (worker >= 0) {
       next = plan.split ? plan.first_step(worker) : worker;
       end = plan.split ? plan.first_step(worker + 1) : plan.tiles;
     }
   }
 
-  /// One CTA calls it, before it takes anything.
+  /// One thread of the grid must call this before it calls get_next().
   CUTLASS_DEVICE void open() const {
-    if (tickets.counter != nullptr) {
-      tickets.open();
+    if (dynamic.counter != nullptr) {
+      dynamic.open();
     }
   }
 
-  /// How many workers after this one, whose item is a tile's first part, have the tile's further parts.
-  CUTLASS_DEVICE int others(Item const& item) const {
-    int64_t const tile_end = (int64_t{item.tile} + 1) * steps.divisor;
+  /// The number of workers that have the further parts of the tile whose first part is `span`. They are the
+  /// workers that follow this one.
+  CUTLASS_DEVICE int num_other_parts(Span const& span) const {
+    int64_t const tile_end = (int64_t{span.tile} + 1) * steps.divisor;
     int count = 0;
-    while (item.end < steps.divisor && plan.first_step(worker + 1 + count) < tile_end) {
+    while (span.end < steps.divisor && plan.first_step(worker + 1 + count) < tile_end) {
       ++count;
     }
     return count;
   }
 
-  CUTLASS_DEVICE bool take(Item& item) {
-    if (tickets.counter != nullptr && next < 0) {
-      next = plan.active + tickets.number(ticket, plan.tiles);
+  /// Sets span to the next one and returns true, or returns false where there is none.
+  CUTLASS_DEVICE bool get_next(Span& span) {
+    // A worker makes one request with each tile, plan.tiles in all; the last of them end the workers' loops.
+    if (dynamic.counter != nullptr && next < 0) {
+      next = plan.active + dynamic.resolve(requested, plan.tiles);
     }
     if (next >= end) {
       return false;
     }
     if (plan.split) {
-      steps(item.tile, item.begin, static_cast<int>(next));
-      item.end = static_cast<int>(cute::min(int64_t{steps.divisor}, item.begin + (end - next)));
-      next += item.end - item.begin;
+      steps(span.tile, span.begin, static_cast<int>(next));
+      span.end = static_cast<int>(cute::min(int64_t{steps.divisor}, span.begin + (end - next)));
+      next += span.end - span.begin;
       return true;
     }
-    item = {static_cast<int>(next), 0, steps.divisor};
-    if (tickets.counter == nullptr) {
+    span = {static_cast<int>(next), 0, steps.divisor};
+    if (dynamic.counter == nullptr) {
       next += plan.active;
     } else {
       next = -1;
-      ticket = tickets.draw();  // which arrives while the tile is fetched
+      requested = dynamic.request();  // its latency is hidden by the loads of the current tile
     }
     return true;
   }
 };
 
-/// The groups of rows of X; one group, offs null: a dense product.
+/// The groups of rows of X. A dense product has one group, and offs is null.
 struct Sm90Nvfp4GroupEnds {
   int m;
   int num_groups;
   int const* offs;  // (num_groups) cumulative ends, on the device
 };
 
+/// Finds the group and the rows of a tile. Config is a Sm90Nvfp4Config, which has the tile's tokens and the
+/// size of the table.
 template <class Config>
 struct Sm90Nvfp4Groups {
-  using Place = Sm90Nvfp4Place;
-  using Rows = Place::Rows;
+  using TileCoord = Sm90Nvfp4TileCoord;
+  using Rows = TileCoord::Rows;
 
-  // Ends that are out of order or out of range would be an error of the caller; they must not lead outside of
-  // the buffers.
+  /// The rows of a group. Ends that are out of order or out of range are an error of the caller that is not
+  /// reported; the clamps keep every row within X and D.
   CUTLASS_DEVICE static Rows rows_of(Sm90Nvfp4GroupEnds const& p, int group) {
     int const begin = group > 0 ? cute::min(cute::max(__ldg(p.offs + group - 1), 0), p.m) : 0;
     int const end = cute::min(cute::max(__ldg(p.offs + group), 0), p.m);
@@ -112,7 +123,7 @@ struct Sm90Nvfp4Groups {
     return (tokens + Config::kTokens - 1) / Config::kTokens;
   }
 
-  /// One run of groups an entry of the table.
+  /// Groups for each entry of the table: 1, or more where there are more groups than entries.
   CUTLASS_DEVICE static int groups_per_entry(Sm90Nvfp4GroupEnds const& p) {
     return (p.num_groups + Config::kMaxTable - 1) / Config::kMaxTable;
   }
@@ -147,29 +158,31 @@ struct Sm90Nvfp4Groups {
     if (threadIdx.x == 0) {
       table[0] = 0;
     }
-    __syncthreads();
+    __syncthreads();  // the table is complete for every thread
   }
 
-  /// Of a dense product.
-  CUTLASS_DEVICE static Place only_place_of(Sm90Nvfp4GroupEnds const& p, cutlass::FastDivmod const& row_tiles,
-                                            int tile) {
+  /// The coordinate of a tile of a dense product.
+  CUTLASS_DEVICE static TileCoord dense_tile_coord(Sm90Nvfp4GroupEnds const& p,
+                                                   cutlass::FastDivmod const& row_tiles, int tile) {
     int token_tile;
-    Place place;
-    row_tiles(token_tile, place.row_tile, tile);
-    place.group = 0;
-    place.rows = {0, p.m};
-    place.token = token_tile * Config::kTokens;
-    return place;
+    TileCoord coord;
+    row_tiles(token_tile, coord.row_tile, tile);
+    coord.group = 0;
+    coord.rows = {0, p.m};
+    coord.token = token_tile * Config::kTokens;
+    return coord;
   }
 
-  CUTLASS_DEVICE static Place place_of(Sm90Nvfp4GroupEnds const& p, int const* table,
-                                       cutlass::FastDivmod const& row_tiles, int tile) {
+  /// The coordinate of a tile: a binary search in the table that fill_table made, then a walk through the
+  /// groups of one entry.
+  CUTLASS_DEVICE static TileCoord tile_coord(Sm90Nvfp4GroupEnds const& p, int const* table,
+                                             cutlass::FastDivmod const& row_tiles, int tile) {
     if (p.offs == nullptr) {
-      return only_place_of(p, row_tiles, tile);
+      return dense_tile_coord(p, row_tiles, tile);
     }
     int token_tile;
-    Place place;
-    row_tiles(token_tile, place.row_tile, tile);
+    TileCoord coord;
+    row_tiles(token_tile, coord.row_tile, tile);
     int const per_entry = groups_per_entry(p);
     int low = 0;
     int high = (p.num_groups + per_entry - 1) / per_entry;
@@ -177,15 +190,15 @@ struct Sm90Nvfp4Groups {
       int const middle = (low + high) / 2;
       (table[middle] <= token_tile ? low : high) = middle;
     }
-    place.group = low * per_entry;
+    coord.group = low * per_entry;
     int before = table[low];
-    place.rows = rows_of(p, place.group);
-    while (token_tile - before >= token_tiles(place.rows.size) && place.group + 1 < p.num_groups) {
-      before += token_tiles(place.rows.size);
-      place.rows = rows_of(p, ++place.group);
+    coord.rows = rows_of(p, coord.group);
+    while (token_tile - before >= token_tiles(coord.rows.size) && coord.group + 1 < p.num_groups) {
+      before += token_tiles(coord.rows.size);
+      coord.rows = rows_of(p, ++coord.group);
     }
-    place.token = (token_tile - before) * Config::kTokens;
-    return place;
+    coord.token = (token_tile - before) * Config::kTokens;
+    return coord;
   }
 };
 

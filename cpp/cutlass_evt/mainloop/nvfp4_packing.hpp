@@ -1,20 +1,20 @@
-// How prepacked NVFP4 weights lie in memory, and the bit tricks that turn them into tensor-core operands.
+// The layout of prepacked NVFP4 weights, and the bit operations that turn them into tensor-core operands.
 //
-// A weight (n, k) is a row-major matrix of chunks, each 64 rows by 64 of k: 2048 bytes of codes, then 256 of
-// block scales. Rows and columns beyond n and k are zeros. Within a chunk the codes stand in the order in
-// which the threads of a warpgroup hold the A operand of a wgmma, 16 bytes a thread, one 32-bit word for each
-// 16 of k; so a thread's share is one 16-byte load.
+// A weight (n, k) is a row-major matrix of chunks. A chunk covers 64 rows by 64 along k: 2048 bytes of codes,
+// then 256 bytes of block scales. Rows and columns beyond n and k are zeros. The codes of a chunk are in the
+// order in which the threads of a warpgroup hold the A operand of a wgmma: 16 bytes for each thread, one
+// 32-bit word for each 16 along k. So a thread loads its part of a chunk with one 16-byte load.
 //
-// The eight codes of a word are not nibbles: the word is such that shifts and an exclusive or put the sign
-// and the three other bits of two codes at a time where an fp16 has its sign (15), its two low exponent bits
-// and its high mantissa bit (11..9). That is the e2m1 value times 2^-14, subnormals included, and every
-// product with an e4m3 scale times 2^7 is exact in fp16. The map is linear over bits, so packing is a table.
-// All but one of the shifts are plain ones to the left, which the multiply-add pipe can do: the pipe of logic
-// is busier.
+// A word holds eight codes, but not as nibbles. It is such that shifts and an exclusive or move the sign and
+// the three other bits of two codes at a time to the sign (bit 15), the two low exponent bits and the high
+// mantissa bit (11..9) of an fp16. Those bits are the e2m1 value times 2^-14, subnormals included, and every
+// product with an e4m3 scale times 2^7 is exact in fp16. The map from stored to extracted bits is linear over
+// GF(2), so packing looks codes up in a table. All shifts but one go to the left and can be multiplications,
+// which the multiply-add pipe executes: the ALU pipe, which executes shifts and logic, is the busier one.
 //
-// Nor are the scales e4m3: a byte is the upper half of an fp16 below its sign, five bits of exponent and
-// three of mantissa, of the scale times 2^7. A mask makes two of them, those of rows r and r + 8, the operand
-// of a packed multiplication. There is no sign: that of a negative scale goes to its sixteen codes.
+// The scales are not e4m3 either. A byte is the upper half of an fp16 without its sign, five bits of exponent
+// and three of mantissa, of the scale times 2^7. One mask yields two of them, those of rows r and r + 8, as
+// the operand of a packed multiplication. The sign of a negative scale is moved to its sixteen codes.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,8 @@
 
 namespace cutlass_evt {
 
-/// Factors that shift a word to the left by 3, 7 and 10. Known to the compiler, they become shifts, most of
-/// which ptxas gives to the pipe of logic, whose own instructions then wait; unknown, multiplications.
+/// Factors that shift a word to the left by 3, 7 and 10 bits. If the compiler knows their values, it makes
+/// shifts of the multiplications, most of which ptxas assigns to the ALU pipe; see Sm90Nvfp4WgmmaMultiply.
 struct Nvfp4Shifts {
   uint32_t by_3 = 1u << 3;
   uint32_t by_7 = 1u << 7;
@@ -32,16 +32,17 @@ struct Nvfp4Shifts {
 };
 
 struct Nvfp4Packing {
-  static constexpr int kRows = 64;   // of a chunk
-  static constexpr int kDepth = 64;  // of k
+  static constexpr int kRows = 64;   // rows of a chunk
+  static constexpr int kDepth = 64;  // extent of a chunk along k
   static constexpr int kCodeBytes = 2048;
   static constexpr int kScaleBytes = 256;
   static constexpr int kChunkBytes = kCodeBytes + kScaleBytes;
-  static constexpr int kWordsPerThread = 4;  // one for each 16 of k
+  static constexpr int kWordsPerThread = 4;  // one for each 16 along k
 
-  // The operand is value * scale * 2^-7.
+  // A decoded operand is value * scale * 2^-7.
   static constexpr int kExponent = 7;
 
+  /// The chunks that cover `size` rows or columns.
   CUTLASS_HOST_DEVICE static constexpr int64_t chunks_of(int64_t size) { return (size + 63) / 64; }
 
   /// Bytes of one (n, k) weight.
@@ -49,35 +50,36 @@ struct Nvfp4Packing {
     return chunks_of(n) * chunks_of(k) * kChunkBytes;
   }
 
-  /// Row within the chunk of code `index` (0..7) in the words of `thread` (0..127).
+  /// The row within the chunk of code `index` (0..7) in a word of `thread` (0..127).
   CUTLASS_HOST_DEVICE static constexpr int row_of(int thread, int index) {
     return thread / 32 * 16 + thread % 32 / 4 + index / 2 % 2 * 8;
   }
 
-  /// Its place within the 16 of k of its word.
+  /// Its column within the 16 along k of its word.
   CUTLASS_HOST_DEVICE static constexpr int depth_of(int thread, int index) {
     return index / 4 * 8 + thread % 4 * 2 + index % 2;
   }
 
-  // Behind the codes, 8 bytes for rows r and r + 8: a word for two blocks of 16 of k.
+  // The scales of a chunk: for each pair of rows r and r + 8 two words, each for two blocks of 16 along k.
 
-  /// Place of that of row r among the pairs of words.
+  /// The index of the pair of words that has row r.
   CUTLASS_HOST_DEVICE static constexpr int scale_pair(int row) { return row / 16 * 8 + row % 8; }
 
   static constexpr uint32_t kScaleMask = 0x7F807F80u;
 
-  /// The word of two blocks of row r (bits 7..0 and 15..8 of `upper`) and of row r + 8.
+  /// The word for two blocks: their scales of row r are bits 7..0 and 15..8 of `upper`, and those of row r +
+  /// 8 the same bits of `lower`.
   CUTLASS_HOST_DEVICE static constexpr uint32_t scale_word(uint32_t upper, uint32_t lower) {
     return pair_of_scales(upper & 255u, lower & 255u) ^
            rotl(pair_of_scales(upper >> 8 & 255u, lower >> 8 & 255u), 8);
   }
 
-  /// Two scales as fp16, times 2^7: of row r in the low half, of row r + 8 in the high.
+  /// The scales of one block as two fp16, times 2^7: row r in the low half, row r + 8 in the high half.
   CUTLASS_HOST_DEVICE static constexpr uint32_t scale_bits(uint32_t word, int block) {
     return (block % 2 == 0 ? word : rotl(word, 24)) & kScaleMask;
   }
 
-  /// The stored form of an e4m3 number that is not negative.
+  /// The stored byte of an e4m3 number that is not negative.
   CUTLASS_HOST_DEVICE static constexpr uint32_t scale_code(uint32_t e4m3) {
     if (e4m3 == 0x7F) {
       return 0xFF;  // NaN
@@ -85,13 +87,13 @@ struct Nvfp4Packing {
     if (e4m3 >= 8) {
       return e4m3 + (15 << 3);
     }
-    if (e4m3 >= 4) {  // subnormal, in units of a quarter
+    if (e4m3 >= 4) {  // subnormal numbers of e4m3 are normal numbers of fp16
       return (15u << 3) + (e4m3 - 4) * 2;
     }
     return e4m3 >= 2 ? (14u << 3) + (e4m3 - 2) * 4 : e4m3 == 1 ? 13u << 3 : 0u;
   }
 
-  /// Its inverse.
+  /// The inverse of scale_code.
   CUTLASS_HOST_DEVICE static constexpr uint32_t scale_of(uint32_t code) {
     if (code == 0xFF) {
       return 0x7F;
@@ -111,7 +113,7 @@ struct Nvfp4Packing {
     return (word << by) | (word >> (32 - by));
   }
 
-  /// Codes 2 * pair (low half) and 2 * pair + 1 (high half) at the places of an fp16's bits.
+  /// Codes 2 * pair (low half) and 2 * pair + 1 (high half) as the bits of two fp16.
   CUTLASS_HOST_DEVICE static constexpr uint32_t pair_bits(uint32_t word, int pair,
                                                           Nvfp4Shifts const& shifts = {}) {
     switch (pair) {
@@ -134,13 +136,14 @@ struct Nvfp4Packing {
   }
 };
 
-/// words[index][code]: a word is the exclusive or of its eight codes' entries.
+/// The table that packs codes: a word is the exclusive or of words[index][code] over its eight codes.
 struct Nvfp4WordTable {
   uint32_t words[8][16] = {};
 
-  /// Inverts the 32 x 32 bit matrix of pair_bits by Gauss-Jordan elimination over GF(2).
+  /// Inverts the 32 x 32 bit matrix of pair_bits by Gauss-Jordan elimination over GF(2), at compile time.
   constexpr Nvfp4WordTable() {
-    uint64_t rows[32] = {};  // low half: which stored bits make bit r of the codes; high half: the inverse
+    // Low half: the stored bits that make bit r of the codes. High half: the inverse.
+    uint64_t rows[32] = {};
     for (int r = 0; r < 32; ++r) {
       rows[r] = uint64_t{1} << (32 + r);
       for (int bit = 0; bit < 32; ++bit) {
@@ -151,7 +154,7 @@ struct Nvfp4WordTable {
     for (int column = 0; column < 32; ++column) {
       int pivot = column;
       while ((rows[pivot] >> column & 1u) == 0) {
-        ++pivot;  // runs out of the array, and so does not compile, if the map has no inverse
+        ++pivot;  // leaves the array, and so does not compile, if the map has no inverse
       }
       uint64_t const found = rows[pivot];
       rows[pivot] = rows[column];

@@ -1,14 +1,15 @@
-// The SM90 mainloop on prepacked NVFP4 weights: bulk copies and TMA into a ring of shared memory, decoding in
-// registers, tensor cores with the weights as their register operand.
+// The SM90 mainloop on prepacked NVFP4 weights: bulk copies of weights and TMA loads of tokens fill a ring of
+// stages in shared memory; consumer warps decode the weights in registers and multiply them on the tensor
+// cores.
 //
-// The product is computed transposed: the rows of a tile are weight rows (columns of D), its columns are
-// tokens (rows of D). So the operand that must be decoded is the one that comes from registers, and the token
-// side of a tile may be narrow.
+// The product is computed transposed: the rows of a tile are rows of the weight (columns of D), its columns
+// are tokens (rows of D). So the operand that must be decoded is the one that comes from registers, and a
+// tile may have as few as eight tokens.
 //
-// Tiles of eight tokens use mma.sync, the others wgmma. Both take the decoded weights in the same registers
-// and leave the sums in the same ones. With few tokens the time goes into decoding, and mma.sync leaves each
-// warp to itself; wgmma, which reads the tokens from shared memory once for four warps, makes these wait for
-// each other.
+// Tiles of eight tokens use mma.sync, wider ones wgmma. Both read the decoded weights from the same registers
+// and leave the sums in the same registers. With few tokens most of the time goes into decoding. There
+// mma.sync is faster, since each warp proceeds on its own; wgmma reads the tokens from shared memory once for
+// four warps, but makes the four wait for each other.
 #pragma once
 
 #include "cute/arch/cluster_sm90.hpp"
@@ -24,9 +25,12 @@
 
 namespace cutlass_evt {
 
-/// One m64k16 register operand from one word of codes and the scales of rows r and r + 8 as scale_bits gives
-/// them, times 2^-7: the bits of pair_bits are the values times 2^-14, and the scales bring 2^7. So all but
-/// the tiniest products are normal numbers, which the tensor cores align better than subnormal ones.
+/// Decodes one word of eight codes to a thread's registers of an m64k16 operand (m16k16 for a warp). `scales`
+/// are those of rows r and r + 8 as scale_bits gives them. The result is the weight times 2^-7: the bits that
+/// pair_bits extracts are the values times 2^-14, and the scales are multiplied by 2^7. So all but the
+/// smallest products are normal numbers, which the tensor cores align more precisely than subnormal ones.
+///
+/// Element is the type of the operand, fp16 or bf16.
 template <class Element>
 struct Nvfp4Decoder;
 
@@ -45,8 +49,8 @@ struct Nvfp4Decoder<cutlass::half_t> {
   }
 };
 
-/// The same for bf16, whose exponent is three bits longer: the bits below the sign move down by three and are
-/// the values times 2^-126, the scales bring 2^119.
+/// bf16 has three exponent bits more than fp16: the bits below the sign move down by three and are the values
+/// times 2^-126, and the scales are multiplied by 2^119.
 template <>
 struct Nvfp4Decoder<cutlass::bfloat16_t> {
   CUTLASS_DEVICE static void decode(uint32_t word, uint32_t scales, Nvfp4Shifts const& shifts,
@@ -66,7 +70,8 @@ struct Nvfp4Decoder<cutlass::bfloat16_t> {
   }
 };
 
-/// The place in the ring; phases flip each time round.
+/// A position in a ring of Stages slots. phase is the parity of the mbarrier phase to wait for; it flips with
+/// every round.
 template <int Stages>
 struct RingPosition {
   int stage = 0;
@@ -80,26 +85,32 @@ struct RingPosition {
   }
 };
 
-/// Steps [begin, end) of k, in stages, of one tile: rows from those of chunk `first_chunk` of the weight,
-/// tokens from `token` of X.
+/// What the mainloop multiplies: stages begin .. end - 1 along k of one tile, weight rows from chunk
+/// `first_chunk` on with tokens from row `token` of X on.
 struct TileWork {
-  uint8_t const* weights;
-  int first_chunk;  // of 64 rows
+  uint8_t const* weights;  // the matrix
+  int first_chunk;         // in chunks of 64 rows
   int token;
-  int tokens;  // that are loaded, see Config::tokens_for; as many or a few more are multiplied
+  int tokens;  // tokens that are loaded, see Config::tokens_for; as many or a few more are multiplied
   int begin, end;
 };
 
-/// The sizes of what the mainloop reads, in chunks of 64.
+/// The sizes of the operands in chunks of 64, and the form of the tokens' tensor map.
 struct Sm90Nvfp4Operands {
   int row_chunks;
   int depth_chunks;
-  /// The map of X is of (64, tokens, chunks of k), so that one load brings a stage's tokens. Otherwise k is
-  /// no multiple of 64, the map is of (k, tokens, 1), and each chunk is a load: beyond the end of a row there
-  /// must be zeros.
+  /// True if k is a multiple of 64: the tensor map then has the shape (64, tokens, k / 64), and one load
+  /// fetches all chunks of a stage. Otherwise its shape is (k, tokens, 1) and each chunk is a load of its
+  /// own, whose elements beyond k are filled with zeros.
   bool whole_chunks;
 };
 
+/// The producer's loads and what all consumers share. Config is a Sm90Nvfp4Config.
+///
+/// Each stage has two mbarriers. full: its phase completes when the bytes that the producer announced have
+/// arrived; a consumer that has waited for it sees them. empty: its phase completes when every consumer warp
+/// of every CTA of the cluster has arrived; the producer may then overwrite the stage, in all those CTAs as
+/// far as it multicasts.
 template <class Config>
 struct Sm90Nvfp4Mainloop {
   using Shared = Sm90Nvfp4Shared<Config>;
@@ -108,14 +119,15 @@ struct Sm90Nvfp4Mainloop {
 
   // ---- the producer: one thread ----
 
-  // The CTAs of a cluster share out a stage's tokens by chunks of k, or, where a stage is one, by tokens.
+  // The CTAs of a cluster divide the tokens of a stage by chunks along k or, where a stage has one chunk, by
+  // tokens.
   static constexpr bool kSharesChunks = Config::kCluster == 1 || Config::kChunks > 1;
   static constexpr int kLoadChunks = kSharesChunks ? Config::kChunks / Config::kCluster : 1;
-  // Of one load: as much of the smallest tile as is this CTA's. Of several the CTAs take turns.
+  // Tokens of one load: this CTA's part of kLeastTokens. Wider tiles need several loads.
   static constexpr int kLoadTokens =
       kSharesChunks ? Config::kLeastTokens : Config::kLeastTokens / Config::kCluster;
 
-  /// What the producer keeps of a tile. The smem addresses are of shared memory's own window.
+  /// The producer's loads for one work item.
   class Loader {
    public:
     CUTLASS_DEVICE Loader(Sm90Nvfp4Operands const& p, CUtensorMap const* map, Shared const& shared,
@@ -131,7 +143,8 @@ struct Sm90Nvfp4Mainloop {
           row_stride_(int64_t{p.depth_chunks} * Nvfp4Packing::kChunkBytes),
           weights_(work.weights + work.first_chunk * row_stride_) {}
 
-    /// Arms the stage's barrier for everything that it will get, and fetches the weights.
+    /// Announces all bytes of the stage, weights and tokens, to its full mbarrier, and requests the weights.
+    /// Tokens that other CTAs of the cluster multicast here are among these bytes.
     CUTLASS_DEVICE void weights(int stage, int step) const {
       int const chunks = cute::min(int{Config::kChunks}, depth_chunks_ - step * Config::kChunks);
       int const weight_bytes = chunks * Nvfp4Packing::kChunkBytes;
@@ -152,7 +165,7 @@ struct Sm90Nvfp4Mainloop {
       }
     }
 
-    /// Fetches this CTA's part of the tokens, for every CTA of the cluster.
+    /// Requests this CTA's part of the tokens, for every CTA of the cluster.
     CUTLASS_DEVICE void tokens(int stage, int step) const {
       int const first = step * Config::kChunks + (kSharesChunks ? rank_ * kLoadChunks : 0);
       uint32_t const to =
@@ -209,13 +222,15 @@ struct Sm90Nvfp4Mainloop {
     int rank_;
     int depth_chunks_;
     bool whole_chunks_;
-    int groups_;          // chunks of rows that the weight has here
-    int token_;           // first that this CTA loads
-    int tokens_;          // of the tile
+    int groups_;          // row groups of this CTA that begin within the weight
+    int token_;           // first row of X that this CTA loads
+    int tokens_;          // tokens of the tile
     int64_t row_stride_;  // bytes
     uint8_t const* weights_;
   };
 
+  /// Waits for a phase of an mbarrier. try_wait acquires: what happened before the phase completed is visible
+  /// afterwards.
   CUTLASS_DEVICE static void wait(uint32_t barrier, uint32_t phase) {
     asm volatile(
         "{\n"
@@ -228,6 +243,7 @@ struct Sm90Nvfp4Mainloop {
         : "memory");
   }
 
+  // The first round finds the stages empty: waiting for the parity before the first phase returns at once.
   CUTLASS_DEVICE static void wait_empty(Shared const& shared, Position const& at) {
     wait(shared.empty_at(at.stage), at.phase ^ 1);
   }
@@ -238,7 +254,11 @@ struct Sm90Nvfp4Mainloop {
     wait(shared.full_at(at.stage), at.phase);
   }
 
-  /// This warp has read the stage. Every lane calls it.
+  /// Arrives on the empty mbarrier of the stage, in every CTA of the cluster, on behalf of this warp; every
+  /// lane must call it. One lane arrives for all, so all lanes must have read the stage before any lane gets
+  /// here: the mma.sync loop calls __syncwarp() first. The wgmma loop need not: every value that a lane
+  /// loaded went into a wgmma, and wgmma.wait_group.sync, at which all lanes meet, returns after these
+  /// wgmmas.
   CUTLASS_DEVICE static void release(Shared const& shared, int stage) {
     uint32_t const lane = threadIdx.x % 32;
     if constexpr (Config::kCluster > 1) {
@@ -257,10 +277,10 @@ struct Sm90Nvfp4Mainloop {
     }
   }
 
-  /// A thread's share of a chunk as it lies in shared memory.
+  /// The encoded weights of one thread in one chunk: 16 bytes of codes and two words of scales.
   struct Raw {
-    uint32_t words[4];
-    uint32_t scales[2];  // of rows r and r + 8, for two blocks of 16 of k each
+    uint32_t words[4];   // one for each 16 along k
+    uint32_t scales[2];  // of rows r and r + 8, each for two blocks of 16 along k
 
     CUTLASS_DEVICE void load(uint32_t codes_at, uint32_t scales_at) {
       asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -273,13 +293,13 @@ struct Sm90Nvfp4Mainloop {
                    : "memory");
     }
 
-    /// The register operand of 16 of k.
+    /// a = the registers of the operand for the k-th 16 along k.
     CUTLASS_DEVICE void decode(int k, Nvfp4Shifts const& shifts, uint32_t (&a)[4]) const {
       Nvfp4Decoder<Element>::decode(words[k], Nvfp4Packing::scale_bits(scales[k / 2], k), shifts, a);
     }
   };
 
-  /// Where this thread finds its share of the first chunk of a stage.
+  /// The addresses of this thread's codes and scales in the first chunk of a stage.
   struct Share {
     uint32_t codes_at, scales_at;
 
@@ -298,9 +318,9 @@ struct Sm90Nvfp4Mainloop {
     }
   };
 
-  /// Chunks from the first of a warpgroup in step `step` to the end of k. Below kChunksPerGroup in the last
-  /// step alone, where it may be negative. (Not clamped: ptxas 13.0 takes the predicate of the clamp for its
-  /// opposite when the result is compared with the upper bound.)
+  /// The chunks from the first one of a warpgroup in stage `step` to the end of k. Only in the last stage can
+  /// this be less than kChunksPerGroup, and even negative. The result is not clamped to 0: ptxas 13.0 inverts
+  /// the predicate of the clamp when the result is compared with the upper bound.
   CUTLASS_DEVICE static int chunks_left(Sm90Nvfp4Operands const& p, int step, int depth_group) {
     return p.depth_chunks - step * Config::kChunks - depth_group * Config::kChunksPerGroup;
   }

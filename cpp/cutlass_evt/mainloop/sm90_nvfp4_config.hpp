@@ -1,4 +1,5 @@
-// What a kernel on prepacked NVFP4 weights is made of on SM90, and how its shared memory is laid out.
+// The static configuration of an SM90 kernel on prepacked NVFP4 weights, what its producer hands to its
+// consumers, and the layout of its shared memory.
 #pragma once
 
 #include "cute/arch/util.hpp"
@@ -7,40 +8,44 @@
 
 namespace cutlass_evt {
 
-/// Where a tile lies.
-struct Sm90Nvfp4Place {
-  /// Rows of X of one group.
+/// The coordinate of an output tile: a group, weight rows (columns of D) and tokens (rows of D).
+struct Sm90Nvfp4TileCoord {
+  /// The rows of X and D of one group.
   struct Rows {
     int begin, size;
   };
 
   int group;
-  int row_tile;  // of the cluster
-  int token;     // first of the tile, within the group
-  Rows rows;
+  int row_tile;  // index of the cluster's tile along the rows of the weight
+  int token;     // first token of the tile, counted from the group's first
+  Rows rows;     // of the group
 };
 
-/// What the producer tells the consumers about a tile or a part of it along k; after the last: one of no
-/// steps.
-struct Sm90Nvfp4Task {
-  Sm90Nvfp4Place place;
-  int begin, end;  // steps of k
-  int worker;
-  int others;  // workers after this one that have the tile's further parts
+/// A work item: a tile, or for stream-K a part of it along k. The producer publishes each one to the
+/// consumers through shared memory, and after the last one an item without steps.
+struct Sm90Nvfp4WorkItem {
+  Sm90Nvfp4TileCoord coord;
+  int begin, end;       // stages along k
+  int worker;           // the CTA's, or its cluster's, number in the schedule
+  int num_other_parts;  // of a tile's first part: workers after this one that have the others
 
-  CUTLASS_HOST_DEVICE bool is_none() const { return end == 0; }
+  CUTLASS_HOST_DEVICE bool is_last() const { return end == 0; }
 };
 
-/// What a kernel is made of.
+/// The configuration of a kernel.
 ///
-/// kRowGroups: chunks of 64 rows in a CTA, each a warpgroup's. kDepthGroups: warpgroups that share rows and
-/// take turns along k. kTokens: of the tile. kCluster: CTAs along the rows that load each other's tokens by
-/// multicast. kChunks: of 64 of k, in a stage. kCtasPerSm: sets how much shared memory and how many registers
-/// a CTA may use.
+/// Element      fp16 or bf16: the type of the tokens and of the decoded weights
+/// RowGroups    warpgroups side by side along the weight rows of a CTA, 64 rows each
+/// DepthGroups  warpgroups that share their rows and split the chunks of each stage along k between them
+/// Tokens       tokens of a tile
+/// ClusterSize  CTAs of a cluster. They lie side by side along the weight rows and have the same tokens: each
+///              loads a part of them and multicasts it to all
+/// Chunks       chunks of 64 along k in a stage
+/// CtasPerSm    CTAs that share an SM, which bounds the shared memory and the registers of each
 template <class Element_, int RowGroups, int DepthGroups, int Tokens, int ClusterSize, int Chunks,
           int CtasPerSm>
 struct Sm90Nvfp4Config {
-  using Element = Element_;  // of the tokens, and of the decoded weights
+  using Element = Element_;
   static constexpr int kRowGroups = RowGroups;
   static constexpr int kDepthGroups = DepthGroups;
   static constexpr int kTokens = Tokens;
@@ -48,24 +53,25 @@ struct Sm90Nvfp4Config {
   static constexpr int kChunks = Chunks;
   static constexpr int kCtasPerSm = CtasPerSm;
 
-  static constexpr int kRows = 64 * kRowGroups;  // of a CTA
-  static constexpr int kDepth = 64 * kChunks;    // of a stage
+  static constexpr int kRows = 64 * kRowGroups;  // weight rows of a CTA
+  static constexpr int kDepth = 64 * kChunks;    // extent of a stage along k
   static constexpr int kChunksPerGroup = kChunks / kDepthGroups;
-  static constexpr bool kSharesRows = kDepthGroups > 1;  // among warpgroups
-  static constexpr bool kUsesWgmma = kTokens > 8;        // else mma.sync
-  static constexpr int kWarpsAcross = 4 * kRowGroups;    // side by side along the rows
+  static constexpr bool kSharesRows = kDepthGroups > 1;  // several warpgroups have the same rows
+  static constexpr bool kUsesWgmma = kTokens > 8;        // otherwise mma.sync
+  static constexpr int kWarpsAcross = 4 * kRowGroups;    // consumer warps with different rows, 16 each
   static constexpr int kConsumerGroups = kRowGroups * kDepthGroups;
   static constexpr int kConsumerThreads = 128 * kConsumerGroups;
   static constexpr int kConsumerWarps = kConsumerThreads / 32;
-  // The accumulators of the widest tiles need more registers than an equal share: a whole producer warpgroup
-  // then gives its own away.
+  // The accumulators of the widest tiles need more registers than an equal share of the register file. The
+  // producer is then a whole warpgroup, since setmaxnreg moves the registers of whole warpgroups.
   static constexpr bool kMovesRegisters = kTokens >= 256;
   static constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 128 : 32);
 
-  // The last of a group's tiles may be smaller: fewer tokens are loaded and multiplied. Of 32 these are
-  // blocks of 8, of 256 they are 64 or 128. Tiles of 128, and of 32 with 64 rows, lose more by several
-  // loads than by tokens that are not there.
+  // The last tile of a group may hold fewer tokens than kTokens. kLeastTokens is the unit by which fewer are
+  // loaded and multiplied: blocks of 8 for tiles of 32 tokens by 128 rows, and 64 or 128 for tiles of 256.
+  // The other tiles are always whole, since several loads cost them more than tokens that are not there.
   static constexpr int kLeastTokens = kTokens == 32 && kRowGroups > 1 ? 8 : kTokens < 256 ? kTokens : 64;
+  /// Tokens that a tile loads if `present` of them exist.
   CUTLASS_HOST_DEVICE static constexpr int tokens_for(int present) {
     int tokens = kLeastTokens;
     while (tokens < kTokens && tokens < present) {
@@ -74,61 +80,73 @@ struct Sm90Nvfp4Config {
     return tokens;
   }
 
-  // Of two workers that share a tile along k, the one that adds up has so much more of it: about as long as
-  // the other's sums take to arrive.
+  // Where two workers share a tile along k, the one that sums the parts gets this many stages more than the
+  // other: about the time that the other's sums take to arrive.
   static constexpr int kLeadSteps = (kRowGroups == 1 ? 1024 : 512) / kDepth;
 
-  static constexpr int kWeightBytes = kRowGroups * kChunks * Nvfp4Packing::kChunkBytes;  // of a stage
-  // Block after block of kLeastTokens tokens, and of a block chunk after chunk of k.
+  // A stage holds the weights, row group after row group, and the tokens: block after block of kLeastTokens
+  // tokens, within a block chunk after chunk of k, within a chunk 128 bytes for each token.
+  static constexpr int kWeightBytes = kRowGroups * kChunks * Nvfp4Packing::kChunkBytes;
   static constexpr int kTokenChunkBytes = kLeastTokens * 128;
   static constexpr int kTokenBytes = kChunks * kTokens * 128;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
 
-  // The epilogue turns accumulators round through shared memory: a warp holds 16 rows, a slice of the tokens
-  // at a time. Warpgroups that share rows add up there, all tokens at once, and share these out.
+  // The staged epilogue transposes accumulators through shared memory: 16 rows of a warp by a slice of the
+  // tokens at a time. Warpgroups that share rows also add their sums there: then a slice has all tokens of
+  // the tile, and each warpgroup finishes its share of them.
   static constexpr int kSliceTokens = kSharesRows ? kTokens : cute::min(32, kTokens / 2);
-  static constexpr int kSliceStride = 20;  // floats from one token to the next: 16 rows and a pad
+  static constexpr int kSliceStride = 20;  // floats from one token to the next: 16 rows and padding
   static constexpr int kTokenShare = (kSliceTokens + kDepthGroups - 1) / kDepthGroups;
-  // Where they do not, the usual epilogue stages 16-bit results there instead, 64 columns a warpgroup, where
-  // there is more than one slice in one of two places in turn; and the rows' and columns' terms.
+  // The direct epilogue, of warpgroups that do not share rows, uses the same memory for 16-bit results: 64
+  // columns of a slice of the tokens for each warpgroup, in two buffers in turn where there are several
+  // slices.
   static constexpr int kDirectTokens = kTokens < 64 ? 16 : 64;
   static constexpr int kDirectBuffers = kTokens > kDirectTokens ? 2 : 1;
-  static constexpr int kStagedBytes = kDirectBuffers * kDirectTokens * 128;  // of a warpgroup
-  // ... who each have the terms to themselves; warpgroups that share rows all have the same.
-  static constexpr int kTermColumns = kSharesRows ? 64 * kRowGroups : 64;
-  static constexpr int kTermBytes = (kTokens + 2 * kTermColumns) * 4;
-  static constexpr int kDirectBytes = kStagedBytes + kTermBytes;
-  static constexpr int kSlicesBytes = kConsumerWarps * kSliceTokens * kSliceStride * 4;
-  static constexpr int kSliceBytes =
-      kSharesRows ? kSlicesBytes + kTermBytes : cute::max(kSlicesBytes, kConsumerGroups* kDirectBytes);
+  static constexpr int kStagedResultsBytes = kDirectBuffers * kDirectTokens * 128;  // each warpgroup's
+  // Behind them lie the epilogue's vectors: one copy for each warpgroup, or one for all that share rows.
+  static constexpr int kVectorColumns = kSharesRows ? 64 * kRowGroups : 64;
+  static constexpr int kVectorBytes = (kTokens + 2 * kVectorColumns) * 4;
+  static constexpr int kDirectBytes = kStagedResultsBytes + kVectorBytes;
+  static constexpr int kStagedSumsBytes = kConsumerWarps * kSliceTokens * kSliceStride * 4;
+  static constexpr int kSliceBytes = kSharesRows ? kStagedSumsBytes + kVectorBytes
+                                                 : cute::max(kStagedSumsBytes, kConsumerGroups* kDirectBytes);
 
-  static constexpr int kMaxTable = 1024;  // groups, or runs of groups, whose first tiles are in shared memory
+  // The table of Sm90Nvfp4Groups: one entry for each group or run of groups and one for the total, then a sum
+  // for each warp.
+  static constexpr int kMaxTable = 1024;
   static constexpr int kTableBytes = (kMaxTable + 1 + 32) * 4;
 
   static constexpr int kSharedLimit = kCtasPerSm == 1 ? 232448 : 233472 / kCtasPerSm - 1024;
-  static constexpr int kFixedBytes = kSliceBytes + kTableBytes + 1024;  // 1024: barriers, tasks
+  static constexpr int kFixedBytes = kSliceBytes + kTableBytes + 1024;  // 1024: mbarriers and work items
   static constexpr int kStages = (kSharedLimit - kFixedBytes - 1024) / kStageBytes;
-  // Weights that are fetched before the tokens may be: a multiprocessor's copies queue up, so that tokens
-  // behind more of them come late.
-  static constexpr int kAheadStages = cute::min(kStages, cute::max(2, 36864 / kWeightBytes));
-  // One in the epilogue, one in every stage, and the producer may be writing another.
-  static constexpr int kTasks = kStages + 2;
+  // Stages whose weights are requested before the tokens may be read. No more than 36 KB: the copies of an SM
+  // are served in order, and tokens behind a longer queue would arrive late.
+  static constexpr int kPrefetchStages = cute::min(kStages, cute::max(2, 36864 / kWeightBytes));
+  // Work items in flight: one in the epilogue, one in every stage at most, and one that the producer writes.
+  static constexpr int kWorkItems = kStages + 2;
   static constexpr int kSharedBytes = kStages * kStageBytes + kFixedBytes + 1024;  // 1024: alignment
 
-  static_assert(kChunks % kDepthGroups == 0, "every warpgroup along k takes as many chunks of a stage");
-  static_assert(!kUsesWgmma || kChunksPerGroup == 1 || kChunksPerGroup % 2 == 0, "chunks are taken in pairs");
-  static_assert(!kSharesRows || kTokens <= 32, "warpgroups that share rows add up all tokens at once");
+  static_assert(kChunks % kDepthGroups == 0,
+                "warpgroups that share rows have the same number of chunks of a stage");
+  static_assert(!kUsesWgmma || kChunksPerGroup == 1 || kChunksPerGroup % 2 == 0,
+                "the loop over chunks is unrolled by two");
+  static_assert(!kSharesRows || kTokens <= 32,
+                "warpgroups that share rows add the sums of all tokens of the tile at once");
   static_assert(kSharesRows || (kTokens >= 32 && kTokens % kDirectTokens == 0),
-                "warpgroups with rows of their own have 32 tokens or more, in whole slices");
+                "warpgroups that do not share rows need 32 tokens or more, in whole slices");
   static_assert(kTokens % (8 * kCluster) == 0, "a CTA of a cluster loads whole swizzle atoms of tokens");
   static_assert(kLeastTokens == 8 || kLeastTokens == kTokens || kChunks == 1,
-                "wgmma takes tokens in blocks of 8 or all of a chunk, one after the other");
+                "wgmma reads blocks of 8 tokens, or all tokens of one chunk");
   static_assert(kStages >= 3, "too few stages fit in shared memory");
-  static_assert(kStages * 16 + kTasks * (8 + sizeof(Sm90Nvfp4Task)) <= 1024,
-                "barriers and tasks need more room");
+  static_assert(kStages * 16 + kWorkItems * (8 + sizeof(Sm90Nvfp4WorkItem)) <= 1024,
+                "mbarriers and work items do not fit in their 1024 bytes");
 };
 
-/// Shared memory, by offsets from a 1024-byte boundary.
+/// The dynamic shared memory of a CTA, by offsets from a 1024-byte boundary, the period of the 128-byte
+/// swizzle. In this order: the tokens of all stages, the weights of all stages, 1024 bytes of mbarriers and
+/// work items, the epilogue's memory, and the table of groups. Config is a Sm90Nvfp4Config.
+///
+/// Functions that end in _at return addresses in the shared window, for inline PTX; the others pointers.
 template <class Config>
 struct Sm90Nvfp4Shared {
   char* base;
@@ -137,7 +155,9 @@ struct Sm90Nvfp4Shared {
   CUTLASS_DEVICE explicit Sm90Nvfp4Shared(char* dynamic)
       : base(dynamic + (1024 - cute::cast_smem_ptr_to_uint(dynamic) % 1024) % 1024),
         address(cute::cast_smem_ptr_to_uint(base)) {
-    asm volatile("" : "+r"(address));  // or it would be found anew in every turn of the mainloop
+    // Hides how the address was computed, or the compiler would compute it again in every turn of the
+    // mainloop.
+    asm volatile("" : "+r"(address));
   }
 
   CUTLASS_DEVICE uint32_t tokens_at(int stage) const {
@@ -147,6 +167,7 @@ struct Sm90Nvfp4Shared {
     return address +
            static_cast<uint32_t>(Config::kStages * Config::kTokenBytes + stage * Config::kWeightBytes);
   }
+  // full: the stage has been filled. empty: it has been read by all consumers of the cluster.
   CUTLASS_DEVICE uint32_t full_at(int stage) const {
     return address + static_cast<uint32_t>(Config::kStages * Config::kStageBytes + stage * 8);
   }
@@ -155,27 +176,29 @@ struct Sm90Nvfp4Shared {
   CUTLASS_DEVICE char* rest() const { return base + Config::kStages * Config::kStageBytes; }
   CUTLASS_DEVICE uint64_t* full(int stage) const { return reinterpret_cast<uint64_t*>(rest()) + stage; }
   CUTLASS_DEVICE uint64_t* empty(int stage) const { return full(Config::kStages + stage); }
-  /// Tasks have a ring of their own, whose slots are free when the ring of stages lets the producer on.
-  CUTLASS_DEVICE uint64_t* told(int slot) const { return full(2 * Config::kStages + slot); }
-  CUTLASS_DEVICE uint32_t told_at(int slot) const { return full_at(2 * Config::kStages + slot); }
-  CUTLASS_DEVICE Sm90Nvfp4Task* task(int slot) const {
-    return reinterpret_cast<Sm90Nvfp4Task*>(told(Config::kTasks)) + slot;
+  // Work items have a ring of their own. It needs no mbarrier for free slots: before the producer reuses a
+  // slot, the ring of stages has made it wait for the consumers of the item in it.
+  CUTLASS_DEVICE uint64_t* published(int slot) const { return full(2 * Config::kStages + slot); }
+  CUTLASS_DEVICE uint32_t published_at(int slot) const { return full_at(2 * Config::kStages + slot); }
+  CUTLASS_DEVICE Sm90Nvfp4WorkItem* work_item(int slot) const {
+    return reinterpret_cast<Sm90Nvfp4WorkItem*>(published(Config::kWorkItems)) + slot;
   }
-  /// Of one consumer warp.
+  /// A warp's slice of sums in the staged epilogue.
   CUTLASS_DEVICE float* slice(int warp) const {
     return reinterpret_cast<float*>(rest() + 1024) + warp * Config::kSliceTokens * Config::kSliceStride;
   }
-  /// Of one warpgroup: what the usual epilogue stages.
+  /// A warpgroup's results in the direct epilogue.
   CUTLASS_DEVICE uint32_t staged_at(int group) const {
     return address +
            static_cast<uint32_t>(Config::kStages * Config::kStageBytes + 1024 + group * Config::kDirectBytes);
   }
-  /// Of one warpgroup or, where they share rows, of all: the terms, one of each row of D and two of each
-  /// column.
-  CUTLASS_DEVICE float* terms(int group) const {
-    return reinterpret_cast<float*>(
-        rest() + 1024 +
-        (Config::kSharesRows ? Config::kSlicesBytes : group * Config::kDirectBytes + Config::kStagedBytes));
+  /// The epilogue's vectors of a warpgroup or, where warpgroups share rows, of all; see
+  /// Sm90Nvfp4EpilogueVectors.
+  CUTLASS_DEVICE float* vectors(int group) const {
+    return reinterpret_cast<float*>(rest() + 1024 +
+                                    (Config::kSharesRows
+                                         ? Config::kStagedSumsBytes
+                                         : group * Config::kDirectBytes + Config::kStagedResultsBytes));
   }
   CUTLASS_DEVICE int* table() const { return reinterpret_cast<int*>(rest() + 1024 + Config::kSliceBytes); }
 };

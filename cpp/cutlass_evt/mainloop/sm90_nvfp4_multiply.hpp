@@ -1,5 +1,5 @@
-// The consumers of the SM90 mainloop on prepacked NVFP4 weights: from a stage in shared memory to sums in
-// registers, by mma.sync for tiles of eight tokens and by wgmma for the others.
+// The consumers of the SM90 mainloop on prepacked NVFP4 weights: they multiply stages in shared memory into
+// sums in registers, with mma.sync for tiles of eight tokens and with wgmma for wider ones.
 #pragma once
 
 #include "cutlass/gemm/collective/collective_builder.hpp"
@@ -7,18 +7,20 @@
 
 namespace cutlass_evt {
 
-/// The consumers with mma.sync, of which one takes eight tokens. A warp has 16 rows.
+/// The consumers of tiles of eight tokens, with mma.sync m16n8k16. Config is a Sm90Nvfp4Config. A warp has 16
+/// weight rows.
 ///
-/// An mma.sync keeps its scheduler from issuing anything else for six clocks, and decoding one of its
-/// operands takes 14 instructions: both decide what a chunk takes, so that the loop has little else in it.
+/// An mma.sync keeps its scheduler from issuing anything else for six clocks, and decoding one operand takes
+/// 14 instructions. These two bound the time of a chunk, so the loop has little else in it.
 template <class Config>
 struct Sm90Nvfp4MmaMultiply {
   using Mainloop = Sm90Nvfp4Mainloop<Config>;
   using Shared = typename Mainloop::Shared;
   using Position = typename Mainloop::Position;
   using Element = typename Config::Element;
-  static_assert(Config::kTokens == 8 && Config::kRowGroups == 1, "more are wgmma's");
+  static_assert(Config::kTokens == 8 && Config::kRowGroups == 1, "wider tiles use Sm90Nvfp4WgmmaMultiply");
 
+  /// The sums of one thread.
   struct Accumulators {
     static constexpr int kSize = 4;
     float values[kSize];
@@ -26,6 +28,7 @@ struct Sm90Nvfp4MmaMultiply {
     CUTLASS_DEVICE float& operator[](int index) { return values[index]; }
   };
 
+  /// c += a * (b0, b1), one mma.sync.
   CUTLASS_DEVICE static void mma(float* c, uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
     if constexpr (cute::is_same_v<Element, cutlass::half_t>) {
       asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -40,15 +43,15 @@ struct Sm90Nvfp4MmaMultiply {
     }
   }
 
-  /// accumulators = the product of this warp's rows and chunks with the tokens, over the steps of `work`.
+  /// accumulators = the product of this warp's rows and chunks with the tokens, over the stages of `work`.
   CUTLASS_DEVICE static void multiply(Sm90Nvfp4Operands const& p, Shared const& shared, Position& at,
                                       TileWork const& work, Accumulators& accumulators) {
     constexpr int kPer = Config::kChunksPerGroup;
     int const depth_group = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 128), 0);
     typename Mainloop::Share const share(shared, depth_group * kPer);
 
-    // ldmatrix takes four 8 x 8 matrices, the tokens by 32 of k. The lane's row of one of them is 16 bytes of
-    // a token, whose place is permuted by the token's number.
+    // ldmatrix loads four 8 x 8 matrices: eight tokens by 32 along k. Each lane gives the address of one row
+    // of one matrix, 16 bytes of a token, which the 128-byte swizzle permutes by the token's number.
     uint32_t const lane = threadIdx.x % 32;
     uint32_t const tokens_at = shared.tokens_at(0) +
                                static_cast<uint32_t>(depth_group * kPer * Config::kTokenChunkBytes) +
@@ -77,12 +80,12 @@ struct Sm90Nvfp4MmaMultiply {
       }
     };
     auto const release = [&] {
-      __syncwarp();
+      __syncwarp();  // every lane has read the stage
       Mainloop::release(shared, at.stage);
       at.advance();
     };
 
-    int const last = Mainloop::chunks_left(p, work.end - 1, depth_group);  // of this warp, in the last step
+    int const last = Mainloop::chunks_left(p, work.end - 1, depth_group);  // of this warp, in the last stage
     CUTLASS_PRAGMA_NO_UNROLL
     for (int left = work.end - work.begin - (last < kPer ? 1 : 0); left > 0; --left) {
       Mainloop::wait_full(shared, at);
@@ -111,7 +114,8 @@ struct Sm90Nvfp4MmaMultiply {
   }
 };
 
-/// The consumers with wgmma: each warpgroup a chunk of rows.
+/// The consumers of tiles of 16 tokens and more, with wgmma. Config is a Sm90Nvfp4Config. A warpgroup has 64
+/// weight rows.
 template <class Config>
 struct Sm90Nvfp4WgmmaMultiply {
   using Mainloop = Sm90Nvfp4Mainloop<Config>;
@@ -120,8 +124,8 @@ struct Sm90Nvfp4WgmmaMultiply {
   using Raw = typename Mainloop::Raw;
   using Element = typename Config::Element;
   using SmemLayoutAtom = cute::GMMA::Layout_K_SW128_Atom<Element>;
-  // A stage: (tokens, 64 of k, chunks). Where a block of tokens is an atom of the layout, its chunks follow
-  // one another, and the next block them.
+  // The tokens of a stage: (tokens, 64 along k, chunks). Where a block of tokens is one swizzle atom, the
+  // chunks of a block follow one another, and the next block follows them.
   using SmemLayout = decltype(cute::tile_to_shape(
       SmemLayoutAtom{},
       cute::make_shape(cute::Int<Config::kTokens>{}, cute::Int<Nvfp4Packing::kDepth>{},
@@ -145,11 +149,12 @@ struct Sm90Nvfp4WgmmaMultiply {
     CUTLASS_DEVICE float& operator[](int index) { return values(index); }
   };
 
-  /// result = the product of this warpgroup's rows and chunks with the tokens, over the steps of `work`.
+  /// result = the product of this warpgroup's rows and chunks with the tokens, over the stages of `work`.
   CUTLASS_DEVICE static void multiply(Sm90Nvfp4Operands const& p, Shared const& shared, Position& at,
                                       TileWork const& work, Accumulators& result) {
-    int const present = __shfl_sync(0xFFFFFFFFu, work.tokens, 0);  // ptxas must see that warps do not diverge
-    // A mainloop for each width, where registers allow it: three they do not. Otherwise a branch in it.
+    int const present = __shfl_sync(0xFFFFFFFFu, work.tokens, 0);  // shows ptxas that warps do not diverge
+    // Tiles of 32 tokens have a loop for each of two widths; more loops would need more registers. Other
+    // tiles branch within the loop.
     if constexpr (Config::kTokens == 32 && Config::kLeastTokens < 32) {
       if (present <= 16) {
         multiply<16, 16>(p, shared, at, work, present, result.values);
@@ -166,7 +171,7 @@ struct Sm90Nvfp4WgmmaMultiply {
   }
 
  private:
-  /// With widths of Least to Most tokens, of which `present` are there.
+  /// The loop for wgmmas of Least, 2 Least, .. Most tokens: the narrowest that covers the `present` tokens.
   template <int Least, int Most>
   CUTLASS_DEVICE static void multiply(Sm90Nvfp4Operands const& p, Shared const& shared, Position& at,
                                       TileWork const& work, int present,
@@ -187,17 +192,21 @@ struct Sm90Nvfp4WgmmaMultiply {
     typename Mainloop::Share const share(shared, row_group * Config::kChunks + depth_group * kPer);
 
     Nvfp4Shifts shifts;
-    if constexpr (!Config::kSharesRows) {  // where decoding waits for the pipe of logic
-      uint32_t const zero = blockIdx.z;    // as no compiler knows
+    // Where the ALU pipe bounds the decoding, shifts become multiplications, which another pipe executes,
+    // because the compiler does not know that blockIdx.z is 0.
+    if constexpr (!Config::kSharesRows) {
+      uint32_t const zero = blockIdx.z;
       shifts.by_3 += zero;
       shifts.by_7 += zero;
       shifts.by_10 += zero;
     }
 
-    // Chunks in the last step, which may have fewer than the others.
+    // Chunks in the last stage, which may have fewer than the others.
     int const last = Mainloop::chunks_left(p, work.end - 1, depth_group);
-    int left = work.end - work.begin - (last < kPer ? 1 : 0);  // whole steps
+    int left = work.end - work.begin - (last < kPer ? 1 : 0);  // whole stages
 
+    // Decodes a chunk into a fragment and issues its wgmmas as one group. The fences keep the compiler from
+    // moving accesses to the registers of a wgmma across it.
     auto const issue = [&](Raw const& raw, auto& fragment, int stage, int sub) {
       Tensor registers = recast<uint32_t>(fragment);  // (4, 1, 4)
       CUTLASS_PRAGMA_UNROLL
@@ -218,9 +227,10 @@ struct Sm90Nvfp4WgmmaMultiply {
       accumulate = GMMA::ScaleOut::One;
     };
 
-    // One chunk: the next one's share is fetched, this one's decoded and handed to the tensor cores, and the
-    // one before has passed them when this returns.
-    int previous = at.stage;  // to be released once its last chunk has passed
+    // One chunk of the software pipeline: loads the encoded weights of the next chunk, decodes this one and
+    // issues its wgmmas. The wait leaves one group in flight, so that on return the previous chunk has been
+    // multiplied; its stage is released if the chunk was its last.
+    int previous = at.stage;  // the stage to release
     bool first = true;
     auto const chunk = [&](auto sub, Raw const& raw, Raw& next, auto& fragment, bool more) {
       int const stage = at.stage;
@@ -244,8 +254,8 @@ struct Sm90Nvfp4WgmmaMultiply {
       }
     };
 
-    // The loops are such that ptxas sees that no fragment is written while its own wgmma is under way: else
-    // it makes every wgmma wait (its remark C7513).
+    // The loops are unrolled over two fragments so that ptxas can see that no fragment is written while a
+    // wgmma reads it; otherwise it serialises all wgmmas (its remark C7513).
     if (left > 0) {
       Raw raw_0, raw_1;
       Mainloop::wait_full(shared, at);
@@ -289,14 +299,16 @@ struct Sm90Nvfp4WgmmaMultiply {
     }
     warpgroup_fence_operand(accumulators);
     if constexpr (Config::kDepthGroups > 1) {
-      if (accumulate == GMMA::ScaleOut::Zero) {  // k ends before this warpgroup's first chunk
+      // k may end before this warpgroup's first chunk.
+      if (accumulate == GMMA::ScaleOut::Zero) {
         clear(accumulators);
       }
     }
   }
 
-  /// Of the first chunk in shared memory. Other chunks', and other 16 of k, are sums with numbers of 16
-  /// bytes: of 64 bits, so that each is one instruction (cute's iterator makes three of it).
+  /// The wgmma descriptor of the tokens in the first chunk of the first stage. Those of other chunks, and of
+  /// other 16 along k, add an offset in units of 16 bytes. The sum has 64 bits so that it is one instruction;
+  /// cute's descriptor iterator needs three.
   CUTLASS_DEVICE static uint64_t first_descriptor(Shared const& shared) {
     using namespace cute;
     Tensor tokens = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(shared.base)), SmemLayout{});
@@ -305,13 +317,15 @@ struct Sm90Nvfp4WgmmaMultiply {
     return operand.data().desc_.desc_;
   }
 
-  /// accumulators (+)= fragment times the chunk of the tokens at `descriptor`, of which `wanted` are there.
+  /// accumulators (+)= fragment times the chunk of tokens at `descriptor`, as wide as `present` needs: Width
+  /// tokens or, by recursion, twice as many, up to Most. The widths share the first registers of
+  /// accumulators.
   template <int Width, int Most, class A>
-  CUTLASS_DEVICE static void multiply_chunk(int wanted, uint64_t descriptor, A const& fragment,
+  CUTLASS_DEVICE static void multiply_chunk(int present, uint64_t descriptor, A const& fragment,
                                             cute::GMMA::ScaleOut accumulate,
                                             Fragment<Config::kTokens>& accumulators) {
     using namespace cute;
-    if (Width == Most || wanted <= Width) {
+    if (Width == Most || present <= Width) {
       Tensor sums = make_tensor(accumulators.data(), Fragment<Width>{}.layout())(_, _0{}, _0{});
       TiledMma<Width> mma;
       mma.accumulate_ = accumulate;
@@ -325,7 +339,7 @@ struct Sm90Nvfp4WgmmaMultiply {
       }
       warpgroup_commit_batch();
     } else if constexpr (Width < Most) {
-      multiply_chunk<2 * Width, Most>(wanted, descriptor, fragment, accumulate, accumulators);
+      multiply_chunk<2 * Width, Most>(present, descriptor, fragment, accumulate, accumulators);
     }
   }
 };

@@ -112,9 +112,9 @@ struct PrepackedLaunch {
     params.plan = Kernel::plan(tiles, params.steps.divisor, grid, params.splits);
     params.partials = static_cast<float*>(workspace);
     params.flags = reinterpret_cast<uint64_t*>(params.partials + grid * Kernel::kPartialFloats);
-    // The CTAs of a cluster would need a common number.
+    // The CTAs of a cluster would have to fetch one number in common.
     params.nonce = workspace_nonce();
-    params.tickets = {p.offs != nullptr && Config::kCluster == 1 ? params.flags + grid : nullptr,
+    params.dynamic = {p.offs != nullptr && Config::kCluster == 1 ? params.flags + grid : nullptr,
                       params.nonce};
     params.epilogue = epilogue(p, out);
 

@@ -1,37 +1,43 @@
-// The usual epilogue of tiles whose warpgroups have rows to themselves:
-// from the registers of a wgmma to whole lines of D.
+// The epilogue of the usual call, for tiles whose warpgroups do not share rows: from the registers of a wgmma
+// to stores of 128 bytes of D.
 #pragma once
 
-#include "cutlass_evt/kernel/sm90_nvfp4_terms.hpp"
+#include "cutlass_evt/kernel/sm90_nvfp4_epilogue_vectors.hpp"
 
 namespace cutlass_evt {
 
-/// One tile's epilogue. A warpgroup has 64 columns of D to itself and waits for no other: one may be in the
-/// next tile's mainloop while another stores.
+/// The epilogue of one tile where Epilogue's is_direct() holds: 16-bit D, no C, no activation. A warpgroup
+/// has 64 columns of D and synchronises with no other: one may be in the mainloop of the next tile while
+/// another stores.
 ///
-/// The arithmetic is done where the accumulators are: a thread holds two columns, whose terms are registers,
-/// and pairs of tokens, whose factors lie in shared memory. Then stmatrix turns the 16-bit results round, a
-/// slice of the tokens at a time, and eight neighbouring threads write 128 bytes of a row of D.
+/// The arithmetic happens where the accumulators are: a thread holds two columns, whose factors and biases
+/// are in registers, and pairs of tokens, whose factors are in shared memory. stmatrix then transposes the
+/// 16-bit results in shared memory, a slice of the tokens at a time, and eight neighbouring threads store 128
+/// bytes of a row of D.
+///
+/// Config is a Sm90Nvfp4Config; Epilogue is ColumnsEpilogue or a type with its interface.
 template <class Config, class Epilogue>
-struct Sm90Nvfp4Direct {
+struct Sm90Nvfp4DirectEpilogue {
   using Shared = Sm90Nvfp4Shared<Config>;
-  using Place = typename Sm90Nvfp4Groups<Config>::Place;
-  using Terms = Sm90Nvfp4Terms<Config, Epilogue>;
+  using TileCoord = typename Sm90Nvfp4Groups<Config>::TileCoord;
+  using Vectors = Sm90Nvfp4EpilogueVectors<Config, Epilogue>;
   static constexpr int kSliceTokens = Config::kDirectTokens;
   static constexpr int kSlices = Config::kTokens / kSliceTokens;
-  static constexpr int kPieces = kSliceTokens / 16;  // of 16 bytes that a thread stores of a slice
+  static constexpr int kPieces = kSliceTokens / 16;  // stores of 16 bytes by a thread for each slice
 
   /// Writes the tile to D; the accumulators are used up.
   template <class Accumulators>
   CUTLASS_DEVICE static void store(typename Epilogue::Arguments const& args, Shared const& shared,
-                                   Place const& place, int first_chunk, int n, Accumulators& accumulators) {
-    int const tokens = place.rows.size - place.token;
-    int const row = place.rows.begin + place.token;
+                                   TileCoord const& coord, int first_chunk, int n,
+                                   Accumulators& accumulators) {
+    int const tokens = coord.rows.size - coord.token;
+    int const row = coord.rows.begin + coord.token;
     int const thread = static_cast<int>(threadIdx.x % 128);
     int const lane = thread % 32;
-    float const* const terms = shared.terms(static_cast<int>(threadIdx.x / 128));
-    // A token's 128 bytes are eight pieces of 16, permuted by the token's number. stmatrix stores four 8 x 8
-    // matrices, two of tokens by two of columns; each lane has the address of one token's piece.
+    float const* const vectors = shared.vectors(static_cast<int>(threadIdx.x / 128));
+    // The 128 bytes of a token are eight pieces of 16 bytes, permuted by the token's number to avoid bank
+    // conflicts. stmatrix stores four 8 x 8 matrices, two along the tokens by two along the columns; each
+    // lane gives the address of one piece of one token.
     uint32_t const staged = shared.staged_at(static_cast<int>(threadIdx.x / 128));
     uint32_t const put_at =
         staged + static_cast<uint32_t>((lane / 16 * 8 + lane % 8) * 128 +
@@ -43,21 +49,24 @@ struct Sm90Nvfp4Direct {
     int const present = column < n ? tokens - token : 0;
     char* d = static_cast<char*>(args.d) + ((int64_t{row} + token) * args.d_row_stride + column) * 2;
     int64_t const step = args.d_row_stride * (16 * 2);
-    float const alpha = Epilogue::alpha(args, place.group);
-    // From here on the terms are there, and nobody reads what was staged of the tile before.
-    Terms::wait();
+    float const alpha = Epilogue::alpha(args, coord.group);
+    // After the barrier the vectors that every thread of the warpgroup copied are visible, and the staged
+    // results of the previous tile have been read.
+    Vectors::wait();
     sync();
     typename Epilogue::TwoColumns columns;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 2; ++i) {
       int const of_column = thread / 32 * 16 + lane / 4 + i * 8;
-      columns.by_column[i] = terms[Terms::kByColumn + of_column];
-      columns.bias[i] = terms[Terms::kBias + of_column];
+      columns.by_column[i] = vectors[Vectors::kByColumn + of_column];
+      columns.bias[i] = vectors[Vectors::kBias + of_column];
     }
     columns.alpha = alpha;
 
     CUTLASS_PRAGMA_UNROLL
     for (int slice = 0; slice < kSlices; ++slice) {
+      // The buffers alternate, so that one barrier for each slice suffices: a thread that writes slice s has
+      // passed the barrier of slice s - 1, and before that every thread had read slice s - 2.
       if (slice > 0 && slice * kSliceTokens >= tokens) {
         return;
       }
@@ -66,7 +75,7 @@ struct Sm90Nvfp4Direct {
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kSliceTokens / 8; ++block) {
         int const first = slice * kSliceTokens + block * 8;
-        float2 const by_row = *reinterpret_cast<float2 const*>(terms + first + lane % 4 * 2);
+        float2 const by_row = *reinterpret_cast<float2 const*>(vectors + first + lane % 4 * 2);
         CUTLASS_PRAGMA_UNROLL
         for (int v = 0; v < 4; ++v) {
           float& z = accumulators[first / 2 + v];
@@ -85,6 +94,7 @@ struct Sm90Nvfp4Direct {
                      "r"(packed[block + 1][1])
                      : "memory");
       }
+      // The slice is complete in shared memory.
       sync();
       uint4 pieces[kPieces];
       CUTLASS_PRAGMA_UNROLL
@@ -100,7 +110,7 @@ struct Sm90Nvfp4Direct {
   }
 
  private:
-  /// Among the threads of the warpgroup.
+  /// A barrier among the 128 threads of the warpgroup: named barriers 2 and up, one for each.
   CUTLASS_DEVICE static void sync() { cutlass::arch::NamedBarrier::sync(128u, 2u + threadIdx.x / 128); }
 
   CUTLASS_DEVICE static uint4 get(uint32_t from) {
@@ -112,13 +122,13 @@ struct Sm90Nvfp4Direct {
     return bits;
   }
 
-  CUTLASS_DEVICE static void store_if(bool wanted, void* to, uint4 const& bits) {
+  CUTLASS_DEVICE static void store_if(bool present, void* to, uint4 const& bits) {
     asm volatile(
         "{\n"
-        ".reg .pred wanted;\n"
-        "setp.ne.s32 wanted, %0, 0;\n"
-        "@wanted st.global.v4.u32 [%1], {%2, %3, %4, %5};\n"
-        "}" ::"r"(static_cast<int>(wanted)),
+        ".reg .pred present;\n"
+        "setp.ne.s32 present, %0, 0;\n"
+        "@present st.global.v4.u32 [%1], {%2, %3, %4, %5};\n"
+        "}" ::"r"(static_cast<int>(present)),
         "l"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w)
         : "memory");
   }

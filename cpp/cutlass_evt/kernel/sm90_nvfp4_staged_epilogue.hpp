@@ -1,28 +1,30 @@
-// The epilogue that serves everything: sums go through shared memory, a slice of the tokens at a time, so
-// that a thread comes to hold neighbouring columns of a row of D, and warps that share rows add up.
+// The general epilogue: sums go through shared memory, a slice of the tokens at a time. Afterwards a thread
+// holds neighbouring columns of a row of D, and the sums of warpgroups that share rows have been added.
 #pragma once
 
 #include "cutlass_evt/mainloop/sm90_nvfp4_multiply.hpp"
 
 namespace cutlass_evt {
 
-/// Among all consumers.
+/// A barrier among all consumer threads, named barrier 1. It orders their accesses to shared memory.
 template <class Config>
 CUTLASS_DEVICE void consumer_barrier() {
   cutlass::arch::NamedBarrier::sync(Config::kConsumerThreads, 1u);
 }
 
+/// Stages the accumulators of one tile through shared memory. Config is a Sm90Nvfp4Config; Accumulators are
+/// the sums of one thread in the register layout of an m64 wgmma or an m16n8 mma.sync.
 template <class Config, class Accumulators>
-struct Sm90Nvfp4Slices {
+struct Sm90Nvfp4StagedEpilogue {
   using Shared = Sm90Nvfp4Shared<Config>;
-  static constexpr int kColumns = 8;  // of D, that a thread of the epilogue holds
+  static constexpr int kColumns = 8;  // columns of D that a thread finishes at a time
 
-  /// What a thread of the epilogue holds: kColumns neighbouring columns of one row of D.
+  /// The elements that a thread finishes: kColumns neighbouring columns of one row of D in each slice.
   struct Slot {
-    int warp;    // of the warps that share rows
-    int token;   // within a slice
-    int column;  // within the CTA's rows of the weight
-    bool active;
+    int warp;     // its warp among the Config::kWarpsAcross warps with different rows
+    int token;    // row of D within a slice
+    int column;   // first column of D, counted from the CTA's first
+    bool active;  // false: the slice has no element for this thread
   };
 
   CUTLASS_DEVICE static Slot slot() {
@@ -38,20 +40,21 @@ struct Sm90Nvfp4Slices {
   }
 
   static constexpr int kSlices = Config::kTokens / Config::kSliceTokens;
-  // Tokens of a slice that a thread comes to, 16 apart.
+  // Tokens of a slice that a thread finishes; they are 16 apart.
   static constexpr int kRounds = (Config::kTokenShare + 15) / 16;
 
-  /// take(token, sums, fetched) for the tokens of each slice that this thread's slot comes to, kRounds of
-  /// them at a time, the first being `token`; fetched is what fetch(token) gave, where there is more than one
-  /// slice a slice earlier.
+  /// Calls take(token, sums, fetched) for the elements of this thread's slot in every slice: kRounds tokens
+  /// at a time, of which `token` is the first. fetched[i] is what fetch(token + 16 i) returned; where there
+  /// are several slices, fetch is called one slice ahead, to hide the latency of a load.
   template <class Fetch, class Take>
   CUTLASS_DEVICE static void for_each_slot(Shared const& shared, Accumulators& accumulators, Slot const& s,
                                            Fetch const& fetch, Take const& take) {
-    // Registers cannot be indexed. The loop over slices is partly unrolled, as a compromise between its size
-    // and stores that are skipped.
+    // Registers cannot be indexed at run time: a loop that is not unrolled must select among all of them. The
+    // loop over slices is unrolled by kInner as a compromise between code size and stores that are predicated
+    // off.
     constexpr int kInner = kSlices > 4 ? 4 : kSlices;
     constexpr int kOuter = kSlices / kInner;
-    constexpr int kBlocks = Config::kSliceTokens / 8;  // of 8 tokens, in a slice
+    constexpr int kBlocks = Config::kSliceTokens / 8;  // blocks of 8 tokens in a slice
     int const lane = static_cast<int>(threadIdx.x % 32);
     float* const mine =
         shared.slice(static_cast<int>(threadIdx.x / 32)) + lane % 4 * 2 * Config::kSliceStride + lane / 4;
@@ -91,6 +94,7 @@ struct Sm90Nvfp4Slices {
             }
           }
         }
+        // The slice is complete in shared memory.
         sync_slice();
         if (s.active) {
           if (kSlices == 1) {
@@ -99,16 +103,18 @@ struct Sm90Nvfp4Slices {
           float sums[kRounds][kColumns];
           CUTLASS_PRAGMA_UNROLL
           for (int round = 0; round < kRounds; ++round) {
-            add_up(shared, s, s.token + round * 16, sums[round]);
+            sum_over_warps(shared, s, s.token + round * 16, sums[round]);
           }
           take(slice * Config::kSliceTokens + s.token, sums, fetched);
         }
+        // The slice has been read and may be overwritten.
         sync_slice();
       }
     }
   }
 
-  /// Among the warps that write and read the same slices.
+  /// A barrier among the warps that write and read the same slice: all consumers where warpgroups share rows,
+  /// otherwise the warp itself.
   CUTLASS_DEVICE static void sync_slice() {
     if constexpr (Config::kDepthGroups > 1) {
       consumer_barrier<Config>();
@@ -117,8 +123,9 @@ struct Sm90Nvfp4Slices {
     }
   }
 
-  /// The sums of one token over the warps that share its rows.
-  CUTLASS_DEVICE static void add_up(Shared const& shared, Slot const& s, int token, float (&sums)[kColumns]) {
+  /// sums = the kColumns elements of one token, added over the warps that share the rows in a fixed order.
+  CUTLASS_DEVICE static void sum_over_warps(Shared const& shared, Slot const& s, int token,
+                                            float (&sums)[kColumns]) {
     CUTLASS_PRAGMA_UNROLL
     for (int d = 0; d < Config::kDepthGroups; ++d) {
       float const* const from =
