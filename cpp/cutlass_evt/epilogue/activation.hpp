@@ -162,14 +162,14 @@ CUTLASS_HOST_DEVICE float activate_pair(float gate, float up) {
   }
 }
 
-/// values[0..N-1] = act(values[i]) for an activation that is not gated, dispatched once for every kChunk of
-/// them, which must divide N. A small chunk needs few registers, a large one few branches.
+/// values[0..N-1] = act(values[i]) for an activation that is not gated. They are dispatched two at a time:
+/// more would hold more registers, and one would branch more often.
 ///
 /// The logistic activations meet in one loop, since times_logistic, unrolled over a tile for each of them,
 /// would multiply the code and the time to compile it.
-template <int N, int kChunk = N, class Values>
+template <int N, class Values>
 CUTLASS_HOST_DEVICE void activate_all(Activation kind, Values& values) {
-  static_assert(N % kChunk == 0, "the values must be whole chunks");
+  constexpr int kChunk = N % 2 == 0 ? 2 : 1;
   CUTLASS_PRAGMA_UNROLL
   for (int first = 0; first < N; first += kChunk) {
     float inner[kChunk];

@@ -192,7 +192,7 @@ struct ColumnsEpilogue {
           if (is_gated(args.activation)) {
             nodes::activate_pairs<kColumns>(args.activation, z[r]);
           } else {
-            nodes::activate_all<kColumns, 2>(args.activation, z[r]);
+            nodes::activate_all<kColumns>(args.activation, z[r]);
           }
         }
       }
