@@ -12,12 +12,12 @@ import torch
 from fp4gemm import reference
 from torch import Tensor
 
+from .library import SIGNS
 from .targets import FEW_ROWS, QUANTIZE, Target
 from .traffic import Traffic, grouped_bytes, packed_bytes, scale_bytes
 from .verify import filled
 
 Inputs = Mapping[str, Any]
-SIGNS = 0xD7E8  # the default of hadamard_signs
 SEED = 20260
 
 

@@ -28,6 +28,7 @@ from fp4gemm.kernel_table import KernelInfo
 
 __all__ = [
     "MIN_CALLS",
+    "SIGNS",
     "Call",
     "KernelInfo",
     "Product",
@@ -48,6 +49,8 @@ __all__ = [
     "sets",
     "time_interleaved",
 ]
+
+SIGNS = 0xD7E8  # the default of hadamard_signs
 
 
 @functools.cache

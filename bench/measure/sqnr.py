@@ -21,9 +21,10 @@ import fp4gemm
 import torch
 from torch import Tensor
 
+from .library import SIGNS
+
 Row = dict[str, object]
 ROOT = Path(__file__).resolve().parents[2]
-SIGNS = 0xD7E8
 SEED = 20260
 
 
