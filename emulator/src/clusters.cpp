@@ -23,7 +23,7 @@ void Machine::launch_cluster(u64 index) {
   first_cta_of(index, cluster->base);
   u32 const count = launch_.cluster[0] * launch_.cluster[1] * launch_.cluster[2];
   u32 const warps = (launch_.num_threads() + kWarpSize - 1) / kWarpSize;
-  cluster->num_threads = count * warps * kWarpSize;
+  cluster->num_threads = count * warps * kWarpSize;  // the cluster barrier counts whole warps
   for (u32 rank = 0; rank < count; ++rank) {
     cluster->ctas.push_back(make_cta(*cluster, rank));
   }
@@ -101,6 +101,7 @@ void Machine::hazard(char const* format, ...) {
   char text[600];
   std::vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
+  // The line and the start of the text identify a kind of hazard: its numbers differ from time to time.
   std::string const key = format_text("%d %.50s", current_ == nullptr ? 0 : current_->line, text);
   bool const fresh = reported_.insert(key).second;
   session_.report_hazard(fresh ? std::string(text) + "\n  " + location() : std::string(), fresh);

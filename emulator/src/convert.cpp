@@ -101,6 +101,7 @@ void integer_lanes(Instruction const& in, u64* d, u64 const* const* s, u32 mask)
     if (mask >> l & 1) {
       u64 value = is_signed(from) ? static_cast<u64>(sign_extend(s[0][l], from)) : truncate_to(s[0][l], from);
       if (in.saturate) {
+        // 128 bits hold every value and every bound, signed or not.
         __int128 const wide = is_signed(from) ? __int128(static_cast<i64>(value)) : __int128(value);
         __int128 const low = is_signed(to) ? -(__int128(1) << (bits - 1)) : 0;
         __int128 const high = (__int128(1) << (is_signed(to) ? bits - 1 : bits)) - 1;
@@ -115,6 +116,7 @@ void integer_lanes(Instruction const& in, u64* d, u64 const* const* s, u32 mask)
 void float_to_integer_lanes(Instruction const& in, u64* d, u64 const* const* s, u32 mask) {
   auto const from = static_cast<Format>(in.mode[0]);
   int const bits = 8 * bytes_of(in.type) - (is_signed(in.type) ? 1 : 0);
+  // Values are clamped to [low, high), where high is one more than the largest integer.
   double const high = std::ldexp(1.0, bits), low = is_signed(in.type) ? -high : 0;
   for (int l = 0; l < kWarpSize; ++l) {
     if (mask >> l & 1) {
@@ -188,6 +190,7 @@ LaneFunction from_integer(Type type) {
 
 }  // namespace
 
+/// mode: the source format (integer conversions: the source type), the destination format, and .relu.
 bool decode_cvt(Instruction& in) {
   if (in.parts.size() < 3 || in.has("rs") || in.has("pack") || in.has("scaled")) {
     return false;

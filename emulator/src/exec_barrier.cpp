@@ -15,6 +15,7 @@ enum Kind { kSync, kArrive, kPopc, kAnd, kOr };
 
 }  // namespace
 
+/// mode of bar: the kind, and the index of the operand that holds the barrier's number.
 bool decode_barrier(Instruction& in) {
   std::string const& name = in.parts[0];
   if (name == "fence" || name == "membar") {
@@ -32,7 +33,7 @@ bool decode_barrier(Instruction& in) {
                  : in.has("popc") ? kPopc
                  : in.has("and")  ? kAnd
                                   : kOr;
-    in.mode[1] = reduce ? 1 : 0;  // index of the operand that holds the barrier's number
+    in.mode[1] = reduce ? 1 : 0;
     in.handler = &Machine::exec_barrier;
   }
   return true;
@@ -57,6 +58,7 @@ Outcome Machine::exec_barrier(Warp& warp, Group& group, Instruction const& in, u
     if (mask == 0) {
       return Outcome::kNext;
     }
+    // Operands: the barrier, and the number of threads unless all of the CTA take part.
     size_t const numbers = in.operands.size() - first - (reduce ? 1 : 0);
     u32 const id = static_cast<u32>(uniform(warp, in.operands[first], mask)) & 15;
     NamedBarrier& barrier = warp.cta->barriers[id];
@@ -70,6 +72,7 @@ Outcome Machine::exec_barrier(Warp& warp, Group& group, Instruction const& in, u
       count = static_cast<u32>(uniform(warp, in.operands[first + 1], mask));
       count = (count + kWarpSize - 1) / kWarpSize * kWarpSize;
     }
+    // The first arrival fixes how many threads this generation expects; later ones must agree.
     if (barrier.arrived == 0) {
       barrier.expected = count;
       barrier.all_threads = all;
@@ -88,6 +91,8 @@ Outcome Machine::exec_barrier(Warp& warp, Group& group, Instruction const& in, u
     if (races_ != nullptr) {
       races_->arrive_barrier(warp, id);
     }
+    // A waiter remembers the generation and resumes when it has changed, so it cannot mistake a later use of
+    // the barrier for its own.
     u64 const generation = barrier.generation;
     barrier.arrived += kWarpSize;
     if (barrier.arrived > barrier.expected) {
@@ -96,6 +101,7 @@ Outcome Machine::exec_barrier(Warp& warp, Group& group, Instruction const& in, u
     if (barrier.arrived == barrier.expected) {
       barrier.arrived = 0;
       barrier.generation++;
+      // Waiters read the results after the next generation may have begun to count.
       barrier.result_votes = barrier.votes;
       barrier.result_voters = barrier.voters;
       if (races_ != nullptr) {
@@ -139,7 +145,7 @@ Outcome Machine::exec_cluster_arrive(Warp& warp, Group& group, Instruction const
     fatal("barrier.cluster.arrive twice without a wait");
   }
   warp.cluster_arrived = true;
-  warp.cluster_generation = cluster.generation;
+  warp.cluster_generation = cluster.generation;  // the wait ends when this generation is complete
   cluster.arrived += kWarpSize;
   if (races_ != nullptr && !in.has("relaxed")) {
     races_->arrive_cluster(warp);

@@ -14,6 +14,7 @@ constexpr u32 kResponse = 0xC1C00000;
 
 }  // namespace
 
+/// mode of try_cancel: whether the response goes to all CTAs of the cluster.
 bool decode_clc(Instruction& in) {
   if (in.has("try_cancel")) {
     in.mode[0] = in.has("multicast::cluster::all");

@@ -70,6 +70,7 @@ bool compare_bits(int comparison, Type type, u64 a, u64 b) {
 
 }  // namespace
 
+/// mode of setp: the comparison, and how it is combined with a predicate.
 bool decode_control(Instruction& in) {
   std::string const& name = in.parts[0];
   if (name == "bra") {
@@ -126,6 +127,7 @@ Outcome Machine::exec_sleep(Warp&, Group&, Instruction const&, u32) {
 /// griddepcontrol.wait
 Outcome Machine::exec_grid_wait(Warp&, Group&, Instruction const&, u32 mask) {
   if (mask != 0 && run_predecessor_) {
+    // Cleared before the call: a predecessor executes once, whichever thread reaches its wait first.
     std::function<void()> const run = std::move(run_predecessor_);
     run_predecessor_ = nullptr;
     run();
@@ -141,6 +143,7 @@ Outcome Machine::exec_branch(Warp& warp, Group& group, Instruction const& in, u3
     group.pc = in.target;
     return Outcome::kJumped;
   }
+  // The group diverges: its other lanes go on, and the lanes that branch become a new group.
   group.mask &= ~mask;
   group.pc++;
   warp.groups.push_back({in.target, mask});  // invalidates `group`
@@ -190,7 +193,7 @@ Outcome Machine::exec_set_predicate(Warp& warp, Group&, Instruction const& in, u
   for (int l = 0; l < kWarpSize; ++l) {
     if (mask >> l & 1) {
       bool result = compare_bits(in.mode[0], in.type, rows[0][l], rows[1][l]);
-      bool opposite = !result;
+      bool opposite = !result;  // the second predicate combines the negated comparison
       if (in.mode[1] != kAlone) {
         bool const other = rows[2][l] & 1;
         result = in.mode[1] == kAnd ? result && other : in.mode[1] == kOr ? result || other : result != other;

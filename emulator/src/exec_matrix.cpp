@@ -5,6 +5,7 @@
 
 namespace ptxemu {
 
+/// mode: the number of tiles, and whether they are transposed.
 bool decode_matrix(Instruction& in) {
   in.mode[0] = in.has("x4") ? 4 : in.has("x2") ? 2 : 1;
   in.mode[1] = in.has("trans");

@@ -30,6 +30,7 @@ enum WaitMode { kTest, kTry };
 
 }  // namespace
 
+/// mode: of arrive, whether it has .expect_tx; of a wait, the WaitMode and whether it has .parity.
 bool decode_mbarrier(Instruction& in) {
   in.space = in.has("shared::cluster") ? Space::kSharedCluster : Space::kShared;
   if (in.has("noComplete") || in.has("arrive_drop") || in.has("complete_tx")) {
@@ -66,7 +67,7 @@ Mbarrier Machine::mbarrier(Cta* cta, u32 offset) {
 
 /// Stores an mbarrier, and completes its phase if nothing is pending.
 void Machine::set_mbarrier(Cta* cta, u32 offset, Mbarrier barrier) {
-  ++progress_;
+  ++progress_;  // an event, for the detection of deadlocks
   if (barrier.pending == 0 && barrier.tx_count == 0) {
     barrier.phase ^= 1;
     barrier.pending = barrier.expected;
@@ -152,7 +153,7 @@ Outcome Machine::exec_mbarrier_arrive(Warp& warp, Group&, Instruction const& in,
           shared_cta(warp.cta, static_cast<u32>(address[l]), in.space == Space::kSharedCluster, &offset);
       u32 const value = has_number ? static_cast<u32>(number[l]) : 1;
       bool const expect = in.mode[0] != 0;
-      if (first == 1) {
+      if (first == 1) {  // the state before the arrival, whose phase a later test_wait names
         write(warp, in.operands[0], l, pack(mbarrier(cta, offset)));
       }
       if (races_ != nullptr) {
@@ -198,6 +199,7 @@ Outcome Machine::exec_mbarrier_wait(Warp& warp, Group& group, Instruction const&
     u32 offset;
     Cta* const cta = shared_cta(warp.cta, static_cast<u32>(address[l]), false, &offset);
     u32 const parity = in.mode[1] != 0 ? static_cast<u32>(state[l]) & 1 : unpack(state[l]).phase;
+    // A phase is complete when the current phase has the other parity.
     if (mbarrier(cta, offset).phase != parity) {
       ready |= 1u << l;
       if (races_ != nullptr) {
@@ -211,6 +213,7 @@ Outcome Machine::exec_mbarrier_wait(Warp& warp, Group& group, Instruction const&
     }
   }
   if (in.mode[0] == kTry && mask != 0 && ready == 0) {
+    // The first attempt at an instruction mostly returns false at once; the second one blocks.
     bool const gives_up = group.failed_pc != group.pc && random_() % 8 != 0;
     group.failed_pc = group.pc;
     if (!group.timed_out && !gives_up) {

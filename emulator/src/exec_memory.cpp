@@ -40,12 +40,13 @@ void move_lanes(Instruction const& in, u64* d, u64 const* const* s, u32 mask) {
   }
 }
 
+/// mode: the operation, and the index of the operand that holds the address.
 bool decode_atomic(Instruction& in) {
   static char const* const names[] = {"add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"};
   for (int i = 0; i < 10; ++i) {
     if (in.parts[1] == names[i] || in.has(names[i])) {
       in.mode[0] = i;
-      in.mode[1] = in.parts[0] == "atom" ? 1 : 0;  // index of the operand that holds the address
+      in.mode[1] = in.parts[0] == "atom" ? 1 : 0;
       in.handler = &Machine::exec_atomic;
       bool const floating = is_float(in.type);
       return bytes_of(in.type) >= 4 && in.type != Type::kF16x2 && in.type != Type::kBf16x2 &&
@@ -80,6 +81,7 @@ u64 combine(Atomic operation, Type type, u64 old, u64 value, u64 third) {
 
 }  // namespace
 
+/// mode: of ld and st, the number of elements; of cvta, whether it has .to.
 bool decode_memory(Instruction& in) {
   std::string const& name = in.parts[0];
   in.type = parse_type(in.parts.back());
@@ -118,7 +120,7 @@ Outcome Machine::exec_move(Warp& warp, Group&, Instruction const& in, u32 mask) 
   int const bits = count == 0 ? 0 : 8 * bytes_of(in.type) / count;
   u64 const part_mask = bits >= 64 ? ~0ull : (1ull << bits) - 1;
   Row row;
-  if (to.kind != Operand::kVector && from.kind != Operand::kVector) {  // 128 bits
+  if (to.kind != Operand::kVector && from.kind != Operand::kVector) {  // .b128, two registers each
     for (int half = 0; half < 2; ++half) {
       for (int l = 0; l < kWarpSize; ++l) {
         if (mask >> l & 1) {
@@ -270,6 +272,7 @@ Outcome Machine::exec_atomic(Warp& warp, Group&, Instruction const& in, u32 mask
   for (int l = 0; l < kWarpSize; ++l) {
     if (mask >> l & 1) {
       u64 old = 0;
+      // Lanes execute one after the other, so the read and the write below are atomic.
       memory_read(warp, in.space, address[l], bytes, l, &old);
       u64 const operand = truncate_to(value[l], in.type);
       u64 const result = combine(static_cast<Atomic>(in.mode[0]), in.type, old, operand, third[l]);

@@ -12,6 +12,8 @@
 
 namespace ptxemu {
 
+/// mode: the size of the CTA group; of commit whether it is multicast; of ld and st the shape and the
+/// repetition.
 bool decode_tcgen05(Instruction& in) {
   std::string const name = in.parts[1].substr(0, in.parts[1].find(':'));
   in.mode[0] = in.has("cta_group::2") ? 2 : 1;
@@ -71,7 +73,7 @@ u32 Machine::allocate_tmem(Cta* cta, u32 columns) {
     cta->tmem.assign(kTmemLanes * kTmemColumns, 0x7FC0BEEF);
     cta->tmem_written.assign(kTmemLanes * kTmemColumns, 0);
   }
-  u32 base = 0;
+  u32 base = 0;  // the first gap between allocations that is wide enough, or the end
   for (auto const& [first, count] : cta->tmem_allocations) {
     if (base + columns <= first) {
       break;
@@ -122,6 +124,7 @@ Outcome Machine::exec_tcgen05_alloc(Warp& warp, Group& group, Instruction const&
     if (!warp.alloc_arrived) {
       warp.alloc_arrived = true;
       ++progress_;
+      // Both CTAs count their arrivals; the one that arrives second finds the counts equal.
       cta->pair_arrivals++;
       cta->pair_columns = columns;
       if (peer->pair_arrivals >= cta->pair_arrivals) {

@@ -58,6 +58,7 @@ std::string TensorMap::describe() const {
   return text;
 }
 
+/// mode: the field that tensormap.replace changes.
 bool decode_tensormap(Instruction& in) {
   if (in.has("cp_fenceproxy")) {
     in.handler = &Machine::exec_tensormap_copy;
@@ -83,6 +84,7 @@ Outcome Machine::exec_tensormap_replace(Warp& warp, Group&, Instruction const& i
     if (!(mask >> l & 1)) {
       continue;
     }
+    // The address may be generic or in the shared window.
     u64 const at = address[l] >= kSharedWindow ? address[l] - kSharedWindow : address[l];
     u32 offset;
     Cta* const cta = shared_cta(warp.cta, static_cast<u32>(at), false, &offset);
@@ -94,6 +96,7 @@ Outcome Machine::exec_tensormap_replace(Warp& warp, Group&, Instruction const& i
     if (in.mode[0] == kAddress) {
       map.address = second[l];
     } else {
+      // The first dimension has no stride, so stride i belongs to dimension i + 1.
       u64 const index = second[l] + (in.mode[0] == kStride ? 1 : 0);
       if (index >= 5) {  // not the map's rank: CUTLASS writes all five dimensions of a map of any rank
         fatal("tensormap.replace of dimension %llu", static_cast<unsigned long long>(second[l]));

@@ -12,6 +12,7 @@
 
 namespace ptxemu {
 
+/// mode: the number of dimensions, whether the load is multicast, and the size of the CTA group.
 bool decode_bulk(Instruction& in) {
   if (!in.has("bulk")) {
     return false;
@@ -32,6 +33,7 @@ bool decode_bulk(Instruction& in) {
       in.opcode.find("gather4") != std::string::npos || in.opcode.find("scatter4") != std::string::npos) {
     return false;
   }
+  // The order of the two spaces in the opcode is the direction of the copy: destination first.
   size_t global = 0, shared = 0;
   for (size_t i = 0; i < in.parts.size(); ++i) {
     std::string const& part = in.parts[i];
@@ -65,11 +67,13 @@ void for_each_row(TensorMap const& map, i32 const* coordinates, Visit const& vis
   for (int d = 1; d < map.rank; ++d) {
     rows *= map.box[d];
   }
+  // Elements of less than a byte make a row start and end at any bit; only whole bytes are modelled.
   i64 const bits = element_bits(map.dtype);
   i64 const first = coordinates[0];
   for (u32 r = 0; r < rows; ++r) {
     u64 address = map.address;
     bool outside = false;
+    // A coordinate may be negative or beyond the tensor; the whole row then lies outside.
     for (u32 d = 1, rest = r; d < map.rank; ++d) {
       i64 const index =
           static_cast<i64>(coordinates[d]) + static_cast<i64>(rest % map.box[d]) * map.element_stride[d];
@@ -77,6 +81,7 @@ void for_each_row(TensorMap const& map, i32 const* coordinates, Visit const& vis
       outside = outside || index < 0 || index >= static_cast<i64>(map.dim[d]);
       address += static_cast<u64>(index) * map.stride[d];
     }
+    // Elements [low, high) of the row are those of the box that the tensor has along the first dimension.
     i64 low = std::max<i64>(0, -first);
     i64 high = std::max(low, std::min<i64>(map.box[0], static_cast<i64>(map.dim[0]) - first));
     if (outside) {
@@ -186,6 +191,8 @@ Outcome Machine::exec_tma_load(Warp& warp, Group&, Instruction const& in, u32 ma
     }
     Coordinates at{};
     read_coordinates(in, map, values.size(), at.value, values);
+    // The mbarrier's address names a CTA by its rank, which may differ from the destination with
+    // cta_group::2.
     u32 const barrier = static_cast<u32>(uniform(warp, in.operands[2], lane));
     u32 const barrier_offset = barrier & kOffsetMask, barrier_rank = barrier >> kRankShift;
     u32 const ranks =
@@ -206,6 +213,7 @@ Outcome Machine::exec_tma_load(Warp& warp, Group&, Instruction const& in, u32 ma
     }
     session_.statistics.add("tma", format_text("load %s cta_group::%d%s", map.describe().c_str(), in.mode[2],
                                                multicast ? " multicast" : ""));
+    // The operation captures a copy of the tensor map, so it uses the map of the time of its issue.
     auto operation = make_operation(self, "TMA load");
     // A multicast signals the mbarrier at the same offset in each destination CTA. With cta_group::2 that is
     // the CTA of the destination's pair whose rank has the parity of the mbarrier's address.
@@ -218,7 +226,7 @@ Outcome Machine::exec_tma_load(Warp& warp, Group&, Instruction const& in, u32 ma
         if (to->done) {
           fatal("TMA load to rank %u, which has exited", rank);
         }
-        shared_bytes(to, offset, map.box_bytes());
+        shared_bytes(to, offset, map.box_bytes());  // checks the range
         operation->writes(to, offset, offset + map.box_bytes());
         mbarrier(ctas[barrier_cta(rank)].get(), barrier_offset);
       }
@@ -267,7 +275,8 @@ Outcome Machine::exec_tma_store(Warp& warp, Group&, Instruction const& in, u32 m
       fatal("TMA store from %u, must be a multiple of 128", offset);
     }
     u32 const bytes = map.box_bytes();
-    shared_bytes(self, offset, bytes);
+    shared_bytes(self, offset, bytes);  // checks the range
+    // The generic-to-async check: it reads the marks at the issue, when the fence must have executed.
     if (std::memchr(&self->dirty[offset], 1, bytes) != nullptr) {
       hazard("TMA store of [%u, %u), written by threads without a fence.proxy.async after it", offset,
              offset + bytes);

@@ -43,7 +43,7 @@ Outcome Machine::exec_tcgen05_ld(Warp& warp, Group& group, Instruction const& in
   }
   u32 const address = static_cast<u32>(uniform(warp, in.operands[1], mask));
   u32 const column = address & 0xFFFF, lane = address >> 16, own = kWarpSize * (warp.index % 4);
-  bool const half = in.mode[1] != k32x32b;
+  bool const half = in.mode[1] != k32x32b;  // shapes 16x* access 16 lanes, in the lower or upper half
   if (lane != own && !(half && lane == own + 16)) {
     fatal("tcgen05.ld of lane %u by warp %u, which reaches lanes %u to %u", lane, warp.index, own, own + 31);
   }
@@ -80,7 +80,7 @@ Outcome Machine::exec_tcgen05_ld(Warp& warp, Group& group, Instruction const& in
   warp.is_pending.resize(kernel_.registers.size());
   for (int reg : load.registers) {
     warp.is_pending[static_cast<size_t>(reg)] = 1;
-    std::fill_n(warp.row(reg), kWarpSize, 0x7FC0DEAD);
+    std::fill_n(warp.row(reg), kWarpSize, 0x7FC0DEAD);  // a NaN, until the load is finished
   }
   warp.pending_loads.push_back(std::move(load));
   return Outcome::kNext;

@@ -27,6 +27,7 @@ int find(Instruction const& in, std::initializer_list<char const*> names) {
 
 }  // namespace
 
+/// mode: the variant of shfl, vote or redux. All but activemask wait until the members have converged.
 bool decode_warp(Instruction& in) {
   std::string const& name = in.parts[0];
   in.type = parse_type(in.parts.back());
@@ -57,7 +58,7 @@ Outcome Machine::exec_shuffle(Warp& warp, Group& group, Instruction const& in, u
     return Outcome::kBlocked;
   }
   Row* const rows = read_all(warp, in);
-  u64 source[kWarpSize];
+  u64 source[kWarpSize];  // a copy, since the destination may be the source register
   std::copy_n(rows[0].values, kWarpSize, source);
   for (int l = 0; l < kWarpSize; ++l) {
     if (!(mask >> l & 1)) {
@@ -66,6 +67,7 @@ Outcome Machine::exec_shuffle(Warp& warp, Group& group, Instruction const& in, u
     int const amount = static_cast<int>(rows[1][l] & 31);
     u32 const control = static_cast<u32>(rows[2][l]);
     int const segment = static_cast<int>(control >> 8 & 31), clamp = static_cast<int>(control & 31);
+    // [low, high] is the lane's segment of the warp; `high` is the lowest valid source with .up.
     int const low = l & segment, high = low | (clamp & ~segment);
     int from = 0;
     bool valid = false;
@@ -76,7 +78,7 @@ Outcome Machine::exec_shuffle(Warp& warp, Group& group, Instruction const& in, u
       default: from = l ^ amount; break;
     }
     valid = in.mode[0] == kUp ? from >= high : from <= high;
-    from = valid ? from : l;
+    from = valid ? from : l;  // a lane without a valid source keeps its own value
     if (!(group.mask >> from & 1)) {
       fatal("shfl reads lane %d, which does not take part", from);
     }

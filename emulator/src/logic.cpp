@@ -20,7 +20,7 @@ namespace {
 u64 low_bits(int count) { return count >= 64 ? ~0ull : (1ull << count) - 1; }
 
 u64 shift_right_signed(u64 a, u64 amount, int bits) {
-  i64 const value = static_cast<i64>(a << (64 - bits)) >> (64 - bits);
+  i64 const value = static_cast<i64>(a << (64 - bits)) >> (64 - bits);  // sign-extended
   return static_cast<u64>(value >> std::min<u64>(amount & 0xFFFFFFFF, static_cast<u64>(bits - 1)));
 }
 
@@ -159,6 +159,7 @@ void insert_lanes(Instruction const& in, u64* d, u64 const* const* s, u32 mask) 
 
 }  // namespace
 
+/// Types matter by their size alone, except for shr, bfe and bfind, which have signed forms.
 bool decode_logic(Instruction& in) {
   std::string const& name = in.parts[0];
   Type const type = in.type = parse_type(in.parts.back());

@@ -53,7 +53,7 @@ void* DeviceMemory::allocate(size_t bytes) {
   if (block == nullptr) {
     return nullptr;
   }
-  std::memset(block, 0xCB, padded);
+  std::memset(block, 0xCB, padded);  // red zones and allocation differ, which helps in a debugger
   std::memset(block + kRedZone, 0xFF, bytes);
   auto const begin = reinterpret_cast<u64>(block + kRedZone);
   allocations_[begin] = {begin, begin + bytes, block, std::vector<u8>(bytes)};
@@ -110,6 +110,7 @@ void DeviceMemory::check(u64 address, size_t bytes, char const* what) {
         static_cast<unsigned long long>(address));
 }
 
+// A pointer into a red zone counts as device memory, so that copies which miss an allocation are reported.
 bool DeviceMemory::owns(u64 address) const {
   auto next = allocations_.upper_bound(address + kRedZone);
   return next != allocations_.begin() && address < std::prev(next)->second.end + kRedZone;
@@ -142,7 +143,7 @@ void DeviceMemory::copy_marks(u64 to, u64 from, size_t bytes) {
     return;
   }
   u8* const out = target->written.data() + (to - target->begin);
-  if (marks == nullptr) {
+  if (marks == nullptr) {  // from host memory
     std::memset(out, 1, bytes);
   } else {
     std::memmove(out, marks, bytes);

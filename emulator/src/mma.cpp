@@ -136,6 +136,7 @@ void Machine::multiply(Mma const& mma) {
   std::vector<float> rows(static_cast<size_t>(std::max(kRows, share)) * kK);
   std::vector<float> b(static_cast<size_t>(kK) * kMaxColumns);  // [k][column]
   std::vector<float> scales(static_cast<size_t>(kMaxColumns) * kBlocks), scale_b(scales.size());
+  // Each CTA of a pair supplies its part of B, and its own copy of the scale factors of all of B.
   for (u32 g = 0; g < groups; ++g) {
     read_operand_rows(mma.ctas[g], mma.b, share, rows.data());
     for (u32 r = 0; r < share; ++r) {
@@ -150,6 +151,7 @@ void Machine::multiply(Mma const& mma) {
     }
     scales = mine;
   }
+  // Transposed to [block][column], so that accumulate_block reads a vector of columns.
   for (u32 j = 0; j < n; ++j) {
     for (u32 i = 0; i < kBlocks; ++i) {
       scale_b[i * kMaxColumns + j] = scales[j * kBlocks + i];

@@ -104,7 +104,7 @@ u64 Machine::special(Warp const& warp, int id, int lane) const {
       return cta.cluster->index * cta.cluster->ctas.size() % static_cast<u64>(session_.options.num_sms) +
              cta.rank;
     case kNsmid: return static_cast<u64>(session_.options.num_sms);
-    case kClock: return instructions_;
+    case kClock: return instructions_;  // advances, but does not measure time
     case kLanemaskLt: return bit - 1;
     case kLanemaskLe: return bit | (bit - 1);
     case kLanemaskGt: return ~(bit | (bit - 1));
@@ -118,6 +118,7 @@ u64 Machine::special(Warp const& warp, int id, int lane) const {
 
 void Machine::read(Warp& warp, Operand const& operand, Row& row) {
   row.values = row.scratch;
+  // Symbols hold offsets in their space; the windows make addresses of them.
   u64 base = operand.value;
   switch (operand.symbol_space) {
     case Space::kParam: base += kParamWindow; break;

@@ -79,6 +79,7 @@ void declare(PtxFile& file, std::string const& line) {
   if (size_t const equals = line.find('='); equals != std::string::npos) {
     write_initial_values(line.substr(equals + 1), type, static_cast<u8*>(memory), bytes);
   }
+  // Variables without initial values are zero, so all bytes count as written.
   DeviceMemory::instance().mark(reinterpret_cast<u64>(memory), bytes, true);
   file.allocations.push_back(memory);
   file.symbols[name] = {space, reinterpret_cast<u64>(memory)};
@@ -140,13 +141,14 @@ void PtxLibrary::load_file(std::string const& path) {
   file->path = path;
   file->text = buffer.str();
   std::string const& text = file->text;
+  // Other targets are skipped silently: a library may have PTX of several architectures.
   size_t const target = text.find(".target");
   if (target == std::string::npos || text.compare(target, 14, ".target sm_100") != 0) {
     return;
   }
   for (size_t at = text.find(".entry"); at != std::string::npos; at = text.find(".entry", at + 6)) {
     size_t begin = at + 6;
-    if (!std::isspace(static_cast<u8>(text[begin]))) {
+    if (!std::isspace(static_cast<u8>(text[begin]))) {  // part of a longer word
       continue;
     }
     while (std::isspace(static_cast<u8>(text[begin]))) {

@@ -184,6 +184,7 @@ void Parser::parse() {
       instruction.target = find_label(fix.label, fix.scopes);
     }
   }
+  // The dynamic shared memory begins behind the static variables, whose size is known only now.
   u32 const dynamic = (kernel_.static_shared_bytes + dynamic_align_ - 1) / dynamic_align_ * dynamic_align_;
   kernel_.static_shared_bytes = dynamic;
   for (Instruction& instruction : kernel_.code) {
@@ -340,6 +341,7 @@ void Parser::call(Instruction& instruction) {
     kernel_.code.push_back(std::move(instruction));
     return;
   }
+  // Parse the function's text here, then return to the statement after the call.
   size_t const resume_at = at_;
   int const resume_line = line_;
   std::vector<int> const outer_returns = std::move(returns_);
@@ -367,6 +369,7 @@ void Parser::call(Instruction& instruction) {
   ++inlined_;
   body();
   --inlined_;
+  // A ret of the inlined function branches to the instruction after its body.
   for (int index : returns_) {
     kernel_.code[static_cast<size_t>(index)].target = static_cast<int>(kernel_.code.size());
   }

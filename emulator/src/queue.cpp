@@ -22,6 +22,7 @@ LaunchQueue& LaunchQueue::instance() {
 }
 
 int LaunchQueue::submit(Launch launch) {
+  // A launch that may not overlap its predecessor, or would make the chain too long, waits for all before it.
   bool const adversarial = Session::instance().options.pdl != 0;
   if (!(adversarial && launch.programmatic) || waiting_.size() >= kMaxChain) {
     run_all();
@@ -59,6 +60,7 @@ void LaunchQueue::run_all() {
 void LaunchQueue::run(size_t index) {
   Session& session = Session::instance();
   bool predecessor_ran = index == 0;
+  // A launch executes its predecessor at most once: in griddepcontrol.wait, or below when it has ended.
   auto const run_predecessor = [&] {
     if (!predecessor_ran) {
       predecessor_ran = true;

@@ -100,7 +100,7 @@ bool RaceDetector::conflicts(Entry const (&entries)[kEntries], Clock const& cloc
 /// the old entry races with the new one too. If there is none, an entry is lost, and races with it are
 /// missed.
 void RaceDetector::record(Entry (&entries)[kEntries], Clock const& clock, Entry const& entry) {
-  Entry* slot = &entries[entry.warp % kEntries];
+  Entry* slot = &entries[entry.warp % kEntries];  // the entry that is lost if no better one is found
   for (Entry& old : entries) {
     bool const ordered = old.warp < clock.size() && clock[old.warp] >= old.clock;
     if (old.clock == 0 || ((old.warp == entry.warp || ordered) && (old.bytes & ~entry.bytes) == 0)) {
@@ -121,6 +121,7 @@ char const* RaceDetector::access(Warp const& warp, Cta const& cta, u32 offset, u
   }
   auto const self = static_cast<u16>(warp.race_id);
   char const* race = nullptr;
+  // An access is compared word by word, with a mask of the bytes that it touches in each.
   for (u32 at = offset & ~3u; at < offset + bytes; at += 4) {
     u32 const first = std::max(at, offset) - at, last = std::min(at + 4, offset + bytes) - at;
     auto const mask = static_cast<u8>((1u << last) - (1u << first));

@@ -40,6 +40,7 @@ cudaError_t launch(void const* function, dim3 grid, dim3 block, dim3 cluster, si
   }
   Launch launch;
   launch.kernel = kernel;
+  // .reqnctapercluster sets the cluster of launches without the attribute.
   u32 const required = kernel->required_cluster[0];
   u32 const c[3] = {required && cluster.x == 0 ? required : cluster.x, cluster.y, cluster.z};
   u32 const g[3] = {grid.x, grid.y, grid.z}, b[3] = {block.x, block.y, block.z};
@@ -81,6 +82,7 @@ using namespace ptxemu;
 
 extern "C" {
 
+// The machine code of the program is not used, so registering it does nothing.
 void** __cudaRegisterFatBinary(void*) {
   static void* handle[4];
   return handle;
@@ -111,6 +113,7 @@ cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared_b
   return cudaSuccess;
 }
 
+// A kernel's handle is the address of its host function.
 cudaError_t __cudaGetKernel(cudaKernel_t* kernel, void const* function) {
   *kernel = reinterpret_cast<cudaKernel_t>(const_cast<void*>(function));
   return cudaSuccess;
@@ -169,10 +172,11 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void const* fu
   attributes->sharedSizeBytes = kernel->static_shared_bytes;
   attributes->maxDynamicSharedSizeBytes = static_cast<int>(kMaxSharedBytes - kernel->static_shared_bytes);
   attributes->binaryVersion = attributes->ptxVersion = 100;
-  attributes->numRegs = 64;
+  attributes->numRegs = 64;  // registers are not modelled
   return cudaSuccess;
 }
 
+// Occupancy is not modelled: every kernel has one CTA on each SM.
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, void const*, int, size_t,
                                                                    unsigned) {
   *blocks = 1;

@@ -36,6 +36,8 @@ CUresult refuse(std::string const& why) {
 
 extern "C" {
 
+// All allocators return the same kind of memory, which host and device may access, after the queued launches
+// have executed.
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   synchronize();
   *pointer = bytes == 0 ? nullptr : DeviceMemory::instance().allocate(bytes);
@@ -102,6 +104,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* out, CUtensorMapDataType type, cuui
                                 cuuint32_t const* element_strides, CUtensorMapInterleave interleave,
                                 CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
                                 CUtensorMapFloatOOBfill fill) {
+  // The rules of the driver API's documentation of cuTensorMapEncodeTiled.
   if (rank < 1 || rank > 5 || address_of(address) % 16 != 0 || address_of(out) % 64 != 0) {
     return refuse(format_text("rank %u must be 1 to 5, address %p a multiple of 16, the map's %p of 64", rank,
                               address, static_cast<void*>(out)));
@@ -130,6 +133,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* out, CUtensorMapDataType type, cuui
     map.element_stride[i] = static_cast<u8>(element_strides[i]);
     map.stride[i] = i > 0 ? strides[i - 1] : 0;
   }
+  // A row of the box must fit into the span of the swizzle.
   u32 const span = swizzle == CU_TENSOR_MAP_SWIZZLE_NONE ? 256 * 16 : swizzle_span(swizzle);
   if (map.row_bytes() % 16 != 0 || map.row_bytes() > span ||
       (type == CU_TENSOR_MAP_DATA_TYPE_16U4_ALIGN8B && box[0] % 32 != 0)) {

@@ -37,6 +37,7 @@ Machine::~Machine() {
 }
 
 void Machine::run() {
+  // The checks of cudaLaunchKernelExC.
   u64 num_clusters = 1, cluster_size = 1;
   for (int i = 0; i < 3; ++i) {
     if (launch_.cluster[i] == 0 || launch_.grid[i] == 0 || launch_.grid[i] % launch_.cluster[i] != 0) {
@@ -58,6 +59,7 @@ void Machine::run() {
   for (u64 i = 0; i < num_clusters; ++i) {
     waiting_clusters_.push_back(i);
   }
+  // Clusters are resident up to the capacity; the others wait, where try_cancel can take them.
   auto const sms = static_cast<u64>(session_.options.num_sms);
   u64 const capacity = session_.options.resident_clusters > 0
                            ? static_cast<u64>(session_.options.resident_clusters)
@@ -95,6 +97,7 @@ void Machine::schedule_once() {
         warp->priority = random_();
       }
     }
+    // A quantum of random length: the warp may be preempted after any instruction.
     run_warp(*warp, 1 + random_() % (mode == PTXEMU_PCT ? 64 : 256));
     current_warp_ = nullptr;
     current_ = nullptr;
@@ -199,6 +202,7 @@ bool Machine::run_warp(Warp& warp, u64 quantum) {
     if (outcome == Outcome::kNext || outcome == Outcome::kYield) {
       best->pc++;
     }
+    // Lanes have exited, so groups that waited for them to converge try again.
     if (warp.alive != alive) {
       for (Group& group : warp.groups) {
         if (group.wait == Wait::kConvergence) {
@@ -237,6 +241,7 @@ Outcome Machine::step(Warp& warp, Group& group) {
   Instruction const& in = kernel_.code[static_cast<size_t>(group.pc)];
   current_warp_ = &warp;
   current_ = &in;
+  // A use of a register that a tcgen05.ld defines finishes the load (exec_tmem.cpp).
   if (!warp.pending_loads.empty()) {
     for (Operand const& operand : in.operands) {
       finish_loads_of(warp, operand);
@@ -303,6 +308,7 @@ void Machine::retire_clusters() {
       ++i;
       continue;
     }
+    // The shared memory of an exited CTA stays valid until all operations of its cluster have executed.
     auto const owned = [&](auto const& operation) { return operation->owner->cluster == &cluster; };
     while (std::any_of(independent_.begin(), independent_.end(), owned) ||
            std::any_of(fifos_.begin(), fifos_.end(), [&](Cta* cta) { return cta->cluster == &cluster; })) {

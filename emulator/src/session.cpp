@@ -20,6 +20,7 @@ void write_string(std::ostringstream& out, std::string const& text) {
   out << '"';
 }
 
+/// The number in an environment variable, or `otherwise` if it is not set.
 u64 environment_number(char const* name, u64 otherwise) {
   char const* const text = std::getenv(name);
   return text == nullptr ? otherwise : std::strtoull(text, nullptr, 0);
@@ -145,7 +146,7 @@ void Session::report_fatal(std::string const& text) {
 
 void Session::report_hazard(std::string const& text, bool fresh) {
   ++num_hazards;
-  if (fresh && hazards.size() < 1000) {
+  if (fresh && hazards.size() < 1000) {  // a bound on the memory of reports; num_hazards counts on
     hazards.push_back(text);
     if (standalone) {
       std::fprintf(stderr, "ptxemu: HAZARD: %s\n", text.c_str());

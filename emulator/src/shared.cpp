@@ -77,12 +77,14 @@ void Machine::shared_write(Warp& warp, Cta* cta, u32 offset, u32 bytes, void con
     check_conflicts(cta, false, {offset, offset + bytes, 0, 0, true, 0, "", nullptr}, "thread writes",
                     nullptr);
   }
+  // mbarriers are opaque: only the mbarrier instructions may change their 8 bytes.
   if (!cta->mbarriers.empty()) {
     auto const next = cta->mbarriers.lower_bound(offset < 7 ? 0 : offset - 7);
     if (next != cta->mbarriers.end() && *next < offset + bytes) {
       fatal("store to [%u, %u) overwrites the mbarrier at %u", offset, offset + bytes, *next);
     }
   }
+  // Marks the bytes for the generic-to-async check of TMA stores.
   if (track_dirty_) {
     std::memset(&cta->dirty[offset], 1, bytes);
     if (cta == warp.cta) {
