@@ -352,7 +352,7 @@ def test_the_short_path_and_the_checked_one(cuda: torch.device, gen: torch.Gener
 
 
 def test_options_that_do_not_fit_in_c_are_refused(cuda: torch.device) -> None:
-    """The operators have 64-bit integers; an option is not cut to 32 bits, in which it might be a valid one."""
+    """The operators have 64-bit integers. The low 32 bits of these are valid options."""
     x = torch.ones(16, 64, device=cuda)
     for name in ("block_rows", "encode", "four_over_six", "e4m3_max", "hadamard", "signs"):
         value = {"block_rows": 1, "e4m3_max": 448}.get(name, 0) + 2**32
