@@ -1,14 +1,15 @@
 """The 128x4 swizzled layout of block scales: the one Python definition, in both directions.
 
-Scales of an (m, k) operand form a matrix of r = m rows and c = k/16 columns, padded with zero bytes to
-(ceil128(r), ceil4(c)). Tiles of 128 rows by 4 columns (512 bytes) follow each other row-major::
+The scales of an (m, k) operand are a matrix of m rows and k/16 columns, padded with zero bytes to
+(ceil128(m), ceil4(k/16)). It is stored in tiles of 128 rows by 4 columns (512 bytes), tiles in row-major
+order::
 
     offset(r, c) = ((r div 128) * (C/4) + c div 4) * 512
                  + (r mod 32) * 16 + ((r mod 128) div 32) * 4 + c mod 4
 
-with C the padded number of columns. It is what cuBLASLt calls VEC16_UE4M3, CUTLASS Sm1xxBlkScaledConfig and
-torch SWIZZLE_32_4_4. The source of the definition is NVIDIA's cuBLAS documentation, "1D block scaling factors
-layout".
+with C the padded number of columns. cuBLASLt calls the layout VEC16_UE4M3, CUTLASS
+Sm1xxBlkScaledConfig and torch SWIZZLE_32_4_4. The source of the definition is NVIDIA's cuBLAS documentation,
+"1D block scaling factors layout".
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ __all__ = [
 
 TILE_ROWS = 128
 TILE_COLUMNS = 4
-GROUP_COLUMNS = TILE_COLUMNS * _checks.BLOCK  # groups along k begin at multiples of it: of whole tiles
+GROUP_COLUMNS = TILE_COLUMNS * _checks.BLOCK  # groups along k begin at multiples of it, which are whole tiles
 _SCALE_DTYPES = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8)
 
 
 def grouped_scale_rows(m: int, g: int) -> int:
-    """(m + 127 * min(g, m)) // 128 * 128: rows that hold the scales of any g groups of m rows in all.
+    """(m + 127 * min(g, m)) // 128 * 128: rows for the scales of any g groups that have m rows together.
 
-    Group e of m_e rows starts at row sum_{j<e} ceil128(m_j), so that its tiles are those of a matrix of its
-    own.
+    Group e of m_e rows starts at row sum_{j<e} ceil128(m_j), so that its tiles are those of a separate
+    matrix.
 
     Args:
         m: rows of the operand, >= 0.
@@ -48,12 +49,12 @@ def grouped_scale_rows(m: int, g: int) -> int:
 
 
 def grouped_columns(m: int, g: int) -> int:
-    """(m + 63 * min(g, m)) // 64 * 64: columns that hold any g groups of m rows in all, once transposed.
+    """(m + 63 * min(g, m)) // 64 * 64: columns for any g groups that have m rows together, transposed.
 
     Group e of m_e rows starts at column sum_{j<e} ceil64(m_j).
 
     Args:
-        m: rows of what is quantized with axis=0, >= 0.
+        m: rows of the tensor that is quantized with axis=0, >= 0.
         g: groups, >= 1.
     """
     return (m + (GROUP_COLUMNS - 1) * min(g, m)) // GROUP_COLUMNS * GROUP_COLUMNS
@@ -65,10 +66,10 @@ def scale_offset(r: int, c: int, num_columns: int) -> int:
     Args:
         r: row of the operand, >= 0.
         c: block along k, 0 <= c < num_columns.
-        num_columns: k/16 of the operand; padded or not makes no difference.
+        num_columns: k/16 of the operand; padded or not, the result is the same.
 
     Raises:
-        TypeError, ValueError: an argument is no int or out of range; the text names it.
+        TypeError, ValueError: an argument is not an int or is out of range; the text names it.
     """
     _checks.is_int("num_columns", num_columns, 1)
     _checks.is_int("r", r, 0)
@@ -119,8 +120,8 @@ def unswizzle_scales(swizzled: Tensor, r: int, c: int) -> Tensor:
         (r, c) of the same dtype, contiguous. Does not synchronise.
 
     Raises:
-        TypeError: not a tensor, of another dtype, or r or c is no int.
-        ValueError: of another shape than r and c call for, or not contiguous.
+        TypeError: not a tensor, of another dtype, or r or c is not an int.
+        ValueError: of another shape than r and c imply, or not contiguous.
     """
     x = _checks.is_tensor("swizzled", swizzled)
     _checks.has_dtype("swizzled", x, _SCALE_DTYPES)

@@ -1,4 +1,4 @@
-"""Stacks of matrices, one for each expert: stack, and the quantization of x (g, n, k) matrix by matrix."""
+"""Stacks of matrices, one for each expert: stack, and the quantization of each matrix of x (g, n, k)."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ __all__ = [
 
 
 def stack(tensors: Sequence[NVFP4Tensor]) -> NVFP4Tensor:
-    """w[e] = tensors[e]: equal matrices (n, k) as one stack (g, n, k), a copy. The inverse of ``w[e]``.
+    """w[e] = tensors[e]: matrices of one shape (n, k) as a stack (g, n, k), a copy. Inverse of ``w[e]``.
 
     Args:
-        tensors: a list or tuple of one or more, of one shape, device, e4m3_max and hadamard_signs, without
-            groups. If some have one amax a row, it is repeated for the rows of the others.
+        tensors: a list or tuple of at least one NVFP4Tensor (n, k) without groups; all have the same shape,
+            device, dtype, e4m3_max and hadamard_signs. If some have an amax for each row and others a scalar,
+            the scalars are repeated for their rows.
 
     Returns:
         NVFP4Tensor, amax (g, n) or (g, 1), on the current stream. Does not synchronise.
 
     Raises:
-        TypeError: tensors is neither, or an entry is no NVFP4Tensor. ValueError: none, or unequal ones.
+        TypeError: tensors is not a list or tuple, or an entry is not an NVFP4Tensor. ValueError: tensors is
+            empty, or the entries differ.
     """
     if not isinstance(tensors, (list, tuple)):
         raise TypeError(f"tensors: got {_checks.describe(tensors)}, must be a list or tuple")
@@ -46,7 +48,7 @@ def stack(tensors: Sequence[NVFP4Tensor]) -> NVFP4Tensor:
             raise ValueError(f"tensors[{i}]: has {t.offs.shape[0]} groups (offs), must have none")
         if len(t.shape) != 2:
             raise ValueError(f"tensors[{i}]: shape is {tuple(t.shape)}, must be (n, k)")
-        for name in ("shape", "device", "e4m3_max", "hadamard_signs"):
+        for name in ("shape", "device", "dtype", "e4m3_max", "hadamard_signs"):
             value, wanted = getattr(t, name), getattr(tensors[0], name)
             if value != wanted:
                 if name == "shape":
@@ -55,27 +57,28 @@ def stack(tensors: Sequence[NVFP4Tensor]) -> NVFP4Tensor:
     if len({t.amax.shape for t in tensors}) > 1:
         tensors = [t.with_row_amax() for t in tensors]
     parts = _stacked([(t.codes, t.scales, t.amax) for t in tensors])
-    return NVFP4Tensor._trusted(*parts, tensors[0].e4m3_max, None, tensors[0].hadamard_signs)
+    made = NVFP4Tensor._trusted(*parts, tensors[0].e4m3_max, None, tensors[0].hadamard_signs)
+    return made._stamped(tensors[0].dtype)
 
 
 def stack_input(x: object, function: str) -> tuple[int, Tensor]:
-    """(g, rows): x (g, n, k) as rows (g * n, k), a copy where the matrices do not adjoin; (0, x) of a matrix.
+    """(g, rows): x (g, n, k) as rows (g * n, k), a copy where x is not contiguous; (0, x) of a matrix.
 
-    Checked as the quantizers want it.
+    Raises for an x that the quantizers refuse.
     """
     if not isinstance(x, Tensor) or x.dim() != 3:
         return 0, _checks.quantize_input(x, function)
     _checks.is_tensor("x", x)
     _checks.has_dtype("x", x, _checks.FLOAT_DTYPES)
     if x.shape[0] < 1 or x.shape[1] < 1:
-        raise ValueError(f"x: shape is {tuple(x.shape)}, must hold a matrix of a row or more")
+        raise ValueError(f"x: shape is {tuple(x.shape)}, must hold at least one matrix of at least one row")
     _checks.is_multiple("x", "k", x.shape[2], _checks.BLOCK)
     _checks.rows_are_aligned("x", x)
     return x.shape[0], _checks.quantize_input(x.reshape(-1, x.shape[2]), function)
 
 
 def stack_amax(name: str, value: object, g: int, entries: int, device: torch.device) -> Tensor:
-    """amax (g, entries), given."""
+    """A given amax; raises unless it is float32 (g, entries)."""
     x = _checks.is_tensor(name, value)
     _checks.has_dtype(name, x, (torch.float32,))
     _checks.has_shape(name, x, (g, entries))
@@ -88,7 +91,7 @@ def stack_amax(name: str, value: object, g: int, entries: int, device: torch.dev
 def quantize_stack(
     x: Tensor, g: int, amax: Tensor | None, axis: int, options: Options, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and amax of each of the g matrices of x (g * n, k), by itself; amax (g, n) or (g, 1)."""
+    """Codes, scales and amax of the g matrices of x (g * n, k), each by itself; amax (g, n) or (g, 1)."""
     per_row, *others = options
     if axis == -1 and options.block_rows == 1 and state is None:
         codes, scales, measured = _in_one_call(x, g, amax, options)
@@ -104,11 +107,11 @@ def quantize_stack(
 def quantize_stack_decoded(
     x: Tensor, g: int, amax: Tensor | None, options: Options, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What they decode to, float16 (g, n, k), and amax; blocks along k, of one row each."""
+    """The decoded values, float16 (g, n, k), and amax; blocks are along k and of one row each."""
     per_row, _, *others = options
     n = x.shape[0] // g
     if state is None:
-        # Values have no padding between the matrices, so that only one amax a matrix makes them groups.
+        # Values have no padding between matrices, so only one amax for each matrix needs groups.
         offs = None if per_row else torch.arange(1, g + 1, dtype=torch.int32, device=x.device) * n
         flat = None if amax is None else amax.view(-1)
         data, measured = ops.quantize_decoded(x, flat, per_row, *others, None, offs)
@@ -132,7 +135,7 @@ def quantize_stack_both(
     options: Options,
     state: Tensor | None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """The same of x and of the transposed matrices."""
+    """Codes, scales and amax of the matrices of x, and of their transposes."""
     results = []
     for e, part, draws in _matrices(x, g, state):
         given = (None, None) if amax is None or amax_t is None else (amax[e], amax_t[e])
@@ -144,7 +147,7 @@ def quantize_stack_both(
 
 
 def _in_one_call(x: Tensor, g: int, amax: Tensor | None, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Blocks along k: the matrices are groups of rows, and without padding between them one matrix."""
+    """Blocks along k: the matrices are groups of rows, or one matrix where no padding separates scales."""
     per_row, *others = options
     n = x.shape[0] // g
     offs = None
@@ -160,7 +163,7 @@ def _in_one_call(x: Tensor, g: int, amax: Tensor | None, options: Options) -> tu
 
 
 def _matrices(x: Tensor, g: int, state: Tensor | None) -> list[tuple[int, Tensor, Tensor | None]]:
-    """Each matrix of x (g * n, k), with the random state of its own: its offset two further each."""
+    """Each matrix of x (g * n, k) with its own random state, whose offset is 2 larger than the one before."""
     parts = x.view(g, -1, x.shape[1])
     if state is None:
         return [(e, parts[e], None) for e in range(g)]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
+import subprocess
+import sys
+import typing
 from collections.abc import Callable
 
 import fp4gemm
@@ -131,6 +135,37 @@ def test_from_quantized_uses_the_e4m3_bound() -> None:
     fresh.load_state_dict(layer.state_dict())
     assert fresh.e4m3_max == 256
     assert same_bits(fresh(x), layer(x))
+
+
+# ---- names and types
+
+
+def test_nn_is_listed_before_its_first_use() -> None:
+    code = "import fp4gemm, sys; assert 'fp4gemm.nn' not in sys.modules; print(*dir(fp4gemm))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {"nn", "__version__", "quantize"} <= set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "function", [nn.Linear.__init__, nn.Linear.from_float, nn.Linear.from_quantized, nn.quantize_model]
+)
+def test_keywords_of_strings_have_literal_types(function: Callable[..., object]) -> None:
+    """So that mypy refuses scaling="rows"; the values are those that the checks accept."""
+    names = {"activation_scaling", "weight_scaling", "check_finite", "on_unsupported"}
+    hints = {name: hint for name, hint in typing.get_type_hints(function).items() if name in names}
+    assert set(hints) == names & set(inspect.signature(function).parameters)
+    assert hints
+    for name, hint in hints.items():
+        assert typing.get_origin(hint) is typing.Literal
+        if name in ("activation_scaling", "weight_scaling", "check_finite"):
+            for value in typing.get_args(hint):
+                assert getattr(nn.Linear(32, 8, **{name: value}), name) == value
+
+
+def test_quantize_model_has_the_type_of_the_model() -> None:
+    hints = typing.get_type_hints(nn.quantize_model)
+    assert hints["return"] is hints["model"]
+    assert isinstance(hints["model"], typing.TypeVar)
 
 
 # ---- gradients and compilation ----------------------------------------------------------------------------

@@ -28,9 +28,9 @@ def _seed() -> None:
 def both(**options: object) -> tuple[nn.Linear, nn.Linear]:
     """A layer, and another of the same weight that is prepacked."""
     layer = nn.Linear.from_float(float_linear(96, 72), **options)
-    packed = copy.deepcopy(layer)
-    assert packed.prepack() is packed
-    return layer, packed
+    prepacked = copy.deepcopy(layer)
+    assert prepacked.prepack() is prepacked
+    return layer, prepacked
 
 
 def held(layer: nn.Linear) -> dict[str, torch.dtype]:
@@ -49,10 +49,10 @@ PREPACKED = {
 @pytest.mark.parametrize("activations", ["row", "tensor", "none"], ids=["arow", "atensor", "anone"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_forward_gives_the_same_bits(dtype: torch.dtype, activations: str, weights: str) -> None:
-    layer, packed = both(activation_scaling=activations, weight_scaling=weights)
+    layer, prepacked = both(activation_scaling=activations, weight_scaling=weights)
     x = torch.randn(2, 3, 96).to(dtype)
-    assert same_bits(packed(x), layer(x))
-    assert held(packed) == PREPACKED
+    assert same_bits(prepacked(x), layer(x))
+    assert held(prepacked) == PREPACKED
     assert held(layer) == BUFFER_DTYPES
 
 
@@ -95,16 +95,16 @@ def test_activations_that_are_not_quantized() -> None:
 
 
 def test_state_dict_is_that_of_codes_and_scales() -> None:
-    layer, packed = both()
-    assert same_state(packed, layer)
-    assert set(packed.state_dict()) == set(BUFFER_DTYPES)
+    layer, prepacked = both()
+    assert same_state(prepacked, layer)
+    assert set(prepacked.state_dict()) == set(BUFFER_DTYPES)
     for name in ("weight_codes", "weight_scales"):
-        assert same_bits(getattr(packed, name), getattr(layer, name))
-    assert same_bits(packed.weight.scales, layer.weight.scales)
-    assert same_bits(packed.dequantize_weight(), layer.dequantize_weight())
-    assert packed.weight_scaling == "row"
-    assert held(packed) == PREPACKED  # looking at them changed nothing
-    model = torch.nn.ModuleDict({"fc": packed})
+        assert same_bits(getattr(prepacked, name), getattr(layer, name))
+    assert same_bits(prepacked.weight.scales, layer.weight.scales)
+    assert same_bits(prepacked.dequantize_weight(), layer.dequantize_weight())
+    assert prepacked.weight_scaling == "row"
+    assert held(prepacked) == PREPACKED  # looking at them changed nothing
+    model = torch.nn.ModuleDict({"fc": prepacked})
     assert {"fc.weight_codes", "fc.weight_scales"} <= set(model.state_dict(keep_vars=True))
 
 
@@ -114,14 +114,14 @@ def test_negative_scales_leave_as_signs_of_codes() -> None:
     scales = weight.compact_scales().view(torch.uint8) ^ (torch.randint(0, 2, (72, 6)) << 7).to(torch.uint8)
     signed = fp4gemm.NVFP4Tensor.from_compact(weight.codes, scales, weight.amax)
     layer = nn.Linear.from_quantized(signed)
-    packed = copy.deepcopy(layer).prepack()
+    prepacked = copy.deepcopy(layer).prepack()
     x = torch.randn(4, 96)
-    assert same_bits(packed(x), layer(x))
-    assert same_bits(packed.dequantize_weight(), layer.dequantize_weight())
-    assert same_bits(packed.weight_scales, weight.scales)
-    assert same_bits(packed.weight_codes, folded(weight.codes, scales)[0])
+    assert same_bits(prepacked(x), layer(x))
+    assert same_bits(prepacked.dequantize_weight(), layer.dequantize_weight())
+    assert same_bits(prepacked.weight_scales, weight.scales)
+    assert same_bits(prepacked.weight_codes, folded(weight.codes, scales)[0])
     other = nn.Linear(96, 72, bias=False)
-    other.load_state_dict(packed.state_dict())
+    other.load_state_dict(prepacked.state_dict())
     assert same_bits(other(x), layer(x))
 
 
@@ -141,13 +141,13 @@ def _saved(layer: nn.Linear) -> nn.Linear:
 
 @pytest.mark.parametrize("copier", COPIES.values(), ids=COPIES)
 def test_copies_hold_codes_and_scales(copier: Callable[[nn.Linear], nn.Linear]) -> None:
-    layer, packed = both()
-    copied, x = copier(packed), torch.randn(4, 96)
+    layer, prepacked = both()
+    copied, x = copier(prepacked), torch.randn(4, 96)
     assert held(copied) == BUFFER_DTYPES
     assert same_state(copied, layer)
     assert same_bits(copied(x), layer(x))
     copied.reset_parameters()  # nothing is shared
-    assert same_bits(packed(x), layer(x))
+    assert same_bits(prepacked(x), layer(x))
 
 
 def test_a_pickle_of_before_prepacking_loads() -> None:
@@ -167,28 +167,28 @@ def test_a_pickle_of_before_prepacking_loads() -> None:
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
 def test_load_state_dict(assign: bool) -> None:
     """In place, so that a captured CUDA graph sees the new weight; or, assigned, as codes and scales."""
-    _, packed = both()
+    _, prepacked = both()
     other = nn.Linear.from_float(float_linear(96, 72))
-    place, x = packed.weight_prepacked, torch.randn(4, 96)
+    place, x = prepacked.weight_prepacked, torch.randn(4, 96)
     with torch.inference_mode():
-        packed.load_state_dict(other.state_dict(), assign=assign)
-    assert same_state(packed, other)
-    assert same_bits(packed(x), other(x))
-    assert held(packed) == (BUFFER_DTYPES if assign else PREPACKED)
+        prepacked.load_state_dict(other.state_dict(), assign=assign)
+    assert same_state(prepacked, other)
+    assert same_bits(prepacked(x), other(x))
+    assert held(prepacked) == (BUFFER_DTYPES if assign else PREPACKED)
     if not assign:
-        assert packed.weight_prepacked is place
+        assert prepacked.weight_prepacked is place
 
 
 def test_a_bad_state_leaves_the_weight_as_it_is() -> None:
-    layer, packed = both()
-    place, state = packed.weight_prepacked, dict(nn.Linear.from_float(float_linear(96, 72)).state_dict())
+    layer, prepacked = both()
+    place, state = prepacked.weight_prepacked, dict(nn.Linear.from_float(float_linear(96, 72)).state_dict())
     state["weight_scales"] = state["weight_scales"].view(torch.uint8)
     with pytest.raises(RuntimeError, match=r"weight_scales: dtype is torch\.uint8"):
-        packed.load_state_dict(state)
-    packed.load_state_dict({}, strict=False)
-    assert packed.weight_prepacked is place
-    assert held(packed) == PREPACKED
-    assert same_state(packed, layer)
+        prepacked.load_state_dict(state)
+    prepacked.load_state_dict({}, strict=False)
+    assert prepacked.weight_prepacked is place
+    assert held(prepacked) == PREPACKED
+    assert same_state(prepacked, layer)
 
 
 def test_loading_into_a_new_layer_then_prepacking() -> None:
@@ -212,15 +212,15 @@ def test_loading_into_a_new_layer_then_prepacking() -> None:
 
 def test_what_left_the_layer_stays_whole() -> None:
     """A state and a weight taken while prepacked are not written by a later load."""
-    layer, packed = both()
-    state, weight = packed.state_dict(), packed.weight
+    layer, prepacked = both()
+    state, weight = prepacked.state_dict(), prepacked.weight
     want = {name: tensor.clone() for name, tensor in state.items()}
-    packed.load_state_dict(nn.Linear.from_float(float_linear(96, 72)).prepack().state_dict())
+    prepacked.load_state_dict(nn.Linear.from_float(float_linear(96, 72)).prepack().state_dict())
     assert all(same_bits(tensor, want[name]) for name, tensor in state.items())
     assert same_bits(weight.amax, want["weight_amax"])
-    packed.load_state_dict(state)
+    prepacked.load_state_dict(state)
     x = torch.randn(4, 96)
-    assert same_bits(packed(x), layer(x))
+    assert same_bits(prepacked(x), layer(x))
 
 
 def test_a_fake_run_keeps_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,36 +247,41 @@ def test_prepack_after_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_assigned_codes_count() -> None:
-    layer, packed = both()
+    layer, prepacked = both()
     x, codes = torch.randn(4, 96), torch.randint(0, 256, (72, 48), dtype=torch.uint8)
     layer.weight_codes = codes
-    packed.weight_codes = codes
-    assert same_state(packed, layer)
-    assert same_bits(packed(x), layer(x))
-    assert same_bits(packed.prepack()(x), layer(x))
-    assert held(packed) == PREPACKED
+    prepacked.weight_codes = codes
+    assert same_state(prepacked, layer)
+    assert same_bits(prepacked(x), layer(x))
+    assert same_bits(prepacked.prepack()(x), layer(x))
+    assert held(prepacked) == PREPACKED
 
 
 # ---- moves, compilation, inference mode
 
 
 def test_moves() -> None:
-    layer, packed = both()
-    place, x = packed.weight_prepacked, torch.randn(4, 96)
-    for move in (packed.half, packed.bfloat16, packed.double, lambda: packed.to("cpu", torch.float16)):
+    layer, prepacked = both()
+    place, x = prepacked.weight_prepacked, torch.randn(4, 96)
+    for move in (
+        prepacked.half,
+        prepacked.bfloat16,
+        prepacked.double,
+        lambda: prepacked.to("cpu", torch.float16),
+    ):
         move()
-        assert packed.weight_prepacked is place
-        assert held(packed) == PREPACKED
-    assert same_bits(packed(x), layer(x))
-    packed.to("meta")
-    assert {name: (b.dtype, b.is_meta) for name, b in packed.named_buffers()} == {
+        assert prepacked.weight_prepacked is place
+        assert held(prepacked) == PREPACKED
+    assert same_bits(prepacked(x), layer(x))
+    prepacked.to("meta")
+    assert {name: (b.dtype, b.is_meta) for name, b in prepacked.named_buffers()} == {
         name: (dtype, True) for name, dtype in BUFFER_DTYPES.items()
     }
-    packed.to_empty(device="cpu")
+    prepacked.to_empty(device="cpu")
     with pytest.raises(RuntimeError, match="not loaded yet"):
-        packed(x)
-    packed.load_state_dict(layer.state_dict())
-    assert same_bits(packed(x), layer(x))
+        prepacked(x)
+    prepacked.load_state_dict(layer.state_dict())
+    assert same_bits(prepacked(x), layer(x))
 
 
 @pytest.mark.parametrize("activations", ["row", "none"])

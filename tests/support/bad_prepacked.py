@@ -90,7 +90,7 @@ repeated(
         ("w-prepacked", P, TYPE, "must be an fp4gemm.NVFP4Tensor"),
         ("w-none", None, TYPE, "got None (NoneType), must be an fp4gemm.NVFP4Tensor"),
         ("w-groups", GROUPED, VALUE, "has 2 groups (offs), must have none"),
-        ("w-empty", quantized(0), VALUE, "shape is (0, 64), must have a row or more"),
+        ("w-empty", quantized(0), VALUE, "shape is (0, 64), must have at least one row"),
     ],
 )
 repeated(

@@ -35,8 +35,8 @@ def half(*shape: int) -> torch.Tensor:
 # x (g, n, k)
 Q = "quantize quantize_both"
 add(Q, "x", "rank4", lambda: half(1, 2, M, K), VALUE, "must have rank 2")
-add(Q, "x", "stack-empty", lambda: half(0, 48, K), VALUE, "must hold a matrix")
-add(Q, "x", "stack-no-rows", lambda: half(2, 0, K), VALUE, "must hold a matrix")
+add(Q, "x", "stack-empty", lambda: half(0, 48, K), VALUE, "must hold at least one matrix")
+add(Q, "x", "stack-no-rows", lambda: half(2, 0, K), VALUE, "must hold at least one matrix")
 add(Q, "x", "stack-k", lambda: half(2, 48, 40), VALUE, "k is 40, must be a positive")
 add(Q, "x", "stack-float64", lambda: half(2, 48, K).double(), TYPE, "dtype is torch")
 add(Q, "x", "stack-grad", lambda: grad(half(2, 48, K)), NOT, "requires grad")
@@ -108,6 +108,7 @@ for kind, entry, error, says in (
     ("stack", STACK, VALUE, "shape is (2, 33, 64), must be (n, k)"),
     ("shape", B, VALUE, "shape is (24, 64), must be (33, 64) as of tensors[0]"),
     ("device", A.to("meta"), VALUE, "device is meta, must be cpu as of tensors[0]"),
+    ("dtype", A.to(torch.float16), VALUE, "dtype is torch.float16, must be torch.float32 as of tensors[0]"),
     ("bound", dataclasses.replace(A, e4m3_max=256), VALUE, "e4m3_max is 256, must be 448 as of"),
     ("signs", quantized(rotated=True), VALUE, "hadamard_signs is 55272, must be None as of"),
 ):
@@ -123,8 +124,8 @@ for function, parts in (("NVFP4Tensor", T3), ("DecodedTensor", V3)):
     zero = parts[name]
     for kind, changed, error, says, blamed in (
         ("offs-stack", {"offs": ends(M)}, VALUE, f"must be None for {name} of rank 3", "offs"),
-        (f"{name}-stack-empty", {name: zero[:0]}, VALUE, "must hold a matrix of a row or more", name),
-        (f"{name}-stack-rows", {name: zero[:, :0]}, VALUE, "must hold a matrix of a row or more", name),
+        (f"{name}-stack-empty", {name: zero[:0]}, VALUE, "must hold at least one matrix", name),
+        (f"{name}-stack-rows", {name: zero[:, :0]}, VALUE, "must hold at least one matrix", name),
         (f"{name}-stack-k", {name: zero[..., :12].contiguous()}, VALUE, "must be a positive multiple", name),
         (f"{name}-stack-strides", {name: zero.mT}, VALUE, "must be", name),
         (f"{name}-stack-aligned", {name: misaligned(zero)}, VALUE, "must be 16-byte aligned", name),

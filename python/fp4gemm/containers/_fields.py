@@ -1,4 +1,4 @@
-"""The checks of what containers are made of: a matrix, a stack of matrices, groups of rows or of columns."""
+"""Checks of the parts of containers: of a matrix, a stack of matrices, groups of rows or of columns."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = [
     "columns",
     "compact_scales",
     "decoded",
+    "nvfp4",
     "options",
-    "packed",
     "prepacked",
     "stack",
     "stack_index",
@@ -24,8 +24,8 @@ _CODES = (torch.uint8, torch.float4_e2m1fn_x2)
 _SCALES = (torch.float8_e4m3fn, torch.uint8)
 
 
-def packed(codes: object, scales: object, amax: object, offs: object, offs_dim: int) -> tuple[Tensor, Tensor]:
-    """Codes as uint8 and swizzled scales as float8_e4m3fn, by view where they differ; all parts fit."""
+def nvfp4(codes: object, scales: object, amax: object, offs: object, offs_dim: int) -> tuple[Tensor, Tensor]:
+    """The codes as uint8 and the swizzled scales as float8_e4m3fn, by view; raises unless all parts fit."""
     x = _checks.is_tensor("codes", codes)
     _checks.has_dtype("codes", x, _CODES)
     if x.dim() == 3:
@@ -46,7 +46,7 @@ def packed(codes: object, scales: object, amax: object, offs: object, offs_dim: 
 
 
 def decoded(data: object, amax: object, offs: object, offs_dim: int) -> None:
-    """Values float16, contiguous, 16-byte aligned, with an amax that fits."""
+    """Raise unless the values are float16, contiguous and 16-byte aligned, and the amax fits them."""
     x = _checks.is_tensor("data", data)
     _checks.has_dtype("data", x, (torch.float16,))
     if x.dim() == 3:
@@ -63,7 +63,7 @@ def decoded(data: object, amax: object, offs: object, offs_dim: int) -> None:
 
 
 def prepacked(data: object, amax: object, shape: object) -> None:
-    """Bytes of a matrix, or of each of a stack, that hold its shape (n, k) or (g, n, k)."""
+    """Raise unless the bytes are those of a prepacked (n, k) or (g, n, k), and the amax fits."""
     if not isinstance(shape, tuple):
         raise TypeError(f"shape: got {_checks.describe(shape)}, must be a tuple (n, k) or (g, n, k)")
     for size in shape:
@@ -92,7 +92,7 @@ def stack_index(e: object, shape: tuple[int, ...]) -> None:
 
 
 def options(e4m3_max: object, hadamard_signs: object, offs: object, offs_dim: object) -> None:
-    """The numbers that a container carries."""
+    """Raise unless the numbers of a container have values that exist."""
     _checks.is_one_of("e4m3_max", e4m3_max, _checks.E4M3_BOUNDS)
     if hadamard_signs is not None:
         _options.check_signs(hadamard_signs)
@@ -116,19 +116,21 @@ def compact_scales(name: str, value: object, codes: Tensor, contiguous: bool = F
 
 
 def stack(name: str, x: Tensor, offs: object = None) -> Tensor:
-    """Codes (g, n, k/2) or values (g, n, k) of matrices that each have a row or more."""
+    """The codes (g, n, k/2) or values (g, n, k) of a stack whose matrices have at least one row."""
     _checks.has_dtype(name, x, (*_CODES, torch.float16))
     if offs is not None:
         raise ValueError(f"offs: got {_checks.describe(offs)}, must be None for {name} of rank 3")
     if x.shape[0] < 1 or x.shape[1] < 1:
-        raise ValueError(f"{name}: shape is {tuple(x.shape)}, must hold a matrix of a row or more")
+        raise ValueError(
+            f"{name}: shape is {tuple(x.shape)}, must hold at least one matrix of at least one row"
+        )
     _checks.is_multiple(name, "k", x.shape[2] * (1 if x.dtype is torch.float16 else 2), _checks.BLOCK)
     _contiguous(name, x)
     return _checks.as_codes(x)
 
 
 def columns(name: str, x: Tensor, per_entry: int) -> Tensor:
-    """Groups of columns (m, k / per_entry); k may be 0, without a token."""
+    """The tensor (m, k / per_entry) of groups of columns; k is 0 where no token is there."""
     _checks.has_rank(name, x, 2, "(m, k/2)" if per_entry == 2 else "(m, k)")
     k = per_entry * x.shape[1]
     if k % GROUP_COLUMNS:
@@ -144,7 +146,7 @@ def _contiguous(name: str, x: Tensor) -> None:
 
 
 def _groups_of_rows(amax: object, offs: object, other: str, x: Tensor) -> int | None:
-    """Rows of the scales of groups, or None without; groups have an amax a row."""
+    """Rows of the scales of groups of rows, which need an amax for each row; None without groups."""
     if offs is None:
         return None
     ends = _options.group_ends(offs, x.device, other)

@@ -13,7 +13,7 @@ from ._base import Container
 def register(cls: type[Container]) -> None:
     """Register a subclass of Container.
 
-    An optional tensor that is None is no leaf. The context is (constants, names of the leaves).
+    An optional tensor that is None is not a leaf. The context is (constants, names of the leaves).
     """
 
     def flatten(t: Any) -> tuple[list[Any], tuple[Any, ...]]:

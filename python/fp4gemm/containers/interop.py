@@ -1,7 +1,7 @@
 """What other libraries store in place of amax: the numbers, and operands from and for their checkpoints.
 
-With A the amax, B = e4m3_max and fl(.) one float32 rounding, they keep the codes and the block scales s as we
-do, and of A one of::
+Their codes and block scales s are those of this library. Let A be the amax, B = e4m3_max and fl(.) one
+float32 rounding. In place of A they store one of::
 
     S = min(fl(6B / A), FMAX), 1 where that is 0    encode scale: x is multiplied by it, results are divided
     fl(A / 6B)                                      decode multiplier: results are multiplied by it
@@ -11,7 +11,7 @@ do, and of A one of::
 library                 its name                number, and the direction it goes
 ======================  ======================  ==================================================
 TransformerEngine       amax                    A (:class:`fp4gemm.NVFP4Tensor` holds this)
-torch, our scaled_mm    alpha, alpha_row        decode multiplier
+fp4gemm.scaled_mm       alpha, alpha_row        decode multiplier
 torchao                 per_tensor_scale        decode multiplier fl(A / 6B)
 ModelOpt                weight_scale_2          decode multiplier fl(1 / S)
 FlashInfer              global scale            encode scale S (its per-token scale: fl(1 / S))
@@ -39,12 +39,12 @@ _SCALE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
 
 
 class Conventions:
-    """The part of NVFP4Tensor that talks to other libraries. Nothing here synchronises.
+    """The methods of NVFP4Tensor for the conventions of other libraries. None of them synchronises.
 
-    Round trips: codes and block scales keep every bit. A number of theirs that was computed from an amax
-    comes back with every bit after ``from_x`` and ``to_x``; the amax itself comes back within 1 ulp, since
-    several amaxes may share one number. That holds for amaxes from 3.2e-35 up; below, the decode multipliers
-    are subnormal, and from 7.9e-36 down S is FMAX whatever the amax.
+    Round trips: codes and block scales keep every bit. A number of another library that was computed from an
+    amax comes back with every bit after ``from_x`` and ``to_x``; the amax itself comes back within 1 ulp,
+    since several amaxes may share one number. This holds for amaxes of at least 3.2e-35: below that the
+    decode multipliers are subnormal, and from 7.9e-36 down S is FMAX for every amax.
     """
 
     if TYPE_CHECKING:  # what NVFP4Tensor has
@@ -67,7 +67,7 @@ class Conventions:
     def decode_multiplier(self) -> Tensor:
         """fl(amax / (6 * e4m3_max)), float32 of the shape of amax: x ~ q * s * this.
 
-        What :func:`fp4gemm.scaled_mm` takes as alpha_row or alpha_col, and torchao as per_tensor_scale.
+        It is alpha_row or alpha_col of :func:`fp4gemm.scaled_mm`, and per_tensor_scale of torchao.
         Multiply by it; never by an encode scale.
         """
         return torch.div(self.amax, _six_times(self.e4m3_max, self.amax))
@@ -94,8 +94,8 @@ class Conventions:
     ) -> Self:
         """The operand of a ModelOpt checkpoint: x ~ q * s * weight_scale_2, so amax = weight_scale_2 * 6B.
 
-        Among fl(weight_scale_2 * 6B) and its two neighbours, the nearest whose :meth:`weight_scale_2` is the
-        given one is taken, so that :meth:`to_modelopt` gives its bits back if they were made from an amax.
+        Of fl(weight_scale_2 * 6B) and its two neighbours, amax is the nearest whose :meth:`weight_scale_2` is
+        the given one, so that :meth:`to_modelopt` gives its bits back if they were made from an amax.
 
         Args:
             weight: uint8 (m, k/2), low nibble = even k.
@@ -147,9 +147,9 @@ class Conventions:
         Args:
             codes: uint8 (m, k/2), low nibble = even k.
             scales: uint8 or float8_e4m3fn of ceil128(m) * ceil4(k/16) elements in any shape, contiguous, in
-                the layout that FlashInfer calls 128x4; neither its 8x4 nor its linear one.
+                the layout that FlashInfer calls 128x4; not its 8x4 or its linear layout.
             global_scale: float32, one element: an encode scale, the argument of nvfp4_quantize. (The vector
-                of its per-token mode goes the other way: it holds decode multipliers.)
+                of its per-token mode holds decode multipliers instead.)
             e4m3_max: as for :meth:`from_modelopt`.
 
         Raises:
@@ -179,8 +179,9 @@ class Conventions:
             qdata: uint8 (or float4_e2m1fn_x2) (m, k/2), low nibble = even k; not a transposed view.
             scale: float8_e4m3fn (or uint8) (m, k/16); or ceil128(m) * ceil4(k/16) elements in any shape, in
                 the 128x4 layout.
-            per_tensor_scale: float32, one element: a decode multiplier. None is 1: blocks alone were scaled.
-            is_swizzled_scales: which of the two scale is.
+            per_tensor_scale: float32, one element: a decode multiplier. None means 1: only blocks were
+                scaled.
+            is_swizzled_scales: which of the two forms scale has.
             e4m3_max: as for :meth:`from_modelopt`.
 
         Raises:
@@ -206,8 +207,8 @@ class Conventions:
             :meth:`weight_scale_2`, a decode multiplier. The first shares memory with this operand.
 
         Raises:
-            ValueError: amax is a vector, the operand has groups or was rotated; the format has no place for
-                it.
+            ValueError: amax is a vector, or the operand has groups or was rotated: the format cannot hold
+                that.
         """
         t = self._plain("ModelOpt")
         scale = t.weight_scale_2().view(())
@@ -221,8 +222,8 @@ class Conventions:
             float32 (1,), as :meth:`encode_scale`. The first shares memory with this operand.
 
         Raises:
-            ValueError: amax is a vector, the operand has groups or was rotated; the format has no place for
-                it.
+            ValueError: amax is a vector, or the operand has groups or was rotated: the format cannot hold
+                that.
         """
         t = self._plain("compressed-tensors")
         return {
@@ -255,7 +256,7 @@ class Conventions:
 
 
 def _six_times(e4m3_max: object, like: Tensor) -> Tensor:
-    """6B as a tensor, since torch turns a division by a Python number into a product on some devices."""
+    """6B as a tensor, since torch turns a division by a Python number into a multiplication on CUDA."""
     _checks.is_one_of("e4m3_max", e4m3_max, _checks.E4M3_BOUNDS)
     return torch.full_like(like, 6.0 * cast(int, e4m3_max))
 
@@ -264,7 +265,7 @@ def amax_of_weight_scale_2(given: Tensor, bound: Tensor) -> Tensor:
     """fl(given * bound), or the neighbour of it whose weight_scale_2 is ``given``; float32, any shape."""
     amax = given * bound
     bits = amax.view(torch.int32)
-    for step in (-1, 1, 0):  # the last match wins
+    for step in (-1, 1, 0):  # a later match replaces an earlier one
         near = (bits + step).view(torch.float32)
         amax = torch.where(_reciprocal(_encode(bound, near)) == given, near, amax)
     return amax

@@ -21,20 +21,20 @@ __all__ = ["MXFP8Tensor", "quantize_mxfp8"]
 class MXFP8Tensor(Container):
     """x[m, k] ~ v[m, k] * s[m, k/32]: v an fp8 value, s its e8m0 scale, a power of two.
 
-    Frozen, compared by identity, a pytree node. Made by :func:`fp4gemm.quantize_mxfp8`, or from parts of your
-    own, which are checked here without reading device memory (nothing synchronises). Source of the format:
-    OCP Microscaling formats 1.0, MXFP8.
+    It is frozen, compared by identity, and a pytree node. :func:`fp4gemm.quantize_mxfp8` makes it. The
+    constructor checks parts that you made yourself, without reading device memory, so that nothing
+    synchronises. Source of the format: OCP Microscaling formats 1.0, MXFP8.
 
     Args:
         values: float8_e4m3fn or float8_e5m2 (m, k), contiguous, base 16-byte aligned, k a positive multiple
             of 32.
         scales: float8_e8m0fnu, contiguous, 2^(byte - 127), 255 is NaN: (ceil128(m), ceil4(k/32)) in the
             swizzled layout of :mod:`fp4gemm.layout`, pads zero; or (m, k/32) with swizzled=False. uint8 is
-            taken by view.
-        swizzled: which of the two; it is never guessed.
+            accepted and viewed.
+        swizzled: which of the two forms scales has; it is never guessed.
 
     Raises:
-        TypeError: a part is no tensor, or has another dtype.
+        TypeError: a part is not a tensor, or has another dtype.
         ValueError: a part has another rank, shape, device, memory layout or alignment.
     """
 
@@ -69,7 +69,7 @@ class MXFP8Tensor(Container):
 
     @classmethod
     def _trusted(cls, values: Tensor, scales: Tensor, swizzled: bool) -> MXFP8Tensor:
-        """Without checks: for parts an operator of ours has just made, and for pytree leaves of any kind."""
+        """Unchecked: for parts that an operator of this library has just made."""
         self = object.__new__(cls)
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "scales", scales)
@@ -137,9 +137,9 @@ def quantize_mxfp8(
     dtype: torch.dtype = torch.float8_e4m3fn,
     swizzled: bool = True,
 ) -> MXFP8Tensor:
-    """x[m, k] ~ v * s: fp8 values v, one power of two s per 32 of k, the least that no v overflows with.
+    """x[m, k] ~ v * s: fp8 values v, one power of two s for each 32 of k, the least for which no v overflows.
 
-    With a_b the largest magnitude of a block (NaN left out), MAX = 448 (e4m3) or 57344 (e5m2) and fl(.) one
+    With a_b the largest magnitude of a block (NaN ignored), MAX = 448 (e4m3) or 57344 (e5m2) and fl(.) one
     float32 rounding::
 
         s = 2^(code - 127), the least power of two >= fl(a_b * fl(1 / MAX)), code 0 to 254

@@ -23,32 +23,36 @@ __all__ = ["DecodedTensor", "NVFP4Tensor"]
 class NVFP4Tensor(Conventions, Container):
     """x[m, k] ~ q[m, k] * s[m, k/16] * amax[m] / (6 * e4m3_max): q an e2m1 value, s its e4m3 scale.
 
-    One matrix, or groups of its rows or columns, or a stack of g equal matrices, x[e, n, k], one for each
-    expert. Frozen, compared by identity, a pytree node (torch.compile and torch.export take it apart). Made
-    by :func:`fp4gemm.quantize`, or from parts of your own, which are checked here without reading device
-    memory (nothing synchronises). Source of the format: NVIDIA's NVFP4, TransformerEngine >= 2.14. For what
-    other libraries store in place of amax see :class:`fp4gemm.interop.Conventions`.
+    One matrix, a matrix with groups of rows or columns, or a stack x[e, n, k] of g matrices of one shape, one
+    for each expert. It is frozen, compared by identity, and a pytree node, so that torch.compile and
+    torch.export see its tensors. :func:`fp4gemm.quantize` makes it. The constructor checks parts that you
+    made yourself, without reading device memory, so that nothing synchronises. Source of the format: NVIDIA's
+    NVFP4, TransformerEngine >= 2.14. For what other libraries store in place of amax see
+    :class:`fp4gemm.interop.Conventions`.
 
     Args:
         codes: uint8 (m, k/2), contiguous, base 16-byte aligned; byte j holds element 2j in its low nibble.
-            The bytes of a torch.float4_e2m1fn_x2 tensor are taken by view. k is a positive multiple of 16.
+            A torch.float4_e2m1fn_x2 tensor is accepted and viewed as uint8. k is a positive multiple of 16.
             A stack: (g, n, k/2).
         scales: float8_e4m3fn (ceil128(m), ceil4(k/16)), contiguous, in the swizzled layout of
-            :mod:`fp4gemm.layout`, pads zero; uint8 is taken by view. See :meth:`from_compact` for (m, k/16).
-            A stack: (g, ceil128(n), ceil4(k/16)), those of each matrix by itself.
+            :mod:`fp4gemm.layout`, pads zero; uint8 is accepted and viewed. See :meth:`from_compact` for (m,
+            k/16). A stack: (g, ceil128(n), ceil4(k/16)), those of each matrix by itself.
         amax: float32 (1,), of the whole tensor, or (m,), of each row: as measured, not divided by anything.
             A stack: (g, 1) or (g, n).
         e4m3_max: 448, or 256 for operands whose block scales were bounded by 256 ("four over six").
         offs: int32 (g,), the ends of g groups, non-decreasing; None: no groups.
         hadamard_signs: 0 to 0xFFFF if blocks of 16 of k were rotated by this sign vector and the Hadamard
             matrix; the values are then the rotated ones. None: not rotated.
-        offs_dim: 0: the groups are of rows, offs at most m. The scales of a group start at the next multiple
+        offs_dim: 0: groups of rows; offs is at most m. The scales of a group start at the next multiple
             of 128 rows after those of the group before it, in ``grouped_scale_rows(m, g)`` rows in all, and
-            amax is (m,). 1: of columns, k = ``grouped_columns(tokens, g)``: group e has offs[e] - offs[e-1]
-            of them, and zeros up to a multiple of 64; scales are those of a matrix (m, k).
+            amax is (m,). 1: groups of columns, k = ``grouped_columns(tokens, g)``: group e has
+            offs[e] - offs[e-1] columns, and zeros up to a multiple of 64; the scales are those of a
+            matrix (m, k).
+        dtype: torch.float32, torch.bfloat16 or torch.float16: what :meth:`dequantize` returns by default, and
+            what model code reads as ``weight.dtype``. No stored byte depends on it.
 
     Raises:
-        TypeError: a part is no tensor, or has another dtype.
+        TypeError: a part is not a tensor, or has another dtype.
         ValueError: a part has another rank, shape, device, memory layout or alignment, or another value.
     """
 
@@ -67,7 +71,7 @@ class NVFP4Tensor(Conventions, Container):
     def __post_init__(self) -> None:
         super().__post_init__()
         _fields.options(self.e4m3_max, self.hadamard_signs, self.offs, self.offs_dim)
-        codes, scales = _fields.packed(self.codes, self.scales, self.amax, self.offs, self.offs_dim)
+        codes, scales = _fields.nvfp4(self.codes, self.scales, self.amax, self.offs, self.offs_dim)
         # Views replace the parts only where they differ, so that a tracer sees no needless mutation.
         if codes is not self.codes:
             object.__setattr__(self, "codes", codes)
@@ -85,13 +89,13 @@ class NVFP4Tensor(Conventions, Container):
         hadamard_signs: int | None = None,
         offs_dim: int = 0,
     ) -> NVFP4Tensor:
-        """Without checks: for parts an operator of ours has just made, and for pytree leaves of any kind."""
+        """Unchecked: for parts that an operator of this library has just made."""
         self = object.__new__(cls)
         object.__setattr__(self, "codes", codes)
         object.__setattr__(self, "scales", scales)
         object.__setattr__(self, "amax", amax)
         object.__setattr__(self, "e4m3_max", e4m3_max)
-        # None is the class attribute; the common call saves the time of setting it.
+        # None and 0 are the class attributes: the common call does not set them.
         if offs is not None:
             object.__setattr__(self, "offs", offs)
         if hadamard_signs is not None:
@@ -104,21 +108,21 @@ class NVFP4Tensor(Conventions, Container):
     def from_compact(
         cls, codes: Tensor, compact_scales: Tensor, amax: Tensor, e4m3_max: int = 448
     ) -> NVFP4Tensor:
-        """The container of scales in plain order, compact_scales[.., m, k/16]; they are padded and swizzled.
+        """The container of block scales in plain order (m, k/16), which this function pads and swizzles.
 
         Args:
             codes, amax, e4m3_max: as for the class.
             compact_scales: float8_e4m3fn or uint8 (m, k/16), of a stack (g, n, k/16); any strides.
 
         Raises:
-            TypeError, ValueError: as for the class; a text names compact_scales.
+            TypeError, ValueError: as for the class, and for compact_scales.
         """
         is_stack = isinstance(codes, Tensor) and codes.dim() == 3
         x = _fields.stack("codes", codes) if is_stack else _checks.codes("codes", codes)
         compact = _fields.compact_scales("compact_scales", compact_scales, x)
         if not is_stack:
             return cls(x, swizzle_scales(compact), amax, e4m3_max)
-        # With the padding of each, a stack is one matrix.
+        # Once the rows of each matrix are padded, the stack is one matrix.
         padding = (0, 0, 0, -x.shape[1] % TILE_ROWS)
         scales = swizzle_scales(torch.nn.functional.pad(compact.view(torch.uint8), padding).flatten(0, 1))
         return cls(x, scales.view(x.shape[0], -1, scales.shape[1]), amax, e4m3_max)
@@ -135,10 +139,10 @@ class NVFP4Tensor(Conventions, Container):
         return self
 
     def __getitem__(self, e: int) -> NVFP4Tensor:
-        """Matrix e (n, k) of a stack, with its amax (1,) or (n,). It shares memory, if it is 16-byte aligned.
+        """Matrix e (n, k) of a stack, with its amax (1,) or (n,). Shares memory where 16-byte aligned.
 
         Raises:
-            TypeError: e is no int, or this is no stack. IndexError: e is out of range.
+            TypeError: e is not an int, or this is not a stack. IndexError: e is out of range.
         """
         _fields.stack_index(e, self.shape)
         codes = self.codes[e]
@@ -147,9 +151,10 @@ class NVFP4Tensor(Conventions, Container):
         return self._with(codes, self.scales[e], self.amax[e], None)
 
     def flattened(self) -> NVFP4Tensor | None:
-        """A stack as one matrix (g * n, k) with an amax a row; None where padding lies between its scales.
+        """A stack as one matrix (g * n, k) with an amax for each row; None where its scales are padded.
 
-        Codes and scales are shared. A matrix is itself.
+        The scales are padded unless n is a multiple of 128. The result shares codes and scales. A matrix is
+        returned as it is.
         """
         if self.codes.dim() != 3:
             return self
@@ -163,7 +168,7 @@ class NVFP4Tensor(Conventions, Container):
     def compact_scales(self) -> Tensor:
         """The block scales in their plain order: float8_e4m3fn (m, k/16) or (g, n, k/16), contiguous, a copy.
 
-        With groups, those of what belongs to none are 0. Does not synchronise.
+        The scales of rows that are in no group are 0. Does not synchronise.
         """
         *lead, m, k = self.shape
         columns = k // _checks.BLOCK
@@ -187,10 +192,11 @@ class NVFP4Tensor(Conventions, Container):
         return torch.where(in_a_group.unsqueeze(1), plain[source], 0).view(torch.float8_e4m3fn)
 
     def with_row_amax(self) -> NVFP4Tensor:
-        """The same values with one amax a row: amax[.., m] filled with the scalar; all else is shared.
+        """The same values with an amax for each row: amax[.., m] filled with the scalar; all else is shared.
 
-        For a GEMM that wants a vector where the operand has a scalar, as TransformerEngine's per-token GEMM
-        does for weights in 16x16 blocks. Itself where amax has a number a row already. Does not synchronise.
+        For a GEMM that needs a vector where the operand has a scalar, as TransformerEngine's per-token GEMM
+        does for weights in 16x16 blocks. Returns itself where amax has a number for each row already. Does
+        not synchronise.
         """
         rows = self.codes.shape[:-1]
         if self.amax.shape == rows:
@@ -200,8 +206,8 @@ class NVFP4Tensor(Conventions, Container):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """cast(fl(q * fl(fl(s * amax) * fl(1 / (6 * e4m3_max))))), (m, k) or (g, n, k) of dtype.
 
-        Of an operand that was rotated (hadamard_signs) these are the rotated values; nothing is rotated back.
-        Of groups, the rows from offs[-1] on, or the columns that pad, are 0.
+        The values of a rotated operand (hadamard_signs) stay rotated. With groups, the rows from offs[-1] on,
+        or the columns that pad, are 0.
 
         Args:
             dtype: torch.float32, torch.bfloat16 or torch.float16 (which overflows to inf); None is the

@@ -21,11 +21,11 @@ __all__ = ["PrepackedTensor", "prepack", "unprepack"]
 class PrepackedTensor(Container):
     """w[n, k] ~ q * s * amax[n] / (6 * e4m3_max): an NVFP4 weight in the order in which Hopper streams it.
 
-    One matrix or a stack (g, n, k). What :func:`prepack` returns and :func:`fp4gemm.mm` takes for its right
-    operand on devices of compute capability 9.0 and on the CPU (there slowly: every call unpacks it). It is
-    as large as the NVFP4Tensor, 0.5625 bytes an element where n and k are multiples of 64, and
-    :func:`unprepack` gives that back. The order of the bytes may change with the version of this library, so
-    pickle and torch.save write the NVFP4Tensor in its place.
+    One matrix or a stack (g, n, k). :func:`prepack` returns it, and it can be the right operand of
+    :func:`fp4gemm.mm` on devices of compute capability 9.0 and on the CPU, where every call restores codes
+    and scales. It is as large as the NVFP4Tensor, 0.5625 bytes for each element where n and k are multiples
+    of 64, and :func:`unprepack` gives that back. The order of the bytes may change with the version of this
+    library, so pickle and torch.save write the NVFP4Tensor in its place.
 
     Args:
         data: uint8 (bytes,) or (g, bytes), contiguous, base 16-byte aligned, with bytes = 2304 * ceil(n / 64)
@@ -105,8 +105,8 @@ class PrepackedTensor(Container):
 def prepack(w: NVFP4Tensor) -> PrepackedTensor:
     """The same weight, its codes and scales rearranged for mm on compute capability 9.0.
 
-    To do once for each weight: a product with the NVFP4Tensor itself rearranges it in every call. amax is
-    shared with w, not copied.
+    Call it once for each weight: a product with the NVFP4Tensor itself rearranges it in every call. The
+    result shares amax with w.
 
     Args:
         w: (n, k) or (g, n, k) without groups, n at least 1: ``quantize(weight)``.
@@ -115,8 +115,8 @@ def prepack(w: NVFP4Tensor) -> PrepackedTensor:
         PrepackedTensor on the device of w, on its current stream. Does not synchronise.
 
     Raises:
-        TypeError: w is no NVFP4Tensor. ValueError: it has groups (offs) or no row. NotImplementedError: the
-            device has no kernel.
+        TypeError: w is not an NVFP4Tensor. ValueError: it has groups (offs) or no row.
+        NotImplementedError: the device has no kernel.
     """
     if not isinstance(w, NVFP4Tensor):
         raise TypeError(
@@ -125,7 +125,7 @@ def prepack(w: NVFP4Tensor) -> PrepackedTensor:
     if w.offs is not None:
         raise ValueError(f"w: has {w.offs.shape[0]} groups (offs), must have none")
     if w.codes.shape[-2] == 0:
-        raise ValueError(f"w: shape is {tuple(w.shape)}, must have a row or more")
+        raise ValueError(f"w: shape is {tuple(w.shape)}, must have at least one row")
     ready(w.codes, "quantize")
     data = ops.prepack(w.codes, w.scales)
     made = PrepackedTensor._trusted(data, w.amax, w.shape, w.e4m3_max, w.hadamard_signs)
@@ -133,13 +133,13 @@ def prepack(w: NVFP4Tensor) -> PrepackedTensor:
 
 
 def unprepack(p: PrepackedTensor) -> NVFP4Tensor:
-    """The NVFP4Tensor that was prepacked, the padding of its scales zero; amax is shared with p.
+    """The NVFP4Tensor that was prepacked; the padding of its scales is zero, and it shares amax with p.
 
-    Every byte is restored, NaN included, where no scale was negative, as none of :func:`fp4gemm.quantize` is.
-    A negative scale comes back positive, its sixteen codes with the other sign: the values are the same.
+    Every byte is restored, NaN included, if no scale was negative; :func:`fp4gemm.quantize` makes none. A
+    negative scale comes back positive and its sixteen codes with the other sign, so the values are the same.
 
     Raises:
-        TypeError: p is no PrepackedTensor. NotImplementedError: the device has no kernel.
+        TypeError: p is not a PrepackedTensor. NotImplementedError: the device has no kernel.
     """
     if not isinstance(p, PrepackedTensor):
         raise TypeError(

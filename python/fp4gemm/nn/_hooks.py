@@ -1,4 +1,4 @@
-"""The hooks of accelerate: how a quantized layer takes over those of the float layer in whose place it is.
+"""The hooks of accelerate, which a quantized layer gets from the float layer that it replaces.
 
 Nothing here imports accelerate unless a layer has a hook of it.
 """

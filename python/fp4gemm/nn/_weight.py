@@ -44,7 +44,7 @@ _EXCHANGE = threading.RLock()
 class WeightModule(torch.nn.Module):
     """A module with an NVFP4 weight (n, k), which is held once: as codes and scales, or prepacked.
 
-    What leaves the module (state_dict, pickles, copies, other devices) is always codes and scales. Prepacked
+    state_dict, pickles, copies and moves to other devices always have codes and scales. Prepacked
     bytes keep their address until the module moves, since a captured CUDA graph may read them. A form that is
     not held is absent from the buffers, rather than None, which torch.export (2.13) counts wrongly.
     """

@@ -43,8 +43,8 @@ class Linear(WeightModule):
 
     A new layer has no weight: its buffers are zeros, and ``forward`` raises until ``load_state_dict`` or a
     loader of accelerate has brought one. Usually a layer comes from ``Linear.from_float`` or
-    ``quantize_model``. ``layer.weight = w`` of an NVFP4Tensor takes its tensors over; a float tensor (n, k)
-    is quantized.
+    ``quantize_model``. ``layer.weight = w`` of an NVFP4Tensor shares its memory; a float tensor (n, k) is
+    quantized.
 
     NaN and infinity: a NaN in x has no effect on the amax and is quantized to +6 times its block scale, so
     that it does not show in y. An infinite x makes the amax of its row (or of x) infinite, and those rows of
