@@ -1,4 +1,4 @@
-"""What every container answers like a torch.Tensor, how it is pickled, and what it refuses."""
+"""Attributes that every container shares with torch.Tensor, pickling, and refused uses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
 
 
 def test_answers_like_a_tensor(t: Any) -> None:
-    """What transformers, accelerate and torch.nn.utils ask of module.weight."""
+    """The attributes of module.weight that transformers, accelerate and torch.nn.utils read."""
     like = torch.empty(tuple(t.shape))
     assert type(t.shape) is torch.Size
     for ask in (
@@ -85,7 +85,7 @@ def test_dtype_changes_no_byte(t: Any) -> None:
     assert t.to("cpu", torch.float16).dtype is torch.float16
     assert t.to(torch.empty(0, dtype=torch.float16)).dtype is torch.float16
     assert "dtype=torch.bfloat16" in repr(half)
-    # Whatever copies a container keeps it.
+    # Every copy of a container is a container with the same bits.
     leaves, spec = pytree.tree_flatten(half)
     spec = pytree.treespec_loads(pytree.treespec_dumps(spec))
     for other in (
@@ -146,7 +146,7 @@ def test_loads_with_weights_only(t: Any) -> None:
 
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_a_corrupt_file_is_refused_by_name(t: Any, weights_only: bool) -> None:
-    """A tensor of another shape in the file; a prepacked one is saved as codes and scales."""
+    """A file with a tensor of another shape is refused; prepacked containers are saved as codes and scales."""
     t = fp4gemm.unprepack(t) if isinstance(t, fp4gemm.PrepackedTensor) else t
     name = "values" if isinstance(t, fp4gemm.MXFP8Tensor) else "amax"
     bad = copy.deepcopy(t)

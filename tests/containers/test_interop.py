@@ -1,4 +1,4 @@
-"""Other libraries' numbers: which way each goes, and what comes back with every bit."""
+"""Conversions from and to other libraries' scale conventions, and which of them keep every bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def t(request: pytest.FixtureRequest, device: torch.device, gen: torch.Generator
 
 
 def with_amax(amax: Tensor, e4m3_max: int) -> NVFP4Tensor:
-    """A tensor with one row per amax."""
+    """A tensor with one row for each amax."""
     rows = amax.shape[0]
     codes = torch.zeros(rows, 8, dtype=torch.uint8, device=amax.device)
     scales = torch.zeros((rows + 127) // 128 * 128, 4, dtype=torch.uint8, device=amax.device)
@@ -45,7 +45,7 @@ def views(t: NVFP4Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("e4m3_max", BOUNDS)
 def test_the_numbers(e4m3_max: int, device: torch.device) -> None:
-    """By plain float32 arithmetic on the CPU, the extreme amaxes included."""
+    """The numbers equal float32 arithmetic on the CPU, also for extreme amaxes."""
     amax = torch.cat(
         (
             exponents_and_mantissas()[::37],
@@ -70,7 +70,7 @@ def test_the_numbers(e4m3_max: int, device: torch.device) -> None:
 def test_numbers_are_what_the_quantizer_used(
     e4m3_max: int, device: torch.device, gen: torch.Generator
 ) -> None:
-    """q * s times the decode multiplier, and q * s over the encode scale, are x up to NVFP4's own error."""
+    """q * s times the decode multiplier, and q * s / encode scale, are x up to NVFP4's own error."""
     x = make("normal", 64, 128, torch.float32, gen).to(device)
     t = fp4gemm.quantize(x, scaling="tensor", four_over_six="mae", e4m3_max=e4m3_max)
     raw = fp4gemm.decode(t).data.double()
@@ -97,7 +97,7 @@ def test_scaled_mm_takes_decode_multipliers(device: torch.device, gen: torch.Gen
 
 @pytest.mark.parametrize("e4m3_max", BOUNDS)
 def test_round_trip_of_every_mantissa(e4m3_max: int) -> None:
-    """All amaxes of a binade: the three numbers keep every bit, amax is off by 1 ulp at most."""
+    """All amaxes of a binade: the three numbers keep every bit, and amax changes by at most 1 ulp."""
     for amax in (every_mantissa(0), exponents_and_mantissas()):
         t = with_amax(amax, e4m3_max)
         for name, number in zip(("torchao", "flashinfer", "modelopt"), views(t), strict=True):
@@ -118,7 +118,7 @@ def test_round_trip_of_every_mantissa(e4m3_max: int) -> None:
 
 
 def amax_of(name: str, number: Tensor, e4m3_max: int) -> Tensor:
-    """The amax that the constructor of that library finds, of many numbers at once."""
+    """The amaxes that the constructor from that library computes for many numbers."""
     from fp4gemm import interop
 
     bound = torch.full_like(number, 6.0 * e4m3_max)
@@ -166,7 +166,7 @@ def test_compressed_tensors(t: NVFP4Tensor) -> None:
 
 
 def test_flashinfer(t: NVFP4Tensor) -> None:
-    """The swizzled scales in the shapes that FlashInfer returns, with anything in their padding."""
+    """Swizzled scales in the shapes that FlashInfer returns, with arbitrary padding."""
     scales = t.scales.view(torch.uint8)
     noisy = torch.full(scales.shape, 0xFF, dtype=torch.uint8, device=t.device)
     noisy[:130, :6] = t.compact_scales().view(torch.uint8)
@@ -204,7 +204,7 @@ def test_torchao(t: NVFP4Tensor) -> None:
 
 
 def test_checkpoints_of_others(device: torch.device, gen: torch.Generator) -> None:
-    """Any number and random scales: codes and scales are kept, values are within rounding."""
+    """Any number with random scales: codes and scales are kept, and values differ by rounding alone."""
     codes, scales = make_codes(40, 64, gen).to(device), make_scales(40, 64, gen).to(device)
     raw = fp4gemm.decode(NVFP4Tensor.from_compact(codes, scales, torch.ones(1, device=device))).data.double()
     for value in (1.0, 0.1, 3.7e-4, 2.0**-30, 1e6):
@@ -221,7 +221,7 @@ def test_checkpoints_of_others(device: torch.device, gen: torch.Generator) -> No
 
 
 def test_zero_weight(device: torch.device) -> None:
-    """An all-zero weight, of which ModelOpt's number is 1 / FMAX, comes back as zeros."""
+    """An all-zero weight, for which ModelOpt's number is 1 / FMAX, is restored as zeros."""
     t = fp4gemm.quantize(torch.zeros(16, 32, device=device), scaling="tensor")
     assert t.weight_scale_2().cpu().view(torch.int32).item() == 0x00200000
     back = NVFP4Tensor.from_modelopt(**t.to_modelopt())
@@ -243,7 +243,7 @@ def test_formats_without_a_place_refuse(device: torch.device) -> None:
 
 
 def test_from_te_amax_is_the_container_itself(device: torch.device, gen: torch.Generator) -> None:
-    """TransformerEngine stores what we do: compact scales and the amax as measured."""
+    """TransformerEngine stores the same tensors: compact scales and the measured amax."""
     t = fp4gemm.quantize(make("normal", 33, 64, torch.bfloat16, gen).to(device))
     same = NVFP4Tensor.from_compact(t.codes, t.compact_scales(), t.amax)
     assert_bits(same.dequantize(), t.dequantize(), "values")

@@ -1,4 +1,4 @@
-"""The swizzled scale layout: both directions against the offset formula, pads, bijection."""
+"""The swizzled layout of scales: both directions against the offset formula, padding, bijection."""
 
 from __future__ import annotations
 

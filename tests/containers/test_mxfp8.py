@@ -64,7 +64,7 @@ def test_kinds_of_input(kind: str, dtype: torch.dtype, device: torch.device, gen
 @pytest.mark.parametrize("dtype", FP8, ids=fp8)
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16], ids=short)
 def test_every_16_bit_value(source: torch.dtype, dtype: torch.dtype, device: torch.device) -> None:
-    """Each value among neighbours, and in a block whose amax fixes the scale."""
+    """Each value in a block of neighbours, and in a block whose amax determines the scale."""
     x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(source)
     padded = torch.zeros(4096, 32, dtype=source)
     padded[:, :16] = x.view(4096, 16)
@@ -95,7 +95,7 @@ def test_axis_0_is_the_transpose_quantized(device: torch.device, gen: torch.Gene
 
 @pytest.mark.parametrize("dtype", FP8, ids=fp8)
 def test_scale_is_the_least_power_of_two(dtype: torch.dtype, device: torch.device) -> None:
-    """MAX * 2^e has the scale 2^e exactly; the next float32 above has twice that; zeros have code 0."""
+    """MAX * 2^e has exactly the scale 2^e, the next float32 twice that, and zeros have scale code 0."""
     largest = torch.tensor([MAX[dtype]])
     above = torch.nextafter(largest, torch.full((1,), torch.inf))
     exponents = torch.arange(-100, 100)
@@ -106,7 +106,7 @@ def test_scale_is_the_least_power_of_two(dtype: torch.dtype, device: torch.devic
     t = fp4gemm.quantize_mxfp8(x.to(device), dtype=dtype, swizzled=False)
     codes = t.scales.view(torch.uint8).cpu().flatten().int()
     assert torch.equal(codes[:200], exponents.int() + 127)
-    # fl(above / MAX) may round to the power itself; then nothing is lost, since the value saturates at MAX.
+    # fl(above / MAX) may round to the power of two itself; the value then saturates at MAX.
     up = codes[200:400] - (exponents.int() + 127)
     assert set(up.tolist()) <= {0, 1}
     assert codes[400:].tolist() == [0, 254]
@@ -134,7 +134,7 @@ def test_nan_and_signed_zero(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", FP8, ids=fp8)
 def test_error_bound(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> None:
-    """Half a step of the format for values that are normal numbers of it."""
+    """The error is at most half a step of the format for values that are normal in it."""
     x = make("normal", 128, 256, torch.float32, gen).to(device)
     back = fp4gemm.quantize_mxfp8(x, dtype=dtype).dequantize()
     step = 2.0**-4 if dtype is torch.float8_e4m3fn else 2.0**-3
@@ -144,7 +144,7 @@ def test_error_bound(dtype: torch.dtype, device: torch.device, gen: torch.Genera
 
 
 def test_power_of_two_scaling(device: torch.device, gen: torch.Generator) -> None:
-    """A power of two moves into the scales alone."""
+    """A power of two changes the scales alone."""
     x = make("normal", 33, 64, torch.float32, gen).to(device)
     plain, scaled = (fp4gemm.quantize_mxfp8(v, swizzled=False) for v in (x, x * 2.0**20))
     assert_bits(scaled.values, plain.values, "values")
@@ -154,7 +154,7 @@ def test_power_of_two_scaling(device: torch.device, gen: torch.Generator) -> Non
 @pytest.mark.parametrize("swizzled", [True, False], ids=["swizzled", "compact"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=short)
 def test_dequantize(dtype: torch.dtype, swizzled: bool, device: torch.device, gen: torch.Generator) -> None:
-    """Any value with any scale, NaN codes and the denormal scale 2^-127 too; padding is not read."""
+    """Any value with any scale, also NaN and the denormal scale 2^-127; padding is not read."""
     for source in FP8:
         for m, k in SHAPES:
             values = torch.randint(0, 256, (m, k), generator=gen, dtype=torch.uint8).view(source)

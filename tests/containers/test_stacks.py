@@ -1,4 +1,4 @@
-"""Stacks of matrices (g, n, k): each is what it would be on its own."""
+"""Stacks of matrices (g, n, k): each matrix is quantized as it would be on its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from helpers import FLOATS, assert_bits, dirty, make, make_codes, make_scales, s
 from modes import FEW, MODES, Mode, assert_same, by_name
 from torch import Tensor
 
-# (g, n, k): scales with padding between the matrices and without, one matrix, codes off 16 bytes.
+# (g, n, k): scales with and without padding between matrices, one matrix, codes not aligned to 16 bytes.
 SHAPES = ((3, 16, 48), (2, 128, 32), (4, 144, 16), (1, 33, 80), (3, 7, 16))
 
 
@@ -27,7 +27,7 @@ def make_stack(kind: str, shape: tuple[int, int, int], dtype: torch.dtype, gen: 
 
 
 def state_of(e: int, device: torch.device) -> Tensor:
-    """The random state of matrix e; the offset wraps."""
+    """The random state of matrix e; its offset wraps around."""
     offset = (modes.OFFSET + 2 * e + 2**63) % 2**64 - 2**63
     return torch.tensor([modes.SEED, offset], device=device)
 
@@ -86,7 +86,7 @@ def test_given_amax(which: Mode, axis: int, device: torch.device, gen: torch.Gen
 
 
 def test_strides(device: torch.device, gen: torch.Generator) -> None:
-    """Rows of any stride, matrices at any distance."""
+    """Rows and matrices with any strides."""
     x = make_stack("normal", (4, 32, 96), torch.bfloat16, gen).to(device)
     for view in (x[:, :, 16:80], x[::2], x[:, :16], x.transpose(0, 1), x[1:2, 3:], x.expand(4, 32, 96)):
         assert_same(fp4gemm.quantize(view), fp4gemm.quantize(view.contiguous()), str(view.stride()))
@@ -228,7 +228,7 @@ def test_container(device: torch.device, gen: torch.Generator) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_containers_of_groups(dim: int, device: torch.device, gen: torch.Generator) -> None:
-    """offs_dim travels with offs."""
+    """Copies keep offs_dim along with offs."""
     x = make("normal", 70, 32, torch.bfloat16, gen).to(device)
     offs = torch.tensor([3, 68], dtype=torch.int32, device=device)
     t = fp4gemm.quantize(x, axis=-1 if dim == 0 else 0, offs=offs, hadamard="fp32")

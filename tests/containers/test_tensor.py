@@ -1,4 +1,4 @@
-"""The containers: views, conversions, pytree, copies, and what makes them frozen."""
+"""The containers: views, conversions, pytrees, copies, and immutability."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_pytree(t: NVFP4Tensor) -> None:
         assert_equal(pytree.tree_unflatten(leaves, spec), value)
         paths = [pytree.keystr(path) for path, _ in pytree.tree_leaves_with_path({"w": value})]
         assert paths == [f"['w'].{name}" for name in names]
-        # Leaves of any kind must pass, since torch puts fakes, specs and None there.
+        # Leaves of any type must be accepted, since torch uses fake tensors, specs and None.
         assert pytree.tree_map(lambda _: None, value).amax is None
         assert repr(pytree.tree_map(lambda _: None, value)) == f"{type(value).__name__}(...)"
 
@@ -153,7 +153,7 @@ def rotated(device: torch.device, gen: torch.Generator) -> NVFP4Tensor:
 
 
 def test_groups_and_rotations_are_kept(grouped: NVFP4Tensor, rotated: NVFP4Tensor) -> None:
-    """By every way to copy a container; a sign vector of 0 is not the same as none."""
+    """Every way to copy a container keeps them; a sign vector of 0 differs from None."""
     assert rotated.hadamard_signs == 0
     for value in (grouped, rotated, fp4gemm.decode(rotated)):
         leaves, spec = pytree.tree_flatten(value)
@@ -180,7 +180,7 @@ def test_groups_and_rotations_are_kept(grouped: NVFP4Tensor, rotated: NVFP4Tenso
 
 
 def test_pytree_of_groups(t: NVFP4Tensor, grouped: NVFP4Tensor, rotated: NVFP4Tensor) -> None:
-    """offs is a leaf where there is one, and no None takes its place where there is none."""
+    """offs is a leaf if the container has groups; otherwise there is no leaf for it."""
     paths = [pytree.keystr(path) for path, _ in pytree.tree_leaves_with_path(grouped)]
     assert paths == [".codes", ".scales", ".amax", ".offs"]
     specs = [pytree.tree_structure(value) for value in (t, grouped, rotated)]
@@ -193,7 +193,7 @@ def test_pytree_of_groups(t: NVFP4Tensor, grouped: NVFP4Tensor, rotated: NVFP4Te
 
 
 def test_old_pickles_load(t: NVFP4Tensor) -> None:
-    """What was pickled before groups and rotations were fields."""
+    """Pickles load that were written before groups and rotations were fields."""
     from fp4gemm.containers import nvfp4
 
     parts = (t.codes, t.scales.view(torch.uint8), t.amax, t.e4m3_max)
@@ -215,7 +215,7 @@ def test_grouped_parts_of_ones_own(grouped: NVFP4Tensor) -> None:
 
 
 def test_views_of_aligned_rows(gen: torch.Generator) -> None:
-    """Rows can be sliced where the slice starts on 16 bytes and on a tile of 128 rows of scales."""
+    """Rows can be sliced if the slice is aligned to 16 bytes and starts at a tile of 128 rows of scales."""
     x = make("normal", 300, 64, torch.float32, gen)
     t = fp4gemm.quantize(x)
     part = NVFP4Tensor(t.codes[128:256], t.scales[128:256], t.amax[128:256])
@@ -225,7 +225,7 @@ def test_views_of_aligned_rows(gen: torch.Generator) -> None:
 
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
 def test_pickle_round_trip(scaling: str) -> None:
-    """Containers travel by pickle and torch.save, float8 scales included."""
+    """pickle and torch.save keep containers, float8 scales included."""
     t = fp4gemm.quantize(torch.randn(5, 64), scaling=scaling)
     copy = pickle.loads(pickle.dumps(t))
     assert torch.equal(copy.codes, t.codes)

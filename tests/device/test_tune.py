@@ -1,4 +1,4 @@
-"""tune: the comparison with the reference, spans of m, what is kept from run to run, the command line."""
+"""tune: comparison with the reference, spans of m, the file of results, and the command line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def product(m: int = 5, n: int = 48, k: int = 64, a: str = "fp16", b: str = "nvf
 
 
 class Faulty:
-    """A product whose kernels are right, wrong in one bit of the last row, silent, or missing."""
+    """A product whose kernels are right, wrong in one bit of the last row, without effect, or missing."""
 
     def __init__(self, right: Any) -> None:
         self.right = right
@@ -78,7 +78,7 @@ def timed(us: Mapping[str, float]) -> tune.Timer:
 )
 @pytest.mark.parametrize("groups", [0, 3], ids=["dense", "grouped"])
 def test_every_form_of_operands_has_the_bits_of_the_reference(a: str, b: str, groups: int) -> None:
-    """On the CPU the library is the reference; this proves that alphas, rows and columns are taken alike."""
+    """On the CPU the library is the reference, so both must get the same alphas, rows and columns."""
     one = product(m=37, n=200, k=96, a=a, b=b, groups=groups)
     got = one.run(out=one.poisoned())
     assert products.difference(one, got) is None
@@ -111,7 +111,7 @@ def test_rows_are_spread_from_the_first_to_the_last(monkeypatch: pytest.MonkeyPa
 
 
 def test_wrong_kernels_are_reported_and_never_timed() -> None:
-    """One bit, rows that were not written, a kernel that raises."""
+    """A wrong bit, rows that were not written, and a kernel that raises."""
     right = product()
     us = {"slow": 3.0, "fast": 2.0}
     names = ["wrong", "slow", "silent", "fast", "missing"]
@@ -172,7 +172,7 @@ def test_spans_end_at_geometric_means_and_join() -> None:
 
 
 def test_noise_does_not_split_a_span() -> None:
-    """Within 1 % of the best the kernel of the smaller m stays; beyond, the best takes over."""
+    """The kernel of the smaller m is kept unless the best is more than 1 % faster."""
     near, far = {"a": 1.005, "b": 1.0}, {"a": 1.02, "b": 1.0}
     start = measured(1, {"a": 1.0, "b": 2.0})
     assert list(tune.spans([start, measured(4, near)])) == [("a", 1, 4)]
@@ -220,7 +220,7 @@ def test_selection_reads_the_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         selection.clear()
 
 
-# ---- what is kept -----------------------------------------------------------------------------------------
+# ---- the file of results ------------------------------------------------------------------------------------
 
 
 def read(path: Path) -> Any:
@@ -236,7 +236,7 @@ def test_a_run_goes_on_where_one_stopped(tmp_path: Path) -> None:
     first.add(measured(16, {"a": 3.0, "b": 2.0}))
     assert read(out)[0] == mine
     with first.path.open("a") as file:
-        file.write('{"device": "H2')  # broken off
+        file.write('{"device": "H2')  # the file ends in the middle
     second = Journal(out, "H200")
     assert second.kept == [mine]
     assert second.measured == first.measured
@@ -309,7 +309,7 @@ def test_without_a_device_there_is_nothing_to_tune(
 
 @pytest.mark.gpu
 def test_a_small_shape_is_tuned(cuda: torch.device, tmp_path: Path) -> None:
-    """Every kernel that takes the operands is right there, and the rules decide a call with the same bits."""
+    """Every kernel for the operands has the right bits, and a call under the rules has them too."""
     out = tmp_path / "rules.json"
     line = ["tune", "--shapes", "256x512", "--m", "1,40", "--rounds", "2", "--out", str(out)]
     family = kernel_table.kernel_arch(cuda.index)

@@ -31,7 +31,7 @@ def num_quantized(model: torch.nn.Module) -> int:
 
 @pytest.fixture
 def wanted() -> tuple[Tensor, Tensor]:
-    """x, and y of the model without accelerate."""
+    """x, and the y of the model without accelerate."""
     model, x = nn.quantize_model(float_model()), torch.randn(5, 64)
     return x, model(x).detach()
 
@@ -123,7 +123,7 @@ def test_a_quantized_model_is_offloaded(wanted: tuple[Tensor, Tensor]) -> None:
 
 
 def test_an_offloaded_layer_is_not_prepacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """accelerate brings codes and scales for each forward; prepacked bytes would stay on the device."""
+    """accelerate copies codes and scales to the device for each forward; prepacked bytes would stay there."""
     from fp4gemm.nn import _weight
 
     model = accelerate.cpu_offload(float_model(), execution_device="cpu")

@@ -1,4 +1,4 @@
-"""fp4gemm.nn.quantize_model: which layers it swaps, which it leaves, what it reports."""
+"""fp4gemm.nn.quantize_model: the layers that it replaces, those that it skips, and its report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _seed() -> None:
 
 
 class Block(torch.nn.Module):
-    """A model with every case: plain, odd sizes, a subclass, a shared module, a tied weight."""
+    """A model with every case: plain, unsupported sizes, a subclass, a shared module, a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def test_quantize_model_swaps_and_reports() -> None:
     assert swapped.again is swapped.up
     assert type(swapped.odd) is torch.nn.Linear
     assert swapped.odd is not model.odd
-    assert isinstance(model.up, torch.nn.Linear)  # the original is as it was
+    assert isinstance(model.up, torch.nn.Linear)  # the original is unchanged
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert same_state(swapped.up, nn.Linear.from_float(model.up))
     assert seen == [(1, 3, "up"), (2, 3, "down"), (3, 3, "head")]

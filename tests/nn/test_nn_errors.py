@@ -1,4 +1,4 @@
-"""fp4gemm.nn: what is wrong with an argument or a checkpoint is named, and nothing is half loaded."""
+"""fp4gemm.nn: errors name the wrong argument or entry of a checkpoint, and nothing is loaded in part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""quantize_model on models of transformers: what their code does with the layers afterwards."""
+"""quantize_model on models of transformers, whose code then uses the layers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_tie_weights_changes_nothing(model: torch.nn.Module) -> None:
     before = logits(model)
     model.tie_weights()
     assert torch.equal(logits(model), before)
-    model.init_weights()  # which initialises float layers alone, and ties
+    model.init_weights()  # it initialises float layers alone, and ties weights
 
 
 def test_copies_and_states(model: torch.nn.Module) -> None:
@@ -133,7 +133,7 @@ def test_mamba_keeps_the_layer_whose_weight_it_reads() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])
 def test_resize_token_embeddings(name: str) -> None:
-    """With a float output layer; transformers refuses to resize any other, and says so."""
+    """Works with a float output layer; transformers refuses to resize any other with an error."""
     model = nn.quantize_model(MODELS[name](), exclude="lm_head")
     model.resize_token_embeddings(136)
     assert logits(model).shape[-1] == 136

@@ -28,7 +28,7 @@ def signed_weight() -> fp4gemm.NVFP4Tensor:
     return fp4gemm.NVFP4Tensor.from_compact(weight.codes, scales, weight.amax)
 
 
-# ---- what model code reads and assigns
+# ---- reads and assignments of model code
 
 
 def test_the_weight_has_the_dtype_of_the_float_layer() -> None:
@@ -45,7 +45,7 @@ def test_the_weight_has_the_dtype_of_the_float_layer() -> None:
         assert layer.to("meta").weight.dtype is dtype
     assert layer.half().weight.dtype is torch.float16
     assert layer.bfloat16().weight.dtype is torch.bfloat16
-    assert layer.double().weight.dtype is torch.bfloat16  # which is none of ours
+    assert layer.double().weight.dtype is torch.bfloat16  # a class of another package
     assert nn.Linear(32, 8).weight.dtype is torch.float32
     assert nn.Linear(32, 8, dtype=torch.float16).weight.dtype is torch.float16
 
@@ -96,7 +96,7 @@ def test_buffers_put_into_place_by_others_are_checked() -> None:
 
 @pytest.mark.parametrize("bound", [448, 256])
 def test_a_checkpoint_with_extra_state_loads(bound: int) -> None:
-    """Version 0.1.0 kept the e4m3 bound there."""
+    """Version 0.1.0 stored the e4m3 bound there."""
     made = fp4gemm.quantize(torch.randn(24, 64))
     layer = nn.Linear.from_quantized(fp4gemm.NVFP4Tensor(made.codes, made.scales, made.amax, bound))
     state = layer.state_dict()
@@ -121,7 +121,7 @@ def test_a_checkpoint_without_a_bound_means_448(strict: bool) -> None:
 
 
 def test_an_old_pickle_loads() -> None:
-    """Of version 0.1.0, whose bound was an attribute."""
+    """A pickle of version 0.1.0, in which the bound was an attribute."""
     layer = nn.Linear.from_float(float_linear())
     state = layer.__getstate__()
     for name in ("_e4m3_max", "dtype", "_has_signed_scales", "check_finite"):
@@ -135,11 +135,11 @@ def test_an_old_pickle_loads() -> None:
     assert old(torch.randn(2, 64)).shape == (2, 24)
 
 
-# ---- prepacked weights with negative scales, of which one part is assigned
+# ---- assignment of codes or scales alone to a prepacked weight with negative scales
 
 
 def test_one_part_of_a_weight_with_negative_scales_is_refused() -> None:
-    """The signs of its scales are in the codes, which new codes would lose."""
+    """The codes hold the signs of the scales, so new codes would lose them."""
     weight = signed_weight()
     layer = nn.Linear.from_quantized(weight).prepack()
     for name, part in (("weight_codes", weight.codes), ("weight_scales", weight.scales)):
@@ -166,14 +166,14 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_threads_prepack_once(streams: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread prepacks while the others wait; none of them sees memory that another one lets go of."""
+    """One thread prepacks while the others wait; none reads memory that another one frees."""
     calls: list[Tensor] = []
     at_once = threading.Barrier(4)
 
     def slow(weight: fp4gemm.NVFP4Tensor) -> fp4gemm.PrepackedTensor:
         made = fp4gemm.prepack(weight)
         calls.append(made.data)
-        threading.Event().wait(0.2)  # time for the others to begin
+        threading.Event().wait(0.2)  # gives the others time to begin
         return made
 
     monkeypatch.setattr(_weight, "prepack", slow)
@@ -201,7 +201,7 @@ def test_threads_prepack_once(streams: None, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.gpu
 def test_threads_on_streams_of_their_own(cuda: torch.device) -> None:
-    """Every first forward gives the right bits while the allocator is kept busy with memory full of 0xFF."""
+    """Every first forward gives the right bits while other threads allocate memory full of 0xFF."""
     linear, x = float_linear(2048, 2048, bias=False, device=cuda), torch.randn(64, 2048, device=cuda)
     reference = nn.Linear.from_float(linear)
     want = fp4gemm.mm(fp4gemm.quantize(x), reference.weight, out_dtype=torch.float32)
@@ -258,7 +258,7 @@ def test_check_finite() -> None:
 
 
 def test_what_the_default_does_with_nan_and_infinity() -> None:
-    """As documented: NaN becomes a finite number, an infinity makes its row infinite or NaN."""
+    """NaN becomes a finite number, and an infinity makes its row infinite or NaN, as documented."""
     layer = nn.Linear.from_float(float_linear(bias=False))
     nan, inf, _ = bad_inputs()
     assert layer(nan).isfinite().all()
