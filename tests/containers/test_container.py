@@ -146,7 +146,7 @@ def test_loads_with_weights_only(t: Any) -> None:
 
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_a_corrupt_file_is_refused_by_name(t: Any, weights_only: bool) -> None:
-    """A file with a tensor of another shape is refused; prepacked containers are saved as codes and scales."""
+    """A tensor of another shape is refused; prepacked containers are saved as codes and scales."""
     t = fp4gemm.unprepack(t) if isinstance(t, fp4gemm.PrepackedTensor) else t
     name = "values" if isinstance(t, fp4gemm.MXFP8Tensor) else "amax"
     bad = copy.deepcopy(t)

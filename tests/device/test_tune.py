@@ -220,7 +220,7 @@ def test_selection_reads_the_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         selection.clear()
 
 
-# ---- the file of results ------------------------------------------------------------------------------------
+# ---- the file of results -------------------------------------------------------------------------------
 
 
 def read(path: Path) -> Any:
