@@ -27,6 +27,8 @@ CONSTANT = re.compile(r"c\[0x0\]\[(0x[0-9a-f]+)\]")
 # What may change any register or predicate: calls, and instructions with many destinations.
 FORGETS = {"CALL", "WARPSYNC", "R2P", "HGMMA", "QGMMA", "IGMMA", "LDTM"}
 
+INDIRECT = {"BRX", "BRXU", "JMP", "JMX", "JMXU"}  # branches through a table, as a switch has them
+
 Value = int | str | bool
 State = dict[str, Value]
 Words = dict[int, Value]  # what is assumed of 32-bit words of constant bank 0, by offset
@@ -193,7 +195,6 @@ def successors(instruction: Instruction, following: int | None, state: State) ->
         return [instruction.target, *after]  # the body, and what follows its return
     if base in ("EXIT", "RET", "KILL"):
         return after if operands and base == "EXIT" else stays
-    assert base not in ("BRX", "BRXU", "JMP", "JMX", "JMXU"), f"{instruction}: an indirect branch"
     return after
 
 
@@ -213,7 +214,10 @@ def reached_before_wait(instructions: list[Instruction], words: Words | None = N
             continue
         following = instructions[i + 1].address if i + 1 < len(instructions) else None
         after = step(known[i], instructions[i], words)
-        for address in successors(instructions[i], following, known[i]):
+        targets: Iterable[int] = successors(instructions[i], following, known[i])
+        if instructions[i].base in INDIRECT:  # its table is not read: it may go anywhere
+            after, targets = {}, index
+        for address in targets:
             j = index[address]
             if j not in known:
                 joined = after
