@@ -56,6 +56,7 @@ struct Side {
   int num_words = 0;   // of 4 scales in a row of the result, padding included
 };
 
+/// The arguments of quantize_tiles and quantize_squares.
 struct TileParams {
   void const* x;
   int64_t row_stride;
@@ -146,6 +147,7 @@ class SideCast {
   typename AnyCast::Shared any_shared_;
 };
 
+/// Threads of a CTA: one for each panel of its tile.
 template <class T>
 constexpr int kTileThreads = kTileColumns / Panel<T>::kColumns * (kTileRows / kBlock);
 
@@ -254,6 +256,7 @@ __global__ void __launch_bounds__(kTileThreads<T>)
 constexpr int kAmaxRows = 128;  // rows of a CTA of columns_amax
 constexpr int kColumnAmaxThreads = 128;
 
+/// The arguments of columns_amax.
 struct ColumnAmaxParams {
   void const* x;
   int64_t row_stride;

@@ -16,8 +16,8 @@ struct RowLaunch {
   cudaStream_t stream;
 };
 
-/// The launch for rows of k elements with an amax each, where `out` gives none; the casts' options are the
-/// caller's.
+/// The launch for m rows of k elements. Each row has an amax, which is found unless `out` gives it. The
+/// options of the cast keep their defaults; the caller sets them.
 inline RowLaunch row_launch(Input const& input, int64_t m, int64_t k, fp4gemm_dtype_t dtype,
                             fp4gemm_quantized_t const& out, Groups const& groups,
                             DeviceProperties const& device, cudaStream_t stream) {

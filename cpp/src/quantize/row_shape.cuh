@@ -19,6 +19,7 @@ enum class AmaxAt {
   kGroupStart,  // that of the first row of the row's group, amax_in having one for each row
 };
 
+/// The arguments of quantize_rows.
 struct RowParams {
   Input input;
   int64_t m;

@@ -255,14 +255,17 @@ __global__ void __launch_bounds__(Shape::kThreads, min_ctas<Loader, Shape>()) qu
   using Element = typename Loader::Element;
   using AnyCast = typename Cast::template Rebind<Range::kAny>;
   constexpr bool kQuads = Shape::kCover == Cover::kQuads;
-  extern __shared__ uint4
-      staged[];  // word w holds the scales of blocks 4w to 4w + 3 of each of the four rows
+  // Element w holds the scales of blocks 4w to 4w + 3, first those of the first of the four rows.
+  extern __shared__ uint4 staged[];
 #if __CUDA_ARCH__ >= 900
-  // The kernel may start while the one before it still runs. No memory is read or written before this wait,
-  // and whatever follows in the stream waits in the same way, so that it may be started now.
+  // The kernel may start while the one before it still runs: no thread reads or writes global memory before
+  // this wait. The kernel after it may be started now, since it waits in the same way or is launched without
+  // overlap.
   asm volatile("griddepcontrol.wait;\n griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 
+  // The CTA has kCtaRows rows of one tile of 128 rows of the scale buffer. Row first_in_tile + r * kRowStep
+  // of the tile is row rows.first + that of x if it is below rows.count, and padding otherwise.
   int64_t const index = int64_t{blockIdx.x} * Shape::kCtaRows;
   int64_t const tile = index / kScaleTileRows;
   int const first_in_tile = static_cast<int>(index % kScaleTileRows) / (kQuads ? kQuad : 1);
@@ -279,9 +282,12 @@ __global__ void __launch_bounds__(Shape::kThreads, min_ctas<Loader, Shape>()) qu
   int const num_scales = kScaleWord * p.num_words;
   int const num_turns = Shape::kLooped ? (num_scales + Shape::kTurnBlocks - 1) / Shape::kTurnBlocks : 1;
 
+  // Whole warps construct these, before their lanes may diverge.
   typename Cast::Shared const shared(p.cast, 0);
   typename AnyCast::Shared const any_shared(p.cast, 0);
 
+  // All threads that share a row take the same branches up to the cast, so that they meet at the barriers of
+  // row_max and row_sum. The slots of these alternate from round to round.
 #pragma unroll 1
   for (int round = 0; round < Shape::kRounds; ++round) {
     int const of_quad = Shape::kWarpRows ? static_cast<int>(threadIdx.x / 32) : round;
