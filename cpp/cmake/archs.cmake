@@ -1,7 +1,7 @@
 # The table of GPU architectures: what each family builds, which nvcc it needs, which devices `native` maps to it.
 #
-# A family is what FP4GEMM_CUDA_ARCHS lists. To add one: a row here, a folder cpp/src/smNN, a list of its sources in the
-# top CMakeLists.txt.
+# A family is what FP4GEMM_CUDA_ARCHS lists. To add one: a row here, a folder cpp/src/smNN with an arch.cpp and its *.cu, a
+# header cpp/cutlass_evt/arch/smNN.hpp. The library learns the compute capabilities of the devices from this table.
 #
 #   family   GEMM folder   nvcc    code of quantize and decode           compute capabilities
 #            (- : none)    (>=)    (NN: machine code, NN-ptx: portable)  that `native` maps here
@@ -42,7 +42,11 @@ endfunction()
 #   FP4GEMM_ARCHS             its families, `native` resolved; empty for "none"
 #   FP4GEMM_NVCC_MIN          the oldest nvcc that can build them all, and FP4GEMM_NVCC_MIN_FOR, the family that asks for it
 #   FP4GEMM_QUANTIZE_GENCODE  nvcc options of the quantize and decode kernels
-#   FP4GEMM_GENCODE_sm90 ...  nvcc options of each GEMM folder that is built; undefined for the others
+#   FP4GEMM_QUANTIZE_DEVICES  the compute capabilities that have machine code of these kernels: "8.0 8.6"
+#   FP4GEMM_QUANTIZE_PORTABLE the least compute capability (10 * major + minor) that has portable code of them; 0: none has
+#   FP4GEMM_GEMM_FOLDERS      the GEMM folders that are built, in the order of the table, and for each of them
+#   FP4GEMM_GENCODE_sm90 ...    the nvcc options
+#   FP4GEMM_DEVICES_sm90 ...    the compute capabilities that its kernels serve: "9.0"
 macro(fp4gemm_read_archs)
   set(FP4GEMM_ARCHS "${FP4GEMM_CUDA_ARCHS}")
   if(FP4GEMM_ARCHS STREQUAL "native")
@@ -52,6 +56,9 @@ macro(fp4gemm_read_archs)
   endif()
   set(FP4GEMM_NVCC_MIN 0)
   set(FP4GEMM_QUANTIZE_GENCODE "")
+  set(FP4GEMM_QUANTIZE_DEVICES "")
+  set(FP4GEMM_QUANTIZE_PORTABLE 0)
+  set(FP4GEMM_GEMM_FOLDERS "")
   set(_known "")
   foreach(_row IN LISTS FP4GEMM_ARCH_TABLE)
     string(REGEX REPLACE " *\\| *" ";" _row "${_row}")
@@ -59,6 +66,7 @@ macro(fp4gemm_read_archs)
     list(GET _row 1 _folder)
     list(GET _row 2 _nvcc)
     list(GET _row 3 _images)
+    list(GET _row 4 _devices)
     list(APPEND _known "${_family}")
     if(_family IN_LIST FP4GEMM_ARCHS)
       if(_nvcc VERSION_GREATER FP4GEMM_NVCC_MIN)
@@ -69,11 +77,17 @@ macro(fp4gemm_read_archs)
       foreach(_image IN LISTS _images)
         if(_image MATCHES "^(.*)-ptx$")
           list(APPEND FP4GEMM_QUANTIZE_GENCODE "-gencode=arch=compute_${CMAKE_MATCH_1},code=compute_${CMAKE_MATCH_1}")
+          if(NOT FP4GEMM_QUANTIZE_PORTABLE OR CMAKE_MATCH_1 LESS FP4GEMM_QUANTIZE_PORTABLE)
+            set(FP4GEMM_QUANTIZE_PORTABLE ${CMAKE_MATCH_1})
+          endif()
         else()
           list(APPEND FP4GEMM_QUANTIZE_GENCODE "-gencode=arch=compute_${_image},code=sm_${_image}")
         endif()
       endforeach()
+      string(STRIP "${FP4GEMM_QUANTIZE_DEVICES} ${_devices}" FP4GEMM_QUANTIZE_DEVICES)
       if(NOT _folder STREQUAL "-")
+        list(APPEND FP4GEMM_GEMM_FOLDERS "${_folder}")
+        set(FP4GEMM_DEVICES_${_folder} "${_devices}")
         if(_family MATCHES "f$") # PTX too: for members of the family that are yet to come, and for the emulator of the tests
           set(FP4GEMM_GENCODE_${_folder} "-gencode=arch=compute_${_family},code=[sm_${_family},compute_${_family}]")
         else()

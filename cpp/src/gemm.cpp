@@ -1,4 +1,5 @@
 // The GEMM calls of the C interface: check, plan, decode where the kernel needs it, launch.
+#include "architecture.hpp"
 #include "check.hpp"
 #include "device.hpp"
 #include "quantize/quantize.hpp"
@@ -15,50 +16,15 @@ size_t decoded_bytes(int64_t rows, int64_t k) {
   return static_cast<size_t>(round_up(rows * k * 2, Rules::kWorkspaceBytes));
 }
 
-/// Both calls become one kind of arguments; a dense one has num_groups 0.
-using Args = fp4gemm_grouped_args_t;
+using Args = fp4gemm_gemm_args_t;
 
 bool is_grouped(Args const& args) { return args.num_groups > 0; }
-bool is_by_rows(Args const& args) { return is_grouped(args) && args.ragged == FP4GEMM_RAGGED_ROWS; }
-bool is_by_depth(Args const& args) { return is_grouped(args) && args.ragged == FP4GEMM_RAGGED_DEPTH; }
-int64_t num_b(Args const& args) { return is_by_rows(args) ? args.num_groups : 1; }
+bool is_ragged_m(Args const& args) { return is_grouped(args) && args.ragged == FP4GEMM_RAGGED_M; }
+bool is_ragged_k(Args const& args) { return is_grouped(args) && args.ragged == FP4GEMM_RAGGED_K; }
+int64_t num_b(Args const& args) { return is_ragged_m(args) ? args.num_groups : 1; }
 bool is_gated(Args const& args) { return args.activation == FP4GEMM_ACTIVATION_SWIGLU; }
 int64_t columns_of_d(Args const& args) { return is_gated(args) ? args.n / 2 : args.n; }
-int64_t num_d(Args const& args) { return is_by_depth(args) ? args.num_groups : 1; }
-
-fp4gemm_status_t widen(fp4gemm_dense_args_t const* args, Args* wide) {
-  FP4GEMM_TRY(check_args(args));
-  *wide = FP4GEMM_GROUPED_ARGS_INIT;
-  wide->m = args->m;
-  wide->n = args->n;
-  wide->k = args->k;
-  wide->a = args->a;
-  wide->b = args->b;
-  wide->alpha_row = {args->alpha_row.data, args->alpha_row.numel, 0};
-  wide->alpha_col = {args->alpha_col.data, args->alpha_col.numel, 0};
-  wide->alpha = args->alpha;
-  wide->bias = {args->bias, args->bias == nullptr ? 0 : args->n, 0};
-  wide->activation = args->activation;
-  wide->c = args->c;
-  wide->c_row_stride = args->c_row_stride;
-  wide->beta = args->beta;
-  wide->d = args->d;
-  wide->d_row_stride = args->d_row_stride;
-  wide->out_dtype = args->out_dtype;
-  wide->batch_invariant = args->batch_invariant;
-  wide->kernel = args->kernel;
-  return FP4GEMM_SUCCESS;
-}
-
-fp4gemm_status_t widen(fp4gemm_grouped_args_t const* args, Args* wide) {
-  FP4GEMM_TRY(check_args(args));
-  FP4GEMM_CHECK(args->num_groups >= 1, "num_groups: is %d, must be at least 1", args->num_groups);
-  FP4GEMM_CHECK(args->ragged == FP4GEMM_RAGGED_ROWS || args->ragged == FP4GEMM_RAGGED_DEPTH,
-                "ragged: is %d, must be FP4GEMM_RAGGED_ROWS or FP4GEMM_RAGGED_DEPTH",
-                static_cast<int>(args->ragged));
-  *wide = *args;
-  return FP4GEMM_SUCCESS;
-}
+int64_t num_d(Args const& args) { return is_ragged_k(args) ? args.num_groups : 1; }
 
 // ---- checks ----
 
@@ -76,29 +42,46 @@ fp4gemm_status_t check_formats(Args const& args) {
                 "b: format is FP4GEMM_FORMAT_FP16, must be FP4GEMM_FORMAT_NVFP4 or FP4GEMM_FORMAT_PREPACKED "
                 "with a in FP4GEMM_FORMAT_BF16");
   FP4GEMM_CHECK(
-      !is_by_depth(args) || (a != FP4GEMM_FORMAT_BF16 && b != FP4GEMM_FORMAT_PREPACKED),
-      "%s: format is %d, must be FP4GEMM_FORMAT_NVFP4 or FP4GEMM_FORMAT_FP16 for groups that divide k",
+      !is_ragged_k(args) || (a != FP4GEMM_FORMAT_BF16 && b != FP4GEMM_FORMAT_PREPACKED),
+      "%s: format is %d, must be FP4GEMM_FORMAT_NVFP4 or FP4GEMM_FORMAT_FP16 for groups that are ragged in k",
       a == FP4GEMM_FORMAT_BF16 ? "a" : "b", static_cast<int>(a == FP4GEMM_FORMAT_BF16 ? a : b));
+  return FP4GEMM_SUCCESS;
+}
+
+/// The fields that make a GEMM dense or grouped.
+fp4gemm_status_t check_groups(Args const& args) {
+  FP4GEMM_CHECK(args.num_groups >= 0, "num_groups: is %d, must be 0 (dense) or more", args.num_groups);
+  FP4GEMM_CHECK(args.ragged == FP4GEMM_RAGGED_M || args.ragged == FP4GEMM_RAGGED_K,
+                "ragged: is %d, must be FP4GEMM_RAGGED_M or FP4GEMM_RAGGED_K", static_cast<int>(args.ragged));
+  if (!is_grouped(args)) {
+    FP4GEMM_CHECK(args.ragged == FP4GEMM_RAGGED_M, "ragged: is %d, must be FP4GEMM_RAGGED_M without groups",
+                  static_cast<int>(args.ragged));
+    FP4GEMM_CHECK(args.offs == nullptr, "offs: is %p, must be null without groups",
+                  static_cast<void const*>(args.offs));
+    FP4GEMM_CHECK(args.alpha_groups == nullptr, "alpha_groups: is %p, must be null without groups",
+                  static_cast<void const*>(args.alpha_groups));
+  }
   return FP4GEMM_SUCCESS;
 }
 
 /// Sizes, formats and types: all that the plan depends on.
 fp4gemm_status_t check_problem(Args const& args) {
+  FP4GEMM_TRY(check_groups(args));
   FP4GEMM_TRY(check_dtype("out_dtype", args.out_dtype));
   FP4GEMM_TRY(check_size("m", args.m, 0, 1));
   FP4GEMM_CHECK(args.activation >= FP4GEMM_ACTIVATION_NONE && args.activation <= FP4GEMM_ACTIVATION_SWIGLU,
                 "activation: is %d, must be one of fp4gemm_activation_t", static_cast<int>(args.activation));
   FP4GEMM_TRY(
       check_size("n", args.n, 0, Rules::kRowBytes / dtype_bytes(args.out_dtype) * (is_gated(args) ? 2 : 1)));
-  if (is_by_depth(args)) {
+  if (is_ragged_k(args)) {
     FP4GEMM_TRY(check_size("k", args.k, 0, Rules::kGroupedK, Rules::kMaxK));
   } else {
     FP4GEMM_TRY(check_size("k", args.k, Rules::kGemmK, Rules::kGemmK, Rules::kMaxK));
   }
   FP4GEMM_CHECK(!is_gated(args) || args.c == nullptr, "c: is %p, must be null with the swiglu activation",
                 args.c);
-  FP4GEMM_CHECK(!is_gated(args) || !is_by_depth(args),
-                "activation: is swiglu, must be another one for groups that divide k");
+  FP4GEMM_CHECK(!is_gated(args) || !is_ragged_k(args),
+                "activation: is swiglu, must be another one for groups that are ragged in k");
   return check_formats(args);
 }
 
@@ -113,7 +96,7 @@ fp4gemm_status_t check_operand(char const* name, char const* scale_name, fp4gemm
   return FP4GEMM_SUCCESS;
 }
 
-fp4gemm_status_t check_vector(char const* name, fp4gemm_grouped_vector_t const& vector, int64_t length,
+fp4gemm_status_t check_vector(char const* name, fp4gemm_vector_t const& vector, int64_t length,
                               bool may_be_number, bool may_differ) {
   if (vector.data == nullptr) {
     FP4GEMM_CHECK(vector.numel == 0 && vector.group_stride == 0,
@@ -144,7 +127,7 @@ fp4gemm_status_t check_pointers(Args const& args) {
   int64_t const out_elems = num_d(args) * args.m * columns_of_d(args);
   FP4GEMM_TRY(check_operand("a", "scale_a", args.a, args.m * args.k));
   FP4GEMM_TRY(check_operand("b", "scale_b", args.b, num_b(args) * args.n * args.k));
-  FP4GEMM_TRY(check_vector("alpha_row", args.alpha_row, args.m, true, is_by_depth(args)));
+  FP4GEMM_TRY(check_vector("alpha_row", args.alpha_row, args.m, true, is_ragged_k(args)));
   FP4GEMM_TRY(check_vector("alpha_col", args.alpha_col, args.n, true, is_grouped(args)));
   FP4GEMM_TRY(check_vector("bias", args.bias, args.n, false, is_grouped(args)));
   if (is_grouped(args)) {
@@ -190,7 +173,7 @@ fp4gemm_status_t select_kernel(Args const& args, int device, Plan* plan) {
                    args.out_dtype, args.a.format, args.b.format, args.batch_invariant != 0, is_gated(args)};
   int const index = select_kernel(arch, plan->device.num_sms, wanted);
   if (index >= 0) {
-    plan->kernel = &kernel_at(index);
+    plan->kernel = kernel_at(index);
     return FP4GEMM_SUCCESS;
   }
   if (is_gated(args) && args.out_dtype == FP4GEMM_FP32) {
@@ -221,7 +204,8 @@ fp4gemm_status_t force_kernel(Args const& args, int device, Plan* plan) {
                 args.kernel, kernel->info.epilogue, is_gated(args) ? "is" : "is not");
   FP4GEMM_CHECK(kernel->info.out_dtype == args.out_dtype, "kernel: '%s' writes %s, out_dtype is %s",
                 args.kernel, kOutNames[kernel->info.out_dtype], kOutNames[args.out_dtype]);
-  if (!serves(kernel->info.arch, arch)) {
+  Architecture const* const served = architecture_of(arch);
+  if (served == nullptr || served->arch != kernel->info.arch) {
     return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
                 "kernel: '%s' does not run on device %d, whose compute capability is %d.%d", args.kernel,
                 device, arch / 10, arch % 10);
@@ -275,8 +259,8 @@ fp4gemm_status_t make_plan(Args const& args, int device, Plan* plan) {
                 plan->kernel->info.name, plan->kernel->info.operand, kFormatNames[args.a.format],
                 kFormatNames[args.b.format]);
   }
-  if (is_by_depth(args) && operands == Operands::kPrepacked) {
-    return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not take groups that divide k",
+  if (is_ragged_k(args) && operands == Operands::kPrepacked) {
+    return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not support groups that are ragged in k",
                 plan->kernel->info.name);
   }
   bool const packed_b = args.b.format == FP4GEMM_FORMAT_NVFP4;
@@ -302,7 +286,7 @@ fp4gemm_status_t convert_operands(Args const& args, Plan const& plan, char* work
   if (plan.decode_a) {
     a = {args.m, static_cast<uint8_t const*>(args.a.data), static_cast<uint8_t const*>(args.a.scales),
          workspace};
-    if (is_by_rows(args)) {
+    if (is_ragged_m(args)) {
       a.offs = args.offs;
       a.num_groups = args.num_groups;
     }
@@ -310,7 +294,7 @@ fp4gemm_status_t convert_operands(Args const& args, Plan const& plan, char* work
   if (plan.decode_b) {
     b = {num_b(args) * args.n, static_cast<uint8_t const*>(args.b.data),
          static_cast<uint8_t const*>(args.b.scales), workspace + plan.b_offset};
-    b.rows_per_matrix = is_by_rows(args) ? args.n : 0;
+    b.rows_per_matrix = is_ragged_m(args) ? args.n : 0;
   }
   if (args.k > 0 && (plan.decode_a || plan.decode_b)) {
     FP4GEMM_TRY(launch_decode(a, b, args.k, stream));
@@ -322,25 +306,21 @@ fp4gemm_status_t convert_operands(Args const& args, Plan const& plan, char* work
   return FP4GEMM_SUCCESS;
 }
 
-template <class CallArgs>
-fp4gemm_status_t workspace_bytes(CallArgs const* call, int device, size_t* bytes) {
+fp4gemm_status_t workspace_bytes(Args const* args, int device, size_t* bytes) {
   FP4GEMM_CHECK(bytes != nullptr, "bytes: is null, must point at the result");
-  Args args;
+  FP4GEMM_TRY(check_args(args));
   Plan plan;
-  FP4GEMM_TRY(widen(call, &args));
-  FP4GEMM_TRY(make_plan(args, device, &plan));
+  FP4GEMM_TRY(make_plan(*args, device, &plan));
   *bytes = plan.total_bytes;
   return FP4GEMM_SUCCESS;
 }
 
-template <class CallArgs>
-fp4gemm_status_t run(CallArgs const* call, void* workspace, size_t workspace_bytes, int device,
+fp4gemm_status_t run(Args const* args, void* workspace, size_t workspace_bytes, int device,
                      fp4gemm_stream_t stream) {
-  Args args;
+  FP4GEMM_TRY(check_args(args));
   Plan plan;
-  FP4GEMM_TRY(widen(call, &args));
-  FP4GEMM_TRY(make_plan(args, device, &plan));
-  FP4GEMM_TRY(check_pointers(args));
+  FP4GEMM_TRY(make_plan(*args, device, &plan));
+  FP4GEMM_TRY(check_pointers(*args));
   if (plan.kernel == nullptr) {
     return FP4GEMM_SUCCESS;
   }
@@ -356,8 +336,8 @@ fp4gemm_status_t run(CallArgs const* call, void* workspace, size_t workspace_byt
   DeviceGuard const guard(device);
   FP4GEMM_TRY(guard.status());
   char* const bytes = static_cast<char*>(workspace);
-  FP4GEMM_TRY(convert_operands(args, plan, bytes, stream));
-  return plan.kernel->launch(problem_of(args, plan, bytes, device), bytes + plan.kernel_offset, stream);
+  FP4GEMM_TRY(convert_operands(*args, plan, bytes, stream));
+  return plan.kernel->launch(problem_of(*args, plan, bytes, device), bytes + plan.kernel_offset, stream);
 }
 
 }  // namespace
@@ -365,22 +345,12 @@ fp4gemm_status_t run(CallArgs const* call, void* workspace, size_t workspace_byt
 
 extern "C" {
 
-fp4gemm_status_t fp4gemm_dense_workspace_bytes(fp4gemm_dense_args_t const* args, int device, size_t* bytes) {
+fp4gemm_status_t fp4gemm_gemm_workspace_bytes(fp4gemm_gemm_args_t const* args, int device, size_t* bytes) {
   return fp4gemm::workspace_bytes(args, device, bytes);
 }
 
-fp4gemm_status_t fp4gemm_dense(fp4gemm_dense_args_t const* args, void* workspace, size_t workspace_bytes,
-                               int device, fp4gemm_stream_t stream) {
-  return fp4gemm::run(args, workspace, workspace_bytes, device, stream);
-}
-
-fp4gemm_status_t fp4gemm_grouped_workspace_bytes(fp4gemm_grouped_args_t const* args, int device,
-                                                 size_t* bytes) {
-  return fp4gemm::workspace_bytes(args, device, bytes);
-}
-
-fp4gemm_status_t fp4gemm_grouped(fp4gemm_grouped_args_t const* args, void* workspace, size_t workspace_bytes,
-                                 int device, fp4gemm_stream_t stream) {
+fp4gemm_status_t fp4gemm_gemm(fp4gemm_gemm_args_t const* args, void* workspace, size_t workspace_bytes,
+                              int device, fp4gemm_stream_t stream) {
   return fp4gemm::run(args, workspace, workspace_bytes, device, stream);
 }
 

@@ -8,9 +8,9 @@
 namespace fp4gemm {
 
 /// A dense (num_groups 0) or grouped GEMM on one device, operands in the form that the kernel's tensor cores
-/// multiply. The fields mean what they mean in fp4gemm_grouped_args_t; a dense vector has group_stride 0.
+/// multiply. The fields mean what they mean in fp4gemm_gemm_args_t.
 struct Problem {
-  fp4gemm_ragged_t ragged = FP4GEMM_RAGGED_ROWS;
+  fp4gemm_ragged_t ragged = FP4GEMM_RAGGED_M;
   int64_t m = 0, n = 0, k = 0;
   int num_groups = 0;
   int32_t const* offs = nullptr;
@@ -18,12 +18,12 @@ struct Problem {
   void const* scale_a = nullptr;  // null unless nvfp4
   void const* b = nullptr;
   void const* scale_b = nullptr;
-  bool b_is_fresh = false;               // the launch right before this one on the stream wrote b
-  fp4gemm_grouped_vector_t alpha_row{};  // data null: absent
-  fp4gemm_grouped_vector_t alpha_col{};
+  bool b_is_fresh = false;       // the launch right before this one on the stream wrote b
+  fp4gemm_vector_t alpha_row{};  // data null: absent
+  fp4gemm_vector_t alpha_col{};
   float alpha = 1.0f;
   float const* alpha_groups = nullptr;
-  fp4gemm_grouped_vector_t bias{};
+  fp4gemm_vector_t bias{};
   fp4gemm_activation_t activation = FP4GEMM_ACTIVATION_NONE;
   void const* c = nullptr;
   int64_t c_row_stride = 0;  // elements

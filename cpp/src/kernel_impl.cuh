@@ -117,7 +117,7 @@ struct DenseImpl : KernelBase<K> {
   using Base = KernelBase<K>;
   using typename Base::Gemm;
 
-  static cutlass_evt::Vector vector(fp4gemm_grouped_vector_t v) { return {v.data, v.numel != 1}; }
+  static cutlass_evt::Vector vector(fp4gemm_vector_t v) { return {v.data, v.numel != 1}; }
 
   static typename Gemm::Arguments arguments(Problem const& p) {
     auto args = Base::template arguments_of<cutlass_evt::DenseArguments<typename K::Op>>(p);
@@ -148,13 +148,13 @@ struct GroupedImpl : KernelBase<K> {
   using Op = typename K::Op;
   using Table = typename K::Table;
 
-  static cutlass_evt::GroupVector vector(fp4gemm_grouped_vector_t v) {
+  static cutlass_evt::GroupVector vector(fp4gemm_vector_t v) {
     return {v.data, v.group_stride, v.numel != 1};
   }
 
   static cutlass_evt::GroupedArguments<Op> arguments(Problem const& p) {
     auto args = Base::template arguments_of<cutlass_evt::GroupedArguments<Op>>(p);
-    args.ragged = p.ragged == FP4GEMM_RAGGED_ROWS ? cutlass_evt::Ragged::kM : cutlass_evt::Ragged::kK;
+    args.ragged = p.ragged == FP4GEMM_RAGGED_M ? cutlass_evt::Ragged::kM : cutlass_evt::Ragged::kK;
     args.num_groups = p.num_groups;
     args.offs = p.offs;
     args.scale_tiles = static_cast<int>(fp4gemm_grouped_scale_rows(p.m, p.num_groups) / 128);
@@ -185,7 +185,7 @@ struct GroupedImpl : KernelBase<K> {
 
     cudaLaunchAttribute overlapping = overlapping_launch();
     cudaLaunchConfig_t config{};
-    config.gridDim = p.ragged == FP4GEMM_RAGGED_DEPTH ? 1 + p.num_sms : 1;  // see prepare_groups
+    config.gridDim = p.ragged == FP4GEMM_RAGGED_K ? 1 + p.num_sms : 1;  // see prepare_groups
     config.blockDim = cutlass_evt::kPrepareThreads;
     config.stream = stream;
     config.attrs = &overlapping;

@@ -68,7 +68,7 @@ struct KernelTraits {
   constexpr char const* operand_name() const {
     switch (operands) {
       case Operands::kNvfp4: return "nvfp4";
-      case Operands::kFp16: return "f16";
+      case Operands::kFp16: return "fp16";
       case Operands::kPrepacked: return "prepacked";
       case Operands::kPrepackedBf16: return "prepacked_bf16";
     }

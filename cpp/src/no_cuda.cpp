@@ -35,7 +35,7 @@ fp4gemm_status_t launch_decode(DecodeJob const&, DecodeJob const&, int64_t, fp4g
 fp4gemm_status_t launch_prepack(int, int64_t, int64_t, void const*, void const*, void*, fp4gemm_stream_t) {
   return no_cuda();
 }
-fp4gemm_status_t launch_unpack(int, int64_t, int64_t, void const*, void*, void*, fp4gemm_stream_t) {
+fp4gemm_status_t launch_unprepack(int, int64_t, int64_t, void const*, void*, void*, fp4gemm_stream_t) {
   return no_cuda();
 }
 fp4gemm_status_t launch_nothing(fp4gemm_stream_t) { return no_cuda(); }

@@ -1,84 +1,75 @@
 // The table of GEMM kernels: the lists of every architecture that was built, one after the other.
 #include "registry.hpp"
 
+#include <cstdlib>
 #include <cstring>
+
+#include "architecture.hpp"
 
 namespace fp4gemm {
 
-#ifdef FP4GEMM_WITH_SM90
-extern KernelList const kSm90DenseBf16, kSm90DenseFp16, kSm90DenseFp32;
-extern KernelList const kSm90GroupedBf16, kSm90GroupedFp16, kSm90GroupedFp32;
-extern KernelList const kSm90DenseGatedBf16, kSm90DenseGatedFp16;
-extern KernelList const kSm90GroupedGatedBf16, kSm90GroupedGatedFp16;
-extern KernelList const kSm90PrepackedNarrow, kSm90PrepackedWide, kSm90PrepackedBf16;
-#endif
-#ifdef FP4GEMM_WITH_SM100
-extern KernelList const kSm100DenseBf16, kSm100DenseFp16, kSm100DenseFp32;
-extern KernelList const kSm100GroupedBf16, kSm100GroupedFp16, kSm100GroupedFp32;
-extern KernelList const kSm100DenseGatedBf16, kSm100DenseGatedFp16;
-extern KernelList const kSm100GroupedGatedBf16, kSm100GroupedGatedFp16;
-#endif
+// The build passes FP4GEMM_ARCHITECTURES: FP4GEMM_ARCHITECTURE(folder) for each folder cpp/src/smNN built.
+#define FP4GEMM_ARCHITECTURE(folder)      \
+  namespace folder {                      \
+  extern Architecture const architecture; \
+  }
+FP4GEMM_ARCHITECTURES
+#undef FP4GEMM_ARCHITECTURE
 
 namespace {
 
-KernelList const* const kLists[] = {
-#ifdef FP4GEMM_WITH_SM90
-    &kSm90DenseBf16,
-    &kSm90DenseFp16,
-    &kSm90DenseFp32,
-    &kSm90GroupedBf16,
-    &kSm90GroupedFp16,
-    &kSm90GroupedFp32,
-    &kSm90DenseGatedBf16,
-    &kSm90DenseGatedFp16,
-    &kSm90GroupedGatedBf16,
-    &kSm90GroupedGatedFp16,
-    &kSm90PrepackedNarrow,
-    &kSm90PrepackedWide,
-    &kSm90PrepackedBf16,
-#endif
-#ifdef FP4GEMM_WITH_SM100
-    &kSm100DenseBf16,
-    &kSm100DenseFp16,
-    &kSm100DenseFp32,
-    &kSm100GroupedBf16,
-    &kSm100GroupedFp16,
-    &kSm100GroupedFp32,
-    &kSm100DenseGatedBf16,
-    &kSm100DenseGatedFp16,
-    &kSm100GroupedGatedBf16,
-    &kSm100GroupedGatedFp16,
-#endif
-    nullptr,  // the end
-};
+#define FP4GEMM_ARCHITECTURE(folder) &folder::architecture,
+Architecture const* const kArchitectures[] = {FP4GEMM_ARCHITECTURES nullptr};
+#undef FP4GEMM_ARCHITECTURE
 
 }  // namespace
 
-KernelList const* const* kernel_lists() { return kLists; }
+Architecture const* const* architectures() { return kArchitectures; }
+
+bool lists_device(char const* capabilities, int device_arch) {
+  for (char* next = nullptr; *capabilities != '\0'; capabilities = next) {
+    long const major = std::strtol(capabilities, &next, 10);
+    long const minor = std::strtol(next + 1, &next, 10);
+    if (10 * major + minor == device_arch) {
+      return true;
+    }
+  }
+  return false;
+}
+
+Architecture const* architecture_of(int device_arch) {
+  for (Architecture const* const* arch = kArchitectures; *arch != nullptr; ++arch) {
+    if (lists_device((*arch)->devices, device_arch)) {
+      return *arch;
+    }
+  }
+  return nullptr;
+}
 
 int kernel_count() {
   int count = 0;
-  for (KernelList const* const* list = kLists; *list != nullptr; ++list) {
-    count += (*list)->size;
+  for (Architecture const* const* arch = kArchitectures; *arch != nullptr; ++arch) {
+    count += (*arch)->num_kernels();
   }
   return count;
 }
 
-Kernel const& kernel_at(int index) {
-  KernelList const* const* list = kLists;
-  while (index >= (*list)->size) {
-    index -= (*list)->size;
-    ++list;
+Kernel const* kernel_at(int index) {
+  for (Architecture const* const* arch = kArchitectures; *arch != nullptr && index >= 0; ++arch) {
+    for (KernelList const* const* list = (*arch)->lists; *list != nullptr; ++list) {
+      if (index < (*list)->size) {
+        return &(*list)->data[index];
+      }
+      index -= (*list)->size;
+    }
   }
-  return (*list)->data[index];
+  return nullptr;
 }
 
 Kernel const* find_kernel(char const* name) {
-  for (KernelList const* const* list = kLists; *list != nullptr; ++list) {
-    for (int i = 0; i < (*list)->size; ++i) {
-      if (std::strcmp((*list)->data[i].info.name, name) == 0) {
-        return &(*list)->data[i];
-      }
+  for (int i = 0, count = kernel_count(); i < count; ++i) {
+    if (Kernel const* const kernel = kernel_at(i); std::strcmp(kernel->info.name, name) == 0) {
+      return kernel;
     }
   }
   return nullptr;

@@ -5,13 +5,10 @@
 
 namespace fp4gemm {
 
-/// The lists that make up the table, each of one architecture and never empty; ends with null.
-KernelList const* const* kernel_lists();
-
 int kernel_count();
 
-/// index in [0, kernel_count()).
-Kernel const& kernel_at(int index);
+/// The kernel of that index, or null for one outside of [0, kernel_count()).
+Kernel const* kernel_at(int index);
 
 /// The kernel of that name, or null.
 Kernel const* find_kernel(char const* name);

@@ -7,8 +7,8 @@
 #include <limits>
 #include <tuple>
 
+#include "architecture.hpp"
 #include "cutlass_evt/kernel/sm90_nvfp4_plan.hpp"
-#include "registry.hpp"
 #include "sm90/measured.hpp"
 
 namespace fp4gemm {
@@ -46,11 +46,11 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /// Clocks of making the operands what the kernel reads.
 double conversion_clocks(Operands operands, int num_sms, Selection const& wanted) {
-  bool const by_depth = wanted.num_groups > 0 && wanted.ragged == FP4GEMM_RAGGED_DEPTH;
+  bool const ragged_k = wanted.num_groups > 0 && wanted.ragged == FP4GEMM_RAGGED_K;
   double const k = static_cast<double>(wanted.k);
   double const elements_a = static_cast<double>(wanted.m) * k;
   double const elements_b =
-      static_cast<double>(by_depth ? 1 : std::max(1, wanted.num_groups)) * static_cast<double>(wanted.n) * k;
+      static_cast<double>(ragged_k ? 1 : std::max(1, wanted.num_groups)) * static_cast<double>(wanted.n) * k;
   bool const packed_b = wanted.format_b == FP4GEMM_FORMAT_NVFP4;
   double bytes = 0;
   int launches = 0;
@@ -162,20 +162,12 @@ constexpr int64_t kInvariantRows = 256;
 
 }  // namespace
 
-bool serves(int kernel_arch, int device_arch) {
-  switch (kernel_arch) {
-    case 90: return device_arch == 90;
-    case 100: return device_arch == 100 || device_arch == 103;
-    default: return false;
-  }
-}
-
 bool suits(Kernel const& kernel, Selection const& wanted) {
-  bool const by_depth = wanted.num_groups > 0 && wanted.ragged == FP4GEMM_RAGGED_DEPTH;
+  bool const ragged_k = wanted.num_groups > 0 && wanted.ragged == FP4GEMM_RAGGED_K;
   return kernel.info.out_dtype == wanted.out_dtype && kernel.is_gated == wanted.is_gated &&
          kernel.is_grouped == (wanted.num_groups > 0) &&
          takes(kernel.operands, wanted.format_a, wanted.format_b) &&
-         !(by_depth && is_prepacked(kernel.operands));
+         !(ragged_k && is_prepacked(kernel.operands));
 }
 
 double estimate_clocks(Kernel const& row, int num_sms, Selection const& wanted) {
@@ -188,9 +180,9 @@ double estimate_clocks(Kernel const& row, int num_sms, Selection const& wanted) 
   }
   Machine const& machine = machine_of(kernel.arch);
   int64_t const groups = std::max(1, wanted.num_groups);
-  bool const by_depth = wanted.num_groups > 0 && wanted.ragged == FP4GEMM_RAGGED_DEPTH;
-  int64_t const m = by_depth ? wanted.m : ceil_div(wanted.m, groups);  // of one group
-  double const k = static_cast<double>(by_depth ? ceil_div(wanted.k, groups) : wanted.k);
+  bool const ragged_k = wanted.num_groups > 0 && wanted.ragged == FP4GEMM_RAGGED_K;
+  int64_t const m = ragged_k ? wanted.m : ceil_div(wanted.m, groups);  // of one group
+  double const k = static_cast<double>(ragged_k ? ceil_div(wanted.k, groups) : wanted.k);
 
   // In the kernel's own terms: a swapped one has the columns of D for rows.
   Orientation const size = oriented(kernel, m, wanted.n);
@@ -224,20 +216,24 @@ int select_kernel(int device_arch, int num_sms, Selection const& asked) {
   }
   int best = -1;
   double best_clocks = 0;
-  int first = 0;  // index of the list's first kernel
-  for (KernelList const* const* list = kernel_lists(); *list != nullptr; first += (*list)->size, ++list) {
-    Kernel const* const kernels = (*list)->data;
-    if (!serves(kernels[0].info.arch, device_arch)) {
+  int index = 0;
+  Architecture const* const served = architecture_of(device_arch);
+  for (Architecture const* const* arch = architectures(); *arch != nullptr; ++arch) {
+    if (*arch != served) {
+      index += (*arch)->num_kernels();
       continue;
     }
-    for (int i = 0; i < (*list)->size; ++i) {
-      if (!suits(kernels[i], wanted)) {
-        continue;
-      }
-      double const clocks = estimate_clocks(kernels[i], num_sms, wanted);
-      if (best < 0 || clocks < best_clocks) {
-        best = first + i;
-        best_clocks = clocks;
+    for (KernelList const* const* list = served->lists; *list != nullptr; ++list) {
+      for (int i = 0; i < (*list)->size; ++i, ++index) {
+        Kernel const& kernel = (*list)->data[i];
+        if (!suits(kernel, wanted)) {
+          continue;
+        }
+        double const clocks = estimate_clocks(kernel, num_sms, wanted);
+        if (best < 0 || clocks < best_clocks) {
+          best = index;
+          best_clocks = clocks;
+        }
       }
     }
   }

@@ -5,10 +5,6 @@
 
 namespace fp4gemm {
 
-/// True if kernels compiled for kernel_arch run on a device of compute capability device_arch. Keyed on the
-/// exact capability: sm_90a code runs on 9.0 alone, the sm_100f family on 10.0 and 10.3.
-bool serves(int kernel_arch, int device_arch);
-
 /// What a kernel is wanted for.
 struct Selection {
   int64_t m, n, k;

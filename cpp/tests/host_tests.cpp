@@ -8,8 +8,8 @@ void* address(int offset = 0) {
   return reinterpret_cast<void*>(uintptr_t{4096} + static_cast<uintptr_t>(offset));
 }
 
-fp4gemm_dense_args_t good_dense() {
-  fp4gemm_dense_args_t args = FP4GEMM_DENSE_ARGS_INIT;
+fp4gemm_gemm_args_t good_gemm() {
+  fp4gemm_gemm_args_t args = FP4GEMM_GEMM_ARGS_INIT;
   args.m = 4;
   args.n = 8;
   args.k = 32;
@@ -21,36 +21,36 @@ fp4gemm_dense_args_t good_dense() {
 }
 
 template <class Change>
-void bad_dense(char const* what, Change change, char const* text) {
-  fp4gemm_dense_args_t args = good_dense();
+void bad_gemm(char const* what, Change change, char const* text) {
+  fp4gemm_gemm_args_t args = good_gemm();
   change(args);
   size_t bytes = 0;
-  expect_error(what, fp4gemm_dense_workspace_bytes(&args, 0, &bytes), FP4GEMM_ERROR_INVALID_ARGUMENT, text);
-  expect_error(what, fp4gemm_dense(&args, nullptr, 0, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT, text);
+  expect_error(what, fp4gemm_gemm_workspace_bytes(&args, 0, &bytes), FP4GEMM_ERROR_INVALID_ARGUMENT, text);
+  expect_error(what, fp4gemm_gemm(&args, nullptr, 0, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT, text);
 }
 
-void test_dense_errors() {
-  using Args = fp4gemm_dense_args_t;
-  bad_dense("m", [](Args& a) { a.m = -1; }, "m: is -1");
-  bad_dense("n", [](Args& a) { a.n = 12; }, "n: is 12, must be a multiple of 8");
-  bad_dense(
+void test_gemm_errors() {
+  using Args = fp4gemm_gemm_args_t;
+  bad_gemm("m", [](Args& a) { a.m = -1; }, "m: is -1");
+  bad_gemm("n", [](Args& a) { a.n = 12; }, "n: is 12, must be a multiple of 8");
+  bad_gemm(
       "n fp32",
       [](Args& a) {
         a.n = 6;
         a.out_dtype = FP4GEMM_FP32;
       },
       "n: is 6, must be a multiple of 4");
-  bad_dense("k", [](Args& a) { a.k = 48; }, "k: is 48, must be a multiple of 32");
-  bad_dense("k zero", [](Args& a) { a.k = 0; }, "k: is 0");
-  bad_dense("huge m", [](Args& a) { a.m = int64_t{1} << 40; }, "m: is 1099511627776");
-  bad_dense("out_dtype", [](Args& a) { a.out_dtype = static_cast<fp4gemm_dtype_t>(9); }, "out_dtype: is 9");
-  bad_dense("a", [](Args& a) { a.a.format = static_cast<fp4gemm_format_t>(5); }, "a: format is 5");
-  bad_dense("b", [](Args& a) { a.b.format = static_cast<fp4gemm_format_t>(5); }, "b: format is 5");
-  bad_dense("struct_size", [](Args& a) { a.struct_size = 3; }, "args: struct_size is 3");
-  expect_error("null args", fp4gemm_dense(nullptr, nullptr, 0, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
+  bad_gemm("k", [](Args& a) { a.k = 48; }, "k: is 48, must be a multiple of 32");
+  bad_gemm("k zero", [](Args& a) { a.k = 0; }, "k: is 0");
+  bad_gemm("huge m", [](Args& a) { a.m = int64_t{1} << 40; }, "m: is 1099511627776");
+  bad_gemm("out_dtype", [](Args& a) { a.out_dtype = static_cast<fp4gemm_dtype_t>(9); }, "out_dtype: is 9");
+  bad_gemm("a", [](Args& a) { a.a.format = static_cast<fp4gemm_format_t>(5); }, "a: format is 5");
+  bad_gemm("b", [](Args& a) { a.b.format = static_cast<fp4gemm_format_t>(5); }, "b: format is 5");
+  bad_gemm("struct_size", [](Args& a) { a.struct_size = 3; }, "args: struct_size is 3");
+  expect_error("null args", fp4gemm_gemm(nullptr, nullptr, 0, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
                "args: is null");
-  fp4gemm_dense_args_t const args = good_dense();
-  expect_error("null bytes", fp4gemm_dense_workspace_bytes(&args, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
+  fp4gemm_gemm_args_t const args = good_gemm();
+  expect_error("null bytes", fp4gemm_gemm_workspace_bytes(&args, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
                "bytes: is null");
 }
 
@@ -69,45 +69,50 @@ void bad_quantize(char const* what, Change change, char const* text,
   expect_error(what, fp4gemm_quantize(&args, 0, nullptr), status, text);
 }
 
-fp4gemm_grouped_args_t good_grouped() {
-  fp4gemm_grouped_args_t args = FP4GEMM_GROUPED_ARGS_INIT;
-  args.m = 4;
-  args.n = 8;
-  args.k = 64;
-  args.num_groups = 2;
-  args.offs = static_cast<int32_t const*>(address());
-  args.a = {address(), address(), FP4GEMM_FORMAT_NVFP4};
-  args.b = args.a;
-  args.d = address();
-  args.d_row_stride = 8;
-  return args;
-}
-
-template <class Change>
-void bad_grouped(char const* what, Change change, char const* text) {
-  fp4gemm_grouped_args_t args = good_grouped();
-  change(args);
-  size_t bytes = 0;
-  expect_error(what, fp4gemm_grouped_workspace_bytes(&args, 0, &bytes), FP4GEMM_ERROR_INVALID_ARGUMENT, text);
-  expect_error(what, fp4gemm_grouped(&args, nullptr, 0, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT, text);
-}
-
 void test_grouped_errors() {
-  using Args = fp4gemm_grouped_args_t;
-  bad_grouped("struct_size", [](Args& a) { a.struct_size = 8; }, "args: struct_size is 8");
-  bad_grouped("num_groups", [](Args& a) { a.num_groups = 0; }, "num_groups: is 0, must be at least 1");
+  using Args = fp4gemm_gemm_args_t;
+  auto const bad_grouped = [](char const* what, auto change, char const* text) {
+    bad_gemm(
+        what,
+        [&](Args& a) {
+          a.k = 64;
+          a.num_groups = 2;
+          a.offs = static_cast<int32_t const*>(address());
+          change(a);
+        },
+        text);
+  };
+  bad_grouped(
+      "num_groups", [](Args& a) { a.num_groups = -1; }, "num_groups: is -1, must be 0 (dense) or more");
   bad_grouped("ragged", [](Args& a) { a.ragged = static_cast<fp4gemm_ragged_t>(5); }, "ragged: is 5");
   bad_grouped("n", [](Args& a) { a.n = 12; }, "n: is 12, must be a multiple of 8");
-  bad_grouped("k by rows", [](Args& a) { a.k = 48; }, "k: is 48, must be a multiple of 32");
+  bad_grouped("k, ragged m", [](Args& a) { a.k = 48; }, "k: is 48, must be a multiple of 32");
+  auto const ragged_k = [](Args& a) { a.ragged = FP4GEMM_RAGGED_K; };
   bad_grouped(
-      "k by depth",
-      [](Args& a) {
-        a.ragged = FP4GEMM_RAGGED_DEPTH;
+      "k, ragged k",
+      [&](Args& a) {
+        ragged_k(a);
         a.k = 96;
       },
       "k: is 96, must be a multiple of 64");
   bad_grouped(
+      "gated, ragged k",
+      [&](Args& a) {
+        ragged_k(a);
+        a.n = 16;
+        a.activation = FP4GEMM_ACTIVATION_SWIGLU;
+      },
+      "activation: is swiglu");
+  bad_grouped(
       "activation", [](Args& a) { a.activation = static_cast<fp4gemm_activation_t>(9); }, "activation: is 9");
+  // What only a grouped GEMM has.
+  bad_gemm("dense, ragged k", ragged_k, "ragged: is 1, must be FP4GEMM_RAGGED_M without groups");
+  bad_gemm(
+      "dense with offs", [](Args& a) { a.offs = static_cast<int32_t const*>(address()); },
+      "offs: is 0x1000, must be null without groups");
+  bad_gemm(
+      "dense with alpha_groups", [](Args& a) { a.alpha_groups = static_cast<float const*>(address()); },
+      "alpha_groups: is 0x1000, must be null without groups");
   CHECK(fp4gemm_grouped_columns(0, 3) == 0, "columns of no rows");
   CHECK(fp4gemm_grouped_columns(1, 3) == 64, "columns of one row");
   CHECK(fp4gemm_grouped_columns(100, 3) == 256, "columns of 100 rows in 3 groups");
@@ -269,7 +274,7 @@ void test_prepack() {
     auto* const scales = static_cast<uint8_t*>(b.scales);
     expect_error(b.text, fp4gemm_prepack(b.num_matrices, b.n, b.k, codes, scales, b.packed, 0, nullptr),
                  FP4GEMM_ERROR_INVALID_ARGUMENT, b.text);
-    expect_error(b.text, fp4gemm_unpack(b.num_matrices, b.n, b.k, b.packed, codes, scales, 0, nullptr),
+    expect_error(b.text, fp4gemm_unprepack(b.num_matrices, b.n, b.k, b.packed, codes, scales, 0, nullptr),
                  FP4GEMM_ERROR_INVALID_ARGUMENT, b.text);
   }
 }
@@ -373,7 +378,7 @@ void test_scale_shape_and_texts() {
 }  // namespace
 
 int main() {
-  test_dense_errors();
+  test_gemm_errors();
   test_grouped_errors();
   test_quantize_errors();
   test_decoded_errors();

@@ -43,7 +43,7 @@ struct Formats {
     if (std::strcmp(operand, "nvfp4") == 0) {
       return packed();
     }
-    if (std::strcmp(operand, "f16") == 0) {
+    if (std::strcmp(operand, "fp16") == 0) {
       return a != FP4GEMM_FORMAT_BF16 && b != FP4GEMM_FORMAT_PREPACKED;
     }
     return prepackable && (std::strcmp(operand, "prepacked_bf16") == 0) == (a == FP4GEMM_FORMAT_BF16);
@@ -67,7 +67,7 @@ struct Wanted {
   fp4gemm_dtype_t dtype = FP4GEMM_BF16;
   Formats formats = kPacked;
   int num_groups = 0;
-  fp4gemm_ragged_t ragged = FP4GEMM_RAGGED_ROWS;
+  fp4gemm_ragged_t ragged = FP4GEMM_RAGGED_M;
   int batch_invariant = 0;
   fp4gemm_activation_t activation = FP4GEMM_ACTIVATION_NONE;
 
@@ -149,12 +149,12 @@ void test_selection_of_modes() {
               static_cast<long long>(m));
       }
     }
-    Wanted by_depth{arch, 132, 4096, 4096, 0};
-    by_depth.num_groups = 8;
-    by_depth.ragged = FP4GEMM_RAGGED_DEPTH;
-    check_selection(by_depth);
-    by_depth.k = 8192;
-    check_selection(by_depth);
+    Wanted ragged_k{arch, 132, 4096, 4096, 0};
+    ragged_k.num_groups = 8;
+    ragged_k.ragged = FP4GEMM_RAGGED_K;
+    check_selection(ragged_k);
+    ragged_k.k = 8192;
+    check_selection(ragged_k);
     for (fp4gemm_dtype_t dtype : kDtypes) {
       for (int num_groups : {0, 8}) {
         Wanted gated{arch, 132, 300, 4096, 7168, dtype};

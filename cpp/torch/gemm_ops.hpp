@@ -1,4 +1,4 @@
-// The GEMM ops on CUDA tensors; see the schemas in ops.cpp.
+// The GEMM operators on CUDA tensors; see the schemas in ops.cpp.
 #pragma once
 
 #include <optional>
@@ -8,30 +8,19 @@
 
 namespace fp4gemm_torch {
 
-Tensor scaled_mm(Tensor const& a, Tensor const& b, std::optional<Tensor> scale_a,
-                 std::optional<Tensor> scale_b, double alpha, std::optional<Tensor> alpha_row,
-                 std::optional<Tensor> alpha_col, std::optional<Tensor> bias, ScalarType out_dtype,
-                 std::optional<std::string> kernel, int64_t activation, std::optional<Tensor> c, double beta,
-                 bool batch_invariant, int64_t b_rows);
+/// A dense GEMM, or a grouped one where offs is given. D is (m, n), or (groups, m, n) ragged in k, where b is
+/// one matrix.
+Tensor gemm(Tensor const& a, Tensor const& b, std::optional<Tensor> scale_a, std::optional<Tensor> scale_b,
+            std::optional<Tensor> offs, double alpha, std::optional<Tensor> alpha_groups,
+            std::optional<Tensor> alpha_row, std::optional<Tensor> alpha_col, std::optional<Tensor> bias,
+            int64_t activation, std::optional<Tensor> c, double beta, bool batch_invariant, int64_t b_rows,
+            std::optional<std::string> kernel, ScalarType out_dtype);
 
-void scaled_mm_out(Tensor const& a, Tensor const& b, std::optional<Tensor> scale_a,
-                   std::optional<Tensor> scale_b, double alpha, std::optional<Tensor> alpha_row,
-                   std::optional<Tensor> alpha_col, std::optional<Tensor> bias,
-                   std::optional<std::string> kernel, int64_t activation, std::optional<Tensor> c,
-                   double beta, bool batch_invariant, int64_t b_rows, Tensor out);
-
-Tensor scaled_grouped_mm(Tensor const& a, Tensor const& b, std::optional<Tensor> scale_a,
-                         std::optional<Tensor> scale_b, Tensor const& offs, double alpha,
-                         std::optional<Tensor> alpha_groups, std::optional<Tensor> alpha_row,
-                         std::optional<Tensor> alpha_col, std::optional<Tensor> bias, ScalarType out_dtype,
-                         std::optional<std::string> kernel, int64_t activation, std::optional<Tensor> c,
-                         double beta, bool batch_invariant, int64_t b_rows);
-
-void scaled_grouped_mm_out(Tensor const& a, Tensor const& b, std::optional<Tensor> scale_a,
-                           std::optional<Tensor> scale_b, Tensor const& offs, double alpha,
-                           std::optional<Tensor> alpha_groups, std::optional<Tensor> alpha_row,
-                           std::optional<Tensor> alpha_col, std::optional<Tensor> bias,
-                           std::optional<std::string> kernel, int64_t activation, std::optional<Tensor> c,
-                           double beta, bool batch_invariant, int64_t b_rows, Tensor out);
+/// The same into `out`, of which the rows are contiguous.
+void gemm_out(Tensor const& a, Tensor const& b, std::optional<Tensor> scale_a, std::optional<Tensor> scale_b,
+              std::optional<Tensor> offs, double alpha, std::optional<Tensor> alpha_groups,
+              std::optional<Tensor> alpha_row, std::optional<Tensor> alpha_col, std::optional<Tensor> bias,
+              int64_t activation, std::optional<Tensor> c, double beta, bool batch_invariant, int64_t b_rows,
+              std::optional<std::string> kernel, Tensor out);
 
 }  // namespace fp4gemm_torch

@@ -33,27 +33,18 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
       "bool swizzled=True, Tensor? offs=None) -> Tensor");
   m.def("decode(Tensor codes, Tensor scales) -> Tensor");
   m.def("prepack(Tensor codes, Tensor scales) -> Tensor");
-  m.def("unpack(Tensor packed, int n, int k) -> (Tensor, Tensor)");
+  m.def("unprepack(Tensor packed, int n, int k) -> (Tensor, Tensor)");
   m.def("mxfp8_quantize(Tensor x, int axis, ScalarType dtype, bool swizzled) -> (Tensor, Tensor)");
   m.def("mxfp8_dequantize(Tensor values, Tensor scales, ScalarType dtype, bool swizzled) -> Tensor");
-  m.def(
-      "scaled_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, float alpha, Tensor? alpha_row, "
-      "Tensor? alpha_col, Tensor? bias, ScalarType out_dtype, str? kernel, int activation=0, Tensor? c=None, "
-      "float beta=1.0, bool batch_invariant=False, int b_rows=0) -> Tensor");
-  m.def(
-      "scaled_mm_out(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, float alpha, Tensor? alpha_row, "
-      "Tensor? alpha_col, Tensor? bias, str? kernel, int activation=0, Tensor? c=None, float beta=1.0, "
-      "bool batch_invariant=False, int b_rows=0, *, Tensor(d!) out) -> ()");
-  m.def(
-      "scaled_grouped_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor offs, float alpha, "
-      "Tensor? alpha_groups, Tensor? alpha_row, Tensor? alpha_col, Tensor? bias, ScalarType out_dtype, "
-      "str? kernel, int activation=0, Tensor? c=None, float beta=1.0, bool batch_invariant=False, "
-      "int b_rows=0) -> Tensor");
-  m.def(
-      "scaled_grouped_mm_out(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor offs, float alpha, "
-      "Tensor? alpha_groups, Tensor? alpha_row, Tensor? alpha_col, Tensor? bias, str? kernel, "
-      "int activation=0, Tensor? c=None, float beta=1.0, bool batch_invariant=False, int b_rows=0, *, "
-      "Tensor(d!) out) -> ()");
+// What gemm and gemm_out share.
+#define FP4GEMM_GEMM_SCHEMA                                                                              \
+  "Tensor a, Tensor b, Tensor? scale_a=None, Tensor? scale_b=None, Tensor? offs=None, float alpha=1.0, " \
+  "Tensor? alpha_groups=None, Tensor? alpha_row=None, Tensor? alpha_col=None, Tensor? bias=None, "       \
+  "int activation=0, Tensor? c=None, float beta=1.0, bool batch_invariant=False, int b_rows=0, "         \
+  "str? kernel=None"
+  m.def("gemm(" FP4GEMM_GEMM_SCHEMA ", ScalarType out_dtype=bfloat16) -> Tensor");
+  m.def("gemm_out(" FP4GEMM_GEMM_SCHEMA ", *, Tensor(d!) out) -> ()");
+#undef FP4GEMM_GEMM_SCHEMA
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fp4gemm, CUDA, m) {
@@ -69,9 +60,7 @@ STABLE_TORCH_LIBRARY_IMPL(fp4gemm, CUDA, m) {
   m.impl("dequantize", TORCH_BOX(&fp4gemm_torch::dequantize));
   m.impl("decode", TORCH_BOX(&fp4gemm_torch::decode));
   m.impl("prepack", TORCH_BOX(&fp4gemm_torch::prepack));
-  m.impl("unpack", TORCH_BOX(&fp4gemm_torch::unpack));
-  m.impl("scaled_mm", TORCH_BOX(&fp4gemm_torch::scaled_mm));
-  m.impl("scaled_mm_out", TORCH_BOX(&fp4gemm_torch::scaled_mm_out));
-  m.impl("scaled_grouped_mm", TORCH_BOX(&fp4gemm_torch::scaled_grouped_mm));
-  m.impl("scaled_grouped_mm_out", TORCH_BOX(&fp4gemm_torch::scaled_grouped_mm_out));
+  m.impl("unprepack", TORCH_BOX(&fp4gemm_torch::unprepack));
+  m.impl("gemm", TORCH_BOX(&fp4gemm_torch::gemm));
+  m.impl("gemm_out", TORCH_BOX(&fp4gemm_torch::gemm_out));
 }

@@ -1,4 +1,4 @@
-// The prepack and unpack ops on CUDA: check tensors, allocate, call the C interface.
+// The prepack and unprepack operators on CUDA: check tensors, allocate, call the C interface.
 #include "quantize_ops.hpp"
 #include "tensors.hpp"
 
@@ -25,7 +25,7 @@ Tensor prepack(Tensor const& codes, Tensor const& scales) {
   return packed;
 }
 
-std::tuple<Tensor, Tensor> unpack(Tensor const& packed, int64_t n, int64_t k) {
+std::tuple<Tensor, Tensor> unprepack(Tensor const& packed, int64_t n, int64_t k) {
   int32_t const device = packed.get_device_index();
   STD_TORCH_CHECK(packed.dim() == 1 || packed.dim() == 2, "packed: has ", packed.dim(),
                   " dimensions, must have 1 or 2");
@@ -46,10 +46,10 @@ std::tuple<Tensor, Tensor> unpack(Tensor const& packed, int64_t n, int64_t k) {
                           : empty(n, k / 2, ScalarType::Byte, device);
   Tensor scales = is_stack ? empty3(matrices, rows, columns, ScalarType::Float8_e4m3fn, device)
                            : empty(rows, columns, ScalarType::Float8_e4m3fn, device);
-  check_status(fp4gemm_unpack(static_cast<int>(matrices), n, k, packed.const_data_ptr(),
-                              static_cast<uint8_t*>(codes.mutable_data_ptr()),
-                              static_cast<uint8_t*>(scales.mutable_data_ptr()), device,
-                              current_stream(device)));
+  check_status(fp4gemm_unprepack(static_cast<int>(matrices), n, k, packed.const_data_ptr(),
+                                 static_cast<uint8_t*>(codes.mutable_data_ptr()),
+                                 static_cast<uint8_t*>(scales.mutable_data_ptr()), device,
+                                 current_stream(device)));
   return {codes, scales};
 }
 

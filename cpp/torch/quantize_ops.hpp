@@ -48,6 +48,6 @@ Tensor decode(Tensor const& codes, Tensor const& scales);
 
 Tensor prepack(Tensor const& codes, Tensor const& scales);
 
-std::tuple<Tensor, Tensor> unpack(Tensor const& packed, int64_t n, int64_t k);
+std::tuple<Tensor, Tensor> unprepack(Tensor const& packed, int64_t n, int64_t k);
 
 }  // namespace fp4gemm_torch

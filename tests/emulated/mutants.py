@@ -95,7 +95,7 @@ def accumulate_twice(session: Session, kernel: str) -> bool:
     return same_bits(call.result()[:, : problem.n].contiguous(), d)
 
 
-def argument_faults(args: capi.DenseArgs | capi.GroupedArgs) -> Iterator[tuple[str, Callable[[], None]]]:
+def argument_faults(args: capi.GemmArgs) -> Iterator[tuple[str, Callable[[], None]]]:
     """Pairs (description, function that spoils the arguments) of mistakes that a caller could make."""
 
     def put(field: str, value: object) -> Callable[[], None]:
@@ -108,7 +108,7 @@ def argument_faults(args: capi.DenseArgs | capi.GroupedArgs) -> Iterator[tuple[s
     yield "m one less", put("m", args.m - 1)
     yield "n 8 less", put("n", args.n - 8)
     yield "beta halved", put("beta", args.beta / 2)
-    yield "no bias", put("bias", type(args.bias)() if isinstance(args.bias, capi.GroupedVector) else None)
+    yield "no bias", put("bias", capi.Vector())
     yield "no c", put("c", None)
     yield "another activation", put("activation", 3)
     yield "c 16 bytes on", put("c", args.c + 16)
@@ -117,7 +117,7 @@ def argument_faults(args: capi.DenseArgs | capi.GroupedArgs) -> Iterator[tuple[s
     yield "row vector one on", lambda: setattr(args.alpha_row, "data", args.alpha_row.data + 4)
     yield "column vector one on", lambda: setattr(args.alpha_col, "data", args.alpha_col.data + 4)
     yield "row vector a number", lambda: setattr(args.alpha_row, "numel", 1)
-    if isinstance(args, capi.GroupedArgs):
+    if args.num_groups > 0:
         yield "group ends one on", put("offs", args.offs + 4)
         yield "one group less", put("num_groups", args.num_groups - 1)
         yield "columns' vector not by group", lambda: setattr(args.alpha_col, "group_stride", 0)

@@ -88,8 +88,7 @@ class Call:
         self.problem = problem
         self.arrays: list[DeviceArray] = []  # keeps the device memory allocated
         self.d = session.emulator.empty(tuple(problem.want.shape), problem.dtype)
-        self.grouped = problem.offs is not None
-        self.args = (self._grouped if self.grouped else self._dense)()
+        self.args = self._arguments()
         self.args.kernel = None if kernel is None else kernel.encode()
         self.workspace: DeviceArray | None = None
 
@@ -97,68 +96,48 @@ class Call:
         self.arrays.append(self.session.emulator.upload(tensor.contiguous()))
         return self.arrays[-1].pointer
 
-    def _common(self) -> dict[str, object]:
+    def _arguments(self) -> capi.GemmArgs:
         p = self.problem
-        fields: dict[str, object] = {
-            "m": p.m,
-            "n": p.n,
-            "k": p.k,
-            "a": capi.Operand(self._put(p.a), self._put(p.scale_a), capi.FORMAT_NVFP4),
-            "b": capi.Operand(self._put(p.b), self._put(p.scale_b), capi.FORMAT_NVFP4),
-            "alpha": p.alpha,
-            "activation": p.activation,
-            "beta": p.beta,
-            "d": self.d.pointer,
-            "d_row_stride": p.want.shape[-1],
-            "out_dtype": capi.DTYPES[p.dtype],
-        }
-        if "c" in p.vectors:
-            fields.update(c=self._put(p.vectors["c"]), c_row_stride=p.n)
-        return fields
-
-    def _dense(self) -> capi.DenseArgs:
-        vectors = self.problem.vectors
-        args = capi.DenseArgs(**self._common())
-        for name in ("alpha_row", "alpha_col"):
-            if name in vectors:
-                setattr(args, name, capi.Vector(self._put(vectors[name]), vectors[name].numel()))
-        if "bias" in vectors:
-            args.bias = self._put(vectors["bias"])
-        return args
-
-    def _grouped(self) -> capi.GroupedArgs:
-        p = self.problem
-        args = capi.GroupedArgs(
-            **self._common(),
-            ragged=capi.RAGGED_DEPTH if p.is_depth else capi.RAGGED_ROWS,
-            num_groups=p.offs.numel(),
-            offs=self._put(p.offs),
+        args = capi.GemmArgs(
+            m=p.m,
+            n=p.n,
+            k=p.k,
+            a=capi.Operand(self._put(p.a), self._put(p.scale_a), capi.FORMAT_NVFP4),
+            b=capi.Operand(self._put(p.b), self._put(p.scale_b), capi.FORMAT_NVFP4),
+            alpha=p.alpha,
+            activation=p.activation,
+            beta=p.beta,
+            d=self.d.pointer,
+            d_row_stride=p.want.shape[-1],
+            out_dtype=capi.DTYPES[p.dtype],
         )
+        if p.offs is not None:
+            args.ragged = capi.RAGGED_K if p.is_depth else capi.RAGGED_M
+            args.num_groups = p.offs.numel()
+            args.offs = self._put(p.offs)
         for name in ("alpha_row", "alpha_col", "bias"):
             if name in p.vectors:
                 vector = p.vectors[name]
                 numel = vector.shape[-1]
-                setattr(
-                    args,
-                    name,
-                    capi.GroupedVector(self._put(vector), numel, numel if vector.dim() == 2 else 0),
-                )
+                stride = numel if vector.dim() == 2 else 0
+                setattr(args, name, capi.Vector(self._put(vector), numel, stride))
         if "alpha_groups" in p.vectors:
             args.alpha_groups = self._put(p.vectors["alpha_groups"])
+        if "c" in p.vectors:
+            args.c, args.c_row_stride = self._put(p.vectors["c"]), p.n
         return args
 
     def launch(self) -> int:
         """Launches and returns the status. The first call allocates a workspace of the required size."""
-        mode = "grouped" if self.grouped else "dense"
         library = self.session.library
         num_bytes = ctypes.c_size_t()
-        status = getattr(library, f"fp4gemm_{mode}_workspace_bytes")(self.args, 0, num_bytes)
+        status = library.fp4gemm_gemm_workspace_bytes(self.args, 0, num_bytes)
         if status != capi.SUCCESS:
             return status
         if self.workspace is None:  # an allocation would wait for the launch before
             self.workspace = self.session.emulator.empty(num_bytes.value + 256)
         aligned = (self.workspace.pointer + 255) // 256 * 256
-        return getattr(library, f"fp4gemm_{mode}")(self.args, aligned, num_bytes.value, 0, None)
+        return library.fp4gemm_gemm(self.args, aligned, num_bytes.value, 0, None)
 
     def result(self) -> Tensor:
         return self.session.emulator.download(self.d)

@@ -12,7 +12,7 @@ from capi import (
     FP32,
     SUCCESS,
     WORKSPACE,
-    DenseArgs,
+    GemmArgs,
     Operand,
     QuantizeArgs,
     Quantized,
@@ -108,7 +108,7 @@ def test_quantize_and_multiply(gpu: Device) -> None:
         )
         (a, scale_a, amax_a), (b, scale_b, amax_b) = operands
         d = gpu.empty(want.nbytes)
-        dense = DenseArgs(
+        dense = GemmArgs(
             m=m,
             n=n,
             k=k,
@@ -117,15 +117,15 @@ def test_quantize_and_multiply(gpu: Device) -> None:
             alpha_row=Vector(amax_a, m),
             alpha_col=Vector(amax_b, n),
             alpha=1 / 7225344,
-            bias=gpu.put(bias),
+            bias=Vector(gpu.put(bias), n),
             d=d,
             d_row_stride=n,
             out_dtype=FP32,
         )
         num_bytes = ctypes.c_size_t(0)
-        succeed(library.fp4gemm_dense_workspace_bytes(ctypes.byref(dense), 0, ctypes.byref(num_bytes)))
+        succeed(library.fp4gemm_gemm_workspace_bytes(ctypes.byref(dense), 0, ctypes.byref(num_bytes)))
         workspace = gpu.empty(num_bytes.value)
-        succeed(library.fp4gemm_dense(ctypes.byref(dense), ctypes.c_void_p(workspace), num_bytes, 0, None))
+        succeed(library.fp4gemm_gemm(ctypes.byref(dense), ctypes.c_void_p(workspace), num_bytes, 0, None))
         assert torch.equal(gpu.get(d, want), want), (m, n, k)
 
 
@@ -142,7 +142,7 @@ def test_workspace_errors(gpu: Device) -> None:
         gpu.put(torch.zeros(n, k // 16, dtype=torch.uint8)),
     )
     d = gpu.empty(4 * m * n)
-    dense = DenseArgs(
+    dense = GemmArgs(
         m=m,
         n=n,
         k=k,
@@ -153,7 +153,7 @@ def test_workspace_errors(gpu: Device) -> None:
         out_dtype=FP32,
     )
     num_bytes = ctypes.c_size_t(0)
-    succeed(library.fp4gemm_dense_workspace_bytes(ctypes.byref(dense), 0, ctypes.byref(num_bytes)))
+    succeed(library.fp4gemm_gemm_workspace_bytes(ctypes.byref(dense), 0, ctypes.byref(num_bytes)))
     if num_bytes.value == 0:
         pytest.skip("this device's kernel needs no workspace")
     workspace = gpu.empty(num_bytes.value + 256)
@@ -162,7 +162,7 @@ def test_workspace_errors(gpu: Device) -> None:
         (workspace, num_bytes.value - 1),
         (workspace + 8, num_bytes.value),
     ):
-        status = library.fp4gemm_dense(
+        status = library.fp4gemm_gemm(
             ctypes.byref(dense), ctypes.c_void_p(pointer), ctypes.c_size_t(size), 0, None
         )
         assert status == WORKSPACE

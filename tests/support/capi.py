@@ -13,7 +13,7 @@ BF16, FP16, FP32 = range(3)
 DTYPES = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 FORMAT_NVFP4, FORMAT_FP16 = range(2)
 SCALING_TENSOR, SCALING_ROW = range(2)
-RAGGED_ROWS, RAGGED_DEPTH = range(2)
+RAGGED_M, RAGGED_K = range(2)
 ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "relu2": 3, "swiglu": 4}
 
 
@@ -74,54 +74,25 @@ class Operand(ctypes.Structure):
 
 
 class Vector(ctypes.Structure):
-    _fields_ = [("data", c_void_p), ("numel", c_int64)]
+    _fields_ = [("data", c_void_p), ("numel", c_int64), ("group_stride", c_int64)]
 
 
-class DenseArgs(Args):
+class GemmArgs(Args):
     _fields_ = [
         ("struct_size", c_size_t),
         ("m", c_int64),
         ("n", c_int64),
         ("k", c_int64),
+        ("num_groups", c_int),
+        ("ragged", c_int),
+        ("offs", c_void_p),
         ("a", Operand),
         ("b", Operand),
         ("alpha_row", Vector),
         ("alpha_col", Vector),
         ("alpha", c_float),
-        ("bias", c_void_p),
-        ("activation", c_int),
-        ("c", c_void_p),
-        ("c_row_stride", c_int64),
-        ("beta", c_float),
-        ("d", c_void_p),
-        ("d_row_stride", c_int64),
-        ("out_dtype", c_int),
-        ("batch_invariant", c_int),
-        ("kernel", c_char_p),
-    ]
-    _defaults_: ClassVar[dict[str, object]] = {"alpha": 1.0, "beta": 1.0}
-
-
-class GroupedVector(ctypes.Structure):
-    _fields_ = [("data", c_void_p), ("numel", c_int64), ("group_stride", c_int64)]
-
-
-class GroupedArgs(Args):
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("ragged", c_int),
-        ("m", c_int64),
-        ("n", c_int64),
-        ("k", c_int64),
-        ("num_groups", c_int),
-        ("offs", c_void_p),
-        ("a", Operand),
-        ("b", Operand),
-        ("alpha_row", GroupedVector),
-        ("alpha_col", GroupedVector),
-        ("alpha", c_float),
         ("alpha_groups", c_void_p),
-        ("bias", GroupedVector),
+        ("bias", Vector),
         ("activation", c_int),
         ("c", c_void_p),
         ("c_row_stride", c_int64),
@@ -133,6 +104,10 @@ class GroupedArgs(Args):
         ("kernel", c_char_p),
     ]
     _defaults_: ClassVar[dict[str, object]] = {"alpha": 1.0, "beta": 1.0}
+
+
+class ArchitectureInfo(ctypes.Structure):
+    _fields_ = [("arch", c_int), ("devices", c_char_p), ("is_executed", c_int)]
 
 
 class KernelInfo(ctypes.Structure):
@@ -155,11 +130,10 @@ class KernelInfo(ctypes.Structure):
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Declares the signatures of the functions that have structs as arguments."""
     library.fp4gemm_last_error.restype = c_char_p
-    for name, args in (("dense", DenseArgs), ("grouped", GroupedArgs)):
-        query, call = (getattr(library, f"fp4gemm_{name}{end}") for end in ("_workspace_bytes", ""))
-        query.argtypes = [POINTER(args), c_int, POINTER(c_size_t)]
-        call.argtypes = [POINTER(args), c_void_p, c_size_t, c_int, c_void_p]
+    library.fp4gemm_gemm_workspace_bytes.argtypes = [POINTER(GemmArgs), c_int, POINTER(c_size_t)]
+    library.fp4gemm_gemm.argtypes = [POINTER(GemmArgs), c_void_p, c_size_t, c_int, c_void_p]
     library.fp4gemm_quantize.argtypes = [POINTER(QuantizeArgs), c_int, c_void_p]
+    library.fp4gemm_architecture_info.argtypes = [c_int, POINTER(ArchitectureInfo)]
     library.fp4gemm_kernel_info.argtypes = [c_int, POINTER(KernelInfo)]
     return library
 

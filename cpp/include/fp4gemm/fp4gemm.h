@@ -356,11 +356,11 @@ FP4GEMM_API int64_t fp4gemm_prepacked_bytes(int64_t n, int64_t k);
 
 /* Rearranges num_matrices weights (n, k), codes and swizzled scales one matrix after the other, into
  * num_matrices * fp4gemm_prepacked_bytes bytes of `packed` (cpp/cutlass_evt/mainloop/nvfp4_packing.hpp has
- * the layout). fp4gemm_unpack restores every byte, those of NaN scales too, but a negative scale comes back
- * positive, its codes with the other sign: the same values. Pointers are 16-byte aligned. The layout may
+ * the layout). fp4gemm_unprepack restores every byte, those of NaN scales too, but a negative scale comes
+ * back positive, its codes with the other sign: the same values. Pointers are 16-byte aligned. The layout may
  * change with the version of this library: keep and exchange the codes and scales, not this.
  *
- * fp4gemm_dense reads prepacked weights before the kernel ahead of it on the stream has ended, as they seldom
+ * fp4gemm_gemm reads prepacked weights before the kernel ahead of it on the stream has ended, as they seldom
  * depend on it. That is safe after this call, after copies, and after every kernel that does not trigger its
  * dependents early (griddepcontrol.launch_dependents); after one that does, and that writes prepacked bytes
  * itself, launch an ordinary kernel first, such as an empty one. */
@@ -369,11 +369,11 @@ FP4GEMM_API fp4gemm_status_t fp4gemm_prepack(int num_matrices, int64_t n, int64_
                                              fp4gemm_stream_t stream);
 
 /* The inverse, of what fp4gemm_prepack wrote; the padding of the scales becomes zero. */
-FP4GEMM_API fp4gemm_status_t fp4gemm_unpack(int num_matrices, int64_t n, int64_t k, const void* packed,
-                                            uint8_t* codes, uint8_t* scales, int device,
-                                            fp4gemm_stream_t stream);
+FP4GEMM_API fp4gemm_status_t fp4gemm_unprepack(int num_matrices, int64_t n, int64_t k, const void* packed,
+                                               uint8_t* codes, uint8_t* scales, int device,
+                                               fp4gemm_stream_t stream);
 
-/* ---- dense GEMM ---- */
+/* ---- GEMM ---- */
 
 typedef struct fp4gemm_operand {
   const void* data;   /* 16-byte aligned */
@@ -381,15 +381,17 @@ typedef struct fp4gemm_operand {
   fp4gemm_format_t format;
 } fp4gemm_operand_t;
 
-/* An fp32 multiplier: a vector (numel = m for rows, n for columns), one number (numel = 1) or absent (data
- * NULL, numel 0). */
+/* An fp32 multiplier or addend: a vector (numel is the length of that side of D), one number (numel 1) or
+ * absent (data NULL, numel and group_stride 0). In a grouped GEMM the numbers of group g+1 begin group_stride
+ * numbers after those of group g; 0: all groups share them. In a dense GEMM group_stride is 0. */
 typedef struct fp4gemm_vector {
   const float* data;
   int64_t numel;
+  int64_t group_stride;
 } fp4gemm_vector_t;
 
-/* act(z). The functions are made of single fp32 operations that round to
- * nearest even, so that every backend gives the same bits:
+/* act(z). Each function consists of single fp32 operations that round to nearest even, so that every backend
+ * gives the same bits:
  *     exp2(t): n = round(t), f = t - n, 2^n * (1 + f (c1 + f (c2 + ... f c6)))   within 1e-7 of 2^t
  *     e(u) = exp2(min(max(-u, -87), 87) * log2(e)) */
 typedef enum fp4gemm_activation {
@@ -397,119 +399,63 @@ typedef enum fp4gemm_activation {
   FP4GEMM_ACTIVATION_SILU = 1,      /* z / (1 + e(z)) */
   FP4GEMM_ACTIVATION_GELU_TANH = 2, /* z / (1 + e(u)), u = z (1.5957691 + 0.071354814 (z z)) */
   FP4GEMM_ACTIVATION_RELU2 = 3,     /* max(z, 0)^2 */
-  /* D[i,j] = cast( silu(z[i,2j]) * z[i,2j+1] ): gate and up are interleaved columns of B, and D has n/2
-   * columns. bf16 and fp16, n a multiple of 16, without C; groups by rows alone. */
+  /* Gated: D[i,j] = cast( silu(z[i,2j]) * z[i,2j+1] ). Gate and up are interleaved rows of B, and D has n/2
+   * columns. D is bf16 or fp16, n is a multiple of 16, C is absent, and groups are ragged in m. */
   FP4GEMM_ACTIVATION_SWIGLU = 4
 } fp4gemm_activation_t;
 
-typedef struct fp4gemm_dense_args {
+/* Which size differs from group to group in a grouped GEMM.
+ *
+ * M (the experts of a mixture): group g multiplies rows offs[g-1] .. offs[g]-1 of A (m, k) by B[g] of
+ *   (num_groups, n, k) and writes the same rows of D (m, n). The scales of A are those of a quantization in
+ *   groups: the scales of each group begin at the next multiple of 128 rows. The scales of each B[g] are
+ *   those of an (n, k) matrix, one after the other. Rows of D from offs[num_groups - 1] on are not written.
+ * K (the gradients of the weights): D is (num_groups, m, n), and D[g] is the product over the part of k that
+ *   belongs to group g. A (m, k) and B (n, k) are the `column` results of quantizations in groups: group g
+ * has offs[g] - offs[g-1] elements of k, padded with zeros to a multiple of 64, and k =
+ * fp4gemm_grouped_columns(tokens, num_groups). D[g] of an empty group is act(bias) + beta * C: exactly zero
+ * without them. */
+typedef enum fp4gemm_ragged { FP4GEMM_RAGGED_M = 0, FP4GEMM_RAGGED_K = 1 } fp4gemm_ragged_t;
+
+/* The size along m of a `column` quantization of m rows in num_groups groups: enough for any groups, a
+ * multiple of 64. */
+FP4GEMM_API int64_t fp4gemm_grouped_columns(int64_t m, int num_groups);
+
+/* A GEMM, dense (num_groups 0) or grouped. */
+typedef struct fp4gemm_gemm_args {
   size_t struct_size;
-  int64_t m, n, k; /* k a positive multiple of 32; rows of D a multiple of 16 bytes; m and n may be 0 */
+  int64_t m, n, k; /* k is a positive multiple of 32; ragged in k: a multiple of 64, which may be 0. Rows of D
+                      are multiples of 16 bytes. m and n may be 0 */
+  int num_groups;  /* 0: a dense GEMM, without ragged, offs and alpha_groups */
+  fp4gemm_ragged_t ragged;
+  const int32_t* offs; /* (num_groups) cumulative ends of the groups, on the device. They must ascend within
+                          0..m (or the rows that were quantized, ragged in k). They are not checked, but no
+                          value of theirs makes a kernel leave the buffers */
   fp4gemm_operand_t a, b;
-  fp4gemm_vector_t alpha_row; /* (m), (1) or absent */
-  fp4gemm_vector_t alpha_col; /* (n), (1) or absent */
-  float alpha;                /* a host number */
-  const float* bias;          /* (n) or NULL */
+  fp4gemm_vector_t alpha_row; /* numel m or 1; ragged in m: indexed by row of A, group_stride 0 */
+  fp4gemm_vector_t alpha_col; /* numel n or 1 */
+  float alpha;                /* a host number, the same for all groups */
+  const float* alpha_groups;  /* (num_groups) on the device, in place of alpha; or NULL */
+  fp4gemm_vector_t bias;      /* numel n */
   fp4gemm_activation_t activation;
-  const void* c;        /* (m, n) of out_dtype, 16-byte aligned; may be d; or NULL */
+  const void* c;        /* like d, of out_dtype, 16-byte aligned; may be d; or NULL */
   int64_t c_row_stride; /* elements, as d_row_stride; 0 without c */
   float beta;
   void* d;              /* out (m, n), 16-byte aligned; every element is written, nothing else */
-  int64_t d_row_stride; /* elements, at least n; rows must start on 16-byte boundaries */
+  int64_t d_row_stride; /* elements, at least n; rows must start on 16-byte boundaries. Ragged in k: D[g+1]
+                           begins m * d_row_stride elements after D[g] */
   fp4gemm_dtype_t out_dtype;
   int batch_invariant; /* 1: select the kernel by n and k alone, so that the bits of a row of D do not depend
                           on the rows beside it */
   const char* kernel;  /* the name of a kernel to force, or NULL to let the library select one */
-} fp4gemm_dense_args_t;
-#define FP4GEMM_DENSE_ARGS_INIT        \
-  {sizeof(fp4gemm_dense_args_t),       \
-   0,                                  \
-   0,                                  \
-   0,                                  \
-   {NULL, NULL, FP4GEMM_FORMAT_NVFP4}, \
-   {NULL, NULL, FP4GEMM_FORMAT_NVFP4}, \
-   {NULL, 0},                          \
-   {NULL, 0},                          \
-   1.0f,                               \
-   NULL,                               \
-   FP4GEMM_ACTIVATION_NONE,            \
-   NULL,                               \
-   0,                                  \
-   1.0f,                               \
-   NULL,                               \
-   0,                                  \
-   FP4GEMM_BF16,                       \
-   0,                                  \
-   NULL}
-
-/* Bytes of workspace that fp4gemm_dense needs for these arguments on this device; the data pointers are not
- * looked at. 0 is a possible answer. Kernels that multiply fp16 need room for each NVFP4 operand in fp16,
- * those that stream prepacked weights room for what is not yet so, and for partial sums. */
-FP4GEMM_API fp4gemm_status_t fp4gemm_dense_workspace_bytes(const fp4gemm_dense_args_t* args, int device,
-                                                           size_t* bytes);
-
-/* The GEMM above. workspace: at least that many bytes, 256-byte aligned, used until the stream has passed
- * this call; its contents need no initialisation and are undefined afterwards. */
-FP4GEMM_API fp4gemm_status_t fp4gemm_dense(const fp4gemm_dense_args_t* args, void* workspace,
-                                           size_t workspace_bytes, int device, fp4gemm_stream_t stream);
-
-/* ---- grouped GEMM ---- */
-
-/* Which size differs from group to group.
- *
- * ROWS (experts of a mixture): group g multiplies rows offs[g-1] .. offs[g]-1 of A (m, k) with B[g] of
- *   (num_groups, n, k) and writes the same rows of D (m, n). The scales of A are those of a quantization in
- *   groups: group g's begin at the next multiple of 128 rows. The scales of each B[g] are those of an (n, k)
- *   matrix, one after the other. Rows of D from offs[num_groups - 1] on are left untouched.
- * DEPTH (gradients of the weights): D (num_groups, m, n); D[g] is the product over the group's part of k. A
- *   (m, k) and B (n, k) are the columns of quantizations in groups: group g has offs[g] - offs[g-1] columns,
- *   padded with zeros to a multiple of 64, and k = fp4gemm_grouped_columns(tokens, num_groups). D[g] of an
- *   empty group is act(bias) + beta * C: exactly zero without them. */
-typedef enum fp4gemm_ragged { FP4GEMM_RAGGED_ROWS = 0, FP4GEMM_RAGGED_DEPTH = 1 } fp4gemm_ragged_t;
-
-/* The columns of a quantization of m rows in num_groups groups with blocks along m: enough for any groups, a
- * multiple of 64. */
-FP4GEMM_API int64_t fp4gemm_grouped_columns(int64_t m, int num_groups);
-
-/* An fp32 multiplier or addend of each group: `numel` numbers (1, or the length of that side), the next
- * group's group_stride numbers on (0: all groups share them). Absent: data NULL, numel and group_stride 0. */
-typedef struct fp4gemm_grouped_vector {
-  const float* data;
-  int64_t numel;
-  int64_t group_stride;
-} fp4gemm_grouped_vector_t;
-
-typedef struct fp4gemm_grouped_args {
-  size_t struct_size;
-  fp4gemm_ragged_t ragged;
-  int64_t m, n, k; /* as in the dense GEMM; DEPTH: k a multiple of 64. m, n may be 0 */
-  int num_groups;  /* at least 1 */
-  const int32_t*
-      offs; /* (num_groups) cumulative ends of the groups, on the device. They must ascend, within
-               0..m (ROWS); no check reads them, but no value of theirs leads outside of the buffers */
-  fp4gemm_operand_t a, b;
-  fp4gemm_grouped_vector_t alpha_row; /* ROWS: (m), with group_stride 0 and indexed by row of A, or (1) */
-  fp4gemm_grouped_vector_t alpha_col;
-  float alpha;                   /* a host number, the same for all groups */
-  const float* alpha_groups;     /* (num_groups) on the device, in place of alpha; or NULL */
-  fp4gemm_grouped_vector_t bias; /* numel n */
-  fp4gemm_activation_t activation;
-  const void* c;        /* like d, 16-byte aligned; may be d; or NULL */
-  int64_t c_row_stride; /* elements, as d_row_stride; 0 without c */
-  float beta;
-  void* d;              /* out, 16-byte aligned */
-  int64_t d_row_stride; /* elements; DEPTH: D[g+1] lies m * d_row_stride elements after D[g] */
-  fp4gemm_dtype_t out_dtype;
-  int batch_invariant;
-  const char* kernel;
-} fp4gemm_grouped_args_t;
-#define FP4GEMM_GROUPED_ARGS_INIT      \
-  {sizeof(fp4gemm_grouped_args_t),     \
-   FP4GEMM_RAGGED_ROWS,                \
+} fp4gemm_gemm_args_t;
+#define FP4GEMM_GEMM_ARGS_INIT         \
+  {sizeof(fp4gemm_gemm_args_t),        \
    0,                                  \
    0,                                  \
    0,                                  \
    0,                                  \
+   FP4GEMM_RAGGED_M,                   \
    NULL,                               \
    {NULL, NULL, FP4GEMM_FORMAT_NVFP4}, \
    {NULL, NULL, FP4GEMM_FORMAT_NVFP4}, \
@@ -528,35 +474,56 @@ typedef struct fp4gemm_grouped_args {
    0,                                  \
    NULL}
 
-/* As fp4gemm_dense_workspace_bytes and fp4gemm_dense, for every group in one GEMM launch. The group ends are
- * read on the device alone, so that a captured graph may be replayed with others. */
-FP4GEMM_API fp4gemm_status_t fp4gemm_grouped_workspace_bytes(const fp4gemm_grouped_args_t* args, int device,
-                                                             size_t* bytes);
-FP4GEMM_API fp4gemm_status_t fp4gemm_grouped(const fp4gemm_grouped_args_t* args, void* workspace,
-                                             size_t workspace_bytes, int device, fp4gemm_stream_t stream);
+/* Bytes of workspace that fp4gemm_gemm needs for these arguments on this device; 0 is a possible answer. The
+ * data pointers are not used. Kernels that multiply fp16 operands need room for each NVFP4 operand in fp16;
+ * kernels that stream prepacked weights need room for an NVFP4 B in prepacked form and for partial sums. */
+FP4GEMM_API fp4gemm_status_t fp4gemm_gemm_workspace_bytes(const fp4gemm_gemm_args_t* args, int device,
+                                                          size_t* bytes);
 
-/* ---- the kernel table ---- */
+/* The GEMM above; a grouped one computes every group in one GEMM launch. The group ends are read on the
+ * device alone, so that a captured graph may be replayed with other ends. workspace: at least that many
+ * bytes, 256-byte aligned, in use until the stream has passed this call; its contents need no initialisation
+ * and are undefined afterwards. */
+FP4GEMM_API fp4gemm_status_t fp4gemm_gemm(const fp4gemm_gemm_args_t* args, void* workspace,
+                                          size_t workspace_bytes, int device, fp4gemm_stream_t stream);
+
+/* ---- the architectures and the kernel table ---- */
+
+/* A GPU architecture that this build has GEMM kernels for. */
+typedef struct fp4gemm_architecture_info {
+  int arch;            /* as in fp4gemm_kernel_info_t */
+  const char* devices; /* the compute capabilities that its kernels serve, such as "10.0 10.3" */
+  int is_executed;     /* 1: this project has executed its kernels on such hardware; 0: it has not */
+} fp4gemm_architecture_info_t;
+
+/* GEMM architectures in this build. */
+FP4GEMM_API int fp4gemm_architecture_count(void);
+FP4GEMM_API fp4gemm_status_t fp4gemm_architecture_info(int index, fp4gemm_architecture_info_t* info);
+
+/* The arch of the GEMM kernels of this build that serve a device of compute capability device_arch (10*major
+ * + minor), or -1 if none does. */
+FP4GEMM_API int fp4gemm_kernel_arch(int device_arch);
 
 typedef struct fp4gemm_kernel_info {
   const char* name;           /* "sm100_dense_256x128x256_c2x1_rowcol_bf16" */
   const char* mode;           /* "dense" or "grouped" */
-  const char* epilogue;       /* "rowcol": the formula above */
-  int arch;                   /* 90 or 100: the family of devices that it was compiled for */
+  const char* epilogue;       /* "rowcol": the formula above; "swiglu": the same with the gated activation */
+  int arch;                   /* the architecture that it was compiled for, such as 90 or 100 */
   int tile_m, tile_n, tile_k; /* of D, and of the contraction */
   int cluster_m, cluster_n;
   fp4gemm_dtype_t out_dtype;
-  const char* operand; /* what it reads: "nvfp4"; "f16"; or "prepacked": B prepacked, A in fp16 or, with
+  const char* operand; /* what it reads: "nvfp4"; "fp16"; or "prepacked": B prepacked, A in fp16 or, with
                           "prepacked_bf16", bf16. Operands in another form are converted first */
-  int is_swapped;      /* it multiplies B by A and writes D transposed: cheap for few rows of A */
+  int is_swapped;      /* it multiplies B by A and writes D transposed: efficient for few rows of A */
 } fp4gemm_kernel_info_t;
 
 /* GEMM kernels in this build; the table's order never changes while a process runs. */
 FP4GEMM_API int fp4gemm_kernel_count(void);
 FP4GEMM_API fp4gemm_status_t fp4gemm_kernel_info(int index, fp4gemm_kernel_info_t* info);
 
-/* The index of the kernel that fp4gemm_dense (num_groups 0) or fp4gemm_grouped would take on a device of that
- * compute capability (10*major + minor) with that many multiprocessors and operands in these formats, or -1
- * if none serves it. A pure function of its arguments: no device is needed. */
+/* The index of the kernel that fp4gemm_gemm would select on a device of that compute capability (10*major +
+ * minor) with that many SMs and operands in these formats, or -1 if none serves it. A pure function of its
+ * arguments: no device is needed. */
 FP4GEMM_API int fp4gemm_select_kernel(int arch, int num_sms, int64_t m, int64_t n, int64_t k, int num_groups,
                                       fp4gemm_ragged_t ragged, fp4gemm_dtype_t out_dtype,
                                       fp4gemm_format_t format_a, fp4gemm_format_t format_b,

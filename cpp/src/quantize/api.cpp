@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "architecture.hpp"
 #include "check.hpp"
 #include "device.hpp"
 #include "quantize/quantize.hpp"
@@ -290,11 +291,11 @@ fp4gemm_status_t prepack(int num_matrices, int64_t n, int64_t k, uint8_t const* 
   });
 }
 
-fp4gemm_status_t unpack(int num_matrices, int64_t n, int64_t k, void const* packed, uint8_t* codes,
-                        uint8_t* scales, int device, fp4gemm_stream_t stream) {
+fp4gemm_status_t unprepack(int num_matrices, int64_t n, int64_t k, void const* packed, uint8_t* codes,
+                           uint8_t* scales, int device, fp4gemm_stream_t stream) {
   FP4GEMM_TRY(check_pack(num_matrices, n, k, codes, scales, packed));
   return on_device(device, [&](DeviceProperties const&) {
-    return launch_unpack(num_matrices, n, k, packed, codes, scales, stream);
+    return launch_unprepack(num_matrices, n, k, packed, codes, scales, stream);
   });
 }
 
@@ -317,23 +318,9 @@ int64_t fp4gemm_grouped_columns(int64_t m, int num_groups) {
 }
 
 int fp4gemm_quantize_supported(int arch) {
-#ifdef FP4GEMM_WITH_SM80
-  if (arch >= 80 && arch < 90) {
-    return 1;
-  }
-#endif
-#ifdef FP4GEMM_WITH_SM90
-  if (arch >= 90) {  // newer ones through the portable code that goes with the image
-    return 1;
-  }
-#endif
-#ifdef FP4GEMM_WITH_SM100
-  if (arch == 100 || arch == 103) {
-    return 1;
-  }
-#endif
-  (void)arch;
-  return 0;
+  // The build passes the compute capabilities that have machine code, and the least that has portable code.
+  bool const is_portable = FP4GEMM_QUANTIZE_PORTABLE > 0 && arch >= FP4GEMM_QUANTIZE_PORTABLE;
+  return is_portable || fp4gemm::lists_device(FP4GEMM_QUANTIZE_DEVICES, arch) ? 1 : 0;
 }
 
 fp4gemm_status_t fp4gemm_quantize(fp4gemm_quantize_args_t const* args, int device, fp4gemm_stream_t stream) {
@@ -380,9 +367,9 @@ fp4gemm_status_t fp4gemm_prepack(int num_matrices, int64_t n, int64_t k, uint8_t
   return fp4gemm::prepack(num_matrices, n, k, codes, scales, packed, device, stream);
 }
 
-fp4gemm_status_t fp4gemm_unpack(int num_matrices, int64_t n, int64_t k, void const* packed, uint8_t* codes,
-                                uint8_t* scales, int device, fp4gemm_stream_t stream) {
-  return fp4gemm::unpack(num_matrices, n, k, packed, codes, scales, device, stream);
+fp4gemm_status_t fp4gemm_unprepack(int num_matrices, int64_t n, int64_t k, void const* packed, uint8_t* codes,
+                                   uint8_t* scales, int device, fp4gemm_stream_t stream) {
+  return fp4gemm::unprepack(num_matrices, n, k, packed, codes, scales, device, stream);
 }
 
 }  // extern "C"

@@ -277,8 +277,8 @@ fp4gemm_status_t launch_prepack(int num_matrices, int64_t n, int64_t k, void con
   return FP4GEMM_SUCCESS;
 }
 
-fp4gemm_status_t launch_unpack(int num_matrices, int64_t n, int64_t k, void const* packed, void* codes,
-                               void* scales, fp4gemm_stream_t stream) {
+fp4gemm_status_t launch_unprepack(int num_matrices, int64_t n, int64_t k, void const* packed, void* codes,
+                                  void* scales, fp4gemm_stream_t stream) {
   PackShape const shape = shape_of(n, k);
   int64_t const ctas = int64_t{num_matrices} * shape.tile_rows * shape.tile_columns;
   if (ctas == 0) {

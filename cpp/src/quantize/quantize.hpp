@@ -72,8 +72,8 @@ fp4gemm_status_t launch_prepack(int num_matrices, int64_t n, int64_t k, void con
                                 void* packed, fp4gemm_stream_t stream);
 
 /// The inverse of launch_prepack.
-fp4gemm_status_t launch_unpack(int num_matrices, int64_t n, int64_t k, void const* packed, void* codes,
-                               void* scales, fp4gemm_stream_t stream);
+fp4gemm_status_t launch_unprepack(int num_matrices, int64_t n, int64_t k, void const* packed, void* codes,
+                                  void* scales, fp4gemm_stream_t stream);
 
 /// Launches an empty kernel, without overlap. It ends after all kernels before it, so that the next kernel
 /// finds their results even if it starts early and does not wait.

@@ -22,12 +22,12 @@ int main(void) {
     printf("%s\n", info.name);
   }
 
-  fp4gemm_dense_args_t args = FP4GEMM_DENSE_ARGS_INIT;
+  fp4gemm_gemm_args_t args = FP4GEMM_GEMM_ARGS_INIT;
   args.m = 128;
   args.n = 256;
   args.k = 4090;
   size_t bytes = 0;
-  fp4gemm_status_t const status = fp4gemm_dense_workspace_bytes(&args, 0, &bytes);
+  fp4gemm_status_t const status = fp4gemm_gemm_workspace_bytes(&args, 0, &bytes);
   printf("%s: %s\n", fp4gemm_status_string(status), fp4gemm_last_error());
   if (status != FP4GEMM_ERROR_INVALID_ARGUMENT || strstr(fp4gemm_last_error(), "k: is 4090") == NULL) {
     printf("k = 4090 was not refused by name\n");

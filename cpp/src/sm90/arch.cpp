@@ -1,0 +1,31 @@
+// SM90 (Hopper, compute capability 9.0): its kernel lists.
+#include "architecture.hpp"
+
+namespace fp4gemm {
+
+extern KernelList const kSm90DenseBf16, kSm90DenseFp16, kSm90DenseFp32;
+extern KernelList const kSm90GroupedBf16, kSm90GroupedFp16, kSm90GroupedFp32;
+extern KernelList const kSm90DenseGatedBf16, kSm90DenseGatedFp16;
+extern KernelList const kSm90GroupedGatedBf16, kSm90GroupedGatedFp16;
+extern KernelList const kSm90PrepackedNarrow, kSm90PrepackedWide, kSm90PrepackedBf16;
+
+namespace sm90 {
+namespace {
+
+KernelList const* const kLists[] = {
+    &kSm90DenseBf16,        &kSm90DenseFp16,
+    &kSm90DenseFp32,        &kSm90GroupedBf16,
+    &kSm90GroupedFp16,      &kSm90GroupedFp32,
+    &kSm90DenseGatedBf16,   &kSm90DenseGatedFp16,
+    &kSm90GroupedGatedBf16, &kSm90GroupedGatedFp16,
+    &kSm90PrepackedNarrow,  &kSm90PrepackedWide,
+    &kSm90PrepackedBf16,    nullptr,
+};
+
+}  // namespace
+
+extern Architecture const architecture;
+Architecture const architecture{FP4GEMM_ARCH, FP4GEMM_ARCH_DEVICES, /*is_executed=*/true, kLists};
+
+}  // namespace sm90
+}  // namespace fp4gemm
