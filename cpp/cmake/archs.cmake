@@ -44,6 +44,7 @@ endfunction()
 #   FP4GEMM_QUANTIZE_GENCODE  nvcc options of the quantize and decode kernels
 #   FP4GEMM_QUANTIZE_DEVICES  the compute capabilities that have machine code of these kernels: "8.0 8.6"
 #   FP4GEMM_QUANTIZE_PORTABLE the least compute capability (10 * major + minor) that has portable code of them; 0: none has
+#   FP4GEMM_GEMM_DEVICES      the compute capabilities that GEMM kernels exist for, built or not: "9.0 10.0 10.3"
 #   FP4GEMM_GEMM_FOLDERS      the GEMM folders that are built, in the order of the table, and for each of them
 #   FP4GEMM_GENCODE_sm90 ...    the nvcc options
 #   FP4GEMM_DEVICES_sm90 ...    the compute capabilities that its kernels serve: "9.0"
@@ -58,6 +59,7 @@ macro(fp4gemm_read_archs)
   set(FP4GEMM_QUANTIZE_GENCODE "")
   set(FP4GEMM_QUANTIZE_DEVICES "")
   set(FP4GEMM_QUANTIZE_PORTABLE 0)
+  set(FP4GEMM_GEMM_DEVICES "")
   set(FP4GEMM_GEMM_FOLDERS "")
   set(_known "")
   foreach(_row IN LISTS FP4GEMM_ARCH_TABLE)
@@ -68,6 +70,9 @@ macro(fp4gemm_read_archs)
     list(GET _row 3 _images)
     list(GET _row 4 _devices)
     list(APPEND _known "${_family}")
+    if(NOT _folder STREQUAL "-")
+      string(STRIP "${FP4GEMM_GEMM_DEVICES} ${_devices}" FP4GEMM_GEMM_DEVICES)
+    endif()
     if(_family IN_LIST FP4GEMM_ARCHS)
       if(_nvcc VERSION_GREATER FP4GEMM_NVCC_MIN)
         set(FP4GEMM_NVCC_MIN ${_nvcc})

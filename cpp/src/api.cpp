@@ -1,5 +1,7 @@
 // The C interface's questions about the library itself: its version and its table of kernels.
+#include "activation.hpp"
 #include "architecture.hpp"
+#include "check.hpp"
 #include "error.hpp"
 #include "registry.hpp"
 #include "select.hpp"
@@ -20,6 +22,17 @@ char const* fp4gemm_version_string(void) {
 int fp4gemm_cuda_version(void) { return FP4GEMM_CUDA_VERSION; }
 char const* fp4gemm_cutlass_version(void) { return FP4GEMM_CUTLASS_VERSION; }
 char const* fp4gemm_built_archs(void) { return FP4GEMM_BUILT_ARCHS; }
+
+int fp4gemm_activation_count(void) { return fp4gemm::kNumActivations; }
+
+fp4gemm_status_t fp4gemm_activation_info(int index, fp4gemm_activation_info_t* info) {
+  FP4GEMM_CHECK(info != nullptr, "info: is null, must point at the result");
+  FP4GEMM_CHECK(index >= 0 && index < fp4gemm::kNumActivations,
+                "index: is %d, must be at least 0 and below %d", index, fp4gemm::kNumActivations);
+  fp4gemm::ActivationInfo const& row = fp4gemm::kActivations[index];
+  *info = {row.number, row.name, row.is_gated ? 1 : 0};
+  return FP4GEMM_SUCCESS;
+}
 
 int fp4gemm_architecture_count(void) {
   int count = 0;
@@ -58,10 +71,12 @@ int fp4gemm_select_kernel(int arch, int num_sms, int64_t m, int64_t n, int64_t k
                           fp4gemm_ragged_t ragged, fp4gemm_dtype_t out_dtype, fp4gemm_format_t format_a,
                           fp4gemm_format_t format_b, int batch_invariant, fp4gemm_activation_t activation) {
   bool const ragged_k = num_groups > 0 && ragged == FP4GEMM_RAGGED_K;
-  bool const sound = num_sms > 0 && m >= 0 && n >= 0 && num_groups >= 0 && (k > 0 || (ragged_k && k == 0));
+  using fp4gemm::Rules;
+  bool const sound = num_sms > 0 && m >= 0 && m <= Rules::kMaxSize && n >= 0 && n <= Rules::kMaxSize &&
+                     num_groups >= 0 && (k > 0 || (ragged_k && k == 0)) && k <= Rules::kMaxK;
   fp4gemm::Selection const wanted{
       m,         n,        k,        num_groups,           ragged,
-      out_dtype, format_a, format_b, batch_invariant != 0, activation == FP4GEMM_ACTIVATION_SWIGLU};
+      out_dtype, format_a, format_b, batch_invariant != 0, fp4gemm::is_gated(activation)};
   return sound ? fp4gemm::select_kernel(arch, num_sms, wanted) : -1;
 }
 

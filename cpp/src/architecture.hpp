@@ -15,6 +15,11 @@ struct Architecture {
   char const* devices;             // the compute capabilities that its kernels serve: "10.0 10.3"
   bool is_executed;                // this project has executed its kernels on such hardware
   KernelList const* const* lists;  // none is empty; ends with null
+  /// The time that a kernel of this architecture is expected to need, in clocks of one SM. For comparing its
+  /// kernels with each other only.
+  double (*estimate_clocks)(Kernel const&, int num_sms, Selection const&);
+  /// Refuses what none of its kernels can address; null: nothing that the C interface accepts.
+  fp4gemm_status_t (*check_problem)(Problem const&);
 
   int num_kernels() const {
     int count = 0;

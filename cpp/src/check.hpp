@@ -20,6 +20,8 @@ struct Rules {
   static constexpr int kWorkspaceBytes = 256;  // alignment of a workspace
   static constexpr int64_t kMaxSize = INT32_MAX;
   static constexpr int64_t kMaxK = int64_t{1} << 30;  // kernels count past the end of k in 32 bits
+  static constexpr int64_t kMaxElements = int64_t{1}
+                                          << 58;  // of a buffer: sums of their bytes fit in 64 bits
 };
 
 inline int dtype_bytes(fp4gemm_dtype_t dtype) { return dtype == FP4GEMM_FP32 ? 4 : 2; }
@@ -51,6 +53,14 @@ inline fp4gemm_status_t check_size(char const* name, int64_t size, int64_t least
                 ll(least), ll(most));
   FP4GEMM_CHECK(size % multiple == 0, "%s: is %lld, must be a multiple of %d", name, ll(size), multiple);
   return FP4GEMM_SUCCESS;
+}
+
+/// True if a * b * c <= limit, of numbers that are not negative; no step overflows.
+constexpr bool product_is_at_most(int64_t limit, int64_t a, int64_t b, int64_t c) {
+  if (a == 0 || b == 0 || c == 0) {
+    return true;
+  }
+  return a <= limit && b <= limit / a && c <= limit / a / b;
 }
 
 /// A buffer of `elems` elements, which may be null only if that is 0.

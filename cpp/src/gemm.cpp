@@ -1,4 +1,7 @@
 // The GEMM calls of the C interface: check, plan, decode where the kernel needs it, launch.
+#include <string>
+
+#include "activation.hpp"
 #include "architecture.hpp"
 #include "check.hpp"
 #include "device.hpp"
@@ -22,7 +25,7 @@ bool is_grouped(Args const& args) { return args.num_groups > 0; }
 bool is_ragged_m(Args const& args) { return is_grouped(args) && args.ragged == FP4GEMM_RAGGED_M; }
 bool is_ragged_k(Args const& args) { return is_grouped(args) && args.ragged == FP4GEMM_RAGGED_K; }
 int64_t num_b(Args const& args) { return is_ragged_m(args) ? args.num_groups : 1; }
-bool is_gated(Args const& args) { return args.activation == FP4GEMM_ACTIVATION_SWIGLU; }
+bool is_gated(Args const& args) { return fp4gemm::is_gated(args.activation); }
 int64_t columns_of_d(Args const& args) { return is_gated(args) ? args.n / 2 : args.n; }
 int64_t num_d(Args const& args) { return is_ragged_k(args) ? args.num_groups : 1; }
 
@@ -64,13 +67,34 @@ fp4gemm_status_t check_groups(Args const& args) {
   return FP4GEMM_SUCCESS;
 }
 
+fp4gemm_status_t check_activation(fp4gemm_activation_t activation) {
+  if (activation_info(activation) != nullptr) {
+    return FP4GEMM_SUCCESS;
+  }
+  std::string names;
+  for (ActivationInfo const& row : kActivations) {
+    names += (names.empty() ? "" : ", ") + std::to_string(row.number) + " (" + row.name + ")";
+  }
+  return fail(FP4GEMM_ERROR_INVALID_ARGUMENT, "activation: is %d, must be one of %s",
+              static_cast<int>(activation), names.c_str());
+}
+
+char const* activation_name(Args const& args) { return activation_info(args.activation)->name; }
+
+/// A buffer of `matrices` matrices, all of whose sizes are valid themselves.
+fp4gemm_status_t check_elements(char const* name, int64_t matrices, int64_t rows, int64_t columns) {
+  FP4GEMM_CHECK(product_is_at_most(Rules::kMaxElements, matrices, rows, columns),
+                "%s: %lld matrices of (%lld, %lld) elements, must have at most %lld elements in all", name,
+                ll(matrices), ll(rows), ll(columns), ll(Rules::kMaxElements));
+  return FP4GEMM_SUCCESS;
+}
+
 /// Sizes, formats and types: all that the plan depends on.
 fp4gemm_status_t check_problem(Args const& args) {
   FP4GEMM_TRY(check_groups(args));
   FP4GEMM_TRY(check_dtype("out_dtype", args.out_dtype));
   FP4GEMM_TRY(check_size("m", args.m, 0, 1));
-  FP4GEMM_CHECK(args.activation >= FP4GEMM_ACTIVATION_NONE && args.activation <= FP4GEMM_ACTIVATION_SWIGLU,
-                "activation: is %d, must be one of fp4gemm_activation_t", static_cast<int>(args.activation));
+  FP4GEMM_TRY(check_activation(args.activation));
   FP4GEMM_TRY(
       check_size("n", args.n, 0, Rules::kRowBytes / dtype_bytes(args.out_dtype) * (is_gated(args) ? 2 : 1)));
   if (is_ragged_k(args)) {
@@ -78,10 +102,14 @@ fp4gemm_status_t check_problem(Args const& args) {
   } else {
     FP4GEMM_TRY(check_size("k", args.k, Rules::kGemmK, Rules::kGemmK, Rules::kMaxK));
   }
-  FP4GEMM_CHECK(!is_gated(args) || args.c == nullptr, "c: is %p, must be null with the swiglu activation",
-                args.c);
+  FP4GEMM_CHECK(!is_gated(args) || args.c == nullptr, "c: is %p, must be null with the gated activation %s",
+                args.c, activation_name(args));
   FP4GEMM_CHECK(!is_gated(args) || !is_ragged_k(args),
-                "activation: is swiglu, must be another one for groups that are ragged in k");
+                "activation: is %s, must not be gated for groups that are ragged in k",
+                activation_name(args));
+  FP4GEMM_TRY(check_elements("a", 1, args.m, args.k));
+  FP4GEMM_TRY(check_elements("b", num_b(args), args.n, args.k));
+  FP4GEMM_TRY(check_elements("d", num_d(args), args.m, args.n));
   return check_formats(args);
 }
 
@@ -178,19 +206,20 @@ fp4gemm_status_t select_kernel(Args const& args, int device, Plan* plan) {
   }
   if (is_gated(args) && args.out_dtype == FP4GEMM_FP32) {
     return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
-                "out_dtype: is fp32; the swiglu activation writes bf16 and fp16");
+                "out_dtype: is fp32, must be bf16 or fp16 with the gated activation %s",
+                activation_name(args));
   }
   wanted.format_a = wanted.format_b = FP4GEMM_FORMAT_NVFP4;
   if (select_kernel(arch, plan->device.num_sms, wanted) >= 0) {
     return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
-                "%s: format is %s; the kernels of device %d, whose compute capability is %d.%d, take "
-                "packed nvfp4",
+                "%s: format is %s, must be nvfp4 for the kernels of device %d, whose compute capability is "
+                "%d.%d",
                 special_name(args), special_format(args), device, arch / 10, arch % 10);
   }
   return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
               "device: %d has compute capability %d.%d, for which this build (%s) has no GEMM kernels; "
-              "GEMM kernels exist for 9.0, 10.0 and 10.3",
-              device, arch / 10, arch % 10, fp4gemm_built_archs());
+              "GEMM kernels exist for %s",
+              device, arch / 10, arch % 10, fp4gemm_built_archs(), FP4GEMM_GEMM_DEVICES);
 }
 
 fp4gemm_status_t force_kernel(Args const& args, int device, Plan* plan) {
@@ -200,8 +229,9 @@ fp4gemm_status_t force_kernel(Args const& args, int device, Plan* plan) {
                 "kernel: '%s' is not in this build, must be one of the kernel table's names", args.kernel);
   FP4GEMM_CHECK(kernel->is_grouped == is_grouped(args), "kernel: '%s' is %s, must be %s", args.kernel,
                 kernel->info.mode, is_grouped(args) ? "grouped" : "dense");
-  FP4GEMM_CHECK(kernel->is_gated == is_gated(args), "kernel: '%s' has the %s epilogue, activation %s swiglu",
-                args.kernel, kernel->info.epilogue, is_gated(args) ? "is" : "is not");
+  FP4GEMM_CHECK(kernel->is_gated == is_gated(args),
+                "kernel: '%s' has the %s epilogue, must have a%s gated one for activation %s", args.kernel,
+                kernel->info.epilogue, is_gated(args) ? "" : "n epilogue that is not", activation_name(args));
   FP4GEMM_CHECK(kernel->info.out_dtype == args.out_dtype, "kernel: '%s' writes %s, out_dtype is %s",
                 args.kernel, kOutNames[kernel->info.out_dtype], kOutNames[args.out_dtype]);
   Architecture const* const served = architecture_of(arch);
@@ -254,7 +284,7 @@ fp4gemm_status_t make_plan(Args const& args, int device, Plan* plan) {
     return FP4GEMM_SUCCESS;
   }
   Operands const operands = plan->kernel->operands;
-  if (!takes(operands, args.a.format, args.b.format)) {
+  if (!accepts(operands, args.a.format, args.b.format)) {
     return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s reads %s operands, a is %s and b %s",
                 plan->kernel->info.name, plan->kernel->info.operand, kFormatNames[args.a.format],
                 kFormatNames[args.b.format]);
@@ -262,6 +292,9 @@ fp4gemm_status_t make_plan(Args const& args, int device, Plan* plan) {
   if (is_ragged_k(args) && operands == Operands::kPrepacked) {
     return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not support groups that are ragged in k",
                 plan->kernel->info.name);
+  }
+  if (auto const check = architecture_of(plan->device.arch)->check_problem; check != nullptr) {
+    FP4GEMM_TRY(check(problem_of(args, *plan, nullptr, device)));
   }
   bool const packed_b = args.b.format == FP4GEMM_FORMAT_NVFP4;
   plan->decode_a = args.a.format == FP4GEMM_FORMAT_NVFP4 && operands != Operands::kNvfp4;

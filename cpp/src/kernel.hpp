@@ -44,7 +44,7 @@ enum class Operands {
 };
 
 /// True if a kernel can do with operands of these formats, converted or not.
-constexpr bool takes(Operands operands, fp4gemm_format_t a, fp4gemm_format_t b) {
+constexpr bool accepts(Operands operands, fp4gemm_format_t a, fp4gemm_format_t b) {
   bool const packed_or_fp16 = a == FP4GEMM_FORMAT_NVFP4 || a == FP4GEMM_FORMAT_FP16;
   bool const packable = b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_PREPACKED;
   switch (operands) {
@@ -60,11 +60,14 @@ constexpr bool is_prepacked(Operands operands) {
   return operands == Operands::kPrepacked || operands == Operands::kPrepackedBf16;
 }
 
+struct PrepackedFigures;  // sm90/figures.hpp
+
 struct Kernel {
   fp4gemm_kernel_info_t info;
   Operands operands;
   bool is_grouped;
   bool is_gated;
+  PrepackedFigures const* figures;  // measured, for the cost model; null: it derives the time from the tile
   /// Bytes of workspace beside the decoded operands.
   size_t (*workspace_bytes)(Problem const&);
   fp4gemm_status_t (*launch)(Problem const&, void* workspace, fp4gemm_stream_t);

@@ -5,8 +5,9 @@
 
 #include "cutlass_evt/gemm.hpp"
 #include "error.hpp"
+#include "kernel_activation.hpp"
 #include "kernel_row.hpp"
-#include "overlap.hpp"
+#include "launch.hpp"
 
 namespace fp4gemm {
 
@@ -56,16 +57,6 @@ struct KernelBase {
                                         K::Arch::kDecodedOperands ? Operands::kFp16 : Operands::kNvfp4};
   static constexpr NameBuilder kName = kTraits.name();
 
-  static cutlass_evt::Activation activation(fp4gemm_activation_t kind) {
-    return static_cast<cutlass_evt::Activation>(kind);
-  }
-
-  static cudaError_t prepare(int device) {
-    static std::atomic<uint64_t> prepared{0};
-    return allow_shared_memory(reinterpret_cast<void const*>(gemm_kernel<Gemm>), Gemm::SharedStorageSize,
-                               device, prepared);
-  }
-
   /// What the arguments of both modes have under the same names: sizes, operands, D, the device.
   template <class Args>
   static Args arguments_of(Problem const& p) {
@@ -95,20 +86,13 @@ struct KernelBase {
     }
     typename Gemm::Params params = Gemm::to_underlying_arguments(args, workspace);
 
-    cudaLaunchAttribute attributes[2] = {{}, overlapping_launch()};
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim = {kSize<0, Cluster>, kSize<1, Cluster>, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = Gemm::get_grid_shape(params);
-    config.blockDim = Gemm::get_block_shape();
-    config.dynamicSmemBytes = Gemm::SharedStorageSize;
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = 2;
-    FP4GEMM_CUDA(prepare(p.device));
-    void* kernel_args[] = {&params};
-    FP4GEMM_CUDA(cudaLaunchKernelExC(&config, reinterpret_cast<void const*>(gemm_kernel<Gemm>), kernel_args));
-    return FP4GEMM_SUCCESS;
+    Launch launch{reinterpret_cast<void const*>(gemm_kernel<Gemm>), Gemm::get_grid_shape(params),
+                  Gemm::get_block_shape()};
+    launch.cluster = dim3(kSize<0, Cluster>, kSize<1, Cluster>, 1);
+    launch.shared_bytes = Gemm::SharedStorageSize;
+    static std::atomic<uint64_t> prepared{0};
+    FP4GEMM_TRY(allow_shared_memory(launch.kernel, Gemm::SharedStorageSize, p.device, prepared));
+    return launch_overlapping(launch, stream, params);
   }
 };
 
@@ -126,7 +110,7 @@ struct DenseImpl : KernelBase<K> {
     args.epilogue.alpha = p.alpha;
     args.epilogue.bias = p.bias.data;
     if constexpr (!K::Op::kGated) {
-      args.epilogue.activation = Base::activation(p.activation);
+      args.epilogue.activation = kernel_activation(p.activation);
       args.epilogue.c = static_cast<typename Base::Element const*>(p.c);
       args.epilogue.c_row_stride = p.c_row_stride;
       args.epilogue.c_scale = p.beta;
@@ -164,7 +148,7 @@ struct GroupedImpl : KernelBase<K> {
     args.alpha = p.alpha;
     args.alpha_groups = p.alpha_groups;
     if constexpr (!Op::kGated) {
-      args.activation = Base::activation(p.activation);
+      args.activation = kernel_activation(p.activation);
       args.c = static_cast<typename Base::Element const*>(p.c);
       args.c_row_stride = p.c_row_stride;
       args.beta = p.beta;
@@ -179,19 +163,16 @@ struct GroupedImpl : KernelBase<K> {
   }
 
   static fp4gemm_status_t launch(Problem const& p, void* workspace, fp4gemm_stream_t stream) {
-    auto const args = arguments(p);
+    auto args = arguments(p);
     Table table;
     size_t const bytes = Table::lay_out(workspace, p.num_groups, &table);
 
-    cudaLaunchAttribute overlapping = overlapping_launch();
-    cudaLaunchConfig_t config{};
-    config.gridDim = p.ragged == FP4GEMM_RAGGED_K ? 1 + p.num_sms : 1;  // see prepare_groups
-    config.blockDim = cutlass_evt::kPrepareThreads;
-    config.stream = stream;
-    config.attrs = &overlapping;
-    config.numAttrs = 1;
-    FP4GEMM_CUDA(
-        cudaLaunchKernelEx(&config, cutlass_evt::prepare_groups<typename K::Collectives, Op>, args, table));
+    // Groups that are ragged in k need more than one CTA: see prepare_groups.
+    unsigned const ctas = p.ragged == FP4GEMM_RAGGED_K ? 1 + static_cast<unsigned>(p.num_sms) : 1;
+    Launch const prepare{
+        reinterpret_cast<void const*>(cutlass_evt::prepare_groups<typename K::Collectives, Op>), dim3(ctas),
+        dim3(cutlass_evt::kPrepareThreads)};
+    FP4GEMM_TRY(launch_overlapping(prepare, stream, args, table));
     return Base::run(K::lower(args, table), p, static_cast<char*>(workspace) + bytes, stream);
   }
 };

@@ -92,15 +92,16 @@ struct KernelTraits {
   }
 };
 
-/// Impl must have kTraits, kName, workspace_bytes and launch.
+/// Impl must have kTraits, kName, workspace_bytes and launch. figures: those of Kernel.
 template <class Impl>
-constexpr Kernel make_row() {
+constexpr Kernel make_row(PrepackedFigures const* figures = nullptr) {
   constexpr KernelTraits const& t = Impl::kTraits;
   return {{Impl::kName.text, t.mode(), t.epilogue, t.arch, t.tile_m, t.tile_n, t.tile_k, t.cluster_m,
            t.cluster_n, t.out_dtype, t.operand_name(), t.is_swapped},
           t.operands,
           t.is_grouped,
           t.is_gated,
+          figures,
           &Impl::workspace_bytes,
           &Impl::launch};
 }

@@ -113,6 +113,26 @@ void test_grouped_errors() {
   bad_gemm(
       "dense with alpha_groups", [](Args& a) { a.alpha_groups = static_cast<float const*>(address()); },
       "alpha_groups: is 0x1000, must be null without groups");
+  // Sizes that are valid one by one, but not their products.
+  bad_grouped(
+      "huge b",
+      [](Args& a) {
+        a.num_groups = INT32_MAX;
+        a.n = int64_t{1} << 30;
+        a.k = int64_t{1} << 30;
+      },
+      "b: 2147483647 matrices of (1073741824, 1073741824) elements, must have at most");
+  bad_grouped(
+      "huge d",
+      [&](Args& a) {
+        ragged_k(a);
+        a.num_groups = INT32_MAX;
+        a.m = a.n = int64_t{1} << 30;
+      },
+      "d: 2147483647 matrices of (1073741824, 1073741824) elements, must have at most");
+  bad_gemm(
+      "huge a", [](Args& a) { a.m = a.k = int64_t{1} << 30; },
+      "a: 1 matrices of (1073741824, 1073741824) elements, must have at most");
   CHECK(fp4gemm_grouped_columns(0, 3) == 0, "columns of no rows");
   CHECK(fp4gemm_grouped_columns(1, 3) == 64, "columns of one row");
   CHECK(fp4gemm_grouped_columns(100, 3) == 256, "columns of 100 rows in 3 groups");

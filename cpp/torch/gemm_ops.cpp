@@ -53,6 +53,17 @@ fp4gemm_operand_t operand_of(char const* name, char const* scale_name, Tensor co
   return {data.const_data_ptr(), scales->const_data_ptr(), FP4GEMM_FORMAT_NVFP4};
 }
 
+bool is_gated(int64_t activation) {
+  fp4gemm_activation_info_t info{};
+  for (int i = 0; i < fp4gemm_activation_count(); ++i) {
+    check_status(fp4gemm_activation_info(i, &info));
+    if (info.activation == activation) {
+      return info.is_gated != 0;
+    }
+  }
+  return false;  // of no activation: the C interface refuses it
+}
+
 /// The arguments of both operators, named as in their schemas, and what follows from them alone.
 struct Call {
   Tensor const& a;
@@ -105,7 +116,7 @@ struct Call {
   /// The columns of D.
   int64_t columns_of_d() const {
     int64_t const n = is_prepacked() ? b_rows : b.size(b.dim() - 2);
-    return activation == FP4GEMM_ACTIVATION_SWIGLU ? n / 2 : n;
+    return is_gated(activation) ? n / 2 : n;
   }
 };
 

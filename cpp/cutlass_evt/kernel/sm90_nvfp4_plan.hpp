@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 namespace cutlass_evt {
@@ -26,6 +27,17 @@ constexpr int64_t most_token_tiles(int64_t m, int num_groups, int tile_tokens) {
 /// The stages of the longest part if all_steps are divided evenly.
 constexpr int64_t longest_part(int64_t all_steps, int64_t workers) {
   return (all_steps + workers - 1) / workers;
+}
+inline double longest_part(double all_steps, double workers) { return std::ceil(all_steps / workers); }
+
+/// Whether splitting tiles along k pays: `waves` turns of whole tiles would leave workers idle, more workers
+/// (`sharing`) would share the steps than have whole tiles, and the longest part is shorter than those turns.
+/// Number is an integer, or a floating-point type for expected numbers of tiles; Wide holds products of two.
+template <class Wide, class Number>
+constexpr bool splitting_pays(Number tiles, Number steps, Number waves, Number workers, Number sharing) {
+  return Wide{tiles} * 100 < Wide{waves} * workers * (100 - kIdlePercent) &&
+         sharing > std::min(tiles, workers - 1) &&
+         longest_part(Wide{tiles} * steps, Wide{sharing}) * 100 <= Wide{waves} * steps * (100 - kIdlePercent);
 }
 
 /// How tiles are divided among workers, which are CTAs or clusters. Each tile has the same number of stages
@@ -68,9 +80,7 @@ struct Sm90Nvfp4Plan {
       // Every worker gets at least one stage: the worker that sums a tile waits for each one between the
       // tile's first and last part.
       int const most_workers = std::min(num_workers, static_cast<int>(all_steps) / least_steps);
-      split = int64_t{tiles} * 100 < int64_t{waves} * num_workers * (100 - kIdlePercent) &&
-              most_workers > std::min(tiles, num_workers - 1) &&
-              longest_part(all_steps, most_workers) * 100 <= int64_t{waves} * steps * (100 - kIdlePercent);
+      split = splitting_pays<int64_t>(tiles, steps, waves, num_workers, most_workers);
       if (split) {
         // Equal parts of every tile where that keeps nearly as many workers busy: no worker then has parts of
         // two tiles.

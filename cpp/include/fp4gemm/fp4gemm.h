@@ -404,6 +404,17 @@ typedef enum fp4gemm_activation {
   FP4GEMM_ACTIVATION_SWIGLU = 4
 } fp4gemm_activation_t;
 
+/* What the library knows of an activation, so that callers need no table of their own. */
+typedef struct fp4gemm_activation_info {
+  fp4gemm_activation_t activation;
+  const char* name; /* "none", "silu", "gelu_tanh", ... */
+  int is_gated;     /* 1: D has n/2 columns, and a kernel with a gated epilogue computes it */
+} fp4gemm_activation_info_t;
+
+/* The activations, in ascending order of their numbers. */
+FP4GEMM_API int fp4gemm_activation_count(void);
+FP4GEMM_API fp4gemm_status_t fp4gemm_activation_info(int index, fp4gemm_activation_info_t* info);
+
 /* Which size differs from group to group in a grouped GEMM.
  *
  * M (the experts of a mixture): group g multiplies rows offs[g-1] .. offs[g]-1 of A (m, k) by B[g] of

@@ -1,5 +1,7 @@
-// SM100 (Blackwell, compute capability 10.0 and 10.3): its kernel lists.
+// SM100 (Blackwell, compute capability 10.0 and 10.3) as data.
 #include "architecture.hpp"
+#include "cost.hpp"
+#include "sm100/limits.hpp"
 
 namespace fp4gemm {
 
@@ -25,10 +27,18 @@ KernelList const* const kLists[] = {
     nullptr,
 };
 
+// These figures follow from published peaks; this project has not measured them.
+constexpr Machine kMachine{16384, 0.5625, 80, 1500, 256};
+
+double estimate_clocks(Kernel const& kernel, int num_sms, Selection const& wanted) {
+  return tile_clocks(kMachine, kernel.info, num_sms, wanted);
+}
+
 }  // namespace
 
 extern Architecture const architecture;
-Architecture const architecture{FP4GEMM_ARCH, FP4GEMM_ARCH_DEVICES, /*is_executed=*/false, kLists};
+Architecture const architecture{kArch,  FP4GEMM_ARCH_DEVICES, /*is_executed=*/false,
+                                kLists, &estimate_clocks,     &check_problem};
 
 }  // namespace sm100
 }  // namespace fp4gemm

@@ -5,11 +5,14 @@
 #include "cutlass_evt/arch/sm100.hpp"
 #include "cutlass_evt/epilogue/rowcol.hpp"
 #include "kernel_impl.cuh"
+#include "sm100/limits.hpp"
 
 namespace fp4gemm {
 
 using cutlass_evt::Cluster;
 using cutlass_evt::Tile;
+
+static_assert(cutlass_evt::Sm100::kArch == sm100::kArch, "the traits and the architecture disagree");
 
 // A tile of m = 256 is shared by two SMs. The swapped ones serve few rows of A, which are their n.
 template <class Tile, class Cluster, class Out, bool kSwapped = false>

@@ -1,4 +1,6 @@
-// SM90 (Hopper, compute capability 9.0): its kernel lists.
+// SM90 (Hopper, compute capability 9.0) as data.
+#include "sm90/arch.hpp"
+
 #include "architecture.hpp"
 
 namespace fp4gemm {
@@ -25,7 +27,8 @@ KernelList const* const kLists[] = {
 }  // namespace
 
 extern Architecture const architecture;
-Architecture const architecture{FP4GEMM_ARCH, FP4GEMM_ARCH_DEVICES, /*is_executed=*/true, kLists};
+Architecture const architecture{kArch,  FP4GEMM_ARCH_DEVICES, /*is_executed=*/true,
+                                kLists, &estimate_clocks,     nullptr};
 
 }  // namespace sm90
 }  // namespace fp4gemm

@@ -11,6 +11,8 @@ namespace fp4gemm {
 using cutlass_evt::Cluster;
 using cutlass_evt::Tile;
 
+static_assert(cutlass_evt::Sm90::kArch == sm90::kArch, "the traits and the architecture disagree");
+
 template <class Tile, class Cluster, class Out>
 using Sm90Dense = cutlass_evt::Dense<cutlass_evt::Sm90, Tile, Cluster, cutlass_evt::epilogue::RowCol<Out>>;
 

@@ -11,8 +11,10 @@
 #include "cutlass/numeric_conversion.h"
 #include "cutlass_evt/epilogue/rowcol.hpp"
 #include "error.hpp"
+#include "kernel_activation.hpp"
 #include "kernel_row.hpp"
 #include "quantize/numerics.cuh"
+#include "sm90/arch.hpp"
 
 namespace fp4gemm {
 
@@ -223,19 +225,10 @@ struct PackedKernel {
   using Out = typename Op::ElementOutput;
   static constexpr int kTokens = 8 * kTokenTiles;
 
-  static constexpr KernelTraits kTraits{90,
-                                        false,
-                                        false,
-                                        Op::kGated,
-                                        kTokens,
-                                        kPackedRows,
-                                        kPackedChunk,
-                                        1,
-                                        1,
-                                        Op::kName,
-                                        OutType<Out>::kId,
-                                        OutType<Out>::kName,
-                                        Operands::kNvfp4};
+  static constexpr KernelTraits kTraits{
+      sm90::kArch,     false, false, Op::kGated, kTokens,           kPackedRows,
+      kPackedChunk,    1,     1,     Op::kName,  OutType<Out>::kId, OutType<Out>::kName,
+      Operands::kNvfp4};
   static constexpr NameBuilder kName = kTraits.name();
 
   static size_t workspace_bytes(Problem const&) { return 0; }
@@ -251,7 +244,7 @@ struct PackedKernel {
     params.alpha_col = {p.alpha_col.data, p.alpha_col.numel != 1};
     params.alpha = p.alpha;
     params.bias = p.bias.data;
-    params.activation = static_cast<cutlass_evt::Activation>(p.activation);
+    params.activation = kernel_activation(p.activation);
     params.c = static_cast<Out const*>(p.c);
     params.c_row_stride = p.c_row_stride;
     params.beta = p.beta;

@@ -9,9 +9,12 @@
 #include "cutlass_evt/kernel/sm90_nvfp4.hpp"
 #include "cutlass_evt/tensor_map.hpp"
 #include "error.hpp"
+#include "kernel_activation.hpp"
 #include "kernel_row.hpp"
+#include "launch.hpp"
 #include "nonce.hpp"
-#include "overlap.hpp"
+#include "sm90/arch.hpp"
+#include "sm90/tiles.hpp"
 
 namespace fp4gemm {
 
@@ -29,10 +32,8 @@ struct PrepackedLaunch {
     return cutlass_evt::most_token_tiles(p.m, p.num_groups, Config::kTokens);
   }
 
-  /// As many as run at once; but where each multiprocessor has a tile at most, the other CTAs' room is left
-  /// to the kernel that follows, which then starts early.
   static int num_ctas(Problem const& p) {
-    int const an_sm = row_tiles(p) * token_tiles(p) > p.num_sms ? Config::kCtasPerSm : 1;
+    int const an_sm = sm90::ctas_on_an_sm(row_tiles(p), token_tiles(p), p.num_sms, Config::kCtasPerSm);
     return p.num_sms * an_sm / Config::kCluster * Config::kCluster;
   }
 
@@ -45,7 +46,7 @@ struct PrepackedLaunch {
     args.bias = {p.bias.data, true, p.bias.group_stride};
     args.alpha = p.alpha;
     args.alpha_groups = p.alpha_groups;
-    args.activation = static_cast<cutlass_evt::Activation>(p.activation);
+    args.activation = kernel_activation(p.activation);
     args.output = out == FP4GEMM_BF16   ? cutlass_evt::epilogue::OutputType::kBf16
                   : out == FP4GEMM_FP16 ? cutlass_evt::epilogue::OutputType::kFp16
                                         : cutlass_evt::epilogue::OutputType::kFp32;
@@ -74,15 +75,6 @@ struct PrepackedLaunch {
                const_cast<void*>(p.a), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-  }
-
-  static cudaError_t prepare(int device) {
-    static std::atomic<uint64_t> prepared{0};
-    return allow_shared_memory(sm90_kernel(), Config::kSharedBytes, device, prepared);
-  }
-
-  static void const* sm90_kernel() {
-    return reinterpret_cast<void const*>(cutlass_evt::sm90_nvfp4_gemm<Config, Epilogue>);
   }
 
   static fp4gemm_status_t launch(char const* name, Problem const& p, fp4gemm_dtype_t out, void* workspace,
@@ -123,35 +115,29 @@ struct PrepackedLaunch {
                   static_cast<long long>(p.m), static_cast<long long>(p.k), p.a);
     }
 
-    cudaLaunchAttribute attributes[2] = {{}, overlapping_launch()};
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim = {Config::kCluster, 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = static_cast<unsigned>(grid);
-    config.blockDim = Config::kThreads;
-    config.dynamicSmemBytes = Config::kSharedBytes;
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = 2;
-    FP4GEMM_CUDA(prepare(p.device));
-    void* kernel_args[] = {&params};
-    FP4GEMM_CUDA(cudaLaunchKernelExC(&config, sm90_kernel(), kernel_args));
-    return FP4GEMM_SUCCESS;
+    Launch launch{reinterpret_cast<void const*>(cutlass_evt::sm90_nvfp4_gemm<Config, Epilogue>),
+                  dim3(static_cast<unsigned>(grid)), dim3(Config::kThreads)};
+    launch.cluster = dim3(Config::kCluster, 1, 1);
+    launch.shared_bytes = Config::kSharedBytes;
+    static std::atomic<uint64_t> prepared{0};
+    FP4GEMM_TRY(allow_shared_memory(launch.kernel, Config::kSharedBytes, p.device, prepared));
+    return launch_overlapping(launch, stream, params);
   }
 };
 
-template <class Config, bool kIsGrouped, bool kIsGated, class Out>
+/// One row of the table for a tile: the mode, the epilogue and the output type.
+template <class Tile, bool kIsGrouped, bool kIsGated, class Out>
 struct PrepackedImpl {
-  using Launch = PrepackedLaunch<Config>;
-  static constexpr KernelTraits kTraits{90,
+  using Launch = PrepackedLaunch<sm90::ConfigOf<Tile>>;
+  static constexpr KernelTraits kTraits{sm90::kArch,
                                         kIsGrouped,
                                         true,
                                         kIsGated,
-                                        Config::kTokens,
-                                        Config::kRows,
-                                        Config::kDepth,
+                                        Tile::kTokens,
+                                        Tile::kRows,
+                                        Tile::kDepth,
                                         1,
-                                        Config::kCluster,
+                                        Tile::kCluster,
                                         kIsGated ? "swiglu" : "rowcol",
                                         OutType<Out>::kId,
                                         OutType<Out>::kName,
@@ -165,31 +151,33 @@ struct PrepackedImpl {
   }
 };
 
-constexpr int kRowsPerConfig = 10;
+constexpr int kRowsPerTile = 10;
 
-/// Every row of one configuration.
-template <class Config>
-constexpr std::array<Kernel, kRowsPerConfig> prepacked_rows() {
+/// Every row of one tile.
+template <class Tile>
+constexpr std::array<Kernel, kRowsPerTile> prepacked_rows() {
   using bf16 = cutlass::bfloat16_t;
   using fp16 = cutlass::half_t;
-  return {make_row<PrepackedImpl<Config, false, false, bf16>>(),
-          make_row<PrepackedImpl<Config, false, false, fp16>>(),
-          make_row<PrepackedImpl<Config, false, false, float>>(),
-          make_row<PrepackedImpl<Config, false, true, bf16>>(),
-          make_row<PrepackedImpl<Config, false, true, fp16>>(),
-          make_row<PrepackedImpl<Config, true, false, bf16>>(),
-          make_row<PrepackedImpl<Config, true, false, fp16>>(),
-          make_row<PrepackedImpl<Config, true, false, float>>(),
-          make_row<PrepackedImpl<Config, true, true, bf16>>(),
-          make_row<PrepackedImpl<Config, true, true, fp16>>()};
+  constexpr PrepackedFigures const* kFigures = &sm90::kFiguresOf<Tile>;
+  return {make_row<PrepackedImpl<Tile, false, false, bf16>>(kFigures),
+          make_row<PrepackedImpl<Tile, false, false, fp16>>(kFigures),
+          make_row<PrepackedImpl<Tile, false, false, float>>(kFigures),
+          make_row<PrepackedImpl<Tile, false, true, bf16>>(kFigures),
+          make_row<PrepackedImpl<Tile, false, true, fp16>>(kFigures),
+          make_row<PrepackedImpl<Tile, true, false, bf16>>(kFigures),
+          make_row<PrepackedImpl<Tile, true, false, fp16>>(kFigures),
+          make_row<PrepackedImpl<Tile, true, false, float>>(kFigures),
+          make_row<PrepackedImpl<Tile, true, true, bf16>>(kFigures),
+          make_row<PrepackedImpl<Tile, true, true, fp16>>(kFigures)};
 }
 
-template <class... Configs>
-constexpr std::array<Kernel, kRowsPerConfig * sizeof...(Configs)> prepacked_table() {
-  std::array<Kernel, kRowsPerConfig> const rows[] = {prepacked_rows<Configs>()...};
-  std::array<Kernel, kRowsPerConfig * sizeof...(Configs)> table{};
+/// The rows of every tile of a list.
+template <class... Tiles>
+constexpr auto prepacked_table(sm90::TileList<Tiles...>) {
+  std::array<Kernel, kRowsPerTile> const rows[] = {prepacked_rows<Tiles>()...};
+  std::array<Kernel, kRowsPerTile * sizeof...(Tiles)> table{};
   for (size_t i = 0; i < table.size(); ++i) {
-    table[i] = rows[i / kRowsPerConfig][i % kRowsPerConfig];
+    table[i] = rows[i / kRowsPerTile][i % kRowsPerTile];
   }
   return table;
 }

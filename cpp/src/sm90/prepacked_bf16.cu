@@ -3,12 +3,7 @@
 
 namespace fp4gemm {
 
-using cutlass_evt::Sm90Nvfp4Config;
-
-constexpr auto kTable = prepacked_table<Sm90Nvfp4Config<cutlass::bfloat16_t, 1, 4, 8, 1, 16, 1>,
-                                        Sm90Nvfp4Config<cutlass::bfloat16_t, 1, 4, 16, 1, 8, 1>,
-                                        Sm90Nvfp4Config<cutlass::bfloat16_t, 2, 1, 64, 1, 4, 1>,
-                                        Sm90Nvfp4Config<cutlass::bfloat16_t, 2, 1, 256, 2, 1, 1>>();
+constexpr auto kTable = prepacked_table(sm90::Bf16Tiles{});
 
 extern KernelList const kSm90PrepackedBf16;
 KernelList const kSm90PrepackedBf16 = {kTable.data(), static_cast<int>(kTable.size())};

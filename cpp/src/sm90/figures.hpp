@@ -1,0 +1,47 @@
+// The measured figures of a kernel on prepacked weights, as the cost model reads them. The tiles and their
+// figures are in sm90/tiles.hpp.
+#pragma once
+
+#include <cstdint>
+
+namespace fp4gemm {
+
+namespace sm90 {
+
+/// A last tile of a group with so many tokens or fewer needs less time.
+struct SmallTile {
+  int tokens = 0;       // 0: no such tile
+  double chunk_us = 0;  // for 64 of k
+};
+
+}  // namespace sm90
+
+/// The time of a GEMM in microseconds: fixed_us, and chunk_us for every 64 of k of each tile that a worker
+/// computes in turn; split_us more where tiles are split along k, and tile_us for each tile after the first.
+struct PrepackedFigures {
+  double fixed_us, chunk_us, split_us, tile_us;
+  int ctas_per_sm;           // CTAs that fit on an SM
+  double shared_chunk_us;    // chunk_us where so many CTAs share an SM; a small tile's grows in proportion
+  sm90::SmallTile small[2];  // from the smallest on
+
+  /// chunk_us of a tile that has so many tokens.
+  constexpr double chunk_us_of(int64_t tokens) const {
+    for (sm90::SmallTile const& tile : small) {
+      if (tokens <= tile.tokens) {
+        return tile.chunk_us;
+      }
+    }
+    return chunk_us;
+  }
+};
+
+namespace sm90 {
+
+/// How many CTAs the launch puts on each SM: all that fit, where there are more tiles than SMs. Otherwise
+/// one, which leaves room for the kernel that follows, so that it starts early.
+constexpr int ctas_on_an_sm(int64_t row_tiles, int64_t token_tiles, int num_sms, int ctas_that_fit) {
+  return row_tiles * token_tiles > num_sms ? ctas_that_fit : 1;
+}
+
+}  // namespace sm90
+}  // namespace fp4gemm

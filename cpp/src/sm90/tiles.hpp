@@ -1,0 +1,168 @@
+// The tiles of the SM90 kernels on prepacked weights, each with its measured figures, and the lists that make
+// up the kernel table. To add a tile: a struct here and its name in a list; without its figures the struct
+// does not compile.
+#pragma once
+
+#include "cutlass/bfloat16.h"
+#include "cutlass/half.h"
+#include "cutlass_evt/mainloop/sm90_nvfp4_config.hpp"
+#include "sm90/figures.hpp"
+
+namespace fp4gemm::sm90 {
+
+// A tile has kTokens rows of A and kRows rows of B and advances by kDepth of k; these three are in its name.
+// kDepthGroups: warpgroups that share the rows and take turns along k. kCluster: CTAs side by side along the
+// rows of B that load the tokens for each other. kCtasPerSm: CTAs that fit on an SM, which bounds their
+// registers and shared memory.
+//
+// The figures are those of PrepackedFigures. A tile of several CTAs on an SM has kSharedChunkUs too, and a
+// tile whose last one of a group may be smaller (Sm90Nvfp4Config::kLeastTokens) has kSmall.
+//
+// They were measured on an H200, 2026-11-22, at 1755 to 1980 MHz (`python -m bench hopper`): lines through
+// the times of (8192, 8192), (8192, 2048), (4096, 4096) and (16384, 16384) weights, by replay of a CUDA
+// graph; kTileUs and kSharedChunkUs from weights of 36864 to 165888 rows with k from 768 to 7168, and from
+// 128 and 256 experts. With them the selection is on average within 1 % of the best of all kernels over 46
+// shapes. On an H100, which has the same SMs and less bandwidth, it is within 2 %.
+
+struct Tile8x64x384 {
+  using Element = cutlass::half_t;  // of the tokens, and of the decoded weights
+  static constexpr int kTokens = 8, kRows = 64, kDepth = 384;
+  static constexpr int kDepthGroups = 2, kCluster = 1, kCtasPerSm = 3;
+  static constexpr double kFixedUs = 2.2, kChunkUs = 0.085, kSplitUs = 0.9, kTileUs = 0.8;
+  static constexpr double kSharedChunkUs = 0.212;
+};
+
+struct Tile8x64x512 {
+  using Element = cutlass::half_t;
+  static constexpr int kTokens = 8, kRows = 64, kDepth = 512;
+  static constexpr int kDepthGroups = 2, kCluster = 1, kCtasPerSm = 2;
+  static constexpr double kFixedUs = 1.6, kChunkUs = 0.088, kSplitUs = 1.8, kTileUs = 0.9;
+  static constexpr double kSharedChunkUs = 0.139;
+};
+
+struct Tile8x64x1024 {
+  using Element = cutlass::half_t;
+  static constexpr int kTokens = 8, kRows = 64, kDepth = 1024;
+  static constexpr int kDepthGroups = 4, kCluster = 1, kCtasPerSm = 1;
+  static constexpr double kFixedUs = 2.9, kChunkUs = 0.070, kSplitUs = 1.3, kTileUs = 1.25;
+};
+
+struct Tile16x64x256 {
+  using Element = cutlass::half_t;
+  static constexpr int kTokens = 16, kRows = 64, kDepth = 256;
+  static constexpr int kDepthGroups = 2, kCluster = 1, kCtasPerSm = 2;
+  static constexpr double kFixedUs = 1.5, kChunkUs = 0.095, kSplitUs = 1.8, kTileUs = 0.5;
+  static constexpr double kSharedChunkUs = 0.188;
+};
+
+struct Tile16x64x512 {
+  using Element = cutlass::half_t;
+  static constexpr int kTokens = 16, kRows = 64, kDepth = 512;
+  static constexpr int kDepthGroups = 4, kCluster = 1, kCtasPerSm = 1;
+  static constexpr double kFixedUs = 2.2, kChunkUs = 0.085, kSplitUs = 1.9, kTileUs = 1.5;
+};
+
+struct Tile16x128x256 {
+  using Element = cutlass::half_t;
+  static constexpr int kTokens = 16, kRows = 128, kDepth = 256;
+  static constexpr int kDepthGroups = 2, kCluster = 1, kCtasPerSm = 1;
+  static constexpr double kFixedUs = 3.0, kChunkUs = 0.162, kSplitUs = 1.3, kTileUs = 0.9;
+};
+
+struct Tile32x64x256 {
+  using Element = cutlass::half_t;
+  static constexpr int kTokens = 32, kRows = 64, kDepth = 256;
+  static constexpr int kDepthGroups = 4, kCluster = 1, kCtasPerSm = 1;
+  static constexpr double kFixedUs = 2.2, kChunkUs = 0.105, kSplitUs = 1.8, kTileUs = 1.35;
+};
+
+struct Tile32x128x128 {
+  using Element = cutlass::half_t;
+  static constexpr int kTokens = 32, kRows = 128, kDepth = 128;
+  static constexpr int kDepthGroups = 1, kCluster = 1, kCtasPerSm = 2;
+  static constexpr double kFixedUs = 1.6, kChunkUs = 0.265, kSplitUs = 2.2, kTileUs = 0.9;
+  static constexpr double kSharedChunkUs = 0.386;
+  static constexpr SmallTile kSmall[] = {{16, 0.246}};
+};
+
+struct Tile32x128x256 {
+  using Element = cutlass::half_t;
+  static constexpr int kTokens = 32, kRows = 128, kDepth = 256;
+  static constexpr int kDepthGroups = 2, kCluster = 1, kCtasPerSm = 1;
+  static constexpr double kFixedUs = 3.2, kChunkUs = 0.190, kSplitUs = 1.3, kTileUs = 1.0;
+  static constexpr SmallTile kSmall[] = {{16, 0.163}};
+};
+
+struct Tile64x128x256 {
+  using Element = cutlass::half_t;
+  static constexpr int kTokens = 64, kRows = 128, kDepth = 256;
+  static constexpr int kDepthGroups = 1, kCluster = 1, kCtasPerSm = 1;
+  static constexpr double kFixedUs = 3.5, kChunkUs = 0.235, kSplitUs = 1.8, kTileUs = 1.4;
+};
+
+struct Tile128x128x128 {
+  using Element = cutlass::half_t;
+  static constexpr int kTokens = 128, kRows = 128, kDepth = 128;
+  static constexpr int kDepthGroups = 1, kCluster = 2, kCtasPerSm = 1;
+  static constexpr double kFixedUs = 5.2, kChunkUs = 0.345, kSplitUs = 2.9, kTileUs = 3.3;
+};
+
+struct Tile256x128x64 {
+  using Element = cutlass::half_t;
+  static constexpr int kTokens = 256, kRows = 128, kDepth = 64;
+  static constexpr int kDepthGroups = 1, kCluster = 2, kCtasPerSm = 1;
+  static constexpr double kFixedUs = 6.3, kChunkUs = 0.612, kSplitUs = 4.5, kTileUs = 4.5;
+  static constexpr SmallTile kSmall[] = {{64, 0.36}, {128, 0.43}};
+};
+
+/// The same tile with bf16 tokens. Decoding weights to bf16 needs more instructions than decoding them to
+/// fp16, which shows in tiles of few tokens.
+template <class Tile>
+struct Bf16 : Tile {
+  using Element = cutlass::bfloat16_t;
+  static constexpr double kChunkUs = Tile::kChunkUs * (Tile::kTokens <= 32 ? 1.3 : 1.0);
+};
+
+template <class... Tiles>
+struct TileList {};
+
+// A translation unit for each list; the order is that of the kernel table.
+using NarrowTiles = TileList<Tile8x64x384, Tile8x64x512, Tile8x64x1024, Tile16x64x256, Tile16x64x512,
+                             Tile16x128x256, Tile32x64x256, Tile32x128x128, Tile32x128x256>;
+using WideTiles = TileList<Tile64x128x256, Tile128x128x128, Tile256x128x64>;
+using Bf16Tiles =
+    TileList<Bf16<Tile8x64x1024>, Bf16<Tile16x64x512>, Bf16<Tile64x128x256>, Bf16<Tile256x128x64>>;
+
+/// The kernel's configuration of a tile.
+template <class Tile>
+using ConfigOf =
+    cutlass_evt::Sm90Nvfp4Config<typename Tile::Element, Tile::kRows / 64, Tile::kDepthGroups, Tile::kTokens,
+                                 Tile::kCluster, Tile::kDepth / 64, Tile::kCtasPerSm>;
+
+template <class Tile>
+constexpr PrepackedFigures figures_of() {
+  using Config = ConfigOf<Tile>;
+  static_assert(Config::kRows == Tile::kRows && Config::kDepth == Tile::kDepth,
+                "a tile has whole chunks of 64 rows and of 64 of k");
+  PrepackedFigures figures{};
+  figures.fixed_us = Tile::kFixedUs;
+  figures.chunk_us = Tile::kChunkUs;
+  figures.split_us = Tile::kSplitUs;
+  figures.tile_us = Tile::kTileUs;
+  figures.ctas_per_sm = Tile::kCtasPerSm;
+  if constexpr (Tile::kCtasPerSm > 1) {
+    figures.shared_chunk_us = Tile::kSharedChunkUs;
+  }
+  if constexpr (Config::kLeastTokens < Tile::kTokens) {
+    int i = 0;
+    for (SmallTile const& small : Tile::kSmall) {
+      figures.small[i++] = small;
+    }
+  }
+  return figures;
+}
+
+template <class Tile>
+inline constexpr PrepackedFigures kFiguresOf = figures_of<Tile>();
+
+}  // namespace fp4gemm::sm90
