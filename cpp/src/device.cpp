@@ -1,6 +1,7 @@
-// Device properties, read once, and the current device.
+// The properties of a device, which are read once, and the current device.
 #include "device.hpp"
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <atomic>
@@ -10,8 +11,8 @@
 namespace fp4gemm {
 namespace {
 
-// arch << 16 | num_sms of each device, 0 until read. Immutable after the first read, so relaxed races write
-// equal values.
+// arch << 16 | num_sms of each device, 0 until read. Threads that read the properties at the same time write
+// equal values, so relaxed order is enough.
 constexpr int kMaxCachedDevices = 64;
 std::atomic<uint32_t> cached_properties[kMaxCachedDevices];
 
@@ -22,6 +23,68 @@ fp4gemm_status_t read_properties(int device, DeviceProperties* properties) {
   FP4GEMM_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
   FP4GEMM_CUDA(cudaDeviceGetAttribute(&properties->num_sms, cudaDevAttrMultiProcessorCount, device));
   properties->arch = 10 * major + minor;
+  return FP4GEMM_SUCCESS;
+}
+
+/// A function of the driver, which the library does not link; null where the driver has none.
+template <class Function>
+Function driver_function(char const* name) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+#if CUDART_VERSION >= 12050
+  cudaError_t const error =
+      cudaGetDriverEntryPointByVersion(name, &function, 11080, cudaEnableDefault, &result);
+  bool const found = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
+#else
+  (void)result;
+  bool const found = cudaGetDriverEntryPoint(name, &function, cudaEnableDefault) == cudaSuccess;
+#endif
+  return found ? reinterpret_cast<Function>(function) : nullptr;
+}
+
+/// What a DeviceGuard calls.
+struct Driver {
+  decltype(&cuDeviceGet) device_get = driver_function<decltype(&cuDeviceGet)>("cuDeviceGet");
+  decltype(&cuDevicePrimaryCtxRetain) retain =
+      driver_function<decltype(&cuDevicePrimaryCtxRetain)>("cuDevicePrimaryCtxRetain");
+  decltype(&cuDevicePrimaryCtxRelease) release =
+      driver_function<decltype(&cuDevicePrimaryCtxRelease)>("cuDevicePrimaryCtxRelease");
+  decltype(&cuCtxPushCurrent) push = driver_function<decltype(&cuCtxPushCurrent)>("cuCtxPushCurrent");
+  decltype(&cuCtxPopCurrent) pop = driver_function<decltype(&cuCtxPopCurrent)>("cuCtxPopCurrent");
+
+  bool is_complete() const {
+    return device_get != nullptr && retain != nullptr && release != nullptr && push != nullptr &&
+           pop != nullptr;
+  }
+};
+
+Driver const& driver() {
+  static Driver const found;
+  return found;
+}
+
+/// Makes the primary context of a device current.
+fp4gemm_status_t push_context(int device) {
+  if (!driver().is_complete()) {
+    return fail(FP4GEMM_ERROR_CUDA, "device: the driver lacks the functions that make device %d current",
+                device);
+  }
+  CUdevice handle = 0;
+  CUcontext context = nullptr;
+  CUresult result = driver().device_get(&handle, device);
+  if (result == CUDA_SUCCESS) {
+    result = driver().retain(&context, handle);
+  }
+  if (result == CUDA_SUCCESS) {
+    result = driver().push(context);
+    if (result != CUDA_SUCCESS) {
+      driver().release(handle);
+    }
+  }
+  if (result != CUDA_SUCCESS) {
+    return fail(FP4GEMM_ERROR_CUDA, "device: %d could not be made current (CUresult %d)", device,
+                static_cast<int>(result));
+  }
   return FP4GEMM_SUCCESS;
 }
 
@@ -44,13 +107,15 @@ fp4gemm_status_t device_properties(int device, DeviceProperties* properties) {
   return FP4GEMM_SUCCESS;
 }
 
+// cudaSetDevice would not do: since CUDA 12 it creates the context of the device that it is given, so that
+// going back to a device which the process does not use would allocate hundreds of megabytes there.
 DeviceGuard::DeviceGuard(int device) {
   auto const enter = [&]() -> fp4gemm_status_t {
     int current = -1;
     FP4GEMM_CUDA(cudaGetDevice(&current));
     if (current != device) {
-      FP4GEMM_CUDA(cudaSetDevice(device));
-      previous_ = current;
+      FP4GEMM_TRY(push_context(device));
+      pushed_ = device;
     }
     return FP4GEMM_SUCCESS;
   };
@@ -58,8 +123,11 @@ DeviceGuard::DeviceGuard(int device) {
 }
 
 DeviceGuard::~DeviceGuard() {
-  if (previous_ >= 0) {
-    cudaSetDevice(previous_);
+  CUdevice handle = 0;
+  CUcontext context = nullptr;
+  if (pushed_ >= 0 && driver().pop(&context) == CUDA_SUCCESS &&
+      driver().device_get(&handle, pushed_) == CUDA_SUCCESS) {
+    driver().release(handle);
   }
 }
 

@@ -1,4 +1,4 @@
-// What the library asks of a CUDA device, free of CUDA headers.
+// What the library asks of a CUDA device; needs no CUDA headers.
 #pragma once
 
 #include "fp4gemm/fp4gemm.h"
@@ -13,7 +13,8 @@ struct DeviceProperties {
 /// Reads the properties of a device; they are kept after the first read.
 fp4gemm_status_t device_properties(int device, DeviceProperties* properties);
 
-/// Makes a device current for as long as the guard lives.
+/// Makes a device current for as long as the guard lives, by its primary context. No context is created on
+/// the device that was current before.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device);
@@ -24,7 +25,7 @@ class DeviceGuard {
   fp4gemm_status_t status() const { return status_; }
 
  private:
-  int previous_ = -1;  // -1: the device was current already
+  int pushed_ = -1;  // the device whose context was pushed; -1: the device was current already
   fp4gemm_status_t status_ = FP4GEMM_SUCCESS;
 };
 
