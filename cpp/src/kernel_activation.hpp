@@ -1,4 +1,4 @@
-// The activations of the C interface and those of cutlass_evt have the same numbers.
+// The activations of the C interface as those of cutlass_evt, which have the same numbers and properties.
 #pragma once
 
 #include "activation.hpp"
@@ -6,18 +6,25 @@
 
 namespace fp4gemm {
 
-constexpr bool same_number(fp4gemm_activation_t number, cutlass_evt::Activation activation) {
-  return static_cast<int>(number) == static_cast<int>(activation);
-}
-static_assert(same_number(FP4GEMM_ACTIVATION_NONE, cutlass_evt::Activation::kNone) &&
-                  same_number(FP4GEMM_ACTIVATION_SILU, cutlass_evt::Activation::kSilu) &&
-                  same_number(FP4GEMM_ACTIVATION_GELU_TANH, cutlass_evt::Activation::kGeluTanh) &&
-                  same_number(FP4GEMM_ACTIVATION_RELU2, cutlass_evt::Activation::kRelu2),
-              "an activation has one number in fp4gemm.h and another in cutlass_evt");
-
-/// What an epilogue that is not gated applies.
-inline cutlass_evt::Activation kernel_activation(fp4gemm_activation_t number) {
+constexpr cutlass_evt::Activation kernel_activation(fp4gemm_activation_t number) {
   return static_cast<cutlass_evt::Activation>(number);
 }
+
+static_assert(kernel_activation(FP4GEMM_ACTIVATION_NONE) == cutlass_evt::Activation::kNone);
+static_assert(kernel_activation(FP4GEMM_ACTIVATION_SILU) == cutlass_evt::Activation::kSilu);
+static_assert(kernel_activation(FP4GEMM_ACTIVATION_GELU_TANH) == cutlass_evt::Activation::kGeluTanh);
+static_assert(kernel_activation(FP4GEMM_ACTIVATION_RELU2) == cutlass_evt::Activation::kRelu2);
+static_assert(kernel_activation(FP4GEMM_ACTIVATION_SWIGLU) == cutlass_evt::Activation::kSwiGlu);
+
+constexpr bool tables_agree() {
+  for (int i = 0; i < kNumActivations; ++i) {
+    if (static_cast<int>(kActivations[i].number) != i ||
+        kActivations[i].is_gated != cutlass_evt::is_gated(kernel_activation(kActivations[i].number))) {
+      return false;
+    }
+  }
+  return kNumActivations == static_cast<int>(cutlass_evt::Activation::kCount);
+}
+static_assert(tables_agree(), "fp4gemm.h, activation.hpp and cutlass_evt must have the same activations");
 
 }  // namespace fp4gemm
