@@ -6,7 +6,7 @@
 #   family   GEMM folder   nvcc    code of quantize and decode           compute capabilities
 #            (- : none)    (>=)    (NN: machine code, NN-ptx: portable)  that `native` maps here
 set(FP4GEMM_ARCH_TABLE
-    "80    |  -            | 11.8  | 80 89                             | 8.0 8.6 8.7 8.9"
+    "80    |  -            | 11.8  | 80 89                             | 8.0 8.6 8.7 8.8 8.9"
     "90a   |  sm90         | 12.0  | 90 90-ptx                         | 9.0"
     "100f  |  sm100        | 12.9  | 100f                              | 10.0 10.3")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint, c_void_p
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -15,6 +15,8 @@ FORMAT_NVFP4, FORMAT_FP16 = range(2)
 SCALING_TENSOR, SCALING_ROW = range(2)
 RAGGED_M, RAGGED_K = range(2)
 ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "relu2": 3, "swiglu": 4}
+
+Row = TypeVar("Row", bound=ctypes.Structure)
 
 
 class Args(ctypes.Structure):
@@ -110,6 +112,10 @@ class ArchitectureInfo(ctypes.Structure):
     _fields_ = [("arch", c_int), ("devices", c_char_p), ("is_executed", c_int)]
 
 
+class ActivationInfo(ctypes.Structure):
+    _fields_ = [("activation", c_int), ("name", c_char_p), ("is_gated", c_int)]
+
+
 class KernelInfo(ctypes.Structure):
     _fields_ = [
         ("name", c_char_p),
@@ -133,6 +139,7 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.fp4gemm_gemm_workspace_bytes.argtypes = [POINTER(GemmArgs), c_int, POINTER(c_size_t)]
     library.fp4gemm_gemm.argtypes = [POINTER(GemmArgs), c_void_p, c_size_t, c_int, c_void_p]
     library.fp4gemm_quantize.argtypes = [POINTER(QuantizeArgs), c_int, c_void_p]
+    library.fp4gemm_activation_info.argtypes = [c_int, POINTER(ActivationInfo)]
     library.fp4gemm_architecture_info.argtypes = [c_int, POINTER(ArchitectureInfo)]
     library.fp4gemm_kernel_info.argtypes = [c_int, POINTER(KernelInfo)]
     return library
@@ -140,9 +147,23 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
 
 def kernels(library: ctypes.CDLL) -> list[KernelInfo]:
     """The kernel table."""
+    return _table(library, "kernel", KernelInfo)
+
+
+def architectures(library: ctypes.CDLL) -> list[ArchitectureInfo]:
+    """The GEMM architectures of the build."""
+    return _table(library, "architecture", ArchitectureInfo)
+
+
+def activations(library: ctypes.CDLL) -> list[ActivationInfo]:
+    """The activations that the library knows."""
+    return _table(library, "activation", ActivationInfo)
+
+
+def _table(library: ctypes.CDLL, name: str, row: type[Row]) -> list[Row]:
     table = []
-    for index in range(library.fp4gemm_kernel_count()):
-        info = KernelInfo()
-        library.fp4gemm_kernel_info(index, byref(info))
+    for index in range(getattr(library, f"fp4gemm_{name}_count")()):
+        info = row()
+        getattr(library, f"fp4gemm_{name}_info")(index, byref(info))
         table.append(info)
     return table

@@ -1,0 +1,132 @@
+"""capi.py, which mirrors the C interface for ctypes, against the header and the library."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+
+import capi
+import pytest
+from fp4gemm import _native
+
+HEADER = Path(__file__).parents[2] / "cpp" / "include" / "fp4gemm" / "fp4gemm.h"
+STRUCTS: dict[str, type[ctypes.Structure]] = {
+    "fp4gemm_quantized": capi.Quantized,
+    "fp4gemm_quantize_args": capi.QuantizeArgs,
+    "fp4gemm_operand": capi.Operand,
+    "fp4gemm_vector": capi.Vector,
+    "fp4gemm_gemm_args": capi.GemmArgs,
+    "fp4gemm_architecture_info": capi.ArchitectureInfo,
+    "fp4gemm_activation_info": capi.ActivationInfo,
+    "fp4gemm_kernel_info": capi.KernelInfo,
+}
+PLAIN = {
+    "size_t": ctypes.c_size_t,
+    "int64_t": ctypes.c_int64,
+    "int": ctypes.c_int,
+    "unsigned": ctypes.c_uint,
+    "float": ctypes.c_float,
+}
+
+
+def header() -> str:
+    return re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
+
+
+def ctype(declared: str) -> object:
+    if declared.endswith("*"):
+        return ctypes.c_char_p if declared == "const char*" else ctypes.c_void_p
+    if declared in PLAIN:
+        return PLAIN[declared]
+    return STRUCTS.get(declared.removesuffix("_t"), ctypes.c_int)  # or an enum
+
+
+def declared_fields(struct: str) -> list[tuple[str, object]]:
+    body = re.search(rf"typedef struct {struct} {{(.*?)}} {struct}_t;", header(), re.DOTALL)
+    assert body is not None, struct
+    fields = []
+    for declaration in body.group(1).split(";"):
+        if declaration.strip():
+            match = re.fullmatch(r"\s*((?:const )?\w+\*?)\s+([\w,\s]+)", declaration)
+            assert match is not None, declaration
+            fields += [(name.strip(), ctype(match.group(1))) for name in match.group(2).split(",")]
+    return fields
+
+
+@pytest.mark.parametrize("struct", STRUCTS)
+def test_structs_have_the_fields_of_the_header(struct: str) -> None:
+    assert [tuple(field) for field in STRUCTS[struct]._fields_] == declared_fields(struct)
+
+
+@pytest.mark.parametrize(
+    ("enumerator", "value"),
+    [
+        ("SUCCESS", capi.SUCCESS),
+        ("ERROR_INVALID_ARGUMENT", capi.INVALID_ARGUMENT),
+        ("ERROR_NOT_SUPPORTED", capi.NOT_SUPPORTED),
+        ("ERROR_WORKSPACE", capi.WORKSPACE),
+        ("ERROR_CUDA", capi.CUDA),
+        ("BF16", capi.BF16),
+        ("FP16", capi.FP16),
+        ("FP32", capi.FP32),
+        ("FORMAT_NVFP4", capi.FORMAT_NVFP4),
+        ("FORMAT_FP16", capi.FORMAT_FP16),
+        ("SCALING_TENSOR", capi.SCALING_TENSOR),
+        ("SCALING_ROW", capi.SCALING_ROW),
+        ("RAGGED_M", capi.RAGGED_M),
+        ("RAGGED_K", capi.RAGGED_K),
+        *((f"ACTIVATION_{(name or 'none').upper()}", number) for name, number in capi.ACTIVATIONS.items()),
+    ],
+)
+def test_numbers_are_those_of_the_header(enumerator: str, value: int) -> None:
+    match = re.search(rf"\bFP4GEMM_{enumerator} = (\d+)", header())
+    assert match is not None
+    assert int(match.group(1)) == value
+
+
+@pytest.mark.parametrize(
+    ("query", "args"),
+    [("fp4gemm_gemm_workspace_bytes", capi.GemmArgs(m=-1)), ("fp4gemm_quantize", capi.QuantizeArgs(m=-1))],
+)
+def test_the_library_accepts_the_size_of_the_structs(query: str, args: capi.Args) -> None:
+    """It goes on to the first wrong field, and refuses a struct of another size."""
+    library = capi.declare(_native.core())
+    last = ctypes.byref(ctypes.c_size_t()) if query.endswith("bytes") else None
+    for size, message in (
+        (ctypes.sizeof(args), b"m: is -1"),
+        (ctypes.sizeof(args) + 8, b"args: struct_size is"),
+    ):
+        args.struct_size = size
+        assert getattr(library, query)(ctypes.byref(args), 0, last) == capi.INVALID_ARGUMENT
+        assert message in library.fp4gemm_last_error()
+
+
+def test_activations_are_those_of_the_library() -> None:
+    library = capi.declare(_native.core())
+    rows = capi.activations(library)
+    assert {row.name.decode(): row.activation for row in rows} == {
+        name or "none": number for name, number in capi.ACTIVATIONS.items()
+    }
+    assert [row.name for row in rows if row.is_gated] == [b"swiglu"]
+    for index in (-1, len(rows)):
+        assert library.fp4gemm_activation_info(index, ctypes.byref(capi.ActivationInfo())) != capi.SUCCESS
+
+
+def test_architectures_are_those_of_the_kernels() -> None:
+    """Each architecture has kernels, and the devices that it names are served by them."""
+    library = capi.declare(_native.core())
+    architectures = capi.architectures(library)
+    assert sorted({kernel.arch for kernel in capi.kernels(library)}) == sorted(
+        row.arch for row in architectures
+    )
+    served = {}
+    for row in architectures:
+        for capability in row.devices.decode().split():
+            major, minor = capability.split(".")
+            served[10 * int(major) + int(minor)] = row.arch
+    for device in range(60, 140):
+        assert library.fp4gemm_kernel_arch(device) == served.get(device, -1)
+    for index in (-1, len(architectures)):
+        info = capi.ArchitectureInfo()
+        assert library.fp4gemm_architecture_info(index, ctypes.byref(info)) == capi.INVALID_ARGUMENT
