@@ -256,7 +256,7 @@ Problem problem_of(Args const& args, Plan const& plan, char* workspace, int devi
   problem.a = plan.decode_a ? workspace : args.a.data;
   problem.scale_a = args.a.scales;
   problem.b = plan.decode_b || plan.prepack_b ? workspace + plan.b_offset : args.b.data;
-  problem.b_is_fresh = plan.prepack_b;
+  problem.b_is_fresh = plan.prepack_b || args.b_is_constant == 0;
   problem.scale_b = args.b.scales;
   problem.alpha_row = args.alpha_row;
   problem.alpha_col = args.alpha_col;

@@ -18,7 +18,7 @@ struct Problem {
   void const* scale_a = nullptr;  // null unless nvfp4
   void const* b = nullptr;
   void const* scale_b = nullptr;
-  bool b_is_fresh = false;       // the launch right before this one on the stream wrote b
+  bool b_is_fresh = true;        // the launch right before this one on the stream may have written b
   fp4gemm_vector_t alpha_row{};  // data null: absent
   fp4gemm_vector_t alpha_col{};
   float alpha = 1.0f;

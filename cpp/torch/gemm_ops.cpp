@@ -176,6 +176,8 @@ void set_operands(fp4gemm_gemm_args_t& args, Call const& call) {
   args.a = operand_of("a", "scale_a", call.a, call.scale_a, shape_a, scale_rows_a, device);
   args.b = call.is_prepacked() ? prepacked_operand(call.b, device)
                                : operand_of("b", "scale_b", call.b, call.scale_b, shape_b, args.n, device);
+  // Prepacked bytes are those of a weight, written by prepack or by a copy, which keeps the promise.
+  args.b_is_constant = call.is_prepacked() ? 1 : 0;
 }
 
 void set_terms(fp4gemm_gemm_args_t& args, Call const& call, Tensor const& out) {

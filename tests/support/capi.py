@@ -90,6 +90,7 @@ class GemmArgs(Args):
         ("offs", c_void_p),
         ("a", Operand),
         ("b", Operand),
+        ("b_is_constant", c_int),
         ("alpha_row", Vector),
         ("alpha_col", Vector),
         ("alpha", c_float),

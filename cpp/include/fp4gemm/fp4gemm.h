@@ -360,10 +360,11 @@ FP4GEMM_API int64_t fp4gemm_prepacked_bytes(int64_t n, int64_t k);
  * back positive, its codes with the other sign: the same values. Pointers are 16-byte aligned. The layout may
  * change with the version of this library: keep and exchange the codes and scales, not this.
  *
- * fp4gemm_gemm reads prepacked weights before the kernel ahead of it on the stream has ended, as they seldom
- * depend on it. That is safe after this call, after copies, and after every kernel that does not trigger its
- * dependents early (griddepcontrol.launch_dependents); after one that does, and that writes prepacked bytes
- * itself, launch an ordinary kernel first, such as an empty one. */
+ * With b_is_constant, fp4gemm_gemm reads prepacked weights while the previous kernel on the stream still
+ * runs, before griddepcontrol.wait, after which alone CUDA guarantees that the previous kernel's writes are
+ * visible. The promise holds right after this call, which ends with an empty kernel of an ordinary launch:
+ * one such launch after the kernel that writes B suffices. It also holds after copies, events of other
+ * streams and host synchronisation. It is broken if the previous kernel itself writes B. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_prepack(int num_matrices, int64_t n, int64_t k, const uint8_t* codes,
                                              const uint8_t* scales, void* packed, int device,
                                              fp4gemm_stream_t stream);
@@ -443,6 +444,9 @@ typedef struct fp4gemm_gemm_args {
                           0..m (or the rows that were quantized, ragged in k). They are not checked, but no
                           value of theirs makes a kernel leave the buffers */
   fp4gemm_operand_t a, b;
+  int b_is_constant; /* 1: a promise that the bytes of B were complete before the previous kernel on the
+                        stream began. A dense kernel then reads prepacked weights while that kernel still
+                        runs. See fp4gemm_prepack */
   fp4gemm_vector_t alpha_row; /* numel m or 1; ragged in m: indexed by row of A, group_stride 0 */
   fp4gemm_vector_t alpha_col; /* numel n or 1 */
   float alpha;                /* a host number, the same for all groups */
@@ -470,6 +474,7 @@ typedef struct fp4gemm_gemm_args {
    NULL,                               \
    {NULL, NULL, FP4GEMM_FORMAT_NVFP4}, \
    {NULL, NULL, FP4GEMM_FORMAT_NVFP4}, \
+   0,                                  \
    {NULL, 0, 0},                       \
    {NULL, 0, 0},                       \
    1.0f,                               \
