@@ -1,5 +1,5 @@
-/* The C interface of fp4gemm: NVFP4 quantize, decode, dense and grouped GEMM with every scale vector in the
- * epilogue.
+/* The C interface of fp4gemm: NVFP4 quantization, decoding, and dense and grouped GEMM with every scale
+ * vector in the epilogue.
  *
  * The GEMM computes, with A (m,k), B (n,k), C and D (m,n) all row-major,
  *
@@ -12,26 +12,26 @@
  * rounds once more. A term that is absent is neither multiplied nor added. acc is an fp32 sum whose order
  * depends on the kernel: where all partial sums fit in fp32, as with Gaussian data, it is exact.
  *
- * An operand that fp4gemm_quantize made stands for  x[i,l] ~ q * s * amax[i] / (6 * e4m3_max) , so a GEMM of
- * two such operands takes alpha_row = amax of A, alpha_col = amax of B and
+ * An operand from fp4gemm_quantize represents  x[i,l] ~ q * s * amax[i] / (6 * e4m3_max) , so a GEMM of two
+ * such operands needs alpha_row = amax of A, alpha_col = amax of B and
  * alpha = 1 / (36 * e4m3_max_a * e4m3_max_b).
  *
  * Conventions
  *
  * - Pointers are device pointers unless said otherwise. Sizes and strides are in elements unless the name
  *   says bytes.
- * - codes: (rows, k/2) bytes, two e2m1 codes a byte, low nibble = even k, rows contiguous.
+ * - codes: (rows, k/2) bytes with contiguous rows. A byte holds two e2m1 codes, the one of even k in its low
+ *   nibble.
  * - scales: e4m3 bytes in the 128x4 swizzled layout. With rp = rows rounded up to 128 and cp = k/16 rounded
- * up to 4 there are rp*cp bytes, and the scale of (row r, block c) lies at
+ *   up to 4 there are rp*cp bytes, and the scale of (row r, block c) has the offset
  *       ((r/128) * (cp/4) + c/4) * 512  +  (r%32)*16 + ((r%128)/32)*4 + c%4 .
  *   The padding must be zero bytes; fp4gemm_quantize writes it so.
  * - `device` is a CUDA device ordinal and `stream` a stream of it. No function allocates memory, synchronises
  *   or reads an environment variable; each may be captured in a CUDA graph. All are thread-safe.
- * - Every function that can fail returns a status; fp4gemm_last_error() then holds one sentence for this
- * thread that names the argument, the value it had and the value wanted.
- * - Argument structs begin with struct_size; fill them with the FP4GEMM_*_INIT macros. A library whose struct
- *   is laid out differently refuses the call, so that nothing is misread. Before version 1.0 any minor
- * version may change them.
+ * - Every function that can fail returns a status. After a failure fp4gemm_last_error() returns one sentence
+ *   for this thread that names the argument, the value it had and the value required.
+ * - Argument structs begin with struct_size; initialize them with the FP4GEMM_*_INIT macros. A library whose
+ *   struct has another size refuses the call. Before version 1.0 any minor version may change the structs.
  */
 #ifndef FP4GEMM_FP4GEMM_H_
 #define FP4GEMM_FP4GEMM_H_
@@ -54,8 +54,8 @@
 extern "C" {
 #endif
 
-/* The type that cudaStream_t is an alias of, so that no CUDA header is needed here. NULL is the legacy
- * default stream. */
+/* The same type as cudaStream_t, declared here so that no CUDA header is needed. NULL is the legacy default
+ * stream. */
 struct CUstream_st;
 typedef struct CUstream_st* fp4gemm_stream_t;
 
@@ -69,17 +69,17 @@ typedef enum fp4gemm_status {
 
 typedef enum fp4gemm_dtype { FP4GEMM_BF16 = 0, FP4GEMM_FP16 = 1, FP4GEMM_FP32 = 2 } fp4gemm_dtype_t;
 
-/* How many amax values a tensor has: one, or one a row (a token, or an output channel of a weight). */
+/* How many amax values a tensor has: one, or one per row (a token, or an output channel of a weight). */
 typedef enum fp4gemm_scaling { FP4GEMM_SCALING_TENSOR = 0, FP4GEMM_SCALING_ROW = 1 } fp4gemm_scaling_t;
 
-/* What a GEMM operand holds. Kernels of devices with FP4 tensor cores take NVFP4 alone. Where data alone is
- * named, scales is NULL. */
+/* What a GEMM operand holds. Kernels for devices with FP4 tensor cores read NVFP4 only. scales is NULL except
+ * for NVFP4. */
 typedef enum fp4gemm_format {
-  FP4GEMM_FORMAT_NVFP4 = 0,    /* data: packed codes, scales: swizzled e4m3 */
-  FP4GEMM_FORMAT_FP16 = 1,     /* data: (rows, k) fp16: values times their block scales (exact); or, as A of a
-                                  prepacked or packed B, activations that never were quantized */
-  FP4GEMM_FORMAT_BF16 = 2,     /* A alone. data: (rows, k) bf16, activations that never were quantized */
-  FP4GEMM_FORMAT_PREPACKED = 3 /* B alone. data: what fp4gemm_prepack wrote */
+  FP4GEMM_FORMAT_NVFP4 = 0,    /* data: codes, scales: swizzled e4m3 */
+  FP4GEMM_FORMAT_FP16 = 1,     /* data: (rows, k) fp16: values times their block scales (exact); or, as A with
+                                  an NVFP4 or prepacked B, activations that were never quantized */
+  FP4GEMM_FORMAT_BF16 = 2,     /* A only. data: (rows, k) bf16, activations that were never quantized */
+  FP4GEMM_FORMAT_PREPACKED = 3 /* B only. data: the bytes that fp4gemm_prepack wrote */
 } fp4gemm_format_t;
 
 /* ---- errors and versions ---- */
@@ -87,16 +87,16 @@ typedef enum fp4gemm_format {
 /* "success", "invalid argument", ...; never NULL. */
 FP4GEMM_API const char* fp4gemm_status_string(fp4gemm_status_t status);
 
-/* What went wrong in this thread's last failing call; "" before the first failure. Valid until the next
- * failing call. */
+/* The error of this thread's last call that failed; "" before the first failure. The text is valid until the
+ * next call that fails. */
 FP4GEMM_API const char* fp4gemm_last_error(void);
 
-/* FP4GEMM_VERSION of the library that is loaded, and the same as text ("0.1.0"). */
+/* FP4GEMM_VERSION of the loaded library, as a number and as text ("0.1.0"). */
 FP4GEMM_API int fp4gemm_version(void);
 FP4GEMM_API const char* fp4gemm_version_string(void);
 
-/* What the library was built with: CUDART_VERSION (0 = without CUDA), the version of the CUTLASS headers and
- * the list of architectures, as text; "" where there is none. */
+/* What the library was built with: CUDART_VERSION (0 without CUDA); the version of the CUTLASS headers and
+ * the list of architectures, as text, "" without CUDA. */
 FP4GEMM_API int fp4gemm_cuda_version(void);
 FP4GEMM_API const char* fp4gemm_cutlass_version(void);
 FP4GEMM_API const char* fp4gemm_built_archs(void);
@@ -111,45 +111,50 @@ FP4GEMM_API void fp4gemm_padded_scale_shape(int64_t rows, int64_t k, int64_t* sc
  * else 0. */
 FP4GEMM_API int fp4gemm_quantize_supported(int arch);
 
-/* The factor e of the elements, S being the encode scale of the row or tensor and s the scale of the block.
- */
+/* The factor e by which elements are multiplied; S is the encode scale of the row or tensor and s the scale
+ * of the block. */
 typedef enum fp4gemm_encode {
-  FP4GEMM_ENCODE_TE = 0,          /* TransformerEngine >= 2.14: min(1 / (s * (1/S)), FLT_MAX) */
-  FP4GEMM_ENCODE_TE_PER_TOKEN = 1 /* its pull request 3045: min(S / s, FLT_MAX), 0 where s is 0 */
+  FP4GEMM_ENCODE_TE = 0, /* TransformerEngine >= 2.14: min(1 / (s * (1/S)), FLT_MAX) */
+  FP4GEMM_ENCODE_TE_PER_TOKEN =
+      1 /* TransformerEngine's pull request 3045: min(S / s, FLT_MAX), 0 if s is 0 */
 } fp4gemm_encode_t;
 
-/* Whether a block may map its largest magnitude to 4 instead of 6, by the mean absolute or square error. */
+/* Whether a block may map its largest magnitude to 4 instead of 6: never, or where that makes the sum of
+ * absolute (MAE) or square (MSE) errors smaller. */
 typedef enum fp4gemm_four_over_six {
   FP4GEMM_FOUR_OVER_SIX_NONE = 0,
   FP4GEMM_FOUR_OVER_SIX_MAE = 1,
   FP4GEMM_FOUR_OVER_SIX_MSE = 2
 } fp4gemm_four_over_six_t;
 
-/* The 16-point Hadamard transform of every block before anything else: sign flips, fp32 butterflies of stride
- * 1, 2, 4, 8, times 1/4; then rounded to bf16 (TransformerEngine's default) or not. */
+/* The 16-point Hadamard transform, which is applied to every block first: sign flips, fp32 butterflies of
+ * stride 1, 2, 4 and 8, and a multiplication by 1/4. The result is rounded to bf16 (TransformerEngine's
+ * default) or kept in fp32. */
 typedef enum fp4gemm_hadamard {
   FP4GEMM_HADAMARD_NONE = 0,
   FP4GEMM_HADAMARD_BF16 = 1,
   FP4GEMM_HADAMARD_FP32 = 2
 } fp4gemm_hadamard_t;
 
-/* One direction of a quantized matrix: the rows of x (blocks along k) or those of x^T (blocks along m). */
+/* One direction of a quantized matrix: the rows of x (blocks along k) or the rows of x^T (blocks along m). */
 typedef struct fp4gemm_quantized {
-  uint8_t* codes;  /* out (rows, columns/2), 16-byte aligned; NULL: this direction is not wanted */
+  uint8_t* codes;  /* out (rows, columns/2), 16-byte aligned; NULL: this direction is not computed */
   uint8_t* scales; /* out, swizzled with zero padding, 16-byte aligned */
   float* amax;     /* out: max |x|, NaN ignored; (rows) for row scaling and groups, (1) for tensor scaling */
-  const float* amax_given; /* NULL: amax is computed. Otherwise (rows), (1) or, for tensor scaling of groups,
-                              (num_groups); amax may then be NULL, and only groups of that kind write it */
+  const float* amax_given; /* NULL: amax is computed. Otherwise it is used in place of the computed one:
+                              (rows), (1) or, for tensor scaling in groups, (num_groups). amax may then be
+                              NULL and is written only for tensor scaling in groups */
   fp4gemm_hadamard_t hadamard;
-  void* decoded; /* `row` alone, in place of codes and scales, which are NULL then: out (rows, columns) fp16,
-                    16-byte aligned, each value times its block scale (exact): FP4GEMM_FORMAT_FP16 */
+  void*
+      decoded; /* only for `row`, in place of codes and scales, which are then NULL: out (rows, columns) fp16,
+                  16-byte aligned, each value times its block scale (exact), for FP4GEMM_FORMAT_FP16 */
 } fp4gemm_quantized_t;
 #define FP4GEMM_QUANTIZED_INIT {NULL, NULL, NULL, NULL, FP4GEMM_HADAMARD_NONE, NULL}
 
 typedef struct fp4gemm_quantize_args {
   size_t struct_size;
-  int64_t m, k;  /* k a positive multiple of 16; m may be 0, and is a multiple of 16 if `column` is wanted
-                    without groups */
+  int64_t m, k;  /* k is a positive multiple of 16; m may be 0, and must be a multiple of 16 if `column` is
+                    computed without groups */
   const void* x; /* (m, k), 16-byte aligned */
   int64_t x_row_stride; /* elements; rows must start on 16-byte boundaries */
   fp4gemm_dtype_t x_dtype;
@@ -159,10 +164,10 @@ typedef struct fp4gemm_quantize_args {
   int block_rows;             /* 1, or 16: blocks of 16 x 16, with tensor scaling */
   fp4gemm_encode_t encode;
   fp4gemm_four_over_six_t four_over_six;
-  int fast_error;           /* four over six: errors in the scaled domain */
+  int fast_error;           /* 1: four over six computes the errors in the scaled domain */
   int e4m3_max;             /* 448, or 256 with four over six */
   unsigned hadamard_signs;  /* bit r set: element r of a block is negated before the transform */
-  const int64_t* rng_state; /* {seed, offset} on the device: round stochastically; NULL: to nearest even */
+  const int64_t* rng_state; /* {seed, offset} on the device for stochastic rounding; NULL: to nearest even */
   const int32_t* offs; /* (num_groups) cumulative ends of groups of rows, on the device; NULL: no groups */
   int num_groups;
 } fp4gemm_quantize_args_t;
@@ -186,32 +191,34 @@ typedef struct fp4gemm_quantize_args {
    NULL,                            \
    0}
 
-/* NVFP4 quantization, bit for bit as TransformerEngine >= 2.14 does it. With A the amax of the row or of the
- * tensor, a that of the block and B = e4m3_max,
+/* NVFP4 quantization with the bits of TransformerEngine >= 2.14. With A the amax of the row or of the tensor,
+ * a the amax of the block and B = e4m3_max,
  *
  *     S    = min(6 B / A, FLT_MAX) , or 1 where that is 0
  *     s    = e4m3( min(a * (S * (1/6)), FLT_MAX) )
  *     code = e2m1( x * e ) ,  e = min(1 / (s * (1/S)), FLT_MAX)  (see fp4gemm_encode_t)
  *
- * each operation rounded once to fp32, e4m3 and e2m1 to nearest even and saturating. NaN elements become code
- * 7 (+6).
+ * Each operation rounds once to fp32; e4m3 and e2m1 round to nearest even and saturate. NaN elements become
+ * code 7 (+6).
  *
- * Four over six: with b = (a / 6) * S the block takes s4 = e4m3(min(b * 1.5, 448)) instead of
+ * Four over six: with b = (a / 6) * S the scale of a block is s4 = e4m3(min(b * 1.5, 448)) instead of
  * s6 = e4m3(min(b, 448)) if its error, sum |v - x| or sum (v - x)^2, is smaller; v = ((q s) A) / (6 B). With
  * fast_error the terms are (q s) - x S instead of v - x.
  *
- * Stochastic: block number i of the result (row by row) draws 128 bits by Philox4x32-10 with key = seed and
- * counter = (offset, i), for `column` (offset + 1, i). Byte j of them serves element j: it is rounded away
- * from zero if floor(256 f) + byte >= 256, f in [0, 1) being its place between its two e2m1 neighbours.
+ * Stochastic rounding: block number i of the result (row by row) uses 128 bits of Philox4x32-10 with key =
+ * seed and counter = (offset, i), for `column` (offset + 1, i). Byte j of them belongs to element j, which is
+ * rounded away from zero if floor(256 f) + byte >= 256, where f in [0, 1) is the position of the element
+ * between its two e2m1 neighbours.
  *
- * Groups, `row`: group g holds rows offs[g-1] .. offs[g]-1 of x. Its scales begin at the next multiple of 128
- * rows of the scale buffer, which has fp4gemm_grouped_scale_rows rows. Tensor scaling takes each group as a
- * tensor of its own. Rows from offs[num_groups - 1] on get codes and amax of zero. Ends must ascend within
- * 0..m: no check reads them, but no value of theirs leads outside of the buffers.
+ * Groups, `row`: group g has rows offs[g-1] .. offs[g]-1 of x. Its scales begin at the next multiple of 128
+ * rows of the scale buffer, which has fp4gemm_grouped_scale_rows rows. Tensor scaling treats each group as a
+ * tensor of its own. Rows from offs[num_groups - 1] on get codes and amax of zero. The ends must ascend
+ * within 0..m. They are not checked, but no value of theirs makes a kernel leave the buffers.
  *
- * Groups, `column`: x^T has fp4gemm_grouped_columns(m, num_groups) columns; each group's begin at the next
- * multiple of 64 of them, and those that hold no row are zero, as are their scales (of the ordinary swizzled
- * layout of such a matrix). The amaxes, one a row of x^T or one, are over the rows of all groups together.
+ * Groups, `column`: x^T has fp4gemm_grouped_columns(m, num_groups) columns. The columns of each group begin
+ * at the next multiple of 64. Columns that hold no row are zero, and so are their scales, which have the
+ * ordinary swizzled layout of such a matrix. The amax values, one per row of x^T or one, are over the rows of
+ * all groups together.
  *
  * Not supported: groups with both `row` and `column`; block_rows = 16 with row scaling, groups, Hadamard,
  * stochastic rounding or the per-token encode; four over six with Hadamard, stochastic rounding or the
@@ -219,16 +226,16 @@ typedef struct fp4gemm_quantize_args {
 FP4GEMM_API fp4gemm_status_t fp4gemm_quantize(const fp4gemm_quantize_args_t* args, int device,
                                               fp4gemm_stream_t stream);
 
-/* Rows of the scale buffer of m rows in num_groups groups: enough for any groups, a multiple of 128. */
+/* Rows of the scale buffer of m rows in num_groups groups: enough for all group ends, a multiple of 128. */
 FP4GEMM_API int64_t fp4gemm_grouped_scale_rows(int64_t m, int num_groups);
 
 typedef struct fp4gemm_silu_and_mul_quantize_args {
   size_t struct_size;
   int64_t m, k;            /* of the result */
-  const void* x;           /* (m, 2k): gate in the first k columns, up in the others; 16-byte aligned */
+  const void* x;           /* (m, 2k): gate in the first k columns, up in the last k; 16-byte aligned */
   int64_t x_row_stride;    /* elements; rows must start on 16-byte boundaries */
   fp4gemm_dtype_t x_dtype; /* FP4GEMM_BF16 or FP4GEMM_FP16 */
-  uint8_t* codes;          /* the rest as in fp4gemm_quantize, row scaling */
+  uint8_t* codes;          /* this and the following as in fp4gemm_quantize with row scaling */
   uint8_t* scales;
   float* amax;
   const int32_t* offs;
@@ -238,7 +245,8 @@ typedef struct fp4gemm_silu_and_mul_quantize_args {
 #define FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT \
   {sizeof(fp4gemm_silu_and_mul_quantize_args_t), 0, 0, NULL, 0, FP4GEMM_BF16, NULL, NULL, NULL, NULL, 0, NULL}
 
-/* fp4gemm_quantize, row scaling, of y = cast(cast(gate / (1 + exp(-gate))) * up), casts to the type of x. */
+/* fp4gemm_quantize, with row scaling, of y = cast(cast(gate / (1 + exp(-gate))) * up); casts are to the type
+ * of x. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_silu_and_mul_quantize(const fp4gemm_silu_and_mul_quantize_args_t* args,
                                                            int device, fp4gemm_stream_t stream);
 
@@ -250,9 +258,10 @@ typedef struct fp4gemm_rms_norm_quantize_args {
   fp4gemm_dtype_t x_dtype; /* FP4GEMM_BF16 or FP4GEMM_FP16 */
   const void* weight;      /* (k) of the type of x, 16-byte aligned, or NULL */
   const void* residual;    /* (m, k) contiguous, of the type of x, 16-byte aligned, or NULL */
-  void* sum; /* out (m, k) contiguous: cast(x + residual); NULL exactly if residual is. May be residual. */
+  void*
+      sum; /* out (m, k) contiguous: cast(x + residual); NULL if and only if residual is. May be residual. */
   float epsilon;
-  uint8_t* codes; /* as in fp4gemm_quantize, row scaling */
+  uint8_t* codes; /* this and the following as in fp4gemm_quantize with row scaling */
   uint8_t* scales;
   float* amax;
   void* decoded; /* as in fp4gemm_quantized_t */
@@ -273,9 +282,9 @@ typedef struct fp4gemm_rms_norm_quantize_args {
    NULL,                                     \
    NULL}
 
-/* fp4gemm_quantize, row scaling, of y = cast(weight * cast(h * (1 / sqrt(mean(h^2) + epsilon)))), h = cast(x
- * + residual). The sum of squares is taken in fp32 by folding halves: of each block of 16, then of the
- * blocks. */
+/* fp4gemm_quantize, with row scaling, of y = cast(weight * cast(h * (1 / sqrt(mean(h^2) + epsilon)))) where
+ * h = cast(x + residual). The sum of squares is an fp32 sum of pairwise halves: within each block of 16
+ * first, then over the blocks. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_rms_norm_quantize(const fp4gemm_rms_norm_quantize_args_t* args,
                                                        int device, fp4gemm_stream_t stream);
 
@@ -308,7 +317,7 @@ typedef struct fp4gemm_dequantize_args {
    NULL,                              \
    FP4GEMM_FP32}
 
-/* y = cast( q * ((s * amax) * (1 / (6 * e4m3_max))) ), each operation rounded once to fp32. Rows outside of
+/* y = cast( q * ((s * amax) * (1 / (6 * e4m3_max))) ). Each operation rounds once to fp32. Rows outside of
  * all groups become zero. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_dequantize(const fp4gemm_dequantize_args_t* args, int device,
                                                 fp4gemm_stream_t stream);
@@ -318,7 +327,7 @@ typedef enum fp4gemm_fp8 { FP4GEMM_E4M3 = 0, FP4GEMM_E5M2 = 1 } fp4gemm_fp8_t;
 
 typedef struct fp4gemm_mxfp8_args {
   size_t struct_size;
-  int64_t m, k;          /* of x, or y; k a positive multiple of 32; if transposed, m one too */
+  int64_t m, k;          /* of x or y; k is a positive multiple of 32, and so is m if is_transposed */
   const void* x;         /* quantize: in (m, k), 16-byte aligned */
   int64_t x_row_stride;  /* quantize: elements; rows must start on 16-byte boundaries */
   void* y;               /* dequantize: out (m, k) contiguous, 16-byte aligned */
@@ -334,7 +343,7 @@ typedef struct fp4gemm_mxfp8_args {
   {sizeof(fp4gemm_mxfp8_args_t), 0, 0, NULL, 0, NULL, FP4GEMM_BF16, 0, FP4GEMM_E4M3, NULL, NULL, 0}
 
 /* MXFP8 quantization: scale = the least power of two >= max |x| / 448 (57344 for e5m2), value = fp8(x /
- * scale). NaN is ignored by the maximum and kept as an element; infinity saturates. */
+ * scale). The maximum ignores NaN, and a NaN element stays NaN; infinity saturates. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_mxfp8_quantize(const fp4gemm_mxfp8_args_t* args, int device,
                                                     fp4gemm_stream_t stream);
 
@@ -342,23 +351,24 @@ FP4GEMM_API fp4gemm_status_t fp4gemm_mxfp8_quantize(const fp4gemm_mxfp8_args_t* 
 FP4GEMM_API fp4gemm_status_t fp4gemm_mxfp8_dequantize(const fp4gemm_mxfp8_args_t* args, int device,
                                                       fp4gemm_stream_t stream);
 
-/* y (m, k) fp16, contiguous, 16-byte aligned: y = q * s, which fp16 holds exactly (|y| <= 2688). What
- * FP4GEMM_FORMAT_FP16 takes: decode a weight once here and the GEMMs on devices without FP4 tensor cores skip
- * that step. */
+/* y = q * s in fp16, which is exact (|y| <= 2688). y is (m, k), contiguous and 16-byte aligned. It is an
+ * operand of FP4GEMM_FORMAT_FP16: GEMMs on devices without FP4 tensor cores need not decode a weight that was
+ * decoded here once. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_decode(int64_t m, int64_t k, const uint8_t* codes, const uint8_t* scales,
                                             void* y, int device, fp4gemm_stream_t stream);
 
 /* ---- prepacked weights, for devices without FP4 tensor cores ---- */
 
-/* Bytes of one (n, k) weight in the order in which the kernels of Hopper stream it: 2304 for every 64 x 64
- * elements begun, which is 0.5625 an element where n and k are multiples of 64. k is a multiple of 16. */
+/* Bytes of one (n, k) weight in the order in which Hopper's kernels stream it: 2304 for every 64 x 64
+ * elements begun, which is 0.5625 per element if n and k are multiples of 64. k is a multiple of 16. */
 FP4GEMM_API int64_t fp4gemm_prepacked_bytes(int64_t n, int64_t k);
 
 /* Rearranges num_matrices weights (n, k), codes and swizzled scales one matrix after the other, into
  * num_matrices * fp4gemm_prepacked_bytes bytes of `packed` (cpp/cutlass_evt/mainloop/nvfp4_packing.hpp has
- * the layout). fp4gemm_unprepack restores every byte, those of NaN scales too, but a negative scale comes
- * back positive, its codes with the other sign: the same values. Pointers are 16-byte aligned. The layout may
- * change with the version of this library: keep and exchange the codes and scales, not this.
+ * the layout). fp4gemm_unprepack restores every byte, including those of NaN scales, except that a
+ * negative scale becomes positive and its codes change their sign, which represents the same values. Pointers
+ * are 16-byte aligned. The layout may change with the version of this library: store and exchange the codes
+ * and scales instead.
  *
  * With b_is_constant, fp4gemm_gemm reads prepacked weights while the previous kernel on the stream still
  * runs, before griddepcontrol.wait, after which alone CUDA guarantees that the previous kernel's writes are
@@ -369,7 +379,7 @@ FP4GEMM_API fp4gemm_status_t fp4gemm_prepack(int num_matrices, int64_t n, int64_
                                              const uint8_t* scales, void* packed, int device,
                                              fp4gemm_stream_t stream);
 
-/* The inverse, of what fp4gemm_prepack wrote; the padding of the scales becomes zero. */
+/* The inverse of fp4gemm_prepack; the padding of the scales becomes zero. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_unprepack(int num_matrices, int64_t n, int64_t k, const void* packed,
                                                uint8_t* codes, uint8_t* scales, int device,
                                                fp4gemm_stream_t stream);
@@ -429,7 +439,7 @@ FP4GEMM_API fp4gemm_status_t fp4gemm_activation_info(int index, fp4gemm_activati
  * without them. */
 typedef enum fp4gemm_ragged { FP4GEMM_RAGGED_M = 0, FP4GEMM_RAGGED_K = 1 } fp4gemm_ragged_t;
 
-/* The size along m of a `column` quantization of m rows in num_groups groups: enough for any groups, a
+/* The size along m of a `column` quantization of m rows in num_groups groups: enough for all group ends, a
  * multiple of 64. */
 FP4GEMM_API int64_t fp4gemm_grouped_columns(int64_t m, int num_groups);
 
