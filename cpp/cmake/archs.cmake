@@ -1,10 +1,10 @@
-# The table of GPU architectures: what each family builds, which nvcc it needs, which devices `native` maps to it.
+# The table of GPU architectures: what each family builds, which nvcc it needs and which devices it serves.
 #
 # A family is what FP4GEMM_CUDA_ARCHS lists. To add one: a row here, a folder cpp/src/smNN with an arch.cpp and its *.cu, a
 # header cpp/cutlass_evt/arch/smNN.hpp. The library learns the compute capabilities of the devices from this table.
 #
 #   family   GEMM folder   nvcc    code of quantize and decode           compute capabilities
-#            (- : none)    (>=)    (NN: machine code, NN-ptx: portable)  that `native` maps here
+#            (- : none)    (>=)    (NN: machine code, NN-ptx: portable)  that it serves
 set(FP4GEMM_ARCH_TABLE
     "80    |  -            | 11.8  | 80 89                             | 8.0 8.6 8.7 8.8 8.9"
     "90a   |  sm90         | 12.0  | 90 90-ptx                         | 9.0"
@@ -12,7 +12,7 @@ set(FP4GEMM_ARCH_TABLE
 
 set(FP4GEMM_DEFAULT_ARCHS "80;90a;100f")
 
-# Families of the GPUs in this machine -> out_var; empty where there is none that the table knows.
+# Sets out_var to the families of the GPUs in this machine; empty if the table has none for them.
 function(fp4gemm_native_archs out_var)
   set(families "")
   execute_process(COMMAND "${Python3_EXECUTABLE}" "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/detect_gpu.py"
@@ -40,7 +40,7 @@ endfunction()
 
 # Reads FP4GEMM_CUDA_ARCHS and sets
 #   FP4GEMM_ARCHS             its families, `native` resolved; empty for "none"
-#   FP4GEMM_NVCC_MIN          the oldest nvcc that can build them all, and FP4GEMM_NVCC_MIN_FOR, the family that asks for it
+#   FP4GEMM_NVCC_MIN          the oldest nvcc that can build them all, and FP4GEMM_NVCC_MIN_FOR, the family that needs it
 #   FP4GEMM_QUANTIZE_GENCODE  nvcc options of the quantize and decode kernels
 #   FP4GEMM_QUANTIZE_DEVICES  the compute capabilities that have machine code of these kernels: "8.0 8.6"
 #   FP4GEMM_QUANTIZE_PORTABLE the least compute capability (10 * major + minor) that has portable code of them; 0: none has
@@ -93,7 +93,7 @@ macro(fp4gemm_read_archs)
       if(NOT _folder STREQUAL "-")
         list(APPEND FP4GEMM_GEMM_FOLDERS "${_folder}")
         set(FP4GEMM_DEVICES_${_folder} "${_devices}")
-        if(_family MATCHES "f$") # PTX too: for members of the family that are yet to come, and for the emulator of the tests
+        if(_family MATCHES "f$") # PTX too: for later members of the family, and for the emulator of the tests
           set(FP4GEMM_GENCODE_${_folder} "-gencode=arch=compute_${_family},code=[sm_${_family},compute_${_family}]")
         else()
           set(FP4GEMM_GENCODE_${_folder} "-gencode=arch=compute_${_family},code=sm_${_family}")
@@ -108,7 +108,7 @@ macro(fp4gemm_read_archs)
   endforeach()
 endmacro()
 
-# A Ninja pool for the CUTLASS translation units: one takes up to 9 GB, so as many at a time as memory holds.
+# A Ninja pool for the CUTLASS translation units. Each needs up to 9 GB, so memory limits how many run at a time.
 function(fp4gemm_make_cuda_job_pool)
   set(jobs "${FP4GEMM_CUDA_JOBS}")
   if(NOT jobs)

@@ -62,7 +62,7 @@ endfunction()
 macro(fp4gemm_choose_nvcc)
   if(DEFINED FP4GEMM_CUDA_FROM_CONFIGURED AND NOT FP4GEMM_CUDA_FROM STREQUAL FP4GEMM_CUDA_FROM_CONFIGURED)
     message(FATAL_ERROR "FP4GEMM_CUDA_FROM: is ${FP4GEMM_CUDA_FROM}, but this build folder was configured with "
-                        "${FP4GEMM_CUDA_FROM_CONFIGURED} and cannot change its compiler; take another folder, or cmake --fresh.")
+                        "${FP4GEMM_CUDA_FROM_CONFIGURED} and cannot change its compiler; use another folder, or cmake --fresh.")
   endif()
   fp4gemm_find_nvcc(_nvcc _seen)
   if(NOT _nvcc)

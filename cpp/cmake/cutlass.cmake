@@ -1,6 +1,6 @@
 # Finds the CUTLASS headers: -DCUTLASS_DIR=<checkout>, else the nvidia-cutlass wheel of the Python in use.
 #
-# Used by our own build and, installed beside the package config, by those who use fp4gemm::cutlass_evt.
+# Used by our own build and, installed beside the package config, by users of fp4gemm::cutlass_evt.
 
 set(FP4GEMM_CUTLASS_MIN 4.2.0)
 set(CUTLASS_DIR "" CACHE PATH "A CUTLASS checkout; empty: the nvidia-cutlass wheel of the Python in use")
@@ -33,7 +33,7 @@ function(fp4gemm_find_cutlass)
     set(problem "CUTLASS was not found. Install its headers (pip install --no-deps nvidia-cutlass==4.2.0.0) into the \
 Python in use (${Python3_EXECUTABLE}), or pass -DCUTLASS_DIR=<a checkout of CUTLASS >= ${FP4GEMM_CUTLASS_MIN}>.")
   elseif(NOT EXISTS "${header}")
-    set(problem "${from} holds no include/cutlass/version.h; wanted: a checkout of CUTLASS >= ${FP4GEMM_CUTLASS_MIN}.")
+    set(problem "${from} has no include/cutlass/version.h, must be a checkout of CUTLASS >= ${FP4GEMM_CUTLASS_MIN}.")
   else()
     file(STRINGS "${header}" lines REGEX "^#define CUTLASS_(MAJOR|MINOR|PATCH) ")
     set(parts "")

@@ -9,7 +9,7 @@ function(fp4gemm_find_torch)
   set(version "")
   set(root "")
   if(Python3_EXECUTABLE)
-    # Importing torch would take seconds; its place and version are enough.
+    # Importing torch would need seconds; its path and version are enough.
     execute_process(
       COMMAND "${Python3_EXECUTABLE}" -c
               "from importlib.util import find_spec as f; s = f('torch'); s and print(s.submodule_search_locations[0])"
@@ -42,8 +42,8 @@ function(fp4gemm_add_torch_ops name)
   endif()
   target_compile_options(${name} PRIVATE -Wall -Wextra)
   target_link_libraries(${name} PRIVATE fp4gemm)
-  # The linker would drop libtorch.so, of which no symbol is used by name; --allow-shlib-undefined: what torch's own
-  # libraries need (CUDA) may be absent where we build.
+  # --no-as-needed: the linker would drop libtorch.so, since no symbol of it is used. --allow-shlib-undefined: libraries
+  # that torch's own libraries need (CUDA) may be absent on the machine that builds.
   target_link_libraries(${name} PRIVATE -Wl,--no-as-needed "${FP4GEMM_TORCH_ROOT}/lib/libtorch.so"
                                         "${FP4GEMM_TORCH_ROOT}/lib/libtorch_cpu.so" -Wl,--as-needed)
   target_link_options(${name} PRIVATE LINKER:--exclude-libs,ALL LINKER:--allow-shlib-undefined)

@@ -1,4 +1,4 @@
-// The C interface's questions about the library itself: its version and its table of kernels.
+// The queries of the C interface: versions, activations, architectures, the kernel table and the selection.
 #include "activation.hpp"
 #include "architecture.hpp"
 #include "check.hpp"
@@ -18,7 +18,7 @@ char const* fp4gemm_version_string(void) {
       FP4GEMM_VERSION_PATCH);
 }
 
-// The build passes these three.
+// The build defines these three macros.
 int fp4gemm_cuda_version(void) { return FP4GEMM_CUDA_VERSION; }
 char const* fp4gemm_cutlass_version(void) { return FP4GEMM_CUTLASS_VERSION; }
 char const* fp4gemm_built_archs(void) { return FP4GEMM_BUILT_ARCHS; }

@@ -1,4 +1,5 @@
-// The rules that arguments of the C interface must obey, and the checks that name what broke them.
+// The rules for the arguments of the C interface, and checks whose messages name the argument that breaks
+// one.
 #pragma once
 
 #include <cstdint>
@@ -8,18 +9,18 @@
 
 namespace fp4gemm {
 
-/// The alignment rules, read by the checks and by their messages.
+/// The limits and alignments, for the checks and their messages.
 struct Rules {
-  static constexpr int kPointerBytes = 16;     // of every matrix and scale buffer
-  static constexpr int kRowBytes = 16;         // rows of x and D start on such boundaries
-  static constexpr int kQuantizeK = 16;        // k of a quantized tensor: whole blocks
-  static constexpr int kGemmK = 32;            // k of a GEMM: packed rows of whole 16 bytes
-  static constexpr int kGroupedK = 64;         // k of a GEMM whose groups divide k: whole tiles of scales
-  static constexpr int kMxfp8K = 32;           // k of an MXFP8 tensor
-  static constexpr int64_t kMaxNormK = 65536;  // a normalised row stays in registers
+  static constexpr int kPointerBytes = 16;  // of every matrix and scale buffer
+  static constexpr int kRowBytes = 16;      // rows of x and D start on such boundaries
+  static constexpr int kQuantizeK = 16;     // k of a quantized tensor: a multiple of a block
+  static constexpr int kGemmK = 32;         // k of a GEMM: a row of codes is a multiple of 16 bytes
+  static constexpr int kGroupedK = 64;      // k of a GEMM that is ragged in k: a multiple of a tile of scales
+  static constexpr int kMxfp8K = 32;        // k of an MXFP8 tensor
+  static constexpr int64_t kMaxNormK = 65536;  // a CTA keeps a normalised row in registers
   static constexpr int kWorkspaceBytes = 256;  // alignment of a workspace
   static constexpr int64_t kMaxSize = INT32_MAX;
-  static constexpr int64_t kMaxK = int64_t{1} << 30;  // kernels count past the end of k in 32 bits
+  static constexpr int64_t kMaxK = int64_t{1} << 30;  // kernels count beyond the end of k in 32 bits
   static constexpr int64_t kMaxElements = int64_t{1}
                                           << 58;  // of a buffer: sums of their bytes fit in 64 bits
 };
@@ -46,7 +47,7 @@ inline fp4gemm_status_t check_scaling(fp4gemm_scaling_t scaling) {
   return FP4GEMM_SUCCESS;
 }
 
-/// A size that may be 0 (m and n) or must not be (k), and a multiple of something.
+/// A size from `least` to `most` that is a multiple of `multiple`.
 inline fp4gemm_status_t check_size(char const* name, int64_t size, int64_t least, int multiple,
                                    int64_t most = Rules::kMaxSize) {
   FP4GEMM_CHECK(size >= least && size <= most, "%s: is %lld, must be between %lld and %lld", name, ll(size),
@@ -63,7 +64,7 @@ constexpr bool product_is_at_most(int64_t limit, int64_t a, int64_t b, int64_t c
   return a <= limit && b <= limit / a && c <= limit / a / b;
 }
 
-/// A buffer of `elems` elements, which may be null only if that is 0.
+/// A buffer of `elems` elements; null is allowed for no elements.
 inline fp4gemm_status_t check_buffer(char const* name, void const* pointer, int64_t elems,
                                      int alignment = Rules::kPointerBytes) {
   FP4GEMM_CHECK(pointer != nullptr || elems == 0, "%s: is null, must point at %lld elements", name,
@@ -83,12 +84,12 @@ inline fp4gemm_status_t check_row_stride(char const* name, int64_t stride, int64
   return FP4GEMM_SUCCESS;
 }
 
-/// The struct that a caller passed: present, and laid out as this library knows it.
+/// The struct of arguments: not null, and of the size that this library expects.
 template <class Args>
 fp4gemm_status_t check_args(Args const* args) {
   FP4GEMM_CHECK(args != nullptr, "args: is null, must point at the arguments");
   FP4GEMM_CHECK(args->struct_size == sizeof(Args),
-                "args: struct_size is %lld, must be %lld; fill the struct with its _INIT macro",
+                "args: struct_size is %lld, must be %lld; initialize the struct with its _INIT macro",
                 ll(static_cast<int64_t>(args->struct_size)), ll(sizeof(Args)));
   return FP4GEMM_SUCCESS;
 }

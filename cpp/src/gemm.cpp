@@ -174,7 +174,7 @@ fp4gemm_status_t check_pointers(Args const& args) {
 
 // ---- the plan ----
 
-/// What a call will do: the kernel, and where its workspace lies. Offsets are in bytes.
+/// What a call will do: the kernel, the conversions and the layout of the workspace. Offsets are in bytes.
 struct Plan {
   Kernel const* kernel = nullptr;  // null: D has no elements
   DeviceProperties device;
@@ -188,7 +188,7 @@ struct Plan {
 
 constexpr char const* kFormatNames[] = {"nvfp4", "fp16", "bf16", "prepacked"};
 
-/// The operand that is not plain nvfp4, for messages.
+/// The operand that is not NVFP4, for messages.
 fp4gemm_operand_t const& special_operand(Args const& args) {
   return args.a.format != FP4GEMM_FORMAT_NVFP4 ? args.a : args.b;
 }
@@ -244,7 +244,7 @@ fp4gemm_status_t force_kernel(Args const& args, int device, Plan* plan) {
   return FP4GEMM_SUCCESS;
 }
 
-/// What the kernel is asked to do; operands that are decoded first lie in the workspace.
+/// The problem that the kernel solves; operands that are converted first are in the workspace.
 Problem problem_of(Args const& args, Plan const& plan, char* workspace, int device) {
   Problem problem;
   problem.ragged = args.ragged;
@@ -296,10 +296,10 @@ fp4gemm_status_t make_plan(Args const& args, int device, Plan* plan) {
   if (auto const check = architecture_of(plan->device.arch)->check_problem; check != nullptr) {
     FP4GEMM_TRY(check(problem_of(args, *plan, nullptr, device)));
   }
-  bool const packed_b = args.b.format == FP4GEMM_FORMAT_NVFP4;
+  bool const quantized_b = args.b.format == FP4GEMM_FORMAT_NVFP4;
   plan->decode_a = args.a.format == FP4GEMM_FORMAT_NVFP4 && operands != Operands::kNvfp4;
-  plan->decode_b = packed_b && operands == Operands::kFp16;
-  plan->prepack_b = packed_b && is_prepacked(operands);
+  plan->decode_b = quantized_b && operands == Operands::kFp16;
+  plan->prepack_b = quantized_b && is_prepacked(operands);
   plan->b_offset = plan->decode_a ? decoded_bytes(args.m, args.k) : 0;
   plan->kernel_offset = plan->b_offset;
   if (plan->decode_b) {

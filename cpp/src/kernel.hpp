@@ -1,4 +1,4 @@
-// A GEMM kernel as data: what it is, and how to launch it.
+// A GEMM kernel as data: its properties, and the functions that launch it.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace fp4gemm {
 
-/// A dense (num_groups 0) or grouped GEMM on one device, operands in the form that the kernel's tensor cores
-/// multiply. The fields mean what they mean in fp4gemm_gemm_args_t.
+/// A dense (num_groups 0) or grouped GEMM on one device, with operands in the format that the kernel reads.
+/// The fields have the meaning that they have in fp4gemm_gemm_args_t.
 struct Problem {
   fp4gemm_ragged_t ragged = FP4GEMM_RAGGED_M;
   int64_t m = 0, n = 0, k = 0;
@@ -35,23 +35,23 @@ struct Problem {
   int num_sms = 0;
 };
 
-/// What a kernel reads. Operands of another form that can be converted are, into the workspace.
+/// The formats that a kernel reads. Operands in some other formats are converted, in the workspace.
 enum class Operands {
-  kNvfp4,          // both packed
-  kFp16,           // both fp16; packed ones are decoded
-  kPrepacked,      // A as of kFp16; B prepacked, or packed and then prepacked
-  kPrepackedBf16,  // A bf16; B as of kPrepacked
+  kNvfp4,          // both NVFP4
+  kFp16,           // both fp16; NVFP4 operands are decoded first
+  kPrepacked,      // A as for kFp16; B prepacked; an NVFP4 B is prepacked first
+  kPrepackedBf16,  // A bf16; B as for kPrepacked
 };
 
-/// True if a kernel can do with operands of these formats, converted or not.
+/// True if a kernel can be given operands in these formats, after a conversion or without.
 constexpr bool accepts(Operands operands, fp4gemm_format_t a, fp4gemm_format_t b) {
-  bool const packed_or_fp16 = a == FP4GEMM_FORMAT_NVFP4 || a == FP4GEMM_FORMAT_FP16;
-  bool const packable = b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_PREPACKED;
+  bool const nvfp4_or_fp16 = a == FP4GEMM_FORMAT_NVFP4 || a == FP4GEMM_FORMAT_FP16;
+  bool const prepackable = b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_PREPACKED;
   switch (operands) {
     case Operands::kNvfp4: return a == FP4GEMM_FORMAT_NVFP4 && b == FP4GEMM_FORMAT_NVFP4;
-    case Operands::kFp16: return packed_or_fp16 && (b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_FP16);
-    case Operands::kPrepacked: return packed_or_fp16 && packable;
-    case Operands::kPrepackedBf16: return a == FP4GEMM_FORMAT_BF16 && packable;
+    case Operands::kFp16: return nvfp4_or_fp16 && (b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_FP16);
+    case Operands::kPrepacked: return nvfp4_or_fp16 && prepackable;
+    case Operands::kPrepackedBf16: return a == FP4GEMM_FORMAT_BF16 && prepackable;
   }
   return false;
 }
@@ -68,12 +68,12 @@ struct Kernel {
   bool is_grouped;
   bool is_gated;
   PrepackedFigures const* figures;  // measured, for the cost model; null: it derives the time from the tile
-  /// Bytes of workspace beside the decoded operands.
+  /// Bytes of workspace in addition to the converted operands.
   size_t (*workspace_bytes)(Problem const&);
   fp4gemm_status_t (*launch)(Problem const&, void* workspace, fp4gemm_stream_t);
 };
 
-/// A list of kernels that lives as long as the library.
+/// A list of kernels with static lifetime.
 struct KernelList {
   Kernel const* data;
   int size;

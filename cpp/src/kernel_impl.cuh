@@ -1,4 +1,5 @@
-// make_kernel<K>(): the table row of a cutlass_evt kernel, every field derived from its type.
+// make_kernel<K>(): the table row of a cutlass_evt kernel. Every field is derived from the type K, which is
+// cutlass_evt::Dense or cutlass_evt::Grouped with an architecture, a tile, a cluster and an epilogue.
 #pragma once
 
 #include <atomic>
@@ -11,9 +12,10 @@
 
 namespace fp4gemm {
 
-/// The entry of every CUTLASS kernel of ours. It may be launched while its predecessor on the stream still
-/// runs (programmatic dependent launch) and waits for it here, ahead of everything: CUTLASS's own waits come
-/// after the first reads of vectors and of group tables.
+/// The __global__ function of every CUTLASS kernel here. It may start while its predecessor on the stream
+/// still runs (programmatic dependent launch). griddepcontrol.wait comes first, since the wait inside of
+/// CUTLASS comes after the first reads of vectors and group tables; after it all writes of the predecessor
+/// are visible.
 template <class Gemm>
 __global__ void __launch_bounds__(Gemm::MaxThreadsPerBlock, Gemm::MinBlocksPerMultiprocessor)
     gemm_kernel(__grid_constant__ typename Gemm::Params const params) {
@@ -24,7 +26,7 @@ __global__ void __launch_bounds__(Gemm::MaxThreadsPerBlock, Gemm::MinBlocksPerMu
   gemm(params, shared);
 }
 
-/// What dense and grouped kernels share: the table row, the conversions, the launch.
+/// What dense and grouped kernels share: the table row, the conversion of arguments and the launch.
 template <class K>
 struct KernelBase {
   using Gemm = typename K::Kernel;
@@ -57,7 +59,7 @@ struct KernelBase {
                                         K::Arch::kDecodedOperands ? Operands::kFp16 : Operands::kNvfp4};
   static constexpr NameBuilder kName = kTraits.name();
 
-  /// What the arguments of both modes have under the same names: sizes, operands, D, the device.
+  /// The fields that the arguments of both modes have in common: sizes, operands, D and the device.
   template <class Args>
   static Args arguments_of(Problem const& p) {
     Args args;
@@ -78,11 +80,12 @@ struct KernelBase {
   static fp4gemm_status_t run(typename Gemm::Arguments const& args, Problem const& p, void* workspace,
                               fp4gemm_stream_t stream) {
     if (!Gemm::can_implement(args)) {
-      return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not take m %lld, n %lld, k %lld", kName.text,
-                  static_cast<long long>(p.m), static_cast<long long>(p.n), static_cast<long long>(p.k));
+      return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not support m %lld, n %lld, k %lld",
+                  kName.text, static_cast<long long>(p.m), static_cast<long long>(p.n),
+                  static_cast<long long>(p.k));
     }
     if (Gemm::initialize_workspace(args, workspace, stream) != cutlass::Status::kSuccess) {
-      return fail(FP4GEMM_ERROR_WORKSPACE, "workspace: %s could not initialise it", kName.text);
+      return fail(FP4GEMM_ERROR_WORKSPACE, "workspace: %s failed to initialise it", kName.text);
     }
     typename Gemm::Params params = Gemm::to_underlying_arguments(args, workspace);
 

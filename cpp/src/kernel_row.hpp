@@ -1,4 +1,4 @@
-// The table row of a kernel: its name and its figures, put together at compile time.
+// The row of a kernel in the table, which is made at compile time.
 #pragma once
 
 #include "cutlass/bfloat16.h"
@@ -25,7 +25,7 @@ struct OutType<float> {
   static constexpr char const* kName = "fp32";
 };
 
-/// Text that is put together at compile time.
+/// A text that is built at compile time.
 struct NameBuilder {
   char text[80] = {};
   int size = 0;
@@ -50,7 +50,7 @@ struct NameBuilder {
   }
 };
 
-/// What the table says of a kernel. Tile and cluster are those of D, whichever way the kernel computes it.
+/// The properties of a kernel in the table. Tile and cluster are in terms of D, for a swapped kernel too.
 struct KernelTraits {
   int arch;
   bool is_grouped;

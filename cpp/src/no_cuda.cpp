@@ -1,4 +1,4 @@
-// Stands in for the device code in a build without CUDA: every use of a device fails with the reason.
+// Replaces the device code in a build without CUDA: every use of a device fails and says why.
 #include "device.hpp"
 #include "error.hpp"
 #include "quantize/quantize.hpp"

@@ -1,4 +1,4 @@
-// Which kernel serves a problem: a pure function of the device's figures, the shape and the table.
+// The selection of a kernel: a pure function of the device, the problem and the kernel table.
 #pragma once
 
 #include "kernel.hpp"
@@ -16,7 +16,7 @@ struct Selection {
   bool is_gated;
 };
 
-/// True if the kernel does what is wanted, on a device that it runs on.
+/// True if the kernel computes what is wanted.
 bool suits(Kernel const& kernel, Selection const& wanted);
 
 /// The index of the kernel that suits and is expected to need the least time on a device of compute

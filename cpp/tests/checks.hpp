@@ -1,4 +1,5 @@
-// What the host tests share: a check that counts, the kernel table, an error's text.
+// What the host tests share: a macro that counts checks, access to the kernel table, a check of an error's
+// text.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +40,7 @@ inline bool has_arch(int arch) {
   return false;
 }
 
-/// Which built family a device must get; 0 if none.
+/// The architecture whose kernels must serve a device in this build; 0 for none.
 inline int family_of(int device_arch) {
   int const family = device_arch == 90 ? 90 : device_arch == 100 || device_arch == 103 ? 100 : 0;
   return has_arch(family) ? family : 0;
@@ -51,7 +52,7 @@ inline void expect_error(char const* what, fp4gemm_status_t got, fp4gemm_status_
         fp4gemm_last_error(), text);
 }
 
-/// Says how many checks failed; the exit status of a test program.
+/// Prints how many checks failed and returns the exit status of the test program.
 inline int report() {
   std::printf("%d checks, %d failed\n", checks, failures);
   return failures == 0 ? 0 : 1;

@@ -1,9 +1,9 @@
-// Host tests of the C interface: what bad arguments get told. No GPU is used.
+// Host tests of the C interface: the messages for wrong arguments. No GPU is used.
 #include "checks.hpp"
 
 namespace {
 
-/// Aligned addresses that nothing may touch: checks come before any device is asked for.
+/// Aligned addresses that must not be dereferenced: the checks come before any use of a device.
 void* address(int offset = 0) {
   return reinterpret_cast<void*>(uintptr_t{4096} + static_cast<uintptr_t>(offset));
 }

@@ -1,5 +1,5 @@
-// Host tests of the way in which the SM90 kernel on prepacked weights shares out its tiles: a worker that
-// waits for parts of a tile must find that somebody has each of them.
+// Host tests of how the SM90 kernel on prepacked weights divides tiles among workers: a worker that waits for
+// the parts of a tile must find that other workers have all of them.
 #include "cutlass_evt/kernel/sm90_nvfp4_plan.hpp"
 
 #include "checks.hpp"
@@ -11,19 +11,19 @@ using cutlass_evt::Sm90Nvfp4Plan;
 /// What is wrong with the runs of a plan that splits tiles; null if nothing is.
 char const* fault_of(Sm90Nvfp4Plan const& plan, int steps) {
   if (plan.first_step(0) != 0 || plan.first_step(plan.active) != int64_t{plan.tiles} * steps) {
-    return "the runs are not all there is";
+    return "the runs do not cover all steps";
   }
   for (int worker = 0; worker < plan.active; ++worker) {
     int64_t const begin = plan.first_step(worker);
     int64_t const size = plan.first_step(worker + 1) - begin;
     if (size < 1) {
-      return "a worker has nothing, though whoever adds up waits for it";
+      return "a worker has no steps, although the worker that adds up waits for it";
     }
     if (plan.parts > 1) {
       int const part = worker % plan.parts;
       int64_t const of_first = plan.first_step(worker - part + 1) - plan.first_step(worker - part);
       if (part == 0 && begin != int64_t{worker / plan.parts} * steps) {
-        return "a tile's first part begins elsewhere";
+        return "the first part of a tile does not begin with the tile";
       }
       if (part > 0 && (of_first < size + plan.lead - 2 || of_first > size + plan.lead + 2)) {
         return "the first part is not longer by the lead, within the roundings of both";
@@ -70,8 +70,8 @@ void test_known() {
   Sm90Nvfp4Plan const plan(64, 32, 132, 4, 2, true);
   CHECK(plan.split && plan.active == 128 && plan.parts == 2, "%d workers, %d parts", plan.active, plan.parts);
   CHECK(plan.first_step(1) == 17 && plan.first_step(2) == 32, "%d", static_cast<int>(plan.first_step(1)));
-  // Whole tiles: wanted; as many as there are workers; nearly three for each.
-  CHECK(!Sm90Nvfp4Plan(64, 32, 132, 4, 2, false).split, "split against the caller's wish");
+  // Whole tiles: because the caller asks for them; as many as workers; nearly three for each worker.
+  CHECK(!Sm90Nvfp4Plan(64, 32, 132, 4, 2, false).split, "split although the caller forbids it");
   CHECK(!Sm90Nvfp4Plan(132, 32, 132, 4, 2, true).split, "a tile each, and split");
   CHECK(!Sm90Nvfp4Plan(380, 32, 132, 4, 2, true).split, "4 %% idle, and split");
   CHECK(Sm90Nvfp4Plan(340, 32, 132, 4, 2, true).split, "14 %% idle, and whole");

@@ -11,7 +11,7 @@ void test_table() {
   std::set<std::string> names;
   for (int i = 0; i < fp4gemm_kernel_count(); ++i) {
     fp4gemm_kernel_info_t const info = info_at(i);
-    CHECK(names.insert(info.name).second, "%s stands twice in the table", info.name);
+    CHECK(names.insert(info.name).second, "%s is in the table twice", info.name);
     char expected[96];
     std::string const operand = info.operand;
     std::string const variant = operand.rfind("prepacked", 0) == 0 ? operand + "_"
@@ -23,25 +23,25 @@ void test_table() {
     CHECK(std::string(expected) == info.name, "%s should be called %s", info.name, expected);
   }
   fp4gemm_kernel_info_t info{};
-  CHECK(fp4gemm_kernel_info(-1, &info) == FP4GEMM_ERROR_INVALID_ARGUMENT, "index -1 was taken");
+  CHECK(fp4gemm_kernel_info(-1, &info) == FP4GEMM_ERROR_INVALID_ARGUMENT, "index -1 was accepted");
   CHECK(std::strstr(fp4gemm_last_error(), "index: is -1") != nullptr, "%s", fp4gemm_last_error());
   CHECK(fp4gemm_kernel_info(fp4gemm_kernel_count(), &info) == FP4GEMM_ERROR_INVALID_ARGUMENT,
-        "an index behind the end was taken");
-  CHECK(fp4gemm_kernel_info(0, nullptr) == FP4GEMM_ERROR_INVALID_ARGUMENT, "info null was taken");
+        "an index beyond the end was accepted");
+  CHECK(fp4gemm_kernel_info(0, nullptr) == FP4GEMM_ERROR_INVALID_ARGUMENT, "a null info was accepted");
 }
 
 struct Formats {
   fp4gemm_format_t a = FP4GEMM_FORMAT_NVFP4;
   fp4gemm_format_t b = FP4GEMM_FORMAT_NVFP4;
 
-  /// What the kernels of Blackwell read.
-  bool packed() const { return a == FP4GEMM_FORMAT_NVFP4 && b == FP4GEMM_FORMAT_NVFP4; }
+  /// The only formats that the kernels of Blackwell read.
+  bool both_nvfp4() const { return a == FP4GEMM_FORMAT_NVFP4 && b == FP4GEMM_FORMAT_NVFP4; }
 
-  /// True if a kernel that says it reads `operand` can be given these, converted or not.
+  /// True if a kernel that reads `operand` can be given these formats, after a conversion or without.
   bool suit(char const* operand) const {
     bool const prepackable = b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_PREPACKED;
     if (std::strcmp(operand, "nvfp4") == 0) {
-      return packed();
+      return both_nvfp4();
     }
     if (std::strcmp(operand, "fp16") == 0) {
       return a != FP4GEMM_FORMAT_BF16 && b != FP4GEMM_FORMAT_PREPACKED;
@@ -50,10 +50,10 @@ struct Formats {
   }
 };
 
-constexpr Formats kPacked{};
+constexpr Formats kNvfp4{};
 constexpr Formats kDecoded{FP4GEMM_FORMAT_FP16, FP4GEMM_FORMAT_FP16};
 constexpr Formats kStreamed{FP4GEMM_FORMAT_FP16, FP4GEMM_FORMAT_PREPACKED};
-constexpr Formats kFormatPairs[] = {kPacked,
+constexpr Formats kFormatPairs[] = {kNvfp4,
                                     kDecoded,
                                     kStreamed,
                                     {FP4GEMM_FORMAT_NVFP4, FP4GEMM_FORMAT_PREPACKED},
@@ -65,7 +65,7 @@ struct Wanted {
   int arch, num_sms;
   int64_t m, n, k;
   fp4gemm_dtype_t dtype = FP4GEMM_BF16;
-  Formats formats = kPacked;
+  Formats formats = kNvfp4;
   int num_groups = 0;
   fp4gemm_ragged_t ragged = FP4GEMM_RAGGED_M;
   int batch_invariant = 0;
@@ -77,14 +77,14 @@ struct Wanted {
   }
 };
 
-/// One selection: of the device's family and the mode, the wanted output type and kernels that take the
-/// operands, and the same when asked again.
+/// One selection: the kernel is of the device's architecture, of the mode and output type, and accepts the
+/// operands; a second call returns the same.
 void check_selection(Wanted const& wanted) {
   int const family = family_of(wanted.arch);
   bool const gated = wanted.activation == FP4GEMM_ACTIVATION_SWIGLU;
-  // Blackwell's kernels read packed operands; the gated ones write two types.
-  bool const none =
-      family == 0 || (family == 100 && !wanted.formats.packed()) || (gated && wanted.dtype == FP4GEMM_FP32);
+  // Blackwell's kernels read NVFP4 only; gated kernels write bf16 and fp16.
+  bool const none = family == 0 || (family == 100 && !wanted.formats.both_nvfp4()) ||
+                    (gated && wanted.dtype == FP4GEMM_FP32);
   int const index = wanted.select();
   if (none) {
     CHECK(index == -1, "sm%d got kernel %d", wanted.arch, index);
@@ -129,13 +129,13 @@ void test_selection_is_legal() {
       }
     }
   }
-  CHECK((Wanted{90, 0, 1, 8, 32}.select()) == -1, "no multiprocessors, yet a kernel");
+  CHECK((Wanted{90, 0, 1, 8, 32}.select()) == -1, "no SMs, yet a kernel");
   CHECK((Wanted{90, 132, -1, 8, 32}.select()) == -1, "m of -1, yet a kernel");
   CHECK((Wanted{90, 132, 1, 8, 32, static_cast<fp4gemm_dtype_t>(7)}.select()) == -1,
         "an unknown type, yet a kernel");
 }
 
-/// Batch-invariant selection does not look at m; groups that divide k may have none of it.
+/// Batch-invariant selection does not depend on m; groups that are ragged in k may have k = 0.
 void test_selection_of_modes() {
   for (int arch : {90, 100, 103}) {
     for (int num_groups : {0, 8, 1500}) {
@@ -166,8 +166,8 @@ void test_selection_of_modes() {
   }
 }
 
-/// What the cost model must get right, whatever its figures: big tiles where they fill the machine, small
-/// ones where they would not.
+/// What the cost model must get right with any figures: large tiles where they fill the device, small ones
+/// where large ones would not.
 void test_selection_follows_shape() {
   struct Case {
     int arch, num_sms;
@@ -176,17 +176,17 @@ void test_selection_follows_shape() {
     int least_tile, most_tile;  // of tile_m * tile_n
   };
   Case const cases[] = {
-      {90, 132, 8192, 8192, 8192, kPacked, 128 * 256, 128 * 256},
+      {90, 132, 8192, 8192, 8192, kNvfp4, 128 * 256, 128 * 256},
       {90, 132, 8192, 8192, 8192, kDecoded, 128 * 256, 128 * 256},
-      {90, 132, 4096, 4096, 4096, kPacked, 128 * 128, 128 * 256},
-      {90, 132, 1, 8192, 8192, kPacked, 8 * 32, 8 * 32},
-      {90, 132, 16, 8192, 8192, kPacked, 16 * 32, 16 * 32},
-      {90, 132, 64, 8192, 8192, kPacked, 64 * 32, 64 * 128},
+      {90, 132, 4096, 4096, 4096, kNvfp4, 128 * 128, 128 * 256},
+      {90, 132, 1, 8192, 8192, kNvfp4, 8 * 32, 8 * 32},
+      {90, 132, 16, 8192, 8192, kNvfp4, 16 * 32, 16 * 32},
+      {90, 132, 64, 8192, 8192, kNvfp4, 64 * 32, 64 * 128},
       {90, 132, 1, 8192, 8192, kDecoded, 1, 64 * 128},
-      {100, 148, 16384, 16384, 8192, kPacked, 256 * 256, 256 * 256},
-      {100, 148, 1, 7168, 2048, kPacked, 1, 256 * 128},
-      {103, 160, 16384, 16384, 8192, kPacked, 256 * 256, 256 * 256},
-      {103, 160, 16, 4096, 7168, kPacked, 1, 256 * 128},
+      {100, 148, 16384, 16384, 8192, kNvfp4, 256 * 256, 256 * 256},
+      {100, 148, 1, 7168, 2048, kNvfp4, 1, 256 * 128},
+      {103, 160, 16384, 16384, 8192, kNvfp4, 256 * 256, 256 * 256},
+      {103, 160, 16, 4096, 7168, kNvfp4, 1, 256 * 128},
   };
   for (Case const& c : cases) {
     if (family_of(c.arch) == 0) {

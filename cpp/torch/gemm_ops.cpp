@@ -16,7 +16,7 @@ OperandShape operand_shape(char const* name, Tensor const& data, std::optional<T
           data.size(dims - 1) * (scales.has_value() ? 2 : 1)};
 }
 
-/// The shape of B. Prepacked bytes do not say it: b_rows are the rows, and k is that of A.
+/// The shape of B. Prepacked bytes have no shape of their own: b_rows are the rows, and k is that of A.
 OperandShape shape_of_b(Tensor const& b, std::optional<Tensor> const& scale_b, int64_t b_rows, int64_t k) {
   if (b_rows == 0) {
     return operand_shape("b", b, scale_b);
@@ -34,8 +34,8 @@ fp4gemm_operand_t prepacked_operand(Tensor const& b, int32_t device) {
   return {b.const_data_ptr(), nullptr, FP4GEMM_FORMAT_PREPACKED};
 }
 
-/// An operand with its scales, of scale_rows rows for each matrix before padding, or one that is decoded
-/// already, or (A) never was quantized.
+/// An operand with scales (scale_rows rows for each matrix, before padding), or one that was decoded before
+/// or, as A, never quantized.
 fp4gemm_operand_t operand_of(char const* name, char const* scale_name, Tensor const& data,
                              std::optional<Tensor> const& scales, OperandShape const& shape,
                              int64_t scale_rows, int32_t device) {
@@ -61,10 +61,10 @@ bool is_gated(int64_t activation) {
       return info.is_gated != 0;
     }
   }
-  return false;  // of no activation: the C interface refuses it
+  return false;  // no activation has this number; the C interface refuses it
 }
 
-/// The arguments of both operators, named as in their schemas, and what follows from them alone.
+/// The arguments of both operators, with the names of their schemas, and what follows from them.
 struct Call {
   Tensor const& a;
   Tensor const& b;
@@ -93,7 +93,8 @@ struct Call {
 
   /// What the other members rely on; the C interface checks the rest.
   void check_dimensions() const {
-    STD_TORCH_CHECK(b_rows >= 0, "b_rows: is ", b_rows, ", must be at least 0");
+    STD_TORCH_CHECK(b_rows >= 0 && b_rows <= INT32_MAX, "b_rows: is ", b_rows, ", must be between 0 and ",
+                    INT32_MAX);
     check_dims("a", a, 2);
     if (is_grouped()) {
       check_dims("offs", *offs, 1);
@@ -126,7 +127,7 @@ int64_t row_stride(char const* name, Tensor const& t, int64_t rows, int64_t colu
   int64_t const dims = t.dim();
   STD_TORCH_CHECK(columns <= 1 || t.stride(dims - 1) == 1, name, ": stride along n is ", t.stride(dims - 1),
                   ", must be 1");
-  bool const several = dims == 3 && t.size(0) > 1;  // so that the stride of a single row counts too
+  bool const several = dims == 3 && t.size(0) > 1;  // then the stride matters for a single row too
   int64_t const stride = columns > 0 && (rows > 1 || (rows == 1 && several)) ? t.stride(dims - 2) : columns;
   if (several && rows > 0 && columns > 0) {
     STD_TORCH_CHECK(t.stride(0) == rows * stride, name, ": stride along groups is ", t.stride(0),
@@ -196,7 +197,8 @@ void set_terms(fp4gemm_gemm_args_t& args, Call const& call, Tensor const& out) {
   if (call.c.has_value()) {
     Tensor const& c = *call.c;
     check_device("c", c, device);
-    STD_TORCH_CHECK(c.scalar_type() == out.scalar_type(), "c: its type must be that of the output");
+    STD_TORCH_CHECK(c.scalar_type() == out.scalar_type(), "c: dtype is ", name_of(c.scalar_type()),
+                    ", must be ", name_of(out.scalar_type()), " as of out");
     check_dims("c", c, out.dim());
     for (int64_t i = 0; i < c.dim(); ++i) {
       STD_TORCH_CHECK(c.size(i) == out.size(i), "c: size ", i, " is ", c.size(i), ", must be ", out.size(i));

@@ -1,7 +1,8 @@
-// Registration of the torch ops of fp4gemm: their schemas, and what runs on CUDA.
+// Registers the torch operators of fp4gemm: their schemas and their CUDA implementations.
 //
-// Built against torch's stable ABI: one binary serves every torch >= 2.11, with or without CUDA, and every
-// Python. The CPU implementations and the fake (shape-only) ones are registered in Python.
+// They are built against torch's stable ABI: one binary serves every torch >= 2.11, with or without CUDA, and
+// every Python. The CPU implementations and the fake ones, which compute shapes only, are registered in
+// Python.
 #include <torch/csrc/stable/library.h>
 
 #include "gemm_ops.hpp"

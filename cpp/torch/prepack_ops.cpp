@@ -30,8 +30,9 @@ std::tuple<Tensor, Tensor> unprepack(Tensor const& packed, int64_t n, int64_t k)
   STD_TORCH_CHECK(packed.dim() == 1 || packed.dim() == 2, "packed: has ", packed.dim(),
                   " dimensions, must have 1 or 2");
   check_contiguous("packed", packed, ScalarType::Byte, device);
-  STD_TORCH_CHECK(n >= 0, "n: is ", n, ", must be at least 0");
-  STD_TORCH_CHECK(k > 0 && k % 16 == 0, "k: is ", k, ", must be a positive multiple of 16");
+  STD_TORCH_CHECK(n >= 0 && n <= INT32_MAX, "n: is ", n, ", must be between 0 and ", INT32_MAX);
+  STD_TORCH_CHECK(k > 0 && k % 16 == 0 && k <= INT32_MAX, "k: is ", k,
+                  ", must be a positive multiple of 16 up to ", INT32_MAX);
   bool const is_stack = packed.dim() == 2;
   int64_t const matrices = is_stack ? packed.size(0) : 1;
   int64_t const bytes = packed.size(packed.dim() - 1);

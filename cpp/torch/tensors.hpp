@@ -1,4 +1,4 @@
-// What the torch ops share: checks of tensors that name the argument, the stream, allocation.
+// What the torch operators share: checks whose messages name the argument, the current stream, allocation.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -8,7 +8,7 @@
 
 #include "fp4gemm/fp4gemm.h"
 
-// A torch without CUDA does not have this one; it is only called for CUDA tensors.
+// A torch without CUDA lacks this function, hence weak; it is called for CUDA tensors only.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
                                                                                    void** ret_stream);
 
@@ -49,7 +49,7 @@ inline Tensor empty(int64_t rows, int64_t cols, ScalarType type, int32_t device)
   return Tensor(handle);
 }
 
-/// The same of three dimensions.
+/// A new contiguous tensor of three dimensions.
 inline Tensor empty3(int64_t matrices, int64_t rows, int64_t cols, ScalarType type, int32_t device) {
   int64_t const row = cols < 1 ? 1 : cols;
   int64_t const sizes[] = {matrices, rows, cols};
@@ -91,8 +91,8 @@ inline void check_shape(char const* name, Tensor const& tensor, int64_t rows, in
                   ", ", tensor.size(1), "), must be (", rows, ", ", cols, ")");
 }
 
-/// The swizzled scales of one matrix of scale_rows rows before padding (matrices 0), or of several, one after
-/// the other.
+/// The swizzled scales of one matrix (matrices 0) or of a stack of matrices, of scale_rows rows each before
+/// padding.
 inline void check_stacked_scales(char const* name, Tensor const& scales, int64_t matrices, int64_t scale_rows,
                                  int64_t k, int32_t device) {
   int64_t const lead = matrices > 0 ? 1 : 0;
@@ -112,7 +112,7 @@ inline void check_scales(char const* name, Tensor const& scales, int64_t rows, i
   check_stacked_scales(name, scales, 0, rows, k, device);
 }
 
-/// A contiguous fp32 vector of `length` elements, or one element where that is allowed.
+/// A contiguous fp32 vector of `length` elements, or of one element if that is allowed.
 inline float const* check_vector(char const* name, Tensor const& vector, int64_t length, bool one_allowed,
                                  int32_t device) {
   check_dtype(name, vector, ScalarType::Float);

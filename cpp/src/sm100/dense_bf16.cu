@@ -1,4 +1,4 @@
-// The dense SM100 kernels with bf16 output, that of nearly every layer: every tile.
+// The dense SM100 kernels with bf16 output, which nearly every layer uses: all tiles.
 #include "sm100/kernels.cuh"
 
 namespace fp4gemm {

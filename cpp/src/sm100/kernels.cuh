@@ -1,5 +1,5 @@
-// The SM100 kernel types. The lists, one line a tile, stand in the sources: units of few kernels, because
-// each takes a good half gigabyte to compile.
+// The SM100 kernel types. The lists, one line per tile, are in the sources. A source has few kernels, because
+// each needs more than half a gigabyte of memory to compile.
 #pragma once
 
 #include "cutlass_evt/arch/sm100.hpp"
@@ -14,7 +14,7 @@ using cutlass_evt::Tile;
 
 static_assert(cutlass_evt::Sm100::kArch == sm100::kArch, "the traits and the architecture disagree");
 
-// A tile of m = 256 is shared by two SMs. The swapped ones serve few rows of A, which are their n.
+// Two SMs share a tile of m = 256. Swapped kernels are for few rows of A, which are their n.
 template <class Tile, class Cluster, class Out, bool kSwapped = false>
 using Sm100Dense =
     cutlass_evt::Dense<cutlass_evt::Sm100, Tile, Cluster, cutlass_evt::epilogue::RowCol<Out, kSwapped>>;

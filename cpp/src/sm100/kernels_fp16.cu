@@ -1,4 +1,4 @@
-// The SM100 kernels with fp16 output: the tiles that the others can be replaced by.
+// The SM100 kernels with fp16 output: a few tiles that serve all shapes.
 #include "sm100/kernels.cuh"
 
 namespace fp4gemm {

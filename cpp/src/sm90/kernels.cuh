@@ -1,4 +1,5 @@
-// The SM90 kernels: one line a tile. Each output type is a translation unit of its own.
+// The SM90 kernels except those on prepacked weights: one line per tile. Each output type is a translation
+// unit of its own.
 #pragma once
 
 #include "cutlass_evt/arch/sm90.hpp"

@@ -1,11 +1,11 @@
-// A GEMM for few rows of A that reads both operands packed: one launch, no workspace, each weight byte read
-// once.
+// A GEMM for few rows of A that reads both operands as packed codes. It is one launch without workspace and
+// reads each byte of the weights once.
 //
-// The roles are swapped: the 16 x 16 operand of mma.sync holds rows of B (the weights), the 16 x 8 one rows
-// of A (the tokens). The sum over k may be taken in any order as long as both operands agree, so each thread
-// loads 16 contiguous bytes, 32 codes of one row, and feeds them to eight MMAs in the order in which they
-// unpack cheapest. A CTA covers 32 rows of B; its warps take the chunks of k in turn and add up in shared
-// memory, in a fixed order.
+// The operands are swapped: the 16 x 16 operand of mma.sync holds rows of B (the weights), the 16 x 8 operand
+// rows of A (the tokens). The elements along k may be in any order if both operands have the same order. So
+// each thread loads 16 contiguous bytes, which are 32 codes of one row, and passes them to eight MMAs in the
+// order in which decoding needs the fewest instructions. A CTA computes 32 rows of B. Its warps process
+// chunks of k in turn, and their sums are added in shared memory in a fixed order.
 #pragma once
 
 #include "cutlass/numeric_conversion.h"
@@ -20,7 +20,7 @@ namespace fp4gemm {
 
 constexpr int kPackedWarps = 8;
 constexpr int kPackedRows = 32;    // of B, in a CTA
-constexpr int kPackedChunk = 128;  // of k, that a warp takes at a time: 32 for each thread of a quad
+constexpr int kPackedChunk = 128;  // of k, that a warp processes at a time: 32 for each thread of a quad
 
 struct PackedOperand {
   uint8_t const* codes;
@@ -45,7 +45,7 @@ struct PackedParams {
   int64_t d_row_stride;
 };
 
-/// 32 codes of one row and their two block scales, as they lie in memory.
+/// 32 codes of one row and their two block scales, as in memory.
 struct PackedRow {
   uint4 codes;
   uint32_t scales;
@@ -58,13 +58,13 @@ struct PackedRow {
   }
 };
 
-/// Eight codes of one block as four fp16 pairs, nibbles i and i + 4 together, times 2^-7: the bits of e2m1
-/// moved to the place of an fp16's sign, low exponent and high mantissa bits are the value times 2^-14,
-/// exactly, and the scale brings 2^7.
-struct UnpackedWord {
+/// Eight codes of one block, times their scale, as four fp16 pairs; a pair holds nibbles i and i + 4. The
+/// bits of an e2m1 number, moved to the sign, the low exponent bits and the high mantissa bit of an fp16, are
+/// its value times 2^-14, exactly. The scale has a factor of 2^7, so the product is the value times 2^-7.
+struct DecodedWord {
   uint32_t pairs[4];
 
-  __device__ UnpackedWord(uint32_t codes, __half2 scale) {
+  __device__ DecodedWord(uint32_t codes, __half2 scale) {
     uint32_t const bits[4] = {
         ((codes << 12) & 0x80008000u) | ((codes << 9) & 0x0E000E00u),
         ((codes << 8) & 0x80008000u) | ((codes << 5) & 0x0E000E00u),
@@ -79,7 +79,7 @@ struct UnpackedWord {
   }
 };
 
-/// c += a b^T with a (16, 16), b (8, 16) fp16 and c (16, 8) fp32, each thread holding its fragments.
+/// c += a b^T with a (16, 16) and b (8, 16) in fp16 and c (16, 8) in fp32; each thread holds its fragments.
 __device__ inline void mma_16x8x16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                                    uint32_t b0, uint32_t b1) {
   asm volatile(
@@ -89,27 +89,27 @@ __device__ inline void mma_16x8x16(float (&c)[4], uint32_t a0, uint32_t a1, uint
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-/// kTiles rows, 8 apart, of which a thread of row group g (lane / 4) holds those of index g.
+/// kTiles rows, 8 apart. The threads of lanes 4 g to 4 g + 3 hold row g of each 8.
 template <int kTiles>
 struct PackedTiles {
   PackedRow rows[kTiles];
 
-  /// Eight codes of row i; there are four such words, two to a block.
-  __device__ UnpackedWord unpack(int i, int word) const {
+  /// Eight codes of row i. There are four such words, two in each block.
+  __device__ DecodedWord decode(int i, int word) const {
     uint32_t const codes[4] = {rows[i].codes.x, rows[i].codes.y, rows[i].codes.z, rows[i].codes.w};
     __half2 const scales = rows[i].scale_pair();
-    return UnpackedWord(codes[word], word < 2 ? __low2half2(scales) : __high2half2(scales));
+    return DecodedWord(codes[word], word < 2 ? __low2half2(scales) : __high2half2(scales));
   }
 };
 
-constexpr int kPackedStep = kPackedWarps * kPackedChunk;  // of k, from one turn of a warp to its next
+constexpr int kPackedStep = kPackedWarps * kPackedChunk;  // of k, between consecutive chunks of a warp
 
-/// Where a thread reads its PackedTiles, and how it walks along k.
+/// The position at which a thread reads its PackedTiles; it advances along k.
 template <int kTiles>
 class PackedCursor {
  public:
-  /// first_row is a multiple of 8 * kTiles, so that its rows lie in one tile of the scales, 128 bytes apart
-  /// for every 8 of the first 32 and 4 bytes on for the next.
+  /// first_row is a multiple of 8 * kTiles, so that the rows are in one tile of the scales: 128 bytes apart
+  /// for every 8 rows up to 32, and 4 bytes further for the next 32.
   __device__ PackedCursor(PackedOperand const& operand, int first_row, int k0, int k) : k_left_(k - k0) {
     int const row = first_row + static_cast<int>(threadIdx.x % 32 / 4);
     rows_left_ = operand.rows - row;
@@ -118,7 +118,7 @@ class PackedCursor {
     scales_ = operand.scales + scale_offset(row, k0 / kBlock, (k / kBlock + 3) / 4);
   }
 
-  /// The 32 elements of each row at this place, zeros where there are none; then one step on.
+  /// The 32 elements of each row at this position, zeros outside of the operand. Advances by one step.
   __device__ PackedTiles<kTiles> next() {
     PackedTiles<kTiles> tiles;
 #pragma unroll
@@ -149,14 +149,14 @@ __device__ inline void multiply(float (&acc)[2][kTokenTiles][4], PackedTiles<4> 
                                 PackedTiles<kTokenTiles> const& a) {
 #pragma unroll
   for (int word = 0; word < 4; ++word) {
-    UnpackedWord const rows[4] = {b.unpack(0, word), b.unpack(1, word), b.unpack(2, word), b.unpack(3, word)};
+    DecodedWord const rows[4] = {b.decode(0, word), b.decode(1, word), b.decode(2, word), b.decode(3, word)};
 #pragma unroll
     for (int token_tile = 0; token_tile < kTokenTiles; ++token_tile) {
-      UnpackedWord const tokens = a.unpack(token_tile, word);
+      DecodedWord const tokens = a.decode(token_tile, word);
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
-        UnpackedWord const& upper = rows[2 * tile];
-        UnpackedWord const& lower = rows[2 * tile + 1];
+        DecodedWord const& upper = rows[2 * tile];
+        DecodedWord const& lower = rows[2 * tile + 1];
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
           mma_16x8x16(acc[tile][token_tile], upper.pairs[i], lower.pairs[i], upper.pairs[i + 1],
@@ -167,7 +167,8 @@ __device__ inline void multiply(float (&acc)[2][kTokenTiles][4], PackedTiles<4> 
   }
 }
 
-/// Grid: tiles of 32 rows of B, then tiles of 8 * kTokenTiles rows of A.
+/// The grid has a CTA for each tile of 32 rows of B and 8 * kTokenTiles rows of A; tiles of B vary fastest.
+/// Op is the epilogue.
 template <class Op, int kTokenTiles>
 __global__ void __launch_bounds__(32 * kPackedWarps, kTokenTiles <= 2 ? 2 : 1)
     packed_gemm(PackedParams<typename Op::ElementOutput> p) {
@@ -182,8 +183,9 @@ __global__ void __launch_bounds__(32 * kPackedWarps, kTokenTiles <= 2 ? 2 : 1)
   PackedCursor<4> b(p.b, n0, start + lane % 4 * 32, p.k);
   PackedCursor<kTokenTiles> a(p.a, m0, start + lane % 4 * 32, p.k);
   PackedTiles<4> next = b.next();
-  // Turns are counted for the warp, of which some threads may already be behind the end of k. Only the
-  // weights, which come from device memory, are fetched a turn ahead; the tokens lie in the L2 cache.
+  // All threads of a warp make the same number of steps, although some may be beyond the end of k: mma.sync
+  // needs the whole warp. Only the weights, which come from device memory, are loaded a step ahead; the
+  // tokens are in the L2 cache.
   for (int k0 = start; k0 < p.k; k0 += kPackedStep) {
     PackedTiles<4> const current = next;
     PackedTiles<kTokenTiles> const tokens = a.next();
@@ -191,7 +193,8 @@ __global__ void __launch_bounds__(32 * kPackedWarps, kTokenTiles <= 2 ? 2 : 1)
     multiply(acc, current, tokens);
   }
 
-  __shared__ float partial[kPackedWarps][8][kPackedRows + 1];  // of one token tile: token, row of B
+  __shared__ float partial[kPackedWarps][8]
+                          [kPackedRows + 1];  // of one token tile, by warp, token and row of B
 #pragma unroll
   for (int token_tile = 0; token_tile < kTokenTiles; ++token_tile) {
 #pragma unroll
@@ -252,7 +255,7 @@ struct PackedKernel {
     params.d_row_stride = p.d_row_stride;
     int64_t const tiles = (p.m + kTokens - 1) / kTokens * ((p.n + kPackedRows - 1) / kPackedRows);
     if (tiles > INT32_MAX) {
-      return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s takes m * n up to %lld, it is %lld", kName.text,
+      return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s supports m * n up to %lld, it is %lld", kName.text,
                   static_cast<long long>(INT32_MAX) * kTokens * kPackedRows,
                   static_cast<long long>(p.m * p.n));
     }

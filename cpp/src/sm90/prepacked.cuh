@@ -1,5 +1,5 @@
-// The table rows of the SM90 kernels on prepacked weights: one compiled kernel serves dense and grouped
-// products, every output type and the gated epilogue, each under a name of its own.
+// The table rows of the SM90 kernels on prepacked weights. One compiled kernel serves dense and grouped
+// GEMMs, every output type and the gated epilogue; each combination has a row and a name of its own.
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@
 
 namespace fp4gemm {
 
-/// What all rows of one configuration share: the launch.
+/// The launch, which all rows of one configuration share.
 template <class Config>
 struct PrepackedLaunch {
   using Epilogue = cutlass_evt::epilogue::ColumnsEpilogue;
@@ -85,7 +85,7 @@ struct PrepackedLaunch {
     // 32 bits.
     if (p.n > INT32_MAX - Config::kRows * Config::kCluster ||
         row_tiles(p) * token_tiles(p) > INT32_MAX - grid) {
-      return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not take m %lld with n %lld", name,
+      return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not support m %lld with n %lld", name,
                   static_cast<long long>(p.m), static_cast<long long>(p.n));
     }
     Params params;

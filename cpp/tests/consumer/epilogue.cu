@@ -1,5 +1,5 @@
 // A bfloat16 SM90 GEMM of the user's own, with the row x column x alpha + bias epilogue of cutlass_evt.
-// Computes on a Hopper GPU and compares with the host; without one it only checks that the kernel takes the
+// Computes on a Hopper GPU and compares with the host; without one it only checks that the kernel accepts the
 // problem.
 #include <cmath>
 #include <cstdio>
@@ -82,9 +82,9 @@ int main() {
   epilogue.alpha = 0.5f;
   if (!hopper) {
     args.epilogue.thread = epilogue;
-    bool const takes = Gemm::can_implement(args) == cutlass::Status::kSuccess;
-    std::printf("no Hopper GPU; the kernel %s the problem\n", takes ? "takes" : "refuses");
-    return takes ? 0 : 1;
+    bool const accepts = Gemm::can_implement(args) == cutlass::Status::kSuccess;
+    std::printf("no Hopper GPU; the kernel %s the problem\n", accepts ? "accepts" : "refuses");
+    return accepts ? 0 : 1;
   }
 
   args.mainloop.ptr_A = to_device(a);

@@ -1,4 +1,4 @@
-// Uses fp4gemm from C++17: which kernel each device would take for a shape. Needs no GPU.
+// Uses fp4gemm from C++17: which kernel each device would use for a shape. Needs no GPU.
 #include <fp4gemm/fp4gemm.h>
 
 #include <iostream>
