@@ -10,9 +10,9 @@ from typing import Any
 import fp4gemm
 import torch
 from fp4gemm import reference
+from fp4gemm._checks import options as option_checks
 from torch import Tensor
 
-from .library import SIGNS
 from .targets import FEW_ROWS, QUANTIZE, Target
 from .traffic import Traffic, grouped_bytes, packed_bytes, scale_bytes
 from .verify import filled
@@ -48,19 +48,9 @@ class Family:
 
 
 def operator_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of reference.quantize and quantize_both, but axis, for options of fp4gemm.quantize."""
-    four = options.get("four_over_six")
-    hadamard = options.get("hadamard")
-    return {
-        "per_row": options.get("scaling", "row") == "row",
-        "block_rows": options.get("block", (1, 16))[0],
-        "encode": {"te": 0, "te_per_token": 1}[options.get("encode", "te")],
-        "four_over_six": {None: 0, "mae": 1, "mse": 2}[four],
-        "fast_error": options.get("four_over_six_error", "exact") == "fast",
-        "e4m3_max": options.get("e4m3_max") or (256 if four else 448),
-        "hadamard": {None: 0, "bf16": 1, "fp32": 2}[hadamard],
-        "signs": SIGNS if hadamard else 0,
-    }
+    """The arguments of reference.quantize and quantize_both (but axis) for options of fp4gemm.quantize."""
+    defaults = option_checks.defaults_of(option_checks.QuantizeOptions)
+    return option_checks.operator_arguments({**defaults, **options})
 
 
 def quantize_case(
@@ -81,10 +71,12 @@ def quantize_case(
     per_row = arguments.pop("per_row")
 
     def call(inputs: Inputs) -> object:
-        extra = {"amax": inputs["amax"]} if given else {}
+        extra: dict[str, Any] = {"axis": axis}
+        if given:
+            extra["amax"] = inputs["amax"]
         if stochastic:
             extra |= {"stochastic": True, "rng_state": inputs["rng_state"]}
-        return fp4gemm.quantize(inputs["x"], axis=axis, **options, **extra)
+        return fp4gemm.quantize(inputs["x"], **options, **extra)
 
     def want(inputs: Inputs) -> tuple[Tensor, ...]:
         amax = inputs["amax"] if given else None

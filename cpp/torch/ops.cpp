@@ -37,12 +37,12 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
   m.def("unprepack(Tensor packed, int n, int k) -> (Tensor, Tensor)");
   m.def("mxfp8_quantize(Tensor x, int axis, ScalarType dtype, bool swizzled) -> (Tensor, Tensor)");
   m.def("mxfp8_dequantize(Tensor values, Tensor scales, ScalarType dtype, bool swizzled) -> Tensor");
-// What gemm and gemm_out share.
+// What gemm and gemm_out share. A parameter named "kernel" would collide with one inside torch's inductor.
 #define FP4GEMM_GEMM_SCHEMA                                                                              \
   "Tensor a, Tensor b, Tensor? scale_a=None, Tensor? scale_b=None, Tensor? offs=None, float alpha=1.0, " \
   "Tensor? alpha_groups=None, Tensor? alpha_row=None, Tensor? alpha_col=None, Tensor? bias=None, "       \
   "int activation=0, Tensor? c=None, float beta=1.0, bool batch_invariant=False, int b_rows=0, "         \
-  "str? kernel=None"
+  "str? kernel_name=None"
   m.def("gemm(" FP4GEMM_GEMM_SCHEMA ", ScalarType out_dtype=bfloat16) -> Tensor");
   m.def("gemm_out(" FP4GEMM_GEMM_SCHEMA ", *, Tensor(d!) out) -> ()");
 #undef FP4GEMM_GEMM_SCHEMA

@@ -1,11 +1,15 @@
-"""Containers as operands of products: what they hold, whether they fit, which kernels take them."""
+"""Containers as operands of products: what they hold, whether they fit, which kernels read them."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import _checks, _gemm_checks, kernel_table, selection
+from . import _checks, kernel_table, selection, support
+from ._checks import gemm as gemm_checks
+from ._checks.options import group_ends
 from .containers.nvfp4 import DecodedTensor, NVFP4Tensor
 from .containers.prepacked import PrepackedTensor
 
@@ -21,6 +25,33 @@ ALPHA = {
 }
 # fl32(1 / (6 * B_b)), beside activations that never were quantized.
 ALPHA_UNQUANTIZED = {448: float.fromhex("0x1.861862p-12"), 256: float.fromhex("0x1.555556p-11")}
+
+
+_NO_GROUPS = (
+    "must have groups: quantize(x, offs=offs) for the rows of experts, quantize(x, axis=0, offs=offs) for "
+    "the gradients of weights"
+)
+_SIDES = {0: "rows", 1: "columns"}
+
+
+class Operands(NamedTuple):
+    """Checked operands: the arguments of the operator up to alpha_col, and what follows from them."""
+
+    a: Tensor
+    b: Tensor
+    scale_a: Tensor | None
+    scale_b: Tensor | None
+    offs: Tensor | None
+    alpha: float
+    alpha_groups: Tensor | None
+    alpha_row: Tensor | None
+    alpha_col: Tensor | None
+    b_rows: int  # n of a prepacked b, else 0
+    shape: tuple[int, ...]  # (m, n) or (g, m, n): that of D without a gated activation
+
+    @property
+    def is_ragged_k(self) -> bool:
+        return len(self.shape) == 3
 
 
 def container(name: str, value: object, others: str) -> NVFP4Tensor | DecodedTensor:
@@ -48,37 +79,134 @@ def same_rotation(names: tuple[str, str], of_a: int | None, b: Right) -> None:
         )
 
 
+def of_containers(
+    function: str,
+    names: tuple[str, str],
+    a: Left,
+    b: Right,
+    offs: Tensor | None,
+    is_grouped: bool,
+    dtype: torch.dtype,
+) -> Operands:
+    """The operands that containers hold (a may be a plain tensor), after every check of them."""
+    signs = amax_a = scale_a = scale_b = ends = packed = None
+    b_rows = 0
+    if gemm_checks.is_plain(a):
+        data_a = _checks.decoded(names[0], a, gemm_checks.PLAIN, function)
+    else:
+        packed = container(names[0], a, OR_PLAIN)
+        data_a, scale_a = parts(packed)
+        amax_a, signs = packed.amax, packed.hadamard_signs
+        _checks.no_grad(names[0], amax_a, function)
+    if isinstance(b, PrepackedTensor):
+        data_b, (*_, b_rows, k_b) = b.data, b.shape
+    else:
+        data_b, scale_b = parts(container(names[1], b, OR_PREPACKED))
+        k_b = data_b.shape[-1] * (1 if scale_b is None else 2)
+    n = b_rows or data_b.shape[-2]
+    if is_grouped:
+        ends = _ends(names, data_a, packed, b, offs)
+    else:
+        _are_matrices(names, packed, b)
+    if packed is None:
+        gemm_checks.beside(data_a, data_b, names)
+        alpha = ALPHA_UNQUANTIZED[b.e4m3_max]
+        support.ready_for(data_a, "grouped_mm" if is_grouped else "mm", ("bf16", "nvfp4"))
+    else:
+        alpha = ALPHA[packed.e4m3_max, b.e4m3_max]
+    if signs != b.hadamard_signs:
+        same_rotation(names, signs, b)
+    if data_a.device != data_b.device:
+        _checks.same_device(names[1], data_b, data_a.device, names[0])
+    k_a = data_a.shape[-1] * (1 if scale_a is None else 2)
+    groups_of_k = ends.shape[0] if ends is not None and not b_rows and data_b.dim() == 2 else None
+    shape = gemm_checks.product_shape(data_a.shape[0], k_a, n, k_b, groups_of_k, dtype, names)
+    _checks.no_grad(names[1], b.amax, function)
+    return Operands(data_a, data_b, scale_a, scale_b, ends, alpha, None, amax_a, b.amax, b_rows, shape)
+
+
+def _are_matrices(names: tuple[str, str], a: NVFP4Tensor | DecodedTensor | None, b: Right) -> None:
+    """Raise ValueError unless the operands of a dense product are matrices without groups."""
+    for name, value in zip(names, (a, b), strict=True):
+        offs = getattr(value, "offs", None)
+        if offs is not None:
+            raise ValueError(
+                f"{name}: has {offs.shape[0]} groups (offs), must have none; see fp4gemm.grouped_mm"
+            )
+        if value is not None and len(value.shape) != 2:
+            raise ValueError(
+                f"{name}: shape is {tuple(value.shape)}, must have rank 2; see fp4gemm.grouped_mm"
+            )
+
+
+def _ends(
+    names: tuple[str, str],
+    data_a: Tensor,
+    a: NVFP4Tensor | DecodedTensor | None,
+    b: Right,
+    offs: Tensor | None,
+) -> Tensor:
+    """The ends of the groups, after the checks that a and b have the same, and along the same side."""
+    if a is None:
+        if offs is None:
+            raise ValueError(f"offs: got None, must be an int32 tensor (g,) beside a plain tensor {names[0]}")
+        ends = group_ends(offs, data_a.device, names[0])
+        _is_stack(names, b, ends.shape[0])
+        return ends
+    own = a.offs
+    if own is None:
+        raise ValueError(f"{names[0]}: has no groups (offs), {_NO_GROUPS}")
+    num_groups = own.shape[0]
+    if a.offs_dim == 0:
+        _is_stack(names, b, num_groups)
+    elif isinstance(b, PrepackedTensor) or b.offs is None or b.offs_dim != 1 or b.offs.shape != own.shape:
+        if isinstance(b, PrepackedTensor):
+            got = "no groups (prepacked)"
+        else:
+            got = "no groups" if b.offs is None else f"{b.offs.shape[0]} groups of {_SIDES[b.offs_dim]}"
+        raise ValueError(f"{names[1]}: has {got}, must have {num_groups} groups of columns as {names[0]}")
+    if offs is None:
+        return own
+    given = group_ends(offs, own.device, "the operands")
+    _checks.has_shape("offs", given, (num_groups,), ", an end for each group")
+    return given
+
+
+def _is_stack(names: tuple[str, str], b: Right, num_groups: int) -> None:
+    """Raise ValueError unless b is (num_groups, n, k)."""
+    groups = "" if isinstance(b, PrepackedTensor) or b.offs is None else " with groups (offs)"
+    if groups or len(b.shape) != 3 or b.shape[0] != num_groups:
+        raise ValueError(
+            f"{names[1]}: shape is {tuple(b.shape)}{groups}, must be ({num_groups}, n, k) without, "
+            f"a matrix for each group of rows of {names[0]}"
+        )
+
+
 def chosen_kernel(
-    kernel: str | None,
-    a: Tensor,
+    x: Operands,
     n: int,
+    kernel: str | None,
     formats: tuple[str, str],
     out_dtype: torch.dtype,
-    mode: str,
-    activation: int,
+    is_gated: bool,
     batch_invariant: bool,
-    ragged: str = "m",
 ) -> str | None:
     """The kernel that the call forces, checked, or that the rules name; None leaves it to the library."""
+    mode = "dense" if x.offs is None else "grouped"
     if kernel is not None:
-        _check_kernel(kernel, a, formats, out_dtype, mode, activation, ragged)
+        _check_kernel(kernel, x, formats, out_dtype, mode, is_gated)
         return kernel
     if batch_invariant or not selection.RULES:
         return None
-    gated = activation == _gemm_checks.SWIGLU
-    return selection.find(a, n, _gemm_checks.depth(a), out_dtype, mode, gated, formats, ragged)
+    k = gemm_checks.depth(x.a)
+    return selection.find(x.a, n, k, out_dtype, mode, is_gated, formats, "k" if x.is_ragged_k else "m")
 
 
 def _check_kernel(
-    kernel: object,
-    a: Tensor,
-    formats: tuple[str, str],
-    out_dtype: torch.dtype,
-    mode: str,
-    activation: int,
-    ragged: str,
+    kernel: object, x: Operands, formats: tuple[str, str], out_dtype: torch.dtype, mode: str, is_gated: bool
 ) -> None:
     """Raise unless ``kernel`` can do the call: a built kernel on CUDA, the reference on the CPU."""
+    a = x.a
     if not isinstance(kernel, str):
         raise TypeError(
             f"kernel: got {_checks.describe(kernel)}, must be a name from fp4gemm.kernels() or None"
@@ -94,7 +222,7 @@ def _check_kernel(
         raise ValueError(f"kernel: got {kernel!r}, must be a name from fp4gemm.kernels() or None")
     if found.mode != mode:
         raise ValueError(f"kernel: {kernel!r} is of mode {found.mode}, must be of mode {mode}")
-    epilogue = "swiglu" if activation == _gemm_checks.SWIGLU else "rowcol"
+    epilogue = "swiglu" if is_gated else "rowcol"
     if found.epilogue != epilogue:
         raise ValueError(
             f"kernel: {kernel!r} has the epilogue {found.epilogue}, must have {epilogue} for the activation"
@@ -108,8 +236,8 @@ def _check_kernel(
         raise NotImplementedError(
             f"kernel: {kernel!r} does not run on {a.device}, whose compute capability is {major}.{minor}"
         )
-    if not found.supports(*formats, ragged):
-        groups = " with ragged k" if ragged == "k" else ""
+    if not found.supports(*formats, "k" if x.is_ragged_k else "m"):
+        groups = " with ragged k" if x.is_ragged_k else ""
         raise ValueError(
             f"kernel: {kernel!r} reads {found.operand} operands, must multiply {formats[0]} (a) and "
             f"{formats[1]} (b){groups}"

@@ -2,67 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from . import _checks, _gemm_checks, ops, selection, support
-from ._operands import (
-    ALPHA,
-    ALPHA_UNQUANTIZED,
-    OR_PLAIN,
-    OR_PREPACKED,
-    Left,
-    Right,
-    chosen_kernel,
-    container,
-    parts,
-    same_rotation,
-)
-from .containers.nvfp4 import DecodedTensor, NVFP4Tensor
-from .containers.prepacked import PrepackedTensor
-from .device import selftest
+from . import _fast
+from ._checks import gemm as gemm_checks
+from ._operands import Left, Operands, Right
+from ._products import GemmTerms, completed, multiply, run, with_terms
+from .ops.schema import GemmCall
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["mm", "scaled_mm"]
 
-_PACKED = ("nvfp4", "nvfp4")  # formats
 
-# The operator below its Python wrapper, which costs a third of a microsecond a call; not for a tracer.
-_OPERATOR = getattr(ops.scaled_mm, "_op", ops.scaled_mm)
-_OUT_DTYPES = (None, *_checks.FLOAT_DTYPES)
-_BETA = 1.0
-_RULES = selection.RULES
-_is_compiling = torch.compiler.is_compiling
-
-
-def _first_scaled_mm(a: Tensor, *rest: Any) -> Tensor:
-    """The operator on a device that is ready; stands in its place until no device may need a self-test."""
-    global _SCALED_MM
-    support.ready(a, "mm")
-    if a.is_cuda and not any(map(selftest.is_due, range(torch.cuda.device_count()))):
-        _SCALED_MM = _OPERATOR
-    result: Tensor = _OPERATOR(a, *rest)
-    return result
-
-
-_SCALED_MM: Callable[..., Tensor] = _first_scaled_mm
-
-
-def mm(
-    a: Left,
-    b: Right,
-    *,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    c: Tensor | None = None,
-    beta: float = _BETA,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    batch_invariant: bool = False,
-    kernel: str | None = None,
-) -> Tensor:
+@with_terms
+def mm(a: Left, b: Right, **terms: Unpack[GemmTerms]) -> Tensor:
     """D[m, n] = cast(act(z) + beta * c[m, n]), z = alpha * (amax_b[n] * (amax_a[m] * acc[m, n])) + bias[n].
 
     acc = sum over k of (q_a s_a)(q_b s_b) in float32 and alpha = 1 / (36 * B_a * B_b); each operation rounds
@@ -108,121 +65,13 @@ def mm(
             and plain ones) or the one that is forced.
         RuntimeError: the self-test of a device of a new kind failed (:func:`fp4gemm.self_test`).
     """
-    # The common call. Containers were checked when they were made and the operator checks how they fit, so
-    # nothing is looked at here. What it refuses, the checks below explain.
-    if (
-        bias is None
-        and out is None
-        and activation is None
-        and c is None
-        and beta is _BETA
-        and batch_invariant is False
-        and kernel is None
-        and not _RULES
-        and not _is_compiling()
-        and out_dtype in _OUT_DTYPES
-    ):
-        dtype = torch.bfloat16 if out_dtype is None else out_dtype
-        if type(b) is PrepackedTensor:
-            streamed = _streamed(a, b, dtype)
-            if streamed is not None:
-                return streamed
-        elif (
-            type(a) is NVFP4Tensor
-            and type(b) is NVFP4Tensor
-            and a.offs is None is b.offs
-            and a.hadamard_signs == b.hadamard_signs
-        ):
-            alpha = ALPHA[a.e4m3_max, b.e4m3_max]
-            amax_a, amax_b = a.amax, b.amax
-            if not amax_a.requires_grad and not amax_b.requires_grad:
-                try:
-                    return _SCALED_MM(
-                        a.codes, b.codes, a.scales, b.scales, alpha, amax_a, amax_b, None, dtype, None
-                    )
-                except (RuntimeError, TypeError, ValueError):
-                    pass
-    return checked_mm(
-        "fp4gemm.mm",
-        ("a", "b"),
-        a,
-        b,
-        (bias, activation, c, beta, out_dtype, out, batch_invariant, kernel),
-    )
+    result = _fast.mm(a, b, terms)
+    if result is not None:
+        return result
+    return multiply("fp4gemm.mm", ("a", "b"), a, b, None, False, terms)
 
 
-def _streamed(a: object, b: PrepackedTensor, dtype: torch.dtype) -> Tensor | None:
-    """The common call on a prepacked weight; None where the checks are to explain what is wrong."""
-    scales = None
-    if type(a) is DecodedTensor:
-        data = a.data
-        k = data.size(-1)
-    elif type(a) is NVFP4Tensor:
-        data, scales = a.codes, a.scales
-        k = 2 * data.size(-1)
-    else:
-        return None
-    try:
-        n, k_b = b.shape
-        amax_a, amax_b = a.amax, b.amax
-        # The operator does not know the k of b, and so cannot compare it.
-        if (
-            k == k_b
-            and a.offs is None
-            and a.hadamard_signs == b.hadamard_signs
-            and not amax_a.requires_grad
-            and not amax_b.requires_grad
-        ):
-            alpha = ALPHA[a.e4m3_max, b.e4m3_max]
-            return _SCALED_MM(
-                data, b.data, scales, None, alpha, amax_a, amax_b, None, dtype, None, 0, None, 1.0, False, n
-            )
-    except (RuntimeError, TypeError, ValueError):
-        pass
-    return None
-
-
-# bias, activation, c, beta, out_dtype, out, batch_invariant and kernel as mm takes them.
-Terms = tuple[
-    Tensor | None, str | None, Tensor | None, float, torch.dtype | None, Tensor | None, bool, str | None
-]
-
-
-def checked_mm(
-    function: str,
-    names: tuple[str, str],
-    a: Left,
-    b: Right,
-    terms: Terms,
-) -> Tensor:
-    """mm with every check, of a function whose operands have these names."""
-    signs = amax_a = scale_a = None
-    if _gemm_checks.is_plain(a):
-        data_a = _checks.decoded(names[0], a, _gemm_checks.PLAIN, function)
-        data_b, scale_b, n, k_b, b_rows = _right(names[1], b)
-        _gemm_checks.beside(data_a, data_b, names)
-        k_a, alpha = data_a.shape[1], ALPHA_UNQUANTIZED[b.e4m3_max]
-    else:
-        packed = container(names[0], a, OR_PLAIN)
-        data_a, scale_a, k_a = _matrix(names[0], packed)
-        data_b, scale_b, n, k_b, b_rows = _right(names[1], b)
-        amax_a, signs, alpha = packed.amax, packed.hadamard_signs, ALPHA[packed.e4m3_max, b.e4m3_max]
-        _checks.no_grad(names[0], amax_a, function)
-    dtype = _gemm_checks.resolved_dtype(terms[4], terms[5])
-    # Looked at in place first: a layer with a bias comes here in every call.
-    if signs != b.hadamard_signs:
-        same_rotation(names, signs, b)
-    if k_a != k_b or k_a % 32 or n % 8:
-        _gemm_checks.sizes(k_a, k_b, n, dtype, names)
-    if data_a.device != data_b.device:
-        _checks.same_device(names[1], data_b, data_a.device, names[0])
-    _checks.no_grad(names[1], b.amax, function)
-    if amax_a is None:
-        support.ready_for(data_a, "mm", ("bf16", "nvfp4"))
-    product = (data_a, data_b, scale_a, scale_b, alpha, amax_a, b.amax)
-    return _run(function, product, n, b_rows, dtype, terms)
-
-
+@with_terms
 def scaled_mm(
     a: Tensor,
     b: Tensor,
@@ -232,14 +81,7 @@ def scaled_mm(
     alpha: float = 1.0,
     alpha_row: Tensor | None = None,
     alpha_col: Tensor | None = None,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    c: Tensor | None = None,
-    beta: float = _BETA,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    batch_invariant: bool = False,
-    kernel: str | None = None,
+    **terms: Unpack[GemmTerms],
 ) -> Tensor:
     """D[m, n] = cast(act(z) + beta * c[m, n]), z = alpha * (alpha_col[n] * (alpha_row[m] * acc)) + bias[n].
 
@@ -272,73 +114,27 @@ def scaled_mm(
         ValueError: another rank, shape, device, stride, alignment or value; an unknown activation or kernel.
         NotImplementedError: as for :func:`mm`. RuntimeError: likewise.
     """
-    a, scale_a = _gemm_checks.operand("a", a, scale_a)
-    b, scale_b = _gemm_checks.operand("b", b, scale_b)
-    dtype = _gemm_checks.resolved_dtype(out_dtype, out)
-    _, n = _gemm_checks.arguments(a, b, alpha_row, alpha_col, dtype)
-    terms = (bias, activation, c, beta, out_dtype, out, batch_invariant, kernel)
-    product = (a, b, scale_a, scale_b, _gemm_checks.alpha(alpha), alpha_row, alpha_col)
-    return _run("fp4gemm.scaled_mm", product, n, 0, dtype, terms)
+    call = GemmCall(a, b, scale_a, scale_b, alpha=alpha, alpha_row=alpha_row, alpha_col=alpha_col)
+    return multiply_tensors("fp4gemm.scaled_mm", call, terms)
 
 
-_Product = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float, Tensor | None, Tensor | None]
-
-
-def _run(function: str, product: _Product, n: int, b_rows: int, dtype: torch.dtype, terms: Terms) -> Tensor:
-    """The operator on operands that were checked; checks of all that mm and scaled_mm share besides them."""
-    bias, activation, c, beta, out_dtype, out, batch_invariant, kernel = terms
-    a, _, scale_a, scale_b = product[:4]
-    formats = _PACKED
-    if scale_a is None or scale_b is None:
-        formats = _gemm_checks.formats(a, scale_a, scale_b, b_rows)
-        support.ready_for(a, "mm", formats)
-    else:
-        support.ready(a, "mm")
-    shape = (a.shape[0], n)
-    if bias is not None:
-        bias = _gemm_checks.bias(bias, shape[1], a.device, function)
-    act = 0 if activation is None else _gemm_checks.activation(activation)
-    if act == _gemm_checks.SWIGLU:
-        _gemm_checks.gated(shape[1], dtype, c)
-        shape = (shape[0], _gemm_checks.width(shape[1], act))
-    if beta is not _BETA:
-        beta = _gemm_checks.beta(beta, c)
-    if batch_invariant is not False:
-        _checks.is_bool("batch_invariant", batch_invariant)
-    if kernel is not None or _RULES:
-        kernel = chosen_kernel(kernel, a, n, formats, dtype, "dense", act, batch_invariant)
-    if out is not None:
-        _gemm_checks.out(out, shape, out_dtype, a.device, function)
-    if c is not None:
-        _gemm_checks.c(c, shape, dtype, a.device, function)
-    if out is not None:
-        ops.scaled_mm_out(*product, bias, kernel, act, c, beta, batch_invariant, b_rows, out=out)
-        return out
-    result: Tensor = ops.scaled_mm(*product, bias, dtype, kernel, act, c, beta, batch_invariant, b_rows)
-    return result
-
-
-def _right(name: str, value: Right) -> tuple[Tensor, Tensor | None, int, int, int]:
-    """(data, scales or None, n, k, b_rows of the operators) of the right operand."""
-    if isinstance(value, PrepackedTensor):
-        if len(value.shape) != 2:
-            raise ValueError(
-                f"{name}: shape is {tuple(value.shape)}, must have rank 2; see fp4gemm.grouped_mm"
-            )
-        n, k = value.shape
-        return value.data, None, n, k, n
-    data, scales, k = _matrix(name, container(name, value, OR_PREPACKED))
-    return data, scales, data.shape[0], k, 0
-
-
-def _matrix(name: str, value: NVFP4Tensor | DecodedTensor) -> tuple[Tensor, Tensor | None, int]:
-    """(data, scales or None, k) of a matrix in a container of either kind, subclasses included."""
-    data, scales = parts(value)
-    if value.offs is not None:
-        raise ValueError(
-            f"{name}: has {value.offs.shape[0]} groups (offs), must have none; see fp4gemm.grouped_mm"
-        )
-    shape = data.shape
-    if len(shape) != 2:
-        raise ValueError(f"{name}: shape is {tuple(value.shape)}, must have rank 2; see fp4gemm.grouped_mm")
-    return data, scales, shape[1] if scales is None else 2 * shape[1]
+def multiply_tensors(function: str, call: GemmCall, terms: GemmTerms) -> Tensor:
+    """The product of raw tensors; ``call`` has the operands alone."""
+    every = completed(function, terms)
+    dtype = gemm_checks.resolved_dtype(every.out_dtype, every.out)
+    call = gemm_checks.checked_operands(call)
+    shape = gemm_checks.checked_shape(call, dtype)
+    operands = Operands(
+        a=call.a,
+        b=call.b,
+        scale_a=call.scale_a,
+        scale_b=call.scale_b,
+        offs=call.offs,
+        alpha=gemm_checks.alpha(call, function, "alpha"),
+        alpha_groups=call.alpha_groups,
+        alpha_row=call.alpha_row,
+        alpha_col=call.alpha_col,
+        b_rows=call.b_rows,
+        shape=shape,
+    )
+    return run(function, operands, dtype, every)

@@ -8,7 +8,8 @@ import functools
 
 import torch
 
-from . import _checks, _gemm_checks, _native
+from . import _checks, _native
+from ._checks import gemm as gemm_checks
 
 __all__ = [
     "KernelInfo",
@@ -165,6 +166,6 @@ def select_kernel(
         FORMATS.index(format_a),
         FORMATS.index(format_b),
         int(batch_invariant),
-        _gemm_checks.activation(activation),
+        gemm_checks.activation_of_name(activation).number,
     )
     return None if index < 0 else _table()[index]

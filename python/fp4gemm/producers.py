@@ -6,8 +6,10 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from . import _checks, _options, ops
+from . import _checks
+from ._checks import options as option_checks
 from .containers.nvfp4 import DecodedTensor, NVFP4Tensor
+from .ops import operators
 from .support import ready
 
 __all__ = ["rms_norm_quantize", "silu_and_mul_quantize"]
@@ -58,13 +60,13 @@ def silu_and_mul_quantize(
     function = "fp4gemm.silu_and_mul_quantize"
     _checks.quantize_input(x, function, dtypes=_checks.HALF_DTYPES, step=2 * _checks.BLOCK, what="2k")
     if offs is not None:
-        _options.group_ends(offs, x.device, "x")
+        option_checks.group_ends(offs, x.device, "x")
     _checks.is_bool("decoded", decoded)
     ready(x, "quantize")
     if decoded:
-        data, amax = ops.silu_and_mul_quantize_decoded(x, offs)
+        data, amax = operators.silu_and_mul_quantize_decoded(x, offs)
         return DecodedTensor._trusted(data, amax, 448, None, offs)
-    codes, scales, amax = ops.silu_and_mul_quantize(x, offs)
+    codes, scales, amax = operators.silu_and_mul_quantize(x, offs)
     return NVFP4Tensor._trusted(codes, scales, amax, 448, offs)
 
 
@@ -141,14 +143,14 @@ def rms_norm_quantize(
         _checks.has_shape("residual", residual, tuple(x.shape), ", the shape of x")
         _checks.same_device("residual", residual, x.device, "x")
         residual = residual.contiguous()  # the kernel wants it so; a copy only where it is not
-    eps = _options.epsilon(eps)
+    eps = option_checks.epsilon(eps)
     _checks.is_bool("decoded", decoded)
     ready(x, "quantize")
     t: NVFP4Tensor | DecodedTensor
     if decoded:
-        data, amax, summed = ops.rms_norm_quantize_decoded(x, weight, residual, eps)
+        data, amax, summed = operators.rms_norm_quantize_decoded(x, weight, residual, eps)
         t = DecodedTensor._trusted(data, amax, 448)
     else:
-        codes, scales, amax, summed = ops.rms_norm_quantize(x, weight, residual, eps)
+        codes, scales, amax, summed = operators.rms_norm_quantize(x, weight, residual, eps)
         t = NVFP4Tensor._trusted(codes, scales, amax, 448)
     return t if residual is None else (t, summed)

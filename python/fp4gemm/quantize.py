@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
 
-from . import _checks, _options, ops, stacks
+from . import _checks, _fast, stacks
+from ._checks import options as option_checks
+from ._checks.options import QuantizeBothKeywords, QuantizeKeywords
 from .containers import _fields
 from .containers.mxfp8 import MXFP8Tensor
 from .containers.nvfp4 import DecodedTensor, NVFP4Tensor
 from .layout import swizzle_scales
+from .ops import operators
+from .ops.schema import QuantizeBothCall, QuantizeCall, QuantizeDecodedCall, narrowed
 from .support import ready
 
 if TYPE_CHECKING:
@@ -21,83 +23,29 @@ if TYPE_CHECKING:
 
 __all__ = ["decode", "dequantize", "dequantize_parts", "quantize", "quantize_both"]
 
-_PER_ROW = {"row": True, "tensor": False}
-_SIGNS = _options.SIGNS
-# The operator below its Python wrapper, as in gemm.py.
-_QUANTIZE = getattr(ops.quantize, "_op", ops.quantize)
-_QUANTIZE_DECODED = getattr(ops.quantize_decoded, "_op", ops.quantize_decoded)
-
-
-_F = TypeVar("_F", bound=Callable[..., "NVFP4Tensor | DecodedTensor"])
-
-
-def _short_path(checked: _F) -> _F:
-    """``checked``, but for the common call: scaling and decoded alone are given, and all that matters fits.
-
-    The operator checks what matters to the kernel; what it refuses, ``checked`` explains. Options are taken
-    as a dictionary, since to fill in the defaults of a dozen costs a quarter of a microsecond a call.
-    """
-
-    @functools.wraps(checked)
-    def quantize(
-        x: Tensor, *, scaling: str = "row", decoded: bool = False, **options: Any
-    ) -> NVFP4Tensor | DecodedTensor:
-        if (
-            not options
-            and type(x) is Tensor
-            and x.is_cuda
-            and not x.requires_grad
-            and not torch.compiler.is_compiling()
-        ):
-            try:
-                if decoded is False:
-                    codes, scales, amax = _QUANTIZE(x, None, _PER_ROW[scaling])
-                    return NVFP4Tensor._trusted(codes, scales, amax, 448)
-                if decoded is True:
-                    data, amax = _QUANTIZE_DECODED(x, None, _PER_ROW[scaling])
-                    return DecodedTensor._trusted(data, amax, 448)
-            except (KeyError, RuntimeError, TypeError):
-                pass
-        return checked(x, scaling=scaling, decoded=decoded, **options)
-
-    return cast(_F, quantize)
+_DEFAULTS = option_checks.defaults_of(QuantizeKeywords)
+_DEFAULTS_OF_BOTH = option_checks.defaults_of(QuantizeBothKeywords)
 
 
 @overload
 def quantize(
-    x: Tensor, *, decoded: Literal[False] = False, **options: Unpack[_options.Keywords]
+    x: Tensor, *, decoded: Literal[False] = False, **options: Unpack[QuantizeKeywords]
 ) -> NVFP4Tensor: ...
 
 
 @overload
-def quantize(x: Tensor, *, decoded: Literal[True], **options: Unpack[_options.Keywords]) -> DecodedTensor: ...
+def quantize(x: Tensor, *, decoded: Literal[True], **options: Unpack[QuantizeKeywords]) -> DecodedTensor: ...
 
 
 @overload
 def quantize(
-    x: Tensor, *, decoded: bool, **options: Unpack[_options.Keywords]
+    x: Tensor, *, decoded: bool, **options: Unpack[QuantizeKeywords]
 ) -> NVFP4Tensor | DecodedTensor: ...
 
 
-@_short_path
+@option_checks.with_keywords(QuantizeKeywords)
 def quantize(
-    x: Tensor,
-    *,
-    scaling: str = "row",
-    axis: int = -1,
-    block: tuple[int, int] = (1, 16),
-    amax: Tensor | None = None,
-    encode: str = "te",
-    four_over_six: str | None = None,
-    four_over_six_error: str = "exact",
-    e4m3_max: int | None = None,
-    hadamard: str | None = None,
-    hadamard_signs: int = _SIGNS,
-    stochastic: bool = False,
-    generator: torch.Generator | None = None,
-    rng_state: Tensor | None = None,
-    offs: Tensor | None = None,
-    decoded: bool = False,
+    x: Tensor, *, decoded: bool = False, **options: Unpack[QuantizeKeywords]
 ) -> NVFP4Tensor | DecodedTensor:
     """x[m, k] ~ q * s * amax[m] / 2688: e2m1 codes q, one e4m3 scale s per 16 of k, amax = max |x|.
 
@@ -165,72 +113,51 @@ def quantize(
             offs; four_over_six with encode "te_per_token", hadamard or stochastic; decoded with axis=0 or
             block (16, 16); x requires grad while grad mode is on; the device has no kernel.
     """
+    result = _fast.quantize(x, decoded, options)
+    if result is not None:
+        return result
+    values = option_checks.completed("quantize", options, _DEFAULTS)
+    amax, offs = values["amax"], values["offs"]
     stack_size, rows = stacks.stack_input(x, "fp4gemm.quantize")
-    options = _options.quantizer_options(
-        scaling,
-        block,
-        encode,
-        four_over_six,
-        four_over_six_error,
-        e4m3_max,
-        hadamard,
-        hadamard_signs,
-        stochastic,
-        offs,
-    )
-    axis = _options.axis(axis, x, _checks.BLOCK if offs is None else None)
-    _options.check_decoded(decoded, axis, options)
+    arguments = option_checks.operator_arguments(values, offs)
+    axis = option_checks.axis(values["axis"], x, _checks.BLOCK if offs is None else None)
+    option_checks.check_decoded(decoded, axis, arguments["block_rows"])
     if offs is not None:
         if stack_size:
             raise ValueError(f"offs: got {_checks.describe(offs)}, must be None for x of rank 3")
-        _options.group_ends(offs, x.device, "x")
-    groups_rows = offs is not None and axis == -1
+        option_checks.group_ends(offs, x.device, "x")
+    per_row, is_ragged_m = arguments["per_row"], offs is not None and axis == -1
     if amax is not None:
-        entries = x.shape[x.dim() - 1 + axis] if options.per_row else 1
+        entries = x.shape[x.dim() - 1 + axis] if per_row else 1
         if stack_size:
             stacks.stack_amax("amax", amax, stack_size, entries, x.device)
         else:
-            if offs is not None and groups_rows and not options.per_row:
+            if is_ragged_m and not per_row:
                 entries = offs.shape[0]
             _checks.exact_vector("amax", amax, entries, torch.float32, x.device, "x")
-    state = _options.random_state(stochastic, generator, rng_state, x)
+    state = option_checks.random_state(values, x)
     ready(x, "quantize")
-    signs = hadamard_signs if hadamard is not None else None
-    per_row, block_rows, *others = options
+    call = QuantizeCall(rows, amax, axis=axis, rng_state=state, offs=offs, **arguments)
+    signs = values["hadamard_signs"] if arguments["hadamard"] else None
     if decoded:
         if stack_size:
-            data, measured = stacks.quantize_stack_decoded(rows, stack_size, amax, options, state)
+            data, measured = stacks.quantize_stack_decoded(call, stack_size)
         else:
-            data, measured = ops.quantize_decoded(x, amax, per_row, *others, state, offs)
+            data, measured = operators.quantize_decoded(*narrowed(QuantizeDecodedCall, call))
     elif stack_size:
-        codes, scales, measured = stacks.quantize_stack(rows, stack_size, amax, axis, options, state)
+        codes, scales, measured = stacks.quantize_stack(call, stack_size)
     else:
-        codes, scales, measured = ops.quantize(x, amax, per_row, axis, block_rows, *others, state, offs)
-    if amax is not None and not stack_size and (per_row or not groups_rows):
-        measured = amax  # the operator returns what it made
+        codes, scales, measured = operators.quantize(*call)
+    if amax is not None and not stack_size and (per_row or not is_ragged_m):
+        measured = amax  # the operator returns an empty tensor in its place
     if decoded:
-        return DecodedTensor._trusted(data, measured, options.e4m3_max, signs, offs)
-    offs_dim = 0 if offs is None or groups_rows else 1
-    return NVFP4Tensor._trusted(codes, scales, measured, options.e4m3_max, offs, signs, offs_dim)
+        return DecodedTensor._trusted(data, measured, call.e4m3_max, signs, offs)
+    offs_dim = 0 if offs is None or is_ragged_m else 1
+    return NVFP4Tensor._trusted(codes, scales, measured, call.e4m3_max, offs, signs, offs_dim)
 
 
-def quantize_both(
-    x: Tensor,
-    *,
-    scaling: str = "row",
-    block: tuple[int, int] = (1, 16),
-    amax: Tensor | None = None,
-    amax_t: Tensor | None = None,
-    encode: str = "te",
-    four_over_six: str | None = None,
-    four_over_six_error: str = "exact",
-    e4m3_max: int | None = None,
-    hadamard: str | None = None,
-    hadamard_signs: int = _SIGNS,
-    stochastic: bool = False,
-    generator: torch.Generator | None = None,
-    rng_state: Tensor | None = None,
-) -> tuple[NVFP4Tensor, NVFP4Tensor]:
+@option_checks.with_keywords(QuantizeBothKeywords)
+def quantize_both(x: Tensor, **options: Unpack[QuantizeBothKeywords]) -> tuple[NVFP4Tensor, NVFP4Tensor]:
     """(x, x.T) in NVFP4: ``quantize(x)`` and ``quantize(x, axis=0)`` in one call, bit for bit the two.
 
     As in TransformerEngine's recipe, hadamard applies to the second alone.
@@ -252,43 +179,36 @@ def quantize_both(
         TypeError, ValueError, NotImplementedError: as for :func:`quantize`; ValueError for one amax of two.
     """
     stack_size, rows = stacks.stack_input(x, "fp4gemm.quantize_both")
-    options = _options.quantizer_options(
-        scaling,
-        block,
-        encode,
-        four_over_six,
-        four_over_six_error,
-        e4m3_max,
-        hadamard,
-        hadamard_signs,
-        stochastic,
-    )
-    _options.axis(0, x, _checks.BLOCK)
+    values = option_checks.completed("quantize_both", options, _DEFAULTS_OF_BOTH)
+    amax, amax_t = values["amax"], values["amax_t"]
+    arguments = option_checks.operator_arguments(values)
+    option_checks.axis(0, x, _checks.BLOCK)
     for name, value, other, length in (
         ("amax", amax, amax_t, x.shape[-2]),
         ("amax_t", amax_t, amax, x.shape[-1]),
     ):
         if value is not None:
-            entries = length if options.per_row else 1
+            entries = length if arguments["per_row"] else 1
             if stack_size:
                 stacks.stack_amax(name, value, stack_size, entries, x.device)
             else:
                 _checks.exact_vector(name, value, entries, torch.float32, x.device, "x")
         elif other is not None:
             raise ValueError(f"{name}: got None, must be given where amax or amax_t is")
-    state = _options.random_state(stochastic, generator, rng_state, x)
+    state = option_checks.random_state(values, x)
     ready(x, "quantize")
+    call = QuantizeBothCall(rows, amax, amax_t, rng_state=state, **arguments)
     if stack_size:
-        first, second = stacks.quantize_stack_both(rows, stack_size, amax, amax_t, options, state)
+        first, second = stacks.quantize_stack_both(call, stack_size)
     else:
-        made = ops.quantize_both(x, amax, amax_t, *options, state)
+        made = operators.quantize_both(*call)
         first, second = made[:3], made[3:]
-        if amax is not None and amax_t is not None:
+        if amax is not None:
             first, second = (*first[:2], amax), (*second[:2], amax_t)
-    signs = hadamard_signs if hadamard is not None else None
+    signs = values["hadamard_signs"] if arguments["hadamard"] else None
     return (
-        NVFP4Tensor._trusted(*first, options.e4m3_max),
-        NVFP4Tensor._trusted(*second, options.e4m3_max, None, signs),
+        NVFP4Tensor._trusted(*first, call.e4m3_max),
+        NVFP4Tensor._trusted(*second, call.e4m3_max, None, signs),
     )
 
 
@@ -354,7 +274,7 @@ def dequantize_parts(
     _checks.is_one_of("e4m3_max", e4m3_max, _checks.E4M3_BOUNDS)
     _checks.is_float_dtype("dtype", dtype)
     ready(codes, "quantize")
-    result: Tensor = ops.dequantize(codes, scales, amax, e4m3_max, dtype, swizzled)
+    result: Tensor = operators.dequantize(codes, scales, amax, e4m3_max, dtype, swizzled)
     return result
 
 
@@ -379,11 +299,11 @@ def decode(t: NVFP4Tensor) -> DecodedTensor:
     if t.codes.numel() == 0:
         data = torch.empty(t.shape, dtype=torch.float16, device=t.device)
     elif flat is None:
-        data = torch.stack([ops.decode(t[e].codes, t[e].scales) for e in range(t.shape[0])])
+        data = torch.stack([operators.decode(t[e].codes, t[e].scales) for e in range(t.shape[0])])
     elif t.offs is not None and t.offs_dim == 0:
-        data = ops.decode(t.codes, swizzle_scales(t.compact_scales()))
+        data = operators.decode(t.codes, swizzle_scales(t.compact_scales()))
     else:
-        data = ops.decode(flat.codes, flat.scales).view(t.shape)
+        data = operators.decode(flat.codes, flat.scales).view(t.shape)
     return DecodedTensor._trusted(data, t.amax, t.e4m3_max, t.hadamard_signs, t.offs, t.offs_dim)
 
 

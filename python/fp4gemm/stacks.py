@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _checks, ops
-from ._options import Options
+from . import _checks
 from .containers.nvfp4 import NVFP4Tensor
 from .layout import TILE_ROWS, padded_scale_shape
+from .ops import operators
+from .ops.schema import QuantizeCall, QuantizeDecodedCall, narrowed
 
 __all__ = [
     "quantize_stack",
@@ -88,88 +90,84 @@ def stack_amax(name: str, value: object, g: int, entries: int, device: torch.dev
     return x
 
 
-def quantize_stack(
-    x: Tensor, g: int, amax: Tensor | None, axis: int, options: Options, state: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_stack(call: QuantizeCall, g: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and amax of the g matrices of x (g * n, k), each by itself; amax (g, n) or (g, 1)."""
-    per_row, *others = options
-    if axis == -1 and options.block_rows == 1 and state is None:
-        codes, scales, measured = _in_one_call(x, g, amax, options)
-        return codes, scales, measured if amax is None else amax
-    results = []
-    for e, part, draws in _matrices(x, g, state):
-        given = None if amax is None else amax[e]
-        results.append(ops.quantize(part, given, per_row, axis, *others, draws, None))
-    codes, scales, measured = _stacked(results)
-    return codes, scales, measured if amax is None else amax
-
-
-def quantize_stack_decoded(
-    x: Tensor, g: int, amax: Tensor | None, options: Options, state: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The decoded values, float16 (g, n, k), and amax; blocks are along k and of one row each."""
-    per_row, _, *others = options
-    n = x.shape[0] // g
-    if state is None:
-        # Values have no padding between matrices, so only one amax for each matrix needs groups.
-        offs = None if per_row else torch.arange(1, g + 1, dtype=torch.int32, device=x.device) * n
-        flat = None if amax is None else amax.view(-1)
-        data, measured = ops.quantize_decoded(x, flat, per_row, *others, None, offs)
-        data = data.view(g, n, -1)
-        if amax is None:
-            measured = measured.view(g, n) if per_row else measured.view(g, n)[:, :1].contiguous()
+    if call.axis == -1 and call.block_rows == 1 and call.rng_state is None:
+        codes, scales, measured = _in_one_call(call, g)
     else:
-        results = []
-        for e, part, draws in _matrices(x, g, state):
-            given = None if amax is None else amax[e]
-            results.append(ops.quantize_decoded(part, given, per_row, *others, draws, None))
+        calls = [call._replace(**part) for part in _matrices(call, g, "amax")]
+        codes, scales, measured = _stacked([operators.quantize(*each) for each in calls])
+    return codes, scales, measured if call.amax is None else call.amax
+
+
+def quantize_stack_decoded(call: QuantizeCall, g: int) -> tuple[Tensor, Tensor]:
+    """What they decode to, float16 (g, n, k), and amax; blocks along k, of one row each."""
+    if call.rng_state is None:
+        # Values have no padding between the matrices, so that only one amax a matrix makes them groups.
+        offs = None if call.per_row else _ends(call.x, g)
+        flat = None if call.amax is None else call.amax.view(-1)
+        whole = narrowed(QuantizeDecodedCall, call, amax=flat, offs=offs)
+        data, measured = operators.quantize_decoded(*whole)
+        data, measured = data.view(g, -1, call.x.shape[1]), _amax_of_matrices(call, g, measured)
+    else:
+        calls = [narrowed(QuantizeDecodedCall, call, **part) for part in _matrices(call, g, "amax")]
+        results = [operators.quantize_decoded(*each) for each in calls]
         data, measured = (torch.stack(parts) for parts in zip(*results, strict=True))
-    return data, measured if amax is None else amax
+    return data, measured if call.amax is None else call.amax
 
 
 def quantize_stack_both(
-    x: Tensor,
-    g: int,
-    amax: Tensor | None,
-    amax_t: Tensor | None,
-    options: Options,
-    state: Tensor | None,
+    call: Any, g: int
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """Codes, scales and amax of the matrices of x, and of their transposes."""
-    results = []
-    for e, part, draws in _matrices(x, g, state):
-        given = (None, None) if amax is None or amax_t is None else (amax[e], amax_t[e])
-        results.append(ops.quantize_both(part, *given, *options, draws))
+    """Codes, scales and amax of the matrices of x, and of their transposes; a QuantizeBothCall."""
+    calls = [call._replace(**part) for part in _matrices(call, g, "amax", "amax_t")]
+    results = [operators.quantize_both(*each) for each in calls]
     rows, columns = _stacked([r[:3] for r in results]), _stacked([r[3:] for r in results])
-    if amax is not None and amax_t is not None:
-        return (*rows[:2], amax), (*columns[:2], amax_t)
+    if call.amax is not None:
+        return (*rows[:2], call.amax), (*columns[:2], call.amax_t)
     return rows, columns
 
 
-def _in_one_call(x: Tensor, g: int, amax: Tensor | None, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+def _ends(x: Tensor, g: int) -> Tensor:
+    """int32 (g,): the ends of the g matrices in the rows of x."""
+    return torch.arange(1, g + 1, dtype=torch.int32, device=x.device) * (x.shape[0] // g)
+
+
+def _amax_of_matrices(call: QuantizeCall, g: int, measured: Tensor) -> Tensor:
+    """(g, n) or (g, 1) of the amax of each row; a given amax leaves nothing to measure."""
+    if call.amax is not None:
+        return measured
+    rows = measured.view(g, -1)
+    return rows if call.per_row else rows[:, :1].contiguous()
+
+
+def _in_one_call(call: QuantizeCall, g: int) -> tuple[Tensor, Tensor, Tensor]:
     """Blocks along k: the matrices are groups of rows, or one matrix where no padding separates scales."""
-    per_row, *others = options
-    n = x.shape[0] // g
-    offs = None
-    if not per_row or n % TILE_ROWS:
-        offs = torch.arange(1, g + 1, dtype=torch.int32, device=x.device) * n
-    flat = None if amax is None else amax.view(-1)
-    codes, scales, measured = ops.quantize(x, flat, per_row, -1, *others, None, offs)
+    x, n = call.x, call.x.shape[0] // g
+    offs = _ends(x, g) if not call.per_row or n % TILE_ROWS else None
+    flat = None if call.amax is None else call.amax.view(-1)
+    codes, scales, measured = operators.quantize(*call._replace(amax=flat, offs=offs))
     rows = padded_scale_shape(n, x.shape[1])[0]
     scales = scales[: g * rows].view(g, rows, scales.shape[1])
-    if amax is None:
-        measured = measured.view(g, n) if per_row else measured.view(g, n)[:, :1].contiguous()
-    return codes.view(g, n, -1), scales, measured
+    return codes.view(g, n, -1), scales, _amax_of_matrices(call, g, measured)
 
 
-def _matrices(x: Tensor, g: int, state: Tensor | None) -> list[tuple[int, Tensor, Tensor | None]]:
-    """Each matrix of x (g * n, k) with its own random state, whose offset is 2 larger than the one before."""
+def _matrices(call: Any, g: int, *amaxes: str) -> list[dict[str, Any]]:
+    """What differs from call to call when each matrix of x (g * n, k) is quantized by itself.
+
+    The random state of each has its own offset, two further than that of the one before.
+    """
+    x, state = call.x, call.rng_state
     parts = x.view(g, -1, x.shape[1])
-    if state is None:
-        return [(e, parts[e], None) for e in range(g)]
-    step = torch.arange(g, dtype=torch.int64, device=x.device) * 2
-    states = torch.stack((state[0].expand(g), state[1] + step), dim=1)
-    return [(e, parts[e], states[e]) for e in range(g)]
+    states: Any = [None] * g
+    if state is not None:
+        step = torch.arange(g, dtype=torch.int64, device=x.device) * 2
+        states = torch.stack((state[0].expand(g), state[1] + step), dim=1)
+    given = {name: getattr(call, name) for name in amaxes if getattr(call, name) is not None}
+    return [
+        {"x": parts[e], "rng_state": states[e], **{name: value[e] for name, value in given.items()}}
+        for e in range(g)
+    ]
 
 
 def _stacked(results: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:

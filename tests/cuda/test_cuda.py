@@ -36,8 +36,20 @@ def exact(
 ) -> torch.Tensor:
     """The reference on the same device: the float64 product, rounded once, and the epilogue."""
     alpha = 1 / (36 * a.e4m3_max * b.e4m3_max)
-    operands = (a.codes, b.codes, a.scales, b.scales, alpha, a.amax, b.amax)
-    return reference.scaled_mm(*operands, bias, out_dtype, activation, c, beta)
+    return reference.gemm(
+        a.codes,
+        b.codes,
+        a.scales,
+        b.scales,
+        alpha=alpha,
+        alpha_row=a.amax,
+        alpha_col=b.amax,
+        bias=bias,
+        activation=activation,
+        c=c,
+        beta=beta,
+        out_dtype=out_dtype,
+    )
 
 
 def operands(

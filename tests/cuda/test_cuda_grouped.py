@@ -40,22 +40,20 @@ def exact(
     a, b = case.a, case.b
     m, n, g = a.shape[0], b.shape[-2] // (2 if activation == 4 else 1), case.offs.shape[0]
     out = torch.zeros((m, n) if len(b.shape) == 3 else (g, m, n), dtype=out_dtype, device=a.device)
-    reference.scaled_grouped_mm(
+    reference.gemm_out(
         a.codes,
         b.codes,
         a.scales,
         b.scales,
         case.offs,
-        ALPHA,
-        None,
-        a.amax,
-        b.amax,
-        bias,
-        out_dtype,
-        activation,
-        c,
-        beta,
-        out,
+        alpha=ALPHA,
+        alpha_row=a.amax,
+        alpha_col=b.amax,
+        bias=bias,
+        activation=activation,
+        c=c,
+        beta=beta,
+        out=out,
     )
     return out
 

@@ -51,8 +51,8 @@ def kernels(mode: str, operand: str | None = None) -> list[KernelInfo]:
 def exact(x: Tensor, w: NVFP4Tensor, out_dtype: torch.dtype, amax: Tensor | None, **terms: Any) -> Tensor:
     """The float64 product of x and the weight, rounded once, and the epilogue."""
     alpha = 1 / (6 * w.e4m3_max) if amax is None else 1 / (36 * w.e4m3_max * 448)
-    operands = (x, w.codes, None, w.scales, alpha, amax, w.amax)
-    return reference.scaled_mm(*operands, terms.pop("bias", None), out_dtype, **terms)
+    factors = {"alpha": alpha, "alpha_row": amax, "alpha_col": w.amax}
+    return reference.gemm(x, w.codes, scale_b=w.scales, **factors, out_dtype=out_dtype, **terms)
 
 
 def operands(
@@ -86,12 +86,11 @@ def test_one_hot_rows_give_back_every_code_and_scale(operand: str, hopper: torch
     for kernel in kernels("dense", operand) + kernels("grouped", operand):
         if kernel.epilogue != "rowcol":
             continue
-        last = (None, None, None, kernel.out_dtype, kernel.name, 0, None, 1.0, False, 32)
+        forced = {"b_rows": 32, "kernel_name": kernel.name, "out_dtype": kernel.out_dtype}
         if kernel.mode == "dense":
-            got = fp4gemm.ops.scaled_mm(one, data, None, None, 1.0, *last)
+            got = torch.ops.fp4gemm.gemm(one, data, **forced)
         else:
-            stack = data.expand(3, -1).contiguous()
-            got = fp4gemm.ops.scaled_grouped_mm(one, stack, None, None, offs, 1.0, None, *last)
+            got = torch.ops.fp4gemm.gemm(one, data.expand(3, -1).contiguous(), offs=offs, **forced)
         assert_bits(got + 0.0, values.to(kernel.out_dtype), kernel.name)
 
 
@@ -264,8 +263,16 @@ def test_many_tiles_of_one_worker(
         amax = None if is_plain else case.a.amax
         alpha = 1 / (6 * case.b.e4m3_max) if is_plain else 1 / (36 * case.b.e4m3_max * 448)
         want = torch.zeros_like(results[0])
-        product = (decoded.data, case.b.codes, None, case.b.scales, case.offs, alpha, None, amax, case.b.amax)
-        reference.scaled_grouped_mm(*product, None, kernel.out_dtype, 0, None, 1.0, want)
+        reference.gemm_out(
+            decoded.data,
+            case.b.codes,
+            scale_b=case.b.scales,
+            offs=case.offs,
+            alpha=alpha,
+            alpha_row=amax,
+            alpha_col=case.b.amax,
+            out=want,
+        )
         for i, got in enumerate(results):
             assert_bits(got[:rows], want[:rows], f"{kernel.name}, launch {i}")
 

@@ -8,7 +8,8 @@ import fp4gemm
 import modes
 import pytest
 import torch
-from fp4gemm import NVFP4Tensor, ops, reference
+from fp4gemm import NVFP4Tensor, reference
+from fp4gemm.ops import operators
 from helpers import FLOATS, KINDS, assert_bits, assert_parts, fill_and_free, folded, make, short
 from modes import FEW, MODES, Mode, assert_same, by_name, expected, parts, quantize
 from torch import Tensor
@@ -180,10 +181,10 @@ def test_prepack_sizes(shape: tuple[int, int, int], cuda: torch.device, gen: tor
         for stack in (compact, want_compact)
     )
     fill_and_free(cuda)
-    packed = ops.prepack(codes.to(cuda), scales.to(cuda))
+    packed = operators.prepack(codes.to(cuda), scales.to(cuda))
     assert_bits(packed, reference.prepack(codes, scales), "packed")
     fill_and_free(cuda)
-    back = ops.unpack(packed, n, k)
+    back = operators.unprepack(packed, n, k)
     assert_bits(back[0], want_codes, "codes")
     assert_bits(back[1], want_scales, "scales")
 
@@ -250,8 +251,8 @@ def everything(x: Tensor, offs: Tensor, state: Tensor) -> list[Tensor]:
         else:
             tensors.append(t)
     weight = fp4gemm.quantize(x, scaling="tensor")
-    packed = ops.prepack(weight.codes, weight.scales)
-    tensors += [packed, *ops.unpack(packed, *weight.shape)]
+    packed = operators.prepack(weight.codes, weight.scales)
+    tensors += [packed, *operators.unprepack(packed, *weight.shape)]
     tensors += weight.to_modelopt().values()
     tensors += parts(NVFP4Tensor.from_modelopt(**weight.to_modelopt()))
     tensors += parts(NVFP4Tensor.from_flashinfer(weight.codes, weight.scales, weight.encode_scale()))

@@ -82,12 +82,12 @@ def accumulate_twice(session: Session, kernel: str) -> bool:
         call.args.alpha = alpha
         if call.launch() != capi.SUCCESS:
             return False
-        d = reference.scaled_mm(
+        d = reference.gemm(
             problem.a,
             problem.b,
             problem.scale_a,
             problem.scale_b,
-            alpha,
+            alpha=alpha,
             out_dtype=problem.dtype,
             beta=problem.beta,
             **{**problem.vectors, "c": d},

@@ -83,12 +83,12 @@ def dense(
         }
         if activation != "swiglu":
             problem.vectors["c"], problem.beta = (numbers((m, n), gen) * 8).to(dtype), 0.5
-    want[:, :columns] = reference.scaled_mm(
+    want[:, :columns] = reference.gemm(
         a,
         b,
         problem.scale_a,
         problem.scale_b,
-        problem.alpha,
+        alpha=problem.alpha,
         out_dtype=dtype,
         activation=problem.activation,
         beta=problem.beta,
@@ -182,16 +182,15 @@ def grouped_depth(sizes: tuple[int, ...], m: int, n: int, dtype: torch.dtype, te
 
 def reference_of(problem: Problem, out: Tensor) -> None:
     """Writes the CPU reference's result of a grouped problem to out."""
-    reference.scaled_grouped_mm(
+    reference.gemm_out(
         problem.a,
         problem.b,
         problem.scale_a,
         problem.scale_b,
         problem.offs,
-        problem.alpha,
+        alpha=problem.alpha,
         activation=problem.activation,
         beta=problem.beta,
-        out_dtype=problem.dtype,
         out=out,
         **problem.vectors,
     )

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import kernel_table, selection
+from fp4gemm import _products, kernel_table, selection
 from fp4gemm.kernel_table import KernelInfo
 
 KERNEL = "sm90_dense_128x128x64_c2x1_rowcol_bf16"
@@ -132,8 +132,8 @@ def test_a_rule_decides_a_call(cuda: torch.device, tmp_path: Path, monkeypatch: 
     )
     want = fp4gemm.mm(a, b)
     seen = []
-    plain = fp4gemm.ops.scaled_mm
-    monkeypatch.setattr(fp4gemm.ops, "scaled_mm", lambda *args: seen.append(args) or plain(*args))
+    plain = _products._GEMM
+    monkeypatch.setattr(_products, "_GEMM", lambda *args: seen.append(args) or plain(*args))
     selection.load(write(tmp_path / "rules.json", [{"kernel": kernel, "n": 64, "k": 256}]))
     assert torch.equal(fp4gemm.mm(a, b), want)
     assert [kernel in args for args in seen] == [True]

@@ -34,7 +34,8 @@ def by_reference(x: Tensor, linear: torch.nn.Linear, activations: str, weights: 
     b_codes, b_scales, b_amax = reference.quantize(linear.weight.detach(), None, weights == "row")
     bias = None if linear.bias is None else linear.bias.detach().float()
     alpha = torch.tensor(1 / 7225344, dtype=torch.float32).item()
-    y = reference.scaled_mm(a_codes, b_codes, a_scales, b_scales, alpha, a_amax, b_amax, bias, x.dtype)
+    factors = {"alpha": alpha, "alpha_row": a_amax, "alpha_col": b_amax}
+    y = reference.gemm(a_codes, b_codes, a_scales, b_scales, **factors, bias=bias, out_dtype=x.dtype)
     return y.reshape(*x.shape[:-1], linear.out_features)
 
 

@@ -42,16 +42,16 @@ def test_opcheck_dequantize_and_decode(dtype: torch.dtype, pair: tuple[NVFP4Tens
 
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=short)
 @pytest.mark.parametrize("form", ["packed", "decoded", "bare"])
-def test_opcheck_scaled_mm(form: str, out_dtype: torch.dtype, pair: tuple[NVFP4Tensor, NVFP4Tensor]) -> None:
+def test_opcheck_gemm(form: str, out_dtype: torch.dtype, pair: tuple[NVFP4Tensor, NVFP4Tensor]) -> None:
     a, b = pair
     bias = torch.randn(24, device=a.device)
-    args: tuple[Any, ...] = (a.codes, b.codes, a.scales, b.scales, 0.5, a.amax, b.amax, bias)
+    operands: tuple[Any, ...] = (a.codes, b.codes, a.scales, b.scales)
+    factors = {"alpha": 0.5, "alpha_row": a.amax, "alpha_col": b.amax}
+    terms: dict[str, Any] = {"packed": {**factors, "bias": bias}, "decoded": factors, "bare": {}}[form]
     if form == "decoded":
-        args = (fp4gemm.decode(a).data, b.codes, None, b.scales, 0.5, a.amax, b.amax, None)
-    elif form == "bare":
-        args = (a.codes, b.codes, a.scales, b.scales, 1.0, None, None, None)
-    opcheck("scaled_mm", *args, out_dtype, None)
-    opcheck("scaled_mm_out", *args, None, out=torch.empty(33, 24, dtype=out_dtype, device=a.device))
+        operands = (fp4gemm.decode(a).data, b.codes, None, b.scales)
+    opcheck("gemm", *operands, **terms, out_dtype=out_dtype)
+    opcheck("gemm_out", *operands, **terms, out=torch.empty(33, 24, dtype=out_dtype, device=a.device))
 
 
 def test_fake_shapes_are_the_real_ones(device: torch.device) -> None:
@@ -158,7 +158,7 @@ def test_export_round_trip(
     x = make("normal", 17, 64, torch.bfloat16, gen).to(device)
     program = torch.export.export(Layer(), (x, pair[1]))
     names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
-    assert {"fp4gemm.quantize.default", "fp4gemm.scaled_mm.default"} <= names
+    assert {"fp4gemm.quantize.default", "fp4gemm.gemm.default"} <= names
     assert_bits(program.module()(x, pair[1]), Layer()(x, pair[1]), "D")
 
 

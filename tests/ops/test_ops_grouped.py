@@ -21,16 +21,21 @@ def backend(request: pytest.FixtureRequest) -> str:
     return ready(str(request.param))
 
 
-def row_arguments(device: torch.device, gen: torch.Generator) -> tuple[Any, ...]:
-    """Up to bias, with every vector in its largest form."""
+def row_arguments(device: torch.device, gen: torch.Generator) -> dict[str, Any]:
+    """Operands and vectors, each of these in its largest form."""
     case = rows_of(SIZES, 24, 64, device, gen)
     factors, bias = torch.rand(3, generator=gen).to(device), torch.randn(3, 24, generator=gen).to(device)
-    return *case.raw, 1.0, factors, case.a.amax, case.b.amax, bias
+    vectors = {"alpha_groups": factors, "alpha_row": case.a.amax, "alpha_col": case.b.amax, "bias": bias}
+    return {**operands(case.raw), **vectors}
 
 
-def column_arguments(device: torch.device, gen: torch.Generator) -> tuple[Any, ...]:
+def column_arguments(device: torch.device, gen: torch.Generator) -> dict[str, Any]:
     case = columns_of(SIZES, 16, 32, device, gen)
-    return *case.raw, 0.5, None, case.a.amax, None, None
+    return {**operands(case.raw), "alpha": 0.5, "alpha_row": case.a.amax}
+
+
+def operands(raw: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    return dict(zip(("a", "b", "scale_a", "scale_b", "offs"), raw, strict=True))
 
 
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=short)
@@ -41,24 +46,23 @@ def test_opcheck(form: str, out_dtype: torch.dtype, device: torch.device, gen: t
     else:
         arguments, shape = column_arguments(device, gen), (3, 16, 32)
     c = torch.randn(shape, generator=gen).to(out_dtype).to(device)
-    opcheck("scaled_grouped_mm", *arguments, out_dtype, None)
-    opcheck("scaled_grouped_mm", *arguments, out_dtype, None, 2, c, -0.5, True)
+    opcheck("gemm", **arguments, out_dtype=out_dtype)
+    terms = {"activation": 2, "c": c, "beta": -0.5, "batch_invariant": True}
+    opcheck("gemm", **arguments, **terms, out_dtype=out_dtype)
     out = torch.zeros(shape, dtype=out_dtype, device=device)
-    opcheck("scaled_grouped_mm_out", *arguments, None, 1, c, 2.0, out=out)
+    opcheck("gemm_out", **arguments, activation=1, c=c, beta=2.0, out=out)
 
 
 def test_opcheck_gated(device: torch.device, gen: torch.Generator) -> None:
     case = rows_of(SIZES, 32, 64, device, gen)
-    arguments = (*case.raw, 1.0, None, case.a.amax, case.b.amax, None)
-    opcheck("scaled_grouped_mm", *arguments, torch.bfloat16, None, 4)
-    assert_fake_is_real("scaled_grouped_mm", *arguments, torch.float16, None, 4)
+    gated = {"alpha_row": case.a.amax, "alpha_col": case.b.amax, "activation": 4}
     out = torch.zeros(53, 16, dtype=torch.bfloat16, device=device)
-    opcheck("scaled_grouped_mm_out", *arguments, None, 4, out=out)
     a, b = fp4gemm.quantize(case.x), fp4gemm.quantize(case.w[0])
-    dense = (a.codes, b.codes, a.scales, b.scales, 0.5, a.amax, b.amax, None)
-    opcheck("scaled_mm", *dense, torch.bfloat16, None, 4)
-    assert_fake_is_real("scaled_mm", *dense, torch.bfloat16, None, 4)
-    opcheck("scaled_mm_out", *dense, None, 4, out=out)
+    for raw in (case.raw, (a.codes, b.codes, a.scales, b.scales)):
+        opcheck("gemm", *raw, **gated)
+        assert_fake_is_real("gemm", *raw, **gated, out_dtype=torch.float16)
+        opcheck("gemm_out", *raw, **gated, out=out)
+        gated |= {"alpha_col": b.amax}
 
 
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=short)
@@ -66,15 +70,16 @@ def test_opcheck_of_dense_terms(out_dtype: torch.dtype, device: torch.device, ge
     a = fp4gemm.quantize(make("normal", 33, 64, torch.bfloat16, gen).to(device))
     b = fp4gemm.quantize(make("normal", 24, 64, torch.bfloat16, gen).to(device))
     c = torch.randn(33, 24, generator=gen).to(out_dtype).to(device)
-    operands = (a.codes, b.codes, a.scales, b.scales, 0.5, a.amax, b.amax, None)
-    opcheck("scaled_mm", *operands, out_dtype, None, 3, c, -0.5, True)
-    opcheck("scaled_mm_out", *operands, None, 1, c, 2.0, out=torch.empty_like(c))
+    raw = (a.codes, b.codes, a.scales, b.scales)
+    factors = {"alpha": 0.5, "alpha_row": a.amax, "alpha_col": b.amax, "c": c}
+    opcheck("gemm", *raw, **factors, activation=3, beta=-0.5, batch_invariant=True, out_dtype=out_dtype)
+    opcheck("gemm_out", *raw, **factors, activation=1, beta=2.0, out=torch.empty_like(c))
 
 
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=short)
 def test_meta_says_what_comes(out_dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> None:
     for arguments in (row_arguments(device, gen), column_arguments(device, gen)):
-        assert_fake_is_real("scaled_grouped_mm", *arguments, out_dtype, None)
+        assert_fake_is_real("gemm", **arguments, out_dtype=out_dtype)
 
 
 def test_meta_tensors_are_checked_too(gen: torch.Generator) -> None:
@@ -150,7 +155,7 @@ def test_export(device: torch.device, gen: torch.Generator) -> None:
     case = rows_of(SIZES, 24, 64, device, gen)
     program = torch.export.export(Experts(), (case.x, case.offs, case.b))
     names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
-    assert {"fp4gemm.quantize.default", "fp4gemm.scaled_grouped_mm.default"} <= names
+    assert {"fp4gemm.quantize.default", "fp4gemm.gemm.default"} <= names
     other = ends_of((0, 53, 0), device)
     assert_bits(program.module()(case.x, other, case.b), Experts()(case.x, other, case.b), "D")
 

@@ -95,16 +95,16 @@ def test_quantize_and_multiply(gpu: Device) -> None:
             operands.append((codes, scales, amax))
 
         bias = torch.randn(n)
-        want = reference.scaled_mm(
+        want = reference.gemm(
             want_x.codes,
             want_w.codes,
             want_x.scales,
             want_w.scales,
-            1 / 7225344,
-            want_x.amax,
-            want_w.amax,
-            bias,
-            torch.float32,
+            alpha=1 / 7225344,
+            alpha_row=want_x.amax,
+            alpha_col=want_w.amax,
+            bias=bias,
+            out_dtype=torch.float32,
         )
         (a, scale_a, amax_a), (b, scale_b, amax_b) = operands
         d = gpu.empty(want.nbytes)

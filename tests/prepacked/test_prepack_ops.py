@@ -1,10 +1,11 @@
-"""The prepack and unpack operators: the layout by its definition, the same weight, every code and scale."""
+"""The operators prepack and unprepack: the layout by definition, the same weight, all codes and scales."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from fp4gemm import layout, ops, reference
+from fp4gemm import layout, reference
+from fp4gemm.ops import operators
 from helpers import assert_bits, assert_same_value, dirty, folded, make_codes
 from op_checks import assert_fake_is_real, opcheck
 from torch import Tensor
@@ -89,7 +90,7 @@ def test_layout(n: int, k: int, device: torch.device, gen: torch.Generator) -> N
     codes, compact = weight(n, k, gen)
     size = -(-n // 64) * -(-k // 64) * 2304
     dirty(device, size)
-    packed = ops.prepack(codes.to(device), swizzled(compact, n, pad=0xFF).to(device))
+    packed = operators.prepack(codes.to(device), swizzled(compact, n, pad=0xFF).to(device))
     assert packed.shape == (size,)
     assert packed.dtype == torch.uint8
     got, scales = read(packed, n, k)
@@ -103,13 +104,13 @@ def test_layout(n: int, k: int, device: torch.device, gen: torch.Generator) -> N
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_unpack_is_the_inverse(n: int, k: int, device: torch.device, gen: torch.Generator) -> None:
+def test_unprepack_is_the_inverse(n: int, k: int, device: torch.device, gen: torch.Generator) -> None:
     """It restores every byte where no scale has a sign bit."""
     codes, compact = weight(n, k, gen)
     scales = swizzled(compact & 0x7F, n)
-    packed = ops.prepack(codes.to(device), scales.to(device))
+    packed = operators.prepack(codes.to(device), scales.to(device))
     dirty(device, codes.numel(), scales.numel())
-    got = ops.unpack(packed, n, k)
+    got = operators.unprepack(packed, n, k)
     assert_bits(got[0], codes, "codes")
     assert_bits(got[1], scales, "scales, padding zero")
     assert got[0].device.type == got[1].device.type == device.type
@@ -120,28 +121,28 @@ def test_negative_scales(n: int, k: int, device: torch.device, gen: torch.Genera
     """Their sign goes to the codes: an equal weight comes back, from which the same bytes are made."""
     codes, compact = weight(n, k, gen)
     scales = swizzled(compact, n)
-    packed = ops.prepack(codes.to(device), scales.to(device))
+    packed = operators.prepack(codes.to(device), scales.to(device))
     want_codes, want_compact = folded(codes, compact)
     dirty(device, codes.numel(), scales.numel())
-    got = ops.unpack(packed, n, k)
+    got = operators.unprepack(packed, n, k)
     assert_bits(got[0], want_codes, "codes")
     assert_bits(got[1], swizzled(want_compact, n), "scales, padding zero")
     values = (reference.decode(c.cpu(), s.cpu()) for c, s in (got, (codes, scales)))
     assert_same_value(*values, "values")
-    assert_bits(ops.prepack(*got), packed, "bytes")
+    assert_bits(operators.prepack(*got), packed, "bytes")
 
 
 def test_any_words_are_codes(device: torch.device, gen: torch.Generator) -> None:
     """The map of the codes is one to one: random words come back, beside scales that prepack made."""
     codes, compact = weight(128, 192, gen)
     compact &= 0x7F
-    packed = ops.prepack(codes, swizzled(compact, 128))
+    packed = operators.prepack(codes, swizzled(compact, 128))
     words = packed.view(6, 2304)[:, :2048]
     words.copy_(torch.randint(0, 256, words.shape, generator=gen, dtype=torch.uint8))
-    codes, scales = ops.unpack(packed.to(device), 128, 192)
+    codes, scales = operators.unprepack(packed.to(device), 128, 192)
     assert_bits(CODES[nibbles_of(codes.cpu())], read(packed, 128, 192)[0], "codes")
     assert_bits(scales, swizzled(compact, 128), "scales")
-    assert_bits(ops.prepack(codes, scales), packed, "bytes")
+    assert_bits(operators.prepack(codes, scales), packed, "bytes")
 
 
 def test_every_code_with_every_scale(device: torch.device) -> None:
@@ -151,8 +152,8 @@ def test_every_code_with_every_scale(device: torch.device) -> None:
     for turn in range(16):
         row = (torch.arange(16, dtype=torch.uint8) + turn) % 16
         codes = (row[0::2] | row[1::2] << 4).repeat(256, 1).contiguous()
-        packed = ops.prepack(codes.to(device), scales.to(device))
-        got = ops.unpack(packed, 256, 16)
+        packed = operators.prepack(codes.to(device), scales.to(device))
+        got = operators.unprepack(packed, 256, 16)
         assert_bits(got[0][:128], codes[:128], "codes before scales without a sign")
         assert_bits(got[0][128:], codes[128:] ^ 0x88, "codes before negative scales")
         assert_bits(got[1], swizzled(compact % 128, 256), "scales")
@@ -176,12 +177,12 @@ def test_stacks(g: int, n: int, k: int, device: torch.device, gen: torch.Generat
         torch.stack([swizzled(w[1], n).view(torch.uint8) for w in part]).view(torch.float8_e4m3fn).to(device)
         for part in (weights, back)
     )
-    packed = ops.prepack(codes, scales)
+    packed = operators.prepack(codes, scales)
     assert packed.shape == (g, -(-n // 64) * -(-k // 64) * 2304)
     for e in range(g):
-        alone = ops.prepack(codes[e].clone(), scales[e].view(torch.uint8).clone().view(scales.dtype))
+        alone = operators.prepack(codes[e].clone(), scales[e].view(torch.uint8).clone().view(scales.dtype))
         assert_bits(packed[e], alone, f"matrix {e}")
-    got = ops.unpack(packed, n, k)
+    got = operators.unprepack(packed, n, k)
     assert_bits(got[0], torch.stack([w[0] for w in back]), "codes")
     assert_bits(got[1], want_scales, "scales")
 
@@ -189,9 +190,9 @@ def test_stacks(g: int, n: int, k: int, device: torch.device, gen: torch.Generat
 def test_no_rows(device: torch.device) -> None:
     codes = torch.empty(0, 32, dtype=torch.uint8, device=device)
     scales = torch.empty(0, 4, dtype=torch.float8_e4m3fn, device=device)
-    packed = ops.prepack(codes, scales)
+    packed = operators.prepack(codes, scales)
     assert packed.shape == (0,)
-    got = ops.unpack(packed, 0, 64)
+    got = operators.unprepack(packed, 0, 64)
     assert got[0].shape == (0, 32)
     assert got[1].shape == (0, 4)
 
@@ -200,30 +201,33 @@ def test_opcheck(device: torch.device, gen: torch.Generator) -> None:
     codes, compact = weight(65, 80, gen)
     codes, scales = codes.to(device), swizzled(compact % 0x7F, 65).to(device)  # opcheck finds NaN unequal
     opcheck("prepack", codes, scales)
-    packed = ops.prepack(codes, scales)
-    opcheck("unpack", packed, 65, 80)
+    packed = operators.prepack(codes, scales)
+    opcheck("unprepack", packed, 65, 80)
     stack = codes.view(1, 65, 40), scales.view(1, *scales.shape)
     assert_fake_is_real("prepack", codes, scales)
     assert_fake_is_real("prepack", *stack)
-    assert_fake_is_real("unpack", packed, 65, 80)
-    assert_fake_is_real("unpack", packed.view(1, -1), 65, 80)
+    assert_fake_is_real("unprepack", packed, 65, 80)
+    assert_fake_is_real("unprepack", packed.view(1, -1), 65, 80)
 
 
 def test_wrong_sizes_are_named(device: torch.device, gen: torch.Generator) -> None:
     """On every device; bad_decoded.py has the rest for the CPU."""
     codes, compact = weight(65, 80, gen)
     codes, scales = codes.to(device), swizzled(compact, 65).to(device)
-    packed = ops.prepack(codes, scales)
+    packed = operators.prepack(codes, scales)
     for call, name in (
-        (lambda: ops.prepack(codes.flatten(), scales), "codes"),
-        (lambda: ops.prepack(codes[:, ::2], scales), "codes"),
-        (lambda: ops.prepack(codes, scales[:64]), "scales"),
-        (lambda: ops.prepack(codes, scales.view(torch.uint8).t().contiguous().view(scales.dtype)), "scales"),
-        (lambda: ops.unpack(packed, 64, 80), "packed"),
-        (lambda: ops.unpack(packed, 65, 40), "k"),
-        (lambda: ops.unpack(packed, -1, 80), "n"),
-        (lambda: ops.unpack(packed.view(torch.int8), 65, 80), "packed"),
-        (lambda: ops.unpack(packed.view(2, 2, -1), 65, 80), "packed"),
+        (lambda: operators.prepack(codes.flatten(), scales), "codes"),
+        (lambda: operators.prepack(codes[:, ::2], scales), "codes"),
+        (lambda: operators.prepack(codes, scales[:64]), "scales"),
+        (
+            lambda: operators.prepack(codes, scales.view(torch.uint8).t().contiguous().view(scales.dtype)),
+            "scales",
+        ),
+        (lambda: operators.unprepack(packed, 64, 80), "packed"),
+        (lambda: operators.unprepack(packed, 65, 40), "k"),
+        (lambda: operators.unprepack(packed, -1, 80), "n"),
+        (lambda: operators.unprepack(packed.view(torch.int8), 65, 80), "packed"),
+        (lambda: operators.unprepack(packed.view(2, 2, -1), 65, 80), "packed"),
     ):
         with pytest.raises((ValueError, TypeError, RuntimeError), match=rf"(^|, ){name}: "):
             call()

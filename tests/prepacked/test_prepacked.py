@@ -45,7 +45,7 @@ def assert_same(actual: NVFP4Tensor, expected: NVFP4Tensor) -> None:
 
 @pytest.mark.parametrize("g", [0, 1, 3], ids=["matrix", "stack1", "stack3"])
 @pytest.mark.parametrize(("n", "k"), [*SIZES, (3, 16)], ids=str)
-def test_unpack_restores_every_byte(
+def test_unprepack_restores_every_byte(
     n: int, k: int, g: int, device: torch.device, gen: torch.Generator
 ) -> None:
     w = weight(n, k, gen, g).to(device)
@@ -64,7 +64,7 @@ def test_unpack_restores_every_byte(
 
 
 def negative(n: int, k: int, gen: torch.Generator, g: int = 0) -> tuple[NVFP4Tensor, NVFP4Tensor]:
-    """A weight with scales of both signs, -0 among them, and the equal one that unpack gives."""
+    """A weight with scales of both signs, -0 among them, and the equal one that unprepack gives."""
     size = (g, n) if g else (n,)
     codes = make_codes(max(g, 1) * n, k, gen).view(*size, -1)
     compact = make_scales(max(g, 1) * n, k, gen).view(torch.uint8).view(*size, -1)
@@ -299,7 +299,7 @@ def test_scaling_a_row_by_a_power_of_two_changes_only_it(gen: torch.Generator) -
 
 
 def operator_arguments(device: torch.device, gen: torch.Generator) -> dict[str, tuple[Any, ...]]:
-    """The first arguments of scaled_mm and scaled_grouped_mm on prepacked weights, and b_rows."""
+    """The first arguments of gemm on prepacked weights, up to offs."""
     w, stack = weight(24, 96, gen).to(device), weight(24, 96, gen, 2).to(device)
     x = make("normal", 9, 96, torch.bfloat16, gen).to(device)
     a = fp4gemm.quantize(x)
@@ -320,14 +320,11 @@ def test_operators_pass_opcheck(form: str, device: torch.device, gen: torch.Gene
     ):
         pytest.skip("the device does not read prepacked weights")
     operands = operator_arguments(device, gen)[form]
-    name = "scaled_mm" if form != "groups" else "scaled_grouped_mm"
-    vectors = (0.5,) if form != "groups" else (0.5, None)
-    last = (None, 0, None, 1.0, False, 24)  # kernel to b_rows
-    args = (*operands, *vectors, None, None, None, torch.bfloat16, *last)
-    assert_fake_is_real(name, *args)
-    opcheck(name, *args)
+    terms = {"alpha": 0.5, "b_rows": 24}
+    assert_fake_is_real("gemm", *operands, **terms)
+    opcheck("gemm", *operands, **terms)
     out = torch.empty(9, 24, dtype=torch.float16, device=device)
-    opcheck(f"{name}_out", *operands, *vectors, None, None, None, *last, out=out)
+    opcheck("gemm_out", *operands, **terms, out=out)
 
 
 def test_operators_refuse_what_does_not_fit(gen: torch.Generator) -> None:
@@ -335,10 +332,7 @@ def test_operators_refuse_what_does_not_fit(gen: torch.Generator) -> None:
     a, b, scale_a, _ = made["packed"]
 
     def call(b: Tensor, scale_b: Tensor | None, b_rows: int) -> Tensor:
-        last = (None, 0, None, 1.0, False, b_rows)
-        return torch.ops.fp4gemm.scaled_mm(
-            a, b, scale_a, scale_b, 1.0, None, None, None, torch.bfloat16, *last
-        )
+        return torch.ops.fp4gemm.gemm(a, b, scale_a, scale_b, b_rows=b_rows)
 
     for device in ("cpu", "meta"):
         if device == "meta":
@@ -349,7 +343,7 @@ def test_operators_refuse_what_does_not_fit(gen: torch.Generator) -> None:
             ValueError, match=r"^b: shape is \(4608,\), must have 9216 bytes a matrix, prepac"
         ):
             call(good, None, 72)
-        with pytest.raises(ValueError, match=r"^b_rows: got -8, must be at least 1"):
+        with pytest.raises(ValueError, match=r"^b_rows: got -8, must be at least 0"):
             call(good, None, -8)
         with pytest.raises(ValueError, match=r"^scale_b: got .* must be None because b is prepacked"):
             call(good, scale_a, 24)

@@ -306,21 +306,15 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
         },
     ),
     "reference.decode": (reference.decode, lambda: {"codes": A.codes, "scales": A.scales}),
-    "reference.scaled_mm": (
-        reference.scaled_mm,
+    "reference.gemm": (
+        reference.gemm,
         lambda: {
             "a": A.codes,
             "b": B.codes,
             "scale_a": A.scales,
             "scale_b": B.scales,
-            "alpha": 1.0,
             "alpha_row": A.amax,
             "alpha_col": B.amax,
-            "bias": None,
-            "out_dtype": torch.bfloat16,
-            "activation": 0,
-            "c": None,
-            "beta": 1.0,
         },
     ),
     "reference.encode_e2m1": (reference.encode_e2m1, lambda: {"x": ones(4)}),

@@ -181,7 +181,7 @@ add("mm", "b", "n-zero-step", lambda: quantized(4), VALUE, "n is 4, must be a mu
 add("mm", "a", "device", lambda: quantized(device="meta"), VALUE, "device is cpu, must be meta", "b")
 
 # scaled_mm
-S = "scaled_mm reference.scaled_mm"
+S = "scaled_mm reference.gemm"
 for side, rows in (("a", M), ("b", N)):
     good = A if side == "a" else B
     add(S, side, "type", lambda good=good: good, TYPE, "must be a torch.Tensor")
@@ -245,7 +245,7 @@ CASES += [
 ]
 
 # Arguments that mm and scaled_mm share.
-G = "mm scaled_mm reference.scaled_mm"
+G = "mm scaled_mm reference.gemm"
 add(G, "bias", "type", lambda: [0.0] * N, TYPE, "must be a torch.Tensor")
 add(G, "bias", "dtype", lambda: ones(N, dtype=torch.float64), TYPE, "dtype is torch.float64, must be")
 add(G, "bias", "shape", lambda: ones(M), VALUE, "shape is (33,), must be (24,)")
@@ -330,3 +330,10 @@ add(
 add("reference.decode_e2m1", "codes", "type", lambda: 1, TYPE, "got 1 (int), must be a torch.Tensor")
 add("reference.decode_e2m1", "codes", "dtype", lambda: ones(4, 4), TYPE, "dtype is torch.float32, must be")
 add("reference.decode_e2m1", "codes", "rank", lambda: A.codes.view(-1), VALUE, "must have rank 2, (m, k/2)")
+
+# reference.gemm_out refuses what reference.gemm refuses.
+CASES += [
+    case._replace(function="reference.gemm_out")
+    for case in CASES
+    if case.function == "reference.gemm" and not case.kind.startswith("out_dtype")
+]

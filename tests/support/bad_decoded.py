@@ -46,7 +46,7 @@ FUNCTIONS |= {
         lambda: {"x": half, "weight": None, "residual": None, "eps": 1e-6},
     ),
     "reference.prepack": (reference.prepack, lambda: {"codes": A.codes, "scales": A.scales}),
-    "reference.unpack": (reference.unpack, lambda: {"packed": PACKED, "n": M, "k": K}),
+    "reference.unprepack": (reference.unprepack, lambda: {"packed": PACKED, "n": M, "k": K}),
 }
 
 # decoded
@@ -76,7 +76,7 @@ add(D, "rng_state", "dtype", STATE.int, TYPE, "dtype is torch.int32, must be tor
 add(D, "amax", "one", lambda: ones(1), VALUE, f"shape is (1,), must be ({M},)")
 add(D, "amax", "grad", lambda: grad(ones(M)), NOT, "requires grad")
 
-# prepack and unpack
+# prepack and unprepack
 P = "reference.prepack"
 
 
@@ -106,7 +106,7 @@ together("stack-k", C2[:, :, :4].contiguous(), S2, VALUE, "k is 8, must be a pos
 together("stack-strides", every_other(C2), S2, VALUE, "must be contiguous", "codes")
 together("stack-shape", C2, A.scales, VALUE, "shape is (128, 4), must be (2, 128, 4)", "scales")
 together("stack-count", C2, stack_of(A.scales, 3), VALUE, "must be (2, 128, 4)", "scales")
-U = "reference.unpack"
+U = "reference.unprepack"
 add(U, "packed", "type", lambda: 1, TYPE, "got 1 (int), must be a torch.Tensor")
 add(U, "packed", "dtype", lambda: PACKED.view(torch.int8), TYPE, "dtype is torch.int8, must be torch.uint8")
 add(U, "packed", "rank", lambda: PACKED.view(1, 1, -1), VALUE, "must be (bytes,) or (g, bytes)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -51,10 +52,23 @@ def raw(a: NVFP4Tensor, b: NVFP4Tensor) -> dict[str, Any]:
     }
 
 
-def operator_terms(arguments: dict[str, Any]) -> dict[str, Any]:
-    more = {"alpha_groups": None, "bias": None, "out_dtype": HALF, "activation": 0, "c": None, "beta": 1.0}
-    return arguments | more | {"out": None}
+DENSE_OPERANDS = {
+    "a": A.codes,
+    "b": B.codes,
+    "scale_a": A.scales,
+    "scale_b": B.scales,
+    "alpha_row": A.amax,
+    "alpha_col": B.amax,
+}
 
+
+def into(**arguments: Any) -> torch.Tensor:
+    """reference.gemm_out, which returns nothing."""
+    reference.gemm_out(**arguments)
+    return arguments["out"]
+
+
+into.__signature__ = inspect.signature(reference.gemm_out)
 
 # Some names with a suffix: the same function, called for grouped columns.
 FUNCTIONS |= {
@@ -68,18 +82,20 @@ FUNCTIONS |= {
         fp4gemm.scaled_grouped_mm,
         lambda: {**raw(LEFT, RIGHT), **TERMS},
     ),
-    "reference.scaled_grouped_mm": (
-        reference.scaled_grouped_mm,
-        lambda: operator_terms(raw(GROUPED, STACK)),
+    "reference.gemm of rows": (
+        reference.gemm,
+        lambda: raw(GROUPED, STACK),
     ),
-    "reference.scaled_grouped_mm of columns": (
-        reference.scaled_grouped_mm,
-        lambda: operator_terms(raw(LEFT, RIGHT)),
+    "reference.gemm of columns": (
+        reference.gemm,
+        lambda: raw(LEFT, RIGHT),
     ),
     "fprop": (fp4gemm.fprop, lambda: {"x": A, "w": B, "offs": None, **TERMS}),
     "dgrad": (fp4gemm.dgrad, lambda: {"dy": A, "w_t": B, "offs": None, **TERMS}),
     "wgrad": (fp4gemm.wgrad, lambda: {"dy_t": LEFT, "x_t": RIGHT, "offs": None, **TERMS}),
     "self_test": (fp4gemm.self_test, lambda: {"device": "cpu", "force": False}),
+    "reference.gemm_out": (into, lambda: {**DENSE_OPERANDS, "out": ones(M, N, dtype=HALF)}),
+    "reference.gemm_out of rows": (into, lambda: {**raw(GROUPED, STACK), "out": ones(M, N, dtype=HALF)}),
     "reference.activate": (reference.activate, lambda: {"z": ones(4), "activation": 1}),
 }
 CASES = Cases()
@@ -125,7 +141,7 @@ add_each(ALL, "activation", "unknown", lambda: "gelu", VALUE, f"got 'gelu', {ACT
 add_each(ALL, "beta", "type", lambda: "1", TYPE, "got '1' (str), must be a Python number")
 add_each(ALL, "beta", "tensor", lambda: ones(1), TYPE, "must be a Python number")
 add_each(ALL, "beta", "bool", lambda: True, TYPE, "got True (bool), must be a Python number")
-add_each(ALL, "beta", "alone", lambda: 0.5, VALUE, "got 0.5, must be left away without c")
+add_each(ALL, "beta", "alone", lambda: 0.5, VALUE, "got 0.5, must be omitted without c")
 add_each(ALL, "beta", "nan", lambda: float("nan"), VALUE, "got nan, must be finite in float32")
 add_each(ALL, "beta", "large", lambda: -1e39, VALUE, "got -1e+39, must be finite in float32")
 add_each(ALL, "batch_invariant", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")

@@ -27,7 +27,7 @@ CASES = Cases()
 add_each = adder(CASES)
 
 # ---- offs
-for names in (f"{ROWS}, reference.scaled_grouped_mm", f"{COLUMNS}, reference.scaled_grouped_mm of columns"):
+for names in (f"{ROWS}, reference.gemm of rows", f"{COLUMNS}, reference.gemm of columns"):
     add_each(names, "offs", "type", lambda: [5, M], TYPE, "got [5, 33] (list), must be a torch.Tensor")
     add_each(
         names, "offs", "int64", lambda: ends(5, M, dtype=torch.int64), TYPE, "dtype is torch.int64, must be"
@@ -41,8 +41,8 @@ for names in (f"{ROWS}, reference.scaled_grouped_mm", f"{COLUMNS}, reference.sca
 add_each(
     "grouped_mm, grouped_mm of columns, wgrad", "offs", "number", lambda: ends(1, 5, M), VALUE, "must be (2,)"
 )
-RAW = "scaled_grouped_mm, reference.scaled_grouped_mm"
-RAW_COLUMNS = "scaled_grouped_mm of columns, reference.scaled_grouped_mm of columns"
+RAW = "scaled_grouped_mm, reference.gemm of rows"
+RAW_COLUMNS = "scaled_grouped_mm of columns, reference.gemm of columns"
 add_each(RAW, "offs", "number", lambda: ends(1, 5, M), VALUE, "shape is (256, 4), must be", "scale_a")
 add_each(f"{RAW}, {RAW_COLUMNS}", "offs", "empty", lambda: ends(), VALUE, "must have at least one entry")
 
@@ -183,7 +183,7 @@ for names in (RAW, RAW_COLUMNS):
     add_each(names, "alpha", "nan", lambda: float("nan"), VALUE, "got nan, must be finite in float32")
 
 # ---- the reference
-R = "reference.scaled_grouped_mm, reference.scaled_grouped_mm of columns"
+R = "reference.gemm of rows, reference.gemm of columns"
 add_each(R, "alpha", "tensor", lambda: ones(G), TYPE, "must be a Python number")
 add_each(R, "alpha_groups", "type", lambda: 1.0, TYPE, "got 1.0 (float), must be a torch.Tensor")
 add_each(
@@ -202,32 +202,37 @@ for function in each(R):
             "alpha",
         )
     )
-R += ", reference.scaled_mm"
+add_each("reference.gemm", "offs", "type", lambda: [5, M], TYPE, "got [5, 33] (list), must be a torch.Tensor")
+add_each("reference.gemm", "alpha_groups", "dense", lambda: ones(1), VALUE, "must be None without offs")
+R += ", reference.gemm"
+add_each(R, "batch_invariant", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
+add_each(R, "b_rows", "type", lambda: "24", TYPE, "got '24' (str), must be an int")
+add_each(R, "b_rows", "negative", lambda: -8, VALUE, "got -8, must be at least 0")
+add_each(R, "b_rows", "codes", lambda: 24, VALUE, "must be None because b is prepacked", "scale_b")
+add_each(R, "kernel_name", "unknown", lambda: "sm90", VALUE, "got 'sm90', must be None or 'cpu_reference'")
 add_each(R, "activation", "name", lambda: "silu", TYPE, "got 'silu' (str), must be 0, 1, 2, 3 or 4")
 add_each(R, "activation", "number", lambda: 5, VALUE, "got 5, must be 0, 1, 2, 3 or 4")
 add_each(R, "c", "number", lambda: 1.0, TYPE, "got 1.0 (float), must be a torch.Tensor")
 add_each(R, "c", "dtype", lambda: ones(M, N), TYPE, "dtype is torch.float32, must be torch.bfloat16")
 add_each(R, "c", "shape", lambda: ones(N, M, dtype=HALF), VALUE, "shape is (24, 33), must be")
 add_each(R, "beta", "type", lambda: None, TYPE, "got None (NoneType), must be a Python number")
-add_each(R, "beta", "alone", lambda: 2.0, VALUE, "got 2.0, must be left away without c")
+add_each(R, "beta", "alone", lambda: 2.0, VALUE, "got 2.0, must be omitted without c")
 add_each(R, "out_dtype", "name", lambda: "float32", TYPE, "got 'float32' (str), must be torch.bfloat16")
 add_each(R, "bias", "kind", lambda: 0.0, TYPE, "got 0.0 (float), must be a torch.Tensor")
-ROWS_OR_DENSE = "reference.scaled_mm, reference.scaled_grouped_mm"
+ROWS_OR_DENSE = "reference.gemm, reference.gemm of rows"
 add_each(
     ROWS_OR_DENSE, "activation", "gated-n", lambda: 4, VALUE, "got swiglu with n = 24, must be another one"
 )
 GATED = "got swiglu, must be another one for groups of columns"
-add_each("reference.scaled_grouped_mm of columns", "activation", "gated", lambda: 4, NOT, GATED)
+add_each("reference.gemm of columns", "activation", "gated", lambda: 4, NOT, GATED)
 odd = {"z": ones(3), "activation": 4}
 CASES.append(
     Case("reference.activate", "z-odd", lambda: odd, VALUE, "must have an even number of columns", "z")
 )
-R = "reference.scaled_grouped_mm, reference.scaled_grouped_mm of columns"
+R = "reference.gemm_out, reference.gemm_out of rows"
 add_each(R, "out", "type", lambda: 0, TYPE, "got 0 (int), must be a torch.Tensor")
 add_each(R, "out", "shape", lambda: ones(N, M, dtype=HALF), VALUE, "shape is (24, 33), must be")
-add_each(
-    R, "out", "conflict", lambda: ones(M, N), VALUE, "got torch.bfloat16, must be torch.float32", "out_dtype"
-)
+add_each(R, "out", "dtype", lambda: ones(M, N, dtype=torch.float64), TYPE, "dtype is torch.float64, must be")
 add_each("reference.activate", "z", "type", lambda: 1.0, TYPE, "got 1.0 (float), must be a torch.Tensor")
 add_each("reference.activate", "z", "dtype", lambda: ones(4).half(), TYPE, "dtype is torch.float16, must be")
 add_each(

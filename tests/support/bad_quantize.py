@@ -98,7 +98,7 @@ add(Q, "block", "list", lambda: [1, 16], TYPE, "got [1, 16] (list), must be (1, 
 add(Q, "e4m3_max", "value", lambda: 240, VALUE, "got 240, must be None, 448 or 256")
 add(Q, "e4m3_max", "float", lambda: 448.0, TYPE, "got 448.0 (float), must be None, 448 or 256")
 add(Q, "e4m3_max", "alone", lambda: 256, VALUE, "got 256, must be 448 without four_over_six")
-add(Q, "hadamard_signs", "alone", lambda: 3, VALUE, "got 0x3, must be left away without hadamard")
+add(Q, "hadamard_signs", "alone", lambda: 3, VALUE, "got 0x3, must be omitted without hadamard")
 add(Q, "hadamard_signs", "type", lambda: None, TYPE, "got None (NoneType), must be an int")
 add(Q, "hadamard_signs", "negative", lambda: -1, VALUE, "got -1, must be at least 0")
 add(Q, "hadamard_signs", "large", lambda: 0x10000, VALUE, "got 65536, must be at most 0xFFFF")

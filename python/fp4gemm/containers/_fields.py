@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _checks, _options
+from .. import _checks
+from .._checks import options as option_checks
 from ..layout import GROUP_COLUMNS, grouped_scale_rows
 
 __all__ = [
@@ -35,7 +36,7 @@ def nvfp4(codes: object, scales: object, amax: object, offs: object, offs_dim: i
         return checked, stack_scales("scales", scales, g, n, k, x.device, "codes")
     if offs is not None and offs_dim == 1:
         checked = _checks.as_codes(columns("codes", x, 2))
-        _options.group_ends(offs, x.device, "codes")
+        option_checks.group_ends(offs, x.device, "codes")
         group_rows = None
     else:
         checked = _checks.codes("codes", x)
@@ -55,7 +56,7 @@ def decoded(data: object, amax: object, offs: object, offs_dim: int) -> None:
         return
     if offs is not None and offs_dim == 1:
         columns("data", x, 1)
-        _options.group_ends(offs, x.device, "data")
+        option_checks.group_ends(offs, x.device, "data")
     else:
         _checks.decoded("data", x)
         _groups_of_rows(amax, offs, "data", x)
@@ -95,7 +96,7 @@ def options(e4m3_max: object, hadamard_signs: object, offs: object, offs_dim: ob
     """Raise unless the numbers of a container have values that exist."""
     _checks.is_one_of("e4m3_max", e4m3_max, _checks.E4M3_BOUNDS)
     if hadamard_signs is not None:
-        _options.check_signs(hadamard_signs)
+        option_checks.check_signs(hadamard_signs)
     _checks.is_one_of("offs_dim", offs_dim, (0, 1))
     if offs is None and offs_dim != 0:
         raise ValueError(f"offs_dim: got {offs_dim}, must be 0 without offs")
@@ -149,7 +150,7 @@ def _groups_of_rows(amax: object, offs: object, other: str, x: Tensor) -> int | 
     """Rows of the scales of groups of rows, which need an amax for each row; None without groups."""
     if offs is None:
         return None
-    ends = _options.group_ends(offs, x.device, other)
+    ends = option_checks.group_ends(offs, x.device, other)
     _checks.exact_vector("amax", amax, x.shape[0], torch.float32, x.device, other, "fp4gemm.mm")
     return grouped_scale_rows(x.shape[0], ends.shape[0])
 

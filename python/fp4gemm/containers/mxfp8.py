@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .. import _checks, _options, ops
+from .. import _checks
+from .._checks import options as option_checks
 from ..layout import unswizzle_scales
+from ..ops import operators
 from ..support import ready
 from . import _pytree
 from ._base import Container, of_bytes, unpickled
@@ -106,7 +108,7 @@ class MXFP8Tensor(Container):
         dtype = self.dtype if dtype is None else dtype
         _checks.is_float_dtype("dtype", dtype)
         ready(self.values, "quantize")
-        result: Tensor = ops.mxfp8_dequantize(self.values, self.scales, dtype, self.swizzled)
+        result: Tensor = operators.mxfp8_dequantize(self.values, self.scales, dtype, self.swizzled)
         return result
 
     def _options(self) -> list[str]:
@@ -164,7 +166,7 @@ def quantize_mxfp8(
         NotImplementedError: x requires grad while grad mode is on, or the device has no kernel.
     """
     _checks.quantize_input(x, "fp4gemm.quantize_mxfp8", step=_checks.MXFP8_BLOCK)
-    axis = _options.axis(axis, x, _checks.MXFP8_BLOCK)
+    axis = option_checks.axis(axis, x, _checks.MXFP8_BLOCK)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(
             f"dtype: got {_checks.describe(dtype)}, must be {_checks.listing(_checks.FP8_DTYPES)}"
@@ -173,5 +175,5 @@ def quantize_mxfp8(
         raise TypeError(f"dtype: got {dtype}, must be {_checks.listing(_checks.FP8_DTYPES)}")
     _checks.is_bool("swizzled", swizzled)
     ready(x, "quantize")
-    values, scales = ops.mxfp8_quantize(x, axis, dtype, swizzled)
+    values, scales = operators.mxfp8_quantize(x, axis, dtype, swizzled)
     return MXFP8Tensor._trusted(values, scales, swizzled)

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .. import _checks, ops
+from .. import _checks
 from ..layout import TILE_ROWS, swizzle_scales, unswizzle_scales
+from ..ops import operators
 from ..support import ready
 from . import _fields, _pytree
 from ._base import Container, of_bytes, scaling_options, unpickled
@@ -225,7 +226,9 @@ class NVFP4Tensor(Conventions, Container):
         if flat is None:
             return torch.stack([self[e].dequantize(dtype) for e in range(self.codes.shape[0])])
         offs = self.offs if self.offs_dim == 0 else None
-        result: Tensor = ops.dequantize(flat.codes, flat.scales, flat.amax, self.e4m3_max, dtype, True, offs)
+        result: Tensor = operators.dequantize(
+            flat.codes, flat.scales, flat.amax, self.e4m3_max, dtype, True, offs
+        )
         return result.view(self.shape)
 
     def _with(self, codes: Tensor, scales: Tensor, amax: Tensor, offs: Tensor | None) -> NVFP4Tensor:

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .. import _checks, ops
+from .. import _checks
+from ..ops import operators
 from ..support import ready
 from . import _fields, _pytree
 from ._base import Container, scaling_options
@@ -127,7 +128,7 @@ def prepack(w: NVFP4Tensor) -> PrepackedTensor:
     if w.codes.shape[-2] == 0:
         raise ValueError(f"w: shape is {tuple(w.shape)}, must have at least one row")
     ready(w.codes, "quantize")
-    data = ops.prepack(w.codes, w.scales)
+    data = operators.prepack(w.codes, w.scales)
     made = PrepackedTensor._trusted(data, w.amax, w.shape, w.e4m3_max, w.hadamard_signs)
     return made._stamped(w.dtype)
 
@@ -146,7 +147,7 @@ def unprepack(p: PrepackedTensor) -> NVFP4Tensor:
             f"p: got {_checks.describe(p)}, must be an fp4gemm.PrepackedTensor (see fp4gemm.prepack)"
         )
     ready(p.data, "quantize")
-    codes, scales = ops.unpack(p.data, *p.shape[-2:])
+    codes, scales = operators.unprepack(p.data, *p.shape[-2:])
     made = NVFP4Tensor._trusted(codes, scales, p.amax, p.e4m3_max, None, p.hadamard_signs)
     return made._stamped(p.dtype)
 

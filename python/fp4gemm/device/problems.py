@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _gemm_checks, layout, ops
+from .. import activations, layout
+from .._checks import gemm as gemm_checks
 from ..kernel_table import KernelInfo
+from ..ops import operators
+from ..ops.schema import GemmCall
 from ..reference import decode_e2m1
 
 SEED = 20260
@@ -28,53 +31,42 @@ NAN_SCALES = (0x7F, 0xFF)
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call of an operator: its operands, and either every term of its epilogue or none."""
+    """One call of the operator: its operands, and all terms of its epilogue or none."""
 
     name: str
-    mode: str  # KernelInfo.mode of the kernels that compute it
-    operands: tuple[Tensor | None, ...]  # a, b, scale_a, scale_b and, with groups, offs
+    operands: GemmCall  # without terms
     shape: tuple[int, ...]  # of D
     terms: dict[str, Any]  # by name; c is float32 here
     prepacks: bool = False  # b is prepacked first, on the device
 
+    @property
+    def mode(self) -> str:
+        """The mode of the kernels that compute it."""
+        return "dense" if self.operands.offs is None else "grouped"
+
     def suits(self, kernel: KernelInfo) -> bool:
         """Whether the kernel computes it."""
-        is_gated = self.terms.get("activation") == _gemm_checks.SWIGLU
-        a, b, scale_a, scale_b = self.operands[:4]
-        if a is None or b is None or kernel.mode != self.mode or kernel.is_gated != is_gated:
+        x = self.operands
+        is_gated = activations.by_number[self.terms.get("activation", 0)].is_gated
+        if kernel.mode != self.mode or kernel.is_gated != is_gated:
             return False
-        formats = _gemm_checks.formats(a, scale_a, scale_b, int(self.prepacks))
-        return kernel.supports(*formats, ragged="k" if self.mode == "grouped" and b.dim() == 2 else "m")
+        formats = gemm_checks.formats(x.a, x.scale_a, x.scale_b, int(self.prepacks))
+        return kernel.supports(*formats, ragged="k" if gemm_checks.is_ragged_k(x) else "m")
 
     def run(self, device: torch.device, out_dtype: torch.dtype, kernel: str | None) -> Tensor:
         """D on the CPU, computed by a kernel or the reference; elements that were not written are NaN."""
         size = torch.Size(self.shape).numel() * out_dtype.itemsize
         out = torch.full((size,), POISON, dtype=torch.uint8, device=device).view(out_dtype).view(self.shape)
-        moved = {
-            name: value.to(device) if isinstance(value, Tensor) else value
-            for name, value in self.terms.items()
-        }
-        if "c" in moved:
-            moved["c"] = moved["c"].to(out_dtype)
-        absent = {"alpha": 1.0, "alpha_row": None, "alpha_col": None, "bias": None}
-        operator = ops.scaled_mm_out
-        if self.mode == "grouped":
-            operator, absent = ops.scaled_grouped_mm_out, absent | {"alpha_groups": None}
-        a, b, scale_a, scale_b, *offs = (None if x is None else x.to(device) for x in self.operands)
-        groups: dict[str, Any] = {"offs": offs[0]} if offs else {}
-        if self.prepacks and b is not None:
-            groups["b_rows"] = b.shape[-2]
-            b, scale_b = ops.prepack(b, scale_b), None
-        operator(
-            a=a,
-            b=b,
-            scale_a=scale_a,
-            scale_b=scale_b,
-            kernel=kernel,
-            out=out,
-            **groups,
-            **(absent | moved),
-        )
+        call = self.operands._replace(kernel_name=kernel, **self.terms)
+        if call.c is not None:
+            call = call._replace(c=call.c.to(out_dtype))
+        tensors = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
+        moved: dict[str, Any] = {name: x.to(device) for name, x in tensors.items()}
+        call = call._replace(**moved)
+        if self.prepacks:
+            packed = operators.prepack(call.b, call.scale_b)
+            call = call._replace(b=packed, scale_b=None, b_rows=call.b.shape[-2])
+        operators.gemm_out(*call[:-1], out=out)  # all but out_dtype, which is that of out
         return out.cpu()
 
 
@@ -85,26 +77,25 @@ def problems() -> list[Problem]:
     for m, n, k in DENSE:
         a, b = _matrix(m, k, gen), _matrix(n, k, gen)
         scale_b = layout.swizzle_scales(b[1])
-        operands: tuple[Tensor, ...] = (a[0], b[0], layout.swizzle_scales(a[1]), scale_b)
-        made += _with_terms(f"{m}x{n}x{k}", "dense", operands, (m, n), gen)
-        made += _prepacked(f"{m}x{n}x{k}", "dense", (_values(*a), b[0], None, scale_b), (m, n), gen)
+        operands = GemmCall(a[0], b[0], layout.swizzle_scales(a[1]), scale_b)
+        made += _with_terms(f"{m}x{n}x{k}", operands, (m, n), gen)
+        made += _prepacked(f"{m}x{n}x{k}", operands, _values(*a), (m, n), gen)
     operands, values, shape = _ragged_m(gen)
-    made += _with_terms("ragged m", "grouped", operands, shape, gen)
-    made += _prepacked("ragged m", "grouped", (values, operands[1], None, *operands[3:]), shape, gen)
-    made += _with_terms("ragged k", "grouped", *_ragged_k(gen), gen)
+    made += _with_terms("ragged m", operands, shape, gen)
+    made += _prepacked("ragged m", operands, values, shape, gen)
+    made += _with_terms("ragged k", *_ragged_k(gen), gen)
     return made + _one_hot(gen)
 
 
 def _prepacked(
-    name: str, mode: str, operands: tuple[Tensor | None, ...], shape: tuple[int, ...], gen: torch.Generator
+    name: str, operands: GemmCall, values: Tensor, shape: tuple[int, ...], gen: torch.Generator
 ) -> list[Problem]:
-    """The products of float16 and bfloat16 values with a prepacked weight."""
+    """The products of the values of a, in float16 and in bfloat16, with a prepacked weight."""
     made = []
     for dtype in (torch.float16, torch.bfloat16):
-        values = operands[0]
-        if values is not None:
-            full_name = f"{name}, prepacked, {str(dtype).removeprefix('torch.')}"
-            made += _with_terms(full_name, mode, (values.to(dtype), *operands[1:]), shape, gen, prepacks=True)
+        said = f"{name}, prepacked, {str(dtype).removeprefix('torch.')}"
+        plain = operands._replace(a=values.to(dtype), scale_a=None)
+        made += _with_terms(said, plain, shape, gen, prepacks=True)
     return made
 
 
@@ -124,10 +115,10 @@ def _one_hot(gen: torch.Generator) -> list[Problem]:
     for dtype in (torch.float16, torch.bfloat16):
         name = f"prepacked, one-hot {str(dtype).removeprefix('torch.')}"
         one, f8 = torch.eye(k, dtype=dtype), torch.float8_e4m3fn
-        dense = (one, codes[0], None, scales[0].view(f8))
-        made.append(Problem(name, "dense", dense, (k, n), {}, True))
-        grouped = (torch.cat((one, one)), codes, None, scales.view(f8), ends)
-        made.append(Problem(f"{name}, groups", "grouped", grouped, (2 * k, n), {}, True))
+        dense = GemmCall(one, codes[0], scale_b=scales[0].view(f8))
+        made.append(Problem(name, dense, (k, n), {}, True))
+        grouped = GemmCall(torch.cat((one, one)), codes, scale_b=scales.view(f8), offs=ends)
+        made.append(Problem(f"{name}, groups", grouped, (2 * k, n), {}, True))
     return made
 
 
@@ -138,37 +129,36 @@ def _values(codes: Tensor, scales: Tensor) -> Tensor:
 
 def _with_terms(
     name: str,
-    mode: str,
-    operands: tuple[Tensor | None, ...],
+    operands: GemmCall,
     shape: tuple[int, ...],
     gen: torch.Generator,
     prepacks: bool = False,
 ) -> list[Problem]:
+    """The product alone, and with every term for each activation."""
     m, n = shape[-2:]
     terms = {
         "alpha": 0.37,
         "alpha_row": torch.rand(m, generator=gen) * 2e-3,
         "alpha_col": torch.rand(n, generator=gen) + 0.5,
         "bias": torch.randn(n, generator=gen),
-        "activation": 2,
-        "c": torch.randn(shape, generator=gen),
-        "beta": -0.6,
     }
-    if mode == "grouped":
+    addend = {"c": torch.randn(shape, generator=gen), "beta": -0.6}
+    if operands.offs is not None:
         num_groups = len(SIZES)
         terms["alpha_col"] = torch.rand((num_groups, n), generator=gen) + 0.5
         terms["bias"] = torch.randn((num_groups, n), generator=gen)
         terms["alpha"], terms["alpha_groups"] = 1.0, torch.rand(num_groups, generator=gen)
-    made = [
-        Problem(name, mode, operands, shape, {}, prepacks),
-        Problem(f"{name} with every term", mode, operands, shape, terms, prepacks),
-    ]
-    if len(shape) == 2:
-        gate = {"activation": _gemm_checks.SWIGLU}
-        gated = {key: value for key, value in terms.items() if key not in ("c", "beta")} | gate
-        half = (m, n // 2)
-        made.append(Problem(f"{name}, gated", mode, operands, half, gate, prepacks))
-        made.append(Problem(f"{name}, gated, with every term", mode, operands, half, gated, prepacks))
+    made = [Problem(name, operands, shape, {}, prepacks)]
+    for number, activation in activations.by_number.items():
+        said = f"{name}, {activation.name or 'no activation'}"
+        act = {"activation": number}
+        if not activation.is_gated:
+            every = {**terms, **addend, **act}
+            made.append(Problem(f"{said}, with every term", operands, shape, every, prepacks))
+        elif len(shape) == 2:
+            half = (m, activation.width(n))
+            made.append(Problem(said, operands, half, act, prepacks))
+            made.append(Problem(f"{said}, with every term", operands, half, {**terms, **act}, prepacks))
     return made
 
 
@@ -183,7 +173,7 @@ def _ends() -> Tensor:
     return torch.tensor(SIZES).cumsum(0).to(torch.int32)
 
 
-def _ragged_m(gen: torch.Generator) -> tuple[tuple[Tensor, ...], Tensor, tuple[int, ...]]:
+def _ragged_m(gen: torch.Generator) -> tuple[GemmCall, Tensor, tuple[int, ...]]:
     """The operands of a product with ragged m, the values of a, and the shape of D."""
     n, k = RAGGED_M
     m = sum(SIZES) + LOOSE_ROWS
@@ -196,10 +186,11 @@ def _ragged_m(gen: torch.Generator) -> tuple[tuple[Tensor, ...], Tensor, tuple[i
     b = torch.stack([weight[0] for weight in weights])
     scale_b = torch.stack([layout.swizzle_scales(weight[1]).view(torch.uint8) for weight in weights])
     f8 = torch.float8_e4m3fn
-    return (codes, b, grouped.view(f8), scale_b.view(f8), _ends()), _values(codes, scales), (m, n)
+    operands = GemmCall(codes, b, grouped.view(f8), scale_b.view(f8), _ends())
+    return operands, _values(codes, scales), (m, n)
 
 
-def _ragged_k(gen: torch.Generator) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+def _ragged_k(gen: torch.Generator) -> tuple[GemmCall, tuple[int, ...]]:
     """The operands of a product with ragged k, and the shape of D."""
     m, n = RAGGED_K
     k = sum(-(-size // 64) * 64 for size in SIZES) + 64  # and 64 columns after the last group
@@ -217,4 +208,4 @@ def _ragged_k(gen: torch.Generator) -> tuple[tuple[Tensor, ...], tuple[int, ...]
         scales.view(torch.uint8)[:, empty.view(-1, 16).all(1)] = 0
         operands.append((codes, layout.swizzle_scales(scales)))
     (a, scale_a), (b, scale_b) = operands
-    return (a, b, scale_a, scale_b, _ends()), (len(SIZES), m, n)
+    return GemmCall(a, b, scale_a, scale_b, _ends()), (len(SIZES), m, n)

@@ -159,16 +159,14 @@ def _difference(a: Activations, w: NVFP4Tensor, rows: Sequence[int], got: Tensor
         alpha = 1 / (36 * a.e4m3_max * w.e4m3_max)  # rounds once
     for begin in range(0, w.shape[0], COLUMNS):
         columns = slice(begin, begin + COLUMNS)
-        want = reference.scaled_mm(
+        want = reference.gemm(
             values,
             w.codes[columns],
-            None,
-            w.scales[columns],
-            alpha,
-            alpha_row,
-            w.amax if w.amax.numel() == 1 else w.amax[columns],
-            None,
-            got.dtype,
+            scale_b=w.scales[columns],
+            alpha=alpha,
+            alpha_row=alpha_row,
+            alpha_col=w.amax if w.amax.numel() == 1 else w.amax[columns],
+            out_dtype=got.dtype,
         )
         part = got[index, columns].contiguous()
         differ = (part.view(torch.uint8) != want.view(torch.uint8)).view(*want.shape, -1).any(2)

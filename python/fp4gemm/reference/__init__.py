@@ -9,11 +9,10 @@ from __future__ import annotations
 from .activations import activate
 from .decoding import decode, dequantize, quantize_decoded
 from .formats import decode_e2m1, encode_e2m1, encode_e4m3, encode_e8m0
-from .gemm import scaled_mm
-from .grouped_gemm import scaled_grouped_mm
+from .gemm import gemm, gemm_out
 from .mxfp8 import mxfp8_dequantize, mxfp8_quantize
 from .nvfp4 import quantize, quantize_both
-from .prepacking import prepack, unpack
+from .prepacking import prepack, unprepack
 from .producers import (
     rms_norm,
     rms_norm_quantize,
@@ -31,6 +30,8 @@ __all__ = [
     "encode_e2m1",
     "encode_e4m3",
     "encode_e8m0",
+    "gemm",
+    "gemm_out",
     "mxfp8_dequantize",
     "mxfp8_quantize",
     "prepack",
@@ -40,10 +41,8 @@ __all__ = [
     "rms_norm",
     "rms_norm_quantize",
     "rms_norm_quantize_decoded",
-    "scaled_grouped_mm",
-    "scaled_mm",
     "silu_and_mul",
     "silu_and_mul_quantize",
     "silu_and_mul_quantize_decoded",
-    "unpack",
+    "unprepack",
 ]

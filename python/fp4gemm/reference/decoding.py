@@ -5,11 +5,21 @@ Those kernels' left operand is made in one step by quantize_decoded: the decoded
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import _checks
 from ..layout import unswizzle_scales
+from ..ops.schema import (
+    DequantizeCall,
+    PackedCall,
+    QuantizeCall,
+    QuantizeDecodedCall,
+    accepts,
+    narrowed,
+)
 from . import checks
 from .chunks import f32, row_chunks
 from .formats import E2M1_MAX, decode_e2m1
@@ -21,15 +31,8 @@ __all__ = ["decode", "dequantize", "quantize_decoded"]
 BLOCK = _checks.BLOCK
 
 
-def dequantize(
-    codes: Tensor,
-    scales: Tensor,
-    amax: Tensor,
-    e4m3_max: int,
-    dtype: torch.dtype,
-    swizzled: bool = True,
-    offs: Tensor | None = None,
-) -> Tensor:
+@accepts(DequantizeCall)
+def dequantize(call: DequantizeCall) -> Tensor:
     """cast(fl(q * fl(fl(s * A) * fl(1 / (6 * e4m3_max))))): q the e2m1 value, s the block scale, A the amax.
 
     Args:
@@ -45,15 +48,16 @@ def dequantize(
     Returns:
         (m, k) of dtype.
     """
-    codes = _checks.codes("codes", codes)
+    scales, dtype, swizzled, offs = call.scales, call.dtype, call.swizzled, call.offs
+    codes = _checks.codes("codes", call.codes)
     m, k = codes.shape[0], 2 * codes.shape[1]
     _checks.is_one_of("swizzled", swizzled, (True, False))
     groups = None if offs is None else Groups(offs, m, codes.device)
     compact = _compact(scales, m, k, codes.device, swizzled, groups)
-    amax = _checks.vector("amax", amax, m, codes.device, "codes").view(-1, 1)
-    _checks.is_one_of("e4m3_max", e4m3_max, _checks.E4M3_BOUNDS)
+    amax = _checks.vector("amax", call.amax, m, codes.device, "codes").view(-1, 1)
+    _checks.is_one_of("e4m3_max", call.e4m3_max, _checks.E4M3_BOUNDS)
     _checks.is_float_dtype("dtype", dtype)
-    factor = torch.div(f32(1.0, codes.device), f32(E2M1_MAX * e4m3_max, codes.device))
+    factor = torch.div(f32(1.0, codes.device), f32(E2M1_MAX * call.e4m3_max, codes.device))
     out = torch.empty((m, k), dtype=dtype, device=codes.device)
     for i, j in row_chunks(m, k):
         final = compact[i:j].to(torch.float32) * (amax if amax.shape[0] == 1 else amax[i:j]) * factor
@@ -81,14 +85,15 @@ def _compact(
     )
 
 
-def decode(codes: Tensor, scales: Tensor) -> Tensor:
+@accepts(PackedCall)
+def decode(call: PackedCall) -> Tensor:
     """q * s as float16 (m, k): exact, since the product has at most 6 significant bits and is at most 2688.
 
     Args:
         codes: uint8 (m, k/2).
         scales: float8_e4m3fn (ceil128(m), ceil4(k/16)), swizzled.
     """
-    codes, scales = _checks.packed_operand("codes", codes, "scales", scales)
+    codes, scales = _checks.packed_operand("codes", call.codes, "scales", call.scales)
     return _values(codes, unswizzle_scales(scales, codes.shape[0], codes.shape[1] * 2 // BLOCK))
 
 
@@ -102,25 +107,13 @@ def _values(codes: Tensor, compact: Tensor) -> Tensor:
     return out
 
 
-def quantize_decoded(
-    x: Tensor,
-    amax: Tensor | None,
-    per_row: bool,
-    encode: int = 0,
-    four_over_six: int = 0,
-    fast_error: bool = False,
-    e4m3_max: int = 448,
-    hadamard: int = 0,
-    signs: int = 0,
-    rng_state: Tensor | None = None,
-    offs: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+@accepts(QuantizeDecodedCall)
+def quantize_decoded(call: Any) -> tuple[Tensor, Tensor]:
     """(q * s as float16 (m, k), amax) of what quantize makes of x with blocks along k; later rows give 0.
 
     The arguments, amax and what is raised are those of :func:`fp4gemm.reference.quantize`.
     """
-    options = (encode, four_over_six, fast_error, e4m3_max, hadamard, signs, rng_state, offs)
-    codes, scales, made = quantize(x, amax, per_row, -1, 1, *options)
-    m, k = x.shape
-    groups = None if offs is None else Groups(offs, m, x.device)
-    return _values(codes, _compact(scales, m, k, x.device, True, groups)), made
+    codes, scales, made = quantize(*narrowed(QuantizeCall, call))
+    m, k = call.x.shape
+    groups = None if call.offs is None else Groups(call.offs, m, call.x.device)
+    return _values(codes, _compact(scales, m, k, call.x.device, True, groups)), made

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .activations import activate
+from ..activations import ACTIVATIONS, Activation
 
 
 class Epilogue(NamedTuple):
@@ -20,7 +20,7 @@ class Epilogue(NamedTuple):
     row: Tensor | None = None  # (m,) or (1,) f32
     col: Tensor | None = None  # (n,) or (1,) f32
     bias: Tensor | None = None  # (n,) f32
-    activation: int = 0
+    activation: Activation = ACTIVATIONS[0]
     c: Tensor | None = None  # (m, n) of the output type
     beta: Tensor | None = None  # () f32, with c
 
@@ -50,7 +50,7 @@ class Epilogue(NamedTuple):
         """act(z + bias) + beta * c, (m, n) or (m, n/2) f32. Each operation of these lines rounds once."""
         if self.bias is not None:
             z = z + self.bias
-        y = activate(z, self.activation)
+        y = self.activation(z)
         if self.c is not None and self.beta is not None:
             y = y + self.c.to(torch.float32) * self.beta
         return y

@@ -1,83 +1,151 @@
-"""The product with its fused epilogue."""
+"""The product with its fused epilogue, dense and grouped: gemm, and gemm_out, which writes a given tensor."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .. import _checks, _gemm_checks
+from .. import _checks
+from .._checks import gemm as gemm_checks
+from ..ops.schema import GemmCall, accepts, accepts_out
+from . import spans
 from .chunks import f32, row_chunks
 from .decoding import decode
 from .epilogue import Epilogue
+from .prepacking import unprepack
 
-__all__ = ["scaled_mm"]
+__all__ = ["gemm", "gemm_out"]
 
 
-def scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-    alpha: float = 1.0,
-    alpha_row: Tensor | None = None,
-    alpha_col: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    activation: int = 0,
-    c: Tensor | None = None,
-    beta: float = 1.0,
-) -> Tensor:
+@accepts(GemmCall)
+def gemm(call: GemmCall) -> Tensor:
     """D = cast(fl(act(fl(fl(alpha * fl(alpha_col[n] * fl(alpha_row[m] * acc))) + bias[n])) + fl(beta * C))).
 
     acc = fl(sum_k a b): the accumulator is the fp64 sum rounded once to fp32. Decoded products lie on a
     lattice of 2^-20, so that fp64 sum is exact (order-free) as long as it stays below 2^33, which
     e2m1 x e4m3 operands of any k <= 1024 always do and others of ordinary size do as well.
 
+    With offs, D of each group is the product of its part of the operands; the rank of b says what the groups
+    divide. Ragged m (b of rank 3): group g multiplies rows offs[g-1] .. offs[g]-1 of a with b[g] and writes
+    these rows of D (m, n); the rows from offs[-1] on are not written. Ragged k (b of rank 2): D[g] of
+    (g, m, n) is the product over the columns of group g, which begin at the next multiple of 64; that of an
+    empty group is cast(act(bias) + beta * C), so exactly 0 without them.
+
     Args:
-        a: codes uint8 (m, k/2), with scale_a swizzled float8_e4m3fn; or float16 (m, k) with scale_a None.
-        b: likewise, (n, k/2) or (n, k), with scale_b.
-        alpha: one number, rounded to float32.
-        alpha_row: float32 (m,) or (1,), or None for 1.
-        alpha_col: float32 (n,) or (1,), or None for 1.
-        bias: (n,), or None; widened to float32.
-        out_dtype: bfloat16, float16 or float32.
+        a: codes uint8 (m, k/2), with scale_a swizzled float8_e4m3fn; or float16 or bfloat16 (m, k) with
+            scale_a None.
+        b: codes uint8 (n, k/2), with ragged m (g, n, k/2), with scale_b; or float16 (n, k) or (g, n, k) with
+            scale_b None; or with b_rows = n the bytes of prepacked weights, (bytes,) or (g, bytes), with
+            scale_b None.
+        scale_a: of an (m, k) matrix, with ragged m of its groups (grouped_scale_rows(m, g), ceil4(k/16)).
+        scale_b: of an (n, k) matrix, with ragged m of a stack of them (g, ceil128(n), ceil4(k/16)).
+        offs: int32 (g,), the cumulative ends of the groups, read on the host; None for a dense product.
+        alpha: one number, rounded to float32; 1 with alpha_groups.
+        alpha_groups: float32 (g,), in place of alpha.
+        alpha_row: float32 (m,) or (1,), with ragged k also (g, m) or (g, 1); None for 1.
+        alpha_col: float32 (n,) or (1,), with groups also (g, n) or (g, 1); None for 1.
+        bias: (n,), with groups also (g, n), of any float type, widened to float32; or None.
         activation: as in :func:`activate`.
-        c: (m, n) of out_dtype, or None.
+        c: as D, or None; with gemm_out it may be out itself.
         beta: one number, rounded to float32; 1 without c.
+        batch_invariant: a bool; the bits are the same.
+        b_rows: n of a prepacked b; 0 of any other.
+        kernel_name: None or "cpu_reference".
+        out_dtype: bfloat16, float16 or float32.
 
     Returns:
-        (m, n) of out_dtype, contiguous; with swiglu (m, n/2).
+        (m, n) or (g, m, n) of out_dtype, contiguous; with a gated activation (m, n/2).
     """
-    a, scale_a = _gemm_checks.operand("a", a, scale_a)
-    b, scale_b = _gemm_checks.operand("b", b, scale_b)
-    _checks.is_float_dtype("out_dtype", out_dtype)
-    m, n = _gemm_checks.arguments(a, b, alpha_row, alpha_col, out_dtype)
-    dev = a.device
-    name = "fp4gemm.scaled_mm"
+    return _gemm(call, None)
+
+
+@accepts_out
+def gemm_out(call: GemmCall, out: Tensor) -> None:
+    """:func:`gemm` into out, whose dtype is the output type. Rows of no group keep what they hold."""
+    _checks.has_dtype("out", _checks.is_tensor("out", out), _checks.FLOAT_DTYPES)
+    _gemm(call, out)
+
+
+def _gemm(call: GemmCall, out: Tensor | None) -> Tensor:
+    name, dtype = "fp4gemm.scaled_mm" if call.offs is None else "fp4gemm.scaled_grouped_mm", call.out_dtype
+    _checks.is_float_dtype("out_dtype", dtype)
+    _checks.is_bool("batch_invariant", call.batch_invariant)
+    if call.kernel_name not in (None, _checks.CPU_KERNEL):
+        raise ValueError(
+            f"kernel_name: got {call.kernel_name!r}, must be None or {_checks.CPU_KERNEL!r} on the CPU"
+        )
+    call = gemm_checks.checked_operands(_unprepacked(call))
+    shape = gemm_checks.checked_shape(call, dtype)
+    device, offs, bias, c = call.a.device, call.offs, call.bias, call.c
+    alpha = gemm_checks.alpha(call, name)
     if bias is not None:
-        bias = _gemm_checks.bias(bias, n, dev, name)
-    kind = _gemm_checks.activation_number(activation)
-    if kind == _gemm_checks.SWIGLU:
-        _gemm_checks.gated(n, out_dtype, c)
+        bias = gemm_checks.bias(bias, shape[-1], device, name, None if offs is None else offs.shape[0])
+    activation = gemm_checks.activation_of_number(call.activation)
+    if activation.is_gated:
+        gemm_checks.gated(activation, shape[-1], dtype, c, gemm_checks.is_ragged_k(call))
+        shape = (*shape[:-1], activation.width(shape[-1]))
+    beta = gemm_checks.beta(call.beta, c)
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=device)
+    else:
+        gemm_checks.out(out, shape, None, device, name)
     if c is not None:
-        _gemm_checks.c(c, (m, n), out_dtype, dev, name)
-    terms = Epilogue(
-        f32(_gemm_checks.alpha(alpha), dev),
-        alpha_row,
-        alpha_col,
-        bias,
-        kind,
-        c,
-        f32(_gemm_checks.beta(beta, c), dev),
-    )
-    out = torch.empty((m, _gemm_checks.width(n, kind)), dtype=out_dtype, device=dev)
-    product_into(out, values(a, scale_a), values(b, scale_b), terms)
+        gemm_checks.c(c, shape, dtype, device, name)
+    scalar = f32(alpha, device) if call.alpha_groups is None else call.alpha_groups
+    terms = Epilogue(scalar, call.alpha_row, call.alpha_col, bias, activation, c, f32(beta, device))
+    if offs is None:
+        product_into(out, values(call.a, call.scale_a), values(call.b, call.scale_b), terms)
+    elif gemm_checks.is_ragged_k(call):
+        _ragged_k_into(out, call, offs, terms)
+    else:
+        _ragged_m_into(out, call, offs, terms)
     return out
+
+
+def _unprepacked(call: GemmCall) -> GemmCall:
+    """The same call with codes and scales in place of a prepacked b."""
+    _checks.is_int("b_rows", call.b_rows, 0)
+    if not call.b_rows:
+        return call
+    k = call.a.shape[-1] * (1 if call.scale_a is None else 2)
+    gemm_checks.prepacked(call, k)
+    codes, scales = unprepack(call.b, call.b_rows, k)
+    return call._replace(b=codes, scale_b=scales, b_rows=0)
+
+
+def _ragged_m_into(out: Tensor, call: GemmCall, offs: Tensor, terms: Epilogue) -> None:
+    a, b, scale_a, scale_b = call.a, call.b, call.scale_a, call.scale_b
+    for g, (begin, end, scale_begin, scale_end) in enumerate(spans.of_rows(offs, a.shape[0])):
+        if begin == end:
+            continue
+        left = values(a[begin:end], None if scale_a is None else scale_a[scale_begin:scale_end])
+        right = values(b[g], None if scale_b is None else scale_b[g])
+        product_into(out[begin:end], left, right, terms.group(g).rows(begin, end))
+
+
+def _ragged_k_into(out: Tensor, call: GemmCall, offs: Tensor, terms: Epilogue) -> None:
+    a, b, scale_a, scale_b = call.a, call.b, call.scale_a, call.scale_b
+    for g, (begin, end) in enumerate(spans.of_columns(offs, gemm_checks.depth(a))):
+        own = terms.group(g)
+        if own.c is not None:
+            own = own._replace(c=own.c[g])
+        if begin == end:
+            out[g] = own.finished(torch.zeros(out.shape[1:], device=a.device))
+        else:
+            left, right = (_column_values(x, s, begin, end) for x, s in ((a, scale_a), (b, scale_b)))
+            product_into(out[g], left, right, own)
 
 
 def values(data: Tensor, scales: Tensor | None) -> Tensor:
     """Decoded values (rows, k) of codes and their scales, or of an operand that is decoded already."""
     return data if scales is None else decode(data, scales)
+
+
+def _column_values(data: Tensor, scales: Tensor | None, begin: int, end: int) -> Tensor:
+    """Decoded columns begin .. end-1, multiples of 64, of an operand (rows, k)."""
+    if scales is None:
+        return data[:, begin:end]
+    return values(data[:, begin // 2 : end // 2].contiguous(), spans.scales_of_columns(scales, begin, end))
 
 
 def product_into(out: Tensor, a: Tensor, b: Tensor, terms: Epilogue) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import _checks
 from ..layout import swizzle_scales, unswizzle_scales
+from ..ops.schema import MXFP8DequantizeCall, MXFP8QuantizeCall, accepts
 from .chunks import f32, row_chunks
 from .formats import decode_e8m0, encode_e8m0
 
@@ -25,7 +26,8 @@ __all__ = ["mxfp8_dequantize", "mxfp8_quantize"]
 BLOCK = 32
 
 
-def mxfp8_quantize(x: Tensor, axis: int, dtype: torch.dtype, swizzled: bool) -> tuple[Tensor, Tensor]:
+@accepts(MXFP8QuantizeCall)
+def mxfp8_quantize(call: MXFP8QuantizeCall) -> tuple[Tensor, Tensor]:
     """(values, scales) of x (m, k) or of its transpose, as the head of this file defines them.
 
     Args:
@@ -38,6 +40,7 @@ def mxfp8_quantize(x: Tensor, axis: int, dtype: torch.dtype, swizzled: bool) -> 
         values of dtype (m, k); scales float8_e8m0fnu (ceil128(m), ceil4(k/32)), pads zero, or (m, k/32). For
         axis 0, m and k change places.
     """
+    x, axis, dtype, swizzled = call
     _checks.quantize_input(x, "fp4gemm.quantize_mxfp8", step=BLOCK)
     _checks.is_one_of("axis", axis, (-1, 0))
     _checks.is_one_of("dtype", dtype, _checks.FP8_DTYPES)
@@ -63,7 +66,8 @@ def mxfp8_quantize(x: Tensor, axis: int, dtype: torch.dtype, swizzled: bool) -> 
     return values, swizzle_scales(scales) if swizzled else scales
 
 
-def mxfp8_dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype, swizzled: bool) -> Tensor:
+@accepts(MXFP8DequantizeCall)
+def mxfp8_dequantize(call: MXFP8DequantizeCall) -> Tensor:
     """cast(fl(v * 2^(code - 127))), (m, k) of dtype; a scale of code 255 gives NaN.
 
     Args:
@@ -72,6 +76,7 @@ def mxfp8_dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype, swizzle
         dtype: bfloat16, float16 or float32; float16 overflows to inf.
         swizzled: which of the two.
     """
+    values, scales, dtype, swizzled = call
     _checks.has_dtype("values", _checks.is_tensor("values", values), _checks.FP8_DTYPES)
     _checks.has_rank("values", values, 2, "(m, k)")
     m, k = values.shape

@@ -18,13 +18,14 @@ NaN, a NaN element gives code 7. "te_per_token" is TransformerEngine's pull requ
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _checks
 from ..layout import padded_scale_shape, swizzle_scales
+from ..ops.schema import QuantizeBothCall, QuantizeCall, accepts, narrowed
 from . import checks
 from . import four_over_six as adaptive
 from .chunks import f32, row_chunks
@@ -38,52 +39,21 @@ __all__ = ["quantize", "quantize_both"]
 BLOCK = _checks.BLOCK
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What is quantized and how, checked; the fields are the arguments of :func:`quantize`."""
-
-    x: Tensor
-    per_row: bool
-    axis: int
-    block_rows: int
-    encode: int
-    four_over_six: int
-    fast_error: bool
-    e4m3_max: int
-    hadamard: int
-    signs: int
-    rng_state: Tensor | None
-
-    def shape(self) -> tuple[int, int]:
-        """(rows, k) of the result."""
-        m, k = self.x.shape
-        return (k, m) if self.axis == 0 else (m, k)
-
-    def load(self, begin: int, end: int) -> Tensor:
-        """float32 (end - begin, blocks, 16): rows of x, or of its transpose, rotated where asked for."""
-        rows = self.x[:, begin:end].t() if self.axis == 0 else self.x[begin:end]
-        blocks = rows.to(torch.float32).contiguous().view(end - begin, -1, BLOCK)
-        return rotate(blocks, self.signs, self.hadamard == 1) if self.hadamard else blocks
-
-    def chunks(self, step: int = 1) -> list[tuple[int, int]]:
-        return list(row_chunks(*self.shape(), step))
+def _shape(call: QuantizeCall) -> tuple[int, int]:
+    """(rows, k) of the result."""
+    m, k = call.x.shape
+    return (k, m) if call.axis == 0 else (m, k)
 
 
-def quantize(
-    x: Tensor,
-    amax: Tensor | None,
-    per_row: bool,
-    axis: int = -1,
-    block_rows: int = 1,
-    encode: int = 0,
-    four_over_six: int = 0,
-    fast_error: bool = False,
-    e4m3_max: int = 448,
-    hadamard: int = 0,
-    signs: int = 0,
-    rng_state: Tensor | None = None,
-    offs: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _load(call: QuantizeCall, begin: int, end: int) -> Tensor:
+    """float32 (end - begin, blocks, 16): rows of x, or of its transpose, rotated where asked for."""
+    rows = call.x[:, begin:end].t() if call.axis == 0 else call.x[begin:end]
+    blocks = rows.to(torch.float32).contiguous().view(end - begin, -1, BLOCK)
+    return rotate(blocks, call.signs, call.hadamard == 1) if call.hadamard else blocks
+
+
+@accepts(QuantizeCall)
+def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, scales, amax) of x (m, k) or of its transpose, as the head of this file defines them.
 
     Args:
@@ -114,45 +84,31 @@ def quantize(
     Raises:
         TypeError, ValueError, NotImplementedError: an argument or a combination of them; the text names it.
     """
+    x, axis, offs = call.x, call.axis, call.offs
     _checks.quantize_input(x)
     _checks.is_one_of("axis", axis, (-1, 0))
-    checks.options(per_row, block_rows, encode, four_over_six, fast_error, e4m3_max, hadamard, signs)
-    rng_state = checks.random_state(rng_state, block_rows, four_over_six, x.device)
+    checks.options(call)
     groups = None
     taken = None  # blocks of columns that hold a row
-    if offs is not None and block_rows == 16:
+    if offs is not None and call.block_rows == 16:
         raise NotImplementedError("offs: got a tensor, must be None with block_rows 16")
     if offs is not None and axis == 0:
-        x, taken = pad_groups(x, offs)
+        padded, taken = pad_groups(x, offs)
+        call = call._replace(x=padded)
     elif offs is not None:
         groups = Groups(offs, x.shape[0], x.device)
     elif axis == 0:
         _checks.is_multiple("x", "m", x.shape[0], BLOCK)
-    plan = _Plan(
-        x, per_row, axis, block_rows, encode, four_over_six, fast_error, e4m3_max, hadamard, signs, rng_state
-    )
-    _check_amax("amax", amax, plan, groups)
-    codes, scales, made = _quantize(plan, amax, groups)
+    _check_amax("amax", call, groups)
+    codes, scales, made = _quantize(call, groups)
     if taken is not None:
         # A rotation of zeros may have left minus zeros there.
         codes.view(codes.shape[0], -1, BLOCK // 2)[:, ~taken] = 0
     return codes, scales, made
 
 
-def quantize_both(
-    x: Tensor,
-    amax: Tensor | None,
-    amax_t: Tensor | None,
-    per_row: bool,
-    block_rows: int = 1,
-    encode: int = 0,
-    four_over_six: int = 0,
-    fast_error: bool = False,
-    e4m3_max: int = 448,
-    hadamard: int = 0,
-    signs: int = 0,
-    rng_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@accepts(QuantizeBothCall)
+def quantize_both(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """quantize(x, axis=-1) without the rotation, then quantize(x, axis=0) with it: TransformerEngine's
     recipe.
 
@@ -163,88 +119,88 @@ def quantize_both(
 
     The other arguments, the six results and what is raised are those of :func:`quantize`.
     """
-    _checks.quantize_input(x, "fp4gemm.quantize_both")
-    checks.options(per_row, block_rows, encode, four_over_six, fast_error, e4m3_max, hadamard, signs)
-    rng_state = checks.random_state(rng_state, block_rows, four_over_six, x.device)
-    _checks.is_multiple("x", "m", x.shape[0], BLOCK)
-    if (amax is None) != (amax_t is None):
+    _checks.quantize_input(call.x, "fp4gemm.quantize_both")
+    rows = narrowed(QuantizeCall, call)
+    checks.options(rows)
+    _checks.is_multiple("x", "m", call.x.shape[0], BLOCK)
+    if (call.amax is None) != (call.amax_t is None):
         raise ValueError(
-            f"amax_t: got {'None' if amax_t is None else 'a tensor'}, must be given exactly when amax is"
+            f"amax_t: got {'None' if call.amax_t is None else 'a tensor'}, must be given exactly when amax is"
         )
-    rows = _Plan(x, per_row, -1, block_rows, encode, four_over_six, fast_error, e4m3_max, 0, 0, rng_state)
-    columns = replace(rows, axis=0, hadamard=hadamard, signs=signs)
-    _check_amax("amax", amax, rows, None)
-    _check_amax("amax_t", amax_t, columns, None)
-    return *_quantize(rows, amax, None), *_quantize(columns, amax_t, None)
+    columns = rows._replace(axis=0, amax=call.amax_t)
+    rows = rows._replace(hadamard=0, signs=0)
+    _check_amax("amax", rows, None)
+    _check_amax("amax_t", columns, None)
+    return *_quantize(rows, None), *_quantize(columns, None)
 
 
-def _check_amax(name: str, amax: object, plan: _Plan, groups: Groups | None) -> None:
-    if amax is None:
+def _check_amax(name: str, call: QuantizeCall, groups: Groups | None) -> None:
+    if call.amax is None:
         return
-    length = plan.shape()[0] if plan.per_row else 1 if groups is None else groups.num_groups
-    _checks.exact_vector(name, amax, length, torch.float32, plan.x.device, "x")
+    length = _shape(call)[0] if call.per_row else 1 if groups is None else groups.num_groups
+    _checks.exact_vector(name, call.amax, length, torch.float32, call.x.device, "x")
 
 
-def _quantize(plan: _Plan, amax: Tensor | None, groups: Groups | None) -> tuple[Tensor, Tensor, Tensor]:
-    rows, k = plan.shape()
+def _quantize(call: QuantizeCall, groups: Groups | None) -> tuple[Tensor, Tensor, Tensor]:
+    rows, k = _shape(call)
     if k == 0:  # groups along columns without a row
-        codes = torch.empty((rows, 0), dtype=torch.uint8, device=plan.x.device)
+        codes = torch.empty((rows, 0), dtype=torch.uint8, device=call.x.device)
         scales = codes.new_empty((padded_scale_shape(rows, 0)), dtype=torch.float8_e4m3fn)
-        made = (rows if plan.per_row else 1) if amax is None else 0
-        return codes, scales, torch.zeros(made, device=plan.x.device)
-    if plan.block_rows == 16 and plan.axis == 0:
-        codes, scales, amax = _cast(replace(plan, axis=-1), amax, None)
+        made = (rows if call.per_row else 1) if call.amax is None else 0
+        return codes, scales, torch.zeros(made, device=call.x.device)
+    if call.block_rows == 16 and call.axis == 0:
+        codes, scales, amax = _cast(call._replace(axis=-1), None)
         # A tile has one scale for its rows and its columns.
         tiles = scales.view(torch.uint8)[::BLOCK].t().repeat_interleave(BLOCK, dim=0)
         return _transpose_codes(codes), swizzle_scales(tiles.view(scales.dtype)), amax
-    codes, scales, amax = _cast(plan, amax, groups)
+    codes, scales, amax = _cast(call, groups)
     return codes, swizzle_scales(scales) if groups is None else groups.swizzle(scales), amax
 
 
-def _cast(plan: _Plan, amax: Tensor | None, groups: Groups | None) -> tuple[Tensor, Tensor, Tensor]:
+def _cast(call: QuantizeCall, groups: Groups | None) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, compact scales (rows, blocks) and amax."""
-    m, k = plan.shape()
-    device = plan.x.device
-    block_amax = _block_amax(plan)
+    m, k = _shape(call)
+    device, amax = call.x.device, call.amax
+    block_amax = _block_amax(call)
     if amax is None:
-        amax = _outer_amax(block_amax, plan.per_row, groups)
+        amax = _outer_amax(block_amax, call.per_row, groups)
         stored = amax
-    elif groups is not None and not plan.per_row:
+    elif groups is not None and not call.per_row:
         amax = groups.expand(amax)
         stored = amax
     else:
         stored = amax.new_empty(0)
     amax = amax.view(-1, 1)  # (m, 1) or (1, 1), as what follows
     one, fmax = f32(1.0, device), f32(_checks.FLOAT32_MAX, device)
-    encode = torch.fmin(torch.div(f32(plan.e4m3_max * E2M1_MAX, device), amax), fmax)
+    encode = torch.fmin(torch.div(f32(call.e4m3_max * E2M1_MAX, device), amax), fmax)
     encode = torch.where(encode == 0, one, encode)  # S
 
     codes = torch.empty((m, k // 2), dtype=torch.uint8, device=device)
     scales = torch.empty((m, k // BLOCK), dtype=torch.float8_e4m3fn, device=device)
-    for i, j in plan.chunks(step=plan.block_rows):
-        x = plan.load(i, j)
+    for i, j in row_chunks(m, k, call.block_rows):
+        x = _load(call, i, j)
         row_encode = encode if encode.shape[0] == 1 else encode[i:j]
-        if plan.four_over_six:
+        if call.four_over_six:
             nibbles, scales[i:j] = adaptive.quantize_blocks(
                 x,
                 block_amax[i:j],
                 row_encode,
                 amax if amax.shape[0] == 1 else amax[i:j],
-                e4m3_max=plan.e4m3_max,
-                mse=plan.four_over_six == adaptive.MSE,
-                fast=plan.fast_error,
-                tiles=plan.block_rows == 16,
+                e4m3_max=call.e4m3_max,
+                mse=call.four_over_six == adaptive.MSE,
+                fast=call.fast_error,
+                tiles=call.block_rows == 16,
             )
         else:
             scale = encode_e4m3(
                 torch.fmin(block_amax[i:j] * (row_encode * torch.div(one, f32(E2M1_MAX, device))), fmax)
             )
             scales[i:j] = scale
-            product = x * _element_factor(scale.to(torch.float32), row_encode, plan.encode).unsqueeze(2)
-            if plan.rng_state is None:
+            product = x * _element_factor(scale.to(torch.float32), row_encode, call.encode).unsqueeze(2)
+            if call.rng_state is None:
                 nibbles = encode_e2m1(product)
             else:
-                random = random_bytes(plan.rng_state, 1 + plan.axis, i, j, k // BLOCK)
+                random = random_bytes(call.rng_state, 1 + call.axis, i, j, k // BLOCK)
                 nibbles = encode_e2m1_stochastic(product, random)
         codes[i:j] = pack(nibbles.view(j - i, k))
     if groups is not None:
@@ -252,15 +208,15 @@ def _cast(plan: _Plan, amax: Tensor | None, groups: Groups | None) -> tuple[Tens
     return codes, scales, stored
 
 
-def _block_amax(plan: _Plan) -> Tensor:
+def _block_amax(call: QuantizeCall) -> Tensor:
     """float32 (rows, blocks), without NaN, which the hardware's max drops and torch's keeps."""
-    m, k = plan.shape()
-    result = torch.empty((m, k // BLOCK), dtype=torch.float32, device=plan.x.device)
-    for i, j in plan.chunks():
-        a = plan.load(i, j).abs()
+    m, k = _shape(call)
+    result = torch.empty((m, k // BLOCK), dtype=torch.float32, device=call.x.device)
+    for i, j in row_chunks(m, k):
+        a = _load(call, i, j).abs()
         a.masked_fill_(a.isnan(), 0.0)
         torch.amax(a, dim=2, out=result[i:j])
-    if plan.block_rows == 16:
+    if call.block_rows == 16:
         padded = torch.nn.functional.pad(result, (0, 0, 0, -m % BLOCK))
         result = padded.unflatten(0, (-1, BLOCK)).amax(dim=1).repeat_interleave(BLOCK, dim=0)[:m]
     return result

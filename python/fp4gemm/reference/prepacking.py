@@ -1,4 +1,4 @@
-"""NVFP4 weights in the order in which Hopper's kernels stream them, and back: prepack and unpack.
+"""NVFP4 weights in the order in which Hopper's kernels stream them, and back: prepack and unprepack.
 
 The layout is that of cpp/cutlass_evt/mainloop/nvfp4_packing.hpp. Chunks of 64 rows by 64 of k stand
 row-major, each 2048 bytes of codes and 256 of scales, zeros beyond n and k. Thread t (0..127) holds 16 bytes
@@ -27,8 +27,9 @@ from torch import Tensor
 from .. import _checks
 from ..containers import _fields
 from ..layout import swizzle_scales, unswizzle_scales
+from ..ops.schema import PackedCall, UnprepackCall, accepts
 
-__all__ = ["prepack", "unpack"]
+__all__ = ["prepack", "unprepack"]
 
 BLOCK = _checks.BLOCK
 CHUNK = 64  # rows, and of k
@@ -83,7 +84,8 @@ def _magnitudes() -> Tensor:
     return torch.cat((stored, torch.tensor([0xFF])))  # NaN
 
 
-def prepack(codes: Tensor, scales: Tensor) -> Tensor:
+@accepts(PackedCall)
+def prepack(call: PackedCall) -> Tensor:
     """The bytes of a weight, or of each of a stack, as the head of this file has them.
 
     Args:
@@ -93,7 +95,8 @@ def prepack(codes: Tensor, scales: Tensor) -> Tensor:
     Returns:
         uint8 (bytes,) or (g, bytes), bytes = 2304 * ceil(n / 64) * ceil(k / 64).
     """
-    x = _checks.is_tensor("codes", codes)
+    scales = call.scales
+    x = _checks.is_tensor("codes", call.codes)
     if x.dim() != 3:
         return _prepack(*_checks.packed_operand("codes", x, "scales", scales))
     g, n, k = x.shape[0], x.shape[1], 2 * x.shape[2]
@@ -130,7 +133,8 @@ def _prepack(codes: Tensor, scales: Tensor) -> Tensor:
     return torch.cat(parts, dim=1).flatten()
 
 
-def unpack(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
+@accepts(UnprepackCall)
+def unprepack(call: UnprepackCall) -> tuple[Tensor, Tensor]:
     """(codes, scales) of what :func:`prepack` made of a weight (n, k); the padding of the scales is zero.
 
     No scale is negative: where one was, the sixteen codes have the other sign.
@@ -140,6 +144,7 @@ def unpack(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
         n: rows of a matrix, >= 0.
         k: a positive multiple of 16.
     """
+    packed, n, k = call
     x = _checks.is_tensor("packed", packed)
     _checks.has_dtype("packed", x, (torch.uint8,))
     _checks.is_int("n", n, 0)
@@ -156,14 +161,14 @@ def unpack(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
     _checks.is_contiguous("packed", x)
     _checks.is_aligned("packed", x)
     if x.dim() == 1:
-        return _unpack(x, n, k)
-    codes, scales = zip(*(_unpack(matrix, n, k) for matrix in x), strict=True)
+        return _unprepack(x, n, k)
+    codes, scales = zip(*(_unprepack(matrix, n, k) for matrix in x), strict=True)
     # Bytes, because few torch operators know float8.
     plain = torch.stack([s.view(torch.uint8) for s in scales])
     return torch.stack(codes), plain.view(torch.float8_e4m3fn)
 
 
-def _unpack(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
+def _unprepack(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
     rows, columns = -(-n // CHUNK), -(-k // CHUNK)
     chunks = packed.view(-1, CHUNK_BYTES)
     words = chunks[:, :CODE_BYTES].contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF

@@ -21,7 +21,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _checks, _options
+from .. import _checks
+from .._checks import options as option_checks
+from ..ops.schema import RmsNormQuantizeCall, SiluAndMulQuantizeCall, accepts
 from .chunks import f32, row_chunks
 from .decoding import quantize_decoded
 from .nvfp4 import quantize
@@ -65,14 +67,16 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return out
 
 
-def silu_and_mul_quantize(x: Tensor, offs: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+@accepts(SiluAndMulQuantizeCall)
+def silu_and_mul_quantize(call: SiluAndMulQuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
     """quantize(silu_and_mul(x)), one amax a row; with offs the scales of each group for itself."""
-    return quantize(silu_and_mul(x), None, True, offs=offs)
+    return quantize(silu_and_mul(call.x), None, True, offs=call.offs)
 
 
-def silu_and_mul_quantize_decoded(x: Tensor, offs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+@accepts(SiluAndMulQuantizeCall)
+def silu_and_mul_quantize_decoded(call: SiluAndMulQuantizeCall) -> tuple[Tensor, Tensor]:
     """The same decoded: float16 (m, k) and amax."""
-    return quantize_decoded(silu_and_mul(x), None, True, offs=offs)
+    return quantize_decoded(silu_and_mul(call.x), None, True, offs=call.offs)
 
 
 def _fold(t: Tensor) -> Tensor:
@@ -115,7 +119,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: flo
         _checks.quantize_input(residual, function, name="residual", dtypes=(x.dtype,))
         _checks.has_shape("residual", residual, (m, k), ", the shape of x")
         _checks.same_device("residual", residual, x.device, "x")
-    epsilon = f32(_options.epsilon(eps), x.device)
+    epsilon = f32(option_checks.epsilon(eps), x.device)
     out = torch.empty((m, k), dtype=x.dtype, device=x.device)
     summed = torch.empty((m, k) if residual is not None else (0,), dtype=x.dtype, device=x.device)
     for i, j in row_chunks(m, k):
@@ -128,17 +132,15 @@ def rms_norm(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: flo
     return out, summed
 
 
-def rms_norm_quantize(
-    x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@accepts(RmsNormQuantizeCall)
+def rms_norm_quantize(call: RmsNormQuantizeCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(codes, scales, amax, h): quantize(y), one amax a row, of the y and h of :func:`rms_norm`."""
-    y, summed = rms_norm(x, weight, residual, eps)
+    y, summed = rms_norm(*call)
     return *quantize(y, None, True), summed
 
 
-def rms_norm_quantize_decoded(
-    x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+@accepts(RmsNormQuantizeCall)
+def rms_norm_quantize_decoded(call: RmsNormQuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
     """The same decoded: float16 (m, k), amax and h."""
-    y, summed = rms_norm(x, weight, residual, eps)
+    y, summed = rms_norm(*call)
     return *quantize_decoded(y, None, True), summed

@@ -17,44 +17,29 @@ With groups (docs/grouped.md) the same names hold for the experts of a mixture.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from .._operands import Left, Right
-from ..gemm import Terms, checked_mm
-from ..grouped import checked_grouped_mm
+from .._products import GemmTerms, multiply, with_terms
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["dgrad", "fprop", "wgrad"]
 
 
 def _product(
-    function: str,
-    names: tuple[str, str],
-    a: Left,
-    b: Right,
-    offs: Tensor | None,
-    terms: Terms,
+    function: str, names: tuple[str, str], a: Left, b: Right, offs: Tensor | None, terms: GemmTerms
 ) -> Tensor:
     """mm, or grouped_mm where an operand or offs has groups."""
-    if offs is None and getattr(a, "offs", None) is None:
-        return checked_mm(function, names, a, b, terms)
-    return checked_grouped_mm(function, names, a, b, offs, terms)
+    is_grouped = offs is not None or getattr(a, "offs", None) is not None
+    return multiply(function, names, a, b, offs, is_grouped, terms)
 
 
-def fprop(
-    x: Left,
-    w: Right,
-    *,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    c: Tensor | None = None,
-    beta: float = 1.0,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    batch_invariant: bool = False,
-    kernel: str | None = None,
-) -> Tensor:
+@with_terms
+def fprop(x: Left, w: Right, *, offs: Tensor | None = None, **terms: Unpack[GemmTerms]) -> Tensor:
     """y = x W^T, (m, n): :func:`fp4gemm.mm` (x, w), or :func:`fp4gemm.grouped_mm` for an x with groups.
 
     Args:
@@ -64,24 +49,11 @@ def fprop(
 
     Returns, raises: as those. Does not synchronise on a GPU.
     """
-    terms = (bias, activation, c, beta, out_dtype, out, batch_invariant, kernel)
     return _product("fp4gemm.fprop", ("x", "w"), x, w, offs, terms)
 
 
-def dgrad(
-    dy: Left,
-    w_t: Right,
-    *,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    c: Tensor | None = None,
-    beta: float = 1.0,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    batch_invariant: bool = False,
-    kernel: str | None = None,
-) -> Tensor:
+@with_terms
+def dgrad(dy: Left, w_t: Right, *, offs: Tensor | None = None, **terms: Unpack[GemmTerms]) -> Tensor:
     """dx = dy W, (m, k): the gradient of the input, :func:`fp4gemm.mm` (dy, w_t).
 
     Args:
@@ -91,24 +63,11 @@ def dgrad(
 
     Returns, raises: as :func:`fp4gemm.mm` or :func:`fp4gemm.grouped_mm`. Does not synchronise on a GPU.
     """
-    terms = (bias, activation, c, beta, out_dtype, out, batch_invariant, kernel)
     return _product("fp4gemm.dgrad", ("dy", "w_t"), dy, w_t, offs, terms)
 
 
-def wgrad(
-    dy_t: Left,
-    x_t: Right,
-    *,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    c: Tensor | None = None,
-    beta: float = 1.0,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    batch_invariant: bool = False,
-    kernel: str | None = None,
-) -> Tensor:
+@with_terms
+def wgrad(dy_t: Left, x_t: Right, *, offs: Tensor | None = None, **terms: Unpack[GemmTerms]) -> Tensor:
     """dW = dy^T x, (n, k): the gradient of the weight, :func:`fp4gemm.mm` (dy_t, x_t).
 
     ``wgrad(dy_t, x_t, c=dw, out=dw)`` adds to dw, which float32 keeps exact enough over micro-batches.
@@ -120,5 +79,4 @@ def wgrad(
 
     Returns, raises: as :func:`fp4gemm.mm` or :func:`fp4gemm.grouped_mm`. Does not synchronise on a GPU.
     """
-    terms = (bias, activation, c, beta, out_dtype, out, batch_invariant, kernel)
     return _product("fp4gemm.wgrad", ("dy_t", "x_t"), dy_t, x_t, offs, terms)

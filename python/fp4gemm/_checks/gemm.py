@@ -1,7 +1,7 @@
-"""The checks of what a GEMM takes besides its containers: operands, sizes, fused terms, outputs.
+"""The checks of the arguments of a GEMM, dense or grouped: operands, sizes, fused terms, outputs.
 
-The rules and the errors are those of :mod:`fp4gemm._checks`: a text names the argument, the value got and the
-value wanted, and nothing reads device memory.
+The facade and the reference share them. The rules and the errors are those of :mod:`fp4gemm._checks`: a text
+names the argument, the value given and what it must be, and nothing reads device memory.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from . import _checks, _options, layout
-from ._checks import FLOAT_DTYPES, describe, has_dtype, has_shape, is_contiguous, same_device
-from .containers import _fields
+from .. import _checks, activations, layout
+from .._checks import FLOAT_DTYPES, describe, has_dtype, has_shape, is_contiguous, listing, same_device
+from ..activations import Activation
+from ..containers import _fields
+from ..ops.schema import GemmCall
+from .options import group_ends
 
-SWIGLU = 4  # the one that makes one column of D of two
-# fp4gemm_activation_t of fp4gemm.h
-ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "relu2": 3, "swiglu": SWIGLU}
 _CODES = (torch.uint8, torch.float4_e2m1fn_x2)
 _OPERAND_DTYPES = (*_CODES, torch.float16)
 PLAIN = (torch.float16, torch.bfloat16)  # an element of k each; bfloat16 is of A alone
@@ -67,20 +67,75 @@ def formats(a: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, b_rows: i
     return format_a, "prepacked" if b_rows else "fp16" if scale_b is None else "nvfp4"
 
 
-def prepacked(b: Tensor, scale_b: object, b_rows: int, k: int, rank: int) -> None:
-    """b as the operators take it prepacked: b_rows rows of k in bytes (bytes,), of groups (g, bytes)."""
-    _checks.is_int("b_rows", b_rows, 1)
-    if scale_b is not None:
-        raise ValueError(f"scale_b: got {describe(scale_b)}, must be None because b is prepacked")
+def prepacked(call: GemmCall, k: int) -> None:
+    """Raise unless b holds the bytes of a prepacked (b_rows, k), (bytes,), or (g, bytes) with offs."""
+    b, n = call.b, call.b_rows
+    if call.scale_b is not None:
+        raise ValueError(f"scale_b: got {describe(call.scale_b)}, must be None because b is prepacked")
     has_dtype("b", b, (torch.uint8,))
-    _checks.has_rank("b", b, rank, "(bytes,)" if rank == 1 else "(g, bytes)")
-    if b.shape[-1] != _checks.prepacked_bytes(b_rows, k):
+    _checks.has_rank("b", b, *((1, "(bytes,)") if call.offs is None else (2, "(g, bytes)")))
+    if b.shape[-1] != _checks.prepacked_bytes(n, k):
         raise ValueError(
-            f"b: shape is {tuple(b.shape)}, must have {_checks.prepacked_bytes(b_rows, k)} bytes a matrix, "
-            f"prepacked (n, k) = ({b_rows}, {k})"
+            f"b: shape is {tuple(b.shape)}, must have {_checks.prepacked_bytes(n, k)} bytes a matrix, "
+            f"prepacked (n, k) = ({n}, {k})"
         )
     is_contiguous("b", b)
     _checks.is_aligned("b", b)
+
+
+def is_ragged_k(call: GemmCall) -> bool:
+    """Whether the groups divide k: D is (g, m, n). They divide m where b has a matrix for each."""
+    return call.offs is not None and not call.b_rows and call.b.dim() == 2
+
+
+def checked_operands(call: GemmCall) -> GemmCall:
+    """The call of raw tensors with its operands and offs checked, except for how their sizes fit.
+
+    Codes and scales come back viewed as uint8 and float8_e4m3fn.
+    """
+    if call.offs is None:
+        a, scale_a = operand("a", call.a, call.scale_a)
+        b, scale_b = operand("b", call.b, call.scale_b)
+        same_device("b", b, a.device, "a")
+        beside(a, b)
+        return call._replace(a=a, b=b, scale_a=scale_a, scale_b=scale_b)
+    a, b, scale_a, scale_b, offs = grouped_operands(call)
+    return call._replace(a=a, b=b, scale_a=scale_a, scale_b=scale_b, offs=offs)
+
+
+def checked_shape(call: GemmCall, out_dtype: torch.dtype) -> tuple[int, ...]:
+    """(m, n) or (g, m, n): the shape of alpha * acc, of operands that :func:`checked_operands` made.
+
+    Sizes and the vectors alpha_row and alpha_col are checked.
+    """
+    a, b = call.a, call.b
+    m, n = a.shape[0], b.shape[-2]
+    groups = None if call.offs is None else call.offs.shape[0]
+    groups_of_k = groups if is_ragged_k(call) else None
+    shape = product_shape(m, depth(a), n, depth(b), groups_of_k, out_dtype)
+    if call.alpha_row is not None:
+        vector("alpha_row", call.alpha_row, m, groups_of_k, a.device)
+    if call.alpha_col is not None:
+        vector("alpha_col", call.alpha_col, n, groups, a.device)
+    return shape
+
+
+def product_shape(
+    m: int,
+    k_a: int,
+    n: int,
+    k_b: int,
+    groups_of_k: int | None,
+    out_dtype: torch.dtype,
+    names: tuple[str, str] = ("a", "b"),
+) -> tuple[int, ...]:
+    """(m, n), or (g, m, n) of g groups that divide k, after the checks of these sizes."""
+    if groups_of_k is None:
+        sizes(k_a, k_b, n, out_dtype, names)
+        return m, n
+    _same_depth(k_a, k_b, names)
+    _columns(n, out_dtype, names)
+    return groups_of_k, m, n
 
 
 def sizes(k_a: int, k_b: int, n: int, out_dtype: torch.dtype, names: tuple[str, str] = ("a", "b")) -> None:
@@ -102,21 +157,6 @@ def _columns(n: int, out_dtype: torch.dtype, names: tuple[str, str]) -> None:
         raise ValueError(f"{names[1]}: n is {n}, must be a multiple of {step} for {out_dtype} output")
 
 
-def arguments(
-    a: Tensor, b: Tensor, alpha_row: object, alpha_col: object, out_dtype: torch.dtype
-) -> tuple[int, int]:
-    """(m, n) of checked operands (codes or decoded), after the checks that need both of them."""
-    same_device("b", b, a.device, "a")
-    m, n = a.shape[0], b.shape[0]
-    beside(a, b)
-    sizes(depth(a), depth(b), n, out_dtype)
-    if alpha_row is not None:
-        _checks.vector("alpha_row", alpha_row, m, a.device, "a")
-    if alpha_col is not None:
-        _checks.vector("alpha_col", alpha_col, n, a.device, "a")
-    return m, n
-
-
 # ---- what is fused
 
 
@@ -131,55 +171,48 @@ def number(name: str, value: object, elsewhere: str = "") -> float:
     return float(value)
 
 
-def alpha(value: object) -> float:
-    """The scalar multiplier of a dense GEMM."""
-    return number("alpha", value, " (a float32 tensor goes into alpha_row or alpha_col)")
+def activation_of_name(name: object) -> Activation:
+    """The activation of that name."""
+    found = activations.by_name.get(name) if name is None or isinstance(name, str) else None
+    if found is None:
+        wanted = listing([repr(known) for known in activations.by_name])
+        if isinstance(name, str):
+            raise ValueError(f"activation: got {name!r}, must be {wanted}")
+        raise TypeError(f"activation: got {describe(name)}, must be {wanted}")
+    return found
 
 
-def activation(value: object) -> int:
-    """The number of an activation's name."""
-    wanted = "must be None, 'silu', 'gelu_tanh', 'relu2' or 'swiglu'"
-    if value is not None and not isinstance(value, str):
-        raise TypeError(f"activation: got {describe(value)}, {wanted}")
-    if value not in ACTIVATIONS:
-        raise ValueError(f"activation: got {value!r}, {wanted}")
-    return ACTIVATIONS[value]
+def activation_of_number(number: object) -> Activation:
+    """The activation of that number, which is what the operators accept."""
+    wanted = listing(list(activations.by_number))
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"activation: got {describe(number)}, must be {wanted}")
+    if number not in activations.by_number:
+        raise ValueError(f"activation: got {number}, must be {wanted}")
+    return activations.by_number[number]
 
 
-def activation_number(value: object) -> int:
-    """An activation as the operators take it."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"activation: got {describe(value)}, must be 0, 1, 2, 3 or 4")
-    if not 0 <= value <= SWIGLU:
-        raise ValueError(f"activation: got {value}, must be 0, 1, 2, 3 or 4")
-    return value
-
-
-def gated(n: int, out_dtype: torch.dtype, c: object, ragged: str = "m") -> None:
-    """What swiglu goes together with: sixteen bytes of D come from twice as many columns as otherwise."""
-    if ragged == "k":
-        raise NotImplementedError("activation: got swiglu, must be another one for groups of columns")
+def gated(activation: Activation, n: int, out_dtype: torch.dtype, c: object, is_ragged_k: bool) -> None:
+    """Raise unless a gated activation goes together with the rest: 16 bytes of D come from 2 x 16 of z."""
+    name = activation.name
+    if is_ragged_k:
+        raise NotImplementedError(f"activation: got {name}, must be another one for groups of columns")
     if out_dtype is torch.float32:
         raise NotImplementedError(
-            "activation: got swiglu with torch.float32 output, must be another one, or the output "
+            f"activation: got {name} with torch.float32 output, must be another one, or the output "
             "torch.bfloat16 or torch.float16"
         )
     if c is not None:
-        raise NotImplementedError("activation: got swiglu with c, must be another one, or c None")
+        raise NotImplementedError(f"activation: got {name} with c, must be another one, or c None")
     if n % 16:
-        raise ValueError(f"activation: got swiglu with n = {n}, must be another one, or n a multiple of 16")
-
-
-def width(n: int, activation: int) -> int:
-    """Columns of D."""
-    return n // 2 if activation == SWIGLU else n
+        raise ValueError(f"activation: got {name} with n = {n}, must be another one, or n a multiple of 16")
 
 
 def beta(value: object, c: object) -> float:
     """The factor of c, which without c says nothing and then must be 1."""
     result = number("beta", value)
     if c is None and result != 1.0:
-        raise ValueError(f"beta: got {value}, must be left away without c")
+        raise ValueError(f"beta: got {value}, must be omitted without c")
     return result
 
 
@@ -210,9 +243,7 @@ def out(
     if out_dtype is not None:
         _checks.is_float_dtype("out_dtype", out_dtype)
     if out_dtype is not None and out_dtype is not x.dtype:
-        raise ValueError(
-            f"out_dtype: got {out_dtype}, must be {x.dtype}, the dtype of out (or leave it away)"
-        )
+        raise ValueError(f"out_dtype: got {out_dtype}, must be {x.dtype}, the dtype of out (or omitted)")
     _matrix("out", x, shape, device, function)
     return x
 
@@ -251,31 +282,22 @@ def resolved_dtype(out_dtype: object, out: object) -> torch.dtype:
 # ---- groups
 
 
-def group_ends(value: object, device: torch.device, num_groups: int) -> Tensor:
-    """offs int32 (num_groups,), the cumulative ends of the groups; its values are not looked at."""
-    x = _options.group_ends(value, device, "the operands")
-    has_shape("offs", x, (num_groups,), ", an end for each group")
-    return x
-
-
-def grouped_operands(
-    a: object, b: object, scale_a: object, scale_b: object, offs: object
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+def grouped_operands(call: GemmCall) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
     """(a, b, scale_a, scale_b, offs), each checked by itself; b has rank 3 for groups of rows."""
-    data_b = _checks.is_tensor("b", b)
+    data_b = _checks.is_tensor("b", call.b)
     if data_b.dim() not in (2, 3):
         raise ValueError(
             f"b: shape is {tuple(data_b.shape)}, must have rank 3, (g, n, k/2), for groups of rows, "
             "or 2, (n, k/2), for groups of columns"
         )
-    data_a = _checks.is_tensor("a", a)
-    ends = _options.group_ends(offs, data_a.device, "a")
+    data_a = _checks.is_tensor("a", call.a)
+    ends = group_ends(call.offs, data_a.device, "a")
     if data_b.dim() == 3:
-        checked_a, scales_a = _rows_operand(data_a, scale_a, ends.shape[0])
-        checked_b, scales_b = _batched_operand(data_b, scale_b, ends.shape[0])
+        checked_a, scales_a = _rows_operand(data_a, call.scale_a, ends.shape[0])
+        checked_b, scales_b = _batched_operand(data_b, call.scale_b, ends.shape[0])
     else:
-        checked_a, scales_a = _columns_operand("a", data_a, scale_a)
-        checked_b, scales_b = _columns_operand("b", data_b, scale_b)
+        checked_a, scales_a = _columns_operand("a", data_a, call.scale_a)
+        checked_b, scales_b = _columns_operand("b", data_b, call.scale_b)
     same_device("b", checked_b, checked_a.device, "a")
     beside(checked_a, checked_b)
     return checked_a, checked_b, scales_a, scales_b, ends
@@ -325,61 +347,33 @@ def _columns_operand(name: str, x: Tensor, scale: object) -> tuple[Tensor, Tenso
     return _checks.as_codes(x), scales
 
 
-def grouped_arguments(
-    a: Tensor, b: Tensor, num_groups: int, alpha_row: object, alpha_col: object, out_dtype: torch.dtype
-) -> tuple[int, ...]:
-    """The shape of D, (m, n) or (g, m, n), of checked operands, after the checks that need both of them."""
-    m, n = a.shape[0], b.shape[-2]
-    shape = grouped_sizes(m, depth(a), n, depth(b), b.dim(), num_groups, out_dtype)
-    if alpha_row is not None and b.dim() == 3:
-        _checks.vector("alpha_row", alpha_row, m, a.device, "a")
-    elif alpha_row is not None:
-        vectors("alpha_row", alpha_row, m, num_groups, a.device)
-    if alpha_col is not None:
-        vectors("alpha_col", alpha_col, n, num_groups, a.device)
-    return shape
-
-
-def grouped_sizes(
-    m: int,
-    k_a: int,
-    n: int,
-    k_b: int,
-    rank_b: int,
-    num_groups: int,
-    out_dtype: torch.dtype,
-    names: tuple[str, str] = ("a", "b"),
-) -> tuple[int, ...]:
-    """The shape of D, after the checks of sizes: (m, n) for groups of rows, (g, m, n) for columns."""
-    if rank_b == 3:
-        sizes(k_a, k_b, n, out_dtype, names)
-        return m, n
-    _same_depth(k_a, k_b, names)
-    _columns(n, out_dtype, names)
-    return num_groups, m, n
-
-
-def vectors(name: str, value: object, length: int, num_groups: int, device: torch.device) -> Tensor:
-    """float32 of one vector for all groups, (length,) or (1,), or of one for each, (g, length) or (g, 1)."""
+def vector(name: str, value: object, length: int, groups: int | None, device: torch.device) -> Tensor:
+    """float32 (length,) or (1,); where groups may differ also (groups, length) or (groups, 1)."""
+    if groups is None:
+        return _checks.vector(name, value, length, device, "a")
     x = _checks.is_tensor(name, value)
     has_dtype(name, x, (torch.float32,))
-    shapes = ((length,), (1,), (num_groups, length), (num_groups, 1))
+    shapes = ((length,), (1,), (groups, length), (groups, 1))
     if tuple(x.shape) not in shapes:
-        wanted = _checks.listing(shapes)
-        raise ValueError(f"{name}: shape is {tuple(x.shape)}, must be {wanted}")
+        raise ValueError(f"{name}: shape is {tuple(x.shape)}, must be {listing(shapes)}")
     same_device(name, x, device, "a")
     is_contiguous(name, x)
     _checks.no_grad(name, x, "fp4gemm.scaled_grouped_mm")
     return x
 
 
-def alpha_of_groups(
-    alpha: object, alpha_groups: object, num_groups: int, device: torch.device, function: str
-) -> float:
-    """The number alpha; 1 where alpha_groups float32 (g,) stands in its place, which is checked here."""
-    result = number("alpha", alpha)
-    if alpha_groups is not None:
-        _checks.exact_vector("alpha_groups", alpha_groups, num_groups, torch.float32, device, "a", function)
+def alpha(call: GemmCall, function: str, name: str = "alpha_groups") -> float:
+    """The number alpha, which is 1 where alpha_groups float32 (g,) stands in its place; both are checked.
+
+    ``name`` is what the caller's own parameter for alpha_groups is called.
+    """
+    elsewhere = " (a float32 tensor goes into alpha_row or alpha_col)" if call.offs is None else ""
+    result = number("alpha", call.alpha, elsewhere)
+    if call.alpha_groups is not None:
+        if call.offs is None:
+            raise ValueError(f"alpha_groups: got {describe(call.alpha_groups)}, must be None without offs")
+        groups = call.offs.shape[0]
+        _checks.exact_vector(name, call.alpha_groups, groups, torch.float32, call.a.device, "a", function)
         if result != 1.0:
-            raise ValueError(f"alpha: got {alpha}, must be 1 with alpha_groups")
+            raise ValueError(f"alpha: got {call.alpha}, must be 1 with alpha_groups")
     return result

@@ -1,0 +1,242 @@
+"""The options of the quantizers: one table of their names, defaults, values and operator parameters.
+
+:class:`QuantizeOptions` is that table. The signatures of the quantizers, the checks of the values and the
+arguments of the operators are read from it. Errors are those of :mod:`fp4gemm._checks`; a combination of
+options that no kernel implements raises NotImplementedError. Nothing here reads device memory, so no check
+synchronises.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+
+SIGNS = 0xD7E8  # bit r set: element r of a block is negated; TransformerEngine's sign vector
+
+
+class Option(NamedTuple):
+    """What a keyword of the quantizers stands for."""
+
+    default: Any
+    parameter: str = ""  # of the operators, where each value of the keyword stands for one of the parameter
+    values: Mapping[Any, Any] = {}
+
+
+class QuantizeOptions(TypedDict, total=False):
+    """The keywords that fp4gemm.quantize and fp4gemm.quantize_both share."""
+
+    scaling: Annotated[Literal["row", "tensor"], Option("row", "per_row", {"row": True, "tensor": False})]
+    block: Annotated[tuple[int, int], Option((1, 16), "block_rows", {(1, 16): 1, (16, 16): 16})]
+    encode: Annotated[Literal["te", "te_per_token"], Option("te", "encode", {"te": 0, "te_per_token": 1})]
+    four_over_six: Annotated[
+        Literal["mae", "mse"] | None, Option(None, "four_over_six", {None: 0, "mae": 1, "mse": 2})
+    ]
+    four_over_six_error: Annotated[
+        Literal["exact", "fast"], Option("exact", "fast_error", {"exact": False, "fast": True})
+    ]
+    e4m3_max: Annotated[Literal[448, 256] | None, Option(None)]
+    hadamard: Annotated[
+        Literal["bf16", "fp32"] | None, Option(None, "hadamard", {None: 0, "bf16": 1, "fp32": 2})
+    ]
+    hadamard_signs: Annotated[int, Option(SIGNS)]
+    stochastic: Annotated[bool, Option(False)]
+    generator: Annotated[torch.Generator | None, Option(None)]
+    rng_state: Annotated[Tensor | None, Option(None)]
+
+
+class QuantizeKeywords(QuantizeOptions, total=False):
+    """All keywords of fp4gemm.quantize but decoded, which decides the type of its result."""
+
+    axis: Annotated[Literal[-1, 0], Option(-1)]
+    amax: Annotated[Tensor | None, Option(None)]
+    offs: Annotated[Tensor | None, Option(None)]
+
+
+class QuantizeBothKeywords(QuantizeOptions, total=False):
+    """All keywords of fp4gemm.quantize_both."""
+
+    amax: Annotated[Tensor | None, Option(None)]
+    amax_t: Annotated[Tensor | None, Option(None)]
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+OPTIONS: dict[str, Option] = {
+    name: hint.__metadata__[0] for name, hint in get_type_hints(QuantizeOptions, include_extras=True).items()
+}
+
+
+def defaults_of(keywords: Any) -> dict[str, Any]:
+    """The default of each keyword of a TypedDict of options."""
+    hints = get_type_hints(keywords, include_extras=True)
+    return {name: hint.__metadata__[0].default for name, hint in hints.items()}
+
+
+def with_keywords(keywords: Any) -> Callable[[_F], _F]:
+    """Show the keywords of a TypedDict of options in the signature of a function that accepts them as **."""
+
+    def decorate(function: _F) -> _F:
+        own = inspect.signature(function)
+        hints = get_type_hints(keywords)
+        first = [p for p in own.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        last = [p for p in own.parameters.values() if p.kind is p.KEYWORD_ONLY]
+        named = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+            for name, default in defaults_of(keywords).items()
+        ]
+        shown = own.replace(parameters=[*first, *named, *last])
+        function.__signature__ = shown  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def completed(function: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of a call with the defaults of those that are omitted."""
+    for name in given:
+        if name not in defaults:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    return {**defaults, **given}
+
+
+def operator_arguments(options: Mapping[str, Any], offs: object = None) -> dict[str, Any]:
+    """The arguments of an operator, per_row to signs; raises for a value or a combination that is not there.
+
+    Args:
+        options: a value for each of OPTIONS; others are ignored.
+        offs: the ends of groups, or None.
+    """
+    made = {}
+    for name, option in OPTIONS.items():
+        if option.values:
+            value = options[name]
+            _is_one_of(name, value, tuple(option.values))
+            made[option.parameter] = option.values[value]
+    four_over_six, bound = options["four_over_six"], options["e4m3_max"]
+    _is_one_of("e4m3_max", bound, (None, *_checks.E4M3_BOUNDS))
+    signs, hadamard = options["hadamard_signs"], options["hadamard"]
+    check_signs(signs)
+    _checks.is_bool("stochastic", options["stochastic"])
+    if hadamard is None and signs != SIGNS:
+        raise ValueError(
+            f"hadamard_signs: got {signs:#x}, must be omitted without hadamard ('bf16' or 'fp32')"
+        )
+    if bound == 256 and four_over_six is None:
+        raise ValueError("e4m3_max: got 256, must be 448 without four_over_six ('mae' or 'mse')")
+    _go_together(options, offs)
+    made["e4m3_max"] = bound if bound is not None else 448 if four_over_six is None else 256
+    made["signs"] = 0 if hadamard is None else signs
+    return made
+
+
+def _go_together(options: Mapping[str, Any], offs: object) -> None:
+    """Raise NotImplementedError for options that exclude each other."""
+    scaling, encode, hadamard = options["scaling"], options["encode"], options["hadamard"]
+    present = (
+        ("scaling", scaling, scaling == "row"),
+        ("encode", encode, encode == "te_per_token"),
+        ("hadamard", hadamard, hadamard is not None),
+        ("stochastic", options["stochastic"], options["stochastic"]),
+        ("offs", "groups", offs is not None),
+    )
+    if options["block"] == (16, 16):
+        for name, value, is_present in present:
+            if is_present:
+                raise NotImplementedError(
+                    f"block: got (16, 16) with {name} {value!r}, must be (1, 16) with it; (16, 16) needs "
+                    "scaling 'tensor', encode 'te', no hadamard, no stochastic rounding and no groups"
+                )
+    if options["four_over_six"] is not None:
+        for name, value, is_present in present[1:4]:
+            if is_present:
+                raise NotImplementedError(
+                    f"four_over_six: got {options['four_over_six']!r} with {name} {value!r}, must be None "
+                    "with it; four_over_six needs encode 'te', no hadamard and no stochastic rounding"
+                )
+
+
+def _is_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """:func:`fp4gemm._checks.is_one_of`, of values that may include None as the first."""
+    if allowed[0] is not None:
+        _checks.is_one_of(name, value, allowed)
+    elif value is not None and (type(value) is not type(allowed[1]) or value not in allowed):
+        error = ValueError if type(value) is type(allowed[1]) else TypeError
+        got = repr(value) if error is ValueError else _checks.describe(value)
+        raise error(f"{name}: got {got}, must be {_checks.listing([repr(item) for item in allowed])}")
+
+
+def axis(value: object, x: Tensor, step: int | None) -> int:
+    """-1, or 0 for an x (.., m, k) of which m is a positive multiple of ``step``; any m with None."""
+    _checks.is_int("axis", value, -1)
+    if value not in (-1, 0):
+        raise ValueError(f"axis: got {value}, must be -1 (blocks along k) or 0 (blocks along m)")
+    if value == 0 and step is not None:
+        _checks.is_multiple("x", "m", x.shape[-2], step)
+    return 0 if value == 0 else -1
+
+
+def check_decoded(value: object, axis: int, block_rows: int) -> None:
+    """decoded is a bool; True only where an operator makes the decoded operand directly."""
+    _checks.is_bool("decoded", value)
+    if value and axis == 0:
+        raise NotImplementedError(
+            "decoded: got True with axis 0, must be False with it (use fp4gemm.decode on the result)"
+        )
+    if value and block_rows == 16:
+        raise NotImplementedError(
+            "decoded: got True with block (16, 16), must be False with it (use fp4gemm.decode on the result)"
+        )
+
+
+def group_ends(value: object, device: torch.device, other: str) -> Tensor:
+    """offs int32 (g,), g >= 1, the ends of groups of rows; the values are not read."""
+    x = _checks.exact_vector("offs", value, None, torch.int32, device, other)
+    if x.shape[0] < 1:
+        raise ValueError("offs: shape is (0,), must have at least one entry")
+    return x
+
+
+def check_signs(value: object) -> None:
+    """A sign of each of 16 elements: bit r set means that element r is negated."""
+    _checks.is_int("hadamard_signs", value, 0)
+    if value > 0xFFFF:  # type: ignore[operator]
+        raise ValueError(f"hadamard_signs: got {value}, must be at most 0xFFFF, a bit for each of 16")
+
+
+def epsilon(value: object) -> float:
+    """eps of a norm: a finite Python number, not negative."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"eps: got {_checks.describe(value)}, must be a Python number")
+    if not 0 <= value <= _checks.FLOAT32_MAX:
+        raise ValueError(f"eps: got {value}, must be at least 0 and finite in float32")
+    return float(value)
+
+
+def random_state(options: Mapping[str, Any], x: Tensor) -> Tensor | None:
+    """int64 (2,), {seed, offset}, on the device of x: the given one or one drawn there, or None."""
+    generator, rng_state = options["generator"], options["rng_state"]
+    if not options["stochastic"]:
+        for name, value in (("generator", generator), ("rng_state", rng_state)):
+            if value is not None:
+                raise ValueError(
+                    f"{name}: got {_checks.describe(value)}, must be None without stochastic=True"
+                )
+        return None
+    if rng_state is not None:
+        if generator is not None:
+            raise ValueError(f"generator: got {_checks.describe(generator)}, must be None with rng_state")
+        return _checks.exact_vector("rng_state", rng_state, 2, torch.int64, x.device, "x")
+    if generator is not None:
+        if not isinstance(generator, torch.Generator):
+            raise TypeError(
+                f"generator: got {_checks.describe(generator)}, must be a torch.Generator or None"
+            )
+        place = generator.device
+        if place.type != x.device.type or (x.is_cuda and place.index not in (None, x.device.index)):
+            raise ValueError(f"generator: device is {generator.device}, must be {x.device}, the device of x")
+    return torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator, device=x.device, dtype=torch.int64)

@@ -1,0 +1,120 @@
+"""The calls that most programs make, without the checks in Python: containers, and no options.
+
+Containers were checked when they were made, and the operators check what their kernels rely on. Each function
+returns None where the caller has to go through the checks: for other arguments, for a device that has not
+passed its first call yet, and where the operator refuses the call, which the checks then explain. That an
+operator refuses a call is the one error that is caught (a RuntimeError); running out of memory is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _checks, selection, support
+from ._operands import ALPHA
+from .containers.nvfp4 import DecodedTensor, NVFP4Tensor
+from .containers.prepacked import PrepackedTensor
+from .ops import operators
+
+__all__ = ["mm", "quantize"]
+
+# The operators below torch's Python wrapper, which costs a third of a microsecond a call. Tracers must see
+# the wrapper, so nothing here runs while a graph is traced.
+_GEMM = operators.below_wrapper(operators.gemm)
+_QUANTIZE = operators.below_wrapper(operators.quantize)
+_QUANTIZE_DECODED = operators.below_wrapper(operators.quantize_decoded)
+
+_PER_ROW = {"row": True, "tensor": False}
+_READY = support.READY["mm"]
+_RULES = selection.RULES
+_is_compiling = torch.compiler.is_compiling
+
+
+def quantize(x: object, decoded: object, options: Mapping[str, Any]) -> NVFP4Tensor | DecodedTensor | None:
+    """fp4gemm.quantize of a CUDA tensor with no option but scaling and decoded."""
+    per_row: bool | None = True
+    if options:
+        if len(options) > 1 or "scaling" not in options:
+            return None
+        scaling = options["scaling"]
+        per_row = _PER_ROW.get(scaling) if type(scaling) is str else None
+        if per_row is None:
+            return None
+    if type(x) is not Tensor or not x.is_cuda or x.requires_grad or _is_compiling():
+        return None
+    try:
+        if decoded is False:
+            codes, scales, amax = _QUANTIZE(x, None, per_row)
+            return NVFP4Tensor._trusted(codes, scales, amax, 448)
+        if decoded is True:
+            data, amax = _QUANTIZE_DECODED(x, None, per_row)
+            return DecodedTensor._trusted(data, amax, 448)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        pass
+    return None
+
+
+def mm(a: object, b: object, terms: Mapping[str, Any]) -> Tensor | None:
+    """fp4gemm.mm of containers with no term but out_dtype, on a CUDA device that has multiplied before."""
+    out_dtype = torch.bfloat16
+    if terms:
+        if len(terms) > 1 or "out_dtype" not in terms:
+            return None
+        out_dtype = terms["out_dtype"]
+        if out_dtype not in _checks.FLOAT_DTYPES:
+            return None
+    if _RULES or _is_compiling():
+        return None
+    b_rows = 0
+    if type(b) is NVFP4Tensor:
+        if type(a) is not NVFP4Tensor or b.offs is not None:
+            return None
+        data_a, scale_a, data_b, scale_b = a.codes, a.scales, b.codes, b.scales
+    elif type(b) is PrepackedTensor:
+        if type(a) is DecodedTensor:
+            data_a, scale_a, k = a.data, None, a.data.shape[-1]
+        elif type(a) is NVFP4Tensor:
+            data_a, scale_a, k = a.codes, a.scales, 2 * a.codes.shape[-1]
+        else:
+            return None
+        # The operator does not know the k of b, and so cannot compare it.
+        if len(b.shape) != 2 or k != b.shape[1]:
+            return None
+        data_b, scale_b, b_rows = b.data, None, b.shape[0]
+    else:
+        return None
+    amax_a, amax_b = a.amax, b.amax
+    index = data_a.get_device()
+    if (
+        index < 0
+        or index not in _READY
+        or a.offs is not None
+        or a.hadamard_signs != b.hadamard_signs
+        or amax_a.requires_grad
+        or amax_b.requires_grad
+    ):
+        return None
+    alpha = ALPHA[a.e4m3_max, b.e4m3_max]
+    try:
+        result: Tensor = _GEMM(
+            data_a,
+            data_b,
+            scale_a,
+            scale_b,
+            alpha=alpha,
+            alpha_row=amax_a,
+            alpha_col=amax_b,
+            b_rows=b_rows,
+            out_dtype=out_dtype,
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return None
+    return result

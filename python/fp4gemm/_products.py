@@ -1,0 +1,154 @@
+"""What fp4gemm.mm, scaled_mm, grouped_mm, scaled_grouped_mm and the products of training have in common."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypedDict, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import _checks, selection, support
+from ._checks import gemm as gemm_checks
+from ._operands import Left, Operands, Right, chosen_kernel, of_containers
+from .activations import ActivationName
+from .ops import operators
+from .ops.schema import GemmCall
+
+__all__ = ["GemmTerms", "Terms", "multiply", "run", "with_terms"]
+
+_BETA = 1.0
+_PACKED = ("nvfp4", "nvfp4")  # formats
+_RULES = selection.RULES
+_GEMM = operators.below_wrapper(operators.gemm)
+_is_compiling = torch.compiler.is_compiling
+
+
+class GemmTerms(TypedDict, total=False):
+    """The keywords that every product accepts; :func:`fp4gemm.mm` documents them."""
+
+    bias: Tensor | None
+    activation: ActivationName | None
+    c: Tensor | None
+    beta: float
+    out_dtype: torch.dtype | None
+    out: Tensor | None
+    batch_invariant: bool
+    kernel: str | None
+
+
+class Terms(NamedTuple):
+    """The same with the defaults of those that are omitted."""
+
+    bias: Tensor | None = None
+    activation: str | None = None
+    c: Tensor | None = None
+    beta: float = _BETA
+    out_dtype: torch.dtype | None = None
+    out: Tensor | None = None
+    batch_invariant: bool = False
+    kernel: str | None = None
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def with_terms(function: _F) -> _F:
+    """Show the terms in the signature of a function that accepts them as ``**terms``."""
+    own = inspect.signature(function)
+    named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    types = GemmTerms.__annotations__
+    named += [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=getattr(types[name], "__forward_arg__", types[name]),
+        )
+        for name, default in Terms._field_defaults.items()
+    ]
+    function.__signature__ = own.replace(parameters=named)  # type: ignore[attr-defined]
+    return function
+
+
+def completed(function: str, terms: GemmTerms) -> Terms:
+    """The terms of a call of a function, with defaults."""
+    try:
+        return Terms(**terms)
+    except TypeError:
+        name = next(name for name in terms if name not in Terms._fields)
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}") from None
+
+
+def multiply(
+    function: str,
+    names: tuple[str, str],
+    a: Left,
+    b: Right,
+    offs: Tensor | None,
+    is_grouped: bool,
+    terms: GemmTerms,
+) -> Tensor:
+    """The product of containers, or of a plain a, for a function whose operands have these names."""
+    every = completed(function, terms)
+    dtype = gemm_checks.resolved_dtype(every.out_dtype, every.out)
+    return run(function, of_containers(function, names, a, b, offs, is_grouped, dtype), dtype, every)
+
+
+def run(function: str, x: Operands, dtype: torch.dtype, terms: Terms) -> Tensor:
+    """The product of operands that were checked, after the checks of the terms."""
+    a, offs, shape = x.a, x.offs, x.shape
+    mode, groups = ("mm", None) if offs is None else ("grouped_mm", offs.shape[0])
+    formats = _PACKED
+    if x.scale_a is None or x.scale_b is None:
+        formats = gemm_checks.formats(a, x.scale_a, x.scale_b, x.b_rows)
+        support.ready_for(a, mode, formats)
+    else:
+        support.ready(a, mode)
+    bias, c, beta, out, kernel = terms.bias, terms.c, terms.beta, terms.out, terms.kernel
+    n = shape[-1]
+    if bias is not None:
+        bias = gemm_checks.bias(bias, n, a.device, function, groups)
+    number, is_gated = 0, False
+    if terms.activation is not None:
+        activation = gemm_checks.activation_of_name(terms.activation)
+        number, is_gated = activation.number, activation.is_gated
+        if is_gated:
+            gemm_checks.gated(activation, n, dtype, c, x.is_ragged_k)
+            shape = (*shape[:-1], activation.width(n))
+    # Looked at in place first: a layer with a bias comes here in every call.
+    if beta is not _BETA:
+        beta = gemm_checks.beta(beta, c)
+    if terms.batch_invariant is not False:
+        _checks.is_bool("batch_invariant", terms.batch_invariant)
+    if kernel is not None or _RULES:
+        kernel = chosen_kernel(x, n, kernel, formats, dtype, is_gated, terms.batch_invariant)
+    if out is not None:
+        gemm_checks.out(out, shape, terms.out_dtype, a.device, function)
+    if c is not None:
+        gemm_checks.c(c, shape, dtype, a.device, function)
+    call = GemmCall(
+        a=a,
+        b=x.b,
+        scale_a=x.scale_a,
+        scale_b=x.scale_b,
+        offs=offs,
+        alpha=x.alpha,
+        alpha_groups=x.alpha_groups,
+        alpha_row=x.alpha_row,
+        alpha_col=x.alpha_col,
+        bias=bias,
+        activation=number,
+        c=c,
+        beta=beta,
+        batch_invariant=terms.batch_invariant,
+        b_rows=x.b_rows,
+        kernel_name=kernel,
+        out_dtype=dtype,
+    )
+    if out is not None:
+        operators.gemm_out(*call[:-1], out=out)  # all but out_dtype, which is that of out
+        return out
+    result: Tensor = operators.gemm(*call) if _is_compiling() else _GEMM(*call)
+    return result

@@ -1,0 +1,102 @@
+"""The activations of the epilogue, made of single fp32 operations, so that every backend has the same bits.
+
+With fl(.) one fp32 operation rounded to nearest even, each of these steps being one::
+
+    exp2(t)   = 2^n * (1 + f (c1 + f (c2 + ... + f c6))),  n = rint(t), f = t - n
+    e(u)      = exp2(min(max(-u, -87), 87) * log2(e))
+    silu      = z / (1 + e(z))
+    gelu_tanh = z / (1 + e(u)),  u = z * (1.5957691 + 0.071354814 * (z * z))
+    relu2     = max(z, 0) * max(z, 0)
+    swiglu    = silu(z[2j]) * z[2j + 1]
+
+1.5957691 is 2 sqrt(2/pi) and 0.071354814 is 0.044715 times that: z / (1 + e^-u) = z/2 (1 + tanh(u/2)). The
+clamp keeps n within -126..126. A NaN stays a NaN.
+
+An activation is one entry of :data:`ACTIVATIONS` and one function. Checks, error texts and the self-test read
+the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["ACTIVATIONS", "Activation", "ActivationName", "by_name", "by_number", "names"]
+
+LOG2_E = 1.44269502
+POWERS = (0.69314718, 0.24022651, 0.055504109, 0.0096181291, 0.0013333558, 0.00015403530)  # c1 .. c6
+GELU = (1.5957691, 0.071354814)
+
+# The names of the table, for type checkers, which cannot read it. A test compares the two.
+ActivationName = Literal["silu", "gelu_tanh", "relu2", "swiglu"]
+
+
+class Activation(NamedTuple):
+    """An activation: ``function`` maps float32 z to act(z), element by element.
+
+    A gated one halves the columns: column j of the result is function(z[2j]) * z[2j + 1].
+    """
+
+    number: int  # fp4gemm_activation_t of fp4gemm.h
+    name: str | None  # the argument of fp4gemm.mm
+    function: Callable[[Tensor], Tensor]
+    is_gated: bool = False
+
+    def width(self, n: int) -> int:
+        """Columns of D for n rows of b."""
+        return n // 2 if self.is_gated else n
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """act(z) of float32 (.., n), (.., n) or (.., n/2); n is even if it is gated."""
+        return self.function(z[..., 0::2]) * z[..., 1::2] if self.is_gated else self.function(z)
+
+
+def exp_of_minus(u: Tensor) -> Tensor:
+    """e(u): exp(-u), with u clamped to -87..87."""
+    # A Python number times a float32 tensor is rounded to float32 first, by torch on every device.
+    t = u.neg().clamp(-87, 87) * LOG2_E
+    n = t.round()
+    f = t - n
+    p = torch.full_like(f, POWERS[-1])
+    for c in reversed(POWERS[:-1]):
+        p = f * p + c
+    p = f * p + 1
+    # 2^n from its bits; n is NaN where p is, and then any factor will do.
+    scale = ((n.nan_to_num(0.0).to(torch.int32) + 127) << 23).view(torch.float32)
+    return p * scale
+
+
+def identity(z: Tensor) -> Tensor:
+    return z
+
+
+def silu(z: Tensor) -> Tensor:
+    return z / (exp_of_minus(z) + 1)
+
+
+def gelu_tanh(z: Tensor) -> Tensor:
+    return z / (exp_of_minus(z * (z * z * GELU[1] + GELU[0])) + 1)
+
+
+def relu2(z: Tensor) -> Tensor:
+    positive = z.clamp(min=0)
+    return positive * positive
+
+
+ACTIVATIONS = (
+    Activation(0, None, identity),
+    Activation(1, "silu", silu),
+    Activation(2, "gelu_tanh", gelu_tanh),
+    Activation(3, "relu2", relu2),
+    Activation(4, "swiglu", silu, is_gated=True),
+)
+by_name = {activation.name: activation for activation in ACTIVATIONS}
+by_number = {activation.number: activation for activation in ACTIVATIONS}
+
+
+def names(is_gated: bool) -> list[str]:
+    """The names of the gated activations or of the others."""
+    return [a.name for a in ACTIVATIONS if a.name is not None and a.is_gated == is_gated]

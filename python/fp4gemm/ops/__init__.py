@@ -1,0 +1,1 @@
+"""The torch operators: schema (their parameters), fakes (shapes for tracers), operators (themselves)."""

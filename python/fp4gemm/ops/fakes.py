@@ -1,0 +1,160 @@
+"""The fake implementations of the operators: shapes, dtypes and strides of their results, without memory.
+
+Each accepts the parameters of its operator (:mod:`fp4gemm.ops.schema`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _checks, layout, support
+from .._checks import gemm as gemm_checks
+from .schema import (
+    DequantizeCall,
+    GemmCall,
+    MXFP8DequantizeCall,
+    MXFP8QuantizeCall,
+    PackedCall,
+    QuantizeBothCall,
+    QuantizeCall,
+    QuantizeDecodedCall,
+    RmsNormQuantizeCall,
+    SiluAndMulQuantizeCall,
+    UnprepackCall,
+    accepts,
+    accepts_out,
+)
+
+
+@accepts(GemmCall)
+def gemm(call: GemmCall) -> Tensor:
+    # What the call would be refused for with memory behind the tensors; one on meta brings the others here.
+    _checks.same_device("b", call.b, call.a.device, "a")
+    _checks.is_float_dtype("out_dtype", call.out_dtype)
+    k = _depth(call.a, call.scale_a)
+    n, k_b = call.b_rows, k
+    _checks.is_int("b_rows", call.b_rows, 0)
+    if call.b_rows:
+        gemm_checks.prepacked(call, k)
+    else:
+        n, k_b = call.b.shape[-2], _depth(call.b, call.scale_b)
+    groups = call.offs.shape[0] if call.offs is not None and gemm_checks.is_ragged_k(call) else None
+    shape = gemm_checks.product_shape(call.a.shape[0], k, n, k_b, groups, call.out_dtype)
+    support.warn_untested(call.a)
+    activation = gemm_checks.activation_of_number(call.activation)
+    return call.a.new_empty((*shape[:-1], activation.width(shape[-1])), dtype=call.out_dtype)
+
+
+@accepts_out
+def gemm_out(call: GemmCall, out: Tensor) -> None:
+    support.warn_untested(call.a)
+
+
+def _depth(data: Tensor, scale: Tensor | None) -> int:
+    return data.shape[-1] * (1 if scale is None else 2)
+
+
+def _parts(
+    x: Tensor, rows: int, columns: int, amax: int, offs: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty codes, scales and amax of a quantized (rows, columns) tensor on the device of x."""
+    scale_rows, scale_columns = _checks.padded_scale_shape(rows, columns)
+    if offs is not None:
+        scale_rows = layout.grouped_scale_rows(rows, offs.shape[0])
+    return (
+        x.new_empty((rows, columns // 2), dtype=torch.uint8),
+        x.new_empty((scale_rows, scale_columns), dtype=torch.float8_e4m3fn),
+        x.new_empty((amax,), dtype=torch.float32),
+    )
+
+
+@accepts(QuantizeCall)
+def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
+    x, offs = call.x, call.offs
+    rows, columns = x.shape if call.axis == -1 else (x.shape[1], x.shape[0])
+    if call.axis == 0 and offs is not None:
+        columns, offs = layout.grouped_columns(columns, offs.shape[0]), None
+    expanded = offs is not None and not call.per_row  # one amax a group, repeated for its rows
+    made = rows if call.per_row or expanded else 1
+    return _parts(x, rows, columns, made if call.amax is None or expanded else 0, offs)
+
+
+@accepts(QuantizeBothCall)
+def quantize_both(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return (
+        *quantize(call.x, call.amax, call.per_row),
+        *quantize(call.x, call.amax_t, call.per_row, axis=0),
+    )
+
+
+@accepts(QuantizeDecodedCall)
+def quantize_decoded(call: Any) -> tuple[Tensor, Tensor]:
+    made = quantize(call.x, call.amax, call.per_row, offs=call.offs)[2]
+    return call.x.new_empty(call.x.shape, dtype=torch.float16), made
+
+
+@accepts(SiluAndMulQuantizeCall)
+def silu_and_mul_quantize(call: SiluAndMulQuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
+    m, two_k = call.x.shape
+    return _parts(call.x, m, two_k // 2, m, call.offs)
+
+
+@accepts(SiluAndMulQuantizeCall)
+def silu_and_mul_quantize_decoded(call: SiluAndMulQuantizeCall) -> tuple[Tensor, Tensor]:
+    x = call.x
+    m, two_k = x.shape
+    return x.new_empty((m, two_k // 2), dtype=torch.float16), x.new_empty((m,), dtype=torch.float32)
+
+
+@accepts(RmsNormQuantizeCall)
+def rms_norm_quantize(call: RmsNormQuantizeCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    m, k = call.x.shape
+    return *_parts(call.x, m, k, m, None), call.x.new_empty((0,) if call.residual is None else (m, k))
+
+
+@accepts(RmsNormQuantizeCall)
+def rms_norm_quantize_decoded(call: RmsNormQuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
+    *_, amax, summed = rms_norm_quantize(*call)
+    return call.x.new_empty(call.x.shape, dtype=torch.float16), amax, summed
+
+
+@accepts(DequantizeCall)
+def dequantize(call: DequantizeCall) -> Tensor:
+    codes = call.codes
+    return codes.new_empty((codes.shape[0], 2 * codes.shape[1]), dtype=call.dtype)
+
+
+@accepts(MXFP8QuantizeCall)
+def mxfp8_quantize(call: MXFP8QuantizeCall) -> tuple[Tensor, Tensor]:
+    x = call.x
+    m, k = x.shape if call.axis == -1 else (x.shape[1], x.shape[0])
+    shape = _checks.mxfp8_scale_shape(m, k, call.swizzled)
+    return x.new_empty((m, k), dtype=call.dtype), x.new_empty(shape, dtype=torch.float8_e8m0fnu)
+
+
+@accepts(MXFP8DequantizeCall)
+def mxfp8_dequantize(call: MXFP8DequantizeCall) -> Tensor:
+    return call.values.new_empty(call.values.shape, dtype=call.dtype)
+
+
+@accepts(PackedCall)
+def decode(call: PackedCall) -> Tensor:
+    codes = call.codes
+    return codes.new_empty((codes.shape[0], 2 * codes.shape[1]), dtype=torch.float16)
+
+
+@accepts(PackedCall)
+def prepack(call: PackedCall) -> Tensor:
+    *stack, n, half_k = call.codes.shape
+    return call.codes.new_empty((*stack, _checks.prepacked_bytes(n, 2 * half_k)))
+
+
+@accepts(UnprepackCall)
+def unprepack(call: UnprepackCall) -> tuple[Tensor, Tensor]:
+    packed, n, k = call
+    stack = packed.shape[:-1]
+    scales = packed.new_empty((*stack, *_checks.padded_scale_shape(n, k)), dtype=torch.float8_e4m3fn)
+    return packed.new_empty((*stack, n, k // 2)), scales

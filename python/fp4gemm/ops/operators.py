@@ -1,0 +1,57 @@
+"""The torch operators themselves: loads the native library and registers the CPU and fake implementations.
+
+Schemas and CUDA kernels come from libfp4gemm_torch.so, built once against torch's stable ABI. The CPU
+implementation is the reference; the fake ones give shapes and dtypes to torch.compile and torch.export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import _native, reference
+from . import fakes
+from .schema import SCHEMAS
+
+
+def _load() -> None:
+    path = _native.library_path(_native.TORCH_LIBRARY)
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        raise ImportError(
+            f"fp4gemm: cannot load {path} under torch {torch.__version__} (2.11 or newer is needed): {error}"
+        ) from error
+
+
+def below_wrapper(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """The callable below the Python wrapper of an operator; a tracer must be given the wrapper."""
+    return getattr(operator, "_op", operator)
+
+
+_load()
+
+# Kept alive: deleting it would remove the registrations.
+_CPU = torch.library.Library("fp4gemm", "IMPL", "CPU")
+for _name in (*SCHEMAS, "gemm_out"):
+    _CPU.impl(_name, getattr(reference, _name))
+    torch.library.register_fake(f"fp4gemm::{_name}", getattr(fakes, _name))
+
+# The overloads, bound once: an attribute walk through torch.ops costs about a microsecond a call.
+decode = torch.ops.fp4gemm.decode.default
+dequantize = torch.ops.fp4gemm.dequantize.default
+gemm = torch.ops.fp4gemm.gemm.default
+gemm_out = torch.ops.fp4gemm.gemm_out.default
+mxfp8_dequantize = torch.ops.fp4gemm.mxfp8_dequantize.default
+mxfp8_quantize = torch.ops.fp4gemm.mxfp8_quantize.default
+prepack = torch.ops.fp4gemm.prepack.default
+quantize = torch.ops.fp4gemm.quantize.default
+quantize_both = torch.ops.fp4gemm.quantize_both.default
+quantize_decoded = torch.ops.fp4gemm.quantize_decoded.default
+rms_norm_quantize = torch.ops.fp4gemm.rms_norm_quantize.default
+rms_norm_quantize_decoded = torch.ops.fp4gemm.rms_norm_quantize_decoded.default
+silu_and_mul_quantize = torch.ops.fp4gemm.silu_and_mul_quantize.default
+silu_and_mul_quantize_decoded = torch.ops.fp4gemm.silu_and_mul_quantize_decoded.default
+unprepack = torch.ops.fp4gemm.unprepack.default
