@@ -169,14 +169,14 @@ void test_quantize_errors() {
   bad_quantize("ragged column", [](Args& a) { a.column = a.row; }, "m: is 4, must be between 16");
   fp4gemm_status_t const not_supported = FP4GEMM_ERROR_NOT_SUPPORTED;
   bad_quantize(
-      "square rows", [](Args& a) { a.block_rows = 16; }, "block_rows: is 16, which takes", not_supported);
+      "square rows", [](Args& a) { a.block_rows = 16; }, "block_rows: is 16, which requires", not_supported);
   bad_quantize(
       "four over six, stochastic",
       [](Args& a) {
         a.four_over_six = FP4GEMM_FOUR_OVER_SIX_MAE;
         a.rng_state = static_cast<int64_t*>(address());
       },
-      "four_over_six: takes", not_supported);
+      "four_over_six: requires", not_supported);
   bad_quantize(
       "groups of columns",
       [](Args& a) {
@@ -233,9 +233,9 @@ void test_decoded_errors() {
         a.column = a.row;
         decoded_alone(a);
       },
-      "decoded: is there for row alone", not_supported);
+      "decoded: is supported for row only", not_supported);
   bad_quantize(
-      "decoded column", [](Args& a) { a.column.decoded = address(); }, "decoded: is there for row alone",
+      "decoded column", [](Args& a) { a.column.decoded = address(); }, "decoded: is supported for row only",
       not_supported);
   fp4gemm_silu_and_mul_quantize_args_t silu = FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT;
   silu.m = 4;

@@ -1,4 +1,4 @@
-// The C interface of quantize, dequantize, decode and prepack: checks, then a launch on the device asked for.
+// The C interface of the quantizers: each function checks its arguments and launches on the given device.
 #include <algorithm>
 #include <cstdio>
 
@@ -10,7 +10,8 @@
 namespace fp4gemm {
 namespace {
 
-/// Calls launch(properties) with the device current, if its capability has an image.
+/// Makes the device current and calls launch(properties), if this build has kernels for its compute
+/// capability.
 template <class Launch>
 fp4gemm_status_t on_device(int device, Launch const& launch) {
   DeviceProperties properties;
@@ -37,7 +38,7 @@ fp4gemm_status_t check_16_bit(char const* name, fp4gemm_dtype_t dtype) {
   return FP4GEMM_SUCCESS;
 }
 
-/// x (m, k): sizes, type, rows and memory.
+/// Checks m and k and the input x (m, columns): type, row stride and memory.
 fp4gemm_status_t check_input(int64_t m, int64_t k, void const* x, int64_t row_stride, int64_t columns,
                              fp4gemm_dtype_t dtype) {
   FP4GEMM_TRY(check_size("m", m, 0, 1));
@@ -55,12 +56,12 @@ fp4gemm_status_t check_groups(int32_t const* offs, int num_groups) {
 
 fp4gemm_status_t unsupported(char const* text) { return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "%s", text); }
 
-/// Room for m rows in groups that begin at multiples of `step`.
+/// The most rows that m rows in groups need if each group begins at a multiple of `step`.
 int64_t grouped_size(int64_t m, int num_groups, int step) {
   return (m + (step - 1) * std::min<int64_t>(num_groups, m)) / step * step;
 }
 
-/// Options that no definition or no kernel combines.
+/// Refuses combinations of options that have no definition or no kernel.
 fp4gemm_status_t check_combination(fp4gemm_quantize_args_t const& args) {
   bool const square = args.block_rows == 16;
   bool const four_over_six = args.four_over_six != FP4GEMM_FOUR_OVER_SIX_NONE;
@@ -71,10 +72,11 @@ fp4gemm_status_t check_combination(fp4gemm_quantize_args_t const& args) {
   bool const wants_both = wants_column && args.row.codes != nullptr;
   if (args.offs != nullptr && wants_both) {
     return unsupported(
-        "offs: groups of rows are quantized one way at a time; row and column must not both be wanted");
+        "offs: groups of rows are quantized in one direction at a time; row and column must not both be "
+        "given");
   }
   if (args.column.decoded != nullptr || (args.row.decoded != nullptr && wants_column)) {
-    return unsupported("decoded: is there for row alone, where column is not wanted");
+    return unsupported("decoded: is supported for row only, and only if column is not given");
   }
   if (square && args.row.decoded != nullptr) {
     return unsupported("decoded: block_rows is 16, must be 1 where decoded is given");
@@ -82,15 +84,14 @@ fp4gemm_status_t check_combination(fp4gemm_quantize_args_t const& args) {
   if (square && (args.scaling != FP4GEMM_SCALING_TENSOR || args.offs != nullptr || rotated ||
                  args.rng_state != nullptr || per_token)) {
     return unsupported(
-        "block_rows: is 16, which takes FP4GEMM_SCALING_TENSOR and FP4GEMM_ENCODE_TE, without groups, "
-        "Hadamard and "
-        "stochastic rounding");
+        "block_rows: is 16, which requires FP4GEMM_SCALING_TENSOR and FP4GEMM_ENCODE_TE, without groups, "
+        "Hadamard and stochastic rounding");
   }
   if (four_over_six && (rotated || args.rng_state != nullptr || per_token)) {
-    return unsupported("four_over_six: takes FP4GEMM_ENCODE_TE, without Hadamard and stochastic rounding");
+    return unsupported("four_over_six: requires FP4GEMM_ENCODE_TE, without Hadamard and stochastic rounding");
   }
   if (wants_both && args.row.hadamard != FP4GEMM_HADAMARD_NONE) {
-    return unsupported("row: hadamard must be FP4GEMM_HADAMARD_NONE where column is wanted too");
+    return unsupported("row: hadamard must be FP4GEMM_HADAMARD_NONE where column is given too");
   }
   FP4GEMM_CHECK(args.e4m3_max == 448 || four_over_six, "e4m3_max: is %d, must be 448 without four_over_six",
                 args.e4m3_max);
@@ -100,7 +101,7 @@ fp4gemm_status_t check_combination(fp4gemm_quantize_args_t const& args) {
   return FP4GEMM_SUCCESS;
 }
 
-/// The memory of a result: codes and scales, or decoded values in place of both.
+/// Checks the buffers of a result: codes and scales, or decoded values instead of both.
 fp4gemm_status_t check_result(char const* prefix, uint8_t const* codes, uint8_t const* scales,
                               void const* decoded, int64_t elems) {
   char text[32];
@@ -119,7 +120,8 @@ fp4gemm_status_t check_result(char const* prefix, uint8_t const* codes, uint8_t 
   return check_buffer(named("decoded"), decoded, elems);
 }
 
-/// The buffers of one direction: rows of k elements each.
+/// Checks the buffers of one direction, whose result is (rows, k). amax_is_spread: the amax of a group is
+/// written for each of its rows.
 fp4gemm_status_t check_side(char const* name, fp4gemm_quantized_t const& side, int64_t rows, int64_t k,
                             bool per_row, bool amax_is_spread) {
   char text[32];
@@ -166,7 +168,7 @@ fp4gemm_status_t quantize(fp4gemm_quantize_args_t const* args, int device, fp4ge
     } else {
       columns = fp4gemm_grouped_columns(args->m, args->num_groups);
       FP4GEMM_CHECK(columns <= Rules::kMaxK,
-                    "offs: %d groups of %lld rows take %lld columns, must be at most %lld", args->num_groups,
+                    "offs: %d groups of %lld rows need %lld columns, must be at most %lld", args->num_groups,
                     ll(args->m), ll(columns), ll(Rules::kMaxK));
     }
     FP4GEMM_TRY(check_side("column", args->column, args->k, columns, per_row, false));
@@ -231,7 +233,7 @@ fp4gemm_status_t dequantize(fp4gemm_dequantize_args_t const* args, int device, f
   return on_device(device, [&](DeviceProperties const&) { return launch_dequantize(*args, stream); });
 }
 
-/// What quantizing to and dequantizing from MXFP8 share.
+/// Checks the arguments that MXFP8 quantization and dequantization share.
 fp4gemm_status_t check_mxfp8(fp4gemm_mxfp8_args_t const* args) {
   FP4GEMM_TRY(check_args(args));
   FP4GEMM_TRY(check_size("m", args->m, 0, 1));
@@ -266,7 +268,7 @@ fp4gemm_status_t decode(DecodeJob const& job, int64_t k, int device, fp4gemm_str
   return on_device(device, [&](DeviceProperties const&) { return launch_decode(job, {}, k, stream); });
 }
 
-/// What rearranging a weight and its inverse share; elements are counted for one matrix.
+/// Checks the arguments of prepack and its inverse. Buffer sizes are those of one matrix.
 fp4gemm_status_t check_pack(int num_matrices, int64_t n, int64_t k, void const* codes, void const* scales,
                             void const* packed) {
   FP4GEMM_TRY(check_size("num_matrices", num_matrices, 1, 1));
@@ -285,8 +287,8 @@ fp4gemm_status_t prepack(int num_matrices, int64_t n, int64_t k, uint8_t const* 
   FP4GEMM_TRY(check_pack(num_matrices, n, k, codes, scales, packed));
   return on_device(device, [&](DeviceProperties const&) {
     FP4GEMM_TRY(launch_prepack(num_matrices, n, k, codes, scales, packed, stream));
-    // GEMM kernels start before the kernel right before them has ended, and read weights before they wait for
-    // it. This one ends between, having waited for the weights itself.
+    // GEMM kernels may start, and read weights, before the kernel ahead of them has ended. An empty kernel in
+    // between ends after the weights are written.
     return launch_nothing(stream);
   });
 }
