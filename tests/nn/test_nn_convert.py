@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -120,6 +121,38 @@ def test_the_warning_names_every_layer_with_its_reason() -> None:
         caught[0].message
     )
     assert len(str(caught[0].message)) < 300
+
+
+class Experts(torch.nn.Module):
+    """A stack of weights that no linear layer holds, as in the mixtures of experts of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(4, 128, 64))
+        self.scores = torch.nn.Parameter(torch.randn(4, 64))  # of sizes that NVFP4 does not have
+
+
+def test_weights_outside_of_linear_layers_are_reported() -> None:
+    def model() -> torch.nn.Module:
+        return torch.nn.ModuleDict(
+            {"fc": float_linear(), "experts": Experts(), "e": torch.nn.Embedding(8, 64)}
+        )
+
+    with pytest.warns(
+        UserWarning,
+        match="1 weight stays as it is outside of linear layers, such as 'experts.gate_up_proj': 131072 of",
+    ):
+        nn.quantize_model(model())
+    swapped, report = convert(model())
+    assert report.others == ("experts.gate_up_proj",)
+    assert report.bytes_of_others == 4 * 128 * 64 * 4
+    assert report.model_bytes == sum(p.nbytes for p in model().parameters())
+    assert str(report).splitlines()[-1] == report.about_others()
+    assert torch.is_tensor(swapped["experts"].gate_up_proj)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nn.quantize_model(model(), include="fc")  # as asked for
+        nn.quantize_model(torch.nn.Sequential(float_linear(), torch.nn.Embedding(8, 64)))
 
 
 def test_a_linear_model_and_a_second_pass() -> None:

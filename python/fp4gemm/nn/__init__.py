@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .convert import LayerReport, QuantizeReport, quantize_model
+from .convert import quantize_model
 from .linear import Linear
+from .report import LayerReport, QuantizeReport
 
 __all__ = ["LayerReport", "Linear", "QuantizeReport", "quantize_model"]

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from .. import _checks
 from ._hooks import accelerate_hook, carry_over, materialized
-from ._inputs import ActivationScaling, CheckFinite, WeightScaling, check_linear, check_options
+from ._inputs import OUT_STEP, ActivationScaling, CheckFinite, WeightScaling, check_linear, check_options
 from .linear import Linear
+from .report import Action, LayerReport, QuantizeReport
 
 Pattern: TypeAlias = str | re.Pattern[str] | Callable[[str, torch.nn.Linear], bool]
 Filter: TypeAlias = Pattern | Sequence[Pattern]
-Action = Literal["quantized", "shared", "excluded", "skipped"]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OnUnsupported = Literal["skip", "raise"]
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -31,61 +32,7 @@ READS_WEIGHTS_OF = {
     "MambaMixer": {"dt_proj"},
     "WavLMAttention": {"q_proj", "k_proj", "v_proj", "out_proj"},
 }
-MAX_NAMES = 4  # of layers with the same reason in a warning
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """What happened to one linear layer.
-
-    Attributes:
-        name: qualified name in the model ("" is the model itself).
-        shape: (out_features, in_features).
-        action: "quantized"; "shared": the same module as one listed before, swapped with it; "excluded": by
-            include or exclude; "skipped": it could not be swapped.
-        reason: why, in words; "" for an ordinary "quantized".
-        bytes_before, bytes_after: weight and bias of this layer. 0 for a name whose module was listed before.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    action: Action
-    reason: str
-    bytes_before: int
-    bytes_after: int
-
-
-@dataclass(frozen=True)
-class QuantizeReport:
-    """One LayerReport per name of a torch.nn.Linear, subclasses too, in model order. ``str()`` is a table."""
-
-    layers: tuple[LayerReport, ...]
-
-    def names(self, action: Action) -> list[str]:
-        """The names of the layers with this action."""
-        return [layer.name for layer in self.layers if layer.action == action]
-
-    @property
-    def bytes_before(self) -> int:
-        return sum(layer.bytes_before for layer in self.layers)
-
-    @property
-    def bytes_after(self) -> int:
-        return sum(layer.bytes_after for layer in self.layers)
-
-    def __str__(self) -> str:
-        width = max((len(layer.name) for layer in self.layers), default=0)
-        lines = [
-            f"{layer.name:<{width}}  {layer.shape[0]:>6} x {layer.shape[1]:<6} {layer.action:<9}"
-            f" {layer.bytes_before:>11} -> {layer.bytes_after:>11} bytes  {layer.reason}".rstrip()
-            for layer in self.layers
-        ]
-        actions = [layer.action for layer in self.layers]
-        counts = ", ".join(f"{actions.count(action)} {action}" for action in sorted(set(actions)))
-        lines.append(
-            f"{len(actions)} linear layers ({counts}): {self.bytes_before} -> {self.bytes_after} bytes"
-        )
-        return "\n".join(lines)
+MANY_OTHERS = 0.1  # a larger part of the model outside of linear layers is warned about
 
 
 @dataclass
@@ -132,8 +79,8 @@ def quantize_model(
         inplace: swap inside ``model`` and return it; otherwise the model stays as it is and a copy is
             returned. The float weights of swapped layers are not copied.
         report: called with a QuantizeReport of what was done; ``report=print`` shows it as a table. It lists
-            every torch.nn.Linear, whatever became of it. Without it, a warning names the layers that do not
-            fit.
+            every torch.nn.Linear, whatever became of it. Without it, warnings name the layers that do not
+            fit, and say when much of the model is not in linear layers at all.
         progress: called as ``progress(done, total, name)`` after each layer.
         on_unsupported: what to do about a selected layer that cannot be swapped (k not a multiple of 32, n
             not of 8, another dtype, weights that are not finite, hooks on the layer, an owner that bypasses
@@ -160,7 +107,7 @@ def quantize_model(
     for name, callback in (("progress", progress), ("report", report)):
         if callback is not None and not callable(callback):
             raise TypeError(f"{name}: got {_checks.describe(callback)}, must be callable")
-    layers = _find(model)
+    layers, others = _find(model), _others(model)
     _select(layers, _patterns("include", include), _patterns("exclude", exclude), _exact_types(types))
     _refuse_unsupported(model, layers, raises=on_unsupported == "raise")
 
@@ -183,29 +130,30 @@ def quantize_model(
         # deepcopy returns what its memo holds for an object instead of copying the object.
         swapped = {id(layer.linear): layer.swapped for layer in chosen}
         model = copy.deepcopy(model, cast(dict[int, Any], swapped))
-    done_report = _report(layers)
+    done_report = QuantizeReport(_reports(layers), *others)
     if report is not None:
         report(done_report)
-    elif done_report.names("skipped"):
-        warnings.warn(_skipped(done_report), stacklevel=2)
+        return model
+    if done_report.names("skipped"):
+        warnings.warn(f"quantize_model: {done_report.about_skipped()}", stacklevel=2)
+    if include is None and done_report.bytes_of_others > MANY_OTHERS * done_report.model_bytes:
+        warnings.warn(f"quantize_model: {done_report.about_others()}", stacklevel=2)
     return model
 
 
-def _skipped(report: QuantizeReport) -> str:
-    """The layers that stay as they are, grouped by reason."""
-    by_reason: dict[str, list[str]] = {}
-    for layer in report.layers:
-        if layer.action == "skipped":
-            by_reason.setdefault(layer.reason, []).append(repr(layer.name))
-    groups = []
-    for reason, names in by_reason.items():
-        more = "" if len(names) <= MAX_NAMES else f" and {len(names) - MAX_NAMES} more"
-        groups.append(f"{', '.join(names[:MAX_NAMES])}{more} ({reason})")
-    total = sum(map(len, by_reason.values()))
-    return (
-        f"quantize_model: {total} linear layers stay as they are: {'; '.join(groups)}. "
-        "report=print lists all layers, exclude=... leaves these out without a warning"
-    )
+def _others(model: torch.nn.Module) -> tuple[tuple[str, ...], int, int]:
+    """The fields of QuantizeReport from ``others`` on."""
+    found: dict[str, torch.nn.Parameter] = {}
+    for owner, module in model.named_modules():
+        # The other modules of torch.nn are embeddings, convolutions and the like.
+        if isinstance(module, torch.nn.Linear) or type(module).__module__.startswith("torch.nn."):
+            continue
+        for name, p in module.named_parameters(recurse=False):
+            is_matrix = p.dim() in (2, 3) and p.dtype in _checks.FLOAT_DTYPES and not is_lazy(p)
+            if is_matrix and p.shape[-2] % OUT_STEP == 0 and p.shape[-1] % _checks.K_STEP_MM == 0:
+                found[f"{owner}.{name}".lstrip(".")] = p
+    total = sum(p.nbytes for p in model.parameters() if not is_lazy(p))
+    return tuple(found), sum(p.nbytes for p in found.values()), total
 
 
 def _find(model: torch.nn.Module) -> list[_Layer]:
@@ -295,7 +243,7 @@ def _replace(model: torch.nn.Module, layers: list[_Layer]) -> None:
             setattr(owners[owner], child, layer.swapped)
 
 
-def _report(layers: list[_Layer]) -> QuantizeReport:
+def _reports(layers: list[_Layer]) -> tuple[LayerReport, ...]:
     entries = []
     for layer in layers:
         shape = (layer.linear.out_features, layer.linear.in_features)
@@ -305,12 +253,12 @@ def _report(layers: list[_Layer]) -> QuantizeReport:
         for name in layer.names[1:]:
             action: Action = "shared" if layer.action == "quantized" else layer.action
             entries.append(LayerReport(name, shape, action, f"same module as {layer.names[0]}", 0, 0))
-    return QuantizeReport(tuple(entries))
+    return tuple(entries)
 
 
 def _num_bytes(module: torch.nn.Module) -> int:
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return sum(tensor.nbytes for tensor in tensors if not torch.nn.parameter.is_lazy(tensor))
+    return sum(tensor.nbytes for tensor in tensors if not is_lazy(tensor))
 
 
 def _exact_types(types: object) -> tuple[type[torch.nn.Linear], ...]:
