@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <sstream>
 #include <string>
 
 #include "fp4gemm/fp4gemm.h"
@@ -31,19 +32,19 @@ inline fp4gemm_kernel_info_t info_at(int index) {
   return info;
 }
 
-inline bool has_arch(int arch) {
-  for (int i = 0; i < fp4gemm_kernel_count(); ++i) {
-    if (info_at(i).arch == arch) {
-      return true;
+/// The architecture of this build that names a device among those it serves; 0 for none.
+inline int arch_of(int device_arch) {
+  fp4gemm_architecture_info_t info{};
+  for (int i = 0; i < fp4gemm_architecture_count(); ++i) {
+    fp4gemm_architecture_info(i, &info);
+    std::istringstream devices(info.devices);
+    for (int major = 0, minor = 0; devices >> major && devices.ignore(1) && devices >> minor;) {
+      if (10 * major + minor == device_arch) {
+        return info.arch;
+      }
     }
   }
-  return false;
-}
-
-/// The architecture whose kernels must serve a device in this build; 0 for none.
-inline int family_of(int device_arch) {
-  int const family = device_arch == 90 ? 90 : device_arch == 100 || device_arch == 103 ? 100 : 0;
-  return has_arch(family) ? family : 0;
+  return 0;
 }
 
 inline void expect_error(char const* what, fp4gemm_status_t got, fp4gemm_status_t wanted, char const* text) {

@@ -1,7 +1,9 @@
 // Host tests of the kernel table and of selection: every architecture, SM count and class of shape.
 #include <algorithm>
+#include <map>
 #include <set>
 #include <string>
+#include <tuple>
 
 #include "checks.hpp"
 
@@ -34,14 +36,11 @@ struct Formats {
   fp4gemm_format_t a = FP4GEMM_FORMAT_NVFP4;
   fp4gemm_format_t b = FP4GEMM_FORMAT_NVFP4;
 
-  /// The only formats that the kernels of Blackwell read.
-  bool both_nvfp4() const { return a == FP4GEMM_FORMAT_NVFP4 && b == FP4GEMM_FORMAT_NVFP4; }
-
   /// True if a kernel that reads `operand` can be given these formats, after a conversion or without.
   bool suit(char const* operand) const {
     bool const prepackable = b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_PREPACKED;
     if (std::strcmp(operand, "nvfp4") == 0) {
-      return both_nvfp4();
+      return a == FP4GEMM_FORMAT_NVFP4 && b == FP4GEMM_FORMAT_NVFP4;
     }
     if (std::strcmp(operand, "fp16") == 0) {
       return a != FP4GEMM_FORMAT_BF16 && b != FP4GEMM_FORMAT_PREPACKED;
@@ -77,16 +76,36 @@ struct Wanted {
   }
 };
 
+/// True if the table has a kernel of the architecture that computes what is wanted.
+bool table_has_kernel(int arch, Wanted const& wanted) {
+  bool const grouped = wanted.num_groups > 0;
+  bool const ragged_k = grouped && wanted.ragged == FP4GEMM_RAGGED_K;
+  bool const gated = wanted.activation == FP4GEMM_ACTIVATION_SWIGLU;
+  static std::map<std::tuple<int, int, int, int, bool, bool, bool>, bool> known;
+  auto const key = std::make_tuple(arch, static_cast<int>(wanted.dtype), static_cast<int>(wanted.formats.a),
+                                   static_cast<int>(wanted.formats.b), grouped, ragged_k, gated);
+  if (auto const found = known.find(key); found != known.end()) {
+    return found->second;
+  }
+  bool& result = known[key];
+  for (int i = 0; i < fp4gemm_kernel_count(); ++i) {
+    fp4gemm_kernel_info_t const info = info_at(i);
+    bool const is_prepacked = std::string(info.operand).rfind("prepacked", 0) == 0;
+    result = result || (info.arch == arch && info.out_dtype == wanted.dtype &&
+                        std::strcmp(info.mode, grouped ? "grouped" : "dense") == 0 &&
+                        std::strcmp(info.epilogue, gated ? "swiglu" : "rowcol") == 0 &&
+                        wanted.formats.suit(info.operand) && !(ragged_k && is_prepacked));
+  }
+  return result;
+}
+
 /// One selection: the kernel is of the device's architecture, of the mode and output type, and accepts the
 /// operands; a second call returns the same.
 void check_selection(Wanted const& wanted) {
-  int const family = family_of(wanted.arch);
+  int const arch = arch_of(wanted.arch);
   bool const gated = wanted.activation == FP4GEMM_ACTIVATION_SWIGLU;
-  // Blackwell's kernels read NVFP4 only; gated kernels write bf16 and fp16.
-  bool const none = family == 0 || (family == 100 && !wanted.formats.both_nvfp4()) ||
-                    (gated && wanted.dtype == FP4GEMM_FP32);
   int const index = wanted.select();
-  if (none) {
+  if (!table_has_kernel(arch, wanted)) {
     CHECK(index == -1, "sm%d got kernel %d", wanted.arch, index);
     return;
   }
@@ -96,7 +115,7 @@ void check_selection(Wanted const& wanted) {
     return;
   }
   fp4gemm_kernel_info_t const info = info_at(index);
-  CHECK(info.arch == family && info.out_dtype == wanted.dtype, "sm%d got %s", wanted.arch, info.name);
+  CHECK(info.arch == arch && info.out_dtype == wanted.dtype, "sm%d got %s", wanted.arch, info.name);
   CHECK(wanted.formats.suit(info.operand), "operands of formats %d and %d got %s", wanted.formats.a,
         wanted.formats.b, info.name);
   CHECK(std::strcmp(info.mode, wanted.num_groups > 0 ? "grouped" : "dense") == 0, "%d groups got %s",
@@ -189,7 +208,7 @@ void test_selection_follows_shape() {
       {103, 160, 16, 4096, 7168, kNvfp4, 1, 256 * 128},
   };
   for (Case const& c : cases) {
-    if (family_of(c.arch) == 0) {
+    if (arch_of(c.arch) == 0) {
       continue;
     }
     for (fp4gemm_dtype_t dtype : kDtypes) {

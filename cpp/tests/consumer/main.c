@@ -22,6 +22,19 @@ int main(void) {
     printf("%s\n", info.name);
   }
 
+  /* Each macro is a C initializer that sets struct_size. */
+  fp4gemm_quantize_args_t const quantize = FP4GEMM_QUANTIZE_ARGS_INIT;
+  fp4gemm_silu_and_mul_quantize_args_t const silu = FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT;
+  fp4gemm_rms_norm_quantize_args_t const norm = FP4GEMM_RMS_NORM_QUANTIZE_ARGS_INIT;
+  fp4gemm_dequantize_args_t const dequantize = FP4GEMM_DEQUANTIZE_ARGS_INIT;
+  fp4gemm_mxfp8_args_t const mxfp8 = FP4GEMM_MXFP8_ARGS_INIT;
+  if (quantize.struct_size != sizeof(quantize) || silu.struct_size != sizeof(silu) ||
+      norm.struct_size != sizeof(norm) || dequantize.struct_size != sizeof(dequantize) ||
+      mxfp8.struct_size != sizeof(mxfp8)) {
+    printf("an _INIT macro does not set struct_size\n");
+    return 1;
+  }
+
   fp4gemm_gemm_args_t args = FP4GEMM_GEMM_ARGS_INIT;
   args.m = 128;
   args.n = 256;
