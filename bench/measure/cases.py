@@ -10,9 +10,9 @@ from typing import Any
 import fp4gemm
 import torch
 from fp4gemm import reference
-from fp4gemm._checks import options as option_checks
 from torch import Tensor
 
+from .library import operator_arguments
 from .targets import FEW_ROWS, QUANTIZE, Target
 from .traffic import Traffic, grouped_bytes, packed_bytes, scale_bytes
 from .verify import filled
@@ -45,12 +45,6 @@ class Family:
 
 
 # ---- a case from options of the library -------------------------------------------------------------------
-
-
-def operator_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of reference.quantize and quantize_both (but axis) for options of fp4gemm.quantize."""
-    defaults = option_checks.defaults_of(option_checks.QuantizeOptions)
-    return option_checks.operator_arguments({**defaults, **options})
 
 
 def quantize_case(

@@ -7,11 +7,14 @@ by compute capabilities, in which forms operands are multiplied and which baseli
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import fp4gemm
 import torch
 from fp4gemm import _native, kernel_table, selection
+from fp4gemm._checks import options as _options
+from fp4gemm._checks.options import SIGNS
 from fp4gemm.device.products import Product, error_line, gaussian_weights, occupied_groups
 from fp4gemm.device.products import difference as product_difference
 from fp4gemm.device.timing import (
@@ -44,13 +47,12 @@ __all__ = [
     "library_file",
     "occupied_groups",
     "operands_read",
+    "operator_arguments",
     "product_difference",
     "rotations",
     "sets",
     "time_interleaved",
 ]
-
-SIGNS = 0xD7E8  # the default of hadamard_signs
 
 
 @functools.cache
@@ -102,13 +104,13 @@ def chosen_kernel(
 def gemm_operator(a: fp4gemm.NVFP4Tensor, b: fp4gemm.NVFP4Tensor) -> Call:
     """A call of the operator that mm calls, without the Python of mm; alpha is 1."""
     operators = torch.ops.fp4gemm
-    if hasattr(operators, "gemm"):
-        return lambda: operators.gemm(
-            a.codes, b.codes, a.scales, b.scales, alpha_row=a.amax, alpha_col=b.amax
-        )
-    return lambda: operators.scaled_mm(
-        a.codes, b.codes, a.scales, b.scales, 1.0, a.amax, b.amax, None, torch.bfloat16, None
-    )
+    return lambda: operators.gemm(a.codes, b.codes, a.scales, b.scales, alpha_row=a.amax, alpha_col=b.amax)
+
+
+def operator_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of reference.quantize and quantize_both, but axis, for options of fp4gemm.quantize."""
+    defaults = _options.defaults_of(_options.QuantizeOptions)
+    return _options.operator_arguments({**defaults, **options})
 
 
 def library_file() -> bytes:
