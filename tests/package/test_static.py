@@ -82,12 +82,11 @@ def test_every_kernel_of_the_table_is_in_the_library() -> None:
 
 
 def test_no_kernel_spills() -> None:
-    """No local memory, no more registers than a thread has; no stack frame in GEMMs and common casts, a few
-    bytes, outside of the mainloop, in GEMMs on prepacked weights with 16 warps.
+    """Kernels have no local memory. GEMMs and common casts have no stack frame, and GEMMs on prepacked weights
+    with 16 warps have one of a few bytes, which is used outside of the mainloop.
 
-    The other quantize kernels may have one: for blocks that are handed to the rare call for NaN and extreme
-    amaxes, and in the widest norm, whose row takes all registers there are. Before 9.0, which emulates some
-    conversions, common casts may spill a few bytes.
+    The other quantize kernels may have a stack frame, as the widest norm has, whose row fills all registers.
+    Before 9.0, where some conversions are emulated, common casts may spill a few bytes.
     """
     assert resources()
     for arch, name, figures in resources():
