@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 
 import fp4gemm
 import pytest
@@ -180,3 +182,30 @@ def test_a_failed_call_leaves_no_error_behind(gpu: Device) -> None:
     assert library.fp4gemm_quantize(ctypes.byref(args), 99, None) != SUCCESS
     succeed(library.fp4gemm_quantize(ctypes.byref(args), 0, None))
     assert bool((gpu.get(amax, torch.empty(4)) == 1).all())
+
+
+OTHER_DEVICE = """
+import ctypes, torch
+driver = ctypes.CDLL("libcuda.so.1")
+def has_context(device):
+    flags, active = ctypes.c_uint(), ctypes.c_int()
+    assert driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)) == 0
+    return active.value
+x, w = (torch.randn(64, 256, device="cuda:1", dtype=torch.bfloat16) for _ in range(2))
+before = has_context(0)
+import fp4gemm
+fp4gemm.mm(fp4gemm.quantize(x), fp4gemm.quantize(w))
+torch.cuda.synchronize(1)
+print(before, has_context(0), torch.cuda.current_device())
+"""
+
+
+@pytest.mark.gpu
+def test_a_call_for_another_device_creates_no_context_on_the_current_one() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    run = subprocess.run([sys.executable, "-c", OTHER_DEVICE], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    before, after, current = run.stdout.split()
+    assert (before, current) == ("0", "0")
+    assert after == "0", "cuda:0 has a context, although only cuda:1 was used"
