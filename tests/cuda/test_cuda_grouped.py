@@ -207,9 +207,9 @@ def test_eight_threads_on_four_streams(cuda: torch.device, gen: torch.Generator)
     cases = [
         rows_of(sizes, 136, 256, cuda, gen) for sizes in ((300, 0, 77), (1, 2, 3), (0, 512, 0), (64,) * 16)
     ]
-    depth = columns_of((70, 0, 300), 144, 272, cuda, gen)
+    columns = columns_of((70, 0, 300), 144, 272, cuda, gen)
     wanted = [fp4gemm.grouped_mm(case.a, case.b, activation="gelu_tanh") for case in cases]
-    wanted_depth = fp4gemm.grouped_mm(depth.a, depth.b)
+    wanted_columns = fp4gemm.grouped_mm(columns.a, columns.b)
     torch.cuda.synchronize(cuda)
     streams = [torch.cuda.Stream(cuda) for _ in range(4)]
     problems: list[str] = []
@@ -220,9 +220,9 @@ def test_eight_threads_on_four_streams(cuda: torch.device, gen: torch.Generator)
                 for turn in range(25):
                     which = (index + turn) % 4
                     got = fp4gemm.grouped_mm(cases[which].a, cases[which].b, activation="gelu_tanh")
-                    got_depth = fp4gemm.grouped_mm(depth.a, depth.b)
+                    got_columns = fp4gemm.grouped_mm(columns.a, columns.b)
                     streams[index % 4].synchronize()
-                    if not torch.equal(got, wanted[which]) or not torch.equal(got_depth, wanted_depth):
+                    if not torch.equal(got, wanted[which]) or not torch.equal(got_columns, wanted_columns):
                         problems.append(f"thread {index}, turn {turn}, case {which}: other bits")
         except Exception as error:  # pytest does not see exceptions of other threads
             problems.append(f"thread {index}: {type(error).__name__}: {error}")
@@ -236,13 +236,13 @@ def test_eight_threads_on_four_streams(cuda: torch.device, gen: torch.Generator)
 
 
 def test_nothing_synchronises(cuda: torch.device, gen: torch.Generator) -> None:
-    case, depth = rows_of((30, 0, 34), 64, 128, cuda, gen), columns_of((30, 34), 64, 64, cuda, gen)
+    case, columns = rows_of((30, 0, 34), 64, 128, cuda, gen), columns_of((30, 34), 64, 64, cuda, gen)
     bias = torch.ones(3, 64, dtype=torch.bfloat16, device=cuda)
 
     def calls() -> None:
         fp4gemm.grouped_mm(case.a, case.b, bias=bias, activation="silu")
         fp4gemm.grouped_mm(case.a, case.b, case.offs.clone(), batch_invariant=True)
-        fp4gemm.wgrad(depth.a, depth.b)
+        fp4gemm.wgrad(columns.a, columns.b)
         fp4gemm.scaled_grouped_mm(*case.raw, alpha=torch.ones(3, device=cuda))
 
     calls()
@@ -276,9 +276,9 @@ def test_wrong_ends_stay_inside(ends: tuple[int, ...], cuda: torch.device, gen: 
     fp4gemm.grouped_mm(case.a, case.b, offs, out=view)
     torch.cuda.synchronize(cuda)
     assert_poison_intact(buffer, 64, 24)
-    depth = columns_of((10, 20, 34), 16, 32, cuda, gen)
+    columns = columns_of((10, 20, 34), 16, 32, cuda, gen)
     view, buffer = poisoned(3 * 16, 32, torch.bfloat16, cuda)
-    fp4gemm.grouped_mm(depth.a, depth.b, offs, out=view.view(3, 16, 32))
+    fp4gemm.grouped_mm(columns.a, columns.b, offs, out=view.view(3, 16, 32))
     torch.cuda.synchronize(cuda)
     assert_poison_intact(buffer, 3 * 16, 32)
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import NVFP4Tensor, PrepackedTensor, nn, reference, support
+from fp4gemm import NVFP4Tensor, PrepackedTensor, reference
 from fp4gemm.kernel_table import KernelInfo
-from helpers import FLOATS, assert_bits, assert_poison_intact, captured, dirty, make, poisoned, short
+from helpers import FLOATS, assert_bits, assert_poison_intact, captured, make, poisoned, short
 from moe import ends_of, rows_of
-from nn_helpers import float_linear, same_bits, same_state
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -32,15 +30,6 @@ SIZES = [(513, 0, 300, 1, 7, 128), (3, 1, 0, 0, 16, 2, 5), (0, 300, 0), (0, 0)]
 PLAIN = (torch.bfloat16, torch.float16)
 # The operands of kernels, by dtype.
 A_DTYPES = {"prepacked": torch.float16, "prepacked_bf16": torch.bfloat16}
-
-
-@pytest.fixture
-def hopper(cuda: torch.device) -> torch.device:
-    """The current device; the test is skipped if its kernels do not read prepacked weights."""
-    if not support.streams_prepacked(cuda):
-        pytest.skip(f"{torch.cuda.get_device_name(cuda)} does not read prepacked weights")
-    dirty(cuda, 4096, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
-    return cuda
 
 
 def kernels(mode: str, operand: str | None = None) -> list[KernelInfo]:
@@ -370,61 +359,3 @@ def test_kernels_that_do_not_take_the_operands(hopper: torch.device, gen: torch.
         fp4gemm.mm(fp4gemm.quantize(torch.ones(8, 64, device=hopper)), p)
     with pytest.raises(ValueError, match=r"^b: device is cpu, must be cuda:"):
         fp4gemm.mm(a, p.to("cpu"))
-
-
-# ---- layers
-
-
-@pytest.mark.parametrize("activations", ["row", "tensor", "none"])
-def test_the_first_forward_prepacks(activations: str, hopper: torch.device, gen: torch.Generator) -> None:
-    linear = float_linear(192, 136)
-    here = nn.Linear.from_float(linear, activation_scaling=activations)
-    layer = copy.deepcopy(here).to(hopper)
-    x = make("integers", 33, 192, torch.bfloat16, gen)
-    want = here(x)
-    assert layer.weight_prepacked is None
-    for _ in range(2):
-        assert same_bits(layer(x.to(hopper)).cpu(), want)
-        assert {name for name, _ in layer.named_buffers()} == {"weight_amax", "weight_prepacked", "bias"}
-    assert same_state(copy.deepcopy(layer).cpu(), here)
-    back = copy.deepcopy(layer).to("cpu")
-    assert back.weight_prepacked is None
-    assert same_bits(back(x), want)
-    assert same_bits(torch.compile(layer, backend="aot_eager", fullgraph=True)(x.to(hopper)).cpu(), want)
-    layer.cpu()
-    assert layer.weight_prepacked is None
-    assert same_state(layer, here)
-
-
-def test_memory_of_a_layer(hopper: torch.device) -> None:
-    """After the forward the layer occupies 0.5625 bytes for each element, as before."""
-    layer = nn.Linear.from_float(torch.nn.Linear(4096, 4096, bias=False, device=hopper))
-    x = torch.ones(1, 4096, dtype=torch.bfloat16, device=hopper)
-    torch.cuda.synchronize(hopper)
-    before = torch.cuda.memory_allocated(hopper)
-    layer(x)
-    assert torch.cuda.memory_allocated(hopper) - before < 1 << 16
-
-
-def test_graphs_of_a_layer(hopper: torch.device, gen: torch.Generator) -> None:
-    """A captured first forward keeps codes and scales; both kinds of graphs see load_state_dict."""
-    x = make("integers", 16, 192, torch.bfloat16, gen).to(hopper)
-    for is_warm in (True, False):
-        layer = nn.Linear.from_float(float_linear(192, 136)).to(hopper)
-        other = nn.Linear.from_float(float_linear(192, 136)).to(hopper)
-        torch.nn.init.normal_(x)
-        other(x)
-        if is_warm:
-            layer(x)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = layer(x)
-        graph.replay()
-        torch.cuda.synchronize(hopper)
-        assert (layer.weight_prepacked is not None) is is_warm
-        assert same_bits(y, layer(x))
-        assert (layer.weight_prepacked is not None) is is_warm
-        layer.load_state_dict(other.state_dict())
-        graph.replay()
-        torch.cuda.synchronize(hopper)
-        assert same_bits(y, other(x))

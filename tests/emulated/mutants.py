@@ -19,7 +19,7 @@ for _folder in (Path(__file__).parent, _ROOT / "tests" / "support", _ROOT / "emu
 import capi  # noqa: E402
 import torch  # noqa: E402
 from fp4gemm import reference  # noqa: E402
-from problems import FULL, Problem, dense, grouped_rows  # noqa: E402
+from problems import FULL, Problem, dense, grouped_ragged_m  # noqa: E402
 from ptxemu.mutate import Table, in_emulator, mutants, score  # noqa: E402
 from session import NUM_SMS, SCHEDULES, Call, Finding, Session, same_bits  # noqa: E402
 
@@ -31,7 +31,7 @@ def problem_of(info: capi.KernelInfo) -> Problem:
     dtype = {number: dtype for dtype, number in capi.DTYPES.items()}[info.out_dtype]
     if info.mode == b"dense":
         return dense(264, 136, 1088, dtype, FULL, "silu")
-    return grouped_rows((5, 0, 130, 17), 136, 544, dtype, FULL, "silu")
+    return grouped_ragged_m((5, 0, 130, 17), 136, 544, dtype, FULL, "silu")
 
 
 def text_of(session: Session, kernel: str, problem: Problem) -> tuple[str, list[int]]:

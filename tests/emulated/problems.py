@@ -27,7 +27,7 @@ class Problem:
     scale_b: Tensor
     want: Tensor  # (.., rows, row stride): D with the pad behind each row
     offs: Tensor | None = None
-    is_depth: bool = False
+    is_ragged_k: bool = False
     alpha: float = 1.0
     activation: int = 0
     beta: float = 1.0
@@ -110,7 +110,7 @@ def group_rows(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return torch.tensor(sizes).cumsum(0).to(torch.int32), torch.cat(rows)
 
 
-def grouped_rows(
+def grouped_ragged_m(
     sizes: tuple[int, ...],
     n: int,
     k: int,
@@ -148,8 +148,10 @@ def grouped_rows(
     return problem
 
 
-def grouped_depth(sizes: tuple[int, ...], m: int, n: int, dtype: torch.dtype, terms: str = FULL) -> Problem:
-    """Tokens along k; the columns that no token has are zero."""
+def grouped_ragged_k(
+    sizes: tuple[int, ...], m: int, n: int, dtype: torch.dtype, terms: str = FULL
+) -> Problem:
+    """A problem with ragged k. Columns that hold no token are zero."""
     gen = torch.Generator().manual_seed(sum(sizes) * 1009 + n + m + len(sizes))
     groups, columns = len(sizes), layout.grouped_columns(sum(sizes), len(sizes))
     taken, begin = torch.zeros(columns, dtype=torch.bool), 0

@@ -112,7 +112,7 @@ class Call:
             out_dtype=capi.DTYPES[p.dtype],
         )
         if p.offs is not None:
-            args.ragged = capi.RAGGED_K if p.is_depth else capi.RAGGED_M
+            args.ragged = capi.RAGGED_K if p.is_ragged_k else capi.RAGGED_M
             args.num_groups = p.offs.numel()
             args.offs = self._put(p.offs)
         for name in ("alpha_row", "alpha_col", "bias"):

@@ -7,7 +7,7 @@ import json
 import fp4gemm
 import pytest
 import torch
-from problems import FULL, Problem, dense, grouped_depth, grouped_rows
+from problems import FULL, Problem, dense, grouped_ragged_k, grouped_ragged_m
 from ptxemu.report import merge, uncalibrated
 from session import Session, build_folder
 
@@ -28,9 +28,9 @@ def problems_of(kernel: fp4gemm.KernelInfo) -> list[Problem]:
     activation = "swiglu" if kernel.epilogue == "swiglu" else "silu"
     if kernel.mode == "dense":
         return [dense(130, 272, 544, kernel.out_dtype, FULL, activation)]
-    problems = [grouped_rows((5, 0, 130), 144, 96, kernel.out_dtype, FULL, activation)]
+    problems = [grouped_ragged_m((5, 0, 130), 144, 96, kernel.out_dtype, FULL, activation)]
     if kernel.epilogue == "rowcol":
-        problems.append(grouped_depth((5, 0, 130), 72, 136, kernel.out_dtype))
+        problems.append(grouped_ragged_k((5, 0, 130), 72, 136, kernel.out_dtype))
     return problems
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fp4gemm
 import pytest
 import torch
-from problems import FULL, PLAIN, Problem, dense, grouped_depth, grouped_rows
+from problems import FULL, PLAIN, Problem, dense, grouped_ragged_k, grouped_ragged_m
 from session import SCHEDULES, Session, describe, same_bits
 
 KERNELS = [kernel for kernel in fp4gemm.kernels() if kernel.arch == 100]
@@ -39,12 +39,12 @@ def test_dense(session: Session, kernel: fp4gemm.KernelInfo, case: str) -> None:
 
 
 GROUPED = {
-    "rows": lambda dtype: grouped_rows((5, 0, 130, 17), 136, 96, dtype, FULL, "relu2"),
-    "one-hot": lambda dtype: grouped_rows((0, 300, 0), 264, 320, dtype, PLAIN),
-    "all-empty": lambda dtype: grouped_rows((0, 0, 0), 64, 64, dtype),
-    "depth": lambda dtype: grouped_depth((5, 0, 130, 64), 72, 136, dtype),
-    "depth-plain": lambda dtype: grouped_depth((0, 200), 136, 264, dtype, PLAIN),
-    "no-token": lambda dtype: grouped_depth((0, 0), 72, 136, dtype),
+    "ragged-m": lambda dtype: grouped_ragged_m((5, 0, 130, 17), 136, 96, dtype, FULL, "relu2"),
+    "one-hot": lambda dtype: grouped_ragged_m((0, 300, 0), 264, 320, dtype, PLAIN),
+    "all-empty": lambda dtype: grouped_ragged_m((0, 0, 0), 64, 64, dtype),
+    "ragged-k": lambda dtype: grouped_ragged_k((5, 0, 130, 64), 72, 136, dtype),
+    "ragged-k-plain": lambda dtype: grouped_ragged_k((0, 200), 136, 264, dtype, PLAIN),
+    "no-token": lambda dtype: grouped_ragged_k((0, 0), 72, 136, dtype),
 }
 
 
@@ -57,7 +57,7 @@ def test_grouped(session: Session, kernel: fp4gemm.KernelInfo, case: str) -> Non
 GATED = {
     "dense": lambda dtype: dense(130, 272, 544, dtype, FULL, "swiglu"),
     "dense-plain": lambda dtype: dense(1, 16, 32, dtype, PLAIN, "swiglu"),
-    "grouped": lambda dtype: grouped_rows((5, 0, 130, 17), 144, 96, dtype, FULL, "swiglu"),
+    "grouped": lambda dtype: grouped_ragged_m((5, 0, 130, 17), 144, 96, dtype, FULL, "swiglu"),
 }
 
 
@@ -71,7 +71,7 @@ def test_gated(session: Session, kernel: fp4gemm.KernelInfo, case: str) -> None:
 @pytest.mark.parametrize("kernel", of_mode("grouped"))
 def test_one_group_is_dense(session: Session, kernel: fp4gemm.KernelInfo) -> None:
     """One group gives the bits of a dense kernel with the same operands."""
-    grouped = grouped_rows((133,), 136, 96, kernel.out_dtype, PLAIN)
+    grouped = grouped_ragged_m((133,), 136, 96, kernel.out_dtype, PLAIN)
     plain = Problem(
         "one group",
         133,
@@ -92,8 +92,8 @@ def test_selected_kernels(session: Session, dtype: torch.dtype) -> None:
     for problem in (
         dense(1, 520, 96, dtype, FULL, "gelu_tanh"),
         dense(200, 136, 64, dtype, FULL),
-        grouped_rows((3, 0, 1, 64), 136, 64, dtype),
-        grouped_depth((64, 1, 0), 136, 72, dtype),
+        grouped_ragged_m((3, 0, 1, 64), 136, 64, dtype),
+        grouped_ragged_k((64, 1, 0), 136, 72, dtype),
     ):
         check(session, problem, None)
 
@@ -101,6 +101,6 @@ def test_selected_kernels(session: Session, dtype: torch.dtype) -> None:
 def test_many_groups(session: Session) -> None:
     """There are more groups than threads in the preparation kernel."""
     sizes = tuple((i * 7919) % 5 % 3 for i in range(1100))
-    problem = grouped_rows(sizes, 8, 32, torch.bfloat16, PLAIN)
+    problem = grouped_ragged_m(sizes, 8, 32, torch.bfloat16, PLAIN)
     got = session.run(problem, mode="lazy")
     assert same_bits(got, problem.want), describe(got, problem.want)

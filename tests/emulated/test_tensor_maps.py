@@ -9,7 +9,7 @@ from pathlib import Path
 
 import fp4gemm
 import pytest
-from problems import FULL, Problem, dense, grouped_depth, grouped_rows
+from problems import FULL, Problem, dense, grouped_ragged_k, grouped_ragged_m
 from session import Session, describe, same_bits
 
 KERNELS = [kernel for kernel in fp4gemm.kernels() if kernel.arch == 100]
@@ -20,9 +20,9 @@ def small_problems(kernel: fp4gemm.KernelInfo) -> list[Problem]:
     activation = "swiglu" if kernel.epilogue == "swiglu" else None
     if kernel.mode == "dense":
         return [dense(3, 144, 96, kernel.out_dtype, FULL, activation)]
-    problems = [grouped_rows((5, 0, 17), 144, 96, kernel.out_dtype, FULL, activation)]
+    problems = [grouped_ragged_m((5, 0, 17), 144, 96, kernel.out_dtype, FULL, activation)]
     if kernel.epilogue == "rowcol":
-        problems.append(grouped_depth((5, 0, 64), 72, 136, kernel.out_dtype))
+        problems.append(grouped_ragged_k((5, 0, 64), 72, 136, kernel.out_dtype))
     return problems
 
 
