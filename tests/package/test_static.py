@@ -82,7 +82,7 @@ def test_every_kernel_of_the_table_is_in_the_library() -> None:
 
 
 def test_no_kernel_spills() -> None:
-    """Kernels have no local memory. GEMMs and common casts have no stack frame, and GEMMs on prepacked weights
+    """No kernel has local memory. GEMMs and common casts have no stack frame, and GEMMs on prepacked weights
     with 16 warps have one of a few bytes, which is used outside of the mainloop.
 
     The other quantize kernels may have a stack frame, as the widest norm has, whose row fills all registers.
