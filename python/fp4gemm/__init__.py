@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import _native, reference, selection
 from .containers import interop
+from .containers.decoded import DecodedTensor
 from .containers.mxfp8 import MXFP8Tensor, quantize_mxfp8
-from .containers.nvfp4 import DecodedTensor, NVFP4Tensor
+from .containers.nvfp4 import NVFP4Tensor
 from .containers.prepacked import PrepackedTensor, prepack, unprepack
 from .device.selftest import self_test
 from .gemm import mm, scaled_mm

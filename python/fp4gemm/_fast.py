@@ -16,7 +16,8 @@ from torch import Tensor
 
 from . import _checks, selection, support
 from ._operands import ALPHA
-from .containers.nvfp4 import DecodedTensor, NVFP4Tensor
+from .containers.decoded import DecodedTensor
+from .containers.nvfp4 import NVFP4Tensor
 from .containers.prepacked import PrepackedTensor
 from .ops import operators
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from . import _checks, kernel_table, selection, support
 from ._checks import gemm as gemm_checks
 from ._checks.options import group_ends
-from .containers.nvfp4 import DecodedTensor, NVFP4Tensor
+from .containers.decoded import DecodedTensor
+from .containers.nvfp4 import NVFP4Tensor
 from .containers.prepacked import PrepackedTensor
 
 Left = NVFP4Tensor | DecodedTensor | Tensor

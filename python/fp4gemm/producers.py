@@ -8,7 +8,8 @@ from torch import Tensor
 
 from . import _checks
 from ._checks import options as option_checks
-from .containers.nvfp4 import DecodedTensor, NVFP4Tensor
+from .containers.decoded import DecodedTensor
+from .containers.nvfp4 import NVFP4Tensor
 from .ops import operators
 from .support import ready
 

@@ -11,8 +11,9 @@ from . import _checks, _fast, stacks
 from ._checks import options as option_checks
 from ._checks.options import QuantizeBothKeywords, QuantizeKeywords
 from .containers import _fields
+from .containers.decoded import DecodedTensor
 from .containers.mxfp8 import MXFP8Tensor
-from .containers.nvfp4 import DecodedTensor, NVFP4Tensor
+from .containers.nvfp4 import NVFP4Tensor
 from .layout import swizzle_scales
 from .ops import operators
 from .ops.schema import QuantizeBothCall, QuantizeCall, QuantizeDecodedCall, narrowed

@@ -220,6 +220,21 @@ def test_checkpoints_of_others(device: torch.device, gen: torch.Generator) -> No
             assert torch.allclose(t.dequantize().double(), want, rtol=1e-6, atol=0)
 
 
+def test_codes_of_a_mapped_file_are_copied(t: NVFP4Tensor) -> None:
+    """safetensors places tensors on 8 bytes."""
+    mapped = torch.empty(t.codes.numel() + 8, dtype=torch.uint8, device=t.device)[8:].view(t.codes.shape)
+    mapped.copy_(t.codes)
+    assert mapped.data_ptr() % 16 == 8
+    for back in (
+        NVFP4Tensor.from_modelopt(mapped, t.compact_scales(), t.weight_scale_2(), t.e4m3_max),
+        NVFP4Tensor.from_compressed_tensors(mapped, t.compact_scales(), t.encode_scale(), t.e4m3_max),
+        NVFP4Tensor.from_flashinfer(mapped, t.scales, t.encode_scale(), t.e4m3_max),
+        NVFP4Tensor.from_torchao(mapped, t.compact_scales(), t.decode_multiplier(), e4m3_max=t.e4m3_max),
+    ):
+        assert_same_parts(back, t)
+        assert back.codes.data_ptr() % 16 == 0
+
+
 def test_zero_weight(device: torch.device) -> None:
     """An all-zero weight, for which ModelOpt's number is 1 / FMAX, is restored as zeros."""
     t = fp4gemm.quantize(torch.zeros(16, 32, device=device), scaling="tensor")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from bad_base import NOT, SCALAR, TYPE, VALUE, Cases, K, M, every_other, grad, misaligned, ones
+from bad_base import NOT, SCALAR, TYPE, VALUE, Cases, K, M, every_other, grad, ones
 
 CASES = Cases()
 add = CASES.add
@@ -22,7 +22,6 @@ for function, codes, scales, number in (
     )
     add(function, codes, "rank", lambda: SCALAR.codes.view(-1), VALUE, "must have rank 2, (m, k/2)")
     add(function, codes, "strides", lambda: every_other(SCALAR.codes), VALUE, "must be contiguous")
-    add(function, codes, "aligned", lambda: misaligned(SCALAR.codes), VALUE, "must be 16-byte aligned")
     add(function, scales, "type", lambda: None, TYPE, "got None (NoneType), must be a torch.Tensor")
     add(function, scales, "dtype", lambda: ones(M, 4), TYPE, "dtype is torch.float32, must be torch.float8")
     add(

@@ -45,6 +45,8 @@ class Conventions:
     amax comes back with every bit after ``from_x`` and ``to_x``; the amax itself comes back within 1 ulp,
     since several amaxes may share one number. This holds for amaxes of at least 3.2e-35: below that the
     decode multipliers are subnormal, and from 7.9e-36 down S is FMAX for every amax.
+
+    Codes that are not 16-byte aligned, as those of a memory-mapped checkpoint may be, are copied.
     """
 
     if TYPE_CHECKING:  # what NVFP4Tensor has
@@ -107,7 +109,7 @@ class Conventions:
         Raises:
             TypeError, ValueError: a part of another dtype, shape or device; the text names it.
         """
-        codes = _checks.codes("weight", weight)
+        codes = _codes("weight", weight)
         scales = _fields.compact_scales("weight_scale", weight_scale, codes)
         given = _number("weight_scale_2", weight_scale_2, codes.device)
         amax = amax_of_weight_scale_2(given, _six_times(e4m3_max, given))
@@ -130,7 +132,7 @@ class Conventions:
         Raises:
             TypeError, ValueError: a part of another dtype, shape or device; the text names it.
         """
-        codes = _checks.codes("weight_packed", weight_packed)
+        codes = _codes("weight_packed", weight_packed)
         scales = _fields.compact_scales("weight_scale", weight_scale, codes)
         encode = _number("weight_global_scale", weight_global_scale, codes.device)
         return cls._of_encode_scale(codes, scales, encode, e4m3_max)
@@ -155,7 +157,7 @@ class Conventions:
         Raises:
             TypeError, ValueError: a part of another dtype, size or device; the text names it.
         """
-        codes = _checks.codes("codes", codes)
+        codes = _codes("codes", codes)
         plain = _swizzled("scales", scales, codes)
         encode = _number("global_scale", global_scale, codes.device)
         return cls._of_encode_scale(codes, plain, encode, e4m3_max)
@@ -187,7 +189,7 @@ class Conventions:
         Raises:
             TypeError, ValueError: a part of another dtype, size or device; the text names it.
         """
-        codes = _checks.codes("qdata", qdata)
+        codes = _codes("qdata", qdata)
         _checks.is_bool("is_swizzled_scales", is_swizzled_scales)
         if is_swizzled_scales:
             scales = _swizzled("scale", scale, codes)
@@ -290,6 +292,13 @@ def _number(name: str, value: object, device: torch.device) -> Tensor:
     _checks.same_device(name, x, device, "the codes")
     _checks.no_grad(name, x, "fp4gemm.mm")
     return x.reshape(1)
+
+
+def _codes(name: str, value: object) -> Tensor:
+    """Codes (m, k/2); a copy where they are not 16-byte aligned, as in a memory-mapped file."""
+    if type(value) is Tensor and not value.is_meta and value.data_ptr() % _checks.ALIGN_BYTES:
+        value = value.clone()
+    return _checks.codes(name, value)
 
 
 def _swizzled(name: str, value: object, codes: Tensor) -> Tensor:

@@ -14,10 +14,9 @@ from ..ops import operators
 from ..support import ready
 from . import _fields, _pytree
 from ._base import Container, of_bytes, scaling_options, unpickled
-from .decoded import DecodedTensor
 from .interop import Conventions
 
-__all__ = ["DecodedTensor", "NVFP4Tensor"]
+__all__ = ["NVFP4Tensor"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
