@@ -150,4 +150,4 @@ def result(case: Case, measured: Mapping[str, Measured], harness: Harness) -> Ro
     if target.of not in measured:
         return row | {"met": False, "note": f"{target.of} was refused: no ratio"}
     ratio = measured[target.of].timing.median_us / us
-    return row | {"ratio": {target.of: round(ratio, 3)}, "met": ratio >= target.value}
+    return row | {"ratio": {target.of: digits(ratio)}, "met": ratio >= target.value}

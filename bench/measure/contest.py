@@ -122,7 +122,7 @@ class Contest:
         row |= {"checked": contender.checked} | times(found)
         row |= rates(contender.work, us, harness)
         ratios = {
-            baseline: round(measured[baseline].timing.median_us / us, 3)
+            baseline: digits(measured[baseline].timing.median_us / us)
             for baseline, other in self.contenders.items()
             if baseline != name and other.role != OURS and contender.role != FLOOR
         }

@@ -50,7 +50,7 @@ def test_ratios_are_of_the_same_run() -> None:
     made.absent["gone"] = "not installed"
     found = named(list(made.rows(harness)))
     assert found["mine"]["ratio"] == {"baseline": 3.0, "floor": 0.5}
-    assert found["baseline"]["ratio"] == {"floor": 0.167}
+    assert found["baseline"]["ratio"] == {"floor": 0.1667}
     assert "ratio" not in found["floor"]
     assert (found["mine"]["tflop_s"], found["mine"]["gb_s"]) == (200.0, 3600.0)
     assert (found["mine"]["of_roofline"], found["mine"]["bound"]) == (2000.0, "compute")
