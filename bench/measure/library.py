@@ -78,7 +78,10 @@ def has_nvfp4_cores(operands: Collection[str]) -> bool:
 
 
 def chosen_kernel(
-    device: torch.device, shape: tuple[int, int, int], formats: tuple[str, str], groups: int = 0
+    device: torch.device,
+    shape: tuple[int, int, int],
+    formats: tuple[kernel_table.Format, kernel_table.Format],
+    groups: int = 0,
 ) -> str | None:
     """The name of the kernel that mm (with ``groups``: grouped_mm) runs for (m, n, k) on a CUDA device."""
     m, n, k = shape

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import fp4gemm
 import torch
 from fp4gemm import DecodedTensor, NVFP4Tensor, PrepackedTensor, reference
+from fp4gemm.kernel_table import Format
 from torch import Tensor
 
 from . import library
@@ -19,7 +20,7 @@ from .library import Call, gaussian_weights, sets
 from .verify import difference
 
 Packed = TypeVar("Packed", bound=NVFP4Tensor | DecodedTensor | PrepackedTensor)
-Forms = tuple[str, str]  # of a and of b
+Forms = tuple[Format, Format]  # of a and of b
 # torch's product of fp16 operands gets them scaled by this power of two: its fp16 output would overflow.
 FP16_SCALE = 2**-8
 
@@ -144,7 +145,7 @@ READ_BY: dict[str, Forms] = {
 }
 OURS = "fp4gemm"
 # Contenders of ours beside the fastest: the forms, and the operand that a kernel of the device must read.
-OTHER_FORMS = (
+OTHER_FORMS: tuple[tuple[str, Forms, str], ...] = (
     ("fp4gemm, packed tokens", ("nvfp4", "prepacked"), "prepacked"),
     ("fp4gemm, both packed", READ_BY["nvfp4"], "nvfp4"),
     ("fp4gemm, both decoded", READ_BY["fp16"], "fp16"),
@@ -160,7 +161,7 @@ def fastest_forms(harness: Harness) -> Forms:
 def our_forms(harness: Harness) -> list[tuple[str, Forms]]:
     """Our contenders on a device: OURS in the fastest forms, then every other form that its kernels read."""
     fastest = fastest_forms(harness)
-    others = [
+    others: list[tuple[str, Forms]] = [
         (name, forms)
         for name, forms, operand in OTHER_FORMS
         if operand in harness.operands and forms != fastest

@@ -1,4 +1,4 @@
-"""Where the native libraries lie, and the C ABI of libfp4gemm.so through ctypes, opened on first use."""
+"""Where the native libraries are, and the C interface of libfp4gemm.so, opened on first use."""
 
 from __future__ import annotations
 
@@ -30,6 +30,16 @@ class CKernelInfo(ctypes.Structure):
     ]
 
 
+class CArchitectureInfo(ctypes.Structure):
+    """fp4gemm_architecture_info_t of fp4gemm.h, field for field."""
+
+    _fields_ = [
+        ("arch", ctypes.c_int),
+        ("devices", ctypes.c_char_p),
+        ("is_executed", ctypes.c_int),
+    ]
+
+
 _INT = ctypes.c_int
 _INT64 = ctypes.c_int64
 _TEXT = ctypes.c_char_p
@@ -39,6 +49,9 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "fp4gemm_cuda_version": (_INT, []),
     "fp4gemm_cutlass_version": (_TEXT, []),
     "fp4gemm_built_archs": (_TEXT, []),
+    "fp4gemm_architecture_count": (_INT, []),
+    "fp4gemm_architecture_info": (_INT, [_INT, ctypes.POINTER(CArchitectureInfo)]),
+    "fp4gemm_kernel_arch": (_INT, [_INT]),
     "fp4gemm_kernel_count": (_INT, []),
     "fp4gemm_kernel_info": (_INT, [_INT, ctypes.POINTER(CKernelInfo)]),
     "fp4gemm_select_kernel": (
@@ -57,13 +70,13 @@ def package_dir() -> Path:
 
 
 def library_dir() -> Path:
-    """Folder of the native libraries: $FP4GEMM_LIBRARY_DIR (a build tree, say), else lib/ of the package."""
+    """The folder of the native libraries: $FP4GEMM_LIBRARY_DIR if it is set, else lib/ of the package."""
     override = os.environ.get("FP4GEMM_LIBRARY_DIR")
     return Path(override) if override else package_dir() / "lib"
 
 
 def library_path(name: str) -> Path:
-    """Path of a native library; raises ImportError, which says what to do, when it is not there."""
+    """The path of a native library; raises ImportError, which says what to do, if the file is missing."""
     path = library_dir() / name
     if not path.is_file():
         raise ImportError(
@@ -75,7 +88,7 @@ def library_path(name: str) -> Path:
 
 @functools.cache
 def core() -> ctypes.CDLL:
-    """libfp4gemm.so with its argument types set."""
+    """libfp4gemm.so, with the argument and result types of its functions set."""
     path = library_path(CORE_LIBRARY)
     try:
         library = ctypes.CDLL(str(path))
@@ -89,7 +102,7 @@ def core() -> ctypes.CDLL:
 
 
 def version() -> str:
-    """Version of the library, as in fp4gemm.h."""
+    """The version of the library, as in fp4gemm.h."""
     return text(core().fp4gemm_version_string())
 
 

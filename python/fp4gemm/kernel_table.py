@@ -1,10 +1,11 @@
-"""The table of GEMM kernels in the installed library, and which of them a call gets."""
+"""The architectures and GEMM kernels in the installed library, and the kernel that a call gets."""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
 import functools
+from typing import Literal
 
 import torch
 
@@ -12,7 +13,10 @@ from . import _checks, _native
 from ._checks import gemm as gemm_checks
 
 __all__ = [
+    "Architecture",
     "KernelInfo",
+    "architecture",
+    "architectures",
     "built_text",
     "device_arch",
     "kernel_arch",
@@ -25,6 +29,8 @@ __all__ = [
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _RAGGED = ("m", "k")
 FORMATS = ("nvfp4", "fp16", "bf16", "prepacked")
+Ragged = Literal["m", "k"]
+Format = Literal["nvfp4", "fp16", "bf16", "prepacked"]
 # The formats of a and of b that a kernel supports, by KernelInfo.operand. The library converts an operand
 # first where the kernel reads another format.
 _SUPPORTED = {
@@ -33,6 +39,15 @@ _SUPPORTED = {
     "prepacked": (("nvfp4", "fp16"), ("nvfp4", "prepacked")),
     "prepacked_bf16": (("bf16",), ("nvfp4", "prepacked")),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A GPU architecture that the installed library has GEMM kernels for."""
+
+    arch: int  # KernelInfo.arch of its kernels
+    devices: tuple[str, ...]  # the compute capabilities that they serve, for example ("10.0", "10.3")
+    is_executed: bool  # whether the project has executed its kernels on such hardware
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,15 +79,30 @@ class KernelInfo:
         return format_a in formats_a and format_b in formats_b
 
 
+def _check(status: int, call: str) -> None:
+    if status != 0:
+        raise RuntimeError(f"{call}: {_native.text(_native.core().fp4gemm_last_error())}")
+
+
+@functools.cache
+def architectures() -> tuple[Architecture, ...]:
+    """Every architecture that the installed library has GEMM kernels for; none for a build without CUDA."""
+    lib = _native.core()
+    row = _native.CArchitectureInfo()
+    rows = []
+    for index in range(lib.fp4gemm_architecture_count()):
+        _check(lib.fp4gemm_architecture_info(index, ctypes.byref(row)), f"fp4gemm_architecture_info({index})")
+        rows.append(Architecture(row.arch, tuple(_native.text(row.devices).split()), bool(row.is_executed)))
+    return tuple(rows)
+
+
 @functools.cache
 def _table() -> tuple[KernelInfo, ...]:
     lib = _native.core()
     row = _native.CKernelInfo()
     rows = []
     for index in range(lib.fp4gemm_kernel_count()):
-        status = lib.fp4gemm_kernel_info(index, ctypes.byref(row))
-        if status != 0:
-            raise RuntimeError(f"fp4gemm_kernel_info({index}): {_native.text(lib.fp4gemm_last_error())}")
+        _check(lib.fp4gemm_kernel_info(index, ctypes.byref(row)), f"fp4gemm_kernel_info({index})")
         rows.append(
             KernelInfo(
                 name=_native.text(row.name),
@@ -82,8 +112,7 @@ def _table() -> tuple[KernelInfo, ...]:
                 tile=(row.tile_m, row.tile_n, row.tile_k),
                 cluster=(row.cluster_m, row.cluster_n),
                 out_dtype=_OUT_DTYPES[row.out_dtype],
-                # Libraries of an older build call it "f16".
-                operand={"f16": "fp16"}.get(_native.text(row.operand), _native.text(row.operand)),
+                operand=_native.text(row.operand),
                 is_swapped=row.is_swapped != 0,
             )
         )
@@ -115,9 +144,14 @@ def device_arch(index: int) -> int:
 
 def kernel_arch(index: int) -> int | None:
     """The ``arch`` of the kernels that serve a CUDA device, or None where none do."""
-    num_sms = torch.cuda.get_device_properties(index).multi_processor_count
-    selected = select_kernel(device_arch(index), num_sms, 256, 256, 256)
-    return None if selected is None else selected.arch
+    arch: int = _native.core().fp4gemm_kernel_arch(device_arch(index))
+    return None if arch < 0 else arch
+
+
+def architecture(index: int) -> Architecture | None:
+    """The architecture whose kernels serve a CUDA device, or None where none do."""
+    arch = kernel_arch(index)
+    return next((found for found in architectures() if found.arch == arch), None)
 
 
 def select_kernel(
@@ -127,10 +161,10 @@ def select_kernel(
     n: int,
     k: int,
     num_groups: int = 0,
-    ragged: str = "m",
+    ragged: Ragged = "m",
     out_dtype: torch.dtype = torch.bfloat16,
-    format_a: str = "nvfp4",
-    format_b: str = "nvfp4",
+    format_a: Format = "nvfp4",
+    format_b: Format = "nvfp4",
     batch_invariant: bool = False,
     activation: str | None = None,
 ) -> KernelInfo | None:

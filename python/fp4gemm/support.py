@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _native, kernel_table
+from .kernel_table import Format
 
 __all__ = ["Support", "is_supported", "ready", "ready_for", "streams_prepacked"]
 
@@ -28,7 +29,7 @@ class Support:
 # ---- what a device lacks
 
 # The operations that some kernels do not offer: name, formats of a and b, what to pass instead.
-_FORMS = (
+_FORMS: tuple[tuple[str, tuple[Format, Format], str], ...] = (
     ("decoded operands", ("fp16", "fp16"), "pass the NVFP4Tensor, not what decode made"),
     ("prepacked weights", ("nvfp4", "prepacked"), "pass fp4gemm.unprepack of the PrepackedTensor"),
     ("unquantized activations", ("bf16", "nvfp4"), "pass fp4gemm.quantize of the activations"),
@@ -39,7 +40,9 @@ _PRODUCTS = (*_MODES, *(f"{mode} of {operands}" for mode in _MODES for operands,
 _OPERATIONS = ("quantize", *_PRODUCTS)
 
 
-def _has_kernel(index: int, num_groups: int = 0, format_a: str = "nvfp4", format_b: str = "nvfp4") -> bool:
+def _has_kernel(
+    index: int, num_groups: int = 0, format_a: Format = "nvfp4", format_b: Format = "nvfp4"
+) -> bool:
     """Whether a CUDA device has a kernel for a small GEMM of such operands."""
     num_sms = torch.cuda.get_device_properties(index).multi_processor_count
     sizes = (num_sms, 256, 256, 256, num_groups)

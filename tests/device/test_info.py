@@ -58,7 +58,20 @@ def test_kernels_describe_themselves() -> None:
         assert row.epilogue in ("rowcol", "swiglu")
 
 
-def test_select_kernel_takes_from_the_table() -> None:
+def test_architectures_are_those_of_the_kernels() -> None:
+    """Each says which devices its kernels serve, as the C interface does."""
+    rows = kernel_table.architectures()
+    assert [row.arch for row in rows] == sorted({kernel.arch for kernel in fp4gemm.kernels()})
+    for row in rows:
+        assert row.devices
+        for device in row.devices:
+            major, minor = map(int, device.split("."))
+            assert _native.core().fp4gemm_kernel_arch(10 * major + minor) == row.arch
+    assert _native.core().fp4gemm_kernel_arch(75) == -1
+    assert _native.core().fp4gemm_architecture_info(len(rows), _native.CArchitectureInfo()) != 0
+
+
+def test_select_kernel_chooses_from_the_table() -> None:
     """Modes and types are those asked for; a batch-invariant choice looks at n and k alone."""
     archs = {row.arch for row in fp4gemm.kernels()}
     assert kernel_table.select_kernel(75, 40, 256, 256, 256) is None
@@ -86,29 +99,32 @@ def test_select_kernel_takes_from_the_table() -> None:
             kernel_table.select_kernel(90, 132, 64, 64, 64, **{name: "fp4"})
 
 
-def test_selected_kernels_take_the_formats() -> None:
-    """On devices without FP4 tensor cores whatever mm takes; on the others packed operands alone."""
+def test_selected_kernels_support_the_formats() -> None:
+    """Devices without FP4 tensor cores support every format of mm; the others codes and scales only."""
     archs = {row.arch for row in fp4gemm.kernels()}
-    taken = [
+    has_fp4 = {
+        arch: all(row.operand == "nvfp4" for row in fp4gemm.kernels() if row.arch == arch) for arch in archs
+    }
+    supported = [
         ("nvfp4", "nvfp4"),
         ("fp16", "fp16"),
         ("fp16", "nvfp4"),
         ("nvfp4", "fp16"),
         ("nvfp4", "prepacked"),
     ]
-    taken += [("fp16", "prepacked"), ("bf16", "nvfp4"), ("bf16", "prepacked")]
+    supported += [("fp16", "prepacked"), ("bf16", "nvfp4"), ("bf16", "prepacked")]
     for arch in archs:
-        for formats in taken:
+        for formats in supported:
             for groups in (0, 4):
                 options = {"format_a": formats[0], "format_b": formats[1]}
                 row = kernel_table.select_kernel(arch, 132, 64, 512, 1024, groups, **options)
-                assert (row is not None) == (arch < 100 or formats == taken[0]), (arch, formats)
+                assert (row is not None) == (not has_fp4[arch] or formats == supported[0]), (arch, formats)
                 assert row is None or row.supports(*formats), (row, formats)
     assert all(kernel_table.select_kernel(arch, 132, 64, 64, 64, format_b="bf16") is None for arch in archs)
 
 
 @pytest.mark.parametrize(
-    ("operand", "takes"),
+    ("operand", "supported"),
     [
         ("nvfp4", {"nvfp4 nvfp4"}),
         ("fp16", {"nvfp4 nvfp4", "nvfp4 fp16", "fp16 nvfp4", "fp16 fp16"}),
@@ -116,12 +132,12 @@ def test_selected_kernels_take_the_formats() -> None:
         ("prepacked_bf16", {"bf16 nvfp4", "bf16 prepacked"}),
     ],
 )
-def test_what_a_kernel_takes(operand: str, takes: set[str]) -> None:
+def test_what_a_kernel_supports(operand: str, supported: set[str]) -> None:
     row = KernelInfo("x", "dense", "rowcol", 90, (64, 64, 64), (1, 1), torch.bfloat16, operand, False)
     pairs = {f"{a} {b}" for a, b in PAIRS if row.supports(a, b)}
-    assert pairs == takes
+    assert pairs == supported
     columns = {f"{a} {b}" for a, b in PAIRS if row.supports(a, b, "k")}
-    assert columns == (set() if operand.startswith("prepacked") else takes)
+    assert columns == (set() if operand.startswith("prepacked") else supported)
 
 
 def test_kernel_index_out_of_range() -> None:

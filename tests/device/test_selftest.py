@@ -13,7 +13,7 @@ from fp4gemm import kernel_table, support
 from fp4gemm.commands import main
 from fp4gemm.device import problems, selftest
 from fp4gemm.device.problems import Problem
-from fp4gemm.kernel_table import KernelInfo
+from fp4gemm.kernel_table import Architecture, KernelInfo
 from helpers import FLOATS, short
 
 CPU = torch.device("cpu")
@@ -129,8 +129,11 @@ def test_devices_that_are_not_there() -> None:
             fp4gemm.self_test(device)
 
 
+ARCHITECTURE = Architecture(100, ("10.0", "10.3"), is_executed=False)
+
+
 class Fake:
-    """A machine with one device of a kind that was never measured; ``run`` computes for it."""
+    """A machine with one device that the kernels were never executed on; ``run`` computes for it."""
 
     def __init__(self) -> None:
         self.run: Callable[[Problem, torch.dtype], torch.Tensor] = lambda p, dtype: RUN(p, CPU, dtype, None)
@@ -160,6 +163,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Fake]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Fake 100")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: machine.is_capturing)
     monkeypatch.setattr(kernel_table, "kernel_arch", lambda index: 100)
+    monkeypatch.setattr(kernel_table, "architectures", lambda: (ARCHITECTURE,))
     monkeypatch.setattr(kernel_table, "kernels", lambda: TABLE)
     monkeypatch.setattr(support, "_cuda_gaps", lambda index: {})
     monkeypatch.setattr(selftest, "_driver_version", lambda: "1.2.3")
@@ -296,8 +300,9 @@ def test_the_switch(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fake.runs > 0
 
 
-def test_measured_devices_are_not_tested(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+def test_devices_with_executed_kernels_are_not_tested(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    executed = dataclasses.replace(ARCHITECTURE, is_executed=True)
+    monkeypatch.setattr(kernel_table, "architectures", lambda: (executed,))
     use()
     assert fake.runs == 0
 

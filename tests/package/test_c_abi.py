@@ -21,7 +21,7 @@ from capi import (
     Vector,
     declare,
 )
-from fp4gemm import _native, reference
+from fp4gemm import _native, kernel_table, reference
 
 try:
     from cuda.bindings import runtime
@@ -129,6 +129,55 @@ def test_quantize_and_multiply(gpu: Device) -> None:
         workspace = gpu.empty(num_bytes.value)
         succeed(library.fp4gemm_gemm(ctypes.byref(dense), ctypes.c_void_p(workspace), num_bytes, 0, None))
         assert torch.equal(gpu.get(d, want), want), (m, n, k)
+
+
+# Values that earlier versions of the library used for a raised flag and for an open counter, and zero.
+STALE = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0)
+
+
+@pytest.mark.parametrize("mode", ["dense", "grouped"])
+def test_the_workspace_may_hold_anything(gpu: Device, mode: str) -> None:
+    """Prepacked kernels keep flags and a counter in the workspace, and no constant passes for one of them."""
+    library = declare(_native.core())
+    arch = kernel_table.kernel_arch(0)
+    kernels = [
+        kernel.name
+        for kernel in fp4gemm.kernels()
+        if (kernel.arch, kernel.mode, kernel.operand) == (arch, mode, "prepacked")
+        and not kernel.is_gated
+        and kernel.out_dtype is torch.float32
+    ]
+    if not kernels:
+        pytest.skip("this device has no kernels on prepacked weights")
+    torch.manual_seed(0)
+    groups, m, n, k = (6, 96, 256, 512) if mode == "grouped" else (0, 24, 512, 4096)
+    offs = torch.tensor([10, 10, 50, 51, 90, 96], dtype=torch.int32) if groups else None
+    x = fp4gemm.quantize(torch.randn(m, k), offs=offs)
+    w = fp4gemm.quantize(torch.randn(*([groups] if groups else []), n, k))
+    want = reference.gemm(x.codes, w.codes, x.scales, w.scales, offs=offs, out_dtype=torch.float32)
+    a, scale_a, b, scale_b = (gpu.put(part) for part in (x.codes, x.scales, w.codes, w.scales))
+    for kernel in kernels:
+        d = gpu.empty(want.nbytes)
+        args = GemmArgs(
+            m=m,
+            n=n,
+            k=k,
+            num_groups=groups,
+            offs=None if offs is None else gpu.put(offs),
+            a=Operand(a, scale_a, FORMAT_NVFP4),
+            b=Operand(b, scale_b, FORMAT_NVFP4),
+            d=d,
+            d_row_stride=n,
+            out_dtype=FP32,
+            kernel=kernel.encode(),
+        )
+        num_bytes = ctypes.c_size_t(0)
+        succeed(library.fp4gemm_gemm_workspace_bytes(ctypes.byref(args), 0, ctypes.byref(num_bytes)))
+        for value in STALE:
+            stale = torch.tensor([value - (value >> 63 << 64)], dtype=torch.int64)
+            workspace = gpu.put(stale.expand(-(-num_bytes.value // 8)).contiguous())
+            succeed(library.fp4gemm_gemm(ctypes.byref(args), ctypes.c_void_p(workspace), num_bytes, 0, None))
+            assert torch.equal(gpu.get(d, want), want), (kernel, hex(value))
 
 
 def test_workspace_errors(gpu: Device) -> None:

@@ -27,7 +27,6 @@ from .problems import Problem, problems
 
 __all__ = ["KernelResult", "SelfTestReport", "self_test"]
 
-UNEXECUTED_MAJOR = 10  # compute capabilities from here on are tested before they are used
 SWITCH = "FP4GEMM_SELF_TEST"
 
 Runner = Callable[[KernelInfo, Problem], Tensor]
@@ -96,11 +95,11 @@ def self_test(device: torch.device | str | int | None = None, *, force: bool = F
         index = torch.cuda.current_device() if index is None else index
     if target.type != "cuda" or index is None or index >= torch.cuda.device_count():
         raise ValueError(f"device: got {str(target)!r}, must be the CPU or a CUDA device that torch sees")
-    family = kernel_table.kernel_arch(index)
-    if family is None:
+    arch = kernel_table.kernel_arch(index)
+    if arch is None:
         raise NotImplementedError(support.is_supported(torch.device("cuda", index)).reason)
     place = torch.device("cuda", index)
-    kernels = [kernel for kernel in kernel_table.kernels() if kernel.arch == family]
+    kernels = [kernel for kernel in kernel_table.kernels() if kernel.arch == arch]
     key = _key(index)
     if not force and _is_recorded(key):
         results = tuple(KernelResult(kernel.name, True) for kernel in kernels)
@@ -174,8 +173,8 @@ def is_due(index: int) -> bool:
     """Whether a CUDA device has to be tested before its next product."""
     if index in _PASSED or os.environ.get(SWITCH) == "0":
         return False
-    major, _ = torch.cuda.get_device_capability(index)
-    return major >= UNEXECUTED_MAJOR
+    architecture = kernel_table.architecture(index)
+    return architecture is not None and not architecture.is_executed
 
 
 def before_first_product(index: int) -> bool:
