@@ -36,7 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer sizes, less than 4 minutes on a GPU")
     parser.add_argument("--to", type=Path, default=Path("fp4gemm-report"), help="folder (fp4gemm-report)")
     parser.add_argument(
-        "--readme", type=Path, metavar="FILE", help="also put the tables between the marks of this file"
+        "--readme",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="also put the tables between the marks of these files (README.md docs/benchmarks.md)",
     )
 
 
@@ -58,23 +63,21 @@ def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
     ]
 
 
-def require(path: Path | None) -> None:
+def require(paths: Sequence[Path]) -> None:
     """Raises ValueError or OSError if the report could not be written after the measurement."""
     for package in ("jinja2", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"the report needs {package} (pip install rich matplotlib jinja2)")
-    if path is not None:
-        readme.with_block(path.read_text(encoding="utf-8"), "", str(path))
+    for path in paths:
+        readme.blocks_in(path.read_text(encoding="utf-8"), str(path))
 
 
 def write(rows: Sequence[Row], args: argparse.Namespace) -> int:
     """Writes the report of rows and prints the paths; returns 1 if a contender was refused."""
     made = page.write(rows, args.to)
-    if args.readme is not None:
-        text = args.readme.read_text(encoding="utf-8")
-        args.readme.write_text(
-            readme.with_block(text, readme.tables(rows), str(args.readme)), encoding="utf-8"
-        )
-        made.append(args.readme)
+    for path in args.readme:
+        text = path.read_text(encoding="utf-8")
+        path.write_text(readme.with_blocks(text, rows, str(path)), encoding="utf-8")
+        made.append(path)
     print(*made, sep="\n")
     return int(any("refused" in row for row in rows))

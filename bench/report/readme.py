@@ -1,20 +1,64 @@
-"""The tables of README.md, made from results and put between two marks of the file."""
+"""The tables of README.md and docs/benchmarks.md, made from results and put between marks of the file."""
 
 from __future__ import annotations
 
-import re
+import textwrap
 from collections.abc import Sequence
 
 from .page import conditions, refusals, table_lines
 from .results import Row, weight_name
 
-BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
-# The baselines that README shows; the page has all of them.
-README_BASELINES = ("torch bf16", "torch fp32", "cuBLASLt nvfp4 + post-scale", "humming", "unfused")
+# The baselines that the tables show, the first as the one of the short table; the page has all of them.
+BASELINES = ("torch bf16", "torch fp32", "cuBLASLt nvfp4 + post-scale", "humming", "unfused")
+PRODUCTS = (
+    ("dense", "`mm`", "weight n x k; m =", "m"),
+    ("layer", "`quantize` and `mm`", "weight n x k; m =", "m"),
+    ("grouped", "`grouped_mm`", "experts x n x k; tokens =", "tokens"),
+)
+WIDTH = 110  # columns of a Markdown line that is no table
 
 
-def tables(rows: Sequence[Row]) -> str:
-    """The tables: speed-ups over the baselines by weight and number of tokens, and the quantizers."""
+def short_table(rows: Sequence[Row]) -> str:
+    """One table of products: microseconds and, in parentheses, the speed-up over one baseline."""
+    found = [name for name in BASELINES if any(name in row.get("ratio", {}) for row in rows)]
+    mine = {
+        bench: [
+            row for row in rows if row["bench"] == bench and row["contender"] == "fp4gemm" and "us" in row
+        ]
+        for bench, *_ in PRODUCTS
+    }
+    sizes = sorted({row[across] for bench, _, _, across in PRODUCTS for row in mine[bench]})
+    body = []
+    for bench, title, _, across in PRODUCTS:
+        for weight in dict.fromkeys(map(weight_name, mine[bench])):
+            cells = {row[across]: _cell(row, found) for row in mine[bench] if weight_name(row) == weight}
+            body.append((title, weight, *(cells.get(size, "") for size in sizes)))
+    headings = ("product", "weight n x k; tokens =", *map(str, sizes))
+    what = f"Microseconds (and times as fast as {found[0]})" if found else "Microseconds"
+    lines = [_wrapped(_where(rows)), "", f"{what}:", "", *table_lines(headings, body)]
+    modes = [row for row in rows if row["bench"] == "quantize" and row.get("target") and "us" in row]
+    if modes:
+        of_copy = "; ".join(f"{row['contender']} {row['of_copy']:.2f}" for row in modes)
+        lines += ["", _wrapped(f"Quantizers, as a fraction of the bandwidth of a device copy: {of_copy}.")]
+    return "\n".join([*lines, "", _refused(rows)])
+
+
+def _cell(row: Row, baselines: Sequence[str]) -> str:
+    ratio = row.get("ratio", {}).get(baselines[0]) if baselines else None
+    return f"{row['us']:.1f}" + ("" if ratio is None else f" ({ratio:.2f})")
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def _refused(rows: Sequence[Row]) -> str:
+    wrong = refusals(rows)
+    return f"Refused: {'; '.join(wrong)}." if wrong else "Nothing was refused."
+
+
+def _where(rows: Sequence[Row]) -> str:
+    """The machine and the command, as a sentence without a verb."""
     first = rows[0]
     spans = ", ".join(
         f"{name.partition(' while')[0]} {value}"
@@ -22,13 +66,14 @@ def tables(rows: Sequence[Row]) -> str:
         if name.startswith(("sm ", "power "))
     )
     where = f"{first['device']}{f' ({spans})' if spans else ''}, {first['date']}"
-    lines = [f"{where}, torch {first['torch']}, revision {first['revision']}, by `{first['command']}`."]
-    for bench, title, across in (
-        ("dense", "`mm`, weight n x k; m =", "m"),
-        ("layer", "`quantize` and `mm`, weight n x k; m =", "m"),
-        ("grouped", "`grouped_mm`, experts x n x k; tokens =", "tokens"),
-    ):
-        lines += _matrix([row for row in rows if row["bench"] == bench], title, across)
+    return f"{where}, torch {first['torch']}, revision {first['revision']}, by `{first['command']}`."
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """Every table: speed-ups over the baselines by weight and number of tokens, and the quantizers."""
+    lines = [_wrapped(_where(rows))]
+    for bench, title, sizes, across in PRODUCTS:
+        lines += _matrix([row for row in rows if row["bench"] == bench], f"{title}, {sizes}", across)
     modes = [row for row in rows if row["bench"] == "quantize" and row.get("target")]
     if modes:
         body = [
@@ -37,8 +82,7 @@ def tables(rows: Sequence[Row]) -> str:
             if "us" in row
         ]
         lines += ["", *table_lines(("quantizer", "x", "us", "of copy bandwidth"), body)]
-    wrong = refusals(rows)
-    return "\n".join([*lines, "", f"Refused: {'; '.join(wrong)}." if wrong else "Nothing was refused."])
+    return "\n".join([*lines, "", _refused(rows)])
 
 
 def _matrix(rows: Sequence[Row], title: str, across: str) -> list[str]:
@@ -48,7 +92,7 @@ def _matrix(rows: Sequence[Row], title: str, across: str) -> list[str]:
         return []
     sizes = sorted({row[across] for row in ours})
     baselines = dict.fromkeys(
-        name for row in ours for name in row.get("ratio", {}) if name.startswith(README_BASELINES)
+        name for row in ours for name in row.get("ratio", {}) if name.startswith(BASELINES)
     )
     body: list[tuple[str, ...]] = []
     for weight in dict.fromkeys(map(weight_name, ours)):
@@ -62,13 +106,42 @@ def _matrix(rows: Sequence[Row], title: str, across: str) -> list[str]:
     return ["", *table_lines((title, "", *map(str, sizes)), body)]
 
 
-def with_block(text: str, block: str, name: str) -> str:
-    """``text`` with ``block`` between its marks.
+# The blocks of a file, by the name in their marks.
+BLOCKS = {"bench": short_table, "bench tables": tables}
+
+
+def marks(name: str) -> tuple[str, str]:
+    """The marks around a block."""
+    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+
+
+def blocks_in(text: str, path: str) -> list[str]:
+    """The names of the blocks in a text.
 
     Raises:
-        ValueError: the marks are missing, or there are several; ``name`` is the file in the message.
+        ValueError: there is none, or its marks are not one begin and after it one end; ``path`` is the file
+        in
+            the message.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"--readme: {name} must hold one {BEGIN} and after it one {END}")
-    pattern = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
-    return pattern.sub(lambda _: f"{BEGIN}\n{block}\n{END}", text)
+    found = []
+    for name in BLOCKS:
+        begin, end = marks(name)
+        counts = text.count(begin), text.count(end)
+        if counts != (0, 0):
+            if counts != (1, 1) or text.index(begin) > text.index(end):
+                raise ValueError(f"--readme: {path} must hold one {begin} and after it one {end}")
+            found.append(name)
+    if not found:
+        raise ValueError(
+            f"--readme: {path} must hold one {marks('bench')[0]} and after it one {marks('bench')[1]}"
+        )
+    return found
+
+
+def with_blocks(text: str, rows: Sequence[Row], path: str) -> str:
+    """``text`` with the tables of ``rows`` between its marks; raises ValueError as :func:`blocks_in`."""
+    for name in blocks_in(text, path):
+        begin, end = marks(name)
+        before, after = text[: text.index(begin)], text[text.index(end) :]
+        text = f"{before}{begin}\n{BLOCKS[name](rows)}\n{after}"
+    return text

@@ -137,19 +137,34 @@ def test_readme_tables() -> None:
     assert text.endswith("Refused: dense 16x64x128, other: wrong.")
 
 
-def test_readme_shows_the_kept_results() -> None:
-    """Nothing in README's tables is typed by hand."""
-    text = README.read_text(encoding="utf-8")
-    begin, end = text.index(readme.BEGIN), text.index(readme.END)
-    assert text[begin + len(readme.BEGIN) : end].strip() == readme.tables(load(RESULTS))
+def test_the_short_table() -> None:
+    rows = [*products(), result(contender="other", refused="wrong")]
+    text = readme.short_table(rows)
+    assert "Microseconds (and times as fast as torch bf16):" in text
+    assert "| product | weight n x k; tokens = | 1 | 16 |" in text
+    assert "| `mm` | 64x128 | 10.0 (3.00) | 12.0 (2.50) |" in text
+    assert "Quantizers, as a fraction of the bandwidth of a device copy: row 0.90." in text
+    assert text.endswith("Refused: dense 16x64x128, other: wrong.")
+    assert "(" not in readme.short_table([result(ratio={})]).partition("|")[2]
 
 
-def test_readme_block() -> None:
-    text = f"above\n{readme.BEGIN}\nold\n{readme.END}\nbelow\n"
-    assert readme.with_block(text, r"new \1", "f") == f"above\n{readme.BEGIN}\nnew \\1\n{readme.END}\nbelow\n"
-    for bad in ("", text + text, f"{readme.END} {readme.BEGIN}"):
+@pytest.mark.parametrize(
+    "path", [README, README.parent / "docs" / "benchmarks.md"], ids=lambda path: path.name
+)
+def test_documents_show_the_kept_results(path: Path) -> None:
+    """Nothing in these tables is typed by hand."""
+    text = path.read_text(encoding="utf-8")
+    assert readme.with_blocks(text, load(RESULTS), path.name) == text
+
+
+def test_marked_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(readme.BLOCKS, "bench", lambda rows: r"new \1")
+    begin, end = readme.marks("bench")
+    text = f"above\n{begin}\nold\n{end}\nbelow\n"
+    assert readme.with_blocks(text, [], "f") == f"above\n{begin}\nnew \\1\n{end}\nbelow\n"
+    for bad in ("", text + text, f"{end} {begin}"):
         with pytest.raises(ValueError, match="--readme: f must hold one"):
-            readme.with_block(bad, "new", "f")
+            readme.with_blocks(bad, [], "f")
 
 
 @pytest.mark.parametrize("width", [70, 400])
