@@ -94,6 +94,21 @@ def test_buffers_put_into_place_by_others_are_checked() -> None:
 # ---- checkpoints
 
 
+@pytest.mark.parametrize("made_in_it", [True, False])
+def test_a_model_quantized_in_inference_mode_loads_a_state(made_in_it: bool) -> None:
+    with torch.inference_mode(made_in_it):
+        linear = float_linear()
+    with torch.inference_mode():
+        model = nn.quantize_model(torch.nn.Sequential(linear))
+        tied = nn.quantize_model(torch.nn.Sequential(float_linear()))
+        tied[0].weight = linear.weight
+    want = nn.quantize_model(torch.nn.Sequential(float_linear()))
+    for loaded in (model, tied):
+        assert not any(buffer.is_inference() for buffer in loaded.buffers())
+        loaded.load_state_dict(want.state_dict())
+        assert same_state(loaded[0], want[0])
+
+
 @pytest.mark.parametrize("bound", [448, 256])
 def test_a_checkpoint_with_extra_state_loads(bound: int) -> None:
     """Version 0.1.0 stored the e4m3 bound there."""

@@ -215,14 +215,16 @@ class WeightModule(torch.nn.Module):
 
     def _set_bias(self, value: Tensor) -> None:
         check_bias(value, self.out_features, self.weight_amax.device)
-        self._buffers["bias"] = value.detach().to(torch.float32)
+        with torch.inference_mode(False), torch.no_grad():
+            self._buffers["bias"] = value.detach().to(torch.float32)
 
     def _set_weight(self, value: object) -> None:
         device, shape = self.weight_amax.device, (self.out_features, self.in_features)
         if isinstance(value, Tensor):  # also a Parameter
             check_float_weight("weight", value, shape)
             _checks.same_device("weight", value, device, "the layer")
-            value = quantize(dense_rows(value.detach()), scaling=self.weight_scaling)
+            with torch.inference_mode(False), torch.no_grad():
+                value = quantize(dense_rows(value.detach()), scaling=self.weight_scaling)
         value = check_quantized_weight(value)
         if tuple(value.shape) != shape:
             raise ValueError(f"weight: shape is {tuple(value.shape)}, must be {shape}")

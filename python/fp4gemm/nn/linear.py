@@ -146,11 +146,13 @@ class Linear(WeightModule):
         """
         check_options(activation_scaling, weight_scaling, check_finite)
         check_linear(linear)
-        weight = linear.weight.detach()
-        quantized = quantize(dense_rows(weight), scaling=weight_scaling).to(weight.dtype)
-        layer = cls.from_quantized(
-            quantized, linear.bias, activation_scaling=activation_scaling, check_finite=check_finite
-        )
+        # No inference tensors, which load_state_dict could not write outside of inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            weight = linear.weight.detach()
+            quantized = quantize(dense_rows(weight), scaling=weight_scaling).to(weight.dtype)
+            layer = cls.from_quantized(
+                quantized, linear.bias, activation_scaling=activation_scaling, check_finite=check_finite
+            )
         return layer.train(linear.training)
 
     @classmethod
