@@ -8,9 +8,10 @@ import model_epilogue
 import pytest
 import torch
 from fp4gemm import NVFP4Tensor
+from fp4gemm.activations import names
 from helpers import FLOATS, assert_bits, assert_poison_intact, make, poisoned, short
 
-ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
+ACTIVATIONS = names(is_gated=False)
 M, N, K = 33, 40, 96
 
 

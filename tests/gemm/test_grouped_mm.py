@@ -8,6 +8,7 @@ import model_epilogue
 import pytest
 import torch
 from fp4gemm import NVFP4Tensor
+from fp4gemm.activations import names
 from helpers import FLOATS, assert_bits, assert_poison_intact, dirty, make, poisoned, short
 from moe import ALPHA, ROUTINGS, Rows, ends_of, expected_rows, row_products, rows_of
 
@@ -74,7 +75,7 @@ def test_power_of_two_on_one_row_changes_only_that_row(device: torch.device, gen
 
 
 @pytest.mark.parametrize("bias", ["none", "shared", "own"])
-@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh", "relu2"])
+@pytest.mark.parametrize("activation", [None, *names(is_gated=False)])
 @pytest.mark.parametrize("with_c", [False, True], ids=["alone", "c"])
 def test_every_term(
     with_c: bool, activation: str | None, bias: str, device: torch.device, gen: torch.Generator

@@ -30,6 +30,7 @@ from bad_base import (
     quantized,
 )
 from fp4gemm import NVFP4Tensor, reference
+from fp4gemm.activations import ACTIVATIONS as ACTIVATION_TABLE
 
 G = 2
 HALF = torch.bfloat16
@@ -135,9 +136,16 @@ ROWS = "grouped_mm, scaled_grouped_mm"
 COLUMNS = "grouped_mm of columns, scaled_grouped_mm of columns, wgrad"
 DENSE = "mm, scaled_mm, fprop, dgrad"
 ALL = f"{DENSE}, {ROWS}, {COLUMNS}"
-ACTIVATIONS = "must be None, 'silu', 'gelu_tanh', 'relu2' or 'swiglu'"
+
+
+def _listing(values: list[str]) -> str:
+    return f"must be {', '.join(values[:-1])} or {values[-1]}"
+
+
+ACTIVATIONS = _listing([repr(activation.name) for activation in ACTIVATION_TABLE])
+ACTIVATION_NUMBERS = _listing([str(activation.number) for activation in ACTIVATION_TABLE])
 add_each(ALL, "activation", "type", lambda: 1, TYPE, f"got 1 (int), {ACTIVATIONS}")
-add_each(ALL, "activation", "unknown", lambda: "gelu", VALUE, f"got 'gelu', {ACTIVATIONS}")
+add_each(ALL, "activation", "unknown", lambda: "gelu_erf", VALUE, f"got 'gelu_erf', {ACTIVATIONS}")
 add_each(ALL, "beta", "type", lambda: "1", TYPE, "got '1' (str), must be a Python number")
 add_each(ALL, "beta", "tensor", lambda: ones(1), TYPE, "must be a Python number")
 add_each(ALL, "beta", "bool", lambda: True, TYPE, "got True (bool), must be a Python number")

@@ -21,7 +21,7 @@ from bad_base import (
     misaligned,
     ones,
 )
-from bad_gemm import COLUMNS, ENDS, HALF, LEFT, RIGHT, ROWS, STACK, G, adder, each
+from bad_gemm import ACTIVATION_NUMBERS, COLUMNS, ENDS, HALF, LEFT, RIGHT, ROWS, STACK, G, adder, each
 
 CASES = Cases()
 add_each = adder(CASES)
@@ -210,8 +210,8 @@ add_each(R, "b_rows", "type", lambda: "24", TYPE, "got '24' (str), must be an in
 add_each(R, "b_rows", "negative", lambda: -8, VALUE, "got -8, must be at least 0")
 add_each(R, "b_rows", "codes", lambda: 24, VALUE, "must be None because b is prepacked", "scale_b")
 add_each(R, "kernel_name", "unknown", lambda: "sm90", VALUE, "got 'sm90', must be None or 'cpu_reference'")
-add_each(R, "activation", "name", lambda: "silu", TYPE, "got 'silu' (str), must be 0, 1, 2, 3 or 4")
-add_each(R, "activation", "number", lambda: 5, VALUE, "got 5, must be 0, 1, 2, 3 or 4")
+add_each(R, "activation", "name", lambda: "silu", TYPE, f"got 'silu' (str), {ACTIVATION_NUMBERS}")
+add_each(R, "activation", "number", lambda: 99, VALUE, f"got 99, {ACTIVATION_NUMBERS}")
 add_each(R, "c", "number", lambda: 1.0, TYPE, "got 1.0 (float), must be a torch.Tensor")
 add_each(R, "c", "dtype", lambda: ones(M, N), TYPE, "dtype is torch.float32, must be torch.bfloat16")
 add_each(R, "c", "shape", lambda: ones(N, M, dtype=HALF), VALUE, "shape is (24, 33), must be")
@@ -241,9 +241,9 @@ add_each(
     "none",
     lambda: None,
     TYPE,
-    "got None (NoneType), must be 0, 1, 2, 3 or 4",
+    f"got None (NoneType), {ACTIVATION_NUMBERS}",
 )
 add_each(
-    "reference.activate", "activation", "bool", lambda: True, TYPE, "got True (bool), must be 0, 1, 2, 3 or 4"
+    "reference.activate", "activation", "bool", lambda: True, TYPE, f"got True (bool), {ACTIVATION_NUMBERS}"
 )
-add_each("reference.activate", "activation", "negative", lambda: -1, VALUE, "got -1, must be 0, 1, 2, 3 or 4")
+add_each("reference.activate", "activation", "negative", lambda: -1, VALUE, f"got -1, {ACTIVATION_NUMBERS}")

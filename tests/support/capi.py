@@ -7,6 +7,7 @@ from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int64, c_size_t, 
 from typing import ClassVar, TypeVar
 
 import torch
+from fp4gemm import activations
 
 SUCCESS, INVALID_ARGUMENT, NOT_SUPPORTED, WORKSPACE, CUDA = range(5)
 BF16, FP16, FP32 = range(3)
@@ -14,7 +15,7 @@ DTYPES = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 FORMAT_NVFP4, FORMAT_FP16 = range(2)
 SCALING_TENSOR, SCALING_ROW = range(2)
 RAGGED_M, RAGGED_K = range(2)
-ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "relu2": 3, "swiglu": 4}
+ACTIVATIONS = {activation.name: activation.number for activation in activations.ACTIVATIONS}
 
 Row = TypeVar("Row", bound=ctypes.Structure)
 
