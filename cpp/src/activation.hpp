@@ -15,7 +15,7 @@ struct ActivationInfo {
 inline constexpr ActivationInfo kActivations[] = {
     {FP4GEMM_ACTIVATION_NONE, "none", false},           {FP4GEMM_ACTIVATION_SILU, "silu", false},
     {FP4GEMM_ACTIVATION_GELU_TANH, "gelu_tanh", false}, {FP4GEMM_ACTIVATION_RELU2, "relu2", false},
-    {FP4GEMM_ACTIVATION_SWIGLU, "swiglu", true},
+    {FP4GEMM_ACTIVATION_SWIGLU, "swiglu", true},        {FP4GEMM_ACTIVATION_GELU, "gelu", false},
 };
 
 inline constexpr int kNumActivations = sizeof(kActivations) / sizeof(ActivationInfo);

@@ -15,6 +15,7 @@ static_assert(kernel_activation(FP4GEMM_ACTIVATION_SILU) == cutlass_evt::Activat
 static_assert(kernel_activation(FP4GEMM_ACTIVATION_GELU_TANH) == cutlass_evt::Activation::kGeluTanh);
 static_assert(kernel_activation(FP4GEMM_ACTIVATION_RELU2) == cutlass_evt::Activation::kRelu2);
 static_assert(kernel_activation(FP4GEMM_ACTIVATION_SWIGLU) == cutlass_evt::Activation::kSwiGlu);
+static_assert(kernel_activation(FP4GEMM_ACTIVATION_GELU) == cutlass_evt::Activation::kGelu);
 
 constexpr bool tables_agree() {
   for (int i = 0; i < kNumActivations; ++i) {

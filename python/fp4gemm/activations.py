@@ -8,6 +8,10 @@ With fl(.) one fp32 operation rounded to nearest even, each of these steps being
     gelu_tanh = z / (1 + e(u)),  u = z * (1.5957691 + 0.071354814 * (z * z))
     relu2     = max(z, 0) * max(z, 0)
     swiglu    = silu(z[2j]) * z[2j + 1]
+    gelu      = z / (1 + e(u)),  u = z * (g0 + s (g1 + ... + s g8)),  s = min(z * z, 30.25)
+
+gelu is 0.5 z (1 + erf(z / sqrt(2))) within 3e-7 max(1, |z|): u approximates log(Phi(z) / (1 - Phi(z))), with
+the normal distribution function Phi, up to |z| = 5.5, and grows linearly beyond.
 
 1.5957691 is 2 sqrt(2/pi) and 0.071354814 is 0.044715 times that: z / (1 + e^-u) = z/2 (1 + tanh(u/2)). The
 clamp keeps n within -126..126. A NaN stays a NaN.
@@ -28,10 +32,21 @@ __all__ = ["ACTIVATIONS", "Activation", "ActivationName", "by_name", "by_number"
 
 LOG2_E = 1.44269502
 POWERS = (0.69314718, 0.24022651, 0.055504109, 0.0096181291, 0.0013333558, 0.00015403530)  # c1 .. c6
-GELU = (1.5957691, 0.071354814)
+GELU_TANH = (1.5957691, 0.071354814)
+GELU = (  # g0 .. g8
+    1.59577537,
+    0.0726476759,
+    -4.65867997e-05,
+    -0.000118352342,
+    9.45786996e-06,
+    -4.16529645e-07,
+    1.10171632e-08,
+    -1.63144137e-10,
+    1.03947591e-12,
+)
 
 # The names of the table, for type checkers, which cannot read it. A test compares the two.
-ActivationName = Literal["silu", "gelu_tanh", "relu2", "swiglu"]
+ActivationName = Literal["silu", "gelu_tanh", "relu2", "swiglu", "gelu"]
 
 
 class Activation(NamedTuple):
@@ -78,7 +93,15 @@ def silu(z: Tensor) -> Tensor:
 
 
 def gelu_tanh(z: Tensor) -> Tensor:
-    return z / (exp_of_minus(z * (z * z * GELU[1] + GELU[0])) + 1)
+    return z / (exp_of_minus(z * (z * z * GELU_TANH[1] + GELU_TANH[0])) + 1)
+
+
+def gelu(z: Tensor) -> Tensor:
+    s = (z * z).clamp(max=30.25)
+    p = torch.full_like(s, GELU[-1])
+    for g in reversed(GELU[:-1]):
+        p = s * p + g
+    return z / (exp_of_minus(z * p) + 1)
 
 
 def relu2(z: Tensor) -> Tensor:
@@ -92,6 +115,7 @@ ACTIVATIONS = (
     Activation(2, "gelu_tanh", gelu_tanh),
     Activation(3, "relu2", relu2),
     Activation(4, "swiglu", silu, is_gated=True),
+    Activation(5, "gelu", gelu),
 )
 by_name = {activation.name: activation for activation in ACTIVATIONS}
 by_number = {activation.number: activation for activation in ACTIVATIONS}

@@ -37,8 +37,9 @@ def mm(a: Left, b: Right, **terms: Unpack[GemmTerms]) -> Tensor:
             blocks of k were rotated (hadamard), then those of both operands by the same signs: D is the
             product of the unrotated.
         bias: (n,) bfloat16, float16 or float32, contiguous; widened to float32.
-        activation: None, "silu", "gelu_tanh" or "relu2" (max(z, 0)^2): act, made of float32 operations that
-            round once each (:mod:`fp4gemm.reference.activations`), so that every device gives the same bits.
+        activation: None, "silu", "gelu" (the one with erf), "gelu_tanh" or "relu2" (max(z, 0)^2): act, made
+            of float32 operations that round once each (:mod:`fp4gemm.activations`), so that every device
+            gives the same bits.
             "swiglu": D[m, j] = cast(silu(z[m, 2j]) * z[m, 2j + 1]), (m, n/2), gate and up being interleaved
             rows of b; n a multiple of 16, bfloat16 or float16 output, no c.
         c: (m, n) of the output type, laid out as out; it may be out itself, which then accumulates, but must

@@ -79,6 +79,7 @@ def test_close_to_torch(name: str, gen: torch.Generator) -> None:
         "silu": lambda: torch.nn.functional.silu(x),
         "gelu_tanh": lambda: torch.nn.functional.gelu(x, approximate="tanh"),
         "relu2": lambda: torch.relu(x).square(),
+        "gelu": lambda: 0.5 * x * torch.special.erfc(-x / math.sqrt(2)),
     }[name]()
     if name == "gelu_tanh":  # torch's 1 + tanh loses what is small even in float64
         u = math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)
@@ -88,6 +89,9 @@ def test_close_to_torch(name: str, gen: torch.Generator) -> None:
         )
         # exp(-u) is off by the rounding errors of u, which are relative: below u = -10 it shows.
         near = u.abs() < 10
+    elif name == "gelu":
+        # The error of u is absolute and so a relative one where the result is small: below z = 0 it shows.
+        near = x > -0.5
     else:
         near = x.abs() < 16
     z, want = z[near], want[near]
@@ -108,6 +112,19 @@ def test_far_away(name: str) -> None:
     assert reference.activate(torch.tensor([math.nan]), act).isnan().all()
     zeros = torch.tensor([0.0, -0.0])
     assert_bits(reference.activate(zeros, act), zeros)
+
+
+def test_gelu_is_the_one_with_erf() -> None:
+    """Within 3e-7 max(1, |z|) for every fp16 and bf16 number, and within 2e-5 of the value for |z| < 5.5."""
+    halves = torch.arange(-(2**15), 2**15).to(torch.int16)
+    z = torch.cat((halves.view(torch.float16).float(), halves.view(torch.bfloat16).float()))
+    z = torch.cat((z[z.isfinite()], torch.linspace(-8, 8, 400_001)))
+    x = z.double()
+    want = 0.5 * x * torch.special.erfc(-x / math.sqrt(2))
+    error = (reference.activate(z, KINDS["gelu"]).double() - want).abs()
+    assert (error <= 3e-7 * x.abs().clamp(min=1)).all()
+    near = (x.abs() < 5.5) & (want.abs() > 1e-30)
+    assert (error[near] <= 2e-5 * want[near].abs()).all()
 
 
 def test_relu2_of_what_is_special() -> None:

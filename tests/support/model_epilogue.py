@@ -16,7 +16,18 @@ COEFFICIENTS = [
     np.float32(text)
     for text in ("0.69314718", "0.24022651", "0.055504109", "0.0096181291", "0.0013333558", "0.00015403530")
 ]
-NAMES = (None, "silu", "gelu_tanh", "relu2")
+GELU = (
+    "1.59577537",
+    "0.0726476759",
+    "-4.65867997e-05",
+    "-0.000118352342",
+    "9.45786996e-06",
+    "-4.16529645e-07",
+    "1.10171632e-08",
+    "-1.63144137e-10",
+    "1.03947591e-12",
+)
+NAMES = (None, "silu", "gelu_tanh", "relu2", "gelu")
 
 
 def e(u: np.ndarray) -> np.ndarray:
@@ -51,6 +62,13 @@ def activate(z: np.ndarray, name: str | None) -> np.ndarray:
             inner = F(0.071354814) * square
             inner = inner + F(1.5957691)
             u = z * inner
+        if name == "gelu":
+            square = np.where(z * z < F(30.25), z * z, F(30.25))
+            p = np.full_like(z, F(GELU[8]))
+            for i in range(7, -1, -1):
+                product = square * p
+                p = product + F(GELU[i])
+            u = z * p
         return z / (F(1) + e(u))
 
 

@@ -412,7 +412,11 @@ typedef enum fp4gemm_activation {
   FP4GEMM_ACTIVATION_RELU2 = 3,     /* max(z, 0)^2 */
   /* Gated: D[i,j] = cast( silu(z[i,2j]) * z[i,2j+1] ). Gate and up are interleaved rows of B, and D has n/2
    * columns. D is bf16 or fp16, n is a multiple of 16, C is absent, and groups are ragged in m. */
-  FP4GEMM_ACTIVATION_SWIGLU = 4
+  FP4GEMM_ACTIVATION_SWIGLU = 4,
+  /* z / (1 + e(u)), u = z (g0 + s (g1 + s (g2 + ... s g8))), s = min(z z, 30.25): within 3e-7 max(1, |z|) of
+   * 0.5 z (1 + erf(z / sqrt(2))). The coefficients are 1.59577537, 0.0726476759, -4.65867997e-05,
+   * -0.000118352342, 9.45786996e-06, -4.16529645e-07, 1.10171632e-08, -1.63144137e-10, 1.03947591e-12 */
+  FP4GEMM_ACTIVATION_GELU = 5
 } fp4gemm_activation_t;
 
 /* What the library knows of an activation, so that callers need no table of their own. */
