@@ -190,6 +190,12 @@ def test_compile_fullgraph(device: torch.device) -> None:
         assert same_bits(compiled(x), swapped(x))
 
 
+def test_compile_dequantize_weight() -> None:
+    layer = nn.Linear.from_float(float_linear())
+    compiled = torch.compile(lambda: layer.dequantize_weight(), fullgraph=True, backend="aot_eager")
+    assert same_bits(compiled(), layer.dequantize_weight())
+
+
 # ---- state ------------------------------------------------------------------------------------------------
 
 
