@@ -1,4 +1,4 @@
-"""The activations of the epilogue: bit for bit a scalar model, and close to torch's."""
+"""The activations of the epilogue: bits of a scalar model, and close to torch's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SPECIAL = [
 
 
 def samples(gen: torch.Generator) -> torch.Tensor:
-    """Every order of magnitude, densely around 0 and around the clamp, and what is special."""
+    """Every order of magnitude, dense around 0 and around the clamp, and special values."""
     everywhere = torch.randint(-(2**31), 2**31 - 1, (200_000,), generator=gen, dtype=torch.int64)
     dense = torch.randn(200_000, generator=gen) * 4
     return torch.cat(
@@ -55,7 +55,7 @@ def test_bits_of_the_model(name: str, device: torch.device, gen: torch.Generator
 
 
 def test_bits_of_the_gated_model(device: torch.device, gen: torch.Generator) -> None:
-    """silu of each even column times the column behind it."""
+    """silu of each even column times the next column."""
     z = samples(gen)
     z = z[torch.randperm(z.numel(), generator=gen)][: 1000 * 400].view(1000, 400)
     got = reference.activate(z.to(device), SWIGLU).cpu()
@@ -81,13 +81,13 @@ def test_close_to_torch(name: str, gen: torch.Generator) -> None:
         "relu2": lambda: torch.relu(x).square(),
         "gelu": lambda: 0.5 * x * torch.special.erfc(-x / math.sqrt(2)),
     }[name]()
-    if name == "gelu_tanh":  # torch's 1 + tanh loses what is small even in float64
+    if name == "gelu_tanh":  # torch's 1 + tanh loses small values even in float64
         u = math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)
         want = x / (1 + torch.exp(-u))
         torch.testing.assert_close(
             want, torch.nn.functional.gelu(x, approximate="tanh"), rtol=1e-12, atol=1e-14
         )
-        # exp(-u) is off by the rounding errors of u, which are relative: below u = -10 it shows.
+        # The relative rounding error of u becomes a relative error of exp(-u) that is visible below u = -10.
         near = u.abs() < 10
     elif name == "gelu":
         # The error of u is absolute and so a relative one where the result is small: below z = 0 it shows.
@@ -103,7 +103,7 @@ def test_close_to_torch(name: str, gen: torch.Generator) -> None:
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "relu2"])
 def test_far_away(name: str) -> None:
-    """Above the clamp the argument itself, below it nearly nothing, NaN where the argument is."""
+    """Above the clamp the argument itself, below it nearly 0, and NaN for NaN."""
     act = KINDS[name]
     big = torch.tensor([88.0, 1e5, 3e38, math.inf])
     assert_bits(reference.activate(big, act), big)

@@ -1,4 +1,4 @@
-"""fp4gemm.nn.Linear: its numbers against the reference, its state, its copies and its moves."""
+"""fp4gemm.nn.Linear: numbers against the reference, state, copies and moves between devices."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_dequantized_weight_is_what_the_gemm_multiplies() -> None:
 def test_row_weight_scaling_keeps_small_channels() -> None:
     linear = torch.nn.Linear(64, 16, bias=False)
     with torch.no_grad():
-        linear.weight[3] *= 1e-6  # below what one e4m3 scale can say next to the others
+        linear.weight[3] *= 1e-6  # too small for an e4m3 scale next to the others
     errors = {}
     for scaling in ("row", "tensor"):
         restored = nn.Linear.from_float(linear, weight_scaling=scaling).dequantize_weight()
@@ -225,7 +225,8 @@ def test_safetensors_round_trip(tmp_path) -> None:  # type: ignore[no-untyped-de
     safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
     model, path = torch.nn.Sequential(nn.Linear.from_float(float_linear())), tmp_path / "model.safetensors"
     safetensors.save_file(model.state_dict(), path)
-    for assign in (False, True):  # a mapped file places tensors on 8 bytes only; assign must cope
+    # Tensors of a mapped file are aligned to 8 bytes only; assign must accept them.
+    for assign in (False, True):
         fresh = torch.nn.Sequential(nn.Linear(64, 24, device="meta" if assign else None))
         fresh.load_state_dict(safetensors.load_file(path), assign=assign)
         assert same_state(fresh[0], model[0])
@@ -299,7 +300,7 @@ def test_meta_shapes_and_materialising() -> None:
     layer = nn.Linear.from_float(float_linear()).to("meta")
     assert layer(torch.empty(2, 3, 64, device="meta")).shape == (2, 3, 24)
     layer.to_empty(device="cpu")
-    with pytest.raises(RuntimeError, match="not loaded yet"):  # its memory has no contents yet
+    with pytest.raises(RuntimeError, match="not loaded yet"):  # its memory is not initialized
         layer(torch.randn(1, 64))
     layer.load_state_dict(nn.Linear.from_float(float_linear()).state_dict())
     assert layer(torch.randn(1, 64)).isfinite().all()
@@ -326,7 +327,7 @@ def test_repr_names_the_scalings() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_layer_takes_views_that_start_anywhere(device: torch.device, backend: str) -> None:
-    """A slice whose rows start off the 16-byte steps, as eager mode takes it."""
+    """A slice whose rows are not aligned to 16 bytes is accepted, as in eager mode."""
     layer = nn.Linear.from_float(float_linear(64, 24)).to(device)
     x = torch.randn(4, 68, device=device)[:, 1:65]
     want = layer(x.contiguous())

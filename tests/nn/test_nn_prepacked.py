@@ -1,4 +1,4 @@
-"""fp4gemm.nn.Linear with a prepacked weight, and with activations that are not quantized.
+"""fp4gemm.nn.Linear with a prepacked weight, and with 16-bit activations.
 
 On the CPU ``Linear.prepack`` does what the first forward does on compute capability 9.0.
 """
@@ -26,7 +26,7 @@ def _seed() -> None:
 
 
 def both(**options: object) -> tuple[nn.Linear, nn.Linear]:
-    """A layer, and another of the same weight that is prepacked."""
+    """A layer, and another one whose equal weight is prepacked."""
     layer = nn.Linear.from_float(float_linear(96, 72), **options)
     prepacked = copy.deepcopy(layer)
     assert prepacked.prepack() is prepacked
@@ -74,7 +74,7 @@ def test_activations_that_are_not_quantized() -> None:
             assert same_bits(layer(strided), want)
         buffer = torch.empty(4 * 96 + 1, dtype=dtype)
         buffer[1:] = x.flatten()
-        assert same_bits(layer(buffer[1:].view(4, 96)), want)  # off the 16-byte steps
+        assert same_bits(layer(buffer[1:].view(4, 96)), want)  # not aligned to 16 bytes
         assert layer(x[0]).shape == (72,)
     with pytest.raises(
         TypeError, match=r"^x: dtype is torch.float32, must be torch.bfloat16 or torch.float16"
@@ -103,13 +103,13 @@ def test_state_dict_is_that_of_codes_and_scales() -> None:
     assert same_bits(prepacked.weight.scales, layer.weight.scales)
     assert same_bits(prepacked.dequantize_weight(), layer.dequantize_weight())
     assert prepacked.weight_scaling == "row"
-    assert held(prepacked) == PREPACKED  # looking at them changed nothing
+    assert held(prepacked) == PREPACKED  # reading them changed nothing
     model = torch.nn.ModuleDict({"fc": prepacked})
     assert {"fc.weight_codes", "fc.weight_scales"} <= set(model.state_dict(keep_vars=True))
 
 
 def test_negative_scales_leave_as_signs_of_codes() -> None:
-    """The layer gives the same bits, and what leaves it is an equal weight."""
+    """The layer gives the same bits, and its state has an equal weight."""
     weight = fp4gemm.quantize(torch.randn(72, 96))
     scales = weight.compact_scales().view(torch.uint8) ^ (torch.randint(0, 2, (72, 6)) << 7).to(torch.uint8)
     signed = fp4gemm.NVFP4Tensor.from_compact(weight.codes, scales, weight.amax)
@@ -166,7 +166,7 @@ def test_a_pickle_of_before_prepacking_loads() -> None:
 
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
 def test_load_state_dict(assign: bool) -> None:
-    """In place, so that a captured CUDA graph sees the new weight; or, assigned, as codes and scales."""
+    """Loads in place, so that a captured CUDA graph sees the new weight; with assign, as codes and scales."""
     _, prepacked = both()
     other = nn.Linear.from_float(float_linear(96, 72))
     place, x = prepacked.weight_prepacked, torch.randn(4, 96)
@@ -211,7 +211,7 @@ def test_loading_into_a_new_layer_then_prepacking() -> None:
 
 
 def test_what_left_the_layer_stays_whole() -> None:
-    """A state and a weight taken while prepacked are not written by a later load."""
+    """A later load does not write to a state or weight that was read while prepacked."""
     layer, prepacked = both()
     state, weight = prepacked.state_dict(), prepacked.weight
     want = {name: tensor.clone() for name, tensor in state.items()}
@@ -224,7 +224,7 @@ def test_what_left_the_layer_stays_whole() -> None:
 
 
 def test_a_fake_run_keeps_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward on fake tensors, of which torch.compiler does not know, prepacks nothing."""
+    """A forward on fake tensors outside of torch.compile prepacks nothing."""
     layer, _ = both()
     monkeypatch.setattr(fp4gemm.support, "streams_prepacked", lambda device: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -287,7 +287,7 @@ def test_moves() -> None:
 @pytest.mark.parametrize("activations", ["row", "none"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_before_and_after(backend: str, activations: str) -> None:
-    """A traced forward takes the weight as it is; prepacking afterwards compiles anew."""
+    """A traced forward uses the weight as it is; prepacking afterwards recompiles."""
     torch._dynamo.reset()
     layer = nn.Linear.from_float(float_linear(96, 72), activation_scaling=activations)
     compiled = torch.compile(layer, backend=backend, fullgraph=True)
@@ -300,7 +300,7 @@ def test_compiled_before_and_after(backend: str, activations: str) -> None:
 
 
 def test_prepacked_in_inference_mode() -> None:
-    """The bytes are an ordinary tensor, which load_state_dict may write outside of the mode."""
+    """The bytes are not an inference tensor, so load_state_dict may write them outside of the mode."""
     layer = nn.Linear.from_float(float_linear(96, 72))
     x = torch.randn(4, 96)
     want = layer(x)
@@ -323,7 +323,7 @@ def test_export() -> None:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether a graph is being captured, as the layer is told."""
+    """Sets whether the layer believes that a graph is being captured."""
     capturing = [False]
     monkeypatch.setattr(_weight.support, "streams_prepacked", lambda device: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])

@@ -79,7 +79,7 @@ def test_an_assigned_bias_becomes_a_float32_buffer() -> None:
 def test_buffers_put_into_place_by_others_are_checked() -> None:
     layer, other = nn.Linear.from_float(float_linear()), nn.Linear.from_float(float_linear())
     x = torch.randn(3, 64)
-    buffer = torch.empty(24 * 32 + 8, dtype=torch.uint8)[8:].view(24, 32)  # off the 16-byte steps
+    buffer = torch.empty(24 * 32 + 8, dtype=torch.uint8)[8:].view(24, 32)  # not aligned to 16 bytes
     for name, value in other.state_dict().items():
         layer._buffers[name] = buffer.copy_(value) if name == "weight_codes" else value
     assert same_bits(layer(x), other(x))

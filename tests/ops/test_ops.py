@@ -55,7 +55,7 @@ def test_opcheck_gemm(form: str, out_dtype: torch.dtype, pair: tuple[NVFP4Tensor
 
 
 def test_fake_shapes_are_the_real_ones(device: torch.device) -> None:
-    """What the fake kernels say on meta is what the kernels return, dtype and strides included."""
+    """The fake kernels return the shapes, dtypes and strides of the real kernels."""
     for m, k in ((0, 32), (1, 32), (129, 96)):
         x = torch.ones(m, k, device=device)
         for per_row in (True, False):
@@ -77,7 +77,7 @@ def test_fake_shapes_are_the_real_ones(device: torch.device) -> None:
 def test_compile_quantize_and_multiply(
     backend: str, dynamic: bool, device: torch.device, gen: torch.Generator
 ) -> None:
-    """Both quantizations, the product and pointwise work around them in one graph, for several m."""
+    """Both quantizations, the product and pointwise operations around them in one graph, for several m."""
 
     def layer(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         a = fp4gemm.quantize(x * 2, scaling="row")
@@ -110,7 +110,7 @@ def test_compile_with_containers_in_and_out(backend: str, pair: tuple[NVFP4Tenso
 
 
 def test_compile_refuses_what_eager_refuses(backend: str, device: torch.device) -> None:
-    """Shape and dtype checks run while the graph is traced; the text still names the argument."""
+    """Shapes and dtypes are checked while the graph is traced; the message still names the argument."""
 
     def wrong(x: torch.Tensor) -> torch.Tensor:
         return fp4gemm.quantize(x).dequantize()
@@ -149,7 +149,7 @@ def test_compile_scaled_mm(backend: str, pair: tuple[NVFP4Tensor, NVFP4Tensor]) 
 def test_export_round_trip(
     pair: tuple[NVFP4Tensor, NVFP4Tensor], device: torch.device, gen: torch.Generator
 ) -> None:
-    """torch.export takes containers as inputs (their pytree has key paths) and keeps our operators."""
+    """torch.export accepts containers as inputs, whose pytree has key paths, and keeps the operators."""
 
     class Layer(torch.nn.Module):
         def forward(self, x: torch.Tensor, w: NVFP4Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ def test_meta_tensors_are_checked_too(gen: torch.Generator) -> None:
 def test_compile_a_layer_of_experts(
     backend: str, dynamic: bool, device: torch.device, gen: torch.Generator
 ) -> None:
-    """Quantization by groups, two products and the producer between them in one graph, for several m."""
+    """Quantization of groups, two products and the producer between them in one graph, for several m."""
 
     def layer(x: Tensor, offs: Tensor, up: NVFP4Tensor, down: NVFP4Tensor) -> Tensor:
         h = fp4gemm.grouped_mm(fp4gemm.quantize(x * 2, offs=offs), up)
@@ -114,7 +114,7 @@ def test_compile_a_layer_of_experts(
 
 
 def test_compile_a_training_step(backend: str, device: torch.device, gen: torch.Generator) -> None:
-    """wgrad adds to its argument in place, inside of a graph."""
+    """wgrad accumulates in place inside of a graph."""
     dy, x = (make("normal", 53, size, torch.bfloat16, gen).to(device) for size in (16, 32))
     offs = ends_of(SIZES, device)
 
@@ -161,7 +161,7 @@ def test_export(device: torch.device, gen: torch.Generator) -> None:
 
 
 def test_no_gradients(device: torch.device, gen: torch.Generator) -> None:
-    """Refused by name while grad mode is on; under no_grad the call goes through."""
+    """Inputs that require gradients are refused by name, except under no_grad."""
     case = rows_of(SIZES, 24, 64, device, gen)
     tracked = NVFP4Tensor(case.b.codes, case.b.scales, case.b.amax, 448)
     object.__setattr__(tracked, "amax", case.b.amax.clone().requires_grad_())

@@ -13,7 +13,7 @@ from torch import Tensor
 SHAPES = [(1, 16), (64, 64), (63, 48), (65, 80), (128, 256), (129, 272), (200, 336), (7, 2880), (300, 96)]
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-# What the kernels multiply: each code as fp16, times 2^-14, and each e4m3 byte without its sign, times 2^7.
+# The factors of the kernels: each code as fp16 times 2^-14, and each e4m3 byte without its sign times 2^7.
 CODES = (torch.cat((E2M1, -E2M1)) * 2.0**-14).half()
 SCALES = (torch.arange(0x80, dtype=torch.uint8).view(torch.float8_e4m3fn).float() * 2.0**7).half()
 SCALES.view(torch.int16)[0x7F] = 0x7F80  # NaN
@@ -24,10 +24,10 @@ def rotl(words: Tensor, by: int) -> Tensor:
 
 
 def layout_of_chunk() -> tuple[Tensor, Tensor]:
-    """Row and k (128, 4, 8) of each code, by thread, word and index.
+    """The row and the k of each code, (128, 4, 8) by thread, word and index.
 
-    As a wgmma holds its A operand: within 16 of k, thread t of a warp has rows t / 4 and that + 8, at
-    k = 2 (t % 4) and the next, and at both + 8.
+    The layout is that of the A operand of wgmma in registers: of 16 values of k, thread t of a warp has those
+    of rows t / 4 and t / 4 + 8 at k = 2 (t % 4), the next, and both plus 8.
     """
     thread = torch.arange(128).view(-1, 1, 1)
     word = torch.arange(4).view(1, -1, 1)
@@ -38,13 +38,13 @@ def layout_of_chunk() -> tuple[Tensor, Tensor]:
 
 
 def halves(words: Tensor, mask: int) -> Tensor:
-    """The masked bits as pairs of fp16, (.., 2), the low half first."""
+    """The masked bits as pairs of fp16, (.., 2), low half first."""
     masked = words & mask
     return torch.stack((masked & 0xFFFF, masked >> 16), dim=-1).to(torch.int16).view(torch.float16)
 
 
 def read(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales of all chunks (their padding included), as CODES and SCALES have them."""
+    """Codes and scales of all chunks with their padding, as values of CODES and SCALES."""
     rows, columns = -(-n // 64), -(-k // 64)
     chunks = packed.cpu().view(rows, columns, 2304)
     every = chunks.view(torch.int32).long() & 0xFFFFFFFF
@@ -68,12 +68,12 @@ def read(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def weight(n: int, k: int, gen: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Codes and compact scales of every byte, NaN among the scales."""
+    """Codes and compact scales with every byte, NaN scales included."""
     return make_codes(n, k, gen), torch.randint(0, 256, (n, k // 16), generator=gen, dtype=torch.uint8)
 
 
 def swizzled(compact: Tensor, n: int, pad: int = 0) -> Tensor:
-    """float8_e4m3fn scales with this byte in the padding."""
+    """Swizzled float8_e4m3fn scales with this byte in the padding."""
     rows, columns = layout.padded_scale_shape(n, 16 * compact.shape[1])
     full = torch.full((rows, columns), pad, dtype=torch.uint8)
     full[:n, : compact.shape[1]] = compact
@@ -86,7 +86,7 @@ def nibbles_of(codes: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_layout(n: int, k: int, device: torch.device, gen: torch.Generator) -> None:
-    """Each code and scale stands where the kernels look for it; everything beyond n and k is zero."""
+    """Each code and scale is where the kernels read it; everything beyond n and k is zero."""
     codes, compact = weight(n, k, gen)
     size = -(-n // 64) * -(-k // 64) * 2304
     dirty(device, size)
@@ -105,7 +105,7 @@ def test_layout(n: int, k: int, device: torch.device, gen: torch.Generator) -> N
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_unprepack_is_the_inverse(n: int, k: int, device: torch.device, gen: torch.Generator) -> None:
-    """It restores every byte where no scale has a sign bit."""
+    """Every byte is restored if no scale has a sign bit."""
     codes, compact = weight(n, k, gen)
     scales = swizzled(compact & 0x7F, n)
     packed = operators.prepack(codes.to(device), scales.to(device))
@@ -118,7 +118,7 @@ def test_unprepack_is_the_inverse(n: int, k: int, device: torch.device, gen: tor
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_negative_scales(n: int, k: int, device: torch.device, gen: torch.Generator) -> None:
-    """Their sign goes to the codes: an equal weight comes back, from which the same bytes are made."""
+    """Signs of scales move to the codes: the result is an equal weight, which prepacks to the same bytes."""
     codes, compact = weight(n, k, gen)
     scales = swizzled(compact, n)
     packed = operators.prepack(codes.to(device), scales.to(device))
@@ -133,7 +133,7 @@ def test_negative_scales(n: int, k: int, device: torch.device, gen: torch.Genera
 
 
 def test_any_words_are_codes(device: torch.device, gen: torch.Generator) -> None:
-    """The map of the codes is one to one: random words come back, beside scales that prepack made."""
+    """The mapping of codes is one to one: random words are restored, with scales that prepack wrote."""
     codes, compact = weight(128, 192, gen)
     compact &= 0x7F
     packed = operators.prepack(codes, swizzled(compact, 128))
@@ -146,7 +146,7 @@ def test_any_words_are_codes(device: torch.device, gen: torch.Generator) -> None
 
 
 def test_every_code_with_every_scale(device: torch.device) -> None:
-    """All 256 scale bytes, those of NaN too, before all 16 codes, at every place of a word."""
+    """All 256 scale bytes, also NaN, with all 16 codes, in every position of a word."""
     compact = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(256, 1)
     scales = swizzled(compact, 256)
     for turn in range(16):
@@ -160,7 +160,7 @@ def test_every_code_with_every_scale(device: torch.device) -> None:
         left, right = read(packed, 256, 16)
         assert_bits(left[:128, :16].contiguous(), CODES[row.int()].repeat(128, 1), "places")
         assert_bits(right[:, :1].contiguous(), SCALES[compact.int() % 128], "stored scales")
-        # What the kernels feed to the tensor cores is exact, the signs of zeros included.
+        # The operands of the tensor cores are exact, the signs of zeros included.
         values = CODES[row.int()].float() * 2.0**14 * compact.view(torch.float8_e4m3fn).float()
         assert_same_value(left[:, :16] * right[:, :1], (values * 2.0**-7).half(), "products")
         unpacked = reference.decode(got[0].cpu(), got[1].cpu())
@@ -172,7 +172,7 @@ def test_stacks(g: int, n: int, k: int, device: torch.device, gen: torch.Generat
     weights = [weight(n, k, gen) for _ in range(g)]
     back = [folded(*w) for w in weights]
     codes = torch.stack([w[0] for w in weights]).to(device)
-    # Bytes, because few torch operators know float8.
+    # Bytes, because few torch operators support float8.
     scales, want_scales = (
         torch.stack([swizzled(w[1], n).view(torch.uint8) for w in part]).view(torch.float8_e4m3fn).to(device)
         for part in (weights, back)
@@ -211,7 +211,7 @@ def test_opcheck(device: torch.device, gen: torch.Generator) -> None:
 
 
 def test_wrong_sizes_are_named(device: torch.device, gen: torch.Generator) -> None:
-    """On every device; bad_decoded.py has the rest for the CPU."""
+    """On every device; bad_decoded.py has the other errors, for the CPU."""
     codes, compact = weight(65, 80, gen)
     codes, scales = codes.to(device), swizzled(compact, 65).to(device)
     packed = operators.prepack(codes, scales)

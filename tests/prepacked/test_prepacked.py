@@ -1,4 +1,4 @@
-"""Prepacked weights and activations that never were quantized: containers, products, operators."""
+"""Prepacked weights and 16-bit activations: containers, products, operators."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from moe import ROUTINGS, rows_of
 from op_checks import assert_fake_is_real, compiled, opcheck, ready
 from torch import Tensor
 
-# (n, k): whole chunks of 64 x 64, parts of one, one more than some.
+# (n, k): whole chunks of 64 x 64, a part of one, and slightly more than several.
 SIZES = [(64, 64), (8, 32), (72, 96), (136, 2880), (264, 160)]
 PLAIN = (torch.bfloat16, torch.float16)
 CPU = torch.device("cpu")
 
 
 def weight(n: int, k: int, gen: torch.Generator, g: int = 0, e4m3_max: int = 448) -> NVFP4Tensor:
-    """Every code and scale, one amax a row; a stack of g, if that is not 0."""
+    """A weight with every code and scale and an amax for each row; a stack of g if g is not 0."""
     rows = max(g, 1) * n
     codes, scales = make_codes(rows, k, gen), make_scales(rows, k, gen)
     amax = torch.rand(rows, generator=gen) + 0.5
@@ -64,7 +64,7 @@ def test_unprepack_restores_every_byte(
 
 
 def negative(n: int, k: int, gen: torch.Generator, g: int = 0) -> tuple[NVFP4Tensor, NVFP4Tensor]:
-    """A weight with scales of both signs, -0 among them, and the equal one that unprepack gives."""
+    """A weight with scales of both signs and -0, and the equal weight that unprepack returns."""
     size = (g, n) if g else (n,)
     codes = make_codes(max(g, 1) * n, k, gen).view(*size, -1)
     compact = make_scales(max(g, 1) * n, k, gen).view(torch.uint8).view(*size, -1)
@@ -81,7 +81,7 @@ def negative(n: int, k: int, gen: torch.Generator, g: int = 0) -> tuple[NVFP4Ten
 def test_negative_scales_become_signs_of_codes(
     n: int, k: int, g: int, device: torch.device, gen: torch.Generator
 ) -> None:
-    """An equal weight comes back, from then on the same bytes; values keep the sign of every zero."""
+    """The result is an equal weight, with the same bytes from then on; values keep the sign of every zero."""
     w, equal = (t.to(device) for t in negative(n, k, gen, g))
     p = fp4gemm.prepack(w)
     assert_same(fp4gemm.unprepack(p), equal)
@@ -134,7 +134,7 @@ def test_copies_and_moves(gen: torch.Generator) -> None:
 
 
 def test_what_is_saved_is_the_ordinary_form(gen: torch.Generator) -> None:
-    """The order of prepacked bytes may change with the version, so no file has them."""
+    """Files have no prepacked bytes, whose order may change with the version."""
     w = weight(72, 96, gen, 2)
     p = fp4gemm.prepack(w)
     restored = pickle.loads(pickle.dumps(p))
@@ -200,7 +200,7 @@ def test_products_of_negative_scales(n: int, k: int, gen: torch.Generator) -> No
 
 
 def unquantized(x: Tensor, w: NVFP4Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """cast(fl(alpha * fl(amax_b * fl(acc))) + bias), acc in float64: products of bf16 by 6 bits are exact."""
+    """cast(fl(alpha * fl(amax_b * fl(acc))) + bias); acc in float64 is exact for bf16 by 6 bits."""
     acc = x.double() @ reference.decode(w.codes, w.scales).double().T
     alpha = torch.tensor(1.0) / torch.tensor(6.0 * w.e4m3_max)
     z = alpha * (w.amax * acc.float())
@@ -229,7 +229,7 @@ def test_activations_that_are_not_quantized(
 
 
 def test_values_and_activations_are_close_to_float(gen: torch.Generator) -> None:
-    """W4A16 leaves the error of the weight alone."""
+    """W4A16 has the quantization error of the weight alone."""
     x, w = torch.randn(64, 512, generator=gen).bfloat16(), torch.randn(48, 512, generator=gen)
     p = fp4gemm.prepack(fp4gemm.quantize(w))
     exact = x.double() @ w.double().T
@@ -355,7 +355,7 @@ def test_operators_refuse_what_does_not_fit(gen: torch.Generator) -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(backend: str, gen: torch.Generator) -> None:
-    """Prepacked weights go in and come out of a graph, plain activations too."""
+    """Graphs accept and return prepacked weights, also with 16-bit activations."""
     w = fp4gemm.quantize(make("normal", 24, 96, torch.bfloat16, gen))
     p = fp4gemm.prepack(w)
     x = make("normal", 9, 96, torch.bfloat16, gen)

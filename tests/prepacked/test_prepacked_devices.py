@@ -1,4 +1,4 @@
-"""Which devices take prepacked weights and plain activations; what tests their kernels by itself."""
+"""Devices that support prepacked weights and 16-bit activations, and the self-test of their kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def test_devices_with_fp4_tensor_cores_say_what_to_do(
     num_groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on Blackwell: kernels of packed operands alone. The text names the device and the way out."""
+    """Blackwell has kernels of NVFP4 operands alone: the error names the device and an alternative."""
 
     class Fake:
         name, major, minor, multi_processor_count = "NVIDIA Fake 100", 10, 0, 148
@@ -78,7 +78,7 @@ def test_the_cpu_streams_nothing() -> None:
 @pytest.mark.parametrize("mode", ["dense", "grouped"])
 @pytest.mark.parametrize("operand", ["prepacked", "prepacked_bf16"])
 def test_the_self_test_has_problems_for_these_kernels(operand: str, mode: str) -> None:
-    """Plain and gated, with every term; one-hot rows give back every code and scale bit for bit."""
+    """Plain and gated problems with every term; one-hot rows return every code and scale bit for bit."""
 
     def run(row: KernelInfo, problem: problems.Problem) -> Tensor:
         return problem.run(CPU, row.out_dtype, None)

@@ -15,7 +15,7 @@ BOTH = [(16, 16), (48, 80), (144, 272)]
 
 
 def poison(device: torch.device, m: int, k: int) -> None:
-    """0xFF in the memory that the results of an (m, k) or (k, m) will be cut from."""
+    """Leaves 0xFF in the memory from which the results of an (m, k) or (k, m) will be allocated."""
     for rows, columns in ((m, k), (k, m)):
         dirty(
             device, rows * columns // 2, (rows + 127) // 128 * 128 * ((columns // 16 + 3) // 4 * 4), 4 * rows
@@ -24,7 +24,7 @@ def poison(device: torch.device, m: int, k: int) -> None:
 
 @pytest.mark.parametrize("mode", MODES, ids=by_name)
 def test_equals_reference(mode: Mode, device: torch.device, gen: torch.Generator) -> None:
-    """The reference on the CPU with the arguments that the options stand for, pads and metadata included."""
+    """The bits of the reference on the CPU with the options' arguments, padding and metadata included."""
     for i, (m, k) in enumerate([*ROWS, *BOTH]):
         x = make("row_ranges" if i % 2 else "wide_blocks", m, k, FLOATS[i % 3], gen)
         for axis in (-1, 0) if (m, k) in BOTH else (-1,):
@@ -41,7 +41,7 @@ def test_equals_reference(mode: Mode, device: torch.device, gen: torch.Generator
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_input(kind: str, dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> None:
     x = make(kind, 96, 160, dtype, gen)
-    # Not for rotations, which leave NaN and infinity unspecified, and what overflows to it.
+    # Not with rotations, for which NaN, infinity and values that overflow are unspecified.
     special = x.clone()
     special[7, 3], special[8, :40], special[9, ::3] = torch.nan, torch.nan, -0.0
     for mode in FEW:
@@ -56,7 +56,7 @@ def test_kinds_of_input(kind: str, dtype: torch.dtype, device: torch.device, gen
 
 @pytest.mark.parametrize("mode", FEW, ids=by_name)
 def test_row_stride_above_k(mode: Mode, device: torch.device, gen: torch.Generator) -> None:
-    """The columns next to x and the rows around it are NaN, so a kernel that strays shows it."""
+    """The columns next to x and the rows around it are NaN, which would show if a kernel read them."""
     for dtype in FLOATS:
         wide = torch.full((50, 160), torch.nan, dtype=dtype)
         wide[1:49, 16:112] = make("normal", 48, 96, dtype, gen)
@@ -97,7 +97,7 @@ def test_axis_0_is_the_transpose_quantized(mode: Mode, device: torch.device, gen
     for m, k in BOTH:
         x = make("outliers", m, k, torch.float16, gen).to(device)
         got = fp4gemm.quantize(x, axis=0, **mode.options)
-        if mode.tiles and mode.adaptive:  # decided in the orientation of x: transposes of each other
+        if mode.tiles and mode.adaptive:  # decided in the orientation of x, so the results are transposes
             assert_transposed(got, fp4gemm.quantize(x, **mode.options))
         else:
             assert_same(got, fp4gemm.quantize(x.t().contiguous(), **mode.options))
@@ -108,7 +108,7 @@ def nibbles(t: NVFP4Tensor) -> torch.Tensor:
 
 
 def assert_transposed(a: NVFP4Tensor, b: NVFP4Tensor) -> None:
-    """Codes and tiles of one are those of the other, transposed."""
+    """Requires that codes and tiles of one are those of the other, transposed."""
     assert_bits(nibbles(a), nibbles(b).t().contiguous(), "codes")
     tiles_a, tiles_b = (t.compact_scales().view(torch.uint8)[::16] for t in (a, b))
     assert_bits(tiles_a, tiles_b.t().contiguous(), "tiles")
@@ -127,7 +127,7 @@ def test_tiles_do_not_depend_on_the_orientation(device: torch.device, gen: torch
 
 @pytest.mark.parametrize("mode", FEW, ids=by_name)
 def test_given_amax(mode: Mode, device: torch.device, gen: torch.Generator) -> None:
-    """The measured amax changes nothing; others, the extreme ones too, do what the reference does."""
+    """The measured amax changes nothing; others, also extreme ones, act as in the reference."""
     x = make("normal", 48, 64, torch.float32, gen)
     for axis, rows in ((-1, 48), (0, 64)):
         measured = quantize(x, mode, device, axis=axis)
@@ -147,7 +147,7 @@ def test_given_amax(mode: Mode, device: torch.device, gen: torch.Generator) -> N
 
 
 def test_rotation_preserves_the_product(device: torch.device, gen: torch.Generator) -> None:
-    """The rotation is orthonormal: both operands rotated alike give the product of the unrotated ones."""
+    """The rotation is orthonormal: rotating both operands does not change their product."""
     x, w = (make("normal", rows, 256, torch.float32, gen).to(device) for rows in (64, 32))
     exact = x.double() @ w.double().T
     error = {}
@@ -160,7 +160,7 @@ def test_rotation_preserves_the_product(device: torch.device, gen: torch.Generat
 
 
 def test_rotated_values_come_back_rotated(device: torch.device, gen: torch.Generator) -> None:
-    """dequantize does not rotate back; H diag(signs) / 4 on the right does, as it is orthonormal."""
+    """dequantize does not rotate back; a product with H diag(signs) / 4 does, since that is orthonormal."""
     x = make("normal", 32, 64, torch.float32, gen)
     h = torch.ones(1, 1)
     for _ in range(4):
@@ -191,7 +191,7 @@ def test_four_over_six_is_closer(device: torch.device, gen: torch.Generator) -> 
 
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=short)
 def test_products_of_every_bound(out_dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> None:
-    """mm takes the constant fl(1 / (36 B_a B_b)) of each pair of bounds."""
+    """mm multiplies by the constant fl(1 / (36 B_a B_b)) of each pair of bounds."""
     x, w = (make("normal", rows, 128, torch.bfloat16, gen).to(device) for rows in (33, 24))
     for bound_a in (448, 256):
         for bound_b in (448, 256):
@@ -214,7 +214,7 @@ def test_products_of_every_bound(out_dtype: torch.dtype, device: torch.device, g
 
 
 def test_with_row_amax(device: torch.device, gen: torch.Generator) -> None:
-    """A scalar amax as a vector: the product keeps its bits."""
+    """With a scalar amax as a vector, the product keeps its bits."""
     x, w = (make("normal", rows, 96, torch.bfloat16, gen).to(device) for rows in (33, 40))
     a = fp4gemm.quantize(x)
     for options in (TILES.options, {"scaling": "tensor"}, {"scaling": "tensor", "four_over_six": "mae"}):
@@ -254,7 +254,7 @@ def test_mm_refuses_operands_rotated_differently(device: torch.device) -> None:
 def test_dequantize_parts(
     dtype: torch.dtype, swizzled: bool, device: torch.device, gen: torch.Generator
 ) -> None:
-    """Raw tensors in either layout; what stands in the padding is not read."""
+    """Raw tensors in either layout; padding is not read."""
     for m, k in ((0, 32), (1, 16), (33, 80), (129, 272)):
         for mode in (mode_named("row-te-plain"), mode_named("tensor-1x16-mae-exact-256")):
             t = quantize(make("wide_blocks", m, k, torch.float32, gen) * 1e3, mode, device)
