@@ -1,4 +1,4 @@
-// The GEMM calls of the C interface: check, plan, decode where the kernel needs it, launch.
+// The GEMM of the C interface: check the arguments, plan, convert operands if the kernel needs it, launch.
 #include <string>
 
 #include "activation.hpp"
@@ -14,7 +14,7 @@ namespace {
 
 constexpr char const* kOutNames[] = {"bf16", "fp16", "fp32"};
 
-/// Bytes of (rows, k) fp16 in the workspace.
+/// Bytes of a (rows, k) fp16 operand in the workspace, rounded up to its alignment.
 size_t decoded_bytes(int64_t rows, int64_t k) {
   return static_cast<size_t>(round_up(rows * k * 2, Rules::kWorkspaceBytes));
 }
@@ -51,7 +51,7 @@ fp4gemm_status_t check_formats(Args const& args) {
   return FP4GEMM_SUCCESS;
 }
 
-/// The fields that make a GEMM dense or grouped.
+/// Checks the fields that make a GEMM dense or grouped.
 fp4gemm_status_t check_groups(Args const& args) {
   FP4GEMM_CHECK(args.num_groups >= 0, "num_groups: is %d, must be 0 (dense) or more", args.num_groups);
   FP4GEMM_CHECK(args.ragged == FP4GEMM_RAGGED_M || args.ragged == FP4GEMM_RAGGED_K,
@@ -81,7 +81,7 @@ fp4gemm_status_t check_activation(fp4gemm_activation_t activation) {
 
 char const* activation_name(Args const& args) { return activation_info(args.activation)->name; }
 
-/// A buffer of `matrices` matrices, all of whose sizes are valid themselves.
+/// Checks the product of three sizes that are valid themselves; sums of bytes then fit in 64 bits.
 fp4gemm_status_t check_elements(char const* name, int64_t matrices, int64_t rows, int64_t columns) {
   FP4GEMM_CHECK(product_is_at_most(Rules::kMaxElements, matrices, rows, columns),
                 "%s: %lld matrices of (%lld, %lld) elements, must have at most %lld elements in all", name,
@@ -89,7 +89,8 @@ fp4gemm_status_t check_elements(char const* name, int64_t matrices, int64_t rows
   return FP4GEMM_SUCCESS;
 }
 
-/// Sizes, formats and types: all that the plan depends on.
+/// Checks sizes, formats and types: all that the plan depends on. The pointers are checked later, since the
+/// query of the workspace needs none.
 fp4gemm_status_t check_problem(Args const& args) {
   FP4GEMM_TRY(check_groups(args));
   FP4GEMM_TRY(check_dtype("out_dtype", args.out_dtype));

@@ -18,7 +18,8 @@
 
 namespace fp4gemm {
 
-/// The launch, which all rows of one configuration share.
+/// The launch, which all rows of one configuration share. Config is a cutlass_evt::Sm90Nvfp4Config. Tokens
+/// are the rows of A; the rows of the kernel's tiles are those of B.
 template <class Config>
 struct PrepackedLaunch {
   using Epilogue = cutlass_evt::epilogue::ColumnsEpilogue;
@@ -58,7 +59,9 @@ struct PrepackedLaunch {
     return args;
   }
 
-  /// The map of the tokens that Sm90Nvfp4Operands describes. False: the driver refused.
+  /// Encodes the tensor map of the tokens, in the form that Sm90Nvfp4Operands describes: (64, m, k / 64)
+  /// if k is a multiple of 64, so that one copy loads several chunks of k; otherwise (k, m). Returns false if
+  /// the driver refuses.
   static bool describe_tokens(Problem const& p, CUtensorMap* map) {
     using Mainloop = typename Kernel::Mainloop;
     constexpr int kDepth = cutlass_evt::Nvfp4Packing::kDepth;
@@ -81,8 +84,8 @@ struct PrepackedLaunch {
                                  fp4gemm_stream_t stream) {
     using Packing = cutlass_evt::Nvfp4Packing;
     int const grid = num_ctas(p);
-    // The kernel counts columns, up to the end of the last tile, and tiles, up to one more for each CTA, in
-    // 32 bits.
+    // The kernel keeps column numbers, up to the end of the last tile, and tile numbers, up to one more for
+    // each CTA, in 32 bits.
     if (p.n > INT32_MAX - Config::kRows * Config::kCluster ||
         row_tiles(p) * token_tiles(p) > INT32_MAX - grid) {
       return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not support m %lld with n %lld", name,
@@ -99,19 +102,22 @@ struct PrepackedLaunch {
     auto const ceil_div = [](int64_t a, int64_t b) { return static_cast<int>(cute::ceil_div(a, b)); };
     params.row_tiles = cutlass::FastDivmod(ceil_div(p.n, Config::kRows * Config::kCluster));
     params.steps = cutlass::FastDivmod(ceil_div(params.operands.depth_chunks, Config::kChunks));
+    // Which tiles are split along k depends on the number of tiles, and the order of the sums with it.
     params.splits = !p.batch_invariant;
+    // The host knows the number of tiles of a dense GEMM; a grouped kernel makes its plan from the group
+    // ends.
     int const tiles = p.offs == nullptr ? params.row_tiles.divisor * static_cast<int>(token_tiles(p)) : 0;
     params.plan = Kernel::plan(tiles, params.steps.divisor, grid, params.splits);
     params.partials = static_cast<float*>(workspace);
     params.flags = reinterpret_cast<uint64_t*>(params.partials + grid * Kernel::kPartialFloats);
-    // The CTAs of a cluster would have to fetch one number in common.
     params.nonce = workspace_nonce();
+    // The dynamic tile scheduler gives each CTA a number of its own, so it needs clusters of one CTA.
     params.dynamic = {p.offs != nullptr && Config::kCluster == 1 ? params.flags + grid : nullptr,
                       params.nonce};
     params.epilogue = epilogue(p, out);
 
     if (!describe_tokens(p, &params.tokens)) {
-      return fail(FP4GEMM_ERROR_CUDA, "a: the driver could not describe (%lld, %lld) at %p to TMA",
+      return fail(FP4GEMM_ERROR_CUDA, "a: the driver refused a tensor map of (%lld, %lld) at %p",
                   static_cast<long long>(p.m), static_cast<long long>(p.k), p.a);
     }
 
@@ -125,7 +131,7 @@ struct PrepackedLaunch {
   }
 };
 
-/// One row of the table for a tile: the mode, the epilogue and the output type.
+/// One row of the table: a tile (sm90/tiles.hpp), the mode, the epilogue and the output type.
 template <class Tile, bool kIsGrouped, bool kIsGated, class Out>
 struct PrepackedImpl {
   using Launch = PrepackedLaunch<sm90::ConfigOf<Tile>>;
