@@ -1,4 +1,4 @@
-"""NVFP4 matrix products, all scales fused: D = cast(act(alpha * (amax_b * (amax_a * A B^T)) + bias)).
+"""NVFP4 matrix products with all scales in the epilogue: D = cast(act(alpha (amax_b (amax_a A B^T)) + bias)).
 
     w = fp4gemm.quantize(weight, scaling="tensor")     # (n, k) once
     y = fp4gemm.mm(fp4gemm.quantize(x), w)             # (m, k) per token -> (m, n) bfloat16
@@ -71,15 +71,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # fp4gemm.nn is imported on first use: those who only multiply do not wait for torch.nn helpers.
+    # fp4gemm.nn is imported on first use, which makes the import of fp4gemm faster.
     if name == "nn":
         return importlib.import_module(".nn", __name__)
-    # The C header holds the version; asking the library for it opens it, which an import alone does not need.
+    # The version is in the library, which an import of fp4gemm alone does not open.
     if name == "__version__":
         return _native.version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """Names that are imported on first use among the others."""
+    """All public names, including those that are imported on first use."""
     return sorted({*globals(), *__all__})

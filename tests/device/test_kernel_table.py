@@ -1,0 +1,124 @@
+"""The table of kernels: its rows, its architectures, and the kernel that a call would get."""
+
+from __future__ import annotations
+
+import itertools
+
+import fp4gemm
+import pytest
+import torch
+from fp4gemm import _native, kernel_table
+from fp4gemm.kernel_table import KernelInfo
+
+PAIRS = list(itertools.product(kernel_table.FORMATS, repeat=2))
+
+
+def test_kernels_describe_themselves() -> None:
+    """Names are mechanical, so each must agree with the fields beside it."""
+    rows = fp4gemm.kernels()
+    assert len(rows) == _native.core().fp4gemm_kernel_count()
+    assert len({row.name for row in rows}) == len(rows)
+    short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    for row in rows:
+        tile, cluster = "x".join(map(str, row.tile)), "x".join(map(str, row.cluster))
+        swapped = "_swapped" if row.is_swapped else ""
+        if "prepacked" in row.operand:
+            swapped = f"_{row.operand}"
+        want = f"sm{row.arch}_{row.mode}_{tile}_c{cluster}{swapped}_{row.epilogue}_{short[row.out_dtype]}"
+        assert row.name == want
+        assert row.operand in ("nvfp4", "fp16", "prepacked", "prepacked_bf16")
+        assert row.mode in ("dense", "grouped")
+        assert row.epilogue in ("rowcol", "swiglu")
+
+
+def test_architectures_are_those_of_the_kernels() -> None:
+    """Each says which devices its kernels serve, as the C interface does."""
+    rows = kernel_table.architectures()
+    assert [row.arch for row in rows] == sorted({kernel.arch for kernel in fp4gemm.kernels()})
+    for row in rows:
+        assert row.devices
+        for device in row.devices:
+            major, minor = map(int, device.split("."))
+            assert _native.core().fp4gemm_kernel_arch(10 * major + minor) == row.arch
+    assert _native.core().fp4gemm_kernel_arch(75) == -1
+    assert _native.core().fp4gemm_architecture_info(len(rows), _native.CArchitectureInfo()) != 0
+
+
+def test_select_kernel_chooses_from_the_table() -> None:
+    """Modes and types are those asked for; a batch-invariant choice looks at n and k alone."""
+    archs = {row.arch for row in fp4gemm.kernels()}
+    assert kernel_table.select_kernel(75, 40, 256, 256, 256) is None
+    for arch in archs:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for groups, mode in ((0, "dense"), (8, "grouped")):
+                for ragged in ("m", "k"):
+                    row = kernel_table.select_kernel(arch, 132, 64, 512, 1024, groups, ragged, dtype)
+                    assert row is not None
+                    assert (row.arch, row.mode, row.out_dtype) == (arch, mode, dtype)
+            chosen = {
+                kernel_table.select_kernel(arch, 132, m, 512, 1024, 0, out_dtype=dtype, batch_invariant=True)
+                for m in (1, 17, 300, 5000)
+            }
+            assert len(chosen) == 1
+            gated = kernel_table.select_kernel(arch, 132, 64, 512, 1024, out_dtype=dtype, activation="swiglu")
+            assert (gated is None) == (dtype is torch.float32)
+            assert gated is None or gated.epilogue == "swiglu"
+    with pytest.raises(ValueError, match=r"^ragged: got 'rows', must be 'm' or 'k'"):
+        kernel_table.select_kernel(90, 132, 64, 64, 64, 2, "rows")
+    with pytest.raises(TypeError, match=r"^out_dtype: dtype is torch.int8"):
+        kernel_table.select_kernel(90, 132, 64, 64, 64, out_dtype=torch.int8)
+    for name in ("format_a", "format_b"):
+        with pytest.raises(ValueError, match=rf"^{name}: got 'fp4', must be 'nvfp4', 'fp16', 'bf16' or"):
+            kernel_table.select_kernel(90, 132, 64, 64, 64, **{name: "fp4"})
+
+
+def test_selected_kernels_support_the_formats() -> None:
+    """Devices without FP4 tensor cores support every format of mm; the others codes and scales only."""
+    archs = {row.arch for row in fp4gemm.kernels()}
+    has_fp4 = {
+        arch: all(row.operand == "nvfp4" for row in fp4gemm.kernels() if row.arch == arch) for arch in archs
+    }
+    supported = [
+        ("nvfp4", "nvfp4"),
+        ("fp16", "fp16"),
+        ("fp16", "nvfp4"),
+        ("nvfp4", "fp16"),
+        ("nvfp4", "prepacked"),
+    ]
+    supported += [("fp16", "prepacked"), ("bf16", "nvfp4"), ("bf16", "prepacked")]
+    for arch in archs:
+        for formats in supported:
+            for groups in (0, 4):
+                options = {"format_a": formats[0], "format_b": formats[1]}
+                row = kernel_table.select_kernel(arch, 132, 64, 512, 1024, groups, **options)
+                assert (row is not None) == (not has_fp4[arch] or formats == supported[0]), (arch, formats)
+                assert row is None or row.supports(*formats), (row, formats)
+    assert all(kernel_table.select_kernel(arch, 132, 64, 64, 64, format_b="bf16") is None for arch in archs)
+
+
+@pytest.mark.parametrize(
+    ("operand", "supported"),
+    [
+        ("nvfp4", {"nvfp4 nvfp4"}),
+        ("fp16", {"nvfp4 nvfp4", "nvfp4 fp16", "fp16 nvfp4", "fp16 fp16"}),
+        ("prepacked", {"nvfp4 nvfp4", "nvfp4 prepacked", "fp16 nvfp4", "fp16 prepacked"}),
+        ("prepacked_bf16", {"bf16 nvfp4", "bf16 prepacked"}),
+    ],
+)
+def test_what_a_kernel_supports(operand: str, supported: set[str]) -> None:
+    row = KernelInfo("x", "dense", "rowcol", 90, (64, 64, 64), (1, 1), torch.bfloat16, operand, False)
+    pairs = {f"{a} {b}" for a, b in PAIRS if row.supports(a, b)}
+    assert pairs == supported
+    columns = {f"{a} {b}" for a, b in PAIRS if row.supports(a, b, "k")}
+    assert columns == (set() if operand.startswith("prepacked") else supported)
+
+
+def test_kernel_index_out_of_range() -> None:
+    row = _native.CKernelInfo()
+    assert _native.core().fp4gemm_kernel_info(-1, row) != 0
+    assert _native.core().fp4gemm_kernel_info(_native.core().fp4gemm_kernel_count(), row) != 0
+
+
+def test_kernels_returns_a_fresh_list() -> None:
+    fp4gemm.kernels().append(None)  # type: ignore[arg-type]
+    assert None not in fp4gemm.kernels()
