@@ -1,1 +1,1 @@
-"""Work on the GPU that is present: the self-test, tuning, timing, and products to check and to time."""
+"""The GPU that is present: report, self-test, tuning, timing, and products to verify and to time."""

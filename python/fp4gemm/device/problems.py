@@ -93,9 +93,9 @@ def _prepacked(
     """The products of the values of a, in float16 and in bfloat16, with a prepacked weight."""
     made = []
     for dtype in (torch.float16, torch.bfloat16):
-        said = f"{name}, prepacked, {str(dtype).removeprefix('torch.')}"
+        full_name = f"{name}, prepacked, {str(dtype).removeprefix('torch.')}"
         plain = operands._replace(a=values.to(dtype), scale_a=None)
-        made += _with_terms(said, plain, shape, gen, prepacks=True)
+        made += _with_terms(full_name, plain, shape, gen, prepacks=True)
     return made
 
 
@@ -150,15 +150,15 @@ def _with_terms(
         terms["alpha"], terms["alpha_groups"] = 1.0, torch.rand(num_groups, generator=gen)
     made = [Problem(name, operands, shape, {}, prepacks)]
     for number, activation in activations.by_number.items():
-        said = f"{name}, {activation.name or 'no activation'}"
+        full_name = f"{name}, {activation.name or 'no activation'}"
         act = {"activation": number}
         if not activation.is_gated:
             every = {**terms, **addend, **act}
-            made.append(Problem(f"{said}, with every term", operands, shape, every, prepacks))
+            made.append(Problem(f"{full_name}, with every term", operands, shape, every, prepacks))
         elif len(shape) == 2:
             half = (m, activation.width(n))
-            made.append(Problem(said, operands, half, act, prepacks))
-            made.append(Problem(f"{said}, with every term", operands, half, {**terms, **act}, prepacks))
+            made.append(Problem(full_name, operands, half, act, prepacks))
+            made.append(Problem(f"{full_name}, with every term", operands, half, {**terms, **act}, prepacks))
     return made
 
 
