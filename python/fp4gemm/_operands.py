@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import _checks, kernel_table, selection, support
 from ._checks import gemm as gemm_checks
-from ._checks.options import group_ends
+from ._checks import options as option_checks
 from .containers.decoded import DecodedTensor
 from .containers.nvfp4 import NVFP4Tensor
 from .containers.prepacked import PrepackedTensor
@@ -93,7 +93,7 @@ def of_containers(
     signs = amax_a = scale_a = scale_b = ends = packed = None
     b_rows = 0
     if gemm_checks.is_plain(a):
-        data_a = _checks.decoded(names[0], a, gemm_checks.PLAIN, function)
+        data_a = _checks.decoded(names[0], _checks.readable(a), gemm_checks.PLAIN, function)
     else:
         packed = container(names[0], a, OR_PLAIN)
         data_a, scale_a = parts(packed)
@@ -151,7 +151,7 @@ def _ends(
     if a is None:
         if offs is None:
             raise ValueError(f"offs: got None, must be an int32 tensor (g,) beside a plain tensor {names[0]}")
-        ends = group_ends(offs, data_a.device, names[0])
+        ends = option_checks.group_ends(option_checks.as_int32(offs), data_a.device, names[0])
         _is_stack(names, b, ends.shape[0])
         return ends
     own = a.offs
@@ -166,11 +166,30 @@ def _ends(
         else:
             got = "no groups" if b.offs is None else f"{b.offs.shape[0]} groups of {_SIDES[b.offs_dim]}"
         raise ValueError(f"{names[1]}: has {got}, must have {num_groups} groups of columns as {names[0]}")
-    if offs is None:
-        return own
-    given = group_ends(offs, own.device, "the operands")
-    _checks.has_shape("offs", given, (num_groups,), ", an end for each group")
-    return given
+    elif b.device == own.device and not _are_same_ends(own, b.offs):
+        raise ValueError(
+            f"{names[1]}: has other groups (offs) than {names[0]}, must have the same: quantize both with "
+            "the same tensor offs"
+        )
+    if offs is not None:
+        given = option_checks.group_ends(option_checks.as_int32(offs), own.device, "the operands")
+        _checks.has_shape("offs", given, (num_groups,), ", an end for each group")
+        if not _are_same_ends(own, given):
+            raise ValueError(
+                f"offs: is another tensor than {names[0]}.offs, must be that or omitted: the groups are "
+                f"those that {names[0]} was quantized with"
+            )
+    return own
+
+
+def _are_same_ends(x: Tensor, y: Tensor) -> bool:
+    """Whether two offs are the same memory or, on the CPU, have the same values.
+
+    Values on a GPU are not compared, since that would synchronise, and neither are tensors without memory.
+    """
+    if x is y or torch.compiler.is_compiling() or not _checks.has_memory(x) or not _checks.has_memory(y):
+        return True
+    return x.data_ptr() == y.data_ptr() or (not x.is_cuda and torch.equal(x, y))
 
 
 def _is_stack(names: tuple[str, str], b: Right, num_groups: int) -> None:

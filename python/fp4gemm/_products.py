@@ -128,6 +128,8 @@ def run(function: str, x: Operands, dtype: torch.dtype, terms: Terms) -> Tensor:
         gemm_checks.out(out, shape, terms.out_dtype, a.device, function)
     if c is not None:
         gemm_checks.c(c, shape, dtype, a.device, function)
+        if out is not None:
+            gemm_checks.no_overlap(c, out)
     call = GemmCall(
         a=a,
         b=x.b,

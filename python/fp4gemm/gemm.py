@@ -31,7 +31,7 @@ def mm(a: Left, b: Right, **terms: Unpack[GemmTerms]) -> Tensor:
 
     Args:
         a: (m, k), any m >= 0; k a multiple of 32. NVFP4Tensor, DecodedTensor, or a torch.Tensor bfloat16 or
-            float16, contiguous, 16-byte aligned.
+            float16, which is copied where it is not contiguous or not 16-byte aligned.
         b: (n, k), usually the weight; n a multiple of 8 (of 4 for float32 output). NVFP4Tensor,
             PrepackedTensor (:func:`fp4gemm.prepack`) or, unless a is a bfloat16 tensor, DecodedTensor. If
             blocks of k were rotated (hadamard), then those of both operands by the same signs: D is the
@@ -42,8 +42,8 @@ def mm(a: Left, b: Right, **terms: Unpack[GemmTerms]) -> Tensor:
             gives the same bits.
             "swiglu": D[m, j] = cast(silu(z[m, 2j]) * z[m, 2j + 1]), (m, n/2), gate and up being interleaved
             rows of b; n a multiple of 16, bfloat16 or float16 output, no c.
-        c: (m, n) of the output type, laid out as out; it may be out itself, which then accumulates, but must
-            not overlap it otherwise.
+        c: (m, n) of the output type, laid out as out. It may be out itself, which then accumulates; a c that
+            overlaps out in another way is refused.
         beta: a finite Python number, the factor of c.
         out_dtype: torch.bfloat16, torch.float16 or torch.float32; None is the type of out, else bfloat16.
         out: (m, n), of swiglu (m, n/2), to write, of one of these types; unit stride along n, each row

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ._checks import options as option_checks
 from ._operands import Left, Right
 from ._products import GemmTerms, multiply, with_terms
 from .gemm import multiply_tensors
@@ -41,8 +42,10 @@ def grouped_mm(a: Left, b: Right, offs: Tensor | None = None, **terms: Unpack[Ge
             output). Rotations (hadamard) as for mm. For grouped rows it may be prepacked
             (:func:`fp4gemm.prepack`). Either operand may be decoded where the device multiplies float16
             (:func:`fp4gemm.decode`), b not beside bfloat16.
-        offs: int32 (g,), the cumulative ends of the groups; None takes those of a, which a plain tensor does
-            not have. Any number of groups, of any number of rows, 0 included.
+        offs: None, or the offs that a was quantized with: a.offs itself or, on the CPU, equal values. The
+            groups are always those of a; another tensor is refused. Beside a plain a, which has none: int32
+            (g,), the cumulative ends of the groups; int64 is converted on its device, without synchronising.
+            Any number of groups, of any number of rows, 0 included.
         bias: (n,), or (g, n) with one a group; any of the output types, contiguous.
         activation, beta, out_dtype, kernel: as for :func:`fp4gemm.mm`; "swiglu" for grouped rows alone.
         c: as D, of the output type, laid out as out; it may be out itself, which then accumulates.
@@ -95,7 +98,7 @@ def scaled_grouped_mm(
             k/16). None if a is float16 or bfloat16, and only then.
         scale_b: likewise (g, ceil128(n), ceil4(k/16)), the swizzled scales of each matrix; or (ceil128(n),
             k/16).
-        offs: int32 (g,), cumulative ends of the groups.
+        offs: int32 (g,), the cumulative ends of the groups; int64 is converted on its device.
         alpha: a finite Python number, rounded to float32, or float32 (g,) on the device.
         alpha_row: float32 (m,) or (1,); with grouped columns also (g, m) or (g, 1).
         alpha_col: float32 (n,), (1,), (g, n) or (g, 1).
@@ -111,5 +114,6 @@ def scaled_grouped_mm(
     """
     groups = alpha if isinstance(alpha, Tensor) else None
     number = 1.0 if isinstance(alpha, Tensor) else alpha
-    call = GemmCall(a, b, scale_a, scale_b, offs, number, groups, alpha_row, alpha_col)
+    ends = option_checks.as_int32(offs)
+    call = GemmCall(a, b, scale_a, scale_b, ends, number, groups, alpha_row, alpha_col)
     return multiply_tensors("fp4gemm.scaled_grouped_mm", call, terms)

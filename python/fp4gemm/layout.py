@@ -45,7 +45,8 @@ def grouped_scale_rows(m: int, g: int) -> int:
         m: rows of the operand, >= 0.
         g: groups, >= 1.
     """
-    return (m + (TILE_ROWS - 1) * min(g, m)) // TILE_ROWS * TILE_ROWS
+    smaller: int = torch.sym_min(g, m)  # m may be symbolic
+    return (m + (TILE_ROWS - 1) * smaller) // TILE_ROWS * TILE_ROWS
 
 
 def grouped_columns(m: int, g: int) -> int:
@@ -57,7 +58,8 @@ def grouped_columns(m: int, g: int) -> int:
         m: rows of the tensor that is quantized with axis=0, >= 0.
         g: groups, >= 1.
     """
-    return (m + (GROUP_COLUMNS - 1) * min(g, m)) // GROUP_COLUMNS * GROUP_COLUMNS
+    smaller: int = torch.sym_min(g, m)
+    return (m + (GROUP_COLUMNS - 1) * smaller) // GROUP_COLUMNS * GROUP_COLUMNS
 
 
 def scale_offset(r: int, c: int, num_columns: int) -> int:

@@ -45,8 +45,8 @@ def silu_and_mul_quantize(
 
     Args:
         x: bfloat16 or float16 (m, 2k); m >= 0, k a positive multiple of 16. Columns 0 to k-1 are the gate,
-            the others up. Unit stride along a row; each row starts on 16 bytes.
-        offs: int32 (g,), the ends of groups of rows, as for :func:`fp4gemm.quantize`.
+            the others up. Strides and alignment are free, as for :func:`fp4gemm.quantize`.
+        offs: int32 or int64 (g,), the ends of groups of rows, as for :func:`fp4gemm.quantize`.
         decoded: True: the same as float16 q * s, likewise.
 
     Returns:
@@ -59,6 +59,7 @@ def silu_and_mul_quantize(
         NotImplementedError: x requires grad while grad mode is on, or the device has no kernel.
     """
     function = "fp4gemm.silu_and_mul_quantize"
+    x, offs = _checks.readable_rows(x), option_checks.as_int32(offs)
     _checks.quantize_input(x, function, dtypes=_checks.HALF_DTYPES, step=2 * _checks.BLOCK, what="2k")
     if offs is not None:
         option_checks.group_ends(offs, x.device, "x")
@@ -119,11 +120,11 @@ def rms_norm_quantize(
     ``fp4gemm.quantize(y)`` with ``y, h = fp4gemm.reference.rms_norm(x, weight, residual, eps)``.
 
     Args:
-        x: bfloat16 or float16 (m, k); m >= 0, k a positive multiple of 16. Unit stride along k; each row
-            starts on 16 bytes.
+        x: bfloat16 or float16 (m, k); m >= 0, k a positive multiple of 16. Strides and alignment are free,
+            as for :func:`fp4gemm.quantize`.
         weight: (k,) of the dtype of x, contiguous; None is 1.
         eps: a finite Python number >= 0, rounded to float32.
-        residual: (m, k) of the dtype of x, with strides like those of x. Added to x before the norm.
+        residual: (m, k) of the dtype of x, copied where it is not contiguous. Added to x before the norm.
         decoded: True: the same as float16 q * s, as for :func:`fp4gemm.quantize`.
 
     Returns:
@@ -136,6 +137,7 @@ def rms_norm_quantize(
         NotImplementedError: a tensor requires grad while grad mode is on, or the device has no kernel.
     """
     function = "fp4gemm.rms_norm_quantize"
+    x, residual = _checks.readable_rows(x), _checks.readable_rows(residual)
     _checks.quantize_input(x, function, dtypes=_checks.HALF_DTYPES)
     if weight is not None:
         _checks.exact_vector("weight", weight, x.shape[1], x.dtype, x.device, "x", function)

@@ -59,9 +59,12 @@ def quantize(
     formulas of the options). What an option excludes is refused, never dropped.
 
     Args:
-        x: bfloat16, float16 or float32 (m, k); m >= 0, k a positive multiple of 16. Unit stride along k; each
-            row starts on 16 bytes (a row stride above k is fine). Or (g, n, k), the weights of g experts:
-            each x[e] is quantized by itself, into a stack.
+        x: bfloat16, float16 or float32 (m, k); m >= 0, k a positive multiple of 16. Or (g, n, k), the
+            weights of g experts: each x[e] is quantized by itself, into a stack. Strides and alignment are
+            free: the kernel reads rows of unit stride that start on 16 bytes and do not overlap (a row stride
+            above k is fine), and x is copied first where its rows are not so (a transposed or expanded
+            tensor, or one that a memory-mapped file aligns to 8 bytes). Finite values above FLT_MAX /
+            448 = 7.59e35 are out of range: they come back as inf or NaN (docs/quantization.md).
         scaling: "row" (per token): amax (m,) or (g, n); "tensor": amax (1,) or (g, 1).
         axis: -1: blocks along k. 0: blocks along m, a positive multiple of 16 unless offs is given; the
             result is the quantized x.T, (k, m), and "row" is one amax per column of x. For the other operand
@@ -71,7 +74,7 @@ def quantize(
             :meth:`NVFP4Tensor.with_row_amax`.
         amax: A, given instead of measured, and kept: float32 (rows of the result,) for "row", (1,) for
             "tensor", (g,) for "tensor" with groups of rows; (g, rows) or (g, 1) for a stack. Elements beyond
-            it saturate.
+            it saturate. A negative amax or NaN is refused on the CPU; the values of a GPU are not looked at.
         encode: "te", as above; "te_per_token": e = min(fl(S / s), FMAX), 0 where s = 0, as
             TransformerEngine's pull request #3045 (without its floor under A). Same scales, other codes in
             about 1e-4 of elements.
@@ -84,7 +87,7 @@ def quantize(
             the 16x16 Hadamard matrix / 4, in float32, and rounded to bfloat16 (TransformerEngine's default)
             or not (#3045). The product of two operands rotated alike is that of the unrotated ones up to
             rounding.
-        hadamard_signs: bit r set negates element r of 16. Left away without hadamard.
+        hadamard_signs: bit r set negates element r of 16. Omitted without hadamard.
         stochastic: codes are rounded up or down at random, in steps of 1/256 of the distance; scales are not.
             Philox4x32-10, one draw a block, keyed by the state and the place of the block alone.
         generator: draws the state, on the device of x; None is torch's default generator. Safe in CUDA
@@ -92,8 +95,9 @@ def quantize(
         rng_state: int64 (2,), {seed, offset}, on the device of x, read by the kernel: the state itself,
             instead of a generator. axis=0 uses offset + 1; matrix e of a stack adds 2e.
         offs: int32 (g,) on the device of x, the ends of g >= 1 groups of rows (experts), non-decreasing, at
-            most m. Each group gets scales of its own (see :class:`NVFP4Tensor`); with "tensor" each is one
-            tensor, and amax comes back repeated for its rows. Rows from offs[-1] on get codes and amax 0.
+            most m; int64 is converted on that device, without synchronising. Each group gets scales of its
+            own (see :class:`NVFP4Tensor`); with "tensor" each is one tensor, and amax comes back repeated for
+            its rows. Rows from offs[-1] on get codes and amax 0.
             With axis=0, for the gradients of weights, the columns of x.T are the groups: each is padded with
             zeros to a multiple of 64 columns, ``layout.grouped_columns(m, g)`` in all, and amax, of all
             groups together, is over the rows of x before offs[-1]. On a GPU the values are not checked, since
@@ -118,7 +122,8 @@ def quantize(
     if result is not None:
         return result
     values = option_checks.completed("quantize", options, _DEFAULTS)
-    amax, offs = values["amax"], values["offs"]
+    x = _checks.readable_rows(x)
+    amax, offs = values["amax"], option_checks.as_int32(values["offs"])
     stack_size, rows = stacks.stack_input(x, "fp4gemm.quantize")
     arguments = option_checks.operator_arguments(values, offs)
     axis = option_checks.axis(values["axis"], x, _checks.BLOCK if offs is None else None)
@@ -136,6 +141,7 @@ def quantize(
             if is_ragged_m and not per_row:
                 entries = offs.shape[0]
             _checks.exact_vector("amax", amax, entries, torch.float32, x.device, "x")
+        option_checks.amax_values("amax", amax)
     state = option_checks.random_state(values, x)
     ready(x, "quantize")
     call = QuantizeCall(rows, amax, axis=axis, rng_state=state, offs=offs, **arguments)
@@ -179,6 +185,7 @@ def quantize_both(x: Tensor, **options: Unpack[QuantizeBothKeywords]) -> tuple[N
     Raises:
         TypeError, ValueError, NotImplementedError: as for :func:`quantize`; ValueError for one amax of two.
     """
+    x = _checks.readable_rows(x)
     stack_size, rows = stacks.stack_input(x, "fp4gemm.quantize_both")
     values = option_checks.completed("quantize_both", options, _DEFAULTS_OF_BOTH)
     amax, amax_t = values["amax"], values["amax_t"]
@@ -194,6 +201,7 @@ def quantize_both(x: Tensor, **options: Unpack[QuantizeBothKeywords]) -> tuple[N
                 stacks.stack_amax(name, value, stack_size, entries, x.device)
             else:
                 _checks.exact_vector(name, value, entries, torch.float32, x.device, "x")
+            option_checks.amax_values(name, value)
         elif other is not None:
             raise ValueError(f"{name}: got None, must be given where amax or amax_t is")
     state = option_checks.random_state(values, x)

@@ -205,3 +205,21 @@ def test_training_names(device: torch.device, gen: torch.Generator) -> None:
     before = dw.clone()
     assert fp4gemm.wgrad(dy_t, x_t, c=dw, out=dw) is dw
     assert_bits(dw, before + before, "2 dw")
+
+
+def test_c_beside_out_in_one_buffer(device: torch.device, gen: torch.Generator) -> None:
+    """Left and right columns of a buffer, and rows one after the other, share no element."""
+    a, b = (fp4gemm.quantize(torch.randn(rows, 64, generator=gen).to(device)) for rows in (48, 24))
+    c = torch.randn(48, 24, generator=gen).bfloat16().to(device)
+    want = fp4gemm.mm(a, b, c=c)
+    beside, below = c.new_zeros(48, 48), c.new_zeros(96, 24)
+    for left, right in ((beside[:, :24], beside[:, 24:]), (below[:48], below[48:])):
+        for addend, out in ((left, right), (right, left)):
+            addend.copy_(c)
+            assert torch.equal(fp4gemm.mm(a, b, c=addend, out=out), want)
+            assert torch.equal(addend, c)
+    # The same view twice is one memory: it accumulates.
+    assert torch.equal(fp4gemm.mm(a, b, c=c[:], out=c), want)
+    wide = c.new_zeros(48, 40)
+    with pytest.raises(ValueError, match=r"^c: overlaps out, must be out itself"):
+        fp4gemm.mm(a, b, c=wide[:, :24], out=wide[:, 16:])

@@ -271,14 +271,6 @@ def test_stacked_weights(device: torch.device, gen: torch.Generator) -> None:
     assert_bits(fp4gemm.grouped_mm(case.a, b), fp4gemm.grouped_mm(case.a, case.b), "D")
 
 
-def test_other_ends_of_the_same_groups(device: torch.device, gen: torch.Generator) -> None:
-    """offs= may be another tensor of the same ends; the operator reads that one."""
-    case = rows_of((9, 20), 16, 64, device, gen)
-    assert_bits(
-        fp4gemm.grouped_mm(case.a, case.b, case.offs.clone()), fp4gemm.grouped_mm(case.a, case.b), "D"
-    )
-
-
 def test_rotated_operands(device: torch.device, gen: torch.Generator) -> None:
     """A rotation of both operands cancels in the product."""
     x = make("normal", 40, 64, torch.bfloat16, gen).to(device)
@@ -353,8 +345,36 @@ def test_the_cpu_refuses_wrong_ends(gen: torch.Generator) -> None:
         ((20, 9), "offs: entry 1 is 9, must be at least 20"),
         ((-1, 9), "offs: entry 0 is -1, must be at least 0"),
     ):
+        case.offs.copy_(torch.tensor(ends))
         with pytest.raises(ValueError, match=says):
-            fp4gemm.grouped_mm(case.a, case.b, torch.tensor(ends, dtype=torch.int32))
+            fp4gemm.grouped_mm(case.a, case.b)
+
+
+def test_the_groups_are_those_of_the_operand(device: torch.device, gen: torch.Generator) -> None:
+    """offs may be given again, but not others, with which the result would be wrong."""
+    case = rows_of((9, 20), 16, 64, device, gen)
+    want = fp4gemm.grouped_mm(case.a, case.b)
+    for same in (None, case.offs, case.a.offs, case.offs[:]):
+        assert_bits(fp4gemm.grouped_mm(case.a, case.b, same), want, "D")
+    with pytest.raises(ValueError, match=r"^offs: is another tensor than a\.offs, must be that or omitted"):
+        fp4gemm.grouped_mm(case.a, case.b, ends_of((10, 19), device))
+    if device.type == "cpu":
+        assert_bits(fp4gemm.grouped_mm(case.a, case.b, case.offs.clone()), want, "equal values")
+    else:
+        with pytest.raises(ValueError, match=r"^offs: is another tensor than a\.offs"):
+            fp4gemm.grouped_mm(case.a, case.b, case.offs.clone())
+
+
+def test_operands_with_other_groups_are_refused(device: torch.device, gen: torch.Generator) -> None:
+    dy, x = (torch.randn(29, size, generator=gen).to(device) for size in (16, 32))
+    offs, other = ends_of((9, 20), device), ends_of((10, 19), device)
+    a, b = fp4gemm.quantize(dy, axis=0, offs=offs), fp4gemm.quantize(x, axis=0, offs=offs)
+    want = fp4gemm.wgrad(a, b)
+    assert_bits(fp4gemm.wgrad(a, b, offs=offs), want, "D")
+    with pytest.raises(ValueError, match=r"^x_t: has other groups \(offs\) than dy_t, must have the same"):
+        fp4gemm.wgrad(a, fp4gemm.quantize(x, axis=0, offs=other))
+    with pytest.raises(ValueError, match=r"^offs: is another tensor than dy_t\.offs"):
+        fp4gemm.wgrad(a, b, offs=other)
 
 
 def test_kernel_by_name(gen: torch.Generator) -> None:

@@ -130,7 +130,8 @@ def test_given_amax(which: Mode, device: torch.device, gen: torch.Generator) -> 
     assert again.amax is measured.amax
     assert_same(again, measured)
     rows = 64 if which.arguments["per_row"] else 1
-    for odd in (0.0, torch.inf, 1e-40, torch.finfo(torch.float32).max, torch.nan):
+    nan = () if device.type == "cpu" else (torch.nan,)  # refused where the values are looked at
+    for odd in (0.0, torch.inf, 1e-40, torch.finfo(torch.float32).max, *nan):
         amax = torch.rand(rows, generator=gen) * 5
         amax[0] = odd
         t = quantize(x, which, device, axis=0, offs=offs, amax=amax)

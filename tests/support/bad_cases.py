@@ -190,6 +190,8 @@ for side, rows in (("a", M), ("b", N)):
     )
     add(S, side, "rank", lambda good=good: good.codes.view(-1), VALUE, "must have rank 2")
     add(S, side, "strides", lambda good=good: every_other(good.codes), VALUE, "must be contiguous")
+    text = f"must be contiguous with k along the last dimension, ({'m' if side == 'a' else 'n'}, k) or codes"
+    add(S, side, "transposed", lambda good=good: good.codes.T, VALUE, text)
     add(S, side, "aligned", lambda good=good: misaligned(good.codes), VALUE, "must be 16-byte aligned")
     half = fp4gemm.decode(good).data
     add(S, side, "decoded", lambda half=half: half, VALUE, f"must be None because {side}", f"scale_{side}")

@@ -367,7 +367,7 @@ for function, left, right in (("grouped_mm of columns", "a", "b"), ("wgrad", "dy
     add_each(
         function, right, "number", lambda other=other: other, VALUE, f"has 3 groups of columns, {wanted}"
     )
-    longer = fp4gemm.quantize(ones(M + 64, 48), axis=0, offs=ends(5, M + 64))
+    longer = fp4gemm.quantize(ones(M + 64, 48), axis=0, offs=ENDS)
     add_each(function, right, "k", lambda longer=longer: longer, VALUE, f"must be 128, the k of {left}")
     add_each(function, right, "meta", lambda: RIGHT.to("meta"), VALUE, f"must be cpu, the device of {left}")
     rows = fp4gemm.quantize(ones(M, 64), offs=ENDS)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import fp4gemm
 import torch
 from bad_base import (
@@ -26,18 +29,61 @@ from bad_gemm import ACTIVATION_NUMBERS, COLUMNS, ENDS, HALF, LEFT, RIGHT, ROWS,
 CASES = Cases()
 add_each = adder(CASES)
 
+
+def add_together(
+    function: str,
+    kind: str,
+    make: Callable[[], dict[str, Any]],
+    error: type[Exception],
+    says: str,
+    name: str,
+) -> None:
+    CASES.append(Case(function, kind, make, error, says, name))
+
+
 # ---- offs
 for names in (f"{ROWS}, reference.gemm of rows", f"{COLUMNS}, reference.gemm of columns"):
     add_each(names, "offs", "type", lambda: [5, M], TYPE, "got [5, 33] (list), must be a torch.Tensor")
     add_each(
-        names, "offs", "int64", lambda: ends(5, M, dtype=torch.int64), TYPE, "dtype is torch.int64, must be"
+        names, "offs", "int16", lambda: ends(5, M, dtype=torch.int16), TYPE, "dtype is torch.int16, must be"
     )
     add_each(names, "offs", "rank", lambda: ENDS.view(1, 2), VALUE, "shape is (1, 2), must have rank 1, (g,)")
     add_each(names, "offs", "meta", lambda: ends(5, M, device="meta"), VALUE, "device is meta, must be cpu")
     add_each(names, "offs", "spread", lambda: every_other(ENDS), VALUE, "must be contiguous")
-    add_each(names, "offs", "descending", lambda: ends(M, 5), VALUE, "entry 1 is 5, must be at least 33")
-    add_each(names, "offs", "negative", lambda: ends(-1, 5), VALUE, "entry 0 is -1, must be at least 0")
-    add_each(names, "offs", "beyond", lambda: ends(5, 999), VALUE, "the last entry is 999, must be at most")
+    raw_names = ", ".join(name for name in each(names) if name.startswith(("scaled", "reference")))
+    of_containers = ", ".join(name for name in each(names) if name not in each(raw_names))
+    for kind, given, says in (
+        ("descending", ends(M, 5), "entry 1 is 5, must be at least 33"),
+        ("negative", ends(-1, 5), "entry 0 is -1, must be at least 0"),
+        ("beyond", ends(5, 999), "the last entry is 999, must be at most"),
+        ("other", ends(6, 40), "the last entry is 40, must be at most" if names.startswith(ROWS) else ""),
+    ):
+        if says:
+            add_each(raw_names, "offs", kind, lambda given=given: given, VALUE, says)
+        other = "is another tensor than"
+        add_each(of_containers, "offs", kind, lambda given=given: given, VALUE, other)
+# Two operands with groups that are not the same ones.
+for function, side in (("grouped_mm of columns", "b"), ("wgrad", "x_t")):
+    other = fp4gemm.quantize(ones(M, 48), axis=0, offs=ends(6, M))
+    add_each(function, side, "groups-other", lambda other=other: other, VALUE, "has other groups (offs) than")
+# A c that overlaps out, without being it.
+for function in (
+    "mm",
+    "scaled_mm",
+    "reference.gemm_out",
+    "fprop",
+    "dgrad",
+    "grouped_mm",
+    "scaled_grouped_mm",
+):
+    buffer = ones(M + 1, N, dtype=HALF)
+    shifted = {"c": buffer[1:], "out": buffer[:M]}
+    add_together(function, "c-overlap", lambda shifted=shifted: shifted, VALUE, "overlaps out", "c")
+for function, g in (("grouped_mm of columns", G), ("scaled_grouped_mm of columns", G), ("wgrad", G)):
+    whole = ones(g, 33, 48, dtype=HALF).flatten()
+    parts = [whole[start : start + g * 32 * 48].view(g, 32, 48) for start in (48, 0)]
+    both = {"c": parts[0], "out": parts[1]}
+    add_together(function, "c-overlap", lambda both=both: both, VALUE, "overlaps out", "c")
 add_each(
     "grouped_mm, grouped_mm of columns, wgrad", "offs", "number", lambda: ends(1, 5, M), VALUE, "must be (2,)"
 )

@@ -149,13 +149,19 @@ repeated(
 
 # ---- 16-bit activations
 PLAIN: list[tuple[str, object, type[Exception], str]] = [
-    ("a-strides", every_other(X), VALUE, "must be contiguous"),
-    ("a-aligned", misaligned(X), VALUE, "must be 16-byte aligned"),
     ("a-rank", X[0], VALUE, "shape is (64,), must have rank 2, (m, k)"),
     ("a-k", ones(M, 48, dtype=BF16), VALUE, "k is 48, must be a positive multiple of 32"),
     ("a-tracked", grad(X), NOT, "requires grad"),
 ]
 repeated("mm, grouped_mm, scaled_mm, scaled_grouped_mm", PLAIN, plain=True)
+repeated(
+    "scaled_mm, scaled_grouped_mm",  # the others copy such tensors
+    [
+        ("a-strides", every_other(X), VALUE, "must be contiguous"),
+        ("a-aligned", misaligned(X), VALUE, "must be 16-byte aligned"),
+    ],
+    plain=True,
+)
 EITHER = "must be an fp4gemm.NVFP4Tensor or fp4gemm.DecodedTensor, or "
 A_KINDS, B_KINDS = EITHER + "a bfloat16 or float16 tensor", EITHER + "an fp4gemm.PrepackedTensor"
 repeated(
@@ -192,7 +198,7 @@ repeated(
         ("b-decoded", fp4gemm.decode(STACK), TYPE, "dtype is torch.float16 (decoded), must be quantized or"),
         ("b-meta", P3.to("meta"), VALUE, "device is meta, must be cpu, the device of a"),
         ("offs-none", None, VALUE, "got None, must be an int32 tensor (g,) beside a plain tensor a"),
-        ("offs-int64", ends(5, M, dtype=torch.int64), TYPE, "dtype is torch.int64, must be torch.int32"),
+        ("offs-int16", ends(5, M, dtype=torch.int16), TYPE, "dtype is torch.int16, must be torch.int32"),
         ("offs-empty", ends(), VALUE, "must have at least one entry"),
         ("offs-meta", ends(5, M, device="meta"), VALUE, "device is meta, must be cpu"),
         ("offs-beyond", ends(5, 999), VALUE, "the last entry is 999, must be at most"),

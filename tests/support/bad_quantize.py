@@ -52,10 +52,11 @@ NO_STACKS = " ".join(name for name in X.split() if name not in ("quantize", "qua
 add(NO_STACKS, "x", "rank3", lambda: half(2, M, K), VALUE, "shape is (2, 33, 64), must have rank 2")
 add(X, "x", "k-ragged", lambda: half(48, 40), VALUE, "k is 40, must be a positive multiple of")
 add(X, "x", "k-zero", lambda: half(48, 0), VALUE, "k is 0, must be a positive multiple of")
-add(X, "x", "transposed", lambda: half(K, 48)[:, :32].t(), VALUE, "stride along a row is 48, must be 1")
-add(X, "x", "broadcast", lambda: half(1, K).expand(48, K), VALUE, "row stride is 0, must be at least 64")
-add(X, "x", "row-stride", lambda: half(48, K + 1)[:, :K], VALUE, "row stride is 65 elements (130 bytes)")
-add(X, "x", "aligned", lambda: misaligned(half(48, K)), VALUE, "must be 16-byte aligned")
+R_X = " ".join(name for name in X.split() if name.startswith("reference."))  # the others copy such tensors
+add(R_X, "x", "transposed", lambda: half(K, 48)[:, :32].t(), VALUE, "stride along a row is 48, must be 1")
+add(R_X, "x", "broadcast", lambda: half(1, K).expand(48, K), VALUE, "row stride is 0, must be at least 64")
+add(R_X, "x", "row-stride", lambda: half(48, K + 1)[:, :K], VALUE, "row stride is 65 elements (130 bytes)")
+add(R_X, "x", "aligned", lambda: misaligned(half(48, K)), VALUE, "must be 16-byte aligned")
 add(X, "x", "grad", lambda: grad(half(48, K)), NOT, "requires grad")
 add(
     "quantize_both reference.quantize_both",
@@ -201,6 +202,20 @@ for functions, argument, rows in (
         make = lambda option=option, pair=pair, rows=rows: {**pair(ones(rows)), **option}  # noqa: E731
         if argument == "amax":
             add_together(name, "amax-tensor", make, VALUE, f"shape is ({rows},), must be (1,)", argument)
+for kind, value, text in (("negative", -1.0, "-1.0"), ("nan", float("nan"), "nan")):
+    bad = lambda rows, value=value: torch.cat((ones(3), ones(rows - 3) * value))  # noqa: E731
+    says = f"entry 3 is {text}, must be at least 0 and not NaN"
+    add("quantize", "amax", kind, lambda bad=bad: bad(M), VALUE, says)
+    for argument, rows in (("amax", 48), ("amax_t", K)):
+        both = {"amax": ones(48), "amax_t": ones(K), argument: bad(rows)}
+        add_together(
+            "quantize_both",
+            f"{argument}-{kind}",
+            lambda both=both: both,
+            VALUE,
+            says,
+            argument,
+        )
 add("quantize_both reference.quantize_both", "amax", "alone", lambda: ones(48), VALUE, "got None", "amax_t")
 add("quantize_both", "amax_t", "alone", lambda: ones(K), VALUE, "got None, must be given", "amax")
 add("reference.quantize_both", "amax_t", "alone", lambda: ones(K), VALUE, "got a tensor, must be given")
@@ -276,10 +291,10 @@ add(O, "offs", "type", lambda: [5, 33], TYPE, "got [5, 33] (list), must be a tor
 add(
     O,
     "offs",
-    "int64",
-    lambda: ends(5, M, dtype=torch.int64),
+    "int16",
+    lambda: ends(5, M, dtype=torch.int16),
     TYPE,
-    "dtype is torch.int64, must be torch.int32",
+    "dtype is torch.int16, must be torch.int32",
 )
 add(O, "offs", "rank", lambda: ends(5, M).view(1, 2), VALUE, "shape is (1, 2), must have rank 1, (g,)")
 add(O, "offs", "scalar", lambda: torch.tensor(33, dtype=torch.int32), VALUE, "shape is (), must have rank 1")
@@ -311,8 +326,9 @@ add(N, "residual", "type", lambda: 0, TYPE, "got 0 (int), must be a torch.Tensor
 add(N, "residual", "dtype", lambda: ones(M, K), TYPE, "dtype is torch.float32, must be torch.float16")
 add(N, "residual", "shape", lambda: half(1, K), VALUE, "shape is (1, 64), must be (33, 64), the shape of x")
 add(N, "residual", "device", lambda: half(M, K).to("meta"), VALUE, "device is meta, must be cpu")
-add(N, "residual", "strides", lambda: half(M, K + 1)[:, :K], VALUE, "row stride is 65 elements (130 bytes)")
-add(N, "residual", "aligned", lambda: misaligned(half(M, K)), VALUE, "must be 16-byte aligned")
+R_N = " ".join(name for name in N.split() if name.startswith("reference."))  # the others copy such tensors
+add(R_N, "residual", "strides", lambda: half(M, K + 1)[:, :K], VALUE, "row stride is 65 elements (130 bytes)")
+add(R_N, "residual", "aligned", lambda: misaligned(half(M, K)), VALUE, "must be 16-byte aligned")
 add(N, "residual", "grad", lambda: grad(half(M, K)), NOT, "requires grad")
 add(N, "eps", "type", lambda: "1e-6", TYPE, "got '1e-6' (str), must be a Python number")
 add(N, "eps", "tensor", lambda: ones(1), TYPE, "must be a Python number")

@@ -40,22 +40,6 @@ add(Q, "x", "stack-no-rows", lambda: half(2, 0, K), VALUE, "must hold at least o
 add(Q, "x", "stack-k", lambda: half(2, 48, 40), VALUE, "k is 40, must be a positive")
 add(Q, "x", "stack-float64", lambda: half(2, 48, K).double(), TYPE, "dtype is torch")
 add(Q, "x", "stack-grad", lambda: grad(half(2, 48, K)), NOT, "requires grad")
-add(
-    Q,
-    "x",
-    "stack-aligned",
-    lambda: misaligned(half(2, 48, K)),
-    VALUE,
-    "must be 16-byte aligned",
-)
-add(
-    Q,
-    "x",
-    "stack-transposed",
-    lambda: half(2, K, 48).mT,
-    VALUE,
-    "stride along a row is 48, must be 1",
-)
 add_together(
     "quantize",
     "offs-stack",

@@ -7,7 +7,9 @@ ValueError; what this version cannot do at all (gradients) raises NotImplemented
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,9 +81,13 @@ def is_contiguous(name: str, x: Tensor) -> None:
         )
 
 
+def has_memory(x: Tensor) -> bool:
+    """Whether x has an address: not while a graph is traced, not on meta, and never in a tensor subclass."""
+    return not torch.compiler.is_compiling() and type(x) in _WITH_MEMORY and not x.is_meta
+
+
 def is_aligned(name: str, x: Tensor, step: int = ALIGN_BYTES) -> None:
-    # While a graph is traced no memory is behind a tensor, and subclasses (fake, functional) never have any.
-    if torch.compiler.is_compiling() or type(x) not in _WITH_MEMORY:
+    if not has_memory(x):
         return
     if x.data_ptr() % step:
         raise ValueError(
@@ -90,12 +96,18 @@ def is_aligned(name: str, x: Tensor, step: int = ALIGN_BYTES) -> None:
         )
 
 
+def _is_symbolic(size: object) -> bool:
+    return isinstance(size, torch.SymInt)
+
+
 def rows_are_aligned(name: str, x: Tensor) -> None:
     """Rows of x (.., m, n): unit stride along a row; rows start on ALIGN_BYTES and do not overlap."""
-    rows, columns = x.shape[:-1].numel(), x.shape[-1]
+    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
     if columns > 1 and x.stride(-1) != 1:
         raise ValueError(f"{name}: stride along a row is {x.stride(-1)}, must be 1 (use .contiguous())")
-    if rows > 1 and columns > 0:  # a single row has no next row, so torch may report any stride for it
+    # A single row has no next row, so torch may report any stride for it. A symbolic number of rows is not
+    # compared with 1: that would make torch.export demand two rows or more.
+    if (_is_symbolic(rows) or rows > 1) and columns > 0:
         stride = x.stride(-2)
         if stride < columns:
             raise ValueError(
@@ -107,6 +119,30 @@ def rows_are_aligned(name: str, x: Tensor) -> None:
                 f"must be a multiple of {ALIGN_BYTES} bytes"
             )
     is_aligned(name, x)
+
+
+def readable_rows(x: Any) -> Any:
+    """x (.., m, n) itself, or a contiguous copy where a kernel cannot read its rows in place.
+
+    A kernel reads rows of unit stride that start on ALIGN_BYTES and do not overlap. A tracer sees no
+    addresses, so a graph copies every tensor that is not contiguous. What is no tensor of rank 2 or more is
+    left to the checks.
+    """
+    if not isinstance(x, Tensor) or x.dim() < 2 or x.layout is not torch.strided:
+        return x
+    if torch.compiler.is_compiling():
+        return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+    try:
+        rows_are_aligned("x", x)
+    except ValueError:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def readable(x: Tensor) -> Tensor:
+    """x itself, or a contiguous copy where a kernel that needs it contiguous cannot read it in place."""
+    rows = readable_rows(x)
+    return rows.contiguous() if isinstance(rows, Tensor) and rows.layout is torch.strided else rows
 
 
 def same_device(name: str, x: Tensor, device: torch.device, other: str) -> None:

@@ -30,6 +30,12 @@ def operand(name: str, x: object, scale: object) -> tuple[Tensor, Tensor | None]
     """An operand of a GEMM: codes with their scales; float16, or as a bfloat16, with the scales None."""
     data = _checks.is_tensor(name, x)
     has_dtype(name, data, (*_CODES, *PLAIN) if name == "a" else _OPERAND_DTYPES)
+    if data.dim() == 2 and not data.is_contiguous() and data.t().is_contiguous():
+        rows = "m" if name == "a" else "n"
+        raise ValueError(
+            f"{name}: strides are {data.stride()} for shape {tuple(data.shape)}, must be contiguous with k "
+            f"along the last dimension, ({rows}, k) or codes ({rows}, k/2): pass {name} without .T"
+        )
     if data.dtype not in PLAIN:
         return _checks.packed_operand(name, data, f"scale_{name}", scale)
     _scale_is_none(name, data, scale)
@@ -255,6 +261,28 @@ def c(value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.d
         has_dtype("c", x, FLOAT_DTYPES)
         raise TypeError(f"c: dtype is {x.dtype}, must be {dtype}, the output type")
     _matrix("c", x, shape, device, function)
+
+
+def no_overlap(c: Tensor, out: Tensor) -> None:
+    """Raise ValueError where c and out, checked and of one shape, share memory without being one view.
+
+    Rows of both that lie beside each other in one buffer, as its left and right columns do, share none.
+    """
+    if c is out or not _checks.has_memory(c) or not _checks.has_memory(out) or c.numel() == 0:
+        return
+    rows, n, size = c.shape[:-1].numel(), c.shape[-1], c.element_size()
+    strides = [x.stride(-2) if rows > 1 else n for x in (c, out)]
+    spans = [((rows - 1) * stride + n) * size for stride in strides]
+    distance = c.data_ptr() - out.data_ptr()
+    if distance >= spans[1] or -distance >= spans[0]:
+        return
+    if strides[0] == strides[1]:
+        apart = distance // size % strides[0]
+        if distance == 0 or n <= apart <= strides[0] - n:
+            return
+    raise ValueError(
+        "c: overlaps out, must be out itself (the same memory, shape and strides) or apart from it"
+    )
 
 
 def _matrix(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device, function: str) -> None:

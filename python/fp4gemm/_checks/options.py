@@ -201,6 +201,22 @@ def group_ends(value: object, device: torch.device, other: str) -> Tensor:
     return x
 
 
+def as_int32(offs: Any) -> Any:
+    """offs of int64, as cumsum makes them, in int32, on their device; anything else as it is."""
+    return offs.to(torch.int32) if isinstance(offs, Tensor) and offs.dtype is torch.int64 else offs
+
+
+def amax_values(name: str, amax: Tensor) -> None:
+    """Raise ValueError for a negative amax or NaN on the CPU; elsewhere the look would synchronise."""
+    if amax.device.type != "cpu" or not _checks.has_memory(amax):
+        return
+    wrong = (~(amax >= 0)).flatten()  # NaN too
+    if wrong.any():
+        i = int(wrong.nonzero()[0])
+        value = amax.flatten()[i].item()
+        raise ValueError(f"{name}: entry {i} is {value}, must be at least 0 and not NaN")
+
+
 def check_signs(value: object) -> None:
     """A sign of each of 16 elements: bit r set means that element r is negated."""
     _checks.is_int("hadamard_signs", value, 0)

@@ -150,8 +150,8 @@ def quantize_mxfp8(
     as TransformerEngine does. A block of zeros has code 0.
 
     Args:
-        x: bfloat16, float16 or float32 (m, k); m >= 0, k a positive multiple of 32. Unit stride along k; each
-            row starts on 16 bytes.
+        x: bfloat16, float16 or float32 (m, k); m >= 0, k a positive multiple of 32. Strides and alignment are
+            free, as for :func:`fp4gemm.quantize`.
         axis: -1: blocks along k. 0: blocks along m, a positive multiple of 32; the result is the quantized
             x.T.
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
@@ -165,6 +165,7 @@ def quantize_mxfp8(
         ValueError: another rank, size, stride, alignment or axis.
         NotImplementedError: x requires grad while grad mode is on, or the device has no kernel.
     """
+    x = _checks.readable_rows(x)
     _checks.quantize_input(x, "fp4gemm.quantize_mxfp8", step=_checks.MXFP8_BLOCK)
     axis = option_checks.axis(axis, x, _checks.MXFP8_BLOCK)
     if not isinstance(dtype, torch.dtype):

@@ -77,15 +77,3 @@ def check_bias(bias: object, n: int, device: torch.device) -> Tensor:
 def num_not_finite(x: Tensor) -> int:
     """How many elements are NaN or infinite. Synchronises."""
     return int((~torch.isfinite(x)).sum())
-
-
-def dense_rows(x: Tensor) -> Tensor:
-    """x (m, k) itself, or a copy where the quantizer cannot read it in place; x may have any strides."""
-    # A tracer sees no addresses: what may start off the 16-byte steps is copied.
-    if torch.compiler.is_compiling() and not x.is_contiguous():
-        return x.clone(memory_format=torch.contiguous_format)
-    try:
-        _checks.rows_are_aligned("x", x)
-    except ValueError:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x

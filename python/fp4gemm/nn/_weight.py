@@ -18,7 +18,6 @@ from ._inputs import (
     check_bias,
     check_float_weight,
     check_quantized_weight,
-    dense_rows,
 )
 from ._state import (
     BITS,
@@ -224,7 +223,7 @@ class WeightModule(torch.nn.Module):
             check_float_weight("weight", value, shape)
             _checks.same_device("weight", value, device, "the layer")
             with torch.inference_mode(False), torch.no_grad():
-                value = quantize(dense_rows(value.detach()), scaling=self.weight_scaling)
+                value = quantize(value.detach(), scaling=self.weight_scaling)
         value = check_quantized_weight(value)
         if tuple(value.shape) != shape:
             raise ValueError(f"weight: shape is {tuple(value.shape)}, must be {shape}")

@@ -19,7 +19,6 @@ from ._inputs import (
     check_linear,
     check_options,
     check_quantized_weight,
-    dense_rows,
     num_not_finite,
 )
 from ._weight import _EXCHANGE, WeightModule
@@ -149,7 +148,7 @@ class Linear(WeightModule):
         # No inference tensors, which load_state_dict could not write outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             weight = linear.weight.detach()
-            quantized = quantize(dense_rows(weight), scaling=weight_scaling).to(weight.dtype)
+            quantized = quantize(weight, scaling=weight_scaling).to(weight.dtype)
             layer = cls.from_quantized(
                 quantized, linear.bias, activation_scaling=activation_scaling, check_finite=check_finite
             )
@@ -255,7 +254,7 @@ class Linear(WeightModule):
         is_prepacked, is_traced = self._is_prepacked(), torch.compiler.is_compiling()
         if not is_prepacked and not is_traced:
             is_prepacked = self._prepack_where_it_helps()
-        rows = dense_rows(x.reshape(-1, k))
+        rows = x.reshape(-1, k)
         a: Left
         if self.activation_scaling == "none":
             _checks.has_dtype("x", x, _checks.HALF_DTYPES)

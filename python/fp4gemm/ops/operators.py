@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import _native, reference
-from . import fakes
+from . import fakes, flops
 from .schema import SCHEMAS
 
 
@@ -38,6 +38,8 @@ _CPU = torch.library.Library("fp4gemm", "IMPL", "CPU")
 for _name in (*SCHEMAS, "gemm_out"):
     _CPU.impl(_name, getattr(reference, _name))
     torch.library.register_fake(f"fp4gemm::{_name}", getattr(fakes, _name))
+
+flops.register()
 
 # The overloads, bound once: an attribute walk through torch.ops costs about a microsecond a call.
 decode = torch.ops.fp4gemm.decode.default

@@ -85,12 +85,14 @@ def _gemm(call: GemmCall, out: Tensor | None) -> Tensor:
         gemm_checks.gated(activation, shape[-1], dtype, c, gemm_checks.is_ragged_k(call))
         shape = (*shape[:-1], activation.width(shape[-1]))
     beta = gemm_checks.beta(call.beta, c)
+    if c is not None:
+        gemm_checks.c(c, shape, dtype, device, name)
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=device)
     else:
         gemm_checks.out(out, shape, None, device, name)
-    if c is not None:
-        gemm_checks.c(c, shape, dtype, device, name)
+        if c is not None:
+            gemm_checks.no_overlap(c, out)
     scalar = f32(alpha, device) if call.alpha_groups is None else call.alpha_groups
     terms = Epilogue(scalar, call.alpha_row, call.alpha_col, bias, activation, c, f32(beta, device))
     if offs is None:
