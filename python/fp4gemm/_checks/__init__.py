@@ -81,15 +81,18 @@ def is_contiguous(name: str, x: Tensor) -> None:
         )
 
 
-def has_memory(x: Tensor) -> bool:
+def has_memory(x: Any) -> bool:
     """Whether x has an address: not while a graph is traced, not on meta, and never in a tensor subclass."""
     return not torch.compiler.is_compiling() and type(x) in _WITH_MEMORY and not x.is_meta
 
 
+def is_misaligned(x: Any, step: int = ALIGN_BYTES) -> bool:
+    """Whether x is a tensor with an address that is no multiple of ``step``."""
+    return has_memory(x) and x.data_ptr() % step != 0
+
+
 def is_aligned(name: str, x: Tensor, step: int = ALIGN_BYTES) -> None:
-    if not has_memory(x):
-        return
-    if x.data_ptr() % step:
+    if is_misaligned(x, step):
         raise ValueError(
             f"{name}: base address is {x.data_ptr() % step} bytes past a multiple of {step}, "
             f"must be {step}-byte aligned (use .clone())"

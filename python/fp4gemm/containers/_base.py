@@ -255,7 +255,7 @@ def unpickled(cls: Any, parts: dict[str, Any], numbers: dict[str, Any]) -> Any:
         ValueError: the parts do not form a container; the text names the class and the part.
     """
     for name, part in parts.items():
-        if type(part) is Tensor and not part.is_meta and part.data_ptr() % _checks.ALIGN_BYTES:
+        if _checks.is_misaligned(part):
             parts[name] = part.clone()
     try:
         return cls(**parts, **numbers)

@@ -296,7 +296,7 @@ def _number(name: str, value: object, device: torch.device) -> Tensor:
 
 def _codes(name: str, value: object) -> Tensor:
     """Codes (m, k/2); a copy where they are not 16-byte aligned, as in a memory-mapped file."""
-    if type(value) is Tensor and not value.is_meta and value.data_ptr() % _checks.ALIGN_BYTES:
+    if isinstance(value, Tensor) and _checks.is_misaligned(value):
         value = value.clone()
     return _checks.codes(name, value)
 

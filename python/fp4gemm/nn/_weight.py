@@ -173,7 +173,7 @@ class WeightModule(torch.nn.Module):
     def _align_buffers(self) -> None:
         """Copy what lies off the 16-byte steps, as the tensors of a memory-mapped file may."""
         for name, buffer in self._own_buffers().items():
-            if type(buffer) is Tensor and not buffer.is_meta and buffer.data_ptr() % _checks.ALIGN_BYTES:
+            if _checks.is_misaligned(buffer):
                 self._buffers[name] = buffer.clone()
 
     # ---- the weight
