@@ -9,18 +9,15 @@
 #include "quantize_ops.hpp"
 
 STABLE_TORCH_LIBRARY(fp4gemm, m) {
+#define FP4GEMM_CAST_SCHEMA FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_SCHEMA)
+  m.def("quantize(Tensor x, Tensor? amax, bool per_row, int axis=-1, int block_rows=1" FP4GEMM_CAST_SCHEMA
+        ", Tensor? offs=None) -> (Tensor, Tensor, Tensor)");
   m.def(
-      "quantize(Tensor x, Tensor? amax, bool per_row, int axis=-1, int block_rows=1, int encode=0, "
-      "int four_over_six=0, bool fast_error=False, int e4m3_max=448, int hadamard=0, int signs=0, "
-      "Tensor? rng_state=None, Tensor? offs=None) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "quantize_both(Tensor x, Tensor? amax, Tensor? amax_t, bool per_row, int block_rows=1, int encode=0, "
-      "int four_over_six=0, bool fast_error=False, int e4m3_max=448, int hadamard=0, int signs=0, "
-      "Tensor? rng_state=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def(
-      "quantize_decoded(Tensor x, Tensor? amax, bool per_row, int encode=0, int four_over_six=0, "
-      "bool fast_error=False, int e4m3_max=448, int hadamard=0, int signs=0, Tensor? rng_state=None, "
-      "Tensor? offs=None) -> (Tensor, Tensor)");
+      "quantize_both(Tensor x, Tensor? amax, Tensor? amax_t, bool per_row, "
+      "int block_rows=1" FP4GEMM_CAST_SCHEMA ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("quantize_decoded(Tensor x, Tensor? amax, bool per_row" FP4GEMM_CAST_SCHEMA
+        ", Tensor? offs=None) -> (Tensor, Tensor)");
+#undef FP4GEMM_CAST_SCHEMA
   m.def("silu_and_mul_quantize(Tensor x, Tensor? offs=None) -> (Tensor, Tensor, Tensor)");
   m.def("silu_and_mul_quantize_decoded(Tensor x, Tensor? offs=None) -> (Tensor, Tensor)");
   m.def(

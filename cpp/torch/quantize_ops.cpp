@@ -95,18 +95,15 @@ Quantized set_side(char const* amax_name, fp4gemm_quantized_t& side, int64_t row
   return result;
 }
 
-/// The options of the quantize operators, in the order of their schemas. An operator lists its options once,
-/// to make this.
+#define FP4GEMM_AS_FIELD(type, name, schema) type name;
+#define FP4GEMM_AS_ARGUMENT(type, name, schema) , name
+
+/// The options of the quantize operators, in the order of their schemas. hadamard is that of the direction
+/// that the operator rotates.
 struct QuantizeOptions {
   bool per_row;
   int64_t block_rows;
-  int64_t encode;
-  int64_t four_over_six;
-  bool fast_error;
-  int64_t e4m3_max;
-  int64_t hadamard;  // of the direction that the operator rotates
-  int64_t signs;
-  std::optional<Tensor> rng_state;
+  FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_FIELD)
   std::optional<Tensor> offs;
 };
 
@@ -215,13 +212,11 @@ fp4gemm_fp8_t fp8_of(char const* name, ScalarType type) {
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> quantize(Tensor const& x, std::optional<Tensor> amax, bool per_row,
-                                            int64_t axis, int64_t block_rows, int64_t encode,
-                                            int64_t four_over_six, bool fast_error, int64_t e4m3_max,
-                                            int64_t hadamard, int64_t signs, std::optional<Tensor> rng_state,
+                                            int64_t axis,
+                                            int64_t block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_PARAMETER),
                                             std::optional<Tensor> offs) {
   int32_t const device = x.get_device_index();
-  QuantizeOptions const options{per_row,  block_rows, encode, four_over_six, fast_error,
-                                e4m3_max, hadamard,   signs,  rng_state,     offs};
+  QuantizeOptions const options{per_row, block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_ARGUMENT), offs};
   fp4gemm_quantize_args_t args = quantize_args(x, options, device);
   STD_TORCH_CHECK(axis == -1 || axis == 0, "axis: is ", axis, ", must be -1 or 0");
   bool const along_m = axis == 0;
@@ -245,11 +240,9 @@ std::tuple<Tensor, Tensor, Tensor> quantize(Tensor const& x, std::optional<Tenso
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_both(
     Tensor const& x, std::optional<Tensor> amax, std::optional<Tensor> amax_t, bool per_row,
-    int64_t block_rows, int64_t encode, int64_t four_over_six, bool fast_error, int64_t e4m3_max,
-    int64_t hadamard, int64_t signs, std::optional<Tensor> rng_state) {
+    int64_t block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_PARAMETER)) {
   int32_t const device = x.get_device_index();
-  QuantizeOptions const options{per_row,  block_rows, encode, four_over_six, fast_error,
-                                e4m3_max, hadamard,   signs,  rng_state,     std::nullopt};
+  QuantizeOptions const options{per_row, block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_ARGUMENT), std::nullopt};
   fp4gemm_quantize_args_t args = quantize_args(x, options, device);
   STD_TORCH_CHECK(args.m > 0 && args.m % 16 == 0, "x: m is ", args.m, ", must be a positive multiple of 16");
   STD_TORCH_CHECK(amax.has_value() == amax_t.has_value(), "amax_t: must be given exactly if amax is");
@@ -260,13 +253,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_both(
   return {row.codes, row.scales, row.amax, column.codes, column.scales, column.amax};
 }
 
-std::tuple<Tensor, Tensor> quantize_decoded(Tensor const& x, std::optional<Tensor> amax, bool per_row,
-                                            int64_t encode, int64_t four_over_six, bool fast_error,
-                                            int64_t e4m3_max, int64_t hadamard, int64_t signs,
-                                            std::optional<Tensor> rng_state, std::optional<Tensor> offs) {
+std::tuple<Tensor, Tensor> quantize_decoded(Tensor const& x, std::optional<Tensor> amax,
+                                            bool per_row FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_PARAMETER),
+                                            std::optional<Tensor> offs) {
   int32_t const device = x.get_device_index();
-  QuantizeOptions const options{per_row,  1,        encode, four_over_six, fast_error,
-                                e4m3_max, hadamard, signs,  rng_state,     offs};
+  QuantizeOptions const options{per_row, 1 FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_ARGUMENT), offs};
   fp4gemm_quantize_args_t args = quantize_args(x, options, device);
   args.row.hadamard = hadamard_of(options);
   Tensor measured = set_amax("amax", args.row, args.m, amax, per_row, args.num_groups, device);

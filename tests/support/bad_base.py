@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import fp4gemm
 import torch
 from fp4gemm import DecodedTensor, MXFP8Tensor, NVFP4Tensor, layout, reference
+from fp4gemm._checks.options import OPTIONS
+from fp4gemm.ops.schema import QuantizeCall
 
 M, N, K = 33, 24, 64
 TYPE, VALUE, NOT = TypeError, ValueError, NotImplementedError
@@ -97,30 +99,11 @@ ROTATED = fp4gemm.quantize(ones(M, K), scaling="tensor", hadamard="bf16")
 E = fp4gemm.quantize_mxfp8(ones(M, K))
 SPARSE = ones(M, K).to_sparse()
 STATE = torch.tensor([1, 2])
-OPERATOR_OPTIONS = {
+OPERATOR_OPTIONS: dict[str, Any] = {
     "per_row": True,
-    "block_rows": 1,
-    "encode": 0,
-    "four_over_six": 0,
-    "fast_error": False,
-    "e4m3_max": 448,
-    "hadamard": 0,
-    "signs": 0,
-    "rng_state": None,
+    **{n: value for n, value in QuantizeCall._field_defaults.items() if n not in ("axis", "offs")},
 }
-QUANTIZER_OPTIONS = {
-    "scaling": "row",
-    "block": (1, 16),
-    "encode": "te",
-    "four_over_six": None,
-    "four_over_six_error": "exact",
-    "e4m3_max": None,
-    "hadamard": None,
-    "hadamard_signs": 0xD7E8,
-    "stochastic": False,
-    "generator": None,
-    "rng_state": None,
-}
+QUANTIZER_OPTIONS: dict[str, Any] = {name: option.default for name, option in OPTIONS.items()}
 TERMS: dict[str, Any] = {
     "bias": None,
     "activation": None,
