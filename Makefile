@@ -8,7 +8,7 @@ SHELL := /bin/bash -o pipefail
 PYTHON ?= python3
 VENV ?= .venv
 # Architecture families (cpp/cmake/archs.cmake) of `make test`, and of `make demo`: those of the GPU that is present.
-ARCHS ?= 80;90a;100f
+ARCHS ?= all
 DEMO_ARCHS ?= native
 # Where nvcc comes from: system (the machine), wheel (PyPI) or auto (the machine, else PyPI).
 CUDA_FROM ?= auto

@@ -10,7 +10,15 @@ set(FP4GEMM_ARCH_TABLE
     "90a   |  sm90         | 12.0  | 90 90-ptx                         | 9.0"
     "100f  |  sm100        | 12.9  | 100f                              | 10.0 10.3")
 
-set(FP4GEMM_DEFAULT_ARCHS "80;90a;100f")
+# Sets out_var to every family of the table.
+function(fp4gemm_all_archs out_var)
+  set(families "")
+  foreach(row IN LISTS FP4GEMM_ARCH_TABLE)
+    string(REGEX REPLACE " *\\|.*" "" family "${row}")
+    list(APPEND families "${family}")
+  endforeach()
+  set(${out_var} "${families}" PARENT_SCOPE)
+endfunction()
 
 # Sets out_var to the families of the GPUs in this machine; empty if the table has none for them.
 function(fp4gemm_native_archs out_var)
@@ -39,7 +47,7 @@ function(fp4gemm_native_archs out_var)
 endfunction()
 
 # Reads FP4GEMM_CUDA_ARCHS and sets
-#   FP4GEMM_ARCHS             its families, `native` resolved; empty for "none"
+#   FP4GEMM_ARCHS             its families, `all` and `native` resolved; empty for "none"
 #   FP4GEMM_NVCC_MIN          the oldest nvcc that can build them all, and FP4GEMM_NVCC_MIN_FOR, the family that needs it
 #   FP4GEMM_QUANTIZE_GENCODE  nvcc options of the quantize and decode kernels
 #   FP4GEMM_QUANTIZE_DEVICES  the compute capabilities that have machine code of these kernels: "8.0 8.6"
@@ -50,7 +58,9 @@ endfunction()
 #   FP4GEMM_DEVICES_sm90 ...    the compute capabilities that its kernels serve: "9.0"
 macro(fp4gemm_read_archs)
   set(FP4GEMM_ARCHS "${FP4GEMM_CUDA_ARCHS}")
-  if(FP4GEMM_ARCHS STREQUAL "native")
+  if(FP4GEMM_ARCHS STREQUAL "all")
+    fp4gemm_all_archs(FP4GEMM_ARCHS)
+  elseif(FP4GEMM_ARCHS STREQUAL "native")
     fp4gemm_native_archs(FP4GEMM_ARCHS)
   elseif(FP4GEMM_ARCHS STREQUAL "none")
     set(FP4GEMM_ARCHS "")
@@ -72,6 +82,10 @@ macro(fp4gemm_read_archs)
     list(APPEND _known "${_family}")
     if(NOT _folder STREQUAL "-")
       string(STRIP "${FP4GEMM_GEMM_DEVICES} ${_devices}" FP4GEMM_GEMM_DEVICES)
+    endif()
+    if(_family MATCHES "a$" AND _devices MATCHES " ")
+      message(FATAL_ERROR "archs.cmake: ${_family} serves ${_devices}, must serve one compute capability, since machine code "
+                          "of sm_${_family} runs on no other")
     endif()
     if(_family IN_LIST FP4GEMM_ARCHS)
       if(_nvcc VERSION_GREATER FP4GEMM_NVCC_MIN)
@@ -103,7 +117,7 @@ macro(fp4gemm_read_archs)
   endforeach()
   foreach(_family IN LISTS FP4GEMM_ARCHS)
     if(NOT _family IN_LIST _known)
-      message(FATAL_ERROR "FP4GEMM_CUDA_ARCHS: ${_family} is unknown, must be native, none, or a list of: ${_known}")
+      message(FATAL_ERROR "FP4GEMM_CUDA_ARCHS: ${_family} is unknown, must be all, native, none, or a list of: ${_known}")
     endif()
   endforeach()
 endmacro()

@@ -6,7 +6,7 @@ include("${CMAKE_CURRENT_LIST_DIR}/archs.cmake")
 include("${CMAKE_CURRENT_LIST_DIR}/cuda.cmake")
 
 if(NOT FP4GEMM_CUDA_ARCHS)
-  set(FP4GEMM_CUDA_ARCHS "${FP4GEMM_DEFAULT_ARCHS}")
+  set(FP4GEMM_CUDA_ARCHS all)
 endif()
 fp4gemm_read_archs()
 fp4gemm_find_nvcc(nvcc seen)

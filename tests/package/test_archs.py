@@ -1,0 +1,57 @@
+"""The table of architectures in cpp/cmake/archs.cmake: a row has all that the build knows of one."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def read_archs(folder: Path, archs: str, row: str) -> subprocess.CompletedProcess[str]:
+    """Reads FP4GEMM_CUDA_ARCHS=archs with one more row in the table, and prints what the build uses."""
+    cmake = shutil.which("cmake", path=str(Path(sys.executable).parent)) or shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("cmake is not installed")
+    script = folder / "read.cmake"
+    script.write_text(
+        f"""cmake_minimum_required(VERSION 3.24)
+include("{REPO}/cpp/cmake/archs.cmake")
+list(APPEND FP4GEMM_ARCH_TABLE "{row}")
+set(FP4GEMM_CUDA_ARCHS "{archs}")
+fp4gemm_read_archs()
+foreach(name ARCHS GEMM_FOLDERS GENCODE_sm120 DEVICES_sm120)
+  message("${{name}}=${{FP4GEMM_${{name}}}}")
+endforeach()
+"""
+    )
+    return subprocess.run([cmake, "-P", str(script)], capture_output=True, text=True)
+
+
+def test_a_row_is_all_that_the_build_needs(tmp_path: Path) -> None:
+    for archs in ("all", "80;120f"):
+        done = read_archs(tmp_path, archs, "120f | sm120 | 12.9 | 120 | 12.0 12.1")
+        assert done.returncode == 0, done.stderr
+        found = dict(line.split("=", 1) for line in done.stderr.splitlines())
+        assert found["ARCHS"].split(";")[-1] == "120f"
+        assert found["GEMM_FOLDERS"].split(";")[-1] == "sm120"
+        assert found["GENCODE_sm120"] == "-gencode=arch=compute_120f,code=[sm_120f,compute_120f]"
+        assert found["DEVICES_sm120"] == "12.0 12.1"
+    assert len(found["ARCHS"].split(";")) == 2
+
+
+@pytest.mark.parametrize(
+    ("archs", "row", "message"),
+    [
+        ("120a", "120f | sm120 | 12.9 | 120 | 12.0", "120a is unknown, must be all, native, none, or a list"),
+        ("120a", "120a | sm120 | 12.8 | 120 | 12.0 12.1", "120a serves 12.0 12.1, must serve one compute"),
+    ],
+)
+def test_a_wrong_list_or_row_is_refused(tmp_path: Path, archs: str, row: str, message: str) -> None:
+    done = read_archs(tmp_path, archs, row)
+    assert done.returncode != 0
+    assert message in " ".join(done.stderr.split())
