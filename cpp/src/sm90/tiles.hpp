@@ -115,10 +115,20 @@ struct Tile256x128x64 {
   static constexpr SmallTile kSmall[] = {{64, 0.36}, {128, 0.43}};
 };
 
+/// The kernel's configuration of a tile.
+template <class Tile>
+using ConfigOf =
+    cutlass_evt::Sm90Nvfp4Config<typename Tile::Element, Tile::kRows / 64, Tile::kDepthGroups, Tile::kTokens,
+                                 Tile::kCluster, Tile::kDepth / 64, Tile::kCtasPerSm>;
+
 /// The same tile with bf16 tokens. Decoding weights to bf16 needs more instructions than decoding them to
-/// fp16, which shows in tiles of few tokens.
+/// fp16, which shows in tiles of few tokens. The factor is for kChunkUs alone: a tile of few tokens that has
+/// kSharedChunkUs or kSmall too needs a struct of its own with its own figures.
 template <class Tile>
 struct Bf16 : Tile {
+  static_assert(
+      Tile::kTokens > 32 || (Tile::kCtasPerSm == 1 && ConfigOf<Tile>::kLeastTokens == Tile::kTokens),
+      "a bf16 tile of few tokens inherits kSharedChunkUs or kSmall of the fp16 tile, which are too small");
   using Element = cutlass::bfloat16_t;
   static constexpr double kChunkUs = Tile::kChunkUs * (Tile::kTokens <= 32 ? 1.3 : 1.0);
 };
@@ -132,12 +142,6 @@ using NarrowTiles = TileList<Tile8x64x384, Tile8x64x512, Tile8x64x1024, Tile16x6
 using WideTiles = TileList<Tile64x128x256, Tile128x128x128, Tile256x128x64>;
 using Bf16Tiles =
     TileList<Bf16<Tile8x64x1024>, Bf16<Tile16x64x512>, Bf16<Tile64x128x256>, Bf16<Tile256x128x64>>;
-
-/// The kernel's configuration of a tile.
-template <class Tile>
-using ConfigOf =
-    cutlass_evt::Sm90Nvfp4Config<typename Tile::Element, Tile::kRows / 64, Tile::kDepthGroups, Tile::kTokens,
-                                 Tile::kCluster, Tile::kDepth / 64, Tile::kCtasPerSm>;
 
 template <class Tile>
 constexpr PrepackedFigures figures_of() {
