@@ -27,7 +27,7 @@ struct DenseArguments {
 
 /// A dense kernel, and how DenseArguments become its CUTLASS arguments.
 ///
-/// Arch is Sm90 or Sm100. Tile and Cluster are those of the kernel, which computes D^T if Op is swapped. Op
+/// Arch is a struct of cutlass_evt/arch/, such as Sm90. Tile and Cluster are those of the kernel, which computes D^T if Op is swapped. Op
 /// is an epilogue, see Fusion.
 template <class Arch_, class Tile_, class Cluster_, class Op_>
 struct Dense {
