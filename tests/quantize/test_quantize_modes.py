@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import fp4gemm
 import modes
 import pytest
 import torch
 from fp4gemm import NVFP4Tensor, reference
+from fp4gemm._checks.options import OPTIONS
 from helpers import FLOATS, KINDS, assert_bits, assert_parts, dirty, make, short
 from modes import FEW, MODES, TILES, Mode, assert_same, by_name, expected, parts, quantize
 
@@ -20,6 +24,15 @@ def poison(device: torch.device, m: int, k: int) -> None:
         dirty(
             device, rows * columns // 2, (rows + 127) // 128 * 128 * ((columns // 16 + 3) // 4 * 4), 4 * rows
         )
+
+
+def test_every_option_is_in_a_mode_and_documented() -> None:
+    """An option without a mode would not be compared with the reference on any device."""
+    used = {name for mode in MODES for name, value in mode.options.items() if value != OPTIONS[name].default}
+    assert used | {"generator", "rng_state"} == set(OPTIONS)  # the state: test_stochastic.py
+    text = (Path(__file__).parents[2] / "docs" / "quantization.md").read_text()
+    for name in OPTIONS:
+        assert re.search(rf"`[^`\n]*\b{name}\b", text), f"docs/quantization.md does not mention {name}"
 
 
 @pytest.mark.parametrize("mode", MODES, ids=by_name)
