@@ -63,16 +63,11 @@ def quantize(x: object, decoded: object, options: Mapping[str, Any]) -> NVFP4Ten
 
 def mm(a: object, b: object, terms: Mapping[str, Any]) -> Tensor | None:
     """fp4gemm.mm of containers with no term but out_dtype, on a CUDA device that has multiplied before."""
-    out_dtype = torch.bfloat16
-    if terms:
-        if len(terms) > 1 or "out_dtype" not in terms:
-            return None
-        out_dtype = terms["out_dtype"]
-        if out_dtype not in _checks.FLOAT_DTYPES:
-            return None
+    if terms and (len(terms) > 1 or terms.get("out_dtype") not in _checks.FLOAT_DTYPES):
+        return None
     if _RULES or _is_compiling():
         return None
-    b_rows = 0
+    more = terms  # keywords: a keyword costs the operator more time than a place
     if type(b) is NVFP4Tensor:
         if type(a) is not NVFP4Tensor or b.offs is not None:
             return None
@@ -87,7 +82,7 @@ def mm(a: object, b: object, terms: Mapping[str, Any]) -> Tensor | None:
         # The operator does not know the k of b, and so cannot compare it.
         if len(b.shape) != 2 or k != b.shape[1]:
             return None
-        data_b, scale_b, b_rows = b.data, None, b.shape[0]
+        data_b, scale_b, more = b.data, None, {**terms, "b_rows": b.shape[0]}
     else:
         return None
     amax_a, amax_b = a.amax, b.amax
@@ -103,17 +98,8 @@ def mm(a: object, b: object, terms: Mapping[str, Any]) -> Tensor | None:
         return None
     alpha = ALPHA[a.e4m3_max, b.e4m3_max]
     try:
-        result: Tensor = _GEMM(
-            data_a,
-            data_b,
-            scale_a,
-            scale_b,
-            alpha=alpha,
-            alpha_row=amax_a,
-            alpha_col=amax_b,
-            b_rows=b_rows,
-            out_dtype=out_dtype,
-        )
+        # GemmCall from a to alpha_col, without offs and alpha_groups.
+        result: Tensor = _GEMM(data_a, data_b, scale_a, scale_b, None, alpha, None, amax_a, amax_b, **more)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:

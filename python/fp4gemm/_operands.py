@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,14 +17,14 @@ from .containers.prepacked import PrepackedTensor
 Left = NVFP4Tensor | DecodedTensor | Tensor
 Right = NVFP4Tensor | DecodedTensor | PrepackedTensor
 OR_PLAIN, OR_PREPACKED = "or a bfloat16 or float16 tensor", "or an fp4gemm.PrepackedTensor"
-# fl32(1 / (36 * B_a * B_b)): what turns two amaxes into decode multipliers. Exact bits of float32.
+# fl(1 / (36 * B_a * B_b)), the exact bits: the factor that turns two amaxes into decode multipliers.
 ALPHA = {
     (448, 448): float.fromhex("0x1.293726p-23"),
     (448, 256): float.fromhex("0x1.041042p-22"),
     (256, 448): float.fromhex("0x1.041042p-22"),
     (256, 256): float.fromhex("0x1.c71c72p-22"),
 }
-# fl32(1 / (6 * B_b)), beside activations that never were quantized.
+# fl(1 / (6 * B_b)), for activations that were not quantized.
 ALPHA_UNQUANTIZED = {448: float.fromhex("0x1.861862p-12"), 256: float.fromhex("0x1.555556p-11")}
 
 
@@ -32,7 +32,7 @@ _NO_GROUPS = (
     "must have groups: quantize(x, offs=offs) for the rows of experts, quantize(x, axis=0, offs=offs) for "
     "the gradients of weights"
 )
-_SIDES = {0: "rows", 1: "columns"}
+_RAGGED = {0: "m", 1: "k"}  # by offs_dim
 
 
 class Operands(NamedTuple):
@@ -50,18 +50,22 @@ class Operands(NamedTuple):
     b_rows: int  # n of a prepacked b, else 0
     shape: tuple[int, ...]  # (m, n) or (g, m, n): that of D without a gated activation
 
+    def leading(self) -> tuple[Any, ...]:
+        """The first arguments of the operator, a to alpha_col, of which this tuple has the order."""
+        return self[:9]
+
     @property
     def is_ragged_k(self) -> bool:
         return len(self.shape) == 3
 
 
 def container(name: str, value: object, others: str) -> NVFP4Tensor | DecodedTensor:
-    """The value itself, of either kind; ``others`` says in the error what else the argument may be."""
+    """The value itself if it is a container; ``others`` tells the error what else it may be."""
     if isinstance(value, (NVFP4Tensor, DecodedTensor)):
         return value
     raise TypeError(
         f"{name}: got {_checks.describe(value)}, must be an fp4gemm.NVFP4Tensor or fp4gemm.DecodedTensor, "
-        f"{others} (see fp4gemm.quantize; fp4gemm.scaled_mm takes raw tensors)"
+        f"{others} (see fp4gemm.quantize; fp4gemm.scaled_mm multiplies raw tensors)"
     )
 
 
@@ -90,7 +94,9 @@ def of_containers(
     dtype: torch.dtype,
 ) -> Operands:
     """The operands that containers hold (a may be a plain tensor), after every check of them."""
-    signs = amax_a = scale_a = scale_b = ends = packed = None
+    # Each condition is evaluated here, and a function that explains it is called only if it fails: a layer
+    # with a bias comes here in every call.
+    signs = amax_a = scale_a = scale_b = ends = packed = offs_b = groups_of_k = None
     b_rows = 0
     if gemm_checks.is_plain(a):
         data_a = _checks.decoded(names[0], _checks.readable(a), gemm_checks.PLAIN, function)
@@ -98,16 +104,30 @@ def of_containers(
         packed = container(names[0], a, OR_PLAIN)
         data_a, scale_a = parts(packed)
         amax_a, signs = packed.amax, packed.hadamard_signs
-        _checks.no_grad(names[0], amax_a, function)
+        if amax_a.requires_grad:
+            _checks.no_grad(names[0], amax_a, function)
     if isinstance(b, PrepackedTensor):
-        data_b, (*_, b_rows, k_b) = b.data, b.shape
+        data_b, (*stack, b_rows, k_b) = b.data, b.shape
+        n, rank_b = b_rows, 2 + len(stack)
     else:
         data_b, scale_b = parts(container(names[1], b, OR_PREPACKED))
-        k_b = data_b.shape[-1] * (1 if scale_b is None else 2)
-    n = b_rows or data_b.shape[-2]
+        *stack, n, k_b = data_b.shape
+        rank_b, offs_b = 2 + len(stack), b.offs
+        if scale_b is not None:
+            k_b *= 2
+    m, k_a = data_a.shape[-2:]
+    if scale_a is not None:
+        k_a *= 2
     if is_grouped:
         ends = _ends(names, data_a, packed, b, offs)
-    else:
+        if rank_b == 2:
+            groups_of_k = ends.shape[0]
+    elif (
+        rank_b != 2
+        or offs_b is not None
+        or data_a.dim() != 2
+        or (packed is not None and packed.offs is not None)
+    ):
         _are_matrices(names, packed, b)
     if packed is None:
         gemm_checks.beside(data_a, data_b, names)
@@ -119,10 +139,11 @@ def of_containers(
         same_rotation(names, signs, b)
     if data_a.device != data_b.device:
         _checks.same_device(names[1], data_b, data_a.device, names[0])
-    k_a = data_a.shape[-1] * (1 if scale_a is None else 2)
-    groups_of_k = ends.shape[0] if ends is not None and not b_rows and data_b.dim() == 2 else None
-    shape = gemm_checks.product_shape(data_a.shape[0], k_a, n, k_b, groups_of_k, dtype, names)
-    _checks.no_grad(names[1], b.amax, function)
+    shape: tuple[int, ...] = (m, n)
+    if groups_of_k is not None or k_a != k_b or k_a % 32 or n % 8:
+        shape = gemm_checks.product_shape(m, k_a, n, k_b, groups_of_k, dtype, names)
+    if b.amax.requires_grad:
+        _checks.no_grad(names[1], b.amax, function)
     return Operands(data_a, data_b, scale_a, scale_b, ends, alpha, None, amax_a, b.amax, b_rows, shape)
 
 
@@ -164,8 +185,12 @@ def _ends(
         if isinstance(b, PrepackedTensor):
             got = "no groups (prepacked)"
         else:
-            got = "no groups" if b.offs is None else f"{b.offs.shape[0]} groups of {_SIDES[b.offs_dim]}"
-        raise ValueError(f"{names[1]}: has {got}, must have {num_groups} groups of columns as {names[0]}")
+            got = (
+                "no groups"
+                if b.offs is None
+                else f"{b.offs.shape[0]} groups with ragged {_RAGGED[b.offs_dim]}"
+            )
+        raise ValueError(f"{names[1]}: has {got}, must have {num_groups} groups with ragged k as {names[0]}")
     elif b.device == own.device and not _are_same_ends(own, b.offs):
         raise ValueError(
             f"{names[1]}: has other groups (offs) than {names[0]}, must have the same: quantize both with "
@@ -198,7 +223,7 @@ def _is_stack(names: tuple[str, str], b: Right, num_groups: int) -> None:
     if groups or len(b.shape) != 3 or b.shape[0] != num_groups:
         raise ValueError(
             f"{names[1]}: shape is {tuple(b.shape)}{groups}, must be ({num_groups}, n, k) without, "
-            f"a matrix for each group of rows of {names[0]}"
+            f"a matrix for each group of {names[0]}"
         )
 
 
@@ -211,21 +236,21 @@ def chosen_kernel(
     is_gated: bool,
     batch_invariant: bool,
 ) -> str | None:
-    """The kernel that the call forces, checked, or that the rules name; None leaves it to the library."""
+    """The kernel that the call names, checked, or that the rules name; None lets the library choose."""
     mode = "dense" if x.offs is None else "grouped"
     if kernel is not None:
         _check_kernel(kernel, x, formats, out_dtype, mode, is_gated)
         return kernel
     if batch_invariant or not selection.RULES:
         return None
-    k = gemm_checks.depth(x.a)
+    k = gemm_checks.k_of(x.a)
     return selection.find(x.a, n, k, out_dtype, mode, is_gated, formats, "k" if x.is_ragged_k else "m")
 
 
 def _check_kernel(
     kernel: object, x: Operands, formats: tuple[str, str], out_dtype: torch.dtype, mode: str, is_gated: bool
 ) -> None:
-    """Raise unless ``kernel`` can do the call: a built kernel on CUDA, the reference on the CPU."""
+    """Raise unless ``kernel`` can compute the product: a built kernel on CUDA, the reference on the CPU."""
     a = x.a
     if not isinstance(kernel, str):
         raise TypeError(

@@ -106,49 +106,32 @@ def run(function: str, x: Operands, dtype: torch.dtype, terms: Terms) -> Tensor:
         support.ready_for(a, mode, formats)
     else:
         support.ready(a, mode)
-    bias, c, beta, out, kernel = terms.bias, terms.c, terms.beta, terms.out, terms.kernel
-    n = shape[-1]
+    bias, activation_name, c, beta, out_dtype, out, batch_invariant, kernel = terms
+    n, is_gated = shape[-1], False
+    more: dict[str, Any] = {"b_rows": x.b_rows, "out_dtype": dtype}
     if bias is not None:
-        bias = gemm_checks.bias(bias, n, a.device, function, groups)
-    number, is_gated = 0, False
-    if terms.activation is not None:
-        activation = gemm_checks.activation_of_name(terms.activation)
-        number, is_gated = activation.number, activation.is_gated
+        more["bias"] = gemm_checks.bias(bias, n, a.device, function, groups)
+    if activation_name is not None:
+        activation = gemm_checks.activation_of_name(activation_name)
+        more["activation"], is_gated = activation.number, activation.is_gated
         if is_gated:
             gemm_checks.gated(activation, n, dtype, c, x.is_ragged_k)
             shape = (*shape[:-1], activation.width(n))
-    # Looked at in place first: a layer with a bias comes here in every call.
     if beta is not _BETA:
-        beta = gemm_checks.beta(beta, c)
-    if terms.batch_invariant is not False:
-        _checks.is_bool("batch_invariant", terms.batch_invariant)
+        more["beta"] = gemm_checks.beta(beta, c)
+    if batch_invariant is not False:
+        _checks.is_bool("batch_invariant", batch_invariant)
+        more["batch_invariant"] = batch_invariant
     if kernel is not None or _RULES:
-        kernel = chosen_kernel(x, n, kernel, formats, dtype, is_gated, terms.batch_invariant)
+        more["kernel_name"] = chosen_kernel(x, n, kernel, formats, dtype, is_gated, batch_invariant)
     if out is not None:
-        gemm_checks.out(out, shape, terms.out_dtype, a.device, function)
+        gemm_checks.out(out, shape, out_dtype, a.device, function)
     if c is not None:
+        more["c"] = c
         gemm_checks.c(c, shape, dtype, a.device, function)
         if out is not None:
-            gemm_checks.no_overlap(c, out)
-    call = GemmCall(
-        a=a,
-        b=x.b,
-        scale_a=x.scale_a,
-        scale_b=x.scale_b,
-        offs=offs,
-        alpha=x.alpha,
-        alpha_groups=x.alpha_groups,
-        alpha_row=x.alpha_row,
-        alpha_col=x.alpha_col,
-        bias=bias,
-        activation=number,
-        c=c,
-        beta=beta,
-        batch_invariant=terms.batch_invariant,
-        b_rows=x.b_rows,
-        kernel_name=kernel,
-        out_dtype=dtype,
-    )
+            _checks.no_overlap(c, out)
+    call = GemmCall(*x.leading(), **more)
     if out is not None:
         operators.gemm_out(*call[:-1], out=out)  # all but out_dtype, which is that of out
         return out

@@ -22,49 +22,50 @@ __all__ = ["mm", "scaled_mm"]
 def mm(a: Left, b: Right, **terms: Unpack[GemmTerms]) -> Tensor:
     """D[m, n] = cast(act(z) + beta * c[m, n]), z = alpha * (amax_b[n] * (amax_a[m] * acc[m, n])) + bias[n].
 
-    acc = sum over k of (q_a s_a)(q_b s_b) in float32 and alpha = 1 / (36 * B_a * B_b); each operation rounds
-    once to float32, in this order, then once to the output type; what is not given is not multiplied or
-    added. That is ``act(a.dequantize() @ b.dequantize().T + bias) + beta * c`` up to rounding.
+    acc is the sum over k of (q_a s_a)(q_b s_b) in float32, and alpha = 1 / (36 * B_a * B_b), where B is the
+    e4m3_max of an operand. Each operation rounds once to float32, in this order, and the result is rounded
+    once to the output type. A term that is omitted is not computed. Up to rounding, D is
+    ``act(a.dequantize() @ b.dequantize().T + bias) + beta * c``.
 
-    Of a plain tensor a (activations that never were quantized: W4A16) acc is the sum of a (q_b s_b), alpha =
-    1 / (6 * B_b), and there is no amax_a.
+    If a is a plain tensor (W4A16: activations that were not quantized), acc is the sum of a (q_b s_b), alpha
+    is 1 / (6 * B_b), and there is no amax_a.
 
     Args:
-        a: (m, k), any m >= 0; k a multiple of 32. NVFP4Tensor, DecodedTensor, or a torch.Tensor bfloat16 or
-            float16, which is copied where it is not contiguous or not 16-byte aligned.
-        b: (n, k), usually the weight; n a multiple of 8 (of 4 for float32 output). NVFP4Tensor,
-            PrepackedTensor (:func:`fp4gemm.prepack`) or, unless a is a bfloat16 tensor, DecodedTensor. If
-            blocks of k were rotated (hadamard), then those of both operands by the same signs: D is the
-            product of the unrotated.
+        a: (m, k), any m >= 0; k a multiple of 32. An NVFP4Tensor, a DecodedTensor, or a bfloat16 or float16
+            torch.Tensor, which is copied if it is not contiguous or not 16-byte aligned.
+        b: (n, k), usually the weight; n a multiple of 8 (of 4 for float32 output). An NVFP4Tensor, a
+            PrepackedTensor (:func:`fp4gemm.prepack`) or, unless a is a bfloat16 tensor, a DecodedTensor. If
+            one operand was rotated (hadamard), the other must have been rotated with the same signs; D is
+            then the product of the unrotated operands.
         bias: (n,) bfloat16, float16 or float32, contiguous; widened to float32.
-        activation: None, "silu", "gelu" (the one with erf), "gelu_tanh" or "relu2" (max(z, 0)^2): act, made
-            of float32 operations that round once each (:mod:`fp4gemm.activations`), so that every device
-            gives the same bits.
-            "swiglu": D[m, j] = cast(silu(z[m, 2j]) * z[m, 2j + 1]), (m, n/2), gate and up being interleaved
-            rows of b; n a multiple of 16, bfloat16 or float16 output, no c.
-        c: (m, n) of the output type, laid out as out. It may be out itself, which then accumulates; a c that
-            overlaps out in another way is refused.
+        activation: None, "silu", "gelu", "gelu_tanh" or "relu2" (max(z, 0)^2). Each consists of float32
+            operations that round once (:mod:`fp4gemm.activations`), so every device gives the same bits.
+            "swiglu" is gated: D[m, j] = cast(silu(z[m, 2j]) * z[m, 2j + 1]) is (m, n/2), where gate and up
+            are interleaved rows of b; n must be a multiple of 16, the output bfloat16 or float16, and c None.
+        c: (m, n) of the output type, with the strides that out may have. It may be out itself, which then
+            accumulates; a c that overlaps out in another way is refused.
         beta: a finite Python number, the factor of c.
-        out_dtype: torch.bfloat16, torch.float16 or torch.float32; None is the type of out, else bfloat16.
-        out: (m, n), of swiglu (m, n/2), to write, of one of these types; unit stride along n, each row
-            starting on 16 bytes.
+        out_dtype: torch.bfloat16, torch.float16 or torch.float32; None is the dtype of out, or bfloat16.
+        out: (m, n), or (m, n/2) for a gated activation, to write; one of the output types, unit stride along
+            n, each row 16-byte aligned.
         batch_invariant: True selects the kernel by n and k alone, so that the bits of a row of D do not
-            depend on how many rows are beside it.
-        kernel: a name from :func:`fp4gemm.kernels` to force; None selects by shape.
+            depend on the number of rows beside it.
+        kernel: the name of a kernel from :func:`fp4gemm.kernels`; None selects one by the sizes.
 
     Returns:
-        out, or a new tensor of its shape on the device of a, written on its current stream. Does not
-        synchronise.
+        out, or a new tensor on the device of a, written on its current stream. Does not synchronise.
 
     Raises:
-        TypeError: an argument of another Python type or dtype.
-        ValueError: k or n off their steps, k unequal; another shape, device, stride or alignment; an operand
-            with groups (offs, see :func:`fp4gemm.grouped_mm`), operands with different hadamard_signs; an
-            unknown activation or kernel; a beta without c.
-        NotImplementedError: an operand, bias, c or out requires grad while grad mode is on; swiglu with c or
-            float32 output; the device has no kernel for the operands (Blackwell none for decoded, prepacked
-            and plain ones) or the one that is forced.
-        RuntimeError: the self-test of a device of a new kind failed (:func:`fp4gemm.self_test`).
+        TypeError: an argument has another Python type or dtype.
+        ValueError: k or n is no multiple of its step, or the two k differ; an argument has another shape,
+            device, stride or alignment; an operand has groups (offs, see :func:`fp4gemm.grouped_mm`) or the
+            operands different hadamard_signs; c overlaps out; an unknown activation or kernel; beta without
+            c.
+        NotImplementedError: an operand, bias, c or out requires grad while grad mode is on; a gated
+            activation with c or float32 output; the device has no kernel for the operands (Blackwell has none
+            for decoded, prepacked and plain ones), or not the kernel that was named.
+        RuntimeError: the self-test of a kind of device on which the project has not executed its kernels
+            failed (:func:`fp4gemm.self_test`).
     """
     result = _fast.mm(a, b, terms)
     if result is not None:
@@ -86,34 +87,35 @@ def scaled_mm(
 ) -> Tensor:
     """D[m, n] = cast(act(z) + beta * c[m, n]), z = alpha * (alpha_col[n] * (alpha_row[m] * acc)) + bias[n].
 
-    On raw tensors. acc = sum over k of (q_a s_a)(q_b s_b) in float32; each operation rounds once to float32,
-    in this order, then once to the output type. What is not given is not multiplied or added. The alphas are
-    decode multipliers: for an amax A made with the bound 448 the multiplier is A / 2688 (:func:`mm` does that
-    for you); for checkpoints in the ModelOpt format it is weight_scale_2, for compressed-tensors
-    1 / weight_global_scale.
+    :func:`mm` of raw tensors: acc is the sum over k of (q_a s_a)(q_b s_b) in float32. Each operation rounds
+    once to float32, in this order, and the result is rounded once to the output type. A term that is omitted
+    is not computed. The alphas are decode multipliers. For an amax A that was measured with the bound 448 the
+    multiplier is A / 2688, which :func:`mm` computes for you; in checkpoints of ModelOpt it is
+    weight_scale_2, in those of compressed-tensors 1 / weight_global_scale.
 
     Args:
-        a: codes uint8 (or float4_e2m1fn_x2) (m, k/2), low nibble = even k; or (m, k) float16 (decoded, or
-            never quantized) or bfloat16 (never quantized). Contiguous, 16-byte aligned; m >= 0, k a multiple
-            of 32.
-        b: codes likewise, (n, k/2), or decoded float16 (n, k), the latter not beside bfloat16; n a multiple
-            of 8 (of 4 for float32 output).
-        scale_a: float8_e4m3fn (or uint8) (ceil128(m), ceil4(k/16)), swizzled; None if a is float16 or
-            bfloat16, and only then.
-        scale_b: likewise for b.
+        a: codes uint8 (or float4_e2m1fn_x2) (m, k/2), low nibble = even k; or values (m, k), float16 (decoded
+            or never quantized) or bfloat16 (never quantized). Contiguous, 16-byte aligned; m >= 0, k a
+            multiple of 32.
+        b: codes (n, k/2) of these dtypes; or, unless a is bfloat16, decoded values float16 (n, k).
+            Contiguous, 16-byte aligned; n a multiple of 8 (of 4 for float32 output). Not its transpose.
+        scale_a: float8_e4m3fn (or uint8) (ceil128(m), ceil4(k/16)), swizzled; None if and only if a holds
+            values.
+        scale_b: float8_e4m3fn (or uint8) (ceil128(n), ceil4(k/16)), swizzled; None if and only if b holds
+            values.
         alpha: a finite Python number, rounded to float32.
-        alpha_row: float32 (m,), one a row, or (1,).
-        alpha_col: float32 (n,), one a column, or (1,).
+        alpha_row: float32, (m,) with one for each row or (1,).
+        alpha_col: float32, (n,) with one for each column or (1,).
         bias, activation, c, beta, out_dtype, out, batch_invariant, kernel: as for :func:`mm`.
 
     Returns:
-        out, or a new tensor of its shape on the device of a, written on its current stream. Does not
-        synchronise.
+        out, or a new tensor on the device of a, written on its current stream. Does not synchronise.
 
     Raises:
-        TypeError: an argument of another Python type or dtype.
-        ValueError: another rank, shape, device, stride, alignment or value; an unknown activation or kernel.
-        NotImplementedError: as for :func:`mm`. RuntimeError: likewise.
+        TypeError: an argument has another Python type or dtype.
+        ValueError: an argument has another rank, shape, device, stride, alignment or value; an unknown
+            activation or kernel.
+        NotImplementedError, RuntimeError: as for :func:`mm`.
     """
     call = GemmCall(a, b, scale_a, scale_b, alpha=alpha, alpha_row=alpha_row, alpha_col=alpha_col)
     return multiply_tensors("fp4gemm.scaled_mm", call, terms)

@@ -20,36 +20,38 @@ __all__ = ["grouped_mm", "scaled_grouped_mm"]
 
 @with_terms
 def grouped_mm(a: Left, b: Right, offs: Tensor | None = None, **terms: Unpack[GemmTerms]) -> Tensor:
-    """The product of each group: D[g] = :func:`fp4gemm.mm` (a[g], b[g]), all groups in one launch.
+    """The product of each group, D[g] = :func:`fp4gemm.mm` (a[g], b[g]), for all groups in one launch.
 
-    Grouped rows, the experts of a mixture: a (m, k) has the tokens of expert g in its rows offs[g-1] ..
-    offs[g]-1, b (g, n, k) the weights, and the same rows of D (m, n) become cast(act(z) + beta * c) with
-    z = alpha * (amax_b[g, n] * (amax_a[m] * acc)) + bias[g, n], as in mm. The rows from offs[-1] on belong to
-    nobody: those of a given out keep what they hold, and those of a new D are undefined.
+    Ragged m, the tokens of the experts of a mixture: rows offs[g-1] .. offs[g]-1 of a (m, k) are the tokens
+    of expert g, b (g, n, k) holds the weights, and the same rows of D (m, n) become cast(act(z) + beta * c)
+    with z = alpha * (amax_b[g, n] * (amax_a[m] * acc)) + bias[g, n], as in mm. The rows from offs[-1] on are
+    in no group: they are not written in a given out, and undefined in a new D.
 
-    Grouped columns, the gradients of the weights: a (m, cols) and b (n, cols) have the tokens along k, and D
-    (g, m, n) has a matrix for each expert. That of an expert without a token is cast(act(bias) + beta * c):
-    exactly 0 without them.
+    Ragged k, the gradients of the weights: a (m, cols) and b (n, cols) have the tokens along k, and D
+    (g, m, n) has a matrix for each expert. That of an expert without tokens is cast(act(bias) + beta * c),
+    so exactly 0 without bias and c.
 
-    The ends of the groups are read on the device alone: a captured CUDA graph may be replayed with others.
-    They must ascend within the rows of a. On a GPU nothing checks them, but no value of theirs leads outside
-    of the tensors; on the CPU wrong ones are refused.
+    Only the device reads the ends of the groups, so a captured CUDA graph may be replayed with other ends in
+    the same memory. They must ascend within the rows of a. The CPU refuses others. A GPU does not check them:
+    D is then wrong, but nothing outside of the tensors is read or written.
 
     Args:
-        a: ``quantize(x, offs=offs)``, k a multiple of 32; or ``quantize(x, axis=0, offs=offs)``; or for
-            grouped rows a plain tensor x, bfloat16 or float16, as for mm.
-        b: ``quantize(w)`` of w (g, n, k), or for grouped columns like a; n a multiple of 8 (of 4 for float32
-            output). Rotations (hadamard) as for mm. For grouped rows it may be prepacked
-            (:func:`fp4gemm.prepack`). Either operand may be decoded where the device multiplies float16
-            (:func:`fp4gemm.decode`), b not beside bfloat16.
+        a: ragged m: ``quantize(x, offs=offs)``, k a multiple of 32, or a plain bfloat16 or float16 tensor x,
+            as for mm. Ragged k: ``quantize(x, axis=0, offs=offs)``.
+        b: ragged m: ``quantize(w)`` of w (g, n, k), or that prepacked (:func:`fp4gemm.prepack`). Ragged k:
+            ``quantize(y, axis=0, offs=offs)`` with the same offs. n is a multiple of 8 (of 4 for float32
+            output). Rotations (hadamard) as for mm. Either operand may be decoded (:func:`fp4gemm.decode`)
+            where the device multiplies float16, b not if a is bfloat16.
         offs: None, or the offs that a was quantized with: a.offs itself or, on the CPU, equal values. The
-            groups are always those of a; another tensor is refused. Beside a plain a, which has none: int32
-            (g,), the cumulative ends of the groups; int64 is converted on its device, without synchronising.
-            Any number of groups, of any number of rows, 0 included.
-        bias: (n,), or (g, n) with one a group; any of the output types, contiguous.
-        activation, beta, out_dtype, kernel: as for :func:`fp4gemm.mm`; "swiglu" for grouped rows alone.
-        c: as D, of the output type, laid out as out; it may be out itself, which then accumulates.
-        out: as D, to write; unit stride along n, each row starting on 16 bytes, groups one after the other.
+            groups are always those of a; another tensor is refused. A plain a has none, so offs must be
+            given: int32 (g,), the cumulative ends of the groups; int64 is converted on its device, without
+            synchronising. There may be any number of groups, and any of them may be empty.
+        bias: (n,), or (g, n) with one for each group; any of the output types, contiguous.
+        activation, beta, out_dtype, kernel: as for :func:`fp4gemm.mm`; a gated activation needs ragged m.
+        c: of the shape and type of D, with the strides that out may have; it may be out itself, which then
+            accumulates.
+        out: of the shape of D, to write; unit stride along n, each row 16-byte aligned, and groups of rows
+            one after the other.
         batch_invariant: True selects the kernel by n, k and the number of groups alone, so that the bits of a
             token's row do not depend on the tokens beside it.
 
@@ -57,12 +59,13 @@ def grouped_mm(a: Left, b: Right, offs: Tensor | None = None, **terms: Unpack[Ge
         out, or a new tensor on the device of a, written on its current stream. Does not synchronise on a GPU.
 
     Raises:
-        TypeError: an argument of another Python type or dtype.
-        ValueError: operands without groups or with different ones; sizes off their steps; another shape,
-            device, stride or alignment; different hadamard_signs; an unknown activation or kernel.
-        NotImplementedError: an operand, bias, c or out requires grad while grad mode is on; swiglu with c,
-            float32 output or grouped columns; the device has no kernel for the operands or the one that is
-            forced.
+        TypeError: an argument has another Python type or dtype.
+        ValueError: an operand has no groups, or the operands have different ones; a size is no multiple of
+            its step; an argument has another shape, device, stride or alignment; different hadamard_signs; c
+            overlaps out; an unknown activation or kernel.
+        NotImplementedError: an operand, bias, c or out requires grad while grad mode is on; a gated
+            activation with c, float32 output or ragged k; the device has no kernel for the operands, or not
+            the kernel that was named.
         RuntimeError: as for :func:`fp4gemm.mm`.
     """
     return multiply("fp4gemm.grouped_mm", ("a", "b"), a, b, offs, True, terms)
@@ -83,24 +86,24 @@ def scaled_grouped_mm(
 ) -> Tensor:
     """D[g] = cast(act(alpha[g] * (alpha_col[g] * (alpha_row[g] * acc[g])) + bias[g]) + beta * c[g]).
 
-    On raw tensors. Which size is ragged, b says by its rank: 3 for grouped rows, where D is (m, n), 2 for
-    grouped columns, where D is (g, m, n). See :func:`grouped_mm` for both, and for rows of no group.
+    :func:`grouped_mm` of raw tensors. The rank of b decides which size is ragged: m if it is 3, and then D is
+    (m, n); k if it is 2, and then D is (g, m, n).
 
     Args:
-        a: codes uint8 (or float4_e2m1fn_x2) (m, k/2), low nibble = even k; or (m, k) float16 (decoded, or
-            never quantized) or, for grouped rows, bfloat16 (never quantized). Contiguous, 16-byte aligned.
-            Grouped rows: k a multiple of 32. Grouped columns: k is ``layout.grouped_columns(tokens, g)``,
-            each group starting at a multiple of 64 of them and padded with zeros.
-        b: codes or decoded float16 (not beside bfloat16) likewise, (g, n, k/2) or (g, n, k) for grouped rows,
-            (n, k/2) or (n, k) for grouped columns.
-        scale_a: float8_e4m3fn (or uint8), swizzled: for grouped rows (``layout.grouped_scale_rows(m, g)``,
-            ceil4(k/16)), each group starting at a multiple of 128 rows; for grouped columns (ceil128(m),
-            k/16). None if a is float16 or bfloat16, and only then.
-        scale_b: likewise (g, ceil128(n), ceil4(k/16)), the swizzled scales of each matrix; or (ceil128(n),
-            k/16).
+        a: codes uint8 (or float4_e2m1fn_x2) (m, k/2), low nibble = even k; or values (m, k), float16 (decoded
+            or never quantized) or, for ragged m, bfloat16 (never quantized). Contiguous, 16-byte aligned.
+            Ragged m: k is a multiple of 32. Ragged k: k is ``layout.grouped_columns(tokens, g)``; each group
+            begins at a multiple of 64 and is padded with zeros.
+        b: codes of these dtypes, (g, n, k/2) for ragged m or (n, k/2) for ragged k; or, unless a is bfloat16,
+            decoded values float16 (g, n, k) or (n, k).
+        scale_a: float8_e4m3fn (or uint8), swizzled. Ragged m: (``layout.grouped_scale_rows(m, g)``,
+            ceil4(k/16)); each group begins at a multiple of 128 rows. Ragged k: (ceil128(m), k/16). None if
+            and only if a holds values.
+        scale_b: float8_e4m3fn (or uint8), swizzled: (g, ceil128(n), ceil4(k/16)), or (ceil128(n), k/16) for
+            ragged k. None if and only if b holds values.
         offs: int32 (g,), the cumulative ends of the groups; int64 is converted on its device.
-        alpha: a finite Python number, rounded to float32, or float32 (g,) on the device.
-        alpha_row: float32 (m,) or (1,); with grouped columns also (g, m) or (g, 1).
+        alpha: a finite Python number, rounded to float32, or a float32 tensor (g,).
+        alpha_row: float32 (m,) or (1,); with ragged k also (g, m) or (g, 1).
         alpha_col: float32 (n,), (1,), (g, n) or (g, 1).
         bias, activation, c, beta, out_dtype, out, batch_invariant, kernel: as for :func:`grouped_mm`.
 
@@ -108,9 +111,10 @@ def scaled_grouped_mm(
         out, or a new tensor on the device of a, written on its current stream. Does not synchronise on a GPU.
 
     Raises:
-        TypeError: an argument of another Python type or dtype.
-        ValueError: another rank, shape, device, stride, alignment or value; an unknown activation or kernel.
-        NotImplementedError: as for :func:`grouped_mm`. RuntimeError: likewise.
+        TypeError: an argument has another Python type or dtype.
+        ValueError: an argument has another rank, shape, device, stride, alignment or value; an unknown
+            activation or kernel.
+        NotImplementedError, RuntimeError: as for :func:`grouped_mm`.
     """
     groups = alpha if isinstance(alpha, Tensor) else None
     number = 1.0 if isinstance(alpha, Tensor) else alpha

@@ -1,4 +1,4 @@
-"""silu_and_mul_quantize and rms_norm_quantize: what stands before a GEMM, quantized in the same pass."""
+"""silu_and_mul_quantize and rms_norm_quantize: operations ahead of a GEMM, with the quantization fused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def silu_and_mul_quantize(
         x: bfloat16 or float16 (m, 2k); m >= 0, k a positive multiple of 16. Columns 0 to k-1 are the gate,
             the others up. Strides and alignment are free, as for :func:`fp4gemm.quantize`.
         offs: int32 or int64 (g,), the ends of groups of rows, as for :func:`fp4gemm.quantize`.
-        decoded: True: the same as float16 q * s, likewise.
+        decoded: True returns the decoded values instead, float16 q * s, as for :func:`fp4gemm.quantize`.
 
     Returns:
         NVFP4Tensor (m, k), or DecodedTensor with decoded, with amax (m,), on the device of x, on its current
@@ -125,7 +125,7 @@ def rms_norm_quantize(
         weight: (k,) of the dtype of x, contiguous; None is 1.
         eps: a finite Python number >= 0, rounded to float32.
         residual: (m, k) of the dtype of x, copied where it is not contiguous. Added to x before the norm.
-        decoded: True: the same as float16 q * s, as for :func:`fp4gemm.quantize`.
+        decoded: True returns the decoded values instead, float16 q * s, as for :func:`fp4gemm.quantize`.
 
     Returns:
         NVFP4Tensor (m, k), or DecodedTensor with decoded, with amax (m,); with a residual also h (m, k) of
@@ -145,7 +145,7 @@ def rms_norm_quantize(
         _checks.quantize_input(residual, function, name="residual", dtypes=(x.dtype,))
         _checks.has_shape("residual", residual, tuple(x.shape), ", the shape of x")
         _checks.same_device("residual", residual, x.device, "x")
-        residual = residual.contiguous()  # the kernel wants it so; a copy only where it is not
+        residual = residual.contiguous()  # the kernel has no row stride for it
     eps = option_checks.epsilon(eps)
     _checks.is_bool("decoded", decoded)
     ready(x, "quantize")

@@ -48,72 +48,71 @@ def quantize(
 def quantize(
     x: Tensor, *, decoded: bool = False, **options: Unpack[QuantizeKeywords]
 ) -> NVFP4Tensor | DecodedTensor:
-    """x[m, k] ~ q * s * amax[m] / 2688: e2m1 codes q, one e4m3 scale s per 16 of k, amax = max |x|.
+    """x[m, k] ~ q * s * amax[m] / 2688: e2m1 codes q, an e4m3 scale s for each 16 of k, amax = max |x|.
 
-    With A the amax of the row (or of the tensor), a_b that of a block and fl(.) one float32 rounding::
+    Let A be the amax of the row (or of the tensor), a_b that of a block, and fl(.) one rounding to float32::
 
         S = min(fl(2688 / A), FMAX)                    s = e4m3(min(fl(a_b * fl(S * fl(1/6))), FMAX))
         e = min(fl(1 / fl(s * fl(1 / S))), FMAX)       q = e2m1(fl(x * e))
 
-    bit for bit what TransformerEngine >= 2.14 stores (:mod:`fp4gemm.reference` has the corner cases and the
-    formulas of the options). What an option excludes is refused, never dropped.
+    These are the bits that TransformerEngine >= 2.14 stores. :mod:`fp4gemm.reference` defines the corner
+    cases and the formulas of the options. Options that exclude each other are refused, never dropped.
 
     Args:
-        x: bfloat16, float16 or float32 (m, k); m >= 0, k a positive multiple of 16. Or (g, n, k), the
-            weights of g experts: each x[e] is quantized by itself, into a stack. Strides and alignment are
-            free: the kernel reads rows of unit stride that start on 16 bytes and do not overlap (a row stride
-            above k is fine), and x is copied first where its rows are not so (a transposed or expanded
-            tensor, or one that a memory-mapped file aligns to 8 bytes). Finite values above FLT_MAX /
-            448 = 7.59e35 are out of range: they come back as inf or NaN (docs/quantization.md).
-        scaling: "row" (per token): amax (m,) or (g, n); "tensor": amax (1,) or (g, 1).
-        axis: -1: blocks along k. 0: blocks along m, a positive multiple of 16 unless offs is given; the
-            result is the quantized x.T, (k, m), and "row" is one amax per column of x. For the other operand
-            order of a backward pass.
-        block: (1, 16), or (16, 16): a 16x16 tile shares one scale, so that x and x.T have the same codes and
-            scales (rows beyond m count as zero). For weights; scaling "tensor", and see
-            :meth:`NVFP4Tensor.with_row_amax`.
+        x: bfloat16, float16 or float32 (m, k); m >= 0, k a positive multiple of 16. Or (g, n, k), the weights
+            of g experts, each of which is quantized by itself, into a stack. Strides and alignment are free.
+            The kernel reads rows of unit stride that are 16-byte aligned and do not overlap (a row stride
+            above k is fine). Any other x is copied first: a transposed or expanded tensor, for example, or
+            one that a memory-mapped file aligns to 8 bytes. Finite values above FLT_MAX / 448 = 7.59e35 are
+            out of range and come back as inf or NaN (docs/quantization.md).
+        scaling: "row" (for each token): amax (m,) or (g, n); "tensor": amax (1,) or (g, 1).
+        axis: -1: blocks along k. 0: blocks along m, which is a positive multiple of 16 unless offs is given.
+            The result is then the quantized x.T, (k, m), and "row" has one amax for each column of x: the
+            operand that a backward pass needs.
+        block: (1, 16), or (16, 16): the elements of a 16x16 tile share one scale, so that x and x.T have the
+            same codes and scales (rows beyond m count as zero). For weights; scaling must be "tensor". See
+            also :meth:`NVFP4Tensor.with_row_amax`.
         amax: A, given instead of measured, and kept: float32 (rows of the result,) for "row", (1,) for
-            "tensor", (g,) for "tensor" with groups of rows; (g, rows) or (g, 1) for a stack. Elements beyond
-            it saturate. A negative amax or NaN is refused on the CPU; the values of a GPU are not looked at.
-        encode: "te", as above; "te_per_token": e = min(fl(S / s), FMAX), 0 where s = 0, as
-            TransformerEngine's pull request #3045 (without its floor under A). Same scales, other codes in
-            about 1e-4 of elements.
+            "tensor", (g,) for "tensor" with offs; (g, rows) or (g, 1) for a stack. Elements beyond it
+            saturate. The CPU refuses a negative amax and NaN; on a GPU the values are not checked.
+        encode: "te": as above. "te_per_token": e = min(fl(S / s), FMAX), and 0 where s = 0, as in
+            TransformerEngine's pull request #3045 (without its floor under A): the same scales, and other
+            codes for about 1e-4 of the elements.
         four_over_six: "mae" or "mse": each block is also tried with its maximum at 4, and kept so where the
-            sum of the absolute (squared) errors is smaller. TransformerEngine's 4over6.
+            sum of the absolute ("mae") or squared ("mse") errors is smaller. TransformerEngine's 4over6.
         four_over_six_error: "exact": the error in units of x; "fast": in the scaled domain.
-        e4m3_max: bound B of the block scales; 2688 is 6 * B. None: 256 with four_over_six, else 448. 256
-            needs four_over_six. :func:`fp4gemm.mm` takes care of it.
-        hadamard: "bf16" or "fp32": each 16 of the blocks' direction are first multiplied by the signs and by
-            the 16x16 Hadamard matrix / 4, in float32, and rounded to bfloat16 (TransformerEngine's default)
-            or not (#3045). The product of two operands rotated alike is that of the unrotated ones up to
-            rounding.
+        e4m3_max: the bound B of the block scales; 2688 above is 6 * B. None is 256 with four_over_six, else
+            448. 256 needs four_over_six. :func:`fp4gemm.mm` multiplies operands of either bound.
+        hadamard: "bf16" or "fp32": each 16 elements along the direction of the blocks are first multiplied by
+            the signs and by the 16x16 Hadamard matrix / 4, in float32, and then rounded to bfloat16
+            (TransformerEngine's default) or not (#3045). If both operands are rotated with the same signs,
+            their product is that of the unrotated operands up to rounding.
         hadamard_signs: bit r set negates element r of 16. Omitted without hadamard.
-        stochastic: codes are rounded up or down at random, in steps of 1/256 of the distance; scales are not.
-            Philox4x32-10, one draw a block, keyed by the state and the place of the block alone.
-        generator: draws the state, on the device of x; None is torch's default generator. Safe in CUDA
-            graphs; torch.compile takes None alone (give rng_state there).
-        rng_state: int64 (2,), {seed, offset}, on the device of x, read by the kernel: the state itself,
-            instead of a generator. axis=0 uses offset + 1; matrix e of a stack adds 2e.
+        stochastic: True rounds codes up or down at random, in steps of 1/256 of the distance; scales are
+            rounded to nearest. Each block has one draw of Philox4x32-10, keyed by the state and the position
+            of the block.
+        generator: draws the state on the device of x; None is torch's default generator. Safe in CUDA graphs.
+            Under torch.compile it must be None (pass rng_state there).
+        rng_state: int64 (2,), {seed, offset}, on the device of x: the state itself, instead of a generator,
+            read by the kernel. axis=0 uses offset + 1; matrix e of a stack adds 2e.
         offs: int32 (g,) on the device of x, the ends of g >= 1 groups of rows (experts), non-decreasing, at
             most m; int64 is converted on that device, without synchronising. Each group gets scales of its
-            own (see :class:`NVFP4Tensor`); with "tensor" each is one tensor, and amax comes back repeated for
-            its rows. Rows from offs[-1] on get codes and amax 0.
-            With axis=0, for the gradients of weights, the columns of x.T are the groups: each is padded with
-            zeros to a multiple of 64 columns, ``layout.grouped_columns(m, g)`` in all, and amax, of all
-            groups together, is over the rows of x before offs[-1]. On a GPU the values are not checked, since
-            that would synchronise.
-        decoded: True: ``decode(quantize(x, ...))``, bit for bit, in one pass: float16 q * s, which is what
+            own (see :class:`NVFP4Tensor`). With "tensor" each group is one tensor, and its amax is repeated
+            for its rows. Rows from offs[-1] on get codes and amax 0. With axis=0, for the gradients of
+            weights, the groups are columns of x.T: each is padded with zeros to a multiple of 64 columns,
+            ``layout.grouped_columns(m, g)`` altogether, and amax is over the rows of all groups. On a GPU the
+            values are not checked, since that would synchronise.
+        decoded: True returns ``decode(quantize(x, ...))``, bit for bit, in one pass: float16 q * s, which
             GPUs without FP4 tensor cores multiply (see :class:`DecodedTensor`).
 
     Returns:
-        NVFP4Tensor, or DecodedTensor with decoded, on the device of x, on its current stream. Does not
+        NVFP4Tensor, or DecodedTensor if decoded, on the device of x, written on its current stream. Does not
         synchronise.
 
     Raises:
-        TypeError: an argument of another Python type or dtype.
-        ValueError: another rank, size, stride, alignment, device or value; e4m3_max=256 without
-            four_over_six, hadamard_signs without hadamard; generator or rng_state without stochastic, or both
-            of them.
+        TypeError: an argument has another Python type or dtype.
+        ValueError: an argument has another rank, size, device or value; e4m3_max=256 without four_over_six;
+            hadamard_signs without hadamard; generator or rng_state without stochastic, or both of them.
         NotImplementedError: block (16, 16) with scaling "row", encode "te_per_token", hadamard, stochastic or
             offs; four_over_six with encode "te_per_token", hadamard or stochastic; decoded with axis=0 or
             block (16, 16); x requires grad while grad mode is on; the device has no kernel.
@@ -165,16 +164,17 @@ def quantize(
 
 @option_checks.with_keywords(QuantizeBothKeywords)
 def quantize_both(x: Tensor, **options: Unpack[QuantizeBothKeywords]) -> tuple[NVFP4Tensor, NVFP4Tensor]:
-    """(x, x.T) in NVFP4: ``quantize(x)`` and ``quantize(x, axis=0)`` in one call, bit for bit the two.
+    """(x, x.T) in NVFP4: ``quantize(x)`` and ``quantize(x, axis=0)`` in one call, with the same bits.
 
-    As in TransformerEngine's recipe, hadamard applies to the second alone.
+    hadamard rotates the second result alone, as in TransformerEngine's recipe.
 
     Args:
         x: as for :func:`quantize`, (m, k) or (g, n, k); m, n and k are positive multiples of 16.
-        amax: float32 (m,) for "row", (1,) for "tensor", given instead of measured; then amax_t is given too.
-            For a stack (g, n) or (g, 1).
-        amax_t: likewise of the second, float32 (k,) or (1,), of the rotated values if they are.
-        rng_state: serves both: the first uses its offset, the second offset + 1.
+        amax: the amax of the first result, given instead of measured, and then amax_t is given too: float32
+            (m,) for "row", (1,) for "tensor", (g, n) or (g, 1) for a stack.
+        amax_t: the amax of the second result, of its rotated values if they are rotated: float32 (k,) or
+            (1,), (g, k) or (g, 1).
+        rng_state: the state of both results: the first uses its offset, the second offset + 1.
         scaling, block, encode, four_over_six, four_over_six_error, e4m3_max, hadamard, hadamard_signs,
             stochastic, generator: as for :func:`quantize`.
 
@@ -183,7 +183,8 @@ def quantize_both(x: Tensor, **options: Unpack[QuantizeBothKeywords]) -> tuple[N
         synchronise.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as for :func:`quantize`; ValueError for one amax of two.
+        TypeError, ValueError, NotImplementedError: as for :func:`quantize`; ValueError if only one of amax
+            and amax_t is given.
     """
     x = _checks.readable_rows(x)
     stack_size, rows = stacks.stack_input(x, "fp4gemm.quantize_both")
@@ -228,13 +229,12 @@ def dequantize(t: NVFP4Tensor | MXFP8Tensor, dtype: torch.dtype = torch.float32)
     MXFP8: cast(fl(v * s)), as :meth:`MXFP8Tensor.dequantize`. Rotated operands give their rotated values.
 
     Args:
-        t: what :func:`quantize`, :func:`quantize_both`, a producer or :func:`quantize_mxfp8` returned, groups
-            included (rows that are in none, and columns that pad, are 0).
+        t: a result of :func:`quantize`, :func:`quantize_both`, a producer or :func:`quantize_mxfp8`, with or
+            without groups (rows that are in no group, and columns that pad groups, are 0).
         dtype: torch.float32, torch.bfloat16 or torch.float16. Does not synchronise.
 
     Raises:
-        TypeError: t is neither container, or dtype another one. NotImplementedError: no kernel for the
-            device.
+        TypeError: t is no container, or dtype is another one. NotImplementedError: the device has no kernel.
     """
     if isinstance(t, MXFP8Tensor):
         return t.dequantize(dtype)
@@ -252,17 +252,17 @@ def dequantize_parts(
 ) -> Tensor:
     """cast(fl(q * fl(fl(s * amax) * fl(1 / (6 * e4m3_max))))), (m, k), from raw tensors.
 
-    For scales in plain order, as checkpoints have them, without a swizzled copy. A decode multiplier w in
-    place of amax goes in as amax = w * 6 * e4m3_max (:mod:`fp4gemm.interop`).
+    This reads scales in plain order, as checkpoints have them, without a swizzled copy. For a decode
+    multiplier w pass amax = w * 6 * e4m3_max (:mod:`fp4gemm.interop`).
 
     Args:
         codes: uint8 (or float4_e2m1fn_x2) (m, k/2), low nibble = even k, contiguous, 16-byte aligned.
         scales: float8_e4m3fn (or uint8), contiguous: (ceil128(m), ceil4(k/16)) swizzled, whose padding is not
             read; or (m, k/16) with swizzled=False.
         amax: float32 (m,) or (1,).
-        e4m3_max: 448 or 256, the bound the block scales were made with.
+        e4m3_max: 448 or 256, the bound that the block scales were computed with.
         dtype: torch.float32, torch.bfloat16 or torch.float16 (which overflows to inf).
-        swizzled: which of the two forms scales has; it is never guessed.
+        swizzled: whether scales are swizzled; this is never guessed.
 
     Returns:
         A new tensor on the device of codes, on its current stream. Does not synchronise.
@@ -288,13 +288,13 @@ def dequantize_parts(
 
 
 def decode(t: NVFP4Tensor) -> DecodedTensor:
-    """data[.., m, k] = q * s, exact in float16; amax, groups and what else t carries are carried along.
+    """data[.., m, k] = q * s, exact in float16, with the amax, groups and signs of t.
 
-    For operands of :func:`fp4gemm.mm` and :func:`fp4gemm.grouped_mm` on GPUs that would decode them in every
-    call (see DecodedTensor). Rows of no group and columns that pad groups become 0.
+    On GPUs that would decode operands in every call of :func:`fp4gemm.mm` and :func:`fp4gemm.grouped_mm`,
+    decode them once (see DecodedTensor). Rows of no group and columns that pad groups become 0.
 
     Args:
-        t: what :func:`quantize` returned.
+        t: a result of :func:`quantize`.
 
     Returns:
         DecodedTensor, 2 bytes an element; amax is shared with t, not copied. Does not synchronise.

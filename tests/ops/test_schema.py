@@ -8,7 +8,7 @@ from typing import Any, get_args
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import _products, activations, reference
+from fp4gemm import _operands, _products, activations, reference
 from fp4gemm._checks import options as option_checks
 from fp4gemm.activations import ACTIVATIONS
 from fp4gemm.ops import fakes
@@ -86,6 +86,12 @@ def test_quantizer_options_reach_the_operators() -> None:
         **SCHEMAS["quantize"]._field_defaults,
         "per_row": True,
     }
+
+
+def test_operands_are_the_leading_arguments() -> None:
+    names = _operands.Operands(*_operands.Operands._fields).leading()  # type: ignore[arg-type]
+    assert names == GemmCall._fields[: len(names)]
+    assert names[-1] == "alpha_col"
 
 
 def test_help_shows_every_keyword() -> None:

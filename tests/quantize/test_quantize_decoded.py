@@ -99,7 +99,8 @@ def test_given_amax_is_kept(device: torch.device, gen: torch.Generator) -> None:
     x = make("normal", 40, 64, torch.float32, gen).to(device)
     for mode in ALONG_ROWS:
         amax = torch.rand(40 if mode.arguments["per_row"] else 1, generator=gen).to(device)
-        for special in (0.0, torch.inf, 1e-40, torch.nan):
+        nan = () if device.type == "cpu" else (torch.nan,)  # refused where the values are looked at
+        for special in (0.0, torch.inf, 1e-40, *nan):
             amax[0] = special
             t = fp4gemm.quantize(x, decoded=True, amax=amax, **mode.on(device))
             assert t.amax is amax

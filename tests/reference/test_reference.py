@@ -208,7 +208,7 @@ def test_constants_have_the_specified_bits() -> None:
     one = torch.tensor(1.0)
     for divisor, want in ((6, 0x3E2AAAAB), (2688, 0x39C30C31), (1536, 0x3A2AAAAB)):
         assert torch.div(one, torch.tensor(float(divisor))).view(torch.int32).item() == want
-    from fp4gemm.gemm import ALPHA
+    from fp4gemm._operands import ALPHA
 
     want_alpha = {
         (448, 448): 0x34149B93,

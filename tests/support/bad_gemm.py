@@ -243,7 +243,7 @@ for function in each(ALL):
     ):
         both = {"activation": "swiglu", **more}
         if by_columns:
-            error, says = NOT, "got swiglu, must be another one for groups of columns"
+            error, says = NOT, "got swiglu, must be another one with ragged k"
         CASES.append(
             Case(function, f"activation-gated-{kind}", lambda both=both: both, error, says, "activation")
         )
@@ -311,7 +311,7 @@ for function, left, right in (("fprop", "x", "w"), ("dgrad", "dy", "w_t")):
         f"{right}-matrix",
         lambda grouped_left=grouped_left: grouped_left,
         VALUE,
-        f"shape is (24, 64), must be (2, n, k) without, a matrix for each group of rows of {left}",
+        f"shape is (24, 64), must be (2, n, k) without, a matrix for each group of {left}",
         right,
     )
 add_each(
@@ -330,10 +330,10 @@ add_each(
     "columns",
     lambda: LEFT,
     VALUE,
-    "has no groups, must have 2 groups of columns as a",
+    "has no groups, must have 2 groups with ragged k as a",
     "b",
 )
-NO_STACK = "must be (2, n, k) without, a matrix for each group of rows of a"
+NO_STACK = "must be (2, n, k) without, a matrix for each group of a"
 add_each("grouped_mm", "b", "dense", lambda: B, VALUE, f"shape is (24, 64), {NO_STACK}")
 add_each(
     "grouped_mm", "b", "groups", lambda: GROUPED, VALUE, f"shape is (33, 64) with groups (offs), {NO_STACK}"
@@ -359,13 +359,13 @@ add_each(
     "hadamard_signs is 0xd7e8, must be None (not rotated) as of a",
 )
 for function, left, right in (("grouped_mm of columns", "a", "b"), ("wgrad", "dy_t", "x_t")):
-    wanted = f"must have 2 groups of columns as {left}"
+    wanted = f"must have 2 groups with ragged k as {left}"
     add_each(function, right, "dense", lambda: B, VALUE, f"has no groups, {wanted}")
     add_each(function, right, "stack", lambda: STACK, VALUE, f"has no groups, {wanted}")
-    add_each(function, right, "rows", lambda: GROUPED, VALUE, f"has 2 groups of rows, {wanted}")
+    add_each(function, right, "rows", lambda: GROUPED, VALUE, f"has 2 groups with ragged m, {wanted}")
     other = fp4gemm.quantize(ones(M, 48), axis=0, offs=ends(1, 5, M))
     add_each(
-        function, right, "number", lambda other=other: other, VALUE, f"has 3 groups of columns, {wanted}"
+        function, right, "number", lambda other=other: other, VALUE, f"has 3 groups with ragged k, {wanted}"
     )
     longer = fp4gemm.quantize(ones(M + 64, 48), axis=0, offs=ENDS)
     add_each(function, right, "k", lambda longer=longer: longer, VALUE, f"must be 128, the k of {left}")

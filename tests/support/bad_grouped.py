@@ -269,7 +269,7 @@ ROWS_OR_DENSE = "reference.gemm, reference.gemm of rows"
 add_each(
     ROWS_OR_DENSE, "activation", "gated-n", lambda: 4, VALUE, "got swiglu with n = 24, must be another one"
 )
-GATED = "got swiglu, must be another one for groups of columns"
+GATED = "got swiglu, must be another one with ragged k"
 add_each("reference.gemm of columns", "activation", "gated", lambda: 4, NOT, GATED)
 odd = {"z": ones(3), "activation": 4}
 CASES.append(

@@ -175,7 +175,7 @@ repeated(
     ],
     plain=True,
 )
-NO_STACK = "must be (2, n, k) without, a matrix for each group of rows of a"
+NO_STACK = "must be (2, n, k) without, a matrix for each group of a"
 repeated(
     "mm",
     [
@@ -235,7 +235,7 @@ for kind, both, says, name in (
     (
         "a-columns",
         {"a": LEFT, "offs": None},
-        "has no groups (prepacked), must have 2 groups of columns as",
+        "has no groups (prepacked), must have 2 groups with ragged k as",
         "b",
     ),
     ("a-dense", {"a": A}, "has no groups (offs), must have groups", "a"),

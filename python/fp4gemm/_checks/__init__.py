@@ -1,4 +1,4 @@
-"""The one place of argument checks and their messages: each names the argument, the value got and the wanted.
+"""Checks of arguments, and their messages: each names the argument, the value given and what it must be.
 
 Wrong Python types and wrong dtypes raise TypeError; rank, shape, device, layout in memory and range raise
 ValueError; what this version cannot do at all (gradients) raises NotImplementedError. Nothing here is an
@@ -37,7 +37,7 @@ def is_tensor(name: str, value: object) -> Tensor:
 
 
 def describe(value: object) -> str:
-    """The value as it should stand in an error text: short, with its type where that is the point."""
+    """The value for an error text: short, with its type where the type is wrong."""
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     if isinstance(value, type):
@@ -148,6 +148,28 @@ def readable(x: Tensor) -> Tensor:
     return rows.contiguous() if isinstance(rows, Tensor) and rows.layout is torch.strided else rows
 
 
+def no_overlap(c: Tensor, out: Tensor) -> None:
+    """Raise ValueError where c and out, checked and of one shape, share memory without being one view.
+
+    Rows of both that lie beside each other in one buffer, as its left and right columns do, share none.
+    """
+    if c is out or not has_memory(c) or not has_memory(out) or c.numel() == 0:
+        return
+    rows, n, size = c.shape[:-1].numel(), c.shape[-1], c.element_size()
+    strides = [x.stride(-2) if rows > 1 else n for x in (c, out)]
+    spans = [((rows - 1) * stride + n) * size for stride in strides]
+    distance = c.data_ptr() - out.data_ptr()
+    if distance >= spans[1] or -distance >= spans[0]:
+        return
+    if strides[0] == strides[1]:
+        apart = distance // size % strides[0]
+        if distance == 0 or n <= apart <= strides[0] - n:
+            return
+    raise ValueError(
+        "c: overlaps out, must be out itself (the same memory, shape and strides) or apart from it"
+    )
+
+
 def same_device(name: str, x: Tensor, device: torch.device, other: str) -> None:
     if x.device != device:
         raise ValueError(f"{name}: device is {x.device}, must be {device}, the device of {other}")
@@ -216,12 +238,12 @@ def no_grad(name: str, x: Tensor, function: str) -> None:
 
 
 def as_codes(x: Tensor) -> Tensor:
-    """Packed codes as uint8: float4_e2m1fn_x2 holds the same bytes and is taken by view."""
+    """Packed codes as uint8: a view of float4_e2m1fn_x2, which holds the same bytes."""
     return x.view(torch.uint8) if x.dtype is torch.float4_e2m1fn_x2 else x
 
 
 def as_scales(x: Tensor) -> Tensor:
-    """Block scales as float8_e4m3fn: uint8 holds the same bytes and is taken by view."""
+    """Block scales as float8_e4m3fn: a view of uint8, which holds the same bytes."""
     return x.view(torch.float8_e4m3fn) if x.dtype is torch.uint8 else x
 
 
@@ -258,7 +280,7 @@ def scales(
 ) -> Tensor:
     """Swizzled block scales of an (m, k) operand: (ceil128(m), ceil4(k/16)), contiguous, 16-byte aligned.
 
-    Those of groups of rows have ``group_rows`` rows in all.
+    With groups of rows they have ``group_rows`` rows.
     """
     x = is_tensor(name, value)
     has_dtype(name, x, (torch.float8_e4m3fn, torch.uint8))
@@ -336,7 +358,7 @@ def padded_scale_shape(m: int, k: int) -> tuple[int, int]:
 
 
 def prepacked_bytes(n: int, k: int) -> int:
-    """Bytes of an (n, k) weight in prepacked form: 2304 for every 64 x 64 elements begun."""
+    """Bytes of a prepacked (n, k) weight: 2304 for each chunk of 64 x 64 elements, the last ones padded."""
     return ((n + 63) // 64) * ((k + 63) // 64) * 2304
 
 

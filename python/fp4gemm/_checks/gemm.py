@@ -20,14 +20,14 @@ from .options import group_ends
 
 _CODES = (torch.uint8, torch.float4_e2m1fn_x2)
 _OPERAND_DTYPES = (*_CODES, torch.float16)
-PLAIN = (torch.float16, torch.bfloat16)  # an element of k each; bfloat16 is of A alone
+PLAIN = (torch.float16, torch.bfloat16)  # one value per element; bfloat16 for a alone
 
 
 # ---- operands and sizes
 
 
 def operand(name: str, x: object, scale: object) -> tuple[Tensor, Tensor | None]:
-    """An operand of a GEMM: codes with their scales; float16, or as a bfloat16, with the scales None."""
+    """An operand of a GEMM: codes with their scales, or values: float16, or bfloat16 if it is a."""
     data = _checks.is_tensor(name, x)
     has_dtype(name, data, (*_CODES, *PLAIN) if name == "a" else _OPERAND_DTYPES)
     if data.dim() == 2 and not data.is_contiguous() and data.t().is_contiguous():
@@ -48,7 +48,7 @@ def is_plain(a: object) -> TypeGuard[Tensor]:
 
 
 def beside(a: Tensor, b: Tensor, names: tuple[str, str] = ("a", "b")) -> None:
-    """Raise TypeError for a decoded b beside bfloat16: what multiplies that reads codes."""
+    """Raise TypeError for a decoded b beside a bfloat16 a: kernels that read bfloat16 read codes of b."""
     if a.dtype is torch.bfloat16 and b.dtype is torch.float16:
         raise TypeError(
             f"{names[1]}: dtype is torch.float16 (decoded), must be quantized or prepacked for bfloat16 "
@@ -62,13 +62,13 @@ def _scale_is_none(name: str, x: Tensor, scale: object) -> None:
         raise ValueError(f"scale_{name}: got {describe(scale)}, must be None because {name} is {why}")
 
 
-def depth(x: Tensor) -> int:
+def k_of(x: Tensor) -> int:
     """k of codes (.., k/2) or of values (.., k)."""
     return x.shape[-1] * (1 if x.dtype in PLAIN else 2)
 
 
 def formats(a: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, b_rows: int) -> tuple[str, str]:
-    """What checked operands hold, as kernel_table.FORMATS has it: "nvfp4", "fp16", "bf16" or "prepacked"."""
+    """The formats of checked operands (kernel_table.FORMATS): "nvfp4", "fp16", "bf16" or "prepacked"."""
     format_a = "nvfp4" if scale_a is not None else "bf16" if a.dtype is torch.bfloat16 else "fp16"
     return format_a, "prepacked" if b_rows else "fp16" if scale_b is None else "nvfp4"
 
@@ -104,6 +104,8 @@ def checked_operands(call: GemmCall) -> GemmCall:
         b, scale_b = operand("b", call.b, call.scale_b)
         same_device("b", b, a.device, "a")
         beside(a, b)
+        if a is call.a and b is call.b and scale_a is call.scale_a and scale_b is call.scale_b:
+            return call
         return call._replace(a=a, b=b, scale_a=scale_a, scale_b=scale_b)
     a, b, scale_a, scale_b, offs = grouped_operands(call)
     return call._replace(a=a, b=b, scale_a=scale_a, scale_b=scale_b, offs=offs)
@@ -118,7 +120,7 @@ def checked_shape(call: GemmCall, out_dtype: torch.dtype) -> tuple[int, ...]:
     m, n = a.shape[0], b.shape[-2]
     groups = None if call.offs is None else call.offs.shape[0]
     groups_of_k = groups if is_ragged_k(call) else None
-    shape = product_shape(m, depth(a), n, depth(b), groups_of_k, out_dtype)
+    shape = product_shape(m, k_of(a), n, k_of(b), groups_of_k, out_dtype)
     if call.alpha_row is not None:
         vector("alpha_row", call.alpha_row, m, groups_of_k, a.device)
     if call.alpha_col is not None:
@@ -139,19 +141,19 @@ def product_shape(
     if groups_of_k is None:
         sizes(k_a, k_b, n, out_dtype, names)
         return m, n
-    _same_depth(k_a, k_b, names)
+    _same_k(k_a, k_b, names)
     _columns(n, out_dtype, names)
     return groups_of_k, m, n
 
 
 def sizes(k_a: int, k_b: int, n: int, out_dtype: torch.dtype, names: tuple[str, str] = ("a", "b")) -> None:
-    """The sizes that a GEMM takes: equal k in steps of 32, and rows of the output in steps of 16 bytes."""
+    """Raise unless the two k are equal and a multiple of 32, and rows of D a multiple of 16 bytes."""
     _checks.is_multiple(names[0], "k", k_a, _checks.K_STEP_MM)
-    _same_depth(k_a, k_b, names)
+    _same_k(k_a, k_b, names)
     _columns(n, out_dtype, names)
 
 
-def _same_depth(k_a: int, k_b: int, names: tuple[str, str]) -> None:
+def _same_k(k_a: int, k_b: int, names: tuple[str, str]) -> None:
     if k_a != k_b:
         raise ValueError(f"{names[1]}: k is {k_b}, must be {k_a}, the k of {names[0]}")
 
@@ -202,7 +204,7 @@ def gated(activation: Activation, n: int, out_dtype: torch.dtype, c: object, is_
     """Raise unless a gated activation goes together with the rest: 16 bytes of D come from 2 x 16 of z."""
     name = activation.name
     if is_ragged_k:
-        raise NotImplementedError(f"activation: got {name}, must be another one for groups of columns")
+        raise NotImplementedError(f"activation: got {name}, must be another one with ragged k")
     if out_dtype is torch.float32:
         raise NotImplementedError(
             f"activation: got {name} with torch.float32 output, must be another one, or the output "
@@ -215,7 +217,7 @@ def gated(activation: Activation, n: int, out_dtype: torch.dtype, c: object, is_
 
 
 def beta(value: object, c: object) -> float:
-    """The factor of c, which without c says nothing and then must be 1."""
+    """The factor of c; it must be 1 without c."""
     result = number("beta", value)
     if c is None and result != 1.0:
         raise ValueError(f"beta: got {value}, must be omitted without c")
@@ -263,28 +265,6 @@ def c(value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.d
     _matrix("c", x, shape, device, function)
 
 
-def no_overlap(c: Tensor, out: Tensor) -> None:
-    """Raise ValueError where c and out, checked and of one shape, share memory without being one view.
-
-    Rows of both that lie beside each other in one buffer, as its left and right columns do, share none.
-    """
-    if c is out or not _checks.has_memory(c) or not _checks.has_memory(out) or c.numel() == 0:
-        return
-    rows, n, size = c.shape[:-1].numel(), c.shape[-1], c.element_size()
-    strides = [x.stride(-2) if rows > 1 else n for x in (c, out)]
-    spans = [((rows - 1) * stride + n) * size for stride in strides]
-    distance = c.data_ptr() - out.data_ptr()
-    if distance >= spans[1] or -distance >= spans[0]:
-        return
-    if strides[0] == strides[1]:
-        apart = distance // size % strides[0]
-        if distance == 0 or n <= apart <= strides[0] - n:
-            return
-    raise ValueError(
-        "c: overlaps out, must be out itself (the same memory, shape and strides) or apart from it"
-    )
-
-
 def _matrix(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device, function: str) -> None:
     has_shape(name, x, shape)
     same_device(name, x, device, "the operands")
@@ -311,12 +291,12 @@ def resolved_dtype(out_dtype: object, out: object) -> torch.dtype:
 
 
 def grouped_operands(call: GemmCall) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
-    """(a, b, scale_a, scale_b, offs), each checked by itself; b has rank 3 for groups of rows."""
+    """(a, b, scale_a, scale_b, offs), each checked by itself; b has rank 3 for ragged m."""
     data_b = _checks.is_tensor("b", call.b)
     if data_b.dim() not in (2, 3):
         raise ValueError(
-            f"b: shape is {tuple(data_b.shape)}, must have rank 3, (g, n, k/2), for groups of rows, "
-            "or 2, (n, k/2), for groups of columns"
+            f"b: shape is {tuple(data_b.shape)}, must have rank 3, (g, n, k/2), for ragged m, "
+            "or 2, (n, k/2), for ragged k"
         )
     data_a = _checks.is_tensor("a", call.a)
     ends = group_ends(call.offs, data_a.device, "a")
@@ -332,13 +312,13 @@ def grouped_operands(call: GemmCall) -> tuple[Tensor, Tensor, Tensor | None, Ten
 
 
 def _rows_operand(a: Tensor, scale: object, num_groups: int) -> tuple[Tensor, Tensor | None]:
-    """Rows of groups (m, k): the scales of each group have their own multiple of 128 rows."""
+    """a of ragged m, (m, k): the scales of each group begin at a multiple of 128 rows."""
     has_dtype("a", a, (*_CODES, *PLAIN))
     if a.dtype in PLAIN:
         _scale_is_none("a", a, scale)
         return _checks.decoded("a", a, PLAIN), None
     packed = _checks.codes("a", a)
-    m, k = packed.shape[0], depth(packed)
+    m, k = packed.shape[0], k_of(packed)
     rows = layout.grouped_scale_rows(m, num_groups)
     return packed, _checks.scales("scale_a", scale, m, k, packed.device, "a", rows)
 
@@ -351,7 +331,7 @@ def _batched_operand(b: Tensor, scale: object, num_groups: int) -> tuple[Tensor,
             f"b: shape is {tuple(b.shape)}, must be ({num_groups}, n, k), a matrix for each end of offs"
         )
     _, n, _ = b.shape
-    k = depth(b)
+    k = k_of(b)
     _checks.is_multiple("b", "k", k, _checks.BLOCK)
     is_contiguous("b", b)
     _checks.is_aligned("b", b)
@@ -364,14 +344,14 @@ def _batched_operand(b: Tensor, scale: object, num_groups: int) -> tuple[Tensor,
 
 
 def _columns_operand(name: str, x: Tensor, scale: object) -> tuple[Tensor, Tensor | None]:
-    """Columns of groups (m, k), each group padded to a multiple of 64; k may be 0, without a token."""
+    """An operand of ragged k, (rows, k): each group is padded to a multiple of 64; k is 0 without tokens."""
     has_dtype(name, x, _OPERAND_DTYPES)
     decoded = x.dtype is torch.float16
     _fields.columns(name, x, 1 if decoded else 2)
     if decoded:
         _scale_is_none(name, x, scale)
         return x, None
-    scales = _checks.scales(f"scale_{name}", scale, x.shape[0], depth(x), x.device, name)
+    scales = _checks.scales(f"scale_{name}", scale, x.shape[0], k_of(x), x.device, name)
     return _checks.as_codes(x), scales
 
 
@@ -391,7 +371,7 @@ def vector(name: str, value: object, length: int, groups: int | None, device: to
 
 
 def alpha(call: GemmCall, function: str, name: str = "alpha_groups") -> float:
-    """The number alpha, which is 1 where alpha_groups float32 (g,) stands in its place; both are checked.
+    """The number alpha, which is 1 where alpha_groups float32 (g,) replaces it; both are checked.
 
     ``name`` is what the caller's own parameter for alpha_groups is called.
     """

@@ -34,13 +34,13 @@ def gemm(call: GemmCall) -> Tensor:
     # What the call would be refused for with memory behind the tensors; one on meta brings the others here.
     _checks.same_device("b", call.b, call.a.device, "a")
     _checks.is_float_dtype("out_dtype", call.out_dtype)
-    k = _depth(call.a, call.scale_a)
+    k = _k_of(call.a, call.scale_a)
     n, k_b = call.b_rows, k
     _checks.is_int("b_rows", call.b_rows, 0)
     if call.b_rows:
         gemm_checks.prepacked(call, k)
     else:
-        n, k_b = call.b.shape[-2], _depth(call.b, call.scale_b)
+        n, k_b = call.b.shape[-2], _k_of(call.b, call.scale_b)
     groups = call.offs.shape[0] if call.offs is not None and gemm_checks.is_ragged_k(call) else None
     shape = gemm_checks.product_shape(call.a.shape[0], k, n, k_b, groups, call.out_dtype)
     support.warn_untested(call.a)
@@ -53,7 +53,7 @@ def gemm_out(call: GemmCall, out: Tensor) -> None:
     support.warn_untested(call.a)
 
 
-def _depth(data: Tensor, scale: Tensor | None) -> int:
+def _k_of(data: Tensor, scale: Tensor | None) -> int:
     return data.shape[-1] * (1 if scale is None else 2)
 
 

@@ -17,6 +17,6 @@ def row_chunks(rows: int, width: int, step: int = 1) -> Iterator[tuple[int, int]
         yield begin, min(begin + run, rows)
 
 
-def f32(value: float, device: torch.device) -> Tensor:
+def fp32(value: float, device: torch.device) -> Tensor:
     """A float32 scalar tensor: torch turns a division by a Python number into a product on some devices."""
     return torch.tensor(value, dtype=torch.float32, device=device)

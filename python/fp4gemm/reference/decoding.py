@@ -21,7 +21,7 @@ from ..ops.schema import (
     narrowed,
 )
 from . import checks
-from .chunks import f32, row_chunks
+from .chunks import fp32, row_chunks
 from .formats import E2M1_MAX, decode_e2m1
 from .grouped import Groups
 from .nvfp4 import quantize
@@ -57,7 +57,7 @@ def dequantize(call: DequantizeCall) -> Tensor:
     amax = _checks.vector("amax", call.amax, m, codes.device, "codes").view(-1, 1)
     _checks.is_one_of("e4m3_max", call.e4m3_max, _checks.E4M3_BOUNDS)
     _checks.is_float_dtype("dtype", dtype)
-    factor = torch.div(f32(1.0, codes.device), f32(E2M1_MAX * call.e4m3_max, codes.device))
+    factor = torch.div(fp32(1.0, codes.device), fp32(E2M1_MAX * call.e4m3_max, codes.device))
     out = torch.empty((m, k), dtype=dtype, device=codes.device)
     for i, j in row_chunks(m, k):
         final = compact[i:j].to(torch.float32) * (amax if amax.shape[0] == 1 else amax[i:j]) * factor

@@ -16,13 +16,13 @@ class Epilogue(NamedTuple):
     Those of groups have a dimension more, (g, .), unless all groups share them.
     """
 
-    alpha: Tensor  # () or (g,) f32
-    row: Tensor | None = None  # (m,) or (1,) f32
-    col: Tensor | None = None  # (n,) or (1,) f32
-    bias: Tensor | None = None  # (n,) f32
+    alpha: Tensor  # () or (g,) fp32
+    row: Tensor | None = None  # (m,) or (1,) fp32
+    col: Tensor | None = None  # (n,) or (1,) fp32
+    bias: Tensor | None = None  # (n,) fp32
     activation: Activation = ACTIVATIONS[0]
     c: Tensor | None = None  # (m, n) of the output type
-    beta: Tensor | None = None  # () f32, with c
+    beta: Tensor | None = None  # () fp32, with c
 
     def group(self, g: int) -> Epilogue:
         """The terms of group g, but for c."""
@@ -38,7 +38,7 @@ class Epilogue(NamedTuple):
         return self._replace(row=row, c=None if self.c is None else self.c[i:j])
 
     def scaled(self, acc: Tensor) -> Tensor:
-        """alpha * (col * (row * acc)), (m, n) f32."""
+        """alpha * (col * (row * acc)), (m, n) fp32."""
         z = acc
         if self.row is not None:
             z = z * self.row.view(-1, 1)
@@ -47,7 +47,7 @@ class Epilogue(NamedTuple):
         return z * self.alpha
 
     def finished(self, z: Tensor) -> Tensor:
-        """act(z + bias) + beta * c, (m, n) or (m, n/2) f32. Each operation of these lines rounds once."""
+        """act(z + bias) + beta * c, (m, n) or (m, n/2) fp32. Each operation of these lines rounds once."""
         if self.bias is not None:
             z = z + self.bias
         y = self.activation(z)

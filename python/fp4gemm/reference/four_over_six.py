@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from .chunks import f32
+from .chunks import fp32
 from .formats import E2M1_MAX, E2M1_VALUES, E4M3_MAX, encode_e2m1, encode_e4m3
 
 __all__ = ["block_errors", "quantize_blocks", "tile_sums"]
@@ -46,7 +46,7 @@ def block_errors(
     if fast:
         difference = value - x * encode
     else:
-        difference = torch.div(value * amax, f32(E2M1_MAX * e4m3_max, x.device)) - x
+        difference = torch.div(value * amax, fp32(E2M1_MAX * e4m3_max, x.device)) - x
     term = difference * difference if mse else difference.abs()
     total = term[..., 0].clone()
     for i in range(1, _checks.BLOCK):
@@ -85,8 +85,8 @@ def quantize_blocks(
         tiles: decide once for each 16 rows.
     """
     device = x.device
-    one, fmax, bound = f32(1.0, device), f32(_checks.FLOAT32_MAX, device), f32(E4M3_MAX, device)
-    base = torch.div(block_amax, f32(E2M1_MAX, device)) * encode
+    one, fmax, bound = fp32(1.0, device), fp32(_checks.FLOAT32_MAX, device), fp32(E4M3_MAX, device)
+    base = torch.div(block_amax, fp32(E2M1_MAX, device)) * encode
     candidates = []
     for stretch in (1.5, 1.0):
         scale = encode_e4m3(torch.fmin(base * stretch, bound))

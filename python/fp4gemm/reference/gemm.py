@@ -9,7 +9,7 @@ from .. import _checks
 from .._checks import gemm as gemm_checks
 from ..ops.schema import GemmCall, accepts, accepts_out
 from . import spans
-from .chunks import f32, row_chunks
+from .chunks import fp32, row_chunks
 from .decoding import decode
 from .epilogue import Epilogue
 from .prepacking import unprepack
@@ -92,9 +92,9 @@ def _gemm(call: GemmCall, out: Tensor | None) -> Tensor:
     else:
         gemm_checks.out(out, shape, None, device, name)
         if c is not None:
-            gemm_checks.no_overlap(c, out)
-    scalar = f32(alpha, device) if call.alpha_groups is None else call.alpha_groups
-    terms = Epilogue(scalar, call.alpha_row, call.alpha_col, bias, activation, c, f32(beta, device))
+            _checks.no_overlap(c, out)
+    scalar = fp32(alpha, device) if call.alpha_groups is None else call.alpha_groups
+    terms = Epilogue(scalar, call.alpha_row, call.alpha_col, bias, activation, c, fp32(beta, device))
     if offs is None:
         product_into(out, values(call.a, call.scale_a), values(call.b, call.scale_b), terms)
     elif gemm_checks.is_ragged_k(call):
@@ -127,7 +127,7 @@ def _ragged_m_into(out: Tensor, call: GemmCall, offs: Tensor, terms: Epilogue) -
 
 def _ragged_k_into(out: Tensor, call: GemmCall, offs: Tensor, terms: Epilogue) -> None:
     a, b, scale_a, scale_b = call.a, call.b, call.scale_a, call.scale_b
-    for g, (begin, end) in enumerate(spans.of_columns(offs, gemm_checks.depth(a))):
+    for g, (begin, end) in enumerate(spans.of_columns(offs, gemm_checks.k_of(a))):
         own = terms.group(g)
         if own.c is not None:
             own = own._replace(c=own.c[g])

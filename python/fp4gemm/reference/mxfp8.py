@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import _checks
 from ..layout import swizzle_scales, unswizzle_scales
 from ..ops.schema import MXFP8DequantizeCall, MXFP8QuantizeCall, accepts
-from .chunks import f32, row_chunks
+from .chunks import fp32, row_chunks
 from .formats import decode_e8m0, encode_e8m0
 
 __all__ = ["mxfp8_dequantize", "mxfp8_quantize"]
@@ -50,7 +50,7 @@ def mxfp8_quantize(call: MXFP8QuantizeCall) -> tuple[Tensor, Tensor]:
         x = x.t()
     m, k = x.shape
     largest = torch.finfo(dtype).max
-    reciprocal = torch.div(f32(1.0, x.device), f32(largest, x.device))
+    reciprocal = torch.div(fp32(1.0, x.device), fp32(largest, x.device))
     values = torch.empty((m, k), dtype=dtype, device=x.device)
     scales = torch.empty((m, k // BLOCK), dtype=torch.float8_e8m0fnu, device=x.device)
     for i, j in row_chunks(m, k):

@@ -28,7 +28,7 @@ from ..layout import padded_scale_shape, swizzle_scales
 from ..ops.schema import QuantizeBothCall, QuantizeCall, accepts, narrowed
 from . import checks
 from . import four_over_six as adaptive
-from .chunks import f32, row_chunks
+from .chunks import fp32, row_chunks
 from .formats import E2M1_MAX, encode_e2m1, encode_e2m1_stochastic, encode_e4m3, pack, unpack
 from .grouped import Groups, pad_groups
 from .hadamard import rotate
@@ -171,8 +171,8 @@ def _cast(call: QuantizeCall, groups: Groups | None) -> tuple[Tensor, Tensor, Te
     else:
         stored = amax.new_empty(0)
     amax = amax.view(-1, 1)  # (m, 1) or (1, 1), as what follows
-    one, fmax = f32(1.0, device), f32(_checks.FLOAT32_MAX, device)
-    encode = torch.fmin(torch.div(f32(call.e4m3_max * E2M1_MAX, device), amax), fmax)
+    one, fmax = fp32(1.0, device), fp32(_checks.FLOAT32_MAX, device)
+    encode = torch.fmin(torch.div(fp32(call.e4m3_max * E2M1_MAX, device), amax), fmax)
     encode = torch.where(encode == 0, one, encode)  # S
 
     codes = torch.empty((m, k // 2), dtype=torch.uint8, device=device)
@@ -193,7 +193,7 @@ def _cast(call: QuantizeCall, groups: Groups | None) -> tuple[Tensor, Tensor, Te
             )
         else:
             scale = encode_e4m3(
-                torch.fmin(block_amax[i:j] * (row_encode * torch.div(one, f32(E2M1_MAX, device))), fmax)
+                torch.fmin(block_amax[i:j] * (row_encode * torch.div(one, fp32(E2M1_MAX, device))), fmax)
             )
             scales[i:j] = scale
             product = x * _element_factor(scale.to(torch.float32), row_encode, call.encode).unsqueeze(2)
@@ -235,7 +235,7 @@ def _outer_amax(block_amax: Tensor, per_row: bool, groups: Groups | None) -> Ten
 
 def _element_factor(scale: Tensor, global_scale: Tensor, encode: int) -> Tensor:
     """e (rows, blocks) of the float32 block scales and S."""
-    one, fmax = f32(1.0, scale.device), f32(_checks.FLOAT32_MAX, scale.device)
+    one, fmax = fp32(1.0, scale.device), fp32(_checks.FLOAT32_MAX, scale.device)
     if encode == 0:
         return torch.fmin(torch.div(one, scale * torch.div(one, global_scale)), fmax)
     return torch.fmin(torch.div(global_scale, scale), fmax).masked_fill_(scale == 0, 0.0)

@@ -24,7 +24,7 @@ from torch import Tensor
 from .. import _checks
 from .._checks import options as option_checks
 from ..ops.schema import RmsNormQuantizeCall, SiluAndMulQuantizeCall, accepts
-from .chunks import f32, row_chunks
+from .chunks import fp32, row_chunks
 from .decoding import quantize_decoded
 from .nvfp4 import quantize
 
@@ -92,10 +92,10 @@ def inverse_rms(h: Tensor, epsilon: Tensor) -> Tensor:
     num_blocks = h.shape[1] // BLOCK
     padding = (1 << (num_blocks - 1).bit_length()) - num_blocks
     sums = torch.nn.functional.pad(_fold((h * h).unflatten(1, (-1, BLOCK))), (0, padding))
-    mean = torch.div(_fold(sums), f32(float(h.shape[1]), h.device)) + epsilon
+    mean = torch.div(_fold(sums), fp32(float(h.shape[1]), h.device)) + epsilon
     # By float64, since torch's float32 root is not correctly rounded everywhere.
     root = mean.to(torch.float64).sqrt().to(torch.float32)
-    return torch.div(f32(1.0, h.device), root)
+    return torch.div(fp32(1.0, h.device), root)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -119,7 +119,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: flo
         _checks.quantize_input(residual, function, name="residual", dtypes=(x.dtype,))
         _checks.has_shape("residual", residual, (m, k), ", the shape of x")
         _checks.same_device("residual", residual, x.device, "x")
-    epsilon = f32(option_checks.epsilon(eps), x.device)
+    epsilon = fp32(option_checks.epsilon(eps), x.device)
     out = torch.empty((m, k), dtype=x.dtype, device=x.device)
     summed = torch.empty((m, k) if residual is not None else (0,), dtype=x.dtype, device=x.device)
     for i, j in row_chunks(m, k):
