@@ -211,7 +211,7 @@ def test_every_kernel_of_this_device(cuda: torch.device, gen: torch.Generator) -
                 with pytest.raises(NotImplementedError, match=kernel.name):
                     fp4gemm.mm(a, b, activation=activation, out_dtype=kernel.out_dtype, kernel=kernel.name)
                 continue
-            if not kernel.takes("nvfp4", "nvfp4"):  # tests/cuda/test_cuda_prepacked.py
+            if not kernel.supports("nvfp4", "nvfp4"):  # tests/cuda/test_cuda_prepacked.py
                 continue
             fill_and_free(cuda)
             if kernel.epilogue == "swiglu":

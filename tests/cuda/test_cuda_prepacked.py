@@ -356,7 +356,9 @@ def test_kernels_that_do_not_take_the_operands(hopper: torch.device, gen: torch.
         )
         if kernel is None:
             continue
-        with pytest.raises(ValueError, match=rf"^kernel: '{kernel.name}' reads {reads} operands, must take"):
+        with pytest.raises(
+            ValueError, match=rf"^kernel: '{kernel.name}' reads {reads} operands, must multiply"
+        ):
             fp4gemm.mm(left, right, out_dtype=kernel.out_dtype, kernel=kernel.name)
     with pytest.raises(ValueError, match=r"^b: k is 32, must be 64, the k of a"):
         fp4gemm.mm(fp4gemm.quantize(torch.ones(8, 64, device=hopper)), p)

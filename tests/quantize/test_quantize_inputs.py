@@ -9,7 +9,6 @@ from typing import Any
 import fp4gemm
 import pytest
 import torch
-from bad_base import misaligned
 from helpers import assert_bits
 from torch import Tensor
 
@@ -26,7 +25,7 @@ def mapped(x: Tensor, folder: Path) -> Tensor:
 
 FORMS: dict[str, Callable[[Tensor, Path], Tensor]] = {
     "mapped": mapped,
-    "misaligned": lambda x, folder: misaligned(x.cpu()).to(x.device) if x.device.type == "cpu" else x[:, 8:],
+    "misaligned": lambda x, folder: x.new_empty(x.numel() + 4)[4:].view(x.shape).copy_(x),
     "odd row stride": lambda x, folder: torch.nn.functional.pad(x, (0, 1))[:, : x.shape[1]],
     "every other column": lambda x, folder: x.repeat_interleave(2, dim=1)[:, ::2],
     "transposed": lambda x, folder: x.T.contiguous().T,
