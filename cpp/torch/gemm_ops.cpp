@@ -190,7 +190,7 @@ void set_terms(fp4gemm_gemm_args_t& args, Call const& call, Tensor const& out) {
   if (call.alpha_groups.has_value()) {
     args.alpha_groups = check_vector("alpha_groups", *call.alpha_groups, args.num_groups, false, device);
   }
-  args.activation = static_cast<fp4gemm_activation_t>(call.activation);
+  args.activation = static_cast<fp4gemm_activation_t>(narrow("activation", call.activation));
   args.out_dtype = dtype_of("out", out.scalar_type());
   args.d = out.mutable_data_ptr();
   args.d_row_stride = row_stride("out", out, args.m, call.columns_of_d());

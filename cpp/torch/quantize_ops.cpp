@@ -7,13 +7,6 @@
 namespace fp4gemm_torch {
 namespace {
 
-/// An integer of a schema, which has 64 bits, as the int of a C argument.
-int narrow(char const* name, int64_t value) {
-  int const narrowed = static_cast<int>(value);
-  STD_TORCH_CHECK(narrowed == value, name, ": is ", value, ", must fit in 32 bits");
-  return narrowed;
-}
-
 /// Sets x (m, k), which must have unit stride along k, and its sizes. k must be a multiple of `step`.
 template <class Args>
 void set_input(Args& args, Tensor const& x, int64_t step = 16) {

@@ -19,6 +19,13 @@ using torch::stable::Tensor;
 
 inline char const* name_of(ScalarType type) { return torch::headeronly::toString(type); }
 
+/// An integer of a schema, which has 64 bits, as the int of a C argument.
+inline int narrow(char const* name, int64_t value) {
+  int const narrowed = static_cast<int>(value);
+  STD_TORCH_CHECK(narrowed == value, name, ": is ", value, ", must fit in 32 bits");
+  return narrowed;
+}
+
 inline void check_status(fp4gemm_status_t status) {
   STD_TORCH_CHECK(status == FP4GEMM_SUCCESS, "fp4gemm: ", fp4gemm_last_error());
 }
