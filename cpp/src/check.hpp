@@ -78,6 +78,8 @@ inline fp4gemm_status_t check_row_stride(char const* name, int64_t stride, int64
                                          int element_bytes) {
   FP4GEMM_CHECK(stride >= columns, "%s: is %lld, must be at least the %lld columns", name, ll(stride),
                 ll(columns));
+  FP4GEMM_CHECK(stride <= Rules::kMaxElements, "%s: is %lld, must be at most %lld", name, ll(stride),
+                ll(Rules::kMaxElements));
   FP4GEMM_CHECK(stride * element_bytes % Rules::kRowBytes == 0,
                 "%s: is %lld elements of %d bytes, must be a multiple of %d bytes", name, ll(stride),
                 element_bytes, Rules::kRowBytes);

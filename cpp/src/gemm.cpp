@@ -168,6 +168,9 @@ fp4gemm_status_t check_pointers(Args const& args) {
   if (args.c != nullptr) {
     FP4GEMM_TRY(check_buffer("c", args.c, out_elems));
     FP4GEMM_TRY(check_row_stride("c_row_stride", args.c_row_stride, args.n, bytes));
+  } else {
+    FP4GEMM_CHECK(args.c_row_stride == 0, "c_row_stride: is %lld, must be 0 without c",
+                  ll(args.c_row_stride));
   }
   FP4GEMM_TRY(check_buffer("d", args.d, out_elems));
   return check_row_stride("d_row_stride", args.d_row_stride, columns_of_d(args), bytes);
@@ -205,7 +208,7 @@ fp4gemm_status_t select_kernel(Args const& args, int device, Plan* plan) {
     plan->kernel = kernel_at(index);
     return FP4GEMM_SUCCESS;
   }
-  if (is_gated(args) && args.out_dtype == FP4GEMM_FP32) {
+  if (architecture_of(arch) != nullptr && is_gated(args) && args.out_dtype == FP4GEMM_FP32) {
     return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
                 "out_dtype: is fp32, must be bf16 or fp16 with the gated activation %s",
                 activation_name(args));
@@ -257,7 +260,7 @@ Problem problem_of(Args const& args, Plan const& plan, char* workspace, int devi
   problem.a = plan.decode_a ? workspace : args.a.data;
   problem.scale_a = args.a.scales;
   problem.b = plan.decode_b || plan.prepack_b ? workspace + plan.b_offset : args.b.data;
-  problem.b_is_fresh = plan.prepack_b || args.b_is_constant == 0;
+  problem.b_is_fresh = b_is_fresh(args.b_is_constant != 0, plan.decode_b || plan.prepack_b);
   problem.scale_b = args.b.scales;
   problem.alpha_row = args.alpha_row;
   problem.alpha_col = args.alpha_col;
@@ -276,8 +279,8 @@ Problem problem_of(Args const& args, Plan const& plan, char* workspace, int devi
   return problem;
 }
 
+/// Plans a call whose sizes, formats and types are valid (check_problem).
 fp4gemm_status_t make_plan(Args const& args, int device, Plan* plan) {
-  FP4GEMM_TRY(check_problem(args));
   FP4GEMM_TRY(device_properties(device, &plan->device));
   FP4GEMM_TRY(args.kernel == nullptr ? select_kernel(args, device, plan) : force_kernel(args, device, plan));
   if (args.m == 0 || args.n == 0) {
@@ -343,6 +346,7 @@ fp4gemm_status_t convert_operands(Args const& args, Plan const& plan, char* work
 fp4gemm_status_t workspace_bytes(Args const* args, int device, size_t* bytes) {
   FP4GEMM_CHECK(bytes != nullptr, "bytes: is null, must point at the result");
   FP4GEMM_TRY(check_args(args));
+  FP4GEMM_TRY(check_problem(*args));
   Plan plan;
   FP4GEMM_TRY(make_plan(*args, device, &plan));
   *bytes = plan.total_bytes;
@@ -352,9 +356,10 @@ fp4gemm_status_t workspace_bytes(Args const* args, int device, size_t* bytes) {
 fp4gemm_status_t run(Args const* args, void* workspace, size_t workspace_bytes, int device,
                      fp4gemm_stream_t stream) {
   FP4GEMM_TRY(check_args(args));
+  FP4GEMM_TRY(check_problem(*args));
+  FP4GEMM_TRY(check_pointers(*args));
   Plan plan;
   FP4GEMM_TRY(make_plan(*args, device, &plan));
-  FP4GEMM_TRY(check_pointers(*args));
   if (plan.kernel == nullptr) {
     return FP4GEMM_SUCCESS;
   }

@@ -35,6 +35,10 @@ struct Problem {
   int num_sms = 0;
 };
 
+/// True if the launch right before the kernel may have written the B that the kernel reads: the caller does
+/// not promise otherwise (fp4gemm_gemm_args_t::b_is_constant), or the call itself converts B first.
+constexpr bool b_is_fresh(bool b_is_constant, bool is_converted) { return is_converted || !b_is_constant; }
+
 /// The formats that a kernel reads. Operands in some other formats are converted, in the workspace.
 enum class Operands {
   kNvfp4,          // both NVFP4

@@ -1,5 +1,7 @@
-// Host tests of the C interface: the messages for wrong arguments. No GPU is used.
+// Host tests of the C interface: the messages for wrong arguments, and whether B may be fresh. No GPU is
+// used.
 #include "checks.hpp"
+#include "kernel.hpp"
 
 namespace {
 
@@ -52,6 +54,40 @@ void test_gemm_errors() {
   fp4gemm_gemm_args_t const args = good_gemm();
   expect_error("null bytes", fp4gemm_gemm_workspace_bytes(&args, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
                "bytes: is null");
+}
+
+/// Pointers and strides, which only the call itself has.
+template <class Change>
+void bad_call(char const* what, Change change, char const* text) {
+  fp4gemm_gemm_args_t args = good_gemm();
+  change(args);
+  expect_error(what, fp4gemm_gemm(&args, nullptr, 0, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT, text);
+}
+
+void test_gemm_pointer_errors() {
+  using Args = fp4gemm_gemm_args_t;
+  bad_call("a", [](Args& a) { a.a.data = nullptr; }, "a: is null");
+  bad_call("scale_b", [](Args& a) { a.b.scales = address(8); }, "scale_b: is 0x1008");
+  bad_call("d", [](Args& a) { a.d = nullptr; }, "d: is null");
+  bad_call("d_row_stride", [](Args& a) { a.d_row_stride = 7; }, "d_row_stride: is 7, must be at least the 8");
+  bad_call(
+      "odd d_row_stride", [](Args& a) { a.d_row_stride = 12; }, "d_row_stride: is 12 elements of 2 bytes");
+  bad_call(
+      "d_row_stride whose bytes overflow",
+      [](Args& a) {
+        a.out_dtype = FP4GEMM_FP32;
+        a.d_row_stride = int64_t{1} << 62;
+      },
+      "d_row_stride: is 4611686018427387904, must be at most");
+  bad_call("c_row_stride", [](Args& a) { a.c_row_stride = 8; }, "c_row_stride: is 8, must be 0 without c");
+}
+
+void test_b_is_fresh() {
+  using fp4gemm::b_is_fresh;
+  CHECK(b_is_fresh(false, false), "no promise");
+  CHECK(!b_is_fresh(true, false), "a promise about the bytes that the kernel reads");
+  CHECK(b_is_fresh(true, true), "a promise about bytes that the call converts first");
+  CHECK(b_is_fresh(false, true), "no promise, and a conversion");
 }
 
 template <class Change>
@@ -146,6 +182,13 @@ void test_quantize_errors() {
   bad_quantize("scaling", [](Args& a) { a.scaling = static_cast<fp4gemm_scaling_t>(2); }, "scaling: is 2");
   bad_quantize("short stride", [](Args& a) { a.x_row_stride = 16; }, "x_row_stride: is 16");
   bad_quantize("odd stride", [](Args& a) { a.x_row_stride = 33; }, "x_row_stride: is 33");
+  bad_quantize(
+      "stride whose bytes overflow",
+      [](Args& a) {
+        a.x_dtype = FP4GEMM_FP32;
+        a.x_row_stride = int64_t{1} << 62;
+      },
+      "x_row_stride: is 4611686018427387904, must be at most");
   bad_quantize("x null", [](Args& a) { a.x = nullptr; }, "x: is null");
   bad_quantize("x misaligned", [](Args& a) { a.x = address(8); }, "x: is 0x1008, must be 16-byte aligned");
   bad_quantize(
@@ -399,6 +442,8 @@ void test_scale_shape_and_texts() {
 
 int main() {
   test_gemm_errors();
+  test_gemm_pointer_errors();
+  test_b_is_fresh();
   test_grouped_errors();
   test_quantize_errors();
   test_decoded_errors();
