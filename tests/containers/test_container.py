@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import io
 import pickle
 from collections.abc import Callable
@@ -98,6 +99,11 @@ def test_dtype_changes_no_byte(t: Any) -> None:
         assert_equal(other, half)
     for part in (half[0],) if hasattr(half, "__getitem__") and half.ndim == 3 else ():
         assert part.dtype is torch.bfloat16
+
+
+def test_fields_are_in_the_order_of_the_constructor(t: Any) -> None:
+    """torch.compile of torch 2.11 binds positional arguments in the order of dataclasses.fields."""
+    assert [field.name for field in dataclasses.fields(t)] == list(inspect.signature(type(t)).parameters)
 
 
 def test_dtype_survives_prepacking() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
@@ -19,24 +18,24 @@ if TYPE_CHECKING:
 __all__ = ["Container"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Container:
     """A quantized matrix or stack of matrices: a few tensors and the numbers that say what they mean.
 
     A container is not a torch.Tensor. It answers what model code asks of ``module.weight`` without computing
     anything: ``dtype``, ``shape``, ``size()``, ``numel()``, ``device``, ``to()`` and the like. Arithmetic on
-    it raises TypeError. A subclass lists its fields in the three class variables.
+    it raises TypeError. A subclass is a frozen dataclass that lists its fields in the three class variables.
 
-    Args:
-        dtype: torch.float32, torch.bfloat16 or torch.float16: the type of the plain tensor that the container
-            stands for, and the default of ``dequantize``. No stored byte depends on it.
+    Every subclass declares ``dtype`` as its last field, keyword-only: torch.float32, torch.bfloat16 or
+    torch.float16, the type of the plain tensor that the container stands for, and the default of
+    ``dequantize``. No stored byte depends on it. This class is not a dataclass, because an inherited field
+    comes first in dataclasses.fields, and torch.compile (2.11) binds positional arguments in that order.
     """
 
     _tensors: ClassVar[tuple[str, ...]]  # fields that are always tensors; the first holds the elements
     _optional: ClassVar[tuple[str, ...]] = ()  # fields that are a tensor or None
     _constants: ClassVar[tuple[str, ...]] = ("dtype",)  # all other fields
 
-    dtype: torch.dtype = dataclasses.field(default=torch.float32, kw_only=True)
+    dtype: torch.dtype
 
     def __post_init__(self) -> None:
         _checks.is_float_dtype("dtype", self.dtype)

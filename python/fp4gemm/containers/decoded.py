@@ -41,7 +41,8 @@ class DecodedTensor(Container):
     e4m3_max: int = 448
     hadamard_signs: int | None = None
     offs: Tensor | None = None  # (g,) int32 ends of groups
-    offs_dim: int = 0  # groups of 0 rows, 1 columns
+    offs_dim: int = 0  # 0: groups of rows; 1: groups of columns (ragged k)
+    dtype: torch.dtype = dataclasses.field(default=torch.float32, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

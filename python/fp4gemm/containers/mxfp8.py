@@ -46,6 +46,7 @@ class MXFP8Tensor(Container):
     values: Tensor  # (m, k) fp8
     scales: Tensor  # (ceil128(m), ceil4(k/32)) e8m0 swizzled, or (m, k/32)
     swizzled: bool = True
+    dtype: torch.dtype = dataclasses.field(default=torch.float32, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -66,7 +66,8 @@ class NVFP4Tensor(Conventions, Container):
     e4m3_max: int = 448
     offs: Tensor | None = None  # (g,) i32 ends of groups
     hadamard_signs: int | None = None
-    offs_dim: int = 0  # groups of 0 rows, 1 columns
+    offs_dim: int = 0  # 0: groups of rows; 1: groups of columns (ragged k)
+    dtype: torch.dtype = dataclasses.field(default=torch.float32, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -47,6 +47,7 @@ class PrepackedTensor(Container):
     shape: torch.Size  # (n, k) or (g, n, k)
     e4m3_max: int = 448
     hadamard_signs: int | None = None
+    dtype: torch.dtype = dataclasses.field(default=torch.float32, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
