@@ -12,7 +12,7 @@ import pytest
 import torch
 from fp4gemm import nn
 from fp4gemm.nn import _weight
-from nn_helpers import BUFFER_DTYPES, float_linear, same_bits, same_state
+from nn_helpers import float_linear, same_bits, same_state
 from torch import Tensor
 
 
@@ -111,7 +111,7 @@ def test_a_model_quantized_in_inference_mode_loads_a_state(made_in_it: bool) -> 
 
 @pytest.mark.parametrize("bound", [448, 256])
 def test_a_checkpoint_with_extra_state_loads(bound: int) -> None:
-    """Version 0.1.0 stored the e4m3 bound there."""
+    """Older checkpoints have the e4m3 bound there."""
     made = fp4gemm.quantize(torch.randn(24, 64))
     layer = nn.Linear.from_quantized(fp4gemm.NVFP4Tensor(made.codes, made.scales, made.amax, bound))
     state = layer.state_dict()
@@ -135,19 +135,40 @@ def test_a_checkpoint_without_a_bound_means_448(strict: bool) -> None:
     assert same_state(fresh, layer)
 
 
-def test_an_old_pickle_loads() -> None:
-    """A pickle of version 0.1.0, in which the bound was an attribute."""
-    layer = nn.Linear.from_float(float_linear())
-    state = layer.__getstate__()
-    for name in ("_e4m3_max", "dtype", "_has_signed_scales", "check_finite"):
-        state.pop(name, None)
-    del state["_buffers"]["weight_e4m3_max"]
-    old = nn.Linear.__new__(nn.Linear)
-    old.__setstate__({**state, "e4m3_max": 256})
-    assert old.e4m3_max == 256
-    assert int(old.weight_e4m3_max) == 256
-    assert {name: b.dtype for name, b in old.named_buffers()} == BUFFER_DTYPES
-    assert old(torch.randn(2, 64)).shape == (2, 24)
+def of_bound(bound: int) -> nn.Linear:
+    made = fp4gemm.quantize(torch.randn(24, 64))
+    return nn.Linear.from_quantized(fp4gemm.NVFP4Tensor(made.codes, made.scales, made.amax, bound))
+
+
+@pytest.mark.parametrize("is_prepacked", [False, True])
+def test_a_bound_that_is_written_in_place_is_read(is_prepacked: bool) -> None:
+    layer, other, x = of_bound(448), of_bound(256), torch.randn(2, 64)
+    if is_prepacked:
+        layer, other = layer.prepack(), other.prepack()
+    layer(x)
+    for mine, theirs in zip(layer.buffers(), other.buffers(), strict=True):
+        mine.copy_(theirs)
+    assert torch.equal(layer(x), other(x))
+    assert layer.e4m3_max == 256
+
+
+def test_a_bound_in_place_is_read_after_other_changes() -> None:
+    layer = of_bound(448)
+    layer.weight_e4m3_max.fill_(256)
+    layer.weight_codes = layer.weight_codes.clone()
+    assert layer.e4m3_max == 256
+    layer.load_state_dict({"weight_e4m3_max": torch.tensor([448], dtype=torch.int32)}, strict=False)
+    assert layer.e4m3_max == 448
+    layer.weight_e4m3_max.fill_(2)
+    with pytest.raises(ValueError, match="weight_e4m3_max: e4m3 bound is 2, must be 448"):
+        layer(torch.randn(2, 64))
+
+
+def test_a_bound_that_is_replaced_is_read_before_the_first_forward() -> None:
+    """accelerate's set_module_tensor_to_device puts a new tensor among the buffers."""
+    layer = of_bound(448)
+    layer._buffers["weight_e4m3_max"] = torch.tensor([256], dtype=torch.int32)
+    assert layer.e4m3_max == 256
 
 
 # ---- assignment of codes or scales alone to a prepacked weight with negative scales

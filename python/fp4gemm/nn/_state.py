@@ -13,7 +13,9 @@ from .. import _checks
 # The parts of an NVFP4Tensor, which load together.
 WEIGHT_BUFFERS = ("weight_codes", "weight_scales", "weight_amax")
 BOUND = "weight_e4m3_max"  # int32 (1,): 448 or 256; 448 where a checkpoint does not have it
-EXTRA_STATE = "_extra_state"  # where checkpoints of version 0.1.0 have the bound
+PREPACKED = "weight_prepacked"
+ORDER = (*WEIGHT_BUFFERS, BOUND, PREPACKED, "bias")  # of the buffers
+EXTRA_STATE = "_extra_state"  # where older checkpoints have the bound
 # A buffer passes through Module.half() and the like as integers of its size, so that no cast changes it.
 BITS = {
     torch.uint8: torch.uint8,
@@ -35,6 +37,16 @@ def new_buffers(n: int, k: int, num_amax: int, device: torch.device | None) -> d
         name: torch.empty(shape, dtype=dtype, device=device)
         for name, (shape, dtype) in zip((*WEIGHT_BUFFERS, BOUND), shapes, strict=True)
     }
+
+
+def ordered(buffers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """The same in the order in which a new layer has them."""
+    return {name: buffers[name] for name in (*ORDER, *buffers) if name in buffers}
+
+
+def version(buffer: Tensor | None) -> int | None:
+    """A number that changes with every write in place; None of an inference tensor, which has none."""
+    return None if buffer is None or buffer.is_inference() else buffer._version
 
 
 def keep_dtype(fn: Callable[[Tensor], Tensor], buffer: Tensor) -> Tensor:

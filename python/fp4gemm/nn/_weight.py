@@ -13,26 +13,23 @@ from .. import _checks, support
 from ..containers.nvfp4 import NVFP4Tensor
 from ..containers.prepacked import PrepackedTensor, prepack, unprepack
 from ..quantize import quantize
-from ._inputs import (
-    WeightScaling,
-    check_bias,
-    check_float_weight,
-    check_quantized_weight,
-)
+from ._inputs import WeightScaling, check_bias, check_float_weight, check_quantized_weight
 from ._state import (
     BITS,
     BOUND,
+    ORDER,
+    PREPACKED,
     WEIGHT_BUFFERS,
     buffer_problem,
     checkpoint_problems,
     keep_dtype,
     moved_dtype,
     new_buffers,
+    ordered,
+    version,
     with_bound,
 )
 
-PREPACKED = "weight_prepacked"
-ORDER = (*WEIGHT_BUFFERS, BOUND, PREPACKED, "bias")  # of the buffers
 # Held by a thread that replaces codes and scales by prepacked bytes or back, and by every forward that might
 # read codes and scales on a device that streams prepacked weights. A layer is thus prepacked once, and no
 # thread begins to read what another one is about to free. A device is synchronised before the lock is given
@@ -46,6 +43,9 @@ class WeightModule(torch.nn.Module):
     state_dict, pickles, copies and moves to other devices always have codes and scales. Prepacked
     bytes keep their address until the module moves, since a captured CUDA graph may read them. A form that is
     not held is absent from the buffers, rather than None, which torch.export (2.13) counts wrongly.
+
+    A buffer may be replaced by one of its dtype and shape, or written in place. A bound that is an inference
+    tensor, or is written through ``.data``, in a compiled function or by a CUDA graph, is not read again.
     """
 
     in_features: int
@@ -58,6 +58,7 @@ class WeightModule(torch.nn.Module):
     _has_weight: bool
     # The buffers of WEIGHT_BUFFERS and BOUND that were looked at; see _notice.
     _known: tuple[Tensor | None, ...]
+    _known_version: int | None  # of the bound
     _is_captured = False  # a CUDA graph may read codes and scales, which then stay
     _has_signed_scales = False  # the weight was prepacked with negative scales, whose signs are in the codes
 
@@ -71,6 +72,8 @@ class WeightModule(torch.nn.Module):
     @property
     def e4m3_max(self) -> int:
         """448 or 256: the bound that the block scales were made with."""
+        if not torch.compiler.is_compiling():
+            self._notice()
         return self._e4m3_max
 
     @e4m3_max.setter
@@ -126,16 +129,23 @@ class WeightModule(torch.nn.Module):
         held = {name: t for name, t in {**self._buffers, **changed}.items() if name not in gone}
         if PREPACKED in held:
             self._non_persistent_buffers_set.add(PREPACKED)
-        self._buffers = _ordered(held)  # at once, since other threads may be running the layer
+        self._buffers = ordered(held)  # at once, since other threads may be running the layer
         if PREPACKED not in held:  # accelerate expects every name of this set among the buffers
             self._non_persistent_buffers_set.discard(PREPACKED)
-        self._known = self._weight_buffers()
+        self._remember_buffers(BOUND in changed)
+
+    def _remember_buffers(self, is_bound_read: bool = True) -> None:
+        """Accept the buffers as they are; unless the bound was read, ``_notice`` still compares that one."""
+        *parts, bound = self._weight_buffers()
+        if is_bound_read:
+            self._known_version = version(bound)
+        self._known = (*parts, bound if is_bound_read else self._known[-1])
 
     def _weight_buffers(self) -> tuple[Tensor | None, ...]:
         return tuple(map(self._buffers.get, (*WEIGHT_BUFFERS, BOUND)))
 
     def _notice(self) -> None:
-        """Look at buffers that other code has put into place, as accelerate's loaders do.
+        """Look at buffers that other code has replaced, as accelerate's loaders do, and at a bound it wrote.
 
         Raises:
             ValueError: one of them does not fit the layer. Synchronises where the bound is on a GPU.
@@ -146,13 +156,14 @@ class WeightModule(torch.nn.Module):
             and held.get("weight_scales") is known[1]
             and held["weight_amax"] is known[2]
             and held[BOUND] is known[3]
+            and version(known[3]) == self._known_version
         ):
             return
         found = self._weight_buffers()
         if not self._has_weight and any(new is old for new, old in zip(found[:3], known[:3], strict=True)):
             return  # not all parts of a weight yet
         if any(t is not None and t.is_meta for t in found):
-            self._known = found  # offloaded
+            self._remember_buffers()  # offloaded
             return
         num_amax = 1 if self.weight_amax.numel() == 1 else self.out_features
         wanted = new_buffers(self.out_features, self.in_features, num_amax, torch.device("meta"))
@@ -168,7 +179,7 @@ class WeightModule(torch.nn.Module):
         self._e4m3_max = int(held[BOUND].item())  # type: ignore[union-attr]
         self._align_buffers()
         self._has_weight = True
-        self._known = self._weight_buffers()
+        self._remember_buffers()
 
     def _align_buffers(self) -> None:
         """Copy what lies off the 16-byte steps, as the tensors of a memory-mapped file may."""
@@ -318,16 +329,13 @@ class WeightModule(torch.nn.Module):
         # torch (2.13) writes float8 storages with plain pickle but cannot read them back; bytes it can.
         held = {name: buffer for name, buffer in self._buffers.items() if name != PREPACKED}
         held |= {"weight_codes": weight.codes, "weight_scales": weight.scales.view(torch.uint8)}
-        state = {name: value for name, value in self.__dict__.items() if name != "_known"}
-        return {**state, "_buffers": _ordered(held), "_is_captured": False, "_has_signed_scales": False}
+        state = {name: value for name, value in self.__dict__.items() if not name.startswith("_known")}
+        return {**state, "_buffers": ordered(held), "_is_captured": False, "_has_signed_scales": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._buffers["weight_scales"] = state["_buffers"]["weight_scales"].view(torch.float8_e4m3fn)
-        if BOUND not in self._buffers:  # a pickle of version 0.1.0
-            self._e4m3_max = self.__dict__.pop("e4m3_max")
-            self._buffers[BOUND] = torch.full_like(self.weight_amax[:1], self._e4m3_max, dtype=torch.int32)
-        self._hold()
+        self._remember_buffers()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         with _EXCHANGE:
@@ -348,7 +356,7 @@ class WeightModule(torch.nn.Module):
         before = self.weight_amax.device
         super()._apply(lambda t: keep_dtype(fn, t) if id(t) in own else fn(t), recurse)
         self.dtype = moved_dtype(fn, self.dtype)
-        self._known = self._weight_buffers()
+        self._remember_buffers()
         if before.type == "meta" and not self.weight_amax.is_meta:
             self._has_weight = False  # to_empty: memory without contents
             self.e4m3_max = self._e4m3_max
@@ -379,17 +387,13 @@ class WeightModule(torch.nn.Module):
                 super()._load_from_state_dict(
                     state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
                 )
-            if not problems and prefix + WEIGHT_BUFFERS[0] in state_dict:
+            is_loaded = not problems and prefix + WEIGHT_BUFFERS[0] in state_dict
+            if is_loaded:
                 self._align_buffers()
                 bound = state_dict[prefix + BOUND]
                 if not bound.is_meta:
                     self._e4m3_max = int(bound.item())
                 self._has_weight = not self.weight_codes.is_meta or is_assigned
-            self._known = self._weight_buffers()
+            self._remember_buffers(is_loaded)
             if place is not None and not (is_assigned and not problems):
                 self._hold_prepacked(place)
-
-
-def _ordered(buffers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """The same in the order in which a new layer has them."""
-    return {name: buffers[name] for name in (*ORDER, *buffers) if name in buffers}
