@@ -10,22 +10,38 @@ constexpr cutlass_evt::Activation kernel_activation(fp4gemm_activation_t number)
   return static_cast<cutlass_evt::Activation>(number);
 }
 
-static_assert(kernel_activation(FP4GEMM_ACTIVATION_NONE) == cutlass_evt::Activation::kNone);
-static_assert(kernel_activation(FP4GEMM_ACTIVATION_SILU) == cutlass_evt::Activation::kSilu);
-static_assert(kernel_activation(FP4GEMM_ACTIVATION_GELU_TANH) == cutlass_evt::Activation::kGeluTanh);
-static_assert(kernel_activation(FP4GEMM_ACTIVATION_RELU2) == cutlass_evt::Activation::kRelu2);
-static_assert(kernel_activation(FP4GEMM_ACTIVATION_SWIGLU) == cutlass_evt::Activation::kSwiGlu);
-static_assert(kernel_activation(FP4GEMM_ACTIVATION_GELU) == cutlass_evt::Activation::kGelu);
+constexpr bool are_equal(char const* a, char const* b) {
+  while (*a != 0 && *a == *b) {
+    ++a;
+    ++b;
+  }
+  return *a == *b;
+}
 
 constexpr bool tables_agree() {
   for (int i = 0; i < kNumActivations; ++i) {
-    if (static_cast<int>(kActivations[i].number) != i ||
-        kActivations[i].is_gated != cutlass_evt::is_gated(kernel_activation(kActivations[i].number))) {
+    ActivationInfo const& row = kActivations[i];
+    if (static_cast<int>(row.number) != i ||
+        row.is_gated != cutlass_evt::is_gated(kernel_activation(row.number)) ||
+        !are_equal(row.name, cutlass_evt::kActivationNames[i])) {
       return false;
     }
   }
   return kNumActivations == static_cast<int>(cutlass_evt::Activation::kCount);
 }
 static_assert(tables_agree(), "fp4gemm.h, activation.hpp and cutlass_evt must have the same activations");
+
+constexpr bool swiglu_is_the_only_gated_one() {
+  for (ActivationInfo const& row : kActivations) {
+    if (row.is_gated != (row.number == FP4GEMM_ACTIVATION_SWIGLU)) {
+      return false;
+    }
+  }
+  return true;
+}
+static_assert(
+    swiglu_is_the_only_gated_one(),
+    "the gated epilogue of cutlass_evt/epilogue/swiglu.hpp computes SwiGLU whatever the activation is; "
+    "pass the activation to it before another gated one is added");
 
 }  // namespace fp4gemm

@@ -9,8 +9,8 @@
 
 namespace cutlass_evt {
 
-/// The activations of the epilogue, numbered as in fp4gemm_activation_t. Each has a Formula below; to add
-/// one, add its enumerator here and its Formula there.
+/// The activations of the epilogue, numbered as in fp4gemm_activation_t. Each has a name and a Formula below;
+/// to add one, add its enumerator here, its name and its Formula there.
 enum class Activation : int {
   kNone = 0,
   kSilu = 1,
@@ -20,6 +20,11 @@ enum class Activation : int {
   kGelu = 5,
   kCount  // the number of activations, not one of them
 };
+
+/// The names of the enumerators, in their order, as the C interface spells them.
+inline constexpr char const* kActivationNames[] = {"none", "silu", "gelu_tanh", "relu2", "swiglu", "gelu"};
+static_assert(sizeof(kActivationNames) / sizeof(char const*) == static_cast<int>(Activation::kCount),
+              "every activation needs a name");
 
 namespace nodes {
 
