@@ -64,14 +64,14 @@ constexpr bool is_prepacked(Operands operands) {
   return operands == Operands::kPrepacked || operands == Operands::kPrepackedBf16;
 }
 
-struct PrepackedFigures;  // sm90/figures.hpp
+struct MeasuredFigures;  // defined by the architecture that has them: sm90/figures.hpp
 
 struct Kernel {
   fp4gemm_kernel_info_t info;
   Operands operands;
   bool is_grouped;
   bool is_gated;
-  PrepackedFigures const* figures;  // measured, for the cost model; null: it derives the time from the tile
+  MeasuredFigures const* figures;  // measured, for the cost model; null: it derives the time from the tile
   /// Bytes of workspace in addition to the converted operands.
   size_t (*workspace_bytes)(Problem const&);
   fp4gemm_status_t (*launch)(Problem const&, void* workspace, fp4gemm_stream_t);

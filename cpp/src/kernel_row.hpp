@@ -94,7 +94,7 @@ struct KernelTraits {
 
 /// Impl must have kTraits, kName, workspace_bytes and launch. figures: those of Kernel.
 template <class Impl>
-constexpr Kernel make_row(PrepackedFigures const* figures = nullptr) {
+constexpr Kernel make_row(MeasuredFigures const* figures = nullptr) {
   constexpr KernelTraits const& t = Impl::kTraits;
   return {{Impl::kName.text, t.mode(), t.epilogue, t.arch, t.tile_m, t.tile_n, t.tile_k, t.cluster_m,
            t.cluster_n, t.out_dtype, t.operand_name(), t.is_swapped},

@@ -177,7 +177,9 @@ void set_operands(fp4gemm_gemm_args_t& args, Call const& call) {
   args.a = operand_of("a", "scale_a", call.a, call.scale_a, shape_a, scale_rows_a, device);
   args.b = call.is_prepacked() ? prepacked_operand(call.b, device)
                                : operand_of("b", "scale_b", call.b, call.scale_b, shape_b, args.n, device);
-  // Prepacked bytes are those of a weight, written by prepack or by a copy, which keeps the promise.
+  // The bytes of a prepacked weight come from prepack, which ends with an empty kernel, or from a copy of
+  // contiguous bytes, which is no kernel. If a kernel of torch writes them, another ordinary launch must
+  // follow it before the product: docs/hopper.md and the docstring of PrepackedTensor say so.
   args.b_is_constant = call.is_prepacked() ? 1 : 0;
 }
 

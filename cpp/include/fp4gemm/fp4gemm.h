@@ -373,8 +373,9 @@ FP4GEMM_API int64_t fp4gemm_prepacked_bytes(int64_t n, int64_t k);
  * With b_is_constant, fp4gemm_gemm reads prepacked weights while the previous kernel on the stream still
  * runs, before griddepcontrol.wait, after which alone CUDA guarantees that the previous kernel's writes are
  * visible. The promise holds right after this call, which ends with an empty kernel of an ordinary launch:
- * one such launch after the kernel that writes B suffices. It also holds after copies, events of other
- * streams and host synchronisation. It is broken if the previous kernel itself writes B. */
+ * one such launch after the kernel that writes B suffices. It also holds after cudaMemcpyAsync and
+ * cudaMemsetAsync, and after any kernel that was itself complete: an event of another stream, a
+ * synchronisation or an ordinary launch came after it. It is broken if the previous kernel itself writes B. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_prepack(int num_matrices, int64_t n, int64_t k, const uint8_t* codes,
                                              const uint8_t* scales, void* packed, int device,
                                              fp4gemm_stream_t stream);

@@ -63,7 +63,7 @@ struct TokenTiles {
 
 /// The tiles of a group of `mean` tokens or, where groups differ, the average over groups from half as many
 /// to half as many again.
-TokenTiles token_tiles(PrepackedFigures const& figures, int tile_tokens, double mean, bool differ) {
+TokenTiles token_tiles(MeasuredFigures const& figures, int tile_tokens, double mean, bool differ) {
   int const sizes = differ ? 8 : 1;
   TokenTiles all{0, 0, 0};
   for (int i = 0; i < sizes; ++i) {
@@ -84,7 +84,7 @@ TokenTiles token_tiles(PrepackedFigures const& figures, int tile_tokens, double 
 double prepacked_clocks(Kernel const& row, int num_sms, Selection const& wanted) {
   using namespace cutlass_evt;
   fp4gemm_kernel_info_t const& kernel = row.info;
-  PrepackedFigures const& figures = *row.figures;
+  MeasuredFigures const& figures = *row.figures;
   // If tokens draw their group at random, some groups have no token.
   double const groups =
       wanted.num_groups > 1

@@ -18,7 +18,7 @@ struct SmallTile {
 
 /// The time of a GEMM in microseconds: fixed_us, and chunk_us for every 64 of k of each tile that a worker
 /// computes in turn; split_us more where tiles are split along k, and tile_us for each tile after the first.
-struct PrepackedFigures {
+struct MeasuredFigures {
   double fixed_us, chunk_us, split_us, tile_us;
   int ctas_per_sm;           // CTAs that fit on an SM
   double shared_chunk_us;    // chunk_us where so many CTAs share an SM; a small tile's grows in proportion

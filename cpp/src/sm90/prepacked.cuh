@@ -84,9 +84,9 @@ struct PrepackedLaunch {
                                  fp4gemm_stream_t stream) {
     using Packing = cutlass_evt::Nvfp4Packing;
     int const grid = num_ctas(p);
-    // The kernel keeps column numbers, up to the end of the last tile, and tile numbers, up to one more for
-    // each CTA, in 32 bits.
-    if (p.n > INT32_MAX - Config::kRows * Config::kCluster ||
+    // The kernel keeps column and token numbers, up to the end of the last tile, and tile numbers, up to one
+    // more for each CTA, in 32 bits.
+    if (p.n > INT32_MAX - Config::kRows * Config::kCluster || p.m > INT32_MAX - Config::kTokens ||
         row_tiles(p) * token_tiles(p) > INT32_MAX - grid) {
       return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not support m %lld with n %lld", name,
                   static_cast<long long>(p.m), static_cast<long long>(p.n));
@@ -164,7 +164,7 @@ template <class Tile>
 constexpr std::array<Kernel, kRowsPerTile> prepacked_rows() {
   using bf16 = cutlass::bfloat16_t;
   using fp16 = cutlass::half_t;
-  constexpr PrepackedFigures const* kFigures = &sm90::kFiguresOf<Tile>;
+  constexpr MeasuredFigures const* kFigures = &sm90::kFiguresOf<Tile>;
   return {make_row<PrepackedImpl<Tile, false, false, bf16>>(kFigures),
           make_row<PrepackedImpl<Tile, false, false, fp16>>(kFigures),
           make_row<PrepackedImpl<Tile, false, false, float>>(kFigures),

@@ -15,7 +15,7 @@ namespace fp4gemm::sm90 {
 // rows of B that load the tokens for each other. kCtasPerSm: CTAs that fit on an SM, which bounds their
 // registers and shared memory.
 //
-// The figures are those of PrepackedFigures. A tile of several CTAs on an SM has kSharedChunkUs too, and a
+// The figures are those of MeasuredFigures. A tile of several CTAs on an SM has kSharedChunkUs too, and a
 // tile whose last one of a group may be smaller (Sm90Nvfp4Config::kLeastTokens) has kSmall.
 //
 // They were measured on an H200, 2026-11-22, at 1755 to 1980 MHz (`python -m bench hopper`): lines through
@@ -144,11 +144,11 @@ using Bf16Tiles =
     TileList<Bf16<Tile8x64x1024>, Bf16<Tile16x64x512>, Bf16<Tile64x128x256>, Bf16<Tile256x128x64>>;
 
 template <class Tile>
-constexpr PrepackedFigures figures_of() {
+constexpr MeasuredFigures figures_of() {
   using Config = ConfigOf<Tile>;
   static_assert(Config::kRows == Tile::kRows && Config::kDepth == Tile::kDepth,
                 "a tile has whole chunks of 64 rows and of 64 of k");
-  PrepackedFigures figures{};
+  MeasuredFigures figures{};
   figures.fixed_us = Tile::kFixedUs;
   figures.chunk_us = Tile::kChunkUs;
   figures.split_us = Tile::kSplitUs;
@@ -167,6 +167,6 @@ constexpr PrepackedFigures figures_of() {
 }
 
 template <class Tile>
-inline constexpr PrepackedFigures kFiguresOf = figures_of<Tile>();
+inline constexpr MeasuredFigures kFiguresOf = figures_of<Tile>();
 
 }  // namespace fp4gemm::sm90
