@@ -5,9 +5,11 @@
 #
 #   family   GEMM folder   nvcc    code of quantize and decode           compute capabilities
 #            (- : none)    (>=)    (NN: machine code, NN-ptx: portable)  that it serves
+#
+# The host code needs CUDA 12.5 (cudaGetDriverEntryPointByVersion), so that no row can name an older nvcc.
 set(FP4GEMM_ARCH_TABLE
-    "80    |  -            | 11.8  | 80 89                             | 8.0 8.6 8.7 8.8 8.9"
-    "90a   |  sm90         | 12.0  | 90 90-ptx                         | 9.0"
+    "80    |  -            | 12.5  | 80 89                             | 8.0 8.6 8.7 8.8 8.9"
+    "90a   |  sm90         | 12.5  | 90 90-ptx                         | 9.0"
     "100f  |  sm100        | 12.9  | 100f                              | 10.0 10.3")
 
 # Sets out_var to every family of the table.
@@ -56,6 +58,7 @@ endfunction()
 #   FP4GEMM_GEMM_FOLDERS      the GEMM folders that are built, in the order of the table, and for each of them
 #   FP4GEMM_GENCODE_sm90 ...    the nvcc options
 #   FP4GEMM_DEVICES_sm90 ...    the compute capabilities that its kernels serve: "9.0"
+#   FP4GEMM_PTX_FOLDERS       those of the GEMM folders whose code includes PTX
 macro(fp4gemm_read_archs)
   set(FP4GEMM_ARCHS "${FP4GEMM_CUDA_ARCHS}")
   if(FP4GEMM_ARCHS STREQUAL "all")
@@ -71,6 +74,7 @@ macro(fp4gemm_read_archs)
   set(FP4GEMM_QUANTIZE_PORTABLE 0)
   set(FP4GEMM_GEMM_DEVICES "")
   set(FP4GEMM_GEMM_FOLDERS "")
+  set(FP4GEMM_PTX_FOLDERS "")
   set(_known "")
   foreach(_row IN LISTS FP4GEMM_ARCH_TABLE)
     string(REGEX REPLACE " *\\| *" ";" _row "${_row}")
@@ -108,6 +112,7 @@ macro(fp4gemm_read_archs)
         list(APPEND FP4GEMM_GEMM_FOLDERS "${_folder}")
         set(FP4GEMM_DEVICES_${_folder} "${_devices}")
         if(_family MATCHES "f$") # PTX too: for later members of the family, and for the emulator of the tests
+          list(APPEND FP4GEMM_PTX_FOLDERS "${_folder}")
           set(FP4GEMM_GENCODE_${_folder} "-gencode=arch=compute_${_family},code=[sm_${_family},compute_${_family}]")
         else()
           set(FP4GEMM_GENCODE_${_folder} "-gencode=arch=compute_${_family},code=sm_${_family}")

@@ -31,14 +31,9 @@ template <class Function>
 Function driver_function(char const* name) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult result{};
-#if CUDART_VERSION >= 12050
   cudaError_t const error =
       cudaGetDriverEntryPointByVersion(name, &function, 11080, cudaEnableDefault, &result);
   bool const found = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
-#else
-  (void)result;
-  bool const found = cudaGetDriverEntryPoint(name, &function, cudaEnableDefault) == cudaSuccess;
-#endif
   return found ? reinterpret_cast<Function>(function) : nullptr;
 }
 

@@ -8,6 +8,9 @@ namespace fp4gemm {
 struct DeviceProperties {
   int arch = 0;  // 10 * major + minor of the compute capability
   int num_sms = 0;
+
+  /// True if kernels may be launched with the programmatic attribute (griddepcontrol).
+  bool can_overlap_launches() const { return arch >= 90; }
 };
 
 /// Reads the properties of a device; they are kept after the first read.

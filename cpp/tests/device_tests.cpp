@@ -83,19 +83,12 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 char const* cudaGetErrorString(cudaError_t) { return ""; }
 char const* cudaGetErrorName(cudaError_t) { return ""; }
-#if CUDART_VERSION >= 12050
 cudaError_t cudaGetDriverEntryPointByVersion(char const* symbol, void** function, unsigned,
                                              unsigned long long, cudaDriverEntryPointQueryResult* result) {
   *function = simulated(symbol);
   *result = *function != nullptr ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
-#else
-cudaError_t cudaGetDriverEntryPoint(char const* symbol, void** function, unsigned long long) {
-  *function = simulated(symbol);
-  return *function != nullptr ? cudaSuccess : cudaErrorInvalidValue;
-}
-#endif
 
 }  // extern "C"
 

@@ -24,7 +24,7 @@ include("{REPO}/cpp/cmake/archs.cmake")
 list(APPEND FP4GEMM_ARCH_TABLE "{row}")
 set(FP4GEMM_CUDA_ARCHS "{archs}")
 fp4gemm_read_archs()
-foreach(name ARCHS GEMM_FOLDERS GENCODE_sm120 DEVICES_sm120)
+foreach(name ARCHS GEMM_FOLDERS PTX_FOLDERS NVCC_MIN GENCODE_sm120 DEVICES_sm120)
   message("${{name}}=${{FP4GEMM_${{name}}}}")
 endforeach()
 """
@@ -39,9 +39,20 @@ def test_a_row_is_all_that_the_build_needs(tmp_path: Path) -> None:
         found = dict(line.split("=", 1) for line in done.stderr.splitlines())
         assert found["ARCHS"].split(";")[-1] == "120f"
         assert found["GEMM_FOLDERS"].split(";")[-1] == "sm120"
+        assert found["PTX_FOLDERS"].split(";")[-1] == "sm120"
+        assert found["NVCC_MIN"] == "12.9"
         assert found["GENCODE_sm120"] == "-gencode=arch=compute_120f,code=[sm_120f,compute_120f]"
         assert found["DEVICES_sm120"] == "12.0 12.1"
     assert len(found["ARCHS"].split(";")) == 2
+
+
+def test_no_row_promises_an_nvcc_older_than_the_host_code_needs(tmp_path: Path) -> None:
+    """cudaGetDriverEntryPointByVersion is new in CUDA 12.5. A family of machine code alone has no PTX."""
+    for archs, ptx in (("80", ""), ("90a", ""), ("80;90a;100f", "sm100")):
+        done = read_archs(tmp_path, archs, "120f | sm120 | 12.9 | 120 | 12.0 12.1")
+        found = dict(line.split("=", 1) for line in done.stderr.splitlines())
+        assert tuple(map(int, found["NVCC_MIN"].split("."))) >= (12, 5)
+        assert found["PTX_FOLDERS"] == ptx
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ bool launch_rows(RowLaunch const& launch) {
   config.dynamicSmemBytes = is_staged ? num_words * sizeof(uint4) : 0;
   config.stream = launch.stream;
   config.attrs = &overlap;
-  config.numAttrs = launch.device.arch >= 90 ? 1 : 0;
+  config.numAttrs = launch.device.can_overlap_launches() ? 1 : 0;
   (void)cudaLaunchKernelEx(&config, quantize_rows<Loader, Cast, Shape>, launch.params);
   return true;
 }
