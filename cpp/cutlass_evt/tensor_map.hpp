@@ -56,9 +56,10 @@ inline uint64_t tensor_map_span(CUtensorMapDataType type, uint32_t rank, cuuint6
   return bytes;
 }
 
-// The driver bug: on Blackwell, drivers up to CUDA 13.2 (the notes of release 595 list it as a known issue)
-// set bit 21 of word 1 in the map of a tensor that lies in an allocation of less than 128 KB and is not
-// dense; loads through such a map may fault. NVIDIA's work-around is to clear the bit.
+// The driver bug: drivers up to CUDA 13.2 (the notes of release 595 list it as a known issue) always set bit
+// 21 of word 1. On Blackwell it must be 1 for tensors of 128 KiB or more and 0 below; older GPUs ignore it.
+// Loads through a map of a smaller tensor with gaps may fault while the bit is set. NVIDIA's work-around is
+// to clear the bit.
 constexpr int kFirstDriverWithoutTensorMapBug = 13030;
 constexpr uint64_t kTensorMapBugBytes = 128 * 1024;
 constexpr uint64_t kTensorMapBugBit = uint64_t{1} << 21;

@@ -30,9 +30,9 @@ static_assert(sizeof(TensorMap) == 128, "a CUtensorMap has 128 bytes");
 /// Marks 128 bytes as a tensor map of this emulator.
 constexpr u64 kTensorMapTag = 0x70616d5478547065ull;
 /// Bit 85 of the map, bit 21 of its second 64-bit word: how addresses beyond the tensor are generated.
-/// Drivers of CUDA 13.2 and earlier set it for every tensor, and Blackwell GPUs then access illegal addresses
-/// where the tensor spans less than kSmallTensorBytes and has gaps; callers of cuTensorMapEncodeTiled clear
-/// it in that case.
+/// Drivers up to CUDA 13.2 always set it. On Blackwell it must be 1 for tensors of 128 KiB or more and 0
+/// below; older GPUs ignore it. Loads through a map of a smaller tensor with gaps may fault while the bit is
+/// set, so callers of cuTensorMapEncodeTiled clear it for tensors that span less than kSmallTensorBytes.
 constexpr u64 kOutOfBoundsBit = 1ull << 21;
 constexpr u64 kSmallTensorBytes = 128 << 10;
 static_assert((kTensorMapTag & kOutOfBoundsBit) == 0, "the tag leaves the bit free");
