@@ -10,12 +10,14 @@ from torch import Tensor
 from . import _checks, kernel_table, selection, support
 from ._checks import gemm as gemm_checks
 from ._checks import options as option_checks
+from .containers._base import with_version
 from .containers.decoded import DecodedTensor
 from .containers.nvfp4 import NVFP4Tensor
 from .containers.prepacked import PrepackedTensor
 
 Left = NVFP4Tensor | DecodedTensor | Tensor
 Right = NVFP4Tensor | DecodedTensor | PrepackedTensor
+Given = tuple[Tensor, int | None] | None
 OR_PLAIN, OR_PREPACKED = "or a bfloat16 or float16 tensor", "or an fp4gemm.PrepackedTensor"
 # fl(1 / (36 * B_a * B_b)), the exact bits: the factor that turns two amaxes into decode multipliers.
 ALPHA = {
@@ -191,30 +193,48 @@ def _ends(
                 else f"{b.offs.shape[0]} groups with ragged {_RAGGED[b.offs_dim]}"
             )
         raise ValueError(f"{names[1]}: has {got}, must have {num_groups} groups with ragged k as {names[0]}")
-    elif b.device == own.device and not _are_same_ends(own, b.offs):
+    elif b.device == own.device and not _are_same_ends(own, a._given_offs, b.offs, b._given_offs):
         raise ValueError(
             f"{names[1]}: has other groups (offs) than {names[0]}, must have the same: quantize both with "
-            "the same tensor offs"
+            "the same tensor offs on their device (values are compared on the CPU alone)"
         )
     if offs is not None:
         given = option_checks.group_ends(option_checks.as_int32(offs), own.device, "the operands")
         _checks.has_shape("offs", given, (num_groups,), ", an end for each group")
-        if not _are_same_ends(own, given):
+        if not _are_same_ends(own, a._given_offs, given, with_version(offs)):
             raise ValueError(
                 f"offs: is another tensor than {names[0]}.offs, must be that or omitted: the groups are "
-                f"those that {names[0]} was quantized with"
+                f"those that {names[0]} was quantized with (values are compared on the CPU alone)"
             )
     return own
 
 
-def _are_same_ends(x: Tensor, y: Tensor) -> bool:
-    """Whether two offs are the same memory or, on the CPU, have the same values.
+def _are_same_ends(x: Tensor, x_given: Given, y: Tensor, y_given: Given) -> bool:
+    """Whether two offs are the same tensor, or copies of one that did not change, or equal on the CPU.
 
-    Values on a GPU are not compared, since that would synchronise, and neither are tensors without memory.
+    The values on a GPU are not compared, since that would synchronise, and a graph has none.
     """
-    if x is y or torch.compiler.is_compiling() or not _checks.has_memory(x) or not _checks.has_memory(y):
+    if _is_same_tensor(x, y):
         return True
-    return x.data_ptr() == y.data_ptr() or (not x.is_cuda and torch.equal(x, y))
+    if x_given is None or y_given is None:
+        return _are_equal_on_cpu(x, y)
+    did_not_change = x_given[1] == y_given[1]
+    return (did_not_change and _is_same_tensor(x_given[0], y_given[0])) or _are_equal_on_cpu(x, y)
+
+
+def _is_same_tensor(x: Tensor, y: Tensor) -> bool:
+    """Whether x and y are one object, or the same view of the same memory."""
+    return x is y or (
+        _checks.has_memory(x)
+        and _checks.has_memory(y)
+        and x.data_ptr() == y.data_ptr()
+        and (x.dtype, x.device, x.shape, x.stride()) == (y.dtype, y.device, y.shape, y.stride())
+    )
+
+
+def _are_equal_on_cpu(x: Tensor, y: Tensor) -> bool:
+    has_memory = _checks.has_memory(x) and _checks.has_memory(y)
+    return has_memory and not x.is_cuda and not y.is_cuda and torch.equal(x, y)
 
 
 def _is_stack(names: tuple[str, str], b: Right, num_groups: int) -> None:

@@ -42,8 +42,8 @@ def grouped_mm(a: Left, b: Right, offs: Tensor | None = None, **terms: Unpack[Ge
             ``quantize(y, axis=0, offs=offs)`` with the same offs. n is a multiple of 8 (of 4 for float32
             output). Rotations (hadamard) as for mm. Either operand may be decoded (:func:`fp4gemm.decode`)
             where the device multiplies float16, b not if a is bfloat16.
-        offs: None, or the offs that a was quantized with: a.offs itself or, on the CPU, equal values. The
-            groups are always those of a; another tensor is refused. A plain a has none, so offs must be
+        offs: None, or the offs that a was quantized with: that tensor, a.offs or, on the CPU, equal values.
+            The groups are always those of a; another tensor is refused. A plain a has none, so offs must be
             given: int32 (g,), the cumulative ends of the groups; int64 is converted on its device, without
             synchronising. There may be any number of groups, and any of them may be empty.
         bias: (n,), or (g, n) with one for each group; any of the output types, contiguous.

@@ -59,7 +59,7 @@ def silu_and_mul_quantize(
         NotImplementedError: x requires grad while grad mode is on, or the device has no kernel.
     """
     function = "fp4gemm.silu_and_mul_quantize"
-    x, offs = _checks.readable_rows(x), option_checks.as_int32(offs)
+    x, given, offs = _checks.readable_rows(x), offs, option_checks.as_int32(offs)
     _checks.quantize_input(x, function, dtypes=_checks.HALF_DTYPES, step=2 * _checks.BLOCK, what="2k")
     if offs is not None:
         option_checks.group_ends(offs, x.device, "x")
@@ -67,9 +67,9 @@ def silu_and_mul_quantize(
     ready(x, "quantize")
     if decoded:
         data, amax = operators.silu_and_mul_quantize_decoded(x, offs)
-        return DecodedTensor._trusted(data, amax, 448, None, offs)
+        return DecodedTensor._trusted(data, amax, 448, None, offs)._made_of(given)
     codes, scales, amax = operators.silu_and_mul_quantize(x, offs)
-    return NVFP4Tensor._trusted(codes, scales, amax, 448, offs)
+    return NVFP4Tensor._trusted(codes, scales, amax, 448, offs)._made_of(given)
 
 
 @overload

@@ -157,9 +157,11 @@ def quantize(
     if amax is not None and not stack_size and (per_row or not is_ragged_m):
         measured = amax  # the operator returns an empty tensor in its place
     if decoded:
-        return DecodedTensor._trusted(data, measured, call.e4m3_max, signs, offs)
+        made = DecodedTensor._trusted(data, measured, call.e4m3_max, signs, offs)
+        return made._made_of(values["offs"])
     offs_dim = 0 if offs is None or is_ragged_m else 1
-    return NVFP4Tensor._trusted(codes, scales, measured, call.e4m3_max, offs, signs, offs_dim)
+    packed = NVFP4Tensor._trusted(codes, scales, measured, call.e4m3_max, offs, signs, offs_dim)
+    return packed._made_of(values["offs"])
 
 
 @option_checks.with_keywords(QuantizeBothKeywords)
@@ -222,7 +224,7 @@ def quantize_both(x: Tensor, **options: Unpack[QuantizeBothKeywords]) -> tuple[N
     )
 
 
-def dequantize(t: NVFP4Tensor | MXFP8Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize(t: NVFP4Tensor | MXFP8Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The values of a container as a plain tensor (m, k) or (g, n, k).
 
     NVFP4: cast(fl(q * fl(fl(s * amax) * fl(1 / (6 * e4m3_max))))), as :meth:`NVFP4Tensor.dequantize`.
@@ -231,7 +233,8 @@ def dequantize(t: NVFP4Tensor | MXFP8Tensor, dtype: torch.dtype = torch.float32)
     Args:
         t: a result of :func:`quantize`, :func:`quantize_both`, a producer or :func:`quantize_mxfp8`, with or
             without groups (rows that are in no group, and columns that pad groups, are 0).
-        dtype: torch.float32, torch.bfloat16 or torch.float16. Does not synchronise.
+        dtype: torch.float32, torch.bfloat16 or torch.float16; None is the ``dtype`` of the container. Does
+            not synchronise.
 
     Raises:
         TypeError: t is no container, or dtype is another one. NotImplementedError: the device has no kernel.
@@ -313,7 +316,10 @@ def decode(t: NVFP4Tensor) -> DecodedTensor:
         data = operators.decode(t.codes, swizzle_scales(t.compact_scales()))
     else:
         data = operators.decode(flat.codes, flat.scales).view(t.shape)
-    return DecodedTensor._trusted(data, t.amax, t.e4m3_max, t.hadamard_signs, t.offs, t.offs_dim)
+    made = DecodedTensor._trusted(data, t.amax, t.e4m3_max, t.hadamard_signs, t.offs, t.offs_dim)
+    if t._given_offs is not None:
+        object.__setattr__(made, "_given_offs", t._given_offs)
+    return made._stamped(t.dtype)
 
 
 def nvfp4(name: str, value: object, alternative: str = "") -> NVFP4Tensor:

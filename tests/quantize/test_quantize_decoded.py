@@ -206,3 +206,12 @@ def test_the_reference_is_the_operator(gen: torch.Generator) -> None:
         t = fp4gemm.quantize(x, decoded=True, **mode.on(torch.device("cpu")))
         assert_bits(data, t.data, mode.name)
         assert_bits(amax, t.amax, mode.name)
+
+
+def test_the_dtype_of_the_container_is_kept(device: torch.device, gen: torch.Generator) -> None:
+    t = fp4gemm.quantize(make("normal", 40, 64, torch.bfloat16, gen).to(device)).to(torch.bfloat16)
+    assert fp4gemm.decode(t).dtype is torch.bfloat16
+    assert fp4gemm.decode(fp4gemm.quantize(torch.ones(2, 16, device=device))).dtype is torch.float32
+    assert fp4gemm.dequantize(t).dtype is torch.bfloat16
+    assert torch.equal(fp4gemm.dequantize(t), t.dequantize())
+    assert fp4gemm.dequantize(t, torch.float32).dtype is torch.float32

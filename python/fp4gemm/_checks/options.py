@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import _checks
 
+_INT32 = torch.iinfo(torch.int32)
 SIGNS = 0xD7E8  # bit r set: element r of a block is negated; TransformerEngine's sign vector
 
 
@@ -202,8 +203,19 @@ def group_ends(value: object, device: torch.device, other: str) -> Tensor:
 
 
 def as_int32(offs: Any) -> Any:
-    """offs of int64, as cumsum makes them, in int32, on their device; anything else as it is."""
-    return offs.to(torch.int32) if isinstance(offs, Tensor) and offs.dtype is torch.int64 else offs
+    """offs of int64, as cumsum makes them, in int32, on their device; anything else as it is.
+
+    Entries outside of int32 are refused on the CPU and clamped elsewhere, where a look would synchronise.
+    """
+    if not isinstance(offs, Tensor) or offs.dtype is not torch.int64:
+        return offs
+    clamped = offs.clamp(_INT32.min, _INT32.max)
+    if offs.device.type == "cpu" and _checks.has_memory(offs):
+        outside = (clamped != offs).flatten()
+        if outside.any():
+            i = int(outside.nonzero()[0])
+            raise ValueError(f"offs: entry {i} is {offs.flatten()[i].item()}, must be within int32")
+    return clamped.to(torch.int32)
 
 
 def amax_values(name: str, amax: Tensor) -> None:

@@ -35,6 +35,9 @@ class Container:
     _optional: ClassVar[tuple[str, ...]] = ()  # fields that are a tensor or None
     _constants: ClassVar[tuple[str, ...]] = ("dtype",)  # all other fields
 
+    # The int64 tensor of which ``offs`` is a copy, and its version then: :meth:`_made_of`. Copies omit it.
+    _given_offs: ClassVar[tuple[Tensor, int | None] | None] = None
+
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
@@ -64,6 +67,15 @@ class Container:
         """Set the dtype of a container that was just made, and return it."""
         if dtype is not torch.float32:  # the class attribute
             object.__setattr__(self, "dtype", dtype)
+        return self
+
+    def _made_of(self, given: Tensor | None) -> Self:
+        """Remember the tensor that the caller passed as offs where the container holds a copy in int32.
+
+        That the groups of two operands are the same can then be told from the tensors, without their values.
+        """
+        if given is not None and given is not cast(Any, self).offs:
+            object.__setattr__(self, "_given_offs", with_version(given))
         return self
 
     @property
@@ -234,6 +246,11 @@ class Container:
         if self.dtype is not torch.float32:
             shown.append(f"dtype={self.dtype}")
         return f"{type(self).__name__}({', '.join(shown)}, device={str(self.device)!r})"
+
+
+def with_version(x: Tensor) -> tuple[Tensor, int | None]:
+    """x and its count of changes in place, which torch keeps neither in inference mode nor in a graph."""
+    return x, None if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
 def scaling_options(t: Any) -> list[str]:

@@ -236,6 +236,8 @@ class NVFP4Tensor(Conventions, Container):
         made = NVFP4Tensor._trusted(
             codes, scales, amax, self.e4m3_max, offs, self.hadamard_signs, self.offs_dim
         )
+        if offs is not None and self._given_offs is not None:
+            object.__setattr__(made, "_given_offs", self._given_offs)
         return made._stamped(self.dtype)
 
     def _options(self) -> list[str]:
