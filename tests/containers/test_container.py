@@ -106,6 +106,13 @@ def test_fields_are_in_the_order_of_the_constructor(t: Any) -> None:
     assert [field.name for field in dataclasses.fields(t)] == list(inspect.signature(type(t)).parameters)
 
 
+def test_two_dtypes_are_refused(t: Any) -> None:
+    like = torch.empty(0, dtype=torch.float16)
+    for first, second in ((torch.bfloat16, torch.float16), (torch.bfloat16, True), (like, t), (t, t.dtype)):
+        with pytest.raises(TypeError, match=r"^dtype: got .*, must be None after a dtype or a tensor"):
+            t.to(first, second)
+
+
 def test_dtype_survives_prepacking() -> None:
     weight = fp4gemm.quantize(torch.randn(24, 96)).to(torch.float16)
     assert fp4gemm.prepack(weight).dtype is torch.float16

@@ -232,7 +232,7 @@ def test_containers_of_groups(dim: int, device: torch.device, gen: torch.Generat
     x = make("normal", 70, 32, torch.bfloat16, gen).to(device)
     offs = torch.tensor([3, 68], dtype=torch.int32, device=device)
     t = fp4gemm.quantize(x, axis=-1 if dim == 0 else 0, offs=offs, hadamard="fp32")
-    name = "groups=2" if dim == 0 else "column_groups=2"
+    name = "groups=2" if dim == 0 else "groups_of_k=2"
     for value in (t, fp4gemm.decode(t)):
         leaves, spec = pytree.tree_flatten(value)
         assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec

@@ -186,6 +186,14 @@ def test_filters(options: dict, expected: list[str]) -> None:
         assert isinstance(module, nn.Linear) == (name in expected)
 
 
+@pytest.mark.parametrize("option", ["include", "exclude"])
+def test_a_pattern_that_matches_nothing_is_named(option: str) -> None:
+    model = torch.nn.Sequential(float_linear(64, 96), float_linear(96, 24))
+    text = rf"^quantize_model: {option}: 'lm_haed' matches none of the 2 linear layers, such as '0'$"
+    with pytest.warns(UserWarning, match=text):
+        nn.quantize_model(model, **{option: ["lm_haed", "0"]})
+
+
 def test_raise_on_unsupported_changes_nothing() -> None:
     model = Block()
     with pytest.raises(ValueError, match=r"^model: 1 selected layers .*'odd': out_features is 10"):

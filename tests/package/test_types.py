@@ -36,6 +36,8 @@ c: tuple[fp4gemm.NVFP4Tensor, fp4gemm.NVFP4Tensor] = fp4gemm.quantize_both(x, bl
 d: torch.Tensor = fp4gemm.mm(t, t, activation="silu", bias=x, out_dtype=torch.float16)
 e: torch.Tensor = fp4gemm.grouped_mm(t, t, x, beta=2, c=x)
 f: torch.Tensor = fp4gemm.wgrad(t, t, c=x, out=x, batch_invariant=True)
+g: torch.Size = t.size()
+h: int = t.size(0)
 """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast, overload
 
 import torch
 from torch import Tensor
@@ -107,6 +107,12 @@ class Container:
         """2, or 3 of a stack."""
         return len(self._size)
 
+    @overload
+    def size(self, dim: None = None) -> torch.Size: ...
+
+    @overload
+    def size(self, dim: int) -> int: ...
+
     def size(self, dim: int | None = None) -> torch.Size | int:
         """The shape, or one entry of it.
 
@@ -183,14 +189,16 @@ class Container:
 
         Args:
             device: a torch.device, its name or a CUDA index; None keeps the device. A torch.dtype in its
-                place is ``dtype``; a tensor or a container gives both.
+                place is ``dtype``; a tensor or a container gives both. ``dtype`` must then be None.
             dtype: what ``dtype`` of the result is; it does not change the values.
             non_blocking: as for torch.Tensor.to.
             copy: True copies even where nothing differs.
 
         Raises:
-            TypeError: an argument of another type. ValueError: torch has no such device.
+            TypeError: an argument of another type, or two dtypes. ValueError: torch has no such device.
         """
+        if dtype is not None and isinstance(device, (torch.dtype, Tensor, Container)):
+            raise TypeError(f"dtype: got {_checks.describe(dtype)}, must be None after a dtype or a tensor")
         if isinstance(device, torch.dtype):
             device, dtype = None, device
         elif isinstance(device, (Tensor, Container)):
@@ -258,7 +266,7 @@ def scaling_options(t: Any) -> list[str]:
     shown = [f"amax={tuple(t.amax.shape)}", f"e4m3_max={t.e4m3_max}"]
     offs = getattr(t, "offs", None)
     if offs is not None:
-        shown.append(f"{'groups' if t.offs_dim == 0 else 'column_groups'}={offs.shape[0]}")
+        shown.append(f"{'groups' if t.offs_dim == 0 else 'groups_of_k'}={offs.shape[0]}")
     if t.hadamard_signs is not None:
         shown.append(f"hadamard_signs={t.hadamard_signs:#06x}")
     return shown

@@ -1,4 +1,4 @@
-"""Checks of the parts of containers: of a matrix, a stack of matrices, groups of rows or of columns."""
+"""Checks of the parts of containers: of a matrix, a stack of matrices, groups of rows or of k."""
 
 from __future__ import annotations
 
@@ -131,11 +131,11 @@ def stack(name: str, x: Tensor, offs: object = None) -> Tensor:
 
 
 def columns(name: str, x: Tensor, per_entry: int) -> Tensor:
-    """The tensor (m, k / per_entry) of groups of columns; k is 0 where no token is there."""
+    """The tensor (m, k / per_entry) of ragged k; k is 0 where there is no token."""
     _checks.has_rank(name, x, 2, "(m, k/2)" if per_entry == 2 else "(m, k)")
     k = per_entry * x.shape[1]
     if k % GROUP_COLUMNS:
-        raise ValueError(f"{name}: k is {k}, must be a multiple of {GROUP_COLUMNS} for groups of columns")
+        raise ValueError(f"{name}: k is {k}, must be a multiple of {GROUP_COLUMNS} for ragged k")
     _contiguous(name, x)
     return x
 

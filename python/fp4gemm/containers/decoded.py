@@ -18,10 +18,12 @@ __all__ = ["DecodedTensor"]
 class DecodedTensor(Container):
     """x[m, k] ~ data[m, k] * amax[m] / (6 * e4m3_max): data = e2m1 value times block scale, exact in float16.
 
-    One matrix, one with groups of rows or columns, or a stack (g, n, k), as :class:`fp4gemm.NVFP4Tensor`.
+    One matrix, one with groups of rows or of k, or a stack (g, n, k), as :class:`fp4gemm.NVFP4Tensor`.
     :func:`fp4gemm.decode` returns it. On GPUs whose tensor cores do not read NVFP4 (Hopper) and on the CPU it
     can be either operand of :func:`fp4gemm.mm`, and a weight that is decoded once is not decoded in every
     call. On Blackwell, whose kernels read NVFP4, mm raises NotImplementedError for it.
+
+    ``data`` is the tensor of values; of an NVFP4Tensor or an MXFP8Tensor it is the container itself.
 
     Args:
         data: float16 (m, k) or (g, n, k), contiguous, base 16-byte aligned, k a positive multiple of 16.
@@ -36,12 +38,12 @@ class DecodedTensor(Container):
     _optional: ClassVar[tuple[str, ...]] = ("offs",)
     _constants: ClassVar[tuple[str, ...]] = ("e4m3_max", "hadamard_signs", "offs_dim", "dtype")
 
-    data: Tensor  # (m, k) or (g, n, k) fp16
-    amax: Tensor  # (1,) or (m,), (g, 1) or (g, n) fp32
+    data: Tensor  # (m, k) or (g, n, k) float16
+    amax: Tensor  # (1,) or (m,), (g, 1) or (g, n) float32
     e4m3_max: int = 448
     hadamard_signs: int | None = None
     offs: Tensor | None = None  # (g,) int32 ends of groups
-    offs_dim: int = 0  # 0: groups of rows; 1: groups of columns (ragged k)
+    offs_dim: int = 0  # 0: groups of rows (ragged m); 1: groups of k (ragged k)
     dtype: torch.dtype = dataclasses.field(default=torch.float32, kw_only=True)
 
     def __post_init__(self) -> None:

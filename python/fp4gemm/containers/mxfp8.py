@@ -27,6 +27,9 @@ class MXFP8Tensor(Container):
     constructor checks parts that you made yourself, without reading device memory, so that nothing
     synchronises. Source of the format: OCP Microscaling formats 1.0, MXFP8.
 
+    ``data`` is the container itself, as code that reads ``module.weight.data`` expects; the stored bytes are
+    ``values``.
+
     Args:
         values: float8_e4m3fn or float8_e5m2 (m, k), contiguous, base 16-byte aligned, k a positive multiple
             of 32.

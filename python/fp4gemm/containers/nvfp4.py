@@ -23,12 +23,15 @@ __all__ = ["NVFP4Tensor"]
 class NVFP4Tensor(Conventions, Container):
     """x[m, k] ~ q[m, k] * s[m, k/16] * amax[m] / (6 * e4m3_max): q an e2m1 value, s its e4m3 scale.
 
-    One matrix, a matrix with groups of rows or columns, or a stack x[e, n, k] of g matrices of one shape, one
+    One matrix, a matrix with groups of rows or of k, or a stack x[e, n, k] of g matrices of one shape, one
     for each expert. It is frozen, compared by identity, and a pytree node, so that torch.compile and
     torch.export see its tensors. :func:`fp4gemm.quantize` makes it. The constructor checks parts that you
     made yourself, without reading device memory, so that nothing synchronises. Source of the format: NVIDIA's
     NVFP4, TransformerEngine >= 2.14. For what other libraries store in place of amax see
     :class:`fp4gemm.interop.Conventions`.
+
+    ``data`` is the container itself, as code that reads ``module.weight.data`` expects; the stored bytes are
+    ``codes``.
 
     Args:
         codes: uint8 (m, k/2), contiguous, base 16-byte aligned; byte j holds element 2j in its low nibble.
@@ -45,7 +48,7 @@ class NVFP4Tensor(Conventions, Container):
             matrix; the values are then the rotated ones. None: not rotated.
         offs_dim: 0: groups of rows; offs is at most m. The scales of a group start at the next multiple
             of 128 rows after those of the group before it, in ``grouped_scale_rows(m, g)`` rows in all, and
-            amax is (m,). 1: groups of columns, k = ``grouped_columns(tokens, g)``: group e has
+            amax is (m,). 1: groups of k (ragged k), k = ``grouped_columns(tokens, g)``: group e has
             offs[e] - offs[e-1] columns, and zeros up to a multiple of 64; the scales are those of a
             matrix (m, k).
         dtype: torch.float32, torch.bfloat16 or torch.float16: what :meth:`dequantize` returns by default, and
@@ -62,11 +65,11 @@ class NVFP4Tensor(Conventions, Container):
 
     codes: Tensor  # (m, k/2) or (g, n, k/2) packed e2m1, low nibble = even k
     scales: Tensor  # (.., ceil128(m), ceil4(k/16)) e4m3, swizzled; row groups: (grouped_scale_rows(m, g), .)
-    amax: Tensor  # (1,) or (m,), (g, 1) or (g, n) f32
+    amax: Tensor  # (1,) or (m,), (g, 1) or (g, n) float32
     e4m3_max: int = 448
-    offs: Tensor | None = None  # (g,) i32 ends of groups
+    offs: Tensor | None = None  # (g,) int32 ends of groups
     hadamard_signs: int | None = None
-    offs_dim: int = 0  # 0: groups of rows; 1: groups of columns (ragged k)
+    offs_dim: int = 0  # 0: groups of rows (ragged m); 1: groups of k (ragged k)
     dtype: torch.dtype = dataclasses.field(default=torch.float32, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -208,7 +211,7 @@ class NVFP4Tensor(Conventions, Container):
         """cast(fl(q * fl(fl(s * amax) * fl(1 / (6 * e4m3_max))))), (m, k) or (g, n, k) of dtype.
 
         The values of a rotated operand (hadamard_signs) stay rotated. With groups, the rows from offs[-1] on,
-        or the columns that pad, are 0.
+        or the padding of ragged k, are 0.
 
         Args:
             dtype: torch.float32, torch.bfloat16 or torch.float16 (which overflows to inf); None is the

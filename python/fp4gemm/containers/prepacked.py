@@ -28,12 +28,20 @@ class PrepackedTensor(Container):
     of 64, and :func:`unprepack` gives that back. The order of the bytes may change with the version of this
     library, so pickle and torch.save write the NVFP4Tensor in its place.
 
+    ``data`` is the tensor of bytes; of an NVFP4Tensor or an MXFP8Tensor it is the container itself.
+
+    The kernels of compute capability 9.0 may read ``data`` before the previous kernel on the stream has
+    ended. Bytes that :func:`prepack` or a copy of the same dtype and layout (cudaMemcpyAsync) wrote are safe,
+    and so are bytes written before a synchronisation. Where a kernel of your own or of torch wrote them (an
+    index, ``cat``, ``expand(...).contiguous()``), launch another ordinary kernel on the stream, or call
+    ``torch.cuda.current_stream().synchronize()``, before the product. ``docs/hopper.md`` says why.
+
     Args:
         data: uint8 (bytes,) or (g, bytes), contiguous, base 16-byte aligned, with bytes = 2304 * ceil(n / 64)
             * ceil(k / 64) of each matrix.
         amax: float32 (1,) or (n,), (g, 1) or (g, n), as in :class:`fp4gemm.NVFP4Tensor`.
         shape: (n, k) or (g, n, k); k a multiple of 16.
-        e4m3_max, hadamard_signs: as in :class:`fp4gemm.NVFP4Tensor`.
+        e4m3_max, hadamard_signs, dtype: as in :class:`fp4gemm.NVFP4Tensor`.
 
     Raises:
         TypeError, ValueError: as for :class:`fp4gemm.NVFP4Tensor`.
@@ -42,8 +50,8 @@ class PrepackedTensor(Container):
     _tensors: ClassVar[tuple[str, ...]] = ("data", "amax")
     _constants: ClassVar[tuple[str, ...]] = ("shape", "e4m3_max", "hadamard_signs", "dtype")
 
-    data: Tensor  # (bytes,) or (g, bytes) u8
-    amax: Tensor  # (1,) or (n,), (g, 1) or (g, n) f32
+    data: Tensor  # (bytes,) or (g, bytes) uint8
+    amax: Tensor  # (1,) or (n,), (g, 1) or (g, n) float32
     shape: torch.Size  # (n, k) or (g, n, k)
     e4m3_max: int = 448
     hadamard_signs: int | None = None
@@ -77,7 +85,7 @@ class PrepackedTensor(Container):
         """Matrix e (n, k) of a stack, with its amax (1,) or (n,); it shares memory.
 
         Raises:
-            TypeError: e is no int, or this is no stack. IndexError: e is out of range.
+            TypeError: e is not an int, or this is not a stack. IndexError: e is out of range.
         """
         _fields.stack_index(e, self.shape)
         return self._assembled(

@@ -44,8 +44,8 @@ class WeightModule(torch.nn.Module):
     bytes keep their address until the module moves, since a captured CUDA graph may read them. A form that is
     not held is absent from the buffers, rather than None, which torch.export (2.13) counts wrongly.
 
-    A buffer may be replaced by one of its dtype and shape, or written in place. A bound that is an inference
-    tensor, or is written through ``.data``, in a compiled function or by a CUDA graph, is not read again.
+    A buffer may be replaced by one of its dtype and shape, or written in place, unless the bound changes in
+    an inference tensor, through ``.data``, by a CUDA graph or for a function that was compiled before.
     """
 
     in_features: int

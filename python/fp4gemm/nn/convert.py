@@ -95,8 +95,9 @@ def quantize_model(
 
     Raises:
         TypeError, ValueError: naming the argument; also if ``include`` or ``exclude`` matches no linear layer
-            of a model that has some, and with ``on_unsupported="raise"`` a ValueError that lists every layer
-            that does not fit. The model is then unchanged.
+            of a model that has some (a pattern that matches none beside others that match is only warned
+            about), and with ``on_unsupported="raise"`` a ValueError that lists every layer that does not fit.
+            The model is then unchanged.
 
     Synchronises (once a layer, to look for weights that are not finite).
     """
@@ -170,13 +171,12 @@ def _select(
     exclude: list[Pattern] | None,
     types: tuple[type[torch.nn.Linear], ...],
 ) -> None:
-    num_included = num_excluded = 0
+    used: dict[str, set[int]] = {"include": set(), "exclude": set()}  # the patterns that match some layer
     for layer in layers:
-        included = include is None or any(_matches(include, name, layer.linear) for name in layer.names)
-        excluded = exclude is not None and any(_matches(exclude, name, layer.linear) for name in layer.names)
-        num_included += included
-        num_excluded += excluded
-        if not included:
+        included, excluded = _matching(include, layer), _matching(exclude, layer)
+        used["include"] |= included
+        used["exclude"] |= excluded
+        if include is not None and not included:
             layer.action, layer.reason = "excluded", "not matched by include"
         elif excluded:
             layer.action, layer.reason = "excluded", "matched by exclude"
@@ -184,11 +184,16 @@ def _select(
             layer.action = "skipped"
             layer.reason = f"its type is {type(layer.linear).__name__}, which types does not name"
     names = [name for layer in layers for name in layer.names]
-    for option, patterns, matched in (("include", include, num_included), ("exclude", exclude, num_excluded)):
-        if names and patterns and not matched:
-            raise ValueError(
-                f"{option}: matches none of the {len(names)} linear layers, such as {names[0]!r}"
-            )
+    if not names:
+        return
+    where = f"none of the {len(names)} linear layers, such as {names[0]!r}"
+    for option, patterns in (("include", include or []), ("exclude", exclude or [])):
+        unused = [pattern for index, pattern in enumerate(patterns) if index not in used[option]]
+        if unused and not used[option]:
+            raise ValueError(f"{option}: matches {where}")
+        if unused:
+            shown = ", ".join(repr(p.pattern if isinstance(p, re.Pattern) else p) for p in unused)
+            warnings.warn(f"quantize_model: {option}: {shown} matches {where}", stacklevel=3)
 
 
 def _refuse_unsupported(model: torch.nn.Module, layers: list[_Layer], *, raises: bool) -> None:
@@ -294,11 +299,16 @@ def _patterns(name: str, value: object) -> list[Pattern] | None:
     return checked
 
 
-def _matches(patterns: list[Pattern], name: str, linear: torch.nn.Linear) -> bool:
-    for pattern in patterns:
-        if isinstance(pattern, (str, re.Pattern)):
-            if re.search(pattern, name):
-                return True
-        elif pattern(name, linear):
-            return True
-    return False
+def _matching(patterns: list[Pattern] | None, layer: _Layer) -> set[int]:
+    """Indices of the patterns that match a name of the layer."""
+    return {
+        index
+        for index, pattern in enumerate(patterns or [])
+        if any(_matches(pattern, name, layer.linear) for name in layer.names)
+    }
+
+
+def _matches(pattern: Pattern, name: str, linear: torch.nn.Linear) -> bool:
+    if isinstance(pattern, (str, re.Pattern)):
+        return bool(re.search(pattern, name))
+    return bool(pattern(name, linear))
