@@ -19,8 +19,8 @@ struct Launch {
 };
 
 /// Launches a kernel with these arguments. It may start while its predecessor on the stream still runs
-/// (programmatic dependent launch), so it must execute griddepcontrol.wait before it touches what that one
-/// writes.
+/// (programmatic dependent launch), so it must execute griddepcontrol.wait before it reads what its
+/// predecessor writes, or writes what that one uses.
 template <class... Args>
 fp4gemm_status_t launch_overlapping(Launch const& launch, fp4gemm_stream_t stream, Args&... args) {
   cudaLaunchAttribute attributes[2]{};
@@ -40,8 +40,9 @@ fp4gemm_status_t launch_overlapping(Launch const& launch, fp4gemm_stream_t strea
   return FP4GEMM_SUCCESS;
 }
 
-/// Raises a kernel's limit of dynamic shared memory, once for each device. `prepared` belongs to the kernel:
-/// a bit for each device. Two threads may both raise the limit, which has the same effect as once.
+/// Raises a kernel's limit of dynamic shared memory, once for each device. `prepared` has a bit for each
+/// device on which the limit of this kernel was raised. Two threads may both raise it; the second call
+/// changes nothing.
 inline fp4gemm_status_t allow_shared_memory(void const* kernel, int bytes, int device,
                                             std::atomic<uint64_t>& prepared) {
   uint64_t const bit = device < 64 ? uint64_t{1} << device : 0;

@@ -9,10 +9,10 @@ namespace fp4gemm {
 
 /// 62 random bits, drawn once per process; bit 63 is clear and bit 62 is set.
 ///
-/// Kernels use the nonce as the value of flags and counters in workspace that nobody initialises. A constant
-/// would be public: memory that held it by accident or by intent, for example from a copy of another
-/// workspace, would pass for a flag that was raised. The two fixed bits keep the nonce, and the nonce plus a
-/// count of up to 2^62, away from 0, which is the value of a lowered flag, and from small counts.
+/// Kernels use the nonce as the value of flags and counters in workspace memory that is not initialised. A
+/// constant would not do: memory could hold it already, by accident or by intent, for example in a copy of
+/// another workspace, and a kernel would read a flag that it never set. With the two fixed bits, neither the
+/// nonce nor the nonce plus a count below 2^62 equals 0, the value of a cleared flag, or a small count.
 inline uint64_t workspace_nonce() noexcept {
   static uint64_t const nonce = []() noexcept {
     uint64_t bits;

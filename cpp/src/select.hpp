@@ -16,7 +16,8 @@ struct Selection {
   bool is_gated;
 };
 
-/// True if the kernel computes what is wanted.
+/// True if the kernel can compute the problem: it has the mode, epilogue and output type, and accepts the
+/// formats.
 bool suits(Kernel const& kernel, Selection const& wanted);
 
 /// The index of the kernel that suits and is expected to need the least time on a device of compute

@@ -28,8 +28,8 @@ static_assert(sizeof(kActivationNames) / sizeof(char const*) == static_cast<int>
 
 namespace nodes {
 
-/// z / (1 + e(u)), e(u) = exp(-u) with u clamped to -87..87. e's relative error is below 1e-6 times |u| / 16
-/// + 1.
+/// z / (1 + e(u)), e(u) = exp(-u) with u clamped to -87..87. The relative error of e is below
+/// 1e-6 (1 + |u| / 16).
 CUTLASS_HOST_DEVICE float times_logistic(float z, float u) {
 #if defined(__CUDA_ARCH__)
   // The operations of the host's version, as one statement: as separate ones, unrolled over a tile, they
@@ -72,7 +72,7 @@ CUTLASS_HOST_DEVICE float times_logistic(float z, float u) {
   multiply_rn<float> const multiply;
   add_rn<float> const add;
   float const t = multiply(std::fmin(std::fmax(-u, -87.0f), 87.0f), 1.44269502f);  // log2 e
-  // Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits.
+  // Adding 1.5 * 2^23 rounds to an integer, which the low bits of the sum then hold.
   float const shifted = add(t, 12582912.0f);
   float const f = add(t, -add(shifted, -12582912.0f));
   float p = 0.00015403530f;  // 2^f on -0.5..0.5

@@ -1,11 +1,11 @@
 // The SM90 kernel on prepacked NVFP4 weights: one persistent, warp-specialised kernel for dense and grouped
 // products, from one token to thousands.
 //
-// It does not use CUTLASS's kernel layer. A decode step takes a few microseconds, and what that layer does
-// around the mainloop takes as long again: it waits for the previous kernel before anything else, sums the
-// parts of split-K in a serial fix-up, and rewrites the descriptor of D for every group. This kernel requests
-// the first weights before it waits for the previous kernel, stores D without descriptors, and reads the
-// group ends itself instead of tables of pointers.
+// It does not use CUTLASS's kernel layer. A decode step lasts a few microseconds, and what that layer does
+// around the mainloop costs as much time again: it waits for the previous kernel before anything else, sums
+// the parts of split-K in a serial fix-up, and rewrites the descriptor of D for every group. This kernel
+// requests the first weights before it waits for the previous kernel, stores D without descriptors, and reads
+// the group ends itself instead of tables of pointers.
 //
 // Roles of the warps of a CTA:
 //   producer   one thread of the warp after the consumers; it walks through the CTA's work items, publishes

@@ -375,7 +375,8 @@ FP4GEMM_API int64_t fp4gemm_prepacked_bytes(int64_t n, int64_t k);
  * visible. The promise holds right after this call, which ends with an empty kernel of an ordinary launch:
  * one such launch after the kernel that writes B suffices. It also holds after cudaMemcpyAsync and
  * cudaMemsetAsync, and after any kernel that was itself complete: an event of another stream, a
- * synchronisation or an ordinary launch came after it. It is broken if the previous kernel itself writes B. */
+ * synchronisation or an ordinary launch came after it. It is broken if the previous kernel itself writes B.
+ */
 FP4GEMM_API fp4gemm_status_t fp4gemm_prepack(int num_matrices, int64_t n, int64_t k, const uint8_t* codes,
                                              const uint8_t* scales, void* packed, int device,
                                              fp4gemm_stream_t stream);
@@ -405,7 +406,11 @@ typedef struct fp4gemm_vector {
 /* act(z). Each function consists of single fp32 operations that round to nearest even, so that every backend
  * gives the same bits:
  *     exp2(t): n = round(t), f = t - n, 2^n * (1 + f (c1 + f (c2 + ... f c6)))   within 1e-7 of 2^t
- *     e(u) = exp2(min(max(-u, -87), 87) * log2(e)) */
+ *     e(u) = exp2(min(max(-u, -87), 87) * log2(e))
+ * Where -u is beyond 87, SiLU and both GELUs of a very negative z give z / (1 + exp(87)), about 1.6e-38 z, in
+ * place of a number that is closer to 0. The tail of GELU for z below -5.5 is right absolutely, not
+ * relatively.
+ */
 typedef enum fp4gemm_activation {
   FP4GEMM_ACTIVATION_NONE = 0,
   FP4GEMM_ACTIVATION_SILU = 1,      /* z / (1 + e(z)) */

@@ -60,6 +60,7 @@ struct RowOutput {
     }
   }
 };
+
 /// The blocks of one turn that a thread holds in registers: thread + turn * kTurnBlocks + i * kThreadsPerRow.
 template <class Loader, class Shape>
 struct Turn {

@@ -11,8 +11,7 @@ namespace fp4gemm {
 ///
 /// @tparam T The type of x.
 /// @tparam kFourOverSix Whether each square chooses between two scales (four_over_six.cuh). The error of a
-/// square
-///     is the sum over its 16 rows of their errors along k.
+///     square is the sum over its 16 rows of their errors along k.
 template <class T, bool kFourOverSix>
 __global__ void __launch_bounds__(kTileThreads<T>) quantize_squares(TileParams p, unsigned first_tile) {
   constexpr int kThreads = kTileThreads<T>;
