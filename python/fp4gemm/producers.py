@@ -122,7 +122,7 @@ def rms_norm_quantize(
     Args:
         x: bfloat16 or float16 (m, k); m >= 0, k a positive multiple of 16. Strides and alignment are free,
             as for :func:`fp4gemm.quantize`.
-        weight: (k,) of the dtype of x, contiguous; None is 1.
+        weight: (k,) of the dtype of x, contiguous, copied where it is not 16-byte aligned; None is 1.
         eps: a finite Python number >= 0, rounded to float32.
         residual: (m, k) of the dtype of x, copied where it is not contiguous. Added to x before the norm.
         decoded: True returns the decoded values instead, float16 q * s, as for :func:`fp4gemm.quantize`.
@@ -140,6 +140,7 @@ def rms_norm_quantize(
     x, residual = _checks.readable_rows(x), _checks.readable_rows(residual)
     _checks.quantize_input(x, function, dtypes=_checks.HALF_DTYPES)
     if weight is not None:
+        weight = weight.clone() if _checks.is_misaligned(weight) else weight
         _checks.exact_vector("weight", weight, x.shape[1], x.dtype, x.device, "x", function)
     if residual is not None:
         _checks.quantize_input(residual, function, name="residual", dtypes=(x.dtype,))

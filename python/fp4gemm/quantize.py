@@ -63,7 +63,8 @@ def quantize(
             of g experts, each of which is quantized by itself, into a stack. Strides and alignment are free.
             The kernel reads rows of unit stride that are 16-byte aligned and do not overlap (a row stride
             above k is fine). Any other x is copied first: a transposed or expanded tensor, for example, or
-            one that a memory-mapped file aligns to 8 bytes. Finite values above FLT_MAX / 448 = 7.59e35 are
+            one that a memory-mapped file aligns to 8 bytes. A compiled or exported graph, which sees no
+            addresses, needs an x that is 16-byte aligned. Finite values above FLT_MAX / 448 = 7.59e35 are
             out of range and come back as inf or NaN (docs/quantization.md).
         scaling: "row" (for each token): amax (m,) or (g, n); "tensor": amax (1,) or (g, 1).
         axis: -1: blocks along k. 0: blocks along m, which is a positive multiple of 16 unless offs is given.
@@ -136,11 +137,11 @@ def quantize(
         entries = x.shape[x.dim() - 1 + axis] if per_row else 1
         if stack_size:
             stacks.stack_amax("amax", amax, stack_size, entries, x.device)
+            option_checks.amax_values("amax", amax)  # the operator gets parts of it
         else:
             if is_ragged_m and not per_row:
                 entries = offs.shape[0]
             _checks.exact_vector("amax", amax, entries, torch.float32, x.device, "x")
-        option_checks.amax_values("amax", amax)
     state = option_checks.random_state(values, x)
     ready(x, "quantize")
     call = QuantizeCall(rows, amax, axis=axis, rng_state=state, offs=offs, **arguments)
@@ -202,9 +203,9 @@ def quantize_both(x: Tensor, **options: Unpack[QuantizeBothKeywords]) -> tuple[N
             entries = length if arguments["per_row"] else 1
             if stack_size:
                 stacks.stack_amax(name, value, stack_size, entries, x.device)
+                option_checks.amax_values(name, value)
             else:
                 _checks.exact_vector(name, value, entries, torch.float32, x.device, "x")
-            option_checks.amax_values(name, value)
         elif other is not None:
             raise ValueError(f"{name}: got None, must be given where amax or amax_t is")
     state = option_checks.random_state(values, x)

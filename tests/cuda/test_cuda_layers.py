@@ -23,7 +23,8 @@ def test_the_first_forward_prepacks(activations: str, hopper: torch.device, gen:
     assert layer.weight_prepacked is None
     for _ in range(2):
         assert same_bits(layer(x.to(hopper)).cpu(), want)
-        assert {name for name, _ in layer.named_buffers()} == {"weight_amax", "weight_prepacked", "bias"}
+        names = {name for name, _ in layer.named_buffers()}
+        assert names == {"weight_amax", "weight_prepacked", "weight_e4m3_max", "bias"}
     assert same_state(copy.deepcopy(layer).cpu(), here)
     back = copy.deepcopy(layer).to("cpu")
     assert back.weight_prepacked is None

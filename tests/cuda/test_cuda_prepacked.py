@@ -284,7 +284,7 @@ def test_ends_out_of_order_write_nothing_outside_of_d(hopper: torch.device) -> N
     x = torch.ones(m, k, dtype=torch.bfloat16, device=hopper)
     ran = 0
     for kernel in kernels("grouped", "prepacked_bf16"):
-        if kernel.tile_m != 8 or kernel.epilogue != "rowcol":
+        if kernel.tile[0] != 8 or kernel.epilogue != "rowcol":
             continue
         view, buffer = poisoned(m, n, kernel.out_dtype, hopper, pad=8)
         fp4gemm.grouped_mm(x, experts, offs, out=view, kernel=kernel.name)

@@ -9,6 +9,8 @@ from typing import Any
 import fp4gemm
 import pytest
 import torch
+from fp4gemm import reference
+from fp4gemm.ops import operators
 from helpers import assert_bits
 from torch import Tensor
 
@@ -99,3 +101,53 @@ def test_int64_ends(device: torch.device, gen: torch.Generator) -> None:
     raw = (a.codes, w.codes, a.scales, w.scales)
     got = fp4gemm.scaled_grouped_mm(*raw, ends)[rows]
     assert_bits(got, fp4gemm.scaled_grouped_mm(*raw, short)[rows], "scaled_grouped_mm")
+
+
+def test_a_misaligned_weight_of_a_norm(
+    device: torch.device, gen: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel reads 16 bytes at a time, so that the operator gets a copy."""
+    addresses: list[int] = []
+    run = operators.rms_norm_quantize
+
+    def recorded(x: Tensor, weight: Tensor, residual: Tensor | None, eps: float) -> Any:
+        addresses.append(weight.data_ptr())
+        return run(x, weight, residual, eps)
+
+    monkeypatch.setattr(operators, "rms_norm_quantize", recorded)
+    x, whole = (torch.randn(rows, K, generator=gen).half().to(device) for rows in (M, 2))
+    weight = whole.flatten()[4 : 4 + K]
+    assert weight.data_ptr() % 16 == 8
+    got, want = (fp4gemm.rms_norm_quantize(x, w) for w in (weight, weight.clone()))
+    assert_bits(got.dequantize(), want.dequantize(), "weight")
+    assert [address % 16 for address in addresses] == [0, 0]
+
+
+@pytest.mark.parametrize("wrong", [-1.0, torch.nan], ids=str)
+def test_a_wrong_amax_is_refused_by_every_entry(wrong: float) -> None:
+    """The reference checks the values, so the operators and compiled graphs on the CPU do."""
+    x, amax = torch.ones(M, K), torch.ones(M)
+    amax[3] = wrong
+    says = rf"amax: entry 3 is {wrong}, must be at least 0 and not NaN"
+    for call in (
+        lambda: fp4gemm.quantize(x, amax=amax),
+        lambda: fp4gemm.quantize(x, amax=amax, decoded=True),
+        lambda: reference.quantize(x, amax, True),
+        lambda: reference.quantize_decoded(x, amax, True),
+        lambda: operators.quantize(x, amax, True),
+        lambda: operators.quantize_decoded(x, amax, True),
+        lambda: operators.quantize_both(x, amax, torch.ones(K), True),
+        lambda: fp4gemm.quantize_both(x, amax=amax, amax_t=torch.ones(K)),
+        lambda: torch.compile(fp4gemm.quantize, backend="aot_eager")(x, amax=amax),
+    ):
+        with pytest.raises(ValueError, match=says):
+            call()
+    stack, amax = torch.ones(2, M, K), torch.ones(2, M)
+    amax[1, 3] = wrong
+    for call in (
+        lambda: fp4gemm.quantize(stack, amax=amax),
+        lambda: fp4gemm.quantize_both(stack, amax=amax, amax_t=torch.ones(2, K)),
+        lambda: torch.compile(fp4gemm.quantize, backend="aot_eager")(stack, amax=amax),
+    ):
+        with pytest.raises(ValueError, match=rf"amax: entry {M + 3} is {wrong}, must be at least 0"):
+            call()

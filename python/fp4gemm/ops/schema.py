@@ -93,7 +93,7 @@ def _derived(name: str, doc: str, without: tuple[str, ...], **inserted: str) -> 
     return made
 
 
-# A type checker cannot read derived named tuples and takes them for Any.
+# To a type checker, which cannot read derived named tuples, these are Any.
 QuantizeDecodedCall = _derived(
     "QuantizeDecodedCall", "``quantize_decoded``: blocks of one row, along k.", without=("axis", "block_rows")
 )

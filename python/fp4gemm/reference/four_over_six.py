@@ -11,7 +11,7 @@ With B the e4m3 bound (448 or 256), S = min(fl(6B / A), FMAX) and base = fl(fl(a
     E_k = sum of |d| (MAE) or of fl(d * d) (MSE)
 
 The sums run over the 16 elements in order, each addition rounded; for a 16x16 tile the 16 sums of its rows
-are then folded (r + (r + 8), then 4, 2, 1). 4 is taken where E_4 < E_6, so a tie and a NaN take 6.
+are then folded (r + (r + 8), then 4, 2, 1). 4 is chosen where E_4 < E_6, so a tie and a NaN choose 6.
 
 TransformerEngine (NVFP4QuantizerRef, nvfp4_use_4over6), bit for bit.
 """

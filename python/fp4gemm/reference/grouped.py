@@ -76,6 +76,6 @@ def pad_groups(x: Tensor, offs: object) -> tuple[Tensor, Tensor]:
     rows = grouped_columns(groups.m, groups.num_groups)
     padded = x.new_zeros((rows, x.shape[1]))
     padded[groups.place] = x[: groups.num_rows]
-    taken = torch.zeros(rows // 16, dtype=torch.bool, device=x.device)
-    taken[groups.place // 16] = True
-    return padded, taken
+    has_rows = torch.zeros(rows // 16, dtype=torch.bool, device=x.device)
+    has_rows[groups.place // 16] = True
+    return padded, has_rows

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
+from .._checks import options as option_checks
 from ..layout import padded_scale_shape, swizzle_scales
 from ..ops.schema import QuantizeBothCall, QuantizeCall, accepts, narrowed
 from . import checks
@@ -89,11 +90,11 @@ def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
     _checks.is_one_of("axis", axis, (-1, 0))
     checks.options(call)
     groups = None
-    taken = None  # blocks of columns that hold a row
+    has_rows = None  # bool, for each block of columns: whether it holds a row of x
     if offs is not None and call.block_rows == 16:
         raise NotImplementedError("offs: got a tensor, must be None with block_rows 16")
     if offs is not None and axis == 0:
-        padded, taken = pad_groups(x, offs)
+        padded, has_rows = pad_groups(x, offs)
         call = call._replace(x=padded)
     elif offs is not None:
         groups = Groups(offs, x.shape[0], x.device)
@@ -101,9 +102,9 @@ def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
         _checks.is_multiple("x", "m", x.shape[0], BLOCK)
     _check_amax("amax", call, groups)
     codes, scales, made = _quantize(call, groups)
-    if taken is not None:
+    if has_rows is not None:
         # A rotation of zeros may have left minus zeros there.
-        codes.view(codes.shape[0], -1, BLOCK // 2)[:, ~taken] = 0
+        codes.view(codes.shape[0], -1, BLOCK // 2)[:, ~has_rows] = 0
     return codes, scales, made
 
 
@@ -139,6 +140,7 @@ def _check_amax(name: str, call: QuantizeCall, groups: Groups | None) -> None:
         return
     length = _shape(call)[0] if call.per_row else 1 if groups is None else groups.num_groups
     _checks.exact_vector(name, call.amax, length, torch.float32, call.x.device, "x")
+    option_checks.amax_values(name, call.amax)
 
 
 def _quantize(call: QuantizeCall, groups: Groups | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ with
 
     counter = (lo(offset), hi(offset), lo(seq), hi(seq)),  seq = r * C + c,    key = (lo(seed), hi(seed))
 
-lo and hi being the 32-bit halves; element i of the block takes byte i mod 4 (the lowest first) of word i div
+lo and hi being the 32-bit halves; element i of the block uses byte i mod 4 (the lowest first) of word i div
 4. So the bytes depend on the place in the result and on the state alone, not on how a kernel cuts its work.
 """
 
