@@ -1,4 +1,4 @@
-"""Containers as operands of products: what they hold, whether they fit, which kernels read them."""
+"""Containers as operands of a GEMM: their tensors, the checks that they match, and the choice of a kernel."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Left = NVFP4Tensor | DecodedTensor | Tensor
 Right = NVFP4Tensor | DecodedTensor | PrepackedTensor
 Given = tuple[Tensor, int | None] | None
 OR_PLAIN, OR_PREPACKED = "or a bfloat16 or float16 tensor", "or an fp4gemm.PrepackedTensor"
-# fl(1 / (36 * B_a * B_b)), the exact bits: the factor that turns two amaxes into decode multipliers.
+# The exact bits of fl(1 / (36 * B_a * B_b)): multiplied by amax_a and amax_b, it scales the accumulator.
 ALPHA = {
     (448, 448): float.fromhex("0x1.293726p-23"),
     (448, 256): float.fromhex("0x1.041042p-22"),
     (256, 448): float.fromhex("0x1.041042p-22"),
     (256, 256): float.fromhex("0x1.c71c72p-22"),
 }
-# fl(1 / (6 * B_b)), for activations that were not quantized.
+# The exact bits of fl(1 / (6 * B_b)), the factor if a was not quantized.
 ALPHA_UNQUANTIZED = {448: float.fromhex("0x1.861862p-12"), 256: float.fromhex("0x1.555556p-11")}
 
 
@@ -38,7 +38,7 @@ _RAGGED = {0: "m", 1: "k"}  # by offs_dim
 
 
 class Operands(NamedTuple):
-    """Checked operands: the arguments of the operator up to alpha_col, and what follows from them."""
+    """Checked operands: the arguments of the operator up to alpha_col, and sizes derived from them."""
 
     a: Tensor
     b: Tensor
@@ -50,10 +50,10 @@ class Operands(NamedTuple):
     alpha_row: Tensor | None
     alpha_col: Tensor | None
     b_rows: int  # n of a prepacked b, else 0
-    shape: tuple[int, ...]  # (m, n) or (g, m, n): that of D without a gated activation
+    shape: tuple[int, ...]  # (m, n) or (g, m, n), the shape of the accumulator
 
     def leading(self) -> tuple[Any, ...]:
-        """The first arguments of the operator, a to alpha_col, of which this tuple has the order."""
+        """Return the arguments of the operator from a to alpha_col, in its order."""
         return self[:9]
 
     @property
@@ -62,7 +62,7 @@ class Operands(NamedTuple):
 
 
 def container(name: str, value: object, others: str) -> NVFP4Tensor | DecodedTensor:
-    """The value itself if it is a container; ``others`` tells the error what else it may be."""
+    """Return the value itself if it is a container, else raise; ``others`` are other types for the error."""
     if isinstance(value, (NVFP4Tensor, DecodedTensor)):
         return value
     raise TypeError(
@@ -72,12 +72,12 @@ def container(name: str, value: object, others: str) -> NVFP4Tensor | DecodedTen
 
 
 def parts(value: NVFP4Tensor | DecodedTensor) -> tuple[Tensor, Tensor | None]:
-    """(data, scales or None) of any rank."""
+    """Return (data, scales) of a container; a DecodedTensor has no scales, that is, None."""
     return (value.codes, value.scales) if isinstance(value, NVFP4Tensor) else (value.data, None)
 
 
 def same_rotation(names: tuple[str, str], of_a: int | None, b: Right) -> None:
-    """Raise ValueError unless the blocks of both operands were rotated by the same signs, or neither's."""
+    """Raise ValueError unless both operands were rotated with the same signs, or neither was rotated."""
     if of_a != b.hadamard_signs:
         signs = ["None (not rotated)" if s is None else f"{s:#06x}" for s in (of_a, b.hadamard_signs)]
         raise ValueError(
@@ -95,9 +95,9 @@ def of_containers(
     is_grouped: bool,
     dtype: torch.dtype,
 ) -> Operands:
-    """The operands that containers hold (a may be a plain tensor), after every check of them."""
-    # Each condition is evaluated here, and a function that explains it is called only if it fails: a layer
-    # with a bias comes here in every call.
+    """Check two containers and return their operands; a may also be a plain tensor."""
+    # The conditions are evaluated inline, and a function that raises the error is called only if one fails,
+    # because every call of a layer executes this function.
     signs = amax_a = scale_a = scale_b = ends = packed = offs_b = groups_of_k = None
     b_rows = 0
     if gemm_checks.is_plain(a):
@@ -170,7 +170,7 @@ def _ends(
     b: Right,
     offs: Tensor | None,
 ) -> Tensor:
-    """The ends of the groups, after the checks that a and b have the same, and along the same side."""
+    """Check that a and b have the same groups, which both divide m or both divide k, and return the ends."""
     if a is None:
         if offs is None:
             raise ValueError(f"offs: got None, must be an int32 tensor (g,) beside a plain tensor {names[0]}")
@@ -210,9 +210,10 @@ def _ends(
 
 
 def _are_same_ends(x: Tensor, x_given: Given, y: Tensor, y_given: Given) -> bool:
-    """Whether two offs are the same tensor, or copies of one that did not change, or equal on the CPU.
+    """Return whether two offs are the same tensor, copies of one unchanged tensor, or equal on the CPU.
 
-    The values on a GPU are not compared, since that would synchronise, and a graph has none.
+    Values on a GPU are not compared, since that would synchronise. While a graph is traced, there are no
+    values to compare.
     """
     if _is_same_tensor(x, y):
         return True
@@ -223,7 +224,7 @@ def _are_same_ends(x: Tensor, x_given: Given, y: Tensor, y_given: Given) -> bool
 
 
 def _is_same_tensor(x: Tensor, y: Tensor) -> bool:
-    """Whether x and y are one object, or the same view of the same memory."""
+    """Return whether x and y are one object or the same view of the same memory."""
     return x is y or (
         _checks.has_memory(x)
         and _checks.has_memory(y)
@@ -256,7 +257,10 @@ def chosen_kernel(
     is_gated: bool,
     batch_invariant: bool,
 ) -> str | None:
-    """The kernel that the call names, checked, or that the rules name; None lets the library choose."""
+    """Return the kernel that the call names, after checking it, else the one that the selection rules name.
+
+    If the result is None, the library selects the kernel.
+    """
     mode = "dense" if x.offs is None else "grouped"
     if kernel is not None:
         _check_kernel(kernel, x, formats, out_dtype, mode, is_gated)
@@ -281,7 +285,7 @@ def _check_kernel(
             raise ValueError(f"kernel: got {kernel!r}, must be None or {_checks.CPU_KERNEL!r} on the CPU")
         return
     if torch.compiler.is_compiling():
-        return  # the operator checks when the graph runs
+        return  # the operator checks the name when the graph runs
     found = kernel_table.kernel_by_name(kernel)
     if found is None:
         raise ValueError(f"kernel: got {kernel!r}, must be a name from fp4gemm.kernels() or None")

@@ -1,8 +1,8 @@
-"""Checks of arguments, and their messages: each names the argument, the value given and what it must be.
+"""Checks of arguments. Each error names the argument, the value it has and the value it must have.
 
-Wrong Python types and wrong dtypes raise TypeError; rank, shape, device, layout in memory and range raise
-ValueError; what this version cannot do at all (gradients) raises NotImplementedError. Nothing here is an
-``assert``, so ``python -O`` changes nothing, and nothing here reads device memory, so no check synchronises.
+A wrong Python type or dtype raises TypeError. A wrong rank, shape, device, memory layout or range raises
+ValueError. What this version does not implement, such as gradients, raises NotImplementedError. No check is
+an ``assert``, so ``python -O`` changes nothing, and none reads device memory, so none synchronises.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 16  # elements of k that share one e4m3 scale
-MXFP8_BLOCK = 32  # elements of k that share one e8m0 scale
-K_STEP_MM = 32  # a row of packed codes is then a multiple of 16 bytes, as the tensor memory accelerator wants
+BLOCK = 16  # elements along k that share one e4m3 scale
+MXFP8_BLOCK = 32  # elements along k that share one e8m0 scale
+K_STEP_MM = 32  # TMA needs rows that are a multiple of 16 bytes, and a row has k/2 bytes of packed codes
 ALIGN_BYTES = 16
 E4M3_BOUNDS = (448, 256)
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -28,7 +28,7 @@ _WITH_MEMORY = (Tensor, torch.nn.Parameter)
 
 
 def is_tensor(name: str, value: object) -> Tensor:
-    """``value`` itself; raises TypeError unless it is a dense torch.Tensor."""
+    """Return ``value`` itself. Raise TypeError unless it is a torch.Tensor with the layout torch.strided."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {describe(value)}, must be a torch.Tensor")
     if value.layout is not torch.strided:
@@ -37,7 +37,7 @@ def is_tensor(name: str, value: object) -> Tensor:
 
 
 def describe(value: object) -> str:
-    """The value for an error text: short, with its type where the type is wrong."""
+    """Return a short description of a value and its type for an error text."""
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     if isinstance(value, type):
@@ -48,7 +48,7 @@ def describe(value: object) -> str:
 
 
 def listing(values: Sequence[object]) -> str:
-    """``a, b or c``."""
+    """Return the values as the text ``a, b or c``."""
     texts = [str(value) for value in values]
     return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]
 
@@ -82,12 +82,15 @@ def is_contiguous(name: str, x: Tensor) -> None:
 
 
 def has_memory(x: Any) -> bool:
-    """Whether x has an address: not while a graph is traced, not on meta, and never in a tensor subclass."""
+    """Return whether x has an address that can be read.
+
+    It has none while a graph is traced, on the meta device, and if it is a tensor subclass except Parameter.
+    """
     return not torch.compiler.is_compiling() and type(x) in _WITH_MEMORY and not x.is_meta
 
 
 def is_misaligned(x: Any, step: int = ALIGN_BYTES) -> bool:
-    """Whether x is a tensor with an address that is no multiple of ``step``."""
+    """Return whether x has an address that is not a multiple of ``step``."""
     return has_memory(x) and x.data_ptr() % step != 0
 
 
@@ -104,12 +107,15 @@ def _is_symbolic(size: object) -> bool:
 
 
 def rows_are_aligned(name: str, x: Tensor) -> None:
-    """Rows of x (.., m, n): unit stride along a row; rows start on ALIGN_BYTES and do not overlap."""
+    """Raise ValueError unless the rows of x (.., m, n) have unit stride, are aligned and do not overlap.
+
+    A row must start at a multiple of ALIGN_BYTES.
+    """
     rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
     if columns > 1 and x.stride(-1) != 1:
         raise ValueError(f"{name}: stride along a row is {x.stride(-1)}, must be 1 (use .contiguous())")
     # A single row has no next row, so torch may report any stride for it. A symbolic number of rows is not
-    # compared with 1: that would make torch.export demand two rows or more.
+    # compared with 1, because torch.export would then require two rows or more.
     if (_is_symbolic(rows) or rows > 1) and columns > 0:
         stride = x.stride(-2)
         if stride < columns:
@@ -125,11 +131,11 @@ def rows_are_aligned(name: str, x: Tensor) -> None:
 
 
 def readable_rows(x: Any) -> Any:
-    """x (.., m, n) itself, or a contiguous copy where a kernel cannot read its rows in place.
+    """Return x (.., m, n) itself, or a contiguous copy if a kernel cannot read its rows in place.
 
-    A kernel reads rows of unit stride that start on ALIGN_BYTES and do not overlap. A tracer sees no
-    addresses, so a graph copies every tensor that is not contiguous. What is no tensor of rank 2 or more is
-    left to the checks.
+    A kernel reads rows that have unit stride, start at a multiple of ALIGN_BYTES and do not overlap.
+    Addresses are not known while a graph is traced, so a graph copies every tensor that is not contiguous.
+    Any value but a strided tensor of rank 2 or more is returned unchanged, for the checks to report.
     """
     if not isinstance(x, Tensor) or x.dim() < 2 or x.layout is not torch.strided:
         return x
@@ -143,15 +149,16 @@ def readable_rows(x: Any) -> Any:
 
 
 def readable(x: Tensor) -> Tensor:
-    """x itself, or a contiguous copy where a kernel that needs it contiguous cannot read it in place."""
+    """Return x itself, or a contiguous copy if it is not contiguous and aligned."""
     rows = readable_rows(x)
     return rows.contiguous() if isinstance(rows, Tensor) and rows.layout is torch.strided else rows
 
 
 def no_overlap(c: Tensor, out: Tensor) -> None:
-    """Raise ValueError where c and out, checked and of one shape, share memory without being one view.
+    """Raise ValueError if c and out overlap in memory without being the same view.
 
-    Rows of both that lie beside each other in one buffer, as its left and right columns do, share none.
+    Both have been checked and have the same shape. Two column ranges of one buffer that have no column in
+    common do not overlap, although their rows alternate in memory.
     """
     if c is out or not has_memory(c) or not has_memory(out) or c.numel() == 0:
         return
@@ -176,7 +183,7 @@ def same_device(name: str, x: Tensor, device: torch.device, other: str) -> None:
 
 
 def is_one_of(name: str, value: object, allowed: Sequence[object]) -> None:
-    """Raise TypeError for a value of another type than the allowed ones, ValueError for another value."""
+    """Raise TypeError unless the value has the type of the allowed ones, ValueError unless it is allowed."""
     if type(value) is not type(allowed[0]):
         raise TypeError(f"{name}: got {describe(value)}, must be {listing([repr(item) for item in allowed])}")
     if value not in allowed:
@@ -191,7 +198,7 @@ def is_float_dtype(name: str, dtype: object) -> None:
 
 
 def is_int(name: str, value: object, low: int) -> None:
-    """Raise TypeError unless ``value`` is an int (bool is not), ValueError unless it is at least ``low``."""
+    """Raise TypeError unless ``value`` is an int and not a bool, ValueError unless it is at least ``low``."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: got {describe(value)}, must be an int")
     if value < low:
@@ -204,7 +211,7 @@ def is_bool(name: str, value: object) -> None:
 
 
 def as_device(name: str, device: object) -> torch.device:
-    """The torch.device that a str, an index or a device means."""
+    """Return the torch.device for a string, an index or a torch.device."""
     if isinstance(device, torch.device):
         return device
     if isinstance(device, bool) or not isinstance(device, (str, int)):
@@ -218,7 +225,7 @@ def as_device(name: str, device: object) -> torch.device:
 
 
 def moved(name: str, x: Tensor, device: torch.device) -> Tensor:
-    """x on the device; ValueError where torch has no such device."""
+    """Return x on the device. Raise ValueError if this torch cannot use the device."""
     try:
         return x.to(device)
     except (AssertionError, RuntimeError, NotImplementedError) as error:
@@ -238,17 +245,20 @@ def no_grad(name: str, x: Tensor, function: str) -> None:
 
 
 def as_codes(x: Tensor) -> Tensor:
-    """Packed codes as uint8: a view of float4_e2m1fn_x2, which holds the same bytes."""
+    """Return packed codes as uint8; float4_e2m1fn_x2, which holds the same bytes, is viewed."""
     return x.view(torch.uint8) if x.dtype is torch.float4_e2m1fn_x2 else x
 
 
 def as_scales(x: Tensor) -> Tensor:
-    """Block scales as float8_e4m3fn: a view of uint8, which holds the same bytes."""
+    """Return block scales as float8_e4m3fn; uint8, which holds the same bytes, is viewed."""
     return x.view(torch.float8_e4m3fn) if x.dtype is torch.uint8 else x
 
 
 def codes(name: str, value: object) -> Tensor:
-    """Packed codes (m, k/2): uint8 or float4_e2m1fn_x2, contiguous, 16-byte aligned, k a multiple of 16."""
+    """Check packed codes (m, k/2) and return them as uint8.
+
+    They must be uint8 or float4_e2m1fn_x2, contiguous and 16-byte aligned, and k a multiple of 16.
+    """
     x = is_tensor(name, value)
     has_dtype(name, x, (torch.uint8, torch.float4_e2m1fn_x2))
     has_rank(name, x, 2, "(m, k/2)")
@@ -264,7 +274,10 @@ def decoded(
     dtypes: Sequence[torch.dtype] = (torch.float16,),
     function: str = "fp4gemm.mm",
 ) -> Tensor:
-    """Values (m, k), decoded or never quantized: contiguous, 16-byte aligned, k a multiple of 16."""
+    """Check and return values (m, k) that were decoded or never quantized.
+
+    They must be contiguous and 16-byte aligned, and k a multiple of 16.
+    """
     x = is_tensor(name, value)
     has_dtype(name, x, dtypes)
     has_rank(name, x, 2, "(m, k)")
@@ -278,9 +291,10 @@ def decoded(
 def scales(
     name: str, value: object, m: int, k: int, device: torch.device, other: str, group_rows: int | None = None
 ) -> Tensor:
-    """Swizzled block scales of an (m, k) operand: (ceil128(m), ceil4(k/16)), contiguous, 16-byte aligned.
+    """Check the swizzled block scales of an (m, k) operand and return them as float8_e4m3fn.
 
-    With groups of rows they have ``group_rows`` rows.
+    They must be (ceil128(m), ceil4(k/16)), or have ``group_rows`` rows if the rows of the operand are in
+    groups, and be contiguous and 16-byte aligned.
     """
     x = is_tensor(name, value)
     has_dtype(name, x, (torch.float8_e4m3fn, torch.uint8))
@@ -294,7 +308,7 @@ def scales(
 
 
 def vector(name: str, value: object, length: int, device: torch.device, other: str) -> Tensor:
-    """A float32 vector of ``length`` entries or of a single one, contiguous."""
+    """Check and return a contiguous float32 vector that has ``length`` entries or one."""
     x = is_tensor(name, value)
     has_dtype(name, x, (torch.float32,))
     if x.dim() != 1 or (x.shape[0] != length and x.shape[0] != 1):
@@ -314,7 +328,7 @@ def exact_vector(
     other: str,
     function: str = "fp4gemm.quantize",
 ) -> Tensor:
-    """A contiguous vector of ``length`` entries (None: of any number)."""
+    """Check and return a contiguous vector that has ``length`` entries, or any number of them for None."""
     x = is_tensor(name, value)
     has_dtype(name, x, (dtype,))
     if length is None:
@@ -335,7 +349,10 @@ def quantize_input(
     step: int = BLOCK,
     what: str = "k",
 ) -> Tensor:
-    """x (m, k) of a float type, k a multiple of ``step``; rows have unit stride and start 16-byte aligned."""
+    """Check and return x (m, k) of a float type.
+
+    k must be a positive multiple of ``step``. Rows must have unit stride and start 16-byte aligned.
+    """
     x = is_tensor(name, value)
     has_dtype(name, x, dtypes)
     has_rank(name, x, 2, f"(m, {what})")
@@ -346,23 +363,23 @@ def quantize_input(
 
 
 def packed_operand(codes_name: str, x: object, scales_name: str, scale: object) -> tuple[Tensor, Tensor]:
-    """Codes (m, k/2) and their swizzled scales."""
+    """Check and return packed codes (m, k/2) and their swizzled scales."""
     packed = codes(codes_name, x)
     m, half_k = packed.shape
     return packed, scales(scales_name, scale, m, 2 * half_k, packed.device, codes_name)
 
 
 def padded_scale_shape(m: int, k: int) -> tuple[int, int]:
-    """(ceil128(m), ceil4(k/16)): the shape of the swizzled scales of an (m, k) operand."""
+    """Return (ceil128(m), ceil4(k/16)), the shape of the swizzled scales of an (m, k) operand."""
     return (m + 127) // 128 * 128, (k // BLOCK + 3) // 4 * 4
 
 
 def prepacked_bytes(n: int, k: int) -> int:
-    """Bytes of a prepacked (n, k) weight: 2304 for each chunk of 64 x 64 elements, the last ones padded."""
+    """Return the bytes of a prepacked (n, k) weight: 2304 for each chunk of 64 x 64, with padding."""
     return ((n + 63) // 64) * ((k + 63) // 64) * 2304
 
 
 def mxfp8_scale_shape(m: int, k: int, swizzled: bool) -> tuple[int, int]:
-    """(ceil128(m), ceil4(k/32)) swizzled, else (m, k/32): the shape of the scales of an MXFP8 (m, k)."""
+    """Return the shape of MXFP8 scales: (ceil128(m), ceil4(k/32)) if swizzled, else (m, k/32)."""
     columns = k // MXFP8_BLOCK
     return padded_scale_shape(m, columns * BLOCK) if swizzled else (m, columns)

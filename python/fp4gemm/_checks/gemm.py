@@ -1,7 +1,7 @@
 """The checks of the arguments of a GEMM, dense or grouped: operands, sizes, fused terms, outputs.
 
-The facade and the reference share them. The rules and the errors are those of :mod:`fp4gemm._checks`: a text
-names the argument, the value given and what it must be, and nothing reads device memory.
+The facade and the reference share these checks. They follow the rules of :mod:`fp4gemm._checks`: an error
+names the argument, the value it has and the value it must have, and no check reads device memory.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from .options import group_ends
 
 _CODES = (torch.uint8, torch.float4_e2m1fn_x2)
 _OPERAND_DTYPES = (*_CODES, torch.float16)
-PLAIN = (torch.float16, torch.bfloat16)  # one value per element; bfloat16 for a alone
+PLAIN = (torch.float16, torch.bfloat16)  # operands that are not packed codes; only a can be bfloat16
 
 
 # ---- operands and sizes
 
 
 def operand(name: str, x: object, scale: object) -> tuple[Tensor, Tensor | None]:
-    """An operand of a GEMM: codes with their scales, or values: float16, or bfloat16 if it is a."""
+    """Check an operand of a dense GEMM and return (data, scales).
+
+    The data are codes with scales, or float16 values, or bfloat16 values for a; values have no scales.
+    """
     data = _checks.is_tensor(name, x)
     has_dtype(name, data, (*_CODES, *PLAIN) if name == "a" else _OPERAND_DTYPES)
     if data.dim() == 2 and not data.is_contiguous() and data.t().is_contiguous():
@@ -43,12 +46,12 @@ def operand(name: str, x: object, scale: object) -> tuple[Tensor, Tensor | None]
 
 
 def is_plain(a: object) -> TypeGuard[Tensor]:
-    """Whether a is a tensor of values, bfloat16 or float16, and no container."""
+    """Return whether a is a bfloat16 or float16 tensor and not a container."""
     return isinstance(a, Tensor) and a.dtype in PLAIN
 
 
 def beside(a: Tensor, b: Tensor, names: tuple[str, str] = ("a", "b")) -> None:
-    """Raise TypeError for a decoded b beside a bfloat16 a: kernels that read bfloat16 read codes of b."""
+    """Raise TypeError if a is bfloat16 and b is decoded: no kernel multiplies bfloat16 by float16."""
     if a.dtype is torch.bfloat16 and b.dtype is torch.float16:
         raise TypeError(
             f"{names[1]}: dtype is torch.float16 (decoded), must be quantized or prepacked for bfloat16 "
@@ -63,18 +66,18 @@ def _scale_is_none(name: str, x: Tensor, scale: object) -> None:
 
 
 def k_of(x: Tensor) -> int:
-    """k of codes (.., k/2) or of values (.., k)."""
+    """Return k of codes (.., k/2) or of values (.., k)."""
     return x.shape[-1] * (1 if x.dtype in PLAIN else 2)
 
 
 def formats(a: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, b_rows: int) -> tuple[str, str]:
-    """The formats of checked operands (kernel_table.FORMATS): "nvfp4", "fp16", "bf16" or "prepacked"."""
+    """Return the formats (kernel_table.FORMATS) of checked operands a and b."""
     format_a = "nvfp4" if scale_a is not None else "bf16" if a.dtype is torch.bfloat16 else "fp16"
     return format_a, "prepacked" if b_rows else "fp16" if scale_b is None else "nvfp4"
 
 
 def prepacked(call: GemmCall, k: int) -> None:
-    """Raise unless b holds the bytes of a prepacked (b_rows, k), (bytes,), or (g, bytes) with offs."""
+    """Raise unless b has the bytes of prepacked (b_rows, k) weights: (bytes,), or (g, bytes) with offs."""
     b, n = call.b, call.b_rows
     if call.scale_b is not None:
         raise ValueError(f"scale_b: got {describe(call.scale_b)}, must be None because b is prepacked")
@@ -90,14 +93,14 @@ def prepacked(call: GemmCall, k: int) -> None:
 
 
 def is_ragged_k(call: GemmCall) -> bool:
-    """Whether the groups divide k: D is (g, m, n). They divide m where b has a matrix for each."""
+    """Return whether the groups divide k. They divide m if b has a matrix for each group."""
     return call.offs is not None and not call.b_rows and call.b.dim() == 2
 
 
 def checked_operands(call: GemmCall) -> GemmCall:
-    """The call of raw tensors with its operands and offs checked, except for how their sizes fit.
+    """Check the operands and offs of a call of raw tensors, except whether the sizes of a and b match.
 
-    Codes and scales come back viewed as uint8 and float8_e4m3fn.
+    The result is the call with codes viewed as uint8 and scales viewed as float8_e4m3fn.
     """
     if call.offs is None:
         a, scale_a = operand("a", call.a, call.scale_a)
@@ -112,9 +115,9 @@ def checked_operands(call: GemmCall) -> GemmCall:
 
 
 def checked_shape(call: GemmCall, out_dtype: torch.dtype) -> tuple[int, ...]:
-    """(m, n) or (g, m, n): the shape of alpha * acc, of operands that :func:`checked_operands` made.
+    """Check the sizes, alpha_row and alpha_col of a call that :func:`checked_operands` returned.
 
-    Sizes and the vectors alpha_row and alpha_col are checked.
+    The result is the shape of the accumulator, (m, n) or (g, m, n).
     """
     a, b = call.a, call.b
     m, n = a.shape[0], b.shape[-2]
@@ -137,7 +140,7 @@ def product_shape(
     out_dtype: torch.dtype,
     names: tuple[str, str] = ("a", "b"),
 ) -> tuple[int, ...]:
-    """(m, n), or (g, m, n) of g groups that divide k, after the checks of these sizes."""
+    """Check the sizes and return (m, n), or (g, m, n) if g = ``groups_of_k`` groups divide k."""
     if groups_of_k is None:
         sizes(k_a, k_b, n, out_dtype, names)
         return m, n
@@ -147,7 +150,7 @@ def product_shape(
 
 
 def sizes(k_a: int, k_b: int, n: int, out_dtype: torch.dtype, names: tuple[str, str] = ("a", "b")) -> None:
-    """Raise unless the two k are equal and a multiple of 32, and rows of D a multiple of 16 bytes."""
+    """Raise unless k_a and k_b are equal and multiples of 32 and a row of D is a multiple of 16 bytes."""
     _checks.is_multiple(names[0], "k", k_a, _checks.K_STEP_MM)
     _same_k(k_a, k_b, names)
     _columns(n, out_dtype, names)
@@ -159,17 +162,17 @@ def _same_k(k_a: int, k_b: int, names: tuple[str, str]) -> None:
 
 
 def _columns(n: int, out_dtype: torch.dtype, names: tuple[str, str]) -> None:
-    """n in steps of 16 bytes of output."""
+    """Raise ValueError unless a row of n outputs is a multiple of 16 bytes."""
     step = 4 if out_dtype is torch.float32 else 8
     if n % step:
         raise ValueError(f"{names[1]}: n is {n}, must be a multiple of {step} for {out_dtype} output")
 
 
-# ---- what is fused
+# ---- terms of the epilogue
 
 
 def number(name: str, value: object, elsewhere: str = "") -> float:
-    """A finite Python number within float32; a tensor is refused since reading it would synchronise."""
+    """Check and return a number that is finite in float32; reading a tensor would synchronise."""
     if isinstance(value, Tensor):
         raise TypeError(f"{name}: got {describe(value)}, must be a Python number{elsewhere}")
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
@@ -180,7 +183,7 @@ def number(name: str, value: object, elsewhere: str = "") -> float:
 
 
 def activation_of_name(name: object) -> Activation:
-    """The activation of that name."""
+    """Return the activation with this name."""
     found = activations.by_name.get(name) if name is None or isinstance(name, str) else None
     if found is None:
         wanted = listing([repr(known) for known in activations.by_name])
@@ -191,7 +194,7 @@ def activation_of_name(name: object) -> Activation:
 
 
 def activation_of_number(number: object) -> Activation:
-    """The activation of that number, which is what the operators accept."""
+    """Return the activation with this number. The operators identify activations by number."""
     wanted = listing(list(activations.by_number))
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(f"activation: got {describe(number)}, must be {wanted}")
@@ -201,7 +204,10 @@ def activation_of_number(number: object) -> Activation:
 
 
 def gated(activation: Activation, n: int, out_dtype: torch.dtype, c: object, is_ragged_k: bool) -> None:
-    """Raise unless a gated activation goes together with the rest: 16 bytes of D come from 2 x 16 of z."""
+    """Raise unless a gated activation can be combined with the other arguments.
+
+    n must be a multiple of 16, because 16 bytes of D are 8 outputs, which need 16 columns of z.
+    """
     name = activation.name
     if is_ragged_k:
         raise NotImplementedError(f"activation: got {name}, must be another one with ragged k")
@@ -217,7 +223,7 @@ def gated(activation: Activation, n: int, out_dtype: torch.dtype, c: object, is_
 
 
 def beta(value: object, c: object) -> float:
-    """The factor of c; it must be 1 without c."""
+    """Check and return the factor of c; it must be 1 without c."""
     result = number("beta", value)
     if c is None and result != 1.0:
         raise ValueError(f"beta: got {value}, must be omitted without c")
@@ -225,7 +231,7 @@ def beta(value: object, c: object) -> float:
 
 
 def bias(value: object, n: int, device: torch.device, function: str, groups: int | None = None) -> Tensor:
-    """A bias (n,), or (g, n) for groups, of a float type, contiguous; widened to float32, which is exact."""
+    """Check a contiguous bias, (n,) or for groups (g, n), and convert it to float32, which is exact."""
     x = _checks.is_tensor("bias", value)
     has_dtype("bias", x, FLOAT_DTYPES)
     if groups is None:
@@ -245,7 +251,7 @@ def out(
     device: torch.device,
     function: str,
 ) -> Tensor:
-    """An output (m, n) or (g, m, n) of a float type; rows have unit stride and start 16-byte aligned."""
+    """Check and return an output (m, n) or (g, m, n): rows have unit stride and start 16-byte aligned."""
     x = _checks.is_tensor("out", value)
     has_dtype("out", x, FLOAT_DTYPES)
     if out_dtype is not None:
@@ -257,7 +263,7 @@ def out(
 
 
 def c(value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, function: str) -> None:
-    """An addend of the output's shape and type, laid out as an output."""
+    """Raise unless c has the shape and the dtype of the output and strides that an output may have."""
     x = _checks.is_tensor("c", value)
     if x.dtype is not dtype:
         has_dtype("c", x, FLOAT_DTYPES)
@@ -279,7 +285,7 @@ def _matrix(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device, 
 
 
 def resolved_dtype(out_dtype: object, out: object) -> torch.dtype:
-    """The output type that out_dtype and out ask for; bfloat16 when neither does."""
+    """Return the dtype of out, else out_dtype, else bfloat16."""
     if out_dtype is not None:
         _checks.is_float_dtype("out_dtype", out_dtype)
     if isinstance(out, Tensor):
@@ -291,7 +297,7 @@ def resolved_dtype(out_dtype: object, out: object) -> torch.dtype:
 
 
 def grouped_operands(call: GemmCall) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
-    """(a, b, scale_a, scale_b, offs), each checked by itself; b has rank 3 for ragged m."""
+    """Check the operands of a grouped call one by one and return (a, b, scale_a, scale_b, offs)."""
     data_b = _checks.is_tensor("b", call.b)
     if data_b.dim() not in (2, 3):
         raise ValueError(
@@ -312,7 +318,7 @@ def grouped_operands(call: GemmCall) -> tuple[Tensor, Tensor, Tensor | None, Ten
 
 
 def _rows_operand(a: Tensor, scale: object, num_groups: int) -> tuple[Tensor, Tensor | None]:
-    """a of ragged m, (m, k): the scales of each group begin at a multiple of 128 rows."""
+    """Check a (m, k) for ragged m; the scales of each group begin at a multiple of 128 rows."""
     has_dtype("a", a, (*_CODES, *PLAIN))
     if a.dtype in PLAIN:
         _scale_is_none("a", a, scale)
@@ -324,7 +330,7 @@ def _rows_operand(a: Tensor, scale: object, num_groups: int) -> tuple[Tensor, Te
 
 
 def _batched_operand(b: Tensor, scale: object, num_groups: int) -> tuple[Tensor, Tensor | None]:
-    """A matrix (n, k) for each group, with scales of its own."""
+    """Check b for ragged m: a matrix (n, k) for each group, with its own scales."""
     has_dtype("b", b, _OPERAND_DTYPES)
     if b.shape[0] != num_groups:
         raise ValueError(
@@ -344,7 +350,7 @@ def _batched_operand(b: Tensor, scale: object, num_groups: int) -> tuple[Tensor,
 
 
 def _columns_operand(name: str, x: Tensor, scale: object) -> tuple[Tensor, Tensor | None]:
-    """An operand of ragged k, (rows, k): each group is padded to a multiple of 64; k is 0 without tokens."""
+    """Check an operand (rows, k) of ragged k, whose groups start at multiples of 64; k may be 0."""
     has_dtype(name, x, _OPERAND_DTYPES)
     decoded = x.dtype is torch.float16
     _fields.columns(name, x, 1 if decoded else 2)
@@ -356,7 +362,7 @@ def _columns_operand(name: str, x: Tensor, scale: object) -> tuple[Tensor, Tenso
 
 
 def vector(name: str, value: object, length: int, groups: int | None, device: torch.device) -> Tensor:
-    """float32 (length,) or (1,); where groups may differ also (groups, length) or (groups, 1)."""
+    """Check and return float32 (length,) or (1,); for groups also (groups, length) or (groups, 1)."""
     if groups is None:
         return _checks.vector(name, value, length, device, "a")
     x = _checks.is_tensor(name, value)
@@ -371,9 +377,9 @@ def vector(name: str, value: object, length: int, groups: int | None, device: to
 
 
 def alpha(call: GemmCall, function: str, name: str = "alpha_groups") -> float:
-    """The number alpha, which is 1 where alpha_groups float32 (g,) replaces it; both are checked.
+    """Check alpha and alpha_groups, float32 (g,), and return alpha, which must be 1 with alpha_groups.
 
-    ``name`` is what the caller's own parameter for alpha_groups is called.
+    ``name`` is the name of the caller's parameter for alpha_groups.
     """
     elsewhere = " (a float32 tensor goes into alpha_row or alpha_col)" if call.offs is None else ""
     result = number("alpha", call.alpha, elsewhere)

@@ -1,8 +1,8 @@
 """The options of the quantizers: one table of their names, defaults, values and operator parameters.
 
 :class:`QuantizeOptions` is that table. The signatures of the quantizers, the checks of the values and the
-arguments of the operators are read from it. Errors are those of :mod:`fp4gemm._checks`; a combination of
-options that no kernel implements raises NotImplementedError. Nothing here reads device memory, so no check
+arguments of the operators are derived from it. The errors follow :mod:`fp4gemm._checks`, and a combination of
+options that no kernel implements raises NotImplementedError. No check reads device memory, so none
 synchronises.
 """
 
@@ -18,14 +18,14 @@ from torch import Tensor
 from .. import _checks
 
 _INT32 = torch.iinfo(torch.int32)
-SIGNS = 0xD7E8  # bit r set: element r of a block is negated; TransformerEngine's sign vector
+SIGNS = 0xD7E8  # TransformerEngine's sign vector: element r of a block is negated if bit r is set
 
 
 class Option(NamedTuple):
-    """What a keyword of the quantizers stands for."""
+    """A keyword of the quantizers: its default, and its values for a parameter of the operators."""
 
     default: Any
-    parameter: str = ""  # of the operators, where each value of the keyword stands for one of the parameter
+    parameter: str = ""  # a parameter of the operators; `values` maps the keyword to it
     values: Mapping[Any, Any] = {}
 
 
@@ -52,7 +52,7 @@ class QuantizeOptions(TypedDict, total=False):
 
 
 class QuantizeKeywords(QuantizeOptions, total=False):
-    """All keywords of fp4gemm.quantize but decoded, which decides the type of its result."""
+    """All keywords of fp4gemm.quantize except decoded, which determines the type of the result."""
 
     axis: Annotated[Literal[-1, 0], Option(-1)]
     amax: Annotated[Tensor | None, Option(None)]
@@ -73,13 +73,13 @@ OPTIONS: dict[str, Option] = {
 
 
 def defaults_of(keywords: Any) -> dict[str, Any]:
-    """The default of each keyword of a TypedDict of options."""
+    """Return the default of each keyword of a TypedDict of options."""
     hints = get_type_hints(keywords, include_extras=True)
     return {name: hint.__metadata__[0].default for name, hint in hints.items()}
 
 
 def with_keywords(keywords: Any) -> Callable[[_F], _F]:
-    """Show the keywords of a TypedDict of options in the signature of a function that accepts them as **."""
+    """Put the keywords of a TypedDict of options into the signature of a function that accepts them as **."""
 
     def decorate(function: _F) -> _F:
         own = inspect.signature(function)
@@ -98,7 +98,7 @@ def with_keywords(keywords: Any) -> Callable[[_F], _F]:
 
 
 def completed(function: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of a call with the defaults of those that are omitted."""
+    """Return the keywords of a call, with defaults for those that are omitted."""
     for name in given:
         if name not in defaults:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
@@ -106,7 +106,7 @@ def completed(function: str, given: Mapping[str, Any], defaults: Mapping[str, An
 
 
 def operator_arguments(options: Mapping[str, Any], offs: object = None) -> dict[str, Any]:
-    """The arguments of an operator, per_row to signs; raises for a value or a combination that is not there.
+    """Return the arguments of an operator from per_row to signs. Raise for an invalid value or combination.
 
     Args:
         options: a value for each of OPTIONS; others are ignored.
@@ -162,7 +162,7 @@ def _go_together(options: Mapping[str, Any], offs: object) -> None:
 
 
 def _is_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """:func:`fp4gemm._checks.is_one_of`, of values that may include None as the first."""
+    """Check as :func:`fp4gemm._checks.is_one_of` does; the first allowed value may be None."""
     if allowed[0] is not None:
         _checks.is_one_of(name, value, allowed)
     elif value is not None and (type(value) is not type(allowed[1]) or value not in allowed):
@@ -172,7 +172,10 @@ def _is_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
 
 
 def axis(value: object, x: Tensor, step: int | None) -> int:
-    """-1, or 0 for an x (.., m, k) of which m is a positive multiple of ``step``; any m with None."""
+    """Check and return axis, -1 or 0; 0 needs an x (.., m, k) whose m is a positive multiple of ``step``.
+
+    If ``step`` is None, m is not checked.
+    """
     _checks.is_int("axis", value, -1)
     if value not in (-1, 0):
         raise ValueError(f"axis: got {value}, must be -1 (blocks along k) or 0 (blocks along m)")
@@ -182,7 +185,7 @@ def axis(value: object, x: Tensor, step: int | None) -> int:
 
 
 def check_decoded(value: object, axis: int, block_rows: int) -> None:
-    """decoded is a bool; True only where an operator makes the decoded operand directly."""
+    """Raise unless decoded is a bool. It must be False if no operator makes the decoded result directly."""
     _checks.is_bool("decoded", value)
     if value and axis == 0:
         raise NotImplementedError(
@@ -195,7 +198,7 @@ def check_decoded(value: object, axis: int, block_rows: int) -> None:
 
 
 def group_ends(value: object, device: torch.device, other: str) -> Tensor:
-    """offs int32 (g,), g >= 1, the ends of groups of rows; the values are not read."""
+    """Check and return offs, int32 (g,) with g >= 1, the ends of groups of rows. The values are not read."""
     x = _checks.exact_vector("offs", value, None, torch.int32, device, other)
     if x.shape[0] < 1:
         raise ValueError("offs: shape is (0,), must have at least one entry")
@@ -203,9 +206,10 @@ def group_ends(value: object, device: torch.device, other: str) -> Tensor:
 
 
 def as_int32(offs: Any) -> Any:
-    """offs of int64, as cumsum makes them, in int32, on their device; anything else as it is.
+    """Convert int64 offs, as cumsum returns them, to int32; return any other value unchanged.
 
-    Entries outside of int32 are refused on the CPU and clamped elsewhere, where a look would synchronise.
+    Entries outside of int32 are refused on the CPU. On other devices they are clamped, because reading them
+    would synchronise.
     """
     if not isinstance(offs, Tensor) or offs.dtype is not torch.int64:
         return offs
@@ -219,10 +223,10 @@ def as_int32(offs: Any) -> Any:
 
 
 def amax_values(name: str, amax: Tensor) -> None:
-    """Raise ValueError for a negative amax or NaN on the CPU; elsewhere the look would synchronise."""
+    """Raise ValueError for a negative amax or NaN on the CPU; on other devices this would synchronise."""
     if amax.device.type != "cpu" or not _checks.has_memory(amax):
         return
-    wrong = (~(amax >= 0)).flatten()  # NaN too
+    wrong = (~(amax >= 0)).flatten()  # true for NaN, too
     if wrong.any():
         i = int(wrong.nonzero()[0])
         value = amax.flatten()[i].item()
@@ -230,14 +234,14 @@ def amax_values(name: str, amax: Tensor) -> None:
 
 
 def check_signs(value: object) -> None:
-    """A sign of each of 16 elements: bit r set means that element r is negated."""
+    """Raise unless value is an int 0..0xFFFF: element r of a block is negated if bit r is set."""
     _checks.is_int("hadamard_signs", value, 0)
     if value > 0xFFFF:  # type: ignore[operator]
         raise ValueError(f"hadamard_signs: got {value}, must be at most 0xFFFF, a bit for each of 16")
 
 
 def epsilon(value: object) -> float:
-    """eps of a norm: a finite Python number, not negative."""
+    """Check eps of a norm, a finite Python number >= 0, and return it as a float."""
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"eps: got {_checks.describe(value)}, must be a Python number")
     if not 0 <= value <= _checks.FLOAT32_MAX:
@@ -246,7 +250,11 @@ def epsilon(value: object) -> float:
 
 
 def random_state(options: Mapping[str, Any], x: Tensor) -> Tensor | None:
-    """int64 (2,), {seed, offset}, on the device of x: the given one or one drawn there, or None."""
+    """Return int64 (2,), {seed, offset}, on the device of x, or None without stochastic rounding.
+
+    It is options["rng_state"] if given, else it is drawn on that device with options["generator"], or with
+    the default generator if that is None.
+    """
     generator, rng_state = options["generator"], options["rng_state"]
     if not options["stochastic"]:
         for name, value in (("generator", generator), ("rng_state", rng_state)):

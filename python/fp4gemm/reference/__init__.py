@@ -1,7 +1,8 @@
-"""The semantics of every operation in plain torch, on any device; registered as the CPU implementation.
+"""A reference of every operator in plain torch, for any device, registered as the CPU implementation.
 
-Each function has the arguments and results of the operator of its name and defines its bits; the head of the
-file it lives in has the formulas. Options are numbers as in the operators, and no default is computed.
+Each function has the arguments and the results of the operator with the same name, and it defines the bits of
+the results. The docstring of its module or of the function has the formulas. Options are numbers, as in the
+operators, and have the fixed defaults of the schemas.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""activate: the activations of :mod:`fp4gemm.activations` with their arguments checked."""
+"""activate: evaluates an activation of :mod:`fp4gemm.activations` after checking the arguments."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["activate"]
 
 
 def activate(z: Tensor, activation: int) -> Tensor:
-    """act(z), as :mod:`fp4gemm.activations` defines it.
+    """Return act(z), as :mod:`fp4gemm.activations` defines it.
 
     Args:
-        z: float32 (.., n); n even for a gated activation.
-        activation: its number, 0 for none (z itself).
+        z: float32 (.., n); n must be even for a gated activation.
+        activation: the number of the activation; 0 is the identity.
 
     Returns:
         float32 (.., n), or (.., n/2) for a gated activation.

@@ -1,4 +1,4 @@
-"""The checks of the operators' arguments: what the reference refuses beyond fp4gemm._checks."""
+"""The checks that the reference makes in addition to those of :mod:`fp4gemm._checks`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..ops.schema import QuantizeCall
 
 
 def scales_like(value: object, shape: tuple[int, ...], why: str, device: torch.device) -> Tensor:
-    """Block scales of this shape, contiguous, as float8_e4m3fn."""
+    """Check block scales, contiguous and of this shape, and return them as float8_e4m3fn."""
     x = _checks.is_tensor("scales", value)
     _checks.has_dtype("scales", x, (torch.float8_e4m3fn, torch.uint8))
     _checks.has_shape("scales", x, shape, f", {why}")
@@ -25,14 +25,20 @@ def refuse(name: str, value: object, wanted: str, because: str) -> None:
 
 
 def group_ends(offs: object, m: int, device: torch.device) -> Tensor:
-    """offs int32 (g,), g >= 1: non-decreasing within 0..m. Reads it, so this synchronises on a GPU."""
+    """Check offs, int32 (g,), g >= 1: its entries must be within 0..m and must not decrease.
+
+    The check reads the entries, so it synchronises on a GPU.
+    """
     x = option_checks.group_ends(offs, device, "x")
     ascending(x, m, "the rows of x")
     return x
 
 
 def ascending(offs: Tensor, limit: int, what: str) -> list[int]:
-    """The entries of offs, which ascend within 0..limit; others are refused. Synchronises on a GPU."""
+    """Return the entries of offs. Raise ValueError unless they are within 0..limit and do not decrease.
+
+    Reading the entries synchronises on a GPU.
+    """
     before = 0
     ends: list[int] = offs.tolist()
     for i, end in enumerate(ends):
@@ -45,7 +51,7 @@ def ascending(offs: Tensor, limit: int, what: str) -> list[int]:
 
 
 def options(call: QuantizeCall) -> None:
-    """Types and ranges of the options of the quantizers, and which of them go together."""
+    """Raise unless each option of the quantizers has a valid type and value and their combination exists."""
     _checks.is_one_of("per_row", call.per_row, (True, False))
     _checks.is_one_of("block_rows", call.block_rows, (1, 16))
     _checks.is_one_of("encode", call.encode, (0, 1))

@@ -1,4 +1,4 @@
-"""How the reference bounds its memory: rows are handled in chunks of about CHUNK_ELEMS elements."""
+"""Helpers that bound the memory of the reference: it works on chunks of rows with CHUNK_ELEMS elements."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-CHUNK_ELEMS = 1 << 22  # elements of the widest temporary: bounds memory at a few tens of megabytes
+CHUNK_ELEMS = 1 << 22  # elements of the largest temporary, a few tens of megabytes
 
 
 def row_chunks(rows: int, width: int, step: int = 1) -> Iterator[tuple[int, int]]:
-    """(begin, end) of successive runs of rows of ``width`` elements, multiples of step but for the last."""
+    """Yield (begin, end) of successive chunks of rows that have ``width`` elements each.
+
+    Every chunk but the last has a multiple of ``step`` rows.
+    """
     run = max(1, CHUNK_ELEMS // width // step) * step
     for begin in range(0, rows, run):
         yield begin, min(begin + run, rows)
 
 
 def fp32(value: float, device: torch.device) -> Tensor:
-    """A float32 scalar tensor: torch turns a division by a Python number into a product on some devices."""
+    """Return a float32 scalar tensor to divide by.
+
+    On some devices torch replaces a division by a Python number with a multiplication, which rounds
+    differently.
+    """
     return torch.tensor(value, dtype=torch.float32, device=device)

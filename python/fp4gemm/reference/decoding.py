@@ -1,6 +1,7 @@
-"""NVFP4 back to numbers: dequantize, and decode for the kernels that multiply float16.
+"""The conversions of NVFP4 to floating-point values: dequantize, decode and quantize_decoded.
 
-Those kernels' left operand is made in one step by quantize_decoded: the decoded result of quantize.
+decode makes float16 operands for the kernels that multiply float16. quantize_decoded quantizes and decodes in
+one step, which makes the left operand of those kernels.
 """
 
 from __future__ import annotations
@@ -33,17 +34,19 @@ BLOCK = _checks.BLOCK
 
 @accepts(DequantizeCall)
 def dequantize(call: DequantizeCall) -> Tensor:
-    """cast(fl(q * fl(fl(s * A) * fl(1 / (6 * e4m3_max))))): q the e2m1 value, s the block scale, A the amax.
+    """Return cast(fl(q * fl(fl(s * A) * fl(1 / (6 * e4m3_max))))).
+
+    q is the e2m1 value, s is the block scale, and A is the amax.
 
     Args:
         codes: uint8 (m, k/2).
-        scales: float8_e4m3fn (ceil128(m), ceil4(k/16)), swizzled; or (m, k/16); or with offs
-            (grouped_scale_rows(m, g), ceil4(k/16)).
+        scales: float8_e4m3fn (ceil128(m), ceil4(k/16)), swizzled; or (m, k/16); with offs
+            (grouped_scale_rows(m, g), ceil4(k/16)), swizzled.
         amax: float32 (m,) or (1,).
-        e4m3_max: 448 or 256, the e4m3 bound the operand was made with.
-        dtype: bfloat16, float16 or float32; float16 overflows to inf.
+        e4m3_max: 448 or 256, the e4m3 bound that the operand was quantized with.
+        dtype: bfloat16, float16 or float32; values beyond the range of float16 become inf.
         swizzled: False for scales (m, k/16).
-        offs: int32 (g,), the ends of the groups of rows; later rows give 0.
+        offs: int32 (g,), the ends of the groups of rows; the rows after the last group become 0.
 
     Returns:
         (m, k) of dtype.
@@ -71,7 +74,7 @@ def dequantize(call: DequantizeCall) -> Tensor:
 def _compact(
     scales: object, m: int, k: int, device: torch.device, swizzled: bool, groups: Groups | None
 ) -> Tensor:
-    """Scales (m, k/16) of scales in any of the layouts, checked."""
+    """Check scales in any of the layouts and return them as (m, k/16)."""
     if groups is None and swizzled:
         return unswizzle_scales(_checks.scales("scales", scales, m, k, device, "codes"), m, k // BLOCK)
     if groups is None:
@@ -87,7 +90,9 @@ def _compact(
 
 @accepts(PackedCall)
 def decode(call: PackedCall) -> Tensor:
-    """q * s as float16 (m, k): exact, since the product has at most 6 significant bits and is at most 2688.
+    """Return q * s as float16 (m, k).
+
+    The result is exact, since a product has at most 6 significant bits and is at most 2688.
 
     Args:
         codes: uint8 (m, k/2).
@@ -98,7 +103,7 @@ def decode(call: PackedCall) -> Tensor:
 
 
 def _values(codes: Tensor, compact: Tensor) -> Tensor:
-    """decode, of scales (m, k/16)."""
+    """Decode codes (m, k/2) with scales (m, k/16), which are not swizzled."""
     m, k = codes.shape[0], 2 * codes.shape[1]
     out = torch.empty((m, k), dtype=torch.float16, device=codes.device)
     for i, j in row_chunks(m, k):
@@ -109,9 +114,10 @@ def _values(codes: Tensor, compact: Tensor) -> Tensor:
 
 @accepts(QuantizeDecodedCall)
 def quantize_decoded(call: Any) -> tuple[Tensor, Tensor]:
-    """(q * s as float16 (m, k), amax) of what quantize makes of x with blocks along k; later rows give 0.
+    """Quantize x with blocks along k and return (q * s as float16 (m, k), amax).
 
-    The arguments, amax and what is raised are those of :func:`fp4gemm.reference.quantize`.
+    With offs, the rows after the last group become 0. The arguments, amax and the errors are those of
+    :func:`fp4gemm.reference.quantize`.
     """
     codes, scales, made = quantize(*narrowed(QuantizeCall, call))
     m, k = call.x.shape

@@ -1,4 +1,4 @@
-"""Four-over-six: each block is tried with its maximum mapped to 4 and to 6, and the smaller error wins.
+"""Four-over-six: each block is quantized with its maximum mapped to 4 and to 6; the smaller error decides.
 
 With B the e4m3 bound (448 or 256), S = min(fl(6B / A), FMAX) and base = fl(fl(a_b / 6) * S)::
 
@@ -10,10 +10,11 @@ With B the e4m3 bound (448 or 256), S = min(fl(6B / A), FMAX) and base = fl(fl(a
     d = fl(fl(q_k * s_k) - fl(x * S))               fast error
     E_k = sum of |d| (MAE) or of fl(d * d) (MSE)
 
-The sums run over the 16 elements in order, each addition rounded; for a 16x16 tile the 16 sums of its rows
-are then folded (r + (r + 8), then 4, 2, 1). 4 is chosen where E_4 < E_6, so a tie and a NaN choose 6.
+The 16 terms of a block are added in order, and each addition rounds. The error of a 16x16 tile is the sum of
+the errors of its 16 rows, which are added in pairs: row r and row r + 8, then r + 4, r + 2 and r + 1. The
+mapping to 4 is chosen if E_4 < E_6, so a tie or a NaN selects 6.
 
-TransformerEngine (NVFP4QuantizerRef, nvfp4_use_4over6), bit for bit.
+The results are those of TransformerEngine (NVFP4QuantizerRef, nvfp4_use_4over6), bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .formats import E2M1_MAX, E2M1_VALUES, E4M3_MAX, encode_e2m1, encode_e4m3
 
 __all__ = ["block_errors", "quantize_blocks", "tile_sums"]
 
-MSE = 2  # as the operator's argument four_over_six
+MSE = 2  # the value of the operator's argument four_over_six
 
 
 def block_errors(
@@ -40,7 +41,7 @@ def block_errors(
     mse: bool,
     fast: bool,
 ) -> Tensor:
-    """E_k (rows, blocks) of codes 0..15 (rows, blocks, 16) with float32 scales (rows, blocks, 1)."""
+    """Return E_k (rows, blocks) of codes 0..15 (rows, blocks, 16) with float32 scales (rows, blocks, 1)."""
     table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=x.device)
     value = table[nibbles.to(torch.int32)] * scale
     if fast:
@@ -55,7 +56,10 @@ def block_errors(
 
 
 def tile_sums(error: Tensor) -> Tensor:
-    """(rows, blocks): every row gets the folded sum of its run of 16; rows that lack to 16 count as zero."""
+    """Return (rows, blocks) in which every row of a 16x16 tile has the error of the tile.
+
+    If the last tile has fewer than 16 rows, the missing ones count as zero.
+    """
     rows = error.shape[0]
     padded = torch.nn.functional.pad(error, (0, 0, 0, -rows % 16))
     total = padded.view(-1, 16, error.shape[1])
@@ -75,14 +79,14 @@ def quantize_blocks(
     fast: bool,
     tiles: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Codes 0..15 uint8 (rows, blocks, 16) and float8_e4m3fn scales (rows, blocks).
+    """Return the codes 0..15, uint8 (rows, blocks, 16), and the float8_e4m3fn scales (rows, blocks).
 
     Args:
         x: float32 (rows, blocks, 16).
-        block_amax: float32 (rows, blocks), of the tile where ``tiles``.
+        block_amax: float32 (rows, blocks); with ``tiles``, the amax of the 16x16 tile of each block.
         encode: S, (rows, 1) or (1, 1).
         amax: A, (rows, 1) or (1, 1).
-        tiles: decide once for each 16 rows.
+        tiles: whether 4 or 6 is chosen for 16x16 tiles instead of blocks.
     """
     device = x.device
     one, fmax, bound = fp32(1.0, device), fp32(_checks.FLOAT32_MAX, device), fp32(E4M3_MAX, device)

@@ -1,4 +1,4 @@
-"""The product with its fused epilogue, dense and grouped: gemm, and gemm_out, which writes a given tensor."""
+"""The GEMM with its fused epilogue, dense and grouped: gemm, and gemm_out, which writes a given tensor."""
 
 from __future__ import annotations
 
@@ -21,47 +21,54 @@ __all__ = ["gemm", "gemm_out"]
 def gemm(call: GemmCall) -> Tensor:
     """D = cast(fl(act(fl(fl(alpha * fl(alpha_col[n] * fl(alpha_row[m] * acc))) + bias[n])) + fl(beta * C))).
 
-    acc = fl(sum_k a b): the accumulator is the fp64 sum rounded once to fp32. Decoded products lie on a
-    lattice of 2^-20, so that fp64 sum is exact (order-free) as long as it stays below 2^33, which
-    e2m1 x e4m3 operands of any k <= 1024 always do and others of ordinary size do as well.
+    acc = fl(sum_k a b): the accumulator is the float64 sum, rounded once to float32. Products of decoded
+    NVFP4 values are multiples of 2^-20, so the float64 sum is exact in any order while the partial sums stay
+    below 2^33. For k <= 1024 they always do.
 
-    With offs, D of each group is the product of its part of the operands; the rank of b says what the groups
-    divide. Ragged m (b of rank 3): group g multiplies rows offs[g-1] .. offs[g]-1 of a with b[g] and writes
-    these rows of D (m, n); the rows from offs[-1] on are not written. Ragged k (b of rank 2): D[g] of
-    (g, m, n) is the product over the columns of group g, which begin at the next multiple of 64; that of an
-    empty group is cast(act(bias) + beta * C), so exactly 0 without them.
+    With offs, D of each group is the product of its part of the operands. The rank of b decides whether the
+    groups divide m or k:
+
+    - Ragged m (b of rank 3): group g multiplies rows offs[g-1] .. offs[g]-1 of a by b[g] and writes these
+      rows of D (m, n). The rows from offs[-1] on are not written.
+    - Ragged k (b of rank 2): D is (g, m, n), and D[g] is the product over the columns of group g. The columns
+      of each group begin at a multiple of 64. For an empty group D[g] is cast(act(bias) + beta * C), which is
+      exactly 0 without bias and c.
 
     Args:
-        a: codes uint8 (m, k/2), with scale_a swizzled float8_e4m3fn; or float16 or bfloat16 (m, k) with
-            scale_a None.
-        b: codes uint8 (n, k/2), with ragged m (g, n, k/2), with scale_b; or float16 (n, k) or (g, n, k) with
-            scale_b None; or with b_rows = n the bytes of prepacked weights, (bytes,) or (g, bytes), with
-            scale_b None.
-        scale_a: of an (m, k) matrix, with ragged m of its groups (grouped_scale_rows(m, g), ceil4(k/16)).
-        scale_b: of an (n, k) matrix, with ragged m of a stack of them (g, ceil128(n), ceil4(k/16)).
+        a: codes uint8 (m, k/2) with scale_a; or float16 or bfloat16 (m, k) with scale_a None.
+        b: codes uint8 (n, k/2), or (g, n, k/2) for ragged m, with scale_b; or float16 (n, k) or (g, n, k)
+            with scale_b None; or the bytes of prepacked weights, (bytes,) or (g, bytes), with scale_b None
+            and b_rows = n.
+        scale_a: the swizzled float8_e4m3fn scales of a, (ceil128(m), ceil4(k/16)), or for ragged m
+            (grouped_scale_rows(m, g), ceil4(k/16)).
+        scale_b: the swizzled float8_e4m3fn scales of b, (ceil128(n), ceil4(k/16)), or for ragged m
+            (g, ceil128(n), ceil4(k/16)).
         offs: int32 (g,), the cumulative ends of the groups, read on the host; None for a dense product.
-        alpha: one number, rounded to float32; 1 with alpha_groups.
+        alpha: one number, rounded to float32; it must be 1 with alpha_groups.
         alpha_groups: float32 (g,), in place of alpha.
-        alpha_row: float32 (m,) or (1,), with ragged k also (g, m) or (g, 1); None for 1.
-        alpha_col: float32 (n,) or (1,), with groups also (g, n) or (g, 1); None for 1.
-        bias: (n,), with groups also (g, n), of any float type, widened to float32; or None.
-        activation: as in :func:`activate`.
-        c: as D, or None; with gemm_out it may be out itself.
-        beta: one number, rounded to float32; 1 without c.
-        batch_invariant: a bool; the bits are the same.
-        b_rows: n of a prepacked b; 0 of any other.
+        alpha_row: float32 (m,) or (1,), with ragged k also (g, m) or (g, 1); None means 1.
+        alpha_col: float32 (n,) or (1,), with groups also (g, n) or (g, 1); None means 1.
+        bias: (n,), with groups also (g, n), of any float type, converted to float32; or None.
+        activation: a number as in :func:`activate`.
+        c: a tensor of the shape and the dtype of D, or None; with gemm_out it may be out itself.
+        beta: one number, rounded to float32; it must be 1 without c.
+        batch_invariant: a bool, which does not change the bits of the reference.
+        b_rows: n if b is prepacked, else 0.
         kernel_name: None or "cpu_reference".
         out_dtype: bfloat16, float16 or float32.
 
     Returns:
-        (m, n) or (g, m, n) of out_dtype, contiguous; with a gated activation (m, n/2).
+        D, (m, n) or (g, m, n) of out_dtype, contiguous; with a gated activation (m, n/2).
     """
     return _gemm(call, None)
 
 
 @accepts_out
 def gemm_out(call: GemmCall, out: Tensor) -> None:
-    """:func:`gemm` into out, whose dtype is the output type. Rows of no group keep what they hold."""
+    """Write the result of :func:`gemm` to out, whose dtype is the output type.
+
+    Rows that belong to no group are not written.
+    """
     _checks.has_dtype("out", _checks.is_tensor("out", out), _checks.FLOAT_DTYPES)
     _gemm(call, out)
 
@@ -105,7 +112,7 @@ def _gemm(call: GemmCall, out: Tensor | None) -> Tensor:
 
 
 def _unprepacked(call: GemmCall) -> GemmCall:
-    """The same call with codes and scales in place of a prepacked b."""
+    """Return the call with the codes and scales of b in place of a prepacked b."""
     _checks.is_int("b_rows", call.b_rows, 0)
     if not call.b_rows:
         return call
@@ -139,19 +146,19 @@ def _ragged_k_into(out: Tensor, call: GemmCall, offs: Tensor, terms: Epilogue) -
 
 
 def values(data: Tensor, scales: Tensor | None) -> Tensor:
-    """Decoded values (rows, k) of codes and their scales, or of an operand that is decoded already."""
+    """Decode codes and their scales to (rows, k); without scales, data holds the values already."""
     return data if scales is None else decode(data, scales)
 
 
 def _column_values(data: Tensor, scales: Tensor | None, begin: int, end: int) -> Tensor:
-    """Decoded columns begin .. end-1, multiples of 64, of an operand (rows, k)."""
+    """Return columns begin .. end-1 of an operand (rows, k), decoded; begin and end are multiples of 64."""
     if scales is None:
         return data[:, begin:end]
     return values(data[:, begin // 2 : end // 2].contiguous(), spans.scales_of_columns(scales, begin, end))
 
 
 def product_into(out: Tensor, a: Tensor, b: Tensor, terms: Epilogue) -> None:
-    """out of decoded operands a (m, k) and b (n, k). c of the terms may be out itself."""
+    """Write the product of decoded operands a (m, k) and b (n, k) to out; terms.c may be out itself."""
     (m, k), n = a.shape, b.shape[0]
     wide_b = b.to(torch.float64).t()
     for i, j in row_chunks(m, max(n, k)):

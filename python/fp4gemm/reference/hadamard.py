@@ -1,7 +1,8 @@
 """The 16-point Hadamard transform with signs: x' = (x * sign) H / 4, H[r][c] = (-1)^popcount(r & c).
 
-float32 throughout: the signs first, then butterflies of stride 1, 2, 4 and 8, (a, b) -> (fl(a+b), fl(a-b)),
-then the factor 1/4. Every order of summing gives these bits where the sums are exact in float32.
+All operations are in float32: x is multiplied by the signs, transformed by butterflies of stride 1, 2, 4 and
+8, (a, b) -> (fl(a+b), fl(a-b)), and multiplied by 1/4. If the sums are exact in float32, every order of the
+additions gives these bits.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ SIZE = 16
 
 
 def rotate(x: Tensor, signs: int, round_to_bf16: bool) -> Tensor:
-    """The transform of each run of 16 along the last dimension of float32 x.
+    """Transform each 16 elements along the last dimension of x.
 
     Args:
         x: float32 (..., 16).
-        signs: bit r set means that x[r] is negated, 0..0xFFFF.
-        round_to_bf16: round the result to bfloat16 and widen it again, as TransformerEngine does by default.
+        signs: 0..0xFFFF; x[r] is negated if bit r is set.
+        round_to_bf16: whether the result is rounded to bfloat16, as TransformerEngine does by default.
     """
     sign = torch.tensor(
         [-1.0 if signs >> r & 1 else 1.0 for r in range(SIZE)], dtype=torch.float32, device=x.device

@@ -1,13 +1,14 @@
 """MXFP8: blocks of 32 along the contraction share one e8m0 scale, a power of two.
 
-fl(.) is one float32 operation, a_b the largest magnitude of a block, NaN left out, MAX 448 (e4m3)
-or 57344 (e5m2)::
+fl(.) is one float32 operation, a_b is the largest magnitude of a block without its NaNs, and MAX is 448 for
+e4m3 or 57344 for e5m2::
 
     code = e8m0(fl(a_b * fl(1 / MAX)))           the least power of two that is not below
     v = fp8(fl(x * 2^(127 - code)))              nearest even, saturating; NaN becomes 0x7F
 
-and back, cast(fl(v * 2^(code - 127))). A block of zeros has code 0, 2^-127, which is a denormal float32 and
-is kept. OCP Microscaling formats with the scale rounded up, as in TransformerEngine.
+The inverse is cast(fl(v * 2^(code - 127))). A block of zeros has code 0, which is 2^-127, a subnormal float32
+that is not flushed to zero. The format is that of the OCP Microscaling specification with the scale rounded
+up, as in TransformerEngine.
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ BLOCK = 32
 
 @accepts(MXFP8QuantizeCall)
 def mxfp8_quantize(call: MXFP8QuantizeCall) -> tuple[Tensor, Tensor]:
-    """(values, scales) of x (m, k) or of its transpose, as the head of this file defines them.
+    """Return (values, scales) of x (m, k) or of its transpose, as the module docstring defines them.
 
     Args:
         x: (m, k) bfloat16, float16 or float32, unit stride along k, m >= 0, k a positive multiple of 32.
-        axis: -1, blocks along k; 0, blocks along m, a positive multiple of 32: the result is that of x.T.
+        axis: -1 for blocks along k; 0 for blocks along m, which must be a positive multiple of 32, with the
+            result of x.T.
         dtype: float8_e4m3fn or float8_e5m2.
-        swizzled: scales in the 128x4 layout, else (m, k/32).
+        swizzled: whether the scales are in the 128x4 layout; else they are (m, k/32).
 
     Returns:
-        values of dtype (m, k); scales float8_e8m0fnu (ceil128(m), ceil4(k/32)), pads zero, or (m, k/32). For
-        axis 0, m and k change places.
+        values of dtype (m, k); scales float8_e8m0fnu (ceil128(m), ceil4(k/32)) with zero padding, or
+        (m, k/32). For axis 0, m and k are exchanged.
     """
     x, axis, dtype, swizzled = call
     _checks.quantize_input(x, "fp4gemm.quantize_mxfp8", step=BLOCK)
@@ -58,7 +60,7 @@ def mxfp8_quantize(call: MXFP8QuantizeCall) -> tuple[Tensor, Tensor]:
         nan = blocks.isnan()
         scale = encode_e8m0(blocks.abs().masked_fill_(nan, 0.0).amax(dim=2) * reciprocal)
         scales[i:j] = scale
-        # 2^(127 - code) is the value of code 254 - code; no NaN came in, so no code is 255.
+        # 2^(127 - code) is the value of code 254 - code. NaNs were masked, so no code is 255.
         inverse = decode_e8m0(254 - scale.view(torch.uint8)).unsqueeze(2)
         scaled = (blocks * inverse).clamp_(-largest, largest).to(dtype)
         raw = scaled.view(torch.uint8).masked_fill_(nan, 0x7F)
@@ -68,13 +70,13 @@ def mxfp8_quantize(call: MXFP8QuantizeCall) -> tuple[Tensor, Tensor]:
 
 @accepts(MXFP8DequantizeCall)
 def mxfp8_dequantize(call: MXFP8DequantizeCall) -> Tensor:
-    """cast(fl(v * 2^(code - 127))), (m, k) of dtype; a scale of code 255 gives NaN.
+    """Return cast(fl(v * 2^(code - 127))), (m, k) of dtype; a scale of code 255 gives NaN.
 
     Args:
         values: float8_e4m3fn or float8_e5m2 (m, k), contiguous, k a positive multiple of 32.
         scales: float8_e8m0fnu or uint8, (ceil128(m), ceil4(k/32)) swizzled, or (m, k/32).
-        dtype: bfloat16, float16 or float32; float16 overflows to inf.
-        swizzled: which of the two.
+        dtype: bfloat16, float16 or float32; values beyond the range of float16 become inf.
+        swizzled: whether the scales are swizzled.
     """
     values, scales, dtype, swizzled = call
     _checks.has_dtype("values", _checks.is_tensor("values", values), _checks.FP8_DTYPES)

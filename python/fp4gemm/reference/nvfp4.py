@@ -1,8 +1,8 @@
 """NVFP4 quantization in every variant.
 
-fl(.) below is one IEEE binary32 operation, rounded to nearest even, subnormals kept; min lets a NaN lose.
-FMAX = 3.4028235e38, a_b is the largest magnitude of a block of 16 (or of a 16x16 tile), A that of the row, of
-the tensor or of the group; where A is given, it stands for itself::
+fl(.) below is one float32 operation, rounded to nearest even, without flushing subnormals. min returns the
+other operand if one is NaN, and FMAX = 3.4028235e38. a_b is the largest magnitude of a block of 16 (or of a
+16x16 tile). A is the largest magnitude of the row, of the tensor or of the group, unless the caller gives A::
 
     S = min(fl(2688 / A), FMAX), and S = 1 where that is 0 (A = inf)
     s = e4m3(min(fl(a_b * fl(S * fl(1/6))), FMAX))                nearest even, saturating at 448
@@ -10,10 +10,10 @@ the tensor or of the group; where A is given, it stands for itself::
     e = 0 where s = 0, else min(fl(S / s), FMAX)                  encode te_per_token
     c = e2m1(fl(x * e))                                           nearest, ties to even, saturating at 6
 
-Stored are c, s and A. "te" is TransformerEngine >= 2.14 (NVFP4QuantizerRef), bit for bit up to the sign of
-zero and NaN, where the PTX instruction cvt.rn.satfinite.e2m1x2 is followed: -0 gives code 8; amax ignores
-NaN, a NaN element gives code 7. "te_per_token" is TransformerEngine's pull request #3045 without its floor of
-1e-12 under A.
+The results are c, s and A. "te" gives the bits of TransformerEngine >= 2.14 (NVFP4QuantizerRef) except for
+-0 and NaN, which are converted as by the PTX instruction cvt.rn.satfinite.e2m1x2: -0 becomes code 8 and NaN
+becomes code 7. The amax ignores NaN. "te_per_token" is the encoding of TransformerEngine's pull request #3045
+without its lower bound of 1e-12 on A.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ BLOCK = _checks.BLOCK
 
 
 def _shape(call: QuantizeCall) -> tuple[int, int]:
-    """(rows, k) of the result."""
+    """Return the shape (rows, k) of the result."""
     m, k = call.x.shape
     return (k, m) if call.axis == 0 else (m, k)
 
 
 def _load(call: QuantizeCall, begin: int, end: int) -> Tensor:
-    """float32 (end - begin, blocks, 16): rows of x, or of its transpose, rotated where asked for."""
+    """Return rows of x, or of its transpose, as float32 (end - begin, blocks, 16), rotated by hadamard."""
     rows = call.x[:, begin:end].t() if call.axis == 0 else call.x[begin:end]
     blocks = rows.to(torch.float32).contiguous().view(end - begin, -1, BLOCK)
     return rotate(blocks, call.signs, call.hadamard == 1) if call.hadamard else blocks
@@ -55,42 +55,47 @@ def _load(call: QuantizeCall, begin: int, end: int) -> Tensor:
 
 @accepts(QuantizeCall)
 def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes, scales, amax) of x (m, k) or of its transpose, as the head of this file defines them.
+    """Return (codes, scales, amax) of x (m, k) or of its transpose, as the module docstring defines them.
 
     Args:
         x: (m, k) bfloat16, float16 or float32, unit stride along k, m >= 0, k a positive multiple of 16.
-        amax: A instead of what x has, float32: (1,), (rows of the result,) with per_row, (g,) with offs
-        alone. per_row: one amax a row; else one for the tensor or, with offs, for each group.
-        axis: -1, blocks along k; 0, blocks along m, a positive multiple of 16 without offs: the result is
-            that of x.T.
-        block_rows: 1, or 16 for 16x16 tiles that share one scale (rows that lack to 16 count as zero).
-        encode: 0 te, 1 te_per_token.
-        four_over_six: 0 no, 1 by mean absolute, 2 by mean squared error (reference/four_over_six.py). Tiles
-            are decided in the orientation of x for either axis.
-        fast_error: the error in the scaled domain.
+        amax: A, float32; None computes it from x. With per_row it has an entry for each row of the result.
+            Otherwise it is (1,), or (g,) with offs and axis -1.
+        per_row: whether each row has an amax; otherwise the tensor or, with offs and axis -1, each group has
+            one.
+        axis: -1 for blocks along k; 0 for blocks along m, with the result of x.T. Without offs, m must then
+            be a positive multiple of 16.
+        block_rows: 1, or 16 for 16x16 tiles that share one scale. If the last tile has fewer than 16 rows,
+            the missing ones count as zero.
+        encode: 0 for te, 1 for te_per_token.
+        four_over_six: 0 for none, 1 to choose by the mean absolute error, 2 by the mean squared error
+            (reference/four_over_six.py). The error of a tile is summed in the orientation of x for either
+            axis.
+        fast_error: whether four_over_six uses the fast error instead of the exact one.
         e4m3_max: 448, or 256 with four_over_six.
-        hadamard: 0 no, 1 rotated and rounded to bfloat16, 2 rotated (reference/hadamard.py).
-        signs: bit r set negates element r of each block before it is rotated.
-        rng_state: int64 (2,), {seed, offset}: codes are rounded stochastically (reference/philox.py), for
-            axis 0 with offset + 1.
-        offs: int32 (g,), the ends of groups of rows (reference/grouped.py). Later rows get codes and amax 0.
-            With axis 0 the result is that of the padded groups, transposed, (k, grouped_columns(m, g)); its
-            amax is over the rows of all groups.
+        hadamard: 0 for none, 1 to rotate and round to bfloat16, 2 to rotate (reference/hadamard.py).
+        signs: element r of each block is negated before the rotation if bit r is set.
+        rng_state: int64 (2,), {seed, offset}. If it is given, codes are rounded stochastically
+            (reference/philox.py), with offset + 1 for axis 0.
+        offs: int32 (g,), the ends of groups of rows (reference/grouped.py). With axis -1, the rows after the
+            last group get codes and amax 0. With axis 0, the result is that of the padded groups, transposed,
+            (k, grouped_columns(m, g)), and an amax covers the rows of all groups.
 
     Returns:
         codes uint8 (m, k/2); scales float8_e4m3fn (ceil128(m), ceil4(k/16)), or with offs
-        (grouped_scale_rows(m, g), ceil4(k/16)), swizzled, pads zero; amax float32 (m,) or (1,), or (0,) where
-        it was given in this form. With offs it is always (m,). For axis 0, m and k change places.
+        (grouped_scale_rows(m, g), ceil4(k/16)), swizzled, with zero padding; amax float32 (m,) with per_row,
+        else (1,), or (0,) if the argument amax was given. An amax for each group is expanded to (m,), even if
+        it was given. For axis 0, m and k are exchanged.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: an argument or a combination of them; the text names it.
+        TypeError, ValueError, NotImplementedError: for an invalid argument or combination; the text names it.
     """
     x, axis, offs = call.x, call.axis, call.offs
     _checks.quantize_input(x)
     _checks.is_one_of("axis", axis, (-1, 0))
     checks.options(call)
     groups = None
-    has_rows = None  # bool, for each block of columns: whether it holds a row of x
+    has_rows = None  # bool for each block of 16 columns of the result: whether it has a row of x
     if offs is not None and call.block_rows == 16:
         raise NotImplementedError("offs: got a tensor, must be None with block_rows 16")
     if offs is not None and axis == 0:
@@ -103,22 +108,23 @@ def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
     _check_amax("amax", call, groups)
     codes, scales, made = _quantize(call, groups)
     if has_rows is not None:
-        # A rotation of zeros may have left minus zeros there.
+        # The rotation of a block of zeros can give -0, which is code 8; padding has code 0.
         codes.view(codes.shape[0], -1, BLOCK // 2)[:, ~has_rows] = 0
     return codes, scales, made
 
 
 @accepts(QuantizeBothCall)
 def quantize_both(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """quantize(x, axis=-1) without the rotation, then quantize(x, axis=0) with it: TransformerEngine's
-    recipe.
+    """Return the results of quantize(x, axis=-1) without the rotation, then of quantize(x, axis=0) with it.
+
+    This is the recipe of TransformerEngine.
 
     Args:
         x: (m, k), m and k positive multiples of 16.
-        amax: A of the first, or None.
-        amax_t: A of the second; given if amax is.
+        amax: A for axis -1, or None.
+        amax_t: A for axis 0; it must be given exactly when amax is.
 
-    The other arguments, the six results and what is raised are those of :func:`quantize`.
+    The other arguments, the results and the errors are those of :func:`quantize`.
     """
     _checks.quantize_input(call.x, "fp4gemm.quantize_both")
     rows = narrowed(QuantizeCall, call)
@@ -145,14 +151,14 @@ def _check_amax(name: str, call: QuantizeCall, groups: Groups | None) -> None:
 
 def _quantize(call: QuantizeCall, groups: Groups | None) -> tuple[Tensor, Tensor, Tensor]:
     rows, k = _shape(call)
-    if k == 0:  # groups along columns without a row
+    if k == 0:  # axis 0 with offs, and no group has a row
         codes = torch.empty((rows, 0), dtype=torch.uint8, device=call.x.device)
         scales = codes.new_empty((padded_scale_shape(rows, 0)), dtype=torch.float8_e4m3fn)
         made = (rows if call.per_row else 1) if call.amax is None else 0
         return codes, scales, torch.zeros(made, device=call.x.device)
     if call.block_rows == 16 and call.axis == 0:
         codes, scales, amax = _cast(call._replace(axis=-1), None)
-        # A tile has one scale for its rows and its columns.
+        # A 16x16 tile has the same scale in both orientations.
         tiles = scales.view(torch.uint8)[::BLOCK].t().repeat_interleave(BLOCK, dim=0)
         return _transpose_codes(codes), swizzle_scales(tiles.view(scales.dtype)), amax
     codes, scales, amax = _cast(call, groups)
@@ -160,7 +166,7 @@ def _quantize(call: QuantizeCall, groups: Groups | None) -> tuple[Tensor, Tensor
 
 
 def _cast(call: QuantizeCall, groups: Groups | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, compact scales (rows, blocks) and amax."""
+    """Return codes, scales (rows, blocks), which are not swizzled, and amax."""
     m, k = _shape(call)
     device, amax = call.x.device, call.amax
     block_amax = _block_amax(call)
@@ -172,7 +178,7 @@ def _cast(call: QuantizeCall, groups: Groups | None) -> tuple[Tensor, Tensor, Te
         stored = amax
     else:
         stored = amax.new_empty(0)
-    amax = amax.view(-1, 1)  # (m, 1) or (1, 1), as what follows
+    amax = amax.view(-1, 1)  # (m, 1) or (1, 1), as encode below
     one, fmax = fp32(1.0, device), fp32(_checks.FLOAT32_MAX, device)
     encode = torch.fmin(torch.div(fp32(call.e4m3_max * E2M1_MAX, device), amax), fmax)
     encode = torch.where(encode == 0, one, encode)  # S
@@ -211,7 +217,10 @@ def _cast(call: QuantizeCall, groups: Groups | None) -> tuple[Tensor, Tensor, Te
 
 
 def _block_amax(call: QuantizeCall) -> Tensor:
-    """float32 (rows, blocks), without NaN, which the hardware's max drops and torch's keeps."""
+    """Return a_b, float32 (rows, blocks).
+
+    NaNs are masked first, because torch's max propagates a NaN and the max instruction of a GPU does not.
+    """
     m, k = _shape(call)
     result = torch.empty((m, k // BLOCK), dtype=torch.float32, device=call.x.device)
     for i, j in row_chunks(m, k):
@@ -236,7 +245,7 @@ def _outer_amax(block_amax: Tensor, per_row: bool, groups: Groups | None) -> Ten
 
 
 def _element_factor(scale: Tensor, global_scale: Tensor, encode: int) -> Tensor:
-    """e (rows, blocks) of the float32 block scales and S."""
+    """Return e (rows, blocks), computed from the float32 block scales and S."""
     one, fmax = fp32(1.0, scale.device), fp32(_checks.FLOAT32_MAX, scale.device)
     if encode == 0:
         return torch.fmin(torch.div(one, scale * torch.div(one, global_scale)), fmax)
@@ -244,7 +253,7 @@ def _element_factor(scale: Tensor, global_scale: Tensor, encode: int) -> Tensor:
 
 
 def _transpose_codes(codes: Tensor) -> Tensor:
-    """Packed codes (k, m/2) of packed codes (m, k/2)."""
+    """Transpose packed codes (m, k/2) to (k, m/2)."""
     m, half_k = codes.shape
     result = torch.empty((2 * half_k, m // 2), dtype=torch.uint8, device=codes.device)
     for i, j in row_chunks(half_k, 2 * m):

@@ -1,13 +1,14 @@
 """Philox4x32-10 on int64 tensors, and the random bytes of stochastic rounding.
 
-Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). One draw turns a counter of four 32-bit
-words and a key of two into four 32-bit words. Block c of row r of a result with C blocks a row draws once,
-with
+The generator is that of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). One draw maps a
+counter of four 32-bit words and a key of two to four random 32-bit words. There is one draw for each block.
+For block c of row r of a result with C blocks per row it has
 
     counter = (lo(offset), hi(offset), lo(seq), hi(seq)),  seq = r * C + c,    key = (lo(seed), hi(seed))
 
-lo and hi being the 32-bit halves; element i of the block uses byte i mod 4 (the lowest first) of word i div
-4. So the bytes depend on the place in the result and on the state alone, not on how a kernel cuts its work.
+where lo and hi are the 32-bit halves. Element i of the block uses byte i mod 4 of word i div 4; byte 0 is the
+least significant. So the bytes depend only on the position in the result and on the state, not on the tiles
+of a kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ MASK = 0xFFFFFFFF
 
 
 def _product(multiplier: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(high, low) 32 bits of multiplier * x, for x of 32 bits: by halves of x, as int64 has no 64th bit."""
+    """Return the (high, low) 32 bits of multiplier * x for 32-bit x.
+
+    x is multiplied in two halves, because the product needs 64 bits and int64 has 63 and a sign.
+    """
     upper = (x >> 16) * multiplier
     lower = (x & 0xFFFF) * multiplier
     middle = upper + (lower >> 16)  # < 2^49
@@ -34,11 +38,11 @@ def _product(multiplier: int, x: Tensor) -> tuple[Tensor, Tensor]:
 def philox4x32(
     counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words 0..2^32-1 of each counter.
+    """Return four words 0..2^32-1 for each counter.
 
     Args:
-        counter: four int64 tensors that broadcast, each 0..2^32-1.
-        key: two int64 tensors, likewise.
+        counter: four int64 tensors with values 0..2^32-1, which are broadcast together.
+        key: two int64 tensors of the same kind.
     """
     x, y, z, w = counter
     kx, ky = key
@@ -52,16 +56,16 @@ def philox4x32(
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x & MASK, x >> 32 & MASK  # the mask removes what the arithmetic shift brought in
+    return x & MASK, x >> 32 & MASK  # the mask clears the sign bits of the arithmetic shift
 
 
 def random_bytes(rng_state: Tensor, advance: int, begin: int, end: int, blocks: int) -> Tensor:
-    """int64 0..255 (end - begin, blocks, 16): the bytes of rows begin..end-1 of a result with ``blocks`` a
-    row.
+    """Return the random bytes of rows begin .. end-1, int64 (end - begin, blocks, 16) with values 0..255.
 
     Args:
-        rng_state: int64 (2,), {seed, offset}; read on its device, without synchronising.
-        advance: added to the offset, modulo 2^64.
+        rng_state: int64 (2,), {seed, offset}. It is read on its device, without synchronising.
+        advance: a number that is added to the offset, modulo 2^64.
+        blocks: the number of blocks per row of the result.
     """
     device = rng_state.device
     seed, offset = rng_state[0], rng_state[1] + advance

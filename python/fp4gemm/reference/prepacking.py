@@ -1,20 +1,23 @@
-"""NVFP4 weights in the order in which Hopper's kernels stream them, and back: prepack and unprepack.
+"""prepack and unprepack: convert NVFP4 weights to the layout that the Hopper kernels load, and back.
 
-The layout is that of cpp/cutlass_evt/mainloop/nvfp4_packing.hpp. Chunks of 64 rows by 64 of k stand
-row-major, each 2048 bytes of codes and 256 of scales, zeros beyond n and k. Thread t (0..127) holds 16 bytes
-of a chunk, a 32-bit word for each 16 of k; code i (0..7) of its words is that of::
+The layout is defined in cpp/cutlass_evt/mainloop/nvfp4_packing.hpp. A weight is a row-major matrix of chunks.
+A chunk covers 64 rows by 64 along k and has 2048 bytes of codes, then 256 bytes of scales; rows and columns
+beyond n and k are zeros. Thread t (0..127) loads 16 bytes of the codes of a chunk: one 32-bit word for each
+16 along k. Code i (0..7) of a word is at::
 
     row  t // 32 * 16 + t % 32 // 4 + i // 2 % 2 * 8      k  i // 4 * 8 + t % 4 * 2 + i % 2
 
-Codes 2p (in the low half) and 2p + 1 (in the high) have the sign in bit 15 and the rest in bits 11..9 of
-``v & 0x8E008E00``, with v the word w shifted to the left, or rotated, for p = 0..3::
+where k is relative to the 16 of the word. Codes 2p and 2p + 1 are extracted together, as the low and the high
+half of ``v & 0x8E008E00``: the sign is bit 15 of a half, and the other three bits are its bits 11..9. v is
+computed from the word w by shifts to the left and a rotation; for p = 0..3 it is::
 
     v = w      v = w << 3      v = w << 7 ^ w << 10      v = w << 7 ^ rot(w, 12)
 
-The scales of rows r and r + 8 (r // 8 even) stand in two words, 8 * (r // 16 * 8 + r % 8) bytes behind the
-codes, each with those of two blocks: ``w & 0x7F807F80`` of blocks 0 and 2, ``rot(w, 24) & 0x7F807F80`` of 1
-and 3, two fp16 each, in the low half that of row r, which are the scales times 2^7. A negative scale stands
-as a positive one, its sixteen codes with the other sign.
+The scales of rows r and r + 8 (r // 8 is even) are two words, at byte 8 * (r // 16 * 8 + r % 8) after the
+codes. The first word has the scales of blocks 0 and 1, the second those of blocks 2 and 3. Of each word w,
+``w & 0x7F807F80`` gives the first block and ``rot(w, 24) & 0x7F807F80`` the second, as two fp16 numbers that
+are the scales times 2^7: row r in the low half, row r + 8 in the high half. A negative scale is stored as its
+magnitude, and the signs of its sixteen codes are inverted.
 """
 
 from __future__ import annotations
@@ -32,22 +35,23 @@ from ..ops.schema import PackedCall, UnprepackCall, accepts
 __all__ = ["prepack", "unprepack"]
 
 BLOCK = _checks.BLOCK
-CHUNK = 64  # rows, and of k
+CHUNK = 64  # rows of a chunk, and its elements along k
 CODE_BYTES, SCALE_BYTES = 2048, 256
 CHUNK_BYTES = CODE_BYTES + SCALE_BYTES
-# A row of a chunk is r = 16 a + 8 h + q; byte y of its codes is 8 w + 4 d + u. A word holds h and d.
+# Row r of a chunk is 16 a + 8 h + q, and byte y of the codes of a row is 8 w + 4 d + u. (a, q, u) gives the
+# thread, w the word of the thread, and (d, h) the pair of codes in the word.
 _ROW, _BYTE = (4, 2, 8), (4, 2, 4)  # (a, h, q), (w, d, u)
-_ORDER = (0, 4, 1, 3, 7, 5, 6, 2)  # (R, a, h, q, C, w, d, u) to (R, C, a, q, u, w, d, h): thread, word, pair
+_ORDER = (0, 4, 1, 3, 7, 5, 6, 2)  # permutes (R, a, h, q, C, w, d, u) to (R, C, a, q, u, w, d, h)
 _BACK = (0, 2, 7, 3, 1, 5, 6, 4)
 
 
 def _rotate(word: int | Tensor, by: int) -> int | Tensor:
-    """To the left, of 32 bits."""
+    """Rotate a 32-bit word to the left."""
     return ((word << by) | (word >> (32 - by))) & 0xFFFFFFFF
 
 
 def _pair(word: int | Tensor, p: int) -> int | Tensor:
-    """The byte of codes 2p (low nibble) and 2p + 1 of a word of 32 bits, an int or int64."""
+    """Return the byte of codes 2p (low nibble) and 2p + 1 of a 32-bit word, which is an int or int64."""
     v = word if p == 0 else word << (3 if p == 1 else 7)
     if p > 1:
         v = v ^ (word << 10 if p == 2 else _rotate(word, 12))
@@ -56,8 +60,11 @@ def _pair(word: int | Tensor, p: int) -> int | Tensor:
 
 @functools.cache
 def _words() -> Tensor:
-    """int32 (4, 256): the word of byte y of pair p and zeros; words combine by exclusive or."""
-    # The map from words to codes is linear over bits; elimination gives the word of each single bit of codes.
+    """Return int32 (4, 256): entry (p, y) is the word with byte y as pair p and zeros as the other codes.
+
+    The word of eight codes is the exclusive or of the entries of its four pairs.
+    """
+    # The map from words to codes is linear over GF(2), so elimination finds the word of each single code bit.
     rows = []
     for bit in range(32):
         codes = sum(int(_pair(1 << bit, p)) << 8 * p for p in range(4))
@@ -73,12 +80,15 @@ def _words() -> Tensor:
     every = torch.arange(256)
     for bit, (_, word) in enumerate(rows):
         table[bit // 8] ^= (every >> bit % 8 & 1) * word
-    return table.to(torch.int32)  # the same 32 bits
+    return table.to(torch.int32)  # keeps the low 32 bits
 
 
 @functools.cache
 def _magnitudes() -> Tensor:
-    """int64 (128,), ascending: what stands for each e4m3 byte without its sign, bits 14..7 of an fp16."""
+    """Return int64 (128,), ascending: the stored byte of each e4m3 scale without its sign.
+
+    The stored byte is bits 14..7 of the scale times 2^7 in fp16.
+    """
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float16) * 128
     stored = values.view(torch.int16).to(torch.int64) >> 7
     return torch.cat((stored, torch.tensor([0xFF])))  # NaN
@@ -86,11 +96,11 @@ def _magnitudes() -> Tensor:
 
 @accepts(PackedCall)
 def prepack(call: PackedCall) -> Tensor:
-    """The bytes of a weight, or of each of a stack, as the head of this file has them.
+    """Return the prepacked bytes of a weight, or of each weight of a stack.
 
     Args:
         codes: uint8 (n, k/2) or (g, n, k/2), g >= 1, k a positive multiple of 16.
-        scales: float8_e4m3fn (ceil128(n), ceil4(k/16)) of each, swizzled; the padding is not read.
+        scales: float8_e4m3fn (ceil128(n), ceil4(k/16)) for each weight, swizzled; the padding is not read.
 
     Returns:
         uint8 (bytes,) or (g, bytes), bytes = 2304 * ceil(n / 64) * ceil(k / 64).
@@ -135,13 +145,13 @@ def _prepack(codes: Tensor, scales: Tensor) -> Tensor:
 
 @accepts(UnprepackCall)
 def unprepack(call: UnprepackCall) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of what :func:`prepack` made of a weight (n, k); the padding of the scales is zero.
+    """Return (codes, scales) of a weight (n, k) from its prepacked bytes; the padding of the scales is zero.
 
-    No scale is negative: where one was, the sixteen codes have the other sign.
+    No scale is negative: if a scale was negative before :func:`prepack`, its sixteen codes have changed sign.
 
     Args:
         packed: uint8 (bytes,) or (g, bytes), g >= 1.
-        n: rows of a matrix, >= 0.
+        n: the rows of a matrix, >= 0.
         k: a positive multiple of 16.
     """
     packed, n, k = call
@@ -163,7 +173,7 @@ def unprepack(call: UnprepackCall) -> tuple[Tensor, Tensor]:
     if x.dim() == 1:
         return _unprepack(x, n, k)
     codes, scales = zip(*(_unprepack(matrix, n, k) for matrix in x), strict=True)
-    # Bytes, because few torch operators know float8.
+    # The scales are stacked as bytes, because few torch operators support float8.
     plain = torch.stack([s.view(torch.uint8) for s in scales])
     return torch.stack(codes), plain.view(torch.float8_e4m3fn)
 

@@ -1,19 +1,20 @@
-"""What feeds a quantized GEMM: SiLU-and-multiply and RMS norm, alone and with the quantization after them.
+"""The producers of quantized operands: SiLU-and-multiply and RMS norm, alone or with quantization.
 
 fl(.) is one float32 operation, cast(.) rounds to the dtype of x (bfloat16 or float16)::
 
     silu_and_mul: x = [g | u], h = cast(fl(g / (1 + exp(-g)))), -0 where g < -88.75
                   y = cast(fl(h * u))
 
-as eager F.silu(g) * u has it, which computes in float32 and whose exp overflows there. The quotient is that
-of float64, rounded to float32 and then to the dtype. And::
+This is the result of eager F.silu(g) * u, which computes in float32, where exp overflows for g < -88.75. The
+reference computes the quotient in float64 and rounds it to float32 and then to the dtype. RMS norm is::
 
     rms_norm: h = cast(fl(x + residual)), or x
               mean = fl(sum(fl(h * h)) / k), r = fl(1 / fl(sqrt(fl(mean + eps))))
               y = cast(fl(h * r)), with a weight cast(fl(weight * cast(fl(h * r))))
 
-as LlamaRMSNorm has it, with a fixed order of the sum: each block of 16 is folded (t[j] + t[j + 8], then 4, 2,
-1), and so are the sums of the blocks, padded with zeros to a power of two.
+This is the RMS norm of LlamaRMSNorm with a fixed order of the sum: in each block of 16, elements t[j] and
+t[j + 8] are added, then those at distance 4, 2 and 1. The sums of the blocks, padded with zeros to a power of
+two, are added in the same way.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ def _silu(gate: Tensor) -> Tensor:
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """y = cast(fl(cast(silu(g)) * u)) with g = x[:, :k] and u = x[:, k:]; -inf in g gives NaN.
+    """Return y = cast(fl(cast(silu(g)) * u)) with g = x[:, :k] and u = x[:, k:]; -inf in g gives NaN.
 
     Args:
         x: (m, 2k) bfloat16 or float16, unit stride along a row, m >= 0, k a positive multiple of 16.
 
     Returns:
-        (m, k) of the dtype of x.
+        y, (m, k) of the dtype of x.
     """
     _checks.quantize_input(x, "fp4gemm.silu_and_mul_quantize", dtypes=_checks.HALF_DTYPES, step=2 * BLOCK)
     m, k = x.shape[0], x.shape[1] // 2
@@ -69,18 +70,21 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 @accepts(SiluAndMulQuantizeCall)
 def silu_and_mul_quantize(call: SiluAndMulQuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
-    """quantize(silu_and_mul(x)), one amax a row; with offs the scales of each group for itself."""
+    """Return quantize(silu_and_mul(x)) with one amax per row; with offs, the scales are grouped."""
     return quantize(silu_and_mul(call.x), None, True, offs=call.offs)
 
 
 @accepts(SiluAndMulQuantizeCall)
 def silu_and_mul_quantize_decoded(call: SiluAndMulQuantizeCall) -> tuple[Tensor, Tensor]:
-    """The same decoded: float16 (m, k) and amax."""
+    """Return the result of :func:`silu_and_mul_quantize`, decoded: float16 (m, k) and amax."""
     return quantize_decoded(silu_and_mul(call.x), None, True, offs=call.offs)
 
 
 def _fold(t: Tensor) -> Tensor:
-    """The sum along the last dimension, a power of two: t[j] + t[j + half], halving down to one."""
+    """Return the sum along the last dimension, whose size is a power of two.
+
+    Each step adds t[j] and t[j + half], until one element is left.
+    """
     while t.shape[-1] > 1:
         half = t.shape[-1] // 2
         t = t[..., :half] + t[..., half:]
@@ -88,27 +92,29 @@ def _fold(t: Tensor) -> Tensor:
 
 
 def inverse_rms(h: Tensor, epsilon: Tensor) -> Tensor:
-    """r (m,) of float32 h (m, k); epsilon is a float32 scalar."""
+    """Return r, (m,), of float32 h (m, k); epsilon is a float32 scalar."""
     num_blocks = h.shape[1] // BLOCK
     padding = (1 << (num_blocks - 1).bit_length()) - num_blocks
     sums = torch.nn.functional.pad(_fold((h * h).unflatten(1, (-1, BLOCK))), (0, padding))
     mean = torch.div(_fold(sums), fp32(float(h.shape[1]), h.device)) + epsilon
-    # By float64, since torch's float32 root is not correctly rounded everywhere.
+    # The root is computed in float64, since torch's float32 root is not correctly rounded on every device.
     root = mean.to(torch.float64).sqrt().to(torch.float32)
     return torch.div(fp32(1.0, h.device), root)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """(y, h): y = cast(fl(weight * cast(fl(h * r)))), h = cast(fl(x + residual)), see the head of this file.
+    """Return (y, h): y = cast(fl(weight * cast(fl(h * r)))) and h = cast(fl(x + residual)).
+
+    The module docstring defines r.
 
     Args:
         x: (m, k) bfloat16 or float16, unit stride along k, m >= 0, k a positive multiple of 16.
         weight: (k,) of the dtype of x, or None.
-        residual: like x, or None.
-        eps: finite, >= 0, rounded to float32.
+        residual: a tensor of the shape and the dtype of x, or None.
+        eps: a finite number >= 0, rounded to float32.
 
     Returns:
-        y (m, k); h (m, k), or (0,) without a residual; of the dtype of x.
+        y (m, k); h (m, k), or (0,) without a residual. Both have the dtype of x.
     """
     function = "fp4gemm.rms_norm_quantize"
     _checks.quantize_input(x, function, dtypes=_checks.HALF_DTYPES)
@@ -134,13 +140,13 @@ def rms_norm(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: flo
 
 @accepts(RmsNormQuantizeCall)
 def rms_norm_quantize(call: RmsNormQuantizeCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(codes, scales, amax, h): quantize(y), one amax a row, of the y and h of :func:`rms_norm`."""
+    """Return (codes, scales, amax, h): quantize(y) with one amax per row; y and h as in :func:`rms_norm`."""
     y, summed = rms_norm(*call)
     return *quantize(y, None, True), summed
 
 
 @accepts(RmsNormQuantizeCall)
 def rms_norm_quantize_decoded(call: RmsNormQuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
-    """The same decoded: float16 (m, k), amax and h."""
+    """Return the result of :func:`rms_norm_quantize`, decoded: float16 (m, k), amax and h."""
     y, summed = rms_norm(*call)
     return *quantize_decoded(y, None, True), summed

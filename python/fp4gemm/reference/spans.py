@@ -1,4 +1,4 @@
-"""Where the groups of a product lie: the rows or columns of each, and those of its scales."""
+"""The rows or columns of each group of a grouped product, and those of its scales."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from . import checks
 
 __all__ = ["of_columns", "of_rows", "scales_of_columns"]
 
-TILE_BYTES = 512  # of the layout of the scales
+TILE_BYTES = 512  # bytes of a 128x4 tile of swizzled scales
 
 
 def of_rows(ends: Tensor, m: int) -> list[tuple[int, int, int, int]]:
-    """First row and end of each group, and those of its scales."""
+    """Return (begin, end, scale_begin, scale_end) of each group: its rows and the rows of its scales."""
     spans = []
     begin = scale_begin = 0
     for end in checks.ascending(ends, m, "the rows of a"):
@@ -25,7 +25,7 @@ def of_rows(ends: Tensor, m: int) -> list[tuple[int, int, int, int]]:
 
 
 def of_columns(ends: Tensor, k: int) -> list[tuple[int, int]]:
-    """First column and end of each group, padding included."""
+    """Return (begin, end) of each group: its columns, including its padding to a multiple of 64."""
     spans = []
     before = begin = 0
     for end in checks.ascending(ends, k, "the columns of a"):
@@ -37,8 +37,10 @@ def of_columns(ends: Tensor, k: int) -> list[tuple[int, int]]:
 
 
 def scales_of_columns(scales: Tensor, begin: int, end: int) -> Tensor:
-    """The swizzled scales of columns begin .. end-1, multiples of 64, of an operand (rows, k)."""
-    # GROUP_COLUMNS columns are one tile of the layout.
+    """Return the swizzled scales of columns begin .. end-1 of an operand (rows, k).
+
+    begin and end are multiples of 64: the scales of 64 columns are one tile wide.
+    """
     rows, tiles = scales.shape[0], slice(begin // GROUP_COLUMNS, end // GROUP_COLUMNS)
     part = scales.view(torch.uint8).view(rows // TILE_ROWS, -1, TILE_BYTES)[:, tiles].contiguous()
     return part.view(rows, -1).view(scales.dtype)
