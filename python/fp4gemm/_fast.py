@@ -32,6 +32,7 @@ _QUANTIZE_DECODED = operators.below_wrapper(operators.quantize_decoded)
 _PER_ROW = {"row": True, "tensor": False}
 _READY = support.READY["mm"]
 _RULES = selection.RULES
+_FAST_TERMS = ("bias", "out_dtype")
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -62,12 +63,24 @@ def quantize(x: object, decoded: object, options: Mapping[str, Any]) -> NVFP4Ten
 
 
 def mm(a: object, b: object, terms: Mapping[str, Any]) -> Tensor | None:
-    """fp4gemm.mm of containers with no term but out_dtype, on a CUDA device that has multiplied before."""
-    if terms and (len(terms) > 1 or terms.get("out_dtype") not in _checks.FLOAT_DTYPES):
-        return None
+    """fp4gemm.mm of containers with no terms but out_dtype and a float32 bias, as nn.Linear calls it.
+
+    On a CUDA device that has multiplied before.
+    """
     if _RULES or _is_compiling():
         return None
-    more = terms  # keywords: a keyword costs the operator more time than a place
+    more: dict[str, Any] = {}  # keywords: a keyword costs the operator more time than a place
+    for name, value in terms.items():
+        if value is None and name in _FAST_TERMS:
+            continue
+        if name == "out_dtype" and value in _checks.FLOAT_DTYPES:
+            more[name] = value
+        elif name == "bias" and type(value) is Tensor and value.dtype is torch.float32 and value.dim() == 1:
+            if value.requires_grad:
+                return None
+            more[name] = value
+        else:
+            return None
     if type(b) is NVFP4Tensor:
         if type(a) is not NVFP4Tensor or b.offs is not None:
             return None
@@ -82,7 +95,8 @@ def mm(a: object, b: object, terms: Mapping[str, Any]) -> Tensor | None:
         # The operator does not know the k of b, and so cannot compare it.
         if len(b.shape) != 2 or k != b.shape[1]:
             return None
-        data_b, scale_b, more = b.data, None, {**terms, "b_rows": b.shape[0]}
+        data_b, scale_b = b.data, None
+        more["b_rows"] = b.shape[0]
     else:
         return None
     amax_a, amax_b = a.amax, b.amax

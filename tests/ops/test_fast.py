@@ -50,10 +50,22 @@ def test_plain_calls_go_to_the_operator(calls: list[dict[str, Any]]) -> None:
     assert calls[-1]["out_dtype"] is torch.float32
 
 
+def test_calls_of_linear_layers_go_to_the_operator(calls: list[dict[str, Any]]) -> None:
+    bias = torch.ones(24)
+    for given in (None, bias):
+        assert _fast.mm(packed(), prepacked(), {"bias": given, "out_dtype": torch.bfloat16}) == "D"
+        wanted = {"out_dtype": torch.bfloat16, "b_rows": 24} | ({} if given is None else {"bias": bias})
+        assert calls[-1].keys() == wanted.keys()
+        assert all(calls[-1][name] is value for name, value in wanted.items())
+
+
 @pytest.mark.parametrize(
     ("a", "b", "terms"),
     [
-        (packed(), packed(), {"bias": None}),
+        (packed(), packed(), {"bias": torch.ones(24, dtype=torch.bfloat16)}),
+        (packed(), packed(), {"bias": torch.ones(24, requires_grad=True)}),
+        (packed(), packed(), {"bias": torch.ones(1, 24)}),
+        (packed(), packed(), {"activation": "silu"}),
         (packed(), packed(), {"out_dtype": None, "beta": 1.0}),
         (packed(), packed(), {"out_dtype": torch.float64}),
         (packed(), packed(hadamard_signs=3), {}),
