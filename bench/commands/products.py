@@ -14,7 +14,7 @@ TORCH = {torch.bfloat16: "torch bf16", torch.float16: "torch fp16", torch.float3
 SCALAR, UNFUSED = "scalar alpha", "unfused: post-scale"
 CUBLASLT_POST = "cuBLASLt nvfp4 + post-scale"
 DEFAULT_SHAPES = (Layer("", "", 8192, 8192),)
-# Of a CPU, where the reference multiplies in float64.
+# The sizes on a CPU are small, since the reference multiplies in float64 there.
 SMALL_SHAPES, SMALL_M = (Layer("", "", 256, 512), Layer("", "", 512, 256)), (1, 16, 64)
 
 

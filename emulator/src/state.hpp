@@ -169,8 +169,8 @@ struct Cta {
   u32 rank;  // in the cluster
   Cluster* cluster;
   u32 shared_end;  // the first byte after its shared memory
-  // Of each byte of shared memory: its value, whether it has been written, and whether the generic proxy
-  // wrote it with no fence.proxy.async of the writing warp since.
+  // Each has an entry for every byte of shared memory: its value, whether it has been written, and whether
+  // the generic proxy wrote it with no fence.proxy.async of the writing warp since.
   std::vector<u8> shared, written, dirty;
   std::vector<u32> tmem;  // [lane][column], empty until the first allocation
   std::vector<u8> tmem_written;

@@ -96,8 +96,8 @@ class Conventions:
     ) -> Self:
         """The operand of a ModelOpt checkpoint: x ~ q * s * weight_scale_2, so amax = weight_scale_2 * 6B.
 
-        Of fl(weight_scale_2 * 6B) and its two neighbours, amax is the nearest whose :meth:`weight_scale_2` is
-        the given one, so that :meth:`to_modelopt` gives its bits back if they were made from an amax.
+        The amax is the nearest of fl(weight_scale_2 * 6B) and its two neighbours whose :meth:`weight_scale_2`
+        is the given one, so that :meth:`to_modelopt` gives its bits back if they were made from an amax.
 
         Args:
             weight: uint8 (m, k/2), low nibble = even k.
