@@ -39,7 +39,7 @@ def check_linear(linear: object) -> None:
         _checks.has_dtype("linear.bias", linear.bias, _checks.FLOAT_DTYPES)
 
 
-def check_float_weight(name: str, weight: Tensor, shape: tuple[int, int]) -> None:
+def check_float_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
     """Raise TypeError or ValueError unless a weight can be quantized. Synchronises."""
     _checks.has_dtype(name, weight, _checks.FLOAT_DTYPES)
     _checks.has_shape(name, weight, shape)
@@ -49,28 +49,29 @@ def check_float_weight(name: str, weight: Tensor, shape: tuple[int, int]) -> Non
             raise ValueError(f"{name}: {num_bad} values are NaN or infinite, must all be finite")
 
 
-def check_quantized_weight(weight: object) -> NVFP4Tensor:
-    """The weight itself; raises TypeError or ValueError unless it is a plain NVFP4 matrix."""
+def check_quantized_weight(weight: object, name: str = "weight", rank: int = 2) -> NVFP4Tensor:
+    """The weight itself; raises TypeError or ValueError unless it is a plain NVFP4 matrix or stack."""
     if not isinstance(weight, NVFP4Tensor):
-        raise TypeError(f"weight: got {_checks.describe(weight)}, must be an NVFP4Tensor")
+        raise TypeError(f"{name}: got {_checks.describe(weight)}, must be an NVFP4Tensor")
     if weight.offs is not None:
-        raise ValueError(f"weight: has {weight.offs.shape[0]} groups (offs), must have none")
-    if weight.ndim != 2:
-        raise ValueError(f"weight: shape is {tuple(weight.shape)}, must be (n, k)")
+        raise ValueError(f"{name}: has {weight.offs.shape[0]} groups (offs), must have none")
+    if weight.ndim != rank:
+        wanted = "(n, k)" if rank == 2 else "(g, n, k)"
+        raise ValueError(f"{name}: shape is {tuple(weight.shape)}, must be {wanted}")
     if weight.hadamard_signs is not None:
         raise ValueError(
-            f"weight: was rotated (hadamard_signs {weight.hadamard_signs:#06x}), must not be: "
+            f"{name}: was rotated (hadamard_signs {weight.hadamard_signs:#06x}), must not be: "
             "the layer does not rotate its input"
         )
     return weight
 
 
-def check_bias(bias: object, n: int, device: torch.device) -> Tensor:
-    """The bias itself; raises TypeError or ValueError unless it is a float (n,) on the device."""
-    x = _checks.is_tensor("bias", bias)
-    _checks.has_dtype("bias", x, _checks.FLOAT_DTYPES)
-    _checks.has_shape("bias", x, (n,))
-    _checks.same_device("bias", x, device, "weight")
+def check_bias(bias: object, *shape: int, device: torch.device, name: str = "bias") -> Tensor:
+    """The bias itself; raises TypeError or ValueError unless it is a float tensor of the shape there."""
+    x = _checks.is_tensor(name, bias)
+    _checks.has_dtype(name, x, _checks.FLOAT_DTYPES)
+    _checks.has_shape(name, x, shape)
+    _checks.same_device(name, x, device, "weight")
     return x
 
 

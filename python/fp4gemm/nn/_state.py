@@ -25,12 +25,16 @@ BITS = {
 }
 
 
-def new_buffers(n: int, k: int, num_amax: int, device: torch.device | None) -> dict[str, Tensor]:
-    """The buffers of a weight (n, k), uninitialised: codes, swizzled scales, amax and the e4m3 bound."""
+def new_buffers(shape: tuple[int, ...], num_amax: int, device: torch.device | None) -> dict[str, Tensor]:
+    """The buffers of a weight (n, k) or (g, n, k), uninitialised: codes, swizzled scales, amax and the bound.
+
+    ``num_amax`` is 1 or n: the numbers that amax has for each matrix.
+    """
+    *lead, n, k = shape
     shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...] = (
-        ((n, k // 2), torch.uint8),
-        (_checks.padded_scale_shape(n, k), torch.float8_e4m3fn),
-        ((num_amax,), torch.float32),
+        ((*lead, n, k // 2), torch.uint8),
+        ((*lead, *_checks.padded_scale_shape(n, k)), torch.float8_e4m3fn),
+        ((*lead, num_amax), torch.float32),
         ((1,), torch.int32),
     )
     return {
@@ -108,6 +112,20 @@ def checkpoint_problems(own: Mapping[str, Tensor], state_dict: Mapping[str, Any]
     return problems
 
 
+def check_buffers(held: Mapping[str, Tensor | None], shape: tuple[int, ...], num_amax: int) -> None:
+    """Raise ValueError unless the buffers that other code has set fit a weight of this shape."""
+    wanted = new_buffers(shape, num_amax, torch.device("meta"))
+    wanted["bias"] = torch.empty(shape[:-1], dtype=torch.float32, device="meta")
+    for name, expected in wanted.items():
+        value = held.get(name)
+        problem = None if value is None else buffer_problem(name, expected, value)
+        if problem is not None:
+            raise ValueError(
+                f"{name}: {problem}; the buffers of an NVFP4 weight keep their dtypes, so load them "
+                "without dtype="
+            )
+
+
 def buffer_problem(name: str, buffer: Tensor, value: Any) -> str | None:
     """Why ``value`` cannot take the place of the buffer of this name; None if it can."""
     if name == BOUND:
@@ -117,7 +135,11 @@ def buffer_problem(name: str, buffer: Tensor, value: Any) -> str | None:
     if value.dtype is not buffer.dtype:
         return f"dtype is {value.dtype}, must be {buffer.dtype}"
     if value.shape != buffer.shape:
-        rescaled = value.dim() == 1 and buffer.dtype is torch.float32 and 1 in (value.numel(), buffer.numel())
+        rescaled = (
+            buffer.dtype is torch.float32
+            and value.shape[:-1] == buffer.shape[:-1]
+            and 1 in (*value.shape[-1:], *buffer.shape[-1:])
+        )
         hint = " (weight_scaling differs)" if rescaled else ""
         return f"shape is {tuple(value.shape)}, must be {tuple(buffer.shape)}{hint}"
     if not value.is_contiguous():

@@ -1,4 +1,4 @@
-"""The weight of an NVFP4 Linear: buffers of codes and scales, or prepacked bytes in their place."""
+"""An NVFP4 weight, one matrix or a stack: buffers of codes and scales, or prepacked bytes in their place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ._state import (
     ORDER,
     PREPACKED,
     WEIGHT_BUFFERS,
-    buffer_problem,
+    check_buffers,
     checkpoint_problems,
     keep_dtype,
     moved_dtype,
@@ -38,7 +38,7 @@ _EXCHANGE = threading.RLock()
 
 
 class WeightModule(torch.nn.Module):
-    """A module with an NVFP4 weight (n, k), which is held once: as codes and scales, or prepacked.
+    """A module with an NVFP4 weight (n, k) or (g, n, k), held once: as codes and scales, or prepacked.
 
     state_dict, pickles, copies and moves to other devices always have codes and scales. Prepacked
     bytes keep their address until the module moves, since a captured CUDA graph may read them. A form that is
@@ -50,6 +50,7 @@ class WeightModule(torch.nn.Module):
 
     in_features: int
     out_features: int
+    num_matrices: int = 0  # g of a stack; 0: one matrix
     weight_amax: Tensor
     bias: Tensor | None
     # The dtype of the float weight that this one stands for: module.weight.dtype. No buffer has it.
@@ -63,9 +64,15 @@ class WeightModule(torch.nn.Module):
     _has_signed_scales = False  # the weight was prepacked with negative scales, whose signs are in the codes
 
     def _register_weight(self, num_amax: int, device: torch.device | None) -> None:
-        for name, buffer in new_buffers(self.out_features, self.in_features, num_amax, device).items():
+        for name, buffer in new_buffers(self._shape, num_amax, device).items():
             self.register_buffer(name, buffer)
         self.e4m3_max = max(_checks.E4M3_BOUNDS)
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        """(n, k) or (g, n, k)."""
+        lead = (self.num_matrices,) if self.num_matrices else ()
+        return (*lead, self.out_features, self.in_features)
 
     # ---- the buffers
 
@@ -81,7 +88,7 @@ class WeightModule(torch.nn.Module):
         _checks.is_one_of("e4m3_max", value, _checks.E4M3_BOUNDS)
         self._e4m3_max = value
         with torch.inference_mode(False):  # load_state_dict may write it later
-            self._hold(**{BOUND: torch.full_like(self.weight_amax[:1], value, dtype=torch.int32)})
+            self._hold(**{BOUND: self.weight_amax.new_full((1,), value, dtype=torch.int32)})
 
     @property
     def weight_prepacked(self) -> Tensor | None:
@@ -165,17 +172,7 @@ class WeightModule(torch.nn.Module):
         if any(t is not None and t.is_meta for t in found):
             self._remember_buffers()  # offloaded
             return
-        num_amax = 1 if self.weight_amax.numel() == 1 else self.out_features
-        wanted = new_buffers(self.out_features, self.in_features, num_amax, torch.device("meta"))
-        wanted["bias"] = torch.empty(self.out_features, dtype=torch.float32, device="meta")
-        for name, expected in wanted.items():
-            value = held.get(name)
-            problem = None if value is None else buffer_problem(name, expected, value)
-            if problem is not None:
-                raise ValueError(
-                    f"{name}: {problem}; the buffers of an fp4gemm.nn.Linear keep their dtypes, so load them "
-                    "without dtype="
-                )
+        check_buffers(held, self._shape, 1 if self.weight_scaling == "tensor" else self.out_features)
         self._e4m3_max = int(held[BOUND].item())  # type: ignore[union-attr]
         self._align_buffers()
         self._has_weight = True
@@ -191,15 +188,14 @@ class WeightModule(torch.nn.Module):
 
     def _prepacked(self) -> PrepackedTensor:
         """The container of weight_prepacked, which is there."""
-        shape = torch.Size((self.out_features, self.in_features))
         data: Tensor = self.weight_prepacked  # type: ignore[assignment]
-        return PrepackedTensor._trusted(data, self.weight_amax, shape, self._e4m3_max)
+        return PrepackedTensor._trusted(data, self.weight_amax, self._shape, self._e4m3_max)
 
     @property
     def weight(self) -> NVFP4Tensor:
-        """The weight (n, k) as an NVFP4Tensor over the buffers; a copy while it is prepacked.
+        """The weight as an NVFP4Tensor over the buffers; a copy while it is prepacked.
 
-        Assign an NVFP4Tensor, or a float tensor (n, k), which is quantized: transformers ties weights so.
+        Assign an NVFP4Tensor, or a float tensor, which is quantized: transformers ties weights so.
         """
         if not torch.compiler.is_compiling():
             self._notice()
@@ -224,18 +220,18 @@ class WeightModule(torch.nn.Module):
             super().__setattr__(name, value)
 
     def _set_bias(self, value: Tensor) -> None:
-        check_bias(value, self.out_features, self.weight_amax.device)
+        check_bias(value, *self._shape[:-1], device=self.weight_amax.device)
         with torch.inference_mode(False), torch.no_grad():
             self._buffers["bias"] = value.detach().to(torch.float32)
 
     def _set_weight(self, value: object) -> None:
-        device, shape = self.weight_amax.device, (self.out_features, self.in_features)
+        device, shape = self.weight_amax.device, self._shape
         if isinstance(value, Tensor):  # also a Parameter
             check_float_weight("weight", value, shape)
             _checks.same_device("weight", value, device, "the layer")
             with torch.inference_mode(False), torch.no_grad():
                 value = quantize(value.detach(), scaling=self.weight_scaling)
-        value = check_quantized_weight(value)
+        value = check_quantized_weight(value, rank=len(shape))
         if tuple(value.shape) != shape:
             raise ValueError(f"weight: shape is {tuple(value.shape)}, must be {shape}")
         _checks.same_device("weight", value.codes, device, "the layer")
@@ -252,7 +248,7 @@ class WeightModule(torch.nn.Module):
     @property
     def weight_scaling(self) -> WeightScaling:
         """ "row" or "tensor": what weight_amax holds one number for."""
-        return "tensor" if self.weight_amax.numel() == 1 else "row"
+        return "tensor" if self.weight_amax.shape[-1] == 1 else "row"
 
     def _is_prepacked(self) -> bool:
         return PREPACKED in self._buffers

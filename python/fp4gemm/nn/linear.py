@@ -174,7 +174,7 @@ class Linear(WeightModule):
         weight = check_quantized_weight(weight)
         n, k = weight.shape
         if bias is not None:
-            bias = check_bias(bias, n, weight.device)
+            bias = check_bias(bias, n, device=weight.device)
         layer = cls(
             k,
             n,
