@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "gemm_ops.hpp"
+#include "linear_ops.hpp"
 #include "quantize_ops.hpp"
 
 STABLE_TORCH_LIBRARY(fp4gemm, m) {
@@ -43,6 +44,11 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
   m.def("gemm(" FP4GEMM_GEMM_SCHEMA ", ScalarType out_dtype=bfloat16) -> Tensor");
   m.def("gemm_out(" FP4GEMM_GEMM_SCHEMA ", *, Tensor(d!) out) -> ()");
 #undef FP4GEMM_GEMM_SCHEMA
+  m.def(
+      "linear(Tensor x, Tensor weight, Tensor? weight_scales, Tensor weight_amax, Tensor? bias=None, "
+      "int weight_rows=0, int weight_e4m3_max=448, int scaling=1, int activation=0, Tensor? c=None, "
+      "float beta=1.0, Tensor? x_scales=None, Tensor? x_amax=None, int x_e4m3_max=448, "
+      "bool batch_invariant=False, str? kernel_name=None, ScalarType? out_dtype=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fp4gemm, CUDA, m) {
@@ -61,4 +67,5 @@ STABLE_TORCH_LIBRARY_IMPL(fp4gemm, CUDA, m) {
   m.impl("unprepack", TORCH_BOX(&fp4gemm_torch::unprepack));
   m.impl("gemm", TORCH_BOX(&fp4gemm_torch::gemm));
   m.impl("gemm_out", TORCH_BOX(&fp4gemm_torch::gemm_out));
+  m.impl("linear", TORCH_BOX(&fp4gemm_torch::linear));
 }

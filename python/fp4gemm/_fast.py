@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from . import _checks, selection, support
-from ._operands import ALPHA
 from .containers.decoded import DecodedTensor
 from .containers.nvfp4 import NVFP4Tensor
 from .containers.prepacked import PrepackedTensor
 from .ops import operators
+from .reference.epilogue import ALPHA
 
 __all__ = ["mm", "quantize"]
 

@@ -14,20 +14,12 @@ from .containers._base import with_version
 from .containers.decoded import DecodedTensor
 from .containers.nvfp4 import NVFP4Tensor
 from .containers.prepacked import PrepackedTensor
+from .reference.epilogue import ALPHA, ALPHA_UNQUANTIZED
 
 Left = NVFP4Tensor | DecodedTensor | Tensor
 Right = NVFP4Tensor | DecodedTensor | PrepackedTensor
 Given = tuple[Tensor, int | None] | None
 OR_PLAIN, OR_PREPACKED = "or a bfloat16 or float16 tensor", "or an fp4gemm.PrepackedTensor"
-# The exact bits of fl(1 / (36 * B_a * B_b)): multiplied by amax_a and amax_b, it scales the accumulator.
-ALPHA = {
-    (448, 448): float.fromhex("0x1.293726p-23"),
-    (448, 256): float.fromhex("0x1.041042p-22"),
-    (256, 448): float.fromhex("0x1.041042p-22"),
-    (256, 256): float.fromhex("0x1.c71c72p-22"),
-}
-# The exact bits of fl(1 / (6 * B_b)), the factor if a was not quantized.
-ALPHA_UNQUANTIZED = {448: float.fromhex("0x1.861862p-12"), 256: float.fromhex("0x1.555556p-11")}
 
 
 _NO_GROUPS = (

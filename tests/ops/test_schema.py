@@ -22,6 +22,7 @@ TYPES = {
     "float": "float",
     "str | None": "Optional[str]",
     "torch.dtype": "int",  # torch's name for ScalarType
+    "torch.dtype | None": "Optional[int]",
 }
 
 

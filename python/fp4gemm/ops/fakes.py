@@ -12,9 +12,11 @@ from torch import Tensor
 
 from .. import _checks, layout, support
 from .._checks import gemm as gemm_checks
+from .._checks import linear as linear_checks
 from .schema import (
     DequantizeCall,
     GemmCall,
+    LinearCall,
     MXFP8DequantizeCall,
     MXFP8QuantizeCall,
     PackedCall,
@@ -51,6 +53,13 @@ def gemm(call: GemmCall) -> Tensor:
 @accepts_out
 def gemm_out(call: GemmCall, out: Tensor) -> None:
     support.warn_untested(call.a)
+
+
+@accepts(LinearCall)
+def linear(call: LinearCall) -> Tensor:
+    shape = linear_checks.checked(call)
+    support.warn_untested(call.x)
+    return call.x.new_empty(shape.out, dtype=shape.dtype)
 
 
 def _k_of(data: Tensor, scale: Tensor | None) -> int:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from .schema import GemmCall
+from .schema import GemmCall, LinearCall
 
-__all__ = ["gemm_flops", "register"]
+__all__ = ["gemm_flops", "linear_flops", "register"]
 
 
 def gemm_flops(*args: Any, out_val: Any = None, out: Any = None, **kwargs: Any) -> int:
@@ -25,6 +25,14 @@ def gemm_flops(*args: Any, out_val: Any = None, out: Any = None, **kwargs: Any) 
     return 2 * call.a.shape[0] * n * k
 
 
+def linear_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """2 m n k of linear; the quantization of x is not counted."""
+    call = LinearCall(*args, **kwargs)
+    numel: int = call.x.numel() * (1 if call.x_scales is None else 2)
+    return 2 * numel * (call.weight_rows or call.weight.shape[0])
+
+
 def register() -> None:
-    """Tell torch the formula, once."""
+    """Tell torch the formulas, once."""
     register_flop_formula([torch.ops.fp4gemm.gemm, torch.ops.fp4gemm.gemm_out], get_raw=True)(gemm_flops)
+    register_flop_formula(torch.ops.fp4gemm.linear, get_raw=True)(linear_flops)

@@ -46,6 +46,7 @@ decode = torch.ops.fp4gemm.decode.default
 dequantize = torch.ops.fp4gemm.dequantize.default
 gemm = torch.ops.fp4gemm.gemm.default
 gemm_out = torch.ops.fp4gemm.gemm_out.default
+linear = torch.ops.fp4gemm.linear.default
 mxfp8_dequantize = torch.ops.fp4gemm.mxfp8_dequantize.default
 mxfp8_quantize = torch.ops.fp4gemm.mxfp8_quantize.default
 prepack = torch.ops.fp4gemm.prepack.default

@@ -20,6 +20,7 @@ __all__ = [
     "SCHEMAS",
     "DequantizeCall",
     "GemmCall",
+    "LinearCall",
     "MXFP8DequantizeCall",
     "MXFP8QuantizeCall",
     "PackedCall",
@@ -55,6 +56,28 @@ class GemmCall(NamedTuple):
     b_rows: int = 0  # n of a prepacked b; 0: b is not prepacked
     kernel_name: str | None = None  # not "kernel", which collides with a parameter inside torch's inductor
     out_dtype: torch.dtype = torch.bfloat16
+
+
+class LinearCall(NamedTuple):
+    """``linear``."""
+
+    x: Tensor
+    weight: Tensor
+    weight_scales: Tensor | None
+    weight_amax: Tensor
+    bias: Tensor | None = None
+    weight_rows: int = 0  # n of a prepacked weight; 0: it is not prepacked
+    weight_e4m3_max: int = 448
+    scaling: int = 1  # 0: x is not quantized; 1: an amax for each row of x; 2: one
+    activation: int = 0
+    c: Tensor | None = None
+    beta: float = 1.0
+    x_scales: Tensor | None = None
+    x_amax: Tensor | None = None  # given: x was quantized before
+    x_e4m3_max: int = 448
+    batch_invariant: bool = False
+    kernel_name: str | None = None
+    out_dtype: torch.dtype | None = None  # None: that of x, or bfloat16 if x was quantized before
 
 
 class QuantizeCall(NamedTuple):
@@ -175,6 +198,7 @@ class MXFP8DequantizeCall(NamedTuple):
 # Every operator but gemm_out, whose parameters follow from those of gemm.
 SCHEMAS: dict[str, Any] = {
     "gemm": GemmCall,
+    "linear": LinearCall,
     "quantize": QuantizeCall,
     "quantize_both": QuantizeBothCall,
     "quantize_decoded": QuantizeDecodedCall,

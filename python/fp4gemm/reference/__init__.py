@@ -11,6 +11,7 @@ from .activations import activate
 from .decoding import decode, dequantize, quantize_decoded
 from .formats import decode_e2m1, encode_e2m1, encode_e4m3, encode_e8m0
 from .gemm import gemm, gemm_out
+from .linear import linear
 from .mxfp8 import mxfp8_dequantize, mxfp8_quantize
 from .nvfp4 import quantize, quantize_both
 from .prepacking import prepack, unprepack
@@ -33,6 +34,7 @@ __all__ = [
     "encode_e8m0",
     "gemm",
     "gemm_out",
+    "linear",
     "mxfp8_dequantize",
     "mxfp8_quantize",
     "prepack",

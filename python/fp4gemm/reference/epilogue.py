@@ -9,6 +9,17 @@ from torch import Tensor
 
 from ..activations import ACTIVATIONS, Activation
 
+# The exact bits of fl(1 / (36 * B_a * B_b)), where B is the e4m3 bound of an operand: multiplied by amax_a
+# and amax_b, it scales the accumulator.
+ALPHA = {
+    (448, 448): float.fromhex("0x1.293726p-23"),
+    (448, 256): float.fromhex("0x1.041042p-22"),
+    (256, 448): float.fromhex("0x1.041042p-22"),
+    (256, 256): float.fromhex("0x1.c71c72p-22"),
+}
+# The exact bits of fl(1 / (6 * B_b)), the factor if a was not quantized.
+ALPHA_UNQUANTIZED = {448: float.fromhex("0x1.861862p-12"), 256: float.fromhex("0x1.555556p-11")}
+
 
 class Epilogue(NamedTuple):
     """The terms of the epilogue of one product (m, n). A term that is None is not computed.
