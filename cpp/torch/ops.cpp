@@ -35,6 +35,14 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
   m.def("unprepack(Tensor packed, int n, int k) -> (Tensor, Tensor)");
   m.def("mxfp8_quantize(Tensor x, int axis, ScalarType dtype, bool swizzled) -> (Tensor, Tensor)");
   m.def("mxfp8_dequantize(Tensor values, Tensor scales, ScalarType dtype, bool swizzled) -> Tensor");
+  m.def("route(Tensor topk_ids, int num_experts) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "combine(Tensor y, Tensor row_of_pair, Tensor topk_weights, ScalarType? out_dtype=None) -> Tensor");
+  m.def(
+      "experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor? w13_scales, "
+      "Tensor w13_amax, Tensor? w13_bias, Tensor w2, Tensor? w2_scales, Tensor w2_amax, Tensor? w2_bias, "
+      "int w13_rows=0, int w2_rows=0, int w13_e4m3_max=448, int w2_e4m3_max=448, int scaling=1, "
+      "int activation=4, bool batch_invariant=False) -> Tensor");
 // What gemm and gemm_out share. A parameter named "kernel" would collide with one inside torch's inductor.
 #define FP4GEMM_GEMM_SCHEMA                                                                              \
   "Tensor a, Tensor b, Tensor? scale_a=None, Tensor? scale_b=None, Tensor? offs=None, float alpha=1.0, " \

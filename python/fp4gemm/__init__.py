@@ -19,6 +19,7 @@ from .containers.mxfp8 import MXFP8Tensor, quantize_mxfp8
 from .containers.nvfp4 import NVFP4Tensor
 from .containers.prepacked import PrepackedTensor, prepack, unprepack
 from .device.selftest import self_test
+from .experts import combine, route
 from .gemm import mm, scaled_mm
 from .grouped import grouped_mm, scaled_grouped_mm
 from .kernel_table import kernels
@@ -40,6 +41,7 @@ __all__ = [
     "NVFP4Tensor",
     "PrepackedTensor",
     "__version__",
+    "combine",
     "decode",
     "dequantize",
     "dequantize_parts",
@@ -57,6 +59,7 @@ __all__ = [
     "quantize_mxfp8",
     "reference",
     "rms_norm_quantize",
+    "route",
     "scaled_grouped_mm",
     "scaled_mm",
     "selection",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bad_container
 import bad_decoded
+import bad_experts
 import bad_gemm
 import bad_grouped
 import bad_interop
@@ -45,6 +46,7 @@ CASES = Cases(
         *bad_quantize.CASES,
         *bad_container.CASES,
         *bad_decoded.CASES,
+        *bad_experts.CASES,
         *bad_stacks.CASES,
         *bad_interop.CASES,
         *bad_gemm.CASES,

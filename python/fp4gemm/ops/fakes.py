@@ -13,8 +13,11 @@ from torch import Tensor
 from .. import _checks, layout, support
 from .._checks import gemm as gemm_checks
 from .._checks import linear as linear_checks
+from .._checks import moe as moe_checks
 from .schema import (
+    CombineCall,
     DequantizeCall,
+    ExpertsCall,
     GemmCall,
     LinearCall,
     MXFP8DequantizeCall,
@@ -24,6 +27,7 @@ from .schema import (
     QuantizeCall,
     QuantizeDecodedCall,
     RmsNormQuantizeCall,
+    RouteCall,
     SiluAndMulQuantizeCall,
     UnprepackCall,
     accepts,
@@ -167,3 +171,25 @@ def unprepack(call: UnprepackCall) -> tuple[Tensor, Tensor]:
     stack = packed.shape[:-1]
     scales = packed.new_empty((*stack, *_checks.padded_scale_shape(n, k)), dtype=torch.float8_e4m3fn)
     return packed.new_empty((*stack, n, k // 2)), scales
+
+
+@accepts(RouteCall)
+def route(call: RouteCall) -> tuple[Tensor, Tensor, Tensor]:
+    ids = moe_checks.topk_ids(call.topk_ids)
+    experts = moe_checks.num_experts(call.num_experts)
+    t, top_k = ids.shape
+    return tuple(ids.new_empty(shape, dtype=torch.int32) for shape in ((experts,), (t * top_k,), (t, top_k)))  # type: ignore[return-value]
+
+
+@accepts(CombineCall)
+def combine(call: CombineCall) -> Tensor:
+    y, rows = call.y, call.row_of_pair
+    dtype = moe_checks.combine(y, rows, call.topk_weights, call.out_dtype, "fp4gemm.combine")
+    return y.new_empty((rows.shape[0], y.shape[1]), dtype=dtype)
+
+
+@accepts(ExpertsCall)
+def experts(call: ExpertsCall) -> Tensor:
+    moe_checks.experts(call)
+    support.warn_untested(call.x)
+    return call.x.new_empty(call.x.shape)

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from .schema import GemmCall, LinearCall
+from .. import activations
+from .schema import ExpertsCall, GemmCall, LinearCall
 
-__all__ = ["gemm_flops", "linear_flops", "register"]
+__all__ = ["experts_flops", "gemm_flops", "linear_flops", "register"]
 
 
 def gemm_flops(*args: Any, out_val: Any = None, out: Any = None, **kwargs: Any) -> int:
@@ -32,7 +33,20 @@ def linear_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     return 2 * numel * (call.weight_rows or call.weight.shape[0])
 
 
+def experts_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """The 2 m n k of both products of experts, where m counts a row for every slot of every token.
+
+    How many slots name an expert is known on the device alone.
+    """
+    call = ExpertsCall(*args, **kwargs)
+    d: int = call.x.shape[-1]
+    rows: int = call.topk_ids.shape[0] * call.topk_ids.shape[1]
+    n13: int = call.w13_rows or call.w13.shape[-2]
+    return 2 * rows * d * (n13 + activations.by_number[call.activation].width(n13))
+
+
 def register() -> None:
     """Tell torch the formulas, once."""
+    register_flop_formula(torch.ops.fp4gemm.experts, get_raw=True)(experts_flops)
     register_flop_formula([torch.ops.fp4gemm.gemm, torch.ops.fp4gemm.gemm_out], get_raw=True)(gemm_flops)
     register_flop_formula(torch.ops.fp4gemm.linear, get_raw=True)(linear_flops)

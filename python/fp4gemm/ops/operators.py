@@ -42,8 +42,10 @@ for _name in (*SCHEMAS, "gemm_out"):
 flops.register()
 
 # The overloads, bound once: an attribute walk through torch.ops costs about a microsecond a call.
+combine = torch.ops.fp4gemm.combine.default
 decode = torch.ops.fp4gemm.decode.default
 dequantize = torch.ops.fp4gemm.dequantize.default
+experts = torch.ops.fp4gemm.experts.default
 gemm = torch.ops.fp4gemm.gemm.default
 gemm_out = torch.ops.fp4gemm.gemm_out.default
 linear = torch.ops.fp4gemm.linear.default
@@ -55,6 +57,7 @@ quantize_both = torch.ops.fp4gemm.quantize_both.default
 quantize_decoded = torch.ops.fp4gemm.quantize_decoded.default
 rms_norm_quantize = torch.ops.fp4gemm.rms_norm_quantize.default
 rms_norm_quantize_decoded = torch.ops.fp4gemm.rms_norm_quantize_decoded.default
+route = torch.ops.fp4gemm.route.default
 silu_and_mul_quantize = torch.ops.fp4gemm.silu_and_mul_quantize.default
 silu_and_mul_quantize_decoded = torch.ops.fp4gemm.silu_and_mul_quantize_decoded.default
 unprepack = torch.ops.fp4gemm.unprepack.default

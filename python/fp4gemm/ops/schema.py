@@ -18,7 +18,9 @@ from torch import Tensor
 
 __all__ = [
     "SCHEMAS",
+    "CombineCall",
     "DequantizeCall",
+    "ExpertsCall",
     "GemmCall",
     "LinearCall",
     "MXFP8DequantizeCall",
@@ -28,6 +30,7 @@ __all__ = [
     "QuantizeCall",
     "QuantizeDecodedCall",
     "RmsNormQuantizeCall",
+    "RouteCall",
     "SiluAndMulQuantizeCall",
     "UnprepackCall",
     "accepts",
@@ -195,6 +198,45 @@ class MXFP8DequantizeCall(NamedTuple):
     swizzled: bool
 
 
+class RouteCall(NamedTuple):
+    """``route``."""
+
+    topk_ids: Tensor
+    num_experts: int
+
+
+class CombineCall(NamedTuple):
+    """``combine``."""
+
+    y: Tensor
+    row_of_pair: Tensor
+    topk_weights: Tensor
+    out_dtype: torch.dtype | None = None  # None: that of y
+
+
+class ExpertsCall(NamedTuple):
+    """``experts``."""
+
+    x: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    w13: Tensor
+    w13_scales: Tensor | None
+    w13_amax: Tensor
+    w13_bias: Tensor | None
+    w2: Tensor
+    w2_scales: Tensor | None
+    w2_amax: Tensor
+    w2_bias: Tensor | None
+    w13_rows: int = 0  # of prepacked weights; 0: codes and scales
+    w2_rows: int = 0
+    w13_e4m3_max: int = 448
+    w2_e4m3_max: int = 448
+    scaling: int = 1  # 1: one amax for each row of x and of h; 0: neither is quantized
+    activation: int = 4
+    batch_invariant: bool = False
+
+
 # Every operator but gemm_out, whose parameters follow from those of gemm.
 SCHEMAS: dict[str, Any] = {
     "gemm": GemmCall,
@@ -212,6 +254,9 @@ SCHEMAS: dict[str, Any] = {
     "unprepack": UnprepackCall,
     "mxfp8_quantize": MXFP8QuantizeCall,
     "mxfp8_dequantize": MXFP8DequantizeCall,
+    "route": RouteCall,
+    "combine": CombineCall,
+    "experts": ExpertsCall,
 }
 
 _Parameters = ParamSpec("_Parameters")

@@ -12,6 +12,7 @@ from .decoding import decode, dequantize, quantize_decoded
 from .formats import decode_e2m1, encode_e2m1, encode_e4m3, encode_e8m0
 from .gemm import gemm, gemm_out
 from .linear import linear
+from .moe import combine, experts, route
 from .mxfp8 import mxfp8_dequantize, mxfp8_quantize
 from .nvfp4 import quantize, quantize_both
 from .prepacking import prepack, unprepack
@@ -26,12 +27,14 @@ from .producers import (
 
 __all__ = [
     "activate",
+    "combine",
     "decode",
     "decode_e2m1",
     "dequantize",
     "encode_e2m1",
     "encode_e4m3",
     "encode_e8m0",
+    "experts",
     "gemm",
     "gemm_out",
     "linear",
@@ -44,6 +47,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_quantize",
     "rms_norm_quantize_decoded",
+    "route",
     "silu_and_mul",
     "silu_and_mul_quantize",
     "silu_and_mul_quantize_decoded",
