@@ -20,6 +20,9 @@ struct Architecture {
   double (*estimate_clocks)(Kernel const&, int num_sms, Selection const&);
   /// Refuses what none of its kernels can address; null: nothing that the C interface accepts.
   fp4gemm_status_t (*check_problem)(Problem const&);
+  /// Whether a kernel quantizes the A of a problem itself (Problem::quantizes_a), so that no other kernel has
+  /// to be launched for that; null: none does.
+  bool (*quantizes_a)(Kernel const&, Problem const&) = nullptr;
 
   int num_kernels() const {
     int count = 0;

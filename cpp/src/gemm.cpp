@@ -1,10 +1,7 @@
 // The GEMM of the C interface: check the arguments, plan, convert operands if the kernel needs it, launch.
-#include <string>
-
-#include "activation.hpp"
 #include "architecture.hpp"
-#include "check.hpp"
 #include "device.hpp"
+#include "gemm_args.hpp"
 #include "quantize/quantize.hpp"
 #include "registry.hpp"
 #include "select.hpp"
@@ -19,169 +16,16 @@ size_t decoded_bytes(int64_t rows, int64_t k) {
   return static_cast<size_t>(round_up(rows * k * 2, Rules::kWorkspaceBytes));
 }
 
-using Args = fp4gemm_gemm_args_t;
-
-bool is_grouped(Args const& args) { return args.num_groups > 0; }
-bool is_ragged_m(Args const& args) { return is_grouped(args) && args.ragged == FP4GEMM_RAGGED_M; }
-bool is_ragged_k(Args const& args) { return is_grouped(args) && args.ragged == FP4GEMM_RAGGED_K; }
-int64_t num_b(Args const& args) { return is_ragged_m(args) ? args.num_groups : 1; }
-bool is_gated(Args const& args) { return fp4gemm::is_gated(args.activation); }
-int64_t columns_of_d(Args const& args) { return is_gated(args) ? args.n / 2 : args.n; }
-int64_t num_d(Args const& args) { return is_ragged_k(args) ? args.num_groups : 1; }
-
-// ---- checks ----
-
-fp4gemm_status_t check_formats(Args const& args) {
-  fp4gemm_format_t const a = args.a.format;
-  fp4gemm_format_t const b = args.b.format;
-  FP4GEMM_CHECK(a == FP4GEMM_FORMAT_NVFP4 || a == FP4GEMM_FORMAT_FP16 || a == FP4GEMM_FORMAT_BF16,
-                "a: format is %d, must be FP4GEMM_FORMAT_NVFP4, FP4GEMM_FORMAT_FP16 or FP4GEMM_FORMAT_BF16",
-                static_cast<int>(a));
-  FP4GEMM_CHECK(
-      b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_FP16 || b == FP4GEMM_FORMAT_PREPACKED,
-      "b: format is %d, must be FP4GEMM_FORMAT_NVFP4, FP4GEMM_FORMAT_FP16 or FP4GEMM_FORMAT_PREPACKED",
-      static_cast<int>(b));
-  FP4GEMM_CHECK(a != FP4GEMM_FORMAT_BF16 || b != FP4GEMM_FORMAT_FP16,
-                "b: format is FP4GEMM_FORMAT_FP16, must be FP4GEMM_FORMAT_NVFP4 or FP4GEMM_FORMAT_PREPACKED "
-                "with a in FP4GEMM_FORMAT_BF16");
-  FP4GEMM_CHECK(
-      !is_ragged_k(args) || (a != FP4GEMM_FORMAT_BF16 && b != FP4GEMM_FORMAT_PREPACKED),
-      "%s: format is %d, must be FP4GEMM_FORMAT_NVFP4 or FP4GEMM_FORMAT_FP16 for groups that are ragged in k",
-      a == FP4GEMM_FORMAT_BF16 ? "a" : "b", static_cast<int>(a == FP4GEMM_FORMAT_BF16 ? a : b));
-  return FP4GEMM_SUCCESS;
-}
-
-/// Checks the fields that make a GEMM dense or grouped.
-fp4gemm_status_t check_groups(Args const& args) {
-  FP4GEMM_CHECK(args.num_groups >= 0, "num_groups: is %d, must be 0 (dense) or more", args.num_groups);
-  FP4GEMM_CHECK(args.ragged == FP4GEMM_RAGGED_M || args.ragged == FP4GEMM_RAGGED_K,
-                "ragged: is %d, must be FP4GEMM_RAGGED_M or FP4GEMM_RAGGED_K", static_cast<int>(args.ragged));
-  if (!is_grouped(args)) {
-    FP4GEMM_CHECK(args.ragged == FP4GEMM_RAGGED_M, "ragged: is %d, must be FP4GEMM_RAGGED_M without groups",
-                  static_cast<int>(args.ragged));
-    FP4GEMM_CHECK(args.offs == nullptr, "offs: is %p, must be null without groups",
-                  static_cast<void const*>(args.offs));
-    FP4GEMM_CHECK(args.alpha_groups == nullptr, "alpha_groups: is %p, must be null without groups",
-                  static_cast<void const*>(args.alpha_groups));
-  }
-  return FP4GEMM_SUCCESS;
-}
-
-fp4gemm_status_t check_activation(fp4gemm_activation_t activation) {
-  if (activation_info(activation) != nullptr) {
-    return FP4GEMM_SUCCESS;
-  }
-  std::string names;
-  for (ActivationInfo const& row : kActivations) {
-    names += (names.empty() ? "" : ", ") + std::to_string(row.number) + " (" + row.name + ")";
-  }
-  return fail(FP4GEMM_ERROR_INVALID_ARGUMENT, "activation: is %d, must be one of %s",
-              static_cast<int>(activation), names.c_str());
-}
-
-char const* activation_name(Args const& args) { return activation_info(args.activation)->name; }
-
-/// Checks the product of three sizes that are valid themselves; sums of bytes then fit in 64 bits.
-fp4gemm_status_t check_elements(char const* name, int64_t matrices, int64_t rows, int64_t columns) {
-  FP4GEMM_CHECK(product_is_at_most(Rules::kMaxElements, matrices, rows, columns),
-                "%s: %lld matrices of (%lld, %lld) elements, must have at most %lld elements in all", name,
-                ll(matrices), ll(rows), ll(columns), ll(Rules::kMaxElements));
-  return FP4GEMM_SUCCESS;
-}
-
-/// Checks sizes, formats and types: all that the plan depends on. The pointers are checked later, since the
-/// query of the workspace needs none.
-fp4gemm_status_t check_problem(Args const& args) {
-  FP4GEMM_TRY(check_groups(args));
-  FP4GEMM_TRY(check_dtype("out_dtype", args.out_dtype));
-  FP4GEMM_TRY(check_size("m", args.m, 0, 1));
-  FP4GEMM_TRY(check_activation(args.activation));
-  FP4GEMM_TRY(
-      check_size("n", args.n, 0, Rules::kRowBytes / dtype_bytes(args.out_dtype) * (is_gated(args) ? 2 : 1)));
-  if (is_ragged_k(args)) {
-    FP4GEMM_TRY(check_size("k", args.k, 0, Rules::kGroupedK, Rules::kMaxK));
-  } else {
-    FP4GEMM_TRY(check_size("k", args.k, Rules::kGemmK, Rules::kGemmK, Rules::kMaxK));
-  }
-  FP4GEMM_CHECK(!is_gated(args) || args.c == nullptr, "c: is %p, must be null with the gated activation %s",
-                args.c, activation_name(args));
-  FP4GEMM_CHECK(!is_gated(args) || !is_ragged_k(args),
-                "activation: is %s, must not be gated for groups that are ragged in k",
-                activation_name(args));
-  FP4GEMM_TRY(check_elements("a", 1, args.m, args.k));
-  FP4GEMM_TRY(check_elements("b", num_b(args), args.n, args.k));
-  FP4GEMM_TRY(check_elements("d", num_d(args), args.m, args.n));
-  return check_formats(args);
-}
-
-fp4gemm_status_t check_operand(char const* name, char const* scale_name, fp4gemm_operand_t const& operand,
-                               int64_t elems) {
-  FP4GEMM_TRY(check_buffer(name, operand.data, elems));
-  if (operand.format == FP4GEMM_FORMAT_NVFP4) {
-    return check_buffer(scale_name, operand.scales, elems / 16);
-  }
-  FP4GEMM_CHECK(operand.scales == nullptr, "%s: is %p, must be null for an operand that is not nvfp4",
-                scale_name, operand.scales);
-  return FP4GEMM_SUCCESS;
-}
-
-fp4gemm_status_t check_vector(char const* name, fp4gemm_vector_t const& vector, int64_t length,
-                              bool may_be_number, bool may_differ) {
-  if (vector.data == nullptr) {
-    FP4GEMM_CHECK(vector.numel == 0 && vector.group_stride == 0,
-                  "%s: data is null but numel is %lld and group_stride %lld, must be 0", name,
-                  ll(vector.numel), ll(vector.group_stride));
-    return FP4GEMM_SUCCESS;
-  }
-  if (may_be_number) {
-    FP4GEMM_CHECK(vector.numel == 1 || vector.numel == length, "%s: numel is %lld, must be 1 or %lld", name,
-                  ll(vector.numel), ll(length));
-  } else {
-    FP4GEMM_CHECK(vector.numel == length, "%s: numel is %lld, must be %lld", name, ll(vector.numel),
-                  ll(length));
-  }
-  if (may_differ) {
-    FP4GEMM_CHECK(vector.group_stride == 0 || vector.group_stride >= vector.numel,
-                  "%s: group_stride is %lld, must be 0 or at least %lld", name, ll(vector.group_stride),
-                  ll(vector.numel));
-  } else {
-    FP4GEMM_CHECK(vector.group_stride == 0, "%s: group_stride is %lld, must be 0", name,
-                  ll(vector.group_stride));
-  }
-  return check_buffer(name, vector.data, vector.numel, sizeof(float));
-}
-
-fp4gemm_status_t check_pointers(Args const& args) {
-  int const bytes = dtype_bytes(args.out_dtype);
-  int64_t const out_elems = num_d(args) * args.m * columns_of_d(args);
-  FP4GEMM_TRY(check_operand("a", "scale_a", args.a, args.m * args.k));
-  FP4GEMM_TRY(check_operand("b", "scale_b", args.b, num_b(args) * args.n * args.k));
-  FP4GEMM_TRY(check_vector("alpha_row", args.alpha_row, args.m, true, is_ragged_k(args)));
-  FP4GEMM_TRY(check_vector("alpha_col", args.alpha_col, args.n, true, is_grouped(args)));
-  FP4GEMM_TRY(check_vector("bias", args.bias, args.n, false, is_grouped(args)));
-  if (is_grouped(args)) {
-    FP4GEMM_TRY(check_buffer("offs", args.offs, args.num_groups, sizeof(int32_t)));
-  }
-  if (args.alpha_groups != nullptr) {
-    FP4GEMM_TRY(check_buffer("alpha_groups", args.alpha_groups, args.num_groups, sizeof(float)));
-  }
-  if (args.c != nullptr) {
-    FP4GEMM_TRY(check_buffer("c", args.c, out_elems));
-    FP4GEMM_TRY(check_row_stride("c_row_stride", args.c_row_stride, args.n, bytes));
-  } else {
-    FP4GEMM_CHECK(args.c_row_stride == 0, "c_row_stride: is %lld, must be 0 without c",
-                  ll(args.c_row_stride));
-  }
-  FP4GEMM_TRY(check_buffer("d", args.d, out_elems));
-  return check_row_stride("d_row_stride", args.d_row_stride, columns_of_d(args), bytes);
-}
-
 // ---- the plan ----
 
 /// What a call will do: the kernel, the conversions and the layout of the workspace. Offsets are in bytes.
 struct Plan {
   Kernel const* kernel = nullptr;  // null: D has no elements
   DeviceProperties device;
+  fp4gemm_format_t format_a = FP4GEMM_FORMAT_NVFP4;  // of A, or of what the call quantizes A to
+  bool quantize_a = false;                           // in a launch of its own
+  size_t scale_a_offset = 0;                         // with quantize_a
+  size_t amax_offset = 0;
   bool decode_a = false;
   bool decode_b = false;
   bool prepack_b = false;
@@ -190,20 +34,26 @@ struct Plan {
   size_t total_bytes = 0;
 };
 
-constexpr char const* kFormatNames[] = {"nvfp4", "fp16", "bf16", "prepacked"};
+constexpr char const* kFormatNames[] = {"nvfp4", "fp16", "bf16", "prepacked", "fp32"};
 
 /// The operand that is not NVFP4, for messages.
-fp4gemm_operand_t const& special_operand(Args const& args) {
-  return args.a.format != FP4GEMM_FORMAT_NVFP4 ? args.a : args.b;
+fp4gemm_operand_t const& special_operand(GemmArgs const& args) {
+  return args.a.format != FP4GEMM_FORMAT_NVFP4 && !quantizes_a(args) ? args.a : args.b;
 }
-char const* special_name(Args const& args) { return &special_operand(args) == &args.a ? "a" : "b"; }
-char const* special_format(Args const& args) { return kFormatNames[special_operand(args).format]; }
+char const* special_name(GemmArgs const& args) { return &special_operand(args) == &args.a ? "a" : "b"; }
+char const* special_format(GemmArgs const& args) { return kFormatNames[special_operand(args).format]; }
 
-fp4gemm_status_t select_kernel(Args const& args, int device, Plan* plan) {
+fp4gemm_status_t select_kernel(GemmArgs const& args, int device, Plan* plan) {
   int const arch = plan->device.arch;
+  // An A that the call quantizes is fp16 for kernels that read fp16, and else NVFP4.
   Selection wanted{args.m,         args.n,        args.k,        args.num_groups,           args.ragged,
                    args.out_dtype, args.a.format, args.b.format, args.batch_invariant != 0, is_gated(args)};
-  int const index = select_kernel(arch, plan->device.num_sms, wanted);
+  wanted.format_a = quantizes_a(args) ? FP4GEMM_FORMAT_FP16 : args.a.format;
+  int index = select_kernel(arch, plan->device.num_sms, wanted);
+  if (index < 0 && quantizes_a(args)) {
+    wanted.format_a = FP4GEMM_FORMAT_NVFP4;
+    index = select_kernel(arch, plan->device.num_sms, wanted);
+  }
   if (index >= 0) {
     plan->kernel = kernel_at(index);
     return FP4GEMM_SUCCESS;
@@ -226,7 +76,7 @@ fp4gemm_status_t select_kernel(Args const& args, int device, Plan* plan) {
               device, arch / 10, arch % 10, fp4gemm_built_archs(), FP4GEMM_GEMM_DEVICES);
 }
 
-fp4gemm_status_t force_kernel(Args const& args, int device, Plan* plan) {
+fp4gemm_status_t force_kernel(GemmArgs const& args, int device, Plan* plan) {
   int const arch = plan->device.arch;
   Kernel const* const kernel = find_kernel(args.kernel);
   FP4GEMM_CHECK(kernel != nullptr,
@@ -248,8 +98,13 @@ fp4gemm_status_t force_kernel(Args const& args, int device, Plan* plan) {
   return FP4GEMM_SUCCESS;
 }
 
+/// The amaxes of an A that the call quantizes: those of groups are repeated for their rows.
+int64_t num_amaxes(GemmArgs const& args) {
+  return args.quantize_a == FP4GEMM_QUANTIZE_A_TENSOR && !is_grouped(args) ? 1 : args.m;
+}
+
 /// The problem that the kernel solves; operands that are converted first are in the workspace.
-Problem problem_of(Args const& args, Plan const& plan, char* workspace, int device) {
+Problem problem_of(GemmArgs const& args, Plan const& plan, char* workspace, int device) {
   Problem problem;
   problem.ragged = args.ragged;
   problem.m = args.m;
@@ -257,12 +112,20 @@ Problem problem_of(Args const& args, Plan const& plan, char* workspace, int devi
   problem.k = args.k;
   problem.num_groups = args.num_groups;
   problem.offs = args.offs;
-  problem.a = plan.decode_a ? workspace : args.a.data;
+  problem.a = plan.decode_a || plan.quantize_a ? workspace : args.a.data;
   problem.scale_a = args.a.scales;
+  problem.alpha_row = args.alpha_row;
+  if (plan.quantize_a) {
+    problem.scale_a = plan.format_a == FP4GEMM_FORMAT_NVFP4 ? workspace + plan.scale_a_offset : nullptr;
+    problem.alpha_row = {reinterpret_cast<float const*>(workspace + plan.amax_offset), num_amaxes(args), 0};
+  } else if (quantizes_a(args)) {
+    problem.quantizes_a = true;
+    problem.a_dtype = a_dtype(args);
+    problem.a_row_stride = a_row_stride(args);
+  }
   problem.b = plan.decode_b || plan.prepack_b ? workspace + plan.b_offset : args.b.data;
   problem.b_is_fresh = b_is_fresh(args.b_is_constant != 0, plan.decode_b || plan.prepack_b);
   problem.scale_b = args.b.scales;
-  problem.alpha_row = args.alpha_row;
   problem.alpha_col = args.alpha_col;
   problem.alpha = args.alpha;
   problem.alpha_groups = args.alpha_groups;
@@ -279,8 +142,35 @@ Problem problem_of(Args const& args, Plan const& plan, char* workspace, int devi
   return problem;
 }
 
-/// Plans a call whose sizes, formats and types are valid (check_problem).
-fp4gemm_status_t make_plan(Args const& args, int device, Plan* plan) {
+/// Plans the conversion of A, which lies at the begin of the workspace: its values or codes, then its scales
+/// and amaxes.
+void plan_a(GemmArgs const& args, int device, Plan* plan) {
+  auto const quantizes = architecture_of(plan->device.arch)->quantizes_a;
+  plan->quantize_a =
+      quantizes_a(args) &&
+      (args.quantize_a != FP4GEMM_QUANTIZE_A_ROW || args.a_rows != nullptr || quantizes == nullptr ||
+       !quantizes(*plan->kernel, problem_of(args, *plan, nullptr, device)));
+  plan->decode_a = args.a.format == FP4GEMM_FORMAT_NVFP4 && plan->kernel->operands != Operands::kNvfp4;
+  size_t bytes = 0;
+  auto const take = [&](int64_t more) {
+    bytes += static_cast<size_t>(round_up(more, Rules::kWorkspaceBytes));
+    return bytes;
+  };
+  bool const codes = plan->quantize_a && plan->format_a == FP4GEMM_FORMAT_NVFP4;
+  if (plan->decode_a || plan->quantize_a) {
+    plan->scale_a_offset = take(args.m * args.k * 2 / (codes ? 4 : 1));
+  }
+  if (plan->quantize_a) {
+    int64_t const scale_rows =
+        is_grouped(args) ? fp4gemm_grouped_scale_rows(args.m, args.num_groups) : scale_rows_of(args.m);
+    plan->amax_offset = take(codes ? scale_rows * num_words_of(args.k / kBlock) * kScaleWord : 0);
+    take(num_amaxes(args) * static_cast<int64_t>(sizeof(float)));
+  }
+  plan->b_offset = bytes;
+}
+
+/// Plans a call whose sizes, formats and types are valid (check_gemm_problem).
+fp4gemm_status_t make_plan(GemmArgs const& args, int device, Plan* plan) {
   FP4GEMM_TRY(device_properties(device, &plan->device));
   FP4GEMM_TRY(args.kernel == nullptr ? select_kernel(args, device, plan) : force_kernel(args, device, plan));
   if (args.m == 0 || args.n == 0) {
@@ -288,9 +178,13 @@ fp4gemm_status_t make_plan(Args const& args, int device, Plan* plan) {
     return FP4GEMM_SUCCESS;
   }
   Operands const operands = plan->kernel->operands;
-  if (!accepts(operands, args.a.format, args.b.format)) {
+  plan->format_a = args.a.format;
+  if (quantizes_a(args)) {
+    plan->format_a = operands == Operands::kNvfp4 ? FP4GEMM_FORMAT_NVFP4 : FP4GEMM_FORMAT_FP16;
+  }
+  if (!accepts(operands, plan->format_a, args.b.format)) {
     return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s reads %s operands, a is %s and b %s",
-                plan->kernel->info.name, plan->kernel->info.operand, kFormatNames[args.a.format],
+                plan->kernel->info.name, plan->kernel->info.operand, kFormatNames[plan->format_a],
                 kFormatNames[args.b.format]);
   }
   if (is_ragged_k(args) && operands == Operands::kPrepacked) {
@@ -300,11 +194,10 @@ fp4gemm_status_t make_plan(Args const& args, int device, Plan* plan) {
   if (auto const check = architecture_of(plan->device.arch)->check_problem; check != nullptr) {
     FP4GEMM_TRY(check(problem_of(args, *plan, nullptr, device)));
   }
+  plan_a(args, device, plan);
   bool const quantized_b = args.b.format == FP4GEMM_FORMAT_NVFP4;
-  plan->decode_a = args.a.format == FP4GEMM_FORMAT_NVFP4 && operands != Operands::kNvfp4;
   plan->decode_b = quantized_b && operands == Operands::kFp16;
   plan->prepack_b = quantized_b && is_prepacked(operands);
-  plan->b_offset = plan->decode_a ? decoded_bytes(args.m, args.k) : 0;
   plan->kernel_offset = plan->b_offset;
   if (plan->decode_b) {
     plan->kernel_offset += decoded_bytes(num_b(args) * args.n, args.k);
@@ -317,8 +210,33 @@ fp4gemm_status_t make_plan(Args const& args, int device, Plan* plan) {
   return FP4GEMM_SUCCESS;
 }
 
-fp4gemm_status_t convert_operands(Args const& args, Plan const& plan, char* workspace,
+/// Quantizes A into the workspace.
+fp4gemm_status_t quantize_a(GemmArgs const& args, Plan const& plan, char* workspace,
+                            fp4gemm_stream_t stream) {
+  fp4gemm_quantize_args_t quantize = FP4GEMM_QUANTIZE_ARGS_INIT;
+  quantize.m = args.m;
+  quantize.k = args.k;
+  quantize.x = args.a.data;
+  quantize.x_row_stride = a_row_stride(args);
+  quantize.x_dtype = a_dtype(args);
+  quantize.scaling = args.quantize_a == FP4GEMM_QUANTIZE_A_ROW ? FP4GEMM_SCALING_ROW : FP4GEMM_SCALING_TENSOR;
+  if (plan.format_a == FP4GEMM_FORMAT_FP16) {
+    quantize.row.decoded = workspace;
+  } else {
+    quantize.row.codes = reinterpret_cast<uint8_t*>(workspace);
+    quantize.row.scales = reinterpret_cast<uint8_t*>(workspace + plan.scale_a_offset);
+  }
+  quantize.row.amax = reinterpret_cast<float*>(workspace + plan.amax_offset);
+  quantize.offs = args.offs;
+  quantize.num_groups = args.num_groups;
+  return launch_quantize(quantize, plan.device, stream);
+}
+
+fp4gemm_status_t convert_operands(GemmArgs const& args, Plan const& plan, char* workspace,
                                   fp4gemm_stream_t stream) {
+  if (plan.quantize_a) {
+    FP4GEMM_TRY(quantize_a(args, plan, workspace, stream));
+  }
   DecodeJob a, b;
   if (plan.decode_a) {
     a = {args.m, static_cast<uint8_t const*>(args.a.data), static_cast<uint8_t const*>(args.a.scales),
@@ -343,21 +261,21 @@ fp4gemm_status_t convert_operands(Args const& args, Plan const& plan, char* work
   return FP4GEMM_SUCCESS;
 }
 
-fp4gemm_status_t workspace_bytes(Args const* args, int device, size_t* bytes) {
+fp4gemm_status_t workspace_bytes(GemmArgs const* args, int device, size_t* bytes) {
   FP4GEMM_CHECK(bytes != nullptr, "bytes: is null, must point at the result");
   FP4GEMM_TRY(check_args(args));
-  FP4GEMM_TRY(check_problem(*args));
+  FP4GEMM_TRY(check_gemm_problem(*args));
   Plan plan;
   FP4GEMM_TRY(make_plan(*args, device, &plan));
   *bytes = plan.total_bytes;
   return FP4GEMM_SUCCESS;
 }
 
-fp4gemm_status_t run(Args const* args, void* workspace, size_t workspace_bytes, int device,
+fp4gemm_status_t run(GemmArgs const* args, void* workspace, size_t workspace_bytes, int device,
                      fp4gemm_stream_t stream) {
   FP4GEMM_TRY(check_args(args));
-  FP4GEMM_TRY(check_problem(*args));
-  FP4GEMM_TRY(check_pointers(*args));
+  FP4GEMM_TRY(check_gemm_problem(*args));
+  FP4GEMM_TRY(check_gemm_pointers(*args));
   Plan plan;
   FP4GEMM_TRY(make_plan(*args, device, &plan));
   if (plan.kernel == nullptr) {

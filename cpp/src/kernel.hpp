@@ -33,6 +33,11 @@ struct Problem {
   bool batch_invariant = false;
   int device = 0;
   int num_sms = 0;
+  // If the kernel quantizes A itself (Architecture::quantizes_a), a holds values of this type that were never
+  // quantized, and alpha_row is absent. Each row gets an amax of its own.
+  bool quantizes_a = false;
+  fp4gemm_dtype_t a_dtype = FP4GEMM_BF16;
+  int64_t a_row_stride = 0;  // elements
 };
 
 /// True if the launch right before the kernel may have written the B that the kernel reads: the caller does

@@ -12,7 +12,8 @@ from fp4gemm import activations
 SUCCESS, INVALID_ARGUMENT, NOT_SUPPORTED, WORKSPACE, CUDA = range(5)
 BF16, FP16, FP32 = range(3)
 DTYPES = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
-FORMAT_NVFP4, FORMAT_FP16 = range(2)
+FORMAT_NVFP4, FORMAT_FP16, FORMAT_BF16, FORMAT_PREPACKED, FORMAT_FP32 = range(5)
+QUANTIZE_A_NONE, QUANTIZE_A_ROW, QUANTIZE_A_TENSOR = range(3)
 SCALING_TENSOR, SCALING_ROW = range(2)
 RAGGED_M, RAGGED_K = range(2)
 ACTIVATIONS = {activation.name: activation.number for activation in activations.ACTIVATIONS}
@@ -106,6 +107,10 @@ class GemmArgs(Args):
         ("out_dtype", c_int),
         ("batch_invariant", c_int),
         ("kernel", c_char_p),
+        ("quantize_a", c_int),
+        ("a_row_stride", c_int64),
+        ("a_rows", c_void_p),
+        ("a_num_rows", c_int64),
     ]
     _defaults_: ClassVar[dict[str, object]] = {"alpha": 1.0, "beta": 1.0}
 

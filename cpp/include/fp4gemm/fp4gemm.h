@@ -75,11 +75,12 @@ typedef enum fp4gemm_scaling { FP4GEMM_SCALING_TENSOR = 0, FP4GEMM_SCALING_ROW =
 /* What a GEMM operand holds. Kernels for devices with FP4 tensor cores read NVFP4 only. scales is NULL except
  * for NVFP4. */
 typedef enum fp4gemm_format {
-  FP4GEMM_FORMAT_NVFP4 = 0,    /* data: codes, scales: swizzled e4m3 */
-  FP4GEMM_FORMAT_FP16 = 1,     /* data: (rows, k) fp16: values times their block scales (exact); or, as A with
-                                  an NVFP4 or prepacked B, activations that were never quantized */
-  FP4GEMM_FORMAT_BF16 = 2,     /* A only. data: (rows, k) bf16, activations that were never quantized */
-  FP4GEMM_FORMAT_PREPACKED = 3 /* B only. data: the bytes that fp4gemm_prepack wrote */
+  FP4GEMM_FORMAT_NVFP4 = 0, /* data: codes, scales: swizzled e4m3 */
+  FP4GEMM_FORMAT_FP16 = 1,  /* data: (rows, k) fp16: values times their block scales (exact); or, as A with
+                               an NVFP4 or prepacked B, activations that were never quantized */
+  FP4GEMM_FORMAT_BF16 = 2,  /* A only. data: (rows, k) bf16, activations that were never quantized */
+  FP4GEMM_FORMAT_PREPACKED = 3, /* B only. data: the bytes that fp4gemm_prepack wrote */
+  FP4GEMM_FORMAT_FP32 = 4       /* A with quantize_a only. data: (rows, k) fp32 */
 } fp4gemm_format_t;
 
 /* ---- errors and versions ---- */
@@ -453,6 +454,13 @@ typedef enum fp4gemm_ragged { FP4GEMM_RAGGED_M = 0, FP4GEMM_RAGGED_K = 1 } fp4ge
  * multiple of 64. */
 FP4GEMM_API int64_t fp4gemm_grouped_columns(int64_t m, int num_groups);
 
+/* Whether fp4gemm_gemm quantizes A itself, and how many amax values it measures. */
+typedef enum fp4gemm_quantize_a {
+  FP4GEMM_QUANTIZE_A_NONE = 0,  /* A is an operand as it is */
+  FP4GEMM_QUANTIZE_A_ROW = 1,   /* one for each row */
+  FP4GEMM_QUANTIZE_A_TENSOR = 2 /* one for all rows, or for the rows of each group */
+} fp4gemm_quantize_a_t;
+
 /* A GEMM, dense (num_groups 0) or grouped. */
 typedef struct fp4gemm_gemm_args {
   size_t struct_size;
@@ -483,6 +491,16 @@ typedef struct fp4gemm_gemm_args {
   int batch_invariant; /* 1: select the kernel by n and k alone, so that the bits of a row of D do not depend
                           on the rows beside it */
   const char* kernel;  /* the name of a kernel to force, or NULL to let the library select one */
+  /* Not NONE: a.data is (m, k) in FP4GEMM_FORMAT_BF16, FP16 or FP32, with a.scales NULL, and the call first
+   * quantizes it as fp4gemm_quantize does with its default options. The bits of D are those of the two calls.
+   * The amax takes the place of alpha_row, which is absent, so alpha is to be 1 / (36 * 448 * e4m3_max of B).
+   * Not for groups that are ragged in k. */
+  fp4gemm_quantize_a_t quantize_a;
+  int64_t a_row_stride; /* with quantize_a, in elements: rows start on 16-byte boundaries; 0: k */
+  /* With FP4GEMM_QUANTIZE_A_ROW: NULL, or (m) on the device. Row i of A is then row a_rows[i] of a.data,
+   * which has a_num_rows rows; an index outside of 0..a_num_rows-1 gives a row of zeros. */
+  const int32_t* a_rows;
+  int64_t a_num_rows; /* 0 without a_rows */
 } fp4gemm_gemm_args_t;
 #define FP4GEMM_GEMM_ARGS_INIT         \
   {sizeof(fp4gemm_gemm_args_t),        \
@@ -508,11 +526,16 @@ typedef struct fp4gemm_gemm_args {
    0,                                  \
    FP4GEMM_BF16,                       \
    0,                                  \
-   NULL}
+   NULL,                               \
+   FP4GEMM_QUANTIZE_A_NONE,            \
+   0,                                  \
+   NULL,                               \
+   0}
 
 /* Bytes of workspace that fp4gemm_gemm needs for these arguments on this device; 0 is a possible answer. The
  * data pointers are not used. Kernels that multiply fp16 operands need room for each NVFP4 operand in fp16;
- * kernels that stream prepacked weights need room for an NVFP4 B in prepacked form and for partial sums. */
+ * kernels that stream prepacked weights need room for an NVFP4 B in prepacked form and for partial sums; with
+ * quantize_a there is room for what A is quantized to. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_gemm_workspace_bytes(const fp4gemm_gemm_args_t* args, int device,
                                                           size_t* bytes);
 

@@ -1,0 +1,203 @@
+// The checks of the arguments of fp4gemm_gemm.
+#include "gemm_args.hpp"
+
+#include <string>
+
+namespace fp4gemm {
+namespace {
+
+fp4gemm_status_t check_format_of_a(GemmArgs const& args) {
+  fp4gemm_format_t const a = args.a.format;
+  if (quantizes_a(args)) {
+    FP4GEMM_CHECK(a == FP4GEMM_FORMAT_BF16 || a == FP4GEMM_FORMAT_FP16 || a == FP4GEMM_FORMAT_FP32,
+                  "a: format is %d, must be FP4GEMM_FORMAT_BF16, FP4GEMM_FORMAT_FP16 or FP4GEMM_FORMAT_FP32 "
+                  "with quantize_a",
+                  static_cast<int>(a));
+    return FP4GEMM_SUCCESS;
+  }
+  FP4GEMM_CHECK(a == FP4GEMM_FORMAT_NVFP4 || a == FP4GEMM_FORMAT_FP16 || a == FP4GEMM_FORMAT_BF16,
+                "a: format is %d, must be FP4GEMM_FORMAT_NVFP4, FP4GEMM_FORMAT_FP16 or FP4GEMM_FORMAT_BF16",
+                static_cast<int>(a));
+  FP4GEMM_CHECK(a != FP4GEMM_FORMAT_BF16 || args.b.format != FP4GEMM_FORMAT_FP16,
+                "b: format is FP4GEMM_FORMAT_FP16, must be FP4GEMM_FORMAT_NVFP4 or FP4GEMM_FORMAT_PREPACKED "
+                "with a in FP4GEMM_FORMAT_BF16");
+  return FP4GEMM_SUCCESS;
+}
+
+fp4gemm_status_t check_formats(GemmArgs const& args) {
+  fp4gemm_format_t const a = args.a.format;
+  fp4gemm_format_t const b = args.b.format;
+  FP4GEMM_TRY(check_format_of_a(args));
+  FP4GEMM_CHECK(
+      b == FP4GEMM_FORMAT_NVFP4 || b == FP4GEMM_FORMAT_FP16 || b == FP4GEMM_FORMAT_PREPACKED,
+      "b: format is %d, must be FP4GEMM_FORMAT_NVFP4, FP4GEMM_FORMAT_FP16 or FP4GEMM_FORMAT_PREPACKED",
+      static_cast<int>(b));
+  FP4GEMM_CHECK(
+      !is_ragged_k(args) || (a != FP4GEMM_FORMAT_BF16 && b != FP4GEMM_FORMAT_PREPACKED),
+      "%s: format is %d, must be FP4GEMM_FORMAT_NVFP4 or FP4GEMM_FORMAT_FP16 for groups that are ragged in k",
+      a == FP4GEMM_FORMAT_BF16 ? "a" : "b", static_cast<int>(a == FP4GEMM_FORMAT_BF16 ? a : b));
+  return FP4GEMM_SUCCESS;
+}
+
+/// Checks quantize_a and the fields that belong to it, except for pointers.
+fp4gemm_status_t check_quantization(GemmArgs const& args) {
+  FP4GEMM_CHECK(args.quantize_a >= FP4GEMM_QUANTIZE_A_NONE && args.quantize_a <= FP4GEMM_QUANTIZE_A_TENSOR,
+                "quantize_a: is %d, must be a fp4gemm_quantize_a_t", static_cast<int>(args.quantize_a));
+  FP4GEMM_CHECK(args.a_rows == nullptr || args.quantize_a == FP4GEMM_QUANTIZE_A_ROW,
+                "a_rows: is %p, must be null unless quantize_a is FP4GEMM_QUANTIZE_A_ROW",
+                static_cast<void const*>(args.a_rows));
+  if (args.a_rows == nullptr) {
+    FP4GEMM_CHECK(args.a_num_rows == 0, "a_num_rows: is %lld, must be 0 without a_rows", ll(args.a_num_rows));
+  } else {
+    FP4GEMM_TRY(check_size("a_num_rows", args.a_num_rows, 0, 1));
+    FP4GEMM_CHECK(product_is_at_most(Rules::kMaxElements, 1, args.a_num_rows, args.k),
+                  "a_num_rows: is %lld rows of %lld elements, must have at most %lld elements in all",
+                  ll(args.a_num_rows), ll(args.k), ll(Rules::kMaxElements));
+  }
+  if (args.a_rows != nullptr) {
+    return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "a_rows: is %p, must be null in this version",
+                static_cast<void const*>(args.a_rows));
+  }
+  if (!quantizes_a(args)) {
+    FP4GEMM_CHECK(args.a_row_stride == 0, "a_row_stride: is %lld, must be 0 without quantize_a",
+                  ll(args.a_row_stride));
+    return FP4GEMM_SUCCESS;
+  }
+  FP4GEMM_CHECK(!is_ragged_k(args),
+                "quantize_a: is %d, must be FP4GEMM_QUANTIZE_A_NONE for groups that are ragged in k",
+                static_cast<int>(args.quantize_a));
+  return args.a_row_stride == 0
+             ? FP4GEMM_SUCCESS
+             : check_row_stride("a_row_stride", args.a_row_stride, args.k, dtype_bytes(a_dtype(args)));
+}
+
+/// Checks the fields that make a GEMM dense or grouped.
+fp4gemm_status_t check_groups(GemmArgs const& args) {
+  FP4GEMM_CHECK(args.num_groups >= 0, "num_groups: is %d, must be 0 (dense) or more", args.num_groups);
+  FP4GEMM_CHECK(args.ragged == FP4GEMM_RAGGED_M || args.ragged == FP4GEMM_RAGGED_K,
+                "ragged: is %d, must be FP4GEMM_RAGGED_M or FP4GEMM_RAGGED_K", static_cast<int>(args.ragged));
+  if (!is_grouped(args)) {
+    FP4GEMM_CHECK(args.ragged == FP4GEMM_RAGGED_M, "ragged: is %d, must be FP4GEMM_RAGGED_M without groups",
+                  static_cast<int>(args.ragged));
+    FP4GEMM_CHECK(args.offs == nullptr, "offs: is %p, must be null without groups",
+                  static_cast<void const*>(args.offs));
+    FP4GEMM_CHECK(args.alpha_groups == nullptr, "alpha_groups: is %p, must be null without groups",
+                  static_cast<void const*>(args.alpha_groups));
+  }
+  return FP4GEMM_SUCCESS;
+}
+
+fp4gemm_status_t check_activation(fp4gemm_activation_t activation) {
+  if (activation_info(activation) != nullptr) {
+    return FP4GEMM_SUCCESS;
+  }
+  std::string names;
+  for (ActivationInfo const& row : kActivations) {
+    names += (names.empty() ? "" : ", ") + std::to_string(row.number) + " (" + row.name + ")";
+  }
+  return fail(FP4GEMM_ERROR_INVALID_ARGUMENT, "activation: is %d, must be one of %s",
+              static_cast<int>(activation), names.c_str());
+}
+
+/// Checks the product of three sizes that are valid themselves; sums of bytes then fit in 64 bits.
+fp4gemm_status_t check_elements(char const* name, int64_t matrices, int64_t rows, int64_t columns) {
+  FP4GEMM_CHECK(product_is_at_most(Rules::kMaxElements, matrices, rows, columns),
+                "%s: %lld matrices of (%lld, %lld) elements, must have at most %lld elements in all", name,
+                ll(matrices), ll(rows), ll(columns), ll(Rules::kMaxElements));
+  return FP4GEMM_SUCCESS;
+}
+
+fp4gemm_status_t check_operand(char const* name, char const* scale_name, fp4gemm_operand_t const& operand,
+                               int64_t elems) {
+  FP4GEMM_TRY(check_buffer(name, operand.data, elems));
+  if (operand.format == FP4GEMM_FORMAT_NVFP4) {
+    return check_buffer(scale_name, operand.scales, elems / 16);
+  }
+  FP4GEMM_CHECK(operand.scales == nullptr, "%s: is %p, must be null for an operand that is not nvfp4",
+                scale_name, operand.scales);
+  return FP4GEMM_SUCCESS;
+}
+
+fp4gemm_status_t check_vector(char const* name, fp4gemm_vector_t const& vector, int64_t length,
+                              bool may_be_number, bool may_differ) {
+  if (vector.data == nullptr) {
+    FP4GEMM_CHECK(vector.numel == 0 && vector.group_stride == 0,
+                  "%s: data is null but numel is %lld and group_stride %lld, must be 0", name,
+                  ll(vector.numel), ll(vector.group_stride));
+    return FP4GEMM_SUCCESS;
+  }
+  if (may_be_number) {
+    FP4GEMM_CHECK(vector.numel == 1 || vector.numel == length, "%s: numel is %lld, must be 1 or %lld", name,
+                  ll(vector.numel), ll(length));
+  } else {
+    FP4GEMM_CHECK(vector.numel == length, "%s: numel is %lld, must be %lld", name, ll(vector.numel),
+                  ll(length));
+  }
+  if (may_differ) {
+    FP4GEMM_CHECK(vector.group_stride == 0 || vector.group_stride >= vector.numel,
+                  "%s: group_stride is %lld, must be 0 or at least %lld", name, ll(vector.group_stride),
+                  ll(vector.numel));
+  } else {
+    FP4GEMM_CHECK(vector.group_stride == 0, "%s: group_stride is %lld, must be 0", name,
+                  ll(vector.group_stride));
+  }
+  return check_buffer(name, vector.data, vector.numel, sizeof(float));
+}
+
+}  // namespace
+
+fp4gemm_status_t check_gemm_problem(GemmArgs const& args) {
+  FP4GEMM_TRY(check_groups(args));
+  FP4GEMM_TRY(check_dtype("out_dtype", args.out_dtype));
+  FP4GEMM_TRY(check_size("m", args.m, 0, 1));
+  FP4GEMM_TRY(check_activation(args.activation));
+  FP4GEMM_TRY(
+      check_size("n", args.n, 0, Rules::kRowBytes / dtype_bytes(args.out_dtype) * (is_gated(args) ? 2 : 1)));
+  if (is_ragged_k(args)) {
+    FP4GEMM_TRY(check_size("k", args.k, 0, Rules::kGroupedK, Rules::kMaxK));
+  } else {
+    FP4GEMM_TRY(check_size("k", args.k, Rules::kGemmK, Rules::kGemmK, Rules::kMaxK));
+  }
+  FP4GEMM_CHECK(!is_gated(args) || args.c == nullptr, "c: is %p, must be null with the gated activation %s",
+                args.c, activation_name(args));
+  FP4GEMM_CHECK(!is_gated(args) || !is_ragged_k(args),
+                "activation: is %s, must not be gated for groups that are ragged in k",
+                activation_name(args));
+  FP4GEMM_TRY(check_elements("a", 1, args.m, args.k));
+  FP4GEMM_TRY(check_elements("b", num_b(args), args.n, args.k));
+  FP4GEMM_TRY(check_elements("d", num_d(args), args.m, args.n));
+  FP4GEMM_TRY(check_formats(args));
+  return check_quantization(args);
+}
+
+fp4gemm_status_t check_gemm_pointers(GemmArgs const& args) {
+  int const bytes = dtype_bytes(args.out_dtype);
+  int64_t const out_elems = num_d(args) * args.m * columns_of_d(args);
+  int64_t const rows_of_a = args.a_rows == nullptr ? args.m : args.a_num_rows;
+  FP4GEMM_TRY(check_operand("a", "scale_a", args.a, rows_of_a * args.k));
+  FP4GEMM_TRY(check_operand("b", "scale_b", args.b, num_b(args) * args.n * args.k));
+  FP4GEMM_TRY(check_buffer("a_rows", args.a_rows, 0, sizeof(int32_t)));
+  FP4GEMM_CHECK(!quantizes_a(args) || args.alpha_row.data == nullptr,
+                "alpha_row: data is %p, must be null with quantize_a, which measures the amax of A",
+                static_cast<void const*>(args.alpha_row.data));
+  FP4GEMM_TRY(check_vector("alpha_row", args.alpha_row, args.m, true, is_ragged_k(args)));
+  FP4GEMM_TRY(check_vector("alpha_col", args.alpha_col, args.n, true, is_grouped(args)));
+  FP4GEMM_TRY(check_vector("bias", args.bias, args.n, false, is_grouped(args)));
+  if (is_grouped(args)) {
+    FP4GEMM_TRY(check_buffer("offs", args.offs, args.num_groups, sizeof(int32_t)));
+  }
+  if (args.alpha_groups != nullptr) {
+    FP4GEMM_TRY(check_buffer("alpha_groups", args.alpha_groups, args.num_groups, sizeof(float)));
+  }
+  if (args.c != nullptr) {
+    FP4GEMM_TRY(check_buffer("c", args.c, out_elems));
+    FP4GEMM_TRY(check_row_stride("c_row_stride", args.c_row_stride, args.n, bytes));
+  } else {
+    FP4GEMM_CHECK(args.c_row_stride == 0, "c_row_stride: is %lld, must be 0 without c",
+                  ll(args.c_row_stride));
+  }
+  FP4GEMM_TRY(check_buffer("d", args.d, out_elems));
+  return check_row_stride("d_row_stride", args.d_row_stride, columns_of_d(args), bytes);
+}
+
+}  // namespace fp4gemm

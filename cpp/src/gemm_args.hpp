@@ -1,0 +1,38 @@
+// The arguments of fp4gemm_gemm: what follows from them, and the checks of them.
+#pragma once
+
+#include "activation.hpp"
+#include "check.hpp"
+
+namespace fp4gemm {
+
+using GemmArgs = fp4gemm_gemm_args_t;
+
+inline bool is_grouped(GemmArgs const& args) { return args.num_groups > 0; }
+inline bool is_ragged_m(GemmArgs const& args) { return is_grouped(args) && args.ragged == FP4GEMM_RAGGED_M; }
+inline bool is_ragged_k(GemmArgs const& args) { return is_grouped(args) && args.ragged == FP4GEMM_RAGGED_K; }
+inline int64_t num_b(GemmArgs const& args) { return is_ragged_m(args) ? args.num_groups : 1; }
+inline bool is_gated(GemmArgs const& args) { return is_gated(args.activation); }
+inline int64_t columns_of_d(GemmArgs const& args) { return is_gated(args) ? args.n / 2 : args.n; }
+inline int64_t num_d(GemmArgs const& args) { return is_ragged_k(args) ? args.num_groups : 1; }
+inline bool quantizes_a(GemmArgs const& args) { return args.quantize_a != FP4GEMM_QUANTIZE_A_NONE; }
+inline int64_t a_row_stride(GemmArgs const& args) {
+  return args.a_row_stride > 0 ? args.a_row_stride : args.k;
+}
+inline char const* activation_name(GemmArgs const& args) { return activation_info(args.activation)->name; }
+
+/// The type of the values of A that is to be quantized; its format has been checked.
+inline fp4gemm_dtype_t a_dtype(GemmArgs const& args) {
+  return args.a.format == FP4GEMM_FORMAT_BF16   ? FP4GEMM_BF16
+         : args.a.format == FP4GEMM_FORMAT_FP16 ? FP4GEMM_FP16
+                                                : FP4GEMM_FP32;
+}
+
+/// Checks sizes, formats and types: all that the plan depends on. The pointers are checked later, since the
+/// query of the workspace needs none.
+fp4gemm_status_t check_gemm_problem(GemmArgs const& args);
+
+/// Checks the pointers, vectors and strides of arguments that check_gemm_problem accepted.
+fp4gemm_status_t check_gemm_pointers(GemmArgs const& args);
+
+}  // namespace fp4gemm
