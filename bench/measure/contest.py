@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -43,6 +44,7 @@ class Contender:
     kernel: str | None = None
     checked: str = BITS  # how its result was compared before it was timed
     note: str | None = None
+    is_exact: bool = True  # whether replays of a contender of ours must leave the bits of a call
 
 
 def stop_if_lost(error: Exception) -> None:
@@ -55,8 +57,10 @@ def stop_if_lost(error: Exception) -> None:
 class Contest:
     """The contenders of one case; every row of it begins with the fields of ``start``."""
 
-    def __init__(self, start: Row) -> None:
+    def __init__(self, start: Row, is_long: bool = False) -> None:
+        """``is_long``: a call lasts milliseconds, so that a graph needs few of them."""
         self.start = start
+        self.is_long = is_long
         self.contenders: dict[str, Contender] = {}
         self.refused: dict[str, str] = {}  # by name the reason: the result is wrong, or the call fails
         self.absent: dict[str, str] = {}  # by name the reason: not installed, or not for this device
@@ -97,9 +101,9 @@ class Contest:
 
     def rows(self, harness: Harness) -> Iterator[Row]:
         """Times the contenders and makes a row of each; those that are not timed come last."""
-        flop = max((c.work.flop for c in self.contenders.values()), default=0.0)
+        flop = math.inf if self.is_long else max((c.work.flop for c in self.contenders.values()), default=0.0)
         began = harness.now()
-        exact = [name for name, c in self.contenders.items() if c.role == OURS]
+        exact = [name for name, c in self.contenders.items() if c.role == OURS and c.is_exact]
         every = {name: c.calls for name, c in self.contenders.items()}
         measured, failed = harness.measure(every, flop, exact)
         conditions = harness.conditions(began)

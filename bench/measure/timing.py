@@ -52,6 +52,30 @@ def time_cupti(calls: Sequence[Call], num_calls: int = 24) -> float:
     return float(sum(e.device_time for e in on_device)) / num_calls
 
 
+def kernel_times(call: Call, device: torch.device) -> list[tuple[str, int, float]]:
+    """(name, calls, microseconds) of the kernels of one call by torch's profiler, the longest first.
+
+    On the CPU these are operators. A kernel that starts before the previous one has ended is counted from its
+    own start.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    is_cuda = device.type == "cuda"
+    call()
+    with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as seen:
+        call()
+        if is_cuda:
+            torch.cuda.synchronize(device)
+    found: dict[str, list[float]] = {}
+    for event in seen.events():
+        if not is_cuda:
+            found.setdefault(event.name, []).append(event.self_cpu_time_total)
+        elif event.device_type.name == "CUDA":
+            found.setdefault(event.name, []).append(event.device_time)
+    rows = [(name, len(times), sum(times)) for name, times in found.items()]
+    return sorted(rows, key=lambda row: -row[2])
+
+
 def time_cpu(contenders: Mapping[str, Sequence[Call]], rounds: int) -> dict[str, Timing]:
     """Times each contender's calls on the CPU; each round makes one call of each contender."""
     samples: dict[str, list[float]] = {name: [] for name in contenders}

@@ -15,6 +15,8 @@ PRODUCTS = (
     ("layer", "`quantize` and `mm`", "weight n x k; m =", "m"),
     ("grouped", "`grouped_mm`", "experts x n x k; tokens =", "tokens"),
 )
+# The models and the one that they are compared with, as `python -m bench model` names them.
+MERGED, COMPILED = "bf16 merged", ", compiled"
 WIDTH = 110  # columns of a Markdown line that is no table
 
 
@@ -35,12 +37,56 @@ def short_table(rows: Sequence[Row]) -> str:
             body.append((title, weight, *(cells.get(size, "") for size in sizes)))
     headings = ("product", "weight n x k; tokens =", *map(str, sizes))
     what = f"Microseconds (and times as fast as {found[0]})" if found else "Microseconds"
-    lines = [_wrapped(_where(rows)), "", f"{what}:", "", *table_lines(headings, body)]
+    lines = [_wrapped(_where(_products(rows) or rows))]
+    if body:
+        lines += ["", f"{what}:", "", *table_lines(headings, body)]
     modes = [row for row in rows if row["bench"] == "quantize" and row.get("target") and "us" in row]
     if modes:
         of_copy = "; ".join(f"{row['contender']} {row['of_copy']:.2f}" for row in modes)
         lines += ["", _wrapped(f"Quantizers, as a fraction of the bandwidth of a device copy: {of_copy}.")]
+    lines += _models(rows, ("fp4gemm",))
     return "\n".join([*lines, "", _refused(rows)])
+
+
+def _products(rows: Sequence[Row]) -> list[Row]:
+    """The rows that are not of whole models."""
+    return [row for row in rows if row["bench"] != "model"]
+
+
+def _models(rows: Sequence[Row], contenders: tuple[str, ...]) -> list[str]:
+    """Lines for whole models: a table of the contenders whose names begin so; none without results."""
+    mine = [row for row in rows if row["bench"] == "model" and "us" in row]
+    if not mine:
+        return []
+    batches = sorted({row["batch"] for row in mine})
+    body = []
+    for step in dict.fromkeys(row["step"] for row in mine):
+        found = [row for row in mine if row["step"] == step and row["contender"].startswith(contenders)]
+        for name in dict.fromkeys(row["contender"] for row in found):
+            cells = {row["batch"]: row for row in found if row["contender"] == name}
+            for how, cell in (("CUDA graph", _graph_cell), ("eager", _eager_cell)):
+                texts = [cell(cells[batch]) if batch in cells else "" for batch in batches]
+                if any(texts):
+                    body.append((step, f"{name}, {how}", *texts))
+    others = _products(rows)
+    is_same = not others or others[0]["command"] == mine[0]["command"]
+    where = [] if is_same else ["", _wrapped(_where(mine))]
+    title = f"Whole models, milliseconds a step (and times as fast as {MERGED} in the same mode):"
+    headings = ("model and step", "batch =", *map(str, batches))
+    return [*where, "", title, "", *table_lines(headings, body)]
+
+
+def _graph_cell(row: Row) -> str:
+    rival = MERGED + (COMPILED if row["contender"].endswith(COMPILED) else "")
+    return _milliseconds(row["us"], row.get("ratio", {}).get(rival))
+
+
+def _eager_cell(row: Row) -> str:
+    return _milliseconds(row["eager_us"], row.get("eager_ratio")) if "eager_us" in row else ""
+
+
+def _milliseconds(us: float, ratio: float | None) -> str:
+    return f"{us / 1e3:.2f}" + ("" if ratio is None else f" ({ratio:.2f})")
 
 
 def _cell(row: Row, baselines: Sequence[str]) -> str:
@@ -70,8 +116,8 @@ def _where(rows: Sequence[Row]) -> str:
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """Every table: speed-ups over the baselines by weight and number of tokens, and the quantizers."""
-    lines = [_wrapped(_where(rows))]
+    """Every table: speed-ups over the baselines by weight and number of tokens, quantizers, whole models."""
+    lines = [_wrapped(_where(_products(rows) or rows))]
     for bench, title, sizes, across in PRODUCTS:
         lines += _matrix([row for row in rows if row["bench"] == bench], f"{title}, {sizes}", across)
     modes = [row for row in rows if row["bench"] == "quantize" and row.get("target")]
@@ -82,6 +128,7 @@ def tables(rows: Sequence[Row]) -> str:
             if "us" in row
         ]
         lines += ["", *table_lines(("quantizer", "x", "us", "of copy bandwidth"), body)]
+    lines += _models(rows, ("bf16", "fp4gemm"))
     return "\n".join([*lines, "", _refused(rows)])
 
 

@@ -9,10 +9,14 @@ from typing import Any, NamedTuple
 Row = Mapping[str, Any]
 WIDTH = 220  # characters of a line if the output is not a terminal
 UNBOUNDED = 10_000
+MOST_OF_KERNEL = 120  # characters of the name of a profiled kernel
 NAME_WIDTH = 12  # the least width of the column of contenders; longer names are wrapped
 # Columns that are dropped, in this order, until a table fits the terminal; --json and reports have all of
 # them.
-EXPENDABLE = ("kernel", "p10", "p90", "x read floor", "GB/s", "TFLOP/s", "CUPTI us", "eager us", "of copy")
+EXPENDABLE = (
+    *("kernel", "p10", "p90", "x read floor", "GB/s", "TFLOP/s", "CUPTI us", "eager us", "of copy"),
+    *("max diff", "weights GB", "tokens/s"),
+)
 
 
 class Column(NamedTuple):
@@ -33,15 +37,31 @@ COLUMNS = (
     Column("of copy", "of_copy", "{:.0f} %", 100.0),
     Column("of roofline", "of_roofline", "{:.0f} %", 100.0),
 )
+# The columns of a bench that has others.
+COLUMNS_OF = {
+    "model": (
+        Column("ms", "us", "{:.3f}", 1e-3),
+        Column("eager ms", "eager_us", "{:.3f}", 1e-3),
+        Column("eager x bf16 merged", "eager_ratio", "{:.2f}"),
+        Column("tokens/s", "tokens_s", "{:.0f}"),
+        Column("us a layer", "us_layer", "{:.1f}"),
+        Column("GB/s", "gb_s", "{:.4g}"),
+        Column("of roofline", "of_roofline", "{:.0f} %", 100.0),
+        Column("weights GB", "weight_gb", "{:.4g}"),
+        Column("cosine", "cosine", "{:.4f}"),
+        Column("max diff", "max_diff", "{:.2g}"),
+    )
+}
 
 
-def table(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> tuple[list[str], list[list[str]]]:
+def table(rows: Sequence[Row], columns: Sequence[Column] | None = None) -> tuple[list[str], list[list[str]]]:
     """(headings, lines) of the timed rows of one case; columns without a value are omitted.
 
     A column "x NAME" has the ratios: how many times as fast as that baseline a row is.
     """
     timed = [row for row in rows if "us" in row]
-    used = [c for c in columns if any(row.get(c.key) is not None for row in timed)]
+    known: Sequence[Column] = columns or COLUMNS_OF.get(str(rows[0]["bench"]), COLUMNS)
+    used = [c for c in known if any(row.get(c.key) is not None for row in timed)]
     baselines = list(dict.fromkeys(name for row in timed for name in row.get("ratio", {})))
     extra = [key for key in ("target", "kernel") if any(row.get(key) for row in timed)]
     headings = ["contender", *(c.heading for c in used), *(f"x {name}" for name in baselines), *extra]
@@ -67,7 +87,7 @@ def _extra(row: Row, key: str) -> str:
 
 
 def remarks(rows: Iterable[Row]) -> list[str]:
-    """A line for each contender that was not timed, with the reason, and for each that has a note."""
+    """Lines for the contenders that were not timed, with the reason, for notes, and for profiled kernels."""
     made = []
     for row in rows:
         if "refused" in row:
@@ -76,6 +96,8 @@ def remarks(rows: Iterable[Row]) -> list[str]:
             made.append(f"absent: {row['contender']}: {row['absent']}")
         elif "note" in row:
             made.append(f"{row['contender']}: {row['note']}")
+        for kernel, count, us in row.get("kernels", ()):
+            made.append(f"{row['contender']}: {us:9.1f} us {count:5} x {kernel[:MOST_OF_KERNEL]}")
     return made
 
 

@@ -1,0 +1,1 @@
+"""Whole models with random weights, for ``python -m bench model``."""

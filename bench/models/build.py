@@ -1,0 +1,136 @@
+"""Random models in bf16 and in NVFP4 that share their weights' values, and the cache and tokens of a step.
+
+Weights are drawn one layer at a time, from a seed of their own, and quantized by
+``fp4gemm.nn.quantize_model``, as a user would do it; a model in NVFP4 never exists in bf16 as a whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import cast
+
+import fp4gemm
+import torch
+from fp4gemm.nn import QuantizeReport
+from torch import Tensor, nn
+
+from .decoder import CausalLM, DecoderLayer, StaticLayer
+from .emulation import emulated
+from .shapes import Shape
+
+DTYPE = torch.bfloat16
+FLOAT, MERGED = "bf16", "bf16 merged"
+# The models in NVFP4 by name, with the activation_scaling of quantize_model.
+QUANTIZED = {"fp4gemm W4A4": "row", "fp4gemm W4A16": "none"}
+VARIANTS = (FLOAT, MERGED, *QUANTIZED)
+
+
+def gaussian(gen: torch.Generator, *sizes: int, scale: float = 1.0) -> Tensor:
+    made = torch.randn(*sizes, device=gen.device, generator=gen, dtype=DTYPE)
+    return made.mul_(scale) if scale != 1.0 else made
+
+
+def layer_weights(shape: Shape, index: int, device: torch.device) -> dict[str, Tensor]:
+    """The weights of one layer by name, those of q, k, v and of gate, up merged.
+
+    They are scaled by 1 / sqrt(k). Those whose product is added to the residual are also scaled by the number
+    of such additions, as GPT-2 initialises them, so that an error does not grow from layer to layer.
+    """
+    gen = torch.Generator(device).manual_seed(index + 1)
+    branch = (2 * shape.num_layers) ** -0.5
+    d, f, heads = shape.hidden, shape.intermediate, shape.num_heads * shape.head_dim
+    norms = ("input_norm", "post_norm", *(("q_norm", "k_norm") if shape.qk_norm else ()))
+    made = {name: gaussian(gen, shape.head_dim if name[1] == "_" else d, scale=0.1).add_(1) for name in norms}
+    made["qkv"] = gaussian(gen, shape.qkv_rows, d, scale=d**-0.5)
+    made["o"] = gaussian(gen, d, heads, scale=branch * heads**-0.5)
+    e = shape.num_experts
+    first, second = ((d, 2 * f), (f, d)) if shape.is_oss else ((2 * f, d), (d, f))
+    stack = (e,) if e else ()
+    made["gate_up"] = gaussian(gen, *stack, *first, scale=d**-0.5)
+    made["down"] = gaussian(gen, *stack, *second, scale=branch * f**-0.5)
+    if e:
+        made["router"] = gaussian(gen, e, d, scale=d**-0.5)
+    if shape.bias:
+        sizes = {"qkv": (shape.qkv_rows,), "o": (d,), "router": (e,), "gate_up": (e, 2 * f), "down": (e, d)}
+        made |= {f"{name}_bias": gaussian(gen, *size, scale=0.1) for name, size in sizes.items()}
+    return made
+
+
+def end_weights(shape: Shape, device: torch.device) -> dict[str, Tensor]:
+    """The weights outside of layers."""
+    gen = torch.Generator(device).manual_seed(0)
+    return {
+        "embed": gaussian(gen, shape.vocab, shape.hidden),
+        "norm": gaussian(gen, shape.hidden, scale=0.1).add_(1),
+        "lm_head": gaussian(gen, shape.vocab, shape.hidden, scale=shape.hidden**-0.5),
+    }
+
+
+@dataclasses.dataclass
+class Variants:
+    """Models of one shape with the same weights, in bf16 and in NVFP4."""
+
+    shape: Shape
+    ends: dict[str, Tensor]
+    models: dict[str, CausalLM]
+    plain: nn.Module  # the first layer in bf16, not merged
+    # By name of a model in NVFP4: its first layer emulated in bf16, and what quantize_model reported of it.
+    emulated: dict[str, nn.Module]
+    reports: dict[str, QuantizeReport]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.models[MERGED].layers)
+
+    def compiled(self, name: str, whole: bool) -> CausalLM:
+        """The model of this name under torch.compile: each layer by itself, or the whole model."""
+        model = self.models[name]
+        if whole:
+            return cast(CausalLM, torch.compile(model, dynamic=False))
+        layers = [cast(nn.Module, torch.compile(layer, dynamic=False)) for layer in model.layers]
+        return CausalLM(self.shape, self.ends, layers)
+
+
+def build(shape: Shape, num_layers: int, names: Sequence[str], device: torch.device) -> Variants:
+    """The models of these names, of VARIANTS; the merged one in bf16 is always among them."""
+    layers: dict[str, list[nn.Module]] = {name: [] for name in VARIANTS if name in names or name == MERGED}
+    ends, emulations, reported = end_weights(shape, device), {}, {}
+    for index in range(num_layers):
+        weights = layer_weights(shape, index, device)
+        if index == 0:
+            plain = DecoderLayer(shape, weights)
+        for name, found in layers.items():
+            if name not in QUANTIZED:
+                found.append(DecoderLayer(shape, weights, is_merged=name == MERGED))
+                continue
+            layer = DecoderLayer(shape, weights)
+            reports: list[QuantizeReport] = []
+            scaling = QUANTIZED[name]
+            found.append(
+                fp4gemm.nn.quantize_model(layer, activation_scaling=scaling, report=reports.append)  # type: ignore[arg-type]
+            )
+            if index == 0:
+                reported[name] = reports[0]
+                emulations[name] = emulated(shape, weights, scaling != "none", found[0])
+    models = {name: CausalLM(shape, ends, found) for name, found in layers.items()}
+    return Variants(shape, ends, models, plain, emulations, reported)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What a step of a model reads beside the weights: token ids (batch, tokens), and the cache."""
+
+    input_ids: Tensor
+    cache: list[StaticLayer]
+
+
+def make_step(
+    shape: Shape, num_layers: int, batch: int, context: int, tokens: int, device: torch.device
+) -> Step:
+    """The last ``tokens`` of ``context`` tokens of each sequence; earlier keys and values are random."""
+    gen = torch.Generator(device).manual_seed(batch * context)
+    positions = torch.arange(context - tokens, context, device=device)
+    sizes = (batch, shape.num_kv_heads, context, shape.head_dim)
+    cache = [StaticLayer(gaussian(gen, *sizes), gaussian(gen, *sizes), positions) for _ in range(num_layers)]
+    return Step(torch.randint(shape.vocab, (batch, tokens), device=device, generator=gen), cache)

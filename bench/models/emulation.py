@@ -1,0 +1,110 @@
+"""A layer that computes what its NVFP4 form computes, by dequantized operands and products in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import fp4gemm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .decoder import DecoderLayer
+from .experts import Experts, OssExperts
+from .shapes import Shape
+
+MOST = 0.7  # the largest difference that passes, of the error of quantization
+ROUNDINGS = 0.03  # the same between layers in bf16, of the norm
+
+
+def through_nvfp4(x: Tensor) -> Tensor:
+    """float32 (..., k): x, quantized with an amax for each row and dequantized."""
+    rows = x if x.dim() == 3 else x.reshape(-1, x.shape[-1])
+    return fp4gemm.quantize(rows).dequantize(torch.float32).view(x.shape)
+
+
+class EmulatedLinear(nn.Linear):
+    """``Q(x) @ Q(W).T + bias``, or with x as it is, rounded once."""
+
+    quantizes_x = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = through_nvfp4(x) if self.quantizes_x else x.float()
+        bias = None if self.bias is None else self.bias.float()
+        return functional.linear(values, through_nvfp4(self.weight), bias).to(x.dtype)
+
+
+class EmulatedExperts(Experts):
+    """The same of the products of experts, one expert after another."""
+
+    quantizes_x = True
+
+    def _product(self, x: Tensor, name: str, offs: Tensor, expert_ids: Tensor) -> Tensor:
+        weight: Tensor = getattr(self, f"{name}_proj")
+        values = through_nvfp4(x) if self.quantizes_x else x.float()
+        parts, begin = [], 0
+        for expert, end in enumerate(offs.tolist()):
+            w = weight[expert].T if self.is_transposed else weight[expert]
+            part = values[begin:end] @ through_nvfp4(w.contiguous()).T
+            parts.append(part + getattr(self, f"{name}_proj_bias")[expert] if self.has_bias else part)
+            begin = end
+        return torch.cat(parts).to(x.dtype)
+
+
+class EmulatedOssExperts(EmulatedExperts, OssExperts):
+    """The same of experts as in GPT-OSS."""
+
+
+EMULATED = {nn.Linear: EmulatedLinear, Experts: EmulatedExperts, OssExperts: EmulatedOssExperts}
+
+
+def emulated(
+    shape: Shape, weights: Mapping[str, Tensor], quantizes_x: bool, quantized: nn.Module
+) -> nn.Module:
+    """The layer of these weights; with ``quantizes_x`` the inputs of its products are quantized too.
+
+    Experts that are still in float in the ``quantized`` layer stay in float here.
+    """
+    layer = DecoderLayer(shape, weights)
+    kept = {type(module) for module in quantized.modules()}
+    for module in layer.modules():
+        emulation = EMULATED.get(type(module))
+        if emulation is not None and type(module) not in kept:
+            module.__class__ = emulation
+            module.quantizes_x = quantizes_x  # type: ignore[assignment]
+    return layer
+
+
+@torch.no_grad()
+def off_by(layer: nn.Module, plain: nn.Module, emulation: nn.Module, *inputs: Any) -> str | None:
+    """None if an NVFP4 ``layer`` computes what its ``emulation`` does, else the difference.
+
+    What a layer adds to its input, of each token, must be nearer to the emulation than MOST of the error of
+    quantization, which is the distance between the emulation and the ``plain`` layer in bf16. The median over
+    tokens counts: a token whose choice of experts is nearly a tie may choose others.
+    """
+    x = inputs[0].float()
+    got, want, exact = (f(*inputs).float() - x for f in (layer, emulation, plain))
+    if not got.isfinite().all():
+        return "the first layer's output holds numbers that are not finite"
+    part = float(((got - want).norm(dim=-1) / (exact - want).norm(dim=-1)).median())
+    if part < MOST:
+        return None
+    return (
+        f"the first layer differs from its emulation by {part:.2f} of the error of quantization, "
+        f"must be less than {MOST}"
+    )
+
+
+@torch.no_grad()
+def apart(layer: nn.Module, plain: nn.Module, *inputs: Any) -> str | None:
+    """None if a layer in bf16 computes what ``plain`` does but for roundings, else the difference."""
+    got, want = (f(*inputs).float() - inputs[0].float() for f in (layer, plain))
+    part = float(((got - want).norm(dim=-1) / want.norm(dim=-1)).median())
+    if part < ROUNDINGS:
+        return None
+    return (
+        f"the first layer differs from the unmerged one by {part:.3f} of its norm, "
+        f"must be less than {ROUNDINGS}"
+    )
