@@ -60,8 +60,9 @@ def table(rows: Sequence[Row], columns: Sequence[Column] | None = None) -> tuple
     A column "x NAME" has the ratios: how many times as fast as that baseline a row is.
     """
     timed = [row for row in rows if "us" in row]
-    known: Sequence[Column] = columns or COLUMNS_OF.get(str(rows[0]["bench"]), COLUMNS)
-    used = [c for c in known if any(row.get(c.key) is not None for row in timed)]
+    if columns is None:
+        columns = COLUMNS_OF.get(str(rows[0]["bench"]), COLUMNS)
+    used = [c for c in columns if any(row.get(c.key) is not None for row in timed)]
     baselines = list(dict.fromkeys(name for row in timed for name in row.get("ratio", {})))
     extra = [key for key in ("target", "kernel") if any(row.get(key) for row in timed)]
     headings = ["contender", *(c.heading for c in used), *(f"x {name}" for name in baselines), *extra]

@@ -155,7 +155,9 @@ def test_a_wrong_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_logits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> Any:
         made = build(*args)
-        made.models["fp4gemm W4A4"].norm.weight = nn.Parameter(torch.full((128,), torch.nan, dtype=torch.bfloat16))
+        made.models["fp4gemm W4A4"].norm.weight = nn.Parameter(
+            torch.full((128,), torch.nan, dtype=torch.bfloat16)
+        )
         made.models["fp4gemm W4A16"].lm_head.weight = nn.Parameter(
             -made.models["fp4gemm W4A16"].lm_head.weight, requires_grad=False
         )
