@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .convert import quantize_model
+from .fuse import GatedMLP
 from .linear import Linear
-from .report import LayerReport, QuantizeReport
+from .report import BlockReport, LayerReport, QuantizeReport
 
-__all__ = ["LayerReport", "Linear", "QuantizeReport", "quantize_model"]
+__all__ = ["BlockReport", "GatedMLP", "LayerReport", "Linear", "QuantizeReport", "quantize_model"]

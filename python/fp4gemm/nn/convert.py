@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from .. import _checks
 from ._hooks import accelerate_hook, carry_over, materialized
 from ._inputs import OUT_STEP, ActivationScaling, CheckFinite, WeightScaling, check_linear, check_options
+from .fuse import fuse_blocks
 from .linear import Linear
 from .report import Action, LayerReport, QuantizeReport
 
@@ -22,6 +23,7 @@ Pattern: TypeAlias = str | re.Pattern[str] | Callable[[str, torch.nn.Linear], bo
 Filter: TypeAlias = Pattern | Sequence[Pattern]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OnUnsupported = Literal["skip", "raise"]
+Fuse = Literal["auto", "none"]
 Model = TypeVar("Model", bound=torch.nn.Module)
 # Modules that pass the weights of their linear layers to functions instead of calling the layers.
 READS_WEIGHTS = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
@@ -59,6 +61,7 @@ def quantize_model(
     report: Callable[[QuantizeReport], object] | None = None,
     progress: Callable[[int, int, str], object] | None = None,
     on_unsupported: OnUnsupported = "skip",
+    fuse: Fuse = "none",
 ) -> Model:
     """``y = x @ W.T + b`` becomes ``y = Q(x) @ Q(W).T + b`` in every selected linear layer of a model.
 
@@ -85,6 +88,10 @@ def quantize_model(
         on_unsupported: what to do about a selected layer that cannot be swapped (k not a multiple of 32, n
             not of 8, another dtype, weights that are not finite, hooks on the layer, an owner that bypasses
             its forward): "skip" leaves it and reports it, "raise" raises before anything is changed.
+        fuse: "auto" joins the quantized layers of a block where the source of the model shows that the result
+            is the same: layers that read the same tensor become one product, ``down(act(gate(x)) * up(x))``
+            an :class:`fp4gemm.nn.GatedMLP`, and a norm quantizes its result. docs/models.md says which
+            rounding disappears; the names in ``state_dict`` change. "none" swaps layer by layer.
 
     Returns:
         The model with its layers swapped. A module that occurs under several names is quantized once, and
@@ -105,6 +112,7 @@ def quantize_model(
         raise TypeError(f"model: got {_checks.describe(model)}, must be a torch.nn.Module")
     check_options(activation_scaling, weight_scaling, check_finite)
     _checks.is_one_of("on_unsupported", on_unsupported, get_args(OnUnsupported))
+    _checks.is_one_of("fuse", fuse, get_args(Fuse))
     for name, callback in (("progress", progress), ("report", report)):
         if callback is not None and not callable(callback):
             raise TypeError(f"{name}: got {_checks.describe(callback)}, must be callable")
@@ -131,7 +139,8 @@ def quantize_model(
         # deepcopy returns what its memo holds for an object instead of copying the object.
         swapped = {id(layer.linear): layer.swapped for layer in chosen}
         model = copy.deepcopy(model, cast(dict[int, Any], swapped))
-    done_report = QuantizeReport(_reports(layers), *others)
+    blocks = fuse_blocks(model) if fuse == "auto" else ()
+    done_report = QuantizeReport(_reports(layers), *others, blocks=blocks)
     if report is not None:
         report(done_report)
         return model

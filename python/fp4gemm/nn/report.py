@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
 Action = Literal["quantized", "shared", "excluded", "skipped"]
+BlockAction = Literal["merged", "gated", "norm", "left"]
 MAX_NAMES = 4  # of layers with the same reason in a warning
 
 
@@ -31,6 +34,34 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
+class BlockReport:
+    """What ``fuse="auto"`` did about layers that belong together.
+
+    Attributes:
+        action: "merged": the layers are one product; "gated": an MLP became an fp4gemm.nn.GatedMLP; "norm": a
+            norm quantizes its result; "left": nothing was done.
+        names: qualified names of the layers before.
+        into: qualified name of the module that took their place; "" if nothing was done.
+        reason: why nothing was done; "" otherwise.
+    """
+
+    action: BlockAction
+    names: tuple[str, ...]
+    into: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        owners, children = zip(*(name.rpartition(".")[::2] for name in self.names), strict=True)
+        what = {
+            "merged": f"merged into {self.into.rpartition('.')[2]}",
+            "gated": "fused into one gated MLP",
+            "norm": "quantizes its result",
+            "left": f"not fused: {self.reason}",
+        }[self.action]
+        return f"{owners[0]}: ".removeprefix(": ") + f"{', '.join(children)} {what}"
+
+
+@dataclass(frozen=True)
 class QuantizeReport:
     """One LayerReport per name of a torch.nn.Linear, subclasses too, in model order. ``str()`` is a table.
 
@@ -40,12 +71,14 @@ class QuantizeReport:
             as they are: stacks of experts, the Conv1D of GPT-2.
         bytes_of_others: what they need.
         model_bytes: all parameters of the model, before.
+        blocks: with ``fuse="auto"`` what was fused, and what was left alone and why.
     """
 
     layers: tuple[LayerReport, ...]
     others: tuple[str, ...] = ()
     bytes_of_others: int = 0
     model_bytes: int = 0
+    blocks: tuple[BlockReport, ...] = ()
 
     def names(self, action: Action) -> list[str]:
         """The names of the layers with this action."""
@@ -73,6 +106,8 @@ class QuantizeReport:
         )
         if self.others:
             lines.append(self.about_others())
+        blocks = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", str(block)) for block in self.blocks)
+        lines += [text if times == 1 else f"{text} ({times} times)" for text, times in blocks.items()]
         return "\n".join(lines)
 
     def about_others(self) -> str:

@@ -1,0 +1,211 @@
+"""Fusing the blocks of a model whose linear layers are NVFP4: what was merged, what was left and why."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+
+from .._hooks import accelerate_hook, carry_over
+from ..linear import Linear
+from ..report import BlockReport
+from .expressions import GatedForward, gated_forward
+from .gated import GatedMLP
+from .merged import Part, layer_like, merged_name, one_weight, rows_of, why_not_one_weight
+from .norm import RMSNormQuantize, norm_epsilon
+from .readers import readers
+from .source import called_together, forward_of
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def fuse_blocks(model: torch.nn.Module) -> tuple[BlockReport, ...]:
+    """Fuse what can be fused, block by block, in place."""
+    users = _users(model)
+    owners = {id(owner): (name, owner) for name, owner in reversed([*model.named_modules()])}
+    found: list[BlockReport] = []
+    for name, owner in reversed(owners.values()):
+        made = _gated(model, name, owner, users)
+        if made is None or made.action == "left":
+            found += [] if made is None else [made]
+            found += _merged(name, owner, users)
+        else:
+            found.append(made)
+    for name, owner in [*model.named_modules()]:
+        found += _norms(model, name, owner)
+    return tuple(found)
+
+
+def _users(model: torch.nn.Module) -> dict[int, int]:
+    """How many places of the model each module is in."""
+    counts: dict[int, int] = {}
+    for owner in model.modules():
+        for child in owner._modules.values():
+            if child is not None:
+                counts[id(child)] = counts.get(id(child), 0) + 1
+    return counts
+
+
+def _linears(owner: torch.nn.Module) -> dict[str, Linear]:
+    return {name: child for name, child in owner._modules.items() if type(child) is Linear}
+
+
+def _full(owner: str, child: str) -> str:
+    return f"{owner}.{child}".lstrip(".")
+
+
+def _merged(name: str, owner: torch.nn.Module, users: dict[int, int]) -> Iterator[BlockReport]:
+    layers = _linears(owner)
+    # The containers of torch.nn call their children one after another.
+    if len(layers) < 2 or type(owner).__module__.startswith("torch.nn."):
+        return
+    function = forward_of(owner)
+    left = dict(layers)
+    for group in [] if function is None else called_together(function):
+        names = [child for child in group if child in layers]
+        if len(names) < 2:
+            continue
+        for child in names:
+            left.pop(child)
+        members = [layers[child] for child in names]
+        target = merged_name(names)
+        full = tuple(_full(name, child) for child in names)
+        reason = why_not_one_weight(members)
+        if any(users[id(layer)] > 1 for layer in members):
+            reason = "one of them is used in several places of the model"
+        elif not reason and hasattr(owner, target):
+            reason = f"their owner has an attribute {target!r} already"
+        if reason:
+            yield BlockReport("left", full, "", reason)
+            continue
+        merged = one_weight(members)
+        for index, child in enumerate(names):
+            setattr(owner, child, Part(merged, index))
+            del layers[child]
+        members.clear()
+        owner.add_module(target, merged)
+        yield BlockReport("merged", full, _full(name, target))
+    same_k = sorted(left, key=lambda child: left[child].in_features)
+    for _, names_of_k in itertools.groupby(same_k, key=lambda child: left[child].in_features):
+        names = list(names_of_k)
+        if len(names) > 1:
+            reason = (
+                f"the source of the forward of {type(owner).__name__} cannot be read"
+                if function is None
+                else f"the forward of {type(owner).__name__} does not call them with the same tensor"
+            )
+            yield BlockReport("left", tuple(_full(name, child) for child in names), "", reason)
+
+
+def _gated(
+    model: torch.nn.Module, name: str, owner: torch.nn.Module, users: dict[int, int]
+) -> BlockReport | None:
+    forward = gated_forward(owner)
+    if forward is None:
+        return None
+    layers = _linears(owner)
+    if isinstance(forward, str):
+        return BlockReport("left", (name,), "", forward) if layers else None
+    names = [child for child in (forward.gate, forward.up, forward.down) if child is not None]
+    if not any(child in layers for child in names):
+        return None
+    reason = ""
+    hooks = [hook for hook in HOOKS if getattr(owner, hook, None)]
+    if not all(child in layers for child in names):
+        reason = "not all of its layers are NVFP4"
+    elif hooks or ("forward" in vars(owner) and accelerate_hook(owner) is None):
+        reason = "it has hooks that a fused one would drop"
+    elif any(users[id(layers[child])] > 1 for child in names) or name == "":
+        reason = "it is the model itself" if name == "" else "its layers are used in several places"
+    else:
+        reason = _why_no_gated_mlp(layers, forward)
+    if reason:
+        return BlockReport("left", (name,), "", reason)
+    gate, up = _gate_and_up(layers, forward)
+    made = GatedMLP(gate, up, layers[forward.down], activation=forward.activation)
+    del gate, up, layers
+    made.train(owner.training)
+    carry_over(owner, made)
+    _replace(model, owner, made)
+    full = tuple(_full(name, child) for child in names)
+    return BlockReport("gated", full, name)
+
+
+def _why_no_gated_mlp(layers: dict[str, Linear], forward: GatedForward) -> str:
+    gate, down = layers[forward.gate], layers[forward.down]
+    if forward.up is not None:
+        up = layers[forward.up]
+        if gate.out_features != up.out_features:
+            return "gate and up differ in out_features"
+        return why_not_one_weight([gate, up])
+    if gate.out_features != 2 * down.in_features:
+        return "gate and up together do not have twice the in_features of down"
+    return why_not_one_weight([gate])
+
+
+def _gate_and_up(layers: dict[str, Linear], forward: GatedForward) -> tuple[Linear, Linear]:
+    gate = layers[forward.gate]
+    if forward.up is not None:
+        return gate, layers[forward.up]
+    half = gate.out_features // 2
+    made = []
+    with torch.inference_mode(False), torch.no_grad():
+        for rows in (range(half), range(half, 2 * half)):
+            bias = None if gate.bias is None else gate.bias[rows.start : rows.stop]
+            made.append(layer_like(gate, rows_of(gate.weight, rows), bias))
+    return made[0], made[1]
+
+
+def _norms(model: torch.nn.Module, name: str, owner: torch.nn.Module) -> Iterator[BlockReport]:
+    if type(owner).__module__.startswith("torch.nn."):
+        return
+    for child, norm in list(owner.named_children()):
+        epsilon = norm_epsilon(norm)
+        if epsilon is None and not type(norm).__name__.lower().endswith("norm"):
+            continue
+        found = readers(owner, child)
+        reason = found if isinstance(found, str) else ""
+        if epsilon is None:
+            if reason:
+                continue  # a norm that no quantized layer reads
+            reason = f"{type(norm).__name__} is not the norm of fp4gemm.rms_norm_quantize"
+        elif not isinstance(found, str):
+            reason = _why_not_tokens(norm, found)
+        full = (_full(name, child),)
+        if reason or isinstance(found, str) or epsilon is None:
+            yield BlockReport("left", full, "", reason)
+            continue
+        setattr(owner, child, _fused_norm(model, norm, epsilon, found))
+        yield BlockReport("norm", full, full[0])
+
+
+def _why_not_tokens(norm: torch.nn.Module, found: Sequence[Linear]) -> str:
+    if any(getattr(norm, hook, None) for hook in HOOKS) or "forward" in vars(norm):
+        return "it has hooks that a fused one would drop"
+    if any(layer.activation_scaling != "row" for layer in found):
+        return 'the layers that read it do not have activation_scaling="row"'
+    if any(layer.check_finite != "off" for layer in found):
+        return 'the layers that read it have check_finite="raise"'
+    return ""
+
+
+def _fused_norm(
+    model: torch.nn.Module, norm: torch.nn.Module, epsilon: float, found: Sequence[Linear]
+) -> RMSNormQuantize:
+    first = found[0]
+    for layer in found:
+        if type(layer) is Linear:
+            made = layer_like(layer, layer.weight, layer.bias)  # Linear accepts no Tokens
+            _replace(model, layer, made)
+            first = made if layer is first else first
+    return RMSNormQuantize(cast(torch.nn.Parameter, norm.weight), epsilon, first).train(norm.training)
+
+
+def _replace(model: torch.nn.Module, old: torch.nn.Module, new: torch.nn.Module) -> None:
+    """Put a module in every place where another one is."""
+    for owner in [*model.modules()]:
+        for child, module in list(owner._modules.items()):
+            if module is old:
+                setattr(owner, child, new)

@@ -1,0 +1,226 @@
+"""Linear layers that read the same tensor, as one weight and one product.
+
+The code of the model stays as it is: it calls a :class:`Part` where it called a layer. The first part makes
+the product of all of them, and hands each other part its columns if it is called with the same tensor. A part
+that is called with another tensor makes the product itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ...activations import ActivationName
+from ...containers.nvfp4 import NVFP4Tensor
+from .._hooks import carry_over
+from .._state import version
+from ..linear import Linear
+from .product import product
+from .tokens import Tokens
+
+Columns = dict[int, Tensor]
+
+
+class MergedLinear(Linear):
+    """A Linear whose output features are those of several layers.
+
+    Attributes:
+        sizes: the output features of each layer.
+        activation: None, or the gated activation of the epilogue; gate and up are then interleaved rows.
+    """
+
+    sizes: tuple[int, ...] = ()
+    activation: ActivationName | None = None
+    # While a graph is traced: the input of the last product, and the columns that were not asked for yet. The
+    # last part resets it, so that the compiled function neither reads nor keeps anything.
+    _traced: tuple[Tensor | Tokens, Columns] | None = None
+
+    def forward(self, x: Tensor | Tokens) -> Tensor:
+        """As of Linear, with the activation; x may have been quantized by a fused norm."""
+        if isinstance(x, Tensor) and self.activation is None:
+            return super().forward(x)
+        return product(self, x, self.activation)
+
+    def _take_traced(self, x: Tensor | Tokens, index: int) -> Tensor | None:
+        """The columns of a part from the last product of the traced graph, if it was made of this x."""
+        if self._traced is None or self._traced[0] is not x or index not in self._traced[1]:
+            return None
+        columns = self._traced[1]
+        kept = columns.pop(index)
+        if not columns:
+            self._traced = None
+        return kept
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_traced": None}
+
+
+class _Product:
+    """The product that was made last in a thread, with the columns of the parts that were not called yet.
+
+    It lives until the last part has been called, the next product is made or x is gone.
+    """
+
+    __slots__ = ("columns", "merged", "version", "x")
+
+    def __init__(self, merged: MergedLinear, x: Tensor | Tokens, columns: Columns) -> None:
+        self.merged = merged
+        self.version = _version(x)
+        self.columns = columns
+        self.x = weakref.ref(x, lambda _: columns.clear())
+
+
+_LAST = threading.local()
+
+
+def _version(x: Tensor | Tokens) -> int | None:
+    return version(x) if isinstance(x, Tensor) else None
+
+
+class Part(torch.nn.Module):
+    """One of the layers of a MergedLinear, under its old name in the model.
+
+    It has no tensors of its own; ``weight`` and ``bias`` are made from those of the merged layer.
+    """
+
+    def __init__(self, merged: MergedLinear, index: int) -> None:
+        super().__init__()
+        # In a tuple, so that the merged layer is not registered as a child a second time.
+        self._merged = (merged,)
+        self.index = index
+        self.start = sum(merged.sizes[:index])
+        self.in_features, self.out_features = merged.in_features, merged.sizes[index]
+
+    @property
+    def merged(self) -> MergedLinear:
+        return self._merged[0]
+
+    @property
+    def weight(self) -> NVFP4Tensor:
+        """The rows of this layer, an NVFP4Tensor (n, k) with a copy of its scales."""
+        return rows_of(self.merged.weight, range(self.start, self.start + self.out_features))
+
+    @property
+    def bias(self) -> Tensor | None:
+        bias = self.merged.bias
+        return None if bias is None else bias[self.start : self.start + self.out_features]
+
+    def forward(self, x: Tensor | Tokens) -> Tensor:
+        """Columns of ``merged(x)``: (..., n), a slice, whose rows are not contiguous."""
+        merged = self._merged[0]
+        # A graph is traced by one thread, and compares tensors by identity while it is.
+        is_traced = torch.compiler.is_compiling()
+        if self.index > 0:
+            kept = merged._take_traced(x, self.index) if is_traced else _take(merged, x, self.index)
+            if kept is not None:
+                return kept
+        columns: Columns = dict(enumerate(merged(x).split(merged.sizes, -1)))
+        own = columns.pop(self.index)
+        if self.index == 0:
+            if is_traced:
+                merged._traced = (x, columns)
+            else:
+                _LAST.product = _Product(merged, x, columns)
+        return own
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, start={self.start}"
+
+
+def _take(merged: MergedLinear, x: Tensor | Tokens, index: int) -> Tensor | None:
+    """The columns of a part from the last product, if that was made of this x."""
+    last: _Product | None = getattr(_LAST, "product", None)
+    if last is None or last.merged is not merged or last.x() is not x or last.version != _version(x):
+        return None
+    kept = last.columns.pop(index, None)
+    if not last.columns:
+        _LAST.product = None
+    return kept
+
+
+def rows_of(weight: NVFP4Tensor, rows: range) -> NVFP4Tensor:
+    """Rows of a matrix (n, k), every ``rows.step``-th of them, as a matrix of its own; copies."""
+    pick = slice(rows.start, rows.stop, rows.step)
+    scales = weight.compact_scales().view(torch.uint8)[pick].view(torch.float8_e4m3fn)
+    amax = weight.amax if weight.amax.numel() == 1 else weight.amax[pick].clone()
+    codes = weight.codes[pick].clone(memory_format=torch.contiguous_format)
+    return NVFP4Tensor.from_compact(codes, scales, amax, weight.e4m3_max)._stamped(weight.dtype)
+
+
+def why_not_one_weight(layers: Sequence[Linear]) -> str:
+    """Why the layers cannot have one weight; "" if they can."""
+    first = layers[0]
+    for name in ("in_features", "activation_scaling", "check_finite", "e4m3_max", "dtype", "training"):
+        if any(getattr(layer, name) != getattr(first, name) for layer in layers):
+            return f"their {name} differs"
+    if len({(layer.weight_amax.device, _execution_device(layer)) for layer in layers}) > 1:
+        return "they are on several devices"
+    if any(layer._is_offloaded() for layer in layers):
+        return "their weights are offloaded"
+    return ""
+
+
+def _execution_device(layer: Linear) -> str:
+    return str(getattr(vars(layer).get("_hf_hook"), "execution_device", None))
+
+
+def layer_like(layer: Linear, weight: NVFP4Tensor, bias: Tensor | None) -> MergedLinear:
+    """A layer of one part with this weight and bias, and with the options and the hook of another layer."""
+    made = cast(
+        MergedLinear,
+        MergedLinear.from_quantized(
+            weight, bias, activation_scaling=layer.activation_scaling, check_finite=layer.check_finite
+        ),
+    )
+    made.sizes = (made.out_features,)
+    carry_over(layer, made)
+    return made.train(layer.training)
+
+
+def one_weight(layers: Sequence[Linear], *, is_interleaved: bool = False) -> MergedLinear:
+    """A layer with the rows of all layers: one layer after another, or row i of each, then row i + 1.
+
+    No code, block scale or amax changes, so every row of the product keeps its value. A weight with one amax
+    gets it for each row. A layer without a bias gets -0.0 beside others that have one, since z + -0.0 is z
+    for every z.
+    """
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        return torch.stack(parts, 1).flatten(0, 1) if is_interleaved else torch.cat(parts)
+
+    first = layers[0]
+    with torch.inference_mode(False), torch.no_grad():
+        weights = [layer.weight.with_row_amax() for layer in layers]
+        scales = joined([w.compact_scales().view(torch.uint8) for w in weights]).view(torch.float8_e4m3fn)
+        codes, amax = joined([w.codes for w in weights]), joined([w.amax for w in weights])
+        weight = NVFP4Tensor.from_compact(codes, scales, amax, first.e4m3_max)._stamped(first.dtype)
+        bias = None
+        if any(layer.bias is not None for layer in layers):
+            biases = [layer.bias for layer in layers]
+            bias = joined(
+                [
+                    torch.full_like(w.amax, -0.0) if b is None else b
+                    for b, w in zip(biases, weights, strict=True)
+                ]
+            )
+        merged = layer_like(first, weight, bias)
+    merged.sizes = tuple(layer.out_features for layer in layers)
+    return merged
+
+
+def merged_name(names: Sequence[str]) -> str:
+    """A name for layers that were merged: q_proj, k_proj, v_proj -> qkv_proj; gate, up -> gate_up."""
+    suffix = names[0][names[0].rfind("_") :] if "_" in names[0] else ""
+    if not all(name.endswith(suffix) and name != suffix for name in names):
+        suffix = ""
+    stems = [name.removesuffix(suffix) for name in names]
+    head = stems[0].rpartition("_")[0] + "_" if "_" in stems[0] else ""
+    if not all(stem.startswith(head) and stem != head for stem in stems):
+        head = ""
+    stems = [stem.removeprefix(head) for stem in stems]
+    return head + ("" if all(len(stem) == 1 for stem in stems) else "_").join(stems) + suffix

@@ -1,0 +1,158 @@
+"""Small models for the tests of fuse="auto": blocks structured as in transformers, and odd ones."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Linear
+
+
+class Attention(torch.nn.Module):
+    """q, k and v of one tensor, with heads of 16."""
+
+    def __init__(self, d: int = 64, kv: int = 32, bias: bool = False) -> None:
+        super().__init__()
+        self.q_proj, self.o_proj = Linear(d, d, bias), Linear(d, d, False)
+        self.k_proj, self.v_proj = Linear(d, kv, bias), Linear(d, kv, bias)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        shape = (*hidden_states.shape[:-1], -1, 16)
+        q = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+        k = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class RMSNorm(torch.nn.Module):
+    def __init__(self, d: int = 64) -> None:
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.randn(d)), 1e-5
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = x.dtype
+        x = x.to(torch.float32)
+        v = x.pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(v + self.eps)
+        return self.weight * x.to(kind)
+
+
+class MLP(torch.nn.Module):
+    def __init__(self, d: int = 64, f: int = 96, bias: bool = False) -> None:
+        super().__init__()
+        self.w1, self.w3, self.w2 = Linear(d, f, bias), Linear(d, f, bias), Linear(f, d, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Halves(torch.nn.Module):
+    """Gate and up in one layer, as Phi-3 has them."""
+
+    def __init__(self, d: int = 64, f: int = 96) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj, self.act = Linear(d, 2 * f), Linear(f, d), torch.nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.gate_up_proj(x)
+        gate, both = both.chunk(2, dim=-1)
+        both = both * self.act(gate)
+        return self.down_proj(both)
+
+
+class Layer(torch.nn.Module):
+    """A decoder layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.attention, self.mlp = RMSNorm(), RMSNorm(), Attention(), MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        x = x + self.attention(hidden_states=h)
+        h = self.norm2(x)
+        return x + self.mlp(h)
+
+
+class Pair(torch.nn.Module):
+    """Two layers a and b of the same sizes; the subclasses call them in different ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Linear(64, 32), Linear(64, 32)
+
+
+class Rebound(Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        x = x * 2
+        return y + self.b(x)
+
+
+class Written(Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        y = self.a(x)
+        x.mul_(2)
+        return y + self.b(x)
+
+
+class Indexed(Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        y = self.a(x)
+        x[..., 0] = 3.0
+        return y + self.b(x)
+
+
+class Branches(Pair):
+    def forward(self, x: Tensor, cond: bool = True) -> Tensor:
+        y = self.a(x)
+        if cond:
+            y = y + self.b(x)
+        return y
+
+
+class Conditional(Pair):
+    def forward(self, x: Tensor, cond: bool = True) -> Tensor:
+        return self.a(x) + (self.b(x) if cond else 0)
+
+
+class TwoInputs(Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        z = x + 1
+        return self.a(x) + self.b(z)
+
+
+class Nested(Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(self.a(x) + self.b(x) for _ in range(2))
+
+
+class Together(Pair):
+    """Calls that are merged; a second group in another branch is the same."""
+
+    def forward(self, x: Tensor, twice: bool = False) -> Tensor:
+        if twice:
+            z = x * 2
+            return torch.cat([self.a(z), self.b(z)], -1)
+        y = self.a(x)
+        return torch.cat([y, self.b(x)], -1)
+
+
+class Hidden(Pair):
+    """Writes x in place where the source of forward does not show it."""
+
+    @staticmethod
+    def change(x: Tensor) -> None:
+        x.mul_(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        y = self.a(x)
+        self.change(x)
+        return y + self.b(x)
+
+
+LEFT_ALONE = (Rebound, Written, Indexed, Branches, Conditional, TwoInputs, Nested)
