@@ -104,7 +104,7 @@ def build(shape: Shape, num_layers: int, names: Sequence[str], device: torch.dev
             if name not in QUANTIZED:
                 found.append(DecoderLayer(shape, weights, is_merged=name == MERGED))
                 continue
-            layer = DecoderLayer(shape, weights)
+            layer = DecoderLayer(shape, weights, is_fusable=QUANTIZED[name] != "none")
             reports: list[QuantizeReport] = []
             scaling = QUANTIZED[name]
             found.append(

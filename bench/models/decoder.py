@@ -31,10 +31,26 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 
 
 def rms_norm(weight: Tensor) -> nn.RMSNorm:
-    """An RMS norm around a weight, whose memory it shares."""
+    """An RMS norm of torch, one kernel, around a weight whose memory it shares."""
     made = nn.RMSNorm(weight.shape[0], EPS, device="meta")
     made.weight = nn.Parameter(weight, requires_grad=False)
     return made
+
+
+class RMSNorm(nn.Module):
+    """The RMS norm of transformers: half a dozen kernels, unless quantize_model fuses it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.variance_epsilon = EPS
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
 
 
 class StaticLayer:
@@ -148,8 +164,8 @@ class MLP(nn.Module):
         self.act_fn = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        down_proj: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return down_proj
+        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return down_proj  # type: ignore[no-any-return] # as in transformers: quantize_model reads the source
 
 
 class MergedMLP(nn.Module):
@@ -166,17 +182,27 @@ class MergedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP (or experts), each behind a norm and with a residual."""
+    """Attention and MLP (or experts), each behind a norm and with a residual.
 
-    def __init__(self, shape: Shape, weights: Weights, is_merged: bool = False) -> None:
+    ``is_merged``: the linear layers are merged. ``is_fusable``: a norm in front of linear layers is that of
+    transformers, which quantize_model fuses with the quantization of its result. All other norms are torch's.
+    """
+
+    def __init__(
+        self, shape: Shape, weights: Weights, is_merged: bool = False, is_fusable: bool = False
+    ) -> None:
         super().__init__()
         self.self_attn = (MergedAttention if is_merged else Attention)(shape, weights)
         if shape.num_experts:
             self.mlp: nn.Module = SparseMoeBlock(shape, weights)
         else:
             self.mlp = (MergedMLP if is_merged else MLP)(weights)
-        self.input_layernorm = rms_norm(weights["input_norm"])
-        self.post_attention_layernorm = rms_norm(weights["post_norm"])
+        fused = RMSNorm if is_fusable else rms_norm
+        self.input_layernorm: nn.Module = fused(weights["input_norm"])
+        # A router reads the norm in front of experts too.
+        self.post_attention_layernorm: nn.Module = (rms_norm if shape.num_experts else fused)(
+            weights["post_norm"]
+        )
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: Rotary, past_key_values: StaticLayer

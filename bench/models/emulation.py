@@ -66,7 +66,7 @@ def emulated(
 
     Experts that are still in float in the ``quantized`` layer stay in float here.
     """
-    layer = DecoderLayer(shape, weights)
+    layer = DecoderLayer(shape, weights, is_fusable=quantizes_x)
     kept = {type(module) for module in quantized.modules()}
     for module in layer.modules():
         emulation = EMULATED.get(type(module))
