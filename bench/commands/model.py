@@ -9,6 +9,7 @@ and its logits with those of the model in bf16.
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from ..measure.harness import Harness
 from ..measure.roofline import Work, digits
 from ..measure.timing import kernel_times
 from ..models import emulation
-from ..models.build import MERGED, QUANTIZED, VARIANTS, Step, Variants, build, gaussian, make_step
+from ..models.build import MERGED, QUANTIZED, VARIANTS, Step, Variants, build, gaussian
 from ..models.decoder import CausalLM
 from ..models.experts import TopKRouter
 from ..models.shapes import SHAPES, Shape
@@ -173,19 +174,20 @@ def _num_layers(args: argparse.Namespace, harness: Harness, shape: Shape, tokens
 
 def _rows(harness: Harness, case: Case, names: tuple[str, ...], profile: bool) -> Iterator[Row]:
     shape, device = case.shape, harness.device
+    gc.collect()  # the modules of an earlier model, which refer to each other
     made = harness.keep(
         "model", (shape, case.num_layers, names), lambda: build(shape, case.num_layers, names, device)
     )
-    sizes = (shape, case.num_layers, case.batch, case.context, case.tokens)
-    step = harness.keep("step", sizes, lambda: make_step(*sizes, device))
-    yield from Steps(harness, case, made, step).rows(profile)
+    yield from Steps(harness, case, made).rows(profile)
+    torch._dynamo.reset()
 
 
 class Steps:
     """The models of a case as contenders."""
 
-    def __init__(self, harness: Harness, case: Case, made: Variants, step: Step) -> None:
-        self.harness, self.case, self.made, self.step = harness, case, made, step
+    def __init__(self, harness: Harness, case: Case, made: Variants) -> None:
+        self.harness, self.case, self.made = harness, case, made
+        self.step = step = made.step(case.batch, case.context, case.tokens)
         self.want = made.models[MERGED](step.input_ids, step.cache).float()
         self.active = _active(made.models[MERGED], step) if case.shape.num_experts else 1.0
         self.facts: dict[str, Row] = {}  # by contender, the fields of its row beyond those of every bench
@@ -199,7 +201,6 @@ class Steps:
         for name in self.made.models:
             contest.attempt(name, partial(self._contender, name, self.made.models[name]), name in QUANTIZED)
         if case.compile != "none":
-            torch._dynamo.reset()
             for name in self.made.models:
                 model = self.made.compiled(name, case.compile == "model")
                 make = partial(self._contender, name, model, COMPILED)
@@ -239,7 +240,7 @@ class Steps:
             contender = Contender([call], self._work(read), BASELINE, None, ROUNDING)
         else:
             contender = Contender([call], self._work(read), OURS, None, EMULATED, is_exact=False)
-            contender.note = _left_in_float(self.made.reports[name])
+            contender.note = _note(self.made.reports[name])
         return contender, partial(self._wrong, name, model, suffix)
 
     def _wrong(self, name: str, model: CausalLM, suffix: str) -> str | None:
@@ -284,12 +285,13 @@ class Steps:
         return measured["ends"].timing.median_us
 
 
-def _left_in_float(report: QuantizeReport) -> str | None:
-    """What quantize_model left in float of the first layer, or None."""
-    parts = [report.about_others()] if report.others else []
-    if report.names("skipped"):
-        parts.append(report.about_skipped())
-    return f"of its first layer, {'; '.join(parts)}" if parts else None
+def _note(report: QuantizeReport) -> str:
+    """What quantize_model fused in the first layer, and what it left in float."""
+    fused = [str(block) for block in report.blocks if block.action != "left"]
+    parts = [f"fused: {'; '.join(fused) or 'nothing'}"]
+    parts += [report.about_others()] if report.others else []
+    parts += [report.about_skipped()] if report.names("skipped") else []
+    return f"of its first layer, {'. '.join(parts)}"
 
 
 def _weight_bytes(model: CausalLM, active: float) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import cast
+from typing import Literal, cast
 
 import fp4gemm
 import torch
@@ -21,8 +21,9 @@ from .shapes import Shape
 
 DTYPE = torch.bfloat16
 FLOAT, MERGED = "bf16", "bf16 merged"
+ActivationScaling = Literal["row", "none"]
 # The models in NVFP4 by name, with the activation_scaling of quantize_model.
-QUANTIZED = {"fp4gemm W4A4": "row", "fp4gemm W4A16": "none"}
+QUANTIZED: dict[str, ActivationScaling] = {"fp4gemm W4A4": "row", "fp4gemm W4A16": "none"}
 VARIANTS = (FLOAT, MERGED, *QUANTIZED)
 
 
@@ -78,10 +79,20 @@ class Variants:
     # By name of a model in NVFP4: its first layer emulated in bf16, and what quantize_model reported of it.
     emulated: dict[str, nn.Module]
     reports: dict[str, QuantizeReport]
+    _step: tuple[tuple[int, int, int], Step] | None = None
 
     @property
     def num_layers(self) -> int:
         return len(self.models[MERGED].layers)
+
+    def step(self, batch: int, context: int, tokens: int) -> Step:
+        """The input of a step, as :func:`make_step` makes it; the one before is freed first."""
+        sizes = (batch, context, tokens)
+        if self._step is None or self._step[0] != sizes:
+            self._step = None
+            device = self.ends["embed"].device
+            self._step = (sizes, make_step(self.shape, self.num_layers, *sizes, device))
+        return self._step[1]
 
     def compiled(self, name: str, whole: bool) -> CausalLM:
         """The model of this name under torch.compile: each layer by itself, or the whole model."""
@@ -108,7 +119,9 @@ def build(shape: Shape, num_layers: int, names: Sequence[str], device: torch.dev
             reports: list[QuantizeReport] = []
             scaling = QUANTIZED[name]
             found.append(
-                fp4gemm.nn.quantize_model(layer, activation_scaling=scaling, report=reports.append)  # type: ignore[arg-type]
+                fp4gemm.nn.quantize_model(
+                    layer, activation_scaling=scaling, fuse="auto", report=reports.append
+                )
             )
             if index == 0:
                 reported[name] = reports[0]

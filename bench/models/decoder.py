@@ -126,7 +126,8 @@ class Attention(nn.Module):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary, cache: StaticLayer
     ) -> tuple[Tensor, None]:
-        query, key = rotate(query, rotary), rotate(key, rotary)
+        heads = (query.shape[1], key.shape[1])
+        query, key = rotate(torch.cat((query, key), 1), rotary).split(heads, 1)
         key, value = cache.update(key, value)
         attn_output = functional.scaled_dot_product_attention(
             query, key, value, is_causal=query.shape[2] > 1, scale=self.scaling, enable_gqa=True
@@ -164,8 +165,8 @@ class MLP(nn.Module):
         self.act_fn = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return down_proj  # type: ignore[no-any-return] # as in transformers: quantize_model reads the source
+        # As in transformers: quantize_model reads this source.
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
 class MergedMLP(nn.Module):

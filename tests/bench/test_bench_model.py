@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from bench_helpers import CPU, cpu_harness, named, result, run
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from bench.__main__ import main, parser
 from bench.commands import model as command
@@ -128,6 +130,9 @@ def test_every_contender_on_the_cpu(name: str) -> None:
     found = named(decode)
     assert found["fp4gemm W4A4"]["weight_gb"] < found["bf16"]["weight_gb"]
     assert found["fp4gemm W4A4"]["max_diff"] > 0
+    assert "merged into qkv_proj" in found["fp4gemm W4A16"]["note"]
+    assert "input_layernorm quantizes its result" in found["fp4gemm W4A4"]["note"]
+    assert ("fused into one gated MLP" in found["fp4gemm W4A4"]["note"]) == (name == "tiny")
     assert found["fp4gemm W4A4"]["ratio"]["bf16 merged"] > 0
     assert found[MERGED]["cosine"] == pytest.approx(1)
     if name == "tiny":
@@ -141,7 +146,7 @@ def test_every_contender_on_the_cpu(name: str) -> None:
 def test_a_wrong_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> Any:
         made = build(*args)
-        made.models["fp4gemm W4A4"].layers[0].mlp.down_proj.bias = torch.ones(128)
+        made.models["fp4gemm W4A4"].layers[0].self_attn.o_proj.bias = torch.ones(128)
         made.plain.self_attn.o_proj.weight = nn.Parameter(torch.zeros(128, 128, dtype=torch.bfloat16))
         return made
 
@@ -178,6 +183,19 @@ def test_compiled_models(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(found) == [*names, *(f"{name}, compiled" for name in names)]
     assert all("us" in row for row in found.values())
     assert set(found["fp4gemm W4A4, compiled"]["ratio"]) == {MERGED, f"{MERGED}, compiled"}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_layers_are_compiled_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers of a model share the graph of the first, without a break."""
+    shape = dataclasses.replace(SHAPES["tiny"], num_layers=10)  # more than torch compiles again
+    made = build(shape, 10, (name,), CPU)
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    step = made.step(2, 8, 1)
+    got = made.compiled(name, whole=False)(step.input_ids, step.cache)
+    assert counter.frame_count == 1
+    assert torch.equal(got, made.models[name](step.input_ids, step.cache))
 
 
 def test_profile() -> None:
