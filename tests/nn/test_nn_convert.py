@@ -20,7 +20,10 @@ def _seed() -> None:
 
 
 class Block(torch.nn.Module):
-    """A model with every case: plain, unsupported sizes, a subclass, a shared module, a tied weight."""
+    """A model with every case: plain, unsupported sizes, a subclass, a shared module, a tied weight.
+
+    head has the weight of the embedding, so that it stays in float unless include matches it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +45,7 @@ class Block(torch.nn.Module):
 def test_quantize_model_swaps_and_reports() -> None:
     model, seen = Block(), []
     before = copy.deepcopy(model.state_dict())
-    swapped, report = convert(model, progress=lambda *step: seen.append(step))
+    swapped, report = convert(model, include=".", progress=lambda *step: seen.append(step))
     assert [type(m) for m in (swapped.up, swapped.down, swapped.head)] == [nn.Linear] * 3
     assert swapped.again is swapped.up
     assert type(swapped.odd) is torch.nn.Linear
@@ -73,13 +76,12 @@ def test_quantize_model_swaps_and_reports() -> None:
     assert found["head"].reason == "its weight was tied to embed.weight, which keeps the float one"
     assert report.names("quantized") == ["up", "down", "head"]
     assert report.bytes_before == sum(layer.bytes_before for layer in report.layers)
-    assert len(str(report).splitlines()) == 7
-    assert "6 linear layers (3 quantized, 1 shared, 2 skipped)" in str(report)
+    assert "6 linear layers (3 quantized, 1 shared, 2 skipped): " in str(report)
 
 
 def test_quantized_model_computes_its_layers() -> None:
     model = Block().eval()
-    swapped, ids = convert(model)[0], torch.arange(12).reshape(3, 4)
+    swapped, ids = convert(model, include=".")[0], torch.arange(12).reshape(3, 4)
     with torch.no_grad():
         h = model.embed(ids)
         up = nn.Linear.from_float(model.up)
@@ -140,14 +142,32 @@ def test_weights_outside_of_linear_layers_are_reported() -> None:
 
     with pytest.warns(
         UserWarning,
-        match="1 weight stays as it is outside of linear layers, such as 'experts.gate_up_proj': 131072 of",
+        match=r"2 weights stay as they are outside of linear layers, such as 'experts.gate_up_proj' "
+        r"\(a parameter of Experts, whose use is not known\): 132096 of",
     ):
         nn.quantize_model(model())
     swapped, report = convert(model())
-    assert report.others == ("experts.gate_up_proj",)
-    assert report.bytes_of_others == 4 * 128 * 64 * 4
-    assert report.model_bytes == sum(p.nbytes for p in model().parameters())
-    assert str(report).splitlines()[-1] == report.about_others()
+    assert [(w.name, w.shape, w.kind, w.reason, w.num_bytes) for w in report.weights] == [
+        (
+            "experts.gate_up_proj",
+            (4, 128, 64),
+            "other",
+            "a parameter of Experts, whose use is not known",
+            4 * 128 * 64 * 4,
+        ),
+        (
+            "experts.scores",
+            (4, 64),
+            "other",
+            "a parameter of Experts of sizes that NVFP4 does not have",
+            4 * 64 * 4,
+        ),
+        ("e.weight", (8, 64), "embedding", "embedding", 8 * 64 * 4),
+    ]
+    assert report.others == report.weights[:2]
+    assert report.bytes_of_others == 4 * 129 * 64 * 4
+    assert report.model_bytes_before == sum(p.nbytes for p in model().parameters())
+    assert report.about_others() in str(report).splitlines()
     assert torch.is_tensor(swapped["experts"].gate_up_proj)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -172,7 +192,9 @@ FILTERS: dict[str, tuple[dict[str, object], list[str]]] = {
     "several": ({"include": ["^down$", lambda name, linear: name == "head"]}, ["down", "head"]),
     "exclude": ({"exclude": "head"}, ["up", "down"]),
     "exclude-wins": ({"include": "up|down", "exclude": "down"}, ["up"]),
-    "exclude-by-second-name": ({"exclude": "again"}, ["down", "head"]),
+    "exclude-by-second-name": ({"exclude": "again"}, ["down"]),
+    "default": ({}, ["up", "down"]),
+    "all": ({"include": ""}, ["up", "down", "head"]),
     "include-by-second-name": ({"include": "again"}, ["up"]),
     "types": ({"types": (torch.nn.modules.linear.NonDynamicallyQuantizableLinear,)}, ["special"]),
 }

@@ -67,8 +67,8 @@ def _no_grad() -> Any:
 
 @pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest) -> torch.nn.Module:
-    """A quantized model."""
-    return nn.quantize_model(MODELS[request.param](), types=(torch.nn.Linear,))
+    """A quantized model, lm_head too."""
+    return nn.quantize_model(MODELS[request.param](), include=".", types=(torch.nn.Linear,))
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -133,11 +133,11 @@ def test_mamba_keeps_the_layer_whose_weight_it_reads() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])
 def test_resize_token_embeddings(name: str) -> None:
-    """Works with a float output layer; transformers refuses to resize any other with an error."""
-    model = nn.quantize_model(MODELS[name](), exclude="lm_head")
+    """Works with a float output layer, the default; transformers refuses to resize any other."""
+    model = nn.quantize_model(MODELS[name]())
     model.resize_token_embeddings(136)
     assert logits(model).shape[-1] == 136
-    same = nn.quantize_model(MODELS[name]())
+    same = nn.quantize_model(MODELS[name](), include=".")
     same.resize_token_embeddings(128)
     assert logits(same).shape[-1] == 128
     with pytest.raises(TypeError, match=r"fp4gemm\.nn\.linear\.Linear.*not an instance of"):

@@ -1,10 +1,21 @@
-"""fp4gemm.nn: an NVFP4 drop-in for torch.nn.Linear, and a function that swaps a model's layers for it."""
+"""fp4gemm.nn: NVFP4 layers and experts, and a function that swaps those of a model for them."""
 
 from __future__ import annotations
 
 from .convert import quantize_model
+from .experts import Experts
 from .fuse import GatedMLP
 from .linear import Linear
-from .report import BlockReport, LayerReport, QuantizeReport
+from .report import BlockReport, ExpertsReport, FloatWeight, LayerReport, QuantizeReport
 
-__all__ = ["BlockReport", "GatedMLP", "LayerReport", "Linear", "QuantizeReport", "quantize_model"]
+__all__ = [
+    "BlockReport",
+    "Experts",
+    "ExpertsReport",
+    "FloatWeight",
+    "GatedMLP",
+    "LayerReport",
+    "Linear",
+    "QuantizeReport",
+    "quantize_model",
+]

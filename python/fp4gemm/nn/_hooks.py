@@ -41,7 +41,8 @@ def carry_over(old: torch.nn.Module, new: torch.nn.Module) -> None:
     if hook is None:
         return
     add_hook_to_module = importlib.import_module("accelerate.hooks").add_hook_to_module
-    add_hook_to_module(new, _hook_for(hook))
+    for module in new.modules():  # the weights of experts lie in two modules
+        add_hook_to_module(module, _hook_for(hook))
 
 
 def _hook_for(hook: Any) -> Any:

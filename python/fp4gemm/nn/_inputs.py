@@ -78,3 +78,21 @@ def check_bias(bias: object, *shape: int, device: torch.device, name: str = "bia
 def num_not_finite(x: Tensor) -> int:
     """How many elements are NaN or infinite. Synchronises."""
     return int((~torch.isfinite(x)).sum())
+
+
+def refuse_not_finite(x: Tensor, layer: torch.nn.Module) -> None:
+    """Raise ValueError if the input of a layer with check_finite="raise" has a NaN or an infinity.
+
+    Synchronises, so it raises NotImplementedError while a graph is traced or captured.
+    """
+    if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        raise NotImplementedError(
+            "check_finite: is 'raise', must be 'off' while a graph is traced or captured, since looking "
+            "at the values of x synchronises"
+        )
+    num_bad = 0 if x.is_meta else num_not_finite(x)
+    if num_bad:
+        raise ValueError(
+            f"x: {num_bad} of {x.numel()} values are NaN or infinite, must all be finite "
+            f"(check_finite='raise' of {layer})"
+        )

@@ -19,7 +19,7 @@ from ._inputs import (
     check_linear,
     check_options,
     check_quantized_weight,
-    num_not_finite,
+    refuse_not_finite,
 )
 from ._weight import _EXCHANGE, WeightModule
 
@@ -286,14 +286,4 @@ class Linear(WeightModule):
             )
 
     def _refuse_not_finite(self, x: Tensor) -> None:
-        if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-            raise NotImplementedError(
-                "check_finite: is 'raise', must be 'off' while a graph is traced or captured, since looking "
-                "at the values of x synchronises"
-            )
-        num_bad = 0 if x.is_meta else num_not_finite(x)
-        if num_bad:
-            raise ValueError(
-                f"x: {num_bad} of {x.numel()} values are NaN or infinite, must all be finite "
-                f"(check_finite='raise' of {self})"
-            )
+        refuse_not_finite(x, self)

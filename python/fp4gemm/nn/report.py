@@ -1,14 +1,18 @@
-"""What quantize_model did: a report for each linear layer, and one for the model."""
+"""What quantize_model did: a report for each linear layer, each stack of experts and each other weight."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 Action = Literal["quantized", "shared", "excluded", "skipped"]
 BlockAction = Literal["merged", "gated", "norm", "left"]
+FloatKind = Literal["embedding", "norm", "router", "convolution", "vector", "other"]
 MAX_NAMES = 4  # of layers with the same reason in a warning
 
 
@@ -20,7 +24,7 @@ class LayerReport:
         name: qualified name in the model ("" is the model itself).
         shape: (out_features, in_features).
         action: "quantized"; "shared": the same module as one listed before, swapped with it; "excluded": by
-            include or exclude; "skipped": it could not be swapped.
+            include, by exclude or by default; "skipped": it could not be swapped.
         reason: why, in words; "" for an ordinary "quantized".
         bytes_before, bytes_after: weight and bias of this layer. 0 for a name whose module was listed before.
     """
@@ -31,6 +35,52 @@ class LayerReport:
     reason: str
     bytes_before: int
     bytes_after: int
+
+    @property
+    def size(self) -> str:
+        return f"{self.shape[0]} x {self.shape[1]}"
+
+
+@dataclass(frozen=True)
+class ExpertsReport:
+    """What happened to the experts of one block, as they are in transformers: 3-D parameters of one module.
+
+    Attributes:
+        name, action, reason, bytes_before, bytes_after: as of :class:`LayerReport`.
+        size: how many experts there are, the sizes of their weights and the activation, in words.
+        activation: as :class:`fp4gemm.nn.Experts` has it; "" if the experts could not be read.
+    """
+
+    name: str
+    size: str
+    activation: str
+    action: Action
+    reason: str
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True)
+class FloatWeight:
+    """A parameter outside of linear layers and experts, which stays as it is.
+
+    Attributes:
+        name: qualified name in the model.
+        shape: its shape; () if it is not initialised yet.
+        kind: "embedding", "norm", "router", "convolution", "vector" (biases and other vectors) or "other".
+        reason: why it stays, in words.
+        num_bytes: what it needs.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: FloatKind
+    reason: str
+    num_bytes: int
+
+    @property
+    def size(self) -> str:
+        return " x ".join(map(str, self.shape))
 
 
 @dataclass(frozen=True)
@@ -63,74 +113,165 @@ class BlockReport:
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """One LayerReport per name of a torch.nn.Linear, subclasses too, in model order. ``str()`` is a table.
+    """Every weight of the model: what became of it, and the totals. ``str()`` is a table.
 
     Attributes:
-        layers: the reports.
-        others: names of weights that NVFP4 could hold and that are not in a linear layer, so that they stay
-            as they are: stacks of experts, the Conv1D of GPT-2.
-        bytes_of_others: what they need.
-        model_bytes: all parameters of the model, before.
+        layers: one LayerReport per name of a torch.nn.Linear, subclasses too, in model order.
+        experts: one ExpertsReport per name of a module of experts with 3-D parameters.
+        weights: every other parameter.
+        model_bytes_before, model_bytes_after: all parameters and buffers of the model.
+        parameters_before, parameters_after: elements of all weights and biases; after is more if a tied
+            weight was quantized, since the float one stays.
+        parameters_quantized: how many of the latter are in NVFP4.
         blocks: with ``fuse="auto"`` what was fused, and what was left alone and why.
     """
 
-    layers: tuple[LayerReport, ...]
-    others: tuple[str, ...] = ()
-    bytes_of_others: int = 0
-    model_bytes: int = 0
+    layers: tuple[LayerReport, ...] = ()
+    experts: tuple[ExpertsReport, ...] = ()
+    weights: tuple[FloatWeight, ...] = ()
+    model_bytes_before: int = 0
+    model_bytes_after: int = 0
+    parameters_before: int = 0
+    parameters_after: int = 0
+    parameters_quantized: int = 0
     blocks: tuple[BlockReport, ...] = ()
 
+    @property
+    def percent_quantized(self) -> float:
+        """How much of the parameters is in NVFP4, 0 to 100."""
+        return 100 * self.parameters_quantized / max(self.parameters_after, 1)
+
+    @property
+    def swapped(self) -> tuple[LayerReport | ExpertsReport, ...]:
+        """layers and experts: everything that quantize_model could swap."""
+        return (*self.layers, *self.experts)
+
     def names(self, action: Action) -> list[str]:
-        """The names of the layers with this action."""
-        return [layer.name for layer in self.layers if layer.action == action]
+        """The names of the layers, and then of the experts, with this action."""
+        return [entry.name for entry in self.swapped if entry.action == action]
 
     @property
     def bytes_before(self) -> int:
-        return sum(layer.bytes_before for layer in self.layers)
+        """Of the linear layers and experts, before."""
+        return sum(entry.bytes_before for entry in self.swapped)
 
     @property
     def bytes_after(self) -> int:
-        return sum(layer.bytes_after for layer in self.layers)
+        """Of the linear layers and experts, after."""
+        return sum(entry.bytes_after for entry in self.swapped)
+
+    @property
+    def others(self) -> tuple[FloatWeight, ...]:
+        """The matrices of kind "other": weights that this library does not know."""
+        return tuple(weight for weight in self.weights if weight.kind == "other")
+
+    @property
+    def bytes_of_others(self) -> int:
+        return sum(weight.num_bytes for weight in self.others)
 
     def __str__(self) -> str:
-        width = max((len(layer.name) for layer in self.layers), default=0)
-        lines = [
-            f"{layer.name:<{width}}  {layer.shape[0]:>6} x {layer.shape[1]:<6} {layer.action:<9}"
-            f" {layer.bytes_before:>11} -> {layer.bytes_after:>11} bytes  {layer.reason}".rstrip()
-            for layer in self.layers
+        rows: list[Row] = [
+            (e.name, e.size, e.action, e.reason, e.bytes_before, e.bytes_after) for e in self.swapped
         ]
-        actions = [layer.action for layer in self.layers]
-        counts = ", ".join(f"{actions.count(action)} {action}" for action in sorted(set(actions)))
-        lines.append(
-            f"{len(actions)} linear layers ({counts}): {self.bytes_before} -> {self.bytes_after} bytes"
-        )
+        rows += [(w.name, w.size, "float", w.reason, w.num_bytes, w.num_bytes) for w in self.weights]
+        lines = _table(rows)
+        lines.append(_counted("linear layer", self.layers))
+        if self.experts:
+            lines.append(_counted("module of experts", self.experts, "modules of experts"))
         if self.others:
             lines.append(self.about_others())
         blocks = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", str(block)) for block in self.blocks)
         lines += [text if times == 1 else f"{text} ({times} times)" for text, times in blocks.items()]
+        lines.append(
+            f"parameters: {self.parameters_before} -> {self.parameters_after}, "
+            f"{self.percent_quantized:.1f} % of them in NVFP4"
+        )
+        lines.append(f"bytes: {_bytes(self.model_bytes_before)} -> {_bytes(self.model_bytes_after)}")
         return "\n".join(lines)
 
     def about_others(self) -> str:
-        """One sentence on the weights that are not in linear layers."""
+        """One sentence on the weights that this library does not know."""
         return (
-            f"{_stay(len(self.others), 'weight')} outside of linear layers, such as {self.others[0]!r}: "
-            f"{self.bytes_of_others} of the {self.model_bytes} bytes of the model"
+            f"{_stay(len(self.others), 'weight')} outside of linear layers, such as {self.others[0].name!r}"
+            f" ({self.others[0].reason}): {self.bytes_of_others} of the {self.model_bytes_before} bytes of "
+            "the model"
         )
 
     def about_skipped(self) -> str:
-        """The layers that could not be swapped, grouped by reason, and what to do about them."""
+        """The layers and experts that could not be swapped, grouped by reason, and what to do about them."""
         by_reason: dict[str, list[str]] = {}
-        for layer in self.layers:
-            if layer.action == "skipped":
-                by_reason.setdefault(layer.reason, []).append(repr(layer.name))
+        for entry in self.swapped:
+            if entry.action == "skipped":
+                by_reason.setdefault(entry.reason, []).append(repr(entry.name))
         groups = []
         for reason, names in by_reason.items():
             more = "" if len(names) <= MAX_NAMES else f" and {len(names) - MAX_NAMES} more"
             groups.append(f"{', '.join(names[:MAX_NAMES])}{more} ({reason})")
+        number = len(self.names("skipped"))
+        what = "module" if any(e.action == "skipped" for e in self.experts) else "linear layer"
         return (
-            f"{_stay(len(self.names('skipped')), 'linear layer')}: {'; '.join(groups)}. "
+            f"{_stay(number, what)}: {'; '.join(groups)}. "
             "report=print lists all layers, exclude=... leaves these out without a warning"
         )
+
+
+Row = tuple[str, str, str, str, int, int]  # name, size, action, reason, bytes before and after
+
+
+def _table(rows: list[Row]) -> list[str]:
+    """One line for the layers whose names differ in numbers alone and which are otherwise equal."""
+    groups: dict[tuple[str, str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((re.sub(r"\d+", "#", row[0]), *row[1:4]), []).append(row)
+    cells = []
+    for group in groups.values():
+        _, size, action, reason, _, _ = group[0]
+        before, after = sum(row[4] for row in group), sum(row[5] for row in group)
+        name = _merged([row[0] for row in group])
+        change = _bytes(before) if before == after else f"{_bytes(before)} -> {_bytes(after)}"
+        cells.append((name, "" if len(group) == 1 else f"{len(group)} times", size, action, change, reason))
+    widths = [max((len(line[i]) for line in cells), default=0) for i in range(6)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    ]
+
+
+def _merged(names: list[str]) -> str:
+    """Names that differ in numbers as one: layers.0-3.fc of four; "*" where the numbers have gaps."""
+    if len(names) == 1:
+        return names[0]
+    numbers = [
+        sorted({int(n) for n in column})
+        for column in zip(*(re.findall(r"\d+", n) for n in names), strict=True)
+    ]
+    is_full = math.prod(map(len, numbers)) == len(names)
+    shown = []
+    for found in numbers:
+        low, high = found[0], found[-1]
+        if low == high:
+            shown.append(str(low))
+        else:
+            shown.append(f"{low}-{high}" if is_full and high - low + 1 == len(found) else "*")
+    parts = re.split(r"\d+", names[0])
+    return "".join(part + number for part, number in itertools.zip_longest(parts, shown, fillvalue=""))
+
+
+def _counted(what: str, entries: Iterable[LayerReport | ExpertsReport], plural: str = "") -> str:
+    entries = list(entries)
+    actions = [entry.action for entry in entries]
+    counts = ", ".join(f"{actions.count(action)} {action}" for action in sorted(set(actions)))
+    before, after = sum(e.bytes_before for e in entries), sum(e.bytes_after for e in entries)
+    named = what if len(entries) == 1 else plural or f"{what}s"
+    return f"{len(entries)} {named} ({counts or 'none'}): {_bytes(before)} -> {_bytes(after)}"
+
+
+def _bytes(number: int) -> str:
+    """A number of bytes for a reader: three digits and a decimal unit."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}" if number < 1000 * unit else f"{number / unit:.0f} {name}"
+    return f"{number} B"
 
 
 def _stay(number: int, what: str) -> str:

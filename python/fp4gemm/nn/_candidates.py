@@ -1,0 +1,242 @@
+"""What quantize_model can swap: linear layers and experts, with what is to become of each."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from .. import _checks
+from . import _transformers
+from ._float import kept_by_default
+from ._hooks import accelerate_hook, materialized
+from ._inputs import ActivationScaling, check_linear
+from .experts import EXPERTS_SCALINGS, Experts
+from .linear import Linear
+from .report import Action, ExpertsReport, LayerReport
+
+Pattern: TypeAlias = str | re.Pattern[str] | Callable[[str, torch.nn.Module], bool]
+Filter: TypeAlias = Pattern | Sequence[Pattern]
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Modules that pass the weights of their linear layers to functions instead of calling the layers.
+READS_WEIGHTS = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
+# The same in transformers (5.20), by name of the class, with the children whose weights are read.
+READS_WEIGHTS_OF = {
+    "FalconMambaMixer": {"dt_proj"},
+    "JambaMambaMixer": {"dt_proj"},
+    "MambaMixer": {"dt_proj"},
+    "WavLMAttention": {"q_proj", "k_proj", "v_proj", "out_proj"},
+}
+
+
+@dataclass
+class Candidate:
+    """One float layer, or one module of experts, with every name that it has, and what is to become of it."""
+
+    module: torch.nn.Module
+    names: list[str]
+    action: Action = "quantized"
+    reason: str = ""
+    plan: _transformers.ExpertsPlan | None = None
+    swapped: Linear | Experts | None = None
+
+    @property
+    def is_linear(self) -> bool:
+        return isinstance(self.module, torch.nn.Linear)
+
+
+def find(model: torch.nn.Module) -> list[Candidate]:
+    """Every torch.nn.Linear and every module of experts, in model order."""
+    found: dict[int, Candidate] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, torch.nn.Linear) or _transformers.is_experts(module):
+            found.setdefault(id(module), Candidate(module, [])).names.append(name)
+    return list(found.values())
+
+
+def select(
+    model: torch.nn.Module,
+    candidates: list[Candidate],
+    include: list[Pattern] | None,
+    exclude: list[Pattern] | None,
+    types: tuple[type[torch.nn.Linear], ...],
+) -> None:
+    """Set action and reason of those that the arguments or the defaults keep in float."""
+    kept = kept_by_default(model)
+    used: dict[str, set[int]] = {"include": set(), "exclude": set()}  # the patterns that match some candidate
+    for c in candidates:
+        included, excluded = _matching(include, c), _matching(exclude, c)
+        used["include"] |= included
+        used["exclude"] |= excluded
+        if include is not None and not included:
+            c.action, c.reason = "excluded", "not matched by include"
+        elif excluded:
+            c.action, c.reason = "excluded", "matched by exclude"
+        elif include is None and id(c.module) in kept:
+            c.action, c.reason = "excluded", f"{kept[id(c.module)]}, in float unless include matches it"
+        elif c.is_linear and type(c.module) not in types:
+            c.action = "skipped"
+            c.reason = f"its type is {type(c.module).__name__}, which types does not name"
+    names = [name for c in candidates for name in c.names]
+    if not names:
+        return
+    what = "linear layers" if all(c.is_linear for c in candidates) else "linear layers and modules of experts"
+    where = f"none of the {len(names)} {what}, such as {names[0]!r}"
+    for option, patterns in (("include", include or []), ("exclude", exclude or [])):
+        unused = [pattern for index, pattern in enumerate(patterns) if index not in used[option]]
+        if unused and not used[option]:
+            raise ValueError(f"{option}: matches {where}")
+        if unused:
+            shown = ", ".join(repr(p.pattern if isinstance(p, re.Pattern) else p) for p in unused)
+            warnings.warn(f"quantize_model: {option}: {shown} matches {where}", stacklevel=3)
+
+
+def refuse_unsupported(
+    model: torch.nn.Module,
+    candidates: list[Candidate],
+    activation_scaling: ActivationScaling,
+    *,
+    raises: bool,
+) -> None:
+    """Set action and reason of those that cannot be swapped; if there are some and raises: ValueError."""
+    owners = dict(model.named_modules(remove_duplicate=False))
+    users: dict[int, list[str]] = {}
+    for parameter_name, parameter in model.named_parameters(remove_duplicate=False):
+        users.setdefault(id(parameter), []).append(parameter_name)
+    refused = []
+    for c in candidates:
+        if c.action != "quantized":
+            continue
+        places = [name.rpartition(".") for name in c.names if name]
+        reason = _why_not(c, [(owners[owner], child) for owner, _, child in places], activation_scaling)
+        if reason:
+            c.action, c.reason = "skipped", reason
+            refused.append(f"{c.names[0]!r}: {reason}")
+            continue
+        weights = {name: p for name, p in c.module.named_parameters(recurse=False) if p.dim() > 1}
+        own = {f"{name}.{weight}".lstrip(".") for name in c.names for weight in weights}
+        tied = [user for p in weights.values() for user in users.get(id(p), []) if user not in own]
+        if tied:
+            c.reason = f"its weight was tied to {tied[0]}, which keeps the float one"
+    if refused and raises:
+        raise ValueError(
+            f"model: {len(refused)} selected layers cannot be NVFP4, must all fit: " + "; ".join(refused)
+        )
+
+
+def _why_not(
+    c: Candidate, places: list[tuple[torch.nn.Module, str]], activation_scaling: ActivationScaling
+) -> str:
+    """Why the module, a child of these owners under these names, cannot be swapped; "" if it can."""
+    for owner, child in places:
+        name = type(owner).__name__
+        if isinstance(owner, READS_WEIGHTS) or child in READS_WEIGHTS_OF.get(name, ()):
+            return f"its owner {name} reads the float weight directly"
+    hooks = [name for name in HOOKS if getattr(c.module, name, None)]
+    if "forward" in vars(c.module) and accelerate_hook(c.module) is None:
+        hooks.append("forward")
+    if hooks:
+        return f"it has hooks that a swap would drop ({', '.join(name.lstrip('_') for name in hooks)})"
+    try:
+        if c.is_linear:
+            with materialized(c.module):
+                check_linear(c.module)
+        else:
+            _checks.is_one_of("activation_scaling", activation_scaling, EXPERTS_SCALINGS)
+            c.plan = _transformers.read(c.module)
+    except (TypeError, ValueError) as error:
+        return str(error).removeprefix("linear: ").removeprefix("linear.")
+    return ""
+
+
+# ---- reports
+
+
+def reports(candidates: list[Candidate]) -> tuple[tuple[LayerReport, ...], tuple[ExpertsReport, ...]]:
+    """One report for each name of each candidate; the bytes of a module count for its first name."""
+    layers: list[LayerReport] = []
+    experts: list[ExpertsReport] = []
+    for c in candidates:
+        before = _num_bytes(c.module)
+        after = before if c.swapped is None else _num_bytes(c.swapped)
+        for i, name in enumerate(c.names):
+            action, reason = c.action, c.reason
+            if i > 0:
+                action = "shared" if c.action == "quantized" else c.action
+                reason, before, after = f"same module as {c.names[0]}", 0, 0
+            if isinstance(c.module, torch.nn.Linear):
+                shape = (c.module.out_features, c.module.in_features)
+                layers.append(LayerReport(name, shape, action, reason, before, after))
+            else:
+                size, activation = _experts_size(c)
+                experts.append(ExpertsReport(name, size, activation, action, reason, before, after))
+    return tuple(layers), tuple(experts)
+
+
+def _experts_size(c: Candidate) -> tuple[str, str]:
+    if c.plan is None:
+        return _transformers.shapes_of(c.module), ""
+    plan = c.plan
+    size = f"{plan.num_experts} x ({plan.hidden} -> {plan.intermediate} {plan.activation})"
+    return size, plan.activation
+
+
+def _num_bytes(module: torch.nn.Module) -> int:
+    tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    return sum(t.nbytes for t in tensors.values() if not is_lazy(t))
+
+
+# ---- patterns
+
+
+def exact_types(types: object) -> tuple[type[torch.nn.Linear], ...]:
+    if not isinstance(types, Iterable):
+        raise TypeError(
+            f"types: got {_checks.describe(types)}, must be an iterable of torch.nn.Linear classes"
+        )
+    listed = tuple(types)
+    for item in listed:
+        if not isinstance(item, type) or not issubclass(item, torch.nn.Linear):
+            raise TypeError(
+                f"types: got {_checks.describe(item)}, must be torch.nn.Linear or a subclass of it"
+            )
+    return listed
+
+
+def patterns(name: str, value: object) -> list[Pattern] | None:
+    if value is None:
+        return None
+    many = [value] if isinstance(value, (str, re.Pattern)) or not isinstance(value, Iterable) else list(value)
+    checked: list[Pattern] = []
+    for item in many:
+        if isinstance(item, str):
+            try:
+                checked.append(re.compile(item))
+            except re.error as error:
+                raise ValueError(f"{name}: got {item!r}, must be a regular expression: {error}") from error
+        elif isinstance(item, re.Pattern) or callable(item):
+            checked.append(item)
+        else:
+            wanted = "a regular expression, a callable (name, module) -> bool, or a sequence of these"
+            raise TypeError(f"{name}: got {_checks.describe(item)}, must be {wanted}")
+    return checked
+
+
+def _matching(patterns: list[Pattern] | None, c: Candidate) -> set[int]:
+    """Indices of the patterns that match a name of the candidate."""
+    return {
+        index
+        for index, pattern in enumerate(patterns or [])
+        if any(_matches(pattern, name, c.module) for name in c.names)
+    }
+
+
+def _matches(pattern: Pattern, name: str, module: torch.nn.Module) -> bool:
+    if isinstance(pattern, (str, re.Pattern)):
+        return bool(re.search(pattern, name))
+    return bool(pattern(name, module))

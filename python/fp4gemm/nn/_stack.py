@@ -1,0 +1,134 @@
+"""The weights of all experts in one module: an NVFP4 stack (g, n, k) with a bias for each expert."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _checks, support
+from ..containers.nvfp4 import NVFP4Tensor
+from ._inputs import WeightScaling
+from ._weight import _EXCHANGE, WeightModule
+
+
+class HeldWeight(NamedTuple):
+    """A stack in the form in which the operators take it."""
+
+    data: Tensor  # codes (g, n, k/2), or prepacked bytes (g, bytes)
+    scales: Tensor | None  # None: prepacked
+    amax: Tensor  # (g, n) or (g, 1)
+    bias: Tensor | None  # (g, n)
+    rows: int  # n if prepacked, else 0
+    e4m3_max: int
+
+
+class StackedWeight(WeightModule):
+    """W (g, n, k) in NVFP4 and a bias (g, n): one of the two weights of :class:`fp4gemm.nn.Experts`.
+
+    ``weight`` is the NVFP4Tensor, and ``dequantize_weight()`` its values. It is called without arguments and
+    returns a :class:`HeldWeight`; a call brings weights that accelerate has offloaded to the device.
+
+    Buffers:
+        weight_codes: uint8 (g, n, k/2), packed e2m1, low nibble = even k.
+        weight_scales: float8_e4m3fn (g, ceil128(n), ceil4(k/16)), one scale per 16 of k, swizzled, pads zero.
+        weight_amax: float32 (g, n), or (g, 1) with weight_scaling="tensor".
+        weight_e4m3_max: int32 (1,), the bound of the scales, 448 or 256.
+        weight_prepacked: uint8 (g, bytes), in place of codes and scales once they are prepacked; not in a
+            state_dict.
+        bias: float32 (g, n), or None.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        out_features: int,
+        in_features: int,
+        bias: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_scaling: WeightScaling = "row",
+    ) -> None:
+        super().__init__()
+        default = torch.get_default_dtype() if dtype is None else dtype
+        self.dtype = default if default in _checks.FLOAT_DTYPES else torch.float32
+        where = None if device is None else _checks.as_device("device", device)
+        self.num_matrices = num_experts
+        self.in_features, self.out_features = in_features, out_features
+        self._has_weight = False
+        self._register_weight(out_features if weight_scaling == "row" else 1, where)
+        shape = (num_experts, out_features)
+        self.register_buffer("bias", torch.empty(shape, dtype=torch.float32, device=where) if bias else None)
+        self.reset_parameters()
+
+    @classmethod
+    def of(cls, weight: NVFP4Tensor, bias: Tensor | None) -> StackedWeight:
+        """The module around a stack (g, n, k), whose memory it shares, and a float bias (g, n), copied."""
+        g, n, k = weight.shape
+        made = cls(g, n, k, bias is not None, device="meta", dtype=weight.dtype)
+        made._hold(
+            weight_codes=weight.codes,
+            weight_scales=weight.scales,
+            weight_amax=weight.amax,
+            bias=None if bias is None else bias.detach().to(torch.float32, copy=True),
+        )
+        made._buffers.setdefault("bias", None)
+        made.e4m3_max = weight.e4m3_max
+        made._has_weight = True
+        return made
+
+    def forward(self) -> HeldWeight:
+        """The weight in the form that is held; prepacked first where the device streams that form.
+
+        Raises:
+            RuntimeError: no weight has been loaded yet.
+        """
+        is_traced = torch.compiler.is_compiling()
+        self._require_weight()
+        is_prepacked = self._is_prepacked()
+        if not is_prepacked and not is_traced:
+            is_prepacked = self._prepack_where_it_helps()
+        amax, bias, bound = self.weight_amax, self.bias, self._e4m3_max
+        if is_prepacked:
+            data: Tensor = self.weight_prepacked  # type: ignore[assignment]
+            return HeldWeight(data, None, amax, bias, self.out_features, bound)
+        return HeldWeight(self.weight_codes, self.weight_scales, amax, bias, 0, bound)
+
+    def dequantize_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``W[e,n,k] = code * block scale * amax / (6 * e4m3_max)``, dense (g, n, k) of ``dtype``."""
+        self._require_weight()
+        if torch.compiler.is_compiling():  # which cannot trace a lock
+            return self.weight.dequantize(dtype)
+        with _EXCHANGE:
+            return self.weight.dequantize(dtype)
+
+    def prepack(self) -> StackedWeight:
+        """Hold the weight in prepacked form alone from now on, as :meth:`fp4gemm.nn.Linear.prepack` does."""
+        self._require_weight()
+        if self._is_captured:
+            raise RuntimeError(
+                "weight: its codes and scales are read by a captured CUDA graph; prepack() must come before"
+            )
+        support.ready_for(self.weight_amax, "mm", ("nvfp4", "prepacked"))
+        with _EXCHANGE:
+            if not self._is_prepacked():
+                self._hold_prepacked()
+        return self
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_experts={self.num_matrices}, out_features={self.out_features}, "
+            f"in_features={self.in_features}, bias={self.bias is not None}, "
+            f"weight_scaling={self.weight_scaling!r}"
+        )
+
+    def _require_weight(self) -> None:
+        if not torch.compiler.is_compiling():
+            self._notice()
+        if not self._has_weight:
+            raise RuntimeError(
+                "weight: not loaded yet; use load_state_dict with a checkpoint of an fp4gemm.nn.Experts, "
+                "or make the experts with Experts.from_float or Experts.from_quantized"
+            )

@@ -1,0 +1,171 @@
+"""The experts of transformers (5.x): modules whose weights are 3-D parameters, read without importing it.
+
+transformers decorates such a class with ``use_experts_implementation``. The flags that the decorator sets
+(has_gate, has_bias, is_transposed, ...), the names of the parameters and the method ``_apply_gate`` are a
+contract: transformers' own implementations ("grouped_mm", "batched_mm") compute the block from them alone,
+whatever the class. So a module is replaced if it follows the contract, and if its activation, evaluated on a
+few thousand values, is one of :data:`fp4gemm.activations.ACTIVATIONS`. Everything else stays in float.
+
+The module is replaced, rather than a function registered in ``ALL_EXPERTS_FUNCTIONS``: such a function would
+get float parameters, so the float weights would have to stay. The replaced module has its weights in its
+state_dict, needs nothing of the configuration, and works with torch.compile and deepcopy as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _checks, activations
+from ..activations import Activation, ActivationName
+from ._hooks import materialized
+from ._inputs import WeightScaling, check_float_weight
+from .experts import Experts, ExpertsScaling, Layout, check_shapes
+
+FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+NUM_PROBES = 64  # values of the gate, and of up, with which an activation is evaluated
+RELATIVE, ABSOLUTE = 1e-5, 2e-5  # the differences to the table's formulas that are accepted
+
+
+class ExpertsPlan(NamedTuple):
+    """How the parameters of a module become :class:`fp4gemm.nn.Experts`."""
+
+    activation: ActivationName
+    layout: Layout
+    num_experts: int
+    hidden: int
+    intermediate: int
+
+
+def is_experts(module: torch.nn.Module) -> bool:
+    """Whether the decorator of transformers has set its flags in this module."""
+    return all(isinstance(vars(module).get(flag), bool) for flag in FLAGS)
+
+
+def shapes_of(module: torch.nn.Module) -> str:
+    """The shapes of the 3-D parameters, for a report."""
+    return ", ".join(" x ".join(map(str, p.shape)) for p in module.parameters(recurse=False) if p.dim() == 3)
+
+
+def read(module: torch.nn.Module) -> ExpertsPlan:
+    """Return how the module becomes Experts.
+
+    Raises:
+        ValueError, TypeError: with the reason why it cannot. Synchronises, to look for weights that are not
+            finite.
+    """
+    m: Any = module
+    _refuse_unknown(m)
+    w13, w2, _, _ = _parameters(m)
+    if m.is_transposed:
+        w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
+    activation, layout = _activation(m)
+    check_shapes(w13, w2, activation)
+    g, _, d = w13.shape
+    if g != getattr(m, "num_experts", g):
+        raise ValueError(f"its parameters have {g} matrices and num_experts is {m.num_experts}")
+    with materialized(module):
+        for p in module.parameters(recurse=False):
+            check_float_weight("its weights", p, tuple(p.shape))
+    name: ActivationName = activation.name  # type: ignore[assignment]
+    return ExpertsPlan(name, layout, g, d, w2.shape[2])
+
+
+def convert(
+    module: torch.nn.Module,
+    plan: ExpertsPlan,
+    activation_scaling: ExpertsScaling,
+    weight_scaling: WeightScaling,
+    check_finite: Any,
+) -> Experts:
+    """Quantize the weights of a module that was read; its parameters are on their device."""
+    w13, w2, bias13, bias2 = _parameters(module)
+    made = Experts.from_float(
+        w13,
+        w2,
+        bias13,
+        bias2,
+        layout=plan.layout,
+        is_transposed=bool(module.is_transposed),
+        activation=plan.activation,
+        activation_scaling=activation_scaling,
+        weight_scaling=weight_scaling,
+        check_finite=check_finite,
+    )
+    return made.train(module.training)
+
+
+def _refuse_unknown(m: Any) -> None:
+    """Raise ValueError unless the forward of the module is what the contract says."""
+    dispatch = sys.modules.get("transformers.integrations.moe")
+    forward = type(m).forward
+    if dispatch is None or getattr(forward, "__globals__", None) is not vars(dispatch):
+        raise ValueError(f"the forward of {type(m).__name__} is not transformers' dispatch of experts")
+    if m.has_post_expert_norm:
+        raise ValueError("each expert ends in a norm (has_post_expert_norm)")
+    if getattr(m, "_is_expert_parallel", False):
+        raise ValueError("its experts are distributed over devices (expert parallelism)")
+    wanted = {"gate_up_proj" if m.has_gate else "up_proj", "down_proj"}
+    if m.has_bias:
+        wanted |= {f"{name}_bias" for name in wanted}
+    found = {name for name, _ in m.named_parameters()}
+    if found != wanted:
+        raise ValueError(f"its parameters are {_names(found)}, must be {_names(wanted)}")
+    for name, p in m.named_parameters():
+        if type(p) is not torch.nn.Parameter or type(p.data) is not Tensor:
+            raise TypeError(f"its {name} is a {type(p.data).__name__}, must be a plain tensor")
+        rank = 2 if name.endswith("_bias") else 3
+        _checks.has_dtype(f"its {name}", p, _checks.FLOAT_DTYPES)
+        if p.dim() != rank:
+            raise ValueError(f"its {name} has rank {p.dim()}, must have {rank}")
+
+
+def _names(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def _parameters(m: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    first = "gate_up_proj" if m.has_gate else "up_proj"
+    biases = (getattr(m, f"{first}_bias"), m.down_proj_bias) if m.has_bias else (None, None)
+    return getattr(m, first), m.down_proj, *biases
+
+
+# ---- which activation it is
+
+
+def _activation(m: Any) -> tuple[Activation, Layout]:
+    """The activation of the table that the module's own function equals, and where its gate lies."""
+    function = m._apply_gate if m.has_gate else m.act_fn
+    given: Layout = "halves" if m.is_concatenated or not m.has_gate else "interleaved"
+    gate, up = _probes()
+    z = torch.stack((gate, up), -1).flatten(1) if given == "interleaved" else torch.cat((gate, up), 1)
+    z = z if m.has_gate else gate
+    try:
+        with torch.no_grad():
+            y = function(z).to("cpu", torch.float32)
+    except Exception as error:  # any code may be behind it
+        raise ValueError(f"its activation cannot be evaluated ({type(error).__name__}: {error})") from error
+    for activation in activations.ACTIVATIONS:
+        if activation.name is None or activation.is_gated != m.has_gate:
+            continue
+        want = activation(torch.stack((gate, up), -1).flatten(1) if m.has_gate else gate)
+        scale = 1 + up.abs() if m.has_gate else torch.ones(())
+        if y.shape == want.shape and bool(
+            ((y - want).abs() <= RELATIVE * want.abs() + ABSOLUTE * scale).all()
+        ):
+            return activation, given
+    act = type(getattr(m, "act_fn", None)).__name__
+    shown = f"its gate ({type(m).__name__}._apply_gate, {act})" if m.has_gate else f"its activation ({act})"
+    raise ValueError(f"{shown} is none of {', '.join(activations.names(is_gated=m.has_gate))}")
+
+
+def _probes() -> tuple[Tensor, Tensor]:
+    """Every pair of values of gate and up that tells activations and limits apart, (m, 16) each."""
+    far = torch.tensor([30.0, 100.0, 1000.0, 1e4])
+    near = torch.linspace(-12, 12, NUM_PROBES - 2 * far.numel())
+    values = torch.cat((-far, near, far))
+    gate, up = torch.meshgrid(values, values, indexing="ij")
+    return gate.reshape(-1, 16), up.reshape(-1, 16)

@@ -1,0 +1,371 @@
+"""fp4gemm.nn.Experts: the experts of a mixture, their weights in NVFP4, as one module."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from .. import _checks, activations
+from ..activations import Activation, ActivationName
+from ..containers.nvfp4 import NVFP4Tensor
+from ..ops import operators
+from ..quantize import quantize
+from ._inputs import (
+    CHECKS_OF_FINITE,
+    WEIGHT_SCALINGS,
+    CheckFinite,
+    WeightScaling,
+    check_bias,
+    check_float_weight,
+    check_quantized_weight,
+    refuse_not_finite,
+)
+from ._stack import StackedWeight
+
+ExpertsScaling = Literal["row", "none"]  # of the activations
+Layout = Literal["halves", "interleaved"]
+EXPERTS_SCALINGS, LAYOUTS = get_args(ExpertsScaling), get_args(Layout)
+
+
+class Experts(torch.nn.Module):
+    """The experts of a mixture: two NVFP4 products for each expert that a token names, and a weighted sum.
+
+    For token i with the experts e = topk_ids[i, j] and the weights topk_weights[i, j]::
+
+        h[i, j] = act(Q(x[i]) @ Q(W13[e]).T + b13[e])
+        y[i]    = sum over j of topk_weights[i, j] * (Q(h[i, j]) @ Q(W2[e]).T + b2[e])
+
+    Q is the NVFP4 cast of :func:`fp4gemm.quantize` with one amax for each row, act the activation. A gated
+    activation reads rows 2i and 2i+1 of W13[e] as gate and up. The sum is in float32, in the order of j.
+    Routing, both products and the sum are one operator, ``torch.ops.fp4gemm.experts``, which does not
+    synchronise: a captured CUDA graph may be replayed with other experts in the same memory. Definition:
+    :mod:`fp4gemm.reference.moe`.
+
+    The weights are buffers of the modules ``w13`` and ``w2`` and are prepacked as those of
+    :class:`fp4gemm.nn.Linear` are: the first ``forward`` on compute capability 9.0 that is neither traced nor
+    captured does it. ``state_dict``, pickles, copies and moves have codes and scales. The module is forward
+    only. A new one has no weights; make it with ``from_float``, ``from_quantized`` or ``quantize_model``.
+
+    Args:
+        num_experts: g, 1 to 2048.
+        hidden: d, elements of a token; a multiple of 32.
+        intermediate: elements of h; a multiple of 32. W13 has 2 * intermediate rows for a gated activation.
+        activation: "swiglu", "swiglu_oai", "geglu_tanh" (gated), "silu", "gelu", "gelu_tanh" or "relu2".
+        bias: whether both products add a bias.
+        device: where the buffers are made.
+        dtype: the dtype of the float weights that these stand for; None is torch's default dtype. No buffer
+            has it, and the output has the dtype of each input.
+        activation_scaling: "row" quantizes x and h with one amax for each row. "none": neither is quantized
+            (W4A16), and x is bfloat16 or float16.
+        weight_scaling: "row" gives each output channel of each expert its own amax, "tensor" one to each
+            expert's matrix.
+        check_finite: "off", or "raise" for debugging: ``forward`` raises ValueError if x has a NaN or an
+            infinity, as :class:`fp4gemm.nn.Linear` does.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what it must be.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        *,
+        activation: ActivationName = "swiglu",
+        bias: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        activation_scaling: ExpertsScaling = "row",
+        weight_scaling: WeightScaling = "row",
+        check_finite: CheckFinite = "off",
+    ) -> None:
+        _checks.is_int("num_experts", num_experts, 1)
+        for name, size in (("hidden", hidden), ("intermediate", intermediate)):
+            _checks.is_int(name, size, 1)
+            _checks.is_multiple(name, "k", size, _checks.K_STEP_MM)
+        chosen = _activation(activation)
+        _checks.is_bool("bias", bias)
+        if dtype is not None:
+            _checks.is_float_dtype("dtype", dtype)
+        _check_options(activation_scaling, weight_scaling, check_finite)
+        super().__init__()
+        self._set_options(chosen, activation_scaling, check_finite)
+        n13 = 2 * intermediate if chosen.is_gated else intermediate
+        self.w13 = StackedWeight(num_experts, n13, hidden, bias, device, dtype, weight_scaling=weight_scaling)
+        self.w2 = StackedWeight(
+            num_experts, hidden, intermediate, bias, device, dtype, weight_scaling=weight_scaling
+        )
+
+    def _set_options(
+        self, activation: Activation, activation_scaling: ExpertsScaling, check_finite: CheckFinite
+    ) -> None:
+        self.check_finite = check_finite
+        self.activation = activation.name
+        self.activation_scaling = activation_scaling
+        self._activation = activation.number
+        self._scaling = 1 if activation_scaling == "row" else 0
+
+    @classmethod
+    def from_float(
+        cls,
+        w13: Tensor,
+        w2: Tensor,
+        bias13: Tensor | None = None,
+        bias2: Tensor | None = None,
+        *,
+        layout: Layout = "halves",
+        is_transposed: bool = False,
+        activation: ActivationName = "swiglu",
+        activation_scaling: ExpertsScaling = "row",
+        weight_scaling: WeightScaling = "row",
+        check_finite: CheckFinite = "off",
+    ) -> Experts:
+        """Quantize the float weights of experts, each expert's matrix by itself. They are not changed.
+
+        Args:
+            w13: bfloat16, float16 or float32 (g, n13, d); n13 = 2 * intermediate for a gated activation, else
+                intermediate.
+            w2: (g, d, intermediate), of the dtype and device of w13.
+            bias13, bias2: float (g, n13) and (g, d), or None.
+            layout: how a gated activation's gate and up lie in n13: "halves" is all rows of the gate and then
+                all of up, "interleaved" is gate, up, gate, up. The module holds them interleaved, which
+                changes no number. Without a gate it has no effect.
+            is_transposed: True for w13 (g, d, n13) and w2 (g, intermediate, d), as GPT-OSS has them.
+            activation, activation_scaling, weight_scaling, check_finite: as in the class.
+
+        Raises:
+            TypeError, ValueError: naming the argument; also for weights that are NaN or infinite.
+
+        Synchronises, to look for weights that are not finite.
+        """
+        chosen = _activation(activation)
+        _checks.is_one_of("layout", layout, LAYOUTS)
+        _checks.is_bool("is_transposed", is_transposed)
+        _check_options(activation_scaling, weight_scaling, check_finite)
+        stacks = []
+        for name, w in (("w13", w13), ("w2", w2)):
+            _checks.has_dtype(name, _checks.is_tensor(name, w), _checks.FLOAT_DTYPES)
+            _checks.has_rank(name, w, 3, "(g, k, n)" if is_transposed else "(g, n, k)")
+            stacks.append(w.detach().transpose(1, 2) if is_transposed else w.detach())
+        if w2.dtype is not w13.dtype:
+            raise TypeError(f"w2: dtype is {w2.dtype}, must be {w13.dtype} as of w13")
+        check_shapes(stacks[0], stacks[1], chosen)
+        for name, w in zip(("w13", "w2"), stacks, strict=True):
+            check_float_weight(name, w, tuple(w.shape))
+        # No inference tensors, which load_state_dict could not write outside of inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            if chosen.is_gated and layout == "halves":
+                stacks[0] = _interleaved(stacks[0])
+                bias13 = None if bias13 is None else _interleaved(_bias("bias13", bias13, stacks[0]))
+            packed13, packed2 = (_quantized(w, weight_scaling) for w in stacks)
+            return cls.from_quantized(
+                packed13,
+                packed2,
+                bias13,
+                bias2,
+                layout="interleaved",
+                activation=activation,
+                activation_scaling=activation_scaling,
+                check_finite=check_finite,
+            )
+
+    @classmethod
+    def from_quantized(
+        cls,
+        w13: NVFP4Tensor,
+        w2: NVFP4Tensor,
+        bias13: Tensor | None = None,
+        bias2: Tensor | None = None,
+        *,
+        layout: Layout = "halves",
+        activation: ActivationName = "swiglu",
+        activation_scaling: ExpertsScaling = "row",
+        check_finite: CheckFinite = "off",
+    ) -> Experts:
+        """Experts around NVFP4 stacks w13 (g, n13, d) and w2 (g, d, intermediate), whose memory they share.
+
+        w13 is copied if its halves have to be interleaved; biases are always copied.
+
+        Raises:
+            TypeError, ValueError: as for :meth:`from_float`; also for a weight with groups or a rotation.
+        """
+        chosen = _activation(activation)
+        _checks.is_one_of("layout", layout, LAYOUTS)
+        _check_options(activation_scaling, "row", check_finite)
+        w13 = check_quantized_weight(w13, "w13", 3)
+        w2 = check_quantized_weight(w2, "w2", 3)
+        _checks.same_device("w2", w2.codes, w13.device, "w13")
+        check_shapes(w13, w2, chosen)
+        if bias13 is not None:
+            bias13 = _bias("bias13", bias13, w13)
+        if bias2 is not None:
+            bias2 = _bias("bias2", bias2, w2)
+        with torch.inference_mode(False), torch.no_grad():
+            if chosen.is_gated and layout == "halves":
+                w13 = _interleaved_stack(w13)
+                bias13 = None if bias13 is None else _interleaved(bias13)
+            made = cls.__new__(cls)
+            torch.nn.Module.__init__(made)
+            made._set_options(chosen, activation_scaling, check_finite)
+            made.w13, made.w2 = StackedWeight.of(w13, bias13), StackedWeight.of(w2, bias2)
+        return made
+
+    @property
+    def num_experts(self) -> int:
+        return self.w13.num_matrices
+
+    @property
+    def hidden(self) -> int:
+        """d: elements of a token."""
+        return self.w13.in_features
+
+    @property
+    def intermediate(self) -> int:
+        return self.w2.in_features
+
+    @property
+    def weight_scaling(self) -> WeightScaling:
+        return self.w13.weight_scaling
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the float weights that these stand for."""
+        return self.w13.dtype
+
+    def prepack(self) -> Experts:
+        """Hold both weights in prepacked form alone from now on, and return the module.
+
+        ``forward`` does that by itself where it helps. Synchronises, unless they are prepacked already.
+
+        Raises:
+            RuntimeError, NotImplementedError: as :meth:`fp4gemm.nn.Linear.prepack`.
+        """
+        self.w13.prepack()
+        self.w2.prepack()
+        return self
+
+    def reset_parameters(self) -> None:
+        """Forget the weights: zeros everywhere, and ``forward`` raises until others are loaded."""
+        self.w13.reset_parameters()
+        self.w2.reset_parameters()
+
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """The weighted sum of the experts that each token names.
+
+        Args:
+            x: bfloat16, float16 or (unless it is not quantized) float32 (..., d), any leading dimensions.
+            topk_ids: int32 or int64 (..., top_k), the leading dimensions those of x. -1, and any other id
+                outside of 0..num_experts-1, names no expert. A token must not name an expert twice: the CPU
+                refuses that, a GPU does not look.
+            topk_weights: float32, bfloat16 or float16 (..., top_k).
+
+        Returns:
+            (..., d), dtype of x; zeros for a token that names no expert. Does not synchronise, except when it
+            prepacks the weights.
+
+        Raises:
+            TypeError, ValueError: naming the argument or the size that is wrong.
+            NotImplementedError: x or topk_weights requires grad while grad mode is on.
+            RuntimeError: no weights have been loaded yet.
+        """
+        w13, w2 = self.w13(), self.w2()
+        x = _checks.is_tensor("x", x)
+        d = self.w13.in_features
+        if x.dim() == 0 or x.shape[-1] != d:
+            raise ValueError(f"x: shape is {tuple(x.shape)}, must be (..., {d}), {d} = hidden")
+        _checks.same_device("x", x, w13.amax.device, "w13")
+        lead = x.shape[:-1]
+        ids, weights = (
+            _checks.is_tensor("topk_ids", topk_ids),
+            _checks.is_tensor("topk_weights", topk_weights),
+        )
+        if ids.dim() == 0 or ids.shape[:-1] != lead:
+            wanted = ", ".join(map(str, (*lead, "top_k")))
+            raise ValueError(f"topk_ids: shape is {tuple(ids.shape)}, must be ({wanted})")
+        _checks.has_shape("topk_weights", weights, tuple(ids.shape), " as of topk_ids")
+        for name, t in (("x", x), ("topk_weights", weights)):
+            _checks.no_grad(name, t, "fp4gemm.nn.Experts")
+        if self.check_finite != "off":
+            refuse_not_finite(x, self)
+        top_k = ids.shape[-1]
+        y: Tensor = operators.experts(
+            _checks.readable(x.reshape(-1, d)),
+            ids.reshape(-1, top_k).contiguous(),
+            weights.reshape(-1, top_k).contiguous(),
+            w13.data,
+            w13.scales,
+            w13.amax,
+            w13.bias,
+            w2.data,
+            w2.scales,
+            w2.amax,
+            w2.bias,
+            w13.rows,
+            w2.rows,
+            w13.e4m3_max,
+            w2.e4m3_max,
+            self._scaling,
+            self._activation,
+        )
+        return y if x.dim() == 2 else y.view(x.shape)
+
+    def extra_repr(self) -> str:
+        finite = "" if self.check_finite == "off" else f", check_finite={self.check_finite!r}"
+        return f"activation={self.activation!r}, activation_scaling={self.activation_scaling!r}{finite}"
+
+
+def _activation(name: object) -> Activation:
+    names = [*activations.names(is_gated=True), *activations.names(is_gated=False)]
+    _checks.is_one_of("activation", name, names)
+    return activations.by_name[name]  # type: ignore[index]
+
+
+def _check_options(activation_scaling: object, weight_scaling: object, check_finite: object) -> None:
+    _checks.is_one_of("activation_scaling", activation_scaling, EXPERTS_SCALINGS)
+    _checks.is_one_of("weight_scaling", weight_scaling, WEIGHT_SCALINGS)
+    _checks.is_one_of("check_finite", check_finite, CHECKS_OF_FINITE)
+
+
+def check_shapes(w13: Tensor | NVFP4Tensor, w2: Tensor | NVFP4Tensor, activation: Activation) -> None:
+    """Raise ValueError unless w13 (g, n13, d) and w2 (g, d, intermediate) belong together."""
+    g, n13, d = w13.shape
+    _checks.is_multiple("w13", "d", d, _checks.K_STEP_MM)
+    if activation.is_gated:
+        _checks.is_multiple("w13", "n13, gate and up together,", n13, 2 * _checks.K_STEP_MM)
+    else:
+        _checks.is_multiple("w13", "n13", n13, _checks.K_STEP_MM)
+    wanted = (g, d, activation.width(n13))
+    if tuple(w2.shape) != wanted:
+        raise ValueError(
+            f"w2: its (g, d, intermediate) is {tuple(w2.shape)}, must be {wanted} for w13 {tuple(w13.shape)} "
+            f"and activation {activation.name!r}"
+        )
+
+
+def _quantized(w: Tensor, scaling: WeightScaling) -> NVFP4Tensor:
+    """quantize(w), with scales that fill their storage: safetensors refuses a view of a larger one."""
+    made = quantize(w, scaling=scaling)
+    scales = made.scales
+    if scales.untyped_storage().nbytes() > scales.nbytes:
+        scales = scales.clone()
+    return NVFP4Tensor._trusted(made.codes, scales, made.amax, made.e4m3_max)._stamped(w.dtype)
+
+
+def _bias(name: str, bias: object, weight: Tensor | NVFP4Tensor) -> Tensor:
+    return check_bias(bias, *weight.shape[:2], device=weight.device, name=name)
+
+
+def _interleaved(x: Tensor) -> Tensor:
+    """x (g, 2i, ...) with rows 0, i, 1, i + 1, ...: gate and up, given as halves, alternate."""
+    mixed: Tensor = x.unflatten(1, (2, -1)).transpose(1, 2)
+    return mixed.flatten(1, 2)
+
+
+def _interleaved_stack(w: NVFP4Tensor) -> NVFP4Tensor:
+    """The same of a quantized stack; exact, since the blocks lie along k."""
+    scales = _interleaved(w.compact_scales().view(torch.uint8))
+    amax = w.amax if w.amax.shape[1] == 1 else _interleaved(w.amax)
+    return NVFP4Tensor.from_compact(_interleaved(w.codes), scales, amax, w.e4m3_max).to(w.dtype)
