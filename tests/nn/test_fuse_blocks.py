@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -194,6 +195,7 @@ def test_norm_quantizes(dtype: torch.dtype) -> None:
         ("gated", "0.mlp.w1", "0.mlp.w3", "0.mlp.w2"),
         ("norm", "0.norm1"),
         ("norm", "0.norm2"),
+        ("residual", "0.norm2", "0.mlp"),
     ]
     assert reasons == []
     x = torch.randn(2, 5, 64, dtype=dtype)
@@ -294,13 +296,131 @@ def test_norms_that_are_left_alone(case: str) -> None:
 @pytest.mark.parametrize("options", [{"activation_scaling": "tensor"}, {"activation_scaling": "none"}])
 def test_norms_need_an_amax_for_each_token(options: dict[str, Any]) -> None:
     fused, done, reasons = fuse(fuse_models.Layer().to(torch.bfloat16), **options)
-    assert [action for action, *_ in done] == ["merged", "gated"]
+    assert [action for action, *_ in done] == ["merged", "gated", "residual"]
     assert set(reasons) == {'the layers that read it do not have activation_scaling="row"'}
     assert fused(torch.randn(2, 5, 64, dtype=torch.bfloat16)).isfinite().all()
 
 
-def test_compiled_layer() -> None:
+# ---- residuals
+
+LAYERS = [fuse_models.Layer, fuse_models.LlamaLayer, fuse_models.SumReturned]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("cls", LAYERS)
+def test_residuals_are_added_in_the_kernels(cls: type[torch.nn.Module], dtype: torch.dtype) -> None:
+    model = cls().to(dtype)
+    fused, done, reasons = fuse(model)
+    assert done[-1] == ("residual", "0.norm2", "0.mlp")
+    assert reasons == []
+    assert isinstance(fused, cls)
+    x = torch.randn(2, 5, 64, dtype=dtype)
+    # The forward of the model with the fused children, up to the product of down.
+    total = x + fused.attention(fused.norm1(x))
+    h = fused.mlp.gate_up(fused.norm2(total))
+    wanted = fp4gemm.mm(
+        fp4gemm.quantize(h.flatten(0, 1), scaling="row"),
+        fused.mlp.down.weight,
+        c=total.flatten(0, 1),
+        out_dtype=dtype,
+    )
+    assert same_bits(fused(x), wanted.view_as(x))
+    # down(h) alone is not rounded.
+    y = cls.forward(fused, x).float()
+    assert torch.linalg.norm(fused(x).float() - y) <= 0.01 * torch.linalg.norm(y)
+
+
+def test_addition_before_a_norm_rounds_as_before() -> None:
+    model = changed(mlp=Erf()).to(torch.bfloat16)
+    fused, done, _ = fuse(model)
+    assert done[-1] == ("residual", "0.norm2")
+    x = torch.randn(2, 5, 64, dtype=torch.bfloat16)
+    assert same_bits(fused(x), fuse_models.Layer.forward(fused, x))
+
+
+def test_arguments_stay() -> None:
+    model = fuse_models.LlamaLayer().to(torch.bfloat16)
+    fused, _, _ = fuse(model)
+    assert inspect.signature(fused.forward) == inspect.signature(model.forward)
+    x = torch.randn(2, 5, 64, dtype=torch.bfloat16)
+    assert same_bits(fused(x), fused(hidden_states=x, scale=1.0, flag=True))
+    assert not same_bits(fused(x), fused(x, 2.0))
+    assert (
+        "_norm2_of_sum, hidden_states = self.norm2(residual=residual, x=hidden_states * scale)"
+        in inspect.getsource(fused.forward)
+    )
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("cls", LAYERS)
+def test_copies_of_a_layer(cls: type[torch.nn.Module], copied: Callable[..., Any]) -> None:
+    fused, _, _ = fuse(cls().to(torch.bfloat16))
+    x = torch.randn(2, 5, 64, dtype=torch.bfloat16)
+    other = copied(fused)
+    assert type(other) is type(fused)
+    assert same_bits(other(x), fused(x))
+    assert other.mlp is not fused.mlp
+
+
+def test_other_shapes_and_types_of_a_residual() -> None:
     fused, _, _ = fuse(fuse_models.Layer().to(torch.bfloat16))
+    x = torch.randn(2, 5, 64, dtype=torch.bfloat16)
+    for residual in (torch.randn(64, dtype=torch.bfloat16), torch.randn(2, 5, 64), 1.0):
+        tokens, total = fused.norm2(x, residual)
+        assert same_bits(total, residual + x)
+        alone = fused.norm2(total)
+        if isinstance(alone, Tokens):
+            assert same_bits(tokens.quantized.codes, alone.quantized.codes)
+        else:
+            assert same_bits(tokens, alone)
+    for residual in (torch.randn(64, dtype=torch.bfloat16), torch.randn(2, 5, 64)):
+        assert same_bits(fused.mlp(x, residual), residual + fused.mlp(x))
+
+
+def test_the_input_of_a_gated_mlp_keeps_its_name() -> None:
+    fused, _, _ = fuse(fuse_models.Halves())
+    x = torch.randn(3, 64)
+    assert fused.input_name == "x"
+    with pytest.raises(TypeError, match=r"x: got the arguments \['hidden'\], must be one, x"):
+        fused(hidden=x)
+    with pytest.raises(TypeError, match=r"x: got the arguments \[\], must be one"):
+        fused()
+    fused.input_name = "hidden"
+    assert same_bits(fused(hidden=x), fused(x))
+
+
+class Closure(fuse_models.Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x is None else self.work(x)
+
+    def work(self, x: Tensor) -> Tensor:
+        return x
+
+
+class AfterNorm(fuse_models.Layer):
+    """A norm after the MLP, as in OLMo 2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.norm1(self.attention(x))
+        return x + self.norm2(self.mlp(x))
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (Closure, "the forward of Closure reads names of a scope around it"),
+        (AfterNorm, "the forward of AfterNorm does not add their results to a residual"),
+    ],
+)
+def test_layers_that_keep_their_forward(cls: type[torch.nn.Module], reason: str) -> None:
+    fused, _, reasons = fuse(cls().to(torch.bfloat16))
+    assert reason in reasons
+    assert type(fused) is cls
+
+
+@pytest.mark.parametrize("cls", LAYERS)
+def test_compiled_layer(cls: type[torch.nn.Module]) -> None:
+    fused, _, _ = fuse(cls().to(torch.bfloat16))
     x = torch.randn(2, 5, 64, dtype=torch.bfloat16)
     y = fused(x)
     targets: list[str] = []

@@ -39,16 +39,16 @@ def make(name: str, dtype: torch.dtype = torch.bfloat16, config: str | None = No
 
 # The model, and what is fused in its two layers.
 MODELS: dict[str, tuple[Callable[..., Any], Counter[str]]] = {
-    "llama": (lambda **o: make("Llama", **o), Counter(merged=2, gated=2, norm=4)),
+    "llama": (lambda **o: make("Llama", **o), Counter(merged=2, gated=2, norm=4, residual=2)),
     "llama-bias": (
         lambda **o: make("Llama", attention_bias=True, mlp_bias=True, **o),
-        Counter(merged=2, gated=2, norm=4),
+        Counter(merged=2, gated=2, norm=4, residual=2),
     ),
-    "qwen2": (lambda **o: make("Qwen2", **o), Counter(merged=2, gated=2, norm=4)),
-    "qwen3": (lambda **o: make("Qwen3", head_dim=16, **o), Counter(merged=2, gated=2, norm=4)),
-    "mistral": (lambda **o: make("Mistral", **o), Counter(merged=2, gated=2, norm=4)),
-    "phi3": (lambda **o: make("Phi3", **o), Counter(gated=2, norm=4)),
-    "glm": (lambda **o: make("Glm", head_dim=16, **o), Counter(merged=2, gated=2, norm=4)),
+    "qwen2": (lambda **o: make("Qwen2", **o), Counter(merged=2, gated=2, norm=4, residual=2)),
+    "qwen3": (lambda **o: make("Qwen3", head_dim=16, **o), Counter(merged=2, gated=2, norm=4, residual=2)),
+    "mistral": (lambda **o: make("Mistral", **o), Counter(merged=2, gated=2, norm=4, residual=2)),
+    "phi3": (lambda **o: make("Phi3", **o), Counter(gated=2, norm=4, residual=2)),
+    "glm": (lambda **o: make("Glm", head_dim=16, **o), Counter(merged=2, gated=2, norm=4, residual=2)),
     "olmo2": (lambda **o: make("Olmo2", **o), Counter(merged=2, gated=2)),
     "mixtral": (lambda **o: make("Mixtral", num_local_experts=4, **o), Counter(merged=2, norm=2)),
     "gemma3": (

@@ -75,6 +75,30 @@ class Layer(torch.nn.Module):
         return x + self.mlp(h)
 
 
+class LlamaLayer(Layer):
+    """The same with the statements of LlamaDecoderLayer."""
+
+    def forward(self, hidden_states: Tensor, scale: float = 1.0, *, flag: bool = False) -> Tensor:
+        residual = hidden_states
+        hidden_states = self.norm1(hidden_states)
+        hidden_states = self.attention(hidden_states=hidden_states)
+        hidden_states = residual + hidden_states * scale
+
+        residual = hidden_states
+        hidden_states = self.norm2(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        hidden_states = residual + hidden_states
+        return hidden_states  # noqa: RET504
+
+
+class SumReturned(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        h = self.norm2(x)
+        h = self.mlp(h)
+        return h + x
+
+
 class Pair(torch.nn.Module):
     """Two layers a and b of the same sizes; the subclasses call them in different ways."""
 

@@ -81,8 +81,9 @@ def quantize_model(
             before anything is changed.
         fuse: "auto" joins the quantized layers of a block where the source of the model shows that the result
             is the same: layers that read the same tensor become one product, ``down(act(gate(x)) * up(x))``
-            an :class:`fp4gemm.nn.GatedMLP`, and a norm quantizes its result. docs/models.md says which
-            rounding disappears; the names in ``state_dict`` change. "none" swaps layer by layer.
+            an :class:`fp4gemm.nn.GatedMLP`, a norm quantizes its result, and both add the residuals of a
+            decoder layer. docs/models.md says which rounding disappears; the names in ``state_dict`` change.
+            "none" swaps layer by layer.
 
     Returns:
         The model with its layers swapped. A module that occurs under several names is quantized once, and

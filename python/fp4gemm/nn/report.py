@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Action = Literal["quantized", "shared", "excluded", "skipped"]
-BlockAction = Literal["merged", "gated", "norm", "left"]
+BlockAction = Literal["merged", "gated", "norm", "residual", "left"]
 FloatKind = Literal["embedding", "norm", "router", "convolution", "vector", "other"]
 MAX_NAMES = 4  # of layers with the same reason in a warning
 
@@ -89,7 +89,8 @@ class BlockReport:
 
     Attributes:
         action: "merged": the layers are one product; "gated": an MLP became an fp4gemm.nn.GatedMLP; "norm": a
-            norm quantizes its result; "left": nothing was done.
+            norm quantizes its result; "residual": norm and MLP add the residuals of a layer; "left": nothing
+            was done.
         names: qualified names of the layers before.
         into: qualified name of the module that took their place; "" if nothing was done.
         reason: why nothing was done; "" otherwise.
@@ -101,13 +102,16 @@ class BlockReport:
     reason: str = ""
 
     def __str__(self) -> str:
-        owners, children = zip(*(name.rpartition(".")[::2] for name in self.names), strict=True)
         what = {
             "merged": f"merged into {self.into.rpartition('.')[2]}",
             "gated": "fused into one gated MLP",
             "norm": "quantizes its result",
+            "residual": "add the residual" if len(self.names) > 1 else "adds the residual",
             "left": f"not fused: {self.reason}",
         }[self.action]
+        if len(self.names) == 1:
+            return f"{self.names[0]}: {what}"
+        owners, children = zip(*(name.rpartition(".")[::2] for name in self.names), strict=True)
         return f"{owners[0]}: ".removeprefix(": ") + f"{', '.join(children)} {what}"
 
 
@@ -180,7 +184,7 @@ class QuantizeReport:
             lines.append(_counted("module of experts", self.experts, "modules of experts"))
         if self.others:
             lines.append(self.about_others())
-        blocks = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", str(block)) for block in self.blocks)
+        blocks = Counter(re.sub(r"(?<=\.)\d+(?=[.:])", "*", str(block)) for block in self.blocks)
         lines += [text if times == 1 else f"{text} ({times} times)" for text, times in blocks.items()]
         lines.append(
             f"parameters: {self.parameters_before} -> {self.parameters_after}, "

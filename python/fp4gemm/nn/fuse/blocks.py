@@ -16,6 +16,7 @@ from .gated import GatedMLP
 from .merged import Part, layer_like, merged_name, one_weight, rows_of, why_not_one_weight
 from .norm import RMSNormQuantize, norm_epsilon
 from .readers import readers
+from .residual import add_residuals
 from .source import called_together, forward_of
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -35,6 +36,8 @@ def fuse_blocks(model: torch.nn.Module) -> tuple[BlockReport, ...]:
             found.append(made)
     for name, owner in [*model.named_modules()]:
         found += _norms(model, name, owner)
+    for name, owner in [*model.named_modules()]:
+        found += _residuals(name, owner)
     return tuple(found)
 
 
@@ -126,6 +129,7 @@ def _gated(
     gate, up = _gate_and_up(layers, forward)
     made = GatedMLP(gate, up, layers[forward.down], activation=forward.activation)
     del gate, up, layers
+    made.input_name = forward.input
     made.train(owner.training)
     carry_over(owner, made)
     _replace(model, owner, made)
@@ -201,6 +205,22 @@ def _fused_norm(
             _replace(model, layer, made)
             first = made if layer is first else first
     return RMSNormQuantize(cast(torch.nn.Parameter, norm.weight), epsilon, first).train(norm.training)
+
+
+def _residuals(name: str, owner: torch.nn.Module) -> Iterator[BlockReport]:
+    children = owner._modules.items()
+    norms = frozenset(child for child, module in children if isinstance(module, RMSNormQuantize))
+    # A hook of down would not run, since its product is not made by a call of it.
+    mlps = frozenset(
+        child for child, m in children if isinstance(m, GatedMLP) and "_hf_hook" not in vars(m.down)
+    )
+    if not norms and not mlps:
+        return
+    adding = add_residuals(owner, norms, mlps)
+    if isinstance(adding, str) and mlps:
+        yield BlockReport("left", (name,), "", adding)
+    elif not isinstance(adding, str):
+        yield BlockReport("residual", tuple(_full(name, child) for child in adding), name)
 
 
 def _replace(model: torch.nn.Module, old: torch.nn.Module, new: torch.nn.Module) -> None:

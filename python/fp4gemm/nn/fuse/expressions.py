@@ -24,6 +24,7 @@ class GatedForward(NamedTuple):
     ``up`` is None where one layer computes both: its first half of rows is the gate.
     """
 
+    input: str  # the name of the argument
     gate: str
     up: str | None
     down: str
@@ -60,7 +61,7 @@ def gated_forward(module: torch.nn.Module) -> GatedForward | str | None:
         activation = _activation(module, gate)
         if activation is None or activation not in by_name:
             return f"its activation, {_described(module, gate)}, is not one of the gated ones of fp4gemm.mm"
-        return GatedForward(*names, down, cast(ActivationName, activation))
+        return GatedForward(parameters(function)[0], *names, down, cast(ActivationName, activation))
     return None
 
 

@@ -9,6 +9,7 @@ from ... import _checks, activations
 from ...activations import ActivationName
 from ..linear import Linear
 from .merged import MergedLinear, one_weight, why_not_one_weight
+from .product import product
 from .tokens import Tokens
 
 
@@ -33,6 +34,7 @@ class GatedMLP(torch.nn.Module):
 
     gate_up: MergedLinear
     down: Linear
+    input_name = "x"  # a keyword by which x may be given too
 
     def __init__(
         self, gate: Linear, up: Linear, down: Linear, *, activation: ActivationName = "swiglu"
@@ -59,6 +61,27 @@ class GatedMLP(torch.nn.Module):
     def activation(self) -> ActivationName | None:
         return self.gate_up.activation
 
-    def forward(self, x: Tensor | Tokens) -> Tensor:
-        """(..., out_features) of the dtype of x (..., k); arguments and errors as for fp4gemm.nn.Linear."""
-        return self.down(self.gate_up(x))  # type: ignore[no-any-return]
+    def forward(
+        self, x: Tensor | Tokens | None = None, residual: Tensor | None = None, **named: Tensor
+    ) -> Tensor:
+        """down(h), or residual + down(h) rounded once; errors as for fp4gemm.nn.Linear.
+
+        Args:
+            x: (..., k) as for fp4gemm.nn.Linear.
+            named: x, under the name that the MLP had for it which this one replaces.
+            residual: None, or a tensor of the shape and the dtype of the result.
+
+        Returns:
+            (..., out_features) of the dtype of x.
+        """
+        if named or x is None:
+            if x is not None or [*named] != [self.input_name]:
+                given = [*(() if x is None else ("x",)), *named]
+                raise TypeError(f"x: got the arguments {given}, must be one, x or {self.input_name}")
+            x = named[self.input_name]
+        h: Tensor = self.gate_up(x)
+        if residual is None:
+            return self.down(h)  # type: ignore[no-any-return]
+        if residual.dtype is not h.dtype or residual.shape != (*h.shape[:-1], self.down.out_features):
+            return residual + self.down(h)  # type: ignore[no-any-return]
+        return product(self.down, h, None, residual)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import ast
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ... import _checks
-from ...containers.decoded import DecodedTensor
-from ...containers.nvfp4 import NVFP4Tensor
 from ...producers import rms_norm_quantize
 from ..linear import Linear
 from .product import reads_decoded
 from .source import forward_of, parameters
 from .tokens import Tokens
 
+Result = Tensor | Tokens
 # The norm whose roundings fp4gemm.rms_norm_quantize has. Names do not count.
 SOURCE = """
 def forward(self, x):
@@ -43,15 +42,31 @@ class RMSNormQuantize(torch.nn.Module):
         self.eps = eps
         self._reader = (reader,)  # the first layer that reads the result; in a tuple, so that it is no child
 
-    def forward(self, x: Tensor) -> Tensor | Tokens:
-        """x (..., k) -> Tokens of this shape, or a tensor."""
-        if x.dtype not in _checks.HALF_DTYPES or self.weight.dtype is not x.dtype:
-            h = x.to(torch.float32)
-            h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
-            return self.weight * h.to(x.dtype)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Result | tuple[Result, Tensor]:
+        """The norm of x (..., k); with a residual (the norm of residual + x, residual + x)."""
+        if residual is None:
+            return self._norm(x)
+        is_alike = isinstance(x, Tensor) and isinstance(residual, Tensor) and residual.shape == x.shape
+        if not is_alike or not self._is_fused(x) or residual.dtype is not x.dtype:
+            total = residual + x
+            return self._norm(total), total
+        quantized, total = self._quantized(x, residual.reshape(-1, x.shape[-1]))
+        return Tokens(quantized, x.shape, x.dtype), total.view(x.shape)
+
+    def _norm(self, x: Tensor) -> Result:
+        if self._is_fused(x):
+            return Tokens(self._quantized(x, None), x.shape, x.dtype)
+        h = x.to(torch.float32)
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * h.to(x.dtype)
+
+    def _is_fused(self, x: Tensor) -> bool:
+        return x.dtype in _checks.HALF_DTYPES and self.weight.dtype is x.dtype
+
+    def _quantized(self, x: Tensor, residual: Tensor | None) -> Any:
+        """What rms_norm_quantize returns, in the form that the reader's kernels read."""
         rows, decoded = x.reshape(-1, x.shape[-1]), reads_decoded(self._reader[0])
-        quantized = rms_norm_quantize(rows, self.weight, eps=self.eps, decoded=decoded)
-        return Tokens(cast(NVFP4Tensor | DecodedTensor, quantized), x.shape, x.dtype)
+        return rms_norm_quantize(rows, self.weight, eps=self.eps, residual=residual, decoded=decoded)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"

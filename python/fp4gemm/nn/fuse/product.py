@@ -14,8 +14,10 @@ from ..linear import Linear
 from .tokens import Tokens
 
 
-def product(layer: Linear, x: Tensor | Tokens, activation: ActivationName | None) -> Tensor:
-    """``act(Q(x) @ Q(W).T + bias)``, (..., n) or (..., n/2) of the dtype of x.
+def product(
+    layer: Linear, x: Tensor | Tokens, activation: ActivationName | None, c: Tensor | None = None
+) -> Tensor:
+    """``act(Q(x) @ Q(W).T + bias) + c``, (..., n) or (..., n/2) of the dtype of x; c of this dtype and shape.
 
     The epilogue of the GEMM computes a gated activation unless the dtype is float32; the same formula is then
     applied to the product.
@@ -43,7 +45,14 @@ def product(layer: Linear, x: Tensor | Tokens, activation: ActivationName | None
     else:
         a = quantize(x.reshape(-1, k), scaling=layer.activation_scaling, decoded=reads_decoded(layer))
     is_split = activation is not None and x.dtype is torch.float32
-    y = mm(a, weight, bias=layer.bias, activation=None if is_split else activation, out_dtype=x.dtype)
+    y = mm(
+        a,
+        weight,
+        bias=layer.bias,
+        activation=None if is_split else activation,
+        c=None if c is None else c.reshape(-1, layer.out_features),
+        out_dtype=x.dtype,
+    )
     if is_split:
         y = by_name[activation](y)
     return y.view(*x.shape[:-1], y.shape[-1])

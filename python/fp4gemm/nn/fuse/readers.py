@@ -12,6 +12,7 @@ from .gated import GatedMLP
 from .merged import Part
 from .source import COMPOUND, SCOPES, child_called, children_called, forward_of, mutated, parameters, written
 
+NO_READER = "no quantized layer reads its result"
 # What other code may read of the result, which Tokens have too.
 ATTRIBUTES = ("shape", "dtype", "device")
 
@@ -22,9 +23,15 @@ def readers(owner: torch.nn.Module, child: str) -> list[Linear] | str:
     if function is None:
         return f"the source of the forward of {type(owner).__name__} cannot be read"
     self_name = function.args.args[0].arg
-    result = _only_result(function, self_name, child)
+    if _num_uses(function, self_name, child) != 1:
+        return f"the forward of {type(owner).__name__} does not call it once"
+    for called, call in children_called(function, self_name):
+        for position, argument in _arguments(call):
+            if child_called(argument, self_name) == child and _is_plain(argument):
+                return _readers_in(getattr(owner, called), position) or NO_READER
+    result = _named_result(function, self_name, child)
     if result is None:
-        return f"the forward of {type(owner).__name__} does not call it once, in a statement of its own"
+        return f"the forward of {type(owner).__name__} does not pass its result to quantized layers alone"
     index, name = result
     found: list[Linear] = []
     for statement in function.body[index + 1 :]:
@@ -47,22 +54,27 @@ def readers(owner: torch.nn.Module, child: str) -> list[Linear] | str:
             return f"the forward of {type(owner).__name__} does not pass its result to quantized layers alone"
         if name in written(statement):
             break
-    return found or "no quantized layer reads its result"
+    return found or NO_READER
 
 
-def _only_result(function: ast.FunctionDef, self_name: str, child: str) -> tuple[int, str] | None:
-    """The statement ``name = self.child(...)`` of the body, if only this one has the child: index, name."""
-    num_uses = 0
-    for node in ast.walk(function):
-        if isinstance(node, ast.Attribute) and node.attr == child and isinstance(node.value, ast.Name):
-            num_uses += node.value.id == self_name
+def _num_uses(function: ast.FunctionDef, self_name: str, child: str) -> int:
+    uses = [n for n in ast.walk(function) if isinstance(n, ast.Attribute) and n.attr == child]
+    return sum(isinstance(use.value, ast.Name) and use.value.id == self_name for use in uses)
+
+
+def _named_result(function: ast.FunctionDef, self_name: str, child: str) -> tuple[int, str] | None:
+    """The index of the statement ``name = self.child(x)`` in the body, and the name."""
     for index, statement in enumerate(function.body):
-        if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-            continue
-        target = statement.targets[0]
-        if isinstance(target, ast.Name) and child_called(statement.value, self_name) == child:
-            return (index, target.id) if num_uses == 1 else None
+        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            target, call = statement.targets[0], statement.value
+            if isinstance(target, ast.Name) and child_called(call, self_name) == child and _is_plain(call):
+                return index, target.id
     return None
+
+
+def _is_plain(node: ast.expr) -> bool:
+    """Whether the node is a call with one positional argument."""
+    return isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords
 
 
 def _arguments(call: ast.Call) -> Iterator[tuple[int | str, ast.expr]]:

@@ -21,11 +21,11 @@ def forward_of(module: torch.nn.Module) -> ast.FunctionDef | None:
     """The syntax tree of the forward that a call of the module runs; None where it cannot be known."""
     if "forward" in vars(module) and accelerate_hook(module) is None:
         return None
-    return _tree_of(type(module).forward)
+    return tree_of(type(module).forward)
 
 
 @functools.cache
-def _tree_of(forward: Callable[..., object]) -> ast.FunctionDef | None:
+def tree_of(forward: Callable[..., object]) -> ast.FunctionDef | None:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):
