@@ -110,9 +110,12 @@ class _List(argparse.Action):
     def __call__(self, parser: Any, *args: Any) -> None:
         for shape in SHAPES.values():
             n = shape.num_layers
-            sizes = (shape.bytes_needed(n, 0, *what) / 1e9 for what in ((True, 0), (False, 1)))
             experts = f", {shape.num_experts} experts of which {shape.top_k}" if shape.num_experts else ""
-            print(f"{shape.name}: {n} layers{experts}; bf16 {next(sizes):.1f} GB, NVFP4 {next(sizes):.1f} GB")
+            print(
+                f"{shape.name}: {n} layers{experts}; bf16 {shape.bytes_needed(n, 0, True, 0) / 1e9:.1f} GB, "
+                f"NVFP4 {shape.bytes_needed(n, 0, False, 1) / 1e9:.1f} GB, "
+                f"cache {n * shape.cache_bytes(1024) / 1e9:.3f} GB for 1024 tokens"
+            )
         parser.exit()
 
 

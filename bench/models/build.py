@@ -12,11 +12,13 @@ from typing import Literal, cast
 
 import fp4gemm
 import torch
+from fp4gemm.activations import ActivationName, names
 from fp4gemm.nn import QuantizeReport
 from torch import Tensor, nn
 
 from .decoder import CausalLM, DecoderLayer, StaticLayer
 from .emulation import emulated
+from .experts import Experts, OssExperts
 from .shapes import Shape
 
 DTYPE = torch.bfloat16
@@ -103,9 +105,9 @@ class Variants:
         return CausalLM(self.shape, self.ends, layers)
 
 
-def build(shape: Shape, num_layers: int, names: Sequence[str], device: torch.device) -> Variants:
+def build(shape: Shape, num_layers: int, wanted: Sequence[str], device: torch.device) -> Variants:
     """The models of these names, of VARIANTS; the merged one in bf16 is always among them."""
-    layers: dict[str, list[nn.Module]] = {name: [] for name in VARIANTS if name in names or name == MERGED}
+    layers: dict[str, list[nn.Module]] = {name: [] for name in VARIANTS if name in wanted or name == MERGED}
     ends, emulations, reported = end_weights(shape, device), {}, {}
     for index in range(num_layers):
         weights = layer_weights(shape, index, device)
@@ -118,6 +120,7 @@ def build(shape: Shape, num_layers: int, names: Sequence[str], device: torch.dev
             layer = DecoderLayer(shape, weights, is_fusable=QUANTIZED[name] != "none")
             reports: list[QuantizeReport] = []
             scaling = QUANTIZED[name]
+            _quantize_experts(layer, scaling)
             found.append(
                 fp4gemm.nn.quantize_model(
                     layer, activation_scaling=scaling, fuse="auto", report=reports.append
@@ -128,6 +131,26 @@ def build(shape: Shape, num_layers: int, names: Sequence[str], device: torch.dev
                 emulations[name] = emulated(shape, weights, scaling != "none", found[0])
     models = {name: CausalLM(shape, ends, found) for name, found in layers.items()}
     return Variants(shape, ends, models, plain, emulations, reported)
+
+
+def _quantize_experts(layer: DecoderLayer, scaling: ActivationScaling) -> None:
+    """Replaces the experts of a layer, as quantize_model does it where transformers defines them.
+
+    Experts with an activation that this version of fp4gemm lacks stay in float.
+    """
+    experts = getattr(layer.mlp, "experts", None)
+    activation = cast(ActivationName, "swiglu_oai" if isinstance(experts, OssExperts) else "swiglu")
+    if isinstance(experts, Experts) and activation in names(is_gated=True):
+        layer.mlp.experts = fp4gemm.nn.Experts.from_float(
+            experts.gate_up_proj,
+            experts.down_proj,
+            experts.gate_up_proj_bias if experts.has_bias else None,
+            experts.down_proj_bias if experts.has_bias else None,
+            layout="halves" if experts.is_concatenated else "interleaved",
+            is_transposed=experts.is_transposed,
+            activation=activation,
+            activation_scaling=scaling,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,8 +20,7 @@ ROUNDINGS = 0.03  # the same between layers in bf16, of the norm
 
 def through_nvfp4(x: Tensor) -> Tensor:
     """float32 (..., k): x, quantized with an amax for each row and dequantized."""
-    rows = x if x.dim() == 3 else x.reshape(-1, x.shape[-1])
-    return fp4gemm.quantize(rows).dequantize(torch.float32).view(x.shape)
+    return fp4gemm.quantize(x.reshape(-1, x.shape[-1])).dequantize(torch.float32).view(x.shape)
 
 
 class EmulatedLinear(nn.Linear):

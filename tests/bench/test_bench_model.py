@@ -18,6 +18,7 @@ from bench.commands import model as command
 from bench.models import build as building
 from bench.models.build import MERGED, QUANTIZED, VARIANTS, build, layer_weights, make_step
 from bench.models.decoder import CausalLM, DecoderLayer
+from bench.models.experts import Experts
 from bench.models.shapes import SHAPES, Shape
 from bench.report import readme, tables
 
@@ -107,6 +108,10 @@ def test_variants_share_their_values() -> None:
     again = build(SHAPES["tiny"], 2, VARIANTS, CPU).models["bf16"].layers[1]
     assert torch.equal(again.self_attn.q_proj.weight, q)
     assert not torch.equal(made.models["bf16"].layers[0].self_attn.q_proj.weight, q)
+    assert not any(
+        isinstance(m, Experts)
+        for m in build(SHAPES["tiny-moe"], 1, VARIANTS, CPU).models["fp4gemm W4A16"].modules()
+    )
     for name in QUANTIZED:
         linears = [m for m in made.models[name].layers.modules() if isinstance(m, nn.Linear)]
         assert linears == []
