@@ -136,7 +136,7 @@ def test_every_contender_on_the_cpu(name: str) -> None:
     assert found["fp4gemm W4A4"]["weight_gb"] < found["bf16"]["weight_gb"]
     assert found["fp4gemm W4A4"]["max_diff"] > 0
     assert "merged into qkv_proj" in found["fp4gemm W4A16"]["note"]
-    assert "input_layernorm quantizes its result" in found["fp4gemm W4A4"]["note"]
+    assert "input_layernorm: quantizes its result" in found["fp4gemm W4A4"]["note"]
     assert ("fused into one gated MLP" in found["fp4gemm W4A4"]["note"]) == (name == "tiny")
     assert found["fp4gemm W4A4"]["ratio"]["bf16 merged"] > 0
     assert found[MERGED]["cosine"] == pytest.approx(1)
