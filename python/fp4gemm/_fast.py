@@ -21,13 +21,15 @@ from .containers.prepacked import PrepackedTensor
 from .ops import operators
 from .reference.epilogue import ALPHA
 
-__all__ = ["mm", "quantize"]
+__all__ = ["mm", "quantize", "rms_norm_quantize"]
 
 # The operators below torch's Python wrapper, which costs a third of a microsecond a call. Tracers must see
 # the wrapper, so nothing here runs while a graph is traced.
 _GEMM = operators.below_wrapper(operators.gemm)
 _QUANTIZE = operators.below_wrapper(operators.quantize)
 _QUANTIZE_DECODED = operators.below_wrapper(operators.quantize_decoded)
+_RMS_NORM_QUANTIZE = operators.below_wrapper(operators.rms_norm_quantize)
+_RMS_NORM_QUANTIZE_DECODED = operators.below_wrapper(operators.rms_norm_quantize_decoded)
 
 _PER_ROW = {"row": True, "tensor": False}
 _READY = support.READY["mm"]
@@ -60,6 +62,36 @@ def quantize(x: object, decoded: object, options: Mapping[str, Any]) -> NVFP4Ten
     except RuntimeError:
         pass
     return None
+
+
+def rms_norm_quantize(
+    x: object, weight: Tensor | None, eps: object, residual: object, decoded: object
+) -> tuple[NVFP4Tensor | DecodedTensor, Tensor] | None:
+    """fp4gemm.rms_norm_quantize of CUDA tensors, and the new residual, which is empty without one."""
+    if type(x) is not Tensor or not x.is_cuda or x.requires_grad or _is_compiling():
+        return None
+    if type(eps) is not float or not 0.0 <= eps <= _checks.FLOAT32_MAX:
+        return None
+    if residual is not None and (type(residual) is not Tensor or residual.requires_grad):
+        return None
+    if weight is not None and (type(weight) not in (Tensor, torch.nn.Parameter) or _is_learned(weight)):
+        return None
+    try:
+        if decoded is False:
+            codes, scales, amax, summed = _RMS_NORM_QUANTIZE(x, weight, residual, eps)
+            return NVFP4Tensor._trusted(codes, scales, amax, 448), summed
+        if decoded is True:
+            data, amax, summed = _RMS_NORM_QUANTIZE_DECODED(x, weight, residual, eps)
+            return DecodedTensor._trusted(data, amax, 448), summed
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        pass
+    return None
+
+
+def _is_learned(weight: Tensor) -> bool:
+    return weight.requires_grad and torch.is_grad_enabled()
 
 
 def mm(a: object, b: object, terms: Mapping[str, Any]) -> Tensor | None:

@@ -6,7 +6,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from . import _checks
+from . import _checks, _fast
 from ._checks import options as option_checks
 from .containers.decoded import DecodedTensor
 from .containers.nvfp4 import NVFP4Tensor
@@ -136,6 +136,9 @@ def rms_norm_quantize(
         ValueError: another rank, size, stride, alignment, device or eps.
         NotImplementedError: a tensor requires grad while grad mode is on, or the device has no kernel.
     """
+    result = _fast.rms_norm_quantize(x, weight, eps, residual, decoded)
+    if result is not None:
+        return result[0] if residual is None else result
     function = "fp4gemm.rms_norm_quantize"
     x, residual = _checks.readable_rows(x), _checks.readable_rows(residual)
     _checks.quantize_input(x, function, dtypes=_checks.HALF_DTYPES)

@@ -119,7 +119,7 @@ class Part(torch.nn.Module):
             kept = merged._take_traced(x, self.index) if is_traced else _take(merged, x, self.index)
             if kept is not None:
                 return kept
-        columns: Columns = dict(enumerate(merged(x).split(merged.sizes, -1)))
+        columns: Columns = dict(enumerate(merged(x).split_with_sizes(merged.sizes, -1)))
         own = columns.pop(self.index)
         if self.index == 0:
             if is_traced:
