@@ -44,7 +44,7 @@ def short_table(rows: Sequence[Row]) -> str:
     if modes:
         of_copy = "; ".join(f"{row['contender']} {row['of_copy']:.2f}" for row in modes)
         lines += ["", _wrapped(f"Quantizers, as a fraction of the bandwidth of a device copy: {of_copy}.")]
-    lines += _models(rows, ("fp4gemm",))
+    lines += _models(rows, is_short=True)
     return "\n".join([*lines, "", _refused(rows)])
 
 
@@ -53,40 +53,58 @@ def _products(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["bench"] != "model"]
 
 
-def _models(rows: Sequence[Row], contenders: tuple[str, ...]) -> list[str]:
-    """Lines for whole models: a table of the contenders whose names begin so; none without results."""
+def _models(rows: Sequence[Row], is_short: bool) -> list[str]:
+    """Lines for whole models, by batch; none without results. ``is_short``: a line for each of our models."""
     mine = [row for row in rows if row["bench"] == "model" and "us" in row]
     if not mine:
         return []
     batches = sorted({row["batch"] for row in mine})
     body = []
     for step in dict.fromkeys(row["step"] for row in mine):
-        found = [row for row in mine if row["step"] == step and row["contender"].startswith(contenders)]
+        found = [row for row in mine if row["step"] == step]
+        if is_short:
+            found = [row for row in found if row["role"] == "ours" and COMPILED not in row["contender"]]
         for name in dict.fromkeys(row["contender"] for row in found):
             cells = {row["batch"]: row for row in found if row["contender"] == name}
-            for how, cell in (("CUDA graph", _graph_cell), ("eager", _eager_cell)):
+            lines = (
+                [(name, _both)] if is_short else [(f"{name}, CUDA graph", _graph), (f"{name}, eager", _eager)]
+            )
+            for title, cell in lines:
                 texts = [cell(cells[batch]) if batch in cells else "" for batch in batches]
                 if any(texts):
-                    body.append((step, f"{name}, {how}", *texts))
+                    body.append((step, title, *texts))
     others = _products(rows)
     is_same = not others or others[0]["command"] == mine[0]["command"]
     where = [] if is_same else ["", _wrapped(_where(mine))]
-    title = f"Whole models, milliseconds a step (and times as fast as {MERGED} in the same mode):"
+    what = f"in a CUDA graph (and times as fast as {MERGED}: in a CUDA graph, eager)"
+    if not is_short:
+        what = f"(and times as fast as {MERGED} in the same mode)"
     headings = ("model and step", "batch =", *map(str, batches))
-    return [*where, "", title, "", *table_lines(headings, body)]
+    return [*where, "", f"Whole models, milliseconds a step {what}:", "", *table_lines(headings, body)]
 
 
-def _graph_cell(row: Row) -> str:
-    rival = MERGED + (COMPILED if row["contender"].endswith(COMPILED) else "")
-    return _milliseconds(row["us"], row.get("ratio", {}).get(rival))
+def _rival(row: Row) -> float | None:
+    """How many times as fast as the merged model in bf16 a row is in a CUDA graph, compiled as that is."""
+    name = MERGED + (COMPILED if row["contender"].endswith(COMPILED) else "")
+    ratio: float | None = row.get("ratio", {}).get(name)
+    return ratio
 
 
-def _eager_cell(row: Row) -> str:
+def _both(row: Row) -> str:
+    return _milliseconds(row["us"], _rival(row), row.get("eager_ratio"))
+
+
+def _graph(row: Row) -> str:
+    return _milliseconds(row["us"], _rival(row))
+
+
+def _eager(row: Row) -> str:
     return _milliseconds(row["eager_us"], row.get("eager_ratio")) if "eager_us" in row else ""
 
 
-def _milliseconds(us: float, ratio: float | None) -> str:
-    return f"{us / 1e3:.2f}" + ("" if ratio is None else f" ({ratio:.2f})")
+def _milliseconds(us: float, *ratios: float | None) -> str:
+    known = ", ".join(f"{ratio:.2f}" for ratio in ratios if ratio is not None)
+    return f"{us / 1e3:.2f}" + (f" ({known})" if known else "")
 
 
 def _cell(row: Row, baselines: Sequence[str]) -> str:
@@ -128,7 +146,7 @@ def tables(rows: Sequence[Row]) -> str:
             if "us" in row
         ]
         lines += ["", *table_lines(("quantizer", "x", "us", "of copy bandwidth"), body)]
-    lines += _models(rows, ("bf16", "fp4gemm"))
+    lines += _models(rows, is_short=False)
     return "\n".join([*lines, "", _refused(rows)])
 
 
