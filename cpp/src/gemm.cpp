@@ -229,6 +229,8 @@ fp4gemm_status_t quantize_a(GemmArgs const& args, Plan const& plan, char* worksp
   quantize.row.amax = reinterpret_cast<float*>(workspace + plan.amax_offset);
   quantize.offs = args.offs;
   quantize.num_groups = args.num_groups;
+  quantize.x_rows = args.a_rows;
+  quantize.x_num_rows = args.a_num_rows;
   return launch_quantize(quantize, plan.device, stream);
 }
 

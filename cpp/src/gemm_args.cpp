@@ -54,10 +54,6 @@ fp4gemm_status_t check_quantization(GemmArgs const& args) {
                   "a_num_rows: is %lld rows of %lld elements, must have at most %lld elements in all",
                   ll(args.a_num_rows), ll(args.k), ll(Rules::kMaxElements));
   }
-  if (args.a_rows != nullptr) {
-    return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "a_rows: is %p, must be null in this version",
-                static_cast<void const*>(args.a_rows));
-  }
   if (!quantizes_a(args)) {
     FP4GEMM_CHECK(args.a_row_stride == 0, "a_row_stride: is %lld, must be 0 without quantize_a",
                   ll(args.a_row_stride));

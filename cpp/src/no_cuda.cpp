@@ -1,6 +1,7 @@
 // Replaces the device code in a build without CUDA: every use of a device fails and says why.
 #include "device.hpp"
 #include "error.hpp"
+#include "moe/moe.hpp"
 #include "quantize/quantize.hpp"
 
 namespace fp4gemm {
@@ -36,6 +37,12 @@ fp4gemm_status_t launch_prepack(int, int64_t, int64_t, void const*, void const*,
   return no_cuda();
 }
 fp4gemm_status_t launch_unprepack(int, int64_t, int64_t, void const*, void*, void*, fp4gemm_stream_t) {
+  return no_cuda();
+}
+fp4gemm_status_t launch_route(fp4gemm_route_args_t const&, DeviceProperties const&, void*, fp4gemm_stream_t) {
+  return no_cuda();
+}
+fp4gemm_status_t launch_combine(fp4gemm_combine_args_t const&, DeviceProperties const&, fp4gemm_stream_t) {
   return no_cuda();
 }
 fp4gemm_status_t launch_nothing(fp4gemm_stream_t) { return no_cuda(); }

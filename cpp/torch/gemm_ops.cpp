@@ -2,6 +2,18 @@
 #include "gemm_ops.hpp"
 
 namespace fp4gemm_torch {
+
+bool is_gated(int64_t activation) {
+  fp4gemm_activation_info_t info{};
+  for (int i = 0; i < fp4gemm_activation_count(); ++i) {
+    check_status(fp4gemm_activation_info(i, &info));
+    if (info.activation == activation) {
+      return info.is_gated != 0;
+    }
+  }
+  return false;  // no activation has this number; the C interface refuses it
+}
+
 namespace {
 
 /// The shape of a matrix, or of a stack of matrices, that is (rows, k) elements each.
@@ -51,17 +63,6 @@ fp4gemm_operand_t operand_of(char const* name, char const* scale_name, Tensor co
   check_stacked_scales(scale_name, *scales, data.dim() == 3 ? shape.matrices : 0, scale_rows, shape.k,
                        device);
   return {data.const_data_ptr(), scales->const_data_ptr(), FP4GEMM_FORMAT_NVFP4};
-}
-
-bool is_gated(int64_t activation) {
-  fp4gemm_activation_info_t info{};
-  for (int i = 0; i < fp4gemm_activation_count(); ++i) {
-    check_status(fp4gemm_activation_info(i, &info));
-    if (info.activation == activation) {
-      return info.is_gated != 0;
-    }
-  }
-  return false;  // no activation has this number; the C interface refuses it
 }
 
 /// The arguments of both operators, with the names of their schemas, and what follows from them.

@@ -8,6 +8,9 @@
 
 namespace fp4gemm_torch {
 
+/// Whether D has half the columns of the accumulator with this activation (a number of the schemas).
+bool is_gated(int64_t activation);
+
 /// A dense GEMM, or a grouped one where offs is given. D is (m, n), or (groups, m, n) ragged in k, where b is
 /// one matrix.
 Tensor gemm(Tensor const& a, Tensor const& b, std::optional<Tensor> scale_a, std::optional<Tensor> scale_b,

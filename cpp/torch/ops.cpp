@@ -7,17 +7,18 @@
 
 #include "gemm_ops.hpp"
 #include "linear_ops.hpp"
+#include "moe_ops.hpp"
 #include "quantize_ops.hpp"
 
 STABLE_TORCH_LIBRARY(fp4gemm, m) {
 #define FP4GEMM_CAST_SCHEMA FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_SCHEMA)
   m.def("quantize(Tensor x, Tensor? amax, bool per_row, int axis=-1, int block_rows=1" FP4GEMM_CAST_SCHEMA
-        ", Tensor? offs=None) -> (Tensor, Tensor, Tensor)");
+        ", Tensor? offs=None, Tensor? rows=None) -> (Tensor, Tensor, Tensor)");
   m.def(
       "quantize_both(Tensor x, Tensor? amax, Tensor? amax_t, bool per_row, "
       "int block_rows=1" FP4GEMM_CAST_SCHEMA ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("quantize_decoded(Tensor x, Tensor? amax, bool per_row" FP4GEMM_CAST_SCHEMA
-        ", Tensor? offs=None) -> (Tensor, Tensor)");
+        ", Tensor? offs=None, Tensor? rows=None) -> (Tensor, Tensor)");
 #undef FP4GEMM_CAST_SCHEMA
   m.def("silu_and_mul_quantize(Tensor x, Tensor? offs=None) -> (Tensor, Tensor, Tensor)");
   m.def("silu_and_mul_quantize_decoded(Tensor x, Tensor? offs=None) -> (Tensor, Tensor)");
@@ -36,8 +37,7 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
   m.def("mxfp8_quantize(Tensor x, int axis, ScalarType dtype, bool swizzled) -> (Tensor, Tensor)");
   m.def("mxfp8_dequantize(Tensor values, Tensor scales, ScalarType dtype, bool swizzled) -> Tensor");
   m.def("route(Tensor topk_ids, int num_experts) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "combine(Tensor y, Tensor row_of_pair, Tensor topk_weights, ScalarType? out_dtype=None) -> Tensor");
+  m.def("combine(Tensor y, Tensor row_of_pair, Tensor topk_weights, ScalarType? out_dtype=None) -> Tensor");
   m.def(
       "experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor? w13_scales, "
       "Tensor w13_amax, Tensor? w13_bias, Tensor w2, Tensor? w2_scales, Tensor w2_amax, Tensor? w2_bias, "
@@ -75,5 +75,8 @@ STABLE_TORCH_LIBRARY_IMPL(fp4gemm, CUDA, m) {
   m.impl("unprepack", TORCH_BOX(&fp4gemm_torch::unprepack));
   m.impl("gemm", TORCH_BOX(&fp4gemm_torch::gemm));
   m.impl("gemm_out", TORCH_BOX(&fp4gemm_torch::gemm_out));
+  m.impl("route", TORCH_BOX(&fp4gemm_torch::route));
+  m.impl("combine", TORCH_BOX(&fp4gemm_torch::combine));
+  m.impl("experts", TORCH_BOX(&fp4gemm_torch::experts));
   m.impl("linear", TORCH_BOX(&fp4gemm_torch::linear));
 }

@@ -124,6 +124,22 @@ fp4gemm_quantize_args_t quantize_args(Tensor const& x, QuantizeOptions const& op
   return args;
 }
 
+/// Sets the rows of x that are quantized, if they are given, and their number.
+void set_rows(fp4gemm_quantize_args_t& args, std::optional<Tensor> const& rows, int32_t device) {
+  if (!rows.has_value()) {
+    return;
+  }
+  check_dims("rows", *rows, 1);
+  check_contiguous("rows", *rows, ScalarType::Int, device);
+  int64_t const num_rows = args.m;
+  args.m = rows->size(0);
+  if (args.m == 0) {
+    return;  // an empty tensor may have a null pointer, which would mean that all rows are quantized
+  }
+  args.x_num_rows = num_rows;
+  args.x_rows = static_cast<int32_t const*>(rows->const_data_ptr());
+}
+
 fp4gemm_hadamard_t hadamard_of(QuantizeOptions const& options) {
   return static_cast<fp4gemm_hadamard_t>(narrow("hadamard", options.hadamard));
 }
@@ -207,12 +223,13 @@ fp4gemm_fp8_t fp8_of(char const* name, ScalarType type) {
 std::tuple<Tensor, Tensor, Tensor> quantize(Tensor const& x, std::optional<Tensor> amax, bool per_row,
                                             int64_t axis,
                                             int64_t block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_PARAMETER),
-                                            std::optional<Tensor> offs) {
+                                            std::optional<Tensor> offs, std::optional<Tensor> rows) {
   int32_t const device = x.get_device_index();
   QuantizeOptions const options{per_row, block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_ARGUMENT), offs};
   fp4gemm_quantize_args_t args = quantize_args(x, options, device);
   STD_TORCH_CHECK(axis == -1 || axis == 0, "axis: is ", axis, ", must be -1 or 0");
   bool const along_m = axis == 0;
+  set_rows(args, rows, device);
   STD_TORCH_CHECK(!along_m || offs.has_value() || (args.m > 0 && args.m % 16 == 0), "x: m is ", args.m,
                   ", must be a positive multiple of 16 for axis 0");
   fp4gemm_quantized_t& side = along_m ? args.column : args.row;
@@ -248,11 +265,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_both(
 
 std::tuple<Tensor, Tensor> quantize_decoded(Tensor const& x, std::optional<Tensor> amax,
                                             bool per_row FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_PARAMETER),
-                                            std::optional<Tensor> offs) {
+                                            std::optional<Tensor> offs, std::optional<Tensor> rows) {
   int32_t const device = x.get_device_index();
   QuantizeOptions const options{per_row, 1 FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_ARGUMENT), offs};
   fp4gemm_quantize_args_t args = quantize_args(x, options, device);
   args.row.hadamard = hadamard_of(options);
+  set_rows(args, rows, device);
   Tensor measured = set_amax("amax", args.row, args.m, amax, per_row, args.num_groups, device);
   Tensor data = set_decoded(args.row, args.m, args.k, device);
   check_status(fp4gemm_quantize(&args, device, current_stream(device)));

@@ -33,8 +33,8 @@ def route(topk_ids: Tensor, num_experts: int) -> Routing:
     token, slot)::
 
         routing = fp4gemm.route(topk_ids, num_experts)
-        rows = tokens[routing.token_of_row]                                # (t * top_k, k)
-        y = fp4gemm.grouped_mm(fp4gemm.quantize(rows, offs=routing.offs), experts)
+        rows = fp4gemm.quantize(tokens, rows=routing.token_of_row, offs=routing.offs)   # (t * top_k, k)
+        y = fp4gemm.grouped_mm(rows, experts)                              # (t * top_k, n)
         out = fp4gemm.combine(y, routing.row_of_pair, topk_weights)        # (t, n)
 
     Nothing is read on the host: a captured CUDA graph may be replayed with other ids in the same memory. The

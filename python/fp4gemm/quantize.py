@@ -103,6 +103,10 @@ def quantize(
             weights, the groups are columns of x.T: each is padded with zeros to a multiple of 64 columns,
             ``layout.grouped_columns(m, g)`` altogether, and amax is over the rows of all groups. On a GPU the
             values are not checked, since that would synchronise.
+        rows: int32 (m,) on the device of x: row i of what is quantized is row rows[i] of x, in one pass, as
+            for the tokens of experts (:func:`fp4gemm.route`). A row outside of x, as -1 is, gives zeros and
+            amax 0. Only with scaling "row", axis -1, an amax that is computed, x of rank 2, and the defaults
+            of the other options but offs and decoded.
         decoded: True returns ``decode(quantize(x, ...))``, bit for bit, in one pass: float16 q * s, which
             GPUs without FP4 tensor cores multiply (see :class:`DecodedTensor`).
 
@@ -114,16 +118,17 @@ def quantize(
         TypeError: an argument has another Python type or dtype.
         ValueError: an argument has another rank, size, device or value; e4m3_max=256 without four_over_six;
             hadamard_signs without hadamard; generator or rng_state without stochastic, or both of them.
-        NotImplementedError: block (16, 16) with scaling "row", encode "te_per_token", hadamard, stochastic or
-            offs; four_over_six with encode "te_per_token", hadamard or stochastic; decoded with axis=0 or
-            block (16, 16); x requires grad while grad mode is on; the device has no kernel.
+        NotImplementedError: rows with an option that it excludes; block (16, 16) with scaling "row", encode
+            "te_per_token", hadamard, stochastic or offs; four_over_six with encode "te_per_token", hadamard
+            or stochastic; decoded with axis=0 or block (16, 16); x requires grad while grad mode is on; the
+            device has no kernel.
     """
     result = _fast.quantize(x, decoded, options)
     if result is not None:
         return result
     values = option_checks.completed("quantize", options, _DEFAULTS)
     x = _checks.readable_rows(x)
-    amax, offs = values["amax"], option_checks.as_int32(values["offs"])
+    amax, offs, gathered = values["amax"], option_checks.as_int32(values["offs"]), values["rows"]
     stack_size, rows = stacks.stack_input(x, "fp4gemm.quantize")
     arguments = option_checks.operator_arguments(values, offs)
     axis = option_checks.axis(values["axis"], x, _checks.BLOCK if offs is None else None)
@@ -143,8 +148,13 @@ def quantize(
                 entries = offs.shape[0]
             _checks.exact_vector("amax", amax, entries, torch.float32, x.device, "x")
     state = option_checks.random_state(values, x)
+    call = QuantizeCall(rows, amax, axis=axis, rng_state=state, offs=offs, rows=gathered, **arguments)
+    if gathered is not None:
+        if stack_size:
+            raise ValueError(f"rows: got {_checks.describe(gathered)}, must be None for x of rank 3")
+        option_checks.gather_rows(gathered, x.device)
+        option_checks.gather_alone(call)
     ready(x, "quantize")
-    call = QuantizeCall(rows, amax, axis=axis, rng_state=state, offs=offs, **arguments)
     signs = values["hadamard_signs"] if arguments["hadamard"] else None
     if decoded:
         if stack_size:

@@ -81,7 +81,7 @@ def test_implementations_have_the_parameters_of_the_schema(name: str, module: An
 def test_quantizer_options_reach_the_operators() -> None:
     """Each option stands for a parameter of quantize, and each parameter comes from somewhere."""
     arguments = option_checks.operator_arguments(option_checks.defaults_of(option_checks.QuantizeOptions))
-    given = {"x", "amax", "axis", "rng_state", "offs"}
+    given = {"x", "amax", "axis", "rng_state", "offs", "rows"}
     assert {*arguments, *given} == set(SCHEMAS["quantize"]._fields)
     assert {**SCHEMAS["quantize"]._field_defaults, **arguments} == {
         **SCHEMAS["quantize"]._field_defaults,
@@ -103,7 +103,7 @@ def test_help_shows_every_keyword() -> None:
         assert [p for p in parameters if p in terms] == terms
         assert not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     shared = set(option_checks.OPTIONS)
-    assert shared | {"x", "axis", "amax", "offs", "decoded"} == set(
+    assert shared | {"x", "axis", "amax", "offs", "rows", "decoded"} == set(
         inspect.signature(fp4gemm.quantize).parameters
     )
     assert shared | {"x", "amax", "amax_t"} == set(inspect.signature(fp4gemm.quantize_both).parameters)

@@ -17,6 +17,8 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "fp4gemm_operand": capi.Operand,
     "fp4gemm_vector": capi.Vector,
     "fp4gemm_gemm_args": capi.GemmArgs,
+    "fp4gemm_route_args": capi.RouteArgs,
+    "fp4gemm_combine_args": capi.CombineArgs,
     "fp4gemm_architecture_info": capi.ArchitectureInfo,
     "fp4gemm_activation_info": capi.ActivationInfo,
     "fp4gemm_kernel_info": capi.KernelInfo,

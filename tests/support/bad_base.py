@@ -101,7 +101,7 @@ SPARSE = ones(M, K).to_sparse()
 STATE = torch.tensor([1, 2])
 OPERATOR_OPTIONS: dict[str, Any] = {
     "per_row": True,
-    **{n: value for n, value in QuantizeCall._field_defaults.items() if n not in ("axis", "offs")},
+    **{n: value for n, value in QuantizeCall._field_defaults.items() if n not in ("axis", "offs", "rows")},
 }
 QUANTIZER_OPTIONS: dict[str, Any] = {name: option.default for name, option in OPTIONS.items()}
 TERMS: dict[str, Any] = {
@@ -123,6 +123,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
             "axis": -1,
             "amax": None,
             "offs": None,
+            "rows": None,
             "decoded": False,
             **QUANTIZER_OPTIONS,
         },
@@ -246,7 +247,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
     "is_supported": (fp4gemm.is_supported, lambda: {"device": None}),
     "reference.quantize": (
         reference.quantize,
-        lambda: {"x": ones(M, K), "amax": None, "axis": -1, "offs": None, **OPERATOR_OPTIONS},
+        lambda: {"x": ones(M, K), "amax": None, "axis": -1, "offs": None, "rows": None, **OPERATOR_OPTIONS},
     ),
     "reference.quantize_both": (
         reference.quantize_both,

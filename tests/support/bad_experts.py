@@ -78,6 +78,66 @@ for name in (*C.split(), "reference.experts"):
 add(C, "out_dtype", "type", lambda: "bfloat16", TYPE, "got 'bfloat16' (str), must be torch.bfloat16")
 add(C, "out_dtype", "float64", lambda: torch.float64, TYPE, "dtype is torch.float64, must be")
 
+Q = "quantize reference.quantize"
+PICK = torch.tensor([3, -1], dtype=torch.int32)
+add(
+    f"{Q} reference.quantize_decoded",
+    "rows",
+    "type",
+    lambda: [3, -1],
+    TYPE,
+    "got [3, -1] (list), must be a torch.Tensor",
+)
+add(
+    f"{Q} reference.quantize_decoded",
+    "rows",
+    "dtype",
+    lambda: PICK.long(),
+    TYPE,
+    "dtype is torch.int64, must be torch.int32",
+)
+add(
+    f"{Q} reference.quantize_decoded",
+    "rows",
+    "rank",
+    lambda: PICK.view(1, 2),
+    VALUE,
+    "shape is (1, 2), must have rank 1",
+)
+add(
+    f"{Q} reference.quantize_decoded",
+    "rows",
+    "device",
+    lambda: PICK.to("meta"),
+    VALUE,
+    "device is meta, must be cpu",
+)
+add(
+    f"{Q} reference.quantize_decoded",
+    "rows",
+    "strides",
+    lambda: every_other(PICK),
+    VALUE,
+    "must be contiguous",
+)
+ALONE = "must be None with it; rows needs scaling 'row'"
+for kind, facade, operator in (
+    ("tensor", {"scaling": "tensor"}, {"per_row": False}),
+    ("encode", {"encode": "te_per_token"}, {"encode": 1}),
+    ("four_over_six", {"four_over_six": "mae"}, {"four_over_six": 1}),
+    ("hadamard", {"hadamard": "bf16"}, {"hadamard": 1}),
+    ("random", {"stochastic": True}, {"rng_state": torch.tensor([1, 2])}),
+):
+    add_together("quantize", f"rows-{kind}", lambda f=facade: {"rows": PICK, **f}, NOT, ALONE, "rows")
+    add_together(
+        "reference.quantize", f"rows-{kind}", lambda o=operator: {"rows": PICK, **o}, NOT, ALONE, "rows"
+    )
+add_together(Q, "rows-amax", lambda: {"rows": PICK, "amax": ones(33)}, NOT, ALONE, "rows")
+add_together(Q, "rows-axis", lambda: {"rows": PICK, "x": ones(48, D), "axis": 0}, NOT, ALONE, "rows")
+add_together(
+    "quantize", "rows-stack", lambda: {"rows": PICK, "x": ones(2, 48, D)}, VALUE, "for x of rank 3", "rows"
+)
+
 X = "reference.experts"
 add(X, "x", "type", lambda: None, TYPE, "got None (NoneType), must be a torch.Tensor")
 add(X, "x", "dtype", lambda: ones(T, D).double(), TYPE, "dtype is torch.float64, must be")

@@ -64,6 +64,8 @@ class QuantizeArgs(Args):
         ("rng_state", c_void_p),
         ("offs", c_void_p),
         ("num_groups", c_int),
+        ("x_rows", c_void_p),
+        ("x_num_rows", c_int64),
     ]
     _defaults_: ClassVar[dict[str, object]] = {
         "x_dtype": BF16,
@@ -115,6 +117,39 @@ class GemmArgs(Args):
     _defaults_: ClassVar[dict[str, object]] = {"alpha": 1.0, "beta": 1.0}
 
 
+class RouteArgs(Args):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("num_tokens", c_int64),
+        ("top_k", c_int),
+        ("num_experts", c_int),
+        ("topk_ids", c_void_p),
+        ("ids_are_64_bits", c_int),
+        ("offs", c_void_p),
+        ("token_of_row", c_void_p),
+        ("row_of_pair", c_void_p),
+    ]
+    _defaults_: ClassVar[dict[str, object]] = {"top_k": 1}
+
+
+class CombineArgs(Args):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("num_tokens", c_int64),
+        ("top_k", c_int),
+        ("num_rows", c_int64),
+        ("d", c_int64),
+        ("y", c_void_p),
+        ("y_dtype", c_int),
+        ("row_of_pair", c_void_p),
+        ("topk_weights", c_void_p),
+        ("weights_dtype", c_int),
+        ("out", c_void_p),
+        ("out_dtype", c_int),
+    ]
+    _defaults_: ClassVar[dict[str, object]] = {"top_k": 1, "weights_dtype": FP32}
+
+
 class ArchitectureInfo(ctypes.Structure):
     _fields_ = [("arch", c_int), ("devices", c_char_p), ("is_executed", c_int)]
 
@@ -146,6 +181,9 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.fp4gemm_gemm_workspace_bytes.argtypes = [POINTER(GemmArgs), c_int, POINTER(c_size_t)]
     library.fp4gemm_gemm.argtypes = [POINTER(GemmArgs), c_void_p, c_size_t, c_int, c_void_p]
     library.fp4gemm_quantize.argtypes = [POINTER(QuantizeArgs), c_int, c_void_p]
+    library.fp4gemm_route_workspace_bytes.argtypes = [POINTER(RouteArgs), POINTER(c_size_t)]
+    library.fp4gemm_route.argtypes = [POINTER(RouteArgs), c_void_p, c_size_t, c_int, c_void_p]
+    library.fp4gemm_combine.argtypes = [POINTER(CombineArgs), c_int, c_void_p]
     library.fp4gemm_activation_info.argtypes = [c_int, POINTER(ActivationInfo)]
     library.fp4gemm_architecture_info.argtypes = [c_int, POINTER(ArchitectureInfo)]
     library.fp4gemm_kernel_info.argtypes = [c_int, POINTER(KernelInfo)]

@@ -1,5 +1,5 @@
-/* The C interface of fp4gemm: NVFP4 quantization, decoding, and dense and grouped GEMM with every scale
- * vector in the epilogue.
+/* The C interface of fp4gemm: NVFP4 quantization, decoding, dense and grouped GEMM with every scale vector in
+ * the epilogue, and the routing of mixtures of experts.
  *
  * The GEMM computes, with A (m,k), B (n,k), C and D (m,n) all row-major,
  *
@@ -156,7 +156,7 @@ typedef struct fp4gemm_quantize_args {
   size_t struct_size;
   int64_t m, k;  /* k is a positive multiple of 16; m may be 0, and must be a multiple of 16 if `column` is
                     computed without groups */
-  const void* x; /* (m, k), 16-byte aligned */
+  const void* x; /* (m, k), or (x_num_rows, k) with x_rows; 16-byte aligned */
   int64_t x_row_stride; /* elements; rows must start on 16-byte boundaries */
   fp4gemm_dtype_t x_dtype;
   fp4gemm_scaling_t scaling;
@@ -171,6 +171,10 @@ typedef struct fp4gemm_quantize_args {
   const int64_t* rng_state; /* {seed, offset} on the device for stochastic rounding; NULL: to nearest even */
   const int32_t* offs; /* (num_groups) cumulative ends of groups of rows, on the device; NULL: no groups */
   int num_groups;
+  const int32_t* x_rows; /* (m) on the device: row i of the input is row x_rows[i] of x, or zeros if that is
+                            outside of 0..x_num_rows - 1; NULL: row i of x. Only with row scaling of `row`
+                            whose amax is computed, and the defaults of the options above */
+  int64_t x_num_rows;    /* rows of x, with x_rows */
 } fp4gemm_quantize_args_t;
 #define FP4GEMM_QUANTIZE_ARGS_INIT  \
   {sizeof(fp4gemm_quantize_args_t), \
@@ -189,6 +193,8 @@ typedef struct fp4gemm_quantize_args {
    448,                             \
    0,                               \
    NULL,                            \
+   NULL,                            \
+   0,                               \
    NULL,                            \
    0}
 
@@ -545,6 +551,66 @@ FP4GEMM_API fp4gemm_status_t fp4gemm_gemm_workspace_bytes(const fp4gemm_gemm_arg
  * and are undefined afterwards. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_gemm(const fp4gemm_gemm_args_t* args, void* workspace,
                                           size_t workspace_bytes, int device, fp4gemm_stream_t stream);
+
+/* ---- mixtures of experts ---- */
+
+typedef struct fp4gemm_route_args {
+  size_t struct_size;
+  int64_t num_tokens;    /* t; t * top_k is at most INT32_MAX */
+  int top_k;             /* slots of a token, at least 1 */
+  int num_experts;       /* 1 to 2048 */
+  const void* topk_ids;  /* (t, top_k) int32_t or int64_t: the expert of each slot */
+  int ids_are_64_bits;   /* 1: topk_ids are int64_t */
+  int32_t* offs;         /* out (num_experts): offs[e] slots name an expert 0..e */
+  int32_t* token_of_row; /* out (t * top_k): the token of each row, -1 from offs[num_experts - 1] on */
+  int32_t* row_of_pair;  /* out (t, top_k): the row of each slot, -1 for no expert */
+} fp4gemm_route_args_t;
+#define FP4GEMM_ROUTE_ARGS_INIT {sizeof(fp4gemm_route_args_t), 0, 1, 0, NULL, 0, NULL, NULL, NULL}
+
+/* Bytes of workspace that fp4gemm_route needs; 0 for some thousand slots or fewer. The pointers are not used.
+ */
+FP4GEMM_API fp4gemm_status_t fp4gemm_route_workspace_bytes(const fp4gemm_route_args_t* args, size_t* bytes);
+
+/* Sorts the slots of all tokens by (expert, token, slot). Each becomes a row, except for those whose id is
+ * outside of 0..num_experts - 1: they name no expert. If a token names an expert twice, both slots have a
+ * row. The result is the same in every run. workspace: at least that many bytes, 16-byte aligned, as in
+ * fp4gemm_gemm. */
+FP4GEMM_API fp4gemm_status_t fp4gemm_route(const fp4gemm_route_args_t* args, void* workspace,
+                                           size_t workspace_bytes, int device, fp4gemm_stream_t stream);
+
+typedef struct fp4gemm_combine_args {
+  size_t struct_size;
+  int64_t num_tokens; /* t */
+  int top_k;
+  int64_t num_rows; /* of y */
+  int64_t d;        /* a positive multiple of 8 */
+  const void* y;    /* (num_rows, d) contiguous, 16-byte aligned */
+  fp4gemm_dtype_t y_dtype;
+  const int32_t* row_of_pair; /* (t, top_k) */
+  const void* topk_weights;   /* (t, top_k); NULL: all are 1 */
+  fp4gemm_dtype_t weights_dtype;
+  void* out; /* out (t, d) contiguous, 16-byte aligned */
+  fp4gemm_dtype_t out_dtype;
+} fp4gemm_combine_args_t;
+#define FP4GEMM_COMBINE_ARGS_INIT  \
+  {sizeof(fp4gemm_combine_args_t), \
+   0,                              \
+   1,                              \
+   0,                              \
+   0,                              \
+   NULL,                           \
+   FP4GEMM_BF16,                   \
+   NULL,                           \
+   NULL,                           \
+   FP4GEMM_FP32,                   \
+   NULL,                           \
+   FP4GEMM_BF16}
+
+/* out[i] = cast(s) with s = 0 at first, and s = s + topk_weights[i,j] * y[row_of_pair[i,j]] for ascending j.
+ * Each multiplication and addition rounds once to fp32. A slot whose row is outside of 0..num_rows - 1 is
+ * skipped. */
+FP4GEMM_API fp4gemm_status_t fp4gemm_combine(const fp4gemm_combine_args_t* args, int device,
+                                             fp4gemm_stream_t stream);
 
 /* ---- the architectures and the kernel table ---- */
 

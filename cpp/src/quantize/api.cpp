@@ -4,28 +4,11 @@
 
 #include "architecture.hpp"
 #include "check.hpp"
-#include "device.hpp"
+#include "quantize/on_device.hpp"
 #include "quantize/quantize.hpp"
 
 namespace fp4gemm {
 namespace {
-
-/// Makes the device current and calls launch(properties), if this build has kernels for its compute
-/// capability.
-template <class Launch>
-fp4gemm_status_t on_device(int device, Launch const& launch) {
-  DeviceProperties properties;
-  FP4GEMM_TRY(device_properties(device, &properties));
-  if (fp4gemm_quantize_supported(properties.arch) == 0) {
-    return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
-                "device: %d has compute capability %d.%d, for which this build (%s) has no quantize kernels; "
-                "build fp4gemm with that architecture in FP4GEMM_CUDA_ARCHS",
-                device, properties.arch / 10, properties.arch % 10, fp4gemm_built_archs());
-  }
-  DeviceGuard const guard(device);
-  FP4GEMM_TRY(guard.status());
-  return launch(properties);
-}
 
 fp4gemm_status_t check_enum(char const* name, int value, int most, char const* wanted) {
   FP4GEMM_CHECK(value >= 0 && value <= most, "%s: is %d, must be %s", name, value, wanted);
@@ -40,8 +23,8 @@ fp4gemm_status_t check_16_bit(char const* name, fp4gemm_dtype_t dtype) {
 
 /// Checks m and k and the input x (m, columns): type, row stride and memory.
 fp4gemm_status_t check_input(int64_t m, int64_t k, void const* x, int64_t row_stride, int64_t columns,
-                             fp4gemm_dtype_t dtype) {
-  FP4GEMM_TRY(check_size("m", m, 0, 1));
+                             fp4gemm_dtype_t dtype, char const* name_of_m = "m") {
+  FP4GEMM_TRY(check_size(name_of_m, m, 0, 1));
   FP4GEMM_TRY(check_size("k", k, Rules::kQuantizeK, Rules::kQuantizeK, Rules::kMaxK));
   FP4GEMM_TRY(check_dtype("x_dtype", dtype));
   FP4GEMM_TRY(check_row_stride("x_row_stride", row_stride, columns, dtype_bytes(dtype)));
@@ -101,6 +84,24 @@ fp4gemm_status_t check_combination(fp4gemm_quantize_args_t const& args) {
   return FP4GEMM_SUCCESS;
 }
 
+/// Refuses a gather of rows with anything but row scaling of `row`, a computed amax and default options.
+fp4gemm_status_t check_gather(fp4gemm_quantize_args_t const& args) {
+  FP4GEMM_TRY(check_buffer("x_rows", args.x_rows, 0, sizeof(int32_t)));
+  FP4GEMM_CHECK(args.x_rows != nullptr || args.x_num_rows == 0,
+                "x_num_rows: is %lld, must be 0 where x_rows is null", ll(args.x_num_rows));
+  if (args.x_rows != nullptr &&
+      (args.scaling != FP4GEMM_SCALING_ROW || args.column.codes != nullptr ||
+       args.row.amax_given != nullptr || args.row.hadamard != FP4GEMM_HADAMARD_NONE || args.block_rows != 1 ||
+       args.encode != FP4GEMM_ENCODE_TE || args.four_over_six != FP4GEMM_FOUR_OVER_SIX_NONE ||
+       args.rng_state != nullptr)) {
+    return unsupported(
+        "x_rows: requires FP4GEMM_SCALING_ROW, row alone with an amax that is computed, and "
+        "FP4GEMM_ENCODE_TE "
+        "without Hadamard, four over six and stochastic rounding");
+  }
+  return FP4GEMM_SUCCESS;
+}
+
 /// Checks the buffers of a result: codes and scales, or decoded values instead of both.
 fp4gemm_status_t check_result(char const* prefix, uint8_t const* codes, uint8_t const* scales,
                               void const* decoded, int64_t elems) {
@@ -142,7 +143,10 @@ fp4gemm_status_t check_side(char const* name, fp4gemm_quantized_t const& side, i
 
 fp4gemm_status_t quantize(fp4gemm_quantize_args_t const* args, int device, fp4gemm_stream_t stream) {
   FP4GEMM_TRY(check_args(args));
-  FP4GEMM_TRY(check_input(args->m, args->k, args->x, args->x_row_stride, args->k, args->x_dtype));
+  int64_t const rows_of_x = args->x_rows != nullptr ? args->x_num_rows : args->m;
+  FP4GEMM_TRY(check_size("m", args->m, 0, 1));
+  FP4GEMM_TRY(check_input(rows_of_x, args->k, args->x, args->x_row_stride, args->k, args->x_dtype,
+                          args->x_rows != nullptr ? "x_num_rows" : "m"));
   FP4GEMM_TRY(check_scaling(args->scaling));
   FP4GEMM_CHECK(args->block_rows == 1 || args->block_rows == 16, "block_rows: is %d, must be 1 or 16",
                 args->block_rows);
@@ -155,6 +159,7 @@ fp4gemm_status_t quantize(fp4gemm_quantize_args_t const* args, int device, fp4ge
                 args->hadamard_signs);
   FP4GEMM_TRY(check_buffer("rng_state", args->rng_state, 0, sizeof(int64_t)));
   FP4GEMM_TRY(check_groups(args->offs, args->num_groups));
+  FP4GEMM_TRY(check_gather(*args));
   FP4GEMM_TRY(check_combination(*args));
   bool const per_row = args->scaling == FP4GEMM_SCALING_ROW;
   bool const wants_column = args->column.codes != nullptr;

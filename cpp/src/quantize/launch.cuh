@@ -38,6 +38,8 @@ inline RowLaunch row_launch(Input const& input, int64_t m, int64_t k, fp4gemm_dt
 }
 
 void launch_rows_te(RowLaunch const& launch);
+/// launch_rows_te with the gather that params.input describes, and an amax that is found.
+void launch_rows_gathered(RowLaunch const& launch);
 void launch_rows_variant(RowLaunch const& launch);
 void launch_rows_hadamard(RowLaunch const& launch, fp4gemm_hadamard_t hadamard);
 void launch_rows_four_over_six(RowLaunch const& launch);
@@ -117,6 +119,35 @@ void launch_rows_any(RowLaunch const& launch) {
   (void)(launch_rows<Loader, Cast, RowShape<kEither, kQuads, true, false, 32, kDepth>>(launch) ||
          launch_rows<Loader, Cast, RowShape<kEither, kQuads, true, false, 512 / kDepth, kDepth>>(launch) ||
          launch_rows<Loader, Cast, RowShape<kEither, kQuads, true, true, 256, 2>>(launch));
+}
+
+/// Launches a shape without groups.
+template <class Loader, Amax kAmax, Cover kCover, bool kLooped, int kThreadsPerRow, int kBlocksPerThread>
+bool launch_rows_dense(RowLaunch const& launch) {
+  using Shape = RowShape<kAmax, kCover, false, kLooped, kThreadsPerRow, kBlocksPerThread>;
+  return launch_rows<Loader, TeCast<Range::kRegular>, Shape>(launch);
+}
+
+/// Launches TransformerEngine's cast without groups, in shapes for few and for many rows. With few rows the
+/// latency of one row matters, and all its loads should be in flight at once. With many rows, fewer threads
+/// with more blocks each spend less time in the reduction, and scales are written 16 bytes at a time.
+template <class Loader, Amax kAmax>
+void launch_dense(RowLaunch const& launch) {
+  constexpr int kDeep = kPlainDepth<Loader>;
+  constexpr Cover kSingles = Cover::kSingles;
+  constexpr Cover kQuads = Cover::kQuads;
+  if (launch.params.m < 8 * launch.device.num_sms) {
+    (void)(launch_rows_dense<Loader, kAmax, kSingles, false, 32, 1>(launch) ||
+           launch_rows_dense<Loader, kAmax, kSingles, false, 128, 1>(launch) ||
+           launch_rows_dense<Loader, kAmax, kSingles, false, 512, 1>(launch) ||
+           launch_rows_dense<Loader, kAmax, kSingles, true, 1024, 1>(launch));
+  } else {
+    (void)(launch_rows_dense<Loader, kAmax, kQuads, false, 32, kDeep>(launch) ||
+           launch_rows_dense<Loader, kAmax, kQuads, false, 128, kDeep / 2>(launch) ||
+           launch_rows_dense<Loader, kAmax, kQuads, false, 128, kDeep>(launch) ||
+           launch_rows_dense<Loader, kAmax, kQuads, false, 256, kDeep>(launch) ||
+           launch_rows_dense<Loader, kAmax, kQuads, true, 256, kDeep>(launch));
+  }
 }
 
 }  // namespace fp4gemm

@@ -1,5 +1,5 @@
-// The inputs of a row kernel: x itself, its Hadamard rotation, SiLU(gate) * up, or an RMS norm. A loader
-// returns the blocks of one row.
+// The inputs of a row kernel: x itself, rows of x by index, its Hadamard rotation, SiLU(gate) * up, or an RMS
+// norm. A loader returns the blocks of one row.
 #pragma once
 
 #include "quantize/cast.cuh"
@@ -18,6 +18,9 @@ struct Input {
   void const* weight = nullptr;    // norm: (k), or null
   int64_t k = 0;                   // norm
   float epsilon = 0.0f;            // norm
+  int const* rows = nullptr;       // gather: (m) on the device, the row of x for each row; null: the same row
+  int64_t num_rows = 0;            // gather: of x, with rows
+  int const* row_limit = nullptr;  // gather: on the device, the rows before the first row of zeros; or null
 };
 
 /// The blocks of x.
@@ -41,6 +44,30 @@ class PlainLoader {
 
   /// The elements of that block.
   __device__ T const* elements(int64_t block) const { return x_ + block * kBlock; }
+
+ private:
+  T const* x_;
+};
+
+/// The blocks of rows of x that an index names. A row whose index is outside of x, and every row from
+/// *row_limit on, is zero.
+template <class T>
+class GatherLoader {
+ public:
+  using Element = T;
+  static constexpr bool kIsNorm = false;
+
+  __device__ GatherLoader(Input const& input, int64_t row, int first_block) {
+    int64_t const source = input.rows != nullptr ? __ldg(input.rows + row) : row;
+    bool const is_in_x = input.rows == nullptr || (source >= 0 && source < input.num_rows);
+    bool const is_zero = !is_in_x || (input.row_limit != nullptr && row >= __ldg(input.row_limit));
+    x_ =
+        is_zero ? nullptr : static_cast<T const*>(input.x) + source * input.row_stride + first_block * kBlock;
+  }
+
+  __device__ Block<T> load(int64_t block) const {
+    return x_ != nullptr ? load_block(x_ + block * kBlock) : Block<T>{};
+  }
 
  private:
   T const* x_;

@@ -103,7 +103,16 @@ fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DevicePr
   bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
   Input input{args.x, args.x_row_stride};
   input.signs = args.hadamard_signs;
-  Groups const groups{args.offs, args.num_groups};
+  input.rows = args.x_rows;
+  input.num_rows = args.x_num_rows;
+  Groups groups{args.offs, args.num_groups};
+  bool const is_te = out.hadamard == FP4GEMM_HADAMARD_NONE && args.encode == FP4GEMM_ENCODE_TE &&
+                     args.four_over_six == FP4GEMM_FOUR_OVER_SIX_NONE && args.rng_state == nullptr;
+  if (is_te && out.decoded != nullptr && per_row && out.amax_given == nullptr && groups.offs != nullptr) {
+    // Decoded rows have no scales whose place depends on the group; those of no group are zero.
+    input.row_limit = groups.offs + groups.num - 1;
+    groups = {};
+  }
   RowLaunch launch = row_launch(input, args.m, args.k, args.x_dtype, out, groups, properties, stream);
   RowParams& params = launch.params;
   params.cast = cast_options(args);
@@ -130,6 +139,8 @@ fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DevicePr
     launch_rows_hadamard(launch, out.hadamard);
   } else if (params.cast.te_per_token || params.cast.rng_state != nullptr) {
     launch_rows_variant(launch);
+  } else if (input.rows != nullptr || input.row_limit != nullptr) {
+    launch_rows_gathered(launch);
   } else {
     launch_rows_te(launch);
   }

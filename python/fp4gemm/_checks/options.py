@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
+from ..ops.schema import QuantizeCall
 
 _INT32 = torch.iinfo(torch.int32)
 SIGNS = 0xD7E8  # TransformerEngine's sign vector: element r of a block is negated if bit r is set
@@ -57,6 +58,7 @@ class QuantizeKeywords(QuantizeOptions, total=False):
     axis: Annotated[Literal[-1, 0], Option(-1)]
     amax: Annotated[Tensor | None, Option(None)]
     offs: Annotated[Tensor | None, Option(None)]
+    rows: Annotated[Tensor | None, Option(None)]
 
 
 class QuantizeBothKeywords(QuantizeOptions, total=False):
@@ -203,6 +205,22 @@ def group_ends(value: object, device: torch.device, other: str) -> Tensor:
     if x.shape[0] < 1:
         raise ValueError("offs: shape is (0,), must have at least one entry")
     return x
+
+
+def gather_rows(value: object, device: torch.device) -> Tensor:
+    """Check and return rows, int32 (m,), the rows of x to quantize. The values are not read."""
+    return _checks.exact_vector("rows", value, None, torch.int32, device, "x")
+
+
+def gather_alone(call: QuantizeCall) -> None:
+    """Raise NotImplementedError for a call with rows and an option that no kernel combines with them."""
+    wanted = QuantizeCall(call.x, None, True, signs=call.signs, offs=call.offs, rows=call.rows)
+    for name, value, default in zip(QuantizeCall._fields, call, wanted, strict=True):
+        if value is not default and (isinstance(value, Tensor) or value != default):
+            raise NotImplementedError(
+                f"rows: got a tensor with {name} {_checks.describe(value)}, must be None with it; rows needs "
+                "scaling 'row', axis -1, an amax that is computed, and the defaults of the other options"
+            )
 
 
 def as_int32(offs: Any) -> Any:

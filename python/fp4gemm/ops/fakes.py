@@ -87,7 +87,8 @@ def _parts(
 @accepts(QuantizeCall)
 def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
     x, offs = call.x, call.offs
-    rows, columns = x.shape if call.axis == -1 else (x.shape[1], x.shape[0])
+    m = x.shape[0] if call.rows is None else call.rows.shape[0]
+    rows, columns = (m, x.shape[1]) if call.axis == -1 else (x.shape[1], m)
     if call.axis == 0 and offs is not None:
         columns, offs = layout.grouped_columns(columns, offs.shape[0]), None
     expanded = offs is not None and not call.per_row  # one amax a group, repeated for its rows
@@ -105,8 +106,8 @@ def quantize_both(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Te
 
 @accepts(QuantizeDecodedCall)
 def quantize_decoded(call: Any) -> tuple[Tensor, Tensor]:
-    made = quantize(call.x, call.amax, call.per_row, offs=call.offs)[2]
-    return call.x.new_empty(call.x.shape, dtype=torch.float16), made
+    codes, _, made = quantize(call.x, call.amax, call.per_row, offs=call.offs, rows=call.rows)
+    return call.x.new_empty((codes.shape[0], call.x.shape[1]), dtype=torch.float16), made
 
 
 @accepts(SiluAndMulQuantizeCall)

@@ -99,6 +99,7 @@ class QuantizeCall(NamedTuple):
     signs: int = 0
     rng_state: Tensor | None = None
     offs: Tensor | None = None
+    rows: Tensor | None = None
 
 
 def _derived(name: str, doc: str, without: tuple[str, ...], **inserted: str) -> Any:
@@ -126,7 +127,7 @@ QuantizeDecodedCall = _derived(
 QuantizeBothCall = _derived(
     "QuantizeBothCall",
     "``quantize_both``: x and x.T. amax_t is the amax of x.T.",
-    without=("axis", "offs"),
+    without=("axis", "offs", "rows"),
     amax_t="amax",
 )
 

@@ -70,6 +70,9 @@ def options(call: QuantizeCall) -> None:
         raise ValueError(f"e4m3_max: got {call.e4m3_max}, must be 448 without four_over_six")
     if call.rng_state is not None:
         _checks.exact_vector("rng_state", call.rng_state, 2, torch.int64, call.x.device, "x")
+    if call.rows is not None:
+        option_checks.gather_rows(call.rows, call.x.device)
+        option_checks.gather_alone(call)
     if call.block_rows == 16:
         because = "block_rows 16"
         if call.per_row:

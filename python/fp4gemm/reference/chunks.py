@@ -1,4 +1,4 @@
-"""Helpers that bound the memory of the reference: it works on chunks of rows with CHUNK_ELEMS elements."""
+"""Helpers of the reference: chunks of rows, which bound its memory, gathered rows, and float32 scalars."""
 
 from __future__ import annotations
 
@@ -27,3 +27,11 @@ def fp32(value: float, device: torch.device) -> Tensor:
     differently.
     """
     return torch.tensor(value, dtype=torch.float32, device=device)
+
+
+def gathered(x: Tensor, rows: Tensor) -> Tensor:
+    """Return x[rows], with zeros for a row outside of x."""
+    has = (rows >= 0) & (rows < x.shape[0])
+    out = x.new_zeros((rows.shape[0], x.shape[1]))
+    out[has] = x[rows[has].to(torch.int64)]
+    return out

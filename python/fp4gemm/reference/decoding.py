@@ -120,6 +120,6 @@ def quantize_decoded(call: Any) -> tuple[Tensor, Tensor]:
     :func:`fp4gemm.reference.quantize`.
     """
     codes, scales, made = quantize(*narrowed(QuantizeCall, call))
-    m, k = call.x.shape
+    m, k = codes.shape[0], call.x.shape[1]
     groups = None if call.offs is None else Groups(call.offs, m, call.x.device)
     return _values(codes, _compact(scales, m, k, call.x.device, True, groups)), made

@@ -30,12 +30,12 @@ from torch import Tensor
 from .. import _checks
 from .._checks import moe as moe_checks
 from ..ops.schema import CombineCall, ExpertsCall, RouteCall, accepts
-from .chunks import row_chunks
+from .chunks import gathered, row_chunks
 from .decoding import quantize_decoded
 from .formats import E2M1_MAX
 from .gemm import gemm
 
-__all__ = ["combine", "experts", "gathered", "route"]
+__all__ = ["combine", "experts", "route"]
 
 
 @accepts(RouteCall)
@@ -72,14 +72,6 @@ def _sorted(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     row_of_pair[pair_of_row[:num_rows]] = torch.arange(num_rows, device=keys.device)
     narrow = torch.int32
     return offs.to(narrow), token_of_row.to(narrow), row_of_pair.to(narrow).view(ids.shape)
-
-
-def gathered(x: Tensor, rows: Tensor) -> Tensor:
-    """Return x[rows], with zeros for a row outside of x."""
-    has = (rows >= 0) & (rows < x.shape[0])
-    out = x.new_zeros((rows.shape[0], x.shape[1]))
-    out[has] = x[rows[has].to(torch.int64)]
-    return out
 
 
 @accepts(CombineCall)

@@ -29,7 +29,7 @@ from ..layout import padded_scale_shape, swizzle_scales
 from ..ops.schema import QuantizeBothCall, QuantizeCall, accepts, narrowed
 from . import checks
 from . import four_over_six as adaptive
-from .chunks import fp32, row_chunks
+from .chunks import fp32, gathered, row_chunks
 from .formats import E2M1_MAX, encode_e2m1, encode_e2m1_stochastic, encode_e4m3, pack, unpack
 from .grouped import Groups, pad_groups
 from .hadamard import rotate
@@ -80,6 +80,9 @@ def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
         offs: int32 (g,), the ends of groups of rows (reference/grouped.py). With axis -1, the rows after the
             last group get codes and amax 0. With axis 0, the result is that of the padded groups, transposed,
             (k, grouped_columns(m, g)), and an amax covers the rows of all groups.
+        rows: int32 (m,). Row i of what is quantized is row rows[i] of x, or zeros if that is outside of x.
+            Only with axis -1, an amax for each row that is computed, and the defaults of the other options
+            but offs.
 
     Returns:
         codes uint8 (m, k/2); scales float8_e4m3fn (ceil128(m), ceil4(k/16)), or with offs
@@ -90,10 +93,12 @@ def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
     Raises:
         TypeError, ValueError, NotImplementedError: for an invalid argument or combination; the text names it.
     """
-    x, axis, offs = call.x, call.axis, call.offs
-    _checks.quantize_input(x)
-    _checks.is_one_of("axis", axis, (-1, 0))
+    _checks.quantize_input(call.x)
+    _checks.is_one_of("axis", call.axis, (-1, 0))
     checks.options(call)
+    if call.rows is not None:
+        call = call._replace(x=gathered(call.x, call.rows), rows=None)
+    x, axis, offs = call.x, call.axis, call.offs
     groups = None
     has_rows = None  # bool for each block of 16 columns of the result: whether it has a row of x
     if offs is not None and call.block_rows == 16:
