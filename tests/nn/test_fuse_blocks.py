@@ -245,6 +245,16 @@ class Reads(fuse_models.Attention):
         return self.o_proj(self.q_proj(hidden_states)) * mean
 
 
+class Method(fuse_models.Layer):
+    """The result of norm1 is read by a method."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.work(self.norm1(x)) + x
+
+    def work(self, x: Tensor) -> Tensor:
+        return self.mlp(x)
+
+
 class LayerNorm(fuse_models.Layer):
     def __init__(self) -> None:
         super().__init__()
@@ -275,6 +285,7 @@ NORMS_LEFT: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "residual": (AddsResidual, "does not pass its result to quantized layers alone"),
     "bound": (lambda: changed(attention=Bound()), "Bound, which reads its result, binds hidden_states again"),
     "reads": (lambda: changed(attention=Reads()), "Reads, which reads its result, does more with it"),
+    "method": (Method, "Method.work, which reads its result, is not a module"),
     "layer-norm": (LayerNorm, "LayerNorm is not the norm of fp4gemm.rms_norm_quantize"),
     "gemma": (lambda: changed(norm1=GemmaNorm()), "GemmaNorm is not the norm of fp4gemm.rms_norm_quantize"),
     "hook": (lambda: hooked("norm1"), "it has hooks that a fused one would drop"),

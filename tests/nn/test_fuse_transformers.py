@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import model_zoo
 import pytest
 import torch
 from fp4gemm import activations, nn
@@ -86,6 +87,16 @@ def test_fused_equals_unfused(name: str) -> None:
         assert distance(fused(IDS).logits, model(IDS).logits) <= 1.2 * distance(
             plain(IDS).logits, model(IDS).logits
         )
+
+
+@pytest.mark.parametrize("name", model_zoo.ZOO)
+def test_other_architectures(name: str) -> None:
+    """Experts, latent attention, encoders: whatever is fused leaves the result as it is."""
+    model = model_zoo.ZOO[name]()
+    fused, report = convert(model, fuse="auto")
+    plain, _ = convert(model)
+    assert distance(model_zoo.logits(fused), model_zoo.logits(plain)) <= 1e-5
+    assert any(block.action == "merged" or block.reason for block in report.blocks)
 
 
 def test_every_linear_layer_is_accounted_for() -> None:

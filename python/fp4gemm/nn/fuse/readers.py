@@ -28,7 +28,7 @@ def readers(owner: torch.nn.Module, child: str) -> list[Linear] | str:
     for called, call in children_called(function, self_name):
         for position, argument in _arguments(call):
             if child_called(argument, self_name) == child and _is_plain(argument):
-                return _readers_in(getattr(owner, called), position) or NO_READER
+                return _readers_in(owner, called, position) or NO_READER
     result = _named_result(function, self_name, child)
     if result is None:
         return f"the forward of {type(owner).__name__} does not pass its result to quantized layers alone"
@@ -45,7 +45,7 @@ def readers(owner: torch.nn.Module, child: str) -> list[Linear] | str:
         for called, call in children_called(statement, self_name):
             for position, argument in _arguments(call):
                 if argument in uses:
-                    layers = _readers_in(getattr(owner, called), position)
+                    layers = _readers_in(owner, called, position)
                     if isinstance(layers, str):
                         return layers
                     found += layers
@@ -84,8 +84,11 @@ def _arguments(call: ast.Call) -> Iterator[tuple[int | str, ast.expr]]:
             yield keyword.arg, keyword.value
 
 
-def _readers_in(module: torch.nn.Module, position: int | str) -> list[Linear] | str:
-    """The layers that read an argument of the module's forward, which is given by position or name."""
+def _readers_in(owner: torch.nn.Module, child: str, position: int | str) -> list[Linear] | str:
+    """The layers that read an argument of a child's forward, which is given by position or name."""
+    module = owner._modules.get(child)
+    if module is None:
+        return f"{type(owner).__name__}.{child}, which reads its result, is not a module"
     name = type(module).__name__
     if any(vars(module).get(h) for h in ("_forward_hooks", "_forward_pre_hooks", "_hf_hook")):
         return f"{name}, which reads its result, has hooks"
