@@ -49,7 +49,7 @@ def test_the_first_forward_prepacks_where_the_device_streams_weights(monkeypatch
     from fp4gemm.nn import _weight
 
     m, inputs = experts(), routed()
-    want = m(*inputs)
+    want = copy.deepcopy(m)(*inputs)
     assert m.w13.weight_prepacked is None
     monkeypatch.setattr(_weight.support, "streams_prepacked", lambda device: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -183,6 +183,32 @@ def test_a_graph_is_replayed_with_other_routings(cuda: torch.device) -> None:
             place.copy_(value)
         graph.replay()
         assert same_bits(y, m(x, ids, scores))
+
+
+def test_calls_after_the_first_notice_what_changed() -> None:
+    """They omit the checks as long as the buffers are the same."""
+    m, (x, ids, scores) = experts(), routed()
+    first = m(x, ids, scores)
+    assert m.w13.is_checked
+    for _ in range(2):
+        assert same_bits(m(x, ids, scores), first)
+        assert same_bits(m(x.T.contiguous().T, ids, scores), first)  # the operator refuses it; it is copied
+    with pytest.raises(ValueError, match=r"^x: shape is \(7, 32\)"):
+        m(x[:, :32], ids, scores)
+    with pytest.raises(NotImplementedError, match=r"^x: requires grad"):
+        m(x.clone().requires_grad_(), ids, scores)
+    other = experts("swiglu")
+    m.w2.weight = other.w2.weight
+    m.w2.bias = torch.nn.Parameter(other.w2.bias)
+    assert not same_bits(m(x, ids, scores), first)
+    m.load_state_dict(other.state_dict())
+    assert same_bits(m(x, ids, scores), other(x, ids, scores))
+    m.w13.weight_e4m3_max.fill_(256)
+    assert not same_bits(m(x, ids, scores), other(x, ids, scores))
+    state = copy.deepcopy(m).__dict__
+    assert not any(name.startswith("_known_held") for name in state)
+    m.prepack()
+    assert m.w13().scales is None
 
 
 # ---- accelerate

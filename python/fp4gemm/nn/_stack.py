@@ -9,7 +9,9 @@ from torch import Tensor
 
 from .. import _checks, support
 from ..containers.nvfp4 import NVFP4Tensor
+from ..quantize import quantize
 from ._inputs import WeightScaling
+from ._state import BOUND, PREPACKED, version
 from ._weight import _EXCHANGE, WeightModule
 
 
@@ -39,6 +41,10 @@ class StackedWeight(WeightModule):
             state_dict.
         bias: float32 (g, n), or None.
     """
+
+    # What the last call returned. The names of WeightModule that begin so are not copied or pickled.
+    _known_held: HeldWeight | None = None
+    is_checked = False  # a forward of Experts with this weight passed its checks; reset with the buffers
 
     def __init__(
         self,
@@ -86,6 +92,8 @@ class StackedWeight(WeightModule):
             RuntimeError: no weight has been loaded yet.
         """
         is_traced = torch.compiler.is_compiling()
+        if not is_traced and self._known_held is not None and self._is_as_known():
+            return self._known_held
         self._require_weight()
         is_prepacked = self._is_prepacked()
         if not is_prepacked and not is_traced:
@@ -93,8 +101,32 @@ class StackedWeight(WeightModule):
         amax, bias, bound = self.weight_amax, self.bias, self._e4m3_max
         if is_prepacked:
             data: Tensor = self.weight_prepacked  # type: ignore[assignment]
-            return HeldWeight(data, None, amax, bias, self.out_features, bound)
-        return HeldWeight(self.weight_codes, self.weight_scales, amax, bias, 0, bound)
+            held = HeldWeight(data, None, amax, bias, self.out_features, bound)
+        else:
+            held = HeldWeight(self.weight_codes, self.weight_scales, amax, bias, 0, bound)
+        # Not weights that accelerate brings to the device for one forward, nor those still to be prepacked.
+        is_final = is_prepacked or self._is_captured or not support.streams_prepacked(amax.device)
+        if is_final and not is_traced and "_hf_hook" not in self.__dict__:
+            self._known_held = held
+        return held
+
+    def _is_as_known(self) -> bool:
+        """Whether no buffer was replaced since the last call, and the bound was not written."""
+        buffers, known = self._buffers, self._known_held
+        bound = buffers[BOUND]
+        return (
+            known is not None
+            and buffers.get("weight_codes" if known.scales is not None else PREPACKED) is known.data
+            and buffers.get("weight_scales") is known.scales
+            and buffers["weight_amax"] is known.amax
+            and buffers.get("bias") is known.bias
+            and bound is self._known[-1]
+            and version(bound) == self._known_version
+        )
+
+    def _remember_buffers(self, is_bound_read: bool = True) -> None:
+        super()._remember_buffers(is_bound_read)
+        self._known_held, self.is_checked = None, False
 
     def dequantize_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """``W[e,n,k] = code * block scale * amax / (6 * e4m3_max)``, dense (g, n, k) of ``dtype``."""
@@ -132,3 +164,25 @@ class StackedWeight(WeightModule):
                 "weight: not loaded yet; use load_state_dict with a checkpoint of an fp4gemm.nn.Experts, "
                 "or make the experts with Experts.from_float or Experts.from_quantized"
             )
+
+
+def quantized(w: Tensor, scaling: WeightScaling) -> NVFP4Tensor:
+    """quantize(w), with scales that fill their storage: safetensors refuses a view of a larger one."""
+    made = quantize(w, scaling=scaling)
+    scales = made.scales
+    if scales.untyped_storage().nbytes() > scales.nbytes:
+        scales = scales.clone()
+    return NVFP4Tensor._trusted(made.codes, scales, made.amax, made.e4m3_max)._stamped(w.dtype)
+
+
+def interleaved(x: Tensor) -> Tensor:
+    """x (g, 2i, ...) with rows 0, i, 1, i + 1, ...: gate and up, given as halves, alternate."""
+    mixed: Tensor = x.unflatten(1, (2, -1)).transpose(1, 2)
+    return mixed.flatten(1, 2)
+
+
+def interleaved_stack(w: NVFP4Tensor) -> NVFP4Tensor:
+    """The same of a quantized stack; exact, since the blocks lie along k."""
+    scales = interleaved(w.compact_scales().view(torch.uint8))
+    amax = w.amax if w.amax.shape[1] == 1 else interleaved(w.amax)
+    return NVFP4Tensor.from_compact(interleaved(w.codes), scales, amax, w.e4m3_max).to(w.dtype)

@@ -7,11 +7,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from .. import _checks, activations
+from .. import _checks, activations, support
 from ..activations import Activation, ActivationName
 from ..containers.nvfp4 import NVFP4Tensor
 from ..ops import operators
-from ..quantize import quantize
 from ._inputs import (
     CHECKS_OF_FINITE,
     WEIGHT_SCALINGS,
@@ -22,7 +21,7 @@ from ._inputs import (
     check_quantized_weight,
     refuse_not_finite,
 )
-from ._stack import StackedWeight
+from ._stack import HeldWeight, StackedWeight, interleaved, interleaved_stack, quantized
 
 ExpertsScaling = Literal["row", "none"]  # of the activations
 Layout = Literal["halves", "interleaved"]
@@ -158,9 +157,9 @@ class Experts(torch.nn.Module):
         # No inference tensors, which load_state_dict could not write outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             if chosen.is_gated and layout == "halves":
-                stacks[0] = _interleaved(stacks[0])
-                bias13 = None if bias13 is None else _interleaved(_bias("bias13", bias13, stacks[0]))
-            packed13, packed2 = (_quantized(w, weight_scaling) for w in stacks)
+                stacks[0] = interleaved(stacks[0])
+                bias13 = None if bias13 is None else interleaved(_bias("bias13", bias13, stacks[0]))
+            packed13, packed2 = (quantized(w, weight_scaling) for w in stacks)
             return cls.from_quantized(
                 packed13,
                 packed2,
@@ -205,8 +204,8 @@ class Experts(torch.nn.Module):
             bias2 = _bias("bias2", bias2, w2)
         with torch.inference_mode(False), torch.no_grad():
             if chosen.is_gated and layout == "halves":
-                w13 = _interleaved_stack(w13)
-                bias13 = None if bias13 is None else _interleaved(bias13)
+                w13 = interleaved_stack(w13)
+                bias13 = None if bias13 is None else interleaved(bias13)
             made = cls.__new__(cls)
             torch.nn.Module.__init__(made)
             made._set_options(chosen, activation_scaling, check_finite)
@@ -271,7 +270,53 @@ class Experts(torch.nn.Module):
             NotImplementedError: x or topk_weights requires grad while grad mode is on.
             RuntimeError: no weights have been loaded yet.
         """
-        w13, w2 = self.w13(), self.w2()
+        modules = self._modules
+        first: StackedWeight = modules["w13"]  # type: ignore[assignment]
+        second: StackedWeight = modules["w2"]  # type: ignore[assignment]
+        w13, w2 = first(), second()
+        # The checks take longer than the operator's launch, so they are omitted once they have passed with
+        # these weights. A call that the operator refuses goes through them for its message.
+        if (
+            first.is_checked
+            and second.is_checked
+            and not torch.compiler.is_compiling()
+            and type(x) is Tensor
+            and x.dim() == 2
+            and not (torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad))
+        ):
+            try:
+                return self._multiply(x, topk_ids, topk_weights, w13, w2)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, TypeError, ValueError):
+                pass
+        return self._checked_forward(x, topk_ids, topk_weights, w13, w2)
+
+    def _multiply(self, x: Tensor, ids: Tensor, scores: Tensor, w13: HeldWeight, w2: HeldWeight) -> Tensor:
+        y: Tensor = operators.experts(
+            x,
+            ids,
+            scores,
+            w13.data,
+            w13.scales,
+            w13.amax,
+            w13.bias,
+            w2.data,
+            w2.scales,
+            w2.amax,
+            w2.bias,
+            w13.rows,
+            w2.rows,
+            w13.e4m3_max,
+            w2.e4m3_max,
+            self._scaling,
+            self._activation,
+        )
+        return y
+
+    def _checked_forward(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w13: HeldWeight, w2: HeldWeight
+    ) -> Tensor:
         x = _checks.is_tensor("x", x)
         d = self.w13.in_features
         if x.dim() == 0 or x.shape[-1] != d:
@@ -288,29 +333,30 @@ class Experts(torch.nn.Module):
         _checks.has_shape("topk_weights", weights, tuple(ids.shape), " as of topk_ids")
         for name, t in (("x", x), ("topk_weights", weights)):
             _checks.no_grad(name, t, "fp4gemm.nn.Experts")
+        _checks.has_dtype("x", x, _checks.FLOAT_DTYPES if self._scaling else _checks.HALF_DTYPES)
         if self.check_finite != "off":
             refuse_not_finite(x, self)
+        support.ready(x, "quantize")
+        support.ready_for(x, "grouped_mm", self._formats(x, w13))
         top_k = ids.shape[-1]
-        y: Tensor = operators.experts(
+        y = self._multiply(
             _checks.readable(x.reshape(-1, d)),
             ids.reshape(-1, top_k).contiguous(),
             weights.reshape(-1, top_k).contiguous(),
-            w13.data,
-            w13.scales,
-            w13.amax,
-            w13.bias,
-            w2.data,
-            w2.scales,
-            w2.amax,
-            w2.bias,
-            w13.rows,
-            w2.rows,
-            w13.e4m3_max,
-            w2.e4m3_max,
-            self._scaling,
-            self._activation,
+            w13,
+            w2,
         )
+        if self.check_finite == "off" and not torch.compiler.is_compiling():
+            self.w13.is_checked = self.w2.is_checked = "_hf_hook" not in self.w13.__dict__
         return y if x.dim() == 2 else y.view(x.shape)
+
+    def _formats(self, x: Tensor, w13: HeldWeight) -> tuple[str, str]:
+        """The formats of the operands of both products, as :func:`support.ready_for` names them."""
+        if not self._scaling:
+            a = "bf16" if x.dtype is torch.bfloat16 else "fp16"
+        else:
+            a = "fp16" if support.streams_prepacked(x.device) else "nvfp4"
+        return a, "nvfp4" if w13.scales is not None else "prepacked"
 
     def extra_repr(self) -> str:
         finite = "" if self.check_finite == "off" else f", check_finite={self.check_finite!r}"
@@ -345,27 +391,5 @@ def check_shapes(w13: Tensor | NVFP4Tensor, w2: Tensor | NVFP4Tensor, activation
         )
 
 
-def _quantized(w: Tensor, scaling: WeightScaling) -> NVFP4Tensor:
-    """quantize(w), with scales that fill their storage: safetensors refuses a view of a larger one."""
-    made = quantize(w, scaling=scaling)
-    scales = made.scales
-    if scales.untyped_storage().nbytes() > scales.nbytes:
-        scales = scales.clone()
-    return NVFP4Tensor._trusted(made.codes, scales, made.amax, made.e4m3_max)._stamped(w.dtype)
-
-
 def _bias(name: str, bias: object, weight: Tensor | NVFP4Tensor) -> Tensor:
     return check_bias(bias, *weight.shape[:2], device=weight.device, name=name)
-
-
-def _interleaved(x: Tensor) -> Tensor:
-    """x (g, 2i, ...) with rows 0, i, 1, i + 1, ...: gate and up, given as halves, alternate."""
-    mixed: Tensor = x.unflatten(1, (2, -1)).transpose(1, 2)
-    return mixed.flatten(1, 2)
-
-
-def _interleaved_stack(w: NVFP4Tensor) -> NVFP4Tensor:
-    """The same of a quantized stack; exact, since the blocks lie along k."""
-    scales = _interleaved(w.compact_scales().view(torch.uint8))
-    amax = w.amax if w.amax.shape[1] == 1 else _interleaved(w.amax)
-    return NVFP4Tensor.from_compact(_interleaved(w.codes), scales, amax, w.e4m3_max).to(w.dtype)
