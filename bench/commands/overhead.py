@@ -9,6 +9,7 @@ from typing import Any
 
 import fp4gemm
 import torch
+from fp4gemm.ops import operators
 
 from ..measure.contest import Job, Row
 from ..measure.harness import Harness
@@ -18,6 +19,7 @@ from ..measure.timing import time_host
 # Sizes so small that the device keeps up: m tokens, a weight (n, k), experts.
 M, N, K, EXPERTS = 16, 512, 512, 8
 CPU_SIZES = (2, 32, 32, 2)
+_LINEAR = operators.below_wrapper(operators.linear)
 
 
 def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
@@ -51,6 +53,7 @@ def _calls(harness: Harness) -> dict[str, Call]:
     rows = fp4gemm.quantize(x, offs=offs)
     out = torch.empty(m, n, device=harness.device, dtype=torch.bfloat16)
     ours = fp4gemm.nn.Linear.from_float(layer)
+    plain = fp4gemm.nn.Linear.from_float(layer, activation_scaling="none")
     made: dict[str, Call] = {
         "mm": lambda: fp4gemm.mm(a, b),
         "mm, out given": lambda: fp4gemm.mm(a, b, out=out),
@@ -60,10 +63,22 @@ def _calls(harness: Harness) -> dict[str, Call]:
     }
     if "prepacked" in harness.operands:
         made |= _prepacked(x, b)
+    made["linear's operator"] = partial(
+        _operator, x, fp4gemm.prepack(b) if "prepacked" in harness.operands else b
+    )
     made["nn.Linear"] = lambda: ours(x)
+    if "prepacked" in harness.operands:
+        made["nn.Linear, W4A16"] = lambda: plain(x)
     made["torch.mm"] = lambda: torch.mm(x, weight.T)
     made["torch nn.Linear"] = lambda: layer(x)
     return {name: _no_grad(call) for name, call in made.items()}
+
+
+def _operator(x: torch.Tensor, w: fp4gemm.NVFP4Tensor | fp4gemm.PrepackedTensor) -> torch.Tensor:
+    """The operator linear, called below the layer."""
+    if isinstance(w, fp4gemm.NVFP4Tensor):
+        return _LINEAR(x, w.codes, w.scales, w.amax)  # type: ignore[no-any-return]
+    return _LINEAR(x, w.data, None, w.amax, None, w.shape[0])  # type: ignore[no-any-return]
 
 
 def _prepacked(x: Any, b: fp4gemm.NVFP4Tensor) -> dict[str, Call]:

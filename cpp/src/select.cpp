@@ -11,21 +11,24 @@ namespace {
 // A batch-invariant kernel is chosen as for so many rows (of each group), whatever their number is.
 constexpr int64_t kInvariantRows = 256;
 
-}  // namespace
+/// A selection and its result. A layer asks twice in each call, and the cost model takes half a microsecond.
+struct Remembered {
+  int device_arch = -1;
+  int num_sms = 0;
+  Selection wanted{};
+  int index = -1;
+};
 
-bool suits(Kernel const& kernel, Selection const& wanted) {
-  bool const ragged_k = wanted.num_groups > 0 && wanted.ragged == FP4GEMM_RAGGED_K;
-  return kernel.info.out_dtype == wanted.out_dtype && kernel.is_gated == wanted.is_gated &&
-         kernel.is_grouped == (wanted.num_groups > 0) &&
-         accepts(kernel.operands, wanted.format_a, wanted.format_b) &&
-         !(ragged_k && is_prepacked(kernel.operands));
+/// The place where the result for `wanted` is remembered, if no other selection has taken it since.
+Remembered& remembered(Selection const& wanted) {
+  constexpr size_t kPlaces = 64;
+  static thread_local Remembered places[kPlaces];
+  auto const hash = static_cast<uint64_t>(wanted.m) * 31 + static_cast<uint64_t>(wanted.n / 8) * 7 +
+                    static_cast<uint64_t>(wanted.k / 32);
+  return places[hash % kPlaces];
 }
 
-int select_kernel(int device_arch, int num_sms, Selection const& asked) {
-  Selection wanted = asked;
-  if (wanted.batch_invariant) {
-    wanted.m = kInvariantRows * std::max(1, wanted.num_groups);
-  }
+int cheapest(int device_arch, int num_sms, Selection const& wanted) {
   Architecture const* const served = architecture_of(device_arch);
   if (served == nullptr) {
     return -1;
@@ -50,6 +53,28 @@ int select_kernel(int device_arch, int num_sms, Selection const& asked) {
     }
   }
   return best;
+}
+
+}  // namespace
+
+bool suits(Kernel const& kernel, Selection const& wanted) {
+  bool const ragged_k = wanted.num_groups > 0 && wanted.ragged == FP4GEMM_RAGGED_K;
+  return kernel.info.out_dtype == wanted.out_dtype && kernel.is_gated == wanted.is_gated &&
+         kernel.is_grouped == (wanted.num_groups > 0) &&
+         accepts(kernel.operands, wanted.format_a, wanted.format_b) &&
+         !(ragged_k && is_prepacked(kernel.operands));
+}
+
+int select_kernel(int device_arch, int num_sms, Selection const& asked) {
+  Selection wanted = asked;
+  if (wanted.batch_invariant) {
+    wanted.m = kInvariantRows * std::max(1, wanted.num_groups);
+  }
+  Remembered& last = remembered(wanted);
+  if (last.device_arch != device_arch || last.num_sms != num_sms || !(last.wanted == wanted)) {
+    last = {device_arch, num_sms, wanted, cheapest(device_arch, num_sms, wanted)};
+  }
+  return last.index;
 }
 
 }  // namespace fp4gemm

@@ -1,6 +1,8 @@
 // The selection of a kernel: a pure function of the device, the problem and the kernel table.
 #pragma once
 
+#include <tuple>
+
 #include "kernel.hpp"
 
 namespace fp4gemm {
@@ -14,6 +16,14 @@ struct Selection {
   fp4gemm_format_t format_a, format_b;
   bool batch_invariant;  // select without regard to m
   bool is_gated;
+
+  bool operator==(Selection const& other) const {
+    auto const fields = [](Selection const& s) {
+      return std::tie(s.m, s.n, s.k, s.num_groups, s.ragged, s.out_dtype, s.format_a, s.format_b,
+                      s.batch_invariant, s.is_gated);
+    };
+    return fields(*this) == fields(other);
+  }
 };
 
 /// True if the kernel can compute the problem: it has the mode, epilogue and output type, and accepts the

@@ -1,6 +1,8 @@
 // gemm and gemm_out on CUDA tensors, dense and grouped.
 #include "gemm_ops.hpp"
 
+#include "gemm_call.hpp"
+
 namespace fp4gemm_torch {
 
 bool is_gated(int64_t activation) {
@@ -41,11 +43,6 @@ OperandShape shape_of_b(Tensor const& b, std::optional<Tensor> const& scale_b, i
   return {dims == 2 ? b.size(0) : 1, b_rows, k};
 }
 
-fp4gemm_operand_t prepacked_operand(Tensor const& b, int32_t device) {
-  check_contiguous("b", b, ScalarType::Byte, device);
-  return {b.const_data_ptr(), nullptr, FP4GEMM_FORMAT_PREPACKED};
-}
-
 /// An operand with scales (scale_rows rows for each matrix, before padding), or one that was decoded before
 /// or, as A, never quantized.
 fp4gemm_operand_t operand_of(char const* name, char const* scale_name, Tensor const& data,
@@ -59,10 +56,8 @@ fp4gemm_operand_t operand_of(char const* name, char const* scale_name, Tensor co
     check_contiguous(name, data, ScalarType::Half, device);
     return {data.const_data_ptr(), nullptr, FP4GEMM_FORMAT_FP16};
   }
-  check_contiguous(name, data, ScalarType::Byte, device);
-  check_stacked_scales(scale_name, *scales, data.dim() == 3 ? shape.matrices : 0, scale_rows, shape.k,
-                       device);
-  return {data.const_data_ptr(), scales->const_data_ptr(), FP4GEMM_FORMAT_NVFP4};
+  return packed_operand(name, scale_name, data, *scales, data.dim() == 3 ? shape.matrices : 0, scale_rows,
+                        shape.k, device);
 }
 
 /// The arguments of both operators, with the names of their schemas, and what follows from them.
@@ -137,25 +132,6 @@ int64_t row_stride(char const* name, Tensor const& t, int64_t rows, int64_t colu
   return stride;
 }
 
-/// An fp32 vector of `length` numbers (or one), or in a grouped GEMM one such vector for each group.
-fp4gemm_vector_t vector_of(char const* name, std::optional<Tensor> const& t, int64_t num_groups,
-                           int64_t length, int32_t device) {
-  if (!t.has_value()) {
-    return {nullptr, 0, 0};
-  }
-  int64_t const dims = t->dim();
-  if (num_groups == 0) {
-    check_dims(name, *t, 1);
-  }
-  STD_TORCH_CHECK(dims == 1 || dims == 2, name, ": has ", dims, " dimensions, must have 1, or 2 for groups");
-  int64_t const numel = t->size(dims - 1);
-  STD_TORCH_CHECK(numel == 1 || numel == length, name, ": last size is ", numel, ", must be 1 or ", length);
-  STD_TORCH_CHECK(dims == 1 || t->size(0) == num_groups, name, ": first size is ", t->size(0), ", must be ",
-                  num_groups);
-  check_contiguous(name, *t, ScalarType::Float, device);
-  return {static_cast<float const*>(t->const_data_ptr()), numel, dims == 2 ? numel : 0};
-}
-
 void set_operands(fp4gemm_gemm_args_t& args, Call const& call) {
   int32_t const device = call.device();
   OperandShape const shape_a = operand_shape("a", call.a, call.scale_a);
@@ -176,7 +152,7 @@ void set_operands(fp4gemm_gemm_args_t& args, Call const& call) {
     scale_rows_a = fp4gemm_grouped_scale_rows(args.m, args.num_groups);
   }
   args.a = operand_of("a", "scale_a", call.a, call.scale_a, shape_a, scale_rows_a, device);
-  args.b = call.is_prepacked() ? prepacked_operand(call.b, device)
+  args.b = call.is_prepacked() ? prepacked_operand("b", call.b, device)
                                : operand_of("b", "scale_b", call.b, call.scale_b, shape_b, args.n, device);
   // The bytes of a prepacked weight come from prepack, which ends with an empty kernel, or from a copy of
   // contiguous bytes, which is no kernel. If a kernel of torch writes them, another ordinary launch must
@@ -214,21 +190,12 @@ void set_terms(fp4gemm_gemm_args_t& args, Call const& call, Tensor const& out) {
   args.kernel = call.kernel.has_value() ? call.kernel->c_str() : nullptr;
 }
 
-/// Runs the call in a workspace from torch's allocator. out: (m, n), or (groups, m, n) ragged in k.
+/// Runs the call. out: (m, n), or (groups, m, n) ragged in k.
 void run(Call const& call, Tensor const& out) {
-  int32_t const device = call.device();
   fp4gemm_gemm_args_t args = FP4GEMM_GEMM_ARGS_INIT;
   set_operands(args, call);
   set_terms(args, call, out);
-  size_t bytes = 0;
-  check_status(fp4gemm_gemm_workspace_bytes(&args, device, &bytes));
-  std::optional<Tensor> workspace;
-  void* data = nullptr;
-  if (bytes > 0) {
-    workspace = empty(static_cast<int64_t>(bytes), -1, ScalarType::Byte, device);
-    data = workspace->mutable_data_ptr();
-  }
-  check_status(fp4gemm_gemm(&args, data, bytes, device, current_stream(device)));
+  call_gemm(args, call.device());
 }
 
 }  // namespace

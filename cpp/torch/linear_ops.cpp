@@ -1,38 +1,121 @@
-// linear on CUDA tensors: quantization and product in one operator.
+// linear on CUDA tensors: one call of the C interface, which quantizes x and multiplies.
 #include "linear_ops.hpp"
 
 #include <torch/csrc/stable/ops.h>
 
-#include <vector>
-
+#include "gemm_call.hpp"
 #include "gemm_ops.hpp"
-#include "quantize_ops.hpp"
 
 namespace fp4gemm_torch {
 namespace {
 
-constexpr int64_t kNotQuantized = 0, kRow = 1, kTensor = 2;  // scaling
-constexpr int64_t kAlignBytes = 16;
+constexpr int kMaxDims = 64;  // of a tensor of torch
+constexpr uintptr_t kAlignBytes = 16;
 
-/// The sizes of a tensor with another last size.
-std::vector<int64_t> sizes_with_last(Tensor const& t, int64_t last) {
-  std::vector<int64_t> sizes(t.sizes().begin(), t.sizes().end());
-  sizes.back() = last;
-  return sizes;
+/// A tensor (..., columns) as a matrix whose rows are contiguous, `stride` elements apart and aligned.
+struct Rows {
+  Tensor tensor;
+  int64_t rows, columns, stride;
+
+  void const* data() const { return tensor.const_data_ptr(); }
+};
+
+/// The distance of the rows of x (..., columns) in elements, or -1 if they are not equally far apart.
+int64_t row_stride(Tensor const& x, int64_t columns) {
+  auto const sizes = x.sizes();
+  auto const strides = x.strides();
+  int64_t const last = x.dim() - 1;
+  if (columns > 1 && strides[last] != 1) {
+    return -1;
+  }
+  int64_t stride = 0;
+  int64_t rows = 1;
+  for (int64_t i = last - 1; i >= 0; --i) {
+    if (sizes[i] == 1) {
+      continue;
+    }
+    if (rows == 1) {
+      stride = strides[i];
+    } else if (strides[i] != stride * rows) {
+      return -1;
+    }
+    rows *= sizes[i];
+  }
+  return rows == 1 ? columns : stride;
 }
 
-/// t (..., columns) as a contiguous, aligned matrix; a copy if it is neither.
-Tensor matrix_of(char const* name, Tensor const& t) {
-  STD_TORCH_CHECK(t.dim() >= 1, name, ": has no dimensions, must have one or more");
-  int64_t const columns = t.size(t.dim() - 1);
+bool is_aligned(void const* data) { return reinterpret_cast<uintptr_t>(data) % kAlignBytes == 0; }
+
+/// x as rows; a copy of x if its rows are not so, or not adjacent where that is needed.
+Rows rows_of(char const* name, Tensor const& x, bool adjacent) {
+  STD_TORCH_CHECK(x.dim() >= 1, name, ": has no dimensions, must have one or more");
+  int64_t const columns = x.size(x.dim() - 1);
   STD_TORCH_CHECK(columns > 0, name, ": last size is 0, must be positive");
-  Tensor const rows = torch::stable::contiguous(torch::stable::reshape(t, {t.numel() / columns, columns}));
-  return reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % kAlignBytes == 0 ? rows
-                                                                               : torch::stable::clone(rows);
+  Rows const whole{x, x.numel() / columns, columns, columns};
+  bool const contiguous = x.is_contiguous();
+  bool const aligned = is_aligned(x.const_data_ptr());
+  if (contiguous) {
+    return aligned ? whole : Rows{torch::stable::clone(x), whole.rows, columns, columns};
+  }
+  int64_t const stride = adjacent || !aligned ? -1 : row_stride(x, columns);
+  if (stride >= columns && stride * x.element_size() % kAlignBytes == 0) {
+    return {x, whole.rows, columns, stride};
+  }
+  return {torch::stable::contiguous(x), whole.rows, columns, columns};
+}
+
+/// A new tensor with the sizes of x but for the last one.
+Tensor empty_like_rows(Tensor const& x, int64_t columns, ScalarType type, int32_t device) {
+  int64_t const dims = x.dim();
+  auto const given = x.sizes();
+  int64_t sizes[kMaxDims];
+  int64_t strides[kMaxDims];
+  int64_t stride = 1;
+  for (int64_t i = dims - 1; i >= 0; --i) {
+    sizes[i] = i == dims - 1 ? columns : given[i];
+    strides[i] = stride;
+    stride *= sizes[i] > 0 ? sizes[i] : 1;
+  }
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, sizes, strides, static_cast<int32_t>(type),
+                                                  aoti_torch_device_type_cuda(), device, &handle));
+  return Tensor(handle);
+}
+
+fp4gemm_format_t format_of(Tensor const& x) {
+  switch (dtype_of("x", x.scalar_type())) {
+    case FP4GEMM_BF16: return FP4GEMM_FORMAT_BF16;
+    case FP4GEMM_FP16: return FP4GEMM_FORMAT_FP16;
+    default: return FP4GEMM_FORMAT_FP32;
+  }
 }
 
 void check_bound(char const* name, int64_t e4m3_max) {
   STD_TORCH_CHECK(e4m3_max == 448 || e4m3_max == 256, name, ": is ", e4m3_max, ", must be 448 or 256");
+}
+
+/// Sets the weight, and n; k has been set.
+void set_weight(fp4gemm_gemm_args_t& args, Tensor const& weight, std::optional<Tensor> const& scales,
+                int64_t rows, int32_t device) {
+  if (rows == 0) {
+    STD_TORCH_CHECK(scales.has_value(), "weight_scales: is None, must be given unless weight is prepacked");
+    check_dims("weight", weight, 2);
+    STD_TORCH_CHECK(2 * weight.size(1) == args.k, "weight: k is ", 2 * weight.size(1), ", must be ", args.k,
+                    " as of x");
+    args.n = weight.size(0);
+    args.b = packed_operand("weight", "weight_scales", weight, *scales, 0, args.n, args.k, device);
+    return;
+  }
+  STD_TORCH_CHECK(rows > 0 && rows <= INT32_MAX, "weight_rows: is ", rows, ", must be between 0 and ",
+                  INT32_MAX);
+  STD_TORCH_CHECK(!scales.has_value(), "weight_scales: must be None for a prepacked weight");
+  check_dims("weight", weight, 1);
+  int64_t const bytes = fp4gemm_prepacked_bytes(rows, args.k);
+  STD_TORCH_CHECK(weight.size(0) == bytes, "weight: has ", weight.size(0), " bytes, must have ", bytes,
+                  ", prepacked (", rows, ", ", args.k, ")");
+  args.n = rows;
+  args.b = prepacked_operand("weight", weight, device);
+  args.b_is_constant = 1;  // as in the operator gemm
 }
 
 }  // namespace
@@ -42,41 +125,66 @@ Tensor linear(Tensor const& x, Tensor const& weight, std::optional<Tensor> weigh
               int64_t weight_e4m3_max, int64_t scaling, int64_t activation, std::optional<Tensor> c,
               double beta, std::optional<Tensor> x_scales, std::optional<Tensor> x_amax, int64_t x_e4m3_max,
               bool batch_invariant, std::optional<std::string> kernel, std::optional<ScalarType> out_dtype) {
+  int32_t const device = x.get_device_index();
+  bool const is_quantized = x_amax.has_value();  // before this call
   check_bound("weight_e4m3_max", weight_e4m3_max);
   check_bound("x_e4m3_max", x_e4m3_max);
-  STD_TORCH_CHECK(scaling >= kNotQuantized && scaling <= kTensor, "scaling: is ", scaling,
-                  ", must be 0, 1 or 2");
-  STD_TORCH_CHECK(x_amax.has_value() || (!x_scales.has_value() && x_e4m3_max == 448),
+  STD_TORCH_CHECK(scaling >= FP4GEMM_QUANTIZE_A_NONE && scaling <= FP4GEMM_QUANTIZE_A_TENSOR, "scaling: is ",
+                  scaling, ", must be 0, 1 or 2");
+  STD_TORCH_CHECK(is_quantized || (!x_scales.has_value() && x_e4m3_max == 448),
                   "x_amax: is None, must be given with x_scales and with x_e4m3_max 256");
-  Tensor a = matrix_of("x", x);
-  std::optional<Tensor> scale_a = x_scales;
-  std::optional<Tensor> amax_a = x_amax;
-  if (!x_amax.has_value() && scaling != kNotQuantized) {
-    if (weight_rows > 0) {
-      auto [values, amax] = quantize_decoded(a, std::nullopt, scaling == kRow, 0, 0, false, 448, 0, 0,
-                                             std::nullopt, std::nullopt);
-      a = values;
-      amax_a = amax;
-    } else {
-      auto [codes, scales, amax] = quantize(a, std::nullopt, scaling == kRow, -1, 1, 0, 0, false, 448, 0, 0,
-                                            std::nullopt, std::nullopt);
-      a = codes;
-      scale_a = scales;
-      amax_a = amax;
-    }
+
+  fp4gemm_gemm_args_t args = FP4GEMM_GEMM_ARGS_INIT;
+  args.quantize_a = is_quantized ? FP4GEMM_QUANTIZE_A_NONE : static_cast<fp4gemm_quantize_a_t>(scaling);
+  bool const quantizes = args.quantize_a != FP4GEMM_QUANTIZE_A_NONE;
+  Rows const rows = rows_of("x", x, !quantizes);
+  args.m = rows.rows;
+  args.k = rows.columns * (x_scales.has_value() ? 2 : 1);
+  if (x_scales.has_value()) {
+    args.a = packed_operand("x", "x_scales", rows.tensor, *x_scales, 0, args.m, args.k, device);
+  } else {
+    STD_TORCH_CHECK(!is_quantized || x.scalar_type() == ScalarType::Half, "x: dtype is ",
+                    name_of(x.scalar_type()), ", must be Half with x_amax and without x_scales");
+    args.a = {rows.data(), nullptr, format_of(x)};
   }
-  float const bounds = static_cast<float>(amax_a.has_value() ? 36 * x_e4m3_max * weight_e4m3_max
-                                                             : 6 * weight_e4m3_max);  // exact
-  if (c.has_value()) {
-    c = matrix_of("c", *c);
-  }
+  args.a_row_stride = quantizes ? rows.stride : 0;
+  args.alpha_row = vector_of("x_amax", x_amax, 0, args.m, device);
+
+  set_weight(args, weight, weight_scales, weight_rows, device);
+  args.alpha_col = vector_of("weight_amax", weight_amax, 0, args.n, device);
+  // The product of the bounds is exact, so that there is one rounding.
+  args.alpha = 1.0f / static_cast<float>(quantizes || is_quantized ? 36 * x_e4m3_max * weight_e4m3_max
+                                                                   : 6 * weight_e4m3_max);
+  args.bias = vector_of("bias", bias, 0, args.n, device);
+  args.activation = static_cast<fp4gemm_activation_t>(narrow("activation", activation));
+
+  int64_t const columns = is_gated(activation) ? args.n / 2 : args.n;
   ScalarType const type = out_dtype.has_value() ? *out_dtype
-                          : x_amax.has_value()  ? ScalarType::BFloat16
+                          : is_quantized        ? ScalarType::BFloat16
                                                 : x.scalar_type();
-  Tensor const out =
-      gemm(a, weight, scale_a, weight_scales, std::nullopt, 1.0f / bounds, std::nullopt, amax_a, weight_amax,
-           bias, activation, c, beta, batch_invariant, weight_rows, kernel, type);
-  return x.dim() == 2 ? out : torch::stable::reshape(out, sizes_with_last(x, out.size(1)));
+  args.out_dtype = dtype_of("out_dtype", type);
+  Tensor const out = empty_like_rows(x, columns, type, device);
+  args.d = out.mutable_data_ptr();
+  args.d_row_stride = columns;
+  STD_TORCH_CHECK(c.has_value() || beta == 1.0, "beta: is ", beta, ", must be 1 without c");
+  std::optional<Rows> addend;
+  if (c.has_value()) {
+    check_dtype("c", *c, type);
+    check_device("c", *c, device);
+    check_dims("c", *c, out.dim());
+    for (int64_t i = 0; i < out.dim(); ++i) {
+      STD_TORCH_CHECK(c->size(i) == out.size(i), "c: size ", i, " is ", c->size(i), ", must be ",
+                      out.size(i));
+    }
+    addend = rows_of("c", *c, false);
+    args.c = addend->data();
+    args.c_row_stride = addend->stride;
+    args.beta = static_cast<float>(beta);
+  }
+  args.batch_invariant = batch_invariant ? 1 : 0;
+  args.kernel = kernel.has_value() ? kernel->c_str() : nullptr;
+  call_gemm(args, device);
+  return out;
 }
 
 }  // namespace fp4gemm_torch

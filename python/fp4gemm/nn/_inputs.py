@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from .. import _checks
+from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
 
 WeightScaling = Literal["row", "tensor"]
@@ -96,3 +97,27 @@ def refuse_not_finite(x: Tensor, layer: torch.nn.Module) -> None:
             f"x: {num_bad} of {x.numel()} values are NaN or infinite, must all be finite "
             f"(check_finite='raise' of {layer})"
         )
+
+
+def shared_input(
+    x: NVFP4Tensor | DecodedTensor, k: int, device: torch.device, scaling: ActivationScaling
+) -> tuple[Tensor, dict[str, Any]]:
+    """The data of an x that was quantized before, and the arguments of the operator that belong to it.
+
+    Raises:
+        TypeError, ValueError: unless x is a plain matrix (m, k) on the device of a layer that quantizes.
+    """
+    if scaling == "none":
+        raise TypeError(
+            f"x: got {_checks.describe(x)}, must be a bfloat16 or float16 tensor with activation_scaling "
+            "'none'"
+        )
+    if x.offs is not None:
+        raise ValueError(f"x: has {x.offs.shape[0]} groups (offs), must have none")
+    if x.ndim != 2 or x.shape[1] != k:
+        raise ValueError(f"x: shape is {tuple(x.shape)}, must be (m, {k}), {k} = in_features")
+    if x.hadamard_signs is not None:
+        raise ValueError(f"x: was rotated (hadamard_signs {x.hadamard_signs:#06x}), must not be")
+    _checks.same_device("x", x.amax, device, "weight")
+    data, scales = (x.codes, x.scales) if isinstance(x, NVFP4Tensor) else (x.data, None)
+    return data, {"x_scales": scales, "x_amax": x.amax, "x_e4m3_max": x.e4m3_max}

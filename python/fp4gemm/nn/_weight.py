@@ -60,6 +60,7 @@ class WeightModule(torch.nn.Module):
     # The buffers of WEIGHT_BUFFERS and BOUND that were looked at; see _notice.
     _known: tuple[Tensor | None, ...]
     _known_version: int | None  # of the bound
+    _fast: tuple[Any, ...] | None = None  # what forward may call without a check; any assignment removes it
     _is_captured = False  # a CUDA graph may read codes and scales, which then stay
     _has_signed_scales = False  # the weight was prepacked with negative scales, whose signs are in the codes
 
@@ -209,6 +210,7 @@ class WeightModule(torch.nn.Module):
         return NVFP4Tensor._trusted(copied.codes, copied.scales, amax, self._e4m3_max)._stamped(self.dtype)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__["_fast"] = None
         # transformers ties weights by setattr(layer, "weight", embedding.weight). Its patterns of names match
         # the buffers of the weight too, so that it may do the same for each of them.
         if name == "weight" or (name in (*ORDER[:-1], "bias") and isinstance(value, torch.nn.Parameter)):
@@ -325,7 +327,7 @@ class WeightModule(torch.nn.Module):
         # torch (2.13) writes float8 storages with plain pickle but cannot read them back; bytes it can.
         held = {name: buffer for name, buffer in self._buffers.items() if name != PREPACKED}
         held |= {"weight_codes": weight.codes, "weight_scales": weight.scales.view(torch.uint8)}
-        state = {name: value for name, value in self.__dict__.items() if not name.startswith("_known")}
+        state = {name: v for name, v in self.__dict__.items() if not name.startswith(("_known", "_fast"))}
         return {**state, "_buffers": ordered(held), "_is_captured": False, "_has_signed_scales": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .. import _checks, support
-from .._operands import Left
+from .. import _checks, selection, support
+from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
-from ..gemm import mm
+from ..ops import operators
+from ..ops.schema import LinearCall
 from ..quantize import quantize
 from ._inputs import (
     OUT_STEP,
@@ -20,17 +23,24 @@ from ._inputs import (
     check_options,
     check_quantized_weight,
     refuse_not_finite,
+    shared_input,
 )
+from ._state import BOUND, PREPACKED, version
 from ._weight import _EXCHANGE, WeightModule
+
+_SCALINGS = {"none": 0, "row": 1, "tensor": 2}  # as the operator counts
+_RULES = selection.RULES
+_LINEAR = operators.below_wrapper(operators.linear)
+_is_compiling = torch.compiler.is_compiling
 
 
 class Linear(WeightModule):
     """``y = Q(x) @ Q(W).T + bias``, with Q the NVFP4 cast: a drop-in for torch.nn.Linear, forward only.
 
     The weight is quantized once and kept as buffers; the input is quantized in every call, so no calibration
-    is needed. The epilogue of the GEMM applies all amax factors in fp32, adds the bias in fp32, and rounds
-    once to the dtype of the input. Definition: the NVFP4 cast and GEMM of TransformerEngine, as
-    :func:`fp4gemm.quantize` and :func:`fp4gemm.mm` document them.
+    is needed. A call is one operator, ``torch.ops.fp4gemm.linear``. The epilogue of the GEMM applies all amax
+    factors in fp32, adds the bias in fp32, and rounds once to the dtype of the input. Definition: the NVFP4
+    cast and GEMM of TransformerEngine, as :func:`fp4gemm.quantize` and :func:`fp4gemm.mm` document them.
 
     On compute capability 9.0 the first ``forward`` that is neither traced nor captured prepacks the weight
     (:func:`fp4gemm.prepack`), which synchronises once. From then on the layer holds that form alone, as large
@@ -44,6 +54,16 @@ class Linear(WeightModule):
     loader of accelerate has brought one. Usually a layer comes from ``Linear.from_float`` or
     ``quantize_model``. ``layer.weight = w`` of an NVFP4Tensor shares its memory; a float tensor (n, k) is
     quantized.
+
+    Layers that read the same x can share its quantization: ``forward`` accepts an NVFP4Tensor or, on devices
+    whose kernels read such operands (compute capability 9.0), a DecodedTensor, with the same bits::
+
+        x = torch.randn(16, 512, dtype=torch.bfloat16)
+        q_proj, k_proj = (
+            fp4gemm.nn.Linear.from_float(torch.nn.Linear(512, n, dtype=torch.bfloat16)) for n in (512, 128)
+        )
+        shared = fp4gemm.quantize(x)  # on compute capability 9.0: decoded=True
+        q, k = q_proj(shared), k_proj(shared)
 
     NaN and infinity: a NaN in x has no effect on the amax and is quantized to +6 times its block scale, so
     that it does not show in y. An infinite x makes the amax of its row (or of x) infinite, and those rows of
@@ -225,48 +245,130 @@ class Linear(WeightModule):
                 self._hold_prepacked()
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | NVFP4Tensor | DecodedTensor) -> Tensor:
         """``Q(x) @ Q(W).T + bias``; with activation_scaling "none" ``x @ Q(W).T + bias``.
 
         Args:
             x: bfloat16, float16 or (unless it is not quantized) float32 (..., k), any leading dimensions
-                including none; strides are free.
+                including none; strides are free. Or an NVFP4Tensor or DecodedTensor (m, k), which was
+                quantized before.
 
         Returns:
-            (..., n), dtype of x. Does not synchronise, except when it prepacks the weight, or with
-            check_finite="raise".
+            (..., n), dtype of x; of ``weight.dtype`` if x was quantized before. Does not synchronise, except
+            when it prepacks the weight, or with check_finite="raise".
 
         Raises:
             TypeError, ValueError: naming x or the size that is wrong; ValueError for a NaN or an infinity
                 in x with check_finite="raise".
-            NotImplementedError: x requires grad while grad mode is on; this layer is forward only.
+            NotImplementedError: x requires grad while grad mode is on; this layer is forward only. The device
+                does not read decoded operands.
             RuntimeError: no weight has been loaded yet.
         """
+        # The checks take several times as long as the operator's launch. They are omitted while the buffers
+        # are those of the last call that made them. A call that the operator refuses goes through them too.
+        if not _is_compiling():
+            fast = self._fast
+            if fast is not None and type(x) is Tensor and not x.requires_grad and not _RULES:
+                name, data, scales, amax, bias, bound, written, arguments = fast
+                held = self._buffers
+                if (
+                    held.get(name) is data
+                    and held.get("weight_scales") is scales
+                    and held["weight_amax"] is amax
+                    and held.get("bias") is bias
+                    and held[BOUND] is bound
+                    and bound._version == written  # type: ignore[union-attr]
+                    and x.dim() > 0
+                    and x.size(-1) == self.in_features
+                ):
+                    try:
+                        result: Tensor = _LINEAR(x, *arguments)
+                    except torch.OutOfMemoryError:
+                        raise
+                    except (RuntimeError, TypeError, ValueError):
+                        pass
+                    else:
+                        return result
+        return self._checked_forward(x)
+
+    def _checked_forward(self, x: Tensor | NVFP4Tensor | DecodedTensor) -> Tensor:
         self._require_weight()
+        if isinstance(x, (NVFP4Tensor, DecodedTensor)):
+            data, parts = shared_input(x, self.in_features, self.weight_amax.device, self.activation_scaling)
+            return self._multiply(data, **parts, out_dtype=self.dtype)
         x = _checks.is_tensor("x", x)
         k = self.in_features
         if x.dim() == 0 or x.shape[-1] != k:
             raise ValueError(f"x: shape is {tuple(x.shape)}, must be (..., {k}), {k} = in_features")
-        device = self.weight_amax.device
-        _checks.same_device("x", x, device, "weight")
+        _checks.same_device("x", x, self.weight_amax.device, "weight")
+        scaling = _SCALINGS[self.activation_scaling]
+        _checks.has_dtype("x", x, _checks.FLOAT_DTYPES if scaling else _checks.HALF_DTYPES)
+        _checks.no_grad("x", x, "fp4gemm.nn.Linear")
         if self.check_finite != "off":
             self._refuse_not_finite(x)
-        is_prepacked, is_traced = self._is_prepacked(), torch.compiler.is_compiling()
-        if not is_prepacked and not is_traced:
-            is_prepacked = self._prepack_where_it_helps()
-        rows = x.reshape(-1, k)
-        a: Left
-        if self.activation_scaling == "none":
-            _checks.has_dtype("x", x, _checks.HALF_DTYPES)
-            _checks.no_grad("x", x, "fp4gemm.nn.Linear")
-            a = rows.contiguous()
+        if scaling:
+            support.ready(x, "quantize")
+        return self._multiply(x, scaling=scaling)
+
+    def _multiply(self, x: Tensor, **of_x: Any) -> Tensor:
+        """Call the operator, in the form that the weight has or gets on this device.
+
+        of_x are more of its arguments, at least scaling or what belongs to an x that was quantized before.
+        """
+        is_traced = _is_compiling()
+        if not is_traced and not self._is_prepacked():
+            self._prepack_where_it_helps()
+        held = self._buffers  # once, since another thread may replace it
+        is_prepacked = PREPACKED in held
+        name = PREPACKED if is_prepacked else "weight_codes"
+        call = LinearCall(
+            x,
+            held[name],  # type: ignore[arg-type]
+            held.get("weight_scales"),
+            held["weight_amax"],  # type: ignore[arg-type]
+            held["bias"],
+            self.out_features if is_prepacked else 0,
+            self._e4m3_max,
+            **{"scaling": _SCALINGS["row"], "activation": self._epilogue()} | of_x,
+        )
+        if is_traced:
+            traced: Tensor = operators.linear(*call)
+            return traced
+        is_plain = of_x.get("scaling") == 0
+        if is_plain:
+            support.ready_for(x, "mm", ("bf16", "nvfp4"))
+        if is_plain and x.dtype is torch.bfloat16:
+            format_a = "bf16"
+        elif x.dtype is torch.uint8 or (of_x.get("scaling") and not support.streams_prepacked(x.device)):
+            format_a = "nvfp4"
         else:
-            # What the kernels there would decode to in every call.
-            decoded = is_prepacked or (not is_traced and support.streams_prepacked(device))
-            a = quantize(rows, scaling=self.activation_scaling, decoded=decoded)
-        weight = self._prepacked() if is_prepacked else self.weight
-        y = mm(a, weight, bias=self.bias, out_dtype=x.dtype)
-        return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
+            format_a = "fp16"
+        formats = (format_a, "prepacked" if is_prepacked else "nvfp4")
+        support.ready_for(x, "mm", formats)
+        if _RULES:
+            rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
+            dtype = of_x.get("out_dtype", x.dtype)
+            n, k = self.out_features, self.in_features
+            call = call._replace(kernel_name=selection.find(rows, n, k, dtype, "dense", False, formats))
+        result: Tensor = _LINEAR(*call)
+        self._remember_call(call, name)
+        return result
+
+    def _epilogue(self) -> int:
+        """The number of the activation in the epilogue; layers that have one override this."""
+        return 0
+
+    def _remember_call(self, call: LinearCall, name: str) -> None:
+        """Let forward make this call again without checks, if nothing but x can differ."""
+        bound: Tensor = self._buffers[BOUND]  # type: ignore[assignment]
+        written = version(bound)
+        is_tested = call.x.get_device() in support.READY["mm"]
+        helps = name == PREPACKED or not support.streams_prepacked(call.x.device)
+        is_plain = call.x_amax is None and self.check_finite == "off" and type(call.x) is Tensor
+        if is_plain and is_tested and helps and written is not None and not self._is_offloaded():
+            arguments = call[1:9] if call.activation else call[1:8]  # from weight; others have their defaults
+            of_weight = (call.weight, call.weight_scales, call.weight_amax, call.bias)
+            self.__dict__["_fast"] = (name, *of_weight, bound, written, arguments)
 
     def extra_repr(self) -> str:
         finite = "" if self.check_finite == "off" else f", check_finite={self.check_finite!r}"

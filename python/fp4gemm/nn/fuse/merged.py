@@ -15,7 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...activations import ActivationName
+from ...activations import ActivationName, by_name
+from ...containers.decoded import DecodedTensor
 from ...containers.nvfp4 import NVFP4Tensor
 from .._hooks import carry_over
 from .._state import version
@@ -40,11 +41,16 @@ class MergedLinear(Linear):
     # last part resets it, so that the compiled function neither reads nor keeps anything.
     _traced: tuple[Tensor | Tokens, Columns] | None = None
 
-    def forward(self, x: Tensor | Tokens) -> Tensor:
+    def forward(self, x: Tensor | NVFP4Tensor | DecodedTensor | Tokens) -> Tensor:
         """As of Linear, with the activation; x may have been quantized by a fused norm."""
-        if isinstance(x, Tensor) and self.activation is None:
-            return super().forward(x)
-        return product(self, x, self.activation)
+        if isinstance(x, Tokens):
+            return product(self, x, self.activation)
+        if self.activation is not None and isinstance(x, Tensor) and x.dtype is torch.float32:
+            return product(self, x, self.activation)  # which the epilogue does not write
+        return super().forward(x)
+
+    def _epilogue(self) -> int:
+        return by_name[self.activation].number
 
     def _take_traced(self, x: Tensor | Tokens, index: int) -> Tensor | None:
         """The columns of a part from the last product of the traced graph, if it was made of this x."""
