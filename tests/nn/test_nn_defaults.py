@@ -155,6 +155,10 @@ def test_every_other_weight_has_a_kind_and_a_reason() -> None:
         "lazy.bias": ("other", "not initialised yet; run the model once"),
     }
     assert sum(w.num_bytes for w in report.weights) + report.bytes_before == report.model_bytes_before
+    assert (
+        "10 other weights in float: convolution 12.5 kB, embedding 4.1 kB, router 4.1 kB, norm 512 B, "
+        "vector 256 B, other 64 B"
+    ) in str(report).splitlines()
 
 
 def test_the_table_has_a_line_for_layers_that_differ_in_numbers() -> None:

@@ -182,6 +182,12 @@ class QuantizeReport:
         lines.append(_counted("linear layer", self.layers))
         if self.experts:
             lines.append(_counted("module of experts", self.experts, "modules of experts"))
+        if self.weights:
+            sizes: Counter[str] = Counter()
+            for weight in self.weights:
+                sizes[weight.kind] += weight.num_bytes
+            shown = ", ".join(f"{kind} {_bytes(size)}" for kind, size in sizes.most_common())
+            lines.append(f"{len(self.weights)} other weights in float: {shown}")
         if self.others:
             lines.append(self.about_others())
         blocks = Counter(re.sub(r"(?<=\.)\d+(?=[.:])", "*", str(block)) for block in self.blocks)
