@@ -109,7 +109,7 @@ ZOO = {
         1,
     ),
     "gemma3": Case(_of("Gemma3ForCausalLM", "Gemma3TextConfig", **TEXT, **_HEADS), 7, cosine=0.93),
-    "phi3": Case(_of("Phi3ForCausalLM", "Phi3Config", **TEXT, pad_token_id=0), 4),
+    "phi3": Case(_of("Phi3ForCausalLM", "Phi3Config", **TEXT, pad_token_id=0, eos_token_id=1), 4),
     "vit": Case(
         _of(
             "ViTForImageClassification",
