@@ -31,7 +31,7 @@ from .support import is_supported
 from .training.products import dgrad, fprop, wgrad
 
 if TYPE_CHECKING:
-    from . import nn
+    from . import compiler, nn
 
     __version__: str
 
@@ -42,6 +42,7 @@ __all__ = [
     "PrepackedTensor",
     "__version__",
     "combine",
+    "compiler",
     "decode",
     "dequantize",
     "dequantize_parts",
@@ -74,9 +75,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # fp4gemm.nn is imported on first use, which makes the import of fp4gemm faster.
-    if name == "nn":
-        return importlib.import_module(".nn", __name__)
+    # These are imported on first use, which makes the import of fp4gemm faster.
+    if name in ("compiler", "nn"):
+        return importlib.import_module(f".{name}", __name__)
     # The version is in the library, which an import of fp4gemm alone does not open.
     if name == "__version__":
         return _native.version()
