@@ -107,6 +107,19 @@ def test_an_include_that_matches_them_wins(
         assert convert(make(), include=name.replace(".", r"\."))[1].names("quantized") == [name]
 
 
+def test_the_gate_of_a_shared_expert_is_a_router() -> None:
+    model = Mixture()
+    model.shared_gate = torch.nn.Linear(64, 1)
+    report = convert(model, on_unsupported="raise")[1]
+    assert {e.name: e.reason for e in report.layers if e.action == "excluded"} == {
+        "gate": ROUTER,
+        "shared_gate": ROUTER,
+    }
+    model = Mixture(name="layers")  # no experts: a layer whose size does not fit
+    model.shared_gate = torch.nn.Linear(64, 1)
+    assert convert(model)[1].names("skipped") == ["shared_gate"]
+
+
 def test_experts_in_a_list_are_swapped_layer_by_layer() -> None:
     model, report = convert(Mixture())
     assert len(report.names("quantized")) == 17

@@ -42,13 +42,16 @@ def _output_embeddings(model: torch.nn.Module) -> Iterator[torch.nn.Linear]:
 
 
 def _routers(model: torch.nn.Module) -> Iterator[torch.nn.Linear]:
-    """Linear layers inside of a module with a router's name, and those beside as many experts as n."""
+    """Linear layers inside of a module with a router's name, and those beside experts that score them.
+
+    The latter have as many outputs as there are experts, or one output, the gate of a shared expert.
+    """
     for owner in model.modules():
         is_router = ROUTER.search(type(owner).__name__) is not None
+        outputs = _num_experts(owner)
+        outputs |= {1} if outputs else set()
         for child in owner.modules() if is_router else owner.children():
-            if isinstance(child, torch.nn.Linear) and (
-                is_router or child.out_features in _num_experts(owner)
-            ):
+            if isinstance(child, torch.nn.Linear) and (is_router or child.out_features in outputs):
                 yield child
 
 

@@ -54,8 +54,8 @@ def quantize_model(
     By default two kinds of linear layers stay in float. Output embeddings: what ``get_output_embeddings()``
     of any module returns, a layer named lm_head, one that shares its weight with a torch.nn.Embedding.
     Routers: a layer inside of a module whose class name ends in Router, TopKGating or MoEGate, and a layer
-    with n outputs whose owner also holds n experts (a list, or a child with num_experts, whose name contains
-    "expert").
+    with n outputs, or one, whose owner also holds n experts (a list, or a child with num_experts, whose name
+    contains "expert").
 
     Args:
         model: any module. One that is itself a linear layer or experts cannot be changed in place; the new
