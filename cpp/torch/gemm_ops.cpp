@@ -6,6 +6,9 @@
 namespace fp4gemm_torch {
 
 bool is_gated(int64_t activation) {
+  if (activation == FP4GEMM_ACTIVATION_NONE) {
+    return false;
+  }
   fp4gemm_activation_info_t info{};
   for (int i = 0; i < fp4gemm_activation_count(); ++i) {
     check_status(fp4gemm_activation_info(i, &info));

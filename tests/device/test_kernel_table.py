@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import fp4gemm
 import pytest
@@ -70,6 +72,28 @@ def test_select_kernel_chooses_from_the_table() -> None:
     for name in ("format_a", "format_b"):
         with pytest.raises(ValueError, match=rf"^{name}: got 'fp4', must be 'nvfp4', 'fp16', 'bf16' or"):
             kernel_table.select_kernel(90, 132, 64, 64, 64, **{name: "fp4"})
+
+
+def test_the_selection_does_not_depend_on_earlier_ones() -> None:
+    """The library remembers some selections; more problems than that get the same kernels in any order."""
+    problems: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+        ((arch, sms, m, n, k, groups), {"format_a": form, "format_b": "prepacked" if arch == 90 else "nvfp4"})
+        for arch, form in ((90, "fp16"), (90, "nvfp4"), (100, "nvfp4"), (80, "nvfp4"))
+        for sms in (132, 78)
+        for m in (1, 65, 2049)
+        for n in (64, 4096)
+        for k in (128, 8192)
+        for groups in (0, 3)
+    ]
+
+    def ask(call: tuple[tuple[int, ...], dict[str, Any]]) -> KernelInfo | None:
+        return kernel_table.select_kernel(*call[0], **call[1])
+
+    forwards = [ask(call) for call in problems]
+    assert [ask(call) for call in reversed(problems)][::-1] == forwards
+    assert [ask(call) for call in problems for _ in range(2)][::2] == forwards
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, problems)) == forwards
 
 
 def test_selected_kernels_support_the_formats() -> None:
