@@ -125,6 +125,7 @@ Tensor linear(Tensor const& x, Tensor const& weight, std::optional<Tensor> weigh
               int64_t weight_e4m3_max, int64_t scaling, int64_t activation, std::optional<Tensor> c,
               double beta, std::optional<Tensor> x_scales, std::optional<Tensor> x_amax, int64_t x_e4m3_max,
               bool batch_invariant, std::optional<std::string> kernel, std::optional<ScalarType> out_dtype) {
+  STD_TORCH_CHECK(x.is_cuda(), "x: must be on a CUDA device like weight");
   int32_t const device = x.get_device_index();
   bool const is_quantized = x_amax.has_value();  // before this call
   check_bound("weight_e4m3_max", weight_e4m3_max);
