@@ -11,8 +11,8 @@ from .. import _checks, support
 from ..containers.nvfp4 import NVFP4Tensor
 from ..quantize import quantize
 from ._inputs import WeightScaling
+from ._layer import WeightLayer
 from ._state import BOUND, PREPACKED, version
-from ._weight import _EXCHANGE, WeightModule
 
 
 class HeldWeight(NamedTuple):
@@ -26,7 +26,7 @@ class HeldWeight(NamedTuple):
     e4m3_max: int
 
 
-class StackedWeight(WeightModule):
+class StackedWeight(WeightLayer):
     """W (g, n, k) in NVFP4 and a bias (g, n): one of the two weights of :class:`fp4gemm.nn.Experts`.
 
     ``weight`` is the NVFP4Tensor, and ``dequantize_weight()`` its values. It is called without arguments and
@@ -42,6 +42,7 @@ class StackedWeight(WeightModule):
         bias: float32 (g, n), or None.
     """
 
+    _public = "Experts"
     # What the last call returned. The names of WeightModule that begin so are not copied or pickled.
     _known_held: HeldWeight | None = None
     is_checked = False  # a forward of Experts with this weight passed its checks; reset with the buffers
@@ -128,42 +129,12 @@ class StackedWeight(WeightModule):
         super()._remember_buffers(is_bound_read)
         self._known_held, self.is_checked = None, False
 
-    def dequantize_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``W[e,n,k] = code * block scale * amax / (6 * e4m3_max)``, dense (g, n, k) of ``dtype``."""
-        self._require_weight()
-        if torch.compiler.is_compiling():  # which cannot trace a lock
-            return self.weight.dequantize(dtype)
-        with _EXCHANGE:
-            return self.weight.dequantize(dtype)
-
-    def prepack(self) -> StackedWeight:
-        """Hold the weight in prepacked form alone from now on, as :meth:`fp4gemm.nn.Linear.prepack` does."""
-        self._require_weight()
-        if self._is_captured:
-            raise RuntimeError(
-                "weight: its codes and scales are read by a captured CUDA graph; prepack() must come before"
-            )
-        support.ready_for(self.weight_amax, "mm", ("nvfp4", "prepacked"))
-        with _EXCHANGE:
-            if not self._is_prepacked():
-                self._hold_prepacked()
-        return self
-
     def extra_repr(self) -> str:
         return (
             f"num_experts={self.num_matrices}, out_features={self.out_features}, "
             f"in_features={self.in_features}, bias={self.bias is not None}, "
             f"weight_scaling={self.weight_scaling!r}"
         )
-
-    def _require_weight(self) -> None:
-        if not torch.compiler.is_compiling():
-            self._notice()
-        if not self._has_weight:
-            raise RuntimeError(
-                "weight: not loaded yet; use load_state_dict with a checkpoint of an fp4gemm.nn.Experts, "
-                "or make the experts with Experts.from_float or Experts.from_quantized"
-            )
 
 
 def quantized(w: Tensor, scaling: WeightScaling) -> NVFP4Tensor:

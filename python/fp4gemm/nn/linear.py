@@ -25,8 +25,8 @@ from ._inputs import (
     refuse_not_finite,
     shared_input,
 )
+from ._layer import WeightLayer
 from ._state import BOUND, PREPACKED, version
-from ._weight import _EXCHANGE, WeightModule
 
 _SCALINGS = {"none": 0, "row": 1, "tensor": 2}  # as the operator counts
 _RULES = selection.RULES
@@ -34,7 +34,7 @@ _LINEAR = operators.below_wrapper(operators.linear)
 _is_compiling = torch.compiler.is_compiling
 
 
-class Linear(WeightModule):
+class Linear(WeightLayer):
     """``y = Q(x) @ Q(W).T + bias``, with Q the NVFP4 cast: a drop-in for torch.nn.Linear, forward only.
 
     The weight is quantized once and kept as buffers; the input is quantized in every call, so no calibration
@@ -215,36 +215,6 @@ class Linear(WeightModule):
         layer._has_weight = True
         return layer
 
-    def dequantize_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``W[n,k] = code * block scale * amax / (6 * e4m3_max)`` as a dense (n, k) tensor of ``dtype``."""
-        self._require_weight()
-        if torch.compiler.is_compiling():  # which cannot trace a lock
-            return self.weight.dequantize(dtype)
-        with _EXCHANGE:
-            return self.weight.dequantize(dtype)
-
-    def prepack(self) -> Linear:
-        """Hold the weight in prepacked form alone from now on, and return the layer.
-
-        ``forward`` does that by itself where it helps. On the CPU it only costs time. Synchronises, unless
-        the weight is prepacked already.
-
-        Raises:
-            RuntimeError: no weight has been loaded yet, or a CUDA graph has been captured that reads the
-                weight as it is. NotImplementedError: the device does not read prepacked weights; the text
-                says which.
-        """
-        self._require_weight()
-        if self._is_captured:
-            raise RuntimeError(
-                "weight: its codes and scales are read by a captured CUDA graph; prepack() must come before"
-            )
-        support.ready_for(self.weight_amax, "mm", ("nvfp4", "prepacked"))
-        with _EXCHANGE:
-            if not self._is_prepacked():
-                self._hold_prepacked()
-        return self
-
     def forward(self, x: Tensor | NVFP4Tensor | DecodedTensor) -> Tensor:
         """``Q(x) @ Q(W).T + bias``; with activation_scaling "none" ``x @ Q(W).T + bias``.
 
@@ -377,15 +347,6 @@ class Linear(WeightModule):
             f"bias={self.bias is not None}, activation_scaling={self.activation_scaling!r}, "
             f"weight_scaling={self.weight_scaling!r}{finite}"
         )
-
-    def _require_weight(self) -> None:
-        if not torch.compiler.is_compiling():
-            self._notice()
-        if not self._has_weight:
-            raise RuntimeError(
-                "weight: not loaded yet; use load_state_dict with a checkpoint of an fp4gemm.nn.Linear, "
-                "or make the layer with Linear.from_float or Linear.from_quantized"
-            )
 
     def _refuse_not_finite(self, x: Tensor) -> None:
         refuse_not_finite(x, self)
