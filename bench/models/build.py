@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import fp4gemm
 import torch
@@ -97,11 +97,15 @@ class Variants:
         return self._step[1]
 
     def compiled(self, name: str, whole: bool) -> CausalLM:
-        """The model of this name under torch.compile: each layer by itself, or the whole model."""
+        """The model of this name under torch.compile: each layer by itself, or the whole model.
+
+        Those in NVFP4 are compiled by ``fp4gemm.compiler.compile``.
+        """
         model = self.models[name]
+        compiler: Any = fp4gemm.compiler.compile if name in QUANTIZED else torch.compile
         if whole:
-            return cast(CausalLM, torch.compile(model, dynamic=False))
-        layers = [cast(nn.Module, torch.compile(layer, dynamic=False)) for layer in model.layers]
+            return cast(CausalLM, compiler(model, dynamic=False))
+        layers = [compiler(layer, dynamic=False) for layer in model.layers]
         return CausalLM(self.shape, self.ends, layers)
 
 

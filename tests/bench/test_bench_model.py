@@ -7,6 +7,7 @@ import functools
 from types import SimpleNamespace
 from typing import Any
 
+import fp4gemm
 import pytest
 import torch
 from bench_helpers import CPU, cpu_harness, named, result, run
@@ -179,9 +180,16 @@ def test_wrong_logits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the cosine of its logits to those of bf16 merged is -" in found["fp4gemm W4A16"]["refused"]
 
 
+def compile_by(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces inductor, which compiles for half a minute."""
+    made = functools.partial(torch.compile, backend=backend)
+    for place in (torch, fp4gemm.compiler):
+        monkeypatch.setattr(place, "compile", made)
+
+
 @pytest.mark.parametrize("how", ["layer", "model"])
 def test_compiled_models(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    compile_by("eager", monkeypatch)
     line = ["--model", "tiny", "--batch", "2", "--mode", "decode", "--variants", "fp4gemm W4A4"]
     found = named(run("model", *line, "--compile", how))
     names = [MERGED, "fp4gemm W4A4"]
@@ -196,7 +204,7 @@ def test_layers_are_compiled_once(name: str, monkeypatch: pytest.MonkeyPatch) ->
     shape = dataclasses.replace(SHAPES["tiny"], num_layers=10)  # more than torch compiles again
     made = build(shape, 10, (name,), CPU)
     counter = CompileCounter()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    compile_by(counter, monkeypatch)
     step = made.step(2, 8, 1)
     got = made.compiled(name, whole=False)(step.input_ids, step.cache)
     assert counter.frame_count == 1

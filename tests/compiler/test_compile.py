@@ -119,6 +119,16 @@ def test_the_cache_of_compiled_graphs_knows_the_pass(tmp_path: Any, monkeypatch:
     assert hits(report=lambda report: None) == 0
 
 
+def test_equal_options_make_equal_passes() -> None:
+    """torch.compile compiles layers that share their code once if their backends are equal."""
+    of = compiler.FusionPass
+    passes = [of(), of(exact=True), of(skip=("addend",)), of(report=print)]
+    again = [of(), of(exact=True), of(skip=["addend"]), of(report=print)]
+    assert passes == again
+    assert len({*passes, *again}) == len(passes)
+    assert of() != object()
+
+
 def test_uuid() -> None:
     """Equal options have equal keys; the order of skip is no difference."""
     key = compiler.FusionPass().uuid()

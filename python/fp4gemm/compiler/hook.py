@@ -68,6 +68,16 @@ class FusionPass(CustomGraphPass):
         if self.report is not None:
             self.report(done)
 
+    # torch compiles layers that share their code once, each given to compile(), if the passes are equal.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FusionPass) and self._options() == other._options()
+
+    def __hash__(self) -> int:
+        return hash(self._options())
+
+    def _options(self) -> tuple[object, ...]:
+        return self.exact, self.skip, self.report
+
     def uuid(self) -> Any:
         """What torch's caches of compiled graphs know the pass by; None, for no cache, with a report."""
         if self.report is not None:
