@@ -34,7 +34,8 @@ DECODE, PREFILL = "decode", "prefill"
 COMPILE = ("none", "layer", "model")
 COMPILED = ", compiled"
 DEFAULT_MODELS, CPU_MODELS = ("llama-3.1-8b",), ("tiny", "tiny-moe")
-QUICK_MODELS, QUICK_LAYERS, QUICK_COMPILED = ("llama-3.1-8b", "qwen3-30b-a3b"), 16, 16
+QUICK_MODELS, QUICK_LAYERS = ("llama-3.1-8b", "qwen3-30b-a3b"), 16
+QUICK_COMPILED = (QUICK_MODELS[0], DECODE, 16)  # the model, mode and batch that --quick compiles
 BATCH, CONTEXT, PROMPT = (1, 16, 64, 256), (1024,), (4096,)
 CPU_BATCH, CPU_CONTEXT, CPU_PROMPT = (1, 4), (32,), (48,)
 EMULATED = "its first layer by emulation, its logits by their cosine"
@@ -144,9 +145,8 @@ def cases(args: argparse.Namespace, harness: Harness) -> list[Case]:
     for name in dict.fromkeys(args.model or default):
         num_layers = _num_layers(args, harness, SHAPES[name], max(b * c for _, b, c in sizes))
         for mode, batch, context in sizes:
-            how = args.compile or "none"
-            if args.compile is None and gpu and (not args.quick or (mode, batch) == (DECODE, QUICK_COMPILED)):
-                how = "layer"
+            is_compiled = gpu and (not args.quick or (name, mode, batch) == QUICK_COMPILED)
+            how = args.compile or ("layer" if is_compiled else "none")
             made.append(Case(SHAPES[name], num_layers, mode, batch, context, how))
     return made
 

@@ -138,7 +138,13 @@ def options_used(args: argparse.Namespace) -> str:
     """The options that change the rows of a case, as one text; results of other options are not mixed."""
     kernels = None if args.kernels is None else f"kernels={args.kernels.pattern}"
     settle = f"settle={args.settle:g}ms"
-    used = (settle, "eager" if args.eager else None, "cupti" if args.cupti else None, kernels)
+    used = [settle, "eager" if args.eager else None, "cupti" if args.cupti else None, kernels]
+    if getattr(args, "variants", None):
+        used.append(f"variants={','.join(args.variants)}")
+    if getattr(args, "compile", None):
+        used.append(f"compile={args.compile}")
+    if getattr(args, "profile", False):
+        used.append("profile")
     return " ".join(filter(None, used))
 
 

@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounter
 
 from bench.__main__ import main, parser
 from bench.commands import model as command
+from bench.commands.options import options_used
 from bench.models import build as building
 from bench.models.build import MERGED, QUANTIZED, VARIANTS, build, layer_weights, make_step
 from bench.models.decoder import CausalLM, DecoderLayer
@@ -252,7 +253,7 @@ def test_the_quick_cases(monkeypatch: pytest.MonkeyPatch) -> None:
         *(f"model llama-3.1-8b, 16 layers: decode, context 1024, batch {b}" for b in (1, 16, 64, 256)),
         "model llama-3.1-8b, 16 layers: prefill of 4096",
     ]
-    assert [case.compile for case in cases] == ["none", "layer", "none", "none", "none"] * 2
+    assert [case.compile for case in cases] == ["none", "layer", *["none"] * 8]
 
 
 @pytest.mark.parametrize(
@@ -270,6 +271,14 @@ def test_bad_arguments_are_named(line: list[str], text: str, capsys: pytest.Capt
         main(["model", "--device", "cpu", *line])
     assert stopped.value.code == 2
     assert text in capsys.readouterr().err
+
+
+def test_options_of_a_results_file() -> None:
+    """Results of other contenders are not taken for those of a run."""
+    line = ["model", "--variants", "bf16,fp4gemm W4A4", "--compile", "layer", "--profile"]
+    args = parser().parse_args(line)
+    assert options_used(args) == "settle=60ms eager variants=bf16,fp4gemm W4A4 compile=layer profile"
+    assert options_used(parser().parse_args(["model"])) == "settle=60ms eager"
 
 
 def test_the_list_of_models(capsys: pytest.CaptureFixture[str]) -> None:
