@@ -224,6 +224,15 @@ def test_compiled_graph_has_one_product() -> None:
     assert len(graphs) == 1
 
 
+def test_compiled_in_two_graphs() -> None:
+    fused, plain = both(fuse_models.Broken())
+    compiled = torch.compile(fused, backend="eager")
+    for _ in range(2):
+        x = torch.randn(3, 64)
+        assert same_bits(compiled(x), plain(x))
+        assert fused.ab._traced is None
+
+
 @pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
 def test_export(strict: bool) -> None:
     fused, _ = both(fuse_models.Attention())

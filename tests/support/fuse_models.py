@@ -165,6 +165,15 @@ class Together(Pair):
         return torch.cat([y, self.b(x)], -1)
 
 
+class Broken(Pair):
+    """Is compiled in two graphs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        torch._dynamo.graph_break()
+        return y + self.b(x)
+
+
 class Hidden(Pair):
     """Writes x in place where the source of forward does not show it."""
 

@@ -37,8 +37,8 @@ class MergedLinear(Linear):
 
     sizes: tuple[int, ...] = ()
     activation: ActivationName | None = None
-    # While a graph is traced: the input of the last product, and the columns that were not asked for yet. The
-    # last part resets it, so that the compiled function neither reads nor keeps anything.
+    # While Dynamo traces: the input of the last product, and the columns that were not asked for yet. The last
+    # part resets it, so that the compiled function neither reads nor keeps anything.
     _traced: tuple[Tensor | Tokens, Columns] | None = None
 
     def forward(self, x: Tensor | NVFP4Tensor | DecodedTensor | Tokens) -> Tensor:
@@ -119,8 +119,8 @@ class Part(torch.nn.Module):
     def forward(self, x: Tensor | Tokens) -> Tensor:
         """Columns of ``merged(x)``: (..., n), a slice, whose rows are not contiguous."""
         merged = self._merged[0]
-        # A graph is traced by one thread, and compares tensors by identity while it is.
-        is_traced = torch.compiler.is_compiling()
+        # Dynamo compares tensors by identity while it traces, but knows no weak references to them.
+        is_traced = torch.compiler.is_dynamo_compiling()
         if self.index > 0:
             kept = merged._take_traced(x, self.index) if is_traced else _take(merged, x, self.index)
             if kept is not None:
