@@ -19,6 +19,7 @@ from fp4gemm.nn.fuse.tokens import Tokens
 from nn_helpers import convert, same_bits
 from torch import Tensor
 from torch.nn import Linear
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +34,18 @@ def fuse(model: torch.nn.Module, **options: Any) -> tuple[torch.nn.Module, list[
     swapped, report = convert(torch.nn.Sequential(model), fuse="auto", **options)
     done = [(block.action, *block.names) for block in report.blocks if block.action != "left"]
     return swapped[0], done, [block.reason for block in report.blocks if block.action == "left"]
+
+
+class Names(TorchDispatchMode):
+    """The operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def by_hand(layers: list[nn.Linear], down: nn.Linear, x: Tensor, activation: str = "swiglu") -> Tensor:
@@ -339,6 +352,25 @@ def test_residuals_are_added_in_the_kernels(cls: type[torch.nn.Module], dtype: t
     # down(h) alone is not rounded.
     y = cls.forward(fused, x).float()
     assert torch.linalg.norm(fused(x).float() - y) <= 0.01 * torch.linalg.norm(y)
+
+
+def test_operators_of_a_layer() -> None:
+    """Two norms that quantize, and four products, from the first call on."""
+    fused, _, _ = fuse(fuse_models.LlamaLayer().to(torch.bfloat16))
+    x = torch.randn(2, 5, 64, dtype=torch.bfloat16)
+    y = fused(x)
+    for _ in range(2):
+        with Names() as names:
+            assert same_bits(fused(x), y)
+        assert [name for name in names.seen if name.startswith("fp4gemm.")] == [
+            "fp4gemm.rms_norm_quantize.default",
+            "fp4gemm.linear.default",
+            "fp4gemm.linear.default",
+            "fp4gemm.rms_norm_quantize.default",
+            "fp4gemm.linear.default",
+            "fp4gemm.linear.default",
+        ]
+        assert not [name for name in names.seen if name.startswith("aten.add")]
 
 
 def test_addition_before_a_norm_rounds_as_before() -> None:

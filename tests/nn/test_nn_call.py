@@ -34,9 +34,9 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     whole = nn.Linear._checked_forward
 
-    def counted(self: nn.Linear, x: Any) -> Tensor:
+    def counted(self: nn.Linear, x: Any, **terms: Any) -> Tensor:
         calls.append(len(calls))
-        return whole(self, x)
+        return whole(self, x, **terms)
 
     monkeypatch.setattr(nn.Linear, "_checked_forward", counted)
     return calls
@@ -129,6 +129,42 @@ def test_wrong_arguments_are_named_in_every_call(layer: nn.Linear, x: Tensor) ->
             with pytest.raises(error, match=message):
                 layer(value)
         layer(x)
+
+
+@pytest.mark.parametrize("scaling", ["row", "tensor"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_an_addend(scaling: Any, dtype: torch.dtype, device: torch.device, x: Tensor) -> None:
+    layer = nn.Linear.from_float(float_linear(K, N).to(device), activation_scaling=scaling)
+    x = x.to(dtype)
+    c = torch.randn(*x.shape[:-1], N, device=device, dtype=dtype)
+    want = fp4gemm.mm(
+        fp4gemm.quantize(x.flatten(0, 1), scaling=scaling),
+        layer.weight,
+        bias=layer.bias,
+        c=c.flatten(0, 1),
+        out_dtype=dtype,
+    )
+    plain = layer(x)
+    for _ in range(2):
+        assert same_bits(layer(x, c), want.view_as(c))
+        assert same_bits(layer(x), plain)
+    assert same_bits(layer(x, c.mT.contiguous().mT), want.view_as(c))
+
+
+def test_a_wrong_addend_is_named_in_every_call(layer: nn.Linear, x: Tensor) -> None:
+    c = layer(x)
+    bad: list[tuple[Any, type[Exception], str]] = [
+        (c[..., :8], ValueError, r"c: shape is \(2, 3, 8\), must be \(2, 3, \d+\)"),
+        (c.double(), TypeError, r"c: dtype is torch\.float64, must be torch\.bfloat16"),
+        (c.clone().requires_grad_(), NotImplementedError, "c: requires grad, but fp4gemm.nn.Linear"),
+        (c.to("meta"), ValueError, "c: device is meta, must be"),
+        (1.0, TypeError, r"c: got 1\.0 \(float\), must be a torch.Tensor"),
+    ]
+    for _ in range(2):
+        for value, error, message in bad:
+            with pytest.raises(error, match=message):
+                layer(x, value)
+        layer(x, c)
 
 
 def test_rules_are_asked(layer: nn.Linear, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,57 +215,74 @@ class Linear(WeightLayer):
         layer._has_weight = True
         return layer
 
-    def forward(self, x: Tensor | NVFP4Tensor | DecodedTensor) -> Tensor:
-        """``Q(x) @ Q(W).T + bias``; with activation_scaling "none" ``x @ Q(W).T + bias``.
+    def forward(self, x: Tensor | NVFP4Tensor | DecodedTensor, c: Tensor | None = None) -> Tensor:
+        """``Q(x) @ Q(W).T + bias + c``; with activation_scaling "none" ``x @ Q(W).T + bias + c``.
 
         Args:
             x: bfloat16, float16 or (unless it is not quantized) float32 (..., k), any leading dimensions
                 including none; strides are free. Or an NVFP4Tensor or DecodedTensor (m, k), which was
                 quantized before.
+            c: None, or an addend (..., n) of the dtype of the result, such as a residual. The epilogue adds
+                it in float32, before the result is rounded.
 
         Returns:
             (..., n), dtype of x; of ``weight.dtype`` if x was quantized before. Does not synchronise, except
             when it prepacks the weight, or with check_finite="raise".
 
         Raises:
-            TypeError, ValueError: naming x or the size that is wrong; ValueError for a NaN or an infinity
+            TypeError, ValueError: naming x, c or the size that is wrong; ValueError for a NaN or an infinity
                 in x with check_finite="raise".
-            NotImplementedError: x requires grad while grad mode is on; this layer is forward only. The device
-                does not read decoded operands.
+            NotImplementedError: x or c requires grad while grad mode is on; this layer is forward only. The
+                device does not read decoded operands.
             RuntimeError: no weight has been loaded yet.
         """
         # The checks take several times as long as the operator's launch. They are omitted while the buffers
         # are those of the last call that made them. A call that the operator refuses goes through them too.
-        if not _is_compiling():
-            fast = self._fast
-            if fast is not None and type(x) is Tensor and not x.requires_grad and not _RULES:
-                name, data, scales, amax, bias, bound, written, arguments = fast
-                held = self._buffers
-                if (
-                    held.get(name) is data
-                    and held.get("weight_scales") is scales
-                    and held["weight_amax"] is amax
-                    and held.get("bias") is bias
-                    and held[BOUND] is bound
-                    and bound._version == written  # type: ignore[union-attr]
-                    and x.dim() > 0
-                    and x.size(-1) == self.in_features
-                ):
-                    try:
+        is_plain = c is None or (type(c) is Tensor and not c.requires_grad)
+        if is_plain and type(x) is Tensor and not x.requires_grad:
+            arguments = self._known_arguments()
+            if arguments is not None and x.dim() > 0 and x.size(-1) == self.in_features:
+                try:
+                    if c is None:
                         result: Tensor = _LINEAR(x, *arguments)
-                    except torch.OutOfMemoryError:
-                        raise
-                    except (RuntimeError, TypeError, ValueError):
-                        pass
                     else:
-                        return result
-        return self._checked_forward(x)
+                        result = _LINEAR(x, *arguments[:7], self._epilogue(), c)
+                except torch.OutOfMemoryError:
+                    raise
+                except (RuntimeError, TypeError, ValueError):
+                    pass
+                else:
+                    return result
+        return self._checked_forward(x, c=c)
 
-    def _checked_forward(self, x: Tensor | NVFP4Tensor | DecodedTensor) -> Tensor:
+    def _known_arguments(self) -> tuple[Any, ...] | None:
+        """The operator's arguments after x, if the buffers are those of the last call that was checked."""
+        if _is_compiling() or _RULES:
+            return None
+        fast = self._fast
+        if fast is None:
+            return None
+        name, data, scales, amax, bias, bound, written, arguments = fast
+        held = self._buffers
+        if (
+            held.get(name) is data
+            and held.get("weight_scales") is scales
+            and held["weight_amax"] is amax
+            and held.get("bias") is bias
+            and held[BOUND] is bound
+            and bound._version == written  # type: ignore[union-attr]
+        ):
+            return arguments  # type: ignore[no-any-return]
+        return None
+
+    def _checked_forward(self, x: Tensor | NVFP4Tensor | DecodedTensor, **terms: Any) -> Tensor:
+        """The product after all checks; terms are c and the activation, as the operator has them."""
         self._require_weight()
+        if terms.get("c") is not None:
+            self._check_addend(x, terms["c"])
         if isinstance(x, (NVFP4Tensor, DecodedTensor)):
             data, parts = shared_input(x, self.in_features, self.weight_amax.device, self.activation_scaling)
-            return self._multiply(data, **parts, out_dtype=self.dtype)
+            return self._multiply(data, **parts, **terms, out_dtype=self.dtype)
         x = _checks.is_tensor("x", x)
         k = self.in_features
         if x.dim() == 0 or x.shape[-1] != k:
@@ -278,7 +295,15 @@ class Linear(WeightLayer):
             self._refuse_not_finite(x)
         if scaling:
             support.ready(x, "quantize")
-        return self._multiply(x, scaling=scaling)
+        return self._multiply(x, scaling=scaling, **terms)
+
+    def _check_addend(self, x: Tensor | NVFP4Tensor | DecodedTensor, c: object) -> None:
+        is_tensor = isinstance(x, Tensor)
+        c = _checks.is_tensor("c", c)
+        _checks.has_dtype("c", c, (x.dtype if is_tensor else self.dtype,))
+        _checks.has_shape("c", c, (*x.shape[:-1], self.out_features))
+        _checks.same_device("c", c, self.weight_amax.device, "weight")
+        _checks.no_grad("c", c, "fp4gemm.nn.Linear")
 
     def _multiply(self, x: Tensor, **of_x: Any) -> Tensor:
         """Call the operator, in the form that the weight has or gets on this device.
@@ -334,7 +359,8 @@ class Linear(WeightLayer):
         written = version(bound)
         is_tested = call.x.get_device() in support.READY["mm"]
         helps = name == PREPACKED or not support.streams_prepacked(call.x.device)
-        is_plain = call.x_amax is None and self.check_finite == "off" and type(call.x) is Tensor
+        is_own = call.scaling == _SCALINGS[self.activation_scaling] and call.activation == self._epilogue()
+        is_plain = is_own and self.check_finite == "off" and type(call.x) is Tensor
         if is_plain and is_tested and helps and written is not None and not self._is_offloaded():
             arguments = call[1:9] if call.activation else call[1:8]  # from weight; others have their defaults
             of_weight = (call.weight, call.weight_scales, call.weight_amax, call.bias)

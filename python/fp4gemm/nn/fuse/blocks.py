@@ -210,10 +210,7 @@ def _fused_norm(
 def _residuals(name: str, owner: torch.nn.Module) -> Iterator[BlockReport]:
     children = owner._modules.items()
     norms = frozenset(child for child, module in children if isinstance(module, RMSNormQuantize))
-    # A hook of down would not run, since its product is not made by a call of it.
-    mlps = frozenset(
-        child for child, m in children if isinstance(m, GatedMLP) and "_hf_hook" not in vars(m.down)
-    )
+    mlps = frozenset(child for child, module in children if isinstance(module, GatedMLP))
     if not norms and not mlps:
         return
     adding = add_residuals(owner, norms, mlps)

@@ -9,7 +9,6 @@ from ... import _checks, activations
 from ...activations import ActivationName
 from ..linear import Linear
 from .merged import MergedLinear, one_weight, why_not_one_weight
-from .product import product
 from .tokens import Tokens
 
 
@@ -84,4 +83,4 @@ class GatedMLP(torch.nn.Module):
             return self.down(h)  # type: ignore[no-any-return]
         if residual.dtype is not h.dtype or residual.shape != (*h.shape[:-1], self.down.out_features):
             return residual + self.down(h)  # type: ignore[no-any-return]
-        return product(self.down, h, None, residual)
+        return self.down(h, residual)  # type: ignore[no-any-return]

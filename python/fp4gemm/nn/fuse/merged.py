@@ -19,9 +19,10 @@ from ...activations import ActivationName, by_name
 from ...containers.decoded import DecodedTensor
 from ...containers.nvfp4 import NVFP4Tensor
 from .._hooks import carry_over
+from .._inputs import shared_input
 from .._state import version
+from ..linear import _LINEAR as LINEAR
 from ..linear import Linear
-from .product import product
 from .tokens import Tokens
 
 Columns = dict[int, Tensor]
@@ -37,17 +38,40 @@ class MergedLinear(Linear):
 
     sizes: tuple[int, ...] = ()
     activation: ActivationName | None = None
-    # While Dynamo traces: the input of the last product, and the columns that were not asked for yet. The last
-    # part resets it, so that the compiled function neither reads nor keeps anything.
+    # While Dynamo traces: the input of the last product, and the columns that were not asked for yet. The
+    # last part resets it, so that the compiled function neither reads nor keeps anything.
     _traced: tuple[Tensor | Tokens, Columns] | None = None
 
-    def forward(self, x: Tensor | NVFP4Tensor | DecodedTensor | Tokens) -> Tensor:
+    def forward(self, x: Tensor | NVFP4Tensor | DecodedTensor | Tokens, c: Tensor | None = None) -> Tensor:
         """As of Linear, with the activation; x may have been quantized by a fused norm."""
-        if isinstance(x, Tokens):
-            return product(self, x, self.activation)
+        if type(x) is Tokens:
+            return self._of_tokens(x)
         if self.activation is not None and isinstance(x, Tensor) and x.dtype is torch.float32:
-            return product(self, x, self.activation)  # which the epilogue does not write
-        return super().forward(x)
+            # The epilogue of a gated activation does not write float32.
+            return by_name[self.activation](self._checked_forward(x, activation=0))
+        return super().forward(x, c)  # type: ignore[arg-type]
+
+    def _of_tokens(self, x: Tokens) -> Tensor:
+        quantized = x.quantized
+        if isinstance(quantized, DecodedTensor):
+            data, scales = quantized.data, None
+        else:
+            data, scales = quantized.codes, quantized.scales
+        data = data.view(*x.shape[:-1], data.shape[-1])
+        arguments = self._known_arguments()
+        if arguments is not None and x.shape[-1] == self.in_features:
+            of_x = (scales, quantized.amax, quantized.e4m3_max, False, None, x.dtype)
+            try:
+                result: Tensor = LINEAR(data, *arguments[:7], self._epilogue(), None, 1.0, *of_x)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, TypeError, ValueError):
+                pass  # the checks say why
+            else:
+                return result
+        self._require_weight()
+        parts = shared_input(quantized, self.in_features, self.weight_amax.device, self.activation_scaling)[1]
+        return self._multiply(data, **parts, out_dtype=x.dtype)
 
     def _epilogue(self) -> int:
         return by_name[self.activation].number

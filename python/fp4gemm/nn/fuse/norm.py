@@ -8,10 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ... import _checks
+from ... import _checks, support
 from ...producers import rms_norm_quantize
 from ..linear import Linear
-from .product import reads_decoded
 from .source import forward_of, parameters
 from .tokens import Tokens
 
@@ -70,6 +69,13 @@ class RMSNormQuantize(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+def reads_decoded(layer: Linear) -> bool:
+    """Whether the kernels of the layer's device would decode quantized tokens in every call."""
+    if layer._is_prepacked():
+        return True
+    return not torch.compiler.is_compiling() and support.streams_prepacked(layer.weight_amax.device)
 
 
 def norm_epsilon(norm: torch.nn.Module) -> float | None:
