@@ -9,6 +9,7 @@ import fp4gemm
 import pytest
 import torch
 from compile_helpers import EVERY, WIDE, Block, K, linear, llama_norm, near
+from fp4gemm.compiler._graph import layer_name
 from helpers import assert_bits
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -164,6 +165,24 @@ def test_report_text(caplog: pytest.LogCaptureFixture) -> None:
     ]
     left = compiler.FusionReport(1, (), (compiler.Left("down", "reason"),))
     assert str(left) == "1 linear operators: nothing to rewrite\n  left ahead of down: reason"
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("L['self']._modules['layers']._modules['0'].q", "layers.0.q"),
+        ("L['model'].layers.0.q", "layers.0.q"),
+        ("G['model'].layers.0.q", "layers.0.q"),
+        ("L['layer']", "add"),
+        (None, "add"),
+    ],
+)
+def test_layer_names(path: str | None, name: str) -> None:
+    """What torch says of the module, or the node's own name where the module is the function itself."""
+    node = torch.fx.Graph().call_function(torch.add)
+    if path is not None:
+        node.meta["nn_module_stack"] = {"outer": ("", object), "inner": (path, object)}
+    assert layer_name(node) == name
 
 
 def test_a_graph_without_layers_has_no_report() -> None:

@@ -27,11 +27,13 @@ SIZES = {
 IDS = torch.arange(4, 12)[None]
 
 
-def quantized(name: str, num_layers: int = 1, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+def quantized(
+    name: str, num_layers: int = 1, dtype: torch.dtype = torch.bfloat16, fuse: Any = "none", **sizes: int
+) -> torch.nn.Module:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SIZES, num_hidden_layers=num_layers)
+    config = getattr(transformers, f"{name}Config")(**SIZES, num_hidden_layers=num_layers, **sizes)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval().to(dtype)
-    return fp4gemm.nn.quantize_model(model, exclude="lm_head")
+    return fp4gemm.nn.quantize_model(model, exclude="lm_head", fuse=fuse, report=lambda report: None)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
@@ -90,3 +92,20 @@ def test_generation_with_a_static_cache() -> None:
     assert torch.equal(got, want)
     assert reports
     assert all(report.counts == {"shared": 2} for report in reports)
+
+
+def test_what_fused_modules_leave() -> None:
+    """quantize_model(fuse="auto") has done it all in a Llama, and left a residual in a Qwen3-MoE."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    for model, counts in (
+        (quantized("Llama", fuse="auto"), {}),
+        (quantized("Qwen3Moe", fuse="auto", **experts), {"addend": 1}),
+    ):
+        result = fused(lambda ids, m=model: m(ids, use_cache=False).logits, IDS)
+        assert result.report.counts == counts
+        with torch.no_grad():
+            eager = model(IDS, use_cache=False).logits
+        if counts:
+            assert (result.value.float() - eager.float()).norm() < 0.15 * eager.float().norm()
+        else:
+            assert_bits(result.value, eager)

@@ -178,4 +178,4 @@ def layer_name(node: Node) -> str:
     if not stack:
         return node.name
     path = str(next(reversed(list(stack.values())))[0])  # L['self']._modules['layers'].0
-    return re.sub(r"_modules\['([^']+)'\]", r"\1", re.sub(r"^L\['\w+'\]\.?", "", path)) or node.name
+    return re.sub(r"_modules\['([^']+)'\]", r"\1", re.sub(r"^[LG]\['\w+'\]\.?", "", path)) or node.name
