@@ -43,6 +43,7 @@ EMULATED = "its first layer by emulation, its logits by their cosine"
 # weights, a token whose choice of experts is nearly a tie may choose others.
 LEAST_COSINE, LEAST_COSINE_BF16 = 0.5, 0.99
 USABLE, SPARE_BYTES = 0.94, 6 << 30  # of the memory of a GPU, for weights and cache; the rest is activations
+CHECKED = 9  # the least tokens by which a layer is checked
 NUM_KERNELS = 24  # of a profile that are shown
 
 
@@ -257,18 +258,20 @@ class Steps:
         least = LEAST_COSINE if name in QUANTIZED else LEAST_COSINE_BF16
         if not cosine >= least:
             return f"the cosine of its logits to those of {MERGED} is {cosine:.3f}, must be at least {least}"
-        inputs = self._layer_inputs(model)
+        inputs = list(self._layer_inputs())
         if name in QUANTIZED:
             plain, exact = self.made.plain, self.made.emulated[name]
-            return emulation.off_by(model.layers[0], plain, exact, *inputs)
-        return emulation.apart(model.layers[0], self.made.plain, *inputs)
+            return emulation.off_by(model.layers[0], plain, exact, inputs)
+        return emulation.apart(model.layers[0], self.made.plain, inputs)
 
-    def _layer_inputs(self, model: CausalLM) -> tuple[Any, ...]:
-        """A random input of a layer, the angles and the cache of the first layer."""
+    def _layer_inputs(self) -> Iterator[tuple[Any, ...]]:
+        """Random inputs of a layer of at least CHECKED tokens, each with the angles and the layer's cache."""
         ids, cache = self.step.input_ids, self.step.cache[0]
         gen = torch.Generator(ids.device).manual_seed(1)
-        x = gaussian(gen, *ids.shape, self.case.shape.hidden)
-        return x, self.made.models[MERGED].rotary_emb(cache.positions, x.dtype), cache
+        for _ in range(-(-CHECKED // ids.numel())):
+            # A small input, beside which what the layer adds does not vanish in roundings of the sum.
+            x = gaussian(gen, *ids.shape, self.case.shape.hidden, scale=0.02)
+            yield x, self.made.models[MERGED].rotary_emb(cache.positions, x.dtype), cache
 
     def _work(self, weight_bytes: int) -> Work:
         """The least work of a step: the weights that it needs and the cache are read once."""

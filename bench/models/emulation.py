@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import fp4gemm
@@ -75,16 +75,17 @@ def emulated(
     return layer
 
 
-@torch.no_grad()
-def off_by(layer: nn.Module, plain: nn.Module, emulation: nn.Module, *inputs: Any) -> str | None:
+Inputs = Sequence[tuple[Any, ...]]  # of several calls of a layer, the hidden states first
+
+
+def off_by(layer: nn.Module, plain: nn.Module, emulation: nn.Module, inputs: Inputs) -> str | None:
     """None if an NVFP4 ``layer`` computes what its ``emulation`` does, else the difference.
 
     What a layer adds to its input, of each token, must be nearer to the emulation than MOST of the error of
     quantization, which is the distance between the emulation and the ``plain`` layer in bf16. The median over
     tokens counts: a token whose choice of experts is nearly a tie may choose others.
     """
-    x = inputs[0].float()
-    got, want, exact = (f(*inputs).float() - x for f in (layer, emulation, plain))
+    got, want, exact = (_added(each, inputs) for each in (layer, emulation, plain))
     if not got.isfinite().all():
         return "the first layer's output holds numbers that are not finite"
     part = float(((got - want).norm(dim=-1) / (exact - want).norm(dim=-1)).median())
@@ -96,10 +97,9 @@ def off_by(layer: nn.Module, plain: nn.Module, emulation: nn.Module, *inputs: An
     )
 
 
-@torch.no_grad()
-def apart(layer: nn.Module, plain: nn.Module, *inputs: Any) -> str | None:
+def apart(layer: nn.Module, plain: nn.Module, inputs: Inputs) -> str | None:
     """None if a layer in bf16 computes what ``plain`` does but for roundings, else the difference."""
-    got, want = (f(*inputs).float() - inputs[0].float() for f in (layer, plain))
+    got, want = (_added(each, inputs) for each in (layer, plain))
     part = float(((got - want).norm(dim=-1) / want.norm(dim=-1)).median())
     if part < ROUNDINGS:
         return None
@@ -107,3 +107,9 @@ def apart(layer: nn.Module, plain: nn.Module, *inputs: Any) -> str | None:
         f"the first layer differs from the unmerged one by {part:.3f} of its norm, "
         f"must be less than {ROUNDINGS}"
     )
+
+
+@torch.no_grad()
+def _added(layer: nn.Module, inputs: Inputs) -> Tensor:
+    """float32 (tokens, hidden): what the layer adds to its inputs."""
+    return torch.cat([(layer(*one).float() - one[0].float()).flatten(0, 1) for one in inputs])

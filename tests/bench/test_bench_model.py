@@ -18,6 +18,7 @@ from bench.__main__ import main, parser
 from bench.commands import model as command
 from bench.commands.options import options_used
 from bench.models import build as building
+from bench.models import emulation
 from bench.models.build import MERGED, QUANTIZED, VARIANTS, build, layer_weights, make_step
 from bench.models.decoder import CausalLM, DecoderLayer
 from bench.models.experts import Experts
@@ -148,6 +149,20 @@ def test_every_contender_on_the_cpu(name: str) -> None:
         rest = shape.head_bytes + 2 * shape.hidden + 4 * shape.head_dim // 2
         num_bytes = layers + rest + 2 * shape.cache_bytes(3 * 16)
         assert found["bf16"]["gb_s"] * found["bf16"]["us"] * 1e3 == pytest.approx(num_bytes, rel=0.01)
+
+
+def test_a_layer_of_a_deep_model_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a layer adds is small in a deep model; roundings of the sum do not hide it."""
+    shape = dataclasses.replace(SHAPES["tiny-moe"], num_layers=80)
+    made = build(shape, 1, VARIANTS, CPU)
+    steps = command.Steps(cpu_harness(), command.Case(shape, 1, "decode", 1, 256), made)
+    inputs = list(steps._layer_inputs())
+    assert len(inputs) == command.CHECKED
+    monkeypatch.setattr(emulation, "MOST", 0.3)
+    for name in QUANTIZED:
+        layer, plain = made.models[name].layers[0], made.plain
+        assert emulation.off_by(layer, plain, made.emulated[name], inputs) is None
+        assert "by 1.00 of the error" in str(emulation.off_by(plain, plain, made.emulated[name], inputs))
 
 
 def test_a_wrong_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
