@@ -48,7 +48,7 @@ class Names(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def by_hand(layers: list[nn.Linear], down: nn.Linear, x: Tensor, activation: str = "swiglu") -> Tensor:
+def by_hand(layers: list[nn.Linear], down: nn.Linear, x: Tensor) -> Tensor:
     """down(act(gate) * up) with gate and up in float32, rounded once."""
     gate, up = (
         fp4gemm.mm(
@@ -59,7 +59,7 @@ def by_hand(layers: list[nn.Linear], down: nn.Linear, x: Tensor, activation: str
         )
         for layer in layers
     )
-    h = (activations.by_name[activation].function(gate) * up).to(x.dtype)
+    h = (activations.silu(gate) * up).to(x.dtype)
     return down(h.view(*x.shape[:-1], -1))
 
 
@@ -125,6 +125,14 @@ def test_gated_mlp_constructor() -> None:
         nn.GatedMLP(gate, down, down)
     with pytest.raises(ValueError, match="activation: got 'silu', must be 'swiglu'"):
         nn.GatedMLP(gate, up, down, activation="silu")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gated_product_has_no_addend(dtype: torch.dtype) -> None:
+    fused, _, _ = fuse(fuse_models.MLP().to(dtype))
+    x = torch.randn(3, 64, dtype=dtype)
+    with pytest.raises(NotImplementedError, match="activation: got swiglu with c, must be"):
+        fused.gate_up(x, torch.zeros(3, 192, dtype=dtype))
 
 
 def test_gated_state_dict() -> None:

@@ -45,13 +45,17 @@ class MergedLinear(Linear):
     def forward(self, x: Tensor | NVFP4Tensor | DecodedTensor | Tokens, c: Tensor | None = None) -> Tensor:
         """As of Linear, with the activation; x may have been quantized by a fused norm."""
         if type(x) is Tokens:
-            return self._of_tokens(x)
+            return self._of_tokens(x, c)
         if self.activation is not None and isinstance(x, Tensor) and x.dtype is torch.float32:
             # The epilogue of a gated activation does not write float32.
+            if c is not None:
+                raise NotImplementedError(
+                    f"activation: got {self.activation} with c, must be another one, or c None"
+                )
             return by_name[self.activation](self._checked_forward(x, activation=0))
         return super().forward(x, c)  # type: ignore[arg-type]
 
-    def _of_tokens(self, x: Tokens) -> Tensor:
+    def _of_tokens(self, x: Tokens, c: Tensor | None) -> Tensor:
         quantized = x.quantized
         if isinstance(quantized, DecodedTensor):
             data, scales = quantized.data, None
@@ -62,7 +66,7 @@ class MergedLinear(Linear):
         if arguments is not None and x.shape[-1] == self.in_features:
             of_x = (scales, quantized.amax, quantized.e4m3_max, False, None, x.dtype)
             try:
-                result: Tensor = LINEAR(data, *arguments[:7], self._epilogue(), None, 1.0, *of_x)
+                result: Tensor = LINEAR(data, *arguments[:7], self._epilogue(), c, 1.0, *of_x)
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, TypeError, ValueError):
@@ -71,7 +75,7 @@ class MergedLinear(Linear):
                 return result
         self._require_weight()
         parts = shared_input(quantized, self.in_features, self.weight_amax.device, self.activation_scaling)[1]
-        return self._multiply(data, **parts, out_dtype=x.dtype)
+        return self._multiply(data, **parts, c=c, out_dtype=x.dtype)
 
     def _epilogue(self) -> int:
         return by_name[self.activation].number
