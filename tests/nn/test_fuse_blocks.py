@@ -440,6 +440,28 @@ def test_the_input_of_a_gated_mlp_keeps_its_name() -> None:
     assert same_bits(fused(hidden=x), fused(x))
 
 
+def test_on_the_device(device: torch.device) -> None:
+    """Eager, in later calls without checks, and replayed in a CUDA graph; near to the CPU's result."""
+    model = fuse_models.LlamaLayer().to(torch.bfloat16)
+    on_cpu, _, _ = fuse(model)
+    fused, _, _ = fuse(model.to(device))
+    x = torch.randn(2, 5, 64, dtype=torch.bfloat16)
+    place = x.to(device)
+    y = fused(place)
+    for _ in range(2):
+        assert same_bits(fused(place), y)
+    wanted = on_cpu(x).float()
+    assert torch.linalg.norm(y.cpu().float() - wanted) <= 0.05 * torch.linalg.norm(wanted)
+    if device.type != "cuda":
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = fused(place)
+    place.copy_(-2 * x)
+    graph.replay()
+    assert same_bits(captured.clone(), fused(place))
+
+
 class Closure(fuse_models.Layer):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if x is None else self.work(x)
