@@ -335,7 +335,7 @@ def test_norms_need_an_amax_for_each_token(options: dict[str, Any]) -> None:
 
 # ---- residuals
 
-LAYERS = [fuse_models.Layer, fuse_models.LlamaLayer, fuse_models.SumReturned]
+LAYERS = [fuse_models.Layer, fuse_models.LlamaLayer, fuse_models.NestedCalls, fuse_models.SumReturned]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -379,6 +379,14 @@ def test_operators_of_a_layer() -> None:
             "fp4gemm.linear.default",
         ]
         assert not [name for name in names.seen if name.startswith("aten.add")]
+
+
+def test_a_fused_model_is_not_fused_again() -> None:
+    fused, _, _ = fuse(fuse_models.Layer().to(torch.bfloat16))
+    x = torch.randn(2, 5, 64, dtype=torch.bfloat16)
+    again, report = convert(fused, fuse="auto")
+    assert report.blocks == ()
+    assert same_bits(again(x), fused(x))
 
 
 def test_addition_before_a_norm_rounds_as_before() -> None:

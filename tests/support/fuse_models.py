@@ -91,6 +91,15 @@ class LlamaLayer(Layer):
         return hidden_states  # noqa: RET504
 
 
+class NestedCalls(Layer):
+    """The statements of GPT-2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        x = x + self.mlp(self.norm2(x))
+        return x  # noqa: RET504
+
+
 class SumReturned(Layer):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))

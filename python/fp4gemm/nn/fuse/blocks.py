@@ -16,7 +16,7 @@ from .gated import GatedMLP
 from .merged import Part, layer_like, merged_name, one_weight, rows_of, why_not_one_weight
 from .norm import RMSNormQuantize, norm_epsilon
 from .readers import readers
-from .residual import add_residuals
+from .residual import ADDS, add_residuals
 from .source import called_together, forward_of
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -211,7 +211,7 @@ def _residuals(name: str, owner: torch.nn.Module) -> Iterator[BlockReport]:
     children = owner._modules.items()
     norms = frozenset(child for child, module in children if isinstance(module, RMSNormQuantize))
     mlps = frozenset(child for child, module in children if isinstance(module, GatedMLP))
-    if not norms and not mlps:
+    if (not norms and not mlps) or hasattr(owner, ADDS):
         return
     adding = add_residuals(owner, norms, mlps)
     if isinstance(adding, str) and mlps:

@@ -22,6 +22,7 @@ import torch
 from .source import COMPOUND, SCOPES, child_called, forward_of, mutated, tree_of, unconditional_calls
 
 Names = frozenset[str]
+ADDS = "_adds_residuals"  # an attribute of the classes made here
 
 
 def add_residuals(owner: torch.nn.Module, norms: Names, mlps: Names) -> tuple[str, ...] | str:
@@ -48,6 +49,7 @@ def _class_of(cls: Any, norms: Names, mlps: Names) -> Any:
         {
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
+            ADDS: True,
             "forward": _forward_of_class(cls, norms, mlps),
             # The class cannot be imported, so a pickle or a copy makes it again.
             "__reduce_ex__": lambda self, protocol: (_empty, (cls, norms, mlps), self.__dict__.copy()),
@@ -105,7 +107,7 @@ def _add_before_norm(body: list[ast.stmt], index: int, self_name: str, norms: Na
         return []
     copied, value = _assigned(body, index + 1)
     last = index + 2 if copied is not None and _is_name(value, name) else index + 1
-    if copied == name or last >= len(body) or isinstance(body[last], (*COMPOUND, *SCOPES)):
+    if last >= len(body) or isinstance(body[last], (*COMPOUND, *SCOPES)):
         return []
     calls = [
         call
