@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 import fp4gemm
 import torch
-from fp4gemm.activations import ActivationName, names
+from fp4gemm.activations import ActivationName
 from fp4gemm.nn import QuantizeReport
 from torch import Tensor, nn
 
@@ -138,13 +138,10 @@ def build(shape: Shape, num_layers: int, wanted: Sequence[str], device: torch.de
 
 
 def _quantize_experts(layer: DecoderLayer, scaling: ActivationScaling) -> None:
-    """Replaces the experts of a layer, as quantize_model does it where transformers defines them.
-
-    Experts with an activation that this version of fp4gemm lacks stay in float.
-    """
+    """Replaces the experts of a layer, as quantize_model does it where transformers defines them."""
     experts = getattr(layer.mlp, "experts", None)
-    activation = cast(ActivationName, "swiglu_oai" if isinstance(experts, OssExperts) else "swiglu")
-    if isinstance(experts, Experts) and activation in names(is_gated=True):
+    activation: ActivationName = "swiglu_oai" if isinstance(experts, OssExperts) else "swiglu"
+    if isinstance(experts, Experts):
         layer.mlp.experts = fp4gemm.nn.Experts.from_float(
             experts.gate_up_proj,
             experts.down_proj,

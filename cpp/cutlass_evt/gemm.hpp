@@ -27,8 +27,8 @@ struct DenseArguments {
 
 /// A dense kernel, and how DenseArguments become its CUTLASS arguments.
 ///
-/// Arch is a struct of cutlass_evt/arch/, such as Sm90. Tile and Cluster are those of the kernel, which computes D^T if Op is swapped. Op
-/// is an epilogue, see Fusion.
+/// Arch is a struct of cutlass_evt/arch/, such as Sm90. Tile and Cluster are those of the kernel, which
+/// computes D^T if Op is swapped. Op is an epilogue, see Fusion.
 template <class Arch_, class Tile_, class Cluster_, class Op_>
 struct Dense {
   using Arch = Arch_;
@@ -85,8 +85,8 @@ struct Grouped {
     epilogue.alpha = args.alpha;
     epilogue.alpha_groups = args.alpha_groups;
     epilogue.bias = vector(args.bias, table.bias).data;
+    epilogue.activation = args.activation;
     if constexpr (!Op::kGated) {
-      epilogue.activation = args.activation;
       epilogue.c = args.c == nullptr ? nullptr : table.c;
       epilogue.c_row_stride = args.c_row_stride;
       epilogue.c_scale = args.beta;

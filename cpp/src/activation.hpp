@@ -13,9 +13,14 @@ struct ActivationInfo {
 };
 
 inline constexpr ActivationInfo kActivations[] = {
-    {FP4GEMM_ACTIVATION_NONE, "none", false},           {FP4GEMM_ACTIVATION_SILU, "silu", false},
-    {FP4GEMM_ACTIVATION_GELU_TANH, "gelu_tanh", false}, {FP4GEMM_ACTIVATION_RELU2, "relu2", false},
-    {FP4GEMM_ACTIVATION_SWIGLU, "swiglu", true},        {FP4GEMM_ACTIVATION_GELU, "gelu", false},
+    {FP4GEMM_ACTIVATION_NONE, "none", false},
+    {FP4GEMM_ACTIVATION_SILU, "silu", false},
+    {FP4GEMM_ACTIVATION_GELU_TANH, "gelu_tanh", false},
+    {FP4GEMM_ACTIVATION_RELU2, "relu2", false},
+    {FP4GEMM_ACTIVATION_SWIGLU, "swiglu", true},
+    {FP4GEMM_ACTIVATION_GELU, "gelu", false},
+    {FP4GEMM_ACTIVATION_SWIGLU_OAI, "swiglu_oai", true},
+    {FP4GEMM_ACTIVATION_GEGLU_TANH, "geglu_tanh", true},
 };
 
 inline constexpr int kNumActivations = sizeof(kActivations) / sizeof(ActivationInfo);

@@ -31,17 +31,4 @@ constexpr bool tables_agree() {
 }
 static_assert(tables_agree(), "fp4gemm.h, activation.hpp and cutlass_evt must have the same activations");
 
-constexpr bool swiglu_is_the_only_gated_one() {
-  for (ActivationInfo const& row : kActivations) {
-    if (row.is_gated != (row.number == FP4GEMM_ACTIVATION_SWIGLU)) {
-      return false;
-    }
-  }
-  return true;
-}
-static_assert(
-    swiglu_is_the_only_gated_one(),
-    "the gated epilogue of cutlass_evt/epilogue/swiglu.hpp computes SwiGLU whatever the activation is; "
-    "pass the activation to it before another gated one is added");
-
 }  // namespace fp4gemm

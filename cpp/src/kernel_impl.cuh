@@ -112,8 +112,8 @@ struct DenseImpl : KernelBase<K> {
     args.epilogue.alpha_col = vector(p.alpha_col);
     args.epilogue.alpha = p.alpha;
     args.epilogue.bias = p.bias.data;
+    args.epilogue.activation = kernel_activation(p.activation);
     if constexpr (!K::Op::kGated) {
-      args.epilogue.activation = kernel_activation(p.activation);
       args.epilogue.c = static_cast<typename Base::Element const*>(p.c);
       args.epilogue.c_row_stride = p.c_row_stride;
       args.epilogue.c_scale = p.beta;
@@ -150,8 +150,8 @@ struct GroupedImpl : KernelBase<K> {
     args.bias = vector(p.bias);
     args.alpha = p.alpha;
     args.alpha_groups = p.alpha_groups;
+    args.activation = kernel_activation(p.activation);
     if constexpr (!Op::kGated) {
-      args.activation = kernel_activation(p.activation);
       args.c = static_cast<typename Base::Element const*>(p.c);
       args.c_row_stride = p.c_row_stride;
       args.beta = p.beta;

@@ -93,7 +93,7 @@ bool table_has_kernel(int arch, Wanted const& wanted) {
     bool const is_prepacked = std::string(info.operand).rfind("prepacked", 0) == 0;
     result = result || (info.arch == arch && info.out_dtype == wanted.dtype &&
                         std::strcmp(info.mode, grouped ? "grouped" : "dense") == 0 &&
-                        std::strcmp(info.epilogue, gated ? "swiglu" : "rowcol") == 0 &&
+                        std::strcmp(info.epilogue, gated ? "gated" : "rowcol") == 0 &&
                         wanted.formats.suit(info.operand) && !(ragged_k && is_prepacked));
   }
   return result;
@@ -120,7 +120,7 @@ void check_selection(Wanted const& wanted) {
         wanted.formats.b, info.name);
   CHECK(std::strcmp(info.mode, wanted.num_groups > 0 ? "grouped" : "dense") == 0, "%d groups got %s",
         wanted.num_groups, info.name);
-  CHECK(std::strcmp(info.epilogue, gated ? "swiglu" : "rowcol") == 0, "got %s", info.name);
+  CHECK(std::strcmp(info.epilogue, gated ? "gated" : "rowcol") == 0, "got %s", info.name);
   CHECK(wanted.select() == index, "selection of %s is not repeatable", info.name);
 }
 

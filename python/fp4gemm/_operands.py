@@ -283,7 +283,7 @@ def _check_kernel(
         raise ValueError(f"kernel: got {kernel!r}, must be a name from fp4gemm.kernels() or None")
     if found.mode != mode:
         raise ValueError(f"kernel: {kernel!r} is of mode {found.mode}, must be of mode {mode}")
-    epilogue = "swiglu" if is_gated else "rowcol"
+    epilogue = "gated" if is_gated else "rowcol"
     if found.epilogue != epilogue:
         raise ValueError(
             f"kernel: {kernel!r} has the epilogue {found.epilogue}, must have {epilogue} for the activation"

@@ -7,14 +7,17 @@ With fl(.) one fp32 operation rounded to nearest even, each of these steps being
     silu      = z / (1 + e(z))
     gelu_tanh = z / (1 + e(u)),  u = z * (1.5957691 + 0.071354814 * (z * z))
     relu2     = max(z, 0) * max(z, 0)
-    swiglu    = silu(z[2j]) * z[2j + 1]
+    swiglu     = silu(z[2j]) * z[2j + 1]
+    geglu_tanh = gelu_tanh(z[2j]) * z[2j + 1]
+    swiglu_oai = g / (1 + e(1.702 g)) * (1 + min(max(z[2j + 1], -7), 7)),  g = min(z[2j], 7)
     gelu      = z / (1 + e(u)),  u = z * (g0 + s (g1 + ... + s g8)),  s = min(z * z, 30.25)
 
 gelu is 0.5 z (1 + erf(z / sqrt(2))) within 3e-7 max(1, |z|): u approximates log(Phi(z) / (1 - Phi(z))), with
 the normal distribution function Phi, up to |z| = 5.5, and grows linearly beyond.
 
-1.5957691 is 2 sqrt(2/pi) and 0.071354814 is 0.044715 times that: z / (1 + e^-u) = z/2 (1 + tanh(u/2)). The
-clamp keeps n within -126..126. A NaN stays a NaN.
+1.5957691 is 2 sqrt(2/pi) and 0.071354814 is 0.044715 times that: z / (1 + e^-u) = z/2 (1 + tanh(u/2)).
+swiglu_oai is the activation of GPT-OSS, with its alpha 1.702 and its limit 7. The clamp keeps n within
+-126..126. A NaN stays a NaN.
 
 An activation is one entry of :data:`ACTIVATIONS` and one function. Checks, error texts and the self-test read
 the table.
@@ -46,19 +49,20 @@ GELU = (  # g0 .. g8
 )
 
 # The names of the table, for type checkers, which cannot read it. A test compares the two.
-ActivationName = Literal["silu", "gelu_tanh", "relu2", "swiglu", "gelu"]
+ActivationName = Literal["silu", "gelu_tanh", "relu2", "swiglu", "gelu", "swiglu_oai", "geglu_tanh"]
 
 
 class Activation(NamedTuple):
     """An activation: ``function`` maps float32 z to act(z), element by element.
 
-    A gated one halves the columns: column j of the result is function(z[2j]) * z[2j + 1].
+    A gated one halves the columns: column j of the result is function(z[2j]) * factor(z[2j + 1]).
     """
 
     number: int  # fp4gemm_activation_t of fp4gemm.h
     name: str | None  # the argument of fp4gemm.mm
     function: Callable[[Tensor], Tensor]
     is_gated: bool = False
+    factor: Callable[[Tensor], Tensor] = lambda z: z  # of a gated one
 
     def width(self, n: int) -> int:
         """Columns of D for n rows of b."""
@@ -66,7 +70,7 @@ class Activation(NamedTuple):
 
     def __call__(self, z: Tensor) -> Tensor:
         """act(z) of float32 (.., n), (.., n) or (.., n/2); n is even if it is gated."""
-        return self.function(z[..., 0::2]) * z[..., 1::2] if self.is_gated else self.function(z)
+        return self.function(z[..., 0::2]) * self.factor(z[..., 1::2]) if self.is_gated else self.function(z)
 
 
 def exp_of_minus(u: Tensor) -> Tensor:
@@ -109,6 +113,15 @@ def relu2(z: Tensor) -> Tensor:
     return positive * positive
 
 
+def swiglu_oai_gate(z: Tensor) -> Tensor:
+    g = z.clamp(max=7)
+    return g / (exp_of_minus(g * 1.702) + 1)
+
+
+def swiglu_oai_factor(z: Tensor) -> Tensor:
+    return z.clamp(-7, 7) + 1
+
+
 ACTIVATIONS = (
     Activation(0, None, identity),
     Activation(1, "silu", silu),
@@ -116,6 +129,8 @@ ACTIVATIONS = (
     Activation(3, "relu2", relu2),
     Activation(4, "swiglu", silu, is_gated=True),
     Activation(5, "gelu", gelu),
+    Activation(6, "swiglu_oai", swiglu_oai_gate, is_gated=True, factor=swiglu_oai_factor),
+    Activation(7, "geglu_tanh", gelu_tanh, is_gated=True),
 )
 by_name = {activation.name: activation for activation in ACTIVATIONS}
 by_number = {activation.number: activation for activation in ACTIVATIONS}

@@ -56,7 +56,7 @@ class KernelInfo:
 
     name: str  # the value for mm(..., kernel=name)
     mode: str  # "dense": for mm and scaled_mm; "grouped": for grouped_mm and scaled_grouped_mm
-    epilogue: str  # "rowcol": row and column vectors, scalar, bias, activation, addend; "swiglu": gated
+    epilogue: str  # "rowcol": row and column vectors, scalar, bias, activation, addend; "gated": a gated one
     arch: int  # 10 * major + minor of the compute capability that it was built for
     tile: tuple[int, int, int]  # (m, n, k)
     cluster: tuple[int, int]  # (m, n)
@@ -69,7 +69,7 @@ class KernelInfo:
     @property
     def is_gated(self) -> bool:
         """Whether the epilogue makes one column of D from two columns of the product."""
-        return self.epilogue == "swiglu"
+        return self.epilogue == "gated"
 
     def supports(self, format_a: str, format_b: str, ragged: str = "m") -> bool:
         """Whether the kernel multiplies operands in these formats; ``ragged`` as in :func:`select_kernel`."""

@@ -30,7 +30,7 @@ def test_kernels_describe_themselves() -> None:
         assert row.name == want
         assert row.operand in ("nvfp4", "fp16", "prepacked", "prepacked_bf16")
         assert row.mode in ("dense", "grouped")
-        assert row.epilogue in ("rowcol", "swiglu")
+        assert row.epilogue in ("rowcol", "gated")
 
 
 def test_architectures_are_those_of_the_kernels() -> None:
@@ -64,7 +64,7 @@ def test_select_kernel_chooses_from_the_table() -> None:
             assert len(chosen) == 1
             gated = kernel_table.select_kernel(arch, 132, 64, 512, 1024, out_dtype=dtype, activation="swiglu")
             assert (gated is None) == (dtype is torch.float32)
-            assert gated is None or gated.epilogue == "swiglu"
+            assert gated is None or gated.epilogue == "gated"
     with pytest.raises(ValueError, match=r"^ragged: got 'rows', must be 'm' or 'k'"):
         kernel_table.select_kernel(90, 132, 64, 64, 64, 2, "rows")
     with pytest.raises(TypeError, match=r"^out_dtype: dtype is torch.int8"):

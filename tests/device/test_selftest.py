@@ -27,7 +27,7 @@ def kernel(
 
 TABLE = [
     kernel(f"sm100_{mode}_{short(dtype)}", mode, dtype) for mode in ("dense", "grouped") for dtype in FLOATS
-] + [kernel(f"sm100_{mode}_gated", mode, epilogue="swiglu") for mode in ("dense", "grouped")]
+] + [kernel(f"sm100_{mode}_gated", mode, epilogue="gated") for mode in ("dense", "grouped")]
 
 
 def right(tested: KernelInfo, problem: Problem) -> torch.Tensor:
@@ -90,12 +90,12 @@ def test_a_term_that_is_dropped_is_found(term: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["dense", "grouped"])
 @pytest.mark.parametrize("term", ["alpha_row", "alpha_col", "bias"])
 def test_a_term_that_a_gated_kernel_drops_is_found(term: str, mode: str) -> None:
-    (result,) = selftest.compare([kernel("sm100_wrong", mode, epilogue="swiglu")], without(term))
+    (result,) = selftest.compare([kernel("sm100_wrong", mode, epilogue="gated")], without(term))
     assert not result.passed
     assert ", swiglu, with every term: " in result.reason
 
 
-@pytest.mark.parametrize("epilogue", ["rowcol", "swiglu"])
+@pytest.mark.parametrize("epilogue", ["rowcol", "gated"])
 @pytest.mark.parametrize("mode", ["dense", "grouped"])
 def test_one_wrong_bit_is_found(mode: str, epilogue: str) -> None:
     wrong = kernel("sm100_wrong", mode, epilogue=epilogue)

@@ -144,7 +144,7 @@ def test_candidates_take_the_operands() -> None:
         kernel("fits"),
         kernel("other arch", arch=100),
         kernel("grouped", mode="grouped"),
-        kernel("gated", epilogue="swiglu"),
+        kernel("gated", epilogue="gated"),
         kernel("other type", out_dtype=torch.float32),
         kernel("other a", operand="prepacked_bf16"),
         kernel("decoded b", operand="fp16"),

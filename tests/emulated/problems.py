@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import capi
 import torch
 from fp4gemm import layout, reference
+from fp4gemm.activations import by_name
 from torch import Tensor
 
 # The terms of the epilogue in a problem: none, or all.
@@ -64,7 +65,7 @@ def row_stride(n: int, terms: str) -> int:
 def dense(
     m: int, n: int, k: int, dtype: torch.dtype, terms: str = FULL, activation: str | None = None
 ) -> Problem:
-    """A dense problem. n is that of the product; with swiglu D has n / 2 columns."""
+    """A dense problem. n is that of the product; with a gated activation D has n / 2 columns."""
     gen = torch.Generator().manual_seed(m * 1000003 + n * 1009 + k)
     a, scales_a = codes_and_scales(m, k, gen)
     b, scales_b = codes_and_scales(n, k, gen)
@@ -81,7 +82,7 @@ def dense(
             "alpha_col": numbers((n,), gen),
             "bias": numbers((n,), gen) - 1,
         }
-        if activation != "swiglu":
+        if not by_name[activation].is_gated:
             problem.vectors["c"], problem.beta = (numbers((m, n), gen) * 8).to(dtype), 0.5
     want[:, :columns] = reference.gemm(
         a,
@@ -98,7 +99,7 @@ def dense(
 
 
 def columns_of_d(n: int, activation: str | None) -> int:
-    return n // 2 if activation == "swiglu" else n
+    return by_name[activation].width(n)
 
 
 def group_rows(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -140,7 +141,7 @@ def grouped_ragged_m(
             "alpha_col": numbers((groups, n), gen),
             "bias": numbers((groups, n), gen) - 1,
         }
-        if activation != "swiglu":
+        if not by_name[activation].is_gated:
             problem.vectors["c"], problem.beta = (numbers((m, n), gen) * 8).to(dtype), 0.5
     out = poisoned((m, columns), dtype)
     reference_of(problem, out)

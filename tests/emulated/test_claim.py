@@ -25,7 +25,7 @@ EXPLAINED = {
 
 
 def problems_of(kernel: fp4gemm.KernelInfo) -> list[Problem]:
-    activation = "swiglu" if kernel.epilogue == "swiglu" else "silu"
+    activation = "swiglu" if kernel.epilogue == "gated" else "silu"
     if kernel.mode == "dense":
         return [dense(130, 272, 544, kernel.out_dtype, FULL, activation)]
     problems = [grouped_ragged_m((5, 0, 130), 144, 96, kernel.out_dtype, FULL, activation)]

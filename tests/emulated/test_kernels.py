@@ -56,13 +56,13 @@ def test_grouped(session: Session, kernel: fp4gemm.KernelInfo, case: str) -> Non
 
 GATED = {
     "dense": lambda dtype: dense(130, 272, 544, dtype, FULL, "swiglu"),
-    "dense-plain": lambda dtype: dense(1, 16, 32, dtype, PLAIN, "swiglu"),
-    "grouped": lambda dtype: grouped_ragged_m((5, 0, 130, 17), 144, 96, dtype, FULL, "swiglu"),
+    "dense-plain": lambda dtype: dense(1, 16, 32, dtype, PLAIN, "geglu_tanh"),
+    "grouped": lambda dtype: grouped_ragged_m((5, 0, 130, 17), 144, 96, dtype, FULL, "swiglu_oai"),
 }
 
 
 @pytest.mark.parametrize("case", GATED)
-@pytest.mark.parametrize("kernel", of_mode("dense", "swiglu") + of_mode("grouped", "swiglu"))
+@pytest.mark.parametrize("kernel", of_mode("dense", "gated") + of_mode("grouped", "gated"))
 def test_gated(session: Session, kernel: fp4gemm.KernelInfo, case: str) -> None:
     if case.startswith("dense") == (kernel.mode == "dense"):
         check(session, GATED[case](kernel.out_dtype), kernel.name)

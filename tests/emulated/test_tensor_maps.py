@@ -17,7 +17,7 @@ KERNELS = [kernel for kernel in fp4gemm.kernels() if kernel.arch == 100]
 
 def small_problems(kernel: fp4gemm.KernelInfo) -> list[Problem]:
     """Problems whose tensors are smaller than 128 KB; D has pads between its rows."""
-    activation = "swiglu" if kernel.epilogue == "swiglu" else None
+    activation = "swiglu" if kernel.epilogue == "gated" else None
     if kernel.mode == "dense":
         return [dense(3, 144, 96, kernel.out_dtype, FULL, activation)]
     problems = [grouped_ragged_m((5, 0, 17), 144, 96, kernel.out_dtype, FULL, activation)]

@@ -64,12 +64,13 @@ def test_tokens_that_are_not_quantized(
         pytest.skip("the kernels of the device read quantized tokens alone")
     block = block_of(20, 4, 6, 64, 64, device, gen, dtype=dtype, bias=True)
     got = block.run(scaling=0)
-    assert_bits(got, by_public_functions(block, quantizes=False))
     assert not torch.equal(got, block.run())
     # Sums of products with tokens that were not quantized are not exact in fp32, so that their order shows.
     there = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in block.arguments().items()}
-    want = reference.experts(**there, scaling=0).to(device)
-    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    for want in (by_public_functions(block, quantizes=False), reference.experts(**there, scaling=0)):
+        torch.testing.assert_close(got, want.to(device), rtol=4e-3, atol=4e-3)
+        if device.type == "cpu":
+            assert_bits(got, want)
 
 
 def test_weights_of_other_quantizations(device: torch.device, gen: torch.Generator) -> None:

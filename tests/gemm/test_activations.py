@@ -13,7 +13,7 @@ from fp4gemm.activations import by_name, names
 from helpers import assert_bits, assert_same_value
 
 KINDS = {name: by_name[name].number for name in names(is_gated=False)}
-SWIGLU = 4
+GATED = {name: by_name[name].number for name in names(is_gated=True)}
 SPECIAL = [
     0.0,
     -0.0,
@@ -54,15 +54,41 @@ def test_bits_of_the_model(name: str, device: torch.device, gen: torch.Generator
     assert_same_value(got, want, name)
 
 
-def test_bits_of_the_gated_model(device: torch.device, gen: torch.Generator) -> None:
-    """silu of each even column times the next column."""
+def pairs(gen: torch.Generator) -> torch.Tensor:
     z = samples(gen)
-    z = z[torch.randperm(z.numel(), generator=gen)][: 1000 * 400].view(1000, 400)
-    got = reference.activate(z.to(device), SWIGLU).cpu()
+    return z[torch.randperm(z.numel(), generator=gen)][: 1000 * 400].view(1000, 400)
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_bits_of_the_gated_model(name: str, device: torch.device, gen: torch.Generator) -> None:
+    z = pairs(gen)
+    got = reference.activate(z.to(device), GATED[name]).cpu()
     assert got.shape == (1000, 200)
-    assert_same_value(got, torch.from_numpy(model_epilogue.activate(z.numpy(), "swiglu")), "swiglu")
-    want = reference.activate(z[:, 0::2].contiguous(), 1) * z[:, 1::2]
-    assert_same_value(got, want, "silu(gate) * up")
+    assert_same_value(got, torch.from_numpy(model_epilogue.activate(z.numpy(), name)), name)
+
+
+@pytest.mark.parametrize(("name", "gate"), [("swiglu", "silu"), ("geglu_tanh", "gelu_tanh")])
+def test_gated_by_another_activation(name: str, gate: str, gen: torch.Generator) -> None:
+    """An activation of each even column times the next column."""
+    z = pairs(gen)
+    want = reference.activate(z[:, 0::2].contiguous(), KINDS[gate]) * z[:, 1::2]
+    assert_same_value(reference.activate(z, GATED[name]), want, name)
+
+
+def test_swiglu_oai_is_that_of_gpt_oss(gen: torch.Generator) -> None:
+    """Within 2e-6 of transformers' formula in float64: alpha 1.702, limit 7."""
+    z = torch.cat((torch.randn(200_000, generator=gen) * 3, torch.linspace(-9, 9, 100_000))).view(-1, 2)
+    gate, up = z.double()[:, 0].clamp(max=7), z.double()[:, 1].clamp(-7, 7)
+    want = (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+    got = reference.activate(z, GATED["swiglu_oai"])[:, 0].double()
+    rounded = 2e-6 + 2.0**-23 / (up + 1).abs().clamp(min=1e-30)  # of up + 1, which may cancel
+    assert ((got - want).abs() <= rounded * want.abs() + 1e-30).all()
+    special = torch.tensor([[math.nan, 1.0], [1.0, math.nan], [math.inf, math.inf], [-math.inf, 0.0]])
+    first, second, third, fourth = reference.activate(special, GATED["swiglu_oai"])[:, 0].tolist()
+    assert math.isnan(first)
+    assert math.isnan(second)
+    assert third == pytest.approx(7 * 8, rel=1e-5)
+    assert abs(fourth) <= 1e-30 or fourth == -math.inf
 
 
 def test_none_is_the_argument(device: torch.device, gen: torch.Generator) -> None:

@@ -97,18 +97,21 @@ def test_every_term(
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16], ids=short)
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_gated(name: str, out_dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> None:
-    """With swiglu D is (m, n/2); rows that are in no group and memory around D stay as they are."""
+@pytest.mark.parametrize("activation", names(is_gated=True))
+def test_gated(
+    activation: str, name: str, out_dtype: torch.dtype, device: torch.device, gen: torch.Generator
+) -> None:
+    """D is (m, n/2); rows that are in no group and memory around D stay as they are."""
     loose, n, sizes = 7, 48, ROUTINGS[name]
     case = rows_of(sizes, n, 64, device, gen, loose=loose)
     bias = torch.randn(len(sizes), n, generator=gen).to(device)
     rows = sum(sizes)
-    want = expected_rows(case, bias=bias, activation="swiglu", out_dtype=out_dtype)
-    got = fp4gemm.grouped_mm(case.a, case.b, bias=bias, activation="swiglu", out_dtype=out_dtype)
+    want = expected_rows(case, bias=bias, activation=activation, out_dtype=out_dtype)
+    got = fp4gemm.grouped_mm(case.a, case.b, bias=bias, activation=activation, out_dtype=out_dtype)
     assert got.shape == (rows + loose, n // 2)
     assert_bits(got[:rows], want, "D")
     view, buffer = poisoned(rows + loose, n // 2, out_dtype, device, pad=8)
-    fp4gemm.grouped_mm(case.a, case.b, bias=bias, activation="swiglu", out=view)
+    fp4gemm.grouped_mm(case.a, case.b, bias=bias, activation=activation, out=view)
     assert_bits(view[:rows], want, "out")
     assert_poison_intact(buffer, rows, n // 2)
 

@@ -17,7 +17,7 @@ from fp4gemm import _products, kernel_table, selection
 from fp4gemm.kernel_table import KernelInfo
 
 KERNEL = "sm90_dense_128x128x64_c2x1_rowcol_bf16"
-GATED = "sm90_dense_64x128x64_c1x1_swiglu_bf16"
+GATED = "sm90_dense_64x128x64_c1x1_gated_bf16"
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def no_rules() -> Iterator[None]:
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two kernels, whatever was built."""
     row = KernelInfo(KERNEL, "dense", "rowcol", 90, (128, 128, 64), (2, 1), torch.bfloat16, "fp16", False)
-    gated = KernelInfo(GATED, "dense", "swiglu", 90, (64, 128, 64), (1, 1), torch.bfloat16, "fp16", False)
+    gated = KernelInfo(GATED, "dense", "gated", 90, (64, 128, 64), (1, 1), torch.bfloat16, "fp16", False)
     found = {KERNEL: row, GATED: gated}
     monkeypatch.setattr(kernel_table, "kernel_by_name", found.get)
     monkeypatch.setattr(kernel_table, "kernel_arch", lambda index: 90)

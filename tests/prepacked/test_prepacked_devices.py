@@ -88,7 +88,7 @@ def test_the_self_test_has_problems_for_these_kernels(operand: str, mode: str) -
         d.view(torch.uint8).view(-1)[-1] ^= 1
         return d
 
-    for epilogue in ("rowcol", "swiglu"):
+    for epilogue in ("rowcol", "gated"):
         tile = (128, 64, 64), (1, 1)
         tested = KernelInfo("sm90_streams", mode, epilogue, 90, *tile, torch.bfloat16, operand, False)
         names = [p.name for p in problems.problems() if p.suits(tested)]

@@ -27,6 +27,7 @@ GELU = (
     "-1.63144137e-10",
     "1.03947591e-12",
 )
+GATES = {"swiglu": "silu", "geglu_tanh": "gelu_tanh"}  # gated: the activation of the gate, times up
 NAMES = (None, "silu", "gelu_tanh", "relu2", "gelu")
 
 
@@ -50,9 +51,15 @@ def activate(z: np.ndarray, name: str | None) -> np.ndarray:
     with np.errstate(all="ignore"):
         if name is None:
             return z
-        if name == "swiglu":
-            gate = activate(np.ascontiguousarray(z[..., 0::2]), "silu")
+        if name in GATES:
+            gate = activate(np.ascontiguousarray(z[..., 0::2]), GATES[name])
             return gate * z[..., 1::2]
+        if name == "swiglu_oai":
+            gate = np.minimum(np.ascontiguousarray(z[..., 0::2]), F(7))
+            gate = gate / (F(1) + e(F(1.702) * gate))
+            up = np.maximum(np.minimum(z[..., 1::2], F(7)), F(-7))
+            up = up + F(1)
+            return gate * up
         if name == "relu2":
             r = np.where(z > 0, z, np.where(np.isnan(z), z, F(0))).astype(np.float32)
             return r * r

@@ -18,11 +18,14 @@ enum class Activation : int {
   kRelu2 = 3,
   kSwiGlu = 4,
   kGelu = 5,
+  kSwiGluOai = 6,
+  kGeGluTanh = 7,
   kCount  // the number of activations, not one of them
 };
 
 /// The names of the enumerators, in their order, as the C interface spells them.
-inline constexpr char const* kActivationNames[] = {"none", "silu", "gelu_tanh", "relu2", "swiglu", "gelu"};
+inline constexpr char const* kActivationNames[] = {"none",   "silu", "gelu_tanh",  "relu2",
+                                                   "swiglu", "gelu", "swiglu_oai", "geglu_tanh"};
 static_assert(sizeof(kActivationNames) / sizeof(char const*) == static_cast<int>(Activation::kCount),
               "every activation needs a name");
 
@@ -91,7 +94,7 @@ CUTLASS_HOST_DEVICE float times_logistic(float z, float u) {
 /// Formula<kKind> defines an activation by what it derives from and a static function of one fp32 number:
 ///   Logistic  act(z) = z / (1 + e(inner(z)))
 ///   Direct    act(z) = inner(z)
-///   Gated     act(z[2j], z[2j+1]) = act_G(z[2j]) * z[2j+1] for another activation G, and no function
+///   Gated     act(z[2j], z[2j+1]) = g / (1 + e(inner(g))) * factor(z[2j+1]) with g = gate(z[2j])
 /// Activations whose expensive part is the same share its machine code that way: the logistic function is
 /// instantiated once for all of them.
 template <Activation kKind>
@@ -105,10 +108,10 @@ struct Direct {
   static constexpr bool kIsLogistic = false;
   static constexpr bool kIsGated = false;
 };
-template <Activation kGate_>
 struct Gated {
   static constexpr bool kIsGated = true;
-  static constexpr Activation kGate = kGate_;
+  CUTLASS_HOST_DEVICE static float gate(float z) { return z; }
+  CUTLASS_HOST_DEVICE static float factor(float z) { return z; }
 };
 
 template <>
@@ -162,8 +165,27 @@ struct Formula<Activation::kGelu> : Logistic {
   }
 };
 
+/// silu(gate) * up.
 template <>
-struct Formula<Activation::kSwiGlu> : Gated<Activation::kSilu> {};
+struct Formula<Activation::kSwiGlu> : Gated {
+  CUTLASS_HOST_DEVICE static float inner(float g) { return g; }
+};
+
+/// g / (1 + e(1.702 g)) * (1 + clamp(up, -7, 7)), g = min(gate, 7): the activation of GPT-OSS. NaN stays NaN.
+template <>
+struct Formula<Activation::kSwiGluOai> : Gated {
+  CUTLASS_HOST_DEVICE static float gate(float z) { return z > 7.0f ? 7.0f : z; }
+  CUTLASS_HOST_DEVICE static float inner(float g) { return multiply_rn<float>{}(1.702f, g); }
+  CUTLASS_HOST_DEVICE static float factor(float z) {
+    return add_rn<float>{}(1.0f, z > 7.0f ? 7.0f : z < -7.0f ? -7.0f : z);
+  }
+};
+
+/// gelu_tanh(gate) * up.
+template <>
+struct Formula<Activation::kGeGluTanh> : Gated {
+  CUTLASS_HOST_DEVICE static float inner(float g) { return Formula<Activation::kGeluTanh>::inner(g); }
+};
 
 /// Calls visit(Formula<kind>{}) for one of the enumerators in kKinds. Every enumerator must have a Formula:
 /// the template that one without selects is not defined.
@@ -177,18 +199,6 @@ CUTLASS_HOST_DEVICE constexpr void visit_formula(Activation kind, Visit const& v
 template <class Visit>
 CUTLASS_HOST_DEVICE constexpr void visit_formula(Activation kind, Visit const& visit) {
   visit_formula(kind, visit, std::make_integer_sequence<int, static_cast<int>(Activation::kCount)>{});
-}
-
-/// act(gate, up), where GatedFormula is the Formula of a gated activation.
-template <class GatedFormula>
-CUTLASS_HOST_DEVICE float activate_pair(float gate, float up) {
-  using Gate = Formula<GatedFormula::kGate>;
-  float const inner = Gate::inner(gate);
-  if constexpr (Gate::kIsLogistic) {
-    return multiply_rn<float>{}(times_logistic(gate, inner), up);
-  } else {
-    return multiply_rn<float>{}(inner, up);
-  }
 }
 
 /// values[0..N-1] = act(values[i]) for an activation that is not gated. They are dispatched two at a time:
@@ -222,18 +232,32 @@ CUTLASS_HOST_DEVICE void activate_all(Activation kind, Values& values) {
   }
 }
 
-/// values[j] = act(values[2j], values[2j+1]) for j < N / 2 and a gated activation.
+/// values[j] = act(values[2j], values[2j+1]) for j < N / 2 and a gated activation, two pairs at a time. All
+/// of them meet in times_logistic, as in activate_all.
 template <int N, class Values>
 CUTLASS_HOST_DEVICE void activate_pairs(Activation kind, Values& values) {
-  visit_formula(kind, [&](auto formula) {
-    using Found = decltype(formula);
-    if constexpr (Found::kIsGated) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < N / 2; ++i) {
-        values[i] = activate_pair<Found>(values[2 * i], values[2 * i + 1]);
+  constexpr int kChunk = N % 4 == 0 ? 2 : 1;
+  CUTLASS_PRAGMA_UNROLL
+  for (int first = 0; first < N / 2; first += kChunk) {
+    float gate[kChunk];
+    float inner[kChunk];
+    float factor[kChunk];
+    visit_formula(kind, [&](auto formula) {
+      using Found = decltype(formula);
+      if constexpr (Found::kIsGated) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kChunk; ++i) {
+          gate[i] = Found::gate(values[2 * (first + i)]);
+          inner[i] = Found::inner(gate[i]);
+          factor[i] = Found::factor(values[2 * (first + i) + 1]);
+        }
       }
+    });
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kChunk; ++i) {
+      values[first + i] = multiply_rn<float>{}(times_logistic(gate[i], inner[i]), factor[i]);
     }
-  });
+  }
 }
 
 /// act(z) for an activation that is not gated.

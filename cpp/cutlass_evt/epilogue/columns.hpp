@@ -5,14 +5,14 @@
 
 #include "cutlass/bfloat16.h"
 #include "cutlass/half.h"
+#include "cutlass_evt/epilogue/gated.hpp"
 #include "cutlass_evt/epilogue/rowcol.hpp"
-#include "cutlass_evt/epilogue/swiglu.hpp"
 
 namespace cutlass_evt::epilogue {
 
 enum class OutputType { kBf16, kFp16, kFp32 };
 
-/// The arguments of RowCol and of SwiGlu, for a grouped product or for a dense one, which has one group.
+/// The arguments of RowCol and of Gated, for a grouped product or for a dense one, which has one group.
 struct ColumnsArguments {
   struct Vector {
     float const* data = nullptr;  // null: absent
@@ -42,7 +42,7 @@ struct ColumnsArguments {
   }
 };
 
-/// The epilogue's device functions. The bits are those of RowCol::apply and of SwiGlu.
+/// The epilogue's device functions. The bits are those of RowCol::apply and of Gated.
 struct ColumnsEpilogue {
   using Arguments = ColumnsArguments;
   static constexpr int kColumns = 8;  // that a thread finishes at a time

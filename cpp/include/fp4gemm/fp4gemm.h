@@ -429,7 +429,12 @@ typedef enum fp4gemm_activation {
   /* z / (1 + e(u)), u = z (g0 + s (g1 + s (g2 + ... s g8))), s = min(z z, 30.25): within 3e-7 max(1, |z|) of
    * 0.5 z (1 + erf(z / sqrt(2))). The coefficients are 1.59577537, 0.0726476759, -4.65867997e-05,
    * -0.000118352342, 9.45786996e-06, -4.16529645e-07, 1.10171632e-08, -1.63144137e-10, 1.03947591e-12 */
-  FP4GEMM_ACTIVATION_GELU = 5
+  FP4GEMM_ACTIVATION_GELU = 5,
+  /* Gated as FP4GEMM_ACTIVATION_SWIGLU, with z' = z[i,2j] and z" = z[i,2j+1].
+   * SWIGLU_OAI, of GPT-OSS: g / (1 + e(1.702 g)) * (1 + min(max(z", -7), 7)), g = min(z', 7)
+   * GEGLU_TANH: gelu_tanh(z') * z" */
+  FP4GEMM_ACTIVATION_SWIGLU_OAI = 6,
+  FP4GEMM_ACTIVATION_GEGLU_TANH = 7
 } fp4gemm_activation_t;
 
 /* What the library knows of an activation, so that callers need no table of their own. */
@@ -632,7 +637,7 @@ FP4GEMM_API int fp4gemm_kernel_arch(int device_arch);
 typedef struct fp4gemm_kernel_info {
   const char* name;           /* "sm100_dense_256x128x256_c2x1_rowcol_bf16" */
   const char* mode;           /* "dense" or "grouped" */
-  const char* epilogue;       /* "rowcol": the formula above; "swiglu": the same with the gated activation */
+  const char* epilogue;       /* "rowcol": the formula above; "gated": the same with a gated activation */
   int arch;                   /* the architecture that it was compiled for, such as 90 or 100 */
   int tile_m, tile_n, tile_k; /* of D, and of the contraction */
   int cluster_m, cluster_n;

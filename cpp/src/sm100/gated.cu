@@ -1,6 +1,6 @@
 // The SM100 kernels with the gated epilogue, bf16 and fp16.
 #include "cutlass_evt/arch/sm100.hpp"
-#include "cutlass_evt/epilogue/swiglu.hpp"
+#include "cutlass_evt/epilogue/gated.hpp"
 #include "kernel_impl.cuh"
 
 namespace fp4gemm {
@@ -10,11 +10,11 @@ using cutlass_evt::Tile;
 
 template <class Tile, class Cluster, class Out>
 using Sm100DenseGated =
-    cutlass_evt::Dense<cutlass_evt::Sm100, Tile, Cluster, cutlass_evt::epilogue::SwiGlu<Out>>;
+    cutlass_evt::Dense<cutlass_evt::Sm100, Tile, Cluster, cutlass_evt::epilogue::Gated<Out>>;
 
 template <class Tile, class Cluster, class Out>
 using Sm100GroupedGated =
-    cutlass_evt::Grouped<cutlass_evt::Sm100, Tile, Cluster, cutlass_evt::epilogue::SwiGlu<Out>>;
+    cutlass_evt::Grouped<cutlass_evt::Sm100, Tile, Cluster, cutlass_evt::epilogue::Gated<Out>>;
 
 extern KernelList const kSm100DenseGatedBf16;
 constexpr Kernel kDenseBf16[] = {

@@ -144,7 +144,7 @@ struct PrepackedImpl {
                                         Tile::kDepth,
                                         1,
                                         Tile::kCluster,
-                                        kIsGated ? "swiglu" : "rowcol",
+                                        kIsGated ? "gated" : "rowcol",
                                         OutType<Out>::kId,
                                         OutType<Out>::kName,
                                         Launch::kIsBf16 ? Operands::kPrepackedBf16 : Operands::kPrepacked};
