@@ -51,7 +51,7 @@ class Experts(torch.nn.Module):
         num_experts: g, 1 to 2048.
         hidden: d, elements of a token; a multiple of 32.
         intermediate: elements of h; a multiple of 32. W13 has 2 * intermediate rows for a gated activation.
-        activation: "swiglu", "swiglu_oai", "geglu_tanh" (gated), "silu", "gelu", "gelu_tanh" or "relu2".
+        activation: the name of an activation of :func:`fp4gemm.mm`, gated ("swiglu", for example) or not.
         bias: whether both products add a bias.
         device: where the buffers are made.
         dtype: the dtype of the float weights that these stand for; None is torch's default dtype. No buffer
