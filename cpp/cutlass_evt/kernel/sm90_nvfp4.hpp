@@ -14,41 +14,23 @@
 #pragma once
 
 #include "cutlass_evt/kernel/sm90_nvfp4_direct_epilogue.hpp"
+#include "cutlass_evt/kernel/sm90_nvfp4_params.hpp"
 #include "cutlass_evt/kernel/sm90_nvfp4_partials.hpp"
 #include "cutlass_evt/kernel/sm90_nvfp4_schedule.hpp"
 #include "cutlass_evt/kernel/sm90_nvfp4_staged_epilogue.hpp"
 
 namespace cutlass_evt {
 
-/// The kernel's parameters: D[rows of group g] = epilogue(X[rows of group g] (., k) @ W[g] (n, k)^T). A dense
-/// product has one group, and groups.offs is null. Epilogue is ColumnsEpilogue or a type with its interface.
-template <class Epilogue>
-struct Sm90Nvfp4Params {
-  CUtensorMap tokens;      // the map of X, see Sm90Nvfp4Operands; its box is what one load of a CTA fetches
-  uint8_t const* weights;  // the prepacked matrices, one after the other
-  int64_t weight_bytes;    // bytes of one matrix
-  bool weights_are_fresh;  // they may still be being written: no weight is read before the previous kernel
-                           // ends
-  int n;
-  Sm90Nvfp4GroupEnds groups;
-  Sm90Nvfp4Operands operands;
-  cutlass::FastDivmod row_tiles;  // tiles of a cluster along the n rows of a matrix
-  cutlass::FastDivmod steps;      // stages along k of one tile
-  Sm90Nvfp4Plan plan;             // of a dense product; that of a grouped one is made on the device
-  bool splits;                    // stream-K is allowed where it balances the work
-  float* partials;                // workspace: kPartialFloats of each CTA
-  uint64_t* flags;                // workspace: one for each CTA, raised when its partial sums are complete
-  uint64_t nonce;                 // the value of a raised flag: random, so that stale memory does not hold it
-  Sm90Nvfp4DynamicScheduler dynamic;  // for grouped products, whose tiles take different times
-  typename Epilogue::Arguments epilogue;
-};
-
 /// The kernel's device code. Config is a Sm90Nvfp4Config, which fixes the tile, the cluster and the ring;
 /// Epilogue is ColumnsEpilogue or a type with its interface.
-template <class Config, class Epilogue_>
+///
+/// Where Config is a Sm90Nvfp4QuantizingConfig, Quantizer quantizes the tokens. All consumers call its
+/// prepare() and its load(), which requests the tokens, then after a barrier its quantize(), which writes the
+/// decoded tokens to the memory of the tokens and their factors to shared.vectors(0).
+template <class Config, class Epilogue_, class Quantizer = Sm90Nvfp4NoQuantizer>
 struct Sm90Nvfp4Kernel {
   using Epilogue = Epilogue_;
-  using Params = Sm90Nvfp4Params<Epilogue>;
+  using Params = Sm90Nvfp4Params<Epilogue, Quantizer>;
   using Mainloop = Sm90Nvfp4Mainloop<Config>;
   using Shared = typename Mainloop::Shared;
   using Position = typename Mainloop::Position;
@@ -82,6 +64,8 @@ struct Sm90Nvfp4Kernel {
 
   using WorkItem = Sm90Nvfp4WorkItem;
   using ItemPosition = RingPosition<Config::kWorkItems>;
+
+  CUTLASS_DEVICE static bool is_dense(Params const& p) { return Groups::is_dense(p.groups); }
 
   CUTLASS_DEVICE static TileCoord tile_coord(Params const& p, Shared const& shared,
                                              Schedule::Span const& span) {
@@ -154,7 +138,7 @@ struct Sm90Nvfp4Kernel {
     bool more = schedule.get_next(span);
     // Tokens may be written by the previous kernel: no load of them comes before this wait. In a grouped
     // product every thread has waited already, because the group ends may be new too.
-    if (p.groups.offs == nullptr) {
+    if (is_dense(p)) {
       asm volatile("griddepcontrol.wait;" ::: "memory");
       asm volatile("griddepcontrol.launch_dependents;");
     }
@@ -170,7 +154,9 @@ struct Sm90Nvfp4Kernel {
       int step = work.begin;
       CUTLASS_PRAGMA_NO_UNROLL
       for (; ahead > 0; --ahead) {
-        load.tokens(at.stage, step);
+        if constexpr (!Config::kQuantizes) {
+          load.tokens(at.stage, step);
+        }
         at.advance();
         ++step;
       }
@@ -179,7 +165,9 @@ struct Sm90Nvfp4Kernel {
         // The consumers of every CTA of the cluster have read what the stage held.
         Mainloop::wait_empty(shared, at);
         load.weights(at.stage, step);
-        load.tokens(at.stage, step);
+        if constexpr (!Config::kQuantizes) {
+          load.tokens(at.stage, step);
+        }
         at.advance();
       }
     }
@@ -296,7 +284,6 @@ struct Sm90Nvfp4Kernel {
     bool const is_producer = warp >= Config::kConsumerWarps;
     int const rank = static_cast<int>(blockIdx.x) % Config::kCluster;
     int const cta = static_cast<int>(blockIdx.x) / Config::kCluster;
-    bool const is_dense = p.groups.offs == nullptr;
 
     int ahead = 0;
     if (warp == Config::kConsumerWarps) {
@@ -313,42 +300,67 @@ struct Sm90Nvfp4Kernel {
         }
         // Makes the initialised mbarriers visible to the asynchronous copies and to the cluster.
         cutlass::arch::fence_barrier_init();
-        if (is_dense) {
+        if (is_dense(p)) {
           ahead = prefetch_weights(p, shared, Schedule(p.plan, p.steps, cta, {}), rank);
         }
-        cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p.tokens));
+        if constexpr (!Config::kQuantizes) {
+          cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p.tokens));
+        }
       }
       __syncwarp();
     }
     // The previous kernel may have written the group ends: nothing of a grouped product is read before this.
-    if (!is_dense) {
+    if (!is_dense(p)) {
       asm volatile("griddepcontrol.wait;" ::: "memory");
       asm volatile("griddepcontrol.launch_dependents;");
       Groups::fill_table(p.groups, shared.table());
     }
-    // No thread uses an mbarrier, its own CTA's or another's of the cluster, before all are initialised.
+    // No thread uses an mbarrier, its own CTA's or another's of the cluster, before all are initialised. The
+    // consumers of a kernel that quantizes tokens request the tokens first.
     if constexpr (Config::kCluster > 1) {
       cute::cluster_arrive_relaxed();
       cute::cluster_wait();
-    } else {
+    } else if constexpr (!Config::kQuantizes) {
       __syncthreads();
     }
 
     if (is_producer) {
+      if constexpr (Config::kQuantizes) {
+        __syncthreads();
+      }
       if constexpr (Config::kMovesRegisters) {
         cutlass::arch::warpgroup_reg_dealloc<56>();
       }
       if (warp == Config::kConsumerWarps && cute::elect_one_sync()) {
-        Sm90Nvfp4Plan const plan = is_dense ? p.plan : plan_of_groups(p, shared);
-        produce(p, shared, Schedule(plan, p.steps, cta, p.dynamic), rank, ahead);
+        Sm90Nvfp4Plan const plan = is_dense(p) ? p.plan : plan_of_groups(p, shared);
+        Sm90Nvfp4DynamicScheduler dynamic{};
+        if constexpr (!Config::kQuantizes) {
+          dynamic = p.dynamic;
+        }
+        produce(p, shared, Schedule(plan, p.steps, cta, dynamic), rank, ahead);
       }
       __syncwarp();
     } else {
       if constexpr (Config::kMovesRegisters) {
         cutlass::arch::warpgroup_reg_alloc<224>();
       }
-      // The epilogue's vectors and C may be new, and D may still be read by the previous kernel.
-      if (is_dense) {
+      if constexpr (Config::kQuantizes) {
+        bool const has_work = cta < p.plan.active;
+        typename Quantizer::Elements elements;
+        Quantizer::prepare(shared);
+        asm volatile("griddepcontrol.wait;" ::: "memory");  // the previous kernel may have written X
+        if (has_work) {
+          Quantizer::template load<Config>(p.quantizer, elements);
+        }
+        __syncthreads();
+        if (has_work) {
+          Schedule const schedule(p.plan, p.steps, cta, {});
+          Quantizer::template quantize<Config>(p.quantizer, shared, elements, [&](int chunk) {
+            return schedule.has_step(chunk / Config::kChunks);
+          });
+        }
+      } else if (is_dense(p)) {
+        // The epilogue's vectors and C may be new, and D may still be read by the previous kernel.
         asm volatile("griddepcontrol.wait;" ::: "memory");
       }
       consume(p, shared, rank);
@@ -364,11 +376,11 @@ struct Sm90Nvfp4Kernel {
 
 /// The entry point. The grid is one-dimensional, a multiple of the cluster; a CTA has Config::kThreads
 /// threads.
-template <class Config, class Epilogue>
+template <class Config, class Epilogue, class Quantizer = Sm90Nvfp4NoQuantizer>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
-    sm90_nvfp4_gemm(__grid_constant__ Sm90Nvfp4Params<Epilogue> const params) {
+    sm90_nvfp4_gemm(__grid_constant__ Sm90Nvfp4Params<Epilogue, Quantizer> const params) {
   extern __shared__ char sm90_nvfp4_shared[];
-  Sm90Nvfp4Kernel<Config, Epilogue>::run(params, sm90_nvfp4_shared);
+  Sm90Nvfp4Kernel<Config, Epilogue, Quantizer>::run(params, sm90_nvfp4_shared);
 }
 
 }  // namespace cutlass_evt

@@ -9,6 +9,8 @@ namespace cutlass_evt {
 /// (kByColumn: a column of D), and a bias for each row of the weight (kBias). Warpgroups that share rows
 /// share one copy; otherwise each warpgroup has its own, for its 64 rows.
 ///
+/// Where Config::kQuantizes, the quantizer has written the factors of the tokens and they stay.
+///
 /// Config is a Sm90Nvfp4Config; Epilogue says where the vectors lie (ColumnsEpilogue).
 template <class Config, class Epilogue>
 struct Sm90Nvfp4EpilogueVectors {
@@ -29,7 +31,7 @@ struct Sm90Nvfp4EpilogueVectors {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kBias + Config::kVectorColumns; i += kThreads) {
       int const index = thread + i;
-      if (index < tokens) {
+      if (!Config::kQuantizes && index < tokens) {
         copy(vectors + index, Epilogue::row_factor_at(args, int64_t{coord.rows.begin} + coord.token + index),
              1.0f);
       }

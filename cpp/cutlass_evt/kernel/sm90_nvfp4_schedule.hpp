@@ -71,6 +71,16 @@ struct Sm90Nvfp4Schedule {
     return count;
   }
 
+  /// Whether the worker has stage `step` of any tile. Only a schedule that is not dynamic knows this.
+  CUTLASS_DEVICE bool has_step(int step) const {
+    if (!plan.split) {
+      return true;
+    }
+    int tile, first;
+    steps(tile, first, static_cast<int>(next));
+    return (step >= first ? step - first : step + steps.divisor - first) < end - next;
+  }
+
   /// Sets span to the next one and returns true, or returns false where there is none.
   CUTLASS_DEVICE bool get_next(Span& span) {
     // A worker makes one request with each tile, plan.tiles in all; the last of them end the workers' loops.
@@ -161,6 +171,11 @@ struct Sm90Nvfp4Groups {
     __syncthreads();  // the table is complete for every thread
   }
 
+  /// Products whose tokens are quantized are always dense.
+  CUTLASS_DEVICE static bool is_dense(Sm90Nvfp4GroupEnds const& p) {
+    return Config::kQuantizes || p.offs == nullptr;
+  }
+
   /// The coordinate of a tile of a dense product.
   CUTLASS_DEVICE static TileCoord dense_tile_coord(Sm90Nvfp4GroupEnds const& p,
                                                    cutlass::FastDivmod const& row_tiles, int tile) {
@@ -177,7 +192,7 @@ struct Sm90Nvfp4Groups {
   /// groups of one entry.
   CUTLASS_DEVICE static TileCoord tile_coord(Sm90Nvfp4GroupEnds const& p, int const* table,
                                              cutlass::FastDivmod const& row_tiles, int tile) {
-    if (p.offs == nullptr) {
+    if (is_dense(p)) {
       return dense_tile_coord(p, row_tiles, tile);
     }
     int token_tile;

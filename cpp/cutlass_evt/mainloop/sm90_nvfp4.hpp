@@ -148,7 +148,8 @@ struct Sm90Nvfp4Mainloop {
     CUTLASS_DEVICE void weights(int stage, int step) const {
       int const chunks = cute::min(int{Config::kChunks}, depth_chunks_ - step * Config::kChunks);
       int const weight_bytes = chunks * Nvfp4Packing::kChunkBytes;
-      int const token_bytes = (whole_chunks_ ? int{Config::kChunks} : chunks) * tokens_ * 128;
+      int const token_bytes =
+          Config::kQuantizes ? 0 : (whole_chunks_ ? int{Config::kChunks} : chunks) * tokens_ * 128;
       uint32_t const full = shared_.full_at(stage);
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full),
                    "r"(groups_ * weight_bytes + token_bytes)

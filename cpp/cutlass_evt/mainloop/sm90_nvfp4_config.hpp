@@ -80,6 +80,10 @@ struct Sm90Nvfp4Config {
     return tokens;
   }
 
+  // False: the tokens are fp16 or bf16 in global memory and the ring has a slot for them in every stage.
+  // True: see Sm90Nvfp4QuantizingConfig.
+  static constexpr bool kQuantizes = false;
+
   // Where two workers share a tile along k, the one that sums the parts gets this many stages more than the
   // other: about the time that the other's sums take to arrive.
   static constexpr int kLeadSteps = (kRowGroups == 1 ? 1024 : 512) / kDepth;
@@ -140,6 +144,24 @@ struct Sm90Nvfp4Config {
   static_assert(kStages >= 3, "too few stages fit in shared memory");
   static_assert(kStages * 16 + kWorkItems * (8 + sizeof(Sm90Nvfp4WorkItem)) <= 1024,
                 "mbarriers and work items do not fit in their 1024 bytes");
+};
+
+/// The configuration of the kernel that quantizes the tokens itself, for products of one tile of tokens. The
+/// memory that the stages of Config have for tokens holds the decoded tokens of all of k instead: token after
+/// token, each as chunks of 64 along k, 128 bytes in the order of the 128-byte swizzle for row `token`. The
+/// producer loads weights alone.
+template <class Config>
+struct Sm90Nvfp4QuantizingConfig : Config {
+  static_assert(!Config::kUsesWgmma && Config::kCluster == 1, "the consumers must be those of mma.sync");
+  static constexpr bool kQuantizes = true;
+  // Up to 36 KB, even where this is one stage: the consumers request the tokens as soon as the previous
+  // kernel has ended, and whatever was requested before delays them.
+  static constexpr int kPrefetchStages = cute::max(1, 36864 / Config::kWeightBytes);
+  static constexpr int kMostTokenBytes = Config::kStages * Config::kTokenBytes;  // of all tokens
+
+  CUTLASS_HOST_DEVICE static constexpr int tokens_for(int present) { return present; }
+  /// Bytes of one token.
+  CUTLASS_HOST_DEVICE static constexpr int token_stride(int depth_chunks) { return depth_chunks * 128; }
 };
 
 /// The dynamic shared memory of a CTA, by offsets from a 1024-byte boundary, the period of the 128-byte

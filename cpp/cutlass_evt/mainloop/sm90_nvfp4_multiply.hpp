@@ -19,6 +19,8 @@ struct Sm90Nvfp4MmaMultiply {
   using Position = typename Mainloop::Position;
   using Element = typename Config::Element;
   static_assert(Config::kTokens == 8 && Config::kRowGroups == 1, "wider tiles use Sm90Nvfp4WgmmaMultiply");
+  // From a chunk of the tokens to the next.
+  static constexpr int kChunkBytes = Config::kQuantizes ? 128 : Config::kTokenChunkBytes;
 
   /// The sums of one thread.
   struct Accumulators {
@@ -53,24 +55,30 @@ struct Sm90Nvfp4MmaMultiply {
     // ldmatrix loads four 8 x 8 matrices: eight tokens by 32 along k. Each lane gives the address of one row
     // of one matrix, 16 bytes of a token, which the 128-byte swizzle permutes by the token's number.
     uint32_t const lane = threadIdx.x % 32;
-    uint32_t const tokens_at = shared.tokens_at(0) +
-                               static_cast<uint32_t>(depth_group * kPer * Config::kTokenChunkBytes) +
-                               lane % 8 * 128;
-    uint32_t const halves_at[2] = {tokens_at + (lane / 8 ^ lane % 8) * 16,
-                                   tokens_at + ((lane / 8 + 4) ^ lane % 8) * 16};
+    uint32_t token = lane % 8;
+    uint32_t token_bytes = 128;  // from a token to the next
+    uint32_t chunk = static_cast<uint32_t>(depth_group * kPer);
+    if constexpr (Config::kQuantizes) {
+      // Lanes without a token read the last one: the columns of their products are not stored.
+      token = cute::min(token, static_cast<uint32_t>(work.tokens - 1));
+      token_bytes = static_cast<uint32_t>(Config::token_stride(p.depth_chunks));
+      chunk += static_cast<uint32_t>(work.begin * Config::kChunks);
+    }
+    uint32_t const tokens_at = shared.tokens_at(0) + chunk * kChunkBytes + token * token_bytes;
+    uint32_t halves_at[2] = {tokens_at + (lane / 8 ^ token) * 16, tokens_at + ((lane / 8 + 4) ^ token) * 16};
 
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Accumulators::kSize; ++i) {
       accumulators.values[i] = 0.0f;
     }
-    auto const chunk = [&](int stage, int sub) {
+    auto const multiply_chunk = [&](int stage, int sub) {
       typename Mainloop::Raw raw;
       share.load(raw, stage, sub);
       uint32_t b[2][4];
       CUTLASS_PRAGMA_UNROLL
       for (int half = 0; half < 2; ++half) {
-        load_tokens(b[half], halves_at[half] + static_cast<uint32_t>(stage * Config::kTokenBytes +
-                                                                     sub * Config::kTokenChunkBytes));
+        int const slot = Config::kQuantizes ? 0 : stage * Config::kTokenBytes;
+        load_tokens(b[half], halves_at[half] + static_cast<uint32_t>(slot + sub * kChunkBytes));
       }
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < 4; ++k) {
@@ -83,6 +91,10 @@ struct Sm90Nvfp4MmaMultiply {
       __syncwarp();  // every lane has read the stage
       Mainloop::release(shared, at.stage);
       at.advance();
+      if constexpr (Config::kQuantizes) {
+        halves_at[0] += Config::kChunks * kChunkBytes;
+        halves_at[1] += Config::kChunks * kChunkBytes;
+      }
     };
 
     int const last = Mainloop::chunks_left(p, work.end - 1, depth_group);  // of this warp, in the last stage
@@ -91,7 +103,7 @@ struct Sm90Nvfp4MmaMultiply {
       Mainloop::wait_full(shared, at);
       CUTLASS_PRAGMA_UNROLL
       for (int sub = 0; sub < kPer; ++sub) {
-        chunk(at.stage, sub);
+        multiply_chunk(at.stage, sub);
       }
       release();
     }
@@ -99,7 +111,7 @@ struct Sm90Nvfp4MmaMultiply {
       Mainloop::wait_full(shared, at);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int sub = 0; sub < last; ++sub) {
-        chunk(at.stage, sub);
+        multiply_chunk(at.stage, sub);
       }
       release();
     }

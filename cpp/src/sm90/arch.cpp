@@ -2,6 +2,8 @@
 #include "sm90/arch.hpp"
 
 #include "architecture.hpp"
+#include "quantize/quantize.hpp"
+#include "sm90/figures.hpp"
 
 namespace fp4gemm {
 
@@ -26,9 +28,14 @@ KernelList const* const kLists[] = {
 
 }  // namespace
 
+bool quantizes_a(Kernel const& kernel, Problem const& p) {
+  return kernel.figures != nullptr && !kernel.is_grouped && p.a_dtype != FP4GEMM_FP32 &&
+         p.m <= kernel.info.tile_m && p.m * round_up(p.k, kPrepackedChunk) <= kernel.figures->most_quantized;
+}
+
 extern Architecture const architecture;
-Architecture const architecture{kArch,  FP4GEMM_ARCH_DEVICES, /*is_executed=*/true,
-                                kLists, &estimate_clocks,     nullptr};
+Architecture const architecture{kArch,   FP4GEMM_ARCH_DEVICES, /*is_executed=*/true, kLists, &estimate_clocks,
+                                nullptr, &quantizes_a};
 
 }  // namespace sm90
 }  // namespace fp4gemm

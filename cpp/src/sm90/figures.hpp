@@ -23,6 +23,8 @@ struct MeasuredFigures {
   int ctas_per_sm;           // CTAs that fit on an SM
   double shared_chunk_us;    // chunk_us where so many CTAs share an SM; a small tile's grows in proportion
   sm90::SmallTile small[2];  // from the smallest on
+  int most_quantized;  // elements of an A that the kernel quantizes itself (sm90::quantizes_a); 0: it does
+                       // not
 
   /// chunk_us of a tile that has so many tokens.
   constexpr double chunk_us_of(int64_t tokens) const {

@@ -15,15 +15,17 @@
 #include "nonce.hpp"
 #include "sm90/arch.hpp"
 #include "sm90/tiles.hpp"
+#include "sm90/token_quantizer.cuh"
 
 namespace fp4gemm {
 
-/// The launch, which all rows of one configuration share. Config is a cutlass_evt::Sm90Nvfp4Config. Tokens
-/// are the rows of A; the rows of the kernel's tiles are those of B.
-template <class Config>
+/// The launch, which all rows of one configuration share. Config is a cutlass_evt::Sm90Nvfp4Config, or with
+/// the TokenQuantizer a cutlass_evt::Sm90Nvfp4QuantizingConfig. Tokens are the rows of A; the rows of the
+/// kernel's tiles are those of B.
+template <class Config, class Quantizer = cutlass_evt::Sm90Nvfp4NoQuantizer>
 struct PrepackedLaunch {
   using Epilogue = cutlass_evt::epilogue::ColumnsEpilogue;
-  using Kernel = cutlass_evt::Sm90Nvfp4Kernel<Config, Epilogue>;
+  using Kernel = cutlass_evt::Sm90Nvfp4Kernel<Config, Epilogue, Quantizer>;
   using Params = typename Kernel::Params;
   static constexpr bool kIsBf16 = std::is_same<typename Config::Element, cutlass::bfloat16_t>::value;
 
@@ -116,12 +118,15 @@ struct PrepackedLaunch {
                       params.nonce};
     params.epilogue = epilogue(p, out);
 
-    if (!describe_tokens(p, &params.tokens)) {
+    if constexpr (Config::kQuantizes) {
+      params.tokens = {};
+      params.quantizer = Quantizer::arguments(p.a, p.a_row_stride, p.a_dtype == FP4GEMM_BF16, p.m, p.k);
+    } else if (!describe_tokens(p, &params.tokens)) {
       return fail(FP4GEMM_ERROR_CUDA, "a: the driver refused a tensor map of (%lld, %lld) at %p",
                   static_cast<long long>(p.m), static_cast<long long>(p.k), p.a);
     }
 
-    Launch launch{reinterpret_cast<void const*>(cutlass_evt::sm90_nvfp4_gemm<Config, Epilogue>),
+    Launch launch{reinterpret_cast<void const*>(cutlass_evt::sm90_nvfp4_gemm<Config, Epilogue, Quantizer>),
                   dim3(static_cast<unsigned>(grid)), dim3(Config::kThreads)};
     launch.cluster = dim3(Config::kCluster, 1, 1);
     launch.shared_bytes = Config::kSharedBytes;
@@ -153,6 +158,15 @@ struct PrepackedImpl {
   static size_t workspace_bytes(Problem const& p) { return Launch::workspace_bytes(p); }
 
   static fp4gemm_status_t launch(Problem const& p, void* workspace, fp4gemm_stream_t stream) {
+    if constexpr (!kIsGrouped && sm90::kCanQuantize<Tile>) {
+      using Config = cutlass_evt::Sm90Nvfp4QuantizingConfig<sm90::ConfigOf<Tile>>;
+      static_assert(sm90::TokenQuantizer::suffices<Config>(sm90::most_quantized<Tile>()),
+                    "a tile has more elements of A than its warps can hold");
+      if (p.quantizes_a) {
+        return PrepackedLaunch<Config, sm90::TokenQuantizer>::launch(kName.text, p, OutType<Out>::kId,
+                                                                     workspace, stream);
+      }
+    }
     return Launch::launch(kName.text, p, OutType<Out>::kId, workspace, stream);
   }
 };
