@@ -32,13 +32,17 @@ struct ColumnsArguments {
   void* d = nullptr;
   int64_t d_row_stride = 0;  // elements
 
-  /// True for the usual call: is_direct() and bf16.
-  CUTLASS_HOST_DEVICE bool is_plain() const { return is_direct() && output == OutputType::kBf16; }
+  /// True for the usual call: bf16, no activation, no C.
+  CUTLASS_HOST_DEVICE bool is_plain() const {
+    return activation == Activation::kNone && c == nullptr && output == OutputType::kBf16;
+  }
 
-  /// True if D has 16-bit elements and D[i, j] depends on element (i, j) of the product and the vectors
-  /// alone.
-  CUTLASS_HOST_DEVICE bool is_direct() const {
-    return activation == Activation::kNone && c == nullptr && output != OutputType::kFp32;
+  /// True if D has 16-bit elements and there is neither an activation nor C. With takes_more, a gated
+  /// activation or C may be there.
+  CUTLASS_HOST_DEVICE bool is_direct(bool takes_more) const {
+    return output != OutputType::kFp32 &&
+           (takes_more ? activation == Activation::kNone || is_gated(activation)
+                       : activation == Activation::kNone && c == nullptr);
   }
 };
 
@@ -78,7 +82,7 @@ struct ColumnsEpilogue {
     return multiply(alpha, multiply(by_column, multiply(by_row, z)));
   }
 
-  /// For kernels whose threads hold two columns of the product. Only for calls with is_direct().
+  /// For kernels whose threads hold two columns of the product. Only for calls with is_direct.
   struct TwoColumns {
     float by_column[2];
     float bias[2];
@@ -90,9 +94,10 @@ struct ColumnsEpilogue {
     }
 
     /// pair(i) = the elements z(2 i) and z(2 i + 1) of D as two 16-bit numbers, from elements that have been
-    /// scaled. An even i is in the first column, an odd one in the second.
+    /// scaled. An even i is in the first column, an odd one in the second. With has_c, pair(i) holds the
+    /// elements of C before.
     template <int Values, class Z, class Pair>
-    CUTLASS_DEVICE void finish(Arguments const& args, Z const& z, Pair const& pair) const {
+    CUTLASS_DEVICE void finish(Arguments const& args, bool has_c, Z const& z, Pair const& pair) const {
       if (args.bias.data != nullptr) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < Values; ++i) {
@@ -100,19 +105,48 @@ struct ColumnsEpilogue {
         }
       }
       if (args.output == OutputType::kBf16) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < Values / 2; ++i) {
-          pair(i) = two<cutlass::bfloat16_t>(z(2 * i), z(2 * i + 1));
-        }
+        finish_as<cutlass::bfloat16_t, Values>(args, has_c, z, pair);
       } else {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < Values / 2; ++i) {
-          pair(i) = two<cutlass::half_t>(z(2 * i), z(2 * i + 1));
-        }
+        finish_as<cutlass::half_t, Values>(args, has_c, z, pair);
+      }
+    }
+
+    /// The element z of the product in column `which`, multiplied by all factors, plus the bias.
+    CUTLASS_DEVICE float with_bias(float z, float by_row, int which) const {
+      return nodes::add_rn<float>{}(scaled(z, by_row, which), bias[which]);
+    }
+
+    /// packed[i] = two elements of D for a gated activation as 16-bit numbers, those of z[4 i] and z[4 i + 1]
+    /// and of z[4 i + 2] and z[4 i + 3]. z holds pairs of gate and up and is overwritten.
+    template <int Values>
+    CUTLASS_DEVICE static void finish_pairs(Arguments const& args, float (&z)[Values],
+                                            uint32_t (&packed)[Values / 4]) {
+      nodes::activate_pairs<Values>(args.activation, z);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Values / 4; ++i) {
+        packed[i] = args.output == OutputType::kBf16 ? two<cutlass::bfloat16_t>(z[2 * i], z[2 * i + 1])
+                                                     : two<cutlass::half_t>(z[2 * i], z[2 * i + 1]);
       }
     }
 
    private:
+    template <class Out, int Values, class Z, class Pair>
+    CUTLASS_DEVICE static void finish_as(Arguments const& args, bool has_c, Z const& z, Pair const& pair) {
+      if (has_c) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < Values; ++i) {
+          uint32_t const bits = pair(i / 2);
+          Out const c = reinterpret_cast<cutlass::Array<Out, 2> const&>(bits)[i % 2];
+          z(i) =
+              nodes::add_rn<float>{}(z(i), nodes::multiply_rn<float>{}(args.c_scale, static_cast<float>(c)));
+        }
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Values / 2; ++i) {
+        pair(i) = two<Out>(z(2 * i), z(2 * i + 1));
+      }
+    }
+
     template <class Out>
     CUTLASS_DEVICE static uint32_t two(float low, float high) {
       cutlass::Array<float, 2> const from{low, high};

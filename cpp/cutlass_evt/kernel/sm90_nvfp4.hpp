@@ -46,17 +46,23 @@ struct Sm90Nvfp4Kernel {
   static constexpr int kColumns = Staged::kColumns;
   static constexpr int kRounds = Staged::kRounds;
 
-  static constexpr int64_t kPartialFloats = Partials::kFloats;
+  static constexpr int64_t kPartialBytes = Partials::kBytes;
+
+  CUTLASS_DEVICE static Partials partials(Params const& p) { return {p.sums, p.flags, p.nonce}; }
 
   static CUTLASS_HOST_DEVICE Sm90Nvfp4Plan plan(int tiles, int steps, int num_ctas, bool splits) {
-    return {tiles, steps, num_ctas / Config::kCluster, least_split_steps(Config::kDepth), Config::kLeadSteps,
+    return {tiles,
+            steps,
+            num_ctas / Config::kCluster,
+            least_split_steps(Config::kDepth),
+            least_saved_steps(Config::kTokens, Config::kRows, Config::kDepth),
+            Config::kLeadSteps,
             splits};
   }
 
   /// Bytes of the partial sums, the flags, and the counter of the dynamic scheduler.
   static size_t workspace_bytes(int num_ctas) {
-    return static_cast<size_t>(num_ctas) * (kPartialFloats * sizeof(float) + sizeof(uint64_t)) +
-           sizeof(uint64_t);
+    return static_cast<size_t>(num_ctas) * (kPartialBytes + sizeof(uint64_t)) + sizeof(uint64_t);
   }
 
   using Groups = Sm90Nvfp4Groups<Config>;
@@ -182,7 +188,8 @@ struct Sm90Nvfp4Kernel {
     TileCoord const& coord = item.coord;
     TileWork const work = tile_work(p, item, rank);
     float const alpha = Epilogue::alpha(p.epilogue, coord.group);
-    bool const uses_vectors = Config::kSharesRows || p.epilogue.is_direct();
+    bool const is_direct = p.epilogue.is_direct(Direct::kTakesMore);
+    bool const uses_vectors = Config::kSharesRows || is_direct;
     if (uses_vectors && item.begin == 0) {
       Vectors::fetch(p.epilogue, shared, coord, work.first_chunk, p.n);
     }
@@ -191,29 +198,22 @@ struct Sm90Nvfp4Kernel {
 
     // A part that is not the first of its tile goes to the workspace.
     if (item.begin > 0) {
-      int const cta = item.worker * Config::kCluster + rank;
-      Partials::store(p.partials, cta, accumulators);
-      // Every consumer's stores come before the barrier, and so before the flag that thread 0 raises.
-      __threadfence();
-      consumer_barrier<Config>();
-      if (threadIdx.x == 0) {
-        Partials::signal(p.flags + cta, p.nonce);
-      }
+      partials(p).send(item.worker * Config::kCluster + rank, accumulators);
       return;
     }
     // The first part adds the parts of the workers after this one. They run on CTAs with lower indices, see
     // Sm90Nvfp4Schedule, so that waiting for them cannot deadlock as long as CTAs start in order.
     for (int other = 1; other <= item.num_other_parts; ++other) {
-      int const cta = (item.worker + other) * Config::kCluster + rank;
-      if (threadIdx.x == 0) {
-        Partials::wait_and_clear(p.flags + cta, p.nonce);
-      }
-      // Thread 0 has acquired the flag: the other threads may read the sums after the barrier.
-      consumer_barrier<Config>();
-      Partials::add(p.partials, cta, accumulators);
+      partials(p).add((item.worker + other) * Config::kCluster + rank, accumulators);
     }
     if constexpr (!Config::kSharesRows) {
-      if (p.epilogue.is_direct()) {
+      if (is_direct) {
+        if constexpr (Direct::kTakesMore) {
+          if (p.epilogue.activation != Activation::kNone) {
+            Direct::store_pairs(p.epilogue, shared, coord, first_chunk(coord, rank), p.n, accumulators);
+            return;
+          }
+        }
         Direct::store(p.epilogue, shared, coord, first_chunk(coord, rank), p.n, accumulators);
         return;
       }

@@ -6,9 +6,9 @@
 
 namespace cutlass_evt {
 
-/// The epilogue of one tile where Epilogue's is_direct() holds: 16-bit D, no C, no activation. A warpgroup
-/// has 64 columns of D and synchronises with no other: one may be in the mainloop of the next tile while
-/// another stores.
+/// The epilogue of one tile where Epilogue's is_direct holds: 16-bit D and, but for tiles of 64 tokens,
+/// neither C nor an activation. A warpgroup has 64 columns of D and synchronises with no other: one may be in
+/// the mainloop of the next tile while another stores.
 ///
 /// The arithmetic happens where the accumulators are: a thread holds two columns, whose factors and biases
 /// are in registers, and pairs of tokens, whose factors are in shared memory. stmatrix then transposes the
@@ -24,6 +24,9 @@ struct Sm90Nvfp4DirectEpilogue {
   static constexpr int kSliceTokens = Config::kDirectTokens;
   static constexpr int kSlices = Config::kTokens / kSliceTokens;
   static constexpr int kPieces = kSliceTokens / 16;  // stores of 16 bytes by a thread for each slice
+  // Whether gated activations and C are served. Other tiles have no registers to spare for them: they would
+  // spill, in the usual epilogue too.
+  static constexpr bool kTakesMore = Config::kTokens == 64;
 
   /// Writes the tile to D; the accumulators are used up.
   template <class Accumulators>
@@ -50,18 +53,18 @@ struct Sm90Nvfp4DirectEpilogue {
     char* d = static_cast<char*>(args.d) + ((int64_t{row} + token) * args.d_row_stride + column) * 2;
     int64_t const step = args.d_row_stride * (16 * 2);
     float const alpha = Epilogue::alpha(args, coord.group);
+    bool const has_c = kTakesMore && args.c != nullptr;
+    char const* c =
+        static_cast<char const*>(args.c) + ((int64_t{row} + token) * args.c_row_stride + column) * 2;
+    uint4 pieces[kPieces];
+    if (has_c) {
+      get_c(pieces, c, args.c_row_stride * (16 * 2), present);
+    }
     // After the barrier the vectors that every thread of the warpgroup copied are visible, and the staged
     // results of the previous tile have been read.
     Vectors::wait();
     sync();
-    typename Epilogue::TwoColumns columns;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      int const of_column = thread / 32 * 16 + lane / 4 + i * 8;
-      columns.by_column[i] = vectors[Vectors::kByColumn + of_column];
-      columns.bias[i] = vectors[Vectors::kBias + of_column];
-    }
-    columns.alpha = alpha;
+    typename Epilogue::TwoColumns const columns = two_columns(vectors, thread, alpha);
 
     CUTLASS_PRAGMA_UNROLL
     for (int slice = 0; slice < kSlices; ++slice) {
@@ -72,6 +75,24 @@ struct Sm90Nvfp4DirectEpilogue {
       }
       uint32_t const buffer = static_cast<uint32_t>(slice % Config::kDirectBuffers * kSliceTokens * 128);
       uint32_t packed[kSliceTokens / 8][2];
+      if (has_c) {
+        // C takes the way of D backwards: pieces of rows to shared memory, and from there to the registers
+        // that hold the same elements of D.
+        static_assert(!kTakesMore || kSlices == 1, "C is read for one slice");
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kPieces; ++i) {
+          put(get_at + static_cast<uint32_t>(i * 16 * 128), pieces[i]);
+        }
+        sync();
+        CUTLASS_PRAGMA_UNROLL
+        for (int block = 0; block < kSliceTokens / 8; block += 2) {
+          asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                       : "=r"(packed[block][0]), "=r"(packed[block][1]), "=r"(packed[block + 1][0]),
+                         "=r"(packed[block + 1][1])
+                       : "r"(put_at + static_cast<uint32_t>(block * 8 * 128))
+                       : "memory");
+        }
+      }
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kSliceTokens / 8; ++block) {
         int const first = slice * kSliceTokens + block * 8;
@@ -79,12 +100,11 @@ struct Sm90Nvfp4DirectEpilogue {
         CUTLASS_PRAGMA_UNROLL
         for (int v = 0; v < 4; ++v) {
           float& z = accumulators[first / 2 + v];
-          z = columns.scaled(z * static_cast<float>(1 << Nvfp4Packing::kExponent),
-                             v % 2 == 0 ? by_row.x : by_row.y, v / 2);
+          z = columns.scaled(z * kScale, v % 2 == 0 ? by_row.x : by_row.y, v / 2);
         }
       }
       columns.template finish<kSliceTokens / 2>(
-          args, [&](int i) -> float& { return accumulators[slice * (kSliceTokens / 2) + i]; },
+          args, has_c, [&](int i) -> float& { return accumulators[slice * (kSliceTokens / 2) + i]; },
           [&](int i) -> uint32_t& { return packed[i / 2][i % 2]; });
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kSliceTokens / 8; block += 2) {
@@ -96,7 +116,6 @@ struct Sm90Nvfp4DirectEpilogue {
       }
       // The slice is complete in shared memory.
       sync();
-      uint4 pieces[kPieces];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kPieces; ++i) {
         pieces[i] = get(get_at + buffer + static_cast<uint32_t>(i * 16 * 128));
@@ -109,9 +128,128 @@ struct Sm90Nvfp4DirectEpilogue {
     }
   }
 
+  /// As store, for a gated activation: D has half as many columns, of which the warpgroup has 32.
+  ///
+  /// Gate and up are neighbouring columns of the product, which lanes 4 apart hold, each with the two columns
+  /// r and r + 8 of a warp. The lane with the gates gets the up of its first column and gives the gate of its
+  /// second: so each lane activates one pair of columns. A loop over slices keeps the code small; since
+  /// registers cannot be indexed at run time, it selects a slice's sums among all.
+  template <class Accumulators>
+  CUTLASS_DEVICE static void store_pairs(typename Epilogue::Arguments const& args, Shared const& shared,
+                                         TileCoord const& coord, int first_chunk, int n,
+                                         Accumulators& accumulators) {
+    constexpr int kSums = kSliceTokens / 2;     // of a thread, in a slice
+    constexpr int kPasses = kSliceTokens / 32;  // stores of 16 bytes by a thread for each slice
+    int const tokens = coord.rows.size - coord.token;
+    int const row = coord.rows.begin + coord.token;
+    int const thread = static_cast<int>(threadIdx.x % 128);
+    int const lane = thread % 32;
+    bool const has_up = lane / 4 % 2 != 0;
+    float const* const vectors = shared.vectors(static_cast<int>(threadIdx.x / 128));
+    // The 64 bytes of a token are four pieces of 16 bytes, one of each warp, permuted by the token's number.
+    uint32_t const staged = shared.staged_at(static_cast<int>(threadIdx.x / 128));
+    uint32_t const put_at =
+        staged + static_cast<uint32_t>(lane % 16 * 64 + ((thread / 32) ^ (lane % 16 / 2 % 4)) * 16);
+    int const token = thread / 4;
+    int const piece = thread % 4;
+    uint32_t const get_at = staged + static_cast<uint32_t>(token * 64 + (piece ^ (token / 2 % 4)) * 16);
+    int const column = (first_chunk + static_cast<int>(threadIdx.x / 128)) * 32 + piece * 8;
+    int const present = 2 * column < n ? tokens - token : 0;
+    char* d = static_cast<char*>(args.d) + ((int64_t{row} + token) * args.d_row_stride + column) * 2;
+    int64_t const step = args.d_row_stride * (32 * 2);
+    Vectors::wait();
+    sync();
+    typename Epilogue::TwoColumns const columns =
+        two_columns(vectors, thread, Epilogue::alpha(args, coord.group));
+
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int slice = 0; slice < kSlices; ++slice) {
+      if (slice > 0 && slice * kSliceTokens >= tokens) {
+        return;
+      }
+      float sums[kSums];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSlices; ++i) {
+        if (i == slice) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int v = 0; v < kSums; ++v) {
+            sums[v] = accumulators[i * kSums + v];
+          }
+        }
+      }
+      uint32_t const buffer = static_cast<uint32_t>(slice % Config::kDirectBuffers * kSliceTokens * 128);
+      CUTLASS_PRAGMA_UNROLL
+      for (int block = 0; block < kSliceTokens / 8; block += 2) {
+        float pairs[8];  // gate and up of this lane's column of D, for four tokens
+        CUTLASS_PRAGMA_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          float2 const by_row = *reinterpret_cast<float2 const*>(vectors + slice * kSliceTokens +
+                                                                 (block + half) * 8 + lane % 4 * 2);
+          CUTLASS_PRAGMA_UNROLL
+          for (int v = 0; v < 2; ++v) {
+            float const factor = v == 0 ? by_row.x : by_row.y;
+            float const* const z = sums + (block + half) * 4 + v;
+            float const first = columns.with_bias(z[0] * kScale, factor, 0);
+            float const second = columns.with_bias(z[2] * kScale, factor, 1);
+            float const other = __shfl_xor_sync(0xFFFFFFFFu, has_up ? first : second, 4);
+            pairs[half * 4 + v * 2] = has_up ? other : first;
+            pairs[half * 4 + v * 2 + 1] = has_up ? second : other;
+          }
+        }
+        uint32_t packed[2];
+        columns.finish_pairs(args, pairs, packed);
+        asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(
+                         put_at + buffer + static_cast<uint32_t>(block * 8 * 64)),
+                     "r"(packed[0]), "r"(packed[1])
+                     : "memory");
+      }
+      sync();  // the slice is complete in shared memory; the buffers alternate as in store
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kPasses; ++i) {
+        // Lanes r / 4 = 0, 1, .. stored the columns 0, 4, 1, 5, 2, 6, 3, 7.
+        uint4 const bits = get(get_at + buffer + static_cast<uint32_t>(i * 32 * 64));
+        uint4 const in_order{__byte_perm(bits.x, bits.y, 0x5410), __byte_perm(bits.z, bits.w, 0x5410),
+                             __byte_perm(bits.x, bits.y, 0x7632), __byte_perm(bits.z, bits.w, 0x7632)};
+        store_if(slice * kSliceTokens + i * 32 < present, d + i * step, in_order);
+      }
+      d += args.d_row_stride * (kSliceTokens * 2);
+    }
+  }
+
  private:
+  static constexpr float kScale = static_cast<float>(1 << Nvfp4Packing::kExponent);
+
+  /// The vectors of the two columns of a thread.
+  CUTLASS_DEVICE static typename Epilogue::TwoColumns two_columns(float const* vectors, int thread,
+                                                                  float alpha) {
+    typename Epilogue::TwoColumns columns;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      int const of_column = thread / 32 * 16 + thread % 32 / 4 + i * 8;
+      columns.by_column[i] = vectors[Vectors::kByColumn + of_column];
+      columns.bias[i] = vectors[Vectors::kBias + of_column];
+    }
+    columns.alpha = alpha;
+    return columns;
+  }
+
   /// A barrier among the 128 threads of the warpgroup: named barriers 2 and up, one for each.
   CUTLASS_DEVICE static void sync() { cutlass::arch::NamedBarrier::sync(128u, 2u + threadIdx.x / 128); }
+
+  /// pieces = those of C that a thread has of its rows; zeros where D has none.
+  CUTLASS_DEVICE static void get_c(uint4 (&pieces)[kPieces], char const* c, int64_t step, int present) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kPieces; ++i) {
+      // A plain load: C may be D, which the read-only path must not see.
+      pieces[i] = i * 16 < present ? *reinterpret_cast<uint4 const*>(c + i * step) : uint4{0, 0, 0, 0};
+    }
+  }
+
+  CUTLASS_DEVICE static void put(uint32_t to, uint4 const& bits) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z),
+                 "r"(bits.w)
+                 : "memory");
+  }
 
   CUTLASS_DEVICE static uint4 get(uint32_t from) {
     uint4 bits;

@@ -28,9 +28,10 @@ struct Sm90Nvfp4Params {
   cutlass::FastDivmod steps;      // stages along k of one tile
   Sm90Nvfp4Plan plan;             // of a dense product; that of a grouped one is made on the device
   bool splits;                    // stream-K is allowed where it balances the work
-  float* partials;                // workspace: kPartialFloats of each CTA
-  uint64_t* flags;                // workspace: one for each CTA, raised when its partial sums are complete
-  uint64_t nonce;                 // the value of a raised flag: random, so that stale memory does not hold it
+  // The workspace, see Sm90Nvfp4Partials
+  char* sums;
+  uint64_t* flags;
+  uint64_t nonce;
   Sm90Nvfp4DynamicScheduler dynamic;  // for grouped products, whose tiles take different times
   typename Epilogue::Arguments epilogue;
 };

@@ -18,6 +18,17 @@ constexpr int kLeastSplitDepth = 1024;
 /// kLeastSplitDepth in stages, rounded up.
 constexpr int least_split_steps(int step_depth) { return (kLeastSplitDepth + step_depth - 1) / step_depth; }
 
+/// Splitting must shorten the longest part by this extent along k. It is what the exchange of sums and the
+/// further pieces of tiles cost, in time of the mainloop (H200; bench/notes/hopper_tried.md).
+constexpr int least_saved_depth(int tile_tokens, int tile_rows) {
+  return tile_rows > 64 ? 1024 : tile_tokens > 8 ? 2048 : 1088;
+}
+
+/// least_saved_depth in stages, rounded up.
+constexpr int least_saved_steps(int tile_tokens, int tile_rows, int step_depth) {
+  return (least_saved_depth(tile_tokens, tile_rows) + step_depth - 1) / step_depth;
+}
+
 /// The tiles along the tokens. For a grouped product, whose group sizes the host does not know, this is the
 /// largest number that m tokens can have. num_groups is 0 for a dense product.
 constexpr int64_t most_token_tiles(int64_t m, int num_groups, int tile_tokens) {
@@ -31,13 +42,17 @@ constexpr int64_t longest_part(int64_t all_steps, int64_t workers) {
 inline double longest_part(double all_steps, double workers) { return std::ceil(all_steps / workers); }
 
 /// Whether splitting tiles along k pays: `waves` turns of whole tiles would leave workers idle, more workers
-/// (`sharing`) would share the steps than have whole tiles, and the longest part is shorter than those turns.
-/// Number is an integer, or a floating-point type for expected numbers of tiles; Wide holds products of two.
+/// (`sharing`) would share the steps than have whole tiles, and the longest part is shorter than those turns,
+/// by least_saved steps at least. Number is an integer, or a floating-point type for expected numbers of
+/// tiles; Wide holds products of two.
 template <class Wide, class Number>
-constexpr bool splitting_pays(Number tiles, Number steps, Number waves, Number workers, Number sharing) {
+constexpr bool splitting_pays(Number tiles, Number steps, Number waves, Number workers, Number sharing,
+                              Number least_saved) {
+  Wide const whole = Wide{waves} * steps;
   return Wide{tiles} * 100 < Wide{waves} * workers * (100 - kIdlePercent) &&
          sharing > std::min(tiles, workers - 1) &&
-         longest_part(Wide{tiles} * steps, Wide{sharing}) * 100 <= Wide{waves} * steps * (100 - kIdlePercent);
+         longest_part(Wide{tiles} * steps, Wide{sharing}) * 100 <= whole * (100 - kIdlePercent) &&
+         longest_part(Wide{tiles} * steps, Wide{sharing}) + least_saved <= whole;
 }
 
 /// How tiles are divided among workers, which are CTAs or clusters. Each tile has the same number of stages
@@ -62,9 +77,10 @@ struct Sm90Nvfp4Plan {
   Sm90Nvfp4Plan() = default;
 
   /// steps: stages along k of a tile. least_steps: stages that a part must have, not counting lead_steps.
-  /// may_split: false where the bits of D must not depend on the number of tiles.
-  constexpr Sm90Nvfp4Plan(int tiles, int steps, int num_workers, int least_steps, int lead_steps,
-                          bool may_split)
+  /// least_saved: stages by which splitting must shorten the longest part. may_split: false where the bits of
+  /// D must not depend on the number of tiles.
+  constexpr Sm90Nvfp4Plan(int tiles, int steps, int num_workers, int least_steps, int least_saved,
+                          int lead_steps, bool may_split)
       : tiles(tiles),
         active(std::min(tiles, num_workers)),
         split(false),
@@ -80,7 +96,7 @@ struct Sm90Nvfp4Plan {
       // Every worker gets at least one stage: the worker that sums a tile waits for each one between the
       // tile's first and last part.
       int const most_workers = std::min(num_workers, static_cast<int>(all_steps) / least_steps);
-      split = splitting_pays<int64_t>(tiles, steps, waves, num_workers, most_workers);
+      split = splitting_pays<int64_t>(tiles, steps, waves, num_workers, most_workers, least_saved);
       if (split) {
         // Equal parts of every tile where that keeps nearly as many workers busy: no worker then has parts of
         // two tiles.

@@ -49,23 +49,20 @@ struct Nvfp4Decoder<cutlass::half_t> {
   }
 };
 
-/// bf16 has three exponent bits more than fp16: the bits below the sign move down by three and are the values
-/// times 2^-126, and the scales are multiplied by 2^119.
+/// The fp16 operand, converted. bf16 has fewer significant bits than fp16, but more than the six of a
+/// product. To move the bits of the codes to where bf16 has them needs as many instructions, most of them on
+/// the ALU pipe.
 template <>
 struct Nvfp4Decoder<cutlass::bfloat16_t> {
   CUTLASS_DEVICE static void decode(uint32_t word, uint32_t scales, Nvfp4Shifts const& shifts,
                                     uint32_t (&a)[4]) {
-    float2 const wide = __half22float2(reinterpret_cast<__half2 const&>(scales));
-    constexpr float kUp = 5.192296858534828e33f;  // 2^112
-    __nv_bfloat162 const upper = __float2bfloat162_rn(wide.x * kUp);
-    __nv_bfloat162 const lower = __float2bfloat162_rn(wide.y * kUp);
+    uint32_t half[4];
+    Nvfp4Decoder<cutlass::half_t>::decode(word, scales, shifts, half);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4; ++i) {
-      uint32_t const half = Nvfp4Packing::pair_bits(word, i, shifts);
-      uint32_t const bits = (half & 0x80008000u) | ((half & 0x0E000E00u) >> 3);
-      __nv_bfloat162 const product =
-          __hmul2(reinterpret_cast<__nv_bfloat162 const&>(bits), i % 2 == 0 ? upper : lower);
-      a[i] = reinterpret_cast<uint32_t const&>(product);
+      float2 const wide = __half22float2(reinterpret_cast<__half2 const&>(half[i]));
+      __nv_bfloat162 const narrow = __float22bfloat162_rn(wide);
+      a[i] = reinterpret_cast<uint32_t const&>(narrow);
     }
   }
 };

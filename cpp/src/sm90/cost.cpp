@@ -31,6 +31,9 @@ constexpr double kConvertBytesPerClock = 17;  // of device memory, for each SM
 // Splitting tiles along k costs more where CTAs share an SM: they do not advance alike.
 constexpr double kSharedSplitUs = 1.0;
 
+// A launch that leaves half of the SMs idle ends earlier by this: the next kernel starts on the others.
+constexpr double kRoomUs = 0.8;
+
 /// Clocks of converting the operands to what the kernel reads.
 double conversion_clocks(Operands operands, int num_sms, Selection const& wanted) {
   double const k = static_cast<double>(wanted.k);
@@ -104,14 +107,17 @@ double prepacked_clocks(Kernel const& row, int num_sms, Selection const& wanted)
   // The rule of Sm90Nvfp4Plan, for expected numbers of tiles.
   double const steps = static_cast<double>(divide_up(wanted.k, kernel.tile_k));
   double const sharing = std::min(workers, std::floor(tiles * steps / least_split_steps(kernel.tile_k)));
+  double const least_saved = least_saved_steps(kernel.tile_m, kernel.tile_n, kernel.tile_k);
   bool const splits =
-      !wanted.batch_invariant && splitting_pays<double>(tiles, steps, waves, workers, sharing);
+      !wanted.batch_invariant && splitting_pays<double>(tiles, steps, waves, workers, sharing, least_saved);
   double const turns = splits ? longest_part(tiles * steps, sharing) / steps : waves;
   double const a_turn = a_group.chunk_us * (shared ? figures.shared_chunk_us / figures.chunk_us : 1);
   double const least = splits ? 0 : a_group.longest_us;  // of a worker
   double const split_us = splits ? figures.split_us + (shared ? kSharedSplitUs : 0) : 0;
-  double const us =
-      figures.fixed_us + split_us + std::max(turns * a_turn, least) * chunks + (waves - 1) * figures.tile_us;
+  double const active = (splits ? sharing : std::min(tiles, workers)) * kernel.cluster_n;
+  double const room_us = active * 2 <= num_sms ? kRoomUs : 0;
+  double const us = figures.fixed_us - room_us + split_us + std::max(turns * a_turn, least) * chunks +
+                    (waves - 1) * figures.tile_us;
   return us * kClocksPerUs;
 }
 

@@ -110,8 +110,8 @@ struct PrepackedLaunch {
     // ends.
     int const tiles = p.offs == nullptr ? params.row_tiles.divisor * static_cast<int>(token_tiles(p)) : 0;
     params.plan = Kernel::plan(tiles, params.steps.divisor, grid, params.splits);
-    params.partials = static_cast<float*>(workspace);
-    params.flags = reinterpret_cast<uint64_t*>(params.partials + grid * Kernel::kPartialFloats);
+    params.sums = static_cast<char*>(workspace);
+    params.flags = reinterpret_cast<uint64_t*>(params.sums + grid * Kernel::kPartialBytes);
     params.nonce = workspace_nonce();
     // The dynamic tile scheduler gives each CTA a number of its own, so it needs clusters of one CTA.
     params.dynamic = {p.offs != nullptr && Config::kCluster == 1 ? params.flags + grid : nullptr,
