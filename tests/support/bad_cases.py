@@ -11,6 +11,7 @@ import bad_experts
 import bad_gemm
 import bad_grouped
 import bad_interop
+import bad_linear
 import bad_prepacked
 import bad_quantize
 import bad_stacks
@@ -49,6 +50,7 @@ CASES = Cases(
         *bad_experts.CASES,
         *bad_stacks.CASES,
         *bad_interop.CASES,
+        *bad_linear.CASES,
         *bad_gemm.CASES,
         *bad_grouped.CASES,
         *bad_prepacked.CASES,

@@ -12,10 +12,11 @@ The operands of the first addition are any expressions, and ``self.norm(h)`` may
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import linecache
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 
@@ -64,8 +65,7 @@ def _empty(cls: Any, norms: Names, mlps: Names) -> Any:
 
 def _forward_of_class(cls: type[torch.nn.Module], norms: Names, mlps: Names) -> Any:
     old: Any = cls.forward
-    tree = tree_of(old)
-    assert tree is not None, "add_residuals has read it"  # noqa: S101
+    tree = cast(ast.FunctionDef, tree_of(old))  # add_residuals has read it
     function, _ = _rewritten(tree, norms, mlps)
     file = f"<{cls.__module__}.{cls.__qualname__}.forward with {', '.join(sorted(norms | mlps))} fused>"
     text = ast.unparse(function)
@@ -82,8 +82,7 @@ def _rewritten(
     function: ast.FunctionDef, norms: Names, mlps: Names
 ) -> tuple[ast.FunctionDef, tuple[str, ...]]:
     """A copy of the function with the patterns replaced, and the children that add now, in order."""
-    copied = ast.parse(ast.unparse(function)).body[0]
-    assert isinstance(copied, ast.FunctionDef)  # noqa: S101
+    copied = copy.deepcopy(function)
     self_name, body = copied.args.args[0].arg, copied.body
     adding: list[str] = []
     for index in range(len(body)):
