@@ -207,14 +207,14 @@ def test_every_kernel_of_this_device(cuda: torch.device, gen: torch.Generator) -
         bias = torch.randn(n, generator=gen).to(cuda)
         for kernel in kernels:
             if kernel.arch // 10 != major:
-                activation = "swiglu" if kernel.epilogue == "gated" else None
+                activation = "swiglu" if kernel.is_gated else None
                 with pytest.raises(NotImplementedError, match=kernel.name):
                     fp4gemm.mm(a, b, activation=activation, out_dtype=kernel.out_dtype, kernel=kernel.name)
                 continue
             if not kernel.supports("nvfp4", "nvfp4"):  # tests/cuda/test_cuda_prepacked.py
                 continue
             fill_and_free(cuda)
-            if kernel.epilogue == "gated":
+            if kernel.is_gated:
                 view, buffer = poisoned(m, n // 2, kernel.out_dtype, cuda)
                 fp4gemm.mm(a, b, bias=bias, activation="swiglu", out=view, kernel=kernel.name)
                 assert_bits(view, exact(a, b, kernel.out_dtype, bias, 4), kernel.name)

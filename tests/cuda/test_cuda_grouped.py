@@ -132,7 +132,7 @@ def test_every_kernel_of_this_device(cuda: torch.device, gen: torch.Generator) -
         ]
         for kernel, case in itertools.product(fp4gemm.kernels(), cases):
             options = {"out_dtype": kernel.out_dtype, "kernel": kernel.name}
-            if kernel.epilogue == "gated" and (kernel.arch != family or kernel.mode != "grouped"):
+            if kernel.is_gated and (kernel.arch != family or kernel.mode != "grouped"):
                 continue
             if kernel.mode != "grouped":
                 with pytest.raises(
@@ -148,7 +148,7 @@ def test_every_kernel_of_this_device(cuda: torch.device, gen: torch.Generator) -
             if not kernel.supports("nvfp4", "nvfp4", ragged):  # test_cuda_prepacked.py
                 continue
             fill_and_free(cuda)
-            name, number = ("swiglu", 4) if kernel.epilogue == "gated" else ("silu", 1)
+            name, number = ("swiglu", 4) if kernel.is_gated else ("silu", 1)
             if number == 4 and isinstance(case, Columns):
                 continue
             got = fp4gemm.grouped_mm(case.a, case.b, activation=name, **options)

@@ -93,7 +93,7 @@ def test_every_dense_kernel(m: int, n: int, k: int, hopper: torch.device, gen: t
     bias = torch.randn(n, generator=gen).to(hopper)
     ran = 0
     for kernel in kernels("dense", "prepacked"):
-        gated = kernel.epilogue == "gated"
+        gated = kernel.is_gated
         if gated and n % 16:
             continue
         dtype, width = kernel.out_dtype, n // 2 if gated else n
@@ -120,7 +120,7 @@ def test_activations_that_are_not_quantized(
     x = make("integers", m, k, dtype, gen).to(hopper)
     operand = next(name for name, read in A_DTYPES.items() if read is dtype)
     for kernel in kernels("dense", operand):
-        gated = kernel.epilogue == "gated"
+        gated = kernel.is_gated
         if gated and n % 16:
             continue
         want = exact(x, w, kernel.out_dtype, None, activation=4 if gated else 0)
@@ -182,7 +182,7 @@ def test_tiles_divided_along_k(n: int, k: int, hopper: torch.device, gen: torch.
             continue
         for m in (kernel.tile[0], kernel.tile[0] + 9):
             rows = fp4gemm.DecodedTensor(decoded.data[:m].contiguous(), decoded.amax[:m])
-            if kernel.epilogue == "swiglu":
+            if kernel.is_gated:
                 got = fp4gemm.mm(rows, p, activation="swiglu", kernel=kernel.name)
                 assert_bits(got, gated[:m], kernel.name)
                 continue
@@ -234,7 +234,7 @@ def test_every_grouped_kernel(
     wanted: dict[tuple[object, ...], Tensor] = {}
     ran = 0
     for kernel in kernels("grouped"):
-        gated, dtype = kernel.epilogue == "gated", kernel.out_dtype
+        gated, dtype = kernel.is_gated, kernel.out_dtype
         if gated and n % 16:
             continue
         is_plain = kernel.operand == "prepacked_bf16"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import Any
 
 import capi
@@ -11,7 +10,7 @@ import fp4gemm
 import pytest
 import torch
 from capi import FORMAT_BF16, FORMAT_FP16, FORMAT_PREPACKED, QUANTIZE_A_NONE, QUANTIZE_A_ROW
-from fp4gemm import DecodedTensor, NVFP4Tensor, PrepackedTensor, _native
+from fp4gemm import DecodedTensor, NVFP4Tensor, PrepackedTensor
 from fp4gemm.kernel_table import KernelInfo
 from helpers import assert_bits, assert_poison_intact, captured, make, poisoned, short
 from torch import Tensor
@@ -79,14 +78,8 @@ def arguments(x: Tensor, p: PrepackedTensor, out: Tensor, kernel: str | None, **
     )
 
 
-@functools.cache
-def core() -> ctypes.CDLL:
-    """The library with the structs of this test, apart from that of the package."""
-    return capi.declare(ctypes.CDLL(str(_native.library_path(_native.CORE_LIBRARY))))
-
-
 def workspace_bytes(args: capi.GemmArgs) -> int:
-    library = core()
+    library = capi.core()
     num_bytes = ctypes.c_size_t()
     status = library.fp4gemm_gemm_workspace_bytes(ctypes.byref(args), 0, ctypes.byref(num_bytes))
     assert status == capi.SUCCESS, library.fp4gemm_last_error()
@@ -102,7 +95,7 @@ def quantizes_itself(args: capi.GemmArgs) -> bool:
 
 
 def call(args: capi.GemmArgs, device: torch.device) -> None:
-    library = core()
+    library = capi.core()
     workspace = torch.full((workspace_bytes(args),), 0xFF, dtype=torch.uint8, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream
     status = library.fp4gemm_gemm(
@@ -112,7 +105,7 @@ def call(args: capi.GemmArgs, device: torch.device) -> None:
 
 
 def in_one_launch(x: Tensor, p: PrepackedTensor, kernel: KernelInfo, **terms: Any) -> Tensor:
-    width = p.shape[0] // 2 if kernel.epilogue == "swiglu" else p.shape[0]
+    width = p.shape[0] // 2 if kernel.is_gated else p.shape[0]
     out, buffer = poisoned(x.shape[0], width, kernel.out_dtype, x.device, pad=8)
     call(arguments(x, p, out, kernel.name, **terms), x.device)
     assert_poison_intact(buffer, x.shape[0], width)
@@ -135,7 +128,7 @@ def test_every_kernel(
     bias = torch.randn(n, generator=gen).to(hopper)
     wide = make("normal", m, k + 64, dtype, gen).to(hopper)
     for kernel in kernels():
-        gated = kernel.epilogue == "swiglu"
+        gated = kernel.is_gated
         if gated and n % 16:
             continue
         terms = {"bias": bias, "activation": "swiglu" if gated else None}

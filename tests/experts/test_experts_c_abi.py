@@ -7,7 +7,6 @@ from typing import Any
 
 import capi
 import pytest
-from fp4gemm import _native
 
 P = 4096  # an address that no check reads
 ROUTE = {
@@ -39,7 +38,7 @@ COMBINE = {"num_tokens": 4, "top_k": 2, "num_rows": 8, "d": 16, "y": P, "row_of_
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_route_refuses(changed: dict[str, Any], message: str) -> None:
-    library = capi.declare(_native.core())
+    library = capi.core()
     args = capi.RouteArgs(**{**ROUTE, **changed})
     assert library.fp4gemm_route(ctypes.byref(args), None, 0, 0, None) == capi.INVALID_ARGUMENT
     assert message in library.fp4gemm_last_error().decode()
@@ -65,7 +64,7 @@ def test_route_refuses(changed: dict[str, Any], message: str) -> None:
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_combine_refuses(changed: dict[str, Any], message: str) -> None:
-    library = capi.declare(_native.core())
+    library = capi.core()
     args = capi.CombineArgs(**{**COMBINE, **changed})
     assert library.fp4gemm_combine(ctypes.byref(args), 0, None) == capi.INVALID_ARGUMENT
     assert message in library.fp4gemm_last_error().decode()
@@ -73,7 +72,7 @@ def test_combine_refuses(changed: dict[str, Any], message: str) -> None:
 
 def test_the_workspace_of_a_routing() -> None:
     """None for a single CTA; else four bytes for each expert and CTA, and a smaller one is refused."""
-    library = capi.declare(_native.core())
+    library = capi.core()
     size = ctypes.c_size_t(99)
     for experts in (1, 128, 2048):
         before = 0

@@ -19,9 +19,9 @@ from capi import (
     QuantizeArgs,
     Quantized,
     Vector,
-    declare,
+    core,
 )
-from fp4gemm import _native, kernel_table, reference
+from fp4gemm import kernel_table, reference
 
 try:
     from cuda.bindings import runtime
@@ -73,12 +73,12 @@ def gpu() -> Device:
 
 
 def succeed(status: int) -> None:
-    assert status == SUCCESS, _native.core().fp4gemm_last_error()
+    assert status == SUCCESS, core().fp4gemm_last_error()
 
 
 def test_quantize_and_multiply(gpu: Device) -> None:
     """Quantize both operands and multiply; the workspace is poisoned and exactly as large as asked for."""
-    library = declare(_native.core())
+    library = core()
     torch.manual_seed(0)
     for m, n, k in ((5, 40, 96), (130, 264, 320), (2050, 2056, 1024)):
         x, w = torch.randn(m, k, dtype=torch.bfloat16), torch.randn(n, k, dtype=torch.bfloat16)
@@ -138,7 +138,7 @@ STALE = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0)
 @pytest.mark.parametrize("mode", ["dense", "grouped"])
 def test_the_workspace_may_hold_anything(gpu: Device, mode: str) -> None:
     """Prepacked kernels keep flags and a counter in the workspace, and no constant passes for one of them."""
-    library = declare(_native.core())
+    library = core()
     arch = kernel_table.kernel_arch(0)
     kernels = [
         kernel.name
@@ -182,7 +182,7 @@ def test_the_workspace_may_hold_anything(gpu: Device, mode: str) -> None:
 
 def test_workspace_errors(gpu: Device) -> None:
     """A workspace that is missing, short or misaligned is refused by name and nothing is written."""
-    library = declare(_native.core())
+    library = core()
     m, n, k = 2048, 2048, 1024
     a, scale_a = (
         gpu.put(torch.zeros(m, k // 2, dtype=torch.uint8)),
@@ -224,7 +224,7 @@ def test_workspace_errors(gpu: Device) -> None:
 
 def test_a_failed_call_leaves_no_error_behind(gpu: Device) -> None:
     """After a device that does not exist, the next call works and reports nothing stale."""
-    library = declare(_native.core())
+    library = core()
     x = torch.ones(4, 32, dtype=torch.bfloat16)
     codes, scales, amax = gpu.empty(64), gpu.empty(512), gpu.empty(16)
     args = QuantizeArgs(m=4, k=32, x=gpu.put(x), x_row_stride=32, row=Quantized(codes, scales, amax))

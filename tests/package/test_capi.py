@@ -99,7 +99,7 @@ def test_numbers_are_those_of_the_header(enumerator: str, value: int) -> None:
 )
 def test_the_library_accepts_the_size_of_the_structs(query: str, args: capi.Args) -> None:
     """It goes on to the first wrong field, and refuses a struct of another size."""
-    library = capi.declare(_native.core())
+    library = capi.core()
     last = ctypes.byref(ctypes.c_size_t()) if query.endswith("bytes") else None
     for size, message in (
         (ctypes.sizeof(args), b"m: is -1"),
@@ -110,8 +110,14 @@ def test_the_library_accepts_the_size_of_the_structs(query: str, args: capi.Args
         assert message in library.fp4gemm_last_error()
 
 
+def test_the_package_keeps_its_own_structs() -> None:
+    """Tests of the C interface and of the package call the same functions in one process."""
+    for library, row in ((capi.core(), capi.KernelInfo()), (_native.core(), _native.CKernelInfo())):
+        assert library.fp4gemm_kernel_info(-1, ctypes.byref(row)) == capi.INVALID_ARGUMENT
+
+
 def test_activations_are_those_of_the_library() -> None:
-    library = capi.declare(_native.core())
+    library = capi.core()
     rows = capi.activations(library)
     assert {row.name.decode(): row.activation for row in rows} == {
         name or "none": number for name, number in capi.ACTIVATIONS.items()
@@ -123,7 +129,7 @@ def test_activations_are_those_of_the_library() -> None:
 
 def test_architectures_are_those_of_the_kernels() -> None:
     """Each architecture has kernels, and the devices that it names are served by them."""
-    library = capi.declare(_native.core())
+    library = capi.core()
     architectures = capi.architectures(library)
     assert sorted({kernel.arch for kernel in capi.kernels(library)}) == sorted(
         row.arch for row in architectures

@@ -22,7 +22,6 @@ from capi import (
     Operand,
     Vector,
 )
-from fp4gemm import _native
 from helpers import FLOATS, assert_bits, poisoned, short
 
 FORMATS = {torch.bfloat16: FORMAT_BF16, torch.float16: FORMAT_FP16, torch.float32: FORMAT_FP32}
@@ -100,7 +99,7 @@ BAD_POINTERS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", [*BAD, *BAD_POINTERS])
 def test_refusals(name: str) -> None:
-    library = capi.declare(_native.core())
+    library = capi.core()
     changed, message = {**BAD, **BAD_POINTERS}[name]
     args, num_bytes = arguments(**changed), ctypes.c_size_t()
     if name in BAD:
@@ -113,7 +112,7 @@ def test_refusals(name: str) -> None:
 
 def run(args: GemmArgs, device: torch.device) -> None:
     """The call in a workspace of exactly the bytes that it needs, full of 0xFF."""
-    library = capi.declare(_native.core())
+    library = capi.core()
     num_bytes = ctypes.c_size_t()
     status = library.fp4gemm_gemm_workspace_bytes(ctypes.byref(args), 0, ctypes.byref(num_bytes))
     assert status == capi.SUCCESS, library.fp4gemm_last_error()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint, c_void_p
 from typing import ClassVar, TypeVar
 
 import torch
-from fp4gemm import activations
+from fp4gemm import _native, activations
 
 SUCCESS, INVALID_ARGUMENT, NOT_SUPPORTED, WORKSPACE, CUDA = range(5)
 BF16, FP16, FP32 = range(3)
@@ -173,6 +174,15 @@ class KernelInfo(ctypes.Structure):
         ("operand", c_char_p),
         ("is_swapped", c_int),
     ]
+
+
+@functools.cache
+def core() -> ctypes.CDLL:
+    """libfp4gemm.so with the structs of this module.
+
+    The object is another one than that of the package, whose functions take the package's own structs.
+    """
+    return declare(ctypes.CDLL(str(_native.library_path(_native.CORE_LIBRARY))))
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
