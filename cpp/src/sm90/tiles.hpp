@@ -23,8 +23,8 @@ namespace fp4gemm::sm90 {
 // They were measured on an H200, 2026-11-22, at 1755 to 1980 MHz (`python -m bench hopper`): lines through
 // the times of (8192, 8192), (8192, 2048), (4096, 4096) and (16384, 16384) weights, by replay of a CUDA
 // graph; kTileUs and kSharedChunkUs from weights of 36864 to 165888 rows with k from 768 to 7168, and from
-// 128 and 256 experts. The figures of the tiles of up to 32 tokens were fitted once more, to 50 products with
-// n and k from 2048 to 28672: there the selected kernel needs on average 2 % more time than the fastest. On
+// 128 and 256 experts. The figures of the tiles of up to 32 tokens were fitted once more, to 57 products with
+// n and k from 2048 to 28672: there the selected kernel needs on average 1.6 % more time than the fastest. On
 // an H100, which has the same SMs and less bandwidth, the figures before that one were within 2 %.
 
 struct Tile8x64x384 {
