@@ -156,12 +156,12 @@ class QuantizeReport:
 
     @property
     def bytes_before(self) -> int:
-        """Of the linear layers and experts, before."""
+        """What the linear layers and experts needed before."""
         return sum(entry.bytes_before for entry in self.swapped)
 
     @property
     def bytes_after(self) -> int:
-        """Of the linear layers and experts, after."""
+        """What the linear layers and experts need after."""
         return sum(entry.bytes_after for entry in self.swapped)
 
     @property
