@@ -146,6 +146,8 @@ Tensor linear(Tensor const& x, Tensor const& weight, std::optional<Tensor> weigh
   } else {
     STD_TORCH_CHECK(!is_quantized || x.scalar_type() == ScalarType::Half, "x: dtype is ",
                     name_of(x.scalar_type()), ", must be Half with x_amax and without x_scales");
+    STD_TORCH_CHECK(is_quantized || quantizes || x.scalar_type() != ScalarType::Float,
+                    "x: dtype is Float, must be BFloat16 or Half where scaling is 0");
     args.a = {rows.data(), nullptr, format_of(x)};
   }
   args.a_row_stride = quantizes ? rows.stride : 0;

@@ -2,6 +2,7 @@
 #include "moe_ops.hpp"
 
 #include <algorithm>
+#include <string>
 
 #include "gemm_ops.hpp"
 
@@ -51,6 +52,12 @@ fp4gemm_combine_args_t combine_args(Tensor const& topk_weights, int64_t num_toke
   return args;
 }
 
+/// The kernels read 16 bytes at a time.
+void check_aligned(char const* name, Tensor const& t) {
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0, name,
+                  ": must be 16-byte aligned, as a new tensor is");
+}
+
 int element_bytes(ScalarType type) { return type == ScalarType::Float ? 4 : 2; }
 
 /// Parts of one allocation, which is made when their sizes are known.
@@ -98,6 +105,8 @@ struct Weights {
                     ", must be between 0 and ", INT32_MAX);
     check_dims(name, data, is_prepacked() ? 2 : 3);
     check_contiguous(name, data, ScalarType::Byte, device);
+    check_aligned(name, data);
+    std::string const prefix = name;
     STD_TORCH_CHECK(data.size(0) == num_experts, name, ": has ", data.size(0), " experts, must have ",
                     num_experts, " as w13");
     if (is_prepacked()) {
@@ -108,17 +117,20 @@ struct Weights {
     } else {
       STD_TORCH_CHECK(2 * data.size(2) == k, name, ": k is ", 2 * data.size(2), ", must be ", k);
       STD_TORCH_CHECK(scales.has_value(), name, "_scales: is None, must be given with codes");
-      check_stacked_scales(name, *scales, num_experts, rows(), k, device);
+      std::string const of_scales = prefix + "_scales";
+      check_stacked_scales(of_scales.c_str(), *scales, num_experts, rows(), k, device);
+      check_aligned(of_scales.c_str(), *scales);
     }
     STD_TORCH_CHECK(e4m3_max == 448 || e4m3_max == 256, name, "_e4m3_max: is ", e4m3_max,
                     ", must be 448 or 256");
-    check_matrix(name, amax, ScalarType::Float, device);
+    check_matrix((prefix + "_amax").c_str(), amax, ScalarType::Float, device);
     STD_TORCH_CHECK(amax.size(0) == num_experts && (amax.size(1) == rows() || amax.size(1) == 1), name,
                     "_amax: shape is (", amax.size(0), ", ", amax.size(1), "), must be (", num_experts, ", ",
                     rows(), ") or (", num_experts, ", 1)");
     if (bias.has_value()) {
-      check_matrix(name, *bias, ScalarType::Float, device);
-      check_shape(name, *bias, num_experts, rows());
+      std::string const of_bias = prefix + "_bias";
+      check_matrix(of_bias.c_str(), *bias, ScalarType::Float, device);
+      check_shape(of_bias.c_str(), *bias, num_experts, rows());
     }
   }
 
@@ -215,16 +227,17 @@ Tensor experts(Tensor const& x, Tensor const& topk_ids, Tensor const& topk_weigh
   int32_t const device = x.get_device_index();
   check_dims("x", x, 2);
   STD_TORCH_CHECK(x.is_contiguous(), "x: must be contiguous");
+  check_aligned("x", x);
   STD_TORCH_CHECK(scaling == 0 || scaling == 1, "scaling: is ", scaling, ", must be 0 or 1");
   bool const quantizes = scaling == 1;
   ScalarType const type = x.scalar_type();
   STD_TORCH_CHECK(quantizes || type != ScalarType::Float,
-                  "x: dtype is Float, must be BFloat16 or Half where "
-                  "scaling is 0");
+                  "x: dtype is Float, must be BFloat16 or Half where scaling is 0");
   fp4gemm_dtype_t const dtype = dtype_of("x", type);
   ScalarType const hidden_type = type == ScalarType::Float ? ScalarType::BFloat16 : type;
   int64_t const num_tokens = x.size(0);
   int64_t const d = x.size(1);
+  STD_TORCH_CHECK(w13.dim() > 0, "w13: has 0 dimensions, must have 3, or 2 with w13_rows");
   fp4gemm_route_args_t routing = route_args(topk_ids, w13.size(0), device);
   STD_TORCH_CHECK(routing.num_tokens == num_tokens, "topk_ids: has ", routing.num_tokens, " rows, must have ",
                   num_tokens, " as x");

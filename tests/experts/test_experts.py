@@ -168,6 +168,24 @@ def test_meta_tensors_are_checked_too(case: str) -> None:
         torch.ops.fp4gemm.experts(**away)
 
 
+WEIGHT_CASES = [
+    case
+    for case in bad_experts.CASES
+    if case.function == "reference.experts"
+    and case.kind.startswith("w")
+    and case.kind.endswith(("dtype", "shape"))
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", WEIGHT_CASES, ids=lambda case: case.kind)
+def test_errors_on_cuda_name_the_argument(case: Any, cuda: torch.device) -> None:
+    arguments = {**FUNCTIONS["reference.experts"][1](), **case.change()}
+    there = {k: v.to(cuda) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+    with pytest.raises((RuntimeError, TypeError), match=rf"\b{case.name}\b"):
+        torch.ops.fp4gemm.experts(**there)
+
+
 @pytest.mark.gpu
 def test_a_graph_follows_other_routings(cuda: torch.device, gen: torch.Generator) -> None:
     """A thousand replays, each with a routing of its own; some tokens have no expert."""

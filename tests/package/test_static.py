@@ -123,8 +123,9 @@ def test_images_are_those_promised() -> None:
 # Accesses to global memory that may run ahead of the wait, by kernel: at most so many instructions of a name.
 AHEAD_OF_WAIT: dict[str, dict[str, int]] = {
     PREPACKED: {
-        # The first weights of a dense product. The caller promises that they are complete (docs/hopper.md).
-        "UBLKCP.S.G": 2,
+        # The first weights of a dense product, one copy for each 64 rows of a tile. The caller promises that
+        # they are complete (docs/hopper.md).
+        "UBLKCP.S.G": 3,
         # The dynamic tile scheduler opens its counter and draws from it. It has a counter only where there
         # are groups, and with groups every thread has waited before. These are two parameters, of which the
         # walk knows one.

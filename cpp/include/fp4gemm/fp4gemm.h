@@ -544,9 +544,9 @@ typedef struct fp4gemm_gemm_args {
    0}
 
 /* Bytes of workspace that fp4gemm_gemm needs for these arguments on this device; 0 is a possible answer. The
- * data pointers are not used. Kernels that multiply fp16 operands need room for each NVFP4 operand in fp16;
- * kernels that stream prepacked weights need room for an NVFP4 B in prepacked form and for partial sums; with
- * quantize_a there is room for what A is quantized to. */
+ * data pointers are not used; only offs, c and a_rows must be null or not as in the call. Kernels that
+ * multiply fp16 operands need room for each NVFP4 operand in fp16; kernels that stream prepacked weights need
+ * room for an NVFP4 B in prepacked form and for partial sums; quantize_a needs room for its result. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_gemm_workspace_bytes(const fp4gemm_gemm_args_t* args, int device,
                                                           size_t* bytes);
 
@@ -572,8 +572,7 @@ typedef struct fp4gemm_route_args {
 } fp4gemm_route_args_t;
 #define FP4GEMM_ROUTE_ARGS_INIT {sizeof(fp4gemm_route_args_t), 0, 1, 0, NULL, 0, NULL, NULL, NULL}
 
-/* Bytes of workspace that fp4gemm_route needs; 0 for some thousand slots or fewer. The pointers are not used.
- */
+/* Bytes of workspace that fp4gemm_route needs; 0 for a few thousand slots. The pointers are not used. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_route_workspace_bytes(const fp4gemm_route_args_t* args, size_t* bytes);
 
 /* Sorts the slots of all tokens by (expert, token, slot). Each becomes a row, except for those whose id is

@@ -121,13 +121,13 @@ __global__ void __launch_bounds__(kMaxThreads) route_slots(RouteParams p) {
       totals[e] = in_cta;
       of_thread += in_cta;
     } else if constexpr (kPass == Pass::kCount) {
-      p.counts[cta * experts + e] = in_cta;
+      p.counts[int64_t{cta} * experts + e] = in_cta;
     } else {
       int all = 0;
       int before = 0;  // in CTAs before this one
 #pragma unroll 4
       for (int other = 0; other < static_cast<int>(gridDim.x); ++other) {
-        int const count = p.counts[other * experts + e];
+        int const count = p.counts[int64_t{other} * experts + e];
         before += other < cta ? count : 0;
         all += count;
       }

@@ -96,8 +96,7 @@ fp4gemm_status_t check_gather(fp4gemm_quantize_args_t const& args) {
        args.rng_state != nullptr)) {
     return unsupported(
         "x_rows: requires FP4GEMM_SCALING_ROW, row alone with an amax that is computed, and "
-        "FP4GEMM_ENCODE_TE "
-        "without Hadamard, four over six and stochastic rounding");
+        "FP4GEMM_ENCODE_TE without Hadamard, four over six and stochastic rounding");
   }
   return FP4GEMM_SUCCESS;
 }
