@@ -26,7 +26,7 @@ from .kernel_table import kernels
 from .layout import swizzle_scales, unswizzle_scales
 from .producers import rms_norm_quantize, silu_and_mul_quantize
 from .quantize import decode, dequantize, dequantize_parts, quantize, quantize_both
-from .stacks import stack
+from .stacks import concat, stack
 from .support import is_supported
 from .training.products import dgrad, fprop, wgrad
 
@@ -43,6 +43,7 @@ __all__ = [
     "__version__",
     "combine",
     "compiler",
+    "concat",
     "decode",
     "dequantize",
     "dequantize_parts",

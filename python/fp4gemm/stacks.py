@@ -1,4 +1,4 @@
-"""Stacks of matrices, one for each expert: stack, and the quantization of each matrix of x (g, n, k)."""
+"""stack and concat, and the quantization of each matrix of x (g, n, k), one for each expert."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from .ops import operators
 from .ops.schema import QuantizeCall, QuantizeDecodedCall, narrowed
 
 __all__ = [
+    "concat",
+    "join_rows",
+    "joined",
     "quantize_stack",
     "quantize_stack_both",
     "quantize_stack_decoded",
@@ -39,28 +42,85 @@ def stack(tensors: Sequence[NVFP4Tensor]) -> NVFP4Tensor:
         TypeError: tensors is not a list or tuple, or an entry is not an NVFP4Tensor. ValueError: tensors is
             empty, or the entries differ.
     """
-    if not isinstance(tensors, (list, tuple)):
-        raise TypeError(f"tensors: got {_checks.describe(tensors)}, must be a list or tuple")
-    if not tensors:
-        raise ValueError("tensors: is empty, must have at least one entry")
+    _check_list(tensors)
     for i, t in enumerate(tensors):
-        if not isinstance(t, NVFP4Tensor):
-            raise TypeError(f"tensors[{i}]: got {_checks.describe(t)}, must be an fp4gemm.NVFP4Tensor")
-        if t.offs is not None:
-            raise ValueError(f"tensors[{i}]: has {t.offs.shape[0]} groups (offs), must have none")
+        _check_entry(tensors, i)
         if len(t.shape) != 2:
             raise ValueError(f"tensors[{i}]: shape is {tuple(t.shape)}, must be (n, k)")
-        for name in ("shape", "device", "dtype", "e4m3_max", "hadamard_signs"):
-            value, wanted = getattr(t, name), getattr(tensors[0], name)
-            if value != wanted:
-                if name == "shape":
-                    value, wanted = tuple(value), tuple(wanted)
-                raise ValueError(f"tensors[{i}]: {name} is {value}, must be {wanted} as of tensors[0]")
+        _same_as_first(tensors, i, "shape")
     if len({t.amax.shape for t in tensors}) > 1:
         tensors = [t.with_row_amax() for t in tensors]
     parts = _stacked([(t.codes, t.scales, t.amax) for t in tensors])
     made = NVFP4Tensor._trusted(*parts, tensors[0].e4m3_max, None, tensors[0].hadamard_signs)
     return made._stamped(tensors[0].dtype)
+
+
+def concat(tensors: Sequence[NVFP4Tensor]) -> NVFP4Tensor:
+    """The rows of all tensors, such as q, k and v, in one operand: (n0, k), (n1, k) as (n0 + n1, k).
+
+    No code or block scale changes, and each row keeps its amax, so that tensors with unequal amaxes are
+    exact: each row of the result, and of its products, has the bits that it has in its own tensor.
+
+    Args:
+        tensors: a list or tuple of at least one NVFP4Tensor (n, k), or of stacks (g, n, k), without groups; n
+            may differ and need not be a multiple of 128. All have the same g, k, device, dtype, e4m3_max and
+            hadamard_signs.
+
+    Returns:
+        NVFP4Tensor, a copy, amax (n,) or (g, n), on the current stream. Does not synchronise.
+
+    Raises:
+        TypeError: tensors is not a list or tuple, or an entry is not an NVFP4Tensor. ValueError: tensors is
+            empty, or the entries differ.
+    """
+    _check_list(tensors)
+    for i, t in enumerate(tensors):
+        _check_entry(tensors, i)
+        *lead, _, k = tensors[0].shape
+        if (*t.shape[:-2], t.shape[-1]) != (*lead, k):
+            wanted = ", ".join(map(str, (*lead, "n", k)))
+            raise ValueError(f"tensors[{i}]: shape is {tuple(t.shape)}, must be ({wanted}) as of tensors[0]")
+        _same_as_first(tensors, i)
+    return joined(tensors)
+
+
+def joined(tensors: Sequence[NVFP4Tensor], *, is_interleaved: bool = False) -> NVFP4Tensor:
+    """:func:`concat` without its checks; interleaved: row i of each tensor, then row i + 1."""
+    tensors = [t.with_row_amax() for t in tensors]
+    codes = join_rows([t.codes for t in tensors], -2, is_interleaved)
+    scales = join_rows([t.compact_scales().view(torch.uint8) for t in tensors], -2, is_interleaved)
+    amax = join_rows([t.amax for t in tensors], -1, is_interleaved)
+    made = NVFP4Tensor.from_compact(codes, scales, amax, tensors[0].e4m3_max)
+    return tensors[0]._with(made.codes, made.scales, made.amax, None)
+
+
+def join_rows(parts: list[Tensor], dim: int, is_interleaved: bool) -> Tensor:
+    """The parts one after another along a negative dim, or entry i of each, then entry i + 1."""
+    return torch.stack(parts, dim).flatten(dim - 1, dim) if is_interleaved else torch.cat(parts, dim)
+
+
+def _check_list(tensors: object) -> None:
+    if not isinstance(tensors, (list, tuple)):
+        raise TypeError(f"tensors: got {_checks.describe(tensors)}, must be a list or tuple")
+    if not tensors:
+        raise ValueError("tensors: is empty, must have at least one entry")
+
+
+def _check_entry(tensors: Sequence[object], i: int) -> None:
+    t = tensors[i]
+    if not isinstance(t, NVFP4Tensor):
+        raise TypeError(f"tensors[{i}]: got {_checks.describe(t)}, must be an fp4gemm.NVFP4Tensor")
+    if t.offs is not None:
+        raise ValueError(f"tensors[{i}]: has {t.offs.shape[0]} groups (offs), must have none")
+
+
+def _same_as_first(tensors: Sequence[NVFP4Tensor], i: int, *more: str) -> None:
+    for name in (*more, "device", "dtype", "e4m3_max", "hadamard_signs"):
+        value, wanted = getattr(tensors[i], name), getattr(tensors[0], name)
+        if value != wanted:
+            if name == "shape":
+                value, wanted = tuple(value), tuple(wanted)
+            raise ValueError(f"tensors[{i}]: {name} is {value}, must be {wanted} as of tensors[0]")
 
 
 def stack_input(x: object, function: str) -> tuple[int, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import fp4gemm
 import pytest
 import torch
@@ -39,8 +41,8 @@ def exponents_and_mantissas() -> Tensor:
     return x[x >= 3.2e-35]
 
 
-def views(t: NVFP4Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return t.decode_multiplier(), t.encode_scale(), t.weight_scale_2()
+def views(t: NVFP4Tensor) -> tuple[Tensor, Tensor]:
+    return t.decode_multiplier(), t.encode_scale()
 
 
 @pytest.mark.parametrize("e4m3_max", BOUNDS)
@@ -53,17 +55,12 @@ def test_the_numbers(e4m3_max: int, device: torch.device) -> None:
         )
     )
     bound = torch.full_like(amax, 6.0 * e4m3_max)
-    decode, encode, double = views(with_amax(amax.to(device), e4m3_max))
+    decode, encode = views(with_amax(amax.to(device), e4m3_max))
     assert_bits(decode, amax / bound, "decode multiplier")
     want = (bound.double() / amax.double()).clamp(max=FMAX).float()
     want[amax == torch.inf] = 1.0
     assert_bits(encode, want, "encode scale")
-    assert_bits(double, torch.ones(()) / want, "weight_scale_2")
     assert encode[-8].item() == FMAX
-    assert double.cpu().view(torch.int32)[-8].item() == 0x00200000  # 1 / FMAX, denormal, not flushed
-    usual = amax[:-8]
-    gap = (double.cpu()[:-8].view(torch.int32) - (usual / bound[:-8]).view(torch.int32)).abs()
-    assert gap.max() == 1, "the double reciprocal differs from the quotient, by one ulp"
 
 
 @pytest.mark.parametrize("e4m3_max", BOUNDS)
@@ -75,7 +72,7 @@ def test_numbers_are_what_the_quantizer_used(
     t = fp4gemm.quantize(x, scaling="tensor", four_over_six="mae", e4m3_max=e4m3_max)
     raw = fp4gemm.decode(t).data.double()
     values = t.dequantize().double()
-    for product in (raw * t.decode_multiplier(), raw / t.encode_scale(), raw * t.weight_scale_2()):
+    for product in (raw * t.decode_multiplier(), raw / t.encode_scale()):
         assert torch.allclose(product, values, rtol=1e-6, atol=0)
     assert float((values - x).norm() / x.norm()) < 0.15
 
@@ -97,36 +94,20 @@ def test_scaled_mm_takes_decode_multipliers(device: torch.device, gen: torch.Gen
 
 @pytest.mark.parametrize("e4m3_max", BOUNDS)
 def test_round_trip_of_every_mantissa(e4m3_max: int) -> None:
-    """All amaxes of a binade: the three numbers keep every bit, and amax changes by at most 1 ulp."""
+    """All amaxes of a binade: both numbers keep every bit, and amax changes by at most 1 ulp."""
+    bound = torch.tensor(6.0 * e4m3_max)
     for amax in (every_mantissa(0), exponents_and_mantissas()):
-        t = with_amax(amax, e4m3_max)
-        for name, number in zip(("torchao", "flashinfer", "modelopt"), views(t), strict=True):
-            back = amax_of(name, number, e4m3_max)
-            again = dict(
-                zip(("torchao", "flashinfer", "modelopt"), views(with_amax(back, e4m3_max)), strict=True)
-            )
-            if name == "flashinfer":
-                finite = back.isfinite()  # 6B / (6B / FMAX) may round up to infinity
-                assert int((~finite).sum()) <= 1
-                back, number, amax_ = back[finite], number[finite], amax[finite]
-                assert_bits(again[name][finite], number, name)
-            else:
-                amax_ = amax
-                assert_bits(again[name], number, name)
-            ulps = (back.view(torch.int32) - amax_.view(torch.int32)).abs()
+        decode, encode = views(with_amax(amax, e4m3_max))
+        for name, number, back in (
+            ("decodes", decode, decode * bound),
+            ("encodes", encode, bound / encode),
+        ):
+            again = views(with_amax(back, e4m3_max))[name == "encodes"]
+            finite = back.isfinite()  # 6B / (6B / FMAX) may round up to infinity
+            assert int((~finite).sum()) <= (name == "encodes")
+            assert_bits(again[finite], number[finite], name)
+            ulps = (back[finite].view(torch.int32) - amax[finite].view(torch.int32)).abs()
             assert int(ulps.max()) == 1, name
-
-
-def amax_of(name: str, number: Tensor, e4m3_max: int) -> Tensor:
-    """The amaxes that the constructor from that library computes for many numbers."""
-    from fp4gemm import interop
-
-    bound = torch.full_like(number, 6.0 * e4m3_max)
-    return {
-        "torchao": lambda: number * bound,
-        "flashinfer": lambda: bound / number,
-        "modelopt": lambda: interop.amax_of_weight_scale_2(number, bound),
-    }[name]()
 
 
 def assert_same_parts(got: NVFP4Tensor, want: NVFP4Tensor) -> None:
@@ -149,6 +130,8 @@ def test_modelopt(t: NVFP4Tensor) -> None:
     assert_same_parts(back, t)
     for name, part in back.to_modelopt().items():
         assert_bits(part, files[name], name)
+    quotient = t.amax.cpu() / torch.tensor(6.0 * t.e4m3_max)
+    assert_bits(files["weight_scale_2"], quotient.view(()), "fl(A / 6B)")
     values = fp4gemm.decode(t).data.double() * files["weight_scale_2"].double()
     assert torch.allclose(back.dequantize().double(), values, rtol=1e-6)
 
@@ -220,28 +203,101 @@ def test_checkpoints_of_others(device: torch.device, gen: torch.Generator) -> No
             assert torch.allclose(t.dequantize().double(), want, rtol=1e-6, atol=0)
 
 
-def test_codes_of_a_mapped_file_are_copied(t: NVFP4Tensor) -> None:
-    """safetensors places tensors on 8 bytes."""
-    mapped = torch.empty(t.codes.numel() + 8, dtype=torch.uint8, device=t.device)[8:].view(t.codes.shape)
-    mapped.copy_(t.codes)
-    assert mapped.data_ptr() % 16 == 8
+def mapped(x: Tensor) -> Tensor:
+    """A copy at 8 bytes past a multiple of 16, as in a memory-mapped file of safetensors."""
+    buffer = torch.empty(x.nbytes + 8, dtype=torch.uint8, device=x.device)
+    moved = buffer[8:].view(x.dtype).view(x.shape)
+    moved.view(torch.uint8).copy_(x.view(torch.uint8)) if x.dim() else moved.copy_(x)
+    assert moved.data_ptr() % 16 == 8
+    return moved
+
+
+def test_tensors_of_a_mapped_file(t: NVFP4Tensor) -> None:
+    """safetensors aligns tensors to 8 bytes: codes, block scales and outer scales."""
+    codes, plain, swizzled = mapped(t.codes), mapped(t.compact_scales()), mapped(t.scales)
+    decode, encode = mapped(t.decode_multiplier().view(())), mapped(t.encode_scale())
     for back in (
-        NVFP4Tensor.from_modelopt(mapped, t.compact_scales(), t.weight_scale_2(), t.e4m3_max),
-        NVFP4Tensor.from_compressed_tensors(mapped, t.compact_scales(), t.encode_scale(), t.e4m3_max),
-        NVFP4Tensor.from_flashinfer(mapped, t.scales, t.encode_scale(), t.e4m3_max),
-        NVFP4Tensor.from_torchao(mapped, t.compact_scales(), t.decode_multiplier(), e4m3_max=t.e4m3_max),
+        NVFP4Tensor.from_modelopt(codes, plain, decode, t.e4m3_max),
+        NVFP4Tensor.from_compressed_tensors(codes, plain, encode, t.e4m3_max),
+        NVFP4Tensor.from_flashinfer(codes, swizzled, encode, t.e4m3_max),
+        NVFP4Tensor.from_torchao(codes, plain, decode, e4m3_max=t.e4m3_max),
+        NVFP4Tensor.from_torchao(codes, swizzled, decode, is_swizzled_scales=True, e4m3_max=t.e4m3_max),
     ):
         assert_same_parts(back, t)
-        assert back.codes.data_ptr() % 16 == 0
+        assert all(part.data_ptr() % 16 == 0 for part in (back.codes, back.scales, back.amax))
+    stack = fp4gemm.stack([t, t])
+    experts = mapped(stack.codes), mapped(stack.compact_scales()), mapped(t.encode_scale().expand(2).clone())
+    back = NVFP4Tensor.from_compressed_tensors(*experts, t.e4m3_max)
+    assert all(part.data_ptr() % 16 == 0 for part in (back.codes, back.scales, back.amax))
+    for e in range(2):
+        assert_same_parts(back[e], t)
+
+
+def test_a_file_of_safetensors(t: NVFP4Tensor, tmp_path: Path) -> None:
+    """Memory-mapped files, in which the tensors begin at some multiple of 8."""
+    files = pytest.importorskip("safetensors.torch", reason="reads checkpoints with safetensors")
+    for padding in range(1, 17, 5):
+        path = str(tmp_path / f"{padding}.safetensors")
+        first = {"a": torch.zeros(8 * padding, dtype=torch.uint8)}
+        files.save_file({**first, **{f"b.{k}": v.cpu() for k, v in t.to_modelopt().items()}}, path)
+        read = {k[2:]: v.to(t.device) for k, v in files.load_file(path).items() if k[:2] == "b."}
+        assert_same_parts(NVFP4Tensor.from_modelopt(**read, e4m3_max=t.e4m3_max), t)
+
+
+def modelopt_quantize(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, block scales and outer scale of NVFP4QTensor.quantize of ModelOpt 0.47, in its arithmetic."""
+    device, w = w.device, w.cpu()
+    blocks = w.float().view(w.shape[0], -1, 16)
+    outer = w.float().abs().amax() / (6.0 * 448.0)
+    scale = blocks.abs().amax(-1) / (6.0 * outer)
+    scale = torch.where(scale == 0, 1.0, scale).clamp(2**-9, 448).to(torch.float8_e4m3fn)
+    x = (blocks / (scale.float() * outer).unsqueeze(-1)).view(w.shape)
+    bounds = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    index = torch.searchsorted(bounds, x.abs())
+    tie = torch.isin(x.abs(), bounds[1::2])
+    codes = (index + tie + 8 * (w < 0)).to(torch.uint8)
+    packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    return packed.to(device), scale.to(device), outer.to(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_checkpoints_of_modelopt(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> None:
+    """What ModelOpt writes comes back with every bit, and its outer scale is that of quantize."""
+    for exponent in (-20, -3, 0, 5):
+        w = (make("normal", 130, 96, torch.float32, gen) * 2.0**exponent).to(device, dtype)
+        codes, scale, outer = modelopt_quantize(w)
+        t = NVFP4Tensor.from_modelopt(codes, scale, outer)
+        for got, want in zip(t.to_modelopt().values(), (codes, scale, outer), strict=True):
+            assert_bits(got, want, f"2^{exponent}")
+        own = fp4gemm.quantize(w, scaling="tensor").to_modelopt()["weight_scale_2"]
+        assert_bits(own, outer, "weight_scale_2")
 
 
 def test_zero_weight(device: torch.device) -> None:
-    """An all-zero weight, for which ModelOpt's number is 1 / FMAX, is restored as zeros."""
     t = fp4gemm.quantize(torch.zeros(16, 32, device=device), scaling="tensor")
-    assert t.weight_scale_2().cpu().view(torch.int32).item() == 0x00200000
-    back = NVFP4Tensor.from_modelopt(**t.to_modelopt())
-    assert not back.dequantize().any()
-    assert not NVFP4Tensor.from_compressed_tensors(**t.to_compressed_tensors()).dequantize().any()
+    assert t.to_modelopt()["weight_scale_2"].item() == 0
+    assert t.to_compressed_tensors()["weight_global_scale"].item() == FMAX
+    for back in (
+        NVFP4Tensor.from_modelopt(**t.to_modelopt()),
+        NVFP4Tensor.from_compressed_tensors(**t.to_compressed_tensors()),
+        NVFP4Tensor.from_compressed_tensors(
+            t.codes, t.compact_scales(), torch.full((1,), torch.inf, device=device)
+        ),
+    ):
+        assert not back.dequantize().any()
+
+
+def test_zero_weight_of_modelopt(device: torch.device) -> None:
+    """ModelOpt divides by its outer scale, 0: block scales are NaN and all codes 7. We read zeros."""
+    codes, scale, outer = modelopt_quantize(torch.zeros(16, 32, device=device))
+    assert outer == 0
+    assert scale.float().isnan().all()
+    assert (codes == 0x77).all()
+    t = NVFP4Tensor.from_modelopt(codes, scale, outer)
+    assert_bits(t.codes, codes, "codes")
+    assert_bits(t.dequantize(), torch.zeros(16, 32), "values")
+    x = fp4gemm.quantize(torch.ones(3, 32, device=device))
+    assert_bits(fp4gemm.mm(x, t, out_dtype=torch.float32), torch.zeros(3, 16), "product")
 
 
 def test_formats_without_a_place_refuse(device: torch.device) -> None:

@@ -243,7 +243,7 @@ def everything(x: Tensor, offs: Tensor, state: Tensor) -> list[Tensor]:
     for t in made:
         if isinstance(t, NVFP4Tensor):
             tensors += [t.codes, t.scales, t.amax, t.dequantize(), t.compact_scales()]
-            tensors += [t.decode_multiplier(), t.encode_scale(), t.weight_scale_2()]
+            tensors += [t.decode_multiplier(), t.encode_scale()]
         elif isinstance(t, fp4gemm.DecodedTensor):
             tensors += [t.data, t.amax]
         elif isinstance(t, fp4gemm.MXFP8Tensor):

@@ -165,7 +165,7 @@ def test_compile_mxfp8_and_interop(backend: str, device: torch.device, gen: torc
     def run(x: Tensor) -> tuple[Any, ...]:
         v = fp4gemm.quantize_mxfp8(x, dtype=torch.float8_e5m2)
         t = fp4gemm.quantize(x, scaling="tensor")
-        views = t.decode_multiplier(), t.encode_scale(), t.weight_scale_2()
+        views = t.decode_multiplier(), t.encode_scale()
         back = NVFP4Tensor.from_modelopt(**t.to_modelopt())
         raw = fp4gemm.dequantize_parts(t.codes, t.compact_scales(), t.amax, swizzled=False)
         # Not v.compact_scales(): inductor (torch 2.13) generates no code for float8_e8m0fnu.

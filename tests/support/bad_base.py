@@ -240,6 +240,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
         },
     ),
     "stack": (fp4gemm.stack, lambda: {"tensors": [A, A]}),
+    "concat": (fp4gemm.concat, lambda: {"tensors": [A, B]}),
     "DecodedTensor.to": (fp4gemm.decode(A).to, lambda: {"device": "cpu"}),
     "swizzle_scales": (fp4gemm.swizzle_scales, lambda: {"compact": A.compact_scales()}),
     "unswizzle_scales": (fp4gemm.unswizzle_scales, lambda: {"swizzled": A.scales, "r": M, "c": K // 16}),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fp4gemm
 import torch
 from bad_base import NOT, SCALAR, TYPE, VALUE, Cases, K, M, every_other, grad, ones
 
 CASES = Cases()
-add = CASES.add
+add, add_together = CASES.add, CASES.add_together
 
 T = "NVFP4Tensor."
 ALL = f"{T}from_modelopt {T}from_compressed_tensors {T}from_flashinfer {T}from_torchao"
@@ -49,7 +50,41 @@ for function, codes, scales, number in (
         TYPE,
         "dtype is torch.float16, must be torch.float32",
     )
-    add(function, number, "rows", lambda: ones(M), VALUE, "shape is (33,), must have one element")
+    add(function, number, "rows", lambda: ones(M), VALUE, "shape is (33,), must have one element; several")
+    is_decode = number in ("weight_scale_2", "per_tensor_scale")
+    limits = "from 0 to 1.266e+35" if is_decode else "at least 7.899e-36"
+    wrong = (-1.0, -0.0, torch.nan, -torch.inf, *((torch.inf, 2e35) if is_decode else (0.0, 7e-36)))
+    for value in wrong:
+        make = lambda value=value: torch.tensor([value])  # noqa: E731
+        add(function, number, f"holds {value}", make, VALUE, f"holds {value:.4g}, must be {limits}")
+    for kind, rows, error, says in (
+        ("type", 33, TYPE, "got 33 (int), must be a list or tuple of ints"),
+        ("tensor", ones(1), TYPE, "must be a list or tuple of ints"),
+        ("entry", (16.0, 17), TYPE, "got 16.0 (float), must be an int"),
+        ("zero", (0, 33), VALUE, "got 0, must be at least 1"),
+        ("empty", (), VALUE, "the sum of () is 0, must be 33, the rows"),
+        ("sum", (16, 16), VALUE, "the sum of (16, 16) is 32, must be 33, the rows"),
+    ):
+        add(function, "partition_rows", kind, lambda rows=rows: rows, error, says)
+    for kind, numbers, rows, says in (
+        ("partitions", ones(3), (16, 17), "shape is (3,), must be (2,), one for each of partition_rows"),
+        ("one", ones(1), (16, 17), "shape is (1,), must be (2,), one for each of partition_rows"),
+    ):
+        make = lambda n=number, numbers=numbers, rows=rows: {n: numbers, "partition_rows": rows}  # noqa: E731
+        add_together(function, f"{number}-{kind}", make, VALUE, says, number)
+    stack = fp4gemm.stack([SCALAR, SCALAR])
+    plain = stack.scales if "flash" in function else stack.compact_scales()
+    of_stack = {codes: stack.codes, scales: plain, number: ones(2)}
+    for kind, changed, error, says, blamed in (
+        ("experts", {number: ones(3)}, VALUE, "must be (2, 1), one for each matrix of the stack", number),
+        ("each", {number: ones(3, 2), "partition_rows": (16, 17)}, VALUE, "must be (2, 2), one for", number),
+        ("holds", {number: torch.tensor([1.0, -2.0])}, VALUE, "holds -2, must be", number),
+        ("scales", {scales: SCALAR.scales}, VALUE, "shape is (128, 4), must", scales),
+        ("dtype", {codes: stack.codes.half()}, TYPE, "dtype is torch.float16, must be torch.uint8", codes),
+        ("empty", {codes: stack.codes[:0]}, VALUE, "must hold at least one matrix", codes),
+    ):
+        make = lambda parts=of_stack, changed=changed: {**parts, **changed}  # noqa: E731
+        add_together(function, f"{blamed}-stack-{kind}", make, error, says, blamed)
     add(function, number, "device", lambda: ones(1, device="meta"), VALUE, "device is meta, must be cpu")
     add(function, number, "grad", lambda: grad(ones(1)), NOT, "requires grad")
 add(ALL, "e4m3_max", "value", lambda: 240, VALUE, "got 240, must be 448 or 256")
@@ -64,6 +99,14 @@ add(
     lambda: every_other(SCALAR.scales),
     VALUE,
     "must be contiguous",
+)
+add_together(
+    f"{T}from_torchao",
+    "partition_rows-none",
+    lambda: {"per_tensor_scale": None, "partition_rows": (16, 17)},
+    VALUE,
+    "got (16, 17) (tuple), must be None where per_tensor_scale is None",
+    "partition_rows",
 )
 add(f"{T}from_torchao", "is_swizzled_scales", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
 add(f"{T}from_torchao", "is_swizzled_scales", "true", lambda: True, VALUE, "must have the 128 * 4", "scale")

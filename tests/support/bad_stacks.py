@@ -82,21 +82,28 @@ add_together(
 STACK = fp4gemm.stack([A, A])
 D3 = fp4gemm.decode(STACK)
 LIST = "must be a list or tuple"
-add("stack", "tensors", "type", lambda: A, TYPE, LIST)
-add("stack", "tensors", "generator", lambda: (t for t in (A, A)), TYPE, LIST)
-add("stack", "tensors", "none", list, VALUE, "is empty, must have at least one entry")
+add("stack concat", "tensors", "type", lambda: A, TYPE, LIST)
+add("stack concat", "tensors", "generator", lambda: (t for t in (A, A)), TYPE, LIST)
+add("stack concat", "tensors", "none", list, VALUE, "is empty, must have at least one entry")
 for kind, entry, error, says in (
     ("entry", A.codes, TYPE, "must be an fp4gemm.NVFP4Tensor"),
     ("decoded", fp4gemm.decode(A), TYPE, "must be an fp4gemm.NVFP4Tensor"),
     ("groups", GROUPED, VALUE, "has 2 groups (offs), must have none"),
-    ("stack", STACK, VALUE, "shape is (2, 33, 64), must be (n, k)"),
-    ("shape", B, VALUE, "shape is (24, 64), must be (33, 64) as of tensors[0]"),
     ("device", A.to("meta"), VALUE, "device is meta, must be cpu as of tensors[0]"),
     ("dtype", A.to(torch.float16), VALUE, "dtype is torch.float16, must be torch.float32 as of tensors[0]"),
     ("bound", dataclasses.replace(A, e4m3_max=256), VALUE, "e4m3_max is 256, must be 448 as of"),
     ("signs", quantized(rotated=True), VALUE, "hadamard_signs is 55272, must be None as of"),
 ):
-    add("stack", "tensors", kind, lambda entry=entry: [A, entry], error, says, "tensors[1]")
+    add("stack concat", "tensors", kind, lambda entry=entry: [A, entry], error, says, "tensors[1]")
+for function, kind, entries, says in (
+    ("stack", "stack", (A, STACK), "shape is (2, 33, 64), must be (n, k)"),
+    ("stack", "shape", (A, B), "shape is (24, 64), must be (33, 64) as of tensors[0]"),
+    ("concat", "stack", (A, STACK), "shape is (2, 33, 64), must be (n, 64) as of tensors[0]"),
+    ("concat", "matrix", (STACK, A), "shape is (33, 64), must be (2, n, 64) as of tensors[0]"),
+    ("concat", "experts", (STACK, fp4gemm.stack([A])), "shape is (1, 33, 64), must be (2, n, 64) as of"),
+    ("concat", "k", (A, quantized(M, 96)), "shape is (33, 96), must be (n, 64) as of tensors[0]"),
+):
+    add(function, "tensors", kind, lambda entries=entries: list(entries), VALUE, says, "tensors[1]")
 H = "NVFP4Tensor DecodedTensor"
 add(H, "offs_dim", "type", lambda: None, TYPE, "got None (NoneType), must be 0 or 1")
 add(H, "offs_dim", "value", lambda: 2, VALUE, "got 2, must be 0 or 1")

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...activations import ActivationName, by_name
 from ...containers.decoded import DecodedTensor
 from ...containers.nvfp4 import NVFP4Tensor
+from ...stacks import join_rows, joined
 from .._hooks import carry_over
 from .._inputs import shared_input
 from .._state import version
@@ -224,24 +225,17 @@ def one_weight(layers: Sequence[Linear], *, is_interleaved: bool = False) -> Mer
     for every z.
     """
 
-    def joined(parts: list[Tensor]) -> Tensor:
-        return torch.stack(parts, 1).flatten(0, 1) if is_interleaved else torch.cat(parts)
-
     first = layers[0]
     with torch.inference_mode(False), torch.no_grad():
-        weights = [layer.weight.with_row_amax() for layer in layers]
-        scales = joined([w.compact_scales().view(torch.uint8) for w in weights]).view(torch.float8_e4m3fn)
-        codes, amax = joined([w.codes for w in weights]), joined([w.amax for w in weights])
-        weight = NVFP4Tensor.from_compact(codes, scales, amax, first.e4m3_max)._stamped(first.dtype)
+        weights = [layer.weight for layer in layers]
+        weight = joined(weights, is_interleaved=is_interleaved)
         bias = None
         if any(layer.bias is not None for layer in layers):
-            biases = [layer.bias for layer in layers]
-            bias = joined(
-                [
-                    torch.full_like(w.amax, -0.0) if b is None else b
-                    for b, w in zip(biases, weights, strict=True)
-                ]
-            )
+            biases = [
+                torch.full((layer.out_features,), -0.0, device=w.device) if layer.bias is None else layer.bias
+                for layer, w in zip(layers, weights, strict=True)
+            ]
+            bias = join_rows(biases, -1, is_interleaved)
         merged = layer_like(first, weight, bias)
     merged.sizes = tuple(layer.out_features for layer in layers)
     return merged
