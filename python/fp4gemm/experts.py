@@ -75,7 +75,7 @@ def combine(
 
     Args:
         y: bfloat16, float16 or float32 (rows, d), d a positive multiple of 8: the results of the rows of
-            :func:`route`. Strides and alignment are free; an y that is not contiguous is copied.
+            :func:`route`. Strides and alignment are free; a y that is not contiguous is copied.
         row_of_pair: int32 (t, top_k), as :func:`route` returned it.
         topk_weights: float32, bfloat16 or float16 (t, top_k).
         out_dtype: bfloat16, float16 or float32; None is the dtype of y.

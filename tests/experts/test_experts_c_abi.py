@@ -76,7 +76,7 @@ def test_the_workspace_of_a_routing() -> None:
     size = ctypes.c_size_t(99)
     for experts in (1, 128, 2048):
         before = 0
-        for tokens in (0, 1, 64, 1 << 12, 1 << 16, 1 << 24):
+        for tokens in (0, 1, 64, 1 << 12, 1 << 16, 1 << 24, (1 << 30) - 1):
             args = capi.RouteArgs(**{**ROUTE, "num_tokens": tokens, "num_experts": experts})
             assert (
                 library.fp4gemm_route_workspace_bytes(ctypes.byref(args), ctypes.byref(size)) == capi.SUCCESS

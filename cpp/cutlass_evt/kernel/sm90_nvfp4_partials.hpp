@@ -9,9 +9,9 @@
 namespace cutlass_evt {
 
 /// The partial sums of the CTAs in the workspace. A CTA sends its sums at most once in a launch, and one
-/// other CTA receives them. A value in the workspace is valid if the nonce of the launch stands beside it;
-/// the receiver clears what it has read, so that no launch leaves a nonce behind and the workspace needs no
-/// initialisation.
+/// other CTA receives them. A value in the workspace is valid if the nonce, which is the same for all
+/// launches of a process, stands beside it; the receiver clears the nonces that it has read, so that no
+/// launch leaves one in memory and the workspace needs no initialisation.
 ///
 /// There are two forms. For tiles of up to 16 tokens the nonce is beside every two sums, in one access of 16
 /// bytes, which is atomic: the exchange needs no fence, no flag and no barrier, and is about 0.7 us shorter.

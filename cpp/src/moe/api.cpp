@@ -8,8 +8,6 @@
 namespace fp4gemm {
 namespace {
 
-constexpr int kMaxWarps = 32;          // of a CTA
-constexpr int kMaxSteps = 8;           // slots that a thread holds in registers (route.cu)
 constexpr int kCountersBytes = 28672;  // of a CTA, 2 bytes for each expert and counting warp
 constexpr int kManyCtas = 64;
 
@@ -67,17 +65,17 @@ fp4gemm_status_t combine(fp4gemm_combine_args_t const* args, int device, fp4gemm
 }  // namespace
 
 RoutePlan route_plan(int64_t num_slots, int num_experts) {
-  int const most = std::min(kMaxWarps, kCountersBytes / 2 / num_experts);
+  int const most = std::min(kMaxRouteWarps, kCountersBytes / 2 / num_experts);
   auto const ceil = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   // Few slots: one CTA with as many warps as there are slots for, and threads that share the experts.
   RoutePlan plan{};
   plan.counting_warps = static_cast<int>(std::clamp<int64_t>(ceil(num_slots, 32), 1, most));
   plan.ctas = 1;
   plan.steps = static_cast<int>(std::max<int64_t>(ceil(num_slots, int64_t{32} * plan.counting_warps), 1));
-  plan.threads = 32 * std::clamp((num_experts + 31) / 32, plan.counting_warps, kMaxWarps);
-  if (plan.steps > kMaxSteps / 2) {
-    plan.steps =
-        static_cast<int>(std::clamp<int64_t>(ceil(num_slots, int64_t{32} * most * kManyCtas), 1, kMaxSteps));
+  plan.threads = 32 * std::clamp((num_experts + 31) / 32, plan.counting_warps, kMaxRouteWarps);
+  if (plan.steps > kMaxRouteSteps / 2) {
+    plan.steps = static_cast<int>(
+        std::clamp<int64_t>(ceil(num_slots, int64_t{32} * most * kManyCtas), 1, kMaxRouteSteps));
     plan.ctas = static_cast<int>(ceil(num_slots, plan.slots()));
   }
   return plan;

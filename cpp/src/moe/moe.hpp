@@ -8,8 +8,10 @@
 
 namespace fp4gemm {
 
-constexpr int kMaxExperts = 2048;  // so that the counters of a CTA fit in its shared memory
-constexpr int kCombineStep = 8;    // d is a multiple of it: a thread has 8 neighbouring columns
+constexpr int kMaxExperts = 2048;   // so that the counters of a CTA fit in its shared memory
+constexpr int kMaxRouteWarps = 32;  // of a CTA
+constexpr int kMaxRouteSteps = 8;   // slots that a thread holds in registers
+constexpr int kCombineStep = 8;     // d is a multiple of it: a thread has 8 neighbouring columns
 
 /// How the slots of all tokens are shared out to CTAs, and these to warps. Each warp has consecutive slots.
 struct RoutePlan {

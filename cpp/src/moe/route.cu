@@ -7,9 +7,6 @@
 namespace fp4gemm {
 namespace {
 
-constexpr int kMaxSteps = 8;
-constexpr int kMaxThreads = 1024;
-
 struct RouteParams {
   void const* ids;
   int num_slots;  // of all tokens: slot j of token i has number i * top_k + j
@@ -55,9 +52,9 @@ __device__ int sum_before(int own, int* sums, int* total) {
 /// Dynamic shared memory: 2 * num_experts ints, then counting_warps * num_experts 16-bit counters. A CTA has
 /// at most 8192 slots, so that they do not overflow.
 template <class Id, Pass kPass>
-__global__ void __launch_bounds__(kMaxThreads) route_slots(RouteParams p) {
+__global__ void __launch_bounds__(32 * kMaxRouteWarps) route_slots(RouteParams p) {
   extern __shared__ int starts[];  // the first row of each expert, for the slots of this CTA
-  __shared__ int sums[32];
+  __shared__ int sums[kMaxRouteWarps];
   int* const totals = starts + p.num_experts;  // of all CTAs
   auto* const counters = reinterpret_cast<unsigned short*>(totals + p.num_experts);
   int const lane = static_cast<int>(threadIdx.x % 32);
@@ -75,10 +72,10 @@ __global__ void __launch_bounds__(kMaxThreads) route_slots(RouteParams p) {
 #endif
   int const cta = static_cast<int>(blockIdx.x);
   int64_t const first = (int64_t{cta} * p.counting_warps + warp) * p.steps * 32 + lane;
-  int expert[kMaxSteps];  // -1: none, or no slot
-  int rank[kMaxSteps];    // among the slots of the warp that name the same expert
+  int expert[kMaxRouteSteps];  // -1: none, or no slot
+  int rank[kMaxRouteSteps];    // among the slots of the warp that name the same expert
 #pragma unroll
-  for (int s = 0; s < kMaxSteps; ++s) {
+  for (int s = 0; s < kMaxRouteSteps; ++s) {
     int64_t const slot = first + 32 * s;
     expert[s] = -1;
     if (s < p.steps && warp < p.counting_warps && slot < p.num_slots) {
@@ -90,7 +87,7 @@ __global__ void __launch_bounds__(kMaxThreads) route_slots(RouteParams p) {
 
   unsigned short* const own = counters + warp * experts;
 #pragma unroll
-  for (int s = 0; s < kMaxSteps; ++s) {
+  for (int s = 0; s < kMaxRouteSteps; ++s) {
     if (s < p.steps && warp < p.counting_warps) {  // the same for all lanes
       unsigned const same = __match_any_sync(0xFFFFFFFFu, expert[s]);
       int const before = __popc(same & ((1u << lane) - 1u));
@@ -149,7 +146,7 @@ __global__ void __launch_bounds__(kMaxThreads) route_slots(RouteParams p) {
     }
     __syncthreads();  // the first rows of all experts are known
 #pragma unroll
-    for (int s = 0; s < kMaxSteps; ++s) {
+    for (int s = 0; s < kMaxRouteSteps; ++s) {
       int64_t const slot = first + 32 * s;
       if (s < p.steps && warp < p.counting_warps && slot < p.num_slots) {
         int place = -1;

@@ -25,7 +25,7 @@ namespace fp4gemm::sm90 {
 // graph; kTileUs and kSharedChunkUs from weights of 36864 to 165888 rows with k from 768 to 7168, and from
 // 128 and 256 experts. The figures of the tiles of up to 32 tokens were fitted once more, to 57 products with
 // n and k from 2048 to 28672: there the selected kernel needs on average 1.6 % more time than the fastest. On
-// an H100, which has the same SMs and less bandwidth, the figures before that one were within 2 %.
+// an H100, which has the same SMs and less bandwidth, the figures before that fit were within 2 %.
 
 struct Tile8x64x384 {
   using Element = cutlass::half_t;  // of the tokens, and of the decoded weights

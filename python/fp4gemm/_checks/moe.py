@@ -25,7 +25,7 @@ __all__ = [
     "topk_weights",
 ]
 
-MAX_EXPERTS = 2048  # Rules::kMaxExperts of cpp/src/moe/moe.hpp
+MAX_EXPERTS = 2048  # kMaxExperts of cpp/src/moe/moe.hpp
 ID_DTYPES = (torch.int32, torch.int64)
 _MAX_PAIRS = torch.iinfo(torch.int32).max
 
