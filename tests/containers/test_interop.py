@@ -110,6 +110,16 @@ def test_round_trip_of_every_mantissa(e4m3_max: int) -> None:
             assert int(ulps.max()) == 1, name
 
 
+@pytest.mark.parametrize("e4m3_max", BOUNDS)
+def test_numbers_that_no_amax_gives_come_back_within_one_ulp(e4m3_max: int) -> None:
+    """Numbers that were rounded otherwise, such as to bfloat16 by llm-compressor."""
+    number, bound = every_mantissa(0), torch.tensor(6.0 * e4m3_max)
+    for encodes, amax in ((False, number * bound), (True, bound / number)):
+        again = views(with_amax(amax, e4m3_max))[encodes]
+        ulps = (again.view(torch.int32) - number.view(torch.int32)).abs()
+        assert int(ulps.max()) == 1
+
+
 def assert_same_parts(got: NVFP4Tensor, want: NVFP4Tensor) -> None:
     assert_bits(got.codes, want.codes, "codes")
     assert_bits(got.scales, want.scales, "scales")

@@ -149,7 +149,7 @@ class Conventions:
         """The operand of a compressed-tensors checkpoint: x ~ q * s / weight_global_scale.
 
         amax = fl(6B / weight_global_scale); :meth:`to_compressed_tensors` gives the bits back if the number
-        was fl(6B / amax).
+        was fl(6B / amax). Others, such as one that was rounded to bfloat16, come back within 1 ulp.
 
         Args:
             weight_packed: uint8 (n, k/2), low nibble = even k; (g, n, k/2) for the experts of a layer.
