@@ -282,3 +282,8 @@ def test_check_finite() -> None:
     x[0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"^x: 1 of 448 values are NaN or infinite"):
         m(x, ids, scores)
+    m.check_finite = "off"
+    m(x, ids, scores)
+    m.check_finite = "raise"
+    with pytest.raises(ValueError, match=r"^x: 1 of 448 values are NaN or infinite"):
+        m(x, ids, scores)

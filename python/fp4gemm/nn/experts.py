@@ -279,6 +279,7 @@ class Experts(torch.nn.Module):
         if (
             first.is_checked
             and second.is_checked
+            and self.check_finite == "off"
             and not torch.compiler.is_compiling()
             and type(x) is Tensor
             and x.dim() == 2
