@@ -186,6 +186,20 @@ class Broken(Pair):
 class Hidden(Pair):
     """Writes x in place where the source of forward does not show it."""
 
+    def change(self) -> None:
+        self.x.mul_(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        self.x = x
+        y = self.a(x)
+        self.change()
+        return y + self.b(x)
+
+
+class Passed(Pair):
+    """Passes x to a function, which writes it in place."""
+
     @staticmethod
     def change(x: Tensor) -> None:
         x.mul_(2)
@@ -197,4 +211,40 @@ class Hidden(Pair):
         return y + self.b(x)
 
 
-LEFT_ALONE = (Rebound, Written, Indexed, Branches, Conditional, TwoInputs, Nested)
+class Inplace(Pair):
+    """Passes x to a module, which writes it in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = torch.nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        y = self.a(x)
+        z = self.act(x)
+        return y + self.b(x) + z.sum()
+
+
+class Alias(Pair):
+    """Writes memory of x under another name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        z = x.view(-1)
+        y = self.a(x)
+        z.mul_(2)
+        return y + self.b(x)
+
+
+LEFT_ALONE = (
+    Rebound,
+    Written,
+    Indexed,
+    Branches,
+    Conditional,
+    TwoInputs,
+    Nested,
+    Passed,
+    Inplace,
+    Alias,
+)

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from .. import _checks
 from . import _transformers
 from ._float import kept_by_default
-from ._hooks import accelerate_hook, materialized
+from ._hooks import hooks_of, materialized
 from ._inputs import ActivationScaling, check_linear
 from .experts import EXPERTS_SCALINGS, Experts
 from .linear import Linear
@@ -22,7 +22,6 @@ from .report import Action, ExpertsReport, LayerReport
 
 Pattern: TypeAlias = str | re.Pattern[str] | Callable[[str, torch.nn.Module], bool]
 Filter: TypeAlias = Pattern | Sequence[Pattern]
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Modules that pass the weights of their linear layers to functions instead of calling the layers.
 READS_WEIGHTS = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
 # The same in transformers (5.20), by name of the class, with the children whose weights are read.
@@ -137,11 +136,9 @@ def _why_not(
         name = type(owner).__name__
         if isinstance(owner, READS_WEIGHTS) or child in READS_WEIGHTS_OF.get(name, ()):
             return f"its owner {name} reads the float weight directly"
-    hooks = [name for name in HOOKS if getattr(c.module, name, None)]
-    if "forward" in vars(c.module) and accelerate_hook(c.module) is None:
-        hooks.append("forward")
+    hooks = hooks_of(c.module)
     if hooks:
-        return f"it has hooks that a swap would drop ({', '.join(name.lstrip('_') for name in hooks)})"
+        return f"it has hooks that a swap would drop ({', '.join(hooks)})"
     try:
         if c.is_linear:
             with materialized(c.module):

@@ -13,6 +13,14 @@ from typing import Any
 
 import torch
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hooks_of(module: torch.nn.Module) -> list[str]:
+    """The kinds of hooks that another module in the place of this one would drop, not those of accelerate."""
+    found = [name.lstrip("_") for name in HOOKS if getattr(module, name, None)]
+    return [*found, "forward"] if "forward" in vars(module) and accelerate_hook(module) is None else found
+
 
 def accelerate_hook(module: torch.nn.Module) -> Any:
     """The accelerate hook of a module whose forward nothing else replaces; None if there is none."""

@@ -117,9 +117,11 @@ def quantize_model(
         _candidates.exact_types(types),
     )
     _candidates.refuse_unsupported(model, candidates, activation_scaling, raises=on_unsupported == "raise")
-    chosen = [c for c in candidates if c.action == "quantized"]
-    kept = [c.module for c in candidates if c.action != "quantized"]
-    weights = float_weights(model, [c.module for c in chosen], kept)
+    weights = float_weights(
+        model,
+        [c.module for c in candidates if c.action == "quantized"],
+        [c.module for c in candidates if c.action != "quantized"],
+    )
     before = _totals(model)
 
     options: dict[str, Any] = {
@@ -127,20 +129,9 @@ def quantize_model(
         "weight_scaling": weight_scaling,
         "check_finite": check_finite,
     }
-    for done, c in enumerate(chosen, start=1):
-        with materialized(c.module):
-            c.swapped = _quantized(c, options)
-        carry_over(c.module, c.swapped)
-        if progress is not None:
-            progress(done, len(chosen), c.names[0])
-    # Only now, with everything quantized, is anything changed: an error above leaves the model whole.
-    if inplace and not isinstance(model, torch.nn.Linear) and not _transformers.is_experts(model):
-        _replace(model, chosen)
-    else:
-        # deepcopy returns what its memo holds for an object instead of copying the object.
-        swapped = {id(c.module): c.swapped for c in chosen}
-        model = copy.deepcopy(model, cast(dict[int, Any], swapped))
+    model = _swap(model, candidates, options, progress, inplace)
     swaps = _candidates.reports(candidates)
+    candidates.clear()  # frees the float layers here, and the quantized ones as soon as they are fused
     blocks = fuse_blocks(model) if fuse == "auto" else ()
     after = _totals(model)
     done_report = QuantizeReport(
@@ -154,6 +145,30 @@ def quantize_model(
     if include is None and done_report.bytes_of_others > MANY_OTHERS * done_report.model_bytes_before:
         warnings.warn(f"quantize_model: {done_report.about_others()}", stacklevel=2)
     return model
+
+
+def _swap(
+    model: Model,
+    candidates: list[Candidate],
+    options: dict[str, Any],
+    progress: Callable[[int, int, str], object] | None,
+    inplace: bool,
+) -> Model:
+    """Quantize all that were chosen, and put them into the model, or into the copy that is returned."""
+    chosen = [c for c in candidates if c.action == "quantized"]
+    for done, c in enumerate(chosen, start=1):
+        with materialized(c.module):
+            c.swapped = _quantized(c, options)
+        carry_over(c.module, c.swapped)
+        if progress is not None:
+            progress(done, len(chosen), c.names[0])
+    # Only now, with everything quantized, is anything changed: an error above leaves the model whole.
+    if inplace and not isinstance(model, torch.nn.Linear) and not _transformers.is_experts(model):
+        _replace(model, chosen)
+        return model
+    # deepcopy returns what its memo holds for an object instead of copying the object.
+    swapped = {id(c.module): c.swapped for c in chosen}
+    return copy.deepcopy(model, cast(dict[int, Any], swapped))
 
 
 def _quantized(c: Candidate, options: dict[str, Any]) -> Linear | Experts:

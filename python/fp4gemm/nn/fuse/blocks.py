@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from .._hooks import accelerate_hook, carry_over
+from .._hooks import carry_over, hooks_of
 from ..linear import Linear
 from ..report import BlockReport
 from .expressions import GatedForward, gated_forward
@@ -19,15 +19,15 @@ from .readers import readers
 from .residual import ADDS, add_residuals
 from .source import called_together, forward_of
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 
 def fuse_blocks(model: torch.nn.Module) -> tuple[BlockReport, ...]:
     """Fuse what can be fused, block by block, in place."""
     users = _users(model)
-    owners = {id(owner): (name, owner) for name, owner in reversed([*model.named_modules()])}
     found: list[BlockReport] = []
-    for name, owner in reversed(owners.values()):
+    # The list keeps no linear layer, so that each is freed as soon as a merged one has taken its place.
+    pending = [pair for pair in model.named_modules() if type(pair[1]) is not Linear]
+    while pending:
+        name, owner = pending.pop(0)
         made = _gated(model, name, owner, users)
         if made is None or made.action == "left":
             found += [] if made is None else [made]
@@ -66,7 +66,9 @@ def _merged(name: str, owner: torch.nn.Module, users: dict[int, int]) -> Iterato
         return
     function = forward_of(owner)
     left = dict(layers)
-    for group in [] if function is None else called_together(function):
+    kinds = (Linear, Part, torch.nn.Linear)
+    linears = {child for child, module in owner._modules.items() if isinstance(module, kinds)}
+    for group in [] if function is None else called_together(function, linears):
         names = [child for child in group if child in layers]
         if len(names) < 2:
             continue
@@ -78,6 +80,8 @@ def _merged(name: str, owner: torch.nn.Module, users: dict[int, int]) -> Iterato
         reason = why_not_one_weight(members)
         if any(users[id(layer)] > 1 for layer in members):
             reason = "one of them is used in several places of the model"
+        elif any(map(hooks_of, members)):
+            reason = "one of them has hooks that a merged one would drop"
         elif not reason and hasattr(owner, target):
             reason = f"their owner has an attribute {target!r} already"
         if reason:
@@ -115,10 +119,9 @@ def _gated(
     if not any(child in layers for child in names):
         return None
     reason = ""
-    hooks = [hook for hook in HOOKS if getattr(owner, hook, None)]
     if not all(child in layers for child in names):
         reason = "not all of its layers are NVFP4"
-    elif hooks or ("forward" in vars(owner) and accelerate_hook(owner) is None):
+    elif any(map(hooks_of, (owner, *(layers[child] for child in names)))):
         reason = "it has hooks that a fused one would drop"
     elif any(users[id(layers[child])] > 1 for child in names) or name == "":
         reason = "it is the model itself" if name == "" else "its layers are used in several places"
@@ -186,8 +189,8 @@ def _norms(model: torch.nn.Module, name: str, owner: torch.nn.Module) -> Iterato
 
 
 def _why_not_tokens(norm: torch.nn.Module, found: Sequence[Linear]) -> str:
-    if any(getattr(norm, hook, None) for hook in HOOKS) or "forward" in vars(norm):
-        return "it has hooks that a fused one would drop"
+    if any(map(hooks_of, (norm, *found))) or "forward" in vars(norm):
+        return "it or a layer that reads it has hooks that a fused one would drop"
     if any(layer.activation_scaling != "row" for layer in found):
         return 'the layers that read it do not have activation_scaling="row"'
     if any(layer.check_finite != "off" for layer in found):

@@ -98,13 +98,14 @@ class MergedLinear(Linear):
 class _Product:
     """The product that was made last in a thread, with the columns of the parts that were not called yet.
 
-    It lives until the last part has been called, the next product is made or x is gone.
+    It lives until the last part has been called, the next product is made or x is gone. It keeps neither x
+    nor the merged layer alive.
     """
 
     __slots__ = ("columns", "merged", "version", "x")
 
     def __init__(self, merged: MergedLinear, x: Tensor | Tokens, columns: Columns) -> None:
-        self.merged = merged
+        self.merged = weakref.ref(merged)
         self.version = _version(x)
         self.columns = columns
         self.x = weakref.ref(x, lambda _: columns.clear())
@@ -130,6 +131,7 @@ class Part(torch.nn.Module):
         self.index = index
         self.start = sum(merged.sizes[:index])
         self.in_features, self.out_features = merged.in_features, merged.sizes[index]
+        self.training = merged.training
 
     @property
     def merged(self) -> MergedLinear:
@@ -170,7 +172,7 @@ class Part(torch.nn.Module):
 def _take(merged: MergedLinear, x: Tensor | Tokens, index: int) -> Tensor | None:
     """The columns of a part from the last product, if that was made of this x."""
     last: _Product | None = getattr(_LAST, "product", None)
-    if last is None or last.merged is not merged or last.x() is not x or last.version != _version(x):
+    if last is None or last.merged() is not merged or last.x() is not x or last.version != _version(x):
         return None
     kept = last.columns.pop(index, None)
     if not last.columns:

@@ -25,6 +25,9 @@ def readers(owner: torch.nn.Module, child: str) -> list[Linear] | str:
     self_name = function.args.args[0].arg
     if _num_uses(function, self_name, child) != 1:
         return f"the forward of {type(owner).__name__} does not call it once"
+    method = _other_method(owner, child)
+    if method:
+        return f"{type(owner).__name__}.{method} reads it too"
     for called, call in children_called(function, self_name):
         for position, argument in _arguments(call):
             if child_called(argument, self_name) == child and _is_plain(argument):
@@ -60,6 +63,16 @@ def readers(owner: torch.nn.Module, child: str) -> list[Linear] | str:
 def _num_uses(function: ast.FunctionDef, self_name: str, child: str) -> int:
     uses = [n for n in ast.walk(function) if isinstance(n, ast.Attribute) and n.attr == child]
     return sum(isinstance(use.value, ast.Name) and use.value.id == self_name for use in uses)
+
+
+def _other_method(owner: torch.nn.Module, child: str) -> str:
+    """The name of a method besides forward and __init__ that reads ``self.child``; "" if there is none."""
+    for cls in type(owner).__mro__:
+        for name, method in vars(cls).items():
+            code = getattr(method, "__code__", None)
+            if code is not None and child in code.co_names and name not in ("forward", "__init__"):
+                return name
+    return ""
 
 
 def _named_result(function: ast.FunctionDef, self_name: str, child: str) -> tuple[int, str] | None:

@@ -34,6 +34,8 @@ def add_residuals(owner: torch.nn.Module, norms: Names, mlps: Names) -> tuple[st
         return f"the forward of {cls.__name__} cannot be replaced"
     if getattr(cls.forward, "__closure__", None):
         return f"the forward of {cls.__name__} reads names of a scope around it"
+    if any(_is_private(node) for node in ast.walk(function)):  # Python renames these in a class alone
+        return f"the forward of {cls.__name__} reads names that begin with two underscores"
     _, adding = _rewritten(function, norms, mlps)
     if adding:
         cached: Any = _class_of  # mypy takes a class of modules for something without a hash
@@ -183,6 +185,11 @@ def _assigned(body: list[ast.stmt], index: int) -> tuple[str | None, ast.expr | 
         return None, None
     target = statement.targets[0]
     return (target.id, statement.value) if isinstance(target, ast.Name) else (None, None)
+
+
+def _is_private(node: ast.AST) -> bool:
+    name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+    return name.startswith("__") and not name.endswith("__")
 
 
 def _is_plain(node: ast.expr | None) -> TypeGuard[ast.Call]:

@@ -6,7 +6,7 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
@@ -26,12 +26,17 @@ def forward_of(module: torch.nn.Module) -> ast.FunctionDef | None:
 
 @functools.cache
 def tree_of(forward: Callable[..., object]) -> ast.FunctionDef | None:
+    """The syntax tree of a function; None without its source, or if that is not what a call runs."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):
         return None
     function = tree.body[0]
-    return function if isinstance(function, ast.FunctionDef) and function.args.args else None
+    if not isinstance(function, ast.FunctionDef) or not function.args.args:
+        return None
+    # inspect reads through a wrapper, which its source shows only if it was applied as a decorator.
+    is_wrapped = hasattr(forward, "__wrapped__") and not function.decorator_list
+    return None if is_wrapped else function
 
 
 def parameters(function: ast.FunctionDef) -> list[str]:
@@ -56,15 +61,15 @@ def children_called(node: ast.AST, self_name: str) -> Iterator[tuple[str, ast.Ca
             yield name, call
 
 
-def called_together(function: ast.FunctionDef) -> list[tuple[str, ...]]:
-    """Names of children that are called one after another as ``self.child(x)`` with the same x.
+def called_together(function: ast.FunctionDef, linears: Collection[str]) -> list[tuple[str, ...]]:
+    """Names of linear layers that are called one after another as ``self.child(x)`` with the same x.
 
-    x is a plain name that is neither bound again nor written in place between the calls, and the calls are
-    in one list of statements, so that either all of them run or none, unless the function returns or raises
-    between them.
+    x is a plain name. Between the calls it is not bound again, no tensor is written in place (it may have the
+    memory of x), and x is passed to nothing but linear layers. The calls are in one list of statements, so
+    that either all of them run or none, unless the function returns or raises between them.
     """
     found: list[tuple[str, ...]] = []
-    _collect(function.body, function.args.args[0].arg, found)
+    _collect(function.body, function.args.args[0].arg, linears, found)
     groups: list[tuple[str, ...]] = []
     for group in found:
         # A child that is called in several places belongs to a group if it has the same company everywhere.
@@ -74,7 +79,9 @@ def called_together(function: ast.FunctionDef) -> list[tuple[str, ...]]:
     return [group for group in groups if len(group) > 1]
 
 
-def _collect(body: list[ast.stmt], self_name: str, found: list[tuple[str, ...]]) -> None:
+def _collect(
+    body: list[ast.stmt], self_name: str, linears: Collection[str], found: list[tuple[str, ...]]
+) -> None:
     open_groups: dict[str, list[str]] = {}
 
     def close(names: set[str]) -> None:
@@ -83,16 +90,17 @@ def _collect(body: list[ast.stmt], self_name: str, found: list[tuple[str, ...]])
     for statement in body:
         if isinstance(statement, SCOPES):
             continue
+        changed_inside = mutated(statement)
+        close(set(open_groups) if changed_inside else _passed(statement, self_name, linears))
         if isinstance(statement, COMPOUND):
             close(written(statement))
             for inner in _bodies(statement):
-                _collect(inner, self_name, found)
+                _collect(inner, self_name, linears, found)
             continue
-        changed_inside = mutated(statement)
-        close(changed_inside)
+        changed_inside |= _passed(statement, self_name, linears)
         for call in unconditional_calls(statement):
             child = child_called(call, self_name)
-            if child is None or call.keywords or len(call.args) != 1:
+            if child is None or child not in linears or call.keywords or len(call.args) != 1:
                 continue
             x = call.args[0]
             if isinstance(x, ast.Name) and x.id not in changed_inside:
@@ -101,6 +109,16 @@ def _collect(body: list[ast.stmt], self_name: str, found: list[tuple[str, ...]])
                 found.append((child,))
         close(written(statement))
     close(set(open_groups))
+
+
+def _passed(node: ast.AST, self_name: str, linears: Collection[str]) -> set[str]:
+    """Names that the node passes to calls other than those of linear layers; these may write in place."""
+    names: set[str] = set()
+    for call in ast.walk(node):
+        if isinstance(call, ast.Call) and child_called(call, self_name) not in linears:
+            given = [*call.args, *(keyword.value for keyword in call.keywords)]
+            names |= {argument.id for argument in given if isinstance(argument, ast.Name)}
+    return names
 
 
 def _bodies(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
@@ -151,8 +169,11 @@ def mutated(node: ast.AST) -> set[str]:
             function = inner.func
             if isinstance(function, ast.Attribute) and function.attr.endswith("_"):
                 names |= _base(function.value)
-            for keyword in inner.keywords:
-                names |= _base(keyword.value) if keyword.arg == "out" else set()
+            keywords = {keyword.arg: keyword.value for keyword in inner.keywords}
+            names |= _base(keywords["out"]) if "out" in keywords else set()
+            is_inplace = ast.unparse(keywords.get("inplace", ast.Constant(False))) != "False"
+            if inner.args and (is_inplace or ast.unparse(function).endswith("_")):
+                names |= _base(inner.args[0])
     return names
 
 
