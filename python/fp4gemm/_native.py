@@ -62,6 +62,14 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "fp4gemm_last_error": (_TEXT, []),
     "fp4gemm_status_string": (_TEXT, [_INT]),
 }
+_POINTER = ctypes.c_void_p
+_TORCH_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "fp4gemm_torch_row_amax": (_INT, [_POINTER, _INT, _INT64, _INT64, _INT64, _POINTER]),
+    "fp4gemm_torch_quantize_rows": (
+        _INT,
+        [_POINTER, _INT, _INT64, _INT64, _INT64, _POINTER, _INT64, *[_POINTER] * 4],
+    ),
+}
 
 
 def package_dir() -> Path:
@@ -89,13 +97,23 @@ def library_path(name: str) -> Path:
 @functools.cache
 def core() -> ctypes.CDLL:
     """libfp4gemm.so, with the argument and result types of its functions set."""
-    path = library_path(CORE_LIBRARY)
+    return _opened(CORE_LIBRARY, _SIGNATURES)
+
+
+@functools.cache
+def torch_library() -> ctypes.CDLL:
+    """libfp4gemm_torch.so, with the types of its C functions, which quantize on the CPU, set."""
+    return _opened(TORCH_LIBRARY, _TORCH_SIGNATURES)
+
+
+def _opened(name: str, signatures: dict[str, tuple[object, list[object]]]) -> ctypes.CDLL:
+    path = library_path(name)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise ImportError(f"fp4gemm: cannot load {path}: {error}") from error
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
+    for function_name, (result, arguments) in signatures.items():
+        function = getattr(library, function_name)
         function.restype = result
         function.argtypes = arguments
     return library

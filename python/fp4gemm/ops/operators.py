@@ -1,7 +1,8 @@
 """The torch operators themselves: loads the native library and registers the CPU and fake implementations.
 
 Schemas and CUDA kernels come from libfp4gemm_torch.so, built once against torch's stable ABI. The CPU
-implementation is the reference; the fake ones give shapes and dtypes to torch.compile and torch.export.
+implementation is the reference, or compiled code with the same bits (cpu.py); the fake ones give shapes and
+dtypes to torch.compile and torch.export.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import _native, reference
-from . import fakes, flops
+from . import cpu, fakes, flops
 from .schema import SCHEMAS
 
 
@@ -36,7 +37,7 @@ _load()
 # Kept alive: deleting it would remove the registrations.
 _CPU = torch.library.Library("fp4gemm", "IMPL", "CPU")
 for _name in (*SCHEMAS, "gemm_out"):
-    _CPU.impl(_name, getattr(reference, _name))
+    _CPU.impl(_name, getattr(cpu if _name in cpu.__all__ else reference, _name))
     torch.library.register_fake(f"fp4gemm::{_name}", getattr(fakes, _name))
 
 flops.register()

@@ -35,7 +35,7 @@ from .grouped import Groups, pad_groups
 from .hadamard import rotate
 from .philox import random_bytes
 
-__all__ = ["quantize", "quantize_both"]
+__all__ = ["check_amax", "outer_amax", "quantize", "quantize_both"]
 
 BLOCK = _checks.BLOCK
 
@@ -110,7 +110,7 @@ def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
         groups = Groups(offs, x.shape[0], x.device)
     elif axis == 0:
         _checks.is_multiple("x", "m", x.shape[0], BLOCK)
-    _check_amax("amax", call, groups)
+    check_amax("amax", call, groups)
     codes, scales, made = _quantize(call, groups)
     if has_rows is not None:
         # The rotation of a block of zeros can give -0, which is code 8; padding has code 0.
@@ -141,12 +141,13 @@ def quantize_both(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Te
         )
     columns = rows._replace(axis=0, amax=call.amax_t)
     rows = rows._replace(hadamard=0, signs=0)
-    _check_amax("amax", rows, None)
-    _check_amax("amax_t", columns, None)
+    check_amax("amax", rows, None)
+    check_amax("amax_t", columns, None)
     return *_quantize(rows, None), *_quantize(columns, None)
 
 
-def _check_amax(name: str, call: QuantizeCall, groups: Groups | None) -> None:
+def check_amax(name: str, call: QuantizeCall, groups: Groups | None) -> None:
+    """Raise unless the amax of a call is None or has the entries that the call needs."""
     if call.amax is None:
         return
     length = _shape(call)[0] if call.per_row else 1 if groups is None else groups.num_groups
@@ -176,7 +177,7 @@ def _cast(call: QuantizeCall, groups: Groups | None) -> tuple[Tensor, Tensor, Te
     device, amax = call.x.device, call.amax
     block_amax = _block_amax(call)
     if amax is None:
-        amax = _outer_amax(block_amax, call.per_row, groups)
+        amax = outer_amax(block_amax.amax(dim=1), call.per_row, groups)
         stored = amax
     elif groups is not None and not call.per_row:
         amax = groups.expand(amax)
@@ -238,8 +239,8 @@ def _block_amax(call: QuantizeCall) -> Tensor:
     return result
 
 
-def _outer_amax(block_amax: Tensor, per_row: bool, groups: Groups | None) -> Tensor:
-    row_amax = block_amax.amax(dim=1)
+def outer_amax(row_amax: Tensor, per_row: bool, groups: Groups | None) -> Tensor:
+    """Return A from the amax of each row: (m,), or (1,) for a tensor. row_amax may be overwritten."""
     if groups is not None and not per_row:
         return groups.expand(groups.amax(row_amax))
     if groups is not None:

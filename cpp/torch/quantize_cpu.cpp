@@ -1,0 +1,243 @@
+// The compiled quantizer for tensors on the CPU: C functions that python/fp4gemm/ops/cpu.py calls with
+// pointers.
+//
+// The formulas are those of python/fp4gemm/reference/nvfp4.py with encode te, one row for each block, blocks
+// along k, and rounding to nearest. The file is compiled with -ffp-contract=off, so that each operation
+// rounds once and the bits are those of the reference. The loops have no branches, so that a compiler
+// vectorizes them, and no operation depends on the order in which elements are processed.
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+// The loops are compiled for several instruction sets, of which the loader of the library selects one.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define FP4GEMM_CLONES __attribute__((target_clones("default", "arch=haswell", "arch=skylake-avx512")))
+#else
+#define FP4GEMM_CLONES
+#endif
+
+namespace {
+
+constexpr float kFloatMax = 3.4028234663852886e38f;
+constexpr int kBlock = 16;
+constexpr int kChunkBlocks = 64;  // blocks of a row that are processed at a time; their data stays in L1
+constexpr int kChunk = kChunkBlocks * kBlock;
+constexpr int64_t kGrainElems = 1 << 16;  // the least number of elements of a thread
+
+enum class Dtype : int { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
+
+inline float as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline uint32_t as_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+/// min(x, kFloatMax), which is kFloatMax where x is NaN.
+inline float bounded(float x) { return x < kFloatMax ? x : kFloatMax; }
+
+/// The e4m3 code of x >= 0, rounded to nearest even and saturated at 448.
+inline uint32_t encode_e4m3(float x) {
+  x = x < 448.0f ? x : 448.0f;
+  // Below 2^-6, codes count steps of 2^-9, which is the distance of neighbours of 2^14 in float32.
+  uint32_t const small = as_bits(x + 16384.0f) - as_bits(16384.0f);
+  uint32_t const bits = as_bits(x);
+  uint32_t const normal = ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - (120 << 3);
+  return x < 0.015625f ? small : normal;
+}
+
+/// The value of an e4m3 code 0..126.
+inline float decode_e4m3(uint32_t code) {
+  float const small = static_cast<float>(static_cast<int32_t>(code)) * 0.001953125f;
+  return code < 8 ? small : as_float((code + (120 << 3)) << 20);
+}
+
+/// The e2m1 code of x, rounded to nearest even and saturated at 6. NaN gives 7.
+inline uint32_t encode_e2m1(float x) {
+  uint32_t const sign = x == x ? as_bits(x) >> 28 & 8 : 0;
+  float a = as_float(as_bits(x) & 0x7FFFFFFF);
+  a = a < 6.0f ? a : 6.0f;
+  // Values below 2 are multiples of 1/2, below 4 of 1, and then of 2. The addition rounds to such a multiple,
+  // and the lowest bits of the sum count them.
+  float const magic = a < 2.0f ? 4194304.0f : a < 4.0f ? 8388608.0f : 16777216.0f;
+  uint32_t const first = a < 2.0f ? 0 : a < 4.0f ? 2 : 4;
+  return ((as_bits(a + magic) & 7) + first) | sign;
+}
+
+FP4GEMM_CLONES void load_bf16(uint16_t const* x, int elems, float* out) {
+  for (int i = 0; i < elems; ++i) {
+    out[i] = as_float(static_cast<uint32_t>(x[i]) << 16);
+  }
+}
+
+FP4GEMM_CLONES void load_fp16(uint16_t const* x, int elems, float* out) {
+  for (int i = 0; i < elems; ++i) {
+    uint32_t const magnitude = x[i] & 0x7FFF;
+    uint32_t const sign = static_cast<uint32_t>(x[i] & 0x8000) << 16;
+    float const subnormal = static_cast<float>(static_cast<int32_t>(magnitude)) * 5.9604644775390625e-8f;
+    uint32_t const exponent_shift = magnitude < 0x7C00 ? 112u << 23 : 224u << 23;  // inf and NaN: 31 to 255
+    uint32_t const normal = (magnitude << 13) + exponent_shift;
+    out[i] = as_float((magnitude < 0x0400 ? as_bits(subnormal) : normal) | sign);
+  }
+}
+
+/// The largest magnitude of each block; a NaN counts as zero.
+FP4GEMM_CLONES void block_amaxes(float const* x, int blocks, float* amax) {
+  for (int b = 0; b < blocks; ++b) {
+    int32_t largest = 0;  // magnitudes are ordered like their bits
+    for (int i = 0; i < kBlock; ++i) {
+      int32_t const magnitude = static_cast<int32_t>(as_bits(x[b * kBlock + i]) & 0x7FFFFFFF);
+      int32_t const number = magnitude > 0x7F800000 ? 0 : magnitude;
+      largest = number > largest ? number : largest;
+    }
+    amax[b] = as_float(static_cast<uint32_t>(largest));
+  }
+}
+
+/// The scale s of each block, its value, and the factor e of its elements. encode is S.
+FP4GEMM_CLONES void encode_scales(float const* amax, int blocks, float encode, uint8_t* scales, float* values,
+                                  float* factors) {
+  float const sixth = encode * (1.0f / 6.0f);
+  float const inverse = 1.0f / encode;
+  for (int b = 0; b < blocks; ++b) {
+    uint32_t const code = encode_e4m3(bounded(amax[b] * sixth));
+    float const value = decode_e4m3(code);
+    scales[b] = static_cast<uint8_t>(code);
+    values[b] = value;
+    factors[b] = bounded(1.0f / (value * inverse));
+  }
+}
+
+/// The e2m1 code of each element, in a byte.
+FP4GEMM_CLONES void encode_elements(float const* x, float const* factors, int blocks, uint8_t* nibbles) {
+  for (int b = 0; b < blocks; ++b) {
+    float const factor = factors[b];
+    for (int i = 0; i < kBlock; ++i) {
+      nibbles[b * kBlock + i] = static_cast<uint8_t>(encode_e2m1(x[b * kBlock + i] * factor));
+    }
+  }
+}
+
+FP4GEMM_CLONES void pack(uint8_t const* nibbles, int elems, uint8_t* codes) {
+  for (int i = 0; i < elems / 2; ++i) {
+    codes[i] = static_cast<uint8_t>(nibbles[2 * i] | nibbles[2 * i + 1] << 4);
+  }
+}
+
+/// q * s of each element as float16, which is exact: a product is 0 or a normal number of float16.
+FP4GEMM_CLONES void decode_elements(uint8_t const* nibbles, float const* scales, int blocks, uint16_t* out) {
+  for (int b = 0; b < blocks; ++b) {
+    float const scale = scales[b];
+    for (int i = 0; i < kBlock; ++i) {
+      uint32_t const nibble = nibbles[b * kBlock + i];
+      uint32_t const code = nibble & 7;
+      float const small = static_cast<float>(static_cast<int32_t>(code)) * 0.5f;
+      float const value = code < 2 ? small : as_float((code + (126 << 1)) << 22);
+      uint32_t const bits = as_bits(value * scale);
+      uint32_t const half = bits == 0 ? 0 : (bits >> 13) - (112 << 10);
+      out[b * kBlock + i] = static_cast<uint16_t>(half | (nibble & 8) << 12);
+    }
+  }
+}
+
+/// The matrix that is quantized, (m, k), and its rows, which are row_stride elements apart.
+struct Input {
+  void const* x;
+  Dtype dtype;
+  int64_t m, k, row_stride;
+
+  /// Elements begin .. begin + elems - 1 of a row as float32, in `buffer` unless x is float32.
+  float const* load(int64_t row, int64_t begin, int elems, float* buffer) const {
+    int64_t const offset = row * row_stride + begin;
+    if (dtype == Dtype::kFp32) {
+      return static_cast<float const*>(x) + offset;
+    }
+    auto const* halves = static_cast<uint16_t const*>(x) + offset;
+    dtype == Dtype::kBf16 ? load_bf16(halves, elems, buffer) : load_fp16(halves, elems, buffer);
+    return buffer;
+  }
+
+  /// Calls function(row) for each row, on the threads of torch. Returns 0, or 1 if torch failed.
+  template <class Function>
+  int for_each_row(Function const& function) const try {
+    int64_t const grain = std::max<int64_t>(1, kGrainElems / k);
+    torch::stable::parallel_for(0, m, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        function(row);
+      }
+    });
+    return 0;
+  } catch (...) {
+    return 1;
+  }
+};
+
+/// The offset of the scale of a block in the swizzled layout (python/fp4gemm/layout.py).
+inline int64_t scale_offset(int64_t row, int64_t block, int64_t tiles_per_row) {
+  int64_t const tile = row / 128 * tiles_per_row + block / 4;
+  return tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
+}
+
+}  // namespace
+
+/// row_amax[i] = the largest magnitude of row i, ignoring NaN. dtype: 0 bfloat16, 1 float16, 2 float32.
+/// Returns 0 on success.
+extern "C" __attribute__((visibility("default"))) int fp4gemm_torch_row_amax(void const* x, int dtype,
+                                                                             int64_t m, int64_t k,
+                                                                             int64_t row_stride,
+                                                                             float* row_amax) {
+  Input const input{x, static_cast<Dtype>(dtype), m, k, row_stride};
+  return input.for_each_row([&](int64_t row) {
+    alignas(64) float buffer[kChunk];
+    float amax[kChunkBlocks];
+    float largest = 0.0f;
+    for (int64_t begin = 0; begin < k; begin += kChunk) {
+      int const elems = static_cast<int>(std::min<int64_t>(kChunk, k - begin));
+      block_amaxes(input.load(row, begin, elems, buffer), elems / kBlock, amax);
+      largest = std::max(largest, *std::max_element(amax, amax + elems / kBlock));
+    }
+    row_amax[row] = largest;
+  });
+}
+
+/// Quantizes m rows. amax: A of row i is amax[i * amax_stride]. Either codes (m, k/2) and scales are written,
+/// or decoded, float16 (m, k). scales: swizzled, set to zero by the caller; row i of x has row scale_rows[i],
+/// or row i if scale_rows is null. Returns 0 on success.
+extern "C" __attribute__((visibility("default"))) int fp4gemm_torch_quantize_rows(
+    void const* x, int dtype, int64_t m, int64_t k, int64_t row_stride, float const* amax,
+    int64_t amax_stride, uint8_t* codes, uint8_t* scales, int64_t const* scale_rows, uint16_t* decoded) {
+  Input const input{x, static_cast<Dtype>(dtype), m, k, row_stride};
+  int64_t const tiles_per_row = (k / kBlock + 3) / 4;
+  return input.for_each_row([&](int64_t row) {
+    alignas(64) float buffer[kChunk];
+    alignas(64) uint8_t nibbles[kChunk];
+    float block_amax[kChunkBlocks], values[kChunkBlocks], factors[kChunkBlocks];
+    uint8_t block_scales[kChunkBlocks];
+    float const quotient = bounded(2688.0f / amax[row * amax_stride]);
+    float const encode = quotient == 0.0f ? 1.0f : quotient;
+    for (int64_t begin = 0; begin < k; begin += kChunk) {
+      int const elems = static_cast<int>(std::min<int64_t>(kChunk, k - begin));
+      int const blocks = elems / kBlock;
+      float const* chunk = input.load(row, begin, elems, buffer);
+      block_amaxes(chunk, blocks, block_amax);
+      encode_scales(block_amax, blocks, encode, block_scales, values, factors);
+      encode_elements(chunk, factors, blocks, nibbles);
+      if (decoded != nullptr) {
+        decode_elements(nibbles, values, blocks, decoded + row * k + begin);
+        continue;
+      }
+      pack(nibbles, elems, codes + (row * k + begin) / 2);
+      int64_t const scale_row = scale_rows == nullptr ? row : scale_rows[row];
+      for (int b = 0; b < blocks; ++b) {
+        scales[scale_offset(scale_row, begin / kBlock + b, tiles_per_row)] = block_scales[b];
+      }
+    }
+  });
+}
