@@ -197,3 +197,31 @@ def test_a_norm_that_another_method_reads_is_left_alone() -> None:
     assert "Layer.probe reads it too" in reasons(report)
     x = torch.randn(3, 64, dtype=torch.bfloat16)
     assert fused[0].probe(x).isfinite().all()
+
+
+def casts(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(forward)
+    def wrapped(self: torch.nn.Module, x: Tensor) -> Tensor:
+        return forward(self, x.to(torch.bfloat16))
+
+    return wrapped
+
+
+class Decorated(fuse_models.Pair):
+    @casts
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x)
+
+
+def test_a_decorator_may_read_the_result_of_a_norm() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.pair = fuse_models.RMSNorm(), Decorated()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.pair(self.norm(x))
+
+    fused, report = convert(torch.nn.Sequential(Layer().bfloat16()), fuse="auto")
+    assert "the forward of Decorated, which reads its result, has a decorator" in reasons(report)
+    assert fused(torch.randn(3, 64, dtype=torch.bfloat16)).isfinite().all()

@@ -114,6 +114,8 @@ def _readers_in(owner: torch.nn.Module, child: str, position: int | str) -> list
     function = forward_of(module)
     if function is None:
         return f"the source of the forward of {name}, which reads its result, cannot be read"
+    if function.decorator_list:
+        return f"the forward of {name}, which reads its result, has a decorator"
     names = parameters(function)
     if isinstance(position, int):
         if position >= len(names):
