@@ -298,7 +298,7 @@ def test_report() -> None:
         ("merged", "1.qkv_proj"),
         ("merged", "2.kv_proj"),
     ]
-    assert "0: q_proj, k_proj, v_proj merged into qkv_proj" in str(report)
+    assert "*: q_proj, k_proj, v_proj merged into qkv_proj (2 times)" in str(report)
     assert report.bytes_after < report.bytes_before
     assert convert(model)[1].blocks == ()
 

@@ -190,7 +190,7 @@ class QuantizeReport:
             lines.append(f"{len(self.weights)} other weights in float: {shown}")
         if self.others:
             lines.append(self.about_others())
-        blocks = Counter(re.sub(r"(?<=\.)\d+(?=[.:])", "*", str(block)) for block in self.blocks)
+        blocks = Counter(re.sub(r"(^|(?<=\.))\d+(?=[.:])", "*", str(block)) for block in self.blocks)
         lines += [text if times == 1 else f"{text} ({times} times)" for text, times in blocks.items()]
         lines.append(
             f"parameters: {self.parameters_before} -> {self.parameters_after}, "
