@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from fp4gemm import activations, nn, reference
 from fp4gemm.nn.fuse.norm import RMSNormQuantize
 from fp4gemm.nn.fuse.tokens import Tokens
-from nn_helpers import convert, same_bits
+from nn_helpers import Names, convert, same_bits
 from torch import Tensor
 from torch.nn import Linear
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @pytest.fixture(autouse=True)
@@ -34,18 +33,6 @@ def fuse(model: torch.nn.Module, **options: Any) -> tuple[torch.nn.Module, list[
     swapped, report = convert(torch.nn.Sequential(model), fuse="auto", **options)
     done = [(block.action, *block.names) for block in report.blocks if block.action != "left"]
     return swapped[0], done, [block.reason for block in report.blocks if block.action == "left"]
-
-
-class Names(TorchDispatchMode):
-    """The operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def by_hand(layers: list[nn.Linear], down: nn.Linear, x: Tensor) -> Tensor:

@@ -11,9 +11,8 @@ import pytest
 import torch
 from fp4gemm import nn, selection
 from fp4gemm.nn import linear as module
-from nn_helpers import float_linear, same_bits
+from nn_helpers import Names, float_linear, same_bits
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 K, N = 64, 24
 
@@ -40,18 +39,6 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(nn.Linear, "_checked_forward", counted)
     return calls
-
-
-class Names(TorchDispatchMode):
-    """The operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("scaling", ["row", "tensor", "none"])

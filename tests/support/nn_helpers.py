@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from fp4gemm import nn
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 BUFFER_DTYPES = {
     "weight_codes": torch.uint8,
@@ -54,3 +55,15 @@ def convert(model: torch.nn.Module, **options: Any) -> tuple[torch.nn.Module, nn
     reports: list[nn.QuantizeReport] = []
     swapped = nn.quantize_model(model, report=reports.append, **{"inplace": False} | options)
     return swapped, reports[0]
+
+
+class Names(TorchDispatchMode):
+    """The operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
