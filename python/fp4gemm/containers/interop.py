@@ -56,9 +56,10 @@ class Conventions:
     """The methods of NVFP4Tensor for the conventions of other libraries. None of them synchronises.
 
     Round trips: codes and block scales keep every bit. A number of another library that was computed from an
-    amax comes back with every bit after ``from_x`` and ``to_x``; the amax itself comes back within 1 ulp,
-    since several amaxes may share one number. This holds for amaxes of at least 3.2e-35: below that the
-    decode multipliers are subnormal, and from 7.9e-36 down S is FMAX for every amax.
+    amax comes back with every bit after ``from_x`` and ``to_x``. The amax itself comes back with every bit
+    if it has at most 11 significant bits, as that of a bfloat16 or float16 weight has, and otherwise within
+    1 ulp, since several amaxes may share one number. This holds for amaxes of at least 3.2e-35: below that
+    the decode multipliers are subnormal, and from 7.9e-36 down S is FMAX for every amax.
 
     Tensors of a memory-mapped file are accepted: safetensors aligns them to 8 bytes, and codes that are not
     16-byte aligned are copied, as block scales always are.
@@ -99,9 +100,7 @@ class Conventions:
         FlashInfer's global scale argument, compressed-tensors' weight_global_scale: x ~ q * s / this. The
         reciprocal of what a GEMM multiplies by: their alpha is 1 / (S_a * S_b).
         """
-        scale = torch.div(_outer.six_times(self.e4m3_max, self.amax), self.amax)
-        scale = scale.clamp(max=_checks.FLOAT32_MAX)
-        return torch.where(scale == 0, torch.ones_like(scale), scale)
+        return _outer.encode_scale(self.amax, self.e4m3_max)
 
     @classmethod
     def from_modelopt(
@@ -115,8 +114,9 @@ class Conventions:
     ) -> Self:
         """The operand of a ModelOpt checkpoint: x ~ q * s * weight_scale_2.
 
-        amax = fl(weight_scale_2 * 6B), and :meth:`to_modelopt` gives weight_scale_2 back with every bit if it
-        was fl(amax / 6B), as ModelOpt computes it on a CPU. Others, such as fl(amax * fl(1 / 6B)), come back
+        amax is the bfloat16 or float16 number with weight_scale_2 = fl(amax / 6B) if there is one, else
+        fl(weight_scale_2 * 6B). :meth:`to_modelopt` gives weight_scale_2 back with every bit if it was
+        fl(amax / 6B), as ModelOpt computes it on a CPU. Others, such as fl(amax * fl(1 / 6B)), come back
         within 1 ulp.
 
         Args:
@@ -148,8 +148,9 @@ class Conventions:
     ) -> Self:
         """The operand of a compressed-tensors checkpoint: x ~ q * s / weight_global_scale.
 
-        amax = fl(6B / weight_global_scale); :meth:`to_compressed_tensors` gives the bits back if the number
-        was fl(6B / amax). Others, such as one that was rounded to bfloat16, come back within 1 ulp.
+        amax is the bfloat16 or float16 number with weight_global_scale = fl(6B / amax) if there is one, else
+        fl(6B / weight_global_scale). :meth:`to_compressed_tensors` gives the bits back if the number was
+        fl(6B / amax). Others, such as one that was rounded to bfloat16, come back within 1 ulp.
 
         Args:
             weight_packed: uint8 (n, k/2), low nibble = even k; (g, n, k/2) for the experts of a layer.
@@ -181,8 +182,8 @@ class Conventions:
     ) -> Self:
         """The operand that FlashInfer's nvfp4_quantize made with ``global_scale``: x ~ q * s / global_scale.
 
-        amax = fl(6B / global_scale), and :meth:`encode_scale` gives global_scale back with every bit if it
-        was fl(6B / amax).
+        amax is that of :meth:`from_compressed_tensors`, and :meth:`encode_scale` gives global_scale back with
+        every bit if it was fl(6B / amax).
 
         Args:
             codes: uint8 (n, k/2), low nibble = even k; or (g, n, k/2).
@@ -214,8 +215,8 @@ class Conventions:
     ) -> Self:
         """The operand of a torchao NVFP4Tensor: x ~ q * s * per_tensor_scale.
 
-        amax = fl(per_tensor_scale * 6B), and :meth:`decode_multiplier` gives per_tensor_scale back with every
-        bit if it was fl(amax / 6B).
+        amax is that of :meth:`from_modelopt`, and :meth:`decode_multiplier` gives per_tensor_scale back with
+        every bit if it was fl(amax / 6B).
 
         Args:
             qdata: uint8 (or float4_e2m1fn_x2) (n, k/2), low nibble = even k; not a transposed view. Of
