@@ -2,9 +2,10 @@
 // pointers.
 //
 // The formulas are those of python/fp4gemm/reference/nvfp4.py with encode te, one row for each block, blocks
-// along k, and rounding to nearest. The file is compiled with -ffp-contract=off, so that each operation
-// rounds once and the bits are those of the reference. The loops have no branches, so that a compiler
-// vectorizes them, and no operation depends on the order in which elements are processed.
+// along k, and rounding to nearest, and those of four_over_six.py beside it. The file is compiled with
+// -ffp-contract=off, so that each operation rounds once and the bits are those of the reference. The loops
+// have no branches, so that a compiler vectorizes them, and no operation depends on the order in which
+// elements are processed.
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -125,6 +126,67 @@ FP4GEMM_CLONES void encode_elements(float const* x, float const* factors, int bl
   }
 }
 
+/// The scale of each block for one candidate of four over six; stretch is 1.5 if the amax is mapped to 4.
+FP4GEMM_CLONES void encode_candidates(float const* amax, int blocks, float encode, float stretch,
+                                      uint8_t* scales, float* values, float* factors) {
+  float const inverse = 1.0f / encode;
+  for (int b = 0; b < blocks; ++b) {
+    float const base = amax[b] / 6.0f * encode;
+    uint32_t const code = encode_e4m3(base * stretch);
+    float const value = decode_e4m3(code);
+    scales[b] = static_cast<uint8_t>(code);
+    values[b] = value;
+    factors[b] = bounded(1.0f / (value * inverse));
+  }
+}
+
+/// The value of an e2m1 code.
+inline float decode_e2m1(uint32_t nibble) {
+  uint32_t const code = nibble & 7;
+  float const small = static_cast<float>(static_cast<int32_t>(code)) * 0.5f;
+  uint32_t const bits = code < 2 ? as_bits(small) : (code + (126 << 1)) << 22;
+  return as_float(bits | (nibble & 8) << 28);
+}
+
+/// What the error of a candidate is computed with: S, A and 6B.
+struct Outer {
+  float encode, amax, bound;
+};
+
+/// E of each block: the 16 terms are added in order, and each addition rounds.
+template <bool kMse, bool kFast>
+inline __attribute__((always_inline)) void sum_errors(float const* x, uint8_t const* nibbles,
+                                                      float const* values, int blocks, Outer outer,
+                                                      float* errors) {
+  alignas(64) float terms[kChunk];
+  for (int b = 0; b < blocks; ++b) {
+    float const scale = values[b];
+    for (int i = b * kBlock; i < (b + 1) * kBlock; ++i) {
+      float const value = decode_e2m1(nibbles[i]) * scale;
+      float const d = kFast ? value - x[i] * outer.encode : value * outer.amax / outer.bound - x[i];
+      terms[i] = kMse ? d * d : as_float(as_bits(d) & 0x7FFFFFFF);
+    }
+  }
+  for (int b = 0; b < blocks; ++b) {
+    float total = terms[b * kBlock];
+    for (int i = 1; i < kBlock; ++i) {
+      total += terms[b * kBlock + i];
+    }
+    errors[b] = total;
+  }
+}
+
+FP4GEMM_CLONES void candidate_errors(float const* x, uint8_t const* nibbles, float const* values, int blocks,
+                                     Outer outer, bool mse, bool fast, float* errors) {
+  if (mse) {
+    fast ? sum_errors<true, true>(x, nibbles, values, blocks, outer, errors)
+         : sum_errors<true, false>(x, nibbles, values, blocks, outer, errors);
+  } else {
+    fast ? sum_errors<false, true>(x, nibbles, values, blocks, outer, errors)
+         : sum_errors<false, false>(x, nibbles, values, blocks, outer, errors);
+  }
+}
+
 FP4GEMM_CLONES void pack(uint8_t const* nibbles, int elems, uint8_t* codes) {
   for (int i = 0; i < elems / 2; ++i) {
     codes[i] = static_cast<uint8_t>(nibbles[2 * i] | nibbles[2 * i + 1] << 4);
@@ -179,6 +241,39 @@ struct Input {
   }
 };
 
+/// The quantized blocks of a chunk: a code in each byte, the scales, their values, and e of each block.
+struct Chunk {
+  alignas(64) uint8_t nibbles[kChunk];
+  float values[kChunkBlocks], factors[kChunkBlocks];
+  uint8_t scales[kChunkBlocks];
+};
+
+/// S, A and 6B of a row.
+inline Outer outer_of(float amax, int e4m3_max) {
+  float const bound = 6.0f * static_cast<float>(e4m3_max);
+  float const quotient = bounded(bound / amax);
+  return {quotient == 0.0f ? 1.0f : quotient, amax, bound};
+}
+
+/// Quantizes each block with its amax mapped to 6 and to 4, and leaves in `six` the one of smaller error.
+void choose_four_or_six(float const* x, float const* amax, int blocks, Outer outer, bool mse, bool fast,
+                        Chunk& six, Chunk& four) {
+  float error_six[kChunkBlocks], error_four[kChunkBlocks];
+  encode_candidates(amax, blocks, outer.encode, 1.0f, six.scales, six.values, six.factors);
+  encode_elements(x, six.factors, blocks, six.nibbles);
+  candidate_errors(x, six.nibbles, six.values, blocks, outer, mse, fast, error_six);
+  encode_candidates(amax, blocks, outer.encode, 1.5f, four.scales, four.values, four.factors);
+  encode_elements(x, four.factors, blocks, four.nibbles);
+  candidate_errors(x, four.nibbles, four.values, blocks, outer, mse, fast, error_four);
+  for (int b = 0; b < blocks; ++b) {
+    if (error_four[b] < error_six[b]) {  // a tie or a NaN selects 6
+      std::memcpy(six.nibbles + b * kBlock, four.nibbles + b * kBlock, kBlock);
+      six.scales[b] = four.scales[b];
+      six.values[b] = four.values[b];
+    }
+  }
+}
+
 /// The offset of the scale of a block in the swizzled layout (python/fp4gemm/layout.py).
 inline int64_t scale_offset(int64_t row, int64_t block, int64_t tiles_per_row) {
   int64_t const tile = row / 128 * tiles_per_row + block / 4;
@@ -209,34 +304,38 @@ extern "C" __attribute__((visibility("default"))) int fp4gemm_torch_row_amax(voi
 
 /// Quantizes m rows. amax: A of row i is amax[i * amax_stride]. Either codes (m, k/2) and scales are written,
 /// or decoded, float16 (m, k). scales: swizzled, set to zero by the caller; row i of x has row scale_rows[i],
-/// or row i if scale_rows is null. Returns 0 on success.
-extern "C" __attribute__((visibility("default"))) int fp4gemm_torch_quantize_rows(
+/// or row i if scale_rows is null. four_over_six: 0 none, 1 the mean absolute, 2 the mean squared error,
+/// which is the fast one if `fast` is not 0. e4m3_max: 448 or 256. Returns 0 on success.
+extern "C" __attribute__((visibility("default"))) int fp4gemm_torch_quantize_matrix(
     void const* x, int dtype, int64_t m, int64_t k, int64_t row_stride, float const* amax,
-    int64_t amax_stride, uint8_t* codes, uint8_t* scales, int64_t const* scale_rows, uint16_t* decoded) {
+    int64_t amax_stride, uint8_t* codes, uint8_t* scales, int64_t const* scale_rows, uint16_t* decoded,
+    int four_over_six, int fast, int e4m3_max) {
   Input const input{x, static_cast<Dtype>(dtype), m, k, row_stride};
   int64_t const tiles_per_row = (k / kBlock + 3) / 4;
   return input.for_each_row([&](int64_t row) {
     alignas(64) float buffer[kChunk];
-    alignas(64) uint8_t nibbles[kChunk];
-    float block_amax[kChunkBlocks], values[kChunkBlocks], factors[kChunkBlocks];
-    uint8_t block_scales[kChunkBlocks];
-    float const quotient = bounded(2688.0f / amax[row * amax_stride]);
-    float const encode = quotient == 0.0f ? 1.0f : quotient;
+    float block_amax[kChunkBlocks];
+    Chunk chosen, other;
+    Outer const outer = outer_of(amax[row * amax_stride], e4m3_max);
     for (int64_t begin = 0; begin < k; begin += kChunk) {
       int const elems = static_cast<int>(std::min<int64_t>(kChunk, k - begin));
       int const blocks = elems / kBlock;
       float const* chunk = input.load(row, begin, elems, buffer);
       block_amaxes(chunk, blocks, block_amax);
-      encode_scales(block_amax, blocks, encode, block_scales, values, factors);
-      encode_elements(chunk, factors, blocks, nibbles);
+      if (four_over_six != 0) {
+        choose_four_or_six(chunk, block_amax, blocks, outer, four_over_six == 2, fast != 0, chosen, other);
+      } else {
+        encode_scales(block_amax, blocks, outer.encode, chosen.scales, chosen.values, chosen.factors);
+        encode_elements(chunk, chosen.factors, blocks, chosen.nibbles);
+      }
       if (decoded != nullptr) {
-        decode_elements(nibbles, values, blocks, decoded + row * k + begin);
+        decode_elements(chosen.nibbles, chosen.values, blocks, decoded + row * k + begin);
         continue;
       }
-      pack(nibbles, elems, codes + (row * k + begin) / 2);
+      pack(chosen.nibbles, elems, codes + (row * k + begin) / 2);
       int64_t const scale_row = scale_rows == nullptr ? row : scale_rows[row];
       for (int b = 0; b < blocks; ++b) {
-        scales[scale_offset(scale_row, begin / kBlock + b, tiles_per_row)] = block_scales[b];
+        scales[scale_offset(scale_row, begin / kBlock + b, tiles_per_row)] = chosen.scales[b];
       }
     }
   });

@@ -14,6 +14,12 @@ from torch import Tensor
 
 FMAX = torch.finfo(torch.float32).max
 NAN, INF = float("nan"), float("inf")
+FOUR_OVER_SIX = [
+    {"four_over_six": error, "fast_error": fast, "e4m3_max": bound}
+    for error in (1, 2)
+    for fast in (False, True)
+    for bound in (448, 256)
+]
 SHAPES = [(1, 16), (1, 32), (2, 48), (3, 1024), (5, 1040), (127, 64), (128, 2064), (129, 80), (257, 272)]
 
 
@@ -54,6 +60,35 @@ def test_shapes(m: int, k: int, dtype: torch.dtype, per_row: bool, gen: torch.Ge
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_numbers(kind: str, dtype: torch.dtype, per_row: bool, gen: torch.Generator) -> None:
     compare(make(kind, 37, 160, dtype, gen), None, per_row)
+
+
+@pytest.mark.parametrize(
+    "options", FOUR_OVER_SIX, ids=lambda o: "-".join(str(int(value)) for value in o.values())
+)
+def test_four_over_six(options: dict[str, Any], gen: torch.Generator) -> None:
+    for kind in KINDS:
+        for dtype in FLOATS:
+            x = make(kind, 21, 1072, dtype, gen)
+            compare(x, None, True, **options)
+            compare(x, None, False, **options)
+    compare(x, x.abs().amax(1) / 3, True, **options)
+    x = make("row_ranges", 300, 80, torch.bfloat16, gen)
+    for per_row in (True, False):
+        compare(x, None, per_row, offs=ends([1, 1, 130, 131, 290]), **options)
+    x = torch.randint(-(1 << 31), 1 << 31, (64, 1024), generator=gen).to(torch.int32).view(torch.float32)
+    compare(x, None, True, **options)
+    compare(x.nan_to_num(0, FMAX, -FMAX), torch.logspace(-44, 38, 64), True, **options)
+
+
+def test_four_over_six_of_special_blocks() -> None:
+    x = torch.ones(9, 64)
+    x[0, :16], x[1, :16], x[2, 3], x[3, 3], x[4, 3] = NAN, -NAN, INF, -INF, NAN
+    x[5], x[6], x[7], x[8] = 0.0, -0.0, 1e-45, FMAX
+    for options in FOUR_OVER_SIX:
+        for per_row in (True, False):
+            compare(x, None, per_row, **options)
+        for amax in (0.0, 1e-45, 1e-38, FMAX, INF):
+            compare(x, torch.tensor([amax]), False, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
@@ -130,8 +165,14 @@ def test_strides(gen: torch.Generator) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"axis": 0}, {"block_rows": 16}, {"encode": 1}, {"four_over_six": 1}, {"hadamard": 1}],
-    ids=lambda options: next(iter(options)),
+    [
+        {"axis": 0},
+        {"block_rows": 16},
+        {"encode": 1},
+        {"block_rows": 16, "four_over_six": 1},
+        {"hadamard": 1},
+    ],
+    ids="-".join,
 )
 def test_other_options_are_those_of_the_reference(options: dict[str, Any]) -> None:
     with pytest.raises(AssertionError, match="the reference was called"):
@@ -163,9 +204,9 @@ def test_operators_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
         fp4gemm_torch_row_amax = library.fp4gemm_torch_row_amax
 
         @staticmethod
-        def fp4gemm_torch_quantize_rows(*args: Any) -> int:
+        def fp4gemm_torch_quantize_matrix(*args: Any) -> int:
             calls.append(args)
-            return library.fp4gemm_torch_quantize_rows(*args)
+            return library.fp4gemm_torch_quantize_matrix(*args)
 
     monkeypatch.setattr(_native, "torch_library", lambda: Counted)
     x = torch.ones(4, 64)

@@ -1,8 +1,8 @@
 """The CPU implementations of ``quantize`` and ``quantize_decoded``: compiled code where it applies.
 
-cpp/torch/quantize_cpu.cpp has the loops. It quantizes rows with encode te and blocks of one row, without the
-other options; the reference, whose bits are the same, does everything else. The threads are those of torch
-(``torch.set_num_threads``).
+cpp/torch/quantize_cpu.cpp has the loops. It quantizes rows with encode te and blocks of one row, with or
+without four over six; the reference, whose bits are the same, does everything else. The threads are those of
+torch (``torch.set_num_threads``).
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ _COMPILED: dict[str, object] = {  # the only values with compiled code
     "axis": -1,
     "block_rows": 1,
     "encode": 0,
-    "four_over_six": 0,
-    "e4m3_max": 448,
     "hadamard": 0,
     "signs": 0,
     "rng_state": None,
@@ -47,7 +45,7 @@ def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
     scales = torch.zeros(shape, dtype=torch.uint8)
     num_rows = m if groups is None else groups.num_rows
     place = None if groups is None else groups.place.data_ptr()
-    _run(x, num_rows, amax, codes.data_ptr(), scales.data_ptr(), place, None)
+    _run(call, x, num_rows, amax, codes.data_ptr(), scales.data_ptr(), place, None)
     codes[num_rows:] = 0
     return codes, scales.view(torch.float8_e4m3fn), stored
 
@@ -61,7 +59,7 @@ def quantize_decoded(call: Any) -> tuple[Tensor, Tensor]:
     x, amax, stored, groups = _prepared(with_codes)
     data = torch.empty(x.shape, dtype=torch.float16)
     num_rows = x.shape[0] if groups is None else groups.num_rows
-    _run(x, num_rows, amax, None, None, None, data.data_ptr())
+    _run(with_codes, x, num_rows, amax, None, None, None, data.data_ptr())
     data[num_rows:] = 0
     return data, stored
 
@@ -111,6 +109,7 @@ def _row_amax(x: Tensor) -> Tensor:
 
 
 def _run(
+    call: QuantizeCall,
     x: Tensor,
     num_rows: int,
     amax: Tensor,
@@ -119,12 +118,13 @@ def _run(
     scale_rows: int | None,
     decoded: int | None,
 ) -> None:
-    """Quantize the first rows of x. The results are addresses."""
+    """Quantize the first rows of x with the options of a call. The results are addresses."""
     stride = 0 if amax.shape[0] == 1 else 1
     _succeeded(
-        _native.torch_library().fp4gemm_torch_quantize_rows(
+        _native.torch_library().fp4gemm_torch_quantize_matrix(
             x.data_ptr(), _DTYPES.index(x.dtype), num_rows, x.shape[1], x.stride(0),
             amax.data_ptr(), stride, codes, scales, scale_rows, decoded,
+            call.four_over_six, call.fast_error, call.e4m3_max,
         )
     )  # fmt: skip
 
