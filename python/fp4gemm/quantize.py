@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from . import _checks, _fast, stacks
+from . import _checks, _fast, reference, stacks
 from ._checks import options as option_checks
+from ._checks import search as search_checks
 from ._checks.options import QuantizeBothKeywords, QuantizeKeywords
 from .containers import _fields
 from .containers.decoded import DecodedTensor
@@ -16,7 +17,7 @@ from .containers.mxfp8 import MXFP8Tensor
 from .containers.nvfp4 import NVFP4Tensor
 from .layout import swizzle_scales
 from .ops import operators
-from .ops.schema import QuantizeBothCall, QuantizeCall, QuantizeDecodedCall, narrowed
+from .ops.schema import QuantizeBothCall, QuantizeCall, QuantizeDecodedCall, QuantizeSearchedCall, narrowed
 from .support import ready
 
 if TYPE_CHECKING:
@@ -82,8 +83,9 @@ def quantize(
         four_over_six: "mae" or "mse": each block is also tried with its maximum at 4, and kept so where the
             sum of the absolute ("mae") or squared ("mse") errors is smaller. TransformerEngine's 4over6.
         four_over_six_error: "exact": the error in units of x; "fast": in the scaled domain.
-        e4m3_max: the bound B of the block scales; 2688 above is 6 * B. None is 256 with four_over_six, else
-            448. 256 needs four_over_six. :func:`fp4gemm.mm` multiplies operands of either bound.
+        e4m3_max: the bound B of the block scales; 2688 above is 6 * B. None is 256 with four_over_six or
+            scale_search, else 448. 256 needs one of them. :func:`fp4gemm.mm` multiplies operands of either
+            bound.
         hadamard: "bf16" or "fp32": each 16 elements along the direction of the blocks are first multiplied by
             the signs and by the 16x16 Hadamard matrix / 4, in float32, and then rounded to bfloat16
             (TransformerEngine's default) or not (#3045). If both operands are rotated with the same signs,
@@ -107,6 +109,13 @@ def quantize(
             for the tokens of experts (:func:`fp4gemm.route`). A row outside of x, as -1 is, gives zeros and
             amax 0. Only with scaling "row", axis -1, an amax that is computed, x of rank 2, and the defaults
             of the other options but offs and decoded.
+        scale_search: "mse": the scale of each block is, of those within -3 to +6 e4m3 steps of the standard
+            one, that of the smallest sum of importance * (what dequantize returns - x)^2, for weights
+            (docs/quantization.md). Only with blocks along k, encode "te", and none of the other options but
+            scaling, block, amax and e4m3_max. On the CPU.
+        importance: float32 (k,) on the device of x, finite and at least 0, with scale_search: the mean square
+            of each input of a layer, for example. (g, k) or (k,) for a stack. None: 1 for all. On a GPU the
+            values are not checked.
         decoded: True returns ``decode(quantize(x, ...))``, bit for bit, in one pass: float16 q * s, which
             GPUs without FP4 tensor cores multiply (see :class:`DecodedTensor`).
 
@@ -116,18 +125,21 @@ def quantize(
 
     Raises:
         TypeError: an argument has another Python type or dtype.
-        ValueError: an argument has another rank, size, device or value; e4m3_max=256 without four_over_six;
-            hadamard_signs without hadamard; generator or rng_state without stochastic, or both of them.
-        NotImplementedError: rows with an option that it excludes; block (16, 16) with scaling "row", encode
-            "te_per_token", hadamard, stochastic or offs; four_over_six with encode "te_per_token", hadamard
-            or stochastic; decoded with axis=0 or block (16, 16); x requires grad while grad mode is on; the
-            device has no kernel.
+        ValueError: an argument has another rank, size, device or value; e4m3_max=256 without four_over_six
+            and scale_search; importance without scale_search; hadamard_signs without hadamard; generator or
+            rng_state without stochastic, or both of them.
+        NotImplementedError: scale_search or rows with an option that it excludes; block (16, 16) with scaling
+            "row", encode "te_per_token", hadamard, stochastic or offs; four_over_six with encode
+            "te_per_token", hadamard or stochastic; decoded with axis=0 or block (16, 16); x requires grad
+            while grad mode is on; the device has no kernel.
     """
     result = _fast.quantize(x, decoded, options)
     if result is not None:
         return result
     values = option_checks.completed("quantize", options, _DEFAULTS)
     x = _checks.readable_rows(x)
+    if search_checks.is_searched(values):
+        return _searched(x, decoded, values)
     amax, offs, gathered = values["amax"], option_checks.as_int32(values["offs"]), values["rows"]
     stack_size, rows = stacks.stack_input(x, "fp4gemm.quantize")
     arguments = option_checks.operator_arguments(values, offs)
@@ -173,6 +185,32 @@ def quantize(
     offs_dim = 0 if offs is None or is_ragged_m else 1
     packed = NVFP4Tensor._trusted(codes, scales, measured, call.e4m3_max, offs, signs, offs_dim)
     return packed._made_of(values["offs"])
+
+
+def _searched(x: Tensor, decoded: bool, values: dict[str, Any]) -> NVFP4Tensor:
+    """quantize with scale_search."""
+    amax = values["amax"]
+    stack_size, rows = stacks.stack_input(x, "fp4gemm.quantize")
+    arguments = search_checks.arguments(values, option_checks.axis(values["axis"], x, None), decoded)
+    k = x.shape[-1]
+    if amax is not None:
+        entries = x.shape[-2] if arguments["per_row"] else 1
+        if stack_size:
+            stacks.stack_amax("amax", amax, stack_size, entries, x.device)
+            option_checks.amax_values("amax", amax)
+        else:
+            _checks.exact_vector("amax", amax, entries, torch.float32, x.device, "x")
+    importance = search_checks.importance(values["importance"], k, x.device, stack_size)
+    if x.device.type != "cpu":
+        raise NotImplementedError(
+            f"scale_search: got 'mse' for x on {x.device}, must be None there (quantize on the CPU)"
+        )
+    call = QuantizeSearchedCall(rows, amax, importance, **arguments)
+    if stack_size:
+        codes, scales, measured = stacks.quantize_stack_searched(call, stack_size)
+    else:
+        codes, scales, measured = reference.quantize_searched(*call)
+    return NVFP4Tensor._trusted(codes, scales, measured if amax is None else amax, call.e4m3_max)
 
 
 @option_checks.with_keywords(QuantizeBothKeywords)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _checks
+from . import _checks, reference
 from .containers.nvfp4 import NVFP4Tensor
 from .layout import TILE_ROWS, padded_scale_shape
 from .ops import operators
-from .ops.schema import QuantizeCall, QuantizeDecodedCall, narrowed
+from .ops.schema import QuantizeCall, QuantizeDecodedCall, QuantizeSearchedCall, narrowed
 
 __all__ = [
     "concat",
@@ -21,6 +21,7 @@ __all__ = [
     "quantize_stack",
     "quantize_stack_both",
     "quantize_stack_decoded",
+    "quantize_stack_searched",
     "stack",
     "stack_amax",
     "stack_input",
@@ -186,6 +187,21 @@ def quantize_stack_both(
     if call.amax is not None:
         return (*rows[:2], call.amax), (*columns[:2], call.amax_t)
     return rows, columns
+
+
+def quantize_stack_searched(call: QuantizeSearchedCall, g: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with a search for scales; importance is (g, k), or (k,) for every matrix."""
+    h, amax, parts = call.importance, call.amax, call.x.view(g, -1, call.x.shape[1])
+    calls = [
+        call._replace(
+            x=parts[e],
+            amax=None if amax is None else amax[e],
+            importance=h if h is None or h.dim() == 1 else h[e],
+        )
+        for e in range(g)
+    ]
+    codes, scales, measured = _stacked([reference.quantize_searched(*each) for each in calls])
+    return codes, scales, measured if amax is None else amax
 
 
 def _ends(x: Tensor, g: int) -> Tensor:

@@ -124,6 +124,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
             "amax": None,
             "offs": None,
             "rows": None,
+            "scale_search": None,
+            "importance": None,
             "decoded": False,
             **QUANTIZER_OPTIONS,
         },
@@ -253,6 +255,17 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
     "reference.quantize_both": (
         reference.quantize_both,
         lambda: {"x": ones(48, K), "amax": None, "amax_t": None, **OPERATOR_OPTIONS},
+    ),
+    "reference.quantize_searched": (
+        reference.quantize_searched,
+        lambda: {
+            "x": ones(M, K),
+            "amax": None,
+            "importance": None,
+            "per_row": True,
+            "block_rows": 1,
+            "e4m3_max": 448,
+        },
     ),
     "reference.silu_and_mul": (
         reference.silu_and_mul,

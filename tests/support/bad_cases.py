@@ -14,6 +14,7 @@ import bad_interop
 import bad_linear
 import bad_prepacked
 import bad_quantize
+import bad_search
 import bad_stacks
 import fp4gemm
 import torch
@@ -45,6 +46,7 @@ __all__ = ["CASES", "FUNCTIONS", "Case", "complaint"]
 CASES = Cases(
     [
         *bad_quantize.CASES,
+        *bad_search.CASES,
         *bad_container.CASES,
         *bad_decoded.CASES,
         *bad_experts.CASES,

@@ -59,6 +59,8 @@ class QuantizeKeywords(QuantizeOptions, total=False):
     amax: Annotated[Tensor | None, Option(None)]
     offs: Annotated[Tensor | None, Option(None)]
     rows: Annotated[Tensor | None, Option(None)]
+    scale_search: Annotated[Literal["mse"] | None, Option(None)]
+    importance: Annotated[Tensor | None, Option(None)]
 
 
 class QuantizeBothKeywords(QuantizeOptions, total=False):
@@ -118,10 +120,10 @@ def operator_arguments(options: Mapping[str, Any], offs: object = None) -> dict[
     for name, option in OPTIONS.items():
         if option.values:
             value = options[name]
-            _is_one_of(name, value, tuple(option.values))
+            is_choice(name, value, tuple(option.values))
             made[option.parameter] = option.values[value]
     four_over_six, bound = options["four_over_six"], options["e4m3_max"]
-    _is_one_of("e4m3_max", bound, (None, *_checks.E4M3_BOUNDS))
+    is_choice("e4m3_max", bound, (None, *_checks.E4M3_BOUNDS))
     signs, hadamard = options["hadamard_signs"], options["hadamard"]
     check_signs(signs)
     _checks.is_bool("stochastic", options["stochastic"])
@@ -130,7 +132,7 @@ def operator_arguments(options: Mapping[str, Any], offs: object = None) -> dict[
             f"hadamard_signs: got {signs:#x}, must be omitted without hadamard ('bf16' or 'fp32')"
         )
     if bound == 256 and four_over_six is None:
-        raise ValueError("e4m3_max: got 256, must be 448 without four_over_six ('mae' or 'mse')")
+        raise ValueError("e4m3_max: got 256, must be 448 without four_over_six and scale_search")
     _go_together(options, offs)
     made["e4m3_max"] = bound if bound is not None else 448 if four_over_six is None else 256
     made["signs"] = 0 if hadamard is None else signs
@@ -163,7 +165,7 @@ def _go_together(options: Mapping[str, Any], offs: object) -> None:
                 )
 
 
-def _is_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+def is_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     """Check as :func:`fp4gemm._checks.is_one_of` does; the first allowed value may be None."""
     if allowed[0] is not None:
         _checks.is_one_of(name, value, allowed)

@@ -29,6 +29,7 @@ __all__ = [
     "QuantizeBothCall",
     "QuantizeCall",
     "QuantizeDecodedCall",
+    "QuantizeSearchedCall",
     "RmsNormQuantizeCall",
     "RouteCall",
     "SiluAndMulQuantizeCall",
@@ -130,6 +131,17 @@ QuantizeBothCall = _derived(
     without=("axis", "offs", "rows"),
     amax_t="amax",
 )
+
+
+class QuantizeSearchedCall(NamedTuple):
+    """``quantize_searched``: quantize with a search for the block scales; blocks along k, without groups."""
+
+    x: Tensor
+    amax: Tensor | None
+    importance: Tensor | None
+    per_row: bool
+    block_rows: int = 1
+    e4m3_max: int = 448
 
 
 def narrowed(schema: Any, call: NamedTuple, **changed: Any) -> Any:

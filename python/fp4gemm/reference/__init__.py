@@ -24,6 +24,7 @@ from .producers import (
     silu_and_mul_quantize,
     silu_and_mul_quantize_decoded,
 )
+from .scale_search import quantize_searched
 
 __all__ = [
     "activate",
@@ -44,6 +45,7 @@ __all__ = [
     "quantize",
     "quantize_both",
     "quantize_decoded",
+    "quantize_searched",
     "rms_norm",
     "rms_norm_quantize",
     "rms_norm_quantize_decoded",

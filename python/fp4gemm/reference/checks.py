@@ -7,7 +7,8 @@ from torch import Tensor
 
 from .. import _checks
 from .._checks import options as option_checks
-from ..ops.schema import QuantizeCall
+from .._checks import search as search_checks
+from ..ops.schema import QuantizeCall, QuantizeSearchedCall
 
 
 def scales_like(value: object, shape: tuple[int, ...], why: str, device: torch.device) -> Tensor:
@@ -80,6 +81,11 @@ def options(call: QuantizeCall) -> None:
         _refuse_variants(call, because)
     if call.four_over_six:
         _refuse_variants(call, f"four_over_six {call.four_over_six}")
+
+
+def importance(call: QuantizeSearchedCall) -> None:
+    """Raise unless the importance of a call is None or float32 (k,), at least 0 and finite on the CPU."""
+    search_checks.importance(call.importance, call.x.shape[1], call.x.device)
 
 
 def _refuse_variants(call: QuantizeCall, because: str) -> None:

@@ -35,7 +35,16 @@ from .grouped import Groups, pad_groups
 from .hadamard import rotate
 from .philox import random_bytes
 
-__all__ = ["check_amax", "outer_amax", "quantize", "quantize_both"]
+__all__ = [
+    "block_amaxes",
+    "check_amax",
+    "element_factor",
+    "encode_scale",
+    "outer_amax",
+    "quantize",
+    "quantize_both",
+    "standard_scale",
+]
 
 BLOCK = _checks.BLOCK
 
@@ -175,7 +184,7 @@ def _cast(call: QuantizeCall, groups: Groups | None) -> tuple[Tensor, Tensor, Te
     """Return codes, scales (rows, blocks), which are not swizzled, and amax."""
     m, k = _shape(call)
     device, amax = call.x.device, call.amax
-    block_amax = _block_amax(call)
+    block_amax = block_amaxes(call)
     if amax is None:
         amax = outer_amax(block_amax.amax(dim=1), call.per_row, groups)
         stored = amax
@@ -185,9 +194,7 @@ def _cast(call: QuantizeCall, groups: Groups | None) -> tuple[Tensor, Tensor, Te
     else:
         stored = amax.new_empty(0)
     amax = amax.view(-1, 1)  # (m, 1) or (1, 1), as encode below
-    one, fmax = fp32(1.0, device), fp32(_checks.FLOAT32_MAX, device)
-    encode = torch.fmin(torch.div(fp32(call.e4m3_max * E2M1_MAX, device), amax), fmax)
-    encode = torch.where(encode == 0, one, encode)  # S
+    encode = encode_scale(amax, call.e4m3_max)
 
     codes = torch.empty((m, k // 2), dtype=torch.uint8, device=device)
     scales = torch.empty((m, k // BLOCK), dtype=torch.float8_e4m3fn, device=device)
@@ -206,11 +213,9 @@ def _cast(call: QuantizeCall, groups: Groups | None) -> tuple[Tensor, Tensor, Te
                 tiles=call.block_rows == 16,
             )
         else:
-            scale = encode_e4m3(
-                torch.fmin(block_amax[i:j] * (row_encode * torch.div(one, fp32(E2M1_MAX, device))), fmax)
-            )
+            scale = standard_scale(block_amax[i:j], row_encode)
             scales[i:j] = scale
-            product = x * _element_factor(scale.to(torch.float32), row_encode, call.encode).unsqueeze(2)
+            product = x * element_factor(scale.to(torch.float32), row_encode, call.encode).unsqueeze(2)
             if call.rng_state is None:
                 nibbles = encode_e2m1(product)
             else:
@@ -222,7 +227,7 @@ def _cast(call: QuantizeCall, groups: Groups | None) -> tuple[Tensor, Tensor, Te
     return codes, scales, stored
 
 
-def _block_amax(call: QuantizeCall) -> Tensor:
+def block_amaxes(call: QuantizeCall) -> Tensor:
     """Return a_b, float32 (rows, blocks).
 
     NaNs are masked first, because torch's max propagates a NaN and the max instruction of a GPU does not.
@@ -250,7 +255,22 @@ def outer_amax(row_amax: Tensor, per_row: bool, groups: Groups | None) -> Tensor
     return row_amax.amax().view(1) if row_amax.shape[0] > 0 else row_amax.new_zeros(1)
 
 
-def _element_factor(scale: Tensor, global_scale: Tensor, encode: int) -> Tensor:
+def encode_scale(amax: Tensor, e4m3_max: int) -> Tensor:
+    """Return S in the shape of A."""
+    device = amax.device
+    bound, fmax = fp32(e4m3_max * E2M1_MAX, device), fp32(_checks.FLOAT32_MAX, device)
+    encode = torch.fmin(torch.div(bound, amax), fmax)
+    return torch.where(encode == 0, fp32(1.0, device), encode)
+
+
+def standard_scale(block_amax: Tensor, encode: Tensor) -> Tensor:
+    """Return s, float8_e4m3fn (rows, blocks), from a_b (rows, blocks) and S (rows, 1) or (1, 1)."""
+    device = block_amax.device
+    sixth = torch.div(fp32(1.0, device), fp32(E2M1_MAX, device))
+    return encode_e4m3(torch.fmin(block_amax * (encode * sixth), fp32(_checks.FLOAT32_MAX, device)))
+
+
+def element_factor(scale: Tensor, global_scale: Tensor, encode: int = 0) -> Tensor:
     """Return e (rows, blocks), computed from the float32 block scales and S."""
     one, fmax = fp32(1.0, scale.device), fp32(_checks.FLOAT32_MAX, scale.device)
     if encode == 0:
