@@ -120,7 +120,9 @@ def test_a_misaligned_weight_of_a_norm(
     assert weight.data_ptr() % 16 == 8
     got, want = (fp4gemm.rms_norm_quantize(x, w) for w in (weight, weight.clone()))
     assert_bits(got.dequantize(), want.dequantize(), "weight")
-    assert [address % 16 for address in addresses] == [0, 0]
+    # On a GPU the call with the aligned weight is a fast one, which does not come by here.
+    assert addresses
+    assert not any(address % 16 for address in addresses)
 
 
 @pytest.mark.parametrize("wrong", [-1.0, torch.nan], ids=str)
