@@ -31,7 +31,8 @@ from .support import is_supported
 from .training.products import dgrad, fprop, wgrad
 
 if TYPE_CHECKING:
-    from . import compiler, nn
+    from . import calibration, compiler, nn
+    from .nn import calibrate
 
     __version__: str
 
@@ -41,6 +42,8 @@ __all__ = [
     "NVFP4Tensor",
     "PrepackedTensor",
     "__version__",
+    "calibrate",
+    "calibration",
     "combine",
     "compiler",
     "concat",
@@ -77,8 +80,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # These are imported on first use, which makes the import of fp4gemm faster.
-    if name in ("compiler", "nn"):
+    if name in ("calibration", "compiler", "nn"):
         return importlib.import_module(f".{name}", __name__)
+    if name == "calibrate":
+        return importlib.import_module(".nn", __name__).calibrate
     # The version is in the library, which an import of fp4gemm alone does not open.
     if name == "__version__":
         return _native.version()

@@ -5,6 +5,7 @@ The cases are plain data, so that they also run under ``python -O``, where ``ass
 
 from __future__ import annotations
 
+import bad_calibration
 import bad_container
 import bad_decoded
 import bad_experts
@@ -47,6 +48,7 @@ CASES = Cases(
     [
         *bad_quantize.CASES,
         *bad_search.CASES,
+        *bad_calibration.CASES,
         *bad_container.CASES,
         *bad_decoded.CASES,
         *bad_experts.CASES,

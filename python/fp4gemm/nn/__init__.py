@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .calibration import calibrate
 from .convert import quantize_model
 from .experts import Experts
 from .fuse import GatedMLP
@@ -17,5 +18,6 @@ __all__ = [
     "LayerReport",
     "Linear",
     "QuantizeReport",
+    "calibrate",
     "quantize_model",
 ]

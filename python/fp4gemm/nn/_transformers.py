@@ -133,6 +133,17 @@ def _parameters(m: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     return getattr(m, first), m.down_proj, *biases
 
 
+def between(module: torch.nn.Module, x: Tensor, expert: int) -> Tensor:
+    """The float rows that the second product of an expert reads, for rows x (m, d) of its first."""
+    m: Any = module
+    w13, _, bias13, _ = _parameters(m)
+    z = x @ (w13[expert] if m.is_transposed else w13[expert].T)
+    if bias13 is not None:
+        z = z + bias13[expert]
+    h: Tensor = m._apply_gate(z) if m.has_gate else m.act_fn(z)
+    return h
+
+
 # ---- which activation it is
 
 

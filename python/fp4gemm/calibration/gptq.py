@@ -1,0 +1,297 @@
+"""GPTQ for NVFP4: a weight rounded so that the output of its layer changes least on given inputs.
+
+Let W (n, k) be the weight and H (k, k) the second moment of the inputs, the mean of x x^T. GPTQ (Frantar et
+al., 2022, arXiv:2210.17323) goes through the columns and adds what rounding a column costs to the columns
+that are still to come, so that ``tr((W - Q) H (W - Q)^T)``, the squared error of the output, stays small.
+Here it chooses the block scales as well::
+
+    H' = H + damping * mean(diag(H)) * I         U upper triangular with U^T U = H'^-1
+    for each block of 16 columns, in the order of the blocks:
+        a  = max |w| of the block in each row, c = the code of the standard scale of a (fp4gemm.quantize)
+        for each candidate c_0 + step, c_0 = max(c, 1), step in STEPS, clamped to 1..126, of value s:
+            for each column j of the block, from left to right:
+                q_j = e2m1(fl(w_j * e)),  r_j = q_j * t,  d_j = w_j - r_j
+                w_i = w_i - d_j * U_ji / U_jj        for the columns i behind j in the block
+            E = sum over the block of (d_j / U_jj)^2
+        the candidate with the smallest E is used, and of equal ones the first
+        w_i = w_i - sum over the block of d_j * U_ji / U_jj        for all columns i behind the block
+    S = min(fl(6B / A), FMAX)    e = min(fl(1 / fl(s * fl(1 / S))), FMAX)    t = fl(fl(s * A) * fl(1 / 6B))
+
+A is the amax of the row or of the weight before any error is added, and B = 256, so that a block which grows
+beyond A keeps a scale of its own. A block of zeros has the scale 0. U is computed in float64 and rounded to
+float32, in which everything else is computed; sums have no defined order, so that devices may differ where a
+value lies between two codes. One device gives the same bits in every run.
+
+``block_order="importance"`` goes through the blocks in the order of the mean of diag(H), largest first, while
+the columns keep their places: blocks of 16 remain contiguous in k, as the format wants.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+from ..containers.nvfp4 import NVFP4Tensor
+from ..reference.chunks import fp32
+from ..reference.formats import E2M1_VALUES, encode_e2m1, pack
+from ..reference.nvfp4 import element_factor, encode_scale, standard_scale
+from ..reference.scale_search import LARGEST_CODE, STEPS
+
+__all__ = ["BlockOrder", "Rounded", "gptq", "rounded"]
+
+BlockOrder = Literal["natural", "importance"]
+Scaling = Literal["row", "tensor"]
+BLOCK = _checks.BLOCK
+E4M3_BOUND = 256  # B
+PANEL = 128  # columns whose errors are added to the rest of the weight in one product
+GROWTH, MOST_DAMPING = 10.0, 1.0  # of the damping where H' is not positive definite
+ASYMMETRY = 1e-3  # |H - H^T| that is taken for rounding, of the largest diagonal element
+WORKSPACE = 4 << 30  # bytes of the float64 matrices of as many experts as are factored at a time
+# The e2m1 values in ascending order, and between each two of them the largest float32 of the lower one.
+_VALUES = sorted({float(v) for v in E2M1_VALUES})
+
+
+class Rounded(NamedTuple):
+    """What GPTQ made of a weight."""
+
+    weight: NVFP4Tensor
+    damping: tuple[float, ...]  # that was used, for each matrix
+
+
+def gptq(
+    weight: Tensor,
+    second_moment: Tensor,
+    *,
+    scaling: Scaling = "row",
+    damping: float = 0.01,
+    block_order: BlockOrder = "natural",
+) -> NVFP4Tensor:
+    """Round a weight to NVFP4 by GPTQ, with the least squared error of the layer's output on the inputs seen.
+
+    The module :mod:`fp4gemm.calibration.gptq` has the definition. The result is in the standard format, with
+    e4m3_max=256, and is multiplied like any other.
+
+    Args:
+        weight: bfloat16, float16 or float32 (n, k), finite; k a multiple of 16. Or (g, n, k), the weights of
+            g experts.
+        second_moment: float32 (k, k) on the device of weight, the mean of x x^T over the rows x of the input,
+            as in :class:`fp4gemm.calibration.InputStatistics`; (g, k, k) for experts. Its scale has no
+            effect.
+        scaling: "row": each row has its own amax; "tensor": each matrix has one.
+        damping: what is added to the diagonal of second_moment, as a part of the mean of the diagonal; at
+            least 0. If the sum is not positive definite, ten times as much is added, until it is, and a
+            warning says so.
+        block_order: "natural": blocks from left to right. "importance": those with the largest inputs first.
+
+    Returns:
+        NVFP4Tensor (n, k) or (g, n, k) on the device of weight. Synchronises.
+
+    Raises:
+        TypeError, ValueError: naming the argument; for values that are NaN or infinite, a second_moment that
+            is
+            not symmetric or has a negative diagonal, and one that is not positive definite with a damping of
+            1 either.
+    """
+    made = rounded(weight, second_moment, scaling=scaling, damping=damping, block_order=block_order)
+    for e, used in enumerate(made.damping):
+        if used != damping:
+            which = f" of expert {e}" if weight.dim() == 3 else ""
+            warnings.warn(
+                f"gptq: second_moment{which} is not positive definite with damping {damping:g}; {used:g} was "
+                "used",
+                stacklevel=2,
+            )
+    return made.weight
+
+
+def rounded(
+    weight: Tensor,
+    second_moment: Tensor,
+    *,
+    scaling: Scaling = "row",
+    damping: float = 0.01,
+    block_order: BlockOrder = "natural",
+) -> Rounded:
+    """:func:`gptq`, which also returns the damping that was used and does not warn."""
+    stack = _checked(weight, second_moment, scaling, damping, block_order)
+    moments = second_moment if weight.dim() == 3 else second_moment[None]
+    with torch.no_grad():
+        g, n, k = stack.shape
+        dims: tuple[int, ...] = (2,) if scaling == "row" else (1, 2)
+        amax = stack.abs().amax(dims).float().view(g, -1)
+        nibbles = torch.empty((g, n, k), dtype=torch.uint8, device=stack.device)
+        scales = torch.empty((g, n, k // BLOCK), dtype=torch.uint8, device=stack.device)
+        step, used = max(1, WORKSPACE // (32 * k * k)), []
+        for i in range(0, g, step):
+            part = slice(i, min(i + step, g))
+            order = _order(moments[part], block_order)
+            columns = _columns(order)
+            h = _gathered(moments[part], columns)
+            factors, found = _factored(h, damping, i if weight.dim() == 3 else None)
+            w = stack[part].float().gather(2, columns[:, None].expand(-1, n, -1))
+            codes, chosen = _round(w, factors, amax[part])
+            nibbles[part] = codes.scatter(2, columns[:, None].expand(-1, n, -1), codes)
+            scales[part] = chosen.scatter(2, order[:, None].expand(-1, n, -1), chosen)
+            used += found
+        codes = pack(nibbles.view(g * n, k)).view(g, n, k // 2)
+        if weight.dim() == 2:
+            codes, scales, amax = codes[0], scales[0], amax[0]
+        made = NVFP4Tensor.from_compact(codes, scales, amax.contiguous(), E4M3_BOUND)
+    return Rounded(made.to(weight.dtype), tuple(used))
+
+
+def _checked(
+    weight: object, second_moment: object, scaling: object, damping: object, block_order: object
+) -> Tensor:
+    """The weight as a stack (g, n, k)."""
+    w, h = _checks.is_tensor("weight", weight), _checks.is_tensor("second_moment", second_moment)
+    _checks.has_dtype("weight", w, _checks.FLOAT_DTYPES)
+    if w.dim() not in (2, 3):
+        raise ValueError(f"weight: shape is {tuple(w.shape)}, must be (n, k) or (g, n, k)")
+    _checks.is_multiple("weight", "k", w.shape[-1], BLOCK)
+    _checks.has_dtype("second_moment", h, (torch.float32,))
+    _checks.has_shape("second_moment", h, (*w.shape[:-2], w.shape[-1], w.shape[-1]), " as of weight")
+    _checks.same_device("second_moment", h, w.device, "weight")
+    _checks.is_one_of("scaling", scaling, get_args(Scaling))
+    _checks.is_one_of("block_order", block_order, get_args(BlockOrder))
+    if isinstance(damping, bool) or not isinstance(damping, (int, float)):
+        raise TypeError(f"damping: got {_checks.describe(damping)}, must be a number")
+    if not 0 <= damping <= MOST_DAMPING:
+        raise ValueError(f"damping: got {damping}, must be from 0 to {MOST_DAMPING:g}")
+    for name, x in (("weight", w), ("second_moment", h)):
+        num_bad = int((~torch.isfinite(x)).sum())
+        if num_bad:
+            raise ValueError(f"{name}: {num_bad} values are NaN or infinite, must all be finite")
+    diagonal = h.diagonal(dim1=-2, dim2=-1)
+    if bool((diagonal < 0).any()):
+        raise ValueError(f"second_moment: its diagonal holds {diagonal.min().item():.4g}, must be at least 0")
+    off = (h - h.transpose(-1, -2)).abs().amax((-2, -1)) > ASYMMETRY * diagonal.amax(-1)
+    if bool(off.any()):
+        raise ValueError("second_moment: is not symmetric, must be the mean of x x^T")
+    return w.detach() if w.dim() == 3 else w.detach()[None]
+
+
+def _order(moments: Tensor, block_order: BlockOrder) -> Tensor:
+    """The blocks in the order in which they are rounded, int64 (g, k/16)."""
+    importance = moments.diagonal(dim1=1, dim2=2).unflatten(1, (-1, BLOCK)).mean(2)
+    if block_order == "natural":
+        return torch.arange(importance.shape[1], device=moments.device).expand(importance.shape)
+    order: Tensor = importance.argsort(dim=1, descending=True, stable=True)
+    return order
+
+
+def _columns(order: Tensor) -> Tensor:
+    """The columns of blocks, int64 (g, k)."""
+    return (order[:, :, None] * BLOCK + torch.arange(BLOCK, device=order.device)).flatten(1)
+
+
+def _gathered(moments: Tensor, columns: Tensor) -> Tensor:
+    """Rows and columns of matrices (g, k, k) in another order."""
+    rows = moments.gather(1, columns[:, :, None].expand(moments.shape))
+    return rows.gather(2, columns[:, None].expand(moments.shape))
+
+
+class _Factors(NamedTuple):
+    rows: Tensor  # float32 (g, k, k): U_ji / U_jj
+    cost: Tensor  # float32 (g, k): 1 / U_jj^2
+
+
+def _factored(moments: Tensor, damping: float, first: int | None) -> tuple[_Factors, list[float]]:
+    """U of matrices (g, k, k), and the damping that each needed; ``first`` is the number of the first expert.
+
+    H' = R R^T with an upper triangular R is the Cholesky factorization from the last column to the first, and
+    U = R^-1.
+    """
+    g, k, _ = moments.shape
+    flipped = moments.flip(1, 2).double()
+    mean = flipped.diagonal(dim1=1, dim2=2).mean(1)
+    used = [damping] * g
+    lower = torch.empty_like(flipped)
+    pending = list(range(g))
+    while pending:
+        h = flipped[pending]
+        h.diagonal(dim1=1, dim2=2).add_((mean[pending] * h.new_tensor([used[e] for e in pending]))[:, None])
+        lower[pending], info = torch.linalg.cholesky_ex(h)
+        pending = [e for e, failed in zip(pending, info.tolist(), strict=True) if failed]
+        for e in pending:
+            if used[e] >= MOST_DAMPING:
+                which = "" if first is None else f" of expert {first + e}"
+                raise ValueError(
+                    f"second_moment{which}: is not positive definite with damping {MOST_DAMPING:g} either, "
+                    "must be the mean of x x^T of rows that are not all zero"
+                )
+            used[e] = min(max(used[e] * GROWTH, 1e-6), MOST_DAMPING)
+    identity = torch.eye(k, dtype=torch.float64, device=moments.device).expand(g, k, k)
+    upper = torch.linalg.solve_triangular(lower.flip(1, 2), identity, upper=True)
+    diagonal = upper.diagonal(dim1=1, dim2=2)
+    return _Factors((upper / diagonal[:, :, None]).float(), diagonal.pow(-2).float()), used
+
+
+def _round(w: Tensor, factors: _Factors, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes 0..15 uint8 (g, n, k) and scale codes uint8 (g, n, k/16) of w (g, n, k), in the order of w.
+
+    amax is (g, n) or (g, 1).
+    """
+    g, n, k = w.shape
+    device = w.device
+    encode = encode_scale(amax, E4M3_BOUND)  # S
+    inverse = torch.div(fp32(1.0, device), fp32(6.0 * E4M3_BOUND, device))
+    steps = torch.tensor(STEPS, dtype=torch.int16, device=device)[:, None, None]
+    values = torch.tensor(_VALUES, device=device)
+    bounds = torch.tensor(_bounds(), device=device)
+    rest = w.transpose(1, 2).contiguous()  # columns are contiguous; those that are done keep what was rounded
+    codes = torch.empty((g, k, n), dtype=torch.uint8, device=device)
+    chosen = torch.empty((g, k // BLOCK, n), dtype=torch.uint8, device=device)
+    errors = torch.empty((g, PANEL, n), device=device)
+    shape = (1, g, BLOCK, n)
+    for begin in range(0, k, PANEL):
+        end = min(begin + PANEL, k)
+        for j in range(begin, end, BLOCK):
+            block, of_block = rest[:, j : j + BLOCK], slice(j, j + BLOCK)
+            a = block.abs().amax(1)
+            code = standard_scale(a, encode).view(torch.uint8).to(torch.int16).clamp(min=1)[None] + steps
+            code = code.clamp(1, LARGEST_CODE).masked_fill(a == 0, 0).to(torch.uint8)
+            scale = code.view(torch.float8_e4m3fn).float()
+            e = element_factor(scale, encode)
+            t = scale * amax * inverse
+            v = block.expand(len(STEPS), g, BLOCK, n).clone()
+            d = torch.empty_like(v)
+            loss = torch.zeros_like(t)
+            for i in range(BLOCK):
+                q = values[torch.bucketize(v[:, :, i] * e, bounds, out_int32=True)]
+                d[:, :, i] = torch.addcmul(v[:, :, i], q, t, value=-1)
+                loss.addcmul_(d[:, :, i].square(), factors.cost[:, j + i, None])
+                if i + 1 < BLOCK:
+                    row = factors.rows[:, j + i, j + i + 1 : j + BLOCK, None]
+                    v[:, :, i + 1 :] -= row * d[:, :, i, None]
+            best = loss.argmin(0, keepdim=True)  # the first of equal ones
+            chosen[:, j // BLOCK] = code.gather(0, best)[0]
+            e = e.gather(0, best)
+            best = best[:, :, None].expand(shape)
+            codes[:, of_block] = encode_e2m1(v.gather(0, best)[0] * e[0, :, None])
+            error = errors[:, j - begin : j - begin + BLOCK]
+            error.copy_(d.gather(0, best)[0])
+            if j + BLOCK < end:
+                rows = factors.rows[:, of_block, j + BLOCK : end]
+                rest[:, j + BLOCK : end].baddbmm_(rows.transpose(1, 2), error, alpha=-1)
+        if end < k:
+            rows = factors.rows[:, begin:end, end:]
+            rest[:, end:].baddbmm_(rows.transpose(1, 2), errors[:, : end - begin], alpha=-1)
+    return codes.transpose(1, 2), chosen.transpose(1, 2)
+
+
+def _bounds() -> list[float]:
+    """The largest float32 that rounds to each e2m1 value but the last, ties to the even code."""
+    ends = []
+    for low, high in itertools.pairwise(_VALUES):
+        middle = (low + high) / 2
+        # A tie belongs to the value with the even code; those of 0, 1, 2 and 4 are even.
+        is_lower_even = abs(low) in (0.0, 1.0, 2.0, 4.0)
+        tie = torch.tensor(middle, dtype=torch.float32)
+        ends.append(float(tie if is_lower_even else torch.nextafter(tie, torch.tensor(-torch.inf))))
+    return ends

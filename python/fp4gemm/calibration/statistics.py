@@ -1,0 +1,160 @@
+"""Statistics of the inputs of linear layers and experts, by layer, and their file."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+
+__all__ = ["InputStatistics", "Statistics"]
+
+FORMAT = "fp4gemm calibration 1"  # in the metadata of the file
+PARTS = ("num_tokens", "mean_square", "second_moment")
+
+
+@dataclass(frozen=True, eq=False)
+class InputStatistics:
+    """What calibration text showed a layer: moments of the rows x of its input.
+
+    Attributes:
+        num_tokens: int64 (), the rows that were seen; (g,) for g experts.
+        mean_square: float32 (k,), the mean of x[j]^2 over the rows; (g, k) for experts. 0 without rows.
+        second_moment: float32 (k, k), the mean of x[i] x[j]; (g, k, k) for experts. None if it was not asked
+            for.
+
+    Raises:
+        TypeError, ValueError: a part is not a tensor of this dtype and shape; the text names it.
+    """
+
+    num_tokens: Tensor
+    mean_square: Tensor
+    second_moment: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        count = _checks.is_tensor("num_tokens", self.num_tokens)
+        _checks.has_dtype("num_tokens", count, (torch.int64,))
+        square = _checks.is_tensor("mean_square", self.mean_square)
+        _checks.has_dtype("mean_square", square, (torch.float32,))
+        if square.dim() not in (1, 2):
+            raise ValueError(f"mean_square: shape is {tuple(square.shape)}, must be (k,) or (g, k)")
+        _checks.has_shape("num_tokens", count, tuple(square.shape[:-1]), " as of mean_square")
+        if self.second_moment is not None:
+            moment = _checks.is_tensor("second_moment", self.second_moment)
+            _checks.has_dtype("second_moment", moment, (torch.float32,))
+            wanted = (*square.shape, square.shape[-1])
+            _checks.has_shape("second_moment", moment, wanted, " as of mean_square")
+
+    @property
+    def k(self) -> int:
+        """Elements of an input row."""
+        return self.mean_square.shape[-1]
+
+    def to(self, device: torch.device | str) -> InputStatistics:
+        """The same numbers on a device."""
+        moment = None if self.second_moment is None else self.second_moment.to(device)
+        return InputStatistics(self.num_tokens.to(device), self.mean_square.to(device), moment)
+
+
+class Statistics(Mapping[str, InputStatistics]):
+    """The statistics of the inputs of a model's layers, by the layers' qualified names.
+
+    :func:`fp4gemm.calibrate` makes them. The two products of experts with 3-D weights have the names
+    ``NAME.w13`` and ``NAME.w2``. A file holds them as safetensors, NAME.num_tokens and so on.
+
+    Raises:
+        TypeError: a key is not a str, or a value is not an InputStatistics.
+    """
+
+    def __init__(self, layers: Mapping[str, InputStatistics]) -> None:
+        if not isinstance(layers, Mapping):
+            raise TypeError(f"layers: got {_checks.describe(layers)}, must be a mapping")
+        for name, value in layers.items():
+            if not isinstance(name, str):
+                raise TypeError(f"layers: a key is {_checks.describe(name)}, must be a str")
+            if not isinstance(value, InputStatistics):
+                raise TypeError(f"layers: {name!r} is {_checks.describe(value)}, must be InputStatistics")
+        self._layers = dict(layers)
+
+    def __getitem__(self, name: str) -> InputStatistics:
+        return self._layers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __repr__(self) -> str:
+        return f"Statistics of {len(self)} layers, {'with' if self.has_moments else 'without'} second moments"
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether every layer has its second moment."""
+        return bool(self._layers) and all(s.second_moment is not None for s in self._layers.values())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file. The same statistics give the same bytes, and no half file is left.
+
+        Raises:
+            ImportError: safetensors is not installed. OSError: the file cannot be written.
+        """
+        tensors = {}
+        for name, layer in self._layers.items():
+            for part in PARTS:
+                value = getattr(layer, part)
+                if value is not None:
+                    tensors[f"{name}.{part}"] = value.detach().cpu().contiguous().clone()
+        path = Path(path)
+        temporary = path.with_name(path.name + ".part")
+        _safetensors("save_file", "safetensors.torch")(tensors, temporary, metadata={"format": FORMAT})
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Statistics:
+        """Read what :meth:`save` wrote, into CPU memory.
+
+        Raises:
+            ImportError: safetensors is not installed. OSError: the file cannot be read. ValueError: it is not
+                such a file, or a part of a layer is missing or has another dtype or shape.
+        """
+        safe_open, broken = _safetensors("safe_open"), _safetensors("SafetensorError")
+        found: dict[str, dict[str, Tensor]] = {}
+        try:
+            with safe_open(path, "pt") as file:
+                if (file.metadata() or {}).get("format") != FORMAT:
+                    raise ValueError(f"{path}: is not a file of fp4gemm.calibration.Statistics.save")
+                for key in sorted(file.keys()):
+                    name, _, part = key.rpartition(".")
+                    if part not in PARTS:
+                        raise ValueError(f"{path}: holds {key!r}, must end in {_checks.listing(PARTS)}")
+                    found.setdefault(name, {})[part] = file.get_tensor(key)
+        except broken as error:
+            raise ValueError(f"{path}: is not a whole safetensors file: {error}") from error
+        layers = {}
+        for name, parts in found.items():
+            for part in PARTS[:2]:
+                if part not in parts:
+                    raise ValueError(f"{path}: {name!r} has no {part}")
+            try:
+                layers[name] = InputStatistics(**parts)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{path}: {name!r}: {error}") from error
+        return cls(layers)
+
+
+def _safetensors(name: str, module: str = "safetensors") -> Any:
+    """An attribute of safetensors, which fp4gemm does not depend on otherwise."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise ImportError(
+            "statistics are files of safetensors, which is not installed (pip install safetensors)"
+        ) from error

@@ -1,0 +1,155 @@
+"""fp4gemm.calibrate: statistics of the inputs of a model's linear layers and experts on given batches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+
+from .. import _checks
+from ..calibration.statistics import InputStatistics, Statistics
+from . import _candidates, _collect
+from ._candidates import Candidate, Filter
+from ._walk import Walk
+
+Progress = Callable[[int, int, str], object]
+
+
+def calibrate(
+    model: torch.nn.Module,
+    batches: Iterable[object],
+    *,
+    second_moment: bool = False,
+    include: Filter | None = None,
+    exclude: Filter | None = None,
+    types: Iterable[type[torch.nn.Linear]] = (torch.nn.Linear,),
+    sequential: bool = False,
+    device: torch.device | str | int | None = None,
+    progress: Progress | None = None,
+) -> Statistics:
+    """Run a float model on batches and return ``mean x[j]^2`` and ``mean x x^T`` of the input x of each
+    layer.
+
+    The layers are those that :func:`fp4gemm.nn.quantize_model` would swap with the same include, exclude and
+    types, each under its first name. Of experts with 3-D weights (transformers 5), each expert has statistics
+    of the tokens that are routed to it, of its two products, ``NAME.w13`` and ``NAME.w2``; an expert in a
+    list of modules is a layer like others. Every row of an input counts, so that padding would count too.
+
+    The model runs in eval mode without gradients and is not changed. Sums are in float32 on the device of
+    each layer; the result is in CPU memory. The same batches on the same device give the same bits.
+
+    Args:
+        model: any module with linear layers.
+        batches: tensors, which the model is called with; mappings, which become its keywords; or tuples or
+            lists, its arguments.
+        second_moment: whether the matrices (k, k) are wanted, which method "gptq" needs. They need 4 k^2
+            bytes
+            a layer.
+        include, exclude, types: as of quantize_model.
+        sequential: run the blocks of the model (its decoder layers) one after the other, each on all batches,
+            so that the sums of one block alone are on the device. Needs memory for the hidden states of all
+            batches, and a model whose blocks are called one after the other.
+        device: with sequential, where each block is brought to run; None is where it lies.
+        progress: called as ``progress(done, total, name)`` after each batch, or after each block.
+
+    Returns:
+        Statistics, in model order. Synchronises.
+
+    Raises:
+        TypeError, ValueError: naming the argument; a batch that the model does not accept; no batches; inputs
+            that hold NaN or infinity, with the layer's name; layers that no token reached, except experts in
+            a list; with sequential a model whose blocks cannot be run one after the other.
+    """
+    check(model, batches, progress)
+    _checks.is_bool("second_moment", second_moment)
+    _checks.is_bool("sequential", sequential)
+    if device is not None and not sequential:
+        raise ValueError(f"device: got {device!r}, must be None without sequential=True")
+    place = None if device is None else _checks.as_device("device", device)
+    candidates = _candidates.find(model)
+    _candidates.select(
+        model,
+        candidates,
+        _candidates.patterns("include", include),
+        _candidates.patterns("exclude", exclude),
+        _candidates.exact_types(types),
+    )
+    _candidates.refuse_unsupported(model, candidates, "row", raises=False)
+    chosen = [c for c in candidates if c.action == "quantized"]
+    if not chosen:
+        raise ValueError("model: has no layer that quantize_model would swap, must have one")
+    if not sequential:
+        return Statistics(collected(model, batches, chosen, second_moment, progress))
+    found: dict[str, InputStatistics] = {}
+    with evaluated(model):
+        walk = Walk(model, _listed(batches), chosen, place)
+        inside = set()
+        for number in range(len(walk.blocks)):
+            own = walk.inside(number, chosen)
+            inside |= {id(c) for c in own}
+            with walk.placed(number):
+                collector = _collect.Collector(own, second_moment)
+                with collector.hooked():
+                    walk.run(number, keep=True)
+                found |= collector.statistics()
+            if progress is not None:
+                progress(number + 1, len(walk.blocks), f"{walk.name}.{number}")
+    outside = [c.names[0] for c in chosen if id(c) not in inside]
+    if outside:
+        raise ValueError(
+            f"sequential: {len(outside)} selected layers, such as {outside[0]!r}, are not in the blocks "
+            f"{walk.name}, must be (exclude them, or use sequential=False)"
+        )
+    return Statistics(found)
+
+
+def collected(
+    model: torch.nn.Module,
+    batches: Iterable[object],
+    chosen: list[Candidate],
+    second_moment: bool,
+    progress: Progress | None = None,
+) -> dict[str, InputStatistics]:
+    """The statistics of candidates from one pass of the whole model over the batches."""
+    total = len(batches) if hasattr(batches, "__len__") else 0  # type: ignore[arg-type]
+    collector = _collect.Collector(chosen, second_moment)
+    count = 0
+    with evaluated(model), collector.hooked():
+        for batch in batches:
+            _collect.run(model, batch, count)
+            count += 1
+            if progress is not None:
+                progress(count, max(total, count), f"batch {count}")
+    if not count:
+        raise ValueError("batches: is empty, must have at least one batch")
+    return collector.statistics()
+
+
+def check(model: object, batches: object, progress: object) -> None:
+    """Raise TypeError unless these are a module, an iterable of batches, and None or callable."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: got {_checks.describe(model)}, must be a torch.nn.Module")
+    if isinstance(batches, (str, bytes, Mapping, torch.Tensor)) or not isinstance(batches, Iterable):
+        raise TypeError(f"batches: got {_checks.describe(batches)}, must be a list of batches")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress: got {_checks.describe(progress)}, must be callable")
+
+
+def _listed(batches: Iterable[object]) -> list[object]:
+    made = list(batches)
+    if not made:
+        raise ValueError("batches: is empty, must have at least one batch")
+    return made
+
+
+@contextlib.contextmanager
+def evaluated(model: torch.nn.Module) -> Iterator[None]:
+    """Put every module into eval mode while this is open."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
