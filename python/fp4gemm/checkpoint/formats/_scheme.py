@@ -63,7 +63,8 @@ class Scheme:
     def __post_init__(self) -> None:
         format_of(self.format)
         _checks.is_one_of("activations", self.activations, ACTIVATIONS)
-        _checks.is_one_of("kv_cache", self.kv_cache, (None, *KV_CACHES))
+        if self.kv_cache is not None:
+            _checks.is_one_of("kv_cache", self.kv_cache, KV_CACHES)
         _checks.is_one_of("e4m3_max", self.e4m3_max, _checks.E4M3_BOUNDS)
         _checks.is_one_of("scaling", self.scaling, ("tensor", "row"))
         for name, value in (("ignore", self.ignore), ("targets", self.targets)):
