@@ -31,7 +31,7 @@ from .support import is_supported
 from .training.products import dgrad, fprop, wgrad
 
 if TYPE_CHECKING:
-    from . import calibration, compiler, nn
+    from . import calibration, checkpoint, compiler, nn
     from .nn import calibrate
 
     __version__: str
@@ -44,6 +44,7 @@ __all__ = [
     "__version__",
     "calibrate",
     "calibration",
+    "checkpoint",
     "combine",
     "compiler",
     "concat",
@@ -80,7 +81,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # These are imported on first use, which makes the import of fp4gemm faster.
-    if name in ("calibration", "compiler", "nn"):
+    if name in ("calibration", "checkpoint", "compiler", "nn"):
         return importlib.import_module(f".{name}", __name__)
     if name == "calibrate":
         return importlib.import_module(".nn", __name__).calibrate

@@ -1,1 +1,31 @@
-"""fp4gemm.checkpoint: NVFP4 checkpoints on disk: formats, numerics of their producers, conversion."""
+"""fp4gemm.checkpoint: NVFP4 checkpoints on disk: formats, numerics of their producers, conversion.
+
+:func:`convert` writes the NVFP4 checkpoint of a float checkpoint on disk, as ``fp4gemm convert`` does, and
+:func:`quantize_named` converts the tensors of a :class:`Plan` that come one by one (docs/checkpoints.md).
+"""
+
+from __future__ import annotations
+
+from .conversion import convert, plan_conversion
+from .errors import CheckpointError
+from .measure import LayerError
+from .named import quantize_named
+from .options import Options
+from .plan import FusedSet, Matrix, Plan
+from .report import ConvertReport, TensorReport
+from .translation import Translation
+
+__all__ = [
+    "CheckpointError",
+    "ConvertReport",
+    "FusedSet",
+    "LayerError",
+    "Matrix",
+    "Options",
+    "Plan",
+    "TensorReport",
+    "Translation",
+    "convert",
+    "plan_conversion",
+    "quantize_named",
+]

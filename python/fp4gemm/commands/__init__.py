@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Protocol
 
-from . import cmake_dir, include_dir, kernels, report, selftest, tune
+from . import cmake_dir, convert, include_dir, kernels, report, selftest, tune
 
 __all__ = ["COMMANDS", "main"]
 
@@ -28,6 +28,7 @@ COMMANDS: dict[str, Command] = {
     "kernels": kernels,
     "selftest": selftest,
     "tune": tune,
+    "convert": convert,
     "cmake-dir": cmake_dir,
     "include-dir": include_dir,
 }
@@ -36,7 +37,8 @@ COMMANDS: dict[str, Command] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the subcommand that the arguments name, "report" without any; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m fp4gemm", description="Report on, test and tune this installation of fp4gemm."
+        prog="python -m fp4gemm",
+        description="Report on, test and tune this installation of fp4gemm; convert checkpoints.",
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", help="report is the default")
     parsers = {}

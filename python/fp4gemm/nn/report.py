@@ -178,7 +178,7 @@ class QuantizeReport:
             (e.name, e.size, e.action, e.reason, e.bytes_before, e.bytes_after) for e in self.swapped
         ]
         rows += [(w.name, w.size, "float", w.reason, w.num_bytes, w.num_bytes) for w in self.weights]
-        lines = _table(rows)
+        lines = table(rows)
         lines.append(_counted("linear layer", self.layers))
         if self.experts:
             lines.append(_counted("module of experts", self.experts, "modules of experts"))
@@ -186,7 +186,7 @@ class QuantizeReport:
             sizes: Counter[str] = Counter()
             for weight in self.weights:
                 sizes[weight.kind] += weight.num_bytes
-            shown = ", ".join(f"{kind} {_bytes(size)}" for kind, size in sizes.most_common())
+            shown = ", ".join(f"{kind} {readable_bytes(size)}" for kind, size in sizes.most_common())
             lines.append(f"{len(self.weights)} other weights in float: {shown}")
         if self.others:
             lines.append(self.about_others())
@@ -196,7 +196,9 @@ class QuantizeReport:
             f"parameters: {self.parameters_before} -> {self.parameters_after}, "
             f"{self.percent_quantized:.1f} % of them in NVFP4"
         )
-        lines.append(f"bytes: {_bytes(self.model_bytes_before)} -> {_bytes(self.model_bytes_after)}")
+        lines.append(
+            f"bytes: {readable_bytes(self.model_bytes_before)} -> {readable_bytes(self.model_bytes_after)}"
+        )
         return "\n".join(lines)
 
     def about_others(self) -> str:
@@ -228,7 +230,7 @@ class QuantizeReport:
 Row = tuple[str, str, str, str, int, int]  # name, size, action, reason, bytes before and after
 
 
-def _table(rows: list[Row]) -> list[str]:
+def table(rows: list[Row]) -> list[str]:
     """One line for the layers whose names differ in numbers alone and which are otherwise equal."""
     groups: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in rows:
@@ -238,7 +240,11 @@ def _table(rows: list[Row]) -> list[str]:
         _, size, action, reason, _, _ = group[0]
         before, after = sum(row[4] for row in group), sum(row[5] for row in group)
         name = _merged([row[0] for row in group])
-        change = _bytes(before) if before == after else f"{_bytes(before)} -> {_bytes(after)}"
+        change = (
+            readable_bytes(before)
+            if before == after
+            else f"{readable_bytes(before)} -> {readable_bytes(after)}"
+        )
         cells.append((name, "" if len(group) == 1 else f"{len(group)} times", size, action, change, reason))
     widths = [max((len(line[i]) for line in cells), default=0) for i in range(6)]
     return [
@@ -273,10 +279,10 @@ def _counted(what: str, entries: Iterable[LayerReport | ExpertsReport], plural: 
     counts = ", ".join(f"{actions.count(action)} {action}" for action in sorted(set(actions)))
     before, after = sum(e.bytes_before for e in entries), sum(e.bytes_after for e in entries)
     named = what if len(entries) == 1 else plural or f"{what}s"
-    return f"{len(entries)} {named} ({counts or 'none'}): {_bytes(before)} -> {_bytes(after)}"
+    return f"{len(entries)} {named} ({counts or 'none'}): {readable_bytes(before)} -> {readable_bytes(after)}"
 
 
-def _bytes(number: int) -> str:
+def readable_bytes(number: int) -> str:
     """A number of bytes for a reader: three digits and a decimal unit."""
     for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if number >= unit:

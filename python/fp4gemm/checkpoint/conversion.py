@@ -1,0 +1,172 @@
+"""convert: from a checkpoint on disk to an NVFP4 checkpoint on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .. import _native
+from .errors import CheckpointError
+from .options import Options
+from .report import ConvertReport
+from .runner import Progress, resolve_devices, run
+from .sinks import WriteSink
+from .source import CONFIG, Source
+from .state import STATE, State
+from .translation import Translation, translation
+from .verify import verify_folder
+from .work import HF_QUANT_CONFIG, Work, quantization
+from .writer import PART, write_file
+
+__all__ = ["convert", "plan_conversion"]
+
+SPARE = 2**20  # bytes on the disk for everything but the shards
+
+
+def plan_conversion(
+    src: str | os.PathLike[str], options: Options | Translation | None = None
+) -> ConvertReport:
+    """What :func:`convert` would do, told from headers and config.json alone; nothing is written.
+
+    Raises:
+        CheckpointError, ModuleNotFoundError: as for :func:`convert`.
+    """
+    return _work(Source(src), options or Options()).report
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    options: Options | Translation | None = None,
+    *,
+    device: str = "auto",
+    jobs: int | None = None,
+    max_memory: int | None = None,
+    resume: bool = False,
+    measured: bool = False,
+    verify: bool = False,
+    progress: Progress | None = None,
+) -> ConvertReport:
+    """Write the NVFP4 checkpoint of a float checkpoint, or that of an NVFP4 checkpoint in another format.
+
+    The bytes depend on src and options alone: not on device, jobs, max_memory or interruptions. Every file is
+    written under another name, flushed and renamed; config.json comes last, so that an incomplete folder
+    cannot be loaded. Everything of src but its weights is copied. Memory holds the running tasks, each a
+    fused set: no shard is read as a whole.
+
+    Args:
+        src: the folder of a checkpoint: config.json, safetensors files, and an index if they are several.
+        dst: a folder that is new or empty, or with ``resume`` that of an interrupted conversion.
+        options: what is quantized, and how; None is ``Options()``. A :class:`Translation` instead changes the
+            format of an NVFP4 checkpoint; codes and block scales keep their bytes.
+        device: "auto" (a GPU if torch sees one), "cpu", "cuda" or "cuda:0,1".
+        jobs: sets that are converted at a time; None: as many as torch has threads, or four for each GPU.
+        max_memory: bytes that the sets which are converted at a time may need; None: no limit beyond jobs.
+        resume: continue an interrupted conversion: shards that are finished stay as they are.
+        measured: measure the error of each layer, for the report.
+        verify: read dst again, and compare it with what src gives.
+        progress: called as ``progress(bytes_done, bytes_in_all, name)``.
+
+    Returns:
+        A :class:`ConvertReport`; ``already_done`` says that dst was complete before.
+
+    Raises:
+        CheckpointError: src is damaged, quantized or pickled, has NaN or inf in a weight that is quantized,
+            or misses a partner of a fused set; dst is not ours, was begun otherwise, or cannot be written.
+            The text names the file and the tensor. dst is then incomplete, and can be continued.
+        TypeError, ValueError: an argument. ModuleNotFoundError: safetensors is not installed.
+    """
+    devices = resolve_devices(device)
+    for name, value in (("jobs", jobs), ("max_memory", max_memory)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name}: got {value!r}, must be 1 or more")
+    source, folder = Source(src), Path(dst)
+    inside, outside = folder.resolve(), source.folder.resolve()
+    if inside == outside or outside in inside.parents or inside in outside.parents:
+        raise ValueError(f"dst: got {folder}, must be apart from the source {source.folder}")
+    work = _work(source, options or Options())
+    stamps = source.stamps()
+    state = State.open(
+        folder, {"version": _native.version(), "options": work.options, "source": stamps}, resume=resume
+    )
+    already_done = state.is_done
+    common: dict[str, Any] = {
+        "devices": devices, "jobs": jobs, "max_memory": max_memory, "progress": progress,
+    }  # fmt: skip
+    layers = []
+    try:
+        if not already_done:
+            state.clean({name: file.nbytes for name, file in work.files.items()})
+            _has_space(folder, work, state)
+            sink = WriteSink(folder, work.files, state)
+            try:
+                layers = run(work.tasks, source, sink, measured=measured, **common)
+            finally:
+                sink.close()
+            _write_others(source, folder, work)
+            if source.stamps() != stamps:
+                raise CheckpointError(f"{source.folder}: was changed while it was converted; begin again")
+            state.is_done = True
+            state.save()
+        if verify:
+            layers = verify_folder(source, folder, work, state, common)
+    finally:
+        source.close()
+    return dataclasses.replace(
+        work.report, layers=tuple(layers), already_done=already_done, is_verified=verify
+    )
+
+
+def _work(source: Source, options: Options | Translation) -> Work:
+    if isinstance(options, Translation):
+        return translation(source, options)
+    if not isinstance(options, Options):
+        raise TypeError(f"options: got {options!r}, must be Options or a Translation")
+    return quantization(source, options)
+
+
+def _has_space(folder: Path, work: Work, state: State) -> None:
+    need = SPARE + sum(file.nbytes for name, file in work.files.items() if name not in state.finished)
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise CheckpointError(
+            f"{folder}: the disk has {free} bytes free, must have {need} for the checkpoint"
+        )
+
+
+def _write_others(source: Source, folder: Path, work: Work) -> None:
+    """Copy what is no weight, write the index, and config.json last."""
+    for name in source.others:
+        if name in (HF_QUANT_CONFIG, STATE):
+            continue
+        path = folder / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_name(path.name + PART)
+            shutil.copyfile(source.folder / name, part)
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
+            part.rename(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from error
+    if source.index_name:
+        write_file(folder / source.index_name, index_of(source, work))
+    for name, content in {**work.extra, CONFIG: work.config}.items():
+        write_file(folder / name, _json(content))
+
+
+def index_of(source: Source, work: Work) -> bytes:
+    """The index of the new shards, with their total size."""
+    total = sum(slot.nbytes for file in work.files.values() for slot in file.slots.values())
+    metadata = {**source.index_metadata, "total_size": total}
+    names = sorted((name, file.name) for file in work.files.values() for name in file.slots)
+    return _json({"metadata": metadata, "weight_map": dict(names)})
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"

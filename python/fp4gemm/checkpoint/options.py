@@ -1,0 +1,196 @@
+"""The options of a conversion: what is quantized, how, and into which format."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, get_args
+
+from .. import _checks
+from .formats import Activations, FormatName
+from .numerics import FourOverSix, Numerics, Scaling, WeightOptions
+
+__all__ = ["FUSED", "Options", "matches", "read_amaxes", "read_fused", "read_kv_scales"]
+
+# Layers that serving engines join along n, so that they share one amax: names of children of one module.
+FUSED: tuple[tuple[str, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("to_q", "to_k", "to_v"),
+    ("wq_a", "wkv_a_with_mqa"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+PREFIX = "re:"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is quantized, how, and how it is stored.
+
+    Attributes:
+        format: "modelopt", "compressed-tensors" or "fp4gemm" (:mod:`fp4gemm.checkpoint.formats`).
+        numerics: whose roundings: "te" (TransformerEngine), "modelopt" or "llmcompressor".
+        scaling: "tensor": one amax for the weights of a fused set. "row": one for each row, which only the
+            format fp4gemm can hold.
+        four_over_six: "none"; "mae" or "mse", as in :func:`fp4gemm.quantize`.
+        activations: "a16": they are not quantized. "per-token": they are, with an amax for each token when
+            the model runs. "static": they are, with the amaxes of ``activation_amax``.
+        activation_amax: the amax of the input of each quantized layer, by the name of the module.
+        include: patterns of modules. None of them: every linear weight but output embeddings, embeddings,
+            norms and routers; otherwise what one of them matches, these too.
+        exclude: patterns of modules that stay; it wins over include.
+        experts_only: only the projections of routed and shared experts are quantized.
+        bf16_first, bf16_last: how many layers at the start and at the end stay.
+        fuse: the fused sets, as names of children of one module.
+        split_experts: a tensor (g, n, k) of experts is stored as one module for each expert, gate and up
+            apart. False: it stays one tensor of codes (g, n, k/2).
+        kv_scales: (k, v) decode multipliers of an FP8 cache, by the name of the attention module.
+
+        weights: numerics, scaling and four_over_six together.
+
+    A pattern is a name with the wildcards ``*``, ``?`` and ``[..]``, which matches a module and everything
+    below it, or ``re:`` and a regular expression, which is searched in the name.
+
+    Raises:
+        TypeError, ValueError: an option has another type or value, or excludes another one; the text names
+            it.
+    """
+
+    format: FormatName = "modelopt"
+    numerics: Numerics = "te"
+    scaling: Scaling = "tensor"
+    four_over_six: FourOverSix = "none"
+    activations: Activations = "a16"
+    activation_amax: Mapping[str, float] = field(default_factory=dict)
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    experts_only: bool = False
+    bf16_first: int = 0
+    bf16_last: int = 0
+    fuse: Sequence[Sequence[str]] = FUSED
+    split_experts: bool = True
+    kv_scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    weights: WeightOptions = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, kind in (("format", FormatName), ("activations", Activations)):
+            _checks.is_one_of(name, getattr(self, name), get_args(kind))
+        weights = WeightOptions(self.numerics, self.scaling, self.four_over_six)
+        object.__setattr__(self, "weights", weights)
+        for name in ("experts_only", "split_experts"):
+            _checks.is_bool(name, getattr(self, name))
+        for name in ("bf16_first", "bf16_last"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"{name}: got {_checks.describe(value)}, must be 0 or more layers")
+        for name in ("include", "exclude"):
+            object.__setattr__(self, name, tuple(check_pattern(name, item) for item in _texts(self, name)))
+        object.__setattr__(self, "fuse", _sets(self.fuse))
+        if self.scaling == "row" and self.format != "fp4gemm":
+            raise ValueError(
+                f"scaling: got 'row' with the format {self.format!r}, which holds one outer scale for a "
+                "weight; "
+                "must be 'tensor', or the format 'fp4gemm'"
+            )
+        if (self.activations == "static") != bool(self.activation_amax):
+            raise ValueError(
+                f"activation_amax: got {len(self.activation_amax)} amaxes with activations "
+                f"{self.activations!r}; must be given for 'static', and only there"
+            )
+        _positive("activation_amax", self.activation_amax, 1)
+        _positive("kv_scales", self.kv_scales, 2)
+
+    def as_json(self) -> dict[str, Any]:
+        """The options as an object of JSON, by which an interrupted conversion knows them again."""
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return plain
+
+
+def check_pattern(name: str, value: object) -> str:
+    """The pattern itself; ValueError unless it is text that is a wildcard or ``re:`` and an expression."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name}: got {_checks.describe(value)}, must be a pattern of module names")
+    if value.startswith(PREFIX):
+        try:
+            re.compile(value.removeprefix(PREFIX))
+        except re.error as error:
+            raise ValueError(f"{name}: got {value!r}, must be a regular expression: {error}") from error
+    return value
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether a pattern of ``include`` or ``exclude`` matches the name of a module."""
+    if pattern.startswith(PREFIX):
+        return re.search(pattern.removeprefix(PREFIX), module) is not None
+    return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
+
+
+def read_fused(path: Path) -> tuple[tuple[str, ...], ...]:
+    """The fused sets of a JSON file: ``[["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]``."""
+    return _sets(_json(path, "fuse"))
+
+
+def read_amaxes(path: Path) -> dict[str, float]:
+    """The amaxes of a JSON file: ``{"model.layers.0.self_attn.q_proj": 12.5}``."""
+    value = _json(path, "activations")
+    if not isinstance(value, dict) or not value:
+        raise ValueError(f"activations: {path} is no JSON object, must map names of modules to an amax")
+    return value
+
+
+def read_kv_scales(path: Path) -> dict[str, tuple[float, float]]:
+    """The scales of a JSON file: ``{"model.layers.0.self_attn": [0.5, 0.25]}``, k and then v."""
+    value = _json(path, "kv_cache")
+    if not isinstance(value, dict) or not value:
+        raise ValueError(f"kv_cache: {path} is no JSON object, must map attention modules to [k, v]")
+    _positive("kv_cache", value, 2)
+    return {name: (float(k), float(v)) for name, (k, v) in value.items()}
+
+
+def _json(path: Path, option: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{option}: {path} cannot be read as JSON: {error}") from error
+
+
+def _texts(options: Options, name: str) -> Sequence[object]:
+    value: object = getattr(options, name)
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"{name}: got {_checks.describe(value)}, must be a sequence of patterns")
+    return value
+
+
+def _sets(value: object) -> tuple[tuple[str, ...], ...]:
+    wanted = "a sequence of sets, each two or more names of layers, such as ['gate_proj', 'up_proj']"
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"fuse: got {_checks.describe(value)}, must be {wanted}")
+    seen: set[str] = set()
+    for names in value:
+        is_set = not isinstance(names, str) and isinstance(names, Sequence) and len(names) > 1
+        if not is_set or not all(isinstance(name, str) and name for name in names):
+            raise ValueError(f"fuse: got {_checks.describe(names)}, must be {wanted}")
+        for name in names:
+            if name in seen:
+                raise ValueError(f"fuse: names {name!r} twice, must name each layer once")
+            seen.add(name)
+    return tuple(tuple(names) for names in value)
+
+
+def _positive(option: str, values: Mapping[str, Any], length: int) -> None:
+    for name, value in values.items():
+        numbers = value if length > 1 else [value]
+        good = isinstance(numbers, list | tuple) and len(numbers) == length
+        if not good or not all(_is_positive(number) for number in numbers):
+            wanted = "a positive number" if length == 1 else f"{length} positive numbers"
+            raise ValueError(f"{option}: got {_checks.describe(value)} for {name}, must be {wanted}")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

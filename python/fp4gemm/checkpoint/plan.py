@@ -1,0 +1,358 @@
+"""The plan of a conversion: what is quantized, which tensors share an amax, and what stays and why."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+from . import rules
+from .errors import CheckpointError
+from .experts import Orientation, orientation
+from .formats import FORMATS, FormatName, Scheme
+from .fused import partners
+from .options import Options, matches
+from .source import DTYPES, Source, TensorInfo
+
+__all__ = ["FusedSet", "Matrix", "Plan", "ignored_modules"]
+
+Half = Literal["all", "first", "second"]
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix (n, k) that is quantized.
+
+    Attributes:
+        module: the name of the module that holds it in the new checkpoint.
+        source: the tensor of the old checkpoint that it is a part of.
+        shape: (n, k).
+        expert: which matrix of a tensor (g, .., ..) it is; None for a tensor of rank 2.
+        half: "first" or "second" half of the rows, as gate and up are of gate_up_proj; "all" of them.
+        transposed: whether the tensor holds (k, n).
+    """
+
+    module: str
+    source: str
+    shape: tuple[int, int]
+    expert: int | None = None
+    half: Half = "all"
+    transposed: bool = False
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This matrix, (n, k), of its source tensor (its expert's part, where it has one); a view."""
+        rows = tensor.T if self.transposed else tensor
+        n = rows.shape[0] // 2
+        return rows if self.half == "all" else rows[:n] if self.half == "first" else rows[n:]
+
+
+@dataclass(frozen=True)
+class FusedSet:
+    """The matrices that are quantized together, since they share an amax; one alone in most sets.
+
+    Attributes:
+        matrices: of one k.
+        is_stack: the matrices are the experts of one tensor, each with an amax of its own, and are stored as
+            one tensor of codes (g, n, k/2).
+    """
+
+    matrices: tuple[Matrix, ...]
+    is_stack: bool = False
+
+    @property
+    def name(self) -> str:
+        """What errors and reports call it: the module of its first matrix."""
+        return self.matrices[0].module
+
+    @property
+    def parts(self) -> tuple[tuple[str, int | None], ...]:
+        """(tensor, expert) of everything that has to be read for it, each once."""
+        return tuple(dict.fromkeys((matrix.source, matrix.expert) for matrix in self.matrices))
+
+    @property
+    def numel(self) -> int:
+        """How many weights it has."""
+        return sum(math.prod(matrix.shape) for matrix in self.matrices)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of every tensor of a checkpoint or a model.
+
+    Attributes:
+        options: what it was made with.
+        tensors: dtype and shape of every tensor, by name, in the order of the checkpoint.
+        sets: what is quantized, in that order too.
+        kept: the tensors that stay, with the reason.
+        config: config.json of the model.
+    """
+
+    options: Options
+    tensors: Mapping[str, TensorInfo]
+    sets: tuple[FusedSet, ...]
+    kept: Mapping[str, str]
+    config: Mapping[str, Any] = field(repr=False)
+
+    @classmethod
+    def of_checkpoint(cls, source: Source, options: Options) -> Plan:
+        """The plan for a checkpoint on disk; raises as :meth:`of_shapes`."""
+        return cls._made(source.tensors, source.config, options)
+
+    @classmethod
+    def of_shapes(
+        cls,
+        tensors: Mapping[str, tuple[Sequence[int], torch.dtype]],
+        config: Mapping[str, Any],
+        options: Options | None = None,
+    ) -> Plan:
+        """The plan for tensors of these shapes and dtypes.
+
+        Args:
+            tensors: (shape, dtype) of every tensor of the model, by the names of its checkpoint.
+            config: what its config.json holds; the rules read model_type, vocab_size and num_hidden_layers.
+            options: None is ``Options()``.
+
+        Raises:
+            CheckpointError: a partner of a fused set is missing, or a pattern matches nothing; the text names
+                it. TypeError: a dtype that safetensors does not have.
+        """
+        infos = {}
+        for name, (shape, dtype) in tensors.items():
+            if dtype not in _NAMES:
+                raise TypeError(f"tensors: dtype of {name!r} is {dtype}, must be one that safetensors has")
+            nbytes = math.prod(shape) * dtype.itemsize
+            infos[name] = TensorInfo(name, _NAMES[dtype], tuple(shape), nbytes=nbytes)
+        return cls._made(infos, config, options or Options())
+
+    @classmethod
+    def of_model(cls, model: torch.nn.Module, options: Options | None = None) -> Plan:
+        """The plan for the tensors in ``model.state_dict()``, with ``model.config`` if it has one."""
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model: got {_checks.describe(model)}, must be a torch.nn.Module")
+        config: Any = getattr(model, "config", None) or {}
+        plain = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+        shapes = {name: (tuple(t.shape), t.dtype) for name, t in model.state_dict().items()}
+        return cls.of_shapes(shapes, plain, options)
+
+    @classmethod
+    def _made(cls, infos: Mapping[str, TensorInfo], config: Mapping[str, Any], options: Options) -> Plan:
+        facts = rules.Facts.of(config, infos)
+        kept, by_user = _selected(infos, options, facts)
+        sets: list[FusedSet] = []
+        containers = _stacks(infos, kept)
+        for prefix, (gate_up, down) in containers.items():
+            made = _stack_sets(prefix, gate_up, down, infos, options)
+            if isinstance(made, str):
+                kept[gate_up] = kept[down] = made
+            else:
+                sets += made
+        plain = [name for name in infos if name not in kept and not rules.STACKED.search(name)]
+        for names in partners(plain, infos, kept, by_user, options.fuse):
+            sets.append(FusedSet(tuple(_matrix(infos[name]) for name in names)))
+        order = {name: index for index, name in enumerate(infos)}
+        sets.sort(key=lambda one: (order[one.matrices[0].source], one.matrices[0].expert or 0))
+        kept = {name: kept[name] for name in infos if name in kept}
+        if not sets:
+            raise CheckpointError(f"no weight would be quantized: all {len(infos)} tensors stay in float")
+        modules = {matrix.module for one in sets for matrix in one.matrices}
+        wanted = set(options.activation_amax)
+        if wanted and wanted != modules:
+            name = min(wanted ^ modules)
+            what = "is not quantized, but has an amax" if name in wanted else "has no amax"
+            raise CheckpointError(
+                f"activations: {name} {what}; must be given for each quantized module alone"
+            )
+        return cls(options, dict(infos), tuple(sets), kept, config)
+
+    @property
+    def sources(self) -> dict[str, list[FusedSet]]:
+        """The sets that need a tensor, by its name."""
+        found: dict[str, list[FusedSet]] = {}
+        for one in self.sets:
+            for name in dict.fromkeys(matrix.source for matrix in one.matrices):
+                found.setdefault(name, []).append(one)
+        return found
+
+    def kv_scales(self) -> dict[str, float]:
+        """The scales of the KV cache by the names of their tensors."""
+        suffixes = FORMATS[self.options.format].kv_scales
+        return {
+            f"{module}.{suffix}": number
+            for module, numbers in self.options.kv_scales.items()
+            for suffix, number in zip(suffixes, numbers, strict=True)
+        }
+
+    def file_of_module(self, name: str) -> str:
+        """The shard of the module that a new tensor belongs to: of its first tensor, or of its owner's."""
+        owner = name
+        while owner:
+            owner = owner.rpartition(".")[0]
+            for info in self.tensors.values():
+                if owner and info.name.startswith(f"{owner}."):
+                    return info.file
+        raise CheckpointError(f"kv_cache: {name} belongs to no module of the checkpoint")
+
+    def scheme(self) -> Scheme:
+        """What the config of the new checkpoint says."""
+        o = self.options
+        return Scheme(
+            o.format,
+            o.activations,
+            tuple(self.ignored()),
+            "fp8" if o.kv_scales else None,
+            o.weights.e4m3_max,
+            o.scaling,
+        )
+
+    def ignored(self) -> list[str]:
+        """The modules that stay in float although a loader would expect NVFP4 ones, sorted."""
+        quantized = {matrix.module for one in self.sets for matrix in one.matrices}
+        return ignored_modules(self.tensors, self.kept, quantized, self.options.format)
+
+
+def ignored_modules(
+    tensors: Mapping[str, TensorInfo], kept: Mapping[str, str], quantized: Collection[str], format: FormatName
+) -> list[str]:
+    """What a config says of the modules that stay in float although a loader would expect NVFP4 ones.
+
+    The output embedding is always one of them, since a tied one has no tensor. Experts that stay altogether
+    are named by the module that holds them, for compressed-tensors by an expression.
+    """
+    holders = {module.partition(".experts.")[0] for module in quantized if ".experts." in module}
+    names = {"lm_head"}
+    for name, reason in kept.items():
+        module = name.removesuffix(".weight")
+        is_module = name.endswith(".weight") or bool(rules.STACKED.search(name))
+        if not is_module or len(tensors[name].shape) < 2 or reason in ("norm", "embedding"):
+            continue
+        holder, _, rest = module.partition(".experts.")
+        if not rest or holder in holders:
+            names.add(module)
+        elif format == "compressed-tensors":
+            names.add(f"re:{re.escape(holder)}\\.experts\\.")
+        else:
+            names.add(f"{holder}.experts")
+    return sorted(names)
+
+
+def _selected(
+    infos: Mapping[str, TensorInfo], options: Options, facts: rules.Facts
+) -> tuple[dict[str, str], set[str]]:
+    """The tensors that the rules and options keep, with the reason, and those that a pattern keeps."""
+    kept: dict[str, str] = {}
+    by_user: set[str] = set()
+    used: set[str] = set()
+    first, last = options.bf16_first, options.bf16_last
+    if first + last > facts.num_layers:
+        raise CheckpointError(
+            f"bf16_first, bf16_last: got {first} and {last}, must be at most {facts.num_layers}, the layers "
+            "of "
+            "the model"
+        )
+    for name, info in infos.items():
+        module = name.removesuffix(".weight")
+        included = [p for p in options.include if matches(p, module)]
+        excluded = [p for p in options.exclude if matches(p, module)]
+        used.update(included, excluded)
+        reason = rules.why_kept(name, info.shape, facts)
+        layer = rules.layer_number(name, facts)
+        if included and reason and len(info.shape) == 2 and name.endswith(".weight"):
+            reason = ""
+        if not reason:
+            if options.include and not included:
+                reason = "not matched by include"
+            elif excluded:
+                reason = f"matched by exclude {excluded[0]!r}"
+            elif options.experts_only and not rules.is_expert_weight(name):
+                reason = "no weight of an expert"
+            elif layer is not None and layer < first:
+                reason = f"one of the first {first} layers"
+            elif layer is not None and facts.num_layers - last <= layer < facts.num_layers:
+                reason = f"one of the last {last} layers"
+            elif len(info.shape) == 2:
+                reason = rules.why_shape(info.dtype, *info.shape)
+            if reason and (included or excluded or options.include):
+                by_user.add(name)
+        if reason:
+            kept[name] = reason
+    for option in ("include", "exclude"):
+        unused = [pattern for pattern in getattr(options, option) if pattern not in used]
+        if unused:
+            some = next(iter(infos), "none")
+            raise CheckpointError(
+                f"{option}: {unused[0]!r} matches none of the {len(infos)} tensors, such as {some!r}"
+            )
+    return kept, by_user
+
+
+def _matrix(info: TensorInfo) -> Matrix:
+    return Matrix(info.name.removesuffix(".weight"), info.name, (info.shape[0], info.shape[1]))
+
+
+def _stacks(infos: Mapping[str, TensorInfo], kept: dict[str, str]) -> dict[str, tuple[str, str]]:
+    """gate_up_proj and down_proj of each module of stacked experts that is not kept, by its name."""
+    found: dict[str, dict[str, str]] = {}
+    for name in infos:
+        match = rules.STACKED.search(name)
+        if match:
+            prefix = name[: match.start(1) - 1]
+            found.setdefault(prefix, {})[match[1]] = name
+    result = {}
+    for prefix, names in found.items():
+        missing = [child for child in ("gate_up_proj", "down_proj") if child not in names]
+        if missing:
+            raise CheckpointError(
+                f"{prefix}.{missing[0]}: is missing beside {', '.join(names.values())}; the experts need both"
+            )
+        gate_up, down = names["gate_up_proj"], names["down_proj"]
+        if gate_up in kept or down in kept:
+            kept.setdefault(gate_up, f"{down} stays: {kept.get(down)}")
+            kept.setdefault(down, f"{gate_up} stays: {kept.get(gate_up)}")
+        else:
+            result[prefix] = (gate_up, down)
+    return result
+
+
+def _stack_sets(
+    prefix: str, gate_up: str, down: str, infos: Mapping[str, TensorInfo], options: Options
+) -> list[FusedSet] | str:
+    """The sets of stacked experts, or why they stay."""
+    first, second = infos[gate_up], infos[down]
+    found = orientation(first.shape, second.shape)
+    if isinstance(found, str):
+        return found
+    n, k = found.hidden, found.intermediate
+    for info, shape in ((first, (2 * k, n)), (second, (n, k))):
+        reason = rules.why_shape(info.dtype, *shape)
+        if reason:
+            return f"{info.name}: {reason}"
+    if not options.split_experts:
+        return [_stack(first, (2 * k, n), found), _stack(second, (n, k), found)]
+    if rules.why_shape(first.dtype, k, n):
+        return f"{gate_up}: a half of it cannot be NVFP4: {rules.why_shape(first.dtype, k, n)}"
+    biases = [name for name in (f"{gate_up}_bias", f"{down}_bias") if name in infos]
+    if biases:
+        return f"experts with biases ({biases[0]}) cannot be split; they can be kept as one tensor"
+    sets = []
+    for expert in range(found.experts):
+        one = f"{prefix}.{expert}"
+        gate = Matrix(f"{one}.gate_proj", gate_up, (k, n), expert, "first", found.transposed)
+        up = Matrix(f"{one}.up_proj", gate_up, (k, n), expert, "second", found.transposed)
+        sets.append(FusedSet((gate, up)))
+        sets.append(FusedSet((Matrix(f"{one}.down_proj", down, (n, k), expert, "all", found.transposed),)))
+    return sets
+
+
+def _stack(info: TensorInfo, shape: tuple[int, int], found: Orientation) -> FusedSet:
+    module = info.name.removesuffix(".weight")
+    return FusedSet(
+        tuple(Matrix(module, info.name, shape, e, "all", found.transposed) for e in range(found.experts)),
+        is_stack=True,
+    )

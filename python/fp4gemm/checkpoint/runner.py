@@ -1,0 +1,240 @@
+"""Runs the tasks of a conversion on threads: read, compute, hand over to a sink.
+
+Threads are enough, since reading, writing, hashing and the quantizers release the interpreter's lock. A task
+makes the same bytes on any thread and in any order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .errors import CheckpointError
+from .measure import LayerError
+from .source import Source, TensorInfo, memory_of
+
+__all__ = ["Made", "Part", "Progress", "Sink", "Task", "resolve_devices", "run"]
+
+CHUNK = 16 * 2**20  # bytes of a copied tensor that are in memory at a time
+JOBS_PER_GPU = 4  # so that reading, copying, computing and writing overlap
+WORKSPACE = 3  # memory of a task at its peak, in units of what it reads: floats, results, temporary tensors
+
+Part = tuple[str, "int | None"]  # name of a tensor, and which expert of it
+Progress = Callable[[int, int, str], object]  # bytes done, bytes in all, name
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a task made: tensors on the CPU by name, and the errors of its layers if they were measured."""
+
+    tensors: dict[str, Tensor]
+    layers: list[LayerError]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One unit of work.
+
+    Attributes:
+        name: for messages.
+        reads: the parts of the source that it needs.
+        writes: the shard of each tensor that it makes.
+        nbytes: how many bytes it reads.
+        make: from its parts on a device, and whether errors are measured; None: the tensor is copied.
+    """
+
+    name: str
+    reads: tuple[Part, ...]
+    writes: dict[str, str]
+    nbytes: int
+    make: Callable[[dict[Part, Tensor], bool], Made] | None = None
+
+
+class Sink(Protocol):
+    """Where tensors go."""
+
+    def wants(self, task: Task) -> bool:
+        """Whether the tensors of a task are still needed."""
+
+    def put(self, file: str, name: str, data: Tensor, begin: int) -> None:
+        """Bytes of a tensor from ``begin`` on."""
+
+    def end(self, file: str, name: str, sha256: bytes) -> None:
+        """The tensor is complete."""
+
+
+def run(
+    tasks: Sequence[Task],
+    source: Source,
+    sink: Sink,
+    *,
+    devices: Sequence[torch.device],
+    jobs: int | None = None,
+    max_memory: int | None = None,
+    measured: bool = False,
+    progress: Progress | None = None,
+) -> list[LayerError]:
+    """Run every task whose tensors the sink wants, and return the errors of the layers in the order of tasks.
+
+    Args:
+        tasks: in the order of the source.
+        source: what they read.
+        sink: where the tensors go. Its methods are called on several threads.
+        devices: where tasks compute, in turn.
+        jobs: threads; None: those of torch on the CPU, and four for each GPU.
+        max_memory: bytes that all running tasks may need; None: no limit beyond the number of jobs.
+        measured: also run tasks that the sink does not want, for the errors of their layers.
+        progress: called on this thread after each task.
+
+    Raises:
+        CheckpointError: a task failed, or alone needs more than max_memory. No task begins after that.
+    """
+    threads = torch.get_num_threads()
+    is_cpu = devices[0].type == "cpu"
+    jobs = jobs or (threads if is_cpu else JOBS_PER_GPU * len(devices))
+    budget = _Budget(max_memory)
+    wanted = [task for task in tasks if sink.wants(task) or (measured and task.make)]
+    for task in wanted:
+        budget.check(task)
+    total = sum(task.nbytes for task in tasks)
+    done = total - sum(task.nbytes for task in wanted)
+    layers: dict[int, list[LayerError]] = {}
+    pool = ThreadPoolExecutor(
+        jobs, "convert", _set_threads, (max(1, threads // jobs) if is_cpu else threads,)
+    )
+    try:
+        futures: dict[Future[list[LayerError]], int] = {}
+        for index, task in enumerate(wanted):
+            device = devices[index % len(devices)]
+            futures[pool.submit(_one, task, source, sink, device, budget, measured)] = index
+        for future in as_completed(futures):
+            index = futures[future]
+            layers[index] = future.result()
+            done += wanted[index].nbytes
+            if progress is not None:
+                progress(done, total, wanted[index].name)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
+    return [layer for index in sorted(layers) for layer in layers[index]]
+
+
+def resolve_devices(device: str) -> list[torch.device]:
+    """The devices of ``auto``, ``cpu``, ``cuda`` or ``cuda:0,1``.
+
+    Raises:
+        ValueError: another text, or a GPU that torch does not see.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        return [torch.device("cpu")]
+    kind, _, numbers = device.partition(":")
+    listed = numbers.split(",") if numbers else ["0"]
+    if kind != "cuda" or not all(number.isdecimal() for number in listed):
+        raise ValueError(f"device: got {device!r}, must be auto, cpu, cuda or cuda:0,1")
+    count = torch.cuda.device_count()
+    for number in listed:
+        if int(number) >= count:
+            raise ValueError(
+                f"device: got {device!r}, must be one of the {count} CUDA devices that torch sees"
+            )
+    return [torch.device("cuda", int(number)) for number in listed]
+
+
+class _Budget:
+    """Bytes that running tasks may need at a time."""
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._used = 0
+        self._changed = threading.Condition()
+
+    def check(self, task: Task) -> None:
+        need = _need(task)
+        if self._limit is not None and need > self._limit:
+            raise CheckpointError(
+                f"max_memory: got {self._limit} bytes, must be at least {need} for {task.name} alone"
+            )
+
+    @contextlib.contextmanager
+    def taken(self, task: Task) -> Iterator[None]:
+        if self._limit is None:
+            yield
+            return
+        need = _need(task)
+        with self._changed:
+            self._changed.wait_for(lambda: self._used + need <= (self._limit or 0))
+            self._used += need
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= need
+                self._changed.notify_all()
+
+
+def _need(task: Task) -> int:
+    return WORKSPACE * task.nbytes if task.make else min(CHUNK, task.nbytes)
+
+
+def _set_threads(number: int) -> None:
+    torch.set_num_threads(number)
+
+
+def _one(
+    task: Task, source: Source, sink: Sink, device: torch.device, budget: _Budget, measured: bool
+) -> list[LayerError]:
+    with budget.taken(task), torch.inference_mode():
+        if task.make is None:
+            _copy(task, source, sink)
+            return []
+        with _stream(device):
+            parts = {}
+            for name, expert in task.reads:
+                read = source.read(source.tensors[name], expert, pin=device.type == "cuda")
+                parts[name, expert] = read.to(device, non_blocking=True)
+            made = task.make(parts, measured)
+        if sink.wants(task):
+            for name, tensor in made.tensors.items():
+                sink.put(task.writes[name], name, tensor, 0)
+                sink.end(task.writes[name], name, hashlib.sha256(memory_of(tensor)).digest())
+        return made.layers
+
+
+def _copy(task: Task, source: Source, sink: Sink) -> None:
+    ((name, file),) = task.writes.items()
+    info: TensorInfo = source.tensors[name]
+    data = torch.empty(min(CHUNK, info.nbytes), dtype=torch.uint8)
+    digest = hashlib.sha256()
+    for begin in range(0, info.nbytes, CHUNK):
+        part = data[: min(CHUNK, info.nbytes - begin)]
+        source.read_into(info, part, info.begin + begin)
+        digest.update(memory_of(part))
+        sink.put(file, name, part, begin)
+    sink.end(file, name, digest.digest())
+
+
+_streams = threading.local()
+
+
+@contextlib.contextmanager
+def _stream(device: torch.device) -> Iterator[None]:
+    """A CUDA stream for each thread and device, so that tasks overlap; it is complete at the end."""
+    if device.type != "cuda":
+        yield
+        return
+    made: dict[torch.device, torch.cuda.Stream] = _streams.__dict__.setdefault("made", {})
+    if device not in made:
+        made[device] = torch.cuda.Stream(device)
+    with torch.cuda.device(device), torch.cuda.stream(made[device]):
+        yield
+        made[device].synchronize()

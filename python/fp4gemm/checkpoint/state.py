@@ -1,0 +1,110 @@
+"""What a folder knows about its conversion: the options, the source, and the files that are finished."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import CheckpointError
+from .source import json_object
+from .writer import PART, write_file
+
+__all__ = ["STATE", "State"]
+
+STATE = "fp4gemm_convert.json"
+
+
+@dataclass
+class State:
+    """The state of a conversion, in the file ``fp4gemm_convert.json`` of the new checkpoint.
+
+    Attributes:
+        folder: of the new checkpoint.
+        key: what must be the same to continue: the version, the options, and size and time of every file of
+            the source.
+        finished: the bytes and the hash of each shard that is complete, by name.
+        is_done: whether everything is written.
+    """
+
+    folder: Path
+    key: dict[str, Any]
+    finished: dict[str, dict[str, Any]] = field(default_factory=dict)
+    is_done: bool = False
+
+    @classmethod
+    def open(cls, folder: Path, key: Mapping[str, Any], *, resume: bool) -> State:
+        """The state of a new or of an interrupted conversion; makes the folder.
+
+        Raises:
+            CheckpointError: the folder has files and no state; it has a state, and ``resume`` is False; or
+                the state is that of other options or another source.
+        """
+        wanted = json.loads(json.dumps(key))
+        path = folder / STATE
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            names = sorted(entry.name for entry in folder.iterdir())
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot be made: {error.strerror}") from error
+        if not path.exists():
+            if any(name != f"{STATE}{PART}" for name in names):
+                raise CheckpointError(
+                    f"{folder}: has files, such as {names[0]}, and no {STATE}; must be new, empty, or the "
+                    "folder "
+                    "of an interrupted conversion"
+                )
+            state = cls(folder, wanted)
+            state.save()
+            return state
+        read = json_object(path)
+        state = cls(folder, read.get("key", {}), read.get("finished", {}), bool(read.get("is_done", False)))
+        state._compare(wanted)
+        if not state.is_done and not resume:
+            raise CheckpointError(
+                f"{folder}: has an interrupted conversion, {len(state.finished)} shards of which are "
+                "finished; "
+                "resume continues it"
+            )
+        return state
+
+    def save(self) -> None:
+        """Write the file, so that it is either the old or the new one."""
+        content = {"is_done": self.is_done, "finished": self.finished, "key": self.key}
+        write_file(self.folder / STATE, json.dumps(content, indent=1, sort_keys=True).encode() + b"\n")
+
+    def clean(self, sizes: Mapping[str, int]) -> None:
+        """Forget finished shards that are no longer there in full, and delete parts of others."""
+        for name, entry in list(self.finished.items()):
+            path = self.folder / name
+            if (
+                not path.is_file()
+                or path.stat().st_size != entry["nbytes"]
+                or sizes.get(name) != entry["nbytes"]
+            ):
+                del self.finished[name]
+        for path in self.folder.rglob(f"*{PART}"):
+            path.unlink()
+
+    def _compare(self, wanted: dict[str, Any]) -> None:
+        for part, what in (("version", "fp4gemm"), ("options", "option"), ("source", "source")):
+            old, new = self.key.get(part), wanted[part]
+            if old == new:
+                continue
+            if not isinstance(old, dict) or not isinstance(new, dict):
+                raise CheckpointError(
+                    f"{self.folder}: was begun with {what} {old}, must be continued with it, not {new}"
+                )
+            name = next(name for name in sorted({*old, *new}) if old.get(name) != new.get(name))
+            if part == "source":
+                raise CheckpointError(
+                    f"{self.folder}: was begun with another {name} (size and time {old.get(name)}, now "
+                    f"{new.get(name)}); the source must not change, so begin again in a new folder"
+                )
+            raise CheckpointError(
+                f"{self.folder}: was begun with {name} {old.get(name)!r}, got {new.get(name)!r}; must be "
+                "continued "
+                "with the same options"
+            )

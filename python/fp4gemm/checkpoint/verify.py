@@ -1,0 +1,60 @@
+"""The new checkpoint read again: its index and headers, and every tensor against what the source gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .errors import CheckpointError
+from .measure import LayerError
+from .runner import run
+from .sinks import CompareSink
+from .source import Source
+from .state import State
+from .work import Work
+
+__all__ = ["verify_folder"]
+
+
+def verify_folder(
+    source: Source, folder: Path, work: Work, state: State, common: dict[str, Any]
+) -> list[LayerError]:
+    """Compare a finished checkpoint with its source.
+
+    The index and the headers are checked as those of any source, and compared with what they must be. Every
+    tensor is made again and compared byte by byte, the hash of each shard with the one that was noted when it
+    was written, and the values of every quantized weight with the bound of the format.
+
+    Args:
+        source, folder: the old checkpoint, and the new one.
+        work: what was written.
+        state: of the conversion.
+        common: devices, jobs, max_memory and progress of :func:`fp4gemm.checkpoint.runner.run`.
+
+    Returns:
+        The errors of the layers.
+
+    Raises:
+        CheckpointError: something differs; the text names the file and the tensor.
+    """
+    new = Source(folder)
+    try:
+        if new.shards != sorted(work.files) or new.config != work.config:
+            raise CheckpointError(f"{folder}: has other shards, or another config.json, than were written")
+        for name, file in work.files.items():
+            with (folder / name).open("rb") as opened:
+                if opened.read(len(file.header)) != file.header:
+                    raise CheckpointError(f"{folder / name}: has another header than was written")
+        sink = CompareSink(new, work.files)
+        layers = run(work.tasks, source, sink, measured=True, **common)
+        sink.compare_hashes(state.finished)
+    finally:
+        new.close()
+    for layer in layers:
+        if layer.worst_element > 1:
+            raise CheckpointError(
+                f"{folder}: a value of {layer.module} is {layer.worst_element:.3f} times as far from the "
+                "float "
+                "one as NVFP4 allows"
+            )
+    return layers

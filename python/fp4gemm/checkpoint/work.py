@@ -1,0 +1,142 @@
+"""Everything that a conversion writes: shards with the tasks that fill them, and the configs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .engine import convert_set, tensors_of
+from .errors import CheckpointError
+from .formats import Scheme, hf_quant_config, quantization_config, read_scheme
+from .layout import FileLayout, layout, slots_of_set
+from .measure import amax_ratios, layer_error
+from .options import Options
+from .plan import FusedSet, Plan
+from .report import ConvertReport, plan_report
+from .runner import Made, Part, Task
+from .source import Source
+
+__all__ = ["HF_QUANT_CONFIG", "Work", "quantization", "refuse_quantized", "without_quantization"]
+
+HF_QUANT_CONFIG = "hf_quant_config.json"
+CONFIG_KEYS = ("quantization_config", "compression_config")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a conversion writes.
+
+    Attributes:
+        options: as an object of JSON, by which an interrupted conversion is known again.
+        files: the shards.
+        tasks: what fills them.
+        config: the new config.json.
+        extra: other JSON files by name.
+        report: what becomes of every tensor.
+    """
+
+    options: dict[str, Any]
+    files: dict[str, FileLayout]
+    tasks: list[Task]
+    config: dict[str, Any]
+    extra: dict[str, dict[str, Any]]
+    report: ConvertReport
+
+
+def quantization(source: Source, options: Options) -> Work:
+    """The work of quantizing a float checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is quantized already, or as for :meth:`Plan.of_checkpoint`.
+    """
+    refuse_quantized(source)
+    plan = Plan.of_checkpoint(source, options)
+    scheme = plan.scheme()
+    files = layout(plan, scheme, source.metadata)
+    tasks = [_set_task(one, plan, scheme) for one in plan.sets]
+    for name in plan.kept:
+        info = plan.tensors[name]
+        tasks.append(Task(name, ((name, None),), {name: info.file}, info.nbytes))
+    for name, number in plan.kv_scales().items():
+        value = torch.tensor(number, dtype=torch.float32)
+        tasks.append(Task(name, (), {name: plan.file_of_module(name)}, 0, partial(_constant, name, value)))
+    tasks.sort(key=lambda task: _place(task, source))
+    return Work(
+        options.as_json(), files, tasks, *configs(source.config, scheme), plan_report(plan, source.left_out)
+    )
+
+
+def configs(config: Mapping[str, Any], scheme: Scheme) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The new config.json, and the other JSON files of the scheme by name."""
+    extra = {HF_QUANT_CONFIG: hf_quant_config(scheme)} if scheme.format == "modelopt" else {}
+    return {**without_quantization(config), "quantization_config": quantization_config(scheme)}, extra
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without what it says about quantization, in its text_config too."""
+    plain = {key: value for key, value in config.items() if key not in CONFIG_KEYS}
+    if isinstance(plain.get("text_config"), dict):
+        plain["text_config"] = {k: v for k, v in plain["text_config"].items() if k not in CONFIG_KEYS}
+    return plain
+
+
+def refuse_quantized(source: Source) -> None:
+    """Raise CheckpointError if the checkpoint is quantized already; the text says how."""
+    try:
+        scheme = read_scheme(source.config, source.folder)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{source.folder}: is quantized already, must be a float checkpoint: {error}"
+        ) from error
+    if scheme is not None:
+        raise CheckpointError(
+            f"{source.folder}: is quantized already, in the {scheme.format} format; must be a float "
+            "checkpoint "
+            f"(--from {scheme.format} --to FORMAT changes the format)"
+        )
+
+
+def _place(task: Task, source: Source) -> tuple[str, int, int]:
+    """Where a task begins in the source: shard, byte, expert. Constants come last."""
+    if not task.reads:
+        return ("\U0010ffff", 0, 0)
+    name, expert = task.reads[0]
+    info = source.tensors[name]
+    return (info.file, info.begin, expert or 0)
+
+
+def _set_task(one: FusedSet, plan: Plan, scheme: Scheme) -> Task:
+    writes = {
+        slot.name: plan.tensors[matrix.source].file
+        for matrix, slots in slots_of_set(one, scheme)
+        for slot in slots
+    }
+    nbytes = 0
+    for name, expert in one.parts:
+        info = plan.tensors[name]
+        nbytes += info.nbytes if expert is None else info.nbytes // info.shape[0]
+    return Task(one.name, one.parts, writes, nbytes, partial(_convert, one, plan.options, scheme))
+
+
+def _convert(
+    one: FusedSet, options: Options, scheme: Scheme, parts: dict[Part, Tensor], measured: bool
+) -> Made:
+    made = convert_set(one, parts, options)
+    layers = []
+    if measured:
+        ratios = [1.0] * len(made.floats)
+        if not one.is_stack:
+            ratios = amax_ratios([float(values.abs().max()) for values in made.floats])
+        for matrix, values, stored, ratio in zip(one.matrices, made.floats, made.stored, ratios, strict=True):
+            name = matrix.module if not one.is_stack else f"{matrix.module} (expert {matrix.expert})"
+            layers.append(layer_error(name, values, stored, ratio))
+    return Made(tensors_of(one, made.stored, scheme, options), layers)
+
+
+def _constant(name: str, value: Tensor, parts: dict[Part, Tensor], measured: bool) -> Made:
+    return Made({name: value}, [])

@@ -1,0 +1,219 @@
+"""``python -m fp4gemm convert``: an NVFP4 checkpoint from a float one, or from one of another format."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import get_args
+
+from ..checkpoint import CheckpointError, ConvertReport, Options, Translation, convert, plan_conversion
+from ..checkpoint.formats import FORMATS
+from ..checkpoint.numerics import FourOverSix, Numerics, Scaling
+from ..checkpoint.options import FUSED, read_amaxes, read_fused, read_kv_scales
+from ..checkpoint.runner import Progress
+from ..nn.report import readable_bytes
+
+SUMMARY = "write the NVFP4 checkpoint of a float checkpoint, or change the format of one"
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+LINE_S = 5.0  # between two lines of progress where standard error is no terminal
+# What says how weights are quantized, and has no meaning for a translation.
+QUANTIZING = (
+    "format", "numerics", "scaling", "four_over_six", "activations", "include", "exclude", "experts_only",
+    "bf16_first", "bf16_last", "fuse", "split_experts", "kv_cache",
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("src", type=Path, metavar="SRC", help="folder of the checkpoint: config.json and safetensors files")
+    add("dst", type=Path, metavar="DST", help="folder of the new one: new, empty, or interrupted (--resume)")
+    what = parser.add_argument_group("what is quantized, and how")
+    add = what.add_argument
+    add("--format", choices=tuple(FORMATS), help="of the new checkpoint (default: modelopt)")
+    add("--numerics", choices=get_args(Numerics), help="whose roundings (default: te)")
+    add(
+        "--scaling",
+        choices=get_args(Scaling),
+        help="one amax for a tensor (default), or for each row (only --format fp4gemm)",
+    )
+    add(
+        "--four-over-six",
+        choices=get_args(FourOverSix),
+        help="also try blocks with their maximum at 4 (default: none)",
+    )
+    add(
+        "--activations",
+        metavar="HOW",
+        help="a16 (default), per-token, or static:FILE with the amax of each module",
+    )
+    add("--include", action="append", metavar="PATTERN", help="quantize only modules that match; repeatable")
+    add("--exclude", action="append", metavar="PATTERN", help="keep modules that match; repeatable")
+    add("--experts-only", action="store_true", default=None, help="quantize only routed and shared experts")
+    add("--bf16-first", type=int, metavar="N", help="keep the first N layers")
+    add("--bf16-last", type=int, metavar="N", help="keep the last N layers")
+    add(
+        "--fuse",
+        metavar="SETS",
+        help="which layers share an amax: auto (default), none, or a JSON file of sets",
+    )
+    split = what.add_mutually_exclusive_group()
+    split.add_argument(
+        "--split-experts",
+        action="store_true",
+        default=None,
+        help="store stacked experts one by one (default)",
+    )
+    split.add_argument(
+        "--keep-experts", dest="split_experts", action="store_false", help="store them as one tensor"
+    )
+    add("--kv-cache", metavar="FILE", help="none (default), or a JSON file of FP8 scales of k and v")
+    change = parser.add_argument_group("from format to format")
+    change.add_argument("--from", dest="source", choices=tuple(FORMATS), help="the format that SRC has")
+    change.add_argument("--to", dest="target", choices=tuple(FORMATS), help="the format that DST gets")
+    how = parser.add_argument_group("how it runs")
+    add = how.add_argument
+    add("--device", default="auto", help="auto (default), cpu, cuda or cuda:0,1")
+    add("--jobs", type=int, metavar="N", help="sets that are converted at a time")
+    add(
+        "--max-memory",
+        type=_num_bytes,
+        metavar="BYTES",
+        help="of all sets that are converted at a time: 8G, for example",
+    )
+    add("--resume", action="store_true", help="continue an interrupted conversion")
+    add("--dry-run", action="store_true", help="only show what would be done")
+    add("--report", type=Path, metavar="FILE", help="measure the error of each layer, and write a JSON file")
+    add("--verify", action="store_true", help="read DST again and compare it with SRC")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert; returns 1 if a checkpoint is not as it must be, with the reason on standard error."""
+    what = _what(options)
+    try:
+        if options.dry_run:
+            print(plan_conversion(options.src, what))
+            return 0
+        with _progress() as progress:
+            report = convert(
+                options.src,
+                options.dst,
+                what,
+                device=options.device,
+                jobs=options.jobs,
+                max_memory=options.max_memory,
+                resume=options.resume,
+                measured=options.report is not None,
+                verify=options.verify,
+                progress=progress,
+            )
+        _show(report, options)
+    except (CheckpointError, ModuleNotFoundError) as error:
+        print(f"fp4gemm convert: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("fp4gemm convert: stopped; the same command with --resume continues it", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _what(options: argparse.Namespace) -> Options | Translation:
+    given = {name: getattr(options, name) for name in QUANTIZING if getattr(options, name) is not None}
+    if options.source is not None or options.target is not None:
+        if options.source is None or options.target is None:
+            raise ValueError("--from, --to: got one of them, must be given together")
+        if given:
+            name = "--" + next(iter(given)).replace("_", "-")
+            raise ValueError(
+                f"{name}: got with --from and --to, must be absent: they change the format alone"
+            )
+        return Translation(options.source, options.target)
+    how, _, file = given.pop("activations", "a16").partition(":")
+    if (how == "static") != bool(file):
+        raise ValueError(f"--activations: got {options.activations!r}, must be a16, per-token or static:FILE")
+    given["activations"] = how
+    if file:
+        given["activation_amax"] = read_amaxes(Path(file))
+    fuse = given.pop("fuse", "auto")
+    given["fuse"] = (
+        {"auto": FUSED, "none": ()}.get(fuse) if fuse in ("auto", "none") else read_fused(Path(fuse))
+    )
+    cache = given.pop("kv_cache", "none")
+    if cache != "none":
+        given["kv_scales"] = read_kv_scales(Path(cache))
+    return Options(**given)
+
+
+def _show(report: ConvertReport, options: argparse.Namespace) -> None:
+    if report.already_done:
+        print(f"{options.dst}: is finished already; nothing was written", file=sys.stderr)
+    print(report)
+    if options.verify:
+        print(f"{options.dst}: verified")
+    if options.report is not None:
+        options.report.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+
+
+def _num_bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", text, re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be bytes such as 8000000000 or 8G")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A bar if standard error is a terminal and rich is installed, otherwise a line now and then."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import Progress as Bar
+    except ModuleNotFoundError:
+        yield _lines()
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines()
+        return
+    with Bar(
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        "{task.description}",
+        console=console,
+    ) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(done: int, total: int, name: str) -> None:
+            bar.update(task, completed=done, total=total, description=name)
+
+        yield show
+
+
+def _lines() -> Progress:
+    begin = last = time.monotonic()
+    first: list[int] = []
+
+    def show(done: int, total: int, name: str) -> None:
+        nonlocal last
+        first.append(done) if not first else None
+        now = time.monotonic()
+        if now - last < LINE_S and done < total:
+            return
+        last = now
+        rate = done / max(now - begin, 1e-9)
+        left = (total - done) / max(rate, 1.0)
+        print(
+            f"{readable_bytes(done)} of {readable_bytes(total)}, {rate / 1e9:.3f} GB/s, {left:.0f} s left: "
+            f"{name}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    return show
