@@ -6,40 +6,19 @@
 // -ffp-contract=off, so that each operation rounds once and the bits are those of the reference. The loops
 // have no branches, so that a compiler vectorizes them, and no operation depends on the order in which
 // elements are processed.
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 
-// The loops are compiled for several instruction sets, of which the loader of the library selects one.
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define FP4GEMM_CLONES __attribute__((target_clones("default", "arch=haswell", "arch=skylake-avx512")))
-#else
-#define FP4GEMM_CLONES
-#endif
+#include "cpu.hpp"
 
 namespace {
 
+using namespace fp4gemm::cpu;
+
 constexpr float kFloatMax = 3.4028234663852886e38f;
-constexpr int kBlock = 16;
-constexpr int kChunkBlocks = 64;  // blocks of a row that are processed at a time; their data stays in L1
-constexpr int kChunk = kChunkBlocks * kBlock;
-constexpr int64_t kGrainElems = 1 << 16;  // the least number of elements of a thread
 
 enum class Dtype : int { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
-
-inline float as_float(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-inline uint32_t as_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
 
 /// min(x, kFloatMax), which is kFloatMax where x is NaN.
 inline float bounded(float x) { return x < kFloatMax ? x : kFloatMax; }
@@ -52,12 +31,6 @@ inline uint32_t encode_e4m3(float x) {
   uint32_t const bits = as_bits(x);
   uint32_t const normal = ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - (120 << 3);
   return x < 0.015625f ? small : normal;
-}
-
-/// The value of an e4m3 code 0..126.
-inline float decode_e4m3(uint32_t code) {
-  float const small = static_cast<float>(static_cast<int32_t>(code)) * 0.001953125f;
-  return code < 8 ? small : as_float((code + (120 << 3)) << 20);
 }
 
 /// The e2m1 code of x, rounded to nearest even and saturated at 6. NaN gives 7.
@@ -140,14 +113,6 @@ FP4GEMM_CLONES void encode_candidates(float const* amax, int blocks, float encod
   }
 }
 
-/// The value of an e2m1 code.
-inline float decode_e2m1(uint32_t nibble) {
-  uint32_t const code = nibble & 7;
-  float const small = static_cast<float>(static_cast<int32_t>(code)) * 0.5f;
-  uint32_t const bits = code < 2 ? as_bits(small) : (code + (126 << 1)) << 22;
-  return as_float(bits | (nibble & 8) << 28);
-}
-
 /// What the error of a candidate is computed with: S, A and 6B.
 struct Outer {
   float encode, amax, bound;
@@ -226,18 +191,10 @@ struct Input {
     return buffer;
   }
 
-  /// Calls function(row) for each row, on the threads of torch. Returns 0, or 1 if torch failed.
+  /// Calls function(row) for each row. Returns 0, or 1 if torch failed.
   template <class Function>
-  int for_each_row(Function const& function) const try {
-    int64_t const grain = std::max<int64_t>(1, kGrainElems / k);
-    torch::stable::parallel_for(0, m, grain, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        function(row);
-      }
-    });
-    return 0;
-  } catch (...) {
-    return 1;
+  int for_each_row(Function const& function) const {
+    return fp4gemm::cpu::for_each_row(m, k, function);
   }
 };
 
@@ -272,12 +229,6 @@ void choose_four_or_six(float const* x, float const* amax, int blocks, Outer out
       six.values[b] = four.values[b];
     }
   }
-}
-
-/// The offset of the scale of a block in the swizzled layout (python/fp4gemm/layout.py).
-inline int64_t scale_offset(int64_t row, int64_t block, int64_t tiles_per_row) {
-  int64_t const tile = row / 128 * tiles_per_row + block / 4;
-  return tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
 }
 
 }  // namespace

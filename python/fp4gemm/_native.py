@@ -64,6 +64,13 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
 }
 _POINTER = ctypes.c_void_p
 _TORCH_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "fp4gemm_torch_decode_matrix": (
+        _INT,
+        [
+            *[_POINTER, _INT64, _POINTER, _INT64, _INT64, _INT64],
+            *[_POINTER, _INT64, ctypes.c_float, _POINTER, _POINTER],
+        ],
+    ),
     "fp4gemm_torch_row_amax": (_INT, [_POINTER, _INT, _INT64, _INT64, _INT64, _POINTER]),
     "fp4gemm_torch_quantize_matrix": (
         _INT,
@@ -102,7 +109,7 @@ def core() -> ctypes.CDLL:
 
 @functools.cache
 def torch_library() -> ctypes.CDLL:
-    """libfp4gemm_torch.so, with the types of its C functions, which quantize on the CPU, set."""
+    """libfp4gemm_torch.so, with the types of its C functions, which serve CPU tensors, set."""
     return _opened(TORCH_LIBRARY, _TORCH_SIGNATURES)
 
 

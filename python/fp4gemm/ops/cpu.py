@@ -1,8 +1,8 @@
-"""The CPU implementations of ``quantize`` and ``quantize_decoded``: compiled code where it applies.
+"""The CPU implementations of the operators that quantize or multiply: compiled code where it applies.
 
-cpp/torch/quantize_cpu.cpp has the loops. It quantizes rows with encode te and blocks of one row, with or
-without four over six; the reference, whose bits are the same, does everything else. The threads are those of
-torch (``torch.set_num_threads``).
+cpp/torch/quantize_cpu.cpp quantizes rows with encode te and blocks of one row, with or without four over six,
+and decode_cpu.cpp decodes. The reference, whose bits are the same, does everything else, and it composes the
+operators that do both. The threads are those of torch (``torch.set_num_threads``).
 """
 
 from __future__ import annotations
@@ -15,12 +15,42 @@ from torch import Tensor
 from .. import _checks, _native, reference
 from ..layout import padded_scale_shape
 from ..reference import checks
-from ..reference.chunks import gathered
+from ..reference.chunks import gathered, row_chunks
+from ..reference.epilogue import Epilogue
+from ..reference.gemm import Operand, gemm_by
 from ..reference.grouped import Groups
+from ..reference.linear import linear_by
+from ..reference.moe import experts_by
 from ..reference.nvfp4 import check_amax, outer_amax
-from .schema import QuantizeCall, QuantizeDecodedCall, accepts, narrowed
+from .schema import (
+    ExpertsCall,
+    GemmCall,
+    LinearCall,
+    QuantizeCall,
+    QuantizeDecodedCall,
+    RmsNormQuantizeCall,
+    SiluAndMulQuantizeCall,
+    accepts,
+    accepts_out,
+    narrowed,
+)
 
-__all__ = ["quantize", "quantize_decoded"]
+__all__ = [
+    "experts",
+    "gemm",
+    "gemm_out",
+    "linear",
+    "quantize",
+    "quantize_decoded",
+    "rms_norm_quantize",
+    "rms_norm_quantize_decoded",
+    "silu_and_mul_quantize",
+    "silu_and_mul_quantize_decoded",
+]
+
+# Elements of a right operand that are decoded at a time: 2 MB as float64, which stay in the cache until they
+# are multiplied.
+_DECODED_ELEMS = 1 << 18
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # at the numbers of the C functions
 _COMPILED: dict[str, object] = {  # the only values with compiled code
@@ -62,6 +92,89 @@ def quantize_decoded(call: Any) -> tuple[Tensor, Tensor]:
     _run(with_codes, x, num_rows, amax, None, None, None, data.data_ptr())
     data[num_rows:] = 0
     return data, stored
+
+
+@accepts(SiluAndMulQuantizeCall)
+def silu_and_mul_quantize(call: SiluAndMulQuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`fp4gemm.reference.silu_and_mul_quantize`."""
+    return quantize(reference.silu_and_mul(call.x), None, True, offs=call.offs)
+
+
+@accepts(SiluAndMulQuantizeCall)
+def silu_and_mul_quantize_decoded(call: SiluAndMulQuantizeCall) -> tuple[Tensor, Tensor]:
+    """:func:`fp4gemm.reference.silu_and_mul_quantize_decoded`."""
+    return quantize_decoded(reference.silu_and_mul(call.x), None, True, offs=call.offs)
+
+
+@accepts(RmsNormQuantizeCall)
+def rms_norm_quantize(call: RmsNormQuantizeCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`fp4gemm.reference.rms_norm_quantize`."""
+    y, summed = reference.rms_norm(*call)
+    return *quantize(y, None, True), summed
+
+
+@accepts(RmsNormQuantizeCall)
+def rms_norm_quantize_decoded(call: RmsNormQuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`fp4gemm.reference.rms_norm_quantize_decoded`."""
+    y, summed = reference.rms_norm(*call)
+    return *quantize_decoded(y, None, True), summed
+
+
+@accepts(GemmCall)
+def gemm(call: GemmCall) -> Tensor:
+    """:func:`fp4gemm.reference.gemm`, whose right operand is decoded a part at a time."""
+    return gemm_by(call, None, _multiply)
+
+
+@accepts_out
+def gemm_out(call: GemmCall, out: Tensor) -> None:
+    """:func:`fp4gemm.reference.gemm_out`, in the same way."""
+    gemm_by(call, out, _multiply)
+
+
+@accepts(LinearCall)
+def linear(call: LinearCall) -> Tensor:
+    """:func:`fp4gemm.reference.linear` of the functions above."""
+    return linear_by(call, quantize, gemm)
+
+
+@accepts(ExpertsCall)
+def experts(call: ExpertsCall) -> Tensor:
+    """:func:`fp4gemm.reference.experts` of the functions above."""
+    return experts_by(call, quantize_decoded, gemm)
+
+
+def _multiply(out: Tensor, a: Operand, b: Operand, terms: Epilogue) -> None:
+    """:func:`fp4gemm.reference.gemm.multiply`, the same sums of the same products in float64."""
+    m, n = a[0].shape[0], b[0].shape[0]
+    k = a[0].shape[1] * (1 if a[1] is None else 2)
+    step = max(1, _DECODED_ELEMS // k)
+    for i, j in row_chunks(m, max(n, k)):
+        left = _wide(a, i, j)
+        acc = torch.empty((j - i, n), dtype=torch.float32)
+        for first in range(0, n, step):
+            last = min(first + step, n)
+            acc[:, first:last] = torch.mm(left, _wide(b, first, last).t())
+        part = terms.rows(i, j)
+        out[i:j] = part.finished(part.scaled(acc))
+
+
+def _wide(operand: Operand, begin: int, end: int) -> Tensor:
+    """Return the values of rows begin .. end-1 of an operand, float64 (end - begin, k)."""
+    data, scales = operand
+    rows = data[begin:end]
+    if scales is None:
+        return rows.to(torch.float64)
+    rows = rows.contiguous()
+    k = 2 * rows.shape[1]
+    result = torch.empty((end - begin, k), dtype=torch.float64)
+    _succeeded(
+        _native.torch_library().fp4gemm_torch_decode_matrix(
+            rows.data_ptr(), rows.stride(0), scales.data_ptr(), begin, end - begin, k,
+            None, 0, 0.0, result.data_ptr(), None,
+        )
+    )  # fmt: skip
+    return result
 
 
 def _applies(call: QuantizeCall) -> bool:
@@ -131,4 +244,4 @@ def _run(
 
 def _succeeded(status: int) -> None:
     if status != 0:
-        raise RuntimeError("fp4gemm: torch could not run the CPU quantizer on its threads")
+        raise RuntimeError("fp4gemm: torch could not run a loop on its threads")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,12 @@ from .decoding import decode
 from .epilogue import Epilogue
 from .prepacking import unprepack
 
-__all__ = ["gemm", "gemm_out"]
+__all__ = ["Operand", "gemm", "gemm_by", "gemm_out", "multiply"]
+
+# Codes and their swizzled scales, or values and None.
+Operand = tuple[Tensor, Tensor | None]
+# Writes the product of two operands to the first argument, finished by the epilogue.
+Product = Callable[[Tensor, Operand, Operand, Epilogue], None]
 
 
 @accepts(GemmCall)
@@ -60,7 +67,7 @@ def gemm(call: GemmCall) -> Tensor:
     Returns:
         D, (m, n) or (g, m, n) of out_dtype, contiguous; with a gated activation (m, n/2).
     """
-    return _gemm(call, None)
+    return gemm_by(call, None, multiply)
 
 
 @accepts_out
@@ -69,11 +76,13 @@ def gemm_out(call: GemmCall, out: Tensor) -> None:
 
     Rows that belong to no group are not written.
     """
-    _checks.has_dtype("out", _checks.is_tensor("out", out), _checks.FLOAT_DTYPES)
-    _gemm(call, out)
+    gemm_by(call, out, multiply)
 
 
-def _gemm(call: GemmCall, out: Tensor | None) -> Tensor:
+def gemm_by(call: GemmCall, out: Tensor | None, product: Product) -> Tensor:
+    """Return :func:`gemm`, or write it to out, with another implementation of :func:`multiply`."""
+    if out is not None:
+        _checks.has_dtype("out", _checks.is_tensor("out", out), _checks.FLOAT_DTYPES)
     name, dtype = "fp4gemm.scaled_mm" if call.offs is None else "fp4gemm.scaled_grouped_mm", call.out_dtype
     _checks.is_float_dtype("out_dtype", dtype)
     _checks.is_bool("batch_invariant", call.batch_invariant)
@@ -103,11 +112,11 @@ def _gemm(call: GemmCall, out: Tensor | None) -> Tensor:
     scalar = fp32(alpha, device) if call.alpha_groups is None else call.alpha_groups
     terms = Epilogue(scalar, call.alpha_row, call.alpha_col, bias, activation, c, fp32(beta, device))
     if offs is None:
-        product_into(out, values(call.a, call.scale_a), values(call.b, call.scale_b), terms)
+        product(out, (call.a, call.scale_a), (call.b, call.scale_b), terms)
     elif gemm_checks.is_ragged_k(call):
-        _ragged_k_into(out, call, offs, terms)
+        _ragged_k_into(out, call, offs, terms, product)
     else:
-        _ragged_m_into(out, call, offs, terms)
+        _ragged_m_into(out, call, offs, terms, product)
     return out
 
 
@@ -122,17 +131,17 @@ def _unprepacked(call: GemmCall) -> GemmCall:
     return call._replace(b=codes, scale_b=scales, b_rows=0)
 
 
-def _ragged_m_into(out: Tensor, call: GemmCall, offs: Tensor, terms: Epilogue) -> None:
+def _ragged_m_into(out: Tensor, call: GemmCall, offs: Tensor, terms: Epilogue, product: Product) -> None:
     a, b, scale_a, scale_b = call.a, call.b, call.scale_a, call.scale_b
     for g, (begin, end, scale_begin, scale_end) in enumerate(spans.of_rows(offs, a.shape[0])):
         if begin == end:
             continue
-        left = values(a[begin:end], None if scale_a is None else scale_a[scale_begin:scale_end])
-        right = values(b[g], None if scale_b is None else scale_b[g])
-        product_into(out[begin:end], left, right, terms.group(g).rows(begin, end))
+        left = a[begin:end], None if scale_a is None else scale_a[scale_begin:scale_end]
+        right = b[g], None if scale_b is None else scale_b[g]
+        product(out[begin:end], left, right, terms.group(g).rows(begin, end))
 
 
-def _ragged_k_into(out: Tensor, call: GemmCall, offs: Tensor, terms: Epilogue) -> None:
+def _ragged_k_into(out: Tensor, call: GemmCall, offs: Tensor, terms: Epilogue, product: Product) -> None:
     a, b, scale_a, scale_b = call.a, call.b, call.scale_a, call.scale_b
     for g, (begin, end) in enumerate(spans.of_columns(offs, gemm_checks.k_of(a))):
         own = terms.group(g)
@@ -141,27 +150,23 @@ def _ragged_k_into(out: Tensor, call: GemmCall, offs: Tensor, terms: Epilogue) -
         if begin == end:
             out[g] = own.finished(torch.zeros(out.shape[1:], device=a.device))
         else:
-            left, right = (_column_values(x, s, begin, end) for x, s in ((a, scale_a), (b, scale_b)))
-            product_into(out[g], left, right, own)
+            left, right = (_columns(x, s, begin, end) for x, s in ((a, scale_a), (b, scale_b)))
+            product(out[g], left, right, own)
 
 
-def values(data: Tensor, scales: Tensor | None) -> Tensor:
-    """Decode codes and their scales to (rows, k); without scales, data holds the values already."""
-    return data if scales is None else decode(data, scales)
-
-
-def _column_values(data: Tensor, scales: Tensor | None, begin: int, end: int) -> Tensor:
-    """Return columns begin .. end-1 of an operand (rows, k), decoded; begin and end are multiples of 64."""
+def _columns(data: Tensor, scales: Tensor | None, begin: int, end: int) -> Operand:
+    """Return columns begin .. end-1 of an operand (rows, k); begin and end are multiples of 64."""
     if scales is None:
-        return data[:, begin:end]
-    return values(data[:, begin // 2 : end // 2].contiguous(), spans.scales_of_columns(scales, begin, end))
+        return data[:, begin:end], None
+    return data[:, begin // 2 : end // 2].contiguous(), spans.scales_of_columns(scales, begin, end)
 
 
-def product_into(out: Tensor, a: Tensor, b: Tensor, terms: Epilogue) -> None:
-    """Write the product of decoded operands a (m, k) and b (n, k) to out; terms.c may be out itself."""
-    (m, k), n = a.shape, b.shape[0]
-    wide_b = b.to(torch.float64).t()
+def multiply(out: Tensor, a: Operand, b: Operand, terms: Epilogue) -> None:
+    """Write the product of a (m, k) and b (n, k) to out; terms.c may be out itself."""
+    left, right = (data if scales is None else decode(data, scales) for data, scales in (a, b))
+    (m, k), n = left.shape, right.shape[0]
+    wide_b = right.to(torch.float64).t()
     for i, j in row_chunks(m, max(n, k)):
-        acc = torch.mm(a[i:j].to(torch.float64), wide_b).to(torch.float32)
+        acc = torch.mm(left[i:j].to(torch.float64), wide_b).to(torch.float32)
         part = terms.rows(i, j)
         out[i:j] = part.finished(part.scaled(acc))

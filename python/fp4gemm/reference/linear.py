@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from .. import _checks
@@ -11,7 +14,7 @@ from .epilogue import ALPHA, ALPHA_UNQUANTIZED
 from .gemm import gemm
 from .nvfp4 import quantize
 
-__all__ = ["linear"]
+__all__ = ["linear", "linear_by"]
 
 
 @accepts(LinearCall)
@@ -47,6 +50,11 @@ def linear(call: LinearCall) -> Tensor:
     Returns:
         y, (..., n) of out_dtype, contiguous; with a gated activation (..., n/2).
     """
+    return linear_by(call, quantize, gemm)
+
+
+def linear_by(call: LinearCall, quantize: Callable[..., Any], gemm: Callable[..., Tensor]) -> Tensor:
+    """Return :func:`linear` with other implementations of quantize and gemm, of the same bits."""
     shape = linear_checks.checked(call)
     x = call.x
     rows = _checks.readable(x.reshape(shape.m, x.shape[-1]))

@@ -24,6 +24,9 @@ y and out have the dtype of x, and so has h, but bfloat16 for a float32 x.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,7 +38,11 @@ from .decoding import quantize_decoded
 from .formats import E2M1_MAX
 from .gemm import gemm
 
-__all__ = ["combine", "experts", "route"]
+__all__ = ["combine", "experts", "experts_by", "route"]
+
+
+# Codes or prepacked bytes, scales, amax, bias, the rows of prepacked weights, and the e4m3 bound.
+Weight = tuple[Tensor, Tensor | None, Tensor, Tensor | None, int, int]
 
 
 @accepts(RouteCall)
@@ -127,53 +134,41 @@ def experts(call: ExpertsCall) -> Tensor:
     Returns:
         (t, d) of the dtype of x.
     """
+    return experts_by(call, quantize_decoded, gemm)
+
+
+def experts_by(
+    call: ExpertsCall, quantize_decoded: Callable[..., Any], gemm: Callable[..., Tensor]
+) -> Tensor:
+    """Return :func:`experts` with other implementations of quantize_decoded and gemm, of the same bits."""
     activation = moe_checks.experts(call)
+
+    def product(rows: Tensor, weight: Weight, activation: int, out_dtype: torch.dtype) -> Tensor:
+        """The grouped product of rows, quantized first unless scaling is 0, and a weight."""
+        codes, scales, amax, bias, num_rows, bound = weight
+        alpha, row_amax = 1.0 / (E2M1_MAX * bound), None
+        if call.scaling:
+            rows, row_amax = quantize_decoded(rows, None, True, offs=offs)
+            alpha /= E2M1_MAX * 448
+        return gemm(
+            rows,
+            codes,
+            scale_b=scales,
+            offs=offs,
+            alpha=alpha,
+            alpha_row=row_amax,
+            alpha_col=amax,
+            bias=bias,
+            activation=activation,
+            b_rows=num_rows,
+            out_dtype=out_dtype,
+        )
+
     x = call.x
     hidden_dtype = x.dtype if x.dtype in _checks.HALF_DTYPES else torch.bfloat16
     offs, token_of_row, row_of_pair = route(call.topk_ids, call.w13.shape[0])
-    h = _product(
-        call,
-        gathered(x, token_of_row),
-        offs,
-        (call.w13, call.w13_scales, call.w13_amax, call.w13_bias, call.w13_rows, call.w13_e4m3_max),
-        activation.number,
-        hidden_dtype,
-    )
-    y = _product(
-        call,
-        h,
-        offs,
-        (call.w2, call.w2_scales, call.w2_amax, call.w2_bias, call.w2_rows, call.w2_e4m3_max),
-        0,
-        x.dtype,
-    )
+    w13 = call.w13, call.w13_scales, call.w13_amax, call.w13_bias, call.w13_rows, call.w13_e4m3_max
+    w2 = call.w2, call.w2_scales, call.w2_amax, call.w2_bias, call.w2_rows, call.w2_e4m3_max
+    h = product(gathered(x, token_of_row), w13, activation.number, hidden_dtype)
+    y = product(h, w2, 0, x.dtype)
     return combine(y, row_of_pair, call.topk_weights)
-
-
-def _product(
-    call: ExpertsCall,
-    rows: Tensor,
-    offs: Tensor,
-    weight: tuple[Tensor, Tensor | None, Tensor, Tensor | None, int, int],
-    activation: int,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """Return the grouped product of rows, quantized first unless scaling is 0, and the weights."""
-    codes, scales, amax, bias, num_rows, bound = weight
-    alpha, row_amax = 1.0 / (E2M1_MAX * bound), None
-    if call.scaling:
-        rows, row_amax = quantize_decoded(rows, None, True, offs=offs)
-        alpha /= E2M1_MAX * 448
-    return gemm(
-        rows,
-        codes,
-        scale_b=scales,
-        offs=offs,
-        alpha=alpha,
-        alpha_row=row_amax,
-        alpha_col=amax,
-        bias=bias,
-        activation=activation,
-        b_rows=num_rows,
-        out_dtype=out_dtype,
-    )

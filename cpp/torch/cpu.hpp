@@ -1,0 +1,71 @@
+// What the loops on CPU tensors share: the instruction sets, bits of floats, e2m1 values, the layout of the
+// scales, and the threads.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+// The loops are compiled for several instruction sets, of which the loader of the library selects one.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define FP4GEMM_CLONES __attribute__((target_clones("default", "arch=haswell", "arch=skylake-avx512")))
+#else
+#define FP4GEMM_CLONES
+#endif
+
+namespace fp4gemm::cpu {
+
+constexpr int kBlock = 16;
+constexpr int kChunkBlocks = 64;  // blocks of a row that are processed at a time; their data stays in L1
+constexpr int kChunk = kChunkBlocks * kBlock;
+constexpr int64_t kGrainElems = 1 << 16;  // the least number of elements of a thread
+
+inline float as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline uint32_t as_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+/// The value of an e2m1 code.
+inline float decode_e2m1(uint32_t nibble) {
+  uint32_t const code = nibble & 7;
+  float const small = static_cast<float>(static_cast<int32_t>(code)) * 0.5f;
+  uint32_t const bits = code < 2 ? as_bits(small) : (code + (126 << 1)) << 22;
+  return as_float(bits | (nibble & 8) << 28);
+}
+
+/// The value of an e4m3 code 0..126.
+inline float decode_e4m3(uint32_t code) {
+  float const small = static_cast<float>(static_cast<int32_t>(code)) * 0.001953125f;
+  return code < 8 ? small : as_float((code + (120 << 3)) << 20);
+}
+
+/// The offset of the scale of a block in the swizzled layout (python/fp4gemm/layout.py).
+inline int64_t scale_offset(int64_t row, int64_t block, int64_t tiles_per_row) {
+  int64_t const tile = row / 128 * tiles_per_row + block / 4;
+  return tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
+}
+
+/// Calls function(row) for each row of k elements, on the threads of torch. Returns 0, or 1 if torch failed.
+template <class Function>
+int for_each_row(int64_t m, int64_t k, Function const& function) try {
+  int64_t const grain = std::max<int64_t>(1, kGrainElems / k);
+  torch::stable::parallel_for(0, m, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      function(row);
+    }
+  });
+  return 0;
+} catch (...) {
+  return 1;
+}
+
+}  // namespace fp4gemm::cpu
