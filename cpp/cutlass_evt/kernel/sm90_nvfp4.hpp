@@ -208,13 +208,24 @@ struct Sm90Nvfp4Kernel {
     }
     if constexpr (!Config::kSharesRows) {
       if (is_direct) {
+        int const first = first_chunk(coord, rank);
         if constexpr (Direct::kTakesMore) {
           if (p.epilogue.activation != Activation::kNone) {
-            Direct::store_pairs(p.epilogue, shared, coord, first_chunk(coord, rank), p.n, accumulators);
+            // The formula is chosen once for a tile: a choice for each pair would cost as much as the pair.
+            nodes::visit_formula(p.epilogue.activation, [&](auto formula) {
+              using Formula = decltype(formula);
+              if constexpr (Formula::kIsGated) {
+                Direct::template store_pairs<Formula>(p.epilogue, shared, coord, first, p.n, accumulators);
+              }
+            });
+            return;
+          }
+          if (p.epilogue.c != nullptr) {
+            Direct::template store<true>(p.epilogue, shared, coord, first, p.n, accumulators);
             return;
           }
         }
-        Direct::store(p.epilogue, shared, coord, first_chunk(coord, rank), p.n, accumulators);
+        Direct::template store<false>(p.epilogue, shared, coord, first, p.n, accumulators);
         return;
       }
     }

@@ -6,9 +6,9 @@
 
 namespace cutlass_evt {
 
-/// The epilogue of one tile where Epilogue's is_direct holds: 16-bit D and, but for tiles of 64 tokens,
-/// neither C nor an activation. A warpgroup has 64 columns of D and synchronises with no other: one may be in
-/// the mainloop of the next tile while another stores.
+/// The epilogue of one tile where Epilogue's is_direct holds: 16-bit D without C and activation or, for tiles
+/// with kTakesMore, with C or a gated activation. A warpgroup has 64 columns of D and synchronises with no
+/// other: one may be in the mainloop of the next tile while another stores.
 ///
 /// The arithmetic happens where the accumulators are: a thread holds two columns, whose factors and biases
 /// are in registers, and pairs of tokens, whose factors are in shared memory. stmatrix then transposes the
@@ -24,12 +24,12 @@ struct Sm90Nvfp4DirectEpilogue {
   static constexpr int kSliceTokens = Config::kDirectTokens;
   static constexpr int kSlices = Config::kTokens / kSliceTokens;
   static constexpr int kPieces = kSliceTokens / 16;  // stores of 16 bytes by a thread for each slice
-  // Whether gated activations and C are served. Other tiles have no registers to spare for them: they would
-  // spill, in the usual epilogue too.
-  static constexpr bool kTakesMore = Config::kTokens == 64;
+  // Whether gated activations and C are served. store_pairs writes 32 tokens at a time, and three warpgroups
+  // have too few registers for either.
+  static constexpr bool kTakesMore = kSliceTokens >= 32 && Config::kConsumerGroups <= 2;
 
-  /// Writes the tile to D; the accumulators are used up.
-  template <class Accumulators>
+  /// Writes the tile to D, with or without C; the accumulators are used up.
+  template <bool kHasC, class Accumulators>
   CUTLASS_DEVICE static void store(typename Epilogue::Arguments const& args, Shared const& shared,
                                    TileCoord const& coord, int first_chunk, int n,
                                    Accumulators& accumulators) {
@@ -53,12 +53,20 @@ struct Sm90Nvfp4DirectEpilogue {
     char* d = static_cast<char*>(args.d) + ((int64_t{row} + token) * args.d_row_stride + column) * 2;
     int64_t const step = args.d_row_stride * (16 * 2);
     float const alpha = Epilogue::alpha(args, coord.group);
-    bool const has_c = kTakesMore && args.c != nullptr;
-    char const* c =
-        static_cast<char const*>(args.c) + ((int64_t{row} + token) * args.c_row_stride + column) * 2;
     uint4 pieces[kPieces];
-    if (has_c) {
-      get_c(pieces, c, args.c_row_stride * (16 * 2), present);
+    auto const get_c = [&](int slice) {
+      int64_t const first = int64_t{row} + token + slice * kSliceTokens;
+      auto const* c = static_cast<char const*>(args.c) + (first * args.c_row_stride + column) * 2;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kPieces; ++i) {
+        // A plain load: C may be D, which the read-only path must not see. Zeros where D has no row.
+        bool const has_row = slice * kSliceTokens + i * 16 < present;
+        pieces[i] = has_row ? *reinterpret_cast<uint4 const*>(c + i * args.c_row_stride * (16 * 2))
+                            : uint4{0, 0, 0, 0};
+      }
+    };
+    if constexpr (kHasC) {
+      get_c(0);
     }
     // After the barrier the vectors that every thread of the warpgroup copied are visible, and the staged
     // results of the previous tile have been read.
@@ -75,13 +83,12 @@ struct Sm90Nvfp4DirectEpilogue {
       }
       uint32_t const buffer = static_cast<uint32_t>(slice % Config::kDirectBuffers * kSliceTokens * 128);
       uint32_t packed[kSliceTokens / 8][2];
-      if (has_c) {
+      if constexpr (kHasC) {
         // C takes the way of D backwards: pieces of rows to shared memory, and from there to the registers
-        // that hold the same elements of D.
-        static_assert(!kTakesMore || kSlices == 1, "C is read for one slice");
+        // that hold the same elements of D. A warp then writes D where it has read C.
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kPieces; ++i) {
-          put(get_at + static_cast<uint32_t>(i * 16 * 128), pieces[i]);
+          put(get_at + buffer + static_cast<uint32_t>(i * 16 * 128), pieces[i]);
         }
         sync();
         CUTLASS_PRAGMA_UNROLL
@@ -89,8 +96,11 @@ struct Sm90Nvfp4DirectEpilogue {
           asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                        : "=r"(packed[block][0]), "=r"(packed[block][1]), "=r"(packed[block + 1][0]),
                          "=r"(packed[block + 1][1])
-                       : "r"(put_at + static_cast<uint32_t>(block * 8 * 128))
+                       : "r"(put_at + buffer + static_cast<uint32_t>(block * 8 * 128))
                        : "memory");
+        }
+        if (slice + 1 < kSlices) {
+          get_c(slice + 1);
         }
       }
       CUTLASS_PRAGMA_UNROLL
@@ -104,7 +114,7 @@ struct Sm90Nvfp4DirectEpilogue {
         }
       }
       columns.template finish<kSliceTokens / 2>(
-          args, has_c, [&](int i) -> float& { return accumulators[slice * (kSliceTokens / 2) + i]; },
+          args, kHasC, [&](int i) -> float& { return accumulators[slice * (kSliceTokens / 2) + i]; },
           [&](int i) -> uint32_t& { return packed[i / 2][i % 2]; });
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kSliceTokens / 8; block += 2) {
@@ -116,25 +126,26 @@ struct Sm90Nvfp4DirectEpilogue {
       }
       // The slice is complete in shared memory.
       sync();
+      uint4 results[kPieces];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kPieces; ++i) {
-        pieces[i] = get(get_at + buffer + static_cast<uint32_t>(i * 16 * 128));
+        results[i] = get(get_at + buffer + static_cast<uint32_t>(i * 16 * 128));
       }
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kPieces; ++i) {
-        store_if(slice * kSliceTokens + i * 16 < present, d, pieces[i]);
+        store_if(slice * kSliceTokens + i * 16 < present, d, results[i]);
         d += step;
       }
     }
   }
 
-  /// As store, for a gated activation: D has half as many columns, of which the warpgroup has 32.
+  /// As store, for the gated activation Formula: D has half as many columns, of which the warpgroup has 32.
   ///
   /// Gate and up are neighbouring columns of the product, which lanes 4 apart hold, each with the two columns
   /// r and r + 8 of a warp. The lane with the gates gets the up of its first column and gives the gate of its
   /// second: so each lane activates one pair of columns. A loop over slices keeps the code small; since
   /// registers cannot be indexed at run time, it selects a slice's sums among all.
-  template <class Accumulators>
+  template <class Formula, class Accumulators>
   CUTLASS_DEVICE static void store_pairs(typename Epilogue::Arguments const& args, Shared const& shared,
                                          TileCoord const& coord, int first_chunk, int n,
                                          Accumulators& accumulators) {
@@ -197,7 +208,7 @@ struct Sm90Nvfp4DirectEpilogue {
           }
         }
         uint32_t packed[2];
-        columns.finish_pairs(args, pairs, packed);
+        columns.template finish_pairs<Formula>(args, pairs, packed);
         asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(
                          put_at + buffer + static_cast<uint32_t>(block * 8 * 64)),
                      "r"(packed[0]), "r"(packed[1])
@@ -235,15 +246,6 @@ struct Sm90Nvfp4DirectEpilogue {
 
   /// A barrier among the 128 threads of the warpgroup: named barriers 2 and up, one for each.
   CUTLASS_DEVICE static void sync() { cutlass::arch::NamedBarrier::sync(128u, 2u + threadIdx.x / 128); }
-
-  /// pieces = those of C that a thread has of its rows; zeros where D has none.
-  CUTLASS_DEVICE static void get_c(uint4 (&pieces)[kPieces], char const* c, int64_t step, int present) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kPieces; ++i) {
-      // A plain load: C may be D, which the read-only path must not see.
-      pieces[i] = i * 16 < present ? *reinterpret_cast<uint4 const*>(c + i * step) : uint4{0, 0, 0, 0};
-    }
-  }
 
   CUTLASS_DEVICE static void put(uint32_t to, uint4 const& bits) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z),

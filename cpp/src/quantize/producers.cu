@@ -30,16 +30,27 @@ void launch_silu(RowLaunch const& launch) {
          silu<T, true, 256>(launch));
 }
 
-template <class T, int kThreadsPerRow>
+template <class T, Cover kCover, int kThreadsPerRow, int kBlocksPerThread>
 bool norm(RowLaunch const& launch) {
-  using Shape = RowShape<Amax::kRow, Cover::kQuads, false, false, kThreadsPerRow, 4>;
+  using Shape = RowShape<Amax::kRow, kCover, false, false, kThreadsPerRow, kBlocksPerThread>;
   return launch_rows<RmsNormLoader<T>, Te, Shape>(launch);
 }
 
+// As launch_dense has it: with few rows the latency of one row matters, which is that of several loads and
+// two reductions.
 template <class T>
 void launch_norm(RowLaunch const& launch) {
-  (void)(norm<T, 32>(launch) || norm<T, 128>(launch) || norm<T, 256>(launch) || norm<T, 512>(launch) ||
-         norm<T, 1024>(launch));
+  constexpr Cover kSingles = Cover::kSingles;
+  constexpr Cover kQuads = Cover::kQuads;
+  if (launch.params.m < 8 * launch.device.num_sms &&
+      (norm<T, kSingles, 32, 1>(launch) || norm<T, kSingles, 128, 1>(launch) ||
+       norm<T, kSingles, 256, 1>(launch) || norm<T, kSingles, 512, 1>(launch) ||
+       norm<T, kSingles, 1024, 1>(launch))) {
+    return;
+  }
+  (void)(norm<T, kQuads, 32, 4>(launch) || norm<T, kQuads, 128, 4>(launch) ||
+         norm<T, kQuads, 256, 4>(launch) || norm<T, kQuads, 512, 4>(launch) ||
+         norm<T, kQuads, 1024, 4>(launch));
 }
 
 }  // namespace
