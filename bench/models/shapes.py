@@ -1,8 +1,9 @@
 """The sizes of whole models, as data, and the bytes that they need.
 
 The sizes are those of the models' published config.json. gpt-oss-20b-shape has the sizes and experts of
-GPT-OSS, and attends without sinks and sliding windows. llama-3.1-70b-shape does not fit on one GPU as a
-whole: the benchmark runs as many of its layers as fit. The tiny models are for machines without a GPU.
+GPT-OSS, and attends without sinks and sliding windows. llama-3.1-70b-shape and qwen3-235b-shape do not fit on
+one GPU as a whole: the benchmark runs as many of their layers as fit. The tiny models are for machines
+without a GPU.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ SHAPES = {
         Shape("llama-3.1-70b-shape", 80, 8192, 64, 8, 128, 28672, 128256),
         Shape("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936, qk_norm=True, rope_theta=1e6),
         Shape("qwen3-30b-a3b", 48, 2048, 32, 4, 128, 768, 151936, 128, 8, qk_norm=True, rope_theta=1e6),
+        Shape("qwen3-235b-shape", 94, 4096, 64, 4, 128, 1536, 151936, 128, 8, qk_norm=True, rope_theta=1e6),
         Shape("mixtral-8x7b", 32, 4096, 32, 8, 128, 14336, 32000, 8, 2, rope_theta=1e6),
         Shape("gpt-oss-20b-shape", 24, 2880, 64, 8, 64, 2880, 201088, 32, 4, bias=True, is_oss=True),
         Shape("tiny", 2, 128, 4, 2, 32, 192, 256),

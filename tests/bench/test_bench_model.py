@@ -314,6 +314,7 @@ def test_published_sizes() -> None:
         "llama-3.1-70b-shape": 70.6,
         "qwen3-8b": 8.2,
         "qwen3-30b-a3b": 30.5,
+        "qwen3-235b-shape": 235.0,
         "mixtral-8x7b": 46.7,
         "gpt-oss-20b-shape": 20.9,
         "tiny": 0.0,
