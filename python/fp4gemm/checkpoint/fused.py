@@ -48,7 +48,7 @@ def partners(
         names = [name]
         if child in set_of and not _stands_alone(child, parent, infos, children):
             names = [f"{parent}.{other}.weight".lstrip(".") for other in set_of[child]]
-            _check(name, names, infos, kept, by_user)
+            _check(names, infos, kept, by_user)
         done.update(names)
         stays = [other for other in names if other in kept]
         if stays:
@@ -66,26 +66,24 @@ def _stands_alone(child: str, parent: str, infos: Mapping[str, TensorInfo], chil
 
 
 def _check(
-    name: str,
     names: list[str],
     infos: Mapping[str, TensorInfo],
     kept: Mapping[str, str],
     by_user: Collection[str],
 ) -> None:
-    missing = [other for other in names if other not in infos]
+    missing = [name for name in names if name not in infos]
+    here = ", ".join(name for name in names if name in infos and name not in by_user)
     if missing:
         raise CheckpointError(
-            f"{missing[0]}: is missing, the partner of {name}, with which it shares an amax; "
+            f"{missing[0]}: is missing, the partner of {here}, with which it shares an amax; "
             "fuse names the sets (--fuse none: no layer shares one)"
         )
-    excluded = [other for other in names if other in by_user]
+    excluded = [name for name in names if name in by_user]
     if excluded:
         raise CheckpointError(
-            f"{excluded[0]}: stays ({kept[excluded[0]]}), but its partner {name} is quantized; a fused "
-            "layer has "
-            "one dtype, so select all of the set or none (--fuse none: no layer is fused)"
+            f"{excluded[0]}: stays ({kept[excluded[0]]}), but its partner {here} is quantized; a fused layer "
+            "has one dtype, so select all of the set or none (--fuse none: no layer is fused)"
         )
-    sizes = {infos[other].shape[-1] for other in names if other not in kept}
-    if len(sizes) > 1:
-        shapes = ", ".join(f"{other} {tuple(infos[other].shape)}" for other in names)
-        raise CheckpointError(f"{name}: {shapes} have unequal k, must have one k to share an amax")
+    if len({infos[name].shape[-1] for name in names if name not in kept}) > 1:
+        shapes = ", ".join(f"{name} {infos[name].shape}" for name in names)
+        raise CheckpointError(f"{shapes}: have unequal k, must have one k to share an amax")

@@ -90,7 +90,7 @@ def layout(plan: Plan, scheme: Scheme, metadata: Mapping[str, Mapping[str, str]]
         for matrix, slots in slots_of_set(one, scheme):
             files[plan.tensors[matrix.source].file] += slots
     for name in plan.kv_scales():
-        files[plan.file_of_module(name)].append(Slot.of(name, "F32", ()))
+        files[plan.file_of_kv_scale(name)].append(Slot.of(name, "F32", ()))
     seen: dict[str, str] = {}
     for file, slots in files.items():
         for slot in slots:

@@ -189,15 +189,13 @@ class Plan:
             for suffix, number in zip(suffixes, numbers, strict=True)
         }
 
-    def file_of_module(self, name: str) -> str:
-        """The shard of the module that a new tensor belongs to: of its first tensor, or of its owner's."""
-        owner = name
-        while owner:
-            owner = owner.rpartition(".")[0]
-            for info in self.tensors.values():
-                if owner and info.name.startswith(f"{owner}."):
-                    return info.file
-        raise CheckpointError(f"kv_cache: {name} belongs to no module of the checkpoint")
+    def file_of_kv_scale(self, name: str) -> str:
+        """The shard of the scale of a KV cache: that of the first tensor of its attention module."""
+        module = next(module for module in self.options.kv_scales if name.startswith(f"{module}."))
+        for info in self.tensors.values():
+            if info.name.startswith(f"{module}."):
+                return info.file
+        raise CheckpointError(f"kv_cache: {module} is no module of the checkpoint")
 
     def scheme(self) -> Scheme:
         """What the config of the new checkpoint says."""

@@ -64,7 +64,7 @@ def quantization(source: Source, options: Options) -> Work:
         tasks.append(Task(name, ((name, None),), {name: info.file}, info.nbytes))
     for name, number in plan.kv_scales().items():
         value = torch.tensor(number, dtype=torch.float32)
-        tasks.append(Task(name, (), {name: plan.file_of_module(name)}, 0, partial(_constant, name, value)))
+        tasks.append(Task(name, (), {name: plan.file_of_kv_scale(name)}, 0, partial(_constant, name, value)))
     tasks.sort(key=lambda task: _place(task, source))
     return Work(
         options.as_json(), files, tasks, *configs(source.config, scheme), plan_report(plan, source.left_out)

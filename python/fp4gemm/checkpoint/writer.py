@@ -39,8 +39,7 @@ class ShardWriter:
         self._hashes: dict[str, bytes] = {}
 
     def write(self, name: str, data: Tensor, begin: int = 0) -> None:
-        """Write bytes of a tensor from ``begin`` on; data is contiguous, on the CPU, and uint8 or any "
-        "dtype."""
+        """Write bytes of a tensor from ``begin`` on; data is contiguous and on the CPU, of any dtype."""
         view = memory_of(data)
         position, done = self.layout.begins[name] + begin, 0
         try:
