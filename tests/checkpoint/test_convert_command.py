@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -141,3 +143,36 @@ def test_an_interrupt_says_how_to_continue(
     monkeypatch.setattr(command, "convert", interrupted)
     assert run(source, tmp_path / "dst") == 130
     assert "stopped; the same command with --resume continues it" in capsys.readouterr().err
+
+
+def documented() -> list[str]:
+    """The command lines of docs/checkpoints.md."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md").read_text()
+    return [
+        line.partition("#")[0].strip() for line in text.splitlines() if line.startswith("fp4gemm convert ")
+    ]
+
+
+def test_documented_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their order, on small checkpoints of the names that they read."""
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "Qwen3-8B", llama(2), shards=2)
+    save(tmp_path / "Qwen3-30B-A3B", moe(), config=MOE)
+    lines = documented()
+    assert len(lines) > 5
+    for line in lines:
+        _, _, source, *arguments = shlex.split(line)
+        if Path(source).exists():  # other sections may name checkpoints that are downloaded
+            assert run(source, *arguments) == 0, line
+    assert {"Qwen3-8B-NVFP4", "Qwen3-8B-W4A4", "Qwen3-8B-CT", "Qwen3-8B-CT2", "Qwen3-30B-NVFP4"} <= {
+        path.name for path in tmp_path.iterdir()
+    }
+
+
+def test_every_option_is_documented() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    command.add_arguments(parser)
+    text = (Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md").read_text()
+    for action in parser._actions:
+        for option in action.option_strings:
+            assert f"`{option}" in text, option
