@@ -13,10 +13,11 @@ from torch.nn.parameter import is_lazy
 
 from .. import _checks
 from . import _transformers
+from ._experts import EXPERTS_SCALINGS
 from ._float import kept_by_default
 from ._hooks import hooks_of, materialized
 from ._inputs import ActivationScaling, check_linear
-from .experts import EXPERTS_SCALINGS, Experts
+from .experts import Experts
 from .linear import Linear
 from .report import Action, ExpertsReport, LayerReport
 

@@ -1,23 +1,49 @@
-"""What a user may do with an NVFP4 weight, one matrix or a stack: prepack it, dequantize it."""
+"""What a user may do with an NVFP4 weight, one matrix or a stack: prepack it, dequantize it, update it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import support
-from ._weight import _EXCHANGE, WeightModule
+from .. import _checks, support
+from ..containers.nvfp4 import NVFP4Tensor
+from ..containers.prepacked import prepack
+from ..quantize import quantize
+from ._inputs import check_bias, check_float_weight, check_quantized_weight
+from ._saved import SavedWeight
+from ._state import BITS, PREPACKED
+from ._weight import _EXCHANGE
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class WeightLayer(WeightModule):
-    """A WeightModule with the methods that :class:`fp4gemm.nn.Linear` and the weights of Experts share."""
+class NewWeight(NamedTuple):
+    """What an update writes: checked, in the form that the layer holds."""
+
+    parts: dict[str, Tensor]  # by the name of the buffer
+    has_signed_scales: bool | Tensor
+
+
+class WeightLayer(SavedWeight):
+    """A module with the methods that :class:`fp4gemm.nn.Linear` and the weights of Experts share."""
 
     _public = "Linear"  # the class of fp4gemm.nn that a message names
+
+    def _adopt(self, weight: NVFP4Tensor, bias: Tensor | None) -> Self:
+        """Hold this weight, whose memory is shared, and a copy of the bias; return the layer, a new one."""
+        self._hold(
+            weight_codes=weight.codes,
+            weight_scales=weight.scales,
+            weight_amax=weight.amax,
+            bias=None if bias is None else bias.detach().to(torch.float32, copy=True),
+        )
+        self._buffers.setdefault("bias", None)
+        self.e4m3_max = weight.e4m3_max
+        self._has_weight = True
+        return self
 
     def dequantize_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """``W = code * block scale * amax / (6 * e4m3_max)``, dense (n, k) or (g, n, k) of ``dtype``."""
@@ -48,6 +74,91 @@ class WeightLayer(WeightModule):
             if not self._is_prepacked():
                 self._hold_prepacked()
         return self
+
+    def update_(self, weight: Tensor | NVFP4Tensor, bias: Tensor | None = None) -> Self:
+        """Write another weight of the same shape into the memory of this one, and return the layer.
+
+        Every buffer keeps its address, prepacked or not, so that a captured CUDA graph multiplies by the new
+        weight when it is replayed next. All checks come first: after an error nothing has changed.
+
+        The writes are on the current stream, as the next ``forward`` on it is. Where graphs are replayed on
+        another stream, that one has to wait for the update (and the update for the last replay).
+
+        Args:
+            weight: NVFP4Tensor (n, k), or (g, n, k) of a stack, with the e4m3_max of the layer, which is an
+                argument of the kernels and so part of a captured graph. Its amax is that of the layer in
+                shape; one number for a matrix is also accepted where the layer has one for each row. Or a
+                bfloat16, float16 or float32 tensor, which is quantized with ``weight_scaling`` of the layer
+                by :func:`fp4gemm.quantize`.
+            bias: bfloat16, float16 or float32 (n,) or (g, n); None keeps the bias.
+
+        Raises:
+            TypeError, ValueError: weight or bias has another type, dtype, shape, device or bound, the float
+                weight holds NaN or infinity, or the layer has no bias or no memory (it is on the meta device
+                or offloaded). The text names the argument.
+
+        Synchronises for a float weight on a GPU, to look for NaN and infinity, and not for an NVFP4Tensor.
+        """
+        with _EXCHANGE:
+            self._write(self._new_weight(weight, bias))
+        return self
+
+    def _new_weight(
+        self, weight: object, bias: object = None, names: tuple[str, str] = ("weight", "bias")
+    ) -> NewWeight:
+        """The parts of an update after all its checks; ``names`` are those of the arguments."""
+        self._notice()
+        name, shape, device = names[0], self._shape, self.weight_amax.device
+        if device.type == "meta" or self._is_offloaded():
+            where = "offloaded" if self._is_offloaded() else "on the meta device"
+            raise ValueError(f"{name}: the layer is {where}, must be in memory to be updated")
+        parts: dict[str, Tensor] = {}
+        if bias is not None:
+            if self.bias is None:
+                raise ValueError(f"{names[1]}: got {_checks.describe(bias)}, must be None: there is no bias")
+            checked = check_bias(bias, *shape[:-1], device=device, name=names[1])
+            parts["bias"] = checked.detach().to(torch.float32)
+        with torch.inference_mode(False), torch.no_grad():
+            if isinstance(weight, Tensor):
+                check_float_weight(name, weight, shape)
+                _checks.same_device(name, weight, device, "the layer")
+                weight = quantize(weight.detach(), scaling=self.weight_scaling)
+            new = check_quantized_weight(weight, name, len(shape))
+            if tuple(new.shape) != shape:
+                raise ValueError(f"{name}: shape is {tuple(new.shape)}, must be {shape}")
+            _checks.same_device(name, new.codes, device, "the layer")
+            if new.e4m3_max != self._e4m3_max:
+                raise ValueError(
+                    f"{name}: e4m3_max is {new.e4m3_max}, must be {self._e4m3_max} as of the layer; assign "
+                    "the attribute `weight`, before a CUDA graph is captured, to change it"
+                )
+            amax = new.amax
+            if amax.shape != self.weight_amax.shape:
+                if amax.shape[-1] != 1:
+                    raise ValueError(
+                        f"{name}: amax has shape {tuple(amax.shape)}, must have "
+                        f"{tuple(self.weight_amax.shape)}, since weight_scaling of the layer is 'tensor'"
+                    )
+                amax = amax.expand(self.weight_amax.shape)
+            parts["weight_amax"] = amax
+            if not self._is_prepacked():
+                return NewWeight(
+                    {**parts, "weight_codes": new.codes, "weight_scales": new.scales}, self._has_signed_scales
+                )
+            signs = (new.scales.view(torch.uint8) & 0x80).any()
+            return NewWeight({**parts, PREPACKED: prepack(new).data}, signs)
+
+    def _write(self, new: NewWeight) -> None:
+        """Copy the parts into the buffers; nothing here can fail."""
+        held = self._buffers
+        is_inference = any(held[name].is_inference() for name in new.parts)  # type: ignore[union-attr]
+        with torch.inference_mode(is_inference), torch.no_grad():
+            for name, part in new.parts.items():
+                buffer: Tensor = held[name]  # type: ignore[assignment]
+                # As bytes: a copy between equal dtypes is no kernel, which the prepacked ones rely on.
+                buffer.view(BITS[buffer.dtype]).copy_(part.contiguous().view(BITS[buffer.dtype]))
+        self._has_signed_scales = new.has_signed_scales
+        self._has_weight = True
 
     def _require_weight(self) -> None:
         if not torch.compiler.is_compiling():

@@ -75,16 +75,7 @@ class StackedWeight(WeightLayer):
         """The module around a stack (g, n, k), whose memory it shares, and a float bias (g, n), copied."""
         g, n, k = weight.shape
         made = cls(g, n, k, bias is not None, device="meta", dtype=weight.dtype)
-        made._hold(
-            weight_codes=weight.codes,
-            weight_scales=weight.scales,
-            weight_amax=weight.amax,
-            bias=None if bias is None else bias.detach().to(torch.float32, copy=True),
-        )
-        made._buffers.setdefault("bias", None)
-        made.e4m3_max = weight.e4m3_max
-        made._has_weight = True
-        return made
+        return made._adopt(weight, bias)
 
     def forward(self) -> HeldWeight:
         """The weight in the form that is held; prepacked first where the device streams that form.
@@ -157,3 +148,15 @@ def interleaved_stack(w: NVFP4Tensor) -> NVFP4Tensor:
     scales = interleaved(w.compact_scales().view(torch.uint8))
     amax = w.amax if w.amax.shape[1] == 1 else interleaved(w.amax)
     return NVFP4Tensor.from_compact(interleaved(w.codes), scales, amax, w.e4m3_max).to(w.dtype)
+
+
+def mixed(
+    w: Tensor | NVFP4Tensor, bias: Tensor | None, shape: tuple[int, ...]
+) -> tuple[Tensor | NVFP4Tensor, Tensor | None]:
+    """A weight and a bias with interleaved halves; what has not the shape is left for the checks to name."""
+    is_plain = isinstance(w, Tensor) or (isinstance(w, NVFP4Tensor) and w.offs is None)
+    if is_plain and tuple(w.shape) == shape:
+        w = interleaved(w.detach()) if isinstance(w, Tensor) else interleaved_stack(w)
+    if isinstance(bias, Tensor) and tuple(bias.shape) == shape[:2]:
+        bias = interleaved(bias.detach())
+    return w, bias

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from .. import _checks, activations
 from ..activations import Activation, ActivationName
+from ._experts import ExpertsScaling, Layout, check_shapes
 from ._hooks import materialized
 from ._inputs import WeightScaling, check_float_weight
-from .experts import Experts, ExpertsScaling, Layout, check_shapes
+from .experts import Experts
 
 FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 NUM_PROBES = 64  # values of the gate, and of up, with which an activation is evaluated

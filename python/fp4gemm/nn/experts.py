@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import torch
 from torch import Tensor
 
@@ -11,21 +9,25 @@ from .. import _checks, activations, support
 from ..activations import Activation, ActivationName
 from ..containers.nvfp4 import NVFP4Tensor
 from ..ops import operators
+from ._experts import (
+    LAYOUTS,
+    ExpertsScaling,
+    Layout,
+    activation_of,
+    check_experts_options,
+    check_shapes,
+    check_tokens,
+    stack_bias,
+)
 from ._inputs import (
-    CHECKS_OF_FINITE,
-    WEIGHT_SCALINGS,
     CheckFinite,
     WeightScaling,
-    check_bias,
     check_float_weight,
     check_quantized_weight,
     refuse_not_finite,
 )
-from ._stack import HeldWeight, StackedWeight, interleaved, interleaved_stack, quantized
-
-ExpertsScaling = Literal["row", "none"]  # of the activations
-Layout = Literal["halves", "interleaved"]
-EXPERTS_SCALINGS, LAYOUTS = get_args(ExpertsScaling), get_args(Layout)
+from ._stack import HeldWeight, StackedWeight, interleaved, interleaved_stack, mixed, quantized
+from ._weight import _EXCHANGE
 
 
 class Experts(torch.nn.Module):
@@ -85,11 +87,11 @@ class Experts(torch.nn.Module):
         for name, size in (("hidden", hidden), ("intermediate", intermediate)):
             _checks.is_int(name, size, 1)
             _checks.is_multiple(name, "k", size, _checks.K_STEP_MM)
-        chosen = _activation(activation)
+        chosen = activation_of(activation)
         _checks.is_bool("bias", bias)
         if dtype is not None:
             _checks.is_float_dtype("dtype", dtype)
-        _check_options(activation_scaling, weight_scaling, check_finite)
+        check_experts_options(activation_scaling, weight_scaling, check_finite)
         super().__init__()
         self._set_options(chosen, activation_scaling, check_finite)
         n13 = 2 * intermediate if chosen.is_gated else intermediate
@@ -140,10 +142,10 @@ class Experts(torch.nn.Module):
 
         Synchronises, to look for weights that are not finite.
         """
-        chosen = _activation(activation)
+        chosen = activation_of(activation)
         _checks.is_one_of("layout", layout, LAYOUTS)
         _checks.is_bool("is_transposed", is_transposed)
-        _check_options(activation_scaling, weight_scaling, check_finite)
+        check_experts_options(activation_scaling, weight_scaling, check_finite)
         stacks = []
         for name, w in (("w13", w13), ("w2", w2)):
             _checks.has_dtype(name, _checks.is_tensor(name, w), _checks.FLOAT_DTYPES)
@@ -158,7 +160,7 @@ class Experts(torch.nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             if chosen.is_gated and layout == "halves":
                 stacks[0] = interleaved(stacks[0])
-                bias13 = None if bias13 is None else interleaved(_bias("bias13", bias13, stacks[0]))
+                bias13 = None if bias13 is None else interleaved(stack_bias("bias13", bias13, stacks[0]))
             packed13, packed2 = (quantized(w, weight_scaling) for w in stacks)
             return cls.from_quantized(
                 packed13,
@@ -191,17 +193,17 @@ class Experts(torch.nn.Module):
         Raises:
             TypeError, ValueError: as for :meth:`from_float`; also for a weight with groups or a rotation.
         """
-        chosen = _activation(activation)
+        chosen = activation_of(activation)
         _checks.is_one_of("layout", layout, LAYOUTS)
-        _check_options(activation_scaling, "row", check_finite)
+        check_experts_options(activation_scaling, "row", check_finite)
         w13 = check_quantized_weight(w13, "w13", 3)
         w2 = check_quantized_weight(w2, "w2", 3)
         _checks.same_device("w2", w2.codes, w13.device, "w13")
         check_shapes(w13, w2, chosen)
         if bias13 is not None:
-            bias13 = _bias("bias13", bias13, w13)
+            bias13 = stack_bias("bias13", bias13, w13)
         if bias2 is not None:
-            bias2 = _bias("bias2", bias2, w2)
+            bias2 = stack_bias("bias2", bias2, w2)
         with torch.inference_mode(False), torch.no_grad():
             if chosen.is_gated and layout == "halves":
                 w13 = interleaved_stack(w13)
@@ -244,6 +246,52 @@ class Experts(torch.nn.Module):
         """
         self.w13.prepack()
         self.w2.prepack()
+        return self
+
+    def update_(
+        self,
+        w13: Tensor | NVFP4Tensor | None = None,
+        w2: Tensor | NVFP4Tensor | None = None,
+        bias13: Tensor | None = None,
+        bias2: Tensor | None = None,
+        *,
+        layout: Layout = "halves",
+        is_transposed: bool = False,
+    ) -> Experts:
+        """Write other weights of the same shapes into the memory of these, and return the module.
+
+        As :meth:`fp4gemm.nn.Linear.update_`: addresses stay, prepacked or not, a captured CUDA graph sees the
+        new weights, and after an error neither weight has changed.
+
+        Args:
+            w13, w2: float (g, n13, d) and (g, d, intermediate), or NVFP4Tensor; None keeps that weight.
+            bias13, bias2: float (g, n13) and (g, d), for modules with biases, each only beside its weight;
+                None keeps the bias.
+            layout, is_transposed: as for :meth:`from_float`; an NVFP4Tensor is never transposed.
+
+        Raises:
+            TypeError, ValueError: as for :meth:`fp4gemm.nn.Linear.update_`; also if both weights are None.
+        """
+        _checks.is_one_of("layout", layout, LAYOUTS)
+        _checks.is_bool("is_transposed", is_transposed)
+        if w13 is None and w2 is None:
+            raise ValueError("w13 and w2: got None for both, must be one of them at least")
+        mixes = activations.by_name[self.activation].is_gated and layout == "halves"
+        with _EXCHANGE, torch.inference_mode(False), torch.no_grad():
+            new = []
+            for layer, name, w, bias in ((self.w13, "w13", w13, bias13), (self.w2, "w2", w2, bias2)):
+                names = (name, "bias" + name[1:])
+                if w is None:
+                    if bias is not None:
+                        raise ValueError(f"{names[1]}: must be None where {name} is None")
+                    continue
+                if is_transposed and isinstance(w, Tensor) and w.dim() == 3:
+                    w = w.detach().transpose(1, 2)
+                if mixes and layer is self.w13:
+                    w, bias = mixed(w, bias, layer._shape)
+                new.append((layer, layer._new_weight(w, bias, names)))
+            for layer, weight in new:
+                layer._write(weight)
         return self
 
     def reset_parameters(self) -> None:
@@ -318,23 +366,8 @@ class Experts(torch.nn.Module):
     def _checked_forward(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w13: HeldWeight, w2: HeldWeight
     ) -> Tensor:
-        x = _checks.is_tensor("x", x)
         d = self.w13.in_features
-        if x.dim() == 0 or x.shape[-1] != d:
-            raise ValueError(f"x: shape is {tuple(x.shape)}, must be (..., {d}), {d} = hidden")
-        _checks.same_device("x", x, w13.amax.device, "w13")
-        lead = x.shape[:-1]
-        ids, weights = (
-            _checks.is_tensor("topk_ids", topk_ids),
-            _checks.is_tensor("topk_weights", topk_weights),
-        )
-        if ids.dim() == 0 or ids.shape[:-1] != lead:
-            wanted = ", ".join(map(str, (*lead, "top_k")))
-            raise ValueError(f"topk_ids: shape is {tuple(ids.shape)}, must be ({wanted})")
-        _checks.has_shape("topk_weights", weights, tuple(ids.shape), " as of topk_ids")
-        for name, t in (("x", x), ("topk_weights", weights)):
-            _checks.no_grad(name, t, "fp4gemm.nn.Experts")
-        _checks.has_dtype("x", x, _checks.FLOAT_DTYPES if self._scaling else _checks.HALF_DTYPES)
+        x, ids, weights = check_tokens(x, topk_ids, topk_weights, d, w13.amax.device, bool(self._scaling))
         if self.check_finite != "off":
             refuse_not_finite(x, self)
         support.ready(x, "quantize")
@@ -362,35 +395,3 @@ class Experts(torch.nn.Module):
     def extra_repr(self) -> str:
         finite = "" if self.check_finite == "off" else f", check_finite={self.check_finite!r}"
         return f"activation={self.activation!r}, activation_scaling={self.activation_scaling!r}{finite}"
-
-
-def _activation(name: object) -> Activation:
-    names = [*activations.names(is_gated=True), *activations.names(is_gated=False)]
-    _checks.is_one_of("activation", name, names)
-    return activations.by_name[name]  # type: ignore[index]
-
-
-def _check_options(activation_scaling: object, weight_scaling: object, check_finite: object) -> None:
-    _checks.is_one_of("activation_scaling", activation_scaling, EXPERTS_SCALINGS)
-    _checks.is_one_of("weight_scaling", weight_scaling, WEIGHT_SCALINGS)
-    _checks.is_one_of("check_finite", check_finite, CHECKS_OF_FINITE)
-
-
-def check_shapes(w13: Tensor | NVFP4Tensor, w2: Tensor | NVFP4Tensor, activation: Activation) -> None:
-    """Raise ValueError unless w13 (g, n13, d) and w2 (g, d, intermediate) belong together."""
-    g, n13, d = w13.shape
-    _checks.is_multiple("w13", "d", d, _checks.K_STEP_MM)
-    if activation.is_gated:
-        _checks.is_multiple("w13", "n13, gate and up together,", n13, 2 * _checks.K_STEP_MM)
-    else:
-        _checks.is_multiple("w13", "n13", n13, _checks.K_STEP_MM)
-    wanted = (g, d, activation.width(n13))
-    if tuple(w2.shape) != wanted:
-        raise ValueError(
-            f"w2: its (g, d, intermediate) is {tuple(w2.shape)}, must be {wanted} for w13 {tuple(w13.shape)} "
-            f"and activation {activation.name!r}"
-        )
-
-
-def _bias(name: str, bias: object, weight: Tensor | NVFP4Tensor) -> Tensor:
-    return check_bias(bias, *weight.shape[:2], device=weight.device, name=name)

@@ -48,7 +48,8 @@ class Linear(WeightLayer):
     :meth:`prepack` first. Several threads may run the layer, each on a stream of its own. ``state_dict``,
     ``weight``, pickles, copies and moves to another device still have codes and scales, as
     :func:`fp4gemm.unprepack` gives them. ``weight_codes`` and ``weight_scales`` are then copies, so a new
-    weight comes in by ``load_state_dict``, which writes the prepacked form in place, or by assignment.
+    weight comes in by :meth:`update_` or ``load_state_dict``, which write the prepacked form in place, or by
+    assignment.
 
     A new layer has no weight: its buffers are zeros, and ``forward`` raises until ``load_state_dict`` or a
     loader of accelerate has brought one. Usually a layer comes from ``Linear.from_float`` or
@@ -204,16 +205,7 @@ class Linear(WeightLayer):
             activation_scaling=activation_scaling,
             check_finite=check_finite,
         )
-        layer._hold(
-            weight_codes=weight.codes,
-            weight_scales=weight.scales,
-            weight_amax=weight.amax,
-            bias=None if bias is None else bias.detach().to(torch.float32, copy=True),
-        )
-        layer._buffers.setdefault("bias", None)
-        layer.e4m3_max = weight.e4m3_max
-        layer._has_weight = True
-        return layer
+        return layer._adopt(weight, bias)
 
     def forward(self, x: Tensor | NVFP4Tensor | DecodedTensor, c: Tensor | None = None) -> Tensor:
         """``Q(x) @ Q(W).T + bias + c``; with activation_scaling "none" ``x @ Q(W).T + bias + c``.

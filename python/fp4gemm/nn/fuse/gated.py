@@ -7,6 +7,9 @@ from torch import Tensor
 
 from ... import _checks, activations
 from ...activations import ActivationName
+from ...containers.nvfp4 import NVFP4Tensor
+from .._layer import NewWeight
+from .._weight import _EXCHANGE
 from ..linear import Linear
 from .merged import MergedLinear, one_weight, why_not_one_weight
 from .tokens import Tokens
@@ -59,6 +62,39 @@ class GatedMLP(torch.nn.Module):
     @property
     def activation(self) -> ActivationName | None:
         return self.gate_up.activation
+
+    def update_(
+        self,
+        gate: Tensor | NVFP4Tensor | None = None,
+        up: Tensor | NVFP4Tensor | None = None,
+        down: Tensor | NVFP4Tensor | None = None,
+    ) -> GatedMLP:
+        """Write other weights into the memory of these; None keeps one. The biases stay.
+
+        As :meth:`fp4gemm.nn.Linear.update_`: addresses stay, and after an error no weight has changed. Float
+        weights of gate and up get an amax for each row.
+
+        Args:
+            gate, up: float or NVFP4Tensor (intermediate, k).
+            down: float or NVFP4Tensor (n, intermediate).
+
+        Raises:
+            TypeError, ValueError: as for Linear; also if all are None, or ``down`` is another module now.
+        """
+        if gate is None and up is None and down is None:
+            raise ValueError("gate, up and down: got None for all, must be one of them at least")
+        if down is not None and not isinstance(self.down, Linear):
+            raise TypeError(f"down: is {_checks.describe(self.down)}, must be an fp4gemm.nn.Linear")
+        new: list[tuple[Linear, NewWeight]] = []
+        with _EXCHANGE:
+            if gate is not None or up is not None:
+                whole = self.gate_up._joined((gate, up), "gate and up")
+                new.append((self.gate_up, self.gate_up._new_weight(whole)))
+            if down is not None:
+                new.append((self.down, self.down._new_weight(down, names=("down", "bias"))))
+            for layer, weight in new:
+                layer._write(weight)
+        return self
 
     def forward(
         self, x: Tensor | Tokens | None = None, residual: Tensor | None = None, **named: Tensor

@@ -15,12 +15,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ... import _checks
 from ...activations import ActivationName, by_name
 from ...containers.decoded import DecodedTensor
 from ...containers.nvfp4 import NVFP4Tensor
+from ...quantize import quantize
 from ...stacks import join_rows, joined
 from .._hooks import carry_over
-from .._inputs import shared_input
+from .._inputs import check_bias, check_float_weight, check_quantized_weight, shared_input
+from .._layer import NewWeight
 from .._state import version
 from ..linear import _LINEAR as LINEAR
 from ..linear import Linear
@@ -80,6 +83,64 @@ class MergedLinear(Linear):
 
     def _epilogue(self) -> int:
         return by_name[self.activation].number
+
+    def update_(
+        self,
+        weight: Tensor | NVFP4Tensor | Sequence[Tensor | NVFP4Tensor | None],
+        bias: Tensor | None = None,
+    ) -> MergedLinear:
+        """As :meth:`fp4gemm.nn.Linear.update_`, of all rows or part by part.
+
+        Args:
+            weight: the whole weight (n, k), whose rows are in the order of this layer; or a sequence of the
+                weights of the parts, (sizes[i], k) each, None for one that stays. Float parts are quantized
+                as ``weight_scaling`` of this layer says: with an amax for each row.
+            bias: (n,), of all parts; None keeps it.
+
+        Raises:
+            TypeError, ValueError: as for Linear, also for a sequence that does not fit ``sizes``.
+        """
+        if isinstance(weight, (list, tuple)):
+            weight = self._joined(weight)
+        return super().update_(weight, bias)  # type: ignore[arg-type]
+
+    def _joined(self, weights: Sequence[Tensor | NVFP4Tensor | None], name: str = "weight") -> NVFP4Tensor:
+        """The whole weight, in which those that are given replace the ones at hand; a copy."""
+        if len(weights) != len(self.sizes):
+            raise ValueError(f"{name}: got {len(weights)} weights, must be {len(self.sizes)} or one tensor")
+        self._require_weight()
+        parts = []
+        with torch.inference_mode(False), torch.no_grad():
+            held = self.weight
+            for index, w in enumerate(weights):
+                label, shape = f"{name}[{index}]", (self.sizes[index], self.in_features)
+                if w is None:
+                    parts.append(rows_of(held, self._rows(index)))
+                    continue
+                if isinstance(w, Tensor):
+                    check_float_weight(label, w, shape)
+                    w = quantize(w.detach(), scaling=self.weight_scaling)
+                new = check_quantized_weight(w, label)
+                if tuple(new.shape) != shape:
+                    raise ValueError(f"{label}: shape is {tuple(new.shape)}, must be {shape}")
+                _checks.same_device(label, new.codes, self.weight_amax.device, "the layer")
+                if new.e4m3_max != self.e4m3_max:
+                    raise ValueError(f"{label}: e4m3_max is {new.e4m3_max}, must be {self.e4m3_max}")
+                parts.append(new)
+            return joined(parts, is_interleaved=self.activation is not None)
+
+    def _rows(self, index: int) -> range:
+        """The rows of a part."""
+        if self.activation is not None:
+            return range(index, self.out_features, len(self.sizes))
+        start = sum(self.sizes[:index])
+        return range(start, start + self.sizes[index])
+
+    def _write(self, new: NewWeight) -> None:
+        super()._write(new)
+        last: _Product | None = getattr(_LAST, "product", None)
+        if last is not None and last.merged() is self:
+            _LAST.product = None  # columns of the old weight
 
     def _take_traced(self, x: Tensor | Tokens, index: int) -> Tensor | None:
         """The columns of a part from the last product of the traced graph, if it was made of this x."""
@@ -146,6 +207,24 @@ class Part(torch.nn.Module):
     def bias(self) -> Tensor | None:
         bias = self.merged.bias
         return None if bias is None else bias[self.start : self.start + self.out_features]
+
+    def update_(self, weight: Tensor | NVFP4Tensor, bias: Tensor | None = None) -> Part:
+        """Write another weight (n, k) into the rows of this layer: :meth:`MergedLinear.update_`.
+
+        The merged layer writes all its rows again. To replace several parts call its ``update_`` once.
+        """
+        weights: list[Tensor | NVFP4Tensor | None] = [None] * len(self.merged.sizes)
+        weights[self.index] = weight
+        whole = None
+        if bias is not None:
+            held = self.merged.bias
+            if held is None:
+                raise ValueError("bias: got a tensor, must be None: there is no bias")
+            new = check_bias(bias, self.out_features, device=held.device).detach().to(torch.float32)
+            whole = held.clone()
+            whole[self.start : self.start + self.out_features] = new
+        self.merged.update_(weights, whole)
+        return self
 
     def forward(self, x: Tensor | Tokens) -> Tensor:
         """Columns of ``merged(x)``: (..., n), a slice, whose rows are not contiguous."""
