@@ -43,6 +43,20 @@ def materialized(module: torch.nn.Module) -> Iterator[None]:
         hook.post_forward(module, None)
 
 
+@contextlib.contextmanager
+def brought(module: torch.nn.Module) -> Iterator[None]:
+    """As :func:`materialized`, of a module whose weights are buffers."""
+    hook = accelerate_hook(module)
+    if hook is None or not any(b.is_meta for b in module.buffers(recurse=False)):
+        yield
+        return
+    hook.pre_forward(module)
+    try:
+        yield
+    finally:
+        hook.post_forward(module, None)
+
+
 def carry_over(old: torch.nn.Module, new: torch.nn.Module) -> None:
     """Give ``new`` the accelerate hook that ``old`` has, if any; an offloaded layer stays offloaded."""
     hook = accelerate_hook(old)

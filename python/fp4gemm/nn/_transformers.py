@@ -26,7 +26,7 @@ from ._hooks import materialized
 from ._inputs import WeightScaling, check_float_weight
 from .experts import Experts
 
-FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # has_post_expert_norm is younger
 NUM_PROBES = 64  # values of the gate, and of up, with which an activation is evaluated
 RELATIVE, ABSOLUTE = 1e-5, 2e-5  # the differences to the table's formulas that are accepted
 
@@ -105,7 +105,7 @@ def _refuse_unknown(m: Any) -> None:
     forward = type(m).forward
     if dispatch is None or getattr(forward, "__globals__", None) is not vars(dispatch):
         raise ValueError(f"the forward of {type(m).__name__} is not transformers' dispatch of experts")
-    if m.has_post_expert_norm:
+    if getattr(m, "has_post_expert_norm", False):
         raise ValueError("each expert ends in a norm (has_post_expert_norm)")
     if getattr(m, "_is_expert_parallel", False):
         raise ValueError("its experts are distributed over devices (expert parallelism)")
@@ -164,7 +164,7 @@ def _activation(m: Any) -> tuple[Activation, Layout]:
         if activation.name is None or activation.is_gated != m.has_gate:
             continue
         want = activation(torch.stack((gate, up), -1).flatten(1) if m.has_gate else gate)
-        scale = 1 + up.abs() if m.has_gate else torch.ones(())
+        scale = 1 + up.abs() if m.has_gate else up.new_ones(())
         if y.shape == want.shape and bool(
             ((y - want).abs() <= RELATIVE * want.abs() + ABSOLUTE * scale).all()
         ):
@@ -176,8 +176,8 @@ def _activation(m: Any) -> tuple[Activation, Layout]:
 
 def _probes() -> tuple[Tensor, Tensor]:
     """Every pair of values of gate and up that tells activations and limits apart, (m, 16) each."""
-    far = torch.tensor([30.0, 100.0, 1000.0, 1e4])
-    near = torch.linspace(-12, 12, NUM_PROBES - 2 * far.numel())
+    far = torch.tensor([30.0, 100.0, 1000.0, 1e4], dtype=torch.float32)  # the default dtype may be another
+    near = torch.linspace(-12, 12, NUM_PROBES - 2 * far.numel(), dtype=torch.float32)
     values = torch.cat((-far, near, far))
     gate, up = torch.meshgrid(values, values, indexing="ij")
     return gate.reshape(-1, 16), up.reshape(-1, 16)

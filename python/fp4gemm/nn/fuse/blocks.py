@@ -133,6 +133,7 @@ def _gated(
     made = GatedMLP(gate, up, layers[forward.down], activation=forward.activation)
     del gate, up, layers
     made.input_name = forward.input
+    made.layer_names = forward.gate, forward.up, forward.down
     made.train(owner.training)
     carry_over(owner, made)
     _replace(model, owner, made)

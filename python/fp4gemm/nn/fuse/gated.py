@@ -37,6 +37,8 @@ class GatedMLP(torch.nn.Module):
     gate_up: MergedLinear
     down: Linear
     input_name = "x"  # a keyword by which x may be given too
+    # What gate, up (None: in one layer with the gate) and down were called in the MLP that this one replaces.
+    layer_names: tuple[str, str | None, str] | None = None
 
     def __init__(
         self, gate: Linear, up: Linear, down: Linear, *, activation: ActivationName = "swiglu"

@@ -1,0 +1,146 @@
+"""Fp4GemmConfig: what transformers holds as ``quantization_config`` of a model with fp4gemm's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast, get_args
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ... import _checks
+from ...checkpoint.formats import FORMATS, FormatName, Scheme, quantization_config, read_quantization_config
+from ...nn._inputs import ACTIVATION_SCALINGS, WEIGHT_SCALINGS, ActivationScaling, WeightScaling
+
+__all__ = ["Fp4GemmConfig", "compressed_tensors"]
+
+Fuse = Literal["auto", "none"]
+PACKED = "nvfp4-pack-quantized"  # the format of compressed-tensors that is NVFP4
+OF_LOADING = ("activation_scaling", "fuse")  # the options that a quantized checkpoint leaves open
+
+
+class Fp4GemmConfig(QuantizationConfigMixin):
+    """``quantization_config=`` of ``from_pretrained``: NVFP4 layers of fp4gemm.
+
+    With a float checkpoint, each layer is quantized as soon as it has been read, so that no more than one
+    layer is held in float at a time. Which layers stay in float is said at :func:`fp4gemm.nn.quantize_model`.
+
+    With an NVFP4 checkpoint the options that concern the weights must be absent, since the checkpoint has
+    settled them; ``activation_scaling`` and ``fuse`` are still open.
+
+    Args:
+        weight_scaling: "tensor": one amax for each weight, which every format can hold. "row": one for each
+            output channel, which only the format "fp4gemm" can hold. (``quantize_model`` has "row" as its
+            default, since it does not save.)
+        activation_scaling: "row", "none" or "tensor", as for :class:`fp4gemm.nn.Linear`. None: what an NVFP4
+            checkpoint says, W4A16 "none" and W4A4 "row"; with a float checkpoint "row".
+        include, exclude: regular expressions, as for ``quantize_model``.
+        fuse: as for ``quantize_model``.
+        format: what ``save_pretrained`` writes: "modelopt", "compressed-tensors" or "fp4gemm". None: as the
+            model was loaded, else "modelopt".
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what it must be.
+    """
+
+    scheme: Scheme | None = None  # of a checkpoint that was loaded or is being saved
+
+    def __init__(
+        self,
+        *,
+        weight_scaling: WeightScaling | None = None,
+        activation_scaling: ActivationScaling | None = None,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        fuse: Fuse | None = None,
+        format: FormatName | None = None,
+    ) -> None:
+        self.quant_method = "fp4gemm"
+        for name, value, allowed in (
+            ("weight_scaling", weight_scaling, WEIGHT_SCALINGS),
+            ("activation_scaling", activation_scaling, ACTIVATION_SCALINGS),
+            ("fuse", fuse, get_args(Fuse)),
+            ("format", format, tuple(FORMATS)),
+        ):
+            if value is not None:
+                _checks.is_one_of(name, value, allowed)
+        self._given = {
+            name: value
+            for name, value in (
+                ("weight_scaling", weight_scaling),
+                ("activation_scaling", activation_scaling),
+                ("include", _patterns("include", include)),
+                ("exclude", _patterns("exclude", exclude)),
+                ("fuse", fuse),
+                ("format", format),
+            )
+            if value is not None
+        }
+        self.weight_scaling: WeightScaling = weight_scaling or "tensor"
+        self.activation_scaling = activation_scaling
+        self.include = _patterns("include", include)
+        self.exclude = _patterns("exclude", exclude)
+        self.fuse: Fuse = fuse or "none"
+        self.format = format
+
+    @classmethod
+    def from_dict(
+        cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> Any:
+        """The config of a checkpoint from the ``quantization_config`` of its config.json.
+
+        Raises:
+            ValueError: it is not NVFP4 in one of the three formats; the text names what it is.
+        """
+        made = cls.of(read_quantization_config(config_dict))
+        return (made, kwargs) if return_unused_kwargs else made
+
+    @classmethod
+    def of(cls, scheme: Scheme) -> Fp4GemmConfig:
+        made = cls(format=scheme.format)
+        made.scheme = scheme
+        return made
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """The options that are kept where a checkpoint has a config of its own.
+
+        Raises:
+            ValueError: another option was given, which the checkpoint has settled.
+        """
+        settled = [name for name in self._given if name not in OF_LOADING]
+        if settled:
+            raise ValueError(
+                f"{settled[0]}: got {self._given[settled[0]]!r}, must be absent for a checkpoint that is "
+                f"quantized already; {' and '.join(OF_LOADING)} are still open"
+            )
+        return dict(self._given)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What config.json holds: that of the checkpoint, once there is one."""
+        if self.scheme is not None:
+            return quantization_config(self.scheme)
+        return {"quant_method": self.quant_method, **self._given}
+
+
+def compressed_tensors(old: Any) -> Any:
+    """The class of the method "compressed-tensors": Fp4GemmConfig for NVFP4, the class ``old`` for others."""
+
+    class CompressedTensorsOrFp4GemmConfig(old):
+        @classmethod
+        def from_dict(
+            cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
+        ) -> Any:
+            is_ours = config_dict.get("format") == PACKED
+            made = cast(Any, Fp4GemmConfig if is_ours else old)
+            return made.from_dict(config_dict, return_unused_kwargs=return_unused_kwargs, **kwargs)
+
+    return CompressedTensorsOrFp4GemmConfig
+
+
+def _patterns(name: str, value: object) -> list[str] | None:
+    """A list of regular expressions; no callables, since a config is written as JSON."""
+    if value is None:
+        return None
+    many = [value] if isinstance(value, str) else value
+    if not isinstance(many, Sequence) or not all(isinstance(each, str) for each in many):
+        raise TypeError(f"{name}: got {_checks.describe(value)}, must be a str or a sequence of str")
+    return list(many)

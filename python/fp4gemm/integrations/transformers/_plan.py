@@ -1,0 +1,242 @@
+"""How the NVFP4 weights of a checkpoint come into a model: which module each is for, and what fills it.
+
+Names of a checkpoint become names of a model by transformers' own renamings, which also differ from version
+to version. They are applied here to each name as the loader of transformers will apply them, and what comes
+out is looked up in a table: no name is matched by a pattern that might also match another one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
+
+from ... import nn
+from ...checkpoint.formats import FormatName, StoredWeight
+from ...nn import _transformers
+from ...nn._inputs import ActivationScaling
+from ...nn._stack import StackedWeight
+from ...nn._state import BOUND
+from ...stacks import joined, stack
+from ._stored import StoredModule, refuse
+
+__all__ = ["EXPERT_NAMES", "Fill", "Plan", "make_plan", "swap"]
+
+# The names of an expert's projections in checkpoints, and what they are.
+EXPERT_NAMES = {
+    "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down",
+}  # fmt: skip
+EXPERT = re.compile(rf"(.+)\.(\d+)\.({'|'.join(EXPERT_NAMES)})")
+ANCHOR = "weight_amax"  # the tensor of a module to whose name all of its stored tensors are collected
+
+
+class Fill(NamedTuple):
+    """What fills one NVFP4 weight of the model.
+
+    Attributes:
+        module: the name of the module that holds it: a Linear, or w13 or w2 of Experts.
+        shards: the names in the checkpoint; one tuple for the rows, or two for gate and up, whose rows
+            alternate. A tuple has one name for a matrix, and one for each expert for a stack.
+        is_stack: whether it is a stack.
+        is_per_row: whether the module has an amax for each row: gate and up may have different ones.
+        has_bias: whether each shard has a bias.
+    """
+
+    module: str
+    shards: tuple[tuple[str, ...], ...]
+    is_stack: bool
+    is_per_row: bool
+    has_bias: bool
+
+
+@dataclass
+class Plan:
+    """Which tensors of a checkpoint fill which modules.
+
+    Attributes:
+        format, e4m3_max: of the checkpoint.
+        fills: by the name of the module's :data:`ANCHOR`.
+        targets: that name, by the name of each stored tensor after transformers' renamings.
+        linears: the module in the checkpoint, by the name of the linear layer in the model.
+        experts: how a module of experts is made, by its name in the model.
+        left: modules of the checkpoint that the model does not have.
+    """
+
+    format: FormatName
+    e4m3_max: int
+    fills: dict[str, Fill] = field(default_factory=dict)
+    targets: dict[str, str] = field(default_factory=dict)
+    linears: dict[str, StoredModule] = field(default_factory=dict)
+    experts: dict[str, _transformers.ExpertsPlan] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+
+    def buffers(self, anchor: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The buffers of the module of this anchor, by their full names, of the stored tensors.
+
+        Raises:
+            KeyError, TypeError, ValueError: naming the tensor that cannot be used.
+        """
+        fill = self.fills[anchor]
+        shards = []
+        for names in fill.shards:
+            matrices = [
+                StoredWeight.read(tensors, name, self.format, self.e4m3_max).to_nvfp4() for name in names
+            ]
+            shards.append(stack(matrices) if fill.is_stack else matrices[0])
+        weight = shards[0] if len(shards) == 1 else joined(shards, is_interleaved=True)
+        weight = weight.with_row_amax() if fill.is_per_row else weight
+        made = {
+            "weight_codes": weight.codes,
+            "weight_scales": weight.scales,
+            "weight_amax": weight.amax,
+            BOUND: weight.amax.new_full((1,), weight.e4m3_max, dtype=torch.int32),
+        }
+        if fill.has_bias:
+            parts = [[tensors[f"{name}.bias"].to(torch.float32) for name in names] for names in fill.shards]
+            stacks = [torch.stack(each) if fill.is_stack else each[0] for each in parts]
+            made["bias"] = stacks[0] if len(stacks) == 1 else torch.stack(stacks, -1).flatten(-2)
+        return {f"{fill.module}.{name}": tensor for name, tensor in made.items()}
+
+
+def make_plan(
+    model: Any, modules: Sequence[StoredModule], unused: Sequence[str], format: FormatName, e4m3_max: int
+) -> Plan:
+    """Find the module of the model for each module of the checkpoint; the model is still in float.
+
+    Unused tensors are collected with those of a module too, of whichever, since the loader of transformers
+    would report them as unexpected.
+
+    Raises:
+        ValueError: naming each weight that does not fit its module.
+    """
+    plan = Plan(format, e4m3_max)
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    state, prefix = model.state_dict(), model.base_model_prefix
+    found = dict(model.named_modules(remove_duplicate=False))
+    experts: dict[str, dict[tuple[int, str], StoredModule]] = {}
+    problems: list[str] = []
+    for stored in sorted(modules, key=lambda each: dot_natural_key(each.name)):
+        weight = rename_source_key(f"{stored.name}.weight", renamings, [], prefix, state)[0]
+        name = weight.removesuffix(".weight")
+        if name in found:
+            problems += _add_linear(plan, name, found[name], stored)
+            continue
+        match = EXPERT.fullmatch(name)
+        if match is not None:
+            down = rename_source_key(f"{match[1]}.down_proj", [], [], prefix, state)[0]
+            owner = down.removesuffix(".down_proj")
+            if owner in found:
+                experts.setdefault(owner, {})[int(match[2]), EXPERT_NAMES[match[3]]] = stored
+                continue
+        plan.left.append(stored.name)
+    for owner, members in experts.items():
+        problems += _add_experts(plan, owner, found[owner], members)
+    refuse(f"checkpoint: {len(problems)} weights do not fit the model", problems)
+    fit = {name: anchor for anchor, fill in plan.fills.items() for names in fill.shards for name in names}
+    if not fit:
+        raise ValueError(f"checkpoint: its NVFP4 weights, such as {modules[0].name}, are none of the model's")
+    wanted = {
+        f"{each.name}.{suffix}": fit[each.name]
+        for each in modules
+        if each.name in fit
+        for suffix in each.suffixes
+    }
+    wanted |= dict.fromkeys(unused, next(iter(plan.fills)))
+    for name, anchor in wanted.items():
+        plan.targets[rename_source_key(name, renamings, [])[0]] = anchor
+    return plan
+
+
+def _add_linear(plan: Plan, name: str, module: torch.nn.Module, stored: StoredModule) -> list[str]:
+    if type(module) is not torch.nn.Linear:
+        return [f"{stored.name} is NVFP4, and {name} is a {type(module).__name__}, must be a torch.nn.Linear"]
+    shape = module.out_features, module.in_features
+    if (stored.n, stored.k) != shape:
+        return [f"{stored.name} is a weight {(stored.n, stored.k)}, must be {shape} for {name}"]
+    if stored.has_bias != (module.bias is not None):
+        return [f"{stored.name}.bias is {'not wanted' if stored.has_bias else 'missing'} for {name}"]
+    plan.linears[name] = stored
+    fill = Fill(name, ((stored.name,),), False, stored.is_per_row, stored.has_bias)
+    plan.fills[f"{name}.{ANCHOR}"] = fill
+    return []
+
+
+def _add_experts(
+    plan: Plan, name: str, module: torch.nn.Module, members: Mapping[tuple[int, str], StoredModule]
+) -> list[str]:
+    try:
+        if not _transformers.is_experts(module):
+            raise ValueError(f"{type(module).__name__} is no module of experts that transformers dispatches")
+        with torch.device("cpu"):  # where the activation is evaluated
+            read = _transformers.read(module)
+    except (TypeError, ValueError) as error:
+        return [f"{name}: the experts are NVFP4, and {error}"]
+    roles = ("gate", "up", "down") if module.has_gate else ("up", "down")
+    wanted = {(e, role) for e in range(read.num_experts) for role in roles}
+    problems = [f"{name}.{e}: its {role} is missing" for e, role in sorted(wanted - set(members))]
+    problems += [f"{members[key].name} is not wanted" for key in sorted(set(members) - wanted)]
+    for (_, role), stored in members.items():
+        shape = (read.hidden, read.intermediate) if role == "down" else (read.intermediate, read.hidden)
+        if (stored.n, stored.k) != shape:
+            problems.append(f"{stored.name} is a weight {(stored.n, stored.k)}, must be {shape}")
+        if stored.has_bias != bool(module.has_bias):
+            problems.append(f"{stored.name}.bias is {'not wanted' if stored.has_bias else 'missing'}")
+    if problems:
+        return problems
+    plan.experts[name] = read
+    for child, shards in (("w13", roles[:-1]), ("w2", roles[-1:])):
+        names = tuple(tuple(members[e, role].name for e in range(read.num_experts)) for role in shards)
+        is_per_row = len(shards) > 1 or any(members[key].is_per_row for key in wanted if key[1] in shards)
+        fill = Fill(f"{name}.{child}", names, True, is_per_row, bool(module.has_bias))
+        plan.fills[f"{fill.module}.{ANCHOR}"] = fill
+    return []
+
+
+def swap(model: Any, plan: Plan, activation_scaling: ActivationScaling, dtype: torch.dtype | None) -> None:
+    """Put empty NVFP4 modules on the meta device in the place of the float ones.
+
+    Raises:
+        ValueError: naming activation_scaling, if experts do not have it.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    made: dict[str, torch.nn.Module] = {}
+    for name, stored in plan.linears.items():
+        made[name] = nn.Linear(
+            stored.k,
+            stored.n,
+            stored.has_bias,
+            device="meta",
+            dtype=dtype,
+            activation_scaling=activation_scaling,
+            weight_scaling="row" if stored.is_per_row else "tensor",
+        )
+    for name, read in plan.experts.items():
+        experts = made[name] = nn.Experts(
+            read.num_experts,
+            read.hidden,
+            read.intermediate,
+            activation=read.activation,
+            bias=bool(modules[name].has_bias),
+            device="meta",
+            dtype=dtype,
+            activation_scaling=activation_scaling,  # type: ignore[arg-type]  # Experts check it
+        )
+        for child in ("w13", "w2"):
+            if not plan.fills[f"{name}.{child}.{ANCHOR}"].is_per_row:
+                setattr(experts, child, _of_one_amax(getattr(experts, child), dtype))
+    for name, module in made.items():
+        owner, _, child = name.rpartition(".")
+        setattr(modules[owner], child, module.train(modules[name].training))
+
+
+def _of_one_amax(weight: StackedWeight, dtype: torch.dtype | None) -> StackedWeight:
+    """The same empty stack with one amax for each matrix."""
+    g, n, k = weight._shape
+    return StackedWeight(g, n, k, weight.bias is not None, "meta", dtype, weight_scaling="tensor")

@@ -1,0 +1,213 @@
+"""The quantizer that transformers calls while it loads and saves a model with fp4gemm's layers."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.quantizers.base import HfQuantizer
+
+from ...checkpoint.formats import FORMATS
+from ...nn import _candidates
+from ...nn._candidates import Candidate
+from ...nn._hooks import accelerate_hook, carry_over, materialized
+from ...nn._weight import WeightModule
+from ...nn.convert import _quantized as quantized
+from ...nn.fuse import fuse_blocks
+from ._config import Fp4GemmConfig
+from ._convert import FillStored, QuantizeFloat, StoredConverter
+from ._plan import Plan, make_plan, swap
+from ._save import state_dict
+from ._stored import headers, refuse, stored_modules
+
+__all__ = ["Fp4GemmQuantizer"]
+
+BYTES_PER_ELEMENT = 0.5625  # of an NVFP4 weight
+logger = logging.getLogger("fp4gemm.integrations.transformers")
+
+
+class Fp4GemmQuantizer(HfQuantizer):
+    """Loads NVFP4 checkpoints into fp4gemm's layers, quantizes float ones, and writes NVFP4 checkpoints.
+
+    ``pre_quantized`` is true for an NVFP4 checkpoint. Then empty layers are put into the model before the
+    weights are read, and :class:`StoredConverter` brings the stored tensors into their buffers. Otherwise a
+    float layer stays in the model until its tensors are there, and is replaced then.
+    """
+
+    quantization_config: Fp4GemmConfig
+
+    def __init__(self, quantization_config: Fp4GemmConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.plan: Plan | None = None
+        self.unused: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self._chosen: dict[str, Candidate] = {}  # float layers to quantize, by their first names
+        self._names: dict[str, str] = {}  # of the modules of these, to their first names
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Refuse what would be done in another way than asked for."""
+        is_on_disk = isinstance(device_map, dict) and "disk" in device_map.values()
+        if is_on_disk and not self.pre_quantized:
+            raise ValueError(
+                "device_map: has a module on 'disk', must not where a float checkpoint is quantized while it "
+                "is loaded; save an NVFP4 checkpoint first (python -m fp4gemm convert) and load that"
+            )
+
+    # ---- before the weights are read
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, dtype: Any = None, **kwargs: Any
+    ) -> None:
+        if self.pre_quantized:
+            self._expect_stored(model, checkpoint_files, dtype)
+        else:
+            self._expect_float(model)
+
+    def _expect_stored(self, model: Any, files: list[str] | None, dtype: torch.dtype | None) -> None:
+        if files is None:
+            raise ValueError(
+                "state_dict: was given, must be absent for an NVFP4 checkpoint, which is read from its files"
+            )
+        config = self.quantization_config
+        scheme = config.scheme
+        if scheme is None:
+            raise ValueError(
+                "quantization_config: is the one of a checkpoint, must come from its config.json"
+            )
+        modules, unused = stored_modules(headers(files), FORMATS[scheme.format])
+        self.plan = make_plan(model, modules, unused, scheme.format, scheme.e4m3_max)
+        of_checkpoint = "none" if scheme.activations == "a16" else "row"
+        swap(model, self.plan, config.activation_scaling or of_checkpoint, dtype)  # type: ignore[arg-type]
+        self.unused = Counter(name.rpartition(".")[2] for name in unused)
+        if scheme.activations == "per-token":  # those of activations are 1.0 then, for other loaders
+            del self.unused[FORMATS[scheme.format].input_scale]
+        if self.unused:
+            logger.warning(
+                "%s of the checkpoint are not used: activations are scaled per token, by their own amax, and "
+                "the KV cache stays in the dtype of the model",
+                ", ".join(f"{number} {name}" for name, number in sorted(self.unused.items())),
+            )
+
+    def _expect_float(self, model: Any) -> None:
+        config = self.quantization_config
+        candidates = _candidates.find(model)
+        with torch.device("cpu"):  # where activations of experts are evaluated
+            _candidates.select(
+                model,
+                candidates,
+                _candidates.patterns("include", config.include),
+                _candidates.patterns("exclude", config.exclude),
+                (torch.nn.Linear,),
+            )
+            _candidates.refuse_unsupported(model, candidates, self._activation_scaling, raises=False)
+        self._chosen = {c.names[0]: c for c in candidates if c.action == "quantized"}
+        self._names = {name: first for first, c in self._chosen.items() for name in c.names}
+        for c in candidates:
+            if c.action == "skipped":
+                logger.warning("%s stays in float: %s", c.names[0], c.reason)
+
+    @property
+    def _activation_scaling(self) -> Any:
+        return self.quantization_config.activation_scaling or "row"
+
+    # ---- while they are read
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
+        """The converter of stored weights ahead of those of the model, which would match its names too."""
+        if self.plan is None:
+            return weight_conversions
+        return [StoredConverter(self.plan, FillStored(self)), *weight_conversions]
+
+    def fill(self, anchor: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The buffers of a module; a problem is remembered, since the loader would not raise it as it is."""
+        try:
+            return self.plan.buffers(anchor, tensors)  # type: ignore[union-attr]
+        except (KeyError, TypeError, ValueError) as error:
+            self.problems.append(str(error.args[0]))
+            return {}
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Whether it belongs to a float layer that is to be quantized."""
+        return param_name.rpartition(".")[0] in self._names
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Bytes, by which device_map="auto" places modules."""
+        if param.dim() > 1 and self.param_needs_quantization(model, param_name):
+            return BYTES_PER_ELEMENT
+        return param.element_size()
+
+    def get_quantize_ops(self) -> QuantizeFloat:
+        return QuantizeFloat(self)
+
+    def take(self, model: Any, name: str, value: Tensor) -> bool:
+        """Put a tensor into its float layer, and quantize that once it is whole; False: it is not for one."""
+        owner, _, child = name.rpartition(".")
+        first = self._names.get(owner)
+        if first is None or first not in self._chosen:
+            return False
+        module = self._chosen[first].module
+        module._parameters[child] = torch.nn.Parameter(value, requires_grad=False)
+        if not any(p.is_meta for p in module.parameters(recurse=False)):
+            self._quantize(model, first)
+        return True
+
+    def _quantize(self, model: Any, first: str) -> None:
+        candidate = self._chosen.pop(first)
+        options: dict[str, Any] = {
+            "activation_scaling": self._activation_scaling,
+            "weight_scaling": self.quantization_config.weight_scaling,
+            "check_finite": "off",
+        }
+        try:
+            with materialized(candidate.module):
+                made = quantized(candidate, options)
+        except (TypeError, ValueError) as error:
+            logger.warning("%s stays in float: %s", first, error)
+            return
+        carry_over(candidate.module, made)
+        for name in candidate.names:
+            owner, _, child = name.rpartition(".")
+            setattr(model.get_submodule(owner), child, made)
+
+    # ---- after that
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        refuse(f"checkpoint: {len(self.problems)} weights cannot be used", self.problems)
+        for first in list(self._chosen):  # layers whose weights were not in the checkpoint, or tied
+            self._quantize(model, first)
+        kept = 0
+        for name, module in model.named_modules():
+            if isinstance(module, WeightModule):
+                module._notice()
+                if not module._has_weight and not module.weight_amax.is_meta:
+                    raise ValueError(f"checkpoint: {name} has no weight in it, must have one")
+                hook = accelerate_hook(module)
+                kept += bool(getattr(hook, "offload", False) and not hook.offload_buffers)
+        if kept:
+            logger.warning(
+                "%s offloaded NVFP4 weights stay on the device where they run, since they are buffers: pass "
+                "offload_buffers=True to from_pretrained",
+                kept,
+            )
+        if self.quantization_config.fuse == "auto":
+            fuse_blocks(model)
+        return model
+
+    # ---- what transformers asks
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+        return state_dict(model, self.quantization_config), {}
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True

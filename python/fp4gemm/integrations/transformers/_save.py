@@ -1,0 +1,193 @@
+"""A model with NVFP4 layers as a checkpoint holds it: the stored tensors, and their scheme."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
+
+from ... import nn
+from ...checkpoint.formats import FORMATS, FormatName, Scheme, StoredWeight
+from ...checkpoint.formats import Activations as SchemeActivations
+from ...containers.nvfp4 import NVFP4Tensor
+from ...nn import _transformers
+from ...nn._float import float_weights
+from ...nn._hooks import brought
+from ...nn._layer import WeightLayer
+from ...nn._weight import WeightModule
+from ...nn.fuse.gated import GatedMLP
+from ...nn.fuse.merged import MergedLinear, Part, rows_of
+from ...stacks import joined
+from ._config import Fp4GemmConfig
+from ._plan import EXPERT_NAMES
+
+__all__ = ["state_dict"]
+
+Weight = tuple[str, NVFP4Tensor, Tensor | None]  # the name of the module in a checkpoint, weight, bias
+
+
+def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
+    """The tensors of the checkpoint, those of NVFP4 weights in CPU memory; ``config.scheme`` is set too.
+
+    Names are those of the model; for experts, one by one, ``experts.3.gate_proj`` and so on.
+    ``model.save_pretrained`` turns them into those of the checkpoint.
+
+    Raises:
+        ValueError: naming the layer that the format cannot hold, and what to do.
+    """
+    format: FormatName = config.format or "modelopt"
+    activations, e4m3_max = _agreed(model)
+    state: dict[str, Tensor] = {}
+    about, scaling = FORMATS[format], "tensor"
+    inner = _inner(model)
+    for path, module in model.named_modules():
+        if path not in inner:
+            module._save_to_state_dict(state, f"{path}." if path else "", False)
+    for name, weight, bias in _weights(model):
+        stored = _stored(name, weight, format)
+        scaling = "row" if stored.outer.numel() > 1 else scaling
+        state |= {key: tensor.to("cpu", copy=True) for key, tensor in stored.tensors(name).items()}
+        if activations != "a16":
+            state |= about.input_tensors(name, None)
+        if bias is not None:
+            state[f"{name}.bias"] = _bias(bias, weight.dtype)
+    config.scheme = Scheme(
+        format,
+        activations,
+        tuple(_ignored(model, format)),
+        e4m3_max=e4m3_max,
+        scaling=scaling,  # type: ignore[arg-type]
+    )
+    return state
+
+
+def _agreed(model: Any) -> tuple[SchemeActivations, int]:
+    """What all layers agree in: activations and the bound of block scales.
+
+    Raises:
+        ValueError: they do not agree. RuntimeError: a layer has no weight yet.
+    """
+    activations: dict[SchemeActivations, str] = {}
+    bounds: dict[int, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Experts)):
+            activations["a16" if module.activation_scaling == "none" else "per-token"] = name
+        if isinstance(module, WeightLayer):
+            with brought(module):
+                module._require_weight()
+                bounds[module.e4m3_max] = name
+    for what, found in (("activations", activations), ("e4m3_max", bounds)):
+        if len(found) > 1:
+            listed = ", ".join(f"{value} of {name}" for value, name in found.items())
+            raise ValueError(f"model: its layers differ in {what} ({listed}), must not in a checkpoint")
+    return next(iter(activations)), next(iter(bounds))
+
+
+def _stored(name: str, weight: NVFP4Tensor, format: FormatName) -> StoredWeight:
+    amax = weight.amax
+    if amax.numel() > 1 and bool((amax == amax[0]).all()):
+        weight = dataclasses.replace(weight, amax=amax[:1].clone())
+    elif amax.numel() > 1 and format != "fp4gemm":
+        raise ValueError(
+            f"{name}: its weight has an amax for each row, must have one for the format {format!r}; save "
+            "with format='fp4gemm', or quantize with weight_scaling='tensor'"
+        )
+    return StoredWeight.of(weight, format)
+
+
+def _bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the dtype of the float layer, unless that would change it."""
+    cast = bias.to(dtype)
+    return (cast if torch.equal(cast.to(bias.dtype), bias) else bias).to("cpu", copy=True)
+
+
+def _inner(model: Any) -> set[str]:
+    """The names of the modules whose tensors are stored as NVFP4 weights."""
+    return {name for name, module in model.named_modules() if isinstance(module, (WeightModule, Part))}
+
+
+def _weights(model: Any) -> Iterator[Weight]:
+    """Every NVFP4 weight under the names that it had before layers were fused, one expert after another."""
+    modules = dict(model.named_modules())
+    merged = {id(module.merged) for module in modules.values() if isinstance(module, Part)}
+    gated = {id(module.gate_up) for module in modules.values() if isinstance(module, GatedMLP)}
+    gated |= {id(module.down) for module in modules.values() if isinstance(module, GatedMLP)}
+    names = _expert_names(model) if any(isinstance(m, nn.Experts) for m in modules.values()) else {}
+    for name, module in modules.items():
+        if isinstance(module, Part):
+            with brought(module.merged):
+                yield name, module.weight, module.bias
+        elif isinstance(module, GatedMLP):
+            yield from _of_gated(name, module)
+        elif isinstance(module, nn.Experts):
+            yield from _of_experts(name, module, names)
+        elif isinstance(module, nn.Linear) and id(module) not in merged | gated:
+            if isinstance(module, MergedLinear) and len(module.sizes) > 1:
+                raise ValueError(f"{name}: is a merged layer whose parts are unknown, must not be")
+            with brought(module):
+                yield name, module.weight, module.bias
+
+
+def _of_gated(name: str, mlp: GatedMLP) -> Iterator[Weight]:
+    if mlp.layer_names is None:
+        raise ValueError(f"{name}: a GatedMLP of your own has no names for gate, up and down, must have")
+    gate_name, up_name, down_name = mlp.layer_names
+    with brought(mlp.gate_up):
+        weight, bias = mlp.gate_up.weight, mlp.gate_up.bias
+        rows = weight.shape[0]
+        halves = [rows_of(weight, range(i, rows, 2)) for i in (0, 1)]
+        biases = [None if bias is None else bias[i::2] for i in (0, 1)]
+        if up_name is None:
+            bias = None if bias is None else torch.cat((bias[0::2], bias[1::2]))
+            yield f"{name}.{gate_name}", joined(halves), bias
+        else:
+            yield f"{name}.{gate_name}", halves[0], biases[0]
+            yield f"{name}.{up_name}", halves[1], biases[1]
+    with brought(mlp.down):
+        yield f"{name}.{down_name}", mlp.down.weight, mlp.down.bias
+
+
+def _of_experts(name: str, experts: nn.Experts, names: dict[str, str]) -> Iterator[Weight]:
+    is_gated = experts.w13.out_features == 2 * experts.intermediate
+    with brought(experts.w13), brought(experts.w2):
+        w13, w2 = experts.w13.weight, experts.w2.weight
+        for e in range(experts.num_experts):
+            first, bias = w13[e], None if experts.w13.bias is None else experts.w13.bias[e]
+            steps = (("gate", 0, 2), ("up", 1, 2)) if is_gated else (("up", 0, 1),)
+            for role, start, step in steps:
+                rows = rows_of(first, range(start, first.shape[0], step))
+                yield f"{name}.{e}.{names[role]}", rows, None if bias is None else bias[start::step]
+            bias = None if experts.w2.bias is None else experts.w2.bias[e]
+            yield f"{name}.{e}.{names['down']}", w2[e], bias
+
+
+def _expert_names(model: Any) -> dict[str, str]:
+    """What the projections of an expert are called in the checkpoints of this model: w1, or gate_proj, ..."""
+    patterns = " ".join(
+        pattern for entry in get_model_conversion_mapping(model) for pattern in entry.source_patterns
+    )
+    short = ".w1.weight" in patterns or r".w1\.weight" in patterns
+    return {role: name for name, role in EXPERT_NAMES.items() if name.startswith("w") == short}
+
+
+def _ignored(model: Any, format: FormatName) -> Iterator[str]:
+    """The modules that stay in float, by their names in a checkpoint: linear layers, routers and experts."""
+    modules = dict(model.named_modules())
+    names = {name for name, module in modules.items() if isinstance(module, torch.nn.Linear)}
+    names |= {f"{name}.*" for name, module in modules.items() if _transformers.is_experts(module)}
+    quantized = [module for module in modules.values() if isinstance(module, WeightModule)]
+    names |= {
+        weight.name.rpartition(".")[0]
+        for weight in float_weights(model, quantized, [])
+        if weight.kind == "router"
+    }
+    renamed = revert_weight_conversion(model, {f"{name}.weight": torch.empty(0) for name in names})
+    for name in sorted(name.removesuffix(".weight") for name in renamed):
+        is_pattern = name.endswith(".*") and format == "compressed-tensors"
+        yield f"re:{re.escape(name.removesuffix('.*'))}\\..*" if is_pattern else name

@@ -1,0 +1,145 @@
+"""What a checkpoint holds: the headers of its files, and the modules whose weights are NVFP4."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from ...checkpoint.formats import Format
+
+__all__ = ["Header", "StoredModule", "headers", "kv_names", "refuse", "stored_modules"]
+
+MAX_NAMED = 5  # problems that one error lists
+BLOCK = 16
+
+
+class Header(NamedTuple):
+    """Dtype, as safetensors names it, and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class StoredModule(NamedTuple):
+    """A module whose weight is stored as NVFP4.
+
+    Attributes:
+        name: its name in the checkpoint.
+        n, k: the sizes of the weight.
+        is_per_row: whether it has an amax for each row.
+        suffixes: those of its tensors that are read: of the weight, and "bias".
+        has_bias: whether "bias" is among them.
+    """
+
+    name: str
+    n: int
+    k: int
+    is_per_row: bool
+    suffixes: tuple[str, ...]
+
+    @property
+    def has_bias(self) -> bool:
+        return "bias" in self.suffixes
+
+
+def headers(files: Iterable[str]) -> dict[str, Header]:
+    """Every tensor of safetensors files by its name; no data are read.
+
+    Raises:
+        ValueError: a file is not safetensors.
+    """
+    from safetensors import safe_open
+
+    found = {}
+    for path in files:
+        if not str(path).endswith(".safetensors"):
+            raise ValueError(f"{path}: is no safetensors file, must be one to hold NVFP4 weights")
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # not a dict
+                part = file.get_slice(name)
+                found[name] = Header(part.get_dtype(), tuple(part.get_shape()))
+    return found
+
+
+def kv_names(format: Format) -> set[str]:
+    """The last parts of the names of scales of the KV cache."""
+    return {name.rpartition(".")[2] for name in format.kv_scales}
+
+
+def stored_modules(tensors: Mapping[str, Header], format: Format) -> tuple[list[StoredModule], list[str]]:
+    """The modules with NVFP4 weights, and the names of scales that are not used: of activations, K and V.
+
+    The tensors are the truth: what config.json lists as ignored is not asked.
+
+    Raises:
+        ValueError: naming each tensor that is missing, of another dtype or shape, or not of the format; also
+            if there is no such module.
+    """
+    owners: dict[str, dict[str, Header]] = {}
+    for name, header in tensors.items():
+        owner, _, suffix = name.rpartition(".")
+        owners.setdefault(owner, {})[suffix] = header
+    scales = kv_names(format)
+    modules, unused, problems = [], [], []
+    for owner, members in owners.items():
+        unused += [f"{owner}.{name}" for name in members if name in scales or name == format.input_scale]
+        if not _is_quantized(members, format):
+            continue
+        found = _problems(owner, members, format, scales)
+        problems += found
+        if not found:
+            modules.append(_module(owner, members, format))
+    refuse(f"checkpoint: {len(problems)} tensors do not fit its {format.name} format", problems)
+    if not modules:
+        raise ValueError(f"checkpoint: has no weight in its {format.name} format, must have one")
+    return modules, unused
+
+
+def refuse(what: str, problems: list[str]) -> None:
+    """Raise ValueError with the first problems, if there are some."""
+    if problems:
+        more = f"; and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
+        raise ValueError(f"{what}: {'; '.join(problems[:MAX_NAMED])}{more}")
+
+
+def _is_quantized(members: Mapping[str, Header], format: Format) -> bool:
+    codes, *scales = format.weight_suffixes
+    is_codes = codes in members and (codes != "weight" or members[codes].dtype == "U8")
+    return is_codes or any(name in members for name in scales)
+
+
+def _problems(owner: str, members: Mapping[str, Header], format: Format, scales: set[str]) -> list[str]:
+    missing = [name for name in format.weight_suffixes if name not in members]
+    if missing:
+        there = ", ".join(name for name in format.weight_suffixes if name in members)
+        return [f"{owner}.{name} is missing beside {there}" for name in missing]
+    known = [*format.weight_suffixes, format.input_scale, "bias", *sorted(scales)]
+    found = [
+        f"{owner}.{name} is not known, must be one of {', '.join(known)}"
+        for name in sorted(set(members) - set(known))
+    ]
+    codes, blocks, outer = (members[name] for name in format.weight_suffixes)
+    if len(codes.shape) != 2:
+        return [*found, f"{owner}.{format.codes} has the shape {codes.shape}, must be (n, k/2)"]
+    n, k = codes.shape[0], 2 * codes.shape[1]
+    outers: tuple[tuple[int, ...], ...] = ((), (1,))
+    outers += ((n,),) if format.direction == "amax" else ()
+    for suffix, header, dtype, shapes in (
+        (format.codes, codes, "U8", (codes.shape,)),
+        (format.block_scales, blocks, "F8_E4M3", ((n, k // BLOCK),)),
+        (format.outer_scale, outer, "F32", outers),
+        *((("bias", members["bias"], "", ((n,),)),) if "bias" in members else ()),
+    ):
+        if dtype and header.dtype != dtype:
+            found.append(f"{owner}.{suffix} has the dtype {header.dtype}, must be {dtype} of NVFP4")
+        elif header.shape not in shapes:
+            wanted = " or ".join(map(str, shapes))
+            found.append(f"{owner}.{suffix} has the shape {header.shape}, must be {wanted}")
+    return found
+
+
+def _module(owner: str, members: Mapping[str, Header], format: Format) -> StoredModule:
+    n, half_k = members[format.codes].shape
+    outer = members[format.outer_scale].shape
+    suffixes = (*format.weight_suffixes, *(("bias",) if "bias" in members else ()))
+    return StoredModule(owner, n, 2 * half_k, outer == (n,) and n > 1, suffixes)
