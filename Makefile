@@ -31,7 +31,7 @@ help: ## Print this list
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) ARCHS='$(ARCHS)' CUDA_FROM=$(CUDA_FROM) PYTEST_ARGS="
 
 .PHONY: demo
-demo: $(STAMPS)/installed-demo $(STAMPS)/demo ## Embed real sentences in fp32 and NVFP4 on the device that is present
+demo: $(STAMPS)/installed-demo $(STAMPS)/demo ## Run real models in NVFP4 on the device that is present
 	@$(call say,demo)
 	@$(BIN)/python examples/demo.py
 
