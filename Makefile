@@ -44,7 +44,7 @@ test: $(STAMPS)/installed-test $(STAMPS)/test $(STAMPS)/demo ## Build every arch
 	@$(call say,host tests)
 	@$(BIN)/ctest --test-dir build/test --output-on-failure -E ptxemu
 	@$(call say,pytest)
-	@FP4GEMM_CUDA_FROM=$(CUDA_FROM) $(BIN)/python -m pytest --ignore=emulator --ignore=tests/emulated $(PYTEST_ARGS)
+	@FP4GEMM_CUDA_FROM=$(CUDA_FROM) $(BIN)/python -m pytest --ignore=emulator --ignore=tests/emulated --ignore=tests/oracles $(PYTEST_ARGS)
 	@$(MAKE) --no-print-directory test-emulated
 
 # A build without SM100 has nothing to emulate.
@@ -62,6 +62,17 @@ test-emulated: $(STAMPS)/installed-test $(STAMPS)/test ## Calibrate the PTX emul
 	$(BIN)/cmake --build build/test --target ptxemu_calibrated > /dev/null || exit 1; \
 	$(call say,emulator: every SM100 kernel under every schedule); \
 	$(BIN)/python -m pytest -n 2 tests/emulated
+
+# The producers lie in an environment of their own, so that none of them gets into .venv.
+.PHONY: test-oracles
+test-oracles: $(STAMPS)/installed-test $(STAMPS)/test $(STAMPS)/demo ## Compare with ModelOpt and llm-compressor from PyPI
+	@$(call say,oracles: installing requirements/oracles.txt into build/oracles)
+	@$(BIN)/python -m venv build/oracles
+	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  > "$$(build/oracles/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
+	@build/oracles/bin/python -m pip install --quiet --no-deps --requirement requirements/oracles.txt
+	@$(call say,oracles: pytest)
+	@build/oracles/bin/python -m pytest tests/oracles $(PYTEST_ARGS)
 
 .PHONY: build
 build: $(STAMPS)/installed-test ## Build every architecture and install the package into .venv
