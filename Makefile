@@ -18,6 +18,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 REQ := requirements
+OLDEST := build/transformers-oldest
 SOURCES := CMakeLists.txt pyproject.toml README.md LICENSE \
            $(shell find cpp python emulator -type f ! -name '*.pyc' ! -path 'cpp/tests/consumer/*' ! -path 'emulator/tests/*' 2>/dev/null)
 
@@ -40,7 +41,7 @@ bench: $(STAMPS)/installed-demo $(STAMPS)/demo ## Measure this machine: an HTML 
 	@$(BIN)/python -m bench report --quick
 
 .PHONY: test
-test: $(STAMPS)/installed-test $(STAMPS)/test $(STAMPS)/demo ## Build every architecture and run the whole suite
+test: $(STAMPS)/installed-test $(STAMPS)/test $(STAMPS)/demo $(OLDEST)/installed ## Build every architecture and run the whole suite
 	@$(call say,host tests)
 	@$(BIN)/ctest --test-dir build/test --output-on-failure -E ptxemu
 	@$(call say,pytest)
@@ -129,6 +130,12 @@ $(STAMPS)/%: $(REQ)/%.txt $(REQ)/constraints.txt $(STAMPS)/build
 	@touch $@
 
 $(STAMPS)/demo: $(REQ)/demo-nodeps.txt
+
+# Another version of transformers, in a folder that only tests/integrations puts into a path.
+$(OLDEST)/installed: $(REQ)/transformers-oldest.txt $(STAMPS)/demo
+	@$(call say,$<)
+	@rm -rf $(OLDEST) && $(PIP) install -qq --no-deps --target $(OLDEST) -r $<
+	@touch $@
 
 # $(call toolchain,ARCHS): installs CUTLASS if kernels are built, and nvcc's wheels if there is no toolkit to build them.
 define toolchain
