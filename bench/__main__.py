@@ -19,7 +19,6 @@ from typing import Any
 
 from .commands import (
     compare,
-    convert,
     dense,
     errors,
     grouped,
@@ -89,7 +88,6 @@ OTHERS = (
     ("plot", plot, "roofline pictures and speed-ups of results files"),
     ("list", listing, "kernels, models, routings and presets"),
     ("errors", errors, "quantization error of every mode"),
-    ("convert", convert, "fp4gemm convert against the rate of the disk"),
 )
 
 

@@ -42,6 +42,10 @@ std::tuple<Tensor, Tensor> quantize_decoded(Tensor const& x, std::optional<Tenso
                                             std::optional<Tensor> offs,
                                             std::optional<Tensor> rows = std::nullopt);
 
+std::tuple<Tensor, Tensor, Tensor> quantize_searched(Tensor const& x, std::optional<Tensor> amax,
+                                                     std::optional<Tensor> importance, bool per_row,
+                                                     int64_t block_rows, int64_t e4m3_max);
+
 std::tuple<Tensor, Tensor, Tensor> silu_and_mul_quantize(Tensor const& x, std::optional<Tensor> offs);
 
 std::tuple<Tensor, Tensor> silu_and_mul_quantize_decoded(Tensor const& x, std::optional<Tensor> offs);

@@ -76,6 +76,10 @@ _TORCH_SIGNATURES: dict[str, tuple[object, list[object]]] = {
         _INT,
         [_POINTER, _INT, _INT64, _INT64, _INT64, _POINTER, _INT64, *[_POINTER] * 4, _INT, _INT, _INT],
     ),
+    "fp4gemm_torch_quantize_searched": (
+        _INT,
+        [_POINTER, _INT, *[_INT64] * 3, _POINTER, _INT64, _POINTER, _INT, _INT, _POINTER, _POINTER],
+    ),
 }
 
 

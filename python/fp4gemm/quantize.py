@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from . import _checks, _fast, reference, stacks
+from . import _checks, _fast, stacks
 from ._checks import options as option_checks
 from ._checks import search as search_checks
 from ._checks.options import QuantizeBothKeywords, QuantizeKeywords
@@ -109,10 +109,10 @@ def quantize(
             for the tokens of experts (:func:`fp4gemm.route`). A row outside of x, as -1 is, gives zeros and
             amax 0. Only with scaling "row", axis -1, an amax that is computed, x of rank 2, and the defaults
             of the other options but offs and decoded.
-        scale_search: "mse": the scale of each block is, of those within -3 to +6 e4m3 steps of the standard
+        scale_search: "mse": the scale of each block is, of those within 6 e4m3 steps of the standard
             one, that of the smallest sum of importance * (what dequantize returns - x)^2, for weights
             (docs/quantization.md). Only with blocks along k, encode "te", and none of the other options but
-            scaling, block, amax and e4m3_max. On the CPU.
+            scaling, block, amax and e4m3_max.
         importance: float32 (k,) on the device of x, finite and at least 0, with scale_search: the mean square
             of each input of a layer, for example. (g, k) or (k,) for a stack. None: 1 for all. On a GPU the
             values are not checked.
@@ -201,15 +201,12 @@ def _searched(x: Tensor, decoded: bool, values: dict[str, Any]) -> NVFP4Tensor:
         else:
             _checks.exact_vector("amax", amax, entries, torch.float32, x.device, "x")
     importance = search_checks.importance(values["importance"], k, x.device, stack_size)
-    if x.device.type != "cpu":
-        raise NotImplementedError(
-            f"scale_search: got 'mse' for x on {x.device}, must be None there (quantize on the CPU)"
-        )
+    ready(x, "quantize")
     call = QuantizeSearchedCall(rows, amax, importance, **arguments)
     if stack_size:
         codes, scales, measured = stacks.quantize_stack_searched(call, stack_size)
     else:
-        codes, scales, measured = reference.quantize_searched(*call)
+        codes, scales, measured = operators.quantize_searched(*call)
     return NVFP4Tensor._trusted(codes, scales, measured if amax is None else amax, call.e4m3_max)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _checks, reference
+from . import _checks
 from .containers.nvfp4 import NVFP4Tensor
 from .layout import TILE_ROWS, padded_scale_shape
 from .ops import operators
@@ -200,7 +200,7 @@ def quantize_stack_searched(call: QuantizeSearchedCall, g: int) -> tuple[Tensor,
         )
         for e in range(g)
     ]
-    codes, scales, measured = _stacked([reference.quantize_searched(*each) for each in calls])
+    codes, scales, measured = _stacked([operators.quantize_searched(*each) for each in calls])
     return codes, scales, measured if amax is None else amax
 
 

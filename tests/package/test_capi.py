@@ -1,4 +1,4 @@
-"""capi.py, which mirrors the C interface for ctypes, against the header and the library."""
+"""capi.py, which mirrors the C interface for ctypes, against the headers and the library."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import capi
 import pytest
 from fp4gemm import _native
 
-HEADER = Path(__file__).parents[2] / "cpp" / "include" / "fp4gemm" / "fp4gemm.h"
+HEADERS = sorted((Path(__file__).parents[2] / "cpp" / "include" / "fp4gemm").glob("*.h"))
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "fp4gemm_quantized": capi.Quantized,
     "fp4gemm_quantize_args": capi.QuantizeArgs,
+    "fp4gemm_quantize_searched_args": capi.QuantizeSearchedArgs,
     "fp4gemm_operand": capi.Operand,
     "fp4gemm_vector": capi.Vector,
     "fp4gemm_gemm_args": capi.GemmArgs,
@@ -33,7 +34,8 @@ PLAIN = {
 
 
 def header() -> str:
-    return re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
+    text = "\n".join(each.read_text() for each in HEADERS)
+    return re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
 
 
 def ctype(declared: str) -> object:
@@ -95,7 +97,11 @@ def test_numbers_are_those_of_the_header(enumerator: str, value: int) -> None:
 
 @pytest.mark.parametrize(
     ("query", "args"),
-    [("fp4gemm_gemm_workspace_bytes", capi.GemmArgs(m=-1)), ("fp4gemm_quantize", capi.QuantizeArgs(m=-1))],
+    [
+        ("fp4gemm_gemm_workspace_bytes", capi.GemmArgs(m=-1)),
+        ("fp4gemm_quantize", capi.QuantizeArgs(m=-1)),
+        ("fp4gemm_quantize_searched", capi.QuantizeSearchedArgs(m=-1)),
+    ],
 )
 def test_the_library_accepts_the_size_of_the_structs(query: str, args: capi.Args) -> None:
     """It goes on to the first wrong field, and refuses a struct of another size."""

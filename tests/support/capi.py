@@ -76,6 +76,31 @@ class QuantizeArgs(Args):
     }
 
 
+class QuantizeSearchedArgs(Args):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("m", c_int64),
+        ("k", c_int64),
+        ("x", c_void_p),
+        ("x_row_stride", c_int64),
+        ("x_dtype", c_int),
+        ("scaling", c_int),
+        ("block_rows", c_int),
+        ("e4m3_max", c_int),
+        ("importance", c_void_p),
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("amax", c_void_p),
+        ("amax_given", c_void_p),
+    ]
+    _defaults_: ClassVar[dict[str, object]] = {
+        "x_dtype": BF16,
+        "scaling": SCALING_ROW,
+        "block_rows": 1,
+        "e4m3_max": 256,
+    }
+
+
 class Operand(ctypes.Structure):
     _fields_ = [("data", c_void_p), ("scales", c_void_p), ("format", c_int)]
 
@@ -191,6 +216,7 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.fp4gemm_gemm_workspace_bytes.argtypes = [POINTER(GemmArgs), c_int, POINTER(c_size_t)]
     library.fp4gemm_gemm.argtypes = [POINTER(GemmArgs), c_void_p, c_size_t, c_int, c_void_p]
     library.fp4gemm_quantize.argtypes = [POINTER(QuantizeArgs), c_int, c_void_p]
+    library.fp4gemm_quantize_searched.argtypes = [POINTER(QuantizeSearchedArgs), c_int, c_void_p]
     library.fp4gemm_route_workspace_bytes.argtypes = [POINTER(RouteArgs), POINTER(c_size_t)]
     library.fp4gemm_route.argtypes = [POINTER(RouteArgs), c_void_p, c_size_t, c_int, c_void_p]
     library.fp4gemm_combine.argtypes = [POINTER(CombineArgs), c_int, c_void_p]

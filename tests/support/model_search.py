@@ -9,7 +9,7 @@ import numpy as np
 from model import E2M1, F32_MAX, e4m3_values, encode_e2m1, encode_e4m3
 
 F = np.float32
-STEPS = [0, *range(1, 7), *range(-1, -4, -1)]
+STEPS = [0, *range(1, 7), *range(-1, -7, -1)]
 
 
 def halved(x: np.ndarray, axis: int) -> np.ndarray:

@@ -1,8 +1,9 @@
 """The CPU implementations of the operators that quantize or multiply: compiled code where it applies.
 
 cpp/torch/quantize_cpu.cpp quantizes rows with encode te and blocks of one row, with or without four over six,
-and decode_cpu.cpp decodes. The reference, whose bits are the same, does everything else, and it composes the
-operators that do both. The threads are those of torch (``torch.set_num_threads``).
+decode_cpu.cpp decodes, and quantize_search_cpu.cpp searches for scales. The reference, whose bits are the
+same, does everything else, and it composes the operators that do both. The threads are those of torch
+(``torch.set_num_threads``).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from .schema import (
     LinearCall,
     QuantizeCall,
     QuantizeDecodedCall,
+    QuantizeSearchedCall,
     RmsNormQuantizeCall,
     SiluAndMulQuantizeCall,
     accepts,
@@ -42,6 +44,7 @@ __all__ = [
     "linear",
     "quantize",
     "quantize_decoded",
+    "quantize_searched",
     "rms_norm_quantize",
     "rms_norm_quantize_decoded",
     "silu_and_mul_quantize",
@@ -92,6 +95,27 @@ def quantize_decoded(call: Any) -> tuple[Tensor, Tensor]:
     _run(with_codes, x, num_rows, amax, None, None, None, data.data_ptr())
     data[num_rows:] = 0
     return data, stored
+
+
+@accepts(QuantizeSearchedCall)
+def quantize_searched(call: QuantizeSearchedCall) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`fp4gemm.reference.quantize_searched`, compiled; the bits are the same."""
+    checks.searched(call)
+    x, amax, h = call.x, call.amax, call.importance
+    stored = torch.empty(0)
+    if amax is None:
+        amax = stored = outer_amax(_row_amax(x), call.per_row, None)
+    m, k = x.shape
+    codes = torch.empty((m, k // 2), dtype=torch.uint8)
+    scales = torch.zeros(padded_scale_shape(m, k), dtype=torch.uint8)
+    _succeeded(
+        _native.torch_library().fp4gemm_torch_quantize_searched(
+            x.data_ptr(), _DTYPES.index(x.dtype), m, k, x.stride(0),
+            amax.data_ptr(), int(call.per_row), None if h is None else h.data_ptr(),
+            call.block_rows, call.e4m3_max, codes.data_ptr(), scales.data_ptr(),
+        )
+    )  # fmt: skip
+    return codes, scales.view(torch.float8_e4m3fn), stored
 
 
 @accepts(SiluAndMulQuantizeCall)

@@ -26,6 +26,7 @@ from .schema import (
     QuantizeBothCall,
     QuantizeCall,
     QuantizeDecodedCall,
+    QuantizeSearchedCall,
     RmsNormQuantizeCall,
     RouteCall,
     SiluAndMulQuantizeCall,
@@ -108,6 +109,11 @@ def quantize_both(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Te
 def quantize_decoded(call: Any) -> tuple[Tensor, Tensor]:
     codes, _, made = quantize(call.x, call.amax, call.per_row, offs=call.offs, rows=call.rows)
     return call.x.new_empty((codes.shape[0], call.x.shape[1]), dtype=torch.float16), made
+
+
+@accepts(QuantizeSearchedCall)
+def quantize_searched(call: QuantizeSearchedCall) -> tuple[Tensor, Tensor, Tensor]:
+    return quantize(call.x, call.amax, call.per_row)
 
 
 @accepts(SiluAndMulQuantizeCall)

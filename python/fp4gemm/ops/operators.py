@@ -56,6 +56,7 @@ prepack = torch.ops.fp4gemm.prepack.default
 quantize = torch.ops.fp4gemm.quantize.default
 quantize_both = torch.ops.fp4gemm.quantize_both.default
 quantize_decoded = torch.ops.fp4gemm.quantize_decoded.default
+quantize_searched = torch.ops.fp4gemm.quantize_searched.default
 rms_norm_quantize = torch.ops.fp4gemm.rms_norm_quantize.default
 rms_norm_quantize_decoded = torch.ops.fp4gemm.rms_norm_quantize_decoded.default
 route = torch.ops.fp4gemm.route.default

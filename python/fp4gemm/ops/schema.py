@@ -257,6 +257,7 @@ SCHEMAS: dict[str, Any] = {
     "quantize": QuantizeCall,
     "quantize_both": QuantizeBothCall,
     "quantize_decoded": QuantizeDecodedCall,
+    "quantize_searched": QuantizeSearchedCall,
     "silu_and_mul_quantize": SiluAndMulQuantizeCall,
     "silu_and_mul_quantize_decoded": SiluAndMulQuantizeCall,
     "rms_norm_quantize": RmsNormQuantizeCall,

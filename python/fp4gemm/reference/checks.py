@@ -83,9 +83,19 @@ def options(call: QuantizeCall) -> None:
         _refuse_variants(call, f"four_over_six {call.four_over_six}")
 
 
-def importance(call: QuantizeSearchedCall) -> None:
-    """Raise unless the importance of a call is None or float32 (k,), at least 0 and finite on the CPU."""
-    search_checks.importance(call.importance, call.x.shape[1], call.x.device)
+def searched(call: QuantizeSearchedCall) -> None:
+    """Raise unless the arguments of quantize_searched are valid."""
+    x, amax = call.x, call.amax
+    _checks.quantize_input(x)
+    _checks.is_one_of("per_row", call.per_row, (True, False))
+    _checks.is_one_of("block_rows", call.block_rows, (1, 16))
+    if call.block_rows == 16 and call.per_row:
+        refuse("per_row", True, "False", "block_rows 16")
+    _checks.is_one_of("e4m3_max", call.e4m3_max, _checks.E4M3_BOUNDS)
+    search_checks.importance(call.importance, x.shape[1], x.device)
+    if amax is not None:
+        _checks.exact_vector("amax", amax, x.shape[0] if call.per_row else 1, torch.float32, x.device, "x")
+        option_checks.amax_values("amax", amax)
 
 
 def _refuse_variants(call: QuantizeCall, because: str) -> None:

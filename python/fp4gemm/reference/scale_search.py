@@ -4,7 +4,7 @@ Let c be the e4m3 code of the standard scale (reference/nvfp4.py) of a block wit
 scale, A its outer amax, B the e4m3 bound (448 or 256), and h_i the importance of element i, 1 unless given.
 The candidates are, in this order,
 
-    c_0, c_0 + 1, ..., c_0 + 6, c_0 - 1, c_0 - 2, c_0 - 3        c_0 = max(c, 1)
+    c_0, c_0 + 1, ..., c_0 + 6, c_0 - 1, ..., c_0 - 6        c_0 = max(c, 1)
 
 each clamped to 1..126, the codes of 2^-9 and 448. With s the value of a candidate::
 
@@ -35,12 +35,12 @@ from . import checks
 from .chunks import fp32, row_chunks
 from .formats import E2M1_MAX, E2M1_VALUES, encode_e2m1, pack
 from .four_over_six import tile_sums
-from .nvfp4 import block_amaxes, check_amax, element_factor, encode_scale, outer_amax, standard_scale
+from .nvfp4 import block_amaxes, element_factor, encode_scale, outer_amax, standard_scale
 
 __all__ = ["LARGEST_CODE", "STEPS", "quantize_searched"]
 
 BLOCK = _checks.BLOCK
-STEPS = (0, 1, 2, 3, 4, 5, 6, -1, -2, -3)  # from the code of the standard scale to that of each candidate
+STEPS = (*range(7), *range(-1, -7, -1))  # from the code of the standard scale to that of each candidate
 LARGEST_CODE = 126  # the e4m3 code of 448
 
 
@@ -66,14 +66,9 @@ def quantize_searched(call: QuantizeSearchedCall) -> tuple[Tensor, Tensor, Tenso
     Raises:
         TypeError, ValueError, NotImplementedError: for an invalid argument or combination; the text names it.
     """
-    plain = narrowed(QuantizeCall, call)
-    _checks.quantize_input(call.x)
-    checks.options(plain._replace(e4m3_max=448))
-    _checks.is_one_of("e4m3_max", call.e4m3_max, _checks.E4M3_BOUNDS)
-    checks.importance(call)
-    check_amax("amax", plain, None)
+    checks.searched(call)
     m, k = call.x.shape
-    block_amax = block_amaxes(plain)
+    block_amax = block_amaxes(narrowed(QuantizeCall, call))
     amax, stored = call.amax, call.x.new_empty(0, dtype=torch.float32)
     if amax is None:
         amax = stored = outer_amax(block_amax.amax(dim=1), call.per_row, None)
