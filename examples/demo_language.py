@@ -52,7 +52,7 @@ class Language:
 
     device: str
     num_tokens: int
-    lines: list[Line]  # bf16, then CHECKPOINTS
+    lines: list[Line]  # bf16, then those of checkpoints_of
     answer: str  # to QUESTION, by the model of the last line
 
 
@@ -72,7 +72,7 @@ def measure(
     ids = tokenizer(heapq.__about__, return_tensors="pt").input_ids
     ids = ids[:, : QUICK_TOKENS if quick else NUM_TOKENS].to(device)
     lines, answer = [], ""
-    for name, options in {"bf16": None, **CHECKPOINTS}.items():
+    for name, options in {"bf16": None, **checkpoints_of(device)}.items():
         step(f"SmolLM2: {name}")
         path = source if options is None else converted(source, folder / file_name(name), options)
         model = (
@@ -87,9 +87,19 @@ def measure(
     return Language(kind, ids.shape[1], lines, answer)
 
 
-def num_steps() -> int:
+def checkpoints_of(device: torch.device) -> dict[str, Options]:
+    """The checkpoints that a device can run: W4A16 needs a CPU or a Hopper GPU."""
+    has_w4a16 = device.type == "cpu" or fp4gemm.support.streams_prepacked(device)
+    return {
+        name: options
+        for name, options in CHECKPOINTS.items()
+        if has_w4a16 or options.activations == "per-token"
+    }
+
+
+def num_steps(device: torch.device) -> int:
     """How often ``measure`` calls ``step``."""
-    return len(CHECKPOINTS) + 3
+    return len(checkpoints_of(device)) + 3
 
 
 def file_name(name: str) -> str:

@@ -151,6 +151,26 @@ def test_other_ways_to_quantize(source: Path, tmp_path: Path, options: Options, 
         assert all(torch.equal(bits(new[key]), bits(value)) for key, value in made.items())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(),
+        Options(numerics="modelopt"),
+        Options(numerics="llmcompressor"),
+        Options(four_over_six="mse"),
+    ],
+    ids=["te", "modelopt", "llmcompressor", "four-over-six"],
+)
+def test_a_gpu_gives_the_bytes_of_the_cpu(cuda: torch.device, tmp_path: Path, options: Options) -> None:
+    """With several sets at a time on streams of their own, float32 and bfloat16."""
+    for dtype in (torch.bfloat16, torch.float32):
+        source = save(tmp_path / f"{dtype}", llama(dtype=dtype), shards=2)
+        convert(source, tmp_path / f"{dtype}_cpu", options, device="cpu")
+        convert(source, tmp_path / f"{dtype}_cuda", options, device="cuda", jobs=3, verify=True)
+        assert contents(tmp_path / f"{dtype}_cpu") == contents(tmp_path / f"{dtype}_cuda")
+
+
 def test_static_activations_and_kv_scales(tmp_path: Path) -> None:
     source = save(tmp_path / "src", llama(1))
     modules = [module for names in llama_sets(1) for module in names]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import fp4gemm
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from fp4gemm.checkpoint.numerics import WeightOptions, packed_codes, quantize_se
 from fp4gemm.reference.formats import encode_e2m1, pack
 from helpers import FLOATS, TIES, assert_bits, short
 from model_checkpoint import KINDS, llmcompressor, modelopt, weight
+from oracles import HASHES, cases, digest
 from torch import Tensor
 
 PRODUCERS = {"modelopt": (modelopt, "modelopt"), "llmcompressor": (llmcompressor, "compressed-tensors")}
@@ -37,6 +40,18 @@ def test_the_second_implementation_gives_the_same_bits(
     assert np.array_equal(got.outer.cpu().numpy(), outer)
     assert np.array_equal(scale_bytes(got), scales)
     assert np.array_equal(got.codes.cpu().numpy(), codes)
+
+
+@pytest.mark.parametrize("numerics", PRODUCERS)
+def test_the_producers_themselves_gave_the_same_bits(numerics: str) -> None:
+    """Hashes of what ModelOpt 0.47.0 and llm-compressor 0.14.0.1 made of these weights: make test-oracles."""
+    want = json.loads(HASHES.read_text())[numerics]
+    format = PRODUCERS[numerics][1]
+    got = {}
+    for name, w in cases().items():
+        s = stored(w, WeightOptions(numerics), format)
+        got[name] = digest(s.codes, s.block_scales, s.outer)
+    assert got == want
 
 
 @pytest.mark.parametrize("numerics", ["te", *PRODUCERS])

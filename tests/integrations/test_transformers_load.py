@@ -10,6 +10,7 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import nn
+from fp4gemm.checkpoint import Options, convert
 from fp4gemm.checkpoint.formats import FORMATS, FormatName, StoredWeight
 from nvfp4_models import (
     IDS,
@@ -19,6 +20,7 @@ from nvfp4_models import (
     integration,
     load,
     logits,
+    save_float,
     transformers,
     write_nvfp4,
 )
@@ -180,6 +182,32 @@ def test_what_does_not_fit_is_named(change: Any, message: str, tmp_path: Path) -
     folder = write_nvfp4(float_model("qwen3-moe"), tmp_path, "modelopt", change=change)
     with pytest.raises(ValueError, match=message):
         load(folder)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_base_model_alone(name: str, tmp_path: Path) -> None:
+    """Its modules have other names than in the checkpoint: layers.0 instead of model.layers.0."""
+    folder = write_nvfp4(float_model(name), tmp_path, "modelopt")
+    base = transformers.AutoModel.from_pretrained(folder, dtype=torch.bfloat16)
+    assert type(base.layers[1].self_attn.o_proj) is nn.Linear
+    with torch.inference_mode():
+        assert torch.equal(base(IDS).last_hidden_state, load(folder).model(IDS).last_hidden_state)
+
+
+@pytest.mark.parametrize("activations", ["a16", "per-token"])
+def test_what_convert_writes(activations: Any, tmp_path: Path) -> None:
+    """The same model in every format, with gate and up of each expert sharing an amax."""
+    results = []
+    save_float(float_model("mixtral"), tmp_path / "float")
+    for format in FORMAT_NAMES:
+        options = Options(format=format, activations=activations)
+        convert(tmp_path / "float", tmp_path / format, options)
+        results.append(load(tmp_path / format))
+    experts = results[0].model.layers[0].mlp.experts
+    assert experts.activation_scaling == ("none" if activations == "a16" else "row")
+    assert torch.equal(experts.w13.weight_amax[:, 0], experts.w13.weight_amax[:, 1])
+    for other in results[1:]:
+        assert torch.equal(logits(results[0]), logits(other))
 
 
 def test_other_formats_are_left_to_transformers(tmp_path: Path) -> None:

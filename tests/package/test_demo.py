@@ -15,6 +15,7 @@ sys.path.insert(0, str(EXAMPLES))
 
 import demo  # noqa: E402
 import demo_measure  # noqa: E402
+import smollm2  # noqa: E402
 
 MISSING = demo.missing_packages()
 needs_extra = pytest.mark.skipif(bool(MISSING), reason=f"demo extra not installed: {', '.join(MISSING)}")
@@ -87,6 +88,38 @@ def test_first_tokens_are_spread_over_the_page() -> None:
     assert demo_measure.first_tokens(page, 4).tolist() == [[0, 0], [10, 0], [20, 0], [30, 0]]
 
 
+def test_rows_of_q_and_k_are_in_the_order_of_transformers() -> None:
+    """GGUF's converter stores row j of the first half of a head at 2 j, and that of the second at 2 j + 1."""
+    heads, half, k = 3, 4, 5
+    weight = torch.randn(heads, 2, half, k)
+    stored = torch.empty(heads, 2 * half, k)
+    stored[:, 0::2], stored[:, 1::2] = weight[:, 0], weight[:, 1]
+    assert torch.equal(smollm2.unpermuted(stored.view(-1, k), heads), weight.reshape(-1, k))
+
+
+def test_names_of_transformers() -> None:
+    names = {
+        "blk.3.ffn_up.weight": "model.layers.3.mlp.up_proj.weight",
+        "token_embd.weight": "model.embed_tokens.weight",
+    }
+    assert {name: smollm2.transformers_name(name) for name in names} == names
+
+
+@needs_extra
+def test_mean_nll_is_the_loss_of_transformers() -> None:
+    import demo_language
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    model, ids = transformers.LlamaForCausalLM(config).eval(), torch.randint(64, (1, 20))
+    with torch.no_grad():
+        expected = float(model(ids, labels=ids).loss)
+    assert demo_language.mean_nll(model, ids) == pytest.approx(expected, rel=1e-5)
+    assert demo_language.weight_bytes(model) == 4 * (4 * 32 * 32 + 3 * 32 * 64)
+
+
 # ---- the run ----------------------------------------------------------------------------------------------
 
 
@@ -152,13 +185,43 @@ def test_outlier_figures(results: demo.Results) -> None:
 
 
 @needs_extra
+def test_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real weights, converted and loaded; the perplexity says that they are in the right places."""
+    import demo_language
+
+    names = ("W4A16, four over six", "W4A4")
+    chosen = {name: demo_language.CHECKPOINTS[name] for name in names}
+    monkeypatch.setattr(demo_language, "CHECKPOINTS", chosen)
+    steps: list[str] = []
+    cpu = torch.device("cpu")
+    result = demo_language.measure(tmp_path, cpu, quick=True, step=steps.append)
+    assert len(steps) == demo_language.num_steps(cpu)
+    assert [line.name for line in result.lines] == ["bf16", *names]
+    exact, weights, both = result.lines
+    assert 1.0 < exact.nll < 4.5  # a wrong tensor gives 8 and more
+    assert exact.nll < weights.nll < both.nll < exact.nll + 1.5
+    for line in (weights, both):
+        assert exact.weight_bytes / line.weight_bytes == pytest.approx(16 / 4.5, rel=0.01)
+    assert len(result.answer) > 3
+    assert not list(tmp_path.glob("*.part"))
+    assert smollm2.checkpoint(tmp_path / "bf16") == tmp_path / "bf16"  # it is there, and is not made again
+
+
+@needs_extra
 def test_main_prints_the_figures_and_writes_the_picture(
     results: demo.Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    import demo_language
+
+    lines = [demo_language.Line("bf16", 2.0, 3 << 20, 0.5), demo_language.Line("W4A4", 2.25, 1 << 20, 0.25)]
+    language = demo_language.Language("CPU", 512, lines, "A heap is a tree")
+    monkeypatch.setattr(demo_language, "measure", lambda *_, **__: language)
     monkeypatch.setattr(demo, "measure", lambda *_, **__: results)
     picture = tmp_path / "new" / "error.png"
     assert demo.main(["--quick", "--device", "cpu", "--out", str(picture)]) == 0
     text = " ".join(capsys.readouterr().out.split())
+    assert "W4A4 │ 9.49 │ +0.250 │ 1.0 │ 0.25" in text
+    assert "A heap is a tree ..." in text
     _, tensor, row = results.variants
     for line in (tensor, row):
         assert f"{line.name} │ {line.cosines.mean():.5f} │ {line.cosines.min():.5f}" in text

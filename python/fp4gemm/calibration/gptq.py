@@ -49,6 +49,7 @@ Scaling = Literal["row", "tensor"]
 BLOCK = _checks.BLOCK
 E4M3_BOUND = 256  # B
 PANEL = 128  # columns whose errors are added to the rest of the weight in one product
+DAMPING = 0.01  # unless another is given
 GROWTH, MOST_DAMPING = 10.0, 1.0  # of the damping where H' is not positive definite
 ASYMMETRY = 1e-3  # |H - H^T| that is taken for rounding, of the largest diagonal element
 WORKSPACE = 4 << 30  # bytes of the float64 matrices of as many experts as are factored at a time
@@ -68,7 +69,7 @@ def gptq(
     second_moment: Tensor,
     *,
     scaling: Scaling = "row",
-    damping: float = 0.01,
+    damping: float = DAMPING,
     block_order: BlockOrder = "natural",
 ) -> NVFP4Tensor:
     """Round a weight to NVFP4 by GPTQ, with the least squared error of the layer's output on the inputs seen.
@@ -114,7 +115,7 @@ def rounded(
     second_moment: Tensor,
     *,
     scaling: Scaling = "row",
-    damping: float = 0.01,
+    damping: float = DAMPING,
     block_order: BlockOrder = "natural",
 ) -> Rounded:
     """:func:`gptq`, which also returns the damping that was used and does not warn."""
@@ -268,7 +269,7 @@ def _round(w: Tensor, factors: _Factors, amax: Tensor) -> tuple[Tensor, Tensor]:
                 loss.addcmul_(d[:, :, i].square(), factors.cost[:, j + i, None])
                 if i + 1 < BLOCK:
                     row = factors.rows[:, j + i, j + i + 1 : j + BLOCK, None]
-                    v[:, :, i + 1 :] -= row * d[:, :, i, None]
+                    v[:, :, i + 1 :].addcmul_(row, d[:, :, i, None], value=-1)
             best = loss.argmin(0, keepdim=True)  # the first of equal ones
             chosen[:, j // BLOCK] = code.gather(0, best)[0]
             e = e.gather(0, best)

@@ -15,8 +15,8 @@ a block of 16::
 ``te`` is :func:`fp4gemm.quantize`, the bits of TransformerEngine >= 2.14; it alone has the options four over
 six and an amax for each row. ``modelopt`` is NVFP4QTensor.quantize of ModelOpt 0.47 on a CPU, which divides
 (on a GPU torch multiplies by fl(1 / 2688), so that d differs by 1 ulp for some A). ``llmcompressor`` is
-model_free_ptq of llm-compressor 0.14 with the schemes NVFP4A16 and NVFP4; for float16 weights with an amax
-below 0.041 its G is infinite in float16 and becomes 1. Codes are rounded to nearest, ties to even, in all
+model_free_ptq of llm-compressor 0.14 with the scheme NVFP4A16; for float16 weights with an amax below 0.041
+its G is infinite in float16 and becomes 1. Codes are rounded to nearest, ties to even, in all
 three; -0 keeps its sign (code 8) in te and has code 0 in the others.
 
 An all-zero weight: te gives codes and block scales 0. ModelOpt gives it NaN block scales, which make NaN

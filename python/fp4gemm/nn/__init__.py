@@ -8,6 +8,7 @@ from .experts import Experts
 from .fuse import GatedMLP
 from .linear import Linear
 from .report import BlockReport, ExpertsReport, FloatWeight, LayerReport, QuantizeReport
+from .smoothing import smooth
 
 __all__ = [
     "BlockReport",
@@ -20,4 +21,5 @@ __all__ = [
     "QuantizeReport",
     "calibrate",
     "quantize_model",
+    "smooth",
 ]

@@ -44,6 +44,8 @@ class Candidate:
     reason: str = ""
     plan: _transformers.ExpertsPlan | None = None
     swapped: Linear | Experts | None = None
+    method: str = ""
+    output_error: float | None = None
 
     @property
     def is_linear(self) -> bool:
@@ -164,15 +166,16 @@ def reports(candidates: list[Candidate]) -> tuple[tuple[LayerReport, ...], tuple
         after = before if c.swapped is None else _num_bytes(c.swapped)
         for i, name in enumerate(c.names):
             action, reason = c.action, c.reason
+            how = (c.method, c.output_error)
             if i > 0:
                 action = "shared" if c.action == "quantized" else c.action
                 reason, before, after = f"same module as {c.names[0]}", 0, 0
             if isinstance(c.module, torch.nn.Linear):
                 shape = (c.module.out_features, c.module.in_features)
-                layers.append(LayerReport(name, shape, action, reason, before, after))
+                layers.append(LayerReport(name, shape, action, reason, before, after, *how))
             else:
                 size, activation = _experts_size(c)
-                experts.append(ExpertsReport(name, size, activation, action, reason, before, after))
+                experts.append(ExpertsReport(name, size, activation, action, reason, before, after, *how))
     return tuple(layers), tuple(experts)
 
 

@@ -33,21 +33,8 @@ def accelerate_hook(module: torch.nn.Module) -> Any:
 def materialized(module: torch.nn.Module) -> Iterator[None]:
     """Bring offloaded weights to the device where the module runs, as its hook does for a forward."""
     hook = accelerate_hook(module)
-    if hook is None or not any(p.is_meta for p in module.parameters(recurse=False)):
-        yield
-        return
-    hook.pre_forward(module)
-    try:
-        yield
-    finally:
-        hook.post_forward(module, None)
-
-
-@contextlib.contextmanager
-def brought(module: torch.nn.Module) -> Iterator[None]:
-    """As :func:`materialized`, of a module whose weights are buffers."""
-    hook = accelerate_hook(module)
-    if hook is None or not any(b.is_meta for b in module.buffers(recurse=False)):
+    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    if hook is None or not any(t.is_meta for t in tensors):
         yield
         return
     hook.pre_forward(module)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .. import _checks, support
 from ..containers.nvfp4 import NVFP4Tensor
-from ..quantize import quantize
 from ._inputs import WeightScaling
 from ._layer import WeightLayer
 from ._state import BOUND, PREPACKED, version
@@ -128,13 +127,12 @@ class StackedWeight(WeightLayer):
         )
 
 
-def quantized(w: Tensor, scaling: WeightScaling) -> NVFP4Tensor:
-    """quantize(w), with scales that fill their storage: safetensors refuses a view of a larger one."""
-    made = quantize(w, scaling=scaling)
+def of_own_storage(made: NVFP4Tensor) -> NVFP4Tensor:
+    """The stack with scales that fill their storage: safetensors refuses a view of a larger one."""
     scales = made.scales
     if scales.untyped_storage().nbytes() > scales.nbytes:
         scales = scales.clone()
-    return NVFP4Tensor._trusted(made.codes, scales, made.amax, made.e4m3_max)._stamped(w.dtype)
+    return NVFP4Tensor._trusted(made.codes, scales, made.amax, made.e4m3_max)._stamped(made.dtype)
 
 
 def interleaved(x: Tensor) -> Tensor:

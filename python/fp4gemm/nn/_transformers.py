@@ -14,6 +14,7 @@ state_dict, needs nothing of the configuration, and works with torch.compile and
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +22,9 @@ from torch import Tensor
 
 from .. import _checks, activations
 from ..activations import Activation, ActivationName
-from ._experts import ExpertsScaling, Layout, check_shapes
+from ._experts import Layout, check_shapes
 from ._hooks import materialized
-from ._inputs import WeightScaling, check_float_weight
+from ._inputs import check_float_weight
 from .experts import Experts
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # has_post_expert_norm is younger
@@ -78,11 +79,12 @@ def read(module: torch.nn.Module) -> ExpertsPlan:
 def convert(
     module: torch.nn.Module,
     plan: ExpertsPlan,
-    activation_scaling: ExpertsScaling,
-    weight_scaling: WeightScaling,
-    check_finite: Any,
+    **options: Any,
 ) -> Experts:
-    """Quantize the weights of a module that was read; its parameters are on their device."""
+    """Quantize the weights of a module that was read; its parameters are on their device.
+
+    options are keywords of :meth:`Experts.from_float`.
+    """
     w13, w2, bias13, bias2 = _parameters(module)
     made = Experts.from_float(
         w13,
@@ -92,9 +94,7 @@ def convert(
         layout=plan.layout,
         is_transposed=bool(module.is_transposed),
         activation=plan.activation,
-        activation_scaling=activation_scaling,
-        weight_scaling=weight_scaling,
-        check_finite=check_finite,
+        **options,
     )
     return made.train(module.training)
 
@@ -132,6 +132,17 @@ def _parameters(m: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     first = "gate_up_proj" if m.has_gate else "up_proj"
     biases = (getattr(m, f"{first}_bias"), m.down_proj_bias) if m.has_bias else (None, None)
     return getattr(m, first), m.down_proj, *biases
+
+
+def rounded(module: torch.nn.Module, plan: ExpertsPlan, made: Experts) -> Iterator[tuple[Tensor, Tensor]]:
+    """The float weights of a module, and the values of the Experts made of it, in its layout."""
+    m: Any = module
+    w13, w2, _, _ = _parameters(m)
+    first, second = made.w13.dequantize_weight(), made.w2.dequantize_weight()
+    if m.has_gate and plan.layout == "halves":
+        first = torch.cat((first[:, 0::2], first[:, 1::2]), 1)
+    for p, values in ((w13, first), (w2, second)):
+        yield p, values.transpose(1, 2) if m.is_transposed else values
 
 
 def between(module: torch.nn.Module, x: Tensor, expert: int) -> Tensor:

@@ -59,6 +59,16 @@ class Walk:
             for index, batch in enumerate(batches):
                 self._record(model, batch, index)
 
+    def refuse_outside(self, candidates: Sequence[Candidate]) -> None:
+        """Raise ValueError unless every candidate lies in a block."""
+        own = {id(module) for block in self.blocks for module in block.modules()}
+        outside = [c.names[0] for c in candidates if id(c.module) not in own]
+        if outside:
+            raise ValueError(
+                f"sequential: {len(outside)} selected layers, such as {outside[0]!r}, are not in the blocks "
+                f"{self.name}, must be (exclude them, or use sequential=False)"
+            )
+
     def inside(self, block: int, candidates: Sequence[Candidate]) -> list[Candidate]:
         """The candidates that lie in a block."""
         own = {id(module) for module in self.blocks[block].modules()}

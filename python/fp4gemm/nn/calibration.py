@@ -84,10 +84,9 @@ def calibrate(
     found: dict[str, InputStatistics] = {}
     with evaluated(model):
         walk = Walk(model, _listed(batches), chosen, place)
-        inside = set()
+        walk.refuse_outside(chosen)
         for number in range(len(walk.blocks)):
             own = walk.inside(number, chosen)
-            inside |= {id(c) for c in own}
             with walk.placed(number):
                 collector = _collect.Collector(own, second_moment)
                 with collector.hooked():
@@ -95,12 +94,6 @@ def calibrate(
                 found |= collector.statistics()
             if progress is not None:
                 progress(number + 1, len(walk.blocks), f"{walk.name}.{number}")
-    outside = [c.names[0] for c in chosen if id(c) not in inside]
-    if outside:
-        raise ValueError(
-            f"sequential: {len(outside)} selected layers, such as {outside[0]!r}, are not in the blocks "
-            f"{walk.name}, must be (exclude them, or use sequential=False)"
-        )
     return Statistics(found)
 
 

@@ -11,15 +11,16 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from .. import _checks
-from . import _candidates, _transformers
+from ..calibration.statistics import Statistics
+from . import _candidates, _methods, _transformers
 from ._candidates import Candidate, Filter
 from ._float import float_weights
-from ._hooks import carry_over, materialized
 from ._inputs import ActivationScaling, CheckFinite, WeightScaling, check_options
+from ._methods import Method
+from ._swap import Swapper
 from ._weight import WeightModule
-from .experts import Experts
+from .calibration import collected
 from .fuse import fuse_blocks
-from .linear import Linear
 from .report import QuantizeReport
 
 OnUnsupported = Literal["skip", "raise"]
@@ -36,6 +37,9 @@ def quantize_model(
     types: Iterable[type[torch.nn.Linear]] = (torch.nn.Linear,),
     activation_scaling: ActivationScaling = "row",
     weight_scaling: WeightScaling = "row",
+    method: Method | None = None,
+    calibration: Statistics | Iterable[object] | None = None,
+    sequential: bool = False,
     check_finite: CheckFinite = "off",
     inplace: bool = True,
     report: Callable[[QuantizeReport], object] | None = None,
@@ -68,6 +72,17 @@ def quantize_model(
             else, so it is swapped only where it is listed here.
         activation_scaling, weight_scaling, check_finite: as in :class:`fp4gemm.nn.Linear`. Experts stay in
             float with activation_scaling="tensor".
+        method: how weights are rounded. "round": the standard block scales. "four-over-six": of two scales of
+            a block the one with the smaller squared error. "search": of ten scales the one with the smallest
+            error weighted by the mean square of the inputs, or unweighted without calibration. "gptq":
+            :func:`fp4gemm.calibration.gptq`, which needs calibration with second moments. None is "gptq"
+            where that is possible, "search" with other calibration, and "round" without. docs/accuracy.md
+            compares them.
+        calibration: :class:`fp4gemm.calibration.Statistics` of this model's layers, or batches for
+            :func:`fp4gemm.calibrate`, which then runs here. An expert with fewer tokens than k gets those of
+            all experts added; the report names what else was done.
+        sequential: with batches: block after block (decoder layer after decoder layer), each calibrated on
+            the results of those before it, whose weights are rounded already; their inputs are not.
         inplace: swap inside ``model`` and return it; otherwise the model stays as it is and a copy is
             returned. The float weights of swapped layers are not copied.
         report: called with a QuantizeReport of what was done; ``report=print`` shows it as a table. It lists
@@ -105,6 +120,7 @@ def quantize_model(
     check_options(activation_scaling, weight_scaling, check_finite)
     _checks.is_one_of("on_unsupported", on_unsupported, get_args(OnUnsupported))
     _checks.is_one_of("fuse", fuse, get_args(Fuse))
+    method = _methods.chosen_method(method, calibration, sequential)
     for name, callback in (("progress", progress), ("report", report)):
         if callback is not None and not callable(callback):
             raise TypeError(f"{name}: got {_checks.describe(callback)}, must be callable")
@@ -124,12 +140,16 @@ def quantize_model(
     )
     before = _totals(model)
 
-    options: dict[str, Any] = {
-        "activation_scaling": activation_scaling,
-        "weight_scaling": weight_scaling,
-        "check_finite": check_finite,
-    }
-    model = _swap(model, candidates, options, progress, inplace)
+    chosen = [c for c in candidates if c.action == "quantized"]
+    swapper = Swapper(method, weight_scaling, activation_scaling, check_finite, len(chosen), progress)
+    if sequential:
+        swapper.walk(model, chosen, calibration)
+    else:
+        if calibration is not None and not isinstance(calibration, Statistics):
+            calibration = Statistics(collected(model, calibration, chosen, method == "gptq"))
+        swapper.all(chosen, calibration)
+    model = _placed(model, chosen, inplace)
+    del chosen
     swaps = _candidates.reports(candidates)
     candidates.clear()  # frees the float layers here, and the quantized ones as soon as they are fused
     blocks = fuse_blocks(model) if fuse == "auto" else ()
@@ -147,34 +167,17 @@ def quantize_model(
     return model
 
 
-def _swap(
-    model: Model,
-    candidates: list[Candidate],
-    options: dict[str, Any],
-    progress: Callable[[int, int, str], object] | None,
-    inplace: bool,
-) -> Model:
-    """Quantize all that were chosen, and put them into the model, or into the copy that is returned."""
-    chosen = [c for c in candidates if c.action == "quantized"]
-    for done, c in enumerate(chosen, start=1):
-        with materialized(c.module):
-            c.swapped = _quantized(c, options)
-        carry_over(c.module, c.swapped)
-        if progress is not None:
-            progress(done, len(chosen), c.names[0])
-    # Only now, with everything quantized, is anything changed: an error above leaves the model whole.
+def _placed(model: Model, chosen: list[Candidate], inplace: bool) -> Model:
+    """Put what was quantized into the model, or into the copy that is returned.
+
+    Only now, with everything quantized, is anything changed: an error before leaves the model whole.
+    """
     if inplace and not isinstance(model, torch.nn.Linear) and not _transformers.is_experts(model):
         _replace(model, chosen)
         return model
     # deepcopy returns what its memo holds for an object instead of copying the object.
     swapped = {id(c.module): c.swapped for c in chosen}
     return copy.deepcopy(model, cast(dict[int, Any], swapped))
-
-
-def _quantized(c: Candidate, options: dict[str, Any]) -> Linear | Experts:
-    if isinstance(c.module, torch.nn.Linear):
-        return Linear.from_float(c.module, **options)
-    return _transformers.convert(c.module, cast(_transformers.ExpertsPlan, c.plan), **options)
 
 
 def _totals(model: torch.nn.Module) -> tuple[int, int, int]:

@@ -26,7 +26,8 @@ from ._inputs import (
     check_quantized_weight,
     refuse_not_finite,
 )
-from ._stack import HeldWeight, StackedWeight, interleaved, interleaved_stack, mixed, quantized
+from ._methods import DataFree, Quantizer, as_quantizer
+from ._stack import HeldWeight, StackedWeight, interleaved, interleaved_stack, mixed, of_own_storage
 from ._weight import _EXCHANGE
 
 
@@ -122,20 +123,19 @@ class Experts(torch.nn.Module):
         activation: ActivationName = "swiglu",
         activation_scaling: ExpertsScaling = "row",
         weight_scaling: WeightScaling = "row",
+        weight_method: DataFree | Quantizer = "round",
         check_finite: CheckFinite = "off",
     ) -> Experts:
         """Quantize the float weights of experts, each expert's matrix by itself. They are not changed.
 
         Args:
-            w13: bfloat16, float16 or float32 (g, n13, d); n13 = 2 * intermediate for a gated activation, else
-                intermediate.
+            w13: bfloat16, float16 or float32 (g, n13, d); n13 = intermediate, or twice that with a gate.
             w2: (g, d, intermediate), of the dtype and device of w13.
             bias13, bias2: float (g, n13) and (g, d), or None.
             layout: how a gated activation's gate and up lie in n13: "halves" is all rows of the gate and then
-                all of up, "interleaved" is gate, up, gate, up. The module holds them interleaved, which
-                changes no number. Without a gate it has no effect.
+                all of up, "interleaved" is gate, up, gate, up, as the module holds them.
             is_transposed: True for w13 (g, d, n13) and w2 (g, intermediate, d), as GPT-OSS has them.
-            activation, activation_scaling, weight_scaling, check_finite: as in the class.
+            weight_method: as of :meth:`Linear.from_float`; all others: as in the class.
 
         Raises:
             TypeError, ValueError: naming the argument; also for weights that are NaN or infinite.
@@ -146,6 +146,7 @@ class Experts(torch.nn.Module):
         _checks.is_one_of("layout", layout, LAYOUTS)
         _checks.is_bool("is_transposed", is_transposed)
         check_experts_options(activation_scaling, weight_scaling, check_finite)
+        quantizer = as_quantizer(weight_method, weight_scaling)
         stacks = []
         for name, w in (("w13", w13), ("w2", w2)):
             _checks.has_dtype(name, _checks.is_tensor(name, w), _checks.FLOAT_DTYPES)
@@ -154,14 +155,15 @@ class Experts(torch.nn.Module):
         if w2.dtype is not w13.dtype:
             raise TypeError(f"w2: dtype is {w2.dtype}, must be {w13.dtype} as of w13")
         check_shapes(stacks[0], stacks[1], chosen)
-        for name, w in zip(("w13", "w2"), stacks, strict=True):
-            check_float_weight(name, w, tuple(w.shape))
+        check_float_weight("w13", stacks[0], tuple(stacks[0].shape))
+        check_float_weight("w2", stacks[1], tuple(stacks[1].shape))
         # No inference tensors, which load_state_dict could not write outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             if chosen.is_gated and layout == "halves":
                 stacks[0] = interleaved(stacks[0])
                 bias13 = None if bias13 is None else interleaved(stack_bias("bias13", bias13, stacks[0]))
-            packed13, packed2 = (quantized(w, weight_scaling) for w in stacks)
+            packed13 = of_own_storage(quantizer(stacks[0], "w13"))
+            packed2 = of_own_storage(quantizer(stacks[1], "w2"))
             return cls.from_quantized(
                 packed13,
                 packed2,

@@ -12,7 +12,6 @@ from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
 from ..ops import operators
 from ..ops.schema import LinearCall
-from ..quantize import quantize
 from ._inputs import (
     OUT_STEP,
     ActivationScaling,
@@ -26,6 +25,7 @@ from ._inputs import (
     shared_input,
 )
 from ._layer import WeightLayer
+from ._methods import DataFree, Quantizer, as_quantizer
 from ._state import BOUND, PREPACKED, version
 
 _SCALINGS = {"none": 0, "row": 1, "tensor": 2}  # as the operator counts
@@ -148,6 +148,7 @@ class Linear(WeightLayer):
         *,
         activation_scaling: ActivationScaling = "row",
         weight_scaling: WeightScaling = "row",
+        weight_method: DataFree | Quantizer = "round",
         check_finite: CheckFinite = "off",
     ) -> Linear:
         """Quantize a float layer: W -> Q(W) on its device, bias -> float32. The float layer is not changed.
@@ -156,6 +157,8 @@ class Linear(WeightLayer):
             linear: a torch.nn.Linear whose weight (n, k) is bfloat16, float16 or float32; k a multiple of 32,
                 n of 8.
             activation_scaling, weight_scaling, check_finite: as in the class.
+            weight_method: "round", "four-over-six" or "search", as of :func:`fp4gemm.nn.quantize_model`
+                without calibration.
 
         Raises:
             TypeError, ValueError: for a layer that does not fit, naming what is wrong; also for weights that
@@ -165,11 +168,11 @@ class Linear(WeightLayer):
         finite.
         """
         check_options(activation_scaling, weight_scaling, check_finite)
+        quantizer = as_quantizer(weight_method, weight_scaling)
         check_linear(linear)
         # No inference tensors, which load_state_dict could not write outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            weight = linear.weight.detach()
-            quantized = quantize(weight, scaling=weight_scaling).to(weight.dtype)
+            quantized = quantizer(linear.weight.detach())
             layer = cls.from_quantized(
                 quantized, linear.bias, activation_scaling=activation_scaling, check_finite=check_finite
             )

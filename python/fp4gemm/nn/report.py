@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +27,8 @@ class LayerReport:
             include, by exclude or by default; "skipped": it could not be swapped.
         reason: why, in words; "" for an ordinary "quantized".
         bytes_before, bytes_after: weight and bias of this layer. 0 for a name whose module was listed before.
+        method: of quantize_model, with which the weight was made; "" if it stays in float.
+        output_error: |X (W - Q)^T| / |X W^T| on the calibration's inputs X; None without calibration.
     """
 
     name: str
@@ -35,6 +37,8 @@ class LayerReport:
     reason: str
     bytes_before: int
     bytes_after: int
+    method: str = ""
+    output_error: float | None = None
 
     @property
     def size(self) -> str:
@@ -46,7 +50,8 @@ class ExpertsReport:
     """What happened to the experts of one block, as they are in transformers: 3-D parameters of one module.
 
     Attributes:
-        name, action, reason, bytes_before, bytes_after: as of :class:`LayerReport`.
+        name, action, reason, bytes_before, bytes_after, method: as of :class:`LayerReport`.
+        output_error: that of both products, the root of the mean of the squares.
         size: how many experts there are, the sizes of their weights and the activation, in words.
         activation: as :class:`fp4gemm.nn.Experts` has it; "" if the experts could not be read.
     """
@@ -58,6 +63,8 @@ class ExpertsReport:
     reason: str
     bytes_before: int
     bytes_after: int
+    method: str = ""
+    output_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -177,8 +184,9 @@ class QuantizeReport:
         rows: list[Row] = [
             (e.name, e.size, e.action, e.reason, e.bytes_before, e.bytes_after) for e in self.swapped
         ]
+        methods = [(e.method, e.output_error) for e in self.swapped]
         rows += [(w.name, w.size, "float", w.reason, w.num_bytes, w.num_bytes) for w in self.weights]
-        lines = table(rows)
+        lines = table(rows, methods)
         lines.append(_counted("linear layer", self.layers))
         if self.experts:
             lines.append(_counted("module of experts", self.experts, "modules of experts"))
@@ -228,15 +236,21 @@ class QuantizeReport:
 
 
 Row = tuple[str, str, str, str, int, int]  # name, size, action, reason, bytes before and after
+Method = tuple[str, float | None]  # and the output error
 
 
-def table(rows: list[Row]) -> list[str]:
-    """One line for the layers whose names differ in numbers alone and which are otherwise equal."""
-    groups: dict[tuple[str, str, str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((re.sub(r"\d+", "#", row[0]), *row[1:4]), []).append(row)
+def table(rows: list[Row], methods: Sequence[Method] = ()) -> list[str]:
+    """One line for the layers whose names differ in numbers alone and which are otherwise equal.
+
+    methods are those of the first rows; the others have none.
+    """
+    groups: dict[tuple[str, ...], list[tuple[Row, Method]]] = {}
+    none: Method = ("", None)
+    for row, method in zip(rows, itertools.chain(methods, itertools.repeat(none)), strict=False):
+        groups.setdefault((re.sub(r"\d+", "#", row[0]), *row[1:4], method[0]), []).append((row, method))
     cells = []
-    for group in groups.values():
+    for pairs in groups.values():
+        group = [row for row, _ in pairs]
         _, size, action, reason, _, _ = group[0]
         before, after = sum(row[4] for row in group), sum(row[5] for row in group)
         name = _merged([row[0] for row in group])
@@ -245,12 +259,22 @@ def table(rows: list[Row]) -> list[str]:
             if before == after
             else f"{readable_bytes(before)} -> {readable_bytes(after)}"
         )
+        reason = "; ".join(filter(None, (_how([method for _, method in pairs]), reason)))
         cells.append((name, "" if len(group) == 1 else f"{len(group)} times", size, action, change, reason))
     widths = [max((len(line[i]) for line in cells), default=0) for i in range(6)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in cells
     ]
+
+
+def _how(methods: list[Method]) -> str:
+    """The method of a group of layers, and the range of their output errors."""
+    method, errors = methods[0][0], [error for _, error in methods if error is not None]
+    if not errors:
+        return "" if method == "round" else method
+    low, high = f"{min(errors):.3f}", f"{max(errors):.3f}"
+    return f"{method}, output error {low}" + ("" if low == high else f" to {high}")
 
 
 def _merged(names: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
@@ -96,8 +97,11 @@ class Fp4GemmConfig(QuantizationConfigMixin):
 
     @classmethod
     def of(cls, scheme: Scheme) -> Fp4GemmConfig:
+        """The config of a checkpoint of this scheme."""
         made = cls(format=scheme.format)
-        made.scheme = scheme
+        # The targets of a mix of algorithms cannot be written again, and nothing reads them here.
+        is_mix = scheme.format == "modelopt"
+        made.scheme = dataclasses.replace(scheme, targets=("Linear",)) if is_mix else scheme
         return made
 
     def get_loading_attributes(self) -> dict[str, Any]:

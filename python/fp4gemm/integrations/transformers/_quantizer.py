@@ -14,8 +14,8 @@ from ...checkpoint.formats import FORMATS
 from ...nn import _candidates
 from ...nn._candidates import Candidate
 from ...nn._hooks import accelerate_hook, carry_over, materialized
+from ...nn._swap import quantized
 from ...nn._weight import WeightModule
-from ...nn.convert import _quantized as quantized
 from ...nn.fuse import fuse_blocks
 from ._config import Fp4GemmConfig
 from ._convert import FillStored, QuantizeFloat, StoredConverter

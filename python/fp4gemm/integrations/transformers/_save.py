@@ -18,7 +18,7 @@ from ...checkpoint.formats import Activations as SchemeActivations
 from ...containers.nvfp4 import NVFP4Tensor
 from ...nn import _transformers
 from ...nn._float import float_weights
-from ...nn._hooks import brought
+from ...nn._hooks import materialized
 from ...nn._layer import WeightLayer
 from ...nn._weight import WeightModule
 from ...nn.fuse.gated import GatedMLP
@@ -48,7 +48,11 @@ def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
     inner = _inner(model)
     for path, module in model.named_modules():
         if path not in inner:
-            module._save_to_state_dict(state, f"{path}." if path else "", False)
+            own: dict[str, Tensor] = {}
+            is_offloaded = any(t.is_meta for t in module.parameters(recurse=False))
+            with materialized(module):
+                module._save_to_state_dict(own, f"{path}." if path else "", False)
+                state |= {name: t.to("cpu", copy=True) for name, t in own.items()} if is_offloaded else own
     for name, weight, bias in _weights(model):
         stored = _stored(name, weight, format)
         scaling = "row" if stored.outer.numel() > 1 else scaling
@@ -79,7 +83,7 @@ def _agreed(model: Any) -> tuple[SchemeActivations, int]:
         if isinstance(module, (nn.Linear, nn.Experts)):
             activations["a16" if module.activation_scaling == "none" else "per-token"] = name
         if isinstance(module, WeightLayer):
-            with brought(module):
+            with materialized(module):
                 module._require_weight()
                 bounds[module.e4m3_max] = name
     for what, found in (("activations", activations), ("e4m3_max", bounds)):
@@ -121,7 +125,7 @@ def _weights(model: Any) -> Iterator[Weight]:
     names = _expert_names(model) if any(isinstance(m, nn.Experts) for m in modules.values()) else {}
     for name, module in modules.items():
         if isinstance(module, Part):
-            with brought(module.merged):
+            with materialized(module.merged):
                 yield name, module.weight, module.bias
         elif isinstance(module, GatedMLP):
             yield from _of_gated(name, module)
@@ -130,7 +134,7 @@ def _weights(model: Any) -> Iterator[Weight]:
         elif isinstance(module, nn.Linear) and id(module) not in merged | gated:
             if isinstance(module, MergedLinear) and len(module.sizes) > 1:
                 raise ValueError(f"{name}: is a merged layer whose parts are unknown, must not be")
-            with brought(module):
+            with materialized(module):
                 yield name, module.weight, module.bias
 
 
@@ -138,7 +142,7 @@ def _of_gated(name: str, mlp: GatedMLP) -> Iterator[Weight]:
     if mlp.layer_names is None:
         raise ValueError(f"{name}: a GatedMLP of your own has no names for gate, up and down, must have")
     gate_name, up_name, down_name = mlp.layer_names
-    with brought(mlp.gate_up):
+    with materialized(mlp.gate_up):
         weight, bias = mlp.gate_up.weight, mlp.gate_up.bias
         rows = weight.shape[0]
         halves = [rows_of(weight, range(i, rows, 2)) for i in (0, 1)]
@@ -149,13 +153,13 @@ def _of_gated(name: str, mlp: GatedMLP) -> Iterator[Weight]:
         else:
             yield f"{name}.{gate_name}", halves[0], biases[0]
             yield f"{name}.{up_name}", halves[1], biases[1]
-    with brought(mlp.down):
+    with materialized(mlp.down):
         yield f"{name}.{down_name}", mlp.down.weight, mlp.down.bias
 
 
 def _of_experts(name: str, experts: nn.Experts, names: dict[str, str]) -> Iterator[Weight]:
     is_gated = experts.w13.out_features == 2 * experts.intermediate
-    with brought(experts.w13), brought(experts.w2):
+    with materialized(experts.w13), materialized(experts.w2):
         w13, w2 = experts.w13.weight, experts.w2.weight
         for e in range(experts.num_experts):
             first, bias = w13[e], None if experts.w13.bias is None else experts.w13.bias[e]

@@ -1,0 +1,165 @@
+"""How a float weight becomes NVFP4: the methods of quantize_model, with what each did about one weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, cast, get_args
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+from ..calibration.gptq import DAMPING, rounded
+from ..calibration.statistics import InputStatistics, Statistics
+from ..containers.nvfp4 import NVFP4Tensor
+from ..quantize import quantize
+from ._inputs import WeightScaling
+
+DataFree = Literal["round", "four-over-six", "search"]
+Method = Literal["round", "four-over-six", "search", "gptq"]
+DATA_FREE, METHODS = get_args(DataFree), get_args(Method)
+
+
+def chosen_method(method: object, calibration: object, sequential: object) -> Method:
+    """The method of quantize_model; None stands for the best that the calibration allows.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what it must be.
+    """
+    _checks.is_bool("sequential", sequential)
+    if method is not None:
+        _checks.is_one_of("method", method, METHODS)
+    if calibration is None:
+        if sequential:
+            raise ValueError("sequential: got True, must be False without batches as calibration")
+        if method == "gptq":
+            raise ValueError("method: got 'gptq', must be another without calibration")
+        return "round" if method is None else cast(Method, method)
+    if isinstance(calibration, Statistics):
+        if sequential:
+            raise ValueError("sequential: got True, must be False with Statistics (pass the batches instead)")
+        if method == "gptq" and not calibration.has_moments:
+            raise ValueError(
+                "method: got 'gptq', must be another for statistics without second moments (calibrate(..., "
+                "second_moment=True) makes them)"
+            )
+        default: Method = "gptq" if calibration.has_moments else "search"
+        return default if method is None else cast(Method, method)
+    if isinstance(calibration, (str, bytes, Mapping, Tensor)) or not isinstance(calibration, Iterable):
+        raise TypeError(
+            f"calibration: got {_checks.describe(calibration)}, must be Statistics or a list of batches"
+        )
+    return "gptq" if method is None else cast(Method, method)
+
+
+class Quantizer:
+    """Makes the NVFP4 weight of a layer, or the two of experts, by one method.
+
+    Args:
+        method: "round": the standard scales. "four-over-six": ``quantize(w, four_over_six="mse")``. "search":
+            ``quantize(w, scale_search="mse", importance=mean_square)``, importance None without statistics.
+            "gptq": :func:`fp4gemm.calibration.gptq`, and "search" where that fails.
+        scaling: of the weight.
+        statistics: those of the layer's input under "", or those of experts under "w13" and "w2"; may be
+            empty, except for "gptq".
+
+    Attributes:
+        notes: what was done otherwise than asked for, in words.
+        errors: |X (W - Q)^T| / |X W^T| of each weight, where its statistics are known; with mean squares
+            alone as if the elements of x were independent.
+    """
+
+    def __init__(
+        self, method: Method, scaling: WeightScaling, statistics: Mapping[str, InputStatistics] | None = None
+    ) -> None:
+        self.method, self._scaling = method, scaling
+        self._statistics = statistics or {}
+        self.notes: list[str] = []
+        self.errors: list[float] = []
+
+    def __call__(self, w: Tensor, name: str = "") -> NVFP4Tensor:
+        """Quantize w (n, k) or (g, n, k)."""
+        known = self._statistics.get(name)
+        if known is not None:
+            known = self._complete(known.to(w.device))
+        made = self._made(w, known)
+        if known is not None and bool(known.num_tokens.any()):
+            self.errors.append(output_error(w, made, known))
+        return made.to(w.dtype)
+
+    def _made(self, w: Tensor, known: InputStatistics | None) -> NVFP4Tensor:
+        if self.method == "round":
+            return quantize(w, scaling=self._scaling)
+        if self.method == "four-over-six":
+            return quantize(w, scaling=self._scaling, four_over_six="mse")
+        if known is not None and not bool(known.num_tokens.any()):
+            self.notes.append("no token reached it: scales searched without statistics")
+            known = None
+        if self.method == "gptq" and known is not None and known.second_moment is not None:
+            try:
+                found = rounded(w, known.second_moment, scaling=self._scaling)
+            except ValueError as error:
+                self.notes.append(f"scales searched instead: {error}")
+            else:
+                most = max(found.damping)
+                if most > DAMPING:
+                    self.notes.append(f"not positive definite: damping {most:g}")
+                return found.weight
+        importance = None if known is None else known.mean_square.contiguous()
+        return _searched(w, self._scaling, importance)
+
+    def _complete(self, known: InputStatistics) -> InputStatistics:
+        """The statistics, those of experts with fewer than k tokens completed by the means over all experts.
+
+        With N_e tokens, H_e becomes ``(N_e H_e + (k - N_e) H) / k``, H the mean over all tokens of the layer.
+        """
+        count = known.num_tokens
+        if count.dim() == 0 or bool((count >= known.k).all()) or not bool(count.any()):
+            return known
+        few = int((count < known.k).sum())
+        self.notes.append(f"{few} of {len(count)} experts saw fewer than {known.k} tokens: all added")
+        part = (count / known.k).clamp(max=1).float()
+        share = count.float() / count.sum()
+
+        def mixed(x: Tensor) -> Tensor:
+            of_all = torch.tensordot(share, x, 1)
+            own = part.view(-1, *(1,) * (x.dim() - 1))
+            completed: Tensor = x * own + of_all * (1 - own)
+            return completed
+
+        moment = None if known.second_moment is None else mixed(known.second_moment)
+        return InputStatistics(count, mixed(known.mean_square), moment)
+
+
+def _searched(w: Tensor, scaling: WeightScaling, importance: Tensor | None) -> NVFP4Tensor:
+    """quantize with scale_search, which runs on the CPU alone."""
+    if w.device.type == "cpu":
+        return quantize(w, scaling=scaling, scale_search="mse", importance=importance)
+    importance = None if importance is None else importance.cpu()
+    return quantize(w.cpu(), scaling=scaling, scale_search="mse", importance=importance).to(w.device)
+
+
+def output_error(w: Tensor, made: NVFP4Tensor, known: InputStatistics) -> float:
+    """|X (W - Q)^T| / |X W^T| over the inputs of the statistics. Synchronises."""
+    total, wrong = 0.0, 0.0
+    num_experts = w.shape[0] if w.dim() == 3 else 0
+    for e in range(max(num_experts, 1)):
+        values, q = (w[e], made[e]) if num_experts else (w, made)
+        weight = float(known.num_tokens[e] if num_experts else 1)
+        square = known.mean_square[e] if num_experts else known.mean_square
+        moment = known.second_moment
+        moment = None if moment is None else moment[e] if num_experts else moment
+        wide = values.float()
+        for x, is_error in ((wide, False), (wide - q.dequantize(torch.float32), True)):
+            product = x * square if moment is None else x @ moment
+            energy = weight * max(float((product.double() * x).sum()), 0.0)
+            total, wrong = (total, wrong + energy) if is_error else (total + energy, wrong)
+    return float((wrong / total) ** 0.5) if total else 0.0
+
+
+def as_quantizer(method: DataFree | Quantizer, scaling: WeightScaling) -> Quantizer:
+    """The Quantizer of a method that needs no data; TypeError or ValueError for another name."""
+    if isinstance(method, Quantizer):
+        return method
+    _checks.is_one_of("weight_method", method, DATA_FREE)
+    return Quantizer(method, scaling)
