@@ -169,6 +169,11 @@ def test_a_gpu_gives_the_bytes_of_the_cpu(cuda: torch.device, tmp_path: Path, op
         convert(source, tmp_path / f"{dtype}_cpu", options, device="cpu")
         convert(source, tmp_path / f"{dtype}_cuda", options, device="cuda", jobs=3, verify=True)
         assert contents(tmp_path / f"{dtype}_cpu") == contents(tmp_path / f"{dtype}_cuda")
+        tensors = {name: tensor.to(cuda) for name, tensor in load(source).items()}
+        plan = Plan.of_shapes({name: (t.shape, t.dtype) for name, t in tensors.items()}, LLAMA, options)
+        streamed = dict(quantize_named(tensors.items(), plan))
+        assert all(tensor.device == cuda for tensor in streamed.values())
+        assert_same({n: t.cpu() for n, t in streamed.items()}, load(tmp_path / f"{dtype}_cpu"))
 
 
 def test_static_activations_and_kv_scales(tmp_path: Path) -> None:

@@ -49,6 +49,19 @@ def test_dry_run_then_conversion(source: Path, tmp_path: Path, capsys: pytest.Ca
     assert "dst: is finished already; nothing was written" in capsys.readouterr().err
 
 
+def test_a_terminal_gets_a_bar(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes every stream for a terminal
+    monkeypatch.setenv("COLUMNS", "120")
+    assert run(source, tmp_path / "dst") == 0
+    shown = capsys.readouterr().err
+    assert "━" in shown
+    assert "B/s" in shown
+    assert "0:00:0" in shown
+
+
 def test_every_option_reaches_the_conversion(tmp_path: Path) -> None:
     source = save(tmp_path / "src", moe(), config=MOE)
     (tmp_path / "fuse.json").write_text('[["gate_proj", "up_proj"]]')

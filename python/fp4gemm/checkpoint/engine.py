@@ -64,7 +64,7 @@ def convert_set(
 def tensors_of(
     one: FusedSet, stored: list[StoredWeight], scheme: Scheme, options: Options
 ) -> dict[str, Tensor]:
-    """The tensors of the new checkpoint for a set, on the CPU, by name."""
+    """The tensors of the new checkpoint for a set, by name, on the device where it was quantized."""
     about = FORMATS[scheme.format]
     made = [weight.tensors(matrix.module) for matrix, weight in zip(one.matrices, stored, strict=True)]
     found: dict[str, Tensor] = {}
@@ -79,7 +79,8 @@ def tensors_of(
     if scheme.has_input_scales:
         for module in dict.fromkeys(matrix.module for matrix in one.matrices):
             found |= about.input_tensors(module, _static(module, options))
-    return {name: tensor.cpu().contiguous() for name, tensor in found.items()}
+    device = stored[0].codes.device
+    return {name: tensor.to(device).contiguous() for name, tensor in found.items()}
 
 
 def label(matrix: Matrix) -> str:

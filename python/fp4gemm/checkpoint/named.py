@@ -31,7 +31,8 @@ def quantize_named(tensors: Iterable[tuple[str, Tensor]], plan: Plan) -> Iterato
         plan: :meth:`Plan.of_model`, :meth:`Plan.of_shapes` or :meth:`Plan.of_checkpoint`.
 
     Yields:
-        (name, tensor): names, dtypes and shapes of the format of the plan; on the CPU for quantized weights.
+        (name, tensor): names, dtypes and shapes of the format of the plan, on the device of the set. The
+        scales of a KV cache come last, on the CPU.
 
     Raises:
         CheckpointError: a name is not in the plan or comes twice, a tensor has another shape or dtype or has

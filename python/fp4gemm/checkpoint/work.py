@@ -135,7 +135,8 @@ def _convert(
         for matrix, values, stored, ratio in zip(one.matrices, made.floats, made.stored, ratios, strict=True):
             name = matrix.module if not one.is_stack else f"{matrix.module} (expert {matrix.expert})"
             layers.append(layer_error(name, values, stored, ratio))
-    return Made(tensors_of(one, made.stored, scheme, options), layers)
+    found = tensors_of(one, made.stored, scheme, options)
+    return Made({name: tensor.cpu() for name, tensor in found.items()}, layers)
 
 
 def _constant(name: str, value: Tensor, parts: dict[Part, Tensor], measured: bool) -> Made:
