@@ -6,6 +6,7 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm.checkpoint.formats import FORMATS, FormatName, StoredWeight
+from fp4gemm.containers import _outer
 from helpers import assert_bits
 from torch import Tensor
 
@@ -33,8 +34,6 @@ def stored(outer: Tensor, format: FormatName, e4m3_max: int = 448) -> StoredWeig
 
 def converted(numbers: Tensor, source: FormatName, target: FormatName, e4m3_max: int) -> Tensor:
     """Many outer scales at once; the class checks that a weight has one."""
-    from fp4gemm.containers import _outer
-
     assert {source, target} == set(STANDARD)
     return _outer.converted(numbers, e4m3_max, FORMATS[source].direction)
 
@@ -89,3 +88,124 @@ def test_other_outer_scales_return_within_one_ulp(source: FormatName, gen: torch
     ulps = (back.view(torch.int32) - given.view(torch.int32)).abs()
     assert int(ulps.max()) == 1
     assert 0.82 < float((ulps == 0).double().mean()) < 0.84
+
+
+@pytest.mark.parametrize("target", NAMES)
+@pytest.mark.parametrize("source", NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_there_and_back_gives_the_same_bytes(
+    dtype: torch.dtype, source: FormatName, target: FormatName, gen: torch.Generator
+) -> None:
+    """Of 16-bit weights between every two formats; codes and block scales are the same tensors."""
+    first = StoredWeight.of(quantized(weight(gen, dtype), 448), source)
+    there = first.as_format(target)
+    assert there.codes is first.codes
+    assert there.block_scales is first.block_scales
+    assert_bits(there.outer, StoredWeight.of(first.to_nvfp4(), target).outer, "outer")
+    assert_bits(there.as_format(source).outer, first.outer, "outer")
+
+
+def test_zero_and_the_greatest_encode_scale() -> None:
+    zero = stored(torch.zeros(1), "modelopt")
+    there = zero.as_format("compressed-tensors")
+    assert float(there.outer) == FMAX
+    assert_bits(there.as_format("modelopt").outer, zero.outer, "outer")
+    for each in (zero, there):
+        assert float(each.amax) == 0
+        assert not bool(each.to_nvfp4().dequantize().any())
+
+
+def test_rows_and_their_format(gen: torch.Generator) -> None:
+    t = fp4gemm.quantize(weight(gen))
+    kept = StoredWeight.of(t, "fp4gemm")
+    assert kept.tensors("a")["a.weight_amax"].shape == (24,)
+    assert_bits(kept.to_nvfp4().amax, t.amax, "amax")
+    for change in (lambda: kept.as_format("modelopt"), lambda: StoredWeight.of(t, "compressed-tensors")):
+        with pytest.raises(ValueError, match=r"^amax: shape is \(24,\), must be \(1,\) for the .* format"):
+            change()
+
+
+@pytest.mark.parametrize("format", NAMES)
+def test_tensors_of_activations(format: FormatName) -> None:
+    about = FORMATS[format]
+    amax = torch.tensor([3.0])
+    ((name, outer),) = about.input_tensors("a.b", amax).items()
+    assert name == f"a.b.{about.input_scale}"
+    assert outer.shape == about.outer_shape
+    assert_bits(about.input_amax(outer), amax, "amax")
+    per_token = about.input_tensors("a.b", None)
+    if format == "fp4gemm":
+        assert per_token == {}
+    else:
+        assert float(per_token[name]) == 1.0
+        assert float(about.input_amax(per_token[name])) == 2688.0
+    for bad in (0.0, -1.0, torch.nan):
+        with pytest.raises(ValueError, match=r"must be (positive|finite and not negative)"):
+            about.input_tensors("a.b", torch.tensor([bad]))
+        with pytest.raises(ValueError, match=r"must be (positive|finite and not negative)"):
+            about.input_amax(torch.tensor([bad]))
+
+
+CODES = torch.zeros(4, 16, dtype=torch.uint8)
+SCALES = torch.zeros(4, 2, dtype=torch.float8_e4m3fn)
+ONE = torch.ones(())
+BAD = {
+    "codes_dtype": ((CODES.float(), SCALES, ONE, "modelopt"), TypeError, r"^codes: dtype is torch\.float32"),
+    "codes_rank": ((CODES[0], SCALES, ONE, "modelopt"), ValueError, r"^codes: .*\(16,\).*\(n, k/2\)"),
+    "k": ((CODES[:, :12].contiguous(), SCALES, ONE, "modelopt"), ValueError, r"^codes: k is 24"),
+    "strides": ((CODES[:, ::2], SCALES, ONE, "modelopt"), ValueError, r"^codes: .*contiguous"),
+    "scales_dtype": ((CODES, SCALES.float(), ONE, "modelopt"), TypeError, r"^block_scales: dtype is"),
+    "scales_shape": (
+        (CODES, SCALES[:, :1].contiguous(), ONE, "modelopt"),
+        ValueError,
+        r"^block_scales: shape is \(4, 1\)",
+    ),
+    "outer_dtype": ((CODES, SCALES, ONE.double(), "modelopt"), TypeError, r"^outer: dtype is torch\.float64"),
+    "outer_shape": (
+        (CODES, SCALES, torch.ones(4), "modelopt"),
+        ValueError,
+        r"^outer: shape is \(4,\), must be \(\) or \(1,\)$",
+    ),
+    "outer_rows": (
+        (CODES, SCALES, torch.ones(3), "fp4gemm"),
+        ValueError,
+        r"^outer: shape is \(3,\), must be \(\), \(1,\) or \(4,\)$",
+    ),
+    "outer_negative": (
+        (CODES, SCALES, -ONE, "modelopt"),
+        ValueError,
+        r"^outer: holds -1\.0, must be finite and not negative$",
+    ),
+    "outer_nan": ((CODES, SCALES, ONE * torch.nan, "fp4gemm"), ValueError, r"^outer: holds nan"),
+    "format": ((CODES, SCALES, ONE, "gguf"), ValueError, r"^format: got 'gguf'"),
+    "bound": ((CODES, SCALES, ONE, "modelopt", 300), ValueError, r"^e4m3_max: got 300"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_part_is_named(case: str) -> None:
+    arguments, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        StoredWeight(*arguments)  # type: ignore[arg-type]
+
+
+def test_reading_names_the_tensor(gen: torch.Generator) -> None:
+    tensors = StoredWeight.of(quantized(weight(gen), 448), "modelopt").tensors("a.b")
+    missing = {name: x for name, x in tensors.items() if name != "a.b.weight_scale_2"}
+    with pytest.raises(KeyError, match=r"a\.b\.weight_scale_2: is missing beside a\.b, a weight"):
+        StoredWeight.read(missing, "a.b", "modelopt")
+    with pytest.raises(ValueError, match=r"^a\.b: outer: shape is \(2,\)"):
+        StoredWeight.read({**tensors, "a.b.weight_scale_2": torch.ones(2)}, "a.b", "modelopt")
+
+
+def test_operands_that_no_checkpoint_holds(gen: torch.Generator) -> None:
+    w = weight(gen)
+    for t, message in (
+        (fp4gemm.quantize(w[None]), r"^t: shape is \(1, 24, 96\), must be \(n, k\)"),
+        (fp4gemm.quantize(w, hadamard="fp32"), r"^hadamard_signs: got .* must be None"),
+        (fp4gemm.quantize(w, offs=torch.tensor([8, 24], dtype=torch.int32)), r"^offs: got a torch\.int32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            StoredWeight.of(t, "fp4gemm")
+    with pytest.raises(TypeError, match=r"^t: got a torch\.bfloat16 tensor"):
+        StoredWeight.of(w)  # type: ignore[arg-type]
