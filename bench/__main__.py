@@ -18,10 +18,12 @@ from types import ModuleType
 from typing import Any
 
 from .commands import (
+    accuracy,
     compare,
     convert,
     dense,
     errors,
+    gptq,
     grouped,
     hopper,
     layer,
@@ -90,6 +92,8 @@ OTHERS = (
     ("list", listing, "kernels, models, routings and presets"),
     ("errors", errors, "quantization error of every mode"),
     ("convert", convert, "fp4gemm convert against the rate of the disk"),
+    ("accuracy", accuracy, "what NVFP4 costs a language model, by method"),
+    ("gptq", gptq, "seconds of GPTQ for a model of 8B parameters, extrapolated"),
 )
 
 

@@ -1,0 +1,96 @@
+"""What quantization costs a language model: its loss, its distance from the float model, and the errors."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..report.results import Row
+
+
+class Reference:
+    """A float model on the evaluation text: its losses and its logits, kept in float16.
+
+    Args:
+        model: the float model.
+        chunks: int64 (count, length), texts that are evaluated one by one.
+    """
+
+    def __init__(self, model: torch.nn.Module, chunks: Tensor) -> None:
+        self.chunks = chunks
+        self.losses: list[float] = []
+        self._logits: list[Tensor] = []
+        for ids in chunks:
+            logits = _logits(model, ids)
+            self.losses.append(_loss(logits, ids))
+            self._logits.append(logits.half())
+
+    def row(self, model: torch.nn.Module) -> Row:
+        """The figures of another model on the same text.
+
+        nll is the mean loss of a token in nats, gap its distance from the float model's, spread the standard
+        error of the gap over the chunks, kl the mean of KL(float || model), top1 how often the most probable
+        token is the same.
+        """
+        losses, divergences, same = [], [], []
+        for ids, kept in zip(self.chunks, self._logits, strict=True):
+            logits, want = _logits(model, ids), kept.float()
+            losses.append(_loss(logits, ids))
+            p, q = want.log_softmax(-1), logits.log_softmax(-1)
+            divergences.append(float((p.exp() * (p - q)).sum(-1).mean()))
+            same.append(float((want.argmax(-1) == logits.argmax(-1)).float().mean()))
+        gaps = [a - b for a, b in zip(losses, self.losses, strict=True)]
+        return {
+            "nll": statistics.fmean(losses),
+            "gap": statistics.fmean(gaps),
+            "spread": statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else 0.0,
+            "kl": statistics.fmean(divergences),
+            "top1": statistics.fmean(same),
+        }
+
+
+def _logits(model: torch.nn.Module, ids: Tensor) -> Tensor:
+    with torch.inference_mode():
+        result: Tensor = model(ids[None]).logits[0].float()
+    return result
+
+
+def _loss(logits: Tensor, ids: Tensor) -> float:
+    return float(torch.nn.functional.cross_entropy(logits[:-1], ids[1:]))
+
+
+@contextmanager
+def watched() -> Iterator[dict[str, Any]]:
+    """Seconds of what runs here, and by how many bytes the memory of the process grew at most."""
+    found: dict[str, Any] = {}
+    start, begin = _resident(), time.perf_counter()
+    most, stop = [start], threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.05):
+            most[0] = max(most[0], _resident())
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        stop.set()
+        thread.join()
+        found["seconds"] = time.perf_counter() - begin
+        found["peak_bytes"] = max(most[0], _resident()) - start
+
+
+def _resident() -> int:
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")

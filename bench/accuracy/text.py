@@ -1,0 +1,66 @@
+"""Text for calibration and evaluation that every machine has: the docstrings of Python's standard library.
+
+The modules of the two texts are apart, and a docstring that occurs in both is removed from the first. The
+text depends on the version of Python, so results name it, and rows of another version are not compared.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CALIBRATION = (
+    *("asyncio", "collections", "configparser", "csv", "datetime", "decimal", "difflib", "functools"),
+    *("http.client", "inspect", "itertools", "json", "logging", "os", "pathlib", "pickle", "re", "shutil"),
+    *("smtplib", "socket", "sqlite3", "ssl", "subprocess", "tempfile", "threading", "typing", "unittest"),
+    *("urllib.request", "xml.etree.ElementTree", "zipfile"),
+)
+EVALUATION = (
+    *("argparse", "ast", "calendar", "cmd", "codecs", "concurrent.futures", "email.message", "fractions"),
+    *("ftplib", "gettext", "imaplib", "mailbox", "multiprocessing.pool", "optparse", "pdb", "poplib"),
+    *("random", "sched", "statistics", "string", "tarfile", "textwrap", "turtle", "uuid", "zipapp"),
+)
+
+
+def _documents(module: Any) -> Iterator[str]:
+    """The docstrings of a module, of its public functions and classes, and of their public methods."""
+    yield inspect.getdoc(module) or ""
+    for name, value in sorted(vars(module).items()):
+        if name.startswith("_") or getattr(value, "__module__", None) != module.__name__:
+            continue
+        if inspect.isfunction(value) or inspect.isclass(value):
+            yield f"{name}: {inspect.cleandoc(value.__doc__ or '')}"
+        for method, inner in sorted(vars(value).items()) if inspect.isclass(value) else ():
+            if inspect.isfunction(inner) and inner.__doc__ and not method.startswith("_"):
+                yield f"{name}.{method}: {inspect.cleandoc(inner.__doc__)}"
+
+
+@cache
+def document(modules: Sequence[str], without: Sequence[str] = ()) -> str:
+    """The docstrings of these modules, each once, without those of other modules."""
+    seen = {text for name in without for text in _documents(importlib.import_module(name))}
+    kept = []
+    for name in modules:
+        for text in _documents(importlib.import_module(name)):
+            if len(text) > 40 and text not in seen:
+                seen.add(text)
+                kept.append(text)
+    return "\n\n".join(kept)
+
+
+def chunks(tokenizer: Any, text: str, count: int, length: int) -> Tensor:
+    """The first tokens of a text, int64 (count, length).
+
+    Raises:
+        ValueError: the text has fewer tokens.
+    """
+    ids: Tensor = torch.tensor(tokenizer(text)["input_ids"])
+    if ids.numel() < count * length:
+        raise ValueError(f"the text has {ids.numel()} tokens, must have {count} x {length}")
+    return ids[: count * length].view(count, length)

@@ -1,0 +1,153 @@
+"""`python -m bench accuracy` and `gptq`: the text, the emulation, the figures, the table, and bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import fp4gemm
+import pytest
+import torch
+from torch import Tensor
+
+from bench import __main__ as command_line
+from bench.accuracy import text
+from bench.accuracy.contenders import ACTIVATIONS, CONTENDERS
+from bench.accuracy.emulation import emulated
+from bench.accuracy.measure import Reference, watched
+from bench.report import accuracy as report
+
+
+class Output:
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class Language(torch.nn.Module):
+    """The logits of the next token from the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.fc = torch.nn.Embedding(48, 64), torch.nn.Linear(64, 64)
+        self.head = torch.nn.Linear(64, 48)
+
+    def forward(self, ids: Tensor) -> Output:
+        h = self.embed(ids)
+        return Output(self.head(h + self.fc(h)))
+
+
+def test_the_texts_are_apart_and_always_the_same() -> None:
+    first, second = (
+        text.document(text.CALIBRATION[:3]),
+        text.document(text.EVALUATION[:3], text.CALIBRATION[:3]),
+    )
+    text.document.cache_clear()
+    assert first == text.document(text.CALIBRATION[:3])
+    assert not set(first.split("\n\n")) & {part for part in second.split("\n\n") if len(part) > 80}
+    assert not set(text.CALIBRATION) & set(text.EVALUATION)
+
+    def tokenizer(document: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(c) % 48 for c in document]}
+
+    made = text.chunks(tokenizer, "abcdef", 2, 3)
+    assert made.tolist() == [[ord(c) % 48 for c in "abc"], [ord(c) % 48 for c in "def"]]
+    with pytest.raises(ValueError, match="the text has 6 tokens, must have 3 x 3"):
+        text.chunks(tokenizer, "abcdef", 3, 3)
+
+
+def test_the_emulation_has_the_numbers_of_the_layers() -> None:
+    torch.manual_seed(0)
+    model = Language().eval()
+    quantized = fp4gemm.nn.quantize_model(model, include="fc", inplace=False)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        want, found = quantized(ids).logits, emulated(quantized, ACTIVATIONS["W4A4"])(ids).logits
+        other = emulated(quantized, ACTIVATIONS["W4A16"])(ids).logits
+    assert torch.allclose(found, want, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(other, want, rtol=1e-3, atol=1e-3)
+
+
+def test_figures() -> None:
+    torch.manual_seed(0)
+    model, other = Language().eval(), Language().eval()
+    chunks = torch.randint(0, 48, (3, 20))
+    reference = Reference(model, chunks)
+    own = reference.row(model)
+    assert (own["gap"], own["spread"], own["top1"]) == (0, 0, 1)
+    assert abs(own["kl"]) < 1e-4
+    row = reference.row(other)
+    with torch.no_grad():
+        p, q = (m(chunks).logits.log_softmax(-1) for m in (model, other))
+    assert row["kl"] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-2)
+    losses = -q[:, :-1].gather(2, chunks[:, 1:, None]).mean((1, 2))
+    assert row["nll"] == pytest.approx(float(losses.mean()), rel=1e-5)
+    with watched() as found:
+        torch.ones(1 << 24)
+    assert found["seconds"] > 0
+    assert found["peak_bytes"] >= 0
+
+
+def row(contender: str, activations: str, gap: float, **more: Any) -> dict[str, Any]:
+    facts = {"tokens": [8192, 4096], "python": "3.11.7", "torch": "2.13", "revision": "abc", "threads": 1}
+    figures = {"nll": 2 + gap, "gap": gap, "spread": 0.01, "kl": gap, "top1": 0.9}
+    return {"bench": "accuracy", "model": "m", "contender": contender, "activations": activations, **facts,
+            **figures, **more}  # fmt: skip
+
+
+def test_table_readme_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        row("float", "float", 0.0),
+        row("round", "W4A16", 0.25, seconds=3.2, peak_bytes=10**9, output_error=0.1),
+        row("round", "W4A4", 0.5),
+    ]
+    results, readme = tmp_path / "a.jsonl", tmp_path / "README.md"
+    results.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    readme.write_text("a\n<!-- bench accuracy: begin -->\nold\n<!-- bench accuracy: end -->\nb\n")
+    picture = tmp_path / "p.png"
+    arguments = ["accuracy", "--out", str(results), "--readme", str(readme), "--picture", str(picture)]
+    assert command_line.main(arguments) == 0
+    written = readme.read_text()
+    assert written.startswith("a\n<!-- bench accuracy: begin -->\nm: 4096 tokens of evaluation")
+    assert "The float model loses 2.000 nats a token." in written.replace("\n", " ")
+    line = "| round | 0.250 ± 0.010 | 0.500 ± 0.010 | 0.250 | 90.0 | 0.100 | 3 | 1.00 |"
+    assert line in re.sub(" +", " ", written)
+    assert written.endswith("<!-- bench accuracy: end -->\nb\n")
+    assert report.table(rows) in capsys.readouterr().out
+    assert picture.stat().st_size > 1000
+
+
+def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = tmp_path / "wrong.jsonl"
+    wrong.write_text('{"bench": "dense"}\n')
+    for arguments, says in (
+        (["accuracy"], "checkpoint: is missing, must be given unless --out names a file with results"),
+        (
+            ["accuracy", "--out", str(wrong)],
+            "wrong.jsonl: line 1 is not a result of `python -m bench acc",
+        ),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            command_line.main(arguments)
+        assert stopped.value.code == 2
+        assert says in capsys.readouterr().err
+    good = tmp_path / "good.jsonl"
+    good.write_text(json.dumps(row("float", "float", 0.0)) + "\n")
+    wrong.write_text("no marks")
+    with pytest.raises(SystemExit):
+        command_line.main(["accuracy", "--out", str(good), "--readme", str(wrong)])
+    assert "must hold one <!-- bench accuracy: begin -->" in capsys.readouterr().err
+
+
+def test_contenders_have_names_of_their_own() -> None:
+    names = [c.name for c in CONTENDERS]
+    assert len(names) == len(set(names))
+    assert {a for c in CONTENDERS for a in c.activations} <= set(ACTIVATIONS)
+
+
+def test_gptq_times_the_layers_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["gptq", "--device", "cpu", "--divide", "64"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match(r"down_proj +64 x 224 ", lines[6])
+    assert re.match(r"one decoder layer .* s; 32 of them, extrapolated, .* min$", lines[7])
