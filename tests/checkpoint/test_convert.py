@@ -257,7 +257,9 @@ def test_translation_there_and_back(source: Path, tmp_path: Path, target: str, a
     first = tmp_path / "modelopt"
     convert(source, first, Options(activations=activations))  # type: ignore[arg-type]
     convert(first, tmp_path / "there", Translation("modelopt", target), verify=True)  # type: ignore[arg-type]
-    convert(tmp_path / "there", tmp_path / "back", Translation(target, "modelopt"), verify=True)  # type: ignore[arg-type]
+    report = convert(tmp_path / "there", tmp_path / "back", Translation(target, "modelopt"), verify=True)  # type: ignore[arg-type]
+    assert report.bytes_before == sum(tensor.nbytes for tensor in load(tmp_path / "there").values())
+    assert report.bytes_after == sum(tensor.nbytes for tensor in load(first).values())
     direct = tmp_path / "direct"
     convert(source, direct, Options(format=target, activations=activations))  # type: ignore[arg-type]
     for a, b in ((first, tmp_path / "back"), (direct, tmp_path / "there")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
@@ -79,11 +80,12 @@ def translation(source: Source, options: Translation) -> Work:
         entries.append(_entry(info, "float", reasons[name], info.nbytes))
     for module, names in weights.items():
         infos = [source.tensors[name] for name in names]
-        writes = {}
+        writes, after = {}, Counter[str]()
         for slot, info in zip(_slots(module, infos, new, scheme), [*infos, infos[0]], strict=False):
             slots[info.file].append(slot)
             writes[slot.name] = info.file
-            entries.append(_entry(info, "translated", "", slot.nbytes))
+            after[info.name] += slot.nbytes
+        entries += [_entry(info, "translated", "", after[info.name]) for info in infos]
         make = partial(_translated, module, scheme, options)
         reads = tuple((name, None) for name in names)
         tasks.append(Task(module, reads, writes, sum(info.nbytes for info in infos), make))
