@@ -56,6 +56,38 @@ def test_gemm_of_any_code_and_scale(gen: torch.Generator) -> None:
     assert_bits(got.nan_to_num(), want.nan_to_num())
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=short)
+@pytest.mark.parametrize(("m", "k"), [(0, 32), (1, 16), (37, 96), (130, 1040)])
+def test_dequantize(m: int, k: int, dtype: torch.dtype, gen: torch.Generator) -> None:
+    x = make("row_ranges", m, k, torch.float32, gen)
+    for options in ({}, {"scaling": "tensor"}, {"four_over_six": "mae"}):
+        q = fp4gemm.quantize(x, **options)
+        call = (q.codes, q.scales, q.amax, q.e4m3_max, dtype)
+        assert_bits(cpu.dequantize(*call), reference.dequantize(*call))
+        assert_bits(cpu.dequantize(*call), torch.ops.fp4gemm.dequantize(*call))
+
+
+def test_dequantize_of_any_code_scale_and_amax(gen: torch.Generator) -> None:
+    codes = torch.randint(0, 256, (40, 32), generator=gen, dtype=torch.uint8)
+    scales = torch.arange(512).to(torch.uint8).view(128, 4).view(torch.float8_e4m3fn)
+    for amax in (0.0, 1e-45, 1.0, 3e38, float("inf")):
+        for dtype in FLOATS:
+            call = (codes, scales, torch.tensor([amax]), 448, dtype)
+            got, want = cpu.dequantize(*call), reference.dequantize(*call)
+            assert torch.equal(got.isnan(), want.isnan())
+            assert_bits(got.nan_to_num(7.0), want.nan_to_num(7.0), f"{amax}")
+
+
+def test_dequantize_of_other_layouts_and_bad_input(gen: torch.Generator) -> None:
+    q = fp4gemm.quantize(make("normal", 20, 64, torch.float32, gen), offs=ends([3, 20]))
+    call = (q.codes, q.scales, q.amax, 448, torch.float32, True, q.offs)
+    assert_bits(cpu.dequantize(*call), reference.dequantize(*call))
+    with pytest.raises(ValueError, match="scales"):
+        cpu.dequantize(q.codes, q.scales[:1], q.amax, 448, torch.float32)
+    with pytest.raises(ValueError, match="e4m3_max"):
+        cpu.dequantize(*torch.ops.fp4gemm.quantize(torch.ones(20, 64), None, True), 100, torch.float32)
+
+
 def test_more_rows_than_a_chunk(monkeypatch: pytest.MonkeyPatch, gen: torch.Generator) -> None:
     monkeypatch.setattr(reference.chunks, "CHUNK_ELEMS", 1 << 12)
     monkeypatch.setattr(cpu, "_DECODED_ELEMS", 1 << 10)

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import _checks, _native, reference
 from ..layout import padded_scale_shape
 from ..reference import checks
-from ..reference.chunks import gathered, row_chunks
+from ..reference.chunks import fp32, gathered, row_chunks
 from ..reference.epilogue import Epilogue
 from ..reference.gemm import Operand, gemm_by
 from ..reference.grouped import Groups
@@ -24,6 +24,7 @@ from ..reference.linear import linear_by
 from ..reference.moe import experts_by
 from ..reference.nvfp4 import check_amax, outer_amax
 from .schema import (
+    DequantizeCall,
     ExpertsCall,
     GemmCall,
     LinearCall,
@@ -38,6 +39,7 @@ from .schema import (
 )
 
 __all__ = [
+    "dequantize",
     "experts",
     "gemm",
     "gemm_out",
@@ -118,6 +120,29 @@ def quantize_searched(call: QuantizeSearchedCall) -> tuple[Tensor, Tensor, Tenso
     return codes, scales.view(torch.float8_e4m3fn), stored
 
 
+@accepts(DequantizeCall)
+def dequantize(call: DequantizeCall) -> Tensor:
+    """:func:`fp4gemm.reference.dequantize`, compiled for swizzled scales without groups."""
+    given = (call.codes, call.scales, call.amax)
+    if call.offs is not None or call.swizzled is not True or not all(map(_on_cpu, given)):
+        return reference.dequantize(*call)
+    codes = _checks.codes("codes", call.codes)
+    m, k = codes.shape[0], 2 * codes.shape[1]
+    scales = _checks.scales("scales", call.scales, m, k, codes.device, "codes")
+    amax = _checks.vector("amax", call.amax, m, codes.device, "codes")
+    _checks.is_one_of("e4m3_max", call.e4m3_max, _checks.E4M3_BOUNDS)
+    _checks.is_float_dtype("dtype", call.dtype)
+    inverse = float(torch.div(fp32(1.0, codes.device), fp32(6.0 * call.e4m3_max, codes.device)))
+    out = torch.empty((m, k), dtype=call.dtype)
+    for i, j in row_chunks(m, k):
+        values = torch.empty((j - i, k)) if call.dtype is not torch.float32 else out[i:j]
+        rows = amax if amax.shape[0] == 1 else amax[i:j]
+        _decode(codes[i:j], scales, i, values, rows, inverse)
+        if call.dtype is not torch.float32:
+            out[i:j] = values
+    return out
+
+
 @accepts(SiluAndMulQuantizeCall)
 def silu_and_mul_quantize(call: SiluAndMulQuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`fp4gemm.reference.silu_and_mul_quantize`."""
@@ -189,16 +214,32 @@ def _wide(operand: Operand, begin: int, end: int) -> Tensor:
     rows = data[begin:end]
     if scales is None:
         return rows.to(torch.float64)
-    rows = rows.contiguous()
-    k = 2 * rows.shape[1]
-    result = torch.empty((end - begin, k), dtype=torch.float64)
+    result = torch.empty((end - begin, 2 * rows.shape[1]), dtype=torch.float64)
+    _decode(rows, scales, begin, result)
+    return result
+
+
+def _decode(
+    codes: Tensor,
+    scales: Tensor,
+    first_row: int,
+    out: Tensor,
+    amax: Tensor | None = None,
+    inverse: float = 0.0,
+) -> None:
+    """Write q * s to out, float64; or with the amax of each row or of all, q * (s * A * inverse), float32.
+
+    codes are rows from first_row on, and scales those of the whole matrix.
+    """
+    codes = codes.contiguous()
+    is_wide = amax is None
     _succeeded(
         _native.torch_library().fp4gemm_torch_decode_matrix(
-            rows.data_ptr(), rows.stride(0), scales.data_ptr(), begin, end - begin, k,
-            None, 0, 0.0, result.data_ptr(), None,
+            codes.data_ptr(), codes.stride(0), scales.data_ptr(), first_row, *out.shape,
+            None if amax is None else amax.data_ptr(), int(amax is not None and amax.shape[0] != 1), inverse,
+            out.data_ptr() if is_wide else None, None if is_wide else out.data_ptr(),
         )
     )  # fmt: skip
-    return result
 
 
 def _applies(call: QuantizeCall) -> bool:
