@@ -17,6 +17,7 @@ from bench.accuracy import text
 from bench.accuracy.contenders import ACTIVATIONS, CONTENDERS
 from bench.accuracy.emulation import emulated
 from bench.accuracy.measure import Reference, watched
+from bench.commands import accuracy
 from bench.report import accuracy as report
 
 
@@ -66,6 +67,7 @@ def test_the_emulation_has_the_numbers_of_the_layers() -> None:
         want, found = quantized(ids).logits, emulated(quantized, ACTIVATIONS["W4A4"])(ids).logits
         other = emulated(quantized, ACTIVATIONS["W4A16"])(ids).logits
     assert torch.allclose(found, want, rtol=1e-5, atol=1e-5)
+    assert 0 <= accuracy.difference(quantized, ids[0], ACTIVATIONS["W4A4"] or {}) < 1e-5
     assert not torch.allclose(other, want, rtol=1e-3, atol=1e-3)
 
 

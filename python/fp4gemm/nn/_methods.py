@@ -106,7 +106,7 @@ class Quantizer:
                     self.notes.append(f"not positive definite: damping {most:g}")
                 return found.weight
         importance = None if known is None else known.mean_square.contiguous()
-        return _searched(w, self._scaling, importance)
+        return quantize(w, scaling=self._scaling, scale_search="mse", importance=importance)
 
     def _complete(self, known: InputStatistics) -> InputStatistics:
         """The statistics, those of experts with fewer than k tokens completed by the means over all experts.
@@ -129,14 +129,6 @@ class Quantizer:
 
         moment = None if known.second_moment is None else mixed(known.second_moment)
         return InputStatistics(count, mixed(known.mean_square), moment)
-
-
-def _searched(w: Tensor, scaling: WeightScaling, importance: Tensor | None) -> NVFP4Tensor:
-    """quantize with scale_search, which runs on the CPU alone."""
-    if w.device.type == "cpu":
-        return quantize(w, scaling=scaling, scale_search="mse", importance=importance)
-    importance = None if importance is None else importance.cpu()
-    return quantize(w.cpu(), scaling=scaling, scale_search="mse", importance=importance).to(w.device)
 
 
 def output_error(w: Tensor, made: NVFP4Tensor, known: InputStatistics) -> float:
