@@ -162,6 +162,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         _with(f"{LAYER}.q_proj.weight", torch.zeros(128, 32).to(torch.float8_e4m3fn)),
         rf"{LAYER}\.q_proj\.weight has the dtype F8_E4M3, must be U8 of NVFP4",
     ),
+    "stacked": (
+        _with(f"{LAYER}.q_proj.weight", torch.zeros(4, 128, 32, dtype=torch.uint8)),
+        rf"{LAYER}\.q_proj\.weight has the shape \(4, 128, 32\), must be \(n, k/2\), experts one by one",
+    ),
     "unknown": (
         _with(f"{LAYER}.q_proj.pre_quant_scale", torch.ones(64)),
         rf"{LAYER}\.q_proj\.pre_quant_scale is not known, must be one of weight, ",

@@ -13,6 +13,7 @@ from fp4gemm import nn
 from fp4gemm.checkpoint.formats import FORMATS, FormatName
 from nvfp4_models import (
     MODELS,
+    MORE_MODELS,
     float_model,
     in_place,
     integration,
@@ -89,6 +90,20 @@ def test_round_trip(name: str, format: FormatName, tmp_path: Path) -> None:
         assert quantization["quant_algo"] == ("NVFP4" if name == "llama" else "W4A16_NVFP4")
         assert quantization["kv_cache_quant_algo"] is None
     assert torch.equal(logits(load(again)), logits(model))
+
+
+@pytest.mark.parametrize("fuse", ["none", "auto"])
+@pytest.mark.parametrize("name", MORE_MODELS)
+def test_more_models(name: str, fuse: Any, tmp_path: Path) -> None:
+    """Quantized while loaded, saved in each format and loaded again."""
+    folder = save_float(float_model(name), tmp_path / "float")
+    model = load(folder, quantization_config=integration.Fp4GemmConfig(fuse=fuse))
+    want = nn.quantize_model(float_model(name), weight_scaling="tensor", fuse=fuse, report=quiet)
+    assert torch.equal(logits(model), logits(want))
+    for format in FORMAT_NAMES if fuse == "none" else ("modelopt",):
+        integration.save_pretrained(model, tmp_path / format, format=format)
+        again = load(tmp_path / format, quantization_config=integration.Fp4GemmConfig(fuse=fuse))
+        assert torch.equal(logits(again), logits(model))
 
 
 def test_names_of_mixtral(tmp_path: Path) -> None:

@@ -42,6 +42,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
 }
+# gate and up in one layer; experts with biases, transposed and interleaved; shared experts and a dense layer.
+MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": ("Phi3Config", {"pad_token_id": 0, "eos_token_id": 1, "head_dim": 16}),
+    "gpt-oss": ("GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "glm4-moe": (
+        "Glm4MoeConfig",
+        {
+            "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+            "topk_group": 1, "first_k_dense_replace": 1,
+        },
+    ),
+}  # fmt: skip
 IDS = torch.arange(18).reshape(2, 9) * 7 % 128
 PROJECTION = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")  # ends of names
 Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
@@ -49,9 +61,9 @@ Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
 
 def float_model(name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     """A model with random weights and biases; two calls return equal ones."""
-    config, options = MODELS[name]
+    config, options = (MODELS | MORE_MODELS)[name]
     torch.manual_seed(0)
-    whole = getattr(transformers, config)(**SIZES, **options)
+    whole = getattr(transformers, config)(**SIZES | options)
     made = transformers.AutoModelForCausalLM.from_config(whole, dtype=dtype).eval()
     for key, p in made.named_parameters():
         if key.endswith("bias"):

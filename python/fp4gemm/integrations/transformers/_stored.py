@@ -120,7 +120,8 @@ def _problems(owner: str, members: Mapping[str, Header], format: Format, scales:
     ]
     codes, blocks, outer = (members[name] for name in format.weight_suffixes)
     if len(codes.shape) != 2:
-        return [*found, f"{owner}.{format.codes} has the shape {codes.shape}, must be (n, k/2)"]
+        advice = ", experts one by one" if len(codes.shape) == 3 else ""
+        return [*found, f"{owner}.{format.codes} has the shape {codes.shape}, must be (n, k/2){advice}"]
     n, k = codes.shape[0], 2 * codes.shape[1]
     outers: tuple[tuple[int, ...], ...] = ((), (1,))
     outers += ((n,),) if format.direction == "amax" else ()
