@@ -7,7 +7,7 @@ Here it chooses the block scales as well::
 
     H' = H + damping * mean(diag(H)) * I         U upper triangular with U^T U = H'^-1
     for each block of 16 columns, in the order of the blocks:
-        a  = max |w| of the block in each row, c = the code of the standard scale of a (fp4gemm.quantize)
+        a  = max |w| of the block in each row, c = the code of the standard scale of a, as quantize has it
         for each candidate c_0 + step, c_0 = max(c, 1), step in STEPS, clamped to 1..126, of value s:
             for each column j of the block, from left to right:
                 q_j = e2m1(fl(w_j * e)),  r_j = q_j * t,  d_j = w_j - r_j
