@@ -23,8 +23,8 @@ from fp4gemm.checkpoint import Options
 from rich.table import Table
 from torch import Tensor
 
-NUM_TOKENS, QUICK_TOKENS = 512, 48
-NUM_NEW_TOKENS, QUICK_NEW_TOKENS = 32, 4
+NUM_TOKENS, QUICK_TOKENS = 384, 48
+NUM_NEW_TOKENS, QUICK_NEW_TOKENS = 24, 4
 QUESTION = "What is a heap in computer science?"
 # The checkpoints that are made, by the name of a line of the table.
 CHECKPOINTS = {
