@@ -40,7 +40,7 @@ def table(rows: Sequence[Row]) -> str:
         where = (
             f"{model}: {first['tokens'][1]} tokens of evaluation, {first['tokens'][0]} of calibration, "
             f"Python {first['python']}, torch {first['torch']}, revision {first['revision']}, "
-            f"{first['threads']} threads of a CPU."
+            f"{first['threads']} {'thread' if first['threads'] == 1 else 'threads'} of a CPU."
         )
         if base is not None:
             where += f" The float model loses {base['nll']:.3f} nats a token."
@@ -109,7 +109,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes.set_xlabel(f"{model}: loss above that of the float model, nats a token (smaller is better)")
     axes.grid(axis="x", color="0.88")
     axes.set_axisbelow(True)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     plt.close(figure)
