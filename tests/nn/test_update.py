@@ -295,6 +295,8 @@ def test_gated_mlp(form: Callable[[Any], Any]) -> None:
     fused.update_(up=mlp.up.weight.detach())
     with pytest.raises(ValueError, match=r"^down: "):
         fused.update_(gate=mlp.gate.weight.detach(), down=mlp.gate.weight.detach())
+    with pytest.raises(ValueError, match=r"^up: .*, must be \(96, 64\)"):
+        fused.update_(up=mlp.down.weight.detach())
     assert not same_bits(fused.gate_up.weight.codes, want.gate_up.weight.codes)
     fused.update_(gate=mlp.gate.weight.detach(), down=want.down.weight)
     for name in ("gate_up", "down"):

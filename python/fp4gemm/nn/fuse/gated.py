@@ -90,7 +90,7 @@ class GatedMLP(torch.nn.Module):
         new: list[tuple[Linear, NewWeight]] = []
         with _EXCHANGE:
             if gate is not None or up is not None:
-                whole = self.gate_up._joined((gate, up), "gate and up")
+                whole = self.gate_up._joined((gate, up), ("gate", "up"))
                 new.append((self.gate_up, self.gate_up._new_weight(whole)))
             if down is not None:
                 new.append((self.down, self.down._new_weight(down, names=("down", "bias"))))

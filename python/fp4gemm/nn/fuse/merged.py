@@ -25,6 +25,7 @@ from .._hooks import carry_over
 from .._inputs import check_bias, check_float_weight, check_quantized_weight, shared_input
 from .._layer import NewWeight
 from .._state import version
+from .._weight import _EXCHANGE
 from ..linear import _LINEAR as LINEAR
 from ..linear import Linear
 from .tokens import Tokens
@@ -100,20 +101,27 @@ class MergedLinear(Linear):
         Raises:
             TypeError, ValueError: as for Linear, also for a sequence that does not fit ``sizes``.
         """
-        if isinstance(weight, (list, tuple)):
-            weight = self._joined(weight)
-        return super().update_(weight, bias)  # type: ignore[arg-type]
+        with _EXCHANGE:  # no other thread may write between the read of the parts that stay and the write
+            if isinstance(weight, (list, tuple)):
+                weight = self._joined(weight)
+            return super().update_(weight, bias)  # type: ignore[arg-type]
 
-    def _joined(self, weights: Sequence[Tensor | NVFP4Tensor | None], name: str = "weight") -> NVFP4Tensor:
-        """The whole weight, in which those that are given replace the ones at hand; a copy."""
+    def _joined(
+        self, weights: Sequence[Tensor | NVFP4Tensor | None], names: Sequence[str] = ()
+    ) -> NVFP4Tensor:
+        """The whole weight, in which those that are given replace the ones at hand; a copy.
+
+        ``names`` are those of the arguments in errors, by default weight[0], weight[1] and so on.
+        """
         if len(weights) != len(self.sizes):
-            raise ValueError(f"{name}: got {len(weights)} weights, must be {len(self.sizes)} or one tensor")
+            raise ValueError(f"weight: got {len(weights)} weights, must be {len(self.sizes)} or one tensor")
         self._require_weight()
         parts = []
         with torch.inference_mode(False), torch.no_grad():
             held = self.weight
             for index, w in enumerate(weights):
-                label, shape = f"{name}[{index}]", (self.sizes[index], self.in_features)
+                label = names[index] if names else f"weight[{index}]"
+                shape = (self.sizes[index], self.in_features)
                 if w is None:
                     parts.append(rows_of(held, self._rows(index)))
                     continue
@@ -216,14 +224,15 @@ class Part(torch.nn.Module):
         weights: list[Tensor | NVFP4Tensor | None] = [None] * len(self.merged.sizes)
         weights[self.index] = weight
         whole = None
-        if bias is not None:
-            held = self.merged.bias
-            if held is None:
-                raise ValueError("bias: got a tensor, must be None: there is no bias")
-            new = check_bias(bias, self.out_features, device=held.device).detach().to(torch.float32)
-            whole = held.clone()
-            whole[self.start : self.start + self.out_features] = new
-        self.merged.update_(weights, whole)
+        with _EXCHANGE:
+            if bias is not None:
+                held = self.merged.bias
+                if held is None:
+                    raise ValueError("bias: got a tensor, must be None: there is no bias")
+                new = check_bias(bias, self.out_features, device=held.device).detach().to(torch.float32)
+                whole = held.clone()
+                whole[self.start : self.start + self.out_features] = new
+            self.merged.update_(weights, whole)
         return self
 
     def forward(self, x: Tensor | Tokens) -> Tensor:
