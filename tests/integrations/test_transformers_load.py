@@ -166,6 +166,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
         _with(f"{LAYER}.q_proj.weight", torch.zeros(4, 128, 32, dtype=torch.uint8)),
         rf"{LAYER}\.q_proj\.weight has the shape \(4, 128, 32\), must be \(n, k/2\), experts one by one",
     ),
+    "bias": (
+        _with(f"{LAYER}.q_proj.bias", torch.zeros(128, dtype=torch.int64)),
+        rf"{LAYER}\.q_proj\.bias has the dtype I64, must be BF16 or F16 or F32 of NVFP4",
+    ),
+    "options": (
+        lambda tensors, config: config.update(quantization_config={"quant_method": "fp4gemm"}),
+        r"quantization_config: config\.json has only the options of an Fp4GemmConfig, must describe ",
+    ),
     "unknown": (
         _with(f"{LAYER}.q_proj.pre_quant_scale", torch.ones(64)),
         rf"{LAYER}\.q_proj\.pre_quant_scale is not known, must be one of weight, ",

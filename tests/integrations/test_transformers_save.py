@@ -14,6 +14,7 @@ from fp4gemm.checkpoint.formats import FORMATS, FormatName
 from nvfp4_models import (
     MODELS,
     MORE_MODELS,
+    SIZES,
     float_model,
     in_place,
     integration,
@@ -22,6 +23,7 @@ from nvfp4_models import (
     read,
     same_tensors,
     save_float,
+    transformers,
     write_nvfp4,
 )
 
@@ -268,7 +270,69 @@ def test_bad_models(tmp_path: Path) -> None:
         ValueError, match=r"^model: its layers differ in activations \(per-token of .*, a16 of "
     ):
         integration.save_pretrained(mixed, tmp_path)
+    with pytest.raises(TypeError, match=r"^state_dict: must be absent, since"):
+        integration.save_pretrained(in_place("llama"), tmp_path, state_dict={})
     assert not list(tmp_path.iterdir())
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ValueError, match=r"^save_directory: .*file is a file, must be a folder"):
+        integration.save_pretrained(in_place("llama"), file)
+
+
+def test_only_the_main_process_writes_configs(tmp_path: Path) -> None:
+    integration.save_pretrained(in_place("llama"), tmp_path, is_main_process=False)
+    assert not list(tmp_path.glob("*.json"))  # transformers 5.8 writes the weights
+
+
+def test_options_as_a_dict(tmp_path: Path) -> None:
+    """As transformers accepts for its own methods, and as Fp4GemmConfig.to_dict writes them."""
+    folder = save_float(float_model("llama"), tmp_path)
+    config = integration.Fp4GemmConfig(activation_scaling="none", exclude="o_proj")
+    for options in (config.to_dict(), {"quant_method": "fp4gemm", **config._given}):
+        attention = load(folder, quantization_config=options).model.layers[0].self_attn
+        assert attention.q_proj.activation_scaling == "none"
+        assert type(attention.o_proj) is torch.nn.Linear
+    with pytest.raises(ValueError, match=r"^fuse: got 'all', must be"):
+        load(folder, quantization_config={"quant_method": "fp4gemm", "fuse": "all"})
+
+
+@pytest.mark.parametrize("format", FORMAT_NAMES)
+def test_an_output_layer_in_nvfp4_is_not_tied(format: FormatName, tmp_path: Path) -> None:
+    """The embeddings stay in float, so the two are different tensors of the checkpoint."""
+    model = float_model("llama")
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    options: dict[str, Any] = {"weight_scaling": "tensor", "report": quiet}
+    nn.quantize_model(model, include=["lm_head", "_proj"], **options)
+    integration.save_pretrained(model, tmp_path, format=format)
+    again = load(tmp_path)
+    assert type(again.lm_head) is nn.Linear
+    assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.parametrize("is_float", [True, False], ids=["float", "nvfp4"])
+def test_a_model_with_images(is_float: bool, tmp_path: Path) -> None:
+    """SigLIP initialises the weights and the biases of its layers by their names, whatever was loaded."""
+    sizes = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    sizes |= {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    torch.manual_seed(0)
+    model = transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**sizes)).bfloat16().eval()
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(p)
+    save_float(model, tmp_path / "float")
+    options: dict[str, Any] = {"weight_scaling": "tensor", "report": quiet}
+    nn.quantize_model(model, **options)
+    if is_float:
+        loaded = type(model).from_pretrained(
+            tmp_path / "float", dtype=torch.bfloat16, quantization_config=integration.Fp4GemmConfig()
+        )
+    else:
+        integration.save_pretrained(model, tmp_path / "nvfp4")
+        loaded = type(model).from_pretrained(tmp_path / "nvfp4", dtype=torch.bfloat16)
+    images = torch.randn(1, 3, 28, 28, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        assert torch.equal(loaded(images).pooler_output, model(images).pooler_output)
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

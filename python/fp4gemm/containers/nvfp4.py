@@ -59,6 +59,7 @@ class NVFP4Tensor(Conventions, Container):
         ValueError: a part has another rank, shape, device, memory layout or alignment, or another value.
     """
 
+    _is_hf_initialized: ClassVar[bool] = True  # transformers' initialisation of weights leaves it as it is
     _tensors: ClassVar[tuple[str, ...]] = ("codes", "scales", "amax")
     _optional: ClassVar[tuple[str, ...]] = ("offs",)
     _constants: ClassVar[tuple[str, ...]] = ("e4m3_max", "hadamard_signs", "offs_dim", "dtype")

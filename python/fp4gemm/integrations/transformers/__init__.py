@@ -44,7 +44,7 @@ def save_pretrained(
         format: "modelopt" and "compressed-tensors" need weights with one amax (weight_scaling="tensor"); gate
             and up, or q, k and v, may have different ones. "fp4gemm" also holds an amax for each row. None:
             the format that the model was loaded in, "modelopt" for others.
-        kwargs: passed on to ``model.save_pretrained``.
+        kwargs: passed on to ``model.save_pretrained``; not ``state_dict``, which is made from the layers.
 
     Raises:
         TypeError, ValueError: naming the argument, or the layer that the format cannot hold. Nothing is

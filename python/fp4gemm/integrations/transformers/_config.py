@@ -16,6 +16,7 @@ __all__ = ["Fp4GemmConfig", "compressed_tensors"]
 
 Fuse = Literal["auto", "none"]
 PACKED = "nvfp4-pack-quantized"  # the format of compressed-tensors that is NVFP4
+OPTIONS = ("weight_scaling", "activation_scaling", "include", "exclude", "fuse", "format")
 OF_LOADING = ("activation_scaling", "fuse")  # the options that a quantized checkpoint leaves open
 
 
@@ -89,10 +90,18 @@ class Fp4GemmConfig(QuantizationConfigMixin):
     ) -> Any:
         """The config of a checkpoint from the ``quantization_config`` of its config.json.
 
+        It is also read from the options that :meth:`to_dict` writes where there is no checkpoint yet:
+        ``{"quant_method": "fp4gemm", "activation_scaling": "none"}``.
+
         Raises:
-            ValueError: it is not NVFP4 in one of the three formats; the text names what it is.
+            TypeError, ValueError: it is not NVFP4 in one of the three formats; the text names what it is. An
+                option is not known, or its value is wrong.
         """
-        made = cls.of(read_quantization_config(config_dict))
+        options = dict(config_dict)
+        if options.pop("quant_method", None) == "fp4gemm" and set(options) <= set(OPTIONS):
+            made = cls(**options)
+        else:
+            made = cls.of(read_quantization_config(config_dict))
         return (made, kwargs) if return_unused_kwargs else made
 
     @classmethod

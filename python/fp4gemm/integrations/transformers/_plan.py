@@ -98,7 +98,11 @@ class Plan:
             BOUND: weight.amax.new_full((1,), weight.e4m3_max, dtype=torch.int32),
         }
         if fill.has_bias:
-            parts = [[tensors[f"{name}.bias"].to(torch.float32) for name in names] for names in fill.shards]
+            # A copy, since one that is not aligned would be replaced later, without the loader's mark.
+            parts = [
+                [tensors[f"{name}.bias"].to(torch.float32, copy=True) for name in names]
+                for names in fill.shards
+            ]
             stacks = [torch.stack(each) if fill.is_stack else each[0] for each in parts]
             made["bias"] = stacks[0] if len(stacks) == 1 else torch.stack(stacks, -1).flatten(-2)
         return {f"{fill.module}.{name}": tensor for name, tensor in made.items()}
@@ -202,12 +206,15 @@ def _add_experts(
 def swap(model: Any, plan: Plan, activation_scaling: ActivationScaling, dtype: torch.dtype | None) -> None:
     """Put empty NVFP4 modules on the meta device in the place of the float ones.
 
+    A layer with a stored weight of its own is not tied, as lm_head may be to the embeddings.
+
     Raises:
         ValueError: naming activation_scaling, if experts do not have it.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     made: dict[str, torch.nn.Module] = {}
     for name, stored in plan.linears.items():
+        model.all_tied_weights_keys.pop(f"{name}.weight", None)
         made[name] = nn.Linear(
             stored.k,
             stored.n,

@@ -75,7 +75,8 @@ class Fp4GemmQuantizer(HfQuantizer):
         scheme = config.scheme
         if scheme is None:
             raise ValueError(
-                "quantization_config: is the one of a checkpoint, must come from its config.json"
+                "quantization_config: config.json has only the options of an Fp4GemmConfig, must describe "
+                "the checkpoint; model.save_pretrained writes both, and a float checkpoint must have none"
             )
         modules, unused = stored_modules(headers(files), FORMATS[scheme.format])
         self.plan = make_plan(model, modules, unused, scheme.format, scheme.e4m3_max)
@@ -168,6 +169,8 @@ class Fp4GemmQuantizer(HfQuantizer):
             logger.warning("%s stays in float: %s", first, error)
             return
         carry_over(candidate.module, made)
+        if isinstance(made, WeightModule) and made.bias is not None:
+            made.bias._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers keeps it
         for name in candidate.names:
             owner, _, child = name.rpartition(".")
             setattr(model.get_submodule(owner), child, made)

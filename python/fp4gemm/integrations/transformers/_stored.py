@@ -11,6 +11,7 @@ __all__ = ["Header", "StoredModule", "headers", "kv_names", "refuse", "stored_mo
 
 MAX_NAMED = 5  # problems that one error lists
 BLOCK = 16
+BIAS_DTYPES = ("BF16", "F16", "F32")
 
 
 class Header(NamedTuple):
@@ -125,14 +126,15 @@ def _problems(owner: str, members: Mapping[str, Header], format: Format, scales:
     n, k = codes.shape[0], 2 * codes.shape[1]
     outers: tuple[tuple[int, ...], ...] = ((), (1,))
     outers += ((n,),) if format.direction == "amax" else ()
-    for suffix, header, dtype, shapes in (
-        (format.codes, codes, "U8", (codes.shape,)),
-        (format.block_scales, blocks, "F8_E4M3", ((n, k // BLOCK),)),
-        (format.outer_scale, outer, "F32", outers),
-        *((("bias", members["bias"], "", ((n,),)),) if "bias" in members else ()),
+    for suffix, header, dtypes, shapes in (
+        (format.codes, codes, ("U8",), (codes.shape,)),
+        (format.block_scales, blocks, ("F8_E4M3",), ((n, k // BLOCK),)),
+        (format.outer_scale, outer, ("F32",), outers),
+        *((("bias", members["bias"], BIAS_DTYPES, ((n,),)),) if "bias" in members else ()),
     ):
-        if dtype and header.dtype != dtype:
-            found.append(f"{owner}.{suffix} has the dtype {header.dtype}, must be {dtype} of NVFP4")
+        if header.dtype not in dtypes:
+            wanted = " or ".join(dtypes)
+            found.append(f"{owner}.{suffix} has the dtype {header.dtype}, must be {wanted} of NVFP4")
         elif header.shape not in shapes:
             wanted = " or ".join(map(str, shapes))
             found.append(f"{owner}.{suffix} has the shape {header.shape}, must be {wanted}")

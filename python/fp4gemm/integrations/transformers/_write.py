@@ -30,6 +30,12 @@ def save(
         _checks.is_one_of("format", format, tuple(FORMATS))
     if not any(isinstance(module, WeightModule) for module in model.modules()):
         raise ValueError("model: has no NVFP4 layer, must have one; fp4gemm.nn.quantize_model makes them")
+    if "state_dict" in options:
+        raise TypeError(
+            "state_dict: must be absent, since the tensors are made from the model's NVFP4 layers"
+        )
+    if Path(folder).is_file():
+        raise ValueError(f"save_directory: {folder} is a file, must be a folder")
     held: Any = getattr(model, "hf_quantizer", None)
     is_ours = isinstance(held, Fp4GemmQuantizer)
     config = held.quantization_config if is_ours else Fp4GemmConfig()
@@ -48,6 +54,7 @@ def save(
         config.format = before
     if not is_ours:
         model.is_quantized, model.quantization_method = True, config.quant_method
-    if config.scheme is not None and config.scheme.format == "modelopt":
+    is_main = options.get("is_main_process", True)  # the others write no configs
+    if is_main and config.scheme is not None and config.scheme.format == "modelopt":
         path = Path(folder) / HF_QUANT_CONFIG
         path.write_text(json.dumps(hf_quant_config(config.scheme), indent=2) + "\n", encoding="utf-8")
