@@ -255,13 +255,14 @@ def test_layers_of_experts_that_stay_are_ignored_as_a_module(tmp_path: Path) -> 
 def test_translation_there_and_back(source: Path, tmp_path: Path, target: str, activations: str) -> None:
     """Codes and block scales keep their bytes; the whole checkpoint comes back."""
     first = tmp_path / "modelopt"
-    convert(source, first, Options(activations=activations))  # type: ignore[arg-type]
+    scales = {"model.layers.0.self_attn": (0.5, 0.25)}
+    convert(source, first, Options(activations=activations, kv_scales=scales))  # type: ignore[arg-type]
     convert(first, tmp_path / "there", Translation("modelopt", target), verify=True)  # type: ignore[arg-type]
     report = convert(tmp_path / "there", tmp_path / "back", Translation(target, "modelopt"), verify=True)  # type: ignore[arg-type]
     assert report.bytes_before == sum(tensor.nbytes for tensor in load(tmp_path / "there").values())
     assert report.bytes_after == sum(tensor.nbytes for tensor in load(first).values())
     direct = tmp_path / "direct"
-    convert(source, direct, Options(format=target, activations=activations))  # type: ignore[arg-type]
+    convert(source, direct, Options(format=target, activations=activations, kv_scales=scales))  # type: ignore[arg-type]
     for a, b in ((first, tmp_path / "back"), (direct, tmp_path / "there")):
         old, new = contents(a), contents(b)
         del old[STATE], new[STATE]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .errors import CheckpointError
 from .measure import LayerError
-from .source import Source, TensorInfo, memory_of
+from .source import Source, memory_of
 
 __all__ = ["Made", "Part", "Progress", "Sink", "Task", "resolve_devices", "run"]
 
@@ -212,7 +212,7 @@ def _one(
 
 def _copy(task: Task, source: Source, sink: Sink) -> None:
     ((name, file),) = task.writes.items()
-    info: TensorInfo = source.tensors[name]
+    info = source.tensors[task.reads[0][0]]  # a translation may rename what it copies
     data = torch.empty(min(CHUNK, info.nbytes), dtype=torch.uint8)
     digest = hashlib.sha256()
     for begin in range(0, info.nbytes, CHUNK):
