@@ -140,7 +140,7 @@ BAD_SOURCES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "set-of-dtypes": (
         lambda s: rewrite(s, lambda t: t.update({K: t[K].float()})),
-        rf"{K}: dtype is torch.float32, must be torch.bfloat16 as of {Q}",
+        rf"{Q} BF16, {K} F32, {V} BF16: have unequal dtypes, must have one dtype to share an amax",
     ),
     "set-of-k": (
         lambda s: rewrite(s, lambda t: t.update({K: t[K][:, :32].clone()})),
@@ -212,6 +212,11 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "fuse-twice": ({"fuse": [["a", "b"], ["b", "c"]]}, ValueError, "fuse: names 'b' twice"),
     "static": ({"activations": "static"}, ValueError, "activation_amax: got 0 amaxes with activations"),
     "kv": ({"kv_scales": {"model.x": (1.0, 2.0)}}, CheckpointError, "kv_cache: model.x is no module of"),
+    "kv-huge": (
+        {"kv_scales": {"a": (1.0, 1e300)}},
+        ValueError,
+        "kv_scales: got .* for a, must be 2 positive",
+    ),
     "kv-zero": ({"kv_scales": {"a": (1.0, 0.0)}}, ValueError, "kv_scales: got .* for a, must be 2 positive"),
 }
 

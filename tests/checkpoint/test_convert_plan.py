@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import LLAMA, MOE, llama, moe, save
-from fp4gemm.checkpoint import CheckpointError, Options, plan_conversion
+from fp4gemm.checkpoint import CheckpointError, Options, Plan, plan_conversion
 from safetensors.torch import save_file
 
 
@@ -22,6 +22,7 @@ from safetensors.torch import save_file
         ("model.layers.0.mlp.gate.weight", (8, 64), "router"),
         ("model.layers.0.ff.router.layer.weight", (8, 64), "router"),
         ("model.layers.0.q_norm.weight", (64,), "norm"),
+        ("encoder.block.0.relative_attention_bias.weight", (32, 64), "embedding"),
         ("model.layers.0.x.bias", (64,), "vector"),
         ("model.layers.0.conv1d.weight", (64, 1, 4), "it has 3 dimensions, as the weight of no linear layer"),
         ("model.layers.0.mixer.dt_proj.weight", (64, 64), "its model reads the float weight directly"),
@@ -93,3 +94,53 @@ def test_stacked_experts_that_are_refused_or_stay(tmp_path: Path) -> None:
         CheckpointError, match=re.escape(f"{name}.down_proj: is missing beside {name}.gate_up")
     ):
         plan_conversion(save(tmp_path / "half", tensors, config=MOE))
+
+
+def of_shapes(shapes: dict[str, tuple[int, ...]], config: dict[str, object], options: Options) -> Plan:
+    return Plan.of_shapes({name: (shape, torch.bfloat16) for name, shape in shapes.items()}, config, options)
+
+
+def quantized(plan: Plan) -> list[str]:
+    return [matrix.source for one in plan.sets for matrix in one.matrices]
+
+
+GPT = {
+    "h.0.attn.c_attn.weight": (64, 192),
+    "h.0.attn.c_attn.bias": (192,),
+    "h.0.attn.c_proj.weight": (64, 64),
+    "h.0.attn.c_proj.bias": (64,),
+    "h.0.mixer.dt_proj.weight": (64, 64),
+    "h.0.wte.weight": (512, 64),
+    "h.0.mlp.gate.weight": (8, 64),
+    "score.weight": (8, 64),
+}
+
+
+def test_weights_that_are_no_linear_layers_cannot_be_included() -> None:
+    plan = of_shapes(GPT, {"model_type": "gpt2"}, Options(include=["h.*"]))
+    assert quantized(plan) == ["h.0.mlp.gate.weight"]
+
+
+def test_biases_show_that_weights_are_transposed() -> None:
+    plan = of_shapes(GPT, {"architectures": ["OwnModel"]}, Options())
+    assert quantized(plan) == ["score.weight"]
+    for name in ("h.0.attn.c_attn.weight", "h.0.attn.c_proj.weight"):
+        assert plan.kept[name] == "it is stored (k, n), as Conv1D does"
+
+
+def test_layers_are_those_of_the_language_model() -> None:
+    text = {f"model.layers.{i}.o_proj.weight": (64, 64) for i in range(2)}
+    vision = {f"visual.blocks.{i}.qkv.weight": (96, 64) for i in range(4)}
+    config = {"vision_config": {"num_hidden_layers": 4}, "text_config": {"num_hidden_layers": 2}}
+    plan = of_shapes(vision | text, config, Options(bf16_first=1))
+    assert {name for name, reason in plan.kept.items() if "first" in reason} == {
+        "model.layers.0.o_proj.weight"
+    }
+
+
+def test_unequal_dtypes_are_found_before_the_run(tmp_path: Path) -> None:
+    tensors = llama(1)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].half()
+    with pytest.raises(CheckpointError, match=r"up_proj.weight F16: have unequal dtypes, must have one"):
+        plan_conversion(save(tmp_path / "src", tensors))

@@ -35,7 +35,8 @@ def partners(
         fuse: the sets of names of children.
 
     Raises:
-        CheckpointError: a partner is missing in the checkpoint, a pattern keeps it, or its k is another one.
+        CheckpointError: a partner is missing in the checkpoint, a pattern keeps it, or its dtype or k is
+            another one.
     """
     set_of = {child: names for names in fuse for child in names}
     children = {name.removesuffix(".weight").rpartition(".")[2] for name in infos if name.endswith(".weight")}
@@ -84,6 +85,9 @@ def _check(
             f"{excluded[0]}: stays ({kept[excluded[0]]}), but its partner {here} is quantized; a fused layer "
             "has one dtype, so select all of the set or none (--fuse none: no layer is fused)"
         )
+    if len({infos[name].dtype for name in names if name not in kept}) > 1:
+        dtypes = ", ".join(f"{name} {infos[name].dtype}" for name in names)
+        raise CheckpointError(f"{dtypes}: have unequal dtypes, must have one dtype to share an amax")
     if len({infos[name].shape[-1] for name in names if name not in kept}) > 1:
         shapes = ", ".join(f"{name} {infos[name].shape}" for name in names)
         raise CheckpointError(f"{shapes}: have unequal k, must have one k to share an amax")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args
+
+import torch
 
 from .. import _checks
 from .formats import Activations, FormatName
@@ -27,6 +28,7 @@ FUSED: tuple[tuple[str, ...], ...] = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
 PREFIX = "re:"
+TINY, HUGE = float(torch.finfo(torch.float32).tiny), float(torch.finfo(torch.float32).max)
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Options:
             the model runs. "static": they are, with the amaxes of ``activation_amax``.
         activation_amax: the amax of the input of each quantized layer, by the name of the module.
         include: patterns of modules. None of them: every linear weight but output embeddings, embeddings,
-            norms and routers; otherwise what one of them matches, these too.
+            norms and routers; otherwise what one of them matches, output embeddings and routers too.
         exclude: patterns of modules that stay; it wins over include.
         experts_only: only the projections of routed and shared experts are quantized.
         bf16_first, bf16_last: how many layers at the start and at the end stay.
@@ -188,9 +190,9 @@ def _positive(option: str, values: Mapping[str, Any], length: int) -> None:
         numbers = value if length > 1 else [value]
         good = isinstance(numbers, list | tuple) and len(numbers) == length
         if not good or not all(_is_positive(number) for number in numbers):
-            wanted = "a positive number" if length == 1 else f"{length} positive numbers"
+            wanted = "a positive float32 number" if length == 1 else f"{length} positive float32 numbers"
             raise ValueError(f"{option}: got {_checks.describe(value)} for {name}, must be {wanted}")
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and TINY <= value <= HUGE

@@ -247,6 +247,7 @@ def _selected(
     kept: dict[str, str] = {}
     by_user: set[str] = set()
     used: set[str] = set()
+    transposed = rules.stored_transposed({name: info.shape for name, info in infos.items()})
     first, last = options.bf16_first, options.bf16_last
     if first + last > facts.num_layers:
         raise CheckpointError(
@@ -261,7 +262,9 @@ def _selected(
         used.update(included, excluded)
         reason = rules.why_kept(name, info.shape, facts)
         layer = rules.layer_number(name, facts)
-        if included and reason and len(info.shape) == 2 and name.endswith(".weight"):
+        if not reason and name in transposed:
+            reason = rules.TRANSPOSED
+        if included and reason in rules.SELECTABLE and len(info.shape) == 2 and name.endswith(".weight"):
             reason = ""
         if not reason:
             if options.include and not included:

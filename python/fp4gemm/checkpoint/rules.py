@@ -14,12 +14,21 @@ from typing import Any
 
 from .. import _checks
 
-__all__ = ["STACKED", "Facts", "is_expert_weight", "layer_number", "why_kept", "why_shape"]
+__all__ = [
+    "SELECTABLE",
+    "STACKED",
+    "Facts",
+    "is_expert_weight",
+    "layer_number",
+    "stored_transposed",
+    "why_kept",
+    "why_shape",
+]
 
 FLOATS = ("BF16", "F16", "F32")
 N_STEP = 8  # what a product needs (docs/api.md)
 OUTPUTS = {"lm_head", "embed_out"}
-EMBEDDING = re.compile(r"emb|^wte$|^wpe$")
+EMBEDDING = re.compile(r"emb|^wte$|^wpe$|_bias$|_table$")  # T5's relative_attention_bias is one too
 NORM = re.compile(r"norm|^ln_|_ln$|^ln$")
 ROUTER = re.compile(r"router|^gate$|^wg$|_gate$|gating")
 # Mamba's kernels read the weight of this layer and add its bias themselves.
@@ -27,10 +36,14 @@ READ_DIRECTLY = {"dt_proj"}
 # Models whose layers of these names store (k, n), as the Conv1D of transformers does.
 CONV1D_MODELS = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"}
 CONV1D = {"c_attn", "c_fc", "c_proj", "q_attn"}
+TRANSPOSED = "it is stored (k, n), as Conv1D does"
 # Experts as one tensor for each layer: (g, n, k), or (g, k, n) in some models.
 STACKED = re.compile(r"(?:^|\.)experts\.(gate_up_proj|down_proj)(\.weight)?$")
 EXPERT_MARKS = (".experts.", ".shared_experts.")
 EXPERT_ENDS = {"w1", "w2", "w3", "gate_proj", "up_proj", "down_proj", "gate_up_proj"}
+TEXT = ("text_config", "llm_config", "language_config", "thinker_config")  # the language model of a config
+# What ``include`` selects too: linear layers that stay unless they are named.
+SELECTABLE = {"output embedding", "router", "embedding, by its rows"}
 NUMBERED = re.compile(r"^(.*?\.|)(\d+)\.")
 
 
@@ -53,7 +66,8 @@ class Facts:
     @classmethod
     def of(cls, config: Mapping[str, Any], names: Iterable[str]) -> Facts:
         """The facts of a model; parts of its configuration, such as text_config, count too."""
-        parts = [config, *(value for value in config.values() if isinstance(value, Mapping))]
+        inner = {key: value for key, value in config.items() if isinstance(value, Mapping)}
+        parts = [config, *(inner[key] for key in sorted(inner, key=lambda key: (key not in TEXT, key)))]
 
         def numbers(key: str) -> list[int]:
             return [part[key] for part in parts if isinstance(part.get(key), int)]
@@ -63,8 +77,14 @@ class Facts:
             match = NUMBERED.match(name)
             if match:
                 counts.setdefault(match[1], set()).add(int(match[2]))
-        layers = max(counts, key=lambda prefix: (len(counts[prefix]), prefix), default="")
         stated = numbers("num_hidden_layers") or numbers("n_layer") or numbers("num_layers")
+        language = stated[0] if stated else 0  # a vision tower may have more layers
+
+        def rank(prefix: str) -> tuple[bool, bool, int, str]:
+            number = len(counts[prefix])
+            return number == language, prefix.endswith("layers."), number, prefix
+
+        layers = max(counts, key=rank, default="")
         found = max(counts[layers], default=-1) + 1 if counts else 0
         return cls(
             str(config.get("model_type", "")),
@@ -105,8 +125,27 @@ def why_kept(name: str, shape: Sequence[int], facts: Facts) -> str:
     if last in READ_DIRECTLY:
         return "its model reads the float weight directly"
     if facts.model_type in CONV1D_MODELS and last in CONV1D:
-        return "it is stored (k, n), as Conv1D does"
+        return TRANSPOSED
     return ""
+
+
+def stored_transposed(shapes: Mapping[str, Sequence[int]]) -> set[str]:
+    """The weights that are stored (k, n) as their biases show, which have n elements.
+
+    A square weight does not show it, so every layer with a name of Conv1D is one if another such layer is.
+    """
+    linear = {name: shape for name, shape in shapes.items() if name.endswith(".weight") and len(shape) == 2}
+    found = set()
+    for name, (rows, columns) in linear.items():
+        if rows != columns and tuple(shapes.get(f"{name.removesuffix('.weight')}.bias", ())) == (columns,):
+            found.add(name)
+    if any(_child(name) in CONV1D for name in found):
+        found |= {name for name in linear if _child(name) in CONV1D}
+    return found
+
+
+def _child(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]
 
 
 def why_shape(dtype: str, n: int, k: int) -> str:
