@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,10 +18,10 @@ from .report import ConvertReport
 from .runner import Progress, resolve_devices, run
 from .sinks import WriteSink
 from .source import CONFIG, Source
-from .state import STATE, State
+from .state import State, locked
 from .translation import Translation, translation
 from .verify import verify_folder
-from .work import HF_QUANT_CONFIG, Work, quantization
+from .work import Work, copied_files, quantization
 from .writer import PART, write_file
 
 __all__ = ["convert", "plan_conversion"]
@@ -90,36 +91,54 @@ def convert(
     if inside == outside or outside in inside.parents or inside in outside.parents:
         raise ValueError(f"dst: got {folder}, must be apart from the source {source.folder}")
     work = _work(source, options or Options())
-    stamps = source.stamps()
-    state = State.open(
-        folder, {"version": _native.version(), "options": work.options, "source": stamps}, resume=resume
-    )
-    already_done = state.is_done
     common: dict[str, Any] = {
         "devices": devices, "jobs": jobs, "max_memory": max_memory, "progress": progress,
     }  # fmt: skip
+    with contextlib.closing(source), locked(folder):
+        return _converted(source, folder, work, common, resume=resume, measured=measured, verify=verify)
+
+
+def _converted(
+    source: Source,
+    folder: Path,
+    work: Work,
+    common: dict[str, Any],
+    *,
+    resume: bool,
+    measured: bool,
+    verify: bool,
+) -> ConvertReport:
+    stamps = source.stamps()
+    key = {"version": _native.version(), "options": work.options, "source": stamps}
+    state = State.open(folder, key, _other_names(source, work), resume=resume)
+    already_done = state.is_done
     layers = []
-    try:
-        if not already_done:
-            state.clean({name: file.nbytes for name, file in work.files.items()})
-            _has_space(folder, work, state)
-            sink = WriteSink(folder, work.files, state)
-            try:
-                layers = run(work.tasks, source, sink, measured=measured, **common)
-            finally:
-                sink.close()
-            _write_others(source, folder, work)
-            if source.stamps() != stamps:
-                raise CheckpointError(f"{source.folder}: was changed while it was converted; begin again")
-            state.is_done = True
-            state.save()
-        if verify:
-            layers = verify_folder(source, folder, work, state, common)
-    finally:
-        source.close()
+    if not already_done:
+        state.clean({name: file.nbytes for name, file in work.files.items()})
+        _has_space(folder, work, state)
+    if not already_done or (measured and not verify):
+        sink = WriteSink(folder, work.files, state)
+        try:
+            layers = run(work.tasks, source, sink, measured=measured, **common)
+        finally:
+            sink.close()
+    if not already_done:
+        _write_others(source, folder, work)
+        if source.stamps() != stamps:
+            raise CheckpointError(f"{source.folder}: was changed while it was converted; begin again")
+        state.is_done = True
+        state.save()
+    if verify:
+        layers = verify_folder(source, folder, work, state, common)
     return dataclasses.replace(
         work.report, layers=tuple(layers), already_done=already_done, is_verified=verify
     )
+
+
+def _other_names(source: Source, work: Work) -> list[str]:
+    """The files of the new checkpoint beside its shards."""
+    index = [source.index_name] if source.index_name else []
+    return [*copied_files(source), *index, *work.extra, CONFIG]
 
 
 def _work(source: Source, options: Options | Translation) -> Work:
@@ -141,9 +160,7 @@ def _has_space(folder: Path, work: Work, state: State) -> None:
 
 def _write_others(source: Source, folder: Path, work: Work) -> None:
     """Copy what is no weight, write the index, and config.json last."""
-    for name in source.others:
-        if name in (HF_QUANT_CONFIG, STATE):
-            continue
+    for name in copied_files(source):
         path = folder / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +170,7 @@ def _write_others(source: Source, folder: Path, work: Work) -> None:
                 os.fsync(file.fileno())
             part.rename(path)
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from error
+            raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}") from error
     if source.index_name:
         write_file(folder / source.index_name, index_of(source, work))
     for name, content in {**work.extra, CONFIG: work.config}.items():

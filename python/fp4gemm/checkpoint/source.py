@@ -182,6 +182,9 @@ class Source:
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             relative = Path(path).relative_to(self.folder)
             found += [(relative / name).as_posix() for name in names if not name.startswith(".")]
+        for name in found:
+            if not (self.folder / name).is_file():
+                raise CheckpointError(f"{self.folder / name}: is no file, or a link to a missing one")
         return found
 
     def _hidden(self) -> list[str]:

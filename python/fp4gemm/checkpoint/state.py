@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from .errors import CheckpointError
 from .source import json_object
 from .writer import PART, write_file
 
-__all__ = ["STATE", "State"]
+__all__ = ["STATE", "State", "locked"]
 
 STATE = "fp4gemm_convert.json"
 
@@ -35,20 +38,24 @@ class State:
     is_done: bool = False
 
     @classmethod
-    def open(cls, folder: Path, key: Mapping[str, Any], *, resume: bool) -> State:
-        """The state of a new or of an interrupted conversion; makes the folder.
+    def open(cls, folder: Path, key: Mapping[str, Any], others: Collection[str], *, resume: bool) -> State:
+        """The state of a new or of an interrupted conversion in a folder that exists.
+
+        A conversion that was finished counts as interrupted if a file of it is missing or has another size.
+
+        Args:
+            folder: of the new checkpoint.
+            key: as the attribute.
+            others: the names of the files that it has when it is done, beside the shards.
+            resume: whether an interrupted conversion may be continued.
 
         Raises:
             CheckpointError: the folder has files and no state; it has a state, and ``resume`` is False; or
-                the state is that of other options or another source.
+                the state is damaged, or that of other options or another source.
         """
         wanted = json.loads(json.dumps(key))
         path = folder / STATE
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            names = sorted(entry.name for entry in folder.iterdir())
-        except OSError as error:
-            raise CheckpointError(f"{folder}: cannot be made: {error.strerror}") from error
+        names = sorted(entry.name for entry in folder.iterdir())
         if not path.exists():
             if any(name != f"{STATE}{PART}" for name in names):
                 raise CheckpointError(
@@ -60,8 +67,13 @@ class State:
             state.save()
             return state
         read = json_object(path)
-        state = cls(folder, read.get("key", {}), read.get("finished", {}), bool(read.get("is_done", False)))
+        parts = read.get("key"), read.get("finished")
+        if not all(isinstance(part, dict) for part in parts):
+            raise CheckpointError(f"{path}: is damaged: key and finished must be objects; delete {folder}")
+        state = cls(folder, *parts, bool(read.get("is_done", False)))  # type: ignore[arg-type]
         state._compare(wanted)
+        if state.is_done and not state._has_all(others):
+            state.is_done = False
         if not state.is_done and not resume:
             raise CheckpointError(
                 f"{folder}: has an interrupted conversion, {len(state.finished)} shards of which are "
@@ -77,16 +89,19 @@ class State:
 
     def clean(self, sizes: Mapping[str, int]) -> None:
         """Forget finished shards that are no longer there in full, and delete parts of others."""
-        for name, entry in list(self.finished.items()):
-            path = self.folder / name
-            if (
-                not path.is_file()
-                or path.stat().st_size != entry["nbytes"]
-                or sizes.get(name) != entry["nbytes"]
-            ):
+        for name in list(self.finished):
+            if not self._has(name) or sizes.get(name) != self.finished[name]["nbytes"]:
                 del self.finished[name]
         for path in self.folder.rglob(f"*{PART}"):
             path.unlink()
+
+    def _has(self, shard: str) -> bool:
+        """Whether a finished shard is there with its size."""
+        path = self.folder / shard
+        return path.is_file() and path.stat().st_size == self.finished[shard]["nbytes"]
+
+    def _has_all(self, others: Collection[str]) -> bool:
+        return all(map(self._has, self.finished)) and all((self.folder / name).is_file() for name in others)
 
     def _compare(self, wanted: dict[str, Any]) -> None:
         for part, what in (("version", "fp4gemm"), ("options", "option"), ("source", "source")):
@@ -108,3 +123,29 @@ class State:
                 "continued "
                 "with the same options"
             )
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder, which it makes, against conversions of other processes until the end.
+
+    The system drops the lock when a process ends, also when it is killed.
+
+    Raises:
+        CheckpointError: another conversion writes this folder, or it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be made: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(f"{folder}: another conversion is writing it, must end first") from error
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(handle)

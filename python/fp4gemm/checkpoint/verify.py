@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from .runner import run
 from .sinks import CompareSink
 from .source import Source
 from .state import State
-from .work import Work
+from .work import Work, copied_files
 
 __all__ = ["verify_folder"]
 
@@ -21,7 +22,8 @@ def verify_folder(
 ) -> list[LayerError]:
     """Compare a finished checkpoint with its source.
 
-    The index and the headers are checked as those of any source, and compared with what they must be. Every
+    The index and the headers are checked as those of any source, and compared with what they must be, and so
+    are the files that were copied. Every
     tensor is made again and compared byte by byte, the hash of each shard with the one that was noted when it
     was written, and the values of every quantized weight with the bound of the format.
 
@@ -45,6 +47,9 @@ def verify_folder(
             with (folder / name).open("rb") as opened:
                 if opened.read(len(file.header)) != file.header:
                     raise CheckpointError(f"{folder / name}: has another header than was written")
+        for name in copied_files(source):
+            if not filecmp.cmp(source.folder / name, folder / name, shallow=False):
+                raise CheckpointError(f"{folder / name}: differs from {source.folder / name}")
         sink = CompareSink(new, work.files)
         layers = run(work.tasks, source, sink, measured=True, **common)
         sink.compare_hashes(state.finished)

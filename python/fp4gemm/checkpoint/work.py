@@ -20,8 +20,9 @@ from .plan import FusedSet, Plan
 from .report import ConvertReport, plan_report
 from .runner import Made, Part, Task
 from .source import Source
+from .state import STATE
 
-__all__ = ["HF_QUANT_CONFIG", "Work", "quantization", "refuse_quantized", "without_quantization"]
+__all__ = ["Work", "copied_files", "quantization", "refuse_quantized", "without_quantization"]
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
 CONFIG_KEYS = ("quantization_config", "compression_config")
@@ -69,6 +70,11 @@ def quantization(source: Source, options: Options) -> Work:
     return Work(
         options.as_json(), files, tasks, *configs(source.config, scheme), plan_report(plan, source.left_out)
     )
+
+
+def copied_files(source: Source) -> list[str]:
+    """The files of the source that are copied as they are; a conversion writes its own of the other two."""
+    return [name for name in source.others if name not in (HF_QUANT_CONFIG, STATE)]
 
 
 def configs(config: Mapping[str, Any], scheme: Scheme) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

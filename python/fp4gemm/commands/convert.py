@@ -88,16 +88,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--resume", action="store_true", help="continue an interrupted conversion")
     add("--dry-run", action="store_true", help="only show what would be done")
-    add("--report", type=Path, metavar="FILE", help="measure the error of each layer, and write a JSON file")
+    add("--report", type=Path, metavar="FILE", help="write a JSON file, with the error of each layer")
     add("--verify", action="store_true", help="read DST again and compare it with SRC")
 
 
 def run(options: argparse.Namespace) -> int:
     """Convert; returns 1 if a checkpoint is not as it must be, with the reason on standard error."""
     what = _what(options)
+    if options.report is not None and (options.report.is_dir() or not options.report.parent.is_dir()):
+        raise ValueError(f"--report: got {options.report}, must be a file in a folder that exists")
+    if options.dry_run and options.verify:
+        raise ValueError("--verify: got with --dry-run, must be absent: there is nothing to read again")
     try:
         if options.dry_run:
-            print(plan_conversion(options.src, what))
+            plan = plan_conversion(options.src, what)
+            print(plan)
+            _write_report(plan, options.report)
             return 0
         with _progress() as progress:
             report = convert(
@@ -155,8 +161,16 @@ def _show(report: ConvertReport, options: argparse.Namespace) -> None:
     print(report)
     if options.verify:
         print(f"{options.dst}: verified")
-    if options.report is not None:
-        options.report.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+    _write_report(report, options.report)
+
+
+def _write_report(report: ConvertReport, path: Path | None) -> None:
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"--report: {path} cannot be written: {error.strerror}") from error
 
 
 def _num_bytes(text: str) -> int:
