@@ -99,9 +99,6 @@ struct Sm90Nvfp4DirectEpilogue {
                        : "r"(put_at + buffer + static_cast<uint32_t>(block * 8 * 128))
                        : "memory");
         }
-        if (slice + 1 < kSlices) {
-          get_c(slice + 1);
-        }
       }
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kSliceTokens / 8; ++block) {
@@ -123,6 +120,11 @@ struct Sm90Nvfp4DirectEpilogue {
                      "r"(packed[block][0]), "r"(packed[block][1]), "r"(packed[block + 1][0]),
                      "r"(packed[block + 1][1])
                      : "memory");
+      }
+      if constexpr (kHasC) {
+        if (slice + 1 < kSlices) {
+          get_c(slice + 1);  // only now, since registers are scarce before
+        }
       }
       // The slice is complete in shared memory.
       sync();
@@ -149,6 +151,9 @@ struct Sm90Nvfp4DirectEpilogue {
   CUTLASS_DEVICE static void store_pairs(typename Epilogue::Arguments const& args, Shared const& shared,
                                          TileCoord const& coord, int first_chunk, int n,
                                          Accumulators& accumulators) {
+    // Slices of tiles of 256 are smaller, since their sums need most of the registers.
+    constexpr int kSliceTokens = Config::kTokens >= 256 ? 32 : Config::kDirectTokens;
+    constexpr int kSlices = Config::kTokens / kSliceTokens;
     constexpr int kSums = kSliceTokens / 2;     // of a thread, in a slice
     constexpr int kPasses = kSliceTokens / 32;  // stores of 16 bytes by a thread for each slice
     int const tokens = coord.rows.size - coord.token;
