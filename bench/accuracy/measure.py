@@ -71,8 +71,13 @@ def _loss(logits: Tensor, ids: Tensor) -> float:
 
 @contextmanager
 def watched() -> Iterator[dict[str, Any]]:
-    """Seconds of what runs here, and by how many bytes the memory of the process grew at most."""
+    """Seconds of what runs here, and by how many bytes the memory of the process, or of the GPU, grew."""
     found: dict[str, Any] = {}
+    is_cuda = torch.cuda.is_initialized()
+    if is_cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        allocated = torch.cuda.memory_allocated()
     start, begin = _resident(), time.perf_counter()
     most, stop = [start], threading.Event()
 
@@ -87,8 +92,12 @@ def watched() -> Iterator[dict[str, Any]]:
     finally:
         stop.set()
         thread.join()
+        if is_cuda:
+            torch.cuda.synchronize()
         found["seconds"] = time.perf_counter() - begin
         found["peak_bytes"] = max(most[0], _resident()) - start
+        if is_cuda:
+            found["peak_bytes"] = torch.cuda.max_memory_allocated() - allocated
 
 
 def _resident() -> int:

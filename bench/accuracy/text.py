@@ -24,7 +24,7 @@ CALIBRATION = (
 EVALUATION = (
     *("argparse", "ast", "calendar", "cmd", "codecs", "concurrent.futures", "email.message", "fractions"),
     *("ftplib", "gettext", "imaplib", "mailbox", "multiprocessing.pool", "optparse", "pdb", "poplib"),
-    *("random", "sched", "statistics", "string", "tarfile", "textwrap", "turtle", "uuid", "zipapp"),
+    *("random", "sched", "statistics", "string", "tarfile", "textwrap", "uuid", "zipapp"),
 )
 
 

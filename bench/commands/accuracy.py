@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--calibration", type=int, default=12, help=f"chunks of {LENGTH} tokens for calibration (12)")
     add("--evaluation", type=int, default=8, help=f"chunks of {LENGTH} tokens for evaluation (8)")
     add("--methods", type=PATTERN, metavar="REGEX", help="only methods whose name matches")
+    add("--device", type=torch.device, default=None, help="cpu or cuda (cuda if there is a GPU)")
     add("--out", type=Path, metavar="FILE", help="add JSON lines; what the file has is not measured again")
     add("--readme", type=Path, nargs="+", default=[], metavar="FILE", help="put the table between its marks")
     add("--picture", type=Path, help="draw the table, e.g. docs/accuracy.png")
@@ -70,13 +71,14 @@ def _measured(args: argparse.Namespace, known: list[Row]) -> Iterator[Row]:
     import transformers
 
     name = args.name or args.checkpoint.name
+    device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     facts = {
         "bench": "accuracy",
         "model": name,
         "tokens": [args.calibration * LENGTH, args.evaluation * LENGTH],
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
-        **machine.describe(torch.device("cpu")),
+        **machine.describe(device),
     }
     done = {(row["model"], row["contender"], row["activations"]) for row in known}
     wanted = [
@@ -87,12 +89,14 @@ def _measured(args: argparse.Namespace, known: list[Row]) -> Iterator[Row]:
     wanted = [(c, activations) for c, activations in wanted if activations]
     if not wanted:
         return
-    model = transformers.AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=torch.float32)
+    model = model.eval().to(device)
     model.config.use_cache = False
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.checkpoint)
-    calibration = text.chunks(tokenizer, text.document(text.CALIBRATION), args.calibration, LENGTH)
+    document = text.document(text.CALIBRATION)
+    calibration = text.chunks(tokenizer, document, args.calibration, LENGTH).to(device)
     evaluation = text.document(text.EVALUATION, text.CALIBRATION)
-    reference = Reference(model, text.chunks(tokenizer, evaluation, args.evaluation, LENGTH))
+    reference = Reference(model, text.chunks(tokenizer, evaluation, args.evaluation, LENGTH).to(device))
     if (name, "float", "float") not in done:
         yield {**facts, "contender": "float", "activations": "float", **reference.row(model)}
     maker = Maker(model, list(calibration[:, None]))

@@ -40,7 +40,7 @@ def table(rows: Sequence[Row]) -> str:
         where = (
             f"{model}: {first['tokens'][1]} tokens of evaluation, {first['tokens'][0]} of calibration, "
             f"Python {first['python']}, torch {first['torch']}, revision {first['revision']}, "
-            f"{first['threads']} {'thread' if first['threads'] == 1 else 'threads'} of a CPU."
+            f"{_where(first)}."
         )
         if base is not None:
             where += f" The float model loses {base['nll']:.3f} nats a token."
@@ -69,6 +69,12 @@ def table(rows: Sequence[Row]) -> str:
         )
         lines += [textwrap.fill(where, WIDTH, break_on_hyphens=False), "", *table_lines(headings, body), ""]
     return "\n".join(lines).rstrip()
+
+
+def _where(row: Row) -> str:
+    if "compute_capability" in row:
+        return f"on an {row['device']}"
+    return f"{row['threads']} {'thread' if row['threads'] == 1 else 'threads'} of a CPU"
 
 
 def _gap(row: Row) -> str:
