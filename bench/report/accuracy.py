@@ -112,7 +112,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axes.barh(heights, [row["gap"] for row in found], 0.24, xerr=spreads, color=colors[kind], label=kind)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlabel(f"{model}: loss above that of the float model, nats a token (smaller is better)")
+    axes.set_xlabel(f"{model}: loss above the float model, nats a token")
     axes.grid(axis="x", color="0.88")
     axes.set_axisbelow(True)
     axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)
