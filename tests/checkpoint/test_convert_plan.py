@@ -47,6 +47,15 @@ def test_what_stays(name: str, shape: tuple[int, ...], reason: str, tmp_path: Pa
     assert (entry.action, entry.reason) == ("float", reason)
 
 
+def test_the_output_of_a_multihead_attention_stays(tmp_path: Path) -> None:
+    """As in the pooling of SigLIP: the module reads the float weights of its out_proj directly."""
+    names = ["head.attention.in_proj_weight", "head.attention.out_proj.weight", "layers.0.out_proj.weight"]
+    tensors = {name: torch.ones(64, 64) for name in names}
+    entries = {entry.name: entry.reason for entry in plan_conversion(save(tmp_path / "src", tensors)).tensors}
+    assert entries[names[1]] == "its model reads the float weight directly"
+    assert entries[names[2]] == ""
+
+
 def test_conv1d_stays(tmp_path: Path) -> None:
     tensors = {"h.0.attn.c_attn.weight": torch.ones(64, 192), "h.0.other.weight": torch.ones(64, 64)}
     source = save(tmp_path / "src", tensors, config={"model_type": "gpt2"})

@@ -33,6 +33,8 @@ NORM = re.compile(r"norm|^ln_|_ln$|^ln$")
 ROUTER = re.compile(r"router|^gate$|^wg$|_gate$|gating")
 # Mamba's kernels read the weight of this layer and add its bias themselves.
 READ_DIRECTLY = {"dt_proj"}
+# torch.nn.MultiheadAttention stacks q, k and v in this parameter, and reads the weight of out_proj itself.
+IN_PROJ = ".in_proj_weight"
 # Models whose layers of these names store (k, n), as the Conv1D of transformers does.
 CONV1D_MODELS = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"}
 CONV1D = {"c_attn", "c_fc", "c_proj", "q_attn"}
@@ -56,12 +58,14 @@ class Facts:
         vocab_sizes: rows of embeddings and of output embeddings.
         num_layers: how many layers the model has; 0 if that is not known.
         layers: the prefix of these layers, such as "model.layers.".
+        attentions: the modules that are a torch.nn.MultiheadAttention, told by their ``in_proj_weight``.
     """
 
     model_type: str
     vocab_sizes: frozenset[int]
     num_layers: int
     layers: str
+    attentions: frozenset[str]
 
     @classmethod
     def of(cls, config: Mapping[str, Any], names: Iterable[str]) -> Facts:
@@ -73,7 +77,10 @@ class Facts:
             return [part[key] for part in parts if isinstance(part.get(key), int)]
 
         counts: dict[str, set[int]] = {}
+        attentions = set()
         for name in names:
+            if name.endswith(IN_PROJ):
+                attentions.add(name.removesuffix(IN_PROJ))
             match = NUMBERED.match(name)
             if match:
                 counts.setdefault(match[1], set()).add(int(match[2]))
@@ -91,6 +98,7 @@ class Facts:
             frozenset(numbers("vocab_size")) - {0},
             stated[0] if stated and stated[0] <= found else found,
             layers,
+            frozenset(attentions),
         )
 
 
@@ -122,7 +130,7 @@ def why_kept(name: str, shape: Sequence[int], facts: Facts) -> str:
         return "its use is not known, since its name does not end in .weight"
     if len(shape) != 2:
         return f"it has {len(shape)} dimensions, as the weight of no linear layer"
-    if last in READ_DIRECTLY:
+    if last in READ_DIRECTLY or (last == "out_proj" and module.rpartition(".")[0] in facts.attentions):
         return "its model reads the float weight directly"
     if facts.model_type in CONV1D_MODELS and last in CONV1D:
         return TRANSPOSED
