@@ -115,7 +115,7 @@ def test_signs_of_negative_scales_move_into_the_codes() -> None:
 
 W = new_weight()
 BAD = {
-    "type": ([1.0], TypeError, r"^weight: got \[1\.0\] \(list\), must be an NVFP4Tensor$"),
+    "type": ([1.0], TypeError, r"^weight: got \[1\.0\] \(list\), must be an NVFP4Tensor or a float tensor$"),
     "shape": (W[:16], ValueError, r"^weight: .*\(16, 64\).*\(24, 64\)"),
     "dtype": (W.double(), TypeError, r"^weight: dtype is torch\.float64"),
     "nan": (W.index_fill(0, torch.tensor([3]), torch.nan), ValueError, r"^weight: 64 values are NaN"),

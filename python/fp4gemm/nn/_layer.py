@@ -123,6 +123,10 @@ class WeightLayer(SavedWeight):
                 check_float_weight(name, weight, shape)
                 _checks.same_device(name, weight, device, "the layer")
                 weight = quantize(weight.detach(), scaling=self.weight_scaling)
+            if not isinstance(weight, NVFP4Tensor):
+                raise TypeError(
+                    f"{name}: got {_checks.describe(weight)}, must be an NVFP4Tensor or a float tensor"
+                )
             new = check_quantized_weight(weight, name, len(shape))
             if tuple(new.shape) != shape:
                 raise ValueError(f"{name}: shape is {tuple(new.shape)}, must be {shape}")
