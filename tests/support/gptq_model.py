@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-STEPS = (0, 1, 2, 3, 4, 5, 6, -1, -2, -3)
+STEPS = (0, 1, 2, 3, 4, 5, 6, -1, -2, -3, -4, -5, -6)
 BOUND = 256
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
