@@ -138,7 +138,7 @@ AHEAD_OF_WAIT: dict[str, dict[str, int]] = {
 # Kernels that are launched after the end of the kernel before them, and therefore do not wait.
 NOT_OVERLAPPED = re.compile(
     r"quantize_tiles|quantize_squares|columns_amax|tensor_amax|group_amax|mxfp8_quantize|mxfp8_dequantize"
-    r"|dequantize|decode|prepack|nothing|packed_gemm"
+    r"|dequantize|decode|prepack|nothing|packed_gemm|search_scales|row_amaxes"
 )
 
 
