@@ -61,6 +61,18 @@ def find(model: torch.nn.Module) -> list[Candidate]:
     return list(found.values())
 
 
+def chosen(
+    model: torch.nn.Module,
+    include: Filter | None,
+    exclude: Filter | None,
+    types: Iterable[type[torch.nn.Linear]],
+) -> list[Candidate]:
+    """The candidates of a model after the checks of these arguments, as :func:`select` marks them."""
+    candidates = find(model)
+    select(model, candidates, patterns("include", include), patterns("exclude", exclude), exact_types(types))
+    return candidates
+
+
 def select(
     model: torch.nn.Module,
     candidates: list[Candidate],

@@ -67,14 +67,7 @@ def calibrate(
     if device is not None and not sequential:
         raise ValueError(f"device: got {device!r}, must be None without sequential=True")
     place = None if device is None else _checks.as_device("device", device)
-    candidates = _candidates.find(model)
-    _candidates.select(
-        model,
-        candidates,
-        _candidates.patterns("include", include),
-        _candidates.patterns("exclude", exclude),
-        _candidates.exact_types(types),
-    )
+    candidates = _candidates.chosen(model, include, exclude, types)
     _candidates.refuse_unsupported(model, candidates, "row", raises=False)
     chosen = [c for c in candidates if c.action == "quantized"]
     if not chosen:

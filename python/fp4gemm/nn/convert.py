@@ -124,14 +124,7 @@ def quantize_model(
     for name, callback in (("progress", progress), ("report", report)):
         if callback is not None and not callable(callback):
             raise TypeError(f"{name}: got {_checks.describe(callback)}, must be callable")
-    candidates = _candidates.find(model)
-    _candidates.select(
-        model,
-        candidates,
-        _candidates.patterns("include", include),
-        _candidates.patterns("exclude", exclude),
-        _candidates.exact_types(types),
-    )
+    candidates = _candidates.chosen(model, include, exclude, types)
     _candidates.refuse_unsupported(model, candidates, activation_scaling, raises=on_unsupported == "raise")
     weights = float_weights(
         model,
