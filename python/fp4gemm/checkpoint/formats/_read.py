@@ -86,7 +86,7 @@ def _beside(path: Path) -> Json | None:
 
 
 def _modelopt(config: Json, where: str) -> Scheme:
-    """Of the flat spelling of config.json, or that of hf_quant_config.json with one level more."""
+    """The scheme of the flat spelling of config.json, or of hf_quant_config.json with one level more."""
     nested = config.get("quantization")
     inner: Json = nested if isinstance(nested, Mapping) else config
     algorithm = inner.get("quant_algo")
@@ -256,7 +256,7 @@ def _named(producer: Json) -> Producer:
 
 
 def _cache(value: object, where: str) -> KVCache | None:
-    """Of a kv_cache_scheme or a kv_cache_quant_algo."""
+    """The KV cache that a kv_cache_scheme or a kv_cache_quant_algo names."""
     if value is None:
         return None
     if isinstance(value, Mapping) and value.get("type") == "float" and value.get("num_bits") == 8:
