@@ -177,9 +177,9 @@ def stem(soname: str) -> str:
     return soname.split(".so")[0]
 
 
-def test_c_library_exports_the_header_and_nothing_else(package: Path) -> None:
-    header = (package / "include" / "fp4gemm" / "fp4gemm.h").read_text()
-    declared = set(re.findall(r"^FP4GEMM_API [\w\s*]*?\b(fp4gemm_\w+)\(", header, re.MULTILINE))
+def test_c_library_exports_the_headers_and_nothing_else(package: Path) -> None:
+    headers = "\n".join(path.read_text() for path in (package / "include" / "fp4gemm").glob("*.h"))
+    declared = set(re.findall(r"^FP4GEMM_API [\w\s*]*?\b(fp4gemm_\w+)\(", headers, re.MULTILINE))
     listing = run(tool("nm"), "--dynamic", "--defined-only", package / "lib" / "libfp4gemm.so")
     assert {line.split()[-1] for line in listing.splitlines()} == declared
 
