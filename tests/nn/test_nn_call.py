@@ -107,7 +107,6 @@ def test_wrong_arguments_are_named_in_every_call(layer: nn.Linear, x: Tensor) ->
         (x[..., :32], ValueError, r"x: shape is \(2, 3, 32\), must be \(\.\.\., 64\), 64 = in_features"),
         (x[0, 0, 0], ValueError, r"x: shape is \(\), must be"),
         (x.double(), TypeError, r"x: dtype is torch\.float64"),
-        (x.clone().requires_grad_(), NotImplementedError, "x: requires grad, but fp4gemm.nn.Linear"),
         (x.to("meta"), ValueError, "x: device is meta, must be"),
         ([1.0], TypeError, r"x: got \[1\.0\] \(list\), must be a torch.Tensor"),
     ]
@@ -143,7 +142,6 @@ def test_a_wrong_addend_is_named_in_every_call(layer: nn.Linear, x: Tensor) -> N
     bad: list[tuple[Any, type[Exception], str]] = [
         (c[..., :8], ValueError, r"c: shape is \(2, 3, 8\), must be \(2, 3, \d+\)"),
         (c.double(), TypeError, r"c: dtype is torch\.float64, must be torch\.bfloat16"),
-        (c.clone().requires_grad_(), NotImplementedError, "c: requires grad, but fp4gemm.nn.Linear"),
         (c.to("meta"), ValueError, "c: device is meta, must be"),
         (1.0, TypeError, r"c: got 1\.0 \(float\), must be a torch.Tensor"),
     ]

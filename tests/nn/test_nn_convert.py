@@ -262,7 +262,7 @@ def test_unsupported_layers_are_left_and_reported(make: Callable[[], torch.nn.Mo
     assert not any(isinstance(module, nn.Linear) for module in swapped.modules())
 
 
-def test_hugging_face_style_use_without_no_grad_is_refused() -> None:
+def test_gradients_reach_what_is_still_a_parameter() -> None:
     swapped = convert(Block())[0]
-    with pytest.raises(NotImplementedError, match="requires grad"):  # the embedding is still a parameter
-        swapped(torch.arange(4))
+    sum(y.sum() for y in swapped(torch.arange(4))).backward()
+    assert all(p.grad is not None for p in swapped.parameters() if p.requires_grad)

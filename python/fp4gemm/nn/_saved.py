@@ -43,7 +43,8 @@ class SavedWeight(WeightModule):
         # torch (2.13) writes float8 storages with plain pickle but cannot read them back; bytes it can.
         held = {name: buffer for name, buffer in self._buffers.items() if name != PREPACKED}
         held |= {"weight_codes": weight.codes, "weight_scales": weight.scales.view(torch.uint8)}
-        state = {name: v for name, v in self.__dict__.items() if not name.startswith(("_known", "_fast"))}
+        without = ("_known", "_fast", "_transposed")
+        state = {name: v for name, v in self.__dict__.items() if not name.startswith(without)}
         return {**state, "_buffers": ordered(held), "_is_captured": False, "_has_signed_scales": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
 from ..ops import operators
 from ..ops.schema import LinearCall
+from ._gradient import DifferentiableLayer, needs_gradient
 from ._inputs import (
     OUT_STEP,
     ActivationScaling,
@@ -24,7 +25,6 @@ from ._inputs import (
     refuse_not_finite,
     shared_input,
 )
-from ._layer import WeightLayer
 from ._methods import DataFree, Quantizer, as_quantizer
 from ._state import BOUND, PREPACKED, version
 
@@ -34,8 +34,8 @@ _LINEAR = operators.below_wrapper(operators.linear)
 _is_compiling = torch.compiler.is_compiling
 
 
-class Linear(WeightLayer):
-    """``y = Q(x) @ Q(W).T + bias``, with Q the NVFP4 cast: a drop-in for torch.nn.Linear, forward only.
+class Linear(DifferentiableLayer):
+    """``y = Q(x) @ Q(W).T + bias``, with Q the NVFP4 cast: torch.nn.Linear with a frozen weight.
 
     The weight is quantized once and kept as buffers; the input is quantized in every call, so no calibration
     is needed. A call is one operator, ``torch.ops.fp4gemm.linear``. The epilogue of the GEMM applies all amax
@@ -65,6 +65,9 @@ class Linear(WeightLayer):
         )
         shared = fp4gemm.quantize(x)  # on compute capability 9.0: decoded=True
         q, k = q_proj(shared), k_proj(shared)
+
+    Neither weight nor bias has a gradient. The input and the addend of ``forward`` do, so that adapters
+    (LoRA) train on top of a quantized model; :attr:`input_gradient` and docs/training.md define it.
 
     NaN and infinity: a NaN in x has no effect on the amax and is quantized to +6 times its block scale, so
     that it does not show in y. An infinite x makes the amax of its row (or of x) infinite, and those rows of
@@ -227,9 +230,10 @@ class Linear(WeightLayer):
         Raises:
             TypeError, ValueError: naming x, c or the size that is wrong; ValueError for a NaN or an infinity
                 in x with check_finite="raise".
-            NotImplementedError: x or c requires grad while grad mode is on; this layer is forward only. The
-                device does not read decoded operands.
-            RuntimeError: no weight has been loaded yet.
+            NotImplementedError: x or c requires grad while grad mode is on, and the epilogue has an
+                activation. The device does not read decoded operands.
+            RuntimeError: no weight has been loaded yet; x or c requires grad, and the weight was made in
+                inference mode.
         """
         # The checks take several times as long as the operator's launch. They are omitted while the buffers
         # are those of the last call that made them. A call that the operator refuses goes through them too.
@@ -285,7 +289,7 @@ class Linear(WeightLayer):
         _checks.same_device("x", x, self.weight_amax.device, "weight")
         scaling = _SCALINGS[self.activation_scaling]
         _checks.has_dtype("x", x, _checks.FLOAT_DTYPES if scaling else _checks.HALF_DTYPES)
-        _checks.no_grad("x", x, "fp4gemm.nn.Linear")
+        self._check_gradient("x", x)
         if self.check_finite != "off":
             self._refuse_not_finite(x)
         if scaling:
@@ -298,7 +302,7 @@ class Linear(WeightLayer):
         _checks.has_dtype("c", c, (x.dtype if is_tensor else self.dtype,))
         _checks.has_shape("c", c, (*x.shape[:-1], self.out_features))
         _checks.same_device("c", c, self.weight_amax.device, "weight")
-        _checks.no_grad("c", c, "fp4gemm.nn.Linear")
+        self._check_gradient("c", c)
 
     def _multiply(self, x: Tensor, **of_x: Any) -> Tensor:
         """Call the operator, in the form that the weight has or gets on this device.
@@ -322,6 +326,8 @@ class Linear(WeightLayer):
             **{"scaling": _SCALINGS["row"], "activation": self._epilogue()} | of_x,
         )
         if is_traced:
+            if needs_gradient(call):
+                return self._recorded(call)
             traced: Tensor = operators.linear(*call)
             return traced
         is_plain = of_x.get("scaling") == 0
@@ -340,13 +346,11 @@ class Linear(WeightLayer):
             dtype = of_x.get("out_dtype", x.dtype)
             n, k = self.out_features, self.in_features
             call = call._replace(kernel_name=selection.find(rows, n, k, dtype, "dense", False, formats))
+        if needs_gradient(call):
+            return self._recorded(call)
         result: Tensor = _LINEAR(*call)
         self._remember_call(call, name)
         return result
-
-    def _epilogue(self) -> int:
-        """The number of the activation in the epilogue; layers that have one override this."""
-        return 0
 
     def _remember_call(self, call: LinearCall, name: str) -> None:
         """Let forward make this call again without checks, if nothing but x can differ."""

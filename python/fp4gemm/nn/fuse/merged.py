@@ -183,8 +183,9 @@ class _Product:
 _LAST = threading.local()
 
 
-def _version(x: Tensor | Tokens) -> int | None:
-    return version(x) if isinstance(x, Tensor) else None
+def _version(x: Tensor | Tokens) -> tuple[int | None, bool]:
+    """What changes if x is written, or if autograd begins or ceases to record."""
+    return version(x) if isinstance(x, Tensor) else None, torch.is_grad_enabled()
 
 
 class Part(torch.nn.Module):
