@@ -1,0 +1,318 @@
+"""Autograd of a linear layer by a recipe: y = x W^T + bias, dense and in groups, on every device."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+from .._checks import options as option_checks
+from .._checks import training as checks
+from . import _casts, _plain, _state
+from .products import dgrad, fprop, wgrad
+from .recipe import DEQUANTIZED, Cast, Recipe, resolve
+
+__all__ = ["grouped_linear", "linear"]
+
+_ROWS = 32  # wgrad of a dense layer sums over tokens; other numbers of them become one group of columns
+
+
+class _Call(NamedTuple):
+    """What a forward pass knows besides tensors."""
+
+    recipe: Recipe
+    needs: tuple[bool, bool, bool]  # the gradients of x, weight and bias
+    is_cached: bool  # copies of the weight are saved, not the weight
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+
+
+def _forward(
+    call: _Call,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    offs: Tensor | None,
+    ends: Tensor | None,
+    state: Tensor | None,
+    copies: _casts.Parts,
+) -> tuple[Tensor, _casts.Parts]:
+    """y, and what of x is saved for wgrad."""
+    recipe, needs_dw = call.recipe, call.needs[1]
+    is_quantized = recipe.save_input == "quantized"
+    wanted = recipe.x_t if needs_dw and is_quantized else None
+    x_q, x_t = _casts.both(x, recipe.x, wanted, recipe, state, offs, ends)
+    if recipe.w is None:
+        y = _plain.fprop(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype), offs)
+    else:
+        left = x if x_q is None else x_q
+        right = _casts.rebuilt(copies[:3], recipe.w, recipe)
+        if offs is None:
+            y = fprop(left, right, bias=bias, out_dtype=x.dtype)
+        else:
+            y = x.new_zeros((x.shape[0], weight.shape[1]))  # rows of no group stay zero
+            fprop(left, right, offs=None if x_q is not None else offs, bias=bias, out=y)
+    if not needs_dw:
+        saved = _casts.NO_PARTS
+    elif recipe.x_t == DEQUANTIZED:
+        saved = _casts.parts_of(x_q)
+    else:
+        saved = (x, None, None) if x_t is None else _casts.parts_of(x_t)
+    return y, saved
+
+
+def _input_gradient(
+    call: _Call, dy: Tensor, dy_q: Any, weight: Tensor, copies: _casts.Parts, offs: Tensor | None
+) -> Tensor:
+    """dx = dy W, (m, k), of the dtype of dy."""
+    recipe = call.recipe
+    if recipe.w_t == DEQUANTIZED:
+        values = _casts.rebuilt(copies[:3], recipe.w, recipe).dequantize(dy.dtype)
+        return _plain.dgrad(dy, values, offs)
+    if recipe.w_t is None:
+        return _plain.dgrad(dy, weight.to(dy.dtype), offs)
+    w_t = _casts.rebuilt(copies[3:], recipe.w_t, recipe)
+    if offs is None:
+        return dgrad(dy_q, w_t, out_dtype=dy.dtype)
+    dx = dy.new_zeros((dy.shape[0], w_t.shape[1]))
+    return dgrad(dy_q, w_t, out=dx)
+
+
+def _weight_gradient(
+    call: _Call,
+    dy: Tensor,
+    dy_t: Any,
+    x: _casts.Parts,
+    offs: Tensor | None,
+    ends: Tensor | None,
+    state: Tensor | None,
+    main_grad: Tensor | None,
+) -> Tensor | None:
+    """dW = dy^T x, (n, k) or (g, n, k), or None after adding it to main_grad."""
+    recipe = call.recipe
+    if not isinstance(recipe.x_t, Cast):
+        if recipe.x_t == DEQUANTIZED:
+            values = _casts.rebuilt(x, recipe.x, recipe, offs).dequantize(dy.dtype)
+        else:
+            values = _casts.first(x)
+        dw = _plain.wgrad(dy, values, offs)
+        if main_grad is None:
+            return dw.to(call.weight_dtype)
+        main_grad.add_(dw)
+        return None
+    if recipe.save_input == "original":
+        x_t = _casts.columns(_casts.first(x), recipe.x_t, recipe, state, ends)
+    else:
+        x_t = _casts.rebuilt(x, recipe.x_t, recipe, ends, 1)
+    if main_grad is None:
+        dw = wgrad(dy_t, x_t, out_dtype=call.weight_dtype)
+        return dw.squeeze(0) if offs is None and ends is not None else dw
+    into = main_grad.unsqueeze(0) if offs is None and ends is not None else main_grad
+    wgrad(dy_t, x_t, c=into, out=into)
+    return None
+
+
+class _OnlyOnce(torch.autograd.Function):
+    """A gradient that raises if it is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, dy: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
+        raise NotImplementedError(
+            "a gradient of fp4gemm.training is differentiated again; only first derivatives are defined"
+        )
+
+
+class _Product(torch.autograd.Function):
+    """y = x W^T + bias with the gradients of a recipe."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: _Call,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        offs: Tensor | None,
+        ends: Tensor | None,
+        main_grad: Tensor | None,
+        dy_state: Tensor | None,
+        x_state: Tensor | None,
+        w_state: Tensor | None,
+        *copies: Tensor | None,
+    ) -> Tensor:
+        y, saved = _forward(call, x, weight, bias, offs, ends, x_state, copies)
+        needs_dx = call.needs[0] and not call.is_cached
+        ctx.call, ctx.main_grad, ctx.num_groups = call, main_grad, weight.shape[0]
+        ctx.weight = None if main_grad is None else weight
+        kept = copies if call.needs[0] and call.is_cached else (None,) * 6
+        ctx.save_for_backward(
+            *saved, *kept, weight if needs_dx else None, offs, ends, dy_state, x_state, w_state
+        )
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        recipe, (needs_dx, needs_dw, needs_db) = call.recipe, call.needs
+        saved = ctx.saved_tensors
+        x, copies, weight = saved[:3], saved[3:9], saved[9]
+        offs, ends, dy_state, x_state, w_state = saved[10:]
+        dx = dw = db = None
+        with torch.no_grad(), _without_autocast(dy):
+            dy = dy.contiguous()
+            first = recipe.dy if needs_dx else None
+            second = recipe.dy_t if needs_dw else None
+            dy_q, dy_t = _casts.both(dy, first, second, recipe, dy_state, offs, ends)
+            if needs_dx:
+                if not call.is_cached and recipe.w_t is not None:
+                    copies = _casts.weight_copies(weight, recipe, w_state, False, True)
+                dx = _input_gradient(call, dy, dy_q, weight, copies, offs)
+            if needs_dw:
+                dw = _weight_gradient(call, dy, dy_t, x, offs, ends, x_state, ctx.main_grad)
+            if needs_db:
+                db = _plain.bias_gradient(dy, offs, ctx.num_groups).to(call.bias_dtype)
+            if needs_dw and dw is None:
+                # Zero in place of None, so that hooks on the parameter run, as Megatron-LM's need to.
+                ctx.weight.grad_added_to_main_grad = True
+                dw = ctx.weight.new_zeros(()).expand(ctx.weight.shape)
+        if torch.is_grad_enabled() and dy.requires_grad:
+            dx, dw, db = (None if g is None else _OnlyOnce.apply(g, dy) for g in (dx, dw, db))
+        return None, dx, dw, db, *(None,) * 12
+
+
+def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """A context in which autocast converts nothing: every dtype follows from the recipe and from x."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext()
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    recipe: Recipe | str = "per_token",
+    *,
+    state: Tensor | None = None,
+    cache: _casts.Cache | None = None,
+) -> Tensor:
+    """y = x W^T + bias with the products of a recipe, forward and backward.
+
+    y = cast(fprop(x, w) + bias), dx = dgrad(dy, w_t), dW = wgrad(dy_t, x_t), of :mod:`fp4gemm.training`, bit
+    for bit, with the operands that :class:`Recipe` lists. The gradient of the bias is the float32 sum of the
+    rows of dy, cast. A recipe that quantizes nothing gives torch.nn.functional.linear.
+
+    If weight has an attribute ``main_grad`` (float32, of its shape), dW is added to it in float32, as
+    Megatron-LM's fused accumulation does: ``weight.grad_added_to_main_grad`` becomes True, and the gradient
+    that autograd sees is zero.
+
+    Args:
+        x: bfloat16, float16 or float32 (..., k), any number of tokens, also none. Under autocast it is
+            converted to autocast's dtype first.
+        weight: (n, k) of one of these dtypes; n and k are multiples of 32 unless the recipe quantizes
+            nothing.
+        bias: (n,) of one of these dtypes, added in float32 before y is rounded, or None.
+        recipe: a Recipe, or a name of PRESETS.
+        state: int64 (2,), {seed, offset}, for stochastic rounding: dy uses offset (along m offset + 1), x
+            offset + 2 and W offset + 4. None draws one from torch's default generator of the device.
+        cache: keeps the copies of the weight from call to call; None makes them in each pass.
+
+    Returns:
+        (..., n) of the dtype of x. Does not synchronise.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it has and what was wanted; also for a main_grad of
+            another dtype, shape or device.
+        NotImplementedError: the device has no kernel; a gradient is differentiated again.
+    """
+    recipe = resolve(recipe)
+    x = checks.operands(x, weight, bias, 2, recipe.is_plain)
+    main_grad = checks.main_grad(weight)
+    if recipe.is_plain and main_grad is None:
+        return torch.nn.functional.linear(x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1])
+    m = rows.shape[0]
+    ends = None
+    if m % _ROWS or m == 0:
+        ends = torch.full((1,), m, dtype=torch.int32, device=x.device)
+    y = _apply(rows, weight, bias, None, ends, recipe, state, cache, main_grad)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    recipe: Recipe | str = "per_token",
+    *,
+    state: Tensor | None = None,
+    cache: _casts.Cache | None = None,
+) -> Tensor:
+    """y[e] = x[e] W[e]^T + bias[e] for the rows offs[e - 1] .. offs[e] - 1 of x, the tokens of expert e.
+
+    As :func:`linear`, with the products in groups (docs/grouped.md). The rows from offs[-1] on are in no
+    group: y and dx are zero there. The gradient of an expert without tokens is zero.
+
+    Args:
+        x: bfloat16, float16 or float32 (m, k), the tokens sorted by expert; m may be 0.
+        weight: (g, n, k) of one of these dtypes; n and k are multiples of 32 unless the recipe quantizes
+            nothing.
+        offs: int32 (g,) on the device of x, the cumulative ends of the groups; int64 is converted. The CPU
+            refuses ends that descend or lie outside of 0..m; a GPU does not read them here.
+        bias: (g, n), or None.
+        recipe, state, cache: as for :func:`linear`; matrix e of W adds 2e to the offset.
+
+    Returns:
+        (m, n) of the dtype of x. Does not synchronise on a GPU.
+
+    Raises:
+        As :func:`linear`.
+    """
+    recipe = resolve(recipe)
+    x = checks.operands(x, weight, bias, 3, recipe.is_plain)
+    _checks.has_rank("x", x, 2, "(m, k)")
+    offs = option_checks.group_ends(option_checks.as_int32(offs), x.device, "x")
+    _checks.has_shape("offs", offs, (weight.shape[0],), ", an end for each matrix of weight")
+    return _apply(x, weight, bias, offs, offs, recipe, state, cache, checks.main_grad(weight))
+
+
+def _apply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    offs: Tensor | None,
+    ends: Tensor | None,
+    recipe: Recipe,
+    state: Tensor | None,
+    cache: _casts.Cache | None,
+    main_grad: Tensor | None,
+) -> Tensor:
+    is_recording = torch.is_grad_enabled()
+    needs = (
+        is_recording and x.requires_grad,
+        is_recording and weight.requires_grad,
+        is_recording and bias is not None and bias.requires_grad,
+    )
+    state = _state.draw(recipe, x.device) if state is None else _state.given(state, x.device)
+    states = (state, _state.stream(state, _state.OF_X), _state.stream(state, _state.OF_W))
+    with _without_autocast(x):
+        is_cached = cache is not None and recipe.cache_weight and (recipe.w or recipe.w_t) is not None
+        if cache is not None and is_cached:
+            copies = _casts.kept_copies(weight, recipe, states[2], cache)
+        else:
+            copies = _casts.weight_copies(weight, recipe, states[2], True, False)
+        call = _Call(recipe, needs, is_cached, weight.dtype, None if bias is None else bias.dtype)
+        if any(needs):
+            y: Tensor = _Product.apply(call, x, weight, bias, offs, ends, main_grad, *states, *copies)
+        else:
+            y, _ = _forward(call, x, weight, bias, offs, ends, states[1], copies)
+    return y

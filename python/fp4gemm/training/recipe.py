@@ -1,0 +1,275 @@
+"""Which tensor of a training step is cast to NVFP4, and how: Cast, Recipe, and the recipes by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from .. import _checks
+from .._checks import options as option_checks
+
+__all__ = ["DEQUANTIZED", "PRESETS", "Cast", "Recipe", "resolve"]
+
+DEQUANTIZED: Literal["dequantized"] = "dequantized"
+HEADROOM = 17 / 16
+_SOURCES = ("original", "rowwise")
+_SAVED = ("quantized", "original")
+_PAIRS = (("x", "w"), ("dy", "w_t"), ("dy_t", "x_t"))  # the operands of fprop, dgrad and wgrad
+_OF_ONE_PASS = ["scaling", "block", "stochastic", "headroom", "four_over_six", "e4m3_max", "encode", "source"]
+_FORWARD = {"w_t": "w", "x_t": "x"}  # the forward copy of the same tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cast:
+    """How one operand is quantized: options of :func:`fp4gemm.quantize`, which defines each to the bit.
+
+    Args:
+        scaling: "row": an amax for each row of the operand, as TransformerEngine's row-scaled and per-token
+            recipes (#2931, #3045). "tensor": one amax, as its NVFP4BlockScaling; of experts one for each.
+        block: (1, 16), or (16, 16) for weights: then the copies for fprop and dgrad have the same codes.
+        hadamard: None, "bf16" or "fp32": the 16x16 Hadamard transform along the blocks, for wgrad alone.
+        stochastic: codes are rounded stochastically, for gradients.
+        headroom: 1.0, or 17/16: the amax that is measured is multiplied by it before it is used, so that
+            fewer elements are clipped and stochastic rounding is closer to unbiased (Quartet II).
+        four_over_six: None, "mae" or "mse": each block chooses between two scales.
+        e4m3_max: None, 448 or 256: the bound of the block scales; None is 256 with four_over_six, else 448.
+        encode: "te", or "te_per_token" as TransformerEngine's #3045.
+        source: "original": the tensor itself is cast. "rowwise": the forward copy, dequantized, is cast, so
+            that the backward pass sees the numbers of the forward pass; for w_t and x_t alone.
+
+    Raises:
+        TypeError, ValueError: naming the field that has another type or value.
+        NotImplementedError: naming the field that excludes another: block (16, 16) with scaling "row",
+            encode "te_per_token", hadamard or stochastic; four_over_six with encode "te_per_token", hadamard,
+            stochastic or headroom.
+    """
+
+    scaling: Literal["row", "tensor"] = "row"
+    block: tuple[int, int] = (1, 16)
+    hadamard: Literal["bf16", "fp32"] | None = None
+    stochastic: bool = False
+    headroom: float = 1.0
+    four_over_six: Literal["mae", "mse"] | None = None
+    e4m3_max: Literal[448, 256] | None = None
+    encode: Literal["te", "te_per_token"] = "te"
+    source: Literal["original", "rowwise"] = "original"
+
+    def __post_init__(self) -> None:
+        defaults = {name: option.default for name, option in option_checks.OPTIONS.items()}
+        own = {name: getattr(self, name) for name in defaults if hasattr(self, name)}
+        option_checks.operator_arguments(defaults | own)
+        _checks.is_one_of("source", self.source, _SOURCES)
+        if isinstance(self.headroom, bool) or not isinstance(self.headroom, (int, float)):
+            raise TypeError(f"headroom: got {_checks.describe(self.headroom)}, must be 1.0 or 17/16")
+        if self.headroom not in (1.0, HEADROOM):
+            raise ValueError(f"headroom: got {self.headroom!r}, must be 1.0 or 17/16")
+        if self.headroom != 1.0 and self.four_over_six is not None:
+            raise NotImplementedError(
+                f"headroom: got {self.headroom!r} with four_over_six {self.four_over_six!r}, must be 1.0"
+            )
+
+    def is_one_pass_with(self, other: Cast) -> bool:
+        """Whether fp4gemm.quantize_both makes this copy and the other: they differ in hadamard at most."""
+        return all(getattr(self, name) == getattr(other, name) for name in _OF_ONE_PASS)
+
+
+Operand = Cast | Literal["dequantized"] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The casts of the six operands of a linear layer's training step; frozen and hashable.
+
+    ====== =========== =========================== =====================
+    field  product     operand                     quantized along
+    ====== =========== =========================== =====================
+    x      fprop       x (m, k)                    k
+    w      fprop       W (n, k)                    k
+    dy     dgrad       dy (m, n)                   n
+    w_t    dgrad       W.T (k, n)                  n
+    dy_t   wgrad       dy.T (n, m)                 m
+    x_t    wgrad       x.T (k, m)                  m
+    ====== =========== =========================== =====================
+
+    y = fprop(x, w), dx = dgrad(dy, w_t) and dW = wgrad(dy_t, x_t), of :mod:`fp4gemm.training`. A product
+    whose two operands are None is torch's, of tensors that were not quantized. ``x=None`` beside a cast of w
+    is W4A16. ``w_t`` or ``x_t`` may be "dequantized" beside None: torch's product of the values of the
+    forward copy, as TransformerEngine's row-scaled recipe has it for reinforcement learning (#3206).
+
+    Args:
+        x, w, dy, w_t, dy_t, x_t: a :class:`Cast`, or None for an operand that is not quantized; w_t and x_t
+            also "dequantized".
+        hadamard_signs: of both operands of wgrad, where they are rotated: bit r set negates element r of 16.
+        seed: mixed into the random numbers of stochastic rounding. They are drawn from torch's default
+            generator of the device, as those of dropout are; see :mod:`fp4gemm.training._state`.
+        save_input: what a layer saves of x for wgrad: "quantized", the copy for wgrad, 0.5625 bytes an
+            element, or "original", x itself, which suits an x that something else saves anyway.
+        cache_weight: whether a layer keeps the copies of its weight from one call to the next while the
+            weight is unchanged.
+
+    Raises:
+        TypeError, ValueError: naming the field that has another type or value; one operand of a product is
+            None beside a cast (other than x), hadamard in one operand of wgrad alone or outside of it,
+            blocks of (16, 16) in an operand other than w and w_t, source "rowwise" or "dequantized" without
+            a forward copy that is quantized.
+    """
+
+    x: Cast | None = None
+    w: Cast | None = None
+    dy: Cast | None = None
+    w_t: Operand = None
+    dy_t: Cast | None = None
+    x_t: Operand = None
+    hadamard_signs: int = option_checks.SIGNS
+    seed: int = 0
+    save_input: Literal["quantized", "original"] = "quantized"
+    cache_weight: bool = True
+
+    def __post_init__(self) -> None:
+        for pair in _PAIRS:
+            for name in pair:
+                _check_operand(self, name)
+            _check_pair(self, *pair)
+        option_checks.check_signs(self.hadamard_signs)
+        _checks.is_int("seed", self.seed, 0)
+        if self.seed >= 2**63:
+            raise ValueError(f"seed: got {self.seed}, must be below 2**63")
+        _checks.is_one_of("save_input", self.save_input, _SAVED)
+        _checks.is_bool("cache_weight", self.cache_weight)
+        if self.save_input == "original" and (self.x_t == DEQUANTIZED or _source(self.x_t) == "rowwise"):
+            raise ValueError(
+                f"save_input: got 'original', must be 'quantized' with x_t {_shown(self.x_t)}, which needs "
+                "the forward copy alone"
+            )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no operand is quantized, so that a layer is torch's."""
+        return all(getattr(self, name) is None for pair in _PAIRS for name in pair)
+
+    @property
+    def draws(self) -> bool:
+        """Whether any cast is stochastic."""
+        return any(getattr(getattr(self, name), "stochastic", False) for pair in _PAIRS for name in pair)
+
+    def replace(self, **changes: Any) -> Recipe:
+        """The recipe with other fields, checked again; as dataclasses.replace."""
+        return dataclasses.replace(self, **changes)
+
+
+def _source(cast: Operand) -> str:
+    return cast.source if isinstance(cast, Cast) else ""
+
+
+def _shown(cast: Operand) -> str:
+    return "a Cast" if isinstance(cast, Cast) else repr(cast)
+
+
+def _check_operand(recipe: Recipe, name: str) -> None:
+    """Check one field by itself and beside the forward copy of its tensor."""
+    cast = getattr(recipe, name)
+    forward = _FORWARD.get(name)
+    or_dequantized = f", {DEQUANTIZED!r}" if forward else ""
+    if isinstance(cast, str):
+        if not forward or cast != DEQUANTIZED:
+            raise ValueError(f"{name}: got {cast!r}, must be a Cast{or_dequantized} or None")
+    elif cast is not None and not isinstance(cast, Cast):
+        raise TypeError(f"{name}: got {_checks.describe(cast)}, must be a Cast{or_dequantized} or None")
+    if _source(cast) == "rowwise" and not forward:
+        raise ValueError(f"{name}: source is 'rowwise', must be 'original', since {name} has no forward copy")
+    if forward and (cast == DEQUANTIZED or _source(cast) == "rowwise"):
+        got = repr(cast) if cast == DEQUANTIZED else "source is 'rowwise'"
+        if getattr(recipe, forward) is None:
+            raise ValueError(f"{name}: got {got}, needs a Cast as {forward}, the forward copy; it is None")
+    if not isinstance(cast, Cast):
+        return
+    if cast.block == (16, 16) and name not in ("w", "w_t"):
+        raise ValueError(f"{name}: block is (16, 16), must be (1, 16); it is for w and w_t")
+    if cast.hadamard is not None and name not in ("dy_t", "x_t"):
+        raise ValueError(f"{name}: hadamard is {cast.hadamard!r}, must be None; it is for dy_t and x_t")
+
+
+def _check_pair(recipe: Recipe, left: str, right: str) -> None:
+    """Check that a product has both of its operands quantized, or neither, and both rotated, or neither."""
+    a, b = getattr(recipe, left), getattr(recipe, right)
+    if isinstance(a, Cast) and not isinstance(b, Cast):
+        raise ValueError(f"{right}: got {_shown(b)}, must be a Cast, as {left} is")
+    if a is None and isinstance(b, Cast) and left != "x":
+        wanted = f"None or {DEQUANTIZED!r}, since {left} is None" if right in _FORWARD else "None"
+        raise ValueError(f"{right}: got a Cast, must be {wanted}")
+    if isinstance(a, Cast) and isinstance(b, Cast) and (a.hadamard is None) != (b.hadamard is None):
+        raise ValueError(
+            f"{right}: hadamard is {b.hadamard!r}, must {'not ' if a.hadamard else ''}be None, since that of "
+            f"{left} is {a.hadamard!r} (both operands of a product are rotated, or neither)"
+        )
+
+
+_TENSOR = Cast(scaling="tensor")
+_TENSOR_2D = Cast(scaling="tensor", block=(16, 16))
+_TENSOR_SR = Cast(scaling="tensor", stochastic=True)
+_ROW = Cast()
+_PER_TOKEN = Cast(encode="te_per_token")
+_SR_17_16 = Cast(stochastic=True, headroom=HEADROOM)
+
+_NVIDIA = Recipe(
+    x=_TENSOR,
+    w=_TENSOR_2D,
+    dy=_TENSOR_SR,
+    w_t=_TENSOR_2D,
+    dy_t=Cast(scaling="tensor", hadamard="bf16", stochastic=True),
+    x_t=Cast(scaling="tensor", hadamard="bf16"),
+)
+_SIX_2D = Cast(scaling="tensor", block=(16, 16), four_over_six="mae")
+
+PRESETS: dict[str, Recipe] = {
+    "bf16": Recipe(),
+    "nvidia": _NVIDIA,
+    "te_per_token": Recipe(
+        x=_PER_TOKEN, w=_PER_TOKEN, dy=_PER_TOKEN, w_t=_PER_TOKEN, dy_t=_PER_TOKEN, x_t=_PER_TOKEN
+    ),
+    "row_scaled": Recipe(x=_ROW, w=_TENSOR_2D, dy=_TENSOR_SR, w_t=_TENSOR_2D, dy_t=_TENSOR_SR, x_t=_ROW),
+    "row_scaled_dequantized": Recipe(x=_ROW, w=_TENSOR, w_t=DEQUANTIZED, x_t=DEQUANTIZED),
+    "four_over_six": _NVIDIA.replace(x=Cast(scaling="tensor", four_over_six="mae"), w=_SIX_2D, w_t=_SIX_2D),
+    "bf16_backward": Recipe(x=_TENSOR, w=_TENSOR_2D),
+    "bf16_forward": _NVIDIA.replace(x=None, w=None),
+    "per_token": Recipe(
+        x=_ROW,
+        w=_ROW,
+        dy=_SR_17_16,
+        w_t=Cast(source="rowwise"),
+        dy_t=Cast(hadamard="fp32", stochastic=True, headroom=HEADROOM),
+        x_t=Cast(hadamard="fp32"),
+    ),
+}
+"""The recipes by name.
+
+* "nvidia": TransformerEngine's NVFP4BlockScaling. Each tensor has one amax, weights have blocks of 16x16,
+  gradients are rounded stochastically, and the operands of wgrad are rotated.
+* "te_per_token": TransformerEngine's per-token recipe (#3045): an amax for each row of every operand.
+* "row_scaled": TransformerEngine's row-scaled activations (#2931, #3206): each token of x has an amax, along
+  either direction; no rotation.
+* "row_scaled_dequantized": that forward pass (with 1x16 blocks of W), and a backward pass in bf16 of the
+  dequantized x and W, for reinforcement learning.
+* "four_over_six": "nvidia" whose forward pass chooses block scales as TransformerEngine's 4over6 does.
+* "bf16_backward", "bf16_forward": "nvidia" in one of the passes.
+* "per_token": ours. Each row of every operand has an amax, dgrad multiplies the numbers of the forward
+  weight, gradients are rounded stochastically with headroom, and the operands of wgrad are rotated.
+* "bf16": nothing is quantized.
+"""
+
+
+def resolve(recipe: Recipe | str) -> Recipe:
+    """The recipe itself, or the one of PRESETS with this name.
+
+    Raises:
+        TypeError: it is neither. ValueError: PRESETS has no such name.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str):
+        raise TypeError(
+            f"recipe: got {_checks.describe(recipe)}, must be an fp4gemm.training.Recipe or a name of PRESETS"
+        )
+    if recipe not in PRESETS:
+        raise ValueError(f"recipe: got {recipe!r}, must be {_checks.listing(list(PRESETS))}")
+    return PRESETS[recipe]

@@ -1,0 +1,92 @@
+"""Recipes, layers and explicit training steps that several tests of fp4gemm.training share."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from fp4gemm import quantize, training
+from fp4gemm.training import Cast, Recipe
+from torch import Tensor
+
+# Every preset, and recipes that use the fields which no preset has.
+RECIPES: dict[str, Recipe] = {
+    **training.PRESETS,
+    "w4a16": Recipe(w=Cast()),
+    "original": training.PRESETS["te_per_token"].replace(save_input="original"),
+    "rowwise": Recipe(
+        x=Cast(), w=Cast(), dy=Cast(), w_t=Cast(source="rowwise"), dy_t=Cast(), x_t=Cast(source="rowwise")
+    ),
+    "all stochastic": Recipe(
+        x=Cast(stochastic=True),
+        w=Cast(stochastic=True),
+        dy=Cast(stochastic=True),
+        w_t=Cast(stochastic=True),
+        dy_t=Cast(stochastic=True, hadamard="fp32"),
+        x_t=Cast(stochastic=True, hadamard="fp32"),
+        hadamard_signs=0x1234,
+        save_input="original",
+    ),
+}
+if "headroom" not in inspect.signature(quantize).parameters:
+    del RECIPES["per_token"]  # the quantizer has no headroom yet
+
+
+class Step(NamedTuple):
+    """The results of a training step of one layer."""
+
+    y: Tensor
+    dx: Tensor
+    dw: Tensor
+
+
+def options(cast: Cast, recipe: Recipe, state: Tensor) -> dict[str, Any]:
+    """The keywords of fp4gemm.quantize for a cast, written out."""
+    made: dict[str, Any] = {
+        name: getattr(cast, name) for name in ("scaling", "block", "encode", "four_over_six", "e4m3_max")
+    }
+    if cast.hadamard:
+        made |= {"hadamard": cast.hadamard, "hadamard_signs": recipe.hadamard_signs}
+    if cast.stochastic:
+        made |= {"stochastic": True, "rng_state": state}
+    if cast.headroom != 1:
+        made["headroom"] = cast.headroom
+    return made
+
+
+def explicit(x: Tensor, weight: Tensor, dy: Tensor, recipe: Recipe, state: Tensor) -> Step:
+    """A dense step by fprop, dgrad, wgrad and quantize alone: one operand after the other, no autograd."""
+    m, none = x.shape[0], state.new_zeros(2)
+    of_x, of_w = state + torch.tensor([0, 2]).to(state), state + torch.tensor([0, 4]).to(state)
+    ends = None if m % 32 == 0 and m else torch.tensor([m], dtype=torch.int32, device=x.device)
+
+    def rows(t: Tensor, cast: Any, of: Tensor = none) -> Any:
+        return quantize(t, **options(cast, recipe, of))
+
+    def columns(t: Tensor, cast: Any, of: Tensor = none, ends: Tensor | None = None) -> Any:
+        return quantize(t, axis=0, offs=ends, **options(cast, recipe, of))
+
+    x_q = None if recipe.x is None else rows(x, recipe.x, of_x)
+    w_q = None if recipe.w is None else rows(weight, recipe.w, of_w)
+    if w_q is None:
+        y = x @ weight.to(x.dtype).T
+    else:
+        y = training.fprop(x if x_q is None else x_q, w_q, out_dtype=x.dtype)
+    if recipe.dy is None:
+        values = w_q.dequantize(x.dtype) if recipe.w_t == "dequantized" else weight.to(x.dtype)
+        dx = dy @ values
+    else:
+        source = w_q.dequantize(weight.dtype) if recipe.w_t.source == "rowwise" else weight
+        dx = training.dgrad(rows(dy, recipe.dy, state), columns(source, recipe.w_t, of_w), out_dtype=x.dtype)
+    if recipe.dy_t is None:
+        values = x_q.dequantize(x.dtype) if recipe.x_t == "dequantized" else x
+        dw = (dy.T @ values).to(weight.dtype)
+    else:
+        source = x_q.dequantize(x.dtype) if recipe.x_t.source == "rowwise" else x
+        dw = training.wgrad(
+            columns(dy, recipe.dy_t, state, ends),
+            columns(source, recipe.x_t, of_x, ends),
+            out_dtype=weight.dtype,
+        )
+    return Step(y, dx, dw.reshape(weight.shape))
