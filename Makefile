@@ -66,7 +66,7 @@ test-emulated: $(STAMPS)/installed-test $(STAMPS)/test ## Calibrate the PTX emul
 
 # The producers lie in an environment of their own, so that none of them gets into .venv.
 .PHONY: test-oracles
-test-oracles: $(STAMPS)/installed-test $(STAMPS)/test $(STAMPS)/demo ## Compare with ModelOpt, llm-compressor and peft from PyPI
+test-oracles: $(STAMPS)/installed-test $(STAMPS)/test $(STAMPS)/demo ## Compare with ModelOpt, llm-compressor, peft and TransformerEngine
 	@$(call say,oracles: installing requirements/oracles.txt into build/oracles)
 	@$(BIN)/python -m venv build/oracles
 	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \

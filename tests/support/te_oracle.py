@@ -112,7 +112,7 @@ def _run(source: str, name: str) -> types.ModuleType:
 
 
 class Oracle:
-    """The executed reference: quantization in each of its modes, and its rotation alone."""
+    """The executed reference: quantization in each of its modes, its products, and its rotation alone."""
 
     def __init__(self, path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
@@ -185,6 +185,40 @@ class Oracle:
             data, scale, amax = result.data, result.scale, result.global_amax_row
         scales = scale[:rows, : k // 16].contiguous().view(torch.uint8)
         return data, scales, amax.to(torch.float32).reshape(-1)
+
+    def both(self, x: torch.Tensor, *, rotate: bool = False, **options: Any) -> Any:
+        """Its result for the rows of x and for the rows of x.T, which ``rotate`` rotates before the cast.
+
+        The options are scaling, block and four_over_six of :meth:`quantize`.
+        """
+        return self._quantizer(
+            columnwise=True,
+            rotate=rotate,
+            signs=True,
+            quant_tile_shape=options.get("block", (1, 16)),
+            row_scaled_nvfp4=options["scaling"] == "row",
+            nvfp4_use_4over6=options.get("four_over_six") is not None,
+            nvfp4_e4m3_max=256 if options.get("four_over_six") else 448,
+            nvfp4_4over6_err_mode=(options.get("four_over_six") or "mae").upper(),
+        ).quantize(x)
+
+    def multiply(self, product: str, a: Any, b: Any, dtype: torch.dtype) -> torch.Tensor:
+        """D of two results of :meth:`both`, by qgemm: product is "FPROP", "DGRAD" or "WGRAD"."""
+        quantizer = self._quantizer(columnwise=True, rotate=False, signs=True, quant_tile_shape=(1, 16))
+        left = (a.data_t, a.scale_t) if product == "WGRAD" else (a.data, a.scale)
+        right = (b.data, b.scale) if product == "FPROP" else (b.data_t, b.scale_t)
+        made: torch.Tensor = quantizer.qgemm(
+            left[0],
+            right[0],
+            None,
+            dtype,
+            left[1],
+            right[1],
+            gemm_type=self._module.gemm.GEMMType[product],
+            qresult_x=a,
+            qresult_w=b,
+        )
+        return made
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """x with each 16 values of a row rotated with the default signs, in the dtype of x."""

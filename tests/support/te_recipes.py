@@ -1,0 +1,179 @@
+"""The products of a training step by fp4gemm.training, and by TransformerEngine's reference.
+
+The reference has no stochastic rounding, one amax vector for each product, and no te_per_token; it does not
+define the order of the sums of a rotation, so that the data here make them exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from fp4gemm import NVFP4Tensor, training
+from fp4gemm.training import _functions
+from helpers import make
+from te_oracle import Oracle
+from torch import Tensor
+
+HASHES = Path(__file__).parents[1] / "training" / "te_recipes.json"
+M, N, K = 64, 32, 96
+KINDS = ("normal", "heavy", "row_ranges", "outliers")
+# The preset, and the products of it that TransformerEngine's reference has.
+PRESETS = {
+    "nvidia": ("FPROP", "DGRAD", "WGRAD"),
+    "row_scaled": ("FPROP", "DGRAD", "WGRAD"),
+    "row_scaled_dequantized": ("FPROP",),
+    "four_over_six": ("FPROP", "DGRAD", "WGRAD"),
+    "bf16_backward": ("FPROP",),
+    "bf16_forward": ("DGRAD", "WGRAD"),
+}
+
+
+class Product(NamedTuple):
+    """One product: its operands as codes, compact scales and amax, and its result."""
+
+    a: tuple[Tensor, Tensor, Tensor]
+    b: tuple[Tensor, Tensor, Tensor]
+    d: Tensor
+
+
+def data(kind: str) -> dict[str, Tensor]:
+    """x, w and dy, bfloat16 on a grid: sums of 16 numbers are exact in float32, in any order."""
+    made = {}
+    for seed, (name, shape) in enumerate({"x": (M, K), "w": (N, K), "dy": (M, N)}.items()):
+        values = make(kind, *shape, torch.bfloat16, torch.Generator().manual_seed(seed))
+        made[name] = ((values.float() * 64).round() / 64).clamp(-2000, 2000).to(torch.bfloat16)
+    return made
+
+
+def without_stochastic_rounding(preset: str) -> training.Recipe:
+    """The preset, also without headroom, which belongs to it."""
+    recipe = training.PRESETS[preset]
+    casts = {
+        field.name: dataclasses.replace(getattr(recipe, field.name), stochastic=False, headroom=1.0)
+        for field in dataclasses.fields(recipe)
+        if isinstance(getattr(recipe, field.name), training.Cast)
+    }
+    return recipe.replace(**casts)
+
+
+def ours(preset: str, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> dict[str, Product]:
+    """The NVFP4 products of one forward and backward pass of training.linear, as they were called."""
+    made: dict[str, Product] = {}
+
+    def recorded(name: str) -> Any:
+        function = getattr(_functions, name)
+
+        def call(a: NVFP4Tensor, b: NVFP4Tensor, **terms: Any) -> Tensor:
+            d: Tensor = function(a, b, **terms)
+            if isinstance(a, NVFP4Tensor):
+                made[name.upper()] = Product(_parts(a), _parts(b), d.detach())
+            return d
+
+        return call
+
+    for name in ("fprop", "dgrad", "wgrad"):
+        monkeypatch.setattr(_functions, name, recorded(name))
+    x, w = (tensors[name].clone().requires_grad_() for name in ("x", "w"))
+    y = training.functional.linear(x, w, None, without_stochastic_rounding(preset))
+    y.backward(tensors["dy"])
+    for name, result in (("FPROP", y), ("DGRAD", x.grad), ("WGRAD", w.grad)):
+        assert result is not None
+        assert name not in made or torch.equal(made[name].d, result.detach())
+    return made
+
+
+def _parts(t: NVFP4Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return t.codes, t.compact_scales().view(torch.uint8), t.amax
+
+
+def theirs(preset: str, tensors: dict[str, Tensor], oracle: Oracle) -> dict[str, Product]:
+    """The same products by TransformerEngine's reference."""
+    row_scaled = preset.startswith("row_scaled")
+    rotate = not row_scaled
+    # A recipe of two quantizers for x where the forward copy has four over six: TransformerEngine has no
+    # rotation with it.
+    x_t = oracle.both(tensors["x"], scaling="row" if row_scaled else "tensor", rotate=rotate)
+    dy = oracle.both(tensors["dy"], scaling="tensor", rotate=rotate)
+    if preset == "four_over_six":
+        x = oracle.both(tensors["x"], scaling="tensor", four_over_six="mae")
+        w = oracle.both(tensors["w"], scaling="tensor", block=(16, 16), four_over_six="mae")
+        # Tiles are decided along the rows of w; there the copy for dgrad decides along those of w.T.
+        w.data_t, w.scale_t = _transposed(w.data), w.scale.repeat_interleave(16, 1).t()[:, ::16]
+    else:
+        x = x_t
+        block = (1, 16) if preset == "row_scaled_dequantized" else (16, 16)
+        w = oracle.both(tensors["w"], scaling="tensor", block=block)
+    operands = {"FPROP": (x, w), "DGRAD": (dy, w), "WGRAD": (dy, x_t)}
+    made = {}
+    for name in PRESETS[preset]:
+        a, b = operands[name]
+        d = oracle.multiply(name, a, b, torch.bfloat16)
+        made[name] = Product(_of(a, name == "WGRAD"), _of(b, name != "FPROP"), d)
+    return made
+
+
+def _of(t: Any, is_column: bool) -> tuple[Tensor, Tensor, Tensor]:
+    codes, scale, amax = (
+        (t.data_t, t.scale_t, t.global_amax_col) if is_column else (t.data, t.scale, t.global_amax_row)
+    )
+    return codes, scale.contiguous().view(torch.uint8), amax.reshape(-1)
+
+
+def _transposed(packed: Tensor) -> Tensor:
+    """Codes (n, k/2) of w as codes (k, n/2) of w.T."""
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1).t()
+    return (codes[:, ::2] | codes[:, 1::2] << 4).contiguous()
+
+
+def positive_zeros(codes: Tensor) -> Tensor:
+    """Packed codes with 8 (-0) replaced by 0: the reference drops the sign of a zero."""
+    low, high = codes & 15, codes >> 4
+    return low.where(low != 8, 0) | high.where(high != 8, 0) << 4
+
+
+def digest(operand: tuple[Tensor, Tensor, Tensor]) -> str:
+    """SHA-256 of codes, without the sign of zeros, scales and amax."""
+    codes, scales, amax = operand
+    made = hashlib.sha256()
+    for part in (positive_zeros(codes), scales, amax):
+        made.update(part.contiguous().view(torch.uint8).numpy().tobytes())
+    return made.hexdigest()
+
+
+def values(operand: tuple[Tensor, Tensor, Tensor], bound: int) -> Tensor:
+    """q * s * A / (6 * bound) in float64."""
+    codes, scales, amax = operand
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    q = torch.stack((codes & 15, codes >> 4), -1).flatten(1).long()
+    signed = table[q & 7] * (1 - 2 * (q >> 3))
+    s = scales.view(torch.float8_e4m3fn).double().repeat_interleave(16, 1)
+    return signed * s * (amax.double().view(-1, 1) / (6 * bound))
+
+
+def allowed(product: Product, bounds: tuple[int, int]) -> Tensor:
+    """How far two bfloat16 results may differ: by 20 roundings of sums to float32, and a last one."""
+    a, b = values(product.a, bounds[0]), values(product.b, bounds[1])
+    return (a @ b.t()).abs() * 2.0**-7 + a.abs() @ b.abs().t() * 20 * 2.0**-24
+
+
+def bounds(preset: str, name: str) -> tuple[int, int]:
+    """The bounds of the scales of both operands."""
+    if preset != "four_over_six":
+        return 448, 448
+    return {"FPROP": (256, 256), "DGRAD": (448, 256), "WGRAD": (448, 448)}[name]
+
+
+def record(oracle: Oracle) -> dict[str, Any]:
+    """What te_recipes.json holds: digests of their operands, and 16 elements of their results."""
+    made: dict[str, Any] = {}
+    for preset in PRESETS:
+        for kind in KINDS:
+            for name, product in theirs(preset, data(kind), oracle).items():
+                row = product.d[0, :16].tolist()
+                made[f"{preset} {kind} {name}"] = [digest(product.a), digest(product.b), row]
+    return made
