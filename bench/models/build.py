@@ -127,7 +127,11 @@ def build(shape: Shape, num_layers: int, wanted: Sequence[str], device: torch.de
             _quantize_experts(layer, scaling)
             found.append(
                 fp4gemm.nn.quantize_model(
-                    layer, activation_scaling=scaling, fuse="auto", report=reports.append
+                    layer,
+                    activation_scaling=scaling,
+                    method="round",  # as the emulation; the speed does not depend on it
+                    fuse="auto",
+                    report=reports.append,
                 )
             )
             if index == 0:

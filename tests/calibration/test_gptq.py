@@ -88,6 +88,28 @@ def test_the_same_bits_again_and_rows_alone(gen: torch.Generator) -> None:
     assert same(fp4gemm.concat([gptq(w[:16], h), gptq(w[16:], h)]), made)
 
 
+def test_a_given_amax(gen: torch.Generator) -> None:
+    """Weights that share an amax are rounded apart as they are together."""
+    w, h = operands(48, 64, gen)
+    both = gptq(w, h, scaling="tensor")
+    for part in (slice(0, 16), slice(16, 48)):
+        made = gptq(w[part], h, scaling="tensor", amax=both.amax)
+        assert torch.equal(made.codes, both.codes[part])
+        assert torch.equal(
+            made.compact_scales().view(torch.uint8), both.compact_scales().view(torch.uint8)[part]
+        )
+    assert same(gptq(w, h, amax=w.abs().amax(1)), gptq(w, h))
+    stack, moments = torch.stack([w, w]), torch.stack([h, h])
+    assert same(gptq(stack, moments, scaling="tensor", amax=both.amax.expand(2, 1))[1], both)
+    for amax, text in (
+        (w.abs().amax(1), r"^amax: .*\(48,\).*\(1,\)"),
+        (-both.amax, "^amax: must be finite and at least 0"),
+        (both.amax / 0, "^amax: must be finite"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            gptq(w, h, scaling="tensor", amax=amax)
+
+
 def test_experts(gen: torch.Generator) -> None:
     """A stack is rounded matrix by matrix, in chunks too."""
     pairs = [operands(16, 64, gen) for _ in range(3)]

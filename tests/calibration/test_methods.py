@@ -53,7 +53,8 @@ def layers_of(model: torch.nn.Module) -> dict[str, nn.Linear]:
 def test_each_method_is_the_function_of_its_name(model: Model) -> None:
     known = fp4gemm.calibrate(model, batches(), second_moment=True)
     for method, calibration, want in (
-        (None, None, lambda w, s: fp4gemm.quantize(w)),
+        (None, None, lambda w, s: fp4gemm.quantize(w, four_over_six="mse")),
+        ("round", None, lambda w, s: fp4gemm.quantize(w)),
         ("four-over-six", None, lambda w, s: fp4gemm.quantize(w, four_over_six="mse")),
         ("search", None, lambda w, s: fp4gemm.quantize(w, scale_search="mse")),
         ("search", known, lambda w, s: fp4gemm.quantize(w, scale_search="mse", importance=s.mean_square)),
@@ -67,7 +68,7 @@ def test_each_method_is_the_function_of_its_name(model: Model) -> None:
             assert same_bits(layer.weight_scales, w.scales), (method, name)
             assert layer.e4m3_max == w.e4m3_max
             entry = next(entry for entry in report.layers if entry.name == name)
-            assert entry.method == (method or ("round" if calibration is None else "gptq"))
+            assert entry.method == (method or ("four-over-six" if calibration is None else "gptq"))
             assert (entry.output_error is None) is (calibration is None)
 
 

@@ -247,6 +247,16 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "activation_scaling": ({"activation_scaling": 3}, TypeError, r"^activation_scaling: got 3 \(int\)"),
     "include": ({"include": 3}, TypeError, r"^include: got 3 \(int\), must be a str or a sequence of str"),
     "exclude": ({"exclude": [len]}, TypeError, r"^exclude: got .*, must be a str or a sequence of str"),
+    "include-empty": (
+        {"include": []},
+        ValueError,
+        r"^include: got \[\] \(list\), must have at least one pat",
+    ),
+    "exclude-empty": (
+        {"exclude": ()},
+        ValueError,
+        r"^exclude: got \(\) \(tuple\), must have at least one pa",
+    ),
     "fuse": ({"fuse": "all"}, ValueError, r"^fuse: got 'all', must be 'auto' or 'none'"),
 }
 

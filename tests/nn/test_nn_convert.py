@@ -42,6 +42,11 @@ class Block(torch.nn.Module):
         return self.head(self.special(h)), self.odd(h)
 
 
+def by_default(linear: torch.nn.Linear) -> nn.Linear:
+    """The layer that quantize_model makes without calibration."""
+    return nn.Linear.from_float(linear, weight_method="four-over-six")
+
+
 def test_quantize_model_swaps_and_reports() -> None:
     model, seen = Block(), []
     before = copy.deepcopy(model.state_dict())
@@ -52,7 +57,7 @@ def test_quantize_model_swaps_and_reports() -> None:
     assert swapped.odd is not model.odd
     assert isinstance(model.up, torch.nn.Linear)  # the original is unchanged
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert same_state(swapped.up, nn.Linear.from_float(model.up))
+    assert same_state(swapped.up, by_default(model.up))
     assert seen == [(1, 3, "up"), (2, 3, "down"), (3, 3, "head")]
 
     found = {layer.name: layer for layer in report.layers}
@@ -84,11 +89,11 @@ def test_quantized_model_computes_its_layers() -> None:
     swapped, ids = convert(model, include=".")[0], torch.arange(12).reshape(3, 4)
     with torch.no_grad():
         h = model.embed(ids)
-        up = nn.Linear.from_float(model.up)
-        h = h + nn.Linear.from_float(model.down)(torch.relu(up(h)) + up(h))
+        up = by_default(model.up)
+        h = h + by_default(model.down)(torch.relu(up(h)) + up(h))
         head, odd = swapped(ids)
         assert same_bits(odd, model.odd(h))
-        assert same_bits(head, nn.Linear.from_float(model.head)(model.special(h)))
+        assert same_bits(head, by_default(model.head)(model.special(h)))
 
 
 def test_inplace_keeps_the_model_object() -> None:
@@ -107,7 +112,7 @@ def test_the_default_is_inplace_and_warns_of_what_it_skips() -> None:
         assert nn.quantize_model(model) is model
     assert type(model.up) is nn.Linear
     linear = float_linear()
-    assert same_state(nn.quantize_model(linear), nn.Linear.from_float(linear))
+    assert same_state(nn.quantize_model(linear), by_default(linear))
 
 
 def test_the_warning_names_every_layer_with_its_reason() -> None:
@@ -178,7 +183,7 @@ def test_weights_outside_of_linear_layers_are_reported() -> None:
 def test_a_linear_model_and_a_second_pass() -> None:
     linear = float_linear()
     swapped, report = convert(linear)
-    assert same_state(swapped, nn.Linear.from_float(linear))
+    assert same_state(swapped, by_default(linear))
     assert report.layers[0].name == ""
     again, report = convert(swapped)
     assert same_state(again, swapped)

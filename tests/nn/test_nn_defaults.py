@@ -179,9 +179,9 @@ def test_the_table_has_a_line_for_layers_that_differ_in_numbers() -> None:
     assert str(report).splitlines() == [
         "layers.0-2.gate              3 times   8 x 64   excluded   6.14 kB             "
         "router, in float unless include matches it",
-        "layers.0-2.shared            3 times   64 x 64  quantized  49.9 kB -> 9.23 kB",
-        "layers.0-2.experts.0-7.up    24 times  96 x 64  quantized  599 kB -> 105 kB",
-        "layers.0-2.experts.0-7.down  24 times  64 x 96  quantized  596 kB -> 111 kB",
+        "layers.0-2.shared            3 times   64 x 64  quantized  49.9 kB -> 9.23 kB  four-over-six",
+        "layers.0-2.experts.0-7.up    24 times  96 x 64  quantized  599 kB -> 105 kB    four-over-six",
+        "layers.0-2.experts.0-7.down  24 times  64 x 96  quantized  596 kB -> 111 kB    four-over-six",
         "54 linear layers (3 excluded, 51 quantized): 1.25 MB -> 231 kB",
         "parameters: 312768 -> 312768, 98.2 % of them in NVFP4",
         "bytes: 1.25 MB -> 231 kB",

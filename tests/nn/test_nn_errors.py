@@ -202,6 +202,11 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "model": (lambda: nn.quantize_model("model"), TypeError, "model: got 'model'"),
     "model-report": (lambda: nn.quantize_model(_model(), report=3), TypeError, "report: got 3"),
+    "model-include-empty": (
+        lambda: nn.quantize_model(_model(), include=[]),
+        ValueError,
+        r"include: got \[\] \(list\), must have at least one pattern, or be None",
+    ),
     "model-include": (lambda: nn.quantize_model(_model(), include=3), TypeError, "include: got 3"),
     "model-regex": (
         lambda: nn.quantize_model(_model(), exclude="("),

@@ -158,14 +158,19 @@ def test_other_refusals() -> None:
 
 
 def test_a_layer_of_the_bound_256() -> None:
-    """A float weight would be quantized with the bound 448, which a captured graph could not see."""
+    """A float weight gets the bound of the layer, which is a part of captured graphs."""
     four = fp4gemm.quantize(W, four_over_six="mse")
     layer = nn.Linear.from_quantized(four)
     other = fp4gemm.quantize(new_weight(seed=8), four_over_six="mae")
     layer.update_(other)
     assert same_bits(layer.dequantize_weight(), other.dequantize())
     with pytest.raises(ValueError, match=r"^weight: e4m3_max is 448, must be 256"):
-        layer.update_(W)
+        layer.update_(fp4gemm.quantize(W))
+    layer.update_(W)
+    assert same_bits(layer.weight_codes, four.codes)
+    assert same_bits(layer.weight_scales, four.scales)
+    layer.weight = torch.nn.Parameter(new_weight(seed=9))  # as transformers ties weights
+    assert layer.e4m3_max == 256
 
 
 # ---- experts
@@ -276,7 +281,7 @@ def test_bad_parts() -> None:
     for arguments, message in (
         (([W, W],), r"^weight: got 2 weights, must be 3 or one tensor$"),
         (([W, None, None],), r"^weight\[0\]: .*\(24, 64\).*\(64, 64\)"),
-        (([None, fp4gemm.quantize(W, four_over_six="mse"), None],), r"^weight\[1\]: e4m3_max is 256"),
+        (([None, fp4gemm.quantize(W), None],), r"^weight\[1\]: e4m3_max is 448, must be 256"),
         (([None, W, None], torch.ones(24)), r"^bias: "),
     ):
         with pytest.raises(ValueError, match=message):

@@ -121,7 +121,7 @@ def load(folder: Path, **options: Any) -> Any:
 
 
 def in_place(name: str, activations: str = "row", **options: Any) -> Any:
-    """The float model quantized in place, with gate and up of each expert quantized by themselves."""
+    """The float model rounded in place, with gate and up of each expert quantized by themselves."""
     model = float_model(name)
     halves = {}
     for path, module in model.named_modules():
@@ -129,7 +129,7 @@ def in_place(name: str, activations: str = "row", **options: Any) -> Any:
             gate, up = (w.detach().contiguous() for w in module.gate_up_proj.chunk(2, 1))
             parts = [fp4gemm.quantize(w, scaling="tensor") for w in (gate, up, module.down_proj.detach())]
             halves[path] = fp4gemm.concat(parts[:2]), parts[2]
-    options = {"weight_scaling": "tensor", "activation_scaling": activations, **options}
+    options = {"weight_scaling": "tensor", "activation_scaling": activations, "method": "round", **options}
     nn.quantize_model(model, report=lambda report: None, **options)
     for path, (w13, w2) in halves.items():
         owner, _, child = path.rpartition(".")

@@ -69,6 +69,7 @@ def gptq(
     second_moment: Tensor,
     *,
     scaling: Scaling = "row",
+    amax: Tensor | None = None,
     damping: float = DAMPING,
     block_order: BlockOrder = "natural",
 ) -> NVFP4Tensor:
@@ -84,6 +85,8 @@ def gptq(
             as in :class:`fp4gemm.calibration.InputStatistics`; (g, k, k) for experts. Its scale has no
             effect.
         scaling: "row": each row has its own amax; "tensor": each matrix has one.
+        amax: A, given instead of measured, such as that of several weights which share it: float32 (n,) or
+            (1,) on the device of weight, (g, n) or (g, 1) for experts; finite and at least 0.
         damping: what is added to the diagonal of second_moment, as a part of the mean of the diagonal; at
             least 0. If the sum is not positive definite, ten times as much is added, until it is, and a
             warning says so.
@@ -98,7 +101,9 @@ def gptq(
             not symmetric or has a negative diagonal, and one that is not positive definite with a damping of
             1 either.
     """
-    made = rounded(weight, second_moment, scaling=scaling, damping=damping, block_order=block_order)
+    made = rounded(
+        weight, second_moment, scaling=scaling, amax=amax, damping=damping, block_order=block_order
+    )
     for e, used in enumerate(made.damping):
         if used != damping:
             which = f" of expert {e}" if weight.dim() == 3 else ""
@@ -115,6 +120,7 @@ def rounded(
     second_moment: Tensor,
     *,
     scaling: Scaling = "row",
+    amax: Tensor | None = None,
     damping: float = DAMPING,
     block_order: BlockOrder = "natural",
 ) -> Rounded:
@@ -124,7 +130,11 @@ def rounded(
     with torch.no_grad():
         g, n, k = stack.shape
         dims: tuple[int, ...] = (2,) if scaling == "row" else (1, 2)
-        amax = stack.abs().amax(dims).float().view(g, -1)
+        shape = (g, n if scaling == "row" else 1)
+        if amax is None:
+            amax = stack.abs().amax(dims).float().view(shape)
+        else:
+            amax = _given_amax(amax, shape if weight.dim() == 3 else shape[1:], weight.device).view(shape)
         nibbles = torch.empty((g, n, k), dtype=torch.uint8, device=stack.device)
         scales = torch.empty((g, n, k // BLOCK), dtype=torch.uint8, device=stack.device)
         step, used = max(1, WORKSPACE // (32 * k * k)), []
@@ -175,6 +185,17 @@ def _checked(
     if bool(off.any()):
         raise ValueError("second_moment: is not symmetric, must be the mean of x x^T")
     return w.detach() if w.dim() == 3 else w.detach()[None]
+
+
+def _given_amax(amax: object, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """The argument amax after its checks."""
+    given = _checks.is_tensor("amax", amax)
+    _checks.has_dtype("amax", given, (torch.float32,))
+    _checks.has_shape("amax", given, shape, " as of weight and scaling")
+    _checks.same_device("amax", given, device, "weight")
+    if not bool((given.isfinite() & (given >= 0)).all()):
+        raise ValueError("amax: must be finite and at least 0")
+    return given
 
 
 def _order(moments: Tensor, block_order: BlockOrder) -> Tensor:

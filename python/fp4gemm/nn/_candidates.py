@@ -225,6 +225,8 @@ def patterns(name: str, value: object) -> list[Pattern] | None:
     if value is None:
         return None
     many = [value] if isinstance(value, (str, re.Pattern)) or not isinstance(value, Iterable) else list(value)
+    if not many:
+        raise ValueError(f"{name}: got {_checks.describe(value)}, must have at least one pattern, or be None")
     checked: list[Pattern] = []
     for item in many:
         if isinstance(item, str):

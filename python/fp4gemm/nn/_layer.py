@@ -10,7 +10,6 @@ from torch import Tensor
 from .. import _checks, support
 from ..containers.nvfp4 import NVFP4Tensor
 from ..containers.prepacked import prepack
-from ..quantize import quantize
 from ._inputs import check_bias, check_float_weight, check_quantized_weight
 from ._saved import SavedWeight
 from ._state import BITS, PREPACKED
@@ -88,8 +87,8 @@ class WeightLayer(SavedWeight):
             weight: NVFP4Tensor (n, k), or (g, n, k) of a stack, with the e4m3_max of the layer, which is an
                 argument of the kernels and so part of a captured graph. Its amax is that of the layer in
                 shape; one number for a matrix is also accepted where the layer has one for each row. Or a
-                bfloat16, float16 or float32 tensor, which is quantized with ``weight_scaling`` of the layer
-                by :func:`fp4gemm.quantize`.
+                bfloat16, float16 or float32 tensor, which :func:`fp4gemm.quantize` makes NVFP4 with
+                ``weight_scaling`` and ``e4m3_max`` of the layer: 448 is plain rounding, 256 four over six.
             bias: bfloat16, float16 or float32 (n,) or (g, n); None keeps the bias.
 
         Raises:
@@ -122,7 +121,7 @@ class WeightLayer(SavedWeight):
             if isinstance(weight, Tensor):
                 check_float_weight(name, weight, shape)
                 _checks.same_device(name, weight, device, "the layer")
-                weight = quantize(weight.detach(), scaling=self.weight_scaling)
+                weight = self._requantized(weight)
             if not isinstance(weight, NVFP4Tensor):
                 raise TypeError(
                     f"{name}: got {_checks.describe(weight)}, must be an NVFP4Tensor or a float tensor"

@@ -34,7 +34,7 @@ def chosen_method(method: object, calibration: object, sequential: object) -> Me
             raise ValueError("sequential: got True, must be False without batches as calibration")
         if method == "gptq":
             raise ValueError("method: got 'gptq', must be another without calibration")
-        return "round" if method is None else cast(Method, method)
+        return "four-over-six" if method is None else cast(Method, method)
     if isinstance(calibration, Statistics):
         if sequential:
             raise ValueError("sequential: got True, must be False with Statistics (pass the batches instead)")

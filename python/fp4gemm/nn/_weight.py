@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -219,7 +219,7 @@ class WeightModule(torch.nn.Module):
             check_float_weight("weight", value, shape)
             _checks.same_device("weight", value, device, "the layer")
             with torch.inference_mode(False), torch.no_grad():
-                value = quantize(value.detach(), scaling=self.weight_scaling)
+                value = self._requantized(value)
         value = check_quantized_weight(value, rank=len(shape))
         if tuple(value.shape) != shape:
             raise ValueError(f"weight: shape is {tuple(value.shape)}, must be {shape}")
@@ -233,6 +233,15 @@ class WeightModule(torch.nn.Module):
             )
             self.e4m3_max = value.e4m3_max
             self._has_weight = True
+
+    def _requantized(self, weight: Tensor) -> NVFP4Tensor:
+        """A float weight, or some rows of one, as NVFP4 with the scaling and the bound of this layer.
+
+        A layer of the bound 448 was rounded plainly. The bound 256 is that of all other methods, of which
+        four over six needs no data.
+        """
+        adaptive: Literal["mse"] | None = "mse" if self.e4m3_max == min(_checks.E4M3_BOUNDS) else None
+        return quantize(weight.detach(), scaling=self.weight_scaling, four_over_six=adaptive)
 
     @property
     def weight_scaling(self) -> WeightScaling:

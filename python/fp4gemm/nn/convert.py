@@ -73,12 +73,12 @@ def quantize_model(
             else, so it is swapped only where it is listed here.
         activation_scaling, weight_scaling, check_finite: as in :class:`fp4gemm.nn.Linear`. Experts stay in
             float with activation_scaling="tensor".
-        method: how weights are rounded. "round": the standard block scales. "four-over-six": of two scales of
-            a block the one with the smaller squared error. "search": of ten scales the one with the smallest
-            error weighted by the mean square of the inputs, or unweighted without calibration. "gptq":
-            :func:`fp4gemm.calibration.gptq`, which needs calibration with second moments. None is "gptq"
-            where that is possible, "search" with other calibration, and "round" without. docs/accuracy.md
-            compares them.
+        method: how weights are rounded. "round": the standard block scales, as ``quantize(w)``.
+            "four-over-six": of two scales of a block the one with the smaller squared error. "search": of
+            thirteen scales the one with the smallest error weighted by the mean square of the inputs, or
+            unweighted without calibration. "gptq": :func:`fp4gemm.calibration.gptq`, which needs calibration
+            with second moments. None is "gptq" where that is possible, "search" with other calibration, and
+            "four-over-six" without. docs/accuracy.md compares them.
         calibration: :class:`fp4gemm.calibration.Statistics` of this model's layers, or batches for
             :func:`fp4gemm.calibrate`, which then runs here. An expert with fewer tokens than k gets those of
             all experts added; the report names what else was done.

@@ -272,7 +272,7 @@ def _how(methods: list[Method]) -> str:
     """The method of a group of layers, and the range of their output errors."""
     method, errors = methods[0][0], [error for _, error in methods if error is not None]
     if not errors:
-        return "" if method == "round" else method
+        return method
     low, high = f"{min(errors):.3f}", f"{max(errors):.3f}"
     return f"{method}, output error {low}" + ("" if low == high else f" to {high}")
 

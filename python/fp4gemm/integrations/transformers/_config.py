@@ -15,8 +15,9 @@ from ...nn._inputs import ACTIVATION_SCALINGS, WEIGHT_SCALINGS, ActivationScalin
 __all__ = ["Fp4GemmConfig", "compressed_tensors"]
 
 Fuse = Literal["auto", "none"]
+Method = Literal["round", "four-over-six"]
 PACKED = "nvfp4-pack-quantized"  # the format of compressed-tensors that is NVFP4
-OPTIONS = ("weight_scaling", "activation_scaling", "include", "exclude", "fuse", "format")
+OPTIONS = ("weight_scaling", "activation_scaling", "method", "include", "exclude", "fuse", "format")
 OF_LOADING = ("activation_scaling", "fuse")  # the options that a quantized checkpoint leaves open
 
 
@@ -35,6 +36,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
             default, since it does not save.)
         activation_scaling: "row", "none" or "tensor", as for :class:`fp4gemm.nn.Linear`. None: what an NVFP4
             checkpoint says, W4A16 "none" and W4A4 "row"; with a float checkpoint "row".
+        method: how weights are rounded, as for ``quantize_model``: "round" or "four-over-six" (None).
         include, exclude: regular expressions, as for ``quantize_model``.
         fuse: as for ``quantize_model``.
         format: what ``save_pretrained`` writes: "modelopt", "compressed-tensors" or "fp4gemm". None: as the
@@ -51,6 +53,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         *,
         weight_scaling: WeightScaling | None = None,
         activation_scaling: ActivationScaling | None = None,
+        method: Method | None = None,
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
         fuse: Fuse | None = None,
@@ -60,6 +63,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         for name, value, allowed in (
             ("weight_scaling", weight_scaling, WEIGHT_SCALINGS),
             ("activation_scaling", activation_scaling, ACTIVATION_SCALINGS),
+            ("method", method, get_args(Method)),
             ("fuse", fuse, get_args(Fuse)),
             ("format", format, tuple(FORMATS)),
         ):
@@ -70,6 +74,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
             for name, value in (
                 ("weight_scaling", weight_scaling),
                 ("activation_scaling", activation_scaling),
+                ("method", method),
                 ("include", _patterns("include", include)),
                 ("exclude", _patterns("exclude", exclude)),
                 ("fuse", fuse),
@@ -79,6 +84,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         }
         self.weight_scaling: WeightScaling = weight_scaling or "tensor"
         self.activation_scaling = activation_scaling
+        self.method = method
         self.include = _patterns("include", include)
         self.exclude = _patterns("exclude", exclude)
         self.fuse: Fuse = fuse or "none"
@@ -154,6 +160,8 @@ def _patterns(name: str, value: object) -> list[str] | None:
     if value is None:
         return None
     many = [value] if isinstance(value, str) else value
+    if isinstance(many, Sequence) and not many:
+        raise ValueError(f"{name}: got {_checks.describe(value)}, must have at least one pattern, or be None")
     if not isinstance(many, Sequence) or not all(isinstance(each, str) for each in many):
         raise TypeError(f"{name}: got {_checks.describe(value)}, must be a str or a sequence of str")
     return list(many)

@@ -14,6 +14,7 @@ from ...checkpoint.formats import FORMATS
 from ...nn import _candidates
 from ...nn._candidates import Candidate
 from ...nn._hooks import accelerate_hook, carry_over, materialized
+from ...nn._methods import chosen_method
 from ...nn._swap import quantized
 from ...nn._weight import WeightModule
 from ...nn.fuse import fuse_blocks
@@ -160,6 +161,7 @@ class Fp4GemmQuantizer(HfQuantizer):
         options: dict[str, Any] = {
             "activation_scaling": self._activation_scaling,
             "weight_scaling": self.quantization_config.weight_scaling,
+            "weight_method": self.quantization_config.method or chosen_method(None, None, False),
             "check_finite": "off",
         }
         try:

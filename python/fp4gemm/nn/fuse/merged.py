@@ -19,7 +19,6 @@ from ... import _checks
 from ...activations import ActivationName, by_name
 from ...containers.decoded import DecodedTensor
 from ...containers.nvfp4 import NVFP4Tensor
-from ...quantize import quantize
 from ...stacks import join_rows, joined
 from .._hooks import carry_over
 from .._inputs import check_bias, check_float_weight, check_quantized_weight, shared_input
@@ -127,7 +126,7 @@ class MergedLinear(Linear):
                     continue
                 if isinstance(w, Tensor):
                     check_float_weight(label, w, shape)
-                    w = quantize(w.detach(), scaling=self.weight_scaling)
+                    w = self._requantized(w)
                 new = check_quantized_weight(w, label)
                 if tuple(new.shape) != shape:
                     raise ValueError(f"{label}: shape is {tuple(new.shape)}, must be {shape}")
