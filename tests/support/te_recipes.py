@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from fp4gemm import NVFP4Tensor, training
-from fp4gemm.training import _functions
 from helpers import make
 from te_oracle import Oracle
 from torch import Tensor
+from training_operands import catch, codes_as_numbers, step_of
 
 HASHES = Path(__file__).parents[1] / "training" / "te_recipes.json"
 M, N, K = 64, 32, 96
@@ -63,28 +63,14 @@ def without_stochastic_rounding(preset: str) -> training.Recipe:
 
 def ours(preset: str, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> dict[str, Product]:
     """The NVFP4 products of one forward and backward pass of training.linear, as they were called."""
-    made: dict[str, Product] = {}
-
-    def recorded(name: str) -> Any:
-        function = getattr(_functions, name)
-
-        def call(a: NVFP4Tensor, b: NVFP4Tensor, **terms: Any) -> Tensor:
-            d: Tensor = function(a, b, **terms)
-            if isinstance(a, NVFP4Tensor):
-                made[name.upper()] = Product(_parts(a), _parts(b), d.detach())
-            return d
-
-        return call
-
-    for name in ("fprop", "dgrad", "wgrad"):
-        monkeypatch.setattr(_functions, name, recorded(name))
+    caught = catch(monkeypatch)
     x, w = (tensors[name].clone().requires_grad_() for name in ("x", "w"))
     y = training.functional.linear(x, w, None, without_stochastic_rounding(preset))
     y.backward(tensors["dy"])
-    for name, result in (("FPROP", y), ("DGRAD", x.grad), ("WGRAD", w.grad)):
+    for name, result in (("fprop", y), ("dgrad", x.grad), ("wgrad", w.grad)):
         assert result is not None
-        assert name not in made or torch.equal(made[name].d, result.detach())
-    return made
+        assert name not in caught or torch.equal(caught[name].d, result.detach())
+    return {name.upper(): Product(_parts(a), _parts(b), d) for name, (a, b, d) in caught.items()}
 
 
 def _parts(t: NVFP4Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,11 +134,8 @@ def digest(operand: tuple[Tensor, Tensor, Tensor]) -> str:
 def values(operand: tuple[Tensor, Tensor, Tensor], bound: int) -> Tensor:
     """q * s * A / (6 * bound) in float64."""
     codes, scales, amax = operand
-    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
-    q = torch.stack((codes & 15, codes >> 4), -1).flatten(1).long()
-    signed = table[q & 7] * (1 - 2 * (q >> 3))
-    s = scales.view(torch.float8_e4m3fn).double().repeat_interleave(16, 1)
-    return signed * s * (amax.double().view(-1, 1) / (6 * bound))
+    t = NVFP4Tensor.from_compact(codes, scales.view(torch.float8_e4m3fn), amax, bound)
+    return codes_as_numbers(t) * step_of(t)
 
 
 def allowed(product: Product, bounds: tuple[int, int]) -> Tensor:
