@@ -247,11 +247,11 @@ def _matching(patterns: list[Pattern] | None, c: Candidate) -> set[int]:
     return {
         index
         for index, pattern in enumerate(patterns or [])
-        if any(_matches(pattern, name, c.module) for name in c.names)
+        if any(matches(pattern, name, c.module) for name in c.names)
     }
 
 
-def _matches(pattern: Pattern, name: str, module: torch.nn.Module) -> bool:
+def matches(pattern: Pattern, name: str, module: torch.nn.Module) -> bool:
     if isinstance(pattern, (str, re.Pattern)):
         return bool(re.search(pattern, name))
     return bool(pattern(name, module))

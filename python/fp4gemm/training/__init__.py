@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from . import functional
+from .cache import WeightCache, attach, mark_step
+from .conversion import ConversionReport, ConvertedLayer, convert_model, set_recipe
 from .grouped_linear import GroupedLinear
 from .linear import Linear
 from .products import dgrad, fprop, wgrad
@@ -11,12 +13,19 @@ from .recipe import PRESETS, Cast, Recipe, resolve
 __all__ = [
     "PRESETS",
     "Cast",
+    "ConversionReport",
+    "ConvertedLayer",
     "GroupedLinear",
     "Linear",
     "Recipe",
+    "WeightCache",
+    "attach",
+    "convert_model",
     "dgrad",
     "fprop",
     "functional",
+    "mark_step",
     "resolve",
+    "set_recipe",
     "wgrad",
 ]
