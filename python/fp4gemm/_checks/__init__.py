@@ -31,9 +31,17 @@ def is_tensor(name: str, value: object) -> Tensor:
     """Return ``value`` itself. Raise TypeError unless it is a torch.Tensor with the layout torch.strided."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {describe(value)}, must be a torch.Tensor")
-    if value.layout is not torch.strided:
+    if not is_strided(value):
         raise TypeError(f"{name}: layout is {value.layout}, must be torch.strided")
     return value
+
+
+def is_strided(x: Tensor) -> bool:
+    """Return whether the layout of x is torch.strided; True while torch.compile traces.
+
+    It reads no layout in a backward pass, and its tensors are strided unless the graph makes others.
+    """
+    return torch.compiler.is_compiling() or x.layout is torch.strided
 
 
 def describe(value: object) -> str:
@@ -137,7 +145,7 @@ def readable_rows(x: Any) -> Any:
     Addresses are not known while a graph is traced, so a graph copies every tensor that is not contiguous.
     Any value but a strided tensor of rank 2 or more is returned unchanged, for the checks to report.
     """
-    if not isinstance(x, Tensor) or x.dim() < 2 or x.layout is not torch.strided:
+    if not isinstance(x, Tensor) or x.dim() < 2 or not is_strided(x):
         return x
     if torch.compiler.is_compiling():
         return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
@@ -151,7 +159,7 @@ def readable_rows(x: Any) -> Any:
 def readable(x: Tensor) -> Tensor:
     """Return x itself, or a contiguous copy if it is not contiguous and aligned."""
     rows = readable_rows(x)
-    return rows.contiguous() if isinstance(rows, Tensor) and rows.layout is torch.strided else rows
+    return rows.contiguous() if isinstance(rows, Tensor) and is_strided(rows) else rows
 
 
 def no_overlap(c: Tensor, out: Tensor) -> None:

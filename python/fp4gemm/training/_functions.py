@@ -25,6 +25,7 @@ class _Call(NamedTuple):
 
     recipe: Recipe
     needs: tuple[bool, bool, bool]  # the gradients of x, weight and bias
+    is_grouped: bool
     is_cached: bool  # copies of the weight are saved, not the weight
     weight_dtype: torch.dtype
     bias_dtype: torch.dtype | None
@@ -35,16 +36,16 @@ def _forward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    offs: Tensor | None,
     ends: Tensor | None,
     state: Tensor | None,
     copies: _casts.Parts,
 ) -> tuple[Tensor, _casts.Parts]:
     """y, and what of x is saved for wgrad."""
-    recipe, needs_dw = call.recipe, call.needs[1]
+    recipe, needs_dw, offs = call.recipe, call.needs[1], ends if call.is_grouped else None
     is_quantized = recipe.save_input == "quantized"
     wanted = recipe.x_t if needs_dw and is_quantized else None
-    x_q, x_t = _casts.both(x, recipe.x, wanted, recipe, state, offs, ends)
+    of_x = _state.stream(state, _state.OF_X)
+    x_q, x_t = _casts.both(x, recipe.x, wanted, recipe, of_x, offs, ends)
     if recipe.w is None:
         y = _plain.fprop(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype), offs)
     else:
@@ -86,13 +87,12 @@ def _weight_gradient(
     dy: Tensor,
     dy_t: Any,
     x: _casts.Parts,
-    offs: Tensor | None,
     ends: Tensor | None,
     state: Tensor | None,
     main_grad: Tensor | None,
 ) -> Tensor | None:
     """dW = dy^T x, (n, k) or (g, n, k), or None after adding it to main_grad."""
-    recipe = call.recipe
+    recipe, offs = call.recipe, ends if call.is_grouped else None
     if not isinstance(recipe.x_t, Cast):
         if recipe.x_t == DEQUANTIZED:
             values = _casts.rebuilt(x, recipe.x, recipe, offs).dequantize(dy.dtype)
@@ -104,7 +104,8 @@ def _weight_gradient(
         main_grad.add_(dw)
         return None
     if recipe.save_input == "original":
-        x_t = _casts.columns(_casts.first(x), recipe.x_t, recipe, state, ends)
+        of_x = _state.stream(state, _state.OF_X)
+        x_t = _casts.columns(_casts.first(x), recipe.x_t, recipe, of_x, ends)
     else:
         x_t = _casts.rebuilt(x, recipe.x_t, recipe, ends, 1)
     if main_grad is None:
@@ -139,22 +140,17 @@ class _Product(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        offs: Tensor | None,
         ends: Tensor | None,
         main_grad: Tensor | None,
-        dy_state: Tensor | None,
-        x_state: Tensor | None,
-        w_state: Tensor | None,
+        state: Tensor | None,
         *copies: Tensor | None,
     ) -> Tensor:
-        y, saved = _forward(call, x, weight, bias, offs, ends, x_state, copies)
+        y, saved = _forward(call, x, weight, bias, ends, state, copies)
         needs_dx = call.needs[0] and not call.is_cached
         ctx.call, ctx.main_grad, ctx.num_groups = call, main_grad, weight.shape[0]
         ctx.weight = None if main_grad is None else weight
         kept = copies if call.needs[0] and call.is_cached else (None,) * 6
-        ctx.save_for_backward(
-            *saved, *kept, weight if needs_dx else None, offs, ends, dy_state, x_state, w_state
-        )
+        ctx.save_for_backward(*saved, *kept, weight if needs_dx else None, ends, state)
         return y
 
     @staticmethod
@@ -163,28 +159,32 @@ class _Product(torch.autograd.Function):
         recipe, (needs_dx, needs_dw, needs_db) = call.recipe, call.needs
         saved = ctx.saved_tensors
         x, copies, weight = saved[:3], saved[3:9], saved[9]
-        offs, ends, dy_state, x_state, w_state = saved[10:]
+        ends, state = saved[10:]
+        offs = ends if call.is_grouped else None
         dx = dw = db = None
         with torch.no_grad(), _without_autocast(dy):
             dy = dy.contiguous()
             first = recipe.dy if needs_dx else None
             second = recipe.dy_t if needs_dw else None
-            dy_q, dy_t = _casts.both(dy, first, second, recipe, dy_state, offs, ends)
+            of_dy = _state.stream(state, _state.OF_DY)
+            dy_q, dy_t = _casts.both(dy, first, second, recipe, of_dy, offs, ends)
             if needs_dx:
                 if not call.is_cached and recipe.w_t is not None:
-                    copies = _casts.weight_copies(weight, recipe, w_state, False, True)
+                    of_w = _state.stream(state, _state.OF_W)
+                    copies = _casts.weight_copies(weight, recipe, of_w, False, True)
                 dx = _input_gradient(call, dy, dy_q, weight, copies, offs)
             if needs_dw:
-                dw = _weight_gradient(call, dy, dy_t, x, offs, ends, x_state, ctx.main_grad)
+                dw = _weight_gradient(call, dy, dy_t, x, ends, state, ctx.main_grad)
             if needs_db:
                 db = _plain.bias_gradient(dy, offs, ctx.num_groups).to(call.bias_dtype)
             if needs_dw and dw is None:
                 # Zero in place of None, so that hooks on the parameter run, as Megatron-LM's need to.
-                ctx.weight.grad_added_to_main_grad = True
+                if not torch.compiler.is_compiling():
+                    ctx.weight.grad_added_to_main_grad = True
                 dw = ctx.weight.new_zeros(()).expand(ctx.weight.shape)
         if torch.is_grad_enabled() and dy.requires_grad:
             dx, dw, db = (None if g is None else _OnlyOnce.apply(g, dy) for g in (dx, dw, db))
-        return None, dx, dw, db, *(None,) * 12
+        return None, dx, dw, db, *(None,) * 9
 
 
 def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -243,7 +243,7 @@ def linear(
     ends = None
     if m % _ROWS or m == 0:
         ends = torch.full((1,), m, dtype=torch.int32, device=x.device)
-    y = _apply(rows, weight, bias, None, ends, recipe, state, cache, main_grad)
+    y = _apply(rows, weight, bias, ends, False, recipe, state, cache, main_grad)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -282,15 +282,15 @@ def grouped_linear(
     _checks.has_rank("x", x, 2, "(m, k)")
     offs = option_checks.group_ends(option_checks.as_int32(offs), x.device, "x")
     _checks.has_shape("offs", offs, (weight.shape[0],), ", an end for each matrix of weight")
-    return _apply(x, weight, bias, offs, offs, recipe, state, cache, checks.main_grad(weight))
+    return _apply(x, weight, bias, offs, True, recipe, state, cache, checks.main_grad(weight))
 
 
 def _apply(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    offs: Tensor | None,
     ends: Tensor | None,
+    is_grouped: bool,
     recipe: Recipe,
     state: Tensor | None,
     cache: _casts.Cache | None,
@@ -303,16 +303,19 @@ def _apply(
         is_recording and bias is not None and bias.requires_grad,
     )
     state = _state.draw(recipe, x.device) if state is None else _state.given(state, x.device)
-    states = (state, _state.stream(state, _state.OF_X), _state.stream(state, _state.OF_W))
+    of_w = _state.stream(state, _state.OF_W)
     with _without_autocast(x):
         is_cached = cache is not None and recipe.cache_weight and (recipe.w or recipe.w_t) is not None
         if cache is not None and is_cached:
-            copies = _casts.kept_copies(weight, recipe, states[2], cache)
+            copies = _casts.kept_copies(weight, recipe, of_w, cache)
         else:
-            copies = _casts.weight_copies(weight, recipe, states[2], True, False)
-        call = _Call(recipe, needs, is_cached, weight.dtype, None if bias is None else bias.dtype)
+            copies = _casts.weight_copies(weight, recipe, of_w, True, False)
+        bias_dtype = None if bias is None else bias.dtype
+        call = _Call(recipe, needs, is_grouped, is_cached, weight.dtype, bias_dtype)
+        if main_grad is not None and needs[1] and torch.compiler.is_compiling():
+            weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         if any(needs):
-            y: Tensor = _Product.apply(call, x, weight, bias, offs, ends, main_grad, *states, *copies)
+            y: Tensor = _Product.apply(call, x, weight, bias, ends, main_grad, state, *copies)
         else:
-            y, _ = _forward(call, x, weight, bias, offs, ends, states[1], copies)
+            y, _ = _forward(call, x, weight, bias, ends, state, copies)
     return y
