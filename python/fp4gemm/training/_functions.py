@@ -26,7 +26,7 @@ class _Call(NamedTuple):
     recipe: Recipe
     needs: tuple[bool, bool, bool]  # the gradients of x, weight and bias
     is_grouped: bool
-    is_cached: bool  # copies of the weight are saved, not the weight
+    is_cached: bool  # copies of the weight are saved for dgrad, not the weight
     weight_dtype: torch.dtype
     bias_dtype: torch.dtype | None
 
@@ -146,11 +146,12 @@ class _Product(torch.autograd.Function):
         *copies: Tensor | None,
     ) -> Tensor:
         y, saved = _forward(call, x, weight, bias, ends, state, copies)
-        needs_dx = call.needs[0] and not call.is_cached
-        ctx.call, ctx.main_grad, ctx.num_groups = call, main_grad, weight.shape[0]
-        ctx.weight = None if main_grad is None else weight
-        kept = copies if call.needs[0] and call.is_cached else (None,) * 6
-        ctx.save_for_backward(*saved, *kept, weight if needs_dx else None, ends, state)
+        needs_dx, has_copies = call.needs[0], call.is_cached and call.recipe.w_t is not None
+        ctx.main_grad, ctx.num_groups = main_grad, weight.shape[0]
+        ctx.call, ctx.weight = call, None if main_grad is None else weight
+        kept = copies if needs_dx and has_copies else (None,) * 6
+        whole = weight if needs_dx and not has_copies else None
+        ctx.save_for_backward(*saved, *kept, whole, ends, state)
         return y
 
     @staticmethod
@@ -169,7 +170,7 @@ class _Product(torch.autograd.Function):
             of_dy = _state.stream(state, _state.OF_DY)
             dy_q, dy_t = _casts.both(dy, first, second, recipe, of_dy, offs, ends)
             if needs_dx:
-                if not call.is_cached and recipe.w_t is not None:
+                if recipe.w_t is not None and not call.is_cached:
                     of_w = _state.stream(state, _state.OF_W)
                     copies = _casts.weight_copies(weight, recipe, of_w, False, True)
                 dx = _input_gradient(call, dy, dy_q, weight, copies, offs)
