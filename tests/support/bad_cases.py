@@ -17,6 +17,7 @@ import bad_prepacked
 import bad_quantize
 import bad_search
 import bad_stacks
+import bad_training
 import fp4gemm
 import torch
 from bad_base import (
@@ -58,6 +59,7 @@ CASES = Cases(
         *bad_gemm.CASES,
         *bad_grouped.CASES,
         *bad_prepacked.CASES,
+        *bad_training.CASES,
     ]
 )
 add, add_together = CASES.add, CASES.add_together
