@@ -10,6 +10,7 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import training
+from fp4gemm.training import Cast, cache
 from helpers import assert_bits
 from op_checks import compiled, ready
 from torch import Tensor
@@ -290,25 +291,21 @@ def test_switching_the_recipe(device: torch.device) -> None:
     assert_bits(linear(x), plain)
 
 
-class Kept:
-    """A cache that makes the copies once."""
-
-    def __init__(self) -> None:
-        self.copies: tuple[Tensor, ...] | None = None
-
-    def get(self, weight: Tensor, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        self.copies = make() if self.copies is None else self.copies
-        return self.copies
-
-
 @pytest.mark.parametrize("name", RECIPES)
-def test_cached_copies_give_the_same_bits(name: str, device: torch.device) -> None:
+def test_cached_copies_give_the_same_bits(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an optimizer that marks steps; without one the cache keeps nothing."""
     linear = layer(name, device)
     x = torch.randn(33, 64, device=device, dtype=BF16)
     want = gradients(linear, x, linear)
-    linear.cache = Kept()
+    assert linear.cache.nbytes == 0
+    monkeypatch.setattr(cache, "_STEPS", cache._Steps(are_marked=True))
     for _ in range(2):
         assert_same(gradients(linear, x, linear), want)
-    assert copy.deepcopy(linear).cache is None
-    if linear.recipe.is_plain or (linear.recipe.w or linear.recipe.w_t) is None:
-        assert linear.cache.copies is None
+    has_copies = any(isinstance(cast, Cast) for cast in (linear.recipe.w, linear.recipe.w_t))
+    assert (linear.cache.nbytes > 0) == has_copies
+    assert copy.deepcopy(linear).cache.nbytes == 0
+    linear.recipe = linear.recipe.replace(cache_weight=False)
+    assert_same(gradients(linear, x, linear), want)
+    assert linear.cache.nbytes == 0

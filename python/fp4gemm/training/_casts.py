@@ -6,7 +6,7 @@ amax. The bound of its scales, its signs and its groups follow from the cast and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ __all__ = [
     "both",
     "columns",
     "first",
+    "is_kept",
     "kept_copies",
     "parts_of",
     "rebuilt",
@@ -35,10 +36,16 @@ NO_PARTS: Parts = (None, None, None)
 
 
 class Cache(Protocol):
-    """What keeps the copies of a weight from one call to the next."""
+    """What keeps the copies of a weight from one call to the next: :class:`WeightCache`, or one like it."""
 
-    def get(self, weight: Tensor, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Return the result of ``make()`` for this weight: that of an earlier call, or of one made now."""
+    def keeps(self, weight: Tensor) -> bool:
+        """Whether copies of this weight would be kept now; if not, each pass makes those that it needs."""
+        ...
+
+    def get(
+        self, weight: Tensor, make: Callable[[], tuple[Tensor, ...]], variant: Hashable = None
+    ) -> tuple[Tensor, ...]:
+        """Return the result of ``make()`` for this weight and variant, of an earlier call or of one now."""
         ...
 
 
@@ -147,13 +154,19 @@ def weight_copies(
     return (*parts_of(w), *parts_of(w_t))
 
 
+def is_kept(weight: Tensor, recipe: Recipe, cache: Cache) -> bool:
+    """Whether the copies of a weight come from the cache: the recipe has some, and the cache keeps them."""
+    has_copies = isinstance(recipe.w, Cast) or isinstance(recipe.w_t, Cast)
+    return recipe.cache_weight and has_copies and cache.keeps(weight)
+
+
 def kept_copies(weight: Tensor, recipe: Recipe, state: Tensor | None, cache: Cache) -> Parts:
     """weight_copies of both, kept by the cache. It keeps only those that the recipe has."""
 
     def make() -> tuple[Tensor, ...]:
         return tuple(part for part in weight_copies(weight, recipe, state, True, True) if part is not None)
 
-    kept = cache.get(weight, make)
+    kept = cache.get(weight, make, (recipe.w, recipe.w_t))
     return (
         *(NO_PARTS if recipe.w is None else kept[:3]),
         *(kept[-3:] if isinstance(recipe.w_t, Cast) else NO_PARTS),

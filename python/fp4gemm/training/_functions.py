@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import _checks
 from .._checks import options as option_checks
 from .._checks import training as checks
+from ..reference import checks as reference_checks
 from . import _casts, _plain, _state
 from .products import dgrad, fprop, wgrad
 from .recipe import DEQUANTIZED, Cast, Recipe, resolve
@@ -283,6 +284,8 @@ def grouped_linear(
     _checks.has_rank("x", x, 2, "(m, k)")
     offs = option_checks.group_ends(option_checks.as_int32(offs), x.device, "x")
     _checks.has_shape("offs", offs, (weight.shape[0],), ", an end for each matrix of weight")
+    if offs.device.type == "cpu" and _checks.has_memory(offs):
+        reference_checks.ascending(offs, x.shape[0], "the rows of x")
     return _apply(x, weight, bias, offs, True, recipe, state, cache, checks.main_grad(weight))
 
 
@@ -306,11 +309,11 @@ def _apply(
     state = _state.draw(recipe, x.device) if state is None else _state.given(state, x.device)
     of_w = _state.stream(state, _state.OF_W)
     with _without_autocast(x):
-        is_cached = cache is not None and recipe.cache_weight and (recipe.w or recipe.w_t) is not None
-        if cache is not None and is_cached:
-            copies = _casts.kept_copies(weight, recipe, of_w, cache)
+        copies: _casts.Parts
+        if cache is not None and _casts.is_kept(weight, recipe, cache):
+            copies, is_cached = _casts.kept_copies(weight, recipe, of_w, cache), True
         else:
-            copies = _casts.weight_copies(weight, recipe, of_w, True, False)
+            copies, is_cached = _casts.weight_copies(weight, recipe, of_w, True, False), False
         bias_dtype = None if bias is None else bias.dtype
         call = _Call(recipe, needs, is_grouped, is_cached, weight.dtype, bias_dtype)
         if main_grad is not None and needs[1] and torch.compiler.is_compiling():

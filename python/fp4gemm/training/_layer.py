@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from .. import _checks
 from .._checks import training as checks
 from ._casts import Cache
+from .cache import WeightCache
 from .recipe import PRESETS, Recipe, resolve
 
 __all__ = ["RecipeLayer", "check_layer"]
@@ -22,22 +21,18 @@ class RecipeLayer:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of the layer; a name of PRESETS may be assigned too."""
+        """The recipe of the layer; a name of PRESETS may be assigned too. The cache is then a new one."""
         return self._recipe
 
     @recipe.setter
     def recipe(self, recipe: Recipe | str) -> None:
         self._recipe = check_layer(self.in_features, self.out_features, True, None, recipe)
-        self.cache = None
+        self.cache = WeightCache()
 
     def _recipe_repr(self) -> str:
         """recipe= the name in PRESETS, or the recipe in full."""
         recipe = self._recipe
         return "recipe=" + next((repr(n) for n, value in PRESETS.items() if value == recipe), repr(recipe))
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickles have no cache: it belongs to the memory of this weight.
-        return {name: value for name, value in self.__dict__.items() if name != "cache"}
 
 
 def check_layer(

@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import _checks
 from . import _functions
 from ._layer import RecipeLayer, check_layer
+from .cache import WeightCache
 from .recipe import Recipe
 
 __all__ = ["GroupedLinear"]
@@ -53,7 +54,7 @@ class GroupedLinear(RecipeLayer, torch.nn.Module):
         resolved = check_layer(in_features, out_features, bias, dtype, recipe)
         super().__init__()
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
-        self._recipe = resolved
+        self._recipe, self.cache = resolved, WeightCache()
         shape = (num_groups, out_features, in_features)
         self.weight = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         made = torch.nn.Parameter(torch.empty(shape[:2], device=device, dtype=dtype)) if bias else None

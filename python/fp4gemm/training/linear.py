@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import _functions
 from ._layer import RecipeLayer, check_layer
+from .cache import WeightCache
 from .recipe import Recipe
 
 __all__ = ["Linear"]
@@ -21,10 +22,10 @@ class Linear(RecipeLayer, torch.nn.Linear):
     optimizers interchange in both directions. The weight is quantized from the parameter in its own dtype,
     float32 master weights included. See :func:`fp4gemm.training.functional.linear` for what is computed.
 
-    ``recipe`` may be assigned at any time, and takes effect in the next forward pass. ``cache`` is None, or
-    what keeps the quantized copies of the weight from one call to the next
-    (:class:`fp4gemm.training.WeightCache`); a deep copy of the layer has none. Where
-    ``weight.main_grad`` exists (float32), the gradient of the weight is added to it.
+    ``recipe`` may be assigned at any time, and takes effect in the next forward pass. ``cache``, a
+    :class:`fp4gemm.training.WeightCache` or None, keeps the quantized copies of the weight for an optimizer
+    step once an optimizer is attached (:func:`fp4gemm.training.attach`). Where ``weight.main_grad`` exists
+    (float32), the gradient of the weight is added to it.
 
     Args:
         in_features: k, elements of an input row; a multiple of 32 unless the recipe quantizes nothing.
@@ -48,7 +49,7 @@ class Linear(RecipeLayer, torch.nn.Linear):
     ) -> None:
         resolved = check_layer(in_features, out_features, bias, dtype, recipe)
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._recipe = resolved
+        self._recipe, self.cache = resolved, WeightCache()
 
     def forward(self, input: Tensor) -> Tensor:
         """y (..., n) of the dtype of x, for an x (..., k); see :func:`fp4gemm.training.functional.linear`."""

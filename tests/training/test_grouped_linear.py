@@ -1,0 +1,182 @@
+"""training.GroupedLinear: each expert is a Linear of its own, whatever the number of its tokens."""
+
+from __future__ import annotations
+
+import fp4gemm
+import pytest
+import torch
+from fp4gemm import training
+from fp4gemm.training import Cast, Recipe
+from helpers import assert_bits
+from op_checks import compiled, ready
+from torch import Tensor
+from training_cases import RECIPES, explicit
+
+BF16 = torch.bfloat16
+ENDS = (16, 16, 19, 52)  # sizes 16, 0, 3, 33; the rows after 52 are in no group
+M, N, K, G = 56, 96, 64, len(ENDS)
+
+
+def ends(device: torch.device) -> Tensor:
+    return torch.tensor(ENDS, dtype=torch.int32, device=device)
+
+
+def tensors(gen: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """x, dy and a weight; the rows that are in no group are NaN."""
+    x, dy = (torch.randn(M, size, generator=gen).to(device, BF16) for size in (K, N))
+    x[ENDS[-1] :] = dy[ENDS[-1] :] = torch.nan
+    return x, dy, torch.randn(G, N, K, generator=gen).to(device, BF16)
+
+
+def run(x: Tensor, weight: Tensor, dy: Tensor, recipe: Recipe, state: Tensor) -> tuple[Tensor, ...]:
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    y = training.functional.grouped_linear(x, weight, ends(x.device), None, recipe, state=state)
+    y.backward(dy)
+    return y.detach(), x.grad, weight.grad
+
+
+def amax_of_each_group(device: torch.device) -> bool:
+    """Whether the quantizer takes an amax of each group of columns, rather than one of all groups."""
+    offs = torch.tensor([1, 2], dtype=torch.int32, device=device)
+    return fp4gemm.quantize(torch.ones(2, 32, device=device), axis=0, offs=offs).amax.dim() == 2
+
+
+def is_local(recipe: Recipe) -> bool:
+    """Whether the numbers of an expert do not depend on the others: no random numbers by position."""
+    return not recipe.draws
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if is_local(recipe)])
+def test_each_expert_is_a_layer(name: str, device: torch.device, gen: torch.Generator) -> None:
+    """y and dx of each expert have the bits of a dense step of its rows; dW does where amaxes are its own."""
+    recipe = RECIPES[name]
+    x, dy, weight = tensors(gen, device)
+    state = torch.zeros(2, dtype=torch.int64, device=device)
+    y, dx, dw = run(x, weight, dy, recipe, state)
+    start = 0
+    for e, end in enumerate(ENDS):
+        rows = slice(start, end)
+        want = explicit(x[rows], weight[e], dy[rows], recipe, state)
+        assert_bits(y[rows], want.y, f"y of {e}")
+        assert_bits(dx[rows], want.dx, f"dx of {e}")
+        if start == end:
+            assert not dw[e].any()
+        elif amax_of_each_group(device) or not isinstance(recipe.dy_t, Cast):
+            assert_bits(dw[e], want.dw, f"dW of {e}")
+        else:
+            error = (dw[e] - want.dw).float().norm() / want.dw.float().norm()
+            assert error < 0.15
+        start = end
+    assert not y[start:].any()
+    assert not dx[start:].any()
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.draws])
+def test_stochastic_recipes(name: str, device: torch.device, gen: torch.Generator) -> None:
+    """The same state gives the same bits; an expert without tokens has a zero gradient."""
+    x, dy, weight = tensors(gen, device)
+    state = torch.tensor([3, 4], device=device)
+    first = run(x, weight, dy, RECIPES[name], state)
+    for a, b in zip(run(x, weight, dy, RECIPES[name], state), first, strict=True):
+        assert_bits(a, b)
+    y, dx, dw = first
+    assert not torch.equal(run(x, weight, dy, RECIPES[name], state + 8)[2], dw)
+    assert not dw[1].any()
+    assert not y[ENDS[-1] :].any()
+    assert not dx[ENDS[-1] :].any()
+    rows = slice(0, ENDS[0])
+    for got, exact in (
+        (y[rows], x[rows].float() @ weight[0].float().T),
+        (dx[rows], dy[rows].float() @ weight[0].float()),
+        (dw[0], dy[rows].float().T @ x[rows].float()),
+    ):
+        assert (got.float() - exact).norm() / exact.norm() < 0.3
+
+
+def test_permuted_tokens_permute_dx(device: torch.device, gen: torch.Generator) -> None:
+    """With an amax for each row, a token's results do not depend on its place among those of its expert."""
+    recipe = RECIPES["te_per_token"]
+    x, dy, weight = tensors(gen, device)
+    order = torch.arange(M)
+    order[19:52] = 19 + torch.randperm(33, generator=gen)
+    order = order.to(device)
+    state = torch.zeros(2, dtype=torch.int64, device=device)
+    y, dx, _ = run(x, weight, dy, recipe, state)
+    y_permuted, dx_permuted, _ = run(x[order], weight, dy[order], recipe, state)
+    assert_bits(y_permuted, y[order])
+    assert_bits(dx_permuted, dx[order])
+
+
+@pytest.mark.parametrize("name", ["te_per_token", "nvidia", "bf16", "row_scaled_dequantized"])
+@pytest.mark.parametrize("sizes", [(0, 0, 0), (0, 5, 0), (1, 1, 1)], ids=str)
+def test_few_tokens(name: str, sizes: tuple[int, ...], device: torch.device, gen: torch.Generator) -> None:
+    layer = training.GroupedLinear(3, K, N, True, recipe=name, device=device, dtype=BF16)
+    offs = torch.tensor(sizes, device=device).cumsum(0)  # int64, as cumsum returns it
+    m = sum(sizes)
+    x = torch.randn(m, K, generator=gen).to(device, BF16).requires_grad_()
+    y = layer(x, offs)
+    assert y.shape == (m, N)
+    y.backward(torch.ones_like(y))
+    assert x.grad.shape == x.shape
+    counts = torch.tensor(sizes, dtype=BF16, device=device)
+    assert_bits(layer.bias.grad, counts.unsqueeze(1).expand(3, N).contiguous())
+    for e, size in enumerate(sizes):
+        assert bool(layer.weight.grad[e].any()) == (size > 0)
+
+
+@pytest.mark.parametrize("name", ["te_per_token", "bf16"])
+def test_main_grad(name: str, device: torch.device, gen: torch.Generator) -> None:
+    """Micro-batches into main_grad equal sequential additions."""
+    layer = training.GroupedLinear(G, K, N, recipe=name, device=device, dtype=BF16)
+    wide = training.GroupedLinear(G, K, N, recipe=name, device=device, dtype=torch.float32)
+    wide.load_state_dict(layer.state_dict())
+    layer.weight.main_grad = torch.zeros(G, N, K, device=device)
+    want = torch.zeros(G, N, K, device=device)
+    for _ in range(2):
+        x, dy, _ = tensors(gen, device)
+        layer(x, ends(device)).backward(dy)
+        wide.weight.grad = None
+        wide(x, ends(device)).backward(dy)
+        want += wide.weight.grad
+    assert layer.weight.grad_added_to_main_grad
+    assert_bits(layer.weight.main_grad, want)
+
+
+def test_is_torch_for_each_expert(device: torch.device, gen: torch.Generator) -> None:
+    """A recipe of None is torch's Linear for each expert."""
+    layer = training.GroupedLinear(G, K, N, recipe="bf16", device=device, dtype=BF16)
+    x, dy, _ = tensors(gen, device)
+    x.requires_grad_()
+    y = layer(x, ends(device))
+    y.backward(dy)
+    start = 0
+    for e, end in enumerate(ENDS):
+        linear = torch.nn.Linear(K, N, bias=False, device=device, dtype=BF16)
+        with torch.no_grad():
+            linear.weight.copy_(layer.weight[e])
+        part = x[start:end].detach().requires_grad_()
+        out = linear(part)
+        out.backward(dy[start:end])
+        for got, want in (
+            (y[start:end], out),
+            (x.grad[start:end], part.grad),
+            (layer.weight.grad[e], linear.weight.grad),
+        ):
+            torch.testing.assert_close(
+                got, want, rtol=2**-7, atol=2**-7
+            )  # the order of torch's sums is its own
+        start = end
+
+
+def test_compiles_into_one_graph(device: torch.device, gen: torch.Generator) -> None:
+    layer = training.GroupedLinear(G, K, N, recipe="te_per_token", device=device, dtype=BF16)
+    x, dy, _ = tensors(gen, device)
+    results = []
+    for call in (layer, compiled(layer, ready("aot_eager"))):
+        layer.zero_grad()
+        part = x.clone().requires_grad_()
+        y = call(part, ends(device))
+        y.backward(dy)
+        results.append((y.detach(), part.grad, layer.weight.grad.clone()))
+    for got, want in zip(*results, strict=True):
+        assert_bits(got, want)
