@@ -24,14 +24,14 @@ def operands(x: object, weight: object, bias: object, rank: int, is_plain: bool)
     _checks.has_dtype("x", x, _checks.FLOAT_DTYPES)
     _checks.has_dtype("weight", weight, _checks.FLOAT_DTYPES)
     _checks.same_device("weight", weight, x.device, "x")
+    if not is_plain:
+        for what, size in (("n (out_features)", n), ("k (in_features)", k)):
+            _checks.is_multiple("weight", what, size, STEP)
     if bias is not None:
         bias = _checks.is_tensor("bias", bias)
         _checks.has_dtype("bias", bias, _checks.FLOAT_DTYPES)
         _checks.has_shape("bias", bias, (*weight.shape[:-1],))
         _checks.same_device("bias", bias, x.device, "x")
-    if not is_plain:
-        for what, size in (("n (out_features)", n), ("k (in_features)", k)):
-            _checks.is_multiple("weight", what, size, STEP)
     kind = x.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         converted: Tensor = x.to(torch.get_autocast_dtype(kind))
