@@ -40,8 +40,8 @@ class Cast:
     Raises:
         TypeError, ValueError: naming the field that has another type or value.
         NotImplementedError: naming the field that excludes another: block (16, 16) with scaling "row",
-            encode "te_per_token", hadamard or stochastic; four_over_six with encode "te_per_token", hadamard,
-            stochastic or headroom.
+            encode "te_per_token", hadamard, stochastic or headroom; four_over_six with encode "te_per_token",
+            hadamard, stochastic or headroom.
     """
 
     scaling: Literal["row", "tensor"] = "row"
@@ -55,18 +55,22 @@ class Cast:
     source: Literal["original", "rowwise"] = "original"
 
     def __post_init__(self) -> None:
-        defaults = {name: option.default for name, option in option_checks.OPTIONS.items()}
-        own = {name: getattr(self, name) for name in defaults if hasattr(self, name)}
-        option_checks.operator_arguments(defaults | own)
-        _checks.is_one_of("source", self.source, _SOURCES)
         if isinstance(self.headroom, bool) or not isinstance(self.headroom, (int, float)):
             raise TypeError(f"headroom: got {_checks.describe(self.headroom)}, must be 1.0 or 17/16")
         if self.headroom not in (1.0, HEADROOM):
             raise ValueError(f"headroom: got {self.headroom!r}, must be 1.0 or 17/16")
-        if self.headroom != 1.0 and self.four_over_six is not None:
-            raise NotImplementedError(
-                f"headroom: got {self.headroom!r} with four_over_six {self.four_over_six!r}, must be 1.0"
-            )
+        for name, excluded in (
+            ("four_over_six", self.four_over_six is not None),
+            ("block", self.block != (1, 16)),
+        ):
+            if excluded and self.headroom != 1.0:
+                raise NotImplementedError(
+                    f"headroom: got {self.headroom!r} with {name} {getattr(self, name)!r}, must be 1.0"
+                )
+        defaults = {name: option.default for name, option in option_checks.OPTIONS.items()}
+        own = {name: getattr(self, name) for name in defaults if hasattr(self, name)}
+        option_checks.operator_arguments(defaults | own)
+        _checks.is_one_of("source", self.source, _SOURCES)
 
     def is_one_pass_with(self, other: Cast) -> bool:
         """Whether fp4gemm.quantize_both makes this copy and the other: they differ in hadamard at most."""
