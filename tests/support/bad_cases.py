@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bad_calibration
 import bad_container
+import bad_conversion
 import bad_decoded
 import bad_experts
 import bad_gemm
@@ -60,6 +61,7 @@ CASES = Cases(
         *bad_grouped.CASES,
         *bad_prepacked.CASES,
         *bad_training.CASES,
+        *bad_conversion.CASES,
     ]
 )
 add, add_together = CASES.add, CASES.add_together
