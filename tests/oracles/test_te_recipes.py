@@ -6,6 +6,7 @@ import json
 import os
 
 import pytest
+import torch
 from helpers import assert_bits
 from te_oracle import Oracle, Unavailable, wheel
 from te_recipes import HASHES, KINDS, PRESETS, allowed, bounds, data, ours, positive_zeros, record, theirs
@@ -21,10 +22,12 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("preset", PRESETS)
-def test_products(oracle: Oracle, preset: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products(
+    oracle: Oracle, preset: str, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Operands are equal bit for bit, and results but for the order and the number of their roundings."""
     tensors = data(kind)
-    got, want = ours(preset, tensors, monkeypatch), theirs(preset, tensors, oracle)
+    got, want = ours(preset, tensors, monkeypatch, device), theirs(preset, tensors, oracle)
     assert got.keys() == want.keys()
     for name, product in want.items():
         for operand, mine, other in (("a", got[name].a, product.a), ("b", got[name].b, product.b)):
@@ -49,7 +52,7 @@ def test_the_records_of_the_suite(oracle: Oracle) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("preset", ["te_per_token", "per_token"])
 def test_operands_of_the_others(
-    oracle: Oracle, preset: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    oracle: Oracle, preset: str, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """qgemm has an amax vector in one operand only, but the operands of the other presets can be compared.
 
@@ -57,7 +60,7 @@ def test_operands_of_the_others(
     get the other one; dy and the source of w_t in per_token are not in the reference.
     """
     tensors = data(kind)
-    got = ours(preset, tensors, monkeypatch)
+    got = ours(preset, tensors, monkeypatch, device)
     rotated = {"hadamard": "fp32"} if preset == "per_token" else {}
     wanted = {
         "x": (got["FPROP"].a, oracle.quantize(tensors["x"])),

@@ -61,20 +61,24 @@ def without_stochastic_rounding(preset: str) -> training.Recipe:
     return recipe.replace(**casts)
 
 
-def ours(preset: str, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> dict[str, Product]:
+def ours(
+    preset: str, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> dict[str, Product]:
     """The NVFP4 products of one forward and backward pass of training.linear, as they were called."""
     caught = catch(monkeypatch)
-    x, w = (tensors[name].clone().requires_grad_() for name in ("x", "w"))
+    x, w, dy = (tensors[name].to(device, copy=True) for name in ("x", "w", "dy"))
+    x.requires_grad_()
+    w.requires_grad_()
     y = training.functional.linear(x, w, None, without_stochastic_rounding(preset))
-    y.backward(tensors["dy"])
+    y.backward(dy)
     for name, result in (("fprop", y), ("dgrad", x.grad), ("wgrad", w.grad)):
         assert result is not None
         assert name not in caught or torch.equal(caught[name].d, result.detach())
-    return {name.upper(): Product(_parts(a), _parts(b), d) for name, (a, b, d) in caught.items()}
+    return {name.upper(): Product(_parts(a), _parts(b), d.cpu()) for name, (a, b, d) in caught.items()}
 
 
 def _parts(t: NVFP4Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return t.codes, t.compact_scales().view(torch.uint8), t.amax
+    return t.codes.cpu(), t.compact_scales().view(torch.uint8).cpu(), t.amax.cpu()
 
 
 def theirs(preset: str, tensors: dict[str, Tensor], oracle: Oracle) -> dict[str, Product]:

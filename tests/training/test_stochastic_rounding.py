@@ -23,8 +23,8 @@ ROWS, OFFSETS = 64, 64  # 4096 draws of every number
 def backward(recipe: Recipe | str, dy: Tensor, offset: int = 0, seed: int = 1) -> tuple[Tensor, Tensor]:
     """dx and dW of x = I and W = I, which every cast keeps: dy as it was cast, and dy.T."""
     m, n = dy.shape
-    x, w = (torch.eye(s, dtype=dy.dtype).requires_grad_() for s in (m, n))
-    state = torch.tensor([seed, offset])
+    x, w = (torch.eye(s, dtype=dy.dtype, device=dy.device).requires_grad_() for s in (m, n))
+    state = torch.tensor([seed, offset], device=dy.device)
     training.functional.linear(x, w, None, recipe, state=state).backward(dy)
     assert x.grad is not None
     assert w.grad is not None
@@ -42,7 +42,9 @@ def expected(a: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("product", ["dgrad", "wgrad"])
 @pytest.mark.parametrize("name", DRAWING)
-def test_expected_codes(name: str, product: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expected_codes(
+    name: str, product: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """E[q] = lo + step floor(256 (a - lo) / step) / 256 within 5 standard errors of 4096 draws.
 
     All rows of the operand have the same numbers, so that every row is a draw.
@@ -50,7 +52,7 @@ def test_expected_codes(name: str, product: str, monkeypatch: pytest.MonkeyPatch
     recipe = training.PRESETS[name]
     gen = torch.Generator().manual_seed(3)
     line = torch.randn(1, ROWS, generator=gen).to(torch.bfloat16).expand(ROWS, ROWS)
-    dy = line.contiguous() if product == "dgrad" else line.t().contiguous()
+    dy = (line if product == "dgrad" else line.t()).contiguous().to(device)
     caught = catch(monkeypatch)
     total = torch.zeros(ROWS, dtype=torch.float64)
     for offset in range(OFFSETS):
@@ -72,11 +74,11 @@ def test_expected_codes(name: str, product: str, monkeypatch: pytest.MonkeyPatch
 
 # The bias of the projection on dy, <Q(dy), dy> / <dy, dy> - 1, for Gaussian dy.
 @pytest.mark.parametrize("name", DRAWING)
-def test_bias_of_the_gradients(name: str) -> None:
+def test_bias_of_the_gradients(name: str, device: torch.device) -> None:
     """Blocks whose scale rounds down are clipped, which 17/16 prevents almost always: -0.4 % and -0.07 %."""
     recipe = training.PRESETS[name]
     gen = torch.Generator().manual_seed(5)
-    dy = torch.randn(512, 512, generator=gen)
+    dy = torch.randn(512, 512, generator=gen).to(device)
     dx, dw = backward(recipe, dy)
     for gradient, want, cast in ((dx, dy, recipe.dy), (dw, dy.t(), recipe.dy_t)):
         assert cast is not None

@@ -20,10 +20,14 @@ def recorded() -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_operands_and_products(
-    recorded: dict[str, Any], preset: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    recorded: dict[str, Any],
+    preset: str,
+    kind: str,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Operands have the bits of the reference, and elements of a result are within its roundings."""
-    products = ours(preset, data(kind), monkeypatch)
+    products = ours(preset, data(kind), monkeypatch, device)
     assert tuple(products) == PRESETS[preset]
     for name, product in products.items():
         a, b, row = recorded[f"{preset} {kind} {name}"]
