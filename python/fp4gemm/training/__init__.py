@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import functional
 from .cache import WeightCache, attach, mark_step
 from .conversion import ConversionReport, ConvertedLayer, convert_model, set_recipe
+from .fsdp import quantize_all_gather
 from .grouped_linear import GroupedLinear
 from .linear import Linear
 from .products import dgrad, fprop, wgrad
@@ -25,6 +26,7 @@ __all__ = [
     "fprop",
     "functional",
     "mark_step",
+    "quantize_all_gather",
     "resolve",
     "set_recipe",
     "wgrad",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..containers.nvfp4 import NVFP4Tensor
 from ..quantize import quantize, quantize_both
+from ._gathered import GatheredWeight, transposed
 from .recipe import Cast, Operand, Recipe
 
 __all__ = [
@@ -72,6 +73,17 @@ def rows(
 ) -> NVFP4Tensor:
     """The copy with blocks along k: (m, k), in groups of rows if offs is given, or a stack (g, n, k)."""
     made: NVFP4Tensor = quantize(x, offs=offs, **_options(cast, recipe, state, cast.hadamard))
+    return made
+
+
+def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor | None) -> NVFP4Tensor:
+    """The forward copy of rows of a weight; amax float32 (1,) is that of the whole weight, if given."""
+    if not isinstance(recipe.w, Cast):
+        raise RuntimeError("the recipe quantizes no weight")
+    options = _options(recipe.w, recipe, None, None)
+    if amax is not None:
+        options["amax"] = amax * options.pop("headroom", 1.0)
+    made: NVFP4Tensor = quantize(weight, **options)
     return made
 
 
@@ -146,11 +158,24 @@ def weight_copies(
 
     w is made too where w_t is cast from it.
     """
+    if isinstance(weight, GatheredWeight):
+        return _gathered_copies(weight.quantized(), recipe, needs_w_t)
     needs_w = needs_w or not isinstance(recipe.w_t, Cast) or recipe.w_t.source == "rowwise"
     with torch.no_grad():
         w, w_t = both(
             weight.detach(), recipe.w if needs_w else None, recipe.w_t if needs_w_t else None, recipe, state
         )
+    return (*parts_of(w), *parts_of(w_t))
+
+
+def _gathered_copies(w: NVFP4Tensor, recipe: Recipe, needs_w_t: bool) -> Parts:
+    """weight_copies of a weight of which only the forward copy is there (fsdp.py)."""
+    w_t = None
+    if needs_w_t and isinstance(recipe.w_t, Cast):
+        if recipe.w_t.source == "rowwise":
+            w_t = columns(w.dequantize(), recipe.w_t, recipe, None)
+        else:
+            w_t = transposed(w)
     return (*parts_of(w), *parts_of(w_t))
 
 

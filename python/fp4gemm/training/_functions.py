@@ -246,7 +246,9 @@ def linear(
     if m % _ROWS or m == 0:
         ends = torch.full((1,), m, dtype=torch.int32, device=x.device)
     y = _apply(rows, weight, bias, ends, False, recipe, state, cache, main_grad)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    # Not a view: FSDP2 warns of a layer whose result is one, since an operation in place drops its hooks.
+    result: Tensor = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
+    return result
 
 
 def grouped_linear(

@@ -17,7 +17,6 @@ from ..nn import _candidates
 from ..nn._candidates import Filter, Pattern
 from ..nn._float import float_weights, kept_by_default
 from ..nn.report import FloatWeight, Row, table
-from .cache import WeightCache
 from .grouped_linear import GroupedLinear
 from .linear import Linear
 from .recipe import PRESETS, Recipe, resolve
@@ -182,7 +181,7 @@ def set_recipe(model: torch.nn.Module, recipe: RecipeLike) -> list[str]:
         raise ValueError("model: has no fp4gemm.training layer, must have one; use convert_model first")
     for _, layer, new in wanted:
         if new is not None:
-            _assign(layer, new)
+            layer.recipe = new
     return [name for name, _, new in wanted if new is not None]
 
 
@@ -295,13 +294,7 @@ def _convert(linear: torch.nn.Linear, recipe: Recipe) -> None:
         linear.__class__ = Linear
         for name, value in vars(fresh).items():
             vars(linear).setdefault(name, value)
-    _assign(cast(Linear, linear), recipe)
-
-
-def _assign(layer: Linear | GroupedLinear, recipe: Recipe) -> None:
-    """Switch the recipe; copies of the weight by the old one are released."""
-    layer.recipe = recipe
-    layer.cache = WeightCache()
+    cast(Linear, linear).recipe = recipe
 
 
 def _named(recipe: Recipe | None) -> str:

@@ -1,0 +1,168 @@
+"""DDP, FSDP2 and its all-gather of quantized weights in two processes, connected by gloo on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import data_parallel
+import fp4gemm
+import pytest
+import torch
+from fp4gemm import training
+from fp4gemm.training import fsdp
+from fp4gemm.training._gathered import transposed
+from processes import in_two_processes
+from torch import Tensor
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[Any, Any]]:
+    """The results of both processes."""
+    return in_two_processes(data_parallel.run)
+
+
+def assert_equal(left: list[Tensor], right: list[Tensor]) -> None:
+    assert len(left) == len(right) > 0
+    for a, b in zip(left, right, strict=True):
+        assert a.isfinite().all()
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("recipe", data_parallel.REPLICATED)
+def test_ddp_has_the_mean_of_the_gradients(ranks: list[dict[Any, Any]], recipe: str) -> None:
+    for results in ranks:
+        assert_equal(results["ddp", recipe], ranks[0]["mean", recipe])
+
+
+@pytest.mark.parametrize("recipe", data_parallel.REPLICATED)
+def test_fsdp2_has_the_bits_of_replicas(ranks: list[dict[Any, Any]], recipe: str) -> None:
+    for results in ranks:
+        assert_equal(results["fsdp", recipe], ranks[0]["by hand", recipe])
+
+
+@pytest.mark.parametrize("recipe", data_parallel.GATHERED)
+def test_a_quantized_gather_has_the_bits_of_fsdp2(ranks: list[dict[Any, Any]], recipe: str) -> None:
+    for results in ranks:
+        assert_equal(results["gathered", recipe], ranks[0]["fsdp", recipe])
+
+
+@pytest.mark.parametrize("recipe", data_parallel.MIXED)
+def test_a_quantized_gather_in_mixed_precision(ranks: list[dict[Any, Any]], recipe: str) -> None:
+    for results in ranks:
+        assert_equal(results["mixed gathered", recipe], ranks[0]["mixed", recipe])
+
+
+def test_a_quantized_gather_of_experts(ranks: list[dict[Any, Any]]) -> None:
+    for results in ranks:
+        assert_equal(results["experts gathered"], ranks[0]["experts"])
+
+
+def test_the_gather_moves_half_a_byte_a_sixteenth_and_the_amaxes(ranks: list[dict[Any, Any]]) -> None:
+    rows = data_parallel.HIDDEN // 2
+    elems = rows * data_parallel.WIDTH
+    for results in ranks:
+        assert results["bytes"] == [elems // 2, elems // 16, 4 * rows]
+
+
+def test_a_saved_shard_is_a_plain_tensor(ranks: list[dict[Any, Any]]) -> None:
+    for results in ranks:
+        assert_equal(results["saved"], results["shards"])
+        assert {type(x) for x in results["saved"]} <= {Tensor, torch.nn.Parameter}
+
+
+def test_another_recipe_that_the_codes_do_not_serve_is_refused(ranks: list[dict[Any, Any]]) -> None:
+    for results in ranks:
+        assert results["refused"].startswith("NotImplementedError: recipe: w_t is cast from the original")
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_cached_weights_follow_the_optimizer(ranks: list[dict[Any, Any]], reshard: bool) -> None:
+    for results in ranks:
+        assert_equal(results["cached", reshard], ranks[0]["fsdp", "te_per_token"])
+
+
+def test_ranks_round_differently(ranks: list[dict[Any, Any]]) -> None:
+    """With the same batch and the same torch.manual_seed: only stochastic rounding tells the ranks apart."""
+    assert torch.equal(ranks[0]["y"], ranks[1]["y"])
+    assert not torch.equal(ranks[0]["dx"], ranks[1]["dx"])
+
+
+# ---- what needs no second process
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        ("te_per_token", "w_t is cast from the original weight, which the gathered codes do not hold"),
+        ("bf16_backward", 'w_t is None, must be a Cast or "dequantized"'),
+        ("bf16_forward", "w is None, must be a Cast"),
+    ],
+)
+def test_recipes_that_need_the_weight_itself_are_refused(recipe: str, reason: str) -> None:
+    model = data_parallel.mlp(recipe)
+    with pytest.raises(NotImplementedError, match=f"recipe of '0': {reason}"):
+        training.quantize_all_gather(model)
+    assert type(model[0].weight) is torch.nn.Parameter
+
+
+def test_a_stochastic_forward_copy_is_refused() -> None:
+    model, cast = data_parallel.mlp("bf16"), training.Cast(stochastic=True)
+    training.set_recipe(model, training.Recipe(x=training.Cast(), w=cast, w_t="dequantized"))
+    with pytest.raises(NotImplementedError, match="w is rounded stochastically, must not be"):
+        training.quantize_all_gather(model)
+
+
+def test_models_without_a_layer_are_refused() -> None:
+    with pytest.raises(ValueError, match="model: has no layer with a recipe that quantizes"):
+        training.quantize_all_gather(data_parallel.mlp("bf16"))
+    with pytest.raises(TypeError, match=r"model: got 3 .*, must be a torch.nn.Module"):
+        training.quantize_all_gather(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("recipe", "step"), [("rowwise", 5), ("nvidia", 80)])
+def test_shards_of_other_sizes_are_refused(recipe: str, step: int) -> None:
+    model, mesh = data_parallel.mlp(recipe), SimpleNamespace(size=lambda: 5)
+    with pytest.raises(ValueError, match=f"weight: has 96 rows, must be a multiple of {step}, .* by 5 ranks"):
+        fsdp._local_parts(model[0].weight.detach(), mesh, torch.Size((96, 64)), model[0], None)
+
+
+def test_the_parameter_keeps_its_memory_and_trains_unsharded() -> None:
+    plain, model = data_parallel.mlp("te_per_token"), data_parallel.mlp("row_scaled_dequantized")
+    address = model[0].weight.data_ptr()
+    assert training.quantize_all_gather(model) == ["0", "2"]
+    assert model[0].weight.data_ptr() == address
+    assert isinstance(model[0].weight, torch.nn.Parameter)
+    training.set_recipe(model, "te_per_token")
+    x = data_parallel.batches(0)[0]
+    for each in (plain, model):
+        data_parallel.loss(each, x).backward()
+    assert_equal([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+    copied = copy.deepcopy(model)
+    assert type(copied[0].weight) is type(model[0].weight) is fsdp.ShardedWeight
+    assert torch.equal(copied[0].weight, plain[0].weight)
+    assert copied[0].weight.data_ptr() != address
+    assert type(torch.zeros_like(model[0].weight)) is Tensor  # as the state of an optimizer is
+
+
+@pytest.mark.parametrize("four_over_six", [None, "mae"])
+@pytest.mark.parametrize("shape", [(96, 64), (2, 48, 64)], ids=["matrix", "stack"])
+def test_blocks_of_16x16_are_transposed_from_the_codes(shape: tuple[int, ...], four_over_six: Any) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    cast = {"block": (16, 16), "scaling": "tensor", "four_over_six": four_over_six}
+    got, want = transposed(fp4gemm.quantize(weight, **cast)), fp4gemm.quantize(weight, axis=0, **cast)
+    assert got.e4m3_max == want.e4m3_max
+    for a, b in ((got.codes, want.codes), (got.scales, want.scales), (got.amax, want.amax)):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_a_gathered_weight_refuses_other_functions() -> None:
+    t = fsdp._casts.quantize(torch.randn(32, 64))
+    scales = t.compact_scales().view(torch.uint8)
+    made = fsdp.Made(t.e4m3_max, False, torch.Size((32, 64)))
+    weight = fsdp.GatheredWeight(t.codes, scales, t.amax, made, torch.bfloat16)
+    assert torch.equal(weight.quantized().dequantize(), t.dequantize(torch.bfloat16))
+    assert repr(weight) == "GatheredWeight(shape=(32, 64), dtype=torch.bfloat16, device='cpu')"
+    with pytest.raises(NotImplementedError, match=r"mm.*: got a weight that FSDP2 gathered in NVFP4"):
+        torch.mm(weight, torch.zeros(64, 1, dtype=torch.bfloat16))
