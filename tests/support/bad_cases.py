@@ -14,6 +14,7 @@ import bad_gemm
 import bad_grouped
 import bad_interop
 import bad_linear
+import bad_moe
 import bad_prepacked
 import bad_quantize
 import bad_search
@@ -62,6 +63,7 @@ CASES = Cases(
         *bad_prepacked.CASES,
         *bad_training.CASES,
         *bad_conversion.CASES,
+        *bad_moe.CASES,
     ]
 )
 add, add_together = CASES.add, CASES.add_together

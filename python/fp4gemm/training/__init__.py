@@ -8,6 +8,8 @@ from .conversion import ConversionReport, ConvertedLayer, convert_model, set_rec
 from .fsdp import quantize_all_gather
 from .grouped_linear import GroupedLinear
 from .linear import Linear
+from .moe import MoE, update_expert_bias
+from .moe_keys import load_moe_state, moe_state
 from .products import dgrad, fprop, wgrad
 from .recipe import PRESETS, Cast, Recipe, resolve
 
@@ -18,6 +20,7 @@ __all__ = [
     "ConvertedLayer",
     "GroupedLinear",
     "Linear",
+    "MoE",
     "Recipe",
     "WeightCache",
     "attach",
@@ -25,9 +28,12 @@ __all__ = [
     "dgrad",
     "fprop",
     "functional",
+    "load_moe_state",
     "mark_step",
+    "moe_state",
     "quantize_all_gather",
     "resolve",
     "set_recipe",
+    "update_expert_bias",
     "wgrad",
 ]

@@ -1,0 +1,312 @@
+"""fp4gemm.training.MoE: a mixture of experts that trains in NVFP4, with its router.
+
+Names of modules and arguments are those of torchtitan and DeepSeek-V3. :mod:`fp4gemm.training.moe_keys` reads
+and writes the state of other libraries' blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+from ..experts import route
+from . import _routing
+from .grouped_linear import GroupedLinear
+from .linear import Linear
+from .recipe import Recipe
+
+if TYPE_CHECKING:
+    import torch.distributed
+
+__all__ = ["Experts", "FeedForward", "MoE", "Router", "update_expert_bias"]
+
+ScoreFunction = Literal["softmax", "sigmoid"]
+SCORE_FUNCTIONS = ("softmax", "sigmoid")
+MAX_EXPERTS = 2048  # of fp4gemm.route
+
+
+class Router(torch.nn.Module):
+    """The experts of each token and their weights, computed in float32 whatever dtype x and the gate have::
+
+        s       = softmax(x @ gate.weight.T)  or  sigmoid(x @ gate.weight.T)          (t, num_experts)
+        ids     = the top_k largest of s + expert_bias
+        weights = s[ids] [/ sum over the token's ids of s[ids]] * route_scale
+
+    The bias chooses experts and does not enter the weights (DeepSeek-V3, section 2.1.2). Gradients reach x
+    and the gate through ``weights``. ``gate`` is a torch.nn.Linear(dim, num_experts) without a bias.
+
+    Args: as those of :class:`MoE`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        *,
+        top_k: int,
+        score_func: ScoreFunction = "softmax",
+        route_norm: bool = True,
+        route_scale: float = 1.0,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, value in (("dim", dim), ("num_experts", num_experts), ("top_k", top_k)):
+            _checks.is_int(name, value, 1)
+        if top_k > num_experts:
+            raise ValueError(f"top_k: got {top_k}, must be at most num_experts, which is {num_experts}")
+        _checks.is_one_of("score_func", score_func, SCORE_FUNCTIONS)
+        _checks.is_bool("route_norm", route_norm)
+        super().__init__()
+        self.top_k = top_k
+        self.score_func = score_func
+        self.route_norm = route_norm
+        self.route_scale = _positive("route_scale", route_scale)
+        self.gate = torch.nn.Linear(dim, num_experts, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Weights and ids, float32 and int64 (t, top_k), in descending order of s + expert_bias.
+
+        Args:
+            x: float (t, dim).
+            expert_bias: float32 (num_experts,), or None.
+
+        Does not synchronise.
+        """
+        with torch.autocast(x.device.type, enabled=False):
+            logits = torch.nn.functional.linear(x.float(), self.gate.weight.float())
+            scores = logits.softmax(-1) if self.score_func == "softmax" else logits.sigmoid()
+            chosen = scores.detach() if expert_bias is None else scores.detach() + expert_bias
+            ids = chosen.topk(self.top_k, dim=-1).indices
+            weights = scores.gather(-1, ids)
+            if self.route_norm:
+                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+            return weights * self.route_scale, ids
+
+    def extra_repr(self) -> str:
+        return (
+            f"top_k={self.top_k}, score_func={self.score_func!r}, route_norm={self.route_norm}, "
+            f"route_scale={self.route_scale}"
+        )
+
+
+class Experts(torch.nn.Module):
+    """Feed-forward networks of experts, each for its own rows: (w * silu(x @ w1.T) * (x @ w3.T)) @ w2.T.
+
+    ``w1`` and ``w3`` are GroupedLinear (g, hidden_dim, dim), ``w2`` (g, dim, hidden_dim). silu(..) * .. is
+    rounded to the dtype of x, and its product with the float32 weight w of the row once more.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, num_experts: int, **options: Any) -> None:
+        super().__init__()
+        self.w1 = GroupedLinear(num_experts, dim, hidden_dim, **options)
+        self.w2 = GroupedLinear(num_experts, hidden_dim, dim, **options)
+        self.w3 = GroupedLinear(num_experts, dim, hidden_dim, **options)
+
+    def forward(self, rows: Tensor, offs: Tensor, weights: Tensor) -> Tensor:
+        """(m, dim) for rows (m, dim) sorted by expert, their ends int32 (g,) and weights float32 (m,)."""
+        h = torch.nn.functional.silu(self.w1(rows, offs)) * self.w3(rows, offs)
+        result: Tensor = self.w2((h * weights.unsqueeze(-1)).to(h.dtype), offs)
+        return result
+
+
+class FeedForward(torch.nn.Module):
+    """silu(x @ w1.T) * (x @ w3.T) @ w2.T with three :class:`fp4gemm.training.Linear`: the shared expert."""
+
+    def __init__(self, dim: int, hidden_dim: int, **options: Any) -> None:
+        super().__init__()
+        self.w1 = Linear(dim, hidden_dim, bias=False, **options)
+        self.w2 = Linear(hidden_dim, dim, bias=False, **options)
+        self.w3 = Linear(dim, hidden_dim, bias=False, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.w2(torch.nn.functional.silu(self.w1(x)) * self.w3(x))
+        return result
+
+
+class MoE(torch.nn.Module):
+    """A mixture of experts for training: a router, gated experts with products in NVFP4, a shared expert.
+
+    With the ids and weights of :class:`Router`, for token i and the experts e = ids[i, j]::
+
+        h[i, j] = weights[i, j] * silu(x[i] @ w1[e].T) * (x[i] @ w3[e].T)
+        y[i]    = sum over j of h[i, j] @ w2[e].T  [+ shared_experts(x[i])]
+
+    The products are those of :class:`GroupedLinear`, so that ``recipe`` says which of them are in NVFP4; the
+    router is always in float32. The weight multiplies h before w2, so that the router has its gradient. Rows
+    are sorted by (expert, token, slot); the sum over j is in float32, in ascending order of j, forward and
+    backward. The result is the same in every run, and nothing synchronises: the sizes depend on the shape of
+    x alone. Any number of tokens is accepted, 0 too, and any expert may be empty.
+
+    State: ``router.gate.weight`` (num_experts, dim), ``experts.w1.weight``, ``experts.w3.weight``
+    (num_experts, hidden_dim, dim), ``experts.w2.weight`` (num_experts, dim, hidden_dim), ``expert_bias``,
+    ``shared_experts.w1.weight`` and so on. ``expert_bias`` stays float32 when the module is cast.
+
+    Args:
+        dim: d, elements of a token; a multiple of 32.
+        hidden_dim: f, elements of h of one expert; a multiple of 32.
+        num_experts: g, 1 to 2048.
+        top_k: experts of each token, 1 to num_experts.
+        num_shared_experts: 0 is none; s makes one shared expert of s * hidden_dim elements.
+        score_func: "softmax" over all experts, or "sigmoid" (DeepSeek-V3).
+        route_norm: whether the weights of a token are divided by their sum.
+        route_scale: multiplies the weights; positive.
+        load_balance_coeff: the step of :func:`update_expert_bias`, DeepSeek-V3's gamma; positive. None: the
+            module has no expert_bias.
+        recipe: a Recipe or the name of a preset, of every product of the experts and the shared expert.
+        device, dtype: of the parameters; dtype None is torch's default dtype.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what it must be.
+    """
+
+    expert_bias: Tensor | None
+    tokens_per_expert: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        *,
+        top_k: int,
+        num_shared_experts: int = 0,
+        score_func: ScoreFunction = "softmax",
+        route_norm: bool = True,
+        route_scale: float = 1.0,
+        load_balance_coeff: float | None = 1e-3,
+        recipe: Recipe | str = "per_token",
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, size in (("dim", dim), ("hidden_dim", hidden_dim)):
+            _checks.is_int(name, size, 1)
+            _checks.is_multiple(name, "the size", size, _checks.K_STEP_MM)
+        if dtype is not None:
+            _checks.is_float_dtype("dtype", dtype)
+        _checks.is_int("num_experts", num_experts, 1)
+        if num_experts > MAX_EXPERTS:
+            raise ValueError(f"num_experts: got {num_experts}, must be at most {MAX_EXPERTS}")
+        _checks.is_int("num_shared_experts", num_shared_experts, 0)
+        if load_balance_coeff is not None:
+            load_balance_coeff = _positive("load_balance_coeff", load_balance_coeff)
+        super().__init__()
+        self.dim, self.hidden_dim, self.num_experts = dim, hidden_dim, num_experts
+        self.load_balance_coeff = load_balance_coeff
+        self.router = Router(
+            dim,
+            num_experts,
+            top_k=top_k,
+            score_func=score_func,
+            route_norm=route_norm,
+            route_scale=route_scale,
+            device=device,
+            dtype=dtype,
+        )
+        options: dict[str, Any] = {"recipe": recipe, "device": device, "dtype": dtype}
+        self.experts = Experts(dim, hidden_dim, num_experts, **options)
+        self.shared_experts = (
+            FeedForward(dim, num_shared_experts * hidden_dim, **options) if num_shared_experts else None
+        )
+        bias = None
+        if load_balance_coeff is not None:
+            bias = torch.zeros(num_experts, dtype=torch.float32, device=device)
+        self.register_buffer("expert_bias", bias)
+        counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        self.register_buffer("tokens_per_expert", counts, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
+        """As torch's, but expert_bias stays float32: its steps of 1e-3 vanish in bfloat16."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The weighted sum of the experts of each token, and of the shared expert.
+
+        In training mode the pairs of each expert are added to ``tokens_per_expert``, int64 (num_experts,),
+        for balancing and for statistics. A recomputation (activation checkpointing) adds them twice, which
+        :func:`update_expert_bias` does not notice.
+
+        Args:
+            x: bfloat16, float16 or float32 (..., dim), any leading dimensions.
+
+        Returns:
+            (..., dim), of the dtype of x. Does not synchronise.
+
+        Raises:
+            TypeError, ValueError: naming x.
+            NotImplementedError: the device has no kernel.
+        """
+        _checks.has_dtype("x", _checks.is_tensor("x", x), _checks.FLOAT_DTYPES)
+        if x.dim() == 0 or x.shape[-1] != self.dim:
+            raise ValueError(f"x: shape is {tuple(x.shape)}, must be (..., {self.dim})")
+        _checks.same_device("x", x, self.router.gate.weight.device, "the parameters")
+        tokens = x.reshape(-1, self.dim)
+        weights, ids = self.router(tokens, self.expert_bias)
+        routing = route(ids, self.num_experts)
+        if self.training:
+            with torch.no_grad():
+                self.tokens_per_expert += routing.offs.diff(prepend=routing.offs.new_zeros(1))
+        rows = _routing.gather(tokens, routing)
+        y = self.experts(rows, routing.offs, _routing.row_weights(weights, routing))
+        y = _routing.scatter(y, routing)
+        if self.shared_experts is not None:
+            y = y + self.shared_experts(tokens)
+        result: Tensor = y.to(x.dtype).view(x.shape)
+        return result
+
+    def extra_repr(self) -> str:
+        return f"load_balance_coeff={self.load_balance_coeff}"
+
+
+@torch.no_grad()
+def update_expert_bias(
+    model: torch.nn.Module, *, group: torch.distributed.ProcessGroup | None = None
+) -> None:
+    """Balance the experts of every :class:`MoE` of a model without an auxiliary loss; call it once a step.
+
+    As DeepSeek-V3 (section 2.1.2, after Wang et al., 2408.15664)::
+
+        expert_bias += load_balance_coeff * sign(mean(tokens_per_expert) - tokens_per_expert)
+        tokens_per_expert = 0
+
+    Args:
+        model: a module; a MoE itself, or any module that contains some.
+        group: the ranks that hold other tokens: their counts are added first (one all-reduce for each MoE).
+            None: the counts of this process alone.
+
+    Raises:
+        TypeError: model is no module.
+        ValueError: the model contains no MoE with an expert_bias.
+
+    Does not synchronise with the device.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: got {_checks.describe(model)}, must be a torch.nn.Module")
+    found = [layer for layer in model.modules() if isinstance(layer, MoE) and layer.expert_bias is not None]
+    if not found:
+        raise ValueError("model: has no MoE with an expert_bias, must have one at least")
+    for layer in found:
+        counts, bias, coeff = layer.tokens_per_expert, layer.expert_bias, layer.load_balance_coeff
+        if group is not None:
+            torch.distributed.all_reduce(counts, group=group)
+        # In integers, so that the sign is exact: sign(sum - g * count).
+        lack = (counts.sum() - counts.numel() * counts).sign()
+        if bias is not None and coeff is not None:
+            bias.add_(lack, alpha=coeff)
+        counts.zero_()
+
+
+def _positive(name: str, value: object) -> float:
+    """A positive finite number as a float; TypeError or ValueError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: got {_checks.describe(value)}, must be a number")
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name}: got {value}, must be positive and finite")
+    return float(value)

@@ -1,0 +1,196 @@
+"""The state of a MoE under the names and shapes of other libraries' blocks.
+
+"torchtitan"
+    Its module MoE: stacks w1, w2, w3.
+"transformers"
+    Modules of transformers 5 (Mixtral, Qwen3-MoE, DeepSeek-V3): stacks gate_up_proj and down_proj.
+"mixtral"
+    Checkpoints of Mixtral: w1, w2 and w3 of each expert.
+"qwen3_moe"
+    Checkpoints of Qwen3-MoE and DeepSeek-V3: gate_proj, up_proj and down_proj of each expert.
+"te"
+    TransformerEngine's GroupedLinear in Megatron's MoELayer: linear_fc1.weightE (the gate's rows, then those
+    of up) and linear_fc2.weightE of each expert E.
+
+Keys are those inside of the block; ``prefix`` is what comes before them, such as "model.layers.3.mlp.". Only
+weights and the expert bias are exchanged; the state of stochastic rounding has no counterpart elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+from .moe import MoE
+
+__all__ = ["LAYOUTS", "MoELayout", "load_moe_state", "moe_state"]
+
+MoELayout = Literal["torchtitan", "transformers", "mixtral", "qwen3_moe", "te"]
+
+
+class _Names(NamedTuple):
+    """The keys of a block. Two names of ``up`` are w1 and w3, one is both, joined along the rows.
+
+    ``{e}`` in a name means that every expert has a tensor of its own.
+    """
+
+    gate: str
+    bias: str
+    up: tuple[str, ...]
+    down: str
+    shared_up: tuple[str, ...]
+    shared_down: str
+
+
+LAYOUTS: dict[str, _Names] = {
+    "torchtitan": _Names(
+        "router.gate.weight",
+        "expert_bias",
+        ("experts.w1", "experts.w3"),
+        "experts.w2",
+        ("shared_experts.w1.weight", "shared_experts.w3.weight"),
+        "shared_experts.w2.weight",
+    ),
+    "transformers": _Names(
+        "gate.weight",
+        "gate.e_score_correction_bias",
+        ("experts.gate_up_proj",),
+        "experts.down_proj",
+        ("shared_experts.gate_proj.weight", "shared_experts.up_proj.weight"),
+        "shared_experts.down_proj.weight",
+    ),
+    "mixtral": _Names(
+        "gate.weight",
+        "gate.e_score_correction_bias",
+        ("experts.{e}.w1.weight", "experts.{e}.w3.weight"),
+        "experts.{e}.w2.weight",
+        ("shared_experts.w1.weight", "shared_experts.w3.weight"),
+        "shared_experts.w2.weight",
+    ),
+    "qwen3_moe": _Names(
+        "gate.weight",
+        "gate.e_score_correction_bias",
+        ("experts.{e}.gate_proj.weight", "experts.{e}.up_proj.weight"),
+        "experts.{e}.down_proj.weight",
+        ("shared_experts.gate_proj.weight", "shared_experts.up_proj.weight"),
+        "shared_experts.down_proj.weight",
+    ),
+    "te": _Names(
+        "router.weight",
+        "router.expert_bias",
+        ("experts.linear_fc1.weight{e}",),
+        "experts.linear_fc2.weight{e}",
+        ("shared_experts.linear_fc1.weight",),
+        "shared_experts.linear_fc2.weight",
+    ),
+}
+
+
+class _Entry(NamedTuple):
+    """One tensor of the other library and the parts of ours that it consists of, joined along the rows."""
+
+    key: str
+    parts: tuple[Tensor, ...]
+
+
+def _entries(moe: MoE, names: _Names) -> list[_Entry]:
+    """Every tensor of the block, with views of the memory of ours."""
+    entries = [_Entry(names.gate, (moe.router.gate.weight,))]
+    if moe.expert_bias is not None:
+        entries.append(_Entry(names.bias, (moe.expert_bias,)))
+
+    def add(keys: tuple[str, ...], weights: tuple[Tensor, ...]) -> None:
+        joined = [weights] if len(keys) == 1 else [(weight,) for weight in weights]
+        for key, parts in zip(keys, joined, strict=True):
+            if "{e}" in key:
+                each = zip(*(part.unbind(0) for part in parts), strict=True)
+                entries.extend(_Entry(key.format(e=e), part) for e, part in enumerate(each))
+            else:
+                entries.append(_Entry(key, parts))
+
+    experts, shared = moe.experts, moe.shared_experts
+    add(names.up, (experts.w1.weight, experts.w3.weight))
+    add((names.down,), (experts.w2.weight,))
+    if shared is not None:
+        add(names.shared_up, (shared.w1.weight, shared.w3.weight))
+        add((names.shared_down,), (shared.w2.weight,))
+    return entries
+
+
+def _names(moe: object, layout: object, prefix: object) -> _Names:
+    if not isinstance(moe, MoE):
+        raise TypeError(f"moe: got {_checks.describe(moe)}, must be a fp4gemm.training.MoE")
+    _checks.is_one_of("layout", layout, tuple(LAYOUTS))
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix: got {_checks.describe(prefix)}, must be a str")
+    return LAYOUTS[str(layout)]
+
+
+@torch.no_grad()
+def moe_state(moe: MoE, layout: MoELayout, prefix: str = "") -> dict[str, Tensor]:
+    """The weights of a MoE, and its expert bias if it has one, as another library's block has them.
+
+    Args:
+        moe: the block.
+        layout: one of those above.
+        prefix: put before every key.
+
+    Returns:
+        Detached tensors in the dtype of the parameters. They share memory with the parameters, except for
+        those that join w1 and w3.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    return {
+        prefix + key: (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)).detach()
+        for key, parts in _entries(moe, _names(moe, layout, prefix))
+    }
+
+
+@torch.no_grad()
+def load_moe_state(moe: MoE, state: Mapping[str, Tensor], layout: MoELayout, prefix: str = "") -> None:
+    """Copy the state of another library's block into the parameters of a MoE, cast to their dtype.
+
+    Args:
+        moe: the block, whose sizes must fit.
+        state: tensors by key, in memory; keys that do not begin with ``prefix`` are other modules' and are
+            left alone.
+        layout: one of those above.
+        prefix: what the keys of this block begin with.
+
+    Raises:
+        TypeError: an argument has another Python type.
+        ValueError: a key is missing, a key with the prefix is not one of the block, or a tensor has another
+            shape. Nothing has been copied then.
+    """
+    entries = _entries(moe, _names(moe, layout, prefix))
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state: got {_checks.describe(state)}, must be a mapping of tensors")
+    wanted = {prefix + key for key, _ in entries}
+    found = {key for key in state if key.startswith(prefix)}
+    missing, unexpected = sorted(wanted - found), sorted(found - wanted)
+    if missing or unexpected:
+        what = [f"{_some(keys)} {text}" for keys, text in ((missing, "missing"), (unexpected, "unexpected"))
+                if keys]  # fmt: skip
+        raise ValueError(f"state: {' and '.join(what)}, must have the keys of layout {layout!r}")
+    for key, parts in entries:
+        rows = sum(part.shape[-2] for part in parts) if len(parts) > 1 else 0
+        shape = (*parts[0].shape[:-2], rows, parts[0].shape[-1]) if rows else tuple(parts[0].shape)
+        name = f"state[{prefix + key!r}]"
+        _checks.has_shape(name, _checks.is_tensor(name, state[prefix + key]), shape)
+    for key, parts in entries:
+        tensor = state[prefix + key]
+        pieces = tensor.chunk(len(parts), dim=-2) if len(parts) > 1 else (tensor,)
+        for part, piece in zip(parts, pieces, strict=True):
+            part.copy_(piece)
+
+
+def _some(keys: list[str]) -> str:
+    """The first three keys."""
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return ", ".join(map(repr, keys[:3])) + more + (" is" if len(keys) == 1 else " are")
