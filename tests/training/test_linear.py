@@ -266,6 +266,15 @@ def test_compiles_into_one_graph(name: str, backend: str, device: torch.device) 
         assert_bits(y, want[0])
 
 
+def test_compiles_for_any_number_of_tokens(device: torch.device) -> None:
+    linear = layer("nvidia", device)
+    linear.recipe = linear.recipe.replace(seed=1234)
+    run = compiled(linear, ready("aot_eager"), dynamic=True)
+    for m in (44, 64, 33):
+        x = torch.randn(m, 64, device=device, dtype=BF16)
+        assert_same(gradients(run, x, linear), gradients(linear, x, linear))
+
+
 def test_compiled_main_grad(device: torch.device) -> None:
     linear = layer("te_per_token", device)
     linear.weight.main_grad = torch.zeros(96, 64, device=device)

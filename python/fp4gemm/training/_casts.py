@@ -63,8 +63,8 @@ def _options(cast: Cast, recipe: Recipe, state: Tensor | None, hadamard: str | N
         options |= {"hadamard": hadamard, "hadamard_signs": recipe.hadamard_signs}
     if cast.stochastic:
         options |= {"stochastic": True, "rng_state": state}
-    if cast.headroom != 1.0:
-        options["headroom"] = cast.headroom
+    if cast.has_headroom:
+        options["headroom"] = 17 / 16
     return options
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from .. import _checks
 from .._checks import options as option_checks
@@ -15,7 +15,10 @@ HEADROOM = 17 / 16
 _SOURCES = ("original", "rowwise")
 _SAVED = ("quantized", "original")
 _PAIRS = (("x", "w"), ("dy", "w_t"), ("dy_t", "x_t"))  # the operands of fprop, dgrad and wgrad
-_OF_ONE_PASS = ["scaling", "block", "stochastic", "headroom", "four_over_six", "e4m3_max", "encode", "source"]
+_OF_ONE_PASS = (
+    *("scaling", "block", "stochastic", "has_headroom"),
+    *("four_over_six", "e4m3_max", "encode", "source"),
+)
 _FORWARD = {"w_t": "w", "x_t": "x"}  # the forward copy of the same tensor
 
 
@@ -53,6 +56,7 @@ class Cast:
     e4m3_max: Literal[448, 256] | None = None
     encode: Literal["te", "te_per_token"] = "te"
     source: Literal["original", "rowwise"] = "original"
+    has_headroom: ClassVar[bool] = False  # derived: torch.compile takes a float of an object for a variable
 
     def __post_init__(self) -> None:
         if isinstance(self.headroom, bool) or not isinstance(self.headroom, (int, float)):
@@ -71,6 +75,7 @@ class Cast:
         own = {name: getattr(self, name) for name in defaults if hasattr(self, name)}
         option_checks.operator_arguments(defaults | own)
         _checks.is_one_of("source", self.source, _SOURCES)
+        object.__setattr__(self, "has_headroom", self.headroom != 1.0)
 
     def is_one_pass_with(self, other: Cast) -> bool:
         """Whether fp4gemm.quantize_both makes this copy and the other: they differ in hadamard at most."""
