@@ -3,50 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.abc
-import importlib.machinery
 import json
-import sys
-import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import torch
 from model_checkpoint import KINDS, weight
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-# What the producers import at their top and do not use here.
-_UNUSED = {"antlr4", "auto_round", "datasets", "evaluate", "omegaconf", "pulp", "pynvml", "requests", "scipy"}
+from bench.baselines.producers import without_unused_imports
+
 HASHES = Path(__file__).parents[1] / "checkpoint" / "producers.json"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-class _Unused(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules of _UNUSED: objects that have every attribute."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name.split(".")[0] in _UNUSED:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
-        module = MagicMock(name=spec.name)
-        module.__path__, module.__version__ = [], "4.0"
-        return module
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
-def without_unused_imports() -> None:
-    """Let the producers be imported without the packages that these tests do not need."""
-    if not any(isinstance(finder, _Unused) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Unused())
 
 
 def modelopt_parts(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
