@@ -28,6 +28,6 @@ CONTENDERS = (
     Contender("GPTQ", "gptq", True),
     Contender("GPTQ, sequential", "gptq", True, is_sequential=True),
     Contender("smooth + search, weighted", "search", True, True),
-    Contender("smooth + GPTQ", "gptq", True, True, activations=tuple(ACTIVATIONS)),
     Contender("smooth + GPTQ, sequential", "gptq", True, True, True, activations=tuple(ACTIVATIONS)),
+    Contender("smooth + GPTQ", "gptq", True, True, activations=tuple(ACTIVATIONS)),
 )

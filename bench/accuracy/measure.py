@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import math
 import os
 import statistics
@@ -10,12 +13,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..report.results import Row
+
+
+class Measured(Protocol):
+    """A float model on text, with which other models are compared."""
+
+    sample: Tensor  # int64 (count, length): ids for one call of the model
+
+    def row(self, model: torch.nn.Module) -> Row:
+        """The figures of another model."""
+        ...
 
 
 class Reference:
@@ -27,7 +40,7 @@ class Reference:
     """
 
     def __init__(self, model: torch.nn.Module, chunks: Tensor) -> None:
-        self.chunks = chunks
+        self.chunks, self.sample = chunks, chunks[:1]
         self.losses: list[float] = []
         self._logits: list[Tensor] = []
         for ids in chunks:
@@ -69,10 +82,45 @@ def _loss(logits: Tensor, ids: Tensor) -> float:
     return float(torch.nn.functional.cross_entropy(logits[:-1], ids[1:]))
 
 
+def layer_error(model: torch.nn.Module, other: torch.nn.Module, sample: Tensor) -> float:
+    """The mean over the layers that differ of |y' - y| / |y|, on the inputs that they get in the first model.
+
+    Args:
+        model: a float model.
+        other: the same model with layers of other types, by the same names, in the places of some.
+        sample: ids for one call.
+    """
+    errors: list[float] = []
+    layers = dict(other.named_modules())
+
+    def compare(name: str, args: tuple[Tensor, ...], y: Tensor) -> None:
+        errors.append(float((layers[name](args[0]) - y).norm() / y.norm()))
+
+    handles = [
+        layer.register_forward_hook(lambda _, args, y, name=name: compare(name, args, y))
+        for name, layer in model.named_modules()
+        if isinstance(layer, torch.nn.Linear) and not isinstance(layers[name], type(layer))
+    ]
+    try:
+        with torch.inference_mode():
+            model(sample)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return statistics.fmean(errors)
+
+
 @contextmanager
 def watched() -> Iterator[dict[str, Any]]:
-    """Seconds of what runs here, and by how many bytes the memory of the process, or of the GPU, grew."""
+    """Seconds of what runs here, and by how many bytes the memory of the process, or of the GPU, grew.
+
+    Memory that was freed before is given back to the operating system first; else what runs here could use
+    it again without any growth.
+    """
     found: dict[str, Any] = {}
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
     is_cuda = torch.cuda.is_initialized()
     if is_cuda:
         torch.cuda.synchronize()
@@ -101,5 +149,6 @@ def watched() -> Iterator[dict[str, Any]]:
 
 
 def _resident() -> int:
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    """The bytes of the process in memory, without those of files such as libraries."""
+    resident, shared = Path("/proc/self/statm").read_text(encoding="ascii").split()[1:3]
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")

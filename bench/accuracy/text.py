@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -52,6 +53,28 @@ def document(modules: Sequence[str], without: Sequence[str] = ()) -> str:
                 seen.add(text)
                 kept.append(text)
     return "\n\n".join(kept)
+
+
+def sentences(document: str, count: int, without: Sequence[str] = ()) -> list[str]:
+    """The first sentences of a document that are 6 to 40 words of plain text, each once.
+
+    Args:
+        document: paragraphs with empty lines between them.
+        count: how many are wanted.
+        without: sentences that are left out.
+
+    Raises:
+        ValueError: the document has fewer.
+    """
+    seen, found = set(without), []
+    for paragraph in re.split(r"\n\s*\n", document):
+        for sentence in re.split(r"(?<=[.?!])\s+", " ".join(paragraph.split())):
+            if sentence not in seen and re.fullmatch(r"(?=[A-Z])(\S+ ){5,39}\S+[.?!]", sentence):
+                seen.add(sentence)
+                found.append(sentence)
+    if len(found) < count:
+        raise ValueError(f"the text has {len(found)} sentences, must have {count}")
+    return found[:count]
 
 
 def chunks(tokenizer: Any, text: str, count: int, length: int) -> Tensor:

