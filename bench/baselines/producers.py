@@ -1,4 +1,4 @@
-"""ModelOpt and llm-compressor as contenders of ``python -m bench accuracy --producers``.
+"""What ModelOpt and llm-compressor share as contenders of ``python -m bench accuracy --producers``.
 
 They run as their documentation says, on the calibration's tokens, and what they leave is the model with their
 own fake quantization: weights, and in W4A4 inputs with one static amax for each layer. Modules that they
@@ -70,26 +70,3 @@ class Producer(NamedTuple):
     def version(self) -> str:
         """Of the installed package; importlib.metadata.PackageNotFoundError if there is none."""
         return importlib.metadata.version(self.package)
-
-
-def producers() -> tuple[Producer, ...]:
-    """Those whose package is installed.
-
-    Raises:
-        ModuleNotFoundError: none is.
-    """
-    from . import llmcompressor, modelopt
-
-    found = []
-    for each in (*llmcompressor.METHODS, *modelopt.METHODS):
-        try:
-            importlib.metadata.version(each.package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        found.append(each)
-    if not found:
-        raise ModuleNotFoundError(
-            "--producers: neither llmcompressor nor nvidia-modelopt is installed, must be "
-            "(pip install --no-deps -r requirements/oracles.txt)"
-        )
-    return tuple(found)

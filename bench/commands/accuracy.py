@@ -16,8 +16,9 @@ from ..accuracy.contenders import ACTIVATIONS, CONTENDERS
 from ..accuracy.emulation import emulated, with_inputs
 from ..accuracy.maker import Maker, difference
 from ..accuracy.measure import layer_error, watched
+from ..accuracy.producers import producers
 from ..accuracy.subjects import KNOWN, LENGTH, SENTENCES, Subject, load, named
-from ..baselines.producers import Producer, Text, producers
+from ..baselines.producers import Producer, Text
 from ..measure import machine
 from ..report import accuracy as report
 from ..report.results import Row

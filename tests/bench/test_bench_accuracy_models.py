@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from bench import __main__ as command_line
-from bench.accuracy import subjects, text
+from bench.accuracy import producers, subjects, text
 from bench.accuracy.contenders import CONTENDERS
 from bench.accuracy.maker import Maker
 from bench.accuracy.sentences import Sentences, batches_of
 from bench.accuracy.subjects import Subject
-from bench.baselines import modelopt, producers
+from bench.baselines import modelopt
 from bench.report import accuracy as report
 
 
