@@ -1,0 +1,103 @@
+"""The arms of train_moe.py: presets of fp4gemm.training and changes of them, such as ``nvidia+no_rht``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from fp4gemm.training import PRESETS, Cast, Recipe
+
+OPERANDS = ("x", "w", "dy", "w_t", "dy_t", "x_t")
+BACKWARD = OPERANDS[2:]
+BF16 = "bf16"
+
+
+def _each(change: Callable[[Cast], Cast], operands: tuple[str, ...] = OPERANDS) -> Callable[[Recipe], Recipe]:
+    """Change the casts of some operands; those that are in bf16 or dequantized stay so."""
+
+    def changed(recipe: Recipe) -> Recipe:
+        casts = {name: getattr(recipe, name) for name in operands}
+        return replace(
+            recipe, **{name: change(cast) for name, cast in casts.items() if isinstance(cast, Cast)}
+        )
+
+    return changed
+
+
+def _without(operands: tuple[str, ...]) -> Callable[[Recipe], Recipe]:
+    return lambda recipe: replace(recipe, **dict.fromkeys(operands))
+
+
+def _backward_only(recipe: Recipe) -> Recipe:
+    # No forward copy is left that a backward operand could be made of.
+    return _without(("x", "w"))(_each(lambda cast: replace(cast, source="original"), BACKWARD)(recipe))
+
+
+# What each changes in a recipe; the last two change the model in place of the recipe. nvidia+forward_only is
+# the preset bf16_backward, and nvidia+backward_only is bf16_forward.
+CHANGES: dict[str, Callable[[Recipe], Recipe]] = {
+    "no_rht": _each(lambda cast: replace(cast, hadamard=None)),
+    "no_sr": _each(lambda cast: replace(cast, stochastic=False)),
+    "1d": _each(lambda cast: replace(cast, block=(1, 16)), ("w", "w_t")),
+    "2d": _each(lambda cast: replace(cast, scaling="tensor", block=(16, 16)), ("w", "w_t")),
+    "headroom": _each(lambda cast: replace(cast, headroom=17 / 16)),
+    "no_headroom": _each(lambda cast: replace(cast, headroom=1.0)),
+    "forward_only": _without(BACKWARD),
+    "backward_only": _backward_only,
+    "last_bf16": lambda recipe: recipe,
+    "outliers": lambda recipe: recipe,
+}
+VARIANTS = (
+    *(f"nvidia+{change}" for change in ("no_rht", "no_sr", "1d", "headroom", "last_bf16", "outliers")),
+    *(f"per_token+{change}" for change in ("no_rht", "no_sr", "2d", "no_headroom", "last_bf16", "outliers")),
+    *(f"per_token+{change}" for change in ("forward_only", "backward_only")),
+)
+GROUPS = {
+    "main": (BF16, "nvidia", "per_token"),
+    "presets": (BF16, *(name for name in PRESETS if name != BF16)),
+    "variants": VARIANTS,
+    "all": (BF16, *(name for name in PRESETS if name != BF16), *VARIANTS),
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A recipe by its name, and what is changed of the model."""
+
+    name: str
+    recipe: Recipe
+    is_last_bf16: bool
+    has_outliers: bool
+
+    def recipes(self, layers: int) -> list[Recipe]:
+        """The recipe of each block; ``last_bf16`` keeps the last 15 % of them, one at least, in bf16."""
+        kept = max(1, round(0.15 * layers)) if self.is_last_bf16 else 0
+        return [self.recipe] * (layers - kept) + [PRESETS[BF16]] * kept
+
+
+def arm(name: str, seed: int = 0) -> Arm:
+    """The arm of a name; its stochastic rounding draws by ``seed``. ValueError for an unknown part of it."""
+    preset, *changes = name.split("+")
+    if preset not in PRESETS:
+        raise ValueError(f"--arms: {name!r} begins with {preset!r}, must begin with one of {_list(PRESETS)}")
+    recipe = replace(PRESETS[preset], seed=seed)
+    for change in changes:
+        if change not in CHANGES:
+            raise ValueError(f"--arms: {name!r} has the change {change!r}, must be one of {_list(CHANGES)}")
+        try:
+            recipe = CHANGES[change](recipe)
+        except (ValueError, NotImplementedError) as error:
+            raise ValueError(f"--arms: {name!r} is refused: {error}") from None
+    return Arm(name, recipe, "last_bf16" in changes, "outliers" in changes)
+
+
+def arm_names(text: str) -> list[str]:
+    """The arms of a list with commas, in which a name of GROUPS stands for its arms; each arm once."""
+    names = [name for part in text.split(",") for name in GROUPS.get(part.strip(), (part.strip(),))]
+    for name in names:
+        arm(name)
+    return list(dict.fromkeys(names))
+
+
+def _list(names: object) -> str:
+    return ", ".join(map(str, names))  # type: ignore[call-overload]
