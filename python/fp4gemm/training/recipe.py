@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from .. import _checks
 from .._checks import options as option_checks
@@ -56,7 +56,7 @@ class Cast:
     e4m3_max: Literal[448, 256] | None = None
     encode: Literal["te", "te_per_token"] = "te"
     source: Literal["original", "rowwise"] = "original"
-    has_headroom: ClassVar[bool] = False  # derived: torch.compile takes a float of an object for a variable
+    has_headroom = False  # no field, but derived: torch.compile takes a float of an object for a variable
 
     def __post_init__(self) -> None:
         if isinstance(self.headroom, bool) or not isinstance(self.headroom, (int, float)):
