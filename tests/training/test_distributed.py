@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,14 @@ import data_parallel
 import fp4gemm
 import pytest
 import torch
+import torch.distributed as dist
 from fp4gemm import training
 from fp4gemm.training import fsdp
 from fp4gemm.training._gathered import transposed
 from processes import in_two_processes
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +94,29 @@ def test_ranks_round_differently(ranks: list[dict[Any, Any]]) -> None:
 
 
 # ---- what needs no second process
+
+
+def test_a_group_of_one_process(device: torch.device, tmp_path: Path) -> None:
+    """The gather on its own streams, and storages that FSDP2 frees and allocates again: no bit changes."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group(backend, init_method=store, rank=0, world_size=1)
+    try:
+        x, results = data_parallel.batches(0)[0].to(device), []
+        for is_gathered in (False, True):
+            model = data_parallel.mlp("rowwise").to(device)
+            if is_gathered:
+                training.quantize_all_gather(model)
+            mesh = init_device_mesh(device.type, (1,))
+            for module in [*model.children(), model]:
+                fully_shard(module, mesh=mesh)
+            torch.manual_seed(5)
+            for _ in range(2):
+                data_parallel.loss(model, x).backward()
+            results.append([p.grad.full_tensor().cpu() for p in model.parameters()])
+    finally:
+        dist.destroy_process_group()
+    assert_equal(*results)
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,9 @@ def attach(optimizer: Optimizer) -> None:
     _STEPS.are_marked = True
 
 
+@torch.compiler.disable
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    mark_step()
+    _STEPS.count += 1
 
 
 class _State(NamedTuple):
