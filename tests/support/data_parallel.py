@@ -48,7 +48,7 @@ class Experts(torch.nn.Module):
         self.experts = training.GroupedLinear(2, WIDTH, WIDTH, recipe=ROWWISE)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.experts(x, torch.tensor([TOKENS // 2, TOKENS], dtype=torch.int32))
+        return self.experts(x, torch.tensor([TOKENS // 2, TOKENS], dtype=torch.int32, device=x.device))
 
 
 def batches(rank: int) -> list[Tensor]:

@@ -10,6 +10,7 @@ bit and no amax is reduced. With tensor scaling one MAX all-reduce of the amax p
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
@@ -84,7 +85,7 @@ class ShardedWeight(Tensor):
         self, gathered: tuple[Tensor, ...], made: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The whole weight of the gathered parts; into ``out``, whose parts are these, from the second on."""
-        codes, scales, amax = gathered
+        codes, scales, amax = gathered if len(gathered) == 3 else _unpacked(gathered[0], made.shape)
         if out is not None:
             out._take(codes, scales, amax, made)
             return None
@@ -167,7 +168,8 @@ def _local_parts(
     if reason:
         raise NotImplementedError(f"recipe: {reason}")
     how = cast(Cast, recipe.w)
-    is_stack, ranks = len(outer_size) == 3, mesh.size()
+    is_stack, is_whole = len(outer_size) == 3, shard.shape == outer_size
+    ranks = 1 if is_whole else mesh.size()
     step = ranks * (1 if is_stack else how.block[0])
     if outer_size[0] % step:
         what = "experts" if is_stack else "rows"
@@ -180,7 +182,20 @@ def _local_parts(
     amax = None
     if is_per_tensor:
         amax = shard.abs().amax().float().view(1)
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
+        if not is_whole:
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
     t = _casts.weight_rows(shard, recipe, amax)
     scales = t.compact_scales().view(torch.uint8)
-    return (t.codes, scales, t.amax), Made(t.e4m3_max, is_per_tensor, outer_size)
+    parts: tuple[Tensor, ...] = (t.codes, scales, t.amax)
+    if is_whole:  # a group of one rank, of which torch (2.13) copies the first part alone
+        parts = (torch.cat([part.view(torch.uint8).flatten() for part in parts]),)
+    return parts, Made(t.e4m3_max, is_per_tensor, outer_size)
+
+
+def _unpacked(packed: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, block scales and amax of the uint8 bytes in which they lie one after the other."""
+    *rows, k = shape
+    sizes = [math.prod(shape) // 2, math.prod(shape) // 16]
+    codes, scales, amax = packed.split([*sizes, packed.numel() - sum(sizes)])
+    amax = amax.view(torch.float32).view(*rows[:-1], -1)
+    return codes.view(*rows, k // 2), scales.view(*rows, k // 16), amax
