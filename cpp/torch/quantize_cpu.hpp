@@ -1,4 +1,4 @@
-// What the compiled quantizers of CPU tensors share: encodings, and the blocks of x as float32.
+// What the compiled quantizers of CPU tensors share: the blocks of x as float32.
 //
 // Files that include it are compiled with -ffp-contract=off, so that each operation rounds once and the bits
 // are those of python/fp4gemm/reference. The loops have no branches, so that a compiler vectorizes them, and
@@ -9,34 +9,7 @@
 
 namespace fp4gemm::cpu {
 
-constexpr float kFloatMax = 3.4028234663852886e38f;
-
 enum class Dtype : int { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
-
-/// min(x, kFloatMax), which is kFloatMax where x is NaN.
-inline float bounded(float x) { return x < kFloatMax ? x : kFloatMax; }
-
-/// The e4m3 code of x >= 0, rounded to nearest even and saturated at 448.
-inline uint32_t encode_e4m3(float x) {
-  x = x < 448.0f ? x : 448.0f;
-  // Below 2^-6, codes count steps of 2^-9, which is the distance of neighbours of 2^14 in float32.
-  uint32_t const small = as_bits(x + 16384.0f) - as_bits(16384.0f);
-  uint32_t const bits = as_bits(x);
-  uint32_t const normal = ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - (120 << 3);
-  return x < 0.015625f ? small : normal;
-}
-
-/// The e2m1 code of x, rounded to nearest even and saturated at 6. NaN gives 7.
-inline uint32_t encode_e2m1(float x) {
-  uint32_t const sign = x == x ? as_bits(x) >> 28 & 8 : 0;
-  float a = as_float(as_bits(x) & 0x7FFFFFFF);
-  a = a < 6.0f ? a : 6.0f;
-  // Values below 2 are multiples of 1/2, below 4 of 1, and then of 2. The addition rounds to such a multiple,
-  // and the lowest bits of the sum count them.
-  float const magic = a < 2.0f ? 4194304.0f : a < 4.0f ? 8388608.0f : 16777216.0f;
-  uint32_t const first = a < 2.0f ? 0 : a < 4.0f ? 2 : 4;
-  return ((as_bits(a + magic) & 7) + first) | sign;
-}
 
 FP4GEMM_CLONES static void load_bf16(uint16_t const* x, int elems, float* out) {
   for (int i = 0; i < elems; ++i) {

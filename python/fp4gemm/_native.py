@@ -71,6 +71,10 @@ _TORCH_SIGNATURES: dict[str, tuple[object, list[object]]] = {
             *[_POINTER, _INT64, ctypes.c_float, _POINTER, _POINTER],
         ],
     ),
+    "fp4gemm_torch_gptq_block": (
+        _INT,
+        [_POINTER, _INT64, *[_POINTER] * 3, _INT64, _INT, *[_POINTER] * 3],
+    ),
     "fp4gemm_torch_row_amax": (_INT, [_POINTER, _INT, _INT64, _INT64, _INT64, _POINTER]),
     "fp4gemm_torch_quantize_matrix": (
         _INT,
@@ -124,9 +128,11 @@ def _opened(name: str, signatures: dict[str, tuple[object, list[object]]]) -> ct
     except OSError as error:
         raise ImportError(f"fp4gemm: cannot load {path}: {error}") from error
     for function_name, (result, arguments) in signatures.items():
-        function = getattr(library, function_name)
-        function.restype = result
-        function.argtypes = arguments
+        # A library of another revision may lack one; a call of that raises AttributeError with its name.
+        function = getattr(library, function_name, None)
+        if function is not None:
+            function.restype = result
+            function.argtypes = arguments
     return library
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fp4gemm.calibration import gptq
-from fp4gemm.calibration.gptq import STEPS, rounded
+from fp4gemm.calibration.gptq import Factorization, rounded
 from torch import Tensor
 
 
@@ -110,6 +110,32 @@ def test_a_given_amax(gen: torch.Generator) -> None:
             gptq(w, h, scaling="tensor", amax=amax)
 
 
+def test_factors_are_kept_for_an_equal_moment(gen: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of q, k and v, say: the result is the same, and another moment, damping or order is factored anew."""
+    calls: list[int] = []
+    real = torch.linalg.cholesky_ex
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda h: (calls.append(1), real(h))[1])
+    (w, h), (other, g) = (operands(n, 64, gen) for n in (16, 40))
+    kept = Factorization()
+    for weight, moment, options, made_anew in (
+        (w, h, {}, 1),
+        (other, h.clone(), {}, 0),
+        (w, h, {"damping": 0.1}, 1),
+        (w, h, {"damping": 0.1, "block_order": "importance"}, 1),
+        (other, h, {"damping": 0.1, "block_order": "importance"}, 0),
+        (w, g, {}, 1),
+        (w[:, :32], g[:32, :32], {}, 1),
+    ):
+        calls.clear()
+        made = rounded(weight, moment, factorization=kept, **options)  # type: ignore[arg-type]
+        assert len(calls) == made_anew
+        want = rounded(weight, moment, **options)  # type: ignore[arg-type]
+        assert same(made.weight, want.weight)
+        assert made.damping == want.damping
+    with pytest.raises(ValueError, match=r"^second_moment: 1 values are NaN or inf"):
+        rounded(w, _set(h, torch.inf), factorization=kept)
+
+
 def test_experts(gen: torch.Generator) -> None:
     """A stack is rounded matrix by matrix, in chunks too."""
     pairs = [operands(16, 64, gen) for _ in range(3)]
@@ -194,10 +220,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_bad_input(change: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         gptq(**{"weight": W, "second_moment": H} | change)
-
-
-def test_the_candidates_are_those_of_the_definition() -> None:
-    assert STEPS == gptq_model.STEPS
 
 
 @pytest.mark.gpu

@@ -63,3 +63,32 @@ def gptq(w: Tensor, h: Tensor, damping: float, order: list[int]) -> tuple[np.nda
             _, codes[r, order[place]], out[part], left = best
         made[r, columns] = out
     return made, codes
+
+
+def block(
+    w: np.ndarray, rows: np.ndarray, cost: np.ndarray, amax: float
+) -> tuple[list[int], int, np.ndarray]:
+    """(codes, code of the scale, d) of 16 values by fp4gemm.reference.gptq, in numpy float32."""
+    one, bound = np.float32(1), np.float32(6 * BOUND)
+    encode = bound / np.float32(amax)
+    first = max(standard_code(float(np.abs(w).max()), amax), 1)
+    best: tuple[np.float32, list[int], int, np.ndarray] | None = None
+    for step in STEPS:
+        code = min(max(first + step, 1), 126) if w.any() else 0
+        s = np.float32(e4m3(code))
+        e = one / (s * (one / encode)) if code else np.float32(np.finfo(np.float32).max)
+        t = (s * np.float32(amax)) * (one / bound)
+        v, d, codes = w.copy(), np.zeros(16, np.float32), []
+        for j in range(16):
+            product = v[j] * e
+            q = np.float32(e2m1(float(np.clip(product, -6, 6))))
+            codes.append(MAGNITUDES.index(abs(float(q))) + 8 * bool(np.signbit(product)))
+            d[j] = v[j] - q * t
+            v[j + 1 :] = v[j + 1 :] - d[j] * rows[j, j + 1 :]
+        terms = (d * d) * cost
+        while len(terms) > 1:
+            terms = terms[: len(terms) // 2] + terms[len(terms) // 2 :]
+        if best is None or terms[0] < best[0]:
+            best = terms[0], codes, code, d
+    assert best is not None
+    return best[1:]

@@ -7,20 +7,14 @@ Here it chooses the block scales as well::
 
     H' = H + damping * mean(diag(H)) * I         U upper triangular with U^T U = H'^-1
     for each block of 16 columns, in the order of the blocks:
-        a  = max |w| of the block in each row, c = the code of the standard scale of a, as quantize has it
-        for each candidate c_0 + step, c_0 = max(c, 1), step in STEPS, clamped to 1..126, of value s:
-            for each column j of the block, from left to right:
-                q_j = e2m1(fl(w_j * e)),  r_j = q_j * t,  d_j = w_j - r_j
-                w_i = w_i - d_j * U_ji / U_jj        for the columns i behind j in the block
-            E = sum over the block of (d_j / U_jj)^2
-        the candidate with the smallest E is used, and of equal ones the first
+        d = what rounding the block costs, and its codes and scales, as fp4gemm/reference/gptq.py has them
         w_i = w_i - sum over the block of d_j * U_ji / U_jj        for all columns i behind the block
-    S = min(fl(6B / A), FMAX)    e = min(fl(1 / fl(s * fl(1 / S))), FMAX)    t = fl(fl(s * A) * fl(1 / 6B))
 
-A is the amax of the row or of the weight before any error is added, and B = 256, so that a block which grows
-beyond A keeps a scale of its own. A block of zeros has the scale 0. U is computed in float64 and rounded to
-float32, in which everything else is computed; sums have no defined order, so that devices may differ where a
-value lies between two codes. One device gives the same bits in every run.
+A, the amax of the row or of the weight, is that before any error is added, and the bound of the scales is
+256, so that a block which grows beyond A keeps a scale of its own. U is computed in float64, and U_ji / U_jj
+and 1 / U_jj^2 are rounded to float32, in which everything else is computed. Within a block every operation is
+defined to the bit. The sums over blocks have no defined order, so that devices may differ where a value lies
+between two codes; one device gives the same bits in every run.
 
 ``block_order="importance"`` goes through the blocks in the order of the mean of diag(H), largest first, while
 the columns keep their places: blocks of 16 remain contiguous in k, as the format wants.
@@ -28,7 +22,6 @@ the columns keep their places: blocks of 16 remain contiguous in k, as the forma
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from typing import Literal, NamedTuple, get_args
 
@@ -37,24 +30,46 @@ from torch import Tensor
 
 from .. import _checks
 from ..containers.nvfp4 import NVFP4Tensor
-from ..reference.chunks import fp32
-from ..reference.formats import E2M1_VALUES, encode_e2m1, pack
-from ..reference.nvfp4 import element_factor, encode_scale, standard_scale
-from ..reference.scale_search import LARGEST_CODE, STEPS
+from ..ops import cpu
+from ..reference.formats import pack
+from ..reference.gptq import E4M3_BOUND, GptqBlocks
 
 __all__ = ["BlockOrder", "Rounded", "gptq", "rounded"]
 
 BlockOrder = Literal["natural", "importance"]
 Scaling = Literal["row", "tensor"]
 BLOCK = _checks.BLOCK
-E4M3_BOUND = 256  # B
 PANEL = 128  # columns whose errors are added to the rest of the weight in one product
 DAMPING = 0.01  # unless another is given
 GROWTH, MOST_DAMPING = 10.0, 1.0  # of the damping where H' is not positive definite
 ASYMMETRY = 1e-3  # |H - H^T| that is taken for rounding, of the largest diagonal element
 WORKSPACE = 4 << 30  # bytes of the float64 matrices of as many experts as are factored at a time
-# The e2m1 values in ascending order, and between each two of them the largest float32 of the lower one.
-_VALUES = sorted({float(v) for v in E2M1_VALUES})
+
+
+class Factorization:
+    """The factors of the second moment of the last weight.
+
+    Layers that read the same tensor, as q, k and v do, have equal matrices, which are checked and factored
+    once. Holds two matrices (k, k).
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[Tensor, float, BlockOrder] | None = None
+        self._made: _Prepared | None = None
+
+    def of(self, moment: Tensor, damping: float, block_order: BlockOrder) -> _Prepared | None:
+        """What was kept for a matrix of these values, or None; what was kept for another is freed."""
+        if self._key is not None:
+            last, *options = self._key
+            is_same = last.device == moment.device and last.shape == moment.shape
+            if is_same and options == [damping, block_order] and torch.equal(last, moment):
+                return self._made
+        self._key = self._made = None
+        return None
+
+    def keep(self, moment: Tensor, damping: float, block_order: BlockOrder, made: _Prepared) -> None:
+        """Keep the factors of a matrix, which must not be written to."""
+        self._key, self._made = (moment, damping, block_order), made
 
 
 class Rounded(NamedTuple):
@@ -123,9 +138,19 @@ def rounded(
     amax: Tensor | None = None,
     damping: float = DAMPING,
     block_order: BlockOrder = "natural",
+    factorization: Factorization | None = None,
 ) -> Rounded:
-    """:func:`gptq`, which also returns the damping that was used and does not warn."""
+    """:func:`gptq`, which also returns the damping that was used and does not warn.
+
+    Args:
+        factorization: where the factors of the second moment of one weight are looked up and kept.
+    """
     stack = _checked(weight, second_moment, scaling, damping, block_order)
+    known = None
+    if factorization is not None and weight.dim() == 2:
+        known = factorization.of(second_moment, damping, block_order)
+    if known is None:
+        _check_moment(second_moment)
     moments = second_moment if weight.dim() == 3 else second_moment[None]
     with torch.no_grad():
         g, n, k = stack.shape
@@ -137,23 +162,24 @@ def rounded(
             amax = _given_amax(amax, shape if weight.dim() == 3 else shape[1:], weight.device).view(shape)
         nibbles = torch.empty((g, n, k), dtype=torch.uint8, device=stack.device)
         scales = torch.empty((g, n, k // BLOCK), dtype=torch.uint8, device=stack.device)
-        step, used = max(1, WORKSPACE // (32 * k * k)), []
+        step = max(1, WORKSPACE // (32 * k * k))
+        used: list[float] = []
         for i in range(0, g, step):
             part = slice(i, min(i + step, g))
-            order = _order(moments[part], block_order)
-            columns = _columns(order)
-            h = _gathered(moments[part], columns)
-            factors, found = _factored(h, damping, i if weight.dim() == 3 else None)
+            made = known or _prepared(moments[part], damping, block_order, i if weight.dim() == 3 else None)
+            if factorization is not None and weight.dim() == 2:
+                factorization.keep(second_moment, damping, block_order, made)
+            order, columns = made.order, _columns(made.order)
             w = stack[part].float().gather(2, columns[:, None].expand(-1, n, -1))
-            codes, chosen = _round(w, factors, amax[part])
+            codes, chosen = _round(w, made.factors, amax[part])
             nibbles[part] = codes.scatter(2, columns[:, None].expand(-1, n, -1), codes)
             scales[part] = chosen.scatter(2, order[:, None].expand(-1, n, -1), chosen)
-            used += found
+            used += made.damping
         codes = pack(nibbles.view(g * n, k)).view(g, n, k // 2)
         if weight.dim() == 2:
             codes, scales, amax = codes[0], scales[0], amax[0]
-        made = NVFP4Tensor.from_compact(codes, scales, amax.contiguous(), E4M3_BOUND)
-    return Rounded(made.to(weight.dtype), tuple(used))
+        result = NVFP4Tensor.from_compact(codes, scales, amax.contiguous(), E4M3_BOUND)
+    return Rounded(result.to(weight.dtype), tuple(used))
 
 
 def _checked(
@@ -174,17 +200,25 @@ def _checked(
         raise TypeError(f"damping: got {_checks.describe(damping)}, must be a number")
     if not 0 <= damping <= MOST_DAMPING:
         raise ValueError(f"damping: got {damping}, must be from 0 to {MOST_DAMPING:g}")
-    for name, x in (("weight", w), ("second_moment", h)):
-        num_bad = int((~torch.isfinite(x)).sum())
-        if num_bad:
-            raise ValueError(f"{name}: {num_bad} values are NaN or infinite, must all be finite")
+    _check_finite("weight", w)
+    return w.detach() if w.dim() == 3 else w.detach()[None]
+
+
+def _check_moment(h: Tensor) -> None:
+    """Raise ValueError unless matrices (k, k) or (g, k, k) can be second moments. Synchronises."""
+    _check_finite("second_moment", h)
     diagonal = h.diagonal(dim1=-2, dim2=-1)
     if bool((diagonal < 0).any()):
         raise ValueError(f"second_moment: its diagonal holds {diagonal.min().item():.4g}, must be at least 0")
     off = (h - h.transpose(-1, -2)).abs().amax((-2, -1)) > ASYMMETRY * diagonal.amax(-1)
     if bool(off.any()):
         raise ValueError("second_moment: is not symmetric, must be the mean of x x^T")
-    return w.detach() if w.dim() == 3 else w.detach()[None]
+
+
+def _check_finite(name: str, x: Tensor) -> None:
+    num_bad = int((~torch.isfinite(x)).sum())
+    if num_bad:
+        raise ValueError(f"{name}: {num_bad} values are NaN or infinite, must all be finite")
 
 
 def _given_amax(amax: object, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -221,6 +255,19 @@ def _gathered(moments: Tensor, columns: Tensor) -> Tensor:
 class _Factors(NamedTuple):
     rows: Tensor  # float32 (g, k, k): U_ji / U_jj
     cost: Tensor  # float32 (g, k): 1 / U_jj^2
+
+
+class _Prepared(NamedTuple):
+    order: Tensor  # int64 (g, k/16): the blocks in the order in which they are rounded
+    factors: _Factors
+    damping: list[float]  # that each matrix needed
+
+
+def _prepared(moments: Tensor, damping: float, block_order: BlockOrder, first: int | None) -> _Prepared:
+    """The order of the blocks and the factors of matrices (g, k, k); first is as of :func:`_factored`."""
+    order = _order(moments, block_order)
+    h = moments if block_order == "natural" else _gathered(moments, _columns(order))
+    return _Prepared(order, *_factored(h, damping, first))
 
 
 def _factored(moments: Tensor, damping: float, first: int | None) -> tuple[_Factors, list[float]]:
@@ -261,59 +308,23 @@ def _round(w: Tensor, factors: _Factors, amax: Tensor) -> tuple[Tensor, Tensor]:
     """
     g, n, k = w.shape
     device = w.device
-    encode = encode_scale(amax, E4M3_BOUND)  # S
-    inverse = torch.div(fp32(1.0, device), fp32(6.0 * E4M3_BOUND, device))
-    steps = torch.tensor(STEPS, dtype=torch.int16, device=device)[:, None, None]
-    values = torch.tensor(_VALUES, device=device)
-    bounds = torch.tensor(_bounds(), device=device)
-    rest = w.transpose(1, 2).contiguous()  # columns are contiguous; those that are done keep what was rounded
+    round_block = (cpu.GptqBlocks if device.type == "cpu" else GptqBlocks)(amax)
+    rest = w.transpose(1, 2).contiguous()  # columns are contiguous
     codes = torch.empty((g, k, n), dtype=torch.uint8, device=device)
     chosen = torch.empty((g, k // BLOCK, n), dtype=torch.uint8, device=device)
     errors = torch.empty((g, PANEL, n), device=device)
-    shape = (1, g, BLOCK, n)
     for begin in range(0, k, PANEL):
         end = min(begin + PANEL, k)
         for j in range(begin, end, BLOCK):
-            block, of_block = rest[:, j : j + BLOCK], slice(j, j + BLOCK)
-            a = block.abs().amax(1)
-            code = standard_scale(a, encode).view(torch.uint8).to(torch.int16).clamp(min=1)[None] + steps
-            code = code.clamp(1, LARGEST_CODE).masked_fill(a == 0, 0).to(torch.uint8)
-            scale = code.view(torch.float8_e4m3fn).float()
-            e = element_factor(scale, encode)
-            t = scale * amax * inverse
-            v = block.expand(len(STEPS), g, BLOCK, n).clone()
-            d = torch.empty_like(v)
-            loss = torch.zeros_like(t)
-            for i in range(BLOCK):
-                q = values[torch.bucketize(v[:, :, i] * e, bounds, out_int32=True)]
-                d[:, :, i] = torch.addcmul(v[:, :, i], q, t, value=-1)
-                loss.addcmul_(d[:, :, i].square(), factors.cost[:, j + i, None])
-                if i + 1 < BLOCK:
-                    row = factors.rows[:, j + i, j + i + 1 : j + BLOCK, None]
-                    v[:, :, i + 1 :].addcmul_(row, d[:, :, i, None], value=-1)
-            best = loss.argmin(0, keepdim=True)  # the first of equal ones
-            chosen[:, j // BLOCK] = code.gather(0, best)[0]
-            e = e.gather(0, best)
-            best = best[:, :, None].expand(shape)
-            codes[:, of_block] = encode_e2m1(v.gather(0, best)[0] * e[0, :, None])
+            block = slice(j, j + BLOCK)
             error = errors[:, j - begin : j - begin + BLOCK]
-            error.copy_(d.gather(0, best)[0])
+            codes[:, block], chosen[:, j // BLOCK], error[:] = round_block(
+                rest[:, block], factors.rows[:, block, block], factors.cost[:, block]
+            )
             if j + BLOCK < end:
-                rows = factors.rows[:, of_block, j + BLOCK : end]
+                rows = factors.rows[:, block, j + BLOCK : end]
                 rest[:, j + BLOCK : end].baddbmm_(rows.transpose(1, 2), error, alpha=-1)
         if end < k:
             rows = factors.rows[:, begin:end, end:]
             rest[:, end:].baddbmm_(rows.transpose(1, 2), errors[:, : end - begin], alpha=-1)
     return codes.transpose(1, 2), chosen.transpose(1, 2)
-
-
-def _bounds() -> list[float]:
-    """The largest float32 that rounds to each e2m1 value but the last, ties to the even code."""
-    ends = []
-    for low, high in itertools.pairwise(_VALUES):
-        middle = (low + high) / 2
-        # A tie belongs to the value with the even code; those of 0, 1, 2 and 4 are even.
-        is_lower_even = abs(low) in (0.0, 1.0, 2.0, 4.0)
-        tie = torch.tensor(middle, dtype=torch.float32)
-        ends.append(float(tie if is_lower_even else torch.nextafter(tie, torch.tensor(-torch.inf))))
-    return ends

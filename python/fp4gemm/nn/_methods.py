@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from ..calibration.gptq import DAMPING, rounded
+from ..calibration.gptq import DAMPING, Factorization, rounded
 from ..calibration.statistics import InputStatistics, Statistics
 from ..containers.nvfp4 import NVFP4Tensor
 from ..quantize import quantize
@@ -62,6 +62,7 @@ class Quantizer:
         scaling: of the weight.
         statistics: those of the layer's input under "", or those of experts under "w13" and "w2"; may be
             empty, except for "gptq".
+        factorization: of "gptq", shared by the quantizers of a model.
 
     Attributes:
         notes: what was done otherwise than asked for, in words.
@@ -70,10 +71,15 @@ class Quantizer:
     """
 
     def __init__(
-        self, method: Method, scaling: WeightScaling, statistics: Mapping[str, InputStatistics] | None = None
+        self,
+        method: Method,
+        scaling: WeightScaling,
+        statistics: Mapping[str, InputStatistics] | None = None,
+        factorization: Factorization | None = None,
     ) -> None:
         self.method, self._scaling = method, scaling
         self._statistics = statistics or {}
+        self._factorization = factorization
         self.notes: list[str] = []
         self.errors: list[float] = []
 
@@ -97,7 +103,9 @@ class Quantizer:
             known = None
         if self.method == "gptq" and known is not None and known.second_moment is not None:
             try:
-                found = rounded(w, known.second_moment, scaling=self._scaling)
+                found = rounded(
+                    w, known.second_moment, scaling=self._scaling, factorization=self._factorization
+                )
             except ValueError as error:
                 self.notes.append(f"scales searched instead: {error}")
             else:

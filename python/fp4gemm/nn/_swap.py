@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..calibration.gptq import Factorization
 from ..calibration.statistics import InputStatistics
 from . import _collect, _transformers
 from ._candidates import Candidate
@@ -40,6 +41,7 @@ class Swapper:
             "activation_scaling": activation_scaling,
             "check_finite": check_finite,
         }
+        self._factorization = Factorization()
         self._progress, self._done, self._total = progress, 0, total
 
     def all(self, chosen: Sequence[Candidate], statistics: Mapping[str, InputStatistics] | None) -> None:
@@ -75,7 +77,7 @@ class Swapper:
                     walk.run(number, keep=True)
 
     def _swap(self, c: Candidate, statistics: Mapping[str, InputStatistics]) -> None:
-        quantizer = Quantizer(self._method, self._weight_scaling, statistics)
+        quantizer = Quantizer(self._method, self._weight_scaling, statistics, self._factorization)
         with materialized(c.module):
             c.swapped = quantized(c, {**self._options, "weight_method": quantizer})
         carry_over(c.module, c.swapped)

@@ -1,9 +1,9 @@
 """The CPU implementations of the operators that quantize or multiply: compiled code where it applies.
 
 cpp/torch/quantize_cpu.cpp quantizes rows with encode te and blocks of one row, with or without four over six,
-decode_cpu.cpp decodes, and quantize_search_cpu.cpp searches for scales. The reference, whose bits are the
-same, does everything else, and it composes the operators that do both. The threads are those of torch
-(``torch.set_num_threads``).
+decode_cpu.cpp decodes, quantize_search_cpu.cpp searches for scales, and gptq_cpu.cpp rounds a block of GPTQ.
+The reference, whose bits are the same, does everything else, and it composes the operators that do both. The
+threads are those of torch (``torch.set_num_threads``).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..reference import checks
 from ..reference.chunks import fp32, gathered, row_chunks
 from ..reference.epilogue import Epilogue
 from ..reference.gemm import Operand, gemm_by
+from ..reference.gptq import E4M3_BOUND
 from ..reference.grouped import Groups
 from ..reference.linear import linear_by
 from ..reference.moe import experts_by
@@ -39,6 +40,7 @@ from .schema import (
 )
 
 __all__ = [
+    "GptqBlocks",
     "dequantize",
     "experts",
     "gemm",
@@ -118,6 +120,34 @@ def quantize_searched(call: QuantizeSearchedCall) -> tuple[Tensor, Tensor, Tenso
         )
     )  # fmt: skip
     return codes, scales.view(torch.float8_e4m3fn), stored
+
+
+class GptqBlocks:
+    """:class:`fp4gemm.reference.gptq.GptqBlocks`, compiled; the bits are the same.
+
+    Args:
+        amax: as there.
+    """
+
+    def __init__(self, amax: Tensor) -> None:
+        self._amax = amax.contiguous()
+
+    def __call__(self, w: Tensor, rows: Tensor, cost: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Round a block of each weight; arguments and results as there."""
+        g, _, n = w.shape
+        w, rows, cost = w.contiguous(), rows.contiguous(), cost.contiguous()
+        codes, differences = torch.empty(w.shape, dtype=torch.uint8), torch.empty(w.shape)
+        scales = torch.empty((g, n), dtype=torch.uint8)
+        round_block = _native.torch_library().fp4gemm_torch_gptq_block
+        for e in range(g):
+            _succeeded(
+                round_block(
+                    w[e].data_ptr(), n, rows[e].data_ptr(), cost[e].data_ptr(),
+                    self._amax[e].data_ptr(), int(self._amax.shape[1] != 1), E4M3_BOUND,
+                    codes[e].data_ptr(), scales[e].data_ptr(), differences[e].data_ptr(),
+                )
+            )  # fmt: skip
+        return codes, scales, differences
 
 
 @accepts(DequantizeCall)
