@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from fp4gemm import nn
-from nn_helpers import convert, float_linear, nan_linear, same_bits, same_state
+from nn_helpers import convert, float_linear, nan_bias_linear, nan_linear, same_bits, same_state
 from torch import Tensor
 
 
@@ -249,6 +249,10 @@ UNSUPPORTED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
         lambda: torch.nn.TransformerEncoderLayer(64, 4, 128),
         "its owner TransformerEncoderLayer reads",
     ),
+    "nan-bias": (
+        lambda: torch.nn.Sequential(nan_bias_linear()),
+        "bias: 1 values are NaN, must all be numbers",
+    ),
     "nan": (lambda: torch.nn.Sequential(nan_linear()), "weight: 2 values are NaN or infinite"),
     "fp64": (lambda: torch.nn.Sequential(float_linear().double()), "weight: dtype is torch.float64"),
     "weight-norm": (
@@ -271,3 +275,13 @@ def test_gradients_reach_what_is_still_a_parameter() -> None:
     swapped = convert(Block())[0]
     sum(y.sum() for y in swapped(torch.arange(4))).backward()
     assert all(p.grad is not None for p in swapped.parameters() if p.requires_grad)
+
+
+def test_a_bias_of_minus_infinity_is_kept() -> None:
+    """It masks an output."""
+    linear = float_linear()
+    with torch.no_grad():
+        linear.bias[3] = -torch.inf
+    made, _ = convert(torch.nn.Sequential(linear))
+    assert made[0].bias[3] == -torch.inf  # type: ignore[index]
+    assert (made(torch.ones(2, linear.in_features))[:, 3] == -torch.inf).all()

@@ -50,6 +50,13 @@ def nan_linear() -> torch.nn.Linear:
     return linear
 
 
+def nan_bias_linear() -> torch.nn.Linear:
+    linear = float_linear()
+    with torch.no_grad():
+        linear.bias[0] = torch.nan
+    return linear
+
+
 def convert(model: torch.nn.Module, **options: Any) -> tuple[torch.nn.Module, nn.QuantizeReport]:
     """The model that quantize_model returns, and its report; the model is a copy unless inplace is set."""
     reports: list[nn.QuantizeReport] = []

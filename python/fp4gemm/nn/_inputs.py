@@ -38,6 +38,9 @@ def check_linear(linear: object) -> None:
     check_float_weight("linear.weight", linear.weight, (linear.out_features, linear.in_features))
     if linear.bias is not None:
         _checks.has_dtype("linear.bias", linear.bias, _checks.FLOAT_DTYPES)
+        num_nan = 0 if linear.bias.is_meta else int(linear.bias.detach().isnan().sum())
+        if num_nan:  # -inf masks an output and is kept
+            raise ValueError(f"linear.bias: {num_nan} values are NaN, must all be numbers")
 
 
 def check_float_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:

@@ -114,7 +114,7 @@ def quantize_model(
             about), and with ``on_unsupported="raise"`` a ValueError that lists every layer that does not fit.
             The model is then unchanged.
 
-    Synchronises (once a layer, to look for weights that are not finite).
+    Synchronises (for each layer, to look for weights that are not finite and biases that are NaN).
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {_checks.describe(model)}, must be a torch.nn.Module")
