@@ -99,6 +99,34 @@ def test_block_by_block_gives_the_same_bits(model: Model) -> None:
     assert not any("forward" in vars(m) or m._forward_pre_hooks for m in model.modules())
 
 
+def test_wide_moments_are_symmetric(gen: torch.Generator) -> None:
+    """Panels of 256 columns are multiplied on one side of the diagonal."""
+    wide = torch.nn.Sequential(torch.nn.Linear(608, 32))
+    batches = [torch.randn(m, 608, generator=gen) for m in (3, 700, 1)]
+    made = fp4gemm.calibrate(wide, batches, second_moment=True)["0"]
+    x = torch.cat(batches).double()
+    assert torch.allclose(made.second_moment.double(), x.T @ x / 704, rtol=1e-4, atol=1e-5)
+    assert torch.equal(made.second_moment, made.second_moment.T)
+    assert torch.allclose(made.second_moment.diagonal(), made.mean_square, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_layers_are_multiplied_in_float32(dtype: torch.dtype, gen: torch.Generator) -> None:
+    """What the second layer reads is the product in float32, rounded once; the model is as before."""
+    narrow = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 32, bias=False)).to(dtype)
+    x = torch.randn(40, 64, generator=gen).to(dtype)
+    made = fp4gemm.calibrate(narrow, [x], second_moment=True)["1"]
+    first = narrow[0]
+    h = torch.nn.functional.linear(x.float(), first.weight.float(), first.bias.float()).to(dtype).float()
+    assert torch.equal(made.mean_square, h.square().sum(0) / 40)
+    walked = fp4gemm.calibrate(torch.nn.Sequential(narrow), [x], second_moment=True)
+    assert torch.equal(walked["0.1"].second_moment, made.second_moment)
+    assert first.weight.dtype is dtype
+    mixed = torch.nn.Linear(64, 32).to(dtype)
+    with pytest.raises(ValueError, match=r"^batches: batch 0, .* is not accepted by the model: RuntimeError"):
+        fp4gemm.calibrate(mixed, [x.double()])
+
+
 def test_selected_layers(model: Model) -> None:
     assert list(fp4gemm.calibrate(model, BATCHES, include="down", exclude="0")) == [
         "layers.1.down",
@@ -170,25 +198,17 @@ def test_a_list_of_experts_need_not_be_reached() -> None:
     assert not made["experts.1"].mean_square.any()
 
 
-def test_experts_of_transformers() -> None:
+def test_experts_of_transformers(mixtral: Any) -> None:
     """Each expert has the moments of its own tokens, of both products."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    pytest.importorskip("transformers.integrations.moe", reason="transformers is older than 5")
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, num_local_experts=4,
-    )  # fmt: skip
-    model = transformers.MixtralForCausalLM(config).eval()
     batches = [torch.arange(24).view(2, 12), torch.arange(30, 40)[None]]
-    made = fp4gemm.calibrate(model, batches, second_moment=True)
-    assert same(made, fp4gemm.calibrate(model, batches, second_moment=True, sequential=True))
-    experts = model.model.layers[1].mlp.experts
+    made = fp4gemm.calibrate(mixtral, batches, second_moment=True)
+    assert same(made, fp4gemm.calibrate(mixtral, batches, second_moment=True, sequential=True))
+    experts = mixtral.model.layers[1].mlp.experts
     calls: list[tuple[Tensor, Tensor]] = []
     experts.register_forward_pre_hook(lambda _, args: calls.append((args[0], args[1])))
     with torch.no_grad():
         for ids in batches:
-            model(ids)
+            mixtral(ids)
     x, chosen = (torch.cat([call[i].reshape(-1, call[i].shape[-1]) for call in calls]) for i in range(2))
     for e in range(4):
         rows = x[(chosen == e).any(1)].detach()

@@ -125,31 +125,23 @@ def test_from_float() -> None:
             make("gptq")
 
 
-def test_experts_of_transformers() -> None:
+def test_experts_of_transformers(mixtral: Any) -> None:
     """Experts with few tokens get those of all experts added, and the report says so."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    pytest.importorskip("transformers.integrations.moe", reason="transformers is older than 5")
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, num_local_experts=4,
-    )  # fmt: skip
-    model = transformers.MixtralForCausalLM(config).eval()
     ids = [torch.arange(60)[None], torch.arange(9, 63)[None]]
-    known = fp4gemm.calibrate(model, ids, second_moment=True)
+    known = fp4gemm.calibrate(mixtral, ids, second_moment=True)
     name = "model.layers.0.mlp.experts"
-    made, report = convert(model, calibration=known)
+    made, report = convert(mixtral, calibration=known)
     few = int((known[f"{name}.w2"].num_tokens < 64).sum())
     assert f"{few} of 4 experts saw fewer than 64 tokens: all added" in report.experts[0].reason
     assert 0 < report.experts[0].output_error < 0.2
     s = known[f"{name}.w2"]
     part = (s.num_tokens / 64).clamp(max=1).view(-1, 1, 1)
     of_all = (s.second_moment * (s.num_tokens / s.num_tokens.sum()).view(-1, 1, 1)).sum(0)
-    experts = model.get_submodule(name)
+    experts = mixtral.get_submodule(name)
     want = gptq(experts.down_proj.detach(), part * s.second_moment + (1 - part) * of_all)
     values = made.get_submodule(name).w2.dequantize_weight()
     assert (values == want.dequantize(torch.float32)).float().mean() > 0.99
-    assert convert(model, calibration=ids, sequential=True)[1].experts[1].method == "gptq"
+    assert convert(mixtral, calibration=ids, sequential=True)[1].experts[1].method == "gptq"
 
 
 def test_what_cannot_be_done_is_reported(model: Model) -> None:

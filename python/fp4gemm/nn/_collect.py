@@ -16,6 +16,7 @@ from . import _transformers
 from ._candidates import Candidate
 
 _CHUNK = 1 << 26  # elements of the largest float32 copy of an input
+_PANEL = 256  # columns of x x^T that one product makes
 
 
 class Sums:
@@ -40,7 +41,7 @@ class Sums:
         """The statistics, on the CPU."""
         count = self.count.clamp(min=1).to(self.square.device)
         square = (self.square / count[..., None]).cpu()
-        moment = None if self.moment is None else (self.moment / count[..., None, None]).cpu()
+        moment = None if self.moment is None else _mirrored(self.moment / count[..., None, None]).cpu()
         return InputStatistics(self.count, square, moment)
 
 
@@ -52,7 +53,12 @@ class Products:
         self._made: tuple[Tensor, Tensor | None] | None = None
 
     def of(self, x: Tensor, has_moment: bool) -> tuple[Tensor, Tensor | None]:
-        """(sum of x^2 (k,), sum of x x^T (k, k) or None) over the rows of x (m, k), float32."""
+        """(sum of x^2 (k,), sum of x x^T (k, k) or None) over the rows of x (m, k), float32.
+
+        Of the matrix, panels of 256 rows are made, each from its first column on the diagonal to the right;
+        what is left of them is zero. The sums run over chunks of rows, then over batches, in their order;
+        within a chunk their order is that of torch's product.
+        """
         if self._made is not None and self._is_last(x, has_moment):
             return self._made
         k = x.shape[1]
@@ -61,8 +67,10 @@ class Products:
             wide = rows.float()
             square += wide.square().sum(0)
             if has_moment:
-                product = wide.T @ wide
-                moment = product if moment is None else moment.add_(product)
+                if moment is None:
+                    moment = torch.zeros(k, k, device=x.device)
+                for i in range(0, k, _PANEL):
+                    moment[i : i + _PANEL, i:].addmm_(wide[:, i : i + _PANEL].T, wide[:, i:])
         if not x.is_inference():  # which would not count writes
             # Holding x keeps its address from being given to another tensor.
             self._last, self._made = (x, x._version, has_moment), (square, moment)
@@ -78,6 +86,16 @@ class Products:
     def forget(self) -> None:
         """Free what is held."""
         self._last = self._made = None
+
+
+def _mirrored(upper: Tensor) -> Tensor:
+    """The symmetric matrices (..., k, k) of which ``upper`` has the part above the diagonal; in place."""
+    for i in range(0, upper.shape[-1], _PANEL):
+        j = i + _PANEL
+        square = upper[..., i:j, i:j]
+        square.copy_(square.triu() + square.triu(1).transpose(-1, -2))
+        upper[..., j:, i:j] = upper[..., i:j, j:].transpose(-1, -2)
+    return upper
 
 
 class Collector:
