@@ -27,6 +27,7 @@ class Maker:
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
+        self._device = next(subject.model.parameters()).device
         self._statistics: dict[bool, tuple[Statistics, Row]] = {}
         # The smoothed model of the last contender that had one: whether it has second moments comes first.
         self._smoothed: tuple[bool, torch.nn.Module, Statistics, Row] | None = None
@@ -34,7 +35,7 @@ class Maker:
     def statistics(self, second_moment: bool = False) -> tuple[Statistics, Row]:
         """Of the float model, and their cost."""
         if second_moment not in self._statistics:
-            with watched() as cost:
+            with watched(self._device) as cost:
                 made = fp4gemm.calibrate(
                     self._subject.model, self._subject.batches, second_moment=second_moment
                 )
@@ -48,9 +49,9 @@ class Maker:
             self._smoothed = None
             known, before = self.statistics(second_moment)
             model = copy.deepcopy(self._subject.model)
-            with watched() as cost:
+            with watched(self._device) as cost:
                 made = fp4gemm.nn.smooth(model, known, self._subject.batches[0])
-            self._smoothed = second_moment, model, made, _after(before, known, cost)
+            self._smoothed = second_moment, model, made, self._after(before, known, cost)
         return self._smoothed[1:]
 
     @property
@@ -73,21 +74,20 @@ class Maker:
         elif contender.has_data:
             options["calibration"] = known
         quantized = copy.deepcopy(model)
-        with watched() as rounding:
+        with watched(self._device) as rounding:
             quantized = fp4gemm.nn.quantize_model(quantized, **options)
-        return model, quantized, _after(cost, known, rounding)
+        return model, quantized, self._after(cost, known, rounding)
 
-
-def _after(before: Row, kept: Statistics | None, then: Row) -> Row:
-    """The cost of two steps, the second of them with statistics of the first one in memory."""
-    kept_bytes = 0
-    if kept is not None and not torch.cuda.is_initialized():  # statistics lie in the memory of the CPU
-        parts = [t for s in kept.values() for t in (s.mean_square, s.second_moment) if t is not None]
-        kept_bytes = sum(t.numel() * t.element_size() for t in parts)
-    return {
-        "seconds": before["seconds"] + then["seconds"],
-        "peak_bytes": max(before["peak_bytes"], kept_bytes + then["peak_bytes"]),
-    }
+    def _after(self, before: Row, kept: Statistics | None, then: Row) -> Row:
+        """The cost of two steps, the second of them with statistics of the first one in memory."""
+        kept_bytes = 0
+        if kept is not None and self._device.type == "cpu":  # statistics lie in the memory of the CPU
+            parts = [t for s in kept.values() for t in (s.mean_square, s.second_moment) if t is not None]
+            kept_bytes = sum(t.numel() * t.element_size() for t in parts)
+        return {
+            "seconds": before["seconds"] + then["seconds"],
+            "peak_bytes": max(before["peak_bytes"], kept_bytes + then["peak_bytes"]),
+        }
 
 
 def difference(quantized: torch.nn.Module, ids: torch.Tensor, options: dict[str, Any]) -> float:

@@ -111,8 +111,8 @@ def layer_error(model: torch.nn.Module, other: torch.nn.Module, sample: Tensor) 
 
 
 @contextmanager
-def watched() -> Iterator[dict[str, Any]]:
-    """Seconds of what runs here, and by how many bytes the memory of the process, or of the GPU, grew.
+def watched(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Seconds of what runs here, and by how many bytes the memory of the device grew: a GPU, or the process.
 
     Memory that was freed before is given back to the operating system first; else what runs here could use
     it again without any growth.
@@ -121,7 +121,7 @@ def watched() -> Iterator[dict[str, Any]]:
     gc.collect()
     with contextlib.suppress(AttributeError, OSError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)
-    is_cuda = torch.cuda.is_initialized()
+    is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

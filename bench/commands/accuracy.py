@@ -132,7 +132,7 @@ def _produced(producer: Producer, subject: Subject, kind: str) -> dict[str, Any]
     """The row of another package's method, measured with the model that it leaves."""
     model = _copy(subject)
     text = Text(subject.folder, subject.batches)
-    with watched() as cost:
+    with watched(next(model.parameters()).device) as cost:
         made = producer.make(model, text, kind == "W4A4")
     return {
         "contender": producer.name,

@@ -97,7 +97,7 @@ def test_figures() -> None:
 def test_the_memory_is_that_of_what_runs() -> None:
     """Also if memory that was freed before suffices, in pieces of any size."""
     for sizes in ([1 << 24], [1 << 24], [1 << 14] * 1024, [1 << 14] * 1024):  # 67 MB each
-        with watched() as found:
+        with watched(torch.device("cpu")) as found:
             kept = [torch.ones(size) for size in sizes]
             time.sleep(0.12)  # it looks every 50 ms
             del kept
