@@ -40,7 +40,7 @@ CHANGES: dict[str, Callable[[Recipe], Recipe]] = {
     "no_sr": _each(lambda cast: replace(cast, stochastic=False)),
     "1d": _each(lambda cast: replace(cast, block=(1, 16)), ("w", "w_t")),
     "2d": _each(lambda cast: replace(cast, scaling="tensor", block=(16, 16)), ("w", "w_t")),
-    "headroom": _each(lambda cast: replace(cast, headroom=17 / 16)),
+    "headroom": _each(lambda cast: replace(cast, headroom=17 / 16), ("dy", "dy_t")),
     "no_headroom": _each(lambda cast: replace(cast, headroom=1.0)),
     "forward_only": _without(BACKWARD),
     "backward_only": _backward_only,

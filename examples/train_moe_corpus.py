@@ -195,7 +195,9 @@ class Batches:
 
     def at(self, seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets of a step, int64 (size, length) each. Does not wait for the device."""
-        generator = torch.Generator().manual_seed((seed << 32) + step)
+        # torch's generator on the CPU reads 32 bits of its seed.
+        digest = hashlib.sha256(f"{seed} {step}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
         starts = torch.randint(len(self.tokens) - self.length, (self.size,), generator=generator)
         device = self.tokens.device
         if device.type == "cuda":

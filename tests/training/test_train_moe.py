@@ -1,0 +1,342 @@
+"""examples/train_moe.py: its corpus, arms and model, tiny runs by every preset, resuming, and its report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_bits
+from training_cases import RECIPES
+
+ROOT = Path(__file__).resolve().parents[2]
+pytest.importorskip("rich", reason="the example needs rich")
+for folder in (ROOT, ROOT / "examples"):
+    sys.path.insert(0, str(folder))
+
+import train_moe  # noqa: E402
+import train_moe_arms as arms  # noqa: E402
+import train_moe_corpus as corpora  # noqa: E402
+import train_moe_loop  # noqa: E402
+from fp4gemm import training  # noqa: E402
+from train_moe_loop import Run  # noqa: E402
+from train_moe_model import LanguageModel, Size, add_outliers, initialize, quantized_layers  # noqa: E402
+
+from bench.report import training as report  # noqa: E402
+
+CPU = torch.device("cpu")
+TINY = Size(32, 1, 2, 4, 2, 32, 32, 4, 12, 2e-2, 1 << 20)
+WORDS = b"the quick brown fox jumps over the lazy dog and runs through seven open doors "
+
+
+@pytest.fixture(autouse=True)
+def _few_held_out_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_moe_loop, "HELD_OUT_BATCHES", 2)
+
+
+@pytest.fixture
+def corpus() -> corpora.Corpus:
+    tokens = torch.frombuffer(bytearray(WORDS * 80), dtype=torch.uint8).int()
+    return corpora.Corpus(tokens, tokens[:2000], 256, "bytes", 1, len(tokens), 1.0, "words")
+
+
+def run_of(name: str, corpus: corpora.Corpus, size: Size = TINY, seed: int = 0) -> Run:
+    return Run(size, corpus, arms.arm(name, seed), seed, CPU, torch.float32)
+
+
+def trained(run: Run, until: int | None = None) -> Run:
+    run.train(lambda: until is not None and run.step_number >= until, lambda _: None)
+    return run
+
+
+# ---- the text
+
+
+def written(folder: Path, count: int = 200) -> Path:
+    folder.mkdir(parents=True)
+    for i in range(count):
+        (folder / f"file{i}.py").write_bytes(WORDS * 2 + str(i).encode())
+    (folder / "copy.txt").write_bytes(WORDS * 2 + b"0")
+    (folder / "data.json").write_bytes(b"left out")
+    (folder / "latin.txt").write_bytes(b"\xe4 is not UTF-8")
+    (folder / "fp4gemm").mkdir()
+    (folder / "fp4gemm" / "own.py").write_bytes(b"left out")
+    return folder
+
+
+def test_texts(tmp_path: Path) -> None:
+    folder = written(tmp_path / "a")
+    train, held_out = corpora.texts([folder, folder], 1 << 20)
+    assert sorted(train + held_out) == sorted(WORDS * 2 + str(i).encode() for i in range(200))
+    assert 1 <= len(held_out) <= 40
+    some, some_held_out = corpora.texts([folder], 10_000)
+    assert sum(map(len, some + some_held_out)) <= 10_000
+    assert train[: len(some)] == some
+
+
+def test_the_corpus_does_not_depend_on_the_place_of_files(tmp_path: Path) -> None:
+    a = corpora.load("bytes", 1 << 20, folders=[written(tmp_path / "a", 600)])
+    b = corpora.load("bytes", 1 << 20, folders=[written(tmp_path / "b" / "c", 600)])
+    assert a.checksum == b.checksum
+    assert (a.num_files, a.vocab, a.bytes_per_token) == (600, 256, pytest.approx(1, abs=0.01))
+    assert bytes(a.train[: len(WORDS)].tolist()) == WORDS
+    limited = corpora.load("bytes", 85_000, folders=[tmp_path / "a"])
+    assert limited.checksum != a.checksum
+
+
+def test_the_corpus_is_kept(tmp_path: Path) -> None:
+    folder, cache = written(tmp_path / "a", 600), tmp_path / "kept" / "corpus.pt"
+    first = corpora.load("bytes", 1 << 20, cache, [folder])
+    again = corpora.load("bytes", 1 << 20, cache, [tmp_path / "nothing"])
+    assert_bits(first.train, again.train)
+    assert first.checksum == again.checksum
+    with pytest.raises(ValueError, match="holds another corpus"):
+        corpora.load("bytes", 1 << 19, cache, [folder])
+    with pytest.raises(ValueError, match="0 bytes were found and 0 tokens held out, must be 4096"):
+        corpora.load("bytes", 1 << 20, folders=[tmp_path / "nothing"])
+
+
+def test_bpe(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    found = corpora.load("bpe", 1 << 20, folders=[written(tmp_path / "a", 4000)])
+    assert found.vocab == 8192
+    assert found.bytes_per_token > 4
+    assert found.train.dtype is torch.int32
+    assert int(found.train.max()) < 8192
+    again = corpora.load("bpe", 1 << 20, folders=[tmp_path / "a"])
+    assert found.checksum == again.checksum
+
+
+def test_batches() -> None:
+    batches = corpora.Batches(torch.arange(100, dtype=torch.int32), 10, 6, CPU)
+    ids, targets = batches.at(0, 3)
+    assert ids.shape == targets.shape == (6, 10)
+    assert_bits(targets, ids + 1)
+    assert_bits(ids, ids[:, :1] + torch.arange(10))
+    assert_bits(ids, batches.at(0, 3)[0])
+    assert not torch.equal(ids, batches.at(0, 4)[0])
+    assert not torch.equal(ids, batches.at(1, 3)[0])
+    with pytest.raises(ValueError, match="there are 10, must be more than a window of 10"):
+        corpora.Batches(torch.arange(10), 10, 1, CPU)
+
+
+# ---- arms and model
+
+
+def test_every_arm_is_a_recipe() -> None:
+    names = arms.arm_names("all")
+    assert names[0] == "bf16"
+    assert len(names) == len(set(names)) == len(training.PRESETS) + len(arms.VARIANTS)
+    for name in arms.VARIANTS:
+        preset = training.PRESETS[name.split("+")[0]]
+        changes_model = name.endswith(("last_bf16", "outliers"))
+        assert (arms.arm(name).recipe == preset) == changes_model, name
+    assert arms.arm("nvidia", 5).recipe.seed == 5
+
+
+def test_changes() -> None:
+    def recipe(name: str) -> training.Recipe:
+        return arms.arm(name).recipe
+
+    nvidia = training.PRESETS["nvidia"]
+    assert recipe("nvidia+no_rht+no_sr").x_t == replace(nvidia.x_t, hadamard=None)
+    assert not recipe("nvidia+no_sr").draws
+    assert recipe("nvidia+1d").w_t.block == (1, 16)
+    assert recipe("nvidia+headroom").dy.headroom == 17 / 16
+    assert recipe("nvidia+forward_only") == training.PRESETS["bf16_backward"]
+    assert recipe("nvidia+backward_only") == training.PRESETS["bf16_forward"]
+    assert recipe("per_token+backward_only").w_t.source == "original"
+    blocks = arms.arm("nvidia+last_bf16").recipes(6)
+    assert blocks == [nvidia] * 5 + [training.PRESETS["bf16"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("fp8", "'fp8' begins with 'fp8', must begin with one of bf16, nvidia"),
+        ("nvidia+fast", "has the change 'fast', must be one of no_rht"),
+        ("te_per_token+2d", "is refused: block: got (16, 16)"),
+    ],
+)
+def test_wrong_arms(name: str, says: str) -> None:
+    with pytest.raises(ValueError, match="--arms") as error:
+        arms.arm_names(f"bf16,{name}")
+    assert says in str(error.value)
+
+
+def test_arms_begin_equal_and_routers_stay_float(corpus: corpora.Corpus) -> None:
+    a, b, c = run_of("bf16", corpus), run_of("nvidia", corpus), run_of("nvidia", corpus, seed=1)
+    for (name, p), q, r in zip(a.model.named_parameters(), b.model.parameters(), c.model.parameters(),
+                               strict=True):  # fmt: skip
+        assert_bits(p.detach(), q.detach())
+        assert p.dim() == 1 or not torch.equal(p, r), name
+    assert_bits(a.batches.at(0, 7)[0], b.batches.at(0, 7)[0])
+    names = {name.rsplit(".", 1)[-1] for name, _ in quantized_layers(b.model)}
+    assert names == {"qkv", "out", "w1", "w2", "w3"}
+
+
+def test_outliers_do_not_change_bf16(corpus: corpora.Corpus) -> None:
+    """A power of two is exact; with one amax for a tensor it costs the other rows precision."""
+    ids, targets = corpora.Batches(corpus.train, 32, 4, CPU).at(0, 0)
+    losses = {}
+    for recipe in ("bf16", "te_per_token", "nvidia"):
+        model = LanguageModel(TINY, 256, [training.PRESETS[recipe]])
+        initialize(model, 0)
+        model.eval()
+        with torch.no_grad():
+            plain = model(ids, targets)
+            add_outliers(model)
+            losses[recipe] = (float(plain), float(model(ids, targets)))
+    assert losses["bf16"][0] == losses["bf16"][1]
+    assert losses["te_per_token"][0] == losses["te_per_token"][1]
+    assert losses["nvidia"][0] != losses["nvidia"][1]
+
+
+# ---- training
+
+
+@pytest.mark.parametrize("name", [name for name in training.PRESETS if name in RECIPES])
+def test_the_loss_falls(name: str, corpus: corpora.Corpus) -> None:
+    run = trained(run_of(name, corpus))
+    result = run.result()
+    assert result["losses"][0] > 5
+    assert result["loss"] < result["losses"][0] - 1.5
+    assert [step for step, _ in result["held_out"]] == [2, 4, 6, 8, 10, 12]
+    cosines = [value for part in result["cosines"].values() for value in part]
+    assert len(cosines) == 5
+    low, high = (1, 1) if name == "bf16" else (0.7, 1)
+    assert low <= min(cosines) <= max(cosines) <= high, cosines
+    assert all(block.moe.expert_bias.any() for block in run.model.blocks)
+
+
+@pytest.mark.parametrize("name", ["bf16", "nvidia"])
+def test_resumed_equals_uninterrupted(name: str, corpus: corpora.Corpus, tmp_path: Path) -> None:
+    whole = trained(run_of(name, corpus))
+    trained(run_of(name, corpus), until=5).save(tmp_path / "run.pt")
+    torch.manual_seed(99)  # whatever happened in between
+    resumed = run_of(name, corpus)
+    resumed.load(tmp_path / "run.pt")
+    assert resumed.step_number == 5
+    trained(resumed)
+    assert_bits(resumed.losses, whole.losses)
+    assert resumed.evaluations == whole.evaluations
+    for key, value in whole.model.state_dict().items():
+        assert_bits(resumed.model.state_dict()[key], value)
+    with pytest.raises(ValueError, match="holds the run"):
+        run_of(name, corpus, seed=1).load(tmp_path / "run.pt")
+
+
+# ---- the command
+
+
+@pytest.fixture
+def small_world(monkeypatch: pytest.MonkeyPatch, corpus: corpora.Corpus) -> None:
+    monkeypatch.setitem(train_moe.SIZES, "tiny", TINY)
+    monkeypatch.setattr(corpora, "load", lambda *_: corpus)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def command(out: Path, *more: str) -> int:
+    return train_moe.main(["--size", "tiny", "--device", "cpu", "--out", str(out), *more])
+
+
+@pytest.mark.usefixtures("small_world")
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    out, readme, picture = tmp_path / "runs" / "tiny.jsonl", tmp_path / "R.md", tmp_path / "p.png"
+    readme.write_text("a\n<!-- bench training: begin -->\n<!-- bench training: end -->\nb\n")
+    runs = ("--arms", "bf16,te_per_token", "--seeds", "0,1", "--steps", "3")
+    assert command(out, *runs, "--time-limit", "1e-9") == train_moe.INCOMPLETE
+    assert not out.exists()
+    more = ("--resume", "--picture", str(picture), "--readme", str(readme))
+    assert command(out, *runs, "--checkpoint-every", "1", *more) == 0
+    assert list(out.parent.rglob("*.pt")) == []
+    printed = capsys.readouterr().out
+    assert "corpus   1 files" in printed
+    assert "4 runs, 4 to do" in printed
+    results = report.Results(out)
+    assert [(row["arm"], row["seed"]) for row in results.rows] == [
+        ("bf16", 0), ("te_per_token", 0), ("bf16", 1), ("te_per_token", 1)
+    ]  # fmt: skip
+    assert results.header["corpus"] == "words"
+    assert results.header["dtype"] == "float32"
+    losses = {(row["arm"], row["seed"]): row["loss"] for row in results.rows}
+    want = [100 * (losses["te_per_token", seed] / losses["bf16", seed] - 1) for seed in (0, 1)]
+    assert report.gaps(results.rows, "te_per_token") == pytest.approx(want)
+    text = readme.read_text()
+    assert text.startswith("a\n<!-- bench training: begin -->\nSize tiny: 0.0M parameters, 3 steps of 128")
+    assert f"| te_per_token | 2 | {(losses['te_per_token', 0] + losses['te_per_token', 1]) / 2:.4f} |" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    before = out.read_text()
+    assert command(out, "--report") == 0
+    assert command(out, *runs, "--resume") == 0
+    assert out.read_text() == before
+
+
+@pytest.mark.usefixtures("small_world")
+def test_a_time_limit_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock stops the run after two steps; the rest has the losses of a run in one piece."""
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    arguments = ("--arms", "nvidia", "--steps", "4")
+    assert command(whole, *arguments) == 0
+    with monkeypatch.context() as patch:
+        step = Run.step
+
+        def slow(run: Run) -> None:
+            step(run)
+            if run.step_number == 2:
+                patch.setattr(train_moe.time, "monotonic", lambda: float("inf"))
+
+        patch.setattr(Run, "step", slow)
+        assert command(parts, *arguments, "--time-limit", "1000") == train_moe.INCOMPLETE
+    saved = list(tmp_path.rglob("nvidia-0.pt"))
+    assert len(saved) == 1
+    assert torch.load(saved[0], weights_only=True)["step_number"] == 2
+    assert command(parts, *arguments, "--resume") == 0
+    a, b = (report.Results(path).rows[0] for path in (whole, parts))
+    assert {**a, "seconds": 0} == {**b, "seconds": 0}
+
+
+@pytest.mark.usefixtures("small_world")
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--arms", "fp8"], "--arms: 'fp8' begins with"),
+        (["--seeds", "1,x"], "--seeds: got '1,x', must be different numbers"),
+        (["--seeds", "1,1"], "--seeds: got '1,1', must be different numbers"),
+        (["--steps", "0"], "--steps: got 0, must be at least 1"),
+        (["--time-limit", "0"], "--time-limit: got 0.0, must be positive"),
+        (["--checkpoint-every", "-1"], "--checkpoint-every: got -1, must be at least 0"),
+        (["--device", "tpu"], "tpu"),
+        (["--report"], "is missing, must be a results file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_arguments(arguments: list[str], says: str, tmp_path: Path, capsys: Any) -> None:
+    assert command(tmp_path / "out.jsonl", *arguments) == 1
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("small_world")
+def test_results_of_another_run_are_kept(tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text(json.dumps({"bench": "training", "header": {"size": "small"}}) + "\n")
+    assert command(out) == 1
+    assert "exists, must be another file, or give --resume" in capsys.readouterr().err
+    assert command(out, "--resume") == 1
+    assert "holds results with size 'small', must be 'tiny'" in capsys.readouterr().err
+    out.write_text("{}\n")
+    assert command(out, "--resume") == 1
+    assert "line 1 is not a result of train_moe.py" in capsys.readouterr().err
+    assert out.read_text() == "{}\n"
+
+
+def test_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(train_moe, "NEEDED", (*train_moe.NEEDED, "no_such_package"))
+    assert train_moe.main([]) == 2
+    assert "pip install no_such_package" in capsys.readouterr().out
