@@ -221,13 +221,30 @@ void test_quantize_errors() {
       },
       "four_over_six: requires", not_supported);
   bad_quantize(
-      "groups of columns",
+      "four over six, headroom",
+      [](Args& a) {
+        a.four_over_six = FP4GEMM_FOUR_OVER_SIX_MAE;
+        a.headroom = 1.0625f;
+      },
+      "four_over_six: requires", not_supported);
+  bad_quantize(
+      "square headroom",
+      [](Args& a) {
+        a.block_rows = 16;
+        a.scaling = FP4GEMM_SCALING_TENSOR;
+        a.headroom = 1.0625f;
+      },
+      "block_rows: is 16, which requires", not_supported);
+  bad_quantize("headroom", [](Args& a) { a.headroom = 1.5f; }, "headroom: is 1.5, must be 1 or 1.0625");
+  bad_quantize(
+      "groups of columns without amax",
       [](Args& a) {
         a.offs = static_cast<int32_t*>(address());
         a.num_groups = 1;
         a.column = a.row;
+        a.column.amax = nullptr;
       },
-      "offs: groups of rows", not_supported);
+      "column.amax: is null");
   bad_quantize(
       "both ways, one amax given",
       [](Args& a) {
@@ -276,10 +293,19 @@ void test_decoded_errors() {
         a.column = a.row;
         decoded_alone(a);
       },
-      "decoded: is supported for row only", not_supported);
+      "decoded: is supported for row or column alone", not_supported);
   bad_quantize(
-      "decoded column", [](Args& a) { a.column.decoded = address(); }, "decoded: is supported for row only",
-      not_supported);
+      "decoded column beside a row", [](Args& a) { a.column.decoded = address(); },
+      "decoded: is supported for row or column alone", not_supported);
+  bad_quantize(
+      "decoded column and scales",
+      [](Args& a) {
+        a.m = 16;
+        a.row.codes = nullptr;
+        a.column.decoded = address();
+        a.column.scales = static_cast<uint8_t*>(address());
+      },
+      "column.scales: is 0x1000, must be null");
   fp4gemm_silu_and_mul_quantize_args_t silu = FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT;
   silu.m = 4;
   silu.k = 32;

@@ -16,8 +16,9 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
         ", Tensor? offs=None, Tensor? rows=None) -> (Tensor, Tensor, Tensor)");
   m.def(
       "quantize_both(Tensor x, Tensor? amax, Tensor? amax_t, bool per_row, "
-      "int block_rows=1" FP4GEMM_CAST_SCHEMA ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def("quantize_decoded(Tensor x, Tensor? amax, bool per_row" FP4GEMM_CAST_SCHEMA
+      "int block_rows=1" FP4GEMM_CAST_SCHEMA
+      ", Tensor? offs=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("quantize_decoded(Tensor x, Tensor? amax, bool per_row, int axis=-1" FP4GEMM_CAST_SCHEMA
         ", Tensor? offs=None, Tensor? rows=None) -> (Tensor, Tensor)");
 #undef FP4GEMM_CAST_SCHEMA
   m.def(

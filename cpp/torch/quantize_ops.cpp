@@ -2,87 +2,47 @@
 // interface.
 #include "quantize_ops.hpp"
 
-#include "tensors.hpp"
+#include "quantize_call.hpp"
 
 namespace fp4gemm_torch {
 namespace {
 
-/// Sets x (m, k), which must have unit stride along k, and its sizes. k must be a multiple of `step`.
-template <class Args>
-void set_input(Args& args, Tensor const& x, int64_t step = 16) {
-  STD_TORCH_CHECK(x.dim() == 2, "x: has ", x.dim(), " dimensions, must have 2");
-  STD_TORCH_CHECK(x.stride(1) == 1, "x: stride along k is ", x.stride(1), ", must be 1");
-  args.m = x.size(0);
-  args.k = x.size(1);
-  STD_TORCH_CHECK(args.k > 0 && args.k % step == 0, "x: k is ", args.k, ", must be a positive multiple of ",
-                  step);
-  args.x = x.const_data_ptr();
-  args.x_row_stride = args.m > 1 ? x.stride(0) : args.k;  // the stride of a single row may be any number
-}
-
-/// Sets the ends of groups and their number, if there are groups.
-template <class Args>
-void set_groups(Args& args, std::optional<Tensor> const& offs, int32_t device) {
-  if (!offs.has_value()) {
-    return;
-  }
-  check_dtype("offs", *offs, ScalarType::Int);
-  check_device("offs", *offs, device);
-  STD_TORCH_CHECK(offs->dim() == 1 && offs->size(0) >= 1 && offs->is_contiguous(),
-                  "offs: must be a contiguous vector of one element or more");
-  args.offs = static_cast<int32_t const*>(offs->const_data_ptr());
-  args.num_groups = narrow("offs: number of groups", offs->size(0));
-}
-
-struct Shape {
-  int64_t rows;
-  int64_t columns;
-};
-
-/// The shape of the scales of `rows` rows of `blocks` blocks, compact or swizzled. num_groups: groups of
-/// rows, or 0.
-Shape scale_shape(int64_t rows, int64_t blocks, bool swizzled = true, int num_groups = 0) {
-  Shape shape{rows, blocks};
-  if (swizzled) {
-    fp4gemm_padded_scale_shape(rows, 16 * blocks, &shape.rows, &shape.columns);
-  }
-  if (num_groups > 0) {
-    shape.rows = fp4gemm_grouped_scale_rows(rows, num_groups);
-  }
-  return shape;
-}
-
-struct Quantized {
-  Tensor codes;
-  Tensor scales;
-  Tensor amax;  // without elements where it was given
+/// The groups of a direction: of rows of the result, or of its columns.
+struct Groups {
+  int num = 0;  // 0: no groups
+  bool of_columns = false;
 };
 
 /// Sets the amax of one direction, to `amax` if it is given and to a new tensor otherwise. Returns the new
-/// tensor, which has no elements if no amax is written. num_groups: groups of rows, or 0.
+/// tensor, which has no elements if no amax is written.
 Tensor set_amax(char const* amax_name, fp4gemm_quantized_t& side, int64_t rows,
-                std::optional<Tensor> const& amax, bool per_row, int num_groups, int32_t device) {
-  bool const is_spread = num_groups > 0 && !per_row;
-  if (amax.has_value()) {
-    side.amax_given = check_vector(amax_name, *amax,
-                                   per_row     ? rows
-                                   : is_spread ? num_groups
-                                               : 1,
-                                   false, device);
+                std::optional<Tensor> const& amax, bool per_row, Groups groups, int32_t device) {
+  int64_t const num_groups = groups.num > 0 ? groups.num : 1;
+  bool const is_matrix = groups.num > 0 && groups.of_columns && per_row;
+  bool const is_spread = groups.num > 0 && !groups.of_columns && !per_row;
+  if (amax.has_value() && is_matrix) {
+    check_matrix(amax_name, *amax, ScalarType::Float, device);
+    check_shape(amax_name, *amax, num_groups, rows);
+    side.amax_given = static_cast<float const*>(amax->const_data_ptr());
+  } else if (amax.has_value()) {
+    side.amax_given = check_vector(amax_name, *amax, per_row ? rows : num_groups, false, device);
   }
   bool const is_written = !amax.has_value() || is_spread;
-  Tensor result = empty(!is_written ? 0 : per_row || is_spread ? rows : 1, -1, ScalarType::Float, device);
+  Tensor result = !is_written ? empty(0, -1, ScalarType::Float, device)
+                  : is_matrix
+                      ? empty(num_groups, rows, ScalarType::Float, device)
+                      : empty(per_row || is_spread ? rows : num_groups, -1, ScalarType::Float, device);
   side.amax = is_written ? static_cast<float*>(result.mutable_data_ptr()) : nullptr;
   return result;
 }
 
 /// Sets new tensors for one direction of the result, (rows, k), and returns them.
 Quantized set_side(char const* amax_name, fp4gemm_quantized_t& side, int64_t rows, int64_t k,
-                   std::optional<Tensor> const& amax, bool per_row, int num_groups, int32_t device) {
-  Shape const scales = scale_shape(rows, k / 16, true, num_groups);
+                   std::optional<Tensor> const& amax, bool per_row, Groups groups, int32_t device) {
+  Shape const scales = scale_shape(rows, k / 16, true, groups.of_columns ? 0 : groups.num);
   Quantized result{empty(rows, k / 2, ScalarType::Byte, device),
                    empty(scales.rows, scales.columns, ScalarType::Float8_e4m3fn, device),
-                   set_amax(amax_name, side, rows, amax, per_row, num_groups, device)};
+                   set_amax(amax_name, side, rows, amax, per_row, groups, device)};
   side.codes = static_cast<uint8_t*>(result.codes.mutable_data_ptr());
   side.scales = static_cast<uint8_t*>(result.scales.mutable_data_ptr());
   return result;
@@ -112,6 +72,7 @@ fp4gemm_quantize_args_t quantize_args(Tensor const& x, QuantizeOptions const& op
   args.fast_error = options.fast_error ? 1 : 0;
   args.e4m3_max = narrow("e4m3_max", options.e4m3_max);
   args.hadamard_signs = static_cast<unsigned>(narrow("signs", options.signs));
+  args.headroom = static_cast<float>(options.headroom);
   if (options.rng_state.has_value()) {
     Tensor const& state = *options.rng_state;
     check_dtype("rng_state", state, ScalarType::Long);
@@ -144,69 +105,29 @@ fp4gemm_hadamard_t hadamard_of(QuantizeOptions const& options) {
   return static_cast<fp4gemm_hadamard_t>(narrow("hadamard", options.hadamard));
 }
 
-/// Sets a new tensor for decoded values, instead of codes and scales, and returns it.
-template <class Result>
-Tensor set_decoded(Result& result, int64_t rows, int64_t k, int32_t device) {
-  Tensor data = empty(rows, k, ScalarType::Half, device);
-  result.decoded = data.mutable_data_ptr();
-  return data;
-}
+/// A direction of the result, (rows, k).
+struct Direction {
+  fp4gemm_quantized_t* side;
+  int64_t rows;
+  int64_t k;
+  Groups groups;
 
-/// Sets a new tensor for the row amaxes of a fused producer and returns it.
-template <class Args>
-Tensor set_row_amax(Args& args, int32_t device) {
-  Tensor amax = empty(args.m, -1, ScalarType::Float, device);
-  args.amax = static_cast<float*>(amax.mutable_data_ptr());
-  return amax;
-}
+  /// Whether columns of groups without any row are quantized.
+  bool is_empty() const { return k == 0; }
+};
 
-/// Sets new tensors for all results of a fused producer and returns them.
-template <class Args>
-Quantized set_output(Args& args, int32_t device, int num_groups) {
-  Shape const scales = scale_shape(args.m, args.k / 16, true, num_groups);
-  Quantized result{empty(args.m, args.k / 2, ScalarType::Byte, device),
-                   empty(scales.rows, scales.columns, ScalarType::Float8_e4m3fn, device),
-                   set_row_amax(args, device)};
-  args.codes = static_cast<uint8_t*>(result.codes.mutable_data_ptr());
-  args.scales = static_cast<uint8_t*>(result.scales.mutable_data_ptr());
-  return result;
-}
-
-/// The arguments of silu_and_mul_quantize without its results: x = [gate | up] and groups.
-fp4gemm_silu_and_mul_quantize_args_t silu_args(Tensor const& x, std::optional<Tensor> const& offs,
-                                               int32_t device) {
-  fp4gemm_silu_and_mul_quantize_args_t args = FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT;
-  set_input(args, x, 32);
-  args.k /= 2;
-  args.x_dtype = dtype_of("x", x.scalar_type());
-  set_groups(args, offs, device);
-  return args;
-}
-
-/// The arguments of rms_norm_quantize without its results, except for *sum, which becomes the new residual.
-fp4gemm_rms_norm_quantize_args_t norm_args(Tensor const& x, std::optional<Tensor> const& weight,
-                                           std::optional<Tensor> const& residual, double eps, Tensor* sum,
-                                           int32_t device) {
-  fp4gemm_rms_norm_quantize_args_t args = FP4GEMM_RMS_NORM_QUANTIZE_ARGS_INIT;
-  set_input(args, x);
-  args.x_dtype = dtype_of("x", x.scalar_type());
-  args.epsilon = static_cast<float>(eps);
-  if (weight.has_value()) {
-    check_dtype("weight", *weight, x.scalar_type());
-    check_device("weight", *weight, device);
-    STD_TORCH_CHECK(weight->dim() == 1 && weight->size(0) == args.k && weight->is_contiguous(),
-                    "weight: must be a contiguous vector of ", args.k, " elements");
-    args.weight = weight->const_data_ptr();
+/// The direction that is quantized with this axis. The number of rows and the groups of args are set.
+Direction direction_of(fp4gemm_quantize_args_t& args, int64_t axis) {
+  STD_TORCH_CHECK(axis == -1 || axis == 0, "axis: is ", axis, ", must be -1 or 0");
+  bool const has_groups = args.offs != nullptr;
+  int const num_groups = has_groups ? args.num_groups : 0;
+  if (axis == -1) {
+    return {&args.row, args.m, args.k, {num_groups, false}};
   }
-  *sum =
-      empty(residual.has_value() ? args.m : 0, residual.has_value() ? args.k : -1, x.scalar_type(), device);
-  if (residual.has_value()) {
-    check_matrix("residual", *residual, x.scalar_type(), device);
-    check_shape("residual", *residual, args.m, args.k);
-    args.residual = residual->const_data_ptr();
-    args.sum = sum->mutable_data_ptr();
-  }
-  return args;
+  STD_TORCH_CHECK(has_groups || (args.m > 0 && args.m % 16 == 0), "x: m is ", args.m,
+                  ", must be a positive multiple of 16 for axis 0");
+  int64_t const columns = has_groups ? fp4gemm_grouped_columns(args.m, num_groups) : args.m;
+  return {&args.column, args.k, columns, {num_groups, true}};
 }
 
 fp4gemm_fp8_t fp8_of(char const* name, ScalarType type) {
@@ -227,92 +148,63 @@ std::tuple<Tensor, Tensor, Tensor> quantize(Tensor const& x, std::optional<Tenso
   int32_t const device = x.get_device_index();
   QuantizeOptions const options{per_row, block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_ARGUMENT), offs};
   fp4gemm_quantize_args_t args = quantize_args(x, options, device);
-  STD_TORCH_CHECK(axis == -1 || axis == 0, "axis: is ", axis, ", must be -1 or 0");
-  bool const along_m = axis == 0;
   set_rows(args, rows, device);
-  STD_TORCH_CHECK(!along_m || offs.has_value() || (args.m > 0 && args.m % 16 == 0), "x: m is ", args.m,
-                  ", must be a positive multiple of 16 for axis 0");
-  fp4gemm_quantized_t& side = along_m ? args.column : args.row;
-  side.hadamard = hadamard_of(options);
-  int64_t const columns = offs.has_value() ? fp4gemm_grouped_columns(args.m, args.num_groups) : args.m;
-  Quantized out = set_side("amax", side, along_m ? args.k : args.m, along_m ? columns : args.k, amax, per_row,
-                           along_m ? 0 : args.num_groups, device);
-  if (along_m && columns == 0) {
-    if (side.amax == nullptr) {
-      return {out.codes, out.scales, out.amax};  // nothing to write
-    }
+  Direction const to = direction_of(args, axis);
+  to.side->hadamard = hadamard_of(options);
+  Quantized out = set_side("amax", *to.side, to.rows, to.k, amax, per_row, to.groups, device);
+  if (to.is_empty() && to.side->amax != nullptr) {
     // The codes have no elements and may have a null pointer, which would mean that no columns are quantized.
-    side.codes = reinterpret_cast<uint8_t*>(side.amax);
+    to.side->codes = reinterpret_cast<uint8_t*>(to.side->amax);
   }
-  check_status(fp4gemm_quantize(&args, device, current_stream(device)));
+  if (!to.is_empty() || to.side->amax != nullptr) {
+    check_status(fp4gemm_quantize(&args, device, current_stream(device)));
+  }
   return {out.codes, out.scales, out.amax};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_both(
     Tensor const& x, std::optional<Tensor> amax, std::optional<Tensor> amax_t, bool per_row,
-    int64_t block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_PARAMETER)) {
+    int64_t block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_PARAMETER), std::optional<Tensor> offs) {
   int32_t const device = x.get_device_index();
-  QuantizeOptions const options{per_row, block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_ARGUMENT), std::nullopt};
-  fp4gemm_quantize_args_t args = quantize_args(x, options, device);
-  STD_TORCH_CHECK(args.m > 0 && args.m % 16 == 0, "x: m is ", args.m, ", must be a positive multiple of 16");
   STD_TORCH_CHECK(amax.has_value() == amax_t.has_value(), "amax_t: must be given exactly if amax is");
+  if (offs.has_value() && x.dim() == 2 && x.size(0) == 0) {
+    // Null pointers of results without elements would mean that a direction is not wanted.
+    auto const [codes, scales, measured] = quantize(x, amax, per_row, -1, block_rows, encode, four_over_six,
+                                                    fast_error, e4m3_max, 0, 0, rng_state, headroom, offs);
+    auto const [codes_t, scales_t, measured_t] =
+        quantize(x, amax_t, per_row, 0, block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_ARGUMENT), offs);
+    return {codes, scales, measured, codes_t, scales_t, measured_t};
+  }
+  QuantizeOptions const options{per_row, block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_ARGUMENT), offs};
+  fp4gemm_quantize_args_t args = quantize_args(x, options, device);
   args.column.hadamard = hadamard_of(options);
-  Quantized row = set_side("amax", args.row, args.m, args.k, amax, per_row, 0, device);
-  Quantized column = set_side("amax_t", args.column, args.k, args.m, amax_t, per_row, 0, device);
+  Direction const first = direction_of(args, -1);
+  Direction const second = direction_of(args, 0);
+  Quantized row = set_side("amax", args.row, first.rows, first.k, amax, per_row, first.groups, device);
+  Quantized column =
+      set_side("amax_t", args.column, second.rows, second.k, amax_t, per_row, second.groups, device);
   check_status(fp4gemm_quantize(&args, device, current_stream(device)));
   return {row.codes, row.scales, row.amax, column.codes, column.scales, column.amax};
 }
 
-std::tuple<Tensor, Tensor> quantize_decoded(Tensor const& x, std::optional<Tensor> amax,
-                                            bool per_row FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_PARAMETER),
+std::tuple<Tensor, Tensor> quantize_decoded(Tensor const& x, std::optional<Tensor> amax, bool per_row,
+                                            int64_t axis FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_PARAMETER),
                                             std::optional<Tensor> offs, std::optional<Tensor> rows) {
   int32_t const device = x.get_device_index();
   QuantizeOptions const options{per_row, 1 FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_ARGUMENT), offs};
   fp4gemm_quantize_args_t args = quantize_args(x, options, device);
-  args.row.hadamard = hadamard_of(options);
   set_rows(args, rows, device);
-  Tensor measured = set_amax("amax", args.row, args.m, amax, per_row, args.num_groups, device);
-  Tensor data = set_decoded(args.row, args.m, args.k, device);
-  check_status(fp4gemm_quantize(&args, device, current_stream(device)));
+  Direction const to = direction_of(args, axis);
+  to.side->hadamard = hadamard_of(options);
+  Tensor measured = set_amax("amax", *to.side, to.rows, amax, per_row, to.groups, device);
+  Tensor data = set_decoded(*to.side, to.rows, to.k, device);
+  if (to.is_empty() && to.side->amax != nullptr) {
+    to.side->decoded = to.side->amax;  // as the codes in quantize
+  }
+  if (!to.is_empty() || to.side->amax != nullptr) {
+    check_status(fp4gemm_quantize(&args, device, current_stream(device)));
+  }
   return {data, measured};
-}
-
-std::tuple<Tensor, Tensor, Tensor> silu_and_mul_quantize(Tensor const& x, std::optional<Tensor> offs) {
-  int32_t const device = x.get_device_index();
-  fp4gemm_silu_and_mul_quantize_args_t args = silu_args(x, offs, device);
-  Quantized out = set_output(args, device, args.num_groups);
-  check_status(fp4gemm_silu_and_mul_quantize(&args, device, current_stream(device)));
-  return {out.codes, out.scales, out.amax};
-}
-
-std::tuple<Tensor, Tensor> silu_and_mul_quantize_decoded(Tensor const& x, std::optional<Tensor> offs) {
-  int32_t const device = x.get_device_index();
-  fp4gemm_silu_and_mul_quantize_args_t args = silu_args(x, offs, device);
-  Tensor data = set_decoded(args, args.m, args.k, device);
-  Tensor amax = set_row_amax(args, device);
-  check_status(fp4gemm_silu_and_mul_quantize(&args, device, current_stream(device)));
-  return {data, amax};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> rms_norm_quantize(Tensor const& x, std::optional<Tensor> weight,
-                                                             std::optional<Tensor> residual, double eps) {
-  int32_t const device = x.get_device_index();
-  Tensor sum;
-  fp4gemm_rms_norm_quantize_args_t args = norm_args(x, weight, residual, eps, &sum, device);
-  Quantized out = set_output(args, device, 0);
-  check_status(fp4gemm_rms_norm_quantize(&args, device, current_stream(device)));
-  return {out.codes, out.scales, out.amax, sum};
-}
-
-std::tuple<Tensor, Tensor, Tensor> rms_norm_quantize_decoded(Tensor const& x, std::optional<Tensor> weight,
-                                                             std::optional<Tensor> residual, double eps) {
-  int32_t const device = x.get_device_index();
-  Tensor sum;
-  fp4gemm_rms_norm_quantize_args_t args = norm_args(x, weight, residual, eps, &sum, device);
-  Tensor data = set_decoded(args, args.m, args.k, device);
-  Tensor amax = set_row_amax(args, device);
-  check_status(fp4gemm_rms_norm_quantize(&args, device, current_stream(device)));
-  return {data, amax, sum};
 }
 
 Tensor dequantize(Tensor const& codes, Tensor const& scales, Tensor const& amax, int64_t e4m3_max,

@@ -14,14 +14,15 @@ using torch::stable::Tensor;
 /// The options of how elements are cast, which every quantize operator has, in the order of the schemas:
 /// X(type in C++, name, schema). Schemas, parameter lists and QuantizeOptions are made from this list;
 /// quantize_args passes each option on to the C interface.
-#define FP4GEMM_CAST_OPTIONS(X)                    \
-  X(int64_t, encode, "int encode=0")               \
-  X(int64_t, four_over_six, "int four_over_six=0") \
-  X(bool, fast_error, "bool fast_error=False")     \
-  X(int64_t, e4m3_max, "int e4m3_max=448")         \
-  X(int64_t, hadamard, "int hadamard=0")           \
-  X(int64_t, signs, "int signs=0")                 \
-  X(std::optional<Tensor>, rng_state, "Tensor? rng_state=None")
+#define FP4GEMM_CAST_OPTIONS(X)                                 \
+  X(int64_t, encode, "int encode=0")                            \
+  X(int64_t, four_over_six, "int four_over_six=0")              \
+  X(bool, fast_error, "bool fast_error=False")                  \
+  X(int64_t, e4m3_max, "int e4m3_max=448")                      \
+  X(int64_t, hadamard, "int hadamard=0")                        \
+  X(int64_t, signs, "int signs=0")                              \
+  X(std::optional<Tensor>, rng_state, "Tensor? rng_state=None") \
+  X(double, headroom, "float headroom=1.0")
 
 // What the list becomes in a parameter list, after other parameters, and in a schema.
 #define FP4GEMM_AS_PARAMETER(type, name, schema) , type name
@@ -35,10 +36,10 @@ std::tuple<Tensor, Tensor, Tensor> quantize(Tensor const& x, std::optional<Tenso
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_both(
     Tensor const& x, std::optional<Tensor> amax, std::optional<Tensor> amax_t, bool per_row,
-    int64_t block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_PARAMETER));
+    int64_t block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_PARAMETER), std::optional<Tensor> offs);
 
-std::tuple<Tensor, Tensor> quantize_decoded(Tensor const& x, std::optional<Tensor> amax,
-                                            bool per_row FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_PARAMETER),
+std::tuple<Tensor, Tensor> quantize_decoded(Tensor const& x, std::optional<Tensor> amax, bool per_row,
+                                            int64_t axis FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_PARAMETER),
                                             std::optional<Tensor> offs,
                                             std::optional<Tensor> rows = std::nullopt);
 

@@ -133,12 +133,17 @@ def of_containers(
         same_rotation(names, signs, b)
     if data_a.device != data_b.device:
         _checks.same_device(names[1], data_b, data_a.device, names[0])
+    amax_b = b.amax
+    if groups_of_k is not None and amax_a is not None:
+        # (g,), one of each group, becomes (g, 1): a vector without groups would be one of each row
+        amax_a = amax_a if amax_a.dim() == 2 else amax_a.unsqueeze(1)
+        amax_b = amax_b if amax_b.dim() == 2 else amax_b.unsqueeze(1)
     shape: tuple[int, ...] = (m, n)
     if groups_of_k is not None or k_a != k_b or k_a % 32 or n % 8:
         shape = gemm_checks.product_shape(m, k_a, n, k_b, groups_of_k, dtype, names)
     if b.amax.requires_grad:
         _checks.no_grad(names[1], b.amax, function)
-    return Operands(data_a, data_b, scale_a, scale_b, ends, alpha, None, amax_a, b.amax, b_rows, shape)
+    return Operands(data_a, data_b, scale_a, scale_b, ends, alpha, None, amax_a, amax_b, b_rows, shape)
 
 
 def _are_matrices(names: tuple[str, str], a: NVFP4Tensor | DecodedTensor | None, b: Right) -> None:

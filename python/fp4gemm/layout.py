@@ -62,6 +62,22 @@ def grouped_columns(m: int, g: int) -> int:
     return (m + (GROUP_COLUMNS - 1) * smaller) // GROUP_COLUMNS * GROUP_COLUMNS
 
 
+def group_of_spans(offs: Tensor, columns: int) -> Tensor:
+    """int64 (columns/64,): the group of each 64 columns of ragged k, g behind the last group.
+
+    A group begins at a multiple of 64 columns, and what pads it belongs to it. Does not synchronise.
+
+    Args:
+        offs: int32 (g,), the ends of the groups.
+        columns: ``grouped_columns(m, g)``.
+    """
+    ends = offs.to(torch.int64)
+    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
+    spans = (sizes + (GROUP_COLUMNS - 1)) // GROUP_COLUMNS
+    places = torch.arange(columns // GROUP_COLUMNS, device=offs.device)
+    return torch.searchsorted(spans.cumsum(0), places, right=True)
+
+
 def scale_offset(r: int, c: int, num_columns: int) -> int:
     """Offset in bytes of entry (r, c) in the swizzled layout; see the head of this file.
 

@@ -75,8 +75,9 @@ def quantize(
             same codes and scales (rows beyond m count as zero). For weights; scaling must be "tensor". See
             also :meth:`NVFP4Tensor.with_row_amax`.
         amax: A, given instead of measured, and kept: float32 (rows of the result,) for "row", (1,) for
-            "tensor", (g,) for "tensor" with offs; (g, rows) or (g, 1) for a stack. Elements beyond it
-            saturate. The CPU refuses a negative amax and NaN; on a GPU the values are not checked.
+            "tensor", (g,) for "tensor" with offs; (g, rows of the result) for "row" with offs and axis=0;
+            (g, rows) or (g, 1) for a stack. Elements beyond it saturate, and headroom does not multiply it.
+            The CPU refuses a negative amax and NaN; on a GPU the values are not checked.
         encode: "te": as above. "te_per_token": e = min(fl(S / s), FMAX), and 0 where s = 0, as in
             TransformerEngine's pull request #3045 (without its floor under A): the same scales, and other
             codes for about 1e-4 of the elements.
@@ -98,13 +99,18 @@ def quantize(
             Under torch.compile it must be None (pass rng_state there).
         rng_state: int64 (2,), {seed, offset}, on the device of x: the state itself, instead of a generator,
             read by the kernel. axis=0 uses offset + 1; matrix e of a stack adds 2e.
+        headroom: 1.0, or 17/16 = 1.0625: A and a_b above are the rounded products of headroom and what was
+            measured. Block scales, which are rounded to nearest, then leave no element above 6, where it
+            would saturate: with stochastic, the expectation of the result has less bias. Quartet II and Four
+            Over Six use 17/16; TransformerEngine has no such option.
         offs: int32 (g,) on the device of x, the ends of g >= 1 groups of rows (experts), non-decreasing, at
             most m; int64 is converted on that device, without synchronising. Each group gets scales of its
             own (see :class:`NVFP4Tensor`). With "tensor" each group is one tensor, and its amax is repeated
             for its rows. Rows from offs[-1] on get codes and amax 0. With axis=0, for the gradients of
             weights, the groups are columns of x.T: each is padded with zeros to a multiple of 64 columns,
-            ``layout.grouped_columns(m, g)`` altogether, and amax is over the rows of all groups. On a GPU the
-            values are not checked, since that would synchronise.
+            ``layout.grouped_columns(m, g)`` altogether, and each has an amax of its own: (g, rows of the
+            result) for "row", (g,) for "tensor", 0 for a group without rows. On a GPU the values are not
+            checked, since that would synchronise.
         rows: int32 (m,) on the device of x: row i of what is quantized is row rows[i] of x, in one pass, as
             for the tokens of experts (:func:`fp4gemm.route`). A row outside of x, as -1 is, gives zeros and
             amax 0. Only with scaling "row", axis -1, an amax that is computed, x of rank 2, and the defaults
@@ -129,9 +135,9 @@ def quantize(
             and scale_search; importance without scale_search; hadamard_signs without hadamard; generator or
             rng_state without stochastic, or both of them.
         NotImplementedError: scale_search or rows with an option that it excludes; block (16, 16) with scaling
-            "row", encode "te_per_token", hadamard, stochastic or offs; four_over_six with encode
-            "te_per_token", hadamard or stochastic; decoded with axis=0 or block (16, 16); x requires grad
-            while grad mode is on; the device has no kernel.
+            "row", encode "te_per_token", hadamard, stochastic, headroom, offs or decoded; four_over_six with
+            encode "te_per_token", hadamard, stochastic or headroom; x requires grad while grad mode is on;
+            the device has no kernel.
     """
     result = _fast.quantize(x, decoded, options)
     if result is not None:
@@ -144,21 +150,20 @@ def quantize(
     stack_size, rows = stacks.stack_input(x, "fp4gemm.quantize")
     arguments = option_checks.operator_arguments(values, offs)
     axis = option_checks.axis(values["axis"], x, _checks.BLOCK if offs is None else None)
-    option_checks.check_decoded(decoded, axis, arguments["block_rows"])
+    option_checks.check_decoded(decoded, arguments["block_rows"])
     if offs is not None:
         if stack_size:
             raise ValueError(f"offs: got {_checks.describe(offs)}, must be None for x of rank 3")
         option_checks.group_ends(offs, x.device, "x")
     per_row, is_ragged_m = arguments["per_row"], offs is not None and axis == -1
     if amax is not None:
-        entries = x.shape[x.dim() - 1 + axis] if per_row else 1
+        groups = 0 if offs is None else offs.shape[0]
+        length = x.shape[x.dim() - 1 + axis]
+        option_checks.given_amax(
+            "amax", amax, length, per_row, x.device, axis=axis, groups=groups, stack=stack_size
+        )
         if stack_size:
-            stacks.stack_amax("amax", amax, stack_size, entries, x.device)
             option_checks.amax_values("amax", amax)  # the operator gets parts of it
-        else:
-            if is_ragged_m and not per_row:
-                entries = offs.shape[0]
-            _checks.exact_vector("amax", amax, entries, torch.float32, x.device, "x")
     state = option_checks.random_state(values, x)
     call = QuantizeCall(rows, amax, axis=axis, rng_state=state, offs=offs, rows=gathered, **arguments)
     if gathered is not None:
@@ -168,6 +173,7 @@ def quantize(
         option_checks.gather_alone(call)
     ready(x, "quantize")
     signs = values["hadamard_signs"] if arguments["hadamard"] else None
+    offs_dim = 0 if offs is None or is_ragged_m else 1
     if decoded:
         if stack_size:
             data, measured = stacks.quantize_stack_decoded(call, stack_size)
@@ -180,9 +186,8 @@ def quantize(
     if amax is not None and not stack_size and (per_row or not is_ragged_m):
         measured = amax  # the operator returns an empty tensor in its place
     if decoded:
-        made = DecodedTensor._trusted(data, measured, call.e4m3_max, signs, offs)
+        made = DecodedTensor._trusted(data, measured, call.e4m3_max, signs, offs, offs_dim)
         return made._made_of(values["offs"])
-    offs_dim = 0 if offs is None or is_ragged_m else 1
     packed = NVFP4Tensor._trusted(codes, scales, measured, call.e4m3_max, offs, signs, offs_dim)
     return packed._made_of(values["offs"])
 
@@ -194,12 +199,9 @@ def _searched(x: Tensor, decoded: bool, values: dict[str, Any]) -> NVFP4Tensor:
     arguments = search_checks.arguments(values, option_checks.axis(values["axis"], x, None), decoded)
     k = x.shape[-1]
     if amax is not None:
-        entries = x.shape[-2] if arguments["per_row"] else 1
+        option_checks.given_amax("amax", amax, x.shape[-2], arguments["per_row"], x.device, stack=stack_size)
         if stack_size:
-            stacks.stack_amax("amax", amax, stack_size, entries, x.device)
             option_checks.amax_values("amax", amax)
-        else:
-            _checks.exact_vector("amax", amax, entries, torch.float32, x.device, "x")
     importance = search_checks.importance(values["importance"], k, x.device, stack_size)
     ready(x, "quantize")
     call = QuantizeSearchedCall(rows, amax, importance, **arguments)
@@ -217,18 +219,21 @@ def quantize_both(x: Tensor, **options: Unpack[QuantizeBothKeywords]) -> tuple[N
     hadamard rotates the second result alone, as in TransformerEngine's recipe.
 
     Args:
-        x: as for :func:`quantize`, (m, k) or (g, n, k); m, n and k are positive multiples of 16.
+        x: as for :func:`quantize`, (m, k) or (g, n, k); m, n and k are positive multiples of 16. With offs, m
+            may be any number.
         amax: the amax of the first result, given instead of measured, and then amax_t is given too: float32
-            (m,) for "row", (1,) for "tensor", (g, n) or (g, 1) for a stack.
+            (m,) for "row", (1,) for "tensor", (g,) for "tensor" with offs, (g, n) or (g, 1) for a stack.
         amax_t: the amax of the second result, of its rotated values if they are rotated: float32 (k,) or
-            (1,), (g, k) or (g, 1).
+            (1,), (g, k) or (g,) with offs, (g, k) or (g, 1) for a stack.
         rng_state: the state of both results: the first uses its offset, the second offset + 1.
+        offs: int32 (g,), the ends of groups of rows, as for :func:`quantize` with either axis: groups of rows
+            in the first result, groups of columns in the second.
         scaling, block, encode, four_over_six, four_over_six_error, e4m3_max, hadamard, hadamard_signs,
-            stochastic, generator: as for :func:`quantize`.
+            stochastic, generator, headroom: as for :func:`quantize`.
 
     Returns:
-        NVFP4Tensor (m, k) and NVFP4Tensor (k, m), or (g, n, k) and (g, k, n), on the current stream. Does not
-        synchronise.
+        NVFP4Tensor (m, k) and NVFP4Tensor (k, m), with offs (k, ``layout.grouped_columns(m, g)``), or (g, n,
+        k) and (g, k, n), on the current stream. Does not synchronise.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as for :func:`quantize`; ValueError if only one of amax
@@ -237,36 +242,43 @@ def quantize_both(x: Tensor, **options: Unpack[QuantizeBothKeywords]) -> tuple[N
     x = _checks.readable_rows(x)
     stack_size, rows = stacks.stack_input(x, "fp4gemm.quantize_both")
     values = option_checks.completed("quantize_both", options, _DEFAULTS_OF_BOTH)
-    amax, amax_t = values["amax"], values["amax_t"]
-    arguments = option_checks.operator_arguments(values)
-    option_checks.axis(0, x, _checks.BLOCK)
-    for name, value, other, length in (
-        ("amax", amax, amax_t, x.shape[-2]),
-        ("amax_t", amax_t, amax, x.shape[-1]),
-    ):
+    amax, amax_t, offs = values["amax"], values["amax_t"], option_checks.as_int32(values["offs"])
+    arguments = option_checks.operator_arguments(values, offs)
+    per_row, groups = arguments["per_row"], 0
+    if offs is None:
+        option_checks.axis(0, x, _checks.BLOCK)
+    else:
+        if stack_size:
+            raise ValueError(f"offs: got {_checks.describe(offs)}, must be None for x of rank 3")
+        groups = option_checks.group_ends(offs, x.device, "x").shape[0]
+    for name, value, other, axis in (("amax", amax, amax_t, -1), ("amax_t", amax_t, amax, 0)):
         if value is not None:
-            entries = length if arguments["per_row"] else 1
+            length = x.shape[x.dim() - 1 + axis]
+            option_checks.given_amax(
+                name, value, length, per_row, x.device, axis=axis, groups=groups, stack=stack_size
+            )
             if stack_size:
-                stacks.stack_amax(name, value, stack_size, entries, x.device)
                 option_checks.amax_values(name, value)
-            else:
-                _checks.exact_vector(name, value, entries, torch.float32, x.device, "x")
         elif other is not None:
             raise ValueError(f"{name}: got None, must be given where amax or amax_t is")
     state = option_checks.random_state(values, x)
     ready(x, "quantize")
-    call = QuantizeBothCall(rows, amax, amax_t, rng_state=state, **arguments)
+    call = QuantizeBothCall(rows, amax, amax_t, rng_state=state, offs=offs, **arguments)
     if stack_size:
         first, second = stacks.quantize_stack_both(call, stack_size)
     else:
         made = operators.quantize_both(*call)
         first, second = made[:3], made[3:]
         if amax is not None:
-            first, second = (*first[:2], amax), (*second[:2], amax_t)
+            # The operator repeats the amax of a group for its rows; others it does not return.
+            first = first if groups and not per_row else (*first[:2], amax)
+            second = (*second[:2], amax_t)
     signs = values["hadamard_signs"] if arguments["hadamard"] else None
     return (
-        NVFP4Tensor._trusted(*first, call.e4m3_max),
-        NVFP4Tensor._trusted(*second, call.e4m3_max, None, signs),
+        NVFP4Tensor._trusted(*first, call.e4m3_max, offs)._made_of(values["offs"]),
+        NVFP4Tensor._trusted(*second, call.e4m3_max, offs, signs, 1 if groups else 0)._made_of(
+            values["offs"]
+        ),
     )
 
 

@@ -23,7 +23,6 @@ __all__ = [
     "quantize_stack_decoded",
     "quantize_stack_searched",
     "stack",
-    "stack_amax",
     "stack_input",
 ]
 
@@ -140,17 +139,6 @@ def stack_input(x: object, function: str) -> tuple[int, Tensor]:
     return x.shape[0], _checks.quantize_input(x.reshape(-1, x.shape[2]), function)
 
 
-def stack_amax(name: str, value: object, g: int, entries: int, device: torch.device) -> Tensor:
-    """A given amax; raises unless it is float32 (g, entries)."""
-    x = _checks.is_tensor(name, value)
-    _checks.has_dtype(name, x, (torch.float32,))
-    _checks.has_shape(name, x, (g, entries))
-    _checks.same_device(name, x, device, "x")
-    _checks.is_contiguous(name, x)
-    _checks.no_grad(name, x, "fp4gemm.quantize")
-    return x
-
-
 def quantize_stack(call: QuantizeCall, g: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and amax of the g matrices of x (g * n, k), each by itself; amax (g, n) or (g, 1)."""
     if call.axis == -1 and call.block_rows == 1 and call.rng_state is None:
@@ -162,8 +150,8 @@ def quantize_stack(call: QuantizeCall, g: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def quantize_stack_decoded(call: QuantizeCall, g: int) -> tuple[Tensor, Tensor]:
-    """What they decode to, float16 (g, n, k), and amax; blocks along k, of one row each."""
-    if call.rng_state is None:
+    """What they decode to, float16 (g, n, k), or (g, k, n) with axis 0, and amax; blocks of one row."""
+    if call.axis == -1 and call.rng_state is None:
         # Values have no padding between the matrices, so that only one amax a matrix makes them groups.
         offs = None if call.per_row else _ends(call.x, g)
         flat = None if call.amax is None else call.amax.view(-1)

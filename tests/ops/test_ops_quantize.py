@@ -100,7 +100,12 @@ def test_fake_quantize_is_real(mode: Mode, device: torch.device) -> None:
             assert_fake_is_real("quantize", x, None, offs=offs, **options)
             given = torch.ones(m if per_row else g, device=device)
             assert_fake_is_real("quantize", x, given, offs=offs, **options)
-            assert_fake_is_real("quantize", x, None, axis=0, offs=offs, **options)
+            given_t = torch.ones((g, k) if per_row else g, device=device)
+            of_rows = {key: value for key, value in options.items() if key != "block_rows"}
+            for amax, amax_t in ((None, None), (given, given_t)):
+                assert_fake_is_real("quantize", x, amax_t, axis=0, offs=offs, **options)
+                assert_fake_is_real("quantize_both", x, amax, amax_t, offs=offs, **options)
+                assert_fake_is_real("quantize_decoded", x, amax_t, axis=0, offs=offs, **of_rows)
 
 
 def test_fakes_of_the_others_are_real(device: torch.device) -> None:

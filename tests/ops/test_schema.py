@@ -105,7 +105,9 @@ def test_help_shows_every_keyword() -> None:
     shared = set(option_checks.OPTIONS)
     alone = {"x", "axis", "amax", "offs", "rows", "scale_search", "importance", "decoded"}
     assert shared | alone == set(inspect.signature(fp4gemm.quantize).parameters)
-    assert shared | {"x", "amax", "amax_t"} == set(inspect.signature(fp4gemm.quantize_both).parameters)
+    assert shared | {"x", "amax", "amax_t", "offs"} == set(
+        inspect.signature(fp4gemm.quantize_both).parameters
+    )
 
 
 @pytest.mark.parametrize("name", ["mm", "grouped_mm", "wgrad", "quantize", "quantize_both"])

@@ -7,7 +7,8 @@ from typing import Any
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import DecodedTensor, NVFP4Tensor, reference
+from fp4gemm import DecodedTensor, NVFP4Tensor, layout, reference
+from groups import CASES, ends
 from helpers import FLOATS, KINDS, assert_bits, dirty, make, short
 from modes import FEW, GROUPED_MODES, Mode, by_name, expected, quantize, state
 from op_checks import BACKENDS, assert_fake_is_real, compiled, opcheck, ready
@@ -54,6 +55,34 @@ def test_equals_decode(mode: Mode, device: torch.device, gen: torch.Generator) -
         assert t.shape == (m, k)
         want = expected(x, mode)
         assert_bits(t.amax, want[2], "reference amax")
+
+
+@pytest.mark.parametrize("mode", GROUPED_MODES, ids=by_name)
+def test_columns_equal_decode(mode: Mode, device: torch.device, gen: torch.Generator) -> None:
+    for i, (m, k) in enumerate(((16, 32), (80, 48), (144, 80))):
+        x = make("row_ranges" if i % 2 else "wide_blocks", m, k, FLOATS[i % 3], gen)
+        t = check(x, mode, device, f"{m}x{k}", axis=0)
+        assert t.shape == (k, m)
+        check(x, mode, device, f"{m}x{k} given", axis=0, amax=t.amax)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_groups_of_columns_equal_decode(case: str, device: torch.device, gen: torch.Generator) -> None:
+    m, ends_of_groups = CASES[case]
+    offs = ends(ends_of_groups, device)
+    for mode in ALONG_ROWS:
+        x = make("heavy", m, 48, torch.bfloat16, gen)
+        x[ends_of_groups[-1] :] = torch.nan
+        t = check(x, mode, device, mode.name, axis=0, offs=offs)
+        assert t.shape == (48, layout.grouped_columns(m, len(ends_of_groups)))
+        check(x, mode, device, f"{mode.name} given", axis=0, offs=offs, amax=t.amax)
+
+
+def test_columns_of_stacks_equal_decode(device: torch.device, gen: torch.Generator) -> None:
+    x = make("heavy", 96, 64, torch.bfloat16, gen).to(device).view(3, 32, 64)
+    for mode in ALONG_ROWS:
+        want = fp4gemm.quantize(x, axis=0, **mode.on(device))
+        assert_decoded(fp4gemm.quantize(x, axis=0, decoded=True, **mode.on(device)), want, mode.name)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=short)

@@ -132,7 +132,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
     ),
     "quantize_both": (
         fp4gemm.quantize_both,
-        lambda: {"x": ones(48, K), "amax": None, "amax_t": None, **QUANTIZER_OPTIONS},
+        lambda: {"x": ones(48, K), "amax": None, "amax_t": None, "offs": None, **QUANTIZER_OPTIONS},
     ),
     "silu_and_mul_quantize": (
         fp4gemm.silu_and_mul_quantize,

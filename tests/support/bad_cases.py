@@ -15,6 +15,7 @@ import bad_grouped
 import bad_interop
 import bad_linear
 import bad_moe
+import bad_mxfp8
 import bad_prepacked
 import bad_quantize
 import bad_search
@@ -49,6 +50,7 @@ __all__ = ["CASES", "FUNCTIONS", "Case", "complaint"]
 
 CASES = Cases(
     [
+        *bad_mxfp8.CASES,
         *bad_quantize.CASES,
         *bad_search.CASES,
         *bad_calibration.CASES,

@@ -14,7 +14,6 @@ from bad_base import (
     Cases,
     K,
     M,
-    ends,
     every_other,
     grad,
     misaligned,
@@ -33,6 +32,7 @@ FUNCTIONS |= {
         lambda: {
             "x": ones(M, K),
             "amax": None,
+            "axis": -1,
             "offs": None,
             **{name: value for name, value in OPERATOR_OPTIONS.items() if name != "block_rows"},
         },
@@ -54,12 +54,8 @@ F = "quantize silu_and_mul_quantize rms_norm_quantize"
 add(F, "decoded", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
 add(F, "decoded", "none", lambda: None, TYPE, "got None (NoneType), must be True or False")
 TILES = {"block": (16, 16), "scaling": "tensor"}
-for kind, changed, says in (
-    ("axis", {"axis": 0, "offs": ends(3, M)}, "got True with axis 0, must be False with it"),
-    ("block", TILES, "got True with block (16, 16), must be False with it"),
-):
-    make = lambda changed=changed: {"decoded": True, **changed}  # noqa: E731
-    add_together("quantize", f"decoded-{kind}", make, NOT, says, "decoded")
+says = "got True with block (16, 16), must be False with it"
+add_together("quantize", "decoded-block", lambda: {"decoded": True, **TILES}, NOT, says, "decoded")
 
 D = "reference.quantize_decoded"
 add(D, "per_row", "type", lambda: "row", TYPE, "got 'row' (str), must be True or False")

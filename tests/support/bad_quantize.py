@@ -1,4 +1,4 @@
-"""Wrong arguments of the quantizers, the producers and MXFP8; a part of bad_cases.py."""
+"""Wrong arguments of the quantizers and the producers; a part of bad_cases.py."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from bad_base import (
     STATE,
     TYPE,
     VALUE,
-    A,
     Cases,
-    E,
     K,
     M,
     ends,
@@ -73,7 +71,7 @@ for name, k in (("quantize_mxfp8", 48), ("reference.mxfp8_quantize", 48), ("silu
     add(name, "x", "k-step-32", lambda k=k: half(M, k), VALUE, "k is 48, must be a positive multiple of 32")
 
 # axis
-AXIS = "quantize quantize_mxfp8 reference.quantize reference.mxfp8_quantize"
+AXIS = "quantize quantize_mxfp8 reference.quantize reference.quantize_decoded reference.mxfp8_quantize"
 add(AXIS, "axis", "type", lambda: "0", TYPE, "got '0' (str), must be")
 add(AXIS, "axis", "bool", lambda: False, TYPE, "got False (bool), must be")
 add(AXIS, "axis", "value", lambda: 1, VALUE, "got 1, must be")
@@ -105,6 +103,9 @@ add(Q, "hadamard_signs", "negative", lambda: -1, VALUE, "got -1, must be at leas
 add(Q, "hadamard_signs", "large", lambda: 0x10000, VALUE, "got 65536, must be at most 0xFFFF")
 add(Q, "stochastic", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
 add(Q, "stochastic", "none", lambda: None, TYPE, "got None (NoneType), must be True or False")
+add(Q, "headroom", "value", lambda: 1.1, VALUE, "got 1.1, must be 1.0 or 1.0625")
+add(Q, "headroom", "type", lambda: 1, TYPE, "got 1 (int), must be 1.0 or 1.0625")
+add(Q, "headroom", "none", lambda: None, TYPE, "got None (NoneType), must be 1.0 or 1.0625")
 
 # Options by number.
 R = "reference.quantize reference.quantize_both"
@@ -119,6 +120,8 @@ for argument, wanted in (
     add(R, argument, "value", lambda: 7, VALUE, f"got 7, must be {wanted}")
     add(R, argument, "type", lambda: "te", TYPE, f"got 'te' (str), must be {wanted}")
 add(R, "fast_error", "type", lambda: 1, TYPE, "got 1 (int), must be False or True")
+add(f"{R} reference.quantize_decoded", "headroom", "value", lambda: 2.0, VALUE, "got 2.0, must be 1.0 or")
+add(f"{R} reference.quantize_decoded", "headroom", "type", lambda: 1, TYPE, "got 1 (int), must be 1.0 or")
 add(R, "signs", "type", lambda: None, TYPE, "got None (NoneType), must be an int")
 add(R, "signs", "range", lambda: 65536, VALUE, "got 65536, must be 0 to 0xFFFF")
 add(R, "signs", "alone", lambda: 3, VALUE, "got 3, must be 0 without hadamard")
@@ -128,13 +131,15 @@ for kind, changed, name in (
     ("encode-tiles", {"block_rows": 16, "per_row": False, "encode": 1}, "encode"),
     ("hadamard-tiles", {"block_rows": 16, "per_row": False, "hadamard": 1}, "hadamard"),
     ("rng_state-tiles", {"block_rows": 16, "per_row": False, "rng_state": STATE}, "rng_state"),
+    ("headroom-tiles", {"block_rows": 16, "per_row": False, "headroom": 17 / 16}, "headroom"),
+    ("headroom-four_over_six", {"four_over_six": 1, "headroom": 17 / 16}, "headroom"),
     ("encode-four_over_six", {"four_over_six": 1, "encode": 1}, "encode"),
     ("hadamard-four_over_six", {"four_over_six": 2, "hadamard": 2}, "hadamard"),
     ("rng_state-four_over_six", {"four_over_six": 2, "rng_state": STATE}, "rng_state"),
 ):
     add_together(R, kind, lambda changed=changed: changed, NOT, "must be", name)
 add_together(
-    "reference.quantize",
+    "reference.quantize reference.quantize_both",
     "offs-tiles",
     lambda: {"block_rows": 16, "per_row": False, "offs": ends(M)},
     NOT,
@@ -149,17 +154,17 @@ for kind, changed, says in (
     ("block-encode", {**TILES, "encode": "te_per_token"}, "with encode 'te_per_token'"),
     ("block-hadamard", {**TILES, "hadamard": "fp32"}, "with hadamard 'fp32'"),
     ("block-stochastic", {**TILES, "stochastic": True}, "with stochastic True"),
+    ("block-headroom", {**TILES, "headroom": 17 / 16}, "with headroom 1.0625"),
 ):
     add_together(
         Q, kind, lambda changed=changed: changed, NOT, f"got (16, 16) {says}, must be (1, 16)", "block"
     )
-add_together(
-    "quantize", "block-offs", lambda: {**TILES, "offs": ends(M)}, NOT, "with offs 'groups', must be", "block"
-)
+add_together(Q, "block-offs", lambda: {**TILES, "offs": ends(M)}, NOT, "with offs 'groups', must be", "block")
 for kind, changed, says in (
     ("encode", {"encode": "te_per_token"}, "with encode 'te_per_token'"),
     ("hadamard", {"hadamard": "bf16"}, "with hadamard 'bf16'"),
     ("stochastic", {"stochastic": True}, "with stochastic True"),
+    ("headroom", {"headroom": 17 / 16}, "with headroom 1.0625"),
 ):
     for rule in ("mae", "mse"):
         add_together(
@@ -227,16 +232,30 @@ add_together(
     "shape is (1,), must be (2,)",
     "amax",
 )
-# Groups of columns share one amax.
+# Each group of columns has its own amax.
 for functions, option in (("quantize", {"scaling": "tensor"}), ("reference.quantize", {"per_row": False})):
     add_together(
         functions,
-        "amax-columns",
-        lambda option=option: {"amax": ones(2), "axis": 0, "offs": ends(3, M), **option},
+        "amax-columns-tensor",
+        lambda option=option: {"amax": ones(1), "axis": 0, "offs": ends(3, M), **option},
         VALUE,
-        "shape is (2,), must be (1,)",
+        "shape is (1,), must be (2,)",
         "amax",
     )
+add_together(
+    "quantize reference.quantize reference.quantize_decoded",
+    "amax-columns-row",
+    lambda: {"amax": ones(K), "axis": 0, "offs": ends(3, M)},
+    VALUE,
+    "shape is (64,), must be (2, 64)",
+    "amax",
+)
+for kind, changed, says, name in (
+    ("amax_t-columns", {"amax": ones(48), "amax_t": ones(K)}, "shape is (64,), must be (2, 64)", "amax_t"),
+    ("amax-groups", {"amax": ones(2), "amax_t": ones(2, K)}, "shape is (2,), must be (48,)", "amax"),
+):
+    make = lambda changed=changed: {"offs": ends(3, 48), **changed}  # noqa: E731
+    add_together("quantize_both reference.quantize_both", kind, make, VALUE, says, name)
 
 # Random numbers.
 for function in Q.split():
@@ -309,6 +328,12 @@ add_together(
     "the last entry is 34, must be at most 33",
     "offs",
 )
+BOTH = "quantize_both reference.quantize_both"
+add(BOTH, "offs", "type", lambda: [5, 48], TYPE, "got [5, 48] (list), must be a torch.Tensor")
+add(BOTH, "offs", "empty", ends, VALUE, "shape is (0,), must have at least one entry")
+add(BOTH, "offs", "device", lambda: ends(48, device="meta"), VALUE, "device is meta, must be cpu")
+add(BOTH, "offs", "decreasing", lambda: ends(9, 8), VALUE, "entry 1 is 8, must be at least 9")
+add(BOTH, "offs", "beyond", lambda: ends(3, 49), VALUE, "the last entry is 49, must be at most 48")
 # On the CPU the reference reads the ends.
 add(O, "offs", "decreasing", lambda: ends(9, 8), VALUE, "entry 1 is 8, must be at least 9")
 add(O, "offs", "negative", lambda: ends(-1, 8), VALUE, "entry 0 is -1, must be at least 0")
@@ -335,47 +360,6 @@ add(N, "eps", "tensor", lambda: ones(1), TYPE, "must be a Python number")
 add(N, "eps", "negative", lambda: -1e-6, VALUE, "got -1e-06, must be at least 0 and finite")
 add(N, "eps", "nan", lambda: float("nan"), VALUE, "got nan, must be at least 0 and finite")
 add(N, "eps", "large", lambda: 1e39, VALUE, "got 1e+39, must be at least 0 and finite")
-
-# MXFP8
-Z = "quantize_mxfp8 reference.mxfp8_quantize"
-add("quantize_mxfp8", "dtype", "type", lambda: "e4m3", TYPE, "got 'e4m3' (str), must be torch.float8_e4m3fn")
-add("reference.mxfp8_quantize", "dtype", "type", lambda: "e4m3", TYPE, "must be torch.float8_e4m3fn")
-add("quantize_mxfp8", "dtype", "float16", lambda: torch.float16, TYPE, "got torch.float16, must be")
-add(
-    f"{Z} reference.mxfp8_dequantize MXFP8Tensor",
-    "swizzled",
-    "type",
-    lambda: 1,
-    TYPE,
-    "got 1 (int), must be True",
-)
-S = "MXFP8Tensor reference.mxfp8_dequantize"
-add(S, "values", "type", lambda: A, TYPE, "must be a torch.Tensor")
-add(S, "values", "uint8", lambda: E.values.view(torch.uint8), TYPE, "dtype is torch.uint8, must be")
-add(S, "values", "rank", lambda: E.values.view(-1), VALUE, "shape is (2112,), must have rank 2, (m, k)")
-add(
-    S,
-    "values",
-    "k",
-    lambda: ones(M, 48).to(torch.float8_e5m2),
-    VALUE,
-    "k is 48, must be a positive multiple of 32",
-)
-add(S, "values", "rows", lambda: ones(M, 2 * K).to(torch.float8_e5m2)[:, :K], VALUE, "must be contiguous")
-add(S, "values", "aligned", lambda: misaligned(E.values), VALUE, "must be 16-byte aligned")
-add(S, "scales", "type", lambda: None, TYPE, "got None (NoneType), must be a torch.Tensor")
-add(
-    S,
-    "scales",
-    "e4m3",
-    lambda: ones(128, 4).to(torch.float8_e4m3fn),
-    TYPE,
-    "dtype is torch.float8_e4m3fn, must",
-)
-add(S, "scales", "compact", E.compact_scales, VALUE, "shape is (33, 2), must be (128, 4), the swizzled shape")
-add(S, "swizzled", "false", lambda: False, VALUE, "shape is (128, 4), must be (33, 2), the compact", "scales")
-add(S, "scales", "device", lambda: E.scales.to("meta"), VALUE, "device is meta, must be cpu")
-add(S, "scales", "strides", lambda: every_other(E.scales.view(torch.uint8)), VALUE, "must be contiguous")
 
 # Arguments of dequantize_parts that the containers do not have.
 Y = "dequantize_parts reference.dequantize"

@@ -41,7 +41,7 @@ add(Q, "x", "stack-k", lambda: half(2, 48, 40), VALUE, "k is 40, must be a posit
 add(Q, "x", "stack-float64", lambda: half(2, 48, K).double(), TYPE, "dtype is torch")
 add(Q, "x", "stack-grad", lambda: grad(half(2, 48, K)), NOT, "requires grad")
 add_together(
-    "quantize",
+    "quantize quantize_both",
     "offs-stack",
     lambda: {"x": ones(2, 48, K), "offs": ends(2, 48)},
     VALUE,
@@ -129,10 +129,13 @@ for function, parts in (("NVFP4Tensor", T3), ("DecodedTensor", V3)):
     ):
         make = lambda parts=parts, changed=changed: {**parts, **changed}  # noqa: E731
         add_together(function, kind, make, error, says, blamed)
-    columns = {"offs": ends(3, M), "offs_dim": 1}
+    columns = {"offs": ends(3, M), "offs_dim": 1, "amax": ones(2)}
     for kind, changed, error, says, blamed in (
         (f"{name}-columns-k", {name: zero[0, :, :8].contiguous()}, VALUE, "must be a multiple of 64", name),
         (f"{name}-columns-rank", {name: zero.view(-1)}, VALUE, "must have rank 2", name),
+        ("amax-columns-one", {"amax": ones(1)}, VALUE, "shape is (1,), must be (2, 33) or (2,)", "amax"),
+        ("amax-columns-rows", {"amax": ones(M)}, VALUE, "shape is (33,), must be (2, 33) or (2,)", "amax"),
+        ("amax-columns-type", {"amax": 1.0}, TYPE, "got 1.0 (float), must be a torch.Tensor", "amax"),
         ("offs-columns-dtype", {"offs": ends(3, dtype=torch.int64)}, TYPE, "dtype is torch.int64", "offs"),
     ):
         make = lambda changed=changed, columns=columns: {**columns, **changed}  # noqa: E731

@@ -37,6 +37,7 @@ class Mode:
     signs: int = 0
     seed: int | None = None
     offset: int = 0
+    headroom: float = 1.0
 
 
 def to_bf16(x: np.ndarray) -> np.ndarray:
@@ -99,6 +100,7 @@ def block_errors(
     x: np.ndarray, q: np.ndarray, scales: np.ndarray, s: np.ndarray, amax: np.ndarray, mode: Mode
 ) -> np.ndarray:
     """The errors (m, k/16) of values q (m, k) with float32 scales (m, k/16), summed term by term."""
+    s, amax = (np.repeat(t, 16, axis=1) if t.shape[1] > 1 else t for t in (s, amax))
     value = q * np.repeat(scales, 16, axis=1)
     d = value - x * s if mode.fast_error else value * amax / F(6 * mode.bound) - x
     terms = d * d if mode.adaptive == "mse" else np.abs(d)
@@ -131,13 +133,16 @@ def adaptive_cast(
 def quantize(
     x: np.ndarray, mode: Mode, amax: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes (m, k/2), compact scale bytes (m, k/16) and amax of float32 x (m, k), with blocks along k."""
+    """Codes (m, k/2), compact scale bytes (m, k/16) and amax of float32 x (m, k), with blocks along k.
+
+    amax (m, k/16), one for each block, is for groups of columns.
+    """
     m, k = x.shape
     with np.errstate(all="ignore"):
         if mode.rotation:
             x = rotate(x, mode.signs, mode.rotation == "bf16")
         clean = np.where(np.isnan(x), F(0), np.abs(x)).reshape(m, k // 16, 16)
-        block_amax = clean.max(axis=2)
+        block_amax = clean.max(axis=2) * F(mode.headroom)
         if mode.tiles:
             padded = np.concatenate([block_amax, np.zeros((-m % 16, k // 16), F)])
             tiles = padded.reshape(-1, 16, k // 16).max(axis=1)
@@ -146,7 +151,7 @@ def quantize(
             amax = block_amax.max(axis=1)
         elif amax is None:
             amax = np.array([block_amax.max(initial=0)], F)
-        outer = amax.reshape(-1, 1)
+        outer = amax if amax.ndim == 2 else amax.reshape(-1, 1)
         s = np.fmin(F(6 * mode.bound) / outer, F32_MAX)
         s = np.where(s == 0, F(1), s)
         if mode.adaptive:
@@ -190,24 +195,41 @@ def grouped(
 def grouped_columns(
     x: np.ndarray, mode: Mode, ends: list[int], amax: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes (k, cols/2), compact scale bytes and amax of x^T, each group padded to whole 64 columns."""
+    """Codes (k, cols/2), compact scale bytes and amax of x^T, each group padded to whole 64 columns.
+
+    amax: (g, k), or (g,) for tensor scaling; that of each group.
+    """
     m, k = x.shape
     cols = (m + 63 * min(len(ends), m)) // 64 * 64
     pieces = []
     begin = 0
     taken: list[bool] = []  # blocks that hold a row; codes of the other blocks are +0
-    for end in ends:
+    made, outer = [], []  # the amaxes of each group, and those of each block
+    for e, end in enumerate(ends):
         size = end - begin
-        pieces += [x[begin:end], np.zeros((-size % 64, k), F)]
-        taken += [16 * block < size for block in range(-(-size // 64) * 4)]
+        group = np.concatenate([x[begin:end], np.zeros((-size % 64, k), F)])
+        found = group_amax(np.ascontiguousarray(group.T), mode) if amax is None else amax[e]
+        made.append(found)
+        outer += [np.broadcast_to(found, k)] * (len(group) // 16)
+        pieces.append(group)
+        taken += [16 * block < size for block in range(len(group) // 16)]
         begin = end
     used = np.concatenate(pieces)
     padded = np.concatenate([used, np.zeros((cols - len(used), k), F)])
     state = mode if mode.seed is None else replace(mode, offset=mode.offset + 1)
-    codes, scales, made = quantize(np.ascontiguousarray(padded.T), state, amax)
+    outer += [np.zeros(k, F)] * (cols // 16 - len(outer))
+    codes, scales, _ = quantize(np.ascontiguousarray(padded.T), state, np.stack(outer, axis=1))
     empty = ~np.array(taken + [False] * (cols // 16 - len(taken)), dtype=bool)
     codes.reshape(k, -1, 8)[:, empty] = 0
-    return codes, scales, made
+    return codes, scales, np.array(made, F)
+
+
+def group_amax(x: np.ndarray, mode: Mode) -> np.ndarray:
+    """The amax of each row of x, or of x for tensor scaling; x may have no columns."""
+    with np.errstate(all="ignore"):
+        rotated = rotate(x, mode.signs, mode.rotation == "bf16") if mode.rotation else x
+        rows = np.where(np.isnan(rotated), F(0), np.abs(rotated)).max(axis=1, initial=0)
+        return (rows if mode.scaling == "row" else rows.max()) * F(mode.headroom)
 
 
 def mxfp8(x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

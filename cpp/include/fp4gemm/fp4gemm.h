@@ -141,14 +141,16 @@ typedef enum fp4gemm_hadamard {
 typedef struct fp4gemm_quantized {
   uint8_t* codes;  /* out (rows, columns/2), 16-byte aligned; NULL: this direction is not computed */
   uint8_t* scales; /* out, swizzled with zero padding, 16-byte aligned */
-  float* amax;     /* out: max |x|, NaN ignored; (rows) for row scaling and groups, (1) for tensor scaling */
-  const float* amax_given; /* NULL: amax is computed. Otherwise it is used in place of the computed one:
-                              (rows), (1) or, for tensor scaling in groups, (num_groups). amax may then be
-                              NULL and is written only for tensor scaling in groups */
+  float* amax;     /* out: A, which is headroom * max |x|, NaN ignored. Row scaling: (rows), or (num_groups,
+                      rows) for `column` in groups. Tensor scaling: (1), or in groups (rows) for `row`, the A of
+                      a group in each of its rows, and (num_groups) for `column` */
+  const float* amax_given; /* NULL: A is computed. Otherwise it is used as it is, in the shape of amax, except
+                              that tensor scaling of `row` in groups needs (num_groups). amax may then be NULL
+                              and is written only for tensor scaling of `row` in groups */
   fp4gemm_hadamard_t hadamard;
-  void*
-      decoded; /* only for `row`, in place of codes and scales, which are then NULL: out (rows, columns) fp16,
-                  16-byte aligned, each value times its block scale (exact), for FP4GEMM_FORMAT_FP16 */
+  void* decoded; /* in place of codes and scales, which are then NULL: out (rows, columns) fp16, 16-byte
+                    aligned, each value times its block scale (exact), for FP4GEMM_FORMAT_FP16. Only where the
+                    other direction is not computed */
 } fp4gemm_quantized_t;
 #define FP4GEMM_QUANTIZED_INIT {NULL, NULL, NULL, NULL, FP4GEMM_HADAMARD_NONE, NULL}
 
@@ -175,6 +177,8 @@ typedef struct fp4gemm_quantize_args {
                             outside of 0..x_num_rows - 1; NULL: row i of x. Only with row scaling of `row`
                             whose amax is computed, and the defaults of the options above */
   int64_t x_num_rows;    /* rows of x, with x_rows */
+  float headroom; /* 1, or 1.0625 = 17/16, which scales of blocks and A are enlarged by: rounding a normal
+                     block scale to nearest then leaves no element above 6, where it would be clipped */
 } fp4gemm_quantize_args_t;
 #define FP4GEMM_QUANTIZE_ARGS_INIT  \
   {sizeof(fp4gemm_quantize_args_t), \
@@ -196,10 +200,11 @@ typedef struct fp4gemm_quantize_args {
    NULL,                            \
    0,                               \
    NULL,                            \
-   0}
+   0,                               \
+   1.0f}
 
 /* NVFP4 quantization with the bits of TransformerEngine >= 2.14. With A the amax of the row or of the tensor,
- * a the amax of the block and B = e4m3_max,
+ * a the amax of the block, both multiplied by headroom and rounded, and B = e4m3_max,
  *
  *     S    = min(6 B / A, FLT_MAX) , or 1 where that is 0
  *     s    = e4m3( min(a * (S * (1/6)), FLT_MAX) )
@@ -224,12 +229,12 @@ typedef struct fp4gemm_quantize_args {
  *
  * Groups, `column`: x^T has fp4gemm_grouped_columns(m, num_groups) columns. The columns of each group begin
  * at the next multiple of 64. Columns that hold no row are zero, and so are their scales, which have the
- * ordinary swizzled layout of such a matrix. The amax values, one per row of x^T or one, are over the rows of
- * all groups together.
+ * ordinary swizzled layout of such a matrix. Each group has A of its own, one per row of x^T or one, which is
+ * 0 for a group without rows. `row` and `column` in one call are the results of the two calls for one each.
  *
- * Not supported: groups with both `row` and `column`; block_rows = 16 with row scaling, groups, Hadamard,
- * stochastic rounding or the per-token encode; four over six with Hadamard, stochastic rounding or the
- * per-token encode; Hadamard on `row` together with `column`. */
+ * Not supported: block_rows = 16 with row scaling, groups, Hadamard, stochastic rounding, headroom or the
+ * per-token encode; four over six with Hadamard, stochastic rounding, headroom or the per-token encode;
+ * Hadamard on `row` together with `column`. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_quantize(const fp4gemm_quantize_args_t* args, int device,
                                               fp4gemm_stream_t stream);
 

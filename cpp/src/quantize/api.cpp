@@ -51,27 +51,25 @@ fp4gemm_status_t check_combination(fp4gemm_quantize_args_t const& args) {
   bool const rotated =
       args.row.hadamard != FP4GEMM_HADAMARD_NONE || args.column.hadamard != FP4GEMM_HADAMARD_NONE;
   bool const per_token = args.encode == FP4GEMM_ENCODE_TE_PER_TOKEN;
-  bool const wants_column = args.column.codes != nullptr;
-  bool const wants_both = wants_column && args.row.codes != nullptr;
-  if (args.offs != nullptr && wants_both) {
-    return unsupported(
-        "offs: groups of rows are quantized in one direction at a time; row and column must not both be "
-        "given");
+  bool const has_headroom = args.headroom != 1.0f;
+  bool const wants_column = is_wanted(args.column);
+  bool const wants_both = wants_column && is_wanted(args.row);
+  bool const is_decoded = args.row.decoded != nullptr || args.column.decoded != nullptr;
+  if (is_decoded && wants_both) {
+    return unsupported("decoded: is supported for row or column alone, must be null where both are given");
   }
-  if (args.column.decoded != nullptr || (args.row.decoded != nullptr && wants_column)) {
-    return unsupported("decoded: is supported for row only, and only if column is not given");
-  }
-  if (square && args.row.decoded != nullptr) {
+  if (square && is_decoded) {
     return unsupported("decoded: block_rows is 16, must be 1 where decoded is given");
   }
   if (square && (args.scaling != FP4GEMM_SCALING_TENSOR || args.offs != nullptr || rotated ||
-                 args.rng_state != nullptr || per_token)) {
+                 args.rng_state != nullptr || per_token || has_headroom)) {
     return unsupported(
-        "block_rows: is 16, which requires FP4GEMM_SCALING_TENSOR and FP4GEMM_ENCODE_TE, without groups, "
-        "Hadamard and stochastic rounding");
+        "block_rows: is 16, which requires FP4GEMM_SCALING_TENSOR, FP4GEMM_ENCODE_TE and headroom 1, without "
+        "groups, Hadamard and stochastic rounding");
   }
-  if (four_over_six && (rotated || args.rng_state != nullptr || per_token)) {
-    return unsupported("four_over_six: requires FP4GEMM_ENCODE_TE, without Hadamard and stochastic rounding");
+  if (four_over_six && (rotated || args.rng_state != nullptr || per_token || has_headroom)) {
+    return unsupported(
+        "four_over_six: requires FP4GEMM_ENCODE_TE and headroom 1, without Hadamard and stochastic rounding");
   }
   if (wants_both && args.row.hadamard != FP4GEMM_HADAMARD_NONE) {
     return unsupported("row: hadamard must be FP4GEMM_HADAMARD_NONE where column is given too");
@@ -90,13 +88,14 @@ fp4gemm_status_t check_gather(fp4gemm_quantize_args_t const& args) {
   FP4GEMM_CHECK(args.x_rows != nullptr || args.x_num_rows == 0,
                 "x_num_rows: is %lld, must be 0 where x_rows is null", ll(args.x_num_rows));
   if (args.x_rows != nullptr &&
-      (args.scaling != FP4GEMM_SCALING_ROW || args.column.codes != nullptr ||
-       args.row.amax_given != nullptr || args.row.hadamard != FP4GEMM_HADAMARD_NONE || args.block_rows != 1 ||
+      (args.scaling != FP4GEMM_SCALING_ROW || is_wanted(args.column) || args.row.amax_given != nullptr ||
+       args.row.hadamard != FP4GEMM_HADAMARD_NONE || args.block_rows != 1 ||
        args.encode != FP4GEMM_ENCODE_TE || args.four_over_six != FP4GEMM_FOUR_OVER_SIX_NONE ||
-       args.rng_state != nullptr)) {
+       args.rng_state != nullptr || args.headroom != 1.0f)) {
     return unsupported(
-        "x_rows: requires FP4GEMM_SCALING_ROW, row alone with an amax that is computed, and "
-        "FP4GEMM_ENCODE_TE without Hadamard, four over six and stochastic rounding");
+        "x_rows: requires FP4GEMM_SCALING_ROW, row alone with an amax that is computed, FP4GEMM_ENCODE_TE "
+        "and "
+        "headroom 1, without Hadamard, four over six and stochastic rounding");
   }
   return FP4GEMM_SUCCESS;
 }
@@ -120,10 +119,9 @@ fp4gemm_status_t check_result(char const* prefix, uint8_t const* codes, uint8_t 
   return check_buffer(named("decoded"), decoded, elems);
 }
 
-/// Checks the buffers of one direction, whose result is (rows, k). amax_is_spread: the amax of a group is
-/// written for each of its rows.
+/// Checks the buffers of one direction, whose result is (rows, k) and whose amax has num_amaxes entries.
 fp4gemm_status_t check_side(char const* name, fp4gemm_quantized_t const& side, int64_t rows, int64_t k,
-                            bool per_row, bool amax_is_spread) {
+                            int64_t num_amaxes) {
   char text[32];
   auto const named = [&](char const* field) {
     snprintf(text, sizeof(text), "%s.%s", name, field);
@@ -133,11 +131,7 @@ fp4gemm_status_t check_side(char const* name, fp4gemm_quantized_t const& side, i
   FP4GEMM_TRY(check_result(named(""), side.codes, side.scales, side.decoded, rows * k));
   bool const is_written = side.amax_given == nullptr;
   FP4GEMM_TRY(check_buffer(named("amax_given"), side.amax_given, 0, sizeof(float)));
-  return check_buffer(named("amax"), side.amax,
-                      !is_written                 ? 0
-                      : per_row || amax_is_spread ? rows
-                                                  : 1,
-                      sizeof(float));
+  return check_buffer(named("amax"), side.amax, is_written ? num_amaxes : 0, sizeof(float));
 }
 
 fp4gemm_status_t quantize(fp4gemm_quantize_args_t const* args, int device, fp4gemm_stream_t stream) {
@@ -156,14 +150,17 @@ fp4gemm_status_t quantize(fp4gemm_quantize_args_t const* args, int device, fp4ge
                 args->e4m3_max);
   FP4GEMM_CHECK(args->hadamard_signs <= 0xFFFFu, "hadamard_signs: is %u, must be at most 65535",
                 args->hadamard_signs);
+  FP4GEMM_CHECK(args->headroom == 1.0f || args->headroom == 1.0625f, "headroom: is %g, must be 1 or 1.0625",
+                static_cast<double>(args->headroom));
   FP4GEMM_TRY(check_buffer("rng_state", args->rng_state, 0, sizeof(int64_t)));
   FP4GEMM_TRY(check_groups(args->offs, args->num_groups));
   FP4GEMM_TRY(check_gather(*args));
   FP4GEMM_TRY(check_combination(*args));
   bool const per_row = args->scaling == FP4GEMM_SCALING_ROW;
-  bool const wants_column = args->column.codes != nullptr;
-  if (!wants_column || args->row.codes != nullptr) {
-    FP4GEMM_TRY(check_side("row", args->row, args->m, args->k, per_row, args->offs != nullptr));
+  bool const wants_column = is_wanted(args->column);
+  if (!wants_column || is_wanted(args->row)) {
+    int64_t const num_amaxes = per_row || args->offs != nullptr ? args->m : 1;
+    FP4GEMM_TRY(check_side("row", args->row, args->m, args->k, num_amaxes));
   }
   if (wants_column) {
     int64_t columns = args->m;
@@ -175,7 +172,9 @@ fp4gemm_status_t quantize(fp4gemm_quantize_args_t const* args, int device, fp4ge
                     "offs: %d groups of %lld rows need %lld columns, must be at most %lld", args->num_groups,
                     ll(args->m), ll(columns), ll(Rules::kMaxK));
     }
-    FP4GEMM_TRY(check_side("column", args->column, args->k, columns, per_row, false));
+    int64_t const num_groups = args->offs != nullptr ? args->num_groups : 1;
+    FP4GEMM_TRY(
+        check_side("column", args->column, args->k, columns, per_row ? num_groups * args->k : num_groups));
   }
   return on_device(
       device, [&](DeviceProperties const& properties) { return launch_quantize(*args, properties, stream); });

@@ -92,8 +92,9 @@ fp4gemm_status_t launch_columns_amax(ColumnAmaxParams const& params, fp4gemm_dty
   if (params.row_amax != nullptr) {
     FP4GEMM_CUDA(cudaMemsetAsync(params.row_amax, 0, params.m * sizeof(float), stream));
   }
-  FP4GEMM_CUDA(cudaMemsetAsync(params.column_amax, 0,
-                               (params.column_is_tensor ? 1 : params.k) * sizeof(float), stream));
+  int64_t const num_groups = params.groups.offs != nullptr ? params.groups.num : 1;
+  int64_t const num_amaxes = params.column_is_tensor ? num_groups : num_groups * params.k;
+  FP4GEMM_CUDA(cudaMemsetAsync(params.column_amax, 0, num_amaxes * sizeof(float), stream));
   for_type(dtype, [&](auto type) {
     using T = decltype(type);
     switch (hadamard) {

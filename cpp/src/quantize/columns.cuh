@@ -48,9 +48,12 @@ struct Panel {
 
 /// The output for one direction, x (along rows) or x^T (along columns), and the amaxes that it is scaled by.
 struct Side {
-  uint8_t* codes = nullptr;  // null: this direction is not quantized
+  uint8_t* codes = nullptr;  // null, and decoded null: this direction is not quantized
   uint8_t* scales = nullptr;
-  float const* amax = nullptr;  // one, or with amax_per_row one for each row of the result
+  uint4* decoded = nullptr;  // fp16 values in place of codes and scales; of columns alone
+  // One, or with amax_per_row one for each row of the result. With groups of columns, those of a group follow
+  // those of the group before it.
+  float const* amax = nullptr;
   bool amax_per_row = false;
   int num_blocks = 0;  // in a row of the result
   int num_words = 0;   // of 4 scales in a row of the result, padding included
@@ -196,7 +199,8 @@ __global__ void __launch_bounds__(kTileThreads<T>)
     for (int j = 0; j < kColumnsPerThread; ++j) {
       QuantizedBlock quantized{};
       if (is_real) {
-        float const amax = __ldg(p.column.amax + (p.column.amax_per_row ? column + j : 0));
+        int64_t const amax_at = p.column.amax_per_row ? rows.group * p.k + column + j : int64_t{rows.group};
+        float const amax = __ldg(p.column.amax + amax_at);
         quantized = cast.quantize(column_block<T, Rotation>(panel, j, p.signs), amax,
                                   (column + j) * p.column.num_blocks + block);
       }
@@ -230,9 +234,19 @@ __global__ void __launch_bounds__(kTileThreads<T>)
     int64_t const column = first_column + i / kRowGroups;
     int64_t const block = first_row / kBlock + i % kRowGroups;
     if (column < p.k && block < p.column.num_blocks) {
-      reinterpret_cast<uint2*>(p.column.codes)[column * p.column.num_blocks + block] =
-          column_codes[i / kRowGroups][i % kRowGroups];
+      int64_t const index = column * p.column.num_blocks + block;
+      uint2 const codes = column_codes[i / kRowGroups][i % kRowGroups];
+      if (p.column.decoded == nullptr) {
+        reinterpret_cast<uint2*>(p.column.codes)[index] = codes;
+      } else {
+        uint8_t const scale = column_scales[i / kRowGroups][i % kRowGroups];
+        p.column.decoded[2 * index] = decode_eight(codes.x, scale);
+        p.column.decoded[2 * index + 1] = decode_eight(codes.y, scale);
+      }
     }
+  }
+  if (p.column.decoded != nullptr) {
+    return;  // without scales
   }
   for (int i = thread; i < kTileColumns * (kRowGroups / 4); i += kThreads) {
     int const in_tile = i % kTileColumns;
@@ -249,116 +263,6 @@ __global__ void __launch_bounds__(kTileThreads<T>)
       reinterpret_cast<uint4*>(
           p.row.scales + scale_offset(first_row, 4 * static_cast<int>(blockIdx.x), p.row.num_words))[thread] =
           reinterpret_cast<uint4 const*>(row_scales)[thread];
-    }
-  }
-}
-
-constexpr int kAmaxRows = 128;  // rows of a CTA of columns_amax
-constexpr int kColumnAmaxThreads = 128;
-
-/// The arguments of columns_amax.
-struct ColumnAmaxParams {
-  void const* x;
-  int64_t row_stride;
-  int64_t m;
-  int64_t k;
-  int64_t columns;     // of x^T: m, or the padded columns of its groups
-  float* row_amax;     // (m), zeros before the launch; null: not written
-  float* column_amax;  // (k), or (1) with column_is_tensor; zeros before the launch
-  bool column_is_tensor;
-  uint32_t signs;
-  Groups groups;
-};
-
-/// Replaces *amax by the maximum of it and value. Neither is negative, so that their bits compare as they do.
-__device__ inline void combine_amax(float* amax, float value) {
-  atomicMax(reinterpret_cast<unsigned int*>(amax), __float_as_uint(value));
-}
-
-/// The bits of max |x| of one row of a panel, NaN ignored.
-template <class T>
-__device__ inline uint32_t panel_row_bits(uint2 neighbours) {
-  uint32_t const words[2] = {neighbours.x, neighbours.y};
-  uint32_t bits = 0;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if constexpr (sizeof(T) == 4) {
-      uint32_t const magnitude = words[i] & 0x7FFFFFFFu;
-      bits = max(bits, magnitude <= Block<T>::kInfinity ? magnitude : 0u);
-    } else {
-      uint32_t const low = words[i] & 0x7FFFu;
-      uint32_t const high = words[i] >> 16 & 0x7FFFu;
-      bits = max(bits, low <= Block<T>::kInfinity ? low : 0u);
-      bits = max(bits, high <= Block<T>::kInfinity ? high : 0u);
-    }
-  }
-  return bits;
-}
-
-/// Combines max |x| of every column, after the Hadamard transform if there is one, into column_amax, and with
-/// Form::kBoth that of every row into row_amax. Template parameters and first_tile are those of
-/// quantize_tiles; a CTA has kAmaxRows rows of one column panel for each of its threads.
-template <class T, class Rotation, Form kForm>
-__global__ void __launch_bounds__(kColumnAmaxThreads) columns_amax(ColumnAmaxParams p, unsigned first_tile) {
-  constexpr int kColumns = Panel<T>::kColumns;
-  using Element = cuda::std::conditional_t<cuda::std::is_void_v<Rotation>, T, Rotation>;
-  int64_t const column = (int64_t{blockIdx.x} * kColumnAmaxThreads + threadIdx.x) * kColumns;
-  int64_t const first_row = int64_t{first_tile + blockIdx.y} * kAmaxRows;
-  int64_t const end_row = min(first_row + kAmaxRows, p.columns);
-  constexpr bool kRows = kForm == Form::kBoth;
-  bool const is_real = column < p.k;
-  __shared__ uint32_t row_bits[kRows ? kAmaxRows : 1];
-  if constexpr (kRows) {
-    row_bits[threadIdx.x] = 0;
-    __syncthreads();  // row_bits is zero before any warp adds to it
-  }
-  uint32_t bits[kColumns] = {};
-  TileRows rows{};
-  for (int64_t row = first_row; row < end_row; row += kBlock) {
-    int const in_span = static_cast<int>(row % kGroupColumns);
-    if (in_span == 0) {
-      rows = find_span<kForm>(p.groups, p.m, row);
-    }
-    Panel<T> panel{};
-    if (is_real && in_span < rows.count) {
-      T const* const first = static_cast<T const*>(p.x) + (rows.first + in_span) * p.row_stride + column;
-      panel.template load<kForm == Form::kGroups>(first, p.row_stride, rows.count - in_span);
-    }
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) {
-      bits[j] = max(bits[j], block_amax_bits(column_block<T, Rotation>(panel, j, p.signs)));
-    }
-    if constexpr (kRows) {
-#pragma unroll
-      for (int i = 0; i < kBlock; ++i) {
-        uint32_t of_row = panel_row_bits<T>(panel.rows[i]);
-        of_row = __reduce_max_sync(0xFFFFFFFFu, of_row);
-        if (threadIdx.x % 32 == 0) {
-          atomicMax(&row_bits[row - first_row + i], of_row);
-        }
-      }
-    }
-  }
-  if (p.column_is_tensor) {
-    uint32_t all = bits[0];
-#pragma unroll
-    for (int j = 1; j < kColumns; ++j) {
-      all = max(all, bits[j]);
-    }
-    all = __reduce_max_sync(0xFFFFFFFFu, all);
-    if (threadIdx.x % 32 == 0) {
-      combine_amax(p.column_amax, Block<Element>::from_bits(all));
-    }
-  } else if (is_real) {
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) {
-      combine_amax(p.column_amax + column + j, Block<Element>::from_bits(bits[j]));
-    }
-  }
-  if constexpr (kRows) {
-    __syncthreads();  // every warp has added its maxima to row_bits
-    if (first_row + threadIdx.x < end_row) {
-      combine_amax(p.row_amax + first_row + threadIdx.x, Block<T>::from_bits(row_bits[threadIdx.x]));
     }
   }
 }

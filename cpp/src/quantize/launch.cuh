@@ -2,7 +2,7 @@
 #pragma once
 
 #include "error.hpp"
-#include "quantize/columns.cuh"
+#include "quantize/columns_amax.cuh"
 #include "quantize/rows.cuh"
 
 namespace fp4gemm {
@@ -55,18 +55,19 @@ void launch_tiles(TileLaunch const& launch, fp4gemm_hadamard_t hadamard, bool is
 void launch_tiles_four_over_six(TileLaunch const& launch);
 void launch_squares(TileLaunch const& launch, bool four_over_six);
 
-/// Writes max |x| of the (m, k) input, after the Hadamard transform if there is one, to *amax.
+/// Writes headroom * max |x| of the (m, k) input, after the Hadamard transform if there is one, to *amax.
 fp4gemm_status_t launch_tensor_amax(Input const& input, int64_t m, int64_t k, fp4gemm_dtype_t dtype,
-                                    fp4gemm_hadamard_t hadamard, float* amax, int num_sms,
+                                    fp4gemm_hadamard_t hadamard, float headroom, float* amax, int num_sms,
                                     cudaStream_t stream);
 
-/// Writes max |x| of each group to the amax of its first row, and zeros to those of all other rows.
+/// Writes headroom * max |x| of each group to the amax of its first row, and zeros to those of all other
+/// rows.
 fp4gemm_status_t launch_group_amax(Input const& input, int64_t m, int64_t k, fp4gemm_dtype_t dtype,
-                                   fp4gemm_hadamard_t hadamard, Groups const& groups, float* amax,
-                                   cudaStream_t stream);
+                                   fp4gemm_hadamard_t hadamard, Groups const& groups, float headroom,
+                                   float* amax, cudaStream_t stream);
 
-/// Writes max |x| of each column, or of all columns together, and of each row where params.row_amax is not
-/// null.
+/// Writes headroom * max |x| of each column, or of all columns together, in each group if there are groups,
+/// and of each row where params.row_amax is not null.
 fp4gemm_status_t launch_columns_amax(ColumnAmaxParams const& params, fp4gemm_dtype_t dtype,
                                      fp4gemm_hadamard_t hadamard, cudaStream_t stream);
 

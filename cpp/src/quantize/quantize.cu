@@ -12,12 +12,13 @@ namespace {
 constexpr int kAmaxThreads = 256;
 constexpr int kAmaxUnroll = 4;
 
-/// Combines max |x| of `rows` rows of `blocks_per_row` blocks into *amax, which must not be negative before.
+/// Combines headroom * max |x| of `rows` rows of `blocks_per_row` blocks into *amax, which must not be
+/// negative before. The greatest of rounded products is the rounded product of the greatest.
 ///
 /// @tparam Loader What x is loaded by (loaders.cuh), which includes the Hadamard transform.
 template <class Loader>
 __global__ void __launch_bounds__(kAmaxThreads)
-    tensor_amax(Input input, int64_t rows, int64_t blocks_per_row, float* amax) {
+    tensor_amax(Input input, int64_t rows, int64_t blocks_per_row, float headroom, float* amax) {
   using Element = typename Loader::Element;
   static_assert(cuda::std::is_same_v<decltype(&Loader::load), Block<Element> (Loader::*)(int64_t) const>,
                 "a contiguous x is one row, whose blocks have numbers beyond 32 bits from 2^35 elements on");
@@ -43,14 +44,14 @@ __global__ void __launch_bounds__(kAmaxThreads)
   }
   bits = row_max<kAmaxThreads>(bits, 0);
   if (threadIdx.x == 0) {
-    combine_amax(amax, Block<Element>::from_bits(bits));
+    combine_amax(amax, __fmul_rn(headroom, Block<Element>::from_bits(bits)));
   }
 }
 
-/// Combines max |x| of each group into the amax of its first row, with a CTA for each row.
+/// Combines headroom * max |x| of each group into the amax of its first row, with a CTA for each row.
 template <class Loader>
 __global__ void __launch_bounds__(kAmaxThreads)
-    group_amax(Input input, Groups groups, int64_t m, int num_blocks, float* amax) {
+    group_amax(Input input, Groups groups, int64_t m, int num_blocks, float headroom, float* amax) {
   using Element = typename Loader::Element;
   int const row = static_cast<int>(blockIdx.x);
   int start = 0;  // the first row of the group: the last end that is not behind the row
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(kAmaxThreads)
   }
   bits = row_max<kAmaxThreads>(bits, 0);
   if (threadIdx.x == 0) {
-    combine_amax(amax + start, Block<Element>::from_bits(bits));
+    combine_amax(amax + start, __fmul_rn(headroom, Block<Element>::from_bits(bits)));
   }
 }
 
@@ -94,6 +95,7 @@ CastOptions cast_options(fp4gemm_quantize_args_t const& args) {
   options.e4m3_max = static_cast<float>(args.e4m3_max);
   options.mean_square = args.four_over_six == FP4GEMM_FOUR_OVER_SIX_MSE;
   options.fast_error = args.fast_error != 0;
+  options.headroom = args.headroom;
   return options;
 }
 
@@ -107,7 +109,8 @@ fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DevicePr
   input.num_rows = args.x_num_rows;
   Groups groups{args.offs, args.num_groups};
   bool const is_te = out.hadamard == FP4GEMM_HADAMARD_NONE && args.encode == FP4GEMM_ENCODE_TE &&
-                     args.four_over_six == FP4GEMM_FOUR_OVER_SIX_NONE && args.rng_state == nullptr;
+                     args.four_over_six == FP4GEMM_FOUR_OVER_SIX_NONE && args.rng_state == nullptr &&
+                     args.headroom == 1.0f;
   if (is_te && out.decoded != nullptr && per_row && out.amax_given == nullptr && groups.offs != nullptr) {
     // Decoded rows have no scales whose place depends on the group; those of no group are zero.
     input.row_limit = groups.offs + groups.num - 1;
@@ -123,12 +126,12 @@ fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DevicePr
     // The amax of each group is repeated for its rows; others are the caller's.
     params.amax = args.offs != nullptr && !per_row ? out.amax : nullptr;
   } else if (!per_row && args.offs != nullptr) {
-    FP4GEMM_TRY(
-        launch_group_amax(input, args.m, args.k, args.x_dtype, out.hadamard, groups, out.amax, stream));
+    FP4GEMM_TRY(launch_group_amax(input, args.m, args.k, args.x_dtype, out.hadamard, groups, args.headroom,
+                                  out.amax, stream));
     params.amax_in = out.amax;
     params.amax_at = AmaxAt::kGroupStart;
   } else if (!per_row) {
-    FP4GEMM_TRY(launch_tensor_amax(input, args.m, args.k, args.x_dtype, out.hadamard, out.amax,
+    FP4GEMM_TRY(launch_tensor_amax(input, args.m, args.k, args.x_dtype, out.hadamard, args.headroom, out.amax,
                                    properties.num_sms, stream));
     params.amax_in = out.amax;
     params.amax = nullptr;
@@ -137,7 +140,7 @@ fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DevicePr
     launch_rows_four_over_six(launch);
   } else if (out.hadamard != FP4GEMM_HADAMARD_NONE) {
     launch_rows_hadamard(launch, out.hadamard);
-  } else if (params.cast.te_per_token || params.cast.rng_state != nullptr) {
+  } else if (params.cast.te_per_token || params.cast.rng_state != nullptr || args.headroom != 1.0f) {
     launch_rows_variant(launch);
   } else if (input.rows != nullptr || input.row_limit != nullptr) {
     launch_rows_gathered(launch);
@@ -158,14 +161,14 @@ fp4gemm_status_t find_amaxes(fp4gemm_quantize_args_t const& args, int num_sms, c
                              float const** row, float const** column) {
   bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
   bool const wants_row = args.row.codes != nullptr && args.row.amax_given == nullptr;
-  bool const wants_column = args.column.codes != nullptr && args.column.amax_given == nullptr;
+  bool const wants_column = is_wanted(args.column) && args.column.amax_given == nullptr;
   *row = args.row.amax_given != nullptr ? args.row.amax_given : args.row.amax;
   *column = args.column.amax_given != nullptr ? args.column.amax_given : args.column.amax;
   fp4gemm_hadamard_t const hadamard = args.column.hadamard;
   Groups const groups{args.offs, args.num_groups};
   ColumnAmaxParams const params{
-      args.x,   args.x_row_stride,   args.m, args.k, columns_of(args), nullptr, args.column.amax,
-      !per_row, args.hadamard_signs, groups};
+      args.x,   args.x_row_stride,   args.m,        args.k, columns_of(args), nullptr, args.column.amax,
+      !per_row, args.hadamard_signs, args.headroom, groups};
   Input const input{args.x, args.x_row_stride};
   if (per_row) {
     ColumnAmaxParams both = params;
@@ -173,8 +176,8 @@ fp4gemm_status_t find_amaxes(fp4gemm_quantize_args_t const& args, int num_sms, c
     return wants_column ? launch_columns_amax(both, args.x_dtype, hadamard, stream) : FP4GEMM_SUCCESS;
   }
   if (wants_row) {
-    FP4GEMM_TRY(launch_tensor_amax(input, args.m, args.k, args.x_dtype, FP4GEMM_HADAMARD_NONE, args.row.amax,
-                                   num_sms, stream));
+    FP4GEMM_TRY(launch_tensor_amax(input, args.m, args.k, args.x_dtype, FP4GEMM_HADAMARD_NONE, args.headroom,
+                                   args.row.amax, num_sms, stream));
   }
   if (wants_column && (hadamard != FP4GEMM_HADAMARD_NONE || groups.offs != nullptr)) {
     FP4GEMM_TRY(launch_columns_amax(params, args.x_dtype, hadamard, stream));
@@ -182,7 +185,7 @@ fp4gemm_status_t find_amaxes(fp4gemm_quantize_args_t const& args, int num_sms, c
     FP4GEMM_CUDA(
         cudaMemcpyAsync(args.column.amax, args.row.amax, sizeof(float), cudaMemcpyDeviceToDevice, stream));
   } else if (wants_column) {
-    FP4GEMM_TRY(launch_tensor_amax(input, args.m, args.k, args.x_dtype, FP4GEMM_HADAMARD_NONE,
+    FP4GEMM_TRY(launch_tensor_amax(input, args.m, args.k, args.x_dtype, FP4GEMM_HADAMARD_NONE, args.headroom,
                                    args.column.amax, num_sms, stream));
   }
   return FP4GEMM_SUCCESS;
@@ -195,7 +198,8 @@ fp4gemm_status_t launch_along_columns(fp4gemm_quantize_args_t const& args, int n
   FP4GEMM_TRY(find_amaxes(args, num_sms, stream, &row_amax, &column_amax));
   auto const side = [&](fp4gemm_quantized_t const& out, float const* amax, int64_t length) {
     int const num_blocks = static_cast<int>(length / kBlock);
-    return Side{out.codes, out.scales, amax, per_row, num_blocks, num_words_of(num_blocks)};
+    return Side{out.codes, out.scales, static_cast<uint4*>(out.decoded), amax,
+                per_row,   num_blocks, num_words_of(num_blocks)};
   };
   TileLaunch launch{{args.x,
                      args.x_row_stride,
@@ -217,8 +221,9 @@ fp4gemm_status_t launch_along_columns(fp4gemm_quantize_args_t const& args, int n
   } else if (four_over_six) {
     launch_tiles_four_over_six(launch);
   } else {
-    launch_tiles(launch, args.column.hadamard,
-                 args.encode == FP4GEMM_ENCODE_TE_PER_TOKEN || args.rng_state != nullptr);
+    launch_tiles(
+        launch, args.column.hadamard,
+        args.encode == FP4GEMM_ENCODE_TE_PER_TOKEN || args.rng_state != nullptr || args.headroom != 1.0f);
   }
   return FP4GEMM_SUCCESS;
 }
@@ -226,7 +231,7 @@ fp4gemm_status_t launch_along_columns(fp4gemm_quantize_args_t const& args, int n
 }  // namespace
 
 fp4gemm_status_t launch_tensor_amax(Input const& input, int64_t m, int64_t k, fp4gemm_dtype_t dtype,
-                                    fp4gemm_hadamard_t hadamard, float* amax, int num_sms,
+                                    fp4gemm_hadamard_t hadamard, float headroom, float* amax, int num_sms,
                                     cudaStream_t stream) {
   FP4GEMM_CUDA(cudaMemsetAsync(amax, 0, sizeof(float), stream));
   bool const flat = input.row_stride == k;  // one long row
@@ -238,20 +243,20 @@ fp4gemm_status_t launch_tensor_amax(Input const& input, int64_t m, int64_t k, fp
   dim3 const grid(static_cast<unsigned>(ctas_per_row), static_cast<unsigned>(grid_rows));
   for_loader(dtype, hadamard, [&](auto loader) {
     using Loader = typename decltype(loader)::type;
-    tensor_amax<Loader><<<grid, kAmaxThreads, 0, stream>>>(input, rows, blocks_per_row, amax);
+    tensor_amax<Loader><<<grid, kAmaxThreads, 0, stream>>>(input, rows, blocks_per_row, headroom, amax);
   });
   FP4GEMM_CUDA(cudaGetLastError());
   return FP4GEMM_SUCCESS;
 }
 
 fp4gemm_status_t launch_group_amax(Input const& input, int64_t m, int64_t k, fp4gemm_dtype_t dtype,
-                                   fp4gemm_hadamard_t hadamard, Groups const& groups, float* amax,
-                                   cudaStream_t stream) {
+                                   fp4gemm_hadamard_t hadamard, Groups const& groups, float headroom,
+                                   float* amax, cudaStream_t stream) {
   FP4GEMM_CUDA(cudaMemsetAsync(amax, 0, m * sizeof(float), stream));
   for_loader(dtype, hadamard, [&](auto loader) {
     using Loader = typename decltype(loader)::type;
     group_amax<Loader><<<static_cast<unsigned>(m), kAmaxThreads, 0, stream>>>(
-        input, groups, m, static_cast<int>(k / kBlock), amax);
+        input, groups, m, static_cast<int>(k / kBlock), headroom, amax);
   });
   FP4GEMM_CUDA(cudaGetLastError());
   return FP4GEMM_SUCCESS;
@@ -259,21 +264,31 @@ fp4gemm_status_t launch_group_amax(Input const& input, int64_t m, int64_t k, fp4
 
 fp4gemm_status_t launch_quantize(fp4gemm_quantize_args_t const& args, DeviceProperties const& properties,
                                  fp4gemm_stream_t stream) {
+  bool const is_column = is_wanted(args.column);
+  if (args.offs != nullptr && is_column && is_wanted(args.row)) {
+    // Groups of rows and groups of columns have kernels of their own.
+    fp4gemm_quantize_args_t one = args;
+    one.column = FP4GEMM_QUANTIZED_INIT;
+    FP4GEMM_TRY(launch_quantize(one, properties, stream));
+    one.row = FP4GEMM_QUANTIZED_INIT;
+    one.column = args.column;
+    return launch_quantize(one, properties, stream);
+  }
   if (args.m == 0) {
     // The amax of no elements is zero. Nothing else is written.
-    bool const is_column = args.column.codes != nullptr;
     bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
     fp4gemm_quantized_t const& side = is_column ? args.column : args.row;
     int64_t num_amaxes = per_row || args.offs != nullptr ? 0 : 1;
     if (is_column) {
-      num_amaxes = per_row ? args.k : 1;
+      int64_t const num_groups = args.offs != nullptr ? args.num_groups : 1;
+      num_amaxes = per_row ? num_groups * args.k : num_groups;
     }
     if (side.amax_given == nullptr && num_amaxes > 0) {
       FP4GEMM_CUDA(cudaMemsetAsync(side.amax, 0, num_amaxes * sizeof(float), stream));
     }
     return FP4GEMM_SUCCESS;
   }
-  bool const tiled = args.column.codes != nullptr || args.block_rows == kBlock;
+  bool const tiled = is_column || args.block_rows == kBlock;
   FP4GEMM_TRY(tiled ? launch_along_columns(args, properties.num_sms, stream)
                     : launch_along_rows(args, properties, stream));
   FP4GEMM_CUDA(cudaGetLastError());

@@ -31,6 +31,11 @@ inline int64_t scale_rows_of(int64_t rows, int32_t const* offs, int num_groups) 
   return offs != nullptr ? fp4gemm_grouped_scale_rows(rows, num_groups) : scale_rows_of(rows);
 }
 
+/// Whether a direction is quantized.
+inline bool is_wanted(fp4gemm_quantized_t const& side) {
+  return side.codes != nullptr || side.decoded != nullptr;
+}
+
 fp4gemm_status_t launch_quantize(fp4gemm_quantize_args_t const& args, DeviceProperties const& properties,
                                  fp4gemm_stream_t stream);
 

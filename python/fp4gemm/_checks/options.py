@@ -50,6 +50,7 @@ class QuantizeOptions(TypedDict, total=False):
     stochastic: Annotated[bool, Option(False)]
     generator: Annotated[torch.Generator | None, Option(None)]
     rng_state: Annotated[Tensor | None, Option(None)]
+    headroom: Annotated[float, Option(1.0, "headroom", {value: value for value in _checks.HEADROOMS})]
 
 
 class QuantizeKeywords(QuantizeOptions, total=False):
@@ -68,6 +69,7 @@ class QuantizeBothKeywords(QuantizeOptions, total=False):
 
     amax: Annotated[Tensor | None, Option(None)]
     amax_t: Annotated[Tensor | None, Option(None)]
+    offs: Annotated[Tensor | None, Option(None)]
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -110,7 +112,7 @@ def completed(function: str, given: Mapping[str, Any], defaults: Mapping[str, An
 
 
 def operator_arguments(options: Mapping[str, Any], offs: object = None) -> dict[str, Any]:
-    """Return the arguments of an operator from per_row to signs. Raise for an invalid value or combination.
+    """Return the arguments of an operator but tensors. Raise for an invalid value or combination.
 
     Args:
         options: a value for each of OPTIONS; others are ignored.
@@ -142,11 +144,13 @@ def operator_arguments(options: Mapping[str, Any], offs: object = None) -> dict[
 def _go_together(options: Mapping[str, Any], offs: object) -> None:
     """Raise NotImplementedError for options that exclude each other."""
     scaling, encode, hadamard = options["scaling"], options["encode"], options["hadamard"]
+    headroom = options["headroom"]
     present = (
         ("scaling", scaling, scaling == "row"),
         ("encode", encode, encode == "te_per_token"),
         ("hadamard", hadamard, hadamard is not None),
         ("stochastic", options["stochastic"], options["stochastic"]),
+        ("headroom", headroom, headroom != 1.0),
         ("offs", "groups", offs is not None),
     )
     if options["block"] == (16, 16):
@@ -154,14 +158,16 @@ def _go_together(options: Mapping[str, Any], offs: object) -> None:
             if is_present:
                 raise NotImplementedError(
                     f"block: got (16, 16) with {name} {value!r}, must be (1, 16) with it; (16, 16) needs "
-                    "scaling 'tensor', encode 'te', no hadamard, no stochastic rounding and no groups"
+                    "scaling 'tensor', encode 'te', headroom 1.0, no hadamard, no stochastic rounding and no "
+                    "groups"
                 )
     if options["four_over_six"] is not None:
-        for name, value, is_present in present[1:4]:
+        for name, value, is_present in present[1:5]:
             if is_present:
                 raise NotImplementedError(
                     f"four_over_six: got {options['four_over_six']!r} with {name} {value!r}, must be None "
-                    "with it; four_over_six needs encode 'te', no hadamard and no stochastic rounding"
+                    "with it; four_over_six needs encode 'te', headroom 1.0, no hadamard and no stochastic "
+                    "rounding"
                 )
 
 
@@ -188,13 +194,9 @@ def axis(value: object, x: Tensor, step: int | None) -> int:
     return 0 if value == 0 else -1
 
 
-def check_decoded(value: object, axis: int, block_rows: int) -> None:
+def check_decoded(value: object, block_rows: int) -> None:
     """Raise unless decoded is a bool. It must be False if no operator makes the decoded result directly."""
     _checks.is_bool("decoded", value)
-    if value and axis == 0:
-        raise NotImplementedError(
-            "decoded: got True with axis 0, must be False with it (use fp4gemm.decode on the result)"
-        )
     if value and block_rows == 16:
         raise NotImplementedError(
             "decoded: got True with block (16, 16), must be False with it (use fp4gemm.decode on the result)"
@@ -240,6 +242,36 @@ def as_int32(offs: Any) -> Any:
             i = int(outside.nonzero()[0])
             raise ValueError(f"offs: entry {i} is {offs.flatten()[i].item()}, must be within int32")
     return clamped.to(torch.int32)
+
+
+def given_amax(
+    name: str,
+    value: object,
+    rows: int,
+    per_row: bool,
+    device: torch.device,
+    *,
+    axis: int = -1,
+    groups: int = 0,
+    stack: int = 0,
+) -> Tensor:
+    """Check and return a given amax of a result that has ``rows`` rows. The values are not read.
+
+    It is float32 (rows,) with per_row, else (1,). With groups it is (groups,) unless per_row, and (groups,
+    rows) with per_row and axis 0. Of a stack it is (stack, rows) or (stack, 1).
+    """
+    shape: tuple[int, ...] = (rows if per_row else max(groups, 1),)
+    if stack:
+        shape = (stack, rows if per_row else 1)
+    elif groups and per_row and axis == 0:
+        shape = (groups, rows)
+    x = _checks.is_tensor(name, value)
+    _checks.has_dtype(name, x, (torch.float32,))
+    _checks.has_shape(name, x, shape)
+    _checks.same_device(name, x, device, "x")
+    _checks.is_contiguous(name, x)
+    _checks.no_grad(name, x, "fp4gemm.quantize")
+    return x
 
 
 def amax_values(name: str, amax: Tensor) -> None:

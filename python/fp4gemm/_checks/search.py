@@ -50,6 +50,7 @@ def arguments(options: Mapping[str, Any], axis: int, decoded: object) -> dict[st
         ("four_over_six", options["four_over_six"], None, ""),
         ("hadamard", options["hadamard"], None, " (rotate x first)"),
         ("stochastic", options["stochastic"], False, ""),
+        ("headroom", options["headroom"], 1.0, ""),
         ("axis", axis, -1, " (quantize a copy of x.T)"),
         ("offs", options["offs"], None, ""),
         ("rows", options["rows"], None, ""),

@@ -36,13 +36,13 @@ def nvfp4(codes: object, scales: object, amax: object, offs: object, offs_dim: i
         return checked, stack_scales("scales", scales, g, n, k, x.device, "codes")
     if offs is not None and offs_dim == 1:
         checked = _checks.as_codes(columns("codes", x, 2))
-        option_checks.group_ends(offs, x.device, "codes")
         group_rows = None
+        _amax_of_columns(amax, offs, "codes", checked)
     else:
         checked = _checks.codes("codes", x)
         group_rows = _groups_of_rows(amax, offs, "codes", checked)
+        _checks.vector("amax", amax, checked.shape[0], x.device, "codes")
     m, k = checked.shape[0], 2 * checked.shape[1]
-    _checks.vector("amax", amax, m, x.device, "codes")
     return checked, _checks.scales("scales", scales, m, k, x.device, "codes", group_rows)
 
 
@@ -55,12 +55,11 @@ def decoded(data: object, amax: object, offs: object, offs_dim: int) -> None:
         _amax_of_stack(amax, x.shape[0], x.shape[1], x.device, "data")
         return
     if offs is not None and offs_dim == 1:
-        columns("data", x, 1)
-        option_checks.group_ends(offs, x.device, "data")
+        _amax_of_columns(amax, offs, "data", columns("data", x, 1))
     else:
         _checks.decoded("data", x)
         _groups_of_rows(amax, offs, "data", x)
-    _checks.vector("amax", amax, x.shape[0], x.device, "data")
+        _checks.vector("amax", amax, x.shape[0], x.device, "data")
 
 
 def prepacked(data: object, amax: object, shape: object) -> None:
@@ -170,11 +169,23 @@ def stack_scales(
     return _checks.as_scales(x)
 
 
+def _amax_of_columns(value: object, offs: object, other: str, x: Tensor) -> None:
+    """The amax of ragged k: (g, m) or (g,)."""
+    g = option_checks.group_ends(offs, x.device, other).shape[0]
+    _amax_of_matrices(value, ((g, x.shape[0]), (g,)), x.device, other)
+
+
 def _amax_of_stack(value: object, g: int, n: int, device: torch.device, of: str) -> None:
+    _amax_of_matrices(value, ((g, n), (g, 1)), device, of)
+
+
+def _amax_of_matrices(
+    value: object, shapes: tuple[tuple[int, ...], tuple[int, ...]], device: torch.device, of: str
+) -> None:
     x = _checks.is_tensor("amax", value)
     _checks.has_dtype("amax", x, (torch.float32,))
-    if tuple(x.shape) not in ((g, n), (g, 1)):
-        raise ValueError(f"amax: shape is {tuple(x.shape)}, must be ({g}, {n}) or ({g}, 1)")
+    if tuple(x.shape) not in shapes:
+        raise ValueError(f"amax: shape is {tuple(x.shape)}, must be {shapes[0]} or {shapes[1]}")
     _checks.same_device("amax", x, device, of)
     _checks.is_contiguous("amax", x)
     _checks.no_grad("amax", x, "fp4gemm.mm")

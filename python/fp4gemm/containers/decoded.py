@@ -27,7 +27,7 @@ class DecodedTensor(Container):
 
     Args:
         data: float16 (m, k) or (g, n, k), contiguous, base 16-byte aligned, k a positive multiple of 16.
-        amax: float32 (1,) or (m,), (g, 1) or (g, n), as in :class:`fp4gemm.NVFP4Tensor`.
+        amax: float32 (1,) or (m,), (g, 1) or (g, n), (g,) or (g, m), as in :class:`fp4gemm.NVFP4Tensor`.
         e4m3_max, hadamard_signs, offs, offs_dim, dtype: as in :class:`fp4gemm.NVFP4Tensor`.
 
     Raises:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from ..layout import TILE_ROWS, swizzle_scales, unswizzle_scales
+from ..layout import GROUP_COLUMNS, TILE_ROWS, group_of_spans, swizzle_scales, unswizzle_scales
 from ..ops import operators
 from ..support import ready
 from . import _fields, _pytree
@@ -41,7 +41,7 @@ class NVFP4Tensor(Conventions, Container):
             :mod:`fp4gemm.layout`, pads zero; uint8 is accepted and viewed. See :meth:`from_compact` for (m,
             k/16). A stack: (g, ceil128(n), ceil4(k/16)), those of each matrix by itself.
         amax: float32 (1,), of the whole tensor, or (m,), of each row: as measured, not divided by anything.
-            A stack: (g, 1) or (g, n).
+            A stack: (g, 1) or (g, n). Ragged k: (g,), of each group, or (g, m), of each row in each group.
         e4m3_max: 448, or 256 for operands whose block scales were bounded by 256 ("four over six").
         offs: int32 (g,), the ends of g groups, non-decreasing; None: no groups.
         hadamard_signs: 0 to 0xFFFF if blocks of 16 of k were rotated by this sign vector and the Hadamard
@@ -66,7 +66,7 @@ class NVFP4Tensor(Conventions, Container):
 
     codes: Tensor  # (m, k/2) or (g, n, k/2) packed e2m1, low nibble = even k
     scales: Tensor  # (.., ceil128(m), ceil4(k/16)) e4m3, swizzled; row groups: (grouped_scale_rows(m, g), .)
-    amax: Tensor  # (1,) or (m,), (g, 1) or (g, n) float32
+    amax: Tensor  # (1,) or (m,), (g, 1) or (g, n), ragged k: (g,) or (g, m) float32
     e4m3_max: int = 448
     offs: Tensor | None = None  # (g,) int32 ends of groups
     hadamard_signs: int | None = None
@@ -199,14 +199,19 @@ class NVFP4Tensor(Conventions, Container):
     def with_row_amax(self) -> NVFP4Tensor:
         """The same values with an amax for each row: amax[.., m] filled with the scalar; all else is shared.
 
+        Ragged k: (g, m), for each row in each group.
+
         For a GEMM that needs a vector where the operand has a scalar, as TransformerEngine's per-token GEMM
         does for weights in 16x16 blocks. Returns itself where amax has a number for each row already. Does
         not synchronise.
         """
-        rows = self.codes.shape[:-1]
-        if self.amax.shape == rows:
+        shape, amax = self.codes.shape[:-1], self.amax
+        if self.offs is not None and self.offs_dim == 1:
+            shape = torch.Size((self.offs.shape[0], *shape))
+            amax = amax.view(shape[0], -1)
+        if self.amax.shape == shape:
             return self
-        return self._with(self.codes, self.scales, self.amax.expand(rows).contiguous(), self.offs)
+        return self._with(self.codes, self.scales, amax.expand(shape).contiguous(), self.offs)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """cast(fl(q * fl(fl(s * amax) * fl(1 / (6 * e4m3_max))))), (m, k) or (g, n, k) of dtype.
@@ -229,11 +234,22 @@ class NVFP4Tensor(Conventions, Container):
         flat = self.flattened()
         if flat is None:
             return torch.stack([self[e].dequantize(dtype) for e in range(self.codes.shape[0])])
-        offs = self.offs if self.offs_dim == 0 else None
+        if self.offs is not None and self.offs_dim == 1:
+            return self._dequantize_columns(self.offs, dtype)
         result: Tensor = operators.dequantize(
-            flat.codes, flat.scales, flat.amax, self.e4m3_max, dtype, True, offs
+            flat.codes, flat.scales, flat.amax, self.e4m3_max, dtype, True, self.offs
         )
         return result.view(self.shape)
+
+    def _dequantize_columns(self, offs: Tensor, dtype: torch.dtype) -> Tensor:
+        """dequantize of ragged k, as a matrix whose rows are the 64 columns of one group in a row of this."""
+        m, k = self.shape
+        rows = self.with_row_amax().amax
+        amax = torch.cat((rows, rows.new_zeros(1, m)))[group_of_spans(offs, k)].t().reshape(-1)
+        codes = self.codes.view(-1, GROUP_COLUMNS // 2)
+        scales = self.compact_scales().view(codes.shape[0], -1)
+        result: Tensor = operators.dequantize(codes, scales, amax, self.e4m3_max, dtype, False)
+        return result.view(m, k)
 
     def _with(self, codes: Tensor, scales: Tensor, amax: Tensor, offs: Tensor | None) -> NVFP4Tensor:
         """Other tensors with the same numbers."""

@@ -67,6 +67,7 @@ _COMPILED: dict[str, object] = {  # the only values with compiled code
     "hadamard": 0,
     "signs": 0,
     "rng_state": None,
+    "headroom": 1.0,
 }
 
 

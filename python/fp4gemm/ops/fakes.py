@@ -33,6 +33,7 @@ from .schema import (
     UnprepackCall,
     accepts,
     accepts_out,
+    narrowed,
 )
 
 
@@ -72,7 +73,7 @@ def _k_of(data: Tensor, scale: Tensor | None) -> int:
 
 
 def _parts(
-    x: Tensor, rows: int, columns: int, amax: int, offs: Tensor | None
+    x: Tensor, rows: int, columns: int, amax: int | tuple[int, int], offs: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Empty codes, scales and amax of a quantized (rows, columns) tensor on the device of x."""
     scale_rows, scale_columns = _checks.padded_scale_shape(rows, columns)
@@ -81,7 +82,7 @@ def _parts(
     return (
         x.new_empty((rows, columns // 2), dtype=torch.uint8),
         x.new_empty((scale_rows, scale_columns), dtype=torch.float8_e4m3fn),
-        x.new_empty((amax,), dtype=torch.float32),
+        x.new_empty((amax,) if isinstance(amax, int) else amax, dtype=torch.float32),
     )
 
 
@@ -90,25 +91,28 @@ def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
     x, offs = call.x, call.offs
     m = x.shape[0] if call.rows is None else call.rows.shape[0]
     rows, columns = (m, x.shape[1]) if call.axis == -1 else (x.shape[1], m)
+    made: int | tuple[int, int] = rows if call.per_row else 1
     if call.axis == 0 and offs is not None:
-        columns, offs = layout.grouped_columns(columns, offs.shape[0]), None
+        groups = offs.shape[0]
+        columns, offs = layout.grouped_columns(columns, groups), None
+        made = (groups, rows) if call.per_row else groups
     expanded = offs is not None and not call.per_row  # one amax a group, repeated for its rows
-    made = rows if call.per_row or expanded else 1
+    made = rows if expanded else made
     return _parts(x, rows, columns, made if call.amax is None or expanded else 0, offs)
 
 
 @accepts(QuantizeBothCall)
 def quantize_both(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (
-        *quantize(call.x, call.amax, call.per_row),
-        *quantize(call.x, call.amax_t, call.per_row, axis=0),
+        *quantize(call.x, call.amax, call.per_row, offs=call.offs),
+        *quantize(call.x, call.amax_t, call.per_row, axis=0, offs=call.offs),
     )
 
 
 @accepts(QuantizeDecodedCall)
 def quantize_decoded(call: Any) -> tuple[Tensor, Tensor]:
-    codes, _, made = quantize(call.x, call.amax, call.per_row, offs=call.offs, rows=call.rows)
-    return call.x.new_empty((codes.shape[0], call.x.shape[1]), dtype=torch.float16), made
+    codes, _, made = quantize(*narrowed(QuantizeCall, call))
+    return call.x.new_empty((codes.shape[0], 2 * codes.shape[1]), dtype=torch.float16), made
 
 
 @accepts(QuantizeSearchedCall)

@@ -99,6 +99,7 @@ class QuantizeCall(NamedTuple):
     hadamard: int = 0
     signs: int = 0
     rng_state: Tensor | None = None
+    headroom: float = 1.0
     offs: Tensor | None = None
     rows: Tensor | None = None
 
@@ -123,12 +124,12 @@ def _derived(name: str, doc: str, without: tuple[str, ...], **inserted: str) -> 
 
 # To a type checker, which cannot read derived named tuples, these are Any.
 QuantizeDecodedCall = _derived(
-    "QuantizeDecodedCall", "``quantize_decoded``: blocks of one row, along k.", without=("axis", "block_rows")
+    "QuantizeDecodedCall", "``quantize_decoded``: blocks of one row.", without=("block_rows",)
 )
 QuantizeBothCall = _derived(
     "QuantizeBothCall",
     "``quantize_both``: x and x.T. amax_t is the amax of x.T.",
-    without=("axis", "offs", "rows"),
+    without=("axis", "rows"),
     amax_t="amax",
 )
 

@@ -69,6 +69,7 @@ def options(call: QuantizeCall) -> None:
         raise ValueError(f"signs: got {signs}, must be 0 without hadamard")
     if call.e4m3_max != 448 and not call.four_over_six:
         raise ValueError(f"e4m3_max: got {call.e4m3_max}, must be 448 without four_over_six")
+    _checks.is_one_of("headroom", call.headroom, _checks.HEADROOMS)
     if call.rng_state is not None:
         _checks.exact_vector("rng_state", call.rng_state, 2, torch.int64, call.x.device, "x")
     if call.rows is not None:
@@ -105,3 +106,5 @@ def _refuse_variants(call: QuantizeCall, because: str) -> None:
         refuse("hadamard", call.hadamard, "0", because)
     if call.rng_state is not None:
         raise NotImplementedError(f"rng_state: got a tensor, must be None with {because}")
+    if call.headroom != 1.0:
+        refuse("headroom", call.headroom, "1.0", because)

@@ -114,12 +114,15 @@ def _values(codes: Tensor, compact: Tensor) -> Tensor:
 
 @accepts(QuantizeDecodedCall)
 def quantize_decoded(call: Any) -> tuple[Tensor, Tensor]:
-    """Quantize x with blocks along k and return (q * s as float16 (m, k), amax).
+    """Quantize x and return (q * s as float16 in the shape of the result, amax).
 
-    With offs, the rows after the last group become 0. The arguments, amax and the errors are those of
-    :func:`fp4gemm.reference.quantize`.
+    What belongs to no group, and padding of groups, become 0. The arguments, amax and the errors are those of
+    :func:`fp4gemm.reference.quantize`; blocks have one row.
     """
     codes, scales, made = quantize(*narrowed(QuantizeCall, call))
-    m, k = codes.shape[0], call.x.shape[1]
-    groups = None if call.offs is None else Groups(call.offs, m, call.x.device)
+    m, k = codes.shape[0], 2 * codes.shape[1]
+    if k == 0:
+        return torch.empty((m, 0), dtype=torch.float16, device=codes.device), made
+    has_groups = call.offs is not None and call.axis == -1
+    groups = Groups(call.offs, m, call.x.device) if has_groups else None
     return _values(codes, _compact(scales, m, k, call.x.device, True, groups)), made

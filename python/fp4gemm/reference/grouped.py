@@ -70,17 +70,35 @@ class Groups:
         return compact.view(scales.dtype)
 
 
-def pad_groups(x: Tensor, offs: object) -> tuple[Tensor, Tensor]:
-    """Copy x (m, k) to (c, k), c = grouped_columns(m, g), where each group starts at a multiple of 64 rows.
+class ColumnGroups:
+    """The groups of rows of x (m, k) as columns of x.T, where each starts at a multiple of 64 columns.
 
-    Returns:
-        The padded matrix, whose other rows are 0, and a bool for each of its c/16 blocks of rows: whether the
-        block has a row of x.
+    The constructor reads offs, so it synchronises on a GPU.
     """
-    groups = Groups(offs, x.shape[0], x.device, GROUP_COLUMNS)
-    rows = grouped_columns(groups.m, groups.num_groups)
-    padded = x.new_zeros((rows, x.shape[1]))
-    padded[groups.place] = x[: groups.num_rows]
-    has_rows = torch.zeros(rows // 16, dtype=torch.bool, device=x.device)
-    has_rows[groups.place // 16] = True
-    return padded, has_rows
+
+    def __init__(self, offs: object, m: int, device: torch.device) -> None:
+        groups = Groups(offs, m, device, GROUP_COLUMNS)
+        self.num_groups, self.num_rows, self.place = groups.num_groups, groups.num_rows, groups.place
+        self.columns = grouped_columns(m, groups.num_groups)
+        blocks = self.columns // 16
+        # (blocks,), the group of each block of 16 columns, g if it has no row of x
+        self.of_block = torch.full((blocks,), groups.num_groups, dtype=torch.int64, device=device)
+        self.of_block[groups.place // 16] = groups.of_row[: groups.num_rows]
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Copy x (m, k) to (columns, k); the rows that no row of x is copied to are 0."""
+        padded = x.new_zeros((self.columns, x.shape[1]))
+        padded[self.place] = x[: self.num_rows]
+        return padded
+
+    def amax(self, block_amax: Tensor, per_row: bool) -> Tensor:
+        """Return (g, rows), or (g,) unless per_row, of (rows, blocks); 0 for a group without rows."""
+        rows = block_amax.shape[0]
+        result = block_amax.new_zeros((self.num_groups + 1, rows))
+        result.scatter_reduce_(0, self.of_block.unsqueeze(1).expand(-1, rows), block_amax.t(), "amax")
+        return result[:-1].contiguous() if per_row else result[:-1].amax(dim=1)
+
+    def expand(self, amax: Tensor) -> Tensor:
+        """Expand (g, rows) or (g,) to (rows, blocks) or (1, blocks), with 0 for blocks without rows."""
+        per_group = amax.view(self.num_groups, -1)
+        return torch.cat((per_group, per_group.new_zeros(1, per_group.shape[1])))[self.of_block].t()

@@ -1,8 +1,8 @@
 """NVFP4 quantization in every variant.
 
 fl(.) below is one float32 operation, rounded to nearest even, without flushing subnormals. min returns the
-other operand if one is NaN, and FMAX = 3.4028235e38. a_b is the largest magnitude of a block of 16 (or of a
-16x16 tile). A is the largest magnitude of the row, of the tensor or of the group, unless the caller gives A::
+other operand if one is NaN, and FMAX = 3.4028235e38. a_b is fl(headroom * the largest magnitude of a block of
+16 (or of a 16x16 tile)). A is the same of the row, of the tensor or of the group, unless the caller gives A::
 
     S = min(fl(2688 / A), FMAX), and S = 1 where that is 0 (A = inf)
     s = e4m3(min(fl(a_b * fl(S * fl(1/6))), FMAX))                nearest even, saturating at 448
@@ -31,7 +31,7 @@ from . import checks
 from . import four_over_six as adaptive
 from .chunks import fp32, gathered, row_chunks
 from .formats import E2M1_MAX, encode_e2m1, encode_e2m1_stochastic, encode_e4m3, pack, unpack
-from .grouped import Groups, pad_groups
+from .grouped import ColumnGroups, Groups
 from .hadamard import rotate
 from .philox import random_bytes
 
@@ -68,10 +68,9 @@ def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
 
     Args:
         x: (m, k) bfloat16, float16 or float32, unit stride along k, m >= 0, k a positive multiple of 16.
-        amax: A, float32; None computes it from x. With per_row it has an entry for each row of the result.
-            Otherwise it is (1,), or (g,) with offs and axis -1.
-        per_row: whether each row has an amax; otherwise the tensor or, with offs and axis -1, each group has
-            one.
+        amax: A, float32; None computes it from x. With per_row it has an entry for each row of the result,
+            (m,), or (g, m) with offs and axis 0. Otherwise it is (1,), or (g,) with offs.
+        per_row: whether each row has an amax; otherwise the tensor or, with offs, each group has one.
         axis: -1 for blocks along k; 0 for blocks along m, with the result of x.T. Without offs, m must then
             be a positive multiple of 16.
         block_rows: 1, or 16 for 16x16 tiles that share one scale. If the last tile has fewer than 16 rows,
@@ -86,9 +85,10 @@ def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
         signs: element r of each block is negated before the rotation if bit r is set.
         rng_state: int64 (2,), {seed, offset}. If it is given, codes are rounded stochastically
             (reference/philox.py), with offset + 1 for axis 0.
+        headroom: 1.0 or 17/16, which multiplies the magnitudes that A and the block scales are computed from.
         offs: int32 (g,), the ends of groups of rows (reference/grouped.py). With axis -1, the rows after the
             last group get codes and amax 0. With axis 0, the result is that of the padded groups, transposed,
-            (k, grouped_columns(m, g)), and an amax covers the rows of all groups.
+            (k, grouped_columns(m, g)), and each group has an amax of its own, 0 if it has no rows.
         rows: int32 (m,). Row i of what is quantized is row rows[i] of x, or zeros if that is outside of x.
             Only with axis -1, an amax for each row that is computed, and the defaults of the other options
             but offs.
@@ -96,8 +96,8 @@ def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
     Returns:
         codes uint8 (m, k/2); scales float8_e4m3fn (ceil128(m), ceil4(k/16)), or with offs
         (grouped_scale_rows(m, g), ceil4(k/16)), swizzled, with zero padding; amax float32 (m,) with per_row,
-        else (1,), or (0,) if the argument amax was given. An amax for each group is expanded to (m,), even if
-        it was given. For axis 0, m and k are exchanged.
+        else (1,), or (0,) if the argument amax was given. With axis -1 an amax for each group is expanded to
+        (m,), even if it was given. For axis 0, m and k are exchanged, and with offs amax is (g, m) or (g,).
 
     Raises:
         TypeError, ValueError, NotImplementedError: for an invalid argument or combination; the text names it.
@@ -107,24 +107,7 @@ def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
     checks.options(call)
     if call.rows is not None:
         call = call._replace(x=gathered(call.x, call.rows), rows=None)
-    x, axis, offs = call.x, call.axis, call.offs
-    groups = None
-    has_rows = None  # bool for each block of 16 columns of the result: whether it has a row of x
-    if offs is not None and call.block_rows == 16:
-        raise NotImplementedError("offs: got a tensor, must be None with block_rows 16")
-    if offs is not None and axis == 0:
-        padded, has_rows = pad_groups(x, offs)
-        call = call._replace(x=padded)
-    elif offs is not None:
-        groups = Groups(offs, x.shape[0], x.device)
-    elif axis == 0:
-        _checks.is_multiple("x", "m", x.shape[0], BLOCK)
-    check_amax("amax", call, groups)
-    codes, scales, made = _quantize(call, groups)
-    if has_rows is not None:
-        # The rotation of a block of zeros can give -0, which is code 8; padding has code 0.
-        codes.view(codes.shape[0], -1, BLOCK // 2)[:, ~has_rows] = 0
-    return codes, scales, made
+    return _quantize(*_grouped("amax", call))
 
 
 @accepts(QuantizeBothCall)
@@ -134,7 +117,7 @@ def quantize_both(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Te
     This is the recipe of TransformerEngine.
 
     Args:
-        x: (m, k), m and k positive multiples of 16.
+        x: (m, k), m and k positive multiples of 16; m is any number with offs.
         amax: A for axis -1, or None.
         amax_t: A for axis 0; it must be given exactly when amax is.
 
@@ -143,57 +126,71 @@ def quantize_both(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Te
     _checks.quantize_input(call.x, "fp4gemm.quantize_both")
     rows = narrowed(QuantizeCall, call)
     checks.options(rows)
-    _checks.is_multiple("x", "m", call.x.shape[0], BLOCK)
     if (call.amax is None) != (call.amax_t is None):
         raise ValueError(
             f"amax_t: got {'None' if call.amax_t is None else 'a tensor'}, must be given exactly when amax is"
         )
     columns = rows._replace(axis=0, amax=call.amax_t)
-    rows = rows._replace(hadamard=0, signs=0)
-    check_amax("amax", rows, None)
-    check_amax("amax_t", columns, None)
-    return *_quantize(rows, None), *_quantize(columns, None)
+    of_rows = _grouped("amax", rows._replace(hadamard=0, signs=0))
+    of_columns = _grouped("amax_t", columns)
+    return *_quantize(*of_rows), *_quantize(*of_columns)
 
 
-def check_amax(name: str, call: QuantizeCall, groups: Groups | None) -> None:
+def _grouped(name: str, call: QuantizeCall) -> tuple[QuantizeCall, Groups | ColumnGroups | None]:
+    """Check the shapes of a call, whose amax has this name, and return it with its groups.
+
+    With groups of columns, x of the call that is returned has their padding.
+    """
+    x, offs = call.x, call.offs
+    groups: Groups | ColumnGroups | None = None
+    if offs is not None and call.block_rows == 16:
+        raise NotImplementedError("offs: got a tensor, must be None with block_rows 16")
+    if offs is not None and call.axis == 0:
+        groups = ColumnGroups(offs, x.shape[0], x.device)
+        call = call._replace(x=groups.pad(x))
+    elif offs is not None:
+        groups = Groups(offs, x.shape[0], x.device)
+    elif call.axis == 0:
+        _checks.is_multiple("x", "m", x.shape[0], BLOCK)
+    check_amax(name, call, groups)
+    return call, groups
+
+
+def check_amax(name: str, call: QuantizeCall, groups: Groups | ColumnGroups | None) -> None:
     """Raise unless the amax of a call is None or has the entries that the call needs."""
     if call.amax is None:
         return
-    length = _shape(call)[0] if call.per_row else 1 if groups is None else groups.num_groups
-    _checks.exact_vector(name, call.amax, length, torch.float32, call.x.device, "x")
+    num_groups = 0 if groups is None else groups.num_groups
+    rows, _ = _shape(call)
+    option_checks.given_amax(
+        name, call.amax, rows, call.per_row, call.x.device, axis=call.axis, groups=num_groups
+    )
     option_checks.amax_values(name, call.amax)
 
 
-def _quantize(call: QuantizeCall, groups: Groups | None) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize(call: QuantizeCall, groups: Groups | ColumnGroups | None) -> tuple[Tensor, Tensor, Tensor]:
     rows, k = _shape(call)
-    if k == 0:  # axis 0 with offs, and no group has a row
+    if k == 0 and isinstance(groups, ColumnGroups):  # no group has a row
         codes = torch.empty((rows, 0), dtype=torch.uint8, device=call.x.device)
         scales = codes.new_empty((padded_scale_shape(rows, 0)), dtype=torch.float8_e4m3fn)
-        made = (rows if call.per_row else 1) if call.amax is None else 0
-        return codes, scales, torch.zeros(made, device=call.x.device)
+        made = groups.amax(torch.zeros((rows, 0), device=codes.device), call.per_row)
+        return codes, scales, made if call.amax is None else made.new_empty(0)
     if call.block_rows == 16 and call.axis == 0:
         codes, scales, amax = _cast(call._replace(axis=-1), None)
         # A 16x16 tile has the same scale in both orientations.
         tiles = scales.view(torch.uint8)[::BLOCK].t().repeat_interleave(BLOCK, dim=0)
         return _transpose_codes(codes), swizzle_scales(tiles.view(scales.dtype)), amax
     codes, scales, amax = _cast(call, groups)
-    return codes, swizzle_scales(scales) if groups is None else groups.swizzle(scales), amax
+    return codes, groups.swizzle(scales) if isinstance(groups, Groups) else swizzle_scales(scales), amax
 
 
-def _cast(call: QuantizeCall, groups: Groups | None) -> tuple[Tensor, Tensor, Tensor]:
+def _cast(call: QuantizeCall, groups: Groups | ColumnGroups | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes, scales (rows, blocks), which are not swizzled, and amax."""
     m, k = _shape(call)
-    device, amax = call.x.device, call.amax
-    block_amax = block_amaxes(call)
-    if amax is None:
-        amax = outer_amax(block_amax.amax(dim=1), call.per_row, groups)
-        stored = amax
-    elif groups is not None and not call.per_row:
-        amax = groups.expand(amax)
-        stored = amax
-    else:
-        stored = amax.new_empty(0)
-    amax = amax.view(-1, 1)  # (m, 1) or (1, 1), as encode below
+    device = call.x.device
+    # The greatest of the rounded products is the rounded product of the greatest.
+    block_amax = block_amaxes(call) * call.headroom
+    amax, stored = _amaxes(call, groups, block_amax)
     encode = encode_scale(amax, call.e4m3_max)
 
     codes = torch.empty((m, k // 2), dtype=torch.uint8, device=device)
@@ -222,9 +219,30 @@ def _cast(call: QuantizeCall, groups: Groups | None) -> tuple[Tensor, Tensor, Te
                 random = random_bytes(call.rng_state, 1 + call.axis, i, j, k // BLOCK)
                 nibbles = encode_e2m1_stochastic(product, random)
         codes[i:j] = pack(nibbles.view(j - i, k))
-    if groups is not None:
+    if isinstance(groups, Groups):
         codes[groups.num_rows :] = 0
+    elif groups is not None:
+        # The rotation of a block of zeros can give -0, which is code 8; padding has code 0.
+        codes.view(m, -1, BLOCK // 2)[:, groups.of_block == groups.num_groups] = 0
     return codes, scales, stored
+
+
+def _amaxes(
+    call: QuantizeCall, groups: Groups | ColumnGroups | None, block_amax: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return A, (m or 1, 1) or, with groups of columns, (m or 1, blocks), and the amax of the result."""
+    amax = call.amax
+    nothing = block_amax.new_empty(0)
+    if isinstance(groups, ColumnGroups):
+        found = groups.amax(block_amax, call.per_row) if amax is None else amax
+        return groups.expand(found), found if amax is None else nothing
+    if amax is None:
+        amax = outer_amax(block_amax.amax(dim=1), call.per_row, groups)
+    elif groups is not None and not call.per_row:
+        amax = groups.expand(amax)
+    else:
+        return amax.view(-1, 1), nothing
+    return amax.view(-1, 1), amax
 
 
 def block_amaxes(call: QuantizeCall) -> Tensor:

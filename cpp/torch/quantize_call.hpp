@@ -1,0 +1,67 @@
+// What the operators that quantize share: the input and the groups of a call, and the shapes of its results.
+#pragma once
+
+#include "tensors.hpp"
+
+namespace fp4gemm_torch {
+
+/// Sets x (m, k), which must have unit stride along k, and its sizes. k must be a multiple of `step`.
+template <class Args>
+void set_input(Args& args, Tensor const& x, int64_t step = 16) {
+  STD_TORCH_CHECK(x.dim() == 2, "x: has ", x.dim(), " dimensions, must have 2");
+  STD_TORCH_CHECK(x.stride(1) == 1, "x: stride along k is ", x.stride(1), ", must be 1");
+  args.m = x.size(0);
+  args.k = x.size(1);
+  STD_TORCH_CHECK(args.k > 0 && args.k % step == 0, "x: k is ", args.k, ", must be a positive multiple of ",
+                  step);
+  args.x = x.const_data_ptr();
+  args.x_row_stride = args.m > 1 ? x.stride(0) : args.k;  // the stride of a single row may be any number
+}
+
+/// Sets the ends of groups and their number, if there are groups.
+template <class Args>
+void set_groups(Args& args, std::optional<Tensor> const& offs, int32_t device) {
+  if (!offs.has_value()) {
+    return;
+  }
+  check_dtype("offs", *offs, ScalarType::Int);
+  check_device("offs", *offs, device);
+  STD_TORCH_CHECK(offs->dim() == 1 && offs->size(0) >= 1 && offs->is_contiguous(),
+                  "offs: must be a contiguous vector of one element or more");
+  args.offs = static_cast<int32_t const*>(offs->const_data_ptr());
+  args.num_groups = narrow("offs: number of groups", offs->size(0));
+}
+
+struct Shape {
+  int64_t rows;
+  int64_t columns;
+};
+
+/// The shape of the scales of `rows` rows of `blocks` blocks, compact or swizzled. num_groups: groups of
+/// rows, or 0.
+inline Shape scale_shape(int64_t rows, int64_t blocks, bool swizzled = true, int num_groups = 0) {
+  Shape shape{rows, blocks};
+  if (swizzled) {
+    fp4gemm_padded_scale_shape(rows, 16 * blocks, &shape.rows, &shape.columns);
+  }
+  if (num_groups > 0) {
+    shape.rows = fp4gemm_grouped_scale_rows(rows, num_groups);
+  }
+  return shape;
+}
+
+struct Quantized {
+  Tensor codes;
+  Tensor scales;
+  Tensor amax;  // without elements where it was given
+};
+
+/// Sets a new tensor for decoded values, instead of codes and scales, and returns it.
+template <class Result>
+Tensor set_decoded(Result& result, int64_t rows, int64_t k, int32_t device) {
+  Tensor data = empty(rows, k, ScalarType::Half, device);
+  result.decoded = data.mutable_data_ptr();
+  return data;
+}
+
+}  // namespace fp4gemm_torch

@@ -1,0 +1,49 @@
+"""Wrong arguments of MXFP8; a part of bad_cases.py."""
+
+from __future__ import annotations
+
+import torch
+from bad_base import TYPE, VALUE, A, Cases, E, K, M, every_other, misaligned, ones
+
+CASES = Cases()
+add = CASES.add
+
+Z = "quantize_mxfp8 reference.mxfp8_quantize"
+add("quantize_mxfp8", "dtype", "type", lambda: "e4m3", TYPE, "got 'e4m3' (str), must be torch.float8_e4m3fn")
+add("reference.mxfp8_quantize", "dtype", "type", lambda: "e4m3", TYPE, "must be torch.float8_e4m3fn")
+add("quantize_mxfp8", "dtype", "float16", lambda: torch.float16, TYPE, "got torch.float16, must be")
+add(
+    f"{Z} reference.mxfp8_dequantize MXFP8Tensor",
+    "swizzled",
+    "type",
+    lambda: 1,
+    TYPE,
+    "got 1 (int), must be True",
+)
+S = "MXFP8Tensor reference.mxfp8_dequantize"
+add(S, "values", "type", lambda: A, TYPE, "must be a torch.Tensor")
+add(S, "values", "uint8", lambda: E.values.view(torch.uint8), TYPE, "dtype is torch.uint8, must be")
+add(S, "values", "rank", lambda: E.values.view(-1), VALUE, "shape is (2112,), must have rank 2, (m, k)")
+add(
+    S,
+    "values",
+    "k",
+    lambda: ones(M, 48).to(torch.float8_e5m2),
+    VALUE,
+    "k is 48, must be a positive multiple of 32",
+)
+add(S, "values", "rows", lambda: ones(M, 2 * K).to(torch.float8_e5m2)[:, :K], VALUE, "must be contiguous")
+add(S, "values", "aligned", lambda: misaligned(E.values), VALUE, "must be 16-byte aligned")
+add(S, "scales", "type", lambda: None, TYPE, "got None (NoneType), must be a torch.Tensor")
+add(
+    S,
+    "scales",
+    "e4m3",
+    lambda: ones(128, 4).to(torch.float8_e4m3fn),
+    TYPE,
+    "dtype is torch.float8_e4m3fn, must",
+)
+add(S, "scales", "compact", E.compact_scales, VALUE, "shape is (33, 2), must be (128, 4), the swizzled shape")
+add(S, "swizzled", "false", lambda: False, VALUE, "shape is (128, 4), must be (33, 2), the compact", "scales")
+add(S, "scales", "device", lambda: E.scales.to("meta"), VALUE, "device is meta, must be cpu")
+add(S, "scales", "strides", lambda: every_other(E.scales.view(torch.uint8)), VALUE, "must be contiguous")
