@@ -28,10 +28,10 @@ NUM_NEW_TOKENS, QUICK_NEW_TOKENS = 24, 4
 QUESTION = "What is a heap in computer science?"
 # The checkpoints that are made, by the name of a line of the table.
 CHECKPOINTS = {
-    "W4A16": Options(),
-    "W4A16, four over six": Options(four_over_six="mse"),
-    "W4A4": Options(activations="per-token"),
-    "W4A4, four over six": Options(activations="per-token", four_over_six="mse"),
+    "W4A16, rounded": Options(method="round"),
+    "W4A16, four over six": Options(),
+    "W4A4, rounded": Options(method="round", activations="per-token"),
+    "W4A4, four over six": Options(activations="per-token"),
 }
 MIB = 1024.0 * 1024.0
 

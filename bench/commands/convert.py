@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from fp4gemm import checkpoint
@@ -60,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
         jobs = args.jobs or (torch.get_num_threads() if device.type == "cpu" else JOBS_PER_GPU)
         _rates("read", args, files, partial(_read, files, jobs))
         for numerics in args.numerics:
-            options = checkpoint.Options(numerics=numerics, four_over_six=args.four_over_six)
+            adaptive: Any = args.four_over_six if numerics == "te" else "none"
+            options = checkpoint.Options(numerics=numerics, four_over_six=adaptive)
             new = folder / f"DST-{numerics}"
             convert = partial(checkpoint.convert, source, new, options, device=device.type, jobs=args.jobs)
             _rates(f"convert, {numerics}", args, files, convert, partial(shutil.rmtree, new, True))

@@ -64,12 +64,12 @@ def llama_sets(layers: int) -> list[list[str]]:
 
 
 def test_every_tensor_and_file(source: Path, tmp_path: Path) -> None:
-    """The defaults: ModelOpt's format, TransformerEngine's bits, fused sets that span shards."""
+    """The defaults: ModelOpt's format, four over six, fused sets that span shards."""
     report = convert(source, tmp_path / "dst", measured=True)
     old, new = load(source), load(tmp_path / "dst")
     kept = {name: tensor for name, tensor in old.items() if f"{name}_scale" not in new}
     assert len(kept) == 5
-    assert_same(new, want(llama_sets(2), old) | kept)
+    assert_same(new, want(llama_sets(2), old, four_over_six="mse") | kept)
 
     files, before = contents(tmp_path / "dst"), contents(source)
     for name in ("tokenizer.json", "generation_config.json", "modeling_own.py"):
@@ -127,11 +127,12 @@ def test_formats_and_numerics(source: Path, tmp_path: Path, format: str, numeric
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
+        (Options(method="round"), "448"),
         (Options(four_over_six="mse"), "e4m3_max"),
         (Options(format="fp4gemm", scaling="row"), "row"),
         (Options(activations="per-token"), "input_scale"),
     ],
-    ids=["four-over-six", "row", "per-token"],
+    ids=["round", "four-over-six", "row", "per-token"],
 )
 def test_other_ways_to_quantize(source: Path, tmp_path: Path, options: Options, expected: str) -> None:
     convert(source, tmp_path / "dst", options, verify=True)
@@ -146,8 +147,8 @@ def test_other_ways_to_quantize(source: Path, tmp_path: Path, options: Options, 
         assert scheme.activations == "per-token"
         assert new[f"{name}.input_scale"] == 1
     else:
-        assert scheme.e4m3_max == 256
-        made = want([[name]], old, four_over_six="mse")
+        assert scheme.e4m3_max == (448 if expected == "448" else 256)
+        made = want([[name]], old, four_over_six=None if expected == "448" else "mse")
         assert all(torch.equal(bits(new[key]), bits(value)) for key, value in made.items())
 
 
@@ -155,7 +156,7 @@ def test_other_ways_to_quantize(source: Path, tmp_path: Path, options: Options, 
 @pytest.mark.parametrize(
     "options",
     [
-        Options(),
+        Options(method="round"),
         Options(numerics="modelopt"),
         Options(numerics="llmcompressor"),
         Options(four_over_six="mse"),
@@ -222,8 +223,8 @@ def test_stacked_experts_are_kept(tmp_path: Path, transposed: bool) -> None:
     for child in ("gate_up_proj", "down_proj"):
         name = f"model.layers.1.mlp.experts.{child}"
         parts = [new[f"{name}.{end}"] for end in ("weight", "weight_scale", "weight_scale_2")]
-        made = fp4gemm.NVFP4Tensor.from_modelopt(*parts)
-        wanted = fp4gemm.quantize(old[name], scaling="tensor")
+        made = fp4gemm.NVFP4Tensor.from_modelopt(*parts, e4m3_max=256)
+        wanted = fp4gemm.quantize(old[name], scaling="tensor", four_over_six="mse")
         assert torch.equal(made.codes, wanted.codes)
         assert torch.equal(made.dequantize(), wanted.dequantize())
 
@@ -344,5 +345,5 @@ def test_the_report_is_a_table(source: Path) -> None:
     text = str(report)
     assert "model.layers.0-1.mlp.up_proj.weight       2 times  96 x 64   quantized" in text
     assert "shares its amax with gate_proj" in text
-    assert text.endswith("19 tensors (5 float, 14 quantized): 164 kB -> 76 kB")
+    assert text.endswith("19 tensors (5 float, 14 quantized): 164 kB -> 76 kB\nmethod: four-over-six")
     assert json.loads(json.dumps(report.as_json()))["bytes_after"] == report.bytes_after

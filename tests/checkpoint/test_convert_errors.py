@@ -301,9 +301,9 @@ def test_verify_checks_the_bound_of_the_format(tmp_path: Path, monkeypatch: pyte
     run = verify.run
 
     def wrong(*arguments: Any, **options: Any) -> Any:
-        layers = run(*arguments, **options)
-        object.__setattr__(layers[0], "worst_element", 1.5)
-        return layers
+        done = run(*arguments, **options)
+        object.__setattr__(done.layers[0], "worst_element", 1.5)
+        return done
 
     monkeypatch.setattr(verify, "run", wrong)
     with pytest.raises(

@@ -189,7 +189,7 @@ def test_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """The real weights, converted and loaded; the perplexity says that they are in the right places."""
     import demo_language
 
-    names = ("W4A16, four over six", "W4A4")
+    names = ("W4A16, four over six", "W4A4, rounded")
     chosen = {name: demo_language.CHECKPOINTS[name] for name in names}
     monkeypatch.setattr(demo_language, "CHECKPOINTS", chosen)
     steps: list[str] = []

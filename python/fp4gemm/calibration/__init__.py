@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .gptq import gptq
-from .statistics import InputStatistics, Statistics
+from .statistics import InputStatistics, Statistics, StatisticsFile
 
-__all__ = ["InputStatistics", "Statistics", "gptq"]
+__all__ = ["InputStatistics", "Statistics", "StatisticsFile", "gptq"]

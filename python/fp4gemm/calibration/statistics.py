@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from collections.abc import Iterator, Mapping
@@ -14,10 +15,14 @@ from torch import Tensor
 
 from .. import _checks
 
-__all__ = ["InputStatistics", "Statistics"]
+__all__ = ["InputStatistics", "Statistics", "StatisticsFile"]
 
 FORMAT = "fp4gemm calibration 1"  # in the metadata of the file
 PARTS = ("num_tokens", "mean_square", "second_moment")
+_DTYPES = {  # of safetensors
+    "I64": torch.int64, "I32": torch.int32, "F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,29 +130,85 @@ class Statistics(Mapping[str, InputStatistics]):
             ImportError: safetensors is not installed. OSError: the file cannot be read. ValueError: it is not
                 such a file, or a part of a layer is missing or has another dtype or shape.
         """
-        safe_open, broken = _safetensors("safe_open"), _safetensors("SafetensorError")
-        found: dict[str, dict[str, Tensor]] = {}
-        try:
-            with safe_open(path, "pt") as file:
-                if (file.metadata() or {}).get("format") != FORMAT:
-                    raise ValueError(f"{path}: is not a file of fp4gemm.calibration.Statistics.save")
-                for key in sorted(file.keys()):
-                    name, _, part = key.rpartition(".")
-                    if part not in PARTS:
-                        raise ValueError(f"{path}: holds {key!r}, must end in {_checks.listing(PARTS)}")
-                    found.setdefault(name, {})[part] = file.get_tensor(key)
-        except broken as error:
-            raise ValueError(f"{path}: is not a whole safetensors file: {error}") from error
-        layers = {}
-        for name, parts in found.items():
+        return cls(dict(StatisticsFile(path)))
+
+
+class StatisticsFile(Mapping[str, InputStatistics]):
+    """The statistics in a file of :meth:`Statistics.save`, each read when it is asked for, into CPU memory.
+
+    Opening it checks the names, dtypes and shapes of all parts.
+
+    Raises:
+        ImportError: safetensors is not installed. OSError: the file cannot be read. ValueError: it is not
+            such a file, or a part of a layer is missing or has another dtype or shape.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._parts: dict[str, dict[str, Tensor]] = {}  # on the meta device
+        with self._open() as file:
+            if (file.metadata() or {}).get("format") != FORMAT:
+                raise ValueError(f"{path}: is not a file of fp4gemm.calibration.Statistics.save")
+            for key in sorted(file.keys()):
+                name, _, part = key.rpartition(".")
+                if part not in PARTS:
+                    raise ValueError(f"{path}: holds {key!r}, must end in {_checks.listing(PARTS)}")
+                about = file.get_slice(key)
+                dtype = _DTYPES.get(about.get_dtype(), torch.bool)
+                shape = tuple(about.get_shape())
+                self._parts.setdefault(name, {})[part] = torch.empty(shape, dtype=dtype, device="meta")
+        for name, parts in self._parts.items():
             for part in PARTS[:2]:
                 if part not in parts:
                     raise ValueError(f"{path}: {name!r} has no {part}")
             try:
-                layers[name] = InputStatistics(**parts)
+                InputStatistics(**parts)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{path}: {name!r}: {error}") from error
-        return cls(layers)
+
+    def __getitem__(self, name: str) -> InputStatistics:
+        return self.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __repr__(self) -> str:
+        return f"StatisticsFile({str(self.path)!r}) of {len(self)} layers"
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether every layer has its second moment."""
+        return bool(self._parts) and all("second_moment" in parts for parts in self._parts.values())
+
+    def about(self, name: str) -> InputStatistics:
+        """The statistics of a layer without their numbers: tensors on the meta device."""
+        return InputStatistics(**self._parts[name])
+
+    def read(self, name: str, expert: int | None = None, *, has_moment: bool = True) -> InputStatistics:
+        """The statistics of a layer, or of one expert of a stack alone; without has_moment no second moment.
+
+        Raises:
+            KeyError: no such layer. OSError, ValueError: the file cannot be read any more.
+        """
+        found = {}
+        with self._open() as file:
+            for part in self._parts[name]:
+                if has_moment or part != "second_moment":
+                    key = f"{name}.{part}"
+                    found[part] = file.get_tensor(key) if expert is None else file.get_slice(key)[expert]
+        return InputStatistics(**found)
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[Any]:
+        broken = _safetensors("SafetensorError")
+        try:
+            with _safetensors("safe_open")(self.path, "pt") as file:
+                yield file
+        except broken as error:
+            raise ValueError(f"{self.path}: is not a whole safetensors file: {error}") from error
 
 
 def _safetensors(name: str, module: str = "safetensors") -> Any:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from .calibrated import Text
 from .conversion import convert, plan_conversion
 from .errors import CheckpointError
 from .measure import LayerError
@@ -24,6 +25,7 @@ __all__ = [
     "Options",
     "Plan",
     "TensorReport",
+    "Text",
     "Translation",
     "convert",
     "plan_conversion",

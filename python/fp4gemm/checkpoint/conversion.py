@@ -9,16 +9,21 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from .. import _native
+from .calibrated import Text, fingerprint
 from .errors import CheckpointError
 from .options import Options
+from .plan import Plan
 from .report import ConvertReport
-from .runner import Progress, resolve_devices, run
+from .runner import Done, Progress, resolve_devices, run
 from .sinks import WriteSink
 from .source import CONFIG, Source
 from .state import State, locked
+from .text import statistics_of
 from .translation import Translation, translation
 from .verify import verify_folder
 from .work import Work, copied_files, quantization
@@ -52,13 +57,17 @@ def convert(
     measured: bool = False,
     verify: bool = False,
     progress: Progress | None = None,
+    calibrating: Progress | None = None,
 ) -> ConvertReport:
     """Write the NVFP4 checkpoint of a float checkpoint, or that of an NVFP4 checkpoint in another format.
 
-    The bytes depend on src and options alone: not on device, jobs, max_memory or interruptions. Every file is
-    written under another name, flushed and renamed; config.json comes last, so that an incomplete folder
-    cannot be loaded. Everything of src but its weights is copied. Memory holds the running tasks, each a
-    fused set: no shard is read as a whole.
+    The bytes depend on src and options alone: not on device, jobs, max_memory or interruptions. Those of the
+    method "gptq" do depend on the device, which an interrupted conversion has to keep, and statistics of a
+    text on the device and on the number of torch's threads.
+
+    Every file is written under another name, flushed and renamed; config.json comes last, so that an
+    incomplete folder cannot be loaded. Everything of src but its weights is copied. Memory holds the running
+    tasks, each a fused set: no shard is read as a whole.
 
     Args:
         src: the folder of a checkpoint: config.json, safetensors files, and an index if they are several.
@@ -72,6 +81,8 @@ def convert(
         measured: measure the error of each layer, for the report.
         verify: read dst again, and compare it with what src gives.
         progress: called as ``progress(bytes_done, bytes_in_all, name)``.
+        calibrating: called as ``calibrating(done, total, name)`` while the model reads a text of
+            ``options.calibration``: transformers loads it from src (:mod:`fp4gemm.checkpoint.text`).
 
     Returns:
         A :class:`ConvertReport`; ``already_done`` says that dst was complete before.
@@ -80,7 +91,8 @@ def convert(
         CheckpointError: src is damaged, quantized or pickled, has NaN or inf in a weight that is quantized,
             or misses a partner of a fused set; dst is not ours, was begun otherwise, or cannot be written.
             The text names the file and the tensor. dst is then incomplete, and can be continued.
-        TypeError, ValueError: an argument. ModuleNotFoundError: safetensors is not installed.
+        TypeError, ValueError: an argument. ModuleNotFoundError: safetensors is not installed, or
+            transformers, where a text is the calibration.
     """
     devices = resolve_devices(device)
     for name, value in (("jobs", jobs), ("max_memory", max_memory)):
@@ -95,31 +107,37 @@ def convert(
         "devices": devices, "jobs": jobs, "max_memory": max_memory, "progress": progress,
     }  # fmt: skip
     with contextlib.closing(source), locked(folder):
-        return _converted(source, folder, work, common, resume=resume, measured=measured, verify=verify)
+        how = _How(resume, measured, verify, calibrating)
+        return _converted(source, folder, work, common, how)
 
 
-def _converted(
-    source: Source,
-    folder: Path,
-    work: Work,
-    common: dict[str, Any],
-    *,
-    resume: bool,
-    measured: bool,
-    verify: bool,
-) -> ConvertReport:
+class _How(NamedTuple):
+    """Arguments of convert."""
+
+    resume: bool
+    measured: bool
+    verify: bool
+    calibrating: Progress | None
+
+
+def _converted(source: Source, folder: Path, work: Work, common: dict[str, Any], how: _How) -> ConvertReport:
     stamps = source.stamps()
-    key = {"version": _native.version(), "options": work.options, "source": stamps}
-    state = State.open(folder, key, _other_names(source, work), resume=resume)
+    key: dict[str, Any] = {"version": _native.version(), "options": work.options, "source": stamps}
+    if work.has_device_bits:
+        key["options"] = {**work.options, "device": _device_name(common["devices"])}
+        common["has_device_bits"] = True
+    state = State.open(folder, key, _other_names(source, work), resume=how.resume)
     already_done = state.is_done
-    layers = []
+    if work.plan is not None and (not already_done or how.measured or how.verify):
+        work = _calibrated(source, work, work.plan, state, common["devices"], how.calibrating)
+    done = Done()
     if not already_done:
         state.clean({name: file.nbytes for name, file in work.files.items()})
         _has_space(folder, work, state)
-    if not already_done or (measured and not verify):
+    if not already_done or (how.measured and not how.verify):
         sink = WriteSink(folder, work.files, state)
         try:
-            layers = run(work.tasks, source, sink, measured=measured, **common)
+            done = run(work.tasks, source, sink, measured=how.measured, **common)
         finally:
             sink.close()
     if not already_done:
@@ -128,11 +146,47 @@ def _converted(
             raise CheckpointError(f"{source.folder}: was changed while it was converted; begin again")
         state.is_done = True
         state.save()
-    if verify:
-        layers = verify_folder(source, folder, work, state, common)
+    if how.verify:
+        done = verify_folder(source, folder, work, state, common)
     return dataclasses.replace(
-        work.report, layers=tuple(layers), already_done=already_done, is_verified=verify
+        work.report, layers=done.layers, notes=done.notes, already_done=already_done, is_verified=how.verify
     )
+
+
+def _calibrated(
+    source: Source,
+    work: Work,
+    plan: Plan,
+    state: State,
+    devices: list[torch.device],
+    calibrating: Progress | None,
+) -> Work:
+    """The work with statistics in the place of a text.
+
+    Raises:
+        CheckpointError: the text gives other statistics than those of the shards that are finished.
+    """
+    text = plan.options.calibrated_by
+    if not isinstance(text, Text):
+        return work
+    made, about = statistics_of(source, plan, text, devices[0], calibrating)
+    found = fingerprint(made)
+    if state.calibration and state.calibration != found:
+        raise CheckpointError(
+            f"{state.folder}: was begun with other statistics of {text.name} than the model gives now; they "
+            "depend on the machine and on the number of torch's threads, so begin again in a new folder"
+        )
+    state.calibration = found
+    state.save()
+    again = quantization(source, dataclasses.replace(plan.options, calibration=made))
+    report = dataclasses.replace(again.report, method=f"{plan.options.method}, calibrated by {about}")
+    return dataclasses.replace(again, options=work.options, report=report)
+
+
+def _device_name(devices: list[torch.device]) -> str:
+    """What the bits of GPTQ and of a model's inputs depend on."""
+    names = {"cpu" if d.type == "cpu" else torch.cuda.get_device_name(d) for d in devices}
+    return ", ".join(sorted(names))
 
 
 def _other_names(source: Source, work: Work) -> list[str]:

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..calibration.statistics import InputStatistics
 from .errors import CheckpointError
 from .formats import FORMATS, Scheme, StoredWeight
-from .numerics import quantize_set
+from .inputs import Inputs
+from .numerics import quantize_calibrated
 from .options import Options
 from .plan import FusedSet, Matrix
 
@@ -27,14 +29,21 @@ class Converted:
     Attributes:
         floats: its matrices, views of the tensors that they are parts of.
         stored: what each became, on the device where it was quantized.
+        notes: what was done about each otherwise than asked for, in words.
+        inputs: the statistics of the input of each, empty without calibration.
     """
 
     floats: list[Tensor]
     stored: list[StoredWeight]
+    notes: list[str]
+    inputs: list[InputStatistics]
 
 
 def convert_set(
-    one: FusedSet, tensors: Mapping[tuple[str, int | None], Tensor], options: Options
+    one: FusedSet,
+    tensors: Mapping[tuple[str, int | None], Tensor],
+    options: Options,
+    inputs: Inputs | None = None,
 ) -> Converted:
     """Quantize a set together.
 
@@ -42,6 +51,7 @@ def convert_set(
         one: the set.
         tensors: what it is made of, by name and expert (:attr:`FusedSet.parts`), on one device.
         options: of the conversion.
+        inputs: the statistics that the method needs, which were compared with the plan.
 
     Raises:
         CheckpointError: a tensor has NaN or inf, or the tensors of the set have unequal dtypes; the text
@@ -49,16 +59,23 @@ def convert_set(
     """
     floats = [matrix.of(tensors[matrix.source, matrix.expert]) for matrix in one.matrices]
     names = [label(matrix) for matrix in one.matrices]
+    device = floats[0].device
+    found = [] if inputs is None else [inputs.of(matrix, device) for matrix in one.matrices]
     try:
-        made = quantize_set(
+        made = quantize_calibrated(
             dict(zip(names, floats, strict=True)),
+            {name: known for name, (known, _) in zip(names, found, strict=False)},
             options.weights,
             format=options.format,
             shared_amax=not one.is_stack,
         )
     except (TypeError, ValueError) as error:
         raise CheckpointError(str(error)) from error
-    return Converted(floats, [made[name] for name in names])
+    added = [note for _, note in found] or [""] * len(names)
+    notes = [
+        "; ".join(filter(None, (note, *made[name].notes))) for name, note in zip(names, added, strict=True)
+    ]
+    return Converted(floats, [made[name].weight for name in names], notes, [known for known, _ in found])
 
 
 def tensors_of(

@@ -32,7 +32,9 @@ class LayerError:
         zero_blocks: blocks all of whose values are 0.
         amax_ratio: the largest amax in its fused set over its own; 1 where it shares with no layer.
         worst_element: the largest |v - w| of an element over what rounding explains: 0.18 of the amax of its
-            block, plus 2^-10 A / B, which is what a block scale of 0 loses. At most 1.
+            block, plus 2^-10 A / B, which is what a block scale of 0 loses. At most 1, but for the methods
+            "search" and "gptq", which move elements further where that helps the output.
+        output_error: |X (V - W)^T| / |X W^T| on the inputs X of the calibration; None without.
     """
 
     module: str
@@ -44,6 +46,7 @@ class LayerError:
     zero_blocks: int
     amax_ratio: float
     worst_element: float
+    output_error: float | None = None
 
 
 def layer_error(module: str, weight: Tensor, stored: StoredWeight, amax_ratio: float) -> LayerError:

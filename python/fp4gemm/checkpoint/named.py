@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import _checks
 from .engine import convert_set, tensors_of
 from .errors import CheckpointError
+from .inputs import inputs_of
 from .plan import FusedSet, Plan
 from .runner import Part
 from .source import DTYPES
@@ -37,7 +38,8 @@ def quantize_named(tensors: Iterable[tuple[str, Tensor]], plan: Plan) -> Iterato
     Raises:
         CheckpointError: a name is not in the plan or comes twice, a tensor has another shape or dtype or has
             NaN or inf, or the pairs end within a set: the text names the partners that are missing.
-        TypeError: plan is no Plan, or a value is no tensor.
+        TypeError: plan is no Plan, or a value is no tensor. ValueError: the calibration of the plan is a
+            text.
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: got {_checks.describe(plan)}, must be a fp4gemm.checkpoint.Plan")
@@ -45,7 +47,7 @@ def quantize_named(tensors: Iterable[tuple[str, Tensor]], plan: Plan) -> Iterato
 
 
 def _quantized(tensors: Iterable[tuple[str, Tensor]], plan: Plan) -> Iterator[tuple[str, Tensor]]:
-    scheme = plan.scheme()
+    scheme, inputs = plan.scheme(), inputs_of(plan)
     sets_of = plan.sources
     waiting: dict[str, Tensor] = {}
     left = {name: len(sets) for name, sets in sets_of.items()}
@@ -62,7 +64,7 @@ def _quantized(tensors: Iterable[tuple[str, Tensor]], plan: Plan) -> Iterator[tu
             if not sources <= waiting.keys():
                 continue
             with torch.inference_mode():
-                made = convert_set(one, _parts(one, waiting), plan.options)
+                made = convert_set(one, _parts(one, waiting), plan.options, inputs)
                 found = tensors_of(one, made.stored, scheme, plan.options)
             yield from found.items()
             for source in sources:

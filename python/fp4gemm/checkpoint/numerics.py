@@ -12,12 +12,12 @@ a block of 16::
                    q = e2m1(fl(w / fl(s / G)))            s where that is 0: 0.125          outer: G
                    A is at least the smallest normal number of T, and G is 1 where it would be infinite
 
-``te`` is :func:`fp4gemm.quantize`, the bits of TransformerEngine >= 2.14; it alone has the options four over
-six and an amax for each row. ``modelopt`` is NVFP4QTensor.quantize of ModelOpt 0.47 on a CPU, which divides
-(on a GPU torch multiplies by fl(1 / 2688), so that d differs by 1 ulp for some A). ``llmcompressor`` is
-model_free_ptq of llm-compressor 0.14 with the scheme NVFP4A16; for float16 weights with an amax below 0.041
-its G is infinite in float16 and becomes 1. Codes are rounded to nearest, ties to even, in all
-three; -0 keeps its sign (code 8) in te and has code 0 in the others.
+``te`` is :func:`fp4gemm.quantize`, the bits of TransformerEngine >= 2.14; it alone has other methods than
+rounding and an amax for each row. ``modelopt`` is NVFP4QTensor.quantize of ModelOpt 0.47 on a CPU, which
+divides (on a GPU torch multiplies by fl(1 / 2688), so that d differs by 1 ulp for some A).
+``llmcompressor`` is model_free_ptq of llm-compressor 0.14 with the scheme NVFP4A16; for float16
+weights with an amax below 0.041 its G is infinite in float16 and becomes 1. Codes are rounded to nearest,
+ties to even, in all three; -0 keeps its sign (code 8) in te and has code 0 in the others.
 
 An all-zero weight: te gives codes and block scales 0. ModelOpt gives it NaN block scales, which make NaN
 weights in some loaders; here it gets what te gives. llm-compressor gives it G = 1 and block scales 0.125.
@@ -27,22 +27,34 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from .. import _checks
+from ..calibration.statistics import InputStatistics
+from ..nn._methods import METHODS, Method, Quantizer
 from ..quantize import quantize
 from ..reference.chunks import fp32
 from ..reference.formats import encode_e4m3
 from .formats import FORMATS, FormatName, StoredWeight
 
-__all__ = ["FourOverSix", "Numerics", "Scaling", "WeightOptions", "quantize_set"]
+__all__ = [
+    "CALIBRATED",
+    "Calibrated",
+    "FourOverSix",
+    "Numerics",
+    "Scaling",
+    "WeightOptions",
+    "quantize_calibrated",
+    "quantize_set",
+]
 
 Numerics = Literal["te", "modelopt", "llmcompressor"]
 Scaling = Literal["tensor", "row"]
 FourOverSix = Literal["none", "mae", "mse"]
+CALIBRATED = ("search", "gptq")  # the methods that need statistics here
 
 _CHUNK_ELEMS = 1 << 17  # of a weight that is quantized at a time, so that temporaries stay in a cache
 _HALVES = 1.5 * 2**22  # float32 numbers near this are 0.5 apart
@@ -56,9 +68,13 @@ class WeightOptions:
         numerics: whose rounding: "te", "modelopt" or "llmcompressor".
         scaling: "tensor": one amax for a weight or for the set that shares it. "row": one for each row, only
             with te, and only the fp4gemm format holds it.
-        four_over_six: "mae" or "mse" try each block also with its maximum at 4 (:func:`fp4gemm.quantize`),
-            only with te. Block scales are then bounded by 256, and the outer scale is A / 1536, which any
-            loader multiplies by: the values are right in every format.
+        four_over_six: "mae" or "mse", the error by which the method "four-over-six" chooses
+            (:func:`fp4gemm.quantize`); "none" for the others. None is "mse" for that method.
+        method: "round": the standard block scales. "four-over-six": of two scales of a block the one with the
+            smaller error. "search" and "gptq": with statistics of the inputs
+            (:func:`fp4gemm.nn.quantize_model`). Only with te, but for "round". Block scales of all but
+            "round" are bounded by 256, and the outer scale is A / 1536, which any loader multiplies by: the
+            values are right in every format. None is "round", or "four-over-six" where four_over_six says so.
 
     Raises:
         ValueError: a value or a combination that does not exist; the text names it.
@@ -66,26 +82,53 @@ class WeightOptions:
 
     numerics: Numerics = "te"
     scaling: Scaling = "tensor"
-    four_over_six: FourOverSix = "none"
+    four_over_six: FourOverSix | None = None
+    method: Method | None = None
 
     def __post_init__(self) -> None:
         _checks.is_one_of("numerics", self.numerics, ("te", "modelopt", "llmcompressor"))
         _checks.is_one_of("scaling", self.scaling, ("tensor", "row"))
-        _checks.is_one_of("four_over_six", self.four_over_six, ("none", "mae", "mse"))
+        if self.four_over_six is not None:
+            _checks.is_one_of("four_over_six", self.four_over_six, ("none", "mae", "mse"))
+        if self.method is not None:
+            _checks.is_one_of("method", self.method, METHODS)
+        is_adaptive = self.four_over_six not in (None, "none")
+        method = self.method or ("four-over-six" if is_adaptive else "round")
+        if is_adaptive and method != "four-over-six":
+            raise ValueError(
+                f"four_over_six: got {self.four_over_six!r}, must be absent with the method {method!r}"
+            )
+        if self.four_over_six == "none" and method == "four-over-six":
+            raise ValueError(
+                "four_over_six: got 'none', must be 'mae' or 'mse' with the method 'four-over-six'"
+            )
         if self.numerics != "te":
             for name, value, wanted in (
                 ("scaling", self.scaling, "tensor"),
-                ("four_over_six", self.four_over_six, "none"),
+                ("four_over_six", self.four_over_six or "none", "none"),
+                ("method", method, "round"),
             ):
                 if value != wanted:
                     raise ValueError(
-                        f"{name}: got {value!r}, must be {wanted!r} with numerics {self.numerics!r}"
+                        f"{name}: got {value!r}, must be {wanted!r} with numerics {self.numerics!r}, which "
+                        "has the bits of that producer"
                     )
+        adaptive = (self.four_over_six or "mse") if method == "four-over-six" else "none"
+        object.__setattr__(self, "method", method)
+        object.__setattr__(self, "four_over_six", adaptive)
 
     @property
     def e4m3_max(self) -> int:
-        """B: 256 with four over six, else 448."""
-        return 448 if self.four_over_six == "none" else 256
+        """B: 448 with the method "round", else 256."""
+        return 448 if self.method == "round" else 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibrated:
+    """A stored weight, and what its method did otherwise than asked for, in words."""
+
+    weight: StoredWeight
+    notes: tuple[str, ...] = ()
 
 
 def quantize_set(
@@ -100,7 +143,7 @@ def quantize_set(
     Args:
         weights: bfloat16, float16 or float32 (n, k) each, by the names that errors use; k is a multiple of
             16, the same in all if they share an amax, and so are dtype and device. Strides are free.
-        options: the numerics; None: those of te.
+        options: the numerics; None: those of te, with the method "round".
         format: of the result. Every numerics goes with every format: where it is not the producer's own, the
             outer scale is converted (:meth:`StoredWeight.as_format`).
         shared_amax: one A for all weights; False: each has its own. With scaling "row" each row has its own.
@@ -111,10 +154,35 @@ def quantize_set(
 
     Raises:
         TypeError, ValueError: a weight of another type, dtype or shape, or one that holds NaN or infinity;
-            the weights of a set differ in dtype or device; scaling "row" in a format that cannot hold it.
-            The text begins with the name of the weight.
+            the weights of a set differ in dtype or device; scaling "row" in a format that cannot hold it; a
+            method that needs statistics. The text begins with the name of the weight or argument.
     """
     options = WeightOptions() if options is None else options
+    if options.method in CALIBRATED:
+        raise ValueError(f"method: got {options.method!r}, must be one that needs no statistics")
+    made = quantize_calibrated(weights, {}, options, format=format, shared_amax=shared_amax)
+    return {name: each.weight for name, each in made.items()}
+
+
+def quantize_calibrated(
+    weights: Mapping[str, Tensor],
+    statistics: Mapping[str, InputStatistics],
+    options: WeightOptions,
+    *,
+    format: FormatName,
+    shared_amax: bool = True,
+) -> dict[str, Calibrated]:
+    """:func:`quantize_set` with the methods "search" and "gptq" too.
+
+    Args:
+        statistics: those of the input of each weight, by the same names, on its device; of experts with few
+            tokens completed already. Methods without data need none.
+        weights, options, format, shared_amax: as for quantize_set.
+
+    Returns:
+        The stored weights with notes. The bits of "gptq" depend on the device and on the number of its
+        threads, but not on the weights beside it.
+    """
     _checks.is_one_of("format", format, tuple(FORMATS))
     _checks.is_bool("shared_amax", shared_amax)
     if options.scaling == "row" and format != "fp4gemm":
@@ -131,7 +199,51 @@ def quantize_set(
                     raise ValueError(f"{name}: {what} is {mine}, must be {theirs} as of {first}")
         shared = torch.stack(list(amaxes.values())).amax(0)
         amaxes = dict.fromkeys(weights, shared)
-    return {name: _quantized(w, amaxes[name], options).as_format(format) for name, w in weights.items()}
+    if options.method in CALIBRATED:
+        found = _by_statistics(weights, statistics, amaxes, options)
+    else:
+        found = {name: Calibrated(_quantized(w, amaxes[name], options)) for name, w in weights.items()}
+    return {
+        name: dataclasses.replace(made, weight=made.weight.as_format(format)) for name, made in found.items()
+    }
+
+
+def _by_statistics(
+    weights: Mapping[str, Tensor],
+    statistics: Mapping[str, InputStatistics],
+    amaxes: Mapping[str, Tensor],
+    options: WeightOptions,
+) -> dict[str, Calibrated]:
+    """By "search" or "gptq". Weights that read one input, as q, k and v do, are rounded as one."""
+    groups: list[list[str]] = []
+    for name in weights:
+        if groups and amaxes[name] is amaxes[groups[-1][0]] and _equal(statistics, name, groups[-1][0]):
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+    found: dict[str, Calibrated] = {}
+    for names in groups:
+        w = torch.cat([weights[name].detach() for name in names])
+        quantizer = Quantizer(cast(Method, options.method), options.scaling)
+        amax = None if options.scaling == "row" else amaxes[names[0]]
+        made = StoredWeight.of(quantizer.made(w, statistics[names[0]], amax), "fp4gemm")
+        begin = 0
+        for name in names:
+            rows = slice(begin, begin + weights[name].shape[0])
+            outer = made.outer[rows] if options.scaling == "row" else made.outer
+            part = StoredWeight(made.codes[rows], made.block_scales[rows], outer, "fp4gemm", made.e4m3_max)
+            found[name] = Calibrated(part, tuple(quantizer.notes))
+            begin = rows.stop
+    return found
+
+
+def _equal(statistics: Mapping[str, InputStatistics], a: str, b: str) -> bool:
+    x, y = statistics[a], statistics[b]
+    pairs = ((x.mean_square, y.mean_square), (x.second_moment, y.second_moment))
+    return all(
+        u is v or (u is not None and v is not None and u.shape == v.shape and torch.equal(u, v))
+        for u, v in pairs
+    )
 
 
 def _checked_amax(name: str, w: object) -> Tensor:

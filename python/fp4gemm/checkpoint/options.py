@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 
 from .. import _checks
+from ..nn._methods import Method
+from .calibrated import Calibration, chosen_method, key_of, read_calibration
 from .formats import Activations, FormatName
 from .numerics import FourOverSix, Numerics, Scaling, WeightOptions
 
@@ -40,7 +43,14 @@ class Options:
         numerics: whose roundings: "te" (TransformerEngine), "modelopt" or "llmcompressor".
         scaling: "tensor": one amax for the weights of a fused set. "row": one for each row, which only the
             format fp4gemm can hold.
-        four_over_six: "none"; "mae" or "mse", as in :func:`fp4gemm.quantize`.
+        method: how weights are rounded: "round", "four-over-six", "search" or "gptq", as for
+            :func:`fp4gemm.nn.quantize_model`. None is "gptq" with a calibration that has second moments,
+            "search" with another one, "four-over-six" without, and "round" with the numerics of others.
+        four_over_six: "mae" or "mse" (None), the error by which "four-over-six" chooses, as in
+            :func:`fp4gemm.quantize`; "none" with the other methods.
+        calibration: what "search" and "gptq" need: Statistics or a StatisticsFile
+            (:mod:`fp4gemm.calibration`), or a :class:`fp4gemm.checkpoint.Text`, of which :func:`convert`
+            makes them. Or a path or a str: a file of statistics or of text, or a text itself.
         activations: "a16": they are not quantized. "per-token": they are, with an amax for each token when
             the model runs. "static": they are, with the amaxes of ``activation_amax``.
         activation_amax: the amax of the input of each quantized layer, by the name of the module.
@@ -54,7 +64,7 @@ class Options:
             apart. False: it stays one tensor of codes (g, n, k/2).
         kv_scales: (k, v) decode multipliers of an FP8 cache, by the name of the attention module.
 
-        weights: numerics, scaling and four_over_six together.
+        weights: numerics, scaling, four_over_six and method together.
 
     A pattern is a name with the wildcards ``*``, ``?`` and ``[..]``, which matches a module and everything
     below it, or ``re:`` and a regular expression, which is searched in the name.
@@ -67,7 +77,9 @@ class Options:
     format: FormatName = "modelopt"
     numerics: Numerics = "te"
     scaling: Scaling = "tensor"
-    four_over_six: FourOverSix = "none"
+    method: Method | None = None
+    four_over_six: FourOverSix | None = None
+    calibration: Calibration | str | os.PathLike[str] | None = None
     activations: Activations = "a16"
     activation_amax: Mapping[str, float] = field(default_factory=dict)
     include: Sequence[str] = ()
@@ -83,8 +95,16 @@ class Options:
     def __post_init__(self) -> None:
         for name, kind in (("format", FormatName), ("activations", Activations)):
             _checks.is_one_of(name, getattr(self, name), get_args(kind))
-        weights = WeightOptions(self.numerics, self.scaling, self.four_over_six)
-        object.__setattr__(self, "weights", weights)
+        calibration = read_calibration(self.calibration)
+        method = chosen_method(self.method, self.four_over_six, calibration, self.numerics)
+        weights = WeightOptions(self.numerics, self.scaling, self.four_over_six, method)
+        for name, value in (
+            ("weights", weights),
+            ("calibration", calibration),
+            ("method", weights.method),
+            ("four_over_six", weights.four_over_six),
+        ):
+            object.__setattr__(self, name, value)
         for name in ("experts_only", "split_experts"):
             _checks.is_bool(name, getattr(self, name))
         for name in ("bf16_first", "bf16_last"):
@@ -108,9 +128,17 @@ class Options:
         _positive("activation_amax", self.activation_amax, 1)
         _positive("kv_scales", self.kv_scales, 2)
 
+    @property
+    def calibrated_by(self) -> Calibration | None:
+        """calibration, as it was read."""
+        return cast("Calibration | None", self.calibration)
+
     def as_json(self) -> dict[str, Any]:
         """The options as an object of JSON, by which an interrupted conversion knows them again."""
-        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        about = None if self.calibrated_by is None else key_of(self.calibrated_by)
+        kept = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "calibration"}
+        kept |= {"weights": asdict(self.weights), "calibration": about}
+        plain: dict[str, Any] = json.loads(json.dumps(kept))
         return plain
 
 

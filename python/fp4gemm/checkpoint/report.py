@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ..nn.report import readable_bytes, table
+from .calibrated import described
 from .layout import slots_of_set
 from .measure import LayerError
 from .plan import Plan
@@ -47,6 +50,8 @@ class ConvertReport:
     Attributes:
         tensors: one entry for each, in the order of the checkpoint.
         layers: the errors of the quantized weights, where they were measured.
+        method: how the weights are rounded, and by what it was calibrated; "" for a translation.
+        notes: what was done about single weights otherwise than asked for, of those that this run made.
         left_out: files that are not in the new checkpoint, with the reason.
         already_done: whether the new checkpoint was complete before, so that nothing was written.
         is_verified: whether the new checkpoint was read again and compared.
@@ -54,6 +59,8 @@ class ConvertReport:
 
     tensors: tuple[TensorReport, ...]
     layers: tuple[LayerError, ...] = ()
+    method: str = ""
+    notes: tuple[str, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()
     already_done: bool = False
     is_verified: bool = False
@@ -85,6 +92,9 @@ class ConvertReport:
             f"{len(self.tensors)} tensors ({shown}): {readable_bytes(self.bytes_before)} -> "
             f"{readable_bytes(self.bytes_after)}"
         )
+        if self.method:
+            lines.append(f"method: {self.method}")
+        lines += notes_of(self.notes)
         lines += [f"{name}: left out, since it {reason}" for name, reason in self.left_out]
         if self.layers:
             lines += self._errors()
@@ -102,11 +112,28 @@ class ConvertReport:
             f"relative error: {mean:.4f} on average over {len(self.layers)} weights; largest: {named}",
             f"blocks: {blocks}, saturated {saturated}, zero {zero}",
         ]
+        errors = [layer.output_error for layer in self.layers if layer.output_error is not None]
+        if errors:
+            lines.append(
+                f"output error on the calibration: {math.fsum(errors) / len(errors):.4f} on average, at most "
+                f"{max(errors):.4f}"
+            )
         if ratio.amax_ratio > 1:
             lines.append(
                 f"amaxes within a fused set differ by up to {ratio.amax_ratio:.2f} times ({ratio.module})"
             )
         return lines
+
+
+def notes_of(notes: Sequence[str]) -> list[str]:
+    """A line for the notes that differ in numbers alone: the first, and how many there are."""
+    groups: dict[str, list[str]] = {}
+    for note in notes:
+        groups.setdefault(re.sub(r"\d+", "#", note), []).append(note)
+    return [
+        group[0] if len(group) == 1 else f"{group[0]} (and {len(group) - 1} like it)"
+        for group in groups.values()
+    ]
 
 
 def plan_report(plan: Plan, left_out: dict[str, str]) -> ConvertReport:
@@ -136,4 +163,7 @@ def plan_report(plan: Plan, left_out: dict[str, str]) -> ConvertReport:
                 info.nbytes if is_kept else after[name],
             )
         )
-    return ConvertReport(tuple(entries), left_out=tuple(sorted(left_out.items())))
+    known, method = plan.options.calibrated_by, str(plan.options.method)
+    if known is not None:
+        method += f", calibrated by {described(known)}"
+    return ConvertReport(tuple(entries), method=method, left_out=tuple(sorted(left_out.items())))

@@ -21,7 +21,7 @@ from .errors import CheckpointError
 from .measure import LayerError
 from .source import Source, memory_of
 
-__all__ = ["Made", "Part", "Progress", "Sink", "Task", "resolve_devices", "run"]
+__all__ = ["Done", "Made", "Part", "Progress", "Sink", "Task", "resolve_devices", "run"]
 
 CHUNK = 16 * 2**20  # bytes of a copied tensor that are in memory at a time
 JOBS_PER_GPU = 4  # so that reading, copying, computing and writing overlap
@@ -33,10 +33,13 @@ Progress = Callable[[int, int, str], object]  # bytes done, bytes in all, name
 
 @dataclass(frozen=True)
 class Made:
-    """What a task made: tensors on the CPU by name, and the errors of its layers if they were measured."""
+    """What a task made: tensors on the CPU by name, the errors of its layers if they were measured, and what
+    was done otherwise than asked for.
+    """
 
     tensors: dict[str, Tensor]
     layers: list[LayerError]
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Task:
         writes: the shard of each tensor that it makes.
         nbytes: how many bytes it reads.
         make: from its parts on a device, and whether errors are measured; None: the tensor is copied.
+        workspace: bytes that it needs beside what follows from nbytes.
     """
 
     name: str
@@ -56,6 +60,15 @@ class Task:
     writes: dict[str, str]
     nbytes: int
     make: Callable[[dict[Part, Tensor], bool], Made] | None = None
+    workspace: int = 0
+
+
+@dataclass(frozen=True)
+class Done:
+    """What came of the tasks that ran, in the order of the tasks."""
+
+    layers: tuple[LayerError, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Sink(Protocol):
@@ -81,8 +94,9 @@ def run(
     max_memory: int | None = None,
     measured: bool = False,
     progress: Progress | None = None,
-) -> list[LayerError]:
-    """Run every task whose tensors the sink wants, and return the errors of the layers in the order of tasks.
+    has_device_bits: bool = False,
+) -> Done:
+    """Run every task whose tensors the sink wants.
 
     Args:
         tasks: in the order of the source.
@@ -93,6 +107,7 @@ def run(
         max_memory: bytes that all running tasks may need; None: no limit beyond the number of jobs.
         measured: also run tasks that the sink does not want, for the errors of their layers.
         progress: called on this thread after each task.
+        has_device_bits: the bits depend on the number of threads of a task, so that each gets one thread.
 
     Raises:
         CheckpointError: a task failed, or alone needs more than max_memory. No task begins after that.
@@ -106,25 +121,28 @@ def run(
         budget.check(task)
     total = sum(task.nbytes for task in tasks)
     done = total - sum(task.nbytes for task in wanted)
-    layers: dict[int, list[LayerError]] = {}
-    pool = ThreadPoolExecutor(
-        jobs, "convert", _set_threads, (max(1, threads // jobs) if is_cpu else threads,)
-    )
+    made: dict[int, Made] = {}
+    of_job = 1 if has_device_bits else max(1, threads // jobs) if is_cpu else threads
+    pool = ThreadPoolExecutor(jobs, "convert", _set_threads, (of_job,))
     try:
-        futures: dict[Future[list[LayerError]], int] = {}
+        futures: dict[Future[Made], int] = {}
         for index, task in enumerate(wanted):
             device = devices[index % len(devices)]
             futures[pool.submit(_one, task, source, sink, device, budget, measured)] = index
         for future in as_completed(futures):
             index = futures[future]
-            layers[index] = future.result()
+            made[index] = future.result()
             done += wanted[index].nbytes
             if progress is not None:
                 progress(done, total, wanted[index].name)
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)
-    return [layer for index in sorted(layers) for layer in layers[index]]
+    ordered = [made[index] for index in sorted(made)]
+    return Done(
+        tuple(layer for one in ordered for layer in one.layers),
+        tuple(note for one in ordered for note in one.notes),
+    )
 
 
 def resolve_devices(device: str) -> list[torch.device]:
@@ -183,7 +201,7 @@ class _Budget:
 
 
 def _need(task: Task) -> int:
-    return WORKSPACE * task.nbytes if task.make else min(CHUNK, task.nbytes)
+    return WORKSPACE * task.nbytes + task.workspace if task.make else min(CHUNK, task.nbytes)
 
 
 def _set_threads(number: int) -> None:
@@ -192,11 +210,11 @@ def _set_threads(number: int) -> None:
 
 def _one(
     task: Task, source: Source, sink: Sink, device: torch.device, budget: _Budget, measured: bool
-) -> list[LayerError]:
+) -> Made:
     with budget.taken(task), torch.inference_mode():
         if task.make is None:
             _copy(task, source, sink)
-            return []
+            return Made({}, [])
         with _stream(device):
             parts = {}
             for name, expert in task.reads:
@@ -207,7 +225,7 @@ def _one(
             for name, tensor in made.tensors.items():
                 sink.put(task.writes[name], name, tensor, 0)
                 sink.end(task.writes[name], name, hashlib.sha256(memory_of(tensor)).digest())
-        return made.layers
+        return Made({}, made.layers, made.notes)
 
 
 def _copy(task: Task, source: Source, sink: Sink) -> None:

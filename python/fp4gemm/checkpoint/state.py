@@ -30,12 +30,14 @@ class State:
             the source.
         finished: the bytes and the hash of each shard that is complete, by name.
         is_done: whether everything is written.
+        calibration: the hash of the statistics that a text gave; "" for others.
     """
 
     folder: Path
     key: dict[str, Any]
     finished: dict[str, dict[str, Any]] = field(default_factory=dict)
     is_done: bool = False
+    calibration: str = ""
 
     @classmethod
     def open(cls, folder: Path, key: Mapping[str, Any], others: Collection[str], *, resume: bool) -> State:
@@ -70,7 +72,8 @@ class State:
         parts = read.get("key"), read.get("finished")
         if not all(isinstance(part, dict) for part in parts):
             raise CheckpointError(f"{path}: is damaged: key and finished must be objects; delete {folder}")
-        state = cls(folder, *parts, bool(read.get("is_done", False)))  # type: ignore[arg-type]
+        calibration = str(read.get("calibration", ""))
+        state = cls(folder, *parts, bool(read.get("is_done", False)), calibration)  # type: ignore[arg-type]
         state._compare(wanted)
         if state.is_done and not state._has_all(others):
             state.is_done = False
@@ -85,6 +88,8 @@ class State:
     def save(self) -> None:
         """Write the file, so that it is either the old or the new one."""
         content = {"is_done": self.is_done, "finished": self.finished, "key": self.key}
+        if self.calibration:
+            content["calibration"] = self.calibration
         write_file(self.folder / STATE, json.dumps(content, indent=1, sort_keys=True).encode() + b"\n")
 
     def clean(self, sizes: Mapping[str, int]) -> None:
@@ -112,7 +117,7 @@ class State:
                 raise CheckpointError(
                     f"{self.folder}: was begun with {what} {old}, must be continued with it, not {new}"
                 )
-            name = next(name for name in sorted({*old, *new}) if old.get(name) != new.get(name))
+            name = next(name for name in (*new, *old) if old.get(name) != new.get(name))
             if part == "source":
                 raise CheckpointError(
                     f"{self.folder}: was begun with another {name} (size and time {old.get(name)}, now "

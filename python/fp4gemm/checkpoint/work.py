@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .engine import convert_set, tensors_of
+from ..nn._methods import output_error
+from .calibrated import Text
+from .engine import convert_set, label, tensors_of
 from .errors import CheckpointError
 from .formats import Scheme, hf_quant_config, quantization_config, read_scheme
+from .inputs import Inputs, inputs_of
 from .layout import FileLayout, layout, slots_of_set
 from .measure import amax_ratios, layer_error
 from .options import Options
@@ -25,6 +28,7 @@ from .state import STATE
 __all__ = ["Work", "copied_files", "quantization", "refuse_quantized", "without_quantization"]
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
+MATRICES = 10  # float32 matrices (k, k) that GPTQ needs at a time: three moments, float64 factors
 CONFIG_KEYS = ("quantization_config", "compression_config")
 
 
@@ -39,6 +43,8 @@ class Work:
         config: the new config.json.
         extra: other JSON files by name.
         report: what becomes of every tensor.
+        plan: of the quantization; None for a translation.
+        has_device_bits: whether the bits depend on the device and its threads.
     """
 
     options: dict[str, Any]
@@ -47,6 +53,8 @@ class Work:
     config: dict[str, Any]
     extra: dict[str, dict[str, Any]]
     report: ConvertReport
+    plan: Plan | None = None
+    has_device_bits: bool = False
 
 
 def quantization(source: Source, options: Options) -> Work:
@@ -59,7 +67,9 @@ def quantization(source: Source, options: Options) -> Work:
     plan = Plan.of_checkpoint(source, options)
     scheme = plan.scheme()
     files = layout(plan, scheme, source.metadata)
-    tasks = [_set_task(one, plan, scheme) for one in plan.sets]
+    is_text = isinstance(options.calibration, Text)  # of which convert makes statistics before the tasks run
+    inputs = None if is_text else inputs_of(plan)
+    tasks = [_set_task(one, plan, scheme, inputs) for one in plan.sets]
     for name in plan.kept:
         info = plan.tensors[name]
         tasks.append(Task(name, ((name, None),), {name: info.file}, info.nbytes))
@@ -67,9 +77,9 @@ def quantization(source: Source, options: Options) -> Work:
         value = torch.tensor(number, dtype=torch.float32)
         tasks.append(Task(name, (), {name: plan.file_of_kv_scale(name)}, 0, partial(_constant, name, value)))
     tasks.sort(key=lambda task: _place(task, source))
-    return Work(
-        options.as_json(), files, tasks, *configs(source.config, scheme), plan_report(plan, source.left_out)
-    )
+    report = plan_report(plan, source.left_out)
+    is_gptq = options.method == "gptq"
+    return Work(options.as_json(), files, tasks, *configs(source.config, scheme), report, plan, is_gptq)
 
 
 def copied_files(source: Source) -> list[str]:
@@ -116,7 +126,7 @@ def _place(task: Task, source: Source) -> tuple[str, int, int]:
     return (info.file, info.begin, expert or 0)
 
 
-def _set_task(one: FusedSet, plan: Plan, scheme: Scheme) -> Task:
+def _set_task(one: FusedSet, plan: Plan, scheme: Scheme, inputs: Inputs | None) -> Task:
     writes = {
         slot.name: plan.tensors[matrix.source].file
         for matrix, slots in slots_of_set(one, scheme)
@@ -126,14 +136,26 @@ def _set_task(one: FusedSet, plan: Plan, scheme: Scheme) -> Task:
     for name, expert in one.parts:
         info = plan.tensors[name]
         nbytes += info.nbytes if expert is None else info.nbytes // info.shape[0]
-    return Task(one.name, one.parts, writes, nbytes, partial(_convert, one, plan.options, scheme))
+    make = partial(_convert, one, plan.options, scheme, inputs)
+    workspace = 0
+    if plan.options.method == "gptq":
+        workspace = MATRICES * 4 * max(matrix.shape[1] for matrix in one.matrices) ** 2
+    return Task(one.name, one.parts, writes, nbytes, make, workspace)
 
 
 def _convert(
-    one: FusedSet, options: Options, scheme: Scheme, parts: dict[Part, Tensor], measured: bool
+    one: FusedSet,
+    options: Options,
+    scheme: Scheme,
+    inputs: Inputs | None,
+    parts: dict[Part, Tensor],
+    measured: bool,
 ) -> Made:
-    made = convert_set(one, parts, options)
+    made = convert_set(one, parts, options, inputs)
     layers = []
+    notes = [
+        f"{label(matrix)}: {note}" for matrix, note in zip(one.matrices, made.notes, strict=True) if note
+    ]
     if measured:
         ratios = [1.0] * len(made.floats)
         if not one.is_stack:
@@ -141,8 +163,11 @@ def _convert(
         for matrix, values, stored, ratio in zip(one.matrices, made.floats, made.stored, ratios, strict=True):
             name = matrix.module if not one.is_stack else f"{matrix.module} (expert {matrix.expert})"
             layers.append(layer_error(name, values, stored, ratio))
+        for index, known in enumerate(made.inputs):
+            error = output_error(made.floats[index], made.stored[index].to_nvfp4(), known)
+            layers[index] = replace(layers[index], output_error=error)
     found = tensors_of(one, made.stored, scheme, options)
-    return Made({name: tensor.cpu() for name, tensor in found.items()}, layers)
+    return Made({name: tensor.cpu() for name, tensor in found.items()}, layers, notes)
 
 
 def _constant(name: str, value: Tensor, parts: dict[Part, Tensor], measured: bool) -> Made:

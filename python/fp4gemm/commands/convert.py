@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import get_args
 
 from ..checkpoint import CheckpointError, ConvertReport, Options, Translation, convert, plan_conversion
+from ..checkpoint.calibrated import NUM_TOKENS, Text, read_calibration
 from ..checkpoint.formats import FORMATS
-from ..checkpoint.numerics import FourOverSix, Numerics, Scaling
+from ..checkpoint.numerics import Numerics, Scaling
 from ..checkpoint.options import FUSED, read_amaxes, read_fused, read_kv_scales
 from ..checkpoint.runner import Progress
+from ..nn._methods import METHODS
 from ..nn.report import readable_bytes
 
 SUMMARY = "write the NVFP4 checkpoint of a float checkpoint, or change the format of one"
@@ -24,8 +26,9 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 LINE_S = 5.0  # between two lines of progress where standard error is no terminal
 # What says how weights are quantized, and has no meaning for a translation.
 QUANTIZING = (
-    "format", "numerics", "scaling", "four_over_six", "activations", "include", "exclude", "experts_only",
-    "bf16_first", "bf16_last", "fuse", "split_experts", "kv_cache",
+    "format", "numerics", "scaling", "method", "four_over_six", "calibration", "calibration_tokens",
+    "activations", "include", "exclude", "experts_only", "bf16_first", "bf16_last", "fuse",
+    "split_experts", "kv_cache",
 )  # fmt: skip
 
 
@@ -43,9 +46,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one amax for a tensor (default), or for each row (only --format fp4gemm)",
     )
     add(
+        "--method",
+        choices=METHODS,
+        help="how weights are rounded (default: gptq with --calibration, round with the numerics of others, "
+        "else four-over-six)",
+    )
+    add(
         "--four-over-six",
-        choices=get_args(FourOverSix),
-        help="also try blocks with their maximum at 4 (default: none)",
+        choices=("mse", "mae"),
+        help="the error by which four-over-six chooses (default: mse)",
+    )
+    add(
+        "--calibration",
+        metavar="FILE|TEXT",
+        help="for search and gptq: a file of fp4gemm.calibrate(...).save, a text file, or a text, which the "
+        "model reads through transformers",
+    )
+    add(
+        "--calibration-tokens",
+        type=int,
+        metavar="N",
+        help=f"tokens of the text that are used at most (default: {NUM_TOKENS})",
     )
     add(
         "--activations",
@@ -105,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
             print(plan)
             _write_report(plan, options.report)
             return 0
-        with _progress() as progress:
+        with _progress() as (progress, calibrating):
             report = convert(
                 options.src,
                 options.dst,
@@ -117,6 +138,7 @@ def run(options: argparse.Namespace) -> int:
                 measured=options.report is not None,
                 verify=options.verify,
                 progress=progress,
+                calibrating=calibrating,
             )
         _show(report, options)
     except (CheckpointError, ModuleNotFoundError) as error:
@@ -145,6 +167,13 @@ def _what(options: argparse.Namespace) -> Options | Translation:
     given["activations"] = how
     if file:
         given["activation_amax"] = read_amaxes(Path(file))
+    tokens = given.pop("calibration_tokens", None)
+    if "calibration" in given:
+        given["calibration"] = read_calibration(given["calibration"], tokens or NUM_TOKENS)
+    if tokens is not None and (tokens < 1 or not isinstance(given.get("calibration"), Text)):
+        raise ValueError(
+            f"--calibration-tokens: got {tokens}, must be 1 or more, with a text as --calibration"
+        )
     fuse = given.pop("fuse", "auto")
     given["fuse"] = (
         {"auto": FUSED, "none": ()}.get(fuse) if fuse in ("auto", "none") else read_fused(Path(fuse))
@@ -181,18 +210,18 @@ def _num_bytes(text: str) -> int:
 
 
 @contextmanager
-def _progress() -> Iterator[Progress]:
+def _progress() -> Iterator[tuple[Progress, Progress]]:
     """A bar if standard error is a terminal and rich is installed, otherwise a line now and then."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
         from rich.progress import Progress as Bar
     except ModuleNotFoundError:
-        yield _lines()
+        yield _lines(), _steps()
         return
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _lines()
+        yield _lines(), _steps()
         return
     with Bar(
         BarColumn(),
@@ -207,7 +236,22 @@ def _progress() -> Iterator[Progress]:
         def show(done: int, total: int, name: str) -> None:
             bar.update(task, completed=done, total=total, description=name)
 
-        yield show
+        yield (
+            show,
+            lambda done, total, name: bar.update(
+                task, description=f"the model reads the text: {name} ({done} of {total})"
+            ),
+        )
+
+
+def _steps() -> Progress:
+    """A line for the first, the last and every tenth part of the calibration."""
+
+    def show(done: int, total: int, name: str) -> None:
+        if done in (1, total) or done * 10 // total > (done - 1) * 10 // total:
+            print(f"the model reads the text: {name} ({done} of {total})", file=sys.stderr, flush=True)
+
+    return show
 
 
 def _lines() -> Progress:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _checks
 from ..calibration.gptq import DAMPING, Factorization, rounded
-from ..calibration.statistics import InputStatistics, Statistics
+from ..calibration.statistics import InputStatistics, Statistics, StatisticsFile
 from ..containers.nvfp4 import NVFP4Tensor
 from ..quantize import quantize
 from ._inputs import WeightScaling
@@ -35,7 +35,7 @@ def chosen_method(method: object, calibration: object, sequential: object) -> Me
         if method == "gptq":
             raise ValueError("method: got 'gptq', must be another without calibration")
         return "four-over-six" if method is None else cast(Method, method)
-    if isinstance(calibration, Statistics):
+    if isinstance(calibration, (Statistics, StatisticsFile)):
         if sequential:
             raise ValueError("sequential: got True, must be False with Statistics (pass the batches instead)")
         if method == "gptq" and not calibration.has_moments:
@@ -88,23 +88,28 @@ class Quantizer:
         known = self._statistics.get(name)
         if known is not None:
             known = self._complete(known.to(w.device))
-        made = self._made(w, known)
+        made = self.made(w, known)
         if known is not None and bool(known.num_tokens.any()):
             self.errors.append(output_error(w, made, known))
         return made.to(w.dtype)
 
-    def _made(self, w: Tensor, known: InputStatistics | None) -> NVFP4Tensor:
+    def made(self, w: Tensor, known: InputStatistics | None, amax: Tensor | None = None) -> NVFP4Tensor:
+        """The weight by the method, with these statistics on its device; amax is given or measured."""
         if self.method == "round":
-            return quantize(w, scaling=self._scaling)
+            return quantize(w, scaling=self._scaling, amax=amax)
         if self.method == "four-over-six":
-            return quantize(w, scaling=self._scaling, four_over_six="mse")
+            return quantize(w, scaling=self._scaling, amax=amax, four_over_six="mse")
         if known is not None and not bool(known.num_tokens.any()):
             self.notes.append("no token reached it: scales searched without statistics")
             known = None
         if self.method == "gptq" and known is not None and known.second_moment is not None:
             try:
                 found = rounded(
-                    w, known.second_moment, scaling=self._scaling, factorization=self._factorization
+                    w,
+                    known.second_moment,
+                    scaling=self._scaling,
+                    amax=amax,
+                    factorization=self._factorization,
                 )
             except ValueError as error:
                 self.notes.append(f"scales searched instead: {error}")
@@ -114,7 +119,7 @@ class Quantizer:
                     self.notes.append(f"not positive definite: damping {most:g}")
                 return found.weight
         importance = None if known is None else known.mean_square.contiguous()
-        return quantize(w, scaling=self._scaling, scale_search="mse", importance=importance)
+        return quantize(w, scaling=self._scaling, amax=amax, scale_search="mse", importance=importance)
 
     def _complete(self, known: InputStatistics) -> InputStatistics:
         """The statistics, those of experts with fewer than k tokens completed by the means over all experts.
@@ -126,17 +131,26 @@ class Quantizer:
             return known
         few = int((count < known.k).sum())
         self.notes.append(f"{few} of {len(count)} experts saw fewer than {known.k} tokens: all added")
-        part = (count / known.k).clamp(max=1).float()
         share = count.float() / count.sum()
+        square = torch.tensordot(share, known.mean_square, 1)
+        moment = None if known.second_moment is None else torch.tensordot(share, known.second_moment, 1)
+        return completed(known, InputStatistics(count.sum(), square, moment))
 
-        def mixed(x: Tensor) -> Tensor:
-            of_all = torch.tensordot(share, x, 1)
-            own = part.view(-1, *(1,) * (x.dim() - 1))
-            completed: Tensor = x * own + of_all * (1 - own)
-            return completed
 
-        moment = None if known.second_moment is None else mixed(known.second_moment)
-        return InputStatistics(count, mixed(known.mean_square), moment)
+def completed(own: InputStatistics, of_all: InputStatistics) -> InputStatistics:
+    """Statistics of one expert, or of a stack, with those over the tokens of all experts in place of the
+    tokens that fail to be k.
+    """
+    part = (own.num_tokens / own.k).clamp(max=1).float()
+
+    def mixed(x: Tensor, others: Tensor) -> Tensor:
+        share = part.view(*part.shape, *(1,) * (x.dim() - part.dim()))
+        return x * share + others * (1 - share)
+
+    moment = None
+    if own.second_moment is not None and of_all.second_moment is not None:
+        moment = mixed(own.second_moment, of_all.second_moment)
+    return InputStatistics(own.num_tokens, mixed(own.mean_square, of_all.mean_square), moment)
 
 
 def output_error(w: Tensor, made: NVFP4Tensor, known: InputStatistics) -> float:

@@ -51,7 +51,7 @@ class Swapper:
             ValueError: the statistics lack a layer, or have another k or number of experts for it.
         """
         for c in chosen:
-            self._swap(c, {} if statistics is None else _of(c, statistics))
+            self._swap(c, {} if statistics is None else statistics_of(c, statistics))
 
     def walk(self, model: torch.nn.Module, chosen: Sequence[Candidate], batches: Any) -> None:
         """Quantize block by block, each with statistics behind the weights that were quantized before.
@@ -72,7 +72,7 @@ class Swapper:
                     walk.run(number, keep=False)
                 statistics = collector.statistics()
                 for c in own:
-                    self._swap(c, _of(c, statistics))
+                    self._swap(c, statistics_of(c, statistics))
                 with _rounded(own):
                     walk.run(number, keep=True)
 
@@ -98,7 +98,7 @@ def quantized(c: Candidate, options: dict[str, Any]) -> Linear | Experts:
     return _transformers.convert(c.module, cast(_transformers.ExpertsPlan, c.plan), **options)
 
 
-def _of(c: Candidate, statistics: Mapping[str, InputStatistics]) -> dict[str, InputStatistics]:
+def statistics_of(c: Candidate, statistics: Mapping[str, InputStatistics]) -> dict[str, InputStatistics]:
     """The statistics of a candidate's products, by "" or "w13" and "w2"."""
     found = {}
     for name, k, num_experts in _collect.products_of(c):

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from .. import _checks
-from ..calibration.statistics import Statistics
+from ..calibration.statistics import Statistics, StatisticsFile
 from . import _candidates, _methods, _transformers
 from ._candidates import Candidate, Filter
 from ._float import float_weights
@@ -38,7 +38,7 @@ def quantize_model(
     activation_scaling: ActivationScaling = "row",
     weight_scaling: WeightScaling = "row",
     method: Method | None = None,
-    calibration: Statistics | Iterable[object] | None = None,
+    calibration: Statistics | StatisticsFile | Iterable[object] | None = None,
     sequential: bool = False,
     check_finite: CheckFinite = "off",
     inplace: bool = True,
@@ -79,7 +79,8 @@ def quantize_model(
             unweighted without calibration. "gptq": :func:`fp4gemm.calibration.gptq`, which needs calibration
             with second moments. None is "gptq" where that is possible, "search" with other calibration, and
             "four-over-six" without. docs/accuracy.md compares them.
-        calibration: :class:`fp4gemm.calibration.Statistics` of this model's layers, or batches for
+        calibration: :class:`fp4gemm.calibration.Statistics` (or StatisticsFile, which reads a layer at a
+            time) of this model's layers, or batches for
             :func:`fp4gemm.calibrate`, which then runs here. An expert with fewer tokens than k gets those of
             all experts added; the report names what else was done.
         sequential: with batches: block after block (decoder layer after decoder layer), each calibrated on
@@ -139,7 +140,7 @@ def quantize_model(
     if sequential:
         swapper.walk(model, chosen, calibration)
     else:
-        if calibration is not None and not isinstance(calibration, Statistics):
+        if calibration is not None and not isinstance(calibration, (Statistics, StatisticsFile)):
             calibration = Statistics(collected(model, calibration, chosen, method == "gptq"))
         swapper.all(chosen, calibration)
     model = _placed(model, chosen, inplace)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ... import _checks
+from ...calibration.statistics import StatisticsFile
 from ...checkpoint.formats import FORMATS, FormatName, Scheme, quantization_config, read_quantization_config
 from ...nn._inputs import ACTIVATION_SCALINGS, WEIGHT_SCALINGS, ActivationScaling, WeightScaling
+from ...nn._methods import Method, chosen_method
 
 __all__ = ["Fp4GemmConfig", "compressed_tensors"]
 
 Fuse = Literal["auto", "none"]
-Method = Literal["round", "four-over-six"]
 PACKED = "nvfp4-pack-quantized"  # the format of compressed-tensors that is NVFP4
-OPTIONS = ("weight_scaling", "activation_scaling", "method", "include", "exclude", "fuse", "format")
+OPTIONS = (
+    *("weight_scaling", "activation_scaling", "method", "calibration"),
+    *("include", "exclude", "fuse", "format"),
+)
 OF_LOADING = ("activation_scaling", "fuse")  # the options that a quantized checkpoint leaves open
 
 
@@ -36,7 +42,12 @@ class Fp4GemmConfig(QuantizationConfigMixin):
             default, since it does not save.)
         activation_scaling: "row", "none" or "tensor", as for :class:`fp4gemm.nn.Linear`. None: what an NVFP4
             checkpoint says, W4A16 "none" and W4A4 "row"; with a float checkpoint "row".
-        method: how weights are rounded, as for ``quantize_model``: "round" or "four-over-six" (None).
+        method: how weights are rounded, as for ``quantize_model``; None is the best that calibration allows,
+            "four-over-six" without. "search" needs calibration here.
+        calibration: the path of a file of :meth:`fp4gemm.calibration.Statistics.save`, whose statistics are
+            read layer by layer; or a list of batches for :func:`fp4gemm.calibrate`, or of texts, which the
+            tokenizer beside the model turns into batches. With a list the whole model is loaded in float,
+            onto one device, and quantized then. config.json of a quantized model does not name it.
         include, exclude: regular expressions, as for ``quantize_model``.
         fuse: as for ``quantize_model``.
         format: what ``save_pretrained`` writes: "modelopt", "compressed-tensors" or "fp4gemm". None: as the
@@ -54,6 +65,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         weight_scaling: WeightScaling | None = None,
         activation_scaling: ActivationScaling | None = None,
         method: Method | None = None,
+        calibration: str | os.PathLike[str] | Sequence[object] | None = None,
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
         fuse: Fuse | None = None,
@@ -69,12 +81,14 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         ):
             if value is not None:
                 _checks.is_one_of(name, value, allowed)
+        known = _calibration(calibration)
         self._given = {
             name: value
             for name, value in (
                 ("weight_scaling", weight_scaling),
                 ("activation_scaling", activation_scaling),
                 ("method", method),
+                ("calibration", str(calibration) if isinstance(known, StatisticsFile) else known),
                 ("include", _patterns("include", include)),
                 ("exclude", _patterns("exclude", exclude)),
                 ("fuse", fuse),
@@ -84,7 +98,13 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         }
         self.weight_scaling: WeightScaling = weight_scaling or "tensor"
         self.activation_scaling = activation_scaling
-        self.method = method
+        if method == "search" and known is None:
+            raise ValueError(
+                "method: got 'search' without calibration, must be another: searched scales lose more than "
+                "four over six then"
+            )
+        self.method = chosen_method(method, known, False)
+        self.calibration = known
         self.include = _patterns("include", include)
         self.exclude = _patterns("exclude", exclude)
         self.fuse: Fuse = fuse or "none"
@@ -137,7 +157,10 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         """What config.json holds: that of the checkpoint, once there is one."""
         if self.scheme is not None:
             return quantization_config(self.scheme)
-        return {"quant_method": self.quant_method, **self._given}
+        given = dict(self._given)
+        if not isinstance(given.get("calibration"), str):
+            given.pop("calibration", None)  # batches are no JSON
+        return {"quant_method": self.quant_method, **given}
 
 
 def compressed_tensors(old: Any) -> Any:
@@ -153,6 +176,32 @@ def compressed_tensors(old: Any) -> Any:
             return made.from_dict(config_dict, return_unused_kwargs=return_unused_kwargs, **kwargs)
 
     return CompressedTensorsOrFp4GemmConfig
+
+
+def _calibration(value: object) -> StatisticsFile | list[object] | None:
+    """The statistics of a path, or a list of batches or texts."""
+    if value is None:
+        return None
+    if isinstance(value, str | os.PathLike):
+        if not Path(value).is_file():
+            raise ValueError(
+                f"calibration: {os.fspath(value)!r} is no file, must be the path of statistics, or a list of "
+                "batches or texts"
+            )
+        try:
+            return StatisticsFile(value)
+        except ValueError as error:
+            raise ValueError(f"calibration: {error}") from error
+    if not isinstance(value, Sequence):
+        wanted = "the path of statistics, or a list of batches or texts"
+        raise TypeError(f"calibration: got {_checks.describe(value)}, must be {wanted}")
+    items = list(value)
+    if not items:
+        raise ValueError("calibration: is empty, must have at least one batch or text")
+    texts = [isinstance(item, str) for item in items]
+    if any(texts) and not all(texts):
+        raise TypeError("calibration: has texts beside batches, must have either")
+    return items
 
 
 def _patterns(name: str, value: object) -> list[str] | None:

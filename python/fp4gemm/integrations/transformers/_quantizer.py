@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from transformers import AutoTokenizer
 from transformers.quantizers.base import HfQuantizer
 
+from ...calibration.statistics import StatisticsFile
 from ...checkpoint.formats import FORMATS
+from ...checkpoint.text import batches_of, length_of
 from ...nn import _candidates
 from ...nn._candidates import Candidate
 from ...nn._hooks import accelerate_hook, carry_over, materialized
-from ...nn._methods import chosen_method
-from ...nn._swap import quantized
+from ...nn._methods import Quantizer
+from ...nn._swap import quantized, statistics_of
 from ...nn._weight import WeightModule
+from ...nn.convert import quantize_model
 from ...nn.fuse import fuse_blocks
+from ...nn.report import QuantizeReport
 from ._config import Fp4GemmConfig
 from ._convert import FillStored, QuantizeFloat, StoredConverter
 from ._plan import Plan, make_plan, swap
@@ -64,7 +70,7 @@ class Fp4GemmQuantizer(HfQuantizer):
     ) -> None:
         if self.pre_quantized:
             self._expect_stored(model, checkpoint_files, dtype)
-        else:
+        elif not self._waits:
             self._expect_float(model)
 
     def _expect_stored(self, model: Any, files: list[str] | None, dtype: torch.dtype | None) -> None:
@@ -106,10 +112,22 @@ class Fp4GemmQuantizer(HfQuantizer):
             )
             _candidates.refuse_unsupported(model, candidates, self._activation_scaling, raises=False)
         self._chosen = {c.names[0]: c for c in candidates if c.action == "quantized"}
+        if config.calibration is not None:
+            for c in self._chosen.values():
+                statistics_of(c, self._statistics)  # refuses what they lack before a weight is read
         self._names = {name: first for first, c in self._chosen.items() for name in c.names}
         for c in candidates:
             if c.action == "skipped":
                 logger.warning("%s stays in float: %s", c.names[0], c.reason)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether nothing is quantized before the whole float model has read the batches."""
+        return isinstance(self.quantization_config.calibration, list)
+
+    @property
+    def _statistics(self) -> StatisticsFile:
+        return cast(StatisticsFile, self.quantization_config.calibration)
 
     @property
     def _activation_scaling(self) -> Any:
@@ -157,11 +175,13 @@ class Fp4GemmQuantizer(HfQuantizer):
         return True
 
     def _quantize(self, model: Any, first: str) -> None:
-        candidate = self._chosen.pop(first)
+        candidate, config = self._chosen.pop(first), self.quantization_config
+        known = {} if config.calibration is None else statistics_of(candidate, self._statistics)
+        quantizer = Quantizer(config.method, config.weight_scaling, known)
         options: dict[str, Any] = {
             "activation_scaling": self._activation_scaling,
-            "weight_scaling": self.quantization_config.weight_scaling,
-            "weight_method": self.quantization_config.method or chosen_method(None, None, False),
+            "weight_scaling": config.weight_scaling,
+            "weight_method": quantizer,
             "check_finite": "off",
         }
         try:
@@ -170,6 +190,8 @@ class Fp4GemmQuantizer(HfQuantizer):
         except (TypeError, ValueError) as error:
             logger.warning("%s stays in float: %s", first, error)
             return
+        for note in dict.fromkeys(quantizer.notes):
+            logger.warning("%s: %s", first, note)
         carry_over(candidate.module, made)
         if isinstance(made, WeightModule) and made.bias is not None:
             made.bias._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers keeps it
@@ -181,6 +203,8 @@ class Fp4GemmQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         refuse(f"checkpoint: {len(self.problems)} weights cannot be used", self.problems)
+        if self._waits and not self.pre_quantized:
+            return self._quantize_all(model)
         for first in list(self._chosen):  # layers whose weights were not in the checkpoint, or tied
             self._quantize(model, first)
         kept = 0
@@ -200,6 +224,43 @@ class Fp4GemmQuantizer(HfQuantizer):
         if self.quantization_config.fuse == "auto":
             fuse_blocks(model)
         return model
+
+    def _quantize_all(self, model: Any) -> Any:
+        """Calibrate the float model with the batches, and quantize it."""
+        config = self.quantization_config
+        items = cast("list[Any]", config.calibration)
+        if isinstance(items[0], str):
+            items = self._read(model, items)
+        device = model.device
+        batches = [tree_map_only(Tensor, lambda x: x.to(device), item) for item in items]
+
+        def report(done: QuantizeReport) -> None:
+            for entry in done.swapped:
+                if entry.reason and entry.action != "excluded":
+                    logger.warning("%s: %s: %s", entry.name, entry.action, entry.reason)
+
+        return quantize_model(
+            model,
+            include=cast(Any, config.include),
+            exclude=cast(Any, config.exclude),
+            activation_scaling=self._activation_scaling,
+            weight_scaling=config.weight_scaling,
+            method=config.method,
+            calibration=batches,
+            fuse=config.fuse,
+            report=report,
+        )
+
+    def _read(self, model: Any, texts: list[str]) -> list[Tensor]:
+        """The tokens of texts, by the tokenizer that lies beside the model."""
+        name = model.config._name_or_path
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except Exception as error:  # what transformers raises has no common class
+            raise ValueError(
+                f"calibration: {name} has no tokenizer, which texts need; pass batches of token ids: {error}"
+            ) from error
+        return batches_of(tokenizer, texts, length_of(model.config))[0]
 
     # ---- what transformers asks
 
