@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +28,6 @@ RECIPES: dict[str, Recipe] = {
         save_input="original",
     ),
 }
-if "headroom" not in inspect.signature(quantize).parameters:
-    del RECIPES["per_token"]  # the quantizer has no headroom yet
 
 
 class Step(NamedTuple):

@@ -111,10 +111,13 @@ def both(
         of_rows, of_columns: a cast, or something else for a copy that is not wanted.
         offs: the groups of the rows. ends: the groups of the columns, the same or one group of all rows.
     """
-    if isinstance(of_rows, Cast) and isinstance(of_columns, Cast):
-        is_one_pass = of_rows.is_one_pass_with(of_columns) and offs is None and ends is None
-        if is_one_pass:
-            return quantize_both(x, **_options(of_rows, recipe, state, of_columns.hadamard))
+    if (
+        isinstance(of_rows, Cast)
+        and isinstance(of_columns, Cast)
+        and offs is ends
+        and of_rows.is_one_pass_with(of_columns)
+    ):
+        return quantize_both(x, offs=offs, **_options(of_rows, recipe, state, of_columns.hadamard))
     made = rows(x, of_rows, recipe, state, offs) if isinstance(of_rows, Cast) else None
     if not isinstance(of_columns, Cast):
         return made, None
