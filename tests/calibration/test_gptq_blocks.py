@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
+import fp4gemm
 import gptq_model
 import numpy as np
 import pytest
@@ -104,6 +108,42 @@ def test_any_number_of_threads(gen: torch.Generator) -> None:
             assert all(same_bits(a, b) for a, b in zip(made, want, strict=True)), count
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def defaults(dtype: torch.dtype) -> Iterator[None]:
+    """Tensors without a dtype or a device have this dtype and no memory."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
+def test_the_defaults_of_torch_change_nothing(dtype: torch.dtype, gen: torch.Generator) -> None:
+    """A program that builds its model in bfloat16 on a GPU sets both."""
+    o, x = operands(2, 50, gen), torch.randn(300, 64, generator=gen)
+    w, h = torch.randn(40, 64, generator=gen), x.T @ x / 300
+    model = torch.nn.Linear(64, 40)
+    want = check(*o)
+
+    def made() -> list[Tensor]:
+        q = fp4gemm.quantize(w, scale_search="mse")
+        g = fp4gemm.calibration.gptq(w, (h + h.T) / 2)
+        known = fp4gemm.calibrate(model, [x], second_moment=True)[""]
+        assert known.second_moment is not None
+        decoded = fp4gemm.dequantize(q, torch.bfloat16).float()
+        return [q.codes, q.amax, decoded, g.codes, g.amax, known.mean_square, known.second_moment]
+
+    others = made()
+    with defaults(dtype):
+        found, again = check(*o), made()
+    for i, (a, b) in enumerate(zip((*found, *again), (*want, *others), strict=True)):
+        assert a.dtype is b.dtype, i
+        assert same_bits(a, b), i
 
 
 def test_the_independent_model(gen: torch.Generator) -> None:

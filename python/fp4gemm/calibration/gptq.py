@@ -312,7 +312,7 @@ def _round(w: Tensor, factors: _Factors, amax: Tensor) -> tuple[Tensor, Tensor]:
     rest = w.transpose(1, 2).contiguous()  # columns are contiguous
     codes = torch.empty((g, k, n), dtype=torch.uint8, device=device)
     chosen = torch.empty((g, k // BLOCK, n), dtype=torch.uint8, device=device)
-    errors = torch.empty((g, PANEL, n), device=device)
+    errors = torch.empty((g, PANEL, n), dtype=torch.float32, device=device)
     for begin in range(0, k, PANEL):
         end = min(begin + PANEL, k)
         for j in range(begin, end, BLOCK):

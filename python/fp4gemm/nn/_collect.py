@@ -24,9 +24,9 @@ class Sums:
 
     def __init__(self, k: int, num_experts: int, device: torch.device, has_moment: bool) -> None:
         lead = (num_experts,) if num_experts else ()
-        self.count = torch.zeros(lead, dtype=torch.int64)
-        self.square = torch.zeros((*lead, k), device=device)
-        self.moment = torch.zeros((*lead, k, k), device=device) if has_moment else None
+        self.count = torch.zeros(lead, dtype=torch.int64, device="cpu")
+        self.square = torch.zeros((*lead, k), dtype=torch.float32, device=device)
+        self.moment = self.square.new_zeros((*lead, k, k)) if has_moment else None
 
     def add(self, x: Tensor, products: Products, expert: int | None = None) -> None:
         """Add the rows of x (m, k)."""
@@ -62,13 +62,13 @@ class Products:
         if self._made is not None and self._is_last(x, has_moment):
             return self._made
         k = x.shape[1]
-        square, moment = torch.zeros(k, device=x.device), None
+        square, moment = torch.zeros(k, dtype=torch.float32, device=x.device), None
         for rows in x.detach().split(max(1, _CHUNK // k)):
             wide = rows.float()
             square += wide.square().sum(0)
             if has_moment:
                 if moment is None:
-                    moment = torch.zeros(k, k, device=x.device)
+                    moment = square.new_zeros(k, k)
                 for i in range(0, k, _PANEL):
                     moment[i : i + _PANEL, i:].addmm_(wide[:, i : i + _PANEL].T, wide[:, i:])
         if not x.is_inference():  # which would not count writes

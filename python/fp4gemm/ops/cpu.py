@@ -78,9 +78,9 @@ def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
         return reference.quantize(*call)
     x, amax, stored, groups = _prepared(call)
     m, k = x.shape
-    codes = torch.empty((m, k // 2), dtype=torch.uint8)
+    codes = torch.empty((m, k // 2), dtype=torch.uint8, device="cpu")
     shape = padded_scale_shape(m, k) if groups is None else groups.scale_shape(k // _checks.BLOCK)
-    scales = torch.zeros(shape, dtype=torch.uint8)
+    scales = torch.zeros(shape, dtype=torch.uint8, device="cpu")
     num_rows = m if groups is None else groups.num_rows
     place = None if groups is None else groups.place.data_ptr()
     _run(call, x, num_rows, amax, codes.data_ptr(), scales.data_ptr(), place, None)
@@ -95,7 +95,7 @@ def quantize_decoded(call: Any) -> tuple[Tensor, Tensor]:
     if not _applies(with_codes):
         return reference.quantize_decoded(*call)
     x, amax, stored, groups = _prepared(with_codes)
-    data = torch.empty(x.shape, dtype=torch.float16)
+    data = torch.empty(x.shape, dtype=torch.float16, device="cpu")
     num_rows = x.shape[0] if groups is None else groups.num_rows
     _run(with_codes, x, num_rows, amax, None, None, None, data.data_ptr())
     data[num_rows:] = 0
@@ -107,12 +107,12 @@ def quantize_searched(call: QuantizeSearchedCall) -> tuple[Tensor, Tensor, Tenso
     """:func:`fp4gemm.reference.quantize_searched`, compiled; the bits are the same."""
     checks.searched(call)
     x, amax, h = call.x, call.amax, call.importance
-    stored = torch.empty(0)
+    stored = x.new_empty(0, dtype=torch.float32)
     if amax is None:
         amax = stored = outer_amax(_row_amax(x), call.per_row, None)
     m, k = x.shape
-    codes = torch.empty((m, k // 2), dtype=torch.uint8)
-    scales = torch.zeros(padded_scale_shape(m, k), dtype=torch.uint8)
+    codes = torch.empty((m, k // 2), dtype=torch.uint8, device="cpu")
+    scales = torch.zeros(padded_scale_shape(m, k), dtype=torch.uint8, device="cpu")
     _succeeded(
         _native.torch_library().fp4gemm_torch_quantize_searched(
             x.data_ptr(), _DTYPES.index(x.dtype), m, k, x.stride(0),
@@ -137,8 +137,8 @@ class GptqBlocks:
         """Round a block of each weight; arguments and results as there."""
         g, _, n = w.shape
         w, rows, cost = w.contiguous(), rows.contiguous(), cost.contiguous()
-        codes, differences = torch.empty(w.shape, dtype=torch.uint8), torch.empty(w.shape)
-        scales = torch.empty((g, n), dtype=torch.uint8)
+        codes, differences = torch.empty_like(w, dtype=torch.uint8), torch.empty_like(w)
+        scales = w.new_empty((g, n), dtype=torch.uint8)
         round_block = _native.torch_library().fp4gemm_torch_gptq_block
         for e in range(g):
             _succeeded(
@@ -164,12 +164,13 @@ def dequantize(call: DequantizeCall) -> Tensor:
     _checks.is_one_of("e4m3_max", call.e4m3_max, _checks.E4M3_BOUNDS)
     _checks.is_float_dtype("dtype", call.dtype)
     inverse = float(torch.div(fp32(1.0, codes.device), fp32(6.0 * call.e4m3_max, codes.device)))
-    out = torch.empty((m, k), dtype=call.dtype)
+    out = torch.empty((m, k), dtype=call.dtype, device="cpu")
     for i, j in row_chunks(m, k):
-        values = torch.empty((j - i, k)) if call.dtype is not torch.float32 else out[i:j]
+        is_wide = call.dtype is torch.float32
+        values = out[i:j] if is_wide else amax.new_empty((j - i, k))
         rows = amax if amax.shape[0] == 1 else amax[i:j]
         _decode(codes[i:j], scales, i, values, rows, inverse)
-        if call.dtype is not torch.float32:
+        if not is_wide:
             out[i:j] = values
     return out
 
@@ -231,7 +232,7 @@ def _multiply(out: Tensor, a: Operand, b: Operand, terms: Epilogue) -> None:
     step = max(1, _DECODED_ELEMS // k)
     for i, j in row_chunks(m, max(n, k)):
         left = _wide(a, i, j)
-        acc = torch.empty((j - i, n), dtype=torch.float32)
+        acc = torch.empty((j - i, n), dtype=torch.float32, device="cpu")
         for first in range(0, n, step):
             last = min(first + step, n)
             acc[:, first:last] = torch.mm(left, _wide(b, first, last).t())
@@ -245,7 +246,7 @@ def _wide(operand: Operand, begin: int, end: int) -> Tensor:
     rows = data[begin:end]
     if scales is None:
         return rows.to(torch.float64)
-    result = torch.empty((end - begin, 2 * rows.shape[1]), dtype=torch.float64)
+    result = torch.empty((end - begin, 2 * rows.shape[1]), dtype=torch.float64, device="cpu")
     _decode(rows, scales, begin, result)
     return result
 
@@ -308,7 +309,7 @@ def _prepared(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor, Groups | None
 
 
 def _row_amax(x: Tensor) -> Tensor:
-    result = torch.empty(x.shape[0], dtype=torch.float32)
+    result = torch.empty(x.shape[0], dtype=torch.float32, device="cpu")
     _succeeded(
         _native.torch_library().fp4gemm_torch_row_amax(
             x.data_ptr(), _DTYPES.index(x.dtype), *x.shape, x.stride(0), result.data_ptr()

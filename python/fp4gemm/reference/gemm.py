@@ -148,7 +148,7 @@ def _ragged_k_into(out: Tensor, call: GemmCall, offs: Tensor, terms: Epilogue, p
         if own.c is not None:
             own = own._replace(c=own.c[g])
         if begin == end:
-            out[g] = own.finished(torch.zeros(out.shape[1:], device=a.device))
+            out[g] = own.finished(torch.zeros(out.shape[1:], dtype=torch.float32, device=a.device))
         else:
             left, right = (_columns(x, s, begin, end) for x, s in ((a, scale_a), (b, scale_b)))
             product(out[g], left, right, own)

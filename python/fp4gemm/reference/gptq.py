@@ -52,8 +52,8 @@ class GptqBlocks:
         self._amax, self._encode = amax, encode_scale(amax, E4M3_BOUND)
         self._inverse = torch.div(fp32(1.0, device), fp32(E2M1_MAX * E4M3_BOUND, device))
         self._steps = torch.tensor(STEPS, dtype=torch.int16, device=device)[:, None, None]
-        self._values = torch.tensor(_VALUES, device=device)
-        self._bounds = torch.tensor(_bounds(), device=device)
+        self._values = torch.tensor(_VALUES, dtype=torch.float32, device=device)
+        self._bounds = torch.tensor(_bounds(), dtype=torch.float32, device=device)
 
     def __call__(self, w: Tensor, rows: Tensor, cost: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Round a block of each weight.
@@ -96,6 +96,6 @@ def _bounds() -> list[float]:
         middle = (low + high) / 2
         # A tie belongs to the value with the even code; those of 0, 1, 2 and 4 are even.
         is_lower_even = abs(low) in (0.0, 1.0, 2.0, 4.0)
-        tie = torch.tensor(middle, dtype=torch.float32)
-        ends.append(float(tie if is_lower_even else torch.nextafter(tie, torch.tensor(-torch.inf))))
+        tie, least = (torch.tensor(x, dtype=torch.float32, device="cpu") for x in (middle, -torch.inf))
+        ends.append(float(tie if is_lower_even else torch.nextafter(tie, least)))
     return ends

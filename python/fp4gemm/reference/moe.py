@@ -100,7 +100,7 @@ def combine(call: CombineCall) -> Tensor:
     weights = call.topk_weights.to(torch.float32)
     out = torch.empty((t, d), dtype=dtype, device=y.device)
     for i, j in row_chunks(t, d):
-        total = torch.zeros((j - i, d), device=y.device)
+        total = torch.zeros((j - i, d), dtype=torch.float32, device=y.device)
         for slot in range(rows.shape[1]):
             row = rows[i:j, slot].to(torch.int64)
             has = (row >= 0) & (row < y.shape[0])

@@ -173,7 +173,7 @@ def _quantize(call: QuantizeCall, groups: Groups | ColumnGroups | None) -> tuple
     if k == 0 and isinstance(groups, ColumnGroups):  # no group has a row
         codes = torch.empty((rows, 0), dtype=torch.uint8, device=call.x.device)
         scales = codes.new_empty((padded_scale_shape(rows, 0)), dtype=torch.float8_e4m3fn)
-        made = groups.amax(torch.zeros((rows, 0), device=codes.device), call.per_row)
+        made = groups.amax(torch.zeros((rows, 0), dtype=torch.float32, device=codes.device), call.per_row)
         return codes, scales, made if call.amax is None else made.new_empty(0)
     if call.block_rows == 16 and call.axis == 0:
         codes, scales, amax = _cast(call._replace(axis=-1), None)

@@ -76,8 +76,8 @@ def _words() -> Tensor:
         for i in range(32):
             if i != bit and rows[i][0] >> bit & 1:
                 rows[i] = rows[i][0] ^ codes, rows[i][1] ^ word
-    table = torch.zeros((4, 256), dtype=torch.int64)
-    every = torch.arange(256)
+    table = torch.zeros((4, 256), dtype=torch.int64, device="cpu")
+    every = torch.arange(256, device="cpu")
     for bit, (_, word) in enumerate(rows):
         table[bit // 8] ^= (every >> bit % 8 & 1) * word
     return table.to(torch.int32)  # keeps the low 32 bits
@@ -89,9 +89,11 @@ def _magnitudes() -> Tensor:
 
     The stored byte is bits 14..7 of the scale times 2^7 in fp16.
     """
-    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float16) * 128
+    values = (
+        torch.arange(127, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).to(torch.float16) * 128
+    )
     stored = values.view(torch.int16).to(torch.int64) >> 7
-    return torch.cat((stored, torch.tensor([0xFF])))  # NaN
+    return torch.cat((stored, stored.new_tensor([0xFF])))  # NaN
 
 
 @accepts(PackedCall)

@@ -64,7 +64,7 @@ class Format:
         if amax is None:
             if self.direction == "amax":
                 return {}
-            return {f"{prefix}.{self.input_scale}": torch.ones(self.outer_shape)}
+            return {f"{prefix}.{self.input_scale}": torch.ones(self.outer_shape, dtype=torch.float32)}
         number = outer_number(f"{prefix}.{self.input_scale}", amax, 1)
         if not number.item() > 0:
             raise ValueError(f"amax: of the activations of {prefix} is {number.item()}, must be positive")

@@ -322,7 +322,9 @@ def one_weight(layers: Sequence[Linear], *, is_interleaved: bool = False) -> Mer
         bias = None
         if any(layer.bias is not None for layer in layers):
             biases = [
-                torch.full((layer.out_features,), -0.0, device=w.device) if layer.bias is None else layer.bias
+                layer.bias
+                if layer.bias is not None
+                else torch.full((layer.out_features,), -0.0, dtype=torch.float32, device=w.device)
                 for layer, w in zip(layers, weights, strict=True)
             ]
             bias = join_rows(biases, -1, is_interleaved)
