@@ -128,11 +128,15 @@ def _opened(name: str, signatures: dict[str, tuple[object, list[object]]]) -> ct
     except OSError as error:
         raise ImportError(f"fp4gemm: cannot load {path}: {error}") from error
     for function_name, (result, arguments) in signatures.items():
-        # A library of another revision may lack one; a call of that raises AttributeError with its name.
         function = getattr(library, function_name, None)
-        if function is not None:
-            function.restype = result
-            function.argtypes = arguments
+        if function is None:
+            raise ImportError(
+                f"fp4gemm: {path} has no function {function_name}, must be the library that was built with "
+                "this Python code; install the package (pip install . builds both) or point "
+                "FP4GEMM_LIBRARY_DIR at the folder of the other build"
+            )
+        function.restype = result
+        function.argtypes = arguments
     return library
 
 

@@ -150,3 +150,17 @@ def test_architectures_are_those_of_the_kernels() -> None:
     for index in (-1, len(architectures)):
         info = capi.ArchitectureInfo()
         assert library.fp4gemm_architecture_info(index, ctypes.byref(info)) == capi.INVALID_ARGUMENT
+
+
+def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, open_library, signatures in (
+        (_native.CORE_LIBRARY, _native.core, "_SIGNATURES"),
+        (_native.TORCH_LIBRARY, _native.torch_library, "_TORCH_SIGNATURES"),
+    ):
+        known = getattr(_native, signatures)
+        monkeypatch.setattr(_native, signatures, {**known, "fp4gemm_of_tomorrow": (ctypes.c_int, [])})
+        text = (
+            f"{re.escape(name)} has no function fp4gemm_of_tomorrow, must be the library that was built with"
+        )
+        with pytest.raises(ImportError, match=text):
+            open_library.__wrapped__()
