@@ -14,7 +14,7 @@ import torch
 from checkpoints import HIDDEN, INTERMEDIATE, LLAMA, MOE, contents, llama, load, moe, save
 from fp4gemm.__main__ import main
 from fp4gemm.calibration import InputStatistics, Statistics, StatisticsFile, gptq
-from fp4gemm.checkpoint import CheckpointError, Options, Plan, convert, plan_conversion, quantize_named
+from fp4gemm.checkpoint import CheckpointError, Options, Plan, Text, convert, plan_conversion, quantize_named
 from torch import Tensor
 
 SETS = (
@@ -291,6 +291,11 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"method": "round", "four_over_six": "mae"}, ValueError,
         "four_over_six: got 'mae', must be absent with the method 'round'",
     ),
+    "mse": (
+        {"method": "gptq", "four_over_six": "mse", "calibration": "a text"}, ValueError,
+        "four_over_six: got 'mse', must be absent with the method 'gptq'",
+    ),
+    "producer": ({"numerics": "nvidia", "calibration": S}, ValueError, "numerics: got 'nvidia', must be"),
     "none": (
         {"method": "four-over-six", "four_over_six": "none"}, ValueError, "must be 'mae' or 'mse' with the m",
     ),
@@ -315,6 +320,8 @@ def test_bad_files(source: Path, tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(ValueError, match=text):
             Options(calibration=path)
+    path.write_text("int f() { return 0; }")  # { is where it is in a file of statistics
+    assert isinstance(Options(calibration=path).calibration, Text)
     Statistics(of_llama()).save(path)
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(ValueError, match=r"^calibration: .*is not a whole safetensors file"):
@@ -344,6 +351,7 @@ def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         (["--calibration", "gone.safetensors"], "calibration: 'gone.safetensors' is no file"),
         (["--calibration", str(path), "--calibration-tokens", "9"], "--calibration-tokens: got 9, must be"),
         (["--calibration", "a text", "--calibration-tokens", "0"], "--calibration-tokens: got 0, must be"),
+        (["--calibration", "a text", "--calibration-tokens", "-1"], "--calibration-tokens: got -1, must be"),
         (["--calibration-tokens", "9"], "--calibration-tokens: got 9, must be 1 or more, with a text"),
         (
             ["--calibration", str(path), "--from", "modelopt", "--to", "fp4gemm"],

@@ -227,8 +227,9 @@ def _given_amax(amax: object, shape: tuple[int, ...], device: torch.device) -> T
     _checks.has_dtype("amax", given, (torch.float32,))
     _checks.has_shape("amax", given, shape, " as of weight and scaling")
     _checks.same_device("amax", given, device, "weight")
-    if not bool((given.isfinite() & (given >= 0)).all()):
-        raise ValueError("amax: must be finite and at least 0")
+    bad = given[~(given.isfinite() & (given >= 0))]
+    if bad.numel():
+        raise ValueError(f"amax: has {bad[0].item()}, must be finite and at least 0")
     return given
 
 

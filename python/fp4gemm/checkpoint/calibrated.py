@@ -77,7 +77,7 @@ def read_calibration(value: object, num_tokens: int = NUM_TOKENS) -> Calibration
     try:
         with path.open("rb") as file:
             start = file.read(9)
-        if start[8:] == b"{":  # the length of a header of safetensors, and the header
+        if start[7:] == b"\0{":  # the end of the length of a header of safetensors, and the header
             return StatisticsFile(path)
         return Text(path.read_text(encoding="utf-8"), num_tokens, str(path))
     except OSError as error:
@@ -109,6 +109,7 @@ def chosen_method(
     Raises:
         TypeError, ValueError: naming the option, its value and what it must be.
     """
+    _checks.is_one_of("numerics", numerics, get_args(Numerics))
     if method is not None:
         _checks.is_one_of("method", method, get_args(Method))
     is_other = numerics != "te"
@@ -122,7 +123,8 @@ def chosen_method(
         if method is None and four_over_six is None and not is_other:
             return "four-over-six"
         return method
-    if is_other or (method is not None and method not in CALIBRATED) or four_over_six in ("mae", "mse"):
+    is_plain = method not in CALIBRATED and (method is not None or four_over_six in ("mae", "mse"))
+    if is_other or is_plain:
         given = f"numerics {numerics!r}" if is_other else f"method {method or 'four-over-six'!r}"
         raise ValueError(
             f"calibration: got {described(calibration)} with the {given}, must be absent: only 'search' and "

@@ -168,9 +168,10 @@ def _what(options: argparse.Namespace) -> Options | Translation:
     if file:
         given["activation_amax"] = read_amaxes(Path(file))
     tokens = given.pop("calibration_tokens", None)
-    if "calibration" in given:
+    is_positive = tokens is None or tokens > 0
+    if "calibration" in given and is_positive:
         given["calibration"] = read_calibration(given["calibration"], tokens or NUM_TOKENS)
-    if tokens is not None and (tokens < 1 or not isinstance(given.get("calibration"), Text)):
+    if tokens is not None and not (is_positive and isinstance(given.get("calibration"), Text)):
         raise ValueError(
             f"--calibration-tokens: got {tokens}, must be 1 or more, with a text as --calibration"
         )
