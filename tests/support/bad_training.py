@@ -185,7 +185,7 @@ pair(
 BY_NAME = "training.resolve training.linear training.grouped_linear training.Linear training.GroupedLinear"
 for function in (*BY_NAME.split(), "training.Linear.recipe"):
     add(function, "recipe", "name", lambda: "fp8", VALUE, "got 'fp8', must be bf16, nvidia, ")
-    add(function, "recipe", "type", lambda: ROW, TYPE, "must be an fp4gemm.training.Recipe or a name of PRES")
+    add(function, "recipe", "type", lambda: ROW, TYPE, "must be an fp4gemm.training.Recipe or a name of")
     add(function, "recipe", "none", lambda: None, TYPE, "got None (NoneType), must be")
 
 # ---- the functions
