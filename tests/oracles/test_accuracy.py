@@ -1,6 +1,6 @@
 """How much ModelOpt's and llm-compressor's best methods lose on SmolLM2, beside ours: make test-oracles.
 
-``python -m bench accuracy --producers`` measures; docs/accuracy.md says which methods of theirs were measured.
+``python -m bench accuracy --producers`` measures; docs/accuracy.md says which of them ran.
 """
 
 from __future__ import annotations
