@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fp4gemm import training
-from fp4gemm.training import fsdp
+from fp4gemm.training import _casts, fsdp
 from fp4gemm.training._gathered import transposed
 from processes import in_two_processes
 from torch import Tensor
@@ -186,11 +186,35 @@ def test_blocks_of_16x16_are_transposed_from_the_codes(shape: tuple[int, ...], f
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def test_a_gathered_weight_refuses_other_functions() -> None:
-    t = fsdp._casts.quantize(torch.randn(32, 64))
+def gathered(t: fp4gemm.NVFP4Tensor, dtype: torch.dtype) -> fsdp.GatheredWeight:
     scales = t.compact_scales().view(torch.uint8)
-    made = fsdp.Made(t.e4m3_max, False, torch.Size((32, 64)))
-    weight = fsdp.GatheredWeight(t.codes, scales, t.amax, made, torch.bfloat16)
+    made = fsdp.Made(t.e4m3_max, False, torch.Size(t.shape))
+    return fsdp.GatheredWeight(t.codes, scales, t.amax, made, dtype)
+
+
+def test_an_amax_over_all_ranks_has_the_bits_of_a_measured_one() -> None:
+    """With headroom too, which multiplies the amax of the tensor and of each block."""
+    weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
+    cast = training.Cast(scaling="tensor", headroom=17 / 16)
+    recipe = training.Recipe(x=training.Cast(), w=cast, w_t="dequantized")
+    got, want = (_casts.weight_rows(weight, recipe, a) for a in (weight.abs().amax().view(1), None))
+    assert_equal([got.codes, got.compact_scales().float(), got.amax],
+                 [want.codes, want.compact_scales().float(), want.amax])  # fmt: skip
+
+
+def test_a_gathered_weight_is_rounded_by_the_state_of_the_layer() -> None:
+    weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
+    w_t = training.Cast(source="rowwise", stochastic=True)
+    recipe = training.Recipe(x=training.Cast(), w=training.Cast(), dy=training.Cast(), w_t=w_t)
+    state = torch.tensor([7, 123])
+    want = _casts.weight_copies(weight, recipe, state, True, True)
+    got = _casts.weight_copies(gathered(fp4gemm.quantize(weight), weight.dtype), recipe, state, True, True)
+    assert_equal([t.float() for t in got], [t.float() for t in want])
+
+
+def test_a_gathered_weight_refuses_other_functions() -> None:
+    t = fp4gemm.quantize(torch.randn(32, 64))
+    weight = gathered(t, torch.bfloat16)
     assert torch.equal(weight.quantized().dequantize(), t.dequantize(torch.bfloat16))
     assert repr(weight) == "GatheredWeight(shape=(32, 64), dtype=torch.bfloat16, device='cpu')"
     with pytest.raises(NotImplementedError, match=r"mm.*: got a weight that FSDP2 gathered in NVFP4"):

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..containers.nvfp4 import NVFP4Tensor
 from ..quantize import quantize, quantize_both
 from ._gathered import GatheredWeight, transposed
-from .recipe import Cast, Operand, Recipe
+from .recipe import HEADROOM, Cast, Operand, Recipe
 
 __all__ = [
     "NO_PARTS",
@@ -64,7 +64,7 @@ def _options(cast: Cast, recipe: Recipe, state: Tensor | None, hadamard: str | N
     if cast.stochastic:
         options |= {"stochastic": True, "rng_state": state}
     if cast.has_headroom:
-        options["headroom"] = 17 / 16
+        options["headroom"] = HEADROOM
     return options
 
 
@@ -82,7 +82,7 @@ def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor | None) -> NVFP4Ten
         raise RuntimeError("the recipe quantizes no weight")
     options = _options(recipe.w, recipe, None, None)
     if amax is not None:
-        options["amax"] = amax * options.pop("headroom", 1.0)
+        options["amax"] = amax * options.get("headroom", 1.0)  # a given amax includes the headroom
     made: NVFP4Tensor = quantize(weight, **options)
     return made
 
@@ -162,7 +162,7 @@ def weight_copies(
     w is made too where w_t is cast from it.
     """
     if isinstance(weight, GatheredWeight):
-        return _gathered_copies(weight.quantized(), recipe, needs_w_t)
+        return _gathered_copies(weight.quantized(), recipe, state, needs_w_t)
     needs_w = needs_w or not isinstance(recipe.w_t, Cast) or recipe.w_t.source == "rowwise"
     with torch.no_grad():
         w, w_t = both(
@@ -171,12 +171,12 @@ def weight_copies(
     return (*parts_of(w), *parts_of(w_t))
 
 
-def _gathered_copies(w: NVFP4Tensor, recipe: Recipe, needs_w_t: bool) -> Parts:
+def _gathered_copies(w: NVFP4Tensor, recipe: Recipe, state: Tensor | None, needs_w_t: bool) -> Parts:
     """weight_copies of a weight of which only the forward copy is there (fsdp.py)."""
     w_t = None
     if needs_w_t and isinstance(recipe.w_t, Cast):
         if recipe.w_t.source == "rowwise":
-            w_t = columns(w.dequantize(), recipe.w_t, recipe, None)
+            w_t = columns(w.dequantize(), recipe.w_t, recipe, state)
         else:
             w_t = transposed(w)
     return (*parts_of(w), *parts_of(w_t))
