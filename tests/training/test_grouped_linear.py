@@ -134,16 +134,17 @@ def test_main_grad(name: str, device: torch.device, gen: torch.Generator) -> Non
 
 def test_is_torch_for_each_expert(device: torch.device, gen: torch.Generator) -> None:
     """A recipe of None is torch's Linear for each expert."""
-    layer = training.GroupedLinear(G, K, N, recipe="bf16", device=device, dtype=BF16)
+    layer = training.GroupedLinear(G, K, N, True, recipe="bf16", device=device, dtype=BF16)
     x, dy, _ = tensors(gen, device)
     x.requires_grad_()
     y = layer(x, ends(device))
     y.backward(dy)
     start = 0
     for e, end in enumerate(ENDS):
-        linear = torch.nn.Linear(K, N, bias=False, device=device, dtype=BF16)
+        linear = torch.nn.Linear(K, N, device=device, dtype=BF16)
         with torch.no_grad():
             linear.weight.copy_(layer.weight[e])
+            linear.bias.copy_(layer.bias[e])
         part = x[start:end].detach().requires_grad_()
         out = linear(part)
         out.backward(dy[start:end])
@@ -151,10 +152,10 @@ def test_is_torch_for_each_expert(device: torch.device, gen: torch.Generator) ->
             (y[start:end], out),
             (x.grad[start:end], part.grad),
             (layer.weight.grad[e], linear.weight.grad),
+            (layer.bias.grad[e], linear.bias.grad),
         ):
-            torch.testing.assert_close(
-                got, want, rtol=2**-7, atol=2**-7
-            )  # the order of torch's sums is its own
+            # The order of torch's sums is its own.
+            torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7)
         start = end
 
 

@@ -47,5 +47,6 @@ def bias_gradient(dy: Tensor, offs: Tensor | None, num_groups: int) -> Tensor:
         return dy.sum(0, dtype=torch.float32)
     of_row = _group_of_row(dy.shape[0], offs)
     groups = torch.arange(num_groups, device=dy.device)
-    # One product of ones and zeros in place of index_add_, whose order on a GPU is not fixed.
-    return (of_row == groups.unsqueeze(1)).to(torch.float32) @ dy.to(torch.float32)
+    # One product of ones and zeros in place of index_add_, whose order on a GPU is not fixed. Rows of no
+    # group may hold NaN, and 0 * NaN is NaN.
+    return (of_row == groups.unsqueeze(1)).to(torch.float32) @ _in_groups(dy, offs).to(torch.float32)
