@@ -26,6 +26,7 @@ def _made(
     route_scale: Any,
     load_balance_coeff: Any,
     recipe: Any,
+    device: Any,
     dtype: Any,
 ) -> MoE:
     return MoE(
@@ -39,6 +40,7 @@ def _made(
         route_scale=route_scale,
         load_balance_coeff=load_balance_coeff,
         recipe=recipe,
+        device=device,
         dtype=dtype,
     )
 
@@ -67,6 +69,7 @@ FUNCTIONS |= {
             "route_scale": 2.5,
             "load_balance_coeff": 1e-3,
             "recipe": "nvidia",
+            "device": None,
             "dtype": None,
         },
     ),
@@ -105,6 +108,8 @@ for factor in ("route_scale", "load_balance_coeff"):
 add(M, "route_scale", "none", lambda: None, TYPE, "got None (NoneType), must be a number")
 add(M, "recipe", "name", lambda: "fp8", VALUE, "got 'fp8', must be bf16, nvidia, ")
 add(M, "recipe", "type", lambda: None, TYPE, "got None (NoneType), must be")
+add(M, "device", "type", list, TYPE, "got [] (list), must be a torch.device, a string or an index")
+add(M, "device", "name", lambda: "gpu", VALUE, "got 'gpu', must name a torch device")
 add(M, "dtype", "float64", lambda: torch.float64, TYPE, "dtype is torch.float64, must be torch.bfloat16")
 
 X = "training.MoE.forward"

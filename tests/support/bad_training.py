@@ -29,7 +29,7 @@ def _assigned(recipe: Any) -> training.Linear:
 
 OPERANDS: dict[str, Any] = dict.fromkeys(("x", "w", "dy", "w_t", "dy_t", "x_t"))
 DENSE: dict[str, Any] = {"x": ones(TOKENS, IN), "weight": ones(OUT, IN), "bias": None, "recipe": "nvidia"}
-LAYER: dict[str, Any] = {"in_features": IN, "out_features": OUT, "bias": True, "dtype": None}
+LAYER: dict[str, Any] = {"in_features": IN, "out_features": OUT, "bias": True, "device": None, "dtype": None}
 
 FUNCTIONS |= {
     "training.Cast": (
@@ -42,24 +42,32 @@ FUNCTIONS |= {
     ),
     "training.resolve": (training.resolve, lambda: {"recipe": "nvidia"}),
     "training.linear": (
-        lambda x, weight, bias, recipe, state: functional.linear(x, weight, bias, recipe, state=state),
-        lambda: {**DENSE, "state": STATE},
+        lambda x, weight, bias, recipe, state, cache: functional.linear(
+            x, weight, bias, recipe, state=state, cache=cache
+        ),
+        lambda: {**DENSE, "state": STATE, "cache": None},
     ),
     "training.grouped_linear": (
-        lambda x, weight, offs, bias, recipe, state: functional.grouped_linear(
-            x, weight, offs, bias, recipe, state=state
+        lambda x, weight, offs, bias, recipe, state, cache: functional.grouped_linear(
+            x, weight, offs, bias, recipe, state=state, cache=cache
         ),
-        lambda: {**DENSE, "weight": ones(G, OUT, IN), "offs": ends(5, 5, TOKENS), "state": STATE},
+        lambda: {
+            **DENSE,
+            "weight": ones(G, OUT, IN),
+            "offs": ends(5, 5, TOKENS),
+            "state": STATE,
+            "cache": training.WeightCache(),
+        },
     ),
     "training.Linear": (
-        lambda in_features, out_features, bias, dtype, recipe: training.Linear(
-            in_features, out_features, bias, dtype=dtype, recipe=recipe
+        lambda in_features, out_features, bias, device, dtype, recipe: training.Linear(
+            in_features, out_features, bias, device, dtype, recipe=recipe
         ),
         lambda: {**LAYER, "recipe": "nvidia"},
     ),
     "training.GroupedLinear": (
-        lambda num_groups, in_features, out_features, bias, dtype, recipe: training.GroupedLinear(
-            num_groups, in_features, out_features, bias, dtype=dtype, recipe=recipe
+        lambda num_groups, in_features, out_features, bias, device, dtype, recipe: training.GroupedLinear(
+            num_groups, in_features, out_features, bias, device=device, dtype=dtype, recipe=recipe
         ),
         lambda: {**LAYER, "num_groups": G, "recipe": "nvidia"},
     ),
@@ -232,6 +240,10 @@ add(F, "state", "type", lambda: 7, TYPE, "got 7 (int), must be a torch.Tensor")
 add(F, "state", "dtype", lambda: STATE.int(), TYPE, "dtype is torch.int32, must be torch.int64")
 add(F, "state", "shape", lambda: torch.zeros(3, dtype=torch.int64), VALUE, "shape is (3,), must be (2,)")
 add(F, "state", "device", lambda: STATE.to("meta"), VALUE, "device is meta, must be cpu")
+add(F, "cache", "type", dict, TYPE, "got {} (dict), must be an fp4gemm.training.WeightCache or None")
+add(
+    F, "cache", "class", lambda: training.WeightCache, TYPE, "must be an fp4gemm.training.WeightCache or None"
+)
 E = "training.grouped_linear"
 add(E, "x", "rank", lambda: ones(3, 11, IN), VALUE, "must have rank 2, (m, k)")
 add(E, "offs", "type", lambda: [5, 5, TOKENS], TYPE, "must be a torch.Tensor")
@@ -247,6 +259,8 @@ for features, other in (("in_features", "k"), ("out_features", "n")):
     add(L, features, "zero", lambda: 0, VALUE, "got 0, must be at least 1")
     add(L, features, "step", lambda: 40, VALUE, f"{other} is 40, must be a positive multiple of 32")
 add(L, "bias", "type", lambda: None, TYPE, "got None (NoneType), must be True or False")
+add(L, "device", "type", lambda: 1.5, TYPE, "got 1.5 (float), must be a torch.device, a string or an index")
+add(L, "device", "name", lambda: "gpu", VALUE, "got 'gpu', must name a torch device")
 add(L, "dtype", "type", lambda: "bf16", TYPE, "got 'bf16' (str), must be torch.bfloat16")
 add(L, "dtype", "float64", lambda: torch.float64, TYPE, "dtype is torch.float64, must be torch.bfloat16")
 add("training.GroupedLinear", "num_groups", "zero", lambda: 0, VALUE, "got 0, must be at least 1")

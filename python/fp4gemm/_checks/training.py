@@ -39,6 +39,15 @@ def operands(x: object, weight: object, bias: object, rank: int, is_plain: bool)
     return x
 
 
+def cache(value: object) -> None:
+    """Raise TypeError unless value is None or has the methods of a WeightCache."""
+    has_methods = all(callable(getattr(value, name, None)) for name in ("keeps", "get"))
+    if value is not None and (isinstance(value, type) or not has_methods):
+        raise TypeError(
+            f"cache: got {_checks.describe(value)}, must be an fp4gemm.training.WeightCache or None"
+        )
+
+
 def main_grad(weight: Tensor) -> Tensor | None:
     """weight.main_grad after checks, or None where the weight has none."""
     value = getattr(weight, "main_grad", None)

@@ -225,7 +225,8 @@ def linear(
         recipe: a Recipe, or a name of PRESETS.
         state: int64 (2,), {seed, offset}, for stochastic rounding: dy uses offset (along m offset + 1), x
             offset + 2 and W offset + 4. None draws one from torch's default generator of the device.
-        cache: keeps the copies of the weight from call to call; None makes them in each pass.
+        cache: a WeightCache, which keeps the copies of the weight from call to call; None makes them in each
+            pass.
 
     Returns:
         (..., n) of the dtype of x. Does not synchronise.
@@ -237,6 +238,7 @@ def linear(
     """
     recipe = resolve(recipe)
     x = checks.operands(x, weight, bias, 2, recipe.is_plain)
+    checks.cache(cache)
     main_grad = checks.main_grad(weight)
     if recipe.is_plain and main_grad is None:
         return torch.nn.functional.linear(x, weight, bias)
@@ -283,6 +285,7 @@ def grouped_linear(
     """
     recipe = resolve(recipe)
     x = checks.operands(x, weight, bias, 3, recipe.is_plain)
+    checks.cache(cache)
     _checks.has_rank("x", x, 2, "(m, k)")
     offs = option_checks.group_ends(option_checks.as_int32(offs), x.device, "x")
     _checks.has_shape("offs", offs, (weight.shape[0],), ", an end for each matrix of weight")

@@ -26,7 +26,7 @@ class RecipeLayer:
 
     @recipe.setter
     def recipe(self, recipe: Recipe | str) -> None:
-        self._recipe = check_layer(self.in_features, self.out_features, True, None, recipe)
+        self._recipe = check_layer(self.in_features, self.out_features, True, None, None, recipe)
         self.cache = WeightCache()
 
     def _recipe_repr(self) -> str:
@@ -36,7 +36,12 @@ class RecipeLayer:
 
 
 def check_layer(
-    in_features: object, out_features: object, bias: object, dtype: object, recipe: Recipe | str
+    in_features: object,
+    out_features: object,
+    bias: object,
+    device: object,
+    dtype: object,
+    recipe: Recipe | str,
 ) -> Recipe:
     """Check the arguments that the layers have in common, and return the recipe."""
     resolved = resolve(recipe)
@@ -45,6 +50,8 @@ def check_layer(
         if not resolved.is_plain:
             _checks.is_multiple(name, what, size, checks.STEP)  # type: ignore[arg-type]
     _checks.is_bool("bias", bias)
+    if device is not None:
+        _checks.as_device("device", device)
     if dtype is not None:
         _checks.is_float_dtype("dtype", dtype)
     return resolved

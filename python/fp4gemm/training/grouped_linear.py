@@ -51,7 +51,7 @@ class GroupedLinear(RecipeLayer, torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         _checks.is_int("num_groups", num_groups, 1)
-        resolved = check_layer(in_features, out_features, bias, dtype, recipe)
+        resolved = check_layer(in_features, out_features, bias, device, dtype, recipe)
         super().__init__()
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self._recipe, self.cache = resolved, WeightCache()

@@ -47,7 +47,7 @@ class Linear(RecipeLayer, torch.nn.Linear):
         *,
         recipe: Recipe | str = "per_token",
     ) -> None:
-        resolved = check_layer(in_features, out_features, bias, dtype, recipe)
+        resolved = check_layer(in_features, out_features, bias, device, dtype, recipe)
         super().__init__(in_features, out_features, bias, device, dtype)
         self._recipe, self.cache = resolved, WeightCache()
 

@@ -185,6 +185,8 @@ class MoE(torch.nn.Module):
         for name, size in (("dim", dim), ("hidden_dim", hidden_dim)):
             _checks.is_int(name, size, 1)
             _checks.is_multiple(name, "the size", size, _checks.K_STEP_MM)
+        if device is not None:
+            _checks.as_device("device", device)
         if dtype is not None:
             _checks.is_float_dtype("dtype", dtype)
         _checks.is_int("num_experts", num_experts, 1)
