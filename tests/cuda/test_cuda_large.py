@@ -63,14 +63,18 @@ def test_both_directions_of_more_rows_than_a_grid_covers(tall: torch.Tensor) -> 
 
 
 def test_groups_along_more_rows_than_a_grid_covers(tall: torch.Tensor) -> None:
-    """Groups whose sizes are multiples of 64 need no padding: the result is that of the whole matrix."""
+    """Groups whose sizes are multiples of 64 need no padding: each part is that of its rows."""
     m = tall.shape[0]
-    offs = torch.tensor([m // 2, m], dtype=torch.int32, device=tall.device)
-    want = fp4gemm.quantize(tall, axis=0)
+    half = m // 2
+    offs = torch.tensor([half, m], dtype=torch.int32, device=tall.device)
     t = fp4gemm.quantize(tall, axis=0, offs=offs)
-    assert_bits(t.amax, want.amax, "amax")
-    assert_bits(t.codes[:, : m // 2], want.codes, "codes")
-    assert_bits(t.compact_scales()[:, : m // 16], want.compact_scales(), "scales")
+    for e, rows in enumerate((tall[:half], tall[half:])):
+        want = fp4gemm.quantize(rows, axis=0)
+        codes = t.codes[:, e * half // 2 : (e + 1) * half // 2]
+        scales = t.compact_scales()[:, e * half // 16 : (e + 1) * half // 16]
+        assert_bits(t.amax[e], want.amax, f"amax of group {e}")
+        assert_bits(codes, want.codes, f"codes of group {e}")
+        assert_bits(scales, want.compact_scales(), f"scales of group {e}")
 
 
 def test_mxfp8_along_more_rows_than_a_grid_covers(tall: torch.Tensor) -> None:

@@ -155,7 +155,7 @@ def expected_columns(
     parts = []
     for e, acc in enumerate(column_products(case)):
         z = model.epilogue(
-            acc, ALPHA, case.a.amax, case.b.amax, bias if bias is None or bias.dim() == 1 else bias[e]
+            acc, ALPHA, case.a.amax[e], case.b.amax[e], bias if bias is None or bias.dim() == 1 else bias[e]
         )
         part = None if c is None else c[e]
         parts.append(model_epilogue.finish(z.numpy(), activation, part, beta, out_dtype))
