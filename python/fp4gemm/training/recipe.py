@@ -59,18 +59,6 @@ class Cast:
     has_headroom = False  # no field, but derived: torch.compile takes a float of an object for a variable
 
     def __post_init__(self) -> None:
-        if isinstance(self.headroom, bool) or not isinstance(self.headroom, (int, float)):
-            raise TypeError(f"headroom: got {_checks.describe(self.headroom)}, must be 1.0 or 17/16")
-        if self.headroom not in (1.0, HEADROOM):
-            raise ValueError(f"headroom: got {self.headroom!r}, must be 1.0 or 17/16")
-        for name, excluded in (
-            ("four_over_six", self.four_over_six is not None),
-            ("block", self.block != (1, 16)),
-        ):
-            if excluded and self.headroom != 1.0:
-                raise NotImplementedError(
-                    f"headroom: got {self.headroom!r} with {name} {getattr(self, name)!r}, must be 1.0"
-                )
         defaults = {name: option.default for name, option in option_checks.OPTIONS.items()}
         own = {name: getattr(self, name) for name in defaults if hasattr(self, name)}
         option_checks.operator_arguments(defaults | own)
