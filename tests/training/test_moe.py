@@ -17,7 +17,7 @@ from torch import Tensor
 from training_cases import RECIPES
 
 DIM, HIDDEN, G, TOP_K = 64, 96, 5, 2
-QUANTIZED = [name for name in training.PRESETS if name in RECIPES and name != "bf16"]
+QUANTIZED = [name for name in training.PRESETS if name != "bf16"]
 
 
 def block(recipe: str = "bf16", device: torch.device | str = "cpu", **options: Any) -> MoE:

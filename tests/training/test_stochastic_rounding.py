@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
-import fp4gemm
 import pytest
 import torch
 from fp4gemm import training
@@ -15,8 +12,7 @@ from torch import Tensor
 from training_operands import catch, codes_as_numbers, step_of
 
 LADDER = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
-HAS_HEADROOM = "headroom" in inspect.signature(fp4gemm.quantize).parameters
-DRAWING = ["nvidia", "row_scaled", "four_over_six", "bf16_forward", *(["per_token"] if HAS_HEADROOM else [])]
+DRAWING = [name for name, recipe in training.PRESETS.items() if recipe.draws]
 ROWS, OFFSETS = 64, 64  # 4096 draws of every number
 
 

@@ -1,4 +1,4 @@
-"""examples/train_moe.py: its corpus, arms and model, tiny runs by every preset, resuming, and its report."""
+"""examples/train_moe.py: its corpus, arms and model, tiny runs, resuming, and its report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_bits
-from training_cases import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("rich", reason="the example needs rich")
@@ -199,7 +198,7 @@ def test_outliers_do_not_change_bf16(corpus: corpora.Corpus) -> None:
 # ---- training
 
 
-@pytest.mark.parametrize("name", [name for name in training.PRESETS if name in RECIPES])
+@pytest.mark.parametrize("name", arms.GROUPS["main"])
 def test_the_loss_falls(name: str, corpus: corpora.Corpus) -> None:
     run = trained(run_of(name, corpus))
     result = run.result()
