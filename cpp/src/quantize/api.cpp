@@ -94,8 +94,7 @@ fp4gemm_status_t check_gather(fp4gemm_quantize_args_t const& args) {
        args.rng_state != nullptr || args.headroom != 1.0f)) {
     return unsupported(
         "x_rows: requires FP4GEMM_SCALING_ROW, row alone with an amax that is computed, FP4GEMM_ENCODE_TE "
-        "and "
-        "headroom 1, without Hadamard, four over six and stochastic rounding");
+        "and headroom 1, without Hadamard, four over six and stochastic rounding");
   }
   return FP4GEMM_SUCCESS;
 }
