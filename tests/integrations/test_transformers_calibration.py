@@ -92,6 +92,9 @@ def test_refusals(tmp_path: Path) -> None:
     Statistics(known).save(tmp_path / "statistics")
     with pytest.raises(ValueError, match=r"^method: got 'gptq', must be another for statistics without s"):
         integration.Fp4GemmConfig(method="gptq", calibration=tmp_path / "statistics")
+    for items in (BATCHES, tmp_path / "statistics"):
+        with pytest.raises(ValueError, match=r"^calibration: got a \w+ with the method 'round', must be abs"):
+            integration.Fp4GemmConfig(method="round", calibration=items)
     config = integration.Fp4GemmConfig(calibration=tmp_path / "statistics")
     with pytest.raises(ValueError, match=r"^calibration: has no statistics of 'model\.layers\.1\.mlp"):
         load(source, quantization_config=config)

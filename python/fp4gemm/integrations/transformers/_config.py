@@ -13,6 +13,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ... import _checks
 from ...calibration.statistics import StatisticsFile
 from ...checkpoint.formats import FORMATS, FormatName, Scheme, quantization_config, read_quantization_config
+from ...checkpoint.numerics import CALIBRATED
 from ...nn._inputs import ACTIVATION_SCALINGS, WEIGHT_SCALINGS, ActivationScaling, WeightScaling
 from ...nn._methods import Method, chosen_method
 
@@ -43,7 +44,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         activation_scaling: "row", "none" or "tensor", as for :class:`fp4gemm.nn.Linear`. None: what an NVFP4
             checkpoint says, W4A16 "none" and W4A4 "row"; with a float checkpoint "row".
         method: how weights are rounded, as for ``quantize_model``; None is the best that calibration allows,
-            "four-over-six" without. "search" needs calibration here.
+            "four-over-six" without. "search" needs calibration here, and only it and "gptq" accept one.
         calibration: the path of a file of :meth:`fp4gemm.calibration.Statistics.save`, whose statistics are
             read layer by layer; or a list of batches for :func:`fp4gemm.calibrate`, or of texts, which the
             tokenizer beside the model turns into batches. With a list the whole model is loaded in float,
@@ -104,6 +105,11 @@ class Fp4GemmConfig(QuantizationConfigMixin):
                 "four over six then"
             )
         self.method = chosen_method(method, known, False)
+        if known is not None and self.method not in CALIBRATED:
+            raise ValueError(
+                f"calibration: got a {type(calibration).__name__} with the method {method!r}, must be "
+                "absent: only 'search' and 'gptq' use it"
+            )
         self.calibration = known
         self.include = _patterns("include", include)
         self.exclude = _patterns("exclude", exclude)
