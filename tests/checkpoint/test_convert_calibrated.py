@@ -179,7 +179,10 @@ def test_experts_with_few_tokens_are_named(tmp_path: Path) -> None:
     known[f"{EXPERTS}.w2"] = InputStatistics(count, square, moment)
     Statistics(known).save(tmp_path / "statistics")
     for name, calibration in (("memory", Statistics(known)), ("file", tmp_path / "statistics")):
-        report = convert(source, tmp_path / name, Options(calibration=calibration))  # type: ignore[arg-type]
+        options = Options(calibration=calibration)  # type: ignore[arg-type]
+        report = convert(source, tmp_path / name, options, measured=True)
+        unknown = [layer.module for layer in report.layers if layer.output_error is None]
+        assert unknown == [f"{EXPERTS}.2.down_proj"]
         assert report.notes == (
             f"{EXPERTS}.1.down_proj.weight: 24 tokens, fewer than 96: those of all experts added",
             f"{EXPERTS}.2.down_proj.weight: no token reached it: scales searched without statistics",

@@ -34,7 +34,8 @@ class LayerError:
         worst_element: the largest |v - w| of an element over what rounding explains: 0.18 of the amax of its
             block, plus 2^-10 A / B, which is what a block scale of 0 loses. At most 1, but for the methods
             "search" and "gptq", which move elements further where that helps the output.
-        output_error: |X (V - W)^T| / |X W^T| on the inputs X of the calibration; None without.
+        output_error: |X (V - W)^T| / |X W^T| on the inputs X of the calibration; None without, or where no
+            token reached it.
     """
 
     module: str

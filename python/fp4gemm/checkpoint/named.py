@@ -21,10 +21,10 @@ __all__ = ["quantize_named"]
 def quantize_named(tensors: Iterable[tuple[str, Tensor]], plan: Plan) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the NVFP4 checkpoint from those of the float model, one by one, in the order of arrival.
 
-    The bytes are those of :func:`convert` with the same options. A tensor that stays is passed on as it is. A
-    fused set is passed on as soon as its last tensor has come, and until then its tensors are kept, so that
-    memory holds the incomplete sets. Tensors may come in any order, and an update may leave sets out
-    altogether.
+    The bytes are those of :func:`convert` with the same options; of the method "gptq" only with one thread of
+    torch, which convert uses. A tensor that stays is passed on as it is. A fused set is passed on as soon as
+    its last tensor has come, and until then its tensors are kept, so that memory holds the incomplete sets.
+    Tensors may come in any order, and an update may leave sets out altogether.
 
     Args:
         tensors: (name, tensor) pairs, with the names, shapes and dtypes of the plan, on any device; a set is

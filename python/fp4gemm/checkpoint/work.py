@@ -164,8 +164,9 @@ def _convert(
             name = matrix.module if not one.is_stack else f"{matrix.module} (expert {matrix.expert})"
             layers.append(layer_error(name, values, stored, ratio))
         for index, known in enumerate(made.inputs):
-            error = output_error(made.floats[index], made.stored[index].to_nvfp4(), known)
-            layers[index] = replace(layers[index], output_error=error)
+            if bool(known.num_tokens.any()):  # no token reached some experts
+                error = output_error(made.floats[index], made.stored[index].to_nvfp4(), known)
+                layers[index] = replace(layers[index], output_error=error)
     found = tensors_of(one, made.stored, scheme, options)
     return Made({name: tensor.cpu() for name, tensor in found.items()}, layers, notes)
 
