@@ -17,16 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 WIDTH, HIDDEN, TOKENS, STEPS = 64, 96, 32, 2
 REPLICATED = ("nvidia", "te_per_token")
-GATHERED = ("rowwise", "nvidia", "row_scaled_dequantized", "four_over_six")
+GATHERED = ("per_token", "nvidia", "row_scaled_dequantized", "four_over_six")
 MIXED = ("row_scaled",)
-# w_t is cast from the values of w, as in "per_token".
-ROWWISE = training.PRESETS["per_token"].replace(
-    dy=training.Cast(stochastic=True), dy_t=training.Cast(hadamard="fp32", stochastic=True)
-)
-
-
-def recipe_of(name: str) -> training.Recipe:
-    return ROWWISE if name == "rowwise" else training.resolve(name)
 
 
 def mlp(recipe: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -35,7 +27,7 @@ def mlp(recipe: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     model = torch.nn.Sequential(
         torch.nn.Linear(WIDTH, HIDDEN), torch.nn.SiLU(), torch.nn.Linear(HIDDEN, WIDTH, bias=False)
     ).to(dtype)
-    training.convert_model(model, recipe_of(recipe))
+    training.convert_model(model, recipe)
     return model
 
 
@@ -45,7 +37,7 @@ class Experts(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.experts = training.GroupedLinear(2, WIDTH, WIDTH, recipe=ROWWISE)
+        self.experts = training.GroupedLinear(2, WIDTH, WIDTH, recipe="per_token")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.experts(x, torch.tensor([TOKENS // 2, TOKENS], dtype=torch.int32, device=x.device))
@@ -154,7 +146,7 @@ def run(rank: int) -> dict[Any, Any]:
     results["experts"] = by_fsdp(rank, Experts())
     results["experts gathered"] = by_fsdp(rank, gathered(Experts()))
 
-    model = gathered(mlp("rowwise"))
+    model = gathered(mlp("per_token"))
     by_fsdp(rank, model)
     results["shards"] = [p.to_local() for p in model.parameters()]
     results["saved"] = saved(model)

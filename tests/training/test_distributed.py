@@ -96,7 +96,7 @@ def test_ranks_round_differently(ranks: list[dict[Any, Any]]) -> None:
 # ---- what needs no second process
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "nvidia", "experts"])
+@pytest.mark.parametrize("recipe", ["per_token", "nvidia", "experts"])
 def test_a_group_of_one_process(device: torch.device, recipe: str, tmp_path: Path) -> None:
     """FSDP2 on any device: its streams, and storages that it frees and allocates again, change no bit."""
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -150,7 +150,7 @@ def test_models_without_a_layer_are_refused() -> None:
         training.quantize_all_gather(3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("recipe", "step"), [("rowwise", 5), ("nvidia", 80)])
+@pytest.mark.parametrize(("recipe", "step"), [("per_token", 5), ("nvidia", 80)])
 def test_shards_of_other_sizes_are_refused(recipe: str, step: int) -> None:
     model, mesh = data_parallel.mlp(recipe), SimpleNamespace(size=lambda: 5)
     with pytest.raises(ValueError, match=f"weight: has 96 rows, must be a multiple of {step}, .* by 5 ranks"):
