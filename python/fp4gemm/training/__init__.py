@@ -10,6 +10,7 @@ from .grouped_linear import GroupedLinear
 from .linear import Linear
 from .moe import MoE, update_expert_bias
 from .moe_keys import load_moe_state, moe_state
+from .parallel import SequenceColwiseParallel, SequenceRowwiseParallel
 from .products import dgrad, fprop, wgrad
 from .recipe import PRESETS, Cast, Recipe, resolve
 
@@ -22,6 +23,8 @@ __all__ = [
     "Linear",
     "MoE",
     "Recipe",
+    "SequenceColwiseParallel",
+    "SequenceRowwiseParallel",
     "WeightCache",
     "attach",
     "convert_model",

@@ -1,0 +1,236 @@
+"""A linear layer whose tokens the ranks share: collectives with gradients, the product of a gathered x."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._checks import training as checks
+from ..containers.nvfp4 import NVFP4Tensor
+from ..quantize import quantize
+from . import _casts, _functions, _plain, _state
+from .products import fprop
+from .recipe import DEQUANTIZED, Cast, Recipe
+
+__all__ = ["OnEveryRank", "ScatterSum", "Sharding", "gathered_linear"]
+
+_AMAX_BYTES = 4
+# torch 2.13 renamed the first two and warns of the old names.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_reduce = dist.all_reduce
+
+
+class Sharding(NamedTuple):
+    """Which dimension of activations the ranks of a mesh share, and the mesh, which has one dimension."""
+
+    mesh: DeviceMesh
+    dim: int
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group()
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The shards of all ranks, one after the other along dim; contiguous, a copy."""
+        ranks = self.mesh.size()
+        gathered = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
+        all_gather(gathered, x.contiguous(), group=self.group)
+        if self.dim == 0:
+            return gathered
+        return gathered.view(ranks, *x.shape).movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+
+    def scatter_sum(self, x: Tensor) -> Tensor:
+        """This rank's shard along dim of the sum of all ranks' x, added in the dtype of x."""
+        ranks = self.mesh.size()
+        shape = list(x.shape)
+        shape[self.dim] //= ranks
+        parts = x.view(*shape[: self.dim], ranks, *shape[self.dim :]).movedim(self.dim, 0).contiguous()
+        own = x.new_empty(shape)
+        reduce_scatter(own, parts.flatten(0, 1), group=self.group)
+        return own
+
+
+class _Gather(torch.autograd.Function):
+    """The tokens of all ranks in the dtype of x; the gradient is reduce-scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sharding: Sharding) -> Tensor:
+        ctx.sharding = sharding
+        return sharding.gather(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return ctx.sharding.scatter_sum(dy.contiguous()), None
+
+
+class ScatterSum(torch.autograd.Function):
+    """This rank's tokens of the sum of all ranks' x; the gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sharding: Sharding) -> Tensor:
+        ctx.sharding = sharding
+        return sharding.scatter_sum(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return ctx.sharding.gather(dy), None
+
+
+class OnEveryRank(torch.autograd.Function):
+    """A tensor that every rank has; its gradient is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sharding: Sharding) -> Tensor:
+        ctx.sharding = sharding
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        total = dy.clone(memory_format=torch.contiguous_format)
+        all_reduce(total, group=ctx.sharding.group)
+        return total, None
+
+
+def _gathered_rows(
+    x: Tensor, cast: Cast, recipe: Recipe, state: Tensor | None, sharding: Sharding
+) -> NVFP4Tensor:
+    """The forward copy (m, k) of the tokens of all ranks, of this rank's x (..., k): each casts its own.
+
+    Equal to the cast of the gathered x bit for bit, unless it rounds stochastically. One all-gather moves the
+    codes, the block scales and, with row scaling, the amaxes. With tensor scaling one MAX all-reduce of the
+    amax precedes the cast.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    m, k = rows.shape
+    is_per_row = cast.scaling == "row"
+    options = _casts._options(cast, recipe, state, None)
+    if not is_per_row:
+        amax = rows.abs().amax().float().view(1) if rows.numel() else rows.new_zeros(1, dtype=torch.float32)
+        all_reduce(amax, op=dist.ReduceOp.MAX, group=sharding.group)
+        options["amax"] = amax * options.pop("headroom", 1.0)
+    t: NVFP4Tensor = quantize(rows, **options)
+    parts = [t.codes, t.compact_scales().view(torch.uint8)]
+    if is_per_row:
+        parts.append(t.amax.view(torch.uint8).view(m, _AMAX_BYTES))
+    packed = torch.cat(parts, 1)
+    packed = sharding.gather(packed.view(*x.shape[:-1], packed.shape[1])).flatten(0, -2)
+    codes, scales, *amaxes = (
+        # clone, since a part of one token is contiguous already, at an address that is not aligned
+        part.clone(memory_format=torch.contiguous_format)
+        for part in packed.split([k // 2, k // 16] + [_AMAX_BYTES] * is_per_row, 1)
+    )
+    amax = amaxes[0].view(torch.float32).flatten() if is_per_row else t.amax
+    made = NVFP4Tensor.from_compact(codes, scales.view(torch.float8_e4m3fn), amax, t.e4m3_max)
+    return made._stamped(x.dtype)
+
+
+class _GatheredProduct(torch.autograd.Function):
+    """y = x W^T + bias of all ranks' tokens with this rank's rows of W, and the gradients of a recipe."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: _functions._Call,
+        sharding: Sharding,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor | None,
+        *copies: Tensor | None,
+    ) -> Tensor:
+        recipe, (needs_dx, needs_dw, _) = call.recipe, call.needs
+        if not isinstance(recipe.x, Cast):
+            raise RuntimeError("the recipe quantizes no x")
+        x_q = _gathered_rows(x, recipe.x, recipe, _state.stream(state, _state.OF_X), sharding)
+        w = _casts.rebuilt(copies[:3], recipe.w, recipe)
+        y = fprop(x_q, w, bias=bias, out_dtype=x.dtype)
+        m = x_q.shape[0]
+        ends = None
+        if m % _functions._ROWS or m == 0:
+            ends = torch.full((1,), m, dtype=torch.int32, device=x.device)
+        saved = _casts.NO_PARTS
+        if needs_dw and recipe.x_t == DEQUANTIZED:
+            saved = _casts.parts_of(x_q)
+        elif needs_dw and recipe.save_input == "original":
+            saved = (x, None, None)
+        elif needs_dw and isinstance(recipe.x_t, Cast):
+            values = x_q.dequantize(x.dtype)
+            of_x = _state.stream(state, _state.OF_X)
+            saved = _casts.parts_of(_casts.columns(values, recipe.x_t, recipe, of_x, ends))
+        has_copies = call.is_cached and recipe.w_t is not None
+        kept = copies if needs_dx and has_copies else (None,) * 6
+        ctx.call, ctx.sharding = call, sharding
+        tokens = sharding.mesh.size() * x.shape[sharding.dim]
+        ctx.shape = (*x.shape[: sharding.dim], tokens, *x.shape[sharding.dim + 1 :])
+        ctx.save_for_backward(*saved, *kept, weight if needs_dx and not has_copies else None, ends, state)
+        return y.view(*ctx.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        call, sharding = ctx.call, ctx.sharding
+        recipe, (needs_dx, needs_dw, needs_db) = call.recipe, call.needs
+        *parts, weight, ends, state = ctx.saved_tensors
+        x, copies = tuple(parts[:3]), tuple(parts[3:])
+        dx = dw = db = None
+        with torch.no_grad(), _functions._without_autocast(dy):
+            dy = dy.reshape(-1, dy.shape[-1]).contiguous()
+            first, second = recipe.dy if needs_dx else None, recipe.dy_t if needs_dw else None
+            dy_q, dy_t = _casts.both(dy, first, second, recipe, state, None, ends)
+            if needs_dx:
+                if recipe.w_t is not None and not call.is_cached:
+                    of_w = _state.stream(state, _state.OF_W)
+                    copies = _casts.weight_copies(weight, recipe, of_w, False, True)
+                dx = _functions._input_gradient(call, dy, dy_q, weight, copies, None)
+                dx = sharding.scatter_sum(dx.view(ctx.shape))
+            if needs_dw:
+                if recipe.save_input == "original":
+                    x = (sharding.gather(_casts.first(x)).flatten(0, -2), None, None)
+                dw = _functions._weight_gradient(call, dy, dy_t, x, ends, state, None)
+            if needs_db:
+                db = _plain.bias_gradient(dy, None, 1).to(call.bias_dtype)
+        return None, None, dx, dw, db, *(None,) * 7
+
+
+def gathered_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    cache: _casts.Cache | None,
+    sharding: Sharding,
+) -> Tensor:
+    """linear(gathered x, weight, bias) with x gathered in NVFP4 if the recipe quantizes it."""
+    x = checks.operands(x, weight, bias, 2, recipe.is_plain)
+    if recipe.x is None:
+        gathered = _Gather.apply(x, sharding)
+        return _functions.linear(gathered, weight, bias, recipe, cache=cache)
+    follows = recipe.x_t == DEQUANTIZED or (isinstance(recipe.x_t, Cast) and recipe.x_t.source == "rowwise")
+    if not follows:
+        recipe = recipe.replace(save_input="original")
+    is_recording = torch.is_grad_enabled()
+    needs = (
+        is_recording and x.requires_grad,
+        is_recording and weight.requires_grad,
+        is_recording and bias is not None and bias.requires_grad,
+    )
+    state = _state.draw(recipe, x.device)
+    of_w = _state.stream(state, _state.OF_W)
+    with _functions._without_autocast(x):
+        if cache is not None and _casts.is_kept(weight, recipe, cache):
+            copies, is_cached = _casts.kept_copies(weight, recipe, of_w, cache), True
+        else:
+            copies, is_cached = _casts.weight_copies(weight, recipe, of_w, True, False), False
+        bias_dtype = None if bias is None else bias.dtype
+        call = _functions._Call(recipe, needs, False, is_cached, weight.dtype, bias_dtype)
+        y: Tensor = _GatheredProduct.apply(call, sharding, x, weight, bias, state, *copies)
+    return y

@@ -1,0 +1,194 @@
+"""What tests/training/test_parallel.py runs in each of two processes: shards of weights and of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from data_parallel import message
+from fp4gemm import training
+from fp4gemm.training import _sequence
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+BATCH, TOKENS, IN, OUT = 2, 24, 64, 128
+_ROW, _SIX = training.Cast(), training.Cast(four_over_six="mae")
+_ROTATED = training.Cast(hadamard="fp32")
+RECIPES = {
+    "te_per_token": training.PRESETS["te_per_token"],
+    "rowwise": training.Recipe(
+        x=_SIX, w=_ROW, dy=_ROW, w_t=training.Cast(source="rowwise"),
+        dy_t=_ROTATED, x_t=training.Cast(hadamard="fp32", source="rowwise"),
+    ),
+    "original": training.PRESETS["per_token"].replace(dy=_ROW, dy_t=_ROTATED),
+    "dequantized": training.Recipe(x=_ROW, w=_ROW, w_t="dequantized", x_t="dequantized"),
+    "forward alone": training.Recipe(x=_ROW, w=_ROW),
+    "weight alone": training.Recipe(w=_ROW),
+    "bf16": training.PRESETS["bf16"],
+}  # fmt: skip
+# The amax of the tensor is x's alone: those of shards of W and dy would differ from those of the whole.
+PER_TENSOR = RECIPES["te_per_token"].replace(x=training.Cast(scaling="tensor"), w=_ROW)
+SHAPES = {"tokens": ((BATCH * TOKENS, IN), 0), "batch": ((BATCH, TOKENS, IN), 1)}
+
+
+def layer(recipe: training.Recipe, features: tuple[int, int] = (IN, OUT), bias: bool = True) -> Any:
+    """The same on every rank."""
+    torch.manual_seed(0)
+    return training.Linear(*features, bias=bias, dtype=torch.bfloat16, recipe=recipe)
+
+
+def values(*shape: int) -> Tensor:
+    """The same on every rank; some tokens are much larger than others."""
+    gen = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, generator=gen) * torch.rand((*shape[:-1], 1), generator=gen).exp2()
+    return x.bfloat16()
+
+
+def part(x: Tensor, rank: int, dim: int) -> Tensor:
+    """A rank's half, as tensor of its own."""
+    return x.chunk(2, dim)[rank].clone()
+
+
+def gradients(module: Any, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """y, dx, dW and the gradient of the bias."""
+    x = x.clone().requires_grad_()
+    y = module(x)
+    y.backward(dy)
+    grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in module.parameters()]
+    return [y.detach(), x.grad, *grads]
+
+
+def colwise(
+    rank: int, mesh: DeviceMesh, recipe: training.Recipe, shape: str = "tokens"
+) -> list[list[Tensor]]:
+    """What the ranks compute, and what one process computes, both as this rank sees it."""
+    size, dim = SHAPES[shape]
+    x, dy = values(*size), values(*size[:-1], OUT)
+    module = parallelize_module(layer(recipe), mesh, training.SequenceColwiseParallel(sequence_dim=dim))
+    got = gradients(module, part(x, rank, dim), part(dy, rank, -1))
+
+    y, _, *grads = gradients(layer(recipe), x, dy)
+    of_ranks = []
+    for r in range(2):  # dx: the sum of the gradients of layers that have the ranks' rows of the weight
+        whole, half = layer(recipe), layer(recipe, (IN, OUT // 2))
+        with torch.no_grad():
+            half.weight.copy_(part(whole.weight, r, 0))
+            half.bias.copy_(part(whole.bias, r, 0))
+        of_ranks.append(gradients(half, x, part(dy, r, -1))[1])
+    dx = of_ranks[0] + of_ranks[1]
+    return [got, [part(y, rank, -1), part(dx, rank, dim), *grads]]
+
+
+def rowwise(
+    rank: int, mesh: DeviceMesh, recipe: training.Recipe, shape: str = "tokens"
+) -> list[list[Tensor]]:
+    size, dim = SHAPES[shape]
+    x, dy = values(*size), values(*size[:-1], OUT)
+    module = parallelize_module(layer(recipe), mesh, training.SequenceRowwiseParallel(sequence_dim=dim))
+    got = gradients(module, part(x, rank, -1), part(dy, rank, dim))
+
+    whole, halves = layer(recipe), []
+    for r in range(2):
+        half = layer(recipe, (IN // 2, OUT), bias=False)
+        with torch.no_grad():
+            half.weight.copy_(part(whole.weight, r, 1))
+        halves.append(gradients(half, part(x, r, -1), dy))
+    y = halves[0][0] + halves[1][0] + whole.bias.detach()
+    db = sum(part(dy, r, dim).reshape(-1, OUT).sum(0, dtype=torch.float32).bfloat16() for r in range(2))
+    return [got, [part(y, rank, dim), halves[rank][1], torch.cat([halves[0][2], halves[1][2]], 1), db]]
+
+
+def counted(rank: int, mesh: DeviceMesh, recipe: training.Recipe) -> list[tuple[str, int]]:
+    """The collectives of a step and the bytes that this rank contributes."""
+    calls: list[tuple[str, int]] = []
+    originals = {name: getattr(_sequence, name) for name in ("all_gather", "reduce_scatter", "all_reduce")}
+
+    def recording(name: str) -> Any:
+        def collective(*tensors: Tensor, **options: Any) -> Any:
+            calls.append((name, tensors[-1].nbytes))
+            return originals[name](*tensors, **options)
+
+        return collective
+
+    module = parallelize_module(layer(recipe), mesh, training.SequenceColwiseParallel(sequence_dim=0))
+    size, _ = SHAPES["tokens"]
+    for name in originals:
+        setattr(_sequence, name, recording(name))
+    try:
+        gradients(module, part(values(*size), rank, 0), part(values(*size[:-1], OUT), rank, -1))
+    finally:
+        for name, original in originals.items():
+            setattr(_sequence, name, original)
+    return calls
+
+
+def mlp(rank: int, mesh: DeviceMesh, is_attached: bool) -> list[Tensor]:
+    """The weights after two steps of two layers, with or without cached copies."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(IN, OUT), torch.nn.SiLU(), torch.nn.Linear(OUT, IN)
+    ).bfloat16()
+    training.convert_model(model, RECIPES["rowwise"])
+    plan = {"0": training.SequenceColwiseParallel(), "2": training.SequenceRowwiseParallel()}
+    parallelize_module(model, mesh, plan)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if is_attached:
+        training.attach(optimizer)
+    x = part(values(BATCH, TOKENS, IN), rank, 1)
+    for _ in range(2):
+        for half in x.chunk(2, 1):
+            model(half).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if is_attached:
+        assert model[0].cache.nbytes > 0
+    return [p.full_tensor() for p in model.state_dict().values()]
+
+
+def run(rank: int) -> dict[Any, Any]:
+    """Every result that the tests compare."""
+    mesh = init_device_mesh("cpu", (2,))
+    results: dict[Any, Any] = {}
+    for name, recipe in RECIPES.items():
+        results["colwise", name] = colwise(rank, mesh, recipe)
+        results["rowwise", name] = rowwise(rank, mesh, recipe)
+    results["colwise", "tensor"] = colwise(rank, mesh, PER_TENSOR)
+    results["colwise", "batch"] = colwise(rank, mesh, RECIPES["rowwise"], "batch")
+    results["rowwise", "batch"] = rowwise(rank, mesh, RECIPES["rowwise"], "batch")
+    for name in ("rowwise", "original"):
+        results["bytes", name] = counted(rank, mesh, RECIPES[name])
+    results["bytes", "tensor"] = counted(rank, mesh, PER_TENSOR)
+    results["bytes", "bf16"] = counted(rank, mesh, RECIPES["bf16"])
+
+    module = parallelize_module(
+        layer(RECIPES["rowwise"]), mesh, training.SequenceColwiseParallel(sequence_dim=0)
+    )
+    x = values(BATCH * TOKENS, IN)
+    sharded = DTensor.from_local(part(x, rank, 0), mesh, [Shard(0)])
+    results["local"], results["of a DTensor"] = (
+        [module(part(x, rank, 0)).detach()],
+        [module(sharded).detach()],
+    )
+    results["none"] = list(module(x[:0]).shape)
+    stochastic = parallelize_module(
+        layer(training.PRESETS["per_token"]), mesh, training.SequenceColwiseParallel()
+    )
+    results["stochastic"] = gradients(stochastic, values(1, 16, IN), values(1, 32, OUT // 2))
+
+    module.weight.main_grad = torch.zeros(1)
+    results["main_grad"] = message(lambda: module(x))
+    results["flat"] = message(lambda: stochastic(x))
+    row = parallelize_module(
+        layer(RECIPES["rowwise"]), mesh, training.SequenceRowwiseParallel(sequence_dim=0)
+    )
+    results["odd"] = message(lambda: row(x[:5, : IN // 2]))
+    narrow = layer(RECIPES["rowwise"], (IN, 96))
+    results["narrow"] = message(lambda: parallelize_module(narrow, mesh, training.SequenceColwiseParallel()))
+    results["again"] = message(lambda: parallelize_module(row, mesh, training.SequenceRowwiseParallel()))
+
+    # The last ones: from attach on, layers keep the copies of their weights.
+    for is_attached in (False, True):
+        results["mlp", is_attached] = mlp(rank, mesh, is_attached)
+    return results

@@ -1,0 +1,117 @@
+"""Tensor and sequence parallelism in two processes, connected by gloo on the CPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tensor_parallel
+import torch
+from fp4gemm import training
+from processes import in_two_processes
+from tensor_parallel import BATCH, IN, OUT, TOKENS
+from torch import Tensor
+
+ROWS = BATCH * TOKENS // 2  # tokens of a rank
+PACKED = ROWS * (IN // 2 + IN // 16)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[Any, Any]]:
+    """The results of both processes."""
+    return in_two_processes(tensor_parallel.run)
+
+
+def assert_equal(left: list[Tensor], right: list[Tensor]) -> None:
+    assert len(left) == len(right) > 0
+    for a, b in zip(left, right, strict=True):
+        assert a.isfinite().all()
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("case", [*tensor_parallel.RECIPES, "tensor", "batch"])
+def test_gathered_tokens_have_the_bits_of_one_process(ranks: list[dict[Any, Any]], case: str) -> None:
+    """y, dW and the gradient of the bias are those of one process; dx is the sum of two gradients."""
+    for results in ranks:
+        assert_equal(*results["colwise", case])
+
+
+@pytest.mark.parametrize("case", [*tensor_parallel.RECIPES, "batch"])
+def test_scattered_tokens_are_sums_of_the_ranks_products(ranks: list[dict[Any, Any]], case: str) -> None:
+    for results in ranks:
+        assert_equal(*results["rowwise", case])
+
+
+def test_codes_scales_and_amaxes_travel(ranks: list[dict[Any, Any]]) -> None:
+    gather, scatter = "all_gather", ("reduce_scatter", 2 * 2 * ROWS * IN)
+    original = (gather, ROWS * IN * 2)
+    for results in ranks:
+        assert results["bytes", "rowwise"] == [(gather, PACKED + 4 * ROWS), scatter]
+        assert results["bytes", "original"] == [(gather, PACKED + 4 * ROWS), scatter, original]
+        assert results["bytes", "tensor"] == [("all_reduce", 4), (gather, PACKED), scatter, original]
+        assert results["bytes", "bf16"] == [original, scatter]
+
+
+def test_a_sharded_dtensor_is_an_input(ranks: list[dict[Any, Any]]) -> None:
+    for results in ranks:
+        assert_equal(results["of a DTensor"], results["local"])
+
+
+def test_no_tokens(ranks: list[dict[Any, Any]]) -> None:
+    assert [results["none"] for results in ranks] == [[0, OUT // 2]] * 2
+
+
+def test_stochastic_gradients_are_finite(ranks: list[dict[Any, Any]]) -> None:
+    for results in ranks:
+        y, dx, dw, db = results["stochastic"]
+        assert [tuple(t.shape) for t in (y, dx, dw, db)] == [
+            (1, 32, OUT // 2),
+            (1, 16, IN),
+            (OUT, IN),
+            (OUT,),
+        ]
+        assert all(t.isfinite().all() and t.any() for t in (y, dx, dw, db))
+
+
+def test_cached_weights_follow_the_optimizer(ranks: list[dict[Any, Any]]) -> None:
+    for results in ranks:
+        assert_equal(results["mlp", True], ranks[0]["mlp", False])
+
+
+@pytest.mark.parametrize(
+    ("case", "wanted"),
+    [
+        ("main_grad", "NotImplementedError: weight.main_grad: is set, must not be with tensor parallelism"),
+        (
+            "flat",
+            "ValueError: x: shape is (48, 64), must have more than 2 dimensions, since sequence_dim is 1",
+        ),
+        ("odd", "ValueError: x: has 5 tokens in dimension 0, must be a multiple of 2, the ranks"),
+        ("narrow", "ValueError: module: out_features is 96, must be a positive multiple of 64"),
+        ("again", "ValueError: module: weight is a DTensor, must be a plain parameter"),
+    ],
+)
+def test_what_does_not_fit_is_named(ranks: list[dict[Any, Any]], case: str, wanted: str) -> None:
+    for results in ranks:
+        assert results[case].startswith(wanted)
+
+
+# ---- what needs no second process
+
+STYLES = [training.SequenceColwiseParallel, training.SequenceRowwiseParallel]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_bad_arguments_of_a_style_are_named(style: Any) -> None:
+    with pytest.raises(TypeError, match=r"sequence_dim: got 1\.5.*, must be an int"):
+        style(sequence_dim=1.5)
+    with pytest.raises(ValueError, match="sequence_dim: got -1, must be at least 0"):
+        style(sequence_dim=-1)
+    assert repr(style()) == f"{style.__name__}(sequence_dim=1)"
+    mesh = SimpleNamespace(ndim=2, size=lambda: 4)
+    with pytest.raises(TypeError, match=r"module: got .*, must be an fp4gemm.training.Linear"):
+        style()._apply(torch.nn.Linear(64, 64), mesh)
+    with pytest.raises(ValueError, match="device_mesh: has 2 dimensions, must have 1"):
+        style()._apply(training.Linear(64, 64), mesh)
