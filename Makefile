@@ -45,7 +45,7 @@ test: $(STAMPS)/installed-test $(STAMPS)/test $(STAMPS)/demo $(OLDEST)/installed
 	@$(call say,host tests)
 	@$(BIN)/ctest --test-dir build/test --output-on-failure -E ptxemu
 	@$(call say,pytest)
-	@FP4GEMM_CUDA_FROM=$(CUDA_FROM) $(BIN)/python -m pytest --ignore=emulator --ignore=tests/emulated --ignore=tests/oracles $(PYTEST_ARGS)
+	@FP4GEMM_CUDA_FROM=$(CUDA_FROM) $(BIN)/python -m pytest -n 2 --dist loadfile --ignore=emulator --ignore=tests/emulated --ignore=tests/oracles $(PYTEST_ARGS)
 	@$(MAKE) --no-print-directory test-emulated
 
 # A build without SM100 has nothing to emulate.
