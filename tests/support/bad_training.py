@@ -72,6 +72,10 @@ FUNCTIONS |= {
         lambda: {**LAYER, "num_groups": G, "recipe": "nvidia"},
     ),
     "training.Linear.recipe": (_assigned, lambda: {"recipe": "bf16"}),
+    "training.quantize_input": (
+        lambda x, recipe, offs, state: training.quantize_input(x, recipe, offs, state=state),
+        lambda: {"x": ones(TOKENS, IN), "recipe": "nvidia", "offs": None, "state": None},
+    ),
     "training.main_grad": (_with_main_grad, lambda: {"main_grad": torch.zeros(OUT, IN)}),
 }
 CASES = Cases()
@@ -262,6 +266,19 @@ add(E, "offs", "dtype", lambda: ends(5, 5, TOKENS).float(), TYPE, "dtype is torc
 add(E, "offs", "count", lambda: ends(5, TOKENS), VALUE, "shape is (2,), must be (3,)")
 add(E, "offs", "descending", lambda: ends(9, 5, TOKENS), VALUE, "entry 1 is 5, must be at least 9")
 add(E, "offs", "range", lambda: ends(5, 9, TOKENS + 1), VALUE, "the last entry is 34, must be at")
+
+Q = "training.quantize_input"
+add(Q, "x", "type", lambda: [1.0], TYPE, "must be a torch.Tensor")
+add(Q, "x", "twice", lambda: training.quantize_input(ones(TOKENS, IN), "nvidia"), TYPE, "must be a torch.Ten")
+add(Q, "x", "dtype", lambda: ones(TOKENS, IN).double(), TYPE, "dtype is torch.float64, must be")
+add(Q, "x", "scalar", lambda: torch.ones(()), VALUE, "shape is (), must be (..., k)")
+add(Q, "x", "k", lambda: ones(TOKENS, 48), VALUE, "k is 48, must be a positive multiple of 32")
+add(Q, "recipe", "name", lambda: "fp8", VALUE, "got 'fp8', must be bf16, nvidia, ")
+add(Q, "recipe", "layer", lambda: torch.nn.Linear(IN, OUT), TYPE, "must be an fp4gemm.training.Recipe")
+add(Q, "offs", "type", lambda: [5, 5, TOKENS], TYPE, "must be a torch.Tensor")
+add(Q, "offs", "descending", lambda: ends(9, 5, TOKENS), VALUE, "entry 1 is 5, must be at least 9")
+add(Q, "offs", "range", lambda: ends(5, 9, TOKENS + 1), VALUE, "the last entry is 34, must be at")
+add(Q, "state", "shape", lambda: torch.zeros(3, dtype=torch.int64), VALUE, "shape is (3,), must be (2,)")
 
 # ---- the layers
 L = "training.Linear training.GroupedLinear"

@@ -43,6 +43,18 @@ def of_input(recipe: str, count: int) -> float:
     return saved_bytes(lambda: [layer(x) for layer in made], *(layer.weight for layer in made)) / x.numel()
 
 
+def of_shared_input(recipe: str, count: int) -> float:
+    """The same with one training.quantize_input for all layers."""
+    x = torch.randn(M, K, dtype=torch.bfloat16, requires_grad=True)
+    made = layers(recipe, count)
+
+    def run() -> list[Tensor]:
+        xq = training.quantize_input(x, recipe)
+        return [layer(xq) for layer in made]
+
+    return saved_bytes(run, *(layer.weight for layer in made)) / x.numel()
+
+
 def of_weight(recipe: str) -> float:
     """Bytes for an element of W (n, k) of the quantized copies that a cache keeps from step to step."""
     (layer,) = layers(recipe, 1)
@@ -55,11 +67,12 @@ def of_weight(recipe: str) -> float:
 def table() -> list[str]:
     """The lines of the table."""
     lines = [
-        "| recipe | x of one layer | x that q, k and v read | cached copies of W |",
-        "|---|---:|---:|---:|",
+        "| recipe | x of one layer | x that q, k and v read | with `quantize_input` | cached copies of W |",
+        "|---|---:|---:|---:|---:|",
     ]
     for name in ("torch", *training.PRESETS):
         shown = "torch.nn.Linear, bf16" if name == "torch" else f"`{name}`"
-        numbers = (of_input(name, 1), of_input(name, 3), of_weight(name))
-        lines.append(f"| {shown} | " + " | ".join(f"{number:.3f}" for number in numbers) + " |")
+        shared = "-" if name == "torch" else f"{of_shared_input(name, 3):.3f}"
+        numbers = [f"{number:.3f}" for number in (of_input(name, 1), of_input(name, 3), of_weight(name))]
+        lines.append(f"| {shown} | " + " | ".join([*numbers[:2], shared, numbers[2]]) + " |")
     return lines

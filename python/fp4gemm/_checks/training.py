@@ -32,11 +32,16 @@ def operands(x: object, weight: object, bias: object, rank: int, is_plain: bool)
         _checks.has_dtype("bias", bias, _checks.FLOAT_DTYPES)
         _checks.has_shape("bias", bias, (*weight.shape[:-1],))
         _checks.same_device("bias", bias, x.device, "x")
+    dtype = autocast_dtype(x)
+    return x if dtype is None else x.to(dtype)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast wants on the device of x, or None where it is off."""
     kind = x.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        converted: Tensor = x.to(torch.get_autocast_dtype(kind))
-        return converted
-    return x
+        return torch.get_autocast_dtype(kind)
+    return None
 
 
 def cache(value: object) -> None:

@@ -13,6 +13,7 @@ from .moe_keys import load_moe_state, moe_state
 from .parallel import SequenceColwiseParallel, SequenceRowwiseParallel
 from .products import dgrad, fprop, wgrad
 from .recipe import PRESETS, Cast, Recipe, resolve
+from .shared_input import QuantizedInput, quantize_input
 
 __all__ = [
     "PRESETS",
@@ -22,6 +23,7 @@ __all__ = [
     "GroupedLinear",
     "Linear",
     "MoE",
+    "QuantizedInput",
     "Recipe",
     "SequenceColwiseParallel",
     "SequenceRowwiseParallel",
@@ -35,6 +37,7 @@ __all__ = [
     "mark_step",
     "moe_state",
     "quantize_all_gather",
+    "quantize_input",
     "resolve",
     "set_recipe",
     "update_expert_bias",

@@ -6,6 +6,7 @@ amax. The bound of its scales, its signs and its groups follow from the cast and
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ __all__ = [
     "rebuilt",
     "rows",
     "weight_copies",
+    "without_autocast",
 ]
 
 Parts = tuple[Tensor | None, ...]  # codes, scales and amax of a copy, three times None where there is none
@@ -199,3 +201,11 @@ def kept_copies(weight: Tensor, recipe: Recipe, state: Tensor | None, cache: Cac
         *(NO_PARTS if recipe.w is None else kept[:3]),
         *(kept[-3:] if isinstance(recipe.w_t, Cast) else NO_PARTS),
     )
+
+
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """A context in which autocast converts nothing: every dtype follows from the recipe and from x."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +14,9 @@ from ..reference import checks as reference_checks
 from . import _casts, _plain, _state
 from .products import dgrad, fprop, wgrad
 from .recipe import DEQUANTIZED, Cast, Recipe, resolve
+from .shared_input import QuantizedInput, dense_ends
 
 __all__ = ["grouped_linear", "linear"]
-
-_ROWS = 32  # wgrad of a dense layer sums over tokens; other numbers of them become one group of columns
 
 
 class _Call(NamedTuple):
@@ -30,6 +28,7 @@ class _Call(NamedTuple):
     is_cached: bool  # copies of the weight are saved for dgrad, not the weight
     weight_dtype: torch.dtype
     bias_dtype: torch.dtype | None
+    is_shared: bool = False  # the copies of x were made by quantize_input
 
 
 def _forward(
@@ -40,13 +39,18 @@ def _forward(
     ends: Tensor | None,
     state: Tensor | None,
     copies: _casts.Parts,
+    of_input: _casts.Parts,
 ) -> tuple[Tensor, _casts.Parts]:
-    """y, and what of x is saved for wgrad."""
+    """y, and what of x is saved for wgrad; of_input has the parts of both copies of x if it is shared."""
     recipe, needs_dw, offs = call.recipe, call.needs[1], ends if call.is_grouped else None
-    is_quantized = recipe.save_input == "quantized"
-    wanted = recipe.x_t if needs_dw and is_quantized else None
-    of_x = _state.stream(state, _state.OF_X)
-    x_q, x_t = _casts.both(x, recipe.x, wanted, recipe, of_x, offs, ends)
+    if call.is_shared:
+        x_q = None if recipe.x is None else _casts.rebuilt(of_input[:3], recipe.x, recipe, offs)
+        x_t = of_input[3:]
+    else:
+        wanted = recipe.x_t if needs_dw and recipe.save_input == "quantized" else None
+        of_x = _state.stream(state, _state.OF_X)
+        x_q, made = _casts.both(x, recipe.x, wanted, recipe, of_x, offs, ends)
+        x_t = _casts.parts_of(made)
     if recipe.w is None:
         y = _plain.fprop(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype), offs)
     else:
@@ -62,7 +66,7 @@ def _forward(
     elif recipe.x_t == DEQUANTIZED:
         saved = _casts.parts_of(x_q)
     else:
-        saved = (x, None, None) if x_t is None else _casts.parts_of(x_t)
+        saved = (x, None, None) if x_t[0] is None else x_t
     return y, saved
 
 
@@ -89,7 +93,7 @@ def _weight_gradient(
     dy_t: Any,
     x: _casts.Parts,
     ends: Tensor | None,
-    state: Tensor | None,
+    of_x: Tensor | None,
     main_grad: Tensor | None,
 ) -> Tensor | None:
     """dW = dy^T x, (n, k) or (g, n, k), or None after adding it to main_grad."""
@@ -105,7 +109,6 @@ def _weight_gradient(
         main_grad.add_(dw)
         return None
     if recipe.save_input == "original":
-        of_x = _state.stream(state, _state.OF_X)
         x_t = _casts.columns(_casts.first(x), recipe.x_t, recipe, of_x, ends)
     else:
         x_t = _casts.rebuilt(x, recipe.x_t, recipe, ends, 1)
@@ -144,15 +147,21 @@ class _Product(torch.autograd.Function):
         ends: Tensor | None,
         main_grad: Tensor | None,
         state: Tensor | None,
-        *copies: Tensor | None,
+        values: Tensor | None,
+        of_x: Tensor | None,
+        *parts: Tensor | None,
     ) -> Tensor:
-        y, saved = _forward(call, x, weight, bias, ends, state, copies)
+        copies, of_input = parts[:6], parts[6:]
+        ctx.x_dtype = x.dtype
+        y, saved = _forward(
+            call, x if values is None else values, weight, bias, ends, state, copies, of_input
+        )
         needs_dx, has_copies = call.needs[0], call.is_cached and call.recipe.w_t is not None
         ctx.main_grad, ctx.num_groups = main_grad, weight.shape[0]
         ctx.call, ctx.weight = call, None if main_grad is None else weight
         kept = copies if needs_dx and has_copies else (None,) * 6
         whole = weight if needs_dx and not has_copies else None
-        ctx.save_for_backward(*saved, *kept, whole, ends, state)
+        ctx.save_for_backward(*saved, *kept, whole, ends, state, of_x)
         return y
 
     @staticmethod
@@ -161,10 +170,10 @@ class _Product(torch.autograd.Function):
         recipe, (needs_dx, needs_dw, needs_db) = call.recipe, call.needs
         saved = ctx.saved_tensors
         x, copies, weight = saved[:3], saved[3:9], saved[9]
-        ends, state = saved[10:]
+        ends, state, of_x = saved[10:]
         offs = ends if call.is_grouped else None
         dx = dw = db = None
-        with torch.no_grad(), _without_autocast(dy):
+        with torch.no_grad(), _casts.without_autocast(dy):
             dy = dy.contiguous()
             first = recipe.dy if needs_dx else None
             second = recipe.dy_t if needs_dw else None
@@ -174,9 +183,10 @@ class _Product(torch.autograd.Function):
                 if recipe.w_t is not None and not call.is_cached:
                     of_w = _state.stream(state, _state.OF_W)
                     copies = _casts.weight_copies(weight, recipe, of_w, False, True)
-                dx = _input_gradient(call, dy, dy_q, weight, copies, offs)
+                dx = _input_gradient(call, dy, dy_q, weight, copies, offs).to(ctx.x_dtype)
             if needs_dw:
-                dw = _weight_gradient(call, dy, dy_t, x, ends, state, ctx.main_grad)
+                of_x = of_x if call.is_shared else _state.stream(state, _state.OF_X)
+                dw = _weight_gradient(call, dy, dy_t, x, ends, of_x, ctx.main_grad)
             if needs_db:
                 db = _plain.bias_gradient(dy, offs, ctx.num_groups).to(call.bias_dtype)
             if needs_dw and dw is None:
@@ -186,19 +196,11 @@ class _Product(torch.autograd.Function):
                 dw = ctx.weight.new_zeros(()).expand(ctx.weight.shape)
         if torch.is_grad_enabled() and dy.requires_grad:
             dx, dw, db = (None if g is None else _OnlyOnce.apply(g, dy) for g in (dx, dw, db))
-        return None, dx, dw, db, *(None,) * 9
-
-
-def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """A context in which autocast converts nothing: every dtype follows from the recipe and from x."""
-    kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return contextlib.nullcontext()
+        return None, dx, dw, db, *(None,) * 17
 
 
 def linear(
-    x: Tensor,
+    x: Tensor | QuantizedInput,
     weight: Tensor,
     bias: Tensor | None = None,
     recipe: Recipe | str = "per_token",
@@ -218,7 +220,8 @@ def linear(
 
     Args:
         x: bfloat16, float16 or float32 (..., k), any number of tokens, also none. Under autocast it is
-            converted to autocast's dtype first.
+            converted to autocast's dtype first. Or :func:`fp4gemm.training.quantize_input` of it, which
+            several layers share.
         weight: (n, k) of one of these dtypes; n and k are multiples of 32 unless the recipe quantizes
             nothing.
         bias: (n,) of one of these dtypes, added in float32 before y is rounded, or None.
@@ -237,26 +240,28 @@ def linear(
         NotImplementedError: the device has no kernel; a gradient is differentiated again.
     """
     recipe = resolve(recipe)
-    x = checks.operands(x, weight, bias, 2, recipe.is_plain)
+    shared, x = _taken(x, weight, bias, 2, recipe)
+    if shared is not None and shared.offs is not None:
+        raise ValueError("x: was quantized with offs, must be quantized without groups for a dense layer")
     checks.cache(cache)
     main_grad = checks.main_grad(weight)
     if recipe.is_plain and main_grad is None:
         return torch.nn.functional.linear(x, weight, bias)
-    rows = x.reshape(-1, x.shape[-1])
-    m = rows.shape[0]
-    ends = None
-    if m % _ROWS or m == 0:
-        ends = torch.full((1,), m, dtype=torch.int32, device=x.device)
-    y = _apply(rows, weight, bias, ends, False, recipe, state, cache, main_grad)
+    if shared is None:
+        rows = x.reshape(-1, x.shape[-1])
+        ends = dense_ends(rows.shape[0], x.device)
+    else:
+        rows, ends = shared._edge, shared._ends
+    y = _apply(rows, weight, bias, ends, False, recipe, state, cache, main_grad, shared)
     # Not a view: FSDP2 warns of a layer whose result is one, since an operation in place drops its hooks.
     result: Tensor = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
     return result
 
 
 def grouped_linear(
-    x: Tensor,
+    x: Tensor | QuantizedInput,
     weight: Tensor,
-    offs: Tensor,
+    offs: Tensor | None,
     bias: Tensor | None = None,
     recipe: Recipe | str = "per_token",
     *,
@@ -269,11 +274,13 @@ def grouped_linear(
     group: y and dx are zero there. The gradient of an expert without tokens is zero.
 
     Args:
-        x: bfloat16, float16 or float32 (m, k), the tokens sorted by expert; m may be 0.
+        x: bfloat16, float16 or float32 (m, k), the tokens sorted by expert; m may be 0. Or
+            :func:`fp4gemm.training.quantize_input` of it with these offs.
         weight: (g, n, k) of one of these dtypes; n and k are multiples of 32 unless the recipe quantizes
             nothing.
         offs: int32 (g,) on the device of x, the cumulative ends of the groups; int64 is converted. The CPU
-            refuses ends that descend or lie outside of 0..m; a GPU does not read them here.
+            refuses ends that descend or lie outside of 0..m; a GPU does not read them here. Of a quantized
+            x the tensor that it was quantized with, or None.
         bias: (g, n), or None.
         recipe, state, cache: as for :func:`linear`; matrix e of W adds 2e to the offset.
 
@@ -284,14 +291,49 @@ def grouped_linear(
         As :func:`linear`.
     """
     recipe = resolve(recipe)
-    x = checks.operands(x, weight, bias, 3, recipe.is_plain)
+    shared, x = _taken(x, weight, bias, 3, recipe)
+    if shared is not None:
+        x, offs = shared._edge, _groups_of(shared, offs)
     checks.cache(cache)
     _checks.has_rank("x", x, 2, "(m, k)")
+    if offs is None:
+        raise TypeError("offs: got None, must be a torch.Tensor, or x must be quantized with offs")
     offs = option_checks.group_ends(option_checks.as_int32(offs), x.device, "x")
     _checks.has_shape("offs", offs, (weight.shape[0],), ", an end for each matrix of weight")
     if offs.device.type == "cpu" and _checks.has_memory(offs):
         reference_checks.ascending(offs, x.shape[0], "the rows of x")
-    return _apply(x, weight, bias, offs, True, recipe, state, cache, checks.main_grad(weight))
+    return _apply(x, weight, bias, offs, True, recipe, state, cache, checks.main_grad(weight), shared)
+
+
+def _taken(
+    x: Tensor | QuantizedInput, weight: Tensor, bias: Tensor | None, rank: int, recipe: Recipe
+) -> tuple[QuantizedInput | None, Tensor]:
+    """The quantized input of a layer, or None, and x, (..., k), after the checks.
+
+    x has autocast's dtype, unless the copies of a quantized input take its place.
+    """
+    if not isinstance(x, QuantizedInput):
+        return None, checks.operands(x, weight, bias, rank, recipe.is_plain)
+    checks.operands(x._values, weight, bias, rank, recipe.is_plain)
+    dtype = checks.autocast_dtype(x.x)
+    if dtype not in (None, x._values.dtype):
+        raise ValueError(
+            f"x: was quantized as {x._values.dtype}, must be quantized under autocast to {dtype}, as "
+            "the layer is called"
+        )
+    x._checked(recipe, weight)
+    return x, x.x.to(x._values.dtype) if recipe.is_plain else x.x
+
+
+def _groups_of(shared: QuantizedInput, offs: Tensor | None) -> Tensor:
+    """The ends of the groups of a quantized x, if the layer is called with the same ones or None."""
+    if shared.offs is None or shared._ends is None:
+        raise ValueError("x: was quantized without groups, must be quantized with offs for a grouped layer")
+    if offs is not None and offs is not shared.offs:
+        raise ValueError(
+            "offs: got another tensor than x was quantized with, must be the same tensor or None"
+        )
+    return shared._ends
 
 
 def _apply(
@@ -304,6 +346,7 @@ def _apply(
     state: Tensor | None,
     cache: _casts.Cache | None,
     main_grad: Tensor | None,
+    shared: QuantizedInput | None,
 ) -> Tensor:
     is_recording = torch.is_grad_enabled()
     needs = (
@@ -313,18 +356,27 @@ def _apply(
     )
     state = _state.draw(recipe, x.device) if state is None else _state.given(state, x.device)
     of_w = _state.stream(state, _state.OF_W)
-    with _without_autocast(x):
+    with _casts.without_autocast(x):
         copies: _casts.Parts
         if cache is not None and _casts.is_kept(weight, recipe, cache):
             copies, is_cached = _casts.kept_copies(weight, recipe, of_w, cache), True
         else:
             copies, is_cached = _casts.weight_copies(weight, recipe, of_w, True, False), False
         bias_dtype = None if bias is None else bias.dtype
-        call = _Call(recipe, needs, is_grouped, is_cached, weight.dtype, bias_dtype)
+        call = _Call(recipe, needs, is_grouped, is_cached, weight.dtype, bias_dtype, shared is not None)
         if main_grad is not None and needs[1] and torch.compiler.is_compiling():
             weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        values = of_x = None
+        of_input: _casts.Parts = (*_casts.NO_PARTS, *_casts.NO_PARTS)
+        if shared is not None:
+            of_x, of_input = shared._state, shared._parts
+            values = None if shared._values.dtype == x.dtype else shared._values
         if any(needs):
-            y: Tensor = _Product.apply(call, x, weight, bias, ends, main_grad, state, *copies)
+            y: Tensor = _Product.apply(
+                call, x, weight, bias, ends, main_grad, state, values, of_x, *copies, *of_input
+            )
         else:
-            y, _ = _forward(call, x, weight, bias, ends, state, copies)
+            y, _ = _forward(
+                call, x if values is None else values, weight, bias, ends, state, copies, of_input
+            )
     return y

@@ -18,6 +18,7 @@ class RecipeLayer:
     in_features: int
     out_features: int
     _recipe: Recipe
+    _shares_input = True  # whether forward takes a QuantizedInput
 
     @property
     def recipe(self) -> Recipe:

@@ -16,6 +16,7 @@ from ..quantize import quantize
 from . import _casts, _functions, _plain, _state
 from .products import fprop
 from .recipe import DEQUANTIZED, Cast, Recipe
+from .shared_input import dense_ends
 
 __all__ = ["OnEveryRank", "ScatterSum", "Sharding", "gathered_linear"]
 
@@ -153,10 +154,7 @@ class _GatheredProduct(torch.autograd.Function):
         x_q = _gathered_rows(x, recipe.x, recipe, _state.stream(state, _state.OF_X), sharding)
         w = _casts.rebuilt(copies[:3], recipe.w, recipe)
         y = fprop(x_q, w, bias=bias, out_dtype=x.dtype)
-        m = x_q.shape[0]
-        ends = None
-        if m % _functions._ROWS or m == 0:
-            ends = torch.full((1,), m, dtype=torch.int32, device=x.device)
+        ends = dense_ends(x_q.shape[0], x.device)
         saved = _casts.NO_PARTS
         if needs_dw and recipe.x_t == DEQUANTIZED:
             saved = _casts.parts_of(x_q)
@@ -182,7 +180,7 @@ class _GatheredProduct(torch.autograd.Function):
         *parts, weight, ends, state = ctx.saved_tensors
         x, copies = tuple(parts[:3]), tuple(parts[3:])
         dx = dw = db = None
-        with torch.no_grad(), _functions._without_autocast(dy):
+        with torch.no_grad(), _casts.without_autocast(dy):
             dy = dy.reshape(-1, dy.shape[-1]).contiguous()
             first, second = recipe.dy if needs_dx else None, recipe.dy_t if needs_dw else None
             dy_q, dy_t = _casts.both(dy, first, second, recipe, state, None, ends)
@@ -195,7 +193,8 @@ class _GatheredProduct(torch.autograd.Function):
             if needs_dw:
                 if recipe.save_input == "original":
                     x = (sharding.gather(_casts.first(x)).flatten(0, -2), None, None)
-                dw = _functions._weight_gradient(call, dy, dy_t, x, ends, state, None)
+                of_x = _state.stream(state, _state.OF_X)
+                dw = _functions._weight_gradient(call, dy, dy_t, x, ends, of_x, None)
             if needs_db:
                 db = _plain.bias_gradient(dy, None, 1).to(call.bias_dtype)
         return None, None, dx, dw, db, *(None,) * 7
@@ -225,7 +224,7 @@ def gathered_linear(
     )
     state = _state.draw(recipe, x.device)
     of_w = _state.stream(state, _state.OF_W)
-    with _functions._without_autocast(x):
+    with _casts.without_autocast(x):
         if cache is not None and _casts.is_kept(weight, recipe, cache):
             copies, is_cached = _casts.kept_copies(weight, recipe, of_w, cache), True
         else:

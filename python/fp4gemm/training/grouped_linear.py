@@ -13,6 +13,7 @@ from . import _functions
 from ._layer import RecipeLayer, check_layer
 from .cache import WeightCache
 from .recipe import Recipe
+from .shared_input import QuantizedInput
 
 __all__ = ["GroupedLinear"]
 
@@ -67,10 +68,11 @@ class GroupedLinear(RecipeLayer, torch.nn.Module):
         for parameter in self.parameters():
             torch.nn.init.uniform_(parameter, -bound, bound)
 
-    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+    def forward(self, x: Tensor | QuantizedInput, offs: Tensor | None = None) -> Tensor:
         """y (m, n) of the dtype of x (m, k), for the ends offs (g,) of the experts' rows.
 
-        Rows from offs[-1] on are in no group, and zero.
+        x may be one of :func:`fp4gemm.training.quantize_input`, which knows its offs. Rows from offs[-1] on
+        are in no group, and zero.
         """
         return _functions.grouped_linear(x, self.weight, offs, self.bias, self._recipe, cache=self.cache)
 

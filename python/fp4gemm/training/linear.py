@@ -11,6 +11,7 @@ from . import _functions
 from ._layer import RecipeLayer, check_layer
 from .cache import WeightCache
 from .recipe import Recipe
+from .shared_input import QuantizedInput
 
 __all__ = ["Linear"]
 
@@ -51,8 +52,11 @@ class Linear(RecipeLayer, torch.nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self._recipe, self.cache = resolved, WeightCache()
 
-    def forward(self, input: Tensor) -> Tensor:
-        """y (..., n) of the dtype of x, for an x (..., k); see :func:`fp4gemm.training.functional.linear`."""
+    def forward(self, input: Tensor | QuantizedInput) -> Tensor:
+        """y (..., n) of the dtype of x, for an x (..., k) or one of :func:`fp4gemm.training.quantize_input`.
+
+        See :func:`fp4gemm.training.functional.linear`.
+        """
         return _functions.linear(input, self.weight, self.bias, self._recipe, cache=self.cache)
 
     def extra_repr(self) -> str:

@@ -18,6 +18,7 @@ from . import _routing
 from .grouped_linear import GroupedLinear
 from .linear import Linear
 from .recipe import Recipe
+from .shared_input import shared
 
 if TYPE_CHECKING:
     import torch.distributed
@@ -108,7 +109,8 @@ class Experts(torch.nn.Module):
 
     def forward(self, rows: Tensor, offs: Tensor, weights: Tensor) -> Tensor:
         """(m, dim) for rows (m, dim) sorted by expert, their ends int32 (g,) and weights float32 (m,)."""
-        h = torch.nn.functional.silu(self.w1(rows, offs)) * self.w3(rows, offs)
+        x = shared(rows, self.w1, self.w3, offs)
+        h = torch.nn.functional.silu(self.w1(x, offs)) * self.w3(x, offs)
         result: Tensor = self.w2((h * weights.unsqueeze(-1)).to(h.dtype), offs)
         return result
 
@@ -123,7 +125,8 @@ class FeedForward(torch.nn.Module):
         self.w3 = Linear(dim, hidden_dim, bias=False, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.w2(torch.nn.functional.silu(self.w1(x)) * self.w3(x))
+        rows = shared(x, self.w1, self.w3)
+        result: Tensor = self.w2(torch.nn.functional.silu(self.w1(rows)) * self.w3(rows))
         return result
 
 

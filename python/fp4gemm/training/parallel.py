@@ -22,6 +22,7 @@ from .._checks import training as checks
 from . import _casts, _functions
 from ._sequence import OnEveryRank, ScatterSum, Sharding, gathered_linear
 from .linear import Linear
+from .shared_input import QuantizedInput
 
 __all__ = ["SequenceColwiseParallel", "SequenceRowwiseParallel"]
 
@@ -45,11 +46,12 @@ class _ShardedLinear(Linear):
     """A training.Linear whose parameters are DTensors; the class of a layer that a style was applied to."""
 
     _sharding: Sharding
+    _shares_input = False
 
     def _bias(self) -> Tensor | None:
         return None if self.bias is None else cast(DTensor, self.bias).to_local()
 
-    def _input(self, x: Tensor, dim: int) -> Tensor:
+    def _input(self, x: object, dim: int) -> Tensor:
         """This rank's x; a DTensor is brought to Shard(dim) first."""
         x = _checks.is_tensor("x", x)
         sequence_dim = self._sharding.dim
@@ -75,7 +77,7 @@ class _ShardedLinear(Linear):
 class _ColwiseLinear(_ShardedLinear):
     """y (..., n / ranks) of the tokens of all ranks."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor | QuantizedInput) -> Tensor:
         """This rank's features of y for all tokens, of this rank's tokens of x (..., k)."""
         x = self._input(input, self._sharding.dim)
         weight, cache = self._shard()
@@ -85,7 +87,7 @@ class _ColwiseLinear(_ShardedLinear):
 class _RowwiseLinear(_ShardedLinear):
     """y (..., n) of this rank's tokens."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor | QuantizedInput) -> Tensor:
         """This rank's tokens of y, of this rank's features of x (..., k / ranks) for all tokens."""
         x = self._input(input, -1)
         dim, ranks = self._sharding.dim, self._sharding.mesh.size()

@@ -1,0 +1,182 @@
+"""quantize_input: an x that several layers read, quantized once and saved once for all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+from .._checks import options as option_checks
+from .._checks import training as checks
+from ..reference import checks as reference_checks
+from . import _casts, _state
+from ._layer import RecipeLayer
+from .recipe import Cast, Recipe, resolve
+
+__all__ = ["QuantizedInput", "quantize_input"]
+
+ROWS = 32  # wgrad of a dense layer sums over tokens; other numbers of them become one group of columns
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class QuantizedInput:
+    """An x with the copies that a recipe makes of it; :func:`quantize_input` returns it.
+
+    :class:`Linear`, :class:`GroupedLinear` and their functions accept it in place of x.
+
+    Attributes:
+        x: the tensor that was quantized, (..., k); gradients of all layers are added to it.
+        recipe: the recipe whose casts of x were used.
+        offs: the ends of the groups as they were given, or None.
+    """
+
+    x: Tensor
+    recipe: Recipe
+    offs: Tensor | None
+    _edge: Tensor  # x as (m, k), through which gradients pass
+    _values: Tensor  # the same in autocast's dtype, without a gradient
+    _ends: Tensor | None  # the groups of the columns
+    _state: Tensor | None  # that of x, for a copy that the backward pass makes
+    _parts: _casts.Parts  # of the copy for fprop, then of that for wgrad
+
+    def __repr__(self) -> str:
+        return (
+            f"QuantizedInput(shape={tuple(self.x.shape)}, dtype={self._values.dtype}, "
+            f"device={str(self.x.device)!r}, offs={self.offs is not None})"
+        )
+
+    def _checked(self, recipe: Recipe, weight: Tensor) -> None:
+        """Check that these copies are those that a layer with this recipe would make of x."""
+        field = _difference(self.recipe, recipe)
+        if field:
+            theirs, own = (_shown(getattr(of, field)) for of in (recipe, self.recipe))
+            raise ValueError(
+                f"x: was quantized by a recipe whose {field} is {own}, must be {theirs}, as in the recipe of "
+                "the layer"
+            )
+        is_wanted = torch.is_grad_enabled() and isinstance(weight, Tensor) and weight.requires_grad
+        is_saved = recipe.save_input == "quantized" and isinstance(recipe.x_t, Cast)
+        if is_wanted and is_saved and self._parts[3] is None:
+            raise ValueError(
+                "x: was quantized without grad mode, must be quantized where gradients are recorded, since "
+                "the layer needs the copy for the gradient of its weight"
+            )
+
+
+def quantize_input(
+    x: Tensor,
+    recipe: Recipe | str | RecipeLayer,
+    offs: Tensor | None = None,
+    *,
+    state: Tensor | None = None,
+) -> QuantizedInput:
+    """Quantize an x that several layers read, once for all of them::
+
+        xq = training.quantize_input(x, q_proj)
+        q, k, v = q_proj(xq), k_proj(xq), v_proj(xq)
+
+    Each layer computes the bits of y, dx and dW that it computes from x itself, with the same random state.
+    x is cast once in both directions, and the layers save one copy of it together, 0.5625 bytes an element
+    (or x itself once, with save_input="original"), in place of one for each. The gradients of x add up as
+    those of x itself do. A recipe that quantizes nothing of x passes x on.
+
+    The layers may differ in their casts of W and dy, but not in those of x. Quantize under the autocast and
+    in the grad mode of the layers, and inside of a function that is checkpointed with use_reentrant=True,
+    which sees gradients of its tensor arguments alone.
+
+    Args:
+        x: bfloat16, float16 or float32 (..., k), any number of tokens, also none; with offs (m, k). k is a
+            multiple of 32 unless the recipe quantizes nothing. Under autocast it is converted.
+        recipe: a Recipe, a name of PRESETS, or one of the layers, whose recipe is meant.
+        offs: int32 (g,), the ends of the groups, for grouped layers, which then take this very tensor, or
+            None; int64 is converted. The CPU refuses ends that descend or lie outside of 0..m.
+        state: int64 (2,), {seed, offset}, for x or x_t that is rounded stochastically: x uses offset + 2, and
+            offset + 3 along m, as :func:`fp4gemm.training.functional.linear` does. None draws one from
+            torch's default generator, if the recipe rounds x stochastically. Layers draw their own for dy
+            and W.
+
+    Returns:
+        A QuantizedInput. Does not synchronise on a GPU.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it has and what was wanted. A layer raises ValueError
+            naming x if its recipe has another x, x_t, save_input or, with a rotation, hadamard_signs; if it
+            has another k; if its groups or autocast's dtype are others; if it needs the copy for dW, and x
+            was quantized without grad mode.
+        NotImplementedError: the device has no kernel.
+    """
+    recipe = recipe.recipe if isinstance(recipe, RecipeLayer) else resolve(recipe)
+    x = _checks.is_tensor("x", x)
+    _checks.has_dtype("x", x, _checks.FLOAT_DTYPES)
+    if x.dim() == 0:
+        raise ValueError("x: shape is (), must be (..., k)")
+    if not recipe.is_plain:
+        _checks.is_multiple("x", "k", x.shape[-1], checks.STEP)
+    ends = None
+    if offs is not None:
+        _checks.has_rank("x", x, 2, "(m, k)")
+        ends = option_checks.group_ends(option_checks.as_int32(offs), x.device, "x")
+        if ends.device.type == "cpu" and _checks.has_memory(ends):
+            reference_checks.ascending(ends, x.shape[0], "the rows of x")
+    edge = x.reshape(-1, x.shape[-1])
+    groups = ends
+    if offs is None:
+        ends = dense_ends(edge.shape[0], x.device)
+    draws = any(getattr(cast, "stochastic", False) for cast in (recipe.x, recipe.x_t))
+    if state is not None:
+        state = _state.given(state, x.device)
+    elif draws:
+        state = _state.draw(recipe, x.device)
+    of_x = _state.stream(state, _state.OF_X) if draws else None
+    x_t = recipe.x_t if torch.is_grad_enabled() and recipe.save_input == "quantized" else None
+    dtype = checks.autocast_dtype(x)
+    with torch.no_grad(), _casts.without_autocast(x):
+        values = edge.detach() if dtype is None else edge.detach().to(dtype)
+        made = _casts.both(values, recipe.x, x_t, recipe, of_x, groups, ends)
+    parts = (*_casts.parts_of(made[0]), *_casts.parts_of(made[1]))
+    return QuantizedInput(x, recipe, offs, edge, values, ends, of_x, parts)
+
+
+def dense_ends(m: int, device: torch.device) -> Tensor | None:
+    """int32 (1,), the one group of the columns of (m, k), where m is no size that wgrad sums over."""
+    return torch.full((1,), m, dtype=torch.int32, device=device) if m % ROWS or m == 0 else None
+
+
+def shared(
+    x: Tensor, first: torch.nn.Module, second: torch.nn.Module, offs: Tensor | None = None
+) -> Tensor | QuantizedInput:
+    """x quantized for both layers, or x itself where they cannot share it.
+
+    They cannot if their casts of x differ, if either was replaced by another module or is sharded by tensor
+    parallelism, or if it has hooks, which expect a tensor.
+    """
+    for layer in (first, second):
+        if not isinstance(layer, RecipeLayer) or not layer._shares_input:
+            return x
+        if layer._forward_pre_hooks or layer._forward_hooks:
+            return x
+    if not isinstance(first, RecipeLayer) or not isinstance(second, RecipeLayer):
+        return x
+    is_same = not _difference(first.recipe, second.recipe)
+    return quantize_input(x, first, offs) if is_same and not first.recipe.is_plain else x
+
+
+def _difference(a: Recipe, b: Recipe) -> str:
+    """The first field in which two recipes make other copies of x, or "" if there is none."""
+    fields = ["x", "x_t"]
+    if isinstance(a.x_t, Cast):
+        fields += ["save_input"] if a.x_t.hadamard is None else ["save_input", "hadamard_signs"]
+    for field in fields:
+        if getattr(a, field) != getattr(b, field):
+            return field
+    return ""
+
+
+def _shown(value: object) -> str:
+    """A field of a recipe in an error: of a cast its fields that are not the default."""
+    if not isinstance(value, Cast):
+        return repr(value)
+    fields = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+    return f"Cast({', '.join(f'{name}={held!r}' for name, held in fields if held != getattr(Cast, name))})"
