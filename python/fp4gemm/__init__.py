@@ -25,13 +25,13 @@ from .grouped import grouped_mm, scaled_grouped_mm
 from .kernel_table import kernels
 from .layout import swizzle_scales, unswizzle_scales
 from .producers import rms_norm_quantize, silu_and_mul_quantize
+from .products import dgrad, fprop, wgrad
 from .quantize import decode, dequantize, dequantize_parts, quantize, quantize_both
 from .stacks import concat, stack
 from .support import is_supported
-from .training.products import dgrad, fprop, wgrad
 
 if TYPE_CHECKING:
-    from . import calibration, checkpoint, compiler, nn
+    from . import calibration, checkpoint, compiler, nn, training
     from .nn import calibrate
 
     __version__: str
@@ -73,6 +73,7 @@ __all__ = [
     "silu_and_mul_quantize",
     "stack",
     "swizzle_scales",
+    "training",
     "unprepack",
     "unswizzle_scales",
     "wgrad",
@@ -81,7 +82,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # These are imported on first use, which makes the import of fp4gemm faster.
-    if name in ("calibration", "checkpoint", "compiler", "nn"):
+    if name in ("calibration", "checkpoint", "compiler", "nn", "training"):
         return importlib.import_module(f".{name}", __name__)
     if name == "calibrate":
         return importlib.import_module(".nn", __name__).calibrate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..products import dgrad, fprop, wgrad
 from . import functional
 from .cache import WeightCache, attach, mark_step
 from .conversion import ConversionReport, ConvertedLayer, convert_model, set_recipe
@@ -11,7 +12,6 @@ from .linear import Linear
 from .moe import MoE, update_expert_bias
 from .moe_keys import load_moe_state, moe_state
 from .parallel import SequenceColwiseParallel, SequenceRowwiseParallel
-from .products import dgrad, fprop, wgrad
 from .recipe import PRESETS, Cast, Recipe, resolve
 from .shared_input import QuantizedInput, quantize_input
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from .. import _checks
 from .._checks import options as option_checks
 from .._checks import training as checks
+from ..products import dgrad, fprop, wgrad
 from ..reference import checks as reference_checks
 from . import _casts, _plain, _state
-from .products import dgrad, fprop, wgrad
 from .recipe import DEQUANTIZED, Cast, Recipe, resolve
 from .shared_input import QuantizedInput, dense_ends
 

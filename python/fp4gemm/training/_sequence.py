@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._checks import training as checks
 from ..containers.nvfp4 import NVFP4Tensor
+from ..products import fprop
 from ..quantize import quantize
 from . import _casts, _functions, _plain, _state
-from .products import fprop
 from .recipe import DEQUANTIZED, Cast, Recipe
 from .shared_input import dense_ends
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .._operands import Left, Right
-from .._products import GemmTerms, multiply, with_terms
+from ._operands import Left, Right
+from ._products import GemmTerms, multiply, with_terms
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
