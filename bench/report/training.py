@@ -167,10 +167,14 @@ def draw(results: Results, path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", dpi=110)
     rows = results.rows
     base = {row["seed"]: dict(row["held_out"]) for row in rows if row["arm"] == BASELINE}
-    for number, arm in enumerate(dict.fromkeys(row["arm"] for row in rows)):
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    seeds = set.intersection(*({row["seed"] for row in rows if row["arm"] == arm} for arm in arms))
+    for number, arm in enumerate(arms):
         own = [row for row in rows if row["arm"] == arm]
         color = "black" if arm == BASELINE else plt.get_cmap("tab20")(number % 20)
-        curve = [statistics.mean(losses) for losses in zip(*(row["losses"] for row in own), strict=True)]
+        # The data of a step depend on the seed, so that curves of other seeds do not compare.
+        shared = [row["losses"] for row in own if row["seed"] in seeds] or [row["losses"] for row in own]
+        curve = [statistics.mean(losses) for losses in zip(*shared, strict=True)]
         width = max(1, round(SMOOTHED * len(curve)))
         smooth = [statistics.mean(curve[max(0, i - width + 1) : i + 1]) for i in range(len(curve))]
         left.plot(range(1, len(curve) + 1), smooth, color=color, label=arm, linewidth=1.2)

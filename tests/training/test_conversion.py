@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from fp4gemm import training
-from fp4gemm.training import cache as cache_module
 from fp4gemm.training import convert_model, set_recipe
-
-
-@pytest.fixture(autouse=True)
-def _steps() -> Iterator[None]:
-    """Tests that attach an optimizer leave the process as it was."""
-    are_marked = cache_module._STEPS.are_marked
-    yield
-    cache_module._STEPS.are_marked = are_marked
 
 
 class Block(torch.nn.Module):

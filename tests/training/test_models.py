@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,14 +16,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 IDS = torch.arange(64).view(2, 32) * 7 % 61
-
-
-@pytest.fixture(autouse=True)
-def _steps() -> Iterator[None]:
-    """Tests that attach an optimizer leave the process as it was."""
-    are_marked = cache_module._STEPS.are_marked
-    yield
-    cache_module._STEPS.are_marked = are_marked
 
 
 def llama() -> Any:
