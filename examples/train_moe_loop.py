@@ -91,7 +91,7 @@ class Run:
         self.seconds = 0.0
 
     def learning_rate(self) -> float:
-        """Of the coming step: a linear warm-up, then half a cosine down to a tenth."""
+        """The rate of the coming step: a linear warm-up, then half a cosine down to a tenth."""
         steps = self.size.steps
         warmup = max(1, round(WARMUP * steps))
         if self.step_number < warmup:

@@ -33,7 +33,7 @@ class Maker:
         self._smoothed: tuple[bool, torch.nn.Module, Statistics, Row] | None = None
 
     def statistics(self, second_moment: bool = False) -> tuple[Statistics, Row]:
-        """Of the float model, and their cost."""
+        """Return the statistics of the float model, and what they cost."""
         if second_moment not in self._statistics:
             with watched(self._device) as cost:
                 made = fp4gemm.calibrate(

@@ -68,5 +68,5 @@ class Producer(NamedTuple):
 
     @property
     def version(self) -> str:
-        """Of the installed package; importlib.metadata.PackageNotFoundError if there is none."""
+        """The version of the installed package; importlib.metadata.PackageNotFoundError if there is none."""
         return importlib.metadata.version(self.package)

@@ -111,7 +111,7 @@ def test_a_given_amax(gen: torch.Generator) -> None:
 
 
 def test_factors_are_kept_for_an_equal_moment(gen: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of q, k and v, say: the result is the same, and another moment, damping or order is factored anew."""
+    """q, k and v share a factor with the same result; another moment, damping or order is factored anew."""
     calls: list[int] = []
     real = torch.linalg.cholesky_ex
     monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda h: (calls.append(1), real(h))[1])

@@ -68,7 +68,7 @@ def together(of: torch.nn.ModuleList, *offs: Tensor) -> Callable[[Tensor], list[
 def test_the_bits_of_layers_that_quantize_x_themselves(
     name: str, shape: tuple[int, ...], device: torch.device
 ) -> None:
-    """Of all layers together; stochastic rounding of dy and W takes the same random numbers too."""
+    """The gradients of all layers together; dy and W are rounded with the same random numbers too."""
     of, x = layers(name, device), values(*shape, device=device)
     assert_same(gradients(together(of), x, of), gradients(separate(of), x, of))
 

@@ -55,9 +55,9 @@ class Products:
     def of(self, x: Tensor, has_moment: bool) -> tuple[Tensor, Tensor | None]:
         """(sum of x^2 (k,), sum of x x^T (k, k) or None) over the rows of x (m, k), float32.
 
-        Of the matrix, panels of 256 rows are made, each from its first column on the diagonal to the right;
-        what is left of them is zero. The sums run over chunks of rows, then over batches, in their order;
-        within a chunk their order is that of torch's product.
+        The matrix is made in panels of 256 rows, each from its first column on the diagonal to the right;
+        what is left of that column is zero. The sums run over chunks of rows, then over batches, in their
+        order; within a chunk their order is that of torch's product.
         """
         if self._made is not None and self._is_last(x, has_moment):
             return self._made
