@@ -90,13 +90,17 @@ def test_other_options_or_another_source(tmp_path: Path) -> None:
         convert(source, tmp_path / "dst", resume=True)
 
 
+# VmHWM is the peak of this process alone. ru_maxrss is not used: a child inherits its parent's peak.
 MEASURE = """
-import resource, sys
+import re, sys
+from pathlib import Path
 from fp4gemm.checkpoint import convert
+def peak():
+    return re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]
 convert(sys.argv[1], sys.argv[1] + "_warm", jobs=1)
-warm = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+warm = peak()
 convert(sys.argv[2], sys.argv[2] + "_q", jobs=2)
-print(warm, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(warm, peak())
 """
 
 
