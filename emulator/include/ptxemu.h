@@ -24,7 +24,7 @@ typedef struct ptxemu_options {
   uint64_t seed;          /* 1; mode and seed determine the schedule */
   int resident_clusters;  /* 0: as many as fit with one CTA on each SM */
   int num_sms;            /* 148 */
-  int compute_capability; /* 100: 10 * major + minor */
+  int compute_capability; /* 100: 10 * major + minor; 10.x or 12.x, whose limits device.cpp has */
   int pdl;                /* 1: a programmatic dependent launch starts before its predecessor; 0: launches
                              execute one after the other, and return their own errors */
   int report_unwritten_global; /* 0; 1: a load of global memory that was never written is a hazard */
@@ -40,8 +40,9 @@ typedef struct ptxemu_options {
 void ptxemu_default_options(ptxemu_options* options);
 void ptxemu_configure(const ptxemu_options* options);
 
-/* Loads a .ptx file or every *.ptx file of a folder; files of targets other than sm_100* are skipped. Kernels
-   are parsed at their first launch. Returns 0, or -1 with the reason in ptxemu_last_error(). */
+/* Loads a .ptx file or every *.ptx file of a folder; files of targets other than sm_10* and sm_12* are
+   skipped. A launch executes the kernel whose target runs on the compute capability. Kernels are parsed at
+   their first launch. Returns 0, or -1 with the reason in ptxemu_last_error(). */
 int ptxemu_load(const char* path);
 void ptxemu_unload(void); /* unloads all PTX files */
 

@@ -155,7 +155,7 @@ class Emulator:
             self.load(path)
 
     def load(self, path: Path | str) -> None:
-        """Loads a .ptx file or a folder of them; files of targets other than sm_100* are skipped."""
+        """Loads a .ptx file or a folder of them; skips targets other than sm_10* and sm_12*."""
         if self._library.ptxemu_load(str(path).encode()) != 0:
             raise EmulatorError(self.last_error())
 

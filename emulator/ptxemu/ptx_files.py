@@ -20,7 +20,7 @@ def find_cuobjdump() -> str | None:
 
 
 def extract_ptx(library: Path | str, folder: Path | str, cuobjdump: Path | str | None = None) -> list[Path]:
-    """Writes the PTX for sm_100* that a library or object contains to a folder, and returns the files.
+    """Writes the PTX for sm_10* and sm_12* that a library or object has to a folder, and returns the files.
 
     .ptx files that the folder has already are removed.
     """
@@ -40,7 +40,7 @@ def extract_ptx(library: Path | str, folder: Path | str, cuobjdump: Path | str |
             stdout=subprocess.DEVNULL,
         )
         for path in sorted(Path(scratch).glob("*.ptx")):
-            if re.search(r"^\.target sm_100", path.read_text(errors="replace")[:4096], re.MULTILINE):
+            if re.search(r"^\.target sm_1[02]\d", path.read_text(errors="replace")[:4096], re.MULTILINE):
                 kept.append(folder / path.name)
                 shutil.move(path, kept[-1])
     return kept
@@ -51,5 +51,6 @@ if __name__ == "__main__":
         sys.exit(__doc__)
     if not extract_ptx(*sys.argv[1:]):
         sys.exit(
-            f"{sys.argv[1]} holds no PTX for sm_100: compile with code=compute_100a or compute_100f as well"
+            f"{sys.argv[1]} holds no PTX for sm_10* or sm_12*: compile with code=compute_100f or"
+            " compute_120f as well"
         )

@@ -6,6 +6,7 @@
 
 #include "memory.hpp"
 #include "queue.hpp"
+#include "runtime.hpp"
 #include "session.hpp"
 
 using ptxemu::DeviceMemory;
@@ -73,13 +74,12 @@ int ptxemu_launch(char const* kernel, uint32_t const grid[3], uint32_t const blo
   Session& session = Session::instance();
   ptxemu::Launch launch = {};
   try {
-    launch.kernel = session.library.find(kernel);
+    launch.kernel = ptxemu::find_kernel(std::string(kernel));
   } catch (std::exception const& error) {
     session.report_fatal(error.what());
     return cudaErrorInvalidDeviceFunction;
   }
   if (launch.kernel == nullptr) {
-    session.report_fatal("no loaded PTX file has the kernel " + std::string(kernel));
     return cudaErrorInvalidDeviceFunction;
   }
   if (argument_bytes != launch.kernel->param_bytes) {

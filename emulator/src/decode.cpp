@@ -24,6 +24,7 @@ std::map<std::string, Decoder> const& decoders() {
     add(decode_memory, {"ld", "ldu", "st", "atom", "red", "mov", "cvta", "prefetch", "prefetchu", "discard",
                         "applypriority", "createpolicy", "mapa"});
     add(decode_matrix, {"ldmatrix", "stmatrix"});
+    add(decode_mma_sync, {"mma"});
     add(decode_control, {"bra", "brx", "ret", "exit", "trap", "setp", "nanosleep", "setmaxnreg",
                          "griddepcontrol", "pmevent"});
     add(decode_warp, {"shfl", "vote", "redux", "elect", "activemask"});
@@ -40,11 +41,12 @@ std::map<std::string, Decoder> const& decoders() {
 
 }  // namespace
 
-void decode(Instruction& in) {
+void decode(Instruction& in, Target const& target) {
   auto const found = decoders().find(in.parts[0]);
-  if (found == decoders().end() || !found->second(in)) {
+  bool const modelled = found != decoders().end() && found->second(in);
+  if (!modelled || !target.has(in)) {
     in.lanes = nullptr;
-    in.handler = &Machine::exec_unmodelled;
+    in.handler = modelled ? &Machine::exec_absent : &Machine::exec_unmodelled;
   }
 }
 

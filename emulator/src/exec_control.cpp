@@ -108,6 +108,14 @@ Outcome Machine::exec_unmodelled(Warp&, Group&, Instruction const& in, u32 mask)
   fatal("not modelled: %s", in.text.c_str());
 }
 
+/// An instruction that devices of the kernel's target do not have.
+Outcome Machine::exec_absent(Warp&, Group&, Instruction const& in, u32 mask) {
+  if (mask == 0) {
+    return Outcome::kNext;
+  }
+  fatal("%s does not have: %s", kernel_.target.name().c_str(), in.text.c_str());
+}
+
 Outcome Machine::exec_nothing(Warp&, Group&, Instruction const&, u32) { return Outcome::kNext; }
 
 Outcome Machine::exec_trap(Warp&, Group&, Instruction const&, u32 mask) {

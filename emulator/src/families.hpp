@@ -12,6 +12,7 @@ bool decode_logic(Instruction& in);       // logic.cpp
 bool decode_cvt(Instruction& in);         // convert.cpp
 bool decode_memory(Instruction& in);      // exec_memory.cpp
 bool decode_matrix(Instruction& in);      // exec_matrix.cpp
+bool decode_mma_sync(Instruction& in);    // exec_mma_sync.cpp
 bool decode_control(Instruction& in);     // exec_control.cpp
 bool decode_warp(Instruction& in);        // exec_warp.cpp
 bool decode_barrier(Instruction& in);     // exec_barrier.cpp

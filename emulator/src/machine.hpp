@@ -29,6 +29,7 @@ class Machine {
   // Handlers. Each is defined, and documented, in the file of its family; see families.hpp.
 #define PTXEMU_HANDLER(name) Outcome name(Warp&, Group&, Instruction const&, u32 mask)
   PTXEMU_HANDLER(exec_unmodelled);
+  PTXEMU_HANDLER(exec_absent);
   PTXEMU_HANDLER(exec_nothing);
   PTXEMU_HANDLER(exec_sleep);
   PTXEMU_HANDLER(exec_branch);
@@ -44,6 +45,7 @@ class Machine {
   PTXEMU_HANDLER(exec_atomic);
   PTXEMU_HANDLER(exec_ldmatrix);
   PTXEMU_HANDLER(exec_stmatrix);
+  PTXEMU_HANDLER(exec_mma_sync);
   PTXEMU_HANDLER(exec_shuffle);
   PTXEMU_HANDLER(exec_vote);
   PTXEMU_HANDLER(exec_redux);

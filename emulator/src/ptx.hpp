@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "device.hpp"
 #include "types.hpp"
 
 namespace ptxemu {
@@ -99,6 +100,7 @@ struct Parameter {
 struct Kernel {
   std::string name;
   std::string file;
+  Target target;  // of the file
   std::vector<Instruction> code;
   std::vector<Type> registers;  // a .b128 register is two: its low half has this type, its high half kB64
   std::vector<u64> constants;   // rows of 32 equal values, one row for each constant of the code
@@ -111,8 +113,9 @@ struct Kernel {
 };
 
 /// Sets what executes an instruction. An instruction that is not modelled gets a handler that is fatal when
-/// it is reached, so that kernels may hold such instructions on paths that are not taken.
-void decode(Instruction& instruction);
+/// it is reached, so that kernels may hold such instructions on paths that are not taken; so does one that
+/// devices of the target do not have.
+void decode(Instruction& instruction, Target const& target);
 
 /// The number of a special register; -1 if it is not known.
 int special_register(std::string const& name);
@@ -126,6 +129,7 @@ struct ModuleSymbol {
 struct PtxFile {
   std::string path;
   std::string text;
+  Target target;
   std::map<std::string, ModuleSymbol> symbols;  // variables of module scope, filled by scan_module()
   std::vector<void*> allocations;               // device memory of .global and .const variables
   bool scanned = false;                         // scan_module() has run
@@ -139,9 +143,12 @@ void scan_module(PtxFile& file);
 /// Kernels by name over all loaded files; each is parsed when it is launched first.
 class PtxLibrary {
  public:
-  /// Loads a .ptx file, or every *.ptx file of a folder. Files of targets other than sm_100* are skipped.
+  /// Loads a .ptx file, or every *.ptx file of a folder. Files of targets other than sm_10* and sm_12* are
+  /// skipped.
   void load(std::string const& path);
-  std::shared_ptr<Kernel> find(std::string const& name);  // null if no file has this entry
+  /// The kernel of this name whose target runs on the compute capability; null if no file has one. The
+  /// latest target is preferred, and the first file of those that have it.
+  std::shared_ptr<Kernel> find(std::string const& name, int compute_capability);
   bool empty() const { return entries_.empty(); }
   void clear();
 
@@ -153,7 +160,7 @@ class PtxLibrary {
   };
   void load_file(std::string const& path);
   std::vector<std::unique_ptr<PtxFile>> files_;
-  std::map<std::string, Entry> entries_;
+  std::map<std::string, std::vector<Entry>> entries_;  // by name: one for each target
 };
 
 }  // namespace ptxemu

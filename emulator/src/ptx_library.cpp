@@ -141,9 +141,9 @@ void PtxLibrary::load_file(std::string const& path) {
   file->path = path;
   file->text = buffer.str();
   std::string const& text = file->text;
+  file->target = Target::parse(text);
   // Other targets are skipped silently: a library may have PTX of several architectures.
-  size_t const target = text.find(".target");
-  if (target == std::string::npos || text.compare(target, 14, ".target sm_100") != 0) {
+  if (int const family = file->target.number / 10; family != 10 && family != 12) {
     return;
   }
   for (size_t at = text.find(".entry"); at != std::string::npos; at = text.find(".entry", at + 6)) {
@@ -158,24 +158,31 @@ void PtxLibrary::load_file(std::string const& path) {
     while (is_name(text[end])) {
       ++end;
     }
-    entries_.try_emplace(text.substr(begin, end - begin), Entry{file.get(), begin, nullptr});
+    entries_[text.substr(begin, end - begin)].push_back({file.get(), begin, nullptr});
   }
   files_.push_back(std::move(file));
 }
 
-std::shared_ptr<Kernel> PtxLibrary::find(std::string const& name) {
-  auto const found = entries_.find(name);
-  if (found == entries_.end()) {
+std::shared_ptr<Kernel> PtxLibrary::find(std::string const& name, int compute_capability) {
+  Entry* best = nullptr;
+  if (auto const found = entries_.find(name); found != entries_.end()) {
+    for (Entry& entry : found->second) {
+      if (entry.file->target.runs_on(compute_capability) &&
+          (best == nullptr || entry.file->target.number > best->file->target.number)) {
+        best = &entry;
+      }
+    }
+  }
+  if (best == nullptr) {
     return nullptr;
   }
-  Entry& entry = found->second;
-  if (entry.kernel == nullptr) {
-    if (!entry.file->scanned) {
-      scan_module(*entry.file);
+  if (best->kernel == nullptr) {
+    if (!best->file->scanned) {
+      scan_module(*best->file);
     }
-    entry.kernel = parse_kernel(*entry.file, entry.position, name);
+    best->kernel = parse_kernel(*best->file, best->position, name);
   }
-  return entry.kernel;
+  return best->kernel;
 }
 
 void PtxLibrary::clear() {

@@ -191,7 +191,7 @@ void Parser::parse() {
     for (Operand& operand : instruction.operands) {
       resolve_dynamic(operand, dynamic);
     }
-    decode(instruction);
+    decode(instruction, file_.target);
   }
 }
 
@@ -383,6 +383,7 @@ std::shared_ptr<Kernel> parse_kernel(PtxFile& file, size_t position, std::string
   auto kernel = std::make_shared<Kernel>();
   kernel->name = name;
   kernel->file = file.path;
+  kernel->target = file.target;
   Parser(file, position, *kernel).parse();
   return kernel;
 }

@@ -61,6 +61,18 @@ cudaError_t launch(void const* function, dim3 grid, dim3 block, dim3 cluster, si
 
 }  // namespace
 
+std::shared_ptr<Kernel> find_kernel(std::string const& name) {
+  Session& session = Session::instance();
+  int const capability = session.options.compute_capability;
+  std::shared_ptr<Kernel> kernel = session.library.find(name, capability);
+  if (kernel == nullptr) {
+    session.report_fatal(format_text(
+        "no loaded PTX file has the kernel %s for compute capability %d.%d%s", name.c_str(), capability / 10,
+        capability % 10, session.library.empty() ? " (no PTX for sm_10* or sm_12* was loaded at all)" : ""));
+  }
+  return kernel;
+}
+
 std::shared_ptr<Kernel> find_kernel(void const* function) {
   Session& session = Session::instance();
   auto const found = kernel_names().find(function);
@@ -68,12 +80,7 @@ std::shared_ptr<Kernel> find_kernel(void const* function) {
     session.report_fatal("launch of a function that is no kernel of this program");
     return nullptr;
   }
-  std::shared_ptr<Kernel> kernel = session.library.find(found->second);
-  if (kernel == nullptr) {
-    session.report_fatal("no loaded PTX file has the kernel " + found->second +
-                         (session.library.empty() ? " (no PTX for sm_100 was loaded at all)" : ""));
-  }
-  return kernel;
+  return find_kernel(found->second);
 }
 
 }  // namespace ptxemu
@@ -151,7 +158,8 @@ cudaError_t cudaLaunchKernelExC(cudaLaunchConfig_t const* config, void const* fu
 }
 
 cudaError_t cudaFuncSetAttribute(void const*, cudaFuncAttribute attribute, int value) {
-  if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && value > static_cast<int>(kMaxSharedBytes)) {
+  u32 const most = device_of(Session::instance().options.compute_capability).block_shared_bytes;
+  if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && value > static_cast<int>(most)) {
     return remember(cudaErrorInvalidValue);
   }
   return cudaSuccess;
@@ -170,8 +178,10 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void const* fu
   }
   attributes->maxThreadsPerBlock = kernel->max_threads == 0 ? 1024 : static_cast<int>(kernel->max_threads);
   attributes->sharedSizeBytes = kernel->static_shared_bytes;
-  attributes->maxDynamicSharedSizeBytes = static_cast<int>(kMaxSharedBytes - kernel->static_shared_bytes);
-  attributes->binaryVersion = attributes->ptxVersion = 100;
+  int const capability = Session::instance().options.compute_capability;
+  attributes->maxDynamicSharedSizeBytes =
+      static_cast<int>(device_of(capability).block_shared_bytes - kernel->static_shared_bytes);
+  attributes->binaryVersion = attributes->ptxVersion = capability;
   attributes->numRegs = 64;  // registers are not modelled
   return cudaSuccess;
 }

@@ -81,6 +81,7 @@ cudaError_t cudaGetDeviceCount(int* count) {
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   ptxemu_options const& options = Session::instance().options;
+  Device const& limits = device_of(options.compute_capability);
   if (device != 0) {
     return remember(cudaErrorInvalidDevice);
   }
@@ -88,21 +89,21 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
     case cudaDevAttrMultiProcessorCount: *value = options.num_sms; break;
     case cudaDevAttrComputeCapabilityMajor: *value = options.compute_capability / 10; break;
     case cudaDevAttrComputeCapabilityMinor: *value = options.compute_capability % 10; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = static_cast<int>(kMaxSharedBytes); break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = static_cast<int>(limits.block_shared_bytes); break;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
-      *value = static_cast<int>(kMaxSharedBytes) + 1024;
+      *value = static_cast<int>(limits.sm_shared_bytes);
       break;
     case cudaDevAttrReservedSharedMemoryPerBlock: *value = 1024; break;
     case cudaDevAttrMaxSharedMemoryPerBlock: *value = 49152; break;
     case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;
-    case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; break;
-    case cudaDevAttrMaxBlocksPerMultiprocessor: *value = 32; break;
+    case cudaDevAttrMaxThreadsPerMultiProcessor: *value = static_cast<int>(limits.sm_threads); break;
+    case cudaDevAttrMaxBlocksPerMultiprocessor: *value = static_cast<int>(limits.sm_blocks); break;
     case cudaDevAttrMaxRegistersPerBlock: *value = 65536; break;
     case cudaDevAttrMaxGridDimX: *value = 0x7FFFFFFF; break;
     case cudaDevAttrMaxGridDimY:
     case cudaDevAttrMaxGridDimZ: *value = 65535; break;
     case cudaDevAttrWarpSize: *value = 32; break;
-    case cudaDevAttrL2CacheSize: *value = 126 << 20; break;
+    case cudaDevAttrL2CacheSize: *value = static_cast<int>(limits.l2_bytes); break;
     case cudaDevAttrClockRate: *value = 1965000; break;
     case cudaDevAttrClusterLaunch:
     case cudaDevAttrCooperativeLaunch:
@@ -117,19 +118,20 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
     return remember(cudaErrorInvalidDevice);
   }
   ptxemu_options const& options = Session::instance().options;
+  Device const& limits = device_of(options.compute_capability);
   *properties = {};
   std::strcpy(properties->name, "PTX emulator");
   properties->major = options.compute_capability / 10;
   properties->minor = options.compute_capability % 10;
   properties->multiProcessorCount = options.num_sms;
   properties->sharedMemPerBlock = 49152;
-  properties->sharedMemPerBlockOptin = kMaxSharedBytes;
-  properties->sharedMemPerMultiprocessor = kMaxSharedBytes + 1024;
+  properties->sharedMemPerBlockOptin = limits.block_shared_bytes;
+  properties->sharedMemPerMultiprocessor = limits.sm_shared_bytes;
   properties->regsPerBlock = 65536;
   properties->warpSize = 32;
   properties->maxThreadsPerBlock = 1024;
-  properties->maxThreadsPerMultiProcessor = 2048;
-  properties->l2CacheSize = 126 << 20;
+  properties->maxThreadsPerMultiProcessor = static_cast<int>(limits.sm_threads);
+  properties->l2CacheSize = static_cast<int>(limits.l2_bytes);
   properties->totalGlobalMem = 192ull << 30;
   return cudaSuccess;
 }

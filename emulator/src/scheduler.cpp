@@ -52,9 +52,16 @@ void Machine::run() {
     fatal("launch: %u threads a CTA, must be 1 to %u", threads,
           kernel_.max_threads ? kernel_.max_threads : 1024);
   }
-  if (launch_.dynamic_shared_bytes + kernel_.static_shared_bytes > kMaxSharedBytes) {
+  int const capability = session_.options.compute_capability;
+  Device const& device = device_of(capability);
+  if (launch_.dynamic_shared_bytes + kernel_.static_shared_bytes > device.block_shared_bytes) {
     fatal("launch: %u bytes of shared memory, at most %u",
-          launch_.dynamic_shared_bytes + kernel_.static_shared_bytes, kMaxSharedBytes);
+          launch_.dynamic_shared_bytes + kernel_.static_shared_bytes, device.block_shared_bytes);
+  }
+  if (cluster_size > device.cluster_ctas) {
+    fatal("launch: a cluster of %llu CTAs, at most %u are modelled for compute capability %d.%d",
+          static_cast<unsigned long long>(cluster_size), device.cluster_ctas, capability / 10,
+          capability % 10);
   }
   for (u64 i = 0; i < num_clusters; ++i) {
     waiting_clusters_.push_back(i);

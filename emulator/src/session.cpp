@@ -111,6 +111,8 @@ Session::Session() {
   options.resident_clusters =
       static_cast<int>(environment_number("PTXEMU_RESIDENT", static_cast<u64>(options.resident_clusters)));
   options.num_sms = static_cast<int>(environment_number("PTXEMU_SMS", static_cast<u64>(options.num_sms)));
+  options.compute_capability =
+      static_cast<int>(environment_number("PTXEMU_CC", static_cast<u64>(options.compute_capability)));
   options.detect_races =
       static_cast<int>(environment_number("PTXEMU_RACES", static_cast<u64>(options.detect_races)));
   options.hazards_are_fatal = static_cast<int>(environment_number("PTXEMU_HAZARDS_FATAL", 0));

@@ -39,7 +39,6 @@ constexpr u64 kSharedWindow = 0x5B0000000000ull;
 constexpr u64 kLocalWindow = 0x5C0000000000ull;
 constexpr u64 kWindowBytes = 1ull << 32;
 constexpr u32 kSharedBase = 1024;  // bytes that the system reserves at the start of shared memory
-constexpr u32 kMaxSharedBytes = 232448;
 constexpr u32 kRankShift = 24;
 constexpr u32 kOffsetMask = (1u << kRankShift) - 1;
 constexpr u32 kTmemColumns = 512, kTmemLanes = 128;

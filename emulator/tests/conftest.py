@@ -10,22 +10,23 @@ import numpy as np
 import pytest
 from ptxemu.emulator import Emulator
 
-_HEADER = ".version 9.0\n.target sm_100a\n.address_size 64\n"
-
 
 class Bench:
-    """Loads hand-written kernels and launches them on the emulator."""
+    """Loads hand-written kernels for one target and launches them on the emulator."""
 
     def __init__(self, emulator: Emulator, folder: Path):
         self.emulator = emulator
+        self.target = "sm_100a"
         self._folder = folder
         self._count = 0
 
-    def load(self, text: str) -> None:
+    def load(self, text: str, keep: bool = False) -> None:
+        """Loads PTX for the target; `keep` keeps what was loaded before."""
         self._count += 1
         path = self._folder / f"kernel{self._count}.ptx"
-        path.write_text(_HEADER + text)
-        self.emulator.unload()
+        path.write_text(f".version 9.0\n.target {self.target}\n.address_size 64\n{text}")
+        if not keep:
+            self.emulator.unload()
         self.emulator.load(path)
 
     def kernel(self, body: str, *pointers: str, declarations: str = "") -> None:

@@ -1,0 +1,172 @@
+// mma.sync: products of matrices that a warp holds in registers (PTX ISA, "Warp Level Matrix Instructions:
+// mma"): D = A B^T + C with A of 16 rows, B of 8 rows and fp32 C and D. A row of A or B has 32 bytes in every
+// shape: 16 elements of 16 bits, or 64 of 4 bits with a scale factor for each 16 of them.
+//
+// The emulator sums the products in double, adds C, and rounds once to fp32, which is exact where the sum
+// fits in fp32; the hardware's alignment and truncation of summands are not modelled.
+#include "families.hpp"
+#include "machine.hpp"
+#include "numeric.hpp"
+
+namespace ptxemu {
+
+namespace {
+
+constexpr int kM = 16, kN = 8;  // rows of A, and of B
+constexpr int kRowBytes = 32;
+constexpr int kMaxK = 64;
+constexpr int kBlock = 16;                // elements that share a scale factor
+constexpr int kBlocks = kMaxK / kBlock;   // of a row
+constexpr int kLaneBytes = sizeof(u32);   // of a row, in a register of a lane
+constexpr int kHalfRow = 4 * kLaneBytes;  // of a row, in a register of four lanes
+
+/// The elements of A and B, in the order of the names that decode_mma_sync looks for.
+enum Element { kF16, kBf16, kE2m1, kNumElements };
+
+/// Decodes the elements of a row; returns their number.
+int decode_row(u8 const* bytes, int element, double* out) {
+  if (element == kE2m1) {
+    for (int i = 0; i < kMaxK; ++i) {
+      out[i] = decode_e2m1(bytes[i / 2] >> (i % 2 * 4) & 15);
+    }
+    return kMaxK;
+  }
+  for (int i = 0; i < kRowBytes / 2; ++i) {
+    u32 const code = bytes[2 * i] | bytes[2 * i + 1] << 8;
+    out[i] = element == kF16 ? decode_f16(code) : decode_bf16(code);
+  }
+  return kRowBytes / 2;
+}
+
+}  // namespace
+
+/// mode: the elements of A and B.
+bool decode_mma_sync(Instruction& in) {
+  static char const* const types[] = {".f32.f16.f16.f32", ".f32.bf16.bf16.f32", ".f32.e2m1.e2m1.f32.ue4m3"};
+  static size_t const num_operands[] = {4, 4, 8};
+  in.handler = &Machine::exec_mma_sync;
+  for (in.mode[0] = 0; in.mode[0] < kNumElements; ++in.mode[0]) {
+    std::string const suffix = types[in.mode[0]];
+    if (in.opcode.size() > suffix.size() &&
+        in.opcode.compare(in.opcode.size() - suffix.size(), suffix.size(), suffix) == 0) {
+      break;
+    }
+  }
+  if (in.mode[0] == kNumElements || in.operands.size() != num_operands[in.mode[0]] || !in.has("row") ||
+      !in.has("col")) {
+    return false;
+  }
+  // The number of parts excludes every other modifier, such as .sp or .satfinite.
+  return in.mode[0] == kE2m1 ? in.has("kind::mxf4nvf4") && in.has("block_scale") && in.has("scale_vec::4X") &&
+                                   in.has("m16n8k64") && in.parts.size() == 14
+                             : in.has("m16n8k16") && in.parts.size() == 10;
+}
+
+/// mma.sync d, a, b, c, and with block scales: scales of a, {byte, thread}, scales of b, {byte, thread}
+Outcome Machine::exec_mma_sync(Warp& warp, Group& group, Instruction const& in, u32 mask) {
+  if (!converged(warp, group, kFullMask)) {
+    return Outcome::kBlocked;
+  }
+  if (mask == 0) {
+    return Outcome::kNext;
+  }
+  if (mask != kFullMask) {
+    fatal("mma.sync in lanes 0x%08x, must be executed by all 32 lanes of the warp", mask);
+  }
+  Row row;
+  auto const read_register = [&](size_t operand, size_t i) {
+    Operand const& o = in.operands[operand];
+    read(warp, o.kind == Operand::kVector ? o.parts.at(i) : o, row);
+  };
+  // Four lanes hold a row. Register r of A belongs to rows 8 (r % 2) and up, and to half r / 2 of them;
+  // register r of B to half r.
+  u8 a_bytes[kM][kRowBytes], b_bytes[kN][kRowBytes];
+  for (int r = 0; r < 4; ++r) {
+    read_register(1, static_cast<size_t>(r));
+    for (int l = 0; l < kWarpSize; ++l) {
+      u32 const word = static_cast<u32>(row[l]);
+      std::memcpy(&a_bytes[l / 4 + 8 * (r % 2)][l % 4 * kLaneBytes + r / 2 * kHalfRow], &word, kLaneBytes);
+    }
+  }
+  for (int r = 0; r < 2; ++r) {
+    read_register(2, static_cast<size_t>(r));
+    for (int l = 0; l < kWarpSize; ++l) {
+      u32 const word = static_cast<u32>(row[l]);
+      std::memcpy(&b_bytes[l / 4][l % 4 * kLaneBytes + r * kHalfRow], &word, kLaneBytes);
+    }
+  }
+  double a[kM][kMaxK], b[kN][kMaxK];
+  int k = 0;
+  for (int m = 0; m < kM; ++m) {
+    k = decode_row(a_bytes[m], in.mode[0], a[m]);
+  }
+  for (int n = 0; n < kN; ++n) {
+    decode_row(b_bytes[n], in.mode[0], b[n]);
+  }
+
+  // The four scale factors of a row are the bytes of one register, from its first block on. Row m of A has
+  // them in lane 4 (m % 8) + m / 8 and row n of B in lane 4 n, each plus what the thread selector says: the
+  // other half of the quad for A, a lane of it for B. The byte selector can only be 0 with four factors.
+  double scale_a[kM][kBlocks], scale_b[kN][kBlocks];
+  bool const scaled = in.mode[0] == kE2m1;
+  if (scaled) {
+    auto const selector = [&](size_t operand, u64 threads) {
+      read_register(operand, 0);
+      u64 const byte = row[0] & 0xFFFF;
+      read_register(operand, 1);
+      u64 const thread = row[0] & 0xFFFF;
+      if (byte != 0 || thread >= threads) {
+        fatal("mma.sync with scale selector {%llu, %llu}, must be {0, 0 to %llu}",
+              static_cast<unsigned long long>(byte), static_cast<unsigned long long>(thread),
+              static_cast<unsigned long long>(threads - 1));
+      }
+      return static_cast<int>(thread);
+    };
+    int const lane_a = 2 * selector(5, 2), lane_b = selector(7, 4);
+    read_register(4, 0);
+    for (int m = 0; m < kM; ++m) {
+      for (int i = 0; i < kBlocks; ++i) {
+        scale_a[m][i] = decode_e4m3(static_cast<u32>(row[4 * (m % 8) + m / 8 + lane_a] >> (8 * i) & 255));
+      }
+    }
+    read_register(6, 0);
+    for (int n = 0; n < kN; ++n) {
+      for (int i = 0; i < kBlocks; ++i) {
+        scale_b[n][i] = decode_e4m3(static_cast<u32>(row[4 * n + lane_b] >> (8 * i) & 255));
+      }
+    }
+  }
+
+  double sums[kM][kN];
+  for (int m = 0; m < kM; ++m) {
+    for (int n = 0; n < kN; ++n) {
+      double sum = 0;
+      for (int i = 0; i < k / kBlock; ++i) {
+        double block = 0;
+        for (int j = i * kBlock; j < (i + 1) * kBlock; ++j) {
+          block += a[m][j] * b[n][j];
+        }
+        sum += scaled ? block * (scale_a[m][i] * scale_b[n][i]) : block;
+      }
+      sums[m][n] = sum;
+    }
+  }
+  // Register r of C and D has row l / 4 + 8 (r / 2), column 2 (l % 4) + r % 2 in lane l. All of C is read
+  // before D is written, since they may share registers.
+  u32 d[4][kWarpSize];
+  for (int r = 0; r < 4; ++r) {
+    read_register(3, static_cast<size_t>(r));
+    for (int l = 0; l < kWarpSize; ++l) {
+      double const c = static_cast<double>(as_float(row[l]));
+      d[r][l] = as_bits(static_cast<float>(sums[l / 4 + 8 * (r / 2)][2 * (l % 4) + r % 2] + c));
+    }
+  }
+  for (int r = 0; r < 4; ++r) {
+    for (int l = 0; l < kWarpSize; ++l) {
+      write(warp, in.operands[0].parts.at(static_cast<size_t>(r)), l, d[r][l]);
+    }
+  }
+  return Outcome::kNext;
+}
+
+}  // namespace ptxemu

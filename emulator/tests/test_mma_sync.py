@@ -1,0 +1,179 @@
+"""mma.sync against numpy. The fragments have the layouts of the PTX ISA, "Matrix fragments for mma"."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ptxemu.emulator import EmulatorError
+
+_RNG = np.random.default_rng(8)
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+_FP4 = "kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue4m3"
+
+
+def _e2m1(codes: np.ndarray) -> np.ndarray:
+    return np.where(codes & 8, -1, 1) * _E2M1[codes & 7]
+
+
+def _e4m3(codes: np.ndarray) -> np.ndarray:
+    """Normal numbers only."""
+    return (1 + (codes & 7) / 8) * 2.0 ** ((codes >> 3 & 15) - 7.0)
+
+
+def _fragment_a(codes: np.ndarray, bits: int) -> np.ndarray:
+    """The four registers of each lane. Element i of a lane: its row and column are the ISA's formulas."""
+    registers = np.zeros((32, 4), np.uint32)
+    each = 32 // bits  # elements of a register
+    for lane in range(32):
+        group, thread = lane >> 2, lane % 4
+        for i in range(4 * each):
+            row = group if i < each or 2 * each <= i < 3 * each else group + 8
+            column = thread * each + (i & (each - 1)) + (4 * each if i >= 2 * each else 0)
+            registers[lane, i // each] |= np.uint32(int(codes[row, column]) << bits * (i % each))
+    return registers
+
+
+def _fragment_b(codes: np.ndarray, bits: int) -> np.ndarray:
+    """The two registers of each lane; `codes` is (8, k)."""
+    registers = np.zeros((32, 2), np.uint32)
+    each = 32 // bits
+    for lane in range(32):
+        for i in range(2 * each):
+            k = lane % 4 * each + (i & (each - 1)) + (4 * each if i >= each else 0)
+            registers[lane, i // each] |= np.uint32(int(codes[lane >> 2, k]) << bits * (i % each))
+    return registers
+
+
+def _fragment_c(values: np.ndarray) -> np.ndarray:
+    lane = np.arange(32)[:, None]
+    i = np.arange(4)[None]
+    return values[(lane >> 2) + 8 * (i >= 2), lane % 4 * 2 + (i & 1)].astype(np.float32)
+
+
+def _scale_registers(scales: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+    """One register for each lane. Lanes that hold no scales have NaN, which shows if it is read."""
+    words = np.full(32, 0x7F7F7F7F, np.uint32)
+    words[lanes] = np.ascontiguousarray(scales.astype(np.uint8)).view(np.uint32)[:, 0]
+    return words[:, None]
+
+
+def _multiply(bench, opcode: str, *registers: np.ndarray, tail: str = "") -> np.ndarray:
+    """D in the lanes' registers. `registers`: a, b, c, and with block scales those of a and of b."""
+    words = np.concatenate([r if r.dtype == np.uint32 else r.view(np.uint32) for r in registers], axis=1)
+    loads = "".join(f"ld.global.u32 %r{i}, [%d2+{4 * i}];\n" for i in range(words.shape[1]))
+    bench.kernel(
+        f"""mov.u32 %r60, %tid.x; mad.wide.u32 %d2, %r60, {4 * words.shape[1]}, %x;
+        mad.wide.u32 %d3, %r60, 16, %y;
+        {loads}
+        mma.sync.aligned.{opcode} {{%r6, %r7, %r8, %r9}}, {{%r0, %r1, %r2, %r3}}, {{%r4, %r5}},
+            {{%r6, %r7, %r8, %r9}}{tail};
+        st.global.v4.u32 [%d3], {{%r6, %r7, %r8, %r9}};""",
+        "x",
+        "y",
+    )
+    y = bench.emulator.empty((32, 4), np.float32)
+    bench.launch(bench.emulator.upload(words), y)
+    return bench.emulator.download(y)
+
+
+def _fp4_problem() -> dict[str, np.ndarray]:
+    return {
+        "a": _RNG.integers(0, 16, (16, 64)),
+        "b": _RNG.integers(0, 16, (8, 64)),
+        "scale_a": _RNG.integers(48, 64, (16, 4)),  # 0.5 to 1.875
+        "scale_b": _RNG.integers(48, 64, (8, 4)),
+        "c": _RNG.integers(-99, 99, (16, 8)),
+    }
+
+
+def _fp4(bench, problem: dict[str, np.ndarray], thread_a: int = 0, thread_b: int = 0, lanes_a=None):
+    rows, columns = np.arange(16), np.arange(8)
+    lanes_a = 4 * (rows % 8) + rows // 8 + 2 * thread_a if lanes_a is None else lanes_a
+    bench.target = "sm_120a"
+    bench.emulator.configure(compute_capability=120)
+    return _multiply(
+        bench,
+        _FP4,
+        _fragment_a(problem["a"], 4),
+        _fragment_b(problem["b"], 4),
+        _fragment_c(problem["c"]),
+        _scale_registers(problem["scale_a"], lanes_a),
+        _scale_registers(problem["scale_b"], 4 * columns + thread_b),
+        tail=f", {{%r10}}, {{0, {thread_a}}}, {{%r11}}, {{0, {thread_b}}}",
+    )
+
+
+def _fp4_expected(problem: dict[str, np.ndarray]) -> np.ndarray:
+    a = _e2m1(problem["a"]) * _e4m3(problem["scale_a"]).repeat(16, axis=1)
+    b = _e2m1(problem["b"]) * _e4m3(problem["scale_b"]).repeat(16, axis=1)
+    return _fragment_c(a @ b.T + problem["c"])
+
+
+@pytest.mark.parametrize(("thread_a", "thread_b"), [(0, 0), (1, 3), (0, 2)])
+def test_nvfp4(bench, thread_a, thread_b):
+    problem = _fp4_problem()
+    np.testing.assert_array_equal(_fp4(bench, problem, thread_a, thread_b), _fp4_expected(problem))
+
+
+def test_a_wrong_scale_mapping_is_noticed(bench):
+    """Scales of rows 1 and 8 in each other's lanes change both rows, and no other."""
+    problem = _fp4_problem()
+    rows = np.arange(16)
+    swapped = rows.copy()
+    swapped[[1, 8]] = swapped[[8, 1]]
+    wrong = _fp4(bench, problem, lanes_a=4 * (swapped % 8) + swapped // 8)
+    changed = (wrong != _fp4_expected(problem)).any(axis=1)
+    assert changed[4:8].any()  # lanes 4 to 7 hold row 1 and row 9
+    assert changed[:4].any()  # row 0 and row 8
+    assert not changed[8:].any()
+    # Each lane's half of the fragment that belongs to rows 0 and 9 is right.
+    np.testing.assert_array_equal(wrong[:4, :2], _fp4_expected(problem)[:4, :2])
+    np.testing.assert_array_equal(wrong[4:8, 2:], _fp4_expected(problem)[4:8, 2:])
+
+
+def test_nvfp4_rounds_once(bench):
+    """The sum of 64 products and C is rounded to fp32 once: 2^24 + 0.5 + 0.75 is 2^24 + 2."""
+    problem = {name: np.zeros_like(value) for name, value in _fp4_problem().items()}
+    problem["scale_a"] += 56  # 1.0
+    problem["scale_b"] += 56
+    problem["c"] += 1 << 24
+    problem["a"][:, 0], problem["b"][:, 0] = 1, 2  # 0.5 * 1
+    problem["a"][:, 63], problem["b"][:, 63] = 1, 3  # 0.5 * 1.5
+    assert (_fp4(bench, problem) == (1 << 24) + 2).all()
+
+
+@pytest.mark.parametrize("name", ["f16", "bf16"])
+def test_16_bit(bench, name):
+    values = [_RNG.integers(-40, 40, shape) / 8 for shape in ((16, 16), (8, 16))]
+    codes = [
+        x.astype(np.float16).view(np.uint16) if name == "f16" else x.astype(np.float32).view(np.uint32) >> 16
+        for x in values
+    ]
+    c = _RNG.normal(0, 1, (16, 8)).astype(np.float32)
+    a, b = _fragment_a(codes[0], 16), _fragment_b(codes[1], 16)
+    got = _multiply(bench, f"m16n8k16.row.col.f32.{name}.{name}.f32", a, b, _fragment_c(c))
+    np.testing.assert_array_equal(got, _fragment_c(values[0] @ values[1].T + c.astype(np.float64)))
+
+
+def _failure(bench, statement: str) -> str:
+    bench.kernel(statement, "x")
+    with pytest.raises(EmulatorError) as failure:
+        bench.launch(bench.emulator.upload(np.zeros(4, np.uint32)))
+    return str(failure.value)
+
+
+_REGISTERS = "{%r6, %r7, %r8, %r9}, {%r0, %r1, %r2, %r3}, {%r4, %r5}, {%r6, %r7, %r8, %r9}"
+
+
+def test_what_is_not_modelled_is_refused(bench):
+    opcode = "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"
+    assert f"not modelled: {opcode}" in _failure(bench, f"{opcode} {_REGISTERS};")
+    opcode = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+    bits = "mov.u32 %r60, %tid.x; setp.lt.u32 %p1, %r60, 7; @%p1"
+    assert "in lanes 0x0000007f, must be" in _failure(bench, f"{bits} {opcode} {_REGISTERS};")
+    bench.target = "sm_120f"
+    bench.emulator.configure(compute_capability=120)
+    scales = "{%r10}, {%h1, %h2}, {%r11}, {0, 0}"
+    for byte, thread in ((1, 0), (0, 2)):
+        wrong = f"mov.u16 %h1, {byte}; mov.u16 %h2, {thread}; mma.sync.aligned.{_FP4} {_REGISTERS}, {scales};"
+        assert f"scale selector {{{byte}, {thread}}}, must be {{0, 0 to 1}}" in _failure(bench, wrong)
