@@ -214,7 +214,7 @@ BAD = {
     "no layer": (
         lambda: convert_model(torch.nn.ReLU(), "nvidia"),
         ValueError,
-        "model: has no torch.nn.Linear, must have one",
+        "model: has no torch.nn.Linear and no experts of transformers, must have one",
     ),
     "recipe": (
         lambda: convert_model(Model(), 3),
@@ -231,7 +231,7 @@ BAD = {
     "filter without a match": (
         lambda: convert_model(Model(), "nvidia", filter="attn"),
         ValueError,
-        "filter: matches none of the 6 linear layers, such as 'blocks.0.up'",
+        "filter: matches none of the 6 layers, such as 'blocks.0.up'",
     ),
     "keep_last": (
         lambda: convert_model(Model(), "nvidia", keep_last="2"),

@@ -60,8 +60,10 @@ def read(module: torch.nn.Module) -> ExpertsPlan:
             finite.
     """
     m: Any = module
-    _refuse_unknown(m)
-    w13, w2, _, _ = _parameters(m)
+    w13, w2, _, _ = checked_parameters(m)
+    for key, p in m.named_parameters():
+        if type(p) is not torch.nn.Parameter or type(p.data) is not Tensor:
+            raise TypeError(f"its {key} is a {type(p.data).__name__}, must be a plain tensor")
     if m.is_transposed:
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
     activation, layout = _activation(m)
@@ -85,7 +87,7 @@ def convert(
 
     options are keywords of :meth:`Experts.from_float`.
     """
-    w13, w2, bias13, bias2 = _parameters(module)
+    w13, w2, bias13, bias2 = parameters_of(module)
     made = Experts.from_float(
         w13,
         w2,
@@ -99,8 +101,12 @@ def convert(
     return made.train(module.training)
 
 
-def _refuse_unknown(m: Any) -> None:
-    """Raise ValueError unless the forward of the module is what the contract says."""
+def checked_parameters(m: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The parameters of a module that follows the contract: both stacks, and their biases or None.
+
+    Raises:
+        ValueError, TypeError: with the reason why the contract alone does not say what the module computes.
+    """
     dispatch = sys.modules.get("transformers.integrations.moe")
     forward = type(m).forward
     if dispatch is None or getattr(forward, "__globals__", None) is not vars(dispatch):
@@ -116,19 +122,18 @@ def _refuse_unknown(m: Any) -> None:
     if found != wanted:
         raise ValueError(f"its parameters are {_names(found)}, must be {_names(wanted)}")
     for name, p in m.named_parameters():
-        if type(p) is not torch.nn.Parameter or type(p.data) is not Tensor:
-            raise TypeError(f"its {name} is a {type(p.data).__name__}, must be a plain tensor")
         rank = 2 if name.endswith("_bias") else 3
         _checks.has_dtype(f"its {name}", p, _checks.FLOAT_DTYPES)
         if p.dim() != rank:
             raise ValueError(f"its {name} has rank {p.dim()}, must have {rank}")
+    return parameters_of(m)
 
 
 def _names(names: set[str]) -> str:
     return ", ".join(sorted(names)) or "none"
 
 
-def _parameters(m: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def parameters_of(m: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     first = "gate_up_proj" if m.has_gate else "up_proj"
     biases = (getattr(m, f"{first}_bias"), m.down_proj_bias) if m.has_bias else (None, None)
     return getattr(m, first), m.down_proj, *biases
@@ -137,7 +142,7 @@ def _parameters(m: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
 def rounded(module: torch.nn.Module, plan: ExpertsPlan, made: Experts) -> Iterator[tuple[Tensor, Tensor]]:
     """The float weights of a module, and the values of the Experts made of it, in its layout."""
     m: Any = module
-    w13, w2, _, _ = _parameters(m)
+    w13, w2, _, _ = parameters_of(m)
     first, second = made.w13.dequantize_weight(), made.w2.dequantize_weight()
     if m.has_gate and plan.layout == "halves":
         first = torch.cat((first[:, 0::2], first[:, 1::2]), 1)
@@ -148,7 +153,7 @@ def rounded(module: torch.nn.Module, plan: ExpertsPlan, made: Experts) -> Iterat
 def between(module: torch.nn.Module, x: Tensor, expert: int) -> Tensor:
     """The float rows that the second product of an expert reads, for rows x (m, d) of its first."""
     m: Any = module
-    w13, _, bias13, _ = _parameters(m)
+    w13, _, bias13, _ = parameters_of(m)
     z = x @ (w13[expert] if m.is_transposed else w13[expert].T)
     if bias13 is not None:
         z = z + bias13[expert]

@@ -14,6 +14,7 @@ from .moe_keys import load_moe_state, moe_state
 from .parallel import SequenceColwiseParallel, SequenceRowwiseParallel
 from .recipe import PRESETS, Cast, Recipe, resolve
 from .shared_input import QuantizedInput, quantize_input
+from .stacked_experts import StackedExperts
 
 __all__ = [
     "PRESETS",
@@ -27,6 +28,7 @@ __all__ = [
     "Recipe",
     "SequenceColwiseParallel",
     "SequenceRowwiseParallel",
+    "StackedExperts",
     "WeightCache",
     "attach",
     "convert_model",

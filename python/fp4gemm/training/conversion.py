@@ -1,4 +1,4 @@
-"""convert_model and set_recipe: the linear layers of a model train by a recipe, with the same parameters."""
+"""convert_model and set_recipe: layers and experts of a model train by a recipe, with the same parameters."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from .. import _checks
-from ..nn import _candidates
+from ..nn import _candidates, _transformers
 from ..nn._candidates import Filter, Pattern
 from ..nn._float import float_weights, kept_by_default
 from ..nn.report import FloatWeight, Row, table
+from . import stacked_experts
+from ._layer import RecipeLayer
 from .grouped_linear import GroupedLinear
 from .linear import Linear
 from .recipe import PRESETS, Recipe, resolve
@@ -32,20 +34,20 @@ RecipeLike = Recipe | str | Callable[[str], Recipe | str | None]
 
 @dataclass(frozen=True)
 class ConvertedLayer:
-    """What happened to one linear layer.
+    """What happened to one linear layer, or to one module of experts of transformers.
 
     Attributes:
         name: qualified name in the model.
-        shape: (out_features, in_features).
+        shape: (out_features, in_features); of experts that of their first stack, as it is stored.
         action: "converted"; "shared": the same module as one listed before; "excluded": by filter, by the
             recipe function, by keep_last or by default; "skipped": it could not be converted.
         reason: why, in words; "" for an ordinary "converted".
         recipe: what the layer trains by; None unless it was converted.
-        num_bytes: of its weight and bias; 0 for a name whose module was listed before.
+        num_bytes: of its parameters; 0 for a name whose module was listed before.
     """
 
     name: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     action: Action
     reason: str
     recipe: Recipe | None
@@ -54,10 +56,10 @@ class ConvertedLayer:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """Every linear layer and every other parameter of a converted model. ``str()`` is a table.
+    """Every layer, module of experts and other parameter of a converted model. ``str()`` is a table.
 
     Attributes:
-        layers: one ConvertedLayer for each name of a torch.nn.Linear, in model order.
+        layers: one ConvertedLayer for each name of a torch.nn.Linear or module of experts, in model order.
         weights: every other parameter, which stays as it is.
     """
 
@@ -78,12 +80,15 @@ class ConversionReport:
     def __str__(self) -> str:
         rows: list[Row] = []
         for x in self.layers:
-            size, how = f"{x.shape[0]} x {x.shape[1]}", x.reason or _named(x.recipe)
+            size, how = " x ".join(map(str, x.shape)), x.reason or _named(x.recipe)
             rows.append((x.name, size, x.action, how, x.num_bytes, x.num_bytes))
         rows += [(w.name, w.size, "float", w.reason, w.num_bytes, w.num_bytes) for w in self.weights]
-        actions = Counter(layer.action for layer in self.layers)
-        shown = ", ".join(f"{actions[action]} {action}" for action in sorted(actions)) or "none"
-        lines = [*table(rows), f"{len(self.layers)} linear layers ({shown})"]
+        lines = table(rows)
+        for what, is_experts in (("linear layers", False), ("modules of experts", True)):
+            actions = Counter(x.action for x in self.layers if (len(x.shape) != 2) == is_experts)
+            if actions or not is_experts:
+                shown = ", ".join(f"{actions[action]} {action}" for action in sorted(actions)) or "none"
+                lines.append(f"{actions.total()} {what} ({shown})")
         lines.append(f"{self.percent_converted:.1f} % of the parameters' bytes are in converted layers")
         return "\n".join(lines)
 
@@ -91,19 +96,20 @@ class ConversionReport:
 def convert_model(
     model: torch.nn.Module, recipe: RecipeLike, *, filter: Filter | None = None, keep_last: float = 0.0
 ) -> ConversionReport:
-    """Let the linear layers of a model train by a recipe: each torch.nn.Linear becomes a :class:`Linear`.
+    """Let a model train by a recipe: linear layers become :class:`Linear`, experts :class:`StackedExperts`.
 
-    The modules change their class in place. Modules, parameters, names, hooks and the state_dict stay the
-    same, so that an optimizer that was made before stays valid and checkpoints interchange. Convert before
-    torch.compile; DistributedDataParallel and FSDP2 may wrap the model before or after.
+    Experts are the modules of transformers 5 whose weights are 3-D parameters, ``gate_up_proj`` and
+    ``down_proj``, transposed or not (Qwen3-MoE, Mixtral, GPT-OSS and about fifty other classes). The modules
+    change their class in place. Modules, parameters, names, hooks and the state_dict stay the same, so that
+    an optimizer that was made before stays valid and checkpoints interchange. Convert before torch.compile;
+    DistributedDataParallel and FSDP2 may wrap the model before or after.
 
     By default two kinds of layers stay as they are, as in :func:`fp4gemm.nn.quantize_model`: output
     embeddings (``get_output_embeddings()``, lm_head, a layer that shares the weight of a torch.nn.Embedding)
-    and the routers of experts. Experts whose weights are 3-D parameters of one module are no linear layers;
-    the report lists them among the other weights. A layer that is converted already gets the new recipe.
+    and the routers of experts. A layer that is converted already gets the new recipe.
 
     Args:
-        model: any module with torch.nn.Linear layers, or one such layer; float32, bfloat16 or float16.
+        model: any module with such layers, or one of them; float32, bfloat16 or float16.
         recipe: a :class:`Recipe`, the name of one of PRESETS, or a function of a layer's qualified name that
             returns one of these, or None for a layer that is left.
         filter: convert only what it matches, output embeddings and routers too; None is all but these. A
@@ -111,12 +117,13 @@ def convert_model(
             sequence of these, any of which may match.
         keep_last: the fraction of the model's blocks, the last ones, that stays as it is, 0 to 1; 0.15 is
             what NVIDIA's recipe for pretraining does. It is rounded up to whole blocks. The blocks are those
-            of the torch.nn.ModuleList that holds the most linear layers. A filter does not overrule it.
+            of the torch.nn.ModuleList that holds the most layers. A filter does not overrule it.
 
     Returns:
         ConversionReport, which accounts for every layer and parameter. Layers that do not fit are skipped
         and named in a warning: features that are no multiple of 32, another dtype, a subclass of
-        torch.nn.Linear, a forward that was replaced, an owner that reads the weight by itself.
+        torch.nn.Linear, a forward that was replaced, an owner that reads the weight by itself, experts that
+        end in a norm.
 
     Raises:
         TypeError, ValueError: naming the argument; filter matches no layer, or the model has none. The model
@@ -126,9 +133,9 @@ def convert_model(
         raise TypeError(f"model: got {_checks.describe(model)}, must be a torch.nn.Module")
     chosen = _chooser(recipe)
     patterns = _candidates.patterns("filter", filter)
-    found = _linear_layers(model)
+    found = _layers(model)
     if not found:
-        raise ValueError("model: has no torch.nn.Linear, must have one")
+        raise ValueError("model: has no torch.nn.Linear and no experts of transformers, must have one")
     last = {id(module): "in the last blocks (keep_last)" for module in _last_modules(model, keep_last)}
     if patterns is None:
         why = "left unless filter matches it"
@@ -136,9 +143,7 @@ def convert_model(
     else:
         kept = {id(m): "not matched by filter" for m, names in found if not _is_matched(patterns, m, names)}
         if len(kept) == len(found):
-            raise ValueError(
-                f"filter: matches none of the {len(found)} linear layers, such as {found[0][1][0]!r}"
-            )
+            raise ValueError(f"filter: matches none of the {len(found)} layers, such as {found[0][1][0]!r}")
     plans = [_plan(model, module, names, kept | last, chosen) for module, names in found]
     others = float_weights(model, (), [module for module, _ in found])
     layers: list[ConvertedLayer] = []
@@ -146,7 +151,7 @@ def convert_model(
         if wanted is not None:
             _convert(module, wanted)
         num_bytes = sum(p.nbytes for p in module.parameters(recurse=False) if not is_lazy(p))
-        shape = (module.out_features, module.in_features)
+        shape = _shape(module)
         layers.append(ConvertedLayer(names[0], shape, action, reason, wanted, num_bytes))
         for name in names[1:]:
             shared: Action = "shared" if action == "converted" else action
@@ -163,7 +168,8 @@ def set_recipe(model: torch.nn.Module, recipe: RecipeLike) -> list[str]:
     """Let the layers of a converted model train by another recipe from now on, in the middle of a run too.
 
     Args:
-        model: has :class:`Linear` or :class:`GroupedLinear` layers, in an :class:`fp4gemm.training.MoE` too.
+        model: has :class:`Linear`, :class:`GroupedLinear` or :class:`StackedExperts` modules, in an
+            :class:`fp4gemm.training.MoE` too.
         recipe: as for :func:`convert_model`; a function that returns None leaves a layer's recipe. "bf16"
             makes the layers torch's.
 
@@ -176,7 +182,8 @@ def set_recipe(model: torch.nn.Module, recipe: RecipeLike) -> list[str]:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {_checks.describe(model)}, must be a torch.nn.Module")
     chosen = _chooser(recipe)
-    wanted = [(name, layer, chosen(name)) for name, layer in layers_of(model)]
+    layers = ((name, m) for name, m in model.named_modules() if isinstance(m, RecipeLayer))
+    wanted = [(name, layer, chosen(name)) for name, layer in layers]
     if not wanted:
         raise ValueError("model: has no fp4gemm.training layer, must have one; use convert_model first")
     for _, layer, new in wanted:
@@ -186,7 +193,7 @@ def set_recipe(model: torch.nn.Module, recipe: RecipeLike) -> list[str]:
 
 
 def layers_of(model: torch.nn.Module) -> Iterator[tuple[str, Linear | GroupedLinear]]:
-    """The layers of this package in a model, each once, with their names."""
+    """The layers of this package with a ``weight`` in a model, each once, with their names."""
     for name, module in model.named_modules():
         if isinstance(module, (Linear, GroupedLinear)):
             yield name, module
@@ -213,11 +220,15 @@ def _chooser(recipe: RecipeLike) -> Callable[[str], Recipe | None]:
     return chosen
 
 
-def _linear_layers(model: torch.nn.Module) -> list[tuple[torch.nn.Linear, list[str]]]:
-    """Every torch.nn.Linear once, with all of its names, in model order."""
-    found: dict[int, tuple[torch.nn.Linear, list[str]]] = {}
+def _is_layer(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Linear) or _transformers.is_experts(module)
+
+
+def _layers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, list[str]]]:
+    """Every torch.nn.Linear and module of experts once, with all of its names, in model order."""
+    found: dict[int, tuple[torch.nn.Module, list[str]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, torch.nn.Linear):
+        if _is_layer(module):
             found.setdefault(id(module), (module, []))[1].append(name)
     return list(found.values())
 
@@ -230,19 +241,19 @@ def _last_modules(model: torch.nn.Module, keep_last: object) -> list[torch.nn.Mo
         raise ValueError(f"keep_last: got {keep_last}, must be from 0 to 1")
     if keep_last == 0:
         return []
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and _num_linear(m)]
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and _num_layers(m)]
     if not lists:
         raise ValueError(
             f"keep_last: got {keep_last}, must be 0 for a model without a torch.nn.ModuleList of blocks"
         )
-    largest = max(range(len(lists)), key=lambda i: _num_linear(lists[i]))  # the outermost comes first
+    largest = max(range(len(lists)), key=lambda i: _num_layers(lists[i]))  # the outermost comes first
     blocks = list(lists[largest])
     num_kept = math.ceil(keep_last * len(blocks) - 1e-9)  # 0.15 * 20 is above 3 in binary
     return [m for block in blocks[len(blocks) - num_kept :] for m in block.modules()]
 
 
-def _num_linear(module: torch.nn.Module) -> int:
-    return sum(isinstance(m, torch.nn.Linear) for m in module.modules())
+def _num_layers(module: torch.nn.Module) -> int:
+    return sum(map(_is_layer, module.modules()))
 
 
 def _is_matched(patterns: list[Pattern], module: torch.nn.Module, names: list[str]) -> bool:
@@ -251,7 +262,7 @@ def _is_matched(patterns: list[Pattern], module: torch.nn.Module, names: list[st
 
 def _plan(
     model: torch.nn.Module,
-    module: torch.nn.Linear,
+    module: torch.nn.Module,
     names: list[str],
     kept: dict[int, str],
     chosen: Callable[[str], Recipe | None],
@@ -263,6 +274,9 @@ def _plan(
     if recipe is None:
         return "excluded", "recipe returned None", None
     places = [name.rpartition(".") for name in names if name]
+    if not isinstance(module, torch.nn.Linear):
+        reason = stacked_experts.why_not(module)
+        return ("skipped", reason, None) if reason else ("converted", "", recipe)
     reason = _why_not(module, [(model.get_submodule(owner), child) for owner, _, child in places])
     return ("skipped", reason, None) if reason else ("converted", "", recipe)
 
@@ -287,8 +301,20 @@ def _why_not(linear: torch.nn.Linear, places: list[tuple[torch.nn.Module, str]])
     return ""
 
 
-def _convert(linear: torch.nn.Linear, recipe: Recipe) -> None:
-    """Make the module itself a Linear, so that whatever holds it, its parameters or its hooks stays valid."""
+def _shape(module: torch.nn.Module) -> tuple[int, ...]:
+    """ConvertedLayer.shape of a linear layer or of experts."""
+    if isinstance(module, torch.nn.Linear):
+        return module.out_features, module.in_features
+    stacks = (p for p in module.parameters(recurse=False) if p.dim() == 3)
+    return next((tuple(stack.shape) for stack in stacks), ())
+
+
+def _convert(module: torch.nn.Module, recipe: Recipe) -> None:
+    """Change the class of the module, so that whatever holds it, its parameters or its hooks stays valid."""
+    if not isinstance(module, torch.nn.Linear):
+        stacked_experts.convert(module, recipe)
+        return
+    linear = module
     if not isinstance(linear, Linear):
         fresh = Linear(STEP, STEP, bias=False, recipe=recipe, device="meta")
         linear.__class__ = Linear

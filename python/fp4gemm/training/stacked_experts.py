@@ -1,0 +1,169 @@
+"""StackedExperts: the experts of transformers, whose weights are 3-D parameters, train by a recipe.
+
+The contract that these classes follow is described in :mod:`fp4gemm.nn._transformers`, which reads them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+from .._checks import training as checks
+from ..experts import route
+from ..nn import _transformers
+from . import _casts, _functions, _routing
+from ._layer import RecipeLayer
+from .cache import WeightCache
+from .recipe import Recipe
+
+__all__ = ["StackedExperts", "convert", "why_not"]
+
+
+class _OfParameter(NamedTuple):
+    """The cache of a parameter that a product reads through a view, which is a new tensor in each pass."""
+
+    cache: _casts.Cache
+    parameter: Tensor
+
+    def keeps(self, weight: Tensor) -> bool:
+        return self.cache.keeps(self.parameter)
+
+    def get(
+        self, weight: Tensor, make: Callable[[], tuple[Tensor, ...]], variant: Hashable = None
+    ) -> tuple[Tensor, ...]:
+        return self.cache.get(self.parameter, make, variant)
+
+
+class StackedExperts(RecipeLayer):
+    """What :func:`fp4gemm.training.convert_model` makes of a module of experts of transformers, in place.
+
+    For row r of expert e, which is token i with its slot j, and the activation ``act`` of the module itself
+    (its ``_apply_gate``, or ``act_fn`` where there is no gate)::
+
+        h[r] = act(x[i] @ W13[e].T + b13[e])
+        y[i] = sum over j of top_k_weights[i, j] * (h[r] @ W2[e].T + b2[e])
+
+    The products are those of :func:`fp4gemm.training.functional.grouped_linear`, by ``recipe``; the sum is in
+    float32, in ascending order of j. This is the definition of transformers' own implementations.
+
+    The module stays the same object with the same parameters, ``gate_up_proj`` or ``up_proj`` (W13),
+    ``down_proj`` (W2) and their biases, so that optimizers, the state_dict and ``save_pretrained`` do not
+    change. Its class becomes one derived from this one and from its own. Stacks that are stored transposed,
+    (g, k, n) as GPT-OSS has them, are read through a view; the quantizers copy them while they cast.
+    ``recipe`` and ``cache`` are those of :class:`fp4gemm.training.Linear`.
+    """
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """y (t, d) of the dtype of x.
+
+        Args:
+            hidden_states: x, bfloat16, float16 or float32 (t, d).
+            top_k_index: int32 or int64 (t, top_k), the experts of each token, each at most once.
+            top_k_weights: float (t, top_k).
+
+        Raises:
+            TypeError, ValueError: naming the argument. NotImplementedError: the device has no kernel.
+            RuntimeError: the experts were distributed over devices after the conversion.
+
+        Does not synchronise on a GPU.
+        """
+        m: Any = self
+        if m._is_expert_parallel:
+            raise RuntimeError("the experts were distributed over devices after convert_model, must not be")
+        x = _checks.is_tensor("hidden_states", hidden_states)
+        _checks.has_rank("hidden_states", x, 2, "(t, d)")
+        first = "gate_up_proj" if m.has_gate else "up_proj"
+        routing = route(top_k_index, getattr(m, first).shape[0])
+        rows = self._product(first, _routing.gather(x, routing), routing.offs)
+        rows = m._apply_gate(rows) if m.has_gate else m.act_fn(rows)
+        rows = self._product("down_proj", rows, routing.offs)
+        rows = rows * _routing.row_weights(top_k_weights, routing).unsqueeze(-1)
+        return _routing.scatter(rows, routing).to(x.dtype)
+
+    def _product(self, name: str, rows: Tensor, offs: Tensor) -> Tensor:
+        """The product of the experts' rows and the stack of this name."""
+        m: Any = self
+        weight: Tensor = getattr(m, name)
+        bias = getattr(m, f"{name}_bias") if m.has_bias else None
+        cache = self.cache
+        if m.is_transposed:
+            if getattr(weight, "main_grad", None) is not None:
+                raise ValueError(f"{name}.main_grad: got a tensor, must be None for a transposed stack")
+            cache = None if cache is None else _OfParameter(cache, weight)
+            weight = weight.transpose(1, 2)
+        return _functions.grouped_linear(rows, weight, offs, bias, self._recipe, cache=cache)
+
+    def extra_repr(self) -> str:
+        return self._recipe_repr()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class is made at run time, so that pickle would not find it by its name.
+        _, _, *state = cast(Any, super().__reduce_ex__(protocol))
+        return _new, (_original_of(type(self)),), *state
+
+
+def why_not(module: torch.nn.Module) -> str:
+    """Why a module of experts cannot be converted; "" if it can."""
+    if isinstance(module, StackedExperts):
+        return ""
+    if "forward" in vars(module):
+        return "its forward was replaced on the module, by a hook of accelerate for example"
+    try:
+        num_experts, hidden, intermediate, width = sizes_of(module)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    for what, size in (("hidden", hidden), ("intermediate", intermediate)):
+        if size % checks.STEP:
+            return f"{what} is {size}, must be a multiple of {checks.STEP}"
+    wanted = 2 * intermediate if cast(Any, module).has_gate else intermediate
+    if width != wanted:
+        return f"its first stack has {width} rows of each expert, must have {wanted} for down_proj"
+    if num_experts != getattr(module, "num_experts", num_experts):
+        return f"its parameters have {num_experts} matrices and num_experts is {module.num_experts}"
+    return ""
+
+
+def sizes_of(module: torch.nn.Module) -> tuple[int, int, int, int]:
+    """(experts, hidden, intermediate, rows of an expert in the first stack); raises if it is not read."""
+    m: Any = module
+    w13, w2, _, _ = _transformers.checked_parameters(m)
+    if m.is_transposed:
+        w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
+    if w13.shape[0] != w2.shape[0] or w13.shape[2] != w2.shape[1]:
+        raise ValueError(f"its stacks are {tuple(w13.shape)} and {tuple(w2.shape)}, must belong together")
+    return w13.shape[0], w13.shape[2], w2.shape[2], w13.shape[1]
+
+
+def convert(module: torch.nn.Module, recipe: Recipe) -> None:
+    """Let a module of experts train by a recipe; it stays the same object."""
+    if not isinstance(module, StackedExperts):
+        _, hidden, intermediate, _ = sizes_of(module)
+        vars(module).update(
+            in_features=hidden, out_features=intermediate, _recipe=recipe, cache=WeightCache()
+        )
+        module.__class__ = _converted(cast(Any, type(module)))
+    cast(StackedExperts, module).recipe = recipe
+
+
+@functools.cache
+def _converted(original: Any) -> Any:
+    """The class of converted modules of a class, under its name, since libraries look for names."""
+    names = {"__module__": original.__module__, "__doc__": StackedExperts.__doc__}
+    return type(original.__name__, (StackedExperts, original), names)
+
+
+def _original_of(made: type) -> type:
+    return next(
+        c for c in made.__mro__ if issubclass(c, torch.nn.Module) and not issubclass(c, StackedExperts)
+    )
+
+
+def _new(original: type) -> Any:
+    """An instance without its attributes, which pickle and copy assign."""
+    made = _converted(original)
+    return made.__new__(made)
