@@ -31,7 +31,7 @@ from .stacks import concat, stack
 from .support import is_supported
 
 if TYPE_CHECKING:
-    from . import calibration, checkpoint, compiler, nn, training
+    from . import calibration, checkpoint, compiler, distributed, nn, training
     from .nn import calibrate
 
     __version__: str
@@ -52,6 +52,7 @@ __all__ = [
     "dequantize",
     "dequantize_parts",
     "dgrad",
+    "distributed",
     "fprop",
     "grouped_mm",
     "interop",
@@ -82,7 +83,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # These are imported on first use, which makes the import of fp4gemm faster.
-    if name in ("calibration", "checkpoint", "compiler", "nn", "training"):
+    if name in ("calibration", "checkpoint", "compiler", "distributed", "nn", "training"):
         return importlib.import_module(f".{name}", __name__)
     if name == "calibrate":
         return importlib.import_module(".nn", __name__).calibrate

@@ -1,4 +1,4 @@
-"""Runs a function in two processes that are connected by gloo, and returns what it returned in each."""
+"""Runs a function in processes that are connected by gloo, and returns what it returned in each."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-NUM_PROCESSES = 2
-
 
 def in_two_processes(function: Callable[[int], Any]) -> list[Any]:
-    """[function(0), function(1)], each called in a process of its own; the results are saved tensors.
+    """:func:`in_processes` of two."""
+    return in_processes(function, 2)
+
+
+def in_processes(function: Callable[[int], Any], number: int) -> list[Any]:
+    """[function(0), function(1), ..], each called in a process of its own; the results are saved tensors.
 
     The function lies in a module that a new process can import.
     """
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_process, (function, folder), nprocs=NUM_PROCESSES)
-        return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(NUM_PROCESSES)]
+        multiprocessing.spawn(_process, (function, number, folder), nprocs=number)
+        return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(number)]
 
 
-def _process(rank: int, function: Callable[[int], Any], folder: str) -> None:
+def _process(rank: int, function: Callable[[int], Any], number: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_PROCESSES)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=number)
     try:
         torch.save(function(rank), Path(folder) / f"{rank}.pt")
         dist.barrier()

@@ -1,16 +1,21 @@
-"""The keywords of fp4gemm.nn.Experts and the checks of its arguments."""
+"""The keywords of fp4gemm.nn.Experts, the checks of its arguments, and the call of its operator."""
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from .. import _checks, activations
+from .. import _checks, activations, support
 from ..activations import Activation
 from ..containers.nvfp4 import NVFP4Tensor
+from ..ops import operators
 from ._inputs import CHECKS_OF_FINITE, WEIGHT_SCALINGS, check_bias
+from ._stack import HeldWeight
+
+if TYPE_CHECKING:
+    from .experts import Experts
 
 ExpertsScaling = Literal["row", "none"]  # of the activations
 Layout = Literal["halves", "interleaved"]
@@ -70,3 +75,38 @@ def check_tokens(
 def stack_bias(name: str, bias: object, weight: Tensor | NVFP4Tensor) -> Tensor:
     """The bias itself; raises unless it is a float tensor (g, n) beside the weight (g, n, k)."""
     return check_bias(bias, *weight.shape[:2], device=weight.device, name=name)
+
+
+def formats_of(layer: Experts, x: Tensor, w13: HeldWeight) -> tuple[str, str]:
+    """The formats of the operands of both products, as :func:`support.ready_for` names them."""
+    if layer.activation_scaling == "none":
+        a = "bf16" if x.dtype is torch.bfloat16 else "fp16"
+    else:
+        a = "fp16" if support.streams_prepacked(x.device) else "nvfp4"
+    return a, "nvfp4" if w13.scales is not None else "prepacked"
+
+
+def multiply(
+    layer: Experts, x: Tensor, ids: Tensor, scores: Tensor, w13: HeldWeight, w2: HeldWeight
+) -> Tensor:
+    """The operator ``experts`` with the weights and options of a layer."""
+    y: Tensor = operators.experts(
+        x,
+        ids,
+        scores,
+        w13.data,
+        w13.scales,
+        w13.amax,
+        w13.bias,
+        w2.data,
+        w2.scales,
+        w2.amax,
+        w2.bias,
+        w13.rows,
+        w2.rows,
+        w13.e4m3_max,
+        w2.e4m3_max,
+        layer._scaling,
+        layer._activation,
+    )
+    return y

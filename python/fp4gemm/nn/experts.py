@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from .. import _checks, activations, support
 from ..activations import Activation, ActivationName
 from ..containers.nvfp4 import NVFP4Tensor
-from ..ops import operators
 from ._experts import (
     LAYOUTS,
     ExpertsScaling,
@@ -17,6 +18,8 @@ from ._experts import (
     check_experts_options,
     check_shapes,
     check_tokens,
+    formats_of,
+    multiply,
     stack_bias,
 )
 from ._inputs import (
@@ -27,8 +30,13 @@ from ._inputs import (
     refuse_not_finite,
 )
 from ._methods import DataFree, Quantizer, as_quantizer
+from ._parallel import check_exchange
+from ._parallel import forward as parallel_forward
 from ._stack import HeldWeight, StackedWeight, interleaved, interleaved_stack, mixed, of_own_storage
 from ._weight import _EXCHANGE
+
+if TYPE_CHECKING:
+    from ..distributed import ExpertParallel
 
 
 class Experts(torch.nn.Module):
@@ -65,10 +73,15 @@ class Experts(torch.nn.Module):
             expert's matrix.
         check_finite: "off", or "raise" for debugging: ``forward`` raises ValueError if x has a NaN or an
             infinity, as :class:`fp4gemm.nn.Linear` does.
+        ep: None, or the exchange of tokens between ranks, each of which has num_experts / ranks of the
+            experts in its weights: the ones from ``ep.first_expert`` on (docs/distributed.md). num_experts
+            and topk_ids are then those of all ranks, and every rank calls ``forward``, also without tokens.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what it must be.
     """
+
+    ep: ExpertParallel | None = None
 
     def __init__(
         self,
@@ -83,6 +96,7 @@ class Experts(torch.nn.Module):
         activation_scaling: ExpertsScaling = "row",
         weight_scaling: WeightScaling = "row",
         check_finite: CheckFinite = "off",
+        ep: ExpertParallel | None = None,
     ) -> None:
         _checks.is_int("num_experts", num_experts, 1)
         for name, size in (("hidden", hidden), ("intermediate", intermediate)):
@@ -93,8 +107,10 @@ class Experts(torch.nn.Module):
         if dtype is not None:
             _checks.is_float_dtype("dtype", dtype)
         check_experts_options(activation_scaling, weight_scaling, check_finite)
+        check_exchange(ep, None, num_experts, hidden, activation_scaling)
         super().__init__()
-        self._set_options(chosen, activation_scaling, check_finite)
+        self._set_options(chosen, activation_scaling, check_finite, ep)
+        num_experts = num_experts if ep is None else ep.num_local_experts
         n13 = 2 * intermediate if chosen.is_gated else intermediate
         self.w13 = StackedWeight(num_experts, n13, hidden, bias, device, dtype, weight_scaling=weight_scaling)
         self.w2 = StackedWeight(
@@ -102,9 +118,13 @@ class Experts(torch.nn.Module):
         )
 
     def _set_options(
-        self, activation: Activation, activation_scaling: ExpertsScaling, check_finite: CheckFinite
+        self,
+        activation: Activation,
+        activation_scaling: ExpertsScaling,
+        check_finite: CheckFinite,
+        ep: ExpertParallel | None,
     ) -> None:
-        self.check_finite = check_finite
+        self.check_finite, self.ep = check_finite, ep
         self.activation = activation.name
         self.activation_scaling = activation_scaling
         self._activation = activation.number
@@ -125,6 +145,7 @@ class Experts(torch.nn.Module):
         weight_scaling: WeightScaling = "row",
         weight_method: DataFree | Quantizer = "round",
         check_finite: CheckFinite = "off",
+        ep: ExpertParallel | None = None,
     ) -> Experts:
         """Quantize the float weights of experts, each expert's matrix by itself. They are not changed.
 
@@ -135,7 +156,8 @@ class Experts(torch.nn.Module):
             layout: how a gated activation's gate and up lie in n13: "halves" is all rows of the gate and then
                 all of up, "interleaved" is gate, up, gate, up, as the module holds them.
             is_transposed: True for w13 (g, d, n13) and w2 (g, intermediate, d), as GPT-OSS has them.
-            weight_method: as of :meth:`Linear.from_float`; all others: as in the class.
+            weight_method: as of :meth:`Linear.from_float`; all others: as in the class. With ep the weights
+                are those of this rank's experts.
 
         Raises:
             TypeError, ValueError: naming the argument; also for weights that are NaN or infinite.
@@ -173,6 +195,7 @@ class Experts(torch.nn.Module):
                 activation=activation,
                 activation_scaling=activation_scaling,
                 check_finite=check_finite,
+                ep=ep,
             )
 
     @classmethod
@@ -187,6 +210,7 @@ class Experts(torch.nn.Module):
         activation: ActivationName = "swiglu",
         activation_scaling: ExpertsScaling = "row",
         check_finite: CheckFinite = "off",
+        ep: ExpertParallel | None = None,
     ) -> Experts:
         """Experts around NVFP4 stacks w13 (g, n13, d) and w2 (g, d, intermediate), whose memory they share.
 
@@ -202,6 +226,7 @@ class Experts(torch.nn.Module):
         w2 = check_quantized_weight(w2, "w2", 3)
         _checks.same_device("w2", w2.codes, w13.device, "w13")
         check_shapes(w13, w2, chosen)
+        check_exchange(ep, w13.shape[0], None, w13.shape[2], activation_scaling)
         if bias13 is not None:
             bias13 = stack_bias("bias13", bias13, w13)
         if bias2 is not None:
@@ -212,13 +237,14 @@ class Experts(torch.nn.Module):
                 bias13 = None if bias13 is None else interleaved(bias13)
             made = cls.__new__(cls)
             torch.nn.Module.__init__(made)
-            made._set_options(chosen, activation_scaling, check_finite)
+            made._set_options(chosen, activation_scaling, check_finite, ep)
             made.w13, made.w2 = StackedWeight.of(w13, bias13), StackedWeight.of(w2, bias2)
         return made
 
     @property
     def num_experts(self) -> int:
-        return self.w13.num_matrices
+        """g, of all ranks."""
+        return self.w13.num_matrices if self.ep is None else self.ep.num_experts
 
     @property
     def hidden(self) -> int:
@@ -320,6 +346,8 @@ class Experts(torch.nn.Module):
             NotImplementedError: x or topk_weights requires grad while grad mode is on.
             RuntimeError: no weights have been loaded yet.
         """
+        if self.ep is not None:
+            return parallel_forward(self, self.ep, x, topk_ids, topk_weights)
         modules = self._modules
         first: StackedWeight = modules["w13"]  # type: ignore[assignment]
         second: StackedWeight = modules["w2"]  # type: ignore[assignment]
@@ -336,34 +364,12 @@ class Experts(torch.nn.Module):
             and not (torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad))
         ):
             try:
-                return self._multiply(x, topk_ids, topk_weights, w13, w2)
+                return multiply(self, x, topk_ids, topk_weights, w13, w2)
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, TypeError, ValueError):
                 pass
         return self._checked_forward(x, topk_ids, topk_weights, w13, w2)
-
-    def _multiply(self, x: Tensor, ids: Tensor, scores: Tensor, w13: HeldWeight, w2: HeldWeight) -> Tensor:
-        y: Tensor = operators.experts(
-            x,
-            ids,
-            scores,
-            w13.data,
-            w13.scales,
-            w13.amax,
-            w13.bias,
-            w2.data,
-            w2.scales,
-            w2.amax,
-            w2.bias,
-            w13.rows,
-            w2.rows,
-            w13.e4m3_max,
-            w2.e4m3_max,
-            self._scaling,
-            self._activation,
-        )
-        return y
 
     def _checked_forward(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w13: HeldWeight, w2: HeldWeight
@@ -373,9 +379,10 @@ class Experts(torch.nn.Module):
         if self.check_finite != "off":
             refuse_not_finite(x, self)
         support.ready(x, "quantize")
-        support.ready_for(x, "grouped_mm", self._formats(x, w13))
+        support.ready_for(x, "grouped_mm", formats_of(self, x, w13))
         top_k = ids.shape[-1]
-        y = self._multiply(
+        y = multiply(
+            self,
             _checks.readable(x.reshape(-1, d)),
             ids.reshape(-1, top_k).contiguous(),
             weights.reshape(-1, top_k).contiguous(),
@@ -385,14 +392,6 @@ class Experts(torch.nn.Module):
         if self.check_finite == "off" and not torch.compiler.is_compiling():
             self.w13.is_checked = self.w2.is_checked = "_hf_hook" not in self.w13.__dict__
         return y if x.dim() == 2 else y.view(x.shape)
-
-    def _formats(self, x: Tensor, w13: HeldWeight) -> tuple[str, str]:
-        """The formats of the operands of both products, as :func:`support.ready_for` names them."""
-        if not self._scaling:
-            a = "bf16" if x.dtype is torch.bfloat16 else "fp16"
-        else:
-            a = "fp16" if support.streams_prepacked(x.device) else "nvfp4"
-        return a, "nvfp4" if w13.scales is not None else "prepacked"
 
     def extra_repr(self) -> str:
         finite = "" if self.check_finite == "off" else f", check_finite={self.check_finite!r}"
