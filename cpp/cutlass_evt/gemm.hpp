@@ -46,7 +46,7 @@ struct Dense {
     typename Kernel::Arguments out{};
     out.mode = cutlass::gemm::GemmUniversalMode::kGemm;
     out.problem_shape = {m, n, args.k, 1};
-    out.mainloop = Collectives::mainloop_arguments(
+    out.mainloop = Collectives::Operands::mainloop_arguments(
         kSwapped ? args.b : args.a, kSwapped ? args.scale_b : args.scale_a, kSwapped ? args.a : args.b,
         kSwapped ? args.scale_a : args.scale_b, m, n, args.k);
     out.epilogue.thread = args.epilogue;
@@ -78,7 +78,7 @@ struct Grouped {
     typename Kernel::Arguments out{};
     out.mode = cutlass::gemm::GemmUniversalMode::kGrouped;
     out.problem_shape = {args.num_groups, table.shapes, nullptr};
-    out.mainloop = Collectives::grouped_mainloop_arguments(table);
+    out.mainloop = Collectives::Operands::grouped_mainloop_arguments(table);
     typename Op::template ArgumentsOf<true> epilogue;
     epilogue.alpha_row = vector(args.alpha_row, table.alpha_row);
     epilogue.alpha_col = vector(args.alpha_col, table.alpha_col);

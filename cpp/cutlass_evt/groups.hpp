@@ -67,7 +67,7 @@ struct GroupExtent {
 template <class Collectives, class Op>
 struct GroupTable {
   using Shape = cute::Shape<int, int, int>;
-  using Element = typename Collectives::ElementData;
+  using Element = typename Collectives::Operands::ElementData;
   using StrideA = typename Collectives::Kernel::InternalStrideA;
   using StrideB = typename Collectives::Kernel::InternalStrideB;
   using StrideD = typename Collectives::Kernel::InternalStrideD;
@@ -78,7 +78,7 @@ struct GroupTable {
   Element const** b;
   StrideA* stride_a;
   StrideB* stride_b;
-  typename Collectives::ScaleTable scales;
+  typename Collectives::Operands::ScaleTable scales;
   float const** alpha_row;
   float const** alpha_col;
   float const** bias;

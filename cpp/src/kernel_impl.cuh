@@ -12,18 +12,25 @@
 
 namespace fp4gemm {
 
-/// The __global__ function of every CUTLASS kernel here. It may start while its predecessor on the stream
-/// still runs (programmatic dependent launch). griddepcontrol.wait comes first, since the wait inside of
-/// CUTLASS comes after the first reads of vectors and group tables; after it all writes of the predecessor
-/// are visible.
-template <class Gemm>
-__global__ void __launch_bounds__(Gemm::MaxThreadsPerBlock, Gemm::MinBlocksPerMultiprocessor)
-    gemm_kernel(__grid_constant__ typename Gemm::Params const params) {
+/// The parameters of a kernel. A type of our own is what nvcc's host code names: with CUTLASS 4.2 it spells
+/// the Params of SM120's kernels so that g++ 12 finds no matching template.
+template <class Base>
+struct KernelParams {
+  typename Base::Gemm::Params params;
+};
+
+/// The __global__ function of every CUTLASS kernel here, of which Base is the KernelBase. It may start while
+/// its predecessor on the stream still runs (programmatic dependent launch). griddepcontrol.wait comes first,
+/// since the wait inside of CUTLASS comes after the first reads of vectors and group tables; after it all
+/// writes of the predecessor are visible.
+template <class Base>
+__global__ void __launch_bounds__(Base::Gemm::MaxThreadsPerBlock, Base::Gemm::MinBlocksPerMultiprocessor)
+    gemm_kernel(__grid_constant__ KernelParams<Base> const kernel) {
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
   extern __shared__ char shared[];
-  Gemm gemm;
-  gemm(params, shared);
+  typename Base::Gemm gemm;
+  gemm(kernel.params, shared);
 }
 
 /// What dense and grouped kernels share: the table row, the conversion of arguments and the launch.
@@ -87,15 +94,15 @@ struct KernelBase {
     if (Gemm::initialize_workspace(args, workspace, stream) != cutlass::Status::kSuccess) {
       return fail(FP4GEMM_ERROR_WORKSPACE, "workspace: %s failed to initialise it", kName.text);
     }
-    typename Gemm::Params params = Gemm::to_underlying_arguments(args, workspace);
+    KernelParams<KernelBase> kernel{Gemm::to_underlying_arguments(args, workspace)};
 
-    Launch launch{reinterpret_cast<void const*>(gemm_kernel<Gemm>), Gemm::get_grid_shape(params),
+    Launch launch{reinterpret_cast<void const*>(gemm_kernel<KernelBase>), Gemm::get_grid_shape(kernel.params),
                   Gemm::get_block_shape()};
     launch.cluster = dim3(kSize<0, Cluster>, kSize<1, Cluster>, 1);
     launch.shared_bytes = Gemm::SharedStorageSize;
     static std::atomic<uint64_t> prepared{0};
     FP4GEMM_TRY(allow_shared_memory(launch.kernel, Gemm::SharedStorageSize, p.device, prepared));
-    return launch_overlapping(launch, stream, params);
+    return launch_overlapping(launch, stream, kernel);
   }
 };
 

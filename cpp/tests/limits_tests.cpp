@@ -1,6 +1,6 @@
-// Host tests of what the kernels of SM100 cannot address: refused before a tensor map is made.
+// Host tests of what the kernels of SM100 and SM120 cannot address: refused before a tensor map is made.
+#include "block_scale_limits.hpp"
 #include "checks.hpp"
-#include "sm100/limits.hpp"
 
 namespace {
 
@@ -9,7 +9,7 @@ void check(int64_t m, int64_t n, int64_t k, char const* text) {
   problem.m = m;
   problem.n = n;
   problem.k = k;
-  fp4gemm_status_t const status = fp4gemm::sm100::check_problem(problem);
+  fp4gemm_status_t const status = fp4gemm::block_scale_limits::check_problem(problem);
   if (text == nullptr) {
     CHECK(status == FP4GEMM_SUCCESS, "%s", fp4gemm_last_error());
   } else {

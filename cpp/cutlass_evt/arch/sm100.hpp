@@ -13,6 +13,7 @@
 #include "cutlass/gemm/group_array_problem_shape.hpp"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
 #include "cutlass/layout/matrix.h"
+#include "cutlass_evt/arch/block_scaled.hpp"
 #include "cutlass_evt/fusion.hpp"
 #include "cutlass_evt/tile.hpp"
 
@@ -87,57 +88,7 @@ struct Sm100 {
     static_assert(offsetof(typename Kernel::SharedStorage, tensors.mainloop) % kOperandTileAlignment == 0,
                   "operand tiles must start at multiples of the swizzle's period");
 
-    using ElementData = typename Mainloop::ArrayElementA;
-    using Scale = typename Mainloop::ElementSF;
-    using Config = typename Mainloop::Sm1xxBlkScaledConfig;
-
-    /// The operands are a (m, k) and b (n, k) as packed e2m1 codes, row-major and contiguous, and their
-    /// swizzled scales.
-    static typename Mainloop::Arguments mainloop_arguments(void const* a, void const* scale_a, void const* b,
-                                                           void const* scale_b, int m, int n, int k) {
-      auto shape = cute::make_shape(m, n, k, 1);
-      return {static_cast<ElementData const*>(a), {k, {}, {}},
-              static_cast<ElementData const*>(b), {k, {}, {}},
-              static_cast<Scale const*>(scale_a), Config::tile_atom_to_shape_SFA(shape),
-              static_cast<Scale const*>(scale_b), Config::tile_atom_to_shape_SFB(shape)};
-    }
-
-    /// The tables of block scales, one entry for each group.
-    struct ScaleTable {
-      using Layout = decltype(Config::deduce_layoutSFA());
-      Scale const** a;
-      Scale const** b;
-      Layout* layout_a;
-      Layout* layout_b;
-
-      /// Calls allocate(array) for each table.
-      template <class Allocate>
-      void lay_out(Allocate const& allocate) {
-        allocate(a);
-        allocate(b);
-        allocate(layout_a);
-        allocate(layout_b);
-      }
-
-      /// Sets the entry of group g. row_k is the length of a whole row of the operands, of which the group
-      /// may cover a part.
-      CUTLASS_DEVICE void set(int g, void const* scale_a, void const* scale_b,
-                              cute::Shape<int, int, int> const& shape, int row_k) const {
-        a[g] = static_cast<Scale const*>(scale_a);
-        b[g] = static_cast<Scale const*>(scale_b);
-        layout_a[g] = Config::tile_atom_to_shape_SFA(shape);
-        layout_b[g] = Config::tile_atom_to_shape_SFB(shape);
-        int const row_tile_bytes = (row_k / 16 + 3) / 4 * 512;
-        cute::get<0, 1>(layout_a[g].stride()) = row_tile_bytes;
-        cute::get<0, 1>(layout_b[g].stride()) = row_tile_bytes;
-      }
-    };
-
-    template <class Table>
-    static typename Mainloop::Arguments grouped_mainloop_arguments(Table const& table) {
-      return {table.a,        table.stride_a,        table.b,        table.stride_b,
-              table.scales.a, table.scales.layout_a, table.scales.b, table.scales.layout_b};
-    }
+    using Operands = BlockScaledOperands<Mainloop>;
   };
 };
 

@@ -77,25 +77,28 @@ struct Sm90 {
     static_assert(Kernel::SharedStorageSize <= kMaxSharedBytes,
                   "the tile needs more shared memory than SM90 has");
 
-    using ElementData = Element;
+    struct Operands {
+      using ElementData = Element;
 
-    /// The operands are a (m, k) and b (n, k) in fp16, row-major and contiguous.
-    static typename Mainloop::Arguments mainloop_arguments(void const* a, void const*, void const* b,
-                                                           void const*, int, int, int k) {
-      return {static_cast<Element const*>(a), {k, {}, {}}, static_cast<Element const*>(b), {k, {}, {}}};
-    }
+      /// The operands are a (m, k) and b (n, k) in fp16, row-major and contiguous.
+      static typename Mainloop::Arguments mainloop_arguments(void const* a, void const*, void const* b,
+                                                             void const*, int, int, int k) {
+        return {static_cast<Element const*>(a), {k, {}, {}}, static_cast<Element const*>(b), {k, {}, {}}};
+      }
 
-    /// The tables of block scales: none, since the operands are decoded.
-    struct ScaleTable {
-      template <class Allocate>
-      void lay_out(Allocate const&) {}
-      CUTLASS_DEVICE void set(int, void const*, void const*, cute::Shape<int, int, int> const&, int) const {}
+      /// The tables of block scales: none, since the operands are decoded.
+      struct ScaleTable {
+        template <class Allocate>
+        void lay_out(Allocate const&) {}
+        CUTLASS_DEVICE void set(int, void const*, void const*, cute::Shape<int, int, int> const&, int) const {
+        }
+      };
+
+      template <class Table>
+      static typename Mainloop::Arguments grouped_mainloop_arguments(Table const& table) {
+        return {table.a, table.stride_a, table.b, table.stride_b};
+      }
     };
-
-    template <class Table>
-    static typename Mainloop::Arguments grouped_mainloop_arguments(Table const& table) {
-      return {table.a, table.stride_a, table.b, table.stride_b};
-    }
   };
 };
 

@@ -1,7 +1,9 @@
 // SM100 (Blackwell, compute capability 10.0 and 10.3) as data.
+#include "sm100/arch.hpp"
+
 #include "architecture.hpp"
+#include "block_scale_limits.hpp"
 #include "cost.hpp"
-#include "sm100/limits.hpp"
 
 namespace fp4gemm {
 
@@ -38,7 +40,7 @@ double estimate_clocks(Kernel const& kernel, int num_sms, Selection const& wante
 
 extern Architecture const architecture;
 Architecture const architecture{kArch,  FP4GEMM_ARCH_DEVICES, /*is_executed=*/false,
-                                kLists, &estimate_clocks,     &check_problem};
+                                kLists, &estimate_clocks,     &block_scale_limits::check_problem};
 
 }  // namespace sm100
 }  // namespace fp4gemm

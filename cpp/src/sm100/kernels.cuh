@@ -5,7 +5,7 @@
 #include "cutlass_evt/arch/sm100.hpp"
 #include "cutlass_evt/epilogue/rowcol.hpp"
 #include "kernel_impl.cuh"
-#include "sm100/limits.hpp"
+#include "sm100/arch.hpp"
 
 namespace fp4gemm {
 

@@ -1,4 +1,4 @@
-// What the kernels of SM100 cannot address.
+// What kernels on swizzled block scales cannot address: those of SM100 and SM120.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +7,7 @@
 #include "kernel.hpp"
 #include "quantize/quantize.hpp"
 
-namespace fp4gemm::sm100 {
-
-constexpr int kArch = 100;
+namespace fp4gemm::block_scale_limits {
 
 /// CUTLASS keeps the strides of the block scales, from one tile of 128 rows to the next and from one matrix
 /// to the next, as 32-bit numbers of bytes. A stride that overflowed would make the tensor map invalid, and a
@@ -33,4 +31,4 @@ inline fp4gemm_status_t check_problem(Problem const& problem) {
   return check_scales("b", problem.n, problem.k);
 }
 
-}  // namespace fp4gemm::sm100
+}  // namespace fp4gemm::block_scale_limits
