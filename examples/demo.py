@@ -56,6 +56,7 @@ if not missing_packages():
         variant,
     )
     from demo_picture import draw
+    from device_option import pick_device
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table
@@ -94,16 +95,6 @@ def load(sentences: Sequence[str], device: torch.device) -> tuple[torch.nn.Modul
         list(sentences), padding=True, return_tensors="pt"
     )
     return model.eval().to(device), Page(tokens["input_ids"], tokens["attention_mask"]).to(device)
-
-
-def pick_device(name: str) -> torch.device:
-    """The device that ``--device`` names; for "auto" the CUDA device if fp4gemm runs there, else the CPU."""
-    if name == "auto":
-        return torch.device("cuda" if fp4gemm.is_supported("cuda") else "cpu")
-    support = fp4gemm.is_supported(name)
-    if not support:
-        raise ValueError(f"--device: got {name}, must be a device that fp4gemm runs on: {support.reason}")
-    return torch.device(name)
 
 
 def measure(

@@ -40,9 +40,9 @@ def missing_packages(*more: str) -> list[str]:
 
 
 if not missing_packages():
-    import fp4gemm
     import torch
     import train_moe_corpus as corpora
+    from device_option import pick_device
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from train_moe_arms import GROUPS, arm, arm_names
@@ -76,16 +76,6 @@ def parser() -> argparse.ArgumentParser:
     add("--picture", type=Path, help="draw the curves into this file (needs matplotlib)")
     add("--readme", type=Path, nargs="+", default=[], help="put the table between its marks in these files")
     return made
-
-
-def pick_device(name: str) -> torch.device:
-    """The device that ``--device`` names; ValueError if fp4gemm does not run on it."""
-    if name == "auto":
-        return torch.device("cuda" if fp4gemm.is_supported("cuda") else "cpu")
-    support = fp4gemm.is_supported(name)
-    if not support:
-        raise ValueError(f"--device: got {name}, must be a device that fp4gemm runs on: {support.reason}")
-    return torch.device(name)
 
 
 def seeds_of(text: str) -> list[int]:

@@ -45,8 +45,8 @@ def _made(
     )
 
 
-def _updated(model: Any) -> torch.nn.Module:
-    training.update_expert_bias(model)
+def _updated(model: Any, group: Any) -> torch.nn.Module:
+    training.update_expert_bias(model, group=group)
     return model
 
 
@@ -74,7 +74,7 @@ FUNCTIONS |= {
         },
     ),
     "training.MoE.forward": (lambda x: BLOCK(x), lambda: {"x": ones(3, 5, DIM)}),
-    "training.update_expert_bias": (_updated, lambda: {"model": BLOCK}),
+    "training.update_expert_bias": (_updated, lambda: {"model": BLOCK, "group": None}),
     "training.moe_state": (
         training.moe_state,
         lambda: {"moe": BLOCK, "layout": "te", "prefix": "mlp."},
@@ -122,6 +122,10 @@ add(X, "x", "device", lambda: ones(3, DIM, device="meta"), VALUE, "device is met
 U = "training.update_expert_bias"
 add(U, "model", "type", lambda: None, TYPE, "got None (NoneType), must be a torch.nn.Module")
 add(U, "model", "none", lambda: torch.nn.Linear(2, 2), VALUE, "has no MoE with an expert_bias, must have one")
+add(
+    U, "group", "type", lambda: "tp", TYPE, "got 'tp' (str), must be a torch.distributed.ProcessGroup or None"
+)
+add(U, "group", "others", lambda: torch.distributed.GroupMember.NON_GROUP_MEMBER, VALUE, "is not a member")
 
 S = "training.moe_state training.load_moe_state"
 add(S, "moe", "type", lambda: torch.nn.Linear(2, 2), TYPE, "must be a fp4gemm.training.MoE")

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-BATCH, TOKENS, IN, OUT = 2, 24, 64, 128
+BATCH, TOKENS, IN, OUT = 2, 32, 64, 128
 _ROW, _SIX = training.Cast(), training.Cast(four_over_six="mae")
 _ROTATED = training.Cast(hadamard="fp32")
 RECIPES = {
@@ -23,14 +23,22 @@ RECIPES = {
         dy_t=_ROTATED, x_t=training.Cast(hadamard="fp32", source="rowwise"),
     ),
     "original": training.PRESETS["per_token"].replace(dy=_ROW, dy_t=_ROTATED),
+    "original x": training.PRESETS["per_token"].replace(dy=_ROW, dy_t=_ROTATED, save_input="original"),
     "dequantized": training.Recipe(x=_ROW, w=_ROW, w_t="dequantized", x_t="dequantized"),
     "forward alone": training.Recipe(x=_ROW, w=_ROW),
     "weight alone": training.Recipe(w=_ROW),
     "bf16": training.PRESETS["bf16"],
 }  # fmt: skip
 # The amax of the tensor is x's alone: those of shards of W and dy would differ from those of the whole.
-PER_TENSOR = RECIPES["te_per_token"].replace(x=training.Cast(scaling="tensor"), w=_ROW)
-SHAPES = {"tokens": ((BATCH * TOKENS, IN), 0), "batch": ((BATCH, TOKENS, IN), 1)}
+PER_TENSOR = RECIPES["te_per_token"].replace(x=training.Cast(scaling="tensor", headroom=17 / 16), w=_ROW)
+PER_TENSOR_T = PER_TENSOR.replace(x_t=training.Cast(scaling="tensor", four_over_six="mae"))
+SHAPES = {
+    "tokens": ((BATCH * TOKENS, IN), 0),
+    "batch": ((BATCH, TOKENS, IN), 1),
+    "first": ((TOKENS, BATCH, IN), 0),  # Megatron-LM's order
+    "parts of blocks": ((48, IN), 0),  # a rank's 24 tokens are one block and a half
+    "parts in a batch": ((BATCH, 48, IN), 1),
+}
 
 
 def layer(recipe: training.Recipe, features: tuple[int, int] = (IN, OUT), bias: bool = True) -> Any:
@@ -100,7 +108,9 @@ def rowwise(
     return [got, [part(y, rank, dim), halves[rank][1], torch.cat([halves[0][2], halves[1][2]], 1), db]]
 
 
-def counted(rank: int, mesh: DeviceMesh, recipe: training.Recipe) -> list[tuple[str, int]]:
+def counted(
+    rank: int, mesh: DeviceMesh, recipe: training.Recipe, shape: str = "tokens"
+) -> list[tuple[str, int]]:
     """The collectives of a step and the bytes that this rank contributes."""
     calls: list[tuple[str, int]] = []
     originals = {name: getattr(_sequence, name) for name in ("all_gather", "reduce_scatter", "all_reduce")}
@@ -113,7 +123,7 @@ def counted(rank: int, mesh: DeviceMesh, recipe: training.Recipe) -> list[tuple[
         return collective
 
     module = parallelize_module(layer(recipe), mesh, training.SequenceColwiseParallel(sequence_dim=0))
-    size, _ = SHAPES["tokens"]
+    size, _ = SHAPES[shape]
     for name in originals:
         setattr(_sequence, name, recording(name))
     try:
@@ -156,9 +166,13 @@ def run(rank: int) -> dict[Any, Any]:
         results["rowwise", name] = rowwise(rank, mesh, recipe)
     results["colwise", "tensor"] = colwise(rank, mesh, PER_TENSOR)
     results["colwise", "batch"] = colwise(rank, mesh, RECIPES["rowwise"], "batch")
+    results["colwise", "tensor, x_t too"] = colwise(rank, mesh, PER_TENSOR_T)
+    for shape in ("batch", "first", "parts of blocks", "parts in a batch"):
+        results["colwise", f"original, {shape}"] = colwise(rank, mesh, RECIPES["original"], shape)
     results["rowwise", "batch"] = rowwise(rank, mesh, RECIPES["rowwise"], "batch")
-    for name in ("rowwise", "original"):
+    for name in ("rowwise", "original", "original x"):
         results["bytes", name] = counted(rank, mesh, RECIPES[name])
+    results["bytes", "parts of blocks"] = counted(rank, mesh, RECIPES["original"], "parts of blocks")
     results["bytes", "tensor"] = counted(rank, mesh, PER_TENSOR)
     results["bytes", "bf16"] = counted(rank, mesh, RECIPES["bf16"])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from fp4gemm import training
@@ -157,6 +159,24 @@ def test_is_torch_for_each_expert(device: torch.device, gen: torch.Generator) ->
             # The order of torch's sums is its own.
             torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7)
         start = end
+
+
+@pytest.mark.parametrize("name", ["bf16", "nvidia", "per_token"])
+def test_nan_stays_in_its_expert(name: str, device: torch.device, gen: torch.Generator) -> None:
+    """A NaN in dy of the first expert changes no gradient of the others."""
+    layer = training.GroupedLinear(G, K, N, True, recipe=name, device=device, dtype=BF16)
+    x, dy, _ = tensors(gen, device)
+    results = []
+    for value in (dy[0, 0].item(), torch.nan):
+        layer.zero_grad()
+        torch.manual_seed(0)
+        dy[0, 0] = value
+        rows = x.clone().requires_grad_()
+        layer(rows, ends(device)).backward(dy)
+        results.append((rows.grad[ENDS[0] :], layer.weight.grad[1:].clone(), layer.bias.grad[1:].clone()))
+        assert bool(layer.bias.grad[0, 0].isnan()) == (math.isnan(value))
+    for got, want in zip(*results, strict=True):
+        assert_bits(got, want)
 
 
 def test_compiles_into_one_graph(device: torch.device, gen: torch.Generator) -> None:

@@ -17,6 +17,15 @@ ROWS = BATCH * TOKENS // 2  # tokens of a rank
 PACKED = ROWS * (IN // 2 + IN // 16)
 
 
+CASES = [
+    *tensor_parallel.RECIPES,
+    "tensor",
+    "tensor, x_t too",
+    "batch",
+    *(f"original, {shape}" for shape in ("batch", "first", "parts of blocks", "parts in a batch")),
+]
+
+
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[Any, Any]]:
     """The results of both processes."""
@@ -31,7 +40,7 @@ def assert_equal(left: list[Tensor], right: list[Tensor]) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("case", [*tensor_parallel.RECIPES, "tensor", "batch"])
+@pytest.mark.parametrize("case", CASES)
 def test_gathered_tokens_have_the_bits_of_one_process(ranks: list[dict[Any, Any]], case: str) -> None:
     """y, dW and the gradient of the bias are those of one process; dx is the sum of two gradients."""
     for results in ranks:
@@ -49,8 +58,15 @@ def test_codes_scales_and_amaxes_travel(ranks: list[dict[Any, Any]]) -> None:
     original = (gather, ROWS * IN * 2)
     for results in ranks:
         assert results["bytes", "rowwise"] == [(gather, PACKED + 4 * ROWS), scatter]
-        assert results["bytes", "original"] == [(gather, PACKED + 4 * ROWS), scatter, original]
-        assert results["bytes", "tensor"] == [("all_reduce", 4), (gather, PACKED), scatter, original]
+        amaxes, x, x_t = ("all_reduce", 4 * IN), (gather, PACKED + 4 * ROWS), (gather, PACKED)
+        assert results["bytes", "original"] == [x, amaxes, scatter, x_t]
+        assert results["bytes", "original x"] == [x, scatter, amaxes, x_t]
+        assert results["bytes", "tensor"] == [("all_reduce", 4), x_t, amaxes, scatter, x_t]
+        assert results["bytes", "parts of blocks"] == [
+            (gather, 24 * (IN // 2 + IN // 16 + 4)),
+            ("reduce_scatter", 2 * 2 * 24 * IN),
+            (gather, 24 * IN * 2),
+        ]
         assert results["bytes", "bf16"] == [original, scatter]
 
 
@@ -86,7 +102,7 @@ def test_cached_weights_follow_the_optimizer(ranks: list[dict[Any, Any]]) -> Non
         ("main_grad", "NotImplementedError: weight.main_grad: is set, must not be with tensor parallelism"),
         (
             "flat",
-            "ValueError: x: shape is (48, 64), must have more than 2 dimensions, since sequence_dim is 1",
+            "ValueError: x: shape is (64, 64), must have more than 2 dimensions, since sequence_dim is 1",
         ),
         ("odd", "ValueError: x: has 5 tokens in dimension 0, must be a multiple of 2, the ranks"),
         ("narrow", "ValueError: module: out_features is 96, must be a positive multiple of 64"),

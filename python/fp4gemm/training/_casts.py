@@ -30,6 +30,7 @@ __all__ = [
     "parts_of",
     "rebuilt",
     "rows",
+    "scale_bound",
     "weight_copies",
     "without_autocast",
 ]
@@ -133,6 +134,11 @@ def parts_of(t: NVFP4Tensor | None) -> Parts:
     return NO_PARTS if t is None else (t.codes, t.scales, t.amax)
 
 
+def scale_bound(cast: Cast) -> int:
+    """e4m3_max of the containers that a cast makes."""
+    return cast.e4m3_max or (448 if cast.four_over_six is None else 256)
+
+
 def rebuilt(
     parts: Parts,
     cast: Operand,
@@ -144,7 +150,7 @@ def rebuilt(
     codes, scales, amax = parts
     if codes is None or scales is None or amax is None or not isinstance(cast, Cast):
         raise RuntimeError("a copy that the backward pass needs was not saved")
-    bound = cast.e4m3_max or (448 if cast.four_over_six is None else 256)
+    bound = scale_bound(cast)
     signs = None if cast.hadamard is None else recipe.hadamard_signs
     return NVFP4Tensor._trusted(codes, scales, amax, bound, offs, signs, 0 if offs is None else offs_dim)
 

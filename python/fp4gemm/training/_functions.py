@@ -157,7 +157,7 @@ class _Product(torch.autograd.Function):
             call, x if values is None else values, weight, bias, ends, state, copies, of_input
         )
         needs_dx, has_copies = call.needs[0], call.is_cached and call.recipe.w_t is not None
-        ctx.main_grad, ctx.num_groups = main_grad, weight.shape[0]
+        ctx.main_grad = main_grad
         ctx.call, ctx.weight = call, None if main_grad is None else weight
         kept = copies if needs_dx and has_copies else (None,) * 6
         whole = weight if needs_dx and not has_copies else None
@@ -188,7 +188,7 @@ class _Product(torch.autograd.Function):
                 of_x = of_x if call.is_shared else _state.stream(state, _state.OF_X)
                 dw = _weight_gradient(call, dy, dy_t, x, ends, of_x, ctx.main_grad)
             if needs_db:
-                db = _plain.bias_gradient(dy, offs, ctx.num_groups).to(call.bias_dtype)
+                db = _plain.bias_gradient(dy, offs).to(call.bias_dtype)
             if needs_dw and dw is None:
                 # Zero in place of None, so that hooks on the parameter run, as Megatron-LM's need to.
                 if not torch.compiler.is_compiling():

@@ -41,12 +41,12 @@ def wgrad(dy: Tensor, x: Tensor, offs: Tensor | None) -> Tensor:
     return dy.t() @ x if offs is None else functional.grouped_mm(dy.t(), x, offs=offs)
 
 
-def bias_gradient(dy: Tensor, offs: Tensor | None, num_groups: int) -> Tensor:
+def bias_gradient(dy: Tensor, offs: Tensor | None) -> Tensor:
     """float32 (n,): the sum of the rows of dy, in an order that the shape alone determines; or (g, n)."""
     if offs is None:
         return dy.sum(0, dtype=torch.float32)
-    of_row = _group_of_row(dy.shape[0], offs)
-    groups = torch.arange(num_groups, device=dy.device)
-    # One product of ones and zeros in place of index_add_, whose order on a GPU is not fixed. Rows of no
-    # group may hold NaN, and 0 * NaN is NaN.
-    return (of_row == groups.unsqueeze(1)).to(torch.float32) @ _in_groups(dy, offs).to(torch.float32)
+    # Rows beyond offs[-1] are in no segment. Each sum reads its own rows alone, so that a NaN stays in its
+    # group, and in their order, without atomic additions.
+    ends = torch.cat((offs.new_zeros(1), offs))
+    sums: Tensor = torch.segment_reduce(dy.float(), "sum", offsets=ends, axis=0, unsafe=True, initial=0)
+    return sums

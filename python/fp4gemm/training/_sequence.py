@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from .. import _checks
 from .._checks import training as checks
 from ..containers.nvfp4 import NVFP4Tensor
 from ..products import fprop
@@ -117,7 +120,7 @@ def _gathered_rows(
     if not is_per_row:
         amax = rows.abs().amax().float().view(1) if rows.numel() else rows.new_zeros(1, dtype=torch.float32)
         all_reduce(amax, op=dist.ReduceOp.MAX, group=sharding.group)
-        options["amax"] = amax * options.pop("headroom", 1.0)
+        options["amax"] = amax * options.get("headroom", 1.0)  # a given amax includes the headroom
     t: NVFP4Tensor = quantize(rows, **options)
     parts = [t.codes, t.compact_scales().view(torch.uint8)]
     if is_per_row:
@@ -132,6 +135,60 @@ def _gathered_rows(
     amax = amaxes[0].view(torch.float32).flatten() if is_per_row else t.amax
     made = NVFP4Tensor.from_compact(codes, scales.view(torch.float8_e4m3fn), amax, t.e4m3_max)
     return made._stamped(x.dtype)
+
+
+def _has_whole_blocks(shape: torch.Size, sharding: Sharding) -> bool:
+    """Whether the blocks along the tokens of all ranks' x each lie in the tokens of one rank.
+
+    shape: that of a rank's x. Other numbers of tokens are gathered in the dtype of x.
+    """
+    inner = math.prod(shape[sharding.dim : -1])
+    total = sharding.mesh.size() * math.prod(shape[:-1])
+    return total > 0 and inner % _checks.BLOCK == 0 and dense_ends(total, torch.device("meta")) is None
+
+
+def _is_cast_by_ranks(recipe: Recipe, shape: torch.Size, sharding: Sharding) -> bool:
+    """Whether each rank casts its own blocks of x_t, from x itself, and these are gathered."""
+    is_of_x = isinstance(recipe.x_t, Cast) and recipe.x_t.source == "original"
+    return is_of_x and _has_whole_blocks(shape, sharding)
+
+
+def _own_columns(
+    x: Tensor, cast: Cast, recipe: Recipe, state: Tensor | None, sharding: Sharding
+) -> _casts.Parts:
+    """The rank's blocks of the copy (k, m) of all ranks' tokens for wgrad, of this rank's x (..., k).
+
+    A first cast measures the amax of each feature, or of the tensor, rotated as the cast rotates; a MAX
+    all-reduce of these k numbers, or of one, precedes the cast that is kept.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    measured = _casts.columns(rows, dataclasses.replace(cast, stochastic=False), recipe, None)
+    amax = measured.amax.clone()
+    all_reduce(amax, op=dist.ReduceOp.MAX, group=sharding.group)
+    options = _casts._options(cast, recipe, state, cast.hadamard)
+    own: NVFP4Tensor = quantize(rows, axis=0, amax=amax, **options)
+    return own.codes, own.compact_scales(), amax
+
+
+def _gathered_columns(
+    own: _casts.Parts, shape: torch.Size, e4m3_max: int, sharding: Sharding
+) -> _casts.Parts:
+    """The parts of the copy (k, m) of all ranks' tokens, of each rank's blocks; shape: that of its x.
+
+    One all-gather moves 9 bytes for each block: its codes and its scale.
+    """
+    codes, scales, amax = own
+    if codes is None or scales is None or amax is None:
+        raise RuntimeError("the blocks of this rank were not saved")
+    k, half = codes.shape[0], _checks.BLOCK // 2
+    blocks = torch.cat((codes.view(k, -1, half), scales.view(torch.uint8).unsqueeze(2)), 2)
+    inner = math.prod(shape[sharding.dim : -1]) // _checks.BLOCK
+    packed = blocks.transpose(0, 1).reshape(-1, inner, k * (half + 1))  # in the order of the tokens
+    packed = Sharding(sharding.mesh, 1).gather(packed).reshape(-1, k, half + 1).transpose(0, 1)
+    made = NVFP4Tensor.from_compact(
+        packed[..., :half].flatten(1).contiguous(), packed[..., half].contiguous(), amax, e4m3_max
+    )
+    return _casts.parts_of(made)
 
 
 class _GatheredProduct(torch.autograd.Function):
@@ -160,13 +217,15 @@ class _GatheredProduct(torch.autograd.Function):
             saved = _casts.parts_of(x_q)
         elif needs_dw and recipe.save_input == "original":
             saved = (x, None, None)
+        elif needs_dw and isinstance(recipe.x_t, Cast) and recipe.x_t.source == "original":
+            saved = _own_columns(x, recipe.x_t, recipe, _state.stream(state, _state.OF_X), sharding)
         elif needs_dw and isinstance(recipe.x_t, Cast):
             values = x_q.dequantize(x.dtype)
             of_x = _state.stream(state, _state.OF_X)
             saved = _casts.parts_of(_casts.columns(values, recipe.x_t, recipe, of_x, ends))
         has_copies = call.is_cached and recipe.w_t is not None
         kept = copies if needs_dx and has_copies else (None,) * 6
-        ctx.call, ctx.sharding = call, sharding
+        ctx.call, ctx.sharding, ctx.own_shape = call, sharding, x.shape
         tokens = sharding.mesh.size() * x.shape[sharding.dim]
         ctx.shape = (*x.shape[: sharding.dim], tokens, *x.shape[sharding.dim + 1 :])
         ctx.save_for_backward(*saved, *kept, weight if needs_dx and not has_copies else None, ends, state)
@@ -191,12 +250,18 @@ class _GatheredProduct(torch.autograd.Function):
                 dx = _functions._input_gradient(call, dy, dy_q, weight, copies, None)
                 dx = sharding.scatter_sum(dx.view(ctx.shape))
             if needs_dw:
-                if recipe.save_input == "original":
-                    x = (sharding.gather(_casts.first(x)).flatten(0, -2), None, None)
                 of_x = _state.stream(state, _state.OF_X)
+                x_t = recipe.x_t
+                if isinstance(x_t, Cast) and _is_cast_by_ranks(recipe, ctx.own_shape, sharding):
+                    if recipe.save_input == "original":
+                        x = _own_columns(_casts.first(x), x_t, recipe, of_x, sharding)
+                    x = _gathered_columns(x, ctx.own_shape, _casts.scale_bound(x_t), sharding)
+                    call = call._replace(recipe=recipe.replace(save_input="quantized"))
+                elif recipe.save_input == "original":
+                    x = (sharding.gather(_casts.first(x)).flatten(0, -2), None, None)
                 dw = _functions._weight_gradient(call, dy, dy_t, x, ends, of_x, None)
             if needs_db:
-                db = _plain.bias_gradient(dy, None, 1).to(call.bias_dtype)
+                db = _plain.bias_gradient(dy, None).to(call.bias_dtype)
         return None, None, dx, dw, db, *(None,) * 7
 
 
@@ -214,7 +279,7 @@ def gathered_linear(
         gathered = _Gather.apply(x, sharding)
         return _functions.linear(gathered, weight, bias, recipe, cache=cache)
     follows = recipe.x_t == DEQUANTIZED or (isinstance(recipe.x_t, Cast) and recipe.x_t.source == "rowwise")
-    if not follows:
+    if not follows and not _is_cast_by_ranks(recipe, x.shape, sharding):
         recipe = recipe.replace(save_input="original")
     is_recording = torch.is_grad_enabled()
     needs = (

@@ -287,8 +287,9 @@ def update_expert_bias(
             None: the counts of this process alone.
 
     Raises:
-        TypeError: model is no module.
-        ValueError: the model contains no MoE with an expert_bias.
+        TypeError: model is no module, or group is no process group.
+        ValueError: the model contains no MoE with an expert_bias, or this process is not in the group.
+            Nothing is changed then.
 
     Does not synchronise with the device.
     """
@@ -297,6 +298,8 @@ def update_expert_bias(
     found = [layer for layer in model.modules() if isinstance(layer, MoE) and layer.expert_bias is not None]
     if not found:
         raise ValueError("model: has no MoE with an expert_bias, must have one at least")
+    if group is not None:
+        _check_group(group)
     for layer in found:
         counts, bias, coeff = layer.tokens_per_expert, layer.expert_bias, layer.load_balance_coeff
         if group is not None:
@@ -306,6 +309,17 @@ def update_expert_bias(
         if bias is not None and coeff is not None:
             bias.add_(lack, alpha=coeff)
         counts.zero_()
+
+
+def _check_group(group: object) -> None:
+    """Raise unless this process belongs to the process group."""
+    dist = torch.distributed
+    if dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: this process is not a member, must be one of the ranks that call")
+    if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group: got {_checks.describe(group)}, must be a torch.distributed.ProcessGroup or None"
+        )
 
 
 def _positive(name: str, value: object) -> float:
