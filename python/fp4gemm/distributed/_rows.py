@@ -13,7 +13,7 @@ from .. import _checks, layout
 from ..containers.nvfp4 import NVFP4Tensor
 from ..quantize import quantize
 
-__all__ = ["ALIGN_BYTES", "E4M3_MAX", "pack", "padded", "row_bytes", "unpack"]
+__all__ = ["ALIGN_BYTES", "E4M3_MAX", "pack", "padded", "quantized_at", "row_bytes", "unpack"]
 
 ALIGN_BYTES = 16
 E4M3_MAX = 448  # the bound of the block scales that travel
@@ -42,6 +42,16 @@ def pack(x: Tensor | NVFP4Tensor, out: Tensor) -> None:
     out[:, :end_of_codes] = t.codes
     out[:, end_of_codes:end_of_scales] = t.compact_scales().view(torch.uint8)
     out[:, end_of_scales : end_of_scales + _AMAX_BYTES] = t.amax.view(torch.uint8).view(m, _AMAX_BYTES)
+
+
+def quantized_at(x: Tensor, first_row: int, headroom: float, state: Tensor) -> NVFP4Tensor:
+    """x (t, k) rounded stochastically, with the random numbers of rows first_row .. of a tensor."""
+    t, k = x.shape
+    # The random numbers follow from the place of a row, so that the rows before them are quantized too.
+    whole = x.new_zeros((first_row + t, k))
+    whole[first_row:] = x
+    q = quantize(whole, stochastic=True, rng_state=state, headroom=headroom)
+    return NVFP4Tensor.from_compact(q.codes[first_row:], q.compact_scales()[first_row:], q.amax[first_row:])
 
 
 def unpack(packed: Tensor, row_of: Tensor, offs: Tensor, k: int) -> NVFP4Tensor:

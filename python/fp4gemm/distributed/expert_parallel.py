@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -13,41 +13,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _checks
 from .._checks import moe as moe_checks
 from ..containers.nvfp4 import NVFP4Tensor
-from ..support import ready
-from . import _combine, _rows
+from . import _combine, _gradients, _rows
 from ._agreement import require_equal
+from ._arguments import Arrived, Handle, group_of, ids_of, tokens_of
 from ._gather import Engine, GatherEngine
 from ._message import Message
 from ._places import Places, Sizes, at_experts, check_ids
+
+if TYPE_CHECKING:
+    from ..training.recipe import Recipe
+    from ..training.shared_input import QuantizedInput
 
 __all__ = ["ExpertParallel", "Handle"]
 
 EngineName = Literal["auto", "gather"]
 CombineName = Literal["slots", "tree"]
+GradientName = Literal["original", "nvfp4"]
 _IN_FLIGHT = 2  # dispatches whose handles are valid: what a double-buffered engine can hold
-
-
-@dataclasses.dataclass(eq=False)
-class Handle:
-    """What :meth:`ExpertParallel.combine` needs to know of a dispatch. Its fields are on the device.
-
-    Attributes:
-        offs: int32 (num_local_experts,), the ends of the rows of this rank's experts.
-        num_tokens: t, of this rank.
-        num_rows: rows of the operand, a bound that the routing does not change.
-        global_pairs: pairs of tokens and experts on all ranks at most, by which a kernel is selected.
-    """
-
-    offs: Tensor
-    num_tokens: int
-    num_rows: int
-    global_pairs: int
-    _owner: ExpertParallel
-    _number: int
-    _all_ids: Tensor  # int32 (ranks * max_tokens, top_k)
-    _own_ids: Tensor  # int32 (t, top_k)
-    _row_of_pair: Tensor  # int32 (ranks * max_tokens, top_k)
-    _is_combined: bool = False
 
 
 class ExpertParallel:
@@ -80,6 +62,10 @@ class ExpertParallel:
             of the slots, the bits of one process. "tree": each rank adds what it has of a token first, as a
             binary tree over eight blocks of experts with nodes of the dtype of y. Fewer bytes travel, and the
             bits are the same for 1, 2, 4 and 8 ranks; E is a multiple of 8.
+        gradient: what travels of the gradients of results in training: "original", themselves, or "nvfp4",
+            the values of their cast with one amax for each token, headroom 17/16 and stochastic rounding,
+            whose random numbers belong to the token, whatever rank has it.
+        seed: of these random numbers.
         capacity: None: no row is ever dropped, and an operand has R * max_tokens * min(top_k, E/R) rows. Or
             the number of rows of an operand: pairs beyond it are dropped, and contribute nothing;
             :meth:`check` raises.
@@ -100,6 +86,8 @@ class ExpertParallel:
         engine: EngineName = "auto",
         combine: CombineName = "slots",
         capacity: int | None = None,
+        gradient: GradientName = "original",
+        seed: int = 0,
     ) -> None:
         self.num_experts = moe_checks.num_experts(num_experts)
         for name, value in (("top_k", top_k), ("hidden", hidden), ("max_tokens", max_tokens)):
@@ -109,9 +97,11 @@ class ExpertParallel:
         _checks.is_multiple("hidden", "the size", hidden, _checks.K_STEP_MM)
         _checks.is_one_of("engine", engine, get_args(EngineName))
         _checks.is_one_of("combine", combine, get_args(CombineName))
+        _checks.is_one_of("gradient", gradient, get_args(GradientName))
+        _checks.is_int("seed", seed, 0)
         if capacity is not None:
             _checks.is_int("capacity", capacity, 1)
-        self.group = _group(group)
+        self.group = group_of(group)
         ranks = dist.get_world_size(self.group)
         own: dict[str, Any] = {
             "num_experts": num_experts,
@@ -120,6 +110,7 @@ class ExpertParallel:
             "max_tokens": max_tokens,
         }
         own |= {"engine": engine, "combine": combine, "capacity": capacity}
+        own |= {"gradient": gradient, "seed": seed}
         require_equal("ExpertParallel", own, self.group)
         if num_experts % ranks:
             raise ValueError(f"num_experts: got {num_experts}, must be a multiple of {ranks}, the ranks")
@@ -131,9 +122,11 @@ class ExpertParallel:
         self.top_k, self.hidden, self.max_tokens, self.capacity = top_k, hidden, max_tokens, capacity
         self.combine_order: CombineName = combine
         self.engine: str = "gather"
+        self.gradient, self.seed = gradient, seed
         self._sizes = Sizes(ranks, dist.get_rank(self.group), num_experts, top_k)
         self._transport: Engine | None = GatherEngine(self.group)
         self._count = 0  # dispatches so far
+        self._random: Tensor | None = None
         self._state: Tensor | None = None  # int64 (2,): the most rows that were wanted, and ids out of range
 
     @property
@@ -182,35 +175,10 @@ class ExpertParallel:
             NotImplementedError: x requires grad while grad mode is on; the device has no kernel.
         """
         bound = self._bound(max_tokens)
-        x = self._tokens(x, bound)
-        ids = _checked_ids(topk_ids, (x.shape[0], self.top_k), x.device)
-        message = Message(bound, _rows.row_bytes(self.hidden), self.top_k)
-        block = message.new(x.device)
-        _rows.pack(x, block[: x.shape[0]])
-        sent_ids = message.matrix(block, 0, torch.int32)[0]
-        own_ids = ids.clamp(-2, self.num_experts).to(torch.int32)
-        sent_ids[: x.shape[0]] = own_ids
-        sent_ids[x.shape[0] :] = -1
-        blocks = self._engine().gather(block)
-        all_ids = message.matrix(blocks, 0, torch.int32).flatten(0, 1).contiguous()
-        if x.device.type == "cpu":
-            check_ids(all_ids, self._sizes)
-        places = at_experts(all_ids, self._sizes, self.capacity)
-        self._note(places, all_ids)
-        a = _rows.unpack(blocks, message.row_of_token(places.token_of_row), places.offs, self.hidden)
-        self._count += 1
-        handle = Handle(
-            places.offs,
-            x.shape[0],
-            a.shape[0],
-            all_ids.numel(),
-            self,
-            self._count,
-            all_ids,
-            own_ids,
-            places.row_of_pair,
-        )
-        return a, handle
+        x = tokens_of(x, self.hidden, bound)
+        ids = ids_of(topk_ids, (x.shape[0], self.top_k), x.device)
+        arrived = self._arrive(ids, bound, _rows.row_bytes(self.hidden), lambda out: _rows.pack(x, out))
+        return self._operand(arrived), arrived.handle
 
     def combine(
         self, y: Tensor, handle: Handle, topk_weights: Tensor, out_dtype: torch.dtype | None = None
@@ -231,7 +199,7 @@ class ExpertParallel:
             TypeError, ValueError: naming the argument; a handle that is stale or of another object.
             RuntimeError, NotImplementedError: as :meth:`dispatch`.
         """
-        transport = self._engine()
+        self._engine()
         self._check_handle(handle)
         y = _checks.readable(_checks.is_tensor("y", y))
         _checks.has_rank("y", y, 2, "(handle.num_rows, d)")
@@ -241,22 +209,40 @@ class ExpertParallel:
         own = handle._own_ids
         dtype = moe_checks.combine(y, own, weights, out_dtype, "fp4gemm.distributed.ExpertParallel.combine")
         handle._is_combined = True
-        if self.combine_order == "slots":
-            return _combine.by_slots(
-                y, handle._all_ids, handle._row_of_pair, own, weights, dtype, self._sizes, transport
-            )
-        everyone = weights.new_zeros((handle._all_ids.shape[0] // self.num_ranks, self.top_k))
-        everyone[: weights.shape[0]] = weights
-        return _combine.by_tree(
-            y,
-            handle._all_ids,
-            handle._row_of_pair,
-            handle.num_tokens,
-            transport.gather(everyone),
-            dtype,
-            self._sizes,
-            transport,
-        )
+        return self._sum(y, handle, weights, dtype)
+
+    def train_dispatch(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, recipe: Recipe | None = None
+    ) -> tuple[Tensor | QuantizedInput, Tensor, Handle]:
+        """:meth:`dispatch` with gradients, for :class:`fp4gemm.training.MoE`: rows, their weights, a handle.
+
+        Args:
+            x: bfloat16, float16 or float32 (t, hidden).
+            topk_ids: as for :meth:`dispatch`.
+            topk_weights: float32 (t, top_k); they travel too, and their gradients come back.
+            recipe: of the layers that multiply the rows, or None. x travels as NVFP4 where all that they need
+                follows from the codes of ``recipe.x``: x_t is "dequantized" or has source "rowwise", or no
+                gradient is recorded. Otherwise it travels in its own dtype.
+
+        Returns:
+            The rows (handle.num_rows, hidden) of the dtype of x, or a QuantizedInput of them; float32
+            (handle.num_rows,), the weight of each row, 0 for rows of no pair; and a handle for
+            :meth:`train_combine`, which stays valid. The gradient of x is the float32 sum over its slots,
+            as :meth:`combine` adds with weights of one.
+
+        Raises:
+            As :meth:`dispatch`.
+        """
+        return _gradients.dispatch(self, x, topk_ids, topk_weights, recipe)
+
+    def train_combine(self, y: Tensor, handle: Handle) -> Tensor:
+        """The sum of the rows of each token, (t, d), with gradients, which travel as ``gradient`` says.
+
+        Args:
+            y: bfloat16, float16 or float32 (handle.num_rows, d), d a multiple of 16, on every rank.
+            handle: of :meth:`train_dispatch`.
+        """
+        return _gradients.combine(self, y, handle)
 
     def check(self) -> None:
         """Raise for what the device noticed in the dispatches since the last check; every rank calls it.
@@ -311,6 +297,73 @@ class ExpertParallel:
             raise RuntimeError("ExpertParallel: was closed, must not be used afterwards")
         return self._transport
 
+    def _arrive(
+        self,
+        ids: Tensor,
+        bound: int,
+        row_bytes: int,
+        write: Callable[[Tensor], None],
+        weights: Tensor | None = None,
+    ) -> Arrived:
+        """Send rows, which ``write`` writes, ids (t, top_k) and float32 weights; find all rows' places."""
+        t, device = ids.shape[0], ids.device
+        message = Message(bound, row_bytes, self.top_k, 1 if weights is None else 2)
+        block = message.new(device)
+        write(block[:t])
+        own_ids = ids.clamp(-2, self.num_experts).to(torch.int32)
+        sent = message.matrix(block, 0, torch.int32)[0]
+        sent[:t], sent[t:] = own_ids, -1
+        if weights is not None:
+            sent = message.matrix(block, 1, torch.float32)[0]
+            sent[:t], sent[t:] = weights, 0
+        blocks = self._engine().gather(block)
+        all_ids = message.matrix(blocks, 0, torch.int32).flatten(0, 1).contiguous()
+        if device.type == "cpu":
+            check_ids(all_ids, self._sizes)
+        places = at_experts(all_ids, self._sizes, self.capacity)
+        self._note(places, all_ids)
+        self._count += 1
+        num_rows = places.token_of_row.shape[0]
+        handle = Handle(
+            places.offs, t, num_rows, all_ids.numel(), self, self._count, all_ids, own_ids, places
+        )
+        return Arrived(message, blocks, handle)
+
+    def _arrive_again(self, handle: Handle, row_bytes: int, write: Callable[[Tensor], None]) -> Arrived:
+        """Send other rows of the tokens of an earlier dispatch to the same experts."""
+        message = Message(handle._all_ids.shape[0] // self.num_ranks, row_bytes, self.top_k, 0)
+        block = message.new(handle._all_ids.device)
+        write(block[: handle.num_tokens])
+        return Arrived(message, self._engine().gather(block), handle)
+
+    def _next_state(self, device: torch.device) -> Tensor | None:
+        """int64 (2,), {seed, offset}, the same on every rank; None where gradients travel as they are."""
+        if self.gradient == "original":
+            return None
+        if self._random is None:
+            self._random = torch.tensor([self.seed, 0], dtype=torch.int64, device=device)
+        self._random[1:] += 1
+        return self._random.clone()
+
+    def _operand(self, arrived: Arrived) -> NVFP4Tensor:
+        """The rows of this rank's experts, of blocks of packed rows."""
+        return _rows.unpack(arrived.blocks, arrived.row_of(), arrived.handle.offs, self.hidden)
+
+    def _sum(self, y: Tensor, handle: Handle, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weighted sum of the rows of each of this rank's tokens, (t, d) of dtype."""
+        transport = self._engine()
+        all_ids, row_of_pair = handle._all_ids, handle._places.row_of_pair
+        if self.combine_order == "slots":
+            return _combine.by_slots(
+                y, all_ids, row_of_pair, handle._own_ids, weights, dtype, self._sizes, transport
+            )
+        everyone = weights.new_zeros((all_ids.shape[0] // self.num_ranks, self.top_k))
+        everyone[: weights.shape[0]] = weights
+        weights = transport.gather(everyone)
+        return _combine.by_tree(
+            y, all_ids, row_of_pair, handle.num_tokens, weights, dtype, self._sizes, transport
+        )
+
     def _bound(self, max_tokens: object) -> int:
         if max_tokens is None:
             return self.max_tokens
@@ -320,30 +373,6 @@ class ExpertParallel:
                 f"max_tokens: got {max_tokens}, must be at most {self.max_tokens}, the constructor's"
             )
         return int(max_tokens)  # type: ignore[call-overload, no-any-return]
-
-    def _tokens(self, x: object, bound: int) -> Tensor | NVFP4Tensor:
-        """x itself; raises unless it is (t, hidden) with t of at most bound."""
-        if isinstance(x, NVFP4Tensor):
-            t, k = x.shape[-2:]
-            is_plain = x.offs is None and x.hadamard_signs is None and x.codes.dim() == 2
-            if not is_plain or x.amax.shape != (t,) or x.e4m3_max != _rows.E4M3_MAX:
-                raise ValueError(
-                    f"x: got {x!r}, must have one amax for each row, e4m3_max {_rows.E4M3_MAX}, no groups "
-                    "and no rotation, as fp4gemm.quantize(x) has"
-                )
-        else:
-            tokens = _checks.is_tensor("x", x)
-            _checks.has_dtype("x", tokens, _checks.FLOAT_DTYPES)
-            _checks.has_rank("x", tokens, 2, "(t, hidden)")
-            _checks.no_grad("x", tokens, "fp4gemm.distributed.ExpertParallel.dispatch")
-            ready(tokens, "quantize")
-            t, k = tokens.shape
-            x = tokens
-        if k != self.hidden:
-            raise ValueError(f"x: shape is ({t}, {k}), must be (t, {self.hidden}), {self.hidden} = hidden")
-        if t > bound:
-            raise ValueError(f"x: has {t} tokens, must have at most {bound}, max_tokens")
-        return x
 
     def _note(self, places: Places, all_ids: Tensor) -> None:
         """Keep, on the device, what check() reports."""
@@ -365,34 +394,3 @@ class ExpertParallel:
                 f"handle: is stale, {self._count - handle._number} dispatches followed its own, must be "
                 f"combined before dispatch {_IN_FLIGHT} after it"
             )
-
-
-def _group(group: object) -> dist.ProcessGroup:
-    """The process group of an argument."""
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "ExpertParallel: torch.distributed is not initialised; call torch.distributed.init_process_group "
-            "first, as torchrun's environment lets it"
-        )
-    if group is None:
-        return dist.distributed_c10d._get_default_group()
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(
-                f"group: the mesh has {group.ndim} dimensions, must have 1; pass mesh['ep'], say"
-            )
-        return group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"group: got {_checks.describe(group)}, must be a ProcessGroup, a DeviceMesh of one "
-            "dimension or None"
-        )
-    return group
-
-
-def _checked_ids(value: object, shape: tuple[int, int], device: torch.device) -> Tensor:
-    ids = _checks.is_tensor("topk_ids", value)
-    ids = moe_checks.topk_ids(ids.contiguous())
-    _checks.has_shape("topk_ids", ids, shape)
-    _checks.same_device("topk_ids", ids, device, "x")
-    return ids

@@ -18,10 +18,12 @@ from . import _routing
 from .grouped_linear import GroupedLinear
 from .linear import Linear
 from .recipe import Recipe
-from .shared_input import shared
+from .shared_input import QuantizedInput, shared, shared_recipe
 
 if TYPE_CHECKING:
     import torch.distributed
+
+    from ..distributed import ExpertParallel
 
 __all__ = ["Experts", "FeedForward", "MoE", "Router", "update_expert_bias"]
 
@@ -107,9 +109,9 @@ class Experts(torch.nn.Module):
         self.w2 = GroupedLinear(num_experts, hidden_dim, dim, **options)
         self.w3 = GroupedLinear(num_experts, dim, hidden_dim, **options)
 
-    def forward(self, rows: Tensor, offs: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, rows: Tensor | QuantizedInput, offs: Tensor, weights: Tensor) -> Tensor:
         """(m, dim) for rows (m, dim) sorted by expert, their ends int32 (g,) and weights float32 (m,)."""
-        x = shared(rows, self.w1, self.w3, offs)
+        x = rows if isinstance(rows, QuantizedInput) else shared(rows, self.w1, self.w3, offs)
         h = torch.nn.functional.silu(self.w1(x, offs)) * self.w3(x, offs)
         result: Tensor = self.w2((h * weights.unsqueeze(-1)).to(h.dtype), offs)
         return result
@@ -161,6 +163,9 @@ class MoE(torch.nn.Module):
             module has no expert_bias.
         recipe: a Recipe or the name of a preset, of every product of the experts and the shared expert.
         device, dtype: of the parameters; dtype None is torch's default dtype.
+        ep: None, or the exchange of tokens between ranks, each of which has the weights of num_experts /
+            ranks experts, those from ``ep.first_expert`` on (docs/distributed.md). Every rank then calls the
+            module, forward and backward, also without tokens.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what it must be.
@@ -184,6 +189,7 @@ class MoE(torch.nn.Module):
         recipe: Recipe | str = "per_token",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        ep: ExpertParallel | None = None,
     ) -> None:
         for name, size in (("dim", dim), ("hidden_dim", hidden_dim)):
             _checks.is_int(name, size, 1)
@@ -198,7 +204,10 @@ class MoE(torch.nn.Module):
         _checks.is_int("num_shared_experts", num_shared_experts, 0)
         if load_balance_coeff is not None:
             load_balance_coeff = _positive("load_balance_coeff", load_balance_coeff)
+        if ep is not None:
+            _check_exchange(ep, num_experts=num_experts, top_k=top_k, hidden=dim)
         super().__init__()
+        self.ep = ep
         self.dim, self.hidden_dim, self.num_experts = dim, hidden_dim, num_experts
         self.load_balance_coeff = load_balance_coeff
         self.router = Router(
@@ -212,7 +221,8 @@ class MoE(torch.nn.Module):
             dtype=dtype,
         )
         options: dict[str, Any] = {"recipe": recipe, "device": device, "dtype": dtype}
-        self.experts = Experts(dim, hidden_dim, num_experts, **options)
+        num_local = num_experts if ep is None else ep.num_local_experts
+        self.experts = Experts(dim, hidden_dim, num_local, **options)
         self.shared_experts = (
             FeedForward(dim, num_shared_experts * hidden_dim, **options) if num_shared_experts else None
         )
@@ -254,17 +264,35 @@ class MoE(torch.nn.Module):
         _checks.same_device("x", x, self.router.gate.weight.device, "the parameters")
         tokens = x.reshape(-1, self.dim)
         weights, ids = self.router(tokens, self.expert_bias)
+        y = self._local(tokens, ids, weights) if self.ep is None else self._parallel(tokens, ids, weights)
+        if self.shared_experts is not None:
+            y = y + self.shared_experts(tokens)
+        result: Tensor = y.to(x.dtype).view(x.shape)
+        return result
+
+    def _local(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The sum over the experts of each token, all of which are here."""
         routing = route(ids, self.num_experts)
         if self.training:
             with torch.no_grad():
                 self.tokens_per_expert += routing.offs.diff(prepend=routing.offs.new_zeros(1))
         rows = _routing.gather(tokens, routing)
         y = self.experts(rows, routing.offs, _routing.row_weights(weights, routing))
-        y = _routing.scatter(y, routing)
-        if self.shared_experts is not None:
-            y = y + self.shared_experts(tokens)
-        result: Tensor = y.to(x.dtype).view(x.shape)
-        return result
+        return _routing.scatter(y, routing)
+
+    def _parallel(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The same with the experts on all ranks of ep; tokens_per_expert counts this rank's tokens."""
+        ep = self.ep
+        if ep is None:
+            raise RuntimeError("the module has no exchange")
+        if self.training:
+            with torch.no_grad():
+                pairs = ids.flatten()
+                self.tokens_per_expert.scatter_add_(0, pairs, torch.ones_like(pairs))
+        recipe = shared_recipe(self.experts.w1, self.experts.w3)
+        rows, of_rows, handle = ep.train_dispatch(tokens, ids, weights, recipe)
+        y = self.experts(rows, handle.offs, of_rows)
+        return ep.train_combine(y, handle)
 
     def extra_repr(self) -> str:
         return f"load_balance_coeff={self.load_balance_coeff}"
@@ -320,6 +348,17 @@ def _check_group(group: object) -> None:
         raise TypeError(
             f"group: got {_checks.describe(group)}, must be a torch.distributed.ProcessGroup or None"
         )
+
+
+def _check_exchange(ep: object, **sizes: int) -> None:
+    """Raise unless ep exchanges tokens of these sizes."""
+    if not all(hasattr(ep, name) for name in ("train_dispatch", "train_combine", *sizes)):
+        raise TypeError(
+            f"ep: got {_checks.describe(ep)}, must be an fp4gemm.distributed.ExpertParallel or None"
+        )
+    for name, size in sizes.items():
+        if getattr(ep, name) != size:
+            raise ValueError(f"ep: its {name} is {getattr(ep, name)}, must be {size}, as of the module")
 
 
 def _positive(name: str, value: object) -> float:

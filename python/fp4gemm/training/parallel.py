@@ -27,7 +27,7 @@ from .shared_input import QuantizedInput
 __all__ = ["SequenceColwiseParallel", "SequenceRowwiseParallel"]
 
 
-class _ShardCache:
+class ShardCache:
     """A cache of the copies of a DTensor's local shard; to_local() returns a new view in every pass."""
 
     def __init__(self, cache: _casts.Cache, weight: DTensor) -> None:
@@ -71,7 +71,7 @@ class _ShardedLinear(Linear):
         if getattr(weight, "main_grad", None) is not None:
             raise NotImplementedError("weight.main_grad: is set, must not be with tensor parallelism")
         local: Tensor = weight.to_local()
-        return local, None if self.cache is None else _ShardCache(self.cache, weight)
+        return local, None if self.cache is None else ShardCache(self.cache, weight)
 
 
 class _ColwiseLinear(_ShardedLinear):

@@ -147,20 +147,26 @@ def dense_ends(m: int, device: torch.device) -> Tensor | None:
 def shared(
     x: Tensor, first: torch.nn.Module, second: torch.nn.Module, offs: Tensor | None = None
 ) -> Tensor | QuantizedInput:
-    """x quantized for both layers, or x itself where they cannot share it.
+    """x quantized for both layers, or x itself where they cannot share it."""
+    recipe = shared_recipe(first, second)
+    return x if recipe is None else quantize_input(x, recipe, offs)
+
+
+def shared_recipe(first: torch.nn.Module, second: torch.nn.Module) -> Recipe | None:
+    """The recipe by which an x is quantized for both layers, or None where they cannot share it.
 
     They cannot if their casts of x differ, if either was replaced by another module or is sharded by tensor
     parallelism, or if it has hooks, which expect a tensor.
     """
     for layer in (first, second):
         if not isinstance(layer, RecipeLayer) or not layer._shares_input:
-            return x
+            return None
         if layer._forward_pre_hooks or layer._forward_hooks:
-            return x
+            return None
     if not isinstance(first, RecipeLayer) or not isinstance(second, RecipeLayer):
-        return x
+        return None
     is_same = not _difference(first.recipe, second.recipe)
-    return quantize_input(x, first, offs) if is_same and not first.recipe.is_plain else x
+    return first.recipe if is_same and not first.recipe.is_plain else None
 
 
 def _difference(a: Recipe, b: Recipe) -> str:

@@ -1,0 +1,115 @@
+"""The arguments of ExpertParallel and of its methods: checks, and the handle of a dispatch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import _checks
+from .._checks import moe as moe_checks
+from ..containers.nvfp4 import NVFP4Tensor
+from ..support import ready
+from . import _rows
+from ._message import Message
+from ._places import Places
+
+if TYPE_CHECKING:
+    from .expert_parallel import ExpertParallel
+
+__all__ = ["Arrived", "Handle", "group_of", "ids_of", "tokens_of"]
+
+
+@dataclasses.dataclass(eq=False)
+class Handle:
+    """What :meth:`ExpertParallel.combine` needs to know of a dispatch. Its fields are on the device.
+
+    Attributes:
+        offs: int32 (num_local_experts,), the ends of the rows of this rank's experts.
+        num_tokens: t, of this rank.
+        num_rows: rows of the operand, a bound that the routing does not change.
+        global_pairs: pairs of tokens and experts on all ranks at most, by which a kernel is selected.
+    """
+
+    offs: Tensor
+    num_tokens: int
+    num_rows: int
+    global_pairs: int
+    _owner: ExpertParallel
+    _number: int
+    _all_ids: Tensor  # int32 (ranks * max_tokens, top_k)
+    _own_ids: Tensor  # int32 (t, top_k)
+    _places: Places
+    _is_combined: bool = False
+
+
+class Arrived(NamedTuple):
+    """What a rank has after the collective of a dispatch."""
+
+    message: Message
+    blocks: Tensor  # uint8 (ranks * rows, row_bytes), of all ranks
+    handle: Handle
+
+    def row_of(self) -> Tensor:
+        """The row of blocks of each row of the local experts, or -1."""
+        return self.message.row_of_token(self.handle._places.token_of_row)
+
+
+def group_of(group: object) -> dist.ProcessGroup:
+    """The process group of an argument."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "ExpertParallel: torch.distributed is not initialised; call torch.distributed.init_process_group "
+            "first, as torchrun's environment lets it"
+        )
+    if group is None:
+        return dist.distributed_c10d._get_default_group()
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group: the mesh has {group.ndim} dimensions, must have 1; pass mesh['ep'], say"
+            )
+        return group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group: got {_checks.describe(group)}, must be a ProcessGroup, a DeviceMesh of one "
+            "dimension or None"
+        )
+    return group
+
+
+def ids_of(value: object, shape: tuple[int, int], device: torch.device) -> Tensor:
+    ids = _checks.is_tensor("topk_ids", value)
+    ids = moe_checks.topk_ids(ids.contiguous())
+    _checks.has_shape("topk_ids", ids, shape)
+    _checks.same_device("topk_ids", ids, device, "x")
+    return ids
+
+
+def tokens_of(x: object, hidden: int, bound: int) -> Tensor | NVFP4Tensor:
+    """x itself; raises unless it is (t, hidden) with t of at most bound."""
+    if isinstance(x, NVFP4Tensor):
+        t, k = x.shape[-2:]
+        is_plain = x.offs is None and x.hadamard_signs is None and x.codes.dim() == 2
+        if not is_plain or x.amax.shape != (t,) or x.e4m3_max != _rows.E4M3_MAX:
+            raise ValueError(
+                f"x: got {x!r}, must have one amax for each row, e4m3_max {_rows.E4M3_MAX}, no groups "
+                "and no rotation, as fp4gemm.quantize(x) has"
+            )
+    else:
+        tokens = _checks.is_tensor("x", x)
+        _checks.has_dtype("x", tokens, _checks.FLOAT_DTYPES)
+        _checks.has_rank("x", tokens, 2, "(t, hidden)")
+        _checks.no_grad("x", tokens, "fp4gemm.distributed.ExpertParallel.dispatch")
+        ready(tokens, "quantize")
+        t, k = tokens.shape
+        x = tokens
+    if k != hidden:
+        raise ValueError(f"x: shape is ({t}, {k}), must be (t, {hidden}), {hidden} = hidden")
+    if t > bound:
+        raise ValueError(f"x: has {t} tokens, must have at most {bound}, max_tokens")
+    return x

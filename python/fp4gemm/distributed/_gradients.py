@@ -1,0 +1,179 @@
+"""Dispatch and combine with gradients: each is the other's adjoint, up to what travels.
+
+    dispatch   forward: rows of the tokens        backward: dx = sum over slots of the rows' gradients
+    combine    forward: sum over slots of rows    backward: the rows of the tokens' gradients
+
+Sums are those of ExpertParallel.combine with weights of one, in float32, rounded once to the dtype of the
+rows, and no atomic addition takes part. Every rank takes part in every collective, those without tokens too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .. import _checks
+from .._checks import training as training_checks
+from ..training import _casts
+from ..training.recipe import DEQUANTIZED, HEADROOM, Cast, Recipe
+from ..training.shared_input import QuantizedInput
+from . import _rows
+from ._arguments import Arrived, Handle, ids_of
+from ._places import slots_of_tokens, slots_to_send
+
+if TYPE_CHECKING:
+    from .expert_parallel import ExpertParallel
+
+__all__ = ["combine", "dispatch"]
+
+
+def _ones(handle: Handle) -> Tensor:
+    return torch.ones(handle._own_ids.shape, dtype=torch.float32, device=handle._own_ids.device)
+
+
+def _write(values: Tensor, out: Tensor) -> None:
+    """Write rows in their own dtype into bytes, uint8 (t, padded bytes of a row)."""
+    row = values.contiguous().view(torch.uint8)
+    out[:, : row.shape[1]] = row
+
+
+def _values(arrived: Arrived, d: int, dtype: torch.dtype) -> Tensor:
+    """The rows (num_rows, d) of blocks of rows that travelled in their own dtype; zeros for no token."""
+    row_of = arrived.row_of().long()
+    rows = arrived.blocks[row_of.clamp(min=0), : d * dtype.itemsize]
+    found: Tensor = torch.where((row_of >= 0).unsqueeze(1), rows, 0).view(dtype)
+    return found
+
+
+def _weights_of_rows(arrived: Arrived, top_k: int) -> Tensor:
+    """float32 (num_rows,): the routing weight of the pair of each row."""
+    handle = arrived.handle
+    pairs = arrived.message.matrix(arrived.blocks, 1, torch.float32).reshape(-1)
+    row_of_pair = handle._places.row_of_pair.flatten().long()
+    # The place behind the rows is that of the pairs without one.
+    of_rows = pairs.new_zeros(handle.num_rows + 1)
+    return of_rows.scatter_(0, torch.where(row_of_pair < 0, handle.num_rows, row_of_pair), pairs)[:-1]
+
+
+class _Dispatch(torch.autograd.Function):
+    """x and the weights of its pairs, to rows and their weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ep: ExpertParallel,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        cast: Cast | None,
+        found: list[Any],
+    ) -> tuple[Tensor, Tensor]:
+        d = ep.hidden
+        if cast is None:
+            row_bytes = _rows.padded(d * x.dtype.itemsize)
+            arrived = ep._arrive(ids, ep.max_tokens, row_bytes, lambda out: _write(x, out), weights)
+            rows = _values(arrived, d, x.dtype)
+        else:
+            packed = _casts.rows(x, cast, Recipe(x=cast, w=cast), None)
+            arrived = ep._arrive(
+                ids, ep.max_tokens, _rows.row_bytes(d), lambda out: _rows.pack(packed, out), weights
+            )
+            operand = ep._operand(arrived)
+            found.append(operand)
+            rows = operand.dequantize(x.dtype)
+        found.append(arrived.handle)
+        ctx.ep, ctx.handle = ep, arrived.handle
+        return rows, _weights_of_rows(arrived, ep.top_k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_rows: Tensor, d_weights: Tensor) -> tuple[Any, ...]:
+        ep, handle = ctx.ep, ctx.handle
+        dx = ep._sum(_checks.readable(d_rows.contiguous()), handle, _ones(handle), d_rows.dtype)
+        sizes = ep._sizes
+        sent = slots_to_send(handle._all_ids, handle._places.row_of_pair, sizes)
+        parts = torch.where(sent >= 0, d_weights[sent.clamp(min=0)], 0)
+        arrived = ep._engine().exchange(parts.view(sizes.ranks, -1)).flatten()
+        place = slots_of_tokens(handle._own_ids, sizes, handle._all_ids.shape[0] // sizes.ranks).long()
+        dw = torch.where(place >= 0, arrived[place.clamp(min=0)], 0)
+        return None, dx, dw, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """The sum of the rows of each token."""
+
+    @staticmethod
+    def forward(ctx: Any, ep: ExpertParallel, y: Tensor, handle: Handle, state: Tensor | None) -> Tensor:
+        ctx.ep, ctx.handle = ep, handle
+        ctx.save_for_backward(state)
+        return ep._sum(_checks.readable(y), handle, _ones(handle), y.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        ep, handle = ctx.ep, ctx.handle
+        (state,) = ctx.saved_tensors
+        d = dy.shape[1]
+        if state is None:
+            row_bytes = _rows.padded(d * dy.dtype.itemsize)
+            arrived = ep._arrive_again(handle, row_bytes, lambda out: _write(dy, out))
+            return None, _values(arrived, d, dy.dtype), None, None
+        # The random numbers of a row follow from its place among the tokens of all ranks.
+        packed = _rows.quantized_at(dy.contiguous(), ep.rank * ep.max_tokens, HEADROOM, state)
+        arrived = ep._arrive_again(handle, _rows.row_bytes(d), lambda out: _rows.pack(packed, out))
+        rows = _rows.unpack(arrived.blocks, arrived.row_of(), handle.offs, d)
+        return None, rows.dequantize(dy.dtype), None, None
+
+
+def _travelling_cast(recipe: Recipe | None, x: Tensor) -> Cast | None:
+    """The cast in which x travels, or None if the layers need more of it than its codes."""
+    if recipe is None or recipe.x is None or training_checks.autocast_dtype(x) not in (None, x.dtype):
+        return None
+    x_t = recipe.x_t
+    follows = x_t == DEQUANTIZED or (isinstance(x_t, Cast) and x_t.source == "rowwise")
+    is_row = recipe.x.scaling == "row" and not recipe.x.stochastic
+    is_row = is_row and _casts.scale_bound(recipe.x) == _rows.E4M3_MAX
+    return recipe.x if is_row and (follows or not torch.is_grad_enabled()) else None
+
+
+def dispatch(
+    ep: ExpertParallel, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, recipe: Recipe | None
+) -> tuple[Tensor | QuantizedInput, Tensor, Handle]:
+    """ExpertParallel.train_dispatch."""
+    x = _checks.is_tensor("x", x)
+    _checks.has_dtype("x", x, _checks.FLOAT_DTYPES)
+    _checks.has_shape("x", x, (x.shape[0], ep.hidden), ", (t, hidden)")
+    if x.shape[0] > ep.max_tokens:
+        raise ValueError(f"x: has {x.shape[0]} tokens, must have at most {ep.max_tokens}, max_tokens")
+    ids = ids_of(topk_ids, (x.shape[0], ep.top_k), x.device)
+    weights = _checks.is_tensor("topk_weights", topk_weights)
+    _checks.has_dtype("topk_weights", weights, (torch.float32,))
+    _checks.has_shape("topk_weights", weights, tuple(ids.shape))
+    cast = _travelling_cast(recipe, x)
+    found: list[Any] = []
+    rows, of_rows = _Dispatch.apply(ep, x, weights, ids, cast, found)
+    handle: Handle = found[-1]
+    if cast is None or recipe is None:
+        return rows, of_rows, handle
+    a, offs, is_recording = found[0], handle.offs, torch.is_grad_enabled()
+    with torch.no_grad(), _casts.without_autocast(x):
+        x_t = None
+        if is_recording and isinstance(recipe.x_t, Cast):
+            x_t = _casts.columns(rows.detach(), recipe.x_t, recipe, None, offs)
+    parts = (*_casts.parts_of(a), *_casts.parts_of(x_t))
+    return QuantizedInput(rows, recipe, offs, rows, rows.detach(), offs, None, parts), of_rows, handle
+
+
+def combine(ep: ExpertParallel, y: Tensor, handle: Handle) -> Tensor:
+    """ExpertParallel.train_combine."""
+    if not isinstance(handle, Handle) or handle._owner is not ep:
+        raise ValueError("handle: must be what train_dispatch of this ExpertParallel returned")
+    y = _checks.is_tensor("y", y)
+    _checks.has_dtype("y", y, _checks.FLOAT_DTYPES)
+    _checks.has_shape("y", y, (handle.num_rows, y.shape[-1]), ", a row for each of the dispatch")
+    _checks.is_multiple("y", "d", y.shape[1], _checks.BLOCK)
+    result: Tensor = _Combine.apply(ep, y, handle, ep._next_state(y.device))
+    return result

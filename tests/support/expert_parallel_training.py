@@ -1,0 +1,224 @@
+"""What tests/distributed/test_training.py runs in each of four processes."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from data_parallel import message
+from fp4gemm import training
+from fp4gemm.distributed import ExpertParallel, ParallelExperts
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+RANKS = 4
+D, HIDDEN, EXPERTS, TOP_K, MAX_TOKENS = 64, 96, 8, 3, 7
+TOKENS = {"ragged": (5, 0, 7, 1), "full": (7, 7, 7, 7)}
+_ROW = training.Cast()
+RECIPES = {
+    "te_per_token": training.PRESETS["te_per_token"],
+    "rowwise": training.PRESETS["te_per_token"].replace(x=_ROW, x_t=training.Cast(source="rowwise")),
+    "row_scaled_dequantized": training.PRESETS["row_scaled_dequantized"],
+    "bf16": training.PRESETS["bf16"],
+}
+TRAVELS_QUANTIZED = ("rowwise", "row_scaled_dequantized")
+
+
+@functools.cache
+def batches(kind: str) -> list[tuple[Tensor, Tensor]]:
+    """x and dy of each rank."""
+    gen = torch.Generator().manual_seed(5)
+    return [
+        (torch.randn(t, D, generator=gen).bfloat16(), torch.randn(t, D, generator=gen).bfloat16())
+        for t in TOKENS[kind]
+    ]
+
+
+def part(ep: ExpertParallel, kind: str) -> tuple[Tensor, Tensor]:
+    """This rank's x and dy where those of four ranks are divided among those of the group."""
+    parts = batches(kind)
+    own = parts[ep.rank * RANKS // ep.num_ranks : (ep.rank + 1) * RANKS // ep.num_ranks]
+    return torch.cat([x for x, _ in own]), torch.cat([dy for _, dy in own])
+
+
+def exchange(group: Any, **options: Any) -> ExpertParallel:
+    tokens = MAX_TOKENS * RANKS // (dist.get_world_size(group))
+    sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": D, "max_tokens": tokens}
+    return ExpertParallel(group, **{**sizes, **options})
+
+
+def block(recipe: Any, ep: ExpertParallel | None = None) -> training.MoE:
+    """The same weights on every rank, of which each has its experts."""
+    options: dict[str, Any] = {"top_k": TOP_K, "recipe": recipe, "dtype": torch.bfloat16}
+    torch.manual_seed(1)
+    whole = training.MoE(D, HIDDEN, EXPERTS, **options)
+    if ep is None:
+        return whole
+    own = training.MoE(D, HIDDEN, EXPERTS, **options, ep=ep)
+    local = slice(ep.first_expert, ep.first_expert + ep.num_local_experts)
+    own.load_state_dict(
+        {n: p[local] if n.startswith("experts.") else p for n, p in whole.state_dict().items()}
+    )
+    return own
+
+
+def gradients(moe: training.MoE, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    x = x.clone().requires_grad_()
+    y = moe(x)
+    y.backward(dy)
+    grads = {n: p.grad for n, p in moe.named_parameters()}
+    grads = {n: g.to_local() if isinstance(g, DTensor) else g for n, g in grads.items()}
+    return {"y": y.detach(), "x": x.grad, **grads, "counts": moe.tokens_per_expert.clone()}
+
+
+@functools.cache
+def of_one_process(recipe: str, kind: str) -> dict[str, Tensor]:
+    return gradients(block(RECIPES[recipe]), *(torch.cat(ts) for ts in zip(*batches(kind), strict=True)))
+
+
+def compared(recipe: str, group: Any) -> dict[str, list[Tensor]]:
+    """What the ranks compute, and what one process computes, both as this rank sees it."""
+    ep = exchange(group)
+    got = gradients(block(RECIPES[recipe], ep), *part(ep, "ragged"))
+    for name in ("router.gate.weight", "counts"):  # of this rank's tokens
+        got[name] = got[name].clone()
+        dist.all_reduce(got[name], group=group)
+    want = dict(of_one_process(recipe, "ragged"))
+    before = sum(TOKENS["ragged"][: ep.rank * RANKS // ep.num_ranks])
+    for name in ("y", "x"):
+        want[name] = want[name][before : before + len(got[name])]
+    local = slice(ep.first_expert, ep.first_expert + ep.num_local_experts)
+    want = {n: t[local] if n.startswith("experts.") else t for n, t in want.items()}
+    return {name: [got[name], want[name]] for name in want}
+
+
+def quantized_gradients(group: Any) -> dict[str, Tensor]:
+    """y, dx and dW where gradients travel in NVFP4."""
+    ep = exchange(group, gradient="nvfp4", seed=3)
+    return gradients(block(RECIPES["bf16"], ep), *part(ep, "full"))
+
+
+def sent(recipe: str, gradient: Any) -> list[tuple[str, int]]:
+    """The collectives of a training step and the bytes that this rank contributes to each."""
+    ep = exchange(None, gradient=gradient)
+    calls: list[tuple[str, int]] = []
+    engine: Any = ep._engine()
+    run = engine._run
+
+    def recording(what: str, collective: Any, *tensors: Tensor) -> None:
+        calls.append((what, tensors[-1].nbytes))
+        run(what, collective, *tensors)
+
+    engine._run = recording
+    gradients(block(RECIPES[recipe], ep), *part(ep, "full"))
+    return calls
+
+
+def styled(mesh: DeviceMesh) -> training.MoE:
+    """A MoE that the style has divided."""
+    tokens = MAX_TOKENS * RANKS // mesh.size()
+    parallelize_module(moe := block(RECIPES["te_per_token"]), mesh, ParallelExperts(max_tokens=tokens))
+    return moe
+
+
+def checkpoints(rank: int, meshes: dict[int, DeviceMesh], groups: dict[int, Any]) -> list[bool]:
+    """Weights that were saved by 2 ranks, loaded and saved by 4, and loaded by 1."""
+    names = [tempfile.mkdtemp() if rank == 0 else "", tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(names)
+    if rank < 2:
+        moe = styled(meshes[2])
+        with torch.no_grad():
+            for p in moe.parameters():
+                p.mul_(2)
+        dcp.save(moe.state_dict(), checkpoint_id=names[0], process_group=groups[2])
+    dist.barrier()
+    moe = styled(meshes[4])
+    state = moe.state_dict()
+    dcp.load(state, checkpoint_id=names[0])
+    moe.load_state_dict(state)
+    dcp.save(moe.state_dict(), checkpoint_id=names[1])
+    found = []
+    if rank == 0:
+        one = block(RECIPES["te_per_token"])
+        state = one.state_dict()
+        dcp.load(state, checkpoint_id=names[1], no_dist=True)
+        one.load_state_dict(state)
+        want = block(RECIPES["te_per_token"])
+        pairs = zip(one.parameters(), want.parameters(), strict=True)
+        found = [torch.equal(p, 2 * q) for p, q in pairs]
+    dist.barrier()
+    return found
+
+
+def beside_fsdp(mesh: DeviceMesh, is_sharded: bool) -> list[Tensor]:
+    """Weights after steps of a model whose experts are divided; FSDP2 shards its rest, or nobody does."""
+    moe = styled(mesh)
+    torch.manual_seed(2)
+    model = torch.nn.Sequential(torch.nn.Linear(D, D, dtype=torch.bfloat16), moe)
+    if is_sharded:
+        fully_shard(model, mesh=mesh, ignored_params=set(moe.experts.parameters()))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, foreach=False)
+    for _ in range(2):
+        x, dy = part(moe.ep, "full")
+        model(x).backward(dy)
+        for p in () if is_sharded else [*model[0].parameters(), *moe.router.parameters()]:
+            p.grad /= RANKS
+            dist.all_reduce(p.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+
+
+def errors(mesh: DeviceMesh, square: DeviceMesh) -> dict[str, str]:
+    ep = exchange(None)
+    make = functools.partial(training.MoE, D, HIDDEN, EXPERTS, top_k=TOP_K)
+    style = ParallelExperts(max_tokens=8)
+    x = torch.randn(3, D)
+    _, _, handle = ep.train_dispatch(x, torch.tensor([[0, 1, 2]] * 3), torch.rand(3, 3))
+    return {
+        "ep": message(lambda: make(ep=1)),
+        "size": message(lambda: training.MoE(D, HIDDEN, 16, top_k=TOP_K, ep=ep)),
+        "top_k": message(lambda: training.MoE(D, HIDDEN, EXPERTS, top_k=2, ep=ep)),
+        "module": message(lambda: parallelize_module(torch.nn.Linear(8, 8), mesh, style)),
+        "twice": message(lambda: parallelize_module(make(ep=ep), mesh, style)),
+        "square": message(lambda: style._apply(make(), square)),
+        "tokens": message(
+            lambda: ep.train_dispatch(x.repeat(3, 1), torch.zeros(9, 3).int(), torch.rand(9, 3))
+        ),
+        "handle": message(lambda: exchange(None).train_combine(x, handle)),
+        "rows": message(lambda: ep.train_combine(x, handle)),
+    }
+
+
+def run(rank: int) -> dict[Any, Any]:
+    """Every result that the tests compare."""
+    groups = {n: dist.new_group(list(range(n))) for n in (1, 2, 4)}
+    meshes = {n: DeviceMesh.from_group(groups[n], "cpu") for n in (1, 2, 4) if rank < n}
+    results: dict[Any, Any] = {}
+    for n in (2, 4):
+        if rank < n:
+            for recipe in RECIPES:
+                results[recipe, n] = compared(recipe, groups[n])
+    for n in (1, 2, 4):
+        if rank < n:
+            results["nvfp4", n] = quantized_gradients(groups[n])
+    for recipe in ("te_per_token", "rowwise"):
+        for gradient in ("original", "nvfp4"):
+            results["sent", recipe, gradient] = sent(recipe, gradient)
+    moe = styled(meshes[4])
+    own = exchange(None)
+    results["styled"] = gradients(moe, *part(own, "ragged"))
+    results["by hand"] = gradients(block(RECIPES["te_per_token"], own), *part(own, "ragged"))
+    results["placements"] = [str(p.placements) for p in moe.experts.parameters()]
+    results["checkpoints"] = checkpoints(rank, meshes, groups)
+    results["fsdp"] = [beside_fsdp(meshes[4], is_sharded) for is_sharded in (True, False)]
+    square = dist.init_device_mesh("cpu", (2, 2))
+    results["errors"] = errors(meshes[4], square)
+    return results
