@@ -10,13 +10,24 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from ptxemu.ptx_files import find_cuobjdump
-from session import Session, build_folder, library_path
+from session import ARCHS, Session, Sessions, build_folder, library_path
 
 
 @pytest.fixture(scope="session")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
+def sessions(tmp_path_factory: pytest.TempPathFactory) -> Sessions:
+    """Sessions by architecture, for tests of one kernel each."""
     if library_path() is None:
-        pytest.skip(f"no libfp4gemm_emulated.so in {build_folder()}: build with FP4GEMM_BUILD_TESTS and 100f")
+        pytest.skip(
+            f"no libfp4gemm_emulated.so in {build_folder()}: build with FP4GEMM_BUILD_TESTS and 100f or 120f"
+        )
     if find_cuobjdump() is None:
         pytest.skip("cuobjdump is not installed (requirements/test.txt)")
-    return Session(tmp_path_factory.mktemp("ptx"))
+    return Sessions(tmp_path_factory.mktemp("ptx"))
+
+
+@pytest.fixture(params=ARCHS or [None], ids=lambda arch: f"sm{arch}")
+def session(request: pytest.FixtureRequest, sessions: Sessions) -> Session:
+    """The session of each architecture in turn."""
+    if request.param is None:
+        pytest.skip("built without kernels that the emulator runs (100f, 120f)")
+    return sessions[request.param]

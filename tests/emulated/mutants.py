@@ -21,9 +21,18 @@ import torch  # noqa: E402
 from fp4gemm import reference  # noqa: E402
 from problems import FULL, Problem, dense, grouped_ragged_m  # noqa: E402
 from ptxemu.mutate import Table, in_emulator, mutants, score  # noqa: E402
-from session import NUM_SMS, SCHEDULES, Call, Finding, Session, same_bits  # noqa: E402
+from session import (  # noqa: E402
+    KERNELS,
+    NUM_SMS,
+    SCHEDULES,
+    Call,
+    Finding,
+    Session,
+    Sessions,
+    same_bits,
+)
 
-OPTIONS = {"num_sms": NUM_SMS, "hazards_are_fatal": 0, "report_unwritten_global": 1}
+OPTIONS = {"hazards_are_fatal": 0, "report_unwritten_global": 1}
 
 
 def problem_of(info: capi.KernelInfo) -> Problem:
@@ -39,12 +48,13 @@ def text_of(session: Session, kernel: str, problem: Problem) -> tuple[str, list[
     session.emulator.reset_statistics()
     session.run(problem, kernel, mode="lazy")
     lines = session.emulator.statistics()["lines"]
-    for path in session.ptx_files:
-        text = path.read_text()
-        names = [name for name in lines if f"{name}(" in text]
-        if names:
-            return text, [int(line) for name in names for line in lines[name]]
-    raise LookupError(kernel)
+    # Several files have the kernel that prepares the groups; one of them has the GEMM too.
+    texts = [text for path in session.ptx_files if f".target sm_{session.arch}" in (text := path.read_text())]
+    found = {text: [name for name in lines if f"{name}(" in text] for text in texts}
+    text = max(found, key=lambda text: len(found[text]))
+    if not found[text]:
+        raise LookupError(kernel)
+    return text, [int(line) for name in found[text] for line in lines[name]]
 
 
 def ptx_score(session: Session, kernel: str, kind: str, limit: int, folder: Path) -> Table:
@@ -59,7 +69,8 @@ def ptx_score(session: Session, kernel: str, kind: str, limit: int, folder: Path
         return same_bits(call.result(), problem.want)
 
     run = in_emulator(session.emulator, folder, execute)
-    schedules = [{**OPTIONS, **schedule} for schedule in SCHEDULES]
+    device = {"num_sms": NUM_SMS, "compute_capability": session.arch}
+    schedules = [{**device, **OPTIONS, **schedule} for schedule in SCHEDULES]
     try:
         return score(mutants(text, kind, lines, limit), run, schedules)
     finally:
@@ -71,7 +82,7 @@ def ptx_score(session: Session, kernel: str, kind: str, limit: int, folder: Path
 def accumulate_twice(session: Session, kernel: str) -> bool:
     """Whether two overlapping launches of D = alpha A B^T + beta D give the D of consecutive launches."""
     problem = dense(130, 136, 96, torch.bfloat16, FULL)
-    session.emulator.configure(**OPTIONS, mode="lazy")
+    session.configure(**OPTIONS, mode="lazy")
     session.emulator.clear()
     call = Call(session, problem, kernel)
     call.args.c, call.args.c_row_stride = call.args.d, call.args.d_row_stride
@@ -132,7 +143,7 @@ def argument_survivors(session: Session, kernel: str) -> tuple[int, list[str]]:
     names = [what for what, _ in argument_faults(Call(session, problem, kernel).args)]
     survivors = []
     for index, what in enumerate(names):
-        session.emulator.configure(**{**OPTIONS, "hazards_are_fatal": 1}, mode="lazy")
+        session.configure(**{**OPTIONS, "hazards_are_fatal": 1}, mode="lazy")
         session.emulator.clear()
         call = Call(session, problem, kernel)
         list(argument_faults(call.args))[index][1]()
@@ -155,10 +166,11 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        session = Session(folder / "ptx")
-        for kernel in session.kernels:
-            if not re.search(options.kernel, kernel):
+        sessions = Sessions(folder / "ptx")
+        for info in KERNELS:
+            if not re.search(options.kernel, info.name):
                 continue
+            kernel, session = info.name, sessions.of(info)
             total, survivors = argument_survivors(session, kernel)
             print(f"{kernel}, arguments: {total - len(survivors)} of {total} noticed; survived: {survivors}")
             for kind in ("sync", "alu"):

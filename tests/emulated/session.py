@@ -1,12 +1,19 @@
-"""The library under test, linked with the emulator in place of the CUDA runtime, and calls of it."""
+"""The library under test, linked with the emulator in place of the CUDA runtime, and calls of it.
+
+A session runs the kernels of one architecture. Each has a copy of the library of its own, because the library
+reads the properties of the device once.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
+import shutil
 from pathlib import Path
 
 import capi
+import fp4gemm
 import torch
 from problems import Problem
 from ptxemu.emulator import DeviceArray, Emulator, extract_ptx
@@ -15,6 +22,11 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 # The emulated device has few SMs, so that each gets several tiles. The library reads their number once.
 NUM_SMS = 6
+
+# The kernels that multiply NVFP4 operands on the architectures that the emulator models. The number of an
+# architecture is the least compute capability of its family, which the emulated device has.
+KERNELS = [k for k in fp4gemm.kernels() if k.arch in (100, 120) and k.operand == "nvfp4"]
+ARCHS = sorted({kernel.arch for kernel in KERNELS})
 
 # Eight schedules of warps and asynchronous operations, with different numbers of resident clusters.
 SCHEDULES = (
@@ -43,23 +55,35 @@ class Finding(AssertionError):
     """The emulator ended a launch or reported a hazard."""
 
 
-class Session:
-    """The emulator of the process, with the kernels of the library."""
+@functools.cache
+def load_emulator(folder: Path) -> tuple[Emulator, list[Path]]:
+    """The emulator of the process, and the library's PTX, which it writes to the folder and loads."""
+    library = library_path()
+    if library is None:
+        raise FileNotFoundError(f"libfp4gemm_emulated.so in {build_folder()}")
+    files = extract_ptx(library, folder)
+    return Emulator(next(build_folder().glob("**/libptxemu.so")), [folder]), files
 
-    def __init__(self, ptx_folder: Path) -> None:
-        library = library_path()
-        if library is None:
-            raise FileNotFoundError(f"libfp4gemm_emulated.so in {build_folder()}")
-        self.ptx_files = extract_ptx(library, ptx_folder)
-        self.emulator = Emulator(next(build_folder().glob("**/libptxemu.so")), [ptx_folder])
-        self.emulator.configure(num_sms=NUM_SMS)
-        self.library = capi.declare(self.emulator.load_library(library))
-        self.kernels = {info.name.decode(): info for info in capi.kernels(self.library) if info.arch == 100}
+
+class Session:
+    """The emulator of the process as a device of one architecture, with the library's kernels for it."""
+
+    def __init__(self, folder: Path, arch: int) -> None:
+        self.arch = arch
+        self.emulator, self.ptx_files = load_emulator(folder)
+        self.configure()
+        copy = shutil.copy(str(library_path()), folder / f"libfp4gemm_emulated_{arch}.so")
+        self.library = capi.declare(self.emulator.load_library(copy))
+        self.kernels = {info.name.decode(): info for info in capi.kernels(self.library) if info.arch == arch}
+
+    def configure(self, **options: object) -> None:
+        """Sets the emulator's options, of which the device is one; see Emulator.configure."""
+        device = {"num_sms": NUM_SMS, "compute_capability": self.arch}
+        self.emulator.configure(**{**device, **options})  # type: ignore[arg-type]
 
     def run(self, problem: Problem, kernel: str | None = None, **schedule: object) -> Tensor:
         """D with the pads behind its rows, after one call under one schedule; raises Finding."""
-        options = {"hazards_are_fatal": 1, "report_unwritten_global": 1, "num_sms": NUM_SMS, **schedule}
-        self.emulator.configure(**options)  # type: ignore[arg-type]
+        self.configure(**{"hazards_are_fatal": 1, "report_unwritten_global": 1, **schedule})
         self.emulator.clear()
         call = Call(self, problem, kernel)
         self.check(call.launch())
@@ -78,6 +102,22 @@ class Session:
             raise Finding(f"{message} {self.emulator.last_error()}")
         if self.emulator.num_hazards():
             raise Finding(self.emulator.hazards())
+
+
+class Sessions:
+    """A session for each architecture, made when it is used first."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._of_arch: dict[int, Session] = {}
+
+    def __getitem__(self, arch: int) -> Session:
+        if arch not in self._of_arch:
+            self._of_arch[arch] = Session(self._folder, arch)
+        return self._of_arch[arch]
+
+    def of(self, kernel: fp4gemm.KernelInfo) -> Session:
+        return self[kernel.arch]
 
 
 class Call:

@@ -1,4 +1,4 @@
-"""The SM100 kernels use only features that NVIDIA's kernels, which pass on the emulator, use too."""
+"""The kernels use only features that NVIDIA's kernels, which pass on the emulator, use too."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ import pytest
 import torch
 from problems import FULL, Problem, dense, grouped_ragged_k, grouped_ragged_m
 from ptxemu.report import merge, uncalibrated
-from session import Session, build_folder
+from session import KERNELS, Session, build_folder
 
 # Features that no kernel of the calibration executes, with the reason why that is no gap.
 _FP16 = "fp16 in place of bf16, whose stores of the same box are calibrated: TMA copies 2-byte elements"
 _GATED = "the gated kernels' D, stored as bytes: a narrower row and swizzle of the stores that are calibrated"
-EXPLAINED = {
-    "tma: store dtype 0 rank 2 swizzle 32B box 32x128": _GATED,
-    "tma: store dtype 0 rank 3 swizzle 32B box 32x128x1": _GATED,
-    "tma: store dtype 0 rank 3 swizzle 64B box 64x128x1": _GATED,
-    "tma: store dtype 6 rank 2 swizzle 64B box 32x128": _FP16,
-    "tma: store dtype 6 rank 3 swizzle 128B box 64x32x1": _FP16,
-    "tma: store dtype 6 rank 3 swizzle 64B box 32x128x1": _FP16,
+EXPLAINED: dict[int, dict[str, str]] = {
+    100: {
+        "tma: store dtype 0 rank 2 swizzle 32B box 32x128": _GATED,
+        "tma: store dtype 0 rank 3 swizzle 32B box 32x128x1": _GATED,
+        "tma: store dtype 0 rank 3 swizzle 64B box 64x128x1": _GATED,
+        "tma: store dtype 6 rank 2 swizzle 64B box 32x128": _FP16,
+        "tma: store dtype 6 rank 3 swizzle 128B box 64x32x1": _FP16,
+        "tma: store dtype 6 rank 3 swizzle 64B box 32x128x1": _FP16,
+    },
+    120: {},
 }
 
 
@@ -34,26 +37,28 @@ def problems_of(kernel: fp4gemm.KernelInfo) -> list[Problem]:
     return problems
 
 
-@pytest.fixture(scope="module")
-def calibrated() -> dict[str, object]:
-    found = sorted(build_folder().glob("**/calibrated.json"))
+@pytest.fixture
+def calibrated(session: Session) -> dict[str, object]:
+    """What the calibration programs for the session's architecture have executed."""
+    found = sorted(build_folder().glob(f"**/calibrated_sm{session.arch}.json"))
     if not found:
-        pytest.skip("no calibrated.json: the calibration programs were not run (make test does)")
+        pytest.skip(f"no calibrated_sm{session.arch}.json: the calibration was not run (make test does)")
     return json.loads(found[0].read_text())
 
 
 def test_executed_features_are_calibrated(session: Session, calibrated: dict[str, object]) -> None:
     """Compares opcodes, instruction descriptors, TMA modes, and copies to TMEM of every kernel."""
     session.emulator.reset_statistics()
-    for kernel in fp4gemm.kernels():
-        if kernel.arch != 100:
+    for kernel in KERNELS:
+        if kernel.arch != session.arch:
             continue
         for problem in problems_of(kernel):
             session.run(problem, kernel.name, mode="lazy")
     missing = uncalibrated(merge([session.emulator.statistics()]), calibrated)
-    unexplained = [name for name in missing if name not in EXPLAINED]
+    explained = EXPLAINED[session.arch]
+    unexplained = [name for name in missing if name not in explained]
     assert not unexplained, "\n".join(unexplained)
-    unused = set(EXPLAINED) - set(missing)
+    unused = set(explained) - set(missing)
     assert not unused, f"explained, but calibrated or never executed: {unused}"
 
 
@@ -63,5 +68,6 @@ def test_the_claim_can_fail(session: Session, calibrated: dict[str, object]) -> 
     session.run(dense(3, 8, 32, torch.bfloat16), mode="lazy")
     executed = merge([session.emulator.statistics()])
     known = {category: dict(names) for category, names in calibrated.items()}  # type: ignore[call-overload]
-    known["opcode"] = {name: 1 for name in known["opcode"] if not name.startswith("tcgen05.mma")}
-    assert any("tcgen05.mma" in name for name in uncalibrated(executed, known))
+    mma = {100: "tcgen05.mma", 120: "mma.sync"}[session.arch]
+    known["opcode"] = {name: 1 for name in known["opcode"] if not name.startswith(mma)}
+    assert any(mma in name for name in uncalibrated(executed, known))

@@ -1,4 +1,4 @@
-"""Every SM100 kernel of the table gives the bits of the reference on the emulator, under every schedule."""
+"""Every Blackwell kernel of the table gives the bits of the reference on the emulator."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import fp4gemm
 import pytest
 import torch
 from problems import FULL, PLAIN, Problem, dense, grouped_ragged_k, grouped_ragged_m
-from session import SCHEDULES, Session, describe, same_bits
-
-KERNELS = [kernel for kernel in fp4gemm.kernels() if kernel.arch == 100]
+from session import KERNELS, SCHEDULES, Session, Sessions, describe, same_bits
 
 
 def of_mode(mode: str, epilogue: str = "rowcol") -> list[object]:
     found = [kernel for kernel in KERNELS if (kernel.mode, kernel.epilogue) == (mode, epilogue)]
     return [pytest.param(kernel, id=kernel.name) for kernel in found] or [
-        pytest.param(None, marks=pytest.mark.skip(reason="built without SM100 kernels"))
+        pytest.param(None, marks=pytest.mark.skip(reason="built without such kernels"))
     ]
 
 
@@ -34,8 +32,8 @@ DENSE = {
 
 @pytest.mark.parametrize("case", DENSE)
 @pytest.mark.parametrize("kernel", of_mode("dense"))
-def test_dense(session: Session, kernel: fp4gemm.KernelInfo, case: str) -> None:
-    check(session, DENSE[case](kernel.out_dtype), kernel.name)
+def test_dense(sessions: Sessions, kernel: fp4gemm.KernelInfo, case: str) -> None:
+    check(sessions.of(kernel), DENSE[case](kernel.out_dtype), kernel.name)
 
 
 GROUPED = {
@@ -50,8 +48,8 @@ GROUPED = {
 
 @pytest.mark.parametrize("case", GROUPED)
 @pytest.mark.parametrize("kernel", of_mode("grouped"))
-def test_grouped(session: Session, kernel: fp4gemm.KernelInfo, case: str) -> None:
-    check(session, GROUPED[case](kernel.out_dtype), kernel.name)
+def test_grouped(sessions: Sessions, kernel: fp4gemm.KernelInfo, case: str) -> None:
+    check(sessions.of(kernel), GROUPED[case](kernel.out_dtype), kernel.name)
 
 
 GATED = {
@@ -63,14 +61,15 @@ GATED = {
 
 @pytest.mark.parametrize("case", GATED)
 @pytest.mark.parametrize("kernel", of_mode("dense", "gated") + of_mode("grouped", "gated"))
-def test_gated(session: Session, kernel: fp4gemm.KernelInfo, case: str) -> None:
+def test_gated(sessions: Sessions, kernel: fp4gemm.KernelInfo, case: str) -> None:
     if case.startswith("dense") == (kernel.mode == "dense"):
-        check(session, GATED[case](kernel.out_dtype), kernel.name)
+        check(sessions.of(kernel), GATED[case](kernel.out_dtype), kernel.name)
 
 
 @pytest.mark.parametrize("kernel", of_mode("grouped"))
-def test_one_group_is_dense(session: Session, kernel: fp4gemm.KernelInfo) -> None:
+def test_one_group_is_dense(sessions: Sessions, kernel: fp4gemm.KernelInfo) -> None:
     """One group gives the bits of a dense kernel with the same operands."""
+    session = sessions.of(kernel)
     grouped = grouped_ragged_m((133,), 136, 96, kernel.out_dtype, PLAIN)
     plain = Problem(
         "one group",

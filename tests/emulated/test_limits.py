@@ -1,4 +1,4 @@
-"""What the SM100 kernels cannot address is refused through the C interface, before anything is launched."""
+"""What Blackwell kernels cannot address is refused through the C interface, before any launch."""
 
 from __future__ import annotations
 

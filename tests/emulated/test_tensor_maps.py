@@ -10,9 +10,7 @@ from pathlib import Path
 import fp4gemm
 import pytest
 from problems import FULL, Problem, dense, grouped_ragged_k, grouped_ragged_m
-from session import Session, describe, same_bits
-
-KERNELS = [kernel for kernel in fp4gemm.kernels() if kernel.arch == 100]
+from session import ARCHS, KERNELS, Sessions, describe, same_bits
 
 
 def small_problems(kernel: fp4gemm.KernelInfo) -> list[Problem]:
@@ -27,10 +25,11 @@ def small_problems(kernel: fp4gemm.KernelInfo) -> list[Problem]:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_a_faulty_driver_does_no_harm(session: Session, kernel: fp4gemm.KernelInfo) -> None:
+def test_a_faulty_driver_does_no_harm(sessions: Sessions, kernel: fp4gemm.KernelInfo) -> None:
     """The library clears the bit that the driver sets by mistake; the emulator refuses maps that have it."""
     for problem in small_problems(kernel):
-        got = session.run(problem, kernel.name, mode="lazy", faulty_tensor_maps=1, driver_version=13020)
+        options = {"mode": "lazy", "faulty_tensor_maps": 1, "driver_version": 13020}
+        got = sessions.of(kernel).run(problem, kernel.name, **options)
         assert same_bits(got, problem.want), f"{problem.name}: {describe(got, problem.want)}"
 
 
@@ -38,11 +37,12 @@ def test_a_faulty_driver_does_no_harm(session: Session, kernel: fp4gemm.KernelIn
 WITHOUT_THE_WORK_AROUND = """
 import sys
 from pathlib import Path
-from session import Finding, Session
-from test_tensor_maps import KERNELS, small_problems
+from session import KERNELS, Finding, Session
+from test_tensor_maps import small_problems
 
-session = Session(Path(sys.argv[1]))
-kernel = next(kernel for kernel in KERNELS if kernel.mode == "dense")
+arch = int(sys.argv[2])
+session = Session(Path(sys.argv[1]), arch)
+kernel = next(kernel for kernel in KERNELS if (kernel.arch, kernel.mode) == (arch, "dense"))
 for problem in small_problems(kernel):
     session.run(problem, kernel.name, mode="lazy", driver_version=99990)
     try:
@@ -52,12 +52,13 @@ for problem in small_problems(kernel):
 """
 
 
-@pytest.mark.skipif(not KERNELS, reason="built without SM100 kernels")
-def test_the_work_around_is_needed(session: Session, tmp_path: Path) -> None:
+@pytest.mark.skipif(not ARCHS, reason="built without kernels that the emulator runs")
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_work_around_is_needed(sessions: Sessions, tmp_path: Path, arch: int) -> None:
     """With a driver that is too new to have the fault, the library clears no bit; its maps are refused."""
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_THE_WORK_AROUND, str(tmp_path / "ptx")],
+        [sys.executable, "-c", WITHOUT_THE_WORK_AROUND, str(tmp_path / "ptx"), str(arch)],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
