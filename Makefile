@@ -12,6 +12,8 @@ ARCHS ?= all
 DEMO_ARCHS ?= native
 # Where nvcc comes from: system (the machine), wheel (PyPI) or auto (the machine, else PyPI).
 CUDA_FROM ?= auto
+# A CUTLASS checkout in place of the wheel of requirements/cutlass.txt.
+CUTLASS_DIR ?=
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -29,7 +31,7 @@ help: ## Print this list
 	@echo "fp4gemm: NVFP4 GEMM with every scale vector in the epilogue"
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
 	  || grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST)
-	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) ARCHS='$(ARCHS)' CUDA_FROM=$(CUDA_FROM) PYTEST_ARGS="
+	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) ARCHS='$(ARCHS)' CUDA_FROM=$(CUDA_FROM) CUTLASS_DIR=$(CUTLASS_DIR) PYTEST_ARGS="
 
 .PHONY: demo
 demo: $(STAMPS)/installed-demo $(STAMPS)/demo ## Run real models in NVFP4 on the device that is present
@@ -48,20 +50,20 @@ test: $(STAMPS)/installed-test $(STAMPS)/test $(STAMPS)/demo $(OLDEST)/installed
 	@FP4GEMM_CUDA_FROM=$(CUDA_FROM) $(BIN)/python -m pytest -n 2 --dist loadfile --ignore=emulator --ignore=tests/emulated --ignore=tests/oracles $(PYTEST_ARGS)
 	@$(MAKE) --no-print-directory test-emulated
 
-# A build without SM100 has nothing to emulate.
+# A build without SM100 and SM120 has nothing to emulate.
 .PHONY: test-emulated
-test-emulated: $(STAMPS)/installed-test $(STAMPS)/test ## Calibrate the PTX emulator and run the SM100 kernels on it
-	@if [ ! -e build/test/libfp4gemm_emulated.so ]; then $(call say,no emulation: this build has no SM100 kernels); exit 0; fi; \
+test-emulated: $(STAMPS)/installed-test $(STAMPS)/test ## Calibrate the PTX emulator and run the Blackwell kernels on it
+	@if [ ! -e build/test/libfp4gemm_emulated.so ]; then $(call say,no emulation: this build has no Blackwell kernels); exit 0; fi; \
 	$(call say,emulator: building NVIDIA's kernels for the calibration); \
 	$(BIN)/cmake --build build/test --target ptxemu_calibration_programs > build/calibration.log 2>&1 \
 	  || { tail -n 40 build/calibration.log; exit 1; }; \
 	$(call say,emulator: its own tests and the calibration); \
-	rm -f build/test/emulator/calibration/stats/*.json; \
+	rm -f build/test/emulator/calibration/stats/*/*.json; \
 	$(BIN)/ctest --test-dir build/test --output-on-failure -R ptxemu -j 2 > build/ctest-emulator.log \
 	  || { tail -n 60 build/ctest-emulator.log; exit 1; }; \
 	tail -n 6 build/ctest-emulator.log; \
 	$(BIN)/cmake --build build/test --target ptxemu_calibrated > /dev/null || exit 1; \
-	$(call say,emulator: every SM100 kernel under every schedule); \
+	$(call say,emulator: every Blackwell kernel); \
 	$(BIN)/python -m pytest -n 2 tests/emulated
 
 # The producers lie in an environment of their own, so that none of them gets into .venv.
@@ -147,9 +149,9 @@ nvcc=$$($(BIN)/cmake -DPython3_EXECUTABLE=$(BIN)/python "-DFP4GEMM_CUDA_ARCHS=$(
 endef
 
 # $(call configured,FOLDER,ARCHS): records the options of a build in a file that becomes newer than the stamps when they
-# change. A compiler from another place needs a fresh CMake cache.
+# change. A compiler or a CUTLASS from another place needs a fresh CMake cache.
 define configured
-new='$(2) | $(CUDA_FROM)'; old=$$(cat $@ 2>/dev/null || true); \
+new='$(2) | $(CUDA_FROM) $(abspath $(CUTLASS_DIR))'; old=$$(cat $@ 2>/dev/null || true); \
 	if [ "$$new" != "$$old" ]; then \
 	  if [ "$${new##*|}" != "$${old##*|}" ]; then rm -rf build/$(1)/CMakeCache.txt build/$(1)/CMakeFiles; fi; \
 	  echo "$$new" > $@; fi
@@ -175,6 +177,7 @@ $(STAMPS)/toolchain-demo: $(REQ)/cuda.txt $(REQ)/cutlass.txt $(STAMPS)/build $(S
 define pip_build
 mkdir -p build; $(PIP) $(1) --verbose --no-deps --no-build-isolation --config-settings=build-dir=build/$(2) \
 	  "--config-settings=cmake.define.FP4GEMM_CUDA_ARCHS=$(3)" --config-settings=cmake.define.FP4GEMM_CUDA_FROM=$(CUDA_FROM) \
+	  $(if $(CUTLASS_DIR),"--config-settings=cmake.define.CUTLASS_DIR=$(abspath $(CUTLASS_DIR))") \
 	  --config-settings=cmake.define.FP4GEMM_BUILD_TESTS=$(if $(filter test,$(2)),ON,OFF) . 2>&1 \
 	  | tee build/$(2).log | { grep --line-buffered -E '^ *(\[[0-9]+/[0-9]+\] (Build|Link)|-- fp4gemm)' || true; } \
 	  || { tail -n 60 build/$(2).log; echo "The build failed; the whole log is in build/$(2).log" >&2; exit 1; }
