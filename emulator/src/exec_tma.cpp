@@ -15,7 +15,7 @@ namespace ptxemu {
 /// mode: the number of dimensions, whether the load is multicast, and the size of the CTA group.
 bool decode_bulk(Instruction& in) {
   if (!in.has("bulk")) {
-    return false;
+    return decode_async_copy(in);
   }
   if (in.has("commit_group")) {
     in.handler = &Machine::exec_bulk_commit;
@@ -29,7 +29,10 @@ bool decode_bulk(Instruction& in) {
     in.handler = &Machine::exec_nothing;
     return true;
   }
-  if (!in.has("tensor") || in.has("reduce") || in.opcode.find("im2col") != std::string::npos ||
+  if (!in.has("tensor")) {
+    return decode_bulk_copy(in);
+  }
+  if (in.has("reduce") || in.opcode.find("im2col") != std::string::npos ||
       in.opcode.find("gather4") != std::string::npos || in.opcode.find("scatter4") != std::string::npos) {
     return false;
   }

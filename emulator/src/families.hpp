@@ -18,6 +18,8 @@ bool decode_warp(Instruction& in);        // exec_warp.cpp
 bool decode_barrier(Instruction& in);     // exec_barrier.cpp
 bool decode_mbarrier(Instruction& in);    // exec_mbarrier.cpp
 bool decode_bulk(Instruction& in);        // exec_tma.cpp
+bool decode_bulk_copy(Instruction& in);   // exec_copies.cpp
+bool decode_async_copy(Instruction& in);  // exec_copies.cpp
 bool decode_tensormap(Instruction& in);   // exec_tensormap.cpp
 bool decode_clc(Instruction& in);         // exec_clc.cpp
 bool decode_tcgen05(Instruction& in);     // exec_tcgen05.cpp

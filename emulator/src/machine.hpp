@@ -64,6 +64,9 @@ class Machine {
   PTXEMU_HANDLER(exec_mbarrier_wait);
   PTXEMU_HANDLER(exec_tma_load);
   PTXEMU_HANDLER(exec_tma_store);
+  PTXEMU_HANDLER(exec_bulk_copy);
+  PTXEMU_HANDLER(exec_async_copy);
+  PTXEMU_HANDLER(exec_async_copy_wait);
   PTXEMU_HANDLER(exec_bulk_commit);
   PTXEMU_HANDLER(exec_bulk_wait);
   PTXEMU_HANDLER(exec_tensormap_replace);

@@ -159,6 +159,14 @@ bool Machine::is_over(Warp& warp, Group const& group) {
         }
       }
       return true;
+    case Wait::kCopies:
+      for (auto const& [lane, copies] : warp.copies) {
+        if ((group.mask >> lane & 1) != 0 &&
+            !std::all_of(copies.begin(), copies.end(), [](BulkGroups::Flag const& flag) { return *flag; })) {
+          return false;
+        }
+      }
+      return true;
     case Wait::kTmemAlloc:
       return warp.cta->cluster->ctas[warp.cta->rank ^ 1]->pair_arrivals >= group.wait_generation;
   }

@@ -90,6 +90,7 @@ enum class Wait : u8 {
   kCluster,      // barrier.cluster.wait
   kConvergence,  // the other lanes of a .sync or .aligned instruction
   kBulk,         // cp.async.bulk.wait_group
+  kCopies,       // cp.async.wait_all
   kTmemAlloc,    // tcgen05.alloc of the other CTA of a pair
 };
 
@@ -130,8 +131,9 @@ struct Warp {
   std::vector<Group> groups;
   // A row of 32 lanes for each register.
   std::unique_ptr<u64[], void (*)(void*)> registers{nullptr, std::free};
-  std::vector<u8> local;           // local memory, lane by lane
-  std::map<int, BulkGroups> bulk;  // by lane
+  std::vector<u8> local;                                // local memory, lane by lane
+  std::map<int, BulkGroups> bulk;                       // by lane
+  std::map<int, std::vector<BulkGroups::Flag>> copies;  // by lane: those of cp.async, true once executed
   std::vector<PendingLoad> pending_loads;
   std::vector<u8> is_pending;                 // by register: 1 while a pending load will define it
   std::vector<std::pair<u32, u32>> unfenced;  // bytes [first, second) of shared memory that the warp has
