@@ -41,12 +41,10 @@ _OPERATIONS = ("quantize", *_PRODUCTS)
 
 
 def _has_kernel(
-    index: int, num_groups: int = 0, format_a: Format = "nvfp4", format_b: Format = "nvfp4"
+    arch: int, num_sms: int, num_groups: int = 0, format_a: Format = "nvfp4", format_b: Format = "nvfp4"
 ) -> bool:
-    """Whether a CUDA device has a kernel for a small GEMM of such operands."""
-    num_sms = torch.cuda.get_device_properties(index).multi_processor_count
+    """Whether a CUDA device of this compute capability has a kernel for a small GEMM of such operands."""
     sizes = (num_sms, 256, 256, 256, num_groups)
-    arch = kernel_table.device_arch(index)
     return kernel_table.select_kernel(arch, *sizes, format_a=format_a, format_b=format_b) is not None
 
 
@@ -55,19 +53,34 @@ def _cuda_gaps(index: int) -> dict[str, str]:
     """The operations (of _OPERATIONS) that do not run on a CUDA device, each with the reason."""
     properties = torch.cuda.get_device_properties(index)
     where = f"cuda:{index}, {properties.name} of compute capability {properties.major}.{properties.minor}"
+    return gaps_of(kernel_table.device_arch(index), where, properties.multi_processor_count)
+
+
+def gaps_of(arch: int, where: str, num_sms: int = 100) -> dict[str, str]:
+    """The operations that do not run on a kind of device, each with the reason; needs no device.
+
+    Args:
+        arch: 10 * major + minor of the compute capability.
+        where: the device, for the reasons.
+        num_sms: SMs of the device; kernels exist for any number.
+
+    Returns:
+        The reasons by operation: "quantize", "mm", "grouped_mm", and the last two followed by " of decoded
+        operands", " of prepacked weights" or " of unquantized activations".
+    """
     todo = (
         f"this fp4gemm is {kernel_table.built_text()}; build it from a checkout on this machine (make), "
         "or move the tensors to the CPU for the slow reference"
     )
     gaps = {}
-    if _native.core().fp4gemm_quantize_supported(kernel_table.device_arch(index)) != 1:
+    if _native.core().fp4gemm_quantize_supported(arch) != 1:
         gaps["quantize"] = f"no quantize, dequantize or decode kernel for {where}; {todo}"
     for mode, num_groups, kind in (("mm", 0, "GEMM"), ("grouped_mm", 2, "grouped GEMM")):
-        if not _has_kernel(index, num_groups):
+        if not _has_kernel(arch, num_sms, num_groups):
             gaps[mode] = f"no {kind} kernel for {where}; {todo}"
             continue
         for operands, formats, instead in _FORMS:
-            if not _has_kernel(index, num_groups, *formats):
+            if not _has_kernel(arch, num_sms, num_groups, *formats):
                 gaps[f"{mode} of {operands}"] = (
                     f"the {kind} kernels for {where} read codes and scales; {instead}"
                 )
@@ -120,7 +133,8 @@ def streams_prepacked(device: torch.device) -> bool:
 
 @functools.cache
 def _streams_prepacked(index: int) -> bool:
-    return _has_kernel(index, 0, "nvfp4", "prepacked")
+    num_sms = torch.cuda.get_device_properties(index).multi_processor_count
+    return _has_kernel(kernel_table.device_arch(index), num_sms, 0, "nvfp4", "prepacked")
 
 
 # ---- the check before each call
