@@ -47,7 +47,7 @@ test: $(STAMPS)/installed-test $(STAMPS)/test $(STAMPS)/demo $(OLDEST)/installed
 	@$(call say,host tests)
 	@$(BIN)/ctest --test-dir build/test --output-on-failure -E ptxemu
 	@$(call say,pytest)
-	@FP4GEMM_CUDA_FROM=$(CUDA_FROM) $(BIN)/python -m pytest -n 2 --dist loadfile --ignore=emulator --ignore=tests/emulated --ignore=tests/oracles $(PYTEST_ARGS)
+	@FP4GEMM_CUDA_FROM=$(CUDA_FROM) $(BIN)/python -m pytest -n 2 --dist loadfile --ignore=emulator --ignore=tests/emulated --ignore=tests/oracles --ignore=tests/engines $(PYTEST_ARGS)
 	@$(MAKE) --no-print-directory test-emulated
 
 # A build without SM100 and SM120 has nothing to emulate.
@@ -76,6 +76,23 @@ test-oracles: $(STAMPS)/installed-test $(STAMPS)/test $(STAMPS)/demo ## Compare 
 	@build/oracles/bin/python -m pip install --quiet --no-deps --requirement requirements/oracles.txt
 	@$(call say,oracles: pytest)
 	@build/oracles/bin/python -m pytest tests/oracles $(PYTEST_ARGS)
+
+# vLLM lies in an environment of its own, with the torch that it wants; fp4gemm's package is linked into it. A pip that
+# installs into a folder asks nothing of what is there, so the newest sources are only unpacked.
+SERVING := build/serving
+.PHONY: test-serving
+test-serving: $(STAMPS)/installed-test ## Run vLLM's engine on the CPU with the plug-in, and check the newest vLLM and SGLang
+	@$(call say,serving: installing requirements/serving.txt into $(SERVING)/venv)
+	@$(BIN)/python -m venv --clear $(SERVING)/venv
+	@$(SERVING)/venv/bin/python -m pip install --quiet --requirement $(REQ)/serving.txt
+	@$(SERVING)/venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(call say,serving: the newest sources into $(SERVING)/sources)
+	@rm -rf $(SERVING)/sources $(SERVING)/linked && mkdir -p $(SERVING)/linked
+	@$(BIN)/python -m pip install --quiet --no-deps --target $(SERVING)/sources --requirement $(REQ)/serving-sources.txt
+	@cd $(SERVING)/linked && ln -s "$$($(abspath $(BIN))/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")"/fp4gemm* .
+	@$(call say,serving: pytest)
+	@PYTHONPATH=$(abspath $(SERVING))/linked FP4GEMM_ENGINE_SOURCES=$(abspath $(SERVING))/sources \
+	  $(SERVING)/venv/bin/python -m pytest tests/engines $(PYTEST_ARGS)
 
 .PHONY: build
 build: $(STAMPS)/installed-test ## Build every architecture and install the package into .venv

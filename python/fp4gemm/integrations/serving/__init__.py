@@ -1,0 +1,6 @@
+"""What the plug-ins of vLLM and SGLang share: options, weights, products, the report. No engine is imported.
+
+An engine shards the tensors of a checkpoint over its ranks and loads them into parameters. From there on the
+modules here take over: :mod:`.loading` checks what is loaded, :mod:`.weights` turns the parameters of a layer
+into the tensors that the operators read, and :mod:`.products` multiplies by them.
+"""

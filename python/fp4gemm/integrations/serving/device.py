@@ -1,0 +1,45 @@
+"""Whether fp4gemm serves on the device of an engine, decided without touching the device."""
+
+from __future__ import annotations
+
+from ... import kernel_table, support
+from ...checkpoint.formats import Activations
+
+__all__ = ["Device"]
+
+_UNQUANTIZED = "of unquantized activations"
+
+
+class Device:
+    """The device of an engine, as its platform names it: torch.cuda is not initialised for the answer.
+
+    Args:
+        kind: "cpu", "cuda", or another name, where fp4gemm has nothing.
+        capability: (major, minor) of a CUDA device; None where the platform does not know it.
+    """
+
+    def __init__(self, kind: str, capability: tuple[int, int] | None = None) -> None:
+        self._gaps: dict[str, str] = {}
+        if kind == "cpu":
+            return
+        where = (
+            kind if capability is None else f"{kind} of compute capability {capability[0]}.{capability[1]}"
+        )
+        if kind != "cuda" or capability is None:
+            self._gaps["mm"] = f"fp4gemm runs on cuda and cpu devices only, and this is {where}"
+        else:
+            self._gaps = support.gaps_of(10 * capability[0] + capability[1], where)
+
+    def reason(self) -> str | None:
+        """Why fp4gemm serves nothing here: "its kernels" are missing; None where it does."""
+        return next((self._gaps[name] for name in ("quantize", "mm") if name in self._gaps), None)
+
+    def reason_against(self, activations: Activations, is_experts: bool) -> str | None:
+        """Why it does not serve such layers; None where it does."""
+        mode = "grouped_mm" if is_experts else "mm"
+        names = [mode] if activations != "a16" else [mode, f"{mode} {_UNQUANTIZED}"]
+        return next((self._gaps[name] for name in names if name in self._gaps), None)
+
+    def built(self) -> str:
+        """What this build of fp4gemm has, for the log."""
+        return kernel_table.built_text()

@@ -1,0 +1,127 @@
+"""Options of the plug-ins, and where their values come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from ... import _checks
+from ...checkpoint.formats import Activations, is_ignored
+
+__all__ = ["PREFIX", "Options", "activations_of"]
+
+PREFIX = "FP4GEMM_SERVING_"  # of the environment variables
+ActivationsOption = Literal["auto", "per-token", "static", "a16"]
+WeightMethod = Literal["round", "four-over-six", "search"]
+_FALSE, _TRUE = ("0", "false", "off", "no"), ("1", "true", "on", "yes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a user may choose about serving.
+
+    Every field is an environment variable, ``FP4GEMM_SERVING_`` and the name in capitals, which the processes
+    of an engine inherit: ``FP4GEMM_SERVING_ACTIVATIONS=a16``. vLLM also has
+    ``--additional-config '{"fp4gemm": {"activations": "a16"}}'``, which wins.
+
+    Args:
+        enabled: False: the plug-in does nothing.
+        activations: "auto": a checkpoint of W4A4 gets one amax for each token, whatever its ``input_scale``
+            is, and one of W4A16 keeps its activations in 16 bits. "per-token" and "a16" say so for every
+            checkpoint. "static": W4A4 checkpoints keep the scale that they hold; the experts of mixtures,
+            and checkpoints of W4A16, which hold none, are refused then.
+        ignore: patterns of layers that the engine keeps for itself, as the names in the engine, with the
+            wildcards of fnmatch; in the environment they are separated by commas.
+        weight_method: how bf16 weights are rounded by ``--quantization fp4gemm``, as of
+            :meth:`fp4gemm.nn.Linear.from_float`.
+        batch_invariant: the bits of a token do not depend on the other tokens of the batch, as
+            :func:`fp4gemm.mm` defines it. vLLM's ``VLLM_BATCH_INVARIANT=1`` sets it too.
+
+    Raises:
+        TypeError, ValueError: a field has another type or value; the text names it.
+    """
+
+    enabled: bool = True
+    activations: ActivationsOption = "auto"
+    ignore: tuple[str, ...] = ()
+    weight_method: WeightMethod = "four-over-six"
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        _checks.is_bool("enabled", self.enabled)
+        _checks.is_bool("batch_invariant", self.batch_invariant)
+        _checks.is_one_of("activations", self.activations, get_args(ActivationsOption))
+        _checks.is_one_of("weight_method", self.weight_method, get_args(WeightMethod))
+        given: object = self.ignore
+        if not isinstance(given, (tuple, list)) or not all(isinstance(each, str) for each in given):
+            raise TypeError(f"ignore: got {_checks.describe(given)}, must be a tuple or list of str")
+        object.__setattr__(self, "ignore", tuple(given))
+
+    @classmethod
+    def read(cls, overrides: Mapping[str, Any] | None = None) -> Options:
+        """The options of the environment, with ``overrides`` in place of some of them.
+
+        Raises:
+            TypeError, ValueError: naming the variable or the field, its value, and what it must be.
+        """
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        values: dict[str, Any] = {}
+        for name, field in fields.items():
+            text = os.environ.get(PREFIX + name.upper())
+            if text is None:
+                continue
+            if isinstance(field.default, bool):
+                values[name] = _boolean(PREFIX + name.upper(), text)
+            elif isinstance(field.default, tuple):
+                values[name] = tuple(part.strip() for part in text.split(",") if part.strip())
+            else:
+                values[name] = text
+        if overrides is not None:
+            if not isinstance(overrides, Mapping):
+                raise TypeError(f"fp4gemm: got {_checks.describe(overrides)}, must be a mapping of options")
+            for name in overrides:
+                if name not in fields:
+                    raise ValueError(
+                        f"fp4gemm: got the option {name!r}, must be {_checks.listing(list(fields))}"
+                    )
+            values |= overrides
+        return cls(**values)
+
+    def ignores(self, name: str) -> bool:
+        """Whether the engine keeps the layer of this name."""
+        return is_ignored(name, self.ignore, "fp4gemm")
+
+
+def activations_of(options: Options, stored: str, name: str, is_experts: bool) -> Activations:
+    """How the inputs of a layer are quantized.
+
+    Args:
+        stored: what the checkpoint says: "a16", or "per-token" or "static" for W4A4.
+        name: of the layer, for messages.
+        is_experts: whether the layer is a mixture of experts.
+
+    Raises:
+        ValueError: the option is "static" where there is no static scale, or for experts.
+    """
+    wanted = options.activations
+    if wanted == "auto":
+        return "a16" if stored == "a16" else "per-token"
+    if wanted == "static" and stored == "a16":
+        raise ValueError(
+            f"{name}: activations is 'static', must be another for a checkpoint of W4A16, which holds no "
+            "scales of activations"
+        )
+    if wanted == "static" and is_experts:
+        raise ValueError(
+            f"{name}: activations is 'static', must be another for experts, whose inputs have an amax for "
+            "each token; or name the layer in the option ignore"
+        )
+    return wanted
+
+
+def _boolean(name: str, text: str) -> bool:
+    if text.lower() not in _FALSE + _TRUE:
+        raise ValueError(f"{name}: is {text!r}, must be 1 or 0")
+    return text.lower() in _TRUE

@@ -1,0 +1,127 @@
+"""The products of the layers of an engine: each is one operator, which torch.compile and graphs accept."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ... import activations as activations_table
+from ... import support
+from ...activations import ActivationName
+from ...checkpoint.formats import Activations
+from ...ops import operators
+from ...ops.schema import ExpertsCall, LinearCall
+from ...quantize import quantize
+from .weights import Held
+
+__all__ = ["experts", "formats", "linear", "make_ready"]
+
+
+def linear(
+    x: Tensor,
+    weight: Held,
+    bias: Tensor | None,
+    activations: Activations,
+    amax: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """``Q(x) @ Q(W).T + bias``, rounded once to the dtype of x.
+
+    Args:
+        x: bfloat16 or float16 (..., k); float32 too unless activations is "a16".
+        weight: (n, k).
+        bias: float32 (n,), or None.
+        activations: "per-token": each row of x gets its amax. "static": ``amax``, float32 (1,), is that of
+            all; larger values saturate. "a16": x is not quantized.
+        batch_invariant: as of :func:`fp4gemm.mm`.
+
+    Returns:
+        (..., n). Does not synchronise.
+    """
+    of_weight = LinearCall(
+        x, weight.data, weight.scales, weight.amax, bias, weight.rows, weight.e4m3_max
+    )._replace(batch_invariant=batch_invariant)
+    if activations != "static":
+        y: Tensor = operators.linear(*of_weight._replace(scaling=1 if activations == "per-token" else 0))
+        return y
+    rows = x.reshape(-1, x.shape[-1])
+    if support.streams_prepacked(x.device):
+        decoded = quantize(rows, scaling="tensor", amax=amax, decoded=True)
+        call = of_weight._replace(x=decoded.data, x_amax=decoded.amax, x_e4m3_max=decoded.e4m3_max)
+    else:
+        packed = quantize(rows, scaling="tensor", amax=amax)
+        call = of_weight._replace(
+            x=packed.codes, x_scales=packed.scales, x_amax=packed.amax, x_e4m3_max=packed.e4m3_max
+        )
+    y = operators.linear(*call._replace(out_dtype=x.dtype))
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def experts(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    w13: Held,
+    w2: Held,
+    activation: ActivationName,
+    activations: Activations,
+    expert_map: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """The weighted sum of the experts of this rank that each token names, rounded once to the dtype of x.
+
+    Args:
+        x: bfloat16, float16 or (unless activations is "a16") float32 (t, d).
+        topk_ids: int32 or int64 (t, top_k). -1 names no expert.
+        topk_weights: float32, bfloat16 or float16 (t, top_k).
+        w13: (g, n13, d); with a gated activation rows 2i and 2i + 1 are gate and up.
+        w2: (g, d, intermediate).
+        expert_map: None, or int32 (experts of all ranks,): the place of each expert on this rank, -1 for
+            those of others, which contribute nothing here.
+
+    Returns:
+        (t, d). Does not synchronise; a captured graph may be replayed with other ids.
+    """
+    if expert_map is not None:
+        here = expert_map[topk_ids.clamp(min=0).long()].to(torch.int32)
+        topk_ids = torch.where(topk_ids < 0, -1, here)
+    call = ExpertsCall(
+        x.contiguous(),
+        topk_ids.contiguous(),
+        topk_weights.contiguous(),
+        w13.data,
+        w13.scales,
+        w13.amax,
+        None,
+        w2.data,
+        w2.scales,
+        w2.amax,
+        None,
+        w13.rows,
+        w2.rows,
+        w13.e4m3_max,
+        w2.e4m3_max,
+        0 if activations == "a16" else 1,
+        activations_table.by_name[activation].number,
+        batch_invariant,
+    )
+    y: Tensor = operators.experts(*call)
+    return y
+
+
+def formats(device: torch.device, activations: Activations) -> tuple[str, str]:
+    """The formats of activations and weights on a device, as :func:`fp4gemm.support.ready_for` names them."""
+    streams = support.streams_prepacked(device)
+    if activations == "a16":
+        return "bf16", "prepacked" if streams else "nvfp4"
+    return ("fp16", "prepacked") if streams else ("nvfp4", "nvfp4")
+
+
+def make_ready(weight: Held, mode: str, activations: Activations) -> None:
+    """Run the self-test where it is due, before a graph is traced or captured.
+
+    Raises:
+        NotImplementedError: the device has no kernel. RuntimeError: a kernel is wrong.
+    """
+    support.ready(weight.data, "quantize")
+    support.ready_for(weight.data, mode, formats(weight.data.device, activations))

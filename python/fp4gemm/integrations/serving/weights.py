@@ -1,0 +1,140 @@
+"""From the loaded parameters of a layer to the tensors that the operators read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import support
+from ...checkpoint.formats import FORMATS, FormatName
+from ...checkpoint.formats._format import outer_to_amax
+from ...containers.nvfp4 import NVFP4Tensor
+from ...containers.prepacked import PrepackedTensor, prepack, unprepack
+from ...nn._stack import interleaved_stack
+
+__all__ = ["Held", "assembled", "hold", "input_amax", "interleaved_stack"]
+
+
+class Held(NamedTuple):
+    """An NVFP4 weight (n, k), or a stack (g, n, k), as the operators take it."""
+
+    data: Tensor  # codes (.., n, k/2), or prepacked bytes (.., bytes)
+    scales: Tensor | None  # swizzled; None: prepacked
+    amax: Tensor  # (n,) or (1,); (g, n) or (g, 1)
+    rows: int  # n if prepacked, else 0
+    e4m3_max: int
+
+    def restored(self, n: int, k: int) -> NVFP4Tensor:
+        """The weight with codes and scales."""
+        if self.scales is None:
+            shape = (*self.data.shape[:-1], n, k)
+            return unprepack(PrepackedTensor(self.data, self.amax, torch.Size(shape), self.e4m3_max))
+        return NVFP4Tensor(self.data, self.scales, self.amax, self.e4m3_max)
+
+
+def assembled(
+    name: str,
+    format: FormatName,
+    codes: Tensor,
+    block_scales: Tensor,
+    outer: Tensor,
+    partition_rows: Sequence[int],
+    e4m3_max: int = 448,
+) -> NVFP4Tensor:
+    """The weight of a layer, exact whatever the outer scales of its partitions are.
+
+    Args:
+        name: of the layer, for messages.
+        format: of the checkpoint; :mod:`fp4gemm.checkpoint.formats` says what its numbers mean.
+        codes: uint8 (n, k/2), or (g, n, k/2) of experts. The result shares its memory.
+        block_scales: float8_e4m3fn (.., n, k/16), NaN where none was loaded.
+        outer: float32 (p,) or (g, p), one for each partition, or (n,) in the fp4gemm format; NaN where none
+            was loaded.
+        partition_rows: the rows of each of the p partitions.
+        e4m3_max: the bound of the block scales.
+
+    Raises:
+        ValueError: a scale is missing, or is no number that an outer scale can be. The text names it.
+
+    Synchronises, to look at the scales.
+    """
+    names = FORMATS[format]
+    missing = outer.isnan()
+    if bool(missing.any()):
+        where = _where(missing, partition_rows)
+        raise ValueError(f"{name}.{names.outer_scale}: is missing in the checkpoint{where}")
+    # The checkpoint may say that a weight is all zero; ModelOpt then writes block scales that are NaN.
+    amax = outer_to_amax(outer, FORMATS[format], e4m3_max)
+    wrong = outer.signbit() | ~amax.isfinite()
+    if bool(wrong.any()):
+        number = outer[wrong][0].item()
+        where = _where(wrong, partition_rows)
+        raise ValueError(f"{name}.{names.outer_scale}: holds {number}, must be finite and positive{where}")
+    if amax.shape[-1] > 1 and amax.shape[-1] != codes.shape[-2]:
+        parts = [amax[..., i : i + 1].expand(*amax.shape[:-1], rows) for i, rows in enumerate(partition_rows)]
+        amax = torch.cat(parts, -1)
+    is_zero = amax == 0
+    bits = block_scales.view(torch.uint8)
+    bits = torch.where(is_zero.unsqueeze(-1), torch.zeros_like(bits), bits) if bool(is_zero.any()) else bits
+    not_loaded = ((bits & 0x7F) == 0x7F).flatten(-2).any(-1)
+    if bool(not_loaded.any()):
+        which = _experts(not_loaded) if not_loaded.dim() else ""
+        raise ValueError(
+            f"{name}.{names.block_scales}: holds NaN{which}, must be numbers; the checkpoint has no block "
+            "scales for all of these rows, or lists the layer as quantized and stores it in 16 bits"
+        )
+    return NVFP4Tensor.from_compact(codes, bits.view(torch.float8_e4m3fn), amax.contiguous(), e4m3_max)
+
+
+def hold(weight: NVFP4Tensor) -> Held:
+    """The weight in the form that its device streams: prepacked on compute capability 9.0.
+
+    Prepacked bytes are a copy, as large as codes and scales together; the caller frees those.
+    """
+    if support.streams_prepacked(weight.device):
+        data = prepack(weight).data
+        torch.cuda.synchronize(data.device)  # kernels may read it before the one that wrote it has ended
+        return Held(data, None, weight.amax, weight.shape[-2], weight.e4m3_max)
+    return Held(weight.codes, weight.scales, weight.amax, 0, weight.e4m3_max)
+
+
+def input_amax(name: str, format: FormatName, scales: Tensor) -> Tensor:
+    """The amax, float32 (1,), of static activations: the largest of those of the fused layers.
+
+    Args:
+        scales: float32 (p,), the outer scales of the activations of each partition; NaN where none was
+            loaded.
+
+    Raises:
+        ValueError: one is missing or is not positive. Synchronises.
+    """
+    names = FORMATS[format]
+    if bool(scales.isnan().any()):
+        raise ValueError(
+            f"{name}.{names.input_scale}: is missing in the checkpoint, must be there with activations "
+            "'static'; 'per-token' needs none"
+        )
+    if not bool((scales > 0).all()):
+        raise ValueError(f"{name}.{names.input_scale}: holds {scales.min().item()}, must be positive")
+    return outer_to_amax(scales, names, 448).max().reshape(1)
+
+
+def _where(wrong: Tensor, partition_rows: Sequence[int]) -> str:
+    """Which experts and partitions of outer scales (p,) or (g, p) are wrong, for a message."""
+    parts = []
+    if wrong.dim() > 1:
+        parts.append(_experts(wrong.any(-1)).strip())
+        wrong = wrong.any(0)
+    if len(partition_rows) > 1 and wrong.numel() == len(partition_rows):
+        listed = ", ".join(str(i) for i in wrong.nonzero().flatten().tolist())
+        parts.append(f"for the fused layers {listed} of {len(partition_rows)}")
+    return "".join(f" {part}" for part in parts)
+
+
+def _experts(wrong: Tensor) -> str:
+    listed = wrong.nonzero().flatten().tolist()
+    shown = ", ".join(map(str, listed[:8])) + (", ..." if len(listed) > 8 else "")
+    return f" for the experts {shown} of this rank"

@@ -1,0 +1,212 @@
+"""vLLM's configs of ModelOpt and compressed-tensors, with fp4gemm's methods for the NVFP4 layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm import envs
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
+from vllm.model_executor.layers.quantization.modelopt import (
+    ModelOptMixedPrecisionConfig,
+    ModelOptNvFp4Config,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from ... import _checks
+from ...checkpoint.formats import Activations, FormatName
+from ...checkpoint.formats._scheme import Scaling
+from ..serving.options import Options, activations_of
+from ..serving.report import Report
+from ._experts import (
+    CompressedTensorsFp4GemmMoEMethod,
+    Fp4GemmMoEMethod,
+    ModelOptFp4GemmMoEMethod,
+    reason_against,
+)
+from ._layers import Layer
+from ._linear import Fp4GemmLinearMethod
+from ._registry import current_device, current_options, log
+
+__all__ = ["CONFIGS", "Serves"]
+
+_ALGORITHMS: dict[str, Activations] = {"NVFP4": "per-token", "W4A16_NVFP4": "a16"}
+
+
+class Serves:
+    """The part that the configs share: which layers are fp4gemm's, and their methods.
+
+    A subclass comes before a config of vLLM and has :meth:`stored`. Layers that it does not name, and layers
+    that fp4gemm cannot run, get the method of that config.
+    """
+
+    served_format: FormatName
+    served_scaling: Scaling = "tensor"
+    e4m3_max = 448
+
+    def start(self) -> None:
+        """Read the options; called once, when the config of the engine exists."""
+        self.serving: Options = current_options()
+        self.device = current_device()
+        self.report = Report(log.info, "vLLM")
+
+    def stored(self, layer: Any, prefix: str) -> Activations | str | None:
+        """ "per-token" or "a16" of a layer with NVFP4 weights; another text says why it has none."""
+        raise NotImplementedError
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        """The method of a layer: fp4gemm's, or vLLM's."""
+        if not hasattr(self, "report"):
+            self.start()
+        is_experts = isinstance(layer, RoutedExperts)
+        if not is_experts and not isinstance(layer, (LinearBase, ParallelLMHead)):
+            return self.of_engine(layer, prefix)
+        stored = self.stored(layer, prefix)
+        if stored not in ("per-token", "a16"):
+            if stored is not None:
+                self.report.left(prefix, stored)
+            return self.of_engine(layer, prefix)
+        reason = "the option ignore names it" if self.serving.ignores(prefix) else None
+        activations: Activations = "per-token"
+        if reason is None:
+            activations = activations_of(self.serving, stored, prefix, is_experts)
+            reason = self.device.reason_against(activations, is_experts)
+        if reason is None and is_experts:
+            reason = reason_against(layer)
+        if reason is not None:
+            self.report.left(prefix, reason)
+            return self.of_engine(layer, prefix)
+        return self.method(layer, prefix, activations)
+
+    def of_engine(self, layer: Any, prefix: str) -> Any:
+        """The method that vLLM has for the layer."""
+        return super().get_quant_method(layer, prefix)  # type: ignore[misc]
+
+    def known(self, prefix: str, activations: Activations) -> Layer:
+        """What the method of a layer has to know; the report counts it as fp4gemm's."""
+        self.report.runs(prefix, _TEXTS[activations])
+        return Layer(
+            name=prefix,
+            format=self.served_format,
+            activations=activations,
+            e4m3_max=self.e4m3_max,
+            scaling=self.served_scaling,
+            batch_invariant=self.serving.batch_invariant or bool(envs.VLLM_BATCH_INVARIANT),
+            report=self.report,
+        )
+
+    def method(self, layer: Any, prefix: str, activations: Activations) -> Any:
+        """fp4gemm's method for the layer."""
+        known = self.known(prefix, activations)
+        if isinstance(layer, RoutedExperts):
+            return METHODS_OF_EXPERTS[self.served_format](known, layer)
+        return Fp4GemmLinearMethod(known)
+
+
+METHODS_OF_EXPERTS: dict[FormatName, type[Fp4GemmMoEMethod]] = {
+    "modelopt": ModelOptFp4GemmMoEMethod,
+    "compressed-tensors": CompressedTensorsFp4GemmMoEMethod,
+    "fp4gemm": CompressedTensorsFp4GemmMoEMethod,
+}
+
+_TEXTS: dict[Activations, str] = {
+    "per-token": "W4A4, an amax for each token",
+    "static": "W4A4, the scale of the checkpoint",
+    "a16": "W4A16",
+}
+
+
+class _OfModelOpt(Serves):
+    served_format: FormatName = "modelopt"
+
+    @classmethod
+    def _from_config(cls, *, original_config: Mapping[str, Any], **given: Any) -> Any:
+        made = super()._from_config(original_config=original_config, **given)  # type: ignore[misc]
+        made.e4m3_max = bound_of(original_config)
+        return made
+
+    def algorithm(self, prefix: str) -> str | None:
+        return self.quant_method  # type: ignore[attr-defined, no-any-return]
+
+    def stored(self, layer: Any, prefix: str) -> Activations | str | None:
+        if self.is_layer_excluded(prefix):  # type: ignore[attr-defined]
+            return "the checkpoint excludes it"
+        # vLLM excludes some layers of vision models by their names.
+        is_experts = isinstance(layer, RoutedExperts)
+        if not is_experts and isinstance(self.of_engine(layer, prefix), UnquantizedLinearMethod):
+            return "it is in 16 bits"
+        algorithm = self.algorithm(prefix)
+        if algorithm in _ALGORITHMS:
+            return _ALGORITHMS[algorithm]
+        return "it is in 16 bits" if algorithm is None else f"its weights are {algorithm}"
+
+
+class Fp4GemmModelOptConfig(_OfModelOpt, ModelOptNvFp4Config):
+    """Checkpoints of ModelOpt whose quantized layers are all NVFP4."""
+
+
+class Fp4GemmModelOptMixedConfig(_OfModelOpt, ModelOptMixedPrecisionConfig):
+    """Checkpoints of ModelOpt that name an algorithm for each layer; those of NVFP4 are fp4gemm's."""
+
+    def algorithm(self, prefix: str) -> str | None:
+        return self._resolve_quant_algo(prefix)  # type: ignore[no-any-return]
+
+
+class Fp4GemmCompressedTensorsConfig(Serves, CompressedTensorsConfig):
+    """Checkpoints of compressed-tensors; layers of another scheme than NVFP4 remain vLLM's."""
+
+    served_format: FormatName = "compressed-tensors"
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        made = super().from_config(config)
+        made.e4m3_max = bound_of(config)
+        return made
+
+    def stored(self, layer: Any, prefix: str) -> Activations | str | None:
+        if isinstance(layer, RoutedExperts):
+            self._add_fused_moe_to_target_scheme_map()
+            projections = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
+            found = [self.get_scheme_dict(layer, f"{prefix}.0.{each}") for each in projections if each]
+            if any(each != found[0] for each in found):
+                return None  # vLLM refuses them, with a message
+            scheme = found[0]
+        else:
+            try:
+                scheme = self.get_scheme_dict(layer, prefix)
+            except ValueError:  # of a head that no target matches
+                scheme = None
+        if scheme is None:
+            return "the checkpoint excludes it"
+        if not self._is_nvfp4_format(scheme.get("weights")):
+            return "its weights are not NVFP4"
+        if self.transform_config is not None:
+            return "the checkpoint has transforms"
+        inputs = scheme.get("input_activations")
+        if scheme.get("output_activations") or not (inputs is None or self._is_nvfp4_format(inputs)):
+            return "its activations are not NVFP4"
+        return "a16" if inputs is None else "per-token"
+
+
+def bound_of(config: Mapping[str, Any]) -> int:
+    """The bound of the block scales, 448 or 256, as :mod:`fp4gemm.checkpoint.formats` writes it.
+
+    Raises:
+        ValueError: the config names another number.
+    """
+    producer = config.get("producer")
+    bound = producer.get("e4m3_max", 448) if isinstance(producer, Mapping) else 448
+    if bound not in _checks.E4M3_BOUNDS:
+        raise ValueError(f"producer: e4m3_max is {bound!r}, must be {_checks.listing(_checks.E4M3_BOUNDS)}")
+    return int(bound)
+
+
+CONFIGS = {
+    "modelopt_fp4": Fp4GemmModelOptConfig,
+    "modelopt_mixed": Fp4GemmModelOptMixedConfig,
+    "compressed-tensors": Fp4GemmCompressedTensorsConfig,
+}

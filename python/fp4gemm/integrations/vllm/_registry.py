@@ -1,0 +1,78 @@
+"""Entering fp4gemm into vLLM's table of quantization methods."""
+
+from __future__ import annotations
+
+import logging
+
+from ..serving.device import Device
+from ..serving.options import Options
+
+__all__ = ["MINIMUM", "log", "register"]
+
+MINIMUM = (0, 32)  # the first vLLM whose classes the methods here were written for
+
+# A child of vLLM's logger, which has handlers, so that the lines are seen.
+log = logging.getLogger("vllm.fp4gemm")
+
+
+def register() -> None:
+    """Let vLLM serve NVFP4 through fp4gemm; again is harmless.
+
+    Does nothing but log the reason where fp4gemm has no kernel for the device, where vLLM is older than
+    0.32, or where ``FP4GEMM_SERVING_ENABLED=0``. torch.cuda is not initialised, so vLLM may fork.
+
+    Raises:
+        TypeError, ValueError: an environment variable ``FP4GEMM_SERVING_*`` has no such value.
+    """
+    options = Options.read()
+    if not options.enabled:
+        log.info("fp4gemm: is disabled by FP4GEMM_SERVING_ENABLED=0")
+        return
+    import vllm
+
+    version = tuple(int(part) for part in vllm.__version__.split(".")[:2] if part.isdigit())
+    if len(version) == 2 and (0, 0) < version < MINIMUM:
+        wanted = ".".join(map(str, MINIMUM))
+        log.warning(
+            "fp4gemm: vLLM %s is installed, must be %s or newer to be served", vllm.__version__, wanted
+        )
+        return
+    device = current_device()
+    reason = device.reason()
+    if reason is not None:
+        log.warning("fp4gemm: serves no layer: %s", reason)
+        return
+    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.platforms import current_platform
+
+    from ._configs import CONFIGS
+    from ._fp4gemm import Fp4GemmConfig
+
+    for name, config in (*CONFIGS.items(), ("fp4gemm", Fp4GemmConfig)):
+        register_quantization_config(name)(config)
+        # vLLM adds names that are new to it to what the platform supports; on CPUs, ours run there too.
+        supported = current_platform.supported_quantization
+        if supported and name not in supported:
+            supported.append(name)
+    log.debug("fp4gemm: registered; %s", device.built())
+
+
+def current_device() -> Device:
+    """The device of vLLM's platform."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return Device("cpu")
+    if not current_platform.is_cuda():
+        return Device(current_platform.device_type)
+    found = current_platform.get_device_capability()
+    return Device("cuda", None if found is None else (found.major, found.minor))
+
+
+def current_options() -> Options:
+    """The options of the environment and of ``--additional-config`` of the engine that is being built."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    given = getattr(config, "additional_config", None)
+    return Options.read(given.get("fp4gemm") if isinstance(given, dict) else None)

