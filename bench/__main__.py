@@ -22,6 +22,7 @@ from .commands import (
     compare,
     convert,
     dense,
+    ep,
     errors,
     gptq,
     grouped,
@@ -93,6 +94,7 @@ OTHERS = (
     ("errors", errors, "quantization error of every mode"),
     ("convert", convert, "fp4gemm convert against the rate of the disk"),
     ("accuracy", accuracy, "what NVFP4 costs a language model, by method"),
+    ("ep", ep, "experts on many ranks, against bf16 all_to_all"),
     ("gptq", gptq, "seconds of GPTQ for a model of 8B parameters, extrapolated"),
 )
 
