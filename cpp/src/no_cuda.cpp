@@ -2,6 +2,7 @@
 #include "device.hpp"
 #include "error.hpp"
 #include "moe/moe.hpp"
+#include "moe/ranks.hpp"
 #include "quantize/quantize.hpp"
 #include "quantize/scale_search.hpp"
 
@@ -48,6 +49,34 @@ fp4gemm_status_t launch_route(fp4gemm_route_args_t const&, DeviceProperties cons
   return no_cuda();
 }
 fp4gemm_status_t launch_combine(fp4gemm_combine_args_t const&, DeviceProperties const&, fp4gemm_stream_t) {
+  return no_cuda();
+}
+fp4gemm_status_t launch_quantize_records(fp4gemm_quantize_records_args_t const&, DeviceProperties const&,
+                                         fp4gemm_stream_t) {
+  return no_cuda();
+}
+fp4gemm_status_t launch_make_records(fp4gemm_make_records_args_t const&, DeviceProperties const&,
+                                     fp4gemm_stream_t) {
+  return no_cuda();
+}
+fp4gemm_status_t launch_gather_records(fp4gemm_gather_records_args_t const&, DeviceProperties const&,
+                                       fp4gemm_stream_t) {
+  return no_cuda();
+}
+fp4gemm_status_t launch_combine_ranks(fp4gemm_combine_ranks_args_t const&, DeviceProperties const&,
+                                      fp4gemm_stream_t) {
+  return no_cuda();
+}
+fp4gemm_status_t launch_combine_part(fp4gemm_combine_part_args_t const&, DeviceProperties const&,
+                                     fp4gemm_stream_t) {
+  return no_cuda();
+}
+fp4gemm_status_t launch_combine_tree(fp4gemm_combine_tree_args_t const&, DeviceProperties const&,
+                                     fp4gemm_stream_t) {
+  return no_cuda();
+}
+fp4gemm_status_t launch_route_ranks(fp4gemm_route_ranks_args_t const&, DeviceProperties const&, void*,
+                                    fp4gemm_stream_t) {
   return no_cuda();
 }
 fp4gemm_status_t launch_nothing(fp4gemm_stream_t) { return no_cuda(); }

@@ -9,6 +9,7 @@
 #include "linear_ops.hpp"
 #include "moe_ops.hpp"
 #include "quantize_ops.hpp"
+#include "ranks_ops.hpp"
 
 STABLE_TORCH_LIBRARY(fp4gemm, m) {
 #define FP4GEMM_CAST_SCHEMA FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_SCHEMA)
@@ -47,6 +48,23 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
       "Tensor w13_amax, Tensor? w13_bias, Tensor w2, Tensor? w2_scales, Tensor w2_amax, Tensor? w2_bias, "
       "int w13_rows=0, int w2_rows=0, int w13_e4m3_max=448, int w2_e4m3_max=448, int scaling=1, "
       "int activation=4, bool batch_invariant=False) -> Tensor");
+  m.def(
+      "quantize_records(Tensor x, Tensor(d!) out, int four_over_six=0, bool fast_error=False, "
+      "int e4m3_max=448, Tensor? rng_state=None, float headroom=1.0, int first_row=0) -> ()");
+  m.def("make_records(Tensor codes, Tensor scales, Tensor amax, Tensor(d!) out) -> ()");
+  m.def("gather_records(Tensor[] records, Tensor rows, Tensor offs, int k) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "route_ranks(Tensor topk_ids, int num_experts, int num_ranks, int rank, int capacity) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "combine_ranks(Tensor[] y, Tensor row_of_pair, Tensor topk_weights, ScalarType? out_dtype=None) -> "
+      "Tensor");
+  m.def(
+      "combine_part(Tensor y, Tensor topk_ids, Tensor row_of_pair, Tensor topk_weights, Tensor(d!) out, "
+      "int num_experts, int num_ranks, int rank) -> ()");
+  m.def(
+      "combine_tree(Tensor[] parts, Tensor topk_ids, int num_experts, int first_token, "
+      "ScalarType out_dtype=bfloat16) -> Tensor");
 // What gemm and gemm_out share. A parameter named "kernel" would collide with one inside torch's inductor.
 #define FP4GEMM_GEMM_SCHEMA                                                                              \
   "Tensor a, Tensor b, Tensor? scale_a=None, Tensor? scale_b=None, Tensor? offs=None, float alpha=1.0, " \
@@ -84,4 +102,11 @@ STABLE_TORCH_LIBRARY_IMPL(fp4gemm, CUDA, m) {
   m.impl("combine", TORCH_BOX(&fp4gemm_torch::combine));
   m.impl("experts", TORCH_BOX(&fp4gemm_torch::experts));
   m.impl("linear", TORCH_BOX(&fp4gemm_torch::linear));
+  m.impl("quantize_records", TORCH_BOX(&fp4gemm_torch::quantize_records));
+  m.impl("make_records", TORCH_BOX(&fp4gemm_torch::make_records));
+  m.impl("gather_records", TORCH_BOX(&fp4gemm_torch::gather_records));
+  m.impl("route_ranks", TORCH_BOX(&fp4gemm_torch::route_ranks));
+  m.impl("combine_ranks", TORCH_BOX(&fp4gemm_torch::combine_ranks));
+  m.impl("combine_part", TORCH_BOX(&fp4gemm_torch::combine_part));
+  m.impl("combine_tree", TORCH_BOX(&fp4gemm_torch::combine_tree));
 }

@@ -24,6 +24,7 @@ __all__ = [
     "grouped_columns",
     "grouped_scale_rows",
     "padded_scale_shape",
+    "record_bytes",
     "scale_offset",
     "swizzle_scales",
     "unswizzle_scales",
@@ -60,6 +61,16 @@ def grouped_columns(m: int, g: int) -> int:
     """
     smaller: int = torch.sym_min(g, m)
     return (m + (GROUP_COLUMNS - 1) * smaller) // GROUP_COLUMNS * GROUP_COLUMNS
+
+
+def record_bytes(k: int) -> int:
+    """ceil16(k/2 + ceil4(k/16) + 4): bytes of a record (:mod:`fp4gemm.records`) of k elements.
+
+    Args:
+        k: a positive multiple of 16.
+    """
+    scales = (k // _checks.BLOCK + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
+    return (k // 2 + scales + 4 + 15) // 16 * 16
 
 
 def group_of_spans(offs: Tensor, columns: int) -> Tensor:

@@ -8,7 +8,7 @@ import bad_cases
 import fp4gemm
 import pytest
 from bad_cases import CASES, FUNCTIONS, Case
-from fp4gemm import layout, reference
+from fp4gemm import layout, ranks, records, reference
 
 
 def case_id(case: Case) -> str:
@@ -49,12 +49,16 @@ def test_every_argument_has_a_case() -> None:
 def test_every_public_function_has_cases() -> None:
     public = {name for name in fp4gemm.__all__ if callable(getattr(fp4gemm, name))} - {"kernels"}
     assert public - set(FUNCTIONS) == set()
+    of_records = {f"records.{name}" for name in records.__all__} - {"records.record_bytes"}
+    of_ranks = {f"ranks.{name}" for name in ranks.__all__} - {"ranks.RankRouting"}
+    assert (of_records | of_ranks) - set(FUNCTIONS) == set()
     assert {f"reference.{name}" for name in reference.__all__} - set(FUNCTIONS) == set()
     # Arithmetic on two ints, which are symbolic while a graph is traced.
     assert set(layout.__all__) - set(FUNCTIONS) == {
         "grouped_columns",
         "grouped_scale_rows",
         "padded_scale_shape",
+        "record_bytes",
     }
     methods = {
         f"{owner.__name__}.{name}"

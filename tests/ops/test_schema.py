@@ -17,6 +17,7 @@ from fp4gemm.ops.schema import SCHEMAS, GemmCall
 TYPES = {
     "Tensor": "Tensor",
     "Tensor | None": "Optional[Tensor]",
+    "list[Tensor]": "List[Tensor]",
     "bool": "bool",
     "int": "int",
     "float": "float",

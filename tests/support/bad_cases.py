@@ -18,6 +18,7 @@ import bad_moe
 import bad_mxfp8
 import bad_prepacked
 import bad_quantize
+import bad_ranks
 import bad_search
 import bad_stacks
 import bad_training
@@ -52,6 +53,7 @@ CASES = Cases(
     [
         *bad_mxfp8.CASES,
         *bad_quantize.CASES,
+        *bad_ranks.CASES,
         *bad_search.CASES,
         *bad_calibration.CASES,
         *bad_container.CASES,

@@ -1,8 +1,10 @@
-// The routing of a mixture of experts: a stable counting sort of the slots of all tokens by expert.
+// The routing of a mixture of experts: a stable counting sort of the slots of all tokens by expert. With
+// ranks, the rows of each rank are numbered from 0, and those of one rank are listed.
 #include <cuda_runtime.h>
 
 #include "error.hpp"
 #include "moe/moe.hpp"
+#include "moe/ranks.hpp"
 
 namespace fp4gemm {
 namespace {
@@ -17,6 +19,12 @@ struct RouteParams {
   int* offs;
   int* token_of_row;
   int* row_of_pair;
+  // Of ranks alone:
+  int num_ranks;
+  int rank;
+  int capacity;  // rows of a rank
+  int* slot_of_row;
+  int* status;
 };
 
 /// What a launch does. A single CTA does all; several take two launches, since each has to know the counts of
@@ -44,18 +52,52 @@ __device__ int sum_before(int own, int* sums, int* total) {
   return static_cast<int>(before) + up_to - own;
 }
 
-/// Ranks the slots of a CTA among those that name the same expert, and places them.
+/// Writes the ends of the rows of the rank's experts, and the most rows that a rank needs. CTA 0 calls it.
+/// ends[e] is the end of the rows of expert e, firsts[r] the first row of rank r, and firsts[num_ranks] the
+/// number of all rows.
+__device__ void store_ends(RouteParams const& p, int const* ends, int const* firsts) {
+  int const local = p.num_experts / p.num_ranks;
+  for (int e = static_cast<int>(threadIdx.x); e < local; e += static_cast<int>(blockDim.x)) {
+    p.offs[e] = min(ends[p.rank * local + e] - firsts[p.rank], p.capacity);
+  }
+  if (threadIdx.x == 0) {
+    int most = 0;
+    for (int r = 0; r < p.num_ranks; ++r) {
+      most = max(most, firsts[r + 1] - firsts[r]);
+    }
+    p.status[0] = most;
+  }
+}
+
+/// The number of the row `row` of all ranks, which names expert `expert`: its rank, and its place there. The
+/// rows of p.rank are listed. -1 for a row that the rank has no memory for.
+__device__ int place_on_rank(RouteParams const& p, int const* firsts, int row, int expert, int slot) {
+  int const owner = expert / (p.num_experts / p.num_ranks);
+  int const place = row - firsts[owner];
+  if (place >= p.capacity) {
+    return -1;
+  }
+  if (owner == p.rank) {
+    p.token_of_row[place] = slot / p.top_k;
+    p.slot_of_row[place] = slot % p.top_k;
+  }
+  return owner * p.capacity + place;
+}
+
+/// Orders the slots of a CTA among those that name the same expert, and places them.
 ///
 /// @tparam Id The type of an id, int32_t or int64_t.
 /// @tparam kPass What the launch does.
+/// @tparam kRanks Whether rows are numbered rank by rank.
 ///
 /// Dynamic shared memory: 2 * num_experts ints, then counting_warps * num_experts 16-bit counters. A CTA has
 /// at most 8192 slots, so that they do not overflow.
-template <class Id, Pass kPass>
+template <class Id, Pass kPass, bool kRanks>
 __global__ void __launch_bounds__(32 * kMaxRouteWarps) route_slots(RouteParams p) {
   extern __shared__ int starts[];  // the first row of each expert, for the slots of this CTA
   __shared__ int sums[kMaxRouteWarps];
-  int* const totals = starts + p.num_experts;  // of all CTAs
+  __shared__ int firsts[kRanks ? kMaxRanks + 1 : 1];  // the first row of each rank, and the number of rows
+  int* const totals = starts + p.num_experts;         // of all CTAs
   auto* const counters = reinterpret_cast<unsigned short*>(totals + p.num_experts);
   int const lane = static_cast<int>(threadIdx.x % 32);
   int const warp = static_cast<int>(threadIdx.x / 32);
@@ -72,8 +114,14 @@ __global__ void __launch_bounds__(32 * kMaxRouteWarps) route_slots(RouteParams p
 #endif
   int const cta = static_cast<int>(blockIdx.x);
   int64_t const first = (int64_t{cta} * p.counting_warps + warp) * p.steps * 32 + lane;
+  if constexpr (kRanks && kPass != Pass::kPlace) {
+    if (cta == 0 && threadIdx.x == 0) {
+      p.status[1] = 0;  // the pass that places sets it, after a barrier of this CTA or in the next launch
+    }
+  }
   int expert[kMaxRouteSteps];  // -1: none, or no slot
-  int rank[kMaxRouteSteps];    // among the slots of the warp that name the same expert
+  bool is_invalid = false;     // whether a slot has an id that is neither an expert nor -1
+  int order[kMaxRouteSteps];   // among the slots of the warp that name the same expert
 #pragma unroll
   for (int s = 0; s < kMaxRouteSteps; ++s) {
     int64_t const slot = first + 32 * s;
@@ -81,6 +129,7 @@ __global__ void __launch_bounds__(32 * kMaxRouteWarps) route_slots(RouteParams p
     if (s < p.steps && warp < p.counting_warps && slot < p.num_slots) {
       Id const id = static_cast<Id const*>(p.ids)[slot];
       expert[s] = id >= 0 && id < experts ? static_cast<int>(id) : -1;
+      is_invalid = is_invalid || id < -1 || id >= experts;
     }
   }
   __syncthreads();  // the counters are zero
@@ -91,7 +140,7 @@ __global__ void __launch_bounds__(32 * kMaxRouteWarps) route_slots(RouteParams p
     if (s < p.steps && warp < p.counting_warps) {  // the same for all lanes
       unsigned const same = __match_any_sync(0xFFFFFFFFu, expert[s]);
       int const before = __popc(same & ((1u << lane) - 1u));
-      rank[s] = before + (expert[s] >= 0 ? own[expert[s]] : 0);
+      order[s] = before + (expert[s] >= 0 ? own[expert[s]] : 0);
       __syncwarp();  // all lanes have read the counters
       if (expert[s] >= 0 && before == 0) {
         own[expert[s]] = static_cast<unsigned short>(own[expert[s]] + __popc(same));
@@ -139,34 +188,61 @@ __global__ void __launch_bounds__(32 * kMaxRouteWarps) route_slots(RouteParams p
     for (int e = first_expert; e < last_expert; ++e) {
       int const count = totals[e];
       starts[e] += row;
+      if constexpr (kRanks) {
+        int const local = experts / p.num_ranks;
+        if (e % local == 0) {
+          firsts[e / local] = row;
+        }
+      }
       row += count;
-      if (cta == 0) {
+      if constexpr (kRanks) {
+        totals[e] = row;  // from here on, the end of the rows of the expert
+      } else if (cta == 0) {
         p.offs[e] = row;
       }
     }
+    if (kRanks && threadIdx.x == 0) {
+      firsts[p.num_ranks] = num_rows;
+    }
     __syncthreads();  // the first rows of all experts are known
+    if constexpr (kRanks) {
+      if (cta == 0) {
+        store_ends(p, totals, firsts);
+      }
+      if (is_invalid) {
+        p.status[1] = 1;
+      }
+    }
 #pragma unroll
     for (int s = 0; s < kMaxRouteSteps; ++s) {
       int64_t const slot = first + 32 * s;
       if (s < p.steps && warp < p.counting_warps && slot < p.num_slots) {
         int place = -1;
         if (expert[s] >= 0) {
-          place = starts[expert[s]] + own[expert[s]] + rank[s];
-          p.token_of_row[place] = static_cast<int>(slot) / p.top_k;
+          place = starts[expert[s]] + own[expert[s]] + order[s];
+          if constexpr (kRanks) {
+            place = place_on_rank(p, firsts, place, expert[s], static_cast<int>(slot));
+          } else {
+            p.token_of_row[place] = static_cast<int>(slot) / p.top_k;
+          }
         }
         p.row_of_pair[slot] = place;
       }
     }
     // The rows that no slot has.
     int const threads = static_cast<int>(gridDim.x * blockDim.x);
-    for (int64_t r = num_rows + static_cast<int64_t>(cta) * blockDim.x + threadIdx.x; r < p.num_slots;
-         r += threads) {
+    int const used = kRanks ? firsts[p.rank + 1] - firsts[p.rank] : num_rows;
+    int const limit = kRanks ? p.capacity : p.num_slots;
+    for (int64_t r = used + static_cast<int64_t>(cta) * blockDim.x + threadIdx.x; r < limit; r += threads) {
       p.token_of_row[r] = -1;
+      if constexpr (kRanks) {
+        p.slot_of_row[r] = -1;
+      }
     }
   }
 }
 
-template <class Id, Pass kPass>
+template <class Id, Pass kPass, bool kRanks>
 fp4gemm_status_t launch_pass(RouteParams const& params, RoutePlan const& plan,
                              DeviceProperties const& properties, fp4gemm_stream_t stream) {
   cudaLaunchAttribute overlap{};
@@ -180,31 +256,59 @@ fp4gemm_status_t launch_pass(RouteParams const& params, RoutePlan const& plan,
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = properties.can_overlap_launches() ? 1 : 0;
-  FP4GEMM_CUDA(cudaLaunchKernelEx(&config, route_slots<Id, kPass>, params));
+  FP4GEMM_CUDA(cudaLaunchKernelEx(&config, route_slots<Id, kPass, kRanks>, params));
   return FP4GEMM_SUCCESS;
 }
 
-template <class Id>
+template <class Id, bool kRanks>
 fp4gemm_status_t launch(RouteParams const& params, RoutePlan const& plan, DeviceProperties const& properties,
                         fp4gemm_stream_t stream) {
   if (plan.ctas == 1) {
-    return launch_pass<Id, Pass::kAll>(params, plan, properties, stream);
+    return launch_pass<Id, Pass::kAll, kRanks>(params, plan, properties, stream);
   }
-  FP4GEMM_TRY((launch_pass<Id, Pass::kCount>(params, plan, properties, stream)));
-  return launch_pass<Id, Pass::kPlace>(params, plan, properties, stream);
+  FP4GEMM_TRY((launch_pass<Id, Pass::kCount, kRanks>(params, plan, properties, stream)));
+  return launch_pass<Id, Pass::kPlace, kRanks>(params, plan, properties, stream);
+}
+
+/// What both kinds of arguments have.
+template <class Args>
+RouteParams params_of(Args const& args, RoutePlan const& plan, void* workspace) {
+  RouteParams params{};
+  params.ids = args.topk_ids;
+  params.num_slots = static_cast<int>(args.num_tokens * args.top_k);
+  params.top_k = args.top_k;
+  params.num_experts = args.num_experts;
+  params.counting_warps = plan.counting_warps;
+  params.steps = plan.steps;
+  params.counts = static_cast<int*>(workspace);
+  params.offs = args.offs;
+  params.token_of_row = args.token_of_row;
+  params.row_of_pair = args.row_of_pair;
+  return params;
 }
 
 }  // namespace
 
 fp4gemm_status_t launch_route(fp4gemm_route_args_t const& args, DeviceProperties const& properties,
                               void* workspace, fp4gemm_stream_t stream) {
-  int64_t const num_slots = args.num_tokens * args.top_k;
-  RoutePlan const plan = route_plan(num_slots, args.num_experts);
-  RouteParams const params{
-      args.topk_ids, static_cast<int>(num_slots),  args.top_k, args.num_experts,  plan.counting_warps,
-      plan.steps,    static_cast<int*>(workspace), args.offs,  args.token_of_row, args.row_of_pair};
-  return args.ids_are_64_bits != 0 ? launch<int64_t>(params, plan, properties, stream)
-                                   : launch<int32_t>(params, plan, properties, stream);
+  RoutePlan const plan = route_plan(args.num_tokens * args.top_k, args.num_experts);
+  RouteParams const params = params_of(args, plan, workspace);
+  return args.ids_are_64_bits != 0 ? launch<int64_t, false>(params, plan, properties, stream)
+                                   : launch<int32_t, false>(params, plan, properties, stream);
+}
+
+fp4gemm_status_t launch_route_ranks(fp4gemm_route_ranks_args_t const& args,
+                                    DeviceProperties const& properties, void* workspace,
+                                    fp4gemm_stream_t stream) {
+  RoutePlan const plan = route_plan(args.num_tokens * args.top_k, args.num_experts);
+  RouteParams params = params_of(args, plan, workspace);
+  params.num_ranks = args.num_ranks;
+  params.rank = args.rank;
+  params.capacity = static_cast<int>(args.capacity);
+  params.slot_of_row = args.slot_of_row;
+  params.status = args.status;
+  return args.ids_are_64_bits != 0 ? launch<int64_t, true>(params, plan, properties, stream)
+                                   : launch<int32_t, true>(params, plan, properties, stream);
 }
 
 }  // namespace fp4gemm

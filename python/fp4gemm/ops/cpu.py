@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks, _native, reference
+from .._checks import ranks as rank_checks
 from ..layout import padded_scale_shape
 from ..reference import checks
 from ..reference.chunks import fp32, gathered, row_chunks
@@ -24,6 +25,7 @@ from ..reference.grouped import Groups
 from ..reference.linear import linear_by
 from ..reference.moe import experts_by
 from ..reference.nvfp4 import check_amax, outer_amax
+from .rank_schema import QuantizeRecordsCall
 from .schema import (
     DequantizeCall,
     ExpertsCall,
@@ -48,6 +50,7 @@ __all__ = [
     "linear",
     "quantize",
     "quantize_decoded",
+    "quantize_records",
     "quantize_searched",
     "rms_norm_quantize",
     "rms_norm_quantize_decoded",
@@ -100,6 +103,17 @@ def quantize_decoded(call: Any) -> tuple[Tensor, Tensor]:
     _run(with_codes, x, num_rows, amax, None, None, None, data.data_ptr())
     data[num_rows:] = 0
     return data, stored
+
+
+@accepts(QuantizeRecordsCall)
+def quantize_records(call: QuantizeRecordsCall) -> None:
+    """:func:`fp4gemm.reference.quantize_records`, compiled where it applies; the bits are the same."""
+    if call.rng_state is not None or call.headroom != 1.0:
+        reference.quantize_records(*call)
+        return
+    rank_checks.quantize_records(call)
+    options = {name: getattr(call, name) for name in ("four_over_six", "fast_error", "e4m3_max")}
+    reference.make_records(*quantize(call.x, None, True, **options), call.out)
 
 
 @accepts(QuantizeSearchedCall)

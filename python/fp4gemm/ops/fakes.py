@@ -14,6 +14,16 @@ from .. import _checks, layout, support
 from .._checks import gemm as gemm_checks
 from .._checks import linear as linear_checks
 from .._checks import moe as moe_checks
+from .._checks import ranks as rank_checks
+from .rank_schema import (
+    CombinePartCall,
+    CombineRanksCall,
+    CombineTreeCall,
+    GatherRecordsCall,
+    MakeRecordsCall,
+    QuantizeRecordsCall,
+    RouteRanksCall,
+)
 from .schema import (
     CombineCall,
     DequantizeCall,
@@ -204,3 +214,44 @@ def experts(call: ExpertsCall) -> Tensor:
     moe_checks.experts(call)
     support.warn_untested(call.x)
     return call.x.new_empty(call.x.shape)
+
+
+@accepts(QuantizeRecordsCall)
+def quantize_records(call: QuantizeRecordsCall) -> None:
+    rank_checks.quantize_records(call)
+
+
+@accepts(MakeRecordsCall)
+def make_records(call: MakeRecordsCall) -> None:
+    rank_checks.make_records(call)
+
+
+@accepts(GatherRecordsCall)
+def gather_records(call: GatherRecordsCall) -> tuple[Tensor, Tensor, Tensor]:
+    records = rank_checks.gather_records(call)
+    m = call.rows.shape[0]
+    return _parts(records[0], m, call.k, m, call.offs)
+
+
+@accepts(RouteRanksCall)
+def route_ranks(call: RouteRanksCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ids, capacity = call.topk_ids, call.capacity
+    shapes = ((rank_checks.route_ranks(call),), (capacity,), (capacity,), tuple(ids.shape), (2,))
+    return tuple(ids.new_empty(shape, dtype=torch.int32) for shape in shapes)  # type: ignore[return-value]
+
+
+@accepts(CombineRanksCall)
+def combine_ranks(call: CombineRanksCall) -> Tensor:
+    dtype = rank_checks.combine_ranks(call)
+    return call.row_of_pair.new_empty((call.row_of_pair.shape[0], call.y[0].shape[1]), dtype=dtype)
+
+
+@accepts(CombinePartCall)
+def combine_part(call: CombinePartCall) -> None:
+    rank_checks.combine_part(call)
+
+
+@accepts(CombineTreeCall)
+def combine_tree(call: CombineTreeCall) -> Tensor:
+    parts = rank_checks.combine_tree(call)
+    return parts[0].new_empty((call.topk_ids.shape[0], parts[0].shape[1]), dtype=call.out_dtype)

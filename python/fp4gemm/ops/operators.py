@@ -44,22 +44,29 @@ flops.register()
 
 # The overloads, bound once: an attribute walk through torch.ops costs about a microsecond a call.
 combine = torch.ops.fp4gemm.combine.default
+combine_part = torch.ops.fp4gemm.combine_part.default
+combine_ranks = torch.ops.fp4gemm.combine_ranks.default
+combine_tree = torch.ops.fp4gemm.combine_tree.default
 decode = torch.ops.fp4gemm.decode.default
 dequantize = torch.ops.fp4gemm.dequantize.default
 experts = torch.ops.fp4gemm.experts.default
+gather_records = torch.ops.fp4gemm.gather_records.default
 gemm = torch.ops.fp4gemm.gemm.default
 gemm_out = torch.ops.fp4gemm.gemm_out.default
 linear = torch.ops.fp4gemm.linear.default
+make_records = torch.ops.fp4gemm.make_records.default
 mxfp8_dequantize = torch.ops.fp4gemm.mxfp8_dequantize.default
 mxfp8_quantize = torch.ops.fp4gemm.mxfp8_quantize.default
 prepack = torch.ops.fp4gemm.prepack.default
 quantize = torch.ops.fp4gemm.quantize.default
 quantize_both = torch.ops.fp4gemm.quantize_both.default
 quantize_decoded = torch.ops.fp4gemm.quantize_decoded.default
+quantize_records = torch.ops.fp4gemm.quantize_records.default
 quantize_searched = torch.ops.fp4gemm.quantize_searched.default
 rms_norm_quantize = torch.ops.fp4gemm.rms_norm_quantize.default
 rms_norm_quantize_decoded = torch.ops.fp4gemm.rms_norm_quantize_decoded.default
 route = torch.ops.fp4gemm.route.default
+route_ranks = torch.ops.fp4gemm.route_ranks.default
 silu_and_mul_quantize = torch.ops.fp4gemm.silu_and_mul_quantize.default
 silu_and_mul_quantize_decoded = torch.ops.fp4gemm.silu_and_mul_quantize_decoded.default
 unprepack = torch.ops.fp4gemm.unprepack.default

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from .rank_schema import RANK_SCHEMAS
+
 __all__ = [
     "SCHEMAS",
     "CombineCall",
@@ -272,6 +274,7 @@ SCHEMAS: dict[str, Any] = {
     "route": RouteCall,
     "combine": CombineCall,
     "experts": ExpertsCall,
+    **RANK_SCHEMAS,
 }
 
 _Parameters = ParamSpec("_Parameters")

@@ -24,11 +24,16 @@ from .producers import (
     silu_and_mul_quantize,
     silu_and_mul_quantize_decoded,
 )
+from .ranks import combine_part, combine_ranks, combine_tree, route_ranks
+from .records import gather_records, make_records, quantize_records
 from .scale_search import quantize_searched
 
 __all__ = [
     "activate",
     "combine",
+    "combine_part",
+    "combine_ranks",
+    "combine_tree",
     "decode",
     "decode_e2m1",
     "dequantize",
@@ -36,20 +41,24 @@ __all__ = [
     "encode_e4m3",
     "encode_e8m0",
     "experts",
+    "gather_records",
     "gemm",
     "gemm_out",
     "linear",
+    "make_records",
     "mxfp8_dequantize",
     "mxfp8_quantize",
     "prepack",
     "quantize",
     "quantize_both",
     "quantize_decoded",
+    "quantize_records",
     "quantize_searched",
     "rms_norm",
     "rms_norm_quantize",
     "rms_norm_quantize_decoded",
     "route",
+    "route_ranks",
     "silu_and_mul",
     "silu_and_mul_quantize",
     "silu_and_mul_quantize_decoded",

@@ -37,6 +37,7 @@ from .philox import random_bytes
 
 __all__ = [
     "block_amaxes",
+    "cast_rows",
     "check_amax",
     "element_factor",
     "encode_scale",
@@ -184,7 +185,18 @@ def _quantize(call: QuantizeCall, groups: Groups | ColumnGroups | None) -> tuple
     return codes, groups.swizzle(scales) if isinstance(groups, Groups) else swizzle_scales(scales), amax
 
 
-def _cast(call: QuantizeCall, groups: Groups | ColumnGroups | None) -> tuple[Tensor, Tensor, Tensor]:
+def cast_rows(call: QuantizeCall, first_row: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, scales (rows, blocks), which are not swizzled, and amax, of a call without groups.
+
+    Row i has the random numbers of row first_row + i.
+    """
+    checks.options(call)
+    return _cast(call, None, first_row)
+
+
+def _cast(
+    call: QuantizeCall, groups: Groups | ColumnGroups | None, first_row: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes, scales (rows, blocks), which are not swizzled, and amax."""
     m, k = _shape(call)
     device = call.x.device
@@ -216,7 +228,7 @@ def _cast(call: QuantizeCall, groups: Groups | ColumnGroups | None) -> tuple[Ten
             if call.rng_state is None:
                 nibbles = encode_e2m1(product)
             else:
-                random = random_bytes(call.rng_state, 1 + call.axis, i, j, k // BLOCK)
+                random = random_bytes(call.rng_state, 1 + call.axis, first_row + i, first_row + j, k // BLOCK)
                 nibbles = encode_e2m1_stochastic(product, random)
         codes[i:j] = pack(nibbles.view(j - i, k))
     if isinstance(groups, Groups):
