@@ -9,6 +9,7 @@ from fp4gemm.training import PRESETS, Cast, Recipe
 
 OPERANDS = ("x", "w", "dy", "w_t", "dy_t", "x_t")
 BACKWARD = OPERANDS[2:]
+WGRAD = OPERANDS[4:]
 BF16 = "bf16"
 
 
@@ -24,6 +25,11 @@ def _each(change: Callable[[Cast], Cast], operands: tuple[str, ...] = OPERANDS) 
     return changed
 
 
+def _rows(operands: tuple[str, ...]) -> Callable[[Recipe], Recipe]:
+    """An amax for each row of these operands, and blocks of 1x16."""
+    return _each(lambda cast: replace(cast, scaling="row", block=(1, 16)), operands)
+
+
 def _without(operands: tuple[str, ...]) -> Callable[[Recipe], Recipe]:
     return lambda recipe: replace(recipe, **dict.fromkeys(operands))
 
@@ -36,12 +42,21 @@ def _backward_only(recipe: Recipe) -> Recipe:
 # What each changes in a recipe; the last two change the model in place of the recipe. nvidia+forward_only is
 # the preset bf16_backward, and nvidia+backward_only is bf16_forward.
 CHANGES: dict[str, Callable[[Recipe], Recipe]] = {
+    "rht": _each(lambda cast: replace(cast, hadamard="fp32"), WGRAD),
     "no_rht": _each(lambda cast: replace(cast, hadamard=None)),
+    "sr": _each(lambda cast: replace(cast, stochastic=True), ("dy", "dy_t")),
     "no_sr": _each(lambda cast: replace(cast, stochastic=False)),
+    "x_rows": _rows(("x",)),
+    "w_rows": _rows(("w", "w_t")),
+    "dy_rows": _rows(("dy",)),
+    "wgrad_rows": _rows(WGRAD),
+    "w_t_rowwise": _each(lambda cast: replace(cast, source="rowwise"), ("w_t",)),
+    "w_t_original": _each(lambda cast: replace(cast, source="original"), ("w_t",)),
     "1d": _each(lambda cast: replace(cast, block=(1, 16)), ("w", "w_t")),
-    "2d": _each(lambda cast: replace(cast, scaling="tensor", block=(16, 16)), ("w", "w_t")),
+    "2d": _each(
+        lambda cast: replace(cast, scaling="tensor", block=(16, 16), source="original"), ("w", "w_t")
+    ),
     "headroom": _each(lambda cast: replace(cast, headroom=17 / 16), ("dy", "dy_t")),
-    "no_headroom": _each(lambda cast: replace(cast, headroom=1.0)),
     "forward_only": _without(BACKWARD),
     "backward_only": _backward_only,
     "last_bf16": lambda recipe: recipe,
@@ -49,8 +64,9 @@ CHANGES: dict[str, Callable[[Recipe], Recipe]] = {
 }
 VARIANTS = (
     *(f"nvidia+{change}" for change in ("no_rht", "no_sr", "1d", "headroom", "last_bf16", "outliers")),
-    *(f"per_token+{change}" for change in ("no_rht", "no_sr", "2d", "no_headroom", "last_bf16", "outliers")),
-    *(f"per_token+{change}" for change in ("forward_only", "backward_only")),
+    *(f"per_token+{change}" for change in ("no_rht", "no_sr", "2d", "headroom", "last_bf16", "outliers")),
+    *(f"per_token+{change}" for change in ("w_t_original", "forward_only", "backward_only")),
+    *(f"te_per_token+{change}" for change in ("rht", "sr", "rht+sr")),
 )
 GROUPS = {
     "main": (BF16, "nvidia", "per_token"),

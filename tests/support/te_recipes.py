@@ -51,10 +51,10 @@ def data(kind: str) -> dict[str, Tensor]:
 
 
 def without_stochastic_rounding(preset: str) -> training.Recipe:
-    """The preset, also without headroom, which belongs to it."""
+    """The preset, rounded to nearest."""
     recipe = training.PRESETS[preset]
     casts = {
-        field.name: dataclasses.replace(getattr(recipe, field.name), stochastic=False, headroom=1.0)
+        field.name: dataclasses.replace(getattr(recipe, field.name), stochastic=False)
         for field in dataclasses.fields(recipe)
         if isinstance(getattr(recipe, field.name), training.Cast)
     }

@@ -24,14 +24,14 @@ def on_grid(rows: int, columns: int, gen: torch.Generator) -> Tensor:
 
 
 def without_rotation(name: str) -> training.Recipe:
-    """A preset without its Hadamard transforms and headroom, which leave the grid."""
+    """A preset without its Hadamard transforms, which leave the grid."""
     recipe = RECIPES[name]
     changes = {}
     for field in ("dy", "dy_t", "x_t"):
         cast = getattr(recipe, field)
         if isinstance(cast, training.Cast):
             values = {f: getattr(cast, f) for f in cast.__dataclass_fields__}
-            changes[field] = training.Cast(**{**values, "hadamard": None, "headroom": 1.0})
+            changes[field] = training.Cast(**{**values, "hadamard": None})
     return recipe.replace(**changes)
 
 

@@ -149,6 +149,21 @@ def test_changes() -> None:
     assert recipe("nvidia+forward_only") == training.PRESETS["bf16_backward"]
     assert recipe("nvidia+backward_only") == training.PRESETS["bf16_forward"]
     assert recipe("per_token+backward_only").w_t.source == "original"
+    assert recipe("per_token+w_t_original").w_t == training.Cast()
+    assert recipe("per_token+2d").w == recipe("per_token+2d").w_t == nvidia.w
+    per_token, te = training.PRESETS["per_token"], recipe("te_per_token+rht+sr")
+    assert [getattr(te, field).hadamard for field in arms.OPERANDS] == [None] * 4 + ["fp32"] * 2
+    assert [getattr(te, field).stochastic for field in arms.OPERANDS] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert all(getattr(te, field).encode == "te_per_token" for field in arms.OPERANDS)
+    rows = "nvidia+x_rows+w_rows+w_t_rowwise+dy_rows+wgrad_rows+rht"
+    assert recipe(rows) == per_token
     blocks = arms.arm("nvidia+last_bf16").recipes(6)
     assert blocks == [nvidia] * 5 + [training.PRESETS["bf16"]]
 
@@ -157,7 +172,7 @@ def test_changes() -> None:
     ("name", "says"),
     [
         ("fp8", "'fp8' begins with 'fp8', must begin with one of bf16, nvidia"),
-        ("nvidia+fast", "has the change 'fast', must be one of no_rht"),
+        ("nvidia+fast", "has the change 'fast', must be one of rht, no_rht"),
         ("te_per_token+2d", "is refused: block: got (16, 16)"),
     ],
 )

@@ -33,7 +33,8 @@ class Cast:
         hadamard: None, "bf16" or "fp32": the 16x16 Hadamard transform along the blocks, for wgrad alone.
         stochastic: codes are rounded stochastically, for gradients.
         headroom: 1.0, or 17/16: the amax that is measured is multiplied by it before it is used, so that
-            fewer elements are clipped and stochastic rounding is closer to unbiased (Quartet II).
+            fewer elements are clipped and stochastic rounding is closer to unbiased (Quartet II), and each
+            step of the rounding is wider. No preset has it.
         four_over_six: None, "mae" or "mse": each block chooses between two scales.
         e4m3_max: None, 448 or 256: the bound of the block scales; None is 256 with four_over_six, else 448.
         encode: "te", or "te_per_token" as TransformerEngine's #3045.
@@ -206,7 +207,6 @@ _TENSOR_2D = Cast(scaling="tensor", block=(16, 16))
 _TENSOR_SR = Cast(scaling="tensor", stochastic=True)
 _ROW = Cast()
 _PER_TOKEN = Cast(encode="te_per_token")
-_SR_17_16 = Cast(stochastic=True, headroom=HEADROOM)
 
 _NVIDIA = Recipe(
     x=_TENSOR,
@@ -232,9 +232,9 @@ PRESETS: dict[str, Recipe] = {
     "per_token": Recipe(
         x=_ROW,
         w=_ROW,
-        dy=_SR_17_16,
+        dy=Cast(stochastic=True),
         w_t=Cast(source="rowwise"),
-        dy_t=Cast(hadamard="fp32", stochastic=True, headroom=HEADROOM),
+        dy_t=Cast(hadamard="fp32", stochastic=True),
         x_t=Cast(hadamard="fp32"),
     ),
 }
@@ -250,7 +250,7 @@ PRESETS: dict[str, Recipe] = {
 * "four_over_six": "nvidia" whose forward pass chooses block scales as TransformerEngine's 4over6 does.
 * "bf16_backward", "bf16_forward": "nvidia" in one of the passes.
 * "per_token": ours. Each row of every operand has an amax, dgrad multiplies the numbers of the forward
-  weight, gradients are rounded stochastically with headroom, and the operands of wgrad are rotated.
+  weight, gradients are rounded stochastically, and the operands of wgrad are rotated.
 * "bf16": nothing is quantized.
 """
 

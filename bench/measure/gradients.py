@@ -1,0 +1,139 @@
+"""The errors of y, dx and dW of one training step by recipe, of the small model of examples/train_moe.py.
+
+The model is trained in bf16 for some steps first. Then every quantized layer gets the x, W and dy that the
+bf16 step gave it, so that the errors of its products are those of this recipe's casts alone; and the
+gradients of a whole step by the recipe are compared with those of bf16, on the same weights and the same
+batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from fp4gemm.training import PRESETS, QuantizedInput, Recipe, functional
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+CORPUS_BYTES = 4 << 20
+ERRORS = ("y", "dx", "dx_own", "dW", "dx_scale", "dW_scale")
+Row = dict[str, str | float]
+# From nvidia to per_token and from per_token to nvidia, one change at a time.
+ARMS = (
+    "nvidia",
+    *(f"nvidia+{change}" for change in ("x_rows", "1d", "w_rows", "w_rows+w_t_rowwise", "dy_rows")),
+    *(f"nvidia+{change}" for change in ("wgrad_rows", "rht", "no_rht", "headroom", "no_sr")),
+    "per_token",
+    *(f"per_token+{change}" for change in ("headroom", "w_t_original", "2d", "2d+headroom")),
+    *(f"per_token+{change}" for change in ("no_rht", "no_sr")),
+    "te_per_token",
+    *(f"te_per_token+{change}" for change in ("rht", "sr", "rht+sr")),
+)
+
+
+class Step(NamedTuple):
+    """What one quantized layer got in a step of bf16, and what it computed."""
+
+    x: Tensor
+    offs: Tensor | None
+    weight: Tensor
+    dy: Tensor
+    results: tuple[Tensor, Tensor, Tensor]  # y, dx, dW
+
+
+def rows(arms: Sequence[str], size: str, steps: int, device: torch.device) -> Iterator[Row]:
+    """The errors of each arm, averaged over the layers.
+
+    ``y``, ``dx`` and ``dW`` are the norms of the errors over those of bf16's results; ``dx_own`` is that of
+    dx to dy times the quantized W that the forward pass multiplied. ``dx_scale`` and ``dW_scale`` are
+    <got, want> / <want, want> - 1, by how much a gradient is too long. ``cosine`` and ``least`` are those of
+    the gradients of a whole step, averaged and of the worst layer.
+
+    Args:
+        arms: names of examples/train_moe_arms.py.
+        size: "tiny" or "small", of examples/train_moe_model.py.
+        steps: of training in bf16 before the step that is measured.
+
+    Raises:
+        ValueError: an arm is unknown.
+    """
+    sys.path.insert(0, str(ROOT / "examples"))
+    parts = ("arms", "corpus", "loop", "model")
+    arm_of, corpora, loop, model = (importlib.import_module(f"train_moe_{part}") for part in parts)
+    recipes = {name: arm_of.arm(name).recipe for name in arms}
+    corpus = corpora.load("bytes", CORPUS_BYTES, ROOT / "build" / "gradients" / "corpus.pt")
+    sizes = dataclasses.replace(model.SIZES[size], steps=steps + 1)
+    run = loop.Run(sizes, corpus, arm_of.arm("bf16"), 0, device, torch.float32)
+    for _ in range(steps):
+        run.step()
+    layers = model.quantized_layers(run.model)
+    captured = _captured(run, [layer for _, layer in layers])
+    exact = run.gradients()
+    for name, recipe in recipes.items():
+        errors = [_errors(step, recipe) for step in captured]
+        means = [sum(values) / len(values) for values in zip(*errors, strict=True)]
+        for _, layer in layers:
+            layer.recipe = recipe
+        torch.manual_seed(0)
+        cosines = [float(_cosine(g, exact[key])) for key, g in run.gradients().items()]
+        row: Row = {"arm": name, **dict(zip(ERRORS, means, strict=True))}
+        yield row | {"cosine": sum(cosines) / len(cosines), "least": min(cosines)}
+
+
+def _captured(run: Any, layers: Sequence[Any]) -> list[Step]:
+    """What each layer gets in the coming step of a run."""
+    inputs: dict[int, tuple[Tensor, Tensor | None]] = {}
+    gradients: dict[int, Tensor] = {}
+
+    def hook(module: Any, args: Any, y: Tensor) -> None:
+        x: Any = args[0]
+        offs = args[1] if len(args) > 1 else None
+        if isinstance(x, QuantizedInput):
+            x, offs = x.x, x.offs
+        inputs[id(module)] = (x.detach(), offs)
+        y.register_hook(lambda dy: gradients.__setitem__(id(module), dy.detach()))
+
+    handles = [layer.register_forward_hook(hook) for layer in layers]
+    run.gradients()
+    for handle in handles:
+        handle.remove()
+    steps = []
+    for layer in layers:
+        (x, offs), dy, weight = inputs[id(layer)], gradients[id(layer)], layer.weight.detach().clone()
+        steps.append(Step(x, offs, weight, dy, _results(x, offs, weight, dy, PRESETS["bf16"])))
+    return steps
+
+
+def _results(
+    x: Tensor, offs: Tensor | None, weight: Tensor, dy: Tensor, recipe: Recipe
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, dx and dW of a layer by a recipe, with the same random numbers in every call."""
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    torch.manual_seed(0)
+    if offs is None:
+        y = functional.linear(x, weight, None, recipe)
+    else:
+        y = functional.grouped_linear(x, weight, offs, None, recipe)
+    y.backward(dy)
+    return y.detach(), cast(Tensor, x.grad), cast(Tensor, weight.grad)
+
+
+def _errors(step: Step, recipe: Recipe) -> list[float]:
+    """ERRORS of a layer."""
+    y, dx, dw = _results(*step[:4], recipe)
+    own = step.results[1]
+    if recipe.w is not None and recipe.x is not None:
+        own = _results(*step[:4], Recipe(x=recipe.x, w=recipe.w, w_t="dequantized"))[1]
+    pairs = ((y, step.results[0]), (dx, step.results[1]), (dx, own), (dw, step.results[2]))
+    errors = [float((got - want).norm() / want.norm()) for got, want in pairs]
+    scales = [float((got * want).sum() / (want * want).sum()) - 1 for got, want in (pairs[1], pairs[3])]
+    return errors + scales
+
+
+def _cosine(a: Tensor, b: Tensor) -> Tensor:
+    return torch.cosine_similarity(a.flatten(), b.flatten(), dim=0)

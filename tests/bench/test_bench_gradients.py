@@ -1,0 +1,88 @@
+"""bench gradients: the errors of a training step by recipe, on a tiny text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("rich", reason="rich is not installed")
+from bench.__main__ import main
+from bench.measure import gradients
+
+WORDS = b"the quick brown fox jumps over the lazy dog and runs through seven open doors "
+
+
+@pytest.fixture
+def _words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
+    import train_moe_corpus as corpora
+    import train_moe_model as models
+
+    monkeypatch.setitem(models.SIZES, "tiny", models.Size(32, 1, 2, 4, 2, 32, 32, 4, 12, 2e-2, 1 << 20))
+    tokens = torch.frombuffer(bytearray(WORDS * 80), dtype=torch.uint8).int()
+    corpus = corpora.Corpus(tokens, tokens[:2000], 256, "bytes", 1, len(tokens), 1.0, "words")
+    monkeypatch.setattr(corpora, "load", lambda *_: corpus)
+
+
+@pytest.mark.usefixtures("_words")
+def test_errors_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    arms = "bf16,nvidia,nvidia+headroom,nvidia+w_rows,nvidia+w_rows+w_t_rowwise,bf16_backward"
+    line = ["gradients", "--size", "tiny", "--steps", "2", "--device", "cpu", "--arms", arms]
+    assert main([*line, "--json"]) == 0
+    rows: dict[str, Any] = {}
+    for text in capsys.readouterr().out.splitlines():
+        row = json.loads(text)
+        rows[row.pop("arm")] = row
+    assert list(rows) == arms.split(",")
+    assert all(rows["bf16"][name] == 0 for name in gradients.ERRORS)
+    assert rows["bf16"]["cosine"] == pytest.approx(1, abs=1e-5)
+    nvidia, headroom, original, rowwise = (rows[name] for name in arms.split(",")[1:5])
+    assert all(0.02 < nvidia[name] < 0.2 for name in ("y", "dx", "dx_own", "dW"))
+    # Each change moves the errors of its own operands alone.
+    assert headroom["y"] == nvidia["y"]
+    assert headroom["dx"] > nvidia["dx"]
+    assert headroom["dW"] > nvidia["dW"]
+    assert original["dW"] == rowwise["dW"] == nvidia["dW"]
+    assert original["y"] == rowwise["y"] < nvidia["y"]
+    assert original["dx"] < rowwise["dx"]
+    assert original["dx_own"] > rowwise["dx_own"] > nvidia["dx_own"]
+    assert rows["bf16_backward"]["dx"] == rows["bf16_backward"]["dW"] == 0
+    assert 0.5 < nvidia["least"] <= nvidia["cosine"] < 1
+
+
+@pytest.mark.usefixtures("_words")
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["gradients", "--size", "tiny", "--steps", "0", "--device", "cpu", "--arms", "te_per_token"])
+        == 0
+    )
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split() == ["arm", *gradients.ERRORS, "cosine", "least"]
+    assert row.split()[0] == "te_per_token"
+    assert len(row.split()) == len(head.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--steps", "-1"], "--steps: got -1, must be at least 0"),
+        (["--arms", "fp8"], "begins with 'fp8', must"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["gradients", "--device", "cpu", *arguments])
+    assert error.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_words")
+def test_every_arm_is_known() -> None:
+    import train_moe_arms
+
+    changes = [train_moe_arms.arm(name).recipe for name in gradients.ARMS]
+    assert len(set(changes)) == len(changes)
