@@ -23,6 +23,11 @@ inline int checks = 0;
     }                                                             \
   } while (false)
 
+/// Aligned addresses that must not be dereferenced: the checks come before any use of a device.
+inline void* address(int offset = 0) {
+  return reinterpret_cast<void*>(uintptr_t{4096} + static_cast<uintptr_t>(offset));
+}
+
 inline constexpr fp4gemm_dtype_t kDtypes[] = {FP4GEMM_BF16, FP4GEMM_FP16, FP4GEMM_FP32};
 inline constexpr char const* kDtypeNames[] = {"bf16", "fp16", "fp32"};
 

@@ -1,14 +1,9 @@
-// Host tests of the C interface: the messages for wrong arguments, and whether B may be fresh. No GPU is
-// used.
+// Host tests of the GEMM's C interface: the messages for wrong arguments, whether B may be fresh, the sizes
+// of prepacked weights, and the texts of statuses. No GPU is used.
 #include "checks.hpp"
 #include "kernel.hpp"
 
 namespace {
-
-/// Aligned addresses that must not be dereferenced: the checks come before any use of a device.
-void* address(int offset = 0) {
-  return reinterpret_cast<void*>(uintptr_t{4096} + static_cast<uintptr_t>(offset));
-}
 
 fp4gemm_gemm_args_t good_gemm() {
   fp4gemm_gemm_args_t args = FP4GEMM_GEMM_ARGS_INIT;
@@ -90,21 +85,6 @@ void test_b_is_fresh() {
   CHECK(b_is_fresh(false, true), "no promise, and a conversion");
 }
 
-template <class Change>
-void bad_quantize(char const* what, Change change, char const* text,
-                  fp4gemm_status_t status = FP4GEMM_ERROR_INVALID_ARGUMENT) {
-  fp4gemm_quantize_args_t args = FP4GEMM_QUANTIZE_ARGS_INIT;
-  args.m = 4;
-  args.k = 32;
-  args.x = address();
-  args.x_row_stride = 32;
-  args.row.codes = static_cast<uint8_t*>(address());
-  args.row.scales = static_cast<uint8_t*>(address());
-  args.row.amax = static_cast<float*>(address());
-  change(args);
-  expect_error(what, fp4gemm_quantize(&args, 0, nullptr), status, text);
-}
-
 void test_grouped_errors() {
   using Args = fp4gemm_gemm_args_t;
   auto const bad_grouped = [](char const* what, auto change, char const* text) {
@@ -174,158 +154,6 @@ void test_grouped_errors() {
   CHECK(fp4gemm_grouped_columns(100, 3) == 256, "columns of 100 rows in 3 groups");
 }
 
-void test_quantize_errors() {
-  using Args = fp4gemm_quantize_args_t;
-  bad_quantize("m", [](Args& a) { a.m = -3; }, "m: is -3");
-  bad_quantize("k", [](Args& a) { a.k = 24; }, "k: is 24, must be a multiple of 16");
-  bad_quantize("x_dtype", [](Args& a) { a.x_dtype = static_cast<fp4gemm_dtype_t>(-1); }, "x_dtype: is -1");
-  bad_quantize("scaling", [](Args& a) { a.scaling = static_cast<fp4gemm_scaling_t>(2); }, "scaling: is 2");
-  bad_quantize("short stride", [](Args& a) { a.x_row_stride = 16; }, "x_row_stride: is 16");
-  bad_quantize("odd stride", [](Args& a) { a.x_row_stride = 33; }, "x_row_stride: is 33");
-  bad_quantize(
-      "stride whose bytes overflow",
-      [](Args& a) {
-        a.x_dtype = FP4GEMM_FP32;
-        a.x_row_stride = int64_t{1} << 62;
-      },
-      "x_row_stride: is 4611686018427387904, must be at most");
-  bad_quantize("x null", [](Args& a) { a.x = nullptr; }, "x: is null");
-  bad_quantize("x misaligned", [](Args& a) { a.x = address(8); }, "x: is 0x1008, must be 16-byte aligned");
-  bad_quantize(
-      "codes", [](Args& a) { a.row.codes = static_cast<uint8_t*>(address(1)); }, "row.codes: is 0x1001");
-  bad_quantize("scales", [](Args& a) { a.row.scales = nullptr; }, "row.scales: is null");
-  bad_quantize("amax", [](Args& a) { a.row.amax = nullptr; }, "row.amax: is null");
-  bad_quantize("no direction", [](Args& a) { a.row.codes = nullptr; }, "row.codes: is null");
-  bad_quantize(
-      "hadamard", [](Args& a) { a.row.hadamard = static_cast<fp4gemm_hadamard_t>(3); }, "row.hadamard: is 3");
-  bad_quantize("block_rows", [](Args& a) { a.block_rows = 8; }, "block_rows: is 8, must be 1 or 16");
-  bad_quantize("encode", [](Args& a) { a.encode = static_cast<fp4gemm_encode_t>(2); }, "encode: is 2");
-  bad_quantize(
-      "four_over_six", [](Args& a) { a.four_over_six = static_cast<fp4gemm_four_over_six_t>(3); },
-      "four_over_six: is 3");
-  bad_quantize("e4m3_max", [](Args& a) { a.e4m3_max = 240; }, "e4m3_max: is 240, must be 448 or 256");
-  bad_quantize("bound alone", [](Args& a) { a.e4m3_max = 256; }, "e4m3_max: is 256, must be 448 without");
-  bad_quantize("signs", [](Args& a) { a.hadamard_signs = 0x10000; }, "hadamard_signs: is 65536");
-  bad_quantize(
-      "rng_state", [](Args& a) { a.rng_state = static_cast<int64_t*>(address(4)); }, "rng_state: is 0x1004");
-  bad_quantize("no groups", [](Args& a) { a.offs = static_cast<int32_t*>(address()); }, "num_groups: is 0");
-  bad_quantize("ragged column", [](Args& a) { a.column = a.row; }, "m: is 4, must be between 16");
-  fp4gemm_status_t const not_supported = FP4GEMM_ERROR_NOT_SUPPORTED;
-  bad_quantize(
-      "square rows", [](Args& a) { a.block_rows = 16; }, "block_rows: is 16, which requires", not_supported);
-  bad_quantize(
-      "four over six, stochastic",
-      [](Args& a) {
-        a.four_over_six = FP4GEMM_FOUR_OVER_SIX_MAE;
-        a.rng_state = static_cast<int64_t*>(address());
-      },
-      "four_over_six: requires", not_supported);
-  bad_quantize(
-      "four over six, headroom",
-      [](Args& a) {
-        a.four_over_six = FP4GEMM_FOUR_OVER_SIX_MAE;
-        a.headroom = 1.0625f;
-      },
-      "four_over_six: requires", not_supported);
-  bad_quantize(
-      "square headroom",
-      [](Args& a) {
-        a.block_rows = 16;
-        a.scaling = FP4GEMM_SCALING_TENSOR;
-        a.headroom = 1.0625f;
-      },
-      "block_rows: is 16, which requires", not_supported);
-  bad_quantize("headroom", [](Args& a) { a.headroom = 1.5f; }, "headroom: is 1.5, must be 1 or 1.0625");
-  bad_quantize(
-      "groups of columns without amax",
-      [](Args& a) {
-        a.offs = static_cast<int32_t*>(address());
-        a.num_groups = 1;
-        a.column = a.row;
-        a.column.amax = nullptr;
-      },
-      "column.amax: is null");
-  bad_quantize(
-      "both ways, one amax given",
-      [](Args& a) {
-        a.m = 16;
-        a.column = a.row;
-        a.column.amax_given = static_cast<float*>(address());
-      },
-      "row: amax_given is null");
-  bad_quantize("struct_size", [](Args& a) { a.struct_size = 0; }, "args: struct_size is 0");
-}
-
-void test_decoded_errors() {
-  using Args = fp4gemm_quantize_args_t;
-  fp4gemm_status_t const not_supported = FP4GEMM_ERROR_NOT_SUPPORTED;
-  bad_quantize(
-      "decoded and codes", [](Args& a) { a.row.decoded = address(); }, "row.codes: is 0x1000, must be null");
-  auto const decoded_alone = [](Args& a) {
-    a.row.codes = a.row.scales = nullptr;
-    a.row.decoded = address();
-  };
-  bad_quantize(
-      "decoded and scales",
-      [&](Args& a) {
-        decoded_alone(a);
-        a.row.scales = static_cast<uint8_t*>(address());
-      },
-      "row.scales: is 0x1000, must be null");
-  bad_quantize(
-      "decoded misaligned",
-      [&](Args& a) {
-        decoded_alone(a);
-        a.row.decoded = address(8);
-      },
-      "row.decoded: is 0x1008, must be 16-byte aligned");
-  bad_quantize(
-      "decoded squares",
-      [&](Args& a) {
-        decoded_alone(a);
-        a.block_rows = 16;
-        a.scaling = FP4GEMM_SCALING_TENSOR;
-      },
-      "decoded: block_rows is 16, must be 1", not_supported);
-  bad_quantize(
-      "decoded beside a column",
-      [&](Args& a) {
-        a.column = a.row;
-        decoded_alone(a);
-      },
-      "decoded: is supported for row or column alone", not_supported);
-  bad_quantize(
-      "decoded column beside a row", [](Args& a) { a.column.decoded = address(); },
-      "decoded: is supported for row or column alone", not_supported);
-  bad_quantize(
-      "decoded column and scales",
-      [](Args& a) {
-        a.m = 16;
-        a.row.codes = nullptr;
-        a.column.decoded = address();
-        a.column.scales = static_cast<uint8_t*>(address());
-      },
-      "column.scales: is 0x1000, must be null");
-  fp4gemm_silu_and_mul_quantize_args_t silu = FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT;
-  silu.m = 4;
-  silu.k = 32;
-  silu.x = address();
-  silu.x_row_stride = 64;
-  silu.amax = static_cast<float*>(address());
-  silu.decoded = address();
-  silu.scales = static_cast<uint8_t*>(address());
-  expect_error("silu, decoded and scales", fp4gemm_silu_and_mul_quantize(&silu, 0, nullptr),
-               FP4GEMM_ERROR_INVALID_ARGUMENT, "scales: is 0x1000, must be null");
-  fp4gemm_rms_norm_quantize_args_t norm = FP4GEMM_RMS_NORM_QUANTIZE_ARGS_INIT;
-  norm.m = 4;
-  norm.k = norm.x_row_stride = 32;
-  norm.x = address();
-  norm.amax = static_cast<float*>(address());
-  norm.decoded = address(2);
-  expect_error("norm, decoded misaligned", fp4gemm_rms_norm_quantize(&norm, 0, nullptr),
-               FP4GEMM_ERROR_INVALID_ARGUMENT, "decoded: is 0x1002, must be 16-byte aligned");
-}
-
 void test_prepack() {
   struct Case {
     int64_t n, k, bytes;
@@ -368,79 +196,6 @@ void test_prepack() {
   }
 }
 
-void test_producer_errors() {
-  fp4gemm_silu_and_mul_quantize_args_t silu = FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT;
-  silu.m = 4;
-  silu.k = 32;
-  silu.x = address();
-  silu.x_row_stride = 32;
-  silu.codes = static_cast<uint8_t*>(address());
-  silu.scales = static_cast<uint8_t*>(address());
-  silu.amax = static_cast<float*>(address());
-  expect_error("silu stride", fp4gemm_silu_and_mul_quantize(&silu, 0, nullptr),
-               FP4GEMM_ERROR_INVALID_ARGUMENT, "x_row_stride: is 32, must be at least the 64 columns");
-  silu.x_dtype = FP4GEMM_FP32;
-  expect_error("silu dtype", fp4gemm_silu_and_mul_quantize(&silu, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
-               "x_dtype: is 2, must be FP4GEMM_BF16 or FP4GEMM_FP16");
-  fp4gemm_rms_norm_quantize_args_t norm = FP4GEMM_RMS_NORM_QUANTIZE_ARGS_INIT;
-  norm.m = 4;
-  norm.k = 32;
-  norm.x = address();
-  norm.x_row_stride = 32;
-  norm.codes = static_cast<uint8_t*>(address());
-  norm.scales = static_cast<uint8_t*>(address());
-  norm.amax = static_cast<float*>(address());
-  fp4gemm_rms_norm_quantize_args_t bad = norm;
-  bad.residual = address();
-  expect_error("norm sum", fp4gemm_rms_norm_quantize(&bad, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
-               "sum: is ");
-  bad = norm;
-  bad.epsilon = -1.0f;
-  expect_error("norm epsilon", fp4gemm_rms_norm_quantize(&bad, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
-               "epsilon: is -1");
-  bad = norm;
-  bad.k = bad.x_row_stride = 65552;
-  expect_error("norm k", fp4gemm_rms_norm_quantize(&bad, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
-               "k: is 65552, must be at most 65536");
-  fp4gemm_mxfp8_args_t mx = FP4GEMM_MXFP8_ARGS_INIT;
-  mx.m = 4;
-  mx.k = 48;
-  expect_error("mxfp8 k", fp4gemm_mxfp8_quantize(&mx, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
-               "k: is 48, must be a multiple of 32");
-  mx.k = 64;
-  mx.fp8 = static_cast<fp4gemm_fp8_t>(2);
-  expect_error("mxfp8 type", fp4gemm_mxfp8_dequantize(&mx, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
-               "fp8: is 2");
-}
-
-void test_dequantize_and_decode_errors() {
-  fp4gemm_dequantize_args_t args = FP4GEMM_DEQUANTIZE_ARGS_INIT;
-  args.m = 4;
-  args.k = 32;
-  args.codes = static_cast<uint8_t*>(address());
-  args.scales = static_cast<uint8_t*>(address());
-  args.amax = static_cast<float*>(address());
-  args.y = address();
-  fp4gemm_dequantize_args_t bad = args;
-  bad.e4m3_max = 100;
-  expect_error("e4m3_max", fp4gemm_dequantize(&bad, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
-               "e4m3_max: is 100, must be 448 or 256");
-  bad = args;
-  bad.y = address(4);
-  expect_error("y", fp4gemm_dequantize(&bad, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT, "y: is 0x1004");
-  bad = args;
-  bad.y_dtype = static_cast<fp4gemm_dtype_t>(3);
-  expect_error("y_dtype", fp4gemm_dequantize(&bad, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
-               "y_dtype: is 3");
-  auto const* const bytes = static_cast<uint8_t const*>(address());
-  expect_error("decode k", fp4gemm_decode(4, 17, bytes, bytes, address(), 0, nullptr),
-               FP4GEMM_ERROR_INVALID_ARGUMENT, "k: is 17");
-  expect_error("decode codes", fp4gemm_decode(4, 32, nullptr, bytes, address(), 0, nullptr),
-               FP4GEMM_ERROR_INVALID_ARGUMENT, "codes: is null");
-  expect_error("decode y", fp4gemm_decode(4, 32, bytes, bytes, nullptr, 0, nullptr),
-               FP4GEMM_ERROR_INVALID_ARGUMENT, "y: is null");
-}
-
 void test_scale_shape_and_texts() {
   struct Case {
     int64_t rows, k, scale_rows, scale_cols;
@@ -471,11 +226,7 @@ int main() {
   test_gemm_pointer_errors();
   test_b_is_fresh();
   test_grouped_errors();
-  test_quantize_errors();
-  test_decoded_errors();
   test_prepack();
-  test_producer_errors();
-  test_dequantize_and_decode_errors();
   test_scale_shape_and_texts();
   return report();
 }
