@@ -54,7 +54,7 @@ def quantize_model(
     which experts are understood; the others stay in float, with the reason in the report.
 
     The new weights have no gradient, and experts and fused blocks are forward only: run the model under
-    torch.inference_mode() or torch.no_grad(), or train adapters on its linear layers (docs/training.md).
+    torch.inference_mode() or torch.no_grad(), or train adapters on its linear layers (docs/lora.md).
 
     By default two kinds of linear layers stay in float. Output embeddings: what ``get_output_embeddings()``
     of any module returns, a layer named lm_head, one that shares its weight with a torch.nn.Embedding.

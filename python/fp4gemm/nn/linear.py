@@ -67,7 +67,7 @@ class Linear(DifferentiableLayer):
         q, k = q_proj(shared), k_proj(shared)
 
     Neither weight nor bias has a gradient. The input and the addend of ``forward`` do, so that adapters
-    (LoRA) train on top of a quantized model; :attr:`input_gradient` and docs/training.md define it.
+    (LoRA) train on top of a quantized model; :attr:`input_gradient` and docs/lora.md define it.
 
     NaN and infinity: a NaN in x has no effect on the amax and is quantized to +6 times its block scale, so
     that it does not show in y. An infinite x makes the amax of its row (or of x) infinite, and those rows of
