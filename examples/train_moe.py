@@ -1,8 +1,8 @@
 """Train a mixture-of-experts language model in bf16 and in NVFP4, and compare the losses.
 
     python examples/train_moe.py                                   # minutes on a CPU: bf16, nvidia, per_token
-    python examples/train_moe.py --size full --arms all --device cuda --time-limit 3000
-    python examples/train_moe.py --size full --arms all --device cuda --resume      # where it stopped
+    python examples/train_moe.py --size full --device cuda --seeds 0,1,2 --time-limit 540
+    python examples/train_moe.py --size full --device cuda --seeds 0,1,2 --resume   # where it stopped
 
 The text is the documentation and the sources of the Python packages on this machine; nothing is downloaded.
 An arm is a preset of ``fp4gemm.training``, or a change of one such as ``nvidia+no_rht``. Every arm has the
@@ -148,33 +148,53 @@ def train(args: argparse.Namespace, out: Path, console: Console) -> tuple[report
     def is_time_up() -> bool:
         return args.time_limit is not None and time.monotonic() - began > args.time_limit
 
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
                TextColumn("{task.fields[loss]}"))  # fmt: skip
-    with Progress(*columns, console=console) as progress:
+    # A log that is no terminal gets a line for each evaluation in place of the bar.
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         for name, seed in runs:
             if results.has(name, seed):
                 continue
             if is_time_up():
+                say(f"stopped before {name}, seed {seed}")
                 return results, False
             task = progress.add_task(f"{name}, seed {seed}", total=size.steps, loss="")
             run = Run(size, corpus, arm(name, seed), seed, device, dtype)
             path = checkpoint_path(folder, name, seed)
             if args.resume and path.exists():
                 run.load(path)
+                say(f"{name}, seed {seed}: goes on at step {run.step_number} of {path}")
 
             def on_step(run: Run, task: Any = task, path: Path = path) -> None:
                 done = run.step_number
                 text = f"held out {run.evaluations[-1][1]:.4f}" if run.evaluations else ""
                 progress.update(task, completed=done, loss=text)
+                if run.evaluations and run.evaluations[-1][0] == done:
+                    say(line_of(run))
                 if args.checkpoint_every and done % args.checkpoint_every == 0 and done < size.steps:
                     run.save(path)
 
             if not run.train(is_time_up, on_step):
                 run.save(path)
+                say(f"{name}, seed {seed}: stopped at step {run.step_number}, saved in {path}")
                 return results, False
             results.add(run.result())
             path.unlink(missing_ok=True)
     return results, True
+
+
+def line_of(run: Run) -> str:
+    """Where a run is, after an evaluation: losses in nats a token, and the time that its steps took."""
+    done = run.step_number
+    before = run.evaluations[-2][0] if len(run.evaluations) > 1 else 0
+    return (
+        f"{run.arm.name}, seed {run.seed}: step {done} of {run.size.steps}, training loss "
+        f"{float(run.losses[before:done].mean()):.4f}, held out {run.evaluations[-1][1]:.4f}, "
+        f"{run.seconds:.0f} s, {run.seconds / done:.3f} s a step"
+    )
 
 
 def describe(console: Console, runs: Sequence[tuple[str, int]], results: report.Results) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -273,6 +274,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     printed = capsys.readouterr().out
     assert "corpus   1 files" in printed
     assert "4 runs, 4 to do" in printed
+    assert "stopped before bf16, seed 0" in printed
+    for arm in ("bf16", "te_per_token"):
+        assert re.search(
+            rf"{arm}, seed 1: step 3 of 3, training loss \d\.\d+, held out \d\.\d+, \d+ s,", printed
+        )
     results = report.Results(out)
     assert [(row["arm"], row["seed"]) for row in results.rows] == [
         ("bf16", 0), ("te_per_token", 0), ("bf16", 1), ("te_per_token", 1)
@@ -293,7 +299,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.usefixtures("small_world")
-def test_a_time_limit_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_limit_and_going_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The clock stops the run after two steps; the rest has the losses of a run in one piece."""
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     arguments = ("--arms", "nvidia", "--steps", "4")
@@ -312,6 +320,9 @@ def test_a_time_limit_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(saved) == 1
     assert torch.load(saved[0], weights_only=True)["step_number"] == 2
     assert command(parts, *arguments, "--resume") == 0
+    printed = capsys.readouterr().out
+    assert f"nvidia, seed 0: stopped at step 2, saved in {saved[0]}" in printed
+    assert f"nvidia, seed 0: goes on at step 2 of {saved[0]}" in printed
     a, b = (report.Results(path).rows[0] for path in (whole, parts))
     assert {**a, "seconds": 0} == {**b, "seconds": 0}
 
