@@ -14,14 +14,16 @@ from .. import _checks
 from .._checks import moe as moe_checks
 from ..containers.nvfp4 import NVFP4Tensor
 from ..support import ready
-from . import _rows
 from ._message import Message
 from ._places import Places
 
 if TYPE_CHECKING:
     from .expert_parallel import ExpertParallel
 
-__all__ = ["Arrived", "Handle", "group_of", "ids_of", "tokens_of"]
+_IN_FLIGHT = 2  # dispatches whose handles are valid: what a double-buffered engine can hold
+E4M3_MAX = 448  # the bound of the block scales that travel
+
+__all__ = ["E4M3_MAX", "Arrived", "Handle", "check_handle", "group_of", "ids_of", "tokens_of"]
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,7 +58,7 @@ class Arrived(NamedTuple):
 
     def row_of(self) -> Tensor:
         """The row of blocks of each row of the local experts, or -1."""
-        return self.message.row_of_token(self.handle._places.token_of_row)
+        return self.message.row_of_token(self.handle._places.routing.token_of_row)
 
 
 def group_of(group: object) -> dist.ProcessGroup:
@@ -95,9 +97,9 @@ def tokens_of(x: object, hidden: int, bound: int) -> Tensor | NVFP4Tensor:
     if isinstance(x, NVFP4Tensor):
         t, k = x.shape[-2:]
         is_plain = x.offs is None and x.hadamard_signs is None and x.codes.dim() == 2
-        if not is_plain or x.amax.shape != (t,) or x.e4m3_max != _rows.E4M3_MAX:
+        if not is_plain or x.amax.shape != (t,) or x.e4m3_max != E4M3_MAX:
             raise ValueError(
-                f"x: got {x!r}, must have one amax for each row, e4m3_max {_rows.E4M3_MAX}, no groups "
+                f"x: got {x!r}, must have one amax for each row, e4m3_max {E4M3_MAX}, no groups "
                 "and no rotation, as fp4gemm.quantize(x) has"
             )
     else:
@@ -113,3 +115,16 @@ def tokens_of(x: object, hidden: int, bound: int) -> Tensor | NVFP4Tensor:
     if t > bound:
         raise ValueError(f"x: has {t} tokens, must have at most {bound}, max_tokens")
     return x
+
+
+def check_handle(handle: object, owner: ExpertParallel, num_dispatches: int) -> None:
+    """Raise unless this is the handle of a dispatch that may be combined now."""
+    if not isinstance(handle, Handle):
+        raise TypeError(f"handle: got {_checks.describe(handle)}, must be what dispatch returned")
+    if handle._owner is not owner:
+        raise ValueError("handle: is of another ExpertParallel, must be of a dispatch of this one")
+    if handle._is_combined:
+        raise ValueError("handle: is stale, it was combined already, must be combined once")
+    later = num_dispatches - handle._number
+    if later >= _IN_FLIGHT:
+        raise ValueError(f"handle: is stale, {later} dispatches followed, must be combined before the second")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import ranks
 from ..ops import operators
 from ._gather import Engine
-from ._places import Sizes, slots_of_tokens, slots_to_send
+from ._places import Places, Sizes, slots_of_tokens, slots_to_send
 
 __all__ = ["BLOCKS", "by_slots", "by_tree"]
 
@@ -17,7 +18,7 @@ BLOCKS = 8  # of experts, the leaves of the tree
 def by_slots(
     y: Tensor,
     all_ids: Tensor,
-    row_of_pair: Tensor,
+    places: Places,
     own_ids: Tensor,
     weights: Tensor,
     dtype: torch.dtype,
@@ -31,14 +32,12 @@ def by_slots(
     Args:
         y: (rows, d), the results of the local experts.
         all_ids: int32 (ranks * max_tokens, top_k); own_ids: int32 (t, top_k).
-        row_of_pair: int32 (ranks * max_tokens, top_k), the rows of y.
         weights: (t, top_k).
     """
-    sent = slots_to_send(all_ids, row_of_pair, sizes)
-    # Zeros for pairs that a capacity dropped: their tokens do not know it.
-    parts = torch.where((sent >= 0).view(-1, 1), y[sent.clamp(min=0).flatten()], 0)
+    sent = slots_to_send(all_ids, places, sizes)
+    parts = y[sent.clamp(min=0).flatten()]  # what stands for no row is not read
     arrived = engine.exchange(parts.view(sizes.ranks, -1, y.shape[1])).flatten(0, 1)
-    place = slots_of_tokens(own_ids, sizes, all_ids.shape[0] // sizes.ranks)
+    place = slots_of_tokens(own_ids, places, sizes)
     result: Tensor = operators.combine(arrived, place, weights, dtype)
     return result
 
@@ -46,8 +45,8 @@ def by_slots(
 def by_tree(
     y: Tensor,
     all_ids: Tensor,
-    row_of_pair: Tensor,
-    num_tokens: int,
+    places: Places,
+    own_ids: Tensor,
     all_weights: Tensor,
     dtype: torch.dtype,
     sizes: Sizes,
@@ -55,22 +54,19 @@ def by_tree(
 ) -> Tensor:
     """The sum over eight blocks of experts, as a binary tree whose nodes have the dtype of y.
 
-    A leaf is the sum of fp4gemm.combine over the slots whose expert is in its block. Each rank adds the nodes
-    below its own, and sends one row for each token.
+    :func:`fp4gemm.ranks.combine_part` and ``combine_tree`` define it. Each rank sends one row for each token.
     """
-    of_rank = BLOCKS // sizes.ranks
-    block = torch.where(row_of_pair >= 0, all_ids.div(sizes.num_experts // BLOCKS, rounding_mode="floor"), -1)
-    nodes = []
-    for index in range(sizes.rank * of_rank, (sizes.rank + 1) * of_rank):
-        rows = torch.where(block == index, row_of_pair, -1)
-        nodes.append(operators.combine(y, rows, all_weights, y.dtype))
-    part = _added(nodes)
+    part = ranks.combine_part(
+        y,
+        all_ids,
+        places.routing.row_of_pair,
+        all_weights,
+        num_experts=sizes.num_experts,
+        num_ranks=sizes.ranks,
+        rank=sizes.rank,
+        dtype=y.dtype,
+    )
     arrived = engine.exchange(part.view(sizes.ranks, -1, y.shape[1]))
-    return _added(list(arrived.unbind(0)))[:num_tokens].to(dtype)
-
-
-def _added(nodes: list[Tensor]) -> Tensor:
-    """The sum of 2^n tensors: neighbours first, each sum rounded to their dtype."""
-    while len(nodes) > 1:
-        nodes = [a + b for a, b in zip(nodes[::2], nodes[1::2], strict=True)]
-    return nodes[0]
+    return ranks.combine_tree(
+        list(arrived.unbind(0)), own_ids, num_experts=sizes.num_experts, out_dtype=dtype
+    )

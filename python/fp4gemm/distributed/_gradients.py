@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .. import _checks
+from .. import _checks, records
 from .._checks import training as training_checks
+from ..layout import record_bytes
 from ..training import _casts
-from ..training.recipe import DEQUANTIZED, HEADROOM, Cast, Recipe
+from ..training.recipe import DEQUANTIZED, Cast, Recipe
 from ..training.shared_input import QuantizedInput
-from . import _rows
-from ._arguments import Arrived, Handle, ids_of
+from ._arguments import E4M3_MAX, Arrived, Handle, ids_of
+from ._message import padded
 from ._places import slots_of_tokens, slots_to_send
 
 if TYPE_CHECKING:
@@ -50,12 +51,11 @@ def _values(arrived: Arrived, d: int, dtype: torch.dtype) -> Tensor:
 
 def _weights_of_rows(arrived: Arrived, top_k: int) -> Tensor:
     """float32 (num_rows,): the routing weight of the pair of each row."""
-    handle = arrived.handle
-    pairs = arrived.message.matrix(arrived.blocks, 1, torch.float32).reshape(-1)
-    row_of_pair = handle._places.row_of_pair.flatten().long()
-    # The place behind the rows is that of the pairs without one.
-    of_rows = pairs.new_zeros(handle.num_rows + 1)
-    return of_rows.scatter_(0, torch.where(row_of_pair < 0, handle.num_rows, row_of_pair), pairs)[:-1]
+    routing = arrived.handle._places.routing
+    pairs = arrived.message.matrix(arrived.blocks, 1, torch.float32).flatten()
+    token = routing.token_of_row.long()
+    found = pairs[(token * top_k + routing.slot_of_row).clamp(min=0)]
+    return torch.where(token >= 0, found, 0)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -73,14 +73,16 @@ class _Dispatch(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         d = ep.hidden
         if cast is None:
-            row_bytes = _rows.padded(d * x.dtype.itemsize)
+            row_bytes = padded(d * x.dtype.itemsize)
             arrived = ep._arrive(ids, ep.max_tokens, row_bytes, lambda out: _write(x, out), weights)
             rows = _values(arrived, d, x.dtype)
         else:
             packed = _casts.rows(x, cast, Recipe(x=cast, w=cast), None)
-            arrived = ep._arrive(
-                ids, ep.max_tokens, _rows.row_bytes(d), lambda out: _rows.pack(packed, out), weights
-            )
+
+            def write(out: Tensor) -> None:
+                records.make_records(packed, out)
+
+            arrived = ep._arrive(ids, ep.max_tokens, record_bytes(d), write, weights)
             operand = ep._operand(arrived)
             found.append(operand)
             rows = operand.dequantize(x.dtype)
@@ -94,10 +96,10 @@ class _Dispatch(torch.autograd.Function):
         ep, handle = ctx.ep, ctx.handle
         dx = ep._sum(_checks.readable(d_rows.contiguous()), handle, _ones(handle), d_rows.dtype)
         sizes = ep._sizes
-        sent = slots_to_send(handle._all_ids, handle._places.row_of_pair, sizes)
+        sent = slots_to_send(handle._all_ids, handle._places, sizes)
         parts = torch.where(sent >= 0, d_weights[sent.clamp(min=0)], 0)
         arrived = ep._engine().exchange(parts.view(sizes.ranks, -1)).flatten()
-        place = slots_of_tokens(handle._own_ids, sizes, handle._all_ids.shape[0] // sizes.ranks).long()
+        place = slots_of_tokens(handle._own_ids, handle._places, sizes).long()
         dw = torch.where(place >= 0, arrived[place.clamp(min=0)], 0)
         return None, dx, dw, None, None, None
 
@@ -118,13 +120,17 @@ class _Combine(torch.autograd.Function):
         (state,) = ctx.saved_tensors
         d = dy.shape[1]
         if state is None:
-            row_bytes = _rows.padded(d * dy.dtype.itemsize)
+            row_bytes = padded(d * dy.dtype.itemsize)
             arrived = ep._arrive_again(handle, row_bytes, lambda out: _write(dy, out))
             return None, _values(arrived, d, dy.dtype), None, None
         # The random numbers of a row follow from its place among the tokens of all ranks.
-        packed = _rows.quantized_at(dy.contiguous(), ep.rank * ep.max_tokens, HEADROOM, state)
-        arrived = ep._arrive_again(handle, _rows.row_bytes(d), lambda out: _rows.pack(packed, out))
-        rows = _rows.unpack(arrived.blocks, arrived.row_of(), handle.offs, d)
+        first = ep.rank * ep.max_tokens
+
+        def write(out: Tensor) -> None:
+            records.quantize_records(dy, rng_state=state, first_row=first, out=out)
+
+        arrived = ep._arrive_again(handle, record_bytes(d), write)
+        rows = records.gather_records(arrived.blocks, arrived.row_of(), handle.offs, d)
         return None, rows.dequantize(dy.dtype), None, None
 
 
@@ -135,7 +141,7 @@ def _travelling_cast(recipe: Recipe | None, x: Tensor) -> Cast | None:
     x_t = recipe.x_t
     follows = x_t == DEQUANTIZED or (isinstance(x_t, Cast) and x_t.source == "rowwise")
     is_row = recipe.x.scaling == "row" and not recipe.x.stochastic
-    is_row = is_row and _casts.scale_bound(recipe.x) == _rows.E4M3_MAX
+    is_row = is_row and _casts.scale_bound(recipe.x) == E4M3_MAX
     return recipe.x if is_row and (follows or not torch.is_grad_enabled()) else None
 
 

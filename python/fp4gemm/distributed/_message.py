@@ -12,9 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Message"]
+__all__ = ["Message", "padded"]
 
+_ALIGN_BYTES = 16
 _ELEMENT_BYTES = 4
+
+
+def padded(num_bytes: int) -> int:
+    """The next multiple of 16, bytes of a row that travels in its own dtype."""
+    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 class Message(NamedTuple):

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import ranks
 from .._checks import moe as moe_checks
-from ..ops import operators
 
-__all__ = ["Places", "Sizes", "at_experts", "slots_of_tokens", "slots_to_send"]
+__all__ = ["Places", "Sizes", "at_experts", "check_ids", "slots_of_tokens", "slots_to_send"]
 
 
 class Sizes(NamedTuple):
@@ -33,30 +33,20 @@ class Sizes(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The rows of the local experts, sorted by (expert, rank of the token, token, slot)."""
+    """The rows of all pairs of tokens and experts; those of this rank's experts are sorted by expert."""
 
-    offs: Tensor  # int32 (num_local,), the ends of the experts' rows
-    token_of_row: Tensor  # int32 (rows,), r * max_tokens + i; -1 from offs[-1] on
-    row_of_pair: Tensor  # int32 (ranks * max_tokens, top_k); -1 for pairs of other ranks, and without a row
-    wanted: Tensor  # int32 (1,), rows before the capacity cut them
+    routing: ranks.RankRouting
+    capacity: int  # rows of each rank
 
 
 def at_experts(ids: Tensor, sizes: Sizes, capacity: int | None) -> Places:
-    """The rows of this rank's experts for the ids int32 (ranks * max_tokens, top_k) of all tokens.
+    """The rows of the pairs of all tokens, of ids int32 (ranks * max_tokens, top_k).
 
-    They are those of :func:`fp4gemm.route` of all tokens on one process, of which each rank has a part. There
-    are ``ids.shape[0] * slots`` rows, or ``capacity``; pairs whose row is beyond it have none.
+    Each rank has ``ids.shape[0] * slots`` rows, or ``capacity``; pairs whose row is beyond it have none.
     """
-    first = sizes.rank * sizes.num_local
-    is_local = (ids >= first) & (ids < first + sizes.num_local)
-    local = torch.where(is_local, ids - first, -1)
-    offs, token_of_row, row_of_pair = operators.route(local, sizes.num_local)
-    wanted = offs[-1:].clone()
-    rows = ids.shape[0] * sizes.slots if capacity is None else min(capacity, ids.shape[0] * sizes.slots)
-    if rows < ids.numel():  # a capacity, or a GPU whose tokens name an expert twice, which is not looked at
-        offs = offs.clamp(max=rows)
-        row_of_pair = torch.where(row_of_pair < rows, row_of_pair, -1)
-    return Places(offs, token_of_row[:rows], row_of_pair, wanted)
+    most = ids.shape[0] * sizes.slots
+    rows = most if capacity is None else min(capacity, most)
+    return Places(ranks.route_ranks(ids, sizes.num_experts, sizes.ranks, sizes.rank, rows), rows)
 
 
 def check_ids(ids: Tensor, sizes: Sizes) -> None:
@@ -88,25 +78,29 @@ def _slot_at_owner(ids: Tensor, sizes: Sizes) -> Tensor:
     return is_same.tril(-1).sum(-1)
 
 
-def slots_to_send(ids: Tensor, row_of_pair: Tensor, sizes: Sizes) -> Tensor:
+def slots_to_send(ids: Tensor, places: Places, sizes: Sizes) -> Tensor:
     """int64 (ranks * max_tokens, slots): the row that this rank sends in each slot of each token, or -1."""
-    rows = row_of_pair.long()
+    rows = places.routing.row_of_pair.long() - sizes.rank * places.capacity
+    rows = torch.where((rows >= 0) & (rows < places.capacity), rows, -1)
     if sizes.slots == sizes.top_k:
         return rows
-    # A column behind the others takes what has no row.
+    # A column behind the others takes what has no row; on a GPU also a token that names an expert twice,
+    # which is not looked at there.
     column = torch.where(rows < 0, sizes.slots, _slot_at_owner(ids, sizes)).clamp(max=sizes.slots)
     sent = rows.new_full((ids.shape[0], sizes.slots + 1), -1)
     return sent.scatter_(1, column, rows)[:, :-1]
 
 
-def slots_of_tokens(ids: Tensor, sizes: Sizes, max_tokens: int) -> Tensor:
-    """int32 (t, top_k): where the row of each pair of this rank's tokens arrives, or -1.
+def slots_of_tokens(ids: Tensor, places: Places, sizes: Sizes) -> Tensor:
+    """int32 (t, top_k): where the row of each pair of this rank's tokens ids arrives, or -1.
 
     The arrived rows are (ranks, max_tokens, slots), of which this is the flat index.
     """
-    tokens = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1)
+    t, of_pairs = ids.shape[0], places.routing.row_of_pair
+    max_tokens = of_pairs.shape[0] // sizes.ranks
+    rows = of_pairs[sizes.rank * max_tokens :][:t]
+    tokens = torch.arange(t, device=ids.device).unsqueeze(1)
     owner = ids.div(sizes.num_local, rounding_mode="floor")
     slot = _slot_at_owner(ids, sizes)
     place = (owner * max_tokens + tokens) * sizes.slots + slot
-    is_sent = (ids >= 0) & (ids < sizes.num_experts) & (slot < sizes.slots)
-    return torch.where(is_sent, place, -1).to(torch.int32)
+    return torch.where((rows >= 0) & (slot < sizes.slots), place, -1).to(torch.int32)

@@ -10,15 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import _checks
+from .. import _checks, records
 from .._checks import moe as moe_checks
 from ..containers.nvfp4 import NVFP4Tensor
-from . import _combine, _gradients, _rows
+from ..layout import record_bytes
+from . import _combine, _gradients
 from ._agreement import require_equal
-from ._arguments import Arrived, Handle, group_of, ids_of, tokens_of
+from ._arguments import Arrived, Handle, check_handle, group_of, ids_of, tokens_of
 from ._gather import Engine, GatherEngine
 from ._message import Message
-from ._places import Places, Sizes, at_experts, check_ids
+from ._places import Sizes, at_experts, check_ids
 
 if TYPE_CHECKING:
     from ..training.recipe import Recipe
@@ -29,7 +30,6 @@ __all__ = ["ExpertParallel", "Handle"]
 EngineName = Literal["auto", "gather"]
 CombineName = Literal["slots", "tree"]
 GradientName = Literal["original", "nvfp4"]
-_IN_FLIGHT = 2  # dispatches whose handles are valid: what a double-buffered engine can hold
 
 
 class ExpertParallel:
@@ -63,8 +63,8 @@ class ExpertParallel:
             binary tree over eight blocks of experts with nodes of the dtype of y. Fewer bytes travel, and the
             bits are the same for 1, 2, 4 and 8 ranks; E is a multiple of 8.
         gradient: what travels of the gradients of results in training: "original", themselves, or "nvfp4",
-            the values of their cast with one amax for each token, headroom 17/16 and stochastic rounding,
-            whose random numbers belong to the token, whatever rank has it.
+            the values of their cast with one amax for each token and stochastic rounding, whose random
+            numbers belong to the token, whatever rank has it.
         seed: of these random numbers.
         capacity: None: no row is ever dropped, and an operand has R * max_tokens * min(top_k, E/R) rows. Or
             the number of rows of an operand: pairs beyond it are dropped, and contribute nothing;
@@ -127,7 +127,7 @@ class ExpertParallel:
         self._transport: Engine | None = GatherEngine(self.group)
         self._count = 0  # dispatches so far
         self._random: Tensor | None = None
-        self._state: Tensor | None = None  # int64 (2,): the most rows that were wanted, and ids out of range
+        self._status: Tensor | None = None  # int32 (2,): the most rows of a rank, and whether ids were wrong
 
     @property
     def num_ranks(self) -> int:
@@ -177,7 +177,14 @@ class ExpertParallel:
         bound = self._bound(max_tokens)
         x = tokens_of(x, self.hidden, bound)
         ids = ids_of(topk_ids, (x.shape[0], self.top_k), x.device)
-        arrived = self._arrive(ids, bound, _rows.row_bytes(self.hidden), lambda out: _rows.pack(x, out))
+
+        def write(out: Tensor) -> None:
+            if isinstance(x, NVFP4Tensor):
+                records.make_records(x, out)
+            else:
+                records.quantize_records(x, out=out)
+
+        arrived = self._arrive(ids, bound, record_bytes(self.hidden), write)
         return self._operand(arrived), arrived.handle
 
     def combine(
@@ -200,14 +207,14 @@ class ExpertParallel:
             RuntimeError, NotImplementedError: as :meth:`dispatch`.
         """
         self._engine()
-        self._check_handle(handle)
+        check_handle(handle, self, self._count)
         y = _checks.readable(_checks.is_tensor("y", y))
         _checks.has_rank("y", y, 2, "(handle.num_rows, d)")
         if y.shape[0] != handle.num_rows:
             raise ValueError(f"y: has {y.shape[0]} rows, must have {handle.num_rows}, those of the dispatch")
         weights = _checks.is_tensor("topk_weights", topk_weights).contiguous()
-        own = handle._own_ids
-        dtype = moe_checks.combine(y, own, weights, out_dtype, "fp4gemm.distributed.ExpertParallel.combine")
+        function = "fp4gemm.distributed.ExpertParallel.combine"
+        dtype = moe_checks.combine(y, handle._own_ids, weights, out_dtype, function)
         handle._is_combined = True
         return self._sum(y, handle, weights, dtype)
 
@@ -245,36 +252,35 @@ class ExpertParallel:
         return _gradients.combine(self, y, handle)
 
     def check(self) -> None:
-        """Raise for what the device noticed in the dispatches since the last check; every rank calls it.
+        """Raise for what the device noticed in the dispatches since the last check, on every rank alike.
 
         Raises:
-            RuntimeError: on every rank, naming the first rank whose experts got more rows than ``capacity``,
-                or that ids outside of -1..num_experts-1 were dispatched.
+            RuntimeError: the experts of a rank got more rows than ``capacity``, or ids outside of
+                -1..num_experts-1 were dispatched.
 
         Synchronises.
         """
-        transport = self._engine()
-        if self._state is None:
+        self._engine()
+        if self._status is None:
             return
-        wanted, wrong = transport.gather(self._state.unsqueeze(0)).unbind(1)
-        self._state.zero_()
-        if int(wrong.max()):
+        rows, has_wrong_ids = self._status.tolist()
+        self._status = None
+        if has_wrong_ids:
             raise RuntimeError(
-                f"topk_ids: {int(wrong.max())} ids were outside of -1..{self.num_experts - 1} since the last "
-                "check, must not be; they named no expert"
+                f"topk_ids: an id was outside of -1..{self.num_experts - 1} since the last check, must not "
+                "be; it named no expert"
             )
-        if self.capacity is not None and int(wanted.max()) > self.capacity:
-            rank = int(wanted.argmax())
+        if self.capacity is not None and rows > self.capacity:
             raise RuntimeError(
-                f"capacity: is {self.capacity}, must be at least {int(wanted[rank])}, the rows of the "
-                f"experts of rank {rank} in a dispatch since the last check; those beyond it were dropped"
+                f"capacity: is {self.capacity}, must be at least {rows}, the rows of the experts of a rank "
+                "in a dispatch since the last check; those beyond it were dropped"
             )
 
     def close(self) -> None:
         """Free what the object holds. Later calls, and handles of earlier ones, are refused."""
         if self._transport is not None:
             self._transport.close()
-        self._transport = self._state = None
+        self._transport = self._status = None
 
     def __repr__(self) -> str:
         return (
@@ -321,11 +327,19 @@ class ExpertParallel:
         if device.type == "cpu":
             check_ids(all_ids, self._sizes)
         places = at_experts(all_ids, self._sizes, self.capacity)
-        self._note(places, all_ids)
+        status = places.routing.status
+        self._status = status if self._status is None else torch.maximum(self._status, status)
         self._count += 1
-        num_rows = places.token_of_row.shape[0]
         handle = Handle(
-            places.offs, t, num_rows, all_ids.numel(), self, self._count, all_ids, own_ids, places
+            places.routing.offs,
+            t,
+            places.capacity,
+            all_ids.numel(),
+            self,
+            self._count,
+            all_ids,
+            own_ids,
+            places,
         )
         return Arrived(message, blocks, handle)
 
@@ -347,22 +361,20 @@ class ExpertParallel:
 
     def _operand(self, arrived: Arrived) -> NVFP4Tensor:
         """The rows of this rank's experts, of blocks of packed rows."""
-        return _rows.unpack(arrived.blocks, arrived.row_of(), arrived.handle.offs, self.hidden)
+        return records.gather_records(arrived.blocks, arrived.row_of(), arrived.handle.offs, self.hidden)
 
     def _sum(self, y: Tensor, handle: Handle, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """The weighted sum of the rows of each of this rank's tokens, (t, d) of dtype."""
         transport = self._engine()
-        all_ids, row_of_pair = handle._all_ids, handle._places.row_of_pair
+        all_ids, places = handle._all_ids, handle._places
         if self.combine_order == "slots":
             return _combine.by_slots(
-                y, all_ids, row_of_pair, handle._own_ids, weights, dtype, self._sizes, transport
+                y, all_ids, places, handle._own_ids, weights, dtype, self._sizes, transport
             )
         everyone = weights.new_zeros((all_ids.shape[0] // self.num_ranks, self.top_k))
         everyone[: weights.shape[0]] = weights
         weights = transport.gather(everyone)
-        return _combine.by_tree(
-            y, all_ids, row_of_pair, handle.num_tokens, weights, dtype, self._sizes, transport
-        )
+        return _combine.by_tree(y, all_ids, places, handle._own_ids, weights, dtype, self._sizes, transport)
 
     def _bound(self, max_tokens: object) -> int:
         if max_tokens is None:
@@ -373,24 +385,3 @@ class ExpertParallel:
                 f"max_tokens: got {max_tokens}, must be at most {self.max_tokens}, the constructor's"
             )
         return int(max_tokens)  # type: ignore[call-overload, no-any-return]
-
-    def _note(self, places: Places, all_ids: Tensor) -> None:
-        """Keep, on the device, what check() reports."""
-        if self._state is None:
-            self._state = torch.zeros(2, dtype=torch.int64, device=all_ids.device)
-        wrong = ((all_ids < -1) | (all_ids >= self.num_experts)).sum()
-        self._state[:1] = torch.maximum(self._state[:1], places.wanted)
-        self._state[1:] += wrong
-
-    def _check_handle(self, handle: object) -> None:
-        if not isinstance(handle, Handle):
-            raise TypeError(f"handle: got {_checks.describe(handle)}, must be what dispatch returned")
-        if handle._owner is not self:
-            raise ValueError("handle: is of another ExpertParallel, must be of a dispatch of this one")
-        if handle._is_combined:
-            raise ValueError("handle: is stale, it was combined already, must be combined once")
-        if self._count - handle._number >= _IN_FLIGHT:
-            raise ValueError(
-                f"handle: is stale, {self._count - handle._number} dispatches followed its own, must be "
-                f"combined before dispatch {_IN_FLIGHT} after it"
-            )
