@@ -83,8 +83,8 @@ def expected(ids: Tensor, case: Routed, rank: int, capacity: int) -> list[Tensor
 def test_route_ranks(name: str, dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> None:
     case = ROUTED[name]
     ids = ids_of(case, gen)
+    fill_and_free(device)
     for rank in sorted({0, case.ranks // 2, case.ranks - 1}):
-        fill_and_free(device)
         given = ids.to(dtype).to(device)
         routing = ranks.route_ranks(given, case.experts, case.ranks, rank, case.capacity)
         capacity = case.capacity or max(case.tokens * min(case.top_k, case.experts // case.ranks), 1)
@@ -189,6 +189,7 @@ def test_the_tree_is_the_same_for_any_number_of_ranks(
     y = make("normal", t * top_k, d, y_dtype, gen)
     want = whole_tree(y, ids, routing.row_of_pair, weights, experts, dtype)
     ids = ids.to(device)
+    fill_and_free(device)
     for num in (1, 2, 4, 8):
         parts, first = [], 0
         for rank in range(num):
@@ -197,7 +198,6 @@ def test_the_tree_is_the_same_for_any_number_of_ranks(
             held = torch.full((mine.token_of_row.shape[0], d), torch.nan, dtype=y_dtype, device=device)
             held[:rows] = y[first : first + rows].to(device)
             first += rows
-            fill_and_free(device)
             parts.append(
                 ranks.combine_part(
                     held,

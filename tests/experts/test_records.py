@@ -73,9 +73,9 @@ def test_quantize_records(
 ) -> None:
     """Against quantize, in every shape of the kernel; memory is filled first."""
     given = on(device, OPTIONS[options])
+    fill_and_free(device)
     for m, k in SHAPES if device.type == "cuda" else SHAPES[:4]:
         x = make("normal", m, k, dtype, gen).to(device)
-        fill_and_free(device)
         want = torch.from_numpy(bytes_of(quantized(x, given)))
         assert_bits(records.quantize_records(x, **given).cpu(), want, f"{m} x {k}")
 
@@ -151,9 +151,9 @@ def test_gather_records(case: str, device: torch.device, gen: torch.Generator) -
     offs = torch.tensor(sizes).cumsum(0).int().to(device)
     want = fp4gemm.quantize(x, rows=rows, offs=offs)
     made = records.quantize_records(x)
+    fill_and_free(device)
     for num_buffers in (1, 2, 8):
         parts = [part.clone() for part in made.chunk(num_buffers)]
-        fill_and_free(device)
         given = parts[0] if num_buffers == 1 else parts
         assert_same(records.gather_records(given, rows, offs, k), want, f"{num_buffers} buffers")
 
