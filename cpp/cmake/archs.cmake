@@ -10,7 +10,8 @@
 set(FP4GEMM_ARCH_TABLE
     "80    |  -            | 12.5  | 80 89                             | 8.0 8.6 8.7 8.8 8.9"
     "90a   |  sm90         | 12.5  | 90 90-ptx                         | 9.0"
-    "100f  |  sm100        | 12.9  | 100f                              | 10.0 10.3")
+    "100f  |  sm100        | 12.9  | 100f                              | 10.0 10.3"
+    "120f  |  sm120        | 12.9  | 120f                              | 12.0 12.1")
 
 # Sets out_var to every family of the table.
 function(fp4gemm_all_archs out_var)

@@ -127,7 +127,7 @@ void check_selection(Wanted const& wanted) {
 /// Every device, SM count and class of shape gets a kernel of its own family and output type, or none.
 void test_selection_is_legal() {
   int const archs[] = {70, 75, 80, 86, 89, 90, 100, 101, 103, 107, 110, 120, 121};
-  int const sm_counts[] = {1, 2, 16, 78, 114, 132, 144, 148, 160};
+  int const sm_counts[] = {1, 2, 16, 48, 78, 114, 132, 148, 160, 188};
   int64_t const sizes_m[] = {0, 1, 7, 16, 33, 64, 128, 257, 1024, 4096, 8192, 131072, 5000000, 2147483647};
   int64_t const sizes_n[] = {8, 64, 192, 2112, 7168, 57344};
   int64_t const sizes_k[] = {32, 512, 7168, 16384};
@@ -156,7 +156,7 @@ void test_selection_is_legal() {
 
 /// Batch-invariant selection does not depend on m; groups that are ragged in k may have k = 0.
 void test_selection_of_modes() {
-  for (int arch : {90, 100, 103}) {
+  for (int arch : {90, 100, 103, 120, 121}) {
     for (int num_groups : {0, 8, 1500}) {
       Wanted wanted{arch, 132, 1, 4096, 7168};
       wanted.num_groups = num_groups;
@@ -206,6 +206,11 @@ void test_selection_follows_shape() {
       {100, 148, 1, 7168, 2048, kNvfp4, 1, 256 * 128},
       {103, 160, 16384, 16384, 8192, kNvfp4, 256 * 256, 256 * 256},
       {103, 160, 16, 4096, 7168, kNvfp4, 1, 256 * 128},
+      {120, 188, 8192, 8192, 8192, kNvfp4, 256 * 128, 256 * 128},
+      {120, 170, 1, 8192, 8192, kNvfp4, 1, 128 * 128},
+      {120, 170, 128, 4096, 4096, kNvfp4, 1, 128 * 128},
+      {121, 48, 4096, 4096, 4096, kNvfp4, 256 * 128, 256 * 128},
+      {121, 48, 16, 2048, 4096, kNvfp4, 1, 128 * 128},
   };
   for (Case const& c : cases) {
     if (arch_of(c.arch) == 0) {
@@ -216,7 +221,8 @@ void test_selection_follows_shape() {
           info_at(Wanted{c.arch, c.num_sms, c.m, c.n, c.k, dtype, c.formats}.select());
       int const tile = info.tile_m * info.tile_n;
       // Not every type has the largest tiles.
-      int const least = dtype == FP4GEMM_BF16 ? c.least_tile : std::min(c.least_tile, 256 * 128);
+      int const most_of_others = info.arch == 120 ? 128 * 128 : 256 * 128;
+      int const least = dtype == FP4GEMM_BF16 ? c.least_tile : std::min(c.least_tile, most_of_others);
       CHECK(tile >= least && tile <= c.most_tile, "sm%d m %lld n %lld k %lld got %s", c.arch,
             static_cast<long long>(c.m), static_cast<long long>(c.n), static_cast<long long>(c.k), info.name);
     }

@@ -78,7 +78,7 @@ def test_the_selection_does_not_depend_on_earlier_ones() -> None:
     """The library remembers some selections; more problems than that get the same kernels in any order."""
     problems: list[tuple[tuple[int, ...], dict[str, Any]]] = [
         ((arch, sms, m, n, k, groups), {"format_a": form, "format_b": "prepacked" if arch == 90 else "nvfp4"})
-        for arch, form in ((90, "fp16"), (90, "nvfp4"), (100, "nvfp4"), (80, "nvfp4"))
+        for arch, form in ((90, "fp16"), (90, "nvfp4"), (100, "nvfp4"), (121, "nvfp4"), (80, "nvfp4"))
         for sms in (132, 78)
         for m in (1, 65, 2049)
         for n in (64, 4096)

@@ -24,7 +24,7 @@ include("{REPO}/cpp/cmake/archs.cmake")
 list(APPEND FP4GEMM_ARCH_TABLE "{row}")
 set(FP4GEMM_CUDA_ARCHS "{archs}")
 fp4gemm_read_archs()
-foreach(name ARCHS GEMM_FOLDERS PTX_FOLDERS NVCC_MIN GENCODE_sm120 DEVICES_sm120)
+foreach(name ARCHS GEMM_FOLDERS PTX_FOLDERS NVCC_MIN GENCODE_sm130 DEVICES_sm130)
   message("${{name}}=${{FP4GEMM_${{name}}}}")
 endforeach()
 """
@@ -33,23 +33,23 @@ endforeach()
 
 
 def test_a_row_is_all_that_the_build_needs(tmp_path: Path) -> None:
-    for archs in ("all", "80;120f"):
-        done = read_archs(tmp_path, archs, "120f | sm120 | 12.9 | 120 | 12.0 12.1")
+    for archs in ("all", "80;130f"):
+        done = read_archs(tmp_path, archs, "130f | sm130 | 13.9 | 130 | 13.0 13.1")
         assert done.returncode == 0, done.stderr
         found = dict(line.split("=", 1) for line in done.stderr.splitlines())
-        assert found["ARCHS"].split(";")[-1] == "120f"
-        assert found["GEMM_FOLDERS"].split(";")[-1] == "sm120"
-        assert found["PTX_FOLDERS"].split(";")[-1] == "sm120"
-        assert found["NVCC_MIN"] == "12.9"
-        assert found["GENCODE_sm120"] == "-gencode=arch=compute_120f,code=[sm_120f,compute_120f]"
-        assert found["DEVICES_sm120"] == "12.0 12.1"
+        assert found["ARCHS"].split(";")[-1] == "130f"
+        assert found["GEMM_FOLDERS"].split(";")[-1] == "sm130"
+        assert found["PTX_FOLDERS"].split(";")[-1] == "sm130"
+        assert found["NVCC_MIN"] == "13.9"
+        assert found["GENCODE_sm130"] == "-gencode=arch=compute_130f,code=[sm_130f,compute_130f]"
+        assert found["DEVICES_sm130"] == "13.0 13.1"
     assert len(found["ARCHS"].split(";")) == 2
 
 
 def test_no_row_promises_an_nvcc_older_than_the_host_code_needs(tmp_path: Path) -> None:
     """cudaGetDriverEntryPointByVersion is new in CUDA 12.5. A family of machine code alone has no PTX."""
-    for archs, ptx in (("80", ""), ("90a", ""), ("80;90a;100f", "sm100")):
-        done = read_archs(tmp_path, archs, "120f | sm120 | 12.9 | 120 | 12.0 12.1")
+    for archs, ptx in (("80", ""), ("90a", ""), ("80;90a;100f", "sm100"), ("120f", "sm120")):
+        done = read_archs(tmp_path, archs, "130f | sm130 | 13.9 | 130 | 13.0 13.1")
         found = dict(line.split("=", 1) for line in done.stderr.splitlines())
         assert tuple(map(int, found["NVCC_MIN"].split("."))) >= (12, 5)
         assert found["PTX_FOLDERS"] == ptx
@@ -58,8 +58,8 @@ def test_no_row_promises_an_nvcc_older_than_the_host_code_needs(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("archs", "row", "message"),
     [
-        ("120a", "120f | sm120 | 12.9 | 120 | 12.0", "120a is unknown, must be all, native, none, or a list"),
-        ("120a", "120a | sm120 | 12.8 | 120 | 12.0 12.1", "120a serves 12.0 12.1, must serve one compute"),
+        ("130a", "130f | sm130 | 13.9 | 130 | 13.0", "130a is unknown, must be all, native, none, or a list"),
+        ("130a", "130a | sm130 | 13.8 | 130 | 13.0 13.1", "130a serves 13.0 13.1, must serve one compute"),
     ],
 )
 def test_a_wrong_list_or_row_is_refused(tmp_path: Path, archs: str, row: str, message: str) -> None:

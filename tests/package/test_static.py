@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
+import shutil
 import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import fp4gemm
 import pytest
@@ -93,7 +96,8 @@ def test_every_kernel_of_the_table_is_in_the_library() -> None:
 
 def test_no_kernel_spills() -> None:
     """No kernel has local memory. GEMMs and common casts have no stack frame, and GEMMs on prepacked weights
-    with 16 warps have one of a few bytes, which is used outside of the mainloop.
+    with 16 warps have one of a few bytes, which is used outside of the mainloop, as have SM120's
+    (test_sm120_kernels_spill_outside_of_the_mainloop).
 
     The other quantize kernels may have a stack frame, as the widest norm has, whose row fills all registers.
     Before 9.0, where some conversions are emulated, common casts may spill a few bytes.
@@ -105,8 +109,29 @@ def test_no_kernel_spills() -> None:
         assert figures["SHARED"] <= 48 * 1024, (arch, name, figures)  # what a kernel has without asking
         common = COMMON_CAST.search(name)
         strict = GEMM.search(name) or "prepare_groups" in name or (common and not arch.startswith("sm_8"))
-        bound = 32 if PREPACKED in name else 0 if strict else 64 if common else 320
+        few = PREPACKED in name or ("gemm_kernel" in name and arch.startswith("sm_120"))
+        bound = 32 if few else 0 if strict else 64 if common else 320
         assert figures["STACK"] <= bound, (arch, name, figures)
+
+
+def test_sm120_kernels_spill_outside_of_the_mainloop() -> None:
+    """Some spill two words, the coordinates of a tile. The innermost loop of MMAs does not access them.
+
+    The loop holds a third of the MMAs or more; the others belong to the first and the last k tile.
+    """
+    kernels = [name for arch, name, _ in resources() if arch.startswith("sm_120") and "gemm_kernel" in name]
+    if not kernels:
+        pytest.skip("no sm_120 kernels in this build")
+    (image,) = {arch for arch, name, _ in resources() if name in kernels}
+    for name in kernels:
+        code = sass.parse(machine_code(image)[name])
+        mmas = [found.address for found in code if found.base == "OMMA"]
+        spills = [found.address for found in code if found.base in ("LDL", "STL")]
+        branches = [(found.target, found.address) for found in code if found.base == "BRA"]
+        loops = [range(first, last) for first, last in branches if first is not None and first < last]
+        mainloop = min((loop for loop in loops if any(at in loop for at in mmas)), key=len)
+        assert sum(at in mainloop for at in mmas) * 3 >= len(mmas) > 0, name
+        assert not any(at in mainloop for at in spills), name
 
 
 def test_images_are_those_promised() -> None:
@@ -201,8 +226,9 @@ def test_the_walk_finds_a_missing_wait() -> None:
         ("sm_90a", "packed_gemm", r"HMMA\.16816\.F32"),
         ("sm_90a", PREPACKED, r"HMMA\.16816\.F32|HGMMA\.64x\d+x16\.F32"),
         ("sm_100", "gemm_kernel", r"UTCOMMA(\.2CTA)?\.4X"),
+        ("sm_120", "gemm_kernel", r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X"),
     ],
-    ids=["sm90-wgmma", "sm90-packed-mma", "sm90-prepacked", "sm100-block-scaled"],
+    ids=["sm90-wgmma", "sm90-packed-mma", "sm90-prepacked", "sm100-block-scaled", "sm120-block-scaled"],
 )
 def test_kernels_use_the_tensor_cores_meant(arch: str, function: str, instruction: str) -> None:
     """Each GEMM kernel holds the matrix instruction of its operand type."""
@@ -212,3 +238,27 @@ def test_kernels_use_the_tensor_cores_meant(arch: str, function: str, instructio
     for image in {image for image, name, _ in resources() if name in names}:
         for name in names:
             assert any(re.search(instruction, line) for line in machine_code(image)[name]), (image, name)
+
+
+def find_nvcc() -> str | None:
+    """nvcc on the PATH, else that of the wheels in this environment, else None."""
+    beside = sorted(Path(sys.prefix).glob("lib/python*/site-packages/nvidia/*/bin/nvcc"))
+    return shutil.which("nvcc") or (str(beside[-1]) if beside else None)
+
+
+@pytest.mark.parametrize("arch", ["sm_120a", "sm_121a", "sm_121f"])
+def test_ptxas_accepts_sm120_kernels_for_each_of_its_devices(arch: str, tmp_path: Path) -> None:
+    """The PTX of a unit of the family 120f is legal for 12.0 and for 12.1 (DGX Spark)."""
+    if 120 not in built_archs():
+        pytest.skip("no sm_120 kernels in this build")
+    nvcc = find_nvcc()
+    if nvcc is None:
+        pytest.skip("nvcc is not installed")
+    library = _native.library_path(_native.CORE_LIBRARY)
+    command = [cuobjdump(), "--extract-ptx", "sm_120", str(Path(library).resolve())]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    units = [path for path in tmp_path.glob("*.ptx") if "gemm_kernel" in path.read_text()]
+    unit = min(units, key=lambda path: path.stat().st_size)
+    command = [nvcc, f"-arch={arch}", "-cubin", "-o", str(tmp_path / "unit.cubin"), str(unit)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
