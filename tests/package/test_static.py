@@ -20,7 +20,10 @@ PREPACKED = "sm90_nvfp4_gemm"
 QUANTIZING = "Sm90Nvfp4QuantizingConfig"
 GEMM = re.compile(rf"gemm_kernel|packed_gemm|{PREPACKED}")
 # The families of kernels that are launched before the kernel ahead of them has ended.
-WAITING = re.compile(rf"quantize_rows|route_slots|combine_rows|gemm_kernel|prepare_groups|{PREPACKED}")
+WAITING = re.compile(
+    rf"quantize_rows|quantize_to_records|make_row_records|gather_rows|route_slots|combine_rows|"
+    rf"combine_rank_rows|combine_blocks|combine_parts|gemm_kernel|prepare_groups|{PREPACKED}"
+)
 # One row in registers, TransformerEngine's cast: PlainLoader, TeCast, grouped or not, not looped.
 COMMON_CAST = re.compile(r"quantize_rows.*PlainLoader.*TeCast.*ELb[01]ELb0ELi")
 
