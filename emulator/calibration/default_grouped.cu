@@ -71,11 +71,9 @@ bool run(int n, int k, std::vector<int> const& rows) {
   return passed;
 }
 
-template <int M, int N, int K, int ClusterM, class LayoutD>
+template <int M, int N, int ClusterM, int ClusterN, class LayoutD>
 int check(char const* what, int n, int k, std::vector<int> const& rows) {
-  return report(
-      what,
-      run<Case<Shape<Int<M>, Int<N>, Int<K>>, Shape<Int<ClusterM>, _1, _1>, Out, LayoutD, true>>(n, k, rows));
+  return report(what, run<Case<M, N, ClusterM, ClusterN, Out, LayoutD, true>>(n, k, rows));
 }
 
 }  // namespace
@@ -91,22 +89,15 @@ int main(int argc, char** argv) {
     rows.push_back(std::atoi(argv[i]));
   }
   int failed = 0;
-#if CALIBRATION_ARCH == 120
-  failed += check<128, 128, 128, 1, Row>("128x128x128, row-major D", n, k, rows);
+  failed += check<128, 128, 1, 1, Row>("128x128, cluster 1x1, row-major D", n, k, rows);
+  failed += check<128, 64, 1, 1, Column>("128x64, cluster 1x1, column-major D", n, k, rows);
   if constexpr (sizeof(Out) == 2) {
-    failed += check<256, 128, 128, 1, Row>("256x128x128, row-major D", n, k, rows);
-  }
-#else
-  failed += check<128, 128, 256, 1, Row>("128x128, cluster 1x1, row-major D", n, k, rows);
-  failed += check<128, 64, 256, 1, Column>("128x64, cluster 1x1, column-major D", n, k, rows);
-  if constexpr (sizeof(Out) == 2) {
-    failed += check<256, 256, 256, 2, Row>("256x256, cluster 2x1, row-major D", n, k, rows);
-    failed += check<256, 128, 256, 2, Row>("256x128, cluster 2x1, row-major D", n, k, rows);
-    failed += check<256, 128, 256, 2, Column>("256x128, cluster 2x1, column-major D", n, k, rows);
+    failed += check<256, 256, 2, 1, Row>("256x256, cluster 2x1, row-major D", n, k, rows);
+    failed += check<256, 128, 2, 1, Row>("256x128, cluster 2x1, row-major D", n, k, rows);
+    failed += check<256, 128, 2, 1, Column>("256x128, cluster 2x1, column-major D", n, k, rows);
   } else {
-    failed += check<256, 192, 256, 2, Row>("256x192, cluster 2x1, row-major D", n, k, rows);
+    failed += check<256, 192, 2, 1, Row>("256x192, cluster 2x1, row-major D", n, k, rows);
   }
-#endif
   std::printf("  %s\n", failed == 0 ? "All passed" : "Some failed");
   return failed;
 }

@@ -1,5 +1,5 @@
-// CUTLASS's own NVFP4 kernels with the default epilogue (linear combination without C), by tile and layout,
-// and their verification against CUTLASS's host reference. CALIBRATION_ARCH is the architecture, 100 or 120.
+// CUTLASS's own NVFP4 kernels for SM100 with the default epilogue (linear combination without C), by tile and
+// layout, and their verification against CUTLASS's host reference.
 #pragma once
 
 #include <cstdio>
@@ -27,48 +27,16 @@ using namespace cute;
 
 using Element = cutlass::nv_float4_t<cutlass::float_e2m1_t>;
 
-#if CALIBRATION_ARCH == 120
-using Arch = cutlass::arch::Sm120;
-
-/// Two warpgroups share a tile.
-template <class Tile, bool kGrouped>
-struct Schedules {
-  using EpilogueTile = cutlass::epilogue::collective::EpilogueTileAuto;
-  using Epilogue = conditional_t<kGrouped, cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative,
-                                 cutlass::epilogue::TmaWarpSpecializedCooperative>;
-  using Mainloop = conditional_t<kGrouped, cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative,
-                                 cutlass::gemm::KernelTmaWarpSpecializedCooperative>;
-};
-#else
-using Arch = cutlass::arch::Sm100;
-
-/// Tiles of 256 rows are those of a pair of SMs.
-template <class Tile, bool kGrouped>
-struct Schedules {
-  static constexpr bool kTwoSm = size<0>(Tile{}) == 256;
-  // With n = 256 the two accumulators of CUTLASS overlap by the columns of the epilogue tile, since TMEM also
-  // has to hold the scale factors.
-  using EpilogueTile = Shape<_128, Int<size<1>(Tile{}) == 256 ? 64 : 32>>;
-  using Epilogue = conditional_t<kGrouped,
-                                 conditional_t<kTwoSm, cutlass::epilogue::PtrArrayTmaWarpSpecialized2Sm,
-                                               cutlass::epilogue::PtrArrayTmaWarpSpecialized1Sm>,
-                                 conditional_t<kTwoSm, cutlass::epilogue::TmaWarpSpecialized2Sm,
-                                               cutlass::epilogue::TmaWarpSpecialized1Sm>>;
-  using Mainloop =
-      conditional_t<kGrouped,
-                    conditional_t<kTwoSm, cutlass::gemm::KernelPtrArrayTmaWarpSpecialized2SmNvf4Sm100,
-                                  cutlass::gemm::KernelPtrArrayTmaWarpSpecialized1SmNvf4Sm100>,
-                    conditional_t<kTwoSm, cutlass::gemm::KernelTmaWarpSpecialized2SmNvf4Sm100,
-                                  cutlass::gemm::KernelTmaWarpSpecialized1SmNvf4Sm100>>;
-};
-#endif
-
-template <class Tile_, class Cluster_, class Out_, class LayoutD_, bool kGrouped_>
+template <int M, int N, int ClusterM, int ClusterN, class Out_, class LayoutD_, bool kGrouped_>
 struct Case {
   using Out = Out_;
-  using Tile = Tile_;
-  using Cluster = Cluster_;
+  using Tile = Shape<Int<M>, Int<N>, _256>;
+  using Cluster = Shape<Int<ClusterM>, Int<ClusterN>, _1>;
   static constexpr bool kGrouped = kGrouped_;
+  static constexpr bool kTwoSm = M == 256;
+  // With n = 256 the two accumulators of CUTLASS overlap by the columns of the epilogue tile, since TMEM also
+  // has to hold the scale factors.
+  using EpilogueTile = Shape<_128, Int<N == 256 ? 64 : 32>>;
   static constexpr int kAlignmentD = 128 / cutlass::sizeof_bits<Out>::value;
   template <class Layout>
   using Of = conditional_t<kGrouped, Layout*, Layout>;
@@ -76,17 +44,28 @@ struct Case {
   using LayoutB = Of<cutlass::layout::ColumnMajor>;
   using LayoutD = Of<LayoutD_>;
 
-  using Schedule = Schedules<Tile, kGrouped>;
+  using EpilogueSchedule =
+      conditional_t<kGrouped,
+                    conditional_t<kTwoSm, cutlass::epilogue::PtrArrayTmaWarpSpecialized2Sm,
+                                  cutlass::epilogue::PtrArrayTmaWarpSpecialized1Sm>,
+                    conditional_t<kTwoSm, cutlass::epilogue::TmaWarpSpecialized2Sm,
+                                  cutlass::epilogue::TmaWarpSpecialized1Sm>>;
+  using MainloopSchedule =
+      conditional_t<kGrouped,
+                    conditional_t<kTwoSm, cutlass::gemm::KernelPtrArrayTmaWarpSpecialized2SmNvf4Sm100,
+                                  cutlass::gemm::KernelPtrArrayTmaWarpSpecialized1SmNvf4Sm100>,
+                    conditional_t<kTwoSm, cutlass::gemm::KernelTmaWarpSpecialized2SmNvf4Sm100,
+                                  cutlass::gemm::KernelTmaWarpSpecialized1SmNvf4Sm100>>;
+
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-      Arch, cutlass::arch::OpClassBlockScaledTensorOp, Tile, Cluster, typename Schedule::EpilogueTile, float,
-      float, void, LayoutD, kAlignmentD, Out, LayoutD, kAlignmentD,
-      typename Schedule::Epilogue>::CollectiveOp;
+      cutlass::arch::Sm100, cutlass::arch::OpClassBlockScaledTensorOp, Tile, Cluster, EpilogueTile, float,
+      float, void, LayoutD, kAlignmentD, Out, LayoutD, kAlignmentD, EpilogueSchedule>::CollectiveOp;
   // 1024: CUTLASS 4.2.0 computes the number of stages without rounding the barriers up to 128 bytes.
   using Stages = cutlass::gemm::collective::StageCountAutoCarveout<
       static_cast<int>(sizeof(typename Epilogue::SharedStorage)) + 1024>;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-      Arch, cutlass::arch::OpClassBlockScaledTensorOp, Element, LayoutA, 32, Element, LayoutB, 32, float,
-      Tile, Cluster, Stages, typename Schedule::Mainloop>::CollectiveOp;
+      cutlass::arch::Sm100, cutlass::arch::OpClassBlockScaledTensorOp, Element, LayoutA, 32, Element, LayoutB,
+      32, float, Tile, Cluster, Stages, MainloopSchedule>::CollectiveOp;
   using Problem = conditional_t<kGrouped, cutlass::gemm::GroupProblemShape<Shape<int, int, int>>,
                                 Shape<int, int, int, int>>;
   using Kernel = cutlass::gemm::kernel::GemmUniversal<Problem, Mainloop, Epilogue, void>;

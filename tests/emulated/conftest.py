@@ -15,7 +15,7 @@ from session import ARCHS, Session, Sessions, build_folder, library_path
 
 @pytest.fixture(scope="session")
 def sessions(tmp_path_factory: pytest.TempPathFactory) -> Sessions:
-    """Sessions by architecture, for tests of one kernel each."""
+    """Sessions by compute capability."""
     if library_path() is None:
         pytest.skip(
             f"no libfp4gemm_emulated.so in {build_folder()}: build with FP4GEMM_BUILD_TESTS and 100f or 120f"

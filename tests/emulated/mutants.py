@@ -69,7 +69,7 @@ def ptx_score(session: Session, kernel: str, kind: str, limit: int, folder: Path
         return same_bits(call.result(), problem.want)
 
     run = in_emulator(session.emulator, folder, execute)
-    device = {"num_sms": NUM_SMS, "compute_capability": session.arch}
+    device = {"num_sms": NUM_SMS, "compute_capability": session.capability}
     schedules = [{**device, **OPTIONS, **schedule} for schedule in SCHEDULES]
     try:
         return score(mutants(text, kind, lines, limit), run, schedules)

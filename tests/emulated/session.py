@@ -1,7 +1,7 @@
 """The library under test, linked with the emulator in place of the CUDA runtime, and calls of it.
 
-A session runs the kernels of one architecture. Each has a copy of the library of its own, because the library
-reads the properties of the device once.
+A session is a device of one compute capability. Each has a copy of the library of its own, because the
+library reads the properties of the device once.
 """
 
 from __future__ import annotations
@@ -66,19 +66,21 @@ def load_emulator(folder: Path) -> tuple[Emulator, list[Path]]:
 
 
 class Session:
-    """The emulator of the process as a device of one architecture, with the library's kernels for it."""
+    """The emulator as a device of one compute capability, with the library's kernels for it."""
 
-    def __init__(self, folder: Path, arch: int) -> None:
-        self.arch = arch
+    def __init__(self, folder: Path, capability: int) -> None:
+        self.capability = capability
+        self.arch = capability // 10 * 10
         self.emulator, self.ptx_files = load_emulator(folder)
         self.configure()
-        copy = shutil.copy(str(library_path()), folder / f"libfp4gemm_emulated_{arch}.so")
+        copy = shutil.copy(str(library_path()), folder / f"libfp4gemm_emulated_{capability}.so")
         self.library = capi.declare(self.emulator.load_library(copy))
-        self.kernels = {info.name.decode(): info for info in capi.kernels(self.library) if info.arch == arch}
+        kernels = capi.kernels(self.library)
+        self.kernels = {info.name.decode(): info for info in kernels if info.arch == self.arch}
 
     def configure(self, **options: object) -> None:
         """Sets the emulator's options, of which the device is one; see Emulator.configure."""
-        device = {"num_sms": NUM_SMS, "compute_capability": self.arch}
+        device = {"num_sms": NUM_SMS, "compute_capability": self.capability}
         self.emulator.configure(**{**device, **options})  # type: ignore[arg-type]
 
     def run(self, problem: Problem, kernel: str | None = None, **schedule: object) -> Tensor:
@@ -105,16 +107,16 @@ class Session:
 
 
 class Sessions:
-    """A session for each architecture, made when it is used first."""
+    """A session for each compute capability, made when it is used first."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._of_arch: dict[int, Session] = {}
+        self._sessions: dict[int, Session] = {}
 
-    def __getitem__(self, arch: int) -> Session:
-        if arch not in self._of_arch:
-            self._of_arch[arch] = Session(self._folder, arch)
-        return self._of_arch[arch]
+    def __getitem__(self, capability: int) -> Session:
+        if capability not in self._sessions:
+            self._sessions[capability] = Session(self._folder, capability)
+        return self._sessions[capability]
 
     def of(self, kernel: fp4gemm.KernelInfo) -> Session:
         return self[kernel.arch]

@@ -6,7 +6,7 @@ import fp4gemm
 import pytest
 import torch
 from problems import FULL, PLAIN, Problem, dense, grouped_ragged_k, grouped_ragged_m
-from session import KERNELS, SCHEDULES, Session, Sessions, describe, same_bits
+from session import ARCHS, KERNELS, SCHEDULES, Session, Sessions, describe, same_bits
 
 
 def of_mode(mode: str, epilogue: str = "rowcol") -> list[object]:
@@ -95,6 +95,19 @@ def test_selected_kernels(session: Session, dtype: torch.dtype) -> None:
         grouped_ragged_k((64, 1, 0), 136, 72, dtype),
     ):
         check(session, problem, None)
+
+
+@pytest.mark.parametrize("capability", [103, 121])
+def test_the_family_shares_its_kernels(sessions: Sessions, capability: int) -> None:
+    """A device of the family whose compute capability is not that of the kernels' code."""
+    if capability // 10 * 10 not in ARCHS:
+        pytest.skip("built without kernels of the family")
+    for problem in (
+        dense(3, 136, 96, torch.bfloat16, FULL, "silu"),
+        grouped_ragged_m((3, 0, 130), 136, 64, torch.bfloat16),
+    ):
+        got = sessions[capability].run(problem, mode="random")
+        assert same_bits(got, problem.want), describe(got, problem.want)
 
 
 def test_many_groups(session: Session) -> None:
