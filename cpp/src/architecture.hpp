@@ -23,6 +23,9 @@ struct Architecture {
   /// Whether a kernel quantizes the A of a problem itself (Problem::quantizes_a), so that no other kernel has
   /// to be launched for that; null: none does.
   bool (*quantizes_a)(Kernel const&, Problem const&) = nullptr;
+  /// Whether its tensor cores multiply NVFP4. A call that quantizes A then does so to NVFP4 where B is NVFP4,
+  /// even if there are kernels that read fp16.
+  bool has_fp4 = false;
 
   int num_kernels() const {
     int count = 0;

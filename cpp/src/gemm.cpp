@@ -45,10 +45,15 @@ char const* special_format(GemmArgs const& args) { return kFormatNames[special_o
 
 fp4gemm_status_t select_kernel(GemmArgs const& args, int device, Plan* plan) {
   int const arch = plan->device.arch;
-  // An A that the call quantizes is fp16 for kernels that read fp16, and else NVFP4.
+  // An A that the call quantizes is fp16 for kernels that read fp16, and else NVFP4. Where tensor cores read
+  // NVFP4, it is NVFP4 for an NVFP4 B.
+  Architecture const* const served = architecture_of(arch);
+  bool const as_nvfp4 = served != nullptr && served->has_fp4 && args.b.format == FP4GEMM_FORMAT_NVFP4;
   Selection wanted{args.m,         args.n,        args.k,        args.num_groups,           args.ragged,
                    args.out_dtype, args.a.format, args.b.format, args.batch_invariant != 0, is_gated(args)};
-  wanted.format_a = quantizes_a(args) ? FP4GEMM_FORMAT_FP16 : args.a.format;
+  if (quantizes_a(args)) {
+    wanted.format_a = as_nvfp4 ? FP4GEMM_FORMAT_NVFP4 : FP4GEMM_FORMAT_FP16;
+  }
   int index = select_kernel(arch, plan->device.num_sms, wanted);
   if (index < 0 && quantizes_a(args)) {
     wanted.format_a = FP4GEMM_FORMAT_NVFP4;
@@ -58,7 +63,7 @@ fp4gemm_status_t select_kernel(GemmArgs const& args, int device, Plan* plan) {
     plan->kernel = kernel_at(index);
     return FP4GEMM_SUCCESS;
   }
-  if (architecture_of(arch) != nullptr && is_gated(args) && args.out_dtype == FP4GEMM_FP32) {
+  if (served != nullptr && is_gated(args) && args.out_dtype == FP4GEMM_FP32) {
     return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
                 "out_dtype: is fp32, must be bf16 or fp16 with the gated activation %s",
                 activation_name(args));

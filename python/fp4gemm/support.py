@@ -124,17 +124,26 @@ def is_supported(device: torch.device | str | int | None = None) -> Support:
     return Support(True, f"cuda:{index}: {name}, {kernel_table.built_text()}")
 
 
-def streams_prepacked(device: torch.device) -> bool:
-    """Whether the kernels of a CUDA device read prepacked weights; False for any other device."""
+def streams_prepacked(device: torch.device, quantizes: bool = True) -> bool:
+    """Whether layers on a CUDA device should hold prepacked weights; False for any other device.
+
+    With tokens that are not quantized: where the kernels read such weights. With quantized tokens: only where
+    tensor cores do not read NVFP4 besides, since those are faster for many tokens.
+    """
     if device.type != "cuda":
         return False
-    return _streams_prepacked(torch.cuda.current_device() if device.index is None else device.index)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _streams_prepacked(index, quantizes)
 
 
 @functools.cache
-def _streams_prepacked(index: int) -> bool:
-    num_sms = torch.cuda.get_device_properties(index).multi_processor_count
-    return _has_kernel(kernel_table.device_arch(index), num_sms, 0, "nvfp4", "prepacked")
+def _streams_prepacked(index: int, quantizes: bool) -> bool:
+    properties, many = torch.cuda.get_device_properties(index), (4096, 4096, 4096)
+    device = kernel_table.device_arch(index), properties.multi_processor_count
+    if not _has_kernel(*device, 0, "nvfp4", "prepacked"):
+        return False
+    kernel = kernel_table.select_kernel(*device, *many, format_a="nvfp4", format_b="nvfp4")
+    return not (quantizes and kernel is not None and kernel.operand == "nvfp4")
 
 
 # ---- the check before each call

@@ -35,7 +35,8 @@ A_DTYPES = {"prepacked": torch.float16, "prepacked_bf16": torch.bfloat16}
 
 
 def kernels(mode: str, operand: str | None = None) -> list[KernelInfo]:
-    found = [k for k in fp4gemm.kernels() if k.mode == mode and k.operand.startswith("prepacked")]
+    rows = [k for k in fp4gemm.kernels() if k.arch == 90 and k.mode == mode]
+    found = [k for k in rows if k.operand.startswith("prepacked")]
     return [k for k in found if operand in (None, k.operand)]
 
 

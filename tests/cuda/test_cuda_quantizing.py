@@ -40,7 +40,9 @@ SHAPES = [
 def kernels(**wanted: object) -> list[KernelInfo]:
     """The dense kernels for eight fp16 tokens."""
     found = [
-        k for k in fp4gemm.kernels() if k.mode == "dense" and k.operand == "prepacked" and k.tile[0] == 8
+        k
+        for k in fp4gemm.kernels()
+        if k.arch == 90 and k.mode == "dense" and k.operand == "prepacked" and k.tile[0] == 8
     ]
     return [k for k in found if all(getattr(k, name) == value for name, value in wanted.items())]
 

@@ -97,27 +97,46 @@ def test_the_selection_does_not_depend_on_earlier_ones() -> None:
 
 
 def test_selected_kernels_support_the_formats() -> None:
-    """Devices without FP4 tensor cores support every format of mm; the others codes and scales only."""
+    """Every device supports codes and scales. Others of Hopper's formats need kernels that read them."""
     archs = {row.arch for row in fp4gemm.kernels()}
-    has_fp4 = {
-        arch: all(row.operand == "nvfp4" for row in fp4gemm.kernels() if row.arch == arch) for arch in archs
-    }
-    supported = [
+    formats_of_hopper = [
         ("nvfp4", "nvfp4"),
         ("fp16", "fp16"),
         ("fp16", "nvfp4"),
         ("nvfp4", "fp16"),
         ("nvfp4", "prepacked"),
+        ("fp16", "prepacked"),
+        ("bf16", "nvfp4"),
+        ("bf16", "prepacked"),
     ]
-    supported += [("fp16", "prepacked"), ("bf16", "nvfp4"), ("bf16", "prepacked")]
+    of_sm120 = [formats for formats in formats_of_hopper if formats[1] != "fp16"]
+    supported = {90: formats_of_hopper, 120: of_sm120}
     for arch in archs:
-        for formats in supported:
+        for formats in formats_of_hopper:
             for groups in (0, 4):
                 options = {"format_a": formats[0], "format_b": formats[1]}
                 row = kernel_table.select_kernel(arch, 132, 64, 512, 1024, groups, **options)
-                assert (row is not None) == (not has_fp4[arch] or formats == supported[0]), (arch, formats)
+                wanted = formats in supported.get(arch, formats_of_hopper[:1])
+                assert (row is not None) == wanted, (arch, formats)
                 assert row is None or row.supports(*formats), (row, formats)
     assert all(kernel_table.select_kernel(arch, 132, 64, 64, 64, format_b="bf16") is None for arch in archs)
+
+
+@pytest.mark.skipif(all(row.arch != 120 for row in fp4gemm.kernels()), reason="built without SM120 kernels")
+def test_sm120_selects_prepacked_kernels_for_few_tokens() -> None:
+    """Tiles grow with the tokens. FP4 tensor cores multiply many quantized tokens by codes and scales."""
+
+    def selected(m: int, a: Any, b: Any) -> KernelInfo:
+        row = kernel_table.select_kernel(120, 170, m, 4096, 4096, format_a=a, format_b=b)
+        assert row is not None
+        return row
+
+    for a, operand in (("fp16", "prepacked"), ("nvfp4", "prepacked"), ("bf16", "prepacked_bf16")):
+        rows = [selected(m, a, "prepacked") for m in (1, 8, 128, 4096)]
+        assert [row.tile[0] <= 16 for row in rows] == [True, True, False, False]
+        assert {row.operand for row in rows} == {operand}
+    assert selected(4096, "nvfp4", "nvfp4").operand == "nvfp4"
+    assert selected(8, "nvfp4", "nvfp4").operand == "nvfp4"
 
 
 @pytest.mark.parametrize(

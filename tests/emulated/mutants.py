@@ -19,7 +19,14 @@ for _folder in (Path(__file__).parent, _ROOT / "tests" / "support", _ROOT / "emu
 import capi  # noqa: E402
 import torch  # noqa: E402
 from fp4gemm import reference  # noqa: E402
-from problems import FULL, Problem, dense, grouped_ragged_m  # noqa: E402
+from problems import (  # noqa: E402
+    FULL,
+    TOKEN_TYPES,
+    Problem,
+    dense,
+    grouped_ragged_m,
+    with_prepacked,
+)
 from ptxemu.mutate import Table, in_emulator, mutants, score  # noqa: E402
 from session import (  # noqa: E402
     KERNELS,
@@ -38,6 +45,13 @@ OPTIONS = {"hazards_are_fatal": 0, "report_unwritten_global": 1}
 def problem_of(info: capi.KernelInfo) -> Problem:
     """A problem with several tiles for each SM, every term of the epilogue, and ragged sizes."""
     dtype = {number: dtype for dtype, number in capi.DTYPES.items()}[info.out_dtype]
+    if tokens := TOKEN_TYPES.get(info.operand.decode()):
+        few = (
+            dense(20, 136, 1184, dtype)
+            if info.mode == b"dense"
+            else grouped_ragged_m((5, 0, 20), 136, 160, dtype)
+        )
+        return with_prepacked(few, tokens)
     if info.mode == b"dense":
         return dense(264, 136, 1088, dtype, FULL, "silu")
     return grouped_ragged_m((5, 0, 130, 17), 136, 544, dtype, FULL, "silu")
@@ -112,9 +126,12 @@ def argument_faults(args: capi.GemmArgs) -> Iterator[tuple[str, Callable[[], Non
     def put(field: str, value: object) -> Callable[[], None]:
         return lambda: setattr(args, field, value)
 
-    yield "the scales of a for those of b", lambda: setattr(args.a, "scales", args.b.scales)
-    yield "the codes of a 16 bytes on", lambda: setattr(args.a, "data", args.a.data + 16)
-    yield "the scales of b 16 bytes on", lambda: setattr(args.b, "scales", args.b.scales + 16)
+    if args.b.format == capi.FORMAT_PREPACKED:
+        yield "b 16 bytes on", lambda: setattr(args.b, "data", args.b.data + 16)
+    else:
+        yield "the scales of a for those of b", lambda: setattr(args.a, "scales", args.b.scales)
+        yield "the scales of b 16 bytes on", lambda: setattr(args.b, "scales", args.b.scales + 16)
+    yield "a 16 bytes on", lambda: setattr(args.a, "data", args.a.data + 16)
     yield "k 32 less", put("k", args.k - 32)
     yield "m one less", put("m", args.m - 1)
     yield "n 8 less", put("n", args.n - 8)

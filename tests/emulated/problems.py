@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import capi
 import torch
 from fp4gemm import layout, reference
 from fp4gemm.activations import by_name
+from fp4gemm.ops import operators
 from torch import Tensor
+
+# The type of the tokens, by KernelInfo.operand of kernels on prepacked weights.
+TOKEN_TYPES = {"prepacked": torch.float16, "prepacked_bf16": torch.bfloat16}
 
 # The terms of the epilogue in a problem: none, or all.
 PLAIN, FULL = "plain", "full"
@@ -23,9 +27,9 @@ class Problem:
     n: int
     k: int
     a: Tensor
-    scale_a: Tensor
+    scale_a: Tensor | None  # None: a is fp16 or bf16
     b: Tensor
-    scale_b: Tensor
+    scale_b: Tensor | None  # None: b is the bytes of prepacked weights
     want: Tensor  # (.., rows, row stride): D with the pad behind each row
     offs: Tensor | None = None
     is_ragged_k: bool = False
@@ -197,3 +201,20 @@ def reference_of(problem: Problem, out: Tensor) -> None:
         out=out,
         **problem.vectors,
     )
+
+
+def with_prepacked(problem: Problem, tokens: torch.dtype) -> Problem:
+    """The problem with prepacked weights and with tokens of this type, which hold the values of its a.
+
+    Rows of no group are NaN.
+    """
+    codes, rows = problem.a, torch.arange(problem.m)
+    if problem.offs is not None:  # the scales of a group begin at a multiple of 128 rows
+        _, rows = group_rows(tuple(problem.offs.diff(prepend=torch.zeros(1, dtype=torch.int32)).tolist()))
+        codes = codes.new_zeros(problem.scale_a.shape[0], codes.shape[1])
+        codes[rows] = problem.a[: len(rows)]
+    a = torch.full((problem.m, problem.k), torch.nan, dtype=tokens)
+    scales = problem.scale_a[: (len(codes) + 127) // 128 * 128]
+    a[: len(rows)] = reference.decode(codes, scales)[rows].to(tokens)
+    b = operators.prepack(problem.b, problem.scale_b)
+    return replace(problem, a=a, scale_a=None, b=b, scale_b=None)

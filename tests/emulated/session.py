@@ -138,14 +138,25 @@ class Call:
         self.arrays.append(self.session.emulator.upload(tensor.contiguous()))
         return self.arrays[-1].pointer
 
+    def _operand(self, data: Tensor, scales: Tensor | None) -> capi.Operand:
+        """Codes and scales, fp16 or bf16 values, or the bytes of prepacked weights."""
+        if scales is not None:
+            return capi.Operand(self._put(data), self._put(scales), capi.FORMAT_NVFP4)
+        formats = {
+            torch.float16: capi.FORMAT_FP16,
+            torch.bfloat16: capi.FORMAT_BF16,
+            torch.uint8: capi.FORMAT_PREPACKED,
+        }
+        return capi.Operand(self._put(data), None, formats[data.dtype])
+
     def _arguments(self) -> capi.GemmArgs:
         p = self.problem
         args = capi.GemmArgs(
             m=p.m,
             n=p.n,
             k=p.k,
-            a=capi.Operand(self._put(p.a), self._put(p.scale_a), capi.FORMAT_NVFP4),
-            b=capi.Operand(self._put(p.b), self._put(p.scale_b), capi.FORMAT_NVFP4),
+            a=self._operand(p.a, p.scale_a),
+            b=self._operand(p.b, p.scale_b),
             alpha=p.alpha,
             activation=p.activation,
             beta=p.beta,
@@ -178,6 +189,9 @@ class Call:
             return status
         if self.workspace is None:  # an allocation would wait for the launch before
             self.workspace = self.session.emulator.empty(num_bytes.value + 256)
+            if self.args.b.format == capi.FORMAT_PREPACKED:
+                # These kernels recognise what they have not written yet, so they read it: 0xFF.
+                self.workspace.mark_written()
         aligned = (self.workspace.pointer + 255) // 256 * 256
         return library.fp4gemm_gemm(self.args, aligned, num_bytes.value, 0, None)
 

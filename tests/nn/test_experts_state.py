@@ -51,7 +51,7 @@ def test_the_first_forward_prepacks_where_the_device_streams_weights(monkeypatch
     m, inputs = experts(), routed()
     want = copy.deepcopy(m)(*inputs)
     assert m.w13.weight_prepacked is None
-    monkeypatch.setattr(_weight.support, "streams_prepacked", lambda device: True)
+    monkeypatch.setattr(_weight.support, "streams_prepacked", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert same_bits(m(*inputs), want)
     assert m.w13.weight_prepacked is not None

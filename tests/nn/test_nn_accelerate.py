@@ -129,7 +129,7 @@ def test_an_offloaded_layer_is_not_prepacked(monkeypatch: pytest.MonkeyPatch) ->
     model = accelerate.cpu_offload(float_model(), execution_device="cpu")
     with torch.no_grad():
         nn.quantize_model(model)
-    monkeypatch.setattr(_weight.support, "streams_prepacked", lambda device: True)
+    monkeypatch.setattr(_weight.support, "streams_prepacked", lambda *_: True)
     model(torch.randn(2, 64))
     assert model[0].weight_prepacked is None
     assert model[0].weight_codes.is_meta

@@ -222,7 +222,7 @@ def test_what_left_the_layer_stays_whole() -> None:
 def test_a_fake_run_keeps_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward on fake tensors outside of torch.compile prepacks nothing."""
     layer, _ = both()
-    monkeypatch.setattr(fp4gemm.support, "streams_prepacked", lambda device: True)
+    monkeypatch.setattr(fp4gemm.support, "streams_prepacked", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         layer(torch.empty(4, 96))
@@ -232,7 +232,7 @@ def test_a_fake_run_keeps_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_prepack_after_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, _ = both()
-    monkeypatch.setattr(fp4gemm.support, "streams_prepacked", lambda device: True)
+    monkeypatch.setattr(fp4gemm.support, "streams_prepacked", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     layer(torch.randn(4, 96))
     with pytest.raises(
@@ -321,7 +321,7 @@ def test_export() -> None:
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Sets whether the layer believes that a graph is being captured."""
     capturing = [False]
-    monkeypatch.setattr(_weight.support, "streams_prepacked", lambda device: True)
+    monkeypatch.setattr(_weight.support, "streams_prepacked", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     return capturing
 

@@ -197,7 +197,7 @@ def test_one_part_of_a_weight_with_negative_scales_is_refused() -> None:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_weight.support, "streams_prepacked", lambda device: True)
+    monkeypatch.setattr(_weight.support, "streams_prepacked", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
@@ -216,9 +216,9 @@ def test_threads_prepack_once(streams: None, monkeypatch: pytest.MonkeyPatch) ->
     layer = nn.Linear.from_float(float_linear(96, 72))
     x, found = torch.randn(4, 96), []
     want = copy.deepcopy(layer)
-    monkeypatch.setattr(_weight.support, "streams_prepacked", lambda device: False)
+    monkeypatch.setattr(_weight.support, "streams_prepacked", lambda *_: False)
     want = want(x)
-    monkeypatch.setattr(_weight.support, "streams_prepacked", lambda device: True)
+    monkeypatch.setattr(_weight.support, "streams_prepacked", lambda *_: True)
 
     def run() -> None:
         at_once.wait()

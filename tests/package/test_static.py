@@ -16,7 +16,7 @@ import sass
 from fp4gemm import _native
 from ptxemu.ptx_files import find_cuobjdump
 
-PREPACKED = "sm90_nvfp4_gemm"
+PREPACKED = "nvfp4_gemm"  # of SM90 and SM120
 QUANTIZING = "Sm90Nvfp4QuantizingConfig"
 GEMM = re.compile(rf"gemm_kernel|packed_gemm|{PREPACKED}")
 # The families of kernels that are launched before the kernel ahead of them has ended.
@@ -86,12 +86,12 @@ def test_every_kernel_of_the_table_is_in_the_library() -> None:
         }
         image = re.compile(rf"sm_{table_arch}[af]?$")
         compiled = [name for arch, name, _ in resources() if image.match(arch) and GEMM.search(name)]
-        # The dense kernels for eight fp16 tokens have a second one, which quantizes the tokens.
+        # Hopper's dense kernels for eight fp16 tokens have a second one, which quantizes the tokens.
         quantizing = [name for name in compiled if QUANTIZING in name]
         tiles = {
             kernel.tile
             for kernel in fp4gemm.kernels()
-            if kernel.arch == table_arch and kernel.operand == "prepacked" and kernel.tile[0] == 8
+            if kernel.arch == table_arch == 90 and kernel.operand == "prepacked" and kernel.tile[0] == 8
         }
         assert len(quantizing) == len(tiles), table_arch
         assert len(compiled) - len(quantizing) == len(listed), table_arch
@@ -228,10 +228,18 @@ def test_the_walk_finds_a_missing_wait() -> None:
         ("sm_90a", "gemm_kernel", r"HGMMA\.64x\d+x16\.F32"),
         ("sm_90a", "packed_gemm", r"HMMA\.16816\.F32"),
         ("sm_90a", PREPACKED, r"HMMA\.16816\.F32|HGMMA\.64x\d+x16\.F32"),
+        ("sm_120", PREPACKED, r"HMMA\.16816\.F32"),
         ("sm_100", "gemm_kernel", r"UTCOMMA(\.2CTA)?\.4X"),
         ("sm_120", "gemm_kernel", r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X"),
     ],
-    ids=["sm90-wgmma", "sm90-packed-mma", "sm90-prepacked", "sm100-block-scaled", "sm120-block-scaled"],
+    ids=[
+        "sm90-wgmma",
+        "sm90-packed-mma",
+        "sm90-prepacked",
+        "sm120-prepacked",
+        "sm100-block-scaled",
+        "sm120-block-scaled",
+    ],
 )
 def test_kernels_use_the_tensor_cores_meant(arch: str, function: str, instruction: str) -> None:
     """Each GEMM kernel holds the matrix instruction of its operand type."""

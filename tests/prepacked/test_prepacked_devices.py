@@ -13,6 +13,34 @@ from torch import Tensor
 CPU = torch.device("cpu")
 
 
+def test_layers_prepack_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SM120 reads prepacked weights too, but its FP4 tensor cores are faster for many quantized tokens."""
+
+    class Fake:
+        name, major, minor, multi_processor_count = "NVIDIA Fake 120", 12, 0, 170
+
+    rows = [
+        KernelInfo("x", "dense", "rowcol", 120, (1, 1, 1), (1, 1), torch.bfloat16, operand, False)
+        for operand in ("nvfp4", "prepacked")
+    ]
+
+    def select(*sizes: int, format_a: str, format_b: str) -> KernelInfo | None:
+        return next((row for row in rows if row.supports(format_a, format_b)), None)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Fake)
+    monkeypatch.setattr(kernel_table, "select_kernel", select)
+    support._streams_prepacked.cache_clear()
+    try:
+        device = torch.device("cuda", 9)
+        assert not support.streams_prepacked(device)
+        assert support.streams_prepacked(device, quantizes=False)
+        del rows[0]
+        support._streams_prepacked.cache_clear()
+        assert support.streams_prepacked(device)
+    finally:
+        support._streams_prepacked.cache_clear()
+
+
 @pytest.mark.parametrize("num_groups", [0, 2])
 def test_devices_with_fp4_tensor_cores_say_what_to_do(
     num_groups: int, monkeypatch: pytest.MonkeyPatch

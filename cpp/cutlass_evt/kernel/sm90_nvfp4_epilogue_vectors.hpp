@@ -1,6 +1,7 @@
 // The vectors of the epilogue, copied to shared memory while the mainloop runs.
 #pragma once
 
+#include "cutlass_evt/epilogue/columns.hpp"
 #include "cutlass_evt/kernel/sm90_nvfp4_schedule.hpp"
 
 namespace cutlass_evt {
@@ -19,30 +20,31 @@ struct Sm90Nvfp4EpilogueVectors {
   static constexpr int kBias = kByColumn + Config::kVectorColumns;
   static constexpr int kThreads = Config::kSharesRows ? Config::kConsumerThreads : 128;
 
-  /// Starts the copies by cp.async, so that no register holds a value during the mainloop. Rows and columns
-  /// beyond the product are not copied. The previous tile's vectors must have been read: a barrier among the
-  /// same threads separates its epilogue from this call.
+  /// Starts the copies by cp.async, so that no register holds a value during the mainloop. What belongs to
+  /// rows and columns beyond the product gets a constant: the epilogue reads it, for elements that it does
+  /// not store. The previous tile's vectors must have been read: a barrier among the same threads separates
+  /// its epilogue from this call.
   CUTLASS_DEVICE static void fetch(typename Epilogue::Arguments const& args, Shared const& shared,
                                    Sm90Nvfp4TileCoord const& coord, int first_chunk, int n) {
     int const thread = static_cast<int>(threadIdx.x) % kThreads;
     int const group = static_cast<int>(threadIdx.x) / kThreads;
     float* const vectors = shared.vectors(group);
-    int const tokens = cute::min(coord.rows.size - coord.token, int{Config::kTokens});
+    int const tokens = coord.rows.size - coord.token;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kBias + Config::kVectorColumns; i += kThreads) {
       int const index = thread + i;
-      if (!Config::kQuantizes && index < tokens) {
-        copy(vectors + index, Epilogue::row_factor_at(args, int64_t{coord.rows.begin} + coord.token + index),
-             1.0f);
+      if (!Config::kQuantizes && index < Config::kTokens) {
+        int64_t const row = int64_t{coord.rows.begin} + coord.token + index;
+        copy(vectors + index, index < tokens ? Epilogue::row_factor_at(args, row) : nullptr, 1.0f);
       }
       bool const is_bias = index >= kBias;
       int const row = index - (is_bias ? kBias : kByColumn);
       int const column = (first_chunk + group) * 64 + row;
-      if (index >= kByColumn && row < Config::kVectorColumns && column < n) {
-        copy(vectors + index,
-             is_bias ? Epilogue::bias_at(args, coord.group, column)
-                     : Epilogue::by_column_at(args, coord.group, column),
-             is_bias ? nodes::kNoBias : 1.0f);
+      if (index >= kByColumn && row < Config::kVectorColumns) {
+        float const* const from = column >= n ? nullptr
+                                  : is_bias   ? Epilogue::bias_at(args, coord.group, column)
+                                              : Epilogue::by_column_at(args, coord.group, column);
+        copy(vectors + index, from, is_bias ? nodes::kNoBias : 1.0f);
       }
     }
   }

@@ -35,6 +35,12 @@ constexpr int64_t most_token_tiles(int64_t m, int num_groups, int tile_tokens) {
   return num_groups > 0 ? m / tile_tokens + num_groups : (m + tile_tokens - 1) / tile_tokens;
 }
 
+/// How many CTAs the launch puts on each SM: all that fit, where there are more tiles than SMs. Otherwise
+/// one, which leaves room for the kernel that follows, so that it starts early.
+constexpr int ctas_on_an_sm(int64_t row_tiles, int64_t token_tiles, int num_sms, int ctas_that_fit) {
+  return row_tiles * token_tiles > num_sms ? ctas_that_fit : 1;
+}
+
 /// The stages of the longest part if all_steps are divided evenly.
 constexpr int64_t longest_part(int64_t all_steps, int64_t workers) {
   return (all_steps + workers - 1) / workers;

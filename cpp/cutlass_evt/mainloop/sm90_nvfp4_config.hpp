@@ -1,5 +1,9 @@
-// The static configuration of an SM90 kernel on prepacked NVFP4 weights, what its producer hands to its
-// consumers, and the layout of its shared memory.
+// The static configuration of a kernel on prepacked NVFP4 weights, what its producer hands to its consumers,
+// and the layout of its shared memory.
+//
+// The kernel was written for SM90, whose name its types have. It serves SM120 too (sm120_nvfp4_config.hpp),
+// which has the same bulk copies, TMA and mbarriers, but no wgmma, no more than one CTA in a cluster, and
+// less shared memory.
 #pragma once
 
 #include "cute/arch/util.hpp"
@@ -32,6 +36,13 @@ struct Sm90Nvfp4WorkItem {
   CUTLASS_HOST_DEVICE bool is_last() const { return end == 0; }
 };
 
+/// What SM90 has, for Sm90Nvfp4Config.
+struct Sm90Nvfp4Machine {
+  static constexpr bool kHasWgmma = true;
+  static constexpr int kSharedPerCta = 232448;  // bytes
+  static constexpr int kSharedPerSm = 233472;   // bytes, of which each CTA needs 1024 for the system
+};
+
 /// The configuration of a kernel.
 ///
 /// Element      fp16 or bf16: the type of the tokens and of the decoded weights
@@ -42,8 +53,9 @@ struct Sm90Nvfp4WorkItem {
 ///              loads a part of them and multicasts it to all
 /// Chunks       chunks of 64 along k in a stage
 /// CtasPerSm    CTAs that share an SM, which bounds the shared memory and the registers of each
+/// Machine      the architecture: a type with the members of Sm90Nvfp4Machine
 template <class Element_, int RowGroups, int DepthGroups, int Tokens, int ClusterSize, int Chunks,
-          int CtasPerSm>
+          int CtasPerSm, class Machine = Sm90Nvfp4Machine>
 struct Sm90Nvfp4Config {
   using Element = Element_;
   static constexpr int kRowGroups = RowGroups;
@@ -57,20 +69,24 @@ struct Sm90Nvfp4Config {
   static constexpr int kDepth = 64 * kChunks;    // extent of a stage along k
   static constexpr int kChunksPerGroup = kChunks / kDepthGroups;
   static constexpr bool kSharesRows = kDepthGroups > 1;  // several warpgroups have the same rows
-  static constexpr bool kUsesWgmma = kTokens > 8;        // otherwise mma.sync
-  static constexpr int kWarpsAcross = 4 * kRowGroups;    // consumer warps with different rows, 16 each
+  static constexpr bool kUsesWgmma = Machine::kHasWgmma && kTokens > 8;  // otherwise mma.sync
+  static constexpr int kWarpsAcross = 4 * kRowGroups;  // consumer warps with different rows, 16 each
   static constexpr int kConsumerGroups = kRowGroups * kDepthGroups;
   static constexpr int kConsumerThreads = 128 * kConsumerGroups;
   static constexpr int kConsumerWarps = kConsumerThreads / 32;
   // The accumulators of the widest tiles need more registers than an equal share of the register file. The
   // producer is then a whole warpgroup, since setmaxnreg moves the registers of whole warpgroups.
-  static constexpr bool kMovesRegisters = kTokens >= 256;
+  static constexpr bool kMovesRegisters = kUsesWgmma && kTokens >= 256;
   static constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 128 : 32);
 
   // The last tile of a group may hold fewer tokens than kTokens. kLeastTokens is the unit by which fewer are
-  // loaded and multiplied: blocks of 8 for tiles of 32 tokens by 128 rows, and 64 or 128 for tiles of 256.
-  // The other tiles are always whole, since several loads cost them more than tokens that are not there.
-  static constexpr int kLeastTokens = kTokens == 32 && kRowGroups > 1 ? 8 : kTokens < 256 ? kTokens : 64;
+  // loaded and multiplied. With wgmma these are blocks of 8 for tiles of 32 tokens by 128 rows, and 64 or 128
+  // for tiles of 256; the other tiles are always whole, since several loads cost them more than tokens that
+  // are not there. With mma.sync a tile is whole or half.
+  static constexpr int kLeastTokens = !kUsesWgmma                       ? cute::max(8, kTokens / 2)
+                                      : kTokens == 32 && kRowGroups > 1 ? 8
+                                      : kTokens < 256                   ? kTokens
+                                                                        : 64;
   /// Tokens that a tile loads if `present` of them exist.
   CUTLASS_HOST_DEVICE static constexpr int tokens_for(int present) {
     int tokens = kLeastTokens;
@@ -120,7 +136,8 @@ struct Sm90Nvfp4Config {
   static constexpr int kMaxTable = 1024;
   static constexpr int kTableBytes = (kMaxTable + 1 + 32) * 4;
 
-  static constexpr int kSharedLimit = kCtasPerSm == 1 ? 232448 : 233472 / kCtasPerSm - 1024;
+  static constexpr int kSharedLimit =
+      kCtasPerSm == 1 ? Machine::kSharedPerCta : Machine::kSharedPerSm / kCtasPerSm - 1024;
   static constexpr int kFixedBytes = kSliceBytes + kTableBytes + 1024;  // 1024: mbarriers and work items
   static constexpr int kStages = (kSharedLimit - kFixedBytes - 1024) / kStageBytes;
   // Stages whose weights are requested before the tokens may be read. No more than 36 KB: the copies of an SM
@@ -139,7 +156,7 @@ struct Sm90Nvfp4Config {
   static_assert(kSharesRows || (kTokens >= 32 && kTokens % kDirectTokens == 0),
                 "warpgroups that do not share rows need 32 tokens or more, in whole slices");
   static_assert(kTokens % (8 * kCluster) == 0, "a CTA of a cluster loads whole swizzle atoms of tokens");
-  static_assert(kLeastTokens == 8 || kLeastTokens == kTokens || kChunks == 1,
+  static_assert(!kUsesWgmma || kLeastTokens == 8 || kLeastTokens == kTokens || kChunks == 1,
                 "wgmma reads blocks of 8 tokens, or all tokens of one chunk");
   static_assert(kStages >= 3, "too few stages fit in shared memory");
   static_assert(kStages * 16 + kWorkItems * (8 + sizeof(Sm90Nvfp4WorkItem)) <= 1024,

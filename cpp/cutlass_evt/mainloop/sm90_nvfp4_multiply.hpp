@@ -1,5 +1,5 @@
-// The consumers of the SM90 mainloop on prepacked NVFP4 weights: they multiply stages in shared memory into
-// sums in registers, with mma.sync for tiles of eight tokens and with wgmma for wider ones.
+// The consumers of the mainloop on prepacked NVFP4 weights: they multiply stages in shared memory into sums
+// in registers. On SM90 tiles of eight tokens use mma.sync and wider ones wgmma; on SM120 all use mma.sync.
 #pragma once
 
 #include "cutlass/gemm/collective/collective_builder.hpp"
@@ -7,24 +7,25 @@
 
 namespace cutlass_evt {
 
-/// The consumers of tiles of eight tokens, with mma.sync m16n8k16. Config is a Sm90Nvfp4Config. A warp has 16
-/// weight rows.
+/// The consumers with mma.sync m16n8k16. Config is a Sm90Nvfp4Config without kUsesWgmma. A warp has 16 weight
+/// rows, and all tokens of the tile as blocks of eight.
 ///
-/// An mma.sync keeps its scheduler from issuing anything else for six clocks, and decoding one operand takes
-/// 14 instructions. These two bound the time of a chunk, so the loop has little else in it.
+/// On SM90 an mma.sync keeps its scheduler from issuing anything else for six clocks, and decoding one
+/// operand takes 14 instructions. These two bound the time of a chunk, so the loop has little else in it. On
+/// SM120 decoding is far from the bound, see bench/notes/sm120_decode.md.
 template <class Config>
 struct Sm90Nvfp4MmaMultiply {
   using Mainloop = Sm90Nvfp4Mainloop<Config>;
   using Shared = typename Mainloop::Shared;
   using Position = typename Mainloop::Position;
   using Element = typename Config::Element;
-  static_assert(Config::kTokens == 8 && Config::kRowGroups == 1, "wider tiles use Sm90Nvfp4WgmmaMultiply");
+  static_assert(!Config::kQuantizes || Config::kTokens == 8, "a kernel quantizes up to eight tokens");
   // From a chunk of the tokens to the next.
   static constexpr int kChunkBytes = Config::kQuantizes ? 128 : Config::kTokenChunkBytes;
 
-  /// The sums of one thread.
+  /// The sums of one thread: for each block of eight tokens those of two tokens in row r, then in row r + 8.
   struct Accumulators {
-    static constexpr int kSize = 4;
+    static constexpr int kSize = Config::kTokens / 2;
     float values[kSize];
 
     CUTLASS_DEVICE float& operator[](int index) { return values[index]; }
@@ -48,9 +49,30 @@ struct Sm90Nvfp4MmaMultiply {
   /// accumulators = the product of this warp's rows and chunks with the tokens, over the stages of `work`.
   CUTLASS_DEVICE static void multiply(Sm90Nvfp4Operands const& p, Shared const& shared, Position& at,
                                       TileWork const& work, Accumulators& accumulators) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Accumulators::kSize; ++i) {
+      accumulators.values[i] = 0.0f;
+    }
+    if constexpr (Config::kLeastTokens < Config::kTokens) {
+      int const present = __shfl_sync(0xFFFFFFFFu, work.tokens, 0);  // shows ptxas that warps do not diverge
+      if (present <= Config::kLeastTokens) {
+        multiply<Config::kLeastTokens / 8>(p, shared, at, work, accumulators);
+        return;
+      }
+    }
+    multiply<Config::kTokens / 8>(p, shared, at, work, accumulators);
+  }
+
+ private:
+  /// The loop for tiles that hold `Blocks` blocks of eight tokens.
+  template <int Blocks>
+  CUTLASS_DEVICE static void multiply(Sm90Nvfp4Operands const& p, Shared const& shared, Position& at,
+                                      TileWork const& work, Accumulators& accumulators) {
     constexpr int kPer = Config::kChunksPerGroup;
-    int const depth_group = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 128), 0);
-    typename Mainloop::Share const share(shared, depth_group * kPer);
+    int const warpgroup = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 128), 0);
+    int const row_group = warpgroup % Config::kRowGroups;
+    int const depth_group = warpgroup / Config::kRowGroups;
+    typename Mainloop::Share const share(shared, row_group * Config::kChunks + depth_group * kPer);
 
     // ldmatrix loads four 8 x 8 matrices: eight tokens by 32 along k. Each lane gives the address of one row
     // of one matrix, 16 bytes of a token, which the 128-byte swizzle permutes by the token's number.
@@ -67,24 +89,36 @@ struct Sm90Nvfp4MmaMultiply {
     uint32_t const tokens_at = shared.tokens_at(0) + chunk * kChunkBytes + token * token_bytes;
     uint32_t halves_at[2] = {tokens_at + (lane / 8 ^ token) * 16, tokens_at + ((lane / 8 + 4) ^ token) * 16};
 
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Accumulators::kSize; ++i) {
-      accumulators.values[i] = 0.0f;
+    // Row groups beyond the weight are not loaded.
+    bool has_rows = true;
+    if constexpr (Config::kRowGroups > 1) {
+      has_rows = __shfl_sync(0xFFFFFFFFu, work.first_chunk + row_group < p.row_chunks ? 1 : 0, 0) != 0;
     }
+
     auto const multiply_chunk = [&](int stage, int sub) {
+      if (!has_rows) {
+        return;
+      }
       typename Mainloop::Raw raw;
       share.load(raw, stage, sub);
-      uint32_t b[2][4];
+      uint32_t b[2][Blocks][4];
       CUTLASS_PRAGMA_UNROLL
       for (int half = 0; half < 2; ++half) {
         int const slot = Config::kQuantizes ? 0 : stage * Config::kTokenBytes;
-        load_tokens(b[half], halves_at[half] + static_cast<uint32_t>(slot + sub * kChunkBytes));
+        CUTLASS_PRAGMA_UNROLL
+        for (int block = 0; block < Blocks; ++block) {
+          load_tokens(b[half][block],
+                      halves_at[half] + static_cast<uint32_t>(slot + sub * kChunkBytes + block_at(block)));
+        }
       }
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < 4; ++k) {
         uint32_t a[4];
         raw.decode(k, {}, a);
-        mma(accumulators.values, a, b[k / 2][k % 2 * 2], b[k / 2][k % 2 * 2 + 1]);
+        CUTLASS_PRAGMA_UNROLL
+        for (int block = 0; block < Blocks; ++block) {
+          mma(accumulators.values + block * 4, a, b[k / 2][block][k % 2 * 2], b[k / 2][block][k % 2 * 2 + 1]);
+        }
       }
     };
     auto const release = [&] {
@@ -117,7 +151,12 @@ struct Sm90Nvfp4MmaMultiply {
     }
   }
 
- private:
+  /// The offset of a block of eight tokens from the first one of the same chunk, see Sm90Nvfp4Config.
+  CUTLASS_HOST_DEVICE static constexpr int block_at(int block) {
+    constexpr int kPerPart = Config::kLeastTokens / 8;
+    return block / kPerPart * (Config::kChunks * Config::kTokenChunkBytes) + block % kPerPart * 1024;
+  }
+
   CUTLASS_DEVICE static void load_tokens(uint32_t (&b)[4], uint32_t from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])

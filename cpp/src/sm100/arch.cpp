@@ -39,8 +39,9 @@ double estimate_clocks(Kernel const& kernel, int num_sms, Selection const& wante
 }  // namespace
 
 extern Architecture const architecture;
-Architecture const architecture{kArch,  FP4GEMM_ARCH_DEVICES, /*is_executed=*/false,
-                                kLists, &estimate_clocks,     &block_scale_limits::check_problem};
+Architecture const architecture{kArch,   FP4GEMM_ARCH_DEVICES, /*is_executed=*/false,
+                                kLists,  &estimate_clocks,     &block_scale_limits::check_problem,
+                                nullptr, /*has_fp4=*/true};
 
 }  // namespace sm100
 }  // namespace fp4gemm

@@ -37,13 +37,4 @@ struct MeasuredFigures {
   }
 };
 
-namespace sm90 {
-
-/// How many CTAs the launch puts on each SM: all that fit, where there are more tiles than SMs. Otherwise
-/// one, which leaves room for the kernel that follows, so that it starts early.
-constexpr int ctas_on_an_sm(int64_t row_tiles, int64_t token_tiles, int num_sms, int ctas_that_fit) {
-  return row_tiles * token_tiles > num_sms ? ctas_that_fit : 1;
-}
-
-}  // namespace sm90
 }  // namespace fp4gemm

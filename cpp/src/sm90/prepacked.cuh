@@ -1,205 +1,37 @@
-// The table rows of the SM90 kernels on prepacked weights. One compiled kernel serves dense and grouped
-// GEMMs, every output type and the gated epilogue; each combination has a row and a name of its own.
+// The SM90 kernels on prepacked weights.
 #pragma once
 
-#include <array>
-#include <atomic>
-
-#include "cutlass_evt/epilogue/columns.hpp"
-#include "cutlass_evt/kernel/sm90_nvfp4.hpp"
-#include "cutlass_evt/tensor_map.hpp"
-#include "error.hpp"
-#include "kernel_activation.hpp"
-#include "kernel_row.hpp"
-#include "launch.hpp"
-#include "nonce.hpp"
+#include "prepacked_rows.cuh"
 #include "sm90/arch.hpp"
 #include "sm90/tiles.hpp"
 #include "sm90/token_quantizer.cuh"
 
-namespace fp4gemm {
+namespace fp4gemm::sm90 {
 
-/// The launch, which all rows of one configuration share. Config is a cutlass_evt::Sm90Nvfp4Config, or with
-/// the TokenQuantizer a cutlass_evt::Sm90Nvfp4QuantizingConfig. Tokens are the rows of A; the rows of the
-/// kernel's tiles are those of B.
-template <class Config, class Quantizer = cutlass_evt::Sm90Nvfp4NoQuantizer>
-struct PrepackedLaunch {
-  using Epilogue = cutlass_evt::epilogue::ColumnsEpilogue;
-  using Kernel = cutlass_evt::Sm90Nvfp4Kernel<Config, Epilogue, Quantizer>;
-  using Params = typename Kernel::Params;
-  static constexpr bool kIsBf16 = std::is_same<typename Config::Element, cutlass::bfloat16_t>::value;
+/// The Family of prepacked_rows.cuh. The tiles are those of sm90/tiles.hpp.
+struct PrepackedFamily {
+  static constexpr int kArch = sm90::kArch;
+  template <class Tile>
+  using Config = ConfigOf<Tile>;
+  template <class Tile>
+  static constexpr bool kCanQuantize = sm90::kCanQuantize<Tile>;
+  template <class Tile>
+  using QuantizingConfig = cutlass_evt::Sm90Nvfp4QuantizingConfig<ConfigOf<Tile>>;
+  using Quantizer = TokenQuantizer;
 
-  static int64_t row_tiles(Problem const& p) { return cute::ceil_div(p.n, int64_t{Config::kRows}); }
-
-  static int64_t token_tiles(Problem const& p) {
-    return cutlass_evt::most_token_tiles(p.m, p.num_groups, Config::kTokens);
-  }
-
-  static int num_ctas(Problem const& p) {
-    int const an_sm = sm90::ctas_on_an_sm(row_tiles(p), token_tiles(p), p.num_sms, Config::kCtasPerSm);
-    return p.num_sms * an_sm / Config::kCluster * Config::kCluster;
-  }
-
-  static size_t workspace_bytes(Problem const& p) { return Kernel::workspace_bytes(num_ctas(p)); }
-
-  static cutlass_evt::epilogue::ColumnsArguments epilogue(Problem const& p, fp4gemm_dtype_t out) {
-    cutlass_evt::epilogue::ColumnsArguments args;
-    args.alpha_row = {p.alpha_row.data, p.alpha_row.numel != 1, 0};
-    args.alpha_col = {p.alpha_col.data, p.alpha_col.numel != 1, p.alpha_col.group_stride};
-    args.bias = {p.bias.data, true, p.bias.group_stride};
-    args.alpha = p.alpha;
-    args.alpha_groups = p.alpha_groups;
-    args.activation = kernel_activation(p.activation);
-    args.output = out == FP4GEMM_BF16   ? cutlass_evt::epilogue::OutputType::kBf16
-                  : out == FP4GEMM_FP16 ? cutlass_evt::epilogue::OutputType::kFp16
-                                        : cutlass_evt::epilogue::OutputType::kFp32;
-    args.c = p.c;
-    args.c_row_stride = p.c_row_stride;
-    args.c_scale = p.beta;
-    args.d = p.d;
-    args.d_row_stride = p.d_row_stride;
-    return args;
-  }
-
-  /// Encodes the tensor map of the tokens, in the form that Sm90Nvfp4Operands describes: (64, m, k / 64)
-  /// if k is a multiple of 64, so that one copy loads several chunks of k; otherwise (k, m). Returns false if
-  /// the driver refuses.
-  static bool describe_tokens(Problem const& p, CUtensorMap* map) {
-    using Mainloop = typename Kernel::Mainloop;
-    constexpr int kDepth = cutlass_evt::Nvfp4Packing::kDepth;
-    bool const whole = p.k % kDepth == 0;
-    auto const k = static_cast<cuuint64_t>(p.k);
-    auto const m = static_cast<cuuint64_t>(p.m);
-    cuuint64_t const sizes[3] = {whole ? kDepth : k, m, whole ? k / kDepth : 1};
-    cuuint64_t const strides[2] = {2 * k, whole ? 2 * kDepth : 2 * k * m};  // bytes
-    cuuint32_t const box[3] = {kDepth, Mainloop::kLoadTokens,
-                               static_cast<cuuint32_t>(whole ? Mainloop::kLoadChunks : 1)};
-    cuuint32_t const steps[3] = {1, 1, 1};
-    return cutlass_evt::encode_tensor_map(
-               map, kIsBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3,
-               const_cast<void*>(p.a), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-  }
-
-  static fp4gemm_status_t launch(char const* name, Problem const& p, fp4gemm_dtype_t out, void* workspace,
-                                 fp4gemm_stream_t stream) {
-    using Packing = cutlass_evt::Nvfp4Packing;
-    int const grid = num_ctas(p);
-    // The kernel keeps column and token numbers, up to the end of the last tile, and tile numbers, up to one
-    // more for each CTA, in 32 bits.
-    if (p.n > INT32_MAX - Config::kRows * Config::kCluster || p.m > INT32_MAX - Config::kTokens ||
-        row_tiles(p) * token_tiles(p) > INT32_MAX - grid) {
-      return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not support m %lld with n %lld", name,
-                  static_cast<long long>(p.m), static_cast<long long>(p.n));
-    }
-    Params params;
-    params.weights = static_cast<uint8_t const*>(p.b);
-    params.weight_bytes = Packing::bytes(p.n, p.k);
-    params.weights_are_fresh = p.b_is_fresh;
-    params.n = static_cast<int>(p.n);
-    params.groups = {static_cast<int>(p.m), p.num_groups > 0 ? p.num_groups : 1, p.offs};
-    params.operands = {static_cast<int>(Packing::chunks_of(p.n)), static_cast<int>(Packing::chunks_of(p.k)),
-                       p.k % Packing::kDepth == 0};
-    auto const ceil_div = [](int64_t a, int64_t b) { return static_cast<int>(cute::ceil_div(a, b)); };
-    params.row_tiles = cutlass::FastDivmod(ceil_div(p.n, Config::kRows * Config::kCluster));
-    params.steps = cutlass::FastDivmod(ceil_div(params.operands.depth_chunks, Config::kChunks));
-    // Which tiles are split along k depends on the number of tiles, and the order of the sums with it.
-    params.splits = !p.batch_invariant;
-    // The host knows the number of tiles of a dense GEMM; a grouped kernel makes its plan from the group
-    // ends.
-    int const tiles = p.offs == nullptr ? params.row_tiles.divisor * static_cast<int>(token_tiles(p)) : 0;
-    params.plan = Kernel::plan(tiles, params.steps.divisor, grid, params.splits);
-    params.sums = static_cast<char*>(workspace);
-    params.flags = reinterpret_cast<uint64_t*>(params.sums + grid * Kernel::kPartialBytes);
-    params.nonce = workspace_nonce();
-    // The dynamic tile scheduler gives each CTA a number of its own, so it needs clusters of one CTA.
-    params.dynamic = {p.offs != nullptr && Config::kCluster == 1 ? params.flags + grid : nullptr,
-                      params.nonce};
-    params.epilogue = epilogue(p, out);
-
-    if constexpr (Config::kQuantizes) {
-      params.tokens = {};
-      params.quantizer = Quantizer::arguments(p.a, p.a_row_stride, p.a_dtype == FP4GEMM_BF16, p.m, p.k);
-    } else if (!describe_tokens(p, &params.tokens)) {
-      return fail(FP4GEMM_ERROR_CUDA, "a: the driver refused a tensor map of (%lld, %lld) at %p",
-                  static_cast<long long>(p.m), static_cast<long long>(p.k), p.a);
-    }
-
-    Launch launch{reinterpret_cast<void const*>(cutlass_evt::sm90_nvfp4_gemm<Config, Epilogue, Quantizer>),
-                  dim3(static_cast<unsigned>(grid)), dim3(Config::kThreads)};
-    launch.cluster = dim3(Config::kCluster, 1, 1);
-    launch.shared_bytes = Config::kSharedBytes;
-    static std::atomic<uint64_t> prepared{0};
-    FP4GEMM_TRY(allow_shared_memory(launch.kernel, Config::kSharedBytes, p.device, prepared));
-    return launch_overlapping(launch, stream, params);
-  }
-};
-
-/// One row of the table: a tile (sm90/tiles.hpp), the mode, the epilogue and the output type.
-template <class Tile, bool kIsGrouped, bool kIsGated, class Out>
-struct PrepackedImpl {
-  using Launch = PrepackedLaunch<sm90::ConfigOf<Tile>>;
-  static constexpr KernelTraits kTraits{sm90::kArch,
-                                        kIsGrouped,
-                                        true,
-                                        kIsGated,
-                                        Tile::kTokens,
-                                        Tile::kRows,
-                                        Tile::kDepth,
-                                        1,
-                                        Tile::kCluster,
-                                        kIsGated ? "gated" : "rowcol",
-                                        OutType<Out>::kId,
-                                        OutType<Out>::kName,
-                                        Launch::kIsBf16 ? Operands::kPrepackedBf16 : Operands::kPrepacked};
-  static constexpr NameBuilder kName = kTraits.name();
-
-  static size_t workspace_bytes(Problem const& p) { return Launch::workspace_bytes(p); }
-
-  static fp4gemm_status_t launch(Problem const& p, void* workspace, fp4gemm_stream_t stream) {
-    if constexpr (!kIsGrouped && sm90::kCanQuantize<Tile>) {
-      using Config = cutlass_evt::Sm90Nvfp4QuantizingConfig<sm90::ConfigOf<Tile>>;
-      static_assert(sm90::TokenQuantizer::suffices<Config>(sm90::most_quantized<Tile>()),
+  template <class Tile>
+  static constexpr MeasuredFigures const* figures() {
+    if constexpr (sm90::kCanQuantize<Tile>) {
+      static_assert(TokenQuantizer::suffices<QuantizingConfig<Tile>>(most_quantized<Tile>()),
                     "a tile has more elements of A than its warps can hold");
-      if (p.quantizes_a) {
-        return PrepackedLaunch<Config, sm90::TokenQuantizer>::launch(kName.text, p, OutType<Out>::kId,
-                                                                     workspace, stream);
-      }
     }
-    return Launch::launch(kName.text, p, OutType<Out>::kId, workspace, stream);
+    return &kFiguresOf<Tile>;
+  }
+
+  template <class Config, class Epilogue, class Quantizer>
+  static void const* entry() {
+    return reinterpret_cast<void const*>(cutlass_evt::sm90_nvfp4_gemm<Config, Epilogue, Quantizer>);
   }
 };
 
-constexpr int kRowsPerTile = 10;
-
-/// Every row of one tile.
-template <class Tile>
-constexpr std::array<Kernel, kRowsPerTile> prepacked_rows() {
-  using bf16 = cutlass::bfloat16_t;
-  using fp16 = cutlass::half_t;
-  constexpr MeasuredFigures const* kFigures = &sm90::kFiguresOf<Tile>;
-  return {make_row<PrepackedImpl<Tile, false, false, bf16>>(kFigures),
-          make_row<PrepackedImpl<Tile, false, false, fp16>>(kFigures),
-          make_row<PrepackedImpl<Tile, false, false, float>>(kFigures),
-          make_row<PrepackedImpl<Tile, false, true, bf16>>(kFigures),
-          make_row<PrepackedImpl<Tile, false, true, fp16>>(kFigures),
-          make_row<PrepackedImpl<Tile, true, false, bf16>>(kFigures),
-          make_row<PrepackedImpl<Tile, true, false, fp16>>(kFigures),
-          make_row<PrepackedImpl<Tile, true, false, float>>(kFigures),
-          make_row<PrepackedImpl<Tile, true, true, bf16>>(kFigures),
-          make_row<PrepackedImpl<Tile, true, true, fp16>>(kFigures)};
-}
-
-/// The rows of every tile of a list.
-template <class... Tiles>
-constexpr auto prepacked_table(sm90::TileList<Tiles...>) {
-  std::array<Kernel, kRowsPerTile> const rows[] = {prepacked_rows<Tiles>()...};
-  std::array<Kernel, kRowsPerTile * sizeof...(Tiles)> table{};
-  for (size_t i = 0; i < table.size(); ++i) {
-    table[i] = rows[i / kRowsPerTile][i % kRowsPerTile];
-  }
-  return table;
-}
-
-}  // namespace fp4gemm
+}  // namespace fp4gemm::sm90

@@ -3,7 +3,7 @@
 
 namespace fp4gemm {
 
-constexpr auto kTable = prepacked_table(sm90::Bf16Tiles{});
+constexpr auto kTable = prepacked_table<sm90::PrepackedFamily>(sm90::Bf16Tiles{});
 
 extern KernelList const kSm90PrepackedBf16;
 KernelList const kSm90PrepackedBf16 = {kTable.data(), static_cast<int>(kTable.size())};

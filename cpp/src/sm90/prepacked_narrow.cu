@@ -3,7 +3,7 @@
 
 namespace fp4gemm {
 
-constexpr auto kTable = prepacked_table(sm90::NarrowTiles{});
+constexpr auto kTable = prepacked_table<sm90::PrepackedFamily>(sm90::NarrowTiles{});
 
 extern KernelList const kSm90PrepackedNarrow;
 KernelList const kSm90PrepackedNarrow = {kTable.data(), static_cast<int>(kTable.size())};

@@ -3,7 +3,7 @@
 
 namespace fp4gemm {
 
-constexpr auto kTable = prepacked_table(sm90::WideTiles{});
+constexpr auto kTable = prepacked_table<sm90::PrepackedFamily>(sm90::WideTiles{});
 
 extern KernelList const kSm90PrepackedWide;
 KernelList const kSm90PrepackedWide = {kTable.data(), static_cast<int>(kTable.size())};

@@ -9,6 +9,7 @@
 #include "cutlass/half.h"
 #include "cutlass_evt/mainloop/sm90_nvfp4_config.hpp"
 #include "sm90/figures.hpp"
+#include "tile_list.hpp"
 
 namespace fp4gemm::sm90 {
 
@@ -144,9 +145,6 @@ struct Bf16 : Tile {
                                                        : Tile::kTokens < 256 ? 1.2
                                                                              : 1.05);
 };
-
-template <class... Tiles>
-struct TileList {};
 
 // A translation unit for each list; the order is that of the kernel table.
 using NarrowTiles = TileList<Tile8x64x384, Tile8x64x512, Tile8x64x1024, Tile16x64x256, Tile16x64x512,

@@ -1,4 +1,4 @@
-"""prepack, unprepack and PrepackedTensor: weights in the order in which the Hopper kernels read them."""
+"""prepack, unprepack and PrepackedTensor: weights in the order in which kernels for few tokens read them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__ = ["PrepackedTensor", "prepack", "unprepack"]
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PrepackedTensor(Container):
-    """w[n, k] ~ q * s * amax[n] / (6 * e4m3_max): an NVFP4 weight in the order in which Hopper streams it.
+    """w[n, k] ~ q * s * amax[n] / (6 * e4m3_max): an NVFP4 weight in the order of the kernels for few tokens.
 
     One matrix or a stack (g, n, k). :func:`prepack` returns it, and it can be the right operand of
-    :func:`fp4gemm.mm` on devices of compute capability 9.0 and on the CPU, where every call restores codes
-    and scales. It is as large as the NVFP4Tensor, 0.5625 bytes for each element where n and k are multiples
-    of 64, and :func:`unprepack` gives that back. The order of the bytes may change with the version of this
-    library, so pickle and torch.save write the NVFP4Tensor in its place.
+    :func:`fp4gemm.mm` on devices of compute capability 9.0, 12.0 and 12.1, and on the CPU, where every call
+    restores codes and scales. It is as large as the NVFP4Tensor, 0.5625 bytes for each element where n and k
+    are multiples of 64, and :func:`unprepack` gives that back. The order of the bytes may change with the
+    version of this library, so pickle and torch.save write the NVFP4Tensor in its place.
 
     ``data`` is the tensor of bytes; of an NVFP4Tensor or an MXFP8Tensor it is the container itself.
 
-    The kernels of compute capability 9.0 may read ``data`` before the previous kernel on the stream has
+    The kernels may read ``data`` before the previous kernel on the stream has
     ended. Bytes that :func:`prepack` or a copy of the same dtype and layout (cudaMemcpyAsync) wrote are safe,
     and so are bytes written before a synchronisation. Where a kernel of your own or of torch wrote them (an
     index, ``cat``, ``expand(...).contiguous()``), launch another ordinary kernel on the stream, or call
@@ -113,7 +113,7 @@ class PrepackedTensor(Container):
 
 
 def prepack(w: NVFP4Tensor) -> PrepackedTensor:
-    """The same weight, its codes and scales rearranged for mm on compute capability 9.0.
+    """The same weight, its codes and scales rearranged for mm on compute capability 9.0, 12.0 or 12.1.
 
     Call it once for each weight: a product with the NVFP4Tensor itself rearranges it in every call. The
     result shares amax with w.

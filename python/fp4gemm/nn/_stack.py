@@ -76,8 +76,11 @@ class StackedWeight(WeightLayer):
         made = cls(g, n, k, bias is not None, device="meta", dtype=weight.dtype)
         return made._adopt(weight, bias)
 
-    def forward(self) -> HeldWeight:
+    def forward(self, quantizes: bool = True) -> HeldWeight:
         """The weight in the form that is held; prepacked first where the device streams that form.
+
+        Args:
+            quantizes: whether the product quantizes its tokens.
 
         Raises:
             RuntimeError: no weight has been loaded yet.
@@ -88,7 +91,7 @@ class StackedWeight(WeightLayer):
         self._require_weight()
         is_prepacked = self._is_prepacked()
         if not is_prepacked and not is_traced:
-            is_prepacked = self._prepack_where_it_helps()
+            is_prepacked = self._prepack_where_it_helps(quantizes)
         amax, bias, bound = self.weight_amax, self.bias, self._e4m3_max
         if is_prepacked:
             data: Tensor = self.weight_prepacked  # type: ignore[assignment]
@@ -96,7 +99,7 @@ class StackedWeight(WeightLayer):
         else:
             held = HeldWeight(self.weight_codes, self.weight_scales, amax, bias, 0, bound)
         # Not weights that accelerate brings to the device for one forward, nor those still to be prepacked.
-        is_final = is_prepacked or self._is_captured or not support.streams_prepacked(amax.device)
+        is_final = is_prepacked or self._is_captured or not support.streams_prepacked(amax.device, quantizes)
         if is_final and not is_traced and "_hf_hook" not in self.__dict__:
             self._known_held = held
         return held

@@ -281,9 +281,12 @@ class WeightModule(torch.nn.Module):
                 torch.cuda.synchronize(weight.device)
             self._hold(weight_prepacked=None, weight_codes=weight.codes, weight_scales=weight.scales)
 
-    def _prepack_where_it_helps(self) -> bool:
-        """Prepack where the device streams prepacked weights, but not into a graph; whether it is so."""
-        if not support.streams_prepacked(self.weight_amax.device) or self._is_offloaded():
+    def _prepack_where_it_helps(self, quantizes: bool = True) -> bool:
+        """Prepack where the device streams prepacked weights, but not into a graph; whether it is so.
+
+        quantizes: whether the products quantize their tokens.
+        """
+        if not support.streams_prepacked(self.weight_amax.device, quantizes) or self._is_offloaded():
             return False
         with _EXCHANGE:
             if self._is_prepacked():  # by another thread

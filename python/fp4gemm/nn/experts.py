@@ -351,7 +351,8 @@ class Experts(torch.nn.Module):
         modules = self._modules
         first: StackedWeight = modules["w13"]  # type: ignore[assignment]
         second: StackedWeight = modules["w2"]  # type: ignore[assignment]
-        w13, w2 = first(), second()
+        quantizes = self.activation_scaling != "none"
+        w13, w2 = first(quantizes), second(quantizes)
         # The checks take longer than the operator's launch, so they are omitted once they have passed with
         # these weights. A call that the operator refuses goes through them for its message.
         if (

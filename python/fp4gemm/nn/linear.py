@@ -42,8 +42,9 @@ class Linear(DifferentiableLayer):
     factors in fp32, adds the bias in fp32, and rounds once to the dtype of the input. Definition: the NVFP4
     cast and GEMM of TransformerEngine, as :func:`fp4gemm.quantize` and :func:`fp4gemm.mm` document them.
 
-    On compute capability 9.0 the first ``forward`` that is neither traced nor captured prepacks the weight
-    (:func:`fp4gemm.prepack`), which synchronises once. From then on the layer holds that form alone, as large
+    On compute capability 9.0, and with ``activation_scaling="none"`` on 12.0 and 12.1, the first ``forward``
+    that is neither traced nor captured prepacks the weight (:func:`fp4gemm.prepack`), which synchronises
+    once. From then on the layer holds that form alone, as large
     as the other. A layer that is traced or captured before that is not prepacked by itself: call
     :meth:`prepack` first. Several threads may run the layer, each on a stream of its own. ``state_dict``,
     ``weight``, pickles, copies and moves to another device still have codes and scales, as
@@ -311,7 +312,7 @@ class Linear(DifferentiableLayer):
         """
         is_traced = _is_compiling()
         if not is_traced and not self._is_prepacked():
-            self._prepack_where_it_helps()
+            self._prepack_where_it_helps(self.activation_scaling != "none")
         held = self._buffers  # once, since another thread may replace it
         is_prepacked = PREPACKED in held
         name = PREPACKED if is_prepacked else "weight_codes"
@@ -357,7 +358,8 @@ class Linear(DifferentiableLayer):
         bound: Tensor = self._buffers[BOUND]  # type: ignore[assignment]
         written = version(bound)
         is_tested = call.x.get_device() in support.READY["mm"]
-        helps = name == PREPACKED or not support.streams_prepacked(call.x.device)
+        quantizes = self.activation_scaling != "none"
+        helps = name == PREPACKED or not support.streams_prepacked(call.x.device, quantizes)
         is_own = call.scaling == _SCALINGS[self.activation_scaling] and call.activation == self._epilogue()
         is_plain = is_own and self.check_finite == "off" and type(call.x) is Tensor
         if is_plain and is_tested and helps and written is not None and not self._is_offloaded():

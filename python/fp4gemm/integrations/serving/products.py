@@ -111,7 +111,7 @@ def experts(
 
 def formats(device: torch.device, activations: Activations) -> tuple[str, str]:
     """The formats of activations and weights on a device, as :func:`fp4gemm.support.ready_for` names them."""
-    streams = support.streams_prepacked(device)
+    streams = support.streams_prepacked(device, activations != "a16")
     if activations == "a16":
         return "bf16", "prepacked" if streams else "nvfp4"
     return ("fp16", "prepacked") if streams else ("nvfp4", "nvfp4")

@@ -89,12 +89,13 @@ def assembled(
     return NVFP4Tensor.from_compact(codes, bits.view(torch.float8_e4m3fn), amax.contiguous(), e4m3_max)
 
 
-def hold(weight: NVFP4Tensor) -> Held:
-    """The weight in the form that its device streams: prepacked on compute capability 9.0.
+def hold(weight: NVFP4Tensor, quantizes: bool) -> Held:
+    """The weight in the form that its device streams: prepacked on compute capability 9.0, and on 12.0 and
+    12.1 for tokens that are not quantized (``quantizes`` False).
 
     Prepacked bytes are a copy, as large as codes and scales together; the caller frees those.
     """
-    if support.streams_prepacked(weight.device):
+    if support.streams_prepacked(weight.device, quantizes):
         data = prepack(weight).data
         torch.cuda.synchronize(data.device)  # kernels may read it before the one that wrote it has ended
         return Held(data, None, weight.amax, weight.shape[-2], weight.e4m3_max)

@@ -151,7 +151,7 @@ class Fp4GemmMoEMethod(FusedMoEMethodBase):
             for each in suffixes:
                 delattr(layer, f"{which}_{each}")
             del codes, block_scales, outer
-            self.keep(layer, which, weights.hold(weight))
+            self.keep(layer, which, weights.hold(weight, self.of.activations != "a16"))
             del weight
         self.of.report.ready(self.of.name)
 

@@ -100,7 +100,7 @@ class Fp4GemmLinearMethod(LinearMethodBase):
         weight = weights.assembled(
             name, self.of.format, codes, block_scales, outer, self.partitions, self.of.e4m3_max
         )
-        held = weights.hold(weight)
+        held = weights.hold(weight, self.of.activations != "a16")
         for suffix in (*names.weight_suffixes, names.input_scale):
             delattr(layer, suffix)
         put(layer, weight=held.data, weight_scale=held.scales, weight_amax=held.amax, input_amax=amax)

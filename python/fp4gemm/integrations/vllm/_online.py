@@ -73,7 +73,8 @@ class OnlineLinearMethod(Fp4GemmLinearMethod):
         if getattr(layer, _DONE, False):
             return
         with torch.no_grad():
-            held = weights.hold(_quantized(f"{self.of.name}.weight", layer.weight.data, self.weight_method))
+            weight = _quantized(f"{self.of.name}.weight", layer.weight.data, self.weight_method)
+            held = weights.hold(weight, self.of.activations != "a16")
         delattr(layer, "weight")
         put(layer, weight=held.data, weight_scale=held.scales, weight_amax=held.amax, input_amax=None)
         self.finish(layer, held)
@@ -126,6 +127,6 @@ class OnlineMoEMethod(Fp4GemmMoEMethod):
                 made = of_own_storage(_quantized(f"{self.of.name}.{name}", given, self.weight_method))
             delattr(layer, name)
             del given
-            self.keep(layer, which, weights.hold(made))
+            self.keep(layer, which, weights.hold(made, self.of.activations != "a16"))
         self.of.report.ready(self.of.name)
         setattr(layer, _DONE, True)
