@@ -83,7 +83,58 @@ VLLM: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm/model_executor/model_loader/reload/layerwise.py": {"initialize_online_processing": ("layer",)},
     "vllm/config/vllm.py": {"get_current_vllm_config_or_none": ()},
 }  # fmt: skip
-CASES = [(file, name, wanted) for file, names in VLLM.items() for name, wanted in names.items()]
+_SGLANG = "sglang/srt/layers"
+SGLANG: dict[str, dict[str, tuple[str, ...]]] = {
+    "sglang/srt/plugins/hook_registry.py": {
+        "HookRegistry.register": ("target", "hook", "hook_type"),
+        "HookType": (),
+    },
+    "sglang/srt/utils/common.py": {"is_cpu": (), "is_cuda": (), "get_device_capability": ()},
+    f"{_SGLANG}/quantization/modelopt_quant.py": {
+        "ModelOptQuantConfig.is_layer_excluded": ("prefix",),
+        "ModelOptFp4Config.from_config": ("config",),
+        "ModelOptFp4Config.get_quant_method": ("layer", "prefix"),
+        "ModelOptMixedPrecisionConfig.from_config": ("config",),
+        "ModelOptMixedPrecisionConfig.get_quant_method": ("layer", "prefix"),
+        "ModelOptMixedPrecisionConfig.resolve_quant_algo": ("prefix",),
+    },
+    f"{_SGLANG}/quantization/compressed_tensors/compressed_tensors.py": {
+        "CompressedTensorsConfig.from_config": ("config",),
+        "CompressedTensorsConfig.get_quant_method": ("layer", "prefix"),
+        "CompressedTensorsConfig.get_scheme_dict": ("layer", "layer_name"),
+        "CompressedTensorsConfig._is_fp4a4_nvfp4": ("weight_quant", "input_quant"),
+        "CompressedTensorsConfig._is_fp4a16_nvfp4": ("weight_quant", "input_quant"),
+        "CompressedTensorsConfig._add_fused_moe_to_target_scheme_map": (),
+    },
+    f"{_SGLANG}/quantization/utils.py": {"is_layer_skipped": ("prefix", "ignored_layers", "fused_mapping")},
+    f"{_SGLANG}/quantization/base_config.py": {
+        "QuantizeMethodBase.process_weights_after_loading": ("layer",),
+        "QuantizeMethodBase.restore_weights_before_loading": ("layer",),
+        "LinearMethodBase.create_weights": _CREATE,
+        "LinearMethodBase.apply": ("layer", "x", "bias"),
+        "FusedMoEMethodBase.create_weights": _CREATE_EXPERTS,
+        "FusedMoEMethodBase.create_moe_runner": ("layer", "moe_runner_config"),
+        "FusedMoEMethodBase.get_moe_runner_backend": ("layer",),
+        "FusedMoEMethodBase.apply": ("layer", "dispatch_output"),
+    },
+    f"{_SGLANG}/linear.py": {"LinearBase": ()},
+    f"{_SGLANG}/vocab_parallel_embedding.py": {"ParallelLMHead": ()},
+    f"{_SGLANG}/parameter.py": {
+        "ModelWeightParameter": (),
+        "PerTensorScaleParameter": (),
+        "ChannelQuantScaleParameter": (),
+    },
+    f"{_SGLANG}/moe/utils.py": {"get_moe_a2a_backend": (), "MoeA2ABackend.is_none": ()},
+    f"{_SGLANG}/moe/token_dispatcher/standard.py": {
+        "StandardDispatchOutput": (),
+        "StandardCombineInput": (),
+    },
+    f"{_SGLANG}/moe/fused_moe_triton/layer.py": {
+        "FusedMoE.weight_loader": ("param", "loaded_weight", "weight_name", "shard_id", "expert_id"),
+        "_fuses_routed_scaling_factor_in_topk": ("quant_method",),
+    },
+}
+CASES = [(file, name, wanted) for file, names in (VLLM | SGLANG).items() for name, wanted in names.items()]
 
 
 @functools.cache

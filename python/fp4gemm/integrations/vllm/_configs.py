@@ -17,9 +17,9 @@ from vllm.model_executor.layers.quantization.modelopt import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from ... import _checks
 from ...checkpoint.formats import Activations, FormatName
 from ...checkpoint.formats._scheme import Scaling
+from ..serving.layers import TEXTS, Layer, bound_of
 from ..serving.options import Options, activations_of
 from ..serving.report import Report
 from ._experts import (
@@ -28,7 +28,6 @@ from ._experts import (
     ModelOptFp4GemmMoEMethod,
     reason_against,
 )
-from ._layers import Layer
 from ._linear import Fp4GemmLinearMethod
 from ._registry import current_device, current_options, log
 
@@ -88,7 +87,7 @@ class Serves:
 
     def known(self, prefix: str, activations: Activations) -> Layer:
         """What the method of a layer has to know; the report counts it as fp4gemm's."""
-        self.report.runs(prefix, _TEXTS[activations])
+        self.report.runs(prefix, TEXTS[activations])
         return Layer(
             name=prefix,
             format=self.served_format,
@@ -111,12 +110,6 @@ METHODS_OF_EXPERTS: dict[FormatName, type[Fp4GemmMoEMethod]] = {
     "modelopt": ModelOptFp4GemmMoEMethod,
     "compressed-tensors": CompressedTensorsFp4GemmMoEMethod,
     "fp4gemm": CompressedTensorsFp4GemmMoEMethod,
-}
-
-_TEXTS: dict[Activations, str] = {
-    "per-token": "W4A4, an amax for each token",
-    "static": "W4A4, the scale of the checkpoint",
-    "a16": "W4A16",
 }
 
 
@@ -190,19 +183,6 @@ class Fp4GemmCompressedTensorsConfig(Serves, CompressedTensorsConfig):
         if scheme.get("output_activations") or not (inputs is None or self._is_nvfp4_format(inputs)):
             return "its activations are not NVFP4"
         return "a16" if inputs is None else "per-token"
-
-
-def bound_of(config: Mapping[str, Any]) -> int:
-    """The bound of the block scales, 448 or 256, as :mod:`fp4gemm.checkpoint.formats` writes it.
-
-    Raises:
-        ValueError: the config names another number.
-    """
-    producer = config.get("producer")
-    bound = producer.get("e4m3_max", 448) if isinstance(producer, Mapping) else 448
-    if bound not in _checks.E4M3_BOUNDS:
-        raise ValueError(f"producer: e4m3_max is {bound!r}, must be {_checks.listing(_checks.E4M3_BOUNDS)}")
-    return int(bound)
 
 
 CONFIGS = {

@@ -15,10 +15,10 @@ from ...nn._inputs import check_float_weight
 from ...nn._methods import as_quantizer
 from ...nn._stack import interleaved, of_own_storage
 from ..serving import weights
+from ..serving.layers import Layer, put
 from ..serving.loading import check_sizes
 from ..serving.options import WeightMethod
 from ._experts import Fp4GemmMoEMethod
-from ._layers import Layer, put
 from ._linear import Fp4GemmLinearMethod
 
 __all__ = ["OnlineLinearMethod", "OnlineMoEMethod"]

@@ -1,0 +1,156 @@
+"""The experts of an engine's mixtures on fp4gemm: NVFP4 checkpoints, loaded by experts and shards."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import activations as activations_table
+from ...activations import ActivationName
+from ...checkpoint.formats import FORMATS
+from . import products, weights
+from .layers import Layer, put
+from .loading import check_sizes, checked_loader
+
+__all__ = ["ACTIVATIONS", "ExpertsWeights"]
+
+_NAN = float("nan")
+
+# By vLLM's names: gated ones read gate and up, "_no_mul" ones do not. Others are left to the engine.
+ACTIVATIONS: dict[str, ActivationName] = {
+    "silu": "swiglu",
+    "gelu_tanh": "geglu_tanh",
+    "silu_no_mul": "silu",
+    "gelu_no_mul": "gelu",
+    "gelu_tanh_no_mul": "gelu_tanh",
+    "relu2_no_mul": "relu2",
+}
+
+
+class ExpertsWeights:
+    """Both products, the activation and the weighted sum of the experts of a rank, as one operator.
+
+    The part of an engine's method of experts that does not depend on the engine. While the checkpoint is
+    loaded, ``w13_`` and ``w2_`` parameters have the names of its tensors. Afterwards the layer holds
+    ``w13_weight``, ``w13_weight_scale`` (absent if prepacked) and ``w13_weight_amax``, and the same of w2.
+    Gate and up keep outer scales of their own. With tensor parallelism each rank holds rows of w13 and
+    columns of w2; with expert parallelism whole experts, and the engine's map says which.
+    """
+
+    def know(self, known: Layer, activation: str) -> None:
+        """Remember the layer and its activation, a name of :data:`ACTIVATIONS`."""
+        self.of = known
+        self.activation = ACTIVATIONS[activation]
+        self.is_gated = activations_table.by_name[self.activation].is_gated
+        self.held13: tuple[int, int] = (0, 0)  # rows and e4m3_max of weights.Held
+        self.held2: tuple[int, int] = (0, 0)
+
+    def create(
+        self, layer: Any, num_experts: int, d: int, i: int, tp_size: int, loader: Any, attrs: dict[str, Any]
+    ) -> None:
+        """The parameters of the checkpoint, for the experts and the shard of this rank.
+
+        Args:
+            num_experts: of this rank.
+            d, i: hidden, and the intermediate size of this rank.
+            tp_size: the ranks that share an expert.
+            loader: the engine's, called with (parameter, tensor, name, ...).
+            attrs: more attributes of the parameters.
+
+        Raises:
+            ValueError: the sizes of the shard do not fit the kernels.
+        """
+        parts = 2 if self.is_gated else 1
+        name, names = self.of.name, FORMATS[self.of.format]
+        check_sizes(f"{name}.w13", parts * i, d)
+        check_sizes(f"{name}.w2", d, i)
+        # The columns of a tensor in the checkpoint are those of all ranks, or of this one.
+        full = i * tp_size
+        for which, n, k, wide, outer in (
+            ("w13", parts * i, d, (d,), (num_experts, parts)),
+            ("w2", d, i, (full, i), (num_experts,)),
+        ):
+            for suffix, dtype, step, method in (
+                (names.codes, torch.uint8, 2, "block"),
+                (names.block_scales, torch.float8_e4m3fn, 16, "block"),
+                (names.outer_scale, torch.float32, 0, "tensor"),
+                (names.input_scale, torch.float32, 0, "tensor"),
+            ):
+                shape: tuple[int, ...] = (num_experts, n, k // step) if step else outer
+                if suffix == names.outer_scale and self.of.scaling == "row":
+                    shape, method = (num_experts, n), "channel"
+                data = torch.empty(shape, dtype=dtype)
+                if dtype is not torch.uint8:
+                    data.fill_(_NAN)
+                parameter = torch.nn.Parameter(data, requires_grad=False)
+                columns = tuple(size // step for size in wide) if step else None
+                load = checked_loader(_by_scale(loader), f"{name}.{which}_{suffix}", (dtype,), columns)
+                layer.register_parameter(f"{which}_{suffix}", parameter)
+                vars(parameter).update(attrs, weight_loader=load, quant_method=method)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Exchange the parameters of the checkpoint for those that the operator reads, w13 before w2.
+
+        Raises:
+            ValueError: the checkpoint lacks a scale, or holds one that is no number.
+        """
+        names = FORMATS[self.of.format]
+        for which in ("w13", "w2"):
+            suffixes = (*names.weight_suffixes, names.input_scale)
+            codes, block_scales, outer, _ = (getattr(layer, f"{which}_{each}").data for each in suffixes)
+            is_mixed = which == "w13" and self.is_gated
+            rows = [codes.shape[1] // 2] * 2 if is_mixed else [codes.shape[1]]
+            weight = weights.assembled(
+                f"{self.of.name}.{which}",
+                self.of.format,
+                codes,
+                block_scales,
+                outer if outer.dim() == 2 else outer.unsqueeze(1),
+                rows,
+                self.of.e4m3_max,
+            )
+            if is_mixed:
+                weight = weights.interleaved_stack(weight)
+            for each in suffixes:
+                delattr(layer, f"{which}_{each}")
+            del codes, block_scales, outer
+            self.keep(layer, which, weights.hold(weight, self.of.activations != "a16"))
+            del weight
+        self.of.report.ready(self.of.name)
+
+    def keep(self, layer: Any, which: str, held: weights.Held) -> None:
+        """Hold one of the two weights from now on."""
+        tensors = {"weight": held.data, "weight_scale": held.scales, "weight_amax": held.amax}
+        put(layer, **{f"{which}_{name}": tensor for name, tensor in tensors.items()})
+        setattr(self, "held" + which[1:], (held.rows, held.e4m3_max))
+        products.make_ready(held, "grouped_mm", self.of.activations)
+
+    def product(
+        self, layer: Any, x: Tensor, ids: Tensor, scores: Tensor, expert_map: Tensor | None = None
+    ) -> Tensor:
+        """The weighted sum over the experts of this rank, as :func:`.products.experts`."""
+        return products.experts(
+            x,
+            ids,
+            scores,
+            weights.Held(layer.w13_weight, layer.w13_weight_scale, layer.w13_weight_amax, *self.held13),
+            weights.Held(layer.w2_weight, layer.w2_weight_scale, layer.w2_weight_amax, *self.held2),
+            self.activation,
+            self.of.activations,
+            expert_map,
+            self.of.batch_invariant,
+        )
+
+
+def _by_scale(loader: Callable[..., Any]) -> Callable[..., Any]:
+    """The engine's loader of experts, which tells scales by "scale" in their names; our format has "amax"."""
+
+    @functools.wraps(loader)
+    def load(param: Any, loaded_weight: Tensor, weight_name: str, *args: Any, **kwargs: Any) -> Any:
+        return loader(param, loaded_weight, weight_name.replace("_amax", "_scale"), *args, **kwargs)
+
+    return load

@@ -1,0 +1,130 @@
+"""What the methods of linear layers and of experts know about their layer, and how they set its tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import _checks
+from ...checkpoint.formats import Activations, FormatName
+from ...checkpoint.formats._scheme import Scaling
+from .report import Report
+
+__all__ = ["TEXTS", "InPlace", "Layer", "bound_of", "put"]
+
+# What the report says of a layer.
+TEXTS: dict[Activations, str] = {
+    "per-token": "W4A4, an amax for each token",
+    "static": "W4A4, the scale of the checkpoint",
+    "a16": "W4A16",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One layer of a model of an engine.
+
+    Args:
+        name: as the engine has it, without a suffix.
+        format: of the checkpoint.
+        activations: how its input is quantized.
+        e4m3_max: the bound of the block scales.
+        scaling: "tensor": the checkpoint has an outer scale for each weight; "row": one for each row.
+        batch_invariant: as of :func:`fp4gemm.mm`.
+        report: told when the weights of the layer are ready.
+    """
+
+    name: str
+    format: FormatName
+    activations: Activations
+    e4m3_max: int
+    scaling: Scaling
+    batch_invariant: bool
+    report: Report
+
+
+def put(layer: Any, **tensors: Tensor | None) -> None:
+    """Set parameters of a layer, or attributes that are None.
+
+    They are parameters, not buffers, since a reload of vLLM copies every parameter into the memory of the one
+    before, so that captured graphs remain valid.
+    """
+    for name, tensor in tensors.items():
+        if tensor is None:
+            setattr(layer, name, None)
+            continue
+        if name in layer._parameters or hasattr(layer, name):
+            delattr(layer, name)
+        held = tensor if isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(tensor, False)
+        layer.register_parameter(name, held)
+
+
+def bound_of(config: Mapping[str, Any]) -> int:
+    """The bound of the block scales, 448 or 256, as :mod:`fp4gemm.checkpoint.formats` writes it.
+
+    Raises:
+        ValueError: the config names another number.
+    """
+    producer = config.get("producer")
+    bound = producer.get("e4m3_max", 448) if isinstance(producer, Mapping) else 448
+    if bound not in _checks.E4M3_BOUNDS:
+        raise ValueError(f"producer: e4m3_max is {bound!r}, must be {_checks.listing(_checks.E4M3_BOUNDS)}")
+    return int(bound)
+
+
+class InPlace:
+    """Weights that come again after :meth:`restore_weights_before_loading`, into the memory of the first.
+
+    For engines that call that method before an update, as SGLang does. It comes before a class with
+    ``create_weights`` and ``process_weights_after_loading``.
+    """
+
+    served: list[str] | None = None  # the names of the operator's parameters, once there are some
+    kept: dict[str, Any] | None = None  # those parameters during an update
+
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        before = set(layer._parameters)
+        self.arguments = (args, kwargs)
+        super().create_weights(layer, *args, **kwargs)  # type: ignore[misc]
+        self.loaded = [name for name in layer._parameters if name not in before]
+
+    def restore_weights_before_loading(self, layer: Any) -> None:
+        """Bring back parameters as the checkpoint has them; those of the operator are kept aside."""
+        if self.served is None:
+            return
+        args, kwargs = self.arguments
+        self.kept = {name: getattr(layer, name) for name in self.served}
+        device = next(iter(self.kept.values())).device
+        for name in self.kept:
+            delattr(layer, name)
+        with torch.device(device):
+            self.create_weights(layer, *args, **kwargs)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Make the parameters of the operator. After an update they are copied into the memory of before.
+
+        If an update had nothing for the layer, it keeps its weights.
+
+        Raises:
+            ValueError: the checkpoint lacks a scale, or an update has some parts of the layer alone.
+        """
+        kept = self.kept
+        scales = [getattr(layer, name) for name in self.loaded if getattr(layer, name).is_floating_point()]
+        if kept is not None and all(bool(scale.float().isnan().all()) for scale in scales):
+            for name in self.loaded:
+                delattr(layer, name)
+            put(layer, **kept)
+            self.kept = None
+            return
+        others = set(layer._parameters) - set(self.loaded)
+        super().process_weights_after_loading(layer)  # type: ignore[misc]
+        self.served = [name for name in layer._parameters if name not in others]
+        if kept is not None:
+            for name, old in kept.items():
+                old.data.copy_(getattr(layer, name))
+            put(layer, **kept)
+            self.kept = None

@@ -1,0 +1,130 @@
+"""The linear layers of an engine on fp4gemm: NVFP4 checkpoints, loaded shard by shard."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...checkpoint.formats import FORMATS
+from . import products, weights
+from .layers import Layer, put
+from .loading import check_sizes, checked_loader
+
+__all__ = ["LinearWeights", "Parameters"]
+
+_NAN = float("nan")
+
+
+class Parameters(NamedTuple):
+    """The classes of an engine's parameters, which know how they are sharded."""
+
+    weight: Any  # rows and columns
+    per_tensor: Any  # one number for each of the fused layers
+    per_channel: Any  # one number for each row
+
+
+class LinearWeights:
+    """``y = Q(x) @ Q(W).T + bias`` by one operator, for the weights of an NVFP4 checkpoint.
+
+    The part of an engine's linear method that does not depend on the engine. The parameters have the names of
+    the checkpoint while it is loaded, and the engine shards them. Afterwards the layer holds ``weight``
+    (codes, or prepacked bytes), ``weight_scale`` (absent if prepacked) and ``weight_amax``, one fp32 number
+    for each row where fused layers have several outer scales.
+    """
+
+    parameters: Parameters
+
+    def __init__(self, layer: Layer) -> None:
+        self.of = layer
+        self.held: tuple[int, int] = (0, 0)  # rows and e4m3_max of weights.Held
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """The parameters of the checkpoint, for the shard of this rank.
+
+        Raises:
+            ValueError: the sizes of the shard do not fit the kernels.
+        """
+        name, names = self.of.name, FORMATS[self.of.format]
+        loader = extra_weight_attrs["weight_loader"]
+        n, k = sum(output_partition_sizes), input_size_per_partition
+        for rows in output_partition_sizes:
+            check_sizes(name, rows, k)
+        layer.logical_widths = output_partition_sizes
+        layer.input_size_per_partition, layer.output_size_per_partition = k, n
+        self.partitions = list(output_partition_sizes)
+        for suffix, dtype, step in (
+            (names.codes, torch.uint8, 2),
+            (names.block_scales, torch.float8_e4m3fn, 16),
+        ):
+            data = torch.empty(n, k // step, dtype=dtype)
+            if dtype is not torch.uint8:
+                data.fill_(_NAN)
+            columns = (input_size // step, k // step)
+            of_weight = checked_loader(loader, f"{name}.{suffix}", (dtype,), columns)
+            layer.register_parameter(
+                suffix, self.parameters.weight(data=data, input_dim=1, output_dim=0, weight_loader=of_weight)
+            )
+        for suffix in (names.outer_scale, names.input_scale):
+            is_row = suffix == names.outer_scale and self.of.scaling == "row"
+            data = torch.full((n if is_row else len(self.partitions),), _NAN, dtype=torch.float32)
+            of_scale = checked_loader(loader, f"{name}.{suffix}", (torch.float32,), None)
+            if is_row:
+                scale = self.parameters.per_channel(data=data, output_dim=0, weight_loader=of_scale)
+            else:
+                scale = self.parameters.per_tensor(data=data, weight_loader=of_scale)
+            layer.register_parameter(suffix, scale)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Exchange the parameters of the checkpoint for those that the operator reads, one layer at a time.
+
+        Raises:
+            ValueError: the checkpoint lacks a scale, or holds one that is no number.
+        """
+        name, names = self.of.name, FORMATS[self.of.format]
+        parts = {
+            suffix: getattr(layer, suffix).data for suffix in (*names.weight_suffixes, names.input_scale)
+        }
+        of_inputs = parts.pop(names.input_scale)
+        amax = (
+            weights.input_amax(name, self.of.format, of_inputs) if self.of.activations == "static" else None
+        )
+        codes, block_scales, outer = parts.values()
+        weight = weights.assembled(
+            name, self.of.format, codes, block_scales, outer, self.partitions, self.of.e4m3_max
+        )
+        held = weights.hold(weight, self.of.activations != "a16")
+        for suffix in (*names.weight_suffixes, names.input_scale):
+            delattr(layer, suffix)
+        put(layer, weight=held.data, weight_scale=held.scales, weight_amax=held.amax, input_amax=amax)
+        self.finish(layer, held)
+
+    def finish(self, layer: Any, held: weights.Held) -> None:
+        """What follows once the layer holds the weight: its bias in fp32, the self-test, the report."""
+        bias = getattr(layer, "bias", None)
+        put(layer, weight_bias=None if bias is None else bias.data.float())
+        self.held = (held.rows, held.e4m3_max)
+        products.make_ready(held, "mm", self.of.activations)
+        self.of.report.ready(self.of.name)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The product; bias is that of the layer, or None on ranks that do not add it."""
+        held = weights.Held(layer.weight, layer.weight_scale, layer.weight_amax, *self.held)
+        return products.linear(
+            x,
+            held,
+            None if bias is None else layer.weight_bias,
+            self.of.activations,
+            layer.input_amax,
+            self.of.batch_invariant,
+        )

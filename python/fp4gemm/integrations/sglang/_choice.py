@@ -1,0 +1,131 @@
+"""Which layers of a model of SGLang are fp4gemm's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.moe import get_moe_a2a_backend
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+from sglang.srt.layers.quantization.utils import is_layer_skipped
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+
+from ...checkpoint.formats import Activations, FormatName
+from ..serving.experts import ACTIVATIONS
+from ..serving.layers import TEXTS, Layer, bound_of
+from ..serving.options import Options, activations_of
+from ..serving.report import Report
+from ._methods import Fp4GemmFusedMoEMethod, Fp4GemmLinearMethod
+from ._registry import current_device, log
+
+__all__ = ["chosen", "reason_against"]
+
+_ALGORITHMS: dict[str, Activations] = {"NVFP4": "per-token", "W4A16_NVFP4": "a16"}
+
+
+def chosen(format: FormatName, original: Any, config: Any, layer: Any, prefix: str) -> Any:
+    """The method of a layer: fp4gemm's, or what SGLang's config has."""
+    is_experts = isinstance(layer, FusedMoE)
+    if not is_experts and not isinstance(layer, (LinearBase, ParallelLMHead)):
+        return original(config, layer, prefix)
+    state = vars(config)
+    if "fp4gemm_report" not in state:
+        state.update(
+            fp4gemm_report=Report(log.info, "SGLang"),
+            fp4gemm_options=Options.read(),
+            fp4gemm_device=current_device(),
+        )
+    options: Options = config.fp4gemm_options
+    stored = (_of_modelopt if format == "modelopt" else _of_compressed_tensors)(
+        config, layer, prefix, is_experts
+    )
+    reason: str | None = stored
+    if stored in ("per-token", "a16"):
+        reason = "the option ignore names it" if options.ignores(prefix) else None
+    if reason is None:
+        activations = activations_of(options, str(stored), prefix, is_experts)
+        reason = config.fp4gemm_device.reason_against(activations, is_experts)
+    if reason is None and is_experts:
+        reason = reason_against(layer)
+    if reason is not None:
+        config.fp4gemm_report.left(prefix, reason)
+        return original(config, layer, prefix)
+    config.fp4gemm_report.runs(prefix, TEXTS[activations])
+    known = Layer(
+        name=prefix,
+        format=format,
+        activations=activations,
+        e4m3_max=bound_of(state.get("fp4gemm_config", {})),
+        scaling="tensor",
+        batch_invariant=options.batch_invariant,
+        report=config.fp4gemm_report,
+    )
+    return Fp4GemmFusedMoEMethod(known, layer) if is_experts else Fp4GemmLinearMethod(known)
+
+
+def reason_against(layer: Any) -> str | None:
+    """Why fp4gemm does not run these experts; None where it does."""
+    runs = layer.moe_runner_config
+    name = _activation_of(layer)
+    if name not in ACTIVATIONS:
+        return f"its activation is {name}"
+    if any(
+        getattr(runs, each, None) is not None for each in ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit")
+    ):
+        return "its SwiGLU has a limit or an alpha"
+    if layer.with_bias:
+        return "its experts have biases"
+    if layer.num_fused_shared_experts:
+        return "shared experts are fused into it (--disable-shared-experts-fusion)"
+    if runs.apply_router_weight_on_input or runs.no_combine:
+        return "its router's weights are not those of a sum"
+    if not get_moe_a2a_backend().is_none():
+        return "tokens travel by an all-to-all backend"
+    return None
+
+
+def _activation_of(layer: Any) -> str:
+    """The activation, named as vLLM does."""
+    runs = layer.moe_runner_config
+    name = {"gelu_pytorch_tanh": "gelu_tanh"}.get(runs.activation, runs.activation)
+    return str(name) if runs.is_gated else f"{name}_no_mul"
+
+
+def _of_modelopt(config: Any, layer: Any, prefix: str, is_experts: bool) -> str:
+    """ "per-token", "a16", or why the layer of a checkpoint of ModelOpt is SGLang's."""
+    skipped = not is_experts and is_layer_skipped(
+        prefix, config.exclude_modules, config.packed_modules_mapping
+    )
+    if skipped or config.is_layer_excluded(prefix):
+        return "the checkpoint excludes it"
+    if hasattr(config, "resolve_quant_algo"):
+        algorithm = config.resolve_quant_algo(prefix)
+        if algorithm not in _ALGORITHMS:
+            return "it is in 16 bits" if algorithm is None else f"its weights are {algorithm}"
+        return _ALGORITHMS[algorithm]
+    if not config.is_checkpoint_nvfp4_serialized:
+        return "the checkpoint is not NVFP4"
+    if config.is_awq:
+        return "its inputs have scales of channels (AWQ)"
+    return "a16" if config.is_w4a16 else "per-token"
+
+
+def _of_compressed_tensors(config: Any, layer: Any, prefix: str, is_experts: bool) -> str:
+    """The same of a checkpoint of compressed-tensors."""
+    if is_experts:
+        config._add_fused_moe_to_target_scheme_map()
+        found = [config.get_scheme_dict(layer, f"{prefix}.0.{each}_proj") for each in ("gate", "up", "down")]
+        if any(each != found[0] for each in found):
+            return "its projections have several schemes"
+        scheme = found[0]
+    else:
+        try:
+            scheme = config.get_scheme_dict(layer, prefix)
+        except ValueError:  # of a head that no target matches
+            scheme = None
+    if scheme is None:
+        return "the checkpoint excludes it"
+    given = scheme.get("weights"), scheme.get("input_activations")
+    if config._is_fp4a4_nvfp4(*given):
+        return "per-token"
+    return "a16" if config._is_fp4a16_nvfp4(*given) else "its weights are not NVFP4"

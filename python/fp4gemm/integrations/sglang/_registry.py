@@ -1,0 +1,73 @@
+"""Hooks on SGLang's configs of ModelOpt and compressed-tensors: their NVFP4 layers get fp4gemm's methods."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ...checkpoint.formats import FormatName
+from ..serving.device import Device
+from ..serving.options import Options
+
+__all__ = ["HOOKS", "log", "register"]
+
+log = logging.getLogger("sglang.srt.fp4gemm")
+
+_QUANTIZATION = "sglang.srt.layers.quantization"
+# The configs whose layers fp4gemm serves, and the formats of their checkpoints.
+HOOKS: dict[str, FormatName] = {
+    f"{_QUANTIZATION}.modelopt_quant.ModelOptFp4Config": "modelopt",
+    f"{_QUANTIZATION}.modelopt_quant.ModelOptMixedPrecisionConfig": "modelopt",
+    f"{_QUANTIZATION}.compressed_tensors.compressed_tensors.CompressedTensorsConfig": "compressed-tensors",
+}
+
+
+def register() -> None:
+    """Let SGLang serve NVFP4 through fp4gemm.
+
+    Does nothing but log the reason where fp4gemm has no kernel for the device, or where
+    ``FP4GEMM_SERVING_ENABLED=0``. torch.cuda is not initialised.
+
+    Raises:
+        TypeError, ValueError: an environment variable ``FP4GEMM_SERVING_*`` has no such value.
+    """
+    if not Options.read().enabled:
+        log.info("fp4gemm: is disabled by FP4GEMM_SERVING_ENABLED=0")
+        return
+    reason = current_device().reason()
+    if reason is not None:
+        log.warning("fp4gemm: serves no layer: %s", reason)
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, format in HOOKS.items():
+        HookRegistry.register(f"{target}.from_config", _remember_config, HookType.AROUND)
+        HookRegistry.register(f"{target}.get_quant_method", _chooser(format), HookType.AROUND)
+
+
+def current_device() -> Device:
+    """The device of SGLang's process, without initialising it."""
+    from sglang.srt.utils import get_device_capability, is_cpu, is_cuda
+
+    if is_cuda():
+        major, minor = get_device_capability()
+        return Device("cuda", None if major is None else (major, minor))
+    return Device("cpu" if is_cpu() else "another device")
+
+
+def _remember_config(original: Any, cls: type, config: dict[str, Any]) -> Any:
+    """The config object, with the dictionary that it was made of."""
+    made = original(cls, config)
+    made.fp4gemm_config = config
+    return made
+
+
+def _chooser(format: FormatName) -> Any:
+    """The hook around ``get_quant_method`` of a config of this format."""
+
+    def get_quant_method(original: Any, config: Any, layer: Any, prefix: str = "") -> Any:
+        from ._choice import chosen
+
+        return chosen(format, original, config, layer, prefix)
+
+    return get_quant_method

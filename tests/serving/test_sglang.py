@@ -1,0 +1,195 @@
+"""The plug-in of SGLang, on a stub of its interfaces: choice of layers, exact products, updates in place."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import fp4gemm
+import pytest
+import serving
+import sglang_stub
+import torch
+import vllm_stub
+from fp4gemm.checkpoint.formats import Scheme, quantization_config
+
+NAMES = {"modelopt": "ModelOptFp4Config", "compressed-tensors": "CompressedTensorsConfig"}
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
+    """The stub with the hooks applied: its configs by name."""
+    modules = sglang_stub.modules()
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    from fp4gemm.integrations.sglang import register
+
+    register()
+    yield types.SimpleNamespace(
+        configs=sglang_stub.HookRegistry.apply_hooks(sglang_stub.CLASSES), modules=modules, register=register
+    )
+    vllm_stub._RANK.update(rank=0, size=1)
+    for name in list(sys.modules):
+        if name.startswith("fp4gemm.integrations.sglang."):
+            del sys.modules[name]
+
+
+def _config(sglang: types.SimpleNamespace, format: str, activations: str = "per-token", **more: Any) -> Any:
+    scheme = Scheme(format=format, activations=activations, **more)  # type: ignore[arg-type]
+    return sglang.configs[NAMES[format]].from_config(quantization_config(scheme))
+
+
+def _x(m: int) -> torch.Tensor:
+    return torch.randn(m, 64, generator=torch.Generator().manual_seed(m)).bfloat16()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("activations", ["per-token", "a16"])
+@pytest.mark.parametrize("format", list(NAMES))
+def test_fused_layers_with_unequal_outer_scales_are_exact(
+    sglang: types.SimpleNamespace, format: str, activations: str, rank: int
+) -> None:
+    """Each row of q, k and v has the bits of its own layer; SGLang keeps the largest scale for all."""
+    vllm_stub._RANK.update(rank=rank, size=2)
+    config = _config(sglang, format, activations, e4m3_max=256)
+    layer = vllm_stub.QKVParallelLinear(64, 16, 4, 2, False, quant_config=config, prefix="m.qkv_proj")
+    parts = {
+        name: serving.weight(n, 64, i, factor, 256)
+        for i, (name, n, factor) in enumerate((("q", 64, 1.0), ("k", 32, 3.7), ("v", 32, 0.1)))
+    }
+    for shard, w in parts.items():
+        serving.load(layer, serving.stored(w, format), shard)
+    layer.quant_method.process_weights_after_loading(layer)
+    for m in (1, 7):
+        x = _x(m)
+        whole = [serving.product(x, w, None, activations).chunk(2, -1)[rank] for w in parts.values()]
+        assert torch.equal(layer(x), torch.cat(whole, -1))
+
+
+def _experts(seed: int) -> list[dict[str, fp4gemm.NVFP4Tensor]]:
+    return [
+        {
+            "w1": serving.weight(96, 64, seed + 3 * e),
+            "w2": serving.weight(64, 96, seed + 3 * e + 1, 0.3),
+            "w3": serving.weight(96, 64, seed + 3 * e + 2, 2.0),
+        }
+        for e in range(4)
+    ]
+
+
+def _reference(experts: list[dict[str, fp4gemm.NVFP4Tensor]], activations: str) -> fp4gemm.nn.Experts:
+    return fp4gemm.nn.Experts.from_quantized(
+        fp4gemm.stack([fp4gemm.concat([each["w1"], each["w3"]]) for each in experts]),
+        fp4gemm.stack([each["w2"] for each in experts]),
+        activation_scaling="none" if activations == "a16" else "row",
+    )
+
+
+@pytest.mark.parametrize("activations", ["per-token", "a16"])
+@pytest.mark.parametrize("format", list(NAMES))
+def test_experts_have_the_bits_of_nn_experts_and_are_updated_in_place(
+    sglang: types.SimpleNamespace, format: str, activations: str
+) -> None:
+    layer = sglang_stub.FusedMoE(4, 64, 96, _config(sglang, format, activations), "m.experts")
+    x = _x(9)
+    scores, ids = torch.rand(9, 4).softmax(-1).topk(2)
+    ids = ids.to(torch.int32)
+    ids[2, 0] = -1  # an expert of another rank
+    where: dict[str, int] = {}
+    for seed in (0, 100):
+        experts = _experts(seed)
+        layer.quant_method.restore_weights_before_loading(layer)
+        for e, shards in enumerate(experts):
+            parts = {name: serving.stored(w, format) for name, w in shards.items()}
+            serving.load_expert(layer, e, parts)
+        layer.quant_method.process_weights_after_loading(layer)
+        assert torch.equal(layer(x, scores, ids), _reference(experts, activations)(x, ids, scores))
+        now = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
+        assert now == (where or now)
+        where = now
+    layer.quant_method.restore_weights_before_loading(layer)  # an update without tensors of this layer
+    layer.quant_method.process_weights_after_loading(layer)
+    assert torch.equal(layer(x, scores, ids), _reference(experts, activations)(x, ids, scores))
+    assert {name: parameter.data_ptr() for name, parameter in layer.named_parameters()} == where
+
+
+def test_a_linear_layer_is_updated_in_place(sglang: types.SimpleNamespace) -> None:
+    """SGLang's order of calls; a part of a layer alone is refused by name."""
+    layer = vllm_stub.ColumnParallelLinear(
+        64, 48, quant_config=_config(sglang, "modelopt"), prefix="m.up_proj"
+    )
+    where: dict[str, int] = {}
+    for seed in (0, 1):
+        w = serving.weight(48, 64, seed, 1 + seed)
+        layer.quant_method.restore_weights_before_loading(layer)
+        serving.load(layer, serving.stored(w, "modelopt"))
+        layer.bias.data = torch.full((48,), 1.0 + seed).bfloat16()
+        layer.quant_method.process_weights_after_loading(layer)
+        assert torch.equal(layer(_x(7)), serving.product(_x(7), w, layer.bias.data))
+        now = {name: p.data_ptr() for name, p in layer.named_parameters() if name != "bias"}
+        assert now == (where or now)
+        where = now
+    layer.quant_method.restore_weights_before_loading(layer)
+    tensors = serving.stored(serving.weight(48, 64, 2), "modelopt")
+    serving.load(layer, {name: tensors[name] for name in ("weight", "weight_scale")})
+    with pytest.raises(ValueError, match=r"m\.up_proj\.weight_scale_2: is missing in the checkpoint"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize(
+    ("runs", "reason"),
+    [
+        ({"activation": "situ"}, "its activation is situ"),
+        ({"swiglu_limit": 7.0}, "its SwiGLU has a limit or an alpha"),
+        ({"no_combine": True}, "its router's weights are not those of a sum"),
+    ],
+)
+def test_experts_that_no_operator_runs_are_left_to_sglang(
+    sglang: types.SimpleNamespace, runs: dict[str, Any], reason: str
+) -> None:
+    config = _config(sglang, "modelopt")
+    layer = sglang_stub.FusedMoE(4, 64, 96, config, "m.experts", **runs)
+    assert layer.quant_method == "SGLang's method"
+    assert config.fp4gemm_report.text() == f"fp4gemm: left to SGLang, {reason}: m.experts"
+
+
+def test_other_layers_and_schemes_keep_sglangs_methods(
+    sglang: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _config(sglang, "modelopt", ignore=("lm_head",))
+    assert vllm_stub.LinearBase(64, 48, config, "lm_head").quant_method == "SGLang's method"
+    monkeypatch.setenv("FP4GEMM_SERVING_IGNORE", "*.o_proj")
+    mixed = sglang.configs["ModelOptMixedPrecisionConfig"].from_config(
+        {"quantized_layers": {"m.a": {"quant_algo": "FP8"}, "m.o_proj": {"quant_algo": "NVFP4"}}}
+    )
+    for name in ("m.a", "m.b", "m.o_proj"):
+        assert vllm_stub.LinearBase(64, 48, mixed, name).quant_method == "SGLang's method"
+    assert mixed.fp4gemm_report.text() == (
+        "fp4gemm: left to SGLang, its weights are FP8: m.a; left to SGLang, it is in 16 bits: m.b; "
+        "left to SGLang, the option ignore names it: m.o_proj"
+    )
+
+
+def test_a_bad_checkpoint_is_refused_by_name(sglang: types.SimpleNamespace) -> None:
+    layer = sglang_stub.FusedMoE(4, 64, 96, _config(sglang, "modelopt"), "m.experts")
+    with pytest.raises(TypeError, match=r"m\.experts\.w13_weight_scale: dtype is torch.uint8, .* mxfp4"):
+        serving.load_expert(layer, 0, {"w1": {"weight_scale": torch.zeros(96, 2, dtype=torch.uint8)}})
+
+
+def test_without_a_kernel_no_hook_is_registered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, module in sglang_stub.modules("cuda", (7, 0)).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    from fp4gemm.integrations.sglang import register
+
+    with caplog.at_level(logging.INFO, "sglang.srt.fp4gemm"):
+        register()
+        monkeypatch.setenv("FP4GEMM_SERVING_ENABLED", "0")
+        register()
+    assert not sglang_stub.HookRegistry.hooks
+    assert "fp4gemm: serves no layer: no " in caplog.messages[0]
+    assert caplog.messages[1] == "fp4gemm: is disabled by FP4GEMM_SERVING_ENABLED=0"
