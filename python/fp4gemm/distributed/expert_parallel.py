@@ -264,7 +264,7 @@ class ExpertParallel:
         if self._status is None:
             return
         rows, has_wrong_ids = self._status.tolist()
-        self._status = None
+        self._status.zero_()
         if has_wrong_ids:
             raise RuntimeError(
                 f"topk_ids: an id was outside of -1..{self.num_experts - 1} since the last check, must not "
@@ -327,8 +327,9 @@ class ExpertParallel:
         if device.type == "cpu":
             check_ids(all_ids, self._sizes)
         places = at_experts(all_ids, self._sizes, self.capacity)
-        status = places.routing.status
-        self._status = status if self._status is None else torch.maximum(self._status, status)
+        if self._status is None:
+            self._status = torch.zeros_like(places.routing.status)
+        torch.maximum(self._status, places.routing.status, out=self._status)  # in place, for CUDA graphs
         self._count += 1
         handle = Handle(
             places.routing.offs,
