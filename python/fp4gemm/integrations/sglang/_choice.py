@@ -15,8 +15,8 @@ from ..serving.experts import ACTIVATIONS
 from ..serving.layers import TEXTS, Layer, bound_of
 from ..serving.options import Options, activations_of
 from ..serving.report import Report
-from ._methods import Fp4GemmFusedMoEMethod, Fp4GemmLinearMethod
-from ._registry import current_device, log
+from ._methods import Fp4GemmFusedMoEMethod, Fp4GemmLinearMethod, activation_of
+from ._process import current_device, log
 
 __all__ = ["chosen", "reason_against"]
 
@@ -66,7 +66,7 @@ def chosen(format: FormatName, original: Any, config: Any, layer: Any, prefix: s
 def reason_against(layer: Any) -> str | None:
     """Why fp4gemm does not run these experts; None where it does."""
     runs = layer.moe_runner_config
-    name = _activation_of(layer)
+    name = activation_of(layer)
     if name not in ACTIVATIONS:
         return f"its activation is {name}"
     if any(
@@ -82,13 +82,6 @@ def reason_against(layer: Any) -> str | None:
     if not get_moe_a2a_backend().is_none():
         return "tokens travel by an all-to-all backend"
     return None
-
-
-def _activation_of(layer: Any) -> str:
-    """The activation, named as vLLM does."""
-    runs = layer.moe_runner_config
-    name = {"gelu_pytorch_tanh": "gelu_tanh"}.get(runs.activation, runs.activation)
-    return str(name) if runs.is_gated else f"{name}_no_mul"
 
 
 def _of_modelopt(config: Any, layer: Any, prefix: str, is_experts: bool) -> str:

@@ -32,14 +32,19 @@ if Fp4GemmLinearMethod.__name__ not in linears.WEIGHT_LOADER_V2_SUPPORTED:
     linears.WEIGHT_LOADER_V2_SUPPORTED.append(Fp4GemmLinearMethod.__name__)
 
 
+def activation_of(layer: Any) -> str:
+    """The activation, named as vLLM does."""
+    runs = layer.moe_runner_config
+    name = {"gelu_pytorch_tanh": "gelu_tanh"}.get(runs.activation, runs.activation)
+    return str(name) if runs.is_gated else f"{name}_no_mul"
+
+
 class _Experts(ExpertsWeights, FusedMoEMethodBase):
     # SGLang then multiplies the router's weights by the factor: the operator sums with these.
     fuse_routed_scaling_factor_in_topk = True
 
     def __init__(self, known: Layer, layer: Any) -> None:
-        from ._choice import _activation_of
-
-        self.know(known, _activation_of(layer))
+        self.know(known, activation_of(layer))
 
     def create_weights(
         self,

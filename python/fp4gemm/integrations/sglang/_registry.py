@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from ...checkpoint.formats import FormatName
-from ..serving.device import Device
 from ..serving.options import Options
+from ._process import current_device, log
 
-__all__ = ["HOOKS", "log", "register"]
-
-log = logging.getLogger("sglang.srt.fp4gemm")
+__all__ = ["HOOKS", "register"]
 
 _QUANTIZATION = "sglang.srt.layers.quantization"
 # The configs whose layers fp4gemm serves, and the formats of their checkpoints.
@@ -43,16 +40,6 @@ def register() -> None:
     for target, format in HOOKS.items():
         HookRegistry.register(f"{target}.from_config", _remember_config, HookType.AROUND)
         HookRegistry.register(f"{target}.get_quant_method", _chooser(format), HookType.AROUND)
-
-
-def current_device() -> Device:
-    """The device of SGLang's process, without initialising it."""
-    from sglang.srt.utils import get_device_capability, is_cpu, is_cuda
-
-    if is_cuda():
-        major, minor = get_device_capability()
-        return Device("cuda", None if major is None else (major, minor))
-    return Device("cpu" if is_cpu() else "another device")
 
 
 def _remember_config(original: Any, cls: type, config: dict[str, Any]) -> Any:

@@ -29,7 +29,7 @@ from ._experts import (
     reason_against,
 )
 from ._linear import Fp4GemmLinearMethod
-from ._registry import current_device, current_options, log
+from ._process import current_device, current_options, log
 
 __all__ = ["CONFIGS", "Serves"]
 

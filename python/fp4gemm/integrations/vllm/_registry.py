@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
-from ..serving.device import Device
 from ..serving.options import Options
+from ._process import current_device, log
 
-__all__ = ["MINIMUM", "log", "register"]
+__all__ = ["MINIMUM", "register"]
 
 MINIMUM = (0, 32)  # the first vLLM whose classes the methods here were written for
-
-# A child of vLLM's logger, which has handlers, so that the lines are seen.
-log = logging.getLogger("vllm.fp4gemm")
 
 
 def register() -> None:
@@ -55,24 +50,3 @@ def register() -> None:
         if supported and name not in supported:
             supported.append(name)
     log.debug("fp4gemm: registered; %s", device.built())
-
-
-def current_device() -> Device:
-    """The device of vLLM's platform."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        return Device("cpu")
-    if not current_platform.is_cuda():
-        return Device(current_platform.device_type)
-    found = current_platform.get_device_capability()
-    return Device("cuda", None if found is None else (found.major, found.minor))
-
-
-def current_options() -> Options:
-    """The options of the environment and of ``--additional-config`` of the engine that is being built."""
-    from vllm.config import get_current_vllm_config_or_none
-
-    config = get_current_vllm_config_or_none()
-    given = getattr(config, "additional_config", None)
-    return Options.read(given.get("fp4gemm") if isinstance(given, dict) else None)
