@@ -250,6 +250,24 @@ def test_old_engines_and_a_disabled_plug_in_are_left_alone(
     ]
 
 
+def test_a_vllm_without_a_name_that_is_used_is_left_alone(
+    vllm: types.SimpleNamespace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM ends with the exceptions of its plug-ins, so that a newer one must not raise any."""
+    vllm.table.clear()
+    for name in list(sys.modules):
+        if name.startswith("fp4gemm.integrations.vllm._") and not name.endswith(("_registry", "_process")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(sys.modules["vllm.model_executor.layers.fused_moe"], "RoutedExperts")
+    vllm.module.__version__ = "9.9.0"
+    with caplog.at_level(logging.INFO, "vllm.fp4gemm"):
+        vllm.register()
+    assert not vllm.table
+    assert caplog.messages[0].startswith(
+        "fp4gemm: serves no layer: vLLM 9.9.0 is not supported: cannot import name 'RoutedExperts'"
+    )
+
+
 def test_engines_cost_nothing_at_import() -> None:
     """import fp4gemm loads no module of the integrations."""
     code = (

@@ -14,7 +14,8 @@ def register() -> None:
     """Let vLLM serve NVFP4 through fp4gemm; again is harmless.
 
     Does nothing but log the reason where fp4gemm has no kernel for the device, where vLLM is older than
-    0.32, or where ``FP4GEMM_SERVING_ENABLED=0``. torch.cuda is not initialised, so vLLM may fork.
+    0.32 or lacks a name that is used here, or where ``FP4GEMM_SERVING_ENABLED=0``. torch.cuda is not
+    initialised, so vLLM may fork.
 
     Raises:
         TypeError, ValueError: an environment variable ``FP4GEMM_SERVING_*`` has no such value.
@@ -37,11 +38,15 @@ def register() -> None:
     if reason is not None:
         log.warning("fp4gemm: serves no layer: %s", reason)
         return
-    from vllm.model_executor.layers.quantization import register_quantization_config
-    from vllm.platforms import current_platform
+    try:
+        from vllm.model_executor.layers.quantization import register_quantization_config
+        from vllm.platforms import current_platform
 
-    from ._configs import CONFIGS
-    from ._fp4gemm import Fp4GemmConfig
+        from ._configs import CONFIGS
+        from ._fp4gemm import Fp4GemmConfig
+    except ImportError as error:  # an exception would end vLLM, whatever it serves
+        log.warning("fp4gemm: serves no layer: vLLM %s is not supported: %s", vllm.__version__, error)
+        return
 
     for name, config in (*CONFIGS.items(), ("fp4gemm", Fp4GemmConfig)):
         register_quantization_config(name)(config)
