@@ -15,6 +15,7 @@ import sglang_stub
 import torch
 import vllm_stub
 from fp4gemm.checkpoint.formats import Scheme, quantization_config
+from fp4gemm.integrations.serving import weights
 
 NAMES = {"modelopt": "ModelOptFp4Config", "compressed-tensors": "CompressedTensorsConfig"}
 
@@ -116,6 +117,45 @@ def test_experts_have_the_bits_of_nn_experts_and_are_updated_in_place(
     assert {name: parameter.data_ptr() for name, parameter in layer.named_parameters()} == where
 
 
+@pytest.fixture
+def prepacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers hold prepacked weights, as on compute capability 9.0."""
+
+    def hold(w: fp4gemm.NVFP4Tensor, quantizes: bool) -> weights.Held:
+        return weights.Held(fp4gemm.prepack(w).data, None, w.amax, w.shape[-2], w.e4m3_max)
+
+    monkeypatch.setattr(weights, "hold", hold)
+
+
+@pytest.mark.usefixtures("prepacks")
+def test_prepacked_weights_are_updated_in_place(sglang: types.SimpleNamespace) -> None:
+    """The names of the checkpoint's scales are free again, though the layer holds no scales."""
+    linear = vllm_stub.ColumnParallelLinear(
+        64, 48, False, quant_config=_config(sglang, "modelopt"), prefix="m.up_proj"
+    )
+    experts = sglang_stub.FusedMoE(4, 64, 96, _config(sglang, "modelopt"), "m.experts")
+    x = _x(9)
+    scores, ids = torch.rand(9, 4).softmax(-1).topk(2)
+    where: list[int] = []
+    for seed in (0, 100):
+        w, wanted = serving.weight(48, 64, seed), _experts(seed)
+        for layer in (linear, experts):
+            layer.quant_method.restore_weights_before_loading(layer)
+        serving.load(linear, serving.stored(w, "modelopt"))
+        for e, shards in enumerate(wanted):
+            parts = {name: serving.stored(each, "modelopt") for name, each in shards.items()}
+            serving.load_expert(experts, e, parts)
+        for layer in (linear, experts):
+            layer.quant_method.process_weights_after_loading(layer)
+        assert torch.equal(linear(x), serving.product(x, w))
+        assert torch.equal(experts(x, scores, ids), _reference(wanted, "per-token")(x, ids, scores))
+        assert linear.weight.dim() == 1
+        assert not hasattr(experts, "w13_weight_scale")
+        now = [p.data_ptr() for layer in (linear, experts) for p in layer.parameters()]
+        assert now == (where or now)
+        where = now
+
+
 def test_a_linear_layer_is_updated_in_place(sglang: types.SimpleNamespace) -> None:
     """SGLang's order of calls; a part of a layer alone is refused by name."""
     layer = vllm_stub.ColumnParallelLinear(
@@ -132,6 +172,10 @@ def test_a_linear_layer_is_updated_in_place(sglang: types.SimpleNamespace) -> No
         now = {name: p.data_ptr() for name, p in layer.named_parameters() if name != "bias"}
         assert now == (where or now)
         where = now
+    layer.quant_method.restore_weights_before_loading(layer)  # an update of the bias alone
+    layer.bias.data.copy_(torch.full((48,), 3.0))
+    layer.quant_method.process_weights_after_loading(layer)
+    assert torch.equal(layer(_x(7)), serving.product(_x(7), w, layer.bias.data))
     layer.quant_method.restore_weights_before_loading(layer)
     tensors = serving.stored(serving.weight(48, 64, 2), "modelopt")
     serving.load(layer, {name: tensors[name] for name in ("weight", "weight_scale")})

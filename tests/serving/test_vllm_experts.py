@@ -10,6 +10,7 @@ import pytest
 import serving
 import torch
 import vllm_stub
+from fp4gemm.checkpoint.formats import FORMATS
 from torch import Tensor
 
 E, D, H = 4, 64, 96  # experts, hidden, intermediate
@@ -72,6 +73,30 @@ def test_experts_have_the_bits_of_nn_experts(
         x, scores, ids = _routing(m)
         y = layer.quant_method.apply(layer, x, scores, ids, None, None)
         assert torch.equal(y, _wanted(experts, activations)(x, ids, scores))
+
+
+@pytest.mark.parametrize("format", [*serving.FORMATS_OF_OTHERS, "fp4gemm"])
+def test_static_scales_of_gate_and_up_may_differ(vllm: types.SimpleNamespace, format: str) -> None:
+    """They are loaded, each to its place, and have no effect: a token has an amax of its own."""
+    experts = _experts()
+    layer = _layer(vllm, serving.config_of(vllm.table, format, "static"))
+    for e, shards in enumerate(experts):
+        parts = {shard: serving.stored(w, format, 2.0 + i + e) for i, (shard, w) in enumerate(shards.items())}
+        serving.load_expert(layer, e, parts)
+    suffix = FORMATS[format].input_scale  # type: ignore[index]
+    assert torch.equal(
+        getattr(layer, f"w13_{suffix}")[1],
+        torch.cat(
+            [
+                serving.stored(w, format, amax)[suffix].view(1)
+                for w, amax in ((experts[1]["w1"], 3.0), (experts[1]["w3"], 5.0))
+            ]
+        ),
+    )
+    layer.quant_method.process_weights_after_loading(layer)
+    x, scores, ids = _routing(9)
+    y = layer.quant_method.apply(layer, x, scores, ids)
+    assert torch.equal(y, _wanted(experts, "per-token")(x, ids, scores))
 
 
 def test_experts_without_a_gate(vllm: types.SimpleNamespace) -> None:

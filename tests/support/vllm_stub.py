@@ -323,6 +323,8 @@ class RoutedExperts(nn.Module):
         method = getattr(param, "quant_method", None)
         is_single = method == "tensor" if not of_modelopt else "scale_2" in weight_name
         if "input_scale" in weight_name and not of_modelopt:
+            if param.data[expert_id] != 1 and (param.data[expert_id] - loaded_weight).abs() > 1e-5:
+                raise ValueError("input_scales of w1 and w3 of a layer must be equal")
             param.data[expert_id] = loaded_weight
         elif is_single or "input_scale" in weight_name:
             if shard_id == "w2":

@@ -133,12 +133,13 @@ class ExpertsWeights:
         self, layer: Any, x: Tensor, ids: Tensor, scores: Tensor, expert_map: Tensor | None = None
     ) -> Tensor:
         """The weighted sum over the experts of this rank, as :func:`.products.experts`."""
+        scales13, scales2 = (getattr(layer, f"{which}_weight_scale", None) for which in ("w13", "w2"))
         return products.experts(
             x,
             ids,
             scores,
-            weights.Held(layer.w13_weight, layer.w13_weight_scale, layer.w13_weight_amax, *self.held13),
-            weights.Held(layer.w2_weight, layer.w2_weight_scale, layer.w2_weight_amax, *self.held2),
+            weights.Held(layer.w13_weight, scales13, layer.w13_weight_amax, *self.held13),
+            weights.Held(layer.w2_weight, scales2, layer.w2_weight_amax, *self.held2),
             self.activation,
             self.of.activations,
             expert_map,
@@ -147,10 +148,14 @@ class ExpertsWeights:
 
 
 def _by_scale(loader: Callable[..., Any]) -> Callable[..., Any]:
-    """The engine's loader of experts, which tells scales by "scale" in their names; our format has "amax"."""
+    """The engine's loader of experts, which tells scales by "scale" in their names; our format has "amax".
+
+    It keeps one "input_scale" for gate and up, and one "global_scale" for each.
+    """
 
     @functools.wraps(loader)
     def load(param: Any, loaded_weight: Tensor, weight_name: str, *args: Any, **kwargs: Any) -> Any:
-        return loader(param, loaded_weight, weight_name.replace("_amax", "_scale"), *args, **kwargs)
+        name = weight_name.replace("input_amax", "input_global_scale").replace("weight_amax", "weight_scale")
+        return loader(param, loaded_weight, name, *args, **kwargs)
 
     return load

@@ -48,19 +48,18 @@ class Layer:
 
 
 def put(layer: Any, **tensors: Tensor | None) -> None:
-    """Set parameters of a layer, or attributes that are None.
+    """Set parameters of a layer; of those that are None, the layer has no attribute afterwards.
 
     They are parameters, not buffers, since a reload of vLLM copies every parameter into the memory of the one
-    before, so that captured graphs remain valid.
+    before, so that captured graphs remain valid. An attribute that is None would be in the way when an engine
+    registers the checkpoint's parameter of that name again.
     """
     for name, tensor in tensors.items():
-        if tensor is None:
-            setattr(layer, name, None)
-            continue
-        if name in layer._parameters or hasattr(layer, name):
+        if hasattr(layer, name):
             delattr(layer, name)
-        held = tensor if isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(tensor, False)
-        layer.register_parameter(name, held)
+        if tensor is not None:
+            held = tensor if isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(tensor, False)
+            layer.register_parameter(name, held)
 
 
 def bound_of(config: Mapping[str, Any]) -> int:
@@ -107,7 +106,7 @@ class InPlace:
     def process_weights_after_loading(self, layer: Any) -> None:
         """Make the parameters of the operator. After an update they are copied into the memory of before.
 
-        If an update had nothing for the layer, it keeps its weights.
+        If an update had nothing for the layer but perhaps a bias, it keeps its weights.
 
         Raises:
             ValueError: the checkpoint lacks a scale, or an update has some parts of the layer alone.
@@ -119,6 +118,8 @@ class InPlace:
                 delattr(layer, name)
             put(layer, **kept)
             self.kept = None
+            if "weight_bias" in kept:
+                layer.weight_bias.data.copy_(layer.bias.data)
             return
         others = set(layer._parameters) - set(self.loaded)
         super().process_weights_after_loading(layer)  # type: ignore[misc]

@@ -119,12 +119,13 @@ class LinearWeights:
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The product; bias is that of the layer, or None on ranks that do not add it."""
-        held = weights.Held(layer.weight, layer.weight_scale, layer.weight_amax, *self.held)
+        scales = getattr(layer, "weight_scale", None)
+        held = weights.Held(layer.weight, scales, layer.weight_amax, *self.held)
         return products.linear(
             x,
             held,
             None if bias is None else layer.weight_bias,
             self.of.activations,
-            layer.input_amax,
+            getattr(layer, "input_amax", None),
             self.of.batch_invariant,
         )
