@@ -9,16 +9,28 @@ import torch.distributed as dist
 __all__ = ["require_equal"]
 
 
-def require_equal(function: str, arguments: dict[str, Any], group: dist.ProcessGroup) -> None:
-    """Raise ValueError on every rank if an argument differs between ranks. Every rank of the group calls it.
+def require_equal(
+    function: str, arguments: dict[str, Any], problem: Exception | None, group: dist.ProcessGroup
+) -> None:
+    """Raise on every rank if an argument is wrong on one or differs. Every rank of the group calls it.
 
     The text names the first such argument, its value on rank 0 of the group, and the first rank on which it
     is another.
+
+    Args:
+        problem: what is wrong with the arguments of this rank by themselves, a TypeError or ValueError, or
+            None. It is raised here, and on the other ranks a ValueError with its text.
     """
-    everyone: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyone, arguments, group=group)
-    first = everyone[0]
-    for rank, theirs in enumerate(everyone):
+    own = (arguments, None) if problem is None else ({}, str(problem))
+    everyone: list[tuple[dict[str, Any], str | None]] = [({}, None)] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    if problem is not None:
+        raise problem
+    for rank, (_, text) in enumerate(everyone):
+        if text is not None:
+            raise ValueError(f"{text} (rank {rank} of the group)")
+    first = everyone[0][0]
+    for rank, (theirs, _) in enumerate(everyone):
         for name, value in first.items():
             if theirs.get(name) != value:
                 raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,24 @@ if TYPE_CHECKING:
 _IN_FLIGHT = 2  # dispatches whose handles are valid: what a double-buffered engine can hold
 E4M3_MAX = 448  # the bound of the block scales that travel
 
-__all__ = ["E4M3_MAX", "Arrived", "Handle", "check_handle", "group_of", "ids_of", "tokens_of"]
+EngineName = Literal["auto", "gather"]
+CombineName = Literal["slots", "tree"]
+GradientName = Literal["original", "nvfp4"]
+
+__all__ = [
+    "E4M3_MAX",
+    "Arrived",
+    "CombineName",
+    "EngineName",
+    "GradientName",
+    "Handle",
+    "check_handle",
+    "group_of",
+    "ids_of",
+    "is_initialized",
+    "problem_of",
+    "tokens_of",
+]
 
 
 @dataclasses.dataclass(eq=False)
@@ -61,9 +78,35 @@ class Arrived(NamedTuple):
         return self.message.row_of_token(self.handle._places.routing.token_of_row)
 
 
+def problem_of(**own: Any) -> TypeError | ValueError | None:
+    """What is wrong with the arguments of ExpertParallel by themselves, without those of other ranks."""
+    try:
+        num_experts = moe_checks.num_experts(own["num_experts"])
+        for name in ("top_k", "hidden", "max_tokens"):
+            _checks.is_int(name, own[name], 1)
+        if own["top_k"] > num_experts:
+            raise ValueError(
+                f"top_k: got {own['top_k']}, must be at most num_experts, which is {num_experts}"
+            )
+        _checks.is_multiple("hidden", "the size", own["hidden"], _checks.K_STEP_MM)
+        for name, allowed in (("engine", EngineName), ("combine", CombineName), ("gradient", GradientName)):
+            _checks.is_one_of(name, own[name], get_args(allowed))
+        _checks.is_int("seed", own["seed"], 0)
+        if own["capacity"] is not None:
+            _checks.is_int("capacity", own["capacity"], 1)
+    except (TypeError, ValueError) as error:
+        return error
+    return None
+
+
+def is_initialized() -> bool:
+    """Whether there are process groups."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def group_of(group: object) -> dist.ProcessGroup:
     """The process group of an argument."""
-    if not dist.is_available() or not dist.is_initialized():
+    if not is_initialized():
         raise RuntimeError(
             "ExpertParallel: torch.distributed is not initialised; call torch.distributed.init_process_group "
             "first, as torchrun's environment lets it"

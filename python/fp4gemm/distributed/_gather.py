@@ -63,6 +63,7 @@ class GatherEngine:
             collective(*tensors, group=self._group)
         except RuntimeError as error:
             raise RuntimeError(
-                f"ExpertParallel: the {what} of {self._ranks} ranks failed; a rank has ended, did not call "
-                f"it before the time-out of the group, or called it with other sizes: {error}"
+                f"ExpertParallel: the {what} of {self._ranks} ranks failed; a rank has ended, refused "
+                "its arguments, did not call it before the time-out of the group, or called it with other "
+                f"sizes: {error}"
             ) from error

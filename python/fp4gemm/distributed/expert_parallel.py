@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,19 @@ from ..containers.nvfp4 import NVFP4Tensor
 from ..layout import record_bytes
 from . import _combine, _gradients
 from ._agreement import require_equal
-from ._arguments import Arrived, Handle, check_handle, group_of, ids_of, tokens_of
+from ._arguments import (
+    Arrived,
+    CombineName,
+    EngineName,
+    GradientName,
+    Handle,
+    check_handle,
+    group_of,
+    ids_of,
+    is_initialized,
+    problem_of,
+    tokens_of,
+)
 from ._gather import Engine, GatherEngine
 from ._message import Message
 from ._places import Sizes, at_experts, check_ids
@@ -26,10 +38,6 @@ if TYPE_CHECKING:
     from ..training.shared_input import QuantizedInput
 
 __all__ = ["ExpertParallel", "Handle"]
-
-EngineName = Literal["auto", "gather"]
-CombineName = Literal["slots", "tree"]
-GradientName = Literal["original", "nvfp4"]
 
 
 class ExpertParallel:
@@ -71,7 +79,8 @@ class ExpertParallel:
             :meth:`check` raises.
 
     Raises:
-        TypeError, ValueError: naming the argument; also, on every rank, if ranks have different arguments.
+        TypeError, ValueError: naming the argument; on every rank, also if one rank has a wrong or another
+            argument. A ``group`` that is no group is refused on its rank alone.
         RuntimeError: torch.distributed is not initialised.
     """
 
@@ -89,20 +98,6 @@ class ExpertParallel:
         gradient: GradientName = "original",
         seed: int = 0,
     ) -> None:
-        self.num_experts = moe_checks.num_experts(num_experts)
-        for name, value in (("top_k", top_k), ("hidden", hidden), ("max_tokens", max_tokens)):
-            _checks.is_int(name, value, 1)
-        if top_k > num_experts:
-            raise ValueError(f"top_k: got {top_k}, must be at most num_experts, which is {num_experts}")
-        _checks.is_multiple("hidden", "the size", hidden, _checks.K_STEP_MM)
-        _checks.is_one_of("engine", engine, get_args(EngineName))
-        _checks.is_one_of("combine", combine, get_args(CombineName))
-        _checks.is_one_of("gradient", gradient, get_args(GradientName))
-        _checks.is_int("seed", seed, 0)
-        if capacity is not None:
-            _checks.is_int("capacity", capacity, 1)
-        self.group = group_of(group)
-        ranks = dist.get_world_size(self.group)
         own: dict[str, Any] = {
             "num_experts": num_experts,
             "top_k": top_k,
@@ -111,7 +106,12 @@ class ExpertParallel:
         }
         own |= {"engine": engine, "combine": combine, "capacity": capacity}
         own |= {"gradient": gradient, "seed": seed}
-        require_equal("ExpertParallel", own, self.group)
+        problem = problem_of(**own)
+        if problem is not None and not is_initialized():
+            raise problem
+        self.group = group_of(group)
+        ranks = dist.get_world_size(self.group)
+        require_equal("ExpertParallel", own, problem, self.group)
         if num_experts % ranks:
             raise ValueError(f"num_experts: got {num_experts}, must be a multiple of {ranks}, the ranks")
         if combine == "tree" and (ranks not in (1, 2, 4, 8) or num_experts % _combine.BLOCKS):
@@ -119,6 +119,7 @@ class ExpertParallel:
                 f"combine: 'tree' is for 1, 2, 4 or 8 ranks and a multiple of {_combine.BLOCKS} experts, "
                 f"must be 'slots' for {ranks} ranks and {num_experts} experts"
             )
+        self.num_experts = num_experts
         self.top_k, self.hidden, self.max_tokens, self.capacity = top_k, hidden, max_tokens, capacity
         self.combine_order: CombineName = combine
         self.engine: str = "gather"
@@ -160,7 +161,8 @@ class ExpertParallel:
                 :func:`fp4gemm.quantize` does; or an NVFP4Tensor that was quantized so.
             topk_ids: int32 or int64 (t, top_k), numbers of experts of all ranks. -1 names no expert. Another
                 id outside of 0..num_experts-1, and an expert that a token names twice, are refused on the
-                CPU, by every rank; on a GPU :meth:`check` refuses such ids, and they name no expert.
+                CPU, by every rank. On a GPU :meth:`check` refuses the former, which name no expert, and
+                nothing looks for the latter, whose second row may be dropped.
             max_tokens: the most tokens that any rank has in this call, the same number on every rank; None is
                 that of the constructor.
 
@@ -170,7 +172,8 @@ class ExpertParallel:
             valid for one ``combine``, until the second dispatch after its own.
 
         Raises:
-            TypeError, ValueError: naming the argument.
+            TypeError, ValueError: naming the argument; apart from ids, on this rank alone, while the others
+                wait for it until the time-out of the group.
             RuntimeError: the object was closed; a collective failed, a rank that does not take part included.
             NotImplementedError: x requires grad while grad mode is on; the device has no kernel.
         """
