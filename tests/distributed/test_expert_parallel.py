@@ -91,6 +91,24 @@ def test_a_message_holds_rows_and_matrices() -> None:
     assert message.row_of_token(torch.tensor([-1, 0, 2, 3, 5])).tolist() == [-1, 0, 2, 4, 6]
 
 
+# ---- checkpoints
+
+
+def test_checkpoints_of_other_numbers_of_ranks(ranks: list[dict[Any, Any]]) -> None:
+    """Equal names with other contents on each rank are DTensors, of which nothing is lost."""
+    for results in ranks:
+        found = results["checkpoints"]
+        *outs, want = found["outputs"]
+        for got in outs:
+            assert_equal(got, want)
+        whole, loaded = found["wholes"]
+        assert whole.keys() == loaded.keys() == found["shapes"].keys()
+        for name, value in whole.items():
+            assert_equal(loaded[name], value)
+            kind = "Tensor" if name.endswith("weight_e4m3_max") else "DTensor"
+            assert found["shapes"][name] == [tuple(value.shape), kind]
+
+
 # ---- capacity, mesh, errors
 
 
@@ -119,6 +137,8 @@ ERRORS = {
     "differs: top_k": "ValueError: top_k: is 4 on rank 0 and 2 on rank 2 of the group, must be the same",
     "differs: capacity": "ValueError: capacity: is None on rank 0 and 64 on rank 2 of the group",
     "differs: combine": "ValueError: combine: is 'slots' on rank 0 and 'tree' on rank 2 of the group",
+    "wrong: top_k": "ValueError: top_k: got 17, must be at most num_experts, which is 16",
+    "wrong: hidden": ("TypeError: hidden: got 64.0", "ValueError: hidden: got 64.0"),
     "ranks": "ValueError: num_experts: got 18, must be a multiple of 4, the ranks",
     "tree": "ValueError: combine: 'tree' is for 1, 2, 4 or 8 ranks and a multiple of 8 experts",
     "id": "ValueError: topk_ids: an id of token 2 of rank 1 (slot 1) is not in 0..15, must be, or -1",

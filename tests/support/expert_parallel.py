@@ -6,12 +6,14 @@ import copy
 import datetime
 import functools
 import pickle
+import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import fp4gemm
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from data_parallel import message
 from fp4gemm import nn
 from fp4gemm.distributed import ExpertParallel
@@ -182,6 +184,38 @@ def sent(group: Any) -> list[tuple[str, int]]:
     return calls
 
 
+def checkpoints(rank: int, groups: dict[int, Any]) -> dict[str, Any]:
+    """Experts that 2 ranks saved, 4 ranks loaded and saved, and one process without a group loaded."""
+    names = [tempfile.mkdtemp() if rank == 0 else "", tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(names)
+    case = CASES["uniform"]
+    if rank < 2:
+        saved = torch.nn.Sequential(layer(case, exchange(case, groups[2])))
+        dcp.save(saved.state_dict(), checkpoint_id=names[0], process_group=groups[2])
+    dist.barrier()
+    ep = exchange(case, groups[4])
+    new = torch.nn.Sequential(nn.Experts(case.num_experts, D, INTER, bias=True, dtype=case.dtype, ep=ep))
+    state = new.state_dict()
+    shapes = {name: [tuple(value.shape), type(value).__name__] for name, value in state.items()}
+    dcp.load(state, checkpoint_id=names[0])
+    new.load_state_dict(state)
+    dcp.save(new.state_dict(), checkpoint_id=names[1])
+    own_parts = {name: getattr(t, "to_local", lambda t=t: t)() for name, t in new.state_dict().items()}
+    again = torch.nn.Sequential(nn.Experts(case.num_experts, D, INTER, bias=True, dtype=case.dtype, ep=ep))
+    again.load_state_dict(own_parts)
+    x, ids, scores = own(ep, inputs(case))
+    outs = [module[0](x, ids, scores) for module in (new, again)]
+    before = sum(len(each[0]) for each in inputs(case)[:rank])
+    want = of_one_process(case)[before : before + len(x)]
+    one = torch.nn.Sequential(nn.Experts(case.num_experts, D, INTER, bias=True, dtype=case.dtype))
+    state = one.state_dict()
+    dcp.load(state, checkpoint_id=names[1], no_dist=True)
+    one.load_state_dict(state)
+    wholes = [torch.nn.Sequential(layer(case, None)).state_dict(), one.state_dict()]
+    dist.barrier()
+    return {"outputs": [*outs, want], "wholes": wholes, "shapes": shapes}
+
+
 def errors(rank: int) -> dict[str, str]:
     """The text of everything that is refused, on every rank of the default group."""
     case = Case()
@@ -192,6 +226,9 @@ def errors(rank: int) -> dict[str, str]:
     for name, value in (("top_k", 2), ("capacity", 64), ("combine", "tree")):
         changed = sizes | {name: value} if rank == 2 else sizes
         found[f"differs: {name}"] = message(lambda changed=changed: ExpertParallel(**changed))  # type: ignore[misc]
+    for name, value in (("top_k", 17), ("hidden", 64.0)):
+        changed = sizes | {name: value} if rank == 2 else sizes
+        found[f"wrong: {name}"] = message(lambda changed=changed: ExpertParallel(**changed))  # type: ignore[misc]
     found["ranks"] = message(lambda: ExpertParallel(**(sizes | {"num_experts": 18})))
     found["tree"] = message(lambda: ExpertParallel(**(sizes | {"num_experts": 4}), combine="tree"))
     wrong = ids.clone()
@@ -247,6 +284,7 @@ def run(rank: int) -> dict[Any, Any]:
         results["capacity", n] = with_capacity(group) if n == RANKS else None
         results["sent", n] = sent(group)
     results["operands"] = operands(None)
+    results["checkpoints"] = checkpoints(rank, groups)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     ep = exchange(Case(), mesh["ep"])
     results["mesh"] = [ep.rank, ep.num_ranks, ep.first_expert]

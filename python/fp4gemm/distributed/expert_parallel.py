@@ -126,6 +126,7 @@ class ExpertParallel:
         self.gradient, self.seed = gradient, seed
         self._sizes = Sizes(ranks, dist.get_rank(self.group), num_experts, top_k)
         self._transport: Engine | None = GatherEngine(self.group)
+        self._meshes: dict[str, DeviceMesh] = {}
         self._count = 0  # dispatches so far
         self._random: Tensor | None = None
         self._status: Tensor | None = None  # int32 (2,): the most rows of a rank, and whether ids were wrong
@@ -300,6 +301,12 @@ class ExpertParallel:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
         return self  # copies of a layer share the group and its buffers
+
+    def _mesh(self, device_type: str) -> DeviceMesh:
+        """The ranks of the group as a mesh, for DTensors of this type of device."""
+        if device_type not in self._meshes:
+            self._meshes[device_type] = DeviceMesh.from_group(self.group, device_type)
+        return self._meshes[device_type]
 
     def _engine(self) -> Engine:
         if self._transport is None:

@@ -1,8 +1,8 @@
-"""The forward pass of fp4gemm.nn.Experts whose experts are on many ranks (fp4gemm.distributed)."""
+"""The forward pass and the state of fp4gemm.nn.Experts with experts on many ranks (fp4gemm.distributed)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from ..reference.epilogue import ALPHA
 from ._experts import check_tokens, formats_of
 from ._inputs import refuse_not_finite
 from ._stack import HeldWeight
+from ._state import BOUND
 
 if TYPE_CHECKING:
     from ..containers.decoded import DecodedTensor
@@ -22,7 +23,44 @@ if TYPE_CHECKING:
     from ..distributed import ExpertParallel, Handle
     from .experts import Experts
 
-__all__ = ["check_exchange", "forward"]
+__all__ = ["DividedExperts", "check_exchange", "forward"]
+
+
+class DividedExperts(torch.nn.Module):
+    """A module whose state is that of all ranks if it has an exchange.
+
+    The entries of its children are then DTensors with the placement Shard(0), over the memory that the
+    children hold, and not plain tensors: those would have one name and other contents on each rank, of which
+    torch.distributed.checkpoint would silently save one rank's. The bounds of the scales stay plain.
+    """
+
+    ep: ExpertParallel | None = None
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's. With ``ep`` the stacks are DTensors (num_experts, ...), placement Shard(0)."""
+        state = super().state_dict(*args, **kwargs)
+        if self.ep is None:
+            return state
+        from torch.distributed.tensor import DTensor, Shard
+
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        inside = tuple(f"{prefix}{name}." for name, _ in self.named_children())
+        for key, value in state.items():
+            is_stack = isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta
+            if is_stack and key.startswith(inside) and not key.endswith(f".{BOUND}"):
+                mesh = self.ep._mesh(value.device.type)
+                state[key] = DTensor.from_local(value, mesh, [Shard(0)], run_check=False)
+        return state
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Give the children, whose turn is next, this rank's part of each DTensor."""
+        if self.ep is not None:
+            from torch.distributed.tensor import DTensor
+
+            for key, value in state_dict.items():
+                if key.startswith(prefix) and isinstance(value, DTensor):
+                    state_dict[key] = value.to_local()
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def check_exchange(

@@ -30,7 +30,7 @@ from ._inputs import (
     refuse_not_finite,
 )
 from ._methods import DataFree, Quantizer, as_quantizer
-from ._parallel import check_exchange
+from ._parallel import DividedExperts, check_exchange
 from ._parallel import forward as parallel_forward
 from ._stack import HeldWeight, StackedWeight, interleaved, interleaved_stack, mixed, of_own_storage
 from ._weight import _EXCHANGE
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ..distributed import ExpertParallel
 
 
-class Experts(torch.nn.Module):
+class Experts(DividedExperts):
     """The experts of a mixture: two NVFP4 products for each expert that a token names, and a weighted sum.
 
     For token i with the experts e = topk_ids[i, j] and the weights topk_weights[i, j]::
@@ -76,12 +76,11 @@ class Experts(torch.nn.Module):
         ep: None, or the exchange of tokens between ranks, each of which has num_experts / ranks of the
             experts in its weights: the ones from ``ep.first_expert`` on (docs/distributed.md). num_experts
             and topk_ids are then those of all ranks, and every rank calls ``forward``, also without tokens.
+            ``state_dict`` has DTensors of all ranks' experts, for torch.distributed.checkpoint.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what it must be.
     """
-
-    ep: ExpertParallel | None = None
 
     def __init__(
         self,
