@@ -298,6 +298,19 @@ def test_arguments() -> None:
         module(3, ids, weights)
     with pytest.raises(ValueError, match=r"hidden_states: .* must have rank 2"):
         module(x[None], ids, weights)
+    with pytest.raises(ValueError, match=r"top_k_index: .*\(20, 2\), must be \(24, 2\), as hidden_states"):
+        module(x, ids[:20], weights[:20])
+    with pytest.raises(ValueError, match=r"top_k_index: .* must have rank 2"):
+        module(x, ids.flatten(), weights)
+    for wrong in (-1, G):
+        named = ids.clone()
+        named[3, 1] = wrong
+        with pytest.raises(ValueError, match=f"top_k_index: has {wrong}, must have 0 to {G - 1}"):
+            module(x, named, weights)
+    with pytest.raises(ValueError, match=r"top_k_weights: .*\(25, 2\), must be \(24, 2\), as top_k_index"):
+        module(x, ids, torch.cat((weights, weights[:1])))
+    with pytest.raises(TypeError, match=r"top_k_weights: dtype is torch\.int64"):
+        module(x, ids, weights.long())
     module._is_expert_parallel = True
     with pytest.raises(RuntimeError, match="distributed over devices after convert_model"):
         module(x, ids, weights)

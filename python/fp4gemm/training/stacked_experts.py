@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import _checks
 from .._checks import training as checks
-from ..experts import route
+from ..experts import Routing, route
 from ..nn import _transformers
 from . import _casts, _functions, _routing
 from ._layer import RecipeLayer
@@ -63,8 +63,9 @@ class StackedExperts(RecipeLayer):
 
         Args:
             hidden_states: x, bfloat16, float16 or float32 (t, d).
-            top_k_index: int32 or int64 (t, top_k), the experts of each token, each at most once.
-            top_k_weights: float (t, top_k).
+            top_k_index: int32 or int64 (t, top_k), the experts of each token, each at most once. A GPU does
+                not check the values.
+            top_k_weights: bfloat16, float16 or float32 (t, top_k).
 
         Raises:
             TypeError, ValueError: naming the argument. NotImplementedError: the device has no kernel.
@@ -78,7 +79,7 @@ class StackedExperts(RecipeLayer):
         x = _checks.is_tensor("hidden_states", hidden_states)
         _checks.has_rank("hidden_states", x, 2, "(t, d)")
         first = "gate_up_proj" if m.has_gate else "up_proj"
-        routing = route(top_k_index, getattr(m, first).shape[0])
+        routing = _routed(top_k_index, top_k_weights, x.shape[0], getattr(m, first).shape[0])
         rows = self._product(first, _routing.gather(x, routing), routing.offs)
         rows = m._apply_gate(rows) if m.has_gate else m.act_fn(rows)
         rows = self._product("down_proj", rows, routing.offs)
@@ -105,6 +106,22 @@ class StackedExperts(RecipeLayer):
         # The class is made at run time, so that pickle would not find it by its name.
         _, _, *state = cast(Any, super().__reduce_ex__(protocol))
         return _new, (_original_of(type(self)),), *state
+
+
+def _routed(ids: Tensor, weights: Tensor, num_tokens: int, num_experts: int) -> Routing:
+    """The rows of the experts. Raises unless each pair of a token and a slot has a row and a weight."""
+    _checks.is_tensor("top_k_index", ids)
+    _checks.has_rank("top_k_index", ids, 2, "(t, top_k)")
+    _checks.has_shape("top_k_index", ids, (num_tokens, ids.shape[1]), ", as hidden_states has rows")
+    _checks.is_tensor("top_k_weights", weights)
+    _checks.has_dtype("top_k_weights", weights, _checks.FLOAT_DTYPES)
+    _checks.has_shape("top_k_weights", weights, tuple(ids.shape), ", as top_k_index")
+    routing = route(ids, num_experts)
+    is_readable = ids.device.type == "cpu" and _checks.has_memory(routing.offs)
+    if is_readable and int(routing.offs[-1]) != ids.numel():
+        outside = ids[(ids < 0) | (ids >= num_experts)][0].item()
+        raise ValueError(f"top_k_index: has {outside}, must have 0 to {num_experts - 1}, the experts")
+    return routing
 
 
 def why_not(module: torch.nn.Module) -> str:
