@@ -35,6 +35,7 @@ from .commands import (
     plot,
     quantize,
     report,
+    serving,
     sweep,
 )
 from .commands.options import (
@@ -82,6 +83,7 @@ MEASURING: tuple[tuple[str, ModuleType, str, tuple[str, ...]], ...] = (
         ("--shapes", "--model", "--m"),
     ),
     ("model", model, "whole models with random weights, against bf16", ()),
+    ("serving", serving, "the layers of a model as vLLM and SGLang call them", ("--model", "--m")),
     ("overhead", overhead, "host microseconds of a call", ()),
     ("sweep", sweep, "the sweeps that upstream libraries publish, by name", ("--m",)),
     ("hopper", hopper, "prepacked weights against the project's targets", ("--m",)),

@@ -205,7 +205,7 @@ class Contenders:
             check = near(baseline[0], self.shape, lambda: xs[0], lambda: weights[0], xs[0].dtype)
             return Contender(baseline, work, BASELINE, None, ROUNDING), check
 
-        self.made.attempt(TORCH[self.harness.dtype], make, ours=False)
+        self.made.attempt(TORCH[self.tokens.plain[0].dtype], make, ours=False)
 
 
 def _decoded(x: Tensor, w: Any) -> Tensor:

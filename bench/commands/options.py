@@ -113,6 +113,7 @@ def filters(parser: argparse.ArgumentParser, *names: str) -> None:
         ("layer", "--m"): "rows of the input",
         ("quantize", "--kernels"): "only modes whose name, with dtype and size, matches",
         ("quantize", "--shapes"): "inputs m x k",
+        ("serving", "--m"): "tokens of a step: of decode or of a prefill",
         ("sweep", "--m"): "tokens",
         ("hopper", "--m"): "rows of a (of grouped: rows an expert) instead of those of each part",
     }

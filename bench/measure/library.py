@@ -15,6 +15,8 @@ import torch
 from fp4gemm import _native, kernel_table, selection
 from fp4gemm._checks import options as _options
 from fp4gemm._checks.options import SIGNS
+from fp4gemm.activations import ActivationName
+from fp4gemm.checkpoint.formats import Activations
 from fp4gemm.device.products import Product, error_line, gaussian_weights, occupied_groups
 from fp4gemm.device.products import difference as product_difference
 from fp4gemm.device.timing import (
@@ -27,11 +29,15 @@ from fp4gemm.device.timing import (
     sets,
     time_interleaved,
 )
+from fp4gemm.integrations.serving import products
+from fp4gemm.integrations.serving import weights as serving_weights
 from fp4gemm.kernel_table import KernelInfo
 
 __all__ = [
     "MIN_CALLS",
     "SIGNS",
+    "ActivationName",
+    "Activations",
     "Call",
     "KernelInfo",
     "Product",
@@ -49,7 +55,9 @@ __all__ = [
     "operands_read",
     "operator_arguments",
     "product_difference",
+    "products",
     "rotations",
+    "serving_weights",
     "sets",
     "time_interleaved",
 ]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["MODELS", "Experts", "Layer", "Model", "Routed", "dense_layers", "expert_layers"]
+__all__ = ["MODELS", "Experts", "Layer", "Model", "Routed", "dense_layers", "expert_layers", "named"]
 
 
 class Experts(NamedTuple):
@@ -86,7 +86,12 @@ MODELS = (
 NAMES = tuple(model.name for model in MODELS)
 
 
-def _named(names: Iterable[str]) -> list[Model]:
+def named(names: Iterable[str]) -> list[Model]:
+    """The models of these names.
+
+    Raises:
+        ValueError: a name is not in MODELS.
+    """
     by_name = {model.name: model for model in MODELS}
     missing = [name for name in names if name not in by_name]
     if missing:
@@ -100,7 +105,7 @@ def dense_layers(names: Sequence[str]) -> list[Layer]:
     Raises:
         ValueError: a name is not in MODELS, or none of these models lists such a weight.
     """
-    made = [Layer(model.name, *layer) for model in _named(names) for layer in model.layers]
+    made = [Layer(model.name, *layer) for model in named(names) for layer in model.layers]
     if not made:
         raise ValueError(f"--model: {', '.join(names)} lists experts alone; see `python -m bench grouped`")
     return made
@@ -114,7 +119,7 @@ def expert_layers(names: Sequence[str], ways: int = 1) -> list[Routed]:
             them.
     """
     made = []
-    for model in _named(names):
+    for model in named(names):
         if model.experts is None:
             continue
         e = model.experts

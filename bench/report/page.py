@@ -51,6 +51,7 @@ TEXTS = {
         "eager ms: the same called from Python; us a layer: without embedding, last norm and lm_head; "
         "cosine, max diff: of the logits to those of bf16 merged."
     ),
+    "serving": "The layers of a model as vLLM and SGLang call them, quantization of the inputs included.",
     "overhead": "Host microseconds of a call, from Python to its return, while the device keeps up.",
 }
 
