@@ -217,6 +217,24 @@ def test_other_layers_and_schemes_keep_sglangs_methods(
     )
 
 
+def test_an_sglang_without_a_name_that_is_used_serves_its_layers_itself(
+    sglang: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The hooks also see the layers of FP8 and INT8 checkpoints, which need no name of ours."""
+    for name in ("_choice", "_methods"):
+        monkeypatch.delitem(sys.modules, f"fp4gemm.integrations.sglang.{name}", raising=False)
+    monkeypatch.delattr(sglang.modules["sglang.srt.layers.moe"], "get_moe_a2a_backend")
+    sglang.modules["sglang"].__version__ = "9.9.0"
+    config = _config(sglang, "modelopt")
+    with caplog.at_level(logging.INFO, "sglang.srt.fp4gemm"):
+        for name in ("m.a", "m.b"):
+            assert vllm_stub.LinearBase(64, 48, config, name).quant_method == "SGLang's method"
+    (message,) = caplog.messages
+    assert message.startswith(
+        "fp4gemm: serves no layer: SGLang 9.9.0 is not supported: cannot import name 'get_moe_a2a_backend'"
+    )
+
+
 def test_a_bad_checkpoint_is_refused_by_name(sglang: types.SimpleNamespace) -> None:
     layer = sglang_stub.FusedMoE(4, 64, 96, _config(sglang, "modelopt"), "m.experts")
     with pytest.raises(TypeError, match=r"m\.experts\.w13_weight_scale: dtype is torch.uint8, .* mxfp4"):

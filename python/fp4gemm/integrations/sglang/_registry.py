@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from ...checkpoint.formats import FormatName
@@ -23,7 +24,8 @@ def register() -> None:
     """Let SGLang serve NVFP4 through fp4gemm.
 
     Does nothing but log the reason where fp4gemm has no kernel for the device, or where
-    ``FP4GEMM_SERVING_ENABLED=0``. torch.cuda is not initialised.
+    ``FP4GEMM_SERVING_ENABLED=0``. torch.cuda is not initialised. The hooks leave every layer to an
+    SGLang that lacks a name that is used here, and log that once.
 
     Raises:
         TypeError, ValueError: an environment variable ``FP4GEMM_SERVING_*`` has no such value.
@@ -53,8 +55,19 @@ def _chooser(format: FormatName) -> Any:
     """The hook around ``get_quant_method`` of a config of this format."""
 
     def get_quant_method(original: Any, config: Any, layer: Any, prefix: str = "") -> Any:
-        from ._choice import chosen
-
+        try:
+            from ._choice import chosen
+        except ImportError as error:  # an exception would end SGLang, though it can serve the layer
+            _warn(str(error))
+            return original(config, layer, prefix)
         return chosen(format, original, config, layer, prefix)
 
     return get_quant_method
+
+
+@functools.cache
+def _warn(error: str) -> None:
+    """Log once, not for every layer, which name SGLang lacks."""
+    import sglang
+
+    log.warning("fp4gemm: serves no layer: SGLang %s is not supported: %s", sglang.__version__, error)
