@@ -74,6 +74,7 @@ VLLM: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "RoutedExperts.expert_map": (),
     },
+    "vllm/model_executor/layers/fused_moe/config.py": {"FusedMoEParallelConfig.use_all2all_kernels": ()},
     "vllm/model_executor/parameter.py": {
         "ModelWeightParameter": (),
         "PerTensorScaleParameter": (),

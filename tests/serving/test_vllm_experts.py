@@ -171,6 +171,10 @@ def test_bf16_experts_are_quantized_while_they_are_loaded(vllm: types.SimpleName
         ({"activation": "swigluoai"}, "its activation is swigluoai"),
         ({"swiglu_limit": 7.0}, "its SwiGLU has a limit, an alpha or a beta"),
         ({"apply_router_weight_on_input": True}, "its router's weights multiply the input"),
+        (
+            {"all2all_backend": "deepep_low_latency"},
+            "tokens travel by the all-to-all backend deepep_low_latency",
+        ),
     ],
 )
 def test_experts_that_no_operator_runs_are_left_to_vllm(
@@ -180,3 +184,9 @@ def test_experts_that_no_operator_runs_are_left_to_vllm(
     layer = _layer(vllm, config, **attributes)
     assert layer.quant_method is None
     assert config.report.text() == f"fp4gemm: left to vLLM, {reason}: m.experts"
+
+
+def test_experts_whose_tokens_are_gathered_run_on_fp4gemm(vllm: types.SimpleNamespace) -> None:
+    config = serving.config_of(vllm.table, "modelopt")
+    layer = _layer(vllm, config, all2all_backend="allgather_reducescatter")
+    assert layer.quant_method.of.activations == "per-token"

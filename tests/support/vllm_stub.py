@@ -240,6 +240,13 @@ class MoEActivation(enum.Enum):
 class MoEParallelConfig:
     tp_size: int = 1
     tp_rank: int = 0
+    dp_size: int = 1
+    use_ep: bool = False
+    all2all_backend: str = "allgather_reducescatter"
+
+    @property
+    def use_all2all_kernels(self) -> bool:
+        return self.use_ep and self.dp_size > 1
 
 
 @dataclasses.dataclass
@@ -278,11 +285,14 @@ class RoutedExperts(nn.Module):
         prefix: str,
         activation: str = "silu",
         use_ep: bool = False,
+        all2all_backend: str | None = None,
         **attributes: Any,
     ) -> None:
         super().__init__()
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         parallel = MoEParallelConfig() if use_ep else MoEParallelConfig(size, rank)
+        if all2all_backend is not None:
+            parallel = MoEParallelConfig(dp_size=2, use_ep=True, all2all_backend=all2all_backend)
         self.moe_config = FusedMoEConfig(MoEActivation(activation), parallel)
         self.expert_map = None
         local = num_experts

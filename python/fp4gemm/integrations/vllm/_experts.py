@@ -18,6 +18,9 @@ __all__ = [
     "reason_against",
 ]
 
+# The backend that gives the operator all tokens and adds up its results; others belong to vLLM's kernels.
+_GATHERS = "allgather_reducescatter"
+
 
 def reason_against(layer: Any) -> str | None:
     """Why fp4gemm does not run these experts; None where it does."""
@@ -32,6 +35,9 @@ def reason_against(layer: Any) -> str | None:
         return "its experts have biases"
     if layer.apply_router_weight_on_input:
         return "its router's weights multiply the input"
+    parallel = layer.moe_config.moe_parallel_config
+    if parallel.use_all2all_kernels and parallel.all2all_backend != _GATHERS:
+        return f"tokens travel by the all-to-all backend {parallel.all2all_backend}"
     return None
 
 
