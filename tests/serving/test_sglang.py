@@ -184,6 +184,26 @@ def test_a_linear_layer_is_updated_in_place(sglang: types.SimpleNamespace) -> No
 
 
 @pytest.mark.parametrize(
+    ("parts", "missing"),
+    [(("weight",), "weight_scale_2"), (("weight_scale", "weight_scale_2", "input_scale"), "weight")],
+    ids=["codes", "scales"],
+)
+def test_an_update_of_codes_or_scales_alone_is_refused(
+    sglang: types.SimpleNamespace, parts: tuple[str, ...], missing: str
+) -> None:
+    layer = vllm_stub.ColumnParallelLinear(
+        64, 48, False, quant_config=_config(sglang, "modelopt"), prefix="m.up_proj"
+    )
+    serving.load(layer, serving.stored(serving.weight(48, 64, 0), "modelopt"))
+    layer.quant_method.process_weights_after_loading(layer)
+    layer.quant_method.restore_weights_before_loading(layer)
+    tensors = serving.stored(serving.weight(48, 64, 1), "modelopt")
+    serving.load(layer, {name: tensors[name] for name in parts})
+    with pytest.raises(ValueError, match=rf"m\.up_proj\.{missing}: is missing in the checkpoint"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize(
     ("runs", "reason"),
     [
         ({"activation": "situ"}, "its activation is situ"),

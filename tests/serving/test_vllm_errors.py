@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import subprocess
 import sys
@@ -33,6 +34,35 @@ def test_a_missing_scale_is_named(vllm: types.SimpleNamespace, format: str) -> N
         serving.load(layer, {key: value for key, value in tensors.items() if key != name})
         with pytest.raises(ValueError, match=text.replace(".", r"\.")):
             layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("format", serving.FORMATS_OF_OTHERS)
+def test_missing_codes_are_named(vllm: types.SimpleNamespace, format: str) -> None:
+    """With all scales there, the product would be one of uninitialised memory."""
+    codes = "weight" if format == "modelopt" else "weight_packed"
+    config = serving.config_of(vllm.table, format)
+    layer = vllm.layers.MergedColumnParallelLinear(
+        64, [32, 32], False, quant_config=config, prefix="m.gate_up_proj"
+    )
+    tensors = serving.stored(serving.weight(32, 64, 0), format)
+    serving.load(layer, tensors, 0)
+    del tensors[codes]
+    serving.load(layer, tensors, 1)
+    with pytest.raises(
+        ValueError, match=rf"m\.gate_up_proj\.{codes}: is missing .* for the fused layers 1 of 2"
+    ):
+        layer.quant_method.process_weights_after_loading(layer)
+    experts = vllm.layers.RoutedExperts(2, 64, 32, config, "m.experts")
+    for e, (shard, n, k) in itertools.product(range(2), (("w1", 32, 64), ("w2", 64, 32), ("w3", 32, 64))):
+        tensors = serving.stored(serving.weight(n, k, e), format)
+        if e == 1 and shard == "w3":
+            del tensors[codes]
+        serving.load_expert(experts, e, {shard: tensors})
+    with pytest.raises(
+        ValueError,
+        match=rf"m\.experts\.w13\.{codes}: is missing .* for the experts 1 of this rank for the fused",
+    ):
+        experts.quant_method.process_weights_after_loading(experts)
 
 
 def test_a_fused_layer_without_one_scale_names_the_shard(vllm: types.SimpleNamespace) -> None:

@@ -84,8 +84,7 @@ class ExpertsWeights:
                 if suffix == names.outer_scale and self.of.scaling == "row":
                     shape, method = (num_experts, n), "channel"
                 data = torch.empty(shape, dtype=dtype)
-                if dtype is not torch.uint8:
-                    data.fill_(_NAN)
+                data.fill_(weights.NOT_LOADED if dtype is torch.uint8 else _NAN)
                 parameter = torch.nn.Parameter(data, requires_grad=False)
                 columns = tuple(size // step for size in wide) if step else None
                 load = checked_loader(_by_scale(loader), f"{name}.{which}_{suffix}", (dtype,), columns)
@@ -96,7 +95,7 @@ class ExpertsWeights:
         """Exchange the parameters of the checkpoint for those that the operator reads, w13 before w2.
 
         Raises:
-            ValueError: the checkpoint lacks a scale, or holds one that is no number.
+            ValueError: the checkpoint lacks codes or a scale, or holds a scale that is no number.
         """
         names = FORMATS[self.of.format]
         for which in ("w13", "w2"):

@@ -13,6 +13,7 @@ from ... import _checks
 from ...checkpoint.formats import Activations, FormatName
 from ...checkpoint.formats._scheme import Scaling
 from .report import Report
+from .weights import NOT_LOADED
 
 __all__ = ["TEXTS", "InPlace", "Layer", "bound_of", "put"]
 
@@ -109,11 +110,10 @@ class InPlace:
         If an update had nothing for the layer but perhaps a bias, it keeps its weights.
 
         Raises:
-            ValueError: the checkpoint lacks a scale, or an update has some parts of the layer alone.
+            ValueError: the checkpoint lacks codes or a scale, or an update has some parts of the layer alone.
         """
         kept = self.kept
-        scales = [getattr(layer, name) for name in self.loaded if getattr(layer, name).is_floating_point()]
-        if kept is not None and all(bool(scale.float().isnan().all()) for scale in scales):
+        if kept is not None and all(_is_not_loaded(getattr(layer, name).data) for name in self.loaded):
             for name in self.loaded:
                 delattr(layer, name)
             put(layer, **kept)
@@ -129,3 +129,8 @@ class InPlace:
                 old.data.copy_(getattr(layer, name))
             put(layer, **kept)
             self.kept = None
+
+
+def _is_not_loaded(tensor: Tensor) -> bool:
+    """Whether a parameter of the checkpoint is as ``create_weights`` made it."""
+    return bool((tensor == NOT_LOADED if tensor.dtype is torch.uint8 else tensor.float().isnan()).all())

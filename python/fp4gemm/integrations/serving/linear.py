@@ -68,8 +68,7 @@ class LinearWeights:
             (names.block_scales, torch.float8_e4m3fn, 16),
         ):
             data = torch.empty(n, k // step, dtype=dtype)
-            if dtype is not torch.uint8:
-                data.fill_(_NAN)
+            data.fill_(weights.NOT_LOADED if dtype is torch.uint8 else _NAN)
             columns = (input_size // step, k // step)
             of_weight = checked_loader(loader, f"{name}.{suffix}", (dtype,), columns)
             layer.register_parameter(
@@ -89,7 +88,7 @@ class LinearWeights:
         """Exchange the parameters of the checkpoint for those that the operator reads, one layer at a time.
 
         Raises:
-            ValueError: the checkpoint lacks a scale, or holds one that is no number.
+            ValueError: the checkpoint lacks codes or a scale, or holds a scale that is no number.
         """
         name, names = self.of.name, FORMATS[self.of.format]
         parts = {

@@ -15,7 +15,11 @@ from ...containers.nvfp4 import NVFP4Tensor
 from ...containers.prepacked import PrepackedTensor, prepack, unprepack
 from ...nn._stack import interleaved_stack
 
-__all__ = ["Held", "assembled", "hold", "input_amax", "interleaved_stack"]
+__all__ = ["NOT_LOADED", "Held", "assembled", "hold", "input_amax", "interleaved_stack"]
+
+# What codes hold before they are loaded: pairs of -0. No quantizer writes them for all of a weight whose amax
+# is positive: the code of its largest element is not zero.
+NOT_LOADED = 0x88
 
 
 class Held(NamedTuple):
@@ -49,7 +53,8 @@ def assembled(
     Args:
         name: of the layer, for messages.
         format: of the checkpoint; :mod:`fp4gemm.checkpoint.formats` says what its numbers mean.
-        codes: uint8 (n, k/2), or (g, n, k/2) of experts. The result shares its memory.
+        codes: uint8 (n, k/2), or (g, n, k/2) of experts, :data:`NOT_LOADED` where none were loaded. The
+            result shares its memory.
         block_scales: float8_e4m3fn (.., n, k/16), NaN where none was loaded.
         outer: float32 (p,) or (g, p), one for each partition, or (n,) in the fp4gemm format; NaN where none
             was loaded.
@@ -57,9 +62,10 @@ def assembled(
         e4m3_max: the bound of the block scales.
 
     Raises:
-        ValueError: a scale is missing, or is no number that an outer scale can be. The text names it.
+        ValueError: codes or a scale are missing, or a scale is no number that an outer scale can be. The text
+            names it.
 
-    Synchronises, to look at the scales.
+    Synchronises, to look at them.
     """
     names = FORMATS[format]
     missing = outer.isnan()
@@ -86,6 +92,12 @@ def assembled(
             f"{name}.{names.block_scales}: holds NaN{which}, must be numbers; the checkpoint has no block "
             "scales for all of these rows, or lists the layer as quantized and stores it in 16 bits"
         )
+    least, most = torch.aminmax(codes, dim=-1)
+    empty = (least == NOT_LOADED) & (most == NOT_LOADED) & ~is_zero
+    unloaded = torch.stack([part.all(-1) for part in empty.split(list(partition_rows), -1)], -1)
+    if bool(unloaded.any()):
+        where = _where(unloaded, partition_rows)
+        raise ValueError(f"{name}.{names.codes}: is missing in the checkpoint{where}, which has its scales")
     return NVFP4Tensor.from_compact(codes, bits.view(torch.float8_e4m3fn), amax.contiguous(), e4m3_max)
 
 
