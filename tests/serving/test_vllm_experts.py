@@ -35,6 +35,8 @@ def _layer(vllm: types.SimpleNamespace, config: Any, **more: Any) -> torch.nn.Mo
 def _load(layer: torch.nn.Module, experts: list[dict[str, fp4gemm.NVFP4Tensor]], format: str) -> None:
     for e, shards in enumerate(experts):
         parts = {shard: serving.stored(w, format) for shard, w in shards.items()}
+        if layer.quant_method.of.activations == "a16":
+            parts = {shard: serving.without_input_scale(each) for shard, each in parts.items()}
         serving.load_expert(layer, e, parts)
     layer.quant_method.process_weights_after_loading(layer)
 

@@ -26,9 +26,13 @@ def _linear(vllm: types.SimpleNamespace, seed: int, activations: str) -> torch.n
     ).to("cuda")
     for i in range(2):
         tensors = serving.stored(serving.weight(N, K, seed + i, 1 + i), "modelopt")
-        serving.load(layer, tensors, i)
+        serving.load(layer, _of_checkpoint(tensors, activations), i)
     layer.quant_method.process_weights_after_loading(layer)
     return layer  # type: ignore[no-any-return]
+
+
+def _of_checkpoint(tensors: dict[str, torch.Tensor], activations: str) -> dict[str, torch.Tensor]:
+    return serving.without_input_scale(tensors) if activations == "a16" else tensors
 
 
 def _activations() -> list[str]:
@@ -89,7 +93,8 @@ def test_experts(vllm: types.SimpleNamespace, activations: str, use_ep: bool) ->
     ]
     expert_map, layer.expert_map = layer.expert_map, None  # every expert is loaded; the map only routes
     for e, shards in enumerate(experts):
-        parts = {name: serving.stored(w, "modelopt") for name, w in shards.items()}
+        stored = {name: serving.stored(w, "modelopt") for name, w in shards.items()}
+        parts = {name: _of_checkpoint(tensors, activations) for name, tensors in stored.items()}
         serving.load_expert(layer, e, parts)
     layer.expert_map = expert_map
     layer.quant_method.process_weights_after_loading(layer)

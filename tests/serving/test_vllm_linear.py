@@ -28,7 +28,7 @@ def test_a_layer_has_the_bits_of_nn_linear(
     layer = vllm.layers.ColumnParallelLinear(64, 48, quant_config=config, prefix="m.up_proj")
     tensors = serving.stored(w, format)
     if activations == "a16":
-        tensors = {key: value for key, value in tensors.items() if not key.startswith("input")}
+        tensors = serving.without_input_scale(tensors)
     serving.load(layer, tensors)
     layer.bias.data = torch.randn(48).bfloat16()
     layer.quant_method.process_weights_after_loading(layer)
@@ -167,3 +167,25 @@ def test_a_layer_compiles_to_one_operator(vllm: types.SimpleNamespace) -> None:
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for m in (2, 7):
         assert torch.equal(compiled(_x(m, 64)), layer(_x(m, 64)))
+
+
+@pytest.mark.parametrize("activations", ["per-token", "static", "a16"])
+@pytest.mark.parametrize("format", [*serving.FORMATS_OF_OTHERS, "fp4gemm"])
+def test_a_layer_has_as_many_elements_as_the_checkpoint(
+    vllm: types.SimpleNamespace, format: str, activations: str
+) -> None:
+    """vLLM's reload keeps all tensors of a layer until as many elements have come as its parameters have."""
+    config = serving.config_of(vllm.table, format, activations)
+    linear = vllm.layers.ColumnParallelLinear(64, 48, False, quant_config=config, prefix="m.up_proj")
+    experts = vllm.layers.RoutedExperts(2, 64, 32, config, "m.experts")
+
+    def stored(n: int, k: int) -> dict[str, torch.Tensor]:
+        tensors = serving.stored(serving.weight(n, k, 0), format, 1.0 if activations == "static" else None)
+        return serving.without_input_scale(tensors) if activations == "a16" else tensors
+
+    def elements(*weights: dict[str, torch.Tensor]) -> int:
+        return sum(tensor.numel() for tensors in weights for tensor in tensors.values())
+
+    gate, down = stored(32, 64), stored(64, 32)
+    assert sum(p.numel() for p in linear.parameters()) == elements(stored(48, 64))
+    assert sum(p.numel() for p in experts.parameters()) == elements(gate, gate, down) * 2

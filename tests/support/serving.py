@@ -35,6 +35,11 @@ def stored(w: NVFP4Tensor, format: str, input_amax: float | None = None) -> dict
     return {**parts, **{key[2:]: value for key, value in names.input_tensors("m", amax).items()}}
 
 
+def without_input_scale(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a checkpoint of W4A16 has of them."""
+    return {suffix: tensor for suffix, tensor in tensors.items() if not suffix.startswith("input")}
+
+
 def config_of(table: dict[str, type], format: str, activations: str = "per-token", **more: Any) -> Any:
     """The engine's config object of a checkpoint of this format."""
     scheme = Scheme(format=format, activations=activations, **more)  # type: ignore[arg-type]

@@ -80,6 +80,8 @@ class ExpertsWeights:
                 (names.outer_scale, torch.float32, 0, "tensor"),
                 (names.input_scale, torch.float32, 0, "tensor"),
             ):
+                if suffix not in self.of.suffixes:
+                    continue
                 shape: tuple[int, ...] = (num_experts, n, k // step) if step else outer
                 if suffix == names.outer_scale and self.of.scaling == "row":
                     shape, method = (num_experts, n), "channel"
@@ -99,8 +101,9 @@ class ExpertsWeights:
         """
         names = FORMATS[self.of.format]
         for which in ("w13", "w2"):
-            suffixes = (*names.weight_suffixes, names.input_scale)
-            codes, block_scales, outer, _ = (getattr(layer, f"{which}_{each}").data for each in suffixes)
+            codes, block_scales, outer = (
+                getattr(layer, f"{which}_{each}").data for each in names.weight_suffixes
+            )
             is_mixed = which == "w13" and self.is_gated
             rows = [codes.shape[1] // 2] * 2 if is_mixed else [codes.shape[1]]
             weight = weights.assembled(
@@ -114,7 +117,7 @@ class ExpertsWeights:
             )
             if is_mixed:
                 weight = weights.interleaved_stack(weight)
-            for each in suffixes:
+            for each in self.of.suffixes:
                 delattr(layer, f"{which}_{each}")
             del codes, block_scales, outer
             self.keep(layer, which, weights.hold(weight, self.of.activations != "a16"))

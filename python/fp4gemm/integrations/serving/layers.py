@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import _checks
-from ...checkpoint.formats import Activations, FormatName
+from ...checkpoint.formats import FORMATS, Activations, FormatName
 from ...checkpoint.formats._scheme import Scaling
 from .report import Report
 from .weights import NOT_LOADED
@@ -37,6 +37,8 @@ class Layer:
         scaling: "tensor": the checkpoint has an outer scale for each weight; "row": one for each row.
         batch_invariant: as of :func:`fp4gemm.mm`.
         report: told when the weights of the layer are ready.
+        has_input_scale: whether the checkpoint has an outer scale of the activations. vLLM's reload waits for
+            every element of every parameter, and keeps all tensors of a layer until it has them.
     """
 
     name: str
@@ -46,6 +48,13 @@ class Layer:
     scaling: Scaling
     batch_invariant: bool
     report: Report
+    has_input_scale: bool = True
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """The names of the tensors of the checkpoint: codes, block scales, outer scale, input scale."""
+        names = FORMATS[self.format]
+        return names.weight_suffixes + ((names.input_scale,) if self.has_input_scale else ())
 
 
 def put(layer: Any, **tensors: Tensor | None) -> None:

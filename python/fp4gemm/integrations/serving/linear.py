@@ -74,7 +74,7 @@ class LinearWeights:
             layer.register_parameter(
                 suffix, self.parameters.weight(data=data, input_dim=1, output_dim=0, weight_loader=of_weight)
             )
-        for suffix in (names.outer_scale, names.input_scale):
+        for suffix in self.of.suffixes[2:]:
             is_row = suffix == names.outer_scale and self.of.scaling == "row"
             data = torch.full((n if is_row else len(self.partitions),), _NAN, dtype=torch.float32)
             of_scale = checked_loader(loader, f"{name}.{suffix}", (torch.float32,), None)
@@ -91,19 +91,16 @@ class LinearWeights:
             ValueError: the checkpoint lacks codes or a scale, or holds a scale that is no number.
         """
         name, names = self.of.name, FORMATS[self.of.format]
-        parts = {
-            suffix: getattr(layer, suffix).data for suffix in (*names.weight_suffixes, names.input_scale)
-        }
-        of_inputs = parts.pop(names.input_scale)
-        amax = (
-            weights.input_amax(name, self.of.format, of_inputs) if self.of.activations == "static" else None
-        )
-        codes, block_scales, outer = parts.values()
+        codes, block_scales, outer = (getattr(layer, suffix).data for suffix in names.weight_suffixes)
+        amax = None
+        if self.of.activations == "static":
+            of_inputs = getattr(layer, names.input_scale).data if self.of.has_input_scale else None
+            amax = weights.input_amax(name, self.of.format, of_inputs)
         weight = weights.assembled(
             name, self.of.format, codes, block_scales, outer, self.partitions, self.of.e4m3_max
         )
         held = weights.hold(weight, self.of.activations != "a16")
-        for suffix in (*names.weight_suffixes, names.input_scale):
+        for suffix in self.of.suffixes:
             delattr(layer, suffix)
         put(layer, weight=held.data, weight_scale=held.scales, weight_amax=held.amax, input_amax=amax)
         self.finish(layer, held)

@@ -114,18 +114,18 @@ def hold(weight: NVFP4Tensor, quantizes: bool) -> Held:
     return Held(weight.codes, weight.scales, weight.amax, 0, weight.e4m3_max)
 
 
-def input_amax(name: str, format: FormatName, scales: Tensor) -> Tensor:
+def input_amax(name: str, format: FormatName, scales: Tensor | None) -> Tensor:
     """The amax, float32 (1,), of static activations: the largest of those of the fused layers.
 
     Args:
         scales: float32 (p,), the outer scales of the activations of each partition; NaN where none was
-            loaded.
+            loaded. None: the checkpoint has none.
 
     Raises:
         ValueError: one is missing or is not positive. Synchronises.
     """
     names = FORMATS[format]
-    if bool(scales.isnan().any()):
+    if scales is None or bool(scales.isnan().any()):
         raise ValueError(
             f"{name}.{names.input_scale}: is missing in the checkpoint, must be there with activations "
             "'static'; 'per-token' needs none"

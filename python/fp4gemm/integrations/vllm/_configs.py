@@ -79,13 +79,17 @@ class Serves:
         if reason is not None:
             self.report.left(prefix, reason)
             return self.of_engine(layer, prefix)
-        return self.method(layer, prefix, activations)
+        return self.method(layer, prefix, activations, self.has_input_scale(stored))
 
     def of_engine(self, layer: Any, prefix: str) -> Any:
         """The method that vLLM has for the layer."""
         return super().get_quant_method(layer, prefix)  # type: ignore[misc]
 
-    def known(self, prefix: str, activations: Activations) -> Layer:
+    def has_input_scale(self, stored: str) -> bool:
+        """Whether the checkpoint has an outer scale of the inputs of a layer that is :meth:`stored` so."""
+        return stored != "a16"
+
+    def known(self, prefix: str, activations: Activations, has_input_scale: bool) -> Layer:
         """What the method of a layer has to know; the report counts it as fp4gemm's."""
         self.report.runs(prefix, TEXTS[activations])
         return Layer(
@@ -96,11 +100,12 @@ class Serves:
             scaling=self.served_scaling,
             batch_invariant=self.serving.batch_invariant or bool(envs.VLLM_BATCH_INVARIANT),
             report=self.report,
+            has_input_scale=has_input_scale,
         )
 
-    def method(self, layer: Any, prefix: str, activations: Activations) -> Any:
+    def method(self, layer: Any, prefix: str, activations: Activations, has_input_scale: bool) -> Any:
         """fp4gemm's method for the layer."""
-        known = self.known(prefix, activations)
+        known = self.known(prefix, activations, has_input_scale)
         if isinstance(layer, RoutedExperts):
             return METHODS_OF_EXPERTS[self.served_format](known, layer)
         return Fp4GemmLinearMethod(known)

@@ -91,10 +91,13 @@ class Fp4GemmConfig(Serves, _OfEngine):
             return "it is a router"
         return "it is read directly" if last in READ_DIRECTLY else "per-token"
 
-    def method(self, layer: Any, prefix: str, activations: Activations) -> Any:
+    def has_input_scale(self, stored: str) -> bool:
+        return self.scheme is not None and self.scheme.activations == "static"
+
+    def method(self, layer: Any, prefix: str, activations: Activations, has_input_scale: bool) -> Any:
         if self.scheme is not None:
-            return super().method(layer, prefix, activations)
-        known = self.known(prefix, activations)
+            return super().method(layer, prefix, activations, has_input_scale)
+        known = self.known(prefix, activations, has_input_scale)
         if isinstance(layer, RoutedExperts):
             return OnlineMoEMethod(known, layer, self.serving.weight_method)
         return OnlineLinearMethod(known, self.serving.weight_method)
