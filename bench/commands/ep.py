@@ -26,7 +26,7 @@ from ..baselines.all_to_all import AllToAll
 
 
 class Sizes(NamedTuple):
-    """Of a block of experts."""
+    """The sizes of a block of experts."""
 
     hidden: int
     intermediate: int

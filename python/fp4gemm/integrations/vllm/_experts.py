@@ -94,8 +94,8 @@ class Fp4GemmMoEMethod(ExpertsWeights, FusedMoEMethodBase):
 
 
 class ModelOptFp4GemmMoEMethod(Fp4GemmMoEMethod):
-    """Of a checkpoint of ModelOpt: vLLM's loader of experts looks for "ModelOpt" in the name of the class."""
+    """Experts of a ModelOpt checkpoint: vLLM's loader looks for "ModelOpt" in the name of the class."""
 
 
 class CompressedTensorsFp4GemmMoEMethod(Fp4GemmMoEMethod):
-    """Of a checkpoint of compressed-tensors, by the other branch of vLLM's loader."""
+    """Experts of a compressed-tensors checkpoint, which take the other branch of vLLM's loader."""
