@@ -36,6 +36,7 @@ from ..measure.operands import (
     nbytes,
     our_forms,
     unit,
+    unit_of,
 )
 from ..measure.roofline import Work
 from ..measure.verify import near, wrong
@@ -138,7 +139,7 @@ class Contenders:
             first, second = in_forms(self.weights, self.tokens, forms)
             chosen = kernel or chosen_kernel(self.harness, self.size, forms)
             mm = fp4gemm.mm if kernel is None else partial(fp4gemm.mm, kernel=kernel)
-            work = self.work(first[0], second[0], self.harness.our_unit)
+            work = self.work(first[0], second[0], unit_of(self.harness, forms))
             contender = Contender(calls(mm, first, second), work, kernel=chosen)
             if forms[0] == "bf16":  # sums of unquantized values round
                 contender.checked = ROUNDING
@@ -182,7 +183,8 @@ class Contenders:
 
     def _unfused(self, made: list[Call], a: Any, b: Any, forms: Forms) -> Contender:
         kernel = chosen_kernel(self.harness, self.size, forms)
-        return Contender(made, self.work(a, b, self.harness.our_unit), BASELINE, kernel, ROUNDING)
+        work = self.work(a, b, unit_of(self.harness, forms))
+        return Contender(made, work, BASELINE, kernel, ROUNDING)
 
     def torch(self, dtype: torch.dtype) -> None:
         """torch's product in this type."""
@@ -244,6 +246,6 @@ class Contenders:
         if reason is not None:
             self.made.absent[HUMMING] = reason
             return
-        work = self.work(self.tokens.fp16[0], self.weights.packed[0], self.harness.our_unit)
+        work = self.work(self.tokens.fp16[0], self.weights.packed[0], self.harness.unit)
         note = "random weights, result not checked"
         self.made.enter(HUMMING, Contender(baseline, work, BASELINE, None, UNCHECKED, note))

@@ -35,6 +35,7 @@ from ..measure.operands import (
     nbytes,
     our_forms,
     unit,
+    unit_of,
 )
 from ..measure.roofline import Work
 from ..measure.routing import ROUTINGS, routed_ends
@@ -233,7 +234,7 @@ class Contenders:
             chosen = kernel or chosen_kernel(self.harness, size, forms, self.weights.groups)
             run = fp4gemm.grouped_mm if kernel is None else partial(fp4gemm.grouped_mm, kernel=kernel)
             made: list[Call] = [partial(run, a, b, self.offs) for b in stacks]
-            contender = Contender(made, self.work(a, stacks[0], self.harness.our_unit), kernel=chosen)
+            contender = Contender(made, self.work(a, stacks[0], unit_of(self.harness, forms)), kernel=chosen)
             if forms[0] == "bf16":
                 contender.checked = ROUNDING
                 return contender, self.near(made[0], a, self.expert, torch.bfloat16)
@@ -252,7 +253,7 @@ class Contenders:
             note = "a GEMM and a post-scale pass for each expert; the host must know the group ends"
             if several is not None:
                 note += f"; {several}"
-            work = self.work(a, stacks[0], self.harness.our_unit)
+            work = self.work(a, stacks[0], unit_of(self.harness, forms))
             contender = Contender(baseline, work, BASELINE, None, ROUNDING, note)
             values = self.tokens.packed[0].dequantize()
             return contender, self.near(baseline[0], values, self.expert, torch.bfloat16)

@@ -46,11 +46,12 @@ def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
     """The jobs of every part, with their targets.
 
     Raises:
-        ValueError: the kernels of the device read no prepacked weights.
+        ValueError: the layers of the device hold no prepacked weights for quantized tokens.
     """
-    if "prepacked" not in harness.operands:
+    if not harness.streams_prepacked:
         raise ValueError(
-            f"no kernel for {harness.device} reads prepacked weights; see `python -m bench dense`"
+            f"the layers on {harness.device} hold no prepacked weights for quantized tokens; see "
+            "`python -m bench dense`"
         )
     made = []
     for part, command in (("dense", dense), ("large", dense), ("small", dense), ("e2e", layer)):

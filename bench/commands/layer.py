@@ -31,6 +31,7 @@ from ..measure.operands import (
     fastest_forms,
     in_forms,
     unit,
+    unit_of,
 )
 from ..measure.roofline import Work
 from ..measure.verify import near, wrong
@@ -103,9 +104,12 @@ class Contenders:
         num_bytes = self.tokens.plain[0].nbytes + weight_bytes + elem_bytes * self.m * n
         return Work(2.0 * self.m * n * k, num_bytes, unit_name)
 
-    def contender(self, forward: Callable[..., Tensor], stacks: Sequence[Any], role: str) -> Contender:
-        kernel = chosen_kernel(self.harness, (self.m, self.weights.n, self.weights.k), self.forms)
-        work = self.work(self.weights.packed[0].nbytes, self.harness.our_unit)
+    def contender(
+        self, forward: Callable[..., Tensor], stacks: Sequence[Any], role: str, forms: Forms | None = None
+    ) -> Contender:
+        forms = self.forms if forms is None else forms
+        kernel = chosen_kernel(self.harness, (self.m, self.weights.n, self.weights.k), forms)
+        work = self.work(self.weights.packed[0].nbytes, unit_of(self.harness, forms))
         return Contender(calls(forward, self.tokens.plain, stacks), work, role, kernel)
 
     def ours(self, name: str, forms: Forms) -> None:
@@ -114,7 +118,7 @@ class Contenders:
 
         def make() -> tuple[Contender, Check]:
             first, stacks = in_forms(self.weights, self.tokens, forms)
-            contender = self.contender(forward, stacks, "ours")
+            contender = self.contender(forward, stacks, "ours", forms)
             product = Product(first[0], stacks[0], self.weights.packed[0])
             return contender, lambda: self.tokens.wrong(forms[0]) or wrong(contender.calls[0], product)
 

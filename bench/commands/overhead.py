@@ -63,9 +63,7 @@ def _calls(harness: Harness) -> dict[str, Call]:
     }
     if "prepacked" in harness.operands:
         made |= _prepacked(x, b)
-    made["linear's operator"] = partial(
-        _operator, x, fp4gemm.prepack(b) if "prepacked" in harness.operands else b
-    )
+    made["linear's operator"] = partial(_operator, x, fp4gemm.prepack(b) if harness.streams_prepacked else b)
     made["nn.Linear"] = lambda: ours(x)
     if "prepacked" in harness.operands:
         made["nn.Linear, W4A16"] = lambda: plain(x)

@@ -76,6 +76,11 @@ class Harness:
         return library.has_nvfp4_cores(self.operands)
 
     @functools.cached_property
+    def streams_prepacked(self) -> bool:
+        """Whether the library's layers hold prepacked weights on this device, for quantized tokens."""
+        return library.streams_prepacked(self.device)
+
+    @functools.cached_property
     def l2_bytes(self) -> int:
         return machine.l2_bytes(self.device)
 
@@ -91,7 +96,7 @@ class Harness:
 
     @property
     def our_unit(self) -> str:
-        """``roofline.Work.unit`` of our products: NVFP4, or the type to which operands are decoded."""
+        """``roofline.Work.unit`` of our products of NVFP4: NVFP4, or the type to which they are decoded."""
         return "nvfp4" if self.has_nvfp4_cores else self.unit
 
     @property

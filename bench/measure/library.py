@@ -12,7 +12,7 @@ from typing import Any
 
 import fp4gemm
 import torch
-from fp4gemm import _native, kernel_table, selection
+from fp4gemm import _native, kernel_table, selection, support
 from fp4gemm._checks import options as _options
 from fp4gemm._checks.options import SIGNS
 from fp4gemm.activations import ActivationName
@@ -59,6 +59,7 @@ __all__ = [
     "rotations",
     "serving_weights",
     "sets",
+    "streams_prepacked",
     "time_interleaved",
 ]
 
@@ -80,9 +81,14 @@ def operands_read(device: torch.device) -> frozenset[str]:
 def has_nvfp4_cores(operands: Collection[str]) -> bool:
     """Whether a device with kernels that read these forms multiplies NVFP4 in its tensor cores.
 
-    Where it does, no kernel decodes operands: all read NVFP4 alone.
+    Where it does not, as on Hopper, there are kernels that multiply decoded operands.
     """
-    return set(operands) == {"nvfp4"}
+    return "nvfp4" in operands and "fp16" not in operands
+
+
+def streams_prepacked(device: torch.device) -> bool:
+    """Whether the layers on a device hold prepacked weights for quantized tokens."""
+    return support.streams_prepacked(device)
 
 
 def chosen_kernel(

@@ -55,11 +55,11 @@ class Weights:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The memory of each weight: the prepacked bytes where kernels read those, else the codes alone.
+        """The memory of each weight in the fastest form: the prepacked bytes, or the codes alone.
 
         The scales, an eighth of the bytes of the codes, are omitted.
         """
-        if self.harness.operands >= {"prepacked"}:
+        if fastest_forms(self.harness)[1] == "prepacked":
             return [w.data for w in self.prepacked]
         return [w.codes for w in self.packed]
 
@@ -146,6 +146,7 @@ READ_BY: dict[str, Forms] = {
 OURS = "fp4gemm"
 # Contenders of ours beside the fastest: the forms, and the operand that a kernel of the device must read.
 OTHER_FORMS: tuple[tuple[str, Forms, str], ...] = (
+    ("fp4gemm, prepacked", READ_BY["prepacked"], "prepacked"),
     ("fp4gemm, packed tokens", ("nvfp4", "prepacked"), "prepacked"),
     ("fp4gemm, both packed", READ_BY["nvfp4"], "nvfp4"),
     ("fp4gemm, both decoded", READ_BY["fp16"], "fp16"),
@@ -154,8 +155,16 @@ OTHER_FORMS: tuple[tuple[str, Forms, str], ...] = (
 
 
 def fastest_forms(harness: Harness) -> Forms:
-    """The forms that a device multiplies fastest: prepacked weights if its kernels read them."""
-    return READ_BY["prepacked" if "prepacked" in harness.operands else "nvfp4"]
+    """The forms in which the library's layers multiply quantized tokens on a device.
+
+    Where tensor cores multiply NVFP4, these are codes and scales, even if kernels read prepacked weights too.
+    """
+    return READ_BY["prepacked" if harness.streams_prepacked else "nvfp4"]
+
+
+def unit_of(harness: Harness, forms: Forms) -> str:
+    """``roofline.Work.unit`` of our product of operands in these forms."""
+    return harness.our_unit if forms == READ_BY["nvfp4"] else harness.unit
 
 
 def our_forms(harness: Harness) -> list[tuple[str, Forms]]:

@@ -78,7 +78,7 @@ def test_lists_are_joined() -> None:
         (["dense", "--out", "/proc/nosuch/x"], "/proc/nosuch"),
         (["errors", "--device", "foo"], "must be cpu or cuda"),
         (["list", "shapes"], "got 'shapes', must be one of kernels, models, routings, presets"),
-        (["hopper", "--device", "cpu"], "no kernel for cpu reads prepacked weights"),
+        (["hopper", "--device", "cpu"], "the layers on cpu hold no prepacked weights"),
     ],
 )
 def test_bad_arguments_are_named(line: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import fp4gemm
 import pytest
 import torch
-from bench_helpers import BLACKWELL, HOPPER, named, run
+from bench_helpers import BLACKWELL, GEFORCE, HOPPER, named, run
 
 from bench.baselines import cublaslt
 from bench.commands import dense
@@ -57,6 +57,24 @@ def test_grouped_and_layer_on_hopper() -> None:
     found = named(run("layer", "--shapes", "5x64x128", operands=HOPPER))
     assert {"fp4gemm", "fp4gemm, packed tokens", "unfused: post-scale"} <= set(found)
     assert not any("refused" in row for row in found.values())
+
+
+def test_geforce_multiplies_quantized_tokens_as_nvfp4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels read prepacked weights too, but its layers hold them for unquantized tokens alone."""
+    monkeypatch.setitem(sys.modules, "humming", None)
+    monkeypatch.setattr(cublaslt, "absent", lambda name="": "no cuBLASLt")
+    found = named(run("dense", "--shapes", "5x64x128", operands=GEFORCE))
+    assert {name for name in found if name.startswith("fp4gemm")} == {
+        "fp4gemm",
+        "fp4gemm, prepacked",
+        "fp4gemm, packed tokens",
+        "fp4gemm W4A16",
+    }
+    assert not any("refused" in row for row in found.values())
+    assert {"fp4gemm", "fp4gemm, packed tokens"} <= set(
+        named(run("layer", "--shapes", "5x64x128", operands=GEFORCE))
+    )
+    assert "fp4gemm W4A16" not in named(run("grouped", "--shapes", "4x64x128", "--m", "9", operands=GEFORCE))
 
 
 @pytest.fixture

@@ -96,5 +96,5 @@ def test_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hopper_needs_a_hopper() -> None:
-    with pytest.raises(ValueError, match="no kernel for cpu reads prepacked weights"):
+    with pytest.raises(ValueError, match="the layers on cpu hold no prepacked weights"):
         run("hopper")

@@ -11,7 +11,7 @@ from typing import Any
 import fp4gemm
 import pytest
 import torch
-from bench_helpers import BLACKWELL, CPU, HOPPER, cpu_harness, named
+from bench_helpers import BLACKWELL, CPU, GEFORCE, HOPPER, cpu_harness, named
 
 from bench.baselines import humming
 from bench.measure import library, machine, models, operands, routing
@@ -214,6 +214,7 @@ def kernel(name: str, arch: int, operand: str, mode: str = "dense") -> library.K
     [
         (90, HOPPER, ("fp16", "prepacked"), ["a", "d"]),
         (100, BLACKWELL, ("nvfp4", "nvfp4"), ["f"]),
+        (120, GEFORCE, ("nvfp4", "nvfp4"), ["g", "h", "i"]),
         (None, frozenset(), ("nvfp4", "nvfp4"), []),
     ],
 )
@@ -231,6 +232,9 @@ def test_what_is_timed_follows_from_the_kernels_of_the_device(
         kernel("d", 90, "nvfp4"),
         kernel("e", 90, "nvfp4", "grouped"),
         kernel("f", 100, "nvfp4"),
+        kernel("g", 120, "nvfp4"),
+        kernel("h", 120, "prepacked"),
+        kernel("i", 120, "prepacked_bf16"),
     ]
     monkeypatch.setattr(fp4gemm, "kernels", lambda: kernels)
     monkeypatch.setattr(library.kernel_table, "kernel_arch", lambda index: arch)
@@ -240,8 +244,11 @@ def test_what_is_timed_follows_from_the_kernels_of_the_device(
     harness = cpu_harness(read)
     harness.device = device
     assert operands.fastest_forms(harness) == forms
-    assert harness.has_nvfp4_cores == (arch == 100)
+    assert harness.has_nvfp4_cores == (arch in (100, 120))
     assert dict(operands.our_forms(harness))["fp4gemm"] == forms
+    cores = "nvfp4" if arch in (100, 120) else harness.unit
+    assert operands.unit_of(harness, ("nvfp4", "nvfp4")) == cores
+    assert operands.unit_of(harness, ("bf16", "prepacked")) == harness.unit
     assert [name for name, _ in operands.forced(harness, "dense", re.compile(""))] == names
     library.kernels_of.cache_clear()
 

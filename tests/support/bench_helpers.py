@@ -35,12 +35,17 @@ MORE = {"date": "2026-01-02", "command": "python -m bench", "roofline": {}}
 NO_KERNELS: frozenset[str] = frozenset()
 HOPPER = frozenset({"nvfp4", "fp16", "prepacked", "prepacked_bf16"})
 BLACKWELL = frozenset({"nvfp4"})
+GEFORCE = frozenset({"nvfp4", "prepacked", "prepacked_bf16"})
 
 
 class CpuHarness(Harness):
     """Times on the CPU; operands and is_cuda can be set, for the code of other devices."""
 
     is_cuda = False
+
+    @property
+    def streams_prepacked(self) -> bool:
+        return "prepacked" in self.operands and not self.has_nvfp4_cores
 
     @property
     def dtype(self) -> torch.dtype:
