@@ -140,7 +140,7 @@ def in_place(name: str, activations: str = "row", **options: Any) -> Any:
 
 def logits(model: Any) -> Tensor:
     with torch.inference_mode():
-        result: Tensor = model(IDS).logits
+        result: Tensor = model(IDS.to(model.device)).logits
     return result
 
 

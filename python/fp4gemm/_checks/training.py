@@ -38,10 +38,14 @@ def operands(x: object, weight: object, bias: object, rank: int, is_plain: bool)
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype that autocast wants on the device of x, or None where it is off."""
+    return torch.get_autocast_dtype(x.device.type) if is_under_autocast(x) else None
+
+
+def is_under_autocast(x: Tensor) -> bool:
+    """Whether autocast is on for the device of x."""
+    # torch.compile of torch 2.11 cannot trace torch.amp.is_autocast_available.
     kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return None
+    return kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
 
 
 def cache(value: object) -> None:

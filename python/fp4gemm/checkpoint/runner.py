@@ -123,6 +123,10 @@ def run(
     done = total - sum(task.nbytes for task in wanted)
     made: dict[int, Made] = {}
     of_job = 1 if has_device_bits else max(1, threads // jobs) if is_cpu else threads
+    for device in devices:
+        if device.type == "cuda":
+            # torch loads its linear algebra at the first call, which must not come from two threads at once.
+            torch.linalg.cholesky_ex(torch.ones(1, 1, device=device))
     pool = ThreadPoolExecutor(jobs, "convert", _set_threads, (of_job,))
     try:
         futures: dict[Future[Made], int] = {}

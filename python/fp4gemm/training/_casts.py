@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .._checks.training import is_under_autocast
 from ..containers.nvfp4 import NVFP4Tensor
 from ..quantize import quantize, quantize_both
 from ._gathered import GatheredWeight, transposed
@@ -211,7 +212,4 @@ def kept_copies(weight: Tensor, recipe: Recipe, state: Tensor | None, cache: Cac
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """A context in which autocast converts nothing: every dtype follows from the recipe and from x."""
-    kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False) if is_under_autocast(x) else contextlib.nullcontext()
