@@ -1,7 +1,8 @@
 """Copies of a tensor as a recipe wants them: made by the quantizers, saved as tensors, put together again.
 
 torch saves tensors for the backward pass, not containers, so a copy is taken apart into its codes, scales and
-amax. The bound of its scales, its signs and its groups follow from the cast and from the call.
+amax. The bound of its scales, its signs and its groups follow from the cast and from the call. A decoded or
+prepacked copy (_forms.py) has its values or bytes in place of the codes, and no scales.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ import torch
 from torch import Tensor
 
 from .._checks.training import is_under_autocast
+from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
+from ..containers.prepacked import PrepackedTensor, prepack
 from ..quantize import quantize, quantize_both
+from . import _forms
 from ._gathered import GatheredWeight, transposed
-from .recipe import HEADROOM, Cast, Operand, Recipe
+from .recipe import DEQUANTIZED, HEADROOM, Cast, Operand, Recipe
 
 __all__ = [
     "NO_PARTS",
     "Cache",
+    "Copy",
     "Parts",
     "both",
     "columns",
@@ -36,8 +41,10 @@ __all__ = [
     "without_autocast",
 ]
 
+Copy = NVFP4Tensor | DecodedTensor | PrepackedTensor
 Parts = tuple[Tensor | None, ...]  # codes, scales and amax of a copy, three times None where there is none
 NO_PARTS: Parts = (None, None, None)
+_CAST_OPTIONS = ("scaling", "block", "encode", "four_over_six", "e4m3_max")
 
 
 class Cache(Protocol):
@@ -55,13 +62,9 @@ class Cache(Protocol):
 
 
 def _options(cast: Cast, recipe: Recipe, state: Tensor | None, hadamard: str | None) -> dict[str, Any]:
-    """The keywords of the quantizers for a cast."""
+    """The keywords of the quantizers for a cast; those of the default are omitted, which saves host time."""
     options: dict[str, Any] = {
-        "scaling": cast.scaling,
-        "block": cast.block,
-        "encode": cast.encode,
-        "four_over_six": cast.four_over_six,
-        "e4m3_max": cast.e4m3_max,
+        name: getattr(cast, name) for name in _CAST_OPTIONS if getattr(cast, name) != getattr(Cast, name)
     }
     if hadamard is not None:
         options |= {"hadamard": hadamard, "hadamard_signs": recipe.hadamard_signs}
@@ -73,11 +76,21 @@ def _options(cast: Cast, recipe: Recipe, state: Tensor | None, hadamard: str | N
 
 
 def rows(
-    x: Tensor, cast: Cast, recipe: Recipe, state: Tensor | None, offs: Tensor | None = None
-) -> NVFP4Tensor:
-    """The copy with blocks along k: (m, k), in groups of rows if offs is given, or a stack (g, n, k)."""
-    made: NVFP4Tensor = quantize(x, offs=offs, **_options(cast, recipe, state, cast.hadamard))
-    return made
+    x: Tensor,
+    cast: Cast,
+    recipe: Recipe,
+    state: Tensor | None,
+    offs: Tensor | None = None,
+    decoded: bool = False,
+) -> Any:
+    """The copy with blocks along k: (m, k), in groups of rows if offs is given, or a stack (g, n, k).
+
+    An NVFP4Tensor, or a DecodedTensor.
+    """
+    options = _options(cast, recipe, state, cast.hadamard)
+    if offs is not None:
+        options["offs"] = offs
+    return quantize(x, decoded=decoded, **options)
 
 
 def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor | None) -> NVFP4Tensor:
@@ -92,11 +105,20 @@ def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor | None) -> NVFP4Ten
 
 
 def columns(
-    x: Tensor, cast: Cast, recipe: Recipe, state: Tensor | None, offs: Tensor | None = None
-) -> NVFP4Tensor:
-    """The copy with blocks along m: (k, m), in groups of columns if offs is given, or a stack (g, k, n)."""
-    made: NVFP4Tensor = quantize(x, axis=0, offs=offs, **_options(cast, recipe, state, cast.hadamard))
-    return made
+    x: Tensor,
+    cast: Cast,
+    recipe: Recipe,
+    state: Tensor | None,
+    offs: Tensor | None = None,
+    decoded: bool = False,
+    amax: Tensor | None = None,
+) -> Any:
+    """The copy with blocks along m: (k, m), in groups of columns if offs is given, or a stack (g, k, n).
+
+    An NVFP4Tensor, or a DecodedTensor. amax is given where it was measured before.
+    """
+    options = _options(cast, recipe, state, cast.hadamard)
+    return quantize(x, axis=0, offs=offs, decoded=decoded, amax=amax, **options)
 
 
 def both(
@@ -107,32 +129,42 @@ def both(
     state: Tensor | None,
     offs: Tensor | None = None,
     ends: Tensor | None = None,
-) -> tuple[NVFP4Tensor | None, NVFP4Tensor | None]:
+    decoded: tuple[bool, bool] = (False, False),
+) -> tuple[Any, Any]:
     """rows and columns, each by its cast, in one pass where the casts allow it.
 
     Args:
         x: (m, k), or a stack (g, n, k).
         of_rows, of_columns: a cast, or something else for a copy that is not wanted.
         offs: the groups of the rows. ends: the groups of the columns, the same or one group of all rows.
+        decoded: whether the first and the second are decoded. The first is not if the second is cast from
+            its values. One pass makes packed copies alone; where it is given up, x is read as often, and the
+            product decodes no operand.
+
+    Returns:
+        A container each, or None.
     """
-    if (
-        isinstance(of_rows, Cast)
-        and isinstance(of_columns, Cast)
-        and offs is ends
-        and of_rows.is_one_pass_with(of_columns)
-    ):
-        return quantize_both(x, offs=offs, **_options(of_rows, recipe, state, of_columns.hadamard))
-    made = rows(x, of_rows, recipe, state, offs) if isinstance(of_rows, Cast) else None
+    if isinstance(of_rows, Cast) and isinstance(of_columns, Cast) and of_rows.is_one_pass_with(of_columns):
+        if offs is ends and not any(decoded):
+            return quantize_both(x, offs=offs, **_options(of_rows, recipe, state, of_columns.hadamard))
+        if of_rows.scaling == "tensor" and of_columns.hadamard is None and offs is None and ends is None:
+            made = rows(x, of_rows, recipe, state, None, decoded[0])
+            return made, columns(x, of_columns, recipe, state, None, decoded[1], made.amax)
+    follows = isinstance(of_columns, Cast) and of_columns.source == "rowwise"
+    made = None
+    if isinstance(of_rows, Cast):
+        made = rows(x, of_rows, recipe, state, offs, decoded[0] and not follows)
     if not isinstance(of_columns, Cast):
         return made, None
-    source = x
-    if of_columns.source == "rowwise" and made is not None:
-        source = made.dequantize(x.dtype)
-    return made, columns(source, of_columns, recipe, state, ends)
+    if follows and made is not None:
+        x = made.dequantize(x.dtype)
+    return made, columns(x, of_columns, recipe, state, ends, decoded[1])
 
 
-def parts_of(t: NVFP4Tensor | None) -> Parts:
-    return NO_PARTS if t is None else (t.codes, t.scales, t.amax)
+def parts_of(t: Copy | None) -> Parts:
+    if t is None:
+        return NO_PARTS
+    return (t.codes, t.scales, t.amax) if isinstance(t, NVFP4Tensor) else (t.data, None, t.amax)
 
 
 def scale_bound(cast: Cast) -> int:
@@ -146,14 +178,22 @@ def rebuilt(
     recipe: Recipe,
     offs: Tensor | None = None,
     offs_dim: int = 0,
-) -> NVFP4Tensor:
-    """The container of parts that a cast made."""
+    shape: torch.Size | None = None,
+) -> Any:
+    """The container of parts that a cast made; shape: that of a copy of a weight, if it is prepacked."""
     codes, scales, amax = parts
-    if codes is None or scales is None or amax is None or not isinstance(cast, Cast):
+    if codes is None or amax is None or not isinstance(cast, Cast):
         raise RuntimeError("a copy that the backward pass needs was not saved")
     bound = scale_bound(cast)
     signs = None if cast.hadamard is None else recipe.hadamard_signs
-    return NVFP4Tensor._trusted(codes, scales, amax, bound, offs, signs, 0 if offs is None else offs_dim)
+    dim = 0 if offs is None else offs_dim
+    if scales is not None:
+        return NVFP4Tensor._trusted(codes, scales, amax, bound, offs, signs, dim)
+    if codes.dtype is torch.float16:
+        return DecodedTensor._trusted(codes, amax, bound, signs, offs, dim)
+    if shape is None:
+        raise RuntimeError("the shape of a prepacked copy is not known")
+    return PrepackedTensor._trusted(codes, amax, shape, bound, signs)
 
 
 def first(parts: Parts) -> Tensor:
@@ -198,16 +238,29 @@ def is_kept(weight: Tensor, recipe: Recipe, cache: Cache) -> bool:
 
 
 def kept_copies(weight: Tensor, recipe: Recipe, state: Tensor | None, cache: Cache) -> Parts:
-    """weight_copies of both, kept by the cache. It keeps only those that the recipe has."""
+    """weight_copies of both, kept by the cache: only those that the recipe has, and in the kernels' form."""
+    is_converted = _forms.are_converted(weight)
+    # The values of a copy that the backward pass dequantizes come from its codes.
+    of_w = recipe.w if is_converted and recipe.w_t != DEQUANTIZED else None
+    of_w_t = recipe.w_t if is_converted else None
 
     def make() -> tuple[Tensor, ...]:
-        return tuple(part for part in weight_copies(weight, recipe, state, True, True) if part is not None)
+        parts = weight_copies(weight, recipe, state, True, True)
+        parts = (*_prepacked(parts[:3], of_w, recipe), *_prepacked(parts[3:], of_w_t, recipe))
+        return tuple(part for part in parts if part is not None)
 
     kept = cache.get(weight, make, (recipe.w, recipe.w_t))
-    return (
-        *(NO_PARTS if recipe.w is None else kept[:3]),
-        *(kept[-3:] if isinstance(recipe.w_t, Cast) else NO_PARTS),
-    )
+    w = w_t = NO_PARTS
+    if isinstance(recipe.w, Cast):
+        w = kept[:3] if of_w is None else (kept[0], None, kept[1])
+    if isinstance(recipe.w_t, Cast):
+        w_t = kept[-3:] if of_w_t is None else (kept[-2], None, kept[-1])
+    return (*w, *w_t)
+
+
+def _prepacked(parts: Parts, cast: Operand, recipe: Recipe) -> Parts:
+    """The parts of the copy that these are of, prepacked; the parts themselves if cast is none."""
+    return parts_of(prepack(rebuilt(parts, cast, recipe))) if isinstance(cast, Cast) else parts
 
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -12,7 +12,7 @@ from .._checks import options as option_checks
 from .._checks import training as checks
 from ..products import dgrad, fprop, wgrad
 from ..reference import checks as reference_checks
-from . import _casts, _plain, _state
+from . import _casts, _forms, _plain, _state
 from .recipe import DEQUANTIZED, Cast, Recipe, resolve
 from .shared_input import QuantizedInput, dense_ends
 
@@ -29,6 +29,7 @@ class _Call(NamedTuple):
     weight_dtype: torch.dtype
     bias_dtype: torch.dtype | None
     is_shared: bool = False  # the copies of x were made by quantize_input
+    weight_shape: torch.Size | None = None  # with is_cached
 
 
 def _forward(
@@ -48,14 +49,15 @@ def _forward(
         x_t = of_input[3:]
     else:
         wanted = recipe.x_t if needs_dw and recipe.save_input == "quantized" else None
-        of_x = _state.stream(state, _state.OF_X)
-        x_q, made = _casts.both(x, recipe.x, wanted, recipe, of_x, offs, ends)
+        of_x = _state.stream(state, _state.OF_X, recipe.x, wanted)
+        decoded = (recipe.x_t != DEQUANTIZED and _forms.are_converted(x), False)
+        x_q, made = _casts.both(x, recipe.x, wanted, recipe, of_x, offs, ends, decoded=decoded)
         x_t = _casts.parts_of(made)
     if recipe.w is None:
         y = _plain.fprop(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype), offs)
     else:
         left = x if x_q is None else x_q
-        right = _casts.rebuilt(copies[:3], recipe.w, recipe)
+        right = _casts.rebuilt(copies[:3], recipe.w, recipe, shape=call.weight_shape)
         if offs is None:
             y = fprop(left, right, bias=bias, out_dtype=x.dtype)
         else:
@@ -76,11 +78,13 @@ def _input_gradient(
     """dx = dy W, (m, k), of the dtype of dy."""
     recipe = call.recipe
     if recipe.w_t == DEQUANTIZED:
-        values = _casts.rebuilt(copies[:3], recipe.w, recipe).dequantize(dy.dtype)
+        values = _casts.rebuilt(copies[:3], recipe.w, recipe, shape=call.weight_shape).dequantize(dy.dtype)
         return _plain.dgrad(dy, values, offs)
     if recipe.w_t is None:
         return _plain.dgrad(dy, weight.to(dy.dtype), offs)
-    w_t = _casts.rebuilt(copies[3:], recipe.w_t, recipe)
+    shape = call.weight_shape
+    transposed = None if shape is None else torch.Size((*shape[:-2], shape[-1], shape[-2]))
+    w_t = _casts.rebuilt(copies[3:], recipe.w_t, recipe, shape=transposed)
     if offs is None:
         return dgrad(dy_q, w_t, out_dtype=dy.dtype)
     dx = dy.new_zeros((dy.shape[0], w_t.shape[1]))
@@ -177,15 +181,19 @@ class _Product(torch.autograd.Function):
             dy = dy.contiguous()
             first = recipe.dy if needs_dx else None
             second = recipe.dy_t if needs_dw else None
-            of_dy = _state.stream(state, _state.OF_DY)
-            dy_q, dy_t = _casts.both(dy, first, second, recipe, of_dy, offs, ends)
+            of_dy = _state.stream(state, _state.OF_DY, first, second)
+            is_converted = _forms.are_converted(dy)
+            dy_q, dy_t = _casts.both(
+                dy, first, second, recipe, of_dy, offs, ends, decoded=(is_converted, is_converted)
+            )
             if needs_dx:
                 if recipe.w_t is not None and not call.is_cached:
-                    of_w = _state.stream(state, _state.OF_W)
+                    of_w = _state.stream(state, _state.OF_W, recipe.w, recipe.w_t)
                     copies = _casts.weight_copies(weight, recipe, of_w, False, True)
                 dx = _input_gradient(call, dy, dy_q, weight, copies, offs).to(ctx.x_dtype)
             if needs_dw:
-                of_x = of_x if call.is_shared else _state.stream(state, _state.OF_X)
+                if not call.is_shared:
+                    of_x = _state.stream(state, _state.OF_X, recipe.x_t)
                 dw = _weight_gradient(call, dy, dy_t, x, ends, of_x, ctx.main_grad)
             if needs_db:
                 db = _plain.bias_gradient(dy, offs).to(call.bias_dtype)
@@ -355,7 +363,7 @@ def _apply(
         is_recording and bias is not None and bias.requires_grad,
     )
     state = _state.draw(recipe, x.device) if state is None else _state.given(state, x.device)
-    of_w = _state.stream(state, _state.OF_W)
+    of_w = _state.stream(state, _state.OF_W, recipe.w, recipe.w_t)
     with _casts.without_autocast(x):
         copies: _casts.Parts
         if cache is not None and _casts.is_kept(weight, recipe, cache):
@@ -363,7 +371,10 @@ def _apply(
         else:
             copies, is_cached = _casts.weight_copies(weight, recipe, of_w, True, False), False
         bias_dtype = None if bias is None else bias.dtype
-        call = _Call(recipe, needs, is_grouped, is_cached, weight.dtype, bias_dtype, shared is not None)
+        shape = weight.shape if is_cached else None
+        call = _Call(
+            recipe, needs, is_grouped, is_cached, weight.dtype, bias_dtype, shared is not None, shape
+        )
         if main_grad is not None and needs[1] and torch.compiler.is_compiling():
             weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         values = of_x = None

@@ -17,7 +17,7 @@ from .._checks import training as checks
 from ..containers.nvfp4 import NVFP4Tensor
 from ..products import fprop
 from ..quantize import quantize
-from . import _casts, _functions, _plain, _state
+from . import _casts, _forms, _functions, _plain, _state
 from .recipe import DEQUANTIZED, Cast, Recipe
 from .shared_input import dense_ends
 
@@ -208,8 +208,9 @@ class _GatheredProduct(torch.autograd.Function):
         recipe, (needs_dx, needs_dw, _) = call.recipe, call.needs
         if not isinstance(recipe.x, Cast):
             raise RuntimeError("the recipe quantizes no x")
-        x_q = _gathered_rows(x, recipe.x, recipe, _state.stream(state, _state.OF_X), sharding)
-        w = _casts.rebuilt(copies[:3], recipe.w, recipe)
+        of_x = _state.stream(state, _state.OF_X, recipe.x, recipe.x_t)
+        x_q = _gathered_rows(x, recipe.x, recipe, of_x, sharding)
+        w = _casts.rebuilt(copies[:3], recipe.w, recipe, shape=call.weight_shape)
         y = fprop(x_q, w, bias=bias, out_dtype=x.dtype)
         ends = dense_ends(x_q.shape[0], x.device)
         saved = _casts.NO_PARTS
@@ -218,10 +219,9 @@ class _GatheredProduct(torch.autograd.Function):
         elif needs_dw and recipe.save_input == "original":
             saved = (x, None, None)
         elif needs_dw and isinstance(recipe.x_t, Cast) and recipe.x_t.source == "original":
-            saved = _own_columns(x, recipe.x_t, recipe, _state.stream(state, _state.OF_X), sharding)
+            saved = _own_columns(x, recipe.x_t, recipe, of_x, sharding)
         elif needs_dw and isinstance(recipe.x_t, Cast):
             values = x_q.dequantize(x.dtype)
-            of_x = _state.stream(state, _state.OF_X)
             saved = _casts.parts_of(_casts.columns(values, recipe.x_t, recipe, of_x, ends))
         has_copies = call.is_cached and recipe.w_t is not None
         kept = copies if needs_dx and has_copies else (None,) * 6
@@ -242,15 +242,18 @@ class _GatheredProduct(torch.autograd.Function):
         with torch.no_grad(), _casts.without_autocast(dy):
             dy = dy.reshape(-1, dy.shape[-1]).contiguous()
             first, second = recipe.dy if needs_dx else None, recipe.dy_t if needs_dw else None
-            dy_q, dy_t = _casts.both(dy, first, second, recipe, state, None, ends)
+            is_converted = _forms.are_converted(dy)
+            dy_q, dy_t = _casts.both(
+                dy, first, second, recipe, state, None, ends, decoded=(is_converted, is_converted)
+            )
             if needs_dx:
                 if recipe.w_t is not None and not call.is_cached:
-                    of_w = _state.stream(state, _state.OF_W)
+                    of_w = _state.stream(state, _state.OF_W, recipe.w, recipe.w_t)
                     copies = _casts.weight_copies(weight, recipe, of_w, False, True)
                 dx = _functions._input_gradient(call, dy, dy_q, weight, copies, None)
                 dx = sharding.scatter_sum(dx.view(ctx.shape))
             if needs_dw:
-                of_x = _state.stream(state, _state.OF_X)
+                of_x = _state.stream(state, _state.OF_X, recipe.x, recipe.x_t)
                 x_t = recipe.x_t
                 if isinstance(x_t, Cast) and _is_cast_by_ranks(recipe, ctx.own_shape, sharding):
                     if recipe.save_input == "original":
@@ -288,13 +291,14 @@ def gathered_linear(
         is_recording and bias is not None and bias.requires_grad,
     )
     state = _state.draw(recipe, x.device)
-    of_w = _state.stream(state, _state.OF_W)
+    of_w = _state.stream(state, _state.OF_W, recipe.w, recipe.w_t)
     with _casts.without_autocast(x):
         if cache is not None and _casts.is_kept(weight, recipe, cache):
             copies, is_cached = _casts.kept_copies(weight, recipe, of_w, cache), True
         else:
             copies, is_cached = _casts.weight_copies(weight, recipe, of_w, True, False), False
         bias_dtype = None if bias is None else bias.dtype
-        call = _functions._Call(recipe, needs, False, is_cached, weight.dtype, bias_dtype)
+        shape = weight.shape if is_cached else None
+        call = _functions._Call(recipe, needs, False, is_cached, weight.dtype, bias_dtype, weight_shape=shape)
         y: Tensor = _GatheredProduct.apply(call, sharding, x, weight, bias, state, *copies)
     return y

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from .recipe import Recipe
+from .recipe import Cast, Operand, Recipe
 
 __all__ = ["OF_DY", "OF_W", "OF_X", "draw", "stream"]
 
@@ -53,8 +53,11 @@ def given(state: object, device: torch.device) -> Tensor:
     return _checks.exact_vector("state", state, 2, torch.int64, device, "x")
 
 
-def stream(state: Tensor | None, shift: int) -> Tensor | None:
-    """{seed, offset + shift}, the state of one of the tensors of a call."""
-    if state is None or shift == 0:
-        return state
-    return torch.stack((state[0], state[1] + shift))
+def stream(state: Tensor | None, shift: int, *casts: Operand) -> Tensor | None:
+    """{seed, offset + shift}, the state of one of the tensors of a call; None if none of its casts draws.
+
+    A state that nothing reads would cost four launches.
+    """
+    if state is None or not any(isinstance(cast, Cast) and cast.stochastic for cast in casts):
+        return None
+    return state if shift == 0 else torch.stack((state[0], state[1] + shift))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from .. import _checks
 from .._checks import options as option_checks
 
-__all__ = ["DEQUANTIZED", "PRESETS", "Cast", "Recipe", "resolve"]
+__all__ = ["DEQUANTIZED", "PRESETS", "Cast", "Operand", "Recipe", "resolve"]
 
 DEQUANTIZED: Literal["dequantized"] = "dequantized"
 HEADROOM = 17 / 16

@@ -11,9 +11,9 @@ from .. import _checks
 from .._checks import options as option_checks
 from .._checks import training as checks
 from ..reference import checks as reference_checks
-from . import _casts, _state
+from . import _casts, _forms, _state
 from ._layer import RecipeLayer
-from .recipe import Cast, Recipe, resolve
+from .recipe import DEQUANTIZED, Cast, Recipe, resolve
 
 __all__ = ["QuantizedInput", "quantize_input"]
 
@@ -124,17 +124,18 @@ def quantize_input(
     groups = ends
     if offs is None:
         ends = dense_ends(edge.shape[0], x.device)
-    draws = any(getattr(cast, "stochastic", False) for cast in (recipe.x, recipe.x_t))
+    draws = any(isinstance(cast, Cast) and cast.stochastic for cast in (recipe.x, recipe.x_t))
     if state is not None:
         state = _state.given(state, x.device)
     elif draws:
         state = _state.draw(recipe, x.device)
-    of_x = _state.stream(state, _state.OF_X) if draws else None
+    of_x = _state.stream(state, _state.OF_X, recipe.x, recipe.x_t)
     x_t = recipe.x_t if torch.is_grad_enabled() and recipe.save_input == "quantized" else None
     dtype = checks.autocast_dtype(x)
     with torch.no_grad(), _casts.without_autocast(x):
         values = edge.detach() if dtype is None else edge.detach().to(dtype)
-        made = _casts.both(values, recipe.x, x_t, recipe, of_x, groups, ends)
+        decoded = (recipe.x_t != DEQUANTIZED and _forms.are_converted(values), False)
+        made = _casts.both(values, recipe.x, x_t, recipe, of_x, groups, ends, decoded)
     parts = (*_casts.parts_of(made[0]), *_casts.parts_of(made[1]))
     return QuantizedInput(x, recipe, offs, edge, values, ends, of_x, parts)
 

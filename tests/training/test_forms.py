@@ -1,0 +1,117 @@
+"""Decoded left operands and prepacked weights, as on Hopper: every step has the bits of packed operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fp4gemm
+import pytest
+import torch
+from fp4gemm import training
+from fp4gemm.training import _forms, _functions
+from helpers import assert_bits
+from torch import Tensor
+from training_cases import RECIPES, Step
+
+ENDS = (0, 48, 64, 70)
+
+
+class Kept:
+    """A cache that keeps the first copies of a weight."""
+
+    def __init__(self) -> None:
+        self.parts: dict[Any, Any] = {}
+
+    def keeps(self, weight: Tensor) -> bool:
+        return True
+
+    def get(self, weight: Tensor, make: Any, variant: Any = None) -> Any:
+        if variant not in self.parts:
+            self.parts[variant] = make()
+        return self.parts[variant]
+
+
+def step(
+    recipe: training.Recipe, groups: bool, is_kept: bool, is_shared: bool, m: int, device: torch.device
+) -> Step:
+    gen = torch.Generator().manual_seed(7)
+    offs = torch.tensor(ENDS, dtype=torch.int32, device=device) if groups else None
+    shape = (len(ENDS), 96, 64) if groups else (96, 64)
+    x, weight, dy = (torch.randn(s, generator=gen).bfloat16().to(device) for s in ((m, 64), shape, (m, 96)))
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    state = torch.tensor([3, 4], device=device)
+    given: Any = training.quantize_input(x, recipe, offs, state=state) if is_shared else x
+    cache = Kept() if is_kept else None
+    if offs is None:
+        y = training.functional.linear(given, weight, None, recipe, state=state, cache=cache)
+    else:
+        y = training.functional.grouped_linear(given, weight, offs, None, recipe, state=state, cache=cache)
+    y.backward(dy)
+    assert x.grad is not None
+    assert weight.grad is not None
+    return Step(y.detach(), x.grad, weight.grad)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("groups", "is_kept", "is_shared", "m"),
+    [
+        (False, False, False, 64),
+        (False, True, True, 77),
+        (True, True, False, 77),
+        (True, False, True, 77),
+    ],
+    ids=["dense", "dense-kept-shared", "grouped-kept", "grouped-shared"],
+)
+def test_converted_operands_have_the_same_bits(
+    name: str, groups: bool, is_kept: bool, is_shared: bool, m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = (RECIPES[name], groups, is_kept, is_shared, m, torch.device("cpu"))
+    want = step(*arguments)
+    monkeypatch.setattr(_forms, "are_converted", lambda x: True)
+    for got, wanted in zip(step(*arguments), want, strict=True):
+        assert_bits(got, wanted)
+
+
+def test_what_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The left operand of each product is decoded and the kept weights are prepacked."""
+    seen = {}
+
+    def caught(name: str) -> Any:
+        function = getattr(_functions, name)
+
+        def call(a: Any, b: Any, **terms: Any) -> Any:
+            seen[name] = (type(a), type(b))
+            return function(a, b, **terms)
+
+        return call
+
+    for name in ("fprop", "dgrad", "wgrad"):
+        monkeypatch.setattr(_functions, name, caught(name))
+    monkeypatch.setattr(_forms, "are_converted", lambda x: True)
+    decoded, prepacked, packed = fp4gemm.DecodedTensor, fp4gemm.PrepackedTensor, fp4gemm.NVFP4Tensor
+    for preset in ("nvidia", "per_token"):
+        step(training.PRESETS[preset], False, True, False, 64, torch.device("cpu"))
+        assert seen == {
+            "fprop": (decoded, prepacked),
+            "dgrad": (decoded, prepacked),
+            "wgrad": (decoded, packed),
+        }
+
+
+def test_only_devices_without_nvfp4_tensor_cores_convert(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(_forms.support, "streams_prepacked", lambda device: asked.append(device) or True)
+    assert not _forms.are_converted(torch.zeros(1))
+    assert not asked
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [False, True], ids=["dense", "grouped"])
+@pytest.mark.parametrize("name", ["nvidia", "te_per_token", "row_scaled", "four_over_six", "per_token"])
+def test_gpu_step_with_kept_weights_equals_cpu(name: str, groups: bool, cuda: torch.device) -> None:
+    """Twice: a weight that the cache keeps is prepacked in the first call."""
+    arguments = (RECIPES[name], groups, True, False, 96)
+    want = step(*arguments, torch.device("cpu"))
+    for got, wanted in zip(step(*arguments, cuda), want, strict=True):
+        assert_bits(got.cpu(), wanted)
