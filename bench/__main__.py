@@ -37,6 +37,7 @@ from .commands import (
     report,
     serving,
     sweep,
+    train,
 )
 from .commands.options import (
     QUICK_ROUNDS,
@@ -84,6 +85,7 @@ MEASURING: tuple[tuple[str, ModuleType, str, tuple[str, ...]], ...] = (
     ),
     ("model", model, "whole models with random weights, against bf16", ()),
     ("serving", serving, "the layers of a model as vLLM and SGLang call them", ("--model", "--m")),
+    ("train", train, "a training step of a layer, by recipe", ("--shapes", "--model", "--m")),
     ("overhead", overhead, "host microseconds of a call", ()),
     ("sweep", sweep, "the sweeps that upstream libraries publish, by name", ("--m",)),
     ("hopper", hopper, "prepacked weights against the project's targets", ("--m",)),

@@ -115,6 +115,8 @@ def filters(parser: argparse.ArgumentParser, *names: str) -> None:
         ("quantize", "--shapes"): "inputs m x k",
         ("serving", "--m"): "tokens of a step: of decode or of a prefill",
         ("sweep", "--m"): "tokens",
+        ("train", "--shapes"): "dense weights n x k, or m x n x k; multiples of 32",
+        ("train", "--m"): "tokens of a dense layer, multiples of 32; then no experts are measured",
         ("hopper", "--m"): "rows of a (of grouped: rows an expert) instead of those of each part",
     }
     command = parser.prog.split()[-1]
@@ -140,6 +142,8 @@ def options_used(args: argparse.Namespace) -> str:
     kernels = None if args.kernels is None else f"kernels={args.kernels.pattern}"
     settle = f"settle={args.settle:g}ms"
     used = [settle, "eager" if args.eager else None, "cupti" if args.cupti else None, kernels]
+    if getattr(args, "presets", None):
+        used.append(f"presets={','.join(args.presets)}")
     if getattr(args, "variants", None):
         used.append(f"variants={','.join(args.variants)}")
     if getattr(args, "compile", None):

@@ -45,6 +45,7 @@ class Contender:
     checked: str = BITS  # how its result was compared before it was timed
     note: str | None = None
     is_exact: bool = True  # whether replays of a contender of ours must leave the bits of a call
+    facts: Callable[[], Row] | None = None  # further fields of its row, measured once it is not refused
 
 
 def stop_if_lost(error: Exception) -> None:
@@ -134,7 +135,7 @@ class Contest:
             row["ratio"] = ratios
         if contender.note is not None:
             row["note"] = contender.note
-        return row
+        return row if contender.facts is None else row | contender.facts()
 
 
 def times(found: Measured) -> Row:

@@ -32,6 +32,8 @@ from fp4gemm.device.timing import (
 from fp4gemm.integrations.serving import products
 from fp4gemm.integrations.serving import weights as serving_weights
 from fp4gemm.kernel_table import KernelInfo
+from fp4gemm.training import _casts as training_casts
+from fp4gemm.training import _forms as training_forms
 
 __all__ = [
     "MIN_CALLS",
@@ -61,6 +63,8 @@ __all__ = [
     "sets",
     "streams_prepacked",
     "time_interleaved",
+    "training_casts",
+    "training_forms",
 ]
 
 

@@ -88,7 +88,7 @@ def _extra(row: Row, key: str) -> str:
 
 
 def remarks(rows: Iterable[Row]) -> list[str]:
-    """Lines for the contenders that were not timed, with the reason, for notes, and for profiled kernels."""
+    """Lines for the contenders that were not timed, with the reason, notes, parts and profiled kernels."""
     made = []
     for row in rows:
         if "refused" in row:
@@ -97,6 +97,8 @@ def remarks(rows: Iterable[Row]) -> list[str]:
             made.append(f"absent: {row['contender']}: {row['absent']}")
         elif "note" in row:
             made.append(f"{row['contender']}: {row['note']}")
+        for part, us in row.get("parts", ()):
+            made.append(f"{row['contender']}: {us:9.1f} us {part}")
         for kernel, count, us in row.get("kernels", ()):
             made.append(f"{row['contender']}: {us:9.1f} us {count:5} x {kernel[:MOST_OF_KERNEL]}")
     return made
