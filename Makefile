@@ -42,8 +42,14 @@ demo: $(STAMPS)/installed-demo $(STAMPS)/demo ## Run real models in NVFP4 on the
 bench: $(STAMPS)/installed-demo $(STAMPS)/demo ## Measure this machine: an HTML page with rooflines (docs/benchmarks.md)
 	@$(BIN)/python -m bench report --quick
 
+# Every warning is an error, a broken link among them. Nothing is imported or built for it.
+.PHONY: docs
+docs: $(STAMPS)/docs ## Build the documentation site: build/site/index.html
+	@$(call say,docs: build/site/index.html)
+	@$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs -d build/doctrees . build/site
+
 .PHONY: test
-test: $(STAMPS)/installed-test $(STAMPS)/test $(STAMPS)/demo $(OLDEST)/installed ## Build every architecture and run the whole suite
+test: $(STAMPS)/installed-test $(STAMPS)/test $(STAMPS)/docs $(STAMPS)/demo $(OLDEST)/installed ## Build every architecture and run the whole suite
 	@$(call say,host tests)
 	@$(BIN)/ctest --test-dir build/test --output-on-failure -E ptxemu
 	@$(call say,pytest)

@@ -228,8 +228,8 @@ def quantize_both(x: Tensor, **options: Unpack[QuantizeBothKeywords]) -> tuple[N
         rng_state: the state of both results: the first uses its offset, the second offset + 1.
         offs: int32 (g,), the ends of groups of rows, as for :func:`quantize` with either axis: groups of rows
             in the first result, groups of columns in the second.
-        scaling, block, encode, four_over_six, four_over_six_error, e4m3_max, hadamard, hadamard_signs,
-            stochastic, generator, headroom: as for :func:`quantize`.
+        scaling, block, encode, four_over_six, four_over_six_error, e4m3_max: as for :func:`quantize`.
+        hadamard, hadamard_signs, stochastic, generator, headroom: as for :func:`quantize`.
 
     Returns:
         NVFP4Tensor (m, k) and NVFP4Tensor (k, m), with offs (k, ``layout.grouped_columns(m, g)``), or (g, n,

@@ -1,0 +1,128 @@
+"""The documentation site: it builds without a warning, and its reference is complete and up to date."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import reference_pages
+from fp4gemm.integrations.serving.options import PREFIX, Options
+
+REPO = Path(__file__).resolve().parents[2]
+DOCS = REPO / "docs"
+MISSING = [
+    name for name in ("sphinx", "myst_parser", "furo", "griffe") if importlib.util.find_spec(name) is None
+]
+needs_sphinx = pytest.mark.skipif(
+    bool(MISSING), reason=f"requirements/docs.txt: {', '.join(MISSING)} not installed"
+)
+MODULES = ("", "calibration", "checkpoint", "compiler", "distributed", "nn", "training")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages, built as `make docs` builds them."""
+    folder = tmp_path_factory.mktemp("site")
+    options = ["--fail-on-warning", "--keep-going", "--quiet", "-c", str(DOCS), "-d", str(folder / "trees")]
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", *options, str(REPO), str(folder / "html")],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "html"
+
+
+@needs_sphinx
+def test_the_site_builds_without_a_warning(site: Path) -> None:
+    assert (site / "index.html").read_text() == (site / "README.html").read_text()
+    for page in DOCS.glob("*.md"):
+        assert (site / "docs" / f"{page.stem}.html").is_file()
+
+
+@needs_sphinx
+def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        loaded = re.findall(r'<(?:script|img|link)\b[^>]*(?:src|href)="(https?:[^"]*)"', page.read_text())
+        assert not loaded, f"{page.relative_to(site)} loads {loaded}"
+    for style in site.rglob("*.css"):
+        assert not re.findall(r"url\(['\"]?https?:[^)]*\)|@import", style.read_text()), style.name
+
+
+@needs_sphinx
+def test_signatures_and_declarations_are_shown(site: Path) -> None:
+    products = (site / "docs/reference/python/products.html").read_text()
+    for part in ('id="fp4gemm.mm"', "batch_invariant", 'id="fp4gemm.combine"'):
+        assert part in products
+    c = (site / "docs/reference/c.html").read_text()
+    headers = "".join(path.read_text() for path in (REPO / "cpp/include/fp4gemm").glob("*.h"))
+    for name in re.findall(r"^FP4GEMM_API [\w\s*]*?\b(fp4gemm_\w+)\(", headers, re.MULTILINE):
+        assert f'id="c.{name}"' in c, name
+
+
+def public_names() -> set[str]:
+    """The functions and classes that fp4gemm and its public modules export."""
+    names = set()
+    for module in MODULES:
+        path = f"fp4gemm.{module}".rstrip(".")
+        owner = importlib.import_module(path)
+        for name in owner.__all__:
+            value = getattr(owner, name)
+            if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__.startswith(
+                "fp4gemm"
+            ):
+                names.add(f"{path}.{name}")
+    return names
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    """By the name that users import first: fp4gemm.training.fprop is fp4gemm.fprop."""
+    pages = "".join(page.read_text() for page in (DOCS / "reference" / "python").glob("*.rst"))
+    listed = {resolved(name) for name in re.findall(r"^   (fp4gemm\.\S+)$", pages, re.MULTILINE)}
+    missing = {name for name in public_names() if resolved(name) not in listed}
+    assert not missing
+
+
+def resolved(name: str) -> object:
+    """The object of a dotted name; modules on the way are imported. Of an integration whose library is not
+    installed here it is the name itself."""
+    found: object = importlib.import_module("fp4gemm")
+    parts = name.split(".")
+    for at, part in enumerate(parts[1:], 2):
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(".".join(parts[:at]))
+            except ModuleNotFoundError as error:
+                if error.name and error.name.startswith("fp4gemm"):
+                    raise
+                return name
+        found = getattr(found, part)
+    return found
+
+
+@pytest.mark.parametrize("name", list(reference_pages.PAGES))
+def test_generated_parts_are_up_to_date(name: str) -> None:
+    text = (DOCS / f"{name}.md").read_text()
+    found = reference_pages.with_block(text, name, reference_pages.PAGES[name]())
+    assert found == text, "run python tests/support/reference_pages.py"
+
+
+def test_every_environment_variable_is_described() -> None:
+    text = (DOCS / "environment.md").read_text()
+    sources = "".join(path.read_text() for path in (REPO / "python" / "fp4gemm").rglob("*.py"))
+    named = set(re.findall(r'"(FP4GEMM_[A-Z_]+[A-Z])"', sources))
+    named |= {PREFIX + field.name.upper() for field in dataclasses.fields(Options)}
+    named |= set(re.findall(r'env = "(\w+)"', (REPO / "pyproject.toml").read_text()))
+    assert {name for name in named if f"`{name}`" not in text} == set()
+
+
+def test_a_page_without_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="must hold <!-- x: begin -->"):
+        reference_pages.with_block("no marks", "x", "block")
