@@ -237,6 +237,18 @@ def test_other_layers_and_schemes_keep_sglangs_methods(
     )
 
 
+def test_the_log_has_its_line_where_every_layer_is_left(
+    sglang: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FP4GEMM_SERVING_IGNORE", "m.*")
+    config = _config(sglang, "modelopt")
+    layers = [vllm_stub.LinearBase(64, 48, config, name) for name in ("m.0.up", "m.1.up")]
+    with caplog.at_level(logging.INFO, "sglang.srt.fp4gemm"):
+        for layer in layers:
+            layer.quant_method.process_weights_after_loading(layer)
+    assert caplog.messages == ["fp4gemm: left to SGLang, the option ignore names it: 2 x m.*.up"]
+
+
 def test_an_sglang_without_a_name_that_is_used_serves_its_layers_itself(
     sglang: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -199,22 +199,48 @@ def test_options_come_from_the_environment_and_from_vllm(
         monkeypatch.delenv(f"FP4GEMM_SERVING_{name}")
 
 
-def test_the_log_has_one_line_when_the_last_layer_is_loaded(
+def test_the_log_has_one_line_when_the_first_weights_are_processed(
     vllm: types.SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """All layers exist then; layers that are made later, such as those of a draft model, have another."""
     config = serving.config_of(vllm.table, "modelopt", ignore=("lm_head",))
     layers = [
         vllm.layers.ColumnParallelLinear(64, 48, False, quant_config=config, prefix=f"m.{i}.up")
         for i in range(2)
     ]
     vllm.layers.ColumnParallelLinear(64, 48, False, quant_config=config, prefix="lm_head")
+    line = (
+        "fp4gemm: W4A4, an amax for each token: 2 x m.*.up; left to vLLM, the checkpoint excludes it: lm_head"
+    )
     with caplog.at_level(logging.INFO, "vllm.fp4gemm"):
         for layer in layers:
-            assert not caplog.messages
             serving.load(layer, serving.stored(serving.weight(48, 64, 0), "modelopt"))
+        assert not caplog.messages
+        for layer in layers:
+            layer.quant_method.process_weights_after_loading(layer)
+            assert caplog.messages == [line]
+        draft = vllm.layers.LinearBase(64, 48, config, "lm_head")
+        draft.quant_method.process_weights_after_loading(draft)
+    assert caplog.messages == [line, line]
+
+
+@pytest.mark.parametrize("format", serving.FORMATS_OF_OTHERS)
+def test_the_log_has_its_line_where_every_layer_is_left(
+    vllm: types.SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    format: str,
+) -> None:
+    monkeypatch.setenv("FP4GEMM_SERVING_IGNORE", "m.*")
+    config = serving.config_of(vllm.table, format, ignore=("lm_head",))
+    names = ("m.0.up", "m.1.up", "lm_head")
+    layers = [vllm.layers.LinearBase(64, 48, config, name) for name in names]
+    with caplog.at_level(logging.INFO, "vllm.fp4gemm"):
+        for layer in layers:
             layer.quant_method.process_weights_after_loading(layer)
     assert caplog.messages == [
-        "fp4gemm: W4A4, an amax for each token: 2 x m.*.up; left to vLLM, the checkpoint excludes it: lm_head"
+        "fp4gemm: left to vLLM, the option ignore names it: 2 x m.*.up; "
+        "left to vLLM, the checkpoint excludes it: lm_head"
     ]
 
 

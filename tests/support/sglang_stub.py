@@ -101,7 +101,7 @@ class ModelOptFp4Config:
         return prefix in self.exclude_modules
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        return "SGLang's method"
+        return vllm_stub.EngineMethod("SGLang's method")
 
 
 class ModelOptMixedPrecisionConfig(ModelOptFp4Config):
@@ -116,7 +116,7 @@ class ModelOptMixedPrecisionConfig(ModelOptFp4Config):
         return None if found is None else found["quant_algo"]
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        return "SGLang's method"
+        return vllm_stub.EngineMethod("SGLang's method")
 
 
 class CompressedTensorsConfig(_CompressedTensors):
@@ -133,7 +133,7 @@ class CompressedTensorsConfig(_CompressedTensors):
         return self._is_nvfp4_format(weights) and inputs is None
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        return "SGLang's method"
+        return vllm_stub.EngineMethod("SGLang's method")
 
 
 class HookType:

@@ -37,7 +37,7 @@ class ModelOptQuantConfigBase(QuantizationConfig):
         if isinstance(layer, stub.LinearBase):
             if self.is_layer_excluded(prefix):
                 return stub.UnquantizedLinearMethod()
-            return "vLLM's method"
+            return stub.EngineMethod("vLLM's method")
         return None
 
 
@@ -85,7 +85,7 @@ class CompressedTensorsConfig(QuantizationConfig):
         return quant_args is not None and quant_args["strategy"] == "tensor_group"
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        return "vLLM's method"
+        return stub.EngineMethod("vLLM's method")
 
 
 TABLE: dict[str, type] = {}

@@ -122,7 +122,7 @@ class ExpertsWeights:
             del codes, block_scales, outer
             self.keep(layer, which, weights.hold(weight, self.of.activations != "a16"))
             del weight
-        self.of.report.ready(self.of.name)
+        self.of.report.ready()
 
     def keep(self, layer: Any, which: str, held: weights.Held) -> None:
         """Hold one of the two weights from now on."""

@@ -36,7 +36,7 @@ class Layer:
         e4m3_max: the bound of the block scales.
         scaling: "tensor": the checkpoint has an outer scale for each weight; "row": one for each row.
         batch_invariant: as of :func:`fp4gemm.mm`.
-        report: told when the weights of the layer are ready.
+        report: told when the weights of the layer are processed.
         has_input_scale: whether the checkpoint has an outer scale of the activations. vLLM's reload waits for
             every element of every parameter, and keeps all tensors of a layer until it has them.
     """

@@ -111,7 +111,7 @@ class LinearWeights:
         put(layer, weight_bias=None if bias is None else bias.data.float())
         self.held = (held.rows, held.e4m3_max)
         products.make_ready(held, "mm", self.of.activations)
-        self.of.report.ready(self.of.name)
+        self.of.report.ready()
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The product; bias is that of the layer, or None on ranks that do not add it."""

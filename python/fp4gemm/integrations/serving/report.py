@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 __all__ = ["Report"]
 
@@ -12,7 +14,10 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 class Report:
-    """What happened to each layer of a model; ``log`` gets one line when the last weight is ready.
+    """What becomes of each layer of a model; ``log`` gets one line once all layers are known.
+
+    An engine makes every layer before it processes the weights of the first. The line is therefore written
+    when the weights of a layer are processed for the first time, whether fp4gemm runs that layer or not.
 
     Args:
         log: called with the text.
@@ -24,23 +29,38 @@ class Report:
         self._engine = engine
         self._runs: dict[str, str] = {}  # how each layer of fp4gemm runs
         self._left: dict[str, str] = {}  # why a layer is not fp4gemm's
-        self._pending: set[str] = set()
+        self._is_written = True
 
     def runs(self, name: str, how: str) -> None:
-        """The layer of this name is fp4gemm's; :meth:`ready` will follow."""
+        """The layer of this name is fp4gemm's; its method calls :meth:`ready`."""
         self._runs[name] = how
-        self._pending.add(name)
+        self._is_written = False
 
-    def left(self, name: str, why: str) -> None:
-        """The layer of this name remains the engine's."""
+    def left(self, name: str, why: str, method: Any) -> Any:
+        """The layer of this name remains the engine's, whose ``method`` for it is returned.
+
+        The method calls :meth:`ready` from now on. It may be None, as it is for layers that the engine never
+        quantizes; every linear layer has one.
+        """
         self._left[name] = why
+        self._is_written = False
+        process = getattr(method, "process_weights_after_loading", None)
+        if process is None:
+            return method
 
-    def ready(self, name: str) -> None:
-        """The weights of the layer are loaded; of the last layer: log the line."""
-        if name in self._pending:
-            self._pending.remove(name)
-            if not self._pending:
-                self._log(self.text())
+        @functools.wraps(process)
+        def process_weights_after_loading(*args: Any, **kwargs: Any) -> Any:
+            self.ready()
+            return process(*args, **kwargs)
+
+        method.process_weights_after_loading = process_weights_after_loading
+        return method
+
+    def ready(self) -> None:
+        """The weights of a layer are processed: log the line, unless it has been since the last layer."""
+        if not self._is_written:
+            self._is_written = True
+            self._log(self.text())
 
     def text(self) -> str:
         """The line: layers that differ in numbers alone are counted together."""

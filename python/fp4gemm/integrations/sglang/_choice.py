@@ -48,8 +48,7 @@ def chosen(format: FormatName, original: Any, config: Any, layer: Any, prefix: s
     if reason is None and is_experts:
         reason = reason_against(layer)
     if reason is not None:
-        config.fp4gemm_report.left(prefix, reason)
-        return original(config, layer, prefix)
+        return config.fp4gemm_report.left(prefix, reason, original(config, layer, prefix))
     config.fp4gemm_report.runs(prefix, TEXTS[activations])
     known = Layer(
         name=prefix,

@@ -66,9 +66,8 @@ class Serves:
             return self.of_engine(layer, prefix)
         stored = self.stored(layer, prefix)
         if stored not in ("per-token", "a16"):
-            if stored is not None:
-                self.report.left(prefix, stored)
-            return self.of_engine(layer, prefix)
+            method = self.of_engine(layer, prefix)
+            return method if stored is None else self.report.left(prefix, stored, method)
         reason = "the option ignore names it" if self.serving.ignores(prefix) else None
         activations: Activations = "per-token"
         if reason is None:
@@ -77,8 +76,7 @@ class Serves:
         if reason is None and is_experts:
             reason = reason_against(layer)
         if reason is not None:
-            self.report.left(prefix, reason)
-            return self.of_engine(layer, prefix)
+            return self.report.left(prefix, reason, self.of_engine(layer, prefix))
         return self.method(layer, prefix, activations, self.has_input_scale(stored))
 
     def of_engine(self, layer: Any, prefix: str) -> Any:

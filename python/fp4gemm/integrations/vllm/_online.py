@@ -128,5 +128,5 @@ class OnlineMoEMethod(Fp4GemmMoEMethod):
             delattr(layer, name)
             del given
             self.keep(layer, which, weights.hold(made, self.of.activations != "a16"))
-        self.of.report.ready(self.of.name)
+        self.of.report.ready()
         setattr(layer, _DONE, True)
