@@ -1,7 +1,8 @@
-"""Runs vLLM's engine on a checkpoint, on the CPU, and compares its layers with those of this library.
+"""Runs vLLM's engine on a checkpoint and compares its layers with those of this library, on the same device.
 
 ``make test-serving`` calls it as a program, with a JSON of arguments, since an engine cannot be started twice
-in a process. What it finds goes to the file ``out``.
+in a process. What it finds goes to the file ``out``. With ``graphs`` the engine captures CUDA graphs: no call
+is watched then, and the log-probabilities alone are compared.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 PROMPT = [3, 17, 100, 45, 9, 120, 77]
 WORDS = 128
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def watched(model: nn.Module) -> dict[str, list[tuple[Tensor, ...]]]:
@@ -75,14 +77,15 @@ def loaded(folder: str) -> nn.Module:
     from fp4gemm.integrations.transformers import register
 
     register()
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)  # type: ignore[no-any-return]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return model.to(DEVICE)  # type: ignore[no-any-return]
 
 
 def float_quantized(folder: str) -> nn.Module:
     """The 16-bit checkpoint in transformers, its weights quantized as --quantization fp4gemm does."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(DEVICE)
     return fp4gemm.nn.quantize_model(model, method="four-over-six")  # type: ignore[no-any-return]
 
 
@@ -90,21 +93,16 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     folder = arguments["model"]
-    llm = LLM(
-        folder,
-        dtype="bfloat16",
-        max_model_len=64,
-        enforce_eager=True,
-        max_logprobs=WORDS,
-        **arguments.get("engine", {}),
-    )
+    engine, graphs = arguments.get("engine", {}), bool(arguments.get("graphs"))
+    given = {"max_model_len": 64, "enforce_eager": not graphs, "max_logprobs": WORDS} | engine
+    llm = LLM(folder, dtype="bfloat16", **given)
     sampling = SamplingParams(max_tokens=4, temperature=0, logprobs=WORDS, ignore_eos=True)
 
     def generated() -> tuple[list[int], Tensor]:
         out = llm.generate([{"prompt_token_ids": PROMPT}], sampling)[0].outputs[0]
         return list(out.token_ids), torch.tensor([out.logprobs[0][i].logprob for i in range(WORDS)])
 
-    seen = llm.apply_model(watched)[0]
+    seen = {} if graphs else llm.apply_model(watched)[0]
     before = llm.apply_model(addresses)[0]
     found: dict[str, Any] = {}
     steps = [("first", folder)] + ([("updated", arguments["update"])] if "update" in arguments else [])
@@ -116,8 +114,10 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
                 found["num_addresses"] = len(before)
             seen.clear()
             tokens, logprobs = generated()
-            reference = float_quantized(source) if "engine" in arguments else loaded(source)
-            wanted = reference(torch.tensor([PROMPT])).logits[0, -1].float().log_softmax(-1)
+            reference = (float_quantized if "quantization" in engine else loaded)(source)
+            wanted = (
+                reference(torch.tensor([PROMPT], device=DEVICE)).logits[0, -1].float().log_softmax(-1).cpu()
+            )
             found[step] = {
                 "tokens": tokens,
                 "layers": len(seen),
