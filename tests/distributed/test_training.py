@@ -93,6 +93,11 @@ def test_fsdp_shards_the_rest(ranks: list[dict[Any, Any]]) -> None:
         ("twice", "ValueError: module: has an exchange (ep) already, must have none"),
         ("square", "ValueError: device_mesh: has 2 dimensions, must have 1; pass mesh['ep'], say"),
         ("tokens", "ValueError: x: has 9 tokens, must have at most 7, max_tokens"),
+        ("dtype", "ValueError: x: dtype is torch.float16, must be torch.float32, as in the first train_"),
+        (
+            "dtypes",
+            "ValueError: x, its dtype: is 'torch.bfloat16' on rank 0 and 'torch.float16' on rank 2 of",
+        ),
         ("handle", "ValueError: handle: must be what train_dispatch of this ExpertParallel returned"),
         ("rows", "ValueError: y: shape is (3, 64), must be ("),
     ],

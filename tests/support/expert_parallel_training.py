@@ -181,8 +181,12 @@ def errors(mesh: DeviceMesh, square: DeviceMesh) -> dict[str, str]:
     make = functools.partial(training.MoE, D, HIDDEN, EXPERTS, top_k=TOP_K)
     style = ParallelExperts(max_tokens=8)
     x = torch.randn(3, D)
-    _, _, handle = ep.train_dispatch(x, torch.tensor([[0, 1, 2]] * 3), torch.rand(3, 3))
+    ids, scores = torch.tensor([[0, 1, 2]] * 3), torch.rand(3, 3)
+    _, _, handle = ep.train_dispatch(x, ids, scores)
+    other = x.half() if dist.get_rank() == 2 else x.bfloat16()
     return {
+        "dtype": message(lambda: ep.train_dispatch(x.half(), ids, scores)),
+        "dtypes": message(lambda: exchange(None).train_dispatch(other, ids, scores)),
         "ep": message(lambda: make(ep=1)),
         "size": message(lambda: training.MoE(D, HIDDEN, 16, top_k=TOP_K, ep=ep)),
         "top_k": message(lambda: training.MoE(D, HIDDEN, EXPERTS, top_k=2, ep=ep)),

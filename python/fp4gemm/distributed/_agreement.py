@@ -1,4 +1,4 @@
-"""Arguments that must be equal on all ranks, compared when an object is made."""
+"""What must be equal on all ranks, compared when an object is made and in its first use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ __all__ = ["require_equal"]
 
 
 def require_equal(
-    function: str, arguments: dict[str, Any], problem: Exception | None, group: dist.ProcessGroup
+    arguments: dict[str, Any],
+    problem: Exception | None,
+    group: dist.ProcessGroup,
+    where: str = "that makes an ExpertParallel",
 ) -> None:
     """Raise on every rank if an argument is wrong on one or differs. Every rank of the group calls it.
 
@@ -20,6 +23,7 @@ def require_equal(
     Args:
         problem: what is wrong with the arguments of this rank by themselves, a TypeError or ValueError, or
             None. It is raised here, and on the other ranks a ValueError with its text.
+        where: the end of the text, "must be the same on every rank ...".
     """
     own = (arguments, None) if problem is None else ({}, str(problem))
     everyone: list[tuple[dict[str, Any], str | None]] = [({}, None)] * dist.get_world_size(group)
@@ -35,5 +39,5 @@ def require_equal(
             if theirs.get(name) != value:
                 raise ValueError(
                     f"{name}: is {value!r} on rank 0 and {theirs.get(name)!r} on rank {rank} of the group, "
-                    f"must be the same on every rank that makes an {function}"
+                    f"must be the same on every rank {where}"
                 )

@@ -14,6 +14,7 @@ from .. import _checks
 from .._checks import moe as moe_checks
 from ..containers.nvfp4 import NVFP4Tensor
 from ..support import ready
+from ._agreement import require_equal
 from ._message import Message
 from ._places import Places
 
@@ -34,6 +35,7 @@ __all__ = [
     "EngineName",
     "GradientName",
     "Handle",
+    "agree_on_dtype",
     "check_handle",
     "group_of",
     "ids_of",
@@ -158,6 +160,22 @@ def tokens_of(x: object, hidden: int, bound: int) -> Tensor | NVFP4Tensor:
     if t > bound:
         raise ValueError(f"x: has {t} tokens, must have at most {bound}, max_tokens")
     return x
+
+
+def agree_on_dtype(owner: ExpertParallel, x: Tensor) -> None:
+    """Raise unless x has the dtype of all ranks: compared in the first call, and kept from then on.
+
+    The bytes of another dtype would be read as those of this one, or a collective would wait for more.
+    """
+    if owner._train_dtype is None:
+        where = "in the first train_dispatch"
+        require_equal({"x, its dtype": str(x.dtype)}, None, owner.group, where)
+        owner._train_dtype = x.dtype
+    elif x.dtype != owner._train_dtype:
+        raise ValueError(
+            f"x: dtype is {x.dtype}, must be {owner._train_dtype}, as in the first train_dispatch; another "
+            "dtype needs an ExpertParallel of its own"
+        )
 
 
 def check_handle(handle: object, owner: ExpertParallel, num_dispatches: int) -> None:

@@ -21,7 +21,7 @@ from ..layout import record_bytes
 from ..training import _casts
 from ..training.recipe import DEQUANTIZED, Cast, Recipe
 from ..training.shared_input import QuantizedInput
-from ._arguments import E4M3_MAX, Arrived, Handle, ids_of
+from ._arguments import E4M3_MAX, Arrived, Handle, agree_on_dtype, ids_of
 from ._message import padded
 from ._places import slots_of_tokens, slots_to_send
 
@@ -158,6 +158,7 @@ def dispatch(
     weights = _checks.is_tensor("topk_weights", topk_weights)
     _checks.has_dtype("topk_weights", weights, (torch.float32,))
     _checks.has_shape("topk_weights", weights, tuple(ids.shape))
+    agree_on_dtype(ep, x)
     cast = _travelling_cast(recipe, x)
     found: list[Any] = []
     rows, of_rows = _Dispatch.apply(ep, x, weights, ids, cast, found)

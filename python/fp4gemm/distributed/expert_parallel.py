@@ -111,7 +111,7 @@ class ExpertParallel:
             raise problem
         self.group = group_of(group)
         ranks = dist.get_world_size(self.group)
-        require_equal("ExpertParallel", own, problem, self.group)
+        require_equal(own, problem, self.group)
         if num_experts % ranks:
             raise ValueError(f"num_experts: got {num_experts}, must be a multiple of {ranks}, the ranks")
         if combine == "tree" and (ranks not in (1, 2, 4, 8) or num_experts % _combine.BLOCKS):
@@ -128,6 +128,7 @@ class ExpertParallel:
         self._transport: Engine | None = GatherEngine(self.group)
         self._meshes: dict[str, DeviceMesh] = {}
         self._count = 0  # dispatches so far
+        self._train_dtype: torch.dtype | None = None
         self._random: Tensor | None = None
         self._status: Tensor | None = None  # int32 (2,): the most rows of a rank, and whether ids were wrong
 
@@ -228,7 +229,7 @@ class ExpertParallel:
         """:meth:`dispatch` with gradients, for :class:`fp4gemm.training.MoE`: rows, their weights, a handle.
 
         Args:
-            x: bfloat16, float16 or float32 (t, hidden).
+            x: bfloat16, float16 or float32 (t, hidden), of one dtype on all ranks and in all calls.
             topk_ids: as for :meth:`dispatch`.
             topk_weights: float32 (t, top_k); they travel too, and their gradients come back.
             recipe: of the layers that multiply the rows, or None. x travels as NVFP4 where all that they need
@@ -242,7 +243,7 @@ class ExpertParallel:
             as :meth:`combine` adds with weights of one.
 
         Raises:
-            As :meth:`dispatch`.
+            As :meth:`dispatch`. The first call compares the dtype of x on all ranks, and raises on each.
         """
         return _gradients.dispatch(self, x, topk_ids, topk_weights, recipe)
 
