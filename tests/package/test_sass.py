@@ -81,6 +81,34 @@ def test_waits_that_depend_on_a_parameter() -> None:
     assert names(ROLES) == []
 
 
+def on_blackwell() -> str:
+    """ROLES as ptxas writes it for 12.x: uniform loads of constants, and comparisons of 64 bits."""
+    text = ROLES.replace("ULDC.64", "LDCU.64")
+    first = "ISETP.NE.U32.AND P0, PT, RZ, UR4, PT\nISETP.NE.AND.EX P0, PT, RZ, UR5, PT, P0\n"
+    second = "UISETP.NE.U32.AND UP0, UPT, UR6, URZ, UPT\nUISETP.NE.AND.EX UP0, UPT, UR7, URZ, UPT, UP0\n"
+    assert first in text
+    assert second in text
+    text = text.replace(first, "LDCU.64 UR2, c[0x0][0x358]\nISETP.NE.S64.AND P0, PT, RZ, UR4, PT\n")
+    return text.replace(second, "UISETP.NE.S64.AND UP0, UPT, UR6, URZ, UPT\n")
+
+
+def test_waits_that_depend_on_a_parameter_on_blackwell() -> None:
+    text = on_blackwell()
+    assert names(text) == []
+    assert names(text.replace("LDCU.64 UR6, c[0x0][0x320]", "LDCU.64 UR6, c[0x0][0x328]")) != []
+    # A load of four registers overwrites the parameter.
+    assert names(text.replace("LDCU.64 UR2, c[0x0][0x358]", "LDCU.128 UR2, c[0x0][0x350]")) != []
+
+
+def test_both_words_of_a_64_bit_comparison_count() -> None:
+    compared = "LDCU.64 UR4, c[0x0][0x320]\nUISETP.EQ.S64.AND UP0, UPT, UR4, URZ, UPT"
+    text = compared + "\nBRA.U UP0, =null\nACQBULK\nnull: LDG.E R2, [R4.64]\nEXIT"
+    low_is_zero: sass.Words = {0x320: 0, 0x324: sass.NONZERO}
+    null: sass.Words = {0x320: 0, 0x324: 0}
+    assert "LDG.E" not in [found.name for found in sass.reached_before_wait(assemble(text), low_is_zero)]
+    assert "LDG.E" in [found.name for found in sass.reached_before_wait(assemble(text), null)]
+
+
 @pytest.mark.parametrize("wait", range(3))
 def test_every_wait_is_needed(wait: int) -> None:
     """The example without one of its three waits is faulty."""

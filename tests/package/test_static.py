@@ -176,19 +176,6 @@ def family_of(name: str) -> str | None:
     return QUANTIZING if QUANTIZING in name else family and family[0]
 
 
-def walked(image: str) -> dict[str, list[str]]:
-    """The machine code of the kernels of an image that the walk can follow.
-
-    For 12.x ptxas puts a call of a routine beside each copy to shared::cluster, which runs if the destination
-    is another CTA's. The walk knows no register after it, so SM120's kernels on prepacked weights are left
-    out: their source is that of Hopper's, which are walked.
-    """
-    code = machine_code(image)
-    return {
-        name: lines for name, lines in code.items() if not (image.startswith("sm_120") and PREPACKED in name)
-    }
-
-
 def overlapping_images() -> list[str]:
     """An image of each architecture that has griddepcontrol.wait; sm_90 stands for sm_90a too."""
     images = {arch for arch, _, _ in resources() if int(re.findall(r"\d+", arch)[0]) >= 90}
@@ -203,7 +190,7 @@ def test_nothing_is_read_or_written_ahead_of_the_wait() -> None:
     """
     waiting: Counter[str] = Counter()
     for image in overlapping_images():
-        for name, lines in walked(image).items():
+        for name, lines in machine_code(image).items():
             if not any(sass.WAIT in line for line in lines):
                 assert NOT_OVERLAPPED.search(name), f"{name} of {image} does not wait"
                 continue
@@ -221,7 +208,7 @@ def test_the_walk_finds_a_missing_wait() -> None:
     """Without any one of its waits, a kernel of each family has accesses ahead of the others."""
     for image in overlapping_images():
         seen = set()
-        for name, lines in walked(image).items():
+        for name, lines in machine_code(image).items():
             family = family_of(name)
             if family is None or family in seen:
                 continue

@@ -27,6 +27,7 @@ CONSTANT = re.compile(r"c\[0x0\]\[(0x[0-9a-f]+)\]")
 # What may change any register or predicate: calls, and instructions with many destinations.
 FORGETS = {"CALL", "WARPSYNC", "R2P", "HGMMA", "QGMMA", "IGMMA", "LDTM"}
 
+CONSTANT_LOADS = {"LDC", "ULDC", "LDCU"}
 INDIRECT = {"BRX", "BRXU", "JMP", "JMX", "JMXU"}  # branches through a table, as a switch has them
 
 Value = int | str | bool
@@ -88,6 +89,18 @@ def operand(state: State, text: str, words: Words) -> Value | None:
     return state.get(text)
 
 
+def operand64(state: State, text: str, words: Words) -> Value | None:
+    """A 64-bit operand: 0 if both of its words are, NONZERO if one of them is not."""
+    match = REGISTER.fullmatch(text)
+    if match is None or match[1] == "Z":
+        return operand(state, text, words)
+    upper = f"{text[: -len(match[1])]}{int(match[1]) + 1}"
+    halves = [operand(state, text, words), operand(state, upper, words)]
+    if any(half is not None and half != 0 for half in halves):
+        return NONZERO
+    return None if None in halves else 0
+
+
 def compare(name: str, a: Value | None, b: Value | None) -> bool | None:
     """The comparison of an ISETP with zero."""
     kind = name.split(".")[1]
@@ -118,7 +131,8 @@ def set_predicate(state: State, instruction: Instruction, words: Words) -> bool 
             if all(known is None or known == value for known, value in zip(inputs, (a, b, c), strict=True))
         }
         return results.pop() if len(results) == 1 else None
-    result = compare(name, operand(state, operands[2], words), operand(state, operands[3], words))
+    read = operand64 if re.search(r"\.[SU]64", name) else operand
+    result = compare(name, read(state, operands[2], words), read(state, operands[3], words))
     if ".EX" in name:  # the upper halves of a comparison whose lower halves were compared before
         lower = predicate(state, operands[-1])
         join = {"NE": ".OR", "EQ": ".AND"}.get(name.split(".")[1], "")
@@ -142,11 +156,13 @@ def step(state: State, instruction: Instruction, words: Words) -> State:
         match = REGISTER.fullmatch(operands[1])
     if match is not None and match[1] != "Z":
         prefix = match[0][: -len(match[1])]
-        for i in range(4):  # the widest destinations are four registers
+        is_load = base in CONSTANT_LOADS
+        # The widest destinations are four registers.
+        for i in range({base: 1, f"{base}.64": 2}.get(name, 4) if is_load else 4):
             after.pop(f"{prefix}{int(match[1]) + i}", None)
         first, second = f"{prefix}{match[1]}", f"{prefix}{int(match[1]) + 1}"
         value: Value | None = None
-        if base in ("LDC", "ULDC") and (constant := CONSTANT.fullmatch(operands[1])):
+        if is_load and (constant := CONSTANT.fullmatch(operands[1])):
             offset = int(constant[1], 16)
             value = words.get(offset) if name in (base, f"{base}.64") else None
             if name.endswith(".64") and offset + 4 in words:
@@ -245,7 +261,8 @@ def parameters_before_waits(instructions: list[Instruction]) -> set[int]:
     for i, instruction in enumerate(instructions):
         if instruction.base == WAIT:
             for before in instructions[max(0, i - 8) : i]:
-                if before.name in ("LDC.64", "ULDC.64") and (match := CONSTANT.fullmatch(before.operands[1])):
+                is_load = before.base in CONSTANT_LOADS and before.name == f"{before.base}.64"
+                if is_load and (match := CONSTANT.fullmatch(before.operands[1])):
                     found.add(int(match[1], 16))
     return found
 

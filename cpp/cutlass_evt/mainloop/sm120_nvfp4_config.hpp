@@ -12,6 +12,7 @@ namespace cutlass_evt {
 /// What SM120 has, for Sm90Nvfp4Config.
 struct Sm120Nvfp4Machine {
   static constexpr bool kHasWgmma = false;
+  static constexpr bool kHasClusters = false;
   static constexpr int kSharedPerCta = 101376;  // bytes
   static constexpr int kSharedPerSm = 102400;   // bytes, of which each CTA needs 1024 for the system
 };

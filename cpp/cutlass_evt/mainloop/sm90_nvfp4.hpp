@@ -190,11 +190,22 @@ struct Sm90Nvfp4Mainloop {
     }
 
    private:
+    // Where there are no clusters, the destination is named as this CTA's (shared::cta). For 12.x ptxas puts
+    // a call of a routine beside each copy to shared::cluster, for destinations in another CTA.
+
     CUTLASS_DEVICE void copy(uint32_t to, uint8_t const* from, int bytes, uint32_t full) const {
-      asm volatile(
-          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-          "l"(from), "r"(bytes), "r"(full)
-          : "memory");
+      if constexpr (Config::kHasClusters) {
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                to),
+            "l"(from), "r"(bytes), "r"(full)
+            : "memory");
+      } else {
+        asm volatile(
+            "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+            "l"(from), "r"(bytes), "r"(full)
+            : "memory");
+      }
     }
 
     CUTLASS_DEVICE void load(uint32_t to, int x, int y, int z, int stage) const {
@@ -206,9 +217,15 @@ struct Sm90Nvfp4Mainloop {
             "l"(map_), "r"(x), "r"(y), "r"(z), "r"(full),
             "h"(static_cast<uint16_t>((1 << Config::kCluster) - 1))
             : "memory");
-      } else {
+      } else if constexpr (Config::kHasClusters) {
         asm volatile(
             "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
+            "%4}], [%5];" ::"r"(to),
+            "l"(map_), "r"(x), "r"(y), "r"(z), "r"(full)
+            : "memory");
+      } else {
+        asm volatile(
+            "cp.async.bulk.tensor.3d.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
             "%4}], [%5];" ::"r"(to),
             "l"(map_), "r"(x), "r"(y), "r"(z), "r"(full)
             : "memory");

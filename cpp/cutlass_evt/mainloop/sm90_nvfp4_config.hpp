@@ -39,6 +39,7 @@ struct Sm90Nvfp4WorkItem {
 /// What SM90 has, for Sm90Nvfp4Config.
 struct Sm90Nvfp4Machine {
   static constexpr bool kHasWgmma = true;
+  static constexpr bool kHasClusters = true;
   static constexpr int kSharedPerCta = 232448;  // bytes
   static constexpr int kSharedPerSm = 233472;   // bytes, of which each CTA needs 1024 for the system
 };
@@ -62,6 +63,7 @@ struct Sm90Nvfp4Config {
   static constexpr int kDepthGroups = DepthGroups;
   static constexpr int kTokens = Tokens;
   static constexpr int kCluster = ClusterSize;
+  static constexpr bool kHasClusters = Machine::kHasClusters;
   static constexpr int kChunks = Chunks;
   static constexpr int kCtasPerSm = CtasPerSm;
 
@@ -155,6 +157,7 @@ struct Sm90Nvfp4Config {
                 "warpgroups that share rows add the sums of all tokens of the tile at once");
   static_assert(kSharesRows || (kTokens >= 32 && kTokens % kDirectTokens == 0),
                 "warpgroups that do not share rows need 32 tokens or more, in whole slices");
+  static_assert(kHasClusters || kCluster == 1, "the architecture has no clusters");
   static_assert(kTokens % (8 * kCluster) == 0, "a CTA of a cluster loads whole swizzle atoms of tokens");
   static_assert(!kUsesWgmma || kLeastTokens == 8 || kLeastTokens == kTokens || kChunks == 1,
                 "wgmma reads blocks of 8 tokens, or all tokens of one chunk");
