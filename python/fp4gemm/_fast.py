@@ -114,9 +114,15 @@ def mm(a: object, b: object, terms: Mapping[str, Any]) -> Tensor | None:
         else:
             return None
     if type(b) is NVFP4Tensor:
-        if type(a) is not NVFP4Tensor or b.offs is not None:
+        if b.offs is not None:
             return None
-        data_a, scale_a, data_b, scale_b = a.codes, a.scales, b.codes, b.scales
+        data_b, scale_b = b.codes, b.scales
+        if type(a) is NVFP4Tensor:
+            data_a, scale_a = a.codes, a.scales
+        elif type(a) is DecodedTensor:
+            data_a, scale_a = a.data, None
+        else:
+            return None
     elif type(b) is PrepackedTensor:
         if type(a) is DecodedTensor:
             data_a, scale_a, k = a.data, None, a.data.shape[-1]

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from . import _fast
 from ._operands import Left, Right
 from ._products import GemmTerms, multiply, with_terms
 
@@ -35,6 +36,9 @@ def _product(
 ) -> Tensor:
     """mm, or grouped_mm where an operand or offs has groups."""
     is_grouped = offs is not None or getattr(a, "offs", None) is not None
+    result = None if is_grouped else _fast.mm(a, b, terms)
+    if result is not None:
+        return result
     return multiply(function, names, a, b, offs, is_grouped, terms)
 
 

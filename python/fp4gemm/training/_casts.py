@@ -19,7 +19,7 @@ from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
 from ..containers.prepacked import PrepackedTensor, prepack
 from ..quantize import quantize, quantize_both
-from . import _forms
+from . import _forms, _quantizers
 from ._gathered import GatheredWeight, transposed
 from .recipe import DEQUANTIZED, HEADROOM, Cast, Operand, Recipe
 
@@ -44,7 +44,6 @@ __all__ = [
 Copy = NVFP4Tensor | DecodedTensor | PrepackedTensor
 Parts = tuple[Tensor | None, ...]  # codes, scales and amax of a copy, three times None where there is none
 NO_PARTS: Parts = (None, None, None)
-_CAST_OPTIONS = ("scaling", "block", "encode", "four_over_six", "e4m3_max")
 
 
 class Cache(Protocol):
@@ -62,9 +61,13 @@ class Cache(Protocol):
 
 
 def _options(cast: Cast, recipe: Recipe, state: Tensor | None, hadamard: str | None) -> dict[str, Any]:
-    """The keywords of the quantizers for a cast; those of the default are omitted, which saves host time."""
+    """The keywords of the quantizers for a cast."""
     options: dict[str, Any] = {
-        name: getattr(cast, name) for name in _CAST_OPTIONS if getattr(cast, name) != getattr(Cast, name)
+        "scaling": cast.scaling,
+        "block": cast.block,
+        "encode": cast.encode,
+        "four_over_six": cast.four_over_six,
+        "e4m3_max": cast.e4m3_max,
     }
     if hadamard is not None:
         options |= {"hadamard": hadamard, "hadamard_signs": recipe.hadamard_signs}
@@ -87,10 +90,10 @@ def rows(
 
     An NVFP4Tensor, or a DecodedTensor.
     """
-    options = _options(cast, recipe, state, cast.hadamard)
-    if offs is not None:
-        options["offs"] = offs
-    return quantize(x, decoded=decoded, **options)
+    made = _quantizers.along(x, -1, cast, recipe.hadamard_signs, state, offs, decoded)
+    if made is not None:
+        return made
+    return quantize(x, offs=offs, decoded=decoded, **_options(cast, recipe, state, cast.hadamard))
 
 
 def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor | None) -> NVFP4Tensor:
@@ -117,6 +120,9 @@ def columns(
 
     An NVFP4Tensor, or a DecodedTensor. amax is given where it was measured before.
     """
+    made = _quantizers.along(x, 0, cast, recipe.hadamard_signs, state, offs, decoded, amax)
+    if made is not None:
+        return made
     options = _options(cast, recipe, state, cast.hadamard)
     return quantize(x, axis=0, offs=offs, decoded=decoded, amax=amax, **options)
 
@@ -146,7 +152,11 @@ def both(
     """
     if isinstance(of_rows, Cast) and isinstance(of_columns, Cast) and of_rows.is_one_pass_with(of_columns):
         if offs is ends and not any(decoded):
-            return quantize_both(x, offs=offs, **_options(of_rows, recipe, state, of_columns.hadamard))
+            hadamard = of_columns.hadamard
+            copies = _quantizers.both(x, of_rows, hadamard, recipe.hadamard_signs, state, offs)
+            if copies is not None:
+                return copies
+            return quantize_both(x, offs=offs, **_options(of_rows, recipe, state, hadamard))
         if of_rows.scaling == "tensor" and of_columns.hadamard is None and offs is None and ends is None:
             made = rows(x, of_rows, recipe, state, None, decoded[0])
             return made, columns(x, of_columns, recipe, state, None, decoded[1], made.amax)
