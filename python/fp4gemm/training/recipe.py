@@ -122,6 +122,9 @@ class Recipe:
     seed: int = 0
     save_input: Literal["quantized", "original"] = "quantized"
     cache_weight: bool = True
+    # No fields, but derived, since each call of a layer reads them.
+    is_plain = False  # whether no operand is quantized, so that a layer is torch's
+    draws = False  # whether any cast is stochastic
 
     def __post_init__(self) -> None:
         for pair in _PAIRS:
@@ -139,16 +142,9 @@ class Recipe:
                 f"save_input: got 'original', must be 'quantized' with x_t {_shown(self.x_t)}, which needs "
                 "the forward copy alone"
             )
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether no operand is quantized, so that a layer is torch's."""
-        return all(getattr(self, name) is None for pair in _PAIRS for name in pair)
-
-    @property
-    def draws(self) -> bool:
-        """Whether any cast is stochastic."""
-        return any(getattr(getattr(self, name), "stochastic", False) for pair in _PAIRS for name in pair)
+        every = [getattr(self, name) for pair in _PAIRS for name in pair]
+        object.__setattr__(self, "is_plain", all(cast is None for cast in every))
+        object.__setattr__(self, "draws", any(isinstance(cast, Cast) and cast.stochastic for cast in every))
 
     def replace(self, **changes: Any) -> Recipe:
         """The recipe with other fields, checked again; as dataclasses.replace."""
