@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import _checks
 from .containers.nvfp4 import NVFP4Tensor
-from .layout import TILE_ROWS, padded_scale_shape
+from .layout import GROUP_COLUMNS, TILE_COLUMNS, TILE_ROWS, padded_scale_shape
 from .ops import operators
 from .ops.schema import QuantizeCall, QuantizeDecodedCall, QuantizeSearchedCall, narrowed
 
@@ -143,6 +143,8 @@ def quantize_stack(call: QuantizeCall, g: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and amax of the g matrices of x (g * n, k), each by itself; amax (g, n) or (g, 1)."""
     if call.axis == -1 and call.block_rows == 1 and call.rng_state is None:
         codes, scales, measured = _in_one_call(call, g)
+    elif _are_spans(call, g):
+        codes, scales, measured = _columns_in_one_call(call, g)
     else:
         calls = [call._replace(**part) for part in _matrices(call, g, "amax")]
         codes, scales, measured = _stacked([operators.quantize(*each) for each in calls])
@@ -169,6 +171,11 @@ def quantize_stack_both(
     call: Any, g: int
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
     """Codes, scales and amax of the matrices of x, and of their transposes; a QuantizeBothCall."""
+    if _are_spans(call, g):
+        along_k = narrowed(QuantizeCall, call, hadamard=0, signs=0)
+        return quantize_stack(along_k, g), quantize_stack(
+            narrowed(QuantizeCall, call, amax=call.amax_t, axis=0), g
+        )
     calls = [call._replace(**part) for part in _matrices(call, g, "amax", "amax_t")]
     results = [operators.quantize_both(*each) for each in calls]
     rows, columns = _stacked([r[:3] for r in results]), _stacked([r[3:] for r in results])
@@ -214,6 +221,26 @@ def _in_one_call(call: QuantizeCall, g: int) -> tuple[Tensor, Tensor, Tensor]:
     rows = padded_scale_shape(n, x.shape[1])[0]
     scales = scales[: g * rows].view(g, rows, scales.shape[1])
     return codes.view(g, n, -1), scales, _amax_of_matrices(call, g, measured)
+
+
+def _are_spans(call: Any, g: int) -> bool:
+    """Whether the rows of the matrices of x (g * n, k) are groups of columns of x.T without padding."""
+    rows = call.x.shape[0] // g
+    return call.block_rows == 1 and call.rng_state is None and rows % GROUP_COLUMNS == 0
+
+
+def _columns_in_one_call(call: QuantizeCall, g: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks along n: the matrices are groups of columns of x.T, (k, g * n), which are then reordered."""
+    n = call.x.shape[0] // g
+    amax = call.amax if call.amax is None or call.per_row else call.amax.view(-1)
+    codes, scales, measured = operators.quantize(*call._replace(amax=amax, offs=_ends(call.x, g)))
+    # Behind the last group there may be padding. Scales of a group are whole tiles of 128 rows and 4 columns.
+    spans, span_rows = n // GROUP_COLUMNS, scales.shape[0] // TILE_ROWS
+    codes = codes[:, : g * n // 2].unflatten(1, (g, n // 2)).transpose(0, 1).contiguous()
+    tiles = scales.view(torch.uint8).view(span_rows, -1, TILE_ROWS * TILE_COLUMNS)[:, : g * spans]
+    plain = tiles.unflatten(1, (g, spans)).transpose(0, 1).contiguous().view(g, scales.shape[0], -1)
+    measured = measured if call.per_row or call.amax is not None else measured.view(-1, 1)
+    return codes, plain.view(torch.float8_e4m3fn), measured
 
 
 def _matrices(call: Any, g: int, *amaxes: str) -> list[dict[str, Any]]:
