@@ -113,12 +113,14 @@ def both(
     per_row, block_rows, others, headroom, bound, own_signs = _options(cast, hadamard, signs)
     state = state if cast.stochastic else None
     try:
-        made = _QUANTIZE_BOTH(x, None, None, per_row, block_rows, *others, state, headroom, offs)
+        codes, scales, found, codes_t, scales_t, found_t = _QUANTIZE_BOTH(
+            x, None, None, per_row, block_rows, *others, state, headroom, offs
+        )
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
         return None
     return (
-        NVFP4Tensor._trusted(*made[:3], bound, offs),
-        NVFP4Tensor._trusted(*made[3:], bound, offs, own_signs, 0 if offs is None else 1),
+        NVFP4Tensor._trusted(codes, scales, found, bound, offs),
+        NVFP4Tensor._trusted(codes_t, scales_t, found_t, bound, offs, own_signs, 0 if offs is None else 1),
     )
