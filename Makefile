@@ -15,6 +15,7 @@ CUDA_FROM ?= auto
 # A CUTLASS checkout in place of the wheel of requirements/cutlass.txt.
 CUTLASS_DIR ?=
 PYTEST_ARGS ?=
+RELEASE_PYTHONS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -108,6 +109,20 @@ wheel: $(STAMPS)/toolchain-test ## Build a wheel into dist/
 	@$(call say,wheel)
 	@$(call pip_build,wheel --wheel-dir dist,test,$(ARCHS))
 
+# The wheel is that of `make wheel`, checked and renamed. RELEASE_PYTHONS names some Pythons in place of all.
+.PHONY: release
+release: $(STAMPS)/toolchain-test $(STAMPS)/release ## Build the sdist and a manylinux wheel, and try them with every Python
+	@$(call say,release: versions)
+	@$(BIN)/python .ci/release.py versions
+	@rm -rf build/release dist && mkdir -p build/release dist
+	@$(call say,release: sdist)
+	@$(BIN)/python -m build --sdist --no-isolation --outdir dist . > build/release/sdist.log 2>&1 || { cat build/release/sdist.log; exit 1; }
+	@$(call say,release: wheel)
+	@$(call pip_build,wheel --wheel-dir build/release,test,$(ARCHS))
+	@$(BIN)/python .ci/release.py manylinux build/release/*.whl dist
+	@$(call say,release: clean environments)
+	@$(BIN)/python .ci/release.py smoke dist/*.tar.gz dist/*.whl --python $(RELEASE_PYTHONS)
+
 .PHONY: lint
 lint: $(STAMPS)/dev ## Run every check of .pre-commit-config.yaml on every tracked file
 	@$(BIN)/pre-commit run --all-files --show-diff-on-failure
@@ -152,6 +167,12 @@ $(STAMPS)/%: $(REQ)/%.txt $(REQ)/constraints.txt $(STAMPS)/build
 	@$(call say,$<)
 	@$(PIP) install -qq --no-warn-conflicts -r $<
 	@if [ -f $(REQ)/$*-nodeps.txt ]; then $(PIP) install -qq --no-warn-conflicts --no-deps -r $(REQ)/$*-nodeps.txt; fi
+	@touch $@
+
+# The site needs no torch, and so nothing of what a build needs.
+$(STAMPS)/docs: $(REQ)/docs.txt $(REQ)/constraints.txt $(STAMPS)/venv
+	@$(call say,$<)
+	@$(PIP) install -qq --no-warn-conflicts -r $<
 	@touch $@
 
 $(STAMPS)/demo: $(REQ)/demo-nodeps.txt

@@ -230,6 +230,21 @@ def verdict(results: Results) -> list[str]:
     return lines
 
 
+def next_steps(checkpoints: Path, device: torch.device) -> list[str]:
+    """Three things to do after the demo, each with its command."""
+    program = Path(sys.executable)
+    python = program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program
+    made = f"{checkpoints / 'bf16'} {checkpoints / 'mine'}"
+    measure_it = ("Measure this GPU, beside torch and cuBLASLt", f"{python} -m bench report --quick")
+    read_it = ("Read the handbook, which is build/site/index.html then", "make docs")
+    steps = (
+        ("Convert a checkpoint: a model of yours, or the demo's", f"{python} -m fp4gemm convert {made}"),
+        ("Train a mixture of experts in bf16 and in NVFP4, and compare", f"{python} examples/train_moe.py"),
+        read_it if device.type == "cpu" else measure_it,
+    )
+    return [f"{number}. {what}:\n     {command}" for number, (what, command) in enumerate(steps, 1)]
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="demo.py", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:<index>")
@@ -293,6 +308,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     num_outliers = min(NUM_OUTLIERS, results.num_sentences // 2)
     draw(results.outliers, num_outliers, results.num_tokens, options.out)
     console.print(f"Picture: {options.out}   ({time.perf_counter() - start:.1f} s in all)", highlight=False)
+    console.print("What to do next:")
+    for line in next_steps(options.checkpoints, device):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 

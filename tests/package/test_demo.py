@@ -225,14 +225,23 @@ def test_main_prints_the_figures_and_writes_the_picture(
     _, tensor, row = results.variants
     for line in (tensor, row):
         assert f"{line.name} │ {line.cosines.mean():.5f} │ {line.cosines.min():.5f}" in text
-    for sentence in demo.verdict(results):
-        assert sentence in text
+    for sentence in (*demo.verdict(results), *demo.next_steps(Path("build/smollm2"), torch.device("cpu"))):
+        assert " ".join(sentence.split()) in text
     lost = demo.by(results, "tensor", demo.QUICK_FACTORS[-1]).lost
     assert f"per tensor: lost tokens {demo.by(results, 'tensor', 1.0).lost:.1%} -> {lost:.1%}" in text
     data = picture.read_bytes()
     assert data.startswith(PNG_SIGNATURE)
     assert len(data) > 20_000
     assert [int.from_bytes(data[at : at + 4], "big") for at in (16, 20)] == [1960, 784]  # width, height
+
+
+def test_the_next_steps_are_commands_of_this_checkout() -> None:
+    for device, last in (("cpu", "make docs"), ("cuda", "-m bench report --quick")):
+        convert, train, third = demo.next_steps(Path("build/smollm2"), torch.device(device))
+        assert convert.endswith("-m fp4gemm convert build/smollm2/bf16 build/smollm2/mine")
+        assert train.endswith(" examples/train_moe.py")
+        assert third.endswith(last)
+    assert (EXAMPLES / "train_moe.py").is_file()
 
 
 @needs_extra

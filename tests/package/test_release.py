@@ -1,0 +1,90 @@
+"""The steps of `make release` that need no build: versions, the contents of the sdist, and which Pythons."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import fp4gemm
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+RELEASED = (
+    "# Changelog\n\n## [Unreleased]\n\n## [0.2.0] - 2027-01-31\n\n- A change.\n\n## [0.1.0] - 2026-12-01\n"
+)
+
+
+@pytest.fixture(scope="module")
+def release() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("release", REPO / ".ci" / "release.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_version_of_the_header_is_that_of_the_library(release: ModuleType) -> None:
+    assert release.header_version(release.HEADER.read_text()) == fp4gemm.__version__
+
+
+def test_this_commit_may_be_released(release: ModuleType) -> None:
+    """Without a tag: the changelog has the changes since the last version, and the version is a new one."""
+    changelog = (REPO / "CHANGELOG.md").read_text()
+    assert release.check_versions(fp4gemm.__version__, changelog, "").startswith(fp4gemm.__version__)
+
+
+def test_version_changelog_and_tag_agree(release: ModuleType) -> None:
+    assert release.check_versions("0.2.0", RELEASED, "v0.2.0") == "0.2.0, tagged v0.2.0"
+    assert "trial" in release.check_versions("0.3.0", RELEASED, "")
+
+
+@pytest.mark.parametrize(
+    ("version", "changelog", "tag", "text"),
+    [
+        ("0.2.0", RELEASED, "v0.2.1", "the tag is v0.2.1, must be v0.2.0"),
+        ("0.3.0", RELEASED, "v0.3.0", "the newest release is 0.2.0, must be 0.3.0"),
+        ("0.2.0", RELEASED.replace("ed]\n", "ed]\n\n- More.\n", 1), "v0.2.0", "[Unreleased] must be empty"),
+        (
+            "0.2.0",
+            RELEASED.replace("ed]\n", "ed]\n\n- More.\n", 1),
+            "",
+            "0.2.0 is released, and CHANGELOG.md",
+        ),
+        ("0.2.0", RELEASED.replace("[Unreleased]", "Next"), "", "must be [Unreleased]"),
+        ("0.2.0", RELEASED.replace(" - 2027-01-31", ""), "", "must be named like [0.1.0] - 2026-11-23"),
+        ("0.1.0", "# Changelog\n\n## [Unreleased]\n", "v0.1.0", "the newest release is None, must be 0.1.0"),
+    ],
+    ids=["tag", "changelog", "pending", "not-raised", "no-unreleased", "no-date", "no-section"],
+)
+def test_what_does_not_agree_is_named(
+    release: ModuleType, version: str, changelog: str, tag: str, text: str
+) -> None:
+    with pytest.raises(release.Wrong, match=re.escape(text)):
+        release.check_versions(version, changelog, tag)
+
+
+def test_an_incomplete_sdist_is_refused(release: ModuleType) -> None:
+    tracked = {"README.md", "cpp/a.cu", "bench/x.py", ".ci/run"}
+    release.check_sdist({"README.md", "cpp/a.cu", "PKG-INFO"}, tracked)
+    with pytest.raises(release.Wrong, match=r"lacks 1 tracked files: cpp/a\.cu"):
+        release.check_sdist({"README.md"}, tracked)
+
+
+def test_pythons_are_found(release: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One of each version; a program that is no Python, or that fails, is passed over."""
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "none"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name, body in (
+        ("python3", f'exec {sys.executable} "$@"'),
+        ("python3.11", f'exec {sys.executable} "$@"'),
+        ("python3.99", "exit 1"),
+        ("python3-config", "echo 3 12"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    assert release.pythons([]) == [tmp_path / "python3"]
+    assert release.pythons([sys.executable]) == [Path(sys.executable)]
