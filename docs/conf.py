@@ -17,7 +17,7 @@ sys.path.insert(0, str(DOCS / "_site"))
 import c_header  # noqa: E402
 
 project = "fp4gemm"
-author = "the fp4gemm authors"
+author = project_copyright = "the fp4gemm authors"
 version = release = c_header.version(REPO / "cpp" / "include" / "fp4gemm" / "fp4gemm.h")
 html_title = f"fp4gemm {release}"
 language = "en"

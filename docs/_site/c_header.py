@@ -139,7 +139,7 @@ def source_read(app: Sphinx, name: str, source: list[str]) -> None:
 
     def replaced(match: re.Match[str]) -> str:
         path = Path(app.srcdir, match[1])
-        app.env.note_dependency(str(path), docname=name)
+        app.env.note_dependency(str(path))
         return "\n".join(rst(path.read_text()))
 
     source[0] = re.sub(r"^\.\. c-header:: (\S+)$", replaced, source[0], flags=re.MULTILINE)

@@ -84,9 +84,10 @@ def griffe_path(function: griffe.Object, name: str) -> str:
 
 
 def escaped(docstring: str) -> str:
-    """Absolute values such as |x| are no substitutions, and a trailing underscore is no reference."""
+    """Absolute values such as |x| are no substitutions, and docs/NAME.md is a link to that page."""
     parts = re.split(r"(``.*?``|:\w+:`.*?`)", docstring, flags=re.DOTALL)
     parts[::2] = [re.sub(r"\|(?=\S[^|\n]*\|)", r"\\|", part) for part in parts[::2]]
+    parts[::2] = [re.sub(r"\bdocs/(\w+)\.md\b", r":doc:`docs/\1.md </docs/\1>`", part) for part in parts[::2]]
     return "".join(parts)
 
 
@@ -138,7 +139,7 @@ def source_read(app: Sphinx, page: str, source: list[str]) -> None:
         folder = Path(app.srcdir, "python")
         lines: list[str] = []
         for name in match[1].split():
-            app.env.note_dependency(str(target(folder, name).filepath), docname=page)
+            app.env.note_dependency(str(target(folder, name).filepath))
             lines += rst(app.config, folder, name)
         return "\n".join(lines)
 
