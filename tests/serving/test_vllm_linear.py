@@ -169,6 +169,33 @@ def test_a_layer_compiles_to_one_operator(vllm: types.SimpleNamespace) -> None:
         assert torch.equal(compiled(_x(m, 64)), layer(_x(m, 64)))
 
 
+@pytest.mark.parametrize("format", [*serving.FORMATS_OF_OTHERS, "fp4gemm"])
+def test_scales_of_activations_in_a_w4a16_checkpoint_have_no_effect(
+    vllm: types.SimpleNamespace, format: str
+) -> None:
+    """ModelOpt wrote such checkpoints; vLLM's own method drops the scale with a warning."""
+    config = serving.config_of(vllm.table, format, "a16")
+    layer = vllm.layers.MergedColumnParallelLinear(
+        64, [32, 32], False, quant_config=config, prefix="m.gate_up_proj"
+    )
+    experts = vllm.layers.RoutedExperts(1, 64, 32, config, "m.experts")
+    w, down = serving.weight(32, 64, 0), serving.weight(64, 32, 1)
+    gate_up, second = serving.stored(w, format, 3.0), serving.stored(down, format, 5.0)
+    assert any(name.startswith("input") for name in gate_up)
+    for i in range(2):
+        serving.load(layer, gate_up, i)
+    serving.load_expert(experts, 0, {"w1": gate_up, "w3": gate_up, "w2": second}, return_success=True)
+    for each in (layer, experts):
+        each.quant_method.process_weights_after_loading(each)
+        assert not any("input" in name for name, _ in each.named_parameters())
+    x = _x(7, 64)
+    assert torch.equal(layer(x), serving.product(x, fp4gemm.concat([w, w]), None, "a16"))
+    found = experts.quant_method.apply(experts, x, torch.ones(7, 1), torch.zeros(7, 1, dtype=torch.int32))
+    stacks = fp4gemm.stack([fp4gemm.concat([w, w])]), fp4gemm.stack([down])
+    wanted = fp4gemm.nn.Experts.from_quantized(*stacks, activation_scaling="none")
+    assert torch.equal(found, wanted(x, torch.zeros(7, 1, dtype=torch.int32), torch.ones(7, 1)))
+
+
 @pytest.mark.parametrize("activations", ["per-token", "static", "a16"])
 @pytest.mark.parametrize("format", [*serving.FORMATS_OF_OTHERS, "fp4gemm"])
 def test_a_layer_has_as_many_elements_as_the_checkpoint(

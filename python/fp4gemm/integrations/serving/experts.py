@@ -13,7 +13,7 @@ from ... import activations as activations_table
 from ...activations import ActivationName
 from ...checkpoint.formats import FORMATS
 from . import products, weights
-from .layers import Layer, put
+from .layers import Layer, dropped, put
 from .loading import check_sizes, checked_loader
 
 __all__ = ["ACTIVATIONS", "ExpertsWeights"]
@@ -80,7 +80,8 @@ class ExpertsWeights:
                 (names.outer_scale, torch.float32, 0, "tensor"),
                 (names.input_scale, torch.float32, 0, "tensor"),
             ):
-                if suffix not in self.of.suffixes:
+                if suffix == names.input_scale and not self.of.has_input_scale:
+                    layer.register_parameter(f"{which}_{suffix}", dropped())
                     continue
                 shape: tuple[int, ...] = (num_experts, n, k // step) if step else outer
                 if suffix == names.outer_scale and self.of.scaling == "row":

@@ -15,7 +15,7 @@ from ...checkpoint.formats._scheme import Scaling
 from .report import Report
 from .weights import NOT_LOADED
 
-__all__ = ["TEXTS", "InPlace", "Layer", "bound_of", "put"]
+__all__ = ["TEXTS", "InPlace", "Layer", "bound_of", "dropped", "put"]
 
 # What the report says of a layer.
 TEXTS: dict[Activations, str] = {
@@ -37,8 +37,8 @@ class Layer:
         scaling: "tensor": the checkpoint has an outer scale for each weight; "row": one for each row.
         batch_invariant: as of :func:`fp4gemm.mm`.
         report: told when the weights of the layer are processed.
-        has_input_scale: whether the checkpoint has an outer scale of the activations. vLLM's reload waits for
-            every element of every parameter, and keeps all tensors of a layer until it has them.
+        has_input_scale: whether the checkpoint has an outer scale of the activations. Where it should have
+            none, its parameter is :func:`dropped`.
     """
 
     name: str
@@ -54,7 +54,25 @@ class Layer:
     def suffixes(self) -> tuple[str, ...]:
         """The names of the tensors of the checkpoint: codes, block scales, outer scale, input scale."""
         names = FORMATS[self.format]
-        return names.weight_suffixes + ((names.input_scale,) if self.has_input_scale else ())
+        return (*names.weight_suffixes, names.input_scale)
+
+
+def dropped() -> torch.nn.Parameter:
+    """A parameter without elements, for a tensor of the checkpoint that has no effect.
+
+    Some checkpoints of W4A16 have scales of activations. vLLM's reload waits for every element of every
+    parameter, and keeps all tensors of a layer until it has them, so that a real parameter would make it wait
+    for tensors that most such checkpoints lack.
+    """
+
+    def load(
+        param: Any, loaded_weight: Tensor, *args: Any, return_success: bool = False, **kwargs: Any
+    ) -> Any:
+        return True if return_success else None
+
+    parameter = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    vars(parameter).update(weight_loader=load)
+    return parameter
 
 
 def put(layer: Any, **tensors: Tensor | None) -> None:

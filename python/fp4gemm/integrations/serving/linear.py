@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...checkpoint.formats import FORMATS
 from . import products, weights
-from .layers import Layer, put
+from .layers import Layer, dropped, put
 from .loading import check_sizes, checked_loader
 
 __all__ = ["LinearWeights", "Parameters"]
@@ -75,6 +75,9 @@ class LinearWeights:
                 suffix, self.parameters.weight(data=data, input_dim=1, output_dim=0, weight_loader=of_weight)
             )
         for suffix in self.of.suffixes[2:]:
+            if suffix == names.input_scale and not self.of.has_input_scale:
+                layer.register_parameter(suffix, dropped())
+                continue
             is_row = suffix == names.outer_scale and self.of.scaling == "row"
             data = torch.full((n if is_row else len(self.partitions),), _NAN, dtype=torch.float32)
             of_scale = checked_loader(loader, f"{name}.{suffix}", (torch.float32,), None)
