@@ -81,7 +81,11 @@ VLLM: dict[str, dict[str, tuple[str, ...]]] = {
         "ChannelQuantScaleParameter": (),
     },
     "vllm/model_executor/utils.py": {"set_weight_attrs": ("weight", "weight_attrs")},
-    "vllm/model_executor/model_loader/reload/layerwise.py": {"initialize_online_processing": ("layer",)},
+    "vllm/model_executor/model_loader/reload/layerwise.py": {
+        "initialize_online_processing": ("layer",),
+        "initialize_layerwise_reload": ("model",),
+        "finalize_layerwise_reload": (),
+    },
     "vllm/config/vllm.py": {"get_current_vllm_config_or_none": ()},
 }  # fmt: skip
 _SGLANG = "sglang/srt/layers"
@@ -111,6 +115,9 @@ SGLANG: dict[str, dict[str, tuple[str, ...]]] = {
     f"{_SGLANG}/quantization/base_config.py": {
         "QuantizeMethodBase.process_weights_after_loading": ("layer",),
         "QuantizeMethodBase.restore_weights_before_loading": ("layer",),
+        "QuantizationConfig.from_config": ("config",),
+        "QuantizationConfig.get_quant_method": ("layer", "prefix"),
+        "QuantizationConfig.is_linear_unquantized": ("prefix",),
         "LinearMethodBase.create_weights": _CREATE,
         "LinearMethodBase.apply": ("layer", "x", "bias"),
         "FusedMoEMethodBase.create_weights": _CREATE_EXPERTS,
@@ -118,14 +125,26 @@ SGLANG: dict[str, dict[str, tuple[str, ...]]] = {
         "FusedMoEMethodBase.get_moe_runner_backend": ("layer",),
         "FusedMoEMethodBase.apply": ("layer", "dispatch_output"),
     },
-    f"{_SGLANG}/linear.py": {"LinearBase": ()},
+    "sglang/srt/arg_groups/choices.py": {"QUANTIZATION_CHOICES": ()},
+    f"{_SGLANG}/quantization/__init__.py": {
+        "QUANTIZATION_METHODS": (),
+        "CPU_QUANTIZATION_METHODS": (),
+        "get_quantization_config": ("quantization",),
+    },
+    f"{_SGLANG}/quantization/unquant.py": {"UnquantizedLinearMethod": ()},
+    f"{_SGLANG}/linear.py": {"LinearBase": (), "WEIGHT_LOADER_V2_SUPPORTED": ()},
     f"{_SGLANG}/vocab_parallel_embedding.py": {"ParallelLMHead": ()},
     f"{_SGLANG}/parameter.py": {
         "ModelWeightParameter": (),
         "PerTensorScaleParameter": (),
         "ChannelQuantScaleParameter": (),
     },
-    f"{_SGLANG}/moe/utils.py": {"get_moe_a2a_backend": (), "MoeA2ABackend.is_none": ()},
+    f"{_SGLANG}/moe/utils.py": {
+        "get_moe_a2a_backend": (),
+        "MoeA2ABackend.is_none": (),
+        "get_moe_runner_backend": (),
+        "_MoeRunnerBackendPredicates.is_triton_kernels": (),
+    },
     f"{_SGLANG}/moe/token_dispatcher/standard.py": {
         "StandardDispatchOutput": (),
         "StandardCombineInput": (),
@@ -140,7 +159,7 @@ CASES = [(file, name, wanted) for file, names in (VLLM | SGLANG).items() for nam
 
 @functools.cache
 def _definitions(file: str) -> dict[str, set[str]]:
-    """The parameters of every function of a file, by "Class.method" or "function"; of a class none."""
+    """The parameters of every function of a file, by "Class.method" or "function"; of others none."""
     found: dict[str, set[str]] = {}
 
     def visit(body: list[ast.stmt], prefix: str) -> None:
@@ -153,6 +172,10 @@ def _definitions(file: str) -> dict[str, set[str]]:
                 names = {each.arg for each in (*a.posonlyargs, *a.args, *a.kwonlyargs)}
                 names |= {each.arg for each in (a.vararg, a.kwarg) if each is not None}
                 found.setdefault(prefix + node.name, set()).update(names)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    if isinstance(target, ast.Name):
+                        found.setdefault(prefix + target.id, set())
 
     visit(ast.parse((SOURCES / file).read_text(encoding="utf-8")).body, "")
     return found
@@ -165,6 +188,19 @@ def test_the_engine_still_has_it(file: str, name: str, wanted: tuple[str, ...]) 
     assert name in definitions, f"{name} is gone from {file}; the plug-in uses it"
     missing = set(wanted) - definitions[name]
     assert not missing, f"{name} of {file} has no parameters {sorted(missing)} any more"
+
+
+@pytest.mark.parametrize("backend", ["nccl", "ipc"])
+def test_weights_that_vllm_transfers_are_reloaded_layer_by_layer(backend: str) -> None:
+    """The reload that tests/engines/test_vllm_layers.py runs, which writes into the memory of before."""
+    source = SOURCES / f"vllm/distributed/weight_transfer/{backend}_engine.py"
+    called: dict[str, set[str]] = {}
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef):
+            calls = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
+            called[node.name] = {each.id for each in calls if isinstance(each, ast.Name)}
+    assert "initialize_layerwise_reload" in called["start_weight_update"]
+    assert "finalize_layerwise_reload" in called["finish_weight_update"]
 
 
 _REGISTER = """

@@ -40,7 +40,16 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
 
 def _config(sglang: types.SimpleNamespace, format: str, activations: str = "per-token", **more: Any) -> Any:
     scheme = Scheme(format=format, activations=activations, **more)  # type: ignore[arg-type]
-    return sglang.configs[NAMES[format]].from_config(quantization_config(scheme))
+    given = quantization_config(scheme)
+    if format == "fp4gemm":
+        fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+        return _method(sglang).from_config({**given, "packed_modules_mapping": fused, "hf_config": None})
+    return sglang.configs[NAMES[format]].from_config(given)
+
+
+def _method(sglang: types.SimpleNamespace) -> Any:
+    """The config class that SGLang finds under the name "fp4gemm"."""
+    return sglang.modules["sglang.srt.layers.quantization"].QUANTIZATION_METHODS["fp4gemm"]
 
 
 def _x(m: int) -> torch.Tensor:
@@ -49,7 +58,7 @@ def _x(m: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("activations", ["per-token", "a16"])
-@pytest.mark.parametrize("format", list(NAMES))
+@pytest.mark.parametrize("format", [*NAMES, "fp4gemm"])
 def test_fused_layers_with_unequal_outer_scales_are_exact(
     sglang: types.SimpleNamespace, format: str, activations: str, rank: int
 ) -> None:
@@ -90,7 +99,7 @@ def _reference(experts: list[dict[str, fp4gemm.NVFP4Tensor]], activations: str) 
 
 
 @pytest.mark.parametrize("activations", ["per-token", "a16"])
-@pytest.mark.parametrize("format", list(NAMES))
+@pytest.mark.parametrize("format", [*NAMES, "fp4gemm"])
 def test_experts_have_the_bits_of_nn_experts_and_are_updated_in_place(
     sglang: types.SimpleNamespace, format: str, activations: str
 ) -> None:
@@ -220,6 +229,103 @@ def test_experts_that_no_operator_runs_are_left_to_sglang(
     assert config.fp4gemm_report.text() == f"fp4gemm: left to SGLang, {reason}: m.experts"
 
 
+def test_experts_of_the_runner_triton_kernel_are_left_to_sglang(sglang: types.SimpleNamespace) -> None:
+    """Its tokens are routed in another format; other backends leave the operator the ids of this rank."""
+    sglang_stub.BACKEND.value = "triton_kernel"
+    config = _config(sglang, "modelopt")
+    assert sglang_stub.FusedMoE(4, 64, 96, config, "m.experts").quant_method == "SGLang's method"
+    assert config.fp4gemm_report.text() == (
+        "fp4gemm: left to SGLang, --moe-runner-backend triton_kernel routes its tokens in another format: "
+        "m.experts"
+    )
+
+
+def test_the_method_fp4gemm_is_a_choice_of_the_command_line(sglang: types.SimpleNamespace) -> None:
+    choices = sglang.modules["sglang.srt.arg_groups.choices"].QUANTIZATION_CHOICES
+    sglang.register()
+    assert choices == ["modelopt_fp4", "fp4gemm"]
+    assert _method(sglang)().get_name() == "fp4gemm"
+    tables = sglang.modules["sglang.srt.layers.quantization"]
+    assert tables.CPU_QUANTIZATION_METHODS["fp4gemm"] is _method(sglang)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("activations", ["per-token", "a16"])
+def test_16_bit_weights_become_nvfp4_after_loading(
+    sglang: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, activations: str, rank: int
+) -> None:
+    """--quantization fp4gemm has the bits of nn.Linear.from_float on each rank, after updates too."""
+    monkeypatch.setenv("FP4GEMM_SERVING_ACTIVATIONS", activations)
+    vllm_stub._RANK.update(rank=rank, size=2)
+    layer = vllm_stub.MergedColumnParallelLinear(
+        64, [32, 32], False, quant_config=_method(sglang)(), prefix="m.gate_up_proj"
+    )
+    x, where = _x(7), {}
+    scaling = "none" if activations == "a16" else "row"
+    for factor in (1.0, 3.0):
+        layer.quant_method.restore_weights_before_loading(layer)
+        floats = [_x(32 + i)[:32] * factor for i in range(2)]
+        for i, w in enumerate(floats):
+            layer.weight.weight_loader(layer.weight, w, i)
+        layer.quant_method.process_weights_after_loading(layer)
+        plain = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
+        plain.weight.data = torch.cat([w.chunk(2)[rank] for w in floats])
+        wanted = fp4gemm.nn.Linear.from_float(
+            plain, weight_method="four-over-six", activation_scaling=scaling
+        )
+        assert torch.equal(layer(x), wanted(x))
+        now = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
+        assert now == (where or now)
+        where = now
+    layer.quant_method.restore_weights_before_loading(layer)  # an update without tensors of this layer
+    layer.quant_method.process_weights_after_loading(layer)
+    assert torch.equal(layer(x), wanted(x))
+    layer.quant_method.restore_weights_before_loading(layer)
+    layer.weight.weight_loader(layer.weight, floats[0], 0)
+    with pytest.raises(ValueError, match=r"m\.gate_up_proj\.weight: 1024 values are NaN or infinite"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_16_bit_experts_become_nvfp4_after_loading(sglang: types.SimpleNamespace) -> None:
+    layer = sglang_stub.FusedMoE(4, 64, 96, _method(sglang)(), "m.experts")
+    generator = torch.Generator().manual_seed(0)
+    floats = {
+        name: torch.randn(4, *shape, generator=generator).bfloat16()
+        for name, shape in (("w1", (96, 64)), ("w2", (64, 96)), ("w3", (96, 64)))
+    }
+    for e in range(4):
+        for name, stack in floats.items():
+            param = layer.w2_weight if name == "w2" else layer.w13_weight
+            param.weight_loader(param, stack[e], "weight", shard_id=name, expert_id=e)
+    layer.quant_method.process_weights_after_loading(layer)
+    gate_up = torch.cat([floats["w1"], floats["w3"]], 1)
+    wanted = fp4gemm.nn.Experts.from_float(
+        gate_up, floats["w2"], activation="swiglu", weight_method="four-over-six"
+    )
+    x = _x(9)
+    scores, ids = torch.rand(9, 4).softmax(-1).topk(2)
+    assert torch.equal(layer(x, scores, ids.int()), wanted(x, ids, scores))
+
+
+def test_routers_heads_and_partly_quantized_layers(sglang: types.SimpleNamespace) -> None:
+    config = _method(sglang)()
+    head = sglang.modules["sglang.srt.layers.vocab_parallel_embedding"].ParallelLMHead()
+    assert config.get_quant_method(head, "lm_head") is None
+    router = vllm_stub.LinearBase(64, 48, config, "m.mlp.gate")
+    assert isinstance(router.quant_method, vllm_stub.UnquantizedLinearMethod)
+    assert config.fp4gemm_report.text() == (
+        "fp4gemm: left to SGLang, it is the output embedding: lm_head; left to SGLang, it is a router: "
+        "m.mlp.gate"
+    )
+    assert config.is_linear_unquantized("m.mlp.gate")
+    assert not config.is_linear_unquantized("m.mlp.up_proj")
+    partly = _config(sglang, "fp4gemm", ignore=("m.k_proj",))
+    with pytest.raises(
+        ValueError, match=r"m\.qkv_proj: the checkpoint quantizes some of m\.q_proj, m\.k_proj"
+    ):
+        vllm_stub.LinearBase(64, 48, partly, "m.qkv_proj")
+
+
 def test_other_layers_and_schemes_keep_sglangs_methods(
     sglang: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,18 +355,22 @@ def test_the_log_has_its_line_where_every_layer_is_left(
     assert caplog.messages == ["fp4gemm: left to SGLang, the option ignore names it: 2 x m.*.up"]
 
 
-def test_an_sglang_without_a_name_that_is_used_serves_its_layers_itself(
-    sglang: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_an_sglang_without_a_name_that_is_used_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The hooks also see the layers of FP8 and INT8 checkpoints, which need no name of ours."""
-    for name in ("_choice", "_methods"):
+    modules = sglang_stub.modules()
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delattr(modules["sglang.srt.layers.moe"], "get_moe_a2a_backend")
+    modules["sglang"].__version__ = "9.9.0"
+    for name in ("_choice", "_fp4gemm"):
         monkeypatch.delitem(sys.modules, f"fp4gemm.integrations.sglang.{name}", raising=False)
-    monkeypatch.delattr(sglang.modules["sglang.srt.layers.moe"], "get_moe_a2a_backend")
-    sglang.modules["sglang"].__version__ = "9.9.0"
-    config = _config(sglang, "modelopt")
+    from fp4gemm.integrations.sglang import register
+
     with caplog.at_level(logging.INFO, "sglang.srt.fp4gemm"):
-        for name in ("m.a", "m.b"):
-            assert vllm_stub.LinearBase(64, 48, config, name).quant_method == "SGLang's method"
+        register()
+    assert not sglang_stub.HookRegistry.hooks
+    assert not modules["sglang.srt.layers.quantization"].QUANTIZATION_METHODS
     (message,) = caplog.messages
     assert message.startswith(
         "fp4gemm: serves no layer: SGLang 9.9.0 is not supported: cannot import name 'get_moe_a2a_backend'"

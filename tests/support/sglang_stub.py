@@ -85,6 +85,11 @@ class FusedMoE(nn.Module):
         return out.hidden_states  # type: ignore[no-any-return]
 
 
+class QuantizationConfig:
+    def __init__(self) -> None:
+        self.packed_modules_mapping: dict[str, list[str]] = {}
+
+
 class ModelOptFp4Config:
     is_awq = False
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {}
@@ -169,11 +174,13 @@ CLASSES = {
     each.__name__: each for each in (ModelOptFp4Config, ModelOptMixedPrecisionConfig, CompressedTensorsConfig)
 }
 NO_ALL_TO_ALL = types.SimpleNamespace(is_none=lambda: True)
+BACKEND = types.SimpleNamespace(value="auto", is_triton_kernels=lambda: BACKEND.value == "triton_kernel")
 
 
 def modules(device: str = "cpu", capability: tuple[int, int] = (9, 0)) -> dict[str, types.ModuleType]:
     """All stub modules by their names, fresh."""
     HookRegistry.hooks = {}
+    BACKEND.value = "auto"
     layers = "sglang__srt__layers__"
     return vllm_stub._modules(
         **{
@@ -191,7 +198,13 @@ def modules(device: str = "cpu", capability: tuple[int, int] = (9, 0)) -> dict[s
             f"{layers}parameter": {
                 name: value for name, value in vars(vllm_stub).items() if name.endswith("Parameter")
             },
-            f"{layers}moe": {"get_moe_a2a_backend": lambda: NO_ALL_TO_ALL},
+            "sglang__srt__arg_groups__choices": {"QUANTIZATION_CHOICES": ["modelopt_fp4"]},
+            f"{layers}moe": {
+                "get_moe_a2a_backend": lambda: NO_ALL_TO_ALL,
+                "get_moe_runner_backend": lambda: BACKEND,
+            },
+            f"{layers}quantization": {"QUANTIZATION_METHODS": {}, "CPU_QUANTIZATION_METHODS": {}},
+            f"{layers}quantization__unquant": {"UnquantizedLinearMethod": vllm_stub.UnquantizedLinearMethod},
             f"{layers}moe__fused_moe_triton": {"FusedMoE": FusedMoE},
             f"{layers}moe__token_dispatcher": {"StandardCombineInput": StandardCombineInput},
             f"{layers}vocab_parallel_embedding": {"ParallelLMHead": type("ParallelLMHead", (nn.Module,), {})},
@@ -201,6 +214,7 @@ def modules(device: str = "cpu", capability: tuple[int, int] = (9, 0)) -> dict[s
             f"{layers}quantization__base_config": {
                 "FusedMoEMethodBase": FusedMoEMethodBase,
                 "LinearMethodBase": LinearMethodBase,
+                "QuantizationConfig": QuantizationConfig,
             },
         }
     )

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.layers.linear import LinearBase
-from sglang.srt.layers.moe import get_moe_a2a_backend
+from sglang.srt.layers.moe import get_moe_a2a_backend, get_moe_runner_backend
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.quantization.utils import is_layer_skipped
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
 from ...checkpoint.formats import Activations, FormatName
+from ..serving import own
 from ..serving.experts import ACTIVATIONS
 from ..serving.layers import TEXTS, Layer, bound_of
 from ..serving.options import Options, activations_of
 from ..serving.report import Report
-from ._methods import Fp4GemmFusedMoEMethod, Fp4GemmLinearMethod, activation_of
+from ._methods import (
+    Fp4GemmFusedMoEMethod,
+    Fp4GemmLinearMethod,
+    Fp4GemmOnlineFusedMoEMethod,
+    Fp4GemmOnlineLinearMethod,
+    activation_of,
+)
 from ._process import current_device, log
 
-__all__ = ["chosen", "reason_against"]
+__all__ = ["chosen", "reason_against", "shards"]
 
 _ALGORITHMS: dict[str, Activations] = {"NVFP4": "per-token", "W4A16_NVFP4": "a16"}
 
@@ -36,9 +44,7 @@ def chosen(format: FormatName, original: Any, config: Any, layer: Any, prefix: s
             fp4gemm_device=current_device(),
         )
     options: Options = config.fp4gemm_options
-    stored = (_of_modelopt if format == "modelopt" else _of_compressed_tensors)(
-        config, layer, prefix, is_experts
-    )
+    stored = _STORED[format](config, layer, prefix, is_experts)
     reason: str | None = stored
     if stored in ("per-token", "a16"):
         reason = "the option ignore names it" if options.ignores(prefix) else None
@@ -50,15 +56,21 @@ def chosen(format: FormatName, original: Any, config: Any, layer: Any, prefix: s
     if reason is not None:
         return config.fp4gemm_report.left(prefix, reason, original(config, layer, prefix))
     config.fp4gemm_report.runs(prefix, TEXTS[activations])
+    scheme = config.scheme if format == "fp4gemm" else None
     known = Layer(
         name=prefix,
         format=format,
         activations=activations,
-        e4m3_max=bound_of(state.get("fp4gemm_config", {})),
-        scaling="tensor",
+        e4m3_max=bound_of(state.get("fp4gemm_config", {})) if scheme is None else scheme.e4m3_max,
+        scaling="tensor" if scheme is None else scheme.scaling,
         batch_invariant=options.batch_invariant,
         report=config.fp4gemm_report,
+        has_input_scale=own.has_input_scale(scheme) if format == "fp4gemm" else stored != "a16",
     )
+    if format == "fp4gemm" and scheme is None:
+        if is_experts:
+            return Fp4GemmOnlineFusedMoEMethod(known, layer, options.weight_method)
+        return Fp4GemmOnlineLinearMethod(known, options.weight_method)
     return Fp4GemmFusedMoEMethod(known, layer) if is_experts else Fp4GemmLinearMethod(known)
 
 
@@ -80,11 +92,28 @@ def reason_against(layer: Any) -> str | None:
         return "its router's weights are not those of a sum"
     if not get_moe_a2a_backend().is_none():
         return "tokens travel by an all-to-all backend"
+    if get_moe_runner_backend().is_triton_kernels():
+        return "--moe-runner-backend triton_kernel routes its tokens in another format"
     return None
 
 
+def shards(config: Any, prefix: str, is_experts: bool) -> list[str]:
+    """The names in the checkpoint of the layers that SGLang fuses into a layer; of experts, one of them."""
+    if is_experts:
+        return [f"{prefix}.0.down_proj"]
+    base, dot, last = prefix.rpartition(".")
+    return [base + dot + name for name in config.packed_modules_mapping.get(last, [last])]
+
+
+def _of_own(config: Any, layer: Any, prefix: str, is_experts: bool) -> str:
+    """ "per-token", "a16", or why the layer of a checkpoint of our own format, or in 16 bits, is SGLang's."""
+    if not is_experts and not isinstance(layer, LinearBase):
+        return "it is the output embedding"
+    return own.stored(config.scheme, prefix, shards(config, prefix, is_experts))
+
+
 def _of_modelopt(config: Any, layer: Any, prefix: str, is_experts: bool) -> str:
-    """ "per-token", "a16", or why the layer of a checkpoint of ModelOpt is SGLang's."""
+    """The same of a checkpoint of ModelOpt."""
     skipped = not is_experts and is_layer_skipped(
         prefix, config.exclude_modules, config.packed_modules_mapping
     )
@@ -121,3 +150,10 @@ def _of_compressed_tensors(config: Any, layer: Any, prefix: str, is_experts: boo
     if config._is_fp4a4_nvfp4(*given):
         return "per-token"
     return "a16" if config._is_fp4a16_nvfp4(*given) else "its weights are not NVFP4"
+
+
+_STORED: dict[FormatName, Callable[[Any, Any, str, bool], str]] = {
+    "modelopt": _of_modelopt,
+    "compressed-tensors": _of_compressed_tensors,
+    "fp4gemm": _of_own,
+}

@@ -17,8 +17,15 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase, Linea
 from ..serving.experts import ExpertsWeights
 from ..serving.layers import InPlace, Layer
 from ..serving.linear import LinearWeights, Parameters
+from ..serving.online import OnlineExperts, OnlineLinear
+from ..serving.options import WeightMethod
 
-__all__ = ["Fp4GemmFusedMoEMethod", "Fp4GemmLinearMethod"]
+__all__ = [
+    "Fp4GemmFusedMoEMethod",
+    "Fp4GemmLinearMethod",
+    "Fp4GemmOnlineFusedMoEMethod",
+    "Fp4GemmOnlineLinearMethod",
+]
 
 
 class Fp4GemmLinearMethod(InPlace, LinearWeights, LinearMethodBase):
@@ -27,9 +34,20 @@ class Fp4GemmLinearMethod(InPlace, LinearWeights, LinearMethodBase):
     parameters = Parameters(ModelWeightParameter, PerTensorScaleParameter, ChannelQuantScaleParameter)
 
 
+class Fp4GemmOnlineLinearMethod(InPlace, OnlineLinear, LinearMethodBase):
+    """A linear layer whose weight in 16 bits becomes NVFP4 after SGLang has loaded it."""
+
+    parameters = Fp4GemmLinearMethod.parameters
+
+    def __init__(self, known: Layer, weight_method: WeightMethod) -> None:
+        super().__init__(known)
+        self.weight_method = weight_method
+
+
 # SGLang's layers ask this list whether parameters shard themselves.
-if Fp4GemmLinearMethod.__name__ not in linears.WEIGHT_LOADER_V2_SUPPORTED:
-    linears.WEIGHT_LOADER_V2_SUPPORTED.append(Fp4GemmLinearMethod.__name__)
+for _method in (Fp4GemmLinearMethod, Fp4GemmOnlineLinearMethod):
+    if _method.__name__ not in linears.WEIGHT_LOADER_V2_SUPPORTED:
+        linears.WEIGHT_LOADER_V2_SUPPORTED.append(_method.__name__)
 
 
 def activation_of(layer: Any) -> str:
@@ -79,3 +97,31 @@ class _Experts(ExpertsWeights, FusedMoEMethodBase):
 
 class Fp4GemmFusedMoEMethod(InPlace, _Experts):
     """Experts of an NVFP4 checkpoint. SGLang's dispatcher gives ids of this rank, -1 for other ranks."""
+
+
+class _OnlineExperts(OnlineExperts, _Experts):
+    def __init__(self, known: Layer, layer: Any, weight_method: WeightMethod) -> None:
+        super().__init__(known, layer)
+        self.weight_method = weight_method
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """The weights of the checkpoint, for the experts and the shard of this rank.
+
+        Raises:
+            ValueError: the sizes of the shard do not fit the kernels.
+        """
+        sizes = (num_experts, hidden_size, intermediate_size_per_partition)
+        attrs = {"weight_loader": extra_weight_attrs["weight_loader"]}
+        self.create_floats(layer, *sizes, params_dtype, attrs)
+
+
+class Fp4GemmOnlineFusedMoEMethod(InPlace, _OnlineExperts):
+    """Experts whose weights in 16 bits become NVFP4 after SGLang has loaded them."""

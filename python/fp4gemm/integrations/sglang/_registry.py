@@ -1,8 +1,7 @@
-"""Hooks on SGLang's configs of ModelOpt and compressed-tensors: their NVFP4 layers get fp4gemm's methods."""
+"""Hooks on SGLang's configs of ModelOpt and compressed-tensors, and the quantization method "fp4gemm"."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from ...checkpoint.formats import FormatName
@@ -23,9 +22,8 @@ HOOKS: dict[str, FormatName] = {
 def register() -> None:
     """Let SGLang serve NVFP4 through fp4gemm.
 
-    Does nothing but log the reason where fp4gemm has no kernel for the device, or where
-    ``FP4GEMM_SERVING_ENABLED=0``. torch.cuda is not initialised. The hooks leave every layer to an
-    SGLang that lacks a name that is used here, and log that once.
+    Does nothing but log the reason where fp4gemm has no kernel for the device, where SGLang lacks a name that
+    is used here, or where ``FP4GEMM_SERVING_ENABLED=0``. torch.cuda is not initialised.
 
     Raises:
         TypeError, ValueError: an environment variable ``FP4GEMM_SERVING_*`` has no such value.
@@ -37,11 +35,27 @@ def register() -> None:
     if reason is not None:
         log.warning("fp4gemm: serves no layer: %s", reason)
         return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    try:
+        from sglang.srt.arg_groups.choices import QUANTIZATION_CHOICES
+        from sglang.srt.layers import quantization
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+        from ._choice import chosen
+        from ._fp4gemm import Fp4GemmConfig
+
+        tables = (quantization.QUANTIZATION_METHODS, quantization.CPU_QUANTIZATION_METHODS)
+    except (ImportError, AttributeError) as error:  # SGLang would log a traceback, and serves on without
+        import sglang
+
+        log.warning("fp4gemm: serves no layer: SGLang %s is not supported: %s", sglang.__version__, error)
+        return
+    for table in tables:
+        table["fp4gemm"] = Fp4GemmConfig
+    if "fp4gemm" not in QUANTIZATION_CHOICES:  # of --quantization
+        QUANTIZATION_CHOICES.append("fp4gemm")
     for target, format in HOOKS.items():
         HookRegistry.register(f"{target}.from_config", _remember_config, HookType.AROUND)
-        HookRegistry.register(f"{target}.get_quant_method", _chooser(format), HookType.AROUND)
+        HookRegistry.register(f"{target}.get_quant_method", _chooser(chosen, format), HookType.AROUND)
 
 
 def _remember_config(original: Any, cls: type, config: dict[str, Any]) -> Any:
@@ -51,23 +65,10 @@ def _remember_config(original: Any, cls: type, config: dict[str, Any]) -> Any:
     return made
 
 
-def _chooser(format: FormatName) -> Any:
+def _chooser(chosen: Any, format: FormatName) -> Any:
     """The hook around ``get_quant_method`` of a config of this format."""
 
     def get_quant_method(original: Any, config: Any, layer: Any, prefix: str = "") -> Any:
-        try:
-            from ._choice import chosen
-        except ImportError as error:  # an exception would end SGLang, though it can serve the layer
-            _warn(str(error))
-            return original(config, layer, prefix)
         return chosen(format, original, config, layer, prefix)
 
     return get_quant_method
-
-
-@functools.cache
-def _warn(error: str) -> None:
-    """Log once, not for every layer, which name SGLang lacks."""
-    import sglang
-
-    log.warning("fp4gemm: serves no layer: SGLang %s is not supported: %s", sglang.__version__, error)

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from ...checkpoint.formats import Activations, FormatName, Scheme, read_quantization_config
 from ...checkpoint.formats._scheme import Scaling
-from ...checkpoint.rules import READ_DIRECTLY, ROUTER
+from ..serving import own
 from ._configs import Serves
 from ._online import OnlineLinearMethod, OnlineMoEMethod
 
@@ -72,27 +72,14 @@ class Fp4GemmConfig(Serves, _OfEngine):
         is_experts = isinstance(layer, RoutedExperts)
         if not is_experts and not isinstance(layer, LinearBase):
             return "it is the output embedding"
-        if self.scheme is not None:
-            base, dot, last = prefix.rpartition(".")
-            shards = [base + dot + name for name in self.packed_modules_mapping.get(last, [last])]
-            if is_experts:
-                shards = [f"{prefix}.0.{layer.ckpt_down_proj_name}"]
-            quantized = {self.scheme.quantizes(name) for name in shards}
-            if len(quantized) > 1:
-                raise ValueError(
-                    f"{prefix}: the checkpoint quantizes some of {', '.join(shards)}, must quantize all or "
-                    "none, since vLLM fuses them"
-                )
-            if not quantized.pop():
-                return "the checkpoint excludes it"
-            return "a16" if self.scheme.activations == "a16" else "per-token"
-        last = prefix.rpartition(".")[2]
-        if ROUTER.search(last):
-            return "it is a router"
-        return "it is read directly" if last in READ_DIRECTLY else "per-token"
+        base, dot, last = prefix.rpartition(".")
+        shards = [base + dot + name for name in self.packed_modules_mapping.get(last, [last])]
+        if is_experts:
+            shards = [f"{prefix}.0.{layer.ckpt_down_proj_name}"]
+        return own.stored(self.scheme, prefix, shards)
 
     def has_input_scale(self, stored: str) -> bool:
-        return self.scheme is not None and self.scheme.activations == "static"
+        return own.has_input_scale(self.scheme)
 
     def method(self, layer: Any, prefix: str, activations: Activations, has_input_scale: bool) -> Any:
         if self.scheme is not None:

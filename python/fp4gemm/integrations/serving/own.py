@@ -1,0 +1,43 @@
+"""What fp4gemm's own format, and checkpoints in 16 bits, say of a layer: ``quant_method: fp4gemm``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...checkpoint.formats import Activations, Scheme
+from ...checkpoint.rules import READ_DIRECTLY, ROUTER
+
+__all__ = ["has_input_scale", "stored"]
+
+
+def stored(scheme: Scheme | None, name: str, shards: Sequence[str]) -> Activations | str:
+    """ "per-token" or "a16" of a layer with NVFP4 weights, or with such that become NVFP4; else why not.
+
+    Args:
+        scheme: that of the checkpoint; None: it is in 16 bits, and every layer is quantized but routers and
+            those whose weight is read directly.
+        name: of the layer.
+        shards: the names in the checkpoint of the layers that the engine fuses into it.
+
+    Raises:
+        ValueError: the checkpoint quantizes some of the shards.
+    """
+    if scheme is None:
+        last = name.rpartition(".")[2]
+        if ROUTER.search(last):
+            return "it is a router"
+        return "it is read directly" if last in READ_DIRECTLY else "per-token"
+    quantized = {scheme.quantizes(shard) for shard in shards}
+    if len(quantized) > 1:
+        raise ValueError(
+            f"{name}: the checkpoint quantizes some of {', '.join(shards)}, must quantize all or none, since "
+            "the engine fuses them"
+        )
+    if not quantized.pop():
+        return "the checkpoint excludes it"
+    return "a16" if scheme.activations == "a16" else "per-token"
+
+
+def has_input_scale(scheme: Scheme | None) -> bool:
+    """Whether the checkpoint has outer scales of activations."""
+    return scheme is not None and scheme.activations == "static"

@@ -1,0 +1,78 @@
+"""SGLang's config of the method "fp4gemm": our own format, and 16-bit checkpoints quantized after loading."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.quantization.base_config import QuantizationConfig
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+from ...checkpoint.formats import Scheme, read_quantization_config
+from ..serving import own
+from ._choice import chosen, shards
+
+__all__ = ["Fp4GemmConfig"]
+
+# What SGLang adds to the config of a checkpoint.
+_ADDED = ("packed_modules_mapping", "hf_config")
+
+
+class Fp4GemmConfig(QuantizationConfig):
+    """``quant_method: fp4gemm`` of a checkpoint, or ``--quantization fp4gemm`` for one in 16 bits.
+
+    In the second case every linear layer is quantized with an amax for each row of its weight, but routers
+    and the output embedding, and so are experts. ``weight_method`` of :class:`.Options` says how, and with
+    ``activations="a16"`` inputs stay in 16 bits. Each rank quantizes its own shard.
+
+    Args:
+        scheme: that of the checkpoint; None: it is in 16 bits.
+        fused: the names of the layers of the checkpoint by the layer that they are fused into.
+    """
+
+    def __init__(self, scheme: Scheme | None = None, fused: dict[str, list[str]] | None = None) -> None:
+        super().__init__()
+        self.scheme = scheme
+        self.packed_modules_mapping = {} if fused is None else fused
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Fp4GemmConfig:
+        """The config of a checkpoint, from its config.json.
+
+        Raises:
+            ValueError: it is no config of the fp4gemm format; the text names the key.
+        """
+        given = {name: value for name, value in config.items() if name not in _ADDED}
+        return cls(read_quantization_config(given), config.get("packed_modules_mapping"))
+
+    @classmethod
+    def get_name(cls) -> str:
+        return "fp4gemm"
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    def get_scaled_act_names(self) -> list[str]:
+        return []
+
+    def is_linear_unquantized(self, prefix: str) -> bool:
+        """Whether SGLang runs a linear layer of this name; it asks before layers exist."""
+        return own.stored(self.scheme, prefix, shards(self, prefix, False)) not in ("per-token", "a16")
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        return chosen("fp4gemm", _of_engine, self, layer, prefix)
+
+
+def _of_engine(config: Fp4GemmConfig, layer: Any, prefix: str) -> Any:
+    """The method of layers that nothing quantizes."""
+    return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
