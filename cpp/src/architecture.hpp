@@ -14,7 +14,7 @@ struct Architecture {
   int arch;                        // 10 * major + minor of the compute capability that names it
   char const* devices;             // the compute capabilities that its kernels serve: "10.0 10.3"
   bool is_executed;                // this project has executed its kernels on such hardware
-  KernelList const* const* lists;  // none is empty; ends with null
+  KernelList const* const* lists;  // any may be empty; ends with null
   /// The time that a kernel of this architecture is expected to need, in clocks of one SM. For comparing its
   /// kernels with each other only.
   double (*estimate_clocks)(Kernel const&, int num_sms, Selection const&);

@@ -15,14 +15,14 @@ using cutlass_evt::Tile;
 
 static_assert(cutlass_evt::Sm120::kArch == sm120::kArch, "the traits and the architecture disagree");
 
-// SM120 has no clusters that would gain anything.
-template <class Tile, class Out>
+// SM120 has no clusters that would gain anything. Swapped kernels are for few rows of A, which are their n.
+template <class Tile, class Out, bool kSwapped = false>
 using Sm120Dense =
-    cutlass_evt::Dense<cutlass_evt::Sm120, Tile, Cluster<1, 1>, cutlass_evt::epilogue::RowCol<Out>>;
+    cutlass_evt::Dense<cutlass_evt::Sm120, Tile, Cluster<1, 1>, cutlass_evt::epilogue::RowCol<Out, kSwapped>>;
 
-template <class Tile, class Out>
-using Sm120Grouped =
-    cutlass_evt::Grouped<cutlass_evt::Sm120, Tile, Cluster<1, 1>, cutlass_evt::epilogue::RowCol<Out>>;
+template <class Tile, class Out, bool kSwapped = false>
+using Sm120Grouped = cutlass_evt::Grouped<cutlass_evt::Sm120, Tile, Cluster<1, 1>,
+                                          cutlass_evt::epilogue::RowCol<Out, kSwapped>>;
 
 template <class Tile, class Out>
 using Sm120DenseGated =
