@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from fp4gemm import NVFP4Tensor
-from fp4gemm.training import _functions
+from fp4gemm.training import _forms, _functions
 from torch import Tensor
 
 
@@ -20,7 +20,11 @@ class Caught(NamedTuple):
 
 
 def catch(monkeypatch: pytest.MonkeyPatch) -> dict[str, Caught]:
-    """A dict that has the last NVFP4 product of each name from now on: fprop, dgrad, wgrad."""
+    """A dict that has the last NVFP4 product of each name from now on: fprop, dgrad, wgrad.
+
+    The operands are packed on every device from now on; test_forms.py says that other forms give the same.
+    """
+    monkeypatch.setattr(_forms, "are_converted", lambda x: False)
     caught: dict[str, Caught] = {}
 
     def recorded(name: str) -> Any:

@@ -311,6 +311,9 @@ def test_arguments() -> None:
         module(x, ids, torch.cat((weights, weights[:1])))
     with pytest.raises(TypeError, match=r"top_k_weights: dtype is torch\.int64"):
         module(x, ids, weights.long())
+    # The versions before 5.20 do not have the attribute.
+    vars(module).pop("_is_expert_parallel", None)
+    module(x, ids, weights)
     module._is_expert_parallel = True
     with pytest.raises(RuntimeError, match="distributed over devices after convert_model"):
         module(x, ids, weights)

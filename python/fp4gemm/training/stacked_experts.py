@@ -74,7 +74,7 @@ class StackedExperts(RecipeLayer):
         Does not synchronise on a GPU.
         """
         m: Any = self
-        if m._is_expert_parallel:
+        if getattr(m, "_is_expert_parallel", False):  # not every version of transformers has it
             raise RuntimeError("the experts were distributed over devices after convert_model, must not be")
         x = _checks.is_tensor("hidden_states", hidden_states)
         _checks.has_rank("hidden_states", x, 2, "(t, d)")
