@@ -1,5 +1,5 @@
-// CUTLASS's own NVFP4 kernels for SM100 with the default epilogue (linear combination without C), by tile and
-// layout, and their verification against CUTLASS's host reference.
+// CUTLASS's own NVFP4 kernels for SM100 or SM120 with the default epilogue (linear combination without C), by
+// tile and layout, and their verification against CUTLASS's host reference. CALIBRATION_ARCH is 100 or 120.
 #pragma once
 
 #include <cstdio>
@@ -27,23 +27,18 @@ using namespace cute;
 
 using Element = cutlass::nv_float4_t<cutlass::float_e2m1_t>;
 
-template <int M, int N, int ClusterM, int ClusterN, class Out_, class LayoutD_, bool kGrouped_>
-struct Case {
-  using Out = Out_;
-  using Tile = Shape<Int<M>, Int<N>, _256>;
-  using Cluster = Shape<Int<ClusterM>, Int<ClusterN>, _1>;
-  static constexpr bool kGrouped = kGrouped_;
+/// What an architecture chooses for its kernels of tile (M, N).
+template <int kArch, int M, int N, bool kGrouped>
+struct Machine;
+
+template <int M, int N, bool kGrouped>
+struct Machine<100, M, N, kGrouped> {
+  using Arch = cutlass::arch::Sm100;
+  static constexpr int kTileK = 256;
   static constexpr bool kTwoSm = M == 256;
   // With n = 256 the two accumulators of CUTLASS overlap by the columns of the epilogue tile, since TMEM also
   // has to hold the scale factors.
   using EpilogueTile = Shape<_128, Int<N == 256 ? 64 : 32>>;
-  static constexpr int kAlignmentD = 128 / cutlass::sizeof_bits<Out>::value;
-  template <class Layout>
-  using Of = conditional_t<kGrouped, Layout*, Layout>;
-  using LayoutA = Of<cutlass::layout::RowMajor>;
-  using LayoutB = Of<cutlass::layout::ColumnMajor>;
-  using LayoutD = Of<LayoutD_>;
-
   using EpilogueSchedule =
       conditional_t<kGrouped,
                     conditional_t<kTwoSm, cutlass::epilogue::PtrArrayTmaWarpSpecialized2Sm,
@@ -56,16 +51,44 @@ struct Case {
                                   cutlass::gemm::KernelPtrArrayTmaWarpSpecialized1SmNvf4Sm100>,
                     conditional_t<kTwoSm, cutlass::gemm::KernelTmaWarpSpecialized2SmNvf4Sm100,
                                   cutlass::gemm::KernelTmaWarpSpecialized1SmNvf4Sm100>>;
+};
+
+template <int M, int N, bool kGrouped>
+struct Machine<120, M, N, kGrouped> {
+  using Arch = cutlass::arch::Sm120;
+  static constexpr int kTileK = 128;
+  using EpilogueTile = cutlass::epilogue::collective::EpilogueTileAuto;
+  using EpilogueSchedule = conditional_t<kGrouped, cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative,
+                                         cutlass::epilogue::TmaWarpSpecializedCooperative>;
+  using MainloopSchedule = conditional_t<kGrouped, cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative,
+                                         cutlass::gemm::KernelTmaWarpSpecializedCooperative>;
+};
+
+template <int M, int N, int ClusterM, int ClusterN, class Out_, class LayoutD_, bool kGrouped_>
+struct Case {
+  using Out = Out_;
+  using Machine = calibration::Machine<CALIBRATION_ARCH, M, N, kGrouped_>;
+  using Arch = typename Machine::Arch;
+  using Tile = Shape<Int<M>, Int<N>, Int<Machine::kTileK>>;
+  using Cluster = Shape<Int<ClusterM>, Int<ClusterN>, _1>;
+  static constexpr bool kGrouped = kGrouped_;
+  static constexpr int kAlignmentD = 128 / cutlass::sizeof_bits<Out>::value;
+  template <class Layout>
+  using Of = conditional_t<kGrouped, Layout*, Layout>;
+  using LayoutA = Of<cutlass::layout::RowMajor>;
+  using LayoutB = Of<cutlass::layout::ColumnMajor>;
+  using LayoutD = Of<LayoutD_>;
 
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm100, cutlass::arch::OpClassBlockScaledTensorOp, Tile, Cluster, EpilogueTile, float,
-      float, void, LayoutD, kAlignmentD, Out, LayoutD, kAlignmentD, EpilogueSchedule>::CollectiveOp;
+      Arch, cutlass::arch::OpClassBlockScaledTensorOp, Tile, Cluster, typename Machine::EpilogueTile, float,
+      float, void, LayoutD, kAlignmentD, Out, LayoutD, kAlignmentD,
+      typename Machine::EpilogueSchedule>::CollectiveOp;
   // 1024: CUTLASS 4.2.0 computes the number of stages without rounding the barriers up to 128 bytes.
   using Stages = cutlass::gemm::collective::StageCountAutoCarveout<
       static_cast<int>(sizeof(typename Epilogue::SharedStorage)) + 1024>;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-      cutlass::arch::Sm100, cutlass::arch::OpClassBlockScaledTensorOp, Element, LayoutA, 32, Element, LayoutB,
-      32, float, Tile, Cluster, Stages, MainloopSchedule>::CollectiveOp;
+      Arch, cutlass::arch::OpClassBlockScaledTensorOp, Element, LayoutA, 32, Element, LayoutB, 32, float,
+      Tile, Cluster, Stages, typename Machine::MainloopSchedule>::CollectiveOp;
   using Problem = conditional_t<kGrouped, cutlass::gemm::GroupProblemShape<Shape<int, int, int>>,
                                 Shape<int, int, int, int>>;
   using Kernel = cutlass::gemm::kernel::GemmUniversal<Problem, Mainloop, Epilogue, void>;
@@ -150,13 +173,46 @@ struct Matrices {
   }
 };
 
-template <class Gemm>
-bool launch(typename Gemm::Arguments const& arguments) {
-  Gemm gemm;
+/// The parameters of an SM120 kernel and, below, its __global__ function. Case, a type of our own, is what
+/// nvcc's host code names: it spells CUTLASS's types of these kernels so that g++ 12 finds no matching
+/// template, and a function that such types are arguments of is not registered.
+template <class Case>
+struct Params {
+  typename Case::Kernel::Params params;
+};
+
+template <class Case>
+__global__ void __launch_bounds__(Case::Kernel::MaxThreadsPerBlock, Case::Kernel::MinBlocksPerMultiprocessor)
+    default_kernel(__grid_constant__ Params<Case> const kernel) {
+  extern __shared__ char shared[];
+  typename Case::Kernel gemm;
+  gemm(kernel.params, shared);
+}
+
+template <class Case>
+bool launch(typename Case::Gemm::Arguments const& arguments) {
+  using Gemm = typename Case::Gemm;
   cutlass::device_memory::allocation<uint8_t> workspace(Gemm::get_workspace_size(arguments));
-  return gemm.can_implement(arguments) == cutlass::Status::kSuccess &&
-         gemm.initialize(arguments, workspace.get()) == cutlass::Status::kSuccess &&
-         gemm.run() == cutlass::Status::kSuccess && cudaDeviceSynchronize() == cudaSuccess;
+  if constexpr (CALIBRATION_ARCH == 100) {
+    Gemm gemm;
+    return gemm.can_implement(arguments) == cutlass::Status::kSuccess &&
+           gemm.initialize(arguments, workspace.get()) == cutlass::Status::kSuccess &&
+           gemm.run() == cutlass::Status::kSuccess && cudaDeviceSynchronize() == cudaSuccess;
+  } else {
+    using Kernel = typename Case::Kernel;
+    if (!Kernel::can_implement(arguments) ||
+        Kernel::initialize_workspace(arguments, workspace.get()) != cutlass::Status::kSuccess) {
+      return false;
+    }
+    Params<Case> kernel{Kernel::to_underlying_arguments(arguments, workspace.get())};
+    auto const entry = reinterpret_cast<void const*>(default_kernel<Case>);
+    void* pointers[] = {&kernel};
+    return cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                Kernel::SharedStorageSize) == cudaSuccess &&
+           cudaLaunchKernel(entry, Kernel::get_grid_shape(kernel.params), Kernel::get_block_shape(), pointers,
+                            Kernel::SharedStorageSize, nullptr) == cudaSuccess &&
+           cudaDeviceSynchronize() == cudaSuccess;
+  }
 }
 
 /// Prints the result in the form that CTest looks for.

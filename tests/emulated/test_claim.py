@@ -14,9 +14,7 @@ from session import KERNELS, Session, build_folder
 # Features that no kernel of the calibration executes, with the reason why that is no gap.
 _FP16 = "fp16 in place of bf16, whose stores of the same box are calibrated: TMA copies 2-byte elements"
 _GATED = "the gated kernels' D, stored as bytes: a narrower row and swizzle of the stores that are calibrated"
-_LOAD_2D = "opcode: cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes.L2::cache_hint"
 _BOX = "another box of a load or store whose type and swizzle are calibrated"
-_DENSE = "example 79a, dense, loads the same box in more dimensions"
 EXPLAINED: dict[int, dict[str, str]] = {
     100: {
         "tma: store dtype 0 rank 2 swizzle 32B box 32x128": _GATED,
@@ -27,17 +25,12 @@ EXPLAINED: dict[int, dict[str, str]] = {
         "tma: store dtype 6 rank 3 swizzle 64B box 32x128x1": _FP16,
     },
     120: {
-        _LOAD_2D: "example 79a executes the same load in more dimensions",
-        "tma: load dtype 1 rank 4 swizzle none box 256x2x2x1 cta_group::1": _BOX,
-        "tma: load dtype 13 rank 2 swizzle 64B box 128x128 cta_group::1": _DENSE,
-        "tma: load dtype 13 rank 3 swizzle 64B box 128x256x1 cta_group::1": _BOX,
         "tma: store dtype 0 rank 2 swizzle 32B box 32x64": _GATED,
         "tma: store dtype 0 rank 3 swizzle 32B box 32x64x1": _GATED,
         "tma: store dtype 6 rank 2 swizzle 64B box 32x64": _FP16,
         "tma: store dtype 6 rank 3 swizzle 64B box 32x64x1": _FP16,
         "tma: store dtype 7 rank 2 swizzle 128B box 32x64": _BOX,
         "tma: store dtype 7 rank 3 swizzle 128B box 32x64x1": _BOX,
-        "tma: store dtype 9 rank 2 swizzle 64B box 32x64": _BOX,
     },
 }
 
@@ -70,8 +63,8 @@ def problems_of(kernel: fp4gemm.KernelInfo) -> list[Problem]:
 def calibrated(session: Session) -> dict[str, dict[str, object]]:
     """What the calibration programs have executed, by category.
 
-    Those for SM120 are NVIDIA's examples alone; what else its kernels execute, such as edits of tensor maps,
-    the programs for SM100 have executed on the same emulator.
+    What SM120's kernels execute beyond the programs for SM120, such as edits of tensor maps, those for SM100
+    have executed on the same emulator.
     """
     known: dict[str, dict[str, object]] = {}
     for arch in {session.arch, 100}:
