@@ -1,18 +1,21 @@
-"""Draws the pictures of docs/formats.md: ``python docs/_site/draw.py`` writes docs/pictures/*.svg.
+"""Draws the pictures of the documents: ``python docs/_site/draw.py`` writes docs/pictures/*.svg.
 
 Each picture has a background of its own and colours for light and dark, so that it is readable on any page.
-The figures of the picture of outliers are computed by fp4gemm.
+The figures of the picture of outliers are computed by fp4gemm, and those of speed come from bench/results.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
 
 PICTURES = Path(__file__).resolve().parents[1] / "pictures"
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 STYLE = """
   text { font-family: system-ui, "DejaVu Sans", sans-serif; font-size: 14px; }
+  .small { font-size: 11px; }
   .code { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 13px; }
   .back { fill: #ffffff; } .ink { fill: #1f2328; } .dim { fill: #59636e; }
   .line { stroke: #59636e; fill: none; } .grid { stroke: #d1d9e0; fill: none; }
@@ -181,9 +184,50 @@ def epilogue() -> None:
     )
 
 
+def speed() -> None:
+    """Decode steps of whole models in a CUDA graph, from the kept results."""
+    lines = (RESULTS / "h200-models.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row.get("mode") == "decode"]
+    found = {
+        (row["model"], row["contender"], row["batch"]): row["ratio"]["bf16 merged"]
+        for row in rows
+        if row["role"] == "ours" and "ratio" in row
+    }
+    models = list(dict.fromkeys(model for model, _, _ in found))
+    contenders = ("fp4gemm W4A4", "fp4gemm W4A16")
+    top, height, width = 62, 170, 290
+    steps = math.ceil(2 * max(found.values()))  # of the axis, 0.5 each
+    upper = steps / 2
+    parts = []
+    for at, model in enumerate(models[:2]):
+        left = 60 + 375 * at
+        batches = sorted({batch for name, _, batch in found if name == model})
+        parts.append(text(left, 30, f"{model}, a decode step", "ink"))
+        for tick in (step / 2 for step in range(steps + 1)):
+            y = top + height * (1 - tick / upper)
+            parts += [line(left, y, left + width, y, "line" if tick == 1 else "grid")]
+            parts.append(text(left - 8, y + 5, f"{tick:g}", "dim", "end"))
+        group = width / len(batches)
+        for place, batch in enumerate(batches):
+            x = left + group * place
+            parts.append(text(x + group / 2, top + height + 20, str(batch), "dim", "middle"))
+            for side, (contender, look) in enumerate(zip(contenders, ("pa", "pb"), strict=True)):
+                value = found[model, contender, batch]
+                tall = height * value / upper
+                parts.append(box(x + group / 2 + (side - 1) * 27 + 1, top + height - tall, 25, tall, look))
+                middle = x + group / 2 + (side - 1) * 27 + 13.5
+                parts.append(text(middle, top + height - tall - 5, f"{value:.1f}", "dim small", "middle"))
+        parts.append(text(left + width / 2, top + height + 42, "batch", "dim", "middle"))
+    device = rows[0]["device"].removeprefix("NVIDIA ")
+    parts += [box(60, 300, 14, 14, "pa"), text(80, 312, "W4A4", "ink")]
+    parts += [box(140, 300, 14, 14, "pb"), text(160, 312, "W4A16", "ink")]
+    parts.append(text(240, 312, f"times as fast as bf16 (1), on one {device}, {rows[0]['date']}", "dim"))
+    svg("speed", "Decode steps of two models: times as fast as bf16, by batch", 760, 330, parts)
+
+
 def main() -> None:
     PICTURES.mkdir(exist_ok=True)
-    for draw in (e2m1, levels, outliers, epilogue):
+    for draw in (e2m1, levels, outliers, epilogue, speed):
         draw()
 
 

@@ -114,6 +114,18 @@ def test_generated_parts_are_up_to_date(name: str) -> None:
     assert found == text, "run python tests/support/reference_pages.py"
 
 
+def test_the_picture_of_speed_shows_the_kept_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("draw", DOCS / "_site" / "draw.py")
+    assert spec is not None
+    assert spec.loader is not None
+    draw = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw)
+    monkeypatch.setattr(draw, "PICTURES", tmp_path)
+    draw.speed()
+    made, kept = ((folder / "speed.svg").read_text() for folder in (tmp_path, DOCS / "pictures"))
+    assert made == kept, "run python docs/_site/draw.py"
+
+
 def test_every_environment_variable_is_described() -> None:
     text = (DOCS / "environment.md").read_text()
     sources = "".join(path.read_text() for path in (REPO / "python" / "fp4gemm").rglob("*.py"))
