@@ -1,4 +1,4 @@
-"""``python -m bench report``: everything in one run, as an HTML page, Markdown and README's tables."""
+"""``python -m bench report``: everything in one run, as an HTML page, Markdown and the tables of the docs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="also put the tables between the marks of these files (README.md docs/benchmarks.md)",
+        help="also put the tables between the marks of these files (docs/results.md docs/benchmarks.md)",
     )
 
 

@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/benchmarks.md, made from results and put between marks of the file."""
+"""The tables of docs/results.md and docs/benchmarks.md, made from results and put between the marks there."""
 
 from __future__ import annotations
 

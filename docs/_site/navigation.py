@@ -46,6 +46,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "docs/kernels",
     ),
     "Results": (
+        "docs/results",
+        "docs/status",
         "bench/NOTES",
         "bench/notes/hopper",
         "bench/notes/hopper_tried",

@@ -1,4 +1,4 @@
-"""Tables on the terminal, pictures, the report and the tables of README."""
+"""Tables on the terminal, pictures, the report and the tables of the documents."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_helpers import README, RESULTS, result, write
+from bench_helpers import DOCS, RESULTS, result, write
 
 from bench.__main__ import main
 from bench.report import pictures, readme, tables
@@ -148,9 +148,7 @@ def test_the_short_table() -> None:
     assert "(" not in readme.short_table([result(ratio={})]).partition("|")[2]
 
 
-@pytest.mark.parametrize(
-    "path", [README, README.parent / "docs" / "benchmarks.md"], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("path", [DOCS / "results.md", DOCS / "benchmarks.md"], ids=lambda path: path.name)
 def test_documents_show_the_kept_results(path: Path) -> None:
     """Nothing in these tables is typed by hand."""
     text = path.read_text(encoding="utf-8")

@@ -17,8 +17,9 @@ from bench.measure.roofline import Roofline
 from bench.report.results import SCHEMA
 
 CPU = torch.device("cpu")
-README = Path(__file__).resolve().parents[2] / "README.md"
-RESULTS = README.parent / "bench" / "results" / "h200.jsonl"
+REPO = Path(__file__).resolve().parents[2]
+DOCS = REPO / "docs"
+RESULTS = REPO / "bench" / "results" / "h200.jsonl"
 FACTS = {
     "device": "a GPU",
     "fp4gemm": "0.1",
