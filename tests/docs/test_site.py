@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import reference_pages
@@ -67,6 +68,50 @@ def test_signatures_and_declarations_are_shown(site: Path) -> None:
         assert f'id="c.{name}"' in c, name
 
 
+def module(name: str) -> ModuleType:
+    """A file of docs/_site."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / "_site" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+@needs_sphinx
+def test_links_to_files_that_are_no_pages(tmp_path: Path) -> None:
+    links = module("links")
+    for name in ("page.md", "other.md", "code.py"):
+        (tmp_path / name).touch()
+    page, pages = tmp_path / "page.md", {tmp_path / "page.md", tmp_path / "other.md"}
+    text = "[a](other.md#x) [b](code.py) [c](https://x.org)\n```text\n[d](none.py)\n```\n"
+    assert links.rewritten(text, page, tmp_path, pages, "") == text.replace("[b](code.py)", "b (`code.py`)")
+    online = links.rewritten(text, page, tmp_path, pages, "https://x.org/r")
+    assert "[b](https://x.org/r/blob/main/code.py)" in online
+    with pytest.raises(ValueError, match=r"the link to none\.py leads to no file"):
+        links.rewritten("[d](none.py)", page, tmp_path, pages, "")
+
+
+@needs_sphinx
+def test_the_reference_of_c_is_complete() -> None:
+    c_header = module("c_header")
+    text = 'extern "C" {\n\n/* ---- one ---- */\n\n/* Says `x`. */\nFP4GEMM_API int fp4gemm_f(int* x);\n'
+    section, function = c_header.items(text)
+    assert (section.text, function.comment) == ("one", "Says `x`.")
+    assert "   Says ``x``." in c_header.rst(text)
+    with pytest.raises(ValueError, match="declares \\['fp4gemm_g'\\], which the reference lacks"):
+        list(c_header.items(text.replace("{", "{\n#if 0 /*\nFP4GEMM_API int fp4gemm_g(\n*/", 1)))
+
+
+@needs_sphinx
+def test_a_name_that_is_no_function_or_class_is_refused() -> None:
+    python_api = module("python_api")
+    with pytest.raises(TypeError, match=r"fp4gemm\.nn is a module, must be a function or a class"):
+        python_api.rst(None, REPO / "python", "fp4gemm.nn")
+    with pytest.raises(KeyError):
+        python_api.target(REPO / "python", "fp4gemm.absent")
+
+
 def public_names() -> set[str]:
     """The functions and classes that fp4gemm and its public modules export."""
     names = set()
@@ -115,11 +160,7 @@ def test_generated_parts_are_up_to_date(name: str) -> None:
 
 
 def test_the_picture_of_speed_shows_the_kept_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("draw", DOCS / "_site" / "draw.py")
-    assert spec is not None
-    assert spec.loader is not None
-    draw = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(draw)
+    draw = module("draw")
     monkeypatch.setattr(draw, "PICTURES", tmp_path)
     draw.speed()
     made, kept = ((folder / "speed.svg").read_text() for folder in (tmp_path, DOCS / "pictures"))
