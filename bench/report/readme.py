@@ -1,4 +1,4 @@
-"""The tables of docs/results.md and docs/benchmarks.md, made from results and put between the marks there."""
+"""The tables of docs/results.md, benchmarks.md and serving.md, made from results, between their marks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _models(rows: Sequence[Row], is_short: bool) -> list[str]:
     for step in dict.fromkeys(row["step"] for row in mine):
         found = [row for row in mine if row["step"] == step]
         if is_short:
-            found = [row for row in found if row["role"] == "ours" and COMPILED not in row["contender"]]
+            found = [row for row in found if row.get("role") == "ours" and COMPILED not in row["contender"]]
         for name in dict.fromkeys(row["contender"] for row in found):
             cells = {row["batch"]: row for row in found if row["contender"] == name}
             lines = (
@@ -171,8 +171,32 @@ def _matrix(rows: Sequence[Row], title: str, across: str) -> list[str]:
     return ["", *table_lines((title, "", *map(str, sizes)), body)]
 
 
+def serving_table(rows: Sequence[Row]) -> str:
+    """The layers as a serving engine calls them: a line for each weight and contender, by tokens."""
+    mine = [row for row in rows if row["bench"] == "serving" and row.get("role") == "ours" and "us" in row]
+    if not mine:
+        raise ValueError("--readme: the results have no row of python -m bench serving")
+    by_layer: dict[tuple[str, str], dict[int, str]] = {}
+    for row in mine:
+        cells = by_layer.setdefault((f"{row['model']} {row['layer']}", row["contender"]), {})
+        cells[row["tokens"] if "tokens" in row else row["m"]] = _cell(row, BASELINES[:1])
+    sizes = sorted({size for cells in by_layer.values() for size in cells})
+    body = [(*names, *(cells.get(size, "") for size in sizes)) for names, cells in by_layer.items()]
+    return "\n".join(
+        [
+            _wrapped(_where(mine)),
+            "",
+            f"Microseconds in a CUDA graph (and times as fast as {BASELINES[0]}), by tokens:",
+            "",
+            *table_lines(("layer", "contender", *map(str, sizes)), body),
+            "",
+            _refused(rows),
+        ]
+    )
+
+
 # The blocks of a file, by the name in their marks.
-BLOCKS = {"bench": short_table, "bench tables": tables}
+BLOCKS = {"bench": short_table, "bench tables": tables, "bench serving": serving_table}
 
 
 def marks(name: str) -> tuple[str, str]:

@@ -148,12 +148,32 @@ def test_the_short_table() -> None:
     assert "(" not in readme.short_table([result(ratio={})]).partition("|")[2]
 
 
-@pytest.mark.parametrize("path", [DOCS / "results.md", DOCS / "benchmarks.md"], ids=lambda path: path.name)
-def test_documents_show_the_kept_results(path: Path) -> None:
+def test_the_table_of_serving() -> None:
+    layer = {"bench": "serving", "model": "llama", "contender": "fp4gemm W4A4"}
+    rows = [
+        result(**layer, layer="qkv", m=1, ratio={"torch bf16": 2.0}),
+        result(**layer, layer="qkv", m=64, ratio={"torch bf16": 1.5}),
+        result(**layer, layer="experts", tokens=64, ratio={}),
+        result(**layer | {"contender": "torch bf16"}, layer="qkv", m=1, role="baseline"),
+        {"bench": "serving", "case": "c", "contender": "humming", "absent": "not installed"},
+    ]
+    lines = readme.serving_table(rows).splitlines()
+    assert "| layer | contender | 1 | 64 |" in lines
+    assert "| llama qkv | fp4gemm W4A4 | 10.0 (2.00) | 10.0 (1.50) |" in lines
+    assert "| llama experts | fp4gemm W4A4 |  | 10.0 |" in lines
+    assert not any(line.startswith("| llama") and "torch bf16" in line for line in lines)
+    with pytest.raises(ValueError, match=r"--readme: the results have no row of python -m bench serving"):
+        readme.serving_table([result()])
+
+
+@pytest.mark.parametrize(
+    ("name", "results"), [("results.md", "."), ("benchmarks.md", "."), ("serving.md", "serving")]
+)
+def test_documents_show_the_kept_results(name: str, results: str) -> None:
     """Nothing in these tables is typed by hand."""
-    text = path.read_text(encoding="utf-8")
-    results = sorted(RESULTS.parent.glob("*.jsonl"))
-    assert readme.with_blocks(text, load_all(results), path.name) == text
+    text = (DOCS / name).read_text(encoding="utf-8")
+    files = sorted((RESULTS.parent / results).glob("*.jsonl"))
+    assert readme.with_blocks(text, load_all(files), name) == text
 
 
 def test_marked_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
