@@ -50,8 +50,10 @@ def is_under_autocast(x: Tensor) -> bool:
 
 def cache(value: object) -> None:
     """Raise TypeError unless value is None or has the methods of a WeightCache."""
-    has_methods = all(callable(getattr(value, name, None)) for name in ("keeps", "get"))
-    if value is not None and (isinstance(value, type) or not has_methods):
+    if value is None:
+        return
+    has_methods = callable(getattr(value, "keeps", None)) and callable(getattr(value, "get", None))
+    if isinstance(value, type) or not has_methods:
         raise TypeError(
             f"cache: got {_checks.describe(value)}, must be an fp4gemm.training.WeightCache or None"
         )

@@ -24,6 +24,7 @@ from ._gathered import GatheredWeight, transposed
 from .recipe import DEQUANTIZED, HEADROOM, Cast, Operand, Recipe
 
 __all__ = [
+    "NO_CONTEXT",
     "NO_PARTS",
     "Cache",
     "Copy",
@@ -44,6 +45,7 @@ __all__ = [
 Copy = NVFP4Tensor | DecodedTensor | PrepackedTensor
 Parts = tuple[Tensor | None, ...]  # codes, scales and amax of a copy, three times None where there is none
 NO_PARTS: Parts = (None, None, None)
+NO_CONTEXT = contextlib.nullcontext()
 
 
 class Cache(Protocol):
@@ -150,14 +152,16 @@ def both(
     Returns:
         A container each, or None.
     """
-    if isinstance(of_rows, Cast) and isinstance(of_columns, Cast) and of_rows.is_one_pass_with(of_columns):
-        if offs is ends and not any(decoded):
-            hadamard = of_columns.hadamard
-            copies = _quantizers.both(x, of_rows, hadamard, recipe.hadamard_signs, state, offs)
-            if copies is not None:
-                return copies
-            return quantize_both(x, offs=offs, **_options(of_rows, recipe, state, hadamard))
-        if of_rows.scaling == "tensor" and of_columns.hadamard is None and offs is None and ends is None:
+    if isinstance(of_rows, Cast) and isinstance(of_columns, Cast):
+        hadamard = of_columns.hadamard
+        is_packed = offs is ends and not (decoded[0] or decoded[1])
+        has_one_amax = of_rows.scaling == "tensor" and hadamard is None and offs is None and ends is None
+        if (is_packed or has_one_amax) and of_rows.is_one_pass_with(of_columns):
+            if is_packed:
+                copies = _quantizers.both(x, of_rows, hadamard, recipe.hadamard_signs, state, offs)
+                if copies is not None:
+                    return copies
+                return quantize_both(x, offs=offs, **_options(of_rows, recipe, state, hadamard))
             made = rows(x, of_rows, recipe, state, None, decoded[0])
             return made, columns(x, of_columns, recipe, state, None, decoded[1], made.amax)
     follows = isinstance(of_columns, Cast) and of_columns.source == "rowwise"
@@ -275,4 +279,4 @@ def _prepacked(parts: Parts, cast: Operand, recipe: Recipe) -> Parts:
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """A context in which autocast converts nothing: every dtype follows from the recipe and from x."""
-    return torch.autocast(x.device.type, enabled=False) if is_under_autocast(x) else contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False) if is_under_autocast(x) else NO_CONTEXT

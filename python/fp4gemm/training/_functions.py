@@ -18,6 +18,8 @@ from .shared_input import QuantizedInput, dense_ends
 
 __all__ = ["grouped_linear", "linear"]
 
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+
 
 class _Call(NamedTuple):
     """What a forward pass knows besides tensors."""
@@ -44,6 +46,9 @@ def _forward(
 ) -> tuple[Tensor, _casts.Parts]:
     """y, and what of x is saved for wgrad; of_input has the parts of both copies of x if it is shared."""
     recipe, needs_dw, offs = call.recipe, call.needs[1], ends if call.is_grouped else None
+    shape = x.shape
+    if len(shape) != 2:
+        x = x.reshape(-1, shape[-1])
     if call.is_shared:
         x_q = None if recipe.x is None else _casts.rebuilt(of_input[:3], recipe.x, recipe, offs)
         x_t = of_input[3:]
@@ -69,6 +74,9 @@ def _forward(
         saved = _casts.parts_of(x_q)
     else:
         saved = (x, None, None) if x_t[0] is None else x_t
+    if len(shape) != 2:
+        # Not a view: FSDP2 warns of a layer whose result is one, since an operation in place drops its hooks.
+        y = _UNSAFE_VIEW(y, (*shape[:-1], y.shape[1]))
     return y, saved
 
 
@@ -156,6 +164,7 @@ class _Product(torch.autograd.Function):
         *parts: Tensor | None,
     ) -> Tensor:
         copies, of_input = parts[:6], parts[6:]
+        ctx.num_parts = len(parts)
         ctx.x_dtype = x.dtype
         y, saved = _forward(
             call, x if values is None else values, weight, bias, ends, state, copies, of_input
@@ -177,8 +186,9 @@ class _Product(torch.autograd.Function):
         ends, state, of_x = saved[10:]
         offs = ends if call.is_grouped else None
         dx = dw = db = None
-        with torch.no_grad(), _casts.without_autocast(dy):
-            dy = dy.contiguous()
+        given, shape, is_recording = dy, dy.shape, torch.is_grad_enabled()
+        with torch.no_grad() if is_recording else _casts.NO_CONTEXT, _casts.without_autocast(dy):
+            dy = (dy if len(shape) == 2 else dy.reshape(-1, shape[-1])).contiguous()
             first = recipe.dy if needs_dx else None
             second = recipe.dy_t if needs_dw else None
             of_dy = _state.stream(state, _state.OF_DY, first, second)
@@ -190,7 +200,11 @@ class _Product(torch.autograd.Function):
                 if recipe.w_t is not None and not call.is_cached:
                     of_w = _state.stream(state, _state.OF_W, recipe.w, recipe.w_t)
                     copies = _casts.weight_copies(weight, recipe, of_w, False, True)
-                dx = _input_gradient(call, dy, dy_q, weight, copies, offs).to(ctx.x_dtype)
+                dx = _input_gradient(call, dy, dy_q, weight, copies, offs)
+                if dx.dtype != ctx.x_dtype:
+                    dx = dx.to(ctx.x_dtype)
+                if len(shape) != 2:
+                    dx = dx.view(*shape[:-1], dx.shape[1])
             if needs_dw:
                 if not call.is_shared:
                     of_x = _state.stream(state, _state.OF_X, recipe.x_t)
@@ -202,9 +216,9 @@ class _Product(torch.autograd.Function):
                 if not torch.compiler.is_compiling():
                     ctx.weight.grad_added_to_main_grad = True
                 dw = ctx.weight.new_zeros(()).expand(ctx.weight.shape)
-        if torch.is_grad_enabled() and dy.requires_grad:
-            dx, dw, db = (None if g is None else _OnlyOnce.apply(g, dy) for g in (dx, dw, db))
-        return None, dx, dw, db, *(None,) * 17
+        if is_recording and given.requires_grad:
+            dx, dw, db = (None if g is None else _OnlyOnce.apply(g, given) for g in (dx, dw, db))
+        return None, dx, dw, db, *(None,) * (5 + ctx.num_parts)
 
 
 def linear(
@@ -256,13 +270,12 @@ def linear(
     if recipe.is_plain and main_grad is None:
         return torch.nn.functional.linear(x, weight, bias)
     if shared is None:
-        rows = x.reshape(-1, x.shape[-1])
-        ends = dense_ends(rows.shape[0], x.device)
-    else:
-        rows, ends = shared._edge, shared._ends
-    y = _apply(rows, weight, bias, ends, False, recipe, state, cache, main_grad, shared)
-    # Not a view: FSDP2 warns of a layer whose result is one, since an operation in place drops its hooks.
-    result: Tensor = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
+        ends = dense_ends(x.shape[:-1].numel(), x.device)
+        return _apply(x, weight, bias, ends, False, recipe, state, cache, main_grad, None)
+    y = _apply(shared._edge, weight, bias, shared._ends, False, recipe, state, cache, main_grad, shared)
+    if x.dim() == 2:
+        return y
+    result: Tensor = _UNSAFE_VIEW(y, (*x.shape[:-1], weight.shape[0]))  # not a view, as in _forward
     return result
 
 
@@ -301,7 +314,7 @@ def grouped_linear(
     recipe = resolve(recipe)
     shared, x = _taken(x, weight, bias, 3, recipe)
     if shared is not None:
-        x, offs = shared._edge, _groups_of(shared, offs)
+        x, offs = shared._edge, shared._groups_of(offs)
     checks.cache(cache)
     _checks.has_rank("x", x, 2, "(m, k)")
     if offs is None:
@@ -331,17 +344,6 @@ def _taken(
         )
     x._checked(recipe, weight)
     return x, x.x.to(x._values.dtype) if recipe.is_plain else x.x
-
-
-def _groups_of(shared: QuantizedInput, offs: Tensor | None) -> Tensor:
-    """The ends of the groups of a quantized x, if the layer is called with the same ones or None."""
-    if shared.offs is None or shared._ends is None:
-        raise ValueError("x: was quantized without groups, must be quantized with offs for a grouped layer")
-    if offs is not None and offs is not shared.offs:
-        raise ValueError(
-            "offs: got another tensor than x was quantized with, must be the same tensor or None"
-        )
-    return shared._ends
 
 
 def _apply(
@@ -378,7 +380,7 @@ def _apply(
         if main_grad is not None and needs[1] and torch.compiler.is_compiling():
             weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         values = of_x = None
-        of_input: _casts.Parts = (*_casts.NO_PARTS, *_casts.NO_PARTS)
+        of_input: _casts.Parts = ()
         if shared is not None:
             of_x, of_input = shared._state, shared._parts
             values = None if shared._values.dtype == x.dtype else shared._values

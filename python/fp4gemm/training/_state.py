@@ -58,6 +58,9 @@ def stream(state: Tensor | None, shift: int, *casts: Operand) -> Tensor | None:
 
     A state that nothing reads would cost four launches.
     """
-    if state is None or not any(isinstance(cast, Cast) and cast.stochastic for cast in casts):
+    if state is None:
         return None
-    return state if shift == 0 else torch.stack((state[0], state[1] + shift))
+    for cast in casts:
+        if isinstance(cast, Cast) and cast.stochastic:
+            return state if shift == 0 else torch.stack((state[0], state[1] + shift))
+    return None

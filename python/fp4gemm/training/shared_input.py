@@ -64,6 +64,18 @@ class QuantizedInput:
                 "the layer needs the copy for the gradient of its weight"
             )
 
+    def _groups_of(self, offs: Tensor | None) -> Tensor:
+        """The ends of the groups of a quantized x, if the layer is called with the same ones or None."""
+        if self.offs is None or self._ends is None:
+            raise ValueError(
+                "x: was quantized without groups, must be quantized with offs for a grouped layer"
+            )
+        if offs is not None and offs is not self.offs:
+            raise ValueError(
+                "offs: got another tensor than x was quantized with, must be the same tensor or None"
+            )
+        return self._ends
+
 
 def quantize_input(
     x: Tensor,
