@@ -236,11 +236,13 @@ def _columns_in_one_call(call: QuantizeCall, g: int) -> tuple[Tensor, Tensor, Te
     codes, scales, measured = operators.quantize(*call._replace(amax=amax, offs=_ends(call.x, g)))
     # Behind the last group there may be padding. Scales of a group are whole tiles of 128 rows and 4 columns.
     spans, span_rows = n // GROUP_COLUMNS, scales.shape[0] // TILE_ROWS
-    codes = codes[:, : g * n // 2].unflatten(1, (g, n // 2)).transpose(0, 1).contiguous()
-    tiles = scales.view(torch.uint8).view(span_rows, -1, TILE_ROWS * TILE_COLUMNS)[:, : g * spans]
-    plain = tiles.unflatten(1, (g, spans)).transpose(0, 1).contiguous().view(g, scales.shape[0], -1)
+    # Copied as words of 8 bytes: torch copies transposed bytes one at a time.
+    words = codes.view(torch.int64)[:, : g * n // 16].unflatten(1, (g, n // 16))
+    codes = words.transpose(0, 1).contiguous().view(torch.uint8)
+    tiles = scales.view(span_rows, -1, TILE_ROWS * TILE_COLUMNS).view(torch.int64)[:, : g * spans]
+    plain = tiles.unflatten(1, (g, spans)).transpose(0, 1).contiguous().view(torch.float8_e4m3fn)
     measured = measured if call.per_row or call.amax is not None else measured.view(-1, 1)
-    return codes, plain.view(torch.float8_e4m3fn), measured
+    return codes, plain.view(g, scales.shape[0], -1), measured
 
 
 def _matrices(call: Any, g: int, *amaxes: str) -> list[dict[str, Any]]:
