@@ -33,6 +33,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, help="elements of a token (2048 on a GPU, 256 on a CPU)")
     parser.add_argument("--intermediate", type=int, help="of an expert (768 on a GPU, 128 on a CPU)")
     parser.add_argument("--tokens", type=int, nargs="+", help="of each rank, one row of the table each")
+    parser.add_argument("--engine", choices=("auto", "gather", "symm"), default="auto")
     parser.add_argument("--combine", choices=("slots", "tree"), default="slots")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
@@ -91,6 +92,7 @@ def layer_for(args: argparse.Namespace, tokens: int, w13: Tensor, w2: Tensor) ->
         top_k=args.top_k,
         hidden=args.hidden,
         max_tokens=tokens,
+        engine=args.engine,
         combine=args.combine,
     )
     mine = slice(ep.first_expert, ep.first_expert + ep.num_local_experts)
@@ -103,9 +105,12 @@ def compare(args: argparse.Namespace, w13: Tensor, w2: Tensor, device: torch.dev
     of_ranks = [inputs(args, tokens, r, device) for r in range(dist.get_world_size())]
     whole = fp4gemm.nn.Experts.from_float(w13, w2)
     want = whole(*(torch.cat(ts) for ts in zip(*of_ranks, strict=True)))[rank * tokens : (rank + 1) * tokens]
-    got = layer_for(args, tokens, w13, w2)(*of_ranks[rank])
+    experts = layer_for(args, tokens, w13, w2)
+    got = experts(*of_ranks[rank])
     differing = (got != want).sum()
     dist.all_reduce(differing)
+    if rank == 0:
+        print(f"engine {experts.ep.engine!r}: {experts.ep.engine_reason}")
     return int(differing)
 
 

@@ -82,13 +82,15 @@ def test_bytes(ranks: list[dict[Any, Any]]) -> None:
 
 def test_a_message_holds_rows_and_matrices() -> None:
     message = _message.Message(3, 48, 2, 2)
-    blocks = torch.cat([message.new(torch.device("cpu")).zero_() for _ in range(2)])
+    blocks = [torch.zeros(message.rows, message.row_bytes, dtype=torch.uint8) for _ in range(2)]
     assert message.rows == 4
-    message.matrix(blocks, 0, torch.int32).copy_(torch.arange(12).view(2, 3, 2))
-    message.matrix(blocks, 1, torch.float32).fill_(0.5)
-    assert not blocks.view(2, 4, 48)[:, :3].any()
-    assert torch.equal(message.matrix(blocks, 0, torch.int32).flatten(), torch.arange(12, dtype=torch.int32))
-    assert message.row_of_token(torch.tensor([-1, 0, 2, 3, 5])).tolist() == [-1, 0, 2, 4, 6]
+    for i, block in enumerate(blocks):
+        message.matrix(block, 0, torch.int32).copy_(6 * i + torch.arange(6).view(3, 2))
+        message.matrix(block, 1, torch.float32).fill_(0.5)
+    assert [rows.shape for rows in message.tokens(blocks)] == [(3, 48)] * 2
+    assert not torch.cat(message.tokens(blocks)).any()
+    assert message.matrices(blocks, 0, torch.int32).tolist() == torch.arange(12).view(6, 2).tolist()
+    assert message.matrices(blocks, 1, torch.float32).unique().tolist() == [0.5]
 
 
 # ---- checkpoints

@@ -48,6 +48,15 @@ def test_quantized_gradients_do_not_depend_on_the_ranks(ranks: list[dict[Any, An
             assert_equal(torch.cat([each[name] for each in found]), alone[name])
 
 
+def test_the_random_state_continues(ranks: list[dict[Any, Any]]) -> None:
+    for results in ranks:
+        second, resumed, first, again, state, later = results["resumed"]
+        assert_equal(resumed, second)
+        assert_equal(again, second)
+        assert not torch.equal(first, second)
+        assert (state.tolist(), later.tolist()) == ([3, 1], [3, 2])
+
+
 @pytest.mark.parametrize("gradient", ["original", "nvfp4"])
 @pytest.mark.parametrize("recipe", ["te_per_token", "rowwise"])
 def test_bytes(ranks: list[dict[Any, Any]], recipe: str, gradient: str) -> None:
@@ -100,6 +109,7 @@ def test_fsdp_shards_the_rest(ranks: list[dict[Any, Any]]) -> None:
         ),
         ("handle", "ValueError: handle: must be what train_dispatch of this ExpertParallel returned"),
         ("rows", "ValueError: y: shape is (3, 64), must be ("),
+        ("state", "ValueError: state: shape is (3,), must be (2,)"),
     ],
 )
 def test_what_is_wrong_is_named(ranks: list[dict[Any, Any]], name: str, wanted: str) -> None:

@@ -105,6 +105,19 @@ def quantized_gradients(group: Any) -> dict[str, Tensor]:
     return gradients(block(RECIPES["bf16"], ep), *part(ep, "full"))
 
 
+def resumed(group: Any) -> list[Tensor]:
+    """dx of a second step, and of the same step with an exchange that got its random state."""
+    x, dy = part(exchange(group), "full")
+    ep, other = (exchange(group, gradient="nvfp4", seed=3) for _ in range(2))
+    first = gradients(block(RECIPES["bf16"], ep), x, dy)["x"]
+    state = ep.get_rng_state()
+    second = gradients(block(RECIPES["bf16"], ep), x, dy)["x"]
+    other.set_rng_state(state)
+    found = [second, gradients(block(RECIPES["bf16"], other), x, dy)["x"], first]
+    other.set_rng_state(state)
+    return [*found, gradients(block(RECIPES["bf16"], other), x, dy)["x"], state, ep.get_rng_state()]
+
+
 def sent(recipe: str, gradient: Any) -> list[tuple[str, int]]:
     """The collectives of a training step and the bytes that this rank contributes to each."""
     ep = exchange(None, gradient=gradient)
@@ -198,6 +211,7 @@ def errors(mesh: DeviceMesh, square: DeviceMesh) -> dict[str, str]:
         ),
         "handle": message(lambda: exchange(None).train_combine(x, handle)),
         "rows": message(lambda: ep.train_combine(x, handle)),
+        "state": message(lambda: ep.set_rng_state(torch.zeros(3, dtype=torch.int64))),
     }
 
 
@@ -216,6 +230,7 @@ def run(rank: int) -> dict[Any, Any]:
     for recipe in ("te_per_token", "rowwise"):
         for gradient in ("original", "nvfp4"):
             results["sent", recipe, gradient] = sent(recipe, gradient)
+    results["resumed"] = resumed(None)
     moe = styled(meshes[4])
     own = exchange(None)
     results["styled"] = gradients(moe, *part(own, "ragged"))

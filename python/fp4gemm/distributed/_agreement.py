@@ -1,4 +1,4 @@
-"""What must be equal on all ranks, compared when an object is made and in its first use."""
+"""What must be equal on all ranks, compared when an object is made or memory is allocated."""
 
 from __future__ import annotations
 

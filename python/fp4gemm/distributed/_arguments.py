@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _IN_FLIGHT = 2  # dispatches whose handles are valid: what a double-buffered engine can hold
 E4M3_MAX = 448  # the bound of the block scales that travel
 
-EngineName = Literal["auto", "gather"]
+EngineName = Literal["auto", "gather", "symm"]
 CombineName = Literal["slots", "tree"]
 GradientName = Literal["original", "nvfp4"]
 
@@ -36,9 +36,11 @@ __all__ = [
     "GradientName",
     "Handle",
     "agree_on_dtype",
+    "check_capture",
     "check_handle",
     "group_of",
     "ids_of",
+    "is_capturing",
     "is_initialized",
     "problem_of",
     "tokens_of",
@@ -65,19 +67,21 @@ class Handle:
     _all_ids: Tensor  # int32 (ranks * max_tokens, top_k)
     _own_ids: Tensor  # int32 (t, top_k)
     _places: Places
+    _is_captured: bool = False
     _is_combined: bool = False
 
 
 class Arrived(NamedTuple):
-    """What a rank has after the collective of a dispatch."""
+    """What a rank can read after the phase of a dispatch."""
 
     message: Message
-    blocks: Tensor  # uint8 (ranks * rows, row_bytes), of all ranks
+    blocks: list[Tensor]  # uint8 (rows, row_bytes), of each rank
     handle: Handle
 
-    def row_of(self) -> Tensor:
-        """The row of blocks of each row of the local experts, or -1."""
-        return self.message.row_of_token(self.handle._places.routing.token_of_row)
+    @property
+    def tokens(self) -> list[Tensor]:
+        """uint8 (max_tokens, row_bytes) of each rank: the rows of the tokens."""
+        return self.message.tokens(self.blocks)
 
 
 def problem_of(**own: Any) -> TypeError | ValueError | None:
@@ -162,6 +166,11 @@ def tokens_of(x: object, hidden: int, bound: int) -> Tensor | NVFP4Tensor:
     return x
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether calls on the current stream are captured in a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def agree_on_dtype(owner: ExpertParallel, x: Tensor) -> None:
     """Raise unless x has the dtype of all ranks: compared in the first call, and kept from then on.
 
@@ -178,7 +187,7 @@ def agree_on_dtype(owner: ExpertParallel, x: Tensor) -> None:
         )
 
 
-def check_handle(handle: object, owner: ExpertParallel, num_dispatches: int) -> None:
+def check_handle(handle: object, owner: ExpertParallel, num_dispatches: int, reads_peers: bool) -> None:
     """Raise unless this is the handle of a dispatch that may be combined now."""
     if not isinstance(handle, Handle):
         raise TypeError(f"handle: got {_checks.describe(handle)}, must be what dispatch returned")
@@ -189,3 +198,14 @@ def check_handle(handle: object, owner: ExpertParallel, num_dispatches: int) -> 
     later = num_dispatches - handle._number
     if later >= _IN_FLIGHT:
         raise ValueError(f"handle: is stale, {later} dispatches followed, must be combined before the second")
+    check_capture(handle, reads_peers)
+
+
+def check_capture(handle: Handle, reads_peers: bool) -> None:
+    """Raise if an engine that reads its peers dispatched in a capture and combines outside, or conversely."""
+    if reads_peers and handle._is_captured != is_capturing(handle.offs.device):
+        where = "in" if handle._is_captured else "outside of"
+        raise ValueError(
+            f"handle: is of a dispatch {where} a capture, must be combined {where} it; with engine 'symm' a "
+            "CUDA graph has whole exchanges"
+        )

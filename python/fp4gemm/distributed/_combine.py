@@ -27,13 +27,17 @@ def by_slots(
 ) -> Tensor:
     """cast(sum over slots j of weights[i, j] * y of pair (i, j)) in float32, ascending j, as fp4gemm.combine.
 
-    Every rank sends its rows as they are, so that the sum is that of one process.
+    Rows travel as they are, so that the sum is that of one process. Each rank sends its rows, or reads those
+    of its tokens where they were made.
 
     Args:
         y: (rows, d), the results of the local experts.
         all_ids: int32 (ranks * max_tokens, top_k); own_ids: int32 (t, top_k).
         weights: (t, top_k).
     """
+    if engine.reads_peers:
+        own = places.routing.row_of_pair[sizes.rank * (all_ids.shape[0] // sizes.ranks) :][: own_ids.shape[0]]
+        return ranks.combine_ranks(engine.gather("back", y), own, weights, dtype)
     sent = slots_to_send(all_ids, places, sizes)
     parts = y[sent.clamp(min=0).flatten()]  # what stands for no row is not read
     arrived = engine.exchange(parts.view(sizes.ranks, -1, y.shape[1])).flatten(0, 1)
@@ -56,7 +60,8 @@ def by_tree(
 
     :func:`fp4gemm.ranks.combine_part` and ``combine_tree`` define it. Each rank sends one row for each token.
     """
-    part = ranks.combine_part(
+    part = engine.space("back", (all_ids.shape[0], y.shape[1]), y.dtype, y.device)
+    ranks.combine_part(
         y,
         all_ids,
         places.routing.row_of_pair,
@@ -64,9 +69,13 @@ def by_tree(
         num_experts=sizes.num_experts,
         num_ranks=sizes.ranks,
         rank=sizes.rank,
-        dtype=y.dtype,
+        out=part,
     )
-    arrived = engine.exchange(part.view(sizes.ranks, -1, y.shape[1]))
+    if engine.reads_peers:
+        parts, first = engine.gather("back", part), sizes.rank * (all_ids.shape[0] // sizes.ranks)
+    else:
+        arrived = engine.exchange(part.view(sizes.ranks, -1, y.shape[1]))
+        parts, first = list(arrived.unbind(0)), 0
     return ranks.combine_tree(
-        list(arrived.unbind(0)), own_ids, num_experts=sizes.num_experts, out_dtype=dtype
+        parts, own_ids, num_experts=sizes.num_experts, first_token=first, out_dtype=dtype
     )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Engine", "GatherEngine"]
+__all__ = ["Engine", "GatherEngine", "Purpose"]
+
+Purpose = Literal["there", "back"]  # to the experts, or back to the tokens
 
 # torch 2.13 renamed the first and warns of the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -17,8 +20,17 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class Engine(Protocol):
     """How rows travel between the ranks of a group. Every rank calls each method, with the same sizes."""
 
-    def gather(self, block: Tensor) -> Tensor:
-        """The blocks (rows, ...) of all ranks, one after the other: (ranks * rows, ...)."""
+    reads_peers: bool
+    """Whether what ``gather`` returns lies with the peers, so that only what is read travels."""
+
+    def space(
+        self, purpose: Purpose, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Uninitialised memory for what this rank gives to the next ``gather`` of this purpose."""
+        ...
+
+    def gather(self, purpose: Purpose, own: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, of the shape of own, in the order of the ranks."""
         ...
 
     def exchange(self, parts: Tensor) -> Tensor:
@@ -37,16 +49,23 @@ class GatherEngine:
     others after the time-out of the group: gloo raises here, NCCL's watchdog ends the process.
     """
 
+    reads_peers = False
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._ranks = dist.get_world_size(group)
 
-    def gather(self, block: Tensor) -> Tensor:
+    def space(
+        self, purpose: Purpose, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def gather(self, purpose: Purpose, own: Tensor) -> list[Tensor]:
         if self._ranks == 1:
-            return block
-        gathered = block.new_empty((self._ranks * block.shape[0], *block.shape[1:]))
-        self._run("all_gather", _all_gather, gathered, block)
-        return gathered
+            return [own]
+        gathered = own.new_empty((self._ranks * own.shape[0], *own.shape[1:]))
+        self._run("all_gather", _all_gather, gathered, own)
+        return list(gathered.view(self._ranks, *own.shape).unbind(0))
 
     def exchange(self, parts: Tensor) -> Tensor:
         if self._ranks == 1:

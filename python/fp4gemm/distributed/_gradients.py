@@ -21,7 +21,8 @@ from ..layout import record_bytes
 from ..training import _casts
 from ..training.recipe import DEQUANTIZED, Cast, Recipe
 from ..training.shared_input import QuantizedInput
-from ._arguments import E4M3_MAX, Arrived, Handle, agree_on_dtype, ids_of
+from ._arguments import E4M3_MAX, Arrived, Handle, agree_on_dtype, check_capture, ids_of
+from ._arrival import arrive, arrive_again
 from ._message import padded
 from ._places import slots_of_tokens, slots_to_send
 
@@ -43,16 +44,16 @@ def _write(values: Tensor, out: Tensor) -> None:
 
 def _values(arrived: Arrived, d: int, dtype: torch.dtype) -> Tensor:
     """The rows (num_rows, d) of blocks of rows that travelled in their own dtype; zeros for no token."""
-    row_of = arrived.row_of().long()
-    rows = arrived.blocks[row_of.clamp(min=0), : d * dtype.itemsize]
-    found: Tensor = torch.where((row_of >= 0).unsqueeze(1), rows, 0).view(dtype)
+    token = arrived.handle._places.routing.token_of_row.long()
+    rows = torch.cat(arrived.tokens)[token.clamp(min=0), : d * dtype.itemsize]
+    found: Tensor = torch.where((token >= 0).unsqueeze(1), rows, 0).view(dtype)
     return found
 
 
 def _weights_of_rows(arrived: Arrived, top_k: int) -> Tensor:
     """float32 (num_rows,): the routing weight of the pair of each row."""
     routing = arrived.handle._places.routing
-    pairs = arrived.message.matrix(arrived.blocks, 1, torch.float32).flatten()
+    pairs = arrived.message.matrices(arrived.blocks, 1, torch.float32).flatten()
     token = routing.token_of_row.long()
     found = pairs[(token * top_k + routing.slot_of_row).clamp(min=0)]
     return torch.where(token >= 0, found, 0)
@@ -74,7 +75,7 @@ class _Dispatch(torch.autograd.Function):
         d = ep.hidden
         if cast is None:
             row_bytes = padded(d * x.dtype.itemsize)
-            arrived = ep._arrive(ids, ep.max_tokens, row_bytes, lambda out: _write(x, out), weights)
+            arrived = arrive(ep, ids, ep.max_tokens, row_bytes, lambda out: _write(x, out), weights)
             rows = _values(arrived, d, x.dtype)
         else:
             packed = _casts.rows(x, cast, Recipe(x=cast, w=cast), None)
@@ -82,8 +83,8 @@ class _Dispatch(torch.autograd.Function):
             def write(out: Tensor) -> None:
                 records.make_records(packed, out)
 
-            arrived = ep._arrive(ids, ep.max_tokens, record_bytes(d), write, weights)
-            operand = ep._operand(arrived)
+            arrived = arrive(ep, ids, ep.max_tokens, record_bytes(d), write, weights)
+            operand = ep._rows(arrived, d)
             found.append(operand)
             rows = operand.dequantize(x.dtype)
         found.append(arrived.handle)
@@ -121,7 +122,7 @@ class _Combine(torch.autograd.Function):
         d = dy.shape[1]
         if state is None:
             row_bytes = padded(d * dy.dtype.itemsize)
-            arrived = ep._arrive_again(handle, row_bytes, lambda out: _write(dy, out))
+            arrived = arrive_again(ep, handle, row_bytes, lambda out: _write(dy, out))
             return None, _values(arrived, d, dy.dtype), None, None
         # The random numbers of a row follow from its place among the tokens of all ranks.
         first = ep.rank * ep.max_tokens
@@ -129,8 +130,8 @@ class _Combine(torch.autograd.Function):
         def write(out: Tensor) -> None:
             records.quantize_records(dy, rng_state=state, first_row=first, out=out)
 
-        arrived = ep._arrive_again(handle, record_bytes(d), write)
-        rows = records.gather_records(arrived.blocks, arrived.row_of(), handle.offs, d)
+        arrived = arrive_again(ep, handle, record_bytes(d), write)
+        rows = ep._rows(arrived, d)
         return None, rows.dequantize(dy.dtype), None, None
 
 
@@ -178,6 +179,7 @@ def combine(ep: ExpertParallel, y: Tensor, handle: Handle) -> Tensor:
     """ExpertParallel.train_combine."""
     if not isinstance(handle, Handle) or handle._owner is not ep:
         raise ValueError("handle: must be what train_dispatch of this ExpertParallel returned")
+    check_capture(handle, ep._engine().reads_peers)
     y = _checks.is_tensor("y", y)
     _checks.has_dtype("y", y, _checks.FLOAT_DTYPES)
     _checks.has_shape("y", y, (handle.num_rows, y.shape[-1]), ", a row for each of the dispatch")

@@ -1,8 +1,8 @@
 """What a rank sends in a dispatch: its rows, and the ids (and weights) of its tokens, in one block of bytes.
 
 The block of a rank is a matrix uint8 (max_tokens + extra, row_bytes). Its first max_tokens rows are tokens;
-the bytes of the others are int32 or float32 matrices (max_tokens, top_k), one after the other. So the
-gathered blocks of all ranks are one matrix, whose row of token i of rank r is r * (max_tokens + extra) + i.
+the bytes of the others are int32 or float32 matrices (max_tokens, top_k), one after the other. Token i of
+rank r has the number r * max_tokens + i.
 """
 
 from __future__ import annotations
@@ -44,21 +44,16 @@ class Message(NamedTuple):
         extra = self.num_matrices * self.max_tokens * self.top_k * _ELEMENT_BYTES
         return self.max_tokens - (-extra // self.row_bytes)
 
-    def new(self, device: torch.device) -> Tensor:
-        """An uninitialised block."""
-        return torch.empty((self.rows, self.row_bytes), dtype=torch.uint8, device=device)
-
-    def matrix(self, blocks: Tensor, index: int, dtype: torch.dtype) -> Tensor:
-        """Matrix ``index`` of each of the blocks (ranks * rows, row_bytes), of a dtype of 4 bytes.
-
-        The result is a view (ranks, max_tokens, top_k).
-        """
+    def matrix(self, block: Tensor, index: int, dtype: torch.dtype) -> Tensor:
+        """Matrix ``index`` of a block, of a dtype of 4 bytes: a view (max_tokens, top_k)."""
         size = self.max_tokens * self.top_k * _ELEMENT_BYTES
         begin = self.max_tokens * self.row_bytes + index * size
-        of_ranks = blocks.view(-1, self.rows * self.row_bytes)[:, begin : begin + size]
-        return of_ranks.view(dtype).view(-1, self.max_tokens, self.top_k)
+        return block.view(-1)[begin : begin + size].view(dtype).view(self.max_tokens, self.top_k)
 
-    def row_of_token(self, token: Tensor) -> Tensor:
-        """The row in the gathered blocks of token r * max_tokens + i; -1 stays -1."""
-        between = self.rows - self.max_tokens
-        return torch.where(token < 0, -1, token + token.div(self.max_tokens, rounding_mode="floor") * between)
+    def matrices(self, blocks: list[Tensor], index: int, dtype: torch.dtype) -> Tensor:
+        """The same of all ranks, one after the other: a copy (ranks * max_tokens, top_k)."""
+        return torch.cat([self.matrix(block, index, dtype) for block in blocks])
+
+    def tokens(self, blocks: list[Tensor]) -> list[Tensor]:
+        """The rows of the tokens of each rank: views (max_tokens, row_bytes)."""
+        return [block[: self.max_tokens] for block in blocks]

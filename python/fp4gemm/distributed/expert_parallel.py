@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,9 +28,10 @@ from ._arguments import (
     problem_of,
     tokens_of,
 )
-from ._gather import Engine, GatherEngine
-from ._message import Message
-from ._places import Sizes, at_experts, check_ids
+from ._arrival import arrive
+from ._engines import engine_of
+from ._gather import Engine
+from ._places import Sizes
 
 if TYPE_CHECKING:
     from ..training.recipe import Recipe
@@ -65,7 +65,10 @@ class ExpertParallel:
         top_k: slots of each token, 1 to num_experts.
         hidden: d, elements of a token; a multiple of 32.
         max_tokens: the most tokens that any rank has in a call.
-        engine: "gather": all_gather and all_to_all with equal parts, of NCCL or gloo. "auto" chooses it.
+        engine: "gather": all_gather and all_to_all with equal parts, of NCCL or gloo. "symm": every rank
+            reads the rows that it needs from the memory of the others, by torch's symmetric memory, between
+            GPUs of one host with peer access; it was executed on CPUs alone so far. "auto" chooses "gather"
+            until "symm" has been measured. ``ep.engine`` says what was chosen, ``ep.engine_reason`` why.
         combine: "slots": the rows of all experts of a token travel back and are added in float32 in the order
             of the slots, the bits of one process. "tree": each rank adds what it has of a token first, as a
             binary tree over eight blocks of experts with nodes of the dtype of y. Fewer bytes travel, and the
@@ -81,7 +84,8 @@ class ExpertParallel:
     Raises:
         TypeError, ValueError: naming the argument; on every rank, also if one rank has a wrong or another
             argument. A ``group`` that is no group is refused on its rank alone.
-        RuntimeError: torch.distributed is not initialised.
+        RuntimeError: torch.distributed is not initialised; engine is "symm" and a rank cannot read the memory
+            of the others, with the reason, on every rank.
     """
 
     def __init__(
@@ -122,14 +126,15 @@ class ExpertParallel:
         self.num_experts = num_experts
         self.top_k, self.hidden, self.max_tokens, self.capacity = top_k, hidden, max_tokens, capacity
         self.combine_order: CombineName = combine
-        self.engine: str = "gather"
         self.gradient, self.seed = gradient, seed
         self._sizes = Sizes(ranks, dist.get_rank(self.group), num_experts, top_k)
-        self._transport: Engine | None = GatherEngine(self.group)
+        self._transport: Engine | None
+        self._transport, self.engine, self.engine_reason = engine_of(engine, self.group)
         self._meshes: dict[str, DeviceMesh] = {}
         self._count = 0  # dispatches so far
         self._train_dtype: torch.dtype | None = None
-        self._random: Tensor | None = None
+        self._random: Tensor | None = None  # on the device from the first use on
+        self._rng_state = torch.tensor([seed, 0], dtype=torch.int64)
         self._status: Tensor | None = None  # int32 (2,): the most rows of a rank, and whether ids were wrong
 
     @property
@@ -156,7 +161,8 @@ class ExpertParallel:
     ) -> tuple[NVFP4Tensor, Handle]:
         """Send the tokens of this rank to their experts, and return the rows of the experts of this rank.
 
-        One collective moves ``max_tokens`` packed rows and their ids from each rank to each other.
+        One phase moves packed rows and their ids: an all_gather of ``max_tokens`` of each rank, or loads of
+        the rows that the experts of this rank need.
 
         Args:
             x: bfloat16, float16 or float32 (t, hidden), t >= 0, quantized with one amax for each row as
@@ -189,8 +195,8 @@ class ExpertParallel:
             else:
                 records.quantize_records(x, out=out)
 
-        arrived = self._arrive(ids, bound, record_bytes(self.hidden), write)
-        return self._operand(arrived), arrived.handle
+        arrived = arrive(self, ids, bound, record_bytes(self.hidden), write)
+        return self._rows(arrived, self.hidden), arrived.handle
 
     def combine(
         self, y: Tensor, handle: Handle, topk_weights: Tensor, out_dtype: torch.dtype | None = None
@@ -211,8 +217,7 @@ class ExpertParallel:
             TypeError, ValueError: naming the argument; a handle that is stale or of another object.
             RuntimeError, NotImplementedError: as :meth:`dispatch`.
         """
-        self._engine()
-        check_handle(handle, self, self._count)
+        check_handle(handle, self, self._count, self._engine().reads_peers)
         y = _checks.readable(_checks.is_tensor("y", y))
         _checks.has_rank("y", y, 2, "(handle.num_rows, d)")
         if y.shape[0] != handle.num_rows:
@@ -256,6 +261,26 @@ class ExpertParallel:
         """
         return _gradients.combine(self, y, handle)
 
+    def get_rng_state(self) -> Tensor:
+        """int64 (2,) on the CPU, {seed, offset}: what ``gradient="nvfp4"`` rounds with next; for checkpoints.
+
+        The same on every rank. Synchronises.
+        """
+        return (self._rng_state if self._random is None else self._random).to("cpu", copy=True)
+
+    def set_rng_state(self, state: Tensor) -> None:
+        """Continue from what :meth:`get_rng_state` returned, the same on every rank.
+
+        Raises:
+            TypeError, ValueError: state is no int64 tensor (2,).
+        """
+        state = _checks.is_tensor("state", state)
+        _checks.has_dtype("state", state, (torch.int64,))
+        _checks.has_shape("state", state, (2,))
+        self._rng_state = state.to("cpu", copy=True)
+        if self._random is not None:
+            self._random.copy_(state)  # in place, for CUDA graphs
+
     def check(self) -> None:
         """Raise for what the device noticed in the dispatches since the last check, on every rank alike.
 
@@ -282,7 +307,10 @@ class ExpertParallel:
             )
 
     def close(self) -> None:
-        """Free what the object holds. Later calls, and handles of earlier ones, are refused."""
+        """Free what the object holds. Later calls, and handles of earlier ones, are refused.
+
+        With engine "symm" a CUDA graph that has calls of the object must not be replayed afterwards.
+        """
         if self._transport is not None:
             self._transport.close()
         self._transport = self._status = None
@@ -314,66 +342,19 @@ class ExpertParallel:
             raise RuntimeError("ExpertParallel: was closed, must not be used afterwards")
         return self._transport
 
-    def _arrive(
-        self,
-        ids: Tensor,
-        bound: int,
-        row_bytes: int,
-        write: Callable[[Tensor], None],
-        weights: Tensor | None = None,
-    ) -> Arrived:
-        """Send rows, which ``write`` writes, ids (t, top_k) and float32 weights; find all rows' places."""
-        t, device = ids.shape[0], ids.device
-        message = Message(bound, row_bytes, self.top_k, 1 if weights is None else 2)
-        block = message.new(device)
-        write(block[:t])
-        own_ids = ids.clamp(-2, self.num_experts).to(torch.int32)
-        sent = message.matrix(block, 0, torch.int32)[0]
-        sent[:t], sent[t:] = own_ids, -1
-        if weights is not None:
-            sent = message.matrix(block, 1, torch.float32)[0]
-            sent[:t], sent[t:] = weights, 0
-        blocks = self._engine().gather(block)
-        all_ids = message.matrix(blocks, 0, torch.int32).flatten(0, 1).contiguous()
-        if device.type == "cpu":
-            check_ids(all_ids, self._sizes)
-        places = at_experts(all_ids, self._sizes, self.capacity)
-        if self._status is None:
-            self._status = torch.zeros_like(places.routing.status)
-        torch.maximum(self._status, places.routing.status, out=self._status)  # in place, for CUDA graphs
-        self._count += 1
-        handle = Handle(
-            places.routing.offs,
-            t,
-            places.capacity,
-            all_ids.numel(),
-            self,
-            self._count,
-            all_ids,
-            own_ids,
-            places,
-        )
-        return Arrived(message, blocks, handle)
-
-    def _arrive_again(self, handle: Handle, row_bytes: int, write: Callable[[Tensor], None]) -> Arrived:
-        """Send other rows of the tokens of an earlier dispatch to the same experts."""
-        message = Message(handle._all_ids.shape[0] // self.num_ranks, row_bytes, self.top_k, 0)
-        block = message.new(handle._all_ids.device)
-        write(block[: handle.num_tokens])
-        return Arrived(message, self._engine().gather(block), handle)
-
     def _next_state(self, device: torch.device) -> Tensor | None:
         """int64 (2,), {seed, offset}, the same on every rank; None where gradients travel as they are."""
         if self.gradient == "original":
             return None
         if self._random is None:
-            self._random = torch.tensor([self.seed, 0], dtype=torch.int64, device=device)
+            self._random = self._rng_state.to(device, copy=True)
         self._random[1:] += 1
         return self._random.clone()
 
-    def _operand(self, arrived: Arrived) -> NVFP4Tensor:
-        """The rows of this rank's experts, of blocks of packed rows."""
-        return records.gather_records(arrived.blocks, arrived.row_of(), arrived.handle.offs, self.hidden)
+    def _rows(self, arrived: Arrived, d: int) -> NVFP4Tensor:
+        """The rows of this rank's experts, of the packed rows of all ranks."""
+        rows = arrived.handle._places.routing.token_of_row
+        return records.gather_records(arrived.tokens, rows, arrived.handle.offs, d)
 
     def _sum(self, y: Tensor, handle: Handle, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """The weighted sum of the rows of each of this rank's tokens, (t, d) of dtype."""
@@ -385,7 +366,7 @@ class ExpertParallel:
             )
         everyone = weights.new_zeros((all_ids.shape[0] // self.num_ranks, self.top_k))
         everyone[: weights.shape[0]] = weights
-        weights = transport.gather(everyone)
+        weights = torch.cat(transport.gather("there", everyone))
         return _combine.by_tree(y, all_ids, places, handle._own_ids, weights, dtype, self._sizes, transport)
 
     def _bound(self, max_tokens: object) -> int:

@@ -1,0 +1,88 @@
+"""The first half of an exchange: rows of this rank's tokens there, and the places of those of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ._arguments import Arrived, Handle, is_capturing
+from ._message import Message
+from ._places import at_experts, check_ids
+
+if TYPE_CHECKING:
+    from .expert_parallel import ExpertParallel
+
+__all__ = ["arrive", "arrive_again"]
+
+_COPIED_TOKENS = 128  # of each rank, from which a copy of the blocks of the peers saves more than it costs
+
+
+def _shared(ep: ExpertParallel, block: Tensor, bound: int) -> list[Tensor]:
+    """The blocks of all ranks, in memory that is read fast.
+
+    The rows of the experts are copied out of the blocks, and a token is read once for each of its experts on
+    this rank. With as many slots as ranks or more, these are more rows than the tokens of the peers, of which
+    nearly each has an expert here. So one copy of the blocks moves less over the links.
+    """
+    engine = ep._engine()
+    blocks = engine.gather("there", block)
+    if engine.reads_peers and ep.top_k >= ep.num_ranks and bound >= _COPIED_TOKENS:
+        return list(torch.stack(blocks).unbind(0))
+    return blocks
+
+
+def arrive(
+    ep: ExpertParallel,
+    ids: Tensor,
+    bound: int,
+    row_bytes: int,
+    write: Callable[[Tensor], None],
+    weights: Tensor | None = None,
+) -> Arrived:
+    """Send rows, which ``write`` writes, ids (t, top_k) and float32 weights; find all rows' places."""
+    t, device = ids.shape[0], ids.device
+    message = Message(bound, row_bytes, ep.top_k, 1 if weights is None else 2)
+    block = ep._engine().space("there", (message.rows, row_bytes), torch.uint8, device)
+    write(block[:t])
+    sent = message.matrix(block, 0, torch.int32)
+    sent[:t], sent[t:] = ids.clamp(-2, ep.num_experts), -1
+    if weights is not None:
+        sent = message.matrix(block, 1, torch.float32)
+        sent[:t], sent[t:] = weights, 0
+    blocks = _shared(ep, block, bound)
+    all_ids = message.matrices(blocks, 0, torch.int32)
+    if device.type == "cpu":
+        check_ids(all_ids, ep._sizes)
+    places = at_experts(all_ids, ep._sizes, ep.capacity)
+    if ep._status is None:
+        ep._status = torch.zeros_like(places.routing.status)
+    torch.maximum(ep._status, places.routing.status, out=ep._status)  # in place, for CUDA graphs
+    ep._count += 1
+    handle = Handle(
+        places.routing.offs,
+        t,
+        places.capacity,
+        all_ids.numel(),
+        ep,
+        ep._count,
+        all_ids,
+        all_ids[ep.rank * bound :][:t],
+        places,
+        is_capturing(device),
+    )
+    return Arrived(message, blocks, handle)
+
+
+def arrive_again(
+    ep: ExpertParallel, handle: Handle, row_bytes: int, write: Callable[[Tensor], None]
+) -> Arrived:
+    """Send other rows of the tokens of an earlier dispatch to the same experts."""
+    device = handle._all_ids.device
+    bound = handle._all_ids.shape[0] // ep.num_ranks
+    message = Message(bound, row_bytes, ep.top_k, 0)
+    block = ep._engine().space("there", (message.rows, row_bytes), torch.uint8, device)
+    write(block[: handle.num_tokens])
+    return Arrived(message, _shared(ep, block, bound), handle)
