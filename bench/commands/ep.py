@@ -1,65 +1,82 @@
 """``python -m bench ep``: dispatch, combine and a layer of experts on many ranks, against bf16 all_to_all.
 
 The command starts a process for each rank itself, NCCL on GPUs and gloo on CPUs; torchrun may do so too.
+Times are in microseconds, of the slowest rank: eager calls with the host, and calls in a CUDA graph.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
-import statistics
+import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import fp4gemm
 import torch
 import torch.distributed as dist
 from fp4gemm.distributed import ExpertParallel
-from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from ..baselines.all_to_all import AllToAll
-
-
-class Sizes(NamedTuple):
-    """The sizes of a block of experts."""
-
-    hidden: int
-    intermediate: int
-    num_experts: int
-    top_k: int
-
+from ..measure.exchange import EXACT, RIVAL, Exchange, Sizes
+from ..measure.ranks import Clock, Row
 
 MODELS = {
     "tiny": Sizes(128, 64, 16, 4),
     "qwen3-30b-a3b": Sizes(2048, 768, 128, 8),
     "deepseek-v3": Sizes(7168, 2048, 256, 8),
 }
-RIVAL = "bf16 all_to_all"
-Row = dict[str, Any]
+
+
+class Target(NamedTuple):
+    """A ratio of times, the contender's in the denominator, that was set before it was measured."""
+
+    part: str
+    contender: str
+    against: str
+    tokens: int
+    wanted: float
+
+
+TARGETS = (
+    Target("dispatch", "fp4gemm gather", EXACT, 1024, 3.0),
+    Target("dispatch", "fp4gemm gather", EXACT, 4096, 3.0),
+    Target("dispatch", "fp4gemm symm", EXACT, 1024, 4.5),
+    Target("dispatch", "fp4gemm symm", EXACT, 4096, 4.5),
+    Target("dispatch", "fp4gemm symm", "symm of bf16 rows", 1024, 2.0),
+    Target("dispatch", "fp4gemm symm", "symm of bf16 rows", 4096, 2.8),
+    *(
+        Target("layer", f"fp4gemm symm {combine}", against, tokens, wanted)
+        for combine in ("slots", "tree")
+        for against in (RIVAL, EXACT)
+        for tokens, wanted in ((1024, 1.5), (4096, 1.7))
+    ),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command."""
     add = parser.add_argument
-    add("--model", nargs="+", choices=tuple(MODELS), help="whose sizes (qwen3-30b-a3b; tiny on a CPU)")
-    add("--tokens", nargs="+", type=int, help="of each rank (16 to 4096; 1 and 16 on a CPU)")
+    add("--model", nargs="+", choices=tuple(MODELS), help="whose sizes (both on GPUs; tiny on a CPU)")
+    add("--tokens", nargs="+", type=int, help="of each rank (1 to 4096; 1 and 16 on a CPU)")
+    add("--engine", nargs="+", choices=("gather", "symm"), help="both where ranks have peer access")
     add("--ranks", type=int, help="processes (the GPUs, or 2 on a CPU)")
-    add("--rounds", type=int, default=20, help="repetitions of each row (20)")
+    add("--rounds", type=int, default=7, help="repetitions of each row (7)")
+    add("--budget", type=float, default=150, help="seconds, after which no case begins (150)")
     add("--quick", action="store_true", help="3 repetitions, the tiny model and few tokens")
     add("--json", action="store_true", help="print JSON lines")
+    add("--out", type=Path, help="a file to which JSON lines are added")
 
 
 def run(args: argparse.Namespace) -> int:
     """Starts the ranks and prints their rows; returns 1 if a contender was wrong."""
     on_gpu = torch.cuda.is_available()
     is_small = args.quick or not on_gpu
-    args.model = args.model or (["tiny"] if is_small else ["qwen3-30b-a3b"])
-    args.tokens = args.tokens or ([1, 16] if is_small else [16, 64, 256, 1024, 4096])
+    args.model = args.model or (["tiny"] if is_small else ["qwen3-30b-a3b", "deepseek-v3"])
+    args.tokens = args.tokens or ([1, 16] if is_small else [1024, 4096, 64, 16, 256, 1])
     args.rounds = 3 if args.quick else args.rounds
     if "RANK" in os.environ:
         return _rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", args)
@@ -86,112 +103,87 @@ def _rank(rank: int, ranks: int, store: str, args: argparse.Namespace) -> int:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    dist.init_process_group("nccl" if on_gpu else "gloo", init_method=store, rank=rank, world_size=ranks)
-    is_wrong = False
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=store,
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    found: list[Row] = []
+    facts = {"bench": "ep", "ranks": ranks, "device": torch.cuda.get_device_name() if on_gpu else "CPU"}
+    facts |= {"torch": torch.__version__, "fp4gemm": fp4gemm.__version__}
+    facts["date"] = datetime.date.today().isoformat()
     try:
+        clock = Clock(device, args.rounds, args.budget)
+        engines = _engines(args.engine)
         for model in args.model:
+            exchange = None
             for tokens in args.tokens:
-                for row in _rows(MODELS[model], tokens, args.rounds, device):
-                    is_wrong |= "refused" in row
-                    if rank == 0:
-                        _show({"model": model, "tokens": tokens, "ranks": ranks, **row}, args.json)
+                names = {"model": model, "tokens": tokens}
+                if not clock.has_time():
+                    rows: list[Row] = [{"part": "all", "skipped": f"after {args.budget:g} seconds"}]
+                else:
+                    exchange = exchange or Exchange(MODELS[model], engines, device)
+                    rows = exchange.rows(tokens, clock)
+                rows = [names | row for row in rows]
+                found += rows
+                if rank == 0:
+                    _show(rows, facts, args)
+            del exchange
+            if on_gpu:
+                torch.cuda.empty_cache()
     finally:
         dist.destroy_process_group()
-    return int(is_wrong)
+    if rank == 0 and not args.json:
+        _show_targets(found)
+    return int(any("refused" in row for row in found))
 
 
-def _rows(sizes: Sizes, tokens: int, rounds: int, device: torch.device) -> list[Row]:
-    """A row for each contender and part, of this number of tokens on each rank."""
-    d, f, e, top_k = sizes
-    options: dict[str, Any] = {"num_experts": e, "top_k": top_k, "hidden": d, "max_tokens": tokens}
-    exchanges = {"slots": ExpertParallel(**options)}
-    if dist.get_world_size() in (1, 2, 4, 8):
-        exchanges["tree"] = ExpertParallel(**options, combine="tree")
-    ep = exchanges["slots"]
-    gen = torch.Generator(device).manual_seed(dist.get_rank())
-    local = ep.num_local_experts
-    w13, w2 = (
-        torch.randn(local, *shape, generator=gen, device=device).bfloat16() * shape[1] ** -0.5
-        for shape in ((2 * f, d), (d, f))
-    )
-    x = torch.randn(tokens, d, generator=gen, device=device).bfloat16()
-    ids = torch.rand(tokens, e, generator=gen, device=device).topk(top_k).indices
-    weights = torch.rand(tokens, top_k, generator=gen, device=device).softmax(-1)
-
-    rival = AllToAll(e)
-    rows, offs, way = rival.dispatch(x, ids)
-    want = rival.layer(x, ids, weights, w13, w2)
-    found = [
-        _timed("dispatch", RIVAL, lambda: rival.dispatch(x, ids), rounds, device),
-        _timed("combine", RIVAL, lambda: rival.combine(rows, way, weights), rounds, device),
-        _timed("layer", RIVAL, lambda: rival.layer(x, ids, weights, w13, w2), rounds, device),
-    ]
-    a, handle = ep.dispatch(x, ids)
-    got = a.dequantize(torch.bfloat16)[: rows.shape[0]]
-    is_right = torch.equal(handle.offs, offs) and _error(got, rows) < 0.15
-    row = _timed("dispatch", "fp4gemm gather", lambda: ep.dispatch(x, ids), rounds, device)
-    found.append(_verified(row, is_right, device))
-    y = torch.zeros(a.shape, dtype=torch.bfloat16, device=device)
-    y[: rows.shape[0]] = rows
-    of_rows = rival.combine(rows, way, weights)
-    for name, exchange in exchanges.items():
-        layer = fp4gemm.nn.Experts.from_float(w13, w2, ep=exchange)
-
-        def combine(exchange: ExpertParallel = exchange) -> Tensor:
-            _, handle = exchange.dispatch(x, ids)
-            return exchange.combine(y, handle, weights)
-
-        row = _timed("dispatch and combine", f"fp4gemm {name}", combine, rounds, device)
-        found.append(_verified(row, _error(combine(), of_rows) < 0.01, device))
-
-        def whole(layer: fp4gemm.nn.Experts = layer) -> Tensor:
-            y: Tensor = layer(x, ids, weights)
-            return y
-
-        row = _timed("layer", f"fp4gemm {name}", whole, rounds, device)
-        found.append(_verified(row, _error(whole(), want) < 0.4, device))
-        exchange.close()
-    return found
+def _engines(asked: list[str] | None) -> list[str]:
+    """The engines that are measured."""
+    if asked:
+        return asked
+    ranks = dist.get_world_size()
+    try:
+        ExpertParallel(num_experts=ranks, top_k=1, hidden=32, max_tokens=1, engine="symm").close()
+    except RuntimeError as error:  # on every rank
+        if dist.get_rank() == 0:
+            print(f"symm is absent: {error}", file=sys.stderr)
+        return ["gather"]
+    return ["symm", "gather"]
 
 
-def _error(got: Tensor, want: Tensor) -> float:
-    norm = float(want.float().norm())
-    return float((got.float() - want.float()).norm()) / norm if norm else 0.0
+def _show(rows: list[Row], facts: Row, args: argparse.Namespace) -> None:
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with args.out.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(facts | row) + "\n" for row in rows)
+    for row in rows:
+        if args.json:
+            print(json.dumps(facts | row), flush=True)
+            continue
+        sizes = f"{row['model']}, {row['tokens']} tokens on each of {facts['ranks']} ranks"
+        verdict = row.get("refused", row.get("skipped"))
+        if verdict is not None:
+            print(f"{sizes}: {row['part']:<9} {row.get('contender', ''):<24} {verdict}", flush=True)
+            continue
+        graph, rate = row.get("graph_us", ""), f"{row['gb_s']} GB/s" if "gb_s" in row else ""
+        text = f"{sizes}: {row['part']:<9} {row['contender']:<24} {row['eager_us']:>9} {graph:>9} {rate}"
+        print(text.rstrip(), flush=True)
 
 
-def _verified(row: Row, is_right: bool, device: torch.device) -> Row:
-    """The row, without its time if the contender was wrong on any rank."""
-    wrong = torch.tensor([int(not is_right)], device=device)
-    dist.all_reduce(wrong)
-    if int(wrong):
-        return {"part": row["part"], "contender": row["contender"], "refused": "its results were wrong"}
-    return row
-
-
-def _timed(
-    part: str, contender: str, function: Callable[[], object], rounds: int, device: torch.device
-) -> Row:
-    """The median over calls of the time of the slowest rank, host included."""
-    times = []
-    for _ in range(rounds + 1):
-        dist.barrier()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        function()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        slowest = torch.tensor([1e6 * (time.perf_counter() - begin)], device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        times.append(float(slowest))
-    return {"part": part, "contender": contender, "us": round(statistics.median(times[1:]), 1)}
-
-
-def _show(row: Row, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(row), flush=True)
-        return
-    sizes = f"{row['model']}, {row['tokens']} tokens on each of {row['ranks']} ranks"
-    print(
-        f"{sizes}: {row['part']:<21} {row['contender']:<16} {row.get('us', row.get('refused'))}", flush=True
-    )
+def _show_targets(rows: list[Row]) -> None:
+    """Prints what was reached of TARGETS: of times in graphs where both have them, else of eager ones."""
+    found = {(row["model"], row["tokens"], row["part"], row.get("contender")): row for row in rows}
+    for model in dict.fromkeys(row["model"] for row in rows):
+        for target in TARGETS:
+            ours = found.get((model, target.tokens, target.part, target.contender), {})
+            theirs = found.get((model, target.tokens, target.part, target.against), {})
+            field = "graph_us" if "graph_us" in ours and "graph_us" in theirs else "eager_us"
+            if field not in ours or field not in theirs:
+                continue
+            ratio = theirs[field] / ours[field]
+            name = f"{model}, {target.tokens}: {target.part} {target.contender} over {target.against}"
+            verdict = "met" if ratio >= target.wanted else "missed"
+            print(f"target {name} ({field}): {ratio:.2f}, wanted {target.wanted}: {verdict}", flush=True)
