@@ -118,10 +118,17 @@ def manylinux(wheel: Path, folder: Path) -> None:
 
 
 def pythons(given: Sequence[str]) -> list[Path]:
-    """The Pythons to test: those given, else one of each version from 3.10 on that the machine has."""
-    candidates = [Path(found) for found in map(shutil.which, given) if found]
+    """The Pythons to test: those given, else one of each version from 3.10 on that the machine has.
+
+    Raises:
+        Wrong: one that is given is no program.
+    """
     if given:
-        return candidates
+        found = {name: shutil.which(name) for name in given}
+        missing = [name for name, path in found.items() if path is None]
+        if missing:
+            raise Wrong(f"--python: {', '.join(missing)} is no program that is found")
+        return [Path(path) for path in found.values() if path is not None]
     folders = [Path(folder) for folder in os.environ["PATH"].split(os.pathsep) if "shims" not in folder]
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     candidates = sorted(pyenv.glob("*/bin/python3"))
@@ -131,8 +138,8 @@ def pythons(given: Sequence[str]) -> list[Path]:
         if not re.fullmatch(r"python3(\.\d+)?", path.name) or not os.access(path, os.X_OK):
             continue
         code = "import sys, venv, ensurepip; print(*sys.version_info[:2])"
-        found = subprocess.run([path, "-c", code], capture_output=True, text=True)
-        if found.returncode == 0 and (version := tuple(map(int, found.stdout.split()))) >= OLDEST_PYTHON:
+        done = subprocess.run([path, "-c", code], capture_output=True, text=True)
+        if done.returncode == 0 and (version := tuple(map(int, done.stdout.split()))) >= OLDEST_PYTHON:
             by_version.setdefault(version, path)
     return [by_version[version] for version in sorted(by_version)]
 

@@ -88,3 +88,5 @@ def test_pythons_are_found(release: ModuleType, monkeypatch: pytest.MonkeyPatch,
         (tmp_path / name).chmod(0o755)
     assert release.pythons([]) == [tmp_path / "python3"]
     assert release.pythons([sys.executable]) == [Path(sys.executable)]
+    with pytest.raises(release.Wrong, match=r"--python: python3\.98 is no program that is found"):
+        release.pythons([sys.executable, "python3.98"])
