@@ -235,7 +235,7 @@ def next_steps(checkpoints: Path, device: torch.device) -> list[str]:
     program = Path(sys.executable)
     python = program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program
     made = f"{checkpoints / 'bf16'} {checkpoints / 'mine'}"
-    measure_it = ("Measure this GPU, beside torch and cuBLASLt", f"{python} -m bench report --quick")
+    measure_it = ("Measure fp4gemm and torch on this GPU", f"{python} -m bench report --quick")
     read_it = ("Read the handbook, which is build/site/index.html then", "make docs")
     steps = (
         ("Convert a checkpoint: a model of yours, or the demo's", f"{python} -m fp4gemm convert {made}"),
