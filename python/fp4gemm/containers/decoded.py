@@ -66,9 +66,13 @@ class DecodedTensor(Container):
         object.__setattr__(self, "data", data)
         object.__setattr__(self, "amax", amax)
         object.__setattr__(self, "e4m3_max", e4m3_max)
-        object.__setattr__(self, "hadamard_signs", hadamard_signs)
-        object.__setattr__(self, "offs", offs)
-        object.__setattr__(self, "offs_dim", offs_dim)
+        # None and 0 are the class attributes, as in NVFP4Tensor.
+        if hadamard_signs is not None:
+            object.__setattr__(self, "hadamard_signs", hadamard_signs)
+        if offs is not None:
+            object.__setattr__(self, "offs", offs)
+        if offs_dim != 0:
+            object.__setattr__(self, "offs_dim", offs_dim)
         return self
 
     @property

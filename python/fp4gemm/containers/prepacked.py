@@ -78,7 +78,8 @@ class PrepackedTensor(Container):
         object.__setattr__(self, "amax", amax)
         object.__setattr__(self, "shape", torch.Size(shape))
         object.__setattr__(self, "e4m3_max", e4m3_max)
-        object.__setattr__(self, "hadamard_signs", hadamard_signs)
+        if hadamard_signs is not None:  # the class attribute
+            object.__setattr__(self, "hadamard_signs", hadamard_signs)
         return self
 
     def __getitem__(self, e: int) -> PrepackedTensor:
