@@ -58,6 +58,9 @@ PTXEMU_OPERATION(MinNan,
 PTXEMU_OPERATION(MaxNan,
                  is_nan(a) || is_nan(b) ? std::numeric_limits<T>::quiet_NaN() : MaxFloat::run(a, b, c))
 PTXEMU_OPERATION(CopySign, std::copysign(b, a))
+// min.xorsign.abs: the lesser magnitude with the product of the signs.
+PTXEMU_OPERATION(MinXorSign, std::copysign(MinFloat::run(std::abs(a), std::abs(b), c),
+                                           std::signbit(a) == std::signbit(b) ? T{1} : T{-1}))
 
 /// The integer type of twice the size.
 template <class T>
@@ -232,6 +235,8 @@ LaneFunction pick(Instruction const& in) {
     return floating ? pick_float<DivideFloat>(in) : pick_integer<Divide, DivideUnsigned>(in);
   } else if (name == "rem") {
     return pick_integer<Remainder, RemainderUnsigned>(in);
+  } else if (name == "min" && in.has("xorsign")) {
+    return three || in.has("NaN") ? nullptr : pick_float<MinXorSign>(in);
   } else if (name == "min") {
     return three ? three_inputs<pick_extremum<MinFloat, MinNan, Min>>
                  : pick_extremum<MinFloat, MinNan, Min>(in);

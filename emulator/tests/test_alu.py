@@ -244,6 +244,19 @@ def test_e4m3_conversion(bench):
     np.testing.assert_array_equal(actual, clamped.astype(np.uint32) * 0x101)
 
 
+def test_f16x2_toward_zero_and_clamped(bench):
+    """cvt.rz to pairs of f16, subnormal ones too, and the lesser magnitude with the product of the signs."""
+    a = np.array([1 + 2**-11 + 2**-12, -1.9999, 65519.0, 1e9, -3e-6, 6e-8, -0.0, 0.0] * 4, np.float32)
+    want = np.array([1.0, -1.999, 65504.0, 65504.0, -50 * 2.0**-24, 2.0**-24, -0.0, 0.0] * 4, np.float16)
+    bits = want.view(np.uint16).astype(np.uint32)
+    packed = bench.lanes("cvt.rz.f16x2.f32 %out, %a0, %a1;", [a, _shuffled(a)], np.uint32)
+    np.testing.assert_array_equal(packed >> 16, bits)
+    limit = np.full(32, 0x0E000E00, np.uint32)  # 6 * 2^-14
+    actual = bench.lanes("min.xorsign.abs.f16x2 %out, %a0, %a1;", [bits << 16 | bits, limit], np.uint32)
+    least = np.minimum(bits & 0x7FFF, 0x0E00) | (bits & 0x8000)
+    np.testing.assert_array_equal(actual, least << 16 | least)
+
+
 def test_bf16x2_arithmetic(bench):
     def pack(x):
         bits = _as_torch(x).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16).astype(np.uint32)

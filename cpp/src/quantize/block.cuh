@@ -214,16 +214,22 @@ __device__ inline uint32_t encode_half(Block<T> const& block, int half, float fa
 }
 
 /// The same with stochastic rounding. Byte i of (low, high) is the random number of element 8 * half + i.
-template <class T>
+///
+/// @tparam kScaleFactor Whether factor * 2^-14 is a normal number, or a factor so small that every code is
+///     zero. If not, the products are multiplied by 2^-14 in its place.
+template <bool kScaleFactor, class T>
 __device__ inline uint32_t encode_half_stochastic(Block<T> const& block, int half, float factor, uint32_t low,
                                                   uint32_t high) {
-  uint32_t bits[8];
+  float p[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    uint32_t const random = __byte_perm(i < 4 ? low : high, 0, 0x4440 + i % 4);
-    bits[i] = e2m1_bits_stochastic(block.element(8 * half + i), factor, random);
+    float const x = block.element(8 * half + i);
+    p[i] = kScaleFactor ? __fmul_rn(x, factor * kStochasticFactor)
+                        : __fmul_rn(__fmul_rn(x, factor), kStochasticFactor);
   }
-  return pack_codes(bits, kStochasticStart) + block.signs(half);
+  return pack_stochastic(
+      stochastic_sums(p[0], p[2], low & 0x00FF00FFu), stochastic_sums(p[1], p[3], low >> 8 & 0x00FF00FFu),
+      stochastic_sums(p[4], p[6], high & 0x00FF00FFu), stochastic_sums(p[5], p[7], high >> 8 & 0x00FF00FFu));
 }
 
 }  // namespace fp4gemm

@@ -192,8 +192,9 @@ class VariantCast {
         te_per_token_ ? per_token_factor(result.scale) : te_factor<kRange>(result.scale, scales_.outer);
     if (is_stochastic_) {
       uint4 const random = philox_.draw(static_cast<uint64_t>(index));
-      result.codes = {encode_half_stochastic(block, 0, factor, random.x, random.y),
-                      encode_half_stochastic(block, 1, factor, random.z, random.w)};
+      constexpr bool kScaleFactor = kRange == Range::kRegular;
+      result.codes = {encode_half_stochastic<kScaleFactor>(block, 0, factor, random.x, random.y),
+                      encode_half_stochastic<kScaleFactor>(block, 1, factor, random.z, random.w)};
     } else {
       result.codes = {encode_half(block, 0, factor), encode_half(block, 1, factor)};
     }

@@ -67,7 +67,7 @@ struct TileParams {
   int64_t k;
   Side row;
   Side column;
-  uint32_t signs;  // of the Hadamard transform of the columns
+  SignMasks signs;  // of the Hadamard transform of the columns
   CastOptions cast;
   Groups groups;
 };
@@ -101,7 +101,7 @@ __device__ inline TileRows find_span(Groups const& groups, int64_t m, int64_t at
 ///
 /// @tparam Rotation void for the column itself, or the type that its Hadamard transform is rounded to.
 template <class T, class Rotation>
-__device__ inline auto column_block(Panel<T> const& panel, int j, uint32_t signs) {
+__device__ inline auto column_block(Panel<T> const& panel, int j, SignMasks const& signs) {
   if constexpr (cuda::std::is_void_v<Rotation>) {
     return panel.column(j);
   } else {

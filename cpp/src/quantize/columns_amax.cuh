@@ -19,7 +19,7 @@ struct ColumnAmaxParams {
   float* row_amax;     // (m), zeros before the launch; null: not written
   float* column_amax;  // (groups, k), or (groups) with column_is_tensor; zeros before the launch
   bool column_is_tensor;
-  uint32_t signs;
+  SignMasks signs;
   float headroom;  // factor of the maxima
   Groups groups;
 };

@@ -44,7 +44,8 @@ class FourOverSixCast {
   __device__ bool quantize(Block<T> const& block, float amax, int64_t /*index*/,
                            QuantizedBlock& result) const {
     if constexpr (kRange == Range::kRegular) {
-      return quantize_approximately(block, amax, result);
+      return mean_square_ ? quantize_approximately<true>(block, amax, result)
+                          : quantize_approximately<false>(block, amax, result);
     } else {
       Candidates const both = candidates(amax);
       QuantizedBlock four;
@@ -127,7 +128,8 @@ class FourOverSixCast {
   }
 
  private:
-  template <class T>
+  /// @tparam kMeanSquare The value of mean_square_, a constant in the loop over the elements.
+  template <bool kMeanSquare, class T>
   __device__ bool quantize_approximately(Block<T> const& block, float amax, QuantizedBlock& result) const {
     // a / 6, by one correction of the product with the reciprocal. It is rounded correctly unless a is so
     // small that the scale is zero.
@@ -167,7 +169,7 @@ class FourOverSixCast {
         float const difference_6 = __fsub_rn(q_6, p_6);
         bits_6[i] = __float_as_uint(sum_6);
 
-        if (mean_square_) {
+        if constexpr (kMeanSquare) {
           error_4 = __fmaf_rn(difference_4, difference_4, error_4);
           error_6 = __fmaf_rn(difference_6, difference_6, error_6);
         } else {
@@ -178,8 +180,8 @@ class FourOverSixCast {
       codes_4[half] = pack_codes(bits_4, kE2m1StartBits);
       codes_6[half] = pack_codes(bits_6, kE2m1StartBits);
     }
-    float const unit = mean_square_ ? scale_4 * scale_4 : scale_4;
-    float const unit_6 = mean_square_ ? scale_6 * scale_6 : scale_6;
+    float const unit = kMeanSquare ? scale_4 * scale_4 : scale_4;
+    float const unit_6 = kMeanSquare ? scale_6 * scale_6 : scale_6;
     float const gain = error_6 * unit_6 - error_4 * unit;
     bool const take_4 = gain > 0.0f;
     result.scale = take_4 ? scale_bits_4 : scale_bits_6;

@@ -25,27 +25,37 @@ __device__ inline void rotate(float (&x)[kBlock]) {
   }
 }
 
-/// The block with element r negated where bit r of `signs` is set.
-template <class T>
-__device__ inline Block<T> negated(Block<T> block, uint32_t signs) {
-#pragma unroll
-  for (int i = 0; i < Block<T>::kWords; ++i) {
-    if constexpr (sizeof(T) == 4) {
-      block.words[i] ^= signs << (31 - i) & 0x80000000u;
+/// The bits that negate elements of a block, for each of its words. Kernels have them in their parameters,
+/// since an instruction can read a mask in constant memory, but needs others before it to make one from
+/// `signs`.
+struct SignMasks {
+  uint32_t words[kBlock];
+};
+
+/// The masks that negate element r of a block where bit r of `signs` is set.
+inline SignMasks sign_masks(uint32_t signs, fp4gemm_dtype_t dtype) {
+  SignMasks masks{};
+  for (int r = 0; r < kBlock; ++r) {
+    uint32_t const sign = signs >> r & 1u;
+    if (dtype == FP4GEMM_FP32) {
+      masks.words[r] = sign << 31;
     } else {
-      block.words[i] ^= (signs << (15 - 2 * i) & 0x8000u) | (signs << (30 - 2 * i) & 0x80000000u);
+      masks.words[r / 2] |= sign << (r % 2 == 0 ? 15 : 31);
     }
   }
-  return block;
+  return masks;
 }
 
-/// The transformed block.
+/// The transformed block, of which elements are negated first.
 ///
 /// @tparam Out The type that its values are rounded to; float means no rounding.
 /// @tparam T The type of the input.
 template <class Out, class T>
-__device__ inline Block<Out> rotated(Block<T> block, uint32_t signs) {
-  block = negated(block, signs);
+__device__ inline Block<Out> rotated(Block<T> block, SignMasks const& signs) {
+#pragma unroll
+  for (int i = 0; i < Block<T>::kWords; ++i) {
+    block.words[i] ^= signs.words[i];
+  }
   float x[kBlock];
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {

@@ -4,6 +4,7 @@
 
 #include "quantize/cast.cuh"
 #include "quantize/hadamard.cuh"
+#include "quantize/row_reduce.cuh"
 
 namespace fp4gemm {
 
@@ -11,7 +12,7 @@ namespace fp4gemm {
 struct Input {
   void const* x;
   int64_t row_stride;              // elements
-  uint32_t signs = 0;              // Hadamard: bit r negates element r of a block
+  SignMasks signs{};               // Hadamard
   int64_t up_offset = 0;           // SiLU: elements from the gate to the factor `up`
   void const* residual = nullptr;  // norm: added to x, (m, k) contiguous; null: none
   void* sum = nullptr;             // norm: out, x + residual, (m, k) contiguous
@@ -89,7 +90,7 @@ class HadamardLoader {
 
  private:
   PlainLoader<T> plain_;
-  uint32_t signs_;
+  SignMasks const& signs_;
 };
 
 /// T(T(silu(gate)) * up), with the two roundings of eager F.silu(gate) * up.
@@ -201,13 +202,7 @@ class RmsNormLoader {
     for (int i = 0; i < kBlock; ++i) {
       square[i] = __fmul_rn(h.element(i), h.element(i));
     }
-#pragma unroll
-    for (int half = kBlock / 2; half > 0; half /= 2) {
-#pragma unroll
-      for (int i = 0; i < half; ++i) {
-        square[i] = __fadd_rn(square[i], square[i + half]);
-      }
-    }
+    fold_by_halves<kBlock / 2>(square);
     return square[0];
   }
 

@@ -57,21 +57,47 @@ struct E2m1Parts {
       : up_to_4(saturated_fma(p, 0.25f, 0.0f)), above_4(saturated_fma(p, 0.5f, -2.0f)) {}
 };
 
-/// kE2m1StartBits plus the e2m1 code of |x * factor|, rounded to nearest even and saturating.
+/// kE2m1StartBits plus the e2m1 code of |x * factor|, rounded to nearest even and saturating. Of p, (p + 4) /
+/// 2 and 5 the first is the least up to 4, the second up to 6, and rounding keeps the order. Bits of positive
+/// floats compare as the numbers do.
 __device__ inline uint32_t e2m1_bits(float x, float factor) {
-  E2m1Parts const p(__fmul_rn(fabsf(x), factor));
-  return __float_as_uint(__fadd_rn(__fmaf_rn(p.up_to_4, 4.0f, kE2m1Start), p.above_4));
+  float const p = __fmul_rn(fabsf(x), factor);
+  uint32_t const up_to_4 = __float_as_uint(__fadd_rn(p, kE2m1Start));
+  uint32_t const above_4 = __float_as_uint(__fmaf_rn(p, 0.5f, kE2m1Start + 2.0f));
+  return __vimin3_u32(up_to_4, above_4, kE2m1StartBits + 7);
 }
 
-constexpr uint32_t kStochasticStart = (0x47000000u - 1024) >> 8;
+// Stochastic rounding to e2m1. The numbers of e2m1 have the exponents 0, for which they are subnormal as well
+// as normal, 1 and 2, and one bit of mantissa. Divided by 2^14 they are the fp16 numbers of the exponents -14
+// (subnormal as well as normal), -13 and -12 with nine more bits of mantissa. The fp16 bits of p * 2^-14,
+// rounded toward zero, are therefore 512 * code + floor(512 f), where code is that of the neighbour of p that
+// is nearer to zero, and f in [0, 1) is the position of p between its two neighbours.
 
-/// kStochasticStart plus the code of |x * factor|, rounded stochastically: away from zero if
-/// floor(256 f) + random >= 256, where f in [0, 1) is the position between the two neighbours and random is a
-/// number from 0 to 255. It is the same sum near 2^15, where floats are 256 times as dense.
-__device__ inline uint32_t e2m1_bits_stochastic(float x, float factor, uint32_t random) {
-  E2m1Parts const p(__fmul_rn(fabsf(x), factor));
-  float const sum = __fadd_rz(__fmaf_rz(p.up_to_4, 4.0f, 32766.0f), p.above_4);
-  return (__float_as_uint(sum) + random) >> 8;
+constexpr float kStochasticFactor = 0x1p-14f;
+
+/// The sums of two elements, a half of a word each: the code of element * factor * 2^14, rounded
+/// stochastically and saturating, in bits 9 to 11 and its sign in bit 15. `low` and `high` are the products
+/// of elements and factors. An element is rounded away from zero if floor(256 f) + random >= 256, where
+/// `random` has a number from 0 to 255 for each of them. The magnitude of a sum is below 4096, since that of
+/// 6 is 3584.
+__device__ inline uint32_t stochastic_sums(float low, float high, uint32_t random) {
+  uint32_t bits;
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  asm("min.xorsign.abs.f16x2 %0, %0, %1;"
+      : "+r"(bits)
+      : "r"(0x0E000E00u));  // 6 * 2^-14, the sign of each half kept
+  return bits + 2 * random;
+}
+
+/// Eight codes in one word, nibble i that of element i, from the sums of elements 0 and 2, 1 and 3, 4 and 6,
+/// and 5 and 7.
+__device__ inline uint32_t pack_stochastic(uint32_t of_02, uint32_t of_13, uint32_t of_46, uint32_t of_57) {
+  uint32_t const even =
+      __byte_perm(of_02, of_46, 0x7531);  // a byte each: the sign, three zeros, the code, one bit
+  uint32_t const odd = __byte_perm(of_13, of_57, 0x7531);
+  uint32_t const low = (even >> 1 & 0x07070707u) | (even >> 4 & ~0x07070707u);
+  uint32_t const high = (odd << 3 & 0x70707070u) | (odd & ~0x70707070u);
+  return (low & 0x0F0F0F0Fu) | (high & 0xF0F0F0F0u);
 }
 
 /// Eight codes in one word: nibble i is bits[i] - start.

@@ -22,8 +22,8 @@ class Philox {
     uint32_t key_high = static_cast<uint32_t>(seed_ >> 32);
 #pragma unroll
     for (int round = 0; round < 10; ++round) {
-      uint64_t const x = uint64_t{0xD2511F53u} * c.x;
-      uint64_t const z = uint64_t{0xCD9E8D57u} * c.z;
+      uint64_t const x = multiply(0xD2511F53u, c.x);
+      uint64_t const z = multiply(0xCD9E8D57u, c.z);
       c = {static_cast<uint32_t>(z >> 32) ^ c.y ^ key_low, static_cast<uint32_t>(z),
            static_cast<uint32_t>(x >> 32) ^ c.w ^ key_high, static_cast<uint32_t>(x)};
       key_low += 0x9E3779B9u;
@@ -33,6 +33,14 @@ class Philox {
   }
 
  private:
+  /// The product of two words, by one instruction. For a product of 64-bit integers the compiler also adds
+  /// the zeros of their high words.
+  __device__ static uint64_t multiply(uint32_t a, uint32_t b) {
+    uint64_t product;
+    asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+    return product;
+  }
+
   uint64_t seed_;
   uint64_t offset_;
 };

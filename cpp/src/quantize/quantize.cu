@@ -104,7 +104,7 @@ fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DevicePr
   fp4gemm_quantized_t const& out = args.row;
   bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
   Input input{args.x, args.x_row_stride};
-  input.signs = args.hadamard_signs;
+  input.signs = sign_masks(args.hadamard_signs, args.x_dtype);
   input.rows = args.x_rows;
   input.num_rows = args.x_num_rows;
   Groups groups{args.offs, args.num_groups};
@@ -166,9 +166,17 @@ fp4gemm_status_t find_amaxes(fp4gemm_quantize_args_t const& args, int num_sms, c
   *column = args.column.amax_given != nullptr ? args.column.amax_given : args.column.amax;
   fp4gemm_hadamard_t const hadamard = args.column.hadamard;
   Groups const groups{args.offs, args.num_groups};
-  ColumnAmaxParams const params{
-      args.x,   args.x_row_stride,   args.m,        args.k, columns_of(args), nullptr, args.column.amax,
-      !per_row, args.hadamard_signs, args.headroom, groups};
+  ColumnAmaxParams const params{args.x,
+                                args.x_row_stride,
+                                args.m,
+                                args.k,
+                                columns_of(args),
+                                nullptr,
+                                args.column.amax,
+                                !per_row,
+                                sign_masks(args.hadamard_signs, args.x_dtype),
+                                args.headroom,
+                                groups};
   Input const input{args.x, args.x_row_stride};
   if (per_row) {
     ColumnAmaxParams both = params;
@@ -207,7 +215,7 @@ fp4gemm_status_t launch_along_columns(fp4gemm_quantize_args_t const& args, int n
                      args.k,
                      side(args.row, row_amax, args.k),
                      side(args.column, column_amax, columns_of(args)),
-                     args.hadamard_signs,
+                     sign_masks(args.hadamard_signs, args.x_dtype),
                      cast_options(args),
                      {args.offs, args.num_groups}},
                     args.x_dtype,

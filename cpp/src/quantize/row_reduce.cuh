@@ -27,6 +27,19 @@ __device__ uint32_t row_max(uint32_t bits, int slot) {
   return bits;
 }
 
+/// Folds `values` by halves, until their sum is the first of them: values j and j + kHalf are added, then
+/// kHalf is halved. The recursion is unrolled by the compiler where nested loops over the halves are not.
+template <int kHalf, int kCount>
+__device__ inline void fold_by_halves(float (&values)[kCount]) {
+  if constexpr (kHalf > 0) {
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      values[i] = __fadd_rn(values[i], values[i + kHalf]);
+    }
+    fold_by_halves<kHalf / 2>(values);
+  }
+}
+
 /// The sum over the blocks of a row, of which the thread holds kBlocksPerThread, kThreadsPerRow apart. It is
 /// folded by halves: sum j is added to sum j + N/2, then N is halved, starting from the next power of two of
 /// the number of blocks; blocks beyond the row are zero. The order of the additions therefore does not depend
@@ -35,13 +48,7 @@ __device__ uint32_t row_max(uint32_t bits, int slot) {
 /// Who calls it, and `slot` (0 or 1): as for row_max. The contents of `sums` are lost.
 template <int kThreadsPerRow, int kBlocksPerThread>
 __device__ float row_sum(float (&sums)[kBlocksPerThread], int slot) {
-#pragma unroll
-  for (int half = kBlocksPerThread / 2; half > 0; half /= 2) {
-#pragma unroll
-    for (int i = 0; i < half; ++i) {
-      sums[i] = __fadd_rn(sums[i], sums[i + half]);
-    }
-  }
+  fold_by_halves<kBlocksPerThread / 2>(sums);
   float sum = sums[0];
   int const lane = static_cast<int>(threadIdx.x % 32);
   if constexpr (kThreadsPerRow > 32) {
@@ -54,13 +61,7 @@ __device__ float row_sum(float (&sums)[kBlocksPerThread], int slot) {
     for (int i = 0; i < kWarps; ++i) {
       parts[i] = partial[slot][i][lane];
     }
-#pragma unroll
-    for (int half = kWarps / 2; half > 0; half /= 2) {
-#pragma unroll
-      for (int i = 0; i < half; ++i) {
-        parts[i] = __fadd_rn(parts[i], parts[i + half]);
-      }
-    }
+    fold_by_halves<kWarps / 2>(parts);
     sum = parts[0];
   }
 #pragma unroll

@@ -96,8 +96,9 @@ struct Turn {
     float sums[Shape::kBlocksPerThread];
 #pragma unroll
     for (int i = 0; i < Shape::kBlocksPerThread; ++i) {
-      sums[i] = Loader::sum_of_squares(blocks[i]);
+      sums[i] = 0.0f;
       if (thread + offset_of(0, i) < num_blocks) {
+        sums[i] = Loader::sum_of_squares(blocks[i]);
         loader.store_sum(offset_of(0, i), blocks[i]);
       }
     }
@@ -191,6 +192,9 @@ __device__ void quantize_regular_row(Loader const& loader, Cast const& cast, Row
 #pragma unroll
     for (int i = 0; i < Shape::kBlocksPerThread; ++i) {
       int const offset = turn.offset_of(t, i);
+      if (out.thread + offset >= out.num_scales) {
+        break;  // behind the row, as are the blocks that follow
+      }
       QuantizedBlock quantized;
       bool const is_clear = cast.quantize(turn.blocks[i], turn.amax(i), first_block + offset, quantized);
       unclear |= is_clear ? 0u : 1u << i;

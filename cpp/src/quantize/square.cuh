@@ -3,6 +3,7 @@
 #pragma once
 
 #include "quantize/columns.cuh"
+#include "quantize/row_reduce.cuh"
 
 namespace fp4gemm {
 
@@ -94,13 +95,7 @@ __global__ void __launch_bounds__(kTileThreads<T>) quantize_squares(TileParams p
         for (int i = 0; i < kBlock; ++i) {
           terms[i] = errors[c][square_row * kBlock + i][block];
         }
-#pragma unroll
-        for (int half = kBlock / 2; half > 0; half /= 2) {
-#pragma unroll
-          for (int i = 0; i < half; ++i) {
-            terms[i] = __fadd_rn(terms[i], terms[i + half]);
-          }
-        }
+        fold_by_halves<kBlock / 2>(terms);
         sums[c] = terms[0];
       }
       auto const both = cast.candidates(square_amax[square_row][block]);
