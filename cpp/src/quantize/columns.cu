@@ -39,11 +39,16 @@ void launch_tiles_of(TileLaunch const& launch) {
   });
 }
 
+/// Each CTA has the most rows for which there are three CTAs for each SM, since every CTA adds to the amaxes
+/// in global memory.
 template <class T, class Rotation>
-void launch_amax_of(ColumnAmaxParams const& params, cudaStream_t stream) {
+void launch_amax_of(ColumnAmaxParams params, int num_sms, cudaStream_t stream) {
   auto const width = static_cast<unsigned>(ceil_div(params.k, kColumnAmaxThreads * Panel<T>::kColumns));
+  while (params.cta_rows > kBlock && width * ceil_div(params.columns, params.cta_rows) < 3 * num_sms) {
+    params.cta_rows /= 2;
+  }
   for_form(params.groups, params.row_amax != nullptr, [&](auto form) {
-    for_grid_parts(ceil_div(params.columns, kAmaxRows), kMaxGridY, [&](int64_t first, unsigned count) {
+    for_grid_parts(ceil_div(params.columns, params.cta_rows), kMaxGridY, [&](int64_t first, unsigned count) {
       columns_amax<T, Rotation, decltype(form)::value>
           <<<dim3(width, count), kColumnAmaxThreads, 0, stream>>>(params, static_cast<unsigned>(first));
     });
@@ -88,7 +93,7 @@ void launch_squares(TileLaunch const& launch, bool four_over_six) {
 }
 
 fp4gemm_status_t launch_columns_amax(ColumnAmaxParams const& params, fp4gemm_dtype_t dtype,
-                                     fp4gemm_hadamard_t hadamard, cudaStream_t stream) {
+                                     fp4gemm_hadamard_t hadamard, int num_sms, cudaStream_t stream) {
   if (params.row_amax != nullptr) {
     FP4GEMM_CUDA(cudaMemsetAsync(params.row_amax, 0, params.m * sizeof(float), stream));
   }
@@ -98,9 +103,9 @@ fp4gemm_status_t launch_columns_amax(ColumnAmaxParams const& params, fp4gemm_dty
   for_type(dtype, [&](auto type) {
     using T = decltype(type);
     switch (hadamard) {
-      case FP4GEMM_HADAMARD_NONE: launch_amax_of<T, void>(params, stream); break;
-      case FP4GEMM_HADAMARD_BF16: launch_amax_of<T, __nv_bfloat16>(params, stream); break;
-      case FP4GEMM_HADAMARD_FP32: launch_amax_of<T, float>(params, stream); break;
+      case FP4GEMM_HADAMARD_NONE: launch_amax_of<T, void>(params, num_sms, stream); break;
+      case FP4GEMM_HADAMARD_BF16: launch_amax_of<T, __nv_bfloat16>(params, num_sms, stream); break;
+      case FP4GEMM_HADAMARD_FP32: launch_amax_of<T, float>(params, num_sms, stream); break;
     }
   });
   FP4GEMM_CUDA(cudaGetLastError());

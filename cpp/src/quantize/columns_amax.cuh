@@ -6,7 +6,7 @@
 
 namespace fp4gemm {
 
-constexpr int kAmaxRows = 128;  // rows of a CTA of columns_amax
+constexpr int kMaxAmaxRows = 128;  // rows of a CTA of columns_amax
 constexpr int kColumnAmaxThreads = 128;
 
 /// The arguments of columns_amax.
@@ -22,6 +22,7 @@ struct ColumnAmaxParams {
   SignMasks signs;
   float headroom;  // factor of the maxima
   Groups groups;
+  int cta_rows = kMaxAmaxRows;  // rows of a CTA: 16, 32, 64 or kMaxAmaxRows
 };
 
 /// Replaces *amax by the maximum of it and value. Neither is negative, so that their bits compare as they do.
@@ -78,7 +79,7 @@ __device__ inline void combine_columns(ColumnAmaxParams const& p, uint32_t const
 
 /// Combines headroom * max |x| of every column, after the Hadamard transform if there is one, into
 /// column_amax, with Form::kGroups that of every column in each group, and with Form::kBoth that of every row
-/// into row_amax. Template parameters and first_tile are those of quantize_tiles; a CTA has kAmaxRows rows of
+/// into row_amax. Template parameters and first_tile are those of quantize_tiles; a CTA has cta_rows rows of
 /// one column panel for each of its threads. The greatest of rounded products is the rounded product of the
 /// greatest.
 template <class T, class Rotation, Form kForm>
@@ -86,11 +87,11 @@ __global__ void __launch_bounds__(kColumnAmaxThreads) columns_amax(ColumnAmaxPar
   constexpr int kColumns = Panel<T>::kColumns;
   using Element = cuda::std::conditional_t<cuda::std::is_void_v<Rotation>, T, Rotation>;
   int64_t const column = (int64_t{blockIdx.x} * kColumnAmaxThreads + threadIdx.x) * kColumns;
-  int64_t const first_row = int64_t{first_tile + blockIdx.y} * kAmaxRows;
-  int64_t const end_row = min(first_row + kAmaxRows, p.columns);
+  int64_t const first_row = int64_t{first_tile + blockIdx.y} * p.cta_rows;
+  int64_t const end_row = min(first_row + p.cta_rows, p.columns);
   constexpr bool kRows = kForm == Form::kBoth;
   bool const is_real = column < p.k;
-  __shared__ uint32_t row_bits[kRows ? kAmaxRows : 1];
+  __shared__ uint32_t row_bits[kRows ? kMaxAmaxRows : 1];
   if constexpr (kRows) {
     row_bits[threadIdx.x] = 0;
     __syncthreads();  // row_bits is zero before any warp adds to it
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(kColumnAmaxThreads) columns_amax(ColumnAmaxPar
   TileRows rows{};
   for (int64_t row = first_row; row < end_row; row += kBlock) {
     int const in_span = static_cast<int>(row % kGroupColumns);
-    if (in_span == 0) {
+    if (in_span == 0 || row == first_row) {
       if (kForm == Form::kGroups && rows.count > 0) {
         // The span before is complete, and this one may be of another group.
         combine_columns<T, Element>(p, bits, column, rows.group);
@@ -108,7 +109,7 @@ __global__ void __launch_bounds__(kColumnAmaxThreads) columns_amax(ColumnAmaxPar
           bits[j] = 0;
         }
       }
-      rows = find_span<kForm>(p.groups, p.m, row);
+      rows = find_span<kForm>(p.groups, p.m, row - in_span);
     }
     Panel<T> panel{};
     if (is_real && in_span < rows.count) {

@@ -69,7 +69,7 @@ fp4gemm_status_t launch_group_amax(Input const& input, int64_t m, int64_t k, fp4
 /// Writes headroom * max |x| of each column, or of all columns together, in each group if there are groups,
 /// and of each row where params.row_amax is not null.
 fp4gemm_status_t launch_columns_amax(ColumnAmaxParams const& params, fp4gemm_dtype_t dtype,
-                                     fp4gemm_hadamard_t hadamard, cudaStream_t stream);
+                                     fp4gemm_hadamard_t hadamard, int num_sms, cudaStream_t stream);
 
 /// Calls launch with a value of the type that dtype stands for.
 template <class Launch>
@@ -111,13 +111,14 @@ bool launch_rows(RowLaunch const& launch) {
 
 /// Launches shapes that serve all sizes, groups and either kind of amax.
 ///
-/// @tparam kDepth Blocks that a thread holds in registers; casts that compute much use fewer, so that more
-///     threads fit on an SM.
+/// @tparam kDepth Blocks that a thread holds in registers, 2 or 4; casts that compute much use fewer, so that
+///     more threads fit on an SM.
 template <class Loader, class Cast, int kDepth>
 void launch_rows_any(RowLaunch const& launch) {
   constexpr Amax kEither = Amax::kEither;
   constexpr Cover kQuads = Cover::kQuads;
   (void)(launch_rows<Loader, Cast, RowShape<kEither, kQuads, true, false, 32, kDepth>>(launch) ||
+         launch_rows<Loader, Cast, RowShape<kEither, kQuads, true, false, 128, kDepth>>(launch) ||
          launch_rows<Loader, Cast, RowShape<kEither, kQuads, true, false, 512 / kDepth, kDepth>>(launch) ||
          launch_rows<Loader, Cast, RowShape<kEither, kQuads, true, true, 256, 2>>(launch));
 }

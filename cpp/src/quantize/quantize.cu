@@ -181,14 +181,15 @@ fp4gemm_status_t find_amaxes(fp4gemm_quantize_args_t const& args, int num_sms, c
   if (per_row) {
     ColumnAmaxParams both = params;
     both.row_amax = wants_row ? args.row.amax : nullptr;
-    return wants_column ? launch_columns_amax(both, args.x_dtype, hadamard, stream) : FP4GEMM_SUCCESS;
+    return wants_column ? launch_columns_amax(both, args.x_dtype, hadamard, num_sms, stream)
+                        : FP4GEMM_SUCCESS;
   }
   if (wants_row) {
     FP4GEMM_TRY(launch_tensor_amax(input, args.m, args.k, args.x_dtype, FP4GEMM_HADAMARD_NONE, args.headroom,
                                    args.row.amax, num_sms, stream));
   }
   if (wants_column && (hadamard != FP4GEMM_HADAMARD_NONE || groups.offs != nullptr)) {
-    FP4GEMM_TRY(launch_columns_amax(params, args.x_dtype, hadamard, stream));
+    FP4GEMM_TRY(launch_columns_amax(params, args.x_dtype, hadamard, num_sms, stream));
   } else if (wants_column && wants_row) {
     FP4GEMM_CUDA(
         cudaMemcpyAsync(args.column.amax, args.row.amax, sizeof(float), cudaMemcpyDeviceToDevice, stream));
