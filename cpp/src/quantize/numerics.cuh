@@ -83,9 +83,12 @@ constexpr float kStochasticFactor = 0x1p-14f;
 __device__ inline uint32_t stochastic_sums(float low, float high, uint32_t random) {
   uint32_t bits;
   asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-  asm("min.xorsign.abs.f16x2 %0, %0, %1;"
-      : "+r"(bits)
-      : "r"(0x0E000E00u));  // 6 * 2^-14, the sign of each half kept
+  constexpr uint32_t kSix = 0x0E000E00u;  // 6 * 2^-14 in each half
+#if __CUDA_ARCH__ >= 860
+  asm("min.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(bits) : "r"(kSix));  // the sign of each half stays
+#else
+  bits = __vminu2(bits & 0x7FFF7FFFu, kSix) | (bits & 0x80008000u);
+#endif
   return bits + 2 * random;
 }
 
