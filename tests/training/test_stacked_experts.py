@@ -79,7 +79,7 @@ def gradients(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> dict[str,
     module.zero_grad()
     x, weights = (t.detach().clone().requires_grad_() for t in (x, weights))
     y = module(x, ids, weights)
-    y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).sin())
+    y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).sin().to(y.device))
     return {
         "y": y.detach(),
         "x": x.grad,
@@ -146,7 +146,7 @@ def test_bits_of_grouped_linear(kind: str, recipe: str) -> None:
         rows = module._apply_gate(rows) if name == "gate_up_proj" else rows
     back = (rows * weights.flatten()[order].unsqueeze(1))[order.argsort()].view(-1, TOP_K, D)
     y = back[:, 0] + back[:, 1]
-    y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).sin())
+    y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).sin().to(y.device))
     want = {"y": y.detach(), "weights": weights.grad}
     want |= {
         name: p.grad.mT if module.is_transposed and p.dim() == 3 else p.grad for name, p in leaves.items()
