@@ -67,8 +67,8 @@ class ExpertParallel:
         max_tokens: the most tokens that any rank has in a call.
         engine: "gather": all_gather and all_to_all with equal parts, of NCCL or gloo. "symm": every rank
             reads the rows that it needs from the memory of the others, by torch's symmetric memory, between
-            GPUs of one host with peer access; it was executed on CPUs alone so far. "auto" chooses "gather"
-            until "symm" has been measured. ``ep.engine`` says what was chosen, ``ep.engine_reason`` why.
+            GPUs of one host with peer access. "auto" chooses "gather" until "symm" has been measured on two.
+            ``ep.engine`` says what was chosen, ``ep.engine_reason`` why.
         combine: "slots": the rows of all experts of a token travel back and are added in float32 in the order
             of the slots, the bits of one process. "tree": each rank adds what it has of a token first, as a
             binary tree over eight blocks of experts with nodes of the dtype of y. Fewer bytes travel, and the
