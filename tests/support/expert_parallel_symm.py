@@ -20,7 +20,7 @@ SIZES = (2, 4)
 RECIPES = ("te_per_token", "row_scaled_dequantized")  # x travels in its dtype, and as NVFP4
 DELAY_S = 0.003
 LAYERS = 12
-# Of the routings of test_expert_parallel.py, those that differ in what travels, and in who reads it.
+# These routings of test_expert_parallel.py differ in what travels, and in who reads it.
 NAMES = (
     "skewed",
     "pairs without expert",
