@@ -7,7 +7,16 @@ from typing import Any
 import expert_parallel_training
 import pytest
 import torch
-from expert_parallel_training import EXPERTS, MAX_TOKENS, RANKS, RECIPES, TOP_K, TRAVELS_QUANTIZED, D
+from expert_parallel_training import (
+    EXPERTS,
+    LAYOUTS,
+    MAX_TOKENS,
+    RANKS,
+    RECIPES,
+    TOP_K,
+    TRAVELS_QUANTIZED,
+    D,
+)
 from processes import in_processes
 from torch import Tensor
 
@@ -83,6 +92,23 @@ def test_the_style_divides_the_experts(ranks: list[dict[Any, Any]]) -> None:
 
 def test_checkpoints_of_other_numbers_of_ranks(ranks: list[dict[Any, Any]]) -> None:
     assert ranks[0]["checkpoints"] == [True] * 4
+
+
+@pytest.mark.parametrize("kind", ["plain", "styled"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_have_their_numbers_in_other_layouts(
+    ranks: list[dict[Any, Any]], layout: str, kind: str
+) -> None:
+    """moe_state names the experts of all ranks, and load_moe_state reads its own of a whole block."""
+    of_experts = {"mixtral": "experts.{}.w2.weight", "te": "experts.linear_fc2.weight{}"}
+    local = EXPERTS // RANKS
+    for rank, results in enumerate(ranks):
+        keys, is_equal = results["layout", layout, kind]
+        assert is_equal
+        if layout in of_experts:
+            wanted = [of_experts[layout].format(e) for e in range(rank * local, (rank + 1) * local)]
+            assert [key for key in keys if key in wanted] == wanted
+            assert len(keys) == local * (3 if layout == "mixtral" else 2)
 
 
 def test_fsdp_shards_the_rest(ranks: list[dict[Any, Any]]) -> None:

@@ -28,6 +28,7 @@ RECIPES = {
     "row_scaled_dequantized": training.PRESETS["row_scaled_dequantized"],
     "bf16": training.PRESETS["bf16"],
 }
+LAYOUTS = ("torchtitan", "transformers", "mixtral", "te")
 TRAVELS_QUANTIZED = ("rowwise", "row_scaled_dequantized")
 
 
@@ -170,6 +171,24 @@ def checkpoints(rank: int, meshes: dict[int, DeviceMesh], groups: dict[int, Any]
     return found
 
 
+def other_names(moe: training.MoE, layout: Any) -> tuple[list[str], bool]:
+    """The keys of the experts in a layout, and whether this rank's experts come from the whole block."""
+    whole = training.moe_state(block("bf16"), layout)
+    want = {n: p.clone() for n, p in moe.named_parameters()}
+    own = training.moe_state(moe, layout)
+    own = {key: t if isinstance(t, DTensor) else t.clone() for key, t in own.items()}
+    found = []
+    for state in (whole, {key: t.clone() for key, t in own.items()}):
+        with torch.no_grad():
+            for p in moe.parameters():
+                p.zero_()
+        training.load_moe_state(moe, state, layout)
+        local = [p.to_local() if isinstance(p, DTensor) else p for p in moe.parameters()]
+        wanted = [p.to_local() if isinstance(p, DTensor) else p for p in want.values()]
+        found += [torch.equal(p, q) for p, q in zip(local, wanted, strict=True)]
+    return [key for key in own if "expert" in key and "bias" not in key], all(found)
+
+
 def beside_fsdp(mesh: DeviceMesh, is_sharded: bool) -> list[Tensor]:
     """Weights after steps of a model whose experts are divided; FSDP2 shards its rest, or nobody does."""
     moe = styled(mesh)
@@ -235,6 +254,9 @@ def run(rank: int) -> dict[Any, Any]:
     own = exchange(None)
     results["styled"] = gradients(moe, *part(own, "ragged"))
     results["by hand"] = gradients(block(RECIPES["te_per_token"], own), *part(own, "ragged"))
+    for layout in LAYOUTS:
+        for kind, each in (("plain", block("bf16", own)), ("styled", styled(meshes[4]))):
+            results["layout", layout, kind] = other_names(each, layout)
     results["placements"] = [str(p.placements) for p in moe.experts.parameters()]
     results["checkpoints"] = checkpoints(rank, meshes, groups)
     results["fsdp"] = [beside_fsdp(meshes[4], is_sharded) for is_sharded in (True, False)]

@@ -14,6 +14,10 @@
 
 Keys are those inside of the block; ``prefix`` is what comes before them, such as "model.layers.3.mlp.". Only
 weights and the expert bias are exchanged; the state of stochastic rounding has no counterpart elsewhere.
+
+A MoE with an exchange (``ep``) has the experts of its rank. Where every expert has tensors of its own, E is
+the number of the expert among those of all ranks. A stack of plain tensors has the rank's experts, and one of
+DTensors (:class:`fp4gemm.distributed.ParallelExperts`) stays a DTensor.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .. import _checks
 from .moe import MoE
@@ -95,6 +100,20 @@ class _Entry(NamedTuple):
 
     key: str
     parts: tuple[Tensor, ...]
+    is_stack: bool = False  # of experts
+
+
+def _own(moe: MoE, weight: Tensor) -> Tensor:
+    """A weight, or of the DTensors of a block with an exchange the experts of this rank."""
+    if moe.ep is None or not isinstance(weight, DTensor) or weight.dim() != 3:
+        return weight
+    local: Tensor = weight.to_local()
+    if local.shape[0] != moe.ep.num_local_experts:
+        raise ValueError(
+            f"moe: this rank has {local.shape[0]} matrices of a stack of experts, must have "
+            f"{moe.ep.num_local_experts}, as ParallelExperts divides them"
+        )
+    return local
 
 
 def _entries(moe: MoE, names: _Names) -> list[_Entry]:
@@ -107,10 +126,11 @@ def _entries(moe: MoE, names: _Names) -> list[_Entry]:
         joined = [weights] if len(keys) == 1 else [(weight,) for weight in weights]
         for key, parts in zip(keys, joined, strict=True):
             if "{e}" in key:
-                each = zip(*(part.unbind(0) for part in parts), strict=True)
-                entries.extend(_Entry(key.format(e=e), part) for e, part in enumerate(each))
+                each = zip(*(_own(moe, part).unbind(0) for part in parts), strict=True)
+                numbered = enumerate(each, 0 if moe.ep is None else moe.ep.first_expert)
+                entries.extend(_Entry(key.format(e=e), part) for e, part in numbered)
             else:
-                entries.append(_Entry(key, parts))
+                entries.append(_Entry(key, parts, parts[0].dim() == 3))
 
     experts, shared = moe.experts, moe.shared_experts
     add(names.up, (experts.w1.weight, experts.w3.weight))
@@ -148,7 +168,7 @@ def moe_state(moe: MoE, layout: MoELayout, prefix: str = "") -> dict[str, Tensor
     """
     return {
         prefix + key: (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)).detach()
-        for key, parts in _entries(moe, _names(moe, layout, prefix))
+        for key, parts, _ in _entries(moe, _names(moe, layout, prefix))
     }
 
 
@@ -157,7 +177,8 @@ def load_moe_state(moe: MoE, state: Mapping[str, Tensor], layout: MoELayout, pre
     """Copy the state of another library's block into the parameters of a MoE, cast to their dtype.
 
     Args:
-        moe: the block, whose sizes must fit.
+        moe: the block, whose sizes must fit. One with an exchange (``ep``) reads its own experts of the state
+            of a whole block, and accepts its own alone, as :func:`moe_state` returns them.
         state: tensors by key, in memory; keys that do not begin with ``prefix`` are other modules' and are
             left alone.
         layout: one of those above.
@@ -171,23 +192,47 @@ def load_moe_state(moe: MoE, state: Mapping[str, Tensor], layout: MoELayout, pre
     entries = _entries(moe, _names(moe, layout, prefix))
     if not isinstance(state, Mapping):
         raise TypeError(f"state: got {_checks.describe(state)}, must be a mapping of tensors")
-    wanted = {prefix + key for key, _ in entries}
+    wanted = {prefix + entry.key for entry in entries}
     found = {key for key in state if key.startswith(prefix)}
-    missing, unexpected = sorted(wanted - found), sorted(found - wanted)
+    missing = sorted(wanted - found)
+    unexpected = sorted(found - wanted - _of_all_experts(moe, layout, prefix))
     if missing or unexpected:
         what = [f"{_some(keys)} {text}" for keys, text in ((missing, "missing"), (unexpected, "unexpected"))
                 if keys]  # fmt: skip
         raise ValueError(f"state: {' and '.join(what)}, must have the keys of layout {layout!r}")
-    for key, parts in entries:
+    read: list[tuple[_Entry, Tensor]] = []
+    for entry in entries:
+        key, name = prefix + entry.key, f"state[{prefix + entry.key!r}]"
+        given = _checks.is_tensor(name, state[key])
+        if entry.is_stack:
+            given = _own_experts(moe, given)
+        parts = [_own(moe, part) for part in entry.parts]
         rows = sum(part.shape[-2] for part in parts) if len(parts) > 1 else 0
         shape = (*parts[0].shape[:-2], rows, parts[0].shape[-1]) if rows else tuple(parts[0].shape)
-        name = f"state[{prefix + key!r}]"
-        _checks.has_shape(name, _checks.is_tensor(name, state[prefix + key]), shape)
-    for key, parts in entries:
-        tensor = state[prefix + key]
-        pieces = tensor.chunk(len(parts), dim=-2) if len(parts) > 1 else (tensor,)
-        for part, piece in zip(parts, pieces, strict=True):
-            part.copy_(piece)
+        _checks.has_shape(name, given, shape)
+        read.append((entry, given))
+    for entry, tensor in read:
+        pieces = tensor.chunk(len(entry.parts), dim=-2) if len(entry.parts) > 1 else (tensor,)
+        for part, piece in zip(entry.parts, pieces, strict=True):
+            _own(moe, part).copy_(piece)
+
+
+def _of_all_experts(moe: MoE, layout: str, prefix: str) -> set[str]:
+    """The keys of the experts of all ranks, of a block with an exchange."""
+    if moe.ep is None:
+        return set()
+    names = LAYOUTS[layout]
+    keys = (prefix + key for key in (*names.up, names.down))
+    return {key.format(e=e) for key in keys for e in range(moe.num_experts)}
+
+
+def _own_experts(moe: MoE, stack: Tensor) -> Tensor:
+    """The experts of this rank, of a stack; the stack itself if it has no others."""
+    if isinstance(stack, DTensor):
+        return _own(moe, stack)
+    if moe.ep is None or stack.dim() != 3 or stack.shape[0] != moe.num_experts:
+        return stack
+    return stack.narrow(0, moe.ep.first_expert, moe.ep.num_local_experts)
 
 
 def _some(keys: list[str]) -> str:
