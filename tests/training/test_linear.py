@@ -139,6 +139,43 @@ def test_main_grad_adds_micro_batches(name: str, m: int, device: torch.device, g
     assert_bits(weight.main_grad, want)
 
 
+@pytest.mark.parametrize("m", [64, 33, 0])
+def test_main_grad_may_lie_anywhere(m: int, device: torch.device, gen: torch.Generator) -> None:
+    """In a buffer of all parameters at an address that is not aligned, or transposed: the same bits."""
+    linear = layer("te_per_token", device, bias=False)
+    x, dy = (torch.randn(m, n, generator=gen).to(device, BF16) for n in (64, 96))
+    start = torch.randn(96, 64, generator=gen).to(device)
+    places = [start.clone(), start.new_empty(96 * 64 + 1)[1:].view(96, 64), start.new_empty(64, 96).t()]
+    for main_grad in places:
+        linear.weight.main_grad = main_grad.copy_(start)
+        linear(x).backward(dy)
+        assert_bits(main_grad.contiguous(), places[0])
+    assert torch.equal(places[0], start) == (m == 0)
+
+
+@pytest.mark.parametrize("name", ["te_per_token", "nvidia"])
+def test_addresses_and_strides_do_not_matter(name: str, device: torch.device) -> None:
+    """x and dy that no kernel reads in place: not aligned, or expanded and empty."""
+    linear = layer(name, device)
+    x = torch.randn(32 * 64 + 1, device=device, dtype=BF16)[1:].view(32, 64)
+    assert_same(gradients(linear, x, linear), gradients(linear, x.clone(), linear))
+    weights = torch.randn(32 * 96 + 1, device=device, dtype=BF16)
+    found = []
+    for view in (weights[1:].view(32, 96), weights[1:].clone().view(32, 96)):
+        torch.manual_seed(2)
+        found.append(torch.autograd.grad((linear(x) * view).sum(), linear.weight)[0])
+    # dy is a view of the buffer that concatenation makes
+    torch.manual_seed(2)
+    joined = torch.cat((weights[:1], linear(x).flatten()))
+    found.append(torch.autograd.grad((joined * weights).sum(), linear.weight)[0])
+    assert_same(found[1:], found[:1] * 2)
+    nothing = torch.ones(1, 64, device=device, dtype=BF16).expand(0, 64).requires_grad_()
+    linear.zero_grad()
+    linear(nothing).sum().backward()  # the gradient of a sum is expanded from one number
+    assert nothing.grad.shape == (0, 64)
+    assert not linear.weight.grad.any()
+
+
 class Block(torch.nn.Module):
     """Two layers, and random numbers of torch between them."""
 
@@ -247,6 +284,18 @@ def test_double_backward_is_refused(device: torch.device) -> None:
     (dx,) = torch.autograd.grad(linear(x).square().sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match="is differentiated again; only first derivatives"):
         dx.sum().backward()
+
+
+def test_a_gradient_penalty_is_refused(device: torch.device) -> None:
+    """The derivative of dx by W exists where dy is a constant too; it must not be missing without a word."""
+    linear = layer("te_per_token", device)
+    x = torch.randn(32, 64, device=device, dtype=BF16, requires_grad=True)
+    y = linear(x).sum()
+    (dx,) = torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="is differentiated again; only first derivatives"):
+        (y + dx.square().sum()).backward()
+    linear.requires_grad_(False)
+    assert not torch.autograd.grad(linear(x).sum(), x, create_graph=True)[0].requires_grad
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,10 @@ def test_autocast(name: str, device: torch.device) -> None:
             pytest.raises(ValueError, match="x: was quantized as tor"),
         ):
             of[0](xq)
+        with torch.autocast(device.type, dtype=BF16):
+            xq = training.quantize_input(x, name)
+        with pytest.raises(ValueError, match=r"x: was quantized as torch.bfloat16, must be .* torch.float32"):
+            of[0](xq)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

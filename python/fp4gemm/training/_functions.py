@@ -13,6 +13,7 @@ from .._checks import training as checks
 from ..products import dgrad, fprop, wgrad
 from ..reference import checks as reference_checks
 from . import _casts, _forms, _plain, _state
+from ._once import first_only
 from .recipe import DEQUANTIZED, Cast, Recipe, resolve
 from .shared_input import QuantizedInput, dense_ends
 
@@ -128,22 +129,11 @@ def _weight_gradient(
         dw = wgrad(dy_t, x_t, out_dtype=call.weight_dtype)
         return dw.squeeze(0) if offs is None and ends is not None else dw
     into = main_grad.unsqueeze(0) if offs is None and ends is not None else main_grad
-    wgrad(dy_t, x_t, c=into, out=into)
+    if _checks.readable_rows(into) is into:
+        wgrad(dy_t, x_t, c=into, out=into)
+    else:  # the kernels do not write such rows: a buffer of all parameters has them at any address
+        into.add_(wgrad(dy_t, x_t, out_dtype=torch.float32))
     return None
-
-
-class _OnlyOnce(torch.autograd.Function):
-    """A gradient that raises if it is differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, dy: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
-        raise NotImplementedError(
-            "a gradient of fp4gemm.training is differentiated again; only first derivatives are defined"
-        )
 
 
 class _Product(torch.autograd.Function):
@@ -171,7 +161,9 @@ class _Product(torch.autograd.Function):
         )
         needs_dx, has_copies = call.needs[0], call.is_cached and call.recipe.w_t is not None
         ctx.main_grad = main_grad
-        ctx.call, ctx.weight = call, None if main_grad is None else weight
+        # Held in any case, to refuse second derivatives: dx depends on it even where it was not saved.
+        is_held = main_grad is not None or (call.needs[1] and not torch.compiler.is_compiling())
+        ctx.call, ctx.weight = call, weight if is_held else None
         kept = copies if needs_dx and has_copies else (None,) * 6
         whole = weight if needs_dx and not has_copies else None
         ctx.save_for_backward(*saved, *kept, whole, ends, state, of_x)
@@ -216,8 +208,8 @@ class _Product(torch.autograd.Function):
                 if not torch.compiler.is_compiling():
                     ctx.weight.grad_added_to_main_grad = True
                 dw = ctx.weight.new_zeros(()).expand(ctx.weight.shape)
-        if is_recording and given.requires_grad:
-            dx, dw, db = (None if g is None else _OnlyOnce.apply(g, given) for g in (dx, dw, db))
+        if is_recording:
+            dx, dw, db = first_only((dx, dw, db), given, ctx.weight)
         return None, dx, dw, db, *(None,) * (5 + ctx.num_parts)
 
 
@@ -238,7 +230,8 @@ def linear(
 
     If weight has an attribute ``main_grad`` (float32, of its shape), dW is added to it in float32, as
     Megatron-LM's fused accumulation does: ``weight.grad_added_to_main_grad`` becomes True, and the gradient
-    that autograd sees is zero.
+    that autograd sees is zero. Every backward pass through y adds it, also where torch.autograd.grad asks for
+    the gradient of x alone.
 
     Args:
         x: bfloat16, float16 or float32 (..., k), any number of tokens, also none. Under autocast it is
@@ -336,11 +329,11 @@ def _taken(
     if not isinstance(x, QuantizedInput):
         return None, checks.operands(x, weight, bias, rank, recipe.is_plain)
     checks.operands(x._values, weight, bias, rank, recipe.is_plain)
-    dtype = checks.autocast_dtype(x.x)
-    if dtype not in (None, x._values.dtype):
+    dtype = checks.autocast_dtype(x.x) or x.x.dtype
+    if dtype != x._values.dtype:
         raise ValueError(
-            f"x: was quantized as {x._values.dtype}, must be quantized under autocast to {dtype}, as "
-            "the layer is called"
+            f"x: was quantized as {x._values.dtype}, must be quantized as {dtype}, under the autocast under "
+            "which the layer is called"
         )
     x._checked(recipe, weight)
     return x, x.x.to(x._values.dtype) if recipe.is_plain else x.x

@@ -96,7 +96,7 @@ def along(
             )
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # the latter of a CPU
         return None
     found = found if amax is None else amax
     if decoded:
@@ -118,7 +118,7 @@ def both(
         )
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # the latter of a CPU
         return None
     return (
         NVFP4Tensor._trusted(codes, scales, found, bound, offs),
