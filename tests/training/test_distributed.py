@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fp4gemm import training
-from fp4gemm.training import _casts, fsdp
+from fp4gemm.training import _casts, cache, fsdp
 from fp4gemm.training._gathered import transposed
 from processes import in_two_processes
 from torch import Tensor
@@ -121,6 +121,28 @@ def test_a_group_of_one_process(device: torch.device, recipe: str, tmp_path: Pat
     assert_equal(*results)
 
 
+@pytest.mark.parametrize("reshard", [False, True])
+def test_loaded_weights_are_cast_anew(tmp_path: Path, monkeypatch: Any, reshard: bool) -> None:
+    """FSDP2 loads the shards and gathers them into the old memory, with the old version counter."""
+    monkeypatch.setattr(cache._STEPS, "are_marked", True)
+    x, model = data_parallel.batches(0)[0], data_parallel.mlp("te_per_token")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for module in [*model.children(), model]:
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=reshard)
+        found = []
+        for _ in range(4):
+            with torch.no_grad():
+                found.append(model(x).clone())
+            model.load_state_dict({name: -2 * p for name, p in model.state_dict().items()})
+    finally:
+        dist.destroy_process_group()
+    want = data_parallel.mlp("te_per_token")
+    for y in found:
+        assert_equal([want(x).detach()], [y])
+        want.load_state_dict({name: -2 * p for name, p in want.state_dict().items()})
+
+
 @pytest.mark.parametrize(
     ("recipe", "reason"),
     [
@@ -148,6 +170,17 @@ def test_models_without_a_layer_are_refused() -> None:
         training.quantize_all_gather(data_parallel.mlp("bf16"))
     with pytest.raises(TypeError, match=r"model: got 3 .*, must be a torch.nn.Module"):
         training.quantize_all_gather(3)  # type: ignore[arg-type]
+
+
+def test_a_weight_that_another_module_reads_is_refused() -> None:
+    """A new parameter would end the tie without a word."""
+    model = data_parallel.mlp("nvidia")
+    model.append(torch.nn.Embedding(96, 64))
+    model[3].weight = model[0].weight
+    with pytest.raises(ValueError, match=r"0\.weight: is also a parameter of '3', which reads its values"):
+        training.quantize_all_gather(model)
+    assert model[3].weight is model[0].weight
+    assert type(model[2].weight) is torch.nn.Parameter
 
 
 @pytest.mark.parametrize(("recipe", "step"), [("per_token", 5), ("nvidia", 80)])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .. import _checks
 from .._checks import training as checks
 from ._casts import Cache
-from .cache import WeightCache
+from .cache import WeightCache, after_load
 from .recipe import PRESETS, Recipe, resolve
 
 __all__ = ["RecipeLayer", "check_layer"]
@@ -29,6 +31,10 @@ class RecipeLayer:
     def recipe(self, recipe: Recipe | str) -> None:
         self._recipe = check_layer(self.in_features, self.out_features, True, None, None, recipe)
         self.cache = WeightCache()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
+        after_load()
 
     def _recipe_repr(self) -> str:
         """recipe= the name in PRESETS, or the recipe in full."""

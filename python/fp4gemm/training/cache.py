@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import _checks
 
-__all__ = ["WeightCache", "attach", "mark_step"]
+__all__ = ["WeightCache", "after_load", "attach", "mark_step"]
 
 Parts = tuple[Tensor, ...]
 
@@ -43,9 +43,9 @@ def mark_step() -> None:
     """Declare that weights may have changed: every cached copy is made anew before it is used next.
 
     Call it after each update of the weights that no torch.optim.Optimizer makes and that torch's version
-    counter does not show: a write through ``weight.data``, or the replay of a CUDA graph that contains a
-    step. ``weight.mul_()`` under torch.no_grad and ``load_state_dict`` change the version counter and need no
-    mark.
+    counter does not show: a write through ``weight.data``, a write to a parameter that FSDP2 has sharded, or
+    the replay of a CUDA graph that contains a step. ``weight.mul_()`` under torch.no_grad changes the version
+    counter, and ``load_state_dict`` marks a step by itself: they need no mark.
 
     The first call in a process turns caching on: from then on the caller answers for the marks. Does not
     synchronise.
@@ -79,6 +79,11 @@ def attach(optimizer: Optimizer) -> None:
 
 @torch.compiler.disable
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _STEPS.count += 1
+
+
+def after_load() -> None:
+    """Let no copy from before be used again: FSDP2 loads the shards, and gathers them without a trace."""
     _STEPS.count += 1
 
 

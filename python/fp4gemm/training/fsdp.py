@@ -119,8 +119,8 @@ def quantize_all_gather(model: torch.nn.Module) -> list[str]:
 
     Raises:
         TypeError: model is no module. NotImplementedError: naming the layers whose recipe needs more of the
-            weight than its codes, and why. ValueError: no layer qualifies, or a weight is a DTensor already.
-            The model is then unchanged.
+            weight than its codes, and why. ValueError: no layer qualifies, a weight is a DTensor already, or
+            another module needs its values, such as a tied embedding. The model is then unchanged.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {_checks.describe(model)}, must be a torch.nn.Module")
@@ -133,6 +133,16 @@ def quantize_all_gather(model: torch.nn.Module) -> list[str]:
             raise NotImplementedError(f"recipe of {name!r}: {reason}")
         if isinstance(layer.weight, DTensor):
             raise ValueError(f"{name}.weight: is a DTensor, must be made before fully_shard")
+    own = {id(layer) for _, layer in layers}
+    readers = [(name, m) for name, m in model.named_modules() if id(m) not in own]
+    reader_of = {id(p): name for name, m in readers for p in m.parameters(recurse=False)}
+    for name, layer in layers:
+        reader = reader_of.get(id(layer.weight))
+        if reader is not None:
+            raise ValueError(
+                f"{name}.weight: is also a parameter of {reader!r}, which reads its values, must belong to "
+                "quantized layers alone; a layer whose recipe quantizes nothing may share it"
+            )
     made: dict[int, torch.nn.Parameter] = {}
     for _, layer in layers:
         weight = layer.weight
