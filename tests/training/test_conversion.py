@@ -265,6 +265,11 @@ def test_bad_input(case: str) -> None:
 
 
 def test_nothing_changes_if_a_recipe_is_refused() -> None:
+    odd = training.Linear(64, 48, recipe="bf16")
+    layers = torch.nn.Sequential(training.Linear(64, 64, recipe="bf16"), odd)
+    with pytest.raises(ValueError, match="layer '1': out_features: n is 48, must be a positive multiple of"):
+        set_recipe(layers, "nvidia")
+    assert layers[0].recipe is training.PRESETS["bf16"]
     model = Model()
     with pytest.raises(ValueError, match="recipe: got 'none'"):
         convert_model(model, lambda name: "nvidia" if name == "blocks.0.up" else "none")

@@ -18,7 +18,7 @@ from ..nn._candidates import Filter, Pattern
 from ..nn._float import float_weights, kept_by_default
 from ..nn.report import FloatWeight, Row, table
 from . import stacked_experts
-from ._layer import RecipeLayer
+from ._layer import RecipeLayer, check_layer
 from .grouped_linear import GroupedLinear
 from .linear import Linear
 from .recipe import PRESETS, Recipe, resolve
@@ -186,6 +186,13 @@ def set_recipe(model: torch.nn.Module, recipe: RecipeLike) -> list[str]:
     wanted = [(name, layer, chosen(name)) for name, layer in layers]
     if not wanted:
         raise ValueError("model: has no fp4gemm.training layer, must have one; use convert_model first")
+    for name, layer, new in wanted:
+        if new is None:
+            continue
+        try:
+            check_layer(layer.in_features, layer.out_features, True, None, None, new)
+        except ValueError as error:
+            raise ValueError(f"layer {name!r}: {error}") from None
     for _, layer, new in wanted:
         if new is not None:
             layer.recipe = new
