@@ -212,6 +212,29 @@ def test_the_bias_stays_float32() -> None:
     assert "expert_bias" not in block(load_balance_coeff=None).state_dict()
 
 
+def test_memory_of_the_meta_device() -> None:
+    """After to_empty the counts are zero, and reset_parameters makes the bias zero too."""
+    moe = MoE(DIM, HIDDEN, G, top_k=TOP_K, device="meta")
+    assert moe(torch.empty(3, DIM, device="meta")).shape == (3, DIM)
+    torch.full((64, G), 7)  # freed at once: what new memory may contain
+    moe.to_empty(device="cpu")
+    assert not moe.tokens_per_expert.any()
+    moe.expert_bias.fill_(3)
+    for module in moe.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert not moe.expert_bias.any()
+    moe(tokens(20)).sum().backward()
+    assert moe.tokens_per_expert.sum() == 20 * TOP_K
+
+
+def test_hooks_of_a_product_see_gradients() -> None:
+    moe, seen = block("te_per_token"), []
+    moe.experts.w1.register_full_backward_hook(lambda module, dx, dy: seen.append((dx[0].shape, dy[0].shape)))
+    moe(tokens(20)).sum().backward()
+    assert seen == [((20 * TOP_K, DIM), (20 * TOP_K, HIDDEN))]
+
+
 # ---- state of other libraries
 
 

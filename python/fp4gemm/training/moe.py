@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import _checks
 from ..experts import route
-from . import _routing
+from . import _casts, _routing
 from .grouped_linear import GroupedLinear
 from .linear import Linear
 from .recipe import Recipe
@@ -79,7 +79,7 @@ class Router(torch.nn.Module):
 
         Does not synchronise.
         """
-        with torch.autocast(x.device.type, enabled=False):
+        with _casts.without_autocast(x):
             logits = torch.nn.functional.linear(x.float(), self.gate.weight.float())
             scores = logits.softmax(-1) if self.score_func == "softmax" else logits.sigmoid()
             chosen = scores.detach() if expert_bias is None else scores.detach() + expert_bias
@@ -234,19 +234,30 @@ class MoE(torch.nn.Module):
         self.register_buffer("tokens_per_expert", counts, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
-        """As torch's, but expert_bias stays float32: its steps of 1e-3 vanish in bfloat16."""
-        bias = self.expert_bias
+        """As torch's, but expert_bias stays float32: its steps of 1e-3 vanish in bfloat16.
+
+        After ``to_empty`` the counts are zero, since no state_dict has them.
+        """
+        bias, was_meta = self.expert_bias, self.tokens_per_expert.is_meta
         super()._apply(fn, recurse)
         if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
             self.expert_bias = bias.to(self.expert_bias.device)
+        if was_meta and not self.tokens_per_expert.is_meta:
+            self.tokens_per_expert.zero_()
         return self
+
+    def reset_parameters(self) -> None:
+        """Set expert_bias and tokens_per_expert to zero; the weights belong to the modules inside."""
+        for buffer in self.buffers(recurse=False):
+            buffer.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
         """The weighted sum of the experts of each token, and of the shared expert.
 
         In training mode the pairs of each expert are added to ``tokens_per_expert``, int64 (num_experts,),
         for balancing and for statistics. A recomputation (activation checkpointing) adds them twice, which
-        :func:`update_expert_bias` does not notice.
+        :func:`update_expert_bias` does not notice. DistributedDataParallel copies the counts of rank 0 to
+        every rank before each forward pass; give it ``broadcast_buffers=False``.
 
         Args:
             x: bfloat16, float16 or float32 (..., dim), any leading dimensions.

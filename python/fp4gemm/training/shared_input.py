@@ -174,7 +174,7 @@ def shared_recipe(first: torch.nn.Module, second: torch.nn.Module) -> Recipe | N
     for layer in (first, second):
         if not isinstance(layer, RecipeLayer) or not layer._shares_input:
             return None
-        if layer._forward_pre_hooks or layer._forward_hooks:
+        if layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks:
             return None
     if not isinstance(first, RecipeLayer) or not isinstance(second, RecipeLayer):
         return None
