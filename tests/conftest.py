@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import os
+
 import fp4gemm
 import pytest
 import torch
+
+
+def pytest_configure() -> None:
+    """Divide the cores among the workers of pytest-xdist, and among the processes that tests start.
+
+    Otherwise each worker has a thread for every core, and most of the time goes into threads that wait for a
+    core. Results must not depend on the number of threads, so the tests of that set it themselves.
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
+        number = max(1, torch.get_num_threads() // workers)
+        torch.set_num_threads(number)
+        os.environ["OMP_NUM_THREADS"] = str(number)
 
 
 def pytest_report_header() -> str:

@@ -88,6 +88,21 @@ def test_dequantize_of_other_layouts_and_bad_input(gen: torch.Generator) -> None
         cpu.dequantize(*torch.ops.fp4gemm.quantize(torch.ones(20, 64), None, True), 100, torch.float32)
 
 
+def test_any_number_of_threads(gen: torch.Generator) -> None:
+    """Threads divide rows that are decoded, for a product and for dequantize: a thread has 2^16 elements."""
+    a, b = weight(4, 1024, gen), weight(304, 1024, gen)
+    call, away = (a.codes, b.codes, a.scales, b.scales), (b.codes, b.scales, b.amax, 448, torch.float32)
+    product, values = reference.gemm(*call, alpha_row=a.amax), reference.dequantize(*away)
+    threads = torch.get_num_threads()
+    try:
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            assert_bits(cpu.gemm(*call, alpha_row=a.amax), product, f"{number} threads")
+            assert_bits(cpu.dequantize(*away), values, f"{number} threads")
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_more_rows_than_a_chunk(monkeypatch: pytest.MonkeyPatch, gen: torch.Generator) -> None:
     monkeypatch.setattr(reference.chunks, "CHUNK_ELEMS", 1 << 12)
     monkeypatch.setattr(cpu, "_DECODED_ELEMS", 1 << 10)
