@@ -133,8 +133,8 @@ def test_every_arm_is_a_recipe() -> None:
     assert len(names) == len(set(names)) == len(training.PRESETS) + len(arms.VARIANTS)
     for name in arms.VARIANTS:
         preset = training.PRESETS[name.split("+")[0]]
-        changes_model = name.endswith(("last_bf16", "outliers"))
-        assert (arms.arm(name).recipe == preset) == changes_model, name
+        changes_model_only = set(name.split("+")[1:]) <= {"last_bf16", "outliers"}
+        assert (arms.arm(name).recipe == preset) == changes_model_only, name
     assert arms.arm("nvidia", 5).recipe.seed == 5
 
 
@@ -148,11 +148,13 @@ def test_changes() -> None:
     assert recipe("nvidia+1d").w_t.block == (1, 16)
     assert recipe("nvidia+headroom").dy.headroom == 17 / 16
     assert recipe("nvidia+forward_only") == training.PRESETS["bf16_backward"]
+    per_token = training.PRESETS["per_token"]
+    assert recipe("per_token+wgrad_bf16") == replace(per_token, dy_t=None, x_t=None)
     assert recipe("nvidia+backward_only") == training.PRESETS["bf16_forward"]
     assert recipe("per_token+backward_only").w_t.source == "original"
     assert recipe("per_token+w_t_original").w_t == training.Cast()
     assert recipe("per_token+2d").w == recipe("per_token+2d").w_t == nvidia.w
-    per_token, te = training.PRESETS["per_token"], recipe("te_per_token+rht+sr")
+    te = recipe("te_per_token+rht+sr")
     assert [getattr(te, field).hadamard for field in arms.OPERANDS] == [None] * 4 + ["fp32"] * 2
     assert [getattr(te, field).stochastic for field in arms.OPERANDS] == [
         False,
