@@ -67,6 +67,14 @@ def test_the_random_state_continues(ranks: list[dict[Any, Any]]) -> None:
 
 
 @pytest.mark.parametrize("gradient", ["original", "nvfp4"])
+def test_a_sum_after_inference(ranks: list[dict[Any, Any]], gradient: str) -> None:
+    """On a rank without tokens too, and with memory of the exchange that was made in inference mode."""
+    assert ranks[1]["after inference", gradient][0].shape == (0, D)
+    for results in ranks:
+        assert_equal(*results["after inference", gradient])
+
+
+@pytest.mark.parametrize("gradient", ["original", "nvfp4"])
 @pytest.mark.parametrize("recipe", ["te_per_token", "rowwise"])
 def test_bytes(ranks: list[dict[Any, Any]], recipe: str, gradient: str) -> None:
     """Rows, ids and weights; results; gradients of results; gradients of rows, and of the weights."""
@@ -127,6 +135,8 @@ def test_fsdp_shards_the_rest(ranks: list[dict[Any, Any]]) -> None:
         ("module", "TypeError: module: is a Linear, must be an fp4gemm.training.MoE"),
         ("twice", "ValueError: module: has an exchange (ep) already, must have none"),
         ("square", "ValueError: device_mesh: has 2 dimensions, must have 1; pass mesh['ep'], say"),
+        ("rank", "ValueError: x: shape is (), must have rank 2, (t, hidden)"),
+        ("rank of y", "ValueError: y: shape is (), must have rank 2, (handle.num_rows, d)"),
         ("tokens", "ValueError: x: has 9 tokens, must have at most 7, max_tokens"),
         ("dtype", "ValueError: x: dtype is torch.float16, must be torch.float32, as in the first train_"),
         (

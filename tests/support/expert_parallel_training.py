@@ -119,6 +119,20 @@ def resumed(group: Any) -> list[Tensor]:
     return [*found, gradients(block(RECIPES["bf16"], other), x, dy)["x"], state, ep.get_rng_state()]
 
 
+def after_inference(gradient: Any) -> list[Tensor]:
+    """dx of a sum, after a first call in inference mode, and of an exchange without; rank 1 has no tokens."""
+    ep, other = (exchange(None, gradient=gradient) for _ in range(2))
+    x = part(ep, "ragged")[0]
+    moe = block(RECIPES["te_per_token"], ep)
+    with torch.inference_mode():
+        moe(x)
+    other.set_rng_state(ep.get_rng_state())
+    leaf = x.clone().requires_grad_()
+    moe(leaf).sum().backward()  # the gradient of a sum is expanded from one number
+    ep.check()
+    return [leaf.grad, gradients(block(RECIPES["te_per_token"], other), x, torch.ones_like(x))["x"]]
+
+
 def sent(recipe: str, gradient: Any) -> list[tuple[str, int]]:
     """The collectives of a training step and the bytes that this rank contributes to each."""
     ep = exchange(None, gradient=gradient)
@@ -228,6 +242,8 @@ def errors(mesh: DeviceMesh, square: DeviceMesh) -> dict[str, str]:
         "tokens": message(
             lambda: ep.train_dispatch(x.repeat(3, 1), torch.zeros(9, 3).int(), torch.rand(9, 3))
         ),
+        "rank": message(lambda: ep.train_dispatch(torch.tensor(1.0), ids, scores)),
+        "rank of y": message(lambda: ep.train_combine(torch.tensor(1.0), handle)),
         "handle": message(lambda: exchange(None).train_combine(x, handle)),
         "rows": message(lambda: ep.train_combine(x, handle)),
         "state": message(lambda: ep.set_rng_state(torch.zeros(3, dtype=torch.int64))),
@@ -249,6 +265,8 @@ def run(rank: int) -> dict[Any, Any]:
     for recipe in ("te_per_token", "rowwise"):
         for gradient in ("original", "nvfp4"):
             results["sent", recipe, gradient] = sent(recipe, gradient)
+    for gradient in ("original", "nvfp4"):
+        results["after inference", gradient] = after_inference(gradient)
     results["resumed"] = resumed(None)
     moe = styled(meshes[4])
     own = exchange(None)

@@ -58,7 +58,8 @@ def arrive(
         check_ids(all_ids, ep._sizes)
     places = at_experts(all_ids, ep._sizes, ep.capacity)
     if ep._status is None:
-        ep._status = torch.zeros_like(places.routing.status)
+        with torch.inference_mode(False):  # later calls write it outside of inference mode too
+            ep._status = torch.zeros_like(places.routing.status)
     torch.maximum(ep._status, places.routing.status, out=ep._status)  # in place, for CUDA graphs
     ep._count += 1
     handle = Handle(

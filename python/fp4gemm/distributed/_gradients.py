@@ -38,8 +38,7 @@ def _ones(handle: Handle) -> Tensor:
 
 def _write(values: Tensor, out: Tensor) -> None:
     """Write rows in their own dtype into bytes, uint8 (t, padded bytes of a row)."""
-    row = values.contiguous().view(torch.uint8)
-    out[:, : row.shape[1]] = row
+    out.view(values.dtype)[:, : values.shape[1]] = values
 
 
 def _values(arrived: Arrived, d: int, dtype: torch.dtype) -> Tensor:
@@ -152,6 +151,7 @@ def dispatch(
     """ExpertParallel.train_dispatch."""
     x = _checks.is_tensor("x", x)
     _checks.has_dtype("x", x, _checks.FLOAT_DTYPES)
+    _checks.has_rank("x", x, 2, "(t, hidden)")
     _checks.has_shape("x", x, (x.shape[0], ep.hidden), ", (t, hidden)")
     if x.shape[0] > ep.max_tokens:
         raise ValueError(f"x: has {x.shape[0]} tokens, must have at most {ep.max_tokens}, max_tokens")
@@ -182,7 +182,8 @@ def combine(ep: ExpertParallel, y: Tensor, handle: Handle) -> Tensor:
     check_capture(handle, ep._engine().reads_peers)
     y = _checks.is_tensor("y", y)
     _checks.has_dtype("y", y, _checks.FLOAT_DTYPES)
-    _checks.has_shape("y", y, (handle.num_rows, y.shape[-1]), ", a row for each of the dispatch")
+    _checks.has_rank("y", y, 2, "(handle.num_rows, d)")
+    _checks.has_shape("y", y, (handle.num_rows, y.shape[1]), ", a row for each of the dispatch")
     _checks.is_multiple("y", "d", y.shape[1], _checks.BLOCK)
     result: Tensor = _Combine.apply(ep, y, handle, ep._next_state(y.device))
     return result

@@ -347,7 +347,8 @@ class ExpertParallel:
         if self.gradient == "original":
             return None
         if self._random is None:
-            self._random = self._rng_state.to(device, copy=True)
+            with torch.inference_mode(False):  # as in arrive
+                self._random = self._rng_state.to(device, copy=True)
         self._random[1:] += 1
         return self._random.clone()
 
