@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fp4gemm import training
+from fp4gemm import nn, training
 from fp4gemm.training import cache as cache_module
 from fp4gemm.training import functional
 from torch import Tensor
@@ -206,6 +206,22 @@ def test_saved_models_are_those_of_transformers(tmp_path: Any) -> None:
     assert all(torch.equal(p, plain.get_parameter(name)) for name, p in loaded.named_parameters())
     first, second = (sorted(p.name for p in (tmp_path / n).iterdir()) for n in ("ours", "theirs"))
     assert first == second
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_a_trained_model_is_quantized_as_the_float_one(kind: str) -> None:
+    """quantize_model takes converted layers for those that they were; a subclass it leaves."""
+    plain = model(kind).eval()
+    trained = copy.deepcopy(plain)
+    training.convert_model(trained, "nvidia")
+    for each in (plain, trained):
+        nn.quantize_model(each)
+    assert isinstance(experts_of(trained), nn.Experts)
+    with torch.no_grad():
+        assert torch.equal(trained(IDS).logits, plain(IDS).logits)
+    other = type("Linear", (training.Linear,), {})(D, D)
+    with pytest.warns(UserWarning, match=r"layer stays as it is: '0' \(its type is Linear, which types"):
+        nn.quantize_model(torch.nn.Sequential(other))
 
 
 def test_main_grad() -> None:

@@ -93,7 +93,7 @@ def select(
             c.action, c.reason = "excluded", "matched by exclude"
         elif include is None and id(c.module) in kept:
             c.action, c.reason = "excluded", f"{kept[id(c.module)]}, in float unless include matches it"
-        elif c.is_linear and type(c.module) not in types:
+        elif c.is_linear and _type_of(c.module) not in types:
             c.action = "skipped"
             c.reason = f"its type is {type(c.module).__name__}, which types does not name"
     names = [name for c in candidates for name in c.names]
@@ -108,6 +108,12 @@ def select(
         if unused:
             shown = ", ".join(repr(p.pattern if isinstance(p, re.Pattern) else p) for p in unused)
             warnings.warn(f"quantize_model: {option}: {shown} matches {where}", stacklevel=3)
+
+
+def _type_of(linear: torch.nn.Module) -> type:
+    """The type of a linear layer; of a fp4gemm.training.Linear torch's, whose parameters it has."""
+    kind = type(linear)
+    return torch.nn.Linear if _transformers.TRAINED in vars(kind) else kind
 
 
 def refuse_unsupported(

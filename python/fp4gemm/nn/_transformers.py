@@ -28,6 +28,7 @@ from ._inputs import check_float_weight
 from .experts import Experts
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # has_post_expert_norm is younger
+TRAINED = "_trains_by_recipe"  # in the classes of fp4gemm.training whose parameters are a float module's
 NUM_PROBES = 64  # values of the gate, and of up, with which an activation is evaluated
 RELATIVE, ABSOLUTE = 1e-5, 2e-5  # the differences to the table's formulas that are accepted
 
@@ -108,7 +109,9 @@ def checked_parameters(m: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | 
         ValueError, TypeError: with the reason why the contract alone does not say what the module computes.
     """
     dispatch = sys.modules.get("transformers.integrations.moe")
-    forward = type(m).forward
+    # What fp4gemm.training made of a module has the forward of transformers behind its own.
+    with_forward = (vars(c) for c in type(m).__mro__ if "forward" in vars(c) and TRAINED not in vars(c))
+    forward = next(with_forward)["forward"]
     if dispatch is None or getattr(forward, "__globals__", None) is not vars(dispatch):
         raise ValueError(f"the forward of {type(m).__name__} is not transformers' dispatch of experts")
     if getattr(m, "has_post_expert_norm", False):

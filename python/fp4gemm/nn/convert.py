@@ -70,7 +70,8 @@ def quantize_model(
             bool``, or a sequence of these, any of which may match. The module is a linear layer or experts.
         exclude: keep what it matches as it is; it wins over include.
         types: the exact types of linear layers to swap. A subclass of torch.nn.Linear may compute something
-            else, so it is swapped only where it is listed here.
+            else, so it is swapped only where it is listed here. :class:`fp4gemm.training.Linear` counts as
+            torch.nn.Linear, and converted experts as those of transformers.
         activation_scaling, weight_scaling, check_finite: as in :class:`fp4gemm.nn.Linear`. Experts stay in
             float with activation_scaling="tensor".
         method: how weights are rounded. "round": the standard block scales, as ``quantize(w)``.

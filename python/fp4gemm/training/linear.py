@@ -38,6 +38,8 @@ class Linear(RecipeLayer, torch.nn.Linear):
         TypeError, ValueError: naming the argument, what it is and what was wanted.
     """
 
+    _trains_by_recipe = True
+
     def __init__(
         self,
         in_features: int,

@@ -58,6 +58,8 @@ class StackedExperts(RecipeLayer):
     ``recipe`` and ``cache`` are those of :class:`fp4gemm.training.Linear`.
     """
 
+    _trains_by_recipe = True
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """y (t, d) of the dtype of x.
 
