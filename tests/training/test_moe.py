@@ -226,6 +226,10 @@ def test_memory_of_the_meta_device() -> None:
     assert not moe.expert_bias.any()
     moe(tokens(20)).sum().backward()
     assert moe.tokens_per_expert.sum() == 20 * TOP_K
+    assigned = MoE(DIM, HIDDEN, G, top_k=TOP_K, device="meta")
+    assigned.load_state_dict(moe.state_dict(), assign=True)
+    assigned(tokens(20))
+    assert_bits(assigned.tokens_per_expert, moe.tokens_per_expert)
 
 
 def test_hooks_of_a_product_see_gradients() -> None:

@@ -132,6 +132,20 @@ def test_autocast(name: str, device: torch.device) -> None:
             of[0](xq)
 
 
+@pytest.mark.parametrize("name", ["bf16_backward", "bf16_forward", "original", "nvidia", "bf16"])
+def test_an_x_that_was_written_after_it_was_quantized(name: str, device: torch.device) -> None:
+    """A layer that reads x itself beside the copy refuses it; one that reads only one of them does not."""
+    layer, x = layers(name, device)[0], values(33, K, device=device)
+    xq = training.quantize_input(x, layer)
+    want = layer(xq)
+    x.mul_(2)
+    if name in ("nvidia", "bf16"):
+        assert torch.equal(layer(xq), want if name == "nvidia" else layer(x))
+        return
+    with pytest.raises(ValueError, match="x: was written in place after it was quantized, must be quantized"):
+        layer(xq)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("name", ["nvidia", "all stochastic"])
 def test_checkpointed_equals_plain(name: str, use_reentrant: bool, device: torch.device) -> None:

@@ -281,12 +281,19 @@ class MoE(torch.nn.Module):
         result: Tensor = y.to(x.dtype).view(x.shape)
         return result
 
+    def _counts(self) -> Tensor:
+        """tokens_per_expert; load_state_dict(assign=True) leaves it on the meta device."""
+        gate = self.router.gate.weight
+        if self.tokens_per_expert.is_meta and not gate.is_meta:
+            self.tokens_per_expert = torch.zeros_like(self.tokens_per_expert, device=gate.device)
+        return self.tokens_per_expert
+
     def _local(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The sum over the experts of each token, all of which are here."""
         routing = route(ids, self.num_experts)
         if self.training:
             with torch.no_grad():
-                self.tokens_per_expert += routing.offs.diff(prepend=routing.offs.new_zeros(1))
+                self._counts().add_(routing.offs.diff(prepend=routing.offs.new_zeros(1)))
         rows = _routing.gather(tokens, routing)
         y = self.experts(rows, routing.offs, _routing.row_weights(weights, routing))
         return _routing.scatter(y, routing)
@@ -299,7 +306,7 @@ class MoE(torch.nn.Module):
         if self.training:
             with torch.no_grad():
                 pairs = ids.flatten()
-                self.tokens_per_expert.scatter_add_(0, pairs, torch.ones_like(pairs))
+                self._counts().scatter_add_(0, pairs, torch.ones_like(pairs))
         recipe = shared_recipe(self.experts.w1, self.experts.w3)
         rows, of_rows, handle = ep.train_dispatch(tokens, ids, weights, recipe)
         y = self.experts(rows, handle.offs, of_rows)

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import _checks
 from .._checks import options as option_checks
 from .._checks import training as checks
+from ..containers._base import with_version
 from ..reference import checks as reference_checks
 from . import _casts, _forms, _state
 from ._layer import RecipeLayer
@@ -40,6 +41,7 @@ class QuantizedInput:
     _ends: Tensor | None  # the groups of the columns
     _state: Tensor | None  # that of x, for a copy that the backward pass makes
     _parts: _casts.Parts  # of the copy for fprop, then of that for wgrad
+    _version: int | None = None  # of _values when they were quantized
 
     def __repr__(self) -> str:
         return (
@@ -62,6 +64,13 @@ class QuantizedInput:
             raise ValueError(
                 "x: was quantized without grad mode, must be quantized where gradients are recorded, since "
                 "the layer needs the copy for the gradient of its weight"
+            )
+        has_copy = is_saved or recipe.x_t == DEQUANTIZED or not is_wanted
+        is_read = not recipe.is_plain and (recipe.x is None or not has_copy)
+        if is_read and self._version is not None and self._values._version != self._version:
+            raise ValueError(
+                "x: was written in place after it was quantized, must be quantized again, since the layer "
+                "reads both its values and the copy"
             )
 
     def _groups_of(self, offs: Tensor | None) -> Tensor:
@@ -116,7 +125,7 @@ def quantize_input(
         TypeError, ValueError: naming the argument, what it has and what was wanted. A layer raises ValueError
             naming x if its recipe has another x, x_t, save_input or, with a rotation, hadamard_signs; if it
             has another k; if its groups or autocast's dtype are others; if it needs the copy for dW, and x
-            was quantized without grad mode.
+            was quantized without grad mode; if it reads x beside the copy, and x was written in between.
         NotImplementedError: the device has no kernel.
     """
     recipe = recipe.recipe if isinstance(recipe, RecipeLayer) else resolve(recipe)
@@ -149,7 +158,8 @@ def quantize_input(
         decoded = (recipe.x_t != DEQUANTIZED and _forms.are_converted(values), False)
         made = _casts.both(values, recipe.x, x_t, recipe, of_x, groups, ends, decoded)
     parts = (*_casts.parts_of(made[0]), *_casts.parts_of(made[1]))
-    return QuantizedInput(x, recipe, offs, edge, values, ends, of_x, parts)
+    version = with_version(values)[1]
+    return QuantizedInput(x, recipe, offs, edge, values, ends, of_x, parts, version)
 
 
 def dense_ends(m: int, device: torch.device) -> Tensor | None:
