@@ -4,6 +4,7 @@
 #include <set>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "checks.hpp"
 
@@ -232,6 +233,45 @@ void test_selection_follows_shape() {
   }
 }
 
+/// A kernel that is never selected costs build time and size for nothing: each is selected for some problem
+/// on some device. All GPUs have an even number of SMs.
+void test_every_kernel_is_selected() {
+  struct Device {
+    int arch, num_sms;
+  };
+  Device const devices[] = {{90, 78},   {90, 114}, {90, 132},  {100, 148},
+                            {103, 160}, {120, 84}, {120, 170}, {121, 48}};
+  int64_t const sizes_m[] = {1,   8,   12,  16,  24,  32,   48,   64,   96,   128,  160,  192,   256,
+                             320, 384, 512, 640, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 65536};
+  int64_t const sizes_n[] = {64, 256, 768, 1024, 2048, 3072, 4096, 6144, 8192, 14336, 28672};
+  int64_t const sizes_k[] = {256, 768, 2048, 7168, 14336};
+  std::vector<char> is_selected(fp4gemm_kernel_count());
+  for (Device const& device : devices) {
+    for (int64_t m : sizes_m) {
+      for (int64_t n : sizes_n) {
+        for (int64_t k : sizes_k) {
+          for (fp4gemm_dtype_t dtype : kDtypes) {
+            for (Formats const& formats : kFormatPairs) {
+              for (int num_groups : {0, 4, 16, 128}) {
+                for (auto activation : {FP4GEMM_ACTIVATION_NONE, FP4GEMM_ACTIVATION_SWIGLU}) {
+                  Wanted wanted{device.arch, device.num_sms, m, n, k, dtype, formats, num_groups};
+                  wanted.activation = activation;
+                  if (int const index = wanted.select(); index >= 0) {
+                    is_selected[index] = 1;
+                  }
+                }
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+  for (int i = 0; i < fp4gemm_kernel_count(); ++i) {
+    CHECK(is_selected[i] != 0, "%s is selected for no problem", info_at(i).name);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -239,5 +279,6 @@ int main() {
   test_selection_is_legal();
   test_selection_of_modes();
   test_selection_follows_shape();
+  test_every_kernel_is_selected();
   return report();
 }
