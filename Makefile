@@ -19,6 +19,8 @@ RELEASE_PYTHONS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Python compiles a module to bytecode when it is first imported; most of those that are installed never are.
+INSTALL := $(PIP) install -qq --no-warn-conflicts --no-compile
 STAMPS := $(VENV)/.stamps
 REQ := requirements
 OLDEST := build/transformers-oldest
@@ -49,12 +51,14 @@ docs: $(STAMPS)/docs ## Build the documentation site: build/site/index.html
 	@$(call say,docs: build/site/index.html)
 	@$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs -d build/doctrees . build/site
 
+# Without the reordering of pytest-xdist, which puts files of few tests last however long they take, so that one worker
+# waits for the other at the end.
 .PHONY: test
 test: $(STAMPS)/installed-test $(STAMPS)/test $(STAMPS)/docs $(STAMPS)/demo $(OLDEST)/installed ## Build every architecture and run the whole suite
 	@$(call say,host tests)
 	@$(BIN)/ctest --test-dir build/test --output-on-failure -E ptxemu
 	@$(call say,pytest)
-	@FP4GEMM_CUDA_FROM=$(CUDA_FROM) $(BIN)/python -m pytest -n 2 --dist loadfile --ignore=emulator --ignore=tests/emulated --ignore=tests/oracles --ignore=tests/engines $(PYTEST_ARGS)
+	@FP4GEMM_CUDA_FROM=$(CUDA_FROM) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=emulator --ignore=tests/emulated --ignore=tests/oracles --ignore=tests/engines $(PYTEST_ARGS)
 	@$(MAKE) --no-print-directory test-emulated
 
 # A build without SM100 and SM120 has nothing to emulate.
@@ -159,20 +163,20 @@ $(STAMPS)/venv:
 # step installs another version of it.
 $(STAMPS)/build: $(REQ)/build.txt $(REQ)/constraints.txt $(STAMPS)/venv
 	@$(call say,torch and the build tools (requirements/build.txt; the first time downloads them))
-	@$(PIP) install -qq --no-warn-conflicts "$$(grep '^pip==' $<)"
-	@$(PIP) install -qq --no-warn-conflicts -r $<
+	@$(INSTALL) "$$(grep '^pip==' $<)"
+	@$(INSTALL) -r $<
 	@touch $@
 
 $(STAMPS)/%: $(REQ)/%.txt $(REQ)/constraints.txt $(STAMPS)/build
 	@$(call say,$<)
-	@$(PIP) install -qq --no-warn-conflicts -r $<
-	@if [ -f $(REQ)/$*-nodeps.txt ]; then $(PIP) install -qq --no-warn-conflicts --no-deps -r $(REQ)/$*-nodeps.txt; fi
+	@$(INSTALL) -r $<
+	@if [ -f $(REQ)/$*-nodeps.txt ]; then $(INSTALL) --no-deps -r $(REQ)/$*-nodeps.txt; fi
 	@touch $@
 
 # The site needs no torch, and so nothing of what a build needs.
 $(STAMPS)/docs: $(REQ)/docs.txt $(REQ)/constraints.txt $(STAMPS)/venv
 	@$(call say,$<)
-	@$(PIP) install -qq --no-warn-conflicts -r $<
+	@$(INSTALL) -r $<
 	@touch $@
 
 $(STAMPS)/demo: $(REQ)/demo-nodeps.txt
@@ -180,7 +184,7 @@ $(STAMPS)/demo: $(REQ)/demo-nodeps.txt
 # Another version of transformers, in a folder that only tests/integrations puts into a path.
 $(OLDEST)/installed: $(REQ)/transformers-oldest.txt $(STAMPS)/demo
 	@$(call say,$<)
-	@rm -rf $(OLDEST) && $(PIP) install -qq --no-deps --target $(OLDEST) -r $<
+	@rm -rf $(OLDEST) && $(INSTALL) --no-deps --target $(OLDEST) -r $<
 	@touch $@
 
 # $(call toolchain,ARCHS): installs CUTLASS if kernels are built, and nvcc's wheels if there is no toolkit to build them.
@@ -188,8 +192,8 @@ define toolchain
 nvcc=$$($(BIN)/cmake -DPython3_EXECUTABLE=$(BIN)/python "-DFP4GEMM_CUDA_ARCHS=$(1)" -DFP4GEMM_CUDA_FROM=$(CUDA_FROM) \
 	  -P cpp/cmake/find_nvcc.cmake) || exit 1; \
 	if [ "$$nvcc" = missing ]; then $(call say,no CUDA toolkit: nvcc from its wheels (requirements/cuda.txt)); \
-	  $(PIP) install -qq --no-warn-conflicts -r $(REQ)/cuda.txt || exit 1; fi; \
-	if [ "$$nvcc" != unneeded ]; then $(PIP) install -qq --no-warn-conflicts --no-deps -r $(REQ)/cutlass.txt || exit 1; fi
+	  $(INSTALL) -r $(REQ)/cuda.txt || exit 1; fi; \
+	if [ "$$nvcc" != unneeded ]; then $(INSTALL) --no-deps -r $(REQ)/cutlass.txt || exit 1; fi
 endef
 
 # $(call configured,FOLDER,ARCHS): records the options of a build in a file that becomes newer than the stamps when they
