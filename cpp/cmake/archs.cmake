@@ -4,7 +4,8 @@
 # header cpp/cutlass_evt/arch/smNN.hpp. The library learns the compute capabilities of the devices from this table.
 #
 #   family   GEMM folder   nvcc    code of quantize and decode           compute capabilities
-#            (- : none)    (>=)    (NN: machine code, NN-ptx: portable)  that it serves
+#            (- : none)    (>=)    (NN: machine code, NN-ptx: portable,  that it serves
+#                                  NNf: machine code and PTX)
 #
 # The host code needs CUDA 12.5 (cudaGetDriverEntryPointByVersion), so that no row can name an older nvcc.
 set(FP4GEMM_ARCH_TABLE
@@ -104,6 +105,8 @@ macro(fp4gemm_read_archs)
           if(NOT FP4GEMM_QUANTIZE_PORTABLE OR CMAKE_MATCH_1 LESS FP4GEMM_QUANTIZE_PORTABLE)
             set(FP4GEMM_QUANTIZE_PORTABLE ${CMAKE_MATCH_1})
           endif()
+        elseif(_image MATCHES "f$") # PTX too: for the emulator of the tests, as of the GEMM kernels
+          list(APPEND FP4GEMM_QUANTIZE_GENCODE "-gencode=arch=compute_${_image},code=[sm_${_image},compute_${_image}]")
         else()
           list(APPEND FP4GEMM_QUANTIZE_GENCODE "-gencode=arch=compute_${_image},code=sm_${_image}")
         endif()

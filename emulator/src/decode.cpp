@@ -27,7 +27,7 @@ std::map<std::string, Decoder> const& decoders() {
     add(decode_mma_sync, {"mma"});
     add(decode_control, {"bra", "brx", "ret", "exit", "trap", "setp", "nanosleep", "setmaxnreg",
                          "griddepcontrol", "pmevent"});
-    add(decode_warp, {"shfl", "vote", "redux", "elect", "activemask"});
+    add(decode_warp, {"shfl", "vote", "match", "redux", "elect", "activemask"});
     add(decode_barrier, {"bar", "barrier", "fence", "membar"});
     add(decode_mbarrier, {"mbarrier"});
     add(decode_bulk, {"cp"});

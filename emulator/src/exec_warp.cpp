@@ -1,5 +1,5 @@
-// Exchange between the lanes of a warp (PTX ISA, "shfl.sync", "vote.sync", "redux.sync", "elect.sync",
-// "activemask").
+// Exchange between the lanes of a warp (PTX ISA, "shfl.sync", "vote.sync", "match.sync", "redux.sync",
+// "elect.sync", "activemask").
 #include <algorithm>
 
 #include "families.hpp"
@@ -39,6 +39,9 @@ bool decode_warp(Instruction& in) {
     in.mode[0] = find(in, {"ballot", "any", "all", "uni"});
     in.handler = &Machine::exec_vote;
     return in.has("sync") && in.mode[0] >= 0;
+  } else if (name == "match") {
+    in.handler = &Machine::exec_match;
+    return in.has("sync") && in.has("any");
   } else if (name == "redux") {
     in.mode[0] = find(in, {"add", "min", "max", "and", "or", "xor"});
     in.handler = &Machine::exec_redux;
@@ -107,6 +110,28 @@ Outcome Machine::exec_vote(Warp& warp, Group& group, Instruction const& in, u32 
                      : in.mode[0] == kAll  ? ballot == voters
                                            : ballot == voters || ballot == 0;
   write_all(warp, in.operands[0], mask, result);
+  return Outcome::kNext;
+}
+
+/// match.any.sync d, a, members: the members whose a is that of the lane.
+Outcome Machine::exec_match(Warp& warp, Group& group, Instruction const& in, u32 mask) {
+  u32 const members = static_cast<u32>(uniform(warp, in.operands[2], group.mask));
+  if (!converged(warp, group, members)) {
+    return Outcome::kBlocked;
+  }
+  Row values;
+  read(warp, in.operands[1], values);
+  u32 const present = members & warp.alive;
+  for (int l = 0; l < kWarpSize; ++l) {
+    if (!(mask >> l & 1)) {
+      continue;
+    }
+    u32 same = 0;
+    for (int other = 0; other < kWarpSize; ++other) {
+      same |= (present >> other & 1 & static_cast<u32>(values[other] == values[l])) << other;
+    }
+    write(warp, in.operands[0], l, same);
+  }
   return Outcome::kNext;
 }
 

@@ -48,6 +48,7 @@ class Machine {
   PTXEMU_HANDLER(exec_mma_sync);
   PTXEMU_HANDLER(exec_shuffle);
   PTXEMU_HANDLER(exec_vote);
+  PTXEMU_HANDLER(exec_match);
   PTXEMU_HANDLER(exec_redux);
   PTXEMU_HANDLER(exec_elect);
   PTXEMU_HANDLER(exec_active_mask);

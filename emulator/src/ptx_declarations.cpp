@@ -46,11 +46,16 @@ void Parser::header() {
 Parser::Variable Parser::variable() {
   Variable result;
   u32 element = 0;
+  bool is_pointer = false;
   for (;;) {
     std::string const word = identifier();
     if (word == ".align") {
-      result.align = static_cast<u32>(number().value);
-    } else if (word == ".ptr" || word == ".attribute" || word == ".managed") {
+      // Behind .ptr it is the alignment of what the pointer points at.
+      u32 const align = static_cast<u32>(number().value);
+      result.align = is_pointer ? result.align : align;
+    } else if (word == ".ptr") {
+      is_pointer = true;
+    } else if (word == ".attribute" || word == ".managed") {
     } else if (!word.empty() && word[0] == '.') {
       if (Type const type = parse_type(word.substr(1)); type != Type::kNone) {
         element = static_cast<u32>(bytes_of(type));

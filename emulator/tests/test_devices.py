@@ -119,6 +119,24 @@ def test_the_kernel_of_the_device_is_launched(bench, capability, expected):
     assert bench.emulator.download(x)[0] == expected
 
 
+def test_the_alignment_of_a_pointer_parameter_is_its_own(bench):
+    """`.ptr .align 1` describes what the pointer points at: the pointer lies at a multiple of 8 bytes."""
+    bench.load(
+        """
+        .visible .entry k(.param .u32 k_value, .param .u64 .ptr .align 1 k_result)
+        {
+        .reg .b32 %r1; .reg .b64 %d1;
+        ld.param.u32 %r1, [k_value];
+        ld.param.u64 %d1, [k_result];
+        st.global.u32 [%d1], %r1;
+        ret;
+        }"""
+    )
+    x = bench.emulator.empty(1, np.uint32)
+    bench.emulator.launch("k", struct.pack("<IxxxxQ", 77, x.pointer))
+    assert bench.emulator.download(x)[0] == 77
+
+
 def test_extraction_keeps_the_modelled_targets(tmp_path):
     """A cuobjdump that writes files of five targets."""
     tool = tmp_path / "cuobjdump"

@@ -41,6 +41,9 @@ def test_vote_and_reductions(bench):
     assert (
         bench.lanes("redux.sync.min.s32 %out, %a0, -1;", [values], np.int32) == values.view(np.int32).min()
     ).all()
+    same = [sum(int(v % 5 == w % 5) << i for i, w in enumerate(values)) for v in values]
+    code = "rem.u32 %r1, %a0, 5; match.any.sync.b32 %out, %r1, -1;"
+    np.testing.assert_array_equal(bench.lanes(code, [values], np.uint32), np.array(same, np.uint32))
     code = "elect.sync %r1|%p1, -1; selp.b32 %out, %a0, 7, %p1;"
     np.testing.assert_array_equal(bench.lanes(code, [values], np.uint32), np.where(_LANES == 0, values, 7))
 

@@ -1,0 +1,190 @@
+"""The quantizers of SM100 and SM120 give the bits of the reference on the emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import capi
+import pytest
+import torch
+from calls import FEW_SCHEDULES, Memory, check, parts_out, rows_in
+from fp4gemm import reference
+from helpers import KINDS, make, short
+from modes import FEW, GROUPED_MODES, MODES, Mode, by_name, expected
+from session import ARCHS, SCHEDULES, Session, Sessions
+from torch import Tensor
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+SAME_NAMES = ("block_rows", "encode", "four_over_six", "fast_error", "e4m3_max", "headroom")
+K = 112  # seven blocks: the last word of scales has padding
+TE = next(m for m in MODES if m.name == "row-te-plain")
+
+
+def rows_of_every_kind(dtype: torch.dtype, m: int = 48, k: int = K) -> Tensor:
+    """Rows with outliers, ties, zeros, subnormal, huge and infinite elements, and NaN."""
+    gen = torch.Generator().manual_seed(m + k)
+    each = m // len(KINDS) + 1
+    x = torch.cat([make(kind, each, k, dtype, gen) for kind in KINDS])[:m]
+    x[0, 3], x[m // 2, :17] = torch.nan, torch.nan
+    return x
+
+
+def check_quantize(
+    session: Session,
+    x: Tensor,
+    mode: Mode,
+    schedules: Sequence[dict[str, object]] = FEW_SCHEDULES,
+    row: Sequence[Tensor] | None = None,
+    column: Sequence[Tensor] | None = None,
+    given: Tensor | None = None,
+    offs: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> None:
+    """Compares the sides of fp4gemm_quantize with what is wanted.
+
+    Args:
+        row, column: codes, scales and amax, or decoded values and amax; None: that side is not computed.
+        given: the amax of the side, which then is not written.
+        offs, rows: the ends of groups, and the rows of x that are gathered.
+    """
+    options = mode.operator()
+
+    def build(memory: Memory) -> tuple[capi.QuantizeArgs]:
+        args = capi.QuantizeArgs(
+            m=x.shape[0] if rows is None else rows.numel(),
+            k=x.shape[1],
+            scaling=capi.SCALING_ROW if options["per_row"] else capi.SCALING_TENSOR,
+            hadamard_signs=options["signs"],
+            rng_state=memory.put(options.get("rng_state")),
+            offs=memory.put(offs),
+            num_groups=0 if offs is None else offs.numel(),
+            x_rows=memory.put(rows),
+            x_num_rows=0 if rows is None else x.shape[0],
+            **{name: options[name] for name in SAME_NAMES},
+            **rows_in(memory, x),
+        )
+        # With both sides, the columns alone are rotated.
+        rotations = (options["hadamard"] if column is None else 0, options["hadamard"])
+        for side, want, rotation in zip((args.row, args.column), (row, column), rotations, strict=True):
+            if want is not None:
+                side.hadamard = rotation
+                side.amax_given = memory.put(given)
+                parts_out(memory, side, want if given is None else (*want[:2], None))
+        return (args,)
+
+    check(session, "quantize", build, schedules)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=by_name)
+def test_modes(session: Session, mode: Mode) -> None:
+    """Every mode along rows, along columns and along both."""
+    x = rows_of_every_kind(torch.bfloat16)
+    check_quantize(session, x, mode, row=expected(x, mode))
+    check_quantize(session, x, mode, column=expected(x, mode, 0))
+    both = reference.quantize_both(x, None, None, **mode.operator())
+    check_quantize(session, x, mode, row=both[:3], column=both[3:])
+
+
+@pytest.mark.parametrize("dtype", FLOATS[1:], ids=short)
+@pytest.mark.parametrize("mode", FEW, ids=by_name)
+def test_types(session: Session, mode: Mode, dtype: torch.dtype) -> None:
+    x = rows_of_every_kind(dtype)
+    check_quantize(session, x, mode, row=expected(x, mode))
+    check_quantize(session, x, mode, column=expected(x, mode, 0))
+
+
+# Shapes at which the division of rows among threads changes, for few rows (m < 48, with 6 SMs) and for many.
+ROW_SHAPES = [(1, 32), (5, 528), (2, 2064), (1, 8208), (130, 96), (48, 2064), (48, 4112), (48, 8208)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=short)
+@pytest.mark.parametrize(("m", "k"), ROW_SHAPES)
+def test_row_shapes(session: Session, m: int, k: int, dtype: torch.dtype) -> None:
+    """The most common cast, TransformerEngine's, has kernels of its own for many shapes."""
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(k)).to(dtype)
+    schedules = SCHEDULES[2:5] if m * k < 5000 else SCHEDULES[2:3]
+    check_quantize(session, x, TE, schedules, row=reference.quantize(x, None, True))
+
+
+@pytest.mark.parametrize("k", [528, 2064, 4112, 8208])
+@pytest.mark.parametrize("mode", FEW[:7], ids=by_name)
+def test_long_rows(session: Session, mode: Mode, k: int) -> None:
+    x = torch.randn(3, k, generator=torch.Generator().manual_seed(k)).to(torch.bfloat16)
+    check_quantize(session, x, mode, SCHEDULES[2:3], row=expected(x, mode))
+
+
+@pytest.mark.parametrize("mode", [m for m in GROUPED_MODES if m in FEW], ids=by_name)
+def test_groups(session: Session, mode: Mode) -> None:
+    """Groups of rows and of columns, with an empty group and rows behind the last one."""
+    x = rows_of_every_kind(torch.bfloat16, 150)
+    offs = torch.tensor([5, 5, 135, 145], dtype=torch.int32)
+    check_quantize(session, x, mode, row=expected(x, mode, offs=offs), offs=offs)
+    check_quantize(session, x, mode, column=expected(x, mode, 0, offs=offs), offs=offs)
+
+
+@pytest.mark.parametrize("mode", FEW, ids=by_name)
+def test_given_amax(session: Session, mode: Mode) -> None:
+    x = rows_of_every_kind(torch.bfloat16)
+    of_rows, of_columns = ((torch.arange(n) + 1.0) / 4 for n in (48, K))
+    if not mode.arguments["per_row"]:
+        of_rows = of_columns = torch.tensor([3.0])
+    check_quantize(session, x, mode, row=expected(x, mode, -1, of_rows), given=of_rows)
+    check_quantize(session, x, mode, column=expected(x, mode, 0, of_columns), given=of_columns)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=short)
+def test_decoded(session: Session, dtype: torch.dtype) -> None:
+    """fp16 values in place of codes and scales, along rows and along columns."""
+    x = make("normal", 48, K, dtype, torch.Generator().manual_seed(1))
+    for mode in [m for m in FEW if m.arguments["block_rows"] == 1]:
+        options = {name: value for name, value in mode.operator().items() if name != "block_rows"}
+        check_quantize(session, x, mode, row=reference.quantize_decoded(x, None, axis=-1, **options))
+        check_quantize(session, x, mode, column=reference.quantize_decoded(x, None, axis=0, **options))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=short)
+@pytest.mark.parametrize("grouped", [False, True], ids=["dense", "groups"])
+def test_gathered_rows(session: Session, grouped: bool, dtype: torch.dtype) -> None:
+    x = rows_of_every_kind(dtype)
+    rows = torch.tensor([3, 3, 47, -1, 0, 17, 48, 2] * 7, dtype=torch.int32)
+    more = {"rows": rows, "offs": torch.tensor([0, 20, 50], dtype=torch.int32) if grouped else None}
+    check_quantize(session, x, TE, row=reference.quantize(x, None, True, **more), **more)
+    check_quantize(session, x, TE, row=reference.quantize_decoded(x, None, True, **more), **more)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=short)
+@pytest.mark.parametrize("weighted", [False, True], ids=["equal", "importance"])
+def test_scale_search(session: Session, weighted: bool, dtype: torch.dtype) -> None:
+    gen = torch.Generator().manual_seed(2)
+    x = make("heavy", 48, K, dtype, gen)
+    importance = torch.rand(K, generator=gen) if weighted else None
+
+    def build(memory: Memory, per_row: bool, block_rows: int) -> tuple[object]:
+        args = capi.QuantizeSearchedArgs(m=48, k=K, block_rows=block_rows, **rows_in(memory, x))
+        args.scaling = capi.SCALING_ROW if per_row else capi.SCALING_TENSOR
+        args.importance = memory.put(importance)
+        want = reference.quantize_searched(x, None, importance, per_row, block_rows, 256)
+        parts_out(memory, args, want)
+        return (args,)
+
+    for per_row, block_rows in ((True, 1), (False, 1), (False, 16)):
+        check(session, "quantize_searched", partial(build, per_row=per_row, block_rows=block_rows))
+
+
+def test_no_elements(session: Session) -> None:
+    """The amax of an empty tensor is zero."""
+    x = torch.empty(0, K, dtype=torch.bfloat16)
+    mode = next(m for m in MODES if m.name == "tensor-te-plain")
+    check_quantize(session, x, mode, row=(*expected(x, mode)[:2], torch.zeros(1)))
+
+
+@pytest.mark.parametrize("capability", [103, 121])
+def test_the_family_shares_its_quantizers(sessions: Sessions, capability: int) -> None:
+    """A device of the family whose compute capability is not that of the kernels' code."""
+    if capability // 10 * 10 not in ARCHS:
+        pytest.skip("built without kernels of the family")
+    x = rows_of_every_kind(torch.bfloat16)
+    for mode in FEW:
+        check_quantize(sessions[capability], x, mode, SCHEDULES[2:3], row=expected(x, mode))
+        check_quantize(sessions[capability], x, mode, SCHEDULES[2:3], column=expected(x, mode, 0))
