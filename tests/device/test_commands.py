@@ -57,9 +57,13 @@ def test_report_as_text() -> None:
     text = run_module()
     assert text.startswith(f"fp4gemm {fp4gemm.__version__}\n")
     assert torch.__version__ in text
-    assert f"kernels ({len(fp4gemm.kernels())})" in text
-    for row in fp4gemm.kernels():
-        assert row.name in text
+    rows = fp4gemm.kernels()
+    assert f"kernels ({len(rows)})" in text
+    for arch in {row.arch for row in rows}:
+        line = next(line for line in text.splitlines() if line.startswith(f"  sm_{arch} "))
+        for mode in ("dense", "grouped"):
+            assert f"{sum((row.arch, row.mode) == (arch, mode) for row in rows)} {mode}" in line
+    assert len(text.splitlines()) < 40, "the report fits on a screen"
     if not torch.cuda.is_available():
         assert "no   cuda: torch sees no CUDA device" in text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import platform
 from typing import Any
@@ -73,17 +74,25 @@ def report_text() -> str:
         lines.append(f"  {'yes' if entry['supported'] else 'no ':3}  {entry['reason']}")
     rows = data["kernels"]
     lines.append(f"kernels ({len(rows)})")
-    lines += [f"  {line}" for line in _kernel_lines(rows)]
+    lines += [f"  {line}" for line in _counts(rows)]
     return "\n".join(lines)
+
+
+def _counts(rows: list[dict[str, Any]]) -> list[str]:
+    """How many kernels each architecture has; the whole table would push the rest out of sight."""
+    if not rows:
+        return [_NO_KERNELS]
+    lines = []
+    for arch in sorted({row["arch"] for row in rows}):
+        modes = collections.Counter(row["mode"] for row in rows if row["arch"] == arch)
+        counts = ", ".join(f"{number} {mode}" for mode, number in sorted(modes.items()))
+        lines.append(f"sm_{arch:<4} {counts}")
+    return [*lines, "python -m fp4gemm kernels prints the table"]
 
 
 def kernels_text() -> str:
     """The table of kernels as text for a terminal."""
-    return "\n".join(_kernel_lines(kernel_rows()))
-
-
-def _kernel_lines(rows: list[dict[str, Any]]) -> list[str]:
-    return [_kernel_line(row) for row in rows] or [_NO_KERNELS]
+    return "\n".join([_kernel_line(row) for row in kernel_rows()] or [_NO_KERNELS])
 
 
 def _kernel_line(row: dict[str, Any]) -> str:
