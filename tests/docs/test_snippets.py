@@ -1,10 +1,10 @@
 """The code in README.md, CONTRIBUTING.md, docs/ and the docstrings: every snippet is run or compiled.
 
 A snippet is a fenced block. Python blocks of one document run in order in one namespace, which the file
-preambles/NAME.py prepares if it exists. C and C++ blocks are compiled against the header, and run if they
-have a main. CUDA blocks are compiled with nvcc and CUTLASS, and CMake blocks configure a project. The line
-ahead of a
-block that cannot be run says so, with the reason: ``<!-- not run: it needs two GPUs -->``.
+preambles/NAME.py prepares if it exists; those of docs/distributed.md are one program, which torchrun starts.
+C and C++ blocks are compiled against the header, and run if they have a main. CUDA blocks are compiled with
+nvcc and CUTLASS, and CMake blocks configure a project. The line ahead of a block that cannot be run says so,
+with the reason: ``<!-- not run: it needs two GPUs -->``.
 """
 
 from __future__ import annotations
@@ -150,11 +150,25 @@ def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     selection.clear()
 
 
+PROGRAM = REPO / "docs" / "distributed.md"
+
+
 @pytest.mark.parametrize(
-    "document", sorted({snippet.document for snippet in to_run("python")}), ids=lambda path: path.name
+    "document",
+    sorted({snippet.document for snippet in to_run("python")} - {PROGRAM}),
+    ids=lambda path: path.name,
 )
 def test_python(document: Path) -> None:
     run_python([snippet for snippet in to_run("python") if snippet.document == document], document.stem)
+
+
+def test_program_of_many_processes(tmp_path: Path) -> None:
+    """Two processes, or as many as there are GPUs, if it is one."""
+    source = "\n".join(snippet.text for snippet in to_run("python") if snippet.document == PROGRAM)
+    (tmp_path / "layer.py").write_text(source)
+    processes = min(2, torch.cuda.device_count() or 2)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    run(*torchrun, "--nproc-per-node", processes, tmp_path / "layer.py")
 
 
 def examples() -> Iterator[Snippet]:

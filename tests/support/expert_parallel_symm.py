@@ -48,7 +48,8 @@ def alternating(group: Any) -> list[list[Tensor]]:
         modules = [layer(case, ep) for case in both]
         parts = [own(ep, inputs(case)) for case in both]
         memory_of(ep).delay_s = 0.0
-        first = [module(*part) for module, part in zip(modules, parts, strict=True)]
+        with torch.inference_mode():  # the engine's memory is allocated in it, and written outside of it
+            first = [module(*part) for module, part in zip(modules, parts, strict=True)]
         memory_of(ep).delay_s = DELAY_S
         for i in range(LAYERS):
             got = modules[i % 2](*parts[i % 2])

@@ -125,7 +125,8 @@ class SymmEngine:
         require_equal(
             {f"bytes that travel ({purpose})": slot_bytes}, None, self._group, "in the same call of a layer"
         )
-        larger = _Buffer(self._memory.allocate(_SLOTS * slot_bytes), slot_bytes)
+        with torch.inference_mode(False):  # a later call may be outside of it, and writes here too
+            larger = _Buffer(self._memory.allocate(_SLOTS * slot_bytes), slot_bytes)
         if buffer is not None:
             self._outgrown.append(buffer)
         self._buffers[purpose] = larger
