@@ -5,6 +5,7 @@
 #include "moe/ranks.hpp"
 #include "quantize/quantize.hpp"
 #include "quantize/scale_search.hpp"
+#include "quantize/stacks.hpp"
 
 namespace fp4gemm {
 namespace {
@@ -19,6 +20,10 @@ fp4gemm_status_t device_properties(int, DeviceProperties*) { return no_cuda(); }
 DeviceGuard::DeviceGuard(int) : status_(no_cuda()) {}
 DeviceGuard::~DeviceGuard() = default;
 fp4gemm_status_t launch_quantize(fp4gemm_quantize_args_t const&, DeviceProperties const&, fp4gemm_stream_t) {
+  return no_cuda();
+}
+fp4gemm_status_t launch_quantize_stack(fp4gemm_quantize_args_t const&, int, DeviceProperties const&,
+                                       fp4gemm_stream_t) {
   return no_cuda();
 }
 fp4gemm_status_t launch_quantize_searched(fp4gemm_quantize_searched_args_t const&, DeviceProperties const&,

@@ -25,6 +25,9 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
   m.def(
       "quantize_searched(Tensor x, Tensor? amax, Tensor? importance, bool per_row, int block_rows=1, "
       "int e4m3_max=448) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "quantize_stack(Tensor x, Tensor? amax, bool rows, bool columns, int four_over_six=0, "
+      "bool fast_error=False, int e4m3_max=448) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("silu_and_mul_quantize(Tensor x, Tensor? offs=None) -> (Tensor, Tensor, Tensor)");
   m.def("silu_and_mul_quantize_decoded(Tensor x, Tensor? offs=None) -> (Tensor, Tensor)");
   m.def(
@@ -86,6 +89,7 @@ STABLE_TORCH_LIBRARY_IMPL(fp4gemm, CUDA, m) {
   m.impl("quantize_both", TORCH_BOX(&fp4gemm_torch::quantize_both));
   m.impl("quantize_decoded", TORCH_BOX(&fp4gemm_torch::quantize_decoded));
   m.impl("quantize_searched", TORCH_BOX(&fp4gemm_torch::quantize_searched));
+  m.impl("quantize_stack", TORCH_BOX(&fp4gemm_torch::quantize_stack));
   m.impl("silu_and_mul_quantize", TORCH_BOX(&fp4gemm_torch::silu_and_mul_quantize));
   m.impl("silu_and_mul_quantize_decoded", TORCH_BOX(&fp4gemm_torch::silu_and_mul_quantize_decoded));
   m.impl("rms_norm_quantize", TORCH_BOX(&fp4gemm_torch::rms_norm_quantize));

@@ -47,6 +47,11 @@ std::tuple<Tensor, Tensor, Tensor> quantize_searched(Tensor const& x, std::optio
                                                      std::optional<Tensor> importance, bool per_row,
                                                      int64_t block_rows, int64_t e4m3_max);
 
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_stack(Tensor const& x, std::optional<Tensor> amax,
+                                                                  bool rows, bool columns,
+                                                                  int64_t four_over_six, bool fast_error,
+                                                                  int64_t e4m3_max);
+
 std::tuple<Tensor, Tensor, Tensor> silu_and_mul_quantize(Tensor const& x, std::optional<Tensor> offs);
 
 std::tuple<Tensor, Tensor> silu_and_mul_quantize_decoded(Tensor const& x, std::optional<Tensor> offs);

@@ -12,7 +12,13 @@ from . import _checks
 from .containers.nvfp4 import NVFP4Tensor
 from .layout import GROUP_COLUMNS, TILE_COLUMNS, TILE_ROWS, padded_scale_shape
 from .ops import operators
-from .ops.schema import QuantizeCall, QuantizeDecodedCall, QuantizeSearchedCall, narrowed
+from .ops.schema import (
+    QuantizeCall,
+    QuantizeDecodedCall,
+    QuantizeSearchedCall,
+    QuantizeStackCall,
+    narrowed,
+)
 
 __all__ = [
     "concat",
@@ -143,6 +149,9 @@ def quantize_stack(call: QuantizeCall, g: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and amax of the g matrices of x (g * n, k), each by itself; amax (g, n) or (g, 1)."""
     if call.axis == -1 and call.block_rows == 1 and call.rng_state is None:
         codes, scales, measured = _in_one_call(call, g)
+    elif call.block_rows != 1:
+        rows, columns = _squares(call, g, call.axis == -1, call.axis == 0)
+        codes, scales, measured = rows if call.axis == -1 else columns
     elif _are_spans(call, g):
         codes, scales, measured = _columns_in_one_call(call, g)
     else:
@@ -171,6 +180,12 @@ def quantize_stack_both(
     call: Any, g: int
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
     """Codes, scales and amax of the matrices of x, and of their transposes; a QuantizeBothCall."""
+    if call.block_rows != 1:
+        if call.amax is None:
+            return _squares(call, g, True, True)
+        rows, _ = _squares(call, g, True, False)
+        _, columns = _squares(call._replace(amax=call.amax_t), g, False, True)
+        return (*rows[:2], call.amax), (*columns[:2], call.amax_t)
     if _are_spans(call, g):
         along_k = narrowed(QuantizeCall, call, hadamard=0, signs=0)
         return quantize_stack(along_k, g), quantize_stack(
@@ -197,6 +212,18 @@ def quantize_stack_searched(call: QuantizeSearchedCall, g: int) -> tuple[Tensor,
     ]
     codes, scales, measured = _stacked([operators.quantize_searched(*each) for each in calls])
     return codes, scales, measured if amax is None else amax
+
+
+def _squares(
+    call: Any, g: int, wants_rows: bool, wants_columns: bool
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """Blocks of 16x16: codes, scales and amax (g, 1) of the matrices and of their transposes, in one call."""
+    x = call.x.view(g, -1, call.x.shape[1])
+    amax = None if call.amax is None else call.amax.view(-1)
+    whole = narrowed(QuantizeStackCall, call, x=x, amax=amax, rows=wants_rows, columns=wants_columns)
+    codes, scales, codes_t, scales_t, measured = operators.quantize_stack(*whole)
+    measured = measured.view(-1, 1)
+    return (codes, scales, measured), (codes_t, scales_t, measured)
 
 
 def _ends(x: Tensor, g: int) -> Tensor:

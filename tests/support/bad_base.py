@@ -267,6 +267,18 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
             "e4m3_max": 448,
         },
     ),
+    "reference.quantize_stack": (
+        reference.quantize_stack,
+        lambda: {
+            "x": ones(2, 48, K),
+            "amax": None,
+            "rows": True,
+            "columns": True,
+            "four_over_six": 0,
+            "fast_error": False,
+            "e4m3_max": 448,
+        },
+    ),
     "reference.silu_and_mul": (
         reference.silu_and_mul,
         lambda: {"x": ones(M, K, dtype=torch.float16)},

@@ -40,6 +40,30 @@ add(Q, "x", "stack-no-rows", lambda: half(2, 0, K), VALUE, "must hold at least o
 add(Q, "x", "stack-k", lambda: half(2, 48, 40), VALUE, "k is 40, must be a positive")
 add(Q, "x", "stack-float64", lambda: half(2, 48, K).double(), TYPE, "dtype is torch")
 add(Q, "x", "stack-grad", lambda: grad(half(2, 48, K)), NOT, "requires grad")
+# The operator.
+S = "reference.quantize_stack"
+add(S, "x", "type", lambda: [[[1.0] * 16]], TYPE, "must be a torch.Tensor")
+add(S, "x", "rank2", lambda: half(48, K), VALUE, "shape is (48, 64), must have rank 3, (g, n, k)")
+add(S, "x", "empty", lambda: half(0, 48, K), VALUE, "must hold at least one matrix")
+add(S, "x", "no-rows", lambda: half(2, 0, K), VALUE, "must hold at least one matrix")
+add(S, "x", "k", lambda: half(2, 48, 40), VALUE, "k is 40, must be a positive multiple of")
+add(S, "x", "n", lambda: half(2, 40, K), VALUE, "n is 40, must be a positive multiple of 16")
+add(S, "x", "dtype", lambda: half(2, 48, K).double(), TYPE, "dtype is torch.float64")
+add(S, "x", "aligned", lambda: misaligned(half(2, 48, K)), VALUE, "must be 16-byte aligned")
+add(S, "x", "strides", lambda: half(4, 48, K)[::2], VALUE, "stride along matrices is 6144, must be 3072")
+add(S, "x", "grad", lambda: grad(half(2, 48, K)), NOT, "requires grad")
+add(S, "amax", "type", lambda: 1.0, TYPE, "must be a torch.Tensor")
+add(S, "amax", "shape", lambda: ones(3), VALUE, "shape is (3,), must be (2,)")
+add(S, "amax", "device", lambda: ones(2, device="meta"), VALUE, "device is meta, must be cpu")
+add(S, "amax", "negative", lambda: -ones(2), VALUE, "entry 0 is -1.0, must be at least 0 and not NaN")
+add(S, "rows", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
+add(S, "columns", "type", lambda: None, TYPE, "got None (NoneType), must be True or False")
+add_together(S, "rows-columns", lambda: {"rows": False, "columns": False}, VALUE, "got False, must", "rows")
+add(S, "four_over_six", "value", lambda: 3, VALUE, "got 3, must be 0, 1 or 2")
+add(S, "fast_error", "type", lambda: 1, TYPE, "got 1 (int), must be False or True")
+add(S, "e4m3_max", "value", lambda: 240, VALUE, "got 240, must be 448 or 256")
+add(S, "e4m3_max", "alone", lambda: 256, VALUE, "got 256, must be 448 without four_over_six")
+
 add_together(
     "quantize quantize_both",
     "offs-stack",

@@ -219,6 +219,7 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.fp4gemm_gemm.argtypes = [POINTER(GemmArgs), c_void_p, c_size_t, c_int, c_void_p]
     library.fp4gemm_quantize.argtypes = [POINTER(QuantizeArgs), c_int, c_void_p]
     library.fp4gemm_quantize_searched.argtypes = [POINTER(QuantizeSearchedArgs), c_int, c_void_p]
+    library.fp4gemm_quantize_stack.argtypes = [POINTER(QuantizeArgs), c_int, c_int, c_void_p]
     library.fp4gemm_route_workspace_bytes.argtypes = [POINTER(RouteArgs), POINTER(c_size_t)]
     library.fp4gemm_route.argtypes = [POINTER(RouteArgs), c_void_p, c_size_t, c_int, c_void_p]
     library.fp4gemm_combine.argtypes = [POINTER(CombineArgs), c_int, c_void_p]

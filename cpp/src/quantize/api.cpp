@@ -6,6 +6,7 @@
 #include "check.hpp"
 #include "quantize/on_device.hpp"
 #include "quantize/quantize.hpp"
+#include "quantize/stacks.hpp"
 
 namespace fp4gemm {
 namespace {
@@ -133,7 +134,9 @@ fp4gemm_status_t check_side(char const* name, fp4gemm_quantized_t const& side, i
   return check_buffer(named("amax"), side.amax, is_written ? num_amaxes : 0, sizeof(float));
 }
 
-fp4gemm_status_t quantize(fp4gemm_quantize_args_t const* args, int device, fp4gemm_stream_t stream) {
+}  // namespace
+
+fp4gemm_status_t check_quantize(fp4gemm_quantize_args_t const* args) {
   FP4GEMM_TRY(check_args(args));
   int64_t const rows_of_x = args->x_rows != nullptr ? args->x_num_rows : args->m;
   FP4GEMM_TRY(check_size("m", args->m, 0, 1));
@@ -175,6 +178,13 @@ fp4gemm_status_t quantize(fp4gemm_quantize_args_t const* args, int device, fp4ge
     FP4GEMM_TRY(
         check_side("column", args->column, args->k, columns, per_row ? num_groups * args->k : num_groups));
   }
+  return FP4GEMM_SUCCESS;
+}
+
+namespace {
+
+fp4gemm_status_t quantize(fp4gemm_quantize_args_t const* args, int device, fp4gemm_stream_t stream) {
+  FP4GEMM_TRY(check_quantize(args));
   return on_device(
       device, [&](DeviceProperties const& properties) { return launch_quantize(*args, properties, stream); });
 }

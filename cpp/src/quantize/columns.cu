@@ -79,15 +79,16 @@ void launch_tiles_four_over_six(TileLaunch const& launch) {
   });
 }
 
-void launch_squares(TileLaunch const& launch, bool four_over_six) {
+void launch_squares(TileLaunch const& launch, bool four_over_six, int num_matrices) {
   for_type(launch.dtype, [&](auto type) {
     using T = decltype(type);
-    for_tile_grids(launch.params.k, launch.params.m, [&](dim3 grid, unsigned first_tile) {
-      if (four_over_six) {
-        quantize_squares<T, true><<<grid, kTileThreads<T>, 0, launch.stream>>>(launch.params, first_tile);
-      } else {
-        quantize_squares<T, false><<<grid, kTileThreads<T>, 0, launch.stream>>>(launch.params, first_tile);
-      }
+    auto const kernel = four_over_six ? quantize_squares<T, true> : quantize_squares<T, false>;
+    for_grid_parts(num_matrices, kMaxGridY, [&](int64_t first_matrix, unsigned matrices) {
+      for_tile_grids(launch.params.k, launch.params.m, [&](dim3 grid, unsigned first_tile) {
+        grid.z = matrices;
+        kernel<<<grid, kTileThreads<T>, 0, launch.stream>>>(launch.params, first_tile,
+                                                            static_cast<unsigned>(first_matrix));
+      });
     });
   });
 }

@@ -53,12 +53,14 @@ struct TileLaunch {
 
 void launch_tiles(TileLaunch const& launch, fp4gemm_hadamard_t hadamard, bool is_variant);
 void launch_tiles_four_over_six(TileLaunch const& launch);
-void launch_squares(TileLaunch const& launch, bool four_over_six);
+/// launch.params describes the first of num_matrices matrices, which follow each other as their results do.
+void launch_squares(TileLaunch const& launch, bool four_over_six, int num_matrices);
 
-/// Writes headroom * max |x| of the (m, k) input, after the Hadamard transform if there is one, to *amax.
-fp4gemm_status_t launch_tensor_amax(Input const& input, int64_t m, int64_t k, fp4gemm_dtype_t dtype,
-                                    fp4gemm_hadamard_t hadamard, float headroom, float* amax, int num_sms,
-                                    cudaStream_t stream);
+/// Writes headroom * max |x| of each (m, k) matrix of the input, after the Hadamard transform if there is
+/// one, to amax (num_matrices).
+fp4gemm_status_t launch_tensor_amax(Input const& input, int num_matrices, int64_t m, int64_t k,
+                                    fp4gemm_dtype_t dtype, fp4gemm_hadamard_t hadamard, float headroom,
+                                    float* amax, int num_sms, cudaStream_t stream);
 
 /// Writes headroom * max |x| of each group to the amax of its first row, and zeros to those of all other
 /// rows.

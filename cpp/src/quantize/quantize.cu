@@ -4,7 +4,9 @@
 
 #include <algorithm>
 
+#include "quantize/grid.hpp"
 #include "quantize/launch.cuh"
+#include "quantize/stacks.hpp"
 
 namespace fp4gemm {
 namespace {
@@ -12,19 +14,22 @@ namespace {
 constexpr int kAmaxThreads = 256;
 constexpr int kAmaxUnroll = 4;
 
-/// Combines headroom * max |x| of `rows` rows of `blocks_per_row` blocks into *amax, which must not be
-/// negative before. The greatest of rounded products is the rounded product of the greatest.
+/// Combines headroom * max |x| of `rows` rows of `blocks_per_row` blocks into amax[matrix], which must not be
+/// negative before, for matrix blockIdx.z + first_matrix of a stack of such matrices. The greatest of rounded
+/// products is the rounded product of the greatest.
 ///
 /// @tparam Loader What x is loaded by (loaders.cuh), which includes the Hadamard transform.
 template <class Loader>
 __global__ void __launch_bounds__(kAmaxThreads)
-    tensor_amax(Input input, int64_t rows, int64_t blocks_per_row, float headroom, float* amax) {
+    tensor_amax(Input input, unsigned first_matrix, int64_t rows, int64_t blocks_per_row, float headroom,
+                float* amax) {
   using Element = typename Loader::Element;
   static_assert(cuda::std::is_same_v<decltype(&Loader::load), Block<Element> (Loader::*)(int64_t) const>,
                 "a contiguous x is one row, whose blocks have numbers beyond 32 bits from 2^35 elements on");
+  int64_t const matrix = int64_t{first_matrix} + blockIdx.z;
   uint32_t bits = 0;
   for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) {
-    Loader const loader(input, row, 0);
+    Loader const loader(input, matrix * rows + row, 0);
     int64_t const step = int64_t{gridDim.x} * kAmaxThreads;
     int64_t block = int64_t{blockIdx.x} * kAmaxThreads + threadIdx.x;
     for (; block + (kAmaxUnroll - 1) * step < blocks_per_row; block += kAmaxUnroll * step) {
@@ -44,7 +49,7 @@ __global__ void __launch_bounds__(kAmaxThreads)
   }
   bits = row_max<kAmaxThreads>(bits, 0);
   if (threadIdx.x == 0) {
-    combine_amax(amax, __fmul_rn(headroom, Block<Element>::from_bits(bits)));
+    combine_amax(amax + matrix, __fmul_rn(headroom, Block<Element>::from_bits(bits)));
   }
 }
 
@@ -131,8 +136,8 @@ fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DevicePr
     params.amax_in = out.amax;
     params.amax_at = AmaxAt::kGroupStart;
   } else if (!per_row) {
-    FP4GEMM_TRY(launch_tensor_amax(input, args.m, args.k, args.x_dtype, out.hadamard, args.headroom, out.amax,
-                                   properties.num_sms, stream));
+    FP4GEMM_TRY(launch_tensor_amax(input, 1, args.m, args.k, args.x_dtype, out.hadamard, args.headroom,
+                                   out.amax, properties.num_sms, stream));
     params.amax_in = out.amax;
     params.amax = nullptr;
   }
@@ -157,8 +162,8 @@ int64_t columns_of(fp4gemm_quantize_args_t const& args) {
 
 /// Finds the amaxes of the directions that are quantized and whose amax is not given. *row and *column become
 /// the addresses of found and given ones.
-fp4gemm_status_t find_amaxes(fp4gemm_quantize_args_t const& args, int num_sms, cudaStream_t stream,
-                             float const** row, float const** column) {
+fp4gemm_status_t find_amaxes(fp4gemm_quantize_args_t const& args, int num_matrices, int num_sms,
+                             cudaStream_t stream, float const** row, float const** column) {
   bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
   bool const wants_row = args.row.codes != nullptr && args.row.amax_given == nullptr;
   bool const wants_column = is_wanted(args.column) && args.column.amax_given == nullptr;
@@ -185,26 +190,27 @@ fp4gemm_status_t find_amaxes(fp4gemm_quantize_args_t const& args, int num_sms, c
                         : FP4GEMM_SUCCESS;
   }
   if (wants_row) {
-    FP4GEMM_TRY(launch_tensor_amax(input, args.m, args.k, args.x_dtype, FP4GEMM_HADAMARD_NONE, args.headroom,
-                                   args.row.amax, num_sms, stream));
+    FP4GEMM_TRY(launch_tensor_amax(input, num_matrices, args.m, args.k, args.x_dtype, FP4GEMM_HADAMARD_NONE,
+                                   args.headroom, args.row.amax, num_sms, stream));
   }
   if (wants_column && (hadamard != FP4GEMM_HADAMARD_NONE || groups.offs != nullptr)) {
     FP4GEMM_TRY(launch_columns_amax(params, args.x_dtype, hadamard, num_sms, stream));
   } else if (wants_column && wants_row) {
-    FP4GEMM_CUDA(
-        cudaMemcpyAsync(args.column.amax, args.row.amax, sizeof(float), cudaMemcpyDeviceToDevice, stream));
+    FP4GEMM_CUDA(cudaMemcpyAsync(args.column.amax, args.row.amax, num_matrices * sizeof(float),
+                                 cudaMemcpyDeviceToDevice, stream));
   } else if (wants_column) {
-    FP4GEMM_TRY(launch_tensor_amax(input, args.m, args.k, args.x_dtype, FP4GEMM_HADAMARD_NONE, args.headroom,
-                                   args.column.amax, num_sms, stream));
+    FP4GEMM_TRY(launch_tensor_amax(input, num_matrices, args.m, args.k, args.x_dtype, FP4GEMM_HADAMARD_NONE,
+                                   args.headroom, args.column.amax, num_sms, stream));
   }
   return FP4GEMM_SUCCESS;
 }
 
-fp4gemm_status_t launch_along_columns(fp4gemm_quantize_args_t const& args, int num_sms, cudaStream_t stream) {
+fp4gemm_status_t launch_along_columns(fp4gemm_quantize_args_t const& args, int num_matrices, int num_sms,
+                                      cudaStream_t stream) {
   bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
   float const* row_amax = nullptr;
   float const* column_amax = nullptr;
-  FP4GEMM_TRY(find_amaxes(args, num_sms, stream, &row_amax, &column_amax));
+  FP4GEMM_TRY(find_amaxes(args, num_matrices, num_sms, stream, &row_amax, &column_amax));
   auto const side = [&](fp4gemm_quantized_t const& out, float const* amax, int64_t length) {
     int const num_blocks = static_cast<int>(length / kBlock);
     return Side{out.codes, out.scales, static_cast<uint4*>(out.decoded), amax,
@@ -226,7 +232,7 @@ fp4gemm_status_t launch_along_columns(fp4gemm_quantize_args_t const& args, int n
     if (row_amax == nullptr) {
       launch.params.row.amax = column_amax;  // a square has one scale for both sides
     }
-    launch_squares(launch, four_over_six);
+    launch_squares(launch, four_over_six, num_matrices);
   } else if (four_over_six) {
     launch_tiles_four_over_six(launch);
   } else {
@@ -239,20 +245,25 @@ fp4gemm_status_t launch_along_columns(fp4gemm_quantize_args_t const& args, int n
 
 }  // namespace
 
-fp4gemm_status_t launch_tensor_amax(Input const& input, int64_t m, int64_t k, fp4gemm_dtype_t dtype,
-                                    fp4gemm_hadamard_t hadamard, float headroom, float* amax, int num_sms,
-                                    cudaStream_t stream) {
-  FP4GEMM_CUDA(cudaMemsetAsync(amax, 0, sizeof(float), stream));
-  bool const flat = input.row_stride == k;  // one long row
+fp4gemm_status_t launch_tensor_amax(Input const& input, int num_matrices, int64_t m, int64_t k,
+                                    fp4gemm_dtype_t dtype, fp4gemm_hadamard_t hadamard, float headroom,
+                                    float* amax, int num_sms, cudaStream_t stream) {
+  FP4GEMM_CUDA(cudaMemsetAsync(amax, 0, num_matrices * sizeof(float), stream));
+  bool const flat = input.row_stride == k;  // a matrix is one long row
+  Input rows_of = input;
+  rows_of.row_stride = flat ? m * k : input.row_stride;
   int64_t const rows = flat ? 1 : m;
   int64_t const blocks_per_row = (flat ? m * k : k) / kBlock;
-  int64_t const ctas = 8 * int64_t{num_sms};
+  int64_t const ctas = ceil_div(8 * int64_t{num_sms}, num_matrices);  // of a matrix
   int64_t const ctas_per_row = std::clamp<int64_t>(ceil_div(blocks_per_row, kAmaxThreads), 1, ctas);
   int64_t const grid_rows = std::clamp<int64_t>(ctas / ctas_per_row, 1, rows);
-  dim3 const grid(static_cast<unsigned>(ctas_per_row), static_cast<unsigned>(grid_rows));
-  for_loader(dtype, hadamard, [&](auto loader) {
-    using Loader = typename decltype(loader)::type;
-    tensor_amax<Loader><<<grid, kAmaxThreads, 0, stream>>>(input, rows, blocks_per_row, headroom, amax);
+  for_grid_parts(num_matrices, kMaxGridY, [&](int64_t first_matrix, unsigned matrices) {
+    dim3 const grid(static_cast<unsigned>(ctas_per_row), static_cast<unsigned>(grid_rows), matrices);
+    for_loader(dtype, hadamard, [&](auto loader) {
+      using Loader = typename decltype(loader)::type;
+      tensor_amax<Loader><<<grid, kAmaxThreads, 0, stream>>>(rows_of, static_cast<unsigned>(first_matrix),
+                                                             rows, blocks_per_row, headroom, amax);
+    });
   });
   FP4GEMM_CUDA(cudaGetLastError());
   return FP4GEMM_SUCCESS;
@@ -273,6 +284,11 @@ fp4gemm_status_t launch_group_amax(Input const& input, int64_t m, int64_t k, fp4
 
 fp4gemm_status_t launch_quantize(fp4gemm_quantize_args_t const& args, DeviceProperties const& properties,
                                  fp4gemm_stream_t stream) {
+  return launch_quantize_stack(args, 1, properties, stream);
+}
+
+fp4gemm_status_t launch_quantize_stack(fp4gemm_quantize_args_t const& args, int num_matrices,
+                                       DeviceProperties const& properties, fp4gemm_stream_t stream) {
   bool const is_column = is_wanted(args.column);
   if (args.offs != nullptr && is_column && is_wanted(args.row)) {
     // Groups of rows and groups of columns have kernels of their own.
@@ -287,7 +303,7 @@ fp4gemm_status_t launch_quantize(fp4gemm_quantize_args_t const& args, DeviceProp
     // The amax of no elements is zero. Nothing else is written.
     bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
     fp4gemm_quantized_t const& side = is_column ? args.column : args.row;
-    int64_t num_amaxes = per_row || args.offs != nullptr ? 0 : 1;
+    int64_t num_amaxes = per_row || args.offs != nullptr ? 0 : num_matrices;
     if (is_column) {
       int64_t const num_groups = args.offs != nullptr ? args.num_groups : 1;
       num_amaxes = per_row ? num_groups * args.k : num_groups;
@@ -298,7 +314,7 @@ fp4gemm_status_t launch_quantize(fp4gemm_quantize_args_t const& args, DeviceProp
     return FP4GEMM_SUCCESS;
   }
   bool const tiled = is_column || args.block_rows == kBlock;
-  FP4GEMM_TRY(tiled ? launch_along_columns(args, properties.num_sms, stream)
+  FP4GEMM_TRY(tiled ? launch_along_columns(args, num_matrices, properties.num_sms, stream)
                     : launch_along_rows(args, properties, stream));
   FP4GEMM_CUDA(cudaGetLastError());
   return FP4GEMM_SUCCESS;

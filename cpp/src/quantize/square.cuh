@@ -7,14 +7,23 @@
 
 namespace fp4gemm {
 
+/// The results for matrix `matrix` of a stack; those of the matrices follow each other.
+__device__ inline Side side_of(Side side, int64_t rows, int64_t matrix) {
+  side.codes += matrix * rows * side.num_blocks * (kBlock / 2);
+  side.scales += matrix * scale_rows_of(rows) * side.num_words * kScaleWord;
+  return side;
+}
+
 /// Quantizes x, x^T or both, with a CTA for each tile of 128 x 64 elements. Rows beyond x count as zeros.
+/// blockIdx.z + first_matrix is the matrix of a stack of matrices (m, k), each of which has an amax.
 /// first_tile: see quantize_tiles.
 ///
 /// @tparam T The type of x.
 /// @tparam kFourOverSix Whether each square chooses between two scales (four_over_six.cuh). The error of a
 ///     square is the sum over its 16 rows of their errors along k.
 template <class T, bool kFourOverSix>
-__global__ void __launch_bounds__(kTileThreads<T>) quantize_squares(TileParams p, unsigned first_tile) {
+__global__ void __launch_bounds__(kTileThreads<T>)
+    quantize_squares(TileParams p, unsigned first_tile, unsigned first_matrix) {
   constexpr int kThreads = kTileThreads<T>;
   constexpr int kColumnsPerThread = Panel<T>::kColumns;
   constexpr int kLanes = kTileColumns / kColumnsPerThread;
@@ -28,8 +37,9 @@ __global__ void __launch_bounds__(kTileThreads<T>) quantize_squares(TileParams p
   int64_t const first_row = int64_t{first_tile + blockIdx.y} * kTileRows;
   int64_t const first_column = int64_t{blockIdx.x} * kTileColumns;
   int const thread = static_cast<int>(threadIdx.x);
-  T const* const x = static_cast<T const*>(p.x);
-  float const outer_amax = __ldg(p.row.amax);
+  int64_t const matrix = int64_t{first_matrix} + blockIdx.z;
+  T const* const x = static_cast<T const*>(p.x) + matrix * p.m * p.row_stride;
+  float const outer_amax = __ldg(p.row.amax + matrix);
   OuterScale const outer = OuterScale::of<Range::kAny>(outer_amax, p.cast.e4m3_max);
 
   int const lane = thread % kLanes;
@@ -105,6 +115,7 @@ __global__ void __launch_bounds__(kTileThreads<T>) quantize_squares(TileParams p
   }
 
   if (p.row.codes != nullptr) {
+    Side const out = side_of(p.row, p.m, matrix);
 #pragma unroll 1
     for (int i = thread; i < kTileRows * kBlocksPerRow; i += kThreads) {
       int const in_tile = i / kBlocksPerRow;
@@ -114,18 +125,19 @@ __global__ void __launch_bounds__(kTileThreads<T>) quantize_squares(TileParams p
       float const factor = te_factor<Range::kAny>(scale, outer);
       Block<T> const loaded = load(in_tile, block);
       if (is_real) {
-        int64_t const index = (first_row + in_tile) * p.row.num_blocks + first_column / kBlock + block;
-        reinterpret_cast<uint2*>(p.row.codes)[index] = {encode_half(loaded, 0, factor),
-                                                        encode_half(loaded, 1, factor)};
+        int64_t const index = (first_row + in_tile) * out.num_blocks + first_column / kBlock + block;
+        reinterpret_cast<uint2*>(out.codes)[index] = {encode_half(loaded, 0, factor),
+                                                      encode_half(loaded, 1, factor)};
       }
       int const scale_block = static_cast<int>(first_column / kBlock) + block;
-      if (scale_block < 4 * p.row.num_words) {
-        p.row.scales[scale_offset(first_row + in_tile, scale_block, p.row.num_words)] =
+      if (scale_block < 4 * out.num_words) {
+        out.scales[scale_offset(first_row + in_tile, scale_block, out.num_words)] =
             is_real ? scale : uint8_t{0};
       }
     }
   }
   if (p.column.codes != nullptr) {
+    Side const out = side_of(p.column, p.k, matrix);
     uint8_t const scale = square_scale[group][lane / kLanesPerBlock];
     float const factor = te_factor<Range::kAny>(scale, outer);
     bool const is_real = row < p.m && column < p.k;
@@ -134,11 +146,11 @@ __global__ void __launch_bounds__(kTileThreads<T>) quantize_squares(TileParams p
     for (int j = 0; j < kColumnsPerThread; ++j) {
       Block<T> const loaded = without_nan(panel.column(j));
       if (is_real) {
-        reinterpret_cast<uint2*>(p.column.codes)[(column + j) * p.column.num_blocks + block] = {
+        reinterpret_cast<uint2*>(out.codes)[(column + j) * out.num_blocks + block] = {
             encode_half(loaded, 0, factor), encode_half(loaded, 1, factor)};
       }
-      if (block < 4 * p.column.num_words) {
-        p.column.scales[scale_offset(column + j, block, p.column.num_words)] = is_real ? scale : uint8_t{0};
+      if (block < 4 * out.num_words) {
+        out.scales[scale_offset(column + j, block, out.num_words)] = is_real ? scale : uint8_t{0};
       }
     }
   }

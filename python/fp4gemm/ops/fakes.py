@@ -37,6 +37,7 @@ from .schema import (
     QuantizeCall,
     QuantizeDecodedCall,
     QuantizeSearchedCall,
+    QuantizeStackCall,
     RmsNormQuantizeCall,
     RouteCall,
     SiluAndMulQuantizeCall,
@@ -128,6 +129,23 @@ def quantize_decoded(call: Any) -> tuple[Tensor, Tensor]:
 @accepts(QuantizeSearchedCall)
 def quantize_searched(call: QuantizeSearchedCall) -> tuple[Tensor, Tensor, Tensor]:
     return quantize(call.x, call.amax, call.per_row)
+
+
+@accepts(QuantizeStackCall)
+def quantize_stack(call: QuantizeStackCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x = call.x
+    g, n, k = x.shape
+
+    def side(is_wanted: bool, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        count = g if is_wanted else 0
+        scales = (count, *_checks.padded_scale_shape(rows, columns))
+        return (
+            x.new_empty((count, rows, columns // 2), dtype=torch.uint8),
+            x.new_empty(scales, dtype=torch.float8_e4m3fn),
+        )
+
+    made = x.new_empty((0 if call.amax is not None else g,), dtype=torch.float32)
+    return *side(call.rows, n, k), *side(call.columns, k, n), made
 
 
 @accepts(SiluAndMulQuantizeCall)

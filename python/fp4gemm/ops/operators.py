@@ -63,6 +63,7 @@ quantize_both = torch.ops.fp4gemm.quantize_both.default
 quantize_decoded = torch.ops.fp4gemm.quantize_decoded.default
 quantize_records = torch.ops.fp4gemm.quantize_records.default
 quantize_searched = torch.ops.fp4gemm.quantize_searched.default
+quantize_stack = torch.ops.fp4gemm.quantize_stack.default
 rms_norm_quantize = torch.ops.fp4gemm.rms_norm_quantize.default
 rms_norm_quantize_decoded = torch.ops.fp4gemm.rms_norm_quantize_decoded.default
 route = torch.ops.fp4gemm.route.default

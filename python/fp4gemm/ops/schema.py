@@ -32,6 +32,7 @@ __all__ = [
     "QuantizeCall",
     "QuantizeDecodedCall",
     "QuantizeSearchedCall",
+    "QuantizeStackCall",
     "RmsNormQuantizeCall",
     "RouteCall",
     "SiluAndMulQuantizeCall",
@@ -144,6 +145,18 @@ class QuantizeSearchedCall(NamedTuple):
     importance: Tensor | None
     per_row: bool
     block_rows: int = 1
+    e4m3_max: int = 448
+
+
+class QuantizeStackCall(NamedTuple):
+    """``quantize_stack``: the matrices of a stack, or their transposes, or both, in blocks of 16x16."""
+
+    x: Tensor
+    amax: Tensor | None
+    rows: bool
+    columns: bool
+    four_over_six: int = 0
+    fast_error: bool = False
     e4m3_max: int = 448
 
 
@@ -261,6 +274,7 @@ SCHEMAS: dict[str, Any] = {
     "quantize_both": QuantizeBothCall,
     "quantize_decoded": QuantizeDecodedCall,
     "quantize_searched": QuantizeSearchedCall,
+    "quantize_stack": QuantizeStackCall,
     "silu_and_mul_quantize": SiluAndMulQuantizeCall,
     "silu_and_mul_quantize_decoded": SiluAndMulQuantizeCall,
     "rms_norm_quantize": RmsNormQuantizeCall,

@@ -27,6 +27,7 @@ from .producers import (
 from .ranks import combine_part, combine_ranks, combine_tree, route_ranks
 from .records import gather_records, make_records, quantize_records
 from .scale_search import quantize_searched
+from .stacks import quantize_stack
 
 __all__ = [
     "activate",
@@ -54,6 +55,7 @@ __all__ = [
     "quantize_decoded",
     "quantize_records",
     "quantize_searched",
+    "quantize_stack",
     "rms_norm",
     "rms_norm_quantize",
     "rms_norm_quantize_decoded",

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import _checks
 from .._checks import options as option_checks
 from .._checks import search as search_checks
-from ..ops.schema import QuantizeCall, QuantizeSearchedCall
+from ..ops.schema import QuantizeCall, QuantizeSearchedCall, QuantizeStackCall
 
 
 def scales_like(value: object, shape: tuple[int, ...], why: str, device: torch.device) -> Tensor:
@@ -97,6 +97,27 @@ def searched(call: QuantizeSearchedCall) -> None:
     if amax is not None:
         _checks.exact_vector("amax", amax, x.shape[0] if call.per_row else 1, torch.float32, x.device, "x")
         option_checks.amax_values("amax", amax)
+
+
+def stack(call: QuantizeStackCall) -> None:
+    """Raise unless the arguments of quantize_stack are valid; quantize checks the options."""
+    x, function = _checks.is_tensor("x", call.x), "fp4gemm.reference.quantize_stack"
+    _checks.has_rank("x", x, 3, "(g, n, k)")
+    g, n, _ = x.shape
+    if g < 1 or n < 1:
+        raise ValueError(f"x: shape is {tuple(x.shape)}, must hold at least one matrix of at least one row")
+    _checks.quantize_input(x[0], function)
+    if g > 1 and x.stride(0) != n * x.stride(1) and n > 1:
+        raise ValueError(f"x: stride along matrices is {x.stride(0)}, must be {n * x.stride(1)}")
+    _checks.is_bool("rows", call.rows)
+    _checks.is_bool("columns", call.columns)
+    if not call.rows and not call.columns:
+        raise ValueError("rows: got False, must be True where columns is False")
+    if call.columns:
+        _checks.is_multiple("x", "n", n, _checks.BLOCK)
+    if call.amax is not None:
+        _checks.exact_vector("amax", call.amax, g, torch.float32, x.device, "x", function)
+        option_checks.amax_values("amax", call.amax)
 
 
 def _refuse_variants(call: QuantizeCall, because: str) -> None:
