@@ -100,38 +100,42 @@ fp4gemm_status_t check_gather(fp4gemm_quantize_args_t const& args) {
   return FP4GEMM_SUCCESS;
 }
 
+/// check_buffer of a field. Its name is put together only where the buffer is refused: every call checks
+/// many.
+fp4gemm_status_t check_field(char const* prefix, char const* field, void const* pointer, int64_t elems,
+                             int alignment = Rules::kPointerBytes) {
+  if ((pointer != nullptr || elems == 0) && is_aligned(pointer, alignment)) {
+    return FP4GEMM_SUCCESS;
+  }
+  char name[32];
+  snprintf(name, sizeof(name), "%s%s", prefix, field);
+  return check_buffer(name, pointer, elems, alignment);
+}
+
 /// Checks the buffers of a result: codes and scales, or decoded values instead of both.
 fp4gemm_status_t check_result(char const* prefix, uint8_t const* codes, uint8_t const* scales,
                               void const* decoded, int64_t elems) {
-  char text[32];
-  auto const named = [&](char const* field) {
-    snprintf(text, sizeof(text), "%s%s", prefix, field);
-    return text;
-  };
   if (decoded == nullptr) {
-    FP4GEMM_TRY(check_buffer(named("codes"), codes, elems / 2));
-    return check_buffer(named("scales"), scales, elems / 16);
+    FP4GEMM_TRY(check_field(prefix, "codes", codes, elems / 2));
+    return check_field(prefix, "scales", scales, elems / 16);
   }
-  FP4GEMM_CHECK(codes == nullptr, "%s: is %p, must be null where decoded is given", named("codes"),
+  FP4GEMM_CHECK(codes == nullptr, "%scodes: is %p, must be null where decoded is given", prefix,
                 static_cast<void const*>(codes));
-  FP4GEMM_CHECK(scales == nullptr, "%s: is %p, must be null where decoded is given", named("scales"),
+  FP4GEMM_CHECK(scales == nullptr, "%sscales: is %p, must be null where decoded is given", prefix,
                 static_cast<void const*>(scales));
-  return check_buffer(named("decoded"), decoded, elems);
+  return check_field(prefix, "decoded", decoded, elems);
 }
 
 /// Checks the buffers of one direction, whose result is (rows, k) and whose amax has num_amaxes entries.
-fp4gemm_status_t check_side(char const* name, fp4gemm_quantized_t const& side, int64_t rows, int64_t k,
+fp4gemm_status_t check_side(char const* prefix, fp4gemm_quantized_t const& side, int64_t rows, int64_t k,
                             int64_t num_amaxes) {
-  char text[32];
-  auto const named = [&](char const* field) {
-    snprintf(text, sizeof(text), "%s.%s", name, field);
-    return text;
-  };
-  FP4GEMM_TRY(check_enum(named("hadamard"), side.hadamard, FP4GEMM_HADAMARD_FP32, "a fp4gemm_hadamard_t"));
-  FP4GEMM_TRY(check_result(named(""), side.codes, side.scales, side.decoded, rows * k));
+  int const hadamard = side.hadamard;
+  FP4GEMM_CHECK(hadamard >= 0 && hadamard <= FP4GEMM_HADAMARD_FP32,
+                "%shadamard: is %d, must be a fp4gemm_hadamard_t", prefix, hadamard);
+  FP4GEMM_TRY(check_result(prefix, side.codes, side.scales, side.decoded, rows * k));
   bool const is_written = side.amax_given == nullptr;
-  FP4GEMM_TRY(check_buffer(named("amax_given"), side.amax_given, 0, sizeof(float)));
-  return check_buffer(named("amax"), side.amax, is_written ? num_amaxes : 0, sizeof(float));
+  FP4GEMM_TRY(check_field(prefix, "amax_given", side.amax_given, 0, sizeof(float)));
+  return check_field(prefix, "amax", side.amax, is_written ? num_amaxes : 0, sizeof(float));
 }
 
 }  // namespace
@@ -162,7 +166,7 @@ fp4gemm_status_t check_quantize(fp4gemm_quantize_args_t const* args) {
   bool const wants_column = is_wanted(args->column);
   if (!wants_column || is_wanted(args->row)) {
     int64_t const num_amaxes = per_row || args->offs != nullptr ? args->m : 1;
-    FP4GEMM_TRY(check_side("row", args->row, args->m, args->k, num_amaxes));
+    FP4GEMM_TRY(check_side("row.", args->row, args->m, args->k, num_amaxes));
   }
   if (wants_column) {
     int64_t columns = args->m;
@@ -176,7 +180,7 @@ fp4gemm_status_t check_quantize(fp4gemm_quantize_args_t const* args) {
     }
     int64_t const num_groups = args->offs != nullptr ? args->num_groups : 1;
     FP4GEMM_TRY(
-        check_side("column", args->column, args->k, columns, per_row ? num_groups * args->k : num_groups));
+        check_side("column.", args->column, args->k, columns, per_row ? num_groups * args->k : num_groups));
   }
   return FP4GEMM_SUCCESS;
 }
