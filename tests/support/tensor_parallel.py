@@ -157,6 +157,13 @@ def mlp(rank: int, mesh: DeviceMesh, is_attached: bool) -> list[Tensor]:
     return [p.full_tensor() for p in model.state_dict().values()]
 
 
+def penalty(module: torch.nn.Module, x: Tensor) -> None:
+    """Differentiate dx by the weight, where dy is a constant."""
+    x = x.detach().clone().requires_grad_()
+    (dx,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+    dx.square().sum().backward()
+
+
 def run(rank: int) -> dict[Any, Any]:
     """Every result that the tests compare."""
     mesh = init_device_mesh("cpu", (2,))
@@ -191,6 +198,7 @@ def run(rank: int) -> dict[Any, Any]:
     )
     results["stochastic"] = gradients(stochastic, values(1, 16, IN), values(1, 32, OUT // 2))
 
+    results["penalty"] = message(lambda: penalty(module, x))
     module.weight.main_grad = torch.zeros(1)
     results["main_grad"] = message(lambda: module(x))
     results["flat"] = message(lambda: stochastic(x))

@@ -207,6 +207,9 @@ def test_set_recipe_switches_in_the_middle_of_a_run() -> None:
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
     assert torch.equal(first, layer(x))
+    layer.cache = None
+    set_recipe(layer, "nvidia")
+    assert layer.cache is None
 
 
 BAD = {

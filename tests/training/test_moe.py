@@ -232,6 +232,11 @@ def test_memory_of_the_meta_device() -> None:
     assert_bits(assigned.tokens_per_expert, moe.tokens_per_expert)
 
 
+def test_the_result_is_no_view() -> None:
+    """An operation in place on a view would drop the hooks that FSDP2 has on the result of a module."""
+    assert not any(block()(tokens(*shape))._is_view() for shape in ((6,), (2, 3)))
+
+
 def test_hooks_of_a_product_see_gradients() -> None:
     moe, seen = block("te_per_token"), []
     moe.experts.w1.register_full_backward_hook(lambda module, dx, dy: seen.append((dx[0].shape, dy[0].shape)))

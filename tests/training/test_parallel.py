@@ -99,6 +99,10 @@ def test_cached_weights_follow_the_optimizer(ranks: list[dict[Any, Any]]) -> Non
 @pytest.mark.parametrize(
     ("case", "wanted"),
     [
+        (
+            "penalty",
+            "NotImplementedError: a gradient of fp4gemm.training is differentiated again; only first",
+        ),
         ("main_grad", "NotImplementedError: weight.main_grad: is set, must not be with tensor parallelism"),
         (
             "flat",

@@ -22,6 +22,15 @@ __all__ = ["grouped_linear", "linear"]
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
+def unsafe_view(y: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """y with another shape; not a view for autograd.
+
+    FSDP2 warns of a module whose result is a view, since an operation in place drops its hooks.
+    """
+    result: Tensor = y if y.dim() == len(shape) else _UNSAFE_VIEW(y, shape)
+    return result
+
+
 class _Call(NamedTuple):
     """What a forward pass knows besides tensors."""
 
@@ -75,10 +84,7 @@ def _forward(
         saved = _casts.parts_of(x_q)
     else:
         saved = (x, None, None) if x_t[0] is None else x_t
-    if len(shape) != 2:
-        # Not a view: FSDP2 warns of a layer whose result is one, since an operation in place drops its hooks.
-        y = _UNSAFE_VIEW(y, (*shape[:-1], y.shape[1]))
-    return y, saved
+    return unsafe_view(y, (*shape[:-1], y.shape[1])), saved
 
 
 def _input_gradient(
@@ -266,10 +272,7 @@ def linear(
         ends = dense_ends(x.shape[:-1].numel(), x.device)
         return _apply(x, weight, bias, ends, False, recipe, state, cache, main_grad, None)
     y = _apply(shared._edge, weight, bias, shared._ends, False, recipe, state, cache, main_grad, shared)
-    if x.dim() == 2:
-        return y
-    result: Tensor = _UNSAFE_VIEW(y, (*x.shape[:-1], weight.shape[0]))  # not a view, as in _forward
-    return result
+    return unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
 
 
 def grouped_linear(

@@ -24,13 +24,17 @@ class RecipeLayer:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of the layer; a name of PRESETS may be assigned too. The cache is then a new one."""
+        """The recipe of the layer; a name of PRESETS may be assigned too.
+
+        The cache is then a new one, or stays None.
+        """
         return self._recipe
 
     @recipe.setter
     def recipe(self, recipe: Recipe | str) -> None:
         self._recipe = check_layer(self.in_features, self.out_features, True, None, None, recipe)
-        self.cache = WeightCache()
+        if self.cache is not None:
+            self.cache = WeightCache()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]

@@ -18,6 +18,7 @@ from ..containers.nvfp4 import NVFP4Tensor
 from ..products import fprop
 from ..quantize import quantize
 from . import _casts, _forms, _functions, _plain, _state
+from ._once import first_only
 from .recipe import DEQUANTIZED, Cast, Recipe
 from .shared_input import dense_ends
 
@@ -226,19 +227,20 @@ class _GatheredProduct(torch.autograd.Function):
         has_copies = call.is_cached and recipe.w_t is not None
         kept = copies if needs_dx and has_copies else (None,) * 6
         ctx.call, ctx.sharding, ctx.own_shape = call, sharding, x.shape
+        ctx.weight = weight if call.needs[1] and not torch.compiler.is_compiling() else None
         tokens = sharding.mesh.size() * x.shape[sharding.dim]
         ctx.shape = (*x.shape[: sharding.dim], tokens, *x.shape[sharding.dim + 1 :])
         ctx.save_for_backward(*saved, *kept, weight if needs_dx and not has_copies else None, ends, state)
         return y.view(*ctx.shape[:-1], weight.shape[0])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call, sharding = ctx.call, ctx.sharding
         recipe, (needs_dx, needs_dw, needs_db) = call.recipe, call.needs
         *parts, weight, ends, state = ctx.saved_tensors
         x, copies = tuple(parts[:3]), tuple(parts[3:])
         dx = dw = db = None
+        given, is_recording = dy, torch.is_grad_enabled()
         with torch.no_grad(), _casts.without_autocast(dy):
             dy = dy.reshape(-1, dy.shape[-1]).contiguous()
             first, second = recipe.dy if needs_dx else None, recipe.dy_t if needs_dw else None
@@ -265,6 +267,8 @@ class _GatheredProduct(torch.autograd.Function):
                 dw = _functions._weight_gradient(call, dy, dy_t, x, ends, of_x, None)
             if needs_db:
                 db = _plain.bias_gradient(dy, None).to(call.bias_dtype)
+        if is_recording:
+            dx, dw, db = first_only((dx, dw, db), given, ctx.weight)
         return None, None, dx, dw, db, *(None,) * 7
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import _checks
 from ..experts import route
-from . import _casts, _routing
+from . import _casts, _functions, _routing
 from .grouped_linear import GroupedLinear
 from .linear import Linear
 from .recipe import Recipe
@@ -278,7 +278,7 @@ class MoE(torch.nn.Module):
         y = self._local(tokens, ids, weights) if self.ep is None else self._parallel(tokens, ids, weights)
         if self.shared_experts is not None:
             y = y + self.shared_experts(tokens)
-        result: Tensor = y.to(x.dtype).view(x.shape)
+        result: Tensor = _functions.unsafe_view(y.to(x.dtype), x.shape)
         return result
 
     def _counts(self) -> Tensor:
