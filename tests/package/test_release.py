@@ -90,3 +90,26 @@ def test_pythons_are_found(release: ModuleType, monkeypatch: pytest.MonkeyPatch,
     assert release.pythons([sys.executable]) == [Path(sys.executable)]
     with pytest.raises(release.Wrong, match=r"--python: python3\.98 is no program that is found"):
         release.pythons([sys.executable, "python3.98"])
+
+
+def test_steps_of_the_workflow() -> None:
+    """GitHub Actions runs what exists here, and the Pythons of a release are those that are supported."""
+    import yaml
+
+    workflow = yaml.safe_load((REPO / ".github" / "workflows" / "ci.yml").read_text())
+    makefile = (REPO / "Makefile").read_text()
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    commands = [step["run"] for step in steps if "run" in step]
+    assert len(commands) == len(workflow["jobs"])
+    for command in commands:
+        target = command.removeprefix("make ")
+        found = (REPO / command).is_file() if target == command else f"\n{target}:" in makefile
+        assert found, f"the workflow runs {command!r}"
+    (versions,) = (
+        step["with"]["python-version"].split()
+        for step in workflow["jobs"]["release"]["steps"]
+        if step.get("uses", "").startswith("actions/setup-python")
+    )
+    oldest = re.search(r'requires-python = ">=(.+)"', (REPO / "pyproject.toml").read_text())
+    assert oldest is not None
+    assert versions[0] == oldest[1]
