@@ -24,6 +24,7 @@ HEADER = REPO / "cpp" / "include" / "fp4gemm" / "fp4gemm.h"
 OLDEST_PYTHON = (3, 10)
 # torch brings these into the process: they are neither copied into the wheel nor looked for.
 OF_TORCH = ("libtorch.so", "libtorch_cpu.so", "libtorch_cuda.so", "libc10.so", "libc10_cuda.so")
+PYPI_BYTES = 100 * 2**20  # the largest file that PyPI accepts
 NOT_IN_SDIST = (".", "bench/")
 
 
@@ -111,7 +112,14 @@ def manylinux(wheel: Path, folder: Path) -> None:
     for path in made:
         if "manylinux" not in path.name:
             raise Wrong(f"{path.name} must be a manylinux wheel")
+        check_size(path.name, path.stat().st_size)
         say(f"{path.name}, {path.stat().st_size / 1e6:.1f} MB")
+
+
+def check_size(name: str, num_bytes: int) -> None:
+    """Raises Wrong if PyPI would refuse the file."""
+    if num_bytes > PYPI_BYTES:
+        raise Wrong(f"{name} has {num_bytes} bytes, must have at most {PYPI_BYTES}, PyPI's limit for a file")
 
 
 # ---- the smoke test

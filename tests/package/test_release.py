@@ -74,6 +74,12 @@ def test_an_incomplete_sdist_is_refused(release: ModuleType) -> None:
         release.check_sdist({"README.md"}, tracked)
 
 
+def test_a_wheel_that_pypi_refuses(release: ModuleType) -> None:
+    release.check_size("a.whl", 100 * 2**20)
+    with pytest.raises(release.Wrong, match=r"a\.whl has 104857601 bytes, must have at most 104857600,"):
+        release.check_size("a.whl", 100 * 2**20 + 1)
+
+
 def test_pythons_are_found(release: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One of each version; a program that is no Python, or that fails, is passed over."""
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "none"))
