@@ -19,6 +19,7 @@ from fp4gemm.device import report
 
 
 def run_module(*options: str) -> str:
+    """What a process prints. It imports torch for seconds, so most tests call main."""
     command = [sys.executable, "-m", "fp4gemm", *options]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
@@ -36,8 +37,9 @@ def test_everything_public_is_there() -> None:
         fp4gemm.nothing  # noqa: B018
 
 
-def test_report_as_json() -> None:
-    data = json.loads(run_module("report", "--json"))
+def test_report_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
     assert data["fp4gemm"] == fp4gemm.__version__
     assert data["torch"] == torch.__version__
     assert data["devices"][0] == {
@@ -80,8 +82,9 @@ def test_table_of_kernels_as_json(
     assert capsys.readouterr().out == "[]\n"
 
 
-def test_table_of_kernels() -> None:
-    text = run_module("kernels")
+def test_table_of_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels"]) == 0
+    text = capsys.readouterr().out
     rows = fp4gemm.kernels()
     assert len(text.splitlines()) == max(1, len(rows))
     for row, line in zip(rows, text.splitlines(), strict=False):
@@ -120,8 +123,11 @@ def test_bad_command_lines(line: str, message: str, capsys: pytest.CaptureFixtur
     assert message in capsys.readouterr().err
 
 
-def test_every_command_is_in_the_help() -> None:
-    text = run_module("--help")
+def test_every_command_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
     for name, command in COMMANDS.items():
         assert re.search(rf"^    {name}\b", text, re.MULTILINE)
         assert command.SUMMARY.split()[0] in text
