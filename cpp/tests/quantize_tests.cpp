@@ -97,6 +97,16 @@ void test_quantize_errors() {
         a.column.amax_given = static_cast<float*>(address());
       },
       "row: amax_given is null");
+  bad_quantize(
+      "both ways in blocks of 16x16, two amaxes",
+      [](Args& a) {
+        a.m = a.k = a.block_rows = 16;
+        a.scaling = FP4GEMM_SCALING_TENSOR;
+        a.column = a.row;
+        a.row.amax_given = static_cast<float*>(address());
+        a.column.amax_given = static_cast<float*>(address(16));
+      },
+      "column: amax_given is 0x1010, must be that of row, 0x1000");
   bad_quantize("struct_size", [](Args& a) { a.struct_size = 0; }, "args: struct_size is 0");
 }
 

@@ -106,6 +106,18 @@ def test_both_equals_two_calls(mode: Mode, device: torch.device, gen: torch.Gene
             assert t.amax is amax
 
 
+@pytest.mark.parametrize("mode", FEW, ids=by_name)
+def test_both_with_two_given_amaxes(mode: Mode, device: torch.device, gen: torch.Generator) -> None:
+    """Each result has the amax that was given for it, also where blocks of 16x16 share their scales."""
+    x = make("heavy", 48, 96, torch.bfloat16, gen).to(device)
+    rows, columns = fp4gemm.quantize_both(x, **mode.on(device))
+    given = rows.amax * 1.5, columns.amax * 2.5
+    again = fp4gemm.quantize_both(x, amax=given[0], amax_t=given[1], **mode.on(device))
+    for t, other, axis, amax in zip(again, (without_rotation(mode), mode), (-1, 0), given, strict=True):
+        want = fp4gemm.quantize(x, axis=axis, amax=amax, **other.on(device))
+        assert_same(t, want, f"axis {axis}")
+
+
 @pytest.mark.parametrize("mode", [m for m in MODES if not m.stochastic], ids=by_name)
 def test_axis_0_is_the_transpose_quantized(mode: Mode, device: torch.device, gen: torch.Generator) -> None:
     for m, k in BOTH:
