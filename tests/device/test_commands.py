@@ -46,6 +46,7 @@ def test_report_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         "device": "cpu",
         "supported": True,
         "reason": fp4gemm.is_supported("cpu").reason,
+        "executed": True,
     }
     assert any(entry["device"].startswith("cuda") for entry in data["devices"])
     want = [

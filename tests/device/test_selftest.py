@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from fp4gemm import kernel_table, support
 from fp4gemm.commands import main
-from fp4gemm.device import problems, selftest
+from fp4gemm.device import problems, quantizers, report, selftest
 from fp4gemm.device.problems import Problem
 from fp4gemm.kernel_table import Architecture, KernelInfo
 from helpers import FLOATS, short
@@ -114,12 +115,12 @@ def test_an_error_is_a_result() -> None:
 
 
 def test_on_the_cpu_there_is_nothing_to_test(capsys: pytest.CaptureFixture[str]) -> None:
-    report = fp4gemm.self_test("cpu")
-    assert report.passed
-    assert report.results == ()
-    assert str(report) == "self-test on cpu: no kernels to test, the reference itself runs"
+    tested = fp4gemm.self_test("cpu")
+    assert tested.passed
+    assert tested.results == ()
+    assert str(tested) == "self-test on cpu: no kernels to test, the reference itself runs"
     assert main(["selftest", "--device", "cpu"]) == 0
-    assert capsys.readouterr().out == f"{report}\n"
+    assert capsys.readouterr().out == f"{tested}\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
@@ -129,19 +130,22 @@ def test_devices_that_are_not_there() -> None:
             fp4gemm.self_test(device)
 
 
+COUNT = len(TABLE) + len(quantizers.names())
 ARCHITECTURE = Architecture(100, ("10.0", "10.3"), is_executed=False)
 
 
 class Fake:
-    """A machine with one device that the kernels were never executed on; ``run`` computes for it."""
+    """A machine with one device that the kernels were never executed on; the functions compute for it."""
 
     def __init__(self) -> None:
+        self.quantize: Callable[[str], tuple[torch.Tensor, ...]] = lambda name: QUANTIZE(name, CPU)
         self.run: Callable[[Problem, torch.dtype], torch.Tensor] = lambda p, dtype: RUN(p, CPU, dtype, None)
         self.runs = 0
         self.is_capturing = False
 
 
 RUN = Problem.run
+QUANTIZE = quantizers.run
 
 
 @pytest.fixture
@@ -155,7 +159,11 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Fake]:
         assert forced in {row.name for row in TABLE}
         return machine.run(problem, dtype)
 
+    def quantize(name: str, device: torch.device) -> tuple[torch.Tensor, ...]:
+        return QUANTIZE(name, device) if device.type == "cpu" else machine.quantize(name)
+
     monkeypatch.setattr(Problem, "run", run)
+    monkeypatch.setattr(quantizers, "run", quantize)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -221,10 +229,16 @@ def test_what_passed_is_kept(fake: Fake, tmp_path: Path, monkeypatch: pytest.Mon
     report = fp4gemm.self_test()
     assert fake.runs == ran
     assert report.cached
-    assert str(report) == (
-        f"self-test on cuda:0: NVIDIA Fake 100, compute capability 10.0: all {len(TABLE)} kernels equal the "
-        "reference (an earlier run)"
+    first, versions, request = str(report).split("\n")
+    assert first == (
+        f"self-test on cuda:0: NVIDIA Fake 100, compute capability 10.0: all {COUNT} kernels and quantizers "
+        "equal the reference (an earlier run)"
     )
+    assert re.fullmatch(
+        rf"  fp4gemm {fp4gemm.__version__} of CUDA \d+\.\d+ and CUTLASS .*, torch .*, driver 1\.2\.3",
+        versions,
+    )
+    assert request.startswith("  The project has not executed its kernels on such a device: please report")
     assert not fp4gemm.self_test(force=True).cached
     assert fake.runs == 2 * ran
     # Another driver, library or device is another result.
@@ -264,7 +278,8 @@ def test_a_wrong_kernel_stops_every_product(
     fake.run = lambda p, dtype: one_bit(plain(p, dtype)) if dtype is torch.float16 else plain(p, dtype)
     for _ in range(2):
         with pytest.raises(
-            RuntimeError, match=r"2 of 8 kernels are wrong\n  sm100_dense_fp16: .*\n  sm100_gr"
+            RuntimeError,
+            match=rf"2 of {COUNT} kernels and quantizers are wrong\n  sm100_dense_fp16: .*\n  sm100_gr",
         ):
             use()
     ran = fake.runs
@@ -282,10 +297,38 @@ def test_a_wrong_kernel_stops_every_product(
     use()
 
 
+def test_a_wrong_quantizer_is_found(fake: Fake) -> None:
+    """One bit of the last result, and an exception."""
+    right_ones = {name: QUANTIZE(name, CPU) for name in quantizers.names()}
+    for wrong in quantizers.names():
+        *others, last = right_ones[wrong]
+        changed = {**right_ones, wrong: (*others, one_bit(last.clone()))}
+        fake.quantize = changed.__getitem__
+        results = selftest.compare_quantizers(torch.device("cuda", 0))
+        assert [result.name for result in results if not result.passed] == [wrong]
+        (reason,) = (result.reason for result in results if result.reason)
+        assert reason.startswith(f"result {len(others)}: 1 of {last.numel()} elements differ, the first, at ")
+
+    def broken(called: str) -> tuple[torch.Tensor, ...]:
+        raise RuntimeError("an illegal instruction")
+
+    fake.quantize = broken
+    with pytest.raises(RuntimeError, match=rf"{len(right_ones)} of {COUNT} .*\n.*: an illegal instruction"):
+        use()
+
+
+def test_quantizers_have_every_bit_written() -> None:
+    """Each result has elements, and some of them are not zero; none is NaN, which compares by bits alone."""
+    for name in quantizers.names():
+        for part in quantizers.run(name, CPU):
+            assert part.numel()
+            assert part.view(torch.uint8).any(), name
+
+
 def test_a_kernel_that_is_mended_passes(fake: Fake) -> None:
     plain = fake.run
     fake.run = lambda p, dtype: one_bit(plain(p, dtype))
-    with pytest.raises(RuntimeError, match="8 of 8 kernels are wrong"):
+    with pytest.raises(RuntimeError, match=f"8 of {COUNT} kernels"):
         use()
     fake.run = plain
     assert fp4gemm.self_test(force=True).passed
@@ -305,6 +348,17 @@ def test_devices_with_executed_kernels_are_not_tested(fake: Fake, monkeypatch: p
     monkeypatch.setattr(kernel_table, "architectures", lambda: (executed,))
     use()
     assert fake.runs == 0
+    assert "please report" not in str(fp4gemm.self_test())
+
+
+def test_the_report_of_the_machine_asks_for_it(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "is_supported", lambda name: support.Support(True, f"{name}: a device"))
+    text = report.report_text()
+    assert "  yes  cpu: a device\n  yes  cuda:0: a device\n       the project has not executed" in text
+    assert "python -m fp4gemm selftest --device cuda:0 says" in text
+    executed = dataclasses.replace(ARCHITECTURE, is_executed=True)
+    monkeypatch.setattr(kernel_table, "architectures", lambda: (executed,))
+    assert "has not executed" not in report.report_text()
 
 
 def test_under_capture_it_warns_and_comes_later(fake: Fake, recwarn: pytest.WarningsRecorder) -> None:

@@ -1,4 +1,4 @@
-"""``python -m fp4gemm selftest``: every kernel of a device against the CPU reference."""
+"""``python -m fp4gemm selftest``: every kernel and quantizer of a device against the CPU reference."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 from ..device.selftest import self_test
 
-SUMMARY = "compare every kernel of a device with the CPU reference, bit for bit"
+SUMMARY = "compare kernels and quantizers of a device with the CPU reference, bit for bit"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

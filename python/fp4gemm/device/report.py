@@ -11,9 +11,14 @@ import torch
 
 from .. import _native, kernel_table
 from ..support import is_supported
+from .selftest import is_executed
 
 __all__ = ["kernel_rows", "kernels_text", "report", "report_text"]
 
+_UNEXECUTED = (
+    "the project has not executed its kernels on such a device: please report what "
+    "python -m fp4gemm selftest --device {} says"
+)
 _NO_KERNELS = "none: this build has no CUDA kernels, so every call runs the CPU reference"
 
 
@@ -49,11 +54,18 @@ def report() -> dict[str, Any]:
 
 def _devices() -> list[dict[str, Any]]:
     names = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    devices = [{"device": name, **dataclasses.asdict(is_supported(name))} for name in names]
+    devices = [
+        {
+            "device": name,
+            **dataclasses.asdict(is_supported(name)),
+            "executed": name == "cpu" or is_executed(int(name.removeprefix("cuda:"))),
+        }
+        for name in names
+    ]
     if len(names) == 1:
         why = "a CPU-only build of torch" if torch.version.cuda is None else "no GPU, or no driver"
         reason = f"cuda: torch sees no CUDA device ({why})"
-        devices.append({"device": "cuda", "supported": False, "reason": reason})
+        devices.append({"device": "cuda", "supported": False, "reason": reason, "executed": False})
     return devices
 
 
@@ -72,6 +84,8 @@ def report_text() -> str:
     ]
     for entry in data["devices"]:
         lines.append(f"  {'yes' if entry['supported'] else 'no ':3}  {entry['reason']}")
+        if entry["supported"] and not entry["executed"]:
+            lines.append(f"       {_UNEXECUTED.format(entry['device'])}")
     rows = data["kernels"]
     lines.append(f"kernels ({len(rows)})")
     lines += [f"  {line}" for line in _counts(rows)]

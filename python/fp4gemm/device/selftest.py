@@ -1,4 +1,4 @@
-"""self_test: every kernel of a device against the CPU reference, bit for bit, on small exact problems.
+"""self_test: kernels and quantizers of a device against the CPU reference, bit for bit, on small problems.
 
 On a kind of device on which the project has not executed its kernels, the first product runs the test, once:
 a passed test is recorded on disk. FP4GEMM_SELF_TEST=0 in the environment turns that off.
@@ -23,31 +23,39 @@ from torch import Tensor
 
 from .. import _checks, _native, kernel_table, support
 from ..kernel_table import KernelInfo
+from . import quantizers
 from .problems import Problem, problems
 
 __all__ = ["KernelResult", "SelfTestReport", "self_test"]
 
 SWITCH = "FP4GEMM_SELF_TEST"
 
+_PLEASE = (
+    "The project has not executed its kernels on such a device: please report this text, good or bad, "
+    "in an issue (docs/blackwell.md)."
+)
+
 Runner = Callable[[KernelInfo, Problem], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelResult:
-    """What the test found for one kernel."""
+    """What the test found for one kernel of products, or one quantizer."""
 
     name: str
     passed: bool
-    reason: str = ""  # if it failed: which product, and how it differs
+    reason: str = ""  # if it failed: which product or result, and how it differs
 
 
 @dataclasses.dataclass(frozen=True)
 class SelfTestReport:
-    """The results of every kernel of a device; str() makes a text for people."""
+    """The results of every kernel and quantizer of a device; str() makes a text for people."""
 
     device: str  # "cuda:0: NVIDIA H200, compute capability 9.0"
     results: tuple[KernelResult, ...]
     cached: bool = False  # from an earlier run with the same library, device and driver
+    versions: str = ""  # "fp4gemm 0.1.0 of CUDA 13.0 and CUTLASS 4.2.0, torch 2.11.0, driver 580.65.06"
+    is_executed: bool = True  # whether the project has executed its kernels on such hardware
 
     @property
     def failures(self) -> tuple[KernelResult, ...]:
@@ -63,16 +71,21 @@ class SelfTestReport:
         count = len(self.results)
         if self.passed:
             when = " (an earlier run)" if self.cached else ""
-            return f"self-test on {self.device}: all {count} kernels equal the reference{when}"
-        lines = [f"self-test on {self.device}: {len(self.failures)} of {count} kernels are wrong"]
-        return "\n".join(lines + [f"  {result.name}: {result.reason}" for result in self.failures])
+            found = f"all {count} kernels and quantizers equal the reference{when}"
+        else:
+            found = f"{len(self.failures)} of {count} kernels and quantizers are wrong"
+        lines = [f"self-test on {self.device}: {found}"]
+        lines += [f"  {result.name}: {result.reason}" for result in self.failures]
+        lines += [f"  {self.versions}"] if self.versions else []
+        return "\n".join(lines if self.is_executed else [*lines, f"  {_PLEASE}"])
 
 
 def self_test(device: torch.device | str | int | None = None, *, force: bool = False) -> SelfTestReport:
-    """Compare every kernel of a device with the CPU reference, bit for bit, on a few small products.
+    """Compare the kernels and quantizers of a device with the CPU reference, bit for bit, on small problems.
 
     The products have sizes that no tile divides; some have groups, one of them empty; each is computed
-    without and with every term of the epilogue. The test runs for seconds and synchronises. That it passed is
+    without and with every term of the epilogue. Each kind of quantizer is called once. The test runs for
+    seconds and synchronises. That it passed is
     recorded in $XDG_CACHE_HOME/fp4gemm, for this library, device and driver.
 
     Args:
@@ -101,15 +114,18 @@ def self_test(device: torch.device | str | int | None = None, *, force: bool = F
     place = torch.device("cuda", index)
     kernels = [kernel for kernel in kernel_table.kernels() if kernel.arch == arch]
     key = _key(index)
+    about = _versions(), is_executed(index)
     if not force and _is_recorded(key):
-        results = tuple(KernelResult(kernel.name, True) for kernel in kernels)
+        tested = [kernel.name for kernel in kernels] + quantizers.names()
+        results = tuple(KernelResult(name, True) for name in tested)
         _PASSED.add(index)
-        return SelfTestReport(_described(index), results, cached=True)
+        return SelfTestReport(_described(index), results, True, *about)
 
     def run(kernel: KernelInfo, problem: Problem) -> Tensor:
         return problem.run(place, kernel.out_dtype, kernel.name)
 
-    report = SelfTestReport(_described(index), compare(kernels, run))
+    results = compare_quantizers(place) + compare(kernels, run)
+    report = SelfTestReport(_described(index), results, False, *about)
     if report.passed:
         _record(key)
         _PASSED.add(index)
@@ -136,6 +152,39 @@ def compare(kernels: Iterable[KernelInfo], run: Runner) -> tuple[KernelResult, .
     return tuple(results)
 
 
+def compare_quantizers(device: torch.device) -> tuple[KernelResult, ...]:
+    """Compare the results of every call of :mod:`.quantizers` with those of the CPU."""
+    results = []
+    for name in quantizers.names():
+        wanted = quantizers.run(name, torch.device("cpu"))
+        try:
+            found = quantizers.run(name, device)
+        except Exception as error:
+            results.append(KernelResult(name, False, f"{type(error).__name__}: {error}"))
+            continue
+        differences = (
+            _difference(f"result {i}", got, want)
+            for i, (got, want) in enumerate(zip(found, wanted, strict=True))
+        )
+        reason = next((text for text in differences if text), "")
+        results.append(KernelResult(name, not reason, reason))
+    return tuple(results)
+
+
+def _difference(what: str, got: Tensor, want: Tensor) -> str:
+    """Where two tensors differ in their bits, or "" if they do not."""
+    as_bytes = [x.contiguous().view(torch.uint8).view(-1, x.element_size()) for x in (got, want)]
+    differ = (as_bytes[0] != as_bytes[1]).any(1)
+    if not differ.any():
+        return ""
+    count, first = int(differ.sum()), int(differ.nonzero()[0])
+    values = [x.reshape(-1)[first].item() for x in (got, want)]
+    return (
+        f"{what}: {count} of {differ.numel()} elements differ, the first, at {first}, is "
+        f"{values[0]}, must be {values[1]}"
+    )
+
+
 def _result(
     kernel: KernelInfo,
     made: list[Problem],
@@ -150,17 +199,8 @@ def _result(
             got = run(kernel, problem)
         except Exception as error:  # anything that a broken kernel or driver raises is a failed test
             return KernelResult(kernel.name, False, f"{problem.name}: {type(error).__name__}: {error}")
-        as_bytes = [x.contiguous().view(torch.uint8).view(-1, x.element_size()) for x in (got, want)]
-        differ = (as_bytes[0] != as_bytes[1]).any(1)
-        if differ.any():
-            count, first = int(differ.sum()), int(differ.nonzero()[0])
-            values = [x.reshape(-1)[first].item() for x in (got, want)]
-            return KernelResult(
-                kernel.name,
-                False,
-                f"{problem.name}: {count} of {differ.numel()} elements differ, the first, at {first}, is "
-                f"{values[0]}, must be {values[1]}",
-            )
+        if reason := _difference(problem.name, got, want):
+            return KernelResult(kernel.name, False, reason)
     return KernelResult(kernel.name, True)
 
 
@@ -173,8 +213,13 @@ def is_due(index: int) -> bool:
     """Whether a CUDA device has to be tested before its next product."""
     if index in _PASSED or os.environ.get(SWITCH) == "0":
         return False
+    return not is_executed(index)
+
+
+def is_executed(index: int) -> bool:
+    """Whether the project has executed its kernels on such a CUDA device; True if it has none for it."""
     architecture = kernel_table.architecture(index)
-    return architecture is not None and not architecture.is_executed
+    return architecture is None or architecture.is_executed
 
 
 def before_first_product(index: int) -> bool:
@@ -191,10 +236,7 @@ def before_first_product(index: int) -> bool:
             report = self_test(torch.device("cuda", index))
             if report.passed:
                 return True
-            _FAILED[index] = (
-                f"{report}\nfp4gemm has not been executed on such a device before; please report this text. "
-                f"{SWITCH}=0 in the environment turns the test off."
-            )
+            _FAILED[index] = f"{report}\n  {SWITCH}=0 in the environment turns the test off."
         raise RuntimeError(_FAILED[index])
 
 
@@ -218,6 +260,16 @@ def warn_untested(index: int) -> None:
 def _described(index: int) -> str:
     major, minor = torch.cuda.get_device_capability(index)
     return f"cuda:{index}: {torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
+
+
+def _versions() -> str:
+    """What a report about this machine needs besides the device."""
+    core = _native.core()
+    cuda, cutlass = core.fp4gemm_cuda_version(), _native.text(core.fp4gemm_cutlass_version())
+    return (
+        f"fp4gemm {_native.version()} of CUDA {cuda // 1000}.{cuda % 1000 // 10} and CUTLASS {cutlass}, "
+        f"torch {torch.__version__}, driver {_driver_version() or 'unknown'}"
+    )
 
 
 def _key(index: int) -> dict[str, str]:
