@@ -75,11 +75,10 @@ fp4gemm_status_t check_combination(fp4gemm_quantize_args_t const& args) {
   if (wants_both && args.row.hadamard != FP4GEMM_HADAMARD_NONE) {
     return unsupported("row: hadamard must be FP4GEMM_HADAMARD_NONE where column is given too");
   }
-  FP4GEMM_CHECK(!square || !wants_both || args.column.amax_given == nullptr ||
-                    args.column.amax_given == args.row.amax_given,
+  float const* const amax = args.row.amax_given != nullptr ? args.row.amax_given : args.row.amax;
+  FP4GEMM_CHECK(!square || !wants_both || args.column.amax_given == nullptr || args.column.amax_given == amax,
                 "column: amax_given is %p, must be that of row, %p, where block_rows is 16",
-                static_cast<void const*>(args.column.amax_given),
-                static_cast<void const*>(args.row.amax_given));
+                static_cast<void const*>(args.column.amax_given), static_cast<void const*>(amax));
   FP4GEMM_CHECK(args.e4m3_max == 448 || four_over_six, "e4m3_max: is %d, must be 448 without four_over_six",
                 args.e4m3_max);
   FP4GEMM_CHECK(!wants_both || args.scaling != FP4GEMM_SCALING_ROW || args.column.amax_given == nullptr ||
