@@ -158,14 +158,17 @@ def into(paths: Sequence[Path], results: Results) -> None:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Draw the loss curves and the gaps over the steps; the suffix of the path is the format."""
+    """Draw the loss curves and the gaps over the steps; the suffix of the path is the format.
+
+    Beside presets, their changes (``nvidia+no_rht``) are left to the table.
+    """
     import matplotlib
 
     matplotlib.use("Agg")  # writes files; needs no display
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", dpi=110)
-    rows = results.rows
+    rows = [row for row in results.rows if "+" not in row["arm"]] or results.rows
     base = {row["seed"]: dict(row["held_out"]) for row in rows if row["arm"] == BASELINE}
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     seeds = set.intersection(*({row["seed"] for row in rows if row["arm"] == arm} for arm in arms))

@@ -18,6 +18,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "docs/checkpoints",
         "docs/accuracy",
         "docs/training",
+        "docs/training_losses",
         "docs/lora",
         "docs/distributed",
         "docs/training_parallel",
