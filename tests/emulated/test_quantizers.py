@@ -188,3 +188,28 @@ def test_the_family_shares_its_quantizers(sessions: Sessions, capability: int) -
     for mode in FEW:
         check_quantize(sessions[capability], x, mode, SCHEDULES[2:3], row=expected(x, mode))
         check_quantize(sessions[capability], x, mode, SCHEDULES[2:3], column=expected(x, mode, 0))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=short)
+@pytest.mark.parametrize("four_over_six", [0, 1], ids=["plain", "mae"])
+@pytest.mark.parametrize("given", [False, True], ids=["measured", "given"])
+def test_stacks(session: Session, given: bool, four_over_six: int, dtype: torch.dtype) -> None:
+    """Blocks of 16x16 of three matrices in one call: rows, columns and both."""
+    x = torch.stack([rows_of_every_kind(dtype) * scale for scale in (1, 0.5, 0)])
+    amax = torch.tensor([3.0, 0.25, 1.0]) if given else None
+    bound = 256 if four_over_six else 448
+
+    def build(memory: Memory, rows: bool, columns: bool) -> tuple[object, ...]:
+        args = capi.QuantizeArgs(m=x.shape[1], k=K, scaling=capi.SCALING_TENSOR, block_rows=16)
+        args.four_over_six, args.e4m3_max = four_over_six, bound
+        args.x, args.x_row_stride, args.x_dtype = memory.put(x), K, capi.DTYPES[dtype]
+        given_at = memory.put(amax)  # a square has one scale, so both sides have the same amax
+        *parts, measured = reference.quantize_stack(x, amax, rows, columns, four_over_six, False, bound)
+        for side, want, wanted in ((args.row, parts[:2], rows), (args.column, parts[2:], columns)):
+            if wanted:
+                side.amax_given = given_at
+                parts_out(memory, side, (*want, None if given else measured))
+        return args, len(x)
+
+    for rows, columns in ((True, False), (False, True), (True, True)):
+        check(session, "quantize_stack", partial(build, rows=rows, columns=columns))
