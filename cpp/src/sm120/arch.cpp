@@ -10,7 +10,7 @@
 
 namespace fp4gemm {
 
-extern KernelList const kSm120DenseBf16, kSm120DenseFp16, kSm120DenseFp32;
+extern KernelList const kSm120DenseLargeBf16, kSm120DenseBf16, kSm120DenseFp16, kSm120DenseFp32;
 extern KernelList const kSm120GroupedBf16, kSm120GroupedFp16, kSm120GroupedFp32;
 extern KernelList const kSm120DenseGatedBf16, kSm120DenseGatedFp16;
 extern KernelList const kSm120GroupedGatedBf16, kSm120GroupedGatedFp16;
@@ -21,13 +21,11 @@ namespace sm120 {
 namespace {
 
 KernelList const* const kLists[] = {
-    &kSm120DenseBf16,        &kSm120DenseFp16,
-    &kSm120DenseFp32,        &kSm120GroupedBf16,
-    &kSm120GroupedFp16,      &kSm120GroupedFp32,
-    &kSm120DenseGatedBf16,   &kSm120DenseGatedFp16,
-    &kSm120GroupedGatedBf16, &kSm120GroupedGatedFp16,
-    &kSm120SwappedBf16,      &kSm120PrepackedFp16,
-    &kSm120PrepackedBf16,    nullptr,
+    &kSm120DenseLargeBf16,   &kSm120DenseBf16,        &kSm120DenseFp16,
+    &kSm120DenseFp32,        &kSm120GroupedBf16,      &kSm120GroupedFp16,
+    &kSm120GroupedFp32,      &kSm120DenseGatedBf16,   &kSm120DenseGatedFp16,
+    &kSm120GroupedGatedBf16, &kSm120GroupedGatedFp16, &kSm120SwappedBf16,
+    &kSm120PrepackedFp16,    &kSm120PrepackedBf16,    nullptr,
 };
 
 // The tensor-core rate follows from the published peak of an RTX 5090 (170 SMs), and the traffic from L2 is a
