@@ -70,8 +70,11 @@ def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
     """A job for each dense layer and number of tokens, and for each layer of experts.
 
     Raises:
-        ValueError: a size is no multiple of 32, or no model that is named has a layer of the kind wanted.
+        ValueError: a size is no multiple of 32, no model that is named has a layer of the kind wanted, or
+            ``--shapes`` of dense layers and ``--per-expert`` are both given.
     """
+    if args.shapes and args.per_expert:
+        raise ValueError("--shapes and --per-expert exclude each other")
     make = partial(_rows, harness, args.presets or DEFAULT_PRESETS, args.profile)
     made = []
     if not args.per_expert:

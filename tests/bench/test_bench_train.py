@@ -165,6 +165,7 @@ def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "kimi-k2", "--m", "32"], "lists experts alone"),
         (["--model", "square", "--per-expert", "4"], "has no experts"),
         (["--m", "32", "--per-expert", "4"], "--m and --per-expert exclude each other"),
+        (["--shapes", "32x32x32", "--per-expert", "4"], "--shapes and --per-expert exclude each other"),
     ):
         with pytest.raises(SystemExit):
             main(["train", "--device", "cpu", *line])
