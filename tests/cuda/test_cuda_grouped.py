@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from typing import Any
 
 import fp4gemm
 import pytest
@@ -109,6 +110,23 @@ def test_columns(
     out = c.clone()
     fp4gemm.wgrad(case.a, case.b, bias=bias, activation="silu", c=out, beta=-0.5, out=out)
     assert_bits(out, exact(case, out_dtype, bias, 1, c, -0.5), "every term, in place")
+
+
+@pytest.mark.parametrize("kernel", ["64x128", "128x256"])
+@pytest.mark.parametrize("out_dtype", FLOATS, ids=short)
+def test_many_groups_of_columns(
+    out_dtype: torch.dtype, kernel: str, cuda: torch.device, gen: torch.Generator
+) -> None:
+    """More groups than a warp has lanes, and several tiles of a group for each CTA; some groups are empty."""
+    sizes = tuple(itertools.islice(itertools.cycle((64, 0, 1, 200, 128, 0, 33)), 100))
+    case = columns_of(sizes, 400, 528, cuda, gen)
+    options: dict[str, Any] = {"out_dtype": out_dtype}
+    if kernel_table.kernel_arch(cuda.index) == 90:
+        names = (row.name for row in fp4gemm.kernels() if row.arch == 90 and row.operand == "fp16")
+        end = f"rowcol_{short(out_dtype)}"
+        options["kernel"] = next(name for name in names if f"grouped_{kernel}" in name and name.endswith(end))
+    fill_and_free(cuda)
+    assert_bits(fp4gemm.grouped_mm(case.a, case.b, **options), exact(case, out_dtype), "D")
 
 
 def test_the_reference_gives_the_same_bits_on_the_gpu(cuda: torch.device, gen: torch.Generator) -> None:

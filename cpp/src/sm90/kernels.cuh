@@ -6,6 +6,7 @@
 #include "cutlass_evt/epilogue/rowcol.hpp"
 #include "kernel_impl.cuh"
 #include "sm90/packed.cuh"
+#include "sm90/ragged_k.hpp"
 
 namespace fp4gemm {
 
@@ -32,10 +33,29 @@ constexpr Kernel kSm90DenseKernels[] = {
     make_packed_kernel<Out, 8>(),
 };
 
+/// The table row of a grouped kernel. CUTLASS's kernel multiplies groups that are ragged in m, and one of our
+/// own with the same tile those that are ragged in k, which are bound by storing D.
+template <class K>
+struct Sm90GroupedImpl : GroupedImpl<K> {
+  using Base = GroupedImpl<K>;
+
+  static size_t workspace_bytes(Problem const& p) {
+    return p.ragged == FP4GEMM_RAGGED_K ? 0 : Base::workspace_bytes(p);
+  }
+
+  static fp4gemm_status_t launch(Problem const& p, void* workspace, fp4gemm_stream_t stream) {
+    if (p.ragged == FP4GEMM_RAGGED_K) {
+      return sm90::launch_ragged_k<typename K::Op::Result, Base::kTraits.tile_m, Base::kTraits.tile_n,
+                                   Base::kTraits.cluster_m>(Base::kName.text, p, stream);
+    }
+    return Base::launch(p, workspace, stream);
+  }
+};
+
 template <class Out>
 constexpr Kernel kSm90GroupedKernels[] = {
-    make_kernel<Sm90Grouped<Tile<128, 256, 64>, Cluster<2, 1>, Out>>(),
-    make_kernel<Sm90Grouped<Tile<64, 128, 64>, Cluster<1, 1>, Out>>(),
+    make_row<Sm90GroupedImpl<Sm90Grouped<Tile<128, 256, 64>, Cluster<2, 1>, Out>>>(),
+    make_row<Sm90GroupedImpl<Sm90Grouped<Tile<64, 128, 64>, Cluster<1, 1>, Out>>>(),
 };
 
 }  // namespace fp4gemm

@@ -1,0 +1,231 @@
+// The SM90 kernel of grouped products that are ragged in k: D[g] = epilogue(A[:, g] B[:, g]^T) of two exact
+// fp16 operands, where A[:, g] are the columns of group g.
+//
+// It does not use CUTLASS's grouped kernel, for two reasons. Experts with few tokens have a k of one or two
+// steps, so that such a product is as fast as its tiles are stored: here a tile is stored while the next one
+// is multiplied. And all groups are parts of the same three tensors, so that one tensor map each serves them
+// all; CUTLASS's kernel rewrites three maps whenever a CTA proceeds to another group.
+//
+// Roles of the warpgroups of a CTA:
+//   consumers  the first Config::kGroups warpgroups; each multiplies 64 rows of the tile and stores them
+//   producer   one warp of the last warpgroup, of which one thread fills the ring of stages
+#pragma once
+
+#include "cute/arch/cluster_sm90.hpp"
+#include "cute/arch/copy_sm90_desc.hpp"
+#include "cute/arch/copy_sm90_tma.hpp"
+#include "cute/tensor.hpp"
+#include "cutlass/arch/reg_reconfig.h"
+#include "cutlass/gemm/collective/builders/sm90_common.inl"
+#include "cutlass_evt/kernel/sm90_ragged_k_epilogue.hpp"
+
+namespace cutlass_evt {
+
+/// The kernel's device code. Config is a Sm90RaggedKConfig.
+template <class Config>
+struct Sm90RaggedKKernel {
+  using Out = typename Config::Out;
+  using Element = typename Config::Element;
+  using Tile = Sm90RaggedKTile;
+  using Epilogue = Sm90RaggedKEpilogue<Config>;
+  using Shared = typename Config::Shared;
+  using Params = Sm90RaggedKParams<Out>;
+  using Mma = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, float,
+                                 cute::Shape<cute::_64, cute::Int<Config::kColumns>, cute::_64>>()));
+  template <int kExtent>
+  using OperandLayout = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{},
+                                                     cute::Shape<cute::Int<kExtent>, cute::_64>{}));
+  using Accumulators =
+      decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::_64, cute::Int<Config::kColumns>>{}));
+
+  /// A position in the ring of stages; phase is the parity of its mbarriers.
+  struct Position {
+    int stage = 0;
+    uint32_t phase = 0;
+
+    CUTLASS_DEVICE void advance() {
+      if (++stage == Config::kStages) {
+        stage = 0;
+        phase ^= 1;
+      }
+    }
+  };
+
+  CUTLASS_DEVICE static Tile tile_at(Params const& p, int index, int rank) {
+    int in_group, row_tile, column_tile;
+    Tile tile;
+    p.tiles_each(tile.group, in_group, index);
+    p.row_tiles(column_tile, row_tile, in_group);
+    tile.row = (row_tile * Config::kCluster + rank) * Config::kRows;
+    tile.column = column_tile * Config::kColumns;
+    return tile;
+  }
+
+  /// Calls take(tile, part) for every tile of this CTA.
+  template <class Take>
+  CUTLASS_DEVICE static void for_each_tile(Params const& p, int rank, Take const& take) {
+    Sm90RaggedKGroups groups(p.offs, p.num_groups, p.room);
+    int const step = static_cast<int>(gridDim.x) / Config::kCluster;
+    for (int index = static_cast<int>(blockIdx.x) / Config::kCluster; index < p.tiles; index += step) {
+      Tile const tile = tile_at(p, index, rank);
+      __syncwarp();  // the lanes of the producer part where one of them loads
+      take(tile, groups.part(tile.group));
+    }
+  }
+
+  /// The producer's loop. A CTA loads its rows of A, and its part of the columns of B for the whole cluster.
+  CUTLASS_DEVICE static void produce(Params const& p, Shared& shared, int rank) {
+    // Not elect.sync: the compiler moves it into the loop, where it elects a thread of those that arrive
+    // first.
+    bool const is_first = threadIdx.x % 32 == 0;
+    Position at;
+    for_each_tile(p, rank, [&](Tile const& tile, Sm90RaggedKGroups::Part const& part) {
+      if (!is_first) {
+        return;
+      }
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int step = part.begin; step < part.begin + part.steps; ++step) {
+        shared.empty[at.stage].wait(at.phase ^ 1);
+        shared.full[at.stage].arrive_and_expect_tx(Config::kStageBytes);
+        auto* const full = reinterpret_cast<uint64_t*>(&shared.full[at.stage]);
+        constexpr auto kEvictNormal = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+        cute::SM90_TMA_LOAD_2D::copy(&p.a, full, kEvictNormal, shared.a[at.stage], step * Config::kDepth,
+                                     tile.row);
+        Element* const b = shared.b[at.stage] + rank * Config::kLoadColumns * Config::kDepth;
+        int const column = tile.column + rank * Config::kLoadColumns;
+        if constexpr (Config::kCluster > 1) {
+          cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&p.b, full,
+                                                 static_cast<uint16_t>((1 << Config::kCluster) - 1),
+                                                 kEvictNormal, b, step * Config::kDepth, column);
+        } else {
+          cute::SM90_TMA_LOAD_2D::copy(&p.b, full, kEvictNormal, b, step * Config::kDepth, column);
+        }
+        at.advance();
+      }
+    });
+  }
+
+  /// This warp has read a stage: one lane for each CTA of the cluster arrives there.
+  CUTLASS_DEVICE static void release(Shared& shared, int stage) {
+    uint32_t const lane = threadIdx.x % 32;
+    shared.empty[stage].arrive(lane, lane < Config::kCluster);
+  }
+
+  /// accumulators = the product of the warpgroup's 64 rows with the columns of the tile, over `steps` stages.
+  CUTLASS_DEVICE static void multiply(Shared& shared, Position& at, int steps, int warpgroup,
+                                      Accumulators& accumulators) {
+    Mma mma;
+    auto const thread = mma.get_slice(static_cast<int>(threadIdx.x % 128));
+    if (steps == 0) {
+      cute::clear(accumulators);
+    }
+    mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
+    int previous = 0;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int step = 0; step < steps; ++step) {
+      shared.full[at.stage].wait(at.phase);
+      auto const a = cute::make_tensor(
+          cute::make_smem_ptr(shared.a[at.stage] + warpgroup * 64 * Config::kDepth), OperandLayout<64>{});
+      auto const b =
+          cute::make_tensor(cute::make_smem_ptr(shared.b[at.stage]), OperandLayout<Config::kColumns>{});
+      auto const of_a = thread.partition_fragment_A(a);
+      auto const of_b = thread.partition_fragment_B(b);
+      cute::warpgroup_fence_operand(accumulators);
+      cute::warpgroup_arrive();
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < cute::size<2>(of_a); ++k) {
+        cute::gemm(mma, of_a(cute::_, cute::_, k), of_b(cute::_, cute::_, k), accumulators);
+        mma.accumulate_ = cute::GMMA::ScaleOut::One;
+      }
+      cute::warpgroup_commit_batch();
+      cute::warpgroup_fence_operand(accumulators);
+      if (step > 0) {
+        cute::warpgroup_wait<1>();
+        release(shared, previous);
+      }
+      previous = at.stage;
+      at.advance();
+    }
+    cute::warpgroup_wait<0>();
+    cute::warpgroup_fence_operand(accumulators);
+    if (steps > 0) {
+      release(shared, previous);
+    }
+  }
+
+  /// The consumers' loop.
+  CUTLASS_DEVICE static void consume(Params const& p, Shared& shared, int rank, int warpgroup) {
+    Position at;
+    int slot = 0;
+    int const thread = static_cast<int>(threadIdx.x % 128);
+    for_each_tile(p, rank, [&](Tile const& tile, Sm90RaggedKGroups::Part const& part) {
+      typename Epilogue::Vectors const vectors(
+          p, tile, tile.row + warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4);
+      Accumulators accumulators;
+      multiply(shared, at, part.steps, warpgroup, accumulators);
+      Epilogue::store(p, shared, tile, warpgroup, vectors, slot, accumulators);
+    });
+    if (thread == 0) {
+      cute::tma_store_wait<0>();  // shared memory must outlive the copies
+    }
+  }
+
+  CUTLASS_DEVICE static void run(Params const& p, char* dynamic) {
+    // CTAs of a cluster need the same address of the same stage, which an aligned one is.
+    uint32_t const at = cute::cast_smem_ptr_to_uint(dynamic);
+    Shared& shared = *reinterpret_cast<Shared*>(dynamic + ((at + 1023) / 1024 * 1024 - at));
+    int const warpgroup = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 128), 0);
+    int const warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 32), 0);
+    int const rank = static_cast<int>(blockIdx.x) % Config::kCluster;
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < Config::kStages; ++i) {
+        // full: the producer arrives once, with the number of bytes that the stage will receive. empty: every
+        // consumer warp of the cluster arrives once when it has read the stage.
+        shared.full[i].init(1);
+        shared.empty[i].init(Config::kGroups * 4 * Config::kCluster);
+      }
+      cutlass::arch::fence_barrier_init();
+    }
+    // No thread uses an mbarrier, its own CTA's or another's of the cluster, before all are initialised.
+    if constexpr (Config::kCluster > 1) {
+      cute::cluster_arrive_relaxed();
+      cute::cluster_wait();
+    } else {
+      __syncthreads();
+    }
+    // The previous kernel may have written the group ends, the operands and the vectors, and may read D.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
+    if (warpgroup == Config::kGroups) {
+      if constexpr (Config::kGroups > 1) {
+        cutlass::arch::warpgroup_reg_dealloc<40>();
+      }
+      if (warp == Config::kGroups * 4) {
+        produce(p, shared, rank);
+      }
+    } else {
+      if constexpr (Config::kGroups > 1) {
+        cutlass::arch::warpgroup_reg_alloc<232>();
+      }
+      consume(p, shared, rank, warpgroup);
+    }
+    // A CTA must not exit while another of its cluster may multicast into its shared memory or arrive on its
+    // mbarriers.
+    if constexpr (Config::kCluster > 1) {
+      __syncwarp();
+      cute::cluster_arrive_relaxed();
+      cute::cluster_wait();
+    }
+  }
+};
+
+/// The entry point. The grid is one-dimensional, a multiple of the cluster.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
+    sm90_ragged_k_gemm(__grid_constant__ Sm90RaggedKParams<typename Config::Out> const params) {
+  extern __shared__ char sm90_ragged_k_shared[];
+  Sm90RaggedKKernel<Config>::run(params, sm90_ragged_k_shared);
+}
+
+}  // namespace cutlass_evt

@@ -1,0 +1,126 @@
+// The launch of SM90's kernels of groups that are ragged in k.
+#include "sm90/ragged_k.hpp"
+
+#include "cutlass_evt/epilogue/rowcol.hpp"
+#include "cutlass_evt/kernel/sm90_ragged_k.hpp"
+#include "cutlass_evt/tensor_map.hpp"
+#include "error.hpp"
+#include "kernel_activation.hpp"
+#include "launch.hpp"
+
+namespace fp4gemm::sm90 {
+namespace {
+
+template <class Config>
+struct RaggedKLaunch {
+  using Params = cutlass_evt::Sm90RaggedKParams<typename Config::Out>;
+
+  static constexpr CUtensorMapDataType kOutType =
+      std::is_same<typename Config::Out, float>::value             ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+      : std::is_same<typename Config::Out, cutlass::half_t>::value ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                                   : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+
+  static CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void const* address,
+                         cuuint64_t const* sizes, cuuint64_t const* strides, cuuint32_t const* box) {
+    cuuint32_t const steps[3] = {1, 1, 1};
+    return cutlass_evt::encode_tensor_map(map, type, rank, const_cast<void*>(address), sizes, strides, box,
+                                          steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  }
+
+  /// The map of A or B: (k, rows), with boxes of 64 by box_rows.
+  static CUresult describe_operand(Problem const& p, void const* data, int64_t rows, int box_rows,
+                                   CUtensorMap* map) {
+    // Without columns, all groups are empty and nothing is loaded; a map needs an address and a size still.
+    bool const has_columns = p.k > 0;
+    cuuint64_t const sizes[2] = {static_cast<cuuint64_t>(has_columns ? p.k : Config::kDepth),
+                                 static_cast<cuuint64_t>(has_columns ? rows : 1)};
+    cuuint64_t const strides[1] = {sizes[0] * 2};
+    cuuint32_t const box[2] = {Config::kDepth, static_cast<cuuint32_t>(box_rows)};
+    return encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, has_columns ? data : p.d, sizes, strides, box);
+  }
+
+  /// The map of D: (n, m, num_groups), with boxes of one slice.
+  static CUresult describe_d(Problem const& p, CUtensorMap* map) {
+    int64_t const row_bytes = p.d_row_stride * static_cast<int64_t>(sizeof(typename Config::Out));
+    cuuint64_t const sizes[3] = {static_cast<cuuint64_t>(p.n), static_cast<cuuint64_t>(p.m),
+                                 static_cast<cuuint64_t>(p.num_groups)};
+    cuuint64_t const strides[2] = {static_cast<cuuint64_t>(row_bytes),
+                                   static_cast<cuuint64_t>(row_bytes * p.m)};
+    cuuint32_t const box[3] = {Config::kSliceColumns, 64, 1};
+    return encode(map, kOutType, 3, p.d, sizes, strides, box);
+  }
+
+  static fp4gemm_status_t launch(char const* name, Problem const& p, fp4gemm_stream_t stream) {
+    int64_t const row_tiles = cute::ceil_div(p.m, int64_t{Config::kRows * Config::kCluster});
+    int64_t const column_tiles = cute::ceil_div(p.n, int64_t{Config::kColumns});
+    int const grid = p.num_sms * Config::kCtasPerSm / Config::kCluster * Config::kCluster;
+    // The kernel keeps tile numbers, up to one more for each CTA, and coordinates in 32 bits.
+    if (row_tiles * column_tiles > (INT32_MAX - grid) / p.num_groups || p.n > INT32_MAX - Config::kColumns ||
+        p.m > INT32_MAX - Config::kRows * Config::kCluster) {
+      return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not support m %lld with n %lld and %d groups",
+                  name, static_cast<long long>(p.m), static_cast<long long>(p.n), p.num_groups);
+    }
+    Params params{};
+    if (describe_operand(p, p.a, p.m, Config::kRows, &params.a) != CUDA_SUCCESS ||
+        describe_operand(p, p.b, p.n, Config::kLoadColumns, &params.b) != CUDA_SUCCESS) {
+      return fail(FP4GEMM_ERROR_CUDA, "a, b: the driver refused tensor maps of k %lld at %p and %p",
+                  static_cast<long long>(p.k), p.a, p.b);
+    }
+    if (describe_d(p, &params.d) != CUDA_SUCCESS) {
+      return fail(FP4GEMM_ERROR_CUDA, "d: the driver refused a tensor map of (%d, %lld, %lld) at %p",
+                  p.num_groups, static_cast<long long>(p.m), static_cast<long long>(p.n), p.d);
+    }
+    params.m = static_cast<int>(p.m);
+    params.n = static_cast<int>(p.n);
+    params.num_groups = p.num_groups;
+    params.offs = p.offs;
+    params.room = p.k / Config::kDepth;
+    params.tiles_each = cutlass::FastDivmod(static_cast<int>(row_tiles * column_tiles));
+    params.row_tiles = cutlass::FastDivmod(static_cast<int>(row_tiles));
+    params.tiles = params.tiles_each.divisor * p.num_groups;
+    auto const vector = [](fp4gemm_vector_t const& v, bool is_vector) -> cutlass_evt::Sm90RaggedKVector {
+      return {v.data, is_vector, v.group_stride};
+    };
+    params.alpha_row = vector(p.alpha_row, p.alpha_row.numel != 1);
+    params.alpha_col = vector(p.alpha_col, p.alpha_col.numel != 1);
+    params.bias = vector(p.bias, true);
+    params.alpha = p.alpha;
+    params.alpha_groups = p.alpha_groups;
+    params.activation = kernel_activation(p.activation);
+    params.c = static_cast<typename Config::Out const*>(p.c);
+    params.c_row_stride = p.c_row_stride;
+    params.c_scale = p.beta;
+
+    Launch launch{reinterpret_cast<void const*>(cutlass_evt::sm90_ragged_k_gemm<Config>),
+                  dim3(static_cast<unsigned>(grid)), dim3(Config::kThreads)};
+    launch.cluster = dim3(Config::kCluster, 1, 1);
+    launch.shared_bytes = Config::kSharedBytes;
+    static std::atomic<uint64_t> prepared{0};
+    FP4GEMM_TRY(allow_shared_memory(launch.kernel, Config::kSharedBytes, p.device, prepared));
+    return launch_overlapping(launch, stream, params);
+  }
+};
+
+}  // namespace
+
+template <class Out, int kRows, int kColumns, int kCluster>
+fp4gemm_status_t launch_ragged_k(char const* name, Problem const& p, fp4gemm_stream_t stream) {
+  using Op = cutlass_evt::epilogue::RowCol<Out>;
+  using Config = cutlass_evt::Sm90RaggedKConfig<Op, kRows, kColumns, kCluster>;
+  return RaggedKLaunch<Config>::launch(name, p, stream);
+}
+
+template fp4gemm_status_t launch_ragged_k<cutlass::bfloat16_t, 128, 256, 2>(char const*, Problem const&,
+                                                                            fp4gemm_stream_t);
+template fp4gemm_status_t launch_ragged_k<cutlass::bfloat16_t, 64, 128, 1>(char const*, Problem const&,
+                                                                           fp4gemm_stream_t);
+template fp4gemm_status_t launch_ragged_k<cutlass::half_t, 128, 256, 2>(char const*, Problem const&,
+                                                                        fp4gemm_stream_t);
+template fp4gemm_status_t launch_ragged_k<cutlass::half_t, 64, 128, 1>(char const*, Problem const&,
+                                                                       fp4gemm_stream_t);
+template fp4gemm_status_t launch_ragged_k<float, 128, 256, 2>(char const*, Problem const&, fp4gemm_stream_t);
+template fp4gemm_status_t launch_ragged_k<float, 64, 128, 1>(char const*, Problem const&, fp4gemm_stream_t);
+
+}  // namespace fp4gemm::sm90
