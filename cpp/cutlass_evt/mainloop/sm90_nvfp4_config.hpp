@@ -122,7 +122,7 @@ struct Sm90Nvfp4Config {
   // The direct epilogue, of warpgroups that do not share rows, uses the same memory for 16-bit results: 64
   // columns of a slice of the tokens for each warpgroup, in two buffers in turn where there are several
   // slices.
-  static constexpr int kDirectTokens = kTokens < 64 ? 16 : 64;
+  static constexpr int kDirectTokens = kTokens < 64 ? 16 : kTokens % 64 == 0 ? 64 : 32;
   static constexpr int kDirectBuffers = kTokens > kDirectTokens ? 2 : 1;
   static constexpr int kStagedResultsBytes = kDirectBuffers * kDirectTokens * 128;  // each warpgroup's
   // Behind them lie the epilogue's vectors: one copy for each warpgroup, or one for all that share rows.

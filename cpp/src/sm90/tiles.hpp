@@ -104,6 +104,14 @@ struct Tile64x128x256 {
   static constexpr double kFixedUs = 3.5, kChunkUs = 0.235, kSplitUs = 1.8, kTileUs = 1.4;
 };
 
+// For experts with about 64 tokens, of which many have a few more.
+struct Tile96x128x128 {
+  using Element = cutlass::half_t;
+  static constexpr int kTokens = 96, kRows = 128, kDepth = 128;
+  static constexpr int kDepthGroups = 1, kCluster = 1, kCtasPerSm = 1;
+  static constexpr double kFixedUs = 3.5, kChunkUs = 0.285, kSplitUs = 2.2, kTileUs = 2.0;
+};
+
 struct Tile128x128x128 {
   using Element = cutlass::half_t;
   static constexpr int kTokens = 128, kRows = 128, kDepth = 128;
@@ -149,7 +157,7 @@ struct Bf16 : Tile {
 // A translation unit for each list; the order is that of the kernel table.
 using NarrowTiles = TileList<Tile8x64x384, Tile8x64x512, Tile8x64x1024, Tile16x64x256, Tile16x64x512,
                              Tile16x128x256, Tile32x64x256, Tile32x128x128, Tile32x128x256>;
-using WideTiles = TileList<Tile64x128x256, Tile128x128x128, Tile128x192x128, Tile256x128x64>;
+using WideTiles = TileList<Tile64x128x256, Tile96x128x128, Tile128x128x128, Tile128x192x128, Tile256x128x64>;
 using Bf16Tiles =
     TileList<Bf16<Tile8x64x1024>, Bf16<Tile16x64x512>, Bf16<Tile16x128x256>, Bf16<Tile32x64x256>,
              Bf16<Tile64x128x256>, Bf16<Tile128x128x128>, Bf16<Tile256x128x64>>;
