@@ -15,7 +15,16 @@ from functools import partial
 
 import torch
 
-from ..measure.cases import Case, Family, Inputs, Sizes, families, mode_cases, plain_family
+from ..measure.cases import (
+    Case,
+    Family,
+    Inputs,
+    Sizes,
+    dequantize_family,
+    families,
+    mode_cases,
+    plain_family,
+)
 from ..measure.contest import BITS, OURS, Job, Row, times
 from ..measure.harness import Harness, Measured
 from ..measure.library import Call, error_line
@@ -36,7 +45,14 @@ def jobs(args: argparse.Namespace, harness: Harness) -> list[Job]:
             if len(shape) != 2 or shape[0] % 16 or shape[1] % 32:
                 text = "x".join(map(str, shape))
                 raise ValueError(f"--shapes: {text} must be m x k, m a multiple of 16 and k of 32")
-        chosen = tuple(plain_family(shape, torch.bfloat16, mode_cases(shape)) for shape in args.shapes)
+        chosen = tuple(
+            family
+            for shape in args.shapes
+            for family in (
+                plain_family(shape, torch.bfloat16, mode_cases(shape)),
+                dequantize_family(*shape),
+            )
+        )
     else:
         chosen = families(Sizes() if harness.is_cuda else SMALL)
     return of_families(chosen, harness, args.kernels)

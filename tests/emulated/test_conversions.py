@@ -21,6 +21,8 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OFFS = torch.tensor([4, 4, 33], dtype=torch.int32)
 # m and k: one block; a row that is no multiple of a word of scales; rows of several turns of a kernel's loop.
 SHAPES = [(1, 16), (37, 112), (48, 528), (2, 8208)]
+# Of dequantize and decode, whose threads convert four rows that are 32 apart: more than a tile of 128 rows.
+DEQUANTIZED_SHAPES = [*SHAPES[:3], (165, 80)]
 
 
 def schedules_of(m: int, k: int) -> Sequence[dict[str, object]]:
@@ -70,12 +72,21 @@ def test_rms_norm(session: Session, m: int, k: int, dtype: torch.dtype) -> None:
         check(session, "rms_norm_quantize", call, schedules_of(m, k))
 
 
+def signed_scales(m: int, k: int, gen: torch.Generator) -> Tensor:
+    """Compact scales of which about half are negative."""
+    signs = torch.randint(0, 2, (m, k // 16), generator=gen, dtype=torch.uint8) * 0x80
+    return (make_scales(m, k, gen).view(torch.uint8) | signs).view(torch.float8_e4m3fn)
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=short)
-@pytest.mark.parametrize(("m", "k"), SHAPES[:3])
+@pytest.mark.parametrize(("m", "k"), DEQUANTIZED_SHAPES)
 def test_dequantize(session: Session, m: int, k: int, dtype: torch.dtype) -> None:
-    """One amax and one for each row; swizzled and compact scales; groups."""
+    """One amax and one for each row, from subnormal values to some beyond fp16; swizzled and compact scales;
+    groups.
+    """
     gen = torch.Generator().manual_seed(k)
-    codes, compact, amax = make_codes(m, k, gen), make_scales(m, k, gen), torch.rand(m, generator=gen)
+    codes, compact = make_codes(m, k, gen), signed_scales(m, k, gen)
+    amax = torch.rand(m, generator=gen).ldexp(torch.randint(-130, 24, (m,), generator=gen))
 
     def build(
         memory: Memory, scales: Tensor, factors: Tensor, swizzled: bool = True, offs: Tensor | None = None
@@ -89,17 +100,18 @@ def test_dequantize(session: Session, m: int, k: int, dtype: torch.dtype) -> Non
         return (args,)
 
     cases = [(layout.swizzle_scales(compact), amax), (compact, amax[:1], False)]
-    if m == 37:
-        in_groups = reference.quantize(torch.randn(m, k, generator=gen), None, True, offs=OFFS)[1]
-        cases.append((in_groups, amax, True, OFFS))
+    if m in (37, 165):
+        offs = OFFS if m == 37 else torch.tensor([3, 140, 140, 150], dtype=torch.int32)
+        in_groups = reference.quantize(torch.randn(m, k, generator=gen), None, True, offs=offs)[1]
+        cases.append((in_groups, amax, True, offs))
     for case in cases:
         check(session, "dequantize", lambda memory, case=case: build(memory, *case), schedules_of(m, k))
 
 
-@pytest.mark.parametrize(("m", "k"), SHAPES[:3])
+@pytest.mark.parametrize(("m", "k"), DEQUANTIZED_SHAPES)
 def test_decode(session: Session, m: int, k: int) -> None:
     gen = torch.Generator().manual_seed(k)
-    codes, scales = make_codes(m, k, gen), layout.swizzle_scales(make_scales(m, k, gen))
+    codes, scales = make_codes(m, k, gen), layout.swizzle_scales(signed_scales(m, k, gen))
     want = reference.decode(codes, scales)
 
     def build(memory: Memory) -> tuple[object, ...]:
