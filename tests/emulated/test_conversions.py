@@ -22,7 +22,7 @@ OFFS = torch.tensor([4, 4, 33], dtype=torch.int32)
 # m and k: one block; a row that is no multiple of a word of scales; rows of several turns of a kernel's loop.
 SHAPES = [(1, 16), (37, 112), (48, 528), (2, 8208)]
 # Of dequantize and decode, whose threads convert four rows that are 32 apart: more than a tile of 128 rows.
-DEQUANTIZED_SHAPES = [*SHAPES[:3], (165, 80)]
+DEQUANTIZED_SHAPES = [*SHAPES[:3], (165, 80), (166, 32)]
 
 
 def schedules_of(m: int, k: int) -> Sequence[dict[str, object]]:
@@ -100,7 +100,7 @@ def test_dequantize(session: Session, m: int, k: int, dtype: torch.dtype) -> Non
         return (args,)
 
     cases = [(layout.swizzle_scales(compact), amax), (compact, amax[:1], False)]
-    if m in (37, 165):
+    if m in (37, 165, 166):
         offs = OFFS if m == 37 else torch.tensor([3, 140, 140, 150], dtype=torch.int32)
         in_groups = reference.quantize(torch.randn(m, k, generator=gen), None, True, offs=offs)[1]
         cases.append((in_groups, amax, True, offs))

@@ -15,7 +15,8 @@
 namespace fp4gemm {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr unsigned kLog2Threads = 8;
+constexpr int kThreads = 1 << kLog2Threads;
 constexpr int kQuad = 4;                               // rows of a quad
 constexpr int kTileQuads = kScaleTileRows / kQuad;     // quads of a tile, and the distance of a quad's rows
 constexpr unsigned kMinWidth = kThreads / kTileQuads;  // of a CTA, so that its quads are of one tile
@@ -29,6 +30,7 @@ struct DequantizeParams {
   DecodeJob jobs[2];
   unsigned first_ctas;  // CTAs of the first job; the other CTAs do the second
   unsigned parts;       // CTAs beside each other in a row
+  unsigned log2_width;  // of the threads of a CTA beside each other in a row
   int chunks_per_row;
   int num_words;  // of 4 scales in a row, padding included
   // The following are for dequantization, which has one job.
@@ -138,8 +140,8 @@ __device__ inline uint4 decoded_values(uint32_t codes, __half2 scale) {
   return result;
 }
 
-/// Converts the rows of up to two jobs. threadIdx.x numbers the chunks of a part of a row, threadIdx.y the
-/// quads of a CTA, all of one tile of scales. Consecutive CTAs convert parts of the same rows.
+/// Converts the rows of up to two jobs. The threads of a CTA are the chunks of a part of a row by the quads of
+/// the CTA, all of one tile of scales. Consecutive CTAs convert parts of the same rows.
 ///
 /// @tparam T Type of the values.
 /// @tparam kDecode Whether they are decoded; otherwise the first job is dequantized.
@@ -154,7 +156,8 @@ __global__ void __launch_bounds__(kThreads, kGrouped ? 5 : 1) dequantize(Dequant
     cta -= p.first_ctas;
   }
   unsigned const part = cta % p.parts;
-  unsigned const quad = cta / p.parts * blockDim.y + threadIdx.y;
+  unsigned const width = 1u << p.log2_width;
+  unsigned const quad = cta / p.parts * (kThreads >> p.log2_width) + (threadIdx.x >> p.log2_width);
   unsigned const tile = quad / kTileQuads;
   int const in_tile = static_cast<int>(quad % kTileQuads);
   TileRows const rows = kGrouped && job.offs != nullptr
@@ -163,8 +166,8 @@ __global__ void __launch_bounds__(kThreads, kGrouped ? 5 : 1) dequantize(Dequant
   int64_t const first_row = rows.first + in_tile;
   // Row i of the quad is row first_row + i * kTileQuads of the job, and exists if i * kTileQuads < count.
   int const count = static_cast<int>(rows.count) - in_tile;
-  auto const first_chunk = static_cast<int>(part * blockDim.x + threadIdx.x);
-  auto const step = static_cast<int>(p.parts * blockDim.x);
+  auto const first_chunk = static_cast<int>(part * width + threadIdx.x % width);
+  auto const step = static_cast<int>(p.parts * width);
   auto* const y = static_cast<uint4*>(job.y);
   float amax[kQuad] = {};
   if constexpr (!kDecode) {
@@ -234,15 +237,16 @@ fp4gemm_status_t launch(char const* name, DequantizeParams params, int64_t k, fp
   params.num_words = num_words_of(k / kBlock);
   // Rows of the CTA are as wide as they can be with at most a ninth of their threads idle.
   unsigned width = kThreads;
+  params.log2_width = kLog2Threads;
   while (width > kMinWidth && round_up(chunks, width) * 8 > chunks * 9) {
     width /= 2;
+    --params.log2_width;
   }
   bool const grouped = params.jobs[0].offs != nullptr || params.jobs[1].offs != nullptr;
   params.parts = static_cast<unsigned>(ceil_div(chunks, int64_t{width} * (grouped ? kGroupedTurns : 1)));
-  dim3 const block(width, kThreads / width);
   int64_t ctas[2];
   for (int i = 0; i < 2; ++i) {
-    ctas[i] = num_tiles_of(params.jobs[i]) * (kTileQuads / block.y) * params.parts;
+    ctas[i] = num_tiles_of(params.jobs[i]) * (kTileQuads / (kThreads / width)) * params.parts;
   }
   if (ctas[0] + ctas[1] == 0) {
     return FP4GEMM_SUCCESS;
@@ -250,7 +254,7 @@ fp4gemm_status_t launch(char const* name, DequantizeParams params, int64_t k, fp
   FP4GEMM_TRY(check_grid(name, ctas[0] + ctas[1]));
   params.first_ctas = static_cast<unsigned>(ctas[0]);
   auto const kernel = grouped ? dequantize<T, kDecode, true> : dequantize<T, kDecode, false>;
-  kernel<<<static_cast<unsigned>(ctas[0] + ctas[1]), block, 0, stream>>>(params);
+  kernel<<<static_cast<unsigned>(ctas[0] + ctas[1]), kThreads, 0, stream>>>(params);
   FP4GEMM_CUDA(cudaGetLastError());
   return FP4GEMM_SUCCESS;
 }
