@@ -10,6 +10,7 @@
 #include "moe_ops.hpp"
 #include "quantize_ops.hpp"
 #include "ranks_ops.hpp"
+#include "train_ops.hpp"
 
 STABLE_TORCH_LIBRARY(fp4gemm, m) {
 #define FP4GEMM_CAST_SCHEMA FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_SCHEMA)
@@ -82,6 +83,14 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
       "int weight_rows=0, int weight_e4m3_max=448, int scaling=1, int activation=0, Tensor? c=None, "
       "float beta=1.0, Tensor? x_scales=None, Tensor? x_amax=None, int x_e4m3_max=448, "
       "bool batch_invariant=False, str? kernel_name=None, ScalarType? out_dtype=None) -> Tensor");
+  m.def(
+      "train_forward(Tensor x, int[] cast, int[] cast_t, bool decoded, Tensor? rng_state, Tensor w, "
+      "Tensor? w_scales, Tensor w_amax, int w_rows, int w_e4m3_max, Tensor? bias=None) -> "
+      "(Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "train_backward(Tensor dy, int[] cast, int[] cast_t, bool decoded, Tensor? rng_state, Tensor w_t, "
+      "Tensor? w_t_scales, Tensor w_t_amax, int w_t_rows, int w_t_e4m3_max, Tensor x_t, Tensor x_t_scales, "
+      "Tensor x_t_amax, int x_t_e4m3_max, ScalarType dw_dtype) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fp4gemm, CUDA, m) {
@@ -106,6 +115,8 @@ STABLE_TORCH_LIBRARY_IMPL(fp4gemm, CUDA, m) {
   m.impl("combine", TORCH_BOX(&fp4gemm_torch::combine));
   m.impl("experts", TORCH_BOX(&fp4gemm_torch::experts));
   m.impl("linear", TORCH_BOX(&fp4gemm_torch::linear));
+  m.impl("train_forward", TORCH_BOX(&fp4gemm_torch::train_forward));
+  m.impl("train_backward", TORCH_BOX(&fp4gemm_torch::train_backward));
   m.impl("quantize_records", TORCH_BOX(&fp4gemm_torch::quantize_records));
   m.impl("make_records", TORCH_BOX(&fp4gemm_torch::make_records));
   m.impl("gather_records", TORCH_BOX(&fp4gemm_torch::gather_records));

@@ -18,6 +18,7 @@ TYPES = {
     "Tensor": "Tensor",
     "Tensor | None": "Optional[Tensor]",
     "list[Tensor]": "List[Tensor]",
+    "list[int]": "List[int]",
     "bool": "bool",
     "int": "int",
     "float": "float",

@@ -21,6 +21,7 @@ import bad_quantize
 import bad_ranks
 import bad_search
 import bad_stacks
+import bad_step
 import bad_training
 import fp4gemm
 import torch
@@ -55,6 +56,7 @@ CASES = Cases(
         *bad_quantize.CASES,
         *bad_ranks.CASES,
         *bad_search.CASES,
+        *bad_step.CASES,
         *bad_calibration.CASES,
         *bad_container.CASES,
         *bad_decoded.CASES,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from fp4gemm import NVFP4Tensor
-from fp4gemm.training import _forms, _functions
+from fp4gemm.training import _forms, _functions, _gradients, _step
 from torch import Tensor
 
 
@@ -19,16 +19,27 @@ class Caught(NamedTuple):
     d: Tensor
 
 
+PRODUCTS = ((_functions, "fprop"), (_gradients, "dgrad"), (_gradients, "wgrad"))
+
+
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on, a step calls each quantizer and product by itself."""
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(_step, name, lambda *_: None)
+
+
 def catch(monkeypatch: pytest.MonkeyPatch) -> dict[str, Caught]:
     """A dict that has the last NVFP4 product of each name from now on: fprop, dgrad, wgrad.
 
-    The operands are packed on every device from now on; test_forms.py says that other forms give the same.
+    The operands are packed on every device from now on, and each product is a call of its own; test_forms.py
+    and test_step.py say that other forms and the operators of a step give the same.
     """
+    apart(monkeypatch)
     monkeypatch.setattr(_forms, "are_converted", lambda x: False)
     caught: dict[str, Caught] = {}
 
-    def recorded(name: str) -> Any:
-        function = getattr(_functions, name)
+    def recorded(module: Any, name: str) -> Any:
+        function = getattr(module, name)
 
         def call(a: NVFP4Tensor, b: NVFP4Tensor, **terms: Any) -> Tensor:
             d: Tensor = function(a, b, **terms)
@@ -38,8 +49,8 @@ def catch(monkeypatch: pytest.MonkeyPatch) -> dict[str, Caught]:
 
         return call
 
-    for name in ("fprop", "dgrad", "wgrad"):
-        monkeypatch.setattr(_functions, name, recorded(name))
+    for module, name in PRODUCTS:
+        monkeypatch.setattr(module, name, recorded(module, name))
     return caught
 
 

@@ -8,10 +8,11 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import training
-from fp4gemm.training import _forms, _functions
+from fp4gemm.training import _forms
 from helpers import assert_bits
 from torch import Tensor
 from training_cases import RECIPES, Step
+from training_operands import PRODUCTS, apart
 
 ENDS = (0, 48, 64, 70)
 
@@ -77,8 +78,8 @@ def test_what_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     """The left operand of each product is decoded and the kept weights are prepacked."""
     seen = {}
 
-    def caught(name: str) -> Any:
-        function = getattr(_functions, name)
+    def caught(module: Any, name: str) -> Any:
+        function = getattr(module, name)
 
         def call(a: Any, b: Any, **terms: Any) -> Any:
             seen[name] = (type(a), type(b))
@@ -86,8 +87,9 @@ def test_what_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    for name in ("fprop", "dgrad", "wgrad"):
-        monkeypatch.setattr(_functions, name, caught(name))
+    apart(monkeypatch)
+    for module, name in PRODUCTS:
+        monkeypatch.setattr(module, name, caught(module, name))
     monkeypatch.setattr(_forms, "are_converted", lambda x: True)
     decoded, prepacked, packed = fp4gemm.DecodedTensor, fp4gemm.PrepackedTensor, fp4gemm.NVFP4Tensor
     for preset in ("nvidia", "per_token"):

@@ -44,7 +44,16 @@ def checked(call: LinearCall) -> Shape:
         _vector("x_amax", call.x_amax, m, x.device)
     if call.x_scales is not None:
         _checks.scales("x_scales", call.x_scales, m, k, x.device, "x")
-    n = _checked_weight(call, k)
+    n = checked_weight(
+        "weight",
+        call.weight,
+        call.weight_scales,
+        call.weight_amax,
+        call.weight_rows,
+        call.weight_e4m3_max,
+        k,
+        x,
+    )
     if call.out_dtype is not None:
         _checks.is_float_dtype("out_dtype", call.out_dtype)
         dtype = call.out_dtype
@@ -53,9 +62,7 @@ def checked(call: LinearCall) -> Shape:
     if activation.is_gated:
         gemm_checks.gated(activation, n, dtype, call.c, False)
     if call.bias is not None:
-        bias = _checks.is_tensor("bias", call.bias)
-        _checks.has_dtype("bias", bias, (torch.float32,))
-        gemm_checks.bias(bias, n, x.device, "fp4gemm.linear")
+        checked_bias(call.bias, n, x, "fp4gemm.linear")
     out = (*x.shape[:-1], activation.width(n))
     gemm_checks.beta(call.beta, call.c)
     if call.c is not None:
@@ -81,37 +88,56 @@ def _checked_x(call: LinearCall) -> torch.dtype:
     return torch.bfloat16
 
 
-def _checked_weight(call: LinearCall, k: int) -> int:
-    """Check the weight and return n."""
-    weight, scales, rows = call.weight, call.weight_scales, call.weight_rows
-    device = call.x.device
-    _checks.same_device("weight", _checks.is_tensor("weight", weight), device, "x")
-    _checks.is_int("weight_rows", rows, 0)
+def checked_weight(
+    name: str,
+    weight: Tensor,
+    scales: Tensor | None,
+    amax: Tensor,
+    rows: int,
+    e4m3_max: int,
+    k: int,
+    x: Tensor,
+    of_x: str = "x",
+) -> int:
+    """Check a weight, whose parts have this name in front, beside x; return n.
+
+    Args:
+        rows: n of a prepacked weight, else 0. of_x: the name of x.
+    """
+    _checks.same_device(name, _checks.is_tensor(name, weight), x.device, of_x)
+    _checks.is_int(f"{name}_rows", rows, 0)
     if rows:
         if scales is not None:
             raise ValueError(
-                f"weight_scales: got {_checks.describe(scales)}, must be None for a prepacked weight"
+                f"{name}_scales: got {_checks.describe(scales)}, must be None for a prepacked weight"
             )
-        _checks.has_dtype("weight", weight, (torch.uint8,))
+        _checks.has_dtype(name, weight, (torch.uint8,))
         wanted = (_checks.prepacked_bytes(rows, k),)
-        _checks.has_shape("weight", weight, wanted, f", the bytes of prepacked (n, k) = ({rows}, {k})")
-        _checks.is_contiguous("weight", weight)
-        _checks.is_aligned("weight", weight)
+        _checks.has_shape(name, weight, wanted, f", the bytes of prepacked (n, k) = ({rows}, {k})")
+        _checks.is_contiguous(name, weight)
+        _checks.is_aligned(name, weight)
         n = rows
     else:
         if scales is None:
-            raise ValueError("weight_scales: got None, must be given unless the weight is prepacked")
-        codes, _ = _checks.packed_operand("weight", weight, "weight_scales", scales)
+            raise ValueError(f"{name}_scales: got None, must be given unless the weight is prepacked")
+        codes, _ = _checks.packed_operand(name, weight, f"{name}_scales", scales)
         n = codes.shape[0]
         if 2 * codes.shape[1] != k:
-            raise ValueError(f"weight: k is {2 * codes.shape[1]}, must be {k}, the k of x")
-    _vector("weight_amax", call.weight_amax, n, device)
-    _checks.is_one_of("weight_e4m3_max", call.weight_e4m3_max, _checks.E4M3_BOUNDS)
+            raise ValueError(f"{name}: k is {2 * codes.shape[1]}, must be {k}, the k of {of_x}")
+    _vector(f"{name}_amax", amax, n, x.device, of_x)
+    _checks.is_one_of(f"{name}_e4m3_max", e4m3_max, _checks.E4M3_BOUNDS)
     return n
 
 
-def _vector(name: str, value: object, length: int, device: torch.device) -> None:
-    _checks.vector(name, value, length, device, "x")
+def checked_bias(value: object, n: int, x: Tensor, function: str) -> None:
+    """Check a float32 bias (n,)."""
+    bias = _checks.is_tensor("bias", value)
+    _checks.has_dtype("bias", bias, (torch.float32,))
+    gemm_checks.bias(bias, n, x.device, function)
+
+
+def _vector(name: str, value: object, length: int, device: torch.device, other: str = "x") -> None:
+    _checks.vector(name, value, length, device, other)
 
 
 def _checked_c(value: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

@@ -25,6 +25,7 @@ from ..reference.grouped import Groups
 from ..reference.linear import linear_by
 from ..reference.moe import experts_by
 from ..reference.nvfp4 import check_amax, outer_amax
+from ..reference.training import Operators, backward_by, forward_by
 from .rank_schema import QuantizeRecordsCall
 from .schema import (
     DequantizeCall,
@@ -36,6 +37,8 @@ from .schema import (
     QuantizeSearchedCall,
     RmsNormQuantizeCall,
     SiluAndMulQuantizeCall,
+    TrainBackwardCall,
+    TrainForwardCall,
     accepts,
     accepts_out,
     narrowed,
@@ -56,6 +59,8 @@ __all__ = [
     "rms_norm_quantize_decoded",
     "silu_and_mul_quantize",
     "silu_and_mul_quantize_decoded",
+    "train_backward",
+    "train_forward",
 ]
 
 # Elements of a right operand that are decoded at a time: 2 MB as float64, which stay in the cache until they
@@ -237,6 +242,18 @@ def linear(call: LinearCall) -> Tensor:
 def experts(call: ExpertsCall) -> Tensor:
     """:func:`fp4gemm.reference.experts` of the functions above."""
     return experts_by(call, quantize_decoded, gemm)
+
+
+@accepts(TrainForwardCall)
+def train_forward(call: TrainForwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`fp4gemm.reference.train_forward` of the functions above."""
+    return forward_by(call, Operators(quantize, quantize_decoded, gemm))
+
+
+@accepts(TrainBackwardCall)
+def train_backward(call: TrainBackwardCall) -> tuple[Tensor, Tensor]:
+    """:func:`fp4gemm.reference.train_backward` of the functions above."""
+    return backward_by(call, Operators(quantize, quantize_decoded, gemm))
 
 
 def _multiply(out: Tensor, a: Operand, b: Operand, terms: Epilogue) -> None:

@@ -15,6 +15,7 @@ from .._checks import gemm as gemm_checks
 from .._checks import linear as linear_checks
 from .._checks import moe as moe_checks
 from .._checks import ranks as rank_checks
+from ..reference.training import Operators, backward_by, forward_by
 from .rank_schema import (
     CombinePartCall,
     CombineRanksCall,
@@ -41,6 +42,8 @@ from .schema import (
     RmsNormQuantizeCall,
     RouteCall,
     SiluAndMulQuantizeCall,
+    TrainBackwardCall,
+    TrainForwardCall,
     UnprepackCall,
     accepts,
     accepts_out,
@@ -232,6 +235,16 @@ def experts(call: ExpertsCall) -> Tensor:
     moe_checks.experts(call)
     support.warn_untested(call.x)
     return call.x.new_empty(call.x.shape)
+
+
+@accepts(TrainForwardCall)
+def train_forward(call: TrainForwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return forward_by(call, Operators(quantize, quantize_decoded, gemm))
+
+
+@accepts(TrainBackwardCall)
+def train_backward(call: TrainBackwardCall) -> tuple[Tensor, Tensor]:
+    return backward_by(call, Operators(quantize, quantize_decoded, gemm))
 
 
 @accepts(QuantizeRecordsCall)

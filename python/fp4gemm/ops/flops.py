@@ -8,9 +8,16 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from .. import activations
-from .schema import ExpertsCall, GemmCall, LinearCall
+from .schema import ExpertsCall, GemmCall, LinearCall, TrainBackwardCall, TrainForwardCall
 
-__all__ = ["experts_flops", "gemm_flops", "linear_flops", "register"]
+__all__ = [
+    "experts_flops",
+    "gemm_flops",
+    "linear_flops",
+    "register",
+    "train_backward_flops",
+    "train_forward_flops",
+]
 
 
 def gemm_flops(*args: Any, out_val: Any = None, out: Any = None, **kwargs: Any) -> int:
@@ -45,8 +52,22 @@ def experts_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     return 2 * rows * d * (n13 + activations.by_number[call.activation].width(n13))
 
 
+def train_forward_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """2 m n k of train_forward; the quantization of x is not counted."""
+    call = TrainForwardCall(*args, **kwargs)
+    return 2 * call.x.numel() * (call.w_rows or call.w.shape[0])
+
+
+def train_backward_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """4 m n k of train_backward, for dx and for dW."""
+    call = TrainBackwardCall(*args, **kwargs)
+    return 4 * call.dy.numel() * call.x_t.shape[0]
+
+
 def register() -> None:
     """Tell torch the formulas, once."""
     register_flop_formula(torch.ops.fp4gemm.experts, get_raw=True)(experts_flops)
     register_flop_formula([torch.ops.fp4gemm.gemm, torch.ops.fp4gemm.gemm_out], get_raw=True)(gemm_flops)
     register_flop_formula(torch.ops.fp4gemm.linear, get_raw=True)(linear_flops)
+    register_flop_formula(torch.ops.fp4gemm.train_forward, get_raw=True)(train_forward_flops)
+    register_flop_formula(torch.ops.fp4gemm.train_backward, get_raw=True)(train_backward_flops)

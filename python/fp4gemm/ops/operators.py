@@ -70,4 +70,6 @@ route = torch.ops.fp4gemm.route.default
 route_ranks = torch.ops.fp4gemm.route_ranks.default
 silu_and_mul_quantize = torch.ops.fp4gemm.silu_and_mul_quantize.default
 silu_and_mul_quantize_decoded = torch.ops.fp4gemm.silu_and_mul_quantize_decoded.default
+train_backward = torch.ops.fp4gemm.train_backward.default
+train_forward = torch.ops.fp4gemm.train_forward.default
 unprepack = torch.ops.fp4gemm.unprepack.default

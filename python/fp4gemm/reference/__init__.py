@@ -28,6 +28,7 @@ from .ranks import combine_part, combine_ranks, combine_tree, route_ranks
 from .records import gather_records, make_records, quantize_records
 from .scale_search import quantize_searched
 from .stacks import quantize_stack
+from .training import train_backward, train_forward
 
 __all__ = [
     "activate",
@@ -64,5 +65,7 @@ __all__ = [
     "silu_and_mul",
     "silu_and_mul_quantize",
     "silu_and_mul_quantize_decoded",
+    "train_backward",
+    "train_forward",
     "unprepack",
 ]

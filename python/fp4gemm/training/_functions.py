@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,11 +10,12 @@ from torch import Tensor
 from .. import _checks
 from .._checks import options as option_checks
 from .._checks import training as checks
-from ..products import dgrad, fprop, wgrad
+from ..products import fprop
 from ..reference import checks as reference_checks
-from . import _casts, _forms, _plain, _state
+from . import _casts, _forms, _plain, _state, _step
+from ._gradients import Call, gradients
 from ._once import first_only
-from .recipe import DEQUANTIZED, Cast, Recipe, resolve
+from .recipe import DEQUANTIZED, Recipe, resolve
 from .shared_input import QuantizedInput, dense_ends
 
 __all__ = ["grouped_linear", "linear"]
@@ -31,21 +32,8 @@ def unsafe_view(y: Tensor, shape: tuple[int, ...]) -> Tensor:
     return result
 
 
-class _Call(NamedTuple):
-    """What a forward pass knows besides tensors."""
-
-    recipe: Recipe
-    needs: tuple[bool, bool, bool]  # the gradients of x, weight and bias
-    is_grouped: bool
-    is_cached: bool  # copies of the weight are saved for dgrad, not the weight
-    weight_dtype: torch.dtype
-    bias_dtype: torch.dtype | None
-    is_shared: bool = False  # the copies of x were made by quantize_input
-    weight_shape: torch.Size | None = None  # with is_cached
-
-
 def _forward(
-    call: _Call,
+    call: Call,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -59,6 +47,10 @@ def _forward(
     shape = x.shape
     if len(shape) != 2:
         x = x.reshape(-1, shape[-1])
+    if needs_dw and ends is None and not call.is_shared:
+        made = _step.forward(x, recipe, state, copies[:3], weight.shape[0], bias)
+        if made is not None:
+            return unsafe_view(made[0], (*shape[:-1], weight.shape[0])), made[1:]
     if call.is_shared:
         x_q = None if recipe.x is None else _casts.rebuilt(of_input[:3], recipe.x, recipe, offs)
         x_t = of_input[3:]
@@ -87,68 +79,13 @@ def _forward(
     return unsafe_view(y, (*shape[:-1], y.shape[1])), saved
 
 
-def _input_gradient(
-    call: _Call, dy: Tensor, dy_q: Any, weight: Tensor, copies: _casts.Parts, offs: Tensor | None
-) -> Tensor:
-    """dx = dy W, (m, k), of the dtype of dy."""
-    recipe = call.recipe
-    if recipe.w_t == DEQUANTIZED:
-        values = _casts.rebuilt(copies[:3], recipe.w, recipe, shape=call.weight_shape).dequantize(dy.dtype)
-        return _plain.dgrad(dy, values, offs)
-    if recipe.w_t is None:
-        return _plain.dgrad(dy, weight.to(dy.dtype), offs)
-    shape = call.weight_shape
-    transposed = None if shape is None else torch.Size((*shape[:-2], shape[-1], shape[-2]))
-    w_t = _casts.rebuilt(copies[3:], recipe.w_t, recipe, shape=transposed)
-    if offs is None:
-        return dgrad(dy_q, w_t, out_dtype=dy.dtype)
-    dx = dy.new_zeros((dy.shape[0], w_t.shape[1]))
-    return dgrad(dy_q, w_t, out=dx)
-
-
-def _weight_gradient(
-    call: _Call,
-    dy: Tensor,
-    dy_t: Any,
-    x: _casts.Parts,
-    ends: Tensor | None,
-    of_x: Tensor | None,
-    main_grad: Tensor | None,
-) -> Tensor | None:
-    """dW = dy^T x, (n, k) or (g, n, k), or None after adding it to main_grad."""
-    recipe, offs = call.recipe, ends if call.is_grouped else None
-    if not isinstance(recipe.x_t, Cast):
-        if recipe.x_t == DEQUANTIZED:
-            values = _casts.rebuilt(x, recipe.x, recipe, offs).dequantize(dy.dtype)
-        else:
-            values = _casts.first(x)
-        dw = _plain.wgrad(dy, values, offs)
-        if main_grad is None:
-            return dw.to(call.weight_dtype)
-        main_grad.add_(dw)
-        return None
-    if recipe.save_input == "original":
-        x_t = _casts.columns(_casts.first(x), recipe.x_t, recipe, of_x, ends)
-    else:
-        x_t = _casts.rebuilt(x, recipe.x_t, recipe, ends, 1)
-    if main_grad is None:
-        dw = wgrad(dy_t, x_t, out_dtype=call.weight_dtype)
-        return dw.squeeze(0) if offs is None and ends is not None else dw
-    into = main_grad.unsqueeze(0) if offs is None and ends is not None else main_grad
-    if _checks.readable_rows(into) is into:
-        wgrad(dy_t, x_t, c=into, out=into)
-    else:  # the kernels do not write such rows: a buffer of all parameters has them at any address
-        into.add_(wgrad(dy_t, x_t, out_dtype=torch.float32))
-    return None
-
-
 class _Product(torch.autograd.Function):
     """y = x W^T + bias with the gradients of a recipe."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        call: _Call,
+        call: Call,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -177,38 +114,35 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: Call = ctx.call
         recipe, (needs_dx, needs_dw, needs_db) = call.recipe, call.needs
         saved = ctx.saved_tensors
         x, copies, weight = saved[:3], saved[3:9], saved[9]
         ends, state, of_x = saved[10:]
-        offs = ends if call.is_grouped else None
-        dx = dw = db = None
+        db = None
         given, shape, is_recording = dy, dy.shape, torch.is_grad_enabled()
         with torch.no_grad() if is_recording else _casts.NO_CONTEXT, _casts.without_autocast(dy):
             dy = (dy if len(shape) == 2 else dy.reshape(-1, shape[-1])).contiguous()
-            first = recipe.dy if needs_dx else None
-            second = recipe.dy_t if needs_dw else None
-            of_dy = _state.stream(state, _state.OF_DY, first, second)
-            is_converted = _forms.are_converted(dy)
-            dy_q, dy_t = _casts.both(
-                dy, first, second, recipe, of_dy, offs, ends, decoded=(is_converted, is_converted)
-            )
-            if needs_dx:
-                if recipe.w_t is not None and not call.is_cached:
-                    of_w = _state.stream(state, _state.OF_W, recipe.w, recipe.w_t)
-                    copies = _casts.weight_copies(weight, recipe, of_w, False, True)
-                dx = _input_gradient(call, dy, dy_q, weight, copies, offs)
-                if dx.dtype != ctx.x_dtype:
-                    dx = dx.to(ctx.x_dtype)
-                if len(shape) != 2:
-                    dx = dx.view(*shape[:-1], dx.shape[1])
-            if needs_dw:
+            if needs_dx and recipe.w_t is not None and not call.is_cached:
+                of_w = _state.stream(state, _state.OF_W, recipe.w, recipe.w_t)
+                copies = _casts.weight_copies(weight, recipe, of_w, False, True)
+            dx: Tensor | None
+            dw: Tensor | None
+            made = None
+            if needs_dx and needs_dw and ends is None and ctx.main_grad is None:
+                made = _step.backward(dy, recipe, state, copies[3:], x, call.weight_dtype)
+            if made is not None:
+                dx, dw = made
+            else:
                 if not call.is_shared:
                     of_x = _state.stream(state, _state.OF_X, recipe.x_t)
-                dw = _weight_gradient(call, dy, dy_t, x, ends, of_x, ctx.main_grad)
+                dx, dw = gradients(call, dy, weight, copies, x, ends, state, of_x, ctx.main_grad)
+            if dx is not None and dx.dtype != ctx.x_dtype:
+                dx = dx.to(ctx.x_dtype)
+            if dx is not None and len(shape) != 2:
+                dx = dx.view(*shape[:-1], dx.shape[1])
             if needs_db:
-                db = _plain.bias_gradient(dy, offs).to(call.bias_dtype)
+                db = _plain.bias_gradient(dy, ends if call.is_grouped else None).to(call.bias_dtype)
             if needs_dw and dw is None:
                 # Zero in place of None, so that hooks on the parameter run, as Megatron-LM's need to.
                 if not torch.compiler.is_compiling():
@@ -370,9 +304,7 @@ def _apply(
             copies, is_cached = _casts.weight_copies(weight, recipe, of_w, True, False), False
         bias_dtype = None if bias is None else bias.dtype
         shape = weight.shape if is_cached else None
-        call = _Call(
-            recipe, needs, is_grouped, is_cached, weight.dtype, bias_dtype, shared is not None, shape
-        )
+        call = Call(recipe, needs, is_grouped, is_cached, weight.dtype, bias_dtype, shared is not None, shape)
         if main_grad is not None and needs[1] and torch.compiler.is_compiling():
             weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         values = of_x = None

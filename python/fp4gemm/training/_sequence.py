@@ -17,7 +17,7 @@ from .._checks import training as checks
 from ..containers.nvfp4 import NVFP4Tensor
 from ..products import fprop
 from ..quantize import quantize
-from . import _casts, _forms, _functions, _plain, _state
+from . import _casts, _forms, _functions, _gradients, _plain, _state
 from ._once import first_only
 from .recipe import DEQUANTIZED, Cast, Recipe
 from .shared_input import dense_ends
@@ -198,7 +198,7 @@ class _GatheredProduct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: _functions._Call,
+        call: _gradients.Call,
         sharding: Sharding,
         x: Tensor,
         weight: Tensor,
@@ -252,7 +252,7 @@ class _GatheredProduct(torch.autograd.Function):
                 if recipe.w_t is not None and not call.is_cached:
                     of_w = _state.stream(state, _state.OF_W, recipe.w, recipe.w_t)
                     copies = _casts.weight_copies(weight, recipe, of_w, False, True)
-                dx = _functions._input_gradient(call, dy, dy_q, weight, copies, None)
+                dx = _gradients.input_gradient(call, dy, dy_q, weight, copies, None)
                 dx = sharding.scatter_sum(dx.view(ctx.shape))
             if needs_dw:
                 of_x = _state.stream(state, _state.OF_X, recipe.x, recipe.x_t)
@@ -264,7 +264,7 @@ class _GatheredProduct(torch.autograd.Function):
                     call = call._replace(recipe=recipe.replace(save_input="quantized"))
                 elif recipe.save_input == "original":
                     x = (sharding.gather(_casts.first(x)).flatten(0, -2), None, None)
-                dw = _functions._weight_gradient(call, dy, dy_t, x, ends, of_x, None)
+                dw = _gradients.weight_gradient(call, dy, dy_t, x, ends, of_x, None)
             if needs_db:
                 db = _plain.bias_gradient(dy, None).to(call.bias_dtype)
         if is_recording:
@@ -303,6 +303,6 @@ def gathered_linear(
             copies, is_cached = _casts.weight_copies(weight, recipe, of_w, True, False), False
         bias_dtype = None if bias is None else bias.dtype
         shape = weight.shape if is_cached else None
-        call = _functions._Call(recipe, needs, False, is_cached, weight.dtype, bias_dtype, weight_shape=shape)
+        call = _gradients.Call(recipe, needs, False, is_cached, weight.dtype, bias_dtype, weight_shape=shape)
         y: Tensor = _GatheredProduct.apply(call, sharding, x, weight, bias, state, *copies)
     return y

@@ -19,6 +19,7 @@ _OF_ONE_PASS = (
     *("scaling", "block", "stochastic", "has_headroom"),
     *("four_over_six", "e4m3_max", "encode", "source"),
 )
+_NUMBERS = ("per_row", "encode", "four_over_six", "e4m3_max", "hadamard")
 _FORWARD = {"w_t": "w", "x_t": "x"}  # the forward copy of the same tensor
 
 
@@ -57,14 +58,20 @@ class Cast:
     e4m3_max: Literal[448, 256] | None = None
     encode: Literal["te", "te_per_token"] = "te"
     source: Literal["original", "rowwise"] = "original"
-    has_headroom = False  # no field, but derived: torch.compile takes a float of an object for a variable
+    # No fields, but derived, hence types in comments.
+    has_headroom = False  # torch.compile takes a float of an object for a variable
+    numbers = ()  # type: tuple[int, ...]  # of the operators, but for hadamard_signs
 
     def __post_init__(self) -> None:
         defaults = {name: option.default for name, option in option_checks.OPTIONS.items()}
         own = {name: getattr(self, name) for name in defaults if hasattr(self, name)}
-        option_checks.operator_arguments(defaults | own)
+        made = option_checks.operator_arguments(defaults | own)
         _checks.is_one_of("source", self.source, _SOURCES)
         object.__setattr__(self, "has_headroom", self.headroom != 1.0)
+        object.__setattr__(self, "numbers", tuple(int(made[name]) for name in _NUMBERS))
+
+    def __hash__(self) -> int:
+        return hash(self.numbers)  # equal casts have equal numbers; each call of a layer looks casts up
 
     def is_one_pass_with(self, other: Cast) -> bool:
         """Whether fp4gemm.quantize_both makes this copy and the other: they differ in hadamard at most."""
@@ -72,6 +79,7 @@ class Cast:
 
 
 Operand = Cast | Literal["dequantized"] | None
+Casts = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,6 +133,8 @@ class Recipe:
     # No fields, but derived, since each call of a layer reads them.
     is_plain = False  # whether no operand is quantized, so that a layer is torch's
     draws = False  # whether any cast is stochastic
+    forward_casts = None  # type: Casts | None  # of x and x_t, where train_forward makes both
+    backward_casts = None  # type: Casts | None  # of dy and dy_t, where train_backward does
 
     def __post_init__(self) -> None:
         for pair in _PAIRS:
@@ -145,10 +155,22 @@ class Recipe:
         every = [getattr(self, name) for pair in _PAIRS for name in pair]
         object.__setattr__(self, "is_plain", all(cast is None for cast in every))
         object.__setattr__(self, "draws", any(isinstance(cast, Cast) and cast.stochastic for cast in every))
+        object.__setattr__(self, "forward_casts", _pair(self.x, self.x_t, self.hadamard_signs))
+        object.__setattr__(self, "backward_casts", _pair(self.dy, self.dy_t, self.hadamard_signs))
 
     def replace(self, **changes: Any) -> Recipe:
         """The recipe with other fields, checked again; as dataclasses.replace."""
         return dataclasses.replace(self, **changes)
+
+
+def _pair(rows: Operand, columns: Operand, signs: int) -> Casts | None:
+    """The casts of a tensor in both directions as the operators of a step have them, or None."""
+    if not isinstance(rows, Cast) or not isinstance(columns, Cast) or columns.source != "original":
+        return None
+    if rows.has_headroom or columns.has_headroom:
+        return None
+    of_columns = (*columns.numbers, 0 if columns.hadamard is None else signs, int(columns.stochastic))
+    return (*rows.numbers, 0, int(rows.stochastic)), of_columns
 
 
 def _source(cast: Operand) -> str:

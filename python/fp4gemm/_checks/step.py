@@ -1,0 +1,66 @@
+"""Checks of the operators train_forward and train_backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+from ..ops.schema import TrainBackwardCall, TrainForwardCall
+from .linear import checked_bias, checked_weight
+
+__all__ = ["CAST", "backward", "forward"]
+
+CAST = ("per_row", "encode", "four_over_six", "e4m3_max", "hadamard", "signs", "is_stochastic")
+
+
+def forward(call: TrainForwardCall) -> None:
+    """Raise TypeError, ValueError or NotImplementedError, naming the argument of train_forward."""
+    x = _input("x", call.x, call)
+    n = checked_weight("w", call.w, call.w_scales, call.w_amax, call.w_rows, call.w_e4m3_max, x.shape[1], x)
+    if call.bias is not None:
+        checked_bias(call.bias, n, x, "fp4gemm.train_forward")
+
+
+def backward(call: TrainBackwardCall) -> None:
+    """Raise TypeError, ValueError or NotImplementedError, naming the argument of train_backward."""
+    dy = _input("dy", call.dy, call)
+    w_t = (call.w_t, call.w_t_scales, call.w_t_amax, call.w_t_rows, call.w_t_e4m3_max)
+    checked_weight("w_t", *w_t, dy.shape[1], dy, "dy")
+    x_t = (call.x_t, call.x_t_scales, call.x_t_amax, 0, call.x_t_e4m3_max)
+    checked_weight("x_t", *x_t, dy.shape[0], dy, "dy")
+    _checks.is_float_dtype("dw_dtype", call.dw_dtype)
+
+
+def _input(name: str, value: object, call: TrainForwardCall | TrainBackwardCall) -> Tensor:
+    """Check x or dy, and how it is quantized; return it."""
+    x = _checks.is_tensor(name, value)
+    _checks.has_rank(name, x, 2, "(m, k)")
+    _checks.has_dtype(name, x, _checks.FLOAT_DTYPES)
+    _checks.no_grad(name, x, "a layer of fp4gemm.training")
+    for what, size in (("m", x.shape[0]), ("k", x.shape[1])):
+        _checks.is_multiple(name, what, size, _checks.K_STEP_MM)
+    _checks.is_contiguous(name, x)
+    of_rows, of_columns = _cast("cast", call.cast), _cast("cast_t", call.cast_t)
+    if of_rows["hadamard"]:
+        raise ValueError(f"cast: hadamard is {of_rows['hadamard']}, must be 0; it is for cast_t")
+    _checks.is_bool("decoded", call.decoded)
+    if call.rng_state is not None:
+        _checks.exact_vector("rng_state", call.rng_state, 2, torch.int64, x.device, name)
+    elif of_rows["is_stochastic"] or of_columns["is_stochastic"]:
+        raise ValueError("rng_state: got None, must be given for stochastic rounding")
+    return x
+
+
+def _cast(name: str, value: Any) -> dict[str, int]:
+    """A cast by the names of its numbers, of which the bound alone is checked here."""
+    if not isinstance(value, (list, tuple)) or not all(type(number) is int for number in value):
+        raise TypeError(f"{name}: got {_checks.describe(value)}, must be a list of ints")
+    if len(value) != len(CAST):
+        raise ValueError(f"{name}: has {len(value)} numbers, must have {len(CAST)}")
+    cast = dict(zip(CAST, value, strict=True))
+    if cast["e4m3_max"] not in _checks.E4M3_BOUNDS:
+        raise ValueError(f"{name}: e4m3_max is {cast['e4m3_max']}, must be 448 or 256")
+    return cast
