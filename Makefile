@@ -77,6 +77,14 @@ test-emulated: $(STAMPS)/installed-test $(STAMPS)/test ## Calibrate the PTX emul
 	$(call say,emulator: every Blackwell kernel); \
 	$(BIN)/python -m pytest -n 2 tests/emulated
 
+# The wheel is only unpacked. It has CUTLASS's headers without the examples, so that nothing calibrates the emulator.
+NEWER_CUTLASS := build/cutlass-newer
+.PHONY: test-newer-cutlass
+test-newer-cutlass: $(STAMPS)/venv ## `make test` with the CUTLASS of requirements/cutlass-newer.txt, in place of 4.2
+	@$(call say,$(REQ)/cutlass-newer.txt into $(NEWER_CUTLASS))
+	@rm -rf $(NEWER_CUTLASS) && $(INSTALL) --no-deps --target $(NEWER_CUTLASS) -r $(REQ)/cutlass-newer.txt
+	@$(MAKE) --no-print-directory test CUTLASS_DIR=$(NEWER_CUTLASS)/flashinfer/data/cutlass
+
 # The producers lie in an environment of their own, so that none of them gets into .venv.
 .PHONY: test-oracles
 test-oracles: $(STAMPS)/installed-test $(STAMPS)/test $(STAMPS)/demo ## Compare with ModelOpt, llm-compressor, peft and TransformerEngine
