@@ -157,18 +157,14 @@ struct Sm90RaggedKKernel {
   /// The consumers' loop.
   CUTLASS_DEVICE static void consume(Params const& p, Shared& shared, int rank, int warpgroup) {
     Position at;
-    int slot = 0;
-    int const thread = static_cast<int>(threadIdx.x % 128);
+    Epilogue epilogue(p, shared);
     for_each_tile(p, rank, [&](Tile const& tile, Sm90RaggedKGroups::Part const& part) {
-      typename Epilogue::Vectors const vectors(
-          p, tile, tile.row + warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4);
+      auto const vectors = epilogue.fetch(tile);
       Accumulators accumulators;
       multiply(shared, at, part.steps, warpgroup, accumulators);
-      Epilogue::store(p, shared, tile, warpgroup, vectors, slot, accumulators);
+      epilogue.store(tile, vectors, accumulators);
     });
-    if (thread == 0) {
-      cute::tma_store_wait<0>();  // shared memory must outlive the copies
-    }
+    epilogue.wait();
   }
 
   CUTLASS_DEVICE static void run(Params const& p, char* dynamic) {

@@ -63,10 +63,11 @@ struct Sm90RaggedKConfig {
   static constexpr int kThreads = (kGroups + 1) * 128;
   static constexpr int kCtasPerSm = kGroups == 1 ? 2 : 1;
   static constexpr int kStages = 3;
-  // A warpgroup stores D in slices of 64 rows by 128 bytes, which go through a ring of slots.
+  // A warp stores its 16 rows of D in slices of 128 bytes, which go through a ring of slots. Warps share no
+  // slot, so that none waits for another.
   static constexpr int kSliceColumns = 128 / static_cast<int>(sizeof(Out));
   static constexpr int kSlices = kColumns / kSliceColumns;
-  static constexpr int kSliceBytes = 64 * 128;
+  static constexpr int kSliceBytes = 16 * 128;
   static constexpr int kSlots = kCtasPerSm == 1 ? 4 : 3;
   static constexpr int kLoadColumns = kColumns / kCluster;  // of B, that a CTA loads for the whole cluster
   static constexpr int kStageBytes = (kRows + kColumns) * kDepth * static_cast<int>(sizeof(Element));
@@ -74,9 +75,9 @@ struct Sm90RaggedKConfig {
   struct alignas(1024) Shared {
     Element a[kStages][kRows * kDepth];
     Element b[kStages][kColumns * kDepth];
-    char slots[kGroups][kSlots][kSliceBytes];
-    float by_column[kGroups][kColumns];
-    float bias[kGroups][kColumns];
+    char slots[kGroups * 4][kSlots][kSliceBytes];
+    float by_column[2][kGroups][kColumns];  // for the tiles of a CTA in turn
+    float bias[2][kGroups][kColumns];
     cutlass::arch::ClusterTransactionBarrier full[kStages];
     cutlass::arch::ClusterBarrier empty[kStages];
   };

@@ -48,7 +48,7 @@ struct RaggedKLaunch {
                                  static_cast<cuuint64_t>(p.num_groups)};
     cuuint64_t const strides[2] = {static_cast<cuuint64_t>(row_bytes),
                                    static_cast<cuuint64_t>(row_bytes * p.m)};
-    cuuint32_t const box[3] = {Config::kSliceColumns, 64, 1};
+    cuuint32_t const box[3] = {Config::kSliceColumns, 16, 1};
     return encode(map, kOutType, 3, p.d, sizes, strides, box);
   }
 
