@@ -192,7 +192,7 @@ def test_bad_arguments(place: int, value: Any, message: str, device: torch.devic
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("decoded", [False, True], ids=["packed", "decoded"])
-@pytest.mark.parametrize("name", [name for name, (*_, is_operator) in PASSES.items() if is_operator])
+@pytest.mark.parametrize("name", [name for name, (_, *are_operators) in PASSES.items() if all(are_operators)])
 def test_gpu_operators_equal_cpu(name: str, decoded: bool, cuda: torch.device) -> None:
     if decoded and not _forms.are_converted(torch.zeros(1, device=cuda)):
         pytest.skip("this GPU reads packed operands alone")
