@@ -131,12 +131,12 @@ macro(fp4gemm_read_archs)
   endforeach()
 endmacro()
 
-# A Ninja pool for the CUTLASS translation units. Each needs up to 9 GB, so memory limits how many run at a time.
+# A Ninja pool for the CUTLASS translation units. Each needs up to 11.5 GB, so memory limits how many run at a time.
 function(fp4gemm_make_cuda_job_pool)
   set(jobs "${FP4GEMM_CUDA_JOBS}")
   if(NOT jobs)
     cmake_host_system_information(RESULT ram_mb QUERY TOTAL_PHYSICAL_MEMORY)
-    math(EXPR jobs "${ram_mb} / 9000")
+    math(EXPR jobs "${ram_mb} / 11500")
     if(jobs LESS 1)
       set(jobs 1)
     endif()
