@@ -109,7 +109,7 @@ struct Tile96x128x128 {
   using Element = cutlass::half_t;
   static constexpr int kTokens = 96, kRows = 128, kDepth = 128;
   static constexpr int kDepthGroups = 1, kCluster = 1, kCtasPerSm = 1;
-  static constexpr double kFixedUs = 3.5, kChunkUs = 0.285, kSplitUs = 2.2, kTileUs = 2.0;
+  static constexpr double kFixedUs = 3.5, kChunkUs = 0.285, kSplitUs = 3.6, kTileUs = 2.0;
 };
 
 struct Tile128x128x128 {
