@@ -7,16 +7,17 @@
 // all; CUTLASS's kernel rewrites three maps whenever a CTA proceeds to another group.
 //
 // Roles of the warpgroups of a CTA:
-//   consumers  the first Config::kGroups warpgroups; each multiplies 64 rows of the tile and stores them
+//   consumers  the first Config::kConsumerGroups warpgroups; each multiplies and stores 64 rows of a tile
 //   producer   one warp of the last warpgroup, of which one thread fills the ring of stages
 #pragma once
 
 #include "cute/arch/cluster_sm90.hpp"
 #include "cute/arch/copy_sm90_desc.hpp"
 #include "cute/arch/copy_sm90_tma.hpp"
+#include "cute/atom/mma_atom.hpp"
+#include "cute/atom/mma_traits_sm90_gmma.hpp"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/reg_reconfig.h"
-#include "cutlass/gemm/collective/builders/sm90_common.inl"
 #include "cutlass_evt/kernel/sm90_ragged_k_epilogue.hpp"
 
 namespace cutlass_evt {
@@ -168,7 +169,8 @@ struct Sm90RaggedKKernel {
   }
 
   CUTLASS_DEVICE static void run(Params const& p, char* dynamic) {
-    // CTAs of a cluster need the same address of the same stage, which an aligned one is.
+    // The 128-byte swizzle needs stages at multiples of 1024 bytes. Multicast writes to the same offset in
+    // each CTA of the cluster, and the offsets agree, since all CTAs run this code.
     uint32_t const at = cute::cast_smem_ptr_to_uint(dynamic);
     Shared& shared = *reinterpret_cast<Shared*>(dynamic + ((at + 1023) / 1024 * 1024 - at));
     int const warpgroup = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 128), 0);
@@ -179,7 +181,7 @@ struct Sm90RaggedKKernel {
         // full: the producer arrives once, with the number of bytes that the stage will receive. empty: every
         // consumer warp of the cluster arrives once when it has read the stage.
         shared.full[i].init(1);
-        shared.empty[i].init(Config::kGroups * 4 * Config::kCluster);
+        shared.empty[i].init(Config::kConsumerGroups * 4 * Config::kCluster);
       }
       cutlass::arch::fence_barrier_init();
     }
@@ -193,15 +195,15 @@ struct Sm90RaggedKKernel {
     // The previous kernel may have written the group ends, the operands and the vectors, and may read D.
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;");
-    if (warpgroup == Config::kGroups) {
-      if constexpr (Config::kGroups > 1) {
+    if (warpgroup == Config::kConsumerGroups) {
+      if constexpr (Config::kConsumerGroups > 1) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
       }
-      if (warp == Config::kGroups * 4) {
+      if (warp == Config::kConsumerGroups * 4) {
         produce(p, shared, rank);
       }
     } else {
-      if constexpr (Config::kGroups > 1) {
+      if constexpr (Config::kConsumerGroups > 1) {
         cutlass::arch::warpgroup_reg_alloc<232>();
       }
       consume(p, shared, rank, warpgroup);
@@ -210,7 +212,7 @@ struct Sm90RaggedKKernel {
     // mbarriers.
     if constexpr (Config::kCluster > 1) {
       __syncwarp();
-      cute::cluster_arrive_relaxed();
+      cute::cluster_arrive();  // releases the arrivals on the mbarriers of the other CTA
       cute::cluster_wait();
     }
   }

@@ -22,8 +22,7 @@ struct Sm90RaggedKVector {
   int64_t group_stride = 0;  // elements
 
   CUTLASS_DEVICE float at(int group, int index, bool exists, float absent) const {
-    float const* const of_group = data + group * group_stride;
-    return data != nullptr && exists ? __ldg(of_group + (is_vector ? index : 0)) : absent;
+    return data != nullptr && exists ? __ldg(data + group * group_stride + (is_vector ? index : 0)) : absent;
   }
 };
 
@@ -49,7 +48,8 @@ struct Sm90RaggedKParams {
   float c_scale;
 };
 
-/// The static sizes. Op is an epilogue such as RowCol; Rows and Columns are those of a tile of one CTA.
+/// The static sizes. Op is an epilogue such as RowCol; Rows and Columns are those of a tile of one CTA;
+/// Cluster are the CTAs of a cluster, which lie side by side along the rows and share a tile of B.
 template <class Op_, int Rows, int Columns, int Cluster>
 struct Sm90RaggedKConfig {
   using Op = Op_;
@@ -57,11 +57,11 @@ struct Sm90RaggedKConfig {
   using Element = cutlass::half_t;
   static constexpr int kRows = Rows;
   static constexpr int kColumns = Columns;
-  static constexpr int kDepth = 64;  // of a stage: 128 bytes, the period of the swizzle
+  static constexpr int kDepth = 64;  // of a stage: 128 bytes, the width of the swizzle
   static constexpr int kCluster = Cluster;
-  static constexpr int kGroups = Rows / 64;
-  static constexpr int kThreads = (kGroups + 1) * 128;
-  static constexpr int kCtasPerSm = kGroups == 1 ? 2 : 1;
+  static constexpr int kConsumerGroups = Rows / 64;  // warpgroups
+  static constexpr int kThreads = (kConsumerGroups + 1) * 128;
+  static constexpr int kCtasPerSm = kConsumerGroups == 1 ? 2 : 1;
   static constexpr int kStages = 3;
   // A warp stores its 16 rows of D in slices of 128 bytes, which go through a ring of slots. Warps share no
   // slot, so that none waits for another.
@@ -75,17 +75,18 @@ struct Sm90RaggedKConfig {
   struct alignas(1024) Shared {
     Element a[kStages][kRows * kDepth];
     Element b[kStages][kColumns * kDepth];
-    char slots[kGroups * 4][kSlots][kSliceBytes];
-    float by_column[2][kGroups][kColumns];  // for the tiles of a CTA in turn
-    float bias[2][kGroups][kColumns];
+    char slots[kConsumerGroups * 4][kSlots][kSliceBytes];
+    float by_column[2][kConsumerGroups][kColumns];  // for the tiles of a CTA in turn
+    float bias[2][kConsumerGroups][kColumns];
     cutlass::arch::ClusterTransactionBarrier full[kStages];
     cutlass::arch::ClusterBarrier empty[kStages];
   };
   static constexpr int kSharedBytes = static_cast<int>(sizeof(Shared)) + 1024;  // to align it
 };
 
-/// Finds the columns of the groups of A and B, which begin at multiples of 64. All lanes of a warp hold one,
-/// and ask for groups in ascending order.
+/// Finds the columns of the groups of A and B, which begin at multiples of 64. A warp has one object: each of
+/// its lanes keeps the size of another group, and all lanes call part() together, for groups in ascending
+/// order.
 class Sm90RaggedKGroups {
  public:
   struct Part {

@@ -81,13 +81,13 @@ class Sm90RaggedKEpilogue {
       if (lane_ == 0) {
         cute::tma_store_wait<Config::kSlots - 1>();  // the last copy from this slot has read it
       }
-      __syncwarp();
+      __syncwarp();  // the slot is free for every lane
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kBlocks; block += 2) {
         put(to, block, z + block * 4);
       }
-      cute::tma_store_fence();
-      __syncwarp();
+      cute::tma_store_fence();  // makes this lane's writes visible to the copy
+      __syncwarp();             // every lane has passed the fence
       if (lane_ == 0) {
         int const column = tile.column + slice * Config::kSliceColumns;
         if (first_row(tile) < p_.m && column < p_.n) {
@@ -162,11 +162,10 @@ class Sm90RaggedKEpilogue {
       for (int i = 0; i < kSums / 2; ++i) {
         int const of_row = row + i % 2 * 8;
         int const column = tile.column + first + i / 2 * 8;
-        if (of_row < p_.m && column < p_.n) {
-          // A plain load: C may be D, which the read-only path must not see.
-          c[i] = *reinterpret_cast<Pair const*>(
-              p_.c + (int64_t{tile.group} * p_.m + of_row) * p_.c_row_stride + column);
-        }
+        Pair const* const at = reinterpret_cast<Pair const*>(
+            p_.c + (int64_t{tile.group} * p_.m + of_row) * p_.c_row_stride + column);
+        // A plain load: C may be D, which the read-only path must not see.
+        c[i] = of_row < p_.m && column < p_.n ? *at : Pair{};
       }
     }
     CUTLASS_PRAGMA_UNROLL

@@ -3,8 +3,6 @@
 //
 // A thread converts a chunk, whose values have 16 bytes, in each row of a quad: four rows that are 32 apart
 // in a tile of scales. The scales of one word of these rows are 16 adjacent bytes of the swizzled layout.
-#include <cuda/std/type_traits>
-
 #include "error.hpp"
 #include "quantize/block.cuh"
 #include "quantize/grid.hpp"
@@ -140,8 +138,8 @@ __device__ inline uint4 decoded_values(uint32_t codes, __half2 scale) {
   return result;
 }
 
-/// Converts the rows of up to two jobs. The threads of a CTA are the chunks of a part of a row by the quads of
-/// the CTA, all of one tile of scales. Consecutive CTAs convert parts of the same rows.
+/// Converts the rows of up to two jobs. The threads of a CTA are the chunks of a part of a row by the quads
+/// of the CTA, all of one tile of scales. Consecutive CTAs convert parts of the same rows.
 ///
 /// @tparam T Type of the values.
 /// @tparam kDecode Whether they are decoded; otherwise the first job is dequantized.

@@ -34,7 +34,7 @@ constexpr Kernel kSm90DenseKernels[] = {
 };
 
 /// The table row of a grouped kernel. CUTLASS's kernel multiplies groups that are ragged in m, and one of our
-/// own with the same tile those that are ragged in k, which are bound by storing D.
+/// own with the same tile those that are ragged in k, which are bound by storing D if k is small.
 template <class K>
 struct Sm90GroupedImpl : GroupedImpl<K> {
   using Base = GroupedImpl<K>;

@@ -1,6 +1,11 @@
 // The launch of SM90's kernels of groups that are ragged in k.
 #include "sm90/ragged_k.hpp"
 
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <type_traits>
+
 #include "cutlass_evt/epilogue/rowcol.hpp"
 #include "cutlass_evt/kernel/sm90_ragged_k.hpp"
 #include "cutlass_evt/tensor_map.hpp"
@@ -55,22 +60,36 @@ struct RaggedKLaunch {
   static fp4gemm_status_t launch(char const* name, Problem const& p, fp4gemm_stream_t stream) {
     int64_t const row_tiles = cute::ceil_div(p.m, int64_t{Config::kRows * Config::kCluster});
     int64_t const column_tiles = cute::ceil_div(p.n, int64_t{Config::kColumns});
-    int const grid = p.num_sms * Config::kCtasPerSm / Config::kCluster * Config::kCluster;
+    int const most_ctas = std::max(1, p.num_sms * Config::kCtasPerSm / Config::kCluster) * Config::kCluster;
     // The kernel keeps tile numbers, up to one more for each CTA, and coordinates in 32 bits.
-    if (row_tiles * column_tiles > (INT32_MAX - grid) / p.num_groups || p.n > INT32_MAX - Config::kColumns ||
+    int64_t const most_tiles = (INT32_MAX - most_ctas) / p.num_groups;
+    if (row_tiles * column_tiles > most_tiles || p.n > INT32_MAX - Config::kColumns ||
         p.m > INT32_MAX - Config::kRows * Config::kCluster) {
-      return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "kernel: %s does not support m %lld with n %lld and %d groups",
-                  name, static_cast<long long>(p.m), static_cast<long long>(p.n), p.num_groups);
+      return fail(
+          FP4GEMM_ERROR_NOT_SUPPORTED,
+          "kernel: %s supports up to %lld tiles of a group with %d groups, m %lld and n %lld need %lld", name,
+          static_cast<long long>(most_tiles), p.num_groups, static_cast<long long>(p.m),
+          static_cast<long long>(p.n), static_cast<long long>(row_tiles * column_tiles));
     }
     Params params{};
-    if (describe_operand(p, p.a, p.m, Config::kRows, &params.a) != CUDA_SUCCESS ||
-        describe_operand(p, p.b, p.n, Config::kLoadColumns, &params.b) != CUDA_SUCCESS) {
-      return fail(FP4GEMM_ERROR_CUDA, "a, b: the driver refused tensor maps of k %lld at %p and %p",
-                  static_cast<long long>(p.k), p.a, p.b);
+    if (CUresult const result = describe_operand(p, p.a, p.m, Config::kRows, &params.a);
+        result != CUDA_SUCCESS) {
+      return fail(FP4GEMM_ERROR_CUDA,
+                  "a: the driver refused a tensor map of (%lld, %lld) at %p (CUresult %d)",
+                  static_cast<long long>(p.m), static_cast<long long>(p.k), p.a, static_cast<int>(result));
     }
-    if (describe_d(p, &params.d) != CUDA_SUCCESS) {
-      return fail(FP4GEMM_ERROR_CUDA, "d: the driver refused a tensor map of (%d, %lld, %lld) at %p",
-                  p.num_groups, static_cast<long long>(p.m), static_cast<long long>(p.n), p.d);
+    if (CUresult const result = describe_operand(p, p.b, p.n, Config::kLoadColumns, &params.b);
+        result != CUDA_SUCCESS) {
+      return fail(FP4GEMM_ERROR_CUDA,
+                  "b: the driver refused a tensor map of (%lld, %lld) at %p (CUresult %d)",
+                  static_cast<long long>(p.n), static_cast<long long>(p.k), p.b, static_cast<int>(result));
+    }
+    if (CUresult const result = describe_d(p, &params.d); result != CUDA_SUCCESS) {
+      return fail(FP4GEMM_ERROR_CUDA,
+                  "d: the driver refused a tensor map of (%d, %lld, %lld) with rows of %lld elements at %p "
+                  "(CUresult %d)",
+                  p.num_groups, static_cast<long long>(p.m), static_cast<long long>(p.n),
+                  static_cast<long long>(p.d_row_stride), p.d, static_cast<int>(result));
     }
     params.m = static_cast<int>(p.m);
     params.n = static_cast<int>(p.n);
@@ -93,6 +112,7 @@ struct RaggedKLaunch {
     params.c_row_stride = p.c_row_stride;
     params.c_scale = p.beta;
 
+    int64_t const grid = std::min(int64_t{most_ctas}, int64_t{params.tiles} * Config::kCluster);
     Launch launch{reinterpret_cast<void const*>(cutlass_evt::sm90_ragged_k_gemm<Config>),
                   dim3(static_cast<unsigned>(grid)), dim3(Config::kThreads)};
     launch.cluster = dim3(Config::kCluster, 1, 1);

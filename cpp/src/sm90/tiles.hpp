@@ -104,7 +104,7 @@ struct Tile64x128x256 {
   static constexpr double kFixedUs = 3.5, kChunkUs = 0.235, kSplitUs = 1.8, kTileUs = 1.4;
 };
 
-// For experts with about 64 tokens, of which many have a few more.
+// For experts with about 64 tokens: many of these experts have a few more.
 struct Tile96x128x128 {
   using Element = cutlass::half_t;
   static constexpr int kTokens = 96, kRows = 128, kDepth = 128;
