@@ -2,11 +2,18 @@
 // two operators in place of seven, since on a small layer the calls take longer than the kernels.
 #include "train_ops.hpp"
 
+#include <string>
+
+#include "gemm_call.hpp"
 #include "gemm_ops.hpp"
 #include "quantize_ops.hpp"
 
 namespace fp4gemm_torch {
 namespace {
+
+void check_flag(char const* name, char const* flag, int64_t value) {
+  STD_TORCH_CHECK(value == 0 || value == 1, name, ": ", flag, " is ", value, ", must be 0 or 1");
+}
 
 /// How one operand is quantized: options of the quantize operators, a number each in the schema.
 struct Cast {
@@ -16,6 +23,8 @@ struct Cast {
 
   Cast(char const* name, std::vector<int64_t> const& numbers) {
     STD_TORCH_CHECK(numbers.size() == 7, name, ": has ", numbers.size(), " numbers, must have 7");
+    check_flag(name, "per_row", numbers[0]);
+    check_flag(name, "is_stochastic", numbers[6]);
     per_row = numbers[0] != 0;
     encode = numbers[1];
     four_over_six = numbers[2];
@@ -33,6 +42,19 @@ struct Cast {
            e4m3_max == other.e4m3_max && is_stochastic == other.is_stochastic;
   }
 };
+
+/// x or dy, and the device of the call: a contiguous matrix whose sizes are positive multiples of 32.
+int32_t check_input(char const* name, char const* weight, Tensor const& x) {
+  STD_TORCH_CHECK(x.is_cuda(), name, ": must be on a CUDA device like ", weight);
+  check_dims(name, x, 2);
+  dtype_of(name, x.scalar_type());
+  for (int i = 0; i < 2; ++i) {
+    STD_TORCH_CHECK(x.size(i) > 0 && x.size(i) % 32 == 0, name, ": ", i == 0 ? "m" : "k", " is ", x.size(i),
+                    ", must be a positive multiple of 32");
+  }
+  STD_TORCH_CHECK(x.is_contiguous(), name, ": must be contiguous");
+  return x.get_device_index();
+}
 
 /// An operand as gemm reads it: codes with scales, or decoded values without.
 struct Operand {
@@ -79,8 +101,32 @@ std::pair<Operand, Operand> quantized_both(Tensor const& x, Cast const& cast, Ca
                          has_one_amax ? std::optional<Tensor>(row.amax) : std::nullopt)};
 }
 
-void check_bound(char const* name, int64_t e4m3_max) {
-  STD_TORCH_CHECK(e4m3_max == 448 || e4m3_max == 256, name, ": is ", e4m3_max, ", must be 448 or 256");
+/// A quantized operand (n, k) that was given, whose parts have this name in front; returns n. rows: n if it
+/// is prepacked, else 0. x: the name of the operand that has the same k.
+int64_t check_given(std::string const& name, Operand const& w, int64_t rows, int64_t e4m3_max, int64_t k,
+                    char const* x, int32_t device) {
+  STD_TORCH_CHECK(e4m3_max == 448 || e4m3_max == 256, name, "_e4m3_max: is ", e4m3_max,
+                  ", must be 448 or 256");
+  STD_TORCH_CHECK(rows >= 0 && rows <= INT32_MAX, name, "_rows: is ", rows, ", must be between 0 and ",
+                  INT32_MAX);
+  int64_t n = rows;
+  if (rows == 0) {
+    STD_TORCH_CHECK(w.scales.has_value(), name, "_scales: is None, must be given unless ", name,
+                    " is prepacked");
+    check_dims(name.c_str(), w.data, 2);
+    STD_TORCH_CHECK(2 * w.data.size(1) == k, name, ": k is ", 2 * w.data.size(1), ", must be ", k, " as of ",
+                    x);
+    n = w.data.size(0);
+    check_scales((name + "_scales").c_str(), *w.scales, n, k, device);
+  } else {
+    STD_TORCH_CHECK(!w.scales.has_value(), name, "_scales: must be None for a prepacked ", name);
+    check_dims(name.c_str(), w.data, 1);
+    int64_t const bytes = fp4gemm_prepacked_bytes(rows, k);
+    STD_TORCH_CHECK(w.data.size(0) == bytes, name, ": has ", w.data.size(0), " bytes, must have ", bytes,
+                    ", prepacked (", rows, ", ", k, ")");
+  }
+  vector_of((name + "_amax").c_str(), w.amax, 0, n, device);
+  return n;
 }
 
 /// a b^T + bias of operands that were quantized with these bounds; b_rows is that of gemm.
@@ -100,10 +146,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> train_forward(Tensor const& x, std::v
                                                          std::optional<Tensor> w_scales, Tensor const& w_amax,
                                                          int64_t w_rows, int64_t w_e4m3_max,
                                                          std::optional<Tensor> bias) {
-  check_bound("w_e4m3_max", w_e4m3_max);
+  int32_t const device = check_input("x", "w", x);
+  Operand const right{w, w_scales, w_amax};
+  check_given("w", right, w_rows, w_e4m3_max, x.size(1), "x", device);
   Cast const of_x("cast", cast), of_x_t("cast_t", cast_t);
   auto const [left, x_t] = quantized_both(x, of_x, of_x_t, decoded, false, rng_state);
-  Tensor y = product(left, of_x.e4m3_max, {w, w_scales, w_amax}, w_e4m3_max, w_rows, bias, x.scalar_type());
+  Tensor y = product(left, of_x.e4m3_max, right, w_e4m3_max, w_rows, bias, x.scalar_type());
   return {y, x_t.data, *x_t.scales, x_t.amax};
 }
 
@@ -114,14 +162,17 @@ std::tuple<Tensor, Tensor> train_backward(Tensor const& dy, std::vector<int64_t>
                                           int64_t w_t_rows, int64_t w_t_e4m3_max, Tensor const& x_t,
                                           Tensor const& x_t_scales, Tensor const& x_t_amax,
                                           int64_t x_t_e4m3_max, ScalarType dw_dtype) {
-  check_bound("w_t_e4m3_max", w_t_e4m3_max);
-  check_bound("x_t_e4m3_max", x_t_e4m3_max);
+  int32_t const device = check_input("dy", "w_t", dy);
+  Operand const of_dx{w_t, w_t_scales, w_t_amax};
+  Operand const of_dw{x_t, x_t_scales, x_t_amax};
+  int64_t const k = check_given("w_t", of_dx, w_t_rows, w_t_e4m3_max, dy.size(1), "dy", device);
+  int64_t const x_t_rows = check_given("x_t", of_dw, 0, x_t_e4m3_max, dy.size(0), "dy", device);
+  STD_TORCH_CHECK(x_t_rows == k, "x_t: has ", x_t_rows, " rows, must have ", k, " as w_t");
+  dtype_of("dw_dtype", dw_dtype);
   Cast const of_dy("cast", cast), of_dy_t("cast_t", cast_t);
   auto const [left, dy_t] = quantized_both(dy, of_dy, of_dy_t, decoded, decoded, rng_state);
-  Tensor dx = product(left, of_dy.e4m3_max, {w_t, w_t_scales, w_t_amax}, w_t_e4m3_max, w_t_rows, std::nullopt,
-                      dy.scalar_type());
-  Tensor dw =
-      product(dy_t, of_dy_t.e4m3_max, {x_t, x_t_scales, x_t_amax}, x_t_e4m3_max, 0, std::nullopt, dw_dtype);
+  Tensor dx = product(left, of_dy.e4m3_max, of_dx, w_t_e4m3_max, w_t_rows, std::nullopt, dy.scalar_type());
+  Tensor dw = product(dy_t, of_dy_t.e4m3_max, of_dw, x_t_e4m3_max, 0, std::nullopt, dw_dtype);
   return {dx, dw};
 }
 

@@ -46,6 +46,8 @@ for name in ("cast", "cast_t"):
     add(f"{F} {G}", name, TYPE, "got None (NoneType), must be a list of ints", None)
     add(f"{F} {G}", f"{name}-of floats", TYPE, "must be a list of ints", [1.0] * 7)
     add(f"{F} {G}", f"{name}-length", VALUE, "has 6 numbers, must have 7", CAST[:6])
+    add(f"{F} {G}", f"{name}-per_row", VALUE, "per_row is 5, must be 0 or 1", [5, 0, 0, 448, 0, 0, 0])
+    add(f"{F} {G}", f"{name}-random", VALUE, "is_stochastic is 2, must be 0 or 1", [1, 0, 0, 448, 0, 0, 2])
     add(f"{F} {G}", f"{name}-bound", VALUE, "e4m3_max is 100, must be 448 or 256", [1, 0, 0, 100, 0, 0, 0])
 add(f"{F} {G}", "cast-rotated", VALUE, "hadamard is 2, must be 0", [1, 0, 0, 448, 2, 3, 0])
 add(f"{F} {G}", "cast_t-encode", VALUE, "got 7, must be ", [1, 7, 0, 448, 0, 0, 0], "encode")

@@ -28,9 +28,11 @@ def backward(call: TrainBackwardCall) -> None:
     """Raise TypeError, ValueError or NotImplementedError, naming the argument of train_backward."""
     dy = _input("dy", call.dy, call)
     w_t = (call.w_t, call.w_t_scales, call.w_t_amax, call.w_t_rows, call.w_t_e4m3_max)
-    checked_weight("w_t", *w_t, dy.shape[1], dy, "dy")
+    k = checked_weight("w_t", *w_t, dy.shape[1], dy, "dy")
     x_t = (call.x_t, call.x_t_scales, call.x_t_amax, 0, call.x_t_e4m3_max)
-    checked_weight("x_t", *x_t, dy.shape[0], dy, "dy")
+    rows = checked_weight("x_t", *x_t, dy.shape[0], dy, "dy")
+    if rows != k:
+        raise ValueError(f"x_t: has {rows} rows, must have {k}, as w_t")
     _checks.is_float_dtype("dw_dtype", call.dw_dtype)
 
 
@@ -61,6 +63,9 @@ def _cast(name: str, value: Any) -> dict[str, int]:
     if len(value) != len(CAST):
         raise ValueError(f"{name}: has {len(value)} numbers, must have {len(CAST)}")
     cast = dict(zip(CAST, value, strict=True))
+    for flag in ("per_row", "is_stochastic"):
+        if cast[flag] not in (0, 1):
+            raise ValueError(f"{name}: {flag} is {cast[flag]}, must be 0 or 1")
     if cast["e4m3_max"] not in _checks.E4M3_BOUNDS:
         raise ValueError(f"{name}: e4m3_max is {cast['e4m3_max']}, must be 448 or 256")
     return cast

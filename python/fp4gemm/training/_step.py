@@ -3,7 +3,8 @@
 An operator costs the host less time than the quantizers and products that it consists of, which on a small
 layer take longer to call than to run. The bits are the same. Each function returns None where the caller has
 to call those one by one: while a graph is traced, for another recipe, for tensors that the kernels do not
-read as they are, before the first calls on a device, and where the operator refuses the call.
+read as they are, before the first calls on a device, under a mode that sees every operator (such as selective
+checkpointing, which names them), and where the operator refuses the call.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode as _current_mode
 
 from .. import selection, support
 from ..ops import operators
@@ -86,6 +88,7 @@ def _is_plain(x: Tensor) -> bool:
     """Whether the operators may be called with x as it is, on a device that has quantized and multiplied."""
     return (
         not _is_compiling()
+        and _current_mode() is None
         and type(x) is Tensor
         and x.is_contiguous()
         and x.get_device() in _CAN_QUANTIZE
