@@ -22,7 +22,8 @@ GEMM = re.compile(rf"gemm_kernel|packed_gemm|{PREPACKED}")
 # The families of kernels that are launched before the kernel ahead of them has ended.
 WAITING = re.compile(
     rf"quantize_rows|quantize_to_records|make_row_records|gather_rows|route_slots|combine_rows|"
-    rf"combine_rank_rows|combine_blocks|combine_parts|gemm_kernel|prepare_groups|{PREPACKED}"
+    rf"combine_rank_rows|combine_blocks|combine_parts|gemm_kernel|prepare_groups|"
+    rf"ragged_k_gemm|{PREPACKED}"
 )
 # One row in registers, TransformerEngine's cast: PlainLoader, TeCast, grouped or not, not looped.
 COMMON_CAST = re.compile(r"quantize_rows.*PlainLoader.*TeCast.*ELb[01]ELb0ELi")
@@ -226,6 +227,7 @@ def test_the_walk_finds_a_missing_wait() -> None:
     ("arch", "function", "instruction"),
     [
         ("sm_90a", "gemm_kernel", r"HGMMA\.64x\d+x16\.F32"),
+        ("sm_90a", "ragged_k_gemm", r"HGMMA\.64x\d+x16\.F32"),
         ("sm_90a", "packed_gemm", r"HMMA\.16816\.F32"),
         ("sm_90a", PREPACKED, r"HMMA\.16816\.F32|HGMMA\.64x\d+x16\.F32"),
         ("sm_120", PREPACKED, r"HMMA\.16816\.F32"),
@@ -234,6 +236,7 @@ def test_the_walk_finds_a_missing_wait() -> None:
     ],
     ids=[
         "sm90-wgmma",
+        "sm90-ragged-k",
         "sm90-packed-mma",
         "sm90-prepacked",
         "sm120-prepacked",
