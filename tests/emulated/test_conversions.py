@@ -21,7 +21,8 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OFFS = torch.tensor([4, 4, 33], dtype=torch.int32)
 # m and k: one block; a row that is no multiple of a word of scales; rows of several turns of a kernel's loop.
 SHAPES = [(1, 16), (37, 112), (48, 528), (2, 8208)]
-# Of dequantize and decode, whose threads convert four rows that are 32 apart: more than a tile of 128 rows.
+# A thread of dequantize and decode converts four rows that are 32 apart. The last two shapes have more rows
+# than a tile of scales, 128, and the last one has so few columns that a warp has several rows.
 DEQUANTIZED_SHAPES = [*SHAPES[:3], (165, 80), (166, 32)]
 
 
