@@ -56,6 +56,10 @@ fp4gemm_status_t launch_route(fp4gemm_route_args_t const&, DeviceProperties cons
 fp4gemm_status_t launch_combine(fp4gemm_combine_args_t const&, DeviceProperties const&, fp4gemm_stream_t) {
   return no_cuda();
 }
+fp4gemm_status_t launch_zero_outside_groups(int64_t, int64_t, void*, int32_t const*, int,
+                                            DeviceProperties const&, fp4gemm_stream_t) {
+  return no_cuda();
+}
 fp4gemm_status_t launch_quantize_records(fp4gemm_quantize_records_args_t const&, DeviceProperties const&,
                                          fp4gemm_stream_t) {
   return no_cuda();

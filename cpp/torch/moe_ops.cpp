@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <string>
 
+#include "fp4gemm/groups.h"
 #include "gemm_ops.hpp"
+#include "quantize_call.hpp"
 
 namespace fp4gemm_torch {
 namespace {
@@ -217,6 +219,20 @@ Tensor combine(Tensor const& y, Tensor const& row_of_pair, Tensor const& topk_we
   args.row_of_pair = static_cast<int32_t const*>(row_of_pair.const_data_ptr());
   check_status(fp4gemm_combine(&args, device, current_stream(device)));
   return out;
+}
+
+void zero_outside_groups(Tensor const& x, Tensor const& offs) {
+  int32_t const device = x.get_device_index();
+  check_dims("x", x, 2);
+  dtype_of("x", x.scalar_type());
+  STD_TORCH_CHECK(x.is_contiguous(), "x: must be contiguous");
+  struct {
+    int32_t const* offs;
+    int num_groups;
+  } groups{};
+  set_groups(groups, offs, device);
+  check_status(fp4gemm_zero_outside_groups(x.size(0), x.size(1) * x.element_size(), x.mutable_data_ptr(),
+                                           groups.offs, groups.num_groups, device, current_stream(device)));
 }
 
 Tensor experts(Tensor const& x, Tensor const& topk_ids, Tensor const& topk_weights, Tensor const& w13,

@@ -15,6 +15,9 @@ std::tuple<Tensor, Tensor, Tensor> route(Tensor const& topk_ids, int64_t num_exp
 Tensor combine(Tensor const& y, Tensor const& row_of_pair, Tensor const& topk_weights,
                std::optional<ScalarType> out_dtype);
 
+/// Writes zeros to the rows of x (m, n) that are in no group, those from offs[-1] on.
+void zero_outside_groups(Tensor const& x, Tensor const& offs);
+
 /// A block of experts: route, both grouped products with the quantization of their rows, and combine. The
 /// weights are codes with scales, or prepacked bytes with w13_rows and w2_rows.
 Tensor experts(Tensor const& x, Tensor const& topk_ids, Tensor const& topk_weights, Tensor const& w13,

@@ -47,6 +47,7 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
   m.def("mxfp8_dequantize(Tensor values, Tensor scales, ScalarType dtype, bool swizzled) -> Tensor");
   m.def("route(Tensor topk_ids, int num_experts) -> (Tensor, Tensor, Tensor)");
   m.def("combine(Tensor y, Tensor row_of_pair, Tensor topk_weights, ScalarType? out_dtype=None) -> Tensor");
+  m.def("zero_outside_groups(Tensor(d!) x, Tensor offs) -> ()");
   m.def(
       "experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor? w13_scales, "
       "Tensor w13_amax, Tensor? w13_bias, Tensor w2, Tensor? w2_scales, Tensor w2_amax, Tensor? w2_bias, "
@@ -113,6 +114,7 @@ STABLE_TORCH_LIBRARY_IMPL(fp4gemm, CUDA, m) {
   m.impl("gemm_out", TORCH_BOX(&fp4gemm_torch::gemm_out));
   m.impl("route", TORCH_BOX(&fp4gemm_torch::route));
   m.impl("combine", TORCH_BOX(&fp4gemm_torch::combine));
+  m.impl("zero_outside_groups", TORCH_BOX(&fp4gemm_torch::zero_outside_groups));
   m.impl("experts", TORCH_BOX(&fp4gemm_torch::experts));
   m.impl("linear", TORCH_BOX(&fp4gemm_torch::linear));
   m.impl("train_forward", TORCH_BOX(&fp4gemm_torch::train_forward));

@@ -1,4 +1,4 @@
-"""Routing, records and sums of experts on the emulator give the bits of the reference."""
+"""Routing, records, sums of experts and zeros outside of groups: the emulator gives the reference's bits."""
 
 from __future__ import annotations
 
@@ -180,3 +180,18 @@ def test_records(session: Session, m: int, k: int) -> None:
 
     check(session, "make_records", make_records)
     check(session, "gather_records", gather)
+
+
+# Sizes of a row: of whole words of 16 bytes, of parts of one, and more words than the grid has threads.
+@pytest.mark.parametrize(("m", "row_bytes"), [(37, 48), (37, 2), (37, 154), (700, 250)])
+@pytest.mark.parametrize("end", [0, 9, 36, 37, -3, 2**31 - 1])
+def test_zero_outside_groups(session: Session, m: int, row_bytes: int, end: int) -> None:
+    """The rows from the last end on are zero, and the others and the memory behind keep their bytes."""
+    offs = torch.tensor([4, 4, end], dtype=torch.int32)
+    want = torch.full((m + 1, row_bytes), 0xFF, dtype=torch.uint8)
+    want[min(max(end, 0), m) : m] = 0
+
+    def build(memory: Memory) -> tuple[object, ...]:
+        return m, row_bytes, memory.out("x", want), memory.put(offs), offs.numel()
+
+    check(session, "zero_outside_groups", build)

@@ -1,4 +1,4 @@
-"""The C interface of route and combine: what it refuses before it touches a device, and the workspace."""
+"""The C interface of route, combine and zero_outside_groups: refusals without a device, and the workspace."""
 
 from __future__ import annotations
 
@@ -67,6 +67,31 @@ def test_combine_refuses(changed: dict[str, Any], message: str) -> None:
     library = capi.core()
     args = capi.CombineArgs(**{**COMBINE, **changed})
     assert library.fp4gemm_combine(ctypes.byref(args), 0, None) == capi.INVALID_ARGUMENT
+    assert message in library.fp4gemm_last_error().decode()
+
+
+ZERO = {"m": 4, "row_bytes": 24, "x": P, "offs": P, "num_groups": 2}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"m": -1}, "m: is -1, must be between 0 and 2147483647"),
+        ({"m": 2**31}, "m: is 2147483648, must be between 0 and 2147483647"),
+        ({"row_bytes": -1}, "row_bytes: is -1, must be between 0 and 134217728"),
+        ({"row_bytes": 2**27 + 1}, "row_bytes: is 134217729, must be between 0 and 134217728"),
+        ({"x": 0}, "x: is null, must point at 96 elements"),
+        ({"x": P + 8}, "x: is 0x1008, must be 16-byte aligned"),
+        ({"offs": 0}, "offs: is null, must point at 2 elements"),
+        ({"offs": P + 2}, "offs: is 0x1002, must be 4-byte aligned"),
+        ({"num_groups": 0}, "num_groups: is 0, must be between 1 and"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_zero_outside_groups_refuses(changed: dict[str, Any], message: str) -> None:
+    library = capi.core()
+    arguments = {**ZERO, **changed}.values()
+    assert library.fp4gemm_zero_outside_groups(*arguments, 0, None) == capi.INVALID_ARGUMENT
     assert message in library.fp4gemm_last_error().decode()
 
 

@@ -22,7 +22,7 @@ GEMM = re.compile(rf"gemm_kernel|packed_gemm|{PREPACKED}")
 # The families of kernels that are launched before the kernel ahead of them has ended.
 WAITING = re.compile(
     rf"quantize_rows|quantize_to_records|make_row_records|gather_rows|route_slots|combine_rows|"
-    rf"combine_rank_rows|combine_blocks|combine_parts|gemm_kernel|prepare_groups|"
+    rf"combine_rank_rows|combine_blocks|combine_parts|zero_outside_groups|gemm_kernel|prepare_groups|"
     rf"ragged_k_gemm|{PREPACKED}"
 )
 # One row in registers, TransformerEngine's cast: PlainLoader, TeCast, grouped or not, not looped.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fp4gemm
 import torch
-from bad_base import FUNCTIONS, NOT, TYPE, VALUE, Cases, every_other, grad, misaligned, ones
+from bad_base import FUNCTIONS, NOT, TYPE, VALUE, Cases, ends, every_other, grad, misaligned, ones
 from fp4gemm import reference
+from torch import Tensor
 
 T, TOP_K, G, D, I = 20, 4, 6, 64, 32  # noqa: E741
 IDS = torch.arange(T * TOP_K).view(T, TOP_K) % G
@@ -40,6 +41,16 @@ FUNCTIONS |= {
             "w2_bias": None,
         },
     ),
+}
+
+
+def _zeroed(x: Tensor, offs: Tensor) -> Tensor:
+    reference.zero_outside_groups(x, offs)
+    return x
+
+
+FUNCTIONS |= {
+    "reference.zero_outside_groups": (_zeroed, lambda: {"x": ones(T, D), "offs": ends(3, 7)}),
 }
 
 CASES = Cases()
@@ -206,3 +217,24 @@ add(X, "scaling", "type", lambda: "row", TYPE, "got 'row' (str), must be 0 or 1"
 add(X, "activation", "value", lambda: 99, VALUE, "got 99, must be 0, 1")
 add(X, "activation", "not-gated", lambda: 1, VALUE, "shape is (6, 64, 16), must be (g, n, 32)", "w2")
 add(X, "batch_invariant", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
+
+Z = "reference.zero_outside_groups"
+add(Z, "x", "type", lambda: [[1.0]], TYPE, "must be a torch.Tensor")
+add(Z, "x", "rank", lambda: ones(T), VALUE, "must have rank 2, (m, n)")
+add(Z, "x", "dtype", lambda: ones(T, D).int(), TYPE, "dtype is torch.int32, must be torch.bfloat16")
+add(Z, "x", "grad", lambda: grad(ones(T, D)), NOT, "requires grad")
+add(Z, "x", "strides", lambda: every_other(ones(T, D)), VALUE, "must be contiguous")
+add(Z, "x", "aligned", lambda: misaligned(ones(T, D)), VALUE, "must be 16-byte aligned")
+add(Z, "offs", "type", lambda: [3, 7], TYPE, "must be a torch.Tensor")
+add(Z, "offs", "dtype", lambda: ends(3, 7).long(), TYPE, "dtype is torch.int64, must be torch.int32")
+add(Z, "offs", "empty", lambda: ends(), VALUE, "must have at least one entry")
+add(Z, "offs", "device", lambda: ends(3, 7, device="meta"), VALUE, "device is meta, must be cpu")
+add(Z, "offs", "descend", lambda: ends(7, 3), VALUE, "entry 1 is 3, must be at least 7")
+add(
+    Z,
+    "offs",
+    "large",
+    lambda: ends(3, T + 1),
+    VALUE,
+    "the last entry is 21, must be at most 20, the rows of x",
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,8 +19,16 @@ ENDS = (16, 16, 19, 52)  # sizes 16, 0, 3, 33; the rows after 52 are in no group
 M, N, K, G = 56, 96, 64, len(ENDS)
 
 
-def ends(device: torch.device) -> Tensor:
-    return torch.tensor(ENDS, dtype=torch.int32, device=device)
+@pytest.fixture(autouse=True)
+def memory_is_nan() -> Iterator[None]:
+    """New tensors are filled with NaN, so that a row that was not written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def ends(device: torch.device, values: tuple[int, ...] = ENDS) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def tensors(gen: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,9 +38,11 @@ def tensors(gen: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor,
     return x, dy, torch.randn(G, N, K, generator=gen).to(device, BF16)
 
 
-def run(x: Tensor, weight: Tensor, dy: Tensor, recipe: Recipe, state: Tensor) -> tuple[Tensor, ...]:
+def run(
+    x: Tensor, weight: Tensor, dy: Tensor, recipe: Recipe, state: Tensor, values: tuple[int, ...] = ENDS
+) -> tuple[Tensor, ...]:
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    y = training.functional.grouped_linear(x, weight, ends(x.device), None, recipe, state=state)
+    y = training.functional.grouped_linear(x, weight, ends(x.device, values), None, recipe, state=state)
     y.backward(dy)
     return y.detach(), x.grad, weight.grad
 
@@ -83,6 +94,22 @@ def test_stochastic_recipes(name: str, device: torch.device, gen: torch.Generato
         (dw[0], dy[rows].float().T @ x[rows].float()),
     ):
         assert (got.float() - exact).norm() / exact.norm() < 0.3
+
+
+@pytest.mark.parametrize("name", ["te_per_token", "nvidia", "row_scaled_dequantized"])
+@pytest.mark.parametrize("values", [(0, 0, 0, 0), (0, 7, 7, 7), (1, 2, 3, M - 1), (0, 9, M, M)], ids=str)
+def test_rows_of_no_group_are_zero(
+    values: tuple[int, ...], name: str, device: torch.device, gen: torch.Generator
+) -> None:
+    """y and dx have zeros behind the last group, and numbers in every row before that."""
+    x, dy, weight = tensors(gen, device)
+    x, dy = x.nan_to_num(0.5), dy.nan_to_num(0.5)
+    x[values[-1] :] = dy[values[-1] :] = torch.nan
+    state = torch.zeros(2, dtype=torch.int64, device=device)
+    y, dx, _ = run(x, weight, dy, RECIPES[name], state, values)
+    for got in (y, dx):
+        assert not got[values[-1] :].any()
+        assert got[: values[-1]].isfinite().all()
 
 
 def test_permuted_tokens_permute_dx(device: torch.device, gen: torch.Generator) -> None:

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "check.hpp"
+#include "fp4gemm/groups.h"
 #include "moe/moe.hpp"
 #include "quantize/on_device.hpp"
 
@@ -62,6 +63,18 @@ fp4gemm_status_t combine(fp4gemm_combine_args_t const* args, int device, fp4gemm
       device, [&](DeviceProperties const& properties) { return launch_combine(*args, properties, stream); });
 }
 
+fp4gemm_status_t zero_outside_groups(int64_t m, int64_t row_bytes, void* x, int32_t const* offs,
+                                     int num_groups, int device, fp4gemm_stream_t stream) {
+  FP4GEMM_TRY(check_size("m", m, 0, 1));
+  FP4GEMM_TRY(check_size("row_bytes", row_bytes, 0, 1, Rules::kMaxElements / Rules::kMaxSize));
+  FP4GEMM_TRY(check_size("num_groups", num_groups, 1, 1));
+  FP4GEMM_TRY(check_buffer("x", x, m * row_bytes));
+  FP4GEMM_TRY(check_buffer("offs", offs, num_groups, sizeof(int32_t)));
+  return on_device(device, [&](DeviceProperties const& properties) {
+    return launch_zero_outside_groups(m, row_bytes, x, offs, num_groups, properties, stream);
+  });
+}
+
 }  // namespace
 
 RoutePlan route_plan(int64_t num_slots, int num_experts) {
@@ -100,6 +113,11 @@ fp4gemm_status_t fp4gemm_route(fp4gemm_route_args_t const* args, void* workspace
 
 fp4gemm_status_t fp4gemm_combine(fp4gemm_combine_args_t const* args, int device, fp4gemm_stream_t stream) {
   return fp4gemm::combine(args, device, stream);
+}
+
+fp4gemm_status_t fp4gemm_zero_outside_groups(int64_t m, int64_t row_bytes, void* x, int32_t const* offs,
+                                             int num_groups, int device, fp4gemm_stream_t stream) {
+  return fp4gemm::zero_outside_groups(m, row_bytes, x, offs, num_groups, device, stream);
 }
 
 }  // extern "C"

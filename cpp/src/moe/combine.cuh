@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "fp4gemm/fp4gemm.h"
+#include "moe/launch.cuh"
 #include "moe/moe.hpp"
 #include "quantize/convert.cuh"
 
@@ -119,20 +120,11 @@ struct CombineTile {
   }
 };
 
-/// Launches a kernel with the parameters; with `overlaps`, it must wait for the kernel before it itself.
+/// launch_waiting with the threads of these kernels.
 template <class Params>
 cudaError_t launch_combine_kernel(void (*kernel)(Params), Params const& params, int64_t ctas, bool overlaps,
                                   cudaStream_t stream) {
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = static_cast<unsigned>(ctas);
-  config.blockDim = kCombineThreads;
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = overlaps ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, params);
+  return launch_waiting(kernel, params, ctas, kCombineThreads, 0, overlaps, stream);
 }
 
 }  // namespace fp4gemm

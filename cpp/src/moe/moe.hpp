@@ -36,4 +36,8 @@ fp4gemm_status_t launch_route(fp4gemm_route_args_t const& args, DeviceProperties
 fp4gemm_status_t launch_combine(fp4gemm_combine_args_t const& args, DeviceProperties const& properties,
                                 fp4gemm_stream_t stream);
 
+fp4gemm_status_t launch_zero_outside_groups(int64_t m, int64_t row_bytes, void* x, int32_t const* offs,
+                                            int num_groups, DeviceProperties const& properties,
+                                            fp4gemm_stream_t stream);
+
 }  // namespace fp4gemm

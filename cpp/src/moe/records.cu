@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include "error.hpp"
+#include "moe/launch.cuh"
 #include "moe/ranks.hpp"
 #include "quantize/grid.hpp"
 #include "quantize/groups.cuh"
@@ -179,23 +180,6 @@ __global__ void __launch_bounds__(kThreads) gather_rows(__grid_constant__ Gather
   zero_row_outside_groups(p);
 }
 
-/// Launches a kernel that waits for the one before it if it may overlap the end of that.
-template <class Params>
-cudaError_t launch(void (*kernel)(Params), Params const& params, int64_t ctas, size_t smem_bytes,
-                   bool overlaps, cudaStream_t stream) {
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = static_cast<unsigned>(ctas);
-  config.blockDim = kThreads;
-  config.dynamicSmemBytes = smem_bytes;
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = overlaps ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, params);
-}
-
 RecordLayout layout_of(int64_t k) {
   int const num_blocks = static_cast<int>(k / kBlock);
   return {num_blocks, num_words_of(num_blocks), fp4gemm_record_bytes(k)};
@@ -210,8 +194,8 @@ fp4gemm_status_t launch_make_records(fp4gemm_make_records_args_t const& args,
   }
   MakeParams const params{layout_of(args.k), args.m,    args.codes,
                           args.scales,       args.amax, static_cast<uint8_t*>(args.records)};
-  FP4GEMM_CUDA(launch(make_row_records, params, ceil_div(args.m, kQuad), 0, properties.can_overlap_launches(),
-                      stream));
+  FP4GEMM_CUDA(launch_waiting(make_row_records, params, ceil_div(args.m, kQuad), kThreads, 0,
+                              properties.can_overlap_launches(), stream));
   return FP4GEMM_SUCCESS;
 }
 
@@ -238,7 +222,7 @@ fp4gemm_status_t launch_gather_records(fp4gemm_gather_records_args_t const& args
   size_t const smem_bytes = num_words <= kMaxStagedWords ? num_words * sizeof(uint4) : 0;
   // Other GPUs may have written the buffers, which the kernel before this one has waited for.
   bool const overlaps = properties.can_overlap_launches() && args.num_buffers == 1;
-  FP4GEMM_CUDA(launch(gather_rows, params, ctas, smem_bytes, overlaps, stream));
+  FP4GEMM_CUDA(launch_waiting(gather_rows, params, ctas, kThreads, smem_bytes, overlaps, stream));
   return FP4GEMM_SUCCESS;
 }
 

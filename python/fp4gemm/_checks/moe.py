@@ -11,8 +11,9 @@ from torch import Tensor
 
 from .. import _checks
 from ..activations import Activation
-from ..ops.schema import ExpertsCall
+from ..ops.schema import ExpertsCall, ZeroOutsideGroupsCall
 from . import gemm as gemm_checks
+from . import options as option_checks
 
 __all__ = [
     "MAX_EXPERTS",
@@ -23,6 +24,7 @@ __all__ = [
     "refuse_duplicates",
     "topk_ids",
     "topk_weights",
+    "zero_outside_groups",
 ]
 
 MAX_EXPERTS = 2048  # kMaxExperts of cpp/src/moe/moe.hpp
@@ -208,3 +210,15 @@ def _weight(
     if bias is not None:
         _checks.has_shape(f"{name}_bias", bias, (g, n))  # type: ignore[arg-type]
     return g, n  # type: ignore[return-value]
+
+
+def zero_outside_groups(call: ZeroOutsideGroupsCall) -> Tensor:
+    """Check the arguments of zero_outside_groups and return x."""
+    x = _checks.is_tensor("x", call.x)
+    _checks.has_rank("x", x, 2, "(m, n)")
+    _checks.has_dtype("x", x, _checks.FLOAT_DTYPES)
+    _checks.no_grad("x", x, "torch.ops.fp4gemm.zero_outside_groups")
+    _checks.is_contiguous("x", x)
+    _checks.is_aligned("x", x)
+    option_checks.group_ends(call.offs, x.device, "x")
+    return x

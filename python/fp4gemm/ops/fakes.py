@@ -45,6 +45,7 @@ from .schema import (
     TrainBackwardCall,
     TrainForwardCall,
     UnprepackCall,
+    ZeroOutsideGroupsCall,
     accepts,
     accepts_out,
     narrowed,
@@ -228,6 +229,11 @@ def combine(call: CombineCall) -> Tensor:
     y, rows = call.y, call.row_of_pair
     dtype = moe_checks.combine(y, rows, call.topk_weights, call.out_dtype, "fp4gemm.combine")
     return y.new_empty((rows.shape[0], y.shape[1]), dtype=dtype)
+
+
+@accepts(ZeroOutsideGroupsCall)
+def zero_outside_groups(call: ZeroOutsideGroupsCall) -> None:
+    moe_checks.zero_outside_groups(call)
 
 
 @accepts(ExpertsCall)

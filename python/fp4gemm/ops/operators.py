@@ -73,3 +73,4 @@ silu_and_mul_quantize_decoded = torch.ops.fp4gemm.silu_and_mul_quantize_decoded.
 train_backward = torch.ops.fp4gemm.train_backward.default
 train_forward = torch.ops.fp4gemm.train_forward.default
 unprepack = torch.ops.fp4gemm.unprepack.default
+zero_outside_groups = torch.ops.fp4gemm.zero_outside_groups.default

@@ -39,6 +39,7 @@ __all__ = [
     "TrainBackwardCall",
     "TrainForwardCall",
     "UnprepackCall",
+    "ZeroOutsideGroupsCall",
     "accepts",
     "accepts_out",
     "narrowed",
@@ -245,6 +246,13 @@ class CombineCall(NamedTuple):
     out_dtype: torch.dtype | None = None  # None: that of y
 
 
+class ZeroOutsideGroupsCall(NamedTuple):
+    """``zero_outside_groups``, which writes x and returns nothing."""
+
+    x: Tensor
+    offs: Tensor
+
+
 class ExpertsCall(NamedTuple):
     """``experts``."""
 
@@ -328,6 +336,7 @@ SCHEMAS: dict[str, Any] = {
     "mxfp8_dequantize": MXFP8DequantizeCall,
     "route": RouteCall,
     "combine": CombineCall,
+    "zero_outside_groups": ZeroOutsideGroupsCall,
     "experts": ExpertsCall,
     "train_forward": TrainForwardCall,
     "train_backward": TrainBackwardCall,

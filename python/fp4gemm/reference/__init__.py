@@ -11,6 +11,7 @@ from .activations import activate
 from .decoding import decode, dequantize, quantize_decoded
 from .formats import decode_e2m1, encode_e2m1, encode_e4m3, encode_e8m0
 from .gemm import gemm, gemm_out
+from .grouped import zero_outside_groups
 from .linear import linear
 from .moe import combine, experts, route
 from .mxfp8 import mxfp8_dequantize, mxfp8_quantize
@@ -68,4 +69,5 @@ __all__ = [
     "train_backward",
     "train_forward",
     "unprepack",
+    "zero_outside_groups",
 ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._checks import moe as moe_checks
 from ..layout import (
     GROUP_COLUMNS,
     TILE_COLUMNS,
@@ -20,6 +21,7 @@ from ..layout import (
     swizzle_scales,
     unswizzle_scales,
 )
+from ..ops.schema import ZeroOutsideGroupsCall, accepts
 from . import checks
 
 
@@ -102,3 +104,17 @@ class ColumnGroups:
         """Expand (g, rows) or (g,) to (rows, blocks) or (1, blocks), with 0 for blocks without rows."""
         per_group = amax.view(self.num_groups, -1)
         return torch.cat((per_group, per_group.new_zeros(1, per_group.shape[1])))[self.of_block].t()
+
+
+@accepts(ZeroOutsideGroupsCall)
+def zero_outside_groups(call: ZeroOutsideGroupsCall) -> None:
+    """Write zeros to the rows of x that are in no group, those from offs[-1] on.
+
+    Args:
+        x: bfloat16, float16 or float32 (m, n), contiguous, 16-byte aligned.
+        offs: int32 (g,), g >= 1, the cumulative ends of the groups. On a GPU only the last one is read, and
+            one outside of 0..m counts as clipped to it.
+    """
+    x = moe_checks.zero_outside_groups(call)
+    ends = checks.ascending(call.offs, x.shape[0], "the rows of x")
+    x[ends[-1] :] = 0

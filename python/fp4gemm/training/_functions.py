@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import _checks
 from .._checks import options as option_checks
 from .._checks import training as checks
+from ..ops import operators
 from ..products import fprop
 from ..reference import checks as reference_checks
 from . import _casts, _forms, _plain, _state, _step
@@ -65,11 +66,9 @@ def _forward(
     else:
         left = x if x_q is None else x_q
         right = _casts.rebuilt(copies[:3], recipe.w, recipe, shape=call.weight_shape)
-        if offs is None:
-            y = fprop(left, right, bias=bias, out_dtype=x.dtype)
-        else:
-            y = x.new_zeros((x.shape[0], weight.shape[1]))  # rows of no group stay zero
-            fprop(left, right, offs=None if x_q is not None else offs, bias=bias, out=y)
+        y = fprop(left, right, offs=offs if x_q is None else None, bias=bias, out_dtype=x.dtype)
+        if offs is not None:
+            operators.zero_outside_groups(y, offs)
     if not needs_dw:
         saved = _casts.NO_PARTS
     elif recipe.x_t == DEQUANTIZED:

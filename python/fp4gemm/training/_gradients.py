@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
+from ..ops import operators
 from ..products import dgrad, wgrad
 from . import _casts, _forms, _plain, _state
 from .recipe import DEQUANTIZED, Cast, Recipe
@@ -41,10 +42,10 @@ def input_gradient(
     shape = call.weight_shape
     transposed = None if shape is None else torch.Size((*shape[:-2], shape[-1], shape[-2]))
     w_t = _casts.rebuilt(copies[3:], recipe.w_t, recipe, shape=transposed)
-    if offs is None:
-        return dgrad(dy_q, w_t, out_dtype=dy.dtype)
-    dx = dy.new_zeros((dy.shape[0], w_t.shape[1]))
-    return dgrad(dy_q, w_t, out=dx)
+    dx = dgrad(dy_q, w_t, out_dtype=dy.dtype)
+    if offs is not None:
+        operators.zero_outside_groups(dx, offs)
+    return dx
 
 
 def weight_gradient(
