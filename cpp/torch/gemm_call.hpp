@@ -40,6 +40,31 @@ inline fp4gemm_vector_t vector_of(char const* name, std::optional<Tensor> const&
   return {static_cast<float const*>(t->const_data_ptr()), numel, dims == 2 ? numel : 0};
 }
 
+/// Checks a weight (n, k), codes with scales or, where rows is not 0, prepacked, and returns n. Its parts are
+/// arguments that begin with `name`. The dtype of the data and the scales are left to the caller.
+///
+/// @param x The name of the operand that has the same k.
+inline int64_t check_weight(char const* name, Tensor const& data, std::optional<Tensor> const& scales,
+                            int64_t rows, int64_t e4m3_max, int64_t k, char const* x) {
+  STD_TORCH_CHECK(e4m3_max == 448 || e4m3_max == 256, name, "_e4m3_max: is ", e4m3_max,
+                  ", must be 448 or 256");
+  STD_TORCH_CHECK(rows >= 0 && rows <= INT32_MAX, name, "_rows: is ", rows, ", must be between 0 and ",
+                  INT32_MAX);
+  if (rows == 0) {
+    STD_TORCH_CHECK(scales.has_value(), name, "_scales: is None, must be given unless ", name,
+                    " is prepacked");
+    check_dims(name, data, 2);
+    STD_TORCH_CHECK(2 * data.size(1) == k, name, ": k is ", 2 * data.size(1), ", must be ", k, " as of ", x);
+    return data.size(0);
+  }
+  STD_TORCH_CHECK(!scales.has_value(), name, "_scales: must be None for a prepacked ", name);
+  check_dims(name, data, 1);
+  int64_t const bytes = fp4gemm_prepacked_bytes(rows, k);
+  STD_TORCH_CHECK(data.size(0) == bytes, name, ": has ", data.size(0), " bytes, must have ", bytes,
+                  ", prepacked (", rows, ", ", k, ")");
+  return rows;
+}
+
 /// Runs the call in a workspace from torch's allocator.
 inline void call_gemm(fp4gemm_gemm_args_t const& args, int32_t device) {
   size_t bytes = 0;

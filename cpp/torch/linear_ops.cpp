@@ -90,34 +90,6 @@ fp4gemm_format_t format_of(Tensor const& x) {
   }
 }
 
-void check_bound(char const* name, int64_t e4m3_max) {
-  STD_TORCH_CHECK(e4m3_max == 448 || e4m3_max == 256, name, ": is ", e4m3_max, ", must be 448 or 256");
-}
-
-/// Sets the weight, and n; k has been set.
-void set_weight(fp4gemm_gemm_args_t& args, Tensor const& weight, std::optional<Tensor> const& scales,
-                int64_t rows, int32_t device) {
-  if (rows == 0) {
-    STD_TORCH_CHECK(scales.has_value(), "weight_scales: is None, must be given unless weight is prepacked");
-    check_dims("weight", weight, 2);
-    STD_TORCH_CHECK(2 * weight.size(1) == args.k, "weight: k is ", 2 * weight.size(1), ", must be ", args.k,
-                    " as of x");
-    args.n = weight.size(0);
-    args.b = packed_operand("weight", "weight_scales", weight, *scales, 0, args.n, args.k, device);
-    return;
-  }
-  STD_TORCH_CHECK(rows > 0 && rows <= INT32_MAX, "weight_rows: is ", rows, ", must be between 0 and ",
-                  INT32_MAX);
-  STD_TORCH_CHECK(!scales.has_value(), "weight_scales: must be None for a prepacked weight");
-  check_dims("weight", weight, 1);
-  int64_t const bytes = fp4gemm_prepacked_bytes(rows, args.k);
-  STD_TORCH_CHECK(weight.size(0) == bytes, "weight: has ", weight.size(0), " bytes, must have ", bytes,
-                  ", prepacked (", rows, ", ", args.k, ")");
-  args.n = rows;
-  args.b = prepacked_operand("weight", weight, device);
-  args.b_is_constant = 1;  // as in the operator gemm
-}
-
 }  // namespace
 
 Tensor linear(Tensor const& x, Tensor const& weight, std::optional<Tensor> weight_scales,
@@ -128,8 +100,8 @@ Tensor linear(Tensor const& x, Tensor const& weight, std::optional<Tensor> weigh
   STD_TORCH_CHECK(x.is_cuda(), "x: must be on a CUDA device like weight");
   int32_t const device = x.get_device_index();
   bool const is_quantized = x_amax.has_value();  // before this call
-  check_bound("weight_e4m3_max", weight_e4m3_max);
-  check_bound("x_e4m3_max", x_e4m3_max);
+  STD_TORCH_CHECK(x_e4m3_max == 448 || x_e4m3_max == 256, "x_e4m3_max: is ", x_e4m3_max,
+                  ", must be 448 or 256");
   STD_TORCH_CHECK(scaling >= FP4GEMM_QUANTIZE_A_NONE && scaling <= FP4GEMM_QUANTIZE_A_TENSOR, "scaling: is ",
                   scaling, ", must be 0, 1 or 2");
   STD_TORCH_CHECK(is_quantized || (!x_scales.has_value() && x_e4m3_max == 448),
@@ -153,7 +125,11 @@ Tensor linear(Tensor const& x, Tensor const& weight, std::optional<Tensor> weigh
   args.a_row_stride = quantizes ? rows.stride : 0;
   args.alpha_row = vector_of("x_amax", x_amax, 0, args.m, device);
 
-  set_weight(args, weight, weight_scales, weight_rows, device);
+  args.n = check_weight("weight", weight, weight_scales, weight_rows, weight_e4m3_max, args.k, "x");
+  args.b_is_constant = weight_rows > 0 ? 1 : 0;  // as in the operator gemm
+  args.b = weight_rows > 0
+               ? prepacked_operand("weight", weight, device)
+               : packed_operand("weight", "weight_scales", weight, *weight_scales, 0, args.n, args.k, device);
   args.alpha_col = vector_of("weight_amax", weight_amax, 0, args.n, device);
   // The product of the bounds is exact, so that there is one rounding.
   args.alpha = 1.0f / static_cast<float>(quantizes || is_quantized ? 36 * x_e4m3_max * weight_e4m3_max

@@ -105,25 +105,9 @@ std::pair<Operand, Operand> quantized_both(Tensor const& x, Cast const& cast, Ca
 /// is prepacked, else 0. x: the name of the operand that has the same k.
 int64_t check_given(std::string const& name, Operand const& w, int64_t rows, int64_t e4m3_max, int64_t k,
                     char const* x, int32_t device) {
-  STD_TORCH_CHECK(e4m3_max == 448 || e4m3_max == 256, name, "_e4m3_max: is ", e4m3_max,
-                  ", must be 448 or 256");
-  STD_TORCH_CHECK(rows >= 0 && rows <= INT32_MAX, name, "_rows: is ", rows, ", must be between 0 and ",
-                  INT32_MAX);
-  int64_t n = rows;
+  int64_t const n = check_weight(name.c_str(), w.data, w.scales, rows, e4m3_max, k, x);
   if (rows == 0) {
-    STD_TORCH_CHECK(w.scales.has_value(), name, "_scales: is None, must be given unless ", name,
-                    " is prepacked");
-    check_dims(name.c_str(), w.data, 2);
-    STD_TORCH_CHECK(2 * w.data.size(1) == k, name, ": k is ", 2 * w.data.size(1), ", must be ", k, " as of ",
-                    x);
-    n = w.data.size(0);
     check_scales((name + "_scales").c_str(), *w.scales, n, k, device);
-  } else {
-    STD_TORCH_CHECK(!w.scales.has_value(), name, "_scales: must be None for a prepacked ", name);
-    check_dims(name.c_str(), w.data, 1);
-    int64_t const bytes = fp4gemm_prepacked_bytes(rows, k);
-    STD_TORCH_CHECK(w.data.size(0) == bytes, name, ": has ", w.data.size(0), " bytes, must have ", bytes,
-                    ", prepacked (", rows, ", ", k, ")");
   }
   vector_of((name + "_amax").c_str(), w.amax, 0, n, device);
   return n;

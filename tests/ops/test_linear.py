@@ -264,6 +264,32 @@ def test_bad_arguments_of_a_traced_call(case: Case) -> None:
     assert case.says in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"weight_e4m3_max": 300}, "weight_e4m3_max: .* 300, must be 448 or 256"),
+        ({"weight_rows": -8}, "weight_rows: .* -8, must be "),
+        ({"weight_rows": N}, "weight_scales: .*must be None for a prepacked"),
+        ({"weight_scales": None}, "weight_scales: .* None, must be given unless .* is prepacked"),
+        ({"x": torch.ones(3, 32)}, f"weight: k is {K}, must be 32"),
+    ],
+    ids=["bound", "rows", "scales", "no scales", "k"],
+)
+def test_bad_weights(
+    changed: dict[str, Any], message: str, weight: NVFP4Tensor, device: torch.device
+) -> None:
+    """A GPU has checks of its own in C++."""
+    names = ("weight", "weight_scales", "weight_amax")
+    call = {
+        "x": torch.ones(3, K),
+        **dict(zip(names, given(weight)[0], strict=True)),
+        **changed,
+    }
+    call["x"] = call["x"].to(device)
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        linear(**call)
+
+
 def test_devices_differ() -> None:
     w = fp4gemm.quantize(torch.ones(N, K))
     with pytest.raises(ValueError, match="weight: device is meta, must be cpu, the device of x"):

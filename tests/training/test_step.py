@@ -180,6 +180,8 @@ def test_opcheck(decoded: bool, device: torch.device) -> None:
         (1, [1, 0, 0, 448], "cast: has 4 numbers, must have 7"),
         (1, [1, 0, 0, 448, 2, 3, 0], "cast: hadamard is 2, must be 0; it is for cast_t"),
         (4, None, "rng_state: .* None, must be given for stochastic rounding"),
+        (8, -8, "w(_t)?_rows: .* -8, must be "),
+        (8, 0, "w(_t)?_scales: .* None, must be given unless .* is prepacked"),
         (9, 100, "w(_t)?_e4m3_max: .* 100, must be "),
     ],
 )
