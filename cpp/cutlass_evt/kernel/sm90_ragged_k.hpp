@@ -19,6 +19,7 @@
 #include "cute/tensor.hpp"
 #include "cutlass/arch/reg_reconfig.h"
 #include "cutlass_evt/kernel/sm90_ragged_k_epilogue.hpp"
+#include "cutlass_evt/ring.hpp"
 
 namespace cutlass_evt {
 
@@ -39,19 +40,7 @@ struct Sm90RaggedKKernel {
                                                      cute::Shape<cute::Int<kExtent>, cute::_64>{}));
   using Accumulators =
       decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::_64, cute::Int<Config::kColumns>>{}));
-
-  /// A position in the ring of stages; phase is the parity of its mbarriers.
-  struct Position {
-    int stage = 0;
-    uint32_t phase = 0;
-
-    CUTLASS_DEVICE void advance() {
-      if (++stage == Config::kStages) {
-        stage = 0;
-        phase ^= 1;
-      }
-    }
-  };
+  using Position = RingPosition<Config::kStages>;
 
   CUTLASS_DEVICE static Tile tile_at(Params const& p, int index, int rank) {
     int in_group, row_tile, column_tile;

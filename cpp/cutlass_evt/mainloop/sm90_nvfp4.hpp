@@ -22,6 +22,7 @@
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/half.h"
 #include "cutlass_evt/mainloop/sm90_nvfp4_config.hpp"
+#include "cutlass_evt/ring.hpp"
 
 namespace cutlass_evt {
 
@@ -63,21 +64,6 @@ struct Nvfp4Decoder<cutlass::bfloat16_t> {
       float2 const wide = __half22float2(reinterpret_cast<__half2 const&>(half[i]));
       __nv_bfloat162 const narrow = __float22bfloat162_rn(wide);
       a[i] = reinterpret_cast<uint32_t const&>(narrow);
-    }
-  }
-};
-
-/// A position in a ring of Stages slots. phase is the parity of the mbarrier phase to wait for; it flips with
-/// every round.
-template <int Stages>
-struct RingPosition {
-  int stage = 0;
-  uint32_t phase = 0;
-
-  CUTLASS_DEVICE void advance() {
-    if (++stage == Stages) {
-      stage = 0;
-      phase ^= 1;
     }
   }
 };
