@@ -166,8 +166,8 @@ AHEAD_OF_WAIT: dict[str, dict[str, int]] = {
 }
 # Kernels that are launched after the end of the kernel before them, and therefore do not wait.
 NOT_OVERLAPPED = re.compile(
-    r"quantize_tiles|quantize_squares|columns_amax|tensor_amax|group_amax|mxfp8_quantize|mxfp8_dequantize"
-    r"|dequantize|decode|prepack|nothing|packed_gemm|search_scales|row_amaxes"
+    r"quantize_tiles|quantize_group_columns|quantize_squares|columns_amax|tensor_amax|group_amax"
+    r"|mxfp8_quantize|mxfp8_dequantize|dequantize|decode|prepack|nothing|packed_gemm|search_scales|row_amaxes"
 )
 
 

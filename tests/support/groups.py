@@ -25,6 +25,7 @@ CASES: dict[str, tuple[int, list[int]]] = {
     "single-rows": (9, list(range(1, 10))),
     "more-groups-than-rows": (3, [0, 1, 1, 2, 2, 2, 3, 3]),
     "no-rows": (0, [0, 0]),
+    "more-than-128-rows-each": (640, [127, 500, 500, 633]),
     "edges-of-tiles": (768, [127, 254, 382, 510, 639, 767]),
 }
 

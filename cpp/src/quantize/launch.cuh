@@ -53,6 +53,9 @@ struct TileLaunch {
 
 void launch_tiles(TileLaunch const& launch, fp4gemm_hadamard_t hadamard, bool is_variant);
 void launch_tiles_four_over_six(TileLaunch const& launch);
+/// Quantizes columns of groups with few rows. Writes headroom * max |x| of each column in each group, after
+/// the Hadamard transform if there is one, to amax (num_groups, k).
+void launch_group_columns(TileLaunch const& launch, fp4gemm_hadamard_t hadamard, float* amax);
 /// launch.params describes the first of num_matrices matrices, which follow each other as their results do.
 void launch_squares(TileLaunch const& launch, bool four_over_six, int num_matrices);
 

@@ -14,6 +14,11 @@ namespace {
 constexpr int kAmaxThreads = 256;
 constexpr int kAmaxUnroll = 4;
 
+// Rows of a group, on average, up to which quantize_group_columns is used. A group may have any number of
+// rows, but those of a long group take longer than in columns_amax and quantize_tiles, since one CTA has all
+// of them.
+constexpr int64_t kMostRowsPerGroup = 128;
+
 /// Combines headroom * max |x| of `rows` rows of `blocks_per_row` blocks into amax[matrix], which must not be
 /// negative before, for matrix blockIdx.z + first_matrix of a stack of such matrices. The greatest of rounded
 /// products is the rounded product of the greatest.
@@ -205,12 +210,22 @@ fp4gemm_status_t find_amaxes(fp4gemm_quantize_args_t const& args, int num_matric
   return FP4GEMM_SUCCESS;
 }
 
+/// Whether one kernel finds the amaxes of the columns and quantizes with them.
+bool has_short_groups(fp4gemm_quantize_args_t const& args) {
+  return args.offs != nullptr && args.m <= kMostRowsPerGroup * args.num_groups &&
+         args.scaling == FP4GEMM_SCALING_ROW && args.four_over_six == FP4GEMM_FOUR_OVER_SIX_NONE &&
+         args.block_rows != kBlock && args.row.codes == nullptr && args.column.amax_given == nullptr;
+}
+
 fp4gemm_status_t launch_along_columns(fp4gemm_quantize_args_t const& args, int num_matrices, int num_sms,
                                       cudaStream_t stream) {
   bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
   float const* row_amax = nullptr;
   float const* column_amax = nullptr;
-  FP4GEMM_TRY(find_amaxes(args, num_matrices, num_sms, stream, &row_amax, &column_amax));
+  bool const finds_amax = has_short_groups(args);
+  if (!finds_amax) {
+    FP4GEMM_TRY(find_amaxes(args, num_matrices, num_sms, stream, &row_amax, &column_amax));
+  }
   auto const side = [&](fp4gemm_quantized_t const& out, float const* amax, int64_t length) {
     int const num_blocks = static_cast<int>(length / kBlock);
     return Side{out.codes, out.scales, static_cast<uint4*>(out.decoded), amax,
@@ -228,7 +243,9 @@ fp4gemm_status_t launch_along_columns(fp4gemm_quantize_args_t const& args, int n
                     args.x_dtype,
                     stream};
   bool const four_over_six = args.four_over_six != FP4GEMM_FOUR_OVER_SIX_NONE;
-  if (args.block_rows == kBlock) {
+  if (finds_amax) {
+    launch_group_columns(launch, args.column.hadamard, args.column.amax);
+  } else if (args.block_rows == kBlock) {
     if (row_amax == nullptr) {
       launch.params.row.amax = column_amax;  // a square has one scale for both sides
     }

@@ -1,0 +1,34 @@
+// The launches of quantization along columns of groups of few rows.
+#include "quantize/group_columns.cuh"
+
+#include "quantize/grid.hpp"
+#include "quantize/launch.cuh"
+
+namespace fp4gemm {
+namespace {
+
+template <class T, class Cast, class Rotation>
+void launch_groups_of(TileLaunch const& launch, float* amax) {
+  TileParams const& p = launch.params;
+  auto const width = static_cast<unsigned>(scale_rows_of(p.k) / kStripColumns);
+  for_grid_parts(p.groups.num, kMaxGridY, [&](int64_t first_group, unsigned count) {
+    quantize_group_columns<T, Cast, Rotation><<<dim3(width, count), kStripThreads<T>, 0, launch.stream>>>(
+        p, amax, static_cast<unsigned>(first_group));
+  });
+}
+
+}  // namespace
+
+void launch_group_columns(TileLaunch const& launch, fp4gemm_hadamard_t hadamard, float* amax) {
+  for_type(launch.dtype, [&](auto type) {
+    using T = decltype(type);
+    using Variant = VariantCast<Range::kRegular>;
+    switch (hadamard) {
+      case FP4GEMM_HADAMARD_NONE: launch_groups_of<T, Variant, void>(launch, amax); break;
+      case FP4GEMM_HADAMARD_BF16: launch_groups_of<T, Variant, __nv_bfloat16>(launch, amax); break;
+      case FP4GEMM_HADAMARD_FP32: launch_groups_of<T, Variant, float>(launch, amax); break;
+    }
+  });
+}
+
+}  // namespace fp4gemm
