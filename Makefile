@@ -79,10 +79,13 @@ test-emulated: $(STAMPS)/installed-test $(STAMPS)/test ## Calibrate the PTX emul
 
 # The wheel is only unpacked. It has CUTLASS's headers without the examples, so that nothing calibrates the emulator.
 NEWER_CUTLASS := build/cutlass-newer
+$(NEWER_CUTLASS)/unpacked: $(REQ)/cutlass-newer.txt | $(STAMPS)/venv
+	@$(call say,$< into $(NEWER_CUTLASS))
+	@rm -rf $(NEWER_CUTLASS) && $(INSTALL) --no-deps --target $(NEWER_CUTLASS) -r $<
+	@touch $@
+
 .PHONY: test-newer-cutlass
-test-newer-cutlass: $(STAMPS)/venv ## `make test` with the CUTLASS of requirements/cutlass-newer.txt, in place of 4.2
-	@$(call say,$(REQ)/cutlass-newer.txt into $(NEWER_CUTLASS))
-	@rm -rf $(NEWER_CUTLASS) && $(INSTALL) --no-deps --target $(NEWER_CUTLASS) -r $(REQ)/cutlass-newer.txt
+test-newer-cutlass: $(NEWER_CUTLASS)/unpacked ## `make test` with the CUTLASS of requirements/cutlass-newer.txt, in place of 4.2
 	@$(MAKE) --no-print-directory test CUTLASS_DIR=$(NEWER_CUTLASS)/flashinfer/data/cutlass
 
 # The producers lie in an environment of their own, so that none of them gets into .venv.
