@@ -8,7 +8,9 @@
 //
 // Roles of the warpgroups of a CTA:
 //   consumers  the first Config::kConsumerGroups warpgroups; each multiplies and stores 64 rows of a tile
-//   producer   one warp of the last warpgroup, of which one thread fills the ring of stages
+//   producer   the first warp of the last warpgroup; one thread of it fills the ring of stages
+//   publisher  the second warp of that warpgroup; it writes the work item of each tile: where the tile lies,
+//              how many steps of k it has, and the vectors of its rows and columns
 #pragma once
 
 #include "cute/arch/cluster_sm90.hpp"
@@ -29,6 +31,7 @@ struct Sm90RaggedKKernel {
   using Out = typename Config::Out;
   using Element = typename Config::Element;
   using Tile = Sm90RaggedKTile;
+  using WorkItem = typename Config::WorkItem;
   using Epilogue = Sm90RaggedKEpilogue<Config>;
   using Shared = typename Config::Shared;
   using Params = Sm90RaggedKParams<Out>;
@@ -40,7 +43,12 @@ struct Sm90RaggedKKernel {
                                                      cute::Shape<cute::Int<kExtent>, cute::_64>{}));
   using Accumulators =
       decltype(cute::partition_fragment_C(Mma{}, cute::Shape<cute::_64, cute::Int<Config::kColumns>>{}));
-  using Position = RingPosition<Config::kStages>;
+  using StagePosition = RingPosition<Config::kStages>;
+  using ItemPosition = RingPosition<Config::kWorkItems>;
+
+  // The tiles of a cluster: the first, and the distance to the next.
+  CUTLASS_DEVICE static int first_tile() { return static_cast<int>(blockIdx.x) / Config::kCluster; }
+  CUTLASS_DEVICE static int tile_stride() { return static_cast<int>(gridDim.x) / Config::kCluster; }
 
   CUTLASS_DEVICE static Tile tile_at(Params const& p, int index, int rank) {
     int in_group, row_tile, column_tile;
@@ -52,12 +60,11 @@ struct Sm90RaggedKKernel {
     return tile;
   }
 
-  /// Calls take(tile, part) for every tile of this CTA.
+  /// Calls take(tile, part) for every tile of this CTA. All lanes of a warp call this together.
   template <class Take>
   CUTLASS_DEVICE static void for_each_tile(Params const& p, int rank, Take const& take) {
     Sm90RaggedKGroups groups(p.offs, p.num_groups, p.room);
-    int const step = static_cast<int>(gridDim.x) / Config::kCluster;
-    for (int index = static_cast<int>(blockIdx.x) / Config::kCluster; index < p.tiles; index += step) {
+    for (int index = first_tile(); index < p.tiles; index += tile_stride()) {
       Tile const tile = tile_at(p, index, rank);
       __syncwarp();  // the lanes of the producer part where one of them loads
       take(tile, groups.part(tile.group));
@@ -69,7 +76,7 @@ struct Sm90RaggedKKernel {
     // Not elect.sync: the compiler moves it into the loop, where it elects a thread of those that arrive
     // first.
     bool const is_first = threadIdx.x % 32 == 0;
-    Position at;
+    StagePosition at;
     for_each_tile(p, rank, [&](Tile const& tile, Sm90RaggedKGroups::Part const& part) {
       if (!is_first) {
         return;
@@ -96,64 +103,91 @@ struct Sm90RaggedKKernel {
     });
   }
 
+  /// The publisher's loop. It works one tile ahead of the consumers, so that they need not find the group of
+  /// a tile or wait for its vectors from global memory.
+  CUTLASS_DEVICE static void publish(Params const& p, Shared& shared, int rank) {
+    ItemPosition at;
+    for_each_tile(p, rank, [&](Tile const& tile, Sm90RaggedKGroups::Part const& part) {
+      shared.consumed[at.stage].wait(at.phase ^ 1);
+      Epilogue::write_item(p, tile, part.steps, shared.items[at.stage]);
+      shared.published[at.stage].arrive();  // by every lane, for what it has written
+      at.advance();
+    });
+  }
+
   /// This warp has read a stage: one lane for each CTA of the cluster arrives there.
   CUTLASS_DEVICE static void release(Shared& shared, int stage) {
     uint32_t const lane = threadIdx.x % 32;
     shared.empty[stage].arrive(lane, lane < Config::kCluster);
   }
 
-  /// accumulators = the product of the warpgroup's 64 rows with the columns of the tile, over `steps` stages.
-  CUTLASS_DEVICE static void multiply(Shared& shared, Position& at, int steps, int warpgroup,
-                                      Accumulators& accumulators) {
+  /// Issues the wgmma of a stage. Those of the first stage of a tile write the accumulators, which need not
+  /// be cleared before; those of the others add to them.
+  template <bool kIsFirst>
+  CUTLASS_DEVICE static void multiply_stage(Shared& shared, StagePosition const& at, int warpgroup,
+                                            Accumulators& accumulators) {
     Mma mma;
     auto const thread = mma.get_slice(static_cast<int>(threadIdx.x % 128));
+    shared.full[at.stage].wait(at.phase);
+    auto const a = cute::make_tensor(
+        cute::make_smem_ptr(shared.a[at.stage] + warpgroup * 64 * Config::kDepth), OperandLayout<64>{});
+    auto const b =
+        cute::make_tensor(cute::make_smem_ptr(shared.b[at.stage]), OperandLayout<Config::kColumns>{});
+    auto const of_a = thread.partition_fragment_A(a);
+    auto const of_b = thread.partition_fragment_B(b);
+    mma.accumulate_ = kIsFirst ? cute::GMMA::ScaleOut::Zero : cute::GMMA::ScaleOut::One;
+    cute::warpgroup_fence_operand(accumulators);
+    cute::warpgroup_arrive();
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < cute::size<2>(of_a); ++k) {
+      cute::gemm(mma, of_a(cute::_, cute::_, k), of_b(cute::_, cute::_, k), accumulators);
+      mma.accumulate_ = cute::GMMA::ScaleOut::One;
+    }
+    cute::warpgroup_commit_batch();
+    cute::warpgroup_fence_operand(accumulators);
+  }
+
+  /// accumulators = the product of the warpgroup's 64 rows with the columns of the tile, over `steps` stages.
+  CUTLASS_DEVICE static void multiply(Shared& shared, StagePosition& at, int steps, int warpgroup,
+                                      Accumulators& accumulators) {
     if (steps == 0) {
       cute::clear(accumulators);
+      cute::warpgroup_fence_operand(accumulators);  // otherwise the compiler clears them for every tile
+      return;
     }
-    mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
-    int previous = 0;
+    multiply_stage<true>(shared, at, warpgroup, accumulators);
+    int previous = at.stage;
+    at.advance();
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int step = 0; step < steps; ++step) {
-      shared.full[at.stage].wait(at.phase);
-      auto const a = cute::make_tensor(
-          cute::make_smem_ptr(shared.a[at.stage] + warpgroup * 64 * Config::kDepth), OperandLayout<64>{});
-      auto const b =
-          cute::make_tensor(cute::make_smem_ptr(shared.b[at.stage]), OperandLayout<Config::kColumns>{});
-      auto const of_a = thread.partition_fragment_A(a);
-      auto const of_b = thread.partition_fragment_B(b);
-      cute::warpgroup_fence_operand(accumulators);
-      cute::warpgroup_arrive();
-      CUTLASS_PRAGMA_UNROLL
-      for (int k = 0; k < cute::size<2>(of_a); ++k) {
-        cute::gemm(mma, of_a(cute::_, cute::_, k), of_b(cute::_, cute::_, k), accumulators);
-        mma.accumulate_ = cute::GMMA::ScaleOut::One;
-      }
-      cute::warpgroup_commit_batch();
-      cute::warpgroup_fence_operand(accumulators);
-      if (step > 0) {
-        cute::warpgroup_wait<1>();
-        release(shared, previous);
-      }
+    for (int step = 1; step < steps; ++step) {
+      multiply_stage<false>(shared, at, warpgroup, accumulators);
+      cute::warpgroup_wait<1>();
+      release(shared, previous);
       previous = at.stage;
       at.advance();
     }
     cute::warpgroup_wait<0>();
     cute::warpgroup_fence_operand(accumulators);
-    if (steps > 0) {
-      release(shared, previous);
-    }
+    release(shared, previous);
   }
 
   /// The consumers' loop.
-  CUTLASS_DEVICE static void consume(Params const& p, Shared& shared, int rank, int warpgroup) {
-    Position at;
+  CUTLASS_DEVICE static void consume(Params const& p, Shared& shared, int warpgroup) {
+    StagePosition at;
+    ItemPosition current;
     Epilogue epilogue(p, shared);
-    for_each_tile(p, rank, [&](Tile const& tile, Sm90RaggedKGroups::Part const& part) {
-      auto const vectors = epilogue.fetch(tile);
+    for (int index = first_tile(); index < p.tiles; index += tile_stride()) {
+      shared.published[current.stage].wait(current.phase);
+      WorkItem const& item = shared.items[current.stage];
       Accumulators accumulators;
-      multiply(shared, at, part.steps, warpgroup, accumulators);
-      epilogue.store(tile, vectors, accumulators);
-    });
+      multiply(shared, at, item.steps, warpgroup, accumulators);
+      epilogue.store(item, accumulators);
+      __syncwarp();  // every lane has read the item
+      if (threadIdx.x % 32 == 0) {
+        shared.consumed[current.stage].arrive();
+      }
+      current.advance();
+    }
     epilogue.wait();
   }
 
@@ -171,6 +205,12 @@ struct Sm90RaggedKKernel {
         // consumer warp of the cluster arrives once when it has read the stage.
         shared.full[i].init(1);
         shared.empty[i].init(Config::kConsumerGroups * 4 * Config::kCluster);
+      }
+      for (int i = 0; i < Config::kWorkItems; ++i) {
+        // published: every lane of the publisher arrives once, when it has written its part of the item.
+        // consumed: every consumer warp of this CTA arrives once, when it has read the item.
+        shared.published[i].init(32);
+        shared.consumed[i].init(Config::kConsumerGroups * 4);
       }
       cutlass::arch::fence_barrier_init();
     }
@@ -190,12 +230,14 @@ struct Sm90RaggedKKernel {
       }
       if (warp == Config::kConsumerGroups * 4) {
         produce(p, shared, rank);
+      } else if (warp == Config::kConsumerGroups * 4 + 1) {
+        publish(p, shared, rank);
       }
     } else {
       if constexpr (Config::kConsumerGroups > 1) {
         cutlass::arch::warpgroup_reg_alloc<232>();
       }
-      consume(p, shared, rank, warpgroup);
+      consume(p, shared, warpgroup);
     }
     // A CTA must not exit while another of its cluster may multicast into its shared memory or arrive on its
     // mbarriers.

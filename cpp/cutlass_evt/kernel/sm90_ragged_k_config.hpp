@@ -21,8 +21,18 @@ struct Sm90RaggedKVector {
   bool is_vector = true;
   int64_t group_stride = 0;  // elements
 
-  CUTLASS_DEVICE float at(int group, int index, bool exists, float absent) const {
-    return data != nullptr && exists ? __ldg(data + group * group_stride + (is_vector ? index : 0)) : absent;
+  /// to[i] = element first + i of the vector of a group, for i from 0 to Count - 1. Where there is no vector,
+  /// and beyond its `size` elements, it is `absent`. All lanes of a warp call this; each copies a part.
+  template <int Count>
+  CUTLASS_DEVICE void copy(int group, int first, int size, float absent, float* to) const {
+    int const lane = static_cast<int>(threadIdx.x % 32);
+    int const present = data == nullptr ? 0 : size - first - lane;
+    float const* const from = data + group * group_stride + (is_vector ? first + lane : 0);
+    int const step = is_vector ? 32 : 0;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Count / 32; ++i) {
+      to[lane + i * 32] = i * 32 < present ? __ldg(from + i * step) : absent;
+    }
   }
 };
 
@@ -46,6 +56,12 @@ struct Sm90RaggedKParams {
   Out const* c;               // (num_groups * m, n)
   int64_t c_row_stride;       // elements
   float c_scale;
+};
+
+/// Where a tile of one CTA lies.
+struct Sm90RaggedKTile {
+  int group;
+  int row, column;  // the first of the tile
 };
 
 /// The static sizes. Op is an epilogue such as RowCol; Rows and Columns are those of a tile of one CTA;
@@ -72,14 +88,25 @@ struct Sm90RaggedKConfig {
   static constexpr int kLoadColumns = kColumns / kCluster;  // of B, that a CTA loads for the whole cluster
   static constexpr int kStageBytes = (kRows + kColumns) * kDepth * static_cast<int>(sizeof(Element));
 
+  /// A work item: a tile, and what the consumers need for it. The publisher writes each one to shared memory.
+  struct alignas(16) WorkItem {
+    float by_row[kRows], by_column[kColumns];  // the factors of its rows and columns
+    float bias[kColumns];                      // not written where the call has no bias
+    float alpha;
+    Sm90RaggedKTile tile;
+    int steps;  // of k
+  };
+  static constexpr int kWorkItems = 2;  // one that the consumers read and one that the publisher writes
+
   struct alignas(1024) Shared {
     Element a[kStages][kRows * kDepth];
     Element b[kStages][kColumns * kDepth];
     char slots[kConsumerGroups * 4][kSlots][kSliceBytes];
-    float by_column[2][kConsumerGroups][kColumns];  // for the tiles of a CTA in turn
-    float bias[2][kConsumerGroups][kColumns];
+    WorkItem items[kWorkItems];
     cutlass::arch::ClusterTransactionBarrier full[kStages];
     cutlass::arch::ClusterBarrier empty[kStages];
+    cutlass::arch::ClusterBarrier published[kWorkItems];
+    cutlass::arch::ClusterBarrier consumed[kWorkItems];
   };
   static constexpr int kSharedBytes = static_cast<int>(sizeof(Shared)) + 1024;  // to align it
 };

@@ -9,13 +9,8 @@
 
 namespace cutlass_evt {
 
-/// Where a tile of this CTA lies.
-struct Sm90RaggedKTile {
-  int group, row, column;
-};
-
 /// The epilogue of one consumer warp, which has 16 rows of each tile of its CTA. Warps store them without
-/// waiting for each other; those of a warpgroup meet once a tile. Config is a Sm90RaggedKConfig.
+/// waiting for each other. Config is a Sm90RaggedKConfig.
 template <class Config>
 class Sm90RaggedKEpilogue {
  public:
@@ -23,79 +18,40 @@ class Sm90RaggedKEpilogue {
   using Shared = typename Config::Shared;
   using Params = Sm90RaggedKParams<Out>;
   using Tile = Sm90RaggedKTile;
+  using WorkItem = typename Config::WorkItem;
 
   CUTLASS_DEVICE Sm90RaggedKEpilogue(Params const& p, Shared& shared)
       : p_(p),
         shared_(shared),
         warp_(__shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 32), 0)),
         lane_(static_cast<int>(threadIdx.x % 32)),
-        slot_(0),
-        turn_(0) {}
+        slot_(0) {}
 
-  /// The vectors of a tile, on their way from global memory: the factors of this thread's rows r and r + 8,
-  /// and those and the biases of the columns that it copies for its warpgroup.
-  struct Vectors {
-    static constexpr int kEach = Config::kColumns / 128;
-    float by_row[2];
-    float by_column[kEach], bias[kEach];
-    float alpha;
-  };
-
-  CUTLASS_DEVICE Vectors fetch(Tile const& tile) const {
-    Vectors vectors;
-    vectors.alpha = p_.alpha_groups == nullptr ? p_.alpha : __ldg(p_.alpha_groups + tile.group);
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      int const row = first_row(tile) + lane_ / 4 + i * 8;
-      vectors.by_row[i] = p_.alpha_row.at(tile.group, row, row < p_.m, 1.0f);
+  /// Writes the work item of a tile. All lanes of the publisher call this; each writes a part.
+  CUTLASS_DEVICE static void write_item(Params const& p, Tile const& tile, int steps, WorkItem& item) {
+    float const alpha = p.alpha_groups == nullptr ? p.alpha : __ldg(p.alpha_groups + tile.group);
+    p.alpha_row.template copy<Config::kRows>(tile.group, tile.row, p.m, 1.0f, item.by_row);
+    p.alpha_col.template copy<Config::kColumns>(tile.group, tile.column, p.n, 1.0f, item.by_column);
+    if (p.bias.data != nullptr) {
+      p.bias.template copy<Config::kColumns>(tile.group, tile.column, p.n, nodes::kNoBias, item.bias);
     }
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Vectors::kEach; ++i) {
-      int const column = tile.column + thread() + i * 128;
-      vectors.by_column[i] = p_.alpha_col.at(tile.group, column, column < p_.n, 1.0f);
-      vectors.bias[i] = p_.bias.at(tile.group, column, column < p_.n, nodes::kNoBias);
+    if (threadIdx.x % 32 == 0) {
+      item.alpha = alpha;
+      item.tile = tile;
+      item.steps = steps;
     }
-    return vectors;
   }
 
   /// Stores this warp's rows of a tile. Accumulators are the sums of one thread in the register layout of an
   /// m64 wgmma.
   template <class Accumulators>
-  CUTLASS_DEVICE void store(Tile const& tile, Vectors const& vectors, Accumulators const& accumulators) {
-    float* const by_column = shared_.by_column[turn_][warp_ / 4];
-    float* const bias = shared_.bias[turn_][warp_ / 4];
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Vectors::kEach; ++i) {
-      by_column[thread() + i * 128] = vectors.by_column[i];
-      bias[thread() + i * 128] = vectors.bias[i];
-    }
-    // Named barriers from 1 on, one for each warpgroup: the vectors have been written. Those of the last tile
-    // lie elsewhere, and every warp has read those of the tile before it.
-    cutlass::arch::NamedBarrier::sync(128u, 1u + static_cast<uint32_t>(warp_) / 4);
-    turn_ ^= 1;
-    CUTLASS_PRAGMA_UNROLL
-    for (int slice = 0; slice < Config::kSlices; ++slice) {
-      float z[kSums];
-      finish(tile, slice, vectors, by_column, bias, accumulators, z);
-      char* const to = shared_.slots[warp_][slot_];
-      if (lane_ == 0) {
-        cute::tma_store_wait<Config::kSlots - 1>();  // the last copy from this slot has read it
-      }
-      __syncwarp();  // the slot is free for every lane
-      CUTLASS_PRAGMA_UNROLL
-      for (int block = 0; block < kBlocks; block += 2) {
-        put(to, block, z + block * 4);
-      }
-      cute::tma_store_fence();  // makes this lane's writes visible to the copy
-      __syncwarp();             // every lane has passed the fence
-      if (lane_ == 0) {
-        int const column = tile.column + slice * Config::kSliceColumns;
-        if (first_row(tile) < p_.m && column < p_.n) {
-          cute::SM90_TMA_STORE_3D::copy(&p_.d, to, column, first_row(tile), tile.group);
-        }
-        cute::tma_store_arrive();
-      }
-      slot_ = slot_ + 1 == Config::kSlots ? 0 : slot_ + 1;
+  CUTLASS_DEVICE void store(WorkItem const& item, Accumulators const& accumulators) {
+    // The usual product has none of these terms. It has code of its own, since the instructions of the
+    // epilogue bound products of small k, and those that skip absent terms are among them.
+    if (p_.bias.data == nullptr && p_.activation == Activation::kNone && p_.c == nullptr) {
+      store<false>(item, accumulators);
+    } else {
+      store<true>(item, accumulators);
     }
   }
 
@@ -110,8 +66,41 @@ class Sm90RaggedKEpilogue {
   static constexpr int kBlocks = Config::kSliceColumns / 8;  // of 8 columns, in a slice
   static constexpr int kSums = kBlocks * 4;                  // of a thread, in a slice
 
-  CUTLASS_DEVICE static int thread() { return static_cast<int>(threadIdx.x % 128); }
-  CUTLASS_DEVICE int first_row(Tile const& tile) const { return tile.row + warp_ * 16; }
+  /// The warp's first row within a tile.
+  CUTLASS_DEVICE int first_row() const { return warp_ * 16; }
+
+  /// kHasTerms: the call may have a bias, an activation or C; it has none otherwise.
+  template <bool kHasTerms, class Accumulators>
+  CUTLASS_DEVICE void store(WorkItem const& item, Accumulators const& accumulators) {
+    Tile const tile = item.tile;
+    int const row = tile.row + first_row();
+    float const alpha = item.alpha;
+    float const by_row[2] = {item.by_row[first_row() + lane_ / 4], item.by_row[first_row() + lane_ / 4 + 8]};
+    CUTLASS_PRAGMA_UNROLL
+    for (int slice = 0; slice < Config::kSlices; ++slice) {
+      float z[kSums];
+      finish<kHasTerms>(item, tile, slice, alpha, by_row, accumulators, z);
+      char* const to = shared_.slots[warp_][slot_];
+      if (lane_ == 0) {
+        cute::tma_store_wait<Config::kSlots - 1>();  // the last copy from this slot has read it
+      }
+      __syncwarp();  // the slot is free for every lane
+      CUTLASS_PRAGMA_UNROLL
+      for (int block = 0; block < kBlocks; block += 2) {
+        put(to, block, z + block * 4);
+      }
+      cute::tma_store_fence();  // makes this lane's writes visible to the copy
+      __syncwarp();             // every lane has passed the fence
+      if (lane_ == 0) {
+        int const column = tile.column + slice * Config::kSliceColumns;
+        if (row < p_.m && column < p_.n) {
+          cute::SM90_TMA_STORE_3D::copy(&p_.d, to, column, row, tile.group);
+        }
+        cute::tma_store_arrive();
+      }
+      slot_ = slot_ + 1 == Config::kSlots ? 0 : slot_ + 1;
+    }
+  }
 
   /// Writes two neighbouring blocks of 8 columns of the warp's 16 rows to a slot: z holds four sums of each.
   CUTLASS_DEVICE static void put(char* slot, int block, float const* z) {
@@ -146,18 +135,19 @@ class Sm90RaggedKEpilogue {
     }
   }
 
-  /// z = this thread's elements of D in a slice, as fp32. The terms that a call lacks are skipped for the
-  /// whole slice at once, since the arithmetic bounds products of small k.
-  template <class Accumulators>
-  CUTLASS_DEVICE void finish(Tile const& tile, int slice, Vectors const& vectors, float const* by_column,
-                             float const* bias, Accumulators const& accumulators, float (&z)[kSums]) const {
+  /// z = this thread's elements of D in a slice, as fp32. kHasTerms is that of store(). Where it is true, the
+  /// terms that the call lacks are skipped for the whole slice at once.
+  template <bool kHasTerms, class Accumulators>
+  CUTLASS_DEVICE void finish(WorkItem const& item, Tile const& tile, int slice, float alpha,
+                             float const (&by_row)[2], Accumulators const& accumulators,
+                             float (&z)[kSums]) const {
     using Pair = cutlass::AlignedArray<Out, 2>;
     nodes::multiply_rn<float> const multiply;
     nodes::add_rn<float> const add;
-    int const row = first_row(tile) + lane_ / 4;
     int const first = slice * Config::kSliceColumns + lane_ % 4 * 2;  // column within the tile
     Pair c[kSums / 2];
-    if (p_.c != nullptr) {
+    if (kHasTerms && p_.c != nullptr) {
+      int const row = tile.row + first_row() + lane_ / 4;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kSums / 2; ++i) {
         int const of_row = row + i % 2 * 8;
@@ -170,19 +160,21 @@ class Sm90RaggedKEpilogue {
     }
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
-      float2 const factors = *reinterpret_cast<float2 const*>(by_column + first + block * 8);
+      float2 const factors = *reinterpret_cast<float2 const*>(item.by_column + first + block * 8);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 4; ++i) {  // the multiplications of nodes::scaled
         z[block * 4 + i] =
-            multiply(vectors.alpha,
-                     multiply(i % 2 == 0 ? factors.x : factors.y,
-                              multiply(vectors.by_row[i / 2], accumulators(slice * kSums + block * 4 + i))));
+            multiply(alpha, multiply(i % 2 == 0 ? factors.x : factors.y,
+                                     multiply(by_row[i / 2], accumulators(slice * kSums + block * 4 + i))));
       }
+    }
+    if constexpr (!kHasTerms) {
+      return;
     }
     if (p_.bias.data != nullptr) {
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kBlocks; ++block) {
-        float2 const biases = *reinterpret_cast<float2 const*>(bias + first + block * 8);
+        float2 const biases = *reinterpret_cast<float2 const*>(item.bias + first + block * 8);
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 4; ++i) {
           z[block * 4 + i] = add(z[block * 4 + i], i % 2 == 0 ? biases.x : biases.y);
@@ -205,7 +197,6 @@ class Sm90RaggedKEpilogue {
   int warp_;
   int lane_;
   int slot_;  // that is written next
-  int turn_;  // of the vectors' memory
 };
 
 }  // namespace cutlass_evt
