@@ -116,13 +116,15 @@ struct Sm90Nvfp4Config {
   // The staged epilogue transposes accumulators through shared memory: 16 rows of a warp by a slice of the
   // tokens at a time. Warpgroups that share rows also add their sums there: then a slice has all tokens of
   // the tile, and each warpgroup finishes its share of them.
-  static constexpr int kSliceTokens = kSharesRows ? kTokens : cute::min(32, kTokens / 2);
+  static constexpr int kSliceTokens = kSharesRows         ? kTokens
+                                      : kTokens % 32 == 0 ? cute::min(32, kTokens / 2)
+                                                          : 16;
   static constexpr int kSliceStride = 20;  // floats from one token to the next: 16 rows and padding
   static constexpr int kTokenShare = (kSliceTokens + kDepthGroups - 1) / kDepthGroups;
   // The direct epilogue, of warpgroups that do not share rows, uses the same memory for 16-bit results: 64
   // columns of a slice of the tokens for each warpgroup, in two buffers in turn where there are several
   // slices.
-  static constexpr int kDirectTokens = kTokens < 64 ? 16 : kTokens % 64 == 0 ? 64 : 32;
+  static constexpr int kDirectTokens = kTokens < 64 || kTokens % 32 != 0 ? 16 : kTokens % 64 == 0 ? 64 : 32;
   static constexpr int kDirectBuffers = kTokens > kDirectTokens ? 2 : 1;
   static constexpr int kStagedResultsBytes = kDirectBuffers * kDirectTokens * 128;  // each warpgroup's
   // Behind them lie the epilogue's vectors: one copy for each warpgroup, or one for all that share rows.

@@ -64,13 +64,16 @@ struct TokenTiles {
   double longest_us;  // at most
 };
 
-/// The tiles of a group of `mean` tokens or, where groups differ, the average over groups from half as many
-/// to half as many again.
+/// The tiles of a group of `mean` tokens or, where groups differ, the average over groups from fewer to more
+/// tokens. If tokens draw their group at random, the standard deviation of the sizes is sqrt(mean), which
+/// groups from mean - sqrt(3 * mean) to mean + sqrt(3 * mean) have too. Routers are less even than that: here
+/// sizes differ from the mean by up to sqrt(5 * mean), between a quarter and half of the mean.
 TokenTiles token_tiles(MeasuredFigures const& figures, int tile_tokens, double mean, bool differ) {
   int const sizes = differ ? 8 : 1;
+  double const most_difference = std::clamp(std::sqrt(5 / mean), 0.25, 0.5);  // relative
   TokenTiles all{0, 0, 0};
   for (int i = 0; i < sizes; ++i) {
-    double const share = differ ? 0.5 + (i + 0.5) / sizes : 1.0;
+    double const share = differ ? 1 + most_difference * ((2 * i + 1.0) / sizes - 1) : 1.0;
     int64_t const tokens = std::max<int64_t>(1, std::llround(mean * share));
     int64_t const whole = (tokens - 1) / tile_tokens;
     double const last_us = figures.chunk_us_of(tokens - whole * tile_tokens);
