@@ -52,7 +52,7 @@ struct Sm90Nvfp4StagedEpilogue {
     // Registers cannot be indexed at run time: a loop that is not unrolled must select among all of them. The
     // loop over slices is unrolled by kInner as a compromise between code size and stores that are predicated
     // off.
-    constexpr int kInner = kSlices > 4 ? 4 : kSlices;
+    constexpr int kInner = kSlices % 4 == 0 ? 4 : kSlices;
     constexpr int kOuter = kSlices / kInner;
     constexpr int kBlocks = Config::kSliceTokens / 8;  // blocks of 8 tokens in a slice
     int const lane = static_cast<int>(threadIdx.x % 32);

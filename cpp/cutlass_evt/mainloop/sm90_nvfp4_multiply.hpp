@@ -189,6 +189,9 @@ struct Sm90Nvfp4WgmmaMultiply {
           Element, Element, float,
           cute::Shape<cute::Int<64>, cute::Int<Tokens>, cute::Int<Nvfp4Packing::kDepth>>,
           cute::GMMA::Major::K, cute::GMMA::Major::K>()));
+  static_assert(
+      cute::size<1>(typename TiledMma<Config::kTokens>::AtomShape_MNK{}) == Config::kTokens,
+      "CuTe selects a wgmma of fewer columns, unless CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED is defined");
   template <int Tokens>
   using Fragment = decltype(cute::partition_fragment_C(TiledMma<Tokens>{},
                                                        cute::Shape<cute::Int<64>, cute::Int<Tokens>>{}));
