@@ -178,7 +178,7 @@ def nodes(step: Callable[[], Any], device: torch.device) -> int:
 def test_groups_are_one_launch(cuda: torch.device, gen: torch.Generator) -> None:
     """With a scale per row, one kernel quantizes all groups; per group, the number of kernels is constant.
 
-    Along columns one kernel quantizes groups of up to 128 rows on average, and a memset and two kernels others.
+    Along columns one kernel quantizes groups of up to 128 rows on average. Others need a memset and two.
     """
     x = make("normal", 4096, 256, torch.bfloat16, gen).to(cuda)
     offs = {g: torch.arange(1, g + 1, dtype=torch.int32, device=cuda) for g in (1, 8, 1500)}
