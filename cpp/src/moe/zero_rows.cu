@@ -59,7 +59,7 @@ fp4gemm_status_t launch_zero_outside_groups(int64_t m, int64_t row_bytes, void* 
   if (bytes == 0) {
     return FP4GEMM_SUCCESS;
   }
-  // One CTA for each SM stores faster than memory accepts, and starts and ends soon if there are no rows.
+  // With one CTA for each SM memory bounds the stores, and a launch without such rows ends soon.
   int64_t const ctas =
       std::min<int64_t>(ceil_div(bytes, int64_t{kThreads} * kWordBytes * kUnroll), properties.num_sms);
   ZeroParams const params{offs + num_groups - 1, m, row_bytes, static_cast<uint8_t*>(x)};

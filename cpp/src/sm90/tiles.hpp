@@ -104,10 +104,9 @@ struct Tile64x128x256 {
   static constexpr double kFixedUs = 3.5, kChunkUs = 0.235, kSplitUs = 1.8, kTileUs = 1.4;
 };
 
-// For experts with about 64 tokens, of which many have a few more. The figures of this tile were fitted to
-// products of (8192, 8192) and (4096, 4096) weights and of 128 experts (1536, 2048) and (2048, 1536), on an
-// H200, 2026-11-23, and are about 10 % above these times, as those of the tiles beside it are
-// (bench/notes/hopper_tried.md).
+// For experts with about 64 tokens, of which many have a few more. The figures of this tile were set by hand,
+// above a fit to products of (8192, 8192) and (4096, 4096) weights and of 128 experts (1536, 2048) and (2048,
+// 1536) on an H200, 2026-11-23; bench/notes/hopper_tried.md says why.
 struct Tile80x192x128 {
   using Element = cutlass::half_t;
   static constexpr int kTokens = 80, kRows = 192, kDepth = 128;
