@@ -139,7 +139,10 @@ def dirty(device: torch.device, *sizes: int) -> None:
 
 
 def captured(step: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Runs ``step`` on a side stream and captures it; returns the graph and the captured call's result."""
+    """Runs ``step`` on a side stream and captures it; returns the graph and the captured call's result.
+
+    Waits for the device after the capture: docs/quantization.md says why (stochastic rounding).
+    """
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -148,4 +151,5 @@ def captured(step: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = step()
+    torch.cuda.synchronize(device)
     return graph, result
