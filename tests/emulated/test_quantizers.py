@@ -9,7 +9,7 @@ import capi
 import pytest
 import torch
 from calls import FEW_SCHEDULES, Memory, check, parts_out, rows_in
-from fp4gemm import reference
+from fp4gemm import layout, reference
 from helpers import KINDS, make, short
 from modes import FEW, GROUPED_MODES, MODES, Mode, by_name, expected
 from session import ARCHS, SCHEDULES, Session, Sessions
@@ -127,6 +127,50 @@ def test_groups(session: Session, mode: Mode) -> None:
     x = rows_of_every_kind(torch.bfloat16, 272)
     offs = torch.tensor([3, 265], dtype=torch.int32)
     check_quantize(session, x, mode, column=expected(x, mode, 0, offs=offs), offs=offs)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=short)
+@pytest.mark.parametrize("m", [150, 530])
+def test_columns_of_groups(session: Session, m: int, dtype: torch.dtype) -> None:
+    """Codes and scales, or fp16 values, of groups of few and of many rows, of each type of x."""
+    x = rows_of_every_kind(dtype, m)
+    offs = torch.tensor([5, 5, m - 15, m - 5], dtype=torch.int32)
+    for mode in [m for m in FEW if m in GROUPED_MODES and m.arguments["per_row"]]:
+        options = {name: value for name, value in mode.operator().items() if name != "block_rows"}
+        check_quantize(session, x, mode, SCHEDULES[2:3], column=expected(x, mode, 0, offs=offs), offs=offs)
+        decoded = reference.quantize_decoded(x, None, axis=0, offs=offs, **options)
+        check_quantize(session, x, mode, SCHEDULES[2:3], column=decoded, offs=offs)
+
+
+@pytest.mark.parametrize("values", [[-5, 300], [200, 100, 200], [2**31 - 1, -(2**31)]], ids=str)
+@pytest.mark.parametrize("m", [200, 640])
+def test_wrong_ends_of_columns(session: Session, m: int, values: list[int]) -> None:
+    """With any ends, nothing outside of x is read and nothing outside of the results is written.
+
+    The emulator ends a kernel that does. The results are those of no definition.
+    """
+    library, emulator = session.library, session.emulator
+    x, offs = torch.randn(m, K).to(torch.bfloat16), torch.tensor(values, dtype=torch.int32)
+    columns = layout.grouped_columns(m, len(values))
+    for scaling in (capi.SCALING_ROW, capi.SCALING_TENSOR):
+        for is_decoded in (False, True):
+            session.configure(**{**FEW_SCHEDULES[0], "hazards_are_fatal": 0, "report_unwritten_global": 0})
+            emulator.clear()
+            memory = Memory(session)
+            args = capi.QuantizeArgs(
+                m=m, k=K, scaling=scaling, offs=memory.put(offs), num_groups=len(values), **rows_in(memory, x)
+            )
+            side = args.column
+            arrays = [emulator.empty((len(values) * K,), torch.float32)]
+            side.amax = arrays[0].pointer
+            if is_decoded:
+                arrays.append(emulator.empty((K, columns), torch.float16))
+                side.decoded = arrays[1].pointer
+            else:
+                arrays.append(emulator.empty((K, columns // 2), torch.uint8))
+                arrays.append(emulator.empty((-(-K // 128) * 128, columns // 16), torch.uint8))
+                side.codes, side.scales = arrays[1].pointer, arrays[2].pointer
+            session.check(library.fp4gemm_quantize(args, 0, None))
 
 
 @pytest.mark.parametrize("mode", FEW, ids=by_name)

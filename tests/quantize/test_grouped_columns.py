@@ -178,9 +178,13 @@ def test_groups_end_where_the_device_says(device: torch.device, gen: torch.Gener
 
 
 @pytest.mark.gpu
-def test_wrong_ends_stay_within_the_buffers(cuda: torch.device, gen: torch.Generator) -> None:
-    """Ends are not checked on a GPU: with any ends, only x is read and only the result is written."""
-    x = make("normal", 200, 64, torch.bfloat16, gen).to(cuda)
+@pytest.mark.parametrize("m", [200, 640])
+def test_wrong_ends_stay_within_the_buffers(m: int, cuda: torch.device, gen: torch.Generator) -> None:
+    """Ends are not checked on a GPU: with any ends, only x is read and only the result is written.
+
+    Groups of more than 128 rows on average are quantized by other kernels.
+    """
+    x = make("normal", m, 64, torch.bfloat16, gen).to(cuda)
     for values in ([-5, 300], [200, 100, 200], [2**31 - 1, -(2**31)], [150, 50, 150, 50, 200]):
         for scaling in ("row", "tensor"):
             t = fp4gemm.quantize(x, scaling=scaling, axis=0, offs=ends(values, cuda))

@@ -22,9 +22,13 @@ M, N, K, G = 56, 96, 64, len(ENDS)
 @pytest.fixture(autouse=True)
 def memory_is_nan() -> Iterator[None]:
     """New tensors are filled with NaN, so that a row that was not written shows."""
+    mode, fills = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(4).isnan().all()
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode(mode)
+    torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def ends(device: torch.device, values: tuple[int, ...] = ENDS) -> Tensor:

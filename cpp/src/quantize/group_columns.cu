@@ -7,10 +7,12 @@
 namespace fp4gemm {
 namespace {
 
+int64_t num_strips(int64_t k) { return scale_rows_of(k) / kStripColumns; }
+
 template <class T, class Cast, class Rotation>
 void launch_groups_of(TileLaunch const& launch, float* amax) {
   TileParams const& p = launch.params;
-  auto const width = static_cast<unsigned>(scale_rows_of(p.k) / kStripColumns);
+  auto const width = static_cast<unsigned>(num_strips(p.k));
   for_grid_parts(p.groups.num, kMaxGridY, [&](int64_t first_group, unsigned count) {
     quantize_group_columns<T, Cast, Rotation><<<dim3(width, count), kStripThreads<T>, 0, launch.stream>>>(
         p, amax, static_cast<unsigned>(first_group));
@@ -18,6 +20,8 @@ void launch_groups_of(TileLaunch const& launch, float* amax) {
 }
 
 }  // namespace
+
+int64_t group_columns_ctas(int64_t k, int num_groups) { return num_strips(k) * num_groups; }
 
 void launch_group_columns(TileLaunch const& launch, fp4gemm_hadamard_t hadamard, float* amax) {
   for_type(launch.dtype, [&](auto type) {

@@ -56,6 +56,8 @@ void launch_tiles_four_over_six(TileLaunch const& launch);
 /// Quantizes columns of groups with few rows. Writes headroom * max |x| of each column in each group, after
 /// the Hadamard transform if there is one, to amax (num_groups, k).
 void launch_group_columns(TileLaunch const& launch, fp4gemm_hadamard_t hadamard, float* amax);
+/// The number of CTAs of that launch.
+int64_t group_columns_ctas(int64_t k, int num_groups);
 /// launch.params describes the first of num_matrices matrices, which follow each other as their results do.
 void launch_squares(TileLaunch const& launch, bool four_over_six, int num_matrices);
 

@@ -16,8 +16,11 @@ constexpr int kAmaxUnroll = 4;
 
 // Rows of a group, on average, up to which quantize_group_columns is used. A group may have any number of
 // rows, but those of a long group take longer than in columns_amax and quantize_tiles, since one CTA has all
-// of them.
+// rows of a strip.
 constexpr int64_t kMostRowsPerGroup = 128;
+
+// Rows of x up to which its single launch is faster even where it has fewer CTAs than there are SMs.
+constexpr int64_t kFewRows = 512;
 
 /// Combines headroom * max |x| of `rows` rows of `blocks_per_row` blocks into amax[matrix], which must not be
 /// negative before, for matrix blockIdx.z + first_matrix of a stack of such matrices. The greatest of rounded
@@ -211,10 +214,12 @@ fp4gemm_status_t find_amaxes(fp4gemm_quantize_args_t const& args, int num_matric
 }
 
 /// Whether one kernel finds the amaxes of the columns and quantizes with them.
-bool has_short_groups(fp4gemm_quantize_args_t const& args) {
+bool has_short_groups(fp4gemm_quantize_args_t const& args, int num_sms) {
+  bool const fills_gpu = group_columns_ctas(args.k, args.num_groups) >= num_sms;
   return args.offs != nullptr && args.m <= kMostRowsPerGroup * args.num_groups &&
-         args.scaling == FP4GEMM_SCALING_ROW && args.four_over_six == FP4GEMM_FOUR_OVER_SIX_NONE &&
-         args.block_rows != kBlock && args.row.codes == nullptr && args.column.amax_given == nullptr;
+         (fills_gpu || args.m <= kFewRows) && args.scaling == FP4GEMM_SCALING_ROW &&
+         args.four_over_six == FP4GEMM_FOUR_OVER_SIX_NONE && args.block_rows != kBlock &&
+         args.row.codes == nullptr && args.column.amax_given == nullptr;
 }
 
 fp4gemm_status_t launch_along_columns(fp4gemm_quantize_args_t const& args, int num_matrices, int num_sms,
@@ -222,7 +227,7 @@ fp4gemm_status_t launch_along_columns(fp4gemm_quantize_args_t const& args, int n
   bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
   float const* row_amax = nullptr;
   float const* column_amax = nullptr;
-  bool const finds_amax = has_short_groups(args);
+  bool const finds_amax = has_short_groups(args, num_sms);
   if (!finds_amax) {
     FP4GEMM_TRY(find_amaxes(args, num_matrices, num_sms, stream, &row_amax, &column_amax));
   }
