@@ -22,13 +22,13 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
       ", Tensor? offs=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("quantize_decoded(Tensor x, Tensor? amax, bool per_row, int axis=-1" FP4GEMM_CAST_SCHEMA
         ", Tensor? offs=None, Tensor? rows=None) -> (Tensor, Tensor)");
+  m.def(
+      "quantize_stack(Tensor x, Tensor? amax, bool rows, bool columns, bool per_row=False, "
+      "int block_rows=16" FP4GEMM_CAST_SCHEMA ") -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 #undef FP4GEMM_CAST_SCHEMA
   m.def(
       "quantize_searched(Tensor x, Tensor? amax, Tensor? importance, bool per_row, int block_rows=1, "
       "int e4m3_max=448) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "quantize_stack(Tensor x, Tensor? amax, bool rows, bool columns, int four_over_six=0, "
-      "bool fast_error=False, int e4m3_max=448) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("silu_and_mul_quantize(Tensor x, Tensor? offs=None) -> (Tensor, Tensor, Tensor)");
   m.def("silu_and_mul_quantize_decoded(Tensor x, Tensor? offs=None) -> (Tensor, Tensor)");
   m.def(

@@ -1,9 +1,45 @@
 // What the operators that quantize share: the input and the groups of a call, and the shapes of its results.
 #pragma once
 
+#include "quantize_ops.hpp"
 #include "tensors.hpp"
 
 namespace fp4gemm_torch {
+
+#define FP4GEMM_AS_FIELD(type, name, schema) type name;
+#define FP4GEMM_AS_ARGUMENT(type, name, schema) , name
+
+/// The options of the quantize operators, in the order of their schemas. hadamard is that of the direction
+/// that the operator rotates.
+struct QuantizeOptions {
+  bool per_row;
+  int64_t block_rows;
+  FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_FIELD)
+};
+
+/// Sets the options of a call, except for hadamard.
+inline void set_options(fp4gemm_quantize_args_t& args, QuantizeOptions const& options, int32_t device) {
+  args.scaling = options.per_row ? FP4GEMM_SCALING_ROW : FP4GEMM_SCALING_TENSOR;
+  args.block_rows = narrow("block_rows", options.block_rows);
+  args.encode = static_cast<fp4gemm_encode_t>(narrow("encode", options.encode));
+  args.four_over_six = static_cast<fp4gemm_four_over_six_t>(narrow("four_over_six", options.four_over_six));
+  args.fast_error = options.fast_error ? 1 : 0;
+  args.e4m3_max = narrow("e4m3_max", options.e4m3_max);
+  args.hadamard_signs = static_cast<unsigned>(narrow("signs", options.signs));
+  args.headroom = static_cast<float>(options.headroom);
+  if (options.rng_state.has_value()) {
+    Tensor const& state = *options.rng_state;
+    check_dtype("rng_state", state, ScalarType::Long);
+    check_device("rng_state", state, device);
+    STD_TORCH_CHECK(state.dim() == 1 && state.size(0) == 2 && state.is_contiguous(),
+                    "rng_state: must be a contiguous vector of 2 elements");
+    args.rng_state = static_cast<int64_t const*>(state.const_data_ptr());
+  }
+}
+
+inline fp4gemm_hadamard_t hadamard_of(QuantizeOptions const& options) {
+  return static_cast<fp4gemm_hadamard_t>(narrow("hadamard", options.hadamard));
+}
 
 /// Sets x (m, k), which must have unit stride along k, and its sizes. k must be a multiple of `step`.
 template <class Args>

@@ -48,40 +48,14 @@ Quantized set_side(char const* amax_name, fp4gemm_quantized_t& side, int64_t row
   return result;
 }
 
-#define FP4GEMM_AS_FIELD(type, name, schema) type name;
-#define FP4GEMM_AS_ARGUMENT(type, name, schema) , name
-
-/// The options of the quantize operators, in the order of their schemas. hadamard is that of the direction
-/// that the operator rotates.
-struct QuantizeOptions {
-  bool per_row;
-  int64_t block_rows;
-  FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_FIELD)
-  std::optional<Tensor> offs;
-};
-
 /// The arguments of a call without its results: x and the options, except for hadamard.
-fp4gemm_quantize_args_t quantize_args(Tensor const& x, QuantizeOptions const& options, int32_t device) {
+fp4gemm_quantize_args_t quantize_args(Tensor const& x, QuantizeOptions const& options,
+                                      std::optional<Tensor> const& offs, int32_t device) {
   fp4gemm_quantize_args_t args = FP4GEMM_QUANTIZE_ARGS_INIT;
   set_input(args, x);
   args.x_dtype = dtype_of("x", x.scalar_type());
-  args.scaling = options.per_row ? FP4GEMM_SCALING_ROW : FP4GEMM_SCALING_TENSOR;
-  args.block_rows = narrow("block_rows", options.block_rows);
-  args.encode = static_cast<fp4gemm_encode_t>(narrow("encode", options.encode));
-  args.four_over_six = static_cast<fp4gemm_four_over_six_t>(narrow("four_over_six", options.four_over_six));
-  args.fast_error = options.fast_error ? 1 : 0;
-  args.e4m3_max = narrow("e4m3_max", options.e4m3_max);
-  args.hadamard_signs = static_cast<unsigned>(narrow("signs", options.signs));
-  args.headroom = static_cast<float>(options.headroom);
-  if (options.rng_state.has_value()) {
-    Tensor const& state = *options.rng_state;
-    check_dtype("rng_state", state, ScalarType::Long);
-    check_device("rng_state", state, device);
-    STD_TORCH_CHECK(state.dim() == 1 && state.size(0) == 2 && state.is_contiguous(),
-                    "rng_state: must be a contiguous vector of 2 elements");
-    args.rng_state = static_cast<int64_t const*>(state.const_data_ptr());
-  }
-  set_groups(args, options.offs, device);
+  set_options(args, options, device);
+  set_groups(args, offs, device);
   return args;
 }
 
@@ -99,10 +73,6 @@ void set_rows(fp4gemm_quantize_args_t& args, std::optional<Tensor> const& rows, 
   }
   args.x_num_rows = num_rows;
   args.x_rows = static_cast<int32_t const*>(rows->const_data_ptr());
-}
-
-fp4gemm_hadamard_t hadamard_of(QuantizeOptions const& options) {
-  return static_cast<fp4gemm_hadamard_t>(narrow("hadamard", options.hadamard));
 }
 
 /// A direction of the result, (rows, k).
@@ -146,8 +116,8 @@ std::tuple<Tensor, Tensor, Tensor> quantize(Tensor const& x, std::optional<Tenso
                                             int64_t block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_PARAMETER),
                                             std::optional<Tensor> offs, std::optional<Tensor> rows) {
   int32_t const device = x.get_device_index();
-  QuantizeOptions const options{per_row, block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_ARGUMENT), offs};
-  fp4gemm_quantize_args_t args = quantize_args(x, options, device);
+  QuantizeOptions const options{per_row, block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_ARGUMENT)};
+  fp4gemm_quantize_args_t args = quantize_args(x, options, offs, device);
   set_rows(args, rows, device);
   Direction const to = direction_of(args, axis);
   to.side->hadamard = hadamard_of(options);
@@ -178,8 +148,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_both(
         quantize(x, amax_t, per_row, 0, block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_ARGUMENT), offs);
     return {codes, scales, measured, codes_t, scales_t, measured_t};
   }
-  QuantizeOptions const options{per_row, block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_ARGUMENT), offs};
-  fp4gemm_quantize_args_t args = quantize_args(x, options, device);
+  QuantizeOptions const options{per_row, block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_ARGUMENT)};
+  fp4gemm_quantize_args_t args = quantize_args(x, options, offs, device);
   args.column.hadamard = hadamard_of(options);
   Direction const first = direction_of(args, -1);
   Direction const second = direction_of(args, 0);
@@ -194,8 +164,8 @@ std::tuple<Tensor, Tensor> quantize_decoded(Tensor const& x, std::optional<Tenso
                                             int64_t axis FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_PARAMETER),
                                             std::optional<Tensor> offs, std::optional<Tensor> rows) {
   int32_t const device = x.get_device_index();
-  QuantizeOptions const options{per_row, 1 FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_ARGUMENT), offs};
-  fp4gemm_quantize_args_t args = quantize_args(x, options, device);
+  QuantizeOptions const options{per_row, 1 FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_ARGUMENT)};
+  fp4gemm_quantize_args_t args = quantize_args(x, options, offs, device);
   set_rows(args, rows, device);
   Direction const to = direction_of(args, axis);
   to.side->hadamard = hadamard_of(options);

@@ -47,10 +47,9 @@ std::tuple<Tensor, Tensor, Tensor> quantize_searched(Tensor const& x, std::optio
                                                      std::optional<Tensor> importance, bool per_row,
                                                      int64_t block_rows, int64_t e4m3_max);
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_stack(Tensor const& x, std::optional<Tensor> amax,
-                                                                  bool rows, bool columns,
-                                                                  int64_t four_over_six, bool fast_error,
-                                                                  int64_t e4m3_max);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_stack(
+    Tensor const& x, std::optional<Tensor> amax, bool rows, bool columns, bool per_row,
+    int64_t block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_PARAMETER));
 
 std::tuple<Tensor, Tensor, Tensor> silu_and_mul_quantize(Tensor const& x, std::optional<Tensor> offs);
 

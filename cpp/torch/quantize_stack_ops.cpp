@@ -1,8 +1,6 @@
-// The operator that quantizes stacks in blocks of 16 x 16 on CUDA: it checks tensors, allocates results and
-// calls the C interface.
+// The operator that quantizes stacks on CUDA: it checks tensors, allocates results and calls the C interface.
 #include "fp4gemm/stacks.h"
-#include "quantize_ops.hpp"
-#include "tensors.hpp"
+#include "quantize_call.hpp"
 
 namespace fp4gemm_torch {
 namespace {
@@ -25,10 +23,9 @@ void set_side(fp4gemm_quantized_t& side, bool is_wanted, int64_t matrices, int64
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_stack(Tensor const& x, std::optional<Tensor> amax,
-                                                                  bool rows, bool columns,
-                                                                  int64_t four_over_six, bool fast_error,
-                                                                  int64_t e4m3_max) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_stack(
+    Tensor const& x, std::optional<Tensor> amax, bool rows, bool columns, bool per_row,
+    int64_t block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_PARAMETER)) {
   int32_t const device = x.get_device_index();
   check_dims("x", x, 3);
   STD_TORCH_CHECK(rows || columns, "rows: is False, must be True where columns is False");
@@ -46,21 +43,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_stack(Tensor const& 
   STD_TORCH_CHECK(matrices <= 1 || x.stride(0) == args.m * args.x_row_stride, "x: stride along matrices is ",
                   x.stride(0), ", must be ", args.m * args.x_row_stride);
   args.x_dtype = dtype_of("x", x.scalar_type());
-  args.scaling = FP4GEMM_SCALING_TENSOR;
-  args.block_rows = 16;
-  args.four_over_six = static_cast<fp4gemm_four_over_six_t>(narrow("four_over_six", four_over_six));
-  args.fast_error = fast_error ? 1 : 0;
-  args.e4m3_max = narrow("e4m3_max", e4m3_max);
+  QuantizeOptions const options{per_row, block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_ARGUMENT)};
+  set_options(args, options, device);
+  (columns ? args.column : args.row).hadamard = hadamard_of(options);
   Tensor codes, scales, codes_t, scales_t;
   set_side(args.row, rows, matrices, args.m, args.k, device, codes, scales);
   set_side(args.column, columns, matrices, args.k, args.m, device, codes_t, scales_t);
-  // A square has one scale for both directions, and so does a matrix.
+  // A square has one scale for both directions, and so a matrix has one amax.
   fp4gemm_quantized_t& measured_by = rows ? args.row : args.column;
-  Tensor measured = empty(amax.has_value() ? 0 : matrices, -1, ScalarType::Float, device);
-  if (amax.has_value()) {
-    measured_by.amax_given = check_vector("amax", *amax, matrices, false, device);
-  } else {
+  int64_t const num_amaxes = amax.has_value() ? 0 : matrices;
+  Tensor measured = empty(num_amaxes, per_row ? args.k : -1, ScalarType::Float, device);
+  if (!amax.has_value()) {
     measured_by.amax = static_cast<float*>(measured.mutable_data_ptr());
+  } else if (per_row) {
+    check_matrix("amax", *amax, ScalarType::Float, device);
+    check_shape("amax", *amax, matrices, args.k);
+    measured_by.amax_given = static_cast<float const*>(amax->const_data_ptr());
+  } else {
+    measured_by.amax_given = check_vector("amax", *amax, matrices, false, device);
   }
   if (rows && columns) {
     args.column.amax_given = amax.has_value() ? args.row.amax_given : args.row.amax;

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import _checks
 from .containers.nvfp4 import NVFP4Tensor
-from .layout import GROUP_COLUMNS, TILE_COLUMNS, TILE_ROWS, padded_scale_shape
+from .layout import TILE_ROWS, padded_scale_shape
 from .ops import operators
 from .ops.schema import (
     QuantizeCall,
@@ -149,13 +149,11 @@ def quantize_stack(call: QuantizeCall, g: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and amax of the g matrices of x (g * n, k), each by itself; amax (g, n) or (g, 1)."""
     if call.axis == -1 and call.block_rows == 1 and call.rng_state is None:
         codes, scales, measured = _in_one_call(call, g)
-    elif call.block_rows != 1:
-        rows, columns = _squares(call, g, call.axis == -1, call.axis == 0)
+    elif call.axis == 0 or call.block_rows != 1:
+        rows, columns = _by_matrix(call, g, call.axis == -1, call.axis == 0)
         codes, scales, measured = rows if call.axis == -1 else columns
-    elif _are_spans(call, g):
-        codes, scales, measured = _columns_in_one_call(call, g)
     else:
-        calls = [call._replace(**part) for part in _matrices(call, g, "amax")]
+        calls = [call._replace(**part) for part in _matrices(call, g)]
         codes, scales, measured = _stacked([operators.quantize(*each) for each in calls])
     return codes, scales, measured if call.amax is None else call.amax
 
@@ -170,7 +168,7 @@ def quantize_stack_decoded(call: QuantizeCall, g: int) -> tuple[Tensor, Tensor]:
         data, measured = operators.quantize_decoded(*whole)
         data, measured = data.view(g, -1, call.x.shape[1]), _amax_of_matrices(call, g, measured)
     else:
-        calls = [narrowed(QuantizeDecodedCall, call, **part) for part in _matrices(call, g, "amax")]
+        calls = [narrowed(QuantizeDecodedCall, call, **part) for part in _matrices(call, g)]
         results = [operators.quantize_decoded(*each) for each in calls]
         data, measured = (torch.stack(parts) for parts in zip(*results, strict=True))
     return data, measured if call.amax is None else call.amax
@@ -180,23 +178,11 @@ def quantize_stack_both(
     call: Any, g: int
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
     """Codes, scales and amax of the matrices of x, and of their transposes; a QuantizeBothCall."""
-    if call.block_rows != 1:
-        if call.amax is None:
-            return _squares(call, g, True, True)
-        rows, _ = _squares(call, g, True, False)
-        _, columns = _squares(call._replace(amax=call.amax_t), g, False, True)
-        return (*rows[:2], call.amax), (*columns[:2], call.amax_t)
-    if _are_spans(call, g):
-        along_k = narrowed(QuantizeCall, call, hadamard=0, signs=0)
-        return quantize_stack(along_k, g), quantize_stack(
-            narrowed(QuantizeCall, call, amax=call.amax_t, axis=0), g
-        )
-    calls = [call._replace(**part) for part in _matrices(call, g, "amax", "amax_t")]
-    results = [operators.quantize_both(*each) for each in calls]
-    rows, columns = _stacked([r[:3] for r in results]), _stacked([r[3:] for r in results])
-    if call.amax is not None:
-        return (*rows[:2], call.amax), (*columns[:2], call.amax_t)
-    return rows, columns
+    if call.block_rows != 1 and call.amax is None:
+        return _by_matrix(call, g, True, True)
+    along_k = narrowed(QuantizeCall, call, hadamard=0, signs=0)
+    along_n = narrowed(QuantizeCall, call, amax=call.amax_t, axis=0)
+    return quantize_stack(along_k, g), quantize_stack(along_n, g)
 
 
 def quantize_stack_searched(call: QuantizeSearchedCall, g: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -214,15 +200,18 @@ def quantize_stack_searched(call: QuantizeSearchedCall, g: int) -> tuple[Tensor,
     return codes, scales, measured if amax is None else amax
 
 
-def _squares(
+def _by_matrix(
     call: Any, g: int, wants_rows: bool, wants_columns: bool
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """Blocks of 16x16: codes, scales and amax (g, 1) of the matrices and of their transposes, in one call."""
+    """Codes, scales and amax of the matrices and of their transposes in one call; amax (g, k) or (g, 1).
+
+    Blocks of 16x16, or transposes alone.
+    """
     x = call.x.view(g, -1, call.x.shape[1])
-    amax = None if call.amax is None else call.amax.view(-1)
+    amax = call.amax if call.amax is None or call.per_row else call.amax.view(-1)
     whole = narrowed(QuantizeStackCall, call, x=x, amax=amax, rows=wants_rows, columns=wants_columns)
     codes, scales, codes_t, scales_t, measured = operators.quantize_stack(*whole)
-    measured = measured.view(-1, 1)
+    measured = measured if call.per_row else measured.view(-1, 1)
     return (codes, scales, measured), (codes_t, scales_t, measured)
 
 
@@ -250,29 +239,7 @@ def _in_one_call(call: QuantizeCall, g: int) -> tuple[Tensor, Tensor, Tensor]:
     return codes.view(g, n, -1), scales, _amax_of_matrices(call, g, measured)
 
 
-def _are_spans(call: Any, g: int) -> bool:
-    """Whether the rows of the matrices of x (g * n, k) are groups of columns of x.T without padding."""
-    rows = call.x.shape[0] // g
-    return call.block_rows == 1 and call.rng_state is None and rows % GROUP_COLUMNS == 0
-
-
-def _columns_in_one_call(call: QuantizeCall, g: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Blocks along n: the matrices are groups of columns of x.T, (k, g * n), which are then reordered."""
-    n = call.x.shape[0] // g
-    amax = call.amax if call.amax is None or call.per_row else call.amax.view(-1)
-    codes, scales, measured = operators.quantize(*call._replace(amax=amax, offs=_ends(call.x, g)))
-    # Behind the last group there may be padding. Scales of a group are whole tiles of 128 rows and 4 columns.
-    spans, span_rows = n // GROUP_COLUMNS, scales.shape[0] // TILE_ROWS
-    # Copied as words of 8 bytes: torch copies transposed bytes one at a time.
-    words = codes.view(torch.int64)[:, : g * n // 16].unflatten(1, (g, n // 16))
-    codes = words.transpose(0, 1).contiguous().view(torch.uint8)
-    tiles = scales.view(span_rows, -1, TILE_ROWS * TILE_COLUMNS).view(torch.int64)[:, : g * spans]
-    plain = tiles.unflatten(1, (g, spans)).transpose(0, 1).contiguous().view(torch.float8_e4m3fn)
-    measured = measured if call.per_row or call.amax is not None else measured.view(-1, 1)
-    return codes, plain.view(g, scales.shape[0], -1), measured
-
-
-def _matrices(call: Any, g: int, *amaxes: str) -> list[dict[str, Any]]:
+def _matrices(call: Any, g: int) -> list[dict[str, Any]]:
     """What differs from call to call when each matrix of x (g * n, k) is quantized by itself.
 
     The random state of each has its own offset, two further than that of the one before.
@@ -283,11 +250,8 @@ def _matrices(call: Any, g: int, *amaxes: str) -> list[dict[str, Any]]:
     if state is not None:
         step = torch.arange(g, dtype=torch.int64, device=x.device) * 2
         states = torch.stack((state[0].expand(g), state[1] + step), dim=1)
-    given = {name: getattr(call, name) for name in amaxes if getattr(call, name) is not None}
-    return [
-        {"x": parts[e], "rng_state": states[e], **{name: value[e] for name, value in given.items()}}
-        for e in range(g)
-    ]
+    given: Any = [None] * g if call.amax is None else call.amax
+    return [{"x": parts[e], "amax": given[e], "rng_state": states[e]} for e in range(g)]
 
 
 def _stacked(results: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:

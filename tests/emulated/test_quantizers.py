@@ -254,7 +254,9 @@ def test_stacks(session: Session, given: bool, four_over_six: int, dtype: torch.
         args.four_over_six, args.e4m3_max = four_over_six, bound
         args.x, args.x_row_stride, args.x_dtype = memory.put(x), K, capi.DTYPES[dtype]
         given_at = memory.put(amax)  # a square has one scale, so both sides have the same amax
-        *parts, measured = reference.quantize_stack(x, amax, rows, columns, four_over_six, False, bound)
+        *parts, measured = reference.quantize_stack(
+            x, amax, rows, columns, four_over_six=four_over_six, e4m3_max=bound
+        )
         for side, want, wanted in ((args.row, parts[:2], rows), (args.column, parts[2:], columns)):
             if wanted:
                 side.amax_given = given_at
@@ -263,3 +265,43 @@ def test_stacks(session: Session, given: bool, four_over_six: int, dtype: torch.
 
     for rows, columns in ((True, False), (False, True), (True, True)):
         check(session, "quantize_stack", partial(build, rows=rows, columns=columns))
+
+
+@pytest.mark.parametrize("mode", [m for m in FEW if m.arguments["block_rows"] == 1], ids=by_name)
+def test_columns_of_stacks(session: Session, mode: Mode) -> None:
+    """Three matrices in one call, each with random numbers of its own; packed, decoded, with a given amax."""
+    parts = [rows_of_every_kind(torch.bfloat16) * scale for scale in (1, 0.5, 0)]
+    x = torch.stack(parts)
+    options = mode.operator()
+    offset = options.get("rng_state")
+    shape = (3, K) if options["per_row"] else (3, 1)
+    given = torch.arange(3 * shape[1]).view(shape) / 4 + 0.25
+    decoded = {name: value for name, value in options.items() if name != "block_rows"}
+
+    def wanted(amax: Tensor | None, is_decoded: bool) -> tuple[Tensor, ...]:
+        made = []
+        for e, part in enumerate(parts):
+            own = {} if offset is None else {"rng_state": offset + torch.tensor([0, 2 * e])}
+            of_e = None if amax is None else amax[e]
+            if is_decoded:
+                made.append(reference.quantize_decoded(part, of_e, axis=0, **{**decoded, **own}))
+            else:
+                codes, scales, found = reference.quantize(part, of_e, axis=0, **{**options, **own})
+                made.append((codes, scales.view(torch.uint8), found))
+        return tuple(torch.stack(each) for each in zip(*made, strict=True))
+
+    def build(memory: Memory, amax: Tensor | None, is_decoded: bool) -> tuple[object, ...]:
+        args = capi.QuantizeArgs(m=x.shape[1], k=K, hadamard_signs=options["signs"])
+        args.scaling = capi.SCALING_ROW if options["per_row"] else capi.SCALING_TENSOR
+        for name in SAME_NAMES:
+            setattr(args, name, options[name])
+        args.x, args.x_row_stride, args.x_dtype = memory.put(x), K, capi.DTYPES[x.dtype]
+        args.rng_state = memory.put(offset)
+        args.column.hadamard = options["hadamard"]
+        args.column.amax_given = memory.put(amax)
+        *data, found = wanted(amax, is_decoded)
+        parts_out(memory, args.column, (*data, None if amax is not None else found))
+        return args, len(x)
+
+    for amax, is_decoded in ((None, False), (given, False), (None, True)):
+        check(session, "quantize_stack", partial(build, amax=amax, is_decoded=is_decoded))

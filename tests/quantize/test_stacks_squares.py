@@ -149,7 +149,7 @@ def test_one_call(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None
 def test_opcheck(device: torch.device, gen: torch.Generator) -> None:
     x = matrices_of("heavy", (2, 48, 80), torch.bfloat16, gen).to(device)
     opcheck("quantize_stack", x, None, True, True)
-    opcheck("quantize_stack", x, torch.rand(2, device=device), False, True, 1, e4m3_max=256)
+    opcheck("quantize_stack", x, torch.rand(2, device=device), False, True, four_over_six=1, e4m3_max=256)
 
 
 @pytest.mark.gpu
@@ -204,9 +204,10 @@ def test_operator_refuses(cuda: torch.device) -> None:
         ({"m": -1}, 2, "m: is -1, must be between 0"),
         ({}, 0, "num_matrices: is 0, must be between 1"),
         ({}, 1 << 27, "num_matrices: 134217728 of 32 rows, must be at most 2147483647 rows"),
-        ({"block_rows": 1}, 2, "block_rows: is 1, must be 16 for a stack"),
+        ({"block_rows": 1}, 2, "block_rows: is 1, which requires column without row for a stack"),
         ({"scaling": capi.SCALING_ROW}, 2, "block_rows: is 16, which requires FP4GEMM_SCALING_TENSOR"),
         ({"offs": 1024, "num_groups": 1}, 2, "without groups, Hadamard and stochastic rounding"),
+        ({"block_rows": 1, "offs": 1024, "num_groups": 1}, 2, "offs: is 0x400, must be null for a stack"),
     ],
 )
 def test_c_interface_refuses(changes: dict[str, Any], num_matrices: int, message: str) -> None:

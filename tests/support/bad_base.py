@@ -274,9 +274,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
             "amax": None,
             "rows": True,
             "columns": True,
-            "four_over_six": 0,
-            "fast_error": False,
-            "e4m3_max": 448,
+            **OPERATOR_OPTIONS,
+            "per_row": False,
+            "block_rows": 16,
         },
     ),
     "reference.silu_and_mul": (

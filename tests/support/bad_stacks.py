@@ -59,6 +59,28 @@ add(S, "amax", "negative", lambda: -ones(2), VALUE, "entry 0 is -1.0, must be at
 add(S, "rows", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
 add(S, "columns", "type", lambda: None, TYPE, "got None (NoneType), must be True or False")
 add_together(S, "rows-columns", lambda: {"rows": False, "columns": False}, VALUE, "got False, must", "rows")
+add(S, "per_row", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
+add(S, "per_row", "squares", lambda: True, NOT, "got True, must be False with block_rows 16")
+add(S, "block_rows", "value", lambda: 8, VALUE, "got 8, must be 1 or 16")
+add_together(
+    S, "rows-one", lambda: {"block_rows": 1}, NOT, "got True, must be False with block_rows 1", "rows"
+)
+add(S, "encode", "value", lambda: 2, VALUE, "got 2, must be 0 or 1")
+add(S, "encode", "squares", lambda: 1, NOT, "got 1, must be 0 (te) with block_rows 16")
+add(S, "hadamard", "value", lambda: 3, VALUE, "got 3, must be 0, 1 or 2")
+add(S, "hadamard", "squares", lambda: 1, NOT, "got 1, must be 0 with block_rows 16")
+add(S, "signs", "alone", lambda: 3, VALUE, "got 3, must be 0 without hadamard")
+add(S, "rng_state", "shape", lambda: torch.zeros(3, dtype=torch.int64), VALUE, "shape is (3,), must be (2,)")
+add(S, "rng_state", "squares", lambda: torch.zeros(2, dtype=torch.int64), NOT, "must be None with block_rows")
+add(S, "headroom", "value", lambda: 1.1, VALUE, "got 1.1, must be 1.0 or 1.0625")
+add(S, "headroom", "squares", lambda: 1.0625, NOT, "got 1.0625, must be 1.0 with block_rows 16")
+for kind, value, says in (
+    ("shape", lambda: ones(2), "shape is (2,), must be (2, 64)"),
+    ("negative", lambda: -ones(2, K), "entry 0 is -1.0, must be at least 0 and not NaN"),
+):
+    columns = {"rows": False, "block_rows": 1, "per_row": True}
+    make = lambda value=value, columns=columns: {**columns, "amax": value()}  # noqa: E731
+    add_together(S, f"columns-amax-{kind}", make, VALUE, says, "amax")
 add(S, "four_over_six", "value", lambda: 3, VALUE, "got 3, must be 0, 1 or 2")
 add(S, "fast_error", "type", lambda: 1, TYPE, "got 1 (int), must be False or True")
 add(S, "e4m3_max", "value", lambda: 240, VALUE, "got 240, must be 448 or 256")

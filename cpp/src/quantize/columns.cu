@@ -29,12 +29,15 @@ void for_form(Groups const& groups, bool wants_rows, Launch const& launch) {
 }
 
 template <class T, class Cast, class Rotation>
-void launch_tiles_of(TileLaunch const& launch) {
+void launch_tiles_of(TileLaunch const& launch, int num_matrices) {
   TileParams const& p = launch.params;
   for_form(p.groups, p.row.codes != nullptr, [&](auto form) {
-    for_tile_grids(p.k, int64_t{p.column.num_blocks} * kBlock, [&](dim3 grid, unsigned first_tile) {
-      quantize_tiles<T, Cast, Rotation, decltype(form)::value>
-          <<<grid, kTileThreads<T>, 0, launch.stream>>>(p, first_tile);
+    for_grid_parts(num_matrices, kMaxGridY, [&](int64_t first_matrix, unsigned matrices) {
+      for_tile_grids(p.k, int64_t{p.column.num_blocks} * kBlock, [&](dim3 grid, unsigned first_tile) {
+        grid.z = matrices;
+        quantize_tiles<T, Cast, Rotation, decltype(form)::value>
+            <<<grid, kTileThreads<T>, 0, launch.stream>>>(p, first_tile, static_cast<unsigned>(first_matrix));
+      });
     });
   });
 }
@@ -42,40 +45,45 @@ void launch_tiles_of(TileLaunch const& launch) {
 /// Each CTA has the most rows for which there are three CTAs for each SM, since every CTA adds to the amaxes
 /// in global memory.
 template <class T, class Rotation>
-void launch_amax_of(ColumnAmaxParams params, int num_sms, cudaStream_t stream) {
+void launch_amax_of(ColumnAmaxParams params, int num_matrices, int num_sms, cudaStream_t stream) {
   auto const width = static_cast<unsigned>(ceil_div(params.k, kColumnAmaxThreads * Panel<T>::kColumns));
-  while (params.cta_rows > kBlock && width * ceil_div(params.columns, params.cta_rows) < 3 * num_sms) {
+  while (params.cta_rows > kBlock &&
+         num_matrices * width * ceil_div(params.columns, params.cta_rows) < 3 * num_sms) {
     params.cta_rows /= 2;
   }
   for_form(params.groups, params.row_amax != nullptr, [&](auto form) {
-    for_grid_parts(ceil_div(params.columns, params.cta_rows), kMaxGridY, [&](int64_t first, unsigned count) {
-      columns_amax<T, Rotation, decltype(form)::value>
-          <<<dim3(width, count), kColumnAmaxThreads, 0, stream>>>(params, static_cast<unsigned>(first));
+    for_grid_parts(num_matrices, kMaxGridY, [&](int64_t first_matrix, unsigned matrices) {
+      for_grid_parts(ceil_div(params.columns, params.cta_rows), kMaxGridY,
+                     [&](int64_t first, unsigned count) {
+                       columns_amax<T, Rotation, decltype(form)::value>
+                           <<<dim3(width, count, matrices), kColumnAmaxThreads, 0, stream>>>(
+                               params, static_cast<unsigned>(first), static_cast<unsigned>(first_matrix));
+                     });
     });
   });
 }
 
 }  // namespace
 
-void launch_tiles(TileLaunch const& launch, fp4gemm_hadamard_t hadamard, bool is_variant) {
+void launch_tiles(TileLaunch const& launch, fp4gemm_hadamard_t hadamard, bool is_variant, int num_matrices) {
   for_type(launch.dtype, [&](auto type) {
     using T = decltype(type);
     using Variant = VariantCast<Range::kRegular>;
     if (hadamard == FP4GEMM_HADAMARD_BF16) {
-      launch_tiles_of<T, Variant, __nv_bfloat16>(launch);
+      launch_tiles_of<T, Variant, __nv_bfloat16>(launch, num_matrices);
     } else if (hadamard == FP4GEMM_HADAMARD_FP32) {
-      launch_tiles_of<T, Variant, float>(launch);
+      launch_tiles_of<T, Variant, float>(launch, num_matrices);
     } else if (is_variant) {
-      launch_tiles_of<T, Variant, void>(launch);
+      launch_tiles_of<T, Variant, void>(launch, num_matrices);
     } else {
-      launch_tiles_of<T, TeCast<Range::kRegular>, void>(launch);
+      launch_tiles_of<T, TeCast<Range::kRegular>, void>(launch, num_matrices);
     }
   });
 }
 
-void launch_tiles_four_over_six(TileLaunch const& launch) {
+void launch_tiles_four_over_six(TileLaunch const& launch, int num_matrices) {
   for_type(launch.dtype, [&](auto type) {
-    launch_tiles_of<decltype(type), FourOverSixCast<Range::kRegular>, void>(launch);
+    launch_tiles_of<decltype(type), FourOverSixCast<Range::kRegular>, void>(launch, num_matrices);
   });
 }
 
@@ -93,20 +101,22 @@ void launch_squares(TileLaunch const& launch, bool four_over_six, int num_matric
   });
 }
 
-fp4gemm_status_t launch_columns_amax(ColumnAmaxParams const& params, fp4gemm_dtype_t dtype,
+fp4gemm_status_t launch_columns_amax(ColumnAmaxParams const& params, int num_matrices, fp4gemm_dtype_t dtype,
                                      fp4gemm_hadamard_t hadamard, int num_sms, cudaStream_t stream) {
   if (params.row_amax != nullptr) {
     FP4GEMM_CUDA(cudaMemsetAsync(params.row_amax, 0, params.m * sizeof(float), stream));
   }
-  int64_t const num_groups = params.groups.offs != nullptr ? params.groups.num : 1;
+  int64_t const num_groups = params.groups.offs != nullptr ? params.groups.num : num_matrices;
   int64_t const num_amaxes = params.column_is_tensor ? num_groups : num_groups * params.k;
   FP4GEMM_CUDA(cudaMemsetAsync(params.column_amax, 0, num_amaxes * sizeof(float), stream));
   for_type(dtype, [&](auto type) {
     using T = decltype(type);
     switch (hadamard) {
-      case FP4GEMM_HADAMARD_NONE: launch_amax_of<T, void>(params, num_sms, stream); break;
-      case FP4GEMM_HADAMARD_BF16: launch_amax_of<T, __nv_bfloat16>(params, num_sms, stream); break;
-      case FP4GEMM_HADAMARD_FP32: launch_amax_of<T, float>(params, num_sms, stream); break;
+      case FP4GEMM_HADAMARD_NONE: launch_amax_of<T, void>(params, num_matrices, num_sms, stream); break;
+      case FP4GEMM_HADAMARD_BF16:
+        launch_amax_of<T, __nv_bfloat16>(params, num_matrices, num_sms, stream);
+        break;
+      case FP4GEMM_HADAMARD_FP32: launch_amax_of<T, float>(params, num_matrices, num_sms, stream); break;
     }
   });
   FP4GEMM_CUDA(cudaGetLastError());

@@ -59,6 +59,19 @@ struct Side {
   int num_words = 0;   // of 4 scales in a row of the result, padding included
 };
 
+/// The columns of matrix `matrix` of a stack whose transposes have k rows; the results of the matrices follow
+/// each other. The amaxes are still those of the first matrix.
+__device__ inline Side columns_of_matrix(Side side, int64_t k, int64_t matrix) {
+  int64_t const first_block = matrix * k * side.num_blocks;
+  if (side.decoded != nullptr) {
+    side.decoded += 2 * first_block;  // 8 values each
+  } else {
+    side.codes += first_block * (kBlock / 2);
+    side.scales += matrix * scale_rows_of(k) * side.num_words * kScaleWord;
+  }
+  return side;
+}
+
 /// The arguments of quantize_tiles and quantize_squares.
 struct TileParams {
   void const* x;
@@ -86,14 +99,16 @@ enum class Form {
   kGroups,   // x^T of groups of rows, each padded to a multiple of 64 columns
 };
 
-/// The rows of x that are the 64 columns of x^T from `at` on, a multiple of 64. Without groups, `count` is
-/// the number of all rows from there on. All lanes of a warp must call it with the same `at`.
+/// The rows of x that are the 64 columns of x^T from `at` on, a multiple of 64. Without groups, these are the
+/// columns of matrix `matrix` of a stack of matrices of m rows, which counts as the group, and `count` is the
+/// number of all its rows from there on. All lanes of a warp must call it with the same arguments.
 template <Form kForm>
-__device__ inline TileRows find_span(Groups const& groups, int64_t m, int64_t at) {
+__device__ inline TileRows find_span(Groups const& groups, int64_t m, int64_t at, int64_t matrix) {
   if constexpr (kForm == Form::kGroups) {
     return find_tile<kGroupColumns>(groups, m, at / kGroupColumns);
   } else {
-    return {at, m - at, 0, 0};
+    int64_t const start = matrix * m;
+    return {start + at, m - at, static_cast<int>(matrix), start};
   }
 }
 
@@ -163,10 +178,12 @@ constexpr int kTileThreads = kTileColumns / Panel<T>::kColumns * (kTileRows / kB
 /// @tparam kForm Which results are written.
 ///
 /// The parameters stay in constant memory, so that references to the options do not copy them to the stack.
-/// first_tile is the tile that the CTAs with blockIdx.y = 0 process, see for_grid_parts.
+/// first_tile is the tile that the CTAs with blockIdx.y = 0 process, and first_matrix the matrix of those
+/// with blockIdx.z = 0, see for_grid_parts. Form::kColumns alone may have more than one matrix: a stack of
+/// matrices (m, k), with an amax each, or one for each of their columns, and random numbers of their own.
 template <class T, class Cast, class Rotation, Form kForm>
 __global__ void __launch_bounds__(kTileThreads<T>)
-    quantize_tiles(__grid_constant__ TileParams const p, unsigned first_tile) {
+    quantize_tiles(__grid_constant__ TileParams const p, unsigned first_tile, unsigned first_matrix) {
   constexpr int kThreads = kTileThreads<T>;
   constexpr int kColumnsPerThread = Panel<T>::kColumns;
   constexpr int kLanes = kTileColumns / kColumnsPerThread;
@@ -179,6 +196,8 @@ __global__ void __launch_bounds__(kTileThreads<T>)
   int64_t const first_row = int64_t{first_tile + blockIdx.y} * kTileRows;
   int64_t const first_column = int64_t{blockIdx.x} * kTileColumns;
   int const thread = static_cast<int>(threadIdx.x);
+  unsigned const matrix = kForm == Form::kColumns ? first_matrix + blockIdx.z : 0;
+  Side const out = columns_of_matrix(p.column, p.k, matrix);
 
   {
     int const lane = thread % kLanes;
@@ -186,10 +205,10 @@ __global__ void __launch_bounds__(kTileThreads<T>)
     int64_t const column = first_column + lane * kColumnsPerThread;
     int64_t const block = first_row / kBlock + group;
     static_assert(32 / kLanes * kBlock <= kGroupColumns, "the panels of a warp lie in one span");
-    TileRows const rows = find_span<kForm>(p.groups, p.m, block / kSpanBlocks * kGroupColumns);
+    TileRows const rows = find_span<kForm>(p.groups, p.m, block / kSpanBlocks * kGroupColumns, matrix);
     int const in_span = static_cast<int>(block % kSpanBlocks) * kBlock;
     bool const is_real = in_span < rows.count && column < p.k;
-    SideCast<Cast> const cast(p.cast, 1);
+    SideCast<Cast> const cast(p.cast, static_cast<int>(1 + 2 * matrix));
     Panel<T> panel;
     if (is_real) {
       T const* const first = static_cast<T const*>(p.x) + (rows.first + in_span) * p.row_stride + column;
@@ -233,28 +252,27 @@ __global__ void __launch_bounds__(kTileThreads<T>)
   for (int i = thread; i < kTileColumns * kRowGroups; i += kThreads) {
     int64_t const column = first_column + i / kRowGroups;
     int64_t const block = first_row / kBlock + i % kRowGroups;
-    if (column < p.k && block < p.column.num_blocks) {
-      int64_t const index = column * p.column.num_blocks + block;
+    if (column < p.k && block < out.num_blocks) {
+      int64_t const index = column * out.num_blocks + block;
       uint2 const codes = column_codes[i / kRowGroups][i % kRowGroups];
-      if (p.column.decoded == nullptr) {
-        reinterpret_cast<uint2*>(p.column.codes)[index] = codes;
+      if (out.decoded == nullptr) {
+        reinterpret_cast<uint2*>(out.codes)[index] = codes;
       } else {
         uint8_t const scale = column_scales[i / kRowGroups][i % kRowGroups];
-        p.column.decoded[2 * index] = decode_eight(codes.x, scale);
-        p.column.decoded[2 * index + 1] = decode_eight(codes.y, scale);
+        out.decoded[2 * index] = decode_eight(codes.x, scale);
+        out.decoded[2 * index + 1] = decode_eight(codes.y, scale);
       }
     }
   }
-  if (p.column.decoded != nullptr) {
+  if (out.decoded != nullptr) {
     return;  // without scales
   }
   for (int i = thread; i < kTileColumns * (kRowGroups / 4); i += kThreads) {
     int const in_tile = i % kTileColumns;
     int const word = i / kTileColumns;
     int const block = static_cast<int>(first_row / kBlock) + 4 * word;
-    if (block < 4 * p.column.num_words) {
-      *reinterpret_cast<uint32_t*>(p.column.scales +
-                                   scale_offset(first_column + in_tile, block, p.column.num_words)) =
+    if (block < 4 * out.num_words) {
+      *reinterpret_cast<uint32_t*>(out.scales + scale_offset(first_column + in_tile, block, out.num_words)) =
           *reinterpret_cast<uint32_t const*>(&column_scales[in_tile][4 * word]);
     }
   }

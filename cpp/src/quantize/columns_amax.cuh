@@ -17,7 +17,8 @@ struct ColumnAmaxParams {
   int64_t k;
   int64_t columns;     // of x^T: m, or the padded columns of its groups
   float* row_amax;     // (m), zeros before the launch; null: not written
-  float* column_amax;  // (groups, k), or (groups) with column_is_tensor; zeros before the launch
+  float* column_amax;  // (groups, k), or (groups) with column_is_tensor, or of the matrices of a stack; zeros
+                       // before the launch
   bool column_is_tensor;
   SignMasks signs;
   float headroom;  // factor of the maxima
@@ -50,8 +51,8 @@ __device__ inline uint32_t panel_row_bits(uint2 neighbours) {
   return bits;
 }
 
-/// Combines the maxima of the columns of a panel, those of a thread, into the amaxes of a group, 0 without
-/// groups. All lanes of a warp must call it with the same group.
+/// Combines the maxima of the columns of a panel, those of a thread, into the amaxes of a group, without
+/// groups those of a matrix. All lanes of a warp must call it with the same group.
 ///
 /// @tparam T, Element The type of x, and that of its Hadamard transform, from which the bits come.
 template <class T, class Element>
@@ -79,16 +80,18 @@ __device__ inline void combine_columns(ColumnAmaxParams const& p, uint32_t const
 
 /// Combines headroom * max |x| of every column, after the Hadamard transform if there is one, into
 /// column_amax, with Form::kGroups that of every column in each group, and with Form::kBoth that of every row
-/// into row_amax. Template parameters and first_tile are those of quantize_tiles; a CTA has cta_rows rows of
-/// one column panel for each of its threads. The greatest of rounded products is the rounded product of the
-/// greatest.
+/// into row_amax. Template parameters, first_tile and first_matrix are those of quantize_tiles; a CTA has
+/// cta_rows rows of one column panel for each of its threads. The greatest of rounded products is the rounded
+/// product of the greatest.
 template <class T, class Rotation, Form kForm>
-__global__ void __launch_bounds__(kColumnAmaxThreads) columns_amax(ColumnAmaxParams p, unsigned first_tile) {
+__global__ void __launch_bounds__(kColumnAmaxThreads)
+    columns_amax(ColumnAmaxParams p, unsigned first_tile, unsigned first_matrix) {
   constexpr int kColumns = Panel<T>::kColumns;
   using Element = cuda::std::conditional_t<cuda::std::is_void_v<Rotation>, T, Rotation>;
   int64_t const column = (int64_t{blockIdx.x} * kColumnAmaxThreads + threadIdx.x) * kColumns;
   int64_t const first_row = int64_t{first_tile + blockIdx.y} * p.cta_rows;
   int64_t const end_row = min(first_row + p.cta_rows, p.columns);
+  unsigned const matrix = kForm == Form::kColumns ? first_matrix + blockIdx.z : 0;
   constexpr bool kRows = kForm == Form::kBoth;
   bool const is_real = column < p.k;
   __shared__ uint32_t row_bits[kRows ? kMaxAmaxRows : 1];
@@ -109,7 +112,7 @@ __global__ void __launch_bounds__(kColumnAmaxThreads) columns_amax(ColumnAmaxPar
           bits[j] = 0;
         }
       }
-      rows = find_span<kForm>(p.groups, p.m, row - in_span);
+      rows = find_span<kForm>(p.groups, p.m, row - in_span, matrix);
     }
     Panel<T> panel{};
     if (is_real && in_span < rows.count) {

@@ -194,7 +194,7 @@ fp4gemm_status_t find_amaxes(fp4gemm_quantize_args_t const& args, int num_matric
   if (per_row) {
     ColumnAmaxParams both = params;
     both.row_amax = wants_row ? args.row.amax : nullptr;
-    return wants_column ? launch_columns_amax(both, args.x_dtype, hadamard, num_sms, stream)
+    return wants_column ? launch_columns_amax(both, num_matrices, args.x_dtype, hadamard, num_sms, stream)
                         : FP4GEMM_SUCCESS;
   }
   if (wants_row) {
@@ -202,7 +202,7 @@ fp4gemm_status_t find_amaxes(fp4gemm_quantize_args_t const& args, int num_matric
                                    args.headroom, args.row.amax, num_sms, stream));
   }
   if (wants_column && (hadamard != FP4GEMM_HADAMARD_NONE || groups.offs != nullptr)) {
-    FP4GEMM_TRY(launch_columns_amax(params, args.x_dtype, hadamard, num_sms, stream));
+    FP4GEMM_TRY(launch_columns_amax(params, num_matrices, args.x_dtype, hadamard, num_sms, stream));
   } else if (wants_column && wants_row) {
     FP4GEMM_CUDA(cudaMemcpyAsync(args.column.amax, args.row.amax, num_matrices * sizeof(float),
                                  cudaMemcpyDeviceToDevice, stream));
@@ -256,11 +256,11 @@ fp4gemm_status_t launch_along_columns(fp4gemm_quantize_args_t const& args, int n
     }
     launch_squares(launch, four_over_six, num_matrices);
   } else if (four_over_six) {
-    launch_tiles_four_over_six(launch);
+    launch_tiles_four_over_six(launch, num_matrices);
   } else {
-    launch_tiles(
-        launch, args.column.hadamard,
-        args.encode == FP4GEMM_ENCODE_TE_PER_TOKEN || args.rng_state != nullptr || args.headroom != 1.0f);
+    bool const is_variant =
+        args.encode == FP4GEMM_ENCODE_TE_PER_TOKEN || args.rng_state != nullptr || args.headroom != 1.0f;
+    launch_tiles(launch, args.column.hadamard, is_variant, num_matrices);
   }
   return FP4GEMM_SUCCESS;
 }

@@ -16,9 +16,14 @@ fp4gemm_status_t quantize_stack(fp4gemm_quantize_args_t const* args, int num_mat
   FP4GEMM_CHECK(num_matrices * args->m <= Rules::kMaxSize,
                 "num_matrices: %d of %lld rows, must be at most %lld rows", num_matrices, ll(args->m),
                 ll(Rules::kMaxSize));
-  if (args->block_rows != kBlock) {
-    return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "block_rows: is %d, must be %d for a stack", args->block_rows,
-                kBlock);
+  if (args->offs != nullptr) {
+    return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "offs: is %p, must be null for a stack",
+                static_cast<void const*>(args->offs));
+  }
+  if (args->block_rows == 1 && (is_wanted(args->row) || !is_wanted(args->column))) {
+    return fail(FP4GEMM_ERROR_NOT_SUPPORTED,
+                "block_rows: is 1, which requires column without row for a stack; fp4gemm_quantize quantizes "
+                "the rows of all matrices");
   }
   return on_device(device, [&](DeviceProperties const& properties) {
     return launch_quantize_stack(*args, num_matrices, properties, stream);

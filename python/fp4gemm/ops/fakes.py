@@ -148,7 +148,8 @@ def quantize_stack(call: QuantizeStackCall) -> tuple[Tensor, Tensor, Tensor, Ten
             x.new_empty(scales, dtype=torch.float8_e4m3fn),
         )
 
-    made = x.new_empty((0 if call.amax is not None else g,), dtype=torch.float32)
+    amaxes = 0 if call.amax is not None else g
+    made = x.new_empty((amaxes, k) if call.per_row else (amaxes,), dtype=torch.float32)
     return *side(call.rows, n, k), *side(call.columns, k, n), made
 
 

@@ -152,15 +152,22 @@ class QuantizeSearchedCall(NamedTuple):
 
 
 class QuantizeStackCall(NamedTuple):
-    """``quantize_stack``: the matrices of a stack, or their transposes, or both, in blocks of 16x16."""
+    """``quantize_stack``: the matrices of a stack, or their transposes, or both."""
 
     x: Tensor
     amax: Tensor | None
     rows: bool
     columns: bool
+    per_row: bool = False
+    block_rows: int = 16  # 1: columns alone
+    encode: int = 0
     four_over_six: int = 0
     fast_error: bool = False
     e4m3_max: int = 448
+    hadamard: int = 0
+    signs: int = 0
+    rng_state: Tensor | None = None
+    headroom: float = 1.0
 
 
 def narrowed(schema: Any, call: NamedTuple, **changed: Any) -> Any:

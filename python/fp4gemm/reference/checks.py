@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import _checks
 from .._checks import options as option_checks
 from .._checks import search as search_checks
-from ..ops.schema import QuantizeCall, QuantizeSearchedCall, QuantizeStackCall
+from ..ops.schema import QuantizeCall, QuantizeSearchedCall, QuantizeStackCall, narrowed
 
 
 def scales_like(value: object, shape: tuple[int, ...], why: str, device: torch.device) -> Tensor:
@@ -100,10 +100,10 @@ def searched(call: QuantizeSearchedCall) -> None:
 
 
 def stack(call: QuantizeStackCall) -> None:
-    """Raise unless the arguments of quantize_stack are valid; quantize checks the options."""
+    """Raise unless the arguments of quantize_stack are valid."""
     x, function = _checks.is_tensor("x", call.x), "fp4gemm.reference.quantize_stack"
     _checks.has_rank("x", x, 3, "(g, n, k)")
-    g, n, _ = x.shape
+    g, n, k = x.shape
     if g < 1 or n < 1:
         raise ValueError(f"x: shape is {tuple(x.shape)}, must hold at least one matrix of at least one row")
     _checks.quantize_input(x[0], function)
@@ -115,8 +115,14 @@ def stack(call: QuantizeStackCall) -> None:
         raise ValueError("rows: got False, must be True where columns is False")
     if call.columns:
         _checks.is_multiple("x", "n", n, _checks.BLOCK)
+    if call.rows and call.block_rows == 1:
+        refuse("rows", True, "False", "block_rows 1")
+    options(narrowed(QuantizeCall, call, rows=None))
     if call.amax is not None:
-        _checks.exact_vector("amax", call.amax, g, torch.float32, x.device, "x", function)
+        if call.per_row:
+            option_checks.given_amax("amax", call.amax, k, True, x.device, stack=g)
+        else:
+            _checks.exact_vector("amax", call.amax, g, torch.float32, x.device, "x", function)
         option_checks.amax_values("amax", call.amax)
 
 
