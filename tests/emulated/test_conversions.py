@@ -137,6 +137,10 @@ def test_prepack(session: Session, n: int, k: int) -> None:
 
     check(session, "prepack", prepack)
     check(session, "unprepack", unprepack)
+    # The sign of a scale moves to its codes, and each scale is stored, subnormal ones and NaN too.
+    scales = torch.randint(0, 256, scales.shape, generator=gen, dtype=torch.uint8)
+    packed = reference.prepack(codes, scales.view(torch.float8_e4m3fn))
+    check(session, "prepack", prepack)
 
 
 @pytest.mark.parametrize("fp8", FP8, ids=str)

@@ -106,80 +106,138 @@ __device__ inline uint2 with_sign(uint2 codes, uint32_t signs, int block) {
   return {codes.x ^ flip, codes.y ^ flip};
 }
 
+/// The word at a byte offset in a row of the table.
+__device__ inline uint32_t entry(uint32_t const (&row)[16], uint32_t offset) {
+  return *reinterpret_cast<uint32_t const*>(reinterpret_cast<char const*>(row) + offset);
+}
+
+/// Four scales without signs as the bytes that a chunk stores.
+__device__ inline uint32_t scale_codes(uint32_t word) {
+  uint32_t const normal = word + 0x78787878u;
+  if ((normal & 0x80808080u) == 0x80808080u && ((word + 0x01010101u) & 0x80808080u) == 0) {
+    return normal;  // each is at least 8 and no NaN
+  }
+  uint32_t codes = 0;
+#pragma unroll
+  for (int block = 0; block < kScaleWord; ++block) {
+    codes |= Nvfp4Packing::scale_code(word >> (8 * block) & 0xFFu) << (8 * block);
+  }
+  return codes;
+}
+
+/// Transposes bytes among four adjacent lanes: byte i of a word of lane j, counted in the four, becomes byte
+/// j of the same word of lane i.
+class ByteTranspose {
+ public:
+  __device__ explicit ByteTranspose(int lane) {
+    bool const upper = lane % 4 >= 2;
+    bool const odd = lane % 2 != 0;
+    give_half_ = upper ? 0x5410u : 0x7632u;
+    take_half_[0] = upper ? 0x3254u : 0x5410u;
+    take_half_[1] = upper ? 0x3276u : 0x7610u;
+    give_byte_ = odd ? 0x6420u : 0x7531u;
+    take_byte_[0] = odd ? 0x3514u : 0x5240u;
+    take_byte_[1] = odd ? 0x3716u : 0x7260u;
+  }
+
+  /// All lanes of a warp must call it.
+  __device__ void operator()(uint32_t& a, uint32_t& b) const {
+    uint32_t const half = __shfl_xor_sync(0xFFFFFFFFu, __byte_perm(a, b, give_half_), 2);
+    a = __byte_perm(a, half, take_half_[0]);
+    b = __byte_perm(b, half, take_half_[1]);
+    uint32_t const byte = __shfl_xor_sync(0xFFFFFFFFu, __byte_perm(a, b, give_byte_), 1);
+    a = __byte_perm(a, byte, take_byte_[0]);
+    b = __byte_perm(b, byte, take_byte_[1]);
+  }
+
+ private:
+  // Selectors. A lane exchanges halves of both words with the lane that is two away, then bytes with its
+  // neighbour.
+  uint32_t give_half_, take_half_[2];
+  uint32_t give_byte_, take_byte_[2];
+};
+
 /// Writes the chunks of each matrix from its codes (n, num_blocks) and swizzled scales.
+///
+/// A warp rearranges a chunk by itself, in four turns of 16 rows. A lane loads the codes of a block in two
+/// rows, of which it keeps a byte of each word, as do the three lanes that have the other blocks of these
+/// rows: the four transpose the bytes of their words.
 __global__ void __launch_bounds__(kThreads)
     prepack(PackShape shape, uint2 const* codes, uint32_t const* scales, uint8_t* packed) {
   __shared__ uint32_t table[8][16];
-  __shared__ uint2 staged[kTileRows][kStagedBlocks];
-  __shared__ uint32_t signs[kTileRows][kTileChunkColumns];  // of the scales, one in each byte
   if (threadIdx.x < 8 * 16) {
     table[threadIdx.x / 16][threadIdx.x % 16] = word_table.words[threadIdx.x / 16][threadIdx.x % 16];
   }
   PackPlace const place(shape);
   int const lane = static_cast<int>(threadIdx.x % 32);
-  uint2 loaded[kTileTurns];
-#pragma unroll
-  for (int i = 0; i < kTileTurns; ++i) {
-    int const index = i * kThreads + static_cast<int>(threadIdx.x);
-    int64_t const row = place.first_row + index / kTileBlocks;
-    int64_t const block = place.first_block + index % kTileBlocks;
-    bool const is_inside = row < shape.n && block < shape.num_blocks;
-    loaded[i] =
-        is_inside ? __ldg(codes + (place.matrix * shape.n + row) * shape.num_blocks + block) : uint2{0, 0};
-  }
-  uint8_t* const chunk = packed + place.chunk * Nvfp4Packing::kChunkBytes;
+  int const in_chunk = lane % kChunkBlocks;  // the block that the lane loads
+  uint2 rows[kWarpTurns][2];                 // of it in rows r and r + 8
   if (place.has_chunk) {
-    uint32_t words[2];
+    static_assert(Nvfp4Packing::row_of(32 + 7, 0) == 16 + 7 / kChunkBlocks && kChunkBlocks == 4,
+                  "four lanes share two rows of a turn");
+    int64_t const block = place.warp_block + in_chunk;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      int const row = scale_row_of(lane) + 8 * i;
-      uint32_t const word = masked_scales(
-          __ldg(scales + place.scale_tile * (512 / 4) + scale_word_of(place.tile_chunk_row, row)), shape,
-          place.warp_row + row, place.warp_block);
-      signs[place.tile_chunk_row * Nvfp4Packing::kRows + row][place.tile_chunk_column] = word & 0x80808080u;
-      words[i] = 0;
-#pragma unroll
-      for (int block = 0; block < kScaleWord; ++block) {
-        words[i] |= Nvfp4Packing::scale_code(word >> (8 * block) & 0x7Fu) << (8 * block);
-      }
+    for (int i = 0; i < 2 * kWarpTurns; ++i) {
+      int64_t const row = place.warp_row + i * 8 + lane / kChunkBlocks;
+      bool const is_inside = row < shape.n && block < shape.num_blocks;
+      rows[i / 2][i % 2] =
+          is_inside ? __ldg(codes + (place.matrix * shape.n + row) * shape.num_blocks + block) : uint2{0, 0};
     }
-    static_assert(Nvfp4Packing::scale_pair(17) == 9, "a pair of words for each row of every other eight");
-    reinterpret_cast<uint2*>(chunk + Nvfp4Packing::kCodeBytes)[lane] = {
-        Nvfp4Packing::scale_word(words[0], words[1]),
-        Nvfp4Packing::scale_word(words[0] >> 16, words[1] >> 16)};
   }
-#pragma unroll
-  for (int i = 0; i < kTileTurns; ++i) {
-    int const index = i * kThreads + static_cast<int>(threadIdx.x);
-    staged[index / kTileBlocks][index % kTileBlocks] = loaded[i];
-  }
-  __syncthreads();  // table, codes and signs of the CTA are in shared memory
+  __syncthreads();  // the table is in shared memory
   if (!place.has_chunk) {
     return;
   }
+
+  uint8_t* const chunk = packed + place.chunk * Nvfp4Packing::kChunkBytes;
+  uint32_t words[2];
+  uint32_t signs[2];  // of the scales, one in each byte
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    int const row = scale_row_of(lane) + 8 * i;
+    uint32_t const word =
+        masked_scales(__ldg(scales + place.scale_tile * (512 / 4) + scale_word_of(place.tile_chunk_row, row)),
+                      shape, place.warp_row + row, place.warp_block);
+    signs[i] = word & 0x80808080u;
+    words[i] = scale_codes(word & 0x7F7F7F7Fu);
+  }
+  static_assert(Nvfp4Packing::scale_pair(17) == 9, "a pair of words for each row of every other eight");
+  reinterpret_cast<uint2*>(chunk + Nvfp4Packing::kCodeBytes)[lane] = {
+      Nvfp4Packing::scale_word(words[0], words[1]), Nvfp4Packing::scale_word(words[0] >> 16, words[1] >> 16)};
+  if (__any_sync(0xFFFFFFFFu, (signs[0] | signs[1]) != 0)) {
+#pragma unroll
+    for (int i = 0; i < kWarpTurns; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        // Lane 8 * i + r has the scales of rows 16 * i + r and 8 behind it.
+        uint32_t const sign = __shfl_sync(0xFFFFFFFFu, signs[j], 8 * i + lane / kChunkBlocks);
+        rows[i][j] = with_sign(rows[i][j], sign, in_chunk);
+      }
+    }
+  }
+
+  ByteTranspose const transpose(lane);
 #pragma unroll
   for (int i = 0; i < kWarpTurns; ++i) {
-    int const thread = i * 32 + lane;
-    int const row = place.tile_chunk_row * Nvfp4Packing::kRows + Nvfp4Packing::row_of(thread, 0);
-    uint32_t share[Nvfp4Packing::kWordsPerThread];
+    // Two neighbouring codes are a byte: first those of both rows, then those of the second half of the
+    // block.
+    uint32_t pairs[4] = {rows[i][0].x, rows[i][1].x, rows[i][0].y, rows[i][1].y};
+    transpose(pairs[0], pairs[1]);
+    transpose(pairs[2], pairs[3]);
+    uint32_t share[Nvfp4Packing::kWordsPerThread] = {};
 #pragma unroll
-    for (int w = 0; w < Nvfp4Packing::kWordsPerThread; ++w) {
-      int const block = place.tile_chunk_column * kChunkBlocks + w;
-      // Two neighbouring codes are a byte: first those of both rows, then those of the second half of the
-      // block.
-      uint2 const upper = with_sign(staged[row][block], signs[row][place.tile_chunk_column], w);
-      uint2 const lower = with_sign(staged[row + 8][block], signs[row + 8][place.tile_chunk_column], w);
-      uint32_t const halves[4] = {upper.x, lower.x, upper.y, lower.y};
-      uint32_t word = 0;
+    for (int pair = 0; pair < 4; ++pair) {
+      // Four times the codes of each block, which are offsets in the table.
+      uint32_t const first = pairs[pair] << 2 & 0x3C3C3C3Cu;
+      uint32_t const second = pairs[pair] >> 2 & 0x3C3C3C3Cu;
 #pragma unroll
-      for (int pair = 0; pair < 4; ++pair) {
-        uint32_t const byte = halves[pair] >> (Nvfp4Packing::depth_of(thread, 0) * 4);
+      for (int w = 0; w < Nvfp4Packing::kWordsPerThread; ++w) {
         // One row of the table is 16 banks, so that no two lanes conflict.
-        word ^= table[2 * pair][byte & 15u] ^ table[2 * pair + 1][byte >> 4 & 15u];
+        share[w] ^= entry(table[2 * pair], __byte_perm(first, 0, 0x4440u + w)) ^
+                    entry(table[2 * pair + 1], __byte_perm(second, 0, 0x4440u + w));
       }
-      share[w] = word;
     }
-    reinterpret_cast<uint4*>(chunk)[thread] = {share[0], share[1], share[2], share[3]};
+    reinterpret_cast<uint4*>(chunk)[i * 32 + lane] = {share[0], share[1], share[2], share[3]};
   }
 }
 
