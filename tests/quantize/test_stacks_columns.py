@@ -183,7 +183,7 @@ def test_operator_refuses(cuda: torch.device) -> None:
     x = torch.ones(2, 48, 64, dtype=torch.bfloat16, device=cuda)
     state_of_3 = torch.zeros(3, dtype=torch.int64, device=cuda)
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"rows": True}, "which requires column without row for a stack"),
+        ({"rows": True}, "row: amax_given is null, must be given"),
         ({"rows": True, "columns": False}, "which requires column without row for a stack"),
         ({"amax": torch.ones(2, device=cuda)}, "amax: has 1 dimensions, must have 2"),
         ({"amax": torch.ones(2, 48, device=cuda)}, r"amax: shape is \(2, 48\), must be \(2, 64\)"),
