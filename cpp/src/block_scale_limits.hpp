@@ -5,7 +5,7 @@
 
 #include "error.hpp"
 #include "kernel.hpp"
-#include "quantize/quantize.hpp"
+#include "quantize/sizes.hpp"
 
 namespace fp4gemm::block_scale_limits {
 

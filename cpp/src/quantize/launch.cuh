@@ -1,6 +1,7 @@
 // The launches from which quantize.cu chooses: one function for each family of kernels.
 #pragma once
 
+#include "device.hpp"
 #include "error.hpp"
 #include "quantize/columns_amax.cuh"
 #include "quantize/rows.cuh"

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "quantize/quantize.hpp"
+#include "quantize/sizes.hpp"
 
 namespace fp4gemm {
 

@@ -4,7 +4,7 @@
 #include "quantize/cast.cuh"
 #include "quantize/groups.cuh"
 #include "quantize/loaders.cuh"
-#include "quantize/quantize.hpp"
+#include "quantize/sizes.hpp"
 
 namespace fp4gemm {
 
