@@ -259,7 +259,7 @@ fp4gemm_status_t convert_operands(GemmArgs const& args, Plan const& plan, char* 
     b.rows_per_matrix = is_ragged_m(args) ? args.n : 0;
   }
   if (args.k > 0 && (plan.decode_a || plan.decode_b)) {
-    FP4GEMM_TRY(launch_decode(a, b, args.k, stream));
+    FP4GEMM_TRY(launch_decode(a, b, args.k, plan.device, stream));
   }
   if (plan.prepack_b) {
     return launch_prepack(static_cast<int>(num_b(args)), args.n, args.k, args.b.data, args.b.scales,

@@ -30,7 +30,10 @@ fp4gemm_status_t launch_quantize_searched(fp4gemm_quantize_searched_args_t const
                                           fp4gemm_stream_t) {
   return no_cuda();
 }
-fp4gemm_status_t launch_dequantize(fp4gemm_dequantize_args_t const&, fp4gemm_stream_t) { return no_cuda(); }
+fp4gemm_status_t launch_dequantize(fp4gemm_dequantize_args_t const&, DeviceProperties const&,
+                                   fp4gemm_stream_t) {
+  return no_cuda();
+}
 fp4gemm_status_t launch_silu_and_mul_quantize(fp4gemm_silu_and_mul_quantize_args_t const&,
                                               DeviceProperties const&, fp4gemm_stream_t) {
   return no_cuda();
@@ -41,7 +44,8 @@ fp4gemm_status_t launch_rms_norm_quantize(fp4gemm_rms_norm_quantize_args_t const
 }
 fp4gemm_status_t launch_mxfp8_quantize(fp4gemm_mxfp8_args_t const&, fp4gemm_stream_t) { return no_cuda(); }
 fp4gemm_status_t launch_mxfp8_dequantize(fp4gemm_mxfp8_args_t const&, fp4gemm_stream_t) { return no_cuda(); }
-fp4gemm_status_t launch_decode(DecodeJob const&, DecodeJob const&, int64_t, fp4gemm_stream_t) {
+fp4gemm_status_t launch_decode(DecodeJob const&, DecodeJob const&, int64_t, DeviceProperties const&,
+                               fp4gemm_stream_t) {
   return no_cuda();
 }
 fp4gemm_status_t launch_prepack(int, int64_t, int64_t, void const*, void const*, void*, fp4gemm_stream_t) {

@@ -23,7 +23,7 @@ GEMM = re.compile(rf"gemm_kernel|packed_gemm|{PREPACKED}")
 WAITING = re.compile(
     rf"quantize_rows|quantize_to_records|make_row_records|gather_rows|route_slots|combine_rows|"
     rf"combine_rank_rows|combine_blocks|combine_parts|zero_outside_groups|gemm_kernel|prepare_groups|"
-    rf"ragged_k_gemm|{PREPACKED}"
+    rf"ragged_k_gemm|quantize_tiles|quantize_group_columns|(?<!mxfp8_)dequantize|{PREPACKED}"
 )
 # One row in registers, TransformerEngine's cast: PlainLoader, TeCast, grouped or not, not looped.
 COMMON_CAST = re.compile(r"quantize_rows.*PlainLoader.*TeCast.*ELb[01]ELb0ELi")
@@ -166,8 +166,8 @@ AHEAD_OF_WAIT: dict[str, dict[str, int]] = {
 }
 # Kernels that are launched after the end of the kernel before them, and therefore do not wait.
 NOT_OVERLAPPED = re.compile(
-    r"quantize_tiles|quantize_group_columns|quantize_squares|columns_amax|tensor_amax|group_amax"
-    r"|mxfp8_quantize|mxfp8_dequantize|dequantize|decode|prepack|nothing|packed_gemm|search_scales|row_amaxes"
+    r"quantize_squares|columns_amax|tensor_amax|group_amax|mxfp8_quantize|mxfp8_dequantize|prepack|nothing"
+    r"|packed_gemm|search_scales|row_amaxes"
 )
 
 

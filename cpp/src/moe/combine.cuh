@@ -5,7 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "fp4gemm/fp4gemm.h"
-#include "moe/launch.cuh"
+#include "launch_waiting.hpp"
 #include "moe/moe.hpp"
 #include "quantize/convert.cuh"
 
@@ -124,7 +124,7 @@ struct CombineTile {
 template <class Params>
 cudaError_t launch_combine_kernel(void (*kernel)(Params), Params const& params, int64_t ctas, bool overlaps,
                                   cudaStream_t stream) {
-  return launch_waiting(kernel, params, ctas, kCombineThreads, 0, overlaps, stream);
+  return launch_waiting(kernel, {static_cast<unsigned>(ctas), kCombineThreads}, overlaps, stream, params);
 }
 
 }  // namespace fp4gemm

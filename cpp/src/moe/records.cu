@@ -2,7 +2,7 @@
 #include <cuda_runtime.h>
 
 #include "error.hpp"
-#include "moe/launch.cuh"
+#include "launch_waiting.hpp"
 #include "moe/ranks.hpp"
 #include "quantize/grid.hpp"
 #include "quantize/groups.cuh"
@@ -194,8 +194,8 @@ fp4gemm_status_t launch_make_records(fp4gemm_make_records_args_t const& args,
   }
   MakeParams const params{layout_of(args.k), args.m,    args.codes,
                           args.scales,       args.amax, static_cast<uint8_t*>(args.records)};
-  FP4GEMM_CUDA(launch_waiting(make_row_records, params, ceil_div(args.m, kQuad), kThreads, 0,
-                              properties.can_overlap_launches(), stream));
+  FP4GEMM_CUDA(launch_waiting(make_row_records, {static_cast<unsigned>(ceil_div(args.m, kQuad)), kThreads},
+                              properties.can_overlap_launches(), stream, params));
   return FP4GEMM_SUCCESS;
 }
 
@@ -222,7 +222,8 @@ fp4gemm_status_t launch_gather_records(fp4gemm_gather_records_args_t const& args
   size_t const smem_bytes = num_words <= kMaxStagedWords ? num_words * sizeof(uint4) : 0;
   // Other GPUs may have written the buffers, which the kernel before this one has waited for.
   bool const overlaps = properties.can_overlap_launches() && args.num_buffers == 1;
-  FP4GEMM_CUDA(launch_waiting(gather_rows, params, ctas, kThreads, smem_bytes, overlaps, stream));
+  FP4GEMM_CUDA(launch_waiting(gather_rows, {static_cast<unsigned>(ctas), kThreads, smem_bytes}, overlaps,
+                              stream, params));
   return FP4GEMM_SUCCESS;
 }
 

@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include "error.hpp"
+#include "launch_waiting.hpp"
 #include "moe/moe.hpp"
 #include "moe/ranks.hpp"
 
@@ -245,18 +246,10 @@ __global__ void __launch_bounds__(32 * kMaxRouteWarps) route_slots(RouteParams p
 template <class Id, Pass kPass, bool kRanks>
 fp4gemm_status_t launch_pass(RouteParams const& params, RoutePlan const& plan,
                              DeviceProperties const& properties, fp4gemm_stream_t stream) {
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = static_cast<unsigned>(plan.ctas);
-  config.blockDim = static_cast<unsigned>(plan.threads);
-  config.dynamicSmemBytes =
-      params.num_experts * (2 * sizeof(int) + plan.counting_warps * sizeof(unsigned short));
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = properties.can_overlap_launches() ? 1 : 0;
-  FP4GEMM_CUDA(cudaLaunchKernelEx(&config, route_slots<Id, kPass, kRanks>, params));
+  Ctas const ctas{static_cast<unsigned>(plan.ctas), plan.threads,
+                  params.num_experts * (2 * sizeof(int) + plan.counting_warps * sizeof(unsigned short))};
+  FP4GEMM_CUDA(launch_waiting(route_slots<Id, kPass, kRanks>, ctas, properties.can_overlap_launches(), stream,
+                              params));
   return FP4GEMM_SUCCESS;
 }
 

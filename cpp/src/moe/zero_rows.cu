@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "error.hpp"
-#include "moe/launch.cuh"
+#include "launch_waiting.hpp"
 #include "moe/moe.hpp"
 #include "quantize/groups.cuh"
 #include "quantize/quantize.hpp"
@@ -63,8 +63,8 @@ fp4gemm_status_t launch_zero_outside_groups(int64_t m, int64_t row_bytes, void* 
   int64_t const ctas =
       std::min<int64_t>(ceil_div(bytes, int64_t{kThreads} * kWordBytes * kUnroll), properties.num_sms);
   ZeroParams const params{offs + num_groups - 1, m, row_bytes, static_cast<uint8_t*>(x)};
-  FP4GEMM_CUDA(launch_waiting(zero_outside_groups, params, ctas, kThreads, 0,
-                              properties.can_overlap_launches(), stream));
+  FP4GEMM_CUDA(launch_waiting(zero_outside_groups, {static_cast<unsigned>(ctas), kThreads},
+                              properties.can_overlap_launches(), stream, params));
   return FP4GEMM_SUCCESS;
 }
 

@@ -250,7 +250,7 @@ fp4gemm_status_t dequantize(fp4gemm_dequantize_args_t const* args, int device, f
   FP4GEMM_TRY(
       check_buffer("amax", args->amax, args->scaling == FP4GEMM_SCALING_ROW ? args->m : 1, sizeof(float)));
   FP4GEMM_TRY(check_buffer("y", args->y, args->m * args->k));
-  return on_device(device, [&](DeviceProperties const&) { return launch_dequantize(*args, stream); });
+  return on_device(device, [&](auto const& gpu) { return launch_dequantize(*args, gpu, stream); });
 }
 
 /// Checks the arguments that MXFP8 quantization and dequantization share.
@@ -285,7 +285,7 @@ fp4gemm_status_t decode(DecodeJob const& job, int64_t k, int device, fp4gemm_str
   FP4GEMM_TRY(check_buffer("codes", job.codes, job.rows * k / 2));
   FP4GEMM_TRY(check_buffer("scales", job.scales, job.rows * k / 16));
   FP4GEMM_TRY(check_buffer("y", job.y, job.rows * k));
-  return on_device(device, [&](DeviceProperties const&) { return launch_decode(job, {}, k, stream); });
+  return on_device(device, [&](auto const& gpu) { return launch_decode(job, {}, k, gpu, stream); });
 }
 
 /// Checks the arguments of prepack and its inverse. Buffer sizes are those of one matrix.

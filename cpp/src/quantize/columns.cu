@@ -35,8 +35,9 @@ void launch_tiles_of(TileLaunch const& launch, int num_matrices) {
     for_grid_parts(num_matrices, kMaxGridY, [&](int64_t first_matrix, unsigned matrices) {
       for_tile_grids(p.k, int64_t{p.column.num_blocks} * kBlock, [&](dim3 grid, unsigned first_tile) {
         grid.z = matrices;
-        quantize_tiles<T, Cast, Rotation, decltype(form)::value>
-            <<<grid, kTileThreads<T>, 0, launch.stream>>>(p, first_tile, static_cast<unsigned>(first_matrix));
+        (void)launch_waiting(quantize_tiles<T, Cast, Rotation, decltype(form)::value>,
+                             {grid, kTileThreads<T>}, launch.device.can_overlap_launches(), launch.stream, p,
+                             first_tile, static_cast<unsigned>(first_matrix));
       });
     });
   });

@@ -4,6 +4,7 @@
 // A thread converts a chunk, whose values have 16 bytes, in each row of a quad: four rows that are 32 apart
 // in a tile of scales. The scales of one word of these rows are 16 adjacent bytes of the swizzled layout.
 #include "error.hpp"
+#include "launch_waiting.hpp"
 #include "quantize/block.cuh"
 #include "quantize/grid.hpp"
 #include "quantize/groups.cuh"
@@ -147,6 +148,10 @@ __device__ inline uint4 decoded_values(uint32_t codes, __half2 scale) {
 ///     converts more than one part of its rows. The other kernels, without a loop, need 32 registers.
 template <class T, bool kDecode, bool kGrouped>
 __global__ void __launch_bounds__(kThreads, kGrouped ? 5 : 1) dequantize(DequantizeParams p) {
+#if __CUDA_ARCH__ >= 900
+  // As in rows.cuh: nothing is read or written before this wait.
+  asm volatile("griddepcontrol.wait;\n griddepcontrol.launch_dependents;" ::: "memory");
+#endif
   DecodeJob job = p.jobs[0];
   unsigned cta = blockIdx.x;
   if (cta >= p.first_ctas) {
@@ -229,7 +234,8 @@ __global__ void __launch_bounds__(kThreads, kGrouped ? 5 : 1) dequantize(Dequant
 
 /// Launches the kernel for params.jobs of k columns, and sets the members of params that follow from them.
 template <class T, bool kDecode>
-fp4gemm_status_t launch(char const* name, DequantizeParams params, int64_t k, fp4gemm_stream_t stream) {
+fp4gemm_status_t launch(char const* name, DequantizeParams params, int64_t k,
+                        DeviceProperties const& properties, fp4gemm_stream_t stream) {
   int64_t const chunks = k / kChunk<T>;
   params.chunks_per_row = static_cast<int>(chunks);
   params.num_words = num_words_of(k / kBlock);
@@ -252,14 +258,15 @@ fp4gemm_status_t launch(char const* name, DequantizeParams params, int64_t k, fp
   FP4GEMM_TRY(check_grid(name, ctas[0] + ctas[1]));
   params.first_ctas = static_cast<unsigned>(ctas[0]);
   auto const kernel = grouped ? dequantize<T, kDecode, true> : dequantize<T, kDecode, false>;
-  kernel<<<static_cast<unsigned>(ctas[0] + ctas[1]), kThreads, 0, stream>>>(params);
-  FP4GEMM_CUDA(cudaGetLastError());
+  FP4GEMM_CUDA(launch_waiting(kernel, {static_cast<unsigned>(ctas[0] + ctas[1]), kThreads},
+                              properties.can_overlap_launches(), stream, params));
   return FP4GEMM_SUCCESS;
 }
 
 }  // namespace
 
-fp4gemm_status_t launch_dequantize(fp4gemm_dequantize_args_t const& args, fp4gemm_stream_t stream) {
+fp4gemm_status_t launch_dequantize(fp4gemm_dequantize_args_t const& args, DeviceProperties const& properties,
+                                   fp4gemm_stream_t stream) {
   DequantizeParams params{};
   params.jobs[0] = {args.m, args.codes, args.scales, args.y, args.offs, args.num_groups};
   params.amax = args.amax;
@@ -267,19 +274,19 @@ fp4gemm_status_t launch_dequantize(fp4gemm_dequantize_args_t const& args, fp4gem
   params.scales_are_compact = args.scales_are_compact != 0;
   params.factor = 1.0f / (6.0f * static_cast<float>(args.e4m3_max));
   switch (args.y_dtype) {
-    case FP4GEMM_BF16: return launch<__nv_bfloat16, false>("dequantize", params, args.k, stream);
-    case FP4GEMM_FP16: return launch<__half, false>("dequantize", params, args.k, stream);
-    case FP4GEMM_FP32: return launch<float, false>("dequantize", params, args.k, stream);
+    case FP4GEMM_BF16: return launch<__nv_bfloat16, false>("dequantize", params, args.k, properties, stream);
+    case FP4GEMM_FP16: return launch<__half, false>("dequantize", params, args.k, properties, stream);
+    case FP4GEMM_FP32: return launch<float, false>("dequantize", params, args.k, properties, stream);
   }
   return FP4GEMM_SUCCESS;
 }
 
 fp4gemm_status_t launch_decode(DecodeJob const& first, DecodeJob const& second, int64_t k,
-                               fp4gemm_stream_t stream) {
+                               DeviceProperties const& properties, fp4gemm_stream_t stream) {
   DequantizeParams params{};
   params.jobs[0] = first;
   params.jobs[1] = second;
-  return launch<__half, true>("decode", params, k, stream);
+  return launch<__half, true>("decode", params, k, properties, stream);
 }
 
 }  // namespace fp4gemm

@@ -14,8 +14,9 @@ void launch_groups_of(TileLaunch const& launch, float* amax) {
   TileParams const& p = launch.params;
   auto const width = static_cast<unsigned>(num_strips(p.k));
   for_grid_parts(p.groups.num, kMaxGridY, [&](int64_t first_group, unsigned count) {
-    quantize_group_columns<T, Cast, Rotation><<<dim3(width, count), kStripThreads<T>, 0, launch.stream>>>(
-        p, amax, static_cast<unsigned>(first_group));
+    (void)launch_waiting(quantize_group_columns<T, Cast, Rotation>, {dim3(width, count), kStripThreads<T>},
+                         launch.device.can_overlap_launches(), launch.stream, p, amax,
+                         static_cast<unsigned>(first_group));
   });
 }
 

@@ -103,6 +103,10 @@ __global__ void __launch_bounds__(kStripThreads<T>, kStripCtas<T, Rotation>)
       codes[kStripColumns][kSpanBlocks + 1];  // one more, so that columns start in different banks
   __shared__ alignas(4) uint8_t scales[kStripColumns][kSpanBlocks];
 
+#if __CUDA_ARCH__ >= 900
+  // As in rows.cuh: nothing is read or written before this wait.
+  asm volatile("griddepcontrol.wait;\n griddepcontrol.launch_dependents;" ::: "memory");
+#endif
   int const in_strip = static_cast<int>(threadIdx.x) % kLanes * kColumns;
   int const in_span = static_cast<int>(threadIdx.x) / kLanes;  // a block
   int64_t const first_column = int64_t{blockIdx.x} * kStripColumns;

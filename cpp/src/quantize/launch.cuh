@@ -3,6 +3,7 @@
 
 #include "device.hpp"
 #include "error.hpp"
+#include "launch_waiting.hpp"
 #include "quantize/columns_amax.cuh"
 #include "quantize/rows.cuh"
 
@@ -49,6 +50,7 @@ void launch_rows_four_over_six(RowLaunch const& launch);
 struct TileLaunch {
   TileParams params;
   fp4gemm_dtype_t dtype;
+  DeviceProperties device;
   cudaStream_t stream;
 };
 
@@ -105,18 +107,10 @@ bool launch_rows(RowLaunch const& launch) {
     return false;
   }
   bool const is_staged = Shape::kCover == Cover::kQuads && num_words <= kMaxStagedWords;
-  // quantize_rows waits for the kernel before it, so that the launch may overlap the end of that.
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = static_cast<unsigned>(launch.scale_rows / Shape::kCtaRows);
-  config.blockDim = Shape::kThreads;
-  config.dynamicSmemBytes = is_staged ? num_words * sizeof(uint4) : 0;
-  config.stream = launch.stream;
-  config.attrs = &overlap;
-  config.numAttrs = launch.device.can_overlap_launches() ? 1 : 0;
-  (void)cudaLaunchKernelEx(&config, quantize_rows<Loader, Cast, Shape>, launch.params);
+  Ctas const ctas{static_cast<unsigned>(launch.scale_rows / Shape::kCtaRows), Shape::kThreads,
+                  is_staged ? num_words * sizeof(uint4) : 0};
+  (void)launch_waiting(quantize_rows<Loader, Cast, Shape>, ctas, launch.device.can_overlap_launches(),
+                       launch.stream, launch.params);
   return true;
 }
 

@@ -222,14 +222,14 @@ bool has_short_groups(fp4gemm_quantize_args_t const& args, int num_sms) {
          args.row.codes == nullptr && args.column.amax_given == nullptr;
 }
 
-fp4gemm_status_t launch_along_columns(fp4gemm_quantize_args_t const& args, int num_matrices, int num_sms,
-                                      cudaStream_t stream) {
+fp4gemm_status_t launch_along_columns(fp4gemm_quantize_args_t const& args, int num_matrices,
+                                      DeviceProperties const& properties, cudaStream_t stream) {
   bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
   float const* row_amax = nullptr;
   float const* column_amax = nullptr;
-  bool const finds_amax = has_short_groups(args, num_sms);
+  bool const finds_amax = has_short_groups(args, properties.num_sms);
   if (!finds_amax) {
-    FP4GEMM_TRY(find_amaxes(args, num_matrices, num_sms, stream, &row_amax, &column_amax));
+    FP4GEMM_TRY(find_amaxes(args, num_matrices, properties.num_sms, stream, &row_amax, &column_amax));
   }
   auto const side = [&](fp4gemm_quantized_t const& out, float const* amax, int64_t length) {
     int const num_blocks = static_cast<int>(length / kBlock);
@@ -246,6 +246,7 @@ fp4gemm_status_t launch_along_columns(fp4gemm_quantize_args_t const& args, int n
                      cast_options(args),
                      {args.offs, args.num_groups}},
                     args.x_dtype,
+                    properties,
                     stream};
   bool const four_over_six = args.four_over_six != FP4GEMM_FOUR_OVER_SIX_NONE;
   if (finds_amax) {
@@ -336,7 +337,7 @@ fp4gemm_status_t launch_quantize_stack(fp4gemm_quantize_args_t const& args, int 
     return FP4GEMM_SUCCESS;
   }
   bool const tiled = is_column || args.block_rows == kBlock;
-  FP4GEMM_TRY(tiled ? launch_along_columns(args, num_matrices, properties.num_sms, stream)
+  FP4GEMM_TRY(tiled ? launch_along_columns(args, num_matrices, properties, stream)
                     : launch_along_rows(args, properties, stream));
   FP4GEMM_CUDA(cudaGetLastError());
   return FP4GEMM_SUCCESS;

@@ -24,7 +24,8 @@ fp4gemm_status_t launch_silu_and_mul_quantize(fp4gemm_silu_and_mul_quantize_args
 fp4gemm_status_t launch_rms_norm_quantize(fp4gemm_rms_norm_quantize_args_t const& args,
                                           DeviceProperties const& properties, fp4gemm_stream_t stream);
 
-fp4gemm_status_t launch_dequantize(fp4gemm_dequantize_args_t const& args, fp4gemm_stream_t stream);
+fp4gemm_status_t launch_dequantize(fp4gemm_dequantize_args_t const& args, DeviceProperties const& properties,
+                                   fp4gemm_stream_t stream);
 
 fp4gemm_status_t launch_mxfp8_quantize(fp4gemm_mxfp8_args_t const& args, fp4gemm_stream_t stream);
 
@@ -48,7 +49,7 @@ struct DecodeJob {
 
 /// Decodes both operands, of equal k, in one launch; a job with no rows is skipped.
 fp4gemm_status_t launch_decode(DecodeJob const& first, DecodeJob const& second, int64_t k,
-                               fp4gemm_stream_t stream);
+                               DeviceProperties const& properties, fp4gemm_stream_t stream);
 
 /// Rearranges num_matrices weights (n, k), whose codes and swizzled scales lie one after the other, into the
 /// chunks of cutlass_evt/mainloop/nvfp4_packing.hpp.

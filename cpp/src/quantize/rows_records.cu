@@ -100,16 +100,9 @@ bool launch_shape(RecordLaunch const& launch) {
   if (!kLooped && kScaleWord * launch.params.num_words > Shape::kTurnBlocks) {
     return false;
   }
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = static_cast<unsigned>(ceil_div(launch.params.m, Shape::kCtaRows));
-  config.blockDim = Shape::kThreads;
-  config.stream = launch.stream;
-  config.attrs = &overlap;
-  config.numAttrs = launch.device.can_overlap_launches() ? 1 : 0;
-  (void)cudaLaunchKernelEx(&config, quantize_to_records<Loader, Cast, Shape>, launch.params);
+  Ctas const ctas{static_cast<unsigned>(ceil_div(launch.params.m, Shape::kCtaRows)), Shape::kThreads};
+  (void)launch_waiting(quantize_to_records<Loader, Cast, Shape>, ctas, launch.device.can_overlap_launches(),
+                       launch.stream, launch.params);
   return true;
 }
 
