@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from ..ops.schema import TrainBackwardCall, TrainForwardCall
+from ..ops.train_schema import TrainBackwardCall, TrainForwardCall
 from .linear import checked_bias, checked_weight
 
 __all__ = ["CAST", "backward", "forward"]

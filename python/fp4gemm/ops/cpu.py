@@ -37,12 +37,11 @@ from .schema import (
     QuantizeSearchedCall,
     RmsNormQuantizeCall,
     SiluAndMulQuantizeCall,
-    TrainBackwardCall,
-    TrainForwardCall,
     accepts,
     accepts_out,
     narrowed,
 )
+from .train_schema import TrainBackwardCall, TrainForwardCall
 
 __all__ = [
     "GptqBlocks",

@@ -42,14 +42,13 @@ from .schema import (
     RmsNormQuantizeCall,
     RouteCall,
     SiluAndMulQuantizeCall,
-    TrainBackwardCall,
-    TrainForwardCall,
     UnprepackCall,
     ZeroOutsideGroupsCall,
     accepts,
     accepts_out,
     narrowed,
 )
+from .train_schema import TrainBackwardCall, TrainForwardCall
 
 
 @accepts(GemmCall)

@@ -8,7 +8,8 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from .. import activations
-from .schema import ExpertsCall, GemmCall, LinearCall, TrainBackwardCall, TrainForwardCall
+from .schema import ExpertsCall, GemmCall, LinearCall
+from .train_schema import TrainBackwardCall, TrainForwardCall
 
 __all__ = [
     "experts_flops",

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .rank_schema import RANK_SCHEMAS
+from .train_schema import TRAIN_SCHEMAS
 
 __all__ = [
     "SCHEMAS",
@@ -36,8 +37,6 @@ __all__ = [
     "RmsNormQuantizeCall",
     "RouteCall",
     "SiluAndMulQuantizeCall",
-    "TrainBackwardCall",
-    "TrainForwardCall",
     "UnprepackCall",
     "ZeroOutsideGroupsCall",
     "accepts",
@@ -283,45 +282,6 @@ class ExpertsCall(NamedTuple):
     batch_invariant: bool = False
 
 
-class TrainForwardCall(NamedTuple):
-    """``train_forward``.
-
-    A cast is seven integers: per_row, encode, four_over_six, e4m3_max, hadamard, signs, is_stochastic.
-    """
-
-    x: Tensor
-    cast: list[int]
-    cast_t: list[int]
-    decoded: bool  # whether the left operand of the product is decoded
-    rng_state: Tensor | None
-    w: Tensor
-    w_scales: Tensor | None
-    w_amax: Tensor
-    w_rows: int  # n of a prepacked weight; 0: it is not prepacked
-    w_e4m3_max: int
-    bias: Tensor | None = None
-
-
-class TrainBackwardCall(NamedTuple):
-    """``train_backward``: casts of dy as in TrainForwardCall, W^T, and x^T as train_forward returned it."""
-
-    dy: Tensor
-    cast: list[int]
-    cast_t: list[int]
-    decoded: bool  # whether the left operands of both products are decoded
-    rng_state: Tensor | None
-    w_t: Tensor
-    w_t_scales: Tensor | None
-    w_t_amax: Tensor
-    w_t_rows: int
-    w_t_e4m3_max: int
-    x_t: Tensor
-    x_t_scales: Tensor
-    x_t_amax: Tensor
-    x_t_e4m3_max: int
-    dw_dtype: torch.dtype
-
-
 # Every operator but gemm_out, whose parameters follow from those of gemm.
 SCHEMAS: dict[str, Any] = {
     "gemm": GemmCall,
@@ -345,9 +305,8 @@ SCHEMAS: dict[str, Any] = {
     "combine": CombineCall,
     "zero_outside_groups": ZeroOutsideGroupsCall,
     "experts": ExpertsCall,
-    "train_forward": TrainForwardCall,
-    "train_backward": TrainBackwardCall,
     **RANK_SCHEMAS,
+    **TRAIN_SCHEMAS,
 }
 
 _Parameters = ParamSpec("_Parameters")

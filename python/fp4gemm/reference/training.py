@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .._checks import step as checks
 from .._checks.step import CAST
-from ..ops.schema import GemmCall, TrainBackwardCall, TrainForwardCall, accepts
+from ..ops.schema import GemmCall, accepts
+from ..ops.train_schema import TrainBackwardCall, TrainForwardCall
 from .decoding import quantize_decoded
 from .epilogue import ALPHA
 from .gemm import gemm
