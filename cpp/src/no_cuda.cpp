@@ -6,6 +6,7 @@
 #include "quantize/quantize.hpp"
 #include "quantize/scale_search.hpp"
 #include "quantize/stacks.hpp"
+#include "training/training.hpp"
 
 namespace fp4gemm {
 namespace {
@@ -62,6 +63,13 @@ fp4gemm_status_t launch_combine(fp4gemm_combine_args_t const&, DeviceProperties 
 }
 fp4gemm_status_t launch_zero_outside_groups(int64_t, int64_t, void*, int32_t const*, int,
                                             DeviceProperties const&, fp4gemm_stream_t) {
+  return no_cuda();
+}
+fp4gemm_status_t launch_swiglu(fp4gemm_swiglu_args_t const&, DeviceProperties const&, fp4gemm_stream_t) {
+  return no_cuda();
+}
+fp4gemm_status_t launch_swiglu_backward(fp4gemm_swiglu_args_t const&, DeviceProperties const&,
+                                        fp4gemm_stream_t) {
   return no_cuda();
 }
 fp4gemm_status_t launch_quantize_records(fp4gemm_quantize_records_args_t const&, DeviceProperties const&,

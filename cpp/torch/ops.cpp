@@ -10,6 +10,7 @@
 #include "moe_ops.hpp"
 #include "quantize_ops.hpp"
 #include "ranks_ops.hpp"
+#include "swiglu_ops.hpp"
 #include "train_ops.hpp"
 
 STABLE_TORCH_LIBRARY(fp4gemm, m) {
@@ -92,6 +93,9 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
       "train_backward(Tensor dy, int[] cast, int[] cast_t, bool decoded, Tensor? rng_state, Tensor w_t, "
       "Tensor? w_t_scales, Tensor w_t_amax, int w_t_rows, int w_t_e4m3_max, Tensor x_t, Tensor x_t_scales, "
       "Tensor x_t_amax, int x_t_e4m3_max, ScalarType dw_dtype) -> (Tensor, Tensor)");
+  m.def("swiglu(Tensor gate, Tensor up, Tensor? weights=None) -> Tensor");
+  m.def(
+      "swiglu_backward(Tensor dy, Tensor gate, Tensor up, Tensor? weights=None) -> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fp4gemm, CUDA, m) {
@@ -119,6 +123,8 @@ STABLE_TORCH_LIBRARY_IMPL(fp4gemm, CUDA, m) {
   m.impl("linear", TORCH_BOX(&fp4gemm_torch::linear));
   m.impl("train_forward", TORCH_BOX(&fp4gemm_torch::train_forward));
   m.impl("train_backward", TORCH_BOX(&fp4gemm_torch::train_backward));
+  m.impl("swiglu", TORCH_BOX(&fp4gemm_torch::swiglu));
+  m.impl("swiglu_backward", TORCH_BOX(&fp4gemm_torch::swiglu_backward));
   m.impl("quantize_records", TORCH_BOX(&fp4gemm_torch::quantize_records));
   m.impl("make_records", TORCH_BOX(&fp4gemm_torch::make_records));
   m.impl("gather_records", TORCH_BOX(&fp4gemm_torch::gather_records));

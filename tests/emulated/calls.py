@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import capi
 import capi_conversions
 import capi_ranks
+import capi_training
 from helpers import assert_bits
 from ptxemu.emulator import DeviceArray
 from session import Session
@@ -62,7 +63,7 @@ def check(
         build: allocates the memory of a call and returns its arguments, up to those for the device and the
             stream.
     """
-    library = capi_conversions.declare(capi_ranks.declare(session.library))
+    library = capi_training.declare(capi_conversions.declare(capi_ranks.declare(session.library)))
     for schedule in schedules:
         session.configure(**{"hazards_are_fatal": 1, "report_unwritten_global": 1, **schedule})
         session.emulator.clear()

@@ -22,8 +22,9 @@ GEMM = re.compile(rf"gemm_kernel|packed_gemm|{PREPACKED}")
 # The families of kernels that are launched before the kernel ahead of them has ended.
 WAITING = re.compile(
     rf"quantize_rows|quantize_to_records|make_row_records|gather_rows|route_slots|combine_rows|"
-    rf"combine_rank_rows|combine_blocks|combine_parts|zero_outside_groups|gemm_kernel|prepare_groups|"
-    rf"ragged_k_gemm|quantize_tiles|quantize_group_columns|(?<!mxfp8_)dequantize|{PREPACKED}"
+    rf"combine_rank_rows|combine_blocks|combine_parts|zero_outside_groups|swiglu_forward|swiglu_backward|"
+    rf"gemm_kernel|prepare_groups|ragged_k_gemm|quantize_tiles|quantize_group_columns|"
+    rf"(?<!mxfp8_)dequantize|{PREPACKED}"
 )
 # One row in registers, TransformerEngine's cast: PlainLoader, TeCast, grouped or not, not looped.
 COMMON_CAST = re.compile(r"quantize_rows.*PlainLoader.*TeCast.*ELb[01]ELb0ELi")

@@ -22,6 +22,7 @@ import bad_ranks
 import bad_search
 import bad_stacks
 import bad_step
+import bad_swiglu
 import bad_training
 import fp4gemm
 import torch
@@ -57,6 +58,7 @@ CASES = Cases(
         *bad_ranks.CASES,
         *bad_search.CASES,
         *bad_step.CASES,
+        *bad_swiglu.CASES,
         *bad_calibration.CASES,
         *bad_container.CASES,
         *bad_decoded.CASES,

@@ -5,6 +5,7 @@
 #include "quantize/cast.cuh"
 #include "quantize/hadamard.cuh"
 #include "quantize/row_reduce.cuh"
+#include "quantize/silu.cuh"
 
 namespace fp4gemm {
 
@@ -117,13 +118,6 @@ class SiluAndMulLoader {
   }
 
  private:
-  /// g * (1 / (1 + exp(-g))), -0 where exp overflows. The result rounds to the same bf16 or fp16 as the exact
-  /// value for each of the 2^16 values of g (tested). The factors 1/4 keep the reciprocal a normal number.
-  __device__ static float silu(float g) {
-    float const quarter = fminf(__fmaf_rn(expf(-g), 0.25f, 0.25f), kFloatMax);  // of 1 + exp(-g)
-    return __fmul_rn(__fmul_rn(g, 0.25f), bounded_reciprocal(quarter));
-  }
-
   T const* gate_;
   int64_t up_offset_;
 };

@@ -1,4 +1,4 @@
-"""Checks of the operators train_forward and train_backward."""
+"""Checks of the operators of training: train_forward, train_backward, swiglu and swiglu_backward."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from ..ops.train_schema import TrainBackwardCall, TrainForwardCall
+from ..ops.train_schema import SwigluBackwardCall, SwigluCall, TrainBackwardCall, TrainForwardCall
 from .linear import checked_bias, checked_weight
 
-__all__ = ["CAST", "backward", "forward"]
+__all__ = ["CAST", "SWIGLU_STEP", "backward", "forward", "swiglu", "swiglu_backward"]
 
 CAST = ("per_row", "encode", "four_over_six", "e4m3_max", "hadamard", "signs", "is_stochastic")
+SWIGLU_STEP = 8  # f of swiglu: a multiple of it
 
 
 def forward(call: TrainForwardCall) -> None:
@@ -34,6 +35,34 @@ def backward(call: TrainBackwardCall) -> None:
     if rows != k:
         raise ValueError(f"x_t: has {rows} rows, must have {k}, as w_t")
     _checks.is_float_dtype("dw_dtype", call.dw_dtype)
+
+
+def swiglu(call: SwigluCall | SwigluBackwardCall) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Check and return gate, up and weights; raise TypeError, ValueError or NotImplementedError."""
+    function = "torch.ops.fp4gemm.swiglu"
+    gate = _checks.quantize_input(
+        call.gate, function, "gate", _checks.HALF_DTYPES, step=SWIGLU_STEP, what="f"
+    )
+    up = _like("up", call.up, gate, function)
+    weights = call.weights
+    if weights is not None:
+        _checks.exact_vector("weights", weights, gate.shape[0], torch.float32, gate.device, "gate", function)
+    return gate, up, weights
+
+
+def swiglu_backward(call: SwigluBackwardCall) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same for swiglu_backward, with dy."""
+    gate, up, weights = swiglu(call)
+    _like("dy", call.dy, gate, "torch.ops.fp4gemm.swiglu_backward")
+    return gate, up, weights
+
+
+def _like(name: str, value: object, gate: Tensor, function: str) -> Tensor:
+    """Check and return a matrix of the shape, dtype and device of gate."""
+    x = _checks.quantize_input(value, function, name, (gate.dtype,), step=SWIGLU_STEP, what="f")
+    _checks.has_shape(name, x, tuple(gate.shape), ", the shape of gate")
+    _checks.same_device(name, x, gate.device, "gate")
+    return x
 
 
 def _input(name: str, value: object, call: TrainForwardCall | TrainBackwardCall) -> Tensor:

@@ -15,6 +15,7 @@ from .._checks import gemm as gemm_checks
 from .._checks import linear as linear_checks
 from .._checks import moe as moe_checks
 from .._checks import ranks as rank_checks
+from .._checks import step as step_checks
 from ..reference.training import Operators, backward_by, forward_by
 from .rank_schema import (
     CombinePartCall,
@@ -48,7 +49,7 @@ from .schema import (
     accepts_out,
     narrowed,
 )
-from .train_schema import TrainBackwardCall, TrainForwardCall
+from .train_schema import SwigluBackwardCall, SwigluCall, TrainBackwardCall, TrainForwardCall
 
 
 @accepts(GemmCall)
@@ -251,6 +252,19 @@ def train_forward(call: TrainForwardCall) -> tuple[Tensor, Tensor, Tensor, Tenso
 @accepts(TrainBackwardCall)
 def train_backward(call: TrainBackwardCall) -> tuple[Tensor, Tensor]:
     return backward_by(call, Operators(quantize, quantize_decoded, gemm))
+
+
+@accepts(SwigluCall)
+def swiglu(call: SwigluCall) -> Tensor:
+    gate, _, _ = step_checks.swiglu(call)
+    return gate.new_empty(gate.shape)
+
+
+@accepts(SwigluBackwardCall)
+def swiglu_backward(call: SwigluBackwardCall) -> tuple[Tensor, Tensor, Tensor]:
+    gate, _, weights = step_checks.swiglu_backward(call)
+    sums = 0 if weights is None else gate.shape[0]
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape), gate.new_empty(sums, dtype=torch.float32)
 
 
 @accepts(QuantizeRecordsCall)

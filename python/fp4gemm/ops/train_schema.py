@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["TRAIN_SCHEMAS", "TrainBackwardCall", "TrainForwardCall"]
+__all__ = ["TRAIN_SCHEMAS", "SwigluBackwardCall", "SwigluCall", "TrainBackwardCall", "TrainForwardCall"]
 
 
 class TrainForwardCall(NamedTuple):
@@ -49,7 +49,26 @@ class TrainBackwardCall(NamedTuple):
     dw_dtype: torch.dtype
 
 
+class SwigluCall(NamedTuple):
+    """``swiglu``."""
+
+    gate: Tensor
+    up: Tensor
+    weights: Tensor | None = None
+
+
+class SwigluBackwardCall(NamedTuple):
+    """``swiglu_backward``."""
+
+    dy: Tensor
+    gate: Tensor
+    up: Tensor
+    weights: Tensor | None = None
+
+
 TRAIN_SCHEMAS: dict[str, Any] = {
     "train_forward": TrainForwardCall,
     "train_backward": TrainBackwardCall,
+    "swiglu": SwigluCall,
+    "swiglu_backward": SwigluBackwardCall,
 }

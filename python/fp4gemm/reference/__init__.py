@@ -29,6 +29,7 @@ from .ranks import combine_part, combine_ranks, combine_tree, route_ranks
 from .records import gather_records, make_records, quantize_records
 from .scale_search import quantize_searched
 from .stacks import quantize_stack
+from .swiglu import swiglu, swiglu_backward
 from .training import train_backward, train_forward
 
 __all__ = [
@@ -66,6 +67,8 @@ __all__ = [
     "silu_and_mul",
     "silu_and_mul_quantize",
     "silu_and_mul_quantize_decoded",
+    "swiglu",
+    "swiglu_backward",
     "train_backward",
     "train_forward",
     "unprepack",

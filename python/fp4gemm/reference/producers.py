@@ -30,10 +30,12 @@ from .decoding import quantize_decoded
 from .nvfp4 import quantize
 
 __all__ = [
+    "folded",
     "inverse_rms",
     "rms_norm",
     "rms_norm_quantize",
     "rms_norm_quantize_decoded",
+    "silu",
     "silu_and_mul",
     "silu_and_mul_quantize",
     "silu_and_mul_quantize_decoded",
@@ -43,7 +45,8 @@ BLOCK = _checks.BLOCK
 SILU_ZERO_BELOW = -88.75
 
 
-def _silu(gate: Tensor) -> Tensor:
+def silu(gate: Tensor) -> Tensor:
+    """cast(silu(g)) of bfloat16 or float16 g, as the docstring of the module defines it."""
     g = gate.to(torch.float64)
     one = torch.ones((), dtype=torch.float64, device=g.device)
     h = torch.div(g, one + torch.exp(-g)).to(torch.float32).to(gate.dtype)
@@ -64,7 +67,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     out = torch.empty((m, k), dtype=x.dtype, device=x.device)
     for i, j in row_chunks(m, 2 * k):
         gate, up = x[i:j, :k], x[i:j, k:]
-        out[i:j] = _silu(gate).to(torch.float32) * up.to(torch.float32)
+        out[i:j] = silu(gate).to(torch.float32) * up.to(torch.float32)
     return out
 
 
@@ -80,7 +83,7 @@ def silu_and_mul_quantize_decoded(call: SiluAndMulQuantizeCall) -> tuple[Tensor,
     return quantize_decoded(silu_and_mul(call.x), None, True, offs=call.offs)
 
 
-def _fold(t: Tensor) -> Tensor:
+def folded(t: Tensor) -> Tensor:
     """Return the sum along the last dimension, whose size is a power of two.
 
     Each step adds t[j] and t[j + half], until one element is left.
@@ -95,8 +98,8 @@ def inverse_rms(h: Tensor, epsilon: Tensor) -> Tensor:
     """Return r, (m,), of float32 h (m, k); epsilon is a float32 scalar."""
     num_blocks = h.shape[1] // BLOCK
     padding = (1 << (num_blocks - 1).bit_length()) - num_blocks
-    sums = torch.nn.functional.pad(_fold((h * h).unflatten(1, (-1, BLOCK))), (0, padding))
-    mean = torch.div(_fold(sums), fp32(float(h.shape[1]), h.device)) + epsilon
+    sums = torch.nn.functional.pad(folded((h * h).unflatten(1, (-1, BLOCK))), (0, padding))
+    mean = torch.div(folded(sums), fp32(float(h.shape[1]), h.device)) + epsilon
     # The root is computed in float64, since torch's float32 root is not correctly rounded on every device.
     root = mean.to(torch.float64).sqrt().to(torch.float32)
     return torch.div(fp32(1.0, h.device), root)

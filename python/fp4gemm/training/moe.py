@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import _checks
 from ..experts import route
 from . import _casts, _functions, _routing
+from ._swiglu import swiglu
 from .grouped_linear import GroupedLinear
 from .linear import Linear
 from .recipe import Recipe
@@ -112,8 +113,7 @@ class Experts(torch.nn.Module):
     def forward(self, rows: Tensor | QuantizedInput, offs: Tensor, weights: Tensor) -> Tensor:
         """(m, dim) for rows (m, dim) sorted by expert, their ends int32 (g,) and weights float32 (m,)."""
         x = rows if isinstance(rows, QuantizedInput) else shared(rows, self.w1, self.w3, offs)
-        h = torch.nn.functional.silu(self.w1(x, offs)) * self.w3(x, offs)
-        result: Tensor = self.w2((h * weights.unsqueeze(-1)).to(h.dtype), offs)
+        result: Tensor = self.w2(swiglu(self.w1(x, offs), self.w3(x, offs), weights), offs)
         return result
 
 
@@ -128,7 +128,7 @@ class FeedForward(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = shared(x, self.w1, self.w3)
-        result: Tensor = self.w2(torch.nn.functional.silu(self.w1(rows)) * self.w3(rows))
+        result: Tensor = self.w2(swiglu(self.w1(rows), self.w3(rows)))
         return result
 
 
