@@ -23,7 +23,7 @@ GEMM = re.compile(rf"gemm_kernel|packed_gemm|{PREPACKED}")
 WAITING = re.compile(
     rf"quantize_rows|quantize_to_records|make_row_records|gather_rows|route_slots|combine_rows|"
     rf"combine_rank_rows|combine_blocks|combine_parts|zero_outside_groups|swiglu_forward|swiglu_backward|"
-    rf"gemm_kernel|prepare_groups|ragged_k_gemm|quantize_tiles|quantize_group_columns|"
+    rf"gemm_kernel|prepare_groups|ragged_k_gemm|quantize_tiles|quantize_group_columns|quantize_squares|"
     rf"(?<!mxfp8_)dequantize|{PREPACKED}"
 )
 # One row in registers, TransformerEngine's cast: PlainLoader, TeCast, grouped or not, not looped.
@@ -167,7 +167,7 @@ AHEAD_OF_WAIT: dict[str, dict[str, int]] = {
 }
 # Kernels that are launched after the end of the kernel before them, and therefore do not wait.
 NOT_OVERLAPPED = re.compile(
-    r"quantize_squares|columns_amax|tensor_amax|group_amax|mxfp8_quantize|mxfp8_dequantize|prepack|nothing"
+    r"columns_amax|tensor_amax|group_amax|mxfp8_quantize|mxfp8_dequantize|prepack|nothing"
     r"|packed_gemm|search_scales|row_amaxes"
 )
 

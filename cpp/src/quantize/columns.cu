@@ -1,20 +1,10 @@
 // The launches of quantization along columns.
 #include "quantize/grid.hpp"
 #include "quantize/launch.cuh"
-#include "quantize/square.cuh"
+#include "quantize/tile_grids.hpp"
 
 namespace fp4gemm {
 namespace {
-
-/// Calls launch(grid, first_tile) for the grids of CTAs that together cover x^T (k, columns), a CTA for each
-/// tile of kTileColumns x kTileRows. They cover whole tiles of 128 x 4 scales of either side.
-template <class Launch>
-void for_tile_grids(int64_t k, int64_t columns, Launch const& launch) {
-  auto const width = static_cast<unsigned>(scale_rows_of(k) / kTileColumns);
-  for_grid_parts(ceil_div(columns, kTileRows), kMaxGridY, [&](int64_t first, unsigned count) {
-    launch(dim3(width, count), static_cast<unsigned>(first));
-  });
-}
 
 /// Calls launch with the form as a constant.
 template <class Launch>
@@ -85,20 +75,6 @@ void launch_tiles(TileLaunch const& launch, fp4gemm_hadamard_t hadamard, bool is
 void launch_tiles_four_over_six(TileLaunch const& launch, int num_matrices) {
   for_type(launch.dtype, [&](auto type) {
     launch_tiles_of<decltype(type), FourOverSixCast<Range::kRegular>, void>(launch, num_matrices);
-  });
-}
-
-void launch_squares(TileLaunch const& launch, bool four_over_six, int num_matrices) {
-  for_type(launch.dtype, [&](auto type) {
-    using T = decltype(type);
-    auto const kernel = four_over_six ? quantize_squares<T, true> : quantize_squares<T, false>;
-    for_grid_parts(num_matrices, kMaxGridY, [&](int64_t first_matrix, unsigned matrices) {
-      for_tile_grids(launch.params.k, launch.params.m, [&](dim3 grid, unsigned first_tile) {
-        grid.z = matrices;
-        kernel<<<grid, kTileThreads<T>, 0, launch.stream>>>(launch.params, first_tile,
-                                                            static_cast<unsigned>(first_matrix));
-      });
-    });
   });
 }
 
