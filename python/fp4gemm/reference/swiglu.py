@@ -8,10 +8,11 @@ that h is the result of eager F.silu(gate) * up. The gradients, for the elements
     dh       = cast(fl(d * w)), without weights d
     dup      = cast(fl(dh * s))
     dgate    = cast(fl(cast(fl(dh * u)) * D)),  D = fl(q * fl(1 + fl(g * fl(1 - q))))
-    q        = fl(1 / fl(1 + e(g))),  with e of :mod:`fp4gemm.activations`;  D = 0 for g < -87
+    q        = fl(1 / fl(1 + e(g))),  and D = 0 for g < -87
     dweights = the sum over the row of fl(d * h)
 
-as autograd computes them from the eager expression, except for the rounding of D. The sum has a fixed order.
+with e of :mod:`fp4gemm.activations`, as autograd computes them from the eager expression, except for the
+rounding of D. The sum has a fixed order.
 Chunks of 8 elements are folded by halves: t[j] and t[j + 4] are added, then those at distance 2 and 1. Then
 p[l] = ((0 + chunk l) + chunk l + 128) + ..., and the 128 p are folded by halves too.
 """
