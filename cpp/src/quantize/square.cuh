@@ -97,8 +97,10 @@ __device__ inline uint8_t choose_scale(TileParams const& p, T const* x, float ou
   int const thread = static_cast<int>(threadIdx.x);
   int const own_group = thread / Tile::kLanes;
   int const own_block = thread % Tile::kLanes / (kBlock / Panel<T>::kColumns);
-  square_amax[own_group][own_block] = amax;  // all threads of a square write the same
-  __syncthreads();                           // square_amax is written
+  if (thread % (kBlock / Panel<T>::kColumns) == 0) {
+    square_amax[own_group][own_block] = amax;
+  }
+  __syncthreads();  // square_amax is written
   Cast const cast(p.cast, typename Cast::Shared(p.cast, 0), outer_amax);
 #pragma unroll 1
   for (int i = thread; i < kTileRows * kBlocksPerRow; i += kThreads) {
