@@ -12,7 +12,7 @@ import pytest
 import torch
 from fp4gemm import nn, training
 from fp4gemm.training import cache as cache_module
-from fp4gemm.training import functional
+from fp4gemm.training import functional, stacked_experts
 from torch import Tensor
 from training_cases import RECIPES
 
@@ -154,6 +154,54 @@ def test_bits_of_grouped_linear(kind: str, recipe: str) -> None:
     assert [name for name, t in want.items() if not torch.equal(got[name], t)] == []
     torch.testing.assert_close(got["x"], x.grad)  # the sum over slots has another order in torch
     assert not got["down_proj"][-1].any()
+
+
+def called(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes of the gates of calls of swiglu from now on."""
+    shapes: list[torch.Size] = []
+
+    def counting(gate: Tensor, up: Tensor) -> Tensor:
+        shapes.append(gate.shape)
+        return functional.swiglu(gate, up)
+
+    monkeypatch.setattr(stacked_experts, "swiglu", counting)
+    return shapes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_swiglu_is_one_operator(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bits of the module's own gate; gpt_oss has another activation."""
+    shapes = called(monkeypatch)
+    module, (x, ids, weights) = experts("qwen3_moe", "bf16").to(dtype), tokens()
+    got = gradients(module, x.to(dtype), ids, weights.to(dtype))
+    assert shapes == [(24 * TOP_K, INTER)]
+    for name in ("copied", "pickled"):
+        other = copy.deepcopy(module) if name == "copied" else pickle.loads(pickle.dumps(module))
+        assert torch.equal(other(x.to(dtype), ids, weights.to(dtype)), got["y"]), name
+    assert len(shapes) == 3
+    vars(module)["_silu"] = None  # the module's own gate
+    want = gradients(module, x.to(dtype), ids, weights.to(dtype))
+    assert len(shapes) == 3
+    assert torch.equal(got["y"], want["y"])
+    for name, t in want.items():
+        torch.testing.assert_close(got[name], t, msg=name)
+    experts("gpt_oss", "bf16")(*tokens())
+    assert len(shapes) == 3
+
+
+def test_another_activation_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was set after the conversion, and one with a hook."""
+    shapes = called(monkeypatch)
+    module, batch = experts("qwen3_moe", "bf16"), tokens()
+    y = module(*batch)
+    seen = []
+    handle = module.act_fn.register_forward_hook(lambda *args: seen.append(1))
+    assert torch.equal(module(*batch), y)
+    assert seen == [1]
+    handle.remove()
+    module.act_fn = torch.nn.ReLU()
+    assert not torch.equal(module(*batch), y)
+    assert len(shapes) == 1
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])

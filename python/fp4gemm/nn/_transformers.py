@@ -29,6 +29,9 @@ from .experts import Experts
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # has_post_expert_norm is younger
 TRAINED = "_trains_by_recipe"  # in the classes of fp4gemm.training whose parameters are a float module's
+# Modules of transformers (5.20) that compute F.silu(x), by class name.
+ACTIVATIONS_MODULE = "transformers.activations"
+SILU_NAMES = ("SiLUActivation",)
 NUM_PROBES = 64  # values of the gate, and of up, with which an activation is evaluated
 RELATIVE, ABSOLUTE = 1e-5, 2e-5  # the differences to the table's formulas that are accepted
 
@@ -165,6 +168,23 @@ def between(module: torch.nn.Module, x: Tensor, expert: int) -> Tensor:
 
 
 # ---- which activation it is
+
+
+def is_silu(act: object) -> bool:
+    """Whether act is a module or function of torch or transformers that computes F.silu."""
+    is_named = type(act).__module__ == ACTIVATIONS_MODULE and type(act).__name__ in SILU_NAMES
+    return type(act) is torch.nn.SiLU or is_named or act is torch.nn.functional.silu
+
+
+def has_swiglu(module: torch.nn.Module) -> bool:
+    """Whether the gate of a module is that of transformers' decorator, act_fn(gate) * up, and act_fn SiLU.
+
+    gate and up are the halves of its rows.
+    """
+    m: Any = module
+    default = getattr(sys.modules.get("transformers.integrations.moe"), "_default_apply_gate", None)
+    is_default = default is not None and getattr(type(m), "_apply_gate", None) is default
+    return bool(m.has_gate and is_default and "_apply_gate" not in vars(m) and is_silu(m.act_fn))
 
 
 def _activation(m: Any) -> tuple[Activation, Layout]:

@@ -16,8 +16,10 @@ from .. import _checks
 from .._checks import training as checks
 from ..experts import Routing, route
 from ..nn import _transformers
+from ..nn._hooks import hooks_of
 from . import _casts, _functions, _routing
 from ._layer import RecipeLayer
+from ._swiglu import swiglu
 from .cache import WeightCache
 from .recipe import Recipe
 
@@ -49,7 +51,8 @@ class StackedExperts(RecipeLayer):
         y[i] = sum over j of top_k_weights[i, j] * (h[r] @ W2[e].T + b2[e])
 
     The products are those of :func:`fp4gemm.training.functional.grouped_linear`, by ``recipe``; the sum is in
-    float32, in ascending order of j. This is the definition of transformers' own implementations.
+    float32, in ascending order of j. This is the definition of transformers' own implementations. SwiGLU, the
+    gate of most of them, is :func:`fp4gemm.training.functional.swiglu`.
 
     The module stays the same object with the same parameters, ``gate_up_proj`` or ``up_proj`` (W13),
     ``down_proj`` (W2) and their biases, so that optimizers, the state_dict and ``save_pretrained`` do not
@@ -59,6 +62,7 @@ class StackedExperts(RecipeLayer):
     """
 
     _trains_by_recipe = True
+    _silu: torch.nn.Module | None  # act_fn at the conversion, if the activation is SwiGLU
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """y (t, d) of the dtype of x.
@@ -83,10 +87,18 @@ class StackedExperts(RecipeLayer):
         first = "gate_up_proj" if m.has_gate else "up_proj"
         routing = _routed(top_k_index, top_k_weights, x.shape[0], getattr(m, first).shape[0])
         rows = self._product(first, _routing.gather(x, routing), routing.offs)
-        rows = m._apply_gate(rows) if m.has_gate else m.act_fn(rows)
+        rows = self._activated(rows)
         rows = self._product("down_proj", rows, routing.offs)
         rows = rows * _routing.row_weights(top_k_weights, routing).unsqueeze(-1)
         return _routing.scatter(rows, routing).to(x.dtype)
+
+    def _activated(self, rows: Tensor) -> Tensor:
+        """act(rows): by :func:`fp4gemm.training.functional.swiglu` where that is what the module computes."""
+        m: Any = self
+        if self._silu is not None and m.act_fn is self._silu and not hooks_of(self._silu):
+            return swiglu(*rows.chunk(2, -1))
+        result: Tensor = m._apply_gate(rows) if m.has_gate else m.act_fn(rows)
+        return result
 
     def _product(self, name: str, rows: Tensor, offs: Tensor) -> Tensor:
         """The product of the experts' rows and the stack of this name."""
@@ -163,7 +175,12 @@ def convert(module: torch.nn.Module, recipe: Recipe) -> None:
     if not isinstance(module, StackedExperts):
         _, hidden, intermediate, _ = sizes_of(module)
         vars(module).update(
-            in_features=hidden, out_features=intermediate, _recipe=recipe, cache=WeightCache()
+            in_features=hidden,
+            out_features=intermediate,
+            _recipe=recipe,
+            cache=WeightCache(),
+            # Not through setattr: it is a child of the module already, by the name act_fn.
+            _silu=cast(Any, module).act_fn if _transformers.has_swiglu(module) else None,
         )
         module.__class__ = _converted(cast(Any, type(module)))
     cast(StackedExperts, module).recipe = recipe

@@ -10,13 +10,12 @@ import torch
 
 from ...activations import ActivationName, by_name
 from .._hooks import hooks_of
+from .._transformers import ACTIVATIONS_MODULE, is_silu
 from .source import child_called, forward_of, parameters
 
 Expression = tuple[Any, ...]
 INPUT: Expression = ("input",)
-# Modules of transformers (5.20) that compute F.silu(x) and F.gelu(x, approximate="tanh"), by class name.
-ACTIVATIONS_MODULE = "transformers.activations"
-SILU_NAMES = ("SiLUActivation",)
+# Modules of transformers (5.20) that compute F.gelu(x, approximate="tanh"), by class name.
 GELU_TANH_NAMES = ("GELUTanh", "PytorchGELUTanh")
 
 
@@ -123,7 +122,7 @@ def _activation(module: torch.nn.Module, gate: Expression) -> str | None:
         if isinstance(act, torch.nn.Module) and hooks_of(act):
             return None
         name = type(act).__name__ if type(act).__module__ == ACTIVATIONS_MODULE else ""
-        if type(act) is torch.nn.SiLU or name in SILU_NAMES or act is torch.nn.functional.silu:
+        if is_silu(act):
             return "swiglu"
         is_gelu_tanh = type(act) is torch.nn.GELU and act.approximate == "tanh"
         return "geglu_tanh" if is_gelu_tanh or name in GELU_TANH_NAMES else None
