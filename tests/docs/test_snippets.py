@@ -163,12 +163,18 @@ def test_python(document: Path) -> None:
 
 
 def test_program_of_many_processes(tmp_path: Path) -> None:
-    """Two processes, or as many as there are GPUs, if it is one."""
+    """Two processes, or as many as there are GPUs, if it is one.
+
+    A rank that aborts prints where Python was, and each rank that it reached the end.
+    """
     source = "\n".join(snippet.text for snippet in to_run("python") if snippet.document == PROGRAM)
-    (tmp_path / "layer.py").write_text(source)
+    end = '\nprint("end of rank", os.environ["RANK"], flush=True)\n'
+    (tmp_path / "layer.py").write_text(source + end)
     processes = min(2, torch.cuda.device_count() or 2)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    run(*torchrun, "--nproc-per-node", processes, tmp_path / "layer.py")
+    options = ["--nproc-per-node", processes, tmp_path / "layer.py"]
+    shown = run(*torchrun, *options, env={"PYTHONFAULTHANDLER": "1"})
+    assert shown.count("end of rank") == processes
 
 
 def examples() -> Iterator[Snippet]:
