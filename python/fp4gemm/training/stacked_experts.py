@@ -62,7 +62,8 @@ class StackedExperts(RecipeLayer):
     """
 
     _trains_by_recipe = True
-    _silu: torch.nn.Module | None  # act_fn at the conversion, if the activation is SwiGLU
+    # act_fn at the conversion, if the activation is SwiGLU; a module that was pickled before has none.
+    _silu: torch.nn.Module | None = None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """y (t, d) of the dtype of x.
