@@ -350,7 +350,6 @@ struct Sm90Nvfp4Kernel {
         }
         produce(p, shared, Schedule(plan, p.steps, cta, dynamic), rank, ahead);
       }
-      __syncwarp();
     } else {
       if constexpr (Config::kMovesRegisters) {
         cutlass::arch::warpgroup_reg_alloc<224>();
@@ -379,7 +378,8 @@ struct Sm90Nvfp4Kernel {
     // A CTA must not exit while another of its cluster may multicast into its shared memory or arrive on its
     // mbarriers.
     if constexpr (Config::kCluster > 1) {
-      cute::cluster_arrive_relaxed();
+      __syncwarp();
+      cute::cluster_arrive();  // releases the arrivals on the mbarriers of the other CTAs
       cute::cluster_wait();
     }
   }
