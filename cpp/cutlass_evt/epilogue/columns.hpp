@@ -7,6 +7,7 @@
 #include "cutlass/half.h"
 #include "cutlass_evt/epilogue/gated.hpp"
 #include "cutlass_evt/epilogue/rowcol.hpp"
+#include "cutlass_evt/load_after_wait.hpp"
 
 namespace cutlass_evt::epilogue {
 
@@ -69,11 +70,11 @@ struct ColumnsEpilogue {
   }
 
   CUTLASS_DEVICE static float alpha(Arguments const& args, int group) {
-    return args.alpha_groups == nullptr ? args.alpha : __ldg(args.alpha_groups + group);
+    return args.alpha_groups == nullptr ? args.alpha : load_after_wait(args.alpha_groups + group);
   }
 
   CUTLASS_DEVICE static float row_factor(Arguments const& args, int64_t row) {
-    return args.alpha_row.data == nullptr ? 1.0f : __ldg(row_factor_at(args, row));
+    return args.alpha_row.data == nullptr ? 1.0f : load_after_wait(row_factor_at(args, row));
   }
 
   /// The multiplications of nodes::scaled.
@@ -178,10 +179,11 @@ struct ColumnsEpilogue {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kColumns; ++i) {
         bool const present = i < valid_;
-        by_column_[i] =
-            present && args.alpha_col.data != nullptr ? __ldg(by_column_at(args, group, column + i)) : 1.0f;
-        bias_[i] =
-            present && args.bias.data != nullptr ? __ldg(bias_at(args, group, column + i)) : nodes::kNoBias;
+        by_column_[i] = present && args.alpha_col.data != nullptr
+                            ? load_after_wait(by_column_at(args, group, column + i))
+                            : 1.0f;
+        bias_[i] = present && args.bias.data != nullptr ? load_after_wait(bias_at(args, group, column + i))
+                                                        : nodes::kNoBias;
       }
       alpha_ = alpha(args, group);
     }

@@ -6,6 +6,7 @@
 #include "cutlass/fast_math.h"
 #include "cutlass_evt/kernel/sm90_nvfp4_dynamic_scheduler.hpp"
 #include "cutlass_evt/kernel/sm90_nvfp4_plan.hpp"
+#include "cutlass_evt/load_after_wait.hpp"
 #include "cutlass_evt/mainloop/sm90_nvfp4.hpp"
 #include "cutlass_evt/prefix_sum.hpp"
 
@@ -124,8 +125,8 @@ struct Sm90Nvfp4Groups {
   /// The rows of a group. Ends that are out of order or out of range are an error of the caller that is not
   /// reported; the clamps keep every row within X and D.
   CUTLASS_DEVICE static Rows rows_of(Sm90Nvfp4GroupEnds const& p, int group) {
-    int const begin = group > 0 ? cute::min(cute::max(__ldg(p.offs + group - 1), 0), p.m) : 0;
-    int const end = cute::min(cute::max(__ldg(p.offs + group), 0), p.m);
+    int const begin = group > 0 ? cute::min(cute::max(load_after_wait(p.offs + group - 1), 0), p.m) : 0;
+    int const end = cute::min(cute::max(load_after_wait(p.offs + group), 0), p.m);
     return {begin, cute::max(end - begin, 0)};
   }
 

@@ -12,6 +12,7 @@
 #include "cutlass/fast_math.h"
 #include "cutlass/half.h"
 #include "cutlass_evt/epilogue/activation.hpp"
+#include "cutlass_evt/load_after_wait.hpp"
 
 namespace cutlass_evt {
 
@@ -31,7 +32,7 @@ struct Sm90RaggedKVector {
     int const step = is_vector ? 32 : 0;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Count / 32; ++i) {
-      to[lane + i * 32] = i * 32 < present ? __ldg(from + i * step) : absent;
+      to[lane + i * 32] = i * 32 < present ? load_after_wait(from + i * step) : absent;
     }
   }
 };
@@ -143,8 +144,8 @@ class Sm90RaggedKGroups {
   CUTLASS_DEVICE void load() {
     int const lane = static_cast<int>(threadIdx.x % 32);
     int const group = first_ + lane;
-    int const begin = group > 0 && group < num_groups_ ? cute::max(__ldg(offs_ + group - 1), 0) : 0;
-    int const end = group < num_groups_ ? cute::max(__ldg(offs_ + group), 0) : 0;
+    int const begin = group > 0 && group < num_groups_ ? cute::max(load_after_wait(offs_ + group - 1), 0) : 0;
+    int const end = group < num_groups_ ? cute::max(load_after_wait(offs_ + group), 0) : 0;
     int const size = cute::max(end - begin, 0);
     steps_ = size / 64 + (size % 64 != 0 ? 1 : 0);
     up_to_ = steps_;

@@ -6,6 +6,7 @@
 #include "cutlass/array.h"
 #include "cutlass_evt/epilogue/scaled.hpp"
 #include "cutlass_evt/kernel/sm90_ragged_k_config.hpp"
+#include "cutlass_evt/load_after_wait.hpp"
 
 namespace cutlass_evt {
 
@@ -29,7 +30,7 @@ class Sm90RaggedKEpilogue {
 
   /// Writes the work item of a tile. All lanes of the publisher call this; each writes a part.
   CUTLASS_DEVICE static void write_item(Params const& p, Tile const& tile, int steps, WorkItem& item) {
-    float const alpha = p.alpha_groups == nullptr ? p.alpha : __ldg(p.alpha_groups + tile.group);
+    float const alpha = p.alpha_groups == nullptr ? p.alpha : load_after_wait(p.alpha_groups + tile.group);
     p.alpha_row.template copy<Config::kRows>(tile.group, tile.row, p.m, 1.0f, item.by_row);
     p.alpha_col.template copy<Config::kColumns>(tile.group, tile.column, p.n, 1.0f, item.by_column);
     if (p.bias.data != nullptr) {

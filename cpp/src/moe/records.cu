@@ -121,8 +121,8 @@ __device__ uint8_t const* record_of(GatherParams const& p, int64_t row) {
 /// Writes codes and amaxes of zero for the rows behind the last group that this CTA has: warp w of CTA b has
 /// number 4 b + w of them. The grid has at least as many warps as the result has rows.
 __device__ void zero_row_outside_groups(GatherParams const& p) {
-  int64_t const row = clamp_row(__ldg(p.groups.offs + p.groups.num - 1), p.m) + int64_t{blockIdx.x} * kQuad +
-                      threadIdx.x / 32;
+  int64_t const row = clamp_row(load_after_wait(p.groups.offs + p.groups.num - 1), p.m) +
+                      int64_t{blockIdx.x} * kQuad + threadIdx.x / 32;
   if (row < p.m) {
     copy_codes(nullptr, p.codes + row * p.layout.codes_bytes(), p.layout.num_blocks);
     if (threadIdx.x % 32 == 0) {

@@ -4,9 +4,12 @@
 
 #include <cuda/std/type_traits>
 
+#include "cutlass_evt/load_after_wait.hpp"
 #include "quantize/numerics.cuh"
 
 namespace fp4gemm {
+
+using cutlass_evt::load_after_wait;
 
 /// PRMT. A selector with bit 3 set replicates the sign of a byte, which __byte_perm does not offer.
 __device__ inline uint32_t permute_signs(uint32_t a, uint32_t b, uint32_t selector) {
@@ -141,7 +144,7 @@ __device__ inline Block<T> load_block(T const* x) {
   Block<T> block;
 #pragma unroll
   for (int i = 0; i < Block<T>::kWords / 4; ++i) {
-    uint4 const vector = __ldg(reinterpret_cast<uint4 const*>(x) + i);
+    uint4 const vector = load_after_wait(reinterpret_cast<uint4 const*>(x) + i);
     block.words[4 * i] = vector.x;
     block.words[4 * i + 1] = vector.y;
     block.words[4 * i + 2] = vector.z;

@@ -163,8 +163,9 @@ class VariantCast {
 
     __device__ Shared(CastOptions const& options, int draw) {
       if (options.rng_state != nullptr) {
-        auto const seed = static_cast<uint64_t>(__ldg(options.rng_state));
-        auto const offset = static_cast<uint64_t>(__ldg(options.rng_state + 1)) + static_cast<uint64_t>(draw);
+        auto const seed = static_cast<uint64_t>(load_after_wait(options.rng_state));
+        auto const offset =
+            static_cast<uint64_t>(load_after_wait(options.rng_state + 1)) + static_cast<uint64_t>(draw);
         philox = {uniform(seed), uniform(offset)};
       }
     }

@@ -22,7 +22,8 @@ struct Panel {
   __device__ void load(T const* x, int64_t row_stride, int64_t count) {
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
-      rows[i] = !kPartial || i < count ? __ldg(reinterpret_cast<uint2 const*>(x + i * row_stride)) : uint2{};
+      rows[i] = !kPartial || i < count ? load_after_wait(reinterpret_cast<uint2 const*>(x + i * row_stride))
+                                       : uint2{};
     }
   }
 
@@ -223,7 +224,7 @@ __global__ void __launch_bounds__(kTileThreads<T>)
       QuantizedBlock quantized{};
       if (is_real) {
         int64_t const amax_at = p.column.amax_per_row ? rows.group * p.k + column + j : int64_t{rows.group};
-        float const amax = __ldg(p.column.amax + amax_at);
+        float const amax = load_after_wait(p.column.amax + amax_at);
         quantized = cast.quantize(column_block<T, Rotation>(panel, j, p.signs), amax,
                                   (column + j) * p.column.num_blocks + block);
       }
@@ -243,7 +244,7 @@ __global__ void __launch_bounds__(kTileThreads<T>)
       QuantizedBlock quantized{};
       if (row < p.m && column < p.k) {
         int64_t const index = row * p.row.num_blocks + column / kBlock;
-        float const amax = __ldg(p.row.amax + (p.row.amax_per_row ? row : 0));
+        float const amax = load_after_wait(p.row.amax + (p.row.amax_per_row ? row : 0));
         quantized =
             cast.quantize(load_block(static_cast<T const*>(p.x) + row * p.row_stride + column), amax, index);
         reinterpret_cast<uint2*>(p.row.codes)[index] = quantized.codes;

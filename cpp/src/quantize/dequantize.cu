@@ -63,20 +63,12 @@ __device__ inline TileRows rows_of(DecodeJob const& job, unsigned tile) {
   return {first, min(end - first, int64_t{kScaleTileRows}), 0, start};
 }
 
-/// Loads the codes of a chunk. They bypass L1, since nothing reads them again.
+/// Loads the codes of a chunk.
 template <int kElements>
 __device__ inline uint32_t load_codes(uint8_t const* codes, int64_t chunk) {
   static_assert(kElements == 4 || kElements == 8, "a chunk has 16 bytes of values");
-  void const* const address = codes + chunk * (kElements / 2);
-  if constexpr (kElements == 8) {
-    uint32_t result;
-    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(result) : "l"(address));
-    return result;
-  } else {
-    uint16_t result;
-    asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(result) : "l"(address));
-    return result;
-  }
+  using Codes = cuda::std::conditional_t<kElements == 8, uint32_t, uint16_t>;
+  return cutlass_evt::load_once_after_wait(reinterpret_cast<Codes const*>(codes) + chunk);
 }
 
 /// Values of two bytes for the eight magnitudes of e2m1, the low bytes and the high bytes of all.
@@ -177,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, kGrouped ? 5 : 1) dequantize(Dequant
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
       if (i * kTileQuads < count) {
-        amax[i] = __ldg(p.amax + (p.amax_per_row ? first_row + i * kTileQuads : 0));
+        amax[i] = load_after_wait(p.amax + (p.amax_per_row ? first_row + i * kTileQuads : 0));
       }
     }
   }
@@ -195,11 +187,11 @@ __global__ void __launch_bounds__(kThreads, kGrouped ? 5 : 1) dequantize(Dequant
 #pragma unroll
       for (int i = 0; i < kQuad; ++i) {
         int64_t const at = (first_row + i * kTileQuads) * blocks_per_row + block;
-        scales[i] = i * kTileQuads < count ? __ldg(job.scales + at) * 0x01010101u : 0;
+        scales[i] = i * kTileQuads < count ? load_after_wait(job.scales + at) * 0x01010101u : 0;
       }
     } else {
       int64_t const word = scale_offset(int64_t{tile} * kScaleTileRows + in_tile, block & ~3, p.num_words);
-      uint4 const words = __ldg(reinterpret_cast<uint4 const*>(job.scales + word));
+      uint4 const words = load_after_wait(reinterpret_cast<uint4 const*>(job.scales + word));
       scales[0] = words.x, scales[1] = words.y, scales[2] = words.z, scales[3] = words.w;
     }
     uint32_t const select = static_cast<uint32_t>(block % 4) * 0x11u | 0x4400u;
@@ -223,7 +215,8 @@ __global__ void __launch_bounds__(kThreads, kGrouped ? 5 : 1) dequantize(Dequant
   }
   if (kGrouped && !kDecode) {
     // Rows of y behind the last group are zero. Each quad writes four of them.
-    int64_t const outside = clamp_row(__ldg(job.offs + job.num_groups - 1), job.rows) + int64_t{quad} * kQuad;
+    int64_t const outside =
+        clamp_row(load_after_wait(job.offs + job.num_groups - 1), job.rows) + int64_t{quad} * kQuad;
     for (int64_t row = outside; row < min(outside + kQuad, job.rows); ++row) {
       for (int chunk = first_chunk; chunk < p.chunks_per_row; chunk += step) {
         y[row * p.chunks_per_row + chunk] = {};

@@ -33,8 +33,10 @@ struct GroupSpans {
 /// An end that lies before the start of its group, or outside of x, is an error of the caller. Rows stay
 /// inside of x in such a case, but spans may lie outside of x^T.
 __device__ inline GroupSpans find_spans(Groups const& groups, int64_t m, int group) {
-  auto const start_of = [&](int e) { return e > 0 ? clamp_row(__ldg(groups.offs + e - 1), m) : 0; };
-  auto const rows_of = [&](int e) { return max(clamp_row(__ldg(groups.offs + e), m) - start_of(e), 0); };
+  auto const start_of = [&](int e) { return e > 0 ? clamp_row(load_after_wait(groups.offs + e - 1), m) : 0; };
+  auto const rows_of = [&](int e) {
+    return max(clamp_row(load_after_wait(groups.offs + e), m) - start_of(e), 0);
+  };
   unsigned before = 0;
   unsigned total = 0;
   for (int e = static_cast<int>(threadIdx.x % 32); e < groups.num; e += 32) {

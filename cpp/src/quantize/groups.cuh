@@ -3,9 +3,12 @@
 
 #include <cstdint>
 
+#include "cutlass_evt/load_after_wait.hpp"
 #include "quantize/sizes.hpp"
 
 namespace fp4gemm {
+
+using cutlass_evt::load_after_wait;
 
 /// Group e holds rows offs[e-1]..offs[e]-1 of x. It starts at the next tile of the result: its scales at a
 /// multiple of 128 rows of their buffer or, quantized along columns, its columns at a multiple of 64.
@@ -42,12 +45,12 @@ __device__ inline TileRows find_tile(Groups const& groups, int64_t m, int64_t ti
   int const per_lane = (groups.num + 31) / 32;
   int const first = min(lane * per_lane, groups.num);
   int const last = min(first + per_lane, groups.num);
-  int const start = first > 0 ? clamp_row(__ldg(groups.offs + first - 1), m) : 0;
+  int const start = first > 0 ? clamp_row(load_after_wait(groups.offs + first - 1), m) : 0;
   int own = 0;  // tiles of the lane's groups
   int begin = start;
 #pragma unroll 4
   for (int e = first; e < last; ++e) {
-    int const end = max(clamp_row(__ldg(groups.offs + e), m), begin);
+    int const end = max(clamp_row(load_after_wait(groups.offs + e), m), begin);
     own += num_tiles<kTileRows>(end - begin);
     begin = end;
   }
@@ -65,7 +68,7 @@ __device__ inline TileRows find_tile(Groups const& groups, int64_t m, int64_t ti
   int64_t in_lane = tile - __shfl_sync(0xFFFFFFFFu, up_to - own, source);  // among the tiles of the source
   begin = __shfl_sync(0xFFFFFFFFu, start, source);
   for (int e = source * per_lane;; ++e) {
-    int const end = max(clamp_row(__ldg(groups.offs + e), m), begin);
+    int const end = max(clamp_row(load_after_wait(groups.offs + e), m), begin);
     int const tiles = num_tiles<kTileRows>(end - begin);
     if (in_lane < tiles) {
       int64_t const row = begin + in_lane * kTileRows;

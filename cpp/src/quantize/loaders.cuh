@@ -60,9 +60,9 @@ class GatherLoader {
   static constexpr bool kIsNorm = false;
 
   __device__ GatherLoader(Input const& input, int64_t row, int first_block) {
-    int64_t const source = input.rows != nullptr ? __ldg(input.rows + row) : row;
+    int64_t const source = input.rows != nullptr ? load_after_wait(input.rows + row) : row;
     bool const is_in_x = input.rows == nullptr || (source >= 0 && source < input.num_rows);
-    bool const is_zero = !is_in_x || (input.row_limit != nullptr && row >= __ldg(input.row_limit));
+    bool const is_zero = !is_in_x || (input.row_limit != nullptr && row >= load_after_wait(input.row_limit));
     x_ =
         is_zero ? nullptr : static_cast<T const*>(input.x) + source * input.row_stride + first_block * kBlock;
   }

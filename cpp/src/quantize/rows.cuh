@@ -227,7 +227,7 @@ __device__ void quantize_irregular_row(Loader const& loader, AnyCast const& cast
 /// Writes codes and amaxes of zero for rows behind the last group: `count` of them from number `index` on.
 /// The CTAs of a launch cover at least as many rows as x has, so that together they write all that there are.
 __device__ inline void zero_rows_outside_groups(RowParams const& p, int64_t index, int count) {
-  int64_t const first = clamp_row(__ldg(p.groups.offs + p.groups.num - 1), p.m) + index;
+  int64_t const first = clamp_row(load_after_wait(p.groups.offs + p.groups.num - 1), p.m) + index;
   for (int64_t row = first; row < min(first + count, p.m); ++row) {
     for (int block = static_cast<int>(threadIdx.x); block < p.num_blocks;
          block += static_cast<int>(blockDim.x)) {

@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kTileThreads<T>, kFourOverSix ? 1 : kSquareCta
   int const thread = static_cast<int>(threadIdx.x);
   int64_t const matrix = int64_t{first_matrix} + blockIdx.z;
   T const* const x = static_cast<T const*>(p.x) + matrix * p.m * p.row_stride;
-  float const outer_amax = __ldg(p.row.amax + matrix);
+  float const outer_amax = load_after_wait(p.row.amax + matrix);
 
   {
     int const lane = thread % Tile::kLanes;

@@ -63,8 +63,8 @@ struct TokenQuantizer {
       if (place.row < args.m && place.block < args.num_blocks) {
         auto const* const from = reinterpret_cast<uint4 const*>(
             static_cast<uint16_t const*>(args.x) + place.row * args.row_stride + place.block * kBlock);
-        elements.first[i] = __ldg(from);
-        elements.second[i] = __ldg(from + 1);
+        elements.first[i] = load_after_wait(from);
+        elements.second[i] = load_after_wait(from + 1);
       }
     }
   }

@@ -76,10 +76,10 @@ __global__ void __launch_bounds__(kThreads) swiglu_forward(SwigluParams p) {
   asm volatile("griddepcontrol.wait;\n griddepcontrol.launch_dependents;" ::: "memory");
 #endif
   int64_t const row = blockIdx.x;
-  float const weight = kWeighted ? __ldg(p.weights + row) : 1.0f;
+  float const weight = kWeighted ? load_after_wait(p.weights + row) : 1.0f;
   for (int chunk = static_cast<int>(threadIdx.x); chunk < p.chunks; chunk += kThreads) {
-    Chunk8 const gate{__ldg(p.gate.row(row) + chunk)};
-    Chunk8 const up{__ldg(p.up.row(row) + chunk)};
+    Chunk8 const gate{load_after_wait(p.gate.row(row) + chunk)};
+    Chunk8 const up{load_after_wait(p.up.row(row) + chunk)};
     Chunk8 y;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
@@ -100,12 +100,12 @@ __global__ void __launch_bounds__(kThreads) swiglu_backward(SwigluParams p) {
   asm volatile("griddepcontrol.wait;\n griddepcontrol.launch_dependents;" ::: "memory");
 #endif
   int64_t const row = blockIdx.x;
-  float const weight = kWeighted ? __ldg(p.weights + row) : 1.0f;
+  float const weight = kWeighted ? load_after_wait(p.weights + row) : 1.0f;
   float sum[1] = {};
   for (int chunk = static_cast<int>(threadIdx.x); chunk < p.chunks; chunk += kThreads) {
-    Chunk8 const dy{__ldg(p.dy.row(row) + chunk)};
-    Chunk8 const gate{__ldg(p.gate.row(row) + chunk)};
-    Chunk8 const up{__ldg(p.up.row(row) + chunk)};
+    Chunk8 const dy{load_after_wait(p.dy.row(row) + chunk)};
+    Chunk8 const gate{load_after_wait(p.gate.row(row) + chunk)};
+    Chunk8 const up{load_after_wait(p.up.row(row) + chunk)};
     Chunk8 dgate;
     Chunk8 dup;
     float terms[kSwigluStep];
