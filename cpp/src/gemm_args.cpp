@@ -1,7 +1,8 @@
 // The checks of the arguments of fp4gemm_gemm.
 #include "gemm_args.hpp"
 
-#include <string>
+#include <algorithm>
+#include <cstdio>
 
 namespace fp4gemm {
 namespace {
@@ -72,7 +73,9 @@ fp4gemm_status_t check_groups(GemmArgs const& args) {
   FP4GEMM_CHECK(args.num_groups >= 0, "num_groups: is %d, must be 0 (dense) or more", args.num_groups);
   FP4GEMM_CHECK(args.ragged == FP4GEMM_RAGGED_M || args.ragged == FP4GEMM_RAGGED_K,
                 "ragged: is %d, must be FP4GEMM_RAGGED_M or FP4GEMM_RAGGED_K", static_cast<int>(args.ragged));
-  if (!is_grouped(args)) {
+  if (is_grouped(args)) {
+    FP4GEMM_TRY(check_buffer("offs", args.offs, args.num_groups, sizeof(int32_t)));
+  } else {
     FP4GEMM_CHECK(args.ragged == FP4GEMM_RAGGED_M, "ragged: is %d, must be FP4GEMM_RAGGED_M without groups",
                   static_cast<int>(args.ragged));
     FP4GEMM_CHECK(args.offs == nullptr, "offs: is %p, must be null without groups",
@@ -87,12 +90,16 @@ fp4gemm_status_t check_activation(fp4gemm_activation_t activation) {
   if (activation_info(activation) != nullptr) {
     return FP4GEMM_SUCCESS;
   }
-  std::string names;
+  // No std::string: it may throw, and no exception leaves the library.
+  char names[400] = "";
+  size_t length = 0;
   for (ActivationInfo const& row : kActivations) {
-    names += (names.empty() ? "" : ", ") + std::to_string(row.number) + " (" + row.name + ")";
+    int const written = std::snprintf(names + length, sizeof(names) - length, "%s%d (%s)",
+                                      length == 0 ? "" : ", ", static_cast<int>(row.number), row.name);
+    length = std::min(length + static_cast<size_t>(written), sizeof(names) - 1);
   }
   return fail(FP4GEMM_ERROR_INVALID_ARGUMENT, "activation: is %d, must be one of %s",
-              static_cast<int>(activation), names.c_str());
+              static_cast<int>(activation), names);
 }
 
 /// Checks the product of three sizes that are valid themselves; sums of bytes then fit in 64 bits.
@@ -179,9 +186,6 @@ fp4gemm_status_t check_gemm_pointers(GemmArgs const& args) {
   FP4GEMM_TRY(check_vector("alpha_row", args.alpha_row, args.m, true, is_ragged_k(args)));
   FP4GEMM_TRY(check_vector("alpha_col", args.alpha_col, args.n, true, is_grouped(args)));
   FP4GEMM_TRY(check_vector("bias", args.bias, args.n, false, is_grouped(args)));
-  if (is_grouped(args)) {
-    FP4GEMM_TRY(check_buffer("offs", args.offs, args.num_groups, sizeof(int32_t)));
-  }
   if (args.alpha_groups != nullptr) {
     FP4GEMM_TRY(check_buffer("alpha_groups", args.alpha_groups, args.num_groups, sizeof(float)));
   }

@@ -1,7 +1,27 @@
-// Host tests of the GEMM's C interface: the messages for wrong arguments, whether B may be fresh, the sizes
-// of prepacked weights, and the texts of statuses. No GPU is used.
+// Host tests of the GEMM's C interface: the messages for wrong arguments, which need no memory, whether B may
+// be fresh, the sizes of prepacked weights, and the texts of statuses. No GPU is used.
+#include <cstdlib>
+#include <new>
+
 #include "checks.hpp"
 #include "kernel.hpp"
+
+namespace {
+
+bool has_memory = true;  // false: operator new throws
+
+}  // namespace
+
+// These replace the operators of the library, too.
+void* operator new(size_t bytes) {
+  void* const memory = has_memory ? std::malloc(bytes) : nullptr;
+  if (memory == nullptr) {
+    throw std::bad_alloc();
+  }
+  return memory;
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace {
 
@@ -77,6 +97,24 @@ void test_gemm_pointer_errors() {
   bad_call("c_row_stride", [](Args& a) { a.c_row_stride = 8; }, "c_row_stride: is 8, must be 0 without c");
 }
 
+/// No exception leaves the library, not even where a message is made without memory.
+void test_errors_without_memory() {
+  fp4gemm_gemm_args_t args = good_gemm();
+  args.activation = static_cast<fp4gemm_activation_t>(9);
+  bool threw = false;
+  fp4gemm_status_t status = FP4GEMM_SUCCESS;
+  has_memory = false;
+  try {
+    status = fp4gemm_gemm(&args, nullptr, 0, 0, nullptr);
+  } catch (std::bad_alloc const&) {
+    threw = true;
+  }
+  has_memory = true;
+  CHECK(!threw, "fp4gemm_gemm threw");
+  expect_error("activation", status, FP4GEMM_ERROR_INVALID_ARGUMENT,
+               "activation: is 9, must be one of 0 (none), 1 (silu), ");
+}
+
 void test_b_is_fresh() {
   using fp4gemm::b_is_fresh;
   CHECK(b_is_fresh(false, false), "no promise");
@@ -103,6 +141,7 @@ void test_grouped_errors() {
   bad_grouped("ragged", [](Args& a) { a.ragged = static_cast<fp4gemm_ragged_t>(5); }, "ragged: is 5");
   bad_grouped("n", [](Args& a) { a.n = 12; }, "n: is 12, must be a multiple of 8");
   bad_grouped("k, ragged m", [](Args& a) { a.k = 48; }, "k: is 48, must be a multiple of 32");
+  bad_grouped("offs", [](Args& a) { a.offs = nullptr; }, "offs: is null, must point at 2 elements");
   auto const ragged_k = [](Args& a) { a.ragged = FP4GEMM_RAGGED_K; };
   bad_grouped(
       "k, ragged k",
@@ -224,6 +263,7 @@ void test_scale_shape_and_texts() {
 int main() {
   test_gemm_errors();
   test_gemm_pointer_errors();
+  test_errors_without_memory();
   test_b_is_fresh();
   test_grouped_errors();
   test_prepack();

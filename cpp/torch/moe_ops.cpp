@@ -276,9 +276,12 @@ Tensor experts(Tensor const& x, Tensor const& topk_ids, Tensor const& topk_weigh
       product_args(first, num_rows, quantizes, type, hidden_type, act, batch_invariant);
   fp4gemm_gemm_args_t product2 =
       product_args(second, num_rows, quantizes, hidden_type, type, FP4GEMM_ACTIVATION_NONE, batch_invariant);
-  if (quantizes) {
-    // The first product gathers its rows. The query of the workspace asks only whether the pointer is null.
-    product1.a_rows = static_cast<int32_t const*>(topk_ids.const_data_ptr());
+  // The queries of the workspaces ask of offs and a_rows only whether they are null. The memory that they
+  // will point at is allocated below, together with the workspace.
+  auto const* const not_null = static_cast<int32_t const*>(topk_ids.const_data_ptr());
+  product1.offs = product2.offs = not_null;
+  if (quantizes) {  // the first product gathers its rows
+    product1.a_rows = not_null;
     product1.a_num_rows = num_tokens;
   }
   size_t const route_bytes = workspace_bytes(routing);

@@ -549,9 +549,10 @@ typedef struct fp4gemm_gemm_args {
    0}
 
 /* Bytes of workspace that fp4gemm_gemm needs for these arguments on this device; 0 is a possible answer. The
- * data pointers are not used; only offs, c and a_rows must be null or not as in the call. Kernels that
- * multiply fp16 operands need room for each NVFP4 operand in fp16; kernels that stream prepacked weights need
- * room for an NVFP4 B in prepacked form and for partial sums; quantize_a needs room for its result. */
+ * data pointers are not used; only offs, c and a_rows must be null or not as in the call, and a grouped query
+ * without offs is refused. Kernels that multiply fp16 operands need room for each NVFP4 operand in fp16;
+ * kernels that stream prepacked weights need room for an NVFP4 B in prepacked form and for partial sums;
+ * quantize_a needs room for its result. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_gemm_workspace_bytes(const fp4gemm_gemm_args_t* args, int device,
                                                           size_t* bytes);
 
