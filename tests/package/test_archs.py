@@ -60,6 +60,7 @@ def test_no_row_promises_an_nvcc_older_than_the_host_code_needs(tmp_path: Path) 
     [
         ("130a", "130f | sm130 | 13.9 | 130 | 13.0", "130a is unknown, must be all, native, none, or a list"),
         ("130a", "130a | sm130 | 13.8 | 130 | 13.0 13.1", "130a serves 13.0 13.1, must serve one compute"),
+        ("80", "121a | sm120 | 13.8 | 121 | 12.1", "121a has the GEMM folder sm120 of 120f, must"),
     ],
 )
 def test_a_wrong_list_or_row_is_refused(tmp_path: Path, archs: str, row: str, message: str) -> None:
