@@ -126,13 +126,13 @@ Outcome Machine::exec_mma_sync(Warp& warp, Group& group, Instruction const& in, 
     read_register(4, 0);
     for (int m = 0; m < kM; ++m) {
       for (int i = 0; i < kBlocks; ++i) {
-        scale_a[m][i] = decode_e4m3(static_cast<u32>(row[4 * (m % 8) + m / 8 + lane_a] >> (8 * i) & 255));
+        scale_a[m][i] = decode_ue4m3(static_cast<u32>(row[4 * (m % 8) + m / 8 + lane_a] >> (8 * i) & 255));
       }
     }
     read_register(6, 0);
     for (int n = 0; n < kN; ++n) {
       for (int i = 0; i < kBlocks; ++i) {
-        scale_b[n][i] = decode_e4m3(static_cast<u32>(row[4 * n + lane_b] >> (8 * i) & 255));
+        scale_b[n][i] = decode_ue4m3(static_cast<u32>(row[4 * n + lane_b] >> (8 * i) & 255));
       }
     }
   }

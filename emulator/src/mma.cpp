@@ -23,7 +23,7 @@ constexpr u32 kMaxColumns = 256;
 /// The instruction descriptor (PTX ISA, "Instruction descriptor", the table for .kind::mxf4nvf4).
 struct InstructionDescriptor {
   u32 m, n, scale_a_id, scale_b_id;
-  bool e8m0;  // type of the scale factors; else e4m3
+  bool e8m0;  // type of the scale factors; else ue4m3
   bool negate_a, negate_b;
 };
 
@@ -124,7 +124,7 @@ void Machine::read_scales(Cta* cta, u32 column, u32 rows, bool e8m0, float* out)
     }
     for (u32 i = 0; i < kBlocks; ++i) {
       u32 const code = word >> (8 * i) & 255;
-      out[row * kBlocks + i] = e8m0 ? decode_e8m0(code) : decode_e4m3(code);
+      out[row * kBlocks + i] = e8m0 ? decode_e8m0(code) : decode_ue4m3(code);
     }
   }
 }

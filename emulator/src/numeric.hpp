@@ -11,6 +11,8 @@ float decode_e4m3(u32 code);
 float decode_e5m2(u32 code);
 float decode_e8m0(u32 code);
 float decode_f16(u32 code);
+/// ue4m3, the type of the scale factors of products, has 7 bits. The tensor cores ignore bit 7 of the byte.
+inline float decode_ue4m3(u32 code) { return decode_e4m3(code & 0x7F); }
 inline float decode_bf16(u32 code) { return as_float(code << 16); }
 
 /// The formats of 4 and 8 bits saturate: values beyond the largest finite value become that value.

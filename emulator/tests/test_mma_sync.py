@@ -115,6 +115,22 @@ def test_nvfp4(bench, thread_a, thread_b):
     np.testing.assert_array_equal(_fp4(bench, problem, thread_a, thread_b), _fp4_expected(problem))
 
 
+def test_the_sign_bit_of_a_scale_factor_is_ignored(bench):
+    """ue4m3 has 7 bits: a scale factor with bit 7 is the same number, and 0xFF is NaN, as 0x7F is."""
+    problem = _fp4_problem()
+    signed = problem | {
+        name: problem[name] | _RNG.integers(0, 2, problem[name].shape) * 0x80
+        for name in ("scale_a", "scale_b")
+    }
+    assert (signed["scale_a"] & 0x80).any()
+    assert (signed["scale_b"] & 0x80).any()
+    np.testing.assert_array_equal(_fp4(bench, signed), _fp4_expected(problem))
+    signed["scale_b"] = problem["scale_b"].copy()
+    signed["scale_b"][3, 1] = 0xFF
+    is_nan = np.isnan(_fp4(bench, signed))
+    np.testing.assert_array_equal(is_nan, _fragment_c(np.broadcast_to(np.arange(8) == 3, (16, 8))) == 1)
+
+
 def test_a_wrong_scale_mapping_is_noticed(bench):
     """Scales of rows 1 and 8 in each other's lanes change both rows, and no other."""
     problem = _fp4_problem()

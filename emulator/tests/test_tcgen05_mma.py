@@ -1,0 +1,119 @@
+"""tcgen05.mma of NVFP4 with scale factors that a kernel stores to tensor memory, against numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+_ROWS, _COLUMNS, _BLOCKS = 128, 8, 4  # of D; the scale factors of a row
+_ONES = 0x22  # two codes of 1.0
+
+# Matrices without a swizzle: 16 bytes of 8 rows are consecutive, the next 16 bytes of a row follow after 128
+# bytes and the next 8 rows after 256 bytes. All codes are 1.0, so that D is 16 times the sum over the blocks
+# of the products of scale factors.
+_DESCRIPTOR = 128 >> 4 << 16 | 256 >> 4 << 32 | 1 << 46
+_INSTRUCTION = _ROWS // 16 << 24 | _COLUMNS // 8 << 17 | 1 << 7 | 1 << 10  # e2m1, ue4m3
+_SHARED = """.shared .align 128 .b8 a[4096];
+.shared .align 128 .b8 b[256];
+.shared .align 8 .b64 done;
+.shared .align 4 .b32 tmem;"""
+_BODY = f"""
+mov.u32 %r60, %tid.x;
+and.b32 %r61, %r60, 31;
+shr.u32 %r62, %r60, 5;
+
+// the codes
+mov.u32 %r0, {_ONES * 0x01010101};
+mov.u32 %r1, a;
+mad.lo.u32 %r2, %r60, 32, %r1;
+st.shared.v4.u32 [%r2], {{%r0, %r0, %r0, %r0}};
+st.shared.v4.u32 [%r2+16], {{%r0, %r0, %r0, %r0}};
+mov.u32 %r3, b;
+setp.lt.u32 %p1, %r60, 16;
+mad.lo.u32 %r2, %r60, 16, %r3;
+@%p1 st.shared.v4.u32 [%r2], {{%r0, %r0, %r0, %r0}};
+fence.proxy.async.shared::cta;
+
+// one warp allocates 32 columns: D has 8 of them, the scale factors of A 4 and those of B 1
+setp.eq.u32 %p2, %r62, 0;
+mov.u32 %r4, tmem;
+mov.u32 %r5, done;
+setp.eq.u32 %p3, %r60, 0;
+@%p2 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r4], 32;
+@%p3 mbarrier.init.shared.b64 [%r5], 1;
+bar.sync 0;
+ld.shared.u32 %r6, [tmem];
+
+// column c of lane l holds the scale factors of row 32 c + l % 32, in each of the four warps
+mad.wide.u32 %d1, %r61, 4, %scale_a;
+mad.wide.u32 %d2, %r61, 4, %scale_b;
+ld.global.u32 %r10, [%d1];
+ld.global.u32 %r11, [%d1+128];
+ld.global.u32 %r12, [%d1+256];
+ld.global.u32 %r13, [%d1+384];
+ld.global.u32 %r14, [%d2];
+shl.b32 %r15, %r62, 21;
+add.u32 %r16, %r6, %r15;
+add.u32 %r17, %r16, 8;
+add.u32 %r18, %r16, 12;
+tcgen05.st.sync.aligned.32x32b.x4.b32 [%r17], {{%r10, %r11, %r12, %r13}};
+tcgen05.st.sync.aligned.32x32b.x1.b32 [%r18], {{%r14}};
+tcgen05.wait::st.sync.aligned;
+tcgen05.fence::before_thread_sync;
+bar.sync 0;
+tcgen05.fence::after_thread_sync;
+
+shr.u32 %r20, %r1, 4;
+cvt.u64.u32 %d3, %r20;
+add.u64 %d3, %d3, {_DESCRIPTOR};
+shr.u32 %r20, %r3, 4;
+cvt.u64.u32 %d4, %r20;
+add.u64 %d4, %d4, {_DESCRIPTOR};
+mov.u32 %r21, {_INSTRUCTION};
+add.u32 %r22, %r6, 8;
+add.u32 %r23, %r6, 12;
+setp.ne.u32 %p4, %r6, %r6;
+@!%p3 bra WAIT;
+tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16 [%r6], %d3, %d4, %r21, [%r22], [%r23], %p4;
+tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r5];
+WAIT:
+mbarrier.try_wait.parity.shared.b64 %p5, [%r5], 0;
+@!%p5 bra WAIT;
+tcgen05.fence::after_thread_sync;
+
+tcgen05.ld.sync.aligned.32x32b.x8.b32 {{%r30, %r31, %r32, %r33, %r34, %r35, %r36, %r37}}, [%r16];
+tcgen05.wait::ld.sync.aligned;
+mad.wide.u32 %d5, %r60, 32, %y;
+st.global.v4.u32 [%d5], {{%r30, %r31, %r32, %r33}};
+st.global.v4.u32 [%d5+16], {{%r34, %r35, %r36, %r37}};
+bar.sync 0;
+@%p2 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r6, 32;
+"""
+
+
+def _multiply(bench, scale_a: np.ndarray, scale_b: np.ndarray) -> np.ndarray:
+    padded = np.zeros((32, _BLOCKS), np.uint8)  # of B, a lane each
+    padded[:_COLUMNS] = scale_b
+    bench.kernel(_BODY, "scale_a", "scale_b", "y", declarations=_SHARED)
+    y = bench.emulator.empty((_ROWS, _COLUMNS), np.float32)
+    bench.launch(bench.emulator.upload(scale_a), bench.emulator.upload(padded), y, block=(128, 1, 1))
+    assert not bench.emulator.hazards()
+    return bench.emulator.download(y)
+
+
+def _expected(scale_a: np.ndarray, scale_b: np.ndarray) -> np.ndarray:
+    a, b = ((1 + (codes & 7) / 8) * 2.0 ** ((codes >> 3) - 7.0) for codes in (scale_a, scale_b))
+    return (16 * a @ b.T).astype(np.float32)
+
+
+def test_the_sign_bit_of_a_scale_factor_is_ignored(bench):
+    """ue4m3 has 7 bits: a scale factor with bit 7 is the same number, and 0xFF is NaN, as 0x7F is."""
+    rng = np.random.default_rng(9)
+    scale_a, scale_b = (rng.integers(48, 64, (n, _BLOCKS)).astype(np.uint8) for n in (_ROWS, _COLUMNS))
+    want = _expected(scale_a, scale_b)
+    np.testing.assert_array_equal(_multiply(bench, scale_a, scale_b), want)
+    signed_a, signed_b = (x | rng.integers(0, 2, x.shape).astype(np.uint8) * 0x80 for x in (scale_a, scale_b))
+    np.testing.assert_array_equal(_multiply(bench, signed_a, signed_b), want)
+    signed_a[70, 2] = 0xFF
+    is_nan = np.isnan(_multiply(bench, signed_a, signed_b))
+    assert is_nan[70].all()
+    assert not np.delete(is_nan, 70, axis=0).any()
