@@ -96,7 +96,7 @@ def joined(tensors: Sequence[NVFP4Tensor], *, is_interleaved: bool = False) -> N
     codes = join_rows([t.codes for t in tensors], -2, is_interleaved)
     scales = join_rows([t.compact_scales().view(torch.uint8) for t in tensors], -2, is_interleaved)
     amax = join_rows([t.amax for t in tensors], -1, is_interleaved)
-    made = NVFP4Tensor.from_compact(codes, scales, amax, tensors[0].e4m3_max)
+    made = NVFP4Tensor._of_compact(codes, scales, amax, tensors[0].e4m3_max)
     return tensors[0]._with(made.codes, made.scales, made.amax, None)
 
 

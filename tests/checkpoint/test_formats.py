@@ -160,6 +160,16 @@ BAD = {
         ValueError,
         r"^block_scales: shape is \(4, 1\)",
     ),
+    "scales_sign": (
+        (CODES, SCALES.view(torch.uint8) | 0x80, ONE, "compressed-tensors"),
+        ValueError,
+        r"^block_scales: 8 of 8 block scales are NaN or have the sign bit set, the first is 0x80 at \[0, 0\]",
+    ),
+    "scales_nan": (
+        (CODES, SCALES.view(torch.uint8) | 0x7F, ONE, "fp4gemm"),
+        ValueError,
+        r"is 0x7F at \[0, 0\]",
+    ),
     "outer_dtype": ((CODES, SCALES, ONE.double(), "modelopt"), TypeError, r"^outer: dtype is torch\.float64"),
     "outer_shape": (
         (CODES, SCALES, torch.ones(4), "modelopt"),
@@ -189,6 +199,14 @@ def test_a_bad_part_is_named(case: str) -> None:
         StoredWeight(*arguments)  # type: ignore[arg-type]
 
 
+def test_nan_scales_of_a_zero_weight_are_kept() -> None:
+    """ModelOpt writes them; the operand has zeros in their place."""
+    scales = SCALES.view(torch.uint8) | 0x7F
+    stored = StoredWeight(CODES, scales, ONE * 0, "modelopt")
+    assert_bits(stored.block_scales.view(torch.uint8), scales, "stored")
+    assert not stored.to_nvfp4().compact_scales().view(torch.uint8).any()
+
+
 def test_reading_names_the_tensor(gen: torch.Generator) -> None:
     tensors = StoredWeight.of(quantized(weight(gen), 448), "modelopt").tensors("a.b")
     missing = {name: x for name, x in tensors.items() if name != "a.b.weight_scale_2"}
@@ -196,6 +214,9 @@ def test_reading_names_the_tensor(gen: torch.Generator) -> None:
         StoredWeight.read(missing, "a.b", "modelopt")
     with pytest.raises(ValueError, match=r"^a\.b: outer: shape is \(2,\)"):
         StoredWeight.read({**tensors, "a.b.weight_scale_2": torch.ones(2)}, "a.b", "modelopt")
+    signed = (tensors["a.b.weight_scale"].view(torch.uint8) | 0x80).view(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"^a\.b: block_scales: 144 of 144 block scales .* the sign bit set"):
+        StoredWeight.read({**tensors, "a.b.weight_scale": signed}, "a.b", "modelopt")
 
 
 def test_operands_that_no_checkpoint_holds(gen: torch.Generator) -> None:

@@ -21,13 +21,6 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def signed_weight() -> fp4gemm.NVFP4Tensor:
-    """A weight (72, 96) of which half the block scales are negative."""
-    weight = fp4gemm.quantize(torch.randn(72, 96))
-    scales = weight.compact_scales().view(torch.uint8) ^ (torch.randint(0, 2, (72, 6)) << 7).to(torch.uint8)
-    return fp4gemm.NVFP4Tensor.from_compact(weight.codes, scales, weight.amax)
-
-
 # ---- reads and assignments of model code
 
 
@@ -169,27 +162,6 @@ def test_a_bound_that_is_replaced_is_read_before_the_first_forward() -> None:
     layer = of_bound(448)
     layer._buffers["weight_e4m3_max"] = torch.tensor([256], dtype=torch.int32)
     assert layer.e4m3_max == 256
-
-
-# ---- assignment of codes or scales alone to a prepacked weight with negative scales
-
-
-def test_one_part_of_a_weight_with_negative_scales_is_refused() -> None:
-    """The codes hold the signs of the scales, so new codes would lose them."""
-    weight = signed_weight()
-    layer = nn.Linear.from_quantized(weight).prepack()
-    for name, part in (("weight_codes", weight.codes), ("weight_scales", weight.scales)):
-        with pytest.raises(
-            ValueError, match=rf"^{name}: cannot be assigned alone, since the weight was prepacked"
-        ):
-            setattr(layer, name, part)
-    layer.weight = weight
-    layer.weight_codes = weight.codes.flip(0).contiguous()  # no longer prepacked: both parts are as they were
-    assert same_bits(layer.weight_scales, weight.scales)
-    layer.weight = fp4gemm.quantize(torch.randn(72, 96))
-    layer.prepack()
-    layer.weight_codes = weight.codes  # no negative scale
-    assert same_bits(layer.weight_codes, weight.codes)
 
 
 # ---- the first forward from several threads

@@ -11,7 +11,7 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import NVFP4Tensor, PrepackedTensor, reference, support
-from helpers import FLOATS, assert_bits, assert_same_value, folded, make, make_codes, make_scales, short
+from helpers import FLOATS, assert_bits, make, make_codes, make_scales, short
 from moe import ROUTINGS, rows_of
 from op_checks import assert_fake_is_real, compiled, opcheck, ready
 from torch import Tensor
@@ -61,44 +61,6 @@ def test_unprepack_restores_every_byte(
         assert_bits(p.dequantize(dtype), w.dequantize(dtype), short(dtype))
     again = PrepackedTensor(p.data, p.amax, p.shape, p.e4m3_max, p.hadamard_signs)
     assert_same(fp4gemm.unprepack(again), w)
-
-
-def negative(n: int, k: int, gen: torch.Generator, g: int = 0) -> tuple[NVFP4Tensor, NVFP4Tensor]:
-    """A weight with scales of both signs and -0, and the equal weight that unprepack returns."""
-    size = (g, n) if g else (n,)
-    codes = make_codes(max(g, 1) * n, k, gen).view(*size, -1)
-    compact = make_scales(max(g, 1) * n, k, gen).view(torch.uint8).view(*size, -1)
-    compact ^= torch.randint(0, 2, compact.shape, generator=gen, dtype=torch.uint8) << 7
-    compact.view(-1)[:2] = torch.tensor([0x80, 0xFE])
-    amax = torch.rand(size, generator=gen) + 0.5
-    parts = (codes, compact), folded(codes, compact)
-    first, second = (NVFP4Tensor.from_compact(c, s.view(torch.float8_e4m3fn), amax) for c, s in parts)
-    return first, second
-
-
-@pytest.mark.parametrize("g", [0, 3], ids=["matrix", "stack3"])
-@pytest.mark.parametrize(("n", "k"), [*SIZES, (3, 16)], ids=str)
-def test_negative_scales_become_signs_of_codes(
-    n: int, k: int, g: int, device: torch.device, gen: torch.Generator
-) -> None:
-    """The result is an equal weight, with the same bytes from then on; values keep the sign of every zero."""
-    w, equal = (t.to(device) for t in negative(n, k, gen, g))
-    p = fp4gemm.prepack(w)
-    assert_same(fp4gemm.unprepack(p), equal)
-    assert_bits(p.data, fp4gemm.prepack(equal).data, "bytes")
-    for dtype in FLOATS:
-        assert_bits(p.dequantize(dtype), w.dequantize(dtype), short(dtype))
-    restored = pickle.loads(pickle.dumps(p))
-    assert_bits(restored.data, p.data, "pickled")
-
-
-def test_nan_scales_are_kept(device: torch.device, gen: torch.Generator) -> None:
-    codes, compact = make_codes(8, 64, gen), torch.full((8, 4), 0x38, dtype=torch.uint8)
-    compact[2, 1], compact[3, 2] = 0x7F, 0xFF
-    w = NVFP4Tensor.from_compact(codes, compact.view(torch.float8_e4m3fn), torch.ones(1)).to(device)
-    got = fp4gemm.prepack(w).dequantize()
-    assert got.isnan().sum() == 32
-    assert_same_value(got, w.dequantize(), "values")
 
 
 def test_numbers_are_carried_along(gen: torch.Generator) -> None:
@@ -182,21 +144,6 @@ def test_mm_equals_that_of_the_ordinary_weight(n: int, k: int, m: int, gen: torc
         if n % 16 == 0:
             gated = fp4gemm.mm(left, p, bias=bias, activation="swiglu", batch_invariant=True)
             assert_bits(gated, fp4gemm.mm(a, w, bias=bias, activation="swiglu"), "gated")
-
-
-@pytest.mark.parametrize(("n", "k"), SIZES, ids=str)
-def test_products_of_negative_scales(n: int, k: int, gen: torch.Generator) -> None:
-    w, stack = negative(n, k, gen)[0], negative(n, k, gen, 2)[0]
-    x = make("normal", 33, k, torch.bfloat16, gen)
-    ends = torch.tensor([7, 33], dtype=torch.int32)
-    dtype = torch.float32
-    for left in (x, x.half(), fp4gemm.quantize(x)):
-        got, want = (fp4gemm.mm(left, right, out_dtype=dtype) for right in (fp4gemm.prepack(w), w))
-        assert_bits(got, want, "D")
-    for right in (fp4gemm.prepack(stack), stack):
-        got = fp4gemm.grouped_mm(x, right, ends, out_dtype=dtype)
-        assert_bits(got[:7], fp4gemm.mm(x[:7], stack[0], out_dtype=dtype), "group 0")
-        assert_bits(got[7:], fp4gemm.mm(x[7:], stack[1], out_dtype=dtype), "group 1")
 
 
 def unquantized(x: Tensor, w: NVFP4Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

@@ -37,6 +37,33 @@ def test_a_missing_scale_is_named(vllm: types.SimpleNamespace, format: str) -> N
 
 
 @pytest.mark.parametrize("format", serving.FORMATS_OF_OTHERS)
+def test_a_block_scale_with_a_sign_is_named(vllm: types.SimpleNamespace, format: str) -> None:
+    tensors = serving.stored(serving.weight(48, 64, 0), format)
+    tensors["weight_scale"].view(torch.uint8)[7, 2] |= 0x80
+    layer = _linear(vllm, format)
+    serving.load(layer, tensors)
+    text = r"^m\.up_proj\.weight_scale: 1 of 192 block scales .* the sign bit set, .* at \[7, 2\]"
+    with pytest.raises(ValueError, match=text):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("value", [torch.inf, -1.0, 0.0])
+def test_an_input_scale_that_is_no_amax_is_named(
+    vllm: types.SimpleNamespace, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FP4GEMM_SERVING_ACTIVATIONS", "static")
+    tensors = serving.stored(serving.weight(48, 64, 0), "modelopt", 3.0)
+    tensors["input_scale"] = torch.tensor(value)
+    config = serving.config_of(vllm.table, "modelopt", "static")
+    layer = vllm.layers.ColumnParallelLinear(64, 48, False, quant_config=config, prefix="m.up_proj")
+    serving.load(layer, tensors)
+    with pytest.raises(
+        ValueError, match=rf"^m\.up_proj\.input_scale: holds {value}, must be positive and fi"
+    ):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("format", serving.FORMATS_OF_OTHERS)
 def test_missing_codes_are_named(vllm: types.SimpleNamespace, format: str) -> None:
     """With all scales there, the product would be one of uninitialised memory."""
     codes = "weight" if format == "modelopt" else "weight_packed"

@@ -78,6 +78,13 @@ def misaligned(x: torch.Tensor) -> torch.Tensor:
     return view
 
 
+def with_byte(scales: torch.Tensor, byte: int) -> torch.Tensor:
+    """Block scales with this byte in row 1, column 2."""
+    changed = scales.view(torch.uint8).clone()
+    changed[1, 2] = byte
+    return changed
+
+
 def every_other(x: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape and dtype with every stride doubled."""
     wide = torch.zeros([2 * size for size in x.shape], dtype=x.dtype)

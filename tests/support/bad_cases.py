@@ -47,6 +47,7 @@ from bad_base import (
     misaligned,
     ones,
     quantized,
+    with_byte,
 )
 
 __all__ = ["CASES", "FUNCTIONS", "Case", "complaint"]
@@ -144,6 +145,11 @@ add(F, "compact_scales", "padded", lambda: A.scales, VALUE, "shape is (128, 4), 
 add(
     F, "compact_scales", "device", lambda: A.compact_scales().to("meta"), VALUE, "device is meta, must be cpu"
 )
+for byte in (0x7F, 0x80, 0xB8, 0xFF):
+    says = f"have the sign bit set, the first is 0x{byte:02X} at [1, 2]; a block scale must be 0x00 to 0x7E"
+    kind = f"byte {byte:02X}"
+    add("NVFP4Tensor", "scales", kind, lambda b=byte: with_byte(A.scales, b), VALUE, says)
+    add(F, "compact_scales", kind, lambda b=byte: with_byte(A.compact_scales(), b), VALUE, says)
 add("DecodedTensor", "data", "type", lambda: A, TYPE, "must be a torch.Tensor")
 add(
     "DecodedTensor",

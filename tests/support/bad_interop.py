@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fp4gemm
 import torch
-from bad_base import NOT, SCALAR, TYPE, VALUE, Cases, K, M, every_other, grad, ones
+from bad_base import NOT, SCALAR, TYPE, VALUE, Cases, K, M, every_other, grad, ones, with_byte
 
 CASES = Cases()
 add, add_together = CASES.add, CASES.add_together
@@ -41,6 +41,13 @@ for function, codes, scales, number in (
         VALUE,
         "device is meta, must be",
     )
+    good = SCALAR.scales if "flash" in function else SCALAR.compact_scales()
+    for byte in (0x7F, 0x80, 0xB8, 0xFF):
+        make = lambda good=good, byte=byte: with_byte(good, byte)  # noqa: E731
+        # In the 128x4 layout byte 2 of row 1 is column 2 of row 32.
+        at = [32, 2] if "flash" in function else [1, 2]
+        says = f"the first is 0x{byte:02X} at {at}; a block scale must be 0x00 to 0x7E, 0 to 448"
+        add(function, scales, f"byte {byte:02X}", make, VALUE, says)
     add(function, number, "type", lambda: 1.0, TYPE, "got 1.0 (float), must be a torch.Tensor")
     add(
         function,

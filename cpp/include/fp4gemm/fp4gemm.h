@@ -25,7 +25,9 @@
  * - scales: e4m3 bytes in the 128x4 swizzled layout. With rp = rows rounded up to 128 and cp = k/16 rounded
  *   up to 4 there are rp*cp bytes, and the scale of (row r, block c) has the offset
  *       ((r/128) * (cp/4) + c/4) * 512  +  (r%32)*16 + ((r%128)/32)*4 + c%4 .
- *   The padding must be zero bytes; fp4gemm_quantize writes it so.
+ *   The padding must be zero bytes; fp4gemm_quantize writes it so. A scale is a number from 0 to 448, a byte
+ *   from 0x00 to 0x7E: no NaN, and a clear sign bit. No function looks at the values. With a sign bit that is
+ *   set, a product is not defined: the tensor cores of Blackwell ignore the bit, other kernels do not.
  * - `device` is a CUDA device ordinal and `stream` a stream of it. No function allocates memory, synchronises
  *   or reads an environment variable; each may be captured in a CUDA graph. All are thread-safe.
  * - Every function that can fail returns a status. After a failure fp4gemm_last_error() returns one sentence
@@ -377,10 +379,8 @@ FP4GEMM_API int64_t fp4gemm_prepacked_bytes(int64_t n, int64_t k);
 
 /* Rearranges num_matrices weights (n, k), codes and swizzled scales one matrix after the other, into
  * num_matrices * fp4gemm_prepacked_bytes bytes of `packed` (cpp/cutlass_evt/mainloop/nvfp4_packing.hpp has
- * the layout). fp4gemm_unprepack restores every byte, including those of NaN scales, except that a
- * negative scale becomes positive and its codes change their sign, which represents the same values. Pointers
- * are 16-byte aligned. The layout may change with the version of this library: store and exchange the codes
- * and scales instead.
+ * the layout). fp4gemm_unprepack restores every byte. Pointers are 16-byte aligned. The layout may change
+ * with the version of this library: store and exchange the codes and scales instead.
  *
  * With b_is_constant, fp4gemm_gemm reads prepacked weights while the previous kernel on the stream still
  * runs, before griddepcontrol.wait, after which alone CUDA guarantees that the previous kernel's writes are

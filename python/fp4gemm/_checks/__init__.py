@@ -2,7 +2,8 @@
 
 A wrong Python type or dtype raises TypeError. A wrong rank, shape, device, memory layout or range raises
 ValueError. What this version does not implement, such as gradients, raises NotImplementedError. No check is
-an ``assert``, so ``python -O`` changes nothing, and none reads device memory, so none synchronises.
+an ``assert``, so ``python -O`` changes nothing. Only the checks of ``values`` read device memory and
+synchronise.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def rounded(
         codes = pack(nibbles.view(g * n, k)).view(g, n, k // 2)
         if weight.dim() == 2:
             codes, scales, amax = codes[0], scales[0], amax[0]
-        result = NVFP4Tensor.from_compact(codes, scales, amax.contiguous(), E4M3_BOUND)
+        result = NVFP4Tensor._of_compact(codes, scales, amax.contiguous(), E4M3_BOUND)
     return Rounded(result.to(weight.dtype), tuple(used))
 
 

@@ -43,6 +43,9 @@ class Container:
     def __post_init__(self) -> None:
         _checks.is_float_dtype("dtype", self.dtype)
 
+    def _check_values(self) -> None:
+        """Raise ValueError unless the values of the parts are allowed. Synchronises on a GPU."""
+
     @classmethod
     def _assembled(cls, fields: dict[str, Any]) -> Self:
         """An object of these fields, unchecked: pytree leaves may be anything, even None."""
@@ -282,7 +285,10 @@ def unpickled(cls: Any, parts: dict[str, Any], numbers: dict[str, Any]) -> Any:
         if _checks.is_misaligned(part):
             parts[name] = part.clone()
     try:
-        return cls(**parts, **numbers)
+        made = cls(**parts, **numbers)
+        if made.device.type != "cpu":  # the constructor does it on the CPU
+            made._check_values()
+        return made
     except (TypeError, ValueError) as error:
         raise ValueError(f"fp4gemm.{cls.__name__}: is corrupt in this file: {error}") from error
 

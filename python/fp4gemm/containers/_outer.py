@@ -9,12 +9,23 @@ import torch
 from torch import Tensor
 
 from .. import _checks
+from .._checks import values
 from ..layout import unswizzle_scales
 from . import _fields
 
 Direction = Literal["decodes", "encodes"]
 
-__all__ = ["amax_of", "codes", "converted", "encode_scale", "outer_amax", "six_times", "swizzled", "zeroed"]
+__all__ = [
+    "amax_of",
+    "codes",
+    "converted",
+    "encode_scale",
+    "foreign",
+    "outer_amax",
+    "six_times",
+    "swizzled",
+    "zeroed",
+]
 
 _CODES = (torch.uint8, torch.float4_e2m1fn_x2)
 _SCALES = (torch.float8_e4m3fn, torch.uint8)
@@ -121,13 +132,13 @@ def outer_amax(
     """The amaxes of outer scales: float32 (1,) or (n,) of a matrix, (g, 1) or (g, n) of a stack.
 
     :func:`amax_of` has the formula. One outer scale for each partition of the rows becomes the amax of each
-    of its rows. Their values are checked on the CPU alone, since reading them from a GPU would synchronise.
+    of its rows. Their values are checked where they can be read, which synchronises on a GPU.
     """
     *lead, n, _ = packed.shape
     sizes = None if partition_rows is None else _sizes(partition_rows, n)
     given = _shaped(name, value, packed, (*lead, 1 if sizes is None else len(sizes)), sizes is not None)
     amax = amax_of(given, e4m3_max, direction)
-    if given.device.type == "cpu" and _checks.has_memory(given):
+    if values.are_readable(given):
         wrong = given.signbit() | ~amax.isfinite()
         if wrong.any():
             limit = 6.0 * e4m3_max / _checks.FLOAT32_MAX
@@ -145,6 +156,13 @@ def zeroed(compact: Tensor, amax: Tensor) -> Tensor:
     """
     kept = torch.where((amax != 0).unsqueeze(-1), compact.view(torch.uint8), 0)
     return kept.view(torch.float8_e4m3fn)
+
+
+def foreign(name: str, compact: Tensor, amax: Tensor) -> Tensor:
+    """:func:`zeroed` of the block scales of another program; raises ValueError unless they are allowed."""
+    kept = zeroed(compact, amax)
+    values.check_block_scales(name, kept)
+    return kept
 
 
 def _sizes(value: object, n: int) -> Sequence[int]:

@@ -53,7 +53,9 @@ __all__ = ["Conventions"]
 
 
 class Conventions:
-    """The methods of NVFP4Tensor for the conventions of other libraries. None of them synchronises.
+    """The methods of NVFP4Tensor for the conventions of other libraries.
+
+    The constructors, ``from_x``, synchronise on a GPU; the other methods do not.
 
     Round trips: codes and block scales keep every bit. A number of another library that was computed from an
     amax comes back with every bit after ``from_x`` and ``to_x``. The amax itself comes back with every bit
@@ -65,8 +67,10 @@ class Conventions:
     16-byte aligned are copied, as block scales always are.
 
     An outer scale whose amax is 0 makes all values 0; block scales are then stored as 0, since ModelOpt gives
-    an all-zero weight NaN ones. On the CPU, an outer scale that is negative, NaN or has no finite amax raises
-    ValueError; a GPU does not check it, since that would synchronise.
+    an all-zero weight NaN ones. The constructors look at the values of the scales, which synchronises on a
+    GPU, except while a graph is traced or captured. ValueError is raised for an outer scale that is negative,
+    NaN or has no finite amax, and for a block scale that is NaN or has its sign bit set. NVFP4 has no such
+    block scale; the format IF4 of fouroversix marks blocks of integers by that bit.
     """
 
     if TYPE_CHECKING:  # what NVFP4Tensor has
@@ -80,9 +84,7 @@ class Conventions:
         def shape(self) -> torch.Size: ...
 
         @classmethod
-        def from_compact(
-            cls, codes: Tensor, compact_scales: Tensor, amax: Tensor, e4m3_max: int = 448
-        ) -> Self: ...
+        def _of_compact(cls, codes: Tensor, compact_scales: Tensor, amax: Tensor, e4m3_max: int) -> Self: ...
 
         def compact_scales(self) -> Tensor: ...
 
@@ -128,13 +130,13 @@ class Conventions:
             partition_rows: the rows of the partitions, n in all; None: one outer scale for a matrix.
 
         Raises:
-            TypeError, ValueError: a part of another dtype, shape or device, or on the CPU an outer scale that
-                is not a number from 0 to FMAX / 6B; the text names it.
+            TypeError, ValueError: a part of another dtype, shape or device, an outer scale that is not a
+                number from 0 to FMAX / 6B, or a block scale that is not one from 0 to 448; the text names it.
         """
         codes = _outer.codes("weight", weight)
         scales = _fields.compact_scales("weight_scale", weight_scale, codes)
         amax = _outer.outer_amax("weight_scale_2", weight_scale_2, codes, e4m3_max, "decodes", partition_rows)
-        return cls.from_compact(codes, _outer.zeroed(scales, amax), amax, e4m3_max)
+        return cls._of_compact(codes, _outer.foreign("weight_scale", scales, amax), amax, e4m3_max)
 
     @classmethod
     def from_compressed_tensors(
@@ -160,15 +162,15 @@ class Conventions:
             e4m3_max, partition_rows: as for :meth:`from_modelopt`.
 
         Raises:
-            TypeError, ValueError: a part of another dtype, shape or device, or on the CPU an outer scale that
-                is not a number from 6B / FMAX up; the text names it.
+            TypeError, ValueError: a part of another dtype, shape or device, an outer scale that is not a
+                number from 6B / FMAX up, or a block scale that is not one from 0 to 448; the text names it.
         """
         codes = _outer.codes("weight_packed", weight_packed)
         scales = _fields.compact_scales("weight_scale", weight_scale, codes)
         amax = _outer.outer_amax(
             "weight_global_scale", weight_global_scale, codes, e4m3_max, "encodes", partition_rows
         )
-        return cls.from_compact(codes, _outer.zeroed(scales, amax), amax, e4m3_max)
+        return cls._of_compact(codes, _outer.foreign("weight_scale", scales, amax), amax, e4m3_max)
 
     @classmethod
     def from_flashinfer(
@@ -200,7 +202,7 @@ class Conventions:
         packed = _outer.codes("codes", codes)
         plain = _outer.swizzled("scales", scales, packed)
         amax = _outer.outer_amax("global_scale", global_scale, packed, e4m3_max, "encodes", partition_rows)
-        return cls.from_compact(packed, _outer.zeroed(plain, amax), amax, e4m3_max)
+        return cls._of_compact(packed, _outer.foreign("scales", plain, amax), amax, e4m3_max)
 
     @classmethod
     def from_torchao(
@@ -246,7 +248,7 @@ class Conventions:
                 )
             number = torch.ones(1, dtype=torch.float32, device=codes.device)
         amax = _outer.outer_amax("per_tensor_scale", number, codes, e4m3_max, "decodes", partition_rows)
-        return cls.from_compact(codes, _outer.zeroed(scales, amax), amax, e4m3_max)
+        return cls._of_compact(codes, _outer.foreign("scale", scales, amax), amax, e4m3_max)
 
     def to_modelopt(self) -> dict[str, Tensor]:
         """The tensors of a ModelOpt checkpoint, by the ends of their names.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
+from .._checks import values
 from ..layout import GROUP_COLUMNS, TILE_ROWS, group_of_spans, swizzle_scales, unswizzle_scales
 from ..ops import operators
 from ..support import ready
@@ -26,8 +27,9 @@ class NVFP4Tensor(Conventions, Container):
     One matrix, a matrix with groups of rows or of k, or a stack x[e, n, k] of g matrices of one shape, one
     for each expert. It is frozen, compared by identity, and a pytree node, so that torch.compile and
     torch.export see its tensors. :func:`fp4gemm.quantize` makes it. The constructor checks parts that you
-    made yourself, without reading device memory, so that nothing synchronises. Source of the format: NVIDIA's
-    NVFP4, TransformerEngine >= 2.14. For what other libraries store in place of amax see
+    made yourself, without reading device memory, so that nothing synchronises: it looks at the values of
+    ``scales`` on the CPU alone. :meth:`from_compact` looks at them on a GPU too. Source of the format:
+    NVIDIA's NVFP4, TransformerEngine >= 2.14. For what other libraries store in place of amax see
     :class:`fp4gemm.interop.Conventions`.
 
     ``data`` is the container itself, as code that reads ``module.weight.data`` expects; the stored bytes are
@@ -38,8 +40,10 @@ class NVFP4Tensor(Conventions, Container):
             A torch.float4_e2m1fn_x2 tensor is accepted and viewed as uint8. k is a positive multiple of 16.
             A stack: (g, n, k/2).
         scales: float8_e4m3fn (ceil128(m), ceil4(k/16)), contiguous, in the swizzled layout of
-            :mod:`fp4gemm.layout`, pads zero; uint8 is accepted and viewed. See :meth:`from_compact` for (m,
-            k/16). A stack: (g, ceil128(n), ceil4(k/16)), those of each matrix by itself.
+            :mod:`fp4gemm.layout`, pads zero; uint8 is accepted and viewed. Bytes from 0x00 to 0x7E:
+            no NaN, and a clear sign bit, which the tensor cores of Blackwell ignore and others do not. See
+            :meth:`from_compact` for (m, k/16). A stack: (g, ceil128(n), ceil4(k/16)), those of each matrix by
+            itself.
         amax: float32 (1,), of the whole tensor, or (m,), of each row: as measured, not divided by anything.
             A stack: (g, 1) or (g, n). Ragged k: (g,), of each group, or (g, m), of each row in each group.
         e4m3_max: 448, or 256 for operands whose block scales were bounded by 256 ("four over six").
@@ -74,6 +78,12 @@ class NVFP4Tensor(Conventions, Container):
     dtype: torch.dtype = dataclasses.field(default=torch.float32, kw_only=True)
 
     def __post_init__(self) -> None:
+        self._check_parts()
+        if self.device.type == "cpu":
+            self._check_values()
+
+    def _check_parts(self) -> None:
+        """Raise unless the parts fit each other; no values are read."""
         super().__post_init__()
         _fields.options(self.e4m3_max, self.hadamard_signs, self.offs, self.offs_dim)
         codes, scales = _fields.nvfp4(self.codes, self.scales, self.amax, self.offs, self.offs_dim)
@@ -82,6 +92,9 @@ class NVFP4Tensor(Conventions, Container):
             object.__setattr__(self, "codes", codes)
         if scales is not self.scales:
             object.__setattr__(self, "scales", scales)
+
+    def _check_values(self) -> None:
+        values.check_block_scales("scales", self.scales)
 
     @classmethod
     def _trusted(
@@ -115,6 +128,9 @@ class NVFP4Tensor(Conventions, Container):
     ) -> NVFP4Tensor:
         """The container of block scales in plain order (m, k/16), which this function pads and swizzles.
 
+        It looks at the values of the scales, which synchronises on a GPU. It does not while a graph is traced
+        or captured. The constructor takes swizzled scales and never synchronises.
+
         Args:
             codes, amax, e4m3_max: as for the class.
             compact_scales: float8_e4m3fn or uint8 (m, k/16), of a stack (g, n, k/16); any strides.
@@ -122,15 +138,28 @@ class NVFP4Tensor(Conventions, Container):
         Raises:
             TypeError, ValueError: as for the class, and for compact_scales.
         """
+        made = cls._of_compact(codes, compact_scales, amax, e4m3_max)
+        values.check_block_scales("compact_scales", compact_scales)
+        return made
+
+    @classmethod
+    def _of_compact(cls, codes: Tensor, compact_scales: Tensor, amax: Tensor, e4m3_max: int) -> NVFP4Tensor:
+        """:meth:`from_compact` of scales that are known to be allowed: it reads no values."""
         is_stack = isinstance(codes, Tensor) and codes.dim() == 3
         x = _fields.stack("codes", codes) if is_stack else _checks.codes("codes", codes)
         compact = _fields.compact_scales("compact_scales", compact_scales, x)
         if not is_stack:
-            return cls(x, swizzle_scales(compact), amax, e4m3_max)
+            return cls._of_swizzled(x, swizzle_scales(compact), amax, e4m3_max)
         # Once the rows of each matrix are padded, the stack is one matrix.
         padding = (0, 0, 0, -x.shape[1] % TILE_ROWS)
         scales = swizzle_scales(torch.nn.functional.pad(compact.view(torch.uint8), padding).flatten(0, 1))
-        return cls(x, scales.view(x.shape[0], -1, scales.shape[1]), amax, e4m3_max)
+        return cls._of_swizzled(x, scales.view(x.shape[0], -1, scales.shape[1]), amax, e4m3_max)
+
+    @classmethod
+    def _of_swizzled(cls, codes: Tensor, scales: Tensor, amax: Tensor, e4m3_max: int) -> NVFP4Tensor:
+        made = cls._trusted(codes, scales, amax, e4m3_max)
+        made._check_parts()
+        return made
 
     @property
     def shape(self) -> torch.Size:

@@ -146,9 +146,6 @@ def prepack(w: NVFP4Tensor) -> PrepackedTensor:
 def unprepack(p: PrepackedTensor) -> NVFP4Tensor:
     """The NVFP4Tensor that was prepacked; the padding of its scales is zero, and it shares amax with p.
 
-    Every byte is restored, NaN included, if no scale was negative; :func:`fp4gemm.quantize` makes none. A
-    negative scale comes back positive and its sixteen codes with the other sign, so the values are the same.
-
     Raises:
         TypeError: p is not a PrepackedTensor. NotImplementedError: the device has no kernel.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,13 +17,6 @@ from ._weight import _EXCHANGE
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-class NewWeight(NamedTuple):
-    """What an update writes: checked, in the form that the layer holds."""
-
-    parts: dict[str, Tensor]  # by the name of the buffer
-    has_signed_scales: bool | Tensor
 
 
 class WeightLayer(SavedWeight):
@@ -104,8 +97,11 @@ class WeightLayer(SavedWeight):
 
     def _new_weight(
         self, weight: object, bias: object = None, names: tuple[str, str] = ("weight", "bias")
-    ) -> NewWeight:
-        """The parts of an update after all its checks; ``names`` are those of the arguments."""
+    ) -> dict[str, Tensor]:
+        """What an update writes, by the name of the buffer, after all its checks.
+
+        It has the form that the layer holds; ``names`` are those of the arguments.
+        """
         self._notice()
         name, shape, device = names[0], self._shape, self.weight_amax.device
         if device.type == "meta" or self._is_offloaded():
@@ -145,22 +141,18 @@ class WeightLayer(SavedWeight):
                 amax = amax.expand(self.weight_amax.shape)
             parts["weight_amax"] = amax
             if not self._is_prepacked():
-                return NewWeight(
-                    {**parts, "weight_codes": new.codes, "weight_scales": new.scales}, self._has_signed_scales
-                )
-            signs = (new.scales.view(torch.uint8) & 0x80).any()
-            return NewWeight({**parts, PREPACKED: prepack(new).data}, signs)
+                return {**parts, "weight_codes": new.codes, "weight_scales": new.scales}
+            return {**parts, PREPACKED: prepack(new).data}
 
-    def _write(self, new: NewWeight) -> None:
+    def _write(self, parts: dict[str, Tensor]) -> None:
         """Copy the parts into the buffers; nothing here can fail."""
         held = self._buffers
-        is_inference = any(held[name].is_inference() for name in new.parts)  # type: ignore[union-attr]
+        is_inference = any(held[name].is_inference() for name in parts)  # type: ignore[union-attr]
         with torch.inference_mode(is_inference), torch.no_grad():
-            for name, part in new.parts.items():
+            for name, part in parts.items():
                 buffer: Tensor = held[name]  # type: ignore[assignment]
                 # As bytes: a copy between equal dtypes is no kernel, which the prepacked ones rely on.
                 buffer.view(BITS[buffer.dtype]).copy_(part.contiguous().view(BITS[buffer.dtype]))
-        self._has_signed_scales = new.has_signed_scales
         self._has_weight = True
 
     def _require_weight(self) -> None:

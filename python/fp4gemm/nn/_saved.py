@@ -35,7 +35,6 @@ class SavedWeight(WeightModule):
         for buffer in held:
             buffer.view(BITS[buffer.dtype]).zero_()
         self.e4m3_max = max(_checks.E4M3_BOUNDS)
-        self._has_signed_scales = False
         self._has_weight = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -45,7 +44,7 @@ class SavedWeight(WeightModule):
         held |= {"weight_codes": weight.codes, "weight_scales": weight.scales.view(torch.uint8)}
         without = ("_known", "_fast", "_transposed")
         state = {name: v for name, v in self.__dict__.items() if not name.startswith(without)}
-        return {**state, "_buffers": ordered(held), "_is_captured": False, "_has_signed_scales": False}
+        return {**state, "_buffers": ordered(held), "_is_captured": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

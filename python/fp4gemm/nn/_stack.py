@@ -148,7 +148,7 @@ def interleaved_stack(w: NVFP4Tensor) -> NVFP4Tensor:
     """The same of a quantized stack; exact, since the blocks lie along k."""
     scales = interleaved(w.compact_scales().view(torch.uint8))
     amax = w.amax if w.amax.shape[1] == 1 else interleaved(w.amax)
-    return NVFP4Tensor.from_compact(interleaved(w.codes), scales, amax, w.e4m3_max).to(w.dtype)
+    return NVFP4Tensor._of_compact(interleaved(w.codes), scales, amax, w.e4m3_max).to(w.dtype)
 
 
 def mixed(

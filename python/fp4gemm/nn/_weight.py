@@ -47,9 +47,6 @@ class WeightModule(torch.nn.Module):
     _known_version: int | None  # of the bound
     _fast: tuple[Any, ...] | None = None  # what forward may call without a check; any assignment removes it
     _is_captured = False  # a CUDA graph may read codes and scales, which then stay
-    # Whether the weight was prepacked with negative scales, whose signs are in the codes; a bool () tensor
-    # where to read it would synchronise.
-    _has_signed_scales: bool | Tensor = False
 
     def _register_weight(self, num_amax: int, device: torch.device | None) -> None:
         for name, buffer in new_buffers(self._shape, num_amax, device).items():
@@ -110,11 +107,6 @@ class WeightModule(torch.nn.Module):
 
     def _hold_part(self, name: str, value: Tensor) -> None:
         """Codes or scales alone; the other part is what a read of it gives."""
-        if self._is_prepacked() and bool(self._has_signed_scales):
-            raise ValueError(
-                f"{name}: cannot be assigned alone, since the weight was prepacked with negative scales, "
-                "whose signs are in the codes now; assign `weight` or call load_state_dict"
-            )
         self._hold_canonical()
         self._hold(**{name: value})
 
@@ -256,18 +248,14 @@ class WeightModule(torch.nn.Module):
         with _EXCHANGE:
             # Not an inference tensor, so that load_state_dict may write it later.
             with torch.inference_mode(False), torch.no_grad():
-                weight = self.weight
-                data = prepack(weight).data
+                data = prepack(self.weight).data
                 if type(data) is not Tensor:
                     return  # a fake one, of a tracer that torch.compiler does not know of
-                signs = weight.scales.view(torch.uint8) & 0x80
-                has_signs = not signs.is_meta and bool(signs.any())
                 if place is not None:
                     data = place.copy_(data)
             if data.is_cuda:
                 # Other streams may read the new memory at once, and may still be reading the old.
                 torch.cuda.synchronize(data.device)
-            self._has_signed_scales = has_signs
             self._hold(weight_prepacked=data, weight_codes=None, weight_scales=None)
 
     def _hold_canonical(self) -> None:

@@ -48,7 +48,7 @@ class GatheredWeight(Tensor):
         """The weight (n, k) or (g, n, k): what the cast of the whole weight gives. Does not synchronise."""
         codes, scales, amax = self._parts
         amax = amax[:1] if self._made.is_per_tensor else amax
-        made = NVFP4Tensor.from_compact(codes, scales.view(torch.float8_e4m3fn), amax, self._made.e4m3_max)
+        made = NVFP4Tensor._of_compact(codes, scales.view(torch.float8_e4m3fn), amax, self._made.e4m3_max)
         return made._stamped(self.dtype)
 
     # A function of torch reaches __torch_dispatch__ only, so that autograd sees an ordinary leaf.
@@ -85,4 +85,4 @@ def transposed(w: NVFP4Tensor) -> NVFP4Tensor:
     codes = torch.stack((low, high), -1).flatten(-2).mT
     codes = (codes[..., 0::2] | codes[..., 1::2] << 4).contiguous()
     scales = w.compact_scales().view(torch.uint8)[..., ::16, :].mT.repeat_interleave(16, -2)
-    return NVFP4Tensor.from_compact(codes, scales.contiguous().view(torch.float8_e4m3fn), w.amax, w.e4m3_max)
+    return NVFP4Tensor._of_compact(codes, scales.contiguous().view(torch.float8_e4m3fn), w.amax, w.e4m3_max)

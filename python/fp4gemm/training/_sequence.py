@@ -134,7 +134,7 @@ def _gathered_rows(
         for part in packed.split([k // 2, k // 16] + [_AMAX_BYTES] * is_per_row, 1)
     )
     amax = amaxes[0].view(torch.float32).flatten() if is_per_row else t.amax
-    made = NVFP4Tensor.from_compact(codes, scales.view(torch.float8_e4m3fn), amax, t.e4m3_max)
+    made = NVFP4Tensor._of_compact(codes, scales.view(torch.float8_e4m3fn), amax, t.e4m3_max)
     return made._stamped(x.dtype)
 
 
@@ -186,7 +186,7 @@ def _gathered_columns(
     inner = math.prod(shape[sharding.dim : -1]) // _checks.BLOCK
     packed = blocks.transpose(0, 1).reshape(-1, inner, k * (half + 1))  # in the order of the tokens
     packed = Sharding(sharding.mesh, 1).gather(packed).reshape(-1, k, half + 1).transpose(0, 1)
-    made = NVFP4Tensor.from_compact(
+    made = NVFP4Tensor._of_compact(
         packed[..., :half].flatten(1).contiguous(), packed[..., half].contiguous(), amax, e4m3_max
     )
     return _casts.parts_of(made)

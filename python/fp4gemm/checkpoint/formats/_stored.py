@@ -32,7 +32,8 @@ class StoredWeight:
 
     Raises:
         TypeError: a part is not a tensor, or has another dtype. ValueError: a part has another shape or
-            device, or outer is negative, infinite or NaN; the text names the part.
+            device, outer is negative, infinite or NaN, or a block scale is NaN or has its sign bit set (in a
+            row whose amax is not 0); the text names the part. Synchronises on a GPU.
     """
 
     codes: Tensor
@@ -54,6 +55,7 @@ class StoredWeight:
         _checks.same_device("outer", outer, codes.device, "the codes")
         object.__setattr__(self, "block_scales", scales)
         object.__setattr__(self, "outer", outer)
+        _outer.foreign("block_scales", scales, self.amax)
 
     @property
     def shape(self) -> torch.Size:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import support
+from ..._checks import values
 from ...checkpoint.formats import FORMATS, FormatName
 from ...checkpoint.formats._format import outer_to_amax
 from ...containers.nvfp4 import NVFP4Tensor
@@ -62,8 +63,8 @@ def assembled(
         e4m3_max: the bound of the block scales.
 
     Raises:
-        ValueError: codes or a scale are missing, or a scale is no number that an outer scale can be. The text
-            names it.
+        ValueError: codes or a scale are missing, an outer scale is no number that one can be, or a block
+            scale has its sign bit set. The text names it.
 
     Synchronises, to look at them.
     """
@@ -92,13 +93,14 @@ def assembled(
             f"{name}.{names.block_scales}: holds NaN{which}, must be numbers; the checkpoint has no block "
             "scales for all of these rows, or lists the layer as quantized and stores it in 16 bits"
         )
+    values.check_block_scales(f"{name}.{names.block_scales}", bits)
     least, most = torch.aminmax(codes, dim=-1)
     empty = (least == NOT_LOADED) & (most == NOT_LOADED) & ~is_zero
     unloaded = torch.stack([part.all(-1) for part in empty.split(list(partition_rows), -1)], -1)
     if bool(unloaded.any()):
         where = _where(unloaded, partition_rows)
         raise ValueError(f"{name}.{names.codes}: is missing in the checkpoint{where}, which has its scales")
-    return NVFP4Tensor.from_compact(codes, bits.view(torch.float8_e4m3fn), amax.contiguous(), e4m3_max)
+    return NVFP4Tensor._of_compact(codes, bits.view(torch.float8_e4m3fn), amax.contiguous(), e4m3_max)
 
 
 def hold(weight: NVFP4Tensor, quantizes: bool) -> Held:
@@ -122,7 +124,7 @@ def input_amax(name: str, format: FormatName, scales: Tensor | None) -> Tensor:
             loaded. None: the checkpoint has none.
 
     Raises:
-        ValueError: one is missing or is not positive. Synchronises.
+        ValueError: one is missing, or is not positive and finite. Synchronises.
     """
     names = FORMATS[format]
     if scales is None or bool(scales.isnan().any()):
@@ -130,8 +132,10 @@ def input_amax(name: str, format: FormatName, scales: Tensor | None) -> Tensor:
             f"{name}.{names.input_scale}: is missing in the checkpoint, must be there with activations "
             "'static'; 'per-token' needs none"
         )
-    if not bool((scales > 0).all()):
-        raise ValueError(f"{name}.{names.input_scale}: holds {scales.min().item()}, must be positive")
+    wrong = ~((scales > 0) & scales.isfinite())
+    if bool(wrong.any()):
+        number = scales[wrong][0].item()
+        raise ValueError(f"{name}.{names.input_scale}: holds {number}, must be positive and finite")
     return outer_to_amax(scales, names, 448).max().reshape(1)
 
 

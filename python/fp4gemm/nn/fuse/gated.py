@@ -8,7 +8,6 @@ from torch import Tensor
 from ... import _checks, activations
 from ...activations import ActivationName
 from ...containers.nvfp4 import NVFP4Tensor
-from .._layer import NewWeight
 from .._weight import _EXCHANGE
 from ..linear import Linear
 from .merged import MergedLinear, one_weight, why_not_one_weight
@@ -87,7 +86,7 @@ class GatedMLP(torch.nn.Module):
             raise ValueError("gate, up and down: got None for all, must be one of them at least")
         if down is not None and not isinstance(self.down, Linear):
             raise TypeError(f"down: is {_checks.describe(self.down)}, must be an fp4gemm.nn.Linear")
-        new: list[tuple[Linear, NewWeight]] = []
+        new: list[tuple[Linear, dict[str, Tensor]]] = []
         with _EXCHANGE:
             if gate is not None or up is not None:
                 whole = self.gate_up._joined((gate, up), ("gate", "up"))

@@ -22,7 +22,6 @@ from ...containers.nvfp4 import NVFP4Tensor
 from ...stacks import join_rows, joined
 from .._hooks import carry_over
 from .._inputs import check_bias, check_float_weight, check_quantized_weight, shared_input
-from .._layer import NewWeight
 from .._state import version
 from .._weight import _EXCHANGE
 from ..linear import _LINEAR as LINEAR
@@ -143,8 +142,8 @@ class MergedLinear(Linear):
         start = sum(self.sizes[:index])
         return range(start, start + self.sizes[index])
 
-    def _write(self, new: NewWeight) -> None:
-        super()._write(new)
+    def _write(self, parts: dict[str, Tensor]) -> None:
+        super()._write(parts)
         last: _Product | None = getattr(_LAST, "product", None)
         if last is not None and last.merged() is self:
             _LAST.product = None  # columns of the old weight
@@ -274,7 +273,7 @@ def rows_of(weight: NVFP4Tensor, rows: range) -> NVFP4Tensor:
     scales = weight.compact_scales().view(torch.uint8)[pick].view(torch.float8_e4m3fn)
     amax = weight.amax if weight.amax.numel() == 1 else weight.amax[pick].clone()
     codes = weight.codes[pick].clone(memory_format=torch.contiguous_format)
-    return NVFP4Tensor.from_compact(codes, scales, amax, weight.e4m3_max)._stamped(weight.dtype)
+    return NVFP4Tensor._of_compact(codes, scales, amax, weight.e4m3_max)._stamped(weight.dtype)
 
 
 def why_not_one_weight(layers: Sequence[Linear]) -> str:
