@@ -102,6 +102,10 @@ def test_a_checkpoint_of_other_experts_is_refused() -> None:
         nn.Experts(8, D, INTER, bias=True).load_state_dict(state)
     with pytest.raises(RuntimeError, match=r"w13\.weight_amax: .* \(weight_scaling differs\)"):
         nn.Experts(G, D, INTER, bias=True, weight_scaling="tensor").load_state_dict(state)
+    bad = {**state, "w13.weight_amax": state["w13.weight_amax"].clone()}
+    bad["w13.weight_amax"][2, 7] = -torch.inf
+    with pytest.raises(RuntimeError, match=r"w13\.weight_amax: 1 of \d+ values .* is -inf at \[2, 7\]"):
+        nn.Experts(G, D, INTER, bias=True).load_state_dict(bad)
     del state["w2.weight_scales"]
     with pytest.raises(RuntimeError, match=r"w2\.weight_scales: is missing"):
         nn.Experts(G, D, INTER, bias=True).load_state_dict(state)

@@ -68,6 +68,23 @@ BAD_STATES: dict[str, tuple[Callable[[dict], object], str]] = {
         lambda s: s.update(weight_codes=s["weight_codes"].T.contiguous().T),
         "weight_codes: strides are",
     ),
+    "scales-sign": (
+        lambda s: s["weight_scales"].view(torch.uint8)[0, 1].fill_(0xB8),
+        r"0\.weight_scales: 1 of 512 block scales .* the sign bit set, the first is 0xB8 at \[0, 1\]",
+    ),
+    "scales-nan": (
+        lambda s: s["weight_scales"].view(torch.uint8).fill_(0x7F),
+        r"0\.weight_scales: 512 of 512 block scales .* the first is 0x7F at \[0, 0\]",
+    ),
+    "amax-nan": (
+        lambda s: s["weight_amax"][3:5].fill_(torch.nan),
+        r"0\.weight_amax: 2 of 24 values are NaN, infinite or negative, the first is nan at \[3\]",
+    ),
+    "amax-inf": (lambda s: s["weight_amax"][0].fill_(torch.inf), r"0\.weight_amax: .* the first is inf at"),
+    "amax-negative": (
+        lambda s: s["weight_amax"].neg_(),
+        r"0\.weight_amax: 24 of 24 values .* must be finite and not negative",
+    ),
     "float-weight": (lambda s: s.update(weight=torch.ones(24, 64)), "weight: is the weight of a float layer"),
 }
 
@@ -82,6 +99,25 @@ def test_bad_state_is_refused_whole(change: Callable[[dict], object], text: str,
     with pytest.raises(RuntimeError, match=text):
         fresh.load_state_dict({f"0.{name}": value for name, value in state.items()}, strict=strict)
     assert all(torch.equal(before[name], value) for name, value in state_bits(fresh[0]).items())
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("weight_scales", lambda x: x.view(torch.uint8).add(0x80).view(torch.float8_e4m3fn)),
+        ("weight_amax", lambda x: -x),
+        ("weight_amax", lambda x: x * torch.nan),
+    ],
+    ids=["sign", "negative", "nan"],
+)
+def test_bad_values_in_a_buffer_that_a_loader_sets_are_refused(
+    name: str, change: Callable[[Tensor], Tensor]
+) -> None:
+    """As accelerate's loaders set them, which do not call load_state_dict."""
+    layer = _layer()
+    layer._buffers[name] = change(layer._buffers[name])
+    with pytest.raises(ValueError, match=rf"^{name}: .*(sign bit set|must be finite and not negative)"):
+        layer(torch.randn(2, 64))
 
 
 def _layer() -> nn.Linear:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
+from .._checks import values
 
 # The parts of an NVFP4Tensor, which load together.
 WEIGHT_BUFFERS = ("weight_codes", "weight_scales", "weight_amax")
@@ -127,7 +128,10 @@ def check_buffers(held: Mapping[str, Tensor | None], shape: tuple[int, ...], num
 
 
 def buffer_problem(name: str, buffer: Tensor, value: Any) -> str | None:
-    """Why ``value`` cannot take the place of the buffer of this name; None if it can."""
+    """Why ``value`` cannot take the place of the buffer of this name; None if it can.
+
+    Synchronises where the value is on a GPU.
+    """
     if name == BOUND:
         return bound_problem(value)
     if not isinstance(value, Tensor):
@@ -144,4 +148,6 @@ def buffer_problem(name: str, buffer: Tensor, value: Any) -> str | None:
         return f"shape is {tuple(value.shape)}, must be {tuple(buffer.shape)}{hint}"
     if not value.is_contiguous():
         return f"strides are {value.stride()}, must be contiguous"
-    return None
+    if name == "weight_scales":
+        return values.scales_problem(value)
+    return values.amax_problem(value) if name == "weight_amax" else None
