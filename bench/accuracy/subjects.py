@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,16 +20,24 @@ LENGTH = 1024  # tokens of a chunk
 SENTENCES = 64  # in the place of a chunk, for a model of sentences
 
 
+class Amount(NamedTuple):
+    """How much text a subject gets: chunks, or multiples of 64 sentences."""
+
+    calibration: int
+    evaluation: int  # of each text
+    texts: tuple[str, ...] = ("docstrings",)  # of text.TEXTS
+
+
 @dataclass(frozen=True)
 class Subject:
-    """A float model, what it is calibrated with, and its figures on text that is apart from it.
+    """A float model, what it is calibrated with, and its figures on texts that are apart from it.
 
     Attributes:
         name: in the results.
         folder: its checkpoint and its tokenizer.
         model: in float32 and eval mode.
         batches: of calibration; the model is called with them as with those of fp4gemm.calibrate.
-        reference: measures another model against this one.
+        references: by the name of an evaluation's text, what measures another model against this one.
         facts: the amounts of text, for the results.
     """
 
@@ -37,7 +45,7 @@ class Subject:
     folder: Path
     model: torch.nn.Module
     batches: list[Any]
-    reference: Measured
+    references: dict[str, Measured]
     facts: dict[str, Any]
 
 
@@ -61,30 +69,40 @@ def minilm() -> Path:
     return Path(spec.submodule_search_locations[0]) / "model"
 
 
-def language(name: str, folder: Path, counts: tuple[int, int], device: torch.device) -> Subject:
-    """A causal language model; ``counts`` are the chunks of calibration and of evaluation."""
+def language(name: str, folder: Path, amount: Amount, device: torch.device) -> Subject:
+    """A causal language model; the counts of the amount are chunks."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = model.eval().to(device)
     model.config.use_cache = False
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    counts = amount.calibration, amount.evaluation
     known = text.chunks(tokenizer, text.document(text.CALIBRATION), counts[0], LENGTH).to(device)
-    held_out = text.document(text.EVALUATION, text.CALIBRATION)
-    reference = Reference(model, text.chunks(tokenizer, held_out, counts[1], LENGTH).to(device))
+    references: dict[str, Measured] = {
+        each: Reference(model, text.chunks(tokenizer, text.evaluation(each), counts[1], LENGTH).to(device))
+        for each in amount.texts
+    }
     facts = {"tokens": [count * LENGTH for count in counts]}
-    return Subject(name, folder, model, list(known[:, None]), reference, facts)
+    return Subject(name, folder, model, list(known[:, None]), references, facts)
 
 
-def embedder(name: str, folder: Path, counts: tuple[int, int], device: torch.device) -> Subject:
-    """A BERT that embeds sentences by the mean over their tokens; ``counts`` times 64 sentences."""
+def embedder(name: str, folder: Path, amount: Amount, device: torch.device) -> Subject:
+    """A BERT that embeds sentences by the mean over their tokens; each count of the amount is 64 sentences.
+
+    Raises:
+        ValueError: a text without sentences.
+    """
     import transformers
+
+    if amount.texts != ("docstrings",):
+        raise ValueError(f"--text: got {' '.join(amount.texts)}, must be docstrings for {name}: sentences")
+    counts = amount.calibration, amount.evaluation
 
     model = transformers.BertModel.from_pretrained(folder, add_pooling_layer=False, dtype=torch.float32)
     model = model.eval().to(device)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    held_out = text.document(text.EVALUATION, text.CALIBRATION)
-    evaluation = text.sentences(held_out, SENTENCES * counts[1])
+    evaluation = text.sentences(text.evaluation("docstrings"), SENTENCES * counts[1])
     known = text.sentences(text.document(text.CALIBRATION), SENTENCES * counts[0], without=evaluation)
     batches, reference = (
         [ids.to(device) for ids in batches_of(tokenizer, each)] for each in (known, evaluation)
@@ -93,10 +111,10 @@ def embedder(name: str, folder: Path, counts: tuple[int, int], device: torch.dev
         "tokens": [sum(ids.numel() for ids in each) for each in (batches, reference)],
         "sentences": [SENTENCES * count for count in counts],
     }
-    return Subject(name, folder, model, batches, Sentences(model, reference), facts)
+    return Subject(name, folder, model, batches, {"docstrings": Sentences(model, reference)}, facts)
 
 
-Kind = Callable[[str, Path, tuple[int, int], torch.device], Subject]
+Kind = Callable[[str, Path, Amount, torch.device], Subject]
 # By the name that --model takes: the name in the results, the folder, and what kind of model it is.
 KNOWN: dict[str, tuple[str, Callable[[], Path], Kind]] = {
     "smollm2-135m": ("SmolLM2-135M-Instruct", smollm2, language),
@@ -109,7 +127,7 @@ def named(given: str) -> str:
     return KNOWN[given][0] if given in KNOWN else Path(given).name
 
 
-def load(given: str, counts: tuple[int, int], device: torch.device) -> Subject:
+def load(given: str, amount: Amount, device: torch.device) -> Subject:
     """The model that --model names: one of KNOWN, or a folder with a causal language model.
 
     Raises:
@@ -122,8 +140,8 @@ def load(given: str, counts: tuple[int, int], device: torch.device) -> Subject:
     transformers.utils.logging.disable_progress_bar()
     if given in KNOWN:
         name, folder, kind = KNOWN[given]
-        return kind(name, folder(), counts, device)
+        return kind(name, folder(), amount, device)
     if not (Path(given) / "config.json").is_file():
         wanted = ", ".join(KNOWN)
         raise ValueError(f"--model: got {given}, must be one of {wanted}, or a folder with a config.json")
-    return language(named(given), Path(given), counts, device)
+    return language(named(given), Path(given), amount, device)

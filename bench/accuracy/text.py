@@ -1,11 +1,14 @@
-"""Text for calibration and evaluation that every machine has: the docstrings of Python's standard library.
+"""Text for calibration and evaluation that every machine has: modules of Python's standard library.
 
-The modules of the two texts are apart, and a docstring that occurs in both is removed from the first. The
-text depends on the version of Python, so results name it, and rows of another version are not compared.
+The calibration's text is the docstrings of some modules. The evaluation has two texts, both of other modules:
+their docstrings, and their source code without docstrings and comments, which is foreign to the calibration.
+A docstring that occurs in both sets of modules is removed from the evaluation. The texts depend on the
+version of Python, so results name it, and rows of another version are not compared.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -27,6 +30,9 @@ EVALUATION = (
     *("ftplib", "gettext", "imaplib", "mailbox", "multiprocessing.pool", "optparse", "pdb", "poplib"),
     *("random", "sched", "statistics", "string", "tarfile", "textwrap", "uuid", "zipapp"),
 )
+
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+TEXTS = ("docstrings", "source")  # of the evaluation
 
 
 def _documents(module: Any) -> Iterator[str]:
@@ -53,6 +59,24 @@ def document(modules: Sequence[str], without: Sequence[str] = ()) -> str:
                 seen.add(text)
                 kept.append(text)
     return "\n\n".join(kept)
+
+
+@cache
+def source(modules: Sequence[str]) -> str:
+    """The source code of these modules without docstrings, written by ast.unparse, which omits comments."""
+    parts = []
+    for name in modules:
+        tree = ast.parse(inspect.getsource(importlib.import_module(name)))
+        for node in ast.walk(tree):
+            if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+                node.body = node.body[1:] or [ast.Pass()]
+        parts.append(ast.unparse(tree))
+    return "\n\n".join(parts)
+
+
+def evaluation(name: str) -> str:
+    """The evaluation's text of this name, one of TEXTS."""
+    return source(EVALUATION) if name == "source" else document(EVALUATION, CALIBRATION)
 
 
 def sentences(document: str, count: int, without: Sequence[str] = ()) -> list[str]:

@@ -1,4 +1,4 @@
-"""``python -m bench accuracy``: what NVFP4 costs models with real weights, by method."""
+"""``python -m bench accuracy``: what NVFP4 costs models with trained weights, by method."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from ..accuracy.emulation import emulated, with_inputs
 from ..accuracy.maker import Maker, difference
 from ..accuracy.measure import layer_error, watched
 from ..accuracy.producers import producers
-from ..accuracy.subjects import KNOWN, LENGTH, SENTENCES, Subject, load, named
+from ..accuracy.subjects import KNOWN, LENGTH, SENTENCES, Amount, Subject, load, named
+from ..accuracy.text import TEXTS
 from ..baselines.producers import Producer, Text
 from ..measure import machine
 from ..report import accuracy as report
@@ -40,6 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     amount = f"chunks of {LENGTH} tokens, or of {SENTENCES} sentences,"
     add("--calibration", type=int, default=12, help=f"{amount} for calibration (12)")
     add("--evaluation", type=int, default=8, help=f"{amount} for evaluation (8)")
+    add(
+        "--text",
+        nargs="+",
+        choices=TEXTS,
+        default=["docstrings"],
+        help="texts of the evaluation: docstrings, as those of the calibration, and source, the code of the "
+        "same modules (docstrings)",
+    )
     add("--methods", type=PATTERN, metavar="REGEX", help="only methods whose name matches")
     add("--producers", action="store_true", help="ModelOpt's and llm-compressor's methods too (slow)")
     add("--device", type=torch.device, default=None, help="cpu or cuda (cuda if there is a GPU)")
@@ -74,22 +83,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured(args: argparse.Namespace, given: str, known: list[Row]) -> Iterator[Row]:
-    """A row for each contender and kind of activations that is not known."""
+    """A row for each contender, kind of activations and text that is not known."""
     name = named(given)
     device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    done = {(row["contender"], row["activations"]) for row in known if row["model"] == name}
+    done = {
+        (row["contender"], row["activations"], report.text_of(row)) for row in known if row["model"] == name
+    }
 
-    def missing(contender: str, kinds: tuple[str, ...]) -> list[str]:
+    def missing(contender: str, kinds: tuple[str, ...]) -> dict[str, list[str]]:
+        """The texts that are not measured yet, by the kind of activations."""
         if args.methods is not None and not args.methods.search(contender):
-            return []
-        return [kind for kind in kinds if (contender, kind) not in done]
+            return {}
+        wanted = {kind: [text for text in args.text if (contender, kind, text) not in done] for kind in kinds}
+        return {kind: texts for kind, texts in wanted.items() if texts}
 
-    own = [(c, kinds) for c in CONTENDERS if (kinds := missing(c.name, c.activations))]
+    own = [(c, wanted) for c in CONTENDERS if (wanted := missing(c.name, c.activations))]
     others = producers() if args.producers and given != "minilm" else ()
-    theirs = [(p, kinds) for p in others if (kinds := missing(p.name, ("W4A16", "W4A4")))]
+    theirs = [(p, wanted) for p in others if (wanted := missing(p.name, ("W4A16", "W4A4")))]
     if not own and not theirs:
         return
-    subject = load(given, (args.calibration, args.evaluation), device)
+    amount = Amount(args.calibration, args.evaluation, tuple(dict.fromkeys(args.text)))
+    subject = load(given, amount, device)
     facts = {
         "bench": "accuracy",
         "model": name,
@@ -98,49 +112,52 @@ def _measured(args: argparse.Namespace, given: str, known: list[Row]) -> Iterato
         "threads": torch.get_num_threads(),
         **machine.describe(device),
     }
-    if ("float", "float") not in done:
-        figures = subject.reference.row(subject.model)
-        yield {**facts, "contender": "float", "activations": "float", **figures}
+    for text, reference in subject.references.items():
+        if ("float", "float", text) not in done:
+            figures = reference.row(subject.model)
+            yield {**facts, "contender": "float", "activations": "float", "text": text, **figures}
     maker = Maker(subject)
-    for contender, kinds in own:
+    for contender, wanted in own:
         if contender.is_smoothed and not maker.is_smoothed:
             print(f"{contender.name}: omitted, smoothing changes nothing in {name}", file=sys.stderr)
             continue
         made = maker.make(contender) if contender.method else None
-        for kind in kinds:
+        for kind, texts in wanted.items():
             options = ACTIVATIONS[kind]
-            found: Row = {}
-            if made is not None:
-                model, quantized, cost = made
+            model, quantized, cost = made or (subject.model, None, {})
+            if quantized is not None:
                 run_by = emulated(quantized, options)
-                found = cost | {"layer_error": layer_error(model, run_by, subject.reference.sample)}
-                if kind == "W4A4":
-                    found["difference"] = difference(
-                        quantized, subject.reference.sample[:, :CHECKED], options or {}
-                    )
             else:
-                run_by = with_inputs(subject.model, list(maker.statistics()[0]), options or {})
-                found["layer_error"] = layer_error(subject.model, run_by, subject.reference.sample)
-            figures = subject.reference.row(run_by)
-            yield {**facts, "contender": contender.name, "activations": kind, **found, **figures}
-    for producer, kinds in theirs:
-        for kind in kinds:
-            yield facts | _produced(producer, subject, kind)
+                run_by = with_inputs(model, list(maker.statistics()[0]), options or {})
+            for text in texts:
+                reference = subject.references[text]
+                found: Row = cost | {"layer_error": layer_error(model, run_by, reference.sample)}
+                if kind == "W4A4" and quantized is not None:
+                    ids = reference.sample[:, :CHECKED]
+                    found["difference"] = difference(quantized, ids, options or {})
+                what = {"contender": contender.name, "activations": kind, "text": text}
+                yield {**facts, **what, **found, **reference.row(run_by)}
+    for producer, wanted in theirs:
+        for kind, texts in wanted.items():
+            for row in _produced(producer, subject, kind, texts):
+                yield facts | row
 
 
-def _produced(producer: Producer, subject: Subject, kind: str) -> dict[str, Any]:
-    """The row of another package's method, measured with the model that it leaves."""
+def _produced(producer: Producer, subject: Subject, kind: str, texts: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows of another package's method, measured with the model that it leaves."""
     model = _copy(subject)
     text = Text(subject.folder, subject.batches)
     with watched(next(model.parameters()).device) as cost:
         made = producer.make(model, text, kind == "W4A4")
-    return {
-        "contender": producer.name,
-        "activations": kind,
-        "package": f"{producer.package} {producer.version}",
-        **cost,
-        **subject.reference.row(made),
-    }
+    for name in texts:
+        yield {
+            "contender": producer.name,
+            "activations": kind,
+            "text": name,
+            "package": f"{producer.package} {producer.version}",
+            **cost,
+            **subject.references[name].row(made),
+        }
 
 
 def _copy(subject: Subject) -> torch.nn.Module:

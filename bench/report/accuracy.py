@@ -16,6 +16,12 @@ FIGURES = (("nll", "gap", "spread", "kl", "top1"), ("cosine", "spread", "worst",
 KINDS = ("W4A16", "W4A4", "W4A4, 4/6")
 
 
+def text_of(row: Row) -> str:
+    """The name of the evaluation's text; older rows, which have none, are of docstrings."""
+    name: str = row.get("text", "docstrings")
+    return name
+
+
 def load(path: Path) -> list[Row]:
     """The rows of a results file; ValueError for a line that is none."""
     rows: list[Row] = []
@@ -32,14 +38,15 @@ def load(path: Path) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """For each model a line for each method."""
+    """For each model and text a line for each method."""
     lines: list[str] = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        own = [row for row in rows if row["model"] == model]
+    for model, read in dict.fromkeys((row["model"], text_of(row)) for row in rows):
+        own = [row for row in rows if (row["model"], text_of(row)) == (model, read)]
         first, base = own[0], next((row for row in own if row["contender"] == "float"), None)
         unit = "sentences" if "sentences" in first else "tokens"
         where = (
-            f"{model}: {first[unit][1]} {unit} of evaluation, {first[unit][0]} of calibration, "
+            f"{model}: {first[unit][1]} {unit} of {'source code for ' * (read == 'source')}evaluation, "
+            f"{first[unit][0]} of calibration, "
             f"Python {first['python']}, torch {first['torch']}, revision {first['revision']}, "
             f"{_where(first)}."
         )
@@ -47,7 +54,7 @@ def table(rows: Sequence[Row]) -> str:
         if packages:
             where += f" The other packages are {' and '.join(packages)}."
         if base is not None and "nll" in base:
-            where += f" The float model loses {base['nll']:.3f} nats a token."
+            where += f" Before quantization the model loses {base['nll']:.3f} nats a token."
         is_embedder = "cosine" in first
         kinds = [kind for kind in KINDS if any(row["activations"] == kind for row in own)]
         body = []
@@ -61,7 +68,10 @@ def table(rows: Sequence[Row]) -> str:
         headings = (
             [heading for kind in kinds for heading in _cosine_headings(kind)]
             if is_embedder
-            else [*(f"{kind}: gap" for kind in kinds), "KL", "top-1 %", "output error"]
+            else [
+                *(f"{kind}: {name}" for name in ("KL", "gap") for kind in kinds),
+                *("W4A16: top-1 %", "W4A16: output error"),
+            ]
         )
         text = textwrap.fill(where, WIDTH, break_on_hyphens=False)
         lines += [text, "", *table_lines(("weights", *headings, "s", "GB"), body), ""]
@@ -69,12 +79,11 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _losses(found: Mapping[str, Row], kinds: Sequence[str]) -> list[str]:
-    """The gaps, and other figures of W4A16."""
-    cells = [_spread(found[kind], "gap", 3) if kind in found else "" for kind in kinds]
+    """The divergences, the gaps, and other figures of W4A16."""
+    cells = [f"{found[kind]['kl']:.3f}" if kind in found else "" for kind in kinds]
+    cells += [_spread(found[kind], "gap", 3) if kind in found else "" for kind in kinds]
     a16 = found.get("W4A16")
-    return cells + (
-        ["", "", ""] if a16 is None else [f"{a16['kl']:.3f}", f"{100 * a16['top1']:.1f}", _error(a16)]
-    )
+    return cells + (["", ""] if a16 is None else [f"{100 * a16['top1']:.1f}", _error(a16)])
 
 
 def _cosines(found: Mapping[str, Row], kinds: Sequence[str]) -> list[str]:
@@ -133,7 +142,7 @@ def into(paths: Sequence[Path], name: str, rows: Sequence[Row]) -> None:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw the gaps of each method for the first language model; the suffix of the path is the format.
+    """Draw the KL of each method for the first language model and text; the suffix of the path is the format.
 
     Raises:
         ValueError: the rows are of no language model.
@@ -144,21 +153,21 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     colors = dict(zip(KINDS, ("#0072B2", "#D55E00", "#009E73"), strict=True))
-    model = next((row["model"] for row in rows if "gap" in row), None)
-    if model is None:
+    first = next((row for row in rows if "kl" in row), None)
+    if first is None:
         raise ValueError("--picture: the results are of no language model, must be of one")
-    own = [row for row in rows if row["model"] == model and row["contender"] != "float"]
+    subject = first["model"], text_of(first)
+    own = [row for row in rows if (row["model"], text_of(row)) == subject and row["contender"] != "float"]
     names = list(dict.fromkeys(row["contender"] for row in own))
     kinds = [kind for kind in KINDS if any(row["activations"] == kind for row in own)]
     figure, axes = plt.subplots(figsize=(8, 0.55 * len(names) + 1.2), layout="constrained", dpi=110)
     for i, kind in enumerate(kinds):
         found = [row for row in own if row["activations"] == kind]
         heights = [names.index(row["contender"]) + 0.26 * (i - 1) for row in found]
-        spreads = [row["spread"] for row in found]
-        axes.barh(heights, [row["gap"] for row in found], 0.24, xerr=spreads, color=colors[kind], label=kind)
+        axes.barh(heights, [row["kl"] for row in found], 0.24, color=colors[kind], label=kind)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlabel(f"{model}: loss above the float model, nats a token")
+    axes.set_xlabel(f"{first['model']}: KL from the model before quantization, nats a token")
     axes.grid(axis="x", color="0.88")
     axes.set_axisbelow(True)
     axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)

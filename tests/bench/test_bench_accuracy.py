@@ -126,12 +126,33 @@ def test_table_readme_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert command_line.main(arguments) == 0
     written = readme.read_text()
     assert written.startswith("a\n<!-- bench accuracy a: begin -->\nm: 4096 tokens of evaluation")
-    assert "The float model loses 2.000 nats a token." in written.replace("\n", " ")
-    line = "| round | 0.250 ± 0.010 | 0.500 ± 0.010 | 0.250 | 90.0 | 0.100 | 3 | 1.00 |"
+    assert "Before quantization the model loses 2.000 nats a token." in written.replace("\n", " ")
+    line = "| round | 0.250 | 0.500 | 0.250 ± 0.010 | 0.500 ± 0.010 | 90.0 | 0.100 | 3 | 1.00 |"
     assert line in re.sub(" +", " ", written)
     assert written.endswith("<!-- bench accuracy a: end -->\nb\n")
     assert report.table(rows) in capsys.readouterr().out
     assert picture.stat().st_size > 1000
+
+
+def test_a_text_has_a_table_of_its_own() -> None:
+    """Rows without a text, as older revisions wrote them, are of docstrings."""
+    rows = [row("float", "float"), row("round", "W4A16", 0.25), row("round", "W4A16", 0.5, text="source")]
+    found = report.table(rows)
+    assert re.findall(r"^m: 4096 tokens of (.*evaluation),", found, re.MULTILINE) == [
+        "evaluation",
+        "source code for evaluation",
+    ]
+    assert re.findall(r"\| 0\.(\d+) ±", found) == ["250", "500"]
+
+
+def test_source_code_has_neither_docstrings_nor_comments() -> None:
+    found = text.source(("textwrap",))
+    assert found.startswith("import re")
+    assert "def dedent(text):" in found
+    assert "Remove any common leading whitespace" not in found, "the docstring of dedent"
+    assert "Copyright (C)" not in found, "a comment"
+    assert text.evaluation("source") == text.source(text.EVALUATION)
+    assert text.evaluation("docstrings") == text.document(text.EVALUATION, text.CALIBRATION)
 
 
 def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

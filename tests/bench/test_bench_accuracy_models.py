@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -94,7 +95,7 @@ def subject() -> Subject:
     model = Embedder().eval()
     batches = [torch.randint(0, 48, (8, 16)) for _ in range(3)]
     facts = {"tokens": [384, 384], "sentences": [24, 24]}
-    return Subject("toy", Path(), model, batches[:2], Sentences(model, batches[2:]), facts)
+    return Subject("toy", Path(), model, batches[:2], {"docstrings": Sentences(model, batches[2:])}, facts)
 
 
 def test_a_cost_has_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +119,7 @@ def test_a_cost_has_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_measures_a_model_of_sentences(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(subjects.KNOWN, "toy", ("toy", Path, lambda name, folder, counts, device: subject()))
+    monkeypatch.setitem(subjects.KNOWN, "toy", ("toy", Path, lambda name, folder, amount, device: subject()))
     out, readme = tmp_path / "toy.jsonl", tmp_path / "a.md"
     readme.write_text("<!-- bench accuracy toy: begin -->\n<!-- bench accuracy toy: end -->\n")
     arguments = ["accuracy", "--model", "toy", "--device", "cpu", "--methods", "round|^float|smooth"]
@@ -193,3 +194,25 @@ def test_modelopts_kernels_on_the_cpu() -> None:
     amax = blocks.abs().amax(1).view(32, 4)
     modelopt.gptq_columns(weight, amax, float(x.abs().max() / 2688), h_inv, 32, 16)
     assert torch.equal(weight, found), "without correlations GPTQ is rounding"
+
+
+def test_each_text_has_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file that has one text gets the other, and the model is made once for both."""
+    made: list[subjects.Amount] = []
+
+    def load(name: str, folder: Path, amount: subjects.Amount, device: torch.device) -> Subject:
+        made.append(amount)
+        one = subject()
+        return dataclasses.replace(one, references=dict.fromkeys(amount.texts, *one.references.values()))
+
+    monkeypatch.setitem(subjects.KNOWN, "toy", ("toy", Path, load))
+    out = tmp_path / "toy.jsonl"
+    arguments = ["accuracy", "--model", "toy", "--device", "cpu", "--methods", "^round", "--out", str(out)]
+    assert command_line.main(arguments) == 0
+    assert command_line.main([*arguments, "--text", "docstrings", "source"]) == 0
+    rows = [(row["contender"], row["activations"], row["text"]) for row in report.load(out)]
+    kinds = [("float", "float"), ("round", "W4A16"), ("round", "W4A4")]
+    assert rows == [(*kind, text) for text in ("docstrings", "source") for kind in kinds]
+    assert [amount.texts for amount in made] == [("docstrings",), ("docstrings", "source")]
+    with pytest.raises(ValueError, match="--text: got source, must be docstrings for all-MiniLM-L6-v2"):
+        subjects.embedder("all-MiniLM-L6-v2", Path(), subjects.Amount(1, 1, ("source",)), torch.device("cpu"))
