@@ -1,0 +1,131 @@
+"""Figures of the documents against what they come from: the rows of bench/results, and formulas."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.report import accuracy, training
+from bench.report.readme import marks
+
+REPO = Path(__file__).resolve().parents[2]
+RESULTS = REPO / "bench" / "results"
+STEPS = RESULTS / "training" / "h200-steps.jsonl"
+LOSSES = RESULTS / "training" / "h200.jsonl"
+
+
+def words(name: str) -> str:
+    """A document with single spaces in the place of line ends."""
+    return " ".join((REPO / name).read_text(encoding="utf-8").split())
+
+
+def block(name: str, of: str) -> str:
+    """The lines between the marks of a document."""
+    begin, end = marks(of)
+    text = (REPO / name).read_text(encoding="utf-8")
+    return text[text.index(begin) + len(begin) : text.index(end)].strip()
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip()[1:-1].split("|")]
+
+
+def steps(**facts: Any) -> dict[str, dict[str, Any]]:
+    """The kept rows of `python -m bench train` with these facts, by contender."""
+    rows = [json.loads(line) for line in STEPS.read_text(encoding="utf-8").splitlines()]
+    return {row["contender"]: row for row in rows if facts.items() <= row.items()}
+
+
+@pytest.mark.parametrize("path", sorted((RESULTS / "accuracy").glob("*.jsonl")), ids=lambda path: path.stem)
+def test_tables_of_accuracy(path: Path) -> None:
+    found = block("docs/accuracy.md", f"bench accuracy {path.stem}")
+    assert found == accuracy.table(accuracy.load(path)), f"bench accuracy --out {path} --readme accuracy.md"
+
+
+def test_the_table_of_losses() -> None:
+    assert block("docs/training_losses.md", training.BLOCK) == training.table(training.Results(LOSSES))
+
+
+def test_what_the_losses_are_said_to_be() -> None:
+    rows = training.Results(LOSSES).rows
+    minutes = [row["seconds"] / 60 for row in rows]
+    assert f"took {min(minutes):.1f} to {max(minutes):.1f} minutes" in words("docs/training_losses.md")
+    arms = {row["arm"] for row in rows} - {"bf16", "bf16_forward"}
+    gaps = [gap for arm in arms if "outliers" not in arm for gap in training.gaps(rows, arm)]
+    (forward,) = training.gaps(rows, "bf16_forward")
+    for name in ("README.md", "docs/training.md", "docs/training_losses.md"):
+        text = words(name)
+        assert f"{min(gaps):.1f} to {max(gaps):.0f} %" in text, name
+        assert f"{-forward:.2f} % below" in text, name
+
+
+def test_the_table_of_steps() -> None:
+    text = (REPO / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    section = text[text.index("### Speed of a step") : text.index("## What is guaranteed")]
+    columns = (
+        "torch bf16",
+        *(f"fp4gemm {p}{kept}" for p in ("nvidia", "per_token") for kept in ("", ", W kept")),
+    )
+    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
+    assert len(lines) == 6
+    for line in lines:
+        name, *found = cells(line)
+        if dense := re.fullmatch(r"(\d+) x (\d+) x (\d+)", name):
+            m, n, k = map(int, dense.groups())
+            rows = steps(m=m, n=n, k=k)
+        else:
+            tokens = re.search(r"(\d+) tokens each", name)
+            assert tokens is not None, name
+            rows = steps(per_expert=int(tokens[1]))
+        us, base = [rows[column]["us"] for column in columns], rows["torch bf16"]["us"]
+        assert found == [f"{us[0]:.0f}", *(f"{one:.0f} ({base / one:.2f})" for one in us[1:])], name
+
+
+def test_the_steps_of_experts_in_the_readme() -> None:
+    few, many = steps(per_expert=8), steps(per_expert=64)
+
+    def ratio(rows: dict[str, dict[str, Any]], contender: str) -> str:
+        return f"{rows[contender]['ratio']['torch bf16']:.2f}"
+
+    cast, kept = "fp4gemm nvidia", "fp4gemm nvidia, W kept"
+    text = words("README.md")
+    assert f"{ratio(many, cast)} times the speed of bf16 with 64 tokens" in text
+    assert f"{ratio(few, cast)} times with 8" in text
+    assert f"{ratio(many, kept)} times with 64 tokens and {ratio(few, kept)} times with 8" in text
+
+
+def test_the_weight_gradients_of_experts() -> None:
+    text = (REPO / "docs" / "hopper.md").read_text(encoding="utf-8")
+    lines = text[text.index("| tokens of each expert") :].splitlines()[2:6]
+    for line, tokens in zip(lines, (8, 16, 32, 64), strict=True):
+        parts = dict(steps(per_expert=tokens)["fp4gemm per_token"]["parts"])
+        assert cells(line) == [str(tokens), f"{parts['wgrad']:.0f}"]
+
+
+def test_bytes_of_expert_parallelism() -> None:
+    """The table "A model on paper" of docs/distributed.md, by the formulas of the table "What travels"."""
+    text = (REPO / "docs" / "distributed.md").read_text(encoding="utf-8")
+    section = text[text.index("## A model on paper") : text.index("## What ran where")]
+    tokens, sizes, checked = 1024, (0, 0, 0), 0
+    for line in [line for line in section.splitlines() if line.startswith("|")][2:]:
+        name, ranks, *found = cells(line)
+        if name:
+            match = re.search(r"d (\d+), K (\d+), E (\d+)", name)
+            assert match is not None, name
+            sizes = tuple(map(int, match.groups()))
+        d, k, e = sizes
+        r = int(ranks)
+        row_bytes = -(-(d // 2 + d // 16 + 4) // 16) * 16
+        baseline = (r - 1) / r * tokens * k * 2 * d
+        dispatch = (r - 1) * tokens * (row_bytes + 4 * k)
+        slots = (r - 1) * 2 * tokens * d * min(k, e // r)
+        tree = (r - 1) * (4 * tokens * k + 2 * tokens * d)
+        want = [f"{x / 1e6:.1f}" for x in (baseline, dispatch)]
+        want += [f"{baseline / dispatch:.1f}", f"{slots / 1e6:.1f}", f"{tree / 1e6:.1f}" if r <= 8 else ""]
+        assert found == want, line
+        checked += 1
+    assert checked == 8
