@@ -146,7 +146,8 @@ def generated(model: Any, tokenizer: Any, num_tokens: int) -> str:
 
 def language_table(result: Language) -> Table:
     table = Table(
-        title=f"SmolLM2-135M-Instruct on {result.num_tokens} tokens of heapq.__about__, on {result.device}"
+        title=f"SmolLM2-135M-Instruct with weights of a 4-bit GGUF file, on {result.num_tokens} tokens of "
+        f"heapq.__about__, on {result.device}"
     )
     table.add_column("linear layers")
     for heading in ("perplexity\n", "nats above\nbf16", "weights\nMiB", "time\ns"):
