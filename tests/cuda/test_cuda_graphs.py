@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -158,6 +159,49 @@ def test_replay_with_other_inputs(mode: Mode, cuda: torch.device, gen: torch.Gen
         normed = fp4gemm.rms_norm_quantize(x)
         assert isinstance(normed, NVFP4Tensor)
         assert_same(made[-1], normed, "norm")
+
+
+@pytest.mark.parametrize("decoded", [False, True], ids=["packed", "decoded"])
+@pytest.mark.parametrize("shape", [(64 * 132, 128), (1000, 4096)], ids=str)
+def test_x_that_the_previous_kernel_updates(
+    shape: tuple[int, int], decoded: bool, hopper: torch.device, gen: torch.Generator
+) -> None:
+    """Launches overlap: quantize reads the x of this step, not that of the step before.
+
+    Each step is the product x = a b^T - x in place, and quantize(x). The product reads x by loads that leave
+    it in the L1 of the SM, and writes it by TMA, past that L1. The sums are exact, and x alternates between
+    two matrices.
+    """
+    m, n = shape
+    ones_at = torch.arange(m) % 64
+    a = torch.nn.functional.one_hot(ones_at, 64).half().to(hopper)
+    b = torch.randint(-60, 61, (n, 64), generator=gen)
+    start = torch.randint(-60, 61, shape, generator=gen)
+    two = torch.stack([start, b.T[ones_at] - start]).to(hopper)
+
+    def steps(x: Tensor, kernel: str) -> list[Any]:
+        results = []
+        for _ in range(20):
+            fp4gemm.scaled_mm(a, b_on_device, None, None, c=x, beta=-1.0, out=x, kernel=kernel)
+            results.append(fp4gemm.quantize(x, decoded=decoded))
+        return results
+
+    b_on_device = b.half().to(hopper)
+    fields = ("data", "amax") if decoded else ("codes", "scales", "amax")
+    table = [k for k in fp4gemm.kernels() if k.arch == 90 and k.mode == "dense" and k.operand == "fp16"]
+    for kernel in [k for k in table if k.epilogue == "rowcol"]:
+        states = two.to(kernel.out_dtype)
+        wanted = [fp4gemm.quantize(state, decoded=decoded) for state in states]
+        x = states[0].clone()
+        graph, results = captured(functools.partial(steps, x, kernel.name), hopper)
+        assert_bits(x, states[0], f"{kernel.name}: x after an even number of steps")
+        for _ in range(10):
+            graph.replay()
+            torch.cuda.synchronize(hopper)
+            for i, got in enumerate(results):
+                for name in fields:
+                    want = getattr(wanted[(i + 1) % 2], name)
+                    assert_bits(getattr(got, name), want, f"{kernel.name}, step {i}: {name}")
 
 
 def nodes(step: Callable[[], Any], device: torch.device) -> int:

@@ -136,3 +136,13 @@ def test_what_the_walk_cannot_follow_is_an_error() -> None:
     with pytest.raises(AssertionError, match="BSSY"):
         names("BSSY B0, =out\nACQBULK\nBSYNC B1\nout: EXIT")
     assert names("BSSY B0, =out\nACQBULK\nBSYNC B0\nout: EXIT") == []
+
+
+def test_noncoherent_loads() -> None:
+    """Those of ld.global.nc, behind the wait as well as ahead of it; other loads are none."""
+    loads = ["LDG.E.CONSTANT", "LDG.E.128.CONSTANT", "LDG.E.NA.U16.CONSTANT", "TEX.B.LL", "TLD4.R"]
+    code = assemble("".join(f"{name} R2, [R4.64]\n" for name in loads) + "EXIT")
+    assert [found.name for found in sass.noncoherent_loads(code)] == loads
+    assert [found.name for found in sass.noncoherent_loads(assemble(ROLES))] == ["LDG.E.CONSTANT"]
+    others = ["LDG.E", "LDG.E.NA.U16", "LD.E", "LDS.128", "LDC.64", "ULDC.64", "LDGSTS.E", "LDG.E.STRONG.GPU"]
+    assert not sass.noncoherent_loads(assemble("\n".join(f"{name} R2, [R4.64]" for name in others)))

@@ -185,7 +185,8 @@ def overlapping_images() -> list[str]:
 
 
 def test_nothing_is_read_or_written_ahead_of_the_wait() -> None:
-    """Overlapping launches are safe because no thread touches memory before it waits for the kernel before.
+    """Overlapping launches are safe because no thread touches memory before it waits for the kernel before,
+    and because no load behind the wait may return what memory held ahead of it (the tests below).
 
     The walk follows every branch of every kernel from its entry. What it finds ahead of a wait must be in the
     table above. A kernel without a wait must be one that is launched without overlap.
@@ -222,6 +223,40 @@ def test_the_walk_finds_a_missing_wait() -> None:
                     mutated = [*code[:i], instruction._replace(name="NOP"), *code[i + 1 :]]
                     ahead = Counter(found.name for found in sass.accesses_before_wait(mutated))
                     assert ahead - allowed, f"{name} of {image} without the wait at {instruction.address:#x}"
+
+
+def test_overlapping_kernels_have_no_noncoherent_loads() -> None:
+    """The kernel before may write an operand while a kernel that overlaps with it runs: ld.global.nc, which
+    __ldg is, need not see that. The loads are those of load_after_wait.hpp.
+
+    Kernels that do not overlap have __ldg. The test finds them, so that it knows these loads in every image.
+    """
+    for image in overlapping_images():
+        kernels = {name: sass.parse(lines) for name, lines in machine_code(image).items()}
+        found = {
+            name: Counter(x.name for x in sass.noncoherent_loads(code)) for name, code in kernels.items()
+        }
+        overlapping = {name for name, code in kernels.items() if any(x.base == sass.WAIT for x in code)}
+        for name in overlapping:
+            assert not found[name], f"{name} of {image}: {found[name]}"
+        assert any(loads for name, loads in found.items() if name not in overlapping), image
+
+
+def test_a_noncoherent_load_is_found_in_every_family() -> None:
+    """Any one load of a kernel of each family, with the modifier that ld.global.nc has."""
+    for image in overlapping_images():
+        seen = set()
+        for name, lines in machine_code(image).items():
+            family = family_of(name)
+            if family is None or family in seen:
+                continue
+            code = sass.parse(lines)
+            loads = [i for i, instruction in enumerate(code) if instruction.base == "LDG"]
+            seen.update([family] if loads else [])
+            for i in loads:
+                mutant = code[i]._replace(name=f"{code[i].name}.CONSTANT")
+                assert sass.noncoherent_loads([*code[:i], mutant, *code[i + 1 :]]) == [mutant], name
+        assert "quantize_rows" in seen, image
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,9 @@ WAIT = "ACQBULK"  # griddepcontrol.wait
 GLOBAL_ACCESS = re.compile(
     r"(U?LDG|LD|STG|ST|ATOM|ATOMG|RED|REDG|LDGSTS|UBLK\w*|UTMA(?!CCTL|CMDFLUSH)\w*|TEX|TLD\w*|SU(LD|ST|ATOM|RED))(\.|$)"
 )
+# Loads that may return what memory held before the kernel began (ld.global.nc), and reads of textures, which
+# take the same path.
+NONCOHERENT_LOAD = re.compile(r"(U?LDG?\.(\w+\.)*CONSTANT|TEX|TLD\w*)(\.|$)")
 NONZERO = "nonzero"  # a value of which only that is known
 
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
@@ -285,3 +288,8 @@ def accesses_before_wait(instructions: list[Instruction]) -> list[Instruction]:
         not_null: list[Words] = [{offset: NONZERO}, {offset: 0, offset + 4: NONZERO}]
         best = min(best, set().union(*map(accesses, null + not_null)), key=len)
     return sorted(best)
+
+
+def noncoherent_loads(instructions: list[Instruction]) -> list[Instruction]:
+    """The loads that may miss what the kernel before wrote, even behind a wait for that kernel."""
+    return [found for found in instructions if NONCOHERENT_LOAD.match(found.name)]
