@@ -259,6 +259,27 @@ def test_a_noncoherent_load_is_found_in_every_family() -> None:
         assert "quantize_rows" in seen, image
 
 
+def test_a_cluster_releases_its_arrivals_before_a_cta_exits() -> None:
+    """The consumers of a Hopper kernel of this library arrive on mbarriers of the other CTA of their cluster.
+
+    Its last arrive on the barrier of the cluster is a release, which ptxas makes a fence and the arrive. So
+    the other CTA does not exit before these arrivals.
+    """
+    if 90 not in built_archs():
+        pytest.skip("no sm_90 kernels in this build")
+    seen = Counter()
+    for name, lines in machine_code("sm_90a").items():
+        code = sass.parse(lines)
+        arrives = [i for i, instruction in enumerate(code) if instruction.base == "UCGABAR_ARV"]
+        own = re.search(rf"{PREPACKED}|ragged_k_gemm", name)
+        if own and arrives:
+            before = [instruction.name for instruction in code[arrives[-1] - 4 : arrives[-1]]]
+            assert "MEMBAR.ALL.GPU" in before, f"{name}: {before}"
+            assert len(arrives) == 2, name
+            seen[own[0]] += 1
+    assert len(seen) == 2, seen
+
+
 @pytest.mark.parametrize(
     ("arch", "function", "instruction"),
     [
