@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import fp4gemm
@@ -210,3 +212,41 @@ def test_wrong_shared_inputs(layer: nn.Linear, x: Tensor) -> None:
     for q, value, error, message in bad:
         with pytest.raises(error, match=message):
             q(value)
+
+
+@pytest.mark.parametrize("is_gated", [False, True], ids=["linear", "gated"])
+def test_rules_are_those_of_the_epilogue(is_gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gated product needs a rule of a gated kernel: the operator refuses one of another epilogue."""
+    asked: list[bool] = []
+
+    def find(x: Tensor, n: int, k: int, dtype: torch.dtype, mode: str, gated: bool, formats: object) -> None:
+        asked.append(gated)
+
+    monkeypatch.setattr(module, "_RULES", [object()])
+    monkeypatch.setattr(selection, "find", find)
+    gate, up, down = (nn.Linear.from_float(torch.nn.Linear(64, 64, bias=False)) for _ in range(3))
+    layer = nn.GatedMLP(gate, up, down) if is_gated else down
+    layer(torch.ones(4, 64, dtype=torch.bfloat16))
+    assert asked == ([True, False] if is_gated else [False])
+
+
+@pytest.mark.gpu
+def test_gpu_a_rule_of_a_plain_kernel_leaves_a_gated_mlp_alone(cuda: torch.device, tmp_path: Path) -> None:
+    gate, up, down = (nn.Linear.from_float(torch.nn.Linear(64, 64, bias=False)).to(cuda) for _ in range(3))
+    mlp, x = nn.GatedMLP(gate, up, down), torch.ones(4, 64, dtype=torch.bfloat16, device=cuda)
+    wanted = mlp(x)
+    arch = fp4gemm.kernel_table.kernel_arch(cuda.index)
+    rules = [
+        {"kernel": kernel.name}
+        for kernel in fp4gemm.kernels()
+        if kernel.arch == arch and kernel.mode == "dense" and kernel.out_dtype is torch.bfloat16
+        and not kernel.is_gated
+    ]  # fmt: skip
+    assert rules
+    path = tmp_path / "rules.json"
+    path.write_text(json.dumps(rules))
+    try:
+        fp4gemm.selection.load(path)
+        torch.testing.assert_close(mlp(x), wanted)
+    finally:
+        fp4gemm.selection.clear()

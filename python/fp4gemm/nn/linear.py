@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks, selection, support
+from ..activations import by_number
 from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
 from ..ops import operators
@@ -346,7 +347,9 @@ class Linear(DifferentiableLayer):
             rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
             dtype = of_x.get("out_dtype", x.dtype)
             n, k = self.out_features, self.in_features
-            call = call._replace(kernel_name=selection.find(rows, n, k, dtype, "dense", False, formats))
+            is_gated = by_number[call.activation].is_gated
+            kernel = selection.find(rows, n, k, dtype, "dense", is_gated, formats)
+            call = call._replace(kernel_name=kernel)
         if needs_gradient(call):
             return self._recorded(call)
         result: Tensor = _LINEAR(*call)
