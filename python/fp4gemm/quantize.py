@@ -83,7 +83,8 @@ def quantize(
             codes for about 1e-4 of the elements.
         four_over_six: "mae" or "mse": each block is also tried with its maximum at 4, and kept so where the
             sum of the absolute ("mae") or squared ("mse") errors is smaller. TransformerEngine's 4over6.
-        four_over_six_error: "exact": the error in units of x; "fast": in the scaled domain.
+        four_over_six_error: "exact": the error in units of x; "fast": in the scaled domain. Omitted without
+            four_over_six.
         e4m3_max: the bound B of the block scales; 2688 above is 6 * B. None is 256 with four_over_six or
             scale_search, else 448. 256 needs one of them. :func:`fp4gemm.mm` multiplies operands of either
             bound.
@@ -132,8 +133,8 @@ def quantize(
     Raises:
         TypeError: an argument has another Python type or dtype.
         ValueError: an argument has another rank, size, device or value; e4m3_max=256 without four_over_six
-            and scale_search; importance without scale_search; hadamard_signs without hadamard; generator or
-            rng_state without stochastic, or both of them.
+            and scale_search; four_over_six_error without four_over_six; importance without scale_search;
+            hadamard_signs without hadamard; generator or rng_state without stochastic, or both of them.
         NotImplementedError: scale_search or rows with an option that it excludes; block (16, 16) with scaling
             "row", encode "te_per_token", hadamard, stochastic, headroom, offs or decoded; four_over_six with
             encode "te_per_token", hadamard, stochastic or headroom; x requires grad while grad mode is on;
@@ -144,13 +145,12 @@ def quantize(
         return result
     values = option_checks.completed("quantize", options, _DEFAULTS)
     x = _checks.readable_rows(x)
-    if search_checks.is_searched(values):
-        return _searched(x, decoded, values)
     amax, offs, gathered = values["amax"], option_checks.as_int32(values["offs"]), values["rows"]
     stack_size, rows = stacks.stack_input(x, "fp4gemm.quantize")
-    arguments = option_checks.operator_arguments(values, offs)
+    arguments = option_checks.operator_arguments({**values, "decoded": decoded})
+    if values["scale_search"] is not None:
+        return _searched(x, rows, stack_size, arguments, values)
     axis = option_checks.axis(values["axis"], x, _checks.BLOCK if offs is None else None)
-    option_checks.check_decoded(decoded, arguments["block_rows"])
     if offs is not None:
         if stack_size:
             raise ValueError(f"offs: got {_checks.describe(offs)}, must be None for x of rank 3")
@@ -170,7 +170,6 @@ def quantize(
         if stack_size:
             raise ValueError(f"rows: got {_checks.describe(gathered)}, must be None for x of rank 3")
         option_checks.gather_rows(gathered, x.device)
-        option_checks.gather_alone(call)
     ready(x, "quantize")
     signs = values["hadamard_signs"] if arguments["hadamard"] else None
     offs_dim = 0 if offs is None or is_ragged_m else 1
@@ -192,24 +191,23 @@ def quantize(
     return packed._made_of(values["offs"])
 
 
-def _searched(x: Tensor, decoded: bool, values: dict[str, Any]) -> NVFP4Tensor:
-    """quantize with scale_search."""
-    amax = values["amax"]
-    stack_size, rows = stacks.stack_input(x, "fp4gemm.quantize")
-    arguments = search_checks.arguments(values, option_checks.axis(values["axis"], x, None), decoded)
-    k = x.shape[-1]
+def _searched(
+    x: Tensor, rows: Tensor, stack_size: int, arguments: dict[str, Any], values: dict[str, Any]
+) -> NVFP4Tensor:
+    """quantize with scale_search; ``rows`` are those of x, or those of all its matrices if x is a stack."""
+    amax, per_row, bound = values["amax"], arguments["per_row"], arguments["e4m3_max"]
     if amax is not None:
-        option_checks.given_amax("amax", amax, x.shape[-2], arguments["per_row"], x.device, stack=stack_size)
+        option_checks.given_amax("amax", amax, x.shape[-2], per_row, x.device, stack=stack_size)
         if stack_size:
             option_checks.amax_values("amax", amax)
-    importance = search_checks.importance(values["importance"], k, x.device, stack_size)
+    importance = search_checks.importance(values["importance"], x.shape[-1], x.device, stack_size)
     ready(x, "quantize")
-    call = QuantizeSearchedCall(rows, amax, importance, **arguments)
+    call = QuantizeSearchedCall(rows, amax, importance, per_row, arguments["block_rows"], bound)
     if stack_size:
         codes, scales, measured = stacks.quantize_stack_searched(call, stack_size)
     else:
         codes, scales, measured = operators.quantize_searched(*call)
-    return NVFP4Tensor._trusted(codes, scales, measured if amax is None else amax, call.e4m3_max)
+    return NVFP4Tensor._trusted(codes, scales, measured if amax is None else amax, bound)
 
 
 @option_checks.with_keywords(QuantizeBothKeywords)
@@ -243,7 +241,7 @@ def quantize_both(x: Tensor, **options: Unpack[QuantizeBothKeywords]) -> tuple[N
     stack_size, rows = stacks.stack_input(x, "fp4gemm.quantize_both")
     values = option_checks.completed("quantize_both", options, _DEFAULTS_OF_BOTH)
     amax, amax_t, offs = values["amax"], values["amax_t"], option_checks.as_int32(values["offs"])
-    arguments = option_checks.operator_arguments(values, offs)
+    arguments = option_checks.operator_arguments(values)
     per_row, groups = arguments["per_row"], 0
     if offs is None:
         option_checks.axis(0, x, _checks.BLOCK)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from . import _checks
+from ._checks import options as option_checks
 from ._checks import ranks as rank_checks
 from .containers.nvfp4 import NVFP4Tensor
 from .layout import record_bytes
@@ -28,8 +29,6 @@ from .quantize import nvfp4
 from .support import ready
 
 __all__ = ["gather_records", "make_records", "quantize_records", "record_bytes"]
-
-_FOUR_OVER_SIX = {None: 0, "mae": 1, "mse": 2}
 
 
 def quantize_records(
@@ -63,16 +62,20 @@ def quantize_records(
 
     Raises:
         TypeError: an argument has another Python type or dtype.
-        ValueError: an argument has another rank, size, device or value; e4m3_max=256 without four_over_six.
+        ValueError: an argument has another rank, size, device or value; e4m3_max=256 or four_over_six_error
+            without four_over_six.
         NotImplementedError: four_over_six with rng_state or headroom; x requires grad while grad mode is on;
             the device has no kernel.
     """
     x = _checks.readable_rows(x)
-    rank_checks.choice("four_over_six", four_over_six, tuple(_FOUR_OVER_SIX))
-    rank_checks.choice("four_over_six_error", four_over_six_error, ("exact", "fast"))
-    rank_checks.choice("e4m3_max", e4m3_max, (None, *_checks.E4M3_BOUNDS))
-    if e4m3_max is None:
-        e4m3_max = 448 if four_over_six is None else 256
+    options = {
+        "four_over_six": four_over_six,
+        "four_over_six_error": four_over_six_error,
+        "e4m3_max": e4m3_max,
+        "rng_state": rng_state,
+        "headroom": headroom,
+    }
+    option_checks.check(options)
     x = _checks.quantize_input(x, "fp4gemm.records.quantize_records")
     ready(x, "quantize")
     if out is None:
@@ -80,9 +83,9 @@ def quantize_records(
     call = QuantizeRecordsCall(
         x,
         out,
-        _FOUR_OVER_SIX[four_over_six],
+        option_checks.OPTIONS["four_over_six"].values[four_over_six],
         four_over_six_error == "fast",
-        e4m3_max,
+        option_checks.default_bound(options) if e4m3_max is None else e4m3_max,
         rng_state,
         headroom,
         first_row,

@@ -54,8 +54,8 @@ F = "quantize silu_and_mul_quantize rms_norm_quantize"
 add(F, "decoded", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
 add(F, "decoded", "none", lambda: None, TYPE, "got None (NoneType), must be True or False")
 TILES = {"block": (16, 16), "scaling": "tensor"}
-says = "got True with block (16, 16), must be False with it"
-add_together("quantize", "decoded-block", lambda: {"decoded": True, **TILES}, NOT, says, "decoded")
+says = "with decoded True, must be (1, 16) with it (use fp4gemm.decode on the result)"
+add_together("quantize", "decoded-block", lambda: {"decoded": True, **TILES}, NOT, says, "block")
 
 D = "reference.quantize_decoded"
 add(D, "per_row", "type", lambda: "row", TYPE, "got 'row' (str), must be True or False")

@@ -97,7 +97,8 @@ add(Q, "block", "list", lambda: [1, 16], TYPE, "got [1, 16] (list), must be (1, 
 add(Q, "e4m3_max", "value", lambda: 240, VALUE, "got 240, must be None, 448 or 256")
 add(Q, "e4m3_max", "float", lambda: 448.0, TYPE, "got 448.0 (float), must be None, 448 or 256")
 add(Q, "e4m3_max", "alone", lambda: 256, VALUE, "got 256, must be 448 without four_over_six")
-add(Q, "hadamard_signs", "alone", lambda: 3, VALUE, "got 0x3, must be omitted without hadamard")
+add(Q, "four_over_six_error", "alone", lambda: "fast", VALUE, "must be omitted without four_over_six")
+add(Q, "hadamard_signs", "alone", lambda: 3, VALUE, "got 3, must be omitted without hadamard")
 add(Q, "hadamard_signs", "type", lambda: None, TYPE, "got None (NoneType), must be an int")
 add(Q, "hadamard_signs", "negative", lambda: -1, VALUE, "got -1, must be at least 0")
 add(Q, "hadamard_signs", "large", lambda: 0x10000, VALUE, "got 65536, must be at most 0xFFFF")
@@ -159,7 +160,14 @@ for kind, changed, says in (
     add_together(
         Q, kind, lambda changed=changed: changed, NOT, f"got (16, 16) {says}, must be (1, 16)", "block"
     )
-add_together(Q, "block-offs", lambda: {**TILES, "offs": ends(M)}, NOT, "with offs 'groups', must be", "block")
+add_together(
+    Q,
+    "block-offs",
+    lambda: {**TILES, "offs": ends(M)},
+    NOT,
+    "with offs a torch.int32 tensor of shape (1,), must be",
+    "block",
+)
 for kind, changed, says in (
     ("encode", {"encode": "te_per_token"}, "with encode 'te_per_token'"),
     ("hadamard", {"hadamard": "bf16"}, "with hadamard 'bf16'"),
@@ -259,8 +267,11 @@ for kind, changed, says, name in (
 
 # Random numbers.
 for function in Q.split():
-    add(function, "generator", "alone", torch.Generator, VALUE, "must be None without stochastic=True")
-    add(function, "rng_state", "alone", lambda: STATE, VALUE, "must be None without stochastic=True")
+    add(function, "generator", "alone", torch.Generator, VALUE, "must be omitted without stochastic")
+    add(
+        function, "generator", "alone-type", lambda: "x", VALUE, "got 'x', must be omitted without stochastic"
+    )
+    add(function, "rng_state", "alone", lambda: STATE, VALUE, "must be omitted without stochastic")
     for kind, changed, error, says, name in (
         (
             "generator-both",

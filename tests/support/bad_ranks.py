@@ -167,6 +167,7 @@ add(RQ, "x", "strides", lambda: every_other(ones(M, K)), VALUE, "stride along a 
 add(Q, "four_over_six", "value", lambda: "rms", VALUE, "got 'rms', must be None, 'mae' or 'mse'")
 add(RQ, "four_over_six", "value", lambda: 3, VALUE, "got 3, must be 0, 1 or 2")
 add(Q, "four_over_six_error", "value", lambda: "slow", VALUE, "got 'slow', must be 'exact' or 'fast'")
+add(Q, "four_over_six_error", "alone", lambda: "fast", VALUE, "must be omitted without four_over_six")
 add(RQ, "fast_error", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
 add(QS, "e4m3_max", "value", lambda: 240, VALUE, "got 240, must be")
 add(QS, "e4m3_max", "alone", lambda: 256, VALUE, "got 256, must be 448 without four_over_six")

@@ -11,7 +11,7 @@ add, add_together = CASES.add, CASES.add_together
 SEARCH = {"scale_search": "mse"}
 add("quantize", "scale_search", "value", lambda: "mae", VALUE, "got 'mae', must be None or 'mse'")
 add("quantize", "scale_search", "type", lambda: True, TYPE, "got True (bool), must be None or 'mse'")
-add("quantize", "importance", "alone", lambda: ones(K), VALUE, "must be None without scale_search")
+add("quantize", "importance", "alone", lambda: ones(K), VALUE, "must be omitted without scale_search")
 
 # What it excludes.
 for kind, changed, says in (

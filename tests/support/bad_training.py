@@ -164,6 +164,7 @@ for operand in OPERANDS:
     add(R, operand, "type", lambda: True, TYPE, f"got True (bool), must be a Cast{says}")
     add(R, operand, "name", lambda: "nvidia", VALUE, f"got 'nvidia', must be a Cast{says}")
 add(R, "hadamard_signs", "range", lambda: 0x10000, VALUE, "got 65536")
+add(R, "hadamard_signs", "alone", lambda: 3, VALUE, "got 0x3, must be omitted without a Cast with hadamard")
 add(R, "hadamard_signs", "type", lambda: "0xD7E8", TYPE, "got '0xD7E8' (str)")
 add(R, "seed", "type", lambda: 1.0, TYPE, "got 1.0 (float), must be an int")
 add(R, "seed", "sign", lambda: -1, VALUE, "got -1, must be at least 0")
@@ -251,6 +252,15 @@ add(F, "bias", "type", lambda: 0.0, TYPE, "got 0.0 (float), must be a torch.Tens
 add(F, "bias", "dtype", lambda: ones(OUT).long(), TYPE, "dtype is torch.int64, must be")
 add(F, "bias", "shape", lambda: ones(OUT + 1), VALUE, "shape is (33,), must be")
 add("training.linear", "bias", "device", lambda: ones(OUT, device="meta"), VALUE, "device is meta, must be")
+for name in F.split():
+    CASES.add_together(
+        name,
+        "state-bf16",
+        lambda: {"state": "x", "recipe": "bf16"},
+        TYPE,
+        "got 'x' (str), must be a torch.Tensor",
+        "state",
+    )
 add(F, "state", "type", lambda: 7, TYPE, "got 7 (int), must be a torch.Tensor")
 add(F, "state", "dtype", lambda: STATE.int(), TYPE, "dtype is torch.int32, must be torch.int64")
 add(F, "state", "shape", lambda: torch.zeros(3, dtype=torch.int64), VALUE, "shape is (3,), must be (2,)")

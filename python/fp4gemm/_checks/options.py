@@ -1,9 +1,10 @@
 """The options of the quantizers: one table of their names, defaults, values and operator parameters.
 
-:class:`QuantizeOptions` is that table. The signatures of the quantizers, the checks of the values and the
-arguments of the operators are derived from it. The errors follow :mod:`fp4gemm._checks`, and a combination of
-options that no kernel implements raises NotImplementedError. No check reads device memory, so none
-synchronises.
+:class:`QuantizeOptions`, :class:`QuantizeKeywords` and :class:`QuantizeBothKeywords` are that table. The
+signatures of the quantizers, the checks of the values and of their combinations, and the arguments of the
+operators are derived from it. The errors follow :mod:`fp4gemm._checks`. An option that does nothing without
+another one raises ValueError where that is missing, and a combination that no kernel implements raises
+NotImplementedError. No check reads device memory, so none synchronises.
 """
 
 from __future__ import annotations
@@ -23,33 +24,61 @@ SIGNS = 0xD7E8  # TransformerEngine's sign vector: element r of a block is negat
 
 
 class Option(NamedTuple):
-    """A keyword of the quantizers: its default, and its values for a parameter of the operators."""
+    """A keyword of the quantizers: its default, its values for an operator, and what goes with it."""
 
     default: Any
     parameter: str = ""  # a parameter of the operators; `values` maps the keyword to it
     values: Mapping[Any, Any] = {}
+    needs: str = ""  # the keyword without which this one does nothing, so that it must be omitted
+    # Of a value other than the default: keywords that must have theirs, with what to do instead or "", and
+    # the values that other keywords must have. What needs an excluded keyword is excluded, too.
+    excludes: Mapping[str, str] = {}
+    requires: Mapping[str, Any] = {}
+
+
+_ROTATE, _TRANSPOSE, _DECODE = "rotate x first", "quantize a copy of x.T", "use fp4gemm.decode on the result"
+
+
+def _without(*names: str, **instead: str) -> dict[str, str]:
+    return {**dict.fromkeys(names, ""), **instead}
 
 
 class QuantizeOptions(TypedDict, total=False):
     """The keywords that fp4gemm.quantize and fp4gemm.quantize_both share."""
 
     scaling: Annotated[Literal["row", "tensor"], Option("row", "per_row", {"row": True, "tensor": False})]
-    block: Annotated[tuple[int, int], Option((1, 16), "block_rows", {(1, 16): 1, (16, 16): 16})]
+    block: Annotated[
+        tuple[int, int],
+        Option(
+            (1, 16),
+            "block_rows",
+            {(1, 16): 1, (16, 16): 16},
+            excludes=_without("encode", "hadamard", "stochastic", "headroom", "offs", decoded=_DECODE),
+            requires={"scaling": "tensor"},
+        ),
+    ]
     encode: Annotated[Literal["te", "te_per_token"], Option("te", "encode", {"te": 0, "te_per_token": 1})]
     four_over_six: Annotated[
-        Literal["mae", "mse"] | None, Option(None, "four_over_six", {None: 0, "mae": 1, "mse": 2})
+        Literal["mae", "mse"] | None,
+        Option(
+            None,
+            "four_over_six",
+            {None: 0, "mae": 1, "mse": 2},
+            excludes=_without("encode", "hadamard", "stochastic", "headroom"),
+        ),
     ]
     four_over_six_error: Annotated[
-        Literal["exact", "fast"], Option("exact", "fast_error", {"exact": False, "fast": True})
+        Literal["exact", "fast"],
+        Option("exact", "fast_error", {"exact": False, "fast": True}, needs="four_over_six"),
     ]
     e4m3_max: Annotated[Literal[448, 256] | None, Option(None)]
     hadamard: Annotated[
         Literal["bf16", "fp32"] | None, Option(None, "hadamard", {None: 0, "bf16": 1, "fp32": 2})
     ]
-    hadamard_signs: Annotated[int, Option(SIGNS)]
+    hadamard_signs: Annotated[int, Option(SIGNS, needs="hadamard")]
     stochastic: Annotated[bool, Option(False)]
-    generator: Annotated[torch.Generator | None, Option(None)]
-    rng_state: Annotated[Tensor | None, Option(None)]
+    generator: Annotated[torch.Generator | None, Option(None, needs="stochastic")]
+    rng_state: Annotated[Tensor | None, Option(None, needs="stochastic")]
     headroom: Annotated[float, Option(1.0, "headroom", {value: value for value in _checks.HEADROOMS})]
 
 
@@ -59,9 +88,29 @@ class QuantizeKeywords(QuantizeOptions, total=False):
     axis: Annotated[Literal[-1, 0], Option(-1)]
     amax: Annotated[Tensor | None, Option(None)]
     offs: Annotated[Tensor | None, Option(None)]
-    rows: Annotated[Tensor | None, Option(None)]
-    scale_search: Annotated[Literal["mse"] | None, Option(None)]
-    importance: Annotated[Tensor | None, Option(None)]
+    rows: Annotated[
+        Tensor | None,
+        Option(
+            None,
+            excludes=_without(
+                *("axis", "amax", "block", "encode", "four_over_six", "hadamard", "stochastic", "headroom"),
+            ),
+            requires={"scaling": "row"},
+        ),
+    ]
+    scale_search: Annotated[
+        Literal["mse"] | None,
+        Option(
+            None,
+            excludes=_without(
+                *("encode", "four_over_six", "stochastic", "headroom", "offs", "rows"),
+                hadamard=_ROTATE,
+                axis=_TRANSPOSE,
+                decoded=_DECODE,
+            ),
+        ),
+    ]
+    importance: Annotated[Tensor | None, Option(None, needs="scale_search")]
 
 
 class QuantizeBothKeywords(QuantizeOptions, total=False):
@@ -73,15 +122,28 @@ class QuantizeBothKeywords(QuantizeOptions, total=False):
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-OPTIONS: dict[str, Option] = {
-    name: hint.__metadata__[0] for name, hint in get_type_hints(QuantizeOptions, include_extras=True).items()
+
+
+def _table(keywords: Any) -> dict[str, Option]:
+    hints = get_type_hints(keywords, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items()}
+
+
+OPTIONS = _table(QuantizeOptions)
+KEYWORDS = {**_table(QuantizeKeywords), **_table(QuantizeBothKeywords), "decoded": Option(False)}
+# What a keyword excludes, with what to do instead; all that needs something that is excluded is, too.
+EXCLUDED: dict[str, dict[str, str]] = {
+    name: {
+        **option.excludes,
+        **{other: "" for other, its in KEYWORDS.items() if its.needs in option.excludes},
+    }
+    for name, option in KEYWORDS.items()
 }
 
 
 def defaults_of(keywords: Any) -> dict[str, Any]:
     """Return the default of each keyword of a TypedDict of options."""
-    hints = get_type_hints(keywords, include_extras=True)
-    return {name: hint.__metadata__[0].default for name, hint in hints.items()}
+    return {name: option.default for name, option in _table(keywords).items()}
 
 
 def with_keywords(keywords: Any) -> Callable[[_F], _F]:
@@ -111,64 +173,92 @@ def completed(function: str, given: Mapping[str, Any], defaults: Mapping[str, An
     return {**defaults, **given}
 
 
-def operator_arguments(options: Mapping[str, Any], offs: object = None) -> dict[str, Any]:
+def operator_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of an operator but tensors. Raise for an invalid value or combination.
 
     Args:
-        options: a value for each of OPTIONS; others are ignored.
-        offs: the ends of groups, or None.
+        values: a value for each of OPTIONS, and for other KEYWORDS that the caller has.
     """
+    check(values)
     made = {}
     for name, option in OPTIONS.items():
         if option.values:
-            value = options[name]
-            is_choice(name, value, tuple(option.values))
-            made[option.parameter] = option.values[value]
-    four_over_six, bound = options["four_over_six"], options["e4m3_max"]
-    is_choice("e4m3_max", bound, (None, *_checks.E4M3_BOUNDS))
-    signs, hadamard = options["hadamard_signs"], options["hadamard"]
-    check_signs(signs)
-    _checks.is_bool("stochastic", options["stochastic"])
-    if hadamard is None and signs != SIGNS:
-        raise ValueError(
-            f"hadamard_signs: got {signs:#x}, must be omitted without hadamard ('bf16' or 'fp32')"
-        )
-    if bound == 256 and four_over_six is None:
-        raise ValueError("e4m3_max: got 256, must be 448 without four_over_six and scale_search")
-    _go_together(options, offs)
-    made["e4m3_max"] = bound if bound is not None else 448 if four_over_six is None else 256
-    made["signs"] = 0 if hadamard is None else signs
+            made[option.parameter] = option.values[values[name]]
+    bound = values["e4m3_max"]
+    made["e4m3_max"] = default_bound(values) if bound is None else bound
+    made["signs"] = 0 if values["hadamard"] is None else values["hadamard_signs"]
     return made
 
 
-def _go_together(options: Mapping[str, Any], offs: object) -> None:
-    """Raise NotImplementedError for options that exclude each other."""
-    scaling, encode, hadamard = options["scaling"], options["encode"], options["hadamard"]
-    headroom = options["headroom"]
-    present = (
-        ("scaling", scaling, scaling == "row"),
-        ("encode", encode, encode == "te_per_token"),
-        ("hadamard", hadamard, hadamard is not None),
-        ("stochastic", options["stochastic"], options["stochastic"]),
-        ("headroom", headroom, headroom != 1.0),
-        ("offs", "groups", offs is not None),
-    )
-    if options["block"] == (16, 16):
-        for name, value, is_present in present:
-            if is_present:
-                raise NotImplementedError(
-                    f"block: got (16, 16) with {name} {value!r}, must be (1, 16) with it; (16, 16) needs "
-                    "scaling 'tensor', encode 'te', headroom 1.0, no hadamard, no stochastic rounding and no "
-                    "groups"
-                )
-    if options["four_over_six"] is not None:
-        for name, value, is_present in present[1:5]:
-            if is_present:
-                raise NotImplementedError(
-                    f"four_over_six: got {options['four_over_six']!r} with {name} {value!r}, must be None "
-                    "with it; four_over_six needs encode 'te', headroom 1.0, no hadamard and no stochastic "
-                    "rounding"
-                )
+def check(values: Mapping[str, Any]) -> None:
+    """Raise for an invalid value of an option, or for options that do not go together.
+
+    Args:
+        values: values of KEYWORDS, of as many as the caller has. Tensors and generators are not checked.
+    """
+    for name, value in values.items():
+        if KEYWORDS[name].values:
+            is_choice(name, value, tuple(KEYWORDS[name].values))
+    if "e4m3_max" in values:
+        is_choice("e4m3_max", values["e4m3_max"], (None, *_checks.E4M3_BOUNDS))
+    if "scale_search" in values:
+        is_choice("scale_search", values["scale_search"], (None, "mse"))
+    if "hadamard_signs" in values:
+        check_signs(values["hadamard_signs"])
+    for name in ("stochastic", "decoded"):
+        if name in values:
+            _checks.is_bool(name, values[name])
+    for name, value in values.items():
+        option = KEYWORDS[name]
+        if option.needs in values and _is_given(name, value) and not _is_given_in(values, option.needs):
+            raise ValueError(f"{name}: got {_shown(value)}, must be omitted without {option.needs}")
+    if values.get("e4m3_max") == 256 and default_bound(values) == 448:
+        wanted = [name for name in WITH_256 if name in values]
+        raise ValueError(f"e4m3_max: got 256, must be 448 without {_checks.listing(wanted)}")
+    for name, value in values.items():
+        if _is_given(name, value):
+            _goes_together(name, value, values)
+
+
+WITH_256 = ("four_over_six", "scale_search")  # the options that have 256 as the default of e4m3_max
+
+
+def default_bound(values: Mapping[str, Any]) -> int:
+    """Return e4m3_max where it is omitted: 256 with four_over_six or scale_search, else 448."""
+    return 256 if any(values.get(name) is not None for name in WITH_256) else 448
+
+
+def _is_given(name: str, value: object) -> bool:
+    """Whether a value differs from the default of its keyword."""
+    default = KEYWORDS[name].default
+    return value is not default and (isinstance(value, Tensor) or value != default)
+
+
+def _is_given_in(values: Mapping[str, Any], name: str) -> bool:
+    return _is_given(name, values[name])
+
+
+def _shown(value: object) -> str:
+    return _checks.describe(value) if isinstance(value, (Tensor, torch.Generator)) else repr(value)
+
+
+def _goes_together(name: str, value: object, values: Mapping[str, Any]) -> None:
+    """Raise NotImplementedError if a keyword that is given excludes another one of these values."""
+    option = KEYWORDS[name]
+    wrong = {other: "" for other, wanted in option.requires.items() if values.get(other, wanted) != wanted}
+    wrong |= {
+        other: instead
+        for other, instead in EXCLUDED[name].items()
+        if other in values and _is_given_in(values, other)
+    }
+    for other, instead in wrong.items():
+        needs = [f"{key} {wanted!r}" for key, wanted in option.requires.items() if key in values]
+        needs += [f"{key} {KEYWORDS[key].default!r}" for key in option.excludes if key in values]
+        got = f"{_shown(value)} with {other} {_shown(values[other])}"
+        raise NotImplementedError(
+            f"{name}: got {got}, must be {option.default!r} with it{f' ({instead})' if instead else ''}; "
+            f"{name} needs {', '.join(needs)}"
+        )
 
 
 def is_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -192,15 +282,6 @@ def axis(value: object, x: Tensor, step: int | None) -> int:
     if value == 0 and step is not None:
         _checks.is_multiple("x", "m", x.shape[-2], step)
     return 0 if value == 0 else -1
-
-
-def check_decoded(value: object, block_rows: int) -> None:
-    """Raise unless decoded is a bool. It must be False if no operator makes the decoded result directly."""
-    _checks.is_bool("decoded", value)
-    if value and block_rows == 16:
-        raise NotImplementedError(
-            "decoded: got True with block (16, 16), must be False with it (use fp4gemm.decode on the result)"
-        )
 
 
 def group_ends(value: object, device: torch.device, other: str) -> Tensor:
@@ -309,11 +390,6 @@ def random_state(options: Mapping[str, Any], x: Tensor) -> Tensor | None:
     """
     generator, rng_state = options["generator"], options["rng_state"]
     if not options["stochastic"]:
-        for name, value in (("generator", generator), ("rng_state", rng_state)):
-            if value is not None:
-                raise ValueError(
-                    f"{name}: got {_checks.describe(value)}, must be None without stochastic=True"
-                )
         return None
     if rng_state is not None:
         if generator is not None:

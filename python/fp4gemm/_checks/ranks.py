@@ -39,11 +39,6 @@ def contiguous(x: Any) -> Any:
     return x.contiguous() if isinstance(x, Tensor) and _checks.is_strided(x) else x
 
 
-def choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Raise unless ``value`` is one of those allowed, the first of which may be None."""
-    option_checks.is_choice(name, value, allowed)
-
-
 # ---- records
 
 

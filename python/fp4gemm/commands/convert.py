@@ -118,8 +118,8 @@ def run(options: argparse.Namespace) -> int:
     what = _what(options)
     if options.report is not None and (options.report.is_dir() or not options.report.parent.is_dir()):
         raise ValueError(f"--report: got {options.report}, must be a file in a folder that exists")
-    if options.dry_run and options.verify:
-        raise ValueError("--verify: got with --dry-run, must be absent: there is nothing to read again")
+    if options.dry_run:
+        _refuse_with_dry_run(options)
     try:
         if options.dry_run:
             plan = plan_conversion(options.src, what)
@@ -148,6 +148,15 @@ def run(options: argparse.Namespace) -> int:
         print("fp4gemm convert: stopped; the same command with --resume continues it", file=sys.stderr)
         return 130
     return 0
+
+
+def _refuse_with_dry_run(options: argparse.Namespace) -> None:
+    """Raise ValueError for an option of a conversion, which a dry run does not use."""
+    defaults = {"device": "auto", "jobs": None, "max_memory": None, "resume": False, "verify": False}
+    for name, default in defaults.items():
+        if getattr(options, name) != default:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag}: got with --dry-run, must be absent: nothing is converted or written")
 
 
 def _what(options: argparse.Namespace) -> Options | Translation:

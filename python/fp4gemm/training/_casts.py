@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .._checks import options as option_checks
 from .._checks.training import is_under_autocast
 from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
@@ -183,7 +184,7 @@ def parts_of(t: Copy | None) -> Parts:
 
 def scale_bound(cast: Cast) -> int:
     """e4m3_max of the containers that a cast makes."""
-    return cast.e4m3_max or (448 if cast.four_over_six is None else 256)
+    return cast.e4m3_max or option_checks.default_bound({"four_over_six": cast.four_over_six})
 
 
 def rebuilt(

@@ -181,7 +181,8 @@ def linear(
         bias: (n,) of one of these dtypes, added in float32 before y is rounded, or None.
         recipe: a Recipe, or a name of PRESETS.
         state: int64 (2,), {seed, offset}, for stochastic rounding: dy uses offset (along m offset + 1), x
-            offset + 2 and W offset + 4. None draws one from torch's default generator of the device.
+            offset + 2 and W offset + 4. None draws one from torch's default generator of the device. It is
+            checked with every recipe, and read with one that rounds stochastically.
         cache: a WeightCache, which keeps the copies of the weight from call to call; None makes them in each
             pass.
 
@@ -198,6 +199,7 @@ def linear(
     if shared is not None and shared.offs is not None:
         raise ValueError("x: was quantized with offs, must be quantized without groups for a dense layer")
     checks.cache(cache)
+    state = _state.given(state, x.device)
     main_grad = checks.main_grad(weight)
     if recipe.is_plain and main_grad is None:
         return torch.nn.functional.linear(x, weight, bias)
@@ -245,6 +247,7 @@ def grouped_linear(
     if shared is not None:
         x, offs = shared._edge, shared._groups_of(offs)
     checks.cache(cache)
+    state = _state.given(state, x.device)
     _checks.has_rank("x", x, 2, "(m, k)")
     if offs is None:
         raise TypeError("offs: got None, must be a torch.Tensor, or x must be quantized with offs")
@@ -293,7 +296,7 @@ def _apply(
         is_recording and weight.requires_grad,
         is_recording and bias is not None and bias.requires_grad,
     )
-    state = _state.draw(recipe, x.device) if state is None else _state.given(state, x.device)
+    state = _state.draw(recipe, x.device) if state is None else state
     of_w = _state.stream(state, _state.OF_W, recipe.w, recipe.w_t)
     with _casts.without_autocast(x):
         copies: _casts.Parts

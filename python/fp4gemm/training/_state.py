@@ -48,9 +48,9 @@ def draw(recipe: Recipe, device: torch.device) -> Tensor | None:
     return state + mixed if mixed else state
 
 
-def given(state: object, device: torch.device) -> Tensor:
-    """Check a state that a caller passes."""
-    return _checks.exact_vector("state", state, 2, torch.int64, device, "x")
+def given(state: object, device: torch.device) -> Tensor | None:
+    """Check and return a state that a caller passes, or None."""
+    return None if state is None else _checks.exact_vector("state", state, 2, torch.int64, device, "x")
 
 
 def stream(state: Tensor | None, shift: int, *casts: Operand) -> Tensor | None:

@@ -76,8 +76,6 @@ class Cast:
     def is_one_pass_with(self, other: Cast) -> bool:
         """Whether fp4gemm.quantize_both makes this copy and the other: they differ in hadamard at most."""
         return all(getattr(self, name) == getattr(other, name) for name in _OF_ONE_PASS)
-
-
 Operand = Cast | Literal["dequantized"] | None
 Casts = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -105,9 +103,11 @@ class Recipe:
     Args:
         x, w, dy, w_t, dy_t, x_t: a :class:`Cast`, or None for an operand that is not quantized; w_t and x_t
             also "dequantized".
-        hadamard_signs: of both operands of wgrad, where they are rotated: bit r set negates element r of 16.
+        hadamard_signs: of both operands of wgrad: bit r set negates element r of 16. Omitted where they are
+            not rotated.
         seed: mixed into the random numbers of stochastic rounding. They are drawn from torch's default
-            generator of the device, as those of dropout are; see :mod:`fp4gemm.training._state`.
+            generator of the device, as those of dropout are; see :mod:`fp4gemm.training._state`. A run may
+            give it to each of its recipes, also to one that draws no random numbers.
         save_input: what a layer saves of x for wgrad: "quantized", the copy for wgrad, 0.5625 bytes an
             element, or "original", x itself, which suits an x that something else saves anyway.
         cache_weight: whether a layer keeps the copies of its weight from one call to the next while the
@@ -117,7 +117,7 @@ class Recipe:
         TypeError, ValueError: naming the field that has another type or value; one operand of a product is
             None beside a cast (other than x), hadamard in one operand of wgrad alone or outside of it,
             blocks of (16, 16) in an operand other than w and w_t, source "rowwise" or "dequantized" without
-            a forward copy that is quantized.
+            a forward copy that is quantized, hadamard_signs without hadamard.
     """
 
     x: Cast | None = None
@@ -142,6 +142,12 @@ class Recipe:
                 _check_operand(self, name)
             _check_pair(self, *pair)
         option_checks.check_signs(self.hadamard_signs)
+        casts = [getattr(self, name) for pair in _PAIRS for name in pair]
+        is_rotated = any(isinstance(cast, Cast) and cast.hadamard is not None for cast in casts)
+        if self.hadamard_signs != option_checks.SIGNS and not is_rotated:
+            raise ValueError(
+                f"hadamard_signs: got {self.hadamard_signs:#x}, must be omitted without a Cast with hadamard"
+            )
         _checks.is_int("seed", self.seed, 0)
         if self.seed >= 2**63:
             raise ValueError(f"seed: got {self.seed}, must be below 2**63")
@@ -152,9 +158,8 @@ class Recipe:
                 f"save_input: got 'original', must be 'quantized' with x_t {_shown(self.x_t)}, which needs "
                 "the forward copy alone"
             )
-        every = [getattr(self, name) for pair in _PAIRS for name in pair]
-        object.__setattr__(self, "is_plain", all(cast is None for cast in every))
-        object.__setattr__(self, "draws", any(isinstance(cast, Cast) and cast.stochastic for cast in every))
+        object.__setattr__(self, "is_plain", all(cast is None for cast in casts))
+        object.__setattr__(self, "draws", any(isinstance(cast, Cast) and cast.stochastic for cast in casts))
         object.__setattr__(self, "forward_casts", _pair(self.x, self.x_t, self.hadamard_signs))
         object.__setattr__(self, "backward_casts", _pair(self.dy, self.dy_t, self.hadamard_signs))
 

@@ -146,9 +146,8 @@ def quantize_input(
     if offs is None:
         ends = dense_ends(edge.shape[0], x.device)
     draws = any(isinstance(cast, Cast) and cast.stochastic for cast in (recipe.x, recipe.x_t))
-    if state is not None:
-        state = _state.given(state, x.device)
-    elif draws:
+    state = _state.given(state, x.device)
+    if state is None and draws:
         state = _state.draw(recipe, x.device)
     of_x = _state.stream(state, _state.OF_X, recipe.x, recipe.x_t)
     x_t = recipe.x_t if torch.is_grad_enabled() and recipe.save_input == "quantized" else None
