@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Iterator
 
 import fp4gemm
 import pytest
 import torch
+from fp4gemm import _refusals
 
 
 def pytest_configure() -> None:
@@ -38,6 +41,25 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cuda":
         _cuda_or_skip()
     return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _no_hidden_refusal() -> Iterator[None]:
+    """Fail a test in which an operator refused a call that the checks then accepted."""
+    before = _refusals.UNEXPLAINED.copy()
+    yield
+    hidden = _refusals.UNEXPLAINED - before
+    assert not hidden, f"operators refused calls that the checks accept: {dict(hidden)}"
+
+
+@pytest.fixture
+def unexplained() -> Iterator[Counter[str]]:
+    """The calls that were refused without an explanation in a test that wants such calls, by place."""
+    before = _refusals.UNEXPLAINED.copy()
+    _refusals.UNEXPLAINED.clear()
+    yield _refusals.UNEXPLAINED
+    _refusals.UNEXPLAINED.clear()
+    _refusals.UNEXPLAINED.update(before)
 
 
 @pytest.fixture

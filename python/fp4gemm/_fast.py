@@ -1,20 +1,22 @@
 """The calls that most programs make, without the checks in Python: containers, and no options.
 
 Containers were checked when they were made, and the operators check what their kernels rely on. Each function
-returns None where the caller has to go through the checks: for other arguments, for a device that has not
-passed its first call yet, and where the operator refuses the call, which the checks then explain. That an
-operator refuses a call is the one error that is caught (a RuntimeError); running out of memory is not.
+makes the call through all checks for other arguments, for a device that has not passed its first call yet,
+and where the operator refuses the call, which the checks then explain (:mod:`fp4gemm._refusals`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import _checks, selection, support
+from ._operands import Left, Right
+from ._products import GemmTerms, multiply
+from ._refusals import REFUSALS, explained
 from .containers.decoded import DecodedTensor
 from .containers.nvfp4 import NVFP4Tensor
 from .containers.prepacked import PrepackedTensor
@@ -33,71 +35,104 @@ _RMS_NORM_QUANTIZE_DECODED = operators.below_wrapper(operators.rms_norm_quantize
 
 _PER_ROW = {"row": True, "tensor": False}
 _READY = support.READY["mm"]
+_CAN_QUANTIZE = support.READY["quantize"]
 _RULES = selection.RULES
 _FAST_TERMS = ("bias", "out_dtype")
+_WEIGHTS = (Tensor, torch.nn.Parameter)
 _is_compiling = torch.compiler.is_compiling
 
 
-def quantize(x: object, decoded: object, options: Mapping[str, Any]) -> NVFP4Tensor | DecodedTensor | None:
-    """fp4gemm.quantize of a CUDA tensor with no option but scaling and decoded."""
+def quantize(
+    x: Tensor,
+    decoded: bool,
+    options: Mapping[str, Any],
+    checked: Callable[[Tensor, bool, Mapping[str, Any]], NVFP4Tensor | DecodedTensor],
+) -> NVFP4Tensor | DecodedTensor:
+    """fp4gemm.quantize of a matrix with no option but scaling and decoded; ``checked`` makes other calls."""
     per_row: bool | None = True
     if options:
-        if len(options) > 1 or "scaling" not in options:
-            return None
-        scaling = options["scaling"]
-        per_row = _PER_ROW.get(scaling) if type(scaling) is str else None
-        if per_row is None:
-            return None
-    if type(x) is not Tensor or not x.is_cuda or x.requires_grad or _is_compiling():
-        return None
+        scaling = options.get("scaling")
+        per_row = _PER_ROW.get(scaling) if len(options) == 1 and type(scaling) is str else None
+    if (
+        per_row is None
+        or type(decoded) is not bool
+        or type(x) is not Tensor
+        or x.dim() != 2
+        or x.get_device() not in _CAN_QUANTIZE
+        or x.requires_grad
+        or _is_compiling()
+    ):
+        return checked(x, decoded, options)
     try:
-        if decoded is False:
-            codes, scales, amax = _QUANTIZE(x, None, per_row)
-            return NVFP4Tensor._trusted(codes, scales, amax, 448)
-        if decoded is True:
+        if decoded:
             data, amax = _QUANTIZE_DECODED(x, None, per_row)
             return DecodedTensor._trusted(data, amax, 448)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        pass
-    return None
+        codes, scales, amax = _QUANTIZE(x, None, per_row)
+    except REFUSALS as error:
+        if _checks.readable_rows(x) is not x:
+            return checked(x, decoded, options)
+        return explained("fp4gemm.quantize", error, checked, x, decoded, options)
+    return NVFP4Tensor._trusted(codes, scales, amax, 448)
 
 
 def rms_norm_quantize(
-    x: object, weight: Tensor | None, eps: object, residual: object, decoded: object
-) -> tuple[NVFP4Tensor | DecodedTensor, Tensor] | None:
-    """fp4gemm.rms_norm_quantize of CUDA tensors, and the new residual, which is empty without one."""
-    if type(x) is not Tensor or not x.is_cuda or x.requires_grad or _is_compiling():
-        return None
-    if type(eps) is not float or not 0.0 <= eps <= _checks.FLOAT32_MAX:
-        return None
-    if residual is not None and (type(residual) is not Tensor or residual.requires_grad):
-        return None
-    if weight is not None and (type(weight) not in (Tensor, torch.nn.Parameter) or _is_learned(weight)):
-        return None
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    decoded: bool,
+    checked: Callable[..., Any],
+) -> Any:
+    """fp4gemm.rms_norm_quantize of matrices; ``checked`` makes other calls."""
+    args = (x, weight, eps, residual, decoded)
+    if (
+        type(x) is not Tensor
+        or type(decoded) is not bool
+        or x.get_device() not in _CAN_QUANTIZE
+        or x.requires_grad
+        or _is_compiling()
+        or type(eps) is not float
+        or not 0.0 <= eps <= _checks.FLOAT32_MAX
+        or (residual is not None and (type(residual) is not Tensor or residual.requires_grad))
+        or (weight is not None and (type(weight) not in _WEIGHTS or _is_learned(weight)))
+        # With a tensor without memory beside others, torch calls the fake implementation.
+        or (residual is not None and residual.is_meta)
+        or (weight is not None and weight.is_meta)
+    ):
+        return checked(*args)
+    t: NVFP4Tensor | DecodedTensor
     try:
-        if decoded is False:
-            codes, scales, amax, summed = _RMS_NORM_QUANTIZE(x, weight, residual, eps)
-            return NVFP4Tensor._trusted(codes, scales, amax, 448), summed
-        if decoded is True:
+        if decoded:
             data, amax, summed = _RMS_NORM_QUANTIZE_DECODED(x, weight, residual, eps)
-            return DecodedTensor._trusted(data, amax, 448), summed
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        pass
-    return None
+            t = DecodedTensor._trusted(data, amax, 448)
+        else:
+            codes, scales, amax, summed = _RMS_NORM_QUANTIZE(x, weight, residual, eps)
+            t = NVFP4Tensor._trusted(codes, scales, amax, 448)
+    except REFUSALS as error:
+        is_copied = residual is not None and not _checks.is_readable(residual)
+        if is_copied or _checks.readable_rows(x) is not x or _checks.is_misaligned(weight):
+            return checked(*args)
+        return explained("fp4gemm.rms_norm_quantize", error, checked, *args)
+    return t if residual is None else (t, summed)
 
 
 def _is_learned(weight: Tensor) -> bool:
     return weight.requires_grad and torch.is_grad_enabled()
 
 
-def mm(a: object, b: object, terms: Mapping[str, Any]) -> Tensor | None:
-    """fp4gemm.mm of containers with no terms but out_dtype and a float32 bias, as nn.Linear calls it.
+def mm(function: str, names: tuple[str, str], a: Left, b: Right, terms: GemmTerms) -> Tensor:
+    """fp4gemm.mm, or a function whose operands have other names."""
+    try:
+        result = _gemm(a, b, terms)
+    except REFUSALS as error:
+        return explained(function, error, multiply, function, names, a, b, None, False, terms)
+    return multiply(function, names, a, b, None, False, terms) if result is None else result
 
-    On a CUDA device that has multiplied before.
+
+def _gemm(a: object, b: object, terms: Mapping[str, Any]) -> Tensor | None:
+    """The product of containers with no terms but out_dtype and a float32 bias, as nn.Linear calls it.
+
+    None for every other call, and on a device that has not multiplied before.
     """
     if _RULES or _is_compiling():
         return None
@@ -108,7 +143,7 @@ def mm(a: object, b: object, terms: Mapping[str, Any]) -> Tensor | None:
         if name == "out_dtype" and value in _checks.FLOAT_DTYPES:
             more[name] = value
         elif name == "bias" and type(value) is Tensor and value.dtype is torch.float32 and value.dim() == 1:
-            if value.requires_grad:
+            if value.requires_grad or value.is_meta:
                 return None
             more[name] = value
         else:
@@ -140,8 +175,7 @@ def mm(a: object, b: object, terms: Mapping[str, Any]) -> Tensor | None:
     amax_a, amax_b = a.amax, b.amax
     index = data_a.get_device()
     if (
-        index < 0
-        or index not in _READY
+        index not in _READY
         or a.offs is not None
         or a.hadamard_signs != b.hadamard_signs
         or amax_a.requires_grad
@@ -149,11 +183,6 @@ def mm(a: object, b: object, terms: Mapping[str, Any]) -> Tensor | None:
     ):
         return None
     alpha = ALPHA[a.e4m3_max, b.e4m3_max]
-    try:
-        # GemmCall from a to alpha_col, without offs and alpha_groups.
-        result: Tensor = _GEMM(data_a, data_b, scale_a, scale_b, None, alpha, None, amax_a, amax_b, **more)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        return None
+    # GemmCall from a to alpha_col, without offs and alpha_groups.
+    result: Tensor = _GEMM(data_a, data_b, scale_a, scale_b, None, alpha, None, amax_a, amax_b, **more)
     return result

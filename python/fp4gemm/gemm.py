@@ -9,7 +9,7 @@ from torch import Tensor
 from . import _fast
 from ._checks import gemm as gemm_checks
 from ._operands import Left, Operands, Right
-from ._products import GemmTerms, completed, multiply, run, with_terms
+from ._products import GemmTerms, completed, run, with_terms
 from .ops.schema import GemmCall
 
 if TYPE_CHECKING:
@@ -68,10 +68,7 @@ def mm(a: Left, b: Right, **terms: Unpack[GemmTerms]) -> Tensor:
         RuntimeError: the self-test of a kind of device on which the project has not executed its kernels
             failed (:func:`fp4gemm.self_test`).
     """
-    result = _fast.mm(a, b, terms)
-    if result is not None:
-        return result
-    return multiply("fp4gemm.mm", ("a", "b"), a, b, None, False, terms)
+    return _fast.mm("fp4gemm.mm", ("a", "b"), a, b, terms)
 
 
 @with_terms

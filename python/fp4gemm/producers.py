@@ -136,9 +136,15 @@ def rms_norm_quantize(
         ValueError: another rank, size, stride, alignment, device or eps.
         NotImplementedError: a tensor requires grad while grad mode is on, or the device has no kernel.
     """
-    result = _fast.rms_norm_quantize(x, weight, eps, residual, decoded)
-    if result is not None:
-        return result[0] if residual is None else result
+    result: NVFP4Tensor | DecodedTensor | tuple[NVFP4Tensor | DecodedTensor, Tensor]
+    result = _fast.rms_norm_quantize(x, weight, eps, residual, decoded, _checked_rms_norm_quantize)
+    return result
+
+
+def _checked_rms_norm_quantize(
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, decoded: bool
+) -> NVFP4Tensor | DecodedTensor | tuple[NVFP4Tensor | DecodedTensor, Tensor]:
+    """rms_norm_quantize with all checks."""
     function = "fp4gemm.rms_norm_quantize"
     x, residual = _checks.readable_rows(x), _checks.readable_rows(residual)
     _checks.quantize_input(x, function, dtypes=_checks.HALF_DTYPES)

@@ -36,10 +36,9 @@ def _product(
 ) -> Tensor:
     """mm, or grouped_mm where an operand or offs has groups."""
     is_grouped = offs is not None or getattr(a, "offs", None) is not None
-    result = None if is_grouped else _fast.mm(a, b, terms)
-    if result is not None:
-        return result
-    return multiply(function, names, a, b, offs, is_grouped, terms)
+    if is_grouped:
+        return multiply(function, names, a, b, offs, True, terms)
+    return _fast.mm(function, names, a, b, terms)
 
 
 @with_terms

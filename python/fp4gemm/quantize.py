@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -140,9 +141,11 @@ def quantize(
             encode "te_per_token", hadamard, stochastic or headroom; x requires grad while grad mode is on;
             the device has no kernel.
     """
-    result = _fast.quantize(x, decoded, options)
-    if result is not None:
-        return result
+    return _fast.quantize(x, decoded, options, _checked)
+
+
+def _checked(x: Tensor, decoded: bool, options: Mapping[str, Any]) -> NVFP4Tensor | DecodedTensor:
+    """quantize with all checks."""
     values = option_checks.completed("quantize", options, _DEFAULTS)
     x = _checks.readable_rows(x)
     amax, offs, gathered = values["amax"], option_checks.as_int32(values["offs"]), values["rows"]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import DecodedTensor, NVFP4Tensor, PrepackedTensor, _fast, selection
+from fp4gemm import DecodedTensor, NVFP4Tensor, PrepackedTensor, _fast, _refusals, selection
+from fp4gemm.training import _quantizers as training_quantizers
+from fp4gemm.training import _step as training_step
 
 DEVICE = 7  # an index that no test machine has
 
@@ -44,16 +47,16 @@ def prepacked() -> PrepackedTensor:
 def test_plain_calls_go_to_the_operator(calls: list[dict[str, Any]]) -> None:
     decoded = DecodedTensor._trusted(OnCuda(shape=(8, 32)), OnCuda(), 448)
     for a, b, b_rows in ((packed(), packed(), 0), (packed(), prepacked(), 24), (decoded, prepacked(), 24)):
-        assert _fast.mm(a, b, {}) == "D"
+        assert _fast._gemm(a, b, {}) == "D"
         assert calls[-1] == ({"b_rows": b_rows} if b_rows else {})
-    assert _fast.mm(packed(), packed(), {"out_dtype": torch.float32}) == "D"
+    assert _fast._gemm(packed(), packed(), {"out_dtype": torch.float32}) == "D"
     assert calls[-1]["out_dtype"] is torch.float32
 
 
 def test_calls_of_linear_layers_go_to_the_operator(calls: list[dict[str, Any]]) -> None:
     bias = torch.ones(24)
     for given in (None, bias):
-        assert _fast.mm(packed(), prepacked(), {"bias": given, "out_dtype": torch.bfloat16}) == "D"
+        assert _fast._gemm(packed(), prepacked(), {"bias": given, "out_dtype": torch.bfloat16}) == "D"
         wanted = {"out_dtype": torch.bfloat16, "b_rows": 24} | ({} if given is None else {"bias": bias})
         assert calls[-1].keys() == wanted.keys()
         assert all(calls[-1][name] is value for name, value in wanted.items())
@@ -65,6 +68,7 @@ def test_calls_of_linear_layers_go_to_the_operator(calls: list[dict[str, Any]]) 
         (packed(), packed(), {"bias": torch.ones(24, dtype=torch.bfloat16)}),
         (packed(), packed(), {"bias": torch.ones(24, requires_grad=True)}),
         (packed(), packed(), {"bias": torch.ones(1, 24)}),
+        (packed(), packed(), {"bias": torch.ones(24, device="meta")}),
         (packed(), packed(), {"activation": "silu"}),
         (packed(), packed(), {"out_dtype": None, "beta": 1.0}),
         (packed(), packed(), {"out_dtype": torch.float64}),
@@ -77,7 +81,7 @@ def test_calls_of_linear_layers_go_to_the_operator(calls: list[dict[str, Any]]) 
     ],
 )
 def test_other_calls_are_checked(a: Any, b: Any, terms: dict[str, Any], calls: list[dict[str, Any]]) -> None:
-    assert _fast.mm(a, b, terms) is None
+    assert _fast._gemm(a, b, terms) is None
     assert calls == []
 
 
@@ -87,40 +91,101 @@ def test_rules_and_first_calls_are_checked(
     """A device that has not multiplied yet may need its self-test."""
     with monkeypatch.context() as patch:
         patch.setattr(_fast, "_READY", {-1})
-        assert _fast.mm(packed(), packed(), {}) is None
+        assert _fast._gemm(packed(), packed(), {}) is None
     assert _fast._RULES is selection.RULES
     monkeypatch.setattr(_fast, "_RULES", ["a rule"])
-    assert _fast.mm(packed(), packed(), {}) is None
+    assert _fast._gemm(packed(), packed(), {}) is None
     assert calls == []
 
 
-@pytest.mark.parametrize("operator", ["_GEMM", "_QUANTIZE", "_QUANTIZE_DECODED"])
-def test_a_refusal_is_explained_but_no_memory_is_raised(
-    operator: str, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+def raising(error: Exception) -> Any:
+    def operator(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    return operator
+
+
+CALLS = {
+    "_GEMM": lambda: fp4gemm.mm(A, A),
+    "_QUANTIZE": lambda: fp4gemm.quantize(X, scaling="tensor"),
+    "_QUANTIZE_DECODED": lambda: fp4gemm.quantize(X, decoded=True),
+    "_RMS_NORM_QUANTIZE": lambda: fp4gemm.rms_norm_quantize(X.half()),
+    "_RMS_NORM_QUANTIZE_DECODED": lambda: fp4gemm.rms_norm_quantize(X.half(), decoded=True),
+}
+X = torch.ones(8, 32)
+A = fp4gemm.quantize(X)
+
+
+@pytest.mark.parametrize("operator", CALLS)
+def test_a_refusal_is_counted_unless_the_checks_explain_it(
+    operator: str, monkeypatch: pytest.MonkeyPatch, unexplained: Counter[str]
 ) -> None:
-    """torch.OutOfMemoryError is a RuntimeError, which must not make the call run a second time."""
-
-    def call() -> object:
-        if operator == "_GEMM":
-            return _fast.mm(packed(), packed(), {})
-        return _fast.quantize(torch.ones(1), operator == "_QUANTIZE_DECODED", {"scaling": "tensor"})
-
-    def raising(error: Exception) -> Any:
-        def operator(*args: Any, **kwargs: Any) -> None:
-            raise error
-
-        return operator
-
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    """What is no refusal is raised: torch.OutOfMemoryError, which is a RuntimeError, is not tried again."""
+    wanted = CALLS[operator]()
     monkeypatch.setattr(_fast, operator, raising(RuntimeError("b: k is 96, must be 64")))
-    assert call() is None
-    for error in (torch.OutOfMemoryError("no memory"), ValueError("a fault of ours")):
+    with pytest.warns(RuntimeWarning, match="please report this: b: k is 96, must be 64"):
+        got = CALLS[operator]()
+    assert torch.equal(*(t if isinstance(t, torch.Tensor) else t.amax for t in (got, wanted)))
+    assert sum(unexplained.values()) == 1
+    CALLS[operator]()
+    assert sum(unexplained.values()) == 2
+    for error in (torch.OutOfMemoryError("no memory"), TypeError("a fault of ours"), KeyError("another")):
         monkeypatch.setattr(_fast, operator, raising(error))
         with pytest.raises(type(error), match=str(error)):
-            call()
+            CALLS[operator]()
 
 
-def test_the_cpu_is_checked() -> None:
-    t = fp4gemm.quantize(torch.ones(8, 32))
-    assert _fast.quantize(torch.ones(8, 32), False, {}) is None
-    assert _fast.mm(t, t, {}) is None
+def test_an_explanation_is_raised_alone(unexplained: Counter[str]) -> None:
+    """The error of the checks has no refusal as its context, and nothing is counted as unexplained."""
+    refused = _refusals.REFUSED["fp4gemm.quantize"]
+    with pytest.raises(ValueError, match=r"^x: k is 40, must be a positive multiple of 16") as raised:
+        fp4gemm.quantize(torch.ones(8, 40))
+    assert raised.value.__context__ is None
+    assert _refusals.REFUSED["fp4gemm.quantize"] == refused + 1
+    assert not unexplained
+
+
+@pytest.mark.parametrize(
+    "x",
+    [X.t().contiguous().t(), torch.ones(8 * 32 + 1)[1:].view(8, 32), torch.ones(1, 32).expand(8, 32)],
+    ids=["transposed", "misaligned", "expanded"],
+)
+def test_a_tensor_that_is_copied_first_is_no_refusal(x: torch.Tensor, unexplained: Counter[str]) -> None:
+    assert torch.equal(fp4gemm.quantize(x).codes, A.codes)
+    h = x.half().as_strided(x.shape, x.stride()) if x.is_contiguous() else x.half()
+    assert fp4gemm.rms_norm_quantize(X.half(), residual=h)[0].shape == x.shape
+    layer = fp4gemm.training.Linear(32, 32)
+    for each in (x, X):
+        layer(each.clone().requires_grad_() if each is X else x).sum().backward()
+    assert not unexplained
+
+
+# What an operator is given too much, where it is called before the checks.
+BROKEN: dict[str, tuple[Any, str, Any]] = {
+    "training: quantize": (training_quantizers, "_QUANTIZE", lambda: step("nvidia", save_input="original")),
+    "training: quantize_both": (
+        training_quantizers,
+        "_QUANTIZE_BOTH",
+        lambda: fp4gemm.training.quantize_input(torch.ones(32, 32), "te_per_token"),
+    ),
+    "training: forward": (training_step, "TRAIN_FORWARD", lambda: step("nvidia")),
+    "training: backward": (training_step, "TRAIN_BACKWARD", lambda: step("nvidia")),
+}
+
+
+def step(preset: str, **changed: Any) -> None:
+    recipe = fp4gemm.training.PRESETS[preset].replace(**changed)
+    layer = fp4gemm.training.Linear(32, 32, recipe=recipe)
+    layer(torch.randn(32, 32, requires_grad=True)).sum().backward()
+
+
+@pytest.mark.parametrize("place", BROKEN)
+def test_a_broken_fast_path_of_training_is_counted(
+    place: str, monkeypatch: pytest.MonkeyPatch, unexplained: Counter[str]
+) -> None:
+    module, name, call = BROKEN[place]
+    right = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args: right(*args, None, None, None))
+    with pytest.warns(RuntimeWarning, match=f"fp4gemm.{place}: the operator refused a call"):
+        call()
+    assert set(unexplained) == {f"fp4gemm.{place}"}

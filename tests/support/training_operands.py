@@ -24,7 +24,7 @@ PRODUCTS = ((_functions, "fprop"), (_gradients, "dgrad"), (_gradients, "wgrad"))
 
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on, a step calls each quantizer and product by itself."""
-    for name in ("forward", "backward"):
+    for name in ("forward_arguments", "backward_arguments"):
         monkeypatch.setattr(_step, name, lambda *_: None)
 
 

@@ -149,13 +149,22 @@ def readable_rows(x: Any) -> Any:
     """
     if not isinstance(x, Tensor) or x.dim() < 2 or not is_strided(x):
         return x
-    if torch.compiler.is_compiling():
-        return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+    is_read = x.is_contiguous() if torch.compiler.is_compiling() else has_readable_rows(x)
+    return x if is_read else x.clone(memory_format=torch.contiguous_format)
+
+
+def has_readable_rows(x: Tensor) -> bool:
+    """Return whether a kernel can read the rows of a strided x (.., m, n) in place."""
     try:
         rows_are_aligned("x", x)
     except ValueError:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
+        return False
+    return True
+
+
+def is_readable(x: object) -> bool:
+    """Return whether x is a strided tensor that is contiguous and aligned."""
+    return isinstance(x, Tensor) and is_strided(x) and x.is_contiguous() and not is_misaligned(x)
 
 
 def readable(x: Tensor) -> Tensor:

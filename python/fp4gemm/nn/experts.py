@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks, activations, support
+from .._refusals import REFUSALS, explained
 from ..activations import Activation, ActivationName
 from ..containers.nvfp4 import NVFP4Tensor
 from ._experts import (
@@ -365,10 +366,10 @@ class Experts(DividedExperts):
         ):
             try:
                 return multiply(self, x, topk_ids, topk_weights, w13, w2)
-            except torch.OutOfMemoryError:
-                raise
-            except (RuntimeError, TypeError, ValueError):
-                pass
+            except REFUSALS as error:
+                if all(_checks.is_readable(t) for t in (x, topk_ids, topk_weights)):
+                    args = (x, topk_ids, topk_weights, w13, w2)
+                    return explained("fp4gemm.nn.Experts", error, self._checked_forward, *args)
         return self._checked_forward(x, topk_ids, topk_weights, w13, w2)
 
     def _checked_forward(

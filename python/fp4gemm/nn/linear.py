@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks, selection, support
+from .._refusals import REFUSALS, explained
 from ..activations import by_number
 from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
@@ -248,12 +249,9 @@ class Linear(DifferentiableLayer):
                         result: Tensor = _LINEAR(x, *arguments)
                     else:
                         result = _LINEAR(x, *arguments[:7], self._epilogue(), c)
-                except torch.OutOfMemoryError:
-                    raise
-                except (RuntimeError, TypeError, ValueError):
-                    pass
-                else:
-                    return result
+                except REFUSALS as error:
+                    return explained("fp4gemm.nn.Linear", error, self._checked_forward, x, c=c)
+                return result
         return self._checked_forward(x, c=c)
 
     def _known_arguments(self) -> tuple[Any, ...] | None:

@@ -19,10 +19,10 @@ from .._checks.training import is_under_autocast
 from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
 from ..containers.prepacked import PrepackedTensor, prepack
-from ..quantize import quantize, quantize_both
+from ..quantize import quantize
 from . import _forms, _quantizers
 from ._gathered import GatheredWeight, transposed
-from .recipe import DEQUANTIZED, HEADROOM, Cast, Operand, Recipe
+from .recipe import DEQUANTIZED, Cast, Operand, Recipe
 
 __all__ = [
     "NO_CONTEXT",
@@ -63,24 +63,6 @@ class Cache(Protocol):
         ...
 
 
-def _options(cast: Cast, recipe: Recipe, state: Tensor | None, hadamard: str | None) -> dict[str, Any]:
-    """The keywords of the quantizers for a cast."""
-    options: dict[str, Any] = {
-        "scaling": cast.scaling,
-        "block": cast.block,
-        "encode": cast.encode,
-        "four_over_six": cast.four_over_six,
-        "e4m3_max": cast.e4m3_max,
-    }
-    if hadamard is not None:
-        options |= {"hadamard": hadamard, "hadamard_signs": recipe.hadamard_signs}
-    if cast.stochastic:
-        options |= {"stochastic": True, "rng_state": state}
-    if cast.has_headroom:
-        options["headroom"] = HEADROOM
-    return options
-
-
 def rows(
     x: Tensor,
     cast: Cast,
@@ -93,17 +75,14 @@ def rows(
 
     An NVFP4Tensor, or a DecodedTensor.
     """
-    made = _quantizers.along(x, -1, cast, recipe.hadamard_signs, state, offs, decoded)
-    if made is not None:
-        return made
-    return quantize(x, offs=offs, decoded=decoded, **_options(cast, recipe, state, cast.hadamard))
+    return _quantizers.along(x, -1, cast, recipe.hadamard_signs, state, offs, decoded)
 
 
 def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor | None) -> NVFP4Tensor:
     """The forward copy of rows of a weight; amax float32 (1,) is that of the whole weight, if given."""
     if not isinstance(recipe.w, Cast):
         raise RuntimeError("the recipe quantizes no weight")
-    options = _options(recipe.w, recipe, None, None)
+    options = _quantizers.keywords(recipe.w, None, recipe.hadamard_signs, None)
     if amax is not None:
         options["amax"] = amax * options.get("headroom", 1.0)  # a given amax includes the headroom
     made: NVFP4Tensor = quantize(weight, **options)
@@ -123,11 +102,7 @@ def columns(
 
     An NVFP4Tensor, or a DecodedTensor. amax is given where it was measured before.
     """
-    made = _quantizers.along(x, 0, cast, recipe.hadamard_signs, state, offs, decoded, amax)
-    if made is not None:
-        return made
-    options = _options(cast, recipe, state, cast.hadamard)
-    return quantize(x, axis=0, offs=offs, decoded=decoded, amax=amax, **options)
+    return _quantizers.along(x, 0, cast, recipe.hadamard_signs, state, offs, decoded, amax)
 
 
 def both(
@@ -159,10 +134,7 @@ def both(
         has_one_amax = of_rows.scaling == "tensor" and hadamard is None and offs is None and ends is None
         if (is_packed or has_one_amax) and of_rows.is_one_pass_with(of_columns):
             if is_packed:
-                copies = _quantizers.both(x, of_rows, hadamard, recipe.hadamard_signs, state, offs)
-                if copies is not None:
-                    return copies
-                return quantize_both(x, offs=offs, **_options(of_rows, recipe, state, hadamard))
+                return _quantizers.both(x, of_rows, hadamard, recipe.hadamard_signs, state, offs)
             made = rows(x, of_rows, recipe, state, None, decoded[0])
             return made, columns(x, of_columns, recipe, state, None, decoded[1], made.amax)
     follows = isinstance(of_columns, Cast) and of_columns.source == "rowwise"

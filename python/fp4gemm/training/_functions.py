@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import _checks
 from .._checks import options as option_checks
 from .._checks import training as checks
+from .._refusals import REFUSALS, explained
 from ..ops import operators
 from ..products import fprop
 from ..reference import checks as reference_checks
@@ -44,14 +45,38 @@ def _forward(
     of_input: _casts.Parts,
 ) -> tuple[Tensor, _casts.Parts]:
     """y, and what of x is saved for wgrad; of_input has the parts of both copies of x if it is shared."""
-    recipe, needs_dw, offs = call.recipe, call.needs[1], ends if call.is_grouped else None
     shape = x.shape
     if len(shape) != 2:
         x = x.reshape(-1, shape[-1])
-    if needs_dw and ends is None and not call.is_shared:
-        made = _step.forward(x, recipe, state, copies[:3], weight.shape[0], bias)
-        if made is not None:
-            return unsafe_view(made[0], (*shape[:-1], weight.shape[0])), made[1:]
+    arguments = None
+    if call.needs[1] and ends is None and not call.is_shared:
+        arguments = _step.forward_arguments(x, call.recipe, state, copies[:3], weight.shape[0], bias)
+    args = (call, x, weight, bias, ends, state, copies, of_input)
+    if arguments is None:
+        y, saved = _forward_by_parts(*args)
+    else:
+        try:
+            y, *saved = _step.TRAIN_FORWARD(*arguments)
+        except REFUSALS as error:
+            if _checks.is_misaligned(x):  # it is copied first
+                y, saved = _forward_by_parts(*args)
+            else:
+                y, saved = explained("fp4gemm.training: forward", error, _forward_by_parts, *args)
+    return unsafe_view(y, (*shape[:-1], y.shape[1])), tuple(saved)
+
+
+def _forward_by_parts(
+    call: Call,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ends: Tensor | None,
+    state: Tensor | None,
+    copies: _casts.Parts,
+    of_input: _casts.Parts,
+) -> tuple[Tensor, _casts.Parts]:
+    """_forward of x (m, k), by the quantizers and the product one by one; y is (m, n)."""
+    recipe, needs_dw, offs = call.recipe, call.needs[1], ends if call.is_grouped else None
     if call.is_shared:
         x_q = None if recipe.x is None else _casts.rebuilt(of_input[:3], recipe.x, recipe, offs)
         x_t = of_input[3:]
@@ -75,7 +100,20 @@ def _forward(
         saved = _casts.parts_of(x_q)
     else:
         saved = (x, None, None) if x_t[0] is None else x_t
-    return unsafe_view(y, (*shape[:-1], y.shape[1])), saved
+    return y, saved
+
+
+def _gradients_of_step(
+    arguments: tuple[Any, ...], args: tuple[Any, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx and dW by the operator with these arguments; args are those of gradients for the same call."""
+    try:
+        dx, dw = _step.TRAIN_BACKWARD(*arguments)
+    except REFUSALS as error:
+        if _checks.is_misaligned(arguments[0]):  # dy, which is copied first
+            return gradients(*args)
+        return explained("fp4gemm.training: backward", error, gradients, *args)
+    return dx, dw
 
 
 class _Product(torch.autograd.Function):
@@ -127,15 +165,11 @@ class _Product(torch.autograd.Function):
                 copies = _casts.weight_copies(weight, recipe, of_w, False, True)
             dx: Tensor | None
             dw: Tensor | None
-            made = None
+            arguments = None
             if needs_dx and needs_dw and ends is None and ctx.main_grad is None:
-                made = _step.backward(dy, recipe, state, copies[3:], x, call.weight_dtype)
-            if made is not None:
-                dx, dw = made
-            else:
-                if not call.is_shared:
-                    of_x = _state.stream(state, _state.OF_X, recipe.x_t)
-                dx, dw = gradients(call, dy, weight, copies, x, ends, state, of_x, ctx.main_grad)
+                arguments = _step.backward_arguments(dy, recipe, state, copies[3:], x, call.weight_dtype)
+            args = (call, dy, weight, copies, x, ends, state, of_x, ctx.main_grad)
+            dx, dw = gradients(*args) if arguments is None else _gradients_of_step(arguments, args)
             if dx is not None and dx.dtype != ctx.x_dtype:
                 dx = dx.to(ctx.x_dtype)
             if dx is not None and len(shape) != 2:

@@ -95,11 +95,16 @@ def gradients(
     of_x: Tensor | None,
     main_grad: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dx and dW, each None where it is not needed; dW also after adding it to main_grad."""
+    """dx and dW, each None where it is not needed; dW also after adding it to main_grad.
+
+    of_x is the state of a shared input, which quantize_input drew.
+    """
     recipe, (needs_dx, needs_dw, _) = call.recipe, call.needs
     first, second = recipe.dy if needs_dx else None, recipe.dy_t if needs_dw else None
     of_dy, offs = _state.stream(state, _state.OF_DY, first, second), ends if call.is_grouped else None
     decoded = (_forms.are_converted(dy),) * 2
+    if not call.is_shared:
+        of_x = _state.stream(state, _state.OF_X, recipe.x_t)
     dy_q, dy_t = _casts.both(dy, first, second, recipe, of_dy, offs, ends, decoded=decoded)
     dx = input_gradient(call, dy, dy_q, weight, copies, offs) if needs_dx else None
     dw = weight_gradient(call, dy, dy_t, x, ends, of_x, main_grad) if needs_dw else None

@@ -17,7 +17,7 @@ from .._checks import training as checks
 from ..containers.nvfp4 import NVFP4Tensor
 from ..products import fprop
 from ..quantize import quantize
-from . import _casts, _forms, _functions, _gradients, _plain, _state
+from . import _casts, _forms, _functions, _gradients, _plain, _quantizers, _state
 from ._once import first_only
 from .recipe import DEQUANTIZED, Cast, Recipe
 from .shared_input import dense_ends
@@ -117,7 +117,7 @@ def _gathered_rows(
     rows = x.reshape(-1, x.shape[-1])
     m, k = rows.shape
     is_per_row = cast.scaling == "row"
-    options = _casts._options(cast, recipe, state, None)
+    options = _quantizers.keywords(cast, None, recipe.hadamard_signs, state)
     if not is_per_row:
         amax = rows.abs().amax().float().view(1) if rows.numel() else rows.new_zeros(1, dtype=torch.float32)
         all_reduce(amax, op=dist.ReduceOp.MAX, group=sharding.group)
@@ -166,7 +166,7 @@ def _own_columns(
     measured = _casts.columns(rows, dataclasses.replace(cast, stochastic=False), recipe, None)
     amax = measured.amax.clone()
     all_reduce(amax, op=dist.ReduceOp.MAX, group=sharding.group)
-    options = _casts._options(cast, recipe, state, cast.hadamard)
+    options = _quantizers.keywords(cast, cast.hadamard, recipe.hadamard_signs, state)
     own: NVFP4Tensor = quantize(rows, axis=0, amax=amax, **options)
     return own.codes, own.compact_scales(), amax
 

@@ -1,15 +1,14 @@
 """The forward and the backward pass of a dense layer, an operator each, where the recipe and call allow it.
 
 An operator costs the host less time than the quantizers and products that it consists of, which on a small
-layer take longer to call than to run. The bits are the same. Each function returns None where the caller has
-to call those one by one: while a graph is traced, for another recipe, for tensors that the kernels do not
-read as they are, before the first calls on a device, under a mode that sees every operator (such as selective
-checkpointing, which names them), and where the operator refuses the call.
+layer take longer to call than to run. The bits are the same. Each function returns the arguments of an
+operator, or None where the caller has to call those one by one: while a graph is traced, for another recipe,
+for tensors that the kernels do not read as they are, before the first calls on a device, and under a mode
+that sees every operator (such as selective checkpointing, which names them).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,24 +21,24 @@ from . import _forms, _state
 from ._casts import Parts, scale_bound
 from .recipe import Cast, Recipe
 
-__all__ = ["backward", "forward"]
+__all__ = ["TRAIN_BACKWARD", "TRAIN_FORWARD", "backward_arguments", "forward_arguments"]
 
-_TRAIN_FORWARD = operators.below_wrapper(operators.train_forward)
-_TRAIN_BACKWARD = operators.below_wrapper(operators.train_backward)
+TRAIN_FORWARD = operators.below_wrapper(operators.train_forward)
+TRAIN_BACKWARD = operators.below_wrapper(operators.train_backward)
 _CAN_QUANTIZE, _CAN_MULTIPLY = support.READY["quantize"], support.READY["mm"]
 _RULES = selection.RULES
 _is_compiling = torch.compiler.is_compiling
 
 
-def forward(
+def forward_arguments(
     x: Tensor,
     recipe: Recipe,
     state: Tensor | None,
     w: Parts,
     n: int,
     bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """y, and the codes, scales and amax of x_t.
+) -> tuple[Any, ...] | None:
+    """Those of the operator that returns y, and the codes, scales and amax of x_t.
 
     Args:
         x: (m, k), m a positive multiple of 32. state: that of the call.
@@ -54,17 +53,16 @@ def forward(
     if bias is not None:
         bias = bias.detach().to(torch.float32)
     of_x = _state.stream(state, _state.OF_X, recipe.x, recipe.x_t)
-    made: tuple[Tensor, Tensor, Tensor, Tensor] | None = _called(
-        _TRAIN_FORWARD, x, *casts, _forms.are_converted(x), of_x,
+    return (
+        x, *casts, _forms.are_converted(x), of_x,
         data, scales, amax, 0 if scales is not None else n, scale_bound(recipe.w), bias,
     )  # fmt: skip
-    return made
 
 
-def backward(
+def backward_arguments(
     dy: Tensor, recipe: Recipe, state: Tensor | None, w_t: Parts, x_t: Parts, dw_dtype: torch.dtype
-) -> tuple[Tensor, Tensor] | None:
-    """dx of the dtype of dy, and dW of dw_dtype.
+) -> tuple[Any, ...] | None:
+    """Those of the operator that returns dx of the dtype of dy, and dW of dw_dtype.
 
     Args:
         dy: (m, n), m a positive multiple of 32. state: that of the call.
@@ -76,12 +74,11 @@ def backward(
     if codes is None or x_scales is None or not _is_plain(dy):
         return None
     of_dy = _state.stream(state, _state.OF_DY, recipe.dy, recipe.dy_t)
-    made: tuple[Tensor, Tensor] | None = _called(
-        _TRAIN_BACKWARD, dy, *casts, _forms.are_converted(dy), of_dy,
+    return (
+        dy, *casts, _forms.are_converted(dy), of_dy,
         data, scales, amax, 0 if scales is not None else codes.shape[0], scale_bound(recipe.w_t),
         codes, x_scales, x_amax, scale_bound(recipe.x_t), dw_dtype,
     )  # fmt: skip
-    return made
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -95,13 +92,3 @@ def _is_plain(x: Tensor) -> bool:
         and x.get_device() in _CAN_MULTIPLY
         and not _RULES
     )
-
-
-def _called(operator: Callable[..., Any], *args: Any) -> Any:
-    """The results of an operator, or None where it refuses the call."""
-    try:
-        return operator(*args)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, ValueError):  # the latter of a CPU
-        return None

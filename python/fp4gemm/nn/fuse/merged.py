@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ... import _checks
+from ..._refusals import REFUSALS, explained
 from ...activations import ActivationName, by_name
 from ...containers.decoded import DecodedTensor
 from ...containers.nvfp4 import NVFP4Tensor
@@ -70,12 +71,13 @@ class MergedLinear(Linear):
             of_x = (scales, quantized.amax, quantized.e4m3_max, False, None, x.dtype)
             try:
                 result: Tensor = LINEAR(data, *arguments[:7], self._epilogue(), c, 1.0, *of_x)
-            except torch.OutOfMemoryError:
-                raise
-            except (RuntimeError, TypeError, ValueError):
-                pass  # the checks say why
-            else:
-                return result
+            except REFUSALS as error:
+                return explained("fp4gemm.nn: merged layers", error, self._checked_of_tokens, x, data, c)
+            return result
+        return self._checked_of_tokens(x, data, c)
+
+    def _checked_of_tokens(self, x: Tokens, data: Tensor, c: Tensor | None) -> Tensor:
+        quantized = x.quantized
         self._require_weight()
         parts = shared_input(quantized, self.in_features, self.weight_amax.device, self.activation_scaling)[1]
         return self._multiply(data, **parts, c=c, out_dtype=x.dtype)
