@@ -15,10 +15,6 @@ HEADROOM = 17 / 16
 _SOURCES = ("original", "rowwise")
 _SAVED = ("quantized", "original")
 _PAIRS = (("x", "w"), ("dy", "w_t"), ("dy_t", "x_t"))  # the operands of fprop, dgrad and wgrad
-_OF_ONE_PASS = (
-    *("scaling", "block", "stochastic", "has_headroom"),
-    *("four_over_six", "e4m3_max", "encode", "source"),
-)
 _NUMBERS = ("per_row", "encode", "four_over_six", "e4m3_max", "hadamard")
 _FORWARD = {"w_t": "w", "x_t": "x"}  # the forward copy of the same tensor
 
@@ -76,6 +72,14 @@ class Cast:
     def is_one_pass_with(self, other: Cast) -> bool:
         """Whether fp4gemm.quantize_both makes this copy and the other: they differ in hadamard at most."""
         return all(getattr(self, name) == getattr(other, name) for name in _OF_ONE_PASS)
+
+
+# The fields that two casts of one pass have in common: all but hadamard, and has_headroom for headroom.
+_OF_ONE_PASS = tuple(
+    "has_headroom" if each.name == "headroom" else each.name
+    for each in dataclasses.fields(Cast)
+    if each.name != "hadamard"
+)
 Operand = Cast | Literal["dequantized"] | None
 Casts = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -1,0 +1,89 @@
+"""Every field of Cast reaches the quantizers and the operators of a step: none is dropped on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import fp4gemm
+import pytest
+import torch
+from fp4gemm._checks import options as option_checks
+from fp4gemm.training import Cast, Recipe, _casts, _quantizers
+from torch import Tensor
+
+STATE = torch.tensor([7, 8])
+SIGNS = 0x0F0F
+# Another value of each field than its default, with what it needs in other fields.
+SAMPLES: dict[str, dict[str, Any]] = {
+    "scaling": {"scaling": "tensor"},
+    "block": {"block": (16, 16), "scaling": "tensor"},
+    "hadamard": {"hadamard": "fp32"},
+    "stochastic": {"stochastic": True},
+    "headroom": {"headroom": 17 / 16},
+    "four_over_six": {"four_over_six": "mse"},
+    "e4m3_max": {"e4m3_max": 448, "four_over_six": "mse"},
+    "encode": {"encode": "te_per_token"},
+}
+FIELDS = [each.name for each in dataclasses.fields(Cast)]
+# Options of the quantizers that are no fields of Cast: signs and random numbers belong to a recipe and to a
+# call, and the fast error of four over six is not offered in training.
+NO_FIELDS = {"hadamard_signs", "generator", "rng_state", "four_over_six_error"}
+
+
+def test_the_fields_are_the_options_of_the_quantizers_and_the_source() -> None:
+    assert set(FIELDS) == {*SAMPLES, "source"}
+    assert set(FIELDS) - {"source"} == set(option_checks.OPTIONS) - NO_FIELDS
+
+
+@pytest.fixture
+def x(gen: torch.Generator) -> Tensor:
+    return torch.randn(32, 64, generator=gen) * torch.logspace(-1, 1, 64)
+
+
+@pytest.mark.parametrize("is_plain", [True, False], ids=["operator", "checked"])
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_copy_is_that_of_the_option(name: str, is_plain: bool, x: Tensor) -> None:
+    fields = SAMPLES[name]
+    cast, recipe = Cast(**fields), Recipe(dy_t=Cast(hadamard="fp32"), x_t=Cast(hadamard="fp32"))
+    recipe = recipe.replace(hadamard_signs=SIGNS)
+    options = dict(fields)
+    if name == "hadamard":
+        options["hadamard_signs"] = SIGNS
+    if name == "stochastic":
+        options["rng_state"] = STATE
+    given = x if is_plain else x.t().contiguous().t()  # the operator does not read the second as it is
+    for make, axis in ((_casts.rows, -1), (_casts.columns, 0)):
+        got = make(given, cast, recipe, STATE)
+        want = fp4gemm.quantize(x, axis=axis, **options)
+        assert torch.equal(got.codes, want.codes)
+        assert torch.equal(got.scales.view(torch.uint8), want.scales.view(torch.uint8))
+        assert torch.equal(got.amax, want.amax)
+        assert (got.e4m3_max, got.hadamard_signs) == (want.e4m3_max, want.hadamard_signs)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_keywords_of_a_cast_have_each_field(name: str) -> None:
+    made = _quantizers.keywords(Cast(**SAMPLES[name]), SAMPLES[name].get("hadamard"), SIGNS, STATE)
+    assert made[name] == SAMPLES[name][name]
+
+
+@pytest.mark.parametrize("name", [name for name in (*SAMPLES, "source") if name != "block"])
+def test_the_operators_of_a_step_have_each_field_or_are_not_called(name: str) -> None:
+    """The numbers of a cast differ by each field, or the recipe has none; block is for weights alone."""
+    fields = SAMPLES.get(name, {"source": "rowwise"})
+    before = {key: value for key, value in fields.items() if key != name}
+    plain = Recipe(x=Cast(**before), w=Cast(), dy=Cast(), w_t=Cast(), dy_t=Cast(), x_t=Cast(**before))
+    changed = {"x_t": Cast(**fields)}
+    if name == "hadamard":
+        changed["dy_t"] = Cast(**fields)
+    recipe = plain.replace(**changed)
+    assert plain.forward_casts is not None
+    assert recipe.forward_casts != plain.forward_casts
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_casts_of_one_pass_differ_in_hadamard_alone(name: str) -> None:
+    fields = SAMPLES.get(name, {"source": "rowwise"})
+    before = {key: value for key, value in fields.items() if key != name}
+    assert Cast(**before).is_one_pass_with(Cast(**fields)) is (name == "hadamard")
