@@ -185,7 +185,7 @@ def quantize_calibrated(
     """
     _checks.is_one_of("format", format, tuple(FORMATS))
     _checks.is_bool("shared_amax", shared_amax)
-    if options.scaling == "row" and format != "fp4gemm":
+    if options.scaling == "row" and not FORMATS[format].has_row_scales:
         raise ValueError(f"scaling: got 'row', must be 'tensor' for the {format} format")
     amaxes = {name: _checked_amax(name, w) for name, w in weights.items()}
     if shared_amax and amaxes:

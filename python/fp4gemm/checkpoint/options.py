@@ -16,7 +16,7 @@ import torch
 from .. import _checks
 from ..nn._methods import Method
 from .calibrated import Calibration, chosen_method, key_of, read_calibration
-from .formats import Activations, FormatName
+from .formats import FORMATS, Activations, FormatName
 from .numerics import FourOverSix, Numerics, Scaling, WeightOptions
 
 __all__ = ["FUSED", "Options", "matches", "read_amaxes", "read_fused", "read_kv_scales"]
@@ -114,7 +114,7 @@ class Options:
         for name in ("include", "exclude"):
             object.__setattr__(self, name, tuple(check_pattern(name, item) for item in _texts(self, name)))
         object.__setattr__(self, "fuse", _sets(self.fuse))
-        if self.scaling == "row" and self.format != "fp4gemm":
+        if self.scaling == "row" and not FORMATS[self.format].has_row_scales:
             raise ValueError(
                 f"scaling: got 'row' with the format {self.format!r}, which holds one outer scale for a "
                 "weight; "

@@ -233,7 +233,7 @@ def ignored_modules(
         holder, _, rest = module.partition(".experts.")
         if not rest or holder in holders:
             names.add(module)
-        elif format == "compressed-tensors":
+        elif FORMATS[format].has_targets:
             names.add(f"re:{re.escape(holder)}\\.experts\\.")
         else:
             names.add(f"{holder}.experts")

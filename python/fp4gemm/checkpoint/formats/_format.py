@@ -32,6 +32,9 @@ class Format:
         direction: "decodes": the outer scale is fl(A / 6B), and the loader multiplies by it; "encodes": it is
             fl(6B / A), and the loader divides by it; "amax": it is A.
         outer_shape: the shape of an outer scale of one number.
+        has_row_scales: whether the outer scale of a weight may be (n,), one for each row.
+        has_targets: whether patterns of modules in a config are those of compressed-tensors (whole names,
+            classes, and ``re:`` with a regular expression) and not those of fnmatch (:func:`is_ignored`).
     """
 
     name: FormatName
@@ -42,6 +45,8 @@ class Format:
     kv_scales: tuple[str, str]
     direction: Direction
     outer_shape: tuple[int, ...]
+    has_row_scales: bool
+    has_targets: bool
 
     @property
     def weight_suffixes(self) -> tuple[str, str, str]:
@@ -92,6 +97,8 @@ FORMATS: dict[FormatName, Format] = {
         ("k_proj.k_scale", "v_proj.v_scale"),
         "decodes",
         (),
+        has_row_scales=False,
+        has_targets=False,
     ),
     "compressed-tensors": Format(
         "compressed-tensors",
@@ -102,6 +109,8 @@ FORMATS: dict[FormatName, Format] = {
         ("k_scale", "v_scale"),
         "encodes",
         (1,),
+        has_row_scales=False,
+        has_targets=True,
     ),
     "fp4gemm": Format(
         "fp4gemm",
@@ -112,6 +121,8 @@ FORMATS: dict[FormatName, Format] = {
         ("k_proj.k_scale", "v_proj.v_scale"),
         "amax",
         (1,),
+        has_row_scales=True,
+        has_targets=False,
     ),
 }
 

@@ -29,7 +29,7 @@ def is_ignored(name: str, patterns: Iterable[str], format: FormatName, class_nam
     Raises:
         ValueError: the format does not exist, or a regular expression is none; the text has the pattern.
     """
-    if format_of(format).name == "compressed-tensors":
+    if format_of(format).has_targets:
         return is_targeted(name, patterns, class_name)
     parts = name.split(".")
     names = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from ..._checks import describe
+from ..._checks import describe, listing
 from ._scheme import ACTIVATIONS, KV_CACHES, Activations, KVCache, Producer, Scheme
 from ._write import FORMAT_VERSION
 
@@ -17,7 +17,6 @@ Json = Mapping[str, Any]
 
 _HF_QUANT_CONFIG = "hf_quant_config.json"
 _ALGORITHMS: dict[str, Activations] = {"NVFP4": "static", "W4A16_NVFP4": "a16"}
-_METHODS = "'modelopt', 'compressed-tensors' or 'fp4gemm'"
 _PACKED = "nvfp4-pack-quantized"
 
 
@@ -64,13 +63,12 @@ def read_quantization_config(config: Json) -> Scheme:
     if not isinstance(config, Mapping):
         raise TypeError(f"quantization_config: got {describe(config)}, must be a mapping")
     method = config.get("quant_method")
-    if isinstance(method, str) and method.lower() in ("modelopt", "modelopt_fp4"):
-        return _modelopt(config, "quantization_config")
-    if method == "compressed-tensors":
-        return _compressed_tensors(config)
-    if method == "fp4gemm":
-        return _fp4gemm(config)
-    raise ValueError(f"quantization_config: quant_method is {method!r}, must be {_METHODS}")
+    is_modelopt = isinstance(method, str) and method.lower() in ("modelopt", "modelopt_fp4")
+    name = "modelopt" if is_modelopt else method
+    if not isinstance(name, str) or name not in READERS:
+        wanted = listing([repr(known) for known in READERS])
+        raise ValueError(f"quantization_config: quant_method is {method!r}, must be {wanted}")
+    return READERS[name](config)
 
 
 def _beside(path: Path) -> Json | None:
@@ -284,3 +282,10 @@ def _strings(value: object, what: str) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
         raise ValueError(f"{what} is {describe(value)}, must be a list of strings")
     return tuple(value)
+
+
+READERS: dict[str, Callable[[Json], Scheme]] = {
+    "modelopt": lambda config: _modelopt(config, "quantization_config"),
+    "compressed-tensors": _compressed_tensors,
+    "fp4gemm": _fp4gemm,
+}

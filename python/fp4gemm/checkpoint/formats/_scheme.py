@@ -70,13 +70,14 @@ class Scheme:
         for name, value in (("ignore", self.ignore), ("targets", self.targets)):
             if not isinstance(value, tuple) or not all(isinstance(each, str) for each in value):
                 raise TypeError(f"{name}: got {_checks.describe(value)}, must be a tuple of str")
-        if self.scaling == "row" and self.format != "fp4gemm":
+        if self.scaling == "row" and not format_of(self.format).has_row_scales:
             raise ValueError(f"scaling: got 'row', must be 'tensor' for the {self.format} format")
 
     @property
     def has_input_scales(self) -> bool:
         """Whether the checkpoint holds an outer scale of the activations beside every weight."""
-        return self.activations == "static" or (self.activations == "per-token" and self.format != "fp4gemm")
+        is_amax = format_of(self.format).direction == "amax"
+        return self.activations == "static" or (self.activations == "per-token" and not is_amax)
 
     def quantizes(self, name: str, class_name: str = "Linear") -> bool:
         """Whether the weight of the module of this name and class is quantized, as the config says.

@@ -172,7 +172,7 @@ class StoredWeight:
 
 
 def _one_amax(outer: Tensor, format: FormatName) -> None:
-    if outer.shape[0] != 1 and format != "fp4gemm":
+    if outer.shape[0] != 1 and not FORMATS[format].has_row_scales:
         raise ValueError(
             f"amax: shape is {tuple(outer.shape)}, must be (1,) for the {format} format; the fp4gemm format "
             "holds an amax for each row"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ... import _native
+from ._format import FormatName
 from ._scheme import Scheme
 
 __all__ = ["hf_quant_config", "quantization_config"]
@@ -19,10 +21,16 @@ def quantization_config(scheme: Scheme) -> dict[str, Any]:
     library reads (``activations`` and ``e4m3_max``) is in ``producer``, which the other readers ignore. A KV
     cache that stays in 16 bits is not named, or null.
     """
-    if scheme.format == "modelopt":
-        return _modelopt(scheme)
-    if scheme.format == "compressed-tensors":
-        return _compressed_tensors(scheme)
+    config = WRITERS[scheme.format](scheme)
+    method = config["quant_method"]
+    if method != scheme.format:
+        raise RuntimeError(
+            f"quant_method: is {method!r} in the config of the {scheme.format} format, must be its name"
+        )
+    return config
+
+
+def _own(scheme: Scheme) -> dict[str, Any]:
     return {
         "quant_method": "fp4gemm",
         "format_version": FORMAT_VERSION,
@@ -145,6 +153,13 @@ def _producer(scheme: Scheme) -> dict[str, Any]:
         return {"name": scheme.producer.name, "version": scheme.producer.version}
     version = _native.version() if scheme.producer is None else scheme.producer.version
     producer: dict[str, Any] = {"name": "fp4gemm", "version": version}
-    if scheme.format != "fp4gemm":
+    if WRITERS[scheme.format] is not _own:
         producer |= {"activations": scheme.activations, "e4m3_max": scheme.e4m3_max}
     return producer
+
+
+WRITERS: dict[FormatName, Callable[[Scheme], dict[str, Any]]] = {
+    "modelopt": _modelopt,
+    "compressed-tensors": _compressed_tensors,
+    "fp4gemm": _own,
+}

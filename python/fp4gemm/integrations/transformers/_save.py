@@ -97,7 +97,7 @@ def _stored(name: str, weight: NVFP4Tensor, format: FormatName) -> StoredWeight:
     amax = weight.amax
     if amax.numel() > 1 and bool((amax == amax[0]).all()):
         weight = dataclasses.replace(weight, amax=amax[:1].clone())
-    elif amax.numel() > 1 and format != "fp4gemm":
+    elif amax.numel() > 1 and not FORMATS[format].has_row_scales:
         raise ValueError(
             f"{name}: its weight has an amax for each row, must have one for the format {format!r}; save "
             "with format='fp4gemm', or quantize with weight_scaling='tensor'"
@@ -193,5 +193,5 @@ def _ignored(model: Any, format: FormatName) -> Iterator[str]:
     }
     renamed = revert_weight_conversion(model, {f"{name}.weight": torch.empty(0) for name in names})
     for name in sorted(name.removesuffix(".weight") for name in renamed):
-        is_pattern = name.endswith(".*") and format == "compressed-tensors"
+        is_pattern = name.endswith(".*") and FORMATS[format].has_targets
         yield f"re:{re.escape(name.removesuffix('.*'))}\\..*" if is_pattern else name
