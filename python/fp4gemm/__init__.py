@@ -31,7 +31,7 @@ from .stacks import concat, stack
 from .support import is_supported
 
 if TYPE_CHECKING:
-    from . import calibration, checkpoint, compiler, distributed, nn, training
+    from . import calibration, checkpoint, compiler, distributed, nn, ranks, records, training
     from .nn import calibrate
 
     __version__: str
@@ -64,6 +64,8 @@ __all__ = [
     "quantize",
     "quantize_both",
     "quantize_mxfp8",
+    "ranks",
+    "records",
     "reference",
     "rms_norm_quantize",
     "route",
@@ -81,9 +83,12 @@ __all__ = [
 ]
 
 
+_ON_FIRST_USE = ("calibration", "checkpoint", "compiler", "distributed", "nn", "ranks", "records", "training")
+
+
 def __getattr__(name: str) -> Any:
-    # These are imported on first use, which makes the import of fp4gemm faster.
-    if name in ("calibration", "checkpoint", "compiler", "distributed", "nn", "training"):
+    # These modules are imported on first use, which makes the import of fp4gemm faster.
+    if name in _ON_FIRST_USE:
         return importlib.import_module(f".{name}", __name__)
     if name == "calibrate":
         return importlib.import_module(".nn", __name__).calibrate

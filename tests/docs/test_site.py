@@ -24,7 +24,7 @@ MISSING = [
 needs_sphinx = pytest.mark.skipif(
     bool(MISSING), reason=f"requirements/docs.txt: {', '.join(MISSING)} not installed"
 )
-MODULES = ("", "calibration", "checkpoint", "compiler", "distributed", "nn", "training")
+MODULES = ("", "calibration", "checkpoint", "compiler", "distributed", "nn", "ranks", "records", "training")
 
 
 @pytest.fixture(scope="module")
