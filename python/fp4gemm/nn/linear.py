@@ -164,7 +164,8 @@ class Linear(DifferentiableLayer):
                 n of 8.
             activation_scaling, weight_scaling, check_finite: as in the class.
             weight_method: "round", "four-over-six" or "search", as of :func:`fp4gemm.nn.quantize_model`
-                without calibration.
+                without calibration. The default is the weight of ``quantize(weight)``; that of
+                ``quantize_model`` is "four-over-six", which is more accurate (docs/accuracy.md).
 
         Raises:
             TypeError, ValueError: for a layer that does not fit, naming what is wrong; also for weights that
