@@ -13,8 +13,6 @@ from typing import Any
 import fp4gemm
 import torch
 from fp4gemm import _native, kernel_table, selection, support
-from fp4gemm._checks import options as _options
-from fp4gemm._checks.options import SIGNS
 from fp4gemm.activations import ActivationName
 from fp4gemm.checkpoint.formats import Activations
 from fp4gemm.device.products import Product, error_line, gaussian_weights, occupied_groups
@@ -32,6 +30,8 @@ from fp4gemm.device.timing import (
 from fp4gemm.integrations.serving import products
 from fp4gemm.integrations.serving import weights as serving_weights
 from fp4gemm.kernel_table import KernelInfo
+from fp4gemm.ops import options as _options
+from fp4gemm.ops.options import SIGNS
 from fp4gemm.training import _casts as training_casts
 from fp4gemm.training import _forms as training_forms
 

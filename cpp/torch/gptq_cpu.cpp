@@ -1,5 +1,6 @@
-// The compiled block of GPTQ for tensors on the CPU: a C function that python/fp4gemm/ops/cpu.py calls with
-// pointers. The formulas, the candidates and their order are those of python/fp4gemm/reference/gptq.py.
+// The compiled block of GPTQ for tensors on the CPU: a C function that python/fp4gemm/calibration/gptq.py
+// calls with pointers. The formulas, the candidates and their order are those of
+// python/fp4gemm/reference/gptq.py.
 //
 // Columns of the weight are contiguous, and the loops go over kLanes rows of it at a time, which a compiler
 // vectorizes. The values of a column are corrected only when the column is reached, by the differences

@@ -1,4 +1,4 @@
-// The compiled quantizer for tensors on the CPU: C functions that python/fp4gemm/ops/cpu.py calls with
+// The compiled quantizer for tensors on the CPU: C functions that python/fp4gemm/ops/quantize.py calls with
 // pointers.
 //
 // The formulas are those of python/fp4gemm/reference/nvfp4.py with encode te, one row for each block, blocks

@@ -1,5 +1,5 @@
-// The compiled scale search for tensors on the CPU: a C function that python/fp4gemm/ops/cpu.py calls with
-// pointers. The formulas, the candidates and their order are those of
+// The compiled scale search for tensors on the CPU: a C function that python/fp4gemm/ops/quantize.py calls
+// with pointers. The formulas, the candidates and their order are those of
 // python/fp4gemm/reference/scale_search.py.
 #include "quantize_cpu.hpp"
 

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from . import _checks, kernel_table, selection, support
-from ._checks import gemm as gemm_checks
-from ._checks import options as option_checks
 from .containers._base import with_version
 from .containers.decoded import DecodedTensor
 from .containers.nvfp4 import NVFP4Tensor
 from .containers.prepacked import PrepackedTensor
+from .ops import gemm as gemm_ops
 from .reference.epilogue import ALPHA, ALPHA_UNQUANTIZED
 
 Left = NVFP4Tensor | DecodedTensor | Tensor
@@ -92,8 +91,8 @@ def of_containers(
     # because every call of a layer executes this function.
     signs = amax_a = scale_a = scale_b = ends = packed = offs_b = groups_of_k = None
     b_rows = 0
-    if gemm_checks.is_plain(a):
-        data_a = _checks.decoded(names[0], _checks.readable(a), gemm_checks.PLAIN, function)
+    if gemm_ops.is_plain(a):
+        data_a = _checks.decoded(names[0], _checks.readable(a), gemm_ops.PLAIN, function)
     else:
         packed = container(names[0], a, OR_PLAIN)
         data_a, scale_a = parts(packed)
@@ -124,7 +123,7 @@ def of_containers(
     ):
         _are_matrices(names, packed, b)
     if packed is None:
-        gemm_checks.beside(data_a, data_b, names)
+        gemm_ops.beside(data_a, data_b, names)
         alpha = ALPHA_UNQUANTIZED[b.e4m3_max]
         support.ready_for(data_a, "grouped_mm" if is_grouped else "mm", ("bf16", "nvfp4"))
     else:
@@ -140,7 +139,7 @@ def of_containers(
         amax_b = amax_b if amax_b.dim() == 2 else amax_b.unsqueeze(1)
     shape: tuple[int, ...] = (m, n)
     if groups_of_k is not None or k_a != k_b or k_a % 32 or n % 8:
-        shape = gemm_checks.product_shape(m, k_a, n, k_b, groups_of_k, dtype, names)
+        shape = gemm_ops.product_shape(m, k_a, n, k_b, groups_of_k, dtype, names)
     if b.amax.requires_grad:
         _checks.no_grad(names[1], b.amax, function)
     return Operands(data_a, data_b, scale_a, scale_b, ends, alpha, None, amax_a, amax_b, b_rows, shape)
@@ -171,7 +170,7 @@ def _ends(
     if a is None:
         if offs is None:
             raise ValueError(f"offs: got None, must be an int32 tensor (g,) beside a plain tensor {names[0]}")
-        ends = option_checks.group_ends(option_checks.as_int32(offs), data_a.device, names[0])
+        ends = _checks.group_ends(_checks.as_int32(offs), data_a.device, names[0])
         _is_stack(names, b, ends.shape[0])
         return ends
     own = a.offs
@@ -196,7 +195,7 @@ def _ends(
             "the same tensor offs on their device (values are compared on the CPU alone)"
         )
     if offs is not None:
-        given = option_checks.group_ends(option_checks.as_int32(offs), own.device, "the operands")
+        given = _checks.group_ends(_checks.as_int32(offs), own.device, "the operands")
         _checks.has_shape("offs", given, (num_groups,), ", an end for each group")
         if not _are_same_ends(own, a._given_offs, given, with_version(offs)):
             raise ValueError(
@@ -264,7 +263,7 @@ def chosen_kernel(
         return kernel
     if batch_invariant or not selection.RULES:
         return None
-    k = gemm_checks.k_of(x.a)
+    k = gemm_ops.k_of(x.a)
     return selection.find(x.a, n, k, out_dtype, mode, is_gated, formats, "k" if x.is_ragged_k else "m")
 
 

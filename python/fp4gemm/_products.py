@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 import torch
 from torch import Tensor
 
-from . import _checks, selection, support
-from ._checks import gemm as gemm_checks
+from . import _checks, activations, selection, support
 from ._operands import Left, Operands, Right, chosen_kernel, of_containers
 from .activations import ActivationName
+from .ops import gemm as gemm_ops
 from .ops import operators
-from .ops.schema import GemmCall
+from .ops.gemm import GemmCall
 
 __all__ = ["GemmTerms", "Terms", "multiply", "run", "with_terms"]
 
@@ -92,7 +92,7 @@ def multiply(
 ) -> Tensor:
     """The product of containers, or of a plain a, for a function whose operands have these names."""
     every = completed(function, terms)
-    dtype = gemm_checks.resolved_dtype(every.out_dtype, every.out)
+    dtype = gemm_ops.resolved_dtype(every.out_dtype, every.out)
     return run(function, of_containers(function, names, a, b, offs, is_grouped, dtype), dtype, every)
 
 
@@ -102,7 +102,7 @@ def run(function: str, x: Operands, dtype: torch.dtype, terms: Terms) -> Tensor:
     mode, groups = ("mm", None) if offs is None else ("grouped_mm", offs.shape[0])
     formats = _PACKED
     if x.scale_a is None or x.scale_b is None:
-        formats = gemm_checks.formats(a, x.scale_a, x.scale_b, x.b_rows)
+        formats = gemm_ops.formats(a, x.scale_a, x.scale_b, x.b_rows)
         support.ready_for(a, mode, formats)
     else:
         support.ready(a, mode)
@@ -110,25 +110,25 @@ def run(function: str, x: Operands, dtype: torch.dtype, terms: Terms) -> Tensor:
     n, is_gated = shape[-1], False
     more: dict[str, Any] = {"b_rows": x.b_rows, "out_dtype": dtype}
     if bias is not None:
-        more["bias"] = gemm_checks.bias(bias, n, a.device, function, groups)
+        more["bias"] = gemm_ops.check_bias(bias, n, a.device, function, groups)
     if activation_name is not None:
-        activation = gemm_checks.activation_of_name(activation_name)
+        activation = activations.of_name(activation_name)
         more["activation"], is_gated = activation.number, activation.is_gated
         if is_gated:
-            gemm_checks.gated(activation, n, dtype, c, x.is_ragged_k)
+            gemm_ops.check_gated(activation, n, dtype, c, x.is_ragged_k)
             shape = (*shape[:-1], activation.width(n))
     if beta is not _BETA:
-        more["beta"] = gemm_checks.beta(beta, c)
+        more["beta"] = gemm_ops.check_beta(beta, c)
     if batch_invariant is not False:
         _checks.is_bool("batch_invariant", batch_invariant)
         more["batch_invariant"] = batch_invariant
     if kernel is not None or _RULES:
         more["kernel_name"] = chosen_kernel(x, n, kernel, formats, dtype, is_gated, batch_invariant)
     if out is not None:
-        gemm_checks.out(out, shape, out_dtype, a.device, function)
+        gemm_ops.check_out(out, shape, out_dtype, a.device, function)
     if c is not None:
         more["c"] = c
-        gemm_checks.c(c, shape, dtype, a.device, function)
+        gemm_ops.check_c(c, shape, dtype, a.device, function)
         if out is not None:
             _checks.no_overlap(c, out)
     call = GemmCall(*x.leading(), **more)

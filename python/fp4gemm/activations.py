@@ -31,7 +31,18 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ACTIVATIONS", "Activation", "ActivationName", "by_name", "by_number", "names"]
+from . import _checks
+
+__all__ = [
+    "ACTIVATIONS",
+    "Activation",
+    "ActivationName",
+    "by_name",
+    "by_number",
+    "names",
+    "of_name",
+    "of_number",
+]
 
 LOG2_E = 1.44269502
 POWERS = (0.69314718, 0.24022651, 0.055504109, 0.0096181291, 0.0013333558, 0.00015403530)  # c1 .. c6
@@ -139,3 +150,24 @@ by_number = {activation.number: activation for activation in ACTIVATIONS}
 def names(is_gated: bool) -> list[str]:
     """The names of the gated activations or of the others."""
     return [a.name for a in ACTIVATIONS if a.name is not None and a.is_gated == is_gated]
+
+
+def of_name(name: object) -> Activation:
+    """Return the activation with this name."""
+    found = by_name.get(name) if name is None or isinstance(name, str) else None
+    if found is None:
+        wanted = _checks.listing([repr(known) for known in by_name])
+        if isinstance(name, str):
+            raise ValueError(f"activation: got {name!r}, must be {wanted}")
+        raise TypeError(f"activation: got {_checks.describe(name)}, must be {wanted}")
+    return found
+
+
+def of_number(number: object) -> Activation:
+    """Return the activation with this number. The operators identify activations by number."""
+    wanted = _checks.listing(list(by_number))
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"activation: got {_checks.describe(number)}, must be {wanted}")
+    if number not in by_number:
+        raise ValueError(f"activation: got {number}, must be {wanted}")
+    return by_number[number]

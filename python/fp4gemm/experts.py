@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _checks
-from ._checks import moe as moe_checks
+from .ops import moe as moe_ops
 from .ops import operators
 from .support import ready
 
@@ -59,8 +59,8 @@ def route(topk_ids: Tensor, num_experts: int) -> Routing:
     """
     if isinstance(topk_ids, Tensor) and topk_ids.layout is torch.strided:
         topk_ids = topk_ids.contiguous()
-    ids = moe_checks.topk_ids(topk_ids)
-    experts = moe_checks.num_experts(num_experts)
+    ids = moe_ops.topk_ids(topk_ids)
+    experts = moe_ops.num_experts(num_experts)
     ready(ids, "quantize")
     return Routing(*operators.route(ids, experts))
 
@@ -93,7 +93,7 @@ def combine(
         t.contiguous() if isinstance(t, Tensor) and t.layout is torch.strided else t
         for t in (row_of_pair, topk_weights)
     )
-    dtype = moe_checks.combine(y, row_of_pair, topk_weights, out_dtype, "fp4gemm.combine")
+    dtype = moe_ops.check_combine(y, row_of_pair, topk_weights, out_dtype, "fp4gemm.combine")
     ready(y, "quantize")
     result: Tensor = operators.combine(y, row_of_pair, topk_weights, dtype)
     return result

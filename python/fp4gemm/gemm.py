@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from . import _fast
-from ._checks import gemm as gemm_checks
 from ._operands import Left, Operands, Right
 from ._products import GemmTerms, completed, run, with_terms
-from .ops.schema import GemmCall
+from .ops import gemm as gemm_ops
+from .ops.gemm import GemmCall
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -122,16 +122,16 @@ def scaled_mm(
 def multiply_tensors(function: str, call: GemmCall, terms: GemmTerms) -> Tensor:
     """The product of raw tensors; ``call`` has the operands alone."""
     every = completed(function, terms)
-    dtype = gemm_checks.resolved_dtype(every.out_dtype, every.out)
-    call = gemm_checks.checked_operands(call)
-    shape = gemm_checks.checked_shape(call, dtype)
+    dtype = gemm_ops.resolved_dtype(every.out_dtype, every.out)
+    call = gemm_ops.checked_operands(call)
+    shape = gemm_ops.checked_shape(call, dtype)
     operands = Operands(
         a=call.a,
         b=call.b,
         scale_a=call.scale_a,
         scale_b=call.scale_b,
         offs=call.offs,
-        alpha=gemm_checks.alpha(call, function, "alpha"),
+        alpha=gemm_ops.check_alpha(call, function, "alpha"),
         alpha_groups=call.alpha_groups,
         alpha_row=call.alpha_row,
         alpha_col=call.alpha_col,

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ._checks import options as option_checks
+from . import _checks
 from ._operands import Left, Right
 from ._products import GemmTerms, multiply, with_terms
 from .gemm import multiply_tensors
-from .ops.schema import GemmCall
+from .ops.gemm import GemmCall
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -118,6 +118,6 @@ def scaled_grouped_mm(
     """
     groups = alpha if isinstance(alpha, Tensor) else None
     number = 1.0 if isinstance(alpha, Tensor) else alpha
-    ends = option_checks.as_int32(offs)
+    ends = _checks.as_int32(offs)
     call = GemmCall(a, b, scale_a, scale_b, ends, number, groups, alpha_row, alpha_col)
     return multiply_tensors("fp4gemm.scaled_grouped_mm", call, terms)

@@ -9,8 +9,7 @@ from typing import Literal
 
 import torch
 
-from . import _checks, _native
-from ._checks import gemm as gemm_checks
+from . import _checks, _native, activations
 
 __all__ = [
     "Architecture",
@@ -200,6 +199,6 @@ def select_kernel(
         FORMATS.index(format_a),
         FORMATS.index(format_b),
         int(batch_invariant),
-        gemm_checks.activation_of_name(activation).number,
+        activations.of_name(activation).number,
     )
     return None if index < 0 else _table()[index]

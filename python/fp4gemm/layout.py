@@ -32,7 +32,7 @@ __all__ = [
 
 TILE_ROWS = 128
 TILE_COLUMNS = 4
-GROUP_COLUMNS = TILE_COLUMNS * _checks.BLOCK  # groups along k begin at multiples of it, which are whole tiles
+GROUP_COLUMNS = _checks.GROUP_COLUMNS
 _SCALE_DTYPES = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8)
 
 

@@ -7,10 +7,10 @@ from typing import Literal, overload
 from torch import Tensor
 
 from . import _checks, _fast
-from ._checks import options as option_checks
 from .containers.decoded import DecodedTensor
 from .containers.nvfp4 import NVFP4Tensor
 from .ops import operators
+from .ops import options as option_checks
 from .support import ready
 
 __all__ = ["rms_norm_quantize", "silu_and_mul_quantize"]
@@ -59,10 +59,10 @@ def silu_and_mul_quantize(
         NotImplementedError: x requires grad while grad mode is on, or the device has no kernel.
     """
     function = "fp4gemm.silu_and_mul_quantize"
-    x, given, offs = _checks.readable_rows(x), offs, option_checks.as_int32(offs)
+    x, given, offs = _checks.readable_rows(x), offs, _checks.as_int32(offs)
     _checks.quantize_input(x, function, dtypes=_checks.HALF_DTYPES, step=2 * _checks.BLOCK, what="2k")
     if offs is not None:
-        option_checks.group_ends(offs, x.device, "x")
+        _checks.group_ends(offs, x.device, "x")
     _checks.is_bool("decoded", decoded)
     ready(x, "quantize")
     if decoded:

@@ -9,16 +9,21 @@ import torch
 from torch import Tensor
 
 from . import _checks, _fast, stacks
-from ._checks import options as option_checks
-from ._checks import search as search_checks
-from ._checks.options import QuantizeBothKeywords, QuantizeKeywords
 from .containers import _fields
 from .containers.decoded import DecodedTensor
 from .containers.mxfp8 import MXFP8Tensor
 from .containers.nvfp4 import NVFP4Tensor
 from .layout import swizzle_scales
 from .ops import operators
-from .ops.schema import QuantizeBothCall, QuantizeCall, QuantizeDecodedCall, QuantizeSearchedCall, narrowed
+from .ops import options as option_checks
+from .ops._call import narrowed
+from .ops.options import QuantizeBothKeywords, QuantizeKeywords
+from .ops.quantize import (
+    QuantizeBothCall,
+    QuantizeCall,
+    QuantizeDecodedCall,
+    QuantizeSearchedCall,
+)
 from .support import ready
 
 if TYPE_CHECKING:
@@ -148,7 +153,7 @@ def _checked(x: Tensor, decoded: bool, options: Mapping[str, Any]) -> NVFP4Tenso
     """quantize with all checks."""
     values = option_checks.completed("quantize", options, _DEFAULTS)
     x = _checks.readable_rows(x)
-    amax, offs, gathered = values["amax"], option_checks.as_int32(values["offs"]), values["rows"]
+    amax, offs, gathered = values["amax"], _checks.as_int32(values["offs"]), values["rows"]
     stack_size, rows = stacks.stack_input(x, "fp4gemm.quantize")
     arguments = option_checks.operator_arguments({**values, "decoded": decoded})
     if values["scale_search"] is not None:
@@ -157,7 +162,7 @@ def _checked(x: Tensor, decoded: bool, options: Mapping[str, Any]) -> NVFP4Tenso
     if offs is not None:
         if stack_size:
             raise ValueError(f"offs: got {_checks.describe(offs)}, must be None for x of rank 3")
-        option_checks.group_ends(offs, x.device, "x")
+        _checks.group_ends(offs, x.device, "x")
     per_row, is_ragged_m = arguments["per_row"], offs is not None and axis == -1
     if amax is not None:
         groups = 0 if offs is None else offs.shape[0]
@@ -203,7 +208,7 @@ def _searched(
         option_checks.given_amax("amax", amax, x.shape[-2], per_row, x.device, stack=stack_size)
         if stack_size:
             option_checks.amax_values("amax", amax)
-    importance = search_checks.importance(values["importance"], x.shape[-1], x.device, stack_size)
+    importance = option_checks.importance(values["importance"], x.shape[-1], x.device, stack_size)
     ready(x, "quantize")
     call = QuantizeSearchedCall(rows, amax, importance, per_row, arguments["block_rows"], bound)
     if stack_size:
@@ -243,7 +248,7 @@ def quantize_both(x: Tensor, **options: Unpack[QuantizeBothKeywords]) -> tuple[N
     x = _checks.readable_rows(x)
     stack_size, rows = stacks.stack_input(x, "fp4gemm.quantize_both")
     values = option_checks.completed("quantize_both", options, _DEFAULTS_OF_BOTH)
-    amax, amax_t, offs = values["amax"], values["amax_t"], option_checks.as_int32(values["offs"])
+    amax, amax_t, offs = values["amax"], values["amax_t"], _checks.as_int32(values["offs"])
     arguments = option_checks.operator_arguments(values)
     per_row, groups = arguments["per_row"], 0
     if offs is None:
@@ -251,7 +256,7 @@ def quantize_both(x: Tensor, **options: Unpack[QuantizeBothKeywords]) -> tuple[N
     else:
         if stack_size:
             raise ValueError(f"offs: got {_checks.describe(offs)}, must be None for x of rank 3")
-        groups = option_checks.group_ends(offs, x.device, "x").shape[0]
+        groups = _checks.group_ends(offs, x.device, "x").shape[0]
     for name, value, other, axis in (("amax", amax, amax_t, -1), ("amax_t", amax_t, amax, 0)):
         if value is not None:
             length = x.shape[x.dim() - 1 + axis]

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import ranks as rank_checks
+from . import _checks
 from .ops import operators
-from .ops.rank_schema import CombinePartCall, CombineRanksCall, CombineTreeCall, RouteRanksCall
+from .ops import ranks as rank_ops
+from .ops.ranks import CombinePartCall, CombineRanksCall, CombineTreeCall, RouteRanksCall
 from .support import ready
 
 __all__ = ["RankRouting", "combine_part", "combine_ranks", "combine_tree", "route_ranks"]
@@ -64,12 +65,12 @@ def route_ranks(
             the CPU, a token that names an expert twice.
         NotImplementedError: the device has no kernel.
     """
-    ids = rank_checks.topk_ids(topk_ids)
+    ids = rank_ops.topk_ids(topk_ids)
     if capacity is None:
-        rank_checks.rank_experts(num_experts, num_ranks, rank)
+        rank_ops.rank_experts(num_experts, num_ranks, rank)
         capacity = max(ids.shape[0] * min(ids.shape[1], num_experts // num_ranks), 1)
     call = RouteRanksCall(ids, num_experts, num_ranks, rank, capacity)
-    rank_checks.route_ranks(call)
+    rank_ops.check_route_ranks(call)
     ready(ids, "quantize")
     return RankRouting(*operators.route_ranks(*call))
 
@@ -100,9 +101,9 @@ def combine_ranks(
             differ in shape.
     """
     tensors = [y] if isinstance(y, Tensor) else y
-    row_of_pair, topk_weights = rank_checks.contiguous(row_of_pair), rank_checks.contiguous(topk_weights)
+    row_of_pair, topk_weights = _checks.contiguous(row_of_pair), _checks.contiguous(topk_weights)
     call = CombineRanksCall(tensors, row_of_pair, topk_weights, out_dtype)  # type: ignore[arg-type]
-    dtype = rank_checks.combine_ranks(call)
+    dtype = rank_ops.check_combine_ranks(call)
     ready(row_of_pair, "quantize")
     result: Tensor = operators.combine_ranks(list(tensors), row_of_pair, topk_weights, dtype)
     return result
@@ -145,12 +146,12 @@ def combine_part(
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`combine_ranks`.
     """
-    ids = rank_checks.topk_ids(topk_ids)
-    row_of_pair, topk_weights = rank_checks.contiguous(row_of_pair), rank_checks.contiguous(topk_weights)
+    ids = rank_ops.topk_ids(topk_ids)
+    row_of_pair, topk_weights = _checks.contiguous(row_of_pair), _checks.contiguous(topk_weights)
     if out is None:
-        out = rank_checks.new_part(y, ids, dtype)
+        out = rank_ops.new_part(y, ids, dtype)
     call = CombinePartCall(y, ids, row_of_pair, topk_weights, out, num_experts, num_ranks, rank)
-    rank_checks.combine_part(call)
+    rank_ops.check_combine_part(call)
     ready(y, "quantize")
     operators.combine_part(*call)
     return out
@@ -184,9 +185,9 @@ def combine_tree(
         TypeError, ValueError, NotImplementedError: as :func:`combine_ranks`.
     """
     tensors = [parts] if isinstance(parts, Tensor) else parts
-    ids = rank_checks.topk_ids(topk_ids)
+    ids = rank_ops.topk_ids(topk_ids)
     call = CombineTreeCall(tensors, ids, num_experts, first_token, out_dtype)  # type: ignore[arg-type]
-    rank_checks.combine_tree(call)
+    rank_ops.check_combine_tree(call)
     ready(ids, "quantize")
     result: Tensor = operators.combine_tree(list(tensors), ids, num_experts, first_token, out_dtype)
     return result

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from . import _checks
-from ._checks import options as option_checks
-from ._checks import ranks as rank_checks
 from .containers.nvfp4 import NVFP4Tensor
 from .layout import record_bytes
 from .ops import operators
-from .ops.rank_schema import GatherRecordsCall, MakeRecordsCall, QuantizeRecordsCall
+from .ops import options as option_checks
+from .ops import ranks as rank_ops
+from .ops.ranks import GatherRecordsCall, MakeRecordsCall, QuantizeRecordsCall
 from .quantize import nvfp4
 from .support import ready
 
@@ -90,7 +90,7 @@ def quantize_records(
         headroom,
         first_row,
     )
-    rank_checks.quantize_records(call)
+    rank_ops.check_quantize_records(call)
     operators.quantize_records(*call)
     return out
 
@@ -113,12 +113,12 @@ def make_records(t: NVFP4Tensor, out: Tensor | None = None) -> Tensor:
         NotImplementedError: the device has no kernel.
     """
     nvfp4("t", t)
-    rank_checks.record_source(t)
+    _stands_alone(t)
     ready(t.codes, "quantize")
     if out is None:
         out = t.codes.new_empty((t.shape[0], record_bytes(t.shape[1])))
     call = MakeRecordsCall(t.codes, t.scales, t.amax, out)
-    rank_checks.make_records(call)
+    rank_ops.check_make_records(call)
     operators.make_records(*call)
     return out
 
@@ -153,8 +153,23 @@ def gather_records(
     """
     tensors = [records] if isinstance(records, Tensor) else records
     call = GatherRecordsCall(tensors, rows, offs, k)  # type: ignore[arg-type]
-    rank_checks.gather_records(call)
+    rank_ops.check_gather_records(call)
     _checks.is_one_of("e4m3_max", e4m3_max, _checks.E4M3_BOUNDS)
     ready(rows, "quantize")
     codes, scales, amax = operators.gather_records(list(tensors), rows, offs, k)
     return NVFP4Tensor._trusted(codes, scales, amax, e4m3_max, offs)
+
+
+def _stands_alone(t: NVFP4Tensor) -> None:
+    """Raise ValueError unless the rows of t stand alone."""
+    if len(t.shape) != 2:
+        raise ValueError(f"t: shape is {tuple(t.shape)}, must be of rank 2, (t, k)")
+    if t.offs is not None:
+        raise ValueError("t: has groups of rows, must have none")
+    if t.hadamard_signs is not None:
+        raise ValueError("t: was quantized with hadamard, must not be rotated")
+    if t.amax.shape[0] != t.shape[0]:
+        raise ValueError(
+            f"t: amax has shape {tuple(t.amax.shape)}, must be ({t.shape[0]},), one for each row (quantize "
+            "with scaling='row')"
+        )

@@ -12,13 +12,8 @@ from . import _checks
 from .containers.nvfp4 import NVFP4Tensor
 from .layout import TILE_ROWS, padded_scale_shape
 from .ops import operators
-from .ops.schema import (
-    QuantizeCall,
-    QuantizeDecodedCall,
-    QuantizeSearchedCall,
-    QuantizeStackCall,
-    narrowed,
-)
+from .ops._call import narrowed
+from .ops.quantize import QuantizeCall, QuantizeDecodedCall, QuantizeSearchedCall, QuantizeStackCall
 
 __all__ = [
     "concat",

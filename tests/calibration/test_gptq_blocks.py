@@ -10,7 +10,7 @@ import gptq_model
 import numpy as np
 import pytest
 import torch
-from fp4gemm.ops import cpu
+from fp4gemm.calibration.gptq import CompiledBlocks
 from fp4gemm.reference.gptq import GptqBlocks
 from fp4gemm.reference.scale_search import STEPS
 from torch import Tensor
@@ -36,7 +36,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def check(w: Tensor, rows: Tensor, cost: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     before = w.clone()
-    made, want = (blocks(amax)(w, rows, cost) for blocks in (cpu.GptqBlocks, GptqBlocks))
+    made, want = (blocks(amax)(w, rows, cost) for blocks in (CompiledBlocks, GptqBlocks))
     assert same_bits(w, before)
     for name, a, b in zip(("codes", "scales", "differences"), made, want, strict=True):
         assert a.shape == b.shape, name
@@ -104,7 +104,7 @@ def test_any_number_of_threads(gen: torch.Generator) -> None:
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            made = cpu.GptqBlocks(o[3])(*o[:3])
+            made = CompiledBlocks(o[3])(*o[:3])
             assert all(same_bits(a, b) for a, b in zip(made, want, strict=True)), count
     finally:
         torch.set_num_threads(before)
@@ -166,6 +166,6 @@ def test_the_candidates_are_those_of_the_definition() -> None:
 def test_cuda_has_the_same_bits(cuda: torch.device, gen: torch.Generator) -> None:
     for change in ("none", *CHANGES):
         w, rows, cost, amax = _with(change, operands(2, 50, gen))
-        here = cpu.GptqBlocks(amax)(w, rows, cost)
+        here = CompiledBlocks(amax)(w, rows, cost)
         there = GptqBlocks(amax.to(cuda))(w.to(cuda), rows.to(cuda), cost.to(cuda))
         assert all(same_bits(a, b.cpu()) for a, b in zip(here, there, strict=True)), change

@@ -5,8 +5,7 @@ from __future__ import annotations
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import NVFP4Tensor, _operands
-from fp4gemm._checks import options
+from fp4gemm import NVFP4Tensor, _checks, _operands
 from helpers import assert_bits
 from torch import Tensor
 
@@ -99,6 +98,6 @@ def test_ends_outside_of_int32_are_refused() -> None:
 def test_ends_outside_of_int32_are_clamped_without_a_look() -> None:
     """On a GPU and in a graph nothing reads the values."""
     offs = torch.tensor((16, -(2**40), 2**32 + 48))
-    got = torch.compile(options.as_int32, backend="aot_eager", fullgraph=True)(offs)
+    got = torch.compile(_checks.as_int32, backend="aot_eager", fullgraph=True)(offs)
     assert got.dtype is torch.int32
     assert got.tolist() == [16, -(2**31), 2**31 - 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import fp4gemm
@@ -10,11 +11,14 @@ import pytest
 import torch
 from experts_cases import block_of, random_ids
 from fp4gemm import NVFP4Tensor, reference
-from fp4gemm.ops import cpu
+from fp4gemm.ops import gemm as gemm_ops
+from fp4gemm.ops.operators import OPERATORS
 from groups import ends
 from helpers import FLOATS, assert_bits, make, short
 from torch import Tensor
 
+# The implementations that are registered for the CPU, by the names of the operators.
+cpu = SimpleNamespace(**{name: operator.cpu for name, operator in OPERATORS.items()})
 HALVES = [torch.bfloat16, torch.float16]
 # m, n, k: one row, sizes that fill no tile, and an n that is decoded in several parts
 SHAPES = [(1, 8, 32), (3, 40, 96), (37, 136, 1056), (5, 1000, 544)]
@@ -105,7 +109,7 @@ def test_any_number_of_threads(gen: torch.Generator) -> None:
 
 def test_more_rows_than_a_chunk(monkeypatch: pytest.MonkeyPatch, gen: torch.Generator) -> None:
     monkeypatch.setattr(reference.chunks, "CHUNK_ELEMS", 1 << 12)
-    monkeypatch.setattr(cpu, "_DECODED_ELEMS", 1 << 10)
+    monkeypatch.setattr(gemm_ops, "_DECODED_ELEMS", 1 << 10)
     a, b = weight(300, 96, gen), weight(72, 96, gen)
     call = (a.codes, b.codes, a.scales, b.scales)
     assert_bits(cpu.gemm(*call, alpha_row=a.amax), reference.gemm(*call, alpha_row=a.amax))
@@ -190,7 +194,7 @@ def test_operators_use_them(monkeypatch: pytest.MonkeyPatch, gen: torch.Generato
         ("moe", "gemm"),
         ("gemm", "multiply"),
     ):
-        monkeypatch.setattr(sys.modules[f"fp4gemm.reference.{module}"], name, refuse)
+        monkeypatch.setattr(sys.modules[f"fp4gemm.ops.{module}"], name, refuse)
     b = weight(48, 96, gen)
     torch.ops.fp4gemm.linear(torch.randn(3, 96, generator=gen), b.codes, b.scales, b.amax)
     block_of(9, 2, 4, 64, 32, torch.device("cpu"), gen, ids=random_ids(9, 2, 4, gen)).run()

@@ -8,12 +8,16 @@ from typing import Any, get_args
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import _operands, _products, activations, reference
-from fp4gemm._checks import options as option_checks
+from fp4gemm import _operands, _products, activations
 from fp4gemm.activations import ACTIVATIONS
-from fp4gemm.ops import fakes
-from fp4gemm.ops.schema import SCHEMAS, GemmCall
+from fp4gemm.ops import options as option_checks
+from fp4gemm.ops.gemm import GemmCall
+from fp4gemm.ops.operators import OPERATORS
+from fp4gemm.ops.quantize import QuantizeCall
+from fp4gemm.reference.nvfp4 import Quantization
 
+# Every operator but gemm_out, whose parameters follow from those of gemm.
+SCHEMAS = {name: operator.call for name, operator in OPERATORS.items() if name != "gemm_out"}
 TYPES = {
     "Tensor": "Tensor",
     "Tensor | None": "Optional[Tensor]",
@@ -73,11 +77,27 @@ def test_gemm_out_is_gemm_with_out_for_out_dtype() -> None:
     assert GemmCall._fields[-1] == "out_dtype"
 
 
-@pytest.mark.parametrize("name", [*SCHEMAS, "gemm_out"])
-@pytest.mark.parametrize("module", [reference, fakes], ids=["reference", "fakes"])
-def test_implementations_have_the_parameters_of_the_schema(name: str, module: Any) -> None:
-    parameters = inspect.signature(getattr(module, name)).parameters.values()
+@pytest.mark.parametrize("kind", ["reference", "fake", "cpu"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_implementations_have_the_parameters_of_the_schema(name: str, kind: str) -> None:
+    parameters = inspect.signature(getattr(OPERATORS[name], kind)).parameters.values()
     assert [p.name for p in parameters] == [a.name for a in registered(name)]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_reference_of_an_operator_is_public(name: str) -> None:
+    assert getattr(fp4gemm.reference, name) is OPERATORS[name].reference
+    assert name in fp4gemm.reference.__all__
+
+
+def test_every_option_reaches_the_formulas() -> None:
+    """All parameters of quantize but offs and rows, with the same defaults."""
+    assert QuantizeCall._fields[:-2] == Quantization._fields
+    assert QuantizeCall._fields[-2:] == ("offs", "rows")
+    defaults = {
+        name: value for name, value in QuantizeCall._field_defaults.items() if name in Quantization._fields
+    }
+    assert defaults == Quantization._field_defaults
 
 
 def test_quantizer_options_reach_the_operators() -> None:

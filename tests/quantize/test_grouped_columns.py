@@ -8,7 +8,7 @@ import model_quantize
 import pytest
 import torch
 from fp4gemm import NVFP4Tensor, layout, reference
-from fp4gemm._checks import options as option_checks
+from fp4gemm.ops import options as option_checks
 from groups import CASES, ROW, SOME, TENSOR, ends
 from helpers import FLOATS, assert_bits, assert_parts, dirty, make, short
 from modes import (

@@ -11,8 +11,8 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import records, reference
-from fp4gemm._checks import options as option_checks
-from fp4gemm.ops.schema import QuantizeDecodedCall, QuantizeSearchedCall
+from fp4gemm.ops import options as option_checks
+from fp4gemm.ops.quantize import QuantizeDecodedCall, QuantizeSearchedCall
 from torch import Tensor
 
 M, K = 32, 64

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from fp4gemm import _native, reference
-from fp4gemm.ops import cpu
+from fp4gemm.ops import quantize as quantize_ops
+from fp4gemm.ops.quantize import quantize_compiled, quantize_decoded_compiled
 from groups import ends
 from helpers import FLOATS, KINDS, assert_bits, make, short
 from torch import Tensor
@@ -30,17 +31,19 @@ def _compiled_only(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> None:
         raise AssertionError("the reference was called")
 
-    monkeypatch.setattr(
-        cpu, "reference", type("Refused", (), {"quantize": refuse, "quantize_decoded": refuse})
-    )
+    for name in ("quantize", "quantize_decoded"):
+        monkeypatch.setattr(quantize_ops, name, refuse)
 
 
 def compare(x: Tensor, amax: Tensor | None, per_row: bool, **options: Any) -> None:
     names = ("codes", "scales", "amax")
-    got, want = cpu.quantize(x, amax, per_row, **options), reference.quantize(x, amax, per_row, **options)
+    got, want = (
+        quantize_compiled(x, amax, per_row, **options),
+        reference.quantize(x, amax, per_row, **options),
+    )
     for name, a, b in zip(names, got, want, strict=True):
         assert_bits(a, b, name)
-    data = cpu.quantize_decoded(x, amax, per_row, **options)
+    data = quantize_decoded_compiled(x, amax, per_row, **options)
     wanted = reference.quantize_decoded(x, amax, per_row, **options)
     for name, a, b in zip(("decoded", "amax"), data, wanted, strict=True):
         assert_bits(a, b, name)
@@ -176,7 +179,7 @@ def test_strides(gen: torch.Generator) -> None:
 )
 def test_other_options_are_those_of_the_reference(options: dict[str, Any]) -> None:
     with pytest.raises(AssertionError, match="the reference was called"):
-        cpu.quantize(torch.ones(16, 64), None, False, **options)
+        quantize_compiled(torch.ones(16, 64), None, False, **options)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +194,7 @@ def test_other_options_are_those_of_the_reference(options: dict[str, Any]) -> No
     ids=["k", "amax-length", "amax-negative", "offs", "stride"],
 )
 def test_bad_input(x: Tensor, amax: Tensor | None, options: dict[str, Any], text: str) -> None:
-    for function in (cpu.quantize, cpu.quantize_decoded):
+    for function in (quantize_compiled, quantize_decoded_compiled):
         with pytest.raises((ValueError, TypeError), match=text):
             function(x, amax, True, **options)
 

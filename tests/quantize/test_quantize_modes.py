@@ -10,8 +10,8 @@ import modes
 import pytest
 import torch
 from fp4gemm import NVFP4Tensor, reference
-from fp4gemm._checks import options as option_checks
-from fp4gemm._checks.options import OPTIONS
+from fp4gemm.ops import options as option_checks
+from fp4gemm.ops.options import OPTIONS
 from helpers import FLOATS, KINDS, assert_bits, assert_parts, dirty, make, short
 from modes import FEW, MODES, TILES, Mode, assert_same, by_name, expected, parts, quantize
 

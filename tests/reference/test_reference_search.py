@@ -10,8 +10,7 @@ import model_search
 import pytest
 import torch
 from fp4gemm import layout, reference
-from fp4gemm._checks import options as option_checks
-from fp4gemm._checks import search as search_checks
+from fp4gemm.ops import options as option_checks
 from fp4gemm.reference import chunks, scale_search
 from helpers import FLOATS, KINDS, assert_bits, assert_parts, make, short
 from torch import Tensor
@@ -79,7 +78,7 @@ def test_given_amax(layout: str, gen: torch.Generator, monkeypatch: pytest.Monke
 
 
 def test_importance_that_a_gpu_does_not_refuse(gen: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_checks, "importance_values", lambda importance: None)
+    monkeypatch.setattr(option_checks, "importance_values", lambda importance: None)
     x = make("normal", 33, 64, torch.bfloat16, gen)
     h = torch.ones(64)
     h[5], h[20], h[40] = NAN, -3.0, INF

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fp4gemm import layout, reference
-from fp4gemm._checks import options as option_checks
+from fp4gemm.ops import options as option_checks
 from fp4gemm.reference import chunks, four_over_six
 from helpers import FLOATS, KINDS, assert_bits, assert_parts, assert_same_value, make, make_codes, short
 from model_quantize import Mode

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import fp4gemm
 import torch
 from fp4gemm import DecodedTensor, MXFP8Tensor, NVFP4Tensor, layout, reference
-from fp4gemm._checks.options import OPTIONS
-from fp4gemm.ops.schema import QuantizeCall
+from fp4gemm.ops.options import OPTIONS
+from fp4gemm.ops.quantize import QuantizeCall
 
 M, N, K = 33, 24, 64
 TYPE, VALUE, NOT = TypeError, ValueError, NotImplementedError

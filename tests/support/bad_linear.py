@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from bad_base import FUNCTIONS, NOT, TYPE, VALUE, B, Case, Cases, K, M, N, ones
 from fp4gemm import reference
-from fp4gemm.ops.schema import LinearCall
+from fp4gemm.ops.linear import LinearCall
 
 __all__ = ["CALL", "CASES", "Case"]
 

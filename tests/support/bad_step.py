@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from bad_base import FUNCTIONS, NOT, STATE, TYPE, VALUE, B, Cases, K, N, grad, ones, quantized
 from fp4gemm import reference
-from fp4gemm.ops.train_schema import TrainBackwardCall, TrainForwardCall
+from fp4gemm.ops.train import TrainBackwardCall, TrainForwardCall
 
 __all__ = ["CASES"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from bad_base import FUNCTIONS, NOT, TYPE, VALUE, Cases, every_other, grad, misaligned, ones
 from fp4gemm import reference, training
-from fp4gemm.ops.train_schema import SwigluBackwardCall, SwigluCall
+from fp4gemm.ops.train import SwigluBackwardCall, SwigluCall
 
 __all__ = ["CASES"]
 

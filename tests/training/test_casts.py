@@ -8,7 +8,7 @@ from typing import Any
 import fp4gemm
 import pytest
 import torch
-from fp4gemm._checks import options as option_checks
+from fp4gemm.ops import options as option_checks
 from fp4gemm.training import Cast, Recipe, _casts, _quantizers
 from torch import Tensor
 

@@ -28,13 +28,13 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .. import _checks
+from .. import _checks, _native
 from ..containers.nvfp4 import NVFP4Tensor
-from ..ops import cpu
+from ..ops._call import succeeded
 from ..reference.formats import pack
 from ..reference.gptq import E4M3_BOUND, GptqBlocks
 
-__all__ = ["BlockOrder", "Rounded", "gptq", "rounded"]
+__all__ = ["BlockOrder", "CompiledBlocks", "Rounded", "gptq", "rounded"]
 
 BlockOrder = Literal["natural", "importance"]
 Scaling = Literal["row", "tensor"]
@@ -44,6 +44,34 @@ DAMPING = 0.01  # unless another is given
 GROWTH, MOST_DAMPING = 10.0, 1.0  # of the damping where H' is not positive definite
 ASYMMETRY = 1e-3  # |H - H^T| that is taken for rounding, of the largest diagonal element
 WORKSPACE = 4 << 30  # bytes of the float64 matrices of as many experts as are factored at a time
+
+
+class CompiledBlocks:
+    """:class:`fp4gemm.reference.gptq.GptqBlocks`, compiled; the bits are the same.
+
+    Args:
+        amax: as there.
+    """
+
+    def __init__(self, amax: Tensor) -> None:
+        self._amax = amax.contiguous()
+
+    def __call__(self, w: Tensor, rows: Tensor, cost: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Round a block of each weight; arguments and results as there."""
+        g, _, n = w.shape
+        w, rows, cost = w.contiguous(), rows.contiguous(), cost.contiguous()
+        codes, differences = torch.empty_like(w, dtype=torch.uint8), torch.empty_like(w)
+        scales = w.new_empty((g, n), dtype=torch.uint8)
+        round_block = _native.torch_library().fp4gemm_torch_gptq_block
+        for e in range(g):
+            succeeded(
+                round_block(
+                    w[e].data_ptr(), n, rows[e].data_ptr(), cost[e].data_ptr(),
+                    self._amax[e].data_ptr(), int(self._amax.shape[1] != 1), E4M3_BOUND,
+                    codes[e].data_ptr(), scales[e].data_ptr(), differences[e].data_ptr(),
+                )
+            )  # fmt: skip
+        return codes, scales, differences
 
 
 class Factorization:
@@ -309,7 +337,7 @@ def _round(w: Tensor, factors: _Factors, amax: Tensor) -> tuple[Tensor, Tensor]:
     """
     g, n, k = w.shape
     device = w.device
-    round_block = (cpu.GptqBlocks if device.type == "cpu" else GptqBlocks)(amax)
+    round_block = (CompiledBlocks if device.type == "cpu" else GptqBlocks)(amax)
     rest = w.transpose(1, 2).contiguous()  # columns are contiguous
     codes = torch.empty((g, k, n), dtype=torch.uint8, device=device)
     chosen = torch.empty((g, k // BLOCK, n), dtype=torch.uint8, device=device)

@@ -14,7 +14,7 @@ from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
 from ..ops import operators
-from ..ops.schema import LinearCall
+from ..ops.linear import LinearCall
 
 __all__ = [
     "add_node",

@@ -14,9 +14,9 @@ from torch.fx import Graph, Node
 
 from .. import support
 from .._checks import ALIGN_BYTES, FLOAT_DTYPES, HALF_DTYPES
-from .._checks.linear import NOT_QUANTIZED, ROW
 from ..activations import by_name
 from ..ops import operators
+from ..ops.linear import NOT_QUANTIZED, ROW
 from . import _graph as g
 from ._patterns import ANY_NUMBER, MATRIX, VECTOR, Pattern
 from .report import Fusion, FusionReport, Left, Rewrite

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from .._checks import options as option_checks
-from ..layout import GROUP_COLUMNS, grouped_scale_rows
+from ..layout import grouped_scale_rows
+from ..ops import options as option_checks
 
 __all__ = [
-    "columns",
     "compact_scales",
     "decoded",
     "nvfp4",
@@ -18,24 +17,20 @@ __all__ = [
     "prepacked",
     "stack",
     "stack_index",
-    "stack_scales",
 ]
-
-_CODES = (torch.uint8, torch.float4_e2m1fn_x2)
-_SCALES = (torch.float8_e4m3fn, torch.uint8)
 
 
 def nvfp4(codes: object, scales: object, amax: object, offs: object, offs_dim: int) -> tuple[Tensor, Tensor]:
     """The codes as uint8 and the swizzled scales as float8_e4m3fn, by view; raises unless all parts fit."""
     x = _checks.is_tensor("codes", codes)
-    _checks.has_dtype("codes", x, _CODES)
+    _checks.has_dtype("codes", x, _checks.CODE_DTYPES)
     if x.dim() == 3:
         checked = stack("codes", x, offs)
         g, n, k = checked.shape[0], checked.shape[1], 2 * checked.shape[2]
         _amax_of_stack(amax, g, n, x.device, "codes")
-        return checked, stack_scales("scales", scales, g, n, k, x.device, "codes")
+        return checked, _checks.stack_scales("scales", scales, g, n, k, x.device, "codes")
     if offs is not None and offs_dim == 1:
-        checked = _checks.as_codes(columns("codes", x, 2))
+        checked = _checks.as_codes(_checks.ragged_columns("codes", x, 2))
         group_rows = None
         _amax_of_columns(amax, offs, "codes", checked)
     else:
@@ -55,7 +50,7 @@ def decoded(data: object, amax: object, offs: object, offs_dim: int) -> None:
         _amax_of_stack(amax, x.shape[0], x.shape[1], x.device, "data")
         return
     if offs is not None and offs_dim == 1:
-        _amax_of_columns(amax, offs, "data", columns("data", x, 1))
+        _amax_of_columns(amax, offs, "data", _checks.ragged_columns("data", x, 1))
     else:
         _checks.decoded("data", x)
         _groups_of_rows(amax, offs, "data", x)
@@ -74,7 +69,7 @@ def prepacked(data: object, amax: object, shape: object) -> None:
     _checks.has_dtype("data", x, (torch.uint8,))
     *lead, n, k = shape
     _checks.has_shape("data", x, (*lead, _checks.prepacked_bytes(n, k)), f", prepacked {shape}")
-    _contiguous("data", x)
+    _checks.operand_memory("data", x)
     if lead:
         _amax_of_stack(amax, lead[0], n, x.device, "data")
     else:
@@ -104,7 +99,7 @@ def options(e4m3_max: object, hadamard_signs: object, offs: object, offs_dim: ob
 def compact_scales(name: str, value: object, codes: Tensor, contiguous: bool = False) -> Tensor:
     """Block scales in plain order, (.., m, k/16) of codes (.., m, k/2), as float8_e4m3fn."""
     x = _checks.is_tensor(name, value)
-    _checks.has_dtype(name, x, _SCALES)
+    _checks.has_dtype(name, x, _checks.SCALE_DTYPES)
     shape = (*codes.shape[:-1], codes.shape[-1] // 8)
     _checks.has_shape(
         name, x, shape, f", the compact shape {'(g, n, k/16)' if codes.dim() == 3 else '(m, k/16)'}"
@@ -117,7 +112,7 @@ def compact_scales(name: str, value: object, codes: Tensor, contiguous: bool = F
 
 def stack(name: str, x: Tensor, offs: object = None) -> Tensor:
     """The codes (g, n, k/2) or values (g, n, k) of a stack whose matrices have at least one row."""
-    _checks.has_dtype(name, x, (*_CODES, torch.float16))
+    _checks.has_dtype(name, x, (*_checks.CODE_DTYPES, torch.float16))
     if offs is not None:
         raise ValueError(f"offs: got {_checks.describe(offs)}, must be None for {name} of rank 3")
     if x.shape[0] < 1 or x.shape[1] < 1:
@@ -125,53 +120,22 @@ def stack(name: str, x: Tensor, offs: object = None) -> Tensor:
             f"{name}: shape is {tuple(x.shape)}, must hold at least one matrix of at least one row"
         )
     _checks.is_multiple(name, "k", x.shape[2] * (1 if x.dtype is torch.float16 else 2), _checks.BLOCK)
-    _contiguous(name, x)
+    _checks.operand_memory(name, x)
     return _checks.as_codes(x)
-
-
-def columns(name: str, x: Tensor, per_entry: int) -> Tensor:
-    """The tensor (m, k / per_entry) of ragged k; k is 0 where there is no token."""
-    _checks.has_rank(name, x, 2, "(m, k/2)" if per_entry == 2 else "(m, k)")
-    k = per_entry * x.shape[1]
-    if k % GROUP_COLUMNS:
-        raise ValueError(f"{name}: k is {k}, must be a multiple of {GROUP_COLUMNS} for ragged k")
-    _contiguous(name, x)
-    return x
-
-
-def _contiguous(name: str, x: Tensor) -> None:
-    _checks.is_contiguous(name, x)
-    _checks.is_aligned(name, x)
-    _checks.no_grad(name, x, "fp4gemm.mm")
 
 
 def _groups_of_rows(amax: object, offs: object, other: str, x: Tensor) -> int | None:
     """Rows of the scales of groups of rows, which need an amax for each row; None without groups."""
     if offs is None:
         return None
-    ends = option_checks.group_ends(offs, x.device, other)
+    ends = _checks.group_ends(offs, x.device, other)
     _checks.exact_vector("amax", amax, x.shape[0], torch.float32, x.device, other, "fp4gemm.mm")
     return grouped_scale_rows(x.shape[0], ends.shape[0])
 
 
-def stack_scales(
-    name: str, value: object, g: int, n: int, k: int, device: torch.device, other: str
-) -> Tensor:
-    """Swizzled scales (g, ceil128(n), ceil4(k/16)) of a stack, as float8_e4m3fn."""
-    x = _checks.is_tensor(name, value)
-    _checks.has_dtype(name, x, _SCALES)
-    rows, columns = _checks.padded_scale_shape(n, k)
-    why = f", the swizzled shape of each of {g} matrices (n, k) = ({n}, {k})"
-    _checks.has_shape(name, x, (g, rows, columns), why)
-    _checks.same_device(name, x, device, other)
-    _checks.is_contiguous(name, x)
-    _checks.is_aligned(name, x)
-    return _checks.as_scales(x)
-
-
 def _amax_of_columns(value: object, offs: object, other: str, x: Tensor) -> None:
     """The amax of ragged k: (g, m) or (g,)."""
-    g = option_checks.group_ends(offs, x.device, other).shape[0]
+    g = _checks.group_ends(offs, x.device, other).shape[0]
     _amax_of_matrices(value, ((g, x.shape[0]), (g,)), x.device, other)
 
 

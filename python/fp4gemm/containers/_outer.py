@@ -8,8 +8,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from .. import _checks
-from .._checks import values
+from .. import _checks, _values
 from ..layout import unswizzle_scales
 from . import _fields
 
@@ -138,7 +137,7 @@ def outer_amax(
     sizes = None if partition_rows is None else _sizes(partition_rows, n)
     given = _shaped(name, value, packed, (*lead, 1 if sizes is None else len(sizes)), sizes is not None)
     amax = amax_of(given, e4m3_max, direction)
-    if values.are_readable(given):
+    if _values.are_readable(given):
         wrong = given.signbit() | ~amax.isfinite()
         if wrong.any():
             limit = 6.0 * e4m3_max / _checks.FLOAT32_MAX
@@ -161,7 +160,7 @@ def zeroed(compact: Tensor, amax: Tensor) -> Tensor:
 def foreign(name: str, compact: Tensor, amax: Tensor) -> Tensor:
     """:func:`zeroed` of the block scales of another program; raises ValueError unless they are allowed."""
     kept = zeroed(compact, amax)
-    values.check_block_scales(name, kept)
+    _values.check_block_scales(name, kept)
     return kept
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from .._checks import options as option_checks
 from ..layout import unswizzle_scales
 from ..ops import operators
+from ..ops import options as option_checks
 from ..support import ready
 from . import _pytree
 from ._base import Container, of_bytes, unpickled

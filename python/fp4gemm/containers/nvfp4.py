@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .. import _checks
-from .._checks import values
+from .. import _checks, _values
 from ..layout import GROUP_COLUMNS, TILE_ROWS, group_of_spans, swizzle_scales, unswizzle_scales
 from ..ops import operators
 from ..support import ready
@@ -94,7 +93,7 @@ class NVFP4Tensor(Conventions, Container):
             object.__setattr__(self, "scales", scales)
 
     def _check_values(self) -> None:
-        values.check_block_scales("scales", self.scales)
+        _values.check_block_scales("scales", self.scales)
 
     @classmethod
     def _trusted(
@@ -139,7 +138,7 @@ class NVFP4Tensor(Conventions, Container):
             TypeError, ValueError: as for the class, and for compact_scales.
         """
         made = cls._of_compact(codes, compact_scales, amax, e4m3_max)
-        values.check_block_scales("compact_scales", compact_scales)
+        _values.check_block_scales("compact_scales", compact_scales)
         return made
 
     @classmethod

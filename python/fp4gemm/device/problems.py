@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from .. import activations, layout
-from .._checks import gemm as gemm_checks
 from ..kernel_table import KernelInfo
+from ..ops import gemm as gemm_ops
 from ..ops import operators
-from ..ops.schema import GemmCall
+from ..ops.gemm import GemmCall
 from ..reference import decode_e2m1
 
 SEED = 20260
@@ -50,8 +50,8 @@ class Problem:
         is_gated = activations.by_number[self.terms.get("activation", 0)].is_gated
         if kernel.mode != self.mode or kernel.is_gated != is_gated:
             return False
-        formats = gemm_checks.formats(x.a, x.scale_a, x.scale_b, int(self.prepacks))
-        return kernel.supports(*formats, ragged="k" if gemm_checks.is_ragged_k(x) else "m")
+        formats = gemm_ops.formats(x.a, x.scale_a, x.scale_b, int(self.prepacks))
+        return kernel.supports(*formats, ragged="k" if gemm_ops.is_ragged_k(x) else "m")
 
     def run(self, device: torch.device, out_dtype: torch.dtype, kernel: str | None) -> Tensor:
         """D on the CPU, computed by a kernel or the reference; elements that were not written are NaN."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks.options import SIGNS
 from ..layout import swizzle_scales
 from ..ops import operators
+from ..ops.options import SIGNS
 from .problems import SEED
 
 __all__ = ["names", "run"]

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _checks
-from .._checks import moe as moe_checks
 from ..containers.nvfp4 import NVFP4Tensor
+from ..ops import moe as moe_ops
 from ..support import ready
 from ._agreement import require_equal
 from ._message import Message
@@ -87,7 +87,7 @@ class Arrived(NamedTuple):
 def problem_of(**own: Any) -> TypeError | ValueError | None:
     """What is wrong with the arguments of ExpertParallel by themselves, without those of other ranks."""
     try:
-        num_experts = moe_checks.num_experts(own["num_experts"])
+        num_experts = moe_ops.num_experts(own["num_experts"])
         for name in ("top_k", "hidden", "max_tokens"):
             _checks.is_int(name, own[name], 1)
         if own["top_k"] > num_experts:
@@ -135,7 +135,7 @@ def group_of(group: object) -> dist.ProcessGroup:
 
 def ids_of(value: object, shape: tuple[int, int], device: torch.device) -> Tensor:
     ids = _checks.is_tensor("topk_ids", value)
-    ids = moe_checks.topk_ids(ids.contiguous())
+    ids = moe_ops.topk_ids(ids.contiguous())
     _checks.has_shape("topk_ids", ids, shape)
     _checks.same_device("topk_ids", ids, device, "x")
     return ids

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import _checks, records
-from .._checks import training as training_checks
 from ..layout import record_bytes
 from ..training import _casts
+from ..training import _checks as training_checks
 from ..training.recipe import DEQUANTIZED, Cast, Recipe
 from ..training.shared_input import QuantizedInput
 from ._arguments import E4M3_MAX, Arrived, Handle, agree_on_dtype, check_capture, ids_of

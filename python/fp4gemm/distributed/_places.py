@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ranks
-from .._checks import moe as moe_checks
+from ..ops import moe as moe_ops
 
 __all__ = ["Places", "Sizes", "at_experts", "check_ids", "slots_of_tokens", "slots_to_send"]
 
@@ -61,7 +61,7 @@ def check_ids(ids: Tensor, sizes: Sizes) -> None:
         )
     for rank, own in enumerate(ids.split(tokens)):
         try:
-            moe_checks.refuse_duplicates(own, sizes.num_experts)
+            moe_ops.refuse_duplicates(own, sizes.num_experts)
         except ValueError as error:
             raise ValueError(f"{error} (rank {rank})") from None
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _checks, records
-from .._checks import moe as moe_checks
 from ..containers.nvfp4 import NVFP4Tensor
 from ..layout import record_bytes
+from ..ops import moe as moe_ops
 from . import _combine, _gradients
 from ._agreement import require_equal
 from ._arguments import (
@@ -224,7 +224,7 @@ class ExpertParallel:
             raise ValueError(f"y: has {y.shape[0]} rows, must have {handle.num_rows}, those of the dispatch")
         weights = _checks.is_tensor("topk_weights", topk_weights).contiguous()
         function = "fp4gemm.distributed.ExpertParallel.combine"
-        dtype = moe_checks.combine(y, handle._own_ids, weights, out_dtype, function)
+        dtype = moe_ops.check_combine(y, handle._own_ids, weights, out_dtype, function)
         handle._is_combined = True
         return self._sum(y, handle, weights, dtype)
 

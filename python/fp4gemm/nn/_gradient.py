@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import _checks
 from ..ops import operators
-from ..ops.schema import LinearCall
+from ..ops.linear import LinearCall
 from ._layer import WeightLayer
 from ._state import version
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _checks, kernel_table, support
 from ..ops import operators
-from ..ops.schema import GemmCall
+from ..ops.gemm import GemmCall
 from ..quantize import decode, quantize
 from ..reference.epilogue import ALPHA
 from ._experts import check_tokens, formats_of

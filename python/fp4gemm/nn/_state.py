@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _checks
-from .._checks import values
+from .. import _checks, _values
 
 # The parts of an NVFP4Tensor, which load together.
 WEIGHT_BUFFERS = ("weight_codes", "weight_scales", "weight_amax")
@@ -149,5 +148,5 @@ def buffer_problem(name: str, buffer: Tensor, value: Any) -> str | None:
     if not value.is_contiguous():
         return f"strides are {value.stride()}, must be contiguous"
     if name == "weight_scales":
-        return values.scales_problem(value)
-    return values.amax_problem(value) if name == "weight_amax" else None
+        return _values.scales_problem(value)
+    return _values.amax_problem(value) if name == "weight_amax" else None

@@ -13,7 +13,7 @@ from ..activations import by_number
 from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
 from ..ops import operators
-from ..ops.schema import LinearCall
+from ..ops.linear import LinearCall
 from ._gradient import DifferentiableLayer, needs_gradient
 from ._inputs import (
     OUT_STEP,

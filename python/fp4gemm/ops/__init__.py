@@ -1,1 +1,1 @@
-"""The torch operators: schema (their parameters), fakes (shapes for tracers), operators (themselves)."""
+"""The torch operators, one module for each family: calls, checks, CPU and fake implementations."""

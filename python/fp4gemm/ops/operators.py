@@ -1,8 +1,8 @@
-"""The torch operators themselves: loads the native library and registers the CPU and fake implementations.
+"""The torch operators themselves: loads the native library and registers the implementations of the families.
 
 Schemas and CUDA kernels come from libfp4gemm_torch.so, built once against torch's stable ABI. The CPU
-implementation is the reference, or compiled code with the same bits (cpu.py); the fake ones give shapes and
-dtypes to torch.compile and torch.export.
+implementation is the reference, or compiled code with the same bits; the fake ones give shapes and dtypes to
+torch.compile and torch.export.
 """
 
 from __future__ import annotations
@@ -11,10 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from .. import _native, reference
-from . import cpu, fakes, flops
-from .schema import SCHEMAS
+from . import convert, moe, producers, ranks, train
+from . import gemm as gemm_ops
+from . import linear as linear_ops
+from . import quantize as quantize_ops
+from ._call import Operator
+
+OPERATORS: dict[str, Operator] = {
+    name: operator
+    for family in (gemm_ops, linear_ops, quantize_ops, producers, convert, moe, ranks, train)
+    for name, operator in family.OPERATORS.items()
+}
 
 
 def _load() -> None:
@@ -36,11 +46,16 @@ _load()
 
 # Kept alive: deleting it would remove the registrations.
 _CPU = torch.library.Library("fp4gemm", "IMPL", "CPU")
-for _name in (*SCHEMAS, "gemm_out"):
-    _CPU.impl(_name, getattr(cpu if _name in cpu.__all__ else reference, _name))
-    torch.library.register_fake(f"fp4gemm::{_name}", getattr(fakes, _name))
+for _name, _operator in OPERATORS.items():
+    _CPU.impl(_name, _operator.cpu)
+    torch.library.register_fake(f"fp4gemm::{_name}", _operator.fake)
+    if _operator.flops is not None:
+        register_flop_formula(getattr(torch.ops.fp4gemm, _name), get_raw=True)(_operator.flops)
 
-flops.register()
+reference.register(
+    {name: operator.reference for name, operator in OPERATORS.items()}
+    | {"activate": gemm_ops.activate, "rms_norm": producers.rms_norm, "silu_and_mul": producers.silu_and_mul}
+)
 
 # The overloads, bound once: an attribute walk through torch.ops costs about a microsecond a call.
 combine = torch.ops.fp4gemm.combine.default

@@ -1,36 +1,49 @@
-"""A reference of every operator in plain torch, for any device, registered as the CPU implementation.
+"""The reference: the definition of every operator in plain torch, for any device.
 
-Each function has the arguments and the results of the operator with the same name, and it defines the bits of
-the results. The docstring of its module or of the function has the formulas. Options are numbers, as in the
-operators, and have the fixed defaults of the schemas.
+The modules of this folder have the formulas, with every rounding. They import nothing that lies above them
+and check no operator's arguments. Here are, besides, the functions ``quantize``, ``gemm`` and so on, one for
+each operator, with its parameters, its checks and its results. Options are numbers, as in the operators, and
+have the fixed defaults of the schemas. The families of :mod:`fp4gemm.ops` define these functions, call the
+formulas in them, and register them here, because they lie above this package.
 """
 
 from __future__ import annotations
 
-from .activations import activate
-from .decoding import decode, dequantize, quantize_decoded
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
 from .formats import decode_e2m1, encode_e2m1, encode_e4m3, encode_e8m0
-from .gemm import gemm, gemm_out
-from .grouped import zero_outside_groups
-from .linear import linear
-from .moe import combine, experts, route
-from .mxfp8 import mxfp8_dequantize, mxfp8_quantize
-from .nvfp4 import quantize, quantize_both
-from .prepacking import prepack, unprepack
-from .producers import (
-    rms_norm,
-    rms_norm_quantize,
-    rms_norm_quantize_decoded,
-    silu_and_mul,
-    silu_and_mul_quantize,
-    silu_and_mul_quantize_decoded,
-)
-from .ranks import combine_part, combine_ranks, combine_tree, route_ranks
-from .records import gather_records, make_records, quantize_records
-from .scale_search import quantize_searched
-from .stacks import quantize_stack
-from .swiglu import swiglu, swiglu_backward
-from .training import train_backward, train_forward
+
+if TYPE_CHECKING:
+    from ..ops.convert import decode, dequantize, mxfp8_dequantize, mxfp8_quantize, prepack, unprepack
+    from ..ops.gemm import activate, gemm, gemm_out
+    from ..ops.linear import linear
+    from ..ops.moe import combine, experts, route, zero_outside_groups
+    from ..ops.producers import (
+        rms_norm,
+        rms_norm_quantize,
+        rms_norm_quantize_decoded,
+        silu_and_mul,
+        silu_and_mul_quantize,
+        silu_and_mul_quantize_decoded,
+    )
+    from ..ops.quantize import (
+        quantize,
+        quantize_both,
+        quantize_decoded,
+        quantize_searched,
+        quantize_stack,
+    )
+    from ..ops.ranks import (
+        combine_part,
+        combine_ranks,
+        combine_tree,
+        gather_records,
+        make_records,
+        quantize_records,
+        route_ranks,
+    )
+    from ..ops.train import swiglu, swiglu_backward, train_backward, train_forward
 
 __all__ = [
     "activate",
@@ -74,3 +87,8 @@ __all__ = [
     "unprepack",
     "zero_outside_groups",
 ]
+
+
+def register(functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Make functions attributes of this module; :mod:`fp4gemm.ops.operators` calls it."""
+    globals().update(functions)

@@ -1,4 +1,4 @@
-"""Groups of rows: the group of each row, and the position of each row in the padded result.
+"""Groups of rows: the group and the padded position of each row, and the parts of a grouped product.
 
 offs holds the cumulative ends of g groups. The rows from offs[-1] on belong to no group. If x is quantized
 along k, the scales of each group start at a multiple of 128 rows of the swizzled matrix. If x is quantized
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks import moe as moe_checks
+from .. import _checks
 from ..layout import (
     GROUP_COLUMNS,
     TILE_COLUMNS,
@@ -21,8 +21,8 @@ from ..layout import (
     swizzle_scales,
     unswizzle_scales,
 )
-from ..ops.schema import ZeroOutsideGroupsCall, accepts
-from . import checks
+
+TILE_BYTES = 512  # bytes of a 128x4 tile of swizzled scales
 
 
 class Groups:
@@ -32,7 +32,7 @@ class Groups:
     """
 
     def __init__(self, offs: object, m: int, device: torch.device, step: int = TILE_ROWS) -> None:
-        ends = checks.group_ends(offs, m, device).to(torch.int64)
+        ends = _checks.ends_of_rows(offs, m, device).to(torch.int64)
         self.m, self.num_groups = m, ends.shape[0]
         self.num_rows = int(ends[-1])  # the rows that belong to a group
         sizes = torch.diff(ends, prepend=ends.new_zeros(1))
@@ -106,15 +106,37 @@ class ColumnGroups:
         return torch.cat((per_group, per_group.new_zeros(1, per_group.shape[1])))[self.of_block].t()
 
 
-@accepts(ZeroOutsideGroupsCall)
-def zero_outside_groups(call: ZeroOutsideGroupsCall) -> None:
-    """Write zeros to the rows of x that are in no group, those from offs[-1] on.
+# ---- the parts of a grouped product
 
-    Args:
-        x: bfloat16, float16 or float32 (m, n), contiguous, 16-byte aligned.
-        offs: int32 (g,), g >= 1, the cumulative ends of the groups. On a GPU only the last one is read, and
-            one outside of 0..m counts as clipped to it.
+
+def of_rows(ends: Tensor, m: int) -> list[tuple[int, int, int, int]]:
+    """Return (begin, end, scale_begin, scale_end) of each group: its rows and the rows of its scales."""
+    spans = []
+    begin = scale_begin = 0
+    for end in _checks.ascending(ends, m, "the rows of a"):
+        scale_end = scale_begin + (end - begin + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+        spans.append((begin, end, scale_begin, scale_end))
+        begin, scale_begin = end, scale_end
+    return spans
+
+
+def of_columns(ends: Tensor, k: int) -> list[tuple[int, int]]:
+    """Return (begin, end) of each group: its columns, including its padding to a multiple of 64."""
+    spans = []
+    before = begin = 0
+    for end in _checks.ascending(ends, k, "the columns of a"):
+        spans.append((begin, begin + (end - before + GROUP_COLUMNS - 1) // GROUP_COLUMNS * GROUP_COLUMNS))
+        before, begin = end, spans[-1][1]
+    if begin > k:
+        raise ValueError(f"offs: the padded groups have {begin} columns, must be at most {k}, the k of a")
+    return spans
+
+
+def scales_of_columns(scales: Tensor, begin: int, end: int) -> Tensor:
+    """Return the swizzled scales of columns begin .. end-1 of an operand (rows, k).
+
+    begin and end are multiples of 64: the scales of 64 columns are one tile wide.
     """
-    x = moe_checks.zero_outside_groups(call)
-    ends = checks.ascending(call.offs, x.shape[0], "the rows of x")
-    x[ends[-1] :] = 0
+    rows, tiles = scales.shape[0], slice(begin // GROUP_COLUMNS, end // GROUP_COLUMNS)
+    part = scales.view(torch.uint8).view(rows // TILE_ROWS, -1, TILE_BYTES)[:, tiles].contiguous()
+    return part.view(rows, -1).view(scales.dtype)

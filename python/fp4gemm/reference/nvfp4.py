@@ -18,187 +18,96 @@ without its lower bound of 1e-12 on A.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _checks
-from .._checks import options as option_checks
 from ..layout import padded_scale_shape, swizzle_scales
-from ..ops.schema import QuantizeBothCall, QuantizeCall, accepts, narrowed
-from . import checks
 from . import four_over_six as adaptive
-from .chunks import fp32, gathered, row_chunks
+from .chunks import fp32, row_chunks
 from .formats import E2M1_MAX, encode_e2m1, encode_e2m1_stochastic, encode_e4m3, pack, unpack
 from .grouped import ColumnGroups, Groups
 from .hadamard import rotate
 from .philox import random_bytes
 
 __all__ = [
+    "Quantization",
     "block_amaxes",
-    "cast_rows",
-    "check_amax",
+    "cast",
     "element_factor",
     "encode_scale",
     "outer_amax",
     "quantize",
-    "quantize_both",
+    "result_shape",
     "standard_scale",
 ]
 
 BLOCK = _checks.BLOCK
 
 
-def _shape(call: QuantizeCall) -> tuple[int, int]:
+class Quantization(NamedTuple):
+    """What is quantized and how, with the numbers of the operator ``quantize``."""
+
+    x: Tensor
+    amax: Tensor | None  # A; None computes it
+    per_row: bool
+    axis: int = -1
+    block_rows: int = 1
+    encode: int = 0
+    four_over_six: int = 0
+    fast_error: bool = False
+    e4m3_max: int = 448
+    hadamard: int = 0
+    signs: int = 0
+    rng_state: Tensor | None = None
+    headroom: float = 1.0
+
+
+def result_shape(call: Quantization) -> tuple[int, int]:
     """Return the shape (rows, k) of the result."""
     m, k = call.x.shape
     return (k, m) if call.axis == 0 else (m, k)
 
 
-def _load(call: QuantizeCall, begin: int, end: int) -> Tensor:
+def _load(call: Quantization, begin: int, end: int) -> Tensor:
     """Return rows of x, or of its transpose, as float32 (end - begin, blocks, 16), rotated by hadamard."""
     rows = call.x[:, begin:end].t() if call.axis == 0 else call.x[begin:end]
     blocks = rows.to(torch.float32).contiguous().view(end - begin, -1, BLOCK)
     return rotate(blocks, call.signs, call.hadamard == 1) if call.hadamard else blocks
 
 
-@accepts(QuantizeCall)
-def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (codes, scales, amax) of x (m, k) or of its transpose, as the module docstring defines them.
+def quantize(
+    call: Quantization, groups: Groups | ColumnGroups | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, swizzled scales and amax, as the module docstring defines them.
 
-    Args:
-        x: (m, k) bfloat16, float16 or float32, unit stride along k, m >= 0, k a positive multiple of 16.
-        amax: A, float32; None computes it from x. With per_row it has an entry for each row of the result,
-            (m,), or (g, m) with offs and axis 0. Otherwise it is (1,), or (g,) with offs.
-        per_row: whether each row has an amax; otherwise the tensor or, with offs, each group has one.
-        axis: -1 for blocks along k; 0 for blocks along m, with the result of x.T. Without offs, m must then
-            be a positive multiple of 16.
-        block_rows: 1, or 16 for 16x16 tiles that share one scale. If the last tile has fewer than 16 rows,
-            the missing ones count as zero.
-        encode: 0 for te, 1 for te_per_token.
-        four_over_six: 0 for none, 1 to choose by the mean absolute error, 2 by the mean squared error
-            (reference/four_over_six.py). The error of a tile is summed in the orientation of x for either
-            axis.
-        fast_error: whether four_over_six uses the fast error instead of the exact one.
-        e4m3_max: 448, or 256 with four_over_six.
-        hadamard: 0 for none, 1 to rotate and round to bfloat16, 2 to rotate (reference/hadamard.py).
-        signs: element r of each block is negated before the rotation if bit r is set.
-        rng_state: int64 (2,), {seed, offset}. If it is given, codes are rounded stochastically
-            (reference/philox.py), with offset + 1 for axis 0.
-        headroom: 1.0 or 17/16, which multiplies the magnitudes that A and the block scales are computed from.
-        offs: int32 (g,), the ends of groups of rows (reference/grouped.py). With axis -1, the rows after the
-            last group get codes and amax 0. With axis 0, the result is that of the padded groups, transposed,
-            (k, grouped_columns(m, g)), and each group has an amax of its own, 0 if it has no rows.
-        rows: int32 (m,). Row i of what is quantized is row rows[i] of x, or zeros if that is outside of x.
-            Only with axis -1, an amax for each row that is computed, and the defaults of the other options
-            but offs.
-
-    Returns:
-        codes uint8 (m, k/2); scales float8_e4m3fn (ceil128(m), ceil4(k/16)), or with offs
-        (grouped_scale_rows(m, g), ceil4(k/16)), swizzled, with zero padding; amax float32 (m,) with per_row,
-        else (1,), or (0,) if the argument amax was given. With axis -1 an amax for each group is expanded to
-        (m,), even if it was given. For axis 0, m and k are exchanged, and with offs amax is (g, m) or (g,).
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: for an invalid argument or combination; the text names it.
+    With groups of columns, x has their padding.
     """
-    _checks.quantize_input(call.x)
-    _checks.is_one_of("axis", call.axis, (-1, 0))
-    checks.options(call)
-    if call.rows is not None:
-        call = call._replace(x=gathered(call.x, call.rows), rows=None)
-    return _quantize(*_grouped("amax", call))
-
-
-@accepts(QuantizeBothCall)
-def quantize_both(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the results of quantize(x, axis=-1) without the rotation, then of quantize(x, axis=0) with it.
-
-    This is the recipe of TransformerEngine.
-
-    Args:
-        x: (m, k), m and k positive multiples of 16; m is any number with offs.
-        amax: A for axis -1, or None.
-        amax_t: A for axis 0; it must be given exactly when amax is.
-
-    The other arguments, the results and the errors are those of :func:`quantize`.
-    """
-    _checks.quantize_input(call.x, "fp4gemm.quantize_both")
-    rows = narrowed(QuantizeCall, call)
-    checks.options(rows)
-    if (call.amax is None) != (call.amax_t is None):
-        raise ValueError(
-            f"amax_t: got {'None' if call.amax_t is None else 'a tensor'}, must be given exactly when amax is"
-        )
-    columns = rows._replace(axis=0, amax=call.amax_t)
-    of_rows = _grouped("amax", rows._replace(hadamard=0, signs=0))
-    of_columns = _grouped("amax_t", columns)
-    return *_quantize(*of_rows), *_quantize(*of_columns)
-
-
-def _grouped(name: str, call: QuantizeCall) -> tuple[QuantizeCall, Groups | ColumnGroups | None]:
-    """Check the shapes of a call, whose amax has this name, and return it with its groups.
-
-    With groups of columns, x of the call that is returned has their padding.
-    """
-    x, offs = call.x, call.offs
-    groups: Groups | ColumnGroups | None = None
-    if offs is not None and call.block_rows == 16:
-        raise NotImplementedError("offs: got a tensor, must be None with block_rows 16")
-    if offs is not None and call.axis == 0:
-        groups = ColumnGroups(offs, x.shape[0], x.device)
-        call = call._replace(x=groups.pad(x))
-    elif offs is not None:
-        groups = Groups(offs, x.shape[0], x.device)
-    elif call.axis == 0:
-        _checks.is_multiple("x", "m", x.shape[0], BLOCK)
-    check_amax(name, call, groups)
-    return call, groups
-
-
-def check_amax(name: str, call: QuantizeCall, groups: Groups | ColumnGroups | None) -> None:
-    """Raise unless the amax of a call is None or has the entries that the call needs."""
-    if call.amax is None:
-        return
-    num_groups = 0 if groups is None else groups.num_groups
-    rows, _ = _shape(call)
-    option_checks.given_amax(
-        name, call.amax, rows, call.per_row, call.x.device, axis=call.axis, groups=num_groups
-    )
-    option_checks.amax_values(name, call.amax)
-
-
-def _quantize(call: QuantizeCall, groups: Groups | ColumnGroups | None) -> tuple[Tensor, Tensor, Tensor]:
-    rows, k = _shape(call)
+    rows, k = result_shape(call)
     if k == 0 and isinstance(groups, ColumnGroups):  # no group has a row
         codes = torch.empty((rows, 0), dtype=torch.uint8, device=call.x.device)
         scales = codes.new_empty((padded_scale_shape(rows, 0)), dtype=torch.float8_e4m3fn)
         made = groups.amax(torch.zeros((rows, 0), dtype=torch.float32, device=codes.device), call.per_row)
         return codes, scales, made if call.amax is None else made.new_empty(0)
     if call.block_rows == 16 and call.axis == 0:
-        codes, scales, amax = _cast(call._replace(axis=-1), None)
+        codes, scales, amax = cast(call._replace(axis=-1), None)
         # A 16x16 tile has the same scale in both orientations.
         tiles = scales.view(torch.uint8)[::BLOCK].t().repeat_interleave(BLOCK, dim=0)
         return _transpose_codes(codes), swizzle_scales(tiles.view(scales.dtype)), amax
-    codes, scales, amax = _cast(call, groups)
+    codes, scales, amax = cast(call, groups)
     return codes, groups.swizzle(scales) if isinstance(groups, Groups) else swizzle_scales(scales), amax
 
 
-def cast_rows(call: QuantizeCall, first_row: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes, scales (rows, blocks), which are not swizzled, and amax, of a call without groups.
+def cast(
+    call: Quantization, groups: Groups | ColumnGroups | None = None, first_row: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, scales (rows, blocks), which are not swizzled, and amax.
 
     Row i has the random numbers of row first_row + i.
     """
-    checks.options(call)
-    return _cast(call, None, first_row)
-
-
-def _cast(
-    call: QuantizeCall, groups: Groups | ColumnGroups | None, first_row: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes, scales (rows, blocks), which are not swizzled, and amax."""
-    m, k = _shape(call)
+    m, k = result_shape(call)
     device = call.x.device
     # The greatest of the rounded products is the rounded product of the greatest.
     block_amax = block_amaxes(call) * call.headroom
@@ -240,7 +149,7 @@ def _cast(
 
 
 def _amaxes(
-    call: QuantizeCall, groups: Groups | ColumnGroups | None, block_amax: Tensor
+    call: Quantization, groups: Groups | ColumnGroups | None, block_amax: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return A, (m or 1, 1) or, with groups of columns, (m or 1, blocks), and the amax of the result."""
     amax = call.amax
@@ -257,12 +166,12 @@ def _amaxes(
     return amax.view(-1, 1), amax
 
 
-def block_amaxes(call: QuantizeCall) -> Tensor:
+def block_amaxes(call: Quantization) -> Tensor:
     """Return a_b, float32 (rows, blocks).
 
     NaNs are masked first, because torch's max propagates a NaN and the max instruction of a GPU does not.
     """
-    m, k = _shape(call)
+    m, k = result_shape(call)
     result = torch.empty((m, k // BLOCK), dtype=torch.float32, device=call.x.device)
     for i, j in row_chunks(m, k):
         a = _load(call, i, j).abs()

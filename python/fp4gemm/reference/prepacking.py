@@ -28,9 +28,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from ..containers import _fields
 from ..layout import swizzle_scales, unswizzle_scales
-from ..ops.schema import PackedCall, UnprepackCall, accepts
 
 __all__ = ["prepack", "unprepack"]
 
@@ -96,33 +94,8 @@ def _magnitudes() -> Tensor:
     return torch.cat((stored, stored.new_tensor([0xFF])))  # NaN
 
 
-@accepts(PackedCall)
-def prepack(call: PackedCall) -> Tensor:
-    """Return the prepacked bytes of a weight, or of each weight of a stack.
-
-    Args:
-        codes: uint8 (n, k/2) or (g, n, k/2), g >= 1, k a positive multiple of 16.
-        scales: float8_e4m3fn (ceil128(n), ceil4(k/16)) for each weight, swizzled; the padding is not read.
-
-    Returns:
-        uint8 (bytes,) or (g, bytes), bytes = 2304 * ceil(n / 64) * ceil(k / 64).
-    """
-    scales = call.scales
-    x = _checks.is_tensor("codes", call.codes)
-    if x.dim() != 3:
-        return _prepack(*_checks.packed_operand("codes", x, "scales", scales))
-    g, n, k = x.shape[0], x.shape[1], 2 * x.shape[2]
-    if g < 1:
-        raise ValueError(f"codes: shape is {tuple(x.shape)}, must hold a matrix or more")
-    _checks.has_dtype("codes", x, (torch.uint8, torch.float4_e2m1fn_x2))
-    _checks.is_multiple("codes", "k", k, BLOCK)
-    _checks.is_contiguous("codes", x)
-    _checks.is_aligned("codes", x)
-    s = _fields.stack_scales("scales", scales, g, n, k, x.device, "codes")
-    return torch.stack([_prepack(*matrix) for matrix in zip(_checks.as_codes(x), s, strict=True)])
-
-
-def _prepack(codes: Tensor, scales: Tensor) -> Tensor:
+def prepack(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the bytes of a weight, of codes (n, k/2) and swizzled scales; the padding is not read."""
     n, k = codes.shape[0], 2 * codes.shape[1]
     rows, columns = -(-n // CHUNK), -(-k // CHUNK)
     if rows == 0:
@@ -145,42 +118,8 @@ def _prepack(codes: Tensor, scales: Tensor) -> Tensor:
     return torch.cat(parts, dim=1).flatten()
 
 
-@accepts(UnprepackCall)
-def unprepack(call: UnprepackCall) -> tuple[Tensor, Tensor]:
-    """Return (codes, scales) of a weight (n, k) from its prepacked bytes; the padding of the scales is zero.
-
-    No scale is negative: if a scale was negative before :func:`prepack`, its sixteen codes have changed sign.
-
-    Args:
-        packed: uint8 (bytes,) or (g, bytes), g >= 1.
-        n: the rows of a matrix, >= 0.
-        k: a positive multiple of 16.
-    """
-    packed, n, k = call
-    x = _checks.is_tensor("packed", packed)
-    _checks.has_dtype("packed", x, (torch.uint8,))
-    _checks.is_int("n", n, 0)
-    _checks.is_int("k", k, 1)
-    if k % BLOCK:
-        raise ValueError(f"k: got {k}, must be a positive multiple of {BLOCK}")
-    if x.dim() not in (1, 2) or (x.dim() == 2 and x.shape[0] < 1):
-        raise ValueError(f"packed: shape is {tuple(x.shape)}, must be (bytes,) or (g, bytes), g at least 1")
-    wanted = _checks.prepacked_bytes(n, k)
-    if x.shape[-1] != wanted:
-        raise ValueError(
-            f"packed: shape is {tuple(x.shape)}, must have {wanted} bytes a matrix, prepacked ({n}, {k})"
-        )
-    _checks.is_contiguous("packed", x)
-    _checks.is_aligned("packed", x)
-    if x.dim() == 1:
-        return _unprepack(x, n, k)
-    codes, scales = zip(*(_unprepack(matrix, n, k) for matrix in x), strict=True)
-    # The scales are stacked as bytes, because few torch operators support float8.
-    plain = torch.stack([s.view(torch.uint8) for s in scales])
-    return torch.stack(codes), plain.view(torch.float8_e4m3fn)
-
-
-def _unprepack(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
+def unprepack(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
+    """Return (codes, scales) of a weight (n, k) from its bytes; the padding of the scales is zero."""
     rows, columns = -(-n // CHUNK), -(-k // CHUNK)
     chunks = packed.view(-1, CHUNK_BYTES)
     words = chunks[:, :CODE_BYTES].contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""The producers of quantized operands: SiLU-and-multiply and RMS norm, alone or with quantization.
+"""What produces operands to quantize: SiLU-and-multiply and RMS norm.
 
 fl(.) is one float32 operation, cast(.) rounds to the dtype of x (bfloat16 or float16)::
 
@@ -23,22 +23,14 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from .._checks import options as option_checks
-from ..ops.schema import RmsNormQuantizeCall, SiluAndMulQuantizeCall, accepts
 from .chunks import fp32, row_chunks
-from .decoding import quantize_decoded
-from .nvfp4 import quantize
 
 __all__ = [
     "folded",
     "inverse_rms",
     "rms_norm",
-    "rms_norm_quantize",
-    "rms_norm_quantize_decoded",
     "silu",
     "silu_and_mul",
-    "silu_and_mul_quantize",
-    "silu_and_mul_quantize_decoded",
 ]
 
 BLOCK = _checks.BLOCK
@@ -54,33 +46,13 @@ def silu(gate: Tensor) -> Tensor:
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """Return y = cast(fl(cast(silu(g)) * u)) with g = x[:, :k] and u = x[:, k:]; -inf in g gives NaN.
-
-    Args:
-        x: (m, 2k) bfloat16 or float16, unit stride along a row, m >= 0, k a positive multiple of 16.
-
-    Returns:
-        y, (m, k) of the dtype of x.
-    """
-    _checks.quantize_input(x, "fp4gemm.silu_and_mul_quantize", dtypes=_checks.HALF_DTYPES, step=2 * BLOCK)
+    """Return y (m, k) = cast(fl(cast(silu(g)) * u)), g = x[:, :k] and u = x[:, k:]; -inf in g gives NaN."""
     m, k = x.shape[0], x.shape[1] // 2
     out = torch.empty((m, k), dtype=x.dtype, device=x.device)
     for i, j in row_chunks(m, 2 * k):
         gate, up = x[i:j, :k], x[i:j, k:]
         out[i:j] = silu(gate).to(torch.float32) * up.to(torch.float32)
     return out
-
-
-@accepts(SiluAndMulQuantizeCall)
-def silu_and_mul_quantize(call: SiluAndMulQuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return quantize(silu_and_mul(x)) with one amax per row; with offs, the scales are grouped."""
-    return quantize(silu_and_mul(call.x), None, True, offs=call.offs)
-
-
-@accepts(SiluAndMulQuantizeCall)
-def silu_and_mul_quantize_decoded(call: SiluAndMulQuantizeCall) -> tuple[Tensor, Tensor]:
-    """Return the result of :func:`silu_and_mul_quantize`, decoded: float16 (m, k) and amax."""
-    return quantize_decoded(silu_and_mul(call.x), None, True, offs=call.offs)
 
 
 def folded(t: Tensor) -> Tensor:
@@ -106,29 +78,12 @@ def inverse_rms(h: Tensor, epsilon: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Return (y, h): y = cast(fl(weight * cast(fl(h * r)))) and h = cast(fl(x + residual)).
+    """Return (y, h) of x (m, k): y = cast(fl(weight * cast(fl(h * r)))) and h = cast(fl(x + residual)).
 
-    The module docstring defines r.
-
-    Args:
-        x: (m, k) bfloat16 or float16, unit stride along k, m >= 0, k a positive multiple of 16.
-        weight: (k,) of the dtype of x, or None.
-        residual: a tensor of the shape and the dtype of x, or None.
-        eps: a finite number >= 0, rounded to float32.
-
-    Returns:
-        y (m, k); h (m, k), or (0,) without a residual. Both have the dtype of x.
+    The module docstring defines r. h is empty without a residual.
     """
-    function = "fp4gemm.rms_norm_quantize"
-    _checks.quantize_input(x, function, dtypes=_checks.HALF_DTYPES)
     m, k = x.shape
-    if weight is not None:
-        _checks.exact_vector("weight", weight, k, x.dtype, x.device, "x", function)
-    if residual is not None:
-        _checks.quantize_input(residual, function, name="residual", dtypes=(x.dtype,))
-        _checks.has_shape("residual", residual, (m, k), ", the shape of x")
-        _checks.same_device("residual", residual, x.device, "x")
-    epsilon = fp32(option_checks.epsilon(eps), x.device)
+    epsilon = fp32(eps, x.device)
     out = torch.empty((m, k), dtype=x.dtype, device=x.device)
     summed = torch.empty((m, k) if residual is not None else (0,), dtype=x.dtype, device=x.device)
     for i, j in row_chunks(m, k):
@@ -139,17 +94,3 @@ def rms_norm(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: flo
         y = (h * inverse_rms(h, epsilon).unsqueeze(1)).to(x.dtype)
         out[i:j] = y if weight is None else weight.to(torch.float32) * y.to(torch.float32)
     return out, summed
-
-
-@accepts(RmsNormQuantizeCall)
-def rms_norm_quantize(call: RmsNormQuantizeCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (codes, scales, amax, h): quantize(y) with one amax per row; y and h as in :func:`rms_norm`."""
-    y, summed = rms_norm(*call)
-    return *quantize(y, None, True), summed
-
-
-@accepts(RmsNormQuantizeCall)
-def rms_norm_quantize_decoded(call: RmsNormQuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result of :func:`rms_norm_quantize`, decoded: float16 (m, k), amax and h."""
-    y, summed = rms_norm(*call)
-    return *quantize_decoded(y, None, True), summed

@@ -22,114 +22,82 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks import ranks as rank_checks
-from ..ops.rank_schema import CombinePartCall, CombineRanksCall, CombineTreeCall, RouteRanksCall
-from ..ops.schema import accepts
 from .chunks import row_chunks
-from .moe import combine, route
+from .moe import route
 
-__all__ = ["combine_part", "combine_ranks", "combine_tree", "route_ranks"]
+__all__ = ["TREE_BLOCKS", "combine_part", "combine_tree", "route_ranks"]
+
+TREE_BLOCKS = 8  # kTreeBlocks of cpp/src/moe/ranks.hpp
 
 
-@accepts(RouteRanksCall)
-def route_ranks(call: RouteRanksCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return (offs, token_of_row, slot_of_row, row_of_pair, status) of a rank.
-
-    Args:
-        topk_ids: int32 or int64 (tokens, top_k), contiguous, of all ranks.
-        num_experts, num_ranks, rank, capacity: as for :func:`fp4gemm.ranks.route_ranks`.
-
-    Returns:
-        offs int32 (num_experts / num_ranks,), at most capacity; token_of_row and slot_of_row int32
-        (capacity,), -1 from offs[-1] on; row_of_pair int32 (tokens, top_k); status int32 (2,), the most rows
-        that a rank needs, and whether an id is outside of -1..num_experts-1.
-
-    Raises:
-        ValueError: a token names an expert twice.
-    """
-    local = rank_checks.route_ranks(call)
-    ids, capacity = call.topk_ids, call.capacity
-    offs, _, row_of_pair = route(ids, call.num_experts)
+def route_ranks(
+    ids: Tensor, num_experts: int, num_ranks: int, rank: int, capacity: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return (offs, token_of_row, slot_of_row, row_of_pair, status) of a rank, for ids (tokens, top_k)."""
+    local = num_experts // num_ranks
+    offs, _, row_of_pair = route(ids, num_experts)
     ends = offs.to(torch.int64)
     last = ends[local - 1 :: local].contiguous()  # (num_ranks,), the end of the rows of each rank
     first = torch.cat((last.new_zeros(1), last[:-1]))
     rows = row_of_pair.to(torch.int64)
-    owner = torch.searchsorted(last, rows.clamp(min=0), right=True).clamp(max=call.num_ranks - 1)
+    owner = torch.searchsorted(last, rows.clamp(min=0), right=True).clamp(max=num_ranks - 1)
     place = rows - first[owner]
     has = (rows >= 0) & (place < capacity)
     placed = torch.where(has, owner * capacity + place, -1)
     token_of_row = torch.full((capacity,), -1, dtype=torch.int64, device=ids.device)
     slot_of_row = token_of_row.clone()
-    pairs = (has & (owner == call.rank)).nonzero()
+    pairs = (has & (owner == rank)).nonzero()
     mine = place[pairs[:, 0], pairs[:, 1]]
     token_of_row[mine], slot_of_row[mine] = pairs[:, 0], pairs[:, 1]
-    own = ends[call.rank * local : (call.rank + 1) * local] - first[call.rank]
+    own = ends[rank * local : (rank + 1) * local] - first[rank]
     wide = ids.to(torch.int64)
-    is_invalid = ((wide < -1) | (wide >= call.num_experts)).any()
+    is_invalid = ((wide < -1) | (wide >= num_experts)).any()
     status = torch.stack(((last - first).max(), is_invalid.to(torch.int64)))
     found = (own.clamp(max=capacity), token_of_row, slot_of_row, placed, status)
     return tuple(t.to(torch.int32) for t in found)  # type: ignore[return-value]
 
 
-@accepts(CombineRanksCall)
-def combine_ranks(call: CombineRanksCall) -> Tensor:
-    """Return :func:`.moe.combine` of the tensors of y, one after the other.
-
-    Args:
-        y: one or more (capacity, d). row_of_pair, topk_weights, out_dtype: as for :func:`.moe.combine`.
-    """
-    dtype = rank_checks.combine_ranks(call)
-    y = call.y[0] if len(call.y) == 1 else torch.cat(list(call.y))
-    return combine(y, call.row_of_pair, call.topk_weights, dtype)
-
-
-@accepts(CombinePartCall)
-def combine_part(call: CombinePartCall) -> None:
-    """Write the part of one rank to out, as the module docstring defines it.
-
-    Args:
-        y: (capacity, d), what the experts of the rank computed.
-        topk_ids, row_of_pair, topk_weights: (tokens, top_k), of all ranks' tokens.
-        out: (tokens, d) of the dtype of the parts.
-        num_experts, num_ranks, rank: as for :func:`route_ranks`.
-    """
-    experts = rank_checks.combine_part(call)
-    num_blocks = rank_checks.TREE_BLOCKS // call.num_ranks
-    capacity, d = call.y.shape
-    ids = call.topk_ids.to(torch.int64)
-    rows = call.row_of_pair.to(torch.int64) - call.rank * capacity
-    block_of_pair = ids.div(experts, rounding_mode="floor")
-    weights = call.topk_weights.to(torch.float32)
+def combine_part(
+    y: Tensor,
+    ids: Tensor,
+    row_of_pair: Tensor,
+    topk_weights: Tensor,
+    out: Tensor,
+    experts: int,
+    num_ranks: int,
+    rank: int,
+) -> None:
+    """Write the part of one rank to out, as the module docstring defines it; ``experts`` are in a block."""
+    num_blocks = TREE_BLOCKS // num_ranks
+    capacity, d = y.shape
+    wide = ids.to(torch.int64)
+    rows = row_of_pair.to(torch.int64) - rank * capacity
+    block_of_pair = wide.div(experts, rounding_mode="floor")
+    weights = topk_weights.to(torch.float32)
     for i, j in row_chunks(ids.shape[0], d * num_blocks):
         sums = []
-        for block in range(call.rank * num_blocks, (call.rank + 1) * num_blocks):
-            total = torch.zeros((j - i, d), dtype=torch.float32, device=call.y.device)
+        for block in range(rank * num_blocks, (rank + 1) * num_blocks):
+            total = torch.zeros((j - i, d), dtype=torch.float32, device=y.device)
             for slot in range(ids.shape[1]):
                 row = rows[i:j, slot]
                 has = (block_of_pair[i:j, slot] == block) & (row >= 0) & (row < capacity)
-                terms = call.y[row[has]].to(torch.float32) * weights[i:j, slot][has].unsqueeze(1)
+                terms = y[row[has]].to(torch.float32) * weights[i:j, slot][has].unsqueeze(1)
                 total[has] = total[has] + terms
-            sums.append(total.to(call.out.dtype).to(torch.float32))
-        call.out[i:j] = _folded(sums, call.out.dtype)
+            sums.append(total.to(out.dtype).to(torch.float32))
+        out[i:j] = _folded(sums, out.dtype)
 
 
-@accepts(CombineTreeCall)
-def combine_tree(call: CombineTreeCall) -> Tensor:
-    """Return the sum of the parts of all ranks, as the module docstring defines it.
-
-    Args:
-        parts: 1, 2, 4 or 8 of (tokens, d).
-        topk_ids: (t, top_k); a part counts as zero for a token that names no expert of its rank.
-        num_experts, first_token, out_dtype: as for :func:`fp4gemm.ranks.combine_tree`.
-    """
-    parts = rank_checks.combine_tree(call)
-    ids, first = call.topk_ids.to(torch.int64), call.first_token
-    t, local = ids.shape[0], call.num_experts // len(parts)
+def combine_tree(
+    parts: list[Tensor], topk_ids: Tensor, num_experts: int, first_token: int, out_dtype: torch.dtype
+) -> Tensor:
+    """Return the sum of the parts of all ranks, as the module docstring defines it."""
+    ids = topk_ids.to(torch.int64)
+    t, local = ids.shape[0], num_experts // len(parts)
     found = []
     for rank, part in enumerate(parts):
         has = ((ids >= rank * local) & (ids < (rank + 1) * local)).any(1, keepdim=True)
-        found.append(torch.where(has, part[first : first + t].to(torch.float32), 0.0))
-    return _folded(found, parts[0].dtype).to(call.out_dtype)
+        found.append(torch.where(has, part[first_token : first_token + t].to(torch.float32), 0.0))
+    return _folded(found, parts[0].dtype).to(out_dtype)
 
 
 def _folded(sums: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -30,62 +30,54 @@ from torch import Tensor
 
 from .. import _checks
 from ..layout import swizzle_scales
-from ..ops.schema import QuantizeCall, QuantizeSearchedCall, accepts, narrowed
-from . import checks
 from .chunks import fp32, row_chunks
 from .formats import E2M1_MAX, E2M1_VALUES, encode_e2m1, pack
 from .four_over_six import tile_sums
-from .nvfp4 import block_amaxes, element_factor, encode_scale, outer_amax, standard_scale
+from .nvfp4 import Quantization, block_amaxes, element_factor, encode_scale, outer_amax, standard_scale
 
-__all__ = ["LARGEST_CODE", "STEPS", "quantize_searched"]
+__all__ = ["LARGEST_CODE", "STEPS", "quantize"]
 
 BLOCK = _checks.BLOCK
 STEPS = (*range(7), *range(-1, -7, -1))  # from the code of the standard scale to that of each candidate
 LARGEST_CODE = 126  # the e4m3 code of 448
 
 
-@accepts(QuantizeSearchedCall)
-def quantize_searched(call: QuantizeSearchedCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (codes, scales, amax) of x (m, k), as the module docstring defines them.
-
-    Args:
-        x: (m, k) bfloat16, float16 or float32, unit stride along k, m >= 0, k a positive multiple of 16.
-        amax: A, float32 (m,) with per_row, else (1,); None computes it from x.
-        importance: h, float32 (k,), an entry for each column of x; None is 1 for all. The CPU refuses
-            negative and infinite entries and NaN.
-        per_row: whether each row has an amax; otherwise the tensor has one.
-        block_rows: 1, or 16 for 16x16 tiles that share one scale; per_row must then be False. If the last
-            tile has fewer than 16 rows, the missing ones count as zero.
-        e4m3_max: 448 or 256. With 256 the standard scales end at 256, which leaves larger candidates to the
-            blocks that have the amax of their row or tensor.
-
-    Returns:
-        codes uint8 (m, k/2); scales float8_e4m3fn (ceil128(m), ceil4(k/16)), swizzled, with zero padding;
-        amax float32 (m,) with per_row, else (1,), or (0,) if the argument amax was given.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: for an invalid argument or combination; the text names it.
-    """
-    checks.searched(call)
-    m, k = call.x.shape
-    block_amax = block_amaxes(narrowed(QuantizeCall, call))
-    amax, stored = call.amax, call.x.new_empty(0, dtype=torch.float32)
+def quantize(
+    matrix: Tensor,
+    amax: Tensor | None,
+    importance: Tensor | None,
+    per_row: bool,
+    block_rows: int,
+    e4m3_max: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, swizzled scales and amax of a matrix (m, k), as the module docstring defines them."""
+    m, k = matrix.shape
+    block_amax = block_amaxes(Quantization(matrix, None, per_row, block_rows=block_rows))
+    stored = matrix.new_empty(0, dtype=torch.float32)
     if amax is None:
-        amax = stored = outer_amax(block_amax.amax(dim=1), call.per_row, None)
+        amax = stored = outer_amax(block_amax.amax(dim=1), per_row, None)
     amax = amax.view(-1, 1)
-    encode = encode_scale(amax, call.e4m3_max)
-    codes = torch.empty((m, k // 2), dtype=torch.uint8, device=call.x.device)
-    scales = torch.empty((m, k // BLOCK), dtype=torch.float8_e4m3fn, device=call.x.device)
-    for i, j in row_chunks(m, k, call.block_rows):
+    encode = encode_scale(amax, e4m3_max)
+    codes = torch.empty((m, k // 2), dtype=torch.uint8, device=matrix.device)
+    scales = torch.empty((m, k // BLOCK), dtype=torch.float8_e4m3fn, device=matrix.device)
+    for i, j in row_chunks(m, k, block_rows):
         rows = slice(0, 1) if amax.shape[0] == 1 else slice(i, j)
-        x = call.x[i:j].to(torch.float32).contiguous().view(j - i, -1, BLOCK)
-        nibbles, scales[i:j] = _best(x, block_amax[i:j], encode[rows], amax[rows], call)
+        x = matrix[i:j].to(torch.float32).contiguous().view(j - i, -1, BLOCK)
+        nibbles, scales[i:j] = _best(
+            x, block_amax[i:j], encode[rows], amax[rows], importance, block_rows, e4m3_max
+        )
         codes[i:j] = pack(nibbles.view(j - i, k))
     return codes, swizzle_scales(scales), stored
 
 
 def _best(
-    x: Tensor, block_amax: Tensor, encode: Tensor, amax: Tensor, call: QuantizeSearchedCall
+    x: Tensor,
+    block_amax: Tensor,
+    encode: Tensor,
+    amax: Tensor,
+    importance: Tensor | None,
+    block_rows: int,
+    e4m3_max: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the codes 0..15, uint8 (rows, blocks, 16), and the float8_e4m3fn scales (rows, blocks).
 
@@ -96,8 +88,8 @@ def _best(
         amax: A, (rows, 1) or (1, 1).
     """
     table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=x.device)
-    inverse = torch.div(fp32(1.0, x.device), fp32(E2M1_MAX * call.e4m3_max, x.device))
-    weight = None if call.importance is None else call.importance.view(-1, BLOCK)
+    inverse = torch.div(fp32(1.0, x.device), fp32(E2M1_MAX * e4m3_max, x.device))
+    weight = None if importance is None else importance.view(-1, BLOCK)
     first = standard_scale(block_amax, encode).view(torch.uint8).to(torch.int16).clamp_(min=1)
     best: Any = None
     for step in STEPS:
@@ -105,7 +97,7 @@ def _best(
         scale = code.view(torch.float8_e4m3fn).to(torch.float32)
         nibbles = encode_e2m1(x * element_factor(scale, encode).unsqueeze(2))
         value = table[nibbles.to(torch.int32)] * (scale * amax * inverse).unsqueeze(2)
-        error = _error(value - x, weight, call.block_rows)
+        error = _error(value - x, weight, block_rows)
         if best is None:
             best = nibbles, code, error
         else:

@@ -22,10 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks import step
 from ..activations import exp_of_minus
-from ..ops.schema import accepts
-from ..ops.train_schema import SwigluBackwardCall, SwigluCall
 from .chunks import fp32, row_chunks
 from .producers import folded, silu
 
@@ -36,19 +33,8 @@ LANES = 128  # partial sums of a row
 SLOPE_ZERO_BELOW = -87.0  # where e(g) is clamped; the derivative is above -2e-36 there
 
 
-@accepts(SwigluCall)
-def swiglu(call: SwigluCall) -> Tensor:
-    """Return y; the docstring of the module has the formula.
-
-    Args:
-        gate, up: (m, f) bfloat16 or float16, unit stride along f, rows 16-byte aligned; f a positive multiple
-            of 8, m >= 0.
-        weights: float32 (m,), or None, which stands for ones.
-
-    Returns:
-        y, (m, f), of the dtype of gate.
-    """
-    gate, up, weights = step.swiglu(call)
+def swiglu(gate: Tensor, up: Tensor, weights: Tensor | None) -> Tensor:
+    """Return y (m, f), of gate and up (m, f) and the weights (m,)."""
     y = gate.new_empty(gate.shape)
     for i, j in row_chunks(*gate.shape):
         h = _times(silu(gate[i:j]), up[i:j])
@@ -56,22 +42,14 @@ def swiglu(call: SwigluCall) -> Tensor:
     return y
 
 
-@accepts(SwigluBackwardCall)
-def swiglu_backward(call: SwigluBackwardCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dgate, dup and dweights; the docstring of the module has the formulas.
-
-    Args:
-        dy: as gate.
-        gate, up, weights: as for :func:`swiglu`.
-
-    Returns:
-        dgate and dup (m, f), of the dtype of gate; dweights float32 (m,), or (0,) without weights.
-    """
-    gate, up, weights = step.swiglu_backward(call)
+def swiglu_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dgate, dup and dweights, which is empty without weights."""
     dgate, dup = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
     dweights = gate.new_empty(0 if weights is None else gate.shape[0], dtype=torch.float32)
     for i, j in row_chunks(*gate.shape):
-        g, u, d = gate[i:j], up[i:j], call.dy[i:j]
+        g, u, d = gate[i:j], up[i:j], dy[i:j]
         s = silu(g)
         if weights is None:
             dh = d

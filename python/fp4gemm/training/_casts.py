@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .._checks import options as option_checks
-from .._checks.training import is_under_autocast
 from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
 from ..containers.prepacked import PrepackedTensor, prepack
+from ..ops import options as option_checks
 from ..quantize import quantize
 from . import _forms, _quantizers
+from ._checks import is_under_autocast
 from ._gathered import GatheredWeight, transposed
 from .recipe import DEQUANTIZED, Cast, Operand, Recipe
 

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from .._checks import options as option_checks
-from .._checks import training as checks
 from .._refusals import REFUSALS, explained
 from ..ops import operators
 from ..products import fprop
-from ..reference import checks as reference_checks
 from . import _casts, _forms, _plain, _state, _step
+from . import _checks as checks
 from ._gradients import Call, gradients
 from ._once import first_only
 from .recipe import DEQUANTIZED, Recipe, resolve
@@ -285,10 +283,10 @@ def grouped_linear(
     _checks.has_rank("x", x, 2, "(m, k)")
     if offs is None:
         raise TypeError("offs: got None, must be a torch.Tensor, or x must be quantized with offs")
-    offs = option_checks.group_ends(option_checks.as_int32(offs), x.device, "x")
+    offs = _checks.group_ends(_checks.as_int32(offs), x.device, "x")
     _checks.has_shape("offs", offs, (weight.shape[0],), ", an end for each matrix of weight")
     if offs.device.type == "cpu" and _checks.has_memory(offs):
-        reference_checks.ascending(offs, x.shape[0], "the rows of x")
+        _checks.ascending(offs, x.shape[0], "the rows of x")
     return _apply(x, weight, bias, offs, True, recipe, state, cache, checks.main_grad(weight), shared)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _checks
-from .._checks import training as checks
+from . import _checks as checks
 from ._casts import Cache
 from .cache import WeightCache, after_load
 from .recipe import PRESETS, Recipe, resolve

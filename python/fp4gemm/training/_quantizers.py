@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from .. import _checks, support
-from .._checks import options as option_checks
 from .._refusals import REFUSALS, explained
 from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
 from ..ops import operators
+from ..ops import options as option_checks
 from ..quantize import quantize, quantize_both
 from .recipe import HEADROOM, Cast
 

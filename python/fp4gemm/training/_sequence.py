@@ -13,11 +13,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _checks
-from .._checks import training as checks
 from ..containers.nvfp4 import NVFP4Tensor
 from ..products import fprop
 from ..quantize import quantize
 from . import _casts, _forms, _functions, _gradients, _plain, _quantizers, _state
+from . import _checks as checks
 from ._once import first_only
 from .recipe import DEQUANTIZED, Cast, Recipe
 from .shared_input import dense_ends

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _checks
-from .._checks.step import SWIGLU_STEP
 from ..ops import operators
+from ..ops.train import SWIGLU_STEP
 from ._once import first_only
 
 __all__ = ["swiglu"]

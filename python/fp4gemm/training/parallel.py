@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from .. import _checks
-from .._checks import training as checks
 from . import _casts, _functions
+from . import _checks as checks
 from ._sequence import OnEveryRank, ScatterSum, Sharding, gathered_linear
 from .linear import Linear
 from .shared_input import QuantizedInput

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Literal
 
 from .. import _checks
-from .._checks import options as option_checks
+from ..ops import options as option_checks
 
 __all__ = ["DEQUANTIZED", "PRESETS", "Cast", "Operand", "Recipe", "resolve"]
 

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from .._checks import options as option_checks
-from .._checks import training as checks
 from ..containers._base import with_version
-from ..reference import checks as reference_checks
 from . import _casts, _forms, _state
+from . import _checks as checks
 from ._layer import RecipeLayer
 from .recipe import DEQUANTIZED, Cast, Recipe, resolve
 
@@ -138,9 +136,9 @@ def quantize_input(
     ends = None
     if offs is not None:
         _checks.has_rank("x", x, 2, "(m, k)")
-        ends = option_checks.group_ends(option_checks.as_int32(offs), x.device, "x")
+        ends = _checks.group_ends(_checks.as_int32(offs), x.device, "x")
         if ends.device.type == "cpu" and _checks.has_memory(ends):
-            reference_checks.ascending(ends, x.shape[0], "the rows of x")
+            _checks.ascending(ends, x.shape[0], "the rows of x")
     edge = x.reshape(-1, x.shape[-1])
     groups = ends
     if offs is None:

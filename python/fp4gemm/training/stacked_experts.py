@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from .._checks import training as checks
 from ..experts import Routing, route
 from ..nn import _transformers
 from ..nn._hooks import hooks_of
 from . import _casts, _functions, _routing
+from . import _checks as checks
 from ._layer import RecipeLayer
 from ._swiglu import swiglu
 from .cache import WeightCache

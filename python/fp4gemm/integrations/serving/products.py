@@ -10,7 +10,8 @@ from ... import support
 from ...activations import ActivationName
 from ...checkpoint.formats import Activations
 from ...ops import operators
-from ...ops.schema import ExpertsCall, LinearCall
+from ...ops.linear import LinearCall
+from ...ops.moe import ExpertsCall
 from ...quantize import quantize
 from .weights import Held
 

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import support
-from ..._checks import values
+from ... import _values, support
 from ...checkpoint.formats import FORMATS, FormatName
 from ...checkpoint.formats._format import outer_to_amax
 from ...containers.nvfp4 import NVFP4Tensor
@@ -93,7 +92,7 @@ def assembled(
             f"{name}.{names.block_scales}: holds NaN{which}, must be numbers; the checkpoint has no block "
             "scales for all of these rows, or lists the layer as quantized and stores it in 16 bits"
         )
-    values.check_block_scales(f"{name}.{names.block_scales}", bits)
+    _values.check_block_scales(f"{name}.{names.block_scales}", bits)
     least, most = torch.aminmax(codes, dim=-1)
     empty = (least == NOT_LOADED) & (most == NOT_LOADED) & ~is_zero
     unloaded = torch.stack([part.all(-1) for part in empty.split(list(partition_rows), -1)], -1)

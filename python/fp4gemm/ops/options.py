@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from ..ops.schema import QuantizeCall
 
-_INT32 = torch.iinfo(torch.int32)
 SIGNS = 0xD7E8  # TransformerEngine's sign vector: element r of a block is negated if bit r is set
 
 
@@ -198,11 +196,11 @@ def check(values: Mapping[str, Any]) -> None:
     """
     for name, value in values.items():
         if KEYWORDS[name].values:
-            is_choice(name, value, tuple(KEYWORDS[name].values))
+            _checks.is_choice(name, value, tuple(KEYWORDS[name].values))
     if "e4m3_max" in values:
-        is_choice("e4m3_max", values["e4m3_max"], (None, *_checks.E4M3_BOUNDS))
+        _checks.is_choice("e4m3_max", values["e4m3_max"], (None, *_checks.E4M3_BOUNDS))
     if "scale_search" in values:
-        is_choice("scale_search", values["scale_search"], (None, "mse"))
+        _checks.is_choice("scale_search", values["scale_search"], (None, "mse"))
     if "hadamard_signs" in values:
         check_signs(values["hadamard_signs"])
     for name in ("stochastic", "decoded"):
@@ -261,16 +259,6 @@ def _goes_together(name: str, value: object, values: Mapping[str, Any]) -> None:
         )
 
 
-def is_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Check as :func:`fp4gemm._checks.is_one_of` does; the first allowed value may be None."""
-    if allowed[0] is not None:
-        _checks.is_one_of(name, value, allowed)
-    elif value is not None and (type(value) is not type(allowed[1]) or value not in allowed):
-        error = ValueError if type(value) is type(allowed[1]) else TypeError
-        got = repr(value) if error is ValueError else _checks.describe(value)
-        raise error(f"{name}: got {got}, must be {_checks.listing([repr(item) for item in allowed])}")
-
-
 def axis(value: object, x: Tensor, step: int | None) -> int:
     """Check and return axis, -1 or 0; 0 needs an x (.., m, k) whose m is a positive multiple of ``step``.
 
@@ -284,45 +272,9 @@ def axis(value: object, x: Tensor, step: int | None) -> int:
     return 0 if value == 0 else -1
 
 
-def group_ends(value: object, device: torch.device, other: str) -> Tensor:
-    """Check and return offs, int32 (g,) with g >= 1, the ends of groups of rows. The values are not read."""
-    x = _checks.exact_vector("offs", value, None, torch.int32, device, other)
-    if x.shape[0] < 1:
-        raise ValueError("offs: shape is (0,), must have at least one entry")
-    return x
-
-
 def gather_rows(value: object, device: torch.device) -> Tensor:
     """Check and return rows, int32 (m,), the rows of x to quantize. The values are not read."""
     return _checks.exact_vector("rows", value, None, torch.int32, device, "x")
-
-
-def gather_alone(call: QuantizeCall) -> None:
-    """Raise NotImplementedError for a call with rows and an option that no kernel combines with them."""
-    wanted = QuantizeCall(call.x, None, True, signs=call.signs, offs=call.offs, rows=call.rows)
-    for name, value, default in zip(QuantizeCall._fields, call, wanted, strict=True):
-        if value is not default and (isinstance(value, Tensor) or value != default):
-            raise NotImplementedError(
-                f"rows: got a tensor with {name} {_checks.describe(value)}, must be None with it; rows needs "
-                "scaling 'row', axis -1, an amax that is computed, and the defaults of the other options"
-            )
-
-
-def as_int32(offs: Any) -> Any:
-    """Convert int64 offs, as cumsum returns them, to int32; return any other value unchanged.
-
-    Entries outside of int32 are refused on the CPU. On other devices they are clamped, because reading them
-    would synchronise.
-    """
-    if not isinstance(offs, Tensor) or offs.dtype is not torch.int64:
-        return offs
-    clamped = offs.clamp(_INT32.min, _INT32.max)
-    if offs.device.type == "cpu" and _checks.has_memory(offs):
-        outside = (clamped != offs).flatten()
-        if outside.any():
-            i = int(outside.nonzero()[0])
-            raise ValueError(f"offs: entry {i} is {offs.flatten()[i].item()}, must be within int32")
-    return clamped.to(torch.int32)
 
 
 def given_amax(
@@ -364,6 +316,33 @@ def amax_values(name: str, amax: Tensor) -> None:
         i = int(wrong.nonzero()[0])
         value = amax.flatten()[i].item()
         raise ValueError(f"{name}: entry {i} is {value}, must be at least 0 and not NaN")
+
+
+def importance(value: object, k: int, device: torch.device, num_matrices: int = 0) -> Tensor | None:
+    """Check importance, None or float32 (k,), or (g, k) for a stack of g matrices, and return it."""
+    if value is None:
+        return None
+    x = _checks.is_tensor("importance", value)
+    if num_matrices and x.dim() != 1:
+        _checks.has_dtype("importance", x, (torch.float32,))
+        _checks.has_shape("importance", x, (num_matrices, k), f" or ({k},)")
+        _checks.same_device("importance", x, device, "x")
+        _checks.is_contiguous("importance", x)
+        _checks.no_grad("importance", x, "fp4gemm.quantize")
+    else:
+        _checks.exact_vector("importance", x, k, torch.float32, device, "x")
+    importance_values(x)
+    return x
+
+
+def importance_values(x: Tensor) -> None:
+    """Raise ValueError for entries on the CPU that are negative, infinite or NaN."""
+    if x.device.type != "cpu" or not _checks.has_memory(x):
+        return
+    wrong = (~((x >= 0) & (x < torch.inf))).flatten()  # true for NaN, too
+    if wrong.any():
+        i = int(wrong.nonzero()[0])
+        raise ValueError(f"importance: entry {i} is {x.flatten()[i].item()}, must be at least 0 and finite")
 
 
 def check_signs(value: object) -> None:

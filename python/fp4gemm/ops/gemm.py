@@ -1,26 +1,76 @@
-"""The checks of the arguments of a GEMM, dense or grouped: operands, sizes, fused terms, outputs.
+"""The operators gemm and gemm_out: products with a fused epilogue, dense or of groups.
 
-The facade and the reference share these checks. They follow the rules of :mod:`fp4gemm._checks`: an error
-names the argument, the value it has and the value it must have, and no check reads device memory.
+The checks are those of the public functions too. They follow the rules of :mod:`fp4gemm._checks`: an error
+names the argument, the value it has and the value it must have, and none but those of the CPU reads device
+memory.
 """
 
 from __future__ import annotations
 
-from typing import TypeGuard
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
-from .. import _checks, activations, layout
+from .. import _checks, activations, layout, support
 from .._checks import FLOAT_DTYPES, describe, has_dtype, has_shape, is_contiguous, listing, same_device
 from ..activations import Activation
-from ..containers import _fields
-from ..ops.schema import GemmCall
-from .options import group_ends
+from ..reference.chunks import fp32, row_chunks
+from ..reference.epilogue import Epilogue
+from ..reference.gemm import Operand, Product, multiply, ragged_k, ragged_m
+from ._call import Operator, accepts, has_parameters, parameters_of
+from .convert import decode_rows, unprepack
 
-_CODES = (torch.uint8, torch.float4_e2m1fn_x2)
-_OPERAND_DTYPES = (*_CODES, torch.float16)
+__all__ = ["OPERATORS", "GemmCall", "activate", "gemm", "gemm_compiled", "gemm_fake", "gemm_out"]
+
+# Elements of a right operand that are decoded at a time: 2 MB as float64, which stay in the cache until they
+# are multiplied.
+_DECODED_ELEMS = 1 << 18
+
+_OPERAND_DTYPES = (*_checks.CODE_DTYPES, torch.float16)
 PLAIN = (torch.float16, torch.bfloat16)  # operands that are not packed codes; only a can be bfloat16
+
+
+class GemmCall(NamedTuple):
+    """``gemm``, dense (offs is None) or grouped. ``gemm_out`` has ``out`` in place of out_dtype."""
+
+    a: Tensor
+    b: Tensor
+    scale_a: Tensor | None = None
+    scale_b: Tensor | None = None
+    offs: Tensor | None = None
+    alpha: float = 1.0
+    alpha_groups: Tensor | None = None
+    alpha_row: Tensor | None = None
+    alpha_col: Tensor | None = None
+    bias: Tensor | None = None
+    activation: int = 0
+    c: Tensor | None = None
+    beta: float = 1.0
+    batch_invariant: bool = False
+    b_rows: int = 0  # n of a prepacked b; 0: b is not prepacked
+    kernel_name: str | None = None  # not "kernel", which collides with a parameter inside torch's inductor
+    out_dtype: torch.dtype = torch.bfloat16
+
+
+def _accepts_out(function: Callable[[GemmCall, Tensor], None]) -> Callable[..., None]:
+    """Turn a function of a call and its out into one with the parameters of ``gemm_out``.
+
+    The dtype of out takes the place of out_dtype.
+    """
+
+    @functools.wraps(function)
+    def with_parameters(*args: Any, out: Tensor, **kwargs: Any) -> None:
+        # out_dtype is the last parameter, so that the others have the same places as in gemm.
+        call = GemmCall(*args, **kwargs)
+        function(call._replace(out_dtype=getattr(out, "dtype", call.out_dtype)), out)
+
+    out = inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, annotation="Tensor")
+    has_parameters(with_parameters, [*parameters_of(GemmCall)[:-1], out], function)
+    return with_parameters
 
 
 # ---- operands and sizes
@@ -32,7 +82,7 @@ def operand(name: str, x: object, scale: object) -> tuple[Tensor, Tensor | None]
     The data are codes with scales, or float16 values, or bfloat16 values for a; values have no scales.
     """
     data = _checks.is_tensor(name, x)
-    has_dtype(name, data, (*_CODES, *PLAIN) if name == "a" else _OPERAND_DTYPES)
+    has_dtype(name, data, (*_checks.CODE_DTYPES, *PLAIN) if name == "a" else _OPERAND_DTYPES)
     if data.dim() == 2 and not data.is_contiguous() and data.t().is_contiguous():
         rows = "m" if name == "a" else "n"
         raise ValueError(
@@ -125,9 +175,9 @@ def checked_shape(call: GemmCall, out_dtype: torch.dtype) -> tuple[int, ...]:
     groups_of_k = groups if is_ragged_k(call) else None
     shape = product_shape(m, k_of(a), n, k_of(b), groups_of_k, out_dtype)
     if call.alpha_row is not None:
-        vector("alpha_row", call.alpha_row, m, groups_of_k, a.device)
+        _vector("alpha_row", call.alpha_row, m, groups_of_k, a.device)
     if call.alpha_col is not None:
-        vector("alpha_col", call.alpha_col, n, groups, a.device)
+        _vector("alpha_col", call.alpha_col, n, groups, a.device)
     return shape
 
 
@@ -182,28 +232,7 @@ def number(name: str, value: object, elsewhere: str = "") -> float:
     return float(value)
 
 
-def activation_of_name(name: object) -> Activation:
-    """Return the activation with this name."""
-    found = activations.by_name.get(name) if name is None or isinstance(name, str) else None
-    if found is None:
-        wanted = listing([repr(known) for known in activations.by_name])
-        if isinstance(name, str):
-            raise ValueError(f"activation: got {name!r}, must be {wanted}")
-        raise TypeError(f"activation: got {describe(name)}, must be {wanted}")
-    return found
-
-
-def activation_of_number(number: object) -> Activation:
-    """Return the activation with this number. The operators identify activations by number."""
-    wanted = listing(list(activations.by_number))
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"activation: got {describe(number)}, must be {wanted}")
-    if number not in activations.by_number:
-        raise ValueError(f"activation: got {number}, must be {wanted}")
-    return activations.by_number[number]
-
-
-def gated(activation: Activation, n: int, out_dtype: torch.dtype, c: object, is_ragged_k: bool) -> None:
+def check_gated(activation: Activation, n: int, out_dtype: torch.dtype, c: object, is_ragged_k: bool) -> None:
     """Raise unless a gated activation can be combined with the other arguments.
 
     n must be a multiple of 16, because 16 bytes of D are 8 outputs, which need 16 columns of z.
@@ -222,7 +251,7 @@ def gated(activation: Activation, n: int, out_dtype: torch.dtype, c: object, is_
         raise ValueError(f"activation: got {name} with n = {n}, must be another one, or n a multiple of 16")
 
 
-def beta(value: object, c: object) -> float:
+def check_beta(value: object, c: object) -> float:
     """Check and return the factor of c; it must be 1 without c."""
     result = number("beta", value)
     if c is None and result != 1.0:
@@ -230,7 +259,9 @@ def beta(value: object, c: object) -> float:
     return result
 
 
-def bias(value: object, n: int, device: torch.device, function: str, groups: int | None = None) -> Tensor:
+def check_bias(
+    value: object, n: int, device: torch.device, function: str, groups: int | None = None
+) -> Tensor:
     """Check a contiguous bias, (n,) or for groups (g, n), and convert it to float32, which is exact."""
     x = _checks.is_tensor("bias", value)
     has_dtype("bias", x, FLOAT_DTYPES)
@@ -244,7 +275,7 @@ def bias(value: object, n: int, device: torch.device, function: str, groups: int
     return x if x.dtype is torch.float32 else x.to(torch.float32)
 
 
-def out(
+def check_out(
     value: object,
     shape: tuple[int, ...],
     out_dtype: torch.dtype | None,
@@ -262,7 +293,9 @@ def out(
     return x
 
 
-def c(value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, function: str) -> None:
+def check_c(
+    value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, function: str
+) -> None:
     """Raise unless c has the shape and the dtype of the output and strides that an output may have."""
     x = _checks.is_tensor("c", value)
     if x.dtype is not dtype:
@@ -305,7 +338,7 @@ def grouped_operands(call: GemmCall) -> tuple[Tensor, Tensor, Tensor | None, Ten
             "or 2, (n, k/2), for ragged k"
         )
     data_a = _checks.is_tensor("a", call.a)
-    ends = group_ends(call.offs, data_a.device, "a")
+    ends = _checks.group_ends(call.offs, data_a.device, "a")
     if data_b.dim() == 3:
         checked_a, scales_a = _rows_operand(data_a, call.scale_a, ends.shape[0])
         checked_b, scales_b = _batched_operand(data_b, call.scale_b, ends.shape[0])
@@ -319,7 +352,7 @@ def grouped_operands(call: GemmCall) -> tuple[Tensor, Tensor, Tensor | None, Ten
 
 def _rows_operand(a: Tensor, scale: object, num_groups: int) -> tuple[Tensor, Tensor | None]:
     """Check a (m, k) for ragged m; the scales of each group begin at a multiple of 128 rows."""
-    has_dtype("a", a, (*_CODES, *PLAIN))
+    has_dtype("a", a, (*_checks.CODE_DTYPES, *PLAIN))
     if a.dtype in PLAIN:
         _scale_is_none("a", a, scale)
         return _checks.decoded("a", a, PLAIN), None
@@ -345,7 +378,7 @@ def _batched_operand(b: Tensor, scale: object, num_groups: int) -> tuple[Tensor,
     if b.dtype is torch.float16:
         _scale_is_none("b", b, scale)
         return b, None
-    scales = _fields.stack_scales("scale_b", scale, num_groups, n, k, b.device, "b")
+    scales = _checks.stack_scales("scale_b", scale, num_groups, n, k, b.device, "b")
     return _checks.as_codes(b), scales
 
 
@@ -353,7 +386,7 @@ def _columns_operand(name: str, x: Tensor, scale: object) -> tuple[Tensor, Tenso
     """Check an operand (rows, k) of ragged k, whose groups start at multiples of 64; k may be 0."""
     has_dtype(name, x, _OPERAND_DTYPES)
     decoded = x.dtype is torch.float16
-    _fields.columns(name, x, 1 if decoded else 2)
+    _checks.ragged_columns(name, x, 1 if decoded else 2)
     if decoded:
         _scale_is_none(name, x, scale)
         return x, None
@@ -361,7 +394,7 @@ def _columns_operand(name: str, x: Tensor, scale: object) -> tuple[Tensor, Tenso
     return _checks.as_codes(x), scales
 
 
-def vector(name: str, value: object, length: int, groups: int | None, device: torch.device) -> Tensor:
+def _vector(name: str, value: object, length: int, groups: int | None, device: torch.device) -> Tensor:
     """Check and return float32 (length,) or (1,); for groups also (groups, length) or (groups, 1)."""
     if groups is None:
         return _checks.vector(name, value, length, device, "a")
@@ -376,7 +409,7 @@ def vector(name: str, value: object, length: int, groups: int | None, device: to
     return x
 
 
-def alpha(call: GemmCall, function: str, name: str = "alpha_groups") -> float:
+def check_alpha(call: GemmCall, function: str, name: str = "alpha_groups") -> float:
     """Check alpha and alpha_groups, float32 (g,), and return alpha, which must be 1 with alpha_groups.
 
     ``name`` is the name of the caller's parameter for alpha_groups.
@@ -391,3 +424,225 @@ def alpha(call: GemmCall, function: str, name: str = "alpha_groups") -> float:
         if result != 1.0:
             raise ValueError(f"alpha: got {call.alpha}, must be 1 with alpha_groups")
     return result
+
+
+# ---- the reference
+
+
+@accepts(GemmCall)
+def gemm(call: GemmCall) -> Tensor:
+    """D = cast(fl(act(fl(fl(alpha * fl(alpha_col[n] * fl(alpha_row[m] * acc))) + bias[n])) + fl(beta * C))).
+
+    acc = fl(sum_k a b): the accumulator is the float64 sum, rounded once to float32. Products of decoded
+    NVFP4 values are multiples of 2^-20, so the float64 sum is exact in any order while the partial sums stay
+    below 2^33. For k <= 1024 they always do.
+
+    With offs, D of each group is the product of its part of the operands. The rank of b decides whether the
+    groups divide m or k:
+
+    - Ragged m (b of rank 3): group g multiplies rows offs[g-1] .. offs[g]-1 of a by b[g] and writes these
+      rows of D (m, n). The rows from offs[-1] on are not written.
+    - Ragged k (b of rank 2): D is (g, m, n), and D[g] is the product over the columns of group g. The columns
+      of each group begin at a multiple of 64. For an empty group D[g] is cast(act(bias) + beta * C), which is
+      exactly 0 without bias and c.
+
+    Args:
+        a: codes uint8 (m, k/2) with scale_a; or float16 or bfloat16 (m, k) with scale_a None.
+        b: codes uint8 (n, k/2), or (g, n, k/2) for ragged m, with scale_b; or float16 (n, k) or (g, n, k)
+            with scale_b None; or the bytes of prepacked weights, (bytes,) or (g, bytes), with scale_b None
+            and b_rows = n.
+        scale_a: the swizzled float8_e4m3fn scales of a, (ceil128(m), ceil4(k/16)), or for ragged m
+            (grouped_scale_rows(m, g), ceil4(k/16)).
+        scale_b: the swizzled float8_e4m3fn scales of b, (ceil128(n), ceil4(k/16)), or for ragged m
+            (g, ceil128(n), ceil4(k/16)).
+        offs: int32 (g,), the cumulative ends of the groups, read on the host; None for a dense product.
+        alpha: one number, rounded to float32; it must be 1 with alpha_groups.
+        alpha_groups: float32 (g,), in place of alpha.
+        alpha_row: float32 (m,) or (1,), with ragged k also (g, m) or (g, 1); None means 1.
+        alpha_col: float32 (n,) or (1,), with groups also (g, n) or (g, 1); None means 1.
+        bias: (n,), with groups also (g, n), of any float type, converted to float32; or None.
+        activation: a number as in :func:`activate`.
+        c: a tensor of the shape and the dtype of D, or None; with gemm_out it may be out itself.
+        beta: one number, rounded to float32; it must be 1 without c.
+        batch_invariant: a bool, which does not change the bits of the reference.
+        b_rows: n if b is prepacked, else 0.
+        kernel_name: None or "cpu_reference".
+        out_dtype: bfloat16, float16 or float32.
+
+    Returns:
+        D, (m, n) or (g, m, n) of out_dtype, contiguous; with a gated activation (m, n/2).
+    """
+    return _gemm_by(call, None, multiply)
+
+
+@_accepts_out
+def gemm_out(call: GemmCall, out: Tensor) -> None:
+    """Write the result of :func:`gemm` to out, whose dtype is the output type.
+
+    Rows that belong to no group are not written.
+    """
+    _gemm_by(call, out, multiply)
+
+
+def _gemm_by(call: GemmCall, out: Tensor | None, product: Product) -> Tensor:
+    """Return :func:`gemm`, or write it to out, with another implementation of :func:`multiply`."""
+    if out is not None:
+        _checks.has_dtype("out", _checks.is_tensor("out", out), _checks.FLOAT_DTYPES)
+    name, dtype = "fp4gemm.scaled_mm" if call.offs is None else "fp4gemm.scaled_grouped_mm", call.out_dtype
+    _checks.is_float_dtype("out_dtype", dtype)
+    _checks.is_bool("batch_invariant", call.batch_invariant)
+    if call.kernel_name not in (None, _checks.CPU_KERNEL):
+        raise ValueError(
+            f"kernel_name: got {call.kernel_name!r}, must be None or {_checks.CPU_KERNEL!r} on the CPU"
+        )
+    call = checked_operands(_unprepacked(call))
+    shape = checked_shape(call, dtype)
+    device, offs, bias, c = call.a.device, call.offs, call.bias, call.c
+    alpha = check_alpha(call, name)
+    if bias is not None:
+        bias = check_bias(bias, shape[-1], device, name, None if offs is None else offs.shape[0])
+    activation = activations.of_number(call.activation)
+    if activation.is_gated:
+        check_gated(activation, shape[-1], dtype, c, is_ragged_k(call))
+        shape = (*shape[:-1], activation.width(shape[-1]))
+    beta = check_beta(call.beta, c)
+    if c is not None:
+        check_c(c, shape, dtype, device, name)
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=device)
+    else:
+        check_out(out, shape, None, device, name)
+        if c is not None:
+            _checks.no_overlap(c, out)
+    scalar = fp32(alpha, device) if call.alpha_groups is None else call.alpha_groups
+    terms = Epilogue(scalar, call.alpha_row, call.alpha_col, bias, activation, c, fp32(beta, device))
+    left, right = (call.a, call.scale_a), (call.b, call.scale_b)
+    if offs is None:
+        product(out, left, right, terms)
+    elif is_ragged_k(call):
+        ragged_k(out, left, right, offs, terms, product)
+    else:
+        ragged_m(out, left, right, offs, terms, product)
+    return out
+
+
+def _unprepacked(call: GemmCall) -> GemmCall:
+    """Return the call with the codes and scales of b in place of a prepacked b."""
+    _checks.is_int("b_rows", call.b_rows, 0)
+    if not call.b_rows:
+        return call
+    k = call.a.shape[-1] * (1 if call.scale_a is None else 2)
+    prepacked(call, k)
+    codes, scales = unprepack(call.b, call.b_rows, k)
+    return call._replace(b=codes, scale_b=scales, b_rows=0)
+
+
+def activate(z: Tensor, activation: int) -> Tensor:
+    """Return act(z), as :mod:`fp4gemm.activations` defines it.
+
+    Args:
+        z: float32 (.., n); n must be even for a gated activation.
+        activation: the number of the activation; 0 is the identity.
+
+    Returns:
+        float32 (.., n), or (.., n/2) for a gated activation.
+    """
+    x = _checks.is_tensor("z", z)
+    _checks.has_dtype("z", x, (torch.float32,))
+    found = activations.of_number(activation)
+    if found.is_gated and (x.dim() < 1 or x.shape[-1] % 2):
+        raise ValueError(
+            f"z: shape is {tuple(x.shape)}, must have an even number of columns for {found.name}"
+        )
+    return found(x)
+
+
+# ---- compiled code on the CPU
+
+
+@accepts(GemmCall)
+def gemm_compiled(call: GemmCall) -> Tensor:
+    """:func:`gemm`, whose right operand is decoded a part at a time."""
+    return _gemm_by(call, None, _multiply_compiled)
+
+
+@_accepts_out
+def gemm_out_compiled(call: GemmCall, out: Tensor) -> None:
+    """:func:`gemm_out`, in the same way."""
+    _gemm_by(call, out, _multiply_compiled)
+
+
+def _multiply_compiled(out: Tensor, a: Operand, b: Operand, terms: Epilogue) -> None:
+    """:func:`fp4gemm.reference.gemm.multiply`, the same sums of the same products in float64."""
+    m, n = a[0].shape[0], b[0].shape[0]
+    k = a[0].shape[1] * (1 if a[1] is None else 2)
+    step = max(1, _DECODED_ELEMS // k)
+    for i, j in row_chunks(m, max(n, k)):
+        left = _wide(a, i, j)
+        acc = torch.empty((j - i, n), dtype=torch.float32, device="cpu")
+        for first in range(0, n, step):
+            last = min(first + step, n)
+            acc[:, first:last] = torch.mm(left, _wide(b, first, last).t())
+        part = terms.rows(i, j)
+        out[i:j] = part.finished(part.scaled(acc))
+
+
+def _wide(operand: Operand, begin: int, end: int) -> Tensor:
+    """Return the values of rows begin .. end-1 of an operand, float64 (end - begin, k)."""
+    data, scales = operand
+    rows = data[begin:end]
+    if scales is None:
+        return rows.to(torch.float64)
+    result = torch.empty((end - begin, 2 * rows.shape[1]), dtype=torch.float64, device="cpu")
+    decode_rows(rows, scales, begin, result)
+    return result
+
+
+# ---- fake, and the floating-point operations
+
+
+@accepts(GemmCall)
+def gemm_fake(call: GemmCall) -> Tensor:
+    # What the call would be refused for with memory behind the tensors; one on meta brings the others here.
+    _checks.same_device("b", call.b, call.a.device, "a")
+    _checks.is_float_dtype("out_dtype", call.out_dtype)
+    k = _k_of(call.a, call.scale_a)
+    n, k_b = call.b_rows, k
+    _checks.is_int("b_rows", call.b_rows, 0)
+    if call.b_rows:
+        prepacked(call, k)
+    else:
+        n, k_b = call.b.shape[-2], _k_of(call.b, call.scale_b)
+    groups = call.offs.shape[0] if call.offs is not None and is_ragged_k(call) else None
+    shape = product_shape(call.a.shape[0], k, n, k_b, groups, call.out_dtype)
+    support.warn_untested(call.a)
+    activation = activations.of_number(call.activation)
+    return call.a.new_empty((*shape[:-1], activation.width(shape[-1])), dtype=call.out_dtype)
+
+
+@_accepts_out
+def gemm_out_fake(call: GemmCall, out: Tensor) -> None:
+    support.warn_untested(call.a)
+
+
+def _k_of(data: Tensor, scale: Tensor | None) -> int:
+    return data.shape[-1] * (1 if scale is None else 2)
+
+
+def gemm_flops(*args: Any, out_val: Any = None, out: Any = None, **kwargs: Any) -> int:
+    """2 m n k of gemm and gemm_out: a multiplication and an addition for each pair of elements.
+
+    Groups divide m or k, so the groups together have as many as one product of these sizes. Rows of no group
+    count too: how many there are is known on the device alone. The epilogue is not counted, as in torch's
+    formulas.
+    """
+    call = GemmCall(*args, **kwargs)
+    k: int = call.a.shape[-1] * (1 if call.scale_a is None else 2)
+    n: int = call.b_rows or call.b.shape[-2]
+    return 2 * call.a.shape[0] * n * k
+
+
+OPERATORS = {
+    "gemm": Operator(GemmCall, gemm, gemm_fake, gemm_compiled, gemm_flops),
+    "gemm_out": Operator(GemmCall, gemm_out, gemm_out_fake, gemm_out_compiled, gemm_flops),
+}

@@ -2,8 +2,9 @@
 
 A wrong Python type or dtype raises TypeError. A wrong rank, shape, device, memory layout or range raises
 ValueError. What this version does not implement, such as gradients, raises NotImplementedError. No check is
-an ``assert``, so ``python -O`` changes nothing. Only the checks of ``values`` read device memory and
-synchronise.
+an ``assert``, so ``python -O`` changes nothing. No check reads device memory, and so none synchronises, but
+:func:`ends_of_rows` and :func:`ascending`, which only the CPU implementations call; those that read values
+are in :mod:`fp4gemm._values`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 16  # elements along k that share one e4m3 scale
+GROUP_COLUMNS = 4 * BLOCK  # groups along k begin at multiples of it, which are whole tiles of scales
 MXFP8_BLOCK = 32  # elements along k that share one e8m0 scale
 K_STEP_MM = 32  # TMA needs rows that are a multiple of 16 bytes, and a row has k/2 bytes of packed codes
 ALIGN_BYTES = 16
@@ -26,7 +28,10 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOAT32_MAX = 3.4028234663852886e38
 CPU_KERNEL = "cpu_reference"
+CODE_DTYPES = (torch.uint8, torch.float4_e2m1fn_x2)
+SCALE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
 _WITH_MEMORY = (Tensor, torch.nn.Parameter)
+_INT32 = torch.iinfo(torch.int32)
 
 
 def is_tensor(name: str, value: object) -> Tensor:
@@ -167,6 +172,11 @@ def is_readable(x: object) -> bool:
     return isinstance(x, Tensor) and is_strided(x) and x.is_contiguous() and not is_misaligned(x)
 
 
+def contiguous(x: Any) -> Any:
+    """Return a strided tensor as a contiguous one, and any other value unchanged, for the checks."""
+    return x.contiguous() if isinstance(x, Tensor) and is_strided(x) else x
+
+
 def readable(x: Tensor) -> Tensor:
     """Return x itself, or a contiguous copy if it is not contiguous and aligned."""
     rows = readable_rows(x)
@@ -207,6 +217,16 @@ def is_one_of(name: str, value: object, allowed: Sequence[object]) -> None:
         raise TypeError(f"{name}: got {describe(value)}, must be {listing([repr(item) for item in allowed])}")
     if value not in allowed:
         raise ValueError(f"{name}: got {value!r}, must be {listing([repr(item) for item in allowed])}")
+
+
+def is_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Check as :func:`is_one_of` does; the first allowed value may be None."""
+    if allowed[0] is not None:
+        is_one_of(name, value, allowed)
+    elif value is not None and (type(value) is not type(allowed[1]) or value not in allowed):
+        error = ValueError if type(value) is type(allowed[1]) else TypeError
+        got = repr(value) if error is ValueError else describe(value)
+        raise error(f"{name}: got {got}, must be {listing([repr(item) for item in allowed])}")
 
 
 def is_float_dtype(name: str, dtype: object) -> None:
@@ -256,6 +276,11 @@ def moved(name: str, x: Tensor, device: torch.device) -> Tensor:
         ) from error
 
 
+def refuse(name: str, value: object, wanted: str, because: str) -> None:
+    """Raise NotImplementedError for a value that ``because`` excludes."""
+    raise NotImplementedError(f"{name}: got {value!r}, must be {wanted} with {because}")
+
+
 def no_grad(name: str, x: Tensor, function: str) -> None:
     if x.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
@@ -279,7 +304,7 @@ def codes(name: str, value: object) -> Tensor:
     They must be uint8 or float4_e2m1fn_x2, contiguous and 16-byte aligned, and k a multiple of 16.
     """
     x = is_tensor(name, value)
-    has_dtype(name, x, (torch.uint8, torch.float4_e2m1fn_x2))
+    has_dtype(name, x, CODE_DTYPES)
     has_rank(name, x, 2, "(m, k/2)")
     is_multiple(name, "k", 2 * x.shape[1], BLOCK)
     is_contiguous(name, x)
@@ -316,7 +341,7 @@ def scales(
     groups, and be contiguous and 16-byte aligned.
     """
     x = is_tensor(name, value)
-    has_dtype(name, x, (torch.float8_e4m3fn, torch.uint8))
+    has_dtype(name, x, SCALE_DTYPES)
     rows, columns = padded_scale_shape(m, k)
     shape, kind = ((rows, columns), "") if group_rows is None else ((group_rows, columns), "grouped ")
     has_shape(name, x, shape, f", the {kind}swizzled shape for {other} of (m, k) = ({m}, {k})")
@@ -386,6 +411,95 @@ def packed_operand(codes_name: str, x: object, scales_name: str, scale: object) 
     packed = codes(codes_name, x)
     m, half_k = packed.shape
     return packed, scales(scales_name, scale, m, 2 * half_k, packed.device, codes_name)
+
+
+def stack_scales(
+    name: str, value: object, g: int, n: int, k: int, device: torch.device, other: str
+) -> Tensor:
+    """Swizzled scales (g, ceil128(n), ceil4(k/16)) of a stack, as float8_e4m3fn."""
+    x = is_tensor(name, value)
+    has_dtype(name, x, SCALE_DTYPES)
+    rows, columns = padded_scale_shape(n, k)
+    why = f", the swizzled shape of each of {g} matrices (n, k) = ({n}, {k})"
+    has_shape(name, x, (g, rows, columns), why)
+    same_device(name, x, device, other)
+    is_contiguous(name, x)
+    is_aligned(name, x)
+    return as_scales(x)
+
+
+def ragged_columns(name: str, x: Tensor, per_entry: int) -> Tensor:
+    """The tensor (m, k / per_entry) of ragged k; k is 0 where there is no token."""
+    has_rank(name, x, 2, "(m, k/2)" if per_entry == 2 else "(m, k)")
+    k = per_entry * x.shape[1]
+    if k % GROUP_COLUMNS:
+        raise ValueError(f"{name}: k is {k}, must be a multiple of {GROUP_COLUMNS} for ragged k")
+    operand_memory(name, x)
+    return x
+
+
+def operand_memory(name: str, x: Tensor) -> None:
+    """Raise unless x can be an operand of a product: contiguous, 16-byte aligned and without a gradient."""
+    is_contiguous(name, x)
+    is_aligned(name, x)
+    no_grad(name, x, "fp4gemm.mm")
+
+
+# ---- ends of groups
+
+
+def group_ends(value: object, device: torch.device, other: str) -> Tensor:
+    """Check and return offs, int32 (g,) with g >= 1, the ends of groups of rows. The values are not read."""
+    x = exact_vector("offs", value, None, torch.int32, device, other)
+    if x.shape[0] < 1:
+        raise ValueError("offs: shape is (0,), must have at least one entry")
+    return x
+
+
+def as_int32(offs: Any) -> Any:
+    """Convert int64 offs, as cumsum returns them, to int32; return any other value unchanged.
+
+    Entries outside of int32 are refused on the CPU. On other devices they are clamped, because reading them
+    would synchronise.
+    """
+    if not isinstance(offs, Tensor) or offs.dtype is not torch.int64:
+        return offs
+    clamped = offs.clamp(_INT32.min, _INT32.max)
+    if offs.device.type == "cpu" and has_memory(offs):
+        outside = (clamped != offs).flatten()
+        if outside.any():
+            i = int(outside.nonzero()[0])
+            raise ValueError(f"offs: entry {i} is {offs.flatten()[i].item()}, must be within int32")
+    return clamped.to(torch.int32)
+
+
+def ends_of_rows(offs: object, m: int, device: torch.device) -> Tensor:
+    """Check offs, int32 (g,), g >= 1: its entries must be within 0..m and must not decrease.
+
+    The check reads the entries, so it synchronises on a GPU.
+    """
+    x = group_ends(offs, device, "x")
+    ascending(x, m, "the rows of x")
+    return x
+
+
+def ascending(offs: Tensor, limit: int, what: str) -> list[int]:
+    """Return the entries of offs. Raise ValueError unless they are within 0..limit and do not decrease.
+
+    Reading the entries synchronises on a GPU.
+    """
+    before = 0
+    ends: list[int] = offs.tolist()
+    for i, end in enumerate(ends):
+        if end < before:
+            raise ValueError(f"offs: entry {i} is {end}, must be at least {before} (ends do not decrease)")
+        before = end
+    if before > limit:
+        raise ValueError(f"offs: the last entry is {before}, must be at most {limit}, {what}")
+    return ends
+
+
+# ---- sizes of what is stored
 
 
 def padded_scale_shape(m: int, k: int) -> tuple[int, int]:

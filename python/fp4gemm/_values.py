@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import has_memory
+from ._checks import has_memory
 
 _LARGEST = 0x7E  # 448. 0x7F and 0xFF are NaN, and from 0x80 on the sign bit is set.
 

@@ -1,0 +1,280 @@
+"""The operator linear: the quantization of an input, and the GEMM with the fused epilogue, in one call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _checks, activations, support
+from ..reference.epilogue import ALPHA, ALPHA_UNQUANTIZED
+from . import gemm as gemm_ops
+from ._call import Operator, accepts
+from .gemm import GemmCall, gemm, gemm_compiled
+from .quantize import QuantizeCall, quantize, quantize_compiled
+
+__all__ = [
+    "NOT_QUANTIZED",
+    "OPERATORS",
+    "ROW",
+    "TENSOR",
+    "LinearCall",
+    "checked_bias",
+    "checked_weight",
+    "linear",
+]
+
+# scaling: 0 does not quantize x; 1 gives each row an amax, 2 all rows together.
+NOT_QUANTIZED, ROW, TENSOR = 0, 1, 2
+
+
+class LinearCall(NamedTuple):
+    """``linear``."""
+
+    x: Tensor
+    weight: Tensor
+    weight_scales: Tensor | None
+    weight_amax: Tensor
+    bias: Tensor | None = None
+    weight_rows: int = 0  # n of a prepacked weight; 0: it is not prepacked
+    weight_e4m3_max: int = 448
+    scaling: int = 1  # 0: x is not quantized; 1: an amax for each row of x; 2: one
+    activation: int = 0
+    c: Tensor | None = None
+    beta: float = 1.0
+    x_scales: Tensor | None = None
+    x_amax: Tensor | None = None  # given: x was quantized before
+    x_e4m3_max: int = 448
+    batch_invariant: bool = False
+    kernel_name: str | None = None
+    out_dtype: torch.dtype | None = None  # None: that of x, or bfloat16 if x was quantized before
+
+
+class Shape(NamedTuple):
+    """What follows from a checked call."""
+
+    m: int  # the rows of x
+    n: int
+    k: int
+    out: tuple[int, ...]  # the shape of the result
+    dtype: torch.dtype  # of the result
+
+
+def checked(call: LinearCall) -> Shape:
+    """Check a call of ``linear`` and return its sizes.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the argument.
+    """
+    x = _checks.is_tensor("x", call.x)
+    if x.dim() == 0:
+        raise ValueError("x: shape is (), must be (..., k)")
+    _checks.no_grad("x", x, "fp4gemm.linear")
+    dtype = _checked_x(call)
+    k = x.shape[-1] * (1 if call.x_scales is None else 2)
+    _checks.is_multiple("x", "k", k, _checks.K_STEP_MM)
+    m = math.prod(x.shape[:-1])
+    if call.x_amax is not None:
+        _vector("x_amax", call.x_amax, m, x.device)
+    if call.x_scales is not None:
+        _checks.scales("x_scales", call.x_scales, m, k, x.device, "x")
+    n = checked_weight(
+        "weight",
+        call.weight,
+        call.weight_scales,
+        call.weight_amax,
+        call.weight_rows,
+        call.weight_e4m3_max,
+        k,
+        x,
+    )
+    if call.out_dtype is not None:
+        _checks.is_float_dtype("out_dtype", call.out_dtype)
+        dtype = call.out_dtype
+    gemm_ops.sizes(k, k, n, dtype, ("x", "weight"))
+    activation = activations.of_number(call.activation)
+    if activation.is_gated:
+        gemm_ops.check_gated(activation, n, dtype, call.c, False)
+    if call.bias is not None:
+        checked_bias(call.bias, n, x, "fp4gemm.linear")
+    out = (*x.shape[:-1], activation.width(n))
+    gemm_ops.check_beta(call.beta, call.c)
+    if call.c is not None:
+        _checked_c(call.c, out, dtype, x.device)
+    _checks.is_bool("batch_invariant", call.batch_invariant)
+    return Shape(m, n, k, out, dtype)
+
+
+def _checked_x(call: LinearCall) -> torch.dtype:
+    """Check the dtype of x and the options that belong to it; return the dtype of the result by default."""
+    _checks.is_one_of("scaling", call.scaling, (NOT_QUANTIZED, ROW, TENSOR))
+    _checks.is_one_of("x_e4m3_max", call.x_e4m3_max, _checks.E4M3_BOUNDS)
+    if call.x_amax is None:
+        if call.x_scales is not None:
+            raise ValueError("x_amax: got None, must be given with x_scales")
+        if call.x_e4m3_max != max(_checks.E4M3_BOUNDS):
+            raise ValueError("x_amax: got None, must be given with x_e4m3_max 256")
+        _checks.has_dtype(
+            "x", call.x, _checks.FLOAT_DTYPES if call.scaling != NOT_QUANTIZED else _checks.HALF_DTYPES
+        )
+        return call.x.dtype
+    _checks.has_dtype("x", call.x, (torch.float16,) if call.x_scales is None else (torch.uint8,))
+    return torch.bfloat16
+
+
+def checked_weight(
+    name: str,
+    weight: Tensor,
+    scales: Tensor | None,
+    amax: Tensor,
+    rows: int,
+    e4m3_max: int,
+    k: int,
+    x: Tensor,
+    of_x: str = "x",
+) -> int:
+    """Check a weight, whose parts have this name in front, beside x; return n.
+
+    Args:
+        rows: n of a prepacked weight, else 0. of_x: the name of x.
+    """
+    _checks.same_device(name, _checks.is_tensor(name, weight), x.device, of_x)
+    _checks.is_int(f"{name}_rows", rows, 0)
+    if rows:
+        if scales is not None:
+            raise ValueError(
+                f"{name}_scales: got {_checks.describe(scales)}, must be None for a prepacked weight"
+            )
+        _checks.has_dtype(name, weight, (torch.uint8,))
+        wanted = (_checks.prepacked_bytes(rows, k),)
+        _checks.has_shape(name, weight, wanted, f", the bytes of prepacked (n, k) = ({rows}, {k})")
+        _checks.is_contiguous(name, weight)
+        _checks.is_aligned(name, weight)
+        n = rows
+    else:
+        if scales is None:
+            raise ValueError(f"{name}_scales: got None, must be given unless the weight is prepacked")
+        codes, _ = _checks.packed_operand(name, weight, f"{name}_scales", scales)
+        n = codes.shape[0]
+        if 2 * codes.shape[1] != k:
+            raise ValueError(f"{name}: k is {2 * codes.shape[1]}, must be {k}, the k of {of_x}")
+    _vector(f"{name}_amax", amax, n, x.device, of_x)
+    _checks.is_one_of(f"{name}_e4m3_max", e4m3_max, _checks.E4M3_BOUNDS)
+    return n
+
+
+def checked_bias(value: object, n: int, x: Tensor, function: str) -> None:
+    """Check a float32 bias (n,)."""
+    bias = _checks.is_tensor("bias", value)
+    _checks.has_dtype("bias", bias, (torch.float32,))
+    gemm_ops.check_bias(bias, n, x.device, function)
+
+
+def _vector(name: str, value: object, length: int, device: torch.device, other: str = "x") -> None:
+    _checks.vector(name, value, length, device, other)
+
+
+def _checked_c(value: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    c = _checks.is_tensor("c", value)
+    if c.dtype is not dtype:
+        raise TypeError(f"c: dtype is {c.dtype}, must be {dtype}, the output type")
+    _checks.has_shape("c", c, shape)
+    _checks.same_device("c", c, device, "x")
+    _checks.no_grad("c", c, "fp4gemm.linear")
+
+
+@accepts(LinearCall)
+def linear(call: LinearCall) -> Tensor:
+    """y = cast(act(fl(alpha * fl(amax_w[n] * fl(amax_x[m] * acc))) + bias[n]) + fl(beta * c)).
+
+    The same bits as :func:`quantize` of the rows of x, followed by :func:`gemm` with alpha =
+    fl(1 / (36 * x_e4m3_max * weight_e4m3_max)). With scaling 0, x is not quantized: there is no amax_x, and
+    alpha = fl(1 / (6 * weight_e4m3_max)).
+
+    Args:
+        x: bfloat16, float16 or (unless scaling is 0) float32 (..., k), k a multiple of 32, any strides. With
+            x_amax: what was quantized before, float16 values (..., k) as of :func:`quantize_decoded`, or with
+            x_scales uint8 codes (..., k/2). The dimensions before the last one together are the m rows.
+        weight: uint8 codes (n, k/2), or the bytes of a prepacked weight, (bytes,).
+        weight_scales: float8_e4m3fn (ceil128(n), ceil4(k/16)), swizzled; None if the weight is prepacked.
+        weight_amax: float32 (n,) or (1,).
+        bias: float32 (n,), or None.
+        weight_rows: n if the weight is prepacked, else 0.
+        weight_e4m3_max: 448 or 256, the bound that the weight was quantized with.
+        scaling: 0 does not quantize x; 1 gives each row of x an amax, 2 all rows together one. It is not read
+            with x_amax.
+        activation: a number as in :func:`activate`.
+        c: a tensor of the shape and the dtype of y, any strides, or None.
+        beta: one number, rounded to float32; it must be 1 without c.
+        x_scales: the swizzled scales of the m rows of codes.
+        x_amax: float32 (m,) or (1,), if x was quantized before.
+        x_e4m3_max: the bound that x was quantized with; 448 if it was not.
+        batch_invariant: a bool, which does not change the bits of the reference.
+        kernel_name: None or "cpu_reference".
+        out_dtype: bfloat16, float16 or float32; None is the dtype of x, or bfloat16 with x_amax.
+
+    Returns:
+        y, (..., n) of out_dtype, contiguous; with a gated activation (..., n/2).
+    """
+    return _linear_by(call, quantize, gemm)
+
+
+def _linear_by(call: LinearCall, quantize: Callable[..., Any], gemm: Callable[..., Tensor]) -> Tensor:
+    """Return :func:`linear` with other implementations of quantize and gemm, of the same bits."""
+    shape = checked(call)
+    x = call.x
+    rows = _checks.readable(x.reshape(shape.m, x.shape[-1]))
+    scales, amax = call.x_scales, call.x_amax
+    if amax is not None:
+        alpha = ALPHA[call.x_e4m3_max, call.weight_e4m3_max]
+    elif call.scaling == NOT_QUANTIZED:
+        alpha = ALPHA_UNQUANTIZED[call.weight_e4m3_max]
+    else:
+        per_row = call.scaling == ROW
+        rows, scales, amax = quantize(*QuantizeCall(rows, None, per_row))
+        alpha = ALPHA[max(_checks.E4M3_BOUNDS), call.weight_e4m3_max]
+    c = None if call.c is None else _checks.readable(call.c.reshape(shape.m, shape.out[-1]))
+    product = GemmCall(
+        a=rows,
+        b=call.weight,
+        scale_a=scales,
+        scale_b=call.weight_scales,
+        alpha=alpha,
+        alpha_row=amax,
+        alpha_col=call.weight_amax,
+        bias=call.bias,
+        activation=call.activation,
+        c=c,
+        beta=call.beta,
+        batch_invariant=call.batch_invariant,
+        b_rows=call.weight_rows,
+        kernel_name=call.kernel_name,
+        out_dtype=shape.dtype,
+    )
+    return gemm(*product).view(shape.out)
+
+
+@accepts(LinearCall)
+def linear_compiled(call: LinearCall) -> Tensor:
+    """:func:`linear`, of compiled functions."""
+    return _linear_by(call, quantize_compiled, gemm_compiled)
+
+
+@accepts(LinearCall)
+def linear_fake(call: LinearCall) -> Tensor:
+    shape = checked(call)
+    support.warn_untested(call.x)
+    return call.x.new_empty(shape.out, dtype=shape.dtype)
+
+
+def linear_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """2 m n k of linear; the quantization of x is not counted."""
+    call = LinearCall(*args, **kwargs)
+    numel: int = call.x.numel() * (1 if call.x_scales is None else 2)
+    return 2 * numel * (call.weight_rows or call.weight.shape[0])
+
+
+OPERATORS = {"linear": Operator(LinearCall, linear, linear_fake, linear_compiled, linear_flops)}
