@@ -1,40 +1,61 @@
 // What the operators that quantize share: the input and the groups of a call, and the shapes of its results.
 #pragma once
 
+#include <type_traits>
+
 #include "quantize_ops.hpp"
 #include "tensors.hpp"
 
 namespace fp4gemm_torch {
 
-#define FP4GEMM_AS_FIELD(type, name, schema) type name;
-#define FP4GEMM_AS_ARGUMENT(type, name, schema) , name
+#define FP4GEMM_AS_FIELD(type, name, initial, schema, member) type name = initial;
+#define FP4GEMM_AS_ARGUMENT(type, name, initial, schema, member) , name
+#define FP4GEMM_OF_OPTIONS(type, name, initial, schema, member) , options.name
+#define FP4GEMM_AS_SET(type, name, initial, schema, member) \
+  set_option(args, member, #name, options.name, device);
 
 /// The options of the quantize operators, in the order of their schemas. hadamard is that of the direction
 /// that the operator rotates.
 struct QuantizeOptions {
-  bool per_row;
-  int64_t block_rows;
+  bool per_row = true;
+  int64_t block_rows = 1;
   FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_FIELD)
 };
+
+/// In place of the member of an option that each direction has, and that the operator sets there.
+struct OfDirection {};
+
+inline void set_option(fp4gemm_quantize_args_t&, OfDirection, char const*, int64_t, int32_t) {}
+
+/// Sets a member of the arguments from a number or a flag.
+template <class Member, class Value>
+void set_option(fp4gemm_quantize_args_t& args, Member fp4gemm_quantize_args_t::* member, char const* name,
+                Value const& value, int32_t /*device*/) {
+  if constexpr (std::is_same_v<Value, int64_t>) {
+    args.*member = static_cast<Member>(narrow(name, value));
+  } else {
+    args.*member = static_cast<Member>(value);
+  }
+}
+
+/// Sets a member of the arguments to the memory of {seed, offset}, if it is given.
+inline void set_option(fp4gemm_quantize_args_t& args, int64_t const* fp4gemm_quantize_args_t::* member,
+                       char const* name, std::optional<Tensor> const& value, int32_t device) {
+  if (!value.has_value()) {
+    return;
+  }
+  check_dtype(name, *value, ScalarType::Long);
+  check_device(name, *value, device);
+  STD_TORCH_CHECK(value->dim() == 1 && value->size(0) == 2 && value->is_contiguous(), name,
+                  ": must be a contiguous vector of 2 elements");
+  args.*member = static_cast<int64_t const*>(value->const_data_ptr());
+}
 
 /// Sets the options of a call, except for hadamard.
 inline void set_options(fp4gemm_quantize_args_t& args, QuantizeOptions const& options, int32_t device) {
   args.scaling = options.per_row ? FP4GEMM_SCALING_ROW : FP4GEMM_SCALING_TENSOR;
   args.block_rows = narrow("block_rows", options.block_rows);
-  args.encode = static_cast<fp4gemm_encode_t>(narrow("encode", options.encode));
-  args.four_over_six = static_cast<fp4gemm_four_over_six_t>(narrow("four_over_six", options.four_over_six));
-  args.fast_error = options.fast_error ? 1 : 0;
-  args.e4m3_max = narrow("e4m3_max", options.e4m3_max);
-  args.hadamard_signs = static_cast<unsigned>(narrow("signs", options.signs));
-  args.headroom = static_cast<float>(options.headroom);
-  if (options.rng_state.has_value()) {
-    Tensor const& state = *options.rng_state;
-    check_dtype("rng_state", state, ScalarType::Long);
-    check_device("rng_state", state, device);
-    STD_TORCH_CHECK(state.dim() == 1 && state.size(0) == 2 && state.is_contiguous(),
-                    "rng_state: must be a contiguous vector of 2 elements");
-    args.rng_state = static_cast<int64_t const*>(state.const_data_ptr());
-  }
+  FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_SET)
 }
 
 inline fp4gemm_hadamard_t hadamard_of(QuantizeOptions const& options) {

@@ -142,10 +142,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_both(
   bool const is_empty = offs.has_value() && x.dim() == 2 && x.size(0) == 0;
   bool const differ = block_rows == 16 && amax.has_value() && amax->data_ptr() != amax_t->data_ptr();
   if (is_empty || differ) {
-    auto const [codes, scales, measured] = quantize(x, amax, per_row, -1, block_rows, encode, four_over_six,
-                                                    fast_error, e4m3_max, 0, 0, rng_state, headroom, offs);
-    auto const [codes_t, scales_t, measured_t] =
-        quantize(x, amax_t, per_row, 0, block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_ARGUMENT), offs);
+    // The names of the last two parameters hide those of quantize_both, in the list of the options too.
+    auto const side = [&](std::optional<Tensor> const& given, int64_t axis, int64_t hadamard, int64_t signs) {
+      return quantize(x, given, per_row, axis, block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_ARGUMENT), offs);
+    };
+    auto const [codes, scales, measured] = side(amax, -1, 0, 0);
+    auto const [codes_t, scales_t, measured_t] = side(amax_t, 0, hadamard, signs);
     return {codes, scales, measured, codes_t, scales_t, measured_t};
   }
   QuantizeOptions const options{per_row, block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_AS_ARGUMENT)};

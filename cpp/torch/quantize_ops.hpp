@@ -12,21 +12,22 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 /// The options of how elements are cast, which every quantize operator has, in the order of the schemas:
-/// X(type in C++, name, schema). Schemas, parameter lists and QuantizeOptions are made from this list;
-/// quantize_args passes each option on to the C interface.
-#define FP4GEMM_CAST_OPTIONS(X)                                 \
-  X(int64_t, encode, "int encode=0")                            \
-  X(int64_t, four_over_six, "int four_over_six=0")              \
-  X(bool, fast_error, "bool fast_error=False")                  \
-  X(int64_t, e4m3_max, "int e4m3_max=448")                      \
-  X(int64_t, hadamard, "int hadamard=0")                        \
-  X(int64_t, signs, "int signs=0")                              \
-  X(std::optional<Tensor>, rng_state, "Tensor? rng_state=None") \
-  X(double, headroom, "float headroom=1.0")
+/// X(type in C++, name, default, schema, member of fp4gemm_quantize_args_t). Schemas, parameter lists,
+/// QuantizeOptions and set_options, which passes the options on to the C interface, are made from this list.
+#define FP4GEMM_CAST_OPTIONS(X)                                                                \
+  X(int64_t, encode, 0, "int encode=0", &fp4gemm_quantize_args_t::encode)                      \
+  X(int64_t, four_over_six, 0, "int four_over_six=0", &fp4gemm_quantize_args_t::four_over_six) \
+  X(bool, fast_error, false, "bool fast_error=False", &fp4gemm_quantize_args_t::fast_error)    \
+  X(int64_t, e4m3_max, 448, "int e4m3_max=448", &fp4gemm_quantize_args_t::e4m3_max)            \
+  X(int64_t, hadamard, 0, "int hadamard=0", OfDirection{})                                     \
+  X(int64_t, signs, 0, "int signs=0", &fp4gemm_quantize_args_t::hadamard_signs)                \
+  X(std::optional<Tensor>, rng_state, std::nullopt, "Tensor? rng_state=None",                  \
+    &fp4gemm_quantize_args_t::rng_state)                                                       \
+  X(double, headroom, 1.0, "float headroom=1.0", &fp4gemm_quantize_args_t::headroom)
 
 // What the list becomes in a parameter list, after other parameters, and in a schema.
-#define FP4GEMM_AS_PARAMETER(type, name, schema) , type name
-#define FP4GEMM_AS_SCHEMA(type, name, schema) ", " schema
+#define FP4GEMM_AS_PARAMETER(type, name, initial, schema, member) , type name
+#define FP4GEMM_AS_SCHEMA(type, name, initial, schema, member) ", " schema
 
 std::tuple<Tensor, Tensor, Tensor> quantize(Tensor const& x, std::optional<Tensor> amax, bool per_row,
                                             int64_t axis,

@@ -6,7 +6,7 @@
 
 #include "gemm_call.hpp"
 #include "gemm_ops.hpp"
-#include "quantize_ops.hpp"
+#include "quantize_call.hpp"
 
 namespace fp4gemm_torch {
 namespace {
@@ -34,6 +34,19 @@ struct Cast {
     is_stochastic = numbers[6] != 0;
     STD_TORCH_CHECK(e4m3_max == 448 || e4m3_max == 256, name, ": e4m3_max is ", e4m3_max,
                     ", must be 448 or 256");
+  }
+
+  /// The options of a quantize operator, with the defaults of those that a cast does not have.
+  QuantizeOptions options(std::optional<Tensor> const& rng_state) const {
+    QuantizeOptions result;
+    result.per_row = per_row;
+    result.encode = encode;
+    result.four_over_six = four_over_six;
+    result.e4m3_max = e4m3_max;
+    result.hadamard = hadamard;
+    result.signs = signs;
+    result.rng_state = is_stochastic ? rng_state : std::nullopt;
+    return result;
   }
 
   /// Whether one pass makes both: they differ in the rotation at most.
@@ -66,16 +79,15 @@ struct Operand {
 /// x quantized along an axis. amax: that of x where it is known.
 Operand quantized(Tensor const& x, int64_t axis, Cast const& cast, bool decoded,
                   std::optional<Tensor> const& rng_state, std::optional<Tensor> const& amax = std::nullopt) {
-  std::optional<Tensor> const state = cast.is_stochastic ? rng_state : std::nullopt;
+  QuantizeOptions const options = cast.options(rng_state);
   if (decoded) {
-    auto const [data, measured] =
-        quantize_decoded(x, amax, cast.per_row, axis, cast.encode, cast.four_over_six, false, cast.e4m3_max,
-                         cast.hadamard, cast.signs, state, 1.0, std::nullopt);
+    auto const [data, measured] = quantize_decoded(
+        x, amax, options.per_row, axis FP4GEMM_CAST_OPTIONS(FP4GEMM_OF_OPTIONS), std::nullopt);
     return {data, std::nullopt, amax.value_or(measured)};
   }
   auto const [codes, scales, measured] =
-      quantize(x, amax, cast.per_row, axis, 1, cast.encode, cast.four_over_six, false, cast.e4m3_max,
-               cast.hadamard, cast.signs, state, 1.0, std::nullopt);
+      quantize(x, amax, options.per_row, axis, options.block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_OF_OPTIONS),
+               std::nullopt);
   return {codes, scales, amax.value_or(measured)};
 }
 
@@ -90,9 +102,10 @@ std::pair<Operand, Operand> quantized_both(Tensor const& x, Cast const& cast, Ca
   STD_TORCH_CHECK(cast.hadamard == 0, "cast: hadamard is ", cast.hadamard, ", must be 0; it is for cast_t");
   bool const is_one_pass = cast.is_one_pass_with(cast_t);
   if (is_one_pass && !decoded && !decoded_t) {
-    auto const [codes, scales, amax, codes_t, scales_t, amax_t] = quantize_both(
-        x, std::nullopt, std::nullopt, cast.per_row, 1, cast.encode, cast.four_over_six, false, cast.e4m3_max,
-        cast_t.hadamard, cast_t.signs, cast.is_stochastic ? rng_state : std::nullopt, 1.0, std::nullopt);
+    QuantizeOptions const options = cast_t.options(rng_state);  // but for hadamard those of cast
+    auto const [codes, scales, amax, codes_t, scales_t, amax_t] =
+        quantize_both(x, std::nullopt, std::nullopt, options.per_row,
+                      options.block_rows FP4GEMM_CAST_OPTIONS(FP4GEMM_OF_OPTIONS), std::nullopt);
     return {{codes, scales, amax}, {codes_t, scales_t, amax_t}};
   }
   Operand const row = quantized(x, -1, cast, decoded, rng_state);

@@ -18,6 +18,7 @@ from ..nn._candidates import Filter, Pattern
 from ..nn._float import float_weights, kept_by_default
 from ..nn.report import FloatWeight, Row, table
 from . import stacked_experts
+from ._checks import STEP
 from ._layer import RecipeLayer, check_layer
 from .grouped_linear import GroupedLinear
 from .linear import Linear
@@ -27,7 +28,6 @@ __all__ = ["ConversionReport", "ConvertedLayer", "convert_model", "set_recipe"]
 
 _A_RECIPE = "an fp4gemm.training.Recipe, a name of PRESETS"
 MAX_NAMES = 4  # of layers in a warning
-STEP = 32  # features: fprop sums over in_features, dgrad over out_features
 Action = Literal["converted", "shared", "excluded", "skipped"]
 RecipeLike = Recipe | str | Callable[[str], Recipe | str | None]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import _checks
 from ..experts import route
+from ..ops.moe import MAX_EXPERTS
 from . import _casts, _functions, _routing
 from ._swiglu import swiglu
 from .grouped_linear import GroupedLinear
@@ -30,7 +31,6 @@ __all__ = ["Experts", "FeedForward", "MoE", "Router", "update_expert_bias"]
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
-MAX_EXPERTS = 2048  # of fp4gemm.route
 
 
 class Router(torch.nn.Module):
