@@ -1,6 +1,7 @@
 // The casts of the NVFP4 family: how a block becomes codes and a scale, given the amax of its row or tensor.
 #pragma once
 
+#include "fp4gemm/fp4gemm.h"
 #include "quantize/block.cuh"
 #include "quantize/philox.cuh"
 
@@ -15,6 +16,18 @@ struct CastOptions {
   bool fast_error = false;   // four over six: errors are computed in the scaled domain
   float headroom = 1.0f;     // factor of the magnitudes from which the scales are computed; VariantCast only
 };
+
+/// The options of a cast, from the arguments of a call.
+inline CastOptions cast_options(fp4gemm_quantize_args_t const& args) {
+  CastOptions options;
+  options.te_per_token = args.encode == FP4GEMM_ENCODE_TE_PER_TOKEN;
+  options.rng_state = args.rng_state;
+  options.e4m3_max = static_cast<float>(args.e4m3_max);
+  options.mean_square = args.four_over_six == FP4GEMM_FOUR_OVER_SIX_MSE;
+  options.fast_error = args.fast_error != 0;
+  options.headroom = args.headroom;
+  return options;
+}
 
 /// The amaxes and elements for which a computation gives the defined bits.
 enum class Range {

@@ -101,17 +101,6 @@ void for_loader(fp4gemm_dtype_t dtype, fp4gemm_hadamard_t hadamard, Launch const
   });
 }
 
-CastOptions cast_options(fp4gemm_quantize_args_t const& args) {
-  CastOptions options;
-  options.te_per_token = args.encode == FP4GEMM_ENCODE_TE_PER_TOKEN;
-  options.rng_state = args.rng_state;
-  options.e4m3_max = static_cast<float>(args.e4m3_max);
-  options.mean_square = args.four_over_six == FP4GEMM_FOUR_OVER_SIX_MSE;
-  options.fast_error = args.fast_error != 0;
-  options.headroom = args.headroom;
-  return options;
-}
-
 fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DeviceProperties const& properties,
                                    cudaStream_t stream) {
   fp4gemm_quantized_t const& out = args.row;
