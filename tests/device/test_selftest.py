@@ -6,15 +6,18 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import kernel_table, support
+from fp4gemm import kernel_table, reference, support
 from fp4gemm.commands import main
 from fp4gemm.device import problems, quantizers, report, selftest
 from fp4gemm.device.problems import Problem
 from fp4gemm.kernel_table import Architecture, KernelInfo
+from fp4gemm.ops import operators
+from fp4gemm.ops.quantize import QuantizeCall
 from helpers import FLOATS, short
 
 CPU = torch.device("cpu")
@@ -315,6 +318,22 @@ def test_a_wrong_quantizer_is_found(fake: Fake) -> None:
     fake.quantize = broken
     with pytest.raises(RuntimeError, match=rf"{len(right_ones)} of {COUNT} .*\n.*: an illegal instruction"):
         use()
+
+
+def test_every_option_of_the_quantizer_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a value other than its default; but rows, which is route's, a given amax, and the fast error."""
+    seen: set[str] = set()
+
+    def quantize(*args: Any, **options: Any) -> Any:
+        call = QuantizeCall(*args, **options)
+        defaults = QuantizeCall._field_defaults | {"per_row": True, "amax": None}
+        seen.update(name for name, default in defaults.items() if getattr(call, name) is not default)
+        return reference.quantize(*args, **options)
+
+    monkeypatch.setattr(operators, "quantize", quantize)
+    for name in quantizers.names():
+        quantizers.run(name, CPU)
+    assert seen == {*QuantizeCall._fields} - {"x", "rows", "amax", "fast_error"}
 
 
 def test_quantizers_have_every_bit_written() -> None:
