@@ -20,6 +20,7 @@ from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
 from ..ops import operators
 from ..ops import options as option_checks
+from ..ops.quantize import QuantizeCall
 from ..quantize import quantize, quantize_both
 from .recipe import HEADROOM, Cast
 
@@ -37,6 +38,10 @@ _PLAIN_FIELDS = tuple(
     for each in dataclasses.fields(Cast)
     if each.name not in ("hadamard", "stochastic", "headroom", "source")
 )
+# The options of the operators around the state, which a call has, in their order.
+_FIELDS = QuantizeCall._fields
+_BEFORE = _FIELDS[_FIELDS.index("block_rows") + 1 : _FIELDS.index("rng_state")]
+_AFTER = _FIELDS[_FIELDS.index("rng_state") + 1 : _FIELDS.index("offs")]
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -45,8 +50,8 @@ class _Options(NamedTuple):
 
     per_row: bool
     block_rows: int
-    others: tuple[Any, ...]  # from encode to signs
-    headroom: float
+    before: tuple[Any, ...]  # from block_rows to rng_state
+    after: tuple[Any, ...]  # from rng_state to offs
     e4m3_max: int
     hadamard_signs: int | None  # of the container
 
@@ -66,12 +71,11 @@ def keywords(cast: Cast, hadamard: str | None, signs: int, state: Tensor | None)
 @functools.lru_cache(maxsize=256)
 def _options(cast: Cast, hadamard: str | None, signs: int) -> _Options:
     made = option_checks.operator_arguments({**_DEFAULTS, **keywords(cast, hadamard, signs, None)})
-    names = ("encode", "four_over_six", "fast_error", "e4m3_max", "hadamard", "signs")
     return _Options(
         made["per_row"],
         made["block_rows"],
-        tuple(made[name] for name in names),
-        made["headroom"],
+        tuple(made[name] for name in _BEFORE),
+        tuple(made[name] for name in _AFTER),
         made["e4m3_max"],
         None if hadamard is None else signs,
     )
@@ -103,16 +107,14 @@ def along(
     args = (x, axis, cast, signs, state, offs, decoded, amax)
     if not _is_plain(x, cast, state):
         return _checked_along(*args)
-    per_row, block_rows, others, headroom, bound, own_signs = _options(cast, cast.hadamard, signs)
+    per_row, block_rows, before, after, bound, own_signs = _options(cast, cast.hadamard, signs)
     state = state if cast.stochastic else None
     dim = 1 if axis == 0 and offs is not None else 0
     try:
         if decoded:
-            data, found = _QUANTIZE_DECODED(x, amax, per_row, axis, *others, state, headroom, offs)
+            data, found = _QUANTIZE_DECODED(x, amax, per_row, axis, *before, state, *after, offs)
         else:
-            codes, scales, found = _QUANTIZE(
-                x, amax, per_row, axis, block_rows, *others, state, headroom, offs
-            )
+            codes, scales, found = _QUANTIZE(x, amax, per_row, axis, block_rows, *before, state, *after, offs)
     except REFUSALS as error:
         if _checks.is_misaligned(x):  # it is copied first
             return _checked_along(*args)
@@ -145,11 +147,11 @@ def both(
     args = (x, cast, hadamard, signs, state, offs)
     if not _is_plain(x, cast, state):
         return _checked_both(*args)
-    per_row, block_rows, others, headroom, bound, own_signs = _options(cast, hadamard, signs)
+    per_row, block_rows, before, after, bound, own_signs = _options(cast, hadamard, signs)
     state = state if cast.stochastic else None
     try:
         codes, scales, found, codes_t, scales_t, found_t = _QUANTIZE_BOTH(
-            x, None, None, per_row, block_rows, *others, state, headroom, offs
+            x, None, None, per_row, block_rows, *before, state, *after, offs
         )
     except REFUSALS as error:
         if _checks.is_misaligned(x):  # it is copied first
