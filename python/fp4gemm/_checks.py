@@ -168,8 +168,13 @@ def has_readable_rows(x: Tensor) -> bool:
 
 
 def is_readable(x: object) -> bool:
-    """Return whether x is a strided tensor that is contiguous and aligned."""
-    return isinstance(x, Tensor) and is_strided(x) and x.is_contiguous() and not is_misaligned(x)
+    """Return whether x is a strided tensor that is contiguous and aligned, with rows of unit stride.
+
+    An expanded tensor without elements is contiguous to torch, whatever its strides are.
+    """
+    if not isinstance(x, Tensor) or not is_strided(x) or not x.is_contiguous() or is_misaligned(x):
+        return False
+    return x.dim() < 2 or has_readable_rows(x)
 
 
 def contiguous(x: Any) -> Any:

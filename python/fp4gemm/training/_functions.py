@@ -56,7 +56,7 @@ def _forward(
         try:
             y, *saved = _step.TRAIN_FORWARD(*arguments)
         except REFUSALS as error:
-            if _checks.is_misaligned(x):  # it is copied first
+            if not _checks.is_readable(x):  # it is copied first
                 y, saved = _forward_by_parts(*args)
             else:
                 y, saved = explained("fp4gemm.training: forward", error, _forward_by_parts, *args)
@@ -108,7 +108,7 @@ def _gradients_of_step(
     try:
         dx, dw = _step.TRAIN_BACKWARD(*arguments)
     except REFUSALS as error:
-        if _checks.is_misaligned(arguments[0]):  # dy, which is copied first
+        if not _checks.is_readable(arguments[0]):  # dy, which is copied first
             return gradients(*args)
         return explained("fp4gemm.training: backward", error, gradients, *args)
     return dx, dw

@@ -116,7 +116,7 @@ def along(
         else:
             codes, scales, found = _QUANTIZE(x, amax, per_row, axis, block_rows, *before, state, *after, offs)
     except REFUSALS as error:
-        if _checks.is_misaligned(x):  # it is copied first
+        if not _checks.is_readable(x):  # it is copied first
             return _checked_along(*args)
         return explained("fp4gemm.training: quantize", error, _checked_along, *args)
     found = found if amax is None else amax
@@ -154,7 +154,7 @@ def both(
             x, None, None, per_row, block_rows, *before, state, *after, offs
         )
     except REFUSALS as error:
-        if _checks.is_misaligned(x):  # it is copied first
+        if not _checks.is_readable(x):  # it is copied first
             return _checked_both(*args)
         return explained("fp4gemm.training: quantize_both", error, _checked_both, *args)
     return (
