@@ -35,6 +35,17 @@ def test_the_first_forward_prepacks(activations: str, hopper: torch.device, gen:
     assert same_state(layer, here)
 
 
+def test_a_float32_input_that_is_not_quantized(hopper: torch.device, gen: torch.Generator) -> None:
+    """The layer rounds it to bfloat16, as on the CPU, and returns float32."""
+    here = nn.Linear.from_float(float_linear(192, 136), activation_scaling="none")
+    layer, x = copy.deepcopy(here).to(hopper), make("integers", 33, 192, torch.float32, gen)
+    for _ in range(2):
+        y = layer(x.to(hopper)).cpu()
+        assert y.dtype is torch.float32
+        torch.testing.assert_close(y, here(x), rtol=1e-5, atol=1e-5)  # the order of the sums is another one
+        assert same_bits(layer(x.to(hopper).bfloat16()).cpu(), here(x.bfloat16()))
+
+
 def test_memory_of_a_layer(hopper: torch.device) -> None:
     """After the forward the layer occupies 0.5625 bytes for each element, as before."""
     layer = nn.Linear.from_float(torch.nn.Linear(4096, 4096, bias=False, device=hopper))

@@ -22,7 +22,6 @@ FORMS = [
     (scaling, dtype)
     for scaling in ("row", "tensor", "none")
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    if scaling != "none" or dtype is not torch.float32
 ]
 
 
@@ -63,7 +62,9 @@ def test_the_gradient_is_the_definition(scaling: str, dtype: torch.dtype, how: s
     assert y.requires_grad
     assert same_bits(y.detach(), plain)
     (dx,) = torch.autograd.grad(y, x, dy)
-    assert same_bits(dx, defined(layer, dy, how))
+    want = defined(layer, dy, how)
+    is_rounded = scaling == "none" and dtype is torch.float32  # x, so that its gradient is rounded too
+    assert same_bits(dx, want.bfloat16().float() if is_rounded else want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -53,7 +53,7 @@ def check_shapes(w13: Tensor | NVFP4Tensor, w2: Tensor | NVFP4Tensor, activation
 
 
 def check_tokens(
-    x: object, topk_ids: object, topk_weights: object, d: int, device: torch.device, is_quantized: bool
+    x: object, topk_ids: object, topk_weights: object, d: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The arguments of a forward themselves; raises unless they belong together."""
     x = _checks.is_tensor("x", x)
@@ -68,7 +68,7 @@ def check_tokens(
     _checks.has_shape("topk_weights", weights, tuple(ids.shape), " as of topk_ids")
     for name, t in (("x", x), ("topk_weights", weights)):
         _checks.no_grad(name, t, "fp4gemm.nn.Experts")
-    _checks.has_dtype("x", x, _checks.FLOAT_DTYPES if is_quantized else _checks.HALF_DTYPES)
+    _checks.has_dtype("x", x, _checks.FLOAT_DTYPES)
     return x, ids, weights
 
 

@@ -30,9 +30,9 @@ def needs_gradient(call: LinearCall) -> bool:
 def linear(call: LinearCall, how: InputGradient, k: int, transposed: Transposed) -> Tensor:
     """The operator ``linear``, recorded for autograd: gradients flow to x and to c, and to nothing else.
 
-    With dy (..., n) the gradient of the result, in the dtype of x, and W the stored weight::
+    With dy (..., n) the gradient of the result, in its dtype, and W the stored weight::
 
-        "dequantized"   dx = dy @ W            W rounded to the dtype of x, the product by torch.matmul
+        "dequantized"   dx = dy @ W            W rounded to the dtype of dy, the product by torch.matmul
         "quantized"     dx = Q(dy) @ Q(W^T)^T  one amax for each row of dy and of W^T, as the operator defines
         dc = dy
 
@@ -94,6 +94,7 @@ class _Linear(torch.autograd.Function):
         weight = (named.weight, named.weight_scales, named.weight_amax)
         ctx.save_for_backward(*(weight if t_codes is None else (t_codes, t_scales, t_amax)))
         ctx.is_transposed = t_codes is not None
+        ctx.dtype = named.x.dtype
         ctx.how, ctx.k, ctx.rows, ctx.e4m3_max = how, k, named.weight_rows, named.weight_e4m3_max
         ctx.place_of_c = 5 + LinearCall._fields.index("c")
         y: Tensor = operators.linear(*call)
@@ -107,15 +108,16 @@ class _Linear(torch.autograd.Function):
             gradients[ctx.place_of_c] = dy
         if ctx.needs_input_grad[5]:
             weight, scales, amax = ctx.saved_tensors
-            # The dtype of dy is that of x, under autocast too.
+            # The dtype of dy is that of the result, under autocast too.
             with torch.autocast(dy.device.type, enabled=False):
                 if ctx.how == "dequantized":
                     w = _dense(weight, scales, amax, ctx.e4m3_max, ctx.rows, ctx.k, dy.dtype)
-                    gradients[5] = dy @ w
+                    dx = dy @ w
                 else:
                     if not ctx.is_transposed:
                         weight, scales, amax = transpose(weight, scales, amax, ctx.e4m3_max, ctx.rows, ctx.k)
-                    gradients[5] = operators.linear(dy.contiguous(), weight, scales, amax)
+                    dx = operators.linear(dy.contiguous(), weight, scales, amax)
+            gradients[5] = dx.to(ctx.dtype)
         return tuple(gradients)
 
 

@@ -95,7 +95,7 @@ def forward(layer: Experts, ep: ExpertParallel, x: Tensor, topk_ids: Tensor, top
     """
     w13, w2 = layer.w13(), layer.w2()
     d = layer.hidden
-    x, ids, weights = check_tokens(x, topk_ids, topk_weights, d, w13.amax.device, True)
+    x, ids, weights = check_tokens(x, topk_ids, topk_weights, d, w13.amax.device)
     if layer.check_finite != "off":
         refuse_not_finite(x, layer)
     formats = formats_of(layer, x, w13)

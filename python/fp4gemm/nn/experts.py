@@ -69,7 +69,7 @@ class Experts(DividedExperts):
         dtype: the dtype of the float weights that these stand for; None is torch's default dtype. No buffer
             has it, and the output has the dtype of each input.
         activation_scaling: "row" quantizes x and h with one amax for each row. "none": neither is quantized
-            (W4A16), and x is bfloat16 or float16.
+            (W4A16), but x is rounded to bfloat16 if it is float32, and so is the result then.
         weight_scaling: "row" gives each output channel of each expert its own amax, "tensor" one to each
             expert's matrix.
         check_finite: "off", or "raise" for debugging: ``forward`` raises ValueError if x has a NaN or an
@@ -331,7 +331,7 @@ class Experts(DividedExperts):
         """The weighted sum of the experts that each token names.
 
         Args:
-            x: bfloat16, float16 or (unless it is not quantized) float32 (..., d), any leading dimensions.
+            x: bfloat16, float16 or float32 (..., d), any leading dimensions.
             topk_ids: int32 or int64 (..., top_k), the leading dimensions those of x. -1, and any other id
                 outside of 0..num_experts-1, names no expert. A token must not name an expert twice: the CPU
                 refuses that, a GPU does not look.
@@ -376,23 +376,24 @@ class Experts(DividedExperts):
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w13: HeldWeight, w2: HeldWeight
     ) -> Tensor:
         d = self.w13.in_features
-        x, ids, weights = check_tokens(x, topk_ids, topk_weights, d, w13.amax.device, bool(self._scaling))
+        x, ids, weights = check_tokens(x, topk_ids, topk_weights, d, w13.amax.device)
         if self.check_finite != "off":
             refuse_not_finite(x, self)
+        dtype, in_bfloat16 = x.dtype, self.activation_scaling == "none" and x.dtype is torch.float32
+        x = x.to(torch.bfloat16) if in_bfloat16 else x  # no kernel multiplies float32 values
         support.ready(x, "quantize")
         support.ready_for(x, "grouped_mm", formats_of(self, x, w13))
-        top_k = ids.shape[-1]
         y = multiply(
             self,
             _checks.readable(x.reshape(-1, d)),
-            ids.reshape(-1, top_k).contiguous(),
-            weights.reshape(-1, top_k).contiguous(),
+            ids.reshape(-1, ids.shape[-1]).contiguous(),
+            weights.reshape(-1, ids.shape[-1]).contiguous(),
             w13,
             w2,
         )
-        if self.check_finite == "off" and not torch.compiler.is_compiling():
+        if self.check_finite == "off" and not in_bfloat16 and not torch.compiler.is_compiling():
             self.w13.is_checked = self.w2.is_checked = "_hf_hook" not in self.w13.__dict__
-        return y if x.dim() == 2 else y.view(x.shape)
+        return y.to(dtype) if x.dim() == 2 else y.to(dtype).view(x.shape)
 
     def extra_repr(self) -> str:
         finite = "" if self.check_finite == "off" else f", check_finite={self.check_finite!r}"

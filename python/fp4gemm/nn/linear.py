@@ -85,8 +85,8 @@ class Linear(DifferentiableLayer):
             float32; None is torch's default dtype. Model code reads it. No buffer has it, and the output has
             the dtype of each input, under autocast too.
         activation_scaling: "row" gives each token (row of x) its own amax, so that an outlier token does not
-            cost the others precision; "tensor" gives all of them one. "none": x is not quantized (W4A16) and
-            must be bfloat16 or float16; devices with FP4 tensor cores refuse it.
+            cost the others precision; "tensor" gives all of them one. "none": x is not quantized (W4A16), but
+            rounded to bfloat16 if it is float32; devices with FP4 tensor cores refuse it.
         weight_scaling: "row" gives each output channel (row of W) its own amax, "tensor" one to the whole
             weight. "row" is the default, since one fp32 number a channel costs nothing: the epilogue
             multiplies by it anyway.
@@ -221,9 +221,9 @@ class Linear(DifferentiableLayer):
         """``Q(x) @ Q(W).T + bias + c``; with activation_scaling "none" ``x @ Q(W).T + bias + c``.
 
         Args:
-            x: bfloat16, float16 or (unless it is not quantized) float32 (..., k), any leading dimensions
-                including none; strides are free. Or an NVFP4Tensor or DecodedTensor (m, k), which was
-                quantized before.
+            x: bfloat16, float16 or float32 (..., k), any leading dimensions including none; strides are
+                free. Or an NVFP4Tensor or DecodedTensor (m, k), which was quantized before. A float32 x that
+                is not quantized is rounded to bfloat16.
             c: None, or an addend (..., n) of the dtype of the result, such as a residual. The epilogue adds
                 it in float32, before the result is rounded.
 
@@ -289,12 +289,15 @@ class Linear(DifferentiableLayer):
             raise ValueError(f"x: shape is {tuple(x.shape)}, must be (..., {k}), {k} = in_features")
         _checks.same_device("x", x, self.weight_amax.device, "weight")
         scaling = _SCALINGS[self.activation_scaling]
-        _checks.has_dtype("x", x, _checks.FLOAT_DTYPES if scaling else _checks.HALF_DTYPES)
+        _checks.has_dtype("x", x, _checks.FLOAT_DTYPES)
         self._check_gradient("x", x)
         if self.check_finite != "off":
             self._refuse_not_finite(x)
         if scaling:
             support.ready(x, "quantize")
+        elif x.dtype is torch.float32:
+            terms["out_dtype"] = x.dtype
+            x = x.to(torch.bfloat16)  # no kernel multiplies float32 values
         return self._multiply(x, scaling=scaling, **terms)
 
     def _check_addend(self, x: Tensor | NVFP4Tensor | DecodedTensor, c: object) -> None:
@@ -363,6 +366,7 @@ class Linear(DifferentiableLayer):
         quantizes = self.activation_scaling != "none"
         helps = name == PREPACKED or not support.streams_prepacked(call.x.device, quantizes)
         is_own = call.scaling == _SCALINGS[self.activation_scaling] and call.activation == self._epilogue()
+        is_own = is_own and (quantizes or call.out_dtype is None)  # not of a float32 x, which was rounded
         is_plain = is_own and self.check_finite == "off" and type(call.x) is Tensor
         if is_plain and is_tested and helps and written is not None and not self._is_offloaded():
             arguments = call[1:9] if call.activation else call[1:8]  # from weight; others have their defaults
