@@ -22,6 +22,7 @@ from .device.selftest import self_test
 from .experts import combine, route
 from .gemm import mm, scaled_mm
 from .grouped import grouped_mm, scaled_grouped_mm
+from .integrations import transformers as _transformers  # noqa: F401  # it registers with _changed
 from .kernel_table import kernels
 from .layout import swizzle_scales, unswizzle_scales
 from .producers import rms_norm_quantize, silu_and_mul_quantize

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 import torch
 from torch.nn.parameter import is_lazy
 
-from .. import _checks
+from .. import _changed, _checks
 from ..calibration.statistics import Statistics, StatisticsFile
 from . import _candidates, _methods, _transformers
 from ._candidates import Candidate, Filter
@@ -149,6 +149,7 @@ def quantize_model(
     swaps = _candidates.reports(candidates)
     candidates.clear()  # frees the float layers here, and the quantized ones as soon as they are fused
     blocks = fuse_blocks(model) if fuse == "auto" else ()
+    _changed.tell(model)
     after = _totals(model)
     done_report = QuantizeReport(
         *swaps, weights, before[0], after[0], before[1], after[1], after[2], blocks=blocks

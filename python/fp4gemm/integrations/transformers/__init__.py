@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from . import _attach  # noqa: F401  # quantize_model tells it of models that it has changed
 from ._registry import register, unregister
 
 if TYPE_CHECKING:
@@ -35,8 +36,10 @@ def save_pretrained(
     """Write a model with NVFP4 layers as a checkpoint of ``format``, and hf_quant_config.json for ModelOpt.
 
     The model may come from ``from_pretrained`` or from :func:`fp4gemm.nn.quantize_model`. Experts are written
-    one by one, and layers that were merged (``fuse="auto"``) under their original names. A model that
-    transformers loaded also has ``model.save_pretrained``, which writes no hf_quant_config.json.
+    one by one, and layers that were merged (``fuse="auto"``) under their original names. The config says
+    what was fused, so that ``from_pretrained`` fuses it again. ``model.save_pretrained`` does the same, less
+    hf_quant_config.json: in the format that the model was loaded in, "fp4gemm" for a model of
+    ``quantize_model``, and "modelopt" for one that was quantized while it was loaded.
 
     Args:
         model: a transformers.PreTrainedModel.
@@ -47,8 +50,8 @@ def save_pretrained(
         kwargs: passed on to ``model.save_pretrained``; not ``state_dict``, which is made from the layers.
 
     Raises:
-        TypeError, ValueError: naming the argument, or the layer that the format cannot hold. Nothing is
-            written then.
+        TypeError, ValueError: naming the argument, or the layer that the format cannot hold; a model with
+            layers of another quantization of transformers. Nothing is written then.
     """
     from ._registry import required
 

@@ -59,6 +59,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
     """
 
     scheme: Scheme | None = None  # of a checkpoint that was loaded or is being saved
+    fused: Mapping[str, int] | None = None  # how many blocks of each kind the model had fused that was saved
 
     def __init__(
         self,
@@ -134,6 +135,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
             made = cls(**options)
         else:
             made = cls.of(read_quantization_config(config_dict))
+            made._read_own(config_dict.get("producer"))
         return (made, kwargs) if return_unused_kwargs else made
 
     @classmethod
@@ -144,6 +146,29 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         is_mix = scheme.format == "modelopt"
         made.scheme = dataclasses.replace(scheme, targets=("Linear",)) if is_mix else scheme
         return made
+
+    def describe(self, activation_scaling: ActivationScaling, fused: Mapping[str, int]) -> None:
+        """Take over the options of loading from the model that is being saved."""
+        self.activation_scaling = activation_scaling
+        self.fused = fused or None
+        self.fuse = "auto" if fused else "none"
+
+    def _read_own(self, producer: object) -> None:
+        """The options that :meth:`describe` took over, from the producer of a checkpoint of this library."""
+        if not isinstance(producer, Mapping) or producer.get("name") != "fp4gemm":
+            return
+        scaling, fused = producer.get("activation_scaling"), producer.get("fused")
+        if scaling is not None:
+            what = "quantization_config: activation_scaling of producer"
+            _checks.is_one_of(what, scaling, ACTIVATION_SCALINGS)
+            self.activation_scaling = scaling
+        if fused is not None:
+            if not isinstance(fused, Mapping) or not all(type(number) is int for number in fused.values()):
+                raise ValueError(
+                    f"quantization_config: fused of producer is {_checks.describe(fused)}, must be an object "
+                    "of numbers"
+                )
+            self.fused, self.fuse = dict(fused), "auto"
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """The options that are kept where a checkpoint has a config of its own.
@@ -162,7 +187,12 @@ class Fp4GemmConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """What config.json holds: that of the checkpoint, once there is one."""
         if self.scheme is not None:
-            return quantization_config(self.scheme)
+            made = quantization_config(self.scheme)
+            if self.activation_scaling == "tensor":  # the scheme says the others
+                made["producer"]["activation_scaling"] = self.activation_scaling
+            if self.fused is not None:
+                made["producer"]["fused"] = dict(self.fused)
+            return made
         given = dict(self._given)
         if not isinstance(given.get("calibration"), str):
             given.pop("calibration", None)  # batches are no JSON

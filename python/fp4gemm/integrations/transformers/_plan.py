@@ -206,7 +206,7 @@ def _add_experts(
 def swap(model: Any, plan: Plan, activation_scaling: ActivationScaling, dtype: torch.dtype | None) -> None:
     """Put empty NVFP4 modules on the meta device in the place of the float ones.
 
-    A layer with a stored weight of its own is not tied, as lm_head may be to the embeddings.
+    A layer with a stored weight or bias of its own is not tied, as lm_head may be to the embeddings.
 
     Raises:
         ValueError: naming activation_scaling, if experts do not have it.
@@ -214,7 +214,8 @@ def swap(model: Any, plan: Plan, activation_scaling: ActivationScaling, dtype: t
     modules = dict(model.named_modules(remove_duplicate=False))
     made: dict[str, torch.nn.Module] = {}
     for name, stored in plan.linears.items():
-        model.all_tied_weights_keys.pop(f"{name}.weight", None)
+        for own in ("weight", *(("bias",) if stored.has_bias else ())):
+            model.all_tied_weights_keys.pop(f"{name}.{own}", None)
         made[name] = nn.Linear(
             stored.k,
             stored.n,

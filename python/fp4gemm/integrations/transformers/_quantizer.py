@@ -22,7 +22,7 @@ from ...nn._methods import Quantizer
 from ...nn._swap import quantized, statistics_of
 from ...nn._weight import WeightModule
 from ...nn.convert import quantize_model
-from ...nn.fuse import fuse_blocks
+from ...nn.fuse import fuse_blocks, fused
 from ...nn.report import QuantizeReport
 from ._config import Fp4GemmConfig
 from ._convert import FillStored, QuantizeFloat, StoredConverter
@@ -30,7 +30,7 @@ from ._plan import Plan, make_plan, swap
 from ._save import state_dict
 from ._stored import headers, refuse, stored_modules
 
-__all__ = ["Fp4GemmQuantizer"]
+__all__ = ["Fp4GemmQuantizer", "saver"]
 
 BYTES_PER_ELEMENT = 0.5625  # of an NVFP4 weight
 logger = logging.getLogger("fp4gemm.integrations.transformers")
@@ -51,6 +51,7 @@ class Fp4GemmQuantizer(HfQuantizer):
         self.plan: Plan | None = None
         self.unused: Counter[str] = Counter()
         self.problems: list[str] = []
+        self.is_saver = False  # whether transformers has not loaded the model, see saver
         self._chosen: dict[str, Candidate] = {}  # float layers to quantize, by their first names
         self._names: dict[str, str] = {}  # of the modules of these, to their first names
 
@@ -223,7 +224,21 @@ class Fp4GemmQuantizer(HfQuantizer):
             )
         if self.quantization_config.fuse == "auto":
             fuse_blocks(model)
+            self._compare_fused(model)
         return model
+
+    def _compare_fused(self, model: Any) -> None:
+        """Say so if other blocks were fused than in the model that was saved."""
+        want = self.quantization_config.fused
+        got = fused(model)
+        if want and got != want:
+            logger.warning(
+                "the model that was saved had the fused blocks %s, and the loaded one has %s, so that their "
+                "results may differ by roundings: the code of the model differs, or it had hooks when it was "
+                "quantized",
+                want,
+                got,
+            )
 
     def _quantize_all(self, model: Any) -> Any:
         """Calibrate the float model with the batches, and quantize it."""
@@ -265,7 +280,11 @@ class Fp4GemmQuantizer(HfQuantizer):
     # ---- what transformers asks
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        return state_dict(model, self.quantization_config), {}
+        if getattr(model, "_hf_peft_config_loaded", False):
+            return model.state_dict(), {}  # of which transformers writes the adapters alone
+        state = state_dict(model, self.quantization_config)
+        model.config.quantization_config = self.quantization_config
+        return state, {}
 
     def is_serializable(self) -> bool:
         return True
@@ -277,3 +296,10 @@ class Fp4GemmQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def saver() -> Fp4GemmQuantizer:
+    """The quantizer of a model that quantize_model made; the format that it writes holds all such models."""
+    made = Fp4GemmQuantizer(Fp4GemmConfig(format="fp4gemm"), pre_quantized=True)
+    made.is_saver = True
+    return made

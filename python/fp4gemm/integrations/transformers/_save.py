@@ -19,8 +19,10 @@ from ...containers.nvfp4 import NVFP4Tensor
 from ...nn import _transformers
 from ...nn._float import float_weights
 from ...nn._hooks import materialized
+from ...nn._inputs import ActivationScaling
 from ...nn._layer import WeightLayer
 from ...nn._weight import WeightModule
+from ...nn.fuse import fused
 from ...nn.fuse.gated import GatedMLP
 from ...nn.fuse.merged import MergedLinear, Part, rows_of
 from ...stacks import joined
@@ -33,7 +35,7 @@ Weight = tuple[str, NVFP4Tensor, Tensor | None]  # the name of the module in a c
 
 
 def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
-    """The tensors of the checkpoint, those of NVFP4 weights in CPU memory; ``config.scheme`` is set too.
+    """The tensors of the checkpoint, those of NVFP4 weights in CPU memory; the config then describes them.
 
     Names are those of the model; for experts, one by one, ``experts.3.gate_proj`` and so on.
     ``model.save_pretrained`` turns them into those of the checkpoint.
@@ -42,7 +44,8 @@ def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
         ValueError: naming the layer that the format cannot hold, and what to do.
     """
     format: FormatName = config.format or "modelopt"
-    activations, e4m3_max = _agreed(model)
+    activation_scaling, e4m3_max = _agreed(model)
+    activations: SchemeActivations = "a16" if activation_scaling == "none" else "per-token"
     state: dict[str, Tensor] = {}
     about, scaling = FORMATS[format], "tensor"
     inner = _inner(model)
@@ -68,29 +71,30 @@ def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
         e4m3_max=e4m3_max,
         scaling=scaling,  # type: ignore[arg-type]
     )
+    config.describe(activation_scaling, fused(model))
     return state
 
 
-def _agreed(model: Any) -> tuple[SchemeActivations, int]:
-    """What all layers agree in: activations and the bound of block scales.
+def _agreed(model: Any) -> tuple[ActivationScaling, int]:
+    """What all layers agree in: activation_scaling and the bound of block scales.
 
     Raises:
         ValueError: they do not agree. RuntimeError: a layer has no weight yet.
     """
-    activations: dict[SchemeActivations, str] = {}
+    scalings: dict[ActivationScaling, str] = {}
     bounds: dict[int, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Experts)):
-            activations["a16" if module.activation_scaling == "none" else "per-token"] = name
+            scalings[module.activation_scaling] = name
         if isinstance(module, WeightLayer):
             with materialized(module):
                 module._require_weight()
                 bounds[module.e4m3_max] = name
-    for what, found in (("activations", activations), ("e4m3_max", bounds)):
+    for what, found in (("activation_scaling", scalings), ("e4m3_max", bounds)):
         if len(found) > 1:
-            listed = ", ".join(f"{value} of {name}" for value, name in found.items())
+            listed = ", ".join(f"{value!r} of {name}" for value, name in found.items())
             raise ValueError(f"model: its layers differ in {what} ({listed}), must not in a checkpoint")
-    return next(iter(activations)), next(iter(bounds))
+    return next(iter(scalings)), next(iter(bounds))
 
 
 def _stored(name: str, weight: NVFP4Tensor, format: FormatName) -> StoredWeight:

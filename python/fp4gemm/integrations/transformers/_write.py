@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from ... import _checks
 from ...checkpoint.formats import FORMATS, FormatName, hf_quant_config
 from ...nn._weight import WeightModule
-from ._config import Fp4GemmConfig
-from ._quantizer import Fp4GemmQuantizer
+from ._attach import beside
+from ._quantizer import Fp4GemmQuantizer, saver
 
 __all__ = ["save"]
 
@@ -36,24 +36,18 @@ def save(
         )
     if Path(folder).is_file():
         raise ValueError(f"save_directory: {folder} is a file, must be a folder")
-    held: Any = getattr(model, "hf_quantizer", None)
-    is_ours = isinstance(held, Fp4GemmQuantizer)
-    config = held.quantization_config if is_ours else Fp4GemmConfig()
+    if getattr(model, "hf_quantizer", None) is None:  # its layers were not made by quantize_model
+        model.hf_quantizer = saver()
+    held = model.hf_quantizer
+    if not isinstance(held, Fp4GemmQuantizer):
+        raise ValueError(f"model: {beside(held)}")
+    config = held.quantization_config
     before = config.format
-    config.format = format or before
+    config.format = format or (None if held.is_saver else before)
     try:
-        if not is_ours:
-            model.hf_quantizer = Fp4GemmQuantizer(config, pre_quantized=True)
-            model.config.quantization_config = config
         model.save_pretrained(folder, **options)
-    except BaseException:
-        if not is_ours:  # the model is as it was
-            del model.hf_quantizer, model.config.quantization_config
-        raise
     finally:
         config.format = before
-    if not is_ours:
-        model.is_quantized, model.quantization_method = True, config.quant_method
     is_main = options.get("is_main_process", True)  # the others write no configs
     if is_main and config.scheme is not None and config.scheme.format == "modelopt":
         path = Path(folder) / HF_QUANT_CONFIG

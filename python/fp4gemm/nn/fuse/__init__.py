@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .blocks import fuse_blocks
+from .blocks import fuse_blocks, fused
 from .gated import GatedMLP
 
-__all__ = ["GatedMLP", "fuse_blocks"]
+__all__ = ["GatedMLP", "fuse_blocks", "fused"]

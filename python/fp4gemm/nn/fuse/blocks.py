@@ -41,6 +41,24 @@ def fuse_blocks(model: torch.nn.Module) -> tuple[BlockReport, ...]:
     return tuple(found)
 
 
+def fused(model: torch.nn.Module) -> dict[str, int]:
+    """How many blocks of each kind are fused, by the actions of a BlockReport; a kind without any is absent.
+
+    A GatedMLP whose layers had no names in a model is not counted.
+    """
+    found: dict[str, set[int]] = {}
+    for module in model.modules():
+        for action, part in (
+            ("merged", module.merged if isinstance(module, Part) else None),
+            ("gated", module if isinstance(module, GatedMLP) and module.layer_names is not None else None),
+            ("norm", module if isinstance(module, RMSNormQuantize) else None),
+            ("residual", module if hasattr(type(module), ADDS) else None),
+        ):
+            if part is not None:
+                found.setdefault(action, set()).add(id(part))
+    return {action: len(parts) for action, parts in found.items()}
+
+
 def _users(model: torch.nn.Module) -> dict[int, int]:
     """How many places of the model each module is in."""
     counts: dict[int, int] = {}
