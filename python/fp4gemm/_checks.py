@@ -10,6 +10,7 @@ are in :mod:`fp4gemm._values`.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -252,6 +253,16 @@ def is_int(name: str, value: object, low: int) -> None:
 def is_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name}: got {describe(value)}, must be True or False")
+
+
+def is_path(name: str, value: object) -> None:
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name}: got {describe(value)}, must be the path of a folder")
+
+
+def is_callback(name: str, value: object) -> None:
+    if value is not None and not callable(value):
+        raise TypeError(f"{name}: got {describe(value)}, must be callable")
 
 
 def as_device(name: str, device: object) -> torch.device:

@@ -114,7 +114,7 @@ def test_static_activations_and_translation(source: Path, tmp_path: Path) -> Non
         (["--fuse", "no.json"], "fuse: no.json cannot be read as JSON"),
         (["--kv-cache", "no.json"], "kv_cache: no.json cannot be read as JSON"),
         (["--max-memory", "many"], "got 'many', must be bytes such as 8000000000 or 8G"),
-        (["--jobs", "0"], "jobs: got 0, must be 1 or more"),
+        (["--jobs", "0"], "jobs: got 0, must be at least 1"),
         (["--device", "tpu"], "device: got 'tpu', must be auto, cpu, cuda or cuda:0,1"),
         (["--device", "cuda:99"], "device: got 'cuda:99', must be one of the"),
         (["--dry-run", "--verify"], "--verify: got with --dry-run, must be absent"),

@@ -328,3 +328,17 @@ def test_from_te_amax_is_the_container_itself(device: torch.device, gen: torch.G
     t = fp4gemm.quantize(make("normal", 33, 64, torch.bfloat16, gen).to(device))
     same = NVFP4Tensor.from_compact(t.codes, t.compact_scales(), t.amax)
     assert_bits(same.dequantize(), t.dequantize(), "values")
+
+
+def test_no_rows() -> None:
+    """An expert without tokens, in the 128x4 layout of FlashInfer and torchao."""
+    codes, scales = torch.zeros(0, 32, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8)
+    number = torch.ones(1)
+    for t in (
+        NVFP4Tensor.from_flashinfer(codes, scales, number),
+        NVFP4Tensor.from_torchao(codes, scales, number, is_swizzled_scales=True),
+        NVFP4Tensor.from_modelopt(codes, torch.zeros(0, 4, dtype=torch.uint8), number),
+    ):
+        assert tuple(t.shape) == (0, 64)
+        assert t.dequantize().shape == (0, 64)
+        assert fp4gemm.mm(t, fp4gemm.quantize(torch.ones(8, 64))).shape == (0, 8)

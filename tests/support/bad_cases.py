@@ -14,6 +14,7 @@ import bad_gemm
 import bad_grouped
 import bad_interop
 import bad_linear
+import bad_models
 import bad_moe
 import bad_mxfp8
 import bad_prepacked
@@ -61,6 +62,7 @@ CASES = Cases(
         *bad_step.CASES,
         *bad_swiglu.CASES,
         *bad_calibration.CASES,
+        *bad_models.CASES,
         *bad_container.CASES,
         *bad_decoded.CASES,
         *bad_experts.CASES,

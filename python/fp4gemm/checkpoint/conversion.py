@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import _native
+from .. import _checks, _native
 from .calibrated import Text, fingerprint
 from .errors import CheckpointError
-from .options import Options
+from .options import Options, checked_options
 from .plan import Plan
 from .report import ConvertReport
 from .runner import Done, Progress, resolve_devices, run
@@ -40,9 +40,10 @@ def plan_conversion(
     """What :func:`convert` would do, told from headers and config.json alone; nothing is written.
 
     Raises:
-        CheckpointError, ModuleNotFoundError: as for :func:`convert`.
+        CheckpointError, ModuleNotFoundError, TypeError: as for :func:`convert`.
     """
-    return _work(Source(src), options or Options()).report
+    _checks.is_path("src", src)
+    return _work(Source(src), _checked(options)).report
 
 
 def convert(
@@ -94,15 +95,22 @@ def convert(
         TypeError, ValueError: an argument. ModuleNotFoundError: safetensors is not installed, or
             transformers, where a text is the calibration.
     """
+    _checks.is_path("src", src)
+    _checks.is_path("dst", dst)
+    options = _checked(options)
     devices = resolve_devices(device)
     for name, value in (("jobs", jobs), ("max_memory", max_memory)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}: got {value!r}, must be 1 or more")
+        if value is not None:
+            _checks.is_int(name, value, 1)
+    for name, flag in (("resume", resume), ("measured", measured), ("verify", verify)):
+        _checks.is_bool(name, flag)
+    for name, callback in (("progress", progress), ("calibrating", calibrating)):
+        _checks.is_callback(name, callback)
     source, folder = Source(src), Path(dst)
     inside, outside = folder.resolve(), source.folder.resolve()
     if inside == outside or outside in inside.parents or inside in outside.parents:
         raise ValueError(f"dst: got {folder}, must be apart from the source {source.folder}")
-    work = _work(source, options or Options())
+    work = _work(source, options)
     common: dict[str, Any] = {
         "devices": devices, "jobs": jobs, "max_memory": max_memory, "progress": progress,
     }  # fmt: skip
@@ -195,12 +203,12 @@ def _other_names(source: Source, work: Work) -> list[str]:
     return [*copied_files(source), *index, *work.extra, CONFIG]
 
 
+def _checked(options: object) -> Options | Translation:
+    return options if isinstance(options, Translation) else checked_options(options)
+
+
 def _work(source: Source, options: Options | Translation) -> Work:
-    if isinstance(options, Translation):
-        return translation(source, options)
-    if not isinstance(options, Options):
-        raise TypeError(f"options: got {options!r}, must be Options or a Translation")
-    return quantization(source, options)
+    return translation(source, options) if isinstance(options, Translation) else quantization(source, options)
 
 
 def _has_space(folder: Path, work: Work, state: State) -> None:

@@ -157,7 +157,11 @@ def quantize_set(
             the weights of a set differ in dtype or device; scaling "row" in a format that cannot hold it; a
             method that needs statistics. The text begins with the name of the weight or argument.
     """
+    if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
+        raise TypeError(f"weights: got {_checks.describe(weights)}, must be a mapping of names to tensors")
     options = WeightOptions() if options is None else options
+    if not isinstance(options, WeightOptions):
+        raise TypeError(f"options: got {_checks.describe(options)}, must be WeightOptions")
     if options.method in CALIBRATED:
         raise ValueError(f"method: got {options.method!r}, must be one that needs no statistics")
     made = quantize_calibrated(weights, {}, options, format=format, shared_amax=shared_amax)

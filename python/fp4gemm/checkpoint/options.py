@@ -34,6 +34,15 @@ PREFIX = "re:"
 TINY, HUGE = float(torch.finfo(torch.float32).tiny), float(torch.finfo(torch.float32).max)
 
 
+def checked_options(options: object) -> Options:
+    """The options themselves, or the defaults for None."""
+    if options is None:
+        return Options()
+    if not isinstance(options, Options):
+        raise TypeError(f"options: got {_checks.describe(options)}, must be fp4gemm.checkpoint.Options")
+    return options
+
+
 @dataclass(frozen=True)
 class Options:
     """What is quantized, how, and how it is stored.

@@ -17,7 +17,7 @@ from .errors import CheckpointError
 from .experts import Orientation, orientation
 from .formats import FORMATS, FormatName, Scheme
 from .fused import partners
-from .options import Options, matches
+from .options import Options, checked_options, matches
 from .source import DTYPES, Source, TensorInfo
 
 __all__ = ["FusedSet", "Matrix", "Plan", "ignored_modules"]
@@ -103,7 +103,7 @@ class Plan:
     @classmethod
     def of_checkpoint(cls, source: Source, options: Options) -> Plan:
         """The plan for a checkpoint on disk; raises as :meth:`of_shapes`."""
-        return cls._made(source.tensors, source.config, options)
+        return cls._made(source.tensors, source.config, checked_options(options))
 
     @classmethod
     def of_shapes(
@@ -121,15 +121,21 @@ class Plan:
 
         Raises:
             CheckpointError: a partner of a fused set is missing, or a pattern matches nothing; the text names
-                it. TypeError: a dtype that safetensors does not have.
+                it. TypeError: a dtype that safetensors does not have; options of another type.
         """
+        for argument, value, wanted in (
+            ("tensors", tensors, "names to (shape, dtype)"),
+            ("config", config, "keys to values, as config.json holds"),
+        ):
+            if not isinstance(value, Mapping):
+                raise TypeError(f"{argument}: got {_checks.describe(value)}, must be a mapping of {wanted}")
         infos = {}
         for name, (shape, dtype) in tensors.items():
             if dtype not in _NAMES:
                 raise TypeError(f"tensors: dtype of {name!r} is {dtype}, must be one that safetensors has")
             nbytes = math.prod(shape) * dtype.itemsize
             infos[name] = TensorInfo(name, _NAMES[dtype], tuple(shape), nbytes=nbytes)
-        return cls._made(infos, config, options or Options())
+        return cls._made(infos, config, checked_options(options))
 
     @classmethod
     def of_model(cls, model: torch.nn.Module, options: Options | None = None) -> Plan:

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .. import _checks
 from .errors import CheckpointError
 from .measure import LayerError
 from .source import Source, memory_of
@@ -153,8 +154,10 @@ def resolve_devices(device: str) -> list[torch.device]:
     """The devices of ``auto``, ``cpu``, ``cuda`` or ``cuda:0,1``.
 
     Raises:
-        ValueError: another text, or a GPU that torch does not see.
+        TypeError: no text. ValueError: another text, or a GPU that torch does not see.
     """
+    if not isinstance(device, str):
+        raise TypeError(f"device: got {_checks.describe(device)}, must be auto, cpu, cuda or cuda:0,1")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":

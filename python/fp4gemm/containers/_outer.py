@@ -116,7 +116,7 @@ def swizzled(name: str, value: object, packed: Tensor) -> Tensor:
         sizes = " * ".join(map(str, (*lead, rows, columns)))
         raise ValueError(f"{name}: shape is {tuple(x.shape)}, must have the {sizes} elements of 128x4")
     plain = unswizzle_scales(x.view(g * rows, columns), g * rows, half_k // 8).view(torch.uint8)
-    plain = plain.view(g, rows, -1)[:, :n].reshape(*lead, n, -1)
+    plain = plain.view(g, rows, half_k // 8)[:, :n].reshape(*lead, n, half_k // 8)
     return plain.view(torch.float8_e4m3fn)
 
 

@@ -122,8 +122,7 @@ def check(model: object, batches: object, progress: object) -> None:
         raise TypeError(f"model: got {_checks.describe(model)}, must be a torch.nn.Module")
     if isinstance(batches, (str, bytes, Mapping, torch.Tensor)) or not isinstance(batches, Iterable):
         raise TypeError(f"batches: got {_checks.describe(batches)}, must be a list of batches")
-    if progress is not None and not callable(progress):
-        raise TypeError(f"progress: got {_checks.describe(progress)}, must be callable")
+    _checks.is_callback("progress", progress)
 
 
 def _listed(batches: Iterable[object]) -> list[object]:

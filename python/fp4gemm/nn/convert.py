@@ -123,10 +123,10 @@ def quantize_model(
     check_options(activation_scaling, weight_scaling, check_finite)
     _checks.is_one_of("on_unsupported", on_unsupported, get_args(OnUnsupported))
     _checks.is_one_of("fuse", fuse, get_args(Fuse))
+    _checks.is_bool("inplace", inplace)
     method = _methods.chosen_method(method, calibration, sequential)
     for name, callback in (("progress", progress), ("report", report)):
-        if callback is not None and not callable(callback):
-            raise TypeError(f"{name}: got {_checks.describe(callback)}, must be callable")
+        _checks.is_callback(name, callback)
     candidates = _candidates.chosen(model, include, exclude, types)
     _candidates.refuse_unsupported(model, candidates, activation_scaling, raises=on_unsupported == "raise")
     weights = float_weights(
