@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._transforms import refuse_tangent, refuse_transform
+
 BLOCK = 16  # elements along k that share one e4m3 scale
 GROUP_COLUMNS = 4 * BLOCK  # groups along k begin at multiples of it, which are whole tiles of scales
 MXFP8_BLOCK = 32  # elements along k that share one e8m0 scale
@@ -41,6 +43,7 @@ def is_tensor(name: str, value: object) -> Tensor:
         raise TypeError(f"{name}: got {describe(value)}, must be a torch.Tensor")
     if not is_strided(value):
         raise TypeError(f"{name}: layout is {value.layout}, must be torch.strided")
+    refuse_tangent(name, value)
     return value
 
 
@@ -111,6 +114,7 @@ def is_misaligned(x: Any, step: int = ALIGN_BYTES) -> bool:
 
 
 def is_aligned(name: str, x: Tensor, step: int = ALIGN_BYTES) -> None:
+    refuse_transform(name, x)  # whose tensors have no address
     if is_misaligned(x, step):
         raise ValueError(
             f"{name}: base address is {x.data_ptr() % step} bytes past a multiple of {step}, "

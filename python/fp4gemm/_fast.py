@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _checks, selection, support
+from . import _checks, _transforms, selection, support
 from ._operands import Left, Right
 from ._products import GemmTerms, multiply
 from ._refusals import REFUSALS, explained
@@ -39,7 +39,7 @@ _CAN_QUANTIZE = support.READY["quantize"]
 _RULES = selection.RULES
 _FAST_TERMS = ("bias", "out_dtype")
 _WEIGHTS = (Tensor, torch.nn.Parameter)
-_is_compiling = torch.compiler.is_compiling
+_is_eager = _transforms.is_eager
 
 
 def quantize(
@@ -60,7 +60,7 @@ def quantize(
         or x.dim() != 2
         or x.get_device() not in _CAN_QUANTIZE
         or x.requires_grad
-        or _is_compiling()
+        or not _is_eager()
     ):
         return checked(x, decoded, options)
     try:
@@ -90,7 +90,7 @@ def rms_norm_quantize(
         or type(decoded) is not bool
         or x.get_device() not in _CAN_QUANTIZE
         or x.requires_grad
-        or _is_compiling()
+        or not _is_eager()
         or type(eps) is not float
         or not 0.0 <= eps <= _checks.FLOAT32_MAX
         or (residual is not None and (type(residual) is not Tensor or residual.requires_grad))
@@ -134,7 +134,7 @@ def _gemm(a: object, b: object, terms: Mapping[str, Any]) -> Tensor | None:
 
     None for every other call, and on a device that has not multiplied before.
     """
-    if _RULES or _is_compiling():
+    if _RULES or not _is_eager():
         return None
     more: dict[str, Any] = {}  # keywords: a keyword costs the operator more time than a place
     for name, value in terms.items():

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import _checks
+from .._transforms import refuse_transform
 from ..ops import operators
 from ..ops.linear import LinearCall
 from ._layer import WeightLayer
@@ -41,9 +42,13 @@ def linear(call: LinearCall, how: InputGradient, k: int, transposed: Transposed)
     Q(W^T) if ``transposed`` does not have it, while it runs. A second derivative is refused.
 
     Raises:
+        NotImplementedError: x or c belongs to torch.func.grad or a relative of it.
         RuntimeError: the weight was made in inference mode. Backward raises it if the weight has been written
             in between, or for a second derivative.
     """
+    for name, value in (("x", call.x), ("c", call.c)):
+        if value is not None:
+            refuse_transform(name, value)
     if not torch.compiler.is_compiling() and call.weight.is_inference():
         raise RuntimeError(
             "weight: was made in inference mode, must not be where x requires grad; load the model outside "

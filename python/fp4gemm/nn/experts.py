@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .. import _checks, activations, support
+from .. import _checks, _transforms, activations, support
 from .._refusals import REFUSALS, explained
 from ..activations import Activation, ActivationName
 from ..containers.nvfp4 import NVFP4Tensor
@@ -359,7 +359,7 @@ class Experts(DividedExperts):
             first.is_checked
             and second.is_checked
             and self.check_finite == "off"
-            and not torch.compiler.is_compiling()
+            and _transforms.is_eager()
             and type(x) is Tensor
             and x.dim() == 2
             and not (torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad))

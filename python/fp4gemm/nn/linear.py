@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad as _forward_ad
 
 from .. import _checks, selection, support
 from .._refusals import REFUSALS, explained
@@ -257,7 +258,7 @@ class Linear(DifferentiableLayer):
 
     def _known_arguments(self) -> tuple[Any, ...] | None:
         """The operator's arguments after x, if the buffers are those of the last call that was checked."""
-        if _is_compiling() or _RULES:
+        if _is_compiling() or _RULES or _forward_ad._current_level >= 0:
             return None
         fast = self._fast
         if fast is None:

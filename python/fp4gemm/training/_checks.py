@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
+from .._transforms import refuse_transform
 
 STEP = _checks.K_STEP_MM  # of features: fprop sums over k and dgrad over n
 
@@ -16,6 +17,8 @@ def operands(x: object, weight: object, bias: object, rank: int, is_plain: bool)
     Features are free where is_plain: the recipe quantizes nothing.
     """
     x, weight = _checks.is_tensor("x", x), _checks.is_tensor("weight", weight)
+    refuse_transform("x", x)
+    refuse_transform("weight", weight)
     form = "(n, k)" if rank == 2 else "(g, n, k)"
     _checks.has_rank("weight", weight, rank, form)
     *_, n, k = weight.shape

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _checks
+from .._transforms import refuse_transform
 from ..ops import operators
 from ..ops.train import SWIGLU_STEP
 from ._once import first_only
@@ -78,5 +79,8 @@ def swiglu(gate: Tensor, up: Tensor, weights: Tensor | None = None) -> Tensor:
         return h if weights is None else (h * weights.unsqueeze(-1)).to(h.dtype)
     rows = [_checks.readable_rows(t if t.dim() == 2 else t.reshape(-1, f)) for t in (gate, up)]
     of_rows = None if weights is None else weights.reshape(-1).contiguous()
+    for name, t in (("gate", gate), ("up", up), ("weights", weights)):
+        if t is not None:
+            refuse_transform(name, t)
     y: Tensor = _Swiglu.apply(*rows, of_rows)
     return y if y.dim() == gate.dim() else y.view(gate.shape)
