@@ -114,6 +114,10 @@ def _empty(num_bytes: int, device: torch.device) -> Tensor:
 
     allocator: Any = symm_mem._SymmetricMemory  # type: ignore[attr-defined]
     memory: Tensor = allocator.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+    # torch zeroes the memory and its signal pad on the stream, behind work that is queued there. Rendezvous
+    # is on the host: a peer that returns from it may signal in a pad that is zeroed afterwards, and the
+    # signal is lost.
+    torch.cuda.synchronize(device)
     return memory
 
 
