@@ -12,6 +12,7 @@ from fp4gemm import ranks as fp4_ranks
 from fp4gemm.distributed import ExpertParallel, _arrival
 from fp4gemm.distributed._arguments import Arrived
 from fp4gemm.distributed._arrival import arrive
+from fp4gemm.distributed._transfer import Transfer
 from torch import Tensor
 
 from ..baselines.all_to_all import AllToAll
@@ -90,11 +91,18 @@ class Exchange:
         a, handle = ep.dispatch(x, ids)
         is_right = torch.equal(handle.offs, offs)
         is_right &= _error(a.dequantize(torch.bfloat16)[: len(rows)], rows) < 0.15
-        found = [clock.row("dispatch", f"fp4gemm {engine}", lambda: ep.dispatch(x, ids)[0].codes, is_right)]
-        if engine == "symm":
-            found += _pulls(ep, x, ids, rows, clock)
         y = torch.zeros(a.shape, dtype=torch.bfloat16, device=self.device)
         y[: len(rows)] = rows
+
+        def exchanged() -> Tensor:
+            return ep.combine(y, ep.dispatch(x, ids)[1], weights)
+
+        def dispatch() -> Tensor:
+            return ep.dispatch(x, ids)[0].codes
+
+        found = [clock.row("dispatch", f"fp4gemm {engine}", dispatch, is_right, before=exchanged)]
+        if engine == "symm":
+            found += _pulls(ep, x, ids, rows, clock, exchanged)
         if self.experts is None:
             self.experts = fp4gemm.nn.Experts.from_float(self.w13, self.w2, ep=ep)
         for name, exchange in exchanges.items():
@@ -103,21 +111,32 @@ class Exchange:
             layer.ep = exchange
 
             def combine(exchange: ExpertParallel = exchange, handle: Any = handle) -> Tensor:
-                return exchange._sum(y, handle, weights, y.dtype)  # a handle is combined once by users
+                # Not combine, which takes a handle once.
+                return exchange._sum(y, handle, weights, y.dtype, "bench", "y")
+
+            def dispatched(exchange: ExpertParallel = exchange) -> Tensor:
+                return exchange.dispatch(x, ids)[0].codes
 
             def whole(layer: fp4gemm.nn.Experts = layer) -> Tensor:
                 out: Tensor = layer(x, ids, weights)
                 return out
 
             label = f"fp4gemm {engine} {name}"
-            found.append(clock.row("combine", label, combine, _near(of_rows, 0.01)))
+            found.append(clock.row("combine", label, combine, _near(of_rows, 0.01), before=dispatched))
             found.append(clock.row("layer", label, whole, _near(of_layer, 0.4)))
         for exchange in exchanges.values():
             exchange.close()
         return found
 
 
-def _pulls(ep: ExpertParallel, x: Tensor, ids: Tensor, rows: Tensor, clock: Clock) -> list[Row]:
+def _pulls(
+    ep: ExpertParallel,
+    x: Tensor,
+    ids: Tensor,
+    rows: Tensor,
+    clock: Clock,
+    exchanged: Callable[[], Tensor],
+) -> list[Row]:
     """A dispatch of bf16 rows by the same engine, and the loads of NVFP4 and bf16 rows alone."""
     d, tokens = ep.hidden, len(x)
 
@@ -129,19 +148,23 @@ def _pulls(ep: ExpertParallel, x: Tensor, ids: Tensor, rows: Tensor, clock: Cloc
         ones = torch.ones(token.shape, dtype=torch.float32, device=x.device)
         return fp4_ranks.combine_ranks([t.view(x.dtype) for t in arrived.tokens], token, ones)
 
+    sent = Transfer("there", "bench", "x", tokens, d, x.dtype)
+
     def dispatch() -> Tensor:
-        return pulled(arrive(ep, ids, tokens, 2 * d, write))
+        return pulled(arrive(ep, ids, sent, 2 * d, write))
 
     is_right = torch.equal(dispatch()[: len(rows)], rows)
-    found = [clock.row("dispatch", "symm of bf16 rows", dispatch, is_right)]
+    found = [clock.row("dispatch", "symm of bf16 rows", dispatch, is_right, before=exchanged)]
     copied, _arrival._COPIED_TOKENS = _arrival._COPIED_TOKENS, 1 << 30  # rows are read where they lie
-    found.append(clock.row("dispatch", "symm without a copy", lambda: ep.dispatch(x, ids)[0].codes, True))
-    packed = arrive(ep, ids, tokens, fp4gemm.records.record_bytes(d), lambda out: _records(x, out))
+    in_place: dict[str, Any] = {"call": lambda: ep.dispatch(x, ids)[0].codes, "before": exchanged}
+    found.append(clock.row("dispatch", "symm without a copy", is_right=True, **in_place))
+    of_records = sent._replace(dtype=None), fp4gemm.records.record_bytes(d)
+    packed = arrive(ep, ids, *of_records, lambda out: _records(x, out))
     found.append(_pull("fp4gemm symm", packed, lambda: ep._rows(packed, d).codes, clock))
     mb = sum(block.nbytes for block in packed.blocks[1:]) / 1e6
     found.append(clock.row("pull", "blocks", lambda: torch.stack(packed.blocks), True, remote_mb=mb))
     clock.agree(True)  # no rank writes into the slot that another one still reads
-    plain = arrive(ep, ids, tokens, 2 * d, write)
+    plain = arrive(ep, ids, sent, 2 * d, write)
     found.append(_pull("symm of bf16 rows", plain, lambda: pulled(plain), clock))
     clock.agree(True)
     _arrival._COPIED_TOKENS = copied

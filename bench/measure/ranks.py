@@ -13,6 +13,7 @@ from torch import Tensor
 
 Row = dict[str, Any]
 # Even numbers: a graph of dispatches alone that follows itself uses both slots (fp4gemm.distributed._symm).
+# A call of the other kind comes before its first replay.
 CALLS_IN_A_GRAPH, LONG_CALLS_IN_A_GRAPH = 10, 2
 LONG_US = 1500
 
@@ -47,6 +48,7 @@ class Clock:
         is_right: bool | Callable[[Tensor], bool],
         in_graph: bool = True,
         remote_mb: float | None = None,
+        before: Callable[[], object] = lambda: None,
     ) -> Row:
         """The times of a call whose result is right, or its refusal.
 
@@ -55,6 +57,7 @@ class Clock:
             is_right: of that result, or a verdict that was found before.
             in_graph: whether it can be captured too. The captured result must equal that of the call.
             remote_mb: megabytes that come from other ranks, for a rate.
+            before: is called before the replays: half an exchange must not follow itself in the same slot.
         """
         names = {"part": part, "contender": contender}
         result = call()
@@ -64,7 +67,7 @@ class Clock:
         row: Row = {**names, "eager_us": round(self._slowest(self._eager(call)), 1)}
         if in_graph and self.device.type == "cuda":
             calls = CALLS_IN_A_GRAPH if row["eager_us"] < LONG_US else LONG_CALLS_IN_A_GRAPH
-            us, captured = self._in_graph(call, calls)
+            us, captured = self._in_graph(call, calls, before)
             if not self.agree(torch.equal(captured, result)):
                 return {**names, "refused": "its results in a CUDA graph were wrong"}
             row["graph_us"] = round(self._slowest(us), 1)
@@ -91,12 +94,15 @@ class Clock:
             found.append(1e6 * (time.perf_counter() - begin))
         return found[1:]
 
-    def _in_graph(self, call: Callable[[], Tensor], calls: int) -> tuple[list[float], Tensor]:
+    def _in_graph(
+        self, call: Callable[[], Tensor], calls: int, before: Callable[[], object]
+    ) -> tuple[list[float], Tensor]:
         """Microseconds of a call in replays of a graph, after a replay that brings the ranks together."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(calls):
                 result = call()
+        before()
         found = []
         for _ in range(self.rounds):
             dist.barrier()

@@ -161,7 +161,15 @@ ERRORS = {
     "global": "ValueError: num_experts: is 4, must be 16, num_experts of ep",
     "hidden": "ValueError: hidden: is 128, must be 64, hidden of ep",
     "new": "(16, (4, 192, 32))",
+    "disagree: max_tokens": "ValueError: max_tokens: is 8 on rank 0 and 7 on rank 2 of the group, must be",
+    "disagree: layer": "ValueError: y, its dtype: is 'torch.bfloat16' on rank 0 and 'torch.float32' on rank",
+    "disagree: dtype": "ValueError: y, its dtype: is 'torch.bfloat16' on rank 0 and 'torch.float16' on rank",
+    "disagree: d": "ValueError: y, its row size: is 64 on rank 0 and 72 on rank 2 of the group, must be the",
+    "disagree: weights": "ValueError: topk_weights, its dtype: is 'torch.float32' on rank 0 and 'torch.float",
+    "disagree: call": "ValueError: call: is 'dispatch' on rank 0 and 'train_dispatch' on rank 2 of the group",
+    "disagree: on a GPU": "ValueError: max_tokens: is 2 on rank 0 and 3 on rank 2 of the group, must be the",
     "closed": "RuntimeError: ExpertParallel: was closed, must not be used afterwards",
+    "new in a capture": "RuntimeError: ExpertParallel: these sizes are new (call dispatch, max_tokens 4, x, ",
 }
 
 

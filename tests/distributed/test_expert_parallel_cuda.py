@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import expert_parallel_cuda
+import expert_parallel_protocol
 import expert_parallel_stress
 import pytest
 import torch
@@ -49,3 +50,23 @@ def test_graphs_and_layers_of_both_engines(cuda: torch.device) -> None:
     _needs(2)
     for wrong, replays in in_processes(expert_parallel_stress.short, 2):
         assert (wrong, replays) == (0, 2000)
+
+
+@pytest.mark.gpu
+def test_protocol_of_symm_on_one_gpu(cuda: torch.device) -> None:
+    """Memory that grows while a rank has work, captures that fail on a rank, and what breaks the protocol."""
+    differ = "RuntimeError: ExpertParallel: the exchanges of rank 1 of the group differ from those of rank 0"
+    is_open = "RuntimeError: ExpertParallel: a CUDA graph was replayed while an exchange was open"
+    for results in in_processes(expert_parallel_protocol.on_one_gpu, 2):
+        for backend in expert_parallel_protocol.GROUPS:
+            got, want = results[f"growing, {backend}"]
+            assert got == want
+        want, *found = results["graphs"]
+        assert len(found) == 6
+        for i, got in enumerate(found):
+            _assert_equal(got, want, f"layer {i}")
+        for text in results["dtype of y"]:
+            assert text.startswith(differ)
+        assert results["max_tokens"].startswith(differ)
+        assert results["open"].startswith(is_open)
+        assert results["raised"].startswith(is_open)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from expert_parallel import CASES, RANKS
 from expert_parallel_symm import NAMES, RECIPES, SIZES
+from fp4gemm.distributed._sequence import Sequence
+from fp4gemm.distributed._transfer import Transfer
 from processes import in_processes
 from torch import Tensor
 
@@ -76,9 +78,55 @@ def test_two_slots_are_enough_and_one_is_not(ranks: list[dict[Any, Any]], size: 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_slots_are_equal_on_all_ranks(ranks: list[dict[Any, Any]], size: int) -> None:
-    """Although rank 0 has captured more than the others, and has a capture that failed."""
+    """Although rank 0 has captures that failed."""
     for results in ranks[:size]:
-        assert results["slots", size] == [[0, 1, 0, 0, 1, 0], [0, 1, 0], [0, 0], [1, 0]]
+        assert results["slots", size] == [[0, 1, 0, 0, 1, 0], [0], [0, 1, 0], [0, 1, 0], [0, 0]]
+
+
+OF_RANK = (
+    "RuntimeError: ExpertParallel: the exchanges of rank {} of the group differ from those of rank 0, must "
+    "be the same on every rank"
+)
+OPEN = "RuntimeError: ExpertParallel: a CUDA graph was replayed while an exchange was open, or one without"
+
+
+VIOLATIONS = {
+    "dtype of y": OF_RANK,
+    "d of y": OF_RANK,
+    "max_tokens": OF_RANK,
+    "slot": OF_RANK,
+    "open": OPEN,
+    "two open": OPEN,
+    "raised": OPEN,
+    "halves": OPEN,
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_what_breaks_the_protocol_is_an_error(ranks: list[dict[Any, Any]], size: int, name: str) -> None:
+    """On every rank, though the memory is large enough for all ranks."""
+    texts = [results["violations", size][name] for results in ranks[:size]]
+    if name == "slot":  # the last rank used it twice in succession
+        assert texts.pop().startswith(OPEN)
+    for text in texts:
+        assert text.startswith(VIOLATIONS[name].format(size - 1))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_text_says_what_this_rank_sent(ranks: list[dict[Any, Any]], size: int) -> None:
+    texts = [results["violations", size]["dtype of y"] for results in ranks[:size]]
+    dtypes = ["torch.bfloat16"] * (size - 1) + ["torch.float16"]
+    for text, dtype in zip(texts, dtypes, strict=True):
+        assert text.endswith(f"call combine, max_tokens 32, y, its row size 64, y, its dtype {dtype}")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_capture_that_fails_on_a_rank_leaves_nothing_behind(ranks: list[dict[Any, Any]], size: int) -> None:
+    for results in ranks[:size]:
+        want, *found = results["violations", size]["a capture that failed"]
+        for got in found:
+            assert_equal(got, want)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -100,9 +148,9 @@ def test_rows_beyond_a_capacity_contribute_nothing(ranks: list[dict[Any, Any]]) 
 ERRORS = {
     "chosen": "symm: every rank reads the memory of the others",
     "asked": "it was asked for",
-    "differs": "ValueError: bytes that travel (back): is 16384 on rank 0 and 32768 on rank 2 of the",
+    "differs": "ValueError: y, its dtype: is 'torch.bfloat16' on rank 0 and 'torch.float32' on rank 2 of",
     "captured": "ValueError: handle: is of a dispatch in a capture, must be combined in it; with engine",
-    "capture": "RuntimeError: ExpertParallel: 1056 bytes of symmetric memory must be allocated, which a",
+    "capture": "RuntimeError: ExpertParallel: 1536 bytes of symmetric memory must be allocated, which a",
     "trained": "ValueError: handle: is of a dispatch in a capture, must be combined in it; with engine",
     "no memory": "RuntimeError: ExpertParallel: 64 bytes of symmetric memory cannot be allocated: CUDA "
     "driver error: out of memory (rank 2)",
@@ -119,3 +167,31 @@ def test_what_is_wrong_is_named_on_every_rank(ranks: list[dict[Any, Any]], name:
     assert ranks[0]["engine of one"] == "gather"
     for results in ranks:
         assert results["errors"][name].startswith(ERRORS[name])
+
+
+# ---- without a second process
+
+
+def test_calls_on_a_gpu_raise_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the device noticed is copied by one call, and read by the first one after the copy is there."""
+    is_copied = False
+
+    class Event:
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            return is_copied
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    sequence = Sequence(0, 2, torch.device("cpu"))
+    sequence._copy = torch.empty_like(sequence._state)  # as on a GPU
+    sent = Transfer("there", "dispatch", "x", 8, 64, None)
+    own, peer = torch.zeros(2, 1, dtype=torch.int64).unbind(0)
+    sequence.begin(own, sent, 0, is_captured=False, is_first=True)
+    sequence.end([own, peer])  # the peer wrote nothing
+    for is_copied in (False, False, True):
+        if is_copied:
+            with pytest.raises(RuntimeError, match="the exchanges of rank 1 of the group differ from those"):
+                sequence.poll()
+        else:
+            sequence.poll()

@@ -29,8 +29,8 @@ def test_memory_is_zeroed_before_a_peer_may_signal_in_it(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(_symmetric_memory, "_agreed", lambda group, reason: reason)
     memory = object.__new__(_symmetric_memory.CudaPeerMemory)
-    memory._group, memory._device = None, torch.device("cuda", 0)  # type: ignore[assignment]
+    memory._group, memory.device = None, torch.device("cuda", 0)  # type: ignore[assignment]
     pad = memory._empty(8)
     pad[3] = 1  # a peer that has returned from rendezvous signals
-    synchronize(memory._device)  # what is queued runs
+    synchronize(memory.device)  # what is queued runs
     assert pad.tolist() == [0, 0, 0, 1, 0, 0, 0, 0]

@@ -9,6 +9,7 @@ import pickle
 import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import fp4gemm
 import torch
@@ -16,7 +17,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from data_parallel import message
 from fp4gemm import nn
-from fp4gemm.distributed import ExpertParallel
+from fp4gemm.distributed import ExpertParallel, _gather
+from fp4gemm.distributed._transfer import Transfer
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -257,6 +259,7 @@ def errors(rank: int) -> dict[str, str]:
     for _ in range(2):
         ep.dispatch(x, ids)
     found["stale"] = message(lambda: ep.combine(y, handle, scores))
+    found |= disagreements(rank)
     found["pickle"] = message(lambda: pickle.dumps(ep))
     found["copy"] = message(lambda: copy.deepcopy(layer(case, ep))(x, ids, scores))
     stacks = [w[:4] for w in weights(16)]
@@ -270,6 +273,45 @@ def errors(rank: int) -> dict[str, str]:
     found["new"] = str((new.num_experts, tuple(new.w13.weight_codes.shape)))
     ep.close()
     found["closed"] = message(lambda: ep.dispatch(x, ids))
+    return found
+
+
+def disagreements(rank: int) -> dict[str, str]:
+    """What engine "gather" refuses on every rank where rank 2 sends something else, and a call after that."""
+    case, found = Case(), {}
+    ep, tree = exchange(case, None), exchange(case, None, combine="tree")
+    is_other = rank == 2
+    x, ids, scores = own(ep, inputs(case))
+    want = layer(case, ep)(x, ids, scores)
+    bound = 7 if is_other else 8
+    found["disagree: max_tokens"] = message(lambda: ep.dispatch(x[:2], ids[:2], max_tokens=bound))
+    other = x.float() if is_other else x
+    found["disagree: layer"] = message(lambda: layer(case, ep)(other, ids, scores))
+    a, handle = ep.dispatch(x, ids)
+    y = torch.zeros(a.shape, dtype=torch.float16 if is_other else torch.bfloat16)
+    found["disagree: dtype"] = message(lambda: ep.combine(y, handle, scores))
+    a, handle = ep.dispatch(x, ids)
+    wide = torch.zeros((len(a.codes), D + 8 * is_other))
+    found["disagree: d"] = message(lambda: ep.combine(wide, handle, scores))
+    a, handle = tree.dispatch(x, ids)
+    weights = scores.half() if is_other else scores
+    found["disagree: weights"] = message(lambda: tree.combine(torch.zeros(a.shape), handle, weights))
+    ep.train_dispatch(x, ids, scores)  # the first one compares the dtype of x
+    found["disagree: call"] = message(
+        lambda: ep.train_dispatch(x, ids, scores) if is_other else ep.dispatch(x, ids)
+    )
+    engine: Any = ep._engine()
+    sent = Transfer("there", "dispatch", "x", 4, D, None)
+    gpu = torch.device("cuda")  # where the host compares in the first call alone
+    with mock.patch.object(_gather, "is_capturing", return_value=True):
+        found["new in a capture"] = message(lambda: engine._agree(sent, gpu))
+    with mock.patch.object(_gather, "is_capturing", return_value=False):
+        engine._agree(sent, gpu)
+        with mock.patch.object(_gather, "require_equal", side_effect=AssertionError):
+            engine._agree(sent, gpu)
+        changed = sent._replace(max_tokens=3 if is_other else 2)
+        found["disagree: on a GPU"] = message(lambda: engine._agree(changed, gpu))
+    assert torch.equal(layer(case, ep)(x, ids, scores), want)
     return found
 
 

@@ -43,7 +43,7 @@ class SharedMemory:
     """Allocates regions; after each barrier each rank waits for another time, up to ``delay_s`` seconds."""
 
     def __init__(self, group: Any, delay_s: float = 0.0) -> None:
-        self.group, self.delay_s = group, delay_s
+        self.group, self.delay_s, self.device = group, delay_s, torch.device("cpu")
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.random = random.Random(self.rank)
         self.regions: list[SharedRegion] = []

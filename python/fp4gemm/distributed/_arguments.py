@@ -15,6 +15,7 @@ from ..containers.nvfp4 import NVFP4Tensor
 from ..ops import moe as moe_ops
 from ..support import ready
 from ._agreement import require_equal
+from ._capture import capture_of
 from ._message import Message
 from ._places import Places
 
@@ -36,11 +37,11 @@ __all__ = [
     "GradientName",
     "Handle",
     "agree_on_dtype",
+    "bound_of",
     "check_capture",
     "check_handle",
     "group_of",
     "ids_of",
-    "is_capturing",
     "is_initialized",
     "problem_of",
     "tokens_of",
@@ -64,10 +65,11 @@ class Handle:
     global_pairs: int
     _owner: ExpertParallel
     _number: int
+    _max_tokens: int  # of each rank, in this call
     _all_ids: Tensor  # int32 (ranks * max_tokens, top_k)
     _own_ids: Tensor  # int32 (t, top_k)
     _places: Places
-    _is_captured: bool = False
+    _capture: int | None = None  # in which it was dispatched, of engines that read their peers
     _is_combined: bool = False
 
 
@@ -133,6 +135,16 @@ def group_of(group: object) -> dist.ProcessGroup:
     return group
 
 
+def bound_of(max_tokens: object, most: int) -> int:
+    """``max_tokens`` of a call, of which None stands for that of the constructor, the most."""
+    if max_tokens is None:
+        return most
+    _checks.is_int("max_tokens", max_tokens, 1)
+    if max_tokens > most:  # type: ignore[operator]
+        raise ValueError(f"max_tokens: got {max_tokens}, must be at most {most}, the constructor's")
+    return int(max_tokens)  # type: ignore[call-overload, no-any-return]
+
+
 def ids_of(value: object, shape: tuple[int, int], device: torch.device) -> Tensor:
     ids = _checks.is_tensor("topk_ids", value)
     ids = moe_ops.topk_ids(ids.contiguous())
@@ -166,11 +178,6 @@ def tokens_of(x: object, hidden: int, bound: int) -> Tensor | NVFP4Tensor:
     return x
 
 
-def is_capturing(device: torch.device) -> bool:
-    """Whether calls on the current stream are captured in a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def agree_on_dtype(owner: ExpertParallel, x: Tensor) -> None:
     """Raise unless x has the dtype of all ranks: compared in the first call, and kept from then on.
 
@@ -202,9 +209,9 @@ def check_handle(handle: object, owner: ExpertParallel, num_dispatches: int, rea
 
 
 def check_capture(handle: Handle, reads_peers: bool) -> None:
-    """Raise if an engine that reads its peers dispatched in a capture and combines outside, or conversely."""
-    if reads_peers and handle._is_captured != is_capturing(handle.offs.device):
-        where = "in" if handle._is_captured else "outside of"
+    """Raise unless an engine that reads its peers combines in the capture of the dispatch, or in none."""
+    if reads_peers and handle._capture != capture_of(handle.offs.device):
+        where = "outside of" if handle._capture is None else "in"
         raise ValueError(
             f"handle: is of a dispatch {where} a capture, must be combined {where} it; with engine 'symm' a "
             "CUDA graph has whole exchanges"

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ._arguments import Arrived, Handle, is_capturing
+from ._arguments import Arrived, Handle
+from ._capture import capture_of
 from ._message import Message
 from ._places import at_experts, check_ids
+from ._transfer import Transfer
 
 if TYPE_CHECKING:
     from .expert_parallel import ExpertParallel
@@ -20,7 +22,7 @@ __all__ = ["arrive", "arrive_again"]
 _COPIED_TOKENS = 128  # of each rank, from which a copy of the blocks of the peers saves more than it costs
 
 
-def _shared(ep: ExpertParallel, block: Tensor, bound: int) -> list[Tensor]:
+def _shared(ep: ExpertParallel, transfer: Transfer, block: Tensor) -> list[Tensor]:
     """The blocks of all ranks, in memory that is read fast.
 
     The rows of the experts are copied out of the blocks, and a token is read once for each of its experts on
@@ -28,8 +30,8 @@ def _shared(ep: ExpertParallel, block: Tensor, bound: int) -> list[Tensor]:
     nearly each has an expert here. So one copy of the blocks moves less over the links.
     """
     engine = ep._engine()
-    blocks = engine.gather("there", block)
-    if engine.reads_peers and ep.top_k >= ep.num_ranks and bound >= _COPIED_TOKENS:
+    blocks = engine.gather(transfer, block)
+    if engine.reads_peers and ep.top_k >= ep.num_ranks and transfer.max_tokens >= _COPIED_TOKENS:
         return list(torch.stack(blocks).unbind(0))
     return blocks
 
@@ -37,22 +39,23 @@ def _shared(ep: ExpertParallel, block: Tensor, bound: int) -> list[Tensor]:
 def arrive(
     ep: ExpertParallel,
     ids: Tensor,
-    bound: int,
+    transfer: Transfer,
     row_bytes: int,
     write: Callable[[Tensor], None],
     weights: Tensor | None = None,
 ) -> Arrived:
     """Send rows, which ``write`` writes, ids (t, top_k) and float32 weights; find all rows' places."""
-    t, device = ids.shape[0], ids.device
+    t, bound, device = ids.shape[0], transfer.max_tokens, ids.device
+    engine = ep._engine()
     message = Message(bound, row_bytes, ep.top_k, 1 if weights is None else 2)
-    block = ep._engine().space("there", (message.rows, row_bytes), torch.uint8, device)
+    block = engine.space(transfer, (message.rows, row_bytes), torch.uint8, device)
     write(block[:t])
     sent = message.matrix(block, 0, torch.int32)
     sent[:t], sent[t:] = ids.clamp(-2, ep.num_experts), -1
     if weights is not None:
         sent = message.matrix(block, 1, torch.float32)
         sent[:t], sent[t:] = weights, 0
-    blocks = _shared(ep, block, bound)
+    blocks = _shared(ep, transfer, block)
     all_ids = message.matrices(blocks, 0, torch.int32)
     if device.type == "cpu":
         check_ids(all_ids, ep._sizes)
@@ -69,21 +72,20 @@ def arrive(
         all_ids.numel(),
         ep,
         ep._count,
+        bound,
         all_ids,
         all_ids[ep.rank * bound :][:t],
         places,
-        is_capturing(device),
+        capture_of(device) if engine.reads_peers else None,
     )
     return Arrived(message, blocks, handle)
 
 
 def arrive_again(
-    ep: ExpertParallel, handle: Handle, row_bytes: int, write: Callable[[Tensor], None]
+    ep: ExpertParallel, handle: Handle, transfer: Transfer, row_bytes: int, write: Callable[[Tensor], None]
 ) -> Arrived:
     """Send other rows of the tokens of an earlier dispatch to the same experts."""
-    device = handle._all_ids.device
-    bound = handle._all_ids.shape[0] // ep.num_ranks
-    message = Message(bound, row_bytes, ep.top_k, 0)
-    block = ep._engine().space("there", (message.rows, row_bytes), torch.uint8, device)
+    message = Message(transfer.max_tokens, row_bytes, ep.top_k, 0)
+    block = ep._engine().space(transfer, (message.rows, row_bytes), torch.uint8, handle._all_ids.device)
     write(block[: handle.num_tokens])
-    return Arrived(message, _shared(ep, block, bound), handle)
+    return Arrived(message, _shared(ep, transfer, block), handle)

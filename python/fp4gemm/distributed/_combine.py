@@ -9,6 +9,7 @@ from .. import ranks
 from ..ops import operators
 from ._gather import Engine
 from ._places import Places, Sizes, slots_of_tokens, slots_to_send
+from ._transfer import Transfer
 
 __all__ = ["BLOCKS", "by_slots", "by_tree"]
 
@@ -24,6 +25,7 @@ def by_slots(
     dtype: torch.dtype,
     sizes: Sizes,
     engine: Engine,
+    transfer: Transfer,
 ) -> Tensor:
     """cast(sum over slots j of weights[i, j] * y of pair (i, j)) in float32, ascending j, as fp4gemm.combine.
 
@@ -37,10 +39,10 @@ def by_slots(
     """
     if engine.reads_peers:
         own = places.routing.row_of_pair[sizes.rank * (all_ids.shape[0] // sizes.ranks) :][: own_ids.shape[0]]
-        return ranks.combine_ranks(engine.gather("back", y), own, weights, dtype)
+        return ranks.combine_ranks(engine.gather(transfer, y), own, weights, dtype)
     sent = slots_to_send(all_ids, places, sizes)
     parts = y[sent.clamp(min=0).flatten()]  # what stands for no row is not read
-    arrived = engine.exchange(parts.view(sizes.ranks, -1, y.shape[1])).flatten(0, 1)
+    arrived = engine.exchange(transfer, parts.view(sizes.ranks, -1, y.shape[1])).flatten(0, 1)
     place = slots_of_tokens(own_ids, places, sizes)
     result: Tensor = operators.combine(arrived, place, weights, dtype)
     return result
@@ -55,12 +57,13 @@ def by_tree(
     dtype: torch.dtype,
     sizes: Sizes,
     engine: Engine,
+    transfer: Transfer,
 ) -> Tensor:
     """The sum over eight blocks of experts, as a binary tree whose nodes have the dtype of y.
 
     :func:`fp4gemm.ranks.combine_part` and ``combine_tree`` define it. Each rank sends one row for each token.
     """
-    part = engine.space("back", (all_ids.shape[0], y.shape[1]), y.dtype, y.device)
+    part = engine.space(transfer, (all_ids.shape[0], y.shape[1]), y.dtype, y.device)
     ranks.combine_part(
         y,
         all_ids,
@@ -72,9 +75,9 @@ def by_tree(
         out=part,
     )
     if engine.reads_peers:
-        parts, first = engine.gather("back", part), sizes.rank * (all_ids.shape[0] // sizes.ranks)
+        parts, first = engine.gather(transfer, part), sizes.rank * (all_ids.shape[0] // sizes.ranks)
     else:
-        arrived = engine.exchange(part.view(sizes.ranks, -1, y.shape[1]))
+        arrived = engine.exchange(transfer, part.view(sizes.ranks, -1, y.shape[1]))
         parts, first = list(arrived.unbind(0)), 0
     return ranks.combine_tree(
         parts, own_ids, num_experts=sizes.num_experts, first_token=first, out_dtype=dtype

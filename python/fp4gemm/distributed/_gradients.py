@@ -25,11 +25,14 @@ from ._arguments import E4M3_MAX, Arrived, Handle, agree_on_dtype, check_capture
 from ._arrival import arrive, arrive_again
 from ._message import padded
 from ._places import slots_of_tokens, slots_to_send
+from ._transfer import Transfer
 
 if TYPE_CHECKING:
     from .expert_parallel import ExpertParallel
 
 __all__ = ["combine", "dispatch"]
+
+_DISPATCH_BACKWARD, _COMBINE_BACKWARD = "backward of train_dispatch", "backward of train_combine"
 
 
 def _ones(handle: Handle) -> Tensor:
@@ -71,10 +74,11 @@ class _Dispatch(torch.autograd.Function):
         cast: Cast | None,
         found: list[Any],
     ) -> tuple[Tensor, Tensor]:
-        d = ep.hidden
+        d, dtype = ep.hidden, x.dtype if cast is None else None
+        sent = Transfer("there", "train_dispatch", "x", ep.max_tokens, d, dtype)
         if cast is None:
             row_bytes = padded(d * x.dtype.itemsize)
-            arrived = arrive(ep, ids, ep.max_tokens, row_bytes, lambda out: _write(x, out), weights)
+            arrived = arrive(ep, ids, sent, row_bytes, lambda out: _write(x, out), weights)
             rows = _values(arrived, d, x.dtype)
         else:
             packed = _casts.rows(x, cast, Recipe(x=cast, w=cast), None)
@@ -82,7 +86,7 @@ class _Dispatch(torch.autograd.Function):
             def write(out: Tensor) -> None:
                 records.make_records(packed, out)
 
-            arrived = arrive(ep, ids, ep.max_tokens, record_bytes(d), write, weights)
+            arrived = arrive(ep, ids, sent, record_bytes(d), write, weights)
             operand = ep._rows(arrived, d)
             found.append(operand)
             rows = operand.dequantize(x.dtype)
@@ -94,11 +98,14 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor, d_weights: Tensor) -> tuple[Any, ...]:
         ep, handle = ctx.ep, ctx.handle
-        dx = ep._sum(_checks.readable(d_rows.contiguous()), handle, _ones(handle), d_rows.dtype)
-        sizes = ep._sizes
+        sizes, d_rows = ep._sizes, _checks.readable(d_rows.contiguous())
+        dx = ep._sum(d_rows, handle, _ones(handle), d_rows.dtype, _DISPATCH_BACKWARD, "d_rows")
         sent = slots_to_send(handle._all_ids, handle._places, sizes)
         parts = torch.where(sent >= 0, d_weights[sent.clamp(min=0)], 0)
-        arrived = ep._engine().exchange(parts.view(sizes.ranks, -1)).flatten()
+        transfer = Transfer(
+            "back", _DISPATCH_BACKWARD, "d_weights", handle._max_tokens, sizes.slots, parts.dtype
+        )
+        arrived = ep._engine().exchange(transfer, parts.view(sizes.ranks, -1)).flatten()
         place = slots_of_tokens(handle._own_ids, handle._places, sizes).long()
         dw = torch.where(place >= 0, arrived[place.clamp(min=0)], 0)
         return None, dx, dw, None, None, None
@@ -111,17 +118,18 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, ep: ExpertParallel, y: Tensor, handle: Handle, state: Tensor | None) -> Tensor:
         ctx.ep, ctx.handle = ep, handle
         ctx.save_for_backward(state)
-        return ep._sum(_checks.readable(y), handle, _ones(handle), y.dtype)
+        return ep._sum(_checks.readable(y), handle, _ones(handle), y.dtype, "train_combine", "y")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         ep, handle = ctx.ep, ctx.handle
         (state,) = ctx.saved_tensors
-        d = dy.shape[1]
+        d, dtype = dy.shape[1], dy.dtype if state is None else None
+        sent = Transfer("there", _COMBINE_BACKWARD, "dy", handle._max_tokens, d, dtype)
         if state is None:
             row_bytes = padded(d * dy.dtype.itemsize)
-            arrived = arrive_again(ep, handle, row_bytes, lambda out: _write(dy, out))
+            arrived = arrive_again(ep, handle, sent, row_bytes, lambda out: _write(dy, out))
             return None, _values(arrived, d, dy.dtype), None, None
         # The random numbers of a row follow from its place among the tokens of all ranks.
         first = ep.rank * ep.max_tokens
@@ -129,7 +137,7 @@ class _Combine(torch.autograd.Function):
         def write(out: Tensor) -> None:
             records.quantize_records(dy, rng_state=state, first_row=first, out=out)
 
-        arrived = arrive_again(ep, handle, record_bytes(d), write)
+        arrived = arrive_again(ep, handle, sent, record_bytes(d), write)
         rows = ep._rows(arrived, d)
         return None, rows.dequantize(dy.dtype), None, None
 
@@ -149,6 +157,7 @@ def dispatch(
     ep: ExpertParallel, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, recipe: Recipe | None
 ) -> tuple[Tensor | QuantizedInput, Tensor, Handle]:
     """ExpertParallel.train_dispatch."""
+    ep._engine()  # raises if the object was closed
     x = _checks.is_tensor("x", x)
     _checks.has_dtype("x", x, _checks.FLOAT_DTYPES)
     _checks.has_rank("x", x, 2, "(t, hidden)")

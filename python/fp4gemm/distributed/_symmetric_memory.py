@@ -40,6 +40,11 @@ class Region(Protocol):
 class PeerMemory(Protocol):
     """Where regions come from. Every rank of the group calls each method."""
 
+    @property
+    def device(self) -> torch.device:
+        """Of the regions, as this rank reads them."""
+        ...
+
     def allocate(self, num_bytes: int) -> Region:
         """A region of so many bytes on each rank; raises RuntimeError on each if one has no memory for it."""
         ...
@@ -65,8 +70,8 @@ class CudaPeerMemory:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._device = torch.device("cuda", torch.cuda.current_device())
-        self._timeout = _timeout_of(group, self._device)
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._timeout = _timeout_of(group, self.device)
 
     def allocate(self, num_bytes: int) -> Region:
         import torch.distributed._symmetric_memory as symm_mem
@@ -84,7 +89,7 @@ class CudaPeerMemory:
         """:func:`_empty` on every rank, or an error on every rank: none waits for another in rendezvous."""
         own, reason = None, None
         try:
-            own = _empty(num_bytes, self._device)
+            own = _empty(num_bytes, self.device)
         except RuntimeError as error:
             reason = f"{num_bytes} bytes of symmetric memory cannot be allocated: {error}"
         reason = _agreed(self._group, reason)

@@ -21,6 +21,7 @@ from ._arguments import (
     EngineName,
     GradientName,
     Handle,
+    bound_of,
     check_handle,
     group_of,
     ids_of,
@@ -32,6 +33,7 @@ from ._arrival import arrive
 from ._engines import engine_of
 from ._gather import Engine
 from ._places import Sizes
+from ._transfer import Transfer
 
 if TYPE_CHECKING:
     from ..training.recipe import Recipe
@@ -185,7 +187,8 @@ class ExpertParallel:
             RuntimeError: the object was closed; a collective failed, a rank that does not take part included.
             NotImplementedError: x requires grad while grad mode is on; the device has no kernel.
         """
-        bound = self._bound(max_tokens)
+        self._engine()  # raises if the object was closed
+        bound = bound_of(max_tokens, self.max_tokens)
         x = tokens_of(x, self.hidden, bound)
         ids = ids_of(topk_ids, (x.shape[0], self.top_k), x.device)
 
@@ -195,7 +198,8 @@ class ExpertParallel:
             else:
                 records.quantize_records(x, out=out)
 
-        arrived = arrive(self, ids, bound, record_bytes(self.hidden), write)
+        sent = Transfer("there", "dispatch", "x", bound, self.hidden, None)
+        arrived = arrive(self, ids, sent, record_bytes(self.hidden), write)
         return self._rows(arrived, self.hidden), arrived.handle
 
     def combine(
@@ -226,7 +230,7 @@ class ExpertParallel:
         function = "fp4gemm.distributed.ExpertParallel.combine"
         dtype = moe_ops.check_combine(y, handle._own_ids, weights, out_dtype, function)
         handle._is_combined = True
-        return self._sum(y, handle, weights, dtype)
+        return self._sum(y, handle, weights, dtype, "combine", "y")
 
     def train_dispatch(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, recipe: Recipe | None = None
@@ -286,11 +290,13 @@ class ExpertParallel:
 
         Raises:
             RuntimeError: the experts of a rank got more rows than ``capacity``, or ids outside of
-                -1..num_experts-1 were dispatched.
+                -1..num_experts-1 were dispatched. With engine "symm" also, from the fault on in every call:
+                the exchanges of a rank differ from those of the others, or a CUDA graph was replayed while an
+                exchange was open. What was returned since is wrong, and the object must be closed.
 
         Synchronises.
         """
-        self._engine()
+        self._engine().check()
         if self._status is None:
             return
         rows, has_wrong_ids = self._status.tolist()
@@ -357,25 +363,21 @@ class ExpertParallel:
         rows = arrived.handle._places.routing.token_of_row
         return records.gather_records(arrived.tokens, rows, arrived.handle.offs, d)
 
-    def _sum(self, y: Tensor, handle: Handle, weights: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weighted sum of the rows of each of this rank's tokens, (t, d) of dtype."""
-        transport = self._engine()
-        all_ids, places = handle._all_ids, handle._places
-        if self.combine_order == "slots":
-            return _combine.by_slots(
-                y, all_ids, places, handle._own_ids, weights, dtype, self._sizes, transport
-            )
-        everyone = weights.new_zeros((all_ids.shape[0] // self.num_ranks, self.top_k))
-        everyone[: weights.shape[0]] = weights
-        weights = torch.cat(transport.gather("there", everyone))
-        return _combine.by_tree(y, all_ids, places, handle._own_ids, weights, dtype, self._sizes, transport)
+    def _sum(
+        self, y: Tensor, handle: Handle, weights: Tensor, dtype: torch.dtype, call: str, tensor: str
+    ) -> Tensor:
+        """The weighted sum of the rows of each of this rank's tokens, (t, d) of dtype.
 
-    def _bound(self, max_tokens: object) -> int:
-        if max_tokens is None:
-            return self.max_tokens
-        _checks.is_int("max_tokens", max_tokens, 1)
-        if max_tokens > self.max_tokens:  # type: ignore[operator]
-            raise ValueError(
-                f"max_tokens: got {max_tokens}, must be at most {self.max_tokens}, the constructor's"
-            )
-        return int(max_tokens)  # type: ignore[call-overload, no-any-return]
+        Args:
+            call: the method, or its backward pass, and ``tensor`` its name of y, for errors.
+        """
+        engine, bound = self._engine(), handle._max_tokens
+        sent = Transfer("back", call, tensor, bound, y.shape[1], y.dtype)
+        all_ids, places, own_ids = handle._all_ids, handle._places, handle._own_ids
+        if self.combine_order == "slots":
+            return _combine.by_slots(y, all_ids, places, own_ids, weights, dtype, self._sizes, engine, sent)
+        everyone = weights.new_zeros((bound, self.top_k))
+        everyone[: weights.shape[0]] = weights
+        of_weights = Transfer("there", call, "topk_weights", bound, self.top_k, weights.dtype)
+        weights = torch.cat(engine.gather(of_weights, everyone))
+        return _combine.by_tree(y, all_ids, places, own_ids, weights, dtype, self._sizes, engine, sent)
