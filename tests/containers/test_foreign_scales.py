@@ -80,7 +80,7 @@ def test_a_file_is_refused(device: torch.device) -> None:
     file = io.BytesIO()
     torch.save(t, file)
     file.seek(0)
-    with pytest.raises(Exception, match=rf"NVFP4Tensor: is corrupt in this file: scales: 1 of 512 {REFUSED}"):
+    with pytest.raises(Exception, match=rf"NVFP4Tensor: is corrupt in this file: scales: 1 of 192 {REFUSED}"):
         torch.load(file, map_location=device, weights_only=False)
 
 

@@ -148,10 +148,12 @@ add(
     F, "compact_scales", "device", lambda: A.compact_scales().to("meta"), VALUE, "device is meta, must be cpu"
 )
 for byte in (0x7F, 0x80, 0xB8, 0xFF):
-    says = f"have the sign bit set, the first is 0x{byte:02X} at [1, 2]; a block scale must be 0x00 to 0x7E"
-    kind = f"byte {byte:02X}"
-    add("NVFP4Tensor", "scales", kind, lambda b=byte: with_byte(A.scales, b), VALUE, says)
-    add(F, "compact_scales", kind, lambda b=byte: with_byte(A.compact_scales(), b), VALUE, says)
+    kind, says = f"byte {byte:02X}", f"have the sign bit set, the first is 0x{byte:02X} at"
+    # In the 128x4 layout byte 2 of row 1 is column 2 of row 32.
+    add("NVFP4Tensor", "scales", kind, lambda b=byte: with_byte(A.scales, b), VALUE, f"{says} [32, 2]; a")
+    add(
+        F, "compact_scales", kind, lambda b=byte: with_byte(A.compact_scales(), b), VALUE, f"{says} [1, 2]; a"
+    )
 add("DecodedTensor", "data", "type", lambda: A, TYPE, "must be a torch.Tensor")
 add(
     "DecodedTensor",
