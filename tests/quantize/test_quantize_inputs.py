@@ -120,8 +120,8 @@ def test_a_misaligned_weight_of_a_norm(
     assert weight.data_ptr() % 16 == 8
     got, want = (fp4gemm.rms_norm_quantize(x, w) for w in (weight, weight.clone()))
     assert_bits(got.dequantize(), want.dequantize(), "weight")
-    # On a GPU the call with the aligned weight is a fast one, which does not come by here.
-    assert addresses
+    # A call that the operator takes as it is does not come by here: on a CPU both, on a GPU the aligned one.
+    assert bool(addresses) == (device.type == "cuda")
     assert not any(address % 16 for address in addresses)
 
 

@@ -245,6 +245,8 @@ class Linear(DifferentiableLayer):
         is_plain = c is None or (type(c) is Tensor and not c.requires_grad)
         if is_plain and type(x) is Tensor and not x.requires_grad:
             arguments = self._known_arguments()
+            if x.dtype is torch.float32 and self.activation_scaling == "none":
+                arguments = None  # x is rounded first
             if arguments is not None and x.dim() > 0 and x.size(-1) == self.in_features:
                 try:
                     if c is None:
