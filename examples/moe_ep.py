@@ -106,11 +106,12 @@ def compare(args: argparse.Namespace, w13: Tensor, w2: Tensor, device: torch.dev
     whole = fp4gemm.nn.Experts.from_float(w13, w2)
     want = whole(*(torch.cat(ts) for ts in zip(*of_ranks, strict=True)))[rank * tokens : (rank + 1) * tokens]
     experts = layer_for(args, tokens, w13, w2)
-    got = experts(*of_ranks[rank])
+    with experts.ep as ep:  # closed at the end of the block, since it holds the process group
+        got = experts(*of_ranks[rank])
     differing = (got != want).sum()
     dist.all_reduce(differing)
     if rank == 0:
-        print(f"engine {experts.ep.engine!r}: {experts.ep.engine_reason}")
+        print(f"engine {ep.engine!r}: {ep.engine_reason}")
     return int(differing)
 
 

@@ -271,8 +271,20 @@ def errors(rank: int) -> dict[str, str]:
     found["hidden"] = message(lambda: nn.Experts(16, 2 * D, INTER, ep=ep))
     new = nn.Experts(16, D, INTER, ep=ep)
     found["new"] = str((new.num_experts, tuple(new.w13.weight_codes.shape)))
-    ep.close()
+    with ep as same:
+        assert same is ep
+        module = layer(case, ep)
+        module.state_dict()  # makes a mesh
+    assert (ep.group, ep._meshes) == (None, {})
+    ep.close()  # again
     found["closed"] = message(lambda: ep.dispatch(x, ids))
+    found["closed: combine"] = message(lambda: ep.combine(y, handle, scores))
+    found["closed: train_dispatch"] = message(lambda: ep.train_dispatch(x, ids, scores))
+    found["closed: train_combine"] = message(lambda: ep.train_combine(y, handle))
+    found["closed: check"] = message(ep.check)
+    found["closed: with"] = message(ep.__enter__)
+    found["closed: layer"] = message(lambda: module(x, ids, scores))
+    found["closed: state_dict"] = message(module.state_dict)
     return found
 
 

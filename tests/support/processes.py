@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -43,4 +44,5 @@ def _process(rank: int, function: Callable[[int], Any], number: int, folder: str
         torch.save(function(rank), Path(folder) / f"{rank}.pt")
         dist.barrier()
     finally:
+        gc.collect()  # what holds a group in a circle would let its threads live on
         dist.destroy_process_group()

@@ -185,7 +185,7 @@ def agree_on_dtype(owner: ExpertParallel, x: Tensor) -> None:
     """
     if owner._train_dtype is None:
         where = "in the first train_dispatch"
-        require_equal({"x, its dtype": str(x.dtype)}, None, owner.group, where)
+        require_equal({"x, its dtype": str(x.dtype)}, None, owner._open_group(), where)
         owner._train_dtype = x.dtype
     elif x.dtype != owner._train_dtype:
         raise ValueError(

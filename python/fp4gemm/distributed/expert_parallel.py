@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -115,7 +115,7 @@ class ExpertParallel:
         problem = problem_of(**own)
         if problem is not None and not is_initialized():
             raise problem
-        self.group = group_of(group)
+        self.group: dist.ProcessGroup | None = group_of(group)  # None once the object is closed
         ranks = dist.get_world_size(self.group)
         require_equal(own, problem, self.group)
         if num_experts % ranks:
@@ -313,13 +313,24 @@ class ExpertParallel:
             )
 
     def close(self) -> None:
-        """Free what the object holds. Later calls, and handles of earlier ones, are refused.
+        """Free what the object holds, the process group included. Later calls and handles are refused.
 
+        It must come before ``torch.distributed.destroy_process_group()``: threads of a group that is still
+        held live on, and the process may end with "terminate called without an active exception".
+        ``with ExpertParallel(...) as ep:`` closes it at the end of the block. Nothing is communicated.
         With engine "symm" a CUDA graph that has calls of the object must not be replayed afterwards.
         """
         if self._transport is not None:
             self._transport.close()
-        self._transport = self._status = None
+        self._transport = self._status = self.group = None
+        self._meshes.clear()
+
+    def __enter__(self) -> ExpertParallel:
+        self._engine()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __repr__(self) -> str:
         return (
@@ -339,14 +350,19 @@ class ExpertParallel:
 
     def _mesh(self, device_type: str) -> DeviceMesh:
         """The ranks of the group as a mesh, for DTensors of this type of device."""
+        group = self._open_group()
         if device_type not in self._meshes:
-            self._meshes[device_type] = DeviceMesh.from_group(self.group, device_type)
+            self._meshes[device_type] = DeviceMesh.from_group(group, device_type)
         return self._meshes[device_type]
 
-    def _engine(self) -> Engine:
-        if self._transport is None:
+    def _open_group(self) -> dist.ProcessGroup:
+        if self.group is None:
             raise RuntimeError("ExpertParallel: was closed, must not be used afterwards")
-        return self._transport
+        return self.group
+
+    def _engine(self) -> Engine:
+        self._open_group()
+        return cast(Engine, self._transport)
 
     def _next_state(self, device: torch.device) -> Tensor | None:
         """int64 (2,), {seed, offset}, the same on every rank; None where gradients travel as they are."""

@@ -42,7 +42,7 @@ class ParallelExperts(ParallelStyle):
     The weights of the experts become DTensors with the placement Shard(0), so that ``state_dict`` and
     torch.distributed.checkpoint see whole stacks and load them on another number of ranks. Router and shared
     experts stay as they are. The module gets an :class:`ExpertParallel`; modules of the same sizes that one
-    style object is applied to share it.
+    style object is applied to share it. ``module.ep.close()`` comes before the end of the process group.
 
     Args:
         max_tokens: the most tokens that any rank has in a forward pass.
@@ -73,7 +73,8 @@ class ParallelExperts(ParallelStyle):
             "hidden": module.dim,
         }
         key = (device_mesh, *sizes.values())
-        if key not in self._made:
+        made = self._made.get(key)
+        if made is None or made.group is None:  # none, or one that was closed
             self._made[key] = ExpertParallel(device_mesh, **sizes, **self._options)
         for layer in (module.experts.w1, module.experts.w2, module.experts.w3):
             for name, parameter in layer.named_parameters(recurse=False):
