@@ -98,6 +98,14 @@ def test_layers_that_do_not_share_an_input_are_left_alone(cls: type[torch.nn.Mod
             assert same_bits(model(x), plain(x))
 
 
+@pytest.mark.parametrize("cls", [fuse_models.Loop, fuse_models.Late], ids=lambda cls: cls.__name__)
+def test_calls_in_a_loop_and_ahead_of_what_is_unknown_are_merged(cls: type[torch.nn.Module]) -> None:
+    fused, plain = both(cls())
+    assert isinstance(fused.ab, MergedLinear)
+    x = torch.randn(3, 64)
+    assert same_bits(fused(x), plain(x))
+
+
 def test_same_calls_in_two_branches_are_merged() -> None:
     fused, plain = both(fuse_models.Together())
     assert isinstance(fused.ab, MergedLinear)
@@ -118,10 +126,12 @@ def test_a_part_that_gets_another_tensor_computes_it(inference: bool) -> None:
 
 
 def test_a_tensor_that_was_written_is_not_the_same() -> None:
-    fused, plain = both(fuse_models.Hidden())
-    assert isinstance(fused.ab, MergedLinear)
+    fused, plain = both(fuse_models.Together())
     x = torch.randn(3, 64)
-    assert same_bits(fused(x), plain(x))
+    first = fused.a(x)
+    assert same_bits(first, plain.a(x))
+    x.mul_(2)
+    assert same_bits(fused.b(x), plain.b(x))
 
 
 def test_nothing_is_kept() -> None:
@@ -281,11 +291,22 @@ def test_taken_name_is_left_alone() -> None:
     assert [block.reason for block in report.blocks] == ["their owner has an attribute 'ab' already"]
 
 
-def test_no_source_is_left_alone() -> None:
+def test_no_source_is_needed() -> None:
     scope: dict[str, Any] = {"Pair": fuse_models.Pair}
     exec("class Made(Pair):\n    def forward(self, x):\n        return self.a(x) + self.b(x)\n", scope)
-    _, report = convert(scope["Made"](), fuse="auto")
-    assert [block.reason for block in report.blocks] == ["the source of the forward of Made cannot be read"]
+    fused, plain = both(scope["Made"]())
+    assert isinstance(fused.ab, MergedLinear)
+    x = torch.randn(3, 64)
+    assert same_bits(fused(x), plain(x))
+
+
+def test_a_forward_that_was_replaced_is_left_alone() -> None:
+    model = fuse_models.Together()
+    model.forward = lambda x: model.a(x)
+    _, report = convert(model, fuse="auto", inplace=True)
+    assert [block.reason for block in report.blocks] == [
+        "the forward of Together cannot be traced: other code has replaced it"
+    ]
 
 
 def test_report() -> None:

@@ -167,7 +167,7 @@ def test_other_mlps_are_not_gated(cls: Callable[[], torch.nn.Module]) -> None:
     assert type(fused) is type(model)
     assert not [entry for entry in done if entry[0] == "gated"]
     if cls is Erf:
-        assert reasons[0].startswith("its activation, F.gelu, is not one of the gated ones")
+        assert reasons[0].startswith("its activation, gelu, is not one of the gated ones")
     x = torch.randn(3, 64)
     # torch's own functions may differ in the last bit for a slice and a contiguous tensor.
     torch.testing.assert_close(fused(x), convert(model)[0](x))
@@ -254,13 +254,21 @@ class Reads(fuse_models.Attention):
 
 
 class Method(fuse_models.Layer):
-    """The result of norm1 is read by a method."""
+    """A method reads the result of norm1 too."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.work(self.norm1(x)) + x
 
     def work(self, x: Tensor) -> Tensor:
-        return self.mlp(x)
+        return self.mlp(x) + x.mean()
+
+
+class Unknown(fuse_models.Attention):
+    """What it does with its input after its layers cannot be traced."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        q = self.q_proj(hidden_states)
+        return self.o_proj(q[: len(hidden_states)])
 
 
 class LayerNorm(fuse_models.Layer):
@@ -291,9 +299,10 @@ def hooked(name: str) -> torch.nn.Module:
 
 NORMS_LEFT: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "residual": (AddsResidual, "does not pass its result to quantized layers alone"),
-    "bound": (lambda: changed(attention=Bound()), "Bound, which reads its result, binds hidden_states again"),
+    "bound": (lambda: changed(attention=Bound()), "Bound, which reads its result, does more with it"),
     "reads": (lambda: changed(attention=Reads()), "Reads, which reads its result, does more with it"),
-    "method": (Method, "Method.work, which reads its result, is not a module"),
+    "method": (Method, "the forward of Method does not pass its result to quantized layers alone"),
+    "unknown": (lambda: changed(attention=Unknown()), "the forward of Unknown cannot be traced: "),
     "layer-norm": (LayerNorm, "LayerNorm is not the norm of fp4gemm.rms_norm_quantize"),
     "gemma": (lambda: changed(norm1=GemmaNorm()), "GemmaNorm is not the norm of fp4gemm.rms_norm_quantize"),
     "hook": (lambda: hooked("norm1"), "it has hooks that a fused one would drop"),
@@ -391,10 +400,9 @@ def test_arguments_stay() -> None:
     x = torch.randn(2, 5, 64, dtype=torch.bfloat16)
     assert same_bits(fused(x), fused(hidden_states=x, scale=1.0, flag=True))
     assert not same_bits(fused(x), fused(x, 2.0))
-    assert (
-        "_norm2_of_sum, hidden_states = self.norm2(residual=residual, x=hidden_states * scale)"
-        in inspect.getsource(fused.forward)
-    )
+    source = inspect.getsource(fused.forward)
+    assert "def forward(self, /, hidden_states, scale=None, *, flag=None):" in source
+    assert "self.norm2(residual = hidden_states, x = mul)" in source
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -457,12 +465,44 @@ def test_on_the_device(device: torch.device) -> None:
     assert same_bits(captured.clone(), fused(place))
 
 
-class Closure(fuse_models.Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x is None else self.work(x)
+class Straight(fuse_models.Layer):
+    """The forward of all cases below, which adds a residual after the MLP."""
 
-    def work(self, x: Tensor) -> Tensor:
-        return x
+    def forward(self, x: Tensor, mask: Tensor | None = None, **more: Tensor) -> Tensor:
+        return x + self.mlp(self.norm2(x))
+
+
+class Branching(Straight):
+    def forward(self, x: Tensor, mask: Tensor | None = None, **more: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+class Optional(Straight):
+    def forward(self, x: Tensor, mask: Tensor | None = None, **more: Tensor) -> Tensor:
+        return super().forward(x if mask is None else x * mask)
+
+
+class Keyword(Straight):
+    def forward(self, x: Tensor, mask: Tensor | None = None, **more: Tensor) -> Tensor:
+        return super().forward(x * more["factor"] if "factor" in more else x)
+
+
+class Autocast(Straight):
+    def forward(self, x: Tensor, mask: Tensor | None = None, **more: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return super().forward(x)
+
+
+class Stores(Straight):
+    def forward(self, x: Tensor, mask: Tensor | None = None, **more: Tensor) -> Tensor:
+        self.last = x
+        return super().forward(x)
+
+
+class Single(Straight):
+    def forward(self, x: Tensor, mask: Tensor | None = None, **more: Tensor) -> Tensor:
+        sizes = (*x.shape,)
+        return super().forward(x * sizes[0])
 
 
 class AfterNorm(fuse_models.Layer):
@@ -476,14 +516,53 @@ class AfterNorm(fuse_models.Layer):
 @pytest.mark.parametrize(
     ("cls", "reason"),
     [
-        (Closure, "the forward of Closure reads names of a scope around it"),
+        (Branching, "the forward of Branching cannot be replaced: it branches on a value"),
+        (Optional, "the forward of Optional cannot be replaced: it depends on whether mask is given"),
+        (Keyword, "the forward of Keyword cannot be replaced: it depends on whether factor is given"),
+        (Autocast, "the forward of Autocast cannot be replaced: it enters a context of torch"),
+        (Stores, "the forward of Stores cannot be replaced: it sets attributes of the module"),
+        (Single, "the forward of Single cannot be replaced: it takes single values out of a sequence"),
         (AfterNorm, "the forward of AfterNorm does not add their results to a residual"),
     ],
 )
 def test_layers_that_keep_their_forward(cls: type[torch.nn.Module], reason: str) -> None:
     fused, _, reasons = fuse(cls().to(torch.bfloat16))
-    assert reason in reasons
+    assert [text for text in reasons if text.startswith(reason)], reasons
     assert type(fused) is cls
+
+
+def test_a_forward_that_is_written_by_torch_fx() -> None:
+    """Stars of values and keywords; training and floats of the module are read when it runs."""
+
+    class Layer(fuse_models.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = 2.0
+            self.after = After()
+
+        def forward(self, x: Tensor, *, times: float = 1.0, **more: Any) -> Tensor:
+            x = x.view(*x.shape[:-1], -1) * self.scale
+            x = x + self.mlp(x)
+            return self.after(F.dropout(x, 0.5, self.training), times, **more)
+
+    class After(torch.nn.Module):
+        def forward(self, x: Tensor, times: float, plus: float = 0.0) -> Tensor:
+            return x * times + plus
+
+    model = Layer().to(torch.bfloat16).eval()
+    fused, done, _ = fuse(model)
+    assert done[-1] == ("residual", "0.mlp")
+    x = torch.randn(2, 5, 64, dtype=torch.bfloat16)
+    y = fused(x)
+    assert same_bits(y, fused.mlp(2 * x, 2 * x))
+    assert same_bits(fused(x, times=3.0, plus=1.0), y * 3 + 1)
+    fused.scale = 1.0
+    assert same_bits(fused(x), fused.mlp(x, x))
+    fused.train()
+    torch.manual_seed(1)
+    assert (fused(x) == 0).float().mean() > 0.3
+    with pytest.raises(TypeError, match="positional argument"):
+        fused(x, 3.0)
 
 
 @pytest.mark.parametrize("cls", LAYERS)

@@ -178,11 +178,10 @@ def test_private_names_of_a_decoder_layer() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + self.mlp(self.__scaled(x))
 
-    layer = Layer().bfloat16()
-    fused, report = convert(torch.nn.Sequential(layer), fuse="auto")
-    assert "the forward of Layer reads names that begin with two underscores" in reasons(report)
+    fused, report = convert(torch.nn.Sequential(Layer().bfloat16()), fuse="auto")
+    assert report.blocks[-1].names == ("0.mlp",)
     x = torch.randn(3, 64, dtype=torch.bfloat16)
-    assert fused(x).isfinite().all()
+    assert same_bits(fused(x), fused[0].mlp(2 * x, x))
 
 
 def test_a_norm_that_another_method_reads_is_left_alone() -> None:
@@ -223,5 +222,6 @@ def test_a_decorator_may_read_the_result_of_a_norm() -> None:
             return self.pair(self.norm(x))
 
     fused, report = convert(torch.nn.Sequential(Layer().bfloat16()), fuse="auto")
-    assert "the forward of Decorated, which reads its result, has a decorator" in reasons(report)
+    reason = "Decorated, which reads its result, does more with it than call quantized layers"
+    assert reason in reasons(report)
     assert fused(torch.randn(3, 64, dtype=torch.bfloat16)).isfinite().all()

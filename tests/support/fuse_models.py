@@ -158,9 +158,19 @@ class TwoInputs(Pair):
         return self.a(x) + self.b(z)
 
 
-class Nested(Pair):
+class Loop(Pair):
+    """Calls that are merged, in a loop."""
+
     def forward(self, x: Tensor) -> Tensor:
         return sum(self.a(x) + self.b(x) for _ in range(2))
+
+
+class Late(Pair):
+    """Calls that are merged, ahead of what cannot be traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x) + self.b(x)
+        return y * float(len(x))
 
 
 class Together(Pair):
@@ -184,7 +194,7 @@ class Broken(Pair):
 
 
 class Hidden(Pair):
-    """Writes x in place where the source of forward does not show it."""
+    """Writes x in place in another method."""
 
     def change(self) -> None:
         self.x.mul_(2)
@@ -243,7 +253,7 @@ LEFT_ALONE = (
     Branches,
     Conditional,
     TwoInputs,
-    Nested,
+    Hidden,
     Passed,
     Inplace,
     Alias,

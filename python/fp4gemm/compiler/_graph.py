@@ -1,4 +1,4 @@
-"""What the rewrites need of a graph: its linear operators, new nodes with fake results, shapes, halves."""
+"""What the rewrites need of a graph: its linear operators, new nodes with fake results, shapes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
+from .._fusions import value
 from ..ops import operators
 from ..ops.linear import LinearCall
 
@@ -20,7 +20,6 @@ __all__ = [
     "add_node",
     "call_of",
     "erase_unused",
-    "half_of",
     "is_same",
     "layer_name",
     "leading_sizes",
@@ -29,17 +28,10 @@ __all__ = [
     "results",
     "rows_of",
     "same_shape",
-    "value",
     "with_leading",
 ]
 
 aten = torch.ops.aten
-
-
-def value(node: Node) -> Tensor:
-    """The fake tensor of a node: its shape, strides, dtype and device."""
-    val: Tensor = node.meta["val"]
-    return val
 
 
 def linears(graph: Graph) -> list[Node]:
@@ -143,33 +135,6 @@ def with_leading(at: Node, data: Node, sizes: list[Any]) -> Node:
         return data
     sizes = [add_node(at, aten.sym_size.int, *size) if isinstance(size, tuple) else size for size in sizes]
     return add_node(at, aten.reshape.default, data, [*sizes, value(data).shape[-1]])
-
-
-def half_of(node: Node) -> tuple[Node, int] | None:
-    """(t, 0) if node is the first half of t along the last dimension, (t, 1) if it is the second one."""
-    source: Any = None
-    args: Any = node.args
-    if node.target is operator.getitem:
-        split, index = args
-        if split.target in (aten.split.Tensor, aten.split_with_sizes.default) and index in (0, 1):
-            source, begin = split.args[0], index * _width(node)
-            dim = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
-    elif node.target is aten.slice.Tensor and not node.kwargs and len(args) in (3, 4):
-        source, dim, begin = args[:3]
-        begin = begin or 0
-    if not isinstance(source, Node) or not isinstance(begin, int):
-        return None
-    is_last = dim % value(source).dim() == value(source).dim() - 1
-    width = _width(node)
-    if not is_last or _width(source) != 2 * width or begin not in (0, width):
-        return None
-    return source, begin // width
-
-
-def _width(node: Node) -> int:
-    """The last size, or -1 where it is symbolic."""
-    size = value(node).shape[-1]
-    return size if isinstance(size, int) else -1
 
 
 def layer_name(node: Node) -> str:

@@ -5,7 +5,7 @@ The graph must be functional, as torch.compile gives it: equal nodes have equal 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -14,60 +14,18 @@ from torch.fx import Graph, Node
 
 from .. import support
 from .._checks import ALIGN_BYTES, FLOAT_DTYPES, HALF_DTYPES
+from .._fusions import ACTIVATIONS, GATES, PLAIN_NORMS, TORCH_NORM, WEIGHTED_NORMS, half_of, value
 from ..activations import by_name
 from ..ops import operators
 from ..ops.linear import NOT_QUANTIZED, ROW
 from . import _graph as g
-from ._patterns import ANY_NUMBER, MATRIX, VECTOR, Pattern
 from .report import Fusion, FusionReport, Left, Rewrite
 
 __all__ = ["rewrite"]
 
-aten, F = torch.ops.aten, torch.nn.functional
+aten = torch.ops.aten
+SILU_AND_MUL = dict(GATES)["swiglu"]
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-
-
-# ---- what is looked for
-
-
-def _inverse_rms(h: Tensor) -> Tensor:
-    return torch.rsqrt(h.mean(-1, keepdim=True) + ANY_NUMBER)
-
-
-def _llama_norm(x: Tensor) -> Tensor:
-    h = x.float()
-    return (h * _inverse_rms(h.pow(2))).to(x.dtype)
-
-
-def _llama_norm_of_product(x: Tensor) -> Tensor:
-    h = x.float()
-    return (h * _inverse_rms(h * h)).to(x.dtype)
-
-
-def _t5_norm(x: Tensor) -> Tensor:
-    return (x * _inverse_rms(x.float().pow(2))).to(x.dtype)
-
-
-def _torch_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], weight, ANY_NUMBER)
-
-
-def _times(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda x, weight: weight * norm(x)
-
-
-_NORMS = [_llama_norm, _llama_norm_of_product, _t5_norm]
-PLAIN_NORMS = [Pattern(norm) for norm in _NORMS]  # the first one is also torch's without a weight
-WEIGHTED_NORMS = [Pattern(_times(norm), MATRIX, VECTOR) for norm in _NORMS]
-TORCH_NORM = Pattern(_torch_norm, MATRIX, VECTOR)
-SILU_AND_MUL = Pattern(lambda gate, up: F.silu(gate) * up, MATRIX, MATRIX)
-ACTIVATIONS = [
-    ("silu", Pattern(F.silu)),
-    ("gelu", Pattern(F.gelu)),
-    ("gelu_tanh", Pattern(lambda z: F.gelu(z, approximate="tanh"))),
-    ("relu2", Pattern(lambda z: F.relu(z).square())),
-    ("relu2", Pattern(lambda z: F.relu(z) * F.relu(z))),
-]
 
 
 def rewrite(graph: Graph, *, exact: bool, skip: tuple[Rewrite, ...]) -> FusionReport:
@@ -116,7 +74,7 @@ class _Rewriter:
         for node in _computing(self.graph):
             # A reader of another kind computes the activation on the way, at no cost.
             is_read_by_others = any(user.target is not operators.linear for user in node.users)
-            if is_read_by_others or g.value(node).dtype not in FLOAT_DTYPES:
+            if is_read_by_others or value(node).dtype not in FLOAT_DTYPES:
                 continue
             for name, pattern in ACTIVATIONS:
                 found = pattern.match(node)
@@ -131,7 +89,7 @@ class _Rewriter:
 
     def addends(self) -> None:
         for node in _computing(self.graph):
-            if not _is_sum(node) or (self.exact and g.value(node).dtype is not torch.float32):
+            if not _is_sum(node) or (self.exact and value(node).dtype is not torch.float32):
                 continue
             args: Any = node.args
             for linear, c in (args, args[::-1]):
@@ -149,7 +107,7 @@ class _Rewriter:
         if self.exact:
             return
         for node in _computing(self.graph):
-            if g.value(node).dtype not in HALF_DTYPES:
+            if value(node).dtype not in HALF_DTYPES:
                 continue
             found = next(filter(None, (p.match(node) for p in (*WEIGHTED_NORMS, *PLAIN_NORMS))), None)
             if found is None:
@@ -159,13 +117,13 @@ class _Rewriter:
             x, *weights = found.inputs
             weight = weights[0] if weights else None
             readers = _readers(node, x)
-            if isinstance(readers, str) or not _is_norm_weight(weight, g.value(x)):
+            if isinstance(readers, str) or not _is_norm_weight(weight, value(x)):
                 self._leave(
                     node, readers if isinstance(readers, str) else "the weight of the norm is not (k,)"
                 )
             elif _is_sum(x) and (weight is None or weight.op in ("placeholder", "get_attr")):
                 # Ahead of the sum, whose other readers get it from the operator.
-                (a, b), shape = cast(Any, x.args), g.value(x).shape
+                (a, b), shape = cast(Any, x.args), value(x).shape
                 args: Any = (g.rows_of(x, a), weight, g.rows_of(x, b), found.number)
                 *parts, summed = _quantized(x, "rms_norm_quantize", readers, *args)
                 self._feed("rms_norm", readers, parts, a)
@@ -180,10 +138,10 @@ class _Rewriter:
         if self.exact:
             return
         for node in _computing(self.graph):
-            found = SILU_AND_MUL.match(node) if g.value(node).dtype in HALF_DTYPES else None
+            found = SILU_AND_MUL.match(node) if value(node).dtype in HALF_DTYPES else None
             if found is None:
                 continue
-            gate, up = map(g.half_of, found.inputs)
+            gate, up = map(half_of, found.inputs)
             if gate is None or up is None or gate[0] is not up[0] or (gate[1], up[1]) != (0, 1):
                 self._leave(node, "gate and up are not the halves of one tensor")
                 continue
@@ -202,9 +160,9 @@ class _Rewriter:
             call = g.call_of(linear)
             if call.x_amax is None and call.scaling != NOT_QUANTIZED:
                 x = call.x
-                while x.target in VIEWS and g.is_same(g.value(x).shape[-1], g.value(x.args[0]).shape[-1]):
+                while x.target in VIEWS and g.is_same(value(x).shape[-1], value(x.args[0]).shape[-1]):
                     x = x.args[0]
-                if g.leading_sizes(g.value(call.x).shape, x) is not None:
+                if g.leading_sizes(value(call.x).shape, x) is not None:
                     groups.setdefault((x, call.scaling), []).append(linear)
         for (x, scaling), linears in groups.items():
             if len(linears) > 1:
@@ -218,7 +176,7 @@ class _Rewriter:
         self._did(name, *linears)
         for linear in linears:
             call = g.call_of(linear)
-            x = g.value(call.x)
+            x = value(call.x)
             read = g.with_leading(linear, data, g.leading_sizes(x.shape, alive))
             dtype = x.dtype if call.out_dtype is None else call.out_dtype
             changed = call._replace(x=read, x_scales=scales, x_amax=amax, out_dtype=dtype)
@@ -247,7 +205,7 @@ def _quantized(at: Node, name: str, readers: list[Node], *args: Any) -> list[Any
     Decoded where the kernels read prepacked weights, as :class:`fp4gemm.nn.Linear` quantizes.
     """
     is_prepacked = any(g.call_of(linear).weight_rows for linear in readers)
-    if is_prepacked or support.streams_prepacked(g.value(readers[0]).device):
+    if is_prepacked or support.streams_prepacked(value(readers[0]).device):
         data, *others = g.results(at, g.add_node(at, getattr(operators, f"{name}_decoded"), *args))
         return [data, None, *others]
     return g.results(at, g.add_node(at, getattr(operators, name), *args))
@@ -261,11 +219,11 @@ def _readers(node: Node, alive: Node) -> list[Node] | str:
             call = g.call_of(user)
             if call.scaling != ROW or call.x_amax is not None or sum(arg is node for arg in call) != 1:
                 return "a layer reads its result without an amax for each row"
-            if g.leading_sizes(g.value(node).shape, alive) is None:
+            if g.leading_sizes(value(node).shape, alive) is None:
                 return "the leading sizes of its result are not those of its input"
             found.append(user)
             continue
-        if user.target not in VIEWS or not g.is_same(g.value(user).shape[-1], g.value(node).shape[-1]):
+        if user.target not in VIEWS or not g.is_same(value(user).shape[-1], value(node).shape[-1]):
             return "its result is read by something else than layers"
         behind = _readers(user, alive)
         if isinstance(behind, str):
@@ -282,13 +240,13 @@ def _is_sum(node: Node) -> bool:
 
 
 def _is_alike(a: Node, b: Node) -> bool:
-    x, y = g.value(a), g.value(b)
+    x, y = value(a), value(b)
     return x.dtype == y.dtype and x.device == y.device and g.same_shape(x.shape, y.shape)
 
 
 def _is_norm_weight(weight: Node | None, x: Tensor) -> bool:
     if weight is None:
         return True
-    w = g.value(weight)
+    w = value(weight)
     is_aligned = w.is_contiguous() and w.storage_offset() * w.element_size() % ALIGN_BYTES == 0
     return is_aligned and g.same_shape(w.shape, x.shape[-1:])

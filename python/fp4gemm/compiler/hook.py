@@ -11,7 +11,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, GraphModule
 
-from .. import _checks
+from .. import _checks, _fusions
 from .report import FusionReport, Rewrite
 
 __all__ = ["FusionPass", "compile"]
@@ -82,7 +82,8 @@ class FusionPass(CustomGraphPass):
         """What torch's caches of compiled graphs know the pass by; None, for no cache, with a report."""
         if self.report is not None:
             return None
-        files = tuple(sorted(str(path) for path in Path(__file__).parent.glob("*.py")))
+        own = sorted(str(path) for path in Path(__file__).parent.glob("*.py"))
+        files = (*own, _fusions.__file__)
         return get_hash_for_files(files, repr((self.exact, self.skip)))
 
 

@@ -13,6 +13,7 @@ state_dict, needs nothing of the configuration, and works with torch.compile and
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -168,6 +169,18 @@ def between(module: torch.nn.Module, x: Tensor, expert: int) -> Tensor:
 
 
 # ---- which activation it is
+
+
+def with_plain_attention(config: Any) -> Any:
+    """A copy of a configuration that chooses the attention which each model writes in functions of torch.
+
+    What is no configuration of transformers is returned as it is.
+    """
+    if getattr(config, "_attn_implementation", None) is None:
+        return config
+    copied = copy.copy(config)
+    copied._attn_implementation_internal = "eager"
+    return copied
 
 
 def is_silu(act: object) -> bool:

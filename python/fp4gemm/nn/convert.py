@@ -97,10 +97,11 @@ def quantize_model(
             not of 8, another dtype, weights that are not finite, hooks on the layer, an owner that bypasses
             its forward, experts that are not understood): "skip" leaves it and reports it, "raise" raises
             before anything is changed.
-        fuse: "auto" joins the quantized layers of a block where the source of the model shows that the result
-            is the same: layers that read the same tensor become one product, ``down(act(gate(x)) * up(x))``
-            an :class:`fp4gemm.nn.GatedMLP`, a norm quantizes its result, and both add the residuals of a
-            decoder layer. docs/models.md says which rounding disappears; the names in ``state_dict`` change.
+        fuse: "auto" joins the quantized layers of a block where the forwards of the model show that the
+            result is the same: layers that read the same tensor become one product, an MLP
+            ``down(act(gate(x)) * up(x))`` an :class:`fp4gemm.nn.GatedMLP`, a norm quantizes its result, and
+            both add the residuals of a decoder layer. docs/models.md says which rounding disappears; the
+            names in ``state_dict`` change.
             "none" swaps layer by layer.
 
     Returns:

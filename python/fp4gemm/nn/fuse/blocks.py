@@ -11,33 +11,33 @@ import torch
 from .._hooks import carry_over, hooks_of
 from ..linear import Linear
 from ..report import BlockReport
-from .expressions import GatedForward, gated_forward
+from .flow import Captures, called_together, readers
+from .forms import LINEARS, GatedForward, gated_forward, norm_epsilon
 from .gated import GatedMLP
 from .merged import Part, layer_like, merged_name, one_weight, rows_of, why_not_one_weight
-from .norm import RMSNormQuantize, norm_epsilon
-from .readers import readers
+from .norm import RMSNormQuantize
 from .residual import ADDS, add_residuals
-from .source import called_together, forward_of
 
 
 def fuse_blocks(model: torch.nn.Module) -> tuple[BlockReport, ...]:
     """Fuse what can be fused, block by block, in place."""
     users = _users(model)
+    captures = Captures()
     found: list[BlockReport] = []
     # The list keeps no linear layer, so that each is freed as soon as a merged one has taken its place.
     pending = [pair for pair in model.named_modules() if type(pair[1]) is not Linear]
     while pending:
         name, owner = pending.pop(0)
-        made = _gated(model, name, owner, users)
+        made = _gated(captures, model, name, owner, users)
         if made is None or made.action == "left":
             found += [] if made is None else [made]
-            found += _merged(name, owner, users)
+            found += _merged(captures, name, owner, users)
         else:
             found.append(made)
     for name, owner in [*model.named_modules()]:
-        found += _norms(model, name, owner)
+        found += _norms(captures, model, name, owner)
     for name, owner in [*model.named_modules()]:
-        found += _residuals(name, owner)
+        found += _residuals(captures, name, owner)
     return tuple(found)
 
 
@@ -77,16 +77,18 @@ def _full(owner: str, child: str) -> str:
     return f"{owner}.{child}".lstrip(".")
 
 
-def _merged(name: str, owner: torch.nn.Module, users: dict[int, int]) -> Iterator[BlockReport]:
+def _merged(
+    captures: Captures, name: str, owner: torch.nn.Module, users: dict[int, int]
+) -> Iterator[BlockReport]:
     layers = _linears(owner)
     # The containers of torch.nn call their children one after another.
     if len(layers) < 2 or type(owner).__module__.startswith("torch.nn."):
         return
-    function = forward_of(owner)
+    capture = captures.of(owner)
     left = dict(layers)
-    kinds = (Linear, Part, torch.nn.Linear)
-    linears = {child for child, module in owner._modules.items() if isinstance(module, kinds)}
-    for group in [] if function is None else called_together(function, linears):
+    linears = {child for child, module in owner._modules.items() if isinstance(module, LINEARS)}
+    # What could not be traced changes nothing: a part that gets another tensor makes the product itself.
+    for group in called_together(capture.graphs, linears):
         names = [child for child in group if child in layers]
         if len(names) < 2:
             continue
@@ -116,23 +118,24 @@ def _merged(name: str, owner: torch.nn.Module, users: dict[int, int]) -> Iterato
     for _, names_of_k in itertools.groupby(same_k, key=lambda child: left[child].in_features):
         names = list(names_of_k)
         if len(names) > 1:
-            reason = (
-                f"the source of the forward of {type(owner).__name__} cannot be read"
-                if function is None
-                else f"the forward of {type(owner).__name__} does not call them with the same tensor"
-            )
+            forward = f"the forward of {type(owner).__name__}"
+            reason = f"{forward} does not call them with the same tensor"
+            if capture.unknown:
+                reason = f"{forward} cannot be traced: {capture.unknown}"
             yield BlockReport("left", tuple(_full(name, child) for child in names), "", reason)
 
 
 def _gated(
-    model: torch.nn.Module, name: str, owner: torch.nn.Module, users: dict[int, int]
+    captures: Captures, model: torch.nn.Module, name: str, owner: torch.nn.Module, users: dict[int, int]
 ) -> BlockReport | None:
-    forward = gated_forward(owner)
+    layers = _linears(owner)
+    if not layers or type(owner).__module__.startswith("torch.nn."):
+        return None
+    forward = gated_forward(owner, captures.of(owner))
     if forward is None:
         return None
-    layers = _linears(owner)
     if isinstance(forward, str):
-        return BlockReport("left", (name,), "", forward) if layers else None
+        return BlockReport("left", (name,), "", forward)
     names = [child for child in (forward.gate, forward.up, forward.down) if child is not None]
     if not any(child in layers for child in names):
         return None
@@ -184,14 +187,16 @@ def _gate_and_up(layers: dict[str, Linear], forward: GatedForward) -> tuple[Line
     return made[0], made[1]
 
 
-def _norms(model: torch.nn.Module, name: str, owner: torch.nn.Module) -> Iterator[BlockReport]:
+def _norms(
+    captures: Captures, model: torch.nn.Module, name: str, owner: torch.nn.Module
+) -> Iterator[BlockReport]:
     if type(owner).__module__.startswith("torch.nn."):
         return
     for child, norm in list(owner.named_children()):
         epsilon = norm_epsilon(norm)
         if epsilon is None and not type(norm).__name__.lower().endswith("norm"):
             continue
-        found = readers(owner, child)
+        found = readers(captures, owner, child)
         reason = found if isinstance(found, str) else ""
         if epsilon is None:
             if reason:
@@ -229,13 +234,13 @@ def _fused_norm(
     return RMSNormQuantize(cast(torch.nn.Parameter, norm.weight), epsilon, first).train(norm.training)
 
 
-def _residuals(name: str, owner: torch.nn.Module) -> Iterator[BlockReport]:
+def _residuals(captures: Captures, name: str, owner: torch.nn.Module) -> Iterator[BlockReport]:
     children = owner._modules.items()
     norms = frozenset(child for child, module in children if isinstance(module, RMSNormQuantize))
     mlps = frozenset(child for child, module in children if isinstance(module, GatedMLP))
     if (not norms and not mlps) or hasattr(owner, ADDS):
         return
-    adding = add_residuals(owner, norms, mlps)
+    adding = add_residuals(captures, owner, norms, mlps)
     if isinstance(adding, str) and mlps:
         yield BlockReport("left", (name,), "", adding)
     elif not isinstance(adding, str):

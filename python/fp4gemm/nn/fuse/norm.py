@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,19 +10,9 @@ from torch import Tensor
 from ... import _checks, support
 from ...producers import rms_norm_quantize
 from ..linear import Linear
-from .source import forward_of, parameters
 from .tokens import Tokens
 
 Result = Tensor | Tokens
-# The norm whose roundings fp4gemm.rms_norm_quantize has. Names do not count.
-SOURCE = """
-def forward(self, x):
-    dtype = x.dtype
-    x = x.to(torch.float32)
-    variance = x.pow(2).mean(-1, keepdim=True)
-    x = x * torch.rsqrt(variance + self.eps)
-    return self.weight * x.to(dtype)
-"""
 
 
 class RMSNormQuantize(torch.nn.Module):
@@ -76,45 +65,3 @@ def reads_decoded(layer: Linear) -> bool:
     if layer._is_prepacked():
         return True
     return not torch.compiler.is_compiling() and support.streams_prepacked(layer.weight_amax.device)
-
-
-def norm_epsilon(norm: torch.nn.Module) -> float | None:
-    """eps of a norm that computes what rms_norm_quantize does; None of every other module."""
-    function = forward_of(norm)
-    if function is None or function.decorator_list:
-        return None
-    found, attributes = _canonical(function)
-    wanted, _ = _canonical(cast(ast.FunctionDef, ast.parse(SOURCE).body[0]))
-    if found != wanted or attributes[1] != "weight" or [*norm._parameters] != ["weight"]:
-        return None
-    eps = getattr(norm, attributes[0], None)
-    return eps if isinstance(eps, float) else None
-
-
-def _canonical(function: ast.FunctionDef) -> tuple[str, list[str]]:
-    """The parameters and the body with their names numbered, and the attributes of self as they are used."""
-    self_name = function.args.args[0].arg
-    names = {name: f"v{i}" for i, name in enumerate(parameters(function))}
-    attributes: list[str] = []
-
-    class Numbered(ast.NodeTransformer):
-        def visit_Name(self, node: ast.Name) -> ast.Name:
-            if isinstance(node.ctx, ast.Store):
-                names.setdefault(node.id, f"v{len(names)}")
-            return ast.Name(names.get(node.id, node.id), node.ctx)
-
-        def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-            if isinstance(node.value, ast.Name) and node.value.id == self_name:
-                if node.attr not in attributes:
-                    attributes.append(node.attr)
-                return ast.Name(f"self{attributes.index(node.attr)}", node.ctx)
-            return self.generic_visit(node)
-
-        def visit_Assign(self, node: ast.Assign) -> ast.AST:
-            value = self.visit(node.value)  # before the targets, which may be new names
-            return ast.Assign([self.visit(target) for target in node.targets], value)
-
-    body = [s for s in function.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
-    copied = ast.parse(ast.unparse(ast.Module(body, [])))
-    numbered = [ast.dump(Numbered().visit(statement)) for statement in copied.body]
-    return "\n".join([*names.values(), *numbered]), attributes

@@ -1,201 +1,161 @@
 """Additions of residuals inside the kernels beside them: a class with another forward for a decoder layer.
 
-Two patterns of statements are rewritten, in the source of the forward of the layer's class, with a fused norm
-and a gated MLP::
+Two patterns are replaced in the captured forward of the layer, with a fused norm and a gated MLP::
 
-    h = r + a; r = h; h = self.norm(h)    ->    t, h = self.norm(residual=r, x=a); r = h; h = t
-    h = self.mlp(h); h = r + h            ->    h = self.mlp(h, r)
+    t = r + a; h = self.norm(t)    ->    h, t = self.norm(residual=r, x=a)
+    h = self.mlp(x); t = r + h     ->    t = self.mlp(x, r)
 
-The operands of the first addition are any expressions, and ``self.norm(h)`` may be a part of its statement.
+torch.fx writes the code of the new forward.
 """
 
 from __future__ import annotations
 
-import ast
-import copy
-import functools
-import linecache
-from collections.abc import Callable
-from typing import Any, TypeGuard, cast
+import inspect
+import operator
+import re
+from collections.abc import Collection
+from typing import Any
 
 import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import CodeGen
 
-from .source import COMPOUND, SCOPES, child_called, forward_of, mutated, tree_of, unconditional_calls
+from .capture import END, REST, STAR, Capture
+from .flow import Captures
 
-Names = frozenset[str]
-ADDS = "_adds_residuals"  # an attribute of the classes made here
+ADDS = "_adds_residuals"  # an attribute of the classes made here: the norms and MLPs that add
+_CLASSES: dict[Any, Any] = {}  # layers of one class with the same code share a class
 
 
-def add_residuals(owner: torch.nn.Module, norms: Names, mlps: Names) -> tuple[str, ...] | str:
+def add_residuals(
+    captures: Captures, owner: torch.nn.Module, norms: Collection[str], mlps: Collection[str]
+) -> tuple[str, ...] | str:
     """Give the module a forward in which these children add its residuals; which do, or why none does."""
     cls = type(owner)
-    function = forward_of(owner)
-    if function is None or function.decorator_list or "forward" in vars(owner):
+    capture = captures.of(owner)
+    if "forward" in vars(owner):
         return f"the forward of {cls.__name__} cannot be replaced"
-    if getattr(cls.forward, "__closure__", None):
-        return f"the forward of {cls.__name__} reads names of a scope around it"
-    if any(_is_private(node) for node in ast.walk(function)):  # Python renames these in a class alone
-        return f"the forward of {cls.__name__} reads names that begin with two underscores"
-    _, adding = _rewritten(function, norms, mlps)
-    if adding:
-        cached: Any = _class_of  # mypy takes a class of modules for something without a hash
-        owner.__class__ = cached(cls, norms, mlps)
-    return adding or f"the forward of {cls.__name__} does not add their results to a residual"
+    if isinstance(capture.whole, str):
+        return f"the forward of {cls.__name__} cannot be replaced: {capture.whole}"
+    graph = Graph()
+    graph.output(graph.graph_copy(capture.whole, {}))
+    adding = []
+    for node in list(graph.nodes):
+        if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+            continue
+        if (node.target in norms and _add_before(node)) or (node.target in mlps and _add_after(node)):
+            adding.append(str(node.target))
+    if not adding:
+        return f"the forward of {cls.__name__} does not add their results to a residual"
+    owner.__class__ = _class_with(owner, graph, capture, tuple(adding))
+    return tuple(adding)
 
 
-@functools.cache
-def _class_of(cls: Any, norms: Names, mlps: Names) -> Any:
-    """A subclass of the same name with the rewritten forward."""
-    return type(
-        cls.__name__,
-        (cls,),
-        {
-            "__module__": cls.__module__,
-            "__qualname__": cls.__qualname__,
-            ADDS: True,
-            "forward": _forward_of_class(cls, norms, mlps),
-            # The class cannot be imported, so a pickle or a copy makes it again.
-            "__reduce_ex__": lambda self, protocol: (_empty, (cls, norms, mlps), self.__dict__.copy()),
-        },
+def _add_before(norm: Node) -> bool:
+    """Replace ``t = r + a; h = norm(t)``."""
+    total: Any = norm.args[0]
+    if not _is_sum(total) or not _follows(total, norm):
+        return False
+    graph = norm.graph
+    with graph.inserting_before(total):
+        residual, x = total.args
+        both = graph.call_module(str(norm.target), (), {"residual": residual, "x": x})
+        results = [graph.call_function(operator.getitem, (both, i)) for i in range(2)]
+    for old, new in zip((norm, total), results, strict=True):
+        old.replace_all_uses_with(new)
+        graph.erase_node(old)
+    return True
+
+
+def _add_after(mlp: Node) -> bool:
+    """Replace ``h = mlp(x); t = r + h``."""
+    total = next(iter(mlp.users), None)
+    if len(mlp.users) != 1 or total is None or not _is_sum(total) or not _follows(mlp, total):
+        return False
+    residual = total.args[1] if total.args[0] is mlp else total.args[0]
+    if not isinstance(residual, Node) or residual is mlp:
+        return False
+    with mlp.graph.inserting_before(total):
+        new = mlp.graph.call_module(str(mlp.target), (*mlp.args, residual))
+    total.replace_all_uses_with(new)
+    mlp.graph.erase_node(total)
+    mlp.graph.erase_node(mlp)
+    return True
+
+
+def _is_sum(node: object) -> bool:
+    return (
+        isinstance(node, Node)
+        and node.target in (operator.add, torch.add)
+        and len(node.args) == 2
+        and not node.kwargs
     )
 
 
-def _empty(cls: Any, norms: Names, mlps: Names) -> Any:
-    made = _class_of(cls, norms, mlps)
+def _follows(first: Node, second: Node) -> bool:
+    """Whether nothing is computed between the nodes."""
+    node = first.next
+    while node.target in (operator.getitem, getattr) or node.op == "get_attr":
+        node = node.next
+    return node is second
+
+
+class _Signature(CodeGen):
+    """Writes the parameters of the forward as they were."""
+
+    def __init__(self, signature: inspect.Signature) -> None:
+        super().__init__()
+        without = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        # The values of the defaults are set in the function.
+        self._parameters = inspect.Signature(
+            [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
+            + [p if p.default is p.empty else p.replace(default=None) for p in without]
+        )
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options: Any) -> str:
+        return f"def forward{self._parameters}:"
+
+
+def _class_with(owner: torch.nn.Module, graph: Graph, capture: Capture, adding: tuple[str, ...]) -> Any:
+    """A subclass of the same name with the forward of the graph."""
+    cls: Any = type(owner)
+    graph.set_codegen(_Signature(capture.signature))
+    graph.on_generate_code(lambda _: _with_rest)
+    code = graph.python_code("self")
+    key = cls, code.src, tuple((name, id(value)) for name, value in code.globals.items())
+    if key not in _CLASSES:
+        old: Any = cls.forward
+        new: Any = type(GraphModule(owner, graph)).forward
+        new.__defaults__, new.__kwdefaults__ = old.__defaults__, old.__kwdefaults__
+        new.__signature__, new.__doc__ = inspect.signature(old), old.__doc__
+        new.__module__, new.__qualname__ = cls.__module__, old.__qualname__
+        members = {
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            ADDS: adding,
+            "forward": new,
+            # The class cannot be imported, so that a pickle or a copy makes it again.
+            "__reduce_ex__": lambda self, protocol: (_unmade, (cls, adding), self.__dict__.copy()),
+        }
+        # With the globals, whose ids are in the key.
+        _CLASSES[key] = code.globals, type(cls.__name__, (cls,), members)
+    return _CLASSES[key][1]
+
+
+def _with_rest(lines: list[str]) -> list[str]:
+    """Lines of code with the stars of ``f(*values, **rest)``, for which FX has no node."""
+    starred = [re.sub(rf"({STAR}\w*), {END}\w*", r"*\1", line) for line in lines]
+    return [line.replace(f"{REST} = ", "**") for line in starred]
+
+
+def _unmade(cls: Any, adding: tuple[str, ...]) -> Any:
+    """An object that becomes a layer of the class with residuals added when its state is set."""
+    made: Any = type(cls.__name__, (cls,), {"__setstate__": _set_state, ADDS: (cls, adding)})
     return made.__new__(made)
 
 
-def _forward_of_class(cls: type[torch.nn.Module], norms: Names, mlps: Names) -> Any:
-    old: Any = cls.forward
-    tree = cast(ast.FunctionDef, tree_of(old))  # add_residuals has read it
-    function, _ = _rewritten(tree, norms, mlps)
-    file = f"<{cls.__module__}.{cls.__qualname__}.forward with {', '.join(sorted(norms | mlps))} fused>"
-    text = ast.unparse(function)
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # for tracebacks
-    scope: dict[str, Any] = {}
-    exec(compile(text, file, "exec"), old.__globals__, scope)
-    new = scope[function.name]
-    new.__defaults__, new.__kwdefaults__ = old.__defaults__, old.__kwdefaults__
-    new.__annotations__, new.__doc__ = old.__annotations__, old.__doc__
-    return new
-
-
-def _rewritten(
-    function: ast.FunctionDef, norms: Names, mlps: Names
-) -> tuple[ast.FunctionDef, tuple[str, ...]]:
-    """A copy of the function with the patterns replaced, and the children that add now, in order."""
-    copied = copy.deepcopy(function)
-    self_name, body = copied.args.args[0].arg, copied.body
-    adding: list[str] = []
-    for index in range(len(body)):
-        adding += _add_before_norm(body, index, self_name, norms)
-        adding += _add_after_mlp(body, index, self_name, mlps)
-    # The defaults are those of the old function; the annotations are set as well.
-    arguments = copied.args
-    rest = [a for a in (arguments.vararg, arguments.kwarg) if a is not None]
-    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *rest):
-        argument.annotation = None
-    copied.returns = None
-    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
-    arguments.kw_defaults = [None if d is None else ast.Constant(None) for d in arguments.kw_defaults]
-    return copied, tuple(adding)
-
-
-def _add_before_norm(body: list[ast.stmt], index: int, self_name: str, norms: Names) -> list[str]:
-    """Rewrite ``h = a + b; [r = h;] ... self.norm(h) ...`` from this statement on; the norm, if it was."""
-    name, total = _assigned(body, index)
-    if name is None or not isinstance(total, ast.BinOp) or not isinstance(total.op, ast.Add):
-        return []
-    copied, value = _assigned(body, index + 1)
-    last = index + 2 if copied is not None and _is_name(value, name) else index + 1
-    if last >= len(body) or isinstance(body[last], (*COMPOUND, *SCOPES)):
-        return []
-    calls = [
-        call
-        for call in unconditional_calls(body[last])
-        if child_called(call, self_name) in norms and _is_plain(call) and _is_name(call.args[0], name)
-    ]
-    if len(calls) != 1 or name in mutated(body[last]):
-        return []
-    norm = str(child_called(calls[0], self_name))
-    result = f"_{norm}_of_sum"
-    operands = f"residual={ast.unparse(total.left)}, x={ast.unparse(total.right)}"
-    body[index] = _statement(f"{result}, {name} = {self_name}.{norm}({operands})")
-    body[last] = _Replaced(calls[0], ast.Name(result, ast.Load())).visit(body[last])
-    return [norm]
-
-
-class _Replaced(ast.NodeTransformer):
-    """Puts one node in the place of another one."""
-
-    def __init__(self, old: ast.AST, new: ast.AST) -> None:
-        self.old, self.new = old, new
-
-    def visit(self, node: ast.AST) -> Any:
-        return self.new if node is self.old else super().visit(node)
-
-
-def _add_after_mlp(body: list[ast.stmt], index: int, self_name: str, mlps: Names) -> list[str]:
-    """Rewrite ``h = self.mlp(x); h = r + h`` or ``h = r + self.mlp(x)``, where the end may return h."""
-    # h = self.mlp(x); h = r + h
-    result, call = _assigned(body, index)
-    following = body[index + 1] if index + 1 < len(body) else None
-    if result is not None and _is_plain(call) and child_called(call, self_name) in mlps:
-        total = following.value if isinstance(following, ast.Return) else None
-        total = _assigned(body, index + 1)[1] if _assigned(body, index + 1)[0] == result else total
-        residual = _other_operand(total, lambda operand: _is_name(operand, result))
-        if total is not None and residual is not None and residual.id != result:
-            body[index] = ast.Pass()
-            body[index + 1] = _Replaced(total, _with_residual(call, residual)).visit(body[index + 1])
-            return [str(child_called(call, self_name))]
-    # h = r + self.mlp(x)
-    statement = body[index]
-    total = statement.value if isinstance(statement, (ast.Assign, ast.Return)) else None
-    residual = _other_operand(total, lambda operand: child_called(operand, self_name) in mlps)
-    if isinstance(total, ast.BinOp) and residual is not None and total.left is residual:
-        call = total.right
-        if _is_plain(call):
-            body[index] = _Replaced(total, _with_residual(call, residual)).visit(statement)
-            return [str(child_called(call, self_name))]
-    return []
-
-
-def _other_operand(total: ast.expr | None, is_one: Callable[[ast.expr], bool]) -> ast.Name | None:
-    """The name that a sum adds to the operand for which ``is_one`` is true."""
-    if not isinstance(total, ast.BinOp) or not isinstance(total.op, ast.Add):
-        return None
-    for operand, other in ((total.left, total.right), (total.right, total.left)):
-        if is_one(operand) and isinstance(other, ast.Name):
-            return other
-    return None
-
-
-def _with_residual(call: ast.Call, residual: ast.expr) -> ast.Call:
-    return ast.Call(call.func, [*call.args, residual], call.keywords)
-
-
-def _statement(text: str) -> ast.stmt:
-    return ast.parse(text).body[0]
-
-
-def _assigned(body: list[ast.stmt], index: int) -> tuple[str | None, ast.expr | None]:
-    """The name and the value of the statement ``name = value``; None twice of every other one."""
-    statement = body[index] if index < len(body) else None
-    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-        return None, None
-    target = statement.targets[0]
-    return (target.id, statement.value) if isinstance(target, ast.Name) else (None, None)
-
-
-def _is_private(node: ast.AST) -> bool:
-    name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
-    return name.startswith("__") and not name.endswith("__")
-
-
-def _is_plain(node: ast.expr | None) -> TypeGuard[ast.Call]:
-    """Whether the node is a call with one positional argument."""
-    return isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords
-
-
-def _is_name(node: ast.expr | None, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
+def _set_state(self: Any, state: dict[str, Any]) -> None:
+    cls, adding = getattr(type(self), ADDS)
+    self.__class__ = cls
+    cls.__setstate__(self, state)
+    add_residuals(Captures(), self, adding, adding)
