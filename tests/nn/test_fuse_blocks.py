@@ -155,12 +155,21 @@ class Dropout(fuse_models.MLP):
         return self.w2(h)
 
 
+class DropoutModule(fuse_models.MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = torch.nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(self.dropout(F.silu(self.w1(x)) * self.w3(x)))
+
+
 class Options(fuse_models.MLP):
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x)) * scale
 
 
-@pytest.mark.parametrize("cls", [Erf, Sum, OtherInput, Dropout, Options])
+@pytest.mark.parametrize("cls", [Erf, Sum, OtherInput, Dropout, DropoutModule, Options])
 def test_other_mlps_are_not_gated(cls: Callable[[], torch.nn.Module]) -> None:
     model = cls().eval()
     fused, done, reasons = fuse(model)

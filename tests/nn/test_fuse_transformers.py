@@ -12,6 +12,7 @@ import model_zoo
 import pytest
 import torch
 from fp4gemm import activations, nn
+from fp4gemm.nn.fuse.capture import Capture
 from nn_helpers import convert, same_bits
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -34,7 +35,7 @@ IDS = torch.arange(4, 12)[None]
 
 def make(name: str, dtype: torch.dtype = torch.bfloat16, config: str | None = None, **options: Any) -> Any:
     torch.manual_seed(0)
-    made = getattr(transformers, (config or name) + "Config")(**SIZES, **options)
+    made = getattr(transformers, (config or name) + "Config")(**SIZES | options)
     return getattr(transformers, name + "ForCausalLM")(made).eval().to(dtype)
 
 
@@ -171,3 +172,19 @@ def test_accelerate_hooks() -> None:
     reasons = {block.reason for block in report.blocks}
     assert "their weights are offloaded" in reasons
     assert distance(fused(IDS).logits, y) <= 0.15
+
+
+def test_layers_of_one_kind_are_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deep model costs no more tracing than a shallow one, and its layers share a class and a code."""
+    seen: list[type] = []
+    init = Capture.__init__
+
+    def counted(self: Capture, module: torch.nn.Module) -> None:
+        seen.append(type(module))
+        init(self, module)
+
+    monkeypatch.setattr(Capture, "__init__", counted)
+    fused, _ = convert(make("Llama", num_hidden_layers=4), fuse="auto", exclude="lm_head")
+    kinds = Counter(cls.__name__ for cls in seen)
+    assert kinds["LlamaDecoderLayer"] <= 2, kinds  # once, and once for its children after they were fused
+    assert len({type(layer) for layer in fused.model.layers}) == 1

@@ -131,7 +131,7 @@ def _gated(
     layers = _linears(owner)
     if not layers or type(owner).__module__.startswith("torch.nn."):
         return None
-    forward = gated_forward(owner, captures.of(owner))
+    forward = captures.once(gated_forward, owner)
     if forward is None:
         return None
     if isinstance(forward, str):
@@ -193,7 +193,7 @@ def _norms(
     if type(owner).__module__.startswith("torch.nn."):
         return
     for child, norm in list(owner.named_children()):
-        epsilon = norm_epsilon(norm)
+        epsilon = captures.once(norm_epsilon, norm)
         if epsilon is None and not type(norm).__name__.lower().endswith("norm"):
             continue
         found = readers(captures, owner, child)

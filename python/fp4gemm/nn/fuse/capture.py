@@ -26,10 +26,11 @@ from torch.fx.proxy import Attribute, GraphAppendingTracer
 from .._hooks import HOOKS, accelerate_hook
 from .._transformers import with_plain_attention
 
-MAX_PATHS = 64  # for one set of arguments
+MAX_PATHS = 128  # for all sets of arguments together
 MAX_PATHS_OF_PART = 4  # if one of them cannot be traced to its end
 MAX_BRANCHES = 256  # on one path
 SIZE = 2  # what a value is where Python needs a number, for example a size in range(size)
+LIVE = ("training", "layer_idx")  # attributes that a captured forward reads when it runs, as all floats
 REST = "rest_of_keywords"  # the name under which a graph passes on what **kwargs holds
 BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 STAR, END = "values_of_star", "end_of_star"  # the names of nodes for the values that a star unpacks
@@ -65,6 +66,7 @@ class Capture:
         self.signature = inspect.Signature(parameters)
         self.graphs: list[Graph] = []
         self.unknown, self._error = "", ""
+        self._num_runs = 0
         self._refused: list[Graph] = []  # of paths that end in an error of the forward
         if "forward" in vars(module) and accelerate_hook(module) is None:
             self.unknown = "other code has replaced it"
@@ -120,9 +122,10 @@ class Capture:
     def _paths(self, changed: Mapping[str, bool]) -> list[_Tracer]:
         found: list[_Tracer] = []
         pending: list[list[bool]] = [[]]
-        for run in range(MAX_PATHS):
-            if not pending or (self.unknown and run >= MAX_PATHS_OF_PART):
+        while self._num_runs < MAX_PATHS:
+            if not pending or (self.unknown and len(found) >= MAX_PATHS_OF_PART):
                 return found
+            self._num_runs += 1
             decisions = pending.pop()
             given = len(decisions)
             tracer = self._run(changed, decisions)
@@ -341,7 +344,7 @@ def _copy(module: torch.nn.Module, tracer: _Tracer) -> Any:
         tensors = vars(module)[kind].items()
         state[kind] = {name: None if t is None else _tensor(tracer, name, t) for name, t in tensors}
     for name, value in vars(module).items():
-        if name == "training" or type(value) is float:
+        if name in LIVE or type(value) is float:
             state[name] = tracer.create_proxy("get_attr", name, (), {})
         elif name == "config":
             state[name] = with_plain_attention(value)

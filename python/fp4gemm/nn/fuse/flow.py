@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
+from .._hooks import hooks_of
 from ..linear import Linear
-from .capture import Capture
+from .capture import CONTAINERS, LIVE, Capture
 from .forms import is_call_of
 from .gated import GatedMLP
 from .merged import Part
@@ -22,18 +24,61 @@ KINDS = (Linear, Part, GatedMLP)
 
 
 class Captures:
-    """The captures of the modules of a model, each made when it is first asked for."""
+    """What is known of the modules of a model; the layers of one kind are looked at once."""
 
     def __init__(self) -> None:
-        # Each with its module, which it must not keep alive, and whose id may be used again.
-        self._made: dict[int, tuple[weakref.ref[torch.nn.Module], Capture]] = {}
+        # By the id of a module, which must not be kept alive, and whose id may be used again.
+        self._by_module: dict[int, tuple[weakref.ref[torch.nn.Module], Capture]] = {}
+        self._by_kind: dict[tuple[Any, ...], Any] = {}
+        self._kept: list[object] = []  # whose ids are in kinds
 
     def of(self, module: torch.nn.Module) -> Capture:
-        reference, made = self._made.get(id(module), (None, None))
+        reference, made = self._by_module.get(id(module), (None, None))
         if made is None or reference is None or reference() is not module:
-            made = Capture(module)
-            self._made[id(module)] = weakref.ref(module), made
+            made = self.once(Capture, module)
+            self._by_module[id(module)] = weakref.ref(module), made
         return made
+
+    def once(self, function: Callable[[torch.nn.Module], _Result], module: torch.nn.Module) -> _Result:
+        """function(module), or its result for another module of the same kind."""
+        kind = self._kind(module, has_children=True)
+        if kind is None:
+            return function(module)
+        key = (function, *kind)
+        if key not in self._by_kind:
+            self._by_kind[key] = function(module)
+        return cast(_Result, self._by_kind[key])
+
+    def _kind(self, module: torch.nn.Module, *, has_children: bool) -> tuple[Any, ...] | None:
+        """Class, attributes, shapes and children; None if an attribute is a tensor or a module."""
+        if isinstance(module, (Linear, Part, GatedMLP)):
+            return type(module), tuple(hooks_of(module)), str(module)
+        kind: list[Any] = [type(module)]
+        for name, value in vars(module).items():
+            if name in _STANDARD or name in LIVE:
+                continue
+            if isinstance(value, (Tensor, torch.nn.Module)):
+                return None
+            values = value if isinstance(value, tuple) else (value,)
+            if all(v is None or isinstance(v, (str, int, float)) for v in values):
+                kind.append((name, type(value), value))
+            else:
+                kind.append((name, id(value)))
+                self._kept.append(value)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            kind.append((name, None if tensor is None else tensor.shape))
+        kind.append(tuple(hooks_of(module)))
+        for name, child in module._modules.items() if has_children else ():
+            inside = isinstance(child, CONTAINERS)
+            kind_of_child = None if child is None else self._kind(child, has_children=inside)
+            if child is not None and kind_of_child is None:
+                return None
+            kind.append((name, kind_of_child))
+        return tuple(kind)
+
+
+_STANDARD = frozenset(vars(torch.nn.Module()))
+_Result = TypeVar("_Result")
 
 
 # ---- layers of one input

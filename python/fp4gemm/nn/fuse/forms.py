@@ -73,13 +73,16 @@ class GatedForward(NamedTuple):
     activation: ActivationName
 
 
-def gated_forward(module: torch.nn.Module, capture: Capture) -> GatedForward | str | None:
+def gated_forward(module: torch.nn.Module) -> GatedForward | str | None:
     """What the forward of the module computes if it is a gated MLP; None for every other module.
 
     A text if only its activation does not fit.
     """
-    graph, parameters = capture.whole, [*capture.signature.parameters.values()]
-    if isinstance(graph, str) or [p.kind in BY_POSITION for p in parameters] != [True]:
+    parameters = [*inspect.signature(type(module).forward).parameters.values()][1:]
+    if [p.kind in BY_POSITION for p in parameters] != [True]:
+        return None
+    graph = Capture(module).whole
+    if isinstance(graph, str):
         return None
     (x,) = graph.find_nodes(op="placeholder")
     layers = [n for n in graph.find_nodes(op="call_module") if isinstance(_child(module, n), LINEARS)]
@@ -129,7 +132,7 @@ def _computed(module: torch.nn.Module, layers: list[Node], between: list[Node], 
         for node in between:
             args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
             if node.op == "call_module":
-                values[node] = _child(module, node)(*args, **kwargs)
+                values[node] = _in_training(_child(module, node))(*args, **kwargs)
             elif node.op == "call_method":
                 values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:
@@ -137,6 +140,13 @@ def _computed(module: torch.nn.Module, layers: list[Node], between: list[Node], 
         return values[result]
 
     return _traced(function, *((2, int(_child(module, n).out_features)) for n in layers))  # type: ignore[arg-type]
+
+
+def _in_training(module: torch.nn.Module) -> Any:
+    """A module that computes what the other one does in training, where a dropout shows."""
+    copied = object.__new__(type(module))
+    vars(copied).update(vars(module), training=True)
+    return copied
 
 
 def _is_gated(graph: Graph) -> bool:
