@@ -354,8 +354,8 @@ def test_a_vllm_without_a_name_that_is_used_is_left_alone(
 def test_engines_cost_nothing_at_import() -> None:
     """import fp4gemm loads no engine, and of the integrations what quantize_model tells of models alone."""
     code = (
-        "import sys, fp4gemm; print([n for n in sys.modules if n.startswith(('fp4gemm.integrations.', 'vllm', "
-        "'sglang', 'transformers')) and not n.startswith('fp4gemm.integrations.transformers')])"
+        "import sys, fp4gemm; print([n for n in sys.modules if n.startswith(('fp4gemm.integrations.', "
+        "'vllm', 'sglang', 'transformers')) and not n.startswith('fp4gemm.integrations.transformers')])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
