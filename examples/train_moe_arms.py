@@ -56,7 +56,6 @@ CHANGES: dict[str, Callable[[Recipe], Recipe]] = {
     "2d": _each(
         lambda cast: replace(cast, scaling="tensor", block=(16, 16), source="original"), ("w", "w_t")
     ),
-    "headroom": _each(lambda cast: replace(cast, headroom=17 / 16), ("dy", "dy_t")),
     "forward_only": _without(BACKWARD),
     "backward_only": _backward_only,
     "wgrad_bf16": _without(WGRAD),
@@ -64,8 +63,8 @@ CHANGES: dict[str, Callable[[Recipe], Recipe]] = {
     "outliers": lambda recipe: recipe,
 }
 VARIANTS = (
-    *(f"nvidia+{change}" for change in ("no_rht", "no_sr", "1d", "headroom", "last_bf16", "outliers")),
-    *(f"per_token+{change}" for change in ("no_rht", "no_sr", "2d", "headroom", "last_bf16", "outliers")),
+    *(f"nvidia+{change}" for change in ("no_rht", "no_sr", "1d", "last_bf16", "outliers")),
+    *(f"per_token+{change}" for change in ("no_rht", "no_sr", "2d", "last_bf16", "outliers")),
     *(f"per_token+{change}" for change in ("w_t_original", "forward_only", "backward_only", "wgrad_bf16")),
     "per_token+wgrad_bf16+outliers",
     *(f"te_per_token+{change}" for change in ("rht", "sr", "rht+sr")),

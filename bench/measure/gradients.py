@@ -27,9 +27,9 @@ Row = dict[str, str | float]
 ARMS = (
     "nvidia",
     *(f"nvidia+{change}" for change in ("x_rows", "1d", "w_rows", "w_rows+w_t_rowwise", "dy_rows")),
-    *(f"nvidia+{change}" for change in ("wgrad_rows", "rht", "no_rht", "headroom", "no_sr")),
+    *(f"nvidia+{change}" for change in ("wgrad_rows", "rht", "no_rht", "no_sr")),
     "per_token",
-    *(f"per_token+{change}" for change in ("headroom", "w_t_original", "2d", "2d+headroom")),
+    *(f"per_token+{change}" for change in ("w_t_original", "2d")),
     *(f"per_token+{change}" for change in ("no_rht", "no_sr")),
     "te_per_token",
     *(f"te_per_token+{change}" for change in ("rht", "sr", "rht+sr")),

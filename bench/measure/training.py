@@ -119,8 +119,6 @@ class Copies:
             made |= {"hadamard": cast.hadamard, "hadamard_signs": self.recipe.hadamard_signs}
         if cast.stochastic:
             made |= {"stochastic": True, "rng_state": self.state + self.state.new_tensor([0, shift])}
-        if cast.has_headroom:
-            made["headroom"] = cast.headroom
         return made
 
     def _made(self, t: Tensor, name: str, axis: int, shift: int = 0) -> NVFP4Tensor:

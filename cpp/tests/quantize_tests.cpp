@@ -65,21 +65,13 @@ void test_quantize_errors() {
       },
       "four_over_six: requires", not_supported);
   bad_quantize(
-      "four over six, headroom",
-      [](Args& a) {
-        a.four_over_six = FP4GEMM_FOUR_OVER_SIX_MAE;
-        a.headroom = 1.0625f;
-      },
-      "four_over_six: requires", not_supported);
-  bad_quantize(
-      "square headroom",
+      "square stochastic",
       [](Args& a) {
         a.block_rows = 16;
         a.scaling = FP4GEMM_SCALING_TENSOR;
-        a.headroom = 1.0625f;
+        a.rng_state = static_cast<int64_t*>(address());
       },
       "block_rows: is 16, which requires", not_supported);
-  bad_quantize("headroom", [](Args& a) { a.headroom = 1.5f; }, "headroom: is 1.5, must be 1 or 1.0625");
   bad_quantize(
       "groups of columns without amax",
       [](Args& a) {

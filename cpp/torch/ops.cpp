@@ -56,7 +56,7 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
       "int activation=4, bool batch_invariant=False) -> Tensor");
   m.def(
       "quantize_records(Tensor x, Tensor(d!) out, int four_over_six=0, bool fast_error=False, "
-      "int e4m3_max=448, Tensor? rng_state=None, float headroom=1.0, int first_row=0) -> ()");
+      "int e4m3_max=448, Tensor? rng_state=None, int first_row=0) -> ()");
   m.def("make_records(Tensor codes, Tensor scales, Tensor amax, Tensor(d!) out) -> ()");
   m.def("gather_records(Tensor[] records, Tensor rows, Tensor offs, int k) -> (Tensor, Tensor, Tensor)");
   m.def(

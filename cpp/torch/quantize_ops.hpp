@@ -22,8 +22,7 @@ using torch::stable::Tensor;
   X(int64_t, hadamard, 0, "int hadamard=0", OfDirection{})                                     \
   X(int64_t, signs, 0, "int signs=0", &fp4gemm_quantize_args_t::hadamard_signs)                \
   X(std::optional<Tensor>, rng_state, std::nullopt, "Tensor? rng_state=None",                  \
-    &fp4gemm_quantize_args_t::rng_state)                                                       \
-  X(double, headroom, 1.0, "float headroom=1.0", &fp4gemm_quantize_args_t::headroom)
+    &fp4gemm_quantize_args_t::rng_state)
 
 // What the list becomes in a parameter list, after other parameters, and in a schema.
 #define FP4GEMM_AS_PARAMETER(type, name, initial, schema, member) , type name

@@ -81,7 +81,7 @@ int32_t* ints(Tensor const& t) { return static_cast<int32_t*>(t.mutable_data_ptr
 }  // namespace
 
 void quantize_records(Tensor const& x, Tensor const& out, int64_t four_over_six, bool fast_error,
-                      int64_t e4m3_max, std::optional<Tensor> rng_state, double headroom, int64_t first_row) {
+                      int64_t e4m3_max, std::optional<Tensor> rng_state, int64_t first_row) {
   int32_t const device = device_of("x", x);
   fp4gemm_quantize_records_args_t args = FP4GEMM_QUANTIZE_RECORDS_ARGS_INIT;
   set_input(args, x);
@@ -89,7 +89,6 @@ void quantize_records(Tensor const& x, Tensor const& out, int64_t four_over_six,
   args.four_over_six = static_cast<fp4gemm_four_over_six_t>(narrow("four_over_six", four_over_six));
   args.fast_error = fast_error ? 1 : 0;
   args.e4m3_max = narrow("e4m3_max", e4m3_max);
-  args.headroom = static_cast<float>(headroom);
   args.first_row = first_row;
   if (rng_state.has_value()) {
     check_dims("rng_state", *rng_state, 1);

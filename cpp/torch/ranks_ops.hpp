@@ -10,7 +10,7 @@
 namespace fp4gemm_torch {
 
 void quantize_records(Tensor const& x, Tensor const& out, int64_t four_over_six, bool fast_error,
-                      int64_t e4m3_max, std::optional<Tensor> rng_state, double headroom, int64_t first_row);
+                      int64_t e4m3_max, std::optional<Tensor> rng_state, int64_t first_row);
 
 void make_records(Tensor const& codes, Tensor const& scales, Tensor const& amax, Tensor const& out);
 

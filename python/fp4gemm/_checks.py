@@ -24,7 +24,6 @@ GROUP_COLUMNS = 4 * BLOCK  # groups along k begin at multiples of it, which are 
 MXFP8_BLOCK = 32  # elements along k that share one e8m0 scale
 K_STEP_MM = 32  # TMA needs rows that are a multiple of 16 bytes, and a row has k/2 bytes of packed codes
 ALIGN_BYTES = 16
-HEADROOMS = (1.0, 17 / 16)  # factors of the magnitudes from which scales are computed
 E4M3_BOUNDS = (448, 256)
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HALF_DTYPES = (torch.bfloat16, torch.float16)

@@ -82,8 +82,8 @@ def quantize(
             also :meth:`NVFP4Tensor.with_row_amax`.
         amax: A, given instead of measured, and kept: float32 (rows of the result,) for "row", (1,) for
             "tensor", (g,) for "tensor" with offs; (g, rows of the result) for "row" with offs and axis=0;
-            (g, rows) or (g, 1) for a stack. Elements beyond it saturate, and headroom does not multiply it.
-            The CPU refuses a negative amax and NaN; on a GPU the values are not checked.
+            (g, rows) or (g, 1) for a stack. Elements beyond it saturate. The CPU refuses
+            a negative amax and NaN; on a GPU the values are not checked.
         encode: "te": as above. "te_per_token": e = min(fl(S / s), FMAX), and 0 where s = 0, as in
             TransformerEngine's pull request #3045 (without its floor under A): the same scales, and other
             codes for about 1e-4 of the elements.
@@ -106,10 +106,6 @@ def quantize(
             Under torch.compile it must be None (pass rng_state there).
         rng_state: int64 (2,), {seed, offset}, on the device of x: the state itself, instead of a generator,
             read by the kernel. axis=0 uses offset + 1; matrix e of a stack adds 2e.
-        headroom: 1.0, or 17/16 = 1.0625: A and a_b above are the rounded products of headroom and what was
-            measured. Block scales, which are rounded to nearest, then leave no element above 6, where it
-            would saturate: with stochastic, the expectation of the result has less bias. Quartet II and Four
-            Over Six use 17/16; TransformerEngine has no such option.
         offs: int32 (g,) on the device of x, the ends of g >= 1 groups of rows (experts), non-decreasing, at
             most m; int64 is converted on that device, without synchronising. Each group gets scales of its
             own (see :class:`NVFP4Tensor`). With "tensor" each group is one tensor, and its amax is repeated
@@ -142,9 +138,9 @@ def quantize(
             and scale_search; four_over_six_error without four_over_six; importance without scale_search;
             hadamard_signs without hadamard; generator or rng_state without stochastic, or both of them.
         NotImplementedError: scale_search or rows with an option that it excludes; block (16, 16) with scaling
-            "row", encode "te_per_token", hadamard, stochastic, headroom, offs or decoded; four_over_six with
-            encode "te_per_token", hadamard, stochastic or headroom; x requires grad while grad mode is on;
-            the device has no kernel.
+            "row", encode "te_per_token", hadamard, stochastic, offs or decoded; four_over_six with encode
+            "te_per_token", hadamard or stochastic; x requires grad while grad mode is on; the device has no
+            kernel.
     """
     return _fast.quantize(x, decoded, options, _checked)
 
@@ -235,7 +231,7 @@ def quantize_both(x: Tensor, **options: Unpack[QuantizeBothKeywords]) -> tuple[N
         offs: int32 (g,), the ends of groups of rows, as for :func:`quantize` with either axis: groups of rows
             in the first result, groups of columns in the second.
         scaling, block, encode, four_over_six, four_over_six_error, e4m3_max: as for :func:`quantize`.
-        hadamard, hadamard_signs, stochastic, generator, headroom: as for :func:`quantize`.
+        hadamard, hadamard_signs, stochastic, generator: as for :func:`quantize`.
 
     Returns:
         NVFP4Tensor (m, k) and NVFP4Tensor (k, m), with offs (k, ``layout.grouped_columns(m, g)``), or (g, n,

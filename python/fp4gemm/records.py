@@ -38,7 +38,6 @@ def quantize_records(
     four_over_six_error: str = "exact",
     e4m3_max: int | None = None,
     rng_state: Tensor | None = None,
-    headroom: float = 1.0,
     first_row: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -47,7 +46,7 @@ def quantize_records(
     Args:
         x: bfloat16, float16 or float32 (t, k), t >= 0, k a positive multiple of 16. Strides and alignment are
             free; an x whose rows cannot be read in place is copied.
-        four_over_six, four_over_six_error, headroom: as for :func:`fp4gemm.quantize`.
+        four_over_six, four_over_six_error: as for :func:`fp4gemm.quantize`.
         e4m3_max: 448 or 256, the bound of the block scales; None is 448, and 256 with four_over_six. It is
             not in the record: :func:`gather_records` must be given the same.
         rng_state: int64 (2,) {seed, offset} on the device of x for stochastic rounding; None rounds to
@@ -64,8 +63,8 @@ def quantize_records(
         TypeError: an argument has another Python type or dtype.
         ValueError: an argument has another rank, size, device or value; e4m3_max=256 or four_over_six_error
             without four_over_six.
-        NotImplementedError: four_over_six with rng_state or headroom; x requires grad while grad mode is on;
-            the device has no kernel.
+        NotImplementedError: four_over_six with rng_state; x requires grad while grad mode is on; the device
+            has no kernel.
     """
     x = _checks.readable_rows(x)
     options = {
@@ -73,7 +72,6 @@ def quantize_records(
         "four_over_six_error": four_over_six_error,
         "e4m3_max": e4m3_max,
         "rng_state": rng_state,
-        "headroom": headroom,
     }
     option_checks.check(options)
     x = _checks.quantize_input(x, "fp4gemm.records.quantize_records")
@@ -87,7 +85,6 @@ def quantize_records(
         four_over_six_error == "fast",
         option_checks.default_bound(options) if e4m3_max is None else e4m3_max,
         rng_state,
-        headroom,
         first_row,
     )
     rank_ops.check_quantize_records(call)

@@ -16,7 +16,7 @@ from session import ARCHS, SCHEDULES, Session, Sessions
 from torch import Tensor
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-SAME_NAMES = ("block_rows", "encode", "four_over_six", "fast_error", "e4m3_max", "headroom")
+SAME_NAMES = ("block_rows", "encode", "four_over_six", "fast_error", "e4m3_max")
 K = 112  # seven blocks: the last word of scales has padding
 TE = next(m for m in MODES if m.name == "row-te-plain")
 

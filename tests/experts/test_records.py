@@ -19,9 +19,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nearest": {},
     "mae": {"four_over_six": "mae"},
     "mse_fast": {"four_over_six": "mse", "four_over_six_error": "fast", "e4m3_max": 448},
-    "headroom": {"headroom": 17 / 16},
     "stochastic": {"rng_state": STATE},
-    "stochastic_headroom": {"rng_state": STATE, "headroom": 17 / 16},
 }
 # The first few also run on a CPU. The last is longer than a turn of any kernel.
 SHAPES = ((1, 16), (5, 528), (0, 64), (37, 80), (9, 2048), (37, 2880), (130, 7168), (3, 20000), (2, 1 << 17))
@@ -100,7 +98,7 @@ def test_the_random_numbers_are_those_of_the_token(device: torch.device, gen: to
         assert_bits(part, whole[first:last], f"{first}:{last}")
     assert not torch.equal(records.quantize_records(x[7:40], **options), whole[7:40])
     far = records.quantize_records(x, first_row=2**31 - 1, **options).cpu()  # block numbers beyond 32 bits
-    call = (x.cpu(), torch.empty_like(far), 0, False, 448, STATE, 1.0, 2**31 - 1)
+    call = (x.cpu(), torch.empty_like(far), 0, False, 448, STATE, 2**31 - 1)
     reference.quantize_records(*call)
     assert_bits(far, call[1])
 
@@ -191,7 +189,7 @@ def test_opcheck(device: torch.device, gen: torch.Generator) -> None:
     made = records.quantize_records(x)
     state = STATE.to(device)
     opcheck("quantize_records", x, torch.empty_like(made))
-    opcheck("quantize_records", x, torch.empty_like(made), 0, False, 448, state, 17 / 16, 5)
+    opcheck("quantize_records", x, torch.empty_like(made), 0, False, 448, state, 5)
     t = fp4gemm.quantize(x)
     opcheck("make_records", t.codes, t.scales, t.amax, torch.empty_like(made))
     rows, offs = torch.arange(20).int().to(device), torch.tensor([3, 11]).int().to(device)

@@ -40,7 +40,6 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "stochastic": lambda: True,
     "generator": lambda: torch.Generator().manual_seed(3),
     "rng_state": lambda: STATE,
-    "headroom": lambda: 17 / 16,
     "offs": ends,
     "rows": lambda: torch.arange(M - 1, -1, -1, dtype=torch.int32),
     "scale_search": lambda: "mse",

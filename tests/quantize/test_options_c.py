@@ -26,7 +26,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     "four_over_six": {"four_over_six": 1},
     "hadamard": {"hadamard": 1},
     "stochastic": {"rng_state": ADDRESS},
-    "headroom": {"headroom": 17 / 16},
     "offs": {"offs": ADDRESS, "num_groups": 2},
     "amax": {"amax_given": ADDRESS},
     "axis": {"axis": 0},
@@ -84,7 +83,7 @@ def test_defaults() -> None:
     """capi.py has what the _INIT macro sets, which tests/package/test_capi.py compares."""
     args = QuantizeArgs()
     defaults = QuantizeCall._field_defaults
-    for name in ("block_rows", "encode", "four_over_six", "fast_error", "e4m3_max", "headroom"):
+    for name in ("block_rows", "encode", "four_over_six", "fast_error", "e4m3_max"):
         assert getattr(args, name) == defaults[name], name
     assert (args.scaling == SCALING_ROW) == (option_checks.KEYWORDS["scaling"].default == "row")
     assert args.rng_state is defaults["rng_state"] is None

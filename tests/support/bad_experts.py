@@ -137,7 +137,6 @@ for kind, facade, operator in (
     ("encode", {"encode": "te_per_token"}, {"encode": 1}),
     ("four_over_six", {"four_over_six": "mae"}, {"four_over_six": 1}),
     ("hadamard", {"hadamard": "bf16"}, {"hadamard": 1}),
-    ("headroom", {"headroom": 17 / 16}, {"headroom": 17 / 16}),
     ("random", {"stochastic": True}, {"rng_state": torch.tensor([1, 2])}),
 ):
     add_together("quantize", f"rows-{kind}", lambda f=facade: {"rows": PICK, **f}, NOT, ALONE, "rows")

@@ -104,9 +104,6 @@ add(Q, "hadamard_signs", "negative", lambda: -1, VALUE, "got -1, must be at leas
 add(Q, "hadamard_signs", "large", lambda: 0x10000, VALUE, "got 65536, must be at most 0xFFFF")
 add(Q, "stochastic", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
 add(Q, "stochastic", "none", lambda: None, TYPE, "got None (NoneType), must be True or False")
-add(Q, "headroom", "value", lambda: 1.1, VALUE, "got 1.1, must be 1.0 or 1.0625")
-add(Q, "headroom", "type", lambda: 1, TYPE, "got 1 (int), must be 1.0 or 1.0625")
-add(Q, "headroom", "none", lambda: None, TYPE, "got None (NoneType), must be 1.0 or 1.0625")
 
 # Options by number.
 R = "reference.quantize reference.quantize_both"
@@ -121,8 +118,6 @@ for argument, wanted in (
     add(R, argument, "value", lambda: 7, VALUE, f"got 7, must be {wanted}")
     add(R, argument, "type", lambda: "te", TYPE, f"got 'te' (str), must be {wanted}")
 add(R, "fast_error", "type", lambda: 1, TYPE, "got 1 (int), must be False or True")
-add(f"{R} reference.quantize_decoded", "headroom", "value", lambda: 2.0, VALUE, "got 2.0, must be 1.0 or")
-add(f"{R} reference.quantize_decoded", "headroom", "type", lambda: 1, TYPE, "got 1 (int), must be 1.0 or")
 add(R, "signs", "type", lambda: None, TYPE, "got None (NoneType), must be an int")
 add(R, "signs", "range", lambda: 65536, VALUE, "got 65536, must be 0 to 0xFFFF")
 add(R, "signs", "alone", lambda: 3, VALUE, "got 3, must be 0 without hadamard")
@@ -132,8 +127,6 @@ for kind, changed, name in (
     ("encode-tiles", {"block_rows": 16, "per_row": False, "encode": 1}, "encode"),
     ("hadamard-tiles", {"block_rows": 16, "per_row": False, "hadamard": 1}, "hadamard"),
     ("rng_state-tiles", {"block_rows": 16, "per_row": False, "rng_state": STATE}, "rng_state"),
-    ("headroom-tiles", {"block_rows": 16, "per_row": False, "headroom": 17 / 16}, "headroom"),
-    ("headroom-four_over_six", {"four_over_six": 1, "headroom": 17 / 16}, "headroom"),
     ("encode-four_over_six", {"four_over_six": 1, "encode": 1}, "encode"),
     ("hadamard-four_over_six", {"four_over_six": 2, "hadamard": 2}, "hadamard"),
     ("rng_state-four_over_six", {"four_over_six": 2, "rng_state": STATE}, "rng_state"),
@@ -155,7 +148,6 @@ for kind, changed, says in (
     ("block-encode", {**TILES, "encode": "te_per_token"}, "with encode 'te_per_token'"),
     ("block-hadamard", {**TILES, "hadamard": "fp32"}, "with hadamard 'fp32'"),
     ("block-stochastic", {**TILES, "stochastic": True}, "with stochastic True"),
-    ("block-headroom", {**TILES, "headroom": 17 / 16}, "with headroom 1.0625"),
 ):
     add_together(
         Q, kind, lambda changed=changed: changed, NOT, f"got (16, 16) {says}, must be (1, 16)", "block"
@@ -172,7 +164,6 @@ for kind, changed, says in (
     ("encode", {"encode": "te_per_token"}, "with encode 'te_per_token'"),
     ("hadamard", {"hadamard": "bf16"}, "with hadamard 'bf16'"),
     ("stochastic", {"stochastic": True}, "with stochastic True"),
-    ("headroom", {"headroom": 17 / 16}, "with headroom 1.0625"),
 ):
     for rule in ("mae", "mse"):
         add_together(

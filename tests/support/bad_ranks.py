@@ -61,7 +61,6 @@ FUNCTIONS |= {
             "four_over_six_error": "exact",
             "e4m3_max": None,
             "rng_state": None,
-            "headroom": 1.0,
             "first_row": 0,
             "out": None,
         },
@@ -75,7 +74,6 @@ FUNCTIONS |= {
             "fast_error": False,
             "e4m3_max": 448,
             "rng_state": None,
-            "headroom": 1.0,
             "first_row": 0,
         },
     ),
@@ -174,19 +172,17 @@ add(QS, "e4m3_max", "alone", lambda: 256, VALUE, "got 256, must be 448 without f
 add(QS, "rng_state", "type", lambda: (1, 2), TYPE, "must be a torch.Tensor")
 add(QS, "rng_state", "shape", lambda: torch.tensor([1, 2, 3]), VALUE, "shape is (3,), must be (2,)")
 add(QS, "rng_state", "dtype", lambda: STATE.int(), TYPE, "dtype is torch.int32, must be torch.int64")
-add(QS, "headroom", "value", lambda: 1.5, VALUE, "got 1.5, must be 1.0 or 1.0625")
 add(QS, "first_row", "negative", lambda: -1, VALUE, "got -1, must be at least 0")
 add(QS, "first_row", "type", lambda: 1.0, TYPE, "got 1.0 (float), must be an int")
 for name, six in ((Q, "mae"), (RQ, 1)):
-    for kind, other in (("random", {"rng_state": STATE}), ("headroom", {"headroom": 17 / 16})):
-        add_together(
-            name,
-            f"four_over_six-{kind}",
-            lambda six=six, other=other: {"four_over_six": six, **other},
-            NOT,
-            "must be None with it; four_over_six needs headroom 1.0",
-            "four_over_six",
-        )
+    add_together(
+        name,
+        "four_over_six-random",
+        lambda six=six: {"four_over_six": six, "rng_state": STATE},
+        NOT,
+        "must be None with it; four_over_six needs rng_state None",
+        "four_over_six",
+    )
 O = f"{QS} records.make_records reference.make_records"  # noqa: E741
 add(O, "out", "type", lambda: 1, TYPE, "got 1 (int), must be a torch.Tensor")
 add(O, "out", "dtype", lambda: new().char(), TYPE, "dtype is torch.int8, must be torch.uint8")

@@ -19,7 +19,6 @@ for kind, changed, says in (
     ("four_over_six", {"four_over_six": "mse"}, "with four_over_six 'mse', must be None"),
     ("hadamard", {"hadamard": "fp32"}, "with hadamard 'fp32', must be None with it (rotate x first)"),
     ("stochastic", {"stochastic": True}, "with stochastic True, must be None"),
-    ("headroom", {"headroom": 17 / 16}, "with headroom 1.0625, must be None"),
     ("axis", {"x": ones(48, K), "axis": 0}, "with axis 0, must be None with it (quantize a copy of x.T)"),
     ("offs", {"offs": ends(5, M)}, "must be None with it"),
     ("rows", {"rows": ends(5, 1)}, "must be None with it"),

@@ -72,8 +72,6 @@ add(S, "hadamard", "squares", lambda: 1, NOT, "got 1, must be 0 with block_rows 
 add(S, "signs", "alone", lambda: 3, VALUE, "got 3, must be 0 without hadamard")
 add(S, "rng_state", "shape", lambda: torch.zeros(3, dtype=torch.int64), VALUE, "shape is (3,), must be (2,)")
 add(S, "rng_state", "squares", lambda: torch.zeros(2, dtype=torch.int64), NOT, "must be None with block_rows")
-add(S, "headroom", "value", lambda: 1.1, VALUE, "got 1.1, must be 1.0 or 1.0625")
-add(S, "headroom", "squares", lambda: 1.0625, NOT, "got 1.0625, must be 1.0 with block_rows 16")
 for kind, value, says in (
     ("shape", lambda: ones(2), "shape is (2,), must be (2, 64)"),
     ("negative", lambda: -ones(2, K), "entry 0 is -1.0, must be at least 0 and not NaN"),

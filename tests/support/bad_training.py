@@ -90,10 +90,6 @@ add(C, "block", "type", lambda: 16, TYPE, "got 16 (int), must be (1, 16) or (16,
 add(C, "hadamard", "value", lambda: "fp16", VALUE, "got 'fp16', must be None, 'bf16' or 'fp32'")
 add(C, "hadamard", "bool", lambda: True, TYPE, "got True (bool), must be None, 'bf16' or 'fp32'")
 add(C, "stochastic", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
-add(C, "headroom", "type", lambda: "17/16", TYPE, "got '17/16' (str), must be 1.0 or 1.0625")
-add(C, "headroom", "bool", lambda: True, TYPE, "got True (bool), must be 1.0 or 1.0625")
-add(C, "headroom", "value", lambda: 1.25, VALUE, "got 1.25, must be 1.0 or 1.0625")
-add(C, "headroom", "nan", lambda: float("nan"), VALUE, "got nan, must be 1.0 or 1.0625")
 add(C, "four_over_six", "value", lambda: "max", VALUE, "got 'max', must be None, 'mae' or 'mse'")
 add(C, "e4m3_max", "value", lambda: 240, VALUE, "got 240, must be None, 448 or 256")
 add(C, "encode", "value", lambda: "torchao", VALUE, "got 'torchao', must be 'te' or 'te_per_token'")
@@ -142,18 +138,6 @@ together(
     "four_over_six",
     **SIX,
     encode="te_per_token",
-)
-together(
-    "headroom-four_over_six", NOT, "got 'mae' with headroom 1.0625", "four_over_six", **SIX, headroom=17 / 16
-)
-together(
-    "headroom-block",
-    NOT,
-    "got (16, 16) with headroom 1.0625",
-    "block",
-    **T,
-    block=(16, 16),
-    headroom=17 / 16,
 )
 together("e4m3_max-alone", VALUE, "got 256, must be 448", "e4m3_max", e4m3_max=256)
 

@@ -67,14 +67,12 @@ class QuantizeArgs(Args):
         ("num_groups", c_int),
         ("x_rows", c_void_p),
         ("x_num_rows", c_int64),
-        ("headroom", c_float),
     ]
     _defaults_: ClassVar[dict[str, object]] = {
         "x_dtype": BF16,
         "scaling": SCALING_ROW,
         "block_rows": 1,
         "e4m3_max": 448,
-        "headroom": 1.0,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_float, c_int, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, c_int, c_int64, c_size_t, c_void_p
 from typing import ClassVar
 
 from capi import FP32, Args, core
@@ -28,11 +28,10 @@ class QuantizeRecordsArgs(Args):
         ("fast_error", c_int),
         ("e4m3_max", c_int),
         ("rng_state", c_void_p),
-        ("headroom", c_float),
         ("first_row", c_int64),
         ("records", c_void_p),
     ]
-    _defaults_: ClassVar[dict[str, object]] = {"e4m3_max": 448, "headroom": 1.0}
+    _defaults_: ClassVar[dict[str, object]] = {"e4m3_max": 448}
 
 
 class MakeRecordsArgs(Args):

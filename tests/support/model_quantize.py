@@ -37,7 +37,6 @@ class Mode:
     signs: int = 0
     seed: int | None = None
     offset: int = 0
-    headroom: float = 1.0
 
 
 def to_bf16(x: np.ndarray) -> np.ndarray:
@@ -142,7 +141,7 @@ def quantize(
         if mode.rotation:
             x = rotate(x, mode.signs, mode.rotation == "bf16")
         clean = np.where(np.isnan(x), F(0), np.abs(x)).reshape(m, k // 16, 16)
-        block_amax = clean.max(axis=2) * F(mode.headroom)
+        block_amax = clean.max(axis=2)
         if mode.tiles:
             padded = np.concatenate([block_amax, np.zeros((-m % 16, k // 16), F)])
             tiles = padded.reshape(-1, 16, k // 16).max(axis=1)
@@ -229,7 +228,7 @@ def group_amax(x: np.ndarray, mode: Mode) -> np.ndarray:
     with np.errstate(all="ignore"):
         rotated = rotate(x, mode.signs, mode.rotation == "bf16") if mode.rotation else x
         rows = np.where(np.isnan(rotated), F(0), np.abs(rotated)).max(axis=1, initial=0)
-        return (rows if mode.scaling == "row" else rows.max()) * F(mode.headroom)
+        return rows if mode.scaling == "row" else rows.max()
 
 
 def mxfp8(x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -57,7 +57,7 @@ def state(device: torch.device) -> Tensor:
 def mode(name: str, options: dict[str, Any], **arguments: Any) -> Mode:
     scaling = options["scaling"]
     defaults = {"block_rows": 1, "encode": 0, "four_over_six": 0, "fast_error": False, "e4m3_max": 448}
-    more = {"hadamard": 0, "signs": 0, "headroom": 1.0, "per_row": scaling == "row"}
+    more = {"hadamard": 0, "signs": 0, "per_row": scaling == "row"}
     return Mode(f"{scaling}-{name}", options, {**defaults, **more, **arguments})
 
 
@@ -99,21 +99,8 @@ def adaptive_modes() -> Iterator[Mode]:
         )
 
 
-def headroom_modes() -> Iterator[Mode]:
-    plain = {m.name: m for m in plain_modes()}
-    for name in (
-        "row-te-plain",
-        "tensor-te-plain-sr",
-        "row-te_per_token-plain-sr",
-        "tensor-te-bf16-d7e8-sr",
-        "row-te-fp32-ace1",
-    ):
-        options, arguments = ({**given, "headroom": 17 / 16} for given in plain[name][1:])
-        yield Mode(f"{name}-headroom", options, arguments)
-
-
 TILES = mode("tiles", {"scaling": "tensor", "block": (16, 16)}, block_rows=16)
-MODES = [*plain_modes(), *headroom_modes(), *adaptive_modes(), TILES]
+MODES = [*plain_modes(), *adaptive_modes(), TILES]
 GROUPED_MODES = [m for m in MODES if not m.tiles]
 # One or two modes of each kind, for tests in which every mode would last too long.
 FEW = [m for m in MODES if m.name in {
@@ -122,7 +109,7 @@ FEW = [m for m in MODES if m.name in {
     "row-te_per_token-plain-sr",
     "row-te-bf16-d7e8",
     "tensor-te_per_token-fp32-ace1-sr",
-    "tensor-te-bf16-d7e8-sr-headroom",
+    "tensor-te-bf16-d7e8-sr",
     "row-1x16-mae-exact-256",
     "tensor-1x16-mse-fast-448",
     "tensor-16x16-mae-exact-256",

@@ -30,7 +30,7 @@ RECIPES = {
     "bf16": training.PRESETS["bf16"],
 }  # fmt: skip
 # The amax of the tensor is x's alone: those of shards of W and dy would differ from those of the whole.
-PER_TENSOR = RECIPES["te_per_token"].replace(x=training.Cast(scaling="tensor", headroom=17 / 16), w=_ROW)
+PER_TENSOR = RECIPES["te_per_token"].replace(x=training.Cast(scaling="tensor"), w=_ROW)
 PER_TENSOR_T = PER_TENSOR.replace(x_t=training.Cast(scaling="tensor", four_over_six="mae"))
 SHAPES = {
     "tokens": ((BATCH * TOKENS, IN), 0),

@@ -47,8 +47,6 @@ def options(cast: Cast, recipe: Recipe, state: Tensor) -> dict[str, Any]:
         made |= {"hadamard": cast.hadamard, "hadamard_signs": recipe.hadamard_signs}
     if cast.stochastic:
         made |= {"stochastic": True, "rng_state": state}
-    if cast.headroom != 1:
-        made["headroom"] = cast.headroom
     return made
 
 

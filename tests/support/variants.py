@@ -21,9 +21,6 @@ MODES = {
     "bf16-no_signs": Mode("row", rotation="bf16"),
     "stochastic-row": Mode("row", seed=1234, offset=7),
     "stochastic-per_token": Mode("tensor", seed=-1, offset=2**63 - 1, per_token=True),
-    "headroom-row": Mode("row", headroom=17 / 16),
-    "headroom-stochastic": Mode("tensor", seed=-7, offset=11, headroom=17 / 16),
-    "headroom-bf16": Mode("row", seed=5, rotation="bf16", signs=0xACE1, per_token=True, headroom=17 / 16),
     "stochastic-bf16": Mode("row", seed=2**40, offset=-5, rotation="bf16", signs=0xD7E8),
 } | {
     f"{norm}-{bound}-{'fast' if fast else 'exact'}-{name}": replace(
@@ -49,6 +46,5 @@ def arguments(mode: Mode) -> dict[str, Any]:
         "e4m3_max": mode.bound,
         "hadamard": {None: 0, "bf16": 1, "fp32": 2}[mode.rotation],
         "signs": mode.signs,
-        "headroom": mode.headroom,
         "rng_state": None if mode.seed is None else torch.tensor([mode.seed, mode.offset]),
     }

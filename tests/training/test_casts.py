@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from typing import Any
 
 import fp4gemm
 import pytest
 import torch
+from fp4gemm import records
 from fp4gemm.ops import options as option_checks
 from fp4gemm.training import Cast, Recipe, _casts, _quantizers
 from torch import Tensor
@@ -20,7 +22,6 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "block": {"block": (16, 16), "scaling": "tensor"},
     "hadamard": {"hadamard": "fp32"},
     "stochastic": {"stochastic": True},
-    "headroom": {"headroom": 17 / 16},
     "four_over_six": {"four_over_six": "mse"},
     "e4m3_max": {"e4m3_max": 448, "four_over_six": "mse"},
     "encode": {"encode": "te_per_token"},
@@ -34,6 +35,24 @@ NO_FIELDS = {"hadamard_signs", "generator", "rng_state", "four_over_six_error"}
 def test_the_fields_are_the_options_of_the_quantizers_and_the_source() -> None:
     assert set(FIELDS) == {*SAMPLES, "source"}
     assert set(FIELDS) - {"source"} == set(option_checks.OPTIONS) - NO_FIELDS
+
+
+def test_headroom_was_removed() -> None:
+    """A keyword is refused by its name, and a pickle of an older version unless it has the default."""
+    with pytest.raises(TypeError, match="'headroom'"):
+        Cast(headroom=17 / 16)  # type: ignore[call-arg]
+    for function in (fp4gemm.quantize, fp4gemm.quantize_both, records.quantize_records):
+        with pytest.raises(TypeError, match="'headroom'"):
+            function(torch.ones(32, 32), headroom=1.0)  # type: ignore[operator]
+    recipe = Recipe(x=Cast(four_over_six="mse"), w=Cast())
+    for cast in (recipe.x, recipe.w):
+        vars(cast).update(headroom=1.0, has_headroom=False)
+    restored = pickle.loads(pickle.dumps(recipe))
+    assert restored == recipe
+    assert vars(restored.x) == vars(Cast(four_over_six="mse"))
+    vars(recipe.w).update(headroom=17 / 16, has_headroom=True)
+    with pytest.raises(ValueError, match=r"^headroom: got 1\.0625 in a pickled Cast, .* was removed"):
+        pickle.loads(pickle.dumps(recipe))
 
 
 @pytest.fixture

@@ -146,7 +146,6 @@ def test_changes() -> None:
     assert recipe("nvidia+no_rht+no_sr").x_t == replace(nvidia.x_t, hadamard=None)
     assert not recipe("nvidia+no_sr").draws
     assert recipe("nvidia+1d").w_t.block == (1, 16)
-    assert recipe("nvidia+headroom").dy.headroom == 17 / 16
     assert recipe("nvidia+forward_only") == training.PRESETS["bf16_backward"]
     per_token = training.PRESETS["per_token"]
     assert recipe("per_token+wgrad_bf16") == replace(per_token, dy_t=None, x_t=None)

@@ -143,9 +143,9 @@ typedef enum fp4gemm_hadamard {
 typedef struct fp4gemm_quantized {
   uint8_t* codes;  /* out (rows, columns/2), 16-byte aligned; NULL: this direction is not computed */
   uint8_t* scales; /* out, swizzled with zero padding, 16-byte aligned */
-  float* amax;     /* out: A, which is headroom * max |x|, NaN ignored. Row scaling: (rows), or (num_groups,
-                      rows) for `column` in groups. Tensor scaling: (1), or in groups (rows) for `row`, the A of
-                      a group in each of its rows, and (num_groups) for `column` */
+  float* amax;     /* out: A, which is max |x|, NaN ignored. Row scaling: (rows), or (num_groups, rows) for
+                      `column` in groups. Tensor scaling: (1), or in groups (rows) for `row`, the A of a group in
+                      each of its rows, and (num_groups) for `column` */
   const float* amax_given; /* NULL: A is computed. Otherwise it is used as it is, in the shape of amax, except
                               that tensor scaling of `row` in groups needs (num_groups). amax may then be NULL
                               and is written only for tensor scaling of `row` in groups */
@@ -179,8 +179,6 @@ typedef struct fp4gemm_quantize_args {
                             outside of 0..x_num_rows - 1; NULL: row i of x. Only with row scaling of `row`
                             whose amax is computed, and the defaults of the options above */
   int64_t x_num_rows;    /* rows of x, with x_rows */
-  float headroom; /* 1, or 1.0625 = 17/16, which scales of blocks and A are enlarged by: rounding a normal
-                     block scale to nearest then leaves no element above 6, where it would be clipped */
 } fp4gemm_quantize_args_t;
 #define FP4GEMM_QUANTIZE_ARGS_INIT  \
   {sizeof(fp4gemm_quantize_args_t), \
@@ -202,11 +200,10 @@ typedef struct fp4gemm_quantize_args {
    NULL,                            \
    0,                               \
    NULL,                            \
-   0,                               \
-   1.0f}
+   0}
 
 /* NVFP4 quantization with the bits of TransformerEngine >= 2.14. With A the amax of the row or of the tensor,
- * a the amax of the block, both multiplied by headroom and rounded, and B = e4m3_max,
+ * a the amax of the block, and B = e4m3_max,
  *
  *     S    = min(6 B / A, FLT_MAX) , or 1 where that is 0
  *     s    = e4m3( min(a * (S * (1/6)), FLT_MAX) )
@@ -234,9 +231,9 @@ typedef struct fp4gemm_quantize_args {
  * ordinary swizzled layout of such a matrix. Each group has A of its own, one per row of x^T or one, which is
  * 0 for a group without rows. `row` and `column` in one call are the results of the two calls for one each.
  *
- * Not supported: block_rows = 16 with row scaling, groups, Hadamard, stochastic rounding, headroom or the
- * per-token encode; four over six with Hadamard, stochastic rounding, headroom or the per-token encode;
- * Hadamard on `row` together with `column`. */
+ * Not supported: block_rows = 16 with row scaling, groups, Hadamard, stochastic rounding or the per-token
+ * encode; four over six with Hadamard, stochastic rounding or the per-token encode; Hadamard on `row`
+ * together with `column`. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_quantize(const fp4gemm_quantize_args_t* args, int device,
                                               fp4gemm_stream_t stream);
 

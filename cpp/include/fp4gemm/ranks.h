@@ -26,7 +26,6 @@ typedef struct fp4gemm_quantize_records_args {
   int fast_error;
   int e4m3_max;
   const int64_t* rng_state;
-  float headroom;
   int64_t first_row; /* at least 0: row i of x uses the random numbers of row first_row + i */
   void* records;     /* out (m, fp4gemm_record_bytes(k)), 16-byte aligned */
 } fp4gemm_quantize_records_args_t;
@@ -41,12 +40,11 @@ typedef struct fp4gemm_quantize_records_args {
    0,                                       \
    448,                                     \
    NULL,                                    \
-   1.0f,                                    \
    0,                                       \
    NULL}
 
 /* The records of the rows of x, as fp4gemm_quantize with row scaling and FP4GEMM_ENCODE_TE quantizes them.
- * Four over six excludes stochastic rounding and headroom. */
+ * Four over six excludes stochastic rounding. */
 FP4GEMM_API fp4gemm_status_t fp4gemm_quantize_records(const fp4gemm_quantize_records_args_t* args, int device,
                                                       fp4gemm_stream_t stream);
 

@@ -42,11 +42,8 @@ fp4gemm_status_t quantize_records(fp4gemm_quantize_records_args_t const* args, i
   FP4GEMM_CHECK(args->e4m3_max == 448 || (args->e4m3_max == 256 && four_over_six),
                 "e4m3_max: is %d, must be 448, or 256 with four_over_six", args->e4m3_max);
   FP4GEMM_TRY(check_buffer("rng_state", args->rng_state, 0, sizeof(int64_t)));
-  FP4GEMM_CHECK(args->headroom == 1.0f || args->headroom == 1.0625f, "headroom: is %g, must be 1 or 1.0625",
-                static_cast<double>(args->headroom));
-  if (four_over_six && (args->rng_state != nullptr || args->headroom != 1.0f)) {
-    return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "%s",
-                "four_over_six: requires headroom 1, without stochastic rounding");
+  if (four_over_six && args->rng_state != nullptr) {
+    return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "%s", "four_over_six: requires that rng_state is null");
   }
   FP4GEMM_CHECK(args->first_row >= 0 && args->first_row <= Rules::kMaxSize,
                 "first_row: is %lld, must be between 0 and %lld", ll(args->first_row), ll(Rules::kMaxSize));

@@ -52,7 +52,6 @@ fp4gemm_status_t check_combination(fp4gemm_quantize_args_t const& args) {
   bool const rotated =
       args.row.hadamard != FP4GEMM_HADAMARD_NONE || args.column.hadamard != FP4GEMM_HADAMARD_NONE;
   bool const per_token = args.encode == FP4GEMM_ENCODE_TE_PER_TOKEN;
-  bool const has_headroom = args.headroom != 1.0f;
   bool const wants_column = is_wanted(args.column);
   bool const wants_both = wants_column && is_wanted(args.row);
   bool const is_decoded = args.row.decoded != nullptr || args.column.decoded != nullptr;
@@ -63,14 +62,13 @@ fp4gemm_status_t check_combination(fp4gemm_quantize_args_t const& args) {
     return unsupported("decoded: block_rows is 16, must be 1 where decoded is given");
   }
   if (square && (args.scaling != FP4GEMM_SCALING_TENSOR || args.offs != nullptr || rotated ||
-                 args.rng_state != nullptr || per_token || has_headroom)) {
+                 args.rng_state != nullptr || per_token)) {
     return unsupported(
-        "block_rows: is 16, which requires FP4GEMM_SCALING_TENSOR, FP4GEMM_ENCODE_TE and headroom 1, without "
-        "groups, Hadamard and stochastic rounding");
+        "block_rows: is 16, which requires FP4GEMM_SCALING_TENSOR and FP4GEMM_ENCODE_TE, without groups, "
+        "Hadamard and stochastic rounding");
   }
-  if (four_over_six && (rotated || args.rng_state != nullptr || per_token || has_headroom)) {
-    return unsupported(
-        "four_over_six: requires FP4GEMM_ENCODE_TE and headroom 1, without Hadamard and stochastic rounding");
+  if (four_over_six && (rotated || args.rng_state != nullptr || per_token)) {
+    return unsupported("four_over_six: requires FP4GEMM_ENCODE_TE, without Hadamard and stochastic rounding");
   }
   if (wants_both && args.row.hadamard != FP4GEMM_HADAMARD_NONE) {
     return unsupported("row: hadamard must be FP4GEMM_HADAMARD_NONE where column is given too");
@@ -96,10 +94,10 @@ fp4gemm_status_t check_gather(fp4gemm_quantize_args_t const& args) {
       (args.scaling != FP4GEMM_SCALING_ROW || is_wanted(args.column) || args.row.amax_given != nullptr ||
        args.row.hadamard != FP4GEMM_HADAMARD_NONE || args.block_rows != 1 ||
        args.encode != FP4GEMM_ENCODE_TE || args.four_over_six != FP4GEMM_FOUR_OVER_SIX_NONE ||
-       args.rng_state != nullptr || args.headroom != 1.0f)) {
+       args.rng_state != nullptr)) {
     return unsupported(
-        "x_rows: requires FP4GEMM_SCALING_ROW, row alone with an amax that is computed, FP4GEMM_ENCODE_TE "
-        "and headroom 1, without Hadamard, four over six and stochastic rounding");
+        "x_rows: requires FP4GEMM_SCALING_ROW, row alone with an amax that is computed, and "
+        "FP4GEMM_ENCODE_TE, without Hadamard, four over six and stochastic rounding");
   }
   return FP4GEMM_SUCCESS;
 }
@@ -160,8 +158,6 @@ fp4gemm_status_t check_quantize(fp4gemm_quantize_args_t const* args) {
                 args->e4m3_max);
   FP4GEMM_CHECK(args->hadamard_signs <= 0xFFFFu, "hadamard_signs: is %u, must be at most 65535",
                 args->hadamard_signs);
-  FP4GEMM_CHECK(args->headroom == 1.0f || args->headroom == 1.0625f, "headroom: is %g, must be 1 or 1.0625",
-                static_cast<double>(args->headroom));
   FP4GEMM_TRY(check_buffer("rng_state", args->rng_state, 0, sizeof(int64_t)));
   FP4GEMM_TRY(check_groups(args->offs, args->num_groups));
   FP4GEMM_TRY(check_gather(*args));

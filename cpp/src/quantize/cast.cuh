@@ -14,7 +14,6 @@ struct CastOptions {
   float e4m3_max = 448.0f;             // the bound B of the block scales, 448 or 256
   bool mean_square = false;  // four over six: errors are compared by their squares, not absolute values
   bool fast_error = false;   // four over six: errors are computed in the scaled domain
-  float headroom = 1.0f;     // factor of the magnitudes from which the scales are computed; VariantCast only
 };
 
 /// The options of a cast, from the arguments of a call.
@@ -25,7 +24,6 @@ inline CastOptions cast_options(fp4gemm_quantize_args_t const& args) {
   options.e4m3_max = static_cast<float>(args.e4m3_max);
   options.mean_square = args.four_over_six == FP4GEMM_FOUR_OVER_SIX_MSE;
   options.fast_error = args.fast_error != 0;
-  options.headroom = args.headroom;
   return options;
 }
 
@@ -135,9 +133,6 @@ class TeCast {
   /// Whether quantize may leave single blocks of a regular row to resolve().
   static constexpr bool kResolves = false;
 
-  /// Whether CastOptions::headroom may differ from 1.
-  static constexpr bool kHasHeadroom = false;
-
   /// What the blocks of all rows share. A whole warp constructs it, once. `draw` is 0 for blocks along k and
   /// 1 for blocks along m, whose random numbers differ.
   struct Shared {
@@ -159,8 +154,8 @@ class TeCast {
   TeScales<kRange> scales_;
 };
 
-/// TeCast with three options: TransformerEngine's per-token factor e = S / s (0 where s is 0), stochastic
-/// rounding, and headroom.
+/// TeCast with two options: TransformerEngine's per-token factor e = S / s (0 where s is 0), and stochastic
+/// rounding.
 template <Range kRange>
 class VariantCast {
  public:
@@ -169,7 +164,6 @@ class VariantCast {
 
   static constexpr float kLeastAmax = 0x1p-60f;
   static constexpr bool kResolves = false;
-  static constexpr bool kHasHeadroom = true;
 
   struct Shared {
     Philox philox;
@@ -194,14 +188,13 @@ class VariantCast {
 
   __device__ VariantCast(CastOptions const& options, Shared const& shared, float outer_amax)
       : scales_(outer_amax),
-        headroom_(options.headroom),
         te_per_token_(options.te_per_token),
         is_stochastic_(options.rng_state != nullptr),
         philox_(shared.philox) {}
 
   template <class T>
   __device__ bool quantize(Block<T> const& block, float amax, int64_t index, QuantizedBlock& result) const {
-    result.scale = scales_.block_scale(__fmul_rn(headroom_, amax));
+    result.scale = scales_.block_scale(amax);
     float const factor =
         te_per_token_ ? per_token_factor(result.scale) : te_factor<kRange>(result.scale, scales_.outer);
     if (is_stochastic_) {
@@ -226,7 +219,6 @@ class VariantCast {
   }
 
   TeScales<kRange> scales_;
-  float headroom_;
   bool te_per_token_;
   bool is_stochastic_;
   Philox philox_;

@@ -21,7 +21,6 @@ struct ColumnAmaxParams {
                        // before the launch
   bool column_is_tensor;
   SignMasks signs;
-  float headroom;  // factor of the maxima
   Groups groups;
   int cta_rows = kMaxAmaxRows;  // rows of a CTA: 16, 32, 64 or kMaxAmaxRows
 };
@@ -67,22 +66,20 @@ __device__ inline void combine_columns(ColumnAmaxParams const& p, uint32_t const
     }
     all = __reduce_max_sync(0xFFFFFFFFu, all);
     if (threadIdx.x % 32 == 0) {
-      combine_amax(p.column_amax + group, __fmul_rn(p.headroom, Block<Element>::from_bits(all)));
+      combine_amax(p.column_amax + group, Block<Element>::from_bits(all));
     }
   } else if (column < p.k) {
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
-      combine_amax(p.column_amax + group * p.k + column + j,
-                   __fmul_rn(p.headroom, Block<Element>::from_bits(bits[j])));
+      combine_amax(p.column_amax + group * p.k + column + j, Block<Element>::from_bits(bits[j]));
     }
   }
 }
 
-/// Combines headroom * max |x| of every column, after the Hadamard transform if there is one, into
-/// column_amax, with Form::kGroups that of every column in each group, and with Form::kBoth that of every row
-/// into row_amax. Template parameters, first_tile and first_matrix are those of quantize_tiles; a CTA has
-/// cta_rows rows of one column panel for each of its threads. The greatest of rounded products is the rounded
-/// product of the greatest.
+/// Combines max |x| of every column, after the Hadamard transform if there is one, into column_amax, with
+/// Form::kGroups that of every column in each group, and with Form::kBoth that of every row into row_amax.
+/// Template parameters, first_tile and first_matrix are those of quantize_tiles; a CTA has cta_rows rows of
+/// one column panel for each of its threads.
 template <class T, class Rotation, Form kForm>
 __global__ void __launch_bounds__(kColumnAmaxThreads)
     columns_amax(ColumnAmaxParams p, unsigned first_tile, unsigned first_matrix) {
@@ -140,8 +137,7 @@ __global__ void __launch_bounds__(kColumnAmaxThreads)
   if constexpr (kRows) {
     __syncthreads();  // every warp has added its maxima to row_bits
     if (first_row + threadIdx.x < end_row) {
-      combine_amax(p.row_amax + first_row + threadIdx.x,
-                   __fmul_rn(p.headroom, Block<T>::from_bits(row_bits[threadIdx.x])));
+      combine_amax(p.row_amax + first_row + threadIdx.x, Block<T>::from_bits(row_bits[threadIdx.x]));
     }
   }
 }

@@ -26,7 +26,6 @@ class FourOverSixCast {
 
   static constexpr float kLeastAmax = 0x1p-30f;  // no square of an error underflows
   static constexpr bool kResolves = kRange == Range::kRegular;
-  static constexpr bool kHasHeadroom = false;
 
   struct Shared {
     __device__ Shared(CastOptions const&, int /*draw*/) {}

@@ -85,9 +85,9 @@ __device__ inline void store_span(TileParams const& p, uint2 const (&codes)[kStr
 }
 
 /// Quantizes x^T of groups of rows, each padded to a multiple of 64 columns, with amaxes of the columns of
-/// each group that it finds itself: headroom * max |x|, after the Hadamard transform if there is one. A CTA
-/// has a strip of one group, whose rows it reads twice unless they are one span; the second time they should
-/// be in the L1 cache. The CTAs of a strip together write zeros behind the last group.
+/// each group that it finds itself: max |x|, after the Hadamard transform if there is one. A CTA has a strip
+/// of one group, whose rows it reads twice unless they are one span; the second time they should be in the L1
+/// cache. The CTAs of a strip together write zeros behind the last group.
 ///
 /// @tparam T, Cast, Rotation Those of quantize_tiles.
 ///
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kStripThreads<T>, kStripCtas<T, Rotation>)
     for (int i = 0; i < kSpanBlocks; ++i) {
       bits[j] = max(bits[j], bits_of[i][in_strip + j]);
     }
-    amaxes[j] = __fmul_rn(p.cast.headroom, Block<Element>::from_bits(bits[j]));
+    amaxes[j] = Block<Element>::from_bits(bits[j]);
     if (in_span == 0 && column < p.k) {
       amax[int64_t{group} * p.k + column + j] = amaxes[j];
     }

@@ -58,29 +58,28 @@ struct TileLaunch {
 /// with groups, or along rows too, there is one.
 void launch_tiles(TileLaunch const& launch, fp4gemm_hadamard_t hadamard, bool is_variant, int num_matrices);
 void launch_tiles_four_over_six(TileLaunch const& launch, int num_matrices);
-/// Quantizes columns of groups with few rows. Writes headroom * max |x| of each column in each group, after
-/// the Hadamard transform if there is one, to amax (num_groups, k).
+/// Quantizes columns of groups with few rows. Writes max |x| of each column in each group, after the
+/// Hadamard transform if there is one, to amax (num_groups, k).
 void launch_group_columns(TileLaunch const& launch, fp4gemm_hadamard_t hadamard, float* amax);
 /// The number of CTAs of that launch.
 int64_t group_columns_ctas(int64_t k, int num_groups);
 /// num_matrices: see launch_tiles.
 void launch_squares(TileLaunch const& launch, bool four_over_six, int num_matrices);
 
-/// Writes headroom * max |x| of each (m, k) matrix of the input, after the Hadamard transform if there is
-/// one, to amax (num_matrices).
+/// Writes max |x| of each (m, k) matrix of the input, after the Hadamard transform if there is one, to amax
+/// (num_matrices).
 fp4gemm_status_t launch_tensor_amax(Input const& input, int num_matrices, int64_t m, int64_t k,
-                                    fp4gemm_dtype_t dtype, fp4gemm_hadamard_t hadamard, float headroom,
-                                    float* amax, int num_sms, cudaStream_t stream);
+                                    fp4gemm_dtype_t dtype, fp4gemm_hadamard_t hadamard, float* amax,
+                                    int num_sms, cudaStream_t stream);
 
-/// Writes headroom * max |x| of each group to the amax of its first row, and zeros to those of all other
-/// rows.
+/// Writes max |x| of each group to the amax of its first row, and zeros to those of all other rows.
 fp4gemm_status_t launch_group_amax(Input const& input, int64_t m, int64_t k, fp4gemm_dtype_t dtype,
-                                   fp4gemm_hadamard_t hadamard, Groups const& groups, float headroom,
-                                   float* amax, cudaStream_t stream);
+                                   fp4gemm_hadamard_t hadamard, Groups const& groups, float* amax,
+                                   cudaStream_t stream);
 
-/// Writes headroom * max |x| of each column, or of all columns together, in each group if there are groups
-/// and in each of num_matrices matrices, and of each row where params.row_amax is not null. With groups, or
-/// with rows, there is one matrix.
+/// Writes max |x| of each column, or of all columns together, in each group if there are groups and in each
+/// of num_matrices matrices, and of each row where params.row_amax is not null. With groups, or with rows,
+/// there is one matrix.
 fp4gemm_status_t launch_columns_amax(ColumnAmaxParams const& params, int num_matrices, fp4gemm_dtype_t dtype,
                                      fp4gemm_hadamard_t hadamard, int num_sms, cudaStream_t stream);
 

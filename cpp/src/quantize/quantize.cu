@@ -22,15 +22,13 @@ constexpr int64_t kMostRowsPerGroup = 128;
 // Rows of x up to which its single launch is faster even where it has fewer CTAs than there are SMs.
 constexpr int64_t kFewRows = 512;
 
-/// Combines headroom * max |x| of `rows` rows of `blocks_per_row` blocks into amax[matrix], which must not be
-/// negative before, for matrix blockIdx.z + first_matrix of a stack of such matrices. The greatest of rounded
-/// products is the rounded product of the greatest.
+/// Combines max |x| of `rows` rows of `blocks_per_row` blocks into amax[matrix], which must not be negative
+/// before, for matrix blockIdx.z + first_matrix of a stack of such matrices.
 ///
 /// @tparam Loader What x is loaded by (loaders.cuh), which includes the Hadamard transform.
 template <class Loader>
 __global__ void __launch_bounds__(kAmaxThreads)
-    tensor_amax(Input input, unsigned first_matrix, int64_t rows, int64_t blocks_per_row, float headroom,
-                float* amax) {
+    tensor_amax(Input input, unsigned first_matrix, int64_t rows, int64_t blocks_per_row, float* amax) {
   using Element = typename Loader::Element;
   static_assert(cuda::std::is_same_v<decltype(&Loader::load), Block<Element> (Loader::*)(int64_t) const>,
                 "a contiguous x is one row, whose blocks have numbers beyond 32 bits from 2^35 elements on");
@@ -57,14 +55,14 @@ __global__ void __launch_bounds__(kAmaxThreads)
   }
   bits = row_max<kAmaxThreads>(bits, 0);
   if (threadIdx.x == 0) {
-    combine_amax(amax + matrix, __fmul_rn(headroom, Block<Element>::from_bits(bits)));
+    combine_amax(amax + matrix, Block<Element>::from_bits(bits));
   }
 }
 
-/// Combines headroom * max |x| of each group into the amax of its first row, with a CTA for each row.
+/// Combines max |x| of each group into the amax of its first row, with a CTA for each row.
 template <class Loader>
 __global__ void __launch_bounds__(kAmaxThreads)
-    group_amax(Input input, Groups groups, int64_t m, int num_blocks, float headroom, float* amax) {
+    group_amax(Input input, Groups groups, int64_t m, int num_blocks, float* amax) {
   using Element = typename Loader::Element;
   int const row = static_cast<int>(blockIdx.x);
   int start = 0;  // the first row of the group: the last end that is not behind the row
@@ -84,7 +82,7 @@ __global__ void __launch_bounds__(kAmaxThreads)
   }
   bits = row_max<kAmaxThreads>(bits, 0);
   if (threadIdx.x == 0) {
-    combine_amax(amax + start, __fmul_rn(headroom, Block<Element>::from_bits(bits)));
+    combine_amax(amax + start, Block<Element>::from_bits(bits));
   }
 }
 
@@ -111,8 +109,7 @@ fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DevicePr
   input.num_rows = args.x_num_rows;
   Groups groups{args.offs, args.num_groups};
   bool const is_te = out.hadamard == FP4GEMM_HADAMARD_NONE && args.encode == FP4GEMM_ENCODE_TE &&
-                     args.four_over_six == FP4GEMM_FOUR_OVER_SIX_NONE && args.rng_state == nullptr &&
-                     args.headroom == 1.0f;
+                     args.four_over_six == FP4GEMM_FOUR_OVER_SIX_NONE && args.rng_state == nullptr;
   if (is_te && out.decoded != nullptr && per_row && out.amax_given == nullptr && groups.offs != nullptr) {
     // Decoded rows have no scales whose place depends on the group; those of no group are zero.
     input.row_limit = groups.offs + groups.num - 1;
@@ -128,13 +125,13 @@ fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DevicePr
     // The amax of each group is repeated for its rows; others are the caller's.
     params.amax = args.offs != nullptr && !per_row ? out.amax : nullptr;
   } else if (!per_row && args.offs != nullptr) {
-    FP4GEMM_TRY(launch_group_amax(input, args.m, args.k, args.x_dtype, out.hadamard, groups, args.headroom,
-                                  out.amax, stream));
+    FP4GEMM_TRY(
+        launch_group_amax(input, args.m, args.k, args.x_dtype, out.hadamard, groups, out.amax, stream));
     params.amax_in = out.amax;
     params.amax_at = AmaxAt::kGroupStart;
   } else if (!per_row) {
-    FP4GEMM_TRY(launch_tensor_amax(input, 1, args.m, args.k, args.x_dtype, out.hadamard, args.headroom,
-                                   out.amax, properties.num_sms, stream));
+    FP4GEMM_TRY(launch_tensor_amax(input, 1, args.m, args.k, args.x_dtype, out.hadamard, out.amax,
+                                   properties.num_sms, stream));
     params.amax_in = out.amax;
     params.amax = nullptr;
   }
@@ -142,7 +139,7 @@ fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DevicePr
     launch_rows_four_over_six(launch);
   } else if (out.hadamard != FP4GEMM_HADAMARD_NONE) {
     launch_rows_hadamard(launch, out.hadamard);
-  } else if (params.cast.te_per_token || params.cast.rng_state != nullptr || args.headroom != 1.0f) {
+  } else if (params.cast.te_per_token || params.cast.rng_state != nullptr) {
     launch_rows_variant(launch);
   } else if (input.rows != nullptr || input.row_limit != nullptr) {
     launch_rows_gathered(launch);
@@ -177,7 +174,6 @@ fp4gemm_status_t find_amaxes(fp4gemm_quantize_args_t const& args, int num_matric
                                 args.column.amax,
                                 !per_row,
                                 sign_masks(args.hadamard_signs, args.x_dtype),
-                                args.headroom,
                                 groups};
   Input const input{args.x, args.x_row_stride};
   if (per_row) {
@@ -188,7 +184,7 @@ fp4gemm_status_t find_amaxes(fp4gemm_quantize_args_t const& args, int num_matric
   }
   if (wants_row) {
     FP4GEMM_TRY(launch_tensor_amax(input, num_matrices, args.m, args.k, args.x_dtype, FP4GEMM_HADAMARD_NONE,
-                                   args.headroom, args.row.amax, num_sms, stream));
+                                   args.row.amax, num_sms, stream));
   }
   if (wants_column && (hadamard != FP4GEMM_HADAMARD_NONE || groups.offs != nullptr)) {
     FP4GEMM_TRY(launch_columns_amax(params, num_matrices, args.x_dtype, hadamard, num_sms, stream));
@@ -197,7 +193,7 @@ fp4gemm_status_t find_amaxes(fp4gemm_quantize_args_t const& args, int num_matric
                                  cudaMemcpyDeviceToDevice, stream));
   } else if (wants_column) {
     FP4GEMM_TRY(launch_tensor_amax(input, num_matrices, args.m, args.k, args.x_dtype, FP4GEMM_HADAMARD_NONE,
-                                   args.headroom, args.column.amax, num_sms, stream));
+                                   args.column.amax, num_sms, stream));
   }
   return FP4GEMM_SUCCESS;
 }
@@ -248,8 +244,7 @@ fp4gemm_status_t launch_along_columns(fp4gemm_quantize_args_t const& args, int n
   } else if (four_over_six) {
     launch_tiles_four_over_six(launch, num_matrices);
   } else {
-    bool const is_variant =
-        args.encode == FP4GEMM_ENCODE_TE_PER_TOKEN || args.rng_state != nullptr || args.headroom != 1.0f;
+    bool const is_variant = args.encode == FP4GEMM_ENCODE_TE_PER_TOKEN || args.rng_state != nullptr;
     launch_tiles(launch, args.column.hadamard, is_variant, num_matrices);
   }
   return FP4GEMM_SUCCESS;
@@ -258,8 +253,8 @@ fp4gemm_status_t launch_along_columns(fp4gemm_quantize_args_t const& args, int n
 }  // namespace
 
 fp4gemm_status_t launch_tensor_amax(Input const& input, int num_matrices, int64_t m, int64_t k,
-                                    fp4gemm_dtype_t dtype, fp4gemm_hadamard_t hadamard, float headroom,
-                                    float* amax, int num_sms, cudaStream_t stream) {
+                                    fp4gemm_dtype_t dtype, fp4gemm_hadamard_t hadamard, float* amax,
+                                    int num_sms, cudaStream_t stream) {
   FP4GEMM_CUDA(cudaMemsetAsync(amax, 0, num_matrices * sizeof(float), stream));
   bool const flat = input.row_stride == k;  // a matrix is one long row
   Input rows_of = input;
@@ -274,7 +269,7 @@ fp4gemm_status_t launch_tensor_amax(Input const& input, int num_matrices, int64_
     for_loader(dtype, hadamard, [&](auto loader) {
       using Loader = typename decltype(loader)::type;
       tensor_amax<Loader><<<grid, kAmaxThreads, 0, stream>>>(rows_of, static_cast<unsigned>(first_matrix),
-                                                             rows, blocks_per_row, headroom, amax);
+                                                             rows, blocks_per_row, amax);
     });
   });
   FP4GEMM_CUDA(cudaGetLastError());
@@ -282,13 +277,13 @@ fp4gemm_status_t launch_tensor_amax(Input const& input, int num_matrices, int64_
 }
 
 fp4gemm_status_t launch_group_amax(Input const& input, int64_t m, int64_t k, fp4gemm_dtype_t dtype,
-                                   fp4gemm_hadamard_t hadamard, Groups const& groups, float headroom,
-                                   float* amax, cudaStream_t stream) {
+                                   fp4gemm_hadamard_t hadamard, Groups const& groups, float* amax,
+                                   cudaStream_t stream) {
   FP4GEMM_CUDA(cudaMemsetAsync(amax, 0, m * sizeof(float), stream));
   for_loader(dtype, hadamard, [&](auto loader) {
     using Loader = typename decltype(loader)::type;
     group_amax<Loader><<<static_cast<unsigned>(m), kAmaxThreads, 0, stream>>>(
-        input, groups, m, static_cast<int>(k / kBlock), headroom, amax);
+        input, groups, m, static_cast<int>(k / kBlock), amax);
   });
   FP4GEMM_CUDA(cudaGetLastError());
   return FP4GEMM_SUCCESS;

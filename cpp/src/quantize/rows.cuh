@@ -332,9 +332,6 @@ __global__ void __launch_bounds__(Shape::kThreads, min_ctas<Loader, Shape>()) qu
     if (finds_amax) {
       outer_amax =
           find_row_amax<Loader, Shape>(loader, bits, thread, p.num_blocks, norm, round % 2, &has_nan);
-      if constexpr (Cast::kHasHeadroom) {
-        outer_amax = __fmul_rn(p.cast.headroom, outer_amax);
-      }
     } else {
       outer_amax = p.amax_in[amax_index(p.amax_at, rows, row)];
     }

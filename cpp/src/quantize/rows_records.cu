@@ -70,10 +70,7 @@ __global__ void __launch_bounds__(Shape::kThreads, min_ctas<Loader, Shape>())
     bits = max(bits, turn.load(loader, t, thread, p.num_blocks));
   }
   bool has_nan = false;
-  float amax = find_row_amax<Loader, Shape>(loader, bits, thread, p.num_blocks, 0.0f, 0, &has_nan);
-  if constexpr (Cast::kHasHeadroom) {
-    amax = __fmul_rn(p.cast.headroom, amax);
-  }
+  float const amax = find_row_amax<Loader, Shape>(loader, bits, thread, p.num_blocks, 0.0f, 0, &has_nan);
   if (thread == 0) {
     store_amax(p, record, amax);
   }
@@ -128,7 +125,6 @@ fp4gemm_status_t launch_quantize_records(fp4gemm_quantize_records_args_t const& 
   cast.e4m3_max = static_cast<float>(args.e4m3_max);
   cast.mean_square = args.four_over_six == FP4GEMM_FOUR_OVER_SIX_MSE;
   cast.fast_error = args.fast_error != 0;
-  cast.headroom = args.headroom;
   RecordLaunch const launch{{{args.x, args.x_row_stride},
                              args.m,
                              num_blocks,
@@ -143,7 +139,7 @@ fp4gemm_status_t launch_quantize_records(fp4gemm_quantize_records_args_t const& 
     using Loader = PlainLoader<decltype(type)>;
     if (args.four_over_six != FP4GEMM_FOUR_OVER_SIX_NONE) {
       launch_cast<Loader, FourOverSixCast<Range::kRegular>, 2>(launch);
-    } else if (args.rng_state != nullptr || args.headroom != 1.0f) {
+    } else if (args.rng_state != nullptr) {
       launch_cast<Loader, VariantCast<Range::kRegular>, 2>(launch);
     } else {
       launch_cast<Loader, TeCast<Range::kRegular>, kPlainDepth<Loader>>(launch);

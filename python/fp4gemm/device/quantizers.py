@@ -93,7 +93,6 @@ _CALLS: dict[str, Call] = {
     "quantize, te_per_token": _cast(_BF16, True, encode=1),
     "quantize, four over six": _cast(_BF16, True, four_over_six=1, e4m3_max=256),
     "quantize, Hadamard": _cast(_BF16, True, hadamard=1, signs=SIGNS),
-    "quantize, headroom": _cast(_BF16, True, headroom=17 / 16),
     "quantize, stochastic": _stochastic,
     "quantize, groups of rows": lambda device: _groups(device, -1),
     "quantize, groups of columns": lambda device: _groups(device, 0),

@@ -51,7 +51,7 @@ class QuantizeOptions(TypedDict, total=False):
             (1, 16),
             "block_rows",
             {(1, 16): 1, (16, 16): 16},
-            excludes=_without("encode", "hadamard", "stochastic", "headroom", "offs", decoded=_DECODE),
+            excludes=_without("encode", "hadamard", "stochastic", "offs", decoded=_DECODE),
             requires={"scaling": "tensor"},
         ),
     ]
@@ -62,7 +62,7 @@ class QuantizeOptions(TypedDict, total=False):
             None,
             "four_over_six",
             {None: 0, "mae": 1, "mse": 2},
-            excludes=_without("encode", "hadamard", "stochastic", "headroom"),
+            excludes=_without("encode", "hadamard", "stochastic"),
         ),
     ]
     four_over_six_error: Annotated[
@@ -77,7 +77,6 @@ class QuantizeOptions(TypedDict, total=False):
     stochastic: Annotated[bool, Option(False)]
     generator: Annotated[torch.Generator | None, Option(None, needs="stochastic")]
     rng_state: Annotated[Tensor | None, Option(None, needs="stochastic")]
-    headroom: Annotated[float, Option(1.0, "headroom", {value: value for value in _checks.HEADROOMS})]
 
 
 class QuantizeKeywords(QuantizeOptions, total=False):
@@ -91,7 +90,7 @@ class QuantizeKeywords(QuantizeOptions, total=False):
         Option(
             None,
             excludes=_without(
-                *("axis", "amax", "block", "encode", "four_over_six", "hadamard", "stochastic", "headroom"),
+                *("axis", "amax", "block", "encode", "four_over_six", "hadamard", "stochastic"),
             ),
             requires={"scaling": "row"},
         ),
@@ -101,7 +100,7 @@ class QuantizeKeywords(QuantizeOptions, total=False):
         Option(
             None,
             excludes=_without(
-                *("encode", "four_over_six", "stochastic", "headroom", "offs", "rows"),
+                *("encode", "four_over_six", "stochastic", "offs", "rows"),
                 hadamard=_ROTATE,
                 axis=_TRANSPOSE,
                 decoded=_DECODE,
@@ -251,7 +250,11 @@ def _goes_together(name: str, value: object, values: Mapping[str, Any]) -> None:
     }
     for other, instead in wrong.items():
         needs = [f"{key} {wanted!r}" for key, wanted in option.requires.items() if key in values]
-        needs += [f"{key} {KEYWORDS[key].default!r}" for key in option.excludes if key in values]
+        needs += [
+            f"{key} {KEYWORDS[key].default!r}"
+            for key in EXCLUDED[name]
+            if key in values and KEYWORDS[key].needs not in values
+        ]
         got = f"{_shown(value)} with {other} {_shown(values[other])}"
         raise NotImplementedError(
             f"{name}: got {got}, must be {option.default!r} with it{f' ({instead})' if instead else ''}; "

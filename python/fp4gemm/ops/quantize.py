@@ -65,7 +65,6 @@ class QuantizeCall(NamedTuple):
     hadamard: int = 0
     signs: int = 0
     rng_state: Tensor | None = None
-    headroom: float = 1.0
     offs: Tensor | None = None
     rows: Tensor | None = None
 
@@ -127,7 +126,6 @@ class QuantizeStackCall(NamedTuple):
     hadamard: int = 0
     signs: int = 0
     rng_state: Tensor | None = None
-    headroom: float = 1.0
 
 
 # ---- checks
@@ -151,7 +149,6 @@ def check_options(call: QuantizeCall) -> None:
         raise ValueError(f"signs: got {signs}, must be 0 without hadamard")
     if call.e4m3_max != 448 and not call.four_over_six:
         raise ValueError(f"e4m3_max: got {call.e4m3_max}, must be 448 without four_over_six")
-    _checks.is_one_of("headroom", call.headroom, _checks.HEADROOMS)
     if call.rng_state is not None:
         _checks.exact_vector("rng_state", call.rng_state, 2, torch.int64, call.x.device, "x")
     if call.rows is not None:
@@ -173,8 +170,6 @@ def _refuse_variants(call: QuantizeCall, because: str) -> None:
         _checks.refuse("hadamard", call.hadamard, "0", because)
     if call.rng_state is not None:
         raise NotImplementedError(f"rng_state: got a tensor, must be None with {because}")
-    if call.headroom != 1.0:
-        _checks.refuse("headroom", call.headroom, "1.0", because)
 
 
 def gather_alone(call: QuantizeCall) -> None:
@@ -290,7 +285,6 @@ def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
         signs: element r of each block is negated before the rotation if bit r is set.
         rng_state: int64 (2,), {seed, offset}. If it is given, codes are rounded stochastically
             (reference/philox.py), with offset + 1 for axis 0.
-        headroom: 1.0 or 17/16, which multiplies the magnitudes that A and the block scales are computed from.
         offs: int32 (g,), the ends of groups of rows (reference/grouped.py). With axis -1, the rows after the
             last group get codes and amax 0. With axis 0, the result is that of the padded groups, transposed,
             (k, grouped_columns(m, g)), and each group has an amax of its own, 0 if it has no rows.
@@ -402,7 +396,7 @@ def quantize_stack(call: QuantizeStackCall) -> tuple[Tensor, Tensor, Tensor, Ten
         rows: whether the matrices are quantized; False with block_rows 1.
         columns: whether their transposes are quantized; n is then a multiple of 16.
         rng_state: int64 (2,), {seed, offset}, or None: matrix e is rounded with {seed, offset + 2e}.
-        per_row, block_rows, encode, four_over_six, fast_error, e4m3_max, hadamard, signs, headroom: as for
+        per_row, block_rows, encode, four_over_six, fast_error, e4m3_max, hadamard, signs: as for
             :func:`quantize`.
 
     Returns:

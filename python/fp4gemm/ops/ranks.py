@@ -64,7 +64,6 @@ class QuantizeRecordsCall(NamedTuple):
     fast_error: bool = False
     e4m3_max: int = 448
     rng_state: Tensor | None = None
-    headroom: float = 1.0
     first_row: int = 0
 
 
@@ -75,22 +74,17 @@ def check_quantize_records(call: QuantizeRecordsCall) -> None:
     _checks.is_one_of("four_over_six", call.four_over_six, (0, 1, 2))
     _checks.is_bool("fast_error", call.fast_error)
     _checks.is_one_of("e4m3_max", call.e4m3_max, _checks.E4M3_BOUNDS)
-    _checks.is_one_of("headroom", call.headroom, _checks.HEADROOMS)
     _checks.is_int("first_row", call.first_row, 0)
     if call.rng_state is not None:
         _checks.exact_vector("rng_state", call.rng_state, 2, torch.int64, x.device, "x", _QUANTIZE)
     if call.e4m3_max == 256 and not call.four_over_six:
         raise ValueError("e4m3_max: got 256, must be 448 without four_over_six")
-    if call.four_over_six:
-        for name, value, is_present in (
-            ("rng_state", call.rng_state, call.rng_state is not None),
-            ("headroom", call.headroom, call.headroom != 1.0),
-        ):
-            if is_present:
-                raise NotImplementedError(
-                    f"four_over_six: got {call.four_over_six} with {name} {_checks.describe(value)}, must be "
-                    "None with it; four_over_six needs headroom 1.0 and no stochastic rounding"
-                )
+    if call.four_over_six and call.rng_state is not None:
+        state = _checks.describe(call.rng_state)
+        raise NotImplementedError(
+            f"four_over_six: got {call.four_over_six} with rng_state {state}, must be None with it; "
+            "four_over_six needs rng_state None"
+        )
 
 
 @accepts(QuantizeRecordsCall)
@@ -100,7 +94,7 @@ def quantize_records(call: QuantizeRecordsCall) -> None:
     Args:
         x: (t, k) bfloat16, float16 or float32, unit stride along k.
         out: uint8 (t, record_bytes(k)), contiguous.
-        four_over_six, fast_error, e4m3_max, rng_state, headroom: as for :func:`.quantize`.
+        four_over_six, fast_error, e4m3_max, rng_state: as for :func:`.quantize`.
         first_row: added to the numbers of the rows, which select the random numbers.
     """
     check_quantize_records(call)

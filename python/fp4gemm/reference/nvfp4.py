@@ -1,8 +1,8 @@
 """NVFP4 quantization in every variant.
 
 fl(.) below is one float32 operation, rounded to nearest even, without flushing subnormals. min returns the
-other operand if one is NaN, and FMAX = 3.4028235e38. a_b is fl(headroom * the largest magnitude of a block of
-16 (or of a 16x16 tile)). A is the same of the row, of the tensor or of the group, unless the caller gives A::
+other operand if one is NaN, and FMAX = 3.4028235e38. a_b is the largest magnitude of a block of 16 (or of a
+16x16 tile). A is the same of the row, of the tensor or of the group, unless the caller gives A::
 
     S = min(fl(2688 / A), FMAX), and S = 1 where that is 0 (A = inf)
     s = e4m3(min(fl(a_b * fl(S * fl(1/6))), FMAX))                nearest even, saturating at 448
@@ -62,7 +62,6 @@ class Quantization(NamedTuple):
     hadamard: int = 0
     signs: int = 0
     rng_state: Tensor | None = None
-    headroom: float = 1.0
 
 
 def result_shape(call: Quantization) -> tuple[int, int]:
@@ -109,8 +108,7 @@ def cast(
     """
     m, k = result_shape(call)
     device = call.x.device
-    # The greatest of the rounded products is the rounded product of the greatest.
-    block_amax = block_amaxes(call) * call.headroom
+    block_amax = block_amaxes(call)
     amax, stored = _amaxes(call, groups, block_amax)
     encode = encode_scale(amax, call.e4m3_max)
 

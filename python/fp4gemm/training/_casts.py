@@ -84,7 +84,7 @@ def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor | None) -> NVFP4Ten
         raise RuntimeError("the recipe quantizes no weight")
     options = _quantizers.keywords(recipe.w, None, recipe.hadamard_signs, None)
     if amax is not None:
-        options["amax"] = amax * options.get("headroom", 1.0)  # a given amax includes the headroom
+        options["amax"] = amax
     made: NVFP4Tensor = quantize(weight, **options)
     return made
 

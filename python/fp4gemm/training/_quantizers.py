@@ -22,7 +22,7 @@ from ..ops import operators
 from ..ops import options as option_checks
 from ..ops.quantize import QuantizeCall
 from ..quantize import quantize, quantize_both
-from .recipe import HEADROOM, Cast
+from .recipe import Cast
 
 __all__ = ["along", "both", "keywords"]
 
@@ -34,9 +34,7 @@ _DEFAULTS = option_checks.defaults_of(option_checks.QuantizeOptions)
 # The fields of Cast that are keywords of the quantizers as they are: all but those that keywords() adds, and
 # the source, which is no keyword.
 _PLAIN_FIELDS = tuple(
-    each.name
-    for each in dataclasses.fields(Cast)
-    if each.name not in ("hadamard", "stochastic", "headroom", "source")
+    each.name for each in dataclasses.fields(Cast) if each.name not in ("hadamard", "stochastic", "source")
 )
 # The options of the operators around the state, which a call has, in their order.
 _FIELDS = QuantizeCall._fields
@@ -63,8 +61,6 @@ def keywords(cast: Cast, hadamard: str | None, signs: int, state: Tensor | None)
         options |= {"hadamard": hadamard, "hadamard_signs": signs}
     if cast.stochastic:
         options |= {"stochastic": True, "rng_state": state}
-    if cast.has_headroom:
-        options["headroom"] = HEADROOM
     return options
 
 

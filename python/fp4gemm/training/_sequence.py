@@ -121,7 +121,7 @@ def _gathered_rows(
     if not is_per_row:
         amax = rows.abs().amax().float().view(1) if rows.numel() else rows.new_zeros(1, dtype=torch.float32)
         all_reduce(amax, op=dist.ReduceOp.MAX, group=sharding.group)
-        options["amax"] = amax * options.get("headroom", 1.0)  # a given amax includes the headroom
+        options["amax"] = amax
     t: NVFP4Tensor = quantize(rows, **options)
     parts = [t.codes, t.compact_scales().view(torch.uint8)]
     if is_per_row:

@@ -11,7 +11,6 @@ from ..ops import options as option_checks
 __all__ = ["DEQUANTIZED", "PRESETS", "Cast", "Operand", "Recipe", "resolve"]
 
 DEQUANTIZED: Literal["dequantized"] = "dequantized"
-HEADROOM = 17 / 16
 _SOURCES = ("original", "rowwise")
 _SAVED = ("quantized", "original")
 _PAIRS = (("x", "w"), ("dy", "w_t"), ("dy_t", "x_t"))  # the operands of fprop, dgrad and wgrad
@@ -29,9 +28,6 @@ class Cast:
         block: (1, 16), or (16, 16) for weights: then the copies for fprop and dgrad have the same codes.
         hadamard: None, "bf16" or "fp32": the 16x16 Hadamard transform along the blocks, for wgrad alone.
         stochastic: codes are rounded stochastically, for gradients.
-        headroom: 1.0, or 17/16: the amax that is measured is multiplied by it before it is used, so that
-            fewer elements are clipped and stochastic rounding is closer to unbiased (Quartet II), and each
-            step of the rounding is wider. No preset has it.
         four_over_six: None, "mae" or "mse": each block chooses between two scales.
         e4m3_max: None, 448 or 256: the bound of the block scales; None is 256 with four_over_six, else 448.
         encode: "te", or "te_per_token" as TransformerEngine's #3045.
@@ -41,21 +37,19 @@ class Cast:
     Raises:
         TypeError, ValueError: naming the field that has another type or value.
         NotImplementedError: naming the field that excludes another: block (16, 16) with scaling "row",
-            encode "te_per_token", hadamard, stochastic or headroom; four_over_six with encode "te_per_token",
-            hadamard, stochastic or headroom.
+            encode "te_per_token", hadamard or stochastic; four_over_six with encode "te_per_token", hadamard
+            or stochastic.
     """
 
     scaling: Literal["row", "tensor"] = "row"
     block: tuple[int, int] = (1, 16)
     hadamard: Literal["bf16", "fp32"] | None = None
     stochastic: bool = False
-    headroom: float = 1.0
     four_over_six: Literal["mae", "mse"] | None = None
     e4m3_max: Literal[448, 256] | None = None
     encode: Literal["te", "te_per_token"] = "te"
     source: Literal["original", "rowwise"] = "original"
-    # No fields, but derived, hence types in comments.
-    has_headroom = False  # torch.compile takes a float of an object for a variable
+    # No field, but derived, hence its type in a comment.
     numbers = ()  # type: tuple[int, ...]  # of the operators, but for hadamard_signs
 
     def __post_init__(self) -> None:
@@ -63,8 +57,15 @@ class Cast:
         own = {name: getattr(self, name) for name in defaults if hasattr(self, name)}
         made = option_checks.operator_arguments(defaults | own)
         _checks.is_one_of("source", self.source, _SOURCES)
-        object.__setattr__(self, "has_headroom", self.headroom != 1.0)
         object.__setattr__(self, "numbers", tuple(int(made[name]) for name in _NUMBERS))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickle or a copy; a pickle of an older version has the option headroom as well."""
+        if state.get("headroom", 1.0) != 1.0:
+            got = state["headroom"]
+            raise ValueError(f"headroom: got {got} in a pickled Cast, must be 1.0; the option was removed")
+        removed = ("headroom", "has_headroom")
+        self.__dict__.update({name: value for name, value in state.items() if name not in removed})
 
     def __hash__(self) -> int:
         return hash(self.numbers)  # equal casts have equal numbers; each call of a layer looks casts up
@@ -74,12 +75,8 @@ class Cast:
         return all(getattr(self, name) == getattr(other, name) for name in _OF_ONE_PASS)
 
 
-# The fields that two casts of one pass have in common: all but hadamard, and has_headroom for headroom.
-_OF_ONE_PASS = tuple(
-    "has_headroom" if each.name == "headroom" else each.name
-    for each in dataclasses.fields(Cast)
-    if each.name != "hadamard"
-)
+# The fields that two casts of one pass have in common: all but hadamard.
+_OF_ONE_PASS = tuple(each.name for each in dataclasses.fields(Cast) if each.name != "hadamard")
 Operand = Cast | Literal["dequantized"] | None
 Casts = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -175,8 +172,6 @@ class Recipe:
 def _pair(rows: Operand, columns: Operand, signs: int) -> Casts | None:
     """The casts of a tensor in both directions as the operators of a step have them, or None."""
     if not isinstance(rows, Cast) or not isinstance(columns, Cast) or columns.source != "original":
-        return None
-    if rows.has_headroom or columns.has_headroom:
         return None
     of_columns = (*columns.numbers, 0 if columns.hadamard is None else signs, int(columns.stochastic))
     return (*rows.numbers, 0, int(rows.stochastic)), of_columns
