@@ -410,7 +410,7 @@ def test_arguments_stay() -> None:
     assert same_bits(fused(x), fused(hidden_states=x, scale=1.0, flag=True))
     assert not same_bits(fused(x), fused(x, 2.0))
     source = inspect.getsource(fused.forward)
-    assert "def forward(self, /, hidden_states, scale=None, *, flag=None):" in source
+    assert "def forward(self, hidden_states, scale=None, *, flag=None):" in source
     assert "self.norm2(residual = hidden_states, x = mul)" in source
 
 

@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
-from .capture import END, REST, STAR, Capture
+from .capture import END, REST, STAR
 from .flow import Captures
 
 ADDS = "_adds_residuals"  # an attribute of the classes made here: the norms and MLPs that add
@@ -45,9 +45,12 @@ def add_residuals(
             continue
         if (node.target in norms and _add_before(node)) or (node.target in mlps and _add_after(node)):
             adding.append(str(node.target))
+    for node in reversed(graph.nodes):
+        if node.target is operator.getitem and not node.users:  # of ``h, _ = self.attention(x)``
+            graph.erase_node(node)
     if not adding:
         return f"the forward of {cls.__name__} does not add their results to a residual"
-    owner.__class__ = _class_with(owner, graph, capture, tuple(adding))
+    owner.__class__ = _class_with(owner, graph, tuple(adding))
     return tuple(adding)
 
 
@@ -107,19 +110,17 @@ class _Signature(CodeGen):
         super().__init__()
         without = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
         # The values of the defaults are set in the function.
-        self._parameters = inspect.Signature(
-            [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
-            + [p if p.default is p.empty else p.replace(default=None) for p in without]
-        )
+        first, *others = [p if p.default is p.empty else p.replace(default=None) for p in without]
+        self._parameters = inspect.Signature([first.replace(name="self"), *others])
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options: Any) -> str:
         return f"def forward{self._parameters}:"
 
 
-def _class_with(owner: torch.nn.Module, graph: Graph, capture: Capture, adding: tuple[str, ...]) -> Any:
+def _class_with(owner: torch.nn.Module, graph: Graph, adding: tuple[str, ...]) -> Any:
     """A subclass of the same name with the forward of the graph."""
     cls: Any = type(owner)
-    graph.set_codegen(_Signature(capture.signature))
+    graph.set_codegen(_Signature(inspect.signature(cls.forward)))
     graph.on_generate_code(lambda _: _with_rest)
     code = graph.python_code("self")
     key = cls, code.src, tuple((name, id(value)) for name, value in code.globals.items())
