@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from .. import _checks
+from ..nn._classes import become
 from ..training import _functions
 from ..training.grouped_linear import GroupedLinear
 from ..training.moe import MoE
@@ -80,6 +81,6 @@ class ParallelExperts(ParallelStyle):
             for name, parameter in layer.named_parameters(recurse=False):
                 shards = distribute_tensor(parameter.detach(), device_mesh, [Shard(0)])
                 layer.register_parameter(name, torch.nn.Parameter(shards, parameter.requires_grad))
-            layer.__class__ = _ShardedGroupedLinear
+            become(layer, _ShardedGroupedLinear)
         module.ep = self._made[key]
         return module

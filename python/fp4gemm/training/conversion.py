@@ -15,11 +15,13 @@ from torch.nn.parameter import is_lazy
 from .. import _checks
 from ..nn import _candidates, _transformers
 from ..nn._candidates import Filter, Pattern
+from ..nn._classes import become
 from ..nn._float import float_weights, kept_by_default
 from ..nn.report import FloatWeight, Row, table
 from . import stacked_experts
 from ._checks import STEP
 from ._layer import RecipeLayer, check_layer
+from .cache import WeightCache
 from .grouped_linear import GroupedLinear
 from .linear import Linear
 from .recipe import PRESETS, Recipe, resolve
@@ -317,17 +319,13 @@ def _shape(module: torch.nn.Module) -> tuple[int, ...]:
 
 
 def _convert(module: torch.nn.Module, recipe: Recipe) -> None:
-    """Change the class of the module, so that whatever holds it, its parameters or its hooks stays valid."""
+    """Let the module itself train by a recipe."""
     if not isinstance(module, torch.nn.Linear):
         stacked_experts.convert(module, recipe)
         return
-    linear = module
-    if not isinstance(linear, Linear):
-        fresh = Linear(STEP, STEP, bias=False, recipe=recipe, device="meta")
-        linear.__class__ = Linear
-        for name, value in vars(fresh).items():
-            vars(linear).setdefault(name, value)
-    cast(Linear, linear).recipe = recipe
+    if not isinstance(module, Linear):
+        become(module, Linear, _recipe=recipe, cache=WeightCache())
+    cast(Linear, module).recipe = recipe
 
 
 def _named(recipe: Recipe | None) -> str:

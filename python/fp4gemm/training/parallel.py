@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from .. import _checks
+from ..nn._classes import become
 from . import _casts, _functions
 from . import _checks as checks
 from ._sequence import OnEveryRank, ScatterSum, Sharding, gathered_linear
@@ -121,13 +122,6 @@ def _check(module: object, mesh: DeviceMesh, what: str) -> Linear:
     return module
 
 
-def _made(layer: Linear, kind: type[_ShardedLinear], sharding: Sharding) -> torch.nn.Module:
-    """The layer itself with the forward pass of its style."""
-    layer.__class__ = kind
-    layer._sharding = sharding  # type: ignore[assignment]
-    return layer
-
-
 class SequenceColwiseParallel(ColwiseParallel):
     """Shards the rows of W of a :class:`Linear`, and gathers the tokens of x in NVFP4.
 
@@ -165,7 +159,8 @@ class SequenceColwiseParallel(ColwiseParallel):
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         layer = _check(module, device_mesh, "out_features")
         self._partition_linear_fn("", layer, device_mesh)
-        return _made(layer, _ColwiseLinear, Sharding(device_mesh, self.sequence_dim))
+        become(layer, _ColwiseLinear, _sharding=Sharding(device_mesh, self.sequence_dim))
+        return layer
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(sequence_dim={self.sequence_dim})"
@@ -198,7 +193,8 @@ class SequenceRowwiseParallel(RowwiseParallel):
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         layer = _check(module, device_mesh, "in_features")
         self._partition_linear_fn("", layer, device_mesh)
-        return _made(layer, _RowwiseLinear, Sharding(device_mesh, self.sequence_dim))
+        become(layer, _RowwiseLinear, _sharding=Sharding(device_mesh, self.sequence_dim))
+        return layer
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(sequence_dim={self.sequence_dim})"

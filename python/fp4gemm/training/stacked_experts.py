@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import _checks
 from ..experts import Routing, route
 from ..nn import _transformers
+from ..nn._classes import become, subclass
 from ..nn._hooks import hooks_of
 from . import _casts, _functions, _routing
 from . import _checks as checks
@@ -117,11 +118,6 @@ class StackedExperts(RecipeLayer):
     def extra_repr(self) -> str:
         return self._recipe_repr()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class is made at run time, so that pickle would not find it by its name.
-        _, _, *state = cast(Any, super().__reduce_ex__(protocol))
-        return _new, (_original_of(type(self)),), *state
-
 
 def _routed(ids: Tensor, weights: Tensor, num_tokens: int, num_experts: int) -> Routing:
     """The rows of the experts. Raises unless each pair of a token and a slot has a row and a weight."""
@@ -175,32 +171,20 @@ def convert(module: torch.nn.Module, recipe: Recipe) -> None:
     """Let a module of experts train by a recipe; it stays the same object."""
     if not isinstance(module, StackedExperts):
         _, hidden, intermediate, _ = sizes_of(module)
-        vars(module).update(
+        become(
+            module,
+            _converted(cast(Any, type(module))),
             in_features=hidden,
             out_features=intermediate,
             _recipe=recipe,
             cache=WeightCache(),
-            # Not through setattr: it is a child of the module already, by the name act_fn.
             _silu=cast(Any, module).act_fn if _transformers.has_swiglu(module) else None,
         )
-        module.__class__ = _converted(cast(Any, type(module)))
     cast(StackedExperts, module).recipe = recipe
 
 
 @functools.cache
 def _converted(original: Any) -> Any:
-    """The class of converted modules of a class, under its name, since libraries look for names."""
-    names = {"__module__": original.__module__, "__doc__": StackedExperts.__doc__}
-    return type(original.__name__, (StackedExperts, original), names)
-
-
-def _original_of(made: type) -> type:
-    return next(
-        c for c in made.__mro__ if issubclass(c, torch.nn.Module) and not issubclass(c, StackedExperts)
-    )
-
-
-def _new(original: type) -> Any:
-    """An instance without its attributes, which pickle and copy assign."""
-    made = _converted(original)
-    return made.__new__(made)
+    """The class of converted modules of a class."""
+    members = {"__doc__": StackedExperts.__doc__}
+    return subclass(original, (StackedExperts, original), members, _converted, original)

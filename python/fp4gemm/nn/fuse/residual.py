@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
+from .._classes import become
 from .capture import END, REST, STAR
 from .flow import Captures
 
@@ -50,7 +51,7 @@ def add_residuals(
             graph.erase_node(node)
     if not adding:
         return f"the forward of {cls.__name__} does not add their results to a residual"
-    owner.__class__ = _class_with(owner, graph, tuple(adding))
+    become(owner, _class_with(owner, graph, tuple(adding)))
     return tuple(adding)
 
 
@@ -157,6 +158,6 @@ def _unmade(cls: Any, adding: tuple[str, ...]) -> Any:
 
 def _set_state(self: Any, state: dict[str, Any]) -> None:
     cls, adding = getattr(type(self), ADDS)
-    self.__class__ = cls
+    become(self, cls)
     cls.__setstate__(self, state)
     add_residuals(Captures(), self, adding, adding)
