@@ -32,8 +32,7 @@ from fp4gemm.integrations.serving import weights as serving_weights
 from fp4gemm.kernel_table import KernelInfo
 from fp4gemm.ops import options as _options
 from fp4gemm.ops.options import SIGNS
-from fp4gemm.training import _casts as training_casts
-from fp4gemm.training import _forms as training_forms
+from fp4gemm.training import _copies as training_copies
 
 __all__ = [
     "MIN_CALLS",
@@ -63,8 +62,7 @@ __all__ = [
     "sets",
     "streams_prepacked",
     "time_interleaved",
-    "training_casts",
-    "training_forms",
+    "training_copies",
 ]
 
 

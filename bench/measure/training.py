@@ -20,8 +20,7 @@ from .library import (
     occupied_groups,
     operator_arguments,
     product_difference,
-    training_casts,
-    training_forms,
+    training_copies,
 )
 from .verify import difference, off_by
 
@@ -258,7 +257,7 @@ def by_qdq(copies: Copies) -> Results:
     ):
         of = state if shift == 0 else None  # of the presets, gradients alone are rounded stochastically
         casts = [getattr(recipe, name) for name in names]
-        made = training_casts.both(t, casts[0], casts[1], recipe, of, offs, offs)
+        made = training_copies.both(t, casts[0], casts[1], recipe, of, offs, offs)
         values += [one.dequantize(torch.bfloat16) for one in made]
     x, x_t, w, w_t, dy, dy_t = values
     return qdq_products(copies, (x, w, dy, w_t, dy_t, x_t))
@@ -316,8 +315,8 @@ def _first(checks: Sequence[tuple[str, Tensor, Tensor, Tensor]]) -> str | None:
 
 def parts(operands: Operands, recipe: Recipe, state: Tensor) -> dict[str, Callable[[], object]]:
     """The calls that a layer makes in a step, by name: its quantizers and its three products."""
-    p, o, offs = training_casts, operands, operands.offs
-    decoded = training_forms.are_converted(o.x)
+    p, o, offs = training_copies, operands, operands.offs
+    decoded = training_copies.are_converted(o.x)
 
     def cast(t: Tensor, first: str | None, second: str | None, lefts: tuple[bool, bool]) -> Any:
         casts = [None if name is None else getattr(recipe, name) for name in (first, second)]
@@ -327,10 +326,10 @@ def parts(operands: Operands, recipe: Recipe, state: Tensor) -> dict[str, Callab
     copies_of_w = lambda: p.kept_copies(o.weight, recipe, state, Anew())  # noqa: E731
     x, x_t = cast(o.x, "x", "x_t", of_x)()
     dy, dy_t = cast(o.dy, "dy", "dy_t", of_dy)()
-    kept = copies_of_w()
+    kept, kept_t = copies_of_w()
     shape = o.weight.shape
-    w = p.rebuilt(kept[:3], recipe.w, recipe, shape=shape)
-    w_t = p.rebuilt(kept[3:], recipe.w_t, recipe, shape=torch.Size((*shape[:-2], shape[-1], shape[-2])))
+    w = p.rebuilt(kept, recipe.w, recipe, shape=shape)
+    w_t = p.rebuilt(kept_t, recipe.w_t, recipe, shape=torch.Size((*shape[:-2], shape[-1], shape[-2])))
     made: dict[str, Callable[[], object]] = {
         "quantize W and its transpose": copies_of_w,
         "quantize x and its transpose": cast(o.x, "x", "x_t", of_x),

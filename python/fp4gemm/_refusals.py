@@ -15,8 +15,11 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
-__all__ = ["REFUSALS", "REFUSED", "UNEXPLAINED", "explained"]
+from . import _checks
+
+__all__ = ["REFUSALS", "REFUSED", "UNEXPLAINED", "explained", "made_again"]
 
 # What a refusal is: a RuntimeError of an operator on a GPU or of torch's dispatcher; the CPU implementations
 # raise the others, too. Any other exception is not caught.
@@ -66,6 +69,20 @@ def explained(
             stacklevel=3,
         )
     return result
+
+
+def made_again(
+    place: str,
+    refusal: Exception,
+    x: Tensor,
+    checked: Callable[_P, _R],
+    *args: _P.args,
+    **kwargs: _P.kwargs,
+) -> _R:
+    """As :func:`explained`; a tensor x that has to be copied before a kernel reads it is no refusal."""
+    if not _checks.is_readable(x):
+        return checked(*args, **kwargs)
+    return explained(place, refusal, checked, *args, **kwargs)
 
 
 def _forget(error: BaseException, refusal: BaseException) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 from fp4gemm import training
-from fp4gemm.training import _casts
+from fp4gemm.training import _copies
 from torch import Tensor
 
 M, K, N = 512, 256, 384
@@ -60,8 +60,8 @@ def of_weight(recipe: str) -> float:
     (layer,) = layers(recipe, 1)
     if recipe == "torch":
         return 0.0
-    parts = _casts.weight_copies(layer.weight, training.resolve(recipe), None, True, True)
-    return sum(t.nbytes for t in parts if t is not None) / layer.weight.numel()
+    copies = _copies.weight_copies(layer.weight, training.resolve(recipe), None, True, True)
+    return sum(t.nbytes for parts in copies for t in parts if t is not None) / layer.weight.numel()
 
 
 def table() -> list[str]:

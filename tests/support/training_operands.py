@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from fp4gemm import NVFP4Tensor
-from fp4gemm.training import _forms, _functions, _gradients, _step
+from fp4gemm.training import _copies, _step
 from torch import Tensor
 
 
@@ -19,7 +19,7 @@ class Caught(NamedTuple):
     d: Tensor
 
 
-PRODUCTS = ((_functions, "fprop"), (_gradients, "dgrad"), (_gradients, "wgrad"))
+PRODUCTS = ((_step, "fprop"), (_step, "dgrad"), (_step, "wgrad"))
 
 
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def catch(monkeypatch: pytest.MonkeyPatch) -> dict[str, Caught]:
     and test_step.py say that other forms and the operators of a step give the same.
     """
     apart(monkeypatch)
-    monkeypatch.setattr(_forms, "are_converted", lambda x: False)
+    monkeypatch.setattr(_copies, "are_converted", lambda x: False)
     caught: dict[str, Caught] = {}
 
     def recorded(module: Any, name: str) -> Any:

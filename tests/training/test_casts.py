@@ -11,7 +11,7 @@ import pytest
 import torch
 from fp4gemm import records
 from fp4gemm.ops import options as option_checks
-from fp4gemm.training import Cast, Recipe, _casts, _quantizers
+from fp4gemm.training import Cast, Recipe, _copies
 from torch import Tensor
 
 STATE = torch.tensor([7, 8])
@@ -64,16 +64,15 @@ def x(gen: torch.Generator) -> Tensor:
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_copy_is_that_of_the_option(name: str, is_plain: bool, x: Tensor) -> None:
     fields = SAMPLES[name]
-    cast, recipe = Cast(**fields), Recipe(dy_t=Cast(hadamard="fp32"), x_t=Cast(hadamard="fp32"))
-    recipe = recipe.replace(hadamard_signs=SIGNS)
+    cast = Cast(**fields)
     options = dict(fields)
     if name == "hadamard":
         options["hadamard_signs"] = SIGNS
     if name == "stochastic":
         options["rng_state"] = STATE
     given = x if is_plain else x.t().contiguous().t()  # the operator does not read the second as it is
-    for make, axis in ((_casts.rows, -1), (_casts.columns, 0)):
-        got = make(given, cast, recipe, STATE)
+    for axis in (-1, 0):
+        got = _copies.along(given, axis, cast, SIGNS, STATE)
         want = fp4gemm.quantize(x, axis=axis, **options)
         assert torch.equal(got.codes, want.codes)
         assert torch.equal(got.scales.view(torch.uint8), want.scales.view(torch.uint8))
@@ -83,7 +82,7 @@ def test_a_copy_is_that_of_the_option(name: str, is_plain: bool, x: Tensor) -> N
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_the_keywords_of_a_cast_have_each_field(name: str) -> None:
-    made = _quantizers.keywords(Cast(**SAMPLES[name]), SAMPLES[name].get("hadamard"), SIGNS, STATE)
+    made = _copies.keywords(Cast(**SAMPLES[name]), SAMPLES[name].get("hadamard"), SIGNS, STATE)
     assert made[name] == SAMPLES[name][name]
 
 

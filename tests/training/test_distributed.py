@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fp4gemm import training
-from fp4gemm.training import _casts, cache, fsdp
+from fp4gemm.training import _copies, cache, fsdp
 from fp4gemm.training._gathered import transposed
 from processes import in_two_processes
 from torch import Tensor
@@ -229,7 +229,7 @@ def test_an_amax_over_all_ranks_has_the_bits_of_a_measured_one() -> None:
     weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
     cast = training.Cast(scaling="tensor")
     recipe = training.Recipe(x=training.Cast(), w=cast, w_t="dequantized")
-    got, want = (_casts.weight_rows(weight, recipe, a) for a in (weight.abs().amax().view(1), None))
+    got, want = (_copies.weight_rows(weight, recipe, a) for a in (weight.abs().amax().view(1), None))
     assert_equal([got.codes, got.compact_scales().float(), got.amax],
                  [want.codes, want.compact_scales().float(), want.amax])  # fmt: skip
 
@@ -239,9 +239,10 @@ def test_a_gathered_weight_is_rounded_by_the_state_of_the_layer() -> None:
     w_t = training.Cast(source="rowwise", stochastic=True)
     recipe = training.Recipe(x=training.Cast(), w=training.Cast(), dy=training.Cast(), w_t=w_t)
     state = torch.tensor([7, 123])
-    want = _casts.weight_copies(weight, recipe, state, True, True)
-    got = _casts.weight_copies(gathered(fp4gemm.quantize(weight), weight.dtype), recipe, state, True, True)
-    assert_equal([t.float() for t in got], [t.float() for t in want])
+    want = _copies.weight_copies(weight, recipe, state, True, True)
+    got = _copies.weight_copies(gathered(fp4gemm.quantize(weight), weight.dtype), recipe, state, True, True)
+    for parts, wanted in zip(got, want, strict=True):
+        assert_equal([t.float() for t in parts], [t.float() for t in wanted])
 
 
 def test_a_gathered_weight_refuses_other_functions() -> None:

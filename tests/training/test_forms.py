@@ -8,7 +8,7 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import training
-from fp4gemm.training import _forms
+from fp4gemm.training import _copies
 from helpers import assert_bits
 from torch import Tensor
 from training_cases import RECIPES, Step
@@ -69,7 +69,7 @@ def test_converted_operands_have_the_same_bits(
 ) -> None:
     arguments = (RECIPES[name], groups, is_kept, is_shared, m, torch.device("cpu"))
     want = step(*arguments)
-    monkeypatch.setattr(_forms, "are_converted", lambda x: True)
+    monkeypatch.setattr(_copies, "are_converted", lambda x: True)
     for got, wanted in zip(step(*arguments), want, strict=True):
         assert_bits(got, wanted)
 
@@ -90,7 +90,7 @@ def test_what_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     apart(monkeypatch)
     for module, name in PRODUCTS:
         monkeypatch.setattr(module, name, caught(module, name))
-    monkeypatch.setattr(_forms, "are_converted", lambda x: True)
+    monkeypatch.setattr(_copies, "are_converted", lambda x: True)
     decoded, prepacked, packed = fp4gemm.DecodedTensor, fp4gemm.PrepackedTensor, fp4gemm.NVFP4Tensor
     for preset in ("nvidia", "per_token"):
         step(training.PRESETS[preset], False, True, False, 64, torch.device("cpu"))
@@ -103,8 +103,8 @@ def test_what_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_devices_without_nvfp4_tensor_cores_convert(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(_forms.support, "streams_prepacked", lambda device: asked.append(device) or True)
-    assert not _forms.are_converted(torch.zeros(1))
+    monkeypatch.setattr(_copies.support, "streams_prepacked", lambda device: asked.append(device) or True)
+    assert not _copies.are_converted(torch.zeros(1))
     assert not asked
 
 

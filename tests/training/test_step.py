@@ -10,7 +10,7 @@ import pytest
 import torch
 from fp4gemm import training
 from fp4gemm.ops import operators
-from fp4gemm.training import Recipe, _forms, _step, functional
+from fp4gemm.training import Recipe, _copies, _step, functional
 from helpers import assert_bits
 from op_checks import assert_fake_is_real, opcheck
 from torch import Tensor
@@ -91,7 +91,7 @@ def test_a_step_has_the_bits_of_single_calls(
     recipe, *are_operators = PASSES[name]
     step(recipe, device)  # the first quantization and product on a device are not made by these operators
     called.clear()
-    monkeypatch.setattr(_forms, "are_converted", lambda x: is_converted)
+    monkeypatch.setattr(_copies, "are_converted", lambda x: is_converted)
     training.mark_step()
     caches = (training.WeightCache(), training.WeightCache()) if is_converted else (None, None)
     got = step(recipe, device, is_converted, caches[0], torch.float32)
@@ -203,7 +203,7 @@ def test_bad_arguments(place: int, value: Any, message: str, device: torch.devic
 @pytest.mark.parametrize("decoded", [False, True], ids=["packed", "decoded"])
 @pytest.mark.parametrize("name", [name for name, (_, *are_operators) in PASSES.items() if all(are_operators)])
 def test_gpu_operators_equal_cpu(name: str, decoded: bool, cuda: torch.device) -> None:
-    if decoded and not _forms.are_converted(torch.zeros(1, device=cuda)):
+    if decoded and not _copies.are_converted(torch.zeros(1, device=cuda)):
         pytest.skip("this GPU reads packed operands alone")
     recipe = PASSES[name][0]
     want, got = (arguments(recipe, decoded, device) for device in (torch.device("cpu"), cuda))

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from .. import _checks, records
 from ..layout import record_bytes
-from ..training import _casts
-from ..training import _checks as training_checks
+from ..training import _copies
+from ..training._autograd import autocast_dtype, without_autocast
 from ..training.recipe import DEQUANTIZED, Cast, Recipe
 from ..training.shared_input import QuantizedInput
 from ._arguments import E4M3_MAX, Arrived, Handle, agree_on_dtype, check_capture, ids_of
@@ -81,7 +81,7 @@ class _Dispatch(torch.autograd.Function):
             arrived = arrive(ep, ids, sent, row_bytes, lambda out: _write(x, out), weights)
             rows = _values(arrived, d, x.dtype)
         else:
-            packed = _casts.rows(x, cast, Recipe(x=cast, w=cast), None)
+            packed = _copies.along(x, -1, cast, Recipe(x=cast, w=cast).hadamard_signs, None)
 
             def write(out: Tensor) -> None:
                 records.make_records(packed, out)
@@ -144,12 +144,12 @@ class _Combine(torch.autograd.Function):
 
 def _travelling_cast(recipe: Recipe | None, x: Tensor) -> Cast | None:
     """The cast in which x travels, or None if the layers need more of it than its codes."""
-    if recipe is None or recipe.x is None or training_checks.autocast_dtype(x) not in (None, x.dtype):
+    if recipe is None or recipe.x is None or autocast_dtype(x) not in (None, x.dtype):
         return None
     x_t = recipe.x_t
     follows = x_t == DEQUANTIZED or (isinstance(x_t, Cast) and x_t.source == "rowwise")
     is_row = recipe.x.scaling == "row" and not recipe.x.stochastic
-    is_row = is_row and _casts.scale_bound(recipe.x) == E4M3_MAX
+    is_row = is_row and _copies.scale_bound(recipe.x) == E4M3_MAX
     return recipe.x if is_row and (follows or not torch.is_grad_enabled()) else None
 
 
@@ -176,12 +176,12 @@ def dispatch(
     if cast is None or recipe is None:
         return rows, of_rows, handle
     a, offs, is_recording = found[0], handle.offs, torch.is_grad_enabled()
-    with torch.no_grad(), _casts.without_autocast(x):
+    with torch.no_grad(), without_autocast(x):
         x_t = None
         if is_recording and isinstance(recipe.x_t, Cast):
-            x_t = _casts.columns(rows.detach(), recipe.x_t, recipe, None, offs)
-    parts = (*_casts.parts_of(a), *_casts.parts_of(x_t))
-    return QuantizedInput(rows, recipe, offs, rows, rows.detach(), offs, None, parts), of_rows, handle
+            x_t = _copies.along(rows.detach(), 0, recipe.x_t, recipe.hadamard_signs, None, offs)
+    copies = _copies.parts_of(a), _copies.parts_of(x_t)
+    return QuantizedInput(rows, recipe, offs, rows, rows.detach(), offs, None, *copies), of_rows, handle
 
 
 def combine(ep: ExpertParallel, y: Tensor, handle: Handle) -> Tensor:

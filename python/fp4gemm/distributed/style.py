@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from .. import _checks
 from ..nn._classes import become
-from ..training import _functions
+from ..training import functional
 from ..training.grouped_linear import GroupedLinear
 from ..training.moe import MoE
 from ..training.parallel import ShardCache
@@ -31,7 +31,7 @@ class _ShardedGroupedLinear(GroupedLinear):
             raise NotImplementedError("weight.main_grad: is set, must not be with DTensor weights")
         bias = None if self.bias is None else cast(DTensor, self.bias).to_local()
         cache = None if self.cache is None else ShardCache(self.cache, weight)
-        return _functions.grouped_linear(x, weight.to_local(), offs, bias, self._recipe, cache=cache)
+        return functional.grouped_linear(x, weight.to_local(), offs, bias, self._recipe, cache=cache)
 
 
 class ParallelExperts(ParallelStyle):

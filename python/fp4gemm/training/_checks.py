@@ -11,8 +11,16 @@ from .._transforms import refuse_transform
 STEP = _checks.K_STEP_MM  # of features: fprop sums over k and dgrad over n
 
 
-def operands(x: object, weight: object, bias: object, rank: int, is_plain: bool) -> Tensor:
-    """Check the operands of a layer whose weight has this rank; return x, converted to autocast's dtype.
+def arguments(
+    x: object,
+    weight: object,
+    bias: object,
+    rank: int,
+    is_plain: bool,
+    state: object = None,
+    cache: object = None,
+) -> None:
+    """Check the arguments of a layer whose weight has this rank.
 
     Features are free where is_plain: the recipe quantizes nothing.
     """
@@ -35,26 +43,19 @@ def operands(x: object, weight: object, bias: object, rank: int, is_plain: bool)
         _checks.has_dtype("bias", bias, _checks.FLOAT_DTYPES)
         _checks.has_shape("bias", bias, (*weight.shape[:-1],))
         _checks.same_device("bias", bias, x.device, "x")
-    dtype = autocast_dtype(x)
-    return x if dtype is None else x.to(dtype)
+    if cache is not None:
+        is_cache(cache)
+    if state is not None:
+        random_state(state, x.device)
 
 
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast wants on the device of x, or None where it is off."""
-    return torch.get_autocast_dtype(x.device.type) if is_under_autocast(x) else None
+def random_state(value: object, device: torch.device) -> Tensor | None:
+    """Check and return the random state that a caller passes, or None."""
+    return None if value is None else _checks.exact_vector("state", value, 2, torch.int64, device, "x")
 
 
-def is_under_autocast(x: Tensor) -> bool:
-    """Whether autocast is on for the device of x."""
-    # torch.compile of torch 2.11 cannot trace torch.amp.is_autocast_available.
-    kind = x.device.type
-    return kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
-
-
-def cache(value: object) -> None:
-    """Raise TypeError unless value is None or has the methods of a WeightCache."""
-    if value is None:
-        return
+def is_cache(value: object) -> None:
+    """Raise TypeError unless value has the methods of a WeightCache."""
     has_methods = callable(getattr(value, "keeps", None)) and callable(getattr(value, "get", None))
     if isinstance(value, type) or not has_methods:
         raise TypeError(

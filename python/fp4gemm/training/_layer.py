@@ -6,7 +6,7 @@ from typing import Any
 
 from .. import _checks
 from . import _checks as checks
-from ._casts import Cache
+from ._copies import Cache
 from .cache import WeightCache, after_load
 from .recipe import PRESETS, Recipe, resolve
 

@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _checks
 from ..containers.nvfp4 import NVFP4Tensor
-from ..products import fprop
 from ..quantize import quantize
-from . import _casts, _forms, _functions, _gradients, _plain, _quantizers, _state
 from . import _checks as checks
-from ._once import first_only
+from . import _copies, _step, functional
+from ._autograd import autocast, first_only, without_autocast
+from ._copies import NO_PARTS, OF_X, Parts
+from ._step import Step
 from .recipe import DEQUANTIZED, Cast, Recipe
-from .shared_input import dense_ends
 
 __all__ = ["OnEveryRank", "ScatterSum", "Sharding", "gathered_linear"]
 
@@ -117,7 +117,7 @@ def _gathered_rows(
     rows = x.reshape(-1, x.shape[-1])
     m, k = rows.shape
     is_per_row = cast.scaling == "row"
-    options = _quantizers.keywords(cast, None, recipe.hadamard_signs, state)
+    options = _copies.keywords(cast, None, recipe.hadamard_signs, state)
     if not is_per_row:
         amax = rows.abs().amax().float().view(1) if rows.numel() else rows.new_zeros(1, dtype=torch.float32)
         all_reduce(amax, op=dist.ReduceOp.MAX, group=sharding.group)
@@ -145,7 +145,7 @@ def _has_whole_blocks(shape: torch.Size, sharding: Sharding) -> bool:
     """
     inner = math.prod(shape[sharding.dim : -1])
     total = sharding.mesh.size() * math.prod(shape[:-1])
-    return total > 0 and inner % _checks.BLOCK == 0 and dense_ends(total, torch.device("meta")) is None
+    return total > 0 and inner % _checks.BLOCK == 0 and total % _copies.ROWS == 0
 
 
 def _is_cast_by_ranks(recipe: Recipe, shape: torch.Size, sharding: Sharding) -> bool:
@@ -154,26 +154,23 @@ def _is_cast_by_ranks(recipe: Recipe, shape: torch.Size, sharding: Sharding) -> 
     return is_of_x and _has_whole_blocks(shape, sharding)
 
 
-def _own_columns(
-    x: Tensor, cast: Cast, recipe: Recipe, state: Tensor | None, sharding: Sharding
-) -> _casts.Parts:
+def _own_columns(x: Tensor, cast: Cast, recipe: Recipe, state: Tensor | None, sharding: Sharding) -> Parts:
     """The rank's blocks of the copy (k, m) of all ranks' tokens for wgrad, of this rank's x (..., k).
 
     A first cast measures the amax of each feature, or of the tensor, rotated as the cast rotates; a MAX
     all-reduce of these k numbers, or of one, precedes the cast that is kept.
     """
     rows = x.reshape(-1, x.shape[-1])
-    measured = _casts.columns(rows, dataclasses.replace(cast, stochastic=False), recipe, None)
+    signs = recipe.hadamard_signs
+    measured = _copies.along(rows, 0, dataclasses.replace(cast, stochastic=False), signs, None)
     amax = measured.amax.clone()
     all_reduce(amax, op=dist.ReduceOp.MAX, group=sharding.group)
-    options = _quantizers.keywords(cast, cast.hadamard, recipe.hadamard_signs, state)
+    options = _copies.keywords(cast, cast.hadamard, signs, state)
     own: NVFP4Tensor = quantize(rows, axis=0, amax=amax, **options)
-    return own.codes, own.compact_scales(), amax
+    return Parts(own.codes, own.compact_scales(), amax)
 
 
-def _gathered_columns(
-    own: _casts.Parts, shape: torch.Size, e4m3_max: int, sharding: Sharding
-) -> _casts.Parts:
+def _gathered_columns(own: Parts, shape: torch.Size, e4m3_max: int, sharding: Sharding) -> Parts:
     """The parts of the copy (k, m) of all ranks' tokens, of each rank's blocks; shape: that of its x.
 
     One all-gather moves 9 bytes for each block: its codes and its scale.
@@ -189,7 +186,7 @@ def _gathered_columns(
     made = NVFP4Tensor._of_compact(
         packed[..., :half].flatten(1).contiguous(), packed[..., half].contiguous(), amax, e4m3_max
     )
-    return _casts.parts_of(made)
+    return _copies.parts_of(made)
 
 
 class _GatheredProduct(torch.autograd.Function):
@@ -197,79 +194,64 @@ class _GatheredProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        call: _gradients.Call,
-        sharding: Sharding,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        state: Tensor | None,
-        *copies: Tensor | None,
+        ctx: Any, step: Step, sharding: Sharding, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        recipe, (needs_dx, needs_dw, _) = call.recipe, call.needs
+        recipe, needs_dw = step.plan.recipe, step.plan.needs[1]
         if not isinstance(recipe.x, Cast):
             raise RuntimeError("the recipe quantizes no x")
-        of_x = _state.stream(state, _state.OF_X, recipe.x, recipe.x_t)
+        of_x = _copies.stream(step.state, OF_X, recipe.x, recipe.x_t)
         x_q = _gathered_rows(x, recipe.x, recipe, of_x, sharding)
-        w = _casts.rebuilt(copies[:3], recipe.w, recipe, shape=call.weight_shape)
-        y = fprop(x_q, w, bias=bias, out_dtype=x.dtype)
-        ends = dense_ends(x_q.shape[0], x.device)
-        saved = _casts.NO_PARTS
+        y = step.product(x_q, bias, x.dtype)
+        saved = NO_PARTS
         if needs_dw and recipe.x_t == DEQUANTIZED:
-            saved = _casts.parts_of(x_q)
+            saved = _copies.parts_of(x_q)
         elif needs_dw and recipe.save_input == "original":
-            saved = (x, None, None)
+            saved = Parts(x)
         elif needs_dw and isinstance(recipe.x_t, Cast) and recipe.x_t.source == "original":
             saved = _own_columns(x, recipe.x_t, recipe, of_x, sharding)
         elif needs_dw and isinstance(recipe.x_t, Cast):
             values = x_q.dequantize(x.dtype)
-            saved = _casts.parts_of(_casts.columns(values, recipe.x_t, recipe, of_x, ends))
-        has_copies = call.is_cached and recipe.w_t is not None
-        kept = copies if needs_dx and has_copies else (None,) * 6
-        ctx.call, ctx.sharding, ctx.own_shape = call, sharding, x.shape
-        ctx.weight = weight if call.needs[1] and not torch.compiler.is_compiling() else None
+            made = _copies.along(values, 0, recipe.x_t, recipe.hadamard_signs, of_x, step.ends)
+            saved = _copies.parts_of(made)
+        step.save(ctx, weight, saved)
+        ctx.sharding, ctx.own_shape = sharding, x.shape
         tokens = sharding.mesh.size() * x.shape[sharding.dim]
         ctx.shape = (*x.shape[: sharding.dim], tokens, *x.shape[sharding.dim + 1 :])
-        ctx.save_for_backward(*saved, *kept, weight if needs_dx and not has_copies else None, ends, state)
         return y.view(*ctx.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        call, sharding = ctx.call, ctx.sharding
-        recipe, (needs_dx, needs_dw, needs_db) = call.recipe, call.needs
-        *parts, weight, ends, state = ctx.saved_tensors
-        x, copies = tuple(parts[:3]), tuple(parts[3:])
-        dx = dw = db = None
-        given, is_recording = dy, torch.is_grad_enabled()
-        with torch.no_grad(), _casts.without_autocast(dy):
+        sharding: Sharding = ctx.sharding
+        saved, given, is_recording = ctx.saved_tensors, dy, torch.is_grad_enabled()
+        dx = dw = None
+        with torch.no_grad(), without_autocast(dy):
+            step, weight = _step.restored(ctx, saved)
             dy = dy.reshape(-1, dy.shape[-1]).contiguous()
-            first, second = recipe.dy if needs_dx else None, recipe.dy_t if needs_dw else None
-            is_converted = _forms.are_converted(dy)
-            dy_q, dy_t = _casts.both(
-                dy, first, second, recipe, state, None, ends, decoded=(is_converted, is_converted)
-            )
-            if needs_dx:
-                if recipe.w_t is not None and not call.is_cached:
-                    of_w = _state.stream(state, _state.OF_W, recipe.w, recipe.w_t)
-                    copies = _casts.weight_copies(weight, recipe, of_w, False, True)
-                dx = _gradients.input_gradient(call, dy, dy_q, weight, copies, None)
+            dy_q, dy_t = step.copies_of_gradient(dy)
+            if step.plan.needs[0]:
+                dx = step.input_gradient(dy, dy_q, weight)
                 dx = sharding.scatter_sum(dx.view(ctx.shape))
-            if needs_dw:
-                of_x = _state.stream(state, _state.OF_X, recipe.x, recipe.x_t)
-                x_t = recipe.x_t
-                if isinstance(x_t, Cast) and _is_cast_by_ranks(recipe, ctx.own_shape, sharding):
-                    if recipe.save_input == "original":
-                        x = _own_columns(_casts.first(x), x_t, recipe, of_x, sharding)
-                    x = _gathered_columns(x, ctx.own_shape, _casts.scale_bound(x_t), sharding)
-                    call = call._replace(recipe=recipe.replace(save_input="quantized"))
-                elif recipe.save_input == "original":
-                    x = (sharding.gather(_casts.first(x)).flatten(0, -2), None, None)
-                dw = _gradients.weight_gradient(call, dy, dy_t, x, ends, of_x, None)
-            if needs_db:
-                db = _plain.bias_gradient(dy, None).to(call.bias_dtype)
+            if step.plan.needs[1]:
+                x_t = _gathered_input(step, dy.dtype, ctx.own_shape, sharding)
+                dw = step.weight_gradient(dy, dy_t, x_t)
+            db = step.bias_gradient(dy)
         if is_recording:
             dx, dw, db = first_only((dx, dw, db), given, ctx.weight)
-        return None, None, dx, dw, db, *(None,) * 7
+        return None, None, dx, dw, db
+
+
+def _gathered_input(step: Step, dtype: torch.dtype, shape: torch.Size, sharding: Sharding) -> Any:
+    """The right operand of wgrad, of what the ranks saved of their x of this shape."""
+    recipe, saved = step.plan.recipe, step.x_t
+    if isinstance(recipe.x_t, Cast) and _is_cast_by_ranks(recipe, shape, sharding):
+        if recipe.save_input == "original":
+            of_x = _copies.stream(step.state, OF_X, recipe.x, recipe.x_t)
+            saved = _own_columns(_copies.not_cast(saved), recipe.x_t, recipe, of_x, sharding)
+        made = _gathered_columns(saved, shape, _copies.scale_bound(recipe.x_t), sharding)
+        return _copies.rebuilt(made, recipe.x_t, recipe, step.ends, 1)
+    if recipe.save_input == "original":
+        saved = Parts(sharding.gather(_copies.not_cast(saved)).flatten(0, -2))
+    return step.input_of_wgrad(saved, dtype)
 
 
 def gathered_linear(
@@ -277,32 +259,19 @@ def gathered_linear(
     weight: Tensor,
     bias: Tensor | None,
     recipe: Recipe,
-    cache: _casts.Cache | None,
+    cache: _copies.Cache | None,
     sharding: Sharding,
 ) -> Tensor:
     """linear(gathered x, weight, bias) with x gathered in NVFP4 if the recipe quantizes it."""
-    x = checks.operands(x, weight, bias, 2, recipe.is_plain)
+    checks.arguments(x, weight, bias, 2, recipe.is_plain)
+    x = autocast(x)
     if recipe.x is None:
         gathered = _Gather.apply(x, sharding)
-        return _functions.linear(gathered, weight, bias, recipe, cache=cache)
+        return functional.linear(gathered, weight, bias, recipe, cache=cache)
     follows = recipe.x_t == DEQUANTIZED or (isinstance(recipe.x_t, Cast) and recipe.x_t.source == "rowwise")
     if not follows and not _is_cast_by_ranks(recipe, x.shape, sharding):
         recipe = recipe.replace(save_input="original")
-    is_recording = torch.is_grad_enabled()
-    needs = (
-        is_recording and x.requires_grad,
-        is_recording and weight.requires_grad,
-        is_recording and bias is not None and bias.requires_grad,
-    )
-    state = _state.draw(recipe, x.device)
-    of_w = _state.stream(state, _state.OF_W, recipe.w, recipe.w_t)
-    with _casts.without_autocast(x):
-        if cache is not None and _casts.is_kept(weight, recipe, cache):
-            copies, is_cached = _casts.kept_copies(weight, recipe, of_w, cache), True
-        else:
-            copies, is_cached = _casts.weight_copies(weight, recipe, of_w, True, False), False
-        bias_dtype = None if bias is None else bias.dtype
-        shape = weight.shape if is_cached else None
-        call = _gradients.Call(recipe, needs, False, is_cached, weight.dtype, bias_dtype, weight_shape=shape)
-        y: Tensor = _GatheredProduct.apply(call, sharding, x, weight, bias, state, *copies)
+    with without_autocast(x):
+        step = _step.begun(recipe, x, weight, bias, None, cache, ranks=sharding.mesh.size())
+        y: Tensor = _GatheredProduct.apply(step, sharding, x, weight, bias)
     return y

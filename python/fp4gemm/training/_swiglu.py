@@ -12,7 +12,7 @@ from .. import _checks
 from .._transforms import refuse_transform
 from ..ops import operators
 from ..ops.train import SWIGLU_STEP
-from ._once import first_only
+from ._autograd import first_only
 
 __all__ = ["swiglu"]
 

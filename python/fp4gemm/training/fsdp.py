@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _checks
-from . import _casts
+from . import _copies
 from ._gathered import GatheredWeight, Made
 from .conversion import layers_of
 from .recipe import Cast, Recipe
@@ -194,7 +194,7 @@ def _local_parts(
         amax = shard.abs().amax().float().view(1)
         if not is_whole:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
-    t = _casts.weight_rows(shard, recipe, amax)
+    t = _copies.weight_rows(shard, recipe, amax)
     scales = t.compact_scales().view(torch.uint8)
     parts: tuple[Tensor, ...] = (t.codes, scales, t.amax)
     if is_whole:  # a group of one rank, of which torch (2.13) copies the first part alone

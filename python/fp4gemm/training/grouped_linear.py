@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from . import _functions
+from . import functional
 from ._layer import RecipeLayer, check_layer
 from .cache import WeightCache
 from .recipe import Recipe
@@ -74,7 +74,7 @@ class GroupedLinear(RecipeLayer, torch.nn.Module):
         x may be one of :func:`fp4gemm.training.quantize_input`, which knows its offs. Rows from offs[-1] on
         are in no group, and zero.
         """
-        return _functions.grouped_linear(x, self.weight, offs, self.bias, self._recipe, cache=self.cache)
+        return functional.grouped_linear(x, self.weight, offs, self.bias, self._recipe, cache=self.cache)
 
     def extra_repr(self) -> str:
         return (

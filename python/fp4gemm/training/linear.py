@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _functions
+from . import functional
 from ._layer import RecipeLayer, check_layer
 from .cache import WeightCache
 from .recipe import Recipe
@@ -59,7 +59,7 @@ class Linear(RecipeLayer, torch.nn.Linear):
 
         See :func:`fp4gemm.training.functional.linear`.
         """
-        return _functions.linear(input, self.weight, self.bias, self._recipe, cache=self.cache)
+        return functional.linear(input, self.weight, self.bias, self._recipe, cache=self.cache)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self._recipe_repr()}"

@@ -15,7 +15,8 @@ from torch import Tensor
 from .. import _checks
 from ..experts import route
 from ..ops.moe import MAX_EXPERTS
-from . import _casts, _functions, _routing
+from . import _routing
+from ._autograd import unsafe_view, without_autocast
 from ._swiglu import swiglu
 from .grouped_linear import GroupedLinear
 from .linear import Linear
@@ -80,7 +81,7 @@ class Router(torch.nn.Module):
 
         Does not synchronise.
         """
-        with _casts.without_autocast(x):
+        with without_autocast(x):
             logits = torch.nn.functional.linear(x.float(), self.gate.weight.float())
             scores = logits.softmax(-1) if self.score_func == "softmax" else logits.sigmoid()
             chosen = scores.detach() if expert_bias is None else scores.detach() + expert_bias
@@ -278,7 +279,7 @@ class MoE(torch.nn.Module):
         y = self._local(tokens, ids, weights) if self.ep is None else self._parallel(tokens, ids, weights)
         if self.shared_experts is not None:
             y = y + self.shared_experts(tokens)
-        result: Tensor = _functions.unsafe_view(y.to(x.dtype), x.shape)
+        result: Tensor = unsafe_view(y.to(x.dtype), x.shape)
         return result
 
     def _counts(self) -> Tensor:

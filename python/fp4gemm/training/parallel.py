@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from .. import _checks
 from ..nn._classes import become
-from . import _casts, _functions
 from . import _checks as checks
+from . import _copies, functional
 from ._sequence import OnEveryRank, ScatterSum, Sharding, gathered_linear
 from .linear import Linear
 from .shared_input import QuantizedInput
@@ -31,7 +31,7 @@ __all__ = ["SequenceColwiseParallel", "SequenceRowwiseParallel"]
 class ShardCache:
     """A cache of the copies of a DTensor's local shard; to_local() returns a new view in every pass."""
 
-    def __init__(self, cache: _casts.Cache, weight: DTensor) -> None:
+    def __init__(self, cache: _copies.Cache, weight: DTensor) -> None:
         self._cache, self._shard = cache, weight._local_tensor
 
     def keeps(self, weight: Tensor) -> bool:
@@ -66,7 +66,7 @@ class _ShardedLinear(Linear):
             return local
         return x
 
-    def _shard(self) -> tuple[Tensor, _casts.Cache | None]:
+    def _shard(self) -> tuple[Tensor, _copies.Cache | None]:
         """The local weight, and the cache of its copies."""
         weight = cast(DTensor, self.weight)
         if getattr(weight, "main_grad", None) is not None:
@@ -98,7 +98,7 @@ class _RowwiseLinear(_ShardedLinear):
                 "that y is scattered to"
             )
         weight, cache = self._shard()
-        partial = _functions.linear(x, weight, None, self._recipe, cache=cache)
+        partial = functional.linear(x, weight, None, self._recipe, cache=cache)
         y: Tensor = ScatterSum.apply(partial, self._sharding)
         bias = self._bias()
         return y if bias is None else y + OnEveryRank.apply(bias, self._sharding).to(y.dtype)

@@ -107,7 +107,7 @@ class Recipe:
         hadamard_signs: of both operands of wgrad: bit r set negates element r of 16. Omitted where they are
             not rotated.
         seed: mixed into the random numbers of stochastic rounding. They are drawn from torch's default
-            generator of the device, as those of dropout are; see :mod:`fp4gemm.training._state`. A run may
+            generator of the device, as those of dropout are; see :mod:`fp4gemm.training._copies`. A run may
             give it to each of its recipes, also to one that draws no random numbers.
         save_input: what a layer saves of x for wgrad: "quantized", the copy for wgrad, 0.5625 bytes an
             element, or "original", x itself, which suits an x that something else saves anyway.

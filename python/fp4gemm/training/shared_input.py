@@ -9,14 +9,14 @@ from torch import Tensor
 
 from .. import _checks
 from ..containers._base import with_version
-from . import _casts, _forms, _state
 from . import _checks as checks
+from . import _copies
+from ._autograd import autocast_dtype, without_autocast
+from ._copies import Parts
 from ._layer import RecipeLayer
 from .recipe import DEQUANTIZED, Cast, Recipe, resolve
 
 __all__ = ["QuantizedInput", "quantize_input"]
-
-ROWS = 32  # wgrad of a dense layer sums over tokens; other numbers of them become one group of columns
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -38,7 +38,8 @@ class QuantizedInput:
     _values: Tensor  # the same in autocast's dtype, without a gradient
     _ends: Tensor | None  # the groups of the columns
     _state: Tensor | None  # that of x, for a copy that the backward pass makes
-    _parts: _casts.Parts  # of the copy for fprop, then of that for wgrad
+    _copy: Parts  # for fprop
+    _copy_t: Parts  # for wgrad
     _version: int | None = None  # of _values when they were quantized
 
     def __repr__(self) -> str:
@@ -58,7 +59,7 @@ class QuantizedInput:
             )
         is_wanted = torch.is_grad_enabled() and isinstance(weight, Tensor) and weight.requires_grad
         is_saved = recipe.save_input == "quantized" and isinstance(recipe.x_t, Cast)
-        if is_wanted and is_saved and self._parts[3] is None:
+        if is_wanted and is_saved and self._copy_t.codes is None:
             raise ValueError(
                 "x: was quantized without grad mode, must be quantized where gradients are recorded, since "
                 "the layer needs the copy for the gradient of its weight"
@@ -142,26 +143,20 @@ def quantize_input(
     edge = x.reshape(-1, x.shape[-1])
     groups = ends
     if offs is None:
-        ends = dense_ends(edge.shape[0], x.device)
+        ends = _copies.dense_ends(edge.shape[0], x.device)
     draws = any(isinstance(cast, Cast) and cast.stochastic for cast in (recipe.x, recipe.x_t))
-    state = _state.given(state, x.device)
+    state = checks.random_state(state, x.device)
     if state is None and draws:
-        state = _state.draw(recipe, x.device)
-    of_x = _state.stream(state, _state.OF_X, recipe.x, recipe.x_t)
+        state = _copies.draw(recipe, x.device)
+    of_x = _copies.stream(state, _copies.OF_X, recipe.x, recipe.x_t)
     x_t = recipe.x_t if torch.is_grad_enabled() and recipe.save_input == "quantized" else None
-    dtype = checks.autocast_dtype(x)
-    with torch.no_grad(), _casts.without_autocast(x):
+    dtype = autocast_dtype(x)
+    with torch.no_grad(), without_autocast(x):
         values = edge.detach() if dtype is None else edge.detach().to(dtype)
-        decoded = (recipe.x_t != DEQUANTIZED and _forms.are_converted(values), False)
-        made = _casts.both(values, recipe.x, x_t, recipe, of_x, groups, ends, decoded)
-    parts = (*_casts.parts_of(made[0]), *_casts.parts_of(made[1]))
-    version = with_version(values)[1]
-    return QuantizedInput(x, recipe, offs, edge, values, ends, of_x, parts, version)
-
-
-def dense_ends(m: int, device: torch.device) -> Tensor | None:
-    """int32 (1,), the one group of the columns of (m, k), where m is no size that wgrad sums over."""
-    return torch.full((1,), m, dtype=torch.int32, device=device) if m % ROWS or m == 0 else None
+        decoded = (recipe.x_t != DEQUANTIZED and _copies.are_converted(values), False)
+        made, made_t = _copies.both(values, recipe.x, x_t, recipe, of_x, groups, ends, decoded)
+    copies, version = (_copies.parts_of(made), _copies.parts_of(made_t)), with_version(values)[1]
+    return QuantizedInput(x, recipe, offs, edge, values, ends, of_x, *copies, version)
 
 
 def shared(

@@ -17,8 +17,8 @@ from ..experts import Routing, route
 from ..nn import _transformers
 from ..nn._classes import become, subclass
 from ..nn._hooks import hooks_of
-from . import _casts, _functions, _routing
 from . import _checks as checks
+from . import _copies, _routing, functional
 from ._layer import RecipeLayer
 from ._swiglu import swiglu
 from .cache import WeightCache
@@ -30,7 +30,7 @@ __all__ = ["StackedExperts", "convert", "why_not"]
 class _OfParameter(NamedTuple):
     """The cache of a parameter that a product reads through a view, which is a new tensor in each pass."""
 
-    cache: _casts.Cache
+    cache: _copies.Cache
     parameter: Tensor
 
     def keeps(self, weight: Tensor) -> bool:
@@ -113,7 +113,7 @@ class StackedExperts(RecipeLayer):
                 raise ValueError(f"{name}.main_grad: got a tensor, must be None for a transposed stack")
             cache = None if cache is None else _OfParameter(cache, weight)
             weight = weight.transpose(1, 2)
-        return _functions.grouped_linear(rows, weight, offs, bias, self._recipe, cache=cache)
+        return functional.grouped_linear(rows, weight, offs, bias, self._recipe, cache=cache)
 
     def extra_repr(self) -> str:
         return self._recipe_repr()

@@ -1,0 +1,478 @@
+"""The copies that a recipe makes of a tensor: by the quantizers, saved as tensors, put together again.
+
+torch saves tensors for the backward pass, not containers, so a copy is taken apart into its :class:`Parts`.
+The bound of its scales, its signs and its groups follow from the cast and from the call.
+
+The quantizers are called by a cast, whose options were checked when it was made: the operator, or else
+fp4gemm.quantize or quantize_both while a graph is traced, for a stack or a tensor that the kernels do not
+read as it is, before the first call on a device, and where the operator refuses the call, which the checks
+then explain (:mod:`fp4gemm._refusals`).
+
+The random numbers of stochastic rounding come from int64 (2,) states {seed, offset}, one for each call of a
+layer. A state is drawn in the forward pass, on the device, from torch's default generator, and saved for the
+backward pass. So it follows the rules that torch has for dropout: torch.utils.checkpoint draws the same
+state again, a captured CUDA graph draws a new one in each replay, and a run that restores the state of the
+generator (``torch.get_rng_state``) continues as if it had not been interrupted. A layer has no random state
+of its own, which a recomputation would advance twice and DistributedDataParallel would broadcast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .. import support
+from .._refusals import REFUSALS, made_again
+from ..containers.decoded import DecodedTensor
+from ..containers.nvfp4 import NVFP4Tensor
+from ..containers.prepacked import PrepackedTensor, prepack
+from ..ops import operators
+from ..ops import options as option_checks
+from ..ops.quantize import QuantizeCall
+from ..quantize import quantize, quantize_both
+from ._gathered import GatheredWeight, transposed
+from .recipe import DEQUANTIZED, Cast, Operand, Recipe
+
+__all__ = [
+    "NO_PARTS",
+    "OF_DY",
+    "OF_W",
+    "OF_X",
+    "Cache",
+    "Copy",
+    "Parts",
+    "along",
+    "are_converted",
+    "both",
+    "dense_ends",
+    "draw",
+    "is_kept",
+    "kept_copies",
+    "keywords",
+    "not_cast",
+    "parts_of",
+    "rebuilt",
+    "scale_bound",
+    "stream",
+    "weight_copies",
+    "weight_rows",
+]
+
+Copy = NVFP4Tensor | DecodedTensor | PrepackedTensor
+
+
+class Parts(NamedTuple):
+    """The tensors of a copy; each is None where there is no copy.
+
+    A decoded or prepacked copy (:func:`are_converted`) has its values or bytes in place of the codes, and no
+    scales. A tensor that is saved in place of a copy is ``codes`` alone.
+    """
+
+    codes: Tensor | None = None
+    scales: Tensor | None = None
+    amax: Tensor | None = None
+
+
+NO_PARTS = Parts()
+
+
+# ---- random numbers
+
+# What each tensor adds to the offset. Copies along axis 0 add 1 more, and matrix e of a stack 2e.
+OF_DY, OF_X, OF_W = 0, 2, 4
+_MULTIPLIER = 6364136223846793005  # Knuth's MMIX: spreads seeds and ranks over 64 bits
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    return 0
+
+
+def _mixed(seed: int) -> int:
+    """An int64 of seed and rank, 0 for seed 0 on rank 0."""
+    bits = (seed * _MULTIPLIER + _rank()) * _MULTIPLIER % 2**64
+    return bits - 2**64 if bits >= 2**63 else bits
+
+
+def draw(recipe: Recipe, device: torch.device) -> Tensor | None:
+    """Draw int64 (2,), {seed, offset}, or return None if the recipe rounds nothing stochastically.
+
+    The seed of the recipe and the rank of the process are added, so that the ranks of a data-parallel run
+    round differently even if all of them call torch.manual_seed with the same number.
+    """
+    if not recipe.draws:
+        return None
+    state = torch.randint(-(2**63), 2**63 - 1, (2,), device=device, dtype=torch.int64)
+    mixed = _mixed(recipe.seed)
+    return state + mixed if mixed else state
+
+
+def stream(state: Tensor | None, shift: int, *casts: Operand) -> Tensor | None:
+    """{seed, offset + shift}, the state of one of the tensors of a call; None if none of its casts draws.
+
+    A state that nothing reads would cost four launches.
+    """
+    if state is None:
+        return None
+    for cast in casts:
+        if isinstance(cast, Cast) and cast.stochastic:
+            return state if shift == 0 else torch.stack((state[0], state[1] + shift))
+    return None
+
+
+# ---- the quantizers by a cast
+
+_QUANTIZE = operators.below_wrapper(operators.quantize)
+_QUANTIZE_DECODED = operators.below_wrapper(operators.quantize_decoded)
+_QUANTIZE_BOTH = operators.below_wrapper(operators.quantize_both)
+_READY = support.READY["quantize"]
+_DEFAULTS = option_checks.defaults_of(option_checks.QuantizeOptions)
+# The fields of Cast that are keywords of the quantizers as they are: all but those that keywords() adds, and
+# the source, which is no keyword.
+_PLAIN_FIELDS = tuple(
+    each.name for each in dataclasses.fields(Cast) if each.name not in ("hadamard", "stochastic", "source")
+)
+# The options of the operators around the state, which a call has, in their order.
+_FIELDS = QuantizeCall._fields
+_BEFORE = _FIELDS[_FIELDS.index("block_rows") + 1 : _FIELDS.index("rng_state")]
+_AFTER = _FIELDS[_FIELDS.index("rng_state") + 1 : _FIELDS.index("offs")]
+_is_compiling = torch.compiler.is_compiling
+
+
+class _Options(NamedTuple):
+    """The operators' arguments for a cast."""
+
+    per_row: bool
+    block_rows: int
+    before: tuple[Any, ...]  # from block_rows to rng_state
+    after: tuple[Any, ...]  # from rng_state to offs
+    e4m3_max: int
+    hadamard_signs: int | None  # of the container
+
+
+def keywords(cast: Cast, hadamard: str | None, signs: int, state: Tensor | None) -> dict[str, Any]:
+    """The keywords of fp4gemm.quantize for a cast; ``hadamard`` is that of the copy."""
+    options: dict[str, Any] = {name: getattr(cast, name) for name in _PLAIN_FIELDS}
+    if hadamard is not None:
+        options |= {"hadamard": hadamard, "hadamard_signs": signs}
+    if cast.stochastic:
+        options |= {"stochastic": True, "rng_state": state}
+    return options
+
+
+@functools.lru_cache(maxsize=256)
+def _options(cast: Cast, hadamard: str | None, signs: int) -> _Options:
+    made = option_checks.operator_arguments({**_DEFAULTS, **keywords(cast, hadamard, signs, None)})
+    return _Options(
+        made["per_row"],
+        made["block_rows"],
+        tuple(made[name] for name in _BEFORE),
+        tuple(made[name] for name in _AFTER),
+        made["e4m3_max"],
+        None if hadamard is None else signs,
+    )
+
+
+def _is_plain(x: Tensor, cast: Cast, state: Tensor | None) -> bool:
+    """Whether the operators may be called with x as it is; a state that is not given must be drawn first."""
+    return (
+        not _is_compiling()
+        and type(x) is Tensor
+        and x.dim() == 2
+        and x.is_contiguous()
+        and x.get_device() in _READY
+        and not (cast.stochastic and state is None)
+    )
+
+
+def along(
+    x: Tensor,
+    axis: int,
+    cast: Cast,
+    signs: int,
+    state: Tensor | None,
+    offs: Tensor | None = None,
+    decoded: bool = False,
+    amax: Tensor | None = None,
+) -> Any:
+    """The copy (m, k) with blocks along axis -1, or (k, m) with blocks along axis 0.
+
+    Args:
+        x: (m, k), or a stack (g, n, k), whose copy is a stack.
+        signs: hadamard_signs of the recipe. state: {seed, offset} of x.
+        offs: the groups, of rows along axis -1 and of columns along axis 0.
+        amax: that of the whole tensor, if it was measured before.
+
+    Returns:
+        An NVFP4Tensor, or a DecodedTensor.
+    """
+    if not _is_plain(x, cast, state):
+        return _checked_along(x, axis, cast, signs, state, offs, decoded, amax)
+    per_row, block_rows, before, after, bound, own_signs = _options(cast, cast.hadamard, signs)
+    own_state = state if cast.stochastic else None
+    rest = (*before, own_state, *after, offs)
+    try:
+        if decoded:
+            data, found = _QUANTIZE_DECODED(x, amax, per_row, axis, *rest)
+        else:
+            codes, scales, found = _QUANTIZE(x, amax, per_row, axis, block_rows, *rest)
+    except REFUSALS as error:
+        args = (x, axis, cast, signs, state, offs, decoded, amax)
+        return made_again("fp4gemm.training: quantize", error, x, _checked_along, *args)
+    found = found if amax is None else amax
+    dim = 1 if axis == 0 and offs is not None else 0
+    if decoded:
+        return DecodedTensor._trusted(data, found, bound, own_signs, offs, dim)
+    return NVFP4Tensor._trusted(codes, scales, found, bound, offs, own_signs, dim)
+
+
+def _checked_along(
+    x: Tensor,
+    axis: int,
+    cast: Cast,
+    signs: int,
+    state: Tensor | None,
+    offs: Tensor | None,
+    decoded: bool,
+    amax: Tensor | None,
+) -> NVFP4Tensor | DecodedTensor:
+    options = keywords(cast, cast.hadamard, signs, state)
+    options |= {"axis": axis, "offs": offs, "amax": amax}
+    return quantize(x, decoded=decoded, **options)
+
+
+def _in_one_pass(
+    x: Tensor, cast: Cast, hadamard: str | None, signs: int, state: Tensor | None, offs: Tensor | None
+) -> tuple[NVFP4Tensor, NVFP4Tensor]:
+    """fp4gemm.quantize_both of x; ``hadamard`` is that of the second copy."""
+    if not _is_plain(x, cast, state):
+        return _checked_both(x, cast, hadamard, signs, state, offs)
+    per_row, block_rows, before, after, bound, own_signs = _options(cast, hadamard, signs)
+    own_state = state if cast.stochastic else None
+    try:
+        codes, scales, found, codes_t, scales_t, found_t = _QUANTIZE_BOTH(
+            x, None, None, per_row, block_rows, *before, own_state, *after, offs
+        )
+    except REFUSALS as error:
+        args = (x, cast, hadamard, signs, state, offs)
+        return made_again("fp4gemm.training: quantize_both", error, x, _checked_both, *args)
+    return (
+        NVFP4Tensor._trusted(codes, scales, found, bound, offs),
+        NVFP4Tensor._trusted(codes_t, scales_t, found_t, bound, offs, own_signs, 0 if offs is None else 1),
+    )
+
+
+def _checked_both(
+    x: Tensor, cast: Cast, hadamard: str | None, signs: int, state: Tensor | None, offs: Tensor | None
+) -> tuple[NVFP4Tensor, NVFP4Tensor]:
+    return quantize_both(x, offs=offs, **keywords(cast, hadamard, signs, state))
+
+
+# ---- both directions
+
+ROWS = 32  # wgrad of a dense layer sums over tokens; other numbers of them become one group of columns
+
+
+def dense_ends(m: int, device: torch.device) -> Tensor | None:
+    """int32 (1,), the one group of the columns of (m, k), where m is no size that wgrad sums over."""
+    return torch.full((1,), m, dtype=torch.int32, device=device) if m % ROWS or m == 0 else None
+
+
+def both(
+    x: Tensor,
+    of_rows: Operand,
+    of_columns: Operand,
+    recipe: Recipe,
+    state: Tensor | None,
+    offs: Tensor | None = None,
+    ends: Tensor | None = None,
+    decoded: tuple[bool, bool] = (False, False),
+) -> tuple[Any, Any]:
+    """The copies along axis -1 and along axis 0, each by its cast, in one pass where the casts allow it.
+
+    Args:
+        x: (m, k), or a stack (g, n, k).
+        of_rows, of_columns: a cast, or something else for a copy that is not wanted.
+        offs: the groups of the rows. ends: the groups of the columns, the same or one group of all rows.
+        decoded: whether the first and the second are decoded. The first is not if the second is cast from
+            its values. One pass makes packed copies alone; where it is given up, x is read as often, and the
+            product decodes no operand.
+
+    Returns:
+        A container each, or None.
+    """
+    signs = recipe.hadamard_signs
+    if isinstance(of_rows, Cast) and isinstance(of_columns, Cast):
+        hadamard = of_columns.hadamard
+        is_packed = offs is ends and not (decoded[0] or decoded[1])
+        has_one_amax = of_rows.scaling == "tensor" and hadamard is None and offs is None and ends is None
+        if (is_packed or has_one_amax) and of_rows.is_one_pass_with(of_columns):
+            if is_packed:
+                return _in_one_pass(x, of_rows, hadamard, signs, state, offs)
+            made = along(x, -1, of_rows, signs, state, None, decoded[0])
+            return made, along(x, 0, of_columns, signs, state, None, decoded[1], made.amax)
+    follows = isinstance(of_columns, Cast) and of_columns.source == "rowwise"
+    made = None
+    if isinstance(of_rows, Cast):
+        made = along(x, -1, of_rows, signs, state, offs, decoded[0] and not follows)
+    if not isinstance(of_columns, Cast):
+        return made, None
+    if follows and made is not None:
+        x = made.dequantize(x.dtype)
+    return made, along(x, 0, of_columns, signs, state, ends, decoded[1])
+
+
+# ---- parts
+
+
+def are_converted(x: Tensor) -> bool:
+    """Whether products on the device of x decode their left operand, and prepack or decode the right one.
+
+    Where tensor cores read no NVFP4 (Hopper), a product of two NVFP4Tensors converts both in every call.
+    There the left operand is quantized to decoded values, in the pass that quantizes it anyway, and the
+    copies of a weight that a cache keeps are prepacked once. The values of the operands are the same in every
+    form. False while a graph is traced: which kernels a device has is no part of a graph.
+    """
+    return x.is_cuda and not torch.compiler.is_compiling() and support.streams_prepacked(x.device)
+
+
+def parts_of(t: Copy | None) -> Parts:
+    """The tensors of a copy, or of none."""
+    if t is None:
+        return NO_PARTS
+    if isinstance(t, NVFP4Tensor):
+        return Parts(t.codes, t.scales, t.amax)
+    return Parts(t.data, None, t.amax)
+
+
+def scale_bound(cast: Cast) -> int:
+    """e4m3_max of the containers that a cast makes."""
+    return cast.e4m3_max or option_checks.default_bound({"four_over_six": cast.four_over_six})
+
+
+def rebuilt(
+    parts: Parts,
+    cast: Operand,
+    recipe: Recipe,
+    offs: Tensor | None = None,
+    offs_dim: int = 0,
+    shape: torch.Size | None = None,
+) -> Any:
+    """The container of parts that a cast made; shape: that of a copy of a weight, if it is prepacked."""
+    codes, scales, amax = parts
+    if codes is None or amax is None or not isinstance(cast, Cast):
+        raise RuntimeError("a copy that the backward pass needs was not saved")
+    bound = scale_bound(cast)
+    signs = None if cast.hadamard is None else recipe.hadamard_signs
+    dim = 0 if offs is None else offs_dim
+    if scales is not None:
+        return NVFP4Tensor._trusted(codes, scales, amax, bound, offs, signs, dim)
+    if codes.dtype is torch.float16:
+        return DecodedTensor._trusted(codes, amax, bound, signs, offs, dim)
+    if shape is None:
+        raise RuntimeError("the shape of a prepacked copy is not known")
+    return PrepackedTensor._trusted(codes, amax, shape, bound, signs)
+
+
+def not_cast(parts: Parts) -> Tensor:
+    """The tensor itself that was saved in place of a copy."""
+    if parts.codes is None:
+        raise RuntimeError("a tensor that the backward pass needs was not saved")
+    return parts.codes
+
+
+# ---- weights
+
+
+class Cache(Protocol):
+    """What keeps the copies of a weight from one call to the next: :class:`WeightCache`, or one like it."""
+
+    def keeps(self, weight: Tensor) -> bool:
+        """Whether copies of this weight would be kept now; if not, each pass makes those that it needs."""
+        ...
+
+    def get(
+        self, weight: Tensor, make: Callable[[], tuple[Tensor, ...]], variant: Hashable = None
+    ) -> tuple[Tensor, ...]:
+        """Return the result of ``make()`` for this weight and variant, of an earlier call or of one now."""
+        ...
+
+
+def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor | None) -> NVFP4Tensor:
+    """The forward copy of rows of a weight; amax float32 (1,) is that of the whole weight, if given."""
+    if not isinstance(recipe.w, Cast):
+        raise RuntimeError("the recipe quantizes no weight")
+    options = keywords(recipe.w, None, recipe.hadamard_signs, None)
+    if amax is not None:
+        options["amax"] = amax
+    made: NVFP4Tensor = quantize(weight, **options)
+    return made
+
+
+def weight_copies(
+    weight: Tensor, recipe: Recipe, state: Tensor | None, needs_w: bool, needs_w_t: bool
+) -> tuple[Parts, Parts]:
+    """The parts of w and those of w_t: (n, k) and (k, n), or stacks; NO_PARTS for one that is not needed.
+
+    w is made too where w_t is cast from it.
+    """
+    if isinstance(weight, GatheredWeight):
+        return _gathered_copies(weight.quantized(), recipe, state, needs_w_t)
+    needs_w = needs_w or not isinstance(recipe.w_t, Cast) or recipe.w_t.source == "rowwise"
+    with torch.no_grad():
+        w, w_t = both(
+            weight.detach(), recipe.w if needs_w else None, recipe.w_t if needs_w_t else None, recipe, state
+        )
+    return parts_of(w), parts_of(w_t)
+
+
+def _gathered_copies(
+    w: NVFP4Tensor, recipe: Recipe, state: Tensor | None, needs_w_t: bool
+) -> tuple[Parts, Parts]:
+    """weight_copies of a weight of which only the forward copy is there (fsdp.py)."""
+    w_t = None
+    if needs_w_t and isinstance(recipe.w_t, Cast):
+        if recipe.w_t.source == "rowwise":
+            w_t = along(w.dequantize(), 0, recipe.w_t, recipe.hadamard_signs, state)
+        else:
+            w_t = transposed(w)
+    return parts_of(w), parts_of(w_t)
+
+
+def is_kept(weight: Tensor, recipe: Recipe, cache: Cache) -> bool:
+    """Whether the copies of a weight come from the cache: the recipe has some, and the cache keeps them."""
+    has_copies = isinstance(recipe.w, Cast) or isinstance(recipe.w_t, Cast)
+    return recipe.cache_weight and has_copies and cache.keeps(weight)
+
+
+def kept_copies(weight: Tensor, recipe: Recipe, state: Tensor | None, cache: Cache) -> tuple[Parts, Parts]:
+    """weight_copies of both, kept by the cache: only those that the recipe has, and in the kernels' form."""
+    is_converted = are_converted(weight)
+    # The values of a copy that the backward pass dequantizes come from its codes.
+    of_w = recipe.w if is_converted and recipe.w_t != DEQUANTIZED else None
+    of_w_t = recipe.w_t if is_converted else None
+
+    def make() -> tuple[Tensor, ...]:
+        w, w_t = weight_copies(weight, recipe, state, True, True)
+        parts = (*_prepacked(w, of_w, recipe), *_prepacked(w_t, of_w_t, recipe))
+        return tuple(part for part in parts if part is not None)
+
+    kept = cache.get(weight, make, (recipe.w, recipe.w_t))
+    w = w_t = NO_PARTS
+    if isinstance(recipe.w, Cast):
+        w = Parts(*kept[:3]) if of_w is None else Parts(kept[0], None, kept[1])
+    if isinstance(recipe.w_t, Cast):
+        w_t = Parts(*kept[-3:]) if of_w_t is None else Parts(kept[-2], None, kept[-1])
+    return w, w_t
+
+
+def _prepacked(parts: Parts, cast: Operand, recipe: Recipe) -> Parts:
+    """The parts of the copy that these are of, prepacked; the parts themselves if cast is none."""
+    return parts_of(prepack(rebuilt(parts, cast, recipe))) if isinstance(cast, Cast) else parts
