@@ -6,7 +6,7 @@ import pytest
 import torch
 from fp4gemm import training
 from fp4gemm.reference.hadamard import rotate
-from fp4gemm.training import Cast, Recipe, _state
+from fp4gemm.training import Cast, Recipe, _copies
 from helpers import assert_bits
 from torch import Tensor
 from training_operands import catch, codes_as_numbers, step_of
@@ -132,7 +132,7 @@ def test_ranks_draw_different_numbers_and_have_the_same_signs(
     x, dy = torch.randn(64, 64, generator=gen), torch.randn(64, 32, generator=gen)
     codes, signs, seen = [], [], []
     for rank in range(3):
-        monkeypatch.setattr(_state, "_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(_copies, "_rank", lambda rank=rank: rank)
         torch.manual_seed(0)
         seen.append(gradient_of(layer, x, dy))
         codes.append(caught["wgrad"].a.codes)

@@ -165,19 +165,18 @@ def _taken(
 
     x has autocast's dtype, unless the copies of a quantized input take its place.
     """
-    shared = x if isinstance(x, QuantizedInput) else None
-    values = x._values if isinstance(x, QuantizedInput) else x
-    checks.arguments(values, weight, bias, rank, recipe.is_plain, state, cache)
-    if shared is None:
-        return autocast(values), None
-    x, dtype = shared.x, autocast_dtype(shared.x) or shared.x.dtype
-    if dtype != values.dtype:
+    if not isinstance(x, QuantizedInput):
+        checks.arguments(x, weight, bias, rank, recipe.is_plain, state, cache)
+        return autocast(x), None
+    checks.arguments(x._values, weight, bias, rank, recipe.is_plain, state, cache)
+    dtype = autocast_dtype(x.x) or x.x.dtype
+    if dtype != x._values.dtype:
         raise ValueError(
-            f"x: was quantized as {values.dtype}, must be quantized as {dtype}, under the autocast under "
+            f"x: was quantized as {x._values.dtype}, must be quantized as {dtype}, under the autocast under "
             "which the layer is called"
         )
-    shared._checked(recipe, weight)
-    return x.to(values.dtype) if recipe.is_plain else x, shared
+    x._checked(recipe, weight)
+    return x.x.to(dtype) if recipe.is_plain else x.x, x
 
 
 def _apply(
