@@ -25,7 +25,7 @@ Pattern: TypeAlias = str | re.Pattern[str] | Callable[[str, torch.nn.Module], bo
 Filter: TypeAlias = Pattern | Sequence[Pattern]
 # Modules that pass the weights of their linear layers to functions instead of calling the layers.
 READS_WEIGHTS = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
-# The same in transformers (5.20), by name of the class, with the children whose weights are read.
+# Such modules of transformers (5.20), by the name of their class, with the children whose weights they read.
 READS_WEIGHTS_OF = {
     "FalconMambaMixer": {"dt_proj"},
     "JambaMambaMixer": {"dt_proj"},
@@ -80,7 +80,7 @@ def select(
     exclude: list[Pattern] | None,
     types: tuple[type[torch.nn.Linear], ...],
 ) -> None:
-    """Set action and reason of those that the arguments or the defaults keep in float."""
+    """Set action and reason of the candidates that the arguments or the defaults keep in float."""
     kept = kept_by_default(model)
     used: dict[str, set[int]] = {"include": set(), "exclude": set()}  # the patterns that match some candidate
     for c in candidates:
@@ -123,7 +123,7 @@ def refuse_unsupported(
     *,
     raises: bool,
 ) -> None:
-    """Set action and reason of those that cannot be swapped; if there are some and raises: ValueError."""
+    """Set action and reason of candidates that cannot be swapped; raise ValueError for them if ``raises``."""
     owners = dict(model.named_modules(remove_duplicate=False))
     users: dict[int, list[str]] = {}
     for parameter_name, parameter in model.named_parameters(remove_duplicate=False):

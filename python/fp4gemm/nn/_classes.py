@@ -14,7 +14,7 @@ __all__ = ["become", "subclass"]
 
 
 def become(module: torch.nn.Module, kind: type[torch.nn.Module], **attributes: Any) -> None:
-    """Give a module another class, and these attributes.
+    """Set the class of a module to ``kind``, and set the given attributes on the module.
 
     The module stays the same object with the same parameters, buffers, children, hooks and state_dict. An
     attribute is set beside these, not through setattr: a module that is a child already gets no second name.

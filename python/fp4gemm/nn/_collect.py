@@ -46,7 +46,7 @@ class Sums:
 
 
 class Products:
-    """The products of the last input; layers that read the same tensor, as q, k and v do, share them."""
+    """Computes the sums over an input tensor once for all layers that read it, as q, k and v do."""
 
     def __init__(self) -> None:
         self._last: tuple[Tensor, int, bool] | None = None
@@ -72,7 +72,7 @@ class Products:
                 for i in range(0, k, _PANEL):
                     moment[i : i + _PANEL, i:].addmm_(wide[:, i : i + _PANEL].T, wide[:, i:])
         if not x.is_inference():  # which would not count writes
-            # Holding x keeps its address from being given to another tensor.
+            # The reference to x keeps its address from being given to another tensor.
             self._last, self._made = (x, x._version, has_moment), (square, moment)
         return square, moment
 
@@ -84,7 +84,7 @@ class Products:
         return is_view and y.dtype is x.dtype and written == x._version and had_moment == has_moment
 
     def forget(self) -> None:
-        """Free what is held."""
+        """Release the last input and its sums."""
         self._last = self._made = None
 
 
@@ -103,7 +103,7 @@ class Collector:
 
     Args:
         candidates: linear layers, and modules of experts that were read (they have a plan).
-        has_moments: whether second moments are wanted.
+        has_moments: whether second moments are computed.
     """
 
     def __init__(self, candidates: Sequence[Candidate], has_moments: bool) -> None:

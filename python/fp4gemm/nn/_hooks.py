@@ -17,7 +17,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def hooks_of(module: torch.nn.Module) -> list[str]:
-    """The kinds of hooks that another module in the place of this one would drop, not those of accelerate."""
+    """The kinds of hooks, except accelerate's, that are lost when another module replaces this one."""
     found = [name.lstrip("_") for name in HOOKS if getattr(module, name, None)]
     return [*found, "forward"] if "forward" in vars(module) and accelerate_hook(module) is None else found
 

@@ -71,7 +71,7 @@ def check_quantized_weight(weight: object, name: str = "weight", rank: int = 2) 
 
 
 def check_bias(bias: object, *shape: int, device: torch.device, name: str = "bias") -> Tensor:
-    """The bias itself; raises TypeError or ValueError unless it is a float tensor of the shape there."""
+    """Return the bias; raise TypeError or ValueError unless it is a float tensor of the given shape."""
     x = _checks.is_tensor(name, bias)
     _checks.has_dtype(name, x, _checks.FLOAT_DTYPES)
     _checks.has_shape(name, x, shape)

@@ -25,7 +25,7 @@ class WeightLayer(SavedWeight):
     _public = "Linear"  # the class of fp4gemm.nn that a message names
 
     def _adopt(self, weight: NVFP4Tensor, bias: Tensor | None) -> Self:
-        """Hold this weight, whose memory is shared, and a copy of the bias; return the layer, a new one."""
+        """Share the memory of ``weight``, copy the bias, and return the layer, which is a new one."""
         self._hold(
             weight_codes=weight.codes,
             weight_scales=weight.scales,
@@ -46,7 +46,7 @@ class WeightLayer(SavedWeight):
             return self.weight.dequantize(dtype)
 
     def prepack(self) -> Self:
-        """Hold the weight in prepacked form alone from now on, and return the layer.
+        """Replace the codes and block scales by prepacked bytes, and return the layer.
 
         ``forward`` does that by itself where it helps. On the CPU it only costs time. Synchronises, unless
         the weight is prepacked already.
@@ -81,7 +81,8 @@ class WeightLayer(SavedWeight):
                 argument of the kernels and so part of a captured graph. Its amax is that of the layer in
                 shape; one number for a matrix is also accepted where the layer has one for each row. Or a
                 bfloat16, float16 or float32 tensor, which :func:`fp4gemm.quantize` makes NVFP4 with
-                ``weight_scaling`` and ``e4m3_max`` of the layer: 448 is plain rounding, 256 four over six.
+                ``weight_scaling`` and ``e4m3_max`` of the layer: the standard block scales for 448, and four
+                over six for 256.
             bias: bfloat16, float16 or float32 (n,) or (g, n); None keeps the bias.
 
         Raises:
@@ -98,7 +99,10 @@ class WeightLayer(SavedWeight):
     def _new_weight(
         self, weight: object, bias: object = None, names: tuple[str, str] = ("weight", "bias")
     ) -> dict[str, Tensor]:
-        """What an update writes, by the name of the buffer, after all its checks.
+        """Check the arguments of an update, and return the tensors that it writes, by the name of the buffer.
+
+        The tensors are codes and block scales, or prepacked bytes, as the layer stores them; ``names`` are
+        the names of the arguments in errors.
 
         It has the form that the layer holds; ``names`` are those of the arguments.
         """
@@ -145,7 +149,7 @@ class WeightLayer(SavedWeight):
             return {**parts, PREPACKED: prepack(new).data}
 
     def _write(self, parts: dict[str, Tensor]) -> None:
-        """Copy the parts into the buffers; nothing here can fail."""
+        """Copy the tensors of an update into the buffers, after all checks, so that nothing can fail."""
         held = self._buffers
         is_inference = any(held[name].is_inference() for name in parts)  # type: ignore[union-attr]
         with torch.inference_mode(is_inference), torch.no_grad():

@@ -21,7 +21,7 @@ DATA_FREE, METHODS = get_args(DataFree), get_args(Method)
 
 
 def chosen_method(method: object, calibration: object, sequential: object) -> Method:
-    """The method of quantize_model; None stands for the best that the calibration allows.
+    """The method of quantize_model; None selects the best method that the calibration allows.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what it must be.
@@ -94,7 +94,7 @@ class Quantizer:
         return made.to(w.dtype)
 
     def made(self, w: Tensor, known: InputStatistics | None, amax: Tensor | None = None) -> NVFP4Tensor:
-        """The weight by the method, with these statistics on its device; amax is given or measured."""
+        """Quantize w by the method with the statistics ``known``; amax is given, or measured from w."""
         if self.method == "round":
             return quantize(w, scaling=self._scaling, amax=amax)
         if self.method == "four-over-six":
@@ -122,7 +122,7 @@ class Quantizer:
         return quantize(w, scaling=self._scaling, amax=amax, scale_search="mse", importance=importance)
 
     def _complete(self, known: InputStatistics) -> InputStatistics:
-        """The statistics, those of experts with fewer than k tokens completed by the means over all experts.
+        """Complete the statistics of experts with fewer than k tokens by the means over all experts.
 
         With N_e tokens, H_e becomes ``(N_e H_e + (k - N_e) H) / k``, H the mean over all tokens of the layer.
         """
@@ -138,8 +138,9 @@ class Quantizer:
 
 
 def completed(own: InputStatistics, of_all: InputStatistics) -> InputStatistics:
-    """Statistics of one expert, or of a stack, with those over the tokens of all experts in place of the
-    tokens that fail to be k.
+    """Statistics of an expert, or of each expert of a stack, completed to k tokens.
+
+    The means ``of_all`` over the tokens of all experts take the place of the missing tokens.
     """
     part = (own.num_tokens / own.k).clamp(max=1).float()
 

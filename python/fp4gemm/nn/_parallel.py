@@ -27,7 +27,7 @@ __all__ = ["DividedExperts", "check_exchange", "forward"]
 
 
 class DividedExperts(torch.nn.Module):
-    """A module whose state is that of all ranks if it has an exchange.
+    """A module whose state_dict has the experts of all ranks if it exchanges tokens between ranks.
 
     The entries of its children are then DTensors with the placement Shard(0), over the memory that the
     children hold, and not plain tensors: those would have one name and other contents on each rank, of which
@@ -37,7 +37,7 @@ class DividedExperts(torch.nn.Module):
     ep: ExpertParallel | None = None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's. With ``ep`` the stacks are DTensors (num_experts, ...), placement Shard(0)."""
+        """Return the state_dict; with ``ep`` the stacks are DTensors (num_experts, ...), Shard(0)."""
         state = super().state_dict(*args, **kwargs)
         if self.ep is None:
             return state

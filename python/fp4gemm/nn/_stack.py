@@ -15,7 +15,7 @@ from ._state import BOUND, PREPACKED, version
 
 
 class HeldWeight(NamedTuple):
-    """A stack in the form in which the operators take it."""
+    """The tensors of a stack as the operators take them: codes and block scales, or prepacked bytes."""
 
     data: Tensor  # codes (g, n, k/2), or prepacked bytes (g, bytes)
     scales: Tensor | None  # None: prepacked
@@ -77,7 +77,7 @@ class StackedWeight(WeightLayer):
         return made._adopt(weight, bias)
 
     def forward(self, quantizes: bool = True) -> HeldWeight:
-        """The weight in the form that is held; prepacked first where the device streams that form.
+        """The tensors of the weight, prepacked first where the kernels of the device read prepacked weights.
 
         Args:
             quantizes: whether the product quantizes its tokens.
@@ -145,7 +145,7 @@ def interleaved(x: Tensor) -> Tensor:
 
 
 def interleaved_stack(w: NVFP4Tensor) -> NVFP4Tensor:
-    """The same of a quantized stack; exact, since the blocks lie along k."""
+    """A quantized stack with rows interleaved as by :func:`interleaved`; exact, since blocks lie along k."""
     scales = interleaved(w.compact_scales().view(torch.uint8))
     amax = w.amax if w.amax.shape[1] == 1 else interleaved(w.amax)
     return NVFP4Tensor._of_compact(interleaved(w.codes), scales, amax, w.e4m3_max).to(w.dtype)
@@ -154,7 +154,10 @@ def interleaved_stack(w: NVFP4Tensor) -> NVFP4Tensor:
 def mixed(
     w: Tensor | NVFP4Tensor, bias: Tensor | None, shape: tuple[int, ...]
 ) -> tuple[Tensor | NVFP4Tensor, Tensor | None]:
-    """A weight and a bias with interleaved halves; what has not the shape is left for the checks to name."""
+    """A weight and a bias whose halves are interleaved.
+
+    A tensor of another shape is returned unchanged, so that the checks that follow name it.
+    """
     is_plain = isinstance(w, Tensor) or (isinstance(w, NVFP4Tensor) and w.offs is None)
     if is_plain and tuple(w.shape) == shape:
         w = interleaved(w.detach()) if isinstance(w, Tensor) else interleaved_stack(w)

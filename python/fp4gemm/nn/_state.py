@@ -44,7 +44,7 @@ def new_buffers(shape: tuple[int, ...], num_amax: int, device: torch.device | No
 
 
 def ordered(buffers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """The same in the order in which a new layer has them."""
+    """The buffers of a weight in the order in which a new layer has them."""
     return {name: buffers[name] for name in (*ORDER, *buffers) if name in buffers}
 
 
@@ -79,7 +79,7 @@ def bound_problem(value: Any) -> str | None:
 
 
 def with_bound(state_dict: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
-    """The same checkpoint with the bound where a layer has it: from the extra state, or 448 by default."""
+    """The state_dict with e4m3_max under the key of its buffer: from the extra state, or 448 by default."""
     extra, bound = prefix + EXTRA_STATE, prefix + BOUND
     if prefix + WEIGHT_BUFFERS[0] not in state_dict or (extra not in state_dict and bound in state_dict):
         return state_dict

@@ -25,7 +25,7 @@ Progress = Callable[[int, int, str], object]
 
 
 class Swapper:
-    """Sets ``swapped``, ``method`` and ``output_error`` of candidates; the model stays as it is."""
+    """Sets ``swapped``, ``method`` and ``output_error`` of candidates; the model does not change."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ def statistics_of(c: Candidate, statistics: Mapping[str, InputStatistics]) -> di
 
 @contextlib.contextmanager
 def _rounded(candidates: Sequence[Candidate]) -> Iterator[None]:
-    """Give the float modules the values of their NVFP4 weights while this is open."""
+    """Give the float modules the values of their NVFP4 weights until the context ends."""
     held: list[tuple[Tensor, Tensor]] = []
     try:
         for c in candidates:
@@ -128,7 +128,7 @@ def _rounded(candidates: Sequence[Candidate]) -> Iterator[None]:
 
 
 def _values(c: Candidate) -> Iterator[tuple[Tensor, Tensor]]:
-    """The float parameters of a module, and what their NVFP4 weights stand for."""
+    """The float parameters of a module, and the values of the NVFP4 weights that were made from them."""
     if isinstance(c.module, torch.nn.Linear) and isinstance(c.swapped, Linear):
         yield c.module.weight, c.swapped.dequantize_weight()
     elif c.plan is not None and isinstance(c.swapped, Experts):

@@ -174,7 +174,7 @@ def between(module: torch.nn.Module, x: Tensor, expert: int) -> Tensor:
 def with_plain_attention(config: Any) -> Any:
     """A copy of a configuration that chooses the attention which each model writes in functions of torch.
 
-    What is no configuration of transformers is returned as it is.
+    An object that is not a configuration of transformers is returned unchanged.
     """
     if getattr(config, "_attn_implementation", None) is None:
         return config

@@ -88,7 +88,7 @@ class Walk:
 
     @contextlib.contextmanager
     def placed(self, block: int) -> Iterator[None]:
-        """Bring a block to the device of the walk while this is open."""
+        """Bring a block to the device of the walk until the context ends."""
         module = self.blocks[block]
         places = {name: p.device for name, p in module.named_parameters()}
         if self._device is None:
@@ -201,7 +201,7 @@ def _blocks(model: torch.nn.Module, candidates: Sequence[Candidate]) -> tuple[st
 
 @contextlib.contextmanager
 def _patched(module: torch.nn.Module, forward: Any) -> Iterator[None]:
-    """Give a module another forward while this is open."""
+    """Give a module another forward until the context ends."""
     own = vars(module).get("forward")
     module.forward = forward
     try:

@@ -23,10 +23,10 @@ _EXCHANGE = threading.RLock()
 
 
 class WeightModule(torch.nn.Module):
-    """A module with an NVFP4 weight (n, k) or (g, n, k), held once: as codes and scales, or prepacked.
+    """A module that stores an NVFP4 weight (n, k) or (g, n, k): as codes and block scales, or prepacked.
 
-    Prepacked bytes keep their address until the module moves, since a captured CUDA graph may read them. A
-    form that is not held is absent from the buffers, rather than None, which torch.export (2.13) counts
+    Prepacked bytes keep their address until the module moves, since a captured CUDA graph may read them. The
+    buffers of the form that is not stored are absent, rather than None, which torch.export (2.13) counts
     wrongly.
 
     A buffer may be replaced by one of its dtype and shape, or written in place, unless the bound changes in
@@ -38,7 +38,7 @@ class WeightModule(torch.nn.Module):
     num_matrices: int = 0  # g of a stack; 0: one matrix
     weight_amax: Tensor
     bias: Tensor | None
-    # The dtype of the float weight that this one stands for: module.weight.dtype. No buffer has it.
+    # The dtype of the float weight before quantization, which module.weight.dtype returns. No buffer has it.
     dtype: torch.dtype = torch.float32
     _e4m3_max: int  # the value of the buffer BOUND, which forward must not read: that would synchronise
     _has_weight: bool
@@ -106,12 +106,12 @@ class WeightModule(torch.nn.Module):
         return unprepack(self._prepacked())
 
     def _hold_part(self, name: str, value: Tensor) -> None:
-        """Codes or scales alone; the other part is what a read of it gives."""
+        """Set the codes alone or the block scales alone; prepacked bytes are converted back first."""
         self._hold_canonical()
         self._hold(**{name: value})
 
     def _hold(self, **changed: Tensor | None) -> None:
-        """Set buffers, or remove those that are None; the others stay."""
+        """Set the given buffers, and remove those that are given as None; all other buffers stay."""
         gone = {name for name, value in changed.items() if value is None}
         held = {name: t for name, t in {**self._buffers, **changed}.items() if name not in gone}
         if PREPACKED in held:
@@ -229,22 +229,22 @@ class WeightModule(torch.nn.Module):
     def _requantized(self, weight: Tensor) -> NVFP4Tensor:
         """A float weight, or some rows of one, as NVFP4 with the scaling and the bound of this layer.
 
-        A layer of the bound 448 was rounded plainly. The bound 256 is that of all other methods, of which
-        four over six needs no data.
+        A layer whose e4m3_max is 448 has the standard block scales, and so has the new weight. All other
+        methods have the e4m3_max 256; the new weight then gets four over six, which needs no calibration.
         """
         adaptive: Literal["mse"] | None = "mse" if self.e4m3_max == min(_checks.E4M3_BOUNDS) else None
         return quantize(weight.detach(), scaling=self.weight_scaling, four_over_six=adaptive)
 
     @property
     def weight_scaling(self) -> WeightScaling:
-        """ "row" or "tensor": what weight_amax holds one number for."""
+        """ "row" or "tensor": whether weight_amax has a number for each row or one for the whole matrix."""
         return "tensor" if self.weight_amax.shape[-1] == 1 else "row"
 
     def _is_prepacked(self) -> bool:
         return PREPACKED in self._buffers
 
     def _hold_prepacked(self, place: Tensor | None = None) -> None:
-        """Prepack the weight, into ``place`` if that is given, and free codes and scales."""
+        """Prepack the weight, into the tensor ``place`` if that is given, and free codes and block scales."""
         with _EXCHANGE:
             # Not an inference tensor, so that load_state_dict may write it later.
             with torch.inference_mode(False), torch.no_grad():
@@ -259,7 +259,7 @@ class WeightModule(torch.nn.Module):
             self._hold(weight_prepacked=data, weight_codes=None, weight_scales=None)
 
     def _hold_canonical(self) -> None:
-        """Bring codes and scales back in place of the prepacked bytes."""
+        """Restore codes and block scales from the prepacked bytes, which are then freed."""
         with _EXCHANGE:
             if self.weight_prepacked is None:
                 return
@@ -270,7 +270,9 @@ class WeightModule(torch.nn.Module):
             self._hold(weight_prepacked=None, weight_codes=weight.codes, weight_scales=weight.scales)
 
     def _prepack_where_it_helps(self, quantizes: bool = True) -> bool:
-        """Prepack where the device streams prepacked weights, but not into a graph; whether it is so.
+        """Prepack the weight where layers on its device should, and return whether it is prepacked.
+
+        The weight stays as it is while a CUDA graph is captured, and after one has been captured.
 
         quantizes: whether the products quantize their tokens.
         """

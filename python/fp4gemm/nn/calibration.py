@@ -47,7 +47,7 @@ def calibrate(
         model: any module with linear layers.
         batches: tensors, which the model is called with; mappings, which become its keywords; or tuples or
             lists, its arguments.
-        second_moment: whether the matrices (k, k) are wanted, which method "gptq" needs. They need 4 k^2
+        second_moment: whether to compute the matrices (k, k), for the method "gptq". They need 4 k^2
             bytes
             a layer.
         include, exclude, types: as of quantize_model.
@@ -134,7 +134,7 @@ def _listed(batches: Iterable[object]) -> list[object]:
 
 @contextlib.contextmanager
 def evaluated(model: torch.nn.Module) -> Iterator[None]:
-    """Put every module into eval mode, and multiply 16-bit linear layers in float32 on a CPU, while open."""
+    """Put modules into eval mode, and multiply 16-bit CPU layers in float32, until the context ends."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     is_narrow = any(p.device.type == "cpu" and p.dtype in _NARROW for p in model.parameters())

@@ -66,7 +66,7 @@ class Experts(DividedExperts):
         activation: the name of an activation of :func:`fp4gemm.mm`, gated ("swiglu", for example) or not.
         bias: whether both products add a bias.
         device: where the buffers are made.
-        dtype: the dtype of the float weights that these stand for; None is torch's default dtype. No buffer
+        dtype: the dtype of the float weights before quantization; None is torch's default dtype. No buffer
             has it, and the output has the dtype of each input.
         activation_scaling: "row" quantizes x and h with one amax for each row. "none": neither is quantized
             (W4A16), but x is rounded to bfloat16 if it is float32, and so is the result then.
@@ -243,7 +243,7 @@ class Experts(DividedExperts):
 
     @property
     def num_experts(self) -> int:
-        """g, of all ranks."""
+        """g, the number of experts on all ranks together."""
         return self.w13.num_matrices if self.ep is None else self.ep.num_experts
 
     @property
@@ -261,11 +261,11 @@ class Experts(DividedExperts):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the float weights that these stand for."""
+        """The dtype of the float weights before quantization."""
         return self.w13.dtype
 
     def prepack(self) -> Experts:
-        """Hold both weights in prepacked form alone from now on, and return the module.
+        """Replace the codes and block scales of both weights by prepacked bytes, and return the module.
 
         ``forward`` does that by itself where it helps. Synchronises, unless they are prepacked already.
 
@@ -288,7 +288,7 @@ class Experts(DividedExperts):
     ) -> Experts:
         """Write other weights of the same shapes into the memory of these, and return the module.
 
-        As :meth:`fp4gemm.nn.Linear.update_`: addresses stay, prepacked or not, a captured CUDA graph sees the
+        The rules of :meth:`fp4gemm.nn.Linear.update_` hold: addresses stay, a captured CUDA graph sees the
         new weights, and after an error neither weight has changed.
 
         Args:

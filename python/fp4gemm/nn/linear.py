@@ -1,4 +1,4 @@
-"""fp4gemm.nn.Linear: torch.nn.Linear with its weight held in NVFP4 and its input quantized on the fly."""
+"""fp4gemm.nn.Linear: torch.nn.Linear with a weight in NVFP4 and an input that is quantized in each call."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Linear(DifferentiableLayer):
         out_features: n, elements of an output row; a multiple of 8.
         bias: whether a bias of shape (n,) is added.
         device: where the buffers are made.
-        dtype: ``weight.dtype``, the dtype of the float weight that this one stands for: bfloat16, float16 or
+        dtype: ``weight.dtype``, the dtype of the float weight before quantization: bfloat16, float16 or
             float32; None is torch's default dtype. Model code reads it. No buffer has it, and the output has
             the dtype of each input, under autocast too.
         activation_scaling: "row" gives each token (row of x) its own amax, so that an outlier token does not
@@ -312,7 +312,7 @@ class Linear(DifferentiableLayer):
         self._check_gradient("c", c)
 
     def _multiply(self, x: Tensor, **of_x: Any) -> Tensor:
-        """Call the operator, in the form that the weight has or gets on this device.
+        """Call the operator with codes and block scales, or with prepacked bytes, as the weight has them.
 
         of_x are more of its arguments, at least scaling or what belongs to an x that was quantized before.
         """

@@ -60,7 +60,7 @@ def fused(model: torch.nn.Module) -> dict[str, int]:
 
 
 def _users(model: torch.nn.Module) -> dict[int, int]:
-    """How many places of the model each module is in."""
+    """How many times each module is registered in the model."""
     counts: dict[int, int] = {}
     for owner in model.modules():
         for child in owner._modules.values():
@@ -248,7 +248,7 @@ def _residuals(captures: Captures, name: str, owner: torch.nn.Module) -> Iterato
 
 
 def _replace(model: torch.nn.Module, old: torch.nn.Module, new: torch.nn.Module) -> None:
-    """Put a module in every place where another one is."""
+    """Replace a module by another one wherever it is registered in the model."""
     for owner in [*model.modules()]:
         for child, module in list(owner._modules.items()):
             if module is old:

@@ -283,18 +283,18 @@ class _Tracer(GraphAppendingTracer):
         return self._decisions[self._num_decided - 1]
 
     def iter(self, obj: Proxy) -> Iterator[Proxy]:
-        """``*obj`` as two values, which stand for all that there are if they stay side by side."""
+        """Unpack ``*obj`` into two values, which represent all values of obj while they stay adjacent."""
         values = self.create_proxy("call_function", star, (obj,), {}, STAR)
         return iter([values, self.create_proxy("call_function", end, (values,), {}, END)])
 
 
 def star(values: Iterable[object]) -> tuple[object, ...]:
-    """In a graph, and followed by its end: what a star unpacks into arguments or into a tuple."""
+    """Marks in a graph the values that a star unpacks into arguments or into a tuple; :func:`end` follows."""
     return tuple(values)
 
 
 def end(values: object) -> None:
-    """In a graph: see star."""
+    """Marks in a graph where the values of :func:`star` end."""
 
 
 def _splits_star(argument: Any) -> bool:

@@ -18,13 +18,13 @@ from .gated import GatedMLP
 from .merged import Part
 
 NO_READER = "no quantized layer reads its result"
-# What other code may read of the result, which Tokens have too.
+# The attributes of a norm's result that other code may read: Tokens have them too.
 ATTRIBUTES = ("shape", "dtype", "device")
 KINDS = (Linear, Part, GatedMLP)
 
 
 class Captures:
-    """What is known of the modules of a model; the layers of one kind are looked at once."""
+    """The captured forwards of modules. Modules of the same kind are captured once."""
 
     def __init__(self) -> None:
         # By the id of a module, which must not be kept alive, and whose id may be used again.

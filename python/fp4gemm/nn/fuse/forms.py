@@ -76,7 +76,7 @@ class GatedForward(NamedTuple):
 def gated_forward(module: torch.nn.Module) -> GatedForward | str | None:
     """What the forward of the module computes if it is a gated MLP; None for every other module.
 
-    A text if only its activation does not fit.
+    The result is a text, the reason, if only the activation is not supported.
     """
     parameters = [*inspect.signature(type(module).forward).parameters.values()][1:]
     if [p.kind in BY_POSITION for p in parameters] != [True]:
@@ -172,7 +172,7 @@ def _inputs(node: Node) -> set[Node]:
 
 
 def _other_activation(module: torch.nn.Module, layers: list[Node], between: list[Node]) -> str | None:
-    """That the activation of a gated MLP does not fit; None if nothing between its layers looks like one."""
+    """Why a gated MLP's activation is not supported; None if nothing between its layers looks like one."""
     for node in between:
         if node.op == "call_module":
             shown = repr(_child(module, node))

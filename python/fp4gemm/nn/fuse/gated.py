@@ -72,8 +72,8 @@ class GatedMLP(torch.nn.Module):
     ) -> GatedMLP:
         """Write other weights into the memory of these; None keeps one. The biases stay.
 
-        As :meth:`fp4gemm.nn.Linear.update_`: addresses stay, and after an error no weight has changed. Float
-        weights of gate and up get an amax for each row.
+        As with :meth:`fp4gemm.nn.Linear.update_`, addresses stay, and after an error no weight has changed.
+        Float weights of gate and up get an amax for each row.
 
         Args:
             gate, up: float or NVFP4Tensor (intermediate, k).

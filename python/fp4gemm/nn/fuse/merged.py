@@ -47,7 +47,7 @@ class MergedLinear(Linear):
     _traced: tuple[Tensor | Tokens, Columns] | None = None
 
     def forward(self, x: Tensor | NVFP4Tensor | DecodedTensor | Tokens, c: Tensor | None = None) -> Tensor:
-        """As of Linear, with the activation; x may have been quantized by a fused norm."""
+        """The product as in :class:`fp4gemm.nn.Linear`, and the activation; a fused norm may quantize x."""
         if type(x) is Tokens:
             return self._of_tokens(x, c)
         if self.activation is not None and isinstance(x, Tensor) and x.dtype is torch.float32:
@@ -90,7 +90,7 @@ class MergedLinear(Linear):
         weight: Tensor | NVFP4Tensor | Sequence[Tensor | NVFP4Tensor | None],
         bias: Tensor | None = None,
     ) -> MergedLinear:
-        """As :meth:`fp4gemm.nn.Linear.update_`, of all rows or part by part.
+        """Write another weight, as :meth:`fp4gemm.nn.Linear.update_` does: all rows, or those of some layers.
 
         Args:
             weight: the whole weight (n, k), whose rows are in the order of this layer; or a sequence of the

@@ -14,7 +14,7 @@ class Tokens:
     Attributes:
         quantized: the tokens as a matrix (m, k), m the product of the leading dimensions.
         shape: (..., k).
-        dtype: bfloat16 or float16, of the tensor that this stands for, and of the products.
+        dtype: bfloat16 or float16: the dtype of the norm's result before quantization, and of the products.
     """
 
     __slots__ = ("__weakref__", "dtype", "quantized", "shape")
