@@ -1,7 +1,7 @@
 """The copies that a recipe makes of a tensor: by the quantizers, saved as tensors, put together again.
 
-torch saves tensors for the backward pass, not containers, so a copy is taken apart into its :class:`Parts`.
-The bound of its scales, its signs and its groups follow from the cast and from the call.
+torch saves tensors for the backward pass, not containers, so a quantized copy is taken apart into its tensors
+(:class:`Parts`). Its e4m3_max, its Hadamard signs and its groups follow from the cast and from the call.
 
 The quantizers are called by a cast, whose options were checked when it was made: the operator, or else
 fp4gemm.quantize or quantize_both while a graph is traced, for a stack or a tensor that the kernels do not
@@ -67,7 +67,7 @@ Copy = NVFP4Tensor | DecodedTensor | PrepackedTensor
 
 
 class Parts(NamedTuple):
-    """The tensors of a copy; each is None where there is no copy.
+    """The tensors of a quantized copy; each is None where there is no copy.
 
     A decoded or prepacked copy (:func:`are_converted`) has its values or bytes in place of the codes, and no
     scales. A tensor that is saved in place of a copy is ``codes`` alone.
@@ -299,7 +299,7 @@ def both(
 
     Args:
         x: (m, k), or a stack (g, n, k).
-        of_rows, of_columns: a cast, or something else for a copy that is not wanted.
+        of_rows, of_columns: a cast, or something else for a copy that is not needed.
         offs: the groups of the rows. ends: the groups of the columns, the same or one group of all rows.
         decoded: whether the first and the second are decoded. The first is not if the second is cast from
             its values. One pass makes packed copies alone; where it is given up, x is read as often, and the
@@ -344,7 +344,7 @@ def are_converted(x: Tensor) -> bool:
 
 
 def parts_of(t: Copy | None) -> Parts:
-    """The tensors of a copy, or of none."""
+    """The tensors of a quantized copy; NO_PARTS for None."""
     if t is None:
         return NO_PARTS
     if isinstance(t, NVFP4Tensor):
@@ -365,7 +365,7 @@ def rebuilt(
     offs_dim: int = 0,
     shape: torch.Size | None = None,
 ) -> Any:
-    """The container of parts that a cast made; shape: that of a copy of a weight, if it is prepacked."""
+    """The container of the tensors of a copy that a cast made; ``shape`` is that of a prepacked weight."""
     codes, scales, amax = parts
     if codes is None or amax is None or not isinstance(cast, Cast):
         raise RuntimeError("a copy that the backward pass needs was not saved")
@@ -382,7 +382,7 @@ def rebuilt(
 
 
 def not_cast(parts: Parts) -> Tensor:
-    """The tensor itself that was saved in place of a copy."""
+    """The tensor that was saved unquantized in place of a copy."""
     if parts.codes is None:
         raise RuntimeError("a tensor that the backward pass needs was not saved")
     return parts.codes
@@ -419,7 +419,7 @@ def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor | None) -> NVFP4Ten
 def weight_copies(
     weight: Tensor, recipe: Recipe, state: Tensor | None, needs_w: bool, needs_w_t: bool
 ) -> tuple[Parts, Parts]:
-    """The parts of w and those of w_t: (n, k) and (k, n), or stacks; NO_PARTS for one that is not needed.
+    """The tensors of the copies w (n, k) and w_t (k, n), or of stacks; NO_PARTS for one that is not needed.
 
     w is made too where w_t is cast from it.
     """
@@ -436,7 +436,7 @@ def weight_copies(
 def _gathered_copies(
     w: NVFP4Tensor, recipe: Recipe, state: Tensor | None, needs_w_t: bool
 ) -> tuple[Parts, Parts]:
-    """weight_copies of a weight of which only the forward copy is there (fsdp.py)."""
+    """The copies that :func:`weight_copies` returns, from the forward copy that FSDP2 gathered (fsdp.py)."""
     w_t = None
     if needs_w_t and isinstance(recipe.w_t, Cast):
         if recipe.w_t.source == "rowwise":
@@ -453,7 +453,7 @@ def is_kept(weight: Tensor, recipe: Recipe, cache: Cache) -> bool:
 
 
 def kept_copies(weight: Tensor, recipe: Recipe, state: Tensor | None, cache: Cache) -> tuple[Parts, Parts]:
-    """weight_copies of both, kept by the cache: only those that the recipe has, and in the kernels' form."""
+    """Both copies of a weight, from the cache: those that the recipe has, prepacked if kernels read that."""
     is_converted = are_converted(weight)
     # The values of a copy that the backward pass dequantizes come from its codes.
     of_w = recipe.w if is_converted and recipe.w_t != DEQUANTIZED else None
@@ -474,5 +474,5 @@ def kept_copies(weight: Tensor, recipe: Recipe, state: Tensor | None, cache: Cac
 
 
 def _prepacked(parts: Parts, cast: Operand, recipe: Recipe) -> Parts:
-    """The parts of the copy that these are of, prepacked; the parts themselves if cast is none."""
+    """The tensors of a copy after prepacking; the given tensors if ``cast`` is no Cast."""
     return parts_of(prepack(rebuilt(parts, cast, recipe))) if isinstance(cast, Cast) else parts

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 class Made(NamedTuple):
-    """How the parts were made, which is the same on every rank."""
+    """How the ranks quantized their rows, which is the same on every rank."""
 
     e4m3_max: int
     is_per_tensor: bool  # one amax for all rows, gathered once from each rank

@@ -1,4 +1,4 @@
-"""A linear layer whose tokens the ranks share: collectives with gradients, the product of a gathered x."""
+"""A linear layer with its tokens sharded over ranks: collectives with gradients, and its product."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ all_reduce = dist.all_reduce
 
 
 class Sharding(NamedTuple):
-    """Which dimension of activations the ranks of a mesh share, and the mesh, which has one dimension."""
+    """The dimension along which activations are sharded, and the 1-dimensional mesh of the ranks."""
 
     mesh: DeviceMesh
     dim: int
@@ -171,7 +171,7 @@ def _own_columns(x: Tensor, cast: Cast, recipe: Recipe, state: Tensor | None, sh
 
 
 def _gathered_columns(own: Parts, shape: torch.Size, e4m3_max: int, sharding: Sharding) -> Parts:
-    """The parts of the copy (k, m) of all ranks' tokens, of each rank's blocks; shape: that of its x.
+    """The tensors of the copy (k, m) of all ranks' tokens, from each rank's blocks; shape: a rank's x.
 
     One all-gather moves 9 bytes for each block: its codes and its scale.
     """
@@ -241,7 +241,7 @@ class _GatheredProduct(torch.autograd.Function):
 
 
 def _gathered_input(step: Step, dtype: torch.dtype, shape: torch.Size, sharding: Sharding) -> Any:
-    """The right operand of wgrad, of what the ranks saved of their x of this shape."""
+    """The right operand of wgrad, from the tensors that each rank saved of its x of this shape."""
     recipe, saved = step.plan.recipe, step.x_t
     if isinstance(recipe.x_t, Cast) and _is_cast_by_ranks(recipe, shape, sharding):
         if recipe.save_input == "original":

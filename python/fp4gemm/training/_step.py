@@ -43,7 +43,7 @@ _is_compiling = torch.compiler.is_compiling
 
 
 class Plan(NamedTuple):
-    """What both passes know besides tensors."""
+    """The values other than tensors that the forward pass and the backward pass share."""
 
     recipe: Recipe
     needs: tuple[bool, bool, bool]  # the gradients of x, weight and bias

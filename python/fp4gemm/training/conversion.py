@@ -40,7 +40,7 @@ class ConvertedLayer:
 
     Attributes:
         name: qualified name in the model.
-        shape: (out_features, in_features); of experts that of their first stack, as it is stored.
+        shape: (out_features, in_features); for experts the shape of their first stack, as it is stored.
         action: "converted"; "shared": the same module as one listed before; "excluded": by filter, by the
             recipe function, by keep_last or by default; "skipped": it could not be converted.
         reason: why, in words; "" for an ordinary "converted".
@@ -209,7 +209,7 @@ def layers_of(model: torch.nn.Module) -> Iterator[tuple[str, Linear | GroupedLin
 
 
 def _chooser(recipe: RecipeLike) -> Callable[[str], Recipe | None]:
-    """The recipe of each name. One that is no function is checked now."""
+    """A function from a layer's name to its recipe; a recipe that is not a function is checked at once."""
     if isinstance(recipe, (Recipe, str)):
         same = resolve(recipe)
         return lambda name: same

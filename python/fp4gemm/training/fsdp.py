@@ -84,7 +84,10 @@ class ShardedWeight(Tensor):
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], made: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight of the gathered parts; into ``out``, whose parts are these, from the second on."""
+        """Build the whole weight from the gathered codes, block scales and amaxes.
+
+        The first call returns a new weight; later calls set the tensors of ``out``, which is that weight.
+        """
         codes, scales, amax = gathered if len(gathered) == 3 else _unpacked(gathered[0], made.shape)
         if out is not None:
             out._take(codes, scales, amax, made)
@@ -93,7 +96,7 @@ class ShardedWeight(Tensor):
 
 
 def _plain(weight: Tensor) -> Tensor:
-    """The same memory as a plain tensor without a gradient."""
+    """A plain tensor without a gradient that shares the memory of the weight."""
     with torch._C._DisableTorchDispatch():
         return torch.Tensor._make_subclass(Tensor, weight.detach())
 
@@ -172,7 +175,7 @@ def _why_not(recipe: Recipe) -> str:
 def _local_parts(
     shard: Tensor, mesh: Any, outer_size: torch.Size, module: Any, param_dtype: torch.dtype | None
 ) -> tuple[tuple[Tensor, ...], Made]:
-    """What one rank contributes: parts of its rows, which the same parts of all ranks follow and precede."""
+    """The codes, block scales and amax that one rank gives to the all-gather, which concatenates them."""
     recipe: Recipe = module.recipe
     reason = _why_not(recipe)
     if reason:

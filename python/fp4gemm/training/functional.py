@@ -118,7 +118,7 @@ def grouped_linear(
 ) -> Tensor:
     """y[e] = x[e] W[e]^T + bias[e] for the rows offs[e - 1] .. offs[e] - 1 of x, the tokens of expert e.
 
-    As :func:`linear`, with the products in groups (docs/grouped.md). The rows from offs[-1] on are in no
+    This is :func:`linear` with the products in groups (docs/grouped.md). The rows from offs[-1] on are in no
     group: y and dx are zero there. The gradient of an expert without tokens is zero.
 
     Args:

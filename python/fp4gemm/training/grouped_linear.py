@@ -28,7 +28,7 @@ class GroupedLinear(RecipeLayer, torch.nn.Module):
     Args:
         num_groups: g, the number of experts.
         in_features: k, elements of an input row; a multiple of 32 unless the recipe quantizes nothing.
-        out_features: n, elements of an output row; likewise.
+        out_features: n, elements of an output row; a multiple of 32 under the same condition.
         bias: whether each expert has a bias; ``bias`` is then (g, n), else None.
         recipe: a :class:`Recipe`, or a name of PRESETS.
         device, dtype: of the parameters; dtype is bfloat16, float16 or float32.

@@ -30,7 +30,7 @@ class Linear(RecipeLayer, torch.nn.Linear):
 
     Args:
         in_features: k, elements of an input row; a multiple of 32 unless the recipe quantizes nothing.
-        out_features: n, elements of an output row; likewise.
+        out_features: n, elements of an output row; a multiple of 32 under the same condition.
         bias, device, dtype: as for torch.nn.Linear; dtype is bfloat16, float16 or float32.
         recipe: a :class:`Recipe`, or a name of PRESETS.
 

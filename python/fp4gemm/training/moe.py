@@ -235,7 +235,7 @@ class MoE(torch.nn.Module):
         self.register_buffer("tokens_per_expert", counts, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
-        """As torch's, but expert_bias stays float32: its steps of 1e-3 vanish in bfloat16.
+        """Apply ``fn`` to the tensors, but keep expert_bias in float32: its steps of 1e-3 vanish in bfloat16.
 
         After ``to_empty`` the counts are zero, since no state_dict has them.
         """
@@ -290,7 +290,7 @@ class MoE(torch.nn.Module):
         return self.tokens_per_expert
 
     def _local(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The sum over the experts of each token, all of which are here."""
+        """The sum over the experts of each token, all of which are on this rank."""
         routing = route(ids, self.num_experts)
         if self.training:
             with torch.no_grad():
@@ -300,7 +300,7 @@ class MoE(torch.nn.Module):
         return _routing.scatter(y, routing)
 
     def _parallel(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The same with the experts on all ranks of ep; tokens_per_expert counts this rank's tokens."""
+        """The sum over each token's experts on all ranks; tokens_per_expert counts this rank's tokens."""
         ep = self.ep
         if ep is None:
             raise RuntimeError("the module has no exchange")

@@ -218,7 +218,7 @@ def load_moe_state(moe: MoE, state: Mapping[str, Tensor], layout: MoELayout, pre
 
 
 def _of_all_experts(moe: MoE, layout: str, prefix: str) -> set[str]:
-    """The keys of the experts of all ranks, of a block with an exchange."""
+    """The keys of the experts of all ranks, for a block that exchanges tokens between ranks."""
     if moe.ep is None:
         return set()
     names = LAYOUTS[layout]
@@ -227,7 +227,7 @@ def _of_all_experts(moe: MoE, layout: str, prefix: str) -> set[str]:
 
 
 def _own_experts(moe: MoE, stack: Tensor) -> Tensor:
-    """The experts of this rank, of a stack; the stack itself if it has no others."""
+    """The part of a stack that has this rank's experts; the whole stack if it has no other experts."""
     if isinstance(stack, DTensor):
         return _own(moe, stack)
     if moe.ep is None or stack.dim() != 3 or stack.shape[0] != moe.num_experts:
