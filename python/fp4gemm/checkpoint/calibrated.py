@@ -26,8 +26,8 @@ class Text:
     Attributes:
         text: of the kind that the model will read.
         num_tokens: how many of its tokens are used at most, the first ones.
-        name: what reports call it.
-        key: by which an interrupted conversion knows it again.
+        name: its name in reports.
+        key: it identifies the text when an interrupted conversion continues.
 
     Raises:
         TypeError, ValueError: the text is no str or empty, or num_tokens is not positive.
@@ -104,7 +104,7 @@ def chosen_method(
     calibration: Calibration | None,
     numerics: Numerics,
 ) -> Method | None:
-    """The method, and for None the best that the other options allow.
+    """The given method, or for None the best method that the other options allow.
 
     Raises:
         TypeError, ValueError: naming the option, its value and what it must be.
@@ -146,14 +146,14 @@ def _without_moment(calibration: Statistics | StatisticsFile | Text) -> str:
 
 
 def described(calibration: Calibration) -> str:
-    """What reports and errors call it."""
+    """The name of a calibration in reports and errors."""
     if isinstance(calibration, Text):
         return calibration.name
     return str(calibration.path) if isinstance(calibration, StatisticsFile) else repr(calibration)
 
 
 def key_of(calibration: Calibration) -> dict[str, Any]:
-    """By what an interrupted conversion knows it again: size and time of a file, or a hash."""
+    """Identify the calibration of an interrupted conversion: the size and time of a file, or a hash."""
     if isinstance(calibration, Text):
         return calibration.key
     if isinstance(calibration, StatisticsFile):

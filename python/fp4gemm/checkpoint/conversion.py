@@ -192,7 +192,7 @@ def _calibrated(
 
 
 def _device_name(devices: list[torch.device]) -> str:
-    """What the bits of GPTQ and of a model's inputs depend on."""
+    """The name of the devices, on which the bits of GPTQ and of a model's inputs depend."""
     names = {"cpu" if d.type == "cpu" else torch.cuda.get_device_name(d) for d in devices}
     return ", ".join(sorted(names))
 

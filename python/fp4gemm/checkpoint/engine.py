@@ -24,13 +24,13 @@ __all__ = ["Converted", "convert_set", "label", "tensors_of"]
 
 @dataclass(frozen=True)
 class Converted:
-    """What a fused set became.
+    """The quantized weights of a fused set.
 
     Attributes:
-        floats: its matrices, views of the tensors that they are parts of.
-        stored: what each became, on the device where it was quantized.
-        notes: what was done about each otherwise than asked for, in words.
-        inputs: the statistics of the input of each, empty without calibration.
+        floats: the float matrices, views of the tensors of the checkpoint.
+        stored: the quantized weight of each matrix, on the device where it was quantized.
+        notes: for each matrix, in words, what was done otherwise than asked for.
+        inputs: the statistics of the input of each matrix, empty without calibration.
     """
 
     floats: list[Tensor]
@@ -49,7 +49,7 @@ def convert_set(
 
     Args:
         one: the set.
-        tensors: what it is made of, by name and expert (:attr:`FusedSet.parts`), on one device.
+        tensors: the tensors of the set by name and expert (:attr:`FusedSet.parts`), on one device.
         options: of the conversion.
         inputs: the statistics that the method needs, which were compared with the plan.
 
@@ -101,7 +101,7 @@ def tensors_of(
 
 
 def label(matrix: Matrix) -> str:
-    """What errors and reports call a matrix: its tensor, and which part of it."""
+    """The name of a matrix in errors and reports: its tensor, and which part of the tensor it is."""
     if matrix.expert is None:
         return matrix.source
     half = {"all": "", "first": ", gate", "second": ", up"}[matrix.half]

@@ -27,14 +27,14 @@ STACK = re.compile(r"(.+)\.(gate_up_proj|down_proj)")
 
 
 class Place(NamedTuple):
-    """Where the statistics of a matrix are: the name of a layer, and which expert of it."""
+    """The place of the statistics of a matrix: the name of a layer, and which expert of it."""
 
     name: str
     expert: int | None = None
 
 
 def place_of(matrix: Matrix) -> tuple[Place, Place | None]:
-    """The place of a layer of its own, and that in a stack of experts, which goes where it exists."""
+    """The place of a matrix under its own name, and its place in a stack of experts if it can have one."""
     match = EXPERT.fullmatch(matrix.module)
     if match is not None:
         return Place(matrix.module), Place(f"{match[1]}.{PRODUCTS[match[3]]}", int(match[2]))
@@ -130,7 +130,7 @@ class Inputs:
         return InputStatistics(own.num_tokens[e], own.mean_square[e], None if moment is None else moment[e])
 
     def _mean(self, name: str) -> InputStatistics:
-        """The means over the tokens of all experts of a stack, read one by one. Kept until another name."""
+        """The means over the tokens of all experts of a stack, read one by one; the last result is cached."""
         with self._lock:
             if name not in self._means:
                 count = self._about(name).num_tokens.shape[0]

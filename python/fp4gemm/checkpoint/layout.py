@@ -1,4 +1,4 @@
-"""The files of the new checkpoint: every tensor with its place, known before the first one is computed.
+"""The files of the new checkpoint: the position of every tensor, known before the first one is computed.
 
 Shards keep their names. Each holds what its tensors become. Tensors are ordered by the largest power of two,
 up to 64, that divides their bytes, and then by name. As the header ends at a multiple of 64 bytes, every

@@ -218,7 +218,7 @@ def _by_statistics(
     amaxes: Mapping[str, Tensor],
     options: WeightOptions,
 ) -> dict[str, Calibrated]:
-    """By "search" or "gptq". Weights that read one input, as q, k and v do, are rounded as one."""
+    """Quantize by "search" or "gptq". Weights that read one input, as q, k and v do, are rounded as one."""
     groups: list[list[str]] = []
     for name in weights:
         if groups and amaxes[name] is amaxes[groups[-1][0]] and _equal(statistics, name, groups[-1][0]):
@@ -317,7 +317,7 @@ def _blocks(w: Tensor, outer: Tensor, numerics: Numerics) -> tuple[Tensor, Tenso
 def packed_codes(y: Tensor) -> Tensor:
     """e2m1 codes uint8 (m, k/2) of float32 (m, k), nearest, ties to even, saturating; -0 has code 0, NaN 7.
 
-    The same codes as :func:`fp4gemm.reference.formats.encode_e2m1` but for -0, in operations that torch
+    The codes are those of :func:`fp4gemm.reference.formats.encode_e2m1` but for -0, in operations that torch
     vectorises: below 2, where values are 0.5 apart, an addition rounds; above, code 4 + i has the bits of its
     float32 without the lower 22, which integers round.
     """

@@ -139,11 +139,11 @@ class Options:
 
     @property
     def calibrated_by(self) -> Calibration | None:
-        """calibration, as it was read."""
+        """The calibration that was read from the option ``calibration``."""
         return cast("Calibration | None", self.calibration)
 
     def as_json(self) -> dict[str, Any]:
-        """The options as an object of JSON, by which an interrupted conversion knows them again."""
+        """The options as an object of JSON, which identifies them when a conversion is resumed."""
         about = None if self.calibrated_by is None else key_of(self.calibrated_by)
         kept = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "calibration"}
         kept |= {"weights": asdict(self.weights), "calibration": about}

@@ -68,17 +68,17 @@ class FusedSet:
 
     @property
     def name(self) -> str:
-        """What errors and reports call it: the module of its first matrix."""
+        """The name of the set in errors and reports: the module of its first matrix."""
         return self.matrices[0].module
 
     @property
     def parts(self) -> tuple[tuple[str, int | None], ...]:
-        """(tensor, expert) of everything that has to be read for it, each once."""
+        """(tensor, expert) of every tensor or matrix that has to be read for the set, each once."""
         return tuple(dict.fromkeys((matrix.source, matrix.expert) for matrix in self.matrices))
 
     @property
     def numel(self) -> int:
-        """How many weights it has."""
+        """The number of elements of all matrices of the set."""
         return sum(math.prod(matrix.shape) for matrix in self.matrices)
 
 
@@ -204,7 +204,7 @@ class Plan:
         raise CheckpointError(f"kv_cache: {module} is no module of the checkpoint")
 
     def scheme(self) -> Scheme:
-        """What the config of the new checkpoint says."""
+        """The scheme that the config of the new checkpoint describes."""
         o = self.options
         return Scheme(
             o.format,

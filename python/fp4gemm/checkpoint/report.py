@@ -28,7 +28,7 @@ class TensorReport:
 
     Attributes:
         name: in the old checkpoint.
-        shape, dtype: there.
+        shape, dtype: those in the old checkpoint.
         action: "quantized", "float" (it stays) or "translated" (its outer scale alone may change).
         reason: why it stays, or with which layers it shares an amax; "" for others.
         bytes_before, bytes_after: of the tensor, and of all that it becomes.

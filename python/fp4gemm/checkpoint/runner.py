@@ -49,10 +49,10 @@ class Task:
 
     Attributes:
         name: for messages.
-        reads: the parts of the source that it needs.
+        reads: the tensors of the source that it reads, or single experts of them.
         writes: the shard of each tensor that it makes.
         nbytes: how many bytes it reads.
-        make: from its parts on a device, and whether errors are measured; None: the tensor is copied.
+        make: called with the tensors on a device and whether errors are measured; None: the tensor is copied.
         workspace: bytes that it needs beside what follows from nbytes.
     """
 

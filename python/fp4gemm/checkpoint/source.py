@@ -279,7 +279,7 @@ def header(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:
 
 
 def _culprit(path: Path) -> str:
-    """Which tensor of a file that safetensors refuses is at fault; "" if that cannot be said."""
+    """The name of the faulty tensor in a file that safetensors refuses; "" if it cannot be determined."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

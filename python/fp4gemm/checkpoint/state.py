@@ -1,4 +1,4 @@
-"""What a folder knows about its conversion: the options, the source, and the files that are finished."""
+"""The state of a conversion in its folder: the options, the source, and the files that are finished."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class State:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder, which it makes, against conversions of other processes until the end.
+    """Create the folder, and lock it against conversions of other processes until the context ends.
 
     The system drops the lock when a process ends, also when it is killed.
 

@@ -98,7 +98,7 @@ def _read(transformers: Any, source: Source, text: Text) -> tuple[list[Tensor], 
         tokenizer = transformers.AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
         config = transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True)
         batches, count, total = batches_of(tokenizer, [text.text], length_of(config), text.num_tokens)
-    except Exception as error:  # what transformers raises has no common class
+    except Exception as error:  # the exceptions of transformers have no common class
         raise CheckpointError(
             f"{source.folder}: has no tokenizer that transformers can load, which calibration by a text "
             f"needs (statistics that fp4gemm.calibrate made need none): {_first_line(error)}"
@@ -113,7 +113,7 @@ def _model(transformers: Any, source: Source, dtype: torch.dtype) -> Any:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             source.folder, dtype=dtype, local_files_only=True
         )
-    except Exception as error:  # as above
+    except Exception as error:  # these exceptions have no common class either
         raise CheckpointError(
             f"{source.folder}: is no causal language model that transformers can load, which calibration by "
             f"a text needs: {_first_line(error)}"

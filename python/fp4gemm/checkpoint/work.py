@@ -37,7 +37,7 @@ class Work:
     """What a conversion writes.
 
     Attributes:
-        options: as an object of JSON, by which an interrupted conversion is known again.
+        options: as an object of JSON, which identifies an interrupted conversion.
         files: the shards.
         tasks: what fills them.
         config: the new config.json.

@@ -26,7 +26,7 @@ class Container:
     it raises TypeError. A subclass is a frozen dataclass that lists its fields in the three class variables.
 
     Every subclass declares ``dtype`` as its last field, keyword-only: torch.float32, torch.bfloat16 or
-    torch.float16, the type of the plain tensor that the container stands for, and the default of
+    torch.float16, the dtype of the plain tensor that the container represents, and the default of
     ``dequantize``. No stored byte depends on it. This class is not a dataclass, because an inherited field
     comes first in dataclasses.fields, and torch.compile (2.11) binds positional arguments in that order.
     """
@@ -44,7 +44,7 @@ class Container:
         _checks.is_float_dtype("dtype", self.dtype)
 
     def _check_values(self) -> None:
-        """Raise ValueError unless the values of the parts are allowed. Synchronises on a GPU."""
+        """Raise ValueError unless the values of the tensors are allowed. Synchronises on a GPU."""
 
     @classmethod
     def _assembled(cls, fields: dict[str, Any]) -> Self:
@@ -62,7 +62,7 @@ class Container:
         }
 
     def _mapped(self, fn: Callable[[Tensor], Tensor], **changed: Any) -> Self:
-        """The same numbers with ``fn`` of each tensor, and other values for the fields ``changed``."""
+        """A container with ``fn`` applied to each tensor, and with the values ``changed`` of fields."""
         fields = {name: getattr(self, name) for name in (*self._constants, *self._optional)}
         return self._assembled(fields | {name: fn(part) for name, part in self._parts().items()} | changed)
 
@@ -159,7 +159,7 @@ class Container:
         return self
 
     def is_floating_point(self) -> bool:
-        """True: the elements stand for floating-point numbers."""
+        """True: the elements represent floating-point numbers."""
         return True
 
     def detach(self) -> Self:
@@ -185,7 +185,7 @@ class Container:
         non_blocking: bool = False,
         copy: bool = False,
     ) -> Self:
-        """The same values on another device or for another dtype; the container itself if neither differs.
+        """Return the container on another device or for another dtype, or the container itself.
 
         The stored bytes are the same. The arguments are those of torch.Tensor.to. It synchronises where
         torch.Tensor.to does.
@@ -276,7 +276,7 @@ def scaling_options(t: Any) -> list[str]:
 
 
 def unpickled(cls: Any, parts: dict[str, Any], numbers: dict[str, Any]) -> Any:
-    """A checked container of what a file holds. Tensors that are not 16-byte aligned are copied.
+    """A container of the tensors and numbers in a file, after all checks. Misaligned tensors are copied.
 
     Raises:
         ValueError: the parts do not form a container; the text names the class and the part.

@@ -87,7 +87,7 @@ def stack_index(e: object, shape: tuple[int, ...]) -> None:
 
 
 def options(e4m3_max: object, hadamard_signs: object, offs: object, offs_dim: object) -> None:
-    """Raise unless the numbers of a container have values that exist."""
+    """Raise unless e4m3_max, hadamard_signs, and offs with offs_dim have valid values."""
     _checks.is_one_of("e4m3_max", e4m3_max, _checks.E4M3_BOUNDS)
     if hadamard_signs is not None:
         option_checks.check_signs(hadamard_signs)

@@ -57,9 +57,9 @@ def amax_of(outer: Tensor, e4m3_max: int, direction: Direction) -> Tensor:
 
 
 def converted(outer: Tensor, e4m3_max: int, direction: Direction) -> Tensor:
-    """The outer scale of the other direction, for one that ``direction`` says which way it goes.
+    """Convert outer scales of the given direction to the opposite direction.
 
-    By the first of these that applies, all in float32 and each rounded once::
+    The first of these rules that applies gives the result, in float32 and rounded once::
 
         0 <-> FMAX
         through A       where an A of 11 significant bits gives ``outer``: fl(6B / A) or fl(A / 6B)

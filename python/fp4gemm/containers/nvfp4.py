@@ -82,7 +82,7 @@ class NVFP4Tensor(Conventions, Container):
             self._check_values()
 
     def _check_parts(self) -> None:
-        """Raise unless the parts fit each other; no values are read."""
+        """Raise unless the tensors fit each other; no values are read."""
         super().__post_init__()
         _fields.options(self.e4m3_max, self.hadamard_signs, self.offs, self.offs_dim)
         codes, scales = _fields.nvfp4(self.codes, self.scales, self.amax, self.offs, self.offs_dim)
@@ -227,13 +227,13 @@ class NVFP4Tensor(Conventions, Container):
         return torch.where(in_a_group.unsqueeze(1), plain[source], 0).view(torch.float8_e4m3fn)
 
     def with_row_amax(self) -> NVFP4Tensor:
-        """The same values with an amax for each row: amax[.., m] filled with the scalar; all else is shared.
+        """Repeat the amax for each row: amax[.., m] filled with the scalar; all other tensors are shared.
 
         Ragged k: (g, m), for each row in each group.
 
-        For a GEMM that needs a vector where the operand has a scalar, as TransformerEngine's per-token GEMM
-        does for weights in 16x16 blocks. Returns itself where amax has a number for each row already. Does
-        not synchronise.
+        It serves a GEMM that needs a vector where the operand has a scalar, as TransformerEngine's per-token
+        GEMM does for weights in 16x16 blocks. Returns itself where amax has a number for each row already.
+        Does not synchronise.
         """
         shape, amax = self.codes.shape[:-1], self.amax
         if self.offs is not None and self.offs_dim == 1:

@@ -114,7 +114,7 @@ class PrepackedTensor(Container):
 
 
 def prepack(w: NVFP4Tensor) -> PrepackedTensor:
-    """The same weight, its codes and scales rearranged for mm on compute capability 9.0, 12.0 or 12.1.
+    """Rearrange the codes and block scales of a weight for mm on compute capability 9.0, 12.0 or 12.1.
 
     Call it once for each weight: a product with the NVFP4Tensor itself rearranges it in every call. The
     result shares amax with w.

@@ -1,4 +1,4 @@
-"""Which modules the patterns of a config match."""
+"""The rules by which the patterns of a config match modules."""
 
 from __future__ import annotations
 

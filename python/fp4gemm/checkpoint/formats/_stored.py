@@ -79,7 +79,7 @@ class StoredWeight:
 
     @classmethod
     def of(cls, t: NVFP4Tensor, format: FormatName = "modelopt") -> StoredWeight:
-        """What a checkpoint of ``format`` holds for this operand.
+        """The weight of this operand as a checkpoint of ``format`` stores it.
 
         Args:
             t: one matrix, without groups and not rotated, its amax (1,); (n,) for the fp4gemm format too.
@@ -139,7 +139,7 @@ class StoredWeight:
         return NVFP4Tensor.from_compact(codes, scales, amax, self.e4m3_max)
 
     def as_format(self, format: FormatName) -> StoredWeight:
-        """The same weight for another format: codes and block scales are the same tensors.
+        """Return the weight in another format; codes and block scales are the same tensors.
 
         The outer scale between ModelOpt and compressed-tensors, in float32, by the first line that applies,
         where a short number has at most 11 significant bits, as bfloat16 and float16 numbers have::
