@@ -31,11 +31,11 @@ class Device:
             self._gaps = support.gaps_of(10 * capability[0] + capability[1], where)
 
     def reason(self) -> str | None:
-        """Why fp4gemm serves nothing here: "its kernels" are missing; None where it does."""
+        """Why fp4gemm serves nothing on the device: kernels are missing; None if it serves layers."""
         return next((self._gaps[name] for name in ("quantize", "mm") if name in self._gaps), None)
 
     def reason_against(self, activations: Activations, is_experts: bool) -> str | None:
-        """Why it does not serve such layers; None where it does."""
+        """Why fp4gemm does not serve layers with these activations on the device; None if it does."""
         mode = "grouped_mm" if is_experts else "mm"
         names = [mode] if activations != "a16" else [mode, f"{mode} {_UNQUANTIZED}"]
         return next((self._gaps[name] for name in names if name in self._gaps), None)

@@ -36,7 +36,7 @@ class ExpertsWeights:
 
     The part of an engine's method of experts that does not depend on the engine. While the checkpoint is
     loaded, ``w13_`` and ``w2_`` parameters have the names of its tensors. Afterwards the layer holds
-    ``w13_weight``, ``w13_weight_scale`` (absent if prepacked) and ``w13_weight_amax``, and the same of w2.
+    ``w13_weight``, ``w13_weight_scale`` (absent if prepacked) and ``w13_weight_amax``, and tensors of w2.
     Gate and up keep outer scales of their own. With tensor parallelism each rank holds rows of w13 and
     columns of w2; with expert parallelism whole experts, and the engine's map says which.
     """
@@ -126,7 +126,7 @@ class ExpertsWeights:
         self.of.report.ready()
 
     def keep(self, layer: Any, which: str, held: weights.Held) -> None:
-        """Hold one of the two weights from now on."""
+        """Set the parameters of one of the two weights to its NVFP4 tensors."""
         tensors = {"weight": held.data, "weight_scale": held.scales, "weight_amax": held.amax}
         put(layer, **{f"{which}_{name}": tensor for name, tensor in tensors.items()})
         setattr(self, "held" + which[1:], (held.rows, held.e4m3_max))

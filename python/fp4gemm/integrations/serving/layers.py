@@ -1,4 +1,4 @@
-"""What the methods of linear layers and of experts know about their layer, and how they set its tensors."""
+"""The description of a layer for the methods of linear layers and of experts, and how its tensors are set."""
 
 from __future__ import annotations
 

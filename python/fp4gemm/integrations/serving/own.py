@@ -11,7 +11,7 @@ __all__ = ["has_input_scale", "stored"]
 
 
 def stored(scheme: Scheme | None, name: str, shards: Sequence[str]) -> Activations | str:
-    """ "per-token" or "a16" of a layer with NVFP4 weights, or with such that become NVFP4; else why not.
+    """ "per-token" or "a16" for a layer whose weights are or become NVFP4; else the reason why they do not.
 
     Args:
         scheme: that of the checkpoint; None: it is in 16 bits, and every layer is quantized but routers and

@@ -23,7 +23,7 @@ NOT_LOADED = 0x88
 
 
 class Held(NamedTuple):
-    """An NVFP4 weight (n, k), or a stack (g, n, k), as the operators take it."""
+    """The tensors of an NVFP4 weight (n, k), or of a stack (g, n, k), as the operators take them."""
 
     data: Tensor  # codes (.., n, k/2), or prepacked bytes (.., bytes)
     scales: Tensor | None  # swizzled; None: prepacked
@@ -103,8 +103,10 @@ def assembled(
 
 
 def hold(weight: NVFP4Tensor, quantizes: bool) -> Held:
-    """The weight in the form that its device streams: prepacked on compute capability 9.0, and on 12.0 and
-    12.1 for tokens that are not quantized (``quantizes`` False).
+    """The tensors of a weight as the kernels of its device read them.
+
+    The weight is prepacked on compute capability 9.0, and on 12.0 and 12.1 for tokens that are not quantized
+    (``quantizes`` False).
 
     Prepacked bytes are a copy, as large as codes and scales together; the caller frees those.
     """
@@ -139,7 +141,7 @@ def input_amax(name: str, format: FormatName, scales: Tensor | None) -> Tensor:
 
 
 def _where(wrong: Tensor, partition_rows: Sequence[int]) -> str:
-    """Which experts and partitions of outer scales (p,) or (g, p) are wrong, for a message."""
+    """Name the experts and partitions of outer scales, (p,) or (g, p), that are wrong, for a message."""
     parts = []
     if wrong.dim() > 1:
         parts.append(_experts(wrong.any(-1)).strip())

@@ -1,4 +1,4 @@
-"""Which layers of a model of SGLang are fp4gemm's."""
+"""The choice between fp4gemm and SGLang for each layer of a model."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _of_own(config: Any, layer: Any, prefix: str, is_experts: bool) -> str:
 
 
 def _of_modelopt(config: Any, layer: Any, prefix: str, is_experts: bool) -> str:
-    """The same of a checkpoint of ModelOpt."""
+    """ "per-token", "a16", or why the layer of a checkpoint of ModelOpt is SGLang's."""
     skipped = not is_experts and is_layer_skipped(
         prefix, config.exclude_modules, config.packed_modules_mapping
     )
@@ -132,7 +132,7 @@ def _of_modelopt(config: Any, layer: Any, prefix: str, is_experts: bool) -> str:
 
 
 def _of_compressed_tensors(config: Any, layer: Any, prefix: str, is_experts: bool) -> str:
-    """The same of a checkpoint of compressed-tensors."""
+    """ "per-token", "a16", or why the layer of a checkpoint of compressed-tensors is SGLang's."""
     if is_experts:
         config._add_fused_moe_to_target_scheme_map()
         found = [config.get_scheme_dict(layer, f"{prefix}.0.{each}_proj") for each in ("gate", "up", "down")]

@@ -82,11 +82,11 @@ class _Experts(ExpertsWeights, FusedMoEMethodBase):
         self.create(layer, *sizes, layer.moe_tp_size, extra_weight_attrs["weight_loader"], {})
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
-        """Nothing: the operator is the runner."""
+        """Do nothing: the operator takes the place of the runner."""
         self.moe_runner_config = moe_runner_config
 
     def get_moe_runner_backend(self, layer: Any) -> None:
-        """None: ids of this rank and standard top-k are what the operator reads."""
+        """Return None: the operator reads ids of this rank, from the standard top-k."""
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
         """The sum over the experts of this rank."""

@@ -38,7 +38,7 @@ class StoredConverter(WeightConverter):
         self.layer_targets[target_key].add(source_key)
 
     def was_used(self) -> bool:
-        """False: the loader keeps what was used to undo it when the model is saved, which _save.py does."""
+        """Return False: on saving, the loader would undo a used converter, which _save.py does instead."""
         return False
 
 

@@ -57,7 +57,7 @@ class Fill(NamedTuple):
 
 @dataclass
 class Plan:
-    """Which tensors of a checkpoint fill which modules.
+    """The tensors of a checkpoint, and the modules of the model that they fill.
 
     Attributes:
         format, e4m3_max: of the checkpoint.
@@ -245,6 +245,6 @@ def swap(model: Any, plan: Plan, activation_scaling: ActivationScaling, dtype: t
 
 
 def _of_one_amax(weight: StackedWeight, dtype: torch.dtype | None) -> StackedWeight:
-    """The same empty stack with one amax for each matrix."""
+    """An empty copy of the stack with one amax for each matrix."""
     g, n, k = weight._shape
     return StackedWeight(g, n, k, weight.bias is not None, "meta", dtype, weight_scaling="tensor")

@@ -143,7 +143,7 @@ class Fp4GemmQuantizer(HfQuantizer):
         return [StoredConverter(self.plan, FillStored(self)), *weight_conversions]
 
     def fill(self, anchor: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The buffers of a module; a problem is remembered, since the loader would not raise it as it is."""
+        """The buffers of a module; errors are collected, since the loader would not raise them unchanged."""
         try:
             return self.plan.buffers(anchor, tensors)  # type: ignore[union-attr]
         except (KeyError, TypeError, ValueError) as error:
@@ -151,7 +151,7 @@ class Fp4GemmQuantizer(HfQuantizer):
             return {}
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Whether it belongs to a float layer that is to be quantized."""
+        """Whether the parameter belongs to a float layer that is to be quantized."""
         return param_name.rpartition(".")[0] in self._names
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
@@ -228,7 +228,7 @@ class Fp4GemmQuantizer(HfQuantizer):
         return model
 
     def _compare_fused(self, model: Any) -> None:
-        """Say so if other blocks were fused than in the model that was saved."""
+        """Warn if other blocks were fused than in the model that was saved."""
         want = self.quantization_config.fused
         got = fused(model)
         if want and got != want:

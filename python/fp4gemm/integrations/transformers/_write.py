@@ -23,7 +23,7 @@ HF_QUANT_CONFIG = "hf_quant_config.json"
 def save(
     model: Any, folder: str | os.PathLike[str], format: FormatName | None, options: dict[str, Any]
 ) -> None:
-    """As ``fp4gemm.integrations.transformers.save_pretrained``."""
+    """Implements ``fp4gemm.integrations.transformers.save_pretrained``."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: got {_checks.describe(model)}, must be a transformers.PreTrainedModel")
     if format is not None:

@@ -88,7 +88,7 @@ class Serves:
         return stored != "a16"
 
     def known(self, prefix: str, activations: Activations, has_input_scale: bool) -> Layer:
-        """What the method of a layer has to know; the report counts it as fp4gemm's."""
+        """The description of a layer for its method; the report counts the layer as fp4gemm's."""
         self.report.runs(prefix, TEXTS[activations])
         return Layer(
             name=prefix,

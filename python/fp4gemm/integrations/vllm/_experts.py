@@ -78,7 +78,7 @@ class Fp4GemmMoEMethod(ExpertsWeights, FusedMoEMethodBase):
         return True
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """None: the operator needs none of vLLM's modular kernels."""
+        """Return None: the operator needs none of vLLM's modular kernels."""
 
     def apply(
         self,
