@@ -1,4 +1,4 @@
-"""Who is told that quantize_model has changed a model: integrations, which lie above fp4gemm.nn."""
+"""The listeners that are called when quantize_model has changed a model: they lie above fp4gemm.nn."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class GemmTerms(TypedDict, total=False):
 
 
 class Terms(NamedTuple):
-    """The same with the defaults of those that are omitted."""
+    """The keywords of :class:`GemmTerms`, with the defaults of those that are omitted."""
 
     bias: Tensor | None = None
     activation: str | None = None

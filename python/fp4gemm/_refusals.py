@@ -79,7 +79,7 @@ def made_again(
     *args: _P.args,
     **kwargs: _P.kwargs,
 ) -> _R:
-    """As :func:`explained`; a tensor x that has to be copied before a kernel reads it is no refusal."""
+    """Call :func:`explained`; but no refusal is counted if a kernel can read x only as a copy."""
     if not _checks.is_readable(x):
         return checked(*args, **kwargs)
     return explained(place, refusal, checked, *args, **kwargs)

@@ -42,7 +42,7 @@ def route(topk_ids: Tensor, num_experts: int) -> Routing:
 
     Args:
         topk_ids: int32 or int64 (t, top_k), t >= 0, top_k >= 1. -1, and any other id outside of
-            0..num_experts-1, stands for no expert: the pair gets no row. A token must not name an expert
+            0..num_experts-1, names no expert: the pair gets no row. A token must not name an expert
             twice: the CPU refuses that. A GPU does not check it, since that would synchronise: both slots
             then have a row and both count.
         num_experts: 1 to 2048.

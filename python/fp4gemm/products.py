@@ -46,11 +46,11 @@ def fprop(x: Left, w: Right, *, offs: Tensor | None = None, **terms: Unpack[Gemm
     """y = x W^T, (m, n): :func:`fp4gemm.mm` (x, w), or :func:`fp4gemm.grouped_mm` for an x with groups.
 
     Args:
-        x: ``quantize(x)``, (m, k); of experts ``quantize(x, offs=offs)``. Or x itself, as for those.
-        w: ``quantize(W)``, (n, k); of experts (g, n, k). Or that prepacked.
-        offs, bias, activation, c, beta, out_dtype, out, batch_invariant, kernel: as for those.
+        x: ``quantize(x)``, (m, k); of experts ``quantize(x, offs=offs)``. Or the plain x.
+        w: ``quantize(W)``, (n, k); of experts (g, n, k). Or this weight after ``prepack``.
+        offs, bias, activation, c, beta, out_dtype, out, batch_invariant, kernel: as for both functions.
 
-    Returns, raises: as those. Does not synchronise on a GPU.
+    Returns, raises: as both functions. Does not synchronise on a GPU.
     """
     return _product("fp4gemm.fprop", ("x", "w"), x, w, offs, terms)
 

@@ -84,7 +84,7 @@ def quantize(
             "tensor", (g,) for "tensor" with offs; (g, rows of the result) for "row" with offs and axis=0;
             (g, rows) or (g, 1) for a stack. Elements beyond it saturate. The CPU refuses
             a negative amax and NaN; on a GPU the values are not checked.
-        encode: "te": as above. "te_per_token": e = min(fl(S / s), FMAX), and 0 where s = 0, as in
+        encode: "te": e as defined above. "te_per_token": e = min(fl(S / s), FMAX), and 0 where s = 0, as in
             TransformerEngine's pull request #3045 (without its floor under A): the same scales, and other
             codes for about 1e-4 of the elements.
         four_over_six: "mae" or "mse": each block is also tried with its maximum at 4, and kept so where the

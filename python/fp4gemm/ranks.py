@@ -45,10 +45,10 @@ def route_ranks(
     in the same order. Nothing is read on the host: a captured CUDA graph may be replayed with other ids.
 
     Args:
-        topk_ids: int32 or int64 (tokens, top_k), the ids of the tokens of all ranks, rank by rank. -1 stands
-            for no expert, and for tokens that a rank does not have. An id outside of -1..num_experts-1
-            stands for no expert too, and sets status[1]. A token must not name an expert twice: the CPU
-            refuses that; on a GPU both slots have a row.
+        topk_ids: int32 or int64 (tokens, top_k), the ids of the tokens of all ranks, rank by rank. -1 names
+            no expert; it also fills the rows of tokens that a rank does not have. An id outside of
+            -1..num_experts-1 names no expert either, and sets status[1]. A token must not name an expert twice:
+            the CPU refuses that; on a GPU both slots have a row.
         num_experts: 1 to 2048, a multiple of num_ranks.
         num_ranks: 1 to 128.
         rank: 0 to num_ranks - 1.
@@ -89,7 +89,7 @@ def combine_ranks(
     Args:
         y: bfloat16, float16 or float32 (capacity, d), d a positive multiple of 8, contiguous and 16-byte
             aligned, or 1 to 128 of them of one shape and dtype: what each rank's experts computed.
-        row_of_pair: int32 (t, top_k), for the tokens that are wanted, as :func:`route_ranks` returned it.
+        row_of_pair: int32 (t, top_k), of the tokens to compute, as :func:`route_ranks` returned it.
         topk_weights: float32, bfloat16 or float16 (t, top_k).
         out_dtype: bfloat16, float16 or float32; None is the dtype of y.
 
@@ -172,7 +172,7 @@ def combine_tree(
 
     Args:
         parts: 1, 2, 4 or 8 results of :func:`combine_part`, (tokens, d), one for each rank.
-        topk_ids: int32 or int64 (t, top_k), of the tokens that are wanted. A part is read only for tokens
+        topk_ids: int32 or int64 (t, top_k), of the tokens to compute. A part is read only for tokens
             that name an expert of its rank, and is zero for others.
         num_experts: a multiple of 8.
         first_token: the number of the first of these tokens among all.

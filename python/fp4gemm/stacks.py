@@ -154,7 +154,7 @@ def quantize_stack(call: QuantizeCall, g: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def quantize_stack_decoded(call: QuantizeCall, g: int) -> tuple[Tensor, Tensor]:
-    """What they decode to, float16 (g, n, k), or (g, k, n) with axis 0, and amax; blocks of one row."""
+    """The decoded values float16 (g, n, k), or (g, k, n) with axis 0, and amax; a block has one row."""
     if call.axis == -1 and call.rng_state is None:
         # Values have no padding between the matrices, so that only one amax a matrix makes them groups.
         offs = None if call.per_row else _ends(call.x, g)
@@ -181,7 +181,7 @@ def quantize_stack_both(
 
 
 def quantize_stack_searched(call: QuantizeSearchedCall, g: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with a search for scales; importance is (g, k), or (k,) for every matrix."""
+    """Codes, scales and amax by a search for scales; importance is (g, k), or (k,) for every matrix."""
     h, amax, parts = call.importance, call.amax, call.x.view(g, -1, call.x.shape[1])
     calls = [
         call._replace(
@@ -200,7 +200,7 @@ def _by_matrix(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
     """Codes, scales and amax of the matrices and of their transposes in one call; amax (g, k) or (g, 1).
 
-    Blocks of 16x16, or transposes alone.
+    It serves blocks of 16x16, and transposes alone.
     """
     x = call.x.view(g, -1, call.x.shape[1])
     amax = call.amax if call.amax is None or call.per_row else call.amax.view(-1)
@@ -216,7 +216,7 @@ def _ends(x: Tensor, g: int) -> Tensor:
 
 
 def _amax_of_matrices(call: QuantizeCall, g: int, measured: Tensor) -> Tensor:
-    """(g, n) or (g, 1) of the amax of each row; a given amax leaves nothing to measure."""
+    """The amax (g, n) or (g, 1), from the amax of each row; ``measured`` itself if the call gives an amax."""
     if call.amax is not None:
         return measured
     rows = measured.view(g, -1)
@@ -224,7 +224,10 @@ def _amax_of_matrices(call: QuantizeCall, g: int, measured: Tensor) -> Tensor:
 
 
 def _in_one_call(call: QuantizeCall, g: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Blocks along k: the matrices are groups of rows, or one matrix where no padding separates scales."""
+    """Codes, scales and amax with blocks along k.
+
+    The matrices are groups of rows, or one matrix where no padding separates their scales.
+    """
     x, n = call.x, call.x.shape[0] // g
     offs = _ends(x, g) if not call.per_row or n % TILE_ROWS else None
     flat = None if call.amax is None else call.amax.view(-1)
@@ -235,7 +238,7 @@ def _in_one_call(call: QuantizeCall, g: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _matrices(call: Any, g: int) -> list[dict[str, Any]]:
-    """What differs from call to call when each matrix of x (g * n, k) is quantized by itself.
+    """The arguments that differ from call to call when each matrix of x (g * n, k) is quantized by itself.
 
     The random state of each has its own offset, two further than that of the one before.
     """

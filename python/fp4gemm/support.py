@@ -1,4 +1,4 @@
-"""Which operations run on a device, and why one does not: is_supported, and the check before each call."""
+"""The operations that run on a device, and the reasons for those that do not: is_supported, ready."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Support", "is_supported", "ready", "ready_for", "streams_prepacked"]
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """Whether every operation runs on a device; false in a condition where one does not."""
+    """Whether every operation runs on a device. It is false as a condition if one does not."""
 
     supported: bool
     reason: str  # what runs there, or why something does not
@@ -125,10 +125,10 @@ def is_supported(device: torch.device | str | int | None = None) -> Support:
 
 
 def streams_prepacked(device: torch.device, quantizes: bool = True) -> bool:
-    """Whether layers on a CUDA device should hold prepacked weights; False for any other device.
+    """Whether layers on a CUDA device should store prepacked weights; False for any other device.
 
-    With tokens that are not quantized: where the kernels read such weights. With quantized tokens: only where
-    tensor cores do not read NVFP4 besides, since those are faster for many tokens.
+    For tokens that are not quantized they should if the kernels read prepacked weights. For quantized tokens
+    they should only if the tensor cores do not read NVFP4 too: those that do are faster for many tokens.
     """
     if device.type != "cuda":
         return False

@@ -20,7 +20,7 @@ __all__ = ["Operator", "accepts", "has_parameters", "narrowed", "on_cpu", "param
 
 
 class Operator(NamedTuple):
-    """What Python has of one operator. Every function has the parameters of the operator."""
+    """The Python functions of one operator. Every function has the parameters of the operator."""
 
     call: Any  # the NamedTuple
     reference: Callable[..., Any]  # in plain torch, for any device, after the checks of the call

@@ -568,7 +568,7 @@ def gemm_compiled(call: GemmCall) -> Tensor:
 
 @_accepts_out
 def gemm_out_compiled(call: GemmCall, out: Tensor) -> None:
-    """:func:`gemm_out`, in the same way."""
+    """:func:`gemm_out`, whose right operand is decoded a part at a time."""
     _gemm_by(call, out, _multiply_compiled)
 
 

@@ -54,7 +54,7 @@ class LinearCall(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What follows from a checked call."""
+    """The sizes and the dtype that follow from a checked call."""
 
     m: int  # the rows of x
     n: int
@@ -136,7 +136,7 @@ def checked_weight(
     x: Tensor,
     of_x: str = "x",
 ) -> int:
-    """Check a weight, whose parts have this name in front, beside x; return n.
+    """Check a weight beside x, and return n; the names of its tensors begin with ``name``.
 
     Args:
         rows: n of a prepacked weight, else 0. of_x: the name of x.
@@ -190,7 +190,7 @@ def _checked_c(value: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device
 def linear(call: LinearCall) -> Tensor:
     """y = cast(act(fl(alpha * fl(amax_w[n] * fl(amax_x[m] * acc))) + bias[n]) + fl(beta * c)).
 
-    The same bits as :func:`quantize` of the rows of x, followed by :func:`gemm` with alpha =
+    The bits are those of :func:`quantize` of the rows of x, followed by :func:`gemm` with alpha =
     fl(1 / (36 * x_e4m3_max * weight_e4m3_max)). With scaling 0, x is not quantized: there is no amax_x, and
     alpha = fl(1 / (6 * weight_e4m3_max)).
 
@@ -259,7 +259,7 @@ def _linear_by(call: LinearCall, quantize: Callable[..., Any], gemm: Callable[..
 
 @accepts(LinearCall)
 def linear_compiled(call: LinearCall) -> Tensor:
-    """:func:`linear`, of compiled functions."""
+    """:func:`linear`, computed by compiled functions."""
     return _linear_by(call, quantize_compiled, gemm_compiled)
 
 

@@ -388,7 +388,7 @@ def _experts_by(
 
 @accepts(ExpertsCall)
 def experts_compiled(call: ExpertsCall) -> Tensor:
-    """:func:`experts`, of compiled functions."""
+    """:func:`experts`, computed by compiled functions."""
     return _experts_by(call, quantize_decoded_compiled, gemm_compiled)
 
 

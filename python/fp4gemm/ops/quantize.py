@@ -343,7 +343,7 @@ def quantize_both(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Te
 def quantize_decoded(call: Any) -> tuple[Tensor, Tensor]:
     """Quantize x and return (q * s as float16 in the shape of the result, amax).
 
-    What belongs to no group, and padding of groups, become 0. The arguments, amax and the errors are those of
+    Rows of no group, and padding of groups, become 0. The arguments, amax and the errors are those of
     :func:`quantize`; blocks have one row.
     """
     codes, scales, made = _quantized(narrowed(QuantizeCall, call))
@@ -402,7 +402,7 @@ def quantize_stack(call: QuantizeStackCall) -> tuple[Tensor, Tensor, Tensor, Ten
     Returns:
         codes uint8 (g, n, k/2), scales float8_e4m3fn (g, ceil128(n), ceil4(k/16)), codes (g, k, n/2) and
         scales (g, ceil128(k), ceil4(n/16)) of the transposes, and amax float32 (g,), with per_row (g, k).
-        What is not wanted has no matrix, and amax no entry if it was given.
+        A direction that is not asked for has no matrix, and amax has no entry if it was given.
 
     Raises:
         TypeError, ValueError, NotImplementedError: for an invalid argument; the text names it.
@@ -413,7 +413,7 @@ def quantize_stack(call: QuantizeStackCall) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 def _side(call: QuantizeStackCall, axis: int, is_wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes, scales and amax of the matrices of one direction; no matrix if it is not wanted."""
+    """Return codes, scales and amax of the matrices of one direction; no matrix unless ``is_wanted``."""
     g, n, k = call.x.shape
     shape = (n, k) if axis == -1 else (k, n)
     count = g if is_wanted else 0

@@ -207,7 +207,7 @@ def train_backward(call: TrainBackwardCall) -> tuple[Tensor, Tensor]:
 
 
 def _forward_by(call: TrainForwardCall, operators: _Operators) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return :func:`train_forward` of other operators."""
+    """Return :func:`train_forward`, computed with the given operators."""
     check_forward(call)
     x = _quantized(call, call.x, -1, call.decoded, operators)
     w = _Operand(call.w, call.w_scales, call.w_amax, call.w_e4m3_max, call.w_rows)
@@ -219,7 +219,7 @@ def _forward_by(call: TrainForwardCall, operators: _Operators) -> tuple[Tensor, 
 
 
 def _backward_by(call: TrainBackwardCall, operators: _Operators) -> tuple[Tensor, Tensor]:
-    """Return :func:`train_backward` of other operators."""
+    """Return :func:`train_backward`, computed with the given operators."""
     check_backward(call)
     dy = _quantized(call, call.dy, -1, call.decoded, operators)
     w_t = _Operand(call.w_t, call.w_t_scales, call.w_t_amax, call.w_t_e4m3_max, call.w_t_rows)
@@ -258,13 +258,13 @@ def _product(
 
 @accepts(TrainForwardCall)
 def train_forward_compiled(call: TrainForwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`train_forward`, of compiled functions."""
+    """:func:`train_forward`, computed by compiled functions."""
     return _forward_by(call, _COMPILED)
 
 
 @accepts(TrainBackwardCall)
 def train_backward_compiled(call: TrainBackwardCall) -> tuple[Tensor, Tensor]:
-    """:func:`train_backward`, of compiled functions."""
+    """:func:`train_backward`, computed by compiled functions."""
     return _backward_by(call, _COMPILED)
 
 
@@ -324,7 +324,7 @@ def check_swiglu(call: SwigluCall | SwigluBackwardCall) -> tuple[Tensor, Tensor,
 
 
 def check_swiglu_backward(call: SwigluBackwardCall) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same for swiglu_backward, with dy."""
+    """Check and return gate, up, weights and dy of swiglu_backward; raise as :func:`check_swiglu` does."""
     gate, up, weights = check_swiglu(call)
     _like("dy", call.dy, gate, "torch.ops.fp4gemm.swiglu_backward")
     return gate, up, weights
@@ -345,7 +345,7 @@ def swiglu(call: SwigluCall) -> Tensor:
     Args:
         gate, up: (m, f) bfloat16 or float16, unit stride along f, rows 16-byte aligned; f a positive multiple
             of 8, m >= 0.
-        weights: float32 (m,), or None, which stands for ones.
+        weights: float32 (m,), or None, which has the meaning of ones.
 
     Returns:
         y, (m, f), of the dtype of gate.

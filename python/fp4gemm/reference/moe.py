@@ -1,7 +1,7 @@
 """Mixtures of experts: the rows that a routing makes, the weighted sum of their results, and both products.
 
 Token i names the experts topk_ids[i, 0 .. top_k-1], one in each slot. A pair is a token and a slot. An id
-outside of 0..num_experts-1, for example -1, stands for no expert: the pair is dropped.
+outside of 0..num_experts-1, for example -1, names no expert: the pair is dropped.
 
 route sorts the pairs by (expert, token, slot); each pair that names an expert becomes a row::
 

@@ -2,7 +2,7 @@
 
 fl(.) below is one float32 operation, rounded to nearest even, without flushing subnormals. min returns the
 other operand if one is NaN, and FMAX = 3.4028235e38. a_b is the largest magnitude of a block of 16 (or of a
-16x16 tile). A is the same of the row, of the tensor or of the group, unless the caller gives A::
+16x16 tile). A is that of the row, of the tensor or of the group, unless the caller gives A::
 
     S = min(fl(2688 / A), FMAX), and S = 1 where that is 0 (A = inf)
     s = e4m3(min(fl(a_b * fl(S * fl(1/6))), FMAX))                nearest even, saturating at 448
