@@ -50,14 +50,14 @@ class CompiledBlocks:
     """:class:`fp4gemm.reference.gptq.GptqBlocks`, compiled; the bits are the same.
 
     Args:
-        amax: as there.
+        amax: A, float32 (g, n), or (g, 1) for one of each matrix.
     """
 
     def __init__(self, amax: Tensor) -> None:
         self._amax = amax.contiguous()
 
     def __call__(self, w: Tensor, rows: Tensor, cost: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Round a block of each weight; arguments and results as there."""
+        """Round a block of each weight; the arguments and results are those of GptqBlocks."""
         g, _, n = w.shape
         w, rows, cost = w.contiguous(), rows.contiguous(), cost.contiguous()
         codes, differences = torch.empty_like(w, dtype=torch.uint8), torch.empty_like(w)
@@ -86,7 +86,7 @@ class Factorization:
         self._made: _Prepared | None = None
 
     def of(self, moment: Tensor, damping: float, block_order: BlockOrder) -> _Prepared | None:
-        """What was kept for a matrix of these values, or None; what was kept for another is freed."""
+        """The factors that were kept for a matrix of these values, or None; those of another are freed."""
         if self._key is not None:
             last, *options = self._key
             is_same = last.device == moment.device and last.shape == moment.shape

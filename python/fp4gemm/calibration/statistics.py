@@ -63,7 +63,7 @@ class InputStatistics:
         return self.mean_square.shape[-1]
 
     def to(self, device: torch.device | str) -> InputStatistics:
-        """The same numbers on a device."""
+        """The statistics on a device."""
         moment = None if self.second_moment is None else self.second_moment.to(device)
         return InputStatistics(self.num_tokens.to(device), self.mean_square.to(device), moment)
 
@@ -106,7 +106,7 @@ class Statistics(Mapping[str, InputStatistics]):
         return bool(self._layers) and all(s.second_moment is not None for s in self._layers.values())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file. The same statistics give the same bytes, and no half file is left.
+        """Write a safetensors file. The same statistics give the same bytes, and no incomplete file is left.
 
         Raises:
             ImportError: safetensors is not installed. OSError: the file cannot be written.

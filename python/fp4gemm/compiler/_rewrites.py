@@ -186,7 +186,7 @@ class _Rewriter:
         self.fusions.append(Fusion(name, tuple(map(g.layer_name, linears))))
 
     def _leave(self, node: Node, reason: str) -> None:
-        """Note why a norm or an activation stays, if a linear reads it."""
+        """Record why a norm or an activation is not rewritten, if a linear reads it."""
         linears = tuple(user for user in node.users if user.target is operators.linear)
         if linears:
             self.left.append(Left(g.layer_name(linears[0]), reason))

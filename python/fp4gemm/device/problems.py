@@ -41,11 +41,11 @@ class Problem:
 
     @property
     def mode(self) -> str:
-        """The mode of the kernels that compute it."""
+        """The mode of the kernels that compute the problem."""
         return "dense" if self.operands.offs is None else "grouped"
 
     def suits(self, kernel: KernelInfo) -> bool:
-        """Whether the kernel computes it."""
+        """Whether the kernel can compute the problem."""
         x = self.operands
         is_gated = activations.by_number[self.terms.get("activation", 0)].is_gated
         if kernel.mode != self.mode or kernel.is_gated != is_gated:

@@ -47,7 +47,7 @@ def sets(bytes_per_call: int, l2_bytes: int) -> int:
 
 
 def rotations(bytes_per_call: int, l2_bytes: int) -> int:
-    """As :func:`sets`, but at least two."""
+    """How many sets of inputs :func:`sets` returns, but at least two."""
     return max(2, sets(bytes_per_call, l2_bytes))
 
 

@@ -136,7 +136,7 @@ def group_of(group: object) -> dist.ProcessGroup:
 
 
 def bound_of(max_tokens: object, most: int) -> int:
-    """``max_tokens`` of a call, of which None stands for that of the constructor, the most."""
+    """``max_tokens`` of a call; for None the constructor's value ``most``, which is the limit."""
     if max_tokens is None:
         return most
     _checks.is_int("max_tokens", max_tokens, 1)

@@ -1,4 +1,4 @@
-"""The first half of an exchange: rows of this rank's tokens there, and the places of those of all ranks."""
+"""The first half of an exchange: sending the rows of this rank's tokens, and finding those of all ranks."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def by_slots(
         own = places.routing.row_of_pair[sizes.rank * (all_ids.shape[0] // sizes.ranks) :][: own_ids.shape[0]]
         return ranks.combine_ranks(engine.gather(transfer, y), own, weights, dtype)
     sent = slots_to_send(all_ids, places, sizes)
-    parts = y[sent.clamp(min=0).flatten()]  # what stands for no row is not read
+    parts = y[sent.clamp(min=0).flatten()]  # rows read for -1 are not used
     arrived = engine.exchange(transfer, parts.view(sizes.ranks, -1, y.shape[1])).flatten(0, 1)
     place = slots_of_tokens(own_ids, places, sizes)
     result: Tensor = operators.combine(arrived, place, weights, dtype)

@@ -1,4 +1,4 @@
-"""Which engine moves the rows of a group."""
+"""The choice of the engine that moves the rows of a group."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what the engine holds."""
+        """Free the memory of the engine."""
         ...
 
 

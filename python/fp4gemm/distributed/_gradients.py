@@ -156,7 +156,7 @@ def _travelling_cast(recipe: Recipe | None, x: Tensor) -> Cast | None:
 def dispatch(
     ep: ExpertParallel, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, recipe: Recipe | None
 ) -> tuple[Tensor | QuantizedInput, Tensor, Handle]:
-    """ExpertParallel.train_dispatch."""
+    """Implements ExpertParallel.train_dispatch."""
     ep._engine()  # raises if the object was closed
     x = _checks.is_tensor("x", x)
     _checks.has_dtype("x", x, _checks.FLOAT_DTYPES)
@@ -185,7 +185,7 @@ def dispatch(
 
 
 def combine(ep: ExpertParallel, y: Tensor, handle: Handle) -> Tensor:
-    """ExpertParallel.train_combine."""
+    """Implements ExpertParallel.train_combine."""
     if not isinstance(handle, Handle) or handle._owner is not ep:
         raise ValueError("handle: must be what train_dispatch of this ExpertParallel returned")
     check_capture(handle, ep._engine().reads_peers)

@@ -51,7 +51,7 @@ class Message(NamedTuple):
         return block.view(-1)[begin : begin + size].view(dtype).view(self.max_tokens, self.top_k)
 
     def matrices(self, blocks: list[Tensor], index: int, dtype: torch.dtype) -> Tensor:
-        """The same of all ranks, one after the other: a copy (ranks * max_tokens, top_k)."""
+        """Matrix ``index`` of the blocks of all ranks, in order: a copy (ranks * max_tokens, top_k)."""
         return torch.cat([self.matrix(block, index, dtype) for block in blocks])
 
     def tokens(self, blocks: list[Tensor]) -> list[Tensor]:

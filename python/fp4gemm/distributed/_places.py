@@ -69,7 +69,7 @@ def check_ids(ids: Tensor, sizes: Sizes) -> None:
 def _slot_at_owner(ids: Tensor, sizes: Sizes) -> Tensor:
     """For each pair the number of earlier slots of its token whose expert is on the same rank; or its slot.
 
-    The slot itself where a rank has as many experts as a token may name.
+    It is the slot itself where a rank has as many experts as a token may name.
     """
     if sizes.slots == sizes.top_k:
         return torch.arange(sizes.top_k, device=ids.device).expand(ids.shape)

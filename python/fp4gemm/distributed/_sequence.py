@@ -43,7 +43,7 @@ class Sequence:
         self._last: Transfer | None = None  # of the calls that were not captured
 
     def begin(self, behind: Tensor, transfer: Transfer, slot: int, is_captured: bool, is_first: bool) -> None:
-        """Before the barrier of a phase.
+        """Write this rank's number behind its slot; called before the barrier of a phase.
 
         Args:
             behind: int64 (1,), behind the slot of this rank.
@@ -56,7 +56,7 @@ class Sequence:
         torch.add(digest(transfer, slot), self._own, alpha=_FACTOR, out=behind)
 
     def end(self, behind: list[Tensor]) -> None:
-        """After the barrier of a phase. Raises on a CPU, as :meth:`check` does.
+        """Read the numbers of all ranks after the barrier of a phase. Raises on a CPU, as :meth:`check` does.
 
         Args:
             behind: int64 (1,) of each rank, behind the slot that it used.
@@ -66,7 +66,7 @@ class Sequence:
             self.check()
 
     def poll(self) -> None:
-        """:meth:`check` of what an earlier poll has copied, without a wait. Not for captures."""
+        """Check what an earlier poll has copied, as :meth:`check` does but without a wait; not in a capture."""
         if self._copy is None:
             return
         if self._copied is not None:

@@ -57,7 +57,7 @@ class _Buffer(NamedTuple):
     slot_bytes: int
 
     def holds(self, num_bytes: int) -> bool:
-        """Whether so many bytes can travel."""
+        """Whether a slot has room for so many bytes."""
         return num_bytes + _NUMBER.itemsize <= self.slot_bytes
 
     def slot(self, index: int, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -42,7 +42,7 @@ class PeerMemory(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Of the regions, as this rank reads them."""
+        """The device of the regions, as this rank reads them."""
         ...
 
     def allocate(self, num_bytes: int) -> Region:

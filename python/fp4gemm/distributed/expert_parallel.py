@@ -268,7 +268,7 @@ class ExpertParallel:
     def get_rng_state(self) -> Tensor:
         """int64 (2,) on the CPU, {seed, offset}: what ``gradient="nvfp4"`` rounds with next; for checkpoints.
 
-        The same on every rank. Synchronises.
+        The state is the same on every rank. Synchronises.
         """
         return (self._rng_state if self._random is None else self._random).to("cpu", copy=True)
 
@@ -313,7 +313,7 @@ class ExpertParallel:
             )
 
     def close(self) -> None:
-        """Free what the object holds, the process group included. Later calls and handles are refused.
+        """Free the memory and the process group of the object. Later calls and handles are refused.
 
         It must come before ``torch.distributed.destroy_process_group()``: threads of a group that is still
         held live on, and the process may end with "terminate called without an active exception".
