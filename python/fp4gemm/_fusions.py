@@ -1,4 +1,4 @@
-"""What is fused around a layer, as torch functions, and how these are found in a graph.
+"""The operations around a layer that can be fused, as torch functions, and the search for them in a graph.
 
 fp4gemm.nn looks for them in graphs of single modules, and fp4gemm.compiler in those of torch.compile. Each
 norm, gate and activation is written once, at the end of this file.
@@ -73,7 +73,7 @@ class Match(NamedTuple):
     result: Node  # the last one of them
 
     def is_alone(self) -> bool:
-        """Whether nothing else reads its inputs, or what it computes on the way."""
+        """Whether no other node reads the inputs, or the intermediate results, of the match."""
         read = self.inside.union(self.inputs) - {self.result}
         return all(user in self.inside for node in read for user in node.users)
 
@@ -83,7 +83,7 @@ class Pattern:
 
     Args:
         function: made of torch's operations; it returns one tensor.
-        shapes: of its inputs while it is traced; graphs may have others.
+        shapes: the shapes of its inputs while it is traced; graphs may have others.
     """
 
     def __init__(self, function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> None:

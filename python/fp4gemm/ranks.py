@@ -47,8 +47,8 @@ def route_ranks(
     Args:
         topk_ids: int32 or int64 (tokens, top_k), the ids of the tokens of all ranks, rank by rank. -1 names
             no expert; it also fills the rows of tokens that a rank does not have. An id outside of
-            -1..num_experts-1 names no expert either, and sets status[1]. A token must not name an expert twice:
-            the CPU refuses that; on a GPU both slots have a row.
+            -1..num_experts-1 names no expert either, and sets status[1]. A token must not name an expert
+            twice: the CPU refuses that; on a GPU both slots have a row.
         num_experts: 1 to 2048, a multiple of num_ranks.
         num_ranks: 1 to 128.
         rank: 0 to num_ranks - 1.

@@ -101,7 +101,7 @@ class Factorization:
 
 
 class Rounded(NamedTuple):
-    """What GPTQ made of a weight."""
+    """The result of GPTQ for a weight."""
 
     weight: NVFP4Tensor
     damping: tuple[float, ...]  # that was used, for each matrix

@@ -27,7 +27,7 @@ _DTYPES = {  # of safetensors
 
 @dataclass(frozen=True, eq=False)
 class InputStatistics:
-    """What calibration text showed a layer: moments of the rows x of its input.
+    """The statistics of the input of a layer on calibration data: moments of its rows x.
 
     Attributes:
         num_tokens: int64 (), the rows that were seen; (g,) for g experts.

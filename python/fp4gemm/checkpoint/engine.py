@@ -50,7 +50,7 @@ def convert_set(
     Args:
         one: the set.
         tensors: the tensors of the set by name and expert (:attr:`FusedSet.parts`), on one device.
-        options: of the conversion.
+        options: the options of the conversion.
         inputs: the statistics that the method needs, which were compared with the plan.
 
     Raises:
@@ -81,7 +81,7 @@ def convert_set(
 def tensors_of(
     one: FusedSet, stored: list[StoredWeight], scheme: Scheme, options: Options
 ) -> dict[str, Tensor]:
-    """The tensors of the new checkpoint for a set, by name, on the device where it was quantized."""
+    """The tensors of the new checkpoint for a set, by name, on the device where the set was quantized."""
     about = FORMATS[scheme.format]
     made = [weight.tensors(matrix.module) for matrix, weight in zip(one.matrices, stored, strict=True)]
     found: dict[str, Tensor] = {}

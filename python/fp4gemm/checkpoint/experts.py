@@ -1,4 +1,4 @@
-"""How experts that are stored as one tensor for each layer lie in it."""
+"""The order of dimensions of experts that are stored as one tensor for each layer."""
 
 from __future__ import annotations
 

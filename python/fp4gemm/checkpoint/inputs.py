@@ -1,4 +1,4 @@
-"""Which statistics belong to which matrix of a plan, and what is done where an expert saw few tokens."""
+"""The statistics of each matrix of a plan, also where an expert saw few tokens."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Inputs:
                 )
 
     def of(self, matrix: Matrix, device: torch.device) -> tuple[InputStatistics, str]:
-        """The statistics of a matrix on a device, and in words what was added to them."""
+        """The statistics of a matrix on a device, and a note if those of other experts were added to them."""
         place = self._place(matrix)
         own, note = self._read(place), ""
         if place.expert is not None and 0 < int(own.num_tokens) < own.k:

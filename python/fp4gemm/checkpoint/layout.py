@@ -42,7 +42,7 @@ class FileLayout:
     """A shard of the new checkpoint.
 
     Attributes:
-        name: of the file.
+        name: the name of the file.
         header: its first bytes, up to the data.
         begins: where each tensor begins in the file, in the order of the file.
         slots: the tensors.

@@ -251,7 +251,7 @@ def _equal(statistics: Mapping[str, InputStatistics], a: str, b: str) -> bool:
 
 
 def _checked_amax(name: str, w: object) -> Tensor:
-    """A of a weight, float32 (1,), after all checks of it."""
+    """The amax A of a weight, float32 (1,), after all checks of the weight."""
     x = _checks.is_tensor(name, w)
     _checks.has_dtype(name, x, _checks.FLOAT_DTYPES)
     _checks.has_rank(name, x, 2, "(n, k)")

@@ -47,7 +47,7 @@ class Matrix:
     transposed: bool = False
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This matrix, (n, k), of its source tensor (its expert's part, where it has one); a view."""
+        """This matrix, (n, k), as a view of its source tensor; for experts, of the part of one expert."""
         rows = tensor.T if self.transposed else tensor
         n = rows.shape[0] // 2
         return rows if self.half == "all" else rows[:n] if self.half == "first" else rows[n:]

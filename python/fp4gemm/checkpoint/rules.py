@@ -103,7 +103,7 @@ class Facts:
 
 
 def why_kept(name: str, shape: Sequence[int], facts: Facts) -> str:
-    """Why the model keeps a tensor by its nature, in words; "" if it is the weight of a linear layer.
+    """Why a tensor is not the weight of a linear layer, in words; "" if it is one.
 
     "vector": one dimension. "embedding" and "output embedding": by the name, or as many rows as the
     vocabulary has entries. "norm" and "router" (or the gate of shared experts): by the name. The others stay
@@ -168,7 +168,7 @@ def why_shape(dtype: str, n: int, k: int) -> str:
 
 
 def is_expert_weight(name: str) -> bool:
-    """Whether ``experts_only`` converts it: a projection of routed or shared experts, by its name."""
+    """Whether ``experts_only`` converts the tensor: a projection of routed or shared experts, by its name."""
     module = name.removesuffix(".weight")
     return any(mark in name for mark in EXPERT_MARKS) and module.rpartition(".")[2] in EXPERT_ENDS
 

@@ -253,7 +253,7 @@ _streams = threading.local()
 
 @contextlib.contextmanager
 def _stream(device: torch.device) -> Iterator[None]:
-    """A CUDA stream for each thread and device, so that tasks overlap; it is complete at the end."""
+    """A CUDA stream for each thread and device, so that tasks overlap; its work is complete at the end."""
     if device.type != "cuda":
         yield
         return

@@ -1,4 +1,4 @@
-"""Where tensors of a conversion go: into new shards, or against the shards that are there."""
+"""The destinations of a conversion: new shards, or a comparison with existing shards."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class WriteSink:
 
 
 class CompareSink:
-    """Compares every tensor with the one in a shard that is there, byte by byte."""
+    """Compares every tensor with that in an existing shard, byte by byte."""
 
     def __init__(self, new: Source, files: Mapping[str, FileLayout]) -> None:
         self._new = new

@@ -25,7 +25,7 @@ class State:
     """The state of a conversion, in the file ``fp4gemm_convert.json`` of the new checkpoint.
 
     Attributes:
-        folder: of the new checkpoint.
+        folder: the folder of the new checkpoint.
         key: what must be the same to continue: the version, the options, and size and time of every file of
             the source.
         finished: the bytes and the hash of each shard that is complete, by name.
@@ -46,7 +46,7 @@ class State:
         A conversion that was finished counts as interrupted if a file of it is missing or has another size.
 
         Args:
-            folder: of the new checkpoint.
+            folder: the folder of the new checkpoint.
             key: as the attribute.
             others: the names of the files that it has when it is done, beside the shards.
             resume: whether an interrupted conversion may be continued.
@@ -93,7 +93,7 @@ class State:
         write_file(self.folder / STATE, json.dumps(content, indent=1, sort_keys=True).encode() + b"\n")
 
     def clean(self, sizes: Mapping[str, int]) -> None:
-        """Forget finished shards that are no longer there in full, and delete parts of others."""
+        """Forget finished shards that are no longer complete, and delete unfinished files of others."""
         for name in list(self.finished):
             if not self._has(name) or sizes.get(name) != self.finished[name]["nbytes"]:
                 del self.finished[name]
@@ -101,7 +101,7 @@ class State:
             path.unlink()
 
     def _has(self, shard: str) -> bool:
-        """Whether a finished shard is there with its size."""
+        """Whether the file of a finished shard exists and has the size that was recorded."""
         path = self.folder / shard
         return path.is_file() and path.stat().st_size == self.finished[shard]["nbytes"]
 

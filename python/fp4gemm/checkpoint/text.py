@@ -162,7 +162,7 @@ def _names(plan: Plan, model: Any, source: Source) -> dict[str, str]:
 
 
 def _renaming(model: Any) -> Callable[[str], str]:
-    """From the name of a module in the checkpoint to that in the model, as transformers loads it."""
+    """A function from the name of a module in the checkpoint to its name in the loaded model."""
     try:
         mapping = importlib.import_module("transformers.conversion_mapping")
         loading = importlib.import_module("transformers.core_model_loading")

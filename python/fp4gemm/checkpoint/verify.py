@@ -29,7 +29,7 @@ def verify_folder(source: Source, folder: Path, work: Work, state: State, common
     Args:
         source, folder: the old checkpoint, and the new one.
         work: what was written.
-        state: of the conversion.
+        state: the state of the conversion.
         common: devices, jobs, max_memory, progress and has_device_bits of
             :func:`fp4gemm.checkpoint.runner.run`.
 

@@ -43,7 +43,7 @@ class Work:
         config: the new config.json.
         extra: other JSON files by name.
         report: what becomes of every tensor.
-        plan: of the quantization; None for a translation.
+        plan: the plan of the quantization; None for a translation.
         has_device_bits: whether the bits depend on the device and its threads.
     """
 

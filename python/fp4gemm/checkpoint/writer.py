@@ -25,8 +25,8 @@ class ShardWriter:
     that a file of the final name is complete.
 
     Args:
-        folder: of the new checkpoint.
-        layout: of the shard.
+        folder: the folder of the new checkpoint.
+        layout: the layout of the shard.
     """
 
     def __init__(self, folder: Path, layout: FileLayout) -> None:
@@ -71,7 +71,7 @@ class ShardWriter:
         return tree_hash(self.layout, self._hashes)
 
     def close(self) -> None:
-        """Close a file that was not finished, and keep its part."""
+        """Close a file that was not finished, and keep its ``.part`` file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

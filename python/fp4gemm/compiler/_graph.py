@@ -1,4 +1,4 @@
-"""What the rewrites need of a graph: its linear operators, new nodes with fake results, shapes."""
+"""Operations on graphs that the rewrites need: linear operators, new nodes with fake results, shapes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def add_node(at: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
 
 
 def _describe(node: Node, val: object, like: Node) -> None:
-    """Set what inductor reads of a node: its fake result, the strides of its inputs, and where it is from."""
+    """Set what inductor reads of a node: its fake result, the strides of its inputs, and its origin."""
     node.meta["val"] = val
     inputs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     node.meta["eager_input_vals"] = inputs

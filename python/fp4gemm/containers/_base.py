@@ -1,4 +1,4 @@
-"""Container, the base of all operand classes: what other code asks of a weight, copies, moves, pickles."""
+"""Container, the base class of all operands: attributes of a weight, copies, moves, pickles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Container"]
 
 
 class Container:
-    """A quantized matrix or stack of matrices: a few tensors and the numbers that say what they mean.
+    """A quantized matrix or stack of matrices: a few tensors, and the numbers that define their meaning.
 
     A container is not a torch.Tensor. It answers what model code asks of ``module.weight`` without computing
     anything: ``dtype``, ``shape``, ``size()``, ``numel()``, ``device``, ``to()`` and the like. Arithmetic on

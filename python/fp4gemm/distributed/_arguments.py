@@ -87,7 +87,7 @@ class Arrived(NamedTuple):
 
 
 def problem_of(**own: Any) -> TypeError | ValueError | None:
-    """What is wrong with the arguments of ExpertParallel by themselves, without those of other ranks."""
+    """The fault of the arguments of ExpertParallel that this rank finds without those of other ranks."""
     try:
         num_experts = moe_ops.num_experts(own["num_experts"])
         for name in ("top_k", "hidden", "max_tokens"):

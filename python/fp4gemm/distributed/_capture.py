@@ -1,4 +1,4 @@
-"""Whether calls are captured in a CUDA graph, and in which capture."""
+"""Tests of whether calls are captured in a CUDA graph, and in which capture."""
 
 from __future__ import annotations
 

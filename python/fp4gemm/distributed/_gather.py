@@ -31,7 +31,7 @@ class Engine(Protocol):
     def space(
         self, transfer: Transfer, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Uninitialised memory for what this rank gives to the next ``gather`` of this purpose."""
+        """Uninitialised memory for the data that this rank gives to the next ``gather`` of this purpose."""
         ...
 
     def gather(self, transfer: Transfer, own: Tensor) -> list[Tensor]:

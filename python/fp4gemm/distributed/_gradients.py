@@ -62,7 +62,7 @@ def _weights_of_rows(arrived: Arrived, top_k: int) -> Tensor:
 
 
 class _Dispatch(torch.autograd.Function):
-    """x and the weights of its pairs, to rows and their weights."""
+    """From x and the weights of its pairs to the rows of experts and their weights."""
 
     @staticmethod
     def forward(

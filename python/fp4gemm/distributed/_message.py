@@ -1,4 +1,4 @@
-"""What a rank sends in a dispatch: its rows, and the ids (and weights) of its tokens, in one block of bytes.
+"""The block of bytes that a rank sends in a dispatch: its rows, and the ids (and weights) of its tokens.
 
 The block of a rank is a matrix uint8 (max_tokens + extra, row_bytes). Its first max_tokens rows are tokens;
 the bytes of the others are int32 or float32 matrices (max_tokens, top_k), one after the other. Token i of

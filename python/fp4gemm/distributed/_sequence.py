@@ -66,7 +66,7 @@ class Sequence:
             self.check()
 
     def poll(self) -> None:
-        """Check what an earlier poll has copied, as :meth:`check` does but without a wait; not in a capture."""
+        """Check what an earlier poll copied, as :meth:`check` does but without a wait. Not for captures."""
         if self._copy is None:
             return
         if self._copied is not None:

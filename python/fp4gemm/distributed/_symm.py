@@ -51,7 +51,7 @@ _NUMBER = torch.int64  # of Sequence, the last bytes of a slot
 
 
 class _Buffer(NamedTuple):
-    """The slots of a purpose on every rank. Each has a number behind what travels."""
+    """The slots of a purpose on every rank. A number lies behind the data of each slot."""
 
     region: Region
     slot_bytes: int
@@ -105,7 +105,7 @@ class SymmEngine:
         return buffer.slot(self._next(transfer.purpose, capture).slot, self._rank, shape, dtype)
 
     def gather(self, transfer: Transfer, own: Tensor) -> list[Tensor]:
-        """What every rank wrote, in its memory: to be read before the next use of this purpose."""
+        """The data of every rank, in its own memory: to be read before the next use of this purpose."""
         shape, dtype, ranks = tuple(own.shape), own.dtype, range(self._ranks)
         capture = capture_of(own.device)
         buffer = self._buffer(transfer, own.nbytes, capture is not None)
@@ -149,7 +149,7 @@ class SymmEngine:
         return _Phase(purpose, slot, capture)
 
     def _buffer(self, transfer: Transfer, num_bytes: int, is_captured: bool) -> _Buffer:
-        """The buffer of a purpose, of slots in which so many bytes can travel."""
+        """The buffer of a purpose, whose slots have room for so many bytes."""
         purpose = transfer.purpose
         buffer = self._buffers.get(purpose)
         if buffer is not None and buffer.holds(num_bytes):

@@ -1,4 +1,4 @@
-"""What travels in a phase: all that the ranks must agree on before it does."""
+"""The data of a phase: everything that the ranks must agree on before it is sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Purpose = Literal["there", "back"]  # to the experts, or back to the tokens
 
 
 class Transfer(NamedTuple):
-    """What travels in a phase, equal on all ranks. The sizes in bytes follow from it.
+    """The data of a phase, equal on all ranks. The sizes in bytes follow from it.
 
     Attributes:
         purpose: where it travels.
@@ -22,7 +22,7 @@ class Transfer(NamedTuple):
         tensor: what travels, for the text of an error.
         max_tokens: tokens of each rank at most, in this call.
         d: elements of a row.
-        dtype: of an element, or None for rows of NVFP4.
+        dtype: the dtype of an element, or None for rows of NVFP4.
     """
 
     purpose: Purpose

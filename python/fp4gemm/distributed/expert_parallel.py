@@ -78,7 +78,7 @@ class ExpertParallel:
         gradient: what travels of the gradients of results in training: "original", themselves, or "nvfp4",
             the values of their cast with one amax for each token and stochastic rounding, whose random
             numbers belong to the token, whatever rank has it.
-        seed: of these random numbers.
+        seed: the seed of these random numbers.
         capacity: None: no row is ever dropped, and an operand has R * max_tokens * min(top_k, E/R) rows. Or
             the number of rows of an operand: pairs beyond it are dropped, and contribute nothing;
             :meth:`check` raises.
@@ -210,7 +210,7 @@ class ExpertParallel:
         Args:
             y: bfloat16, float16 or float32 (handle.num_rows, d), d a positive multiple of 8: the results of
                 the rows of :meth:`dispatch`, of one dtype and d on all ranks.
-            handle: of that dispatch.
+            handle: the handle of that dispatch.
             topk_weights: float32, bfloat16 or float16 (t, top_k).
             out_dtype: bfloat16, float16 or float32; None is the dtype of y.
 
@@ -261,7 +261,7 @@ class ExpertParallel:
 
         Args:
             y: bfloat16, float16 or float32 (handle.num_rows, d), d a multiple of 16, on every rank.
-            handle: of :meth:`train_dispatch`.
+            handle: the handle of :meth:`train_dispatch`.
         """
         return _gradients.combine(self, y, handle)
 

@@ -59,7 +59,7 @@ class Quantizer:
         method: "round": the standard scales. "four-over-six": ``quantize(w, four_over_six="mse")``. "search":
             ``quantize(w, scale_search="mse", importance=mean_square)``, importance None without statistics.
             "gptq": :func:`fp4gemm.calibration.gptq`, and "search" where that fails.
-        scaling: of the weight.
+        scaling: the scaling of the weight.
         statistics: those of the layer's input under "", or those of experts under "w13" and "w2"; may be
             empty, except for "gptq".
         factorization: of "gptq", shared by the quantizers of a model.

@@ -24,7 +24,7 @@ from ._weight import _EXCHANGE, WeightModule
 
 
 class SavedWeight(WeightModule):
-    """A WeightModule whose state_dict, pickles, copies and moves have codes and scales, prepacked or not."""
+    """A WeightModule that is moved, copied, pickled and saved as codes and block scales in every form."""
 
     def reset_parameters(self) -> None:
         """Forget the weight: zeros everywhere, and ``forward`` raises until one is loaded."""

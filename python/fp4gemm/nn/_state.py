@@ -70,7 +70,7 @@ def moved_dtype(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> torch.dty
 
 
 def bound_problem(value: Any) -> str | None:
-    """Why ``value`` is not a stored e4m3 bound; None if it is one. Synchronises where it lies on a GPU."""
+    """Why ``value`` is not a stored e4m3_max; None if it is one. Synchronises where it lies on a GPU."""
     if not isinstance(value, Tensor) or value.dtype is not torch.int32 or tuple(value.shape) != (1,):
         return f"got {_checks.describe(value)}, must be an int32 tensor of shape (1,)"
     if not value.is_meta and int(value.item()) not in _checks.E4M3_BOUNDS:

@@ -201,7 +201,7 @@ def has_swiglu(module: torch.nn.Module) -> bool:
 
 
 def _activation(m: Any) -> tuple[Activation, Layout]:
-    """The activation of the table that the module's own function equals, and where its gate lies."""
+    """The activation of the table that equals the function of the module, and where its gate lies."""
     function = m._apply_gate if m.has_gate else m.act_fn
     given: Layout = "halves" if m.is_concatenated or not m.has_gate else "interleaved"
     gate, up = _probes()

@@ -122,7 +122,7 @@ class WeightModule(torch.nn.Module):
         self._remember_buffers(BOUND in changed)
 
     def _remember_buffers(self, is_bound_read: bool = True) -> None:
-        """Accept the buffers as they are; unless the bound was read, ``_notice`` still compares that one."""
+        """Accept the present buffers; unless e4m3_max was read, ``_notice`` still compares its buffer."""
         *parts, bound = self._weight_buffers()
         if is_bound_read:
             self._known_version = version(bound)
@@ -167,7 +167,7 @@ class WeightModule(torch.nn.Module):
     # ---- the weight
 
     def _prepacked(self) -> PrepackedTensor:
-        """The container of weight_prepacked, which is there."""
+        """The container of the buffer weight_prepacked, which exists."""
         data: Tensor = self.weight_prepacked  # type: ignore[assignment]
         return PrepackedTensor._trusted(data, self.weight_amax, self._shape, self._e4m3_max)
 

@@ -52,7 +52,7 @@ def smooth(
 
     Args:
         model: the float model, changed in place.
-        statistics: of its layers, by calibrate.
+        statistics: the statistics of its layers, by calibrate.
         batch: as of calibrate. The model runs on it before and after each kind of change; a kind after which
             the result has other bits is taken back, with a warning.
         strength: 0 changes nothing, 1 makes all channels equally large.

@@ -1,4 +1,4 @@
-"""What the layers need of autograd and autocast of torch.
+"""The use of autograd and autocast of torch by the layers.
 
 NVFP4 products have first derivatives only: :func:`first_only` makes gradients that raise where they are
 differentiated again. Every dtype follows from the recipe and from x: :func:`without_autocast`.

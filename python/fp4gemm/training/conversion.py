@@ -45,7 +45,7 @@ class ConvertedLayer:
             recipe function, by keep_last or by default; "skipped": it could not be converted.
         reason: why, in words; "" for an ordinary "converted".
         recipe: what the layer trains by; None unless it was converted.
-        num_bytes: of its parameters; 0 for a name whose module was listed before.
+        num_bytes: the bytes of its parameters; 0 for a name whose module was listed before.
     """
 
     name: str

@@ -44,7 +44,7 @@ class Router(torch.nn.Module):
     The bias chooses experts and does not enter the weights (DeepSeek-V3, section 2.1.2). Gradients reach x
     and the gate through ``weights``. ``gate`` is a torch.nn.Linear(dim, num_experts) without a bias.
 
-    Args: as those of :class:`MoE`.
+    The arguments are those of :class:`MoE`.
     """
 
     def __init__(

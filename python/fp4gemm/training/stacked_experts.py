@@ -28,7 +28,7 @@ __all__ = ["StackedExperts", "convert", "why_not"]
 
 
 class _OfParameter(NamedTuple):
-    """The cache of a parameter that a product reads through a view, which is a new tensor in each pass."""
+    """A parameter's cache for a product that reads it through a view, which is a new tensor in each pass."""
 
     cache: _copies.Cache
     parameter: Tensor

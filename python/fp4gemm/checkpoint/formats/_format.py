@@ -22,7 +22,7 @@ class Format:
     """A checkpoint format: what follows the name of a module in the names of its tensors.
 
     Args:
-        name: of the format, which is also ``quant_method`` in config.json.
+        name: the name of the format, which is also ``quant_method`` in config.json.
         codes: the suffix of the codes, uint8 (n, k/2).
         block_scales: the suffix of the block scales, float8_e4m3fn (n, k/16), plain order.
         outer_scale: the suffix of the outer scale, float32.

@@ -21,10 +21,10 @@ def is_ignored(name: str, patterns: Iterable[str], format: FormatName, class_nam
       expression that matches from the beginning of the name.
 
     Args:
-        name: of the module, as in the model: ``model.layers.0.mlp.gate``, without ``.weight``.
+        name: the name of the module, as in the model: ``model.layers.0.mlp.gate``, without ``.weight``.
         patterns: what the config calls "ignore" or "exclude_modules".
         format: whose rules hold.
-        class_name: of the module.
+        class_name: the name of the class of the module.
 
     Raises:
         ValueError: the format does not exist, or a regular expression is none; the text has the pattern.

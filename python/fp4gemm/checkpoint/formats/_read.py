@@ -1,4 +1,4 @@
-"""Schemes of the configs that checkpoints have."""
+"""Reading the scheme of a checkpoint from its configs."""
 
 from __future__ import annotations
 

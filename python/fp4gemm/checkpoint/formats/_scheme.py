@@ -32,7 +32,7 @@ class Scheme:
     """How the weights of a checkpoint are quantized, and what their loader does with activations.
 
     Args:
-        format: of the tensors.
+        format: the format of the tensors.
         activations: "a16": they stay in 16 bits. "per-token": they are quantized with an amax per token when
             the model runs. "static": with one amax for each module, which the checkpoint holds. Only this
             library knows "per-token": in the formats of others such a checkpoint says the same as a static

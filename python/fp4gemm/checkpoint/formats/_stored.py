@@ -83,7 +83,7 @@ class StoredWeight:
 
         Args:
             t: one matrix, without groups and not rotated, its amax (1,); (n,) for the fp4gemm format too.
-            format: of the checkpoint.
+            format: the format of the checkpoint.
 
         Raises:
             TypeError: t is no NVFP4Tensor. ValueError: the format cannot hold t; the text says why.

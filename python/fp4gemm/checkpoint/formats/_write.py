@@ -1,4 +1,4 @@
-"""The configs that a checkpoint of a scheme has."""
+"""Writing the configs of a checkpoint."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _compressed_tensors(scheme: Scheme) -> dict[str, Any]:
 
 
 def _producer(scheme: Scheme) -> dict[str, Any]:
-    """Who wrote the checkpoint, and what only this library reads."""
+    """The name of the program that wrote the checkpoint, and the options that only this library reads."""
     if scheme.producer is not None and scheme.producer.name != "fp4gemm":
         if scheme.activations == "per-token" or scheme.e4m3_max != 448:
             raise ValueError(

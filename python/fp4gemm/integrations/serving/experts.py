@@ -55,7 +55,7 @@ class ExpertsWeights:
         """The parameters of the checkpoint, for the experts and the shard of this rank.
 
         Args:
-            num_experts: of this rank.
+            num_experts: the number of experts of this rank.
             d, i: hidden, and the intermediate size of this rank.
             tp_size: the ranks that share an expert.
             loader: the engine's, called with (parameter, tensor, name, ...).

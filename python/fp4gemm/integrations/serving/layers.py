@@ -31,7 +31,7 @@ class Layer:
 
     Args:
         name: as the engine has it, without a suffix.
-        format: of the checkpoint.
+        format: the format of the checkpoint.
         activations: how its input is quantized.
         e4m3_max: the bound of the block scales.
         scaling: "tensor": the checkpoint has an outer scale for each weight; "row": one for each row.

@@ -34,7 +34,7 @@ def checked_loader(
 
     Args:
         loader: called with (parameter, tensor, ...), as every loader of vLLM and SGLang is.
-        name: of the parameter, for messages.
+        name: the name of the parameter, for messages.
         dtypes: those that the tensor may have. A copy between others would convert, silently.
         columns: the sizes that its last dimension may have; None: the tensor holds one number.
 

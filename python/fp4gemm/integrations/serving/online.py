@@ -88,9 +88,9 @@ class OnlineExperts(ExpertsWeights):
         """The weights of the checkpoint, for the experts and the shard of this rank, NaN until loaded.
 
         Args:
-            num_experts: of this rank.
+            num_experts: the number of experts of this rank.
             d, i: hidden, and the intermediate size of this rank.
-            dtype: of the checkpoint.
+            dtype: the dtype of the checkpoint.
             attrs: attributes of the parameters, among them the engine's ``weight_loader``.
 
         Raises:

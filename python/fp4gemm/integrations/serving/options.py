@@ -99,7 +99,7 @@ def activations_of(options: Options, stored: str, name: str, is_experts: bool) -
 
     Args:
         stored: what the checkpoint says: "a16", or "per-token" or "static" for W4A4.
-        name: of the layer, for messages.
+        name: the name of the layer, for messages.
         is_experts: whether the layer is a mixture of experts.
 
     Raises:

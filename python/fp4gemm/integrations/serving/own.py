@@ -16,7 +16,7 @@ def stored(scheme: Scheme | None, name: str, shards: Sequence[str]) -> Activatio
     Args:
         scheme: that of the checkpoint; None: it is in 16 bits, and every layer is quantized but routers and
             those whose weight is read directly.
-        name: of the layer.
+        name: the name of the layer.
         shards: the names in the checkpoint of the layers that the engine fuses into it.
 
     Raises:

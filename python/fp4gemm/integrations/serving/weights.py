@@ -51,8 +51,8 @@ def assembled(
     """The weight of a layer, exact whatever the outer scales of its partitions are.
 
     Args:
-        name: of the layer, for messages.
-        format: of the checkpoint; :mod:`fp4gemm.checkpoint.formats` says what its numbers mean.
+        name: the name of the layer, for messages.
+        format: the format of the checkpoint; :mod:`fp4gemm.checkpoint.formats` says what its numbers mean.
         codes: uint8 (n, k/2), or (g, n, k/2) of experts, :data:`NOT_LOADED` where none were loaded. The
             result shares its memory.
         block_scales: float8_e4m3fn (.., n, k/16), NaN where none was loaded.

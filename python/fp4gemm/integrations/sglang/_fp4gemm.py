@@ -27,7 +27,7 @@ class Fp4GemmConfig(QuantizationConfig):
     ``activations="a16"`` inputs stay in 16 bits. Each rank quantizes its own shard.
 
     Args:
-        scheme: that of the checkpoint; None: it is in 16 bits.
+        scheme: the scheme of the checkpoint; None: it is in 16 bits.
         fused: the names of the layers of the checkpoint by the layer that they are fused into.
     """
 

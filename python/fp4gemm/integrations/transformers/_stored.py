@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the headers of its files, and the modules whose weights are NVFP4."""
+"""The headers of the files of a checkpoint, and the modules whose weights are stored in NVFP4."""
 
 from __future__ import annotations
 

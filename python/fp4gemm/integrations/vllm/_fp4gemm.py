@@ -33,7 +33,7 @@ class Fp4GemmConfig(Serves, _OfEngine):
     ``activations="a16"`` inputs stay in 16 bits. Each rank quantizes its own shard.
 
     Args:
-        scheme: that of the checkpoint; None: it is in 16 bits.
+        scheme: the scheme of the checkpoint; None: it is in 16 bits.
     """
 
     served_format: FormatName = "fp4gemm"

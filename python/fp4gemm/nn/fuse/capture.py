@@ -53,7 +53,7 @@ class Capture:
         module: of any class. Children of torch.nn.ModuleList and ModuleDict count as its own.
 
     Attributes:
-        signature: of the forward, without self.
+        signature: the signature of the forward, without self.
         graphs: one for each path. Placeholders are the parameters, ``call_module`` nodes the calls of
             children; the target has their qualified names.
         whole: the graph that is the forward whatever the arguments are; or, as text, why no graph is.
@@ -136,7 +136,7 @@ class Capture:
         return found
 
     def _run(self, changed: Mapping[str, bool], decisions: list[bool]) -> _Tracer | None:
-        """One path; None if the forward raises an error there."""
+        """One path through the forward; None if the forward raises an error on it."""
         tracer = _Tracer(decisions)
         args, kwargs = self._arguments(tracer, changed)
         copied = _copy(self._module, tracer)
