@@ -113,7 +113,7 @@ def is_misaligned(x: Any, step: int = ALIGN_BYTES) -> bool:
 
 
 def is_aligned(name: str, x: Tensor, step: int = ALIGN_BYTES) -> None:
-    refuse_transform(name, x)  # whose tensors have no address
+    refuse_transform(name, x)  # a tensor of a transform has no address
     if is_misaligned(x, step):
         raise ValueError(
             f"{name}: base address is {x.data_ptr() % step} bytes past a multiple of {step}, "

@@ -44,7 +44,7 @@ ANY_NUMBER = 0.0625  # in a pattern: a number that is any number in the graph
 _COMMUTATIVE: dict[Any, str] = {
     aten.add.Tensor: "add",
     aten.add.Scalar: "add",
-    aten.add_.Scalar: "add",  # of a traced F.rms_norm; graphs to be searched are functional
+    aten.add_.Scalar: "add",  # a traced F.rms_norm has it; graphs to be searched are functional
     aten.mul.Tensor: "mul",
     aten.mul.Scalar: "mul",
 }
@@ -67,7 +67,7 @@ class _Traced(NamedTuple):
 class Match(NamedTuple):
     """Where a pattern was found."""
 
-    inputs: list[Node]  # of the function, in the order of its parameters
+    inputs: list[Node]  # the inputs in the order of the parameters of the function
     number: float  # the number in the place of ANY_NUMBER
     inside: set[Node]  # the nodes that compute it
     result: Node  # the last one of them

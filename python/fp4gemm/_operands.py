@@ -25,7 +25,7 @@ _NO_GROUPS = (
     "must have groups: quantize(x, offs=offs) for the rows of experts, quantize(x, axis=0, offs=offs) for "
     "the gradients of weights"
 )
-_RAGGED = {0: "m", 1: "k"}  # by offs_dim
+_RAGGED = {0: "m", 1: "k"}  # the key is offs_dim
 
 
 class Operands(NamedTuple):

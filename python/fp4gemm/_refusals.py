@@ -25,7 +25,7 @@ __all__ = ["REFUSALS", "REFUSED", "UNEXPLAINED", "explained", "made_again"]
 # raise the others, too. Any other exception is not caught.
 REFUSALS = (RuntimeError, TypeError, ValueError)
 REFUSED: Counter[str] = Counter()  # the refused calls of each place
-UNEXPLAINED: Counter[str] = Counter()  # those of them that the checks accepted
+UNEXPLAINED: Counter[str] = Counter()  # the refused calls that the checks accepted
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -73,7 +73,7 @@ class Activation(NamedTuple):
     name: str | None  # the argument of fp4gemm.mm
     function: Callable[[Tensor], Tensor]
     is_gated: bool = False
-    factor: Callable[[Tensor], Tensor] = lambda z: z  # of a gated one
+    factor: Callable[[Tensor], Tensor] = lambda z: z  # the factor of a gated activation
 
     def width(self, n: int) -> int:
         """Columns of D for n rows of b."""

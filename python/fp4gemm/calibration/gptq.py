@@ -41,7 +41,7 @@ Scaling = Literal["row", "tensor"]
 BLOCK = _checks.BLOCK
 PANEL = 128  # columns whose errors are added to the rest of the weight in one product
 DAMPING = 0.01  # unless another is given
-GROWTH, MOST_DAMPING = 10.0, 1.0  # of the damping where H' is not positive definite
+GROWTH, MOST_DAMPING = 10.0, 1.0  # the damping grows while H' is not positive definite
 ASYMMETRY = 1e-3  # |H - H^T| that is taken for rounding, of the largest diagonal element
 WORKSPACE = 4 << 30  # bytes of the float64 matrices of as many experts as are factored at a time
 
@@ -104,7 +104,7 @@ class Rounded(NamedTuple):
     """The result of GPTQ for a weight."""
 
     weight: NVFP4Tensor
-    damping: tuple[float, ...]  # that was used, for each matrix
+    damping: tuple[float, ...]  # the damping that was used for each matrix
 
 
 def gptq(
@@ -289,7 +289,7 @@ class _Factors(NamedTuple):
 class _Prepared(NamedTuple):
     order: Tensor  # int64 (g, k/16): the blocks in the order in which they are rounded
     factors: _Factors
-    damping: list[float]  # that each matrix needed
+    damping: list[float]  # the damping that each matrix needed
 
 
 def _prepared(moments: Tensor, damping: float, block_order: BlockOrder, first: int | None) -> _Prepared:

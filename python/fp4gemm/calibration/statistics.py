@@ -19,7 +19,7 @@ __all__ = ["InputStatistics", "Statistics", "StatisticsFile"]
 
 FORMAT = "fp4gemm calibration 1"  # in the metadata of the file
 PARTS = ("num_tokens", "mean_square", "second_moment")
-_DTYPES = {  # of safetensors
+_DTYPES = {  # the dtypes of safetensors
     "I64": torch.int64, "I32": torch.int32, "F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
     "BF16": torch.bfloat16,
 }  # fmt: skip
@@ -145,7 +145,7 @@ class StatisticsFile(Mapping[str, InputStatistics]):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._parts: dict[str, dict[str, Tensor]] = {}  # on the meta device
+        self._parts: dict[str, dict[str, Tensor]] = {}  # tensors on the meta device
         with self._open() as file:
             if (file.metadata() or {}).get("format") != FORMAT:
                 raise ValueError(f"{path}: is not a file of fp4gemm.calibration.Statistics.save")

@@ -16,7 +16,7 @@ from .numerics import CALIBRATED, FourOverSix, Numerics
 
 __all__ = ["Calibration", "Text", "chosen_method", "described", "fingerprint", "key_of", "read_calibration"]
 
-NUM_TOKENS = 2**17  # of a text that are used at most, unless another number is given
+NUM_TOKENS = 2**17  # the most tokens of a text that are used by default
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from .formats import StoredWeight
 __all__ = ["LayerError", "layer_error"]
 
 ROWS = 2**22  # elements that are dequantized at a time
-ALLOWED = 0.18  # of the amax of a block: half of the largest step, 1/6, with the rounding of the scale
-ROUNDED = 17 / 16  # by so much an e4m3 scale may be below the number that it was rounded from
+ALLOWED = 0.18  # share of the amax of a block: half of the largest step, 1/6, and the rounding of the scale
+ROUNDED = 17 / 16  # an e4m3 scale may be smaller by this factor than the number before rounding
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ Scaling = Literal["tensor", "row"]
 FourOverSix = Literal["none", "mae", "mse"]
 CALIBRATED = ("search", "gptq")  # the methods that need statistics here
 
-_CHUNK_ELEMS = 1 << 17  # of a weight that is quantized at a time, so that temporaries stay in a cache
+_CHUNK_ELEMS = 1 << 17  # elements that are quantized at a time, so that temporaries stay in a cache
 _HALVES = 1.5 * 2**22  # float32 numbers near this are 0.5 apart
 
 

@@ -67,7 +67,7 @@ def quantization(source: Source, options: Options) -> Work:
     plan = Plan.of_checkpoint(source, options)
     scheme = plan.scheme()
     files = layout(plan, scheme, source.metadata)
-    is_text = isinstance(options.calibration, Text)  # of which convert makes statistics before the tasks run
+    is_text = isinstance(options.calibration, Text)  # convert makes its statistics before the tasks run
     inputs = None if is_text else inputs_of(plan)
     tasks = [_set_task(one, plan, scheme, inputs) for one in plan.sets]
     for name in plan.kept:

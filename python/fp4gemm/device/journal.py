@@ -29,7 +29,7 @@ class Journal:
         self.device = device
         self.measured: dict[Point, Measured] = {}
         text = self.path.read_text() if self.path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]  # without a line that an interrupted run did not finish
+        whole = text[: text.rfind("\n") + 1]  # drops a line that an interrupted run did not finish
         if whole != text:
             self.path.write_text(whole)
         for number, line in enumerate(whole.splitlines(), 1):

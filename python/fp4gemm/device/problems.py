@@ -34,9 +34,9 @@ class Problem:
     """One call of the operator: its operands, and all terms of its epilogue or none."""
 
     name: str
-    operands: GemmCall  # without terms
-    shape: tuple[int, ...]  # of D
-    terms: dict[str, Any]  # by name; c is float32 here
+    operands: GemmCall  # the call without terms
+    shape: tuple[int, ...]  # the shape of D
+    terms: dict[str, Any]  # the terms by name; c is float32 here
     prepacks: bool = False  # b is prepacked first, on the device
 
     @property

@@ -18,7 +18,7 @@ __all__ = ["names", "run"]
 Call = Callable[[torch.device], Any]  # a tuple of tensors
 
 M, K = 48, 144  # nine blocks: the last word of scales has padding
-ENDS = (5, 5, 40)  # of groups of rows; the rows behind the last one belong to none
+ENDS = (5, 5, 40)  # the ends of groups of rows; the rows after the last group belong to none
 
 
 def names() -> list[str]:

@@ -102,7 +102,7 @@ def _refusal(product: product_forms.Product, name: str, out: torch.Tensor) -> st
     try:
         return product_forms.difference(product, product.run(name, out))
     except torch.OutOfMemoryError:
-        raise  # it says nothing about the kernel
+        raise  # the error says nothing about the kernel
     except (NotImplementedError, RuntimeError, ValueError) as error:
         return product_forms.error_line(error)
 

@@ -65,11 +65,11 @@ class Handle:
     global_pairs: int
     _owner: ExpertParallel
     _number: int
-    _max_tokens: int  # of each rank, in this call
+    _max_tokens: int  # the most tokens of each rank in this call
     _all_ids: Tensor  # int32 (ranks * max_tokens, top_k)
     _own_ids: Tensor  # int32 (t, top_k)
     _places: Places
-    _capture: int | None = None  # in which it was dispatched, of engines that read their peers
+    _capture: int | None = None  # the capture of the dispatch, for engines that read their peers
     _is_combined: bool = False
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["arrive", "arrive_again"]
 
-_COPIED_TOKENS = 128  # of each rank, from which a copy of the blocks of the peers saves more than it costs
+_COPIED_TOKENS = 128  # from so many tokens a rank on, a copy of the blocks of the peers saves time
 
 
 def _shared(ep: ExpertParallel, transfer: Transfer, block: Tensor) -> list[Tensor]:

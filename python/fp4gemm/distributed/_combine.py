@@ -13,7 +13,7 @@ from ._transfer import Transfer
 
 __all__ = ["BLOCKS", "by_slots", "by_tree"]
 
-BLOCKS = 8  # of experts, the leaves of the tree
+BLOCKS = 8  # the blocks of experts, which are the leaves of the tree
 
 
 def by_slots(

@@ -40,7 +40,7 @@ class Sequence:
             is_cuda = device.type == "cuda"
             self._copy = torch.empty_like(self._state, device="cpu", pin_memory=True) if is_cuda else None
         self._copied: torch.cuda.Event | None = None
-        self._last: Transfer | None = None  # of the calls that were not captured
+        self._last: Transfer | None = None  # the last transfer that was not captured
 
     def begin(self, behind: Tensor, transfer: Transfer, slot: int, is_captured: bool, is_first: bool) -> None:
         """Write this rank's number behind its slot; called before the barrier of a phase.

@@ -47,7 +47,7 @@ __all__ = ["SymmEngine"]
 
 _SLOTS = 2
 _ALIGN_BYTES = 256
-_NUMBER = torch.int64  # of Sequence, the last bytes of a slot
+_NUMBER = torch.int64  # the number of Sequence is in the last bytes of a slot
 
 
 class _Buffer(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 
 __all__ = ["Purpose", "Transfer"]
 
-Purpose = Literal["there", "back"]  # to the experts, or back to the tokens
+Purpose = Literal["there", "back"]  # "there" is to the experts, "back" is to the tokens
 
 
 class Transfer(NamedTuple):

@@ -135,7 +135,7 @@ class ExpertParallel:
         self._meshes: dict[str, DeviceMesh] = {}
         self._count = 0  # dispatches so far
         self._train_dtype: torch.dtype | None = None
-        self._random: Tensor | None = None  # on the device from the first use on
+        self._random: Tensor | None = None  # it is on the device from the first use on
         self._rng_state = torch.tensor([seed, 0], dtype=torch.int64)
         self._status: Tensor | None = None  # int32 (2,): the most rows of a rank, and whether ids were wrong
 
@@ -369,7 +369,7 @@ class ExpertParallel:
         if self.gradient == "original":
             return None
         if self._random is None:
-            with torch.inference_mode(False):  # as in arrive
+            with torch.inference_mode(False):  # later calls may be outside of inference mode, as in arrive
                 self._random = self._rng_state.to(device, copy=True)
         self._random[1:] += 1
         return self._random.clone()

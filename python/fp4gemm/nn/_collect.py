@@ -71,7 +71,7 @@ class Products:
                     moment = square.new_zeros(k, k)
                 for i in range(0, k, _PANEL):
                     moment[i : i + _PANEL, i:].addmm_(wide[:, i : i + _PANEL].T, wide[:, i:])
-        if not x.is_inference():  # which would not count writes
+        if not x.is_inference():  # an inference tensor does not count writes
             # The reference to x keeps its address from being given to another tensor.
             self._last, self._made = (x, x._version, has_moment), (square, moment)
         return square, moment

@@ -17,7 +17,7 @@ from ._stack import HeldWeight
 if TYPE_CHECKING:
     from .experts import Experts
 
-ExpertsScaling = Literal["row", "none"]  # of the activations
+ExpertsScaling = Literal["row", "none"]  # the scaling of the activations
 Layout = Literal["halves", "interleaved"]
 EXPERTS_SCALINGS, LAYOUTS = get_args(ExpertsScaling), get_args(Layout)
 

@@ -40,7 +40,7 @@ class WeightLayer(SavedWeight):
     def dequantize_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """``W = code * block scale * amax / (6 * e4m3_max)``, dense (n, k) or (g, n, k) of ``dtype``."""
         self._require_weight()
-        if torch.compiler.is_compiling():  # which cannot trace a lock
+        if torch.compiler.is_compiling():  # torch.compile cannot trace a lock
             return self.weight.dequantize(dtype)
         with _EXCHANGE:
             return self.weight.dequantize(dtype)

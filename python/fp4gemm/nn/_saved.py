@@ -28,7 +28,7 @@ class SavedWeight(WeightModule):
 
     def reset_parameters(self) -> None:
         """Forget the weight: zeros everywhere, and ``forward`` raises until one is loaded."""
-        if self._is_prepacked():  # which keeps its address: zero bytes are codes and scales of zero
+        if self._is_prepacked():  # the buffer keeps its address; zero bytes decode to 0
             held = [t for t in (self.weight_prepacked, self.weight_amax, self.bias) if t is not None]
         else:
             held = [t for name, t in self._own_buffers().items() if name != BOUND]

@@ -14,8 +14,8 @@ from .. import _checks, _values
 WEIGHT_BUFFERS = ("weight_codes", "weight_scales", "weight_amax")
 BOUND = "weight_e4m3_max"  # int32 (1,): 448 or 256; 448 where a checkpoint does not have it
 PREPACKED = "weight_prepacked"
-ORDER = (*WEIGHT_BUFFERS, BOUND, PREPACKED, "bias")  # of the buffers
-EXTRA_STATE = "_extra_state"  # where older checkpoints have the bound
+ORDER = (*WEIGHT_BUFFERS, BOUND, PREPACKED, "bias")  # the order of the buffers
+EXTRA_STATE = "_extra_state"  # the key under which older checkpoints have e4m3_max
 # A buffer passes through Module.half() and the like as integers of its size, so that no cast changes it.
 BITS = {
     torch.uint8: torch.uint8,

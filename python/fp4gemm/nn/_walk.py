@@ -28,7 +28,7 @@ class _Call(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    place: int | str  # where the hidden states belong
+    place: int | str  # the position or the keyword of the hidden states
 
 
 class Walk:
@@ -54,7 +54,7 @@ class Walk:
         self.name, self.blocks = _blocks(model, candidates)
         self._device = device
         self._hidden: list[Tensor] = []
-        self._calls: list[list[_Call]] = [[] for _ in self.blocks]  # by block, then by batch
+        self._calls: list[list[_Call]] = [[] for _ in self.blocks]  # each block's calls, one for each batch
         with _no_cache(model), torch.no_grad():
             for index, batch in enumerate(batches):
                 self._record(model, batch, index)

@@ -44,7 +44,7 @@ class WeightModule(torch.nn.Module):
     _has_weight: bool
     # The buffers of WEIGHT_BUFFERS and BOUND that were looked at; see _notice.
     _known: tuple[Tensor | None, ...]
-    _known_version: int | None  # of the bound
+    _known_version: int | None  # the version of the buffer of e4m3_max
     _fast: tuple[Any, ...] | None = None  # what forward may call without a check; any assignment removes it
     _is_captured = False  # a CUDA graph may read codes and scales, which then stay
 
@@ -279,7 +279,7 @@ class WeightModule(torch.nn.Module):
         if not support.streams_prepacked(self.weight_amax.device, quantizes) or self._is_offloaded():
             return False
         with _EXCHANGE:
-            if self._is_prepacked():  # by another thread
+            if self._is_prepacked():  # another thread has prepacked it
                 return True
             if torch.cuda.is_current_stream_capturing():
                 self._is_captured = True

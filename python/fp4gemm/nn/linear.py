@@ -31,7 +31,7 @@ from ._inputs import (
 from ._methods import DataFree, Quantizer, as_quantizer
 from ._state import BOUND, PREPACKED, version
 
-_SCALINGS = {"none": 0, "row": 1, "tensor": 2}  # as the operator counts
+_SCALINGS = {"none": 0, "row": 1, "tensor": 2}  # the numbers of the operator
 _RULES = selection.RULES
 _LINEAR = operators.below_wrapper(operators.linear)
 _is_compiling = torch.compiler.is_compiling

@@ -13,7 +13,7 @@ from typing import Literal
 Action = Literal["quantized", "shared", "excluded", "skipped"]
 BlockAction = Literal["merged", "gated", "norm", "residual", "left"]
 FloatKind = Literal["embedding", "norm", "router", "convolution", "vector", "other"]
-MAX_NAMES = 4  # of layers with the same reason in a warning
+MAX_NAMES = 4  # how many layers with one reason a warning names
 
 
 @dataclass(frozen=True)

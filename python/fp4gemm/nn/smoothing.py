@@ -37,7 +37,7 @@ class _Fold(NamedTuple):
     kind: str  # the name of the source in its owner
     source: torch.nn.Module  # a norm, or a linear layer whose rows are divided
     readers: tuple[str, ...]  # the linear layers that read the input
-    head_rows: int  # of o: elements of a head where several heads share the rows of v, else 0
+    head_rows: int  # the elements of a head of o if several heads share the rows of v, else 0
 
 
 def smooth(
@@ -104,7 +104,7 @@ def _observed(
     model: torch.nn.Module, layers: dict[str, torch.nn.Linear], statistics: Statistics, batch: object
 ) -> tuple[list[Tensor], list[_Fold]]:
     """What the model returns, and the folds that its modules and a run on the batch show."""
-    made: dict[int, tuple[str, torch.nn.Module, Tensor]] = {}  # by the id of what a norm returned
+    made: dict[int, tuple[str, torch.nn.Module, Tensor]] = {}  # the key is the id of a norm's result
     readers: dict[int, list[str]] = {}
     handles = []
 

@@ -25,7 +25,7 @@ class Operator(NamedTuple):
     call: Any  # the NamedTuple
     reference: Callable[..., Any]  # in plain torch, for any device, after the checks of the call
     fake: Callable[..., Any]  # the shapes, dtypes and strides of the results, without memory, for tracers
-    compiled: Callable[..., Any] | None = None  # for the CPU, where it is not the reference; the same bits
+    compiled: Callable[..., Any] | None = None  # the CPU code if it is not the reference; same bits
     flops: Callable[..., int] | None = None  # what torch.utils.flop_counter counts
 
     @property

@@ -60,7 +60,7 @@ class Shape(NamedTuple):
     n: int
     k: int
     out: tuple[int, ...]  # the shape of the result
-    dtype: torch.dtype  # of the result
+    dtype: torch.dtype  # the dtype of the result
 
 
 def checked(call: LinearCall) -> Shape:

@@ -205,7 +205,7 @@ class ExpertsCall(NamedTuple):
     w2_scales: Tensor | None
     w2_amax: Tensor
     w2_bias: Tensor | None
-    w13_rows: int = 0  # of prepacked weights; 0: codes and scales
+    w13_rows: int = 0  # the rows of prepacked weights; 0: codes and scales
     w2_rows: int = 0
     w13_e4m3_max: int = 448
     w2_e4m3_max: int = 448

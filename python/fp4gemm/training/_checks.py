@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import _checks
 from .._transforms import refuse_transform
 
-STEP = _checks.K_STEP_MM  # of features: fprop sums over k and dgrad over n
+STEP = _checks.K_STEP_MM  # features are multiples: fprop sums over k, dgrad over n
 
 
 def arguments(

@@ -50,11 +50,11 @@ class Plan(NamedTuple):
     is_grouped: bool
     is_kept: bool  # a cache keeps the copies of the weight, which are saved for dgrad in place of the weight
     is_shared: bool  # quantize_input made the copies of x
-    is_converted: bool  # of left operands: :func:`_copies.are_converted`
+    is_converted: bool  # whether left operands are decoded: :func:`_copies.are_converted`
     x_dtype: torch.dtype
     weight_dtype: torch.dtype
     bias_dtype: torch.dtype | None
-    weight_shape: torch.Size | None  # where is_kept: that of a prepacked copy
+    weight_shape: torch.Size | None  # the shape of a prepacked copy, if is_kept
 
 
 class Step(NamedTuple):

@@ -29,7 +29,7 @@ from .recipe import PRESETS, Recipe, resolve
 __all__ = ["ConversionReport", "ConvertedLayer", "convert_model", "set_recipe"]
 
 _A_RECIPE = "an fp4gemm.training.Recipe, a name of PRESETS"
-MAX_NAMES = 4  # of layers in a warning
+MAX_NAMES = 4  # how many layers a warning names
 Action = Literal["converted", "shared", "excluded", "skipped"]
 RecipeLike = Recipe | str | Callable[[str], Recipe | str | None]
 

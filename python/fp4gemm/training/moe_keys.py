@@ -100,7 +100,7 @@ class _Entry(NamedTuple):
 
     key: str
     parts: tuple[Tensor, ...]
-    is_stack: bool = False  # of experts
+    is_stack: bool = False  # whether the tensor is a stack of experts
 
 
 def _own(moe: MoE, weight: Tensor) -> Tensor:

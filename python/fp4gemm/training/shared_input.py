@@ -37,10 +37,10 @@ class QuantizedInput:
     _edge: Tensor  # x as (m, k), through which gradients pass
     _values: Tensor  # the same in autocast's dtype, without a gradient
     _ends: Tensor | None  # the groups of the columns
-    _state: Tensor | None  # that of x, for a copy that the backward pass makes
-    _copy: Parts  # for fprop
-    _copy_t: Parts  # for wgrad
-    _version: int | None = None  # of _values when they were quantized
+    _state: Tensor | None  # the random state of x, for a copy that the backward pass makes
+    _copy: Parts  # the copy for fprop
+    _copy_t: Parts  # the copy for wgrad
+    _version: int | None = None  # the version of _values when they were quantized
 
     def __repr__(self) -> str:
         return (

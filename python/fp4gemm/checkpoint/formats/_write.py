@@ -11,7 +11,7 @@ from ._scheme import Scheme
 
 __all__ = ["hf_quant_config", "quantization_config"]
 
-FORMAT_VERSION = 1  # of the fp4gemm format
+FORMAT_VERSION = 1  # the version of the fp4gemm format
 
 
 def quantization_config(scheme: Scheme) -> dict[str, Any]:

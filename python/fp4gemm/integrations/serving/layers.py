@@ -111,7 +111,7 @@ class InPlace:
     """
 
     served: list[str] | None = None  # the names of the operator's parameters, once there are some
-    kept: dict[str, Any] | None = None  # those parameters during an update
+    kept: dict[str, Any] | None = None  # the parameters of the operator during an update
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         before = set(layer._parameters)

@@ -36,7 +36,7 @@ class OnlineLinear(LinearWeights):
     """
 
     weight_method: WeightMethod
-    device: str | None = None  # of the weight before it is loaded; None: the default device
+    device: str | None = None  # the device of the weight before it is loaded; None: the default
 
     def create_weights(
         self,

@@ -12,7 +12,7 @@ from ...checkpoint.formats import Activations, is_ignored
 
 __all__ = ["PREFIX", "Options", "activations_of"]
 
-PREFIX = "FP4GEMM_SERVING_"  # of the environment variables
+PREFIX = "FP4GEMM_SERVING_"  # the prefix of the environment variables
 ActivationsOption = Literal["auto", "per-token", "static", "a16"]
 WeightMethod = Literal["round", "four-over-six", "search"]
 _FALSE, _TRUE = ("0", "false", "off", "no"), ("1", "true", "on", "yes")

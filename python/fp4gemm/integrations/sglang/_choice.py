@@ -142,7 +142,7 @@ def _of_compressed_tensors(config: Any, layer: Any, prefix: str, is_experts: boo
     else:
         try:
             scheme = config.get_scheme_dict(layer, prefix)
-        except ValueError:  # of a head that no target matches
+        except ValueError:  # no target matches the output embedding
             scheme = None
     if scheme is None:
         return "the checkpoint excludes it"

@@ -51,7 +51,7 @@ def register() -> None:
         return
     for table in tables:
         table["fp4gemm"] = Fp4GemmConfig
-    if "fp4gemm" not in QUANTIZATION_CHOICES:  # of --quantization
+    if "fp4gemm" not in QUANTIZATION_CHOICES:  # the choices of --quantization
         QUANTIZATION_CHOICES.append("fp4gemm")
     for target, format in HOOKS.items():
         HookRegistry.register(f"{target}.from_config", _remember_config, HookType.AROUND)

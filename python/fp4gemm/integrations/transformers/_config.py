@@ -58,7 +58,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         TypeError, ValueError: naming the argument, its value and what it must be.
     """
 
-    scheme: Scheme | None = None  # of a checkpoint that was loaded or is being saved
+    scheme: Scheme | None = None  # the scheme of a checkpoint that was loaded or is being saved
     fused: Mapping[str, int] | None = None  # how many blocks of each kind the model had fused that was saved
 
     def __init__(

@@ -178,7 +178,7 @@ def _add_experts(
     try:
         if not _transformers.is_experts(module):
             raise ValueError(f"{type(module).__name__} is no module of experts that transformers dispatches")
-        with torch.device("cpu"):  # where the activation is evaluated
+        with torch.device("cpu"):  # the activation is evaluated on the CPU
             read = _transformers.read(module)
     except (TypeError, ValueError) as error:
         return [f"{name}: the experts are NVFP4, and {error}"]

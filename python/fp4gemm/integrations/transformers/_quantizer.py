@@ -32,7 +32,7 @@ from ._stored import headers, refuse, stored_modules
 
 __all__ = ["Fp4GemmQuantizer", "saver"]
 
-BYTES_PER_ELEMENT = 0.5625  # of an NVFP4 weight
+BYTES_PER_ELEMENT = 0.5625  # the bytes of an element of an NVFP4 weight
 logger = logging.getLogger("fp4gemm.integrations.transformers")
 
 
@@ -53,7 +53,7 @@ class Fp4GemmQuantizer(HfQuantizer):
         self.problems: list[str] = []
         self.is_saver = False  # whether transformers has not loaded the model, see saver
         self._chosen: dict[str, Candidate] = {}  # float layers to quantize, by their first names
-        self._names: dict[str, str] = {}  # of the modules of these, to their first names
+        self._names: dict[str, str] = {}  # maps each name of a module to be quantized to its first name
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuse what would be done in another way than asked for."""
@@ -91,7 +91,7 @@ class Fp4GemmQuantizer(HfQuantizer):
         of_checkpoint = "none" if scheme.activations == "a16" else "row"
         swap(model, self.plan, config.activation_scaling or of_checkpoint, dtype)  # type: ignore[arg-type]
         self.unused = Counter(name.rpartition(".")[2] for name in unused)
-        if scheme.activations == "per-token":  # those of activations are 1.0 then, for other loaders
+        if scheme.activations == "per-token":  # scales of activations are 1.0 then, for other loaders
             del self.unused[FORMATS[scheme.format].input_scale]
         if self.unused:
             logger.warning(
@@ -103,7 +103,7 @@ class Fp4GemmQuantizer(HfQuantizer):
     def _expect_float(self, model: Any) -> None:
         config = self.quantization_config
         candidates = _candidates.find(model)
-        with torch.device("cpu"):  # where activations of experts are evaluated
+        with torch.device("cpu"):  # activations of experts are evaluated on the CPU
             _candidates.select(
                 model,
                 candidates,
@@ -281,7 +281,7 @@ class Fp4GemmQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         if getattr(model, "_hf_peft_config_loaded", False):
-            return model.state_dict(), {}  # of which transformers writes the adapters alone
+            return model.state_dict(), {}  # transformers writes the adapters alone
         state = state_dict(model, self.quantization_config)
         model.config.quantization_config = self.quantization_config
         return state, {}

@@ -174,7 +174,7 @@ class Fp4GemmCompressedTensorsConfig(Serves, CompressedTensorsConfig):
         else:
             try:
                 scheme = self.get_scheme_dict(layer, prefix)
-            except ValueError:  # of a head that no target matches
+            except ValueError:  # no target matches the output embedding
                 scheme = None
         if scheme is None:
             return "the checkpoint excludes it"

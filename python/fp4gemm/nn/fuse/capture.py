@@ -26,9 +26,9 @@ from torch.fx.proxy import Attribute, GraphAppendingTracer
 from .._hooks import HOOKS, accelerate_hook
 from .._transformers import with_plain_attention
 
-MAX_PATHS = 128  # for all sets of arguments together
+MAX_PATHS = 128  # the limit for all sets of arguments together
 MAX_PATHS_OF_PART = 4  # if one of them cannot be traced to its end
-MAX_BRANCHES = 256  # on one path
+MAX_BRANCHES = 256  # the limit of branches on one path
 SIZE = 2  # what a value is where Python needs a number, for example a size in range(size)
 LIVE = ("training", "layer_idx")  # attributes that a captured forward reads when it runs, as all floats
 REST = "rest_of_keywords"  # the name under which a graph passes on what **kwargs holds
@@ -67,7 +67,7 @@ class Capture:
         self.graphs: list[Graph] = []
         self.unknown, self._error = "", ""
         self._num_runs = 0
-        self._refused: list[Graph] = []  # of paths that end in an error of the forward
+        self._refused: list[Graph] = []  # the graphs of paths on which the forward raises
         if "forward" in vars(module) and accelerate_hook(module) is None:
             self.unknown = "other code has replaced it"
         else:

@@ -30,7 +30,7 @@ class Captures:
         # By the id of a module, which must not be kept alive, and whose id may be used again.
         self._by_module: dict[int, tuple[weakref.ref[torch.nn.Module], Capture]] = {}
         self._by_kind: dict[tuple[Any, ...], Any] = {}
-        self._kept: list[object] = []  # whose ids are in kinds
+        self._kept: list[object] = []  # the objects whose ids are in kinds
 
     def of(self, module: torch.nn.Module) -> Capture:
         reference, made = self._by_module.get(id(module), (None, None))
@@ -122,7 +122,7 @@ def _groups(graph: Graph, linears: Collection[str]) -> list[tuple[str, ...]]:
             close(opened)
         elif node.op == "call_module":
             close(node.all_input_nodes)
-        elif node.op == "call_method":  # of any object
+        elif node.op == "call_method":  # the method may belong to any object
             close(node.all_input_nodes[1:])
     close(opened)
     return found
