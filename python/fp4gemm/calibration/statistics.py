@@ -36,7 +36,7 @@ class InputStatistics:
             for.
 
     Raises:
-        TypeError, ValueError: a part is not a tensor of this dtype and shape; the text names it.
+        TypeError, ValueError: a field is not a tensor of this dtype and shape; the text names it.
     """
 
     num_tokens: Tensor
@@ -128,7 +128,7 @@ class Statistics(Mapping[str, InputStatistics]):
 
         Raises:
             ImportError: safetensors is not installed. OSError: the file cannot be read. ValueError: it is not
-                such a file, or a part of a layer is missing or has another dtype or shape.
+                such a file, or a tensor of a layer is missing or has another dtype or shape.
         """
         return cls(dict(StatisticsFile(path)))
 
@@ -136,11 +136,11 @@ class Statistics(Mapping[str, InputStatistics]):
 class StatisticsFile(Mapping[str, InputStatistics]):
     """The statistics in a file of :meth:`Statistics.save`, each read when it is asked for, into CPU memory.
 
-    Opening it checks the names, dtypes and shapes of all parts.
+    Opening it checks the names, dtypes and shapes of all tensors.
 
     Raises:
         ImportError: safetensors is not installed. OSError: the file cannot be read. ValueError: it is not
-            such a file, or a part of a layer is missing or has another dtype or shape.
+            such a file, or a tensor of a layer is missing or has another dtype or shape.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -60,7 +60,7 @@ def read_calibration(value: object, num_tokens: int = NUM_TOKENS) -> Calibration
     other str is a text itself.
 
     Raises:
-        TypeError, ValueError: naming calibration, what was given and what was wanted.
+        TypeError, ValueError: naming calibration, its value and what it must be.
     """
     if value is None or isinstance(value, Calibration):
         return value

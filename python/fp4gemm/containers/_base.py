@@ -279,7 +279,7 @@ def unpickled(cls: Any, parts: dict[str, Any], numbers: dict[str, Any]) -> Any:
     """A container of the tensors and numbers in a file, after all checks. Misaligned tensors are copied.
 
     Raises:
-        ValueError: the parts do not form a container; the text names the class and the part.
+        ValueError: the tensors do not form a container; the text names the class and the field.
     """
     for name, part in parts.items():
         if _checks.is_misaligned(part):

@@ -1,4 +1,4 @@
-"""Checks of the parts of containers: of a matrix, a stack of matrices, groups of rows or of k."""
+"""Checks of the fields of containers: of a matrix, a stack of matrices, groups of rows or of k."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 def nvfp4(codes: object, scales: object, amax: object, offs: object, offs_dim: int) -> tuple[Tensor, Tensor]:
-    """The codes as uint8 and the swizzled scales as float8_e4m3fn, by view; raises unless all parts fit."""
+    """Return codes as uint8 and swizzled scales as float8_e4m3fn, as views; raise unless all fields fit."""
     x = _checks.is_tensor("codes", codes)
     _checks.has_dtype("codes", x, _checks.CODE_DTYPES)
     if x.dim() == 3:

@@ -61,7 +61,7 @@ class DecodedTensor(Container):
         offs: Tensor | None = None,
         offs_dim: int = 0,
     ) -> DecodedTensor:
-        """Unchecked: for parts that an operator of this library has just made."""
+        """Make a container, without checks, of tensors that an operator of this library has just returned."""
         self = object.__new__(cls)
         object.__setattr__(self, "data", data)
         object.__setattr__(self, "amax", amax)

@@ -24,7 +24,7 @@ class MXFP8Tensor(Container):
     """x[m, k] ~ v[m, k] * s[m, k/32]: v an fp8 value, s its e8m0 scale, a power of two.
 
     It is frozen, compared by identity, and a pytree node. :func:`fp4gemm.quantize_mxfp8` makes it. The
-    constructor checks parts that you made yourself, without reading device memory, so that nothing
+    constructor checks tensors that you made, without reading device memory, so that nothing
     synchronises. Source of the format: OCP Microscaling formats 1.0, MXFP8.
 
     ``data`` is the container itself, as code that reads ``module.weight.data`` expects; the stored bytes are
@@ -39,8 +39,8 @@ class MXFP8Tensor(Container):
         swizzled: which of the two forms scales has; it is never guessed.
 
     Raises:
-        TypeError: a part is not a tensor, or has another dtype.
-        ValueError: a part has another rank, shape, device, memory layout or alignment.
+        TypeError: a field is not a tensor, or has another dtype.
+        ValueError: a field has another rank, shape, device, memory layout or alignment.
     """
 
     _tensors: ClassVar[tuple[str, ...]] = ("values", "scales")
@@ -75,7 +75,7 @@ class MXFP8Tensor(Container):
 
     @classmethod
     def _trusted(cls, values: Tensor, scales: Tensor, swizzled: bool) -> MXFP8Tensor:
-        """Unchecked: for parts that an operator of this library has just made."""
+        """Make a container, without checks, of tensors that an operator of this library has just returned."""
         self = object.__new__(cls)
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "scales", scales)

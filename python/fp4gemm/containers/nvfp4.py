@@ -25,8 +25,8 @@ class NVFP4Tensor(Conventions, Container):
 
     One matrix, a matrix with groups of rows or of k, or a stack x[e, n, k] of g matrices of one shape, one
     for each expert. It is frozen, compared by identity, and a pytree node, so that torch.compile and
-    torch.export see its tensors. :func:`fp4gemm.quantize` makes it. The constructor checks parts that you
-    made yourself, without reading device memory, so that nothing synchronises: it looks at the values of
+    torch.export see its tensors. :func:`fp4gemm.quantize` makes it. The constructor checks tensors that
+    you made, without reading device memory, so that nothing synchronises: it looks at the values of
     ``scales`` on the CPU alone. :meth:`from_compact` looks at them on a GPU too. Source of the format:
     NVIDIA's NVFP4, TransformerEngine >= 2.14. For what other libraries store in place of amax see
     :class:`fp4gemm.interop.Conventions`.
@@ -58,8 +58,8 @@ class NVFP4Tensor(Conventions, Container):
             what model code reads as ``weight.dtype``. No stored byte depends on it.
 
     Raises:
-        TypeError: a part is not a tensor, or has another dtype.
-        ValueError: a part has another rank, shape, device, memory layout or alignment, or another value.
+        TypeError: a field is not a tensor, or has another dtype.
+        ValueError: a field has another rank, shape, device, memory layout or alignment, or another value.
     """
 
     _is_hf_initialized: ClassVar[bool] = True  # transformers' initialisation of weights leaves it as it is
@@ -86,7 +86,7 @@ class NVFP4Tensor(Conventions, Container):
         super().__post_init__()
         _fields.options(self.e4m3_max, self.hadamard_signs, self.offs, self.offs_dim)
         codes, scales = _fields.nvfp4(self.codes, self.scales, self.amax, self.offs, self.offs_dim)
-        # Views replace the parts only where they differ, so that a tracer sees no needless mutation.
+        # Views replace the tensors only where they differ, so that a tracer sees no needless mutation.
         if codes is not self.codes:
             object.__setattr__(self, "codes", codes)
         if scales is not self.scales:
@@ -108,7 +108,7 @@ class NVFP4Tensor(Conventions, Container):
         hadamard_signs: int | None = None,
         offs_dim: int = 0,
     ) -> NVFP4Tensor:
-        """Unchecked: for parts that an operator of this library has just made."""
+        """Make a container, without checks, of tensors that an operator of this library has just returned."""
         self = object.__new__(cls)
         object.__setattr__(self, "codes", codes)
         object.__setattr__(self, "scales", scales)

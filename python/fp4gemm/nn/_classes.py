@@ -31,7 +31,7 @@ def subclass(
     It has the name of ``original``, since libraries look for names.
 
     Args:
-        bases: of the class. members: its attributes and methods.
+        bases: the base classes. members: the attributes and methods.
         again, args: ``again(*args)`` returns this class, in another process too; ``again`` is a function that
             can be imported, and cached, so that two modules have one class.
     """

@@ -56,7 +56,7 @@ def _routers(model: torch.nn.Module) -> Iterator[torch.nn.Linear]:
 
 
 def _num_experts(owner: torch.nn.Module) -> set[int]:
-    """How many experts the children of a module hold: lists of modules, or what they say themselves."""
+    """The number of experts in the children of a module: in lists of modules, or by their own attribute."""
     counts = set()
     for name, child in owner.named_children():
         if isinstance(child, torch.nn.Linear) or "expert" not in name.lower():

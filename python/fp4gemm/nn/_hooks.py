@@ -55,7 +55,7 @@ def carry_over(old: torch.nn.Module, new: torch.nn.Module) -> None:
 
 
 def _hook_for(hook: Any) -> Any:
-    """A copy of the hook without what it knows of the tensors of the float layer."""
+    """A copy of the hook without its records of the tensors of the float layer."""
     made = copy.copy(hook)
     if hasattr(made, "hooks"):  # a SequentialHook
         made.hooks = tuple(map(_hook_for, made.hooks))

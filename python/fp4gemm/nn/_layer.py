@@ -86,8 +86,8 @@ class WeightLayer(SavedWeight):
             bias: bfloat16, float16 or float32 (n,) or (g, n); None keeps the bias.
 
         Raises:
-            TypeError, ValueError: weight or bias has another type, dtype, shape, device or bound, the float
-                weight holds NaN or infinity, or the layer has no bias or no memory (it is on the meta device
+            TypeError, ValueError: weight or bias has another type, dtype, shape, device or e4m3_max, a
+                float weight holds NaN or infinity, or the layer has no bias or no memory (it is on the meta device
                 or offloaded). The text names the argument.
 
         Synchronises for a float weight on a GPU, to look for NaN and infinity, and not for an NVFP4Tensor.
@@ -103,8 +103,6 @@ class WeightLayer(SavedWeight):
 
         The tensors are codes and block scales, or prepacked bytes, as the layer stores them; ``names`` are
         the names of the arguments in errors.
-
-        It has the form that the layer holds; ``names`` are those of the arguments.
         """
         self._notice()
         name, shape, device = names[0], self._shape, self.weight_amax.device

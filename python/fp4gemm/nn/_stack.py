@@ -35,7 +35,7 @@ class StackedWeight(WeightLayer):
         weight_codes: uint8 (g, n, k/2), packed e2m1, low nibble = even k.
         weight_scales: float8_e4m3fn (g, ceil128(n), ceil4(k/16)), one scale per 16 of k, swizzled, pads zero.
         weight_amax: float32 (g, n), or (g, 1) with weight_scaling="tensor".
-        weight_e4m3_max: int32 (1,), the bound of the scales, 448 or 256.
+        weight_e4m3_max: int32 (1,), the e4m3_max of the block scales, 448 or 256.
         weight_prepacked: uint8 (g, bytes), in place of codes and scales once they are prepacked; not in a
             state_dict.
         bias: float32 (g, n), or None.
@@ -105,7 +105,7 @@ class StackedWeight(WeightLayer):
         return held
 
     def _is_as_known(self) -> bool:
-        """Whether no buffer was replaced since the last call, and the bound was not written."""
+        """Whether no buffer was replaced since the last call, and e4m3_max was not written."""
         buffers, known = self._buffers, self._known_held
         bound = buffers[BOUND]
         return (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _checks, _values
 
-# The parts of an NVFP4Tensor, which load together.
+# The buffers that form an NVFP4Tensor. They load together.
 WEIGHT_BUFFERS = ("weight_codes", "weight_scales", "weight_amax")
 BOUND = "weight_e4m3_max"  # int32 (1,): 448 or 256; 448 where a checkpoint does not have it
 PREPACKED = "weight_prepacked"
@@ -26,7 +26,7 @@ BITS = {
 
 
 def new_buffers(shape: tuple[int, ...], num_amax: int, device: torch.device | None) -> dict[str, Tensor]:
-    """The buffers of a weight (n, k) or (g, n, k), uninitialised: codes, swizzled scales, amax and the bound.
+    """The uninitialised buffers of a weight (n, k) or (g, n, k): codes, swizzled scales, amax and e4m3_max.
 
     ``num_amax`` is 1 or n: the numbers that amax has for each matrix.
     """

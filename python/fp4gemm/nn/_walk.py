@@ -24,7 +24,7 @@ class _Stop(Exception):
 
 
 class _Call(NamedTuple):
-    """What a block is called with, without its hidden states."""
+    """The arguments of a call of a block, without its hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

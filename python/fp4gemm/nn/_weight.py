@@ -29,7 +29,7 @@ class WeightModule(torch.nn.Module):
     buffers of the form that is not stored are absent, rather than None, which torch.export (2.13) counts
     wrongly.
 
-    A buffer may be replaced by one of its dtype and shape, or written in place, unless the bound changes in
+    A buffer may be replaced by one of its dtype and shape, or written in place, unless e4m3_max changes in
     an inference tensor, through ``.data``, by a CUDA graph or for a function that was compiled before.
     """
 
@@ -63,7 +63,7 @@ class WeightModule(torch.nn.Module):
 
     @property
     def e4m3_max(self) -> int:
-        """448 or 256: the bound that the block scales were made with."""
+        """448 or 256, the e4m3_max with which the block scales were made."""
         if not torch.compiler.is_compiling():
             self._notice()
         return self._e4m3_max
@@ -132,10 +132,10 @@ class WeightModule(torch.nn.Module):
         return tuple(map(self._buffers.get, (*WEIGHT_BUFFERS, BOUND)))
 
     def _notice(self) -> None:
-        """Look at buffers that other code has replaced, as accelerate's loaders do, and at a bound it wrote.
+        """Look at buffers that other code has replaced, as accelerate's loaders do, and at its e4m3_max.
 
         Raises:
-            ValueError: one of them does not fit the layer. Synchronises where the bound is on a GPU.
+            ValueError: one of them does not fit the layer. Synchronises where e4m3_max is on a GPU.
         """
         held, known = self._buffers, self._known
         if (
@@ -148,7 +148,7 @@ class WeightModule(torch.nn.Module):
             return
         found = self._weight_buffers()
         if not self._has_weight and any(new is old for new, old in zip(found[:3], known[:3], strict=True)):
-            return  # not all parts of a weight yet
+            return  # some buffers of the weight are not set yet
         if any(t is not None and t.is_meta for t in found):
             self._remember_buffers()  # offloaded
             return
@@ -184,7 +184,7 @@ class WeightModule(torch.nn.Module):
             held = NVFP4Tensor._trusted(codes, scales, self.weight_amax, self._e4m3_max)
             return held._stamped(self.dtype)
         copied = unprepack(self._prepacked())
-        # All parts are copies, so that a weight loaded later does not mix with them.
+        # All tensors are copies, so that a weight loaded later does not mix with them.
         amax = self.weight_amax.clone()
         return NVFP4Tensor._trusted(copied.codes, copied.scales, amax, self._e4m3_max)._stamped(self.dtype)
 
@@ -227,7 +227,7 @@ class WeightModule(torch.nn.Module):
             self._has_weight = True
 
     def _requantized(self, weight: Tensor) -> NVFP4Tensor:
-        """A float weight, or some rows of one, as NVFP4 with the scaling and the bound of this layer.
+        """A float weight, or some rows of one, as NVFP4 with the scaling and the e4m3_max of this layer.
 
         A layer whose e4m3_max is 448 has the standard block scales, and so has the new weight. All other
         methods have the e4m3_max 256; the new weight then gets four over six, which needs no calibration.

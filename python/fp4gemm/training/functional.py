@@ -89,7 +89,7 @@ def linear(
         (..., n) of the dtype of x. Does not synchronise.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it has and what was wanted; also for a main_grad of
+        TypeError, ValueError: naming the argument, its value and what it must be; also for a main_grad of
             another dtype, shape or device.
         NotImplementedError: the device has no kernel; a gradient is differentiated again.
     """
@@ -136,7 +136,7 @@ def grouped_linear(
         (m, n) of the dtype of x. Does not synchronise on a GPU.
 
     Raises:
-        As :func:`linear`.
+        TypeError, ValueError, NotImplementedError: as :func:`linear`.
     """
     recipe = resolve(recipe)
     x, shared = _taken(x, weight, bias, 3, recipe, state, cache)

@@ -34,7 +34,7 @@ class GroupedLinear(RecipeLayer, torch.nn.Module):
         device, dtype: of the parameters; dtype is bfloat16, float16 or float32.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it is and what was wanted.
+        TypeError, ValueError: naming the argument, its value and what it must be.
     """
 
     weight: torch.nn.Parameter

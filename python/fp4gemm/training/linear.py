@@ -35,7 +35,7 @@ class Linear(RecipeLayer, torch.nn.Linear):
         recipe: a :class:`Recipe`, or a name of PRESETS.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it is and what was wanted.
+        TypeError, ValueError: naming the argument, its value and what it must be.
     """
 
     _trains_by_recipe = True

@@ -181,7 +181,7 @@ class SequenceRowwiseParallel(RowwiseParallel):
         sequence_dim: the dimension of y along which its tokens are scattered, in equal parts.
 
     Raises:
-        As :class:`SequenceColwiseParallel`, with in_features in place of out_features; ValueError in a
+        The errors of :class:`SequenceColwiseParallel`, with in_features for out_features; ValueError in a
         forward pass if the number of tokens is no multiple of the ranks.
     """
 

@@ -121,7 +121,7 @@ def quantize_input(
         A QuantizedInput. Does not synchronise on a GPU.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it has and what was wanted. A layer raises ValueError
+        TypeError, ValueError: naming the argument, its value and what it must be. A layer raises ValueError
             naming x if its recipe has another x, x_t, save_input or, with a rotation, hadamard_signs; if it
             has another k; if its groups or autocast's dtype are others; if it needs the copy for dW, and x
             was quantized without grad mode; if it reads x beside the copy, and x was written in between.

@@ -31,9 +31,9 @@ class StoredWeight:
             but A does: it is a fact of the checkpoint's config, not of the tensors.
 
     Raises:
-        TypeError: a part is not a tensor, or has another dtype. ValueError: a part has another shape or
+        TypeError: a field is not a tensor, or has another dtype. ValueError: a field has another shape or
             device, outer is negative, infinite or NaN, or a block scale is NaN or has its sign bit set (in a
-            row whose amax is not 0); the text names the part. Synchronises on a GPU.
+            row whose amax is not 0); the text names the field. Synchronises on a GPU.
     """
 
     codes: Tensor

@@ -91,7 +91,7 @@ def put(layer: Any, **tensors: Tensor | None) -> None:
 
 
 def bound_of(config: Mapping[str, Any]) -> int:
-    """The bound of the block scales, 448 or 256, as :mod:`fp4gemm.checkpoint.formats` writes it.
+    """The e4m3_max of the block scales, 448 or 256, as :mod:`fp4gemm.checkpoint.formats` writes it.
 
     Raises:
         ValueError: the config names another number.

@@ -109,7 +109,7 @@ class LinearWeights:
         self.finish(layer, held)
 
     def finish(self, layer: Any, held: weights.Held) -> None:
-        """What follows once the layer holds the weight: its bias in fp32, the self-test, the report."""
+        """Finish a layer that has its weight: its bias in fp32, the self-test, the report."""
         bias = getattr(layer, "bias", None)
         put(layer, weight_bias=None if bias is None else bias.data.float())
         self.held = (held.rows, held.e4m3_max)

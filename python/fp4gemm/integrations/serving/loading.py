@@ -40,7 +40,7 @@ def checked_loader(
 
     Returns:
         A function with the signature and the attributes of ``loader``. It raises TypeError or ValueError,
-        which name the tensor, its dtype or shape, and what was wanted.
+        which name the tensor, its dtype or shape, and what it must be.
     """
 
     @functools.wraps(loader)

@@ -185,7 +185,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         return dict(self._given)
 
     def to_dict(self) -> dict[str, Any]:
-        """What config.json holds: that of the checkpoint, once there is one."""
+        """The content for config.json: that of the checkpoint, once there is one."""
         if self.scheme is not None:
             made = quantization_config(self.scheme)
             if self.activation_scaling == "tensor":  # the scheme says the others

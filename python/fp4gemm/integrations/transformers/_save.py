@@ -76,7 +76,7 @@ def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
 
 
 def _agreed(model: Any) -> tuple[ActivationScaling, int]:
-    """What all layers agree in: activation_scaling and the bound of block scales.
+    """The values on which all layers agree: activation_scaling and e4m3_max.
 
     Raises:
         ValueError: they do not agree. RuntimeError: a layer has no weight yet.

@@ -184,7 +184,7 @@ _LAST = threading.local()
 
 
 def _version(x: Tensor | Tokens) -> tuple[int | None, bool]:
-    """What changes if x is written, or if autograd begins or ceases to record."""
+    """A value that changes if x is written, or if autograd begins or ceases to record."""
     return version(x) if isinstance(x, Tensor) else None, torch.is_grad_enabled()
 
 
