@@ -1,4 +1,4 @@
-"""What a conversion is calibrated by: statistics in memory or in a file, or a text that makes them."""
+"""The calibration of a conversion: statistics in memory or in a file, or a text that makes them."""
 
 from __future__ import annotations
 

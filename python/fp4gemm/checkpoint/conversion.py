@@ -37,7 +37,7 @@ SPARE = 2**20  # bytes on the disk for everything but the shards
 def plan_conversion(
     src: str | os.PathLike[str], options: Options | Translation | None = None
 ) -> ConvertReport:
-    """What :func:`convert` would do, told from headers and config.json alone; nothing is written.
+    """Report what :func:`convert` would do, from headers and config.json alone; nothing is written.
 
     Raises:
         CheckpointError, ModuleNotFoundError, TypeError: as for :func:`convert`.

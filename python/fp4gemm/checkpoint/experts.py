@@ -24,7 +24,7 @@ class Orientation:
 
 
 def orientation(gate_up: Sequence[int], down: Sequence[int]) -> Orientation | str:
-    """What the shapes of gate_up_proj and down_proj say; or why they are no experts, in words.
+    """The sizes that the shapes of gate_up_proj and down_proj determine; or why they are no experts.
 
     No two shapes allow both readings: 2i = h and h = 2i of the other tensor exclude each other.
     """

@@ -1,4 +1,4 @@
-"""How far a quantized weight is from the float one."""
+"""The differences between a quantized weight and the float weight."""
 
 from __future__ import annotations
 

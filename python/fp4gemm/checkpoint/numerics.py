@@ -62,7 +62,7 @@ _HALVES = 1.5 * 2**22  # float32 numbers near this are 0.5 apart
 
 @dataclasses.dataclass(frozen=True)
 class WeightOptions:
-    """How weights become NVFP4.
+    """The options by which weights are quantized to NVFP4.
 
     Args:
         numerics: whose rounding: "te", "modelopt" or "llmcompressor".

@@ -45,7 +45,7 @@ def checked_options(options: object) -> Options:
 
 @dataclass(frozen=True)
 class Options:
-    """What is quantized, how, and how it is stored.
+    """The options of a conversion: which weights are quantized, how, and how they are stored.
 
     Attributes:
         format: "modelopt", "compressed-tensors" or "fp4gemm" (:mod:`fp4gemm.checkpoint.formats`).

@@ -84,7 +84,7 @@ class FusedSet:
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of every tensor of a checkpoint or a model.
+    """The plan of a conversion: for every tensor, whether and how it is quantized.
 
     Attributes:
         options: what it was made with.
@@ -224,7 +224,7 @@ class Plan:
 def ignored_modules(
     tensors: Mapping[str, TensorInfo], kept: Mapping[str, str], quantized: Collection[str], format: FormatName
 ) -> list[str]:
-    """What a config says of the modules that stay in float although a loader would expect NVFP4 ones.
+    """The list, for a config, of modules that stay in float although a loader would expect NVFP4 ones.
 
     The output embedding is always one of them, since a tied one has no tensor. Experts that stay altogether
     are named by the module that holds them, for compressed-tensors by an expression.

@@ -1,4 +1,4 @@
-"""What a conversion does or did: every tensor with its bytes, and the errors of the layers."""
+"""The report of a conversion: every tensor with its bytes, and the errors of the layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORST = 3  # layers that the text names
 
 @dataclass(frozen=True)
 class TensorReport:
-    """What becomes of one tensor.
+    """The result of a conversion for one tensor.
 
     Attributes:
         name: in the old checkpoint.

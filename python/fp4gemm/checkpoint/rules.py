@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are weights of linear layers, told from names, shapes and config.json alone.
+"""The rules that tell weights of linear layers by names, shapes and config.json alone.
 
 A tensor is the weight of a linear layer if its name ends in ".weight", it has two dimensions (n, k), it is
 bf16, fp16 or fp32, and none of the rules of :func:`why_kept` says that it is something else. Experts that are
@@ -51,7 +51,7 @@ NUMBERED = re.compile(r"^(.*?\.|)(\d+)\.")
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rules read in config.json and in all names.
+    """The facts that the rules read in config.json and in all names.
 
     Attributes:
         model_type: as transformers names it, or "".

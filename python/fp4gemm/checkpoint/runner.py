@@ -66,14 +66,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Done:
-    """What came of the tasks that ran, in the order of the tasks."""
+    """The results of the tasks that ran, in the order of the tasks."""
 
     layers: tuple[LayerError, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 class Sink(Protocol):
-    """Where tensors go."""
+    """The destination of the tensors of a conversion."""
 
     def wants(self, task: Task) -> bool:
         """Whether the tensors of a task are still needed."""

@@ -34,7 +34,7 @@ CONFIG_KEYS = ("quantization_config", "compression_config")
 
 @dataclass(frozen=True)
 class Work:
-    """What a conversion writes.
+    """Everything that a conversion writes.
 
     Attributes:
         options: as an object of JSON, which identifies an interrupted conversion.

@@ -246,7 +246,7 @@ class Container:
         return copied
 
     def _options(self) -> list[str]:
-        """What ``repr`` shows between the shape and the device."""
+        """The text that ``repr`` shows between the shape and the device."""
         return []
 
     def __repr__(self) -> str:

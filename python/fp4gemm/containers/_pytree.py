@@ -1,4 +1,4 @@
-"""How a container becomes a pytree node: its tensors are the leaves, its plain numbers the context."""
+"""Containers as pytree nodes: the tensors are the leaves, the plain numbers are the context."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def register(cls: type[Container]) -> None:
 
 
 def _dumpable(value: Any) -> Any:
-    """What json can hold: the name of a dtype, a list for a tuple."""
+    """A value that json accepts: the name of a dtype, a list for a tuple."""
     return str(value) if isinstance(value, torch.dtype) else value
 
 

@@ -1,4 +1,4 @@
-"""What quantize_model can swap: linear layers and experts, with what is to become of each."""
+"""The linear layers and experts that quantize_model can swap, with the action for each."""
 
 from __future__ import annotations
 

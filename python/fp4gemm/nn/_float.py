@@ -1,4 +1,4 @@
-"""What quantize_model leaves in float by default, and how the weights that it does not touch are named."""
+"""The layers that quantize_model leaves in float by default, and the list of other weights."""
 
 from __future__ import annotations
 

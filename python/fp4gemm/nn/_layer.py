@@ -1,4 +1,4 @@
-"""What a user may do with an NVFP4 weight, one matrix or a stack: prepack it, dequantize it, update it."""
+"""The methods of an NVFP4 weight, one matrix or a stack: prepack, dequantize and update it."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class WeightLayer(SavedWeight):
 
         Raises:
             TypeError, ValueError: weight or bias has another type, dtype, shape, device or e4m3_max, a
-                float weight holds NaN or infinity, or the layer has no bias or no memory (it is on the meta device
-                or offloaded). The text names the argument.
+                float weight has NaN or infinity, or the layer has no bias or no memory (it is on the meta
+                device or offloaded). The text names the argument.
 
         Synchronises for a float weight on a GPU, to look for NaN and infinity, and not for an NVFP4Tensor.
         """

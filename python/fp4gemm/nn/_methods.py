@@ -1,4 +1,4 @@
-"""How a float weight becomes NVFP4: the methods of quantize_model, with what each did about one weight."""
+"""The methods by which quantize_model quantizes a float weight, with notes about each weight."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ RELATIVE, ABSOLUTE = 1e-5, 2e-5  # the differences to the table's formulas that 
 
 
 class ExpertsPlan(NamedTuple):
-    """How the parameters of a module become :class:`fp4gemm.nn.Experts`."""
+    """The plan by which the parameters of a module become :class:`fp4gemm.nn.Experts`."""
 
     activation: ActivationName
     layout: Layout

@@ -132,7 +132,7 @@ class WeightModule(torch.nn.Module):
         return tuple(map(self._buffers.get, (*WEIGHT_BUFFERS, BOUND)))
 
     def _notice(self) -> None:
-        """Look at buffers that other code has replaced, as accelerate's loaders do, and at its e4m3_max.
+        """Look at buffers that other code has replaced, as accelerate's loaders do, and at the e4m3_max.
 
         Raises:
             ValueError: one of them does not fit the layer. Synchronises where e4m3_max is on a GPU.

@@ -1,4 +1,4 @@
-"""What quantize_model did: a report for each linear layer, each stack of experts and each other weight."""
+"""The report of quantize_model for each linear layer, each stack of experts and each other weight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_NAMES = 4  # how many layers with one reason a warning names
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What happened to one linear layer.
+    """The result of quantize_model for one linear layer.
 
     Attributes:
         name: qualified name in the model ("" is the model itself).
@@ -47,7 +47,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ExpertsReport:
-    """What happened to the experts of one block, as they are in transformers: 3-D parameters of one module.
+    """The result of quantize_model for the experts of one block, 3-D parameters of a module of transformers.
 
     Attributes:
         name, action, reason, bytes_before, bytes_after, method: as of :class:`LayerReport`.
@@ -92,7 +92,7 @@ class FloatWeight:
 
 @dataclass(frozen=True)
 class BlockReport:
-    """What ``fuse="auto"`` did about layers that belong together.
+    """The result of ``fuse="auto"`` for layers that belong together.
 
     Attributes:
         action: "merged": the layers are one product; "gated": an MLP became an fp4gemm.nn.GatedMLP; "norm": a
@@ -149,7 +149,7 @@ class QuantizeReport:
 
     @property
     def percent_quantized(self) -> float:
-        """How much of the parameters is in NVFP4, 0 to 100."""
+        """The share of the parameters that is in NVFP4, 0 to 100."""
         return 100 * self.parameters_quantized / max(self.parameters_after, 1)
 
     @property
@@ -163,12 +163,12 @@ class QuantizeReport:
 
     @property
     def bytes_before(self) -> int:
-        """What the linear layers and experts needed before."""
+        """The bytes of the linear layers and experts before quantization."""
         return sum(entry.bytes_before for entry in self.swapped)
 
     @property
     def bytes_after(self) -> int:
-        """What the linear layers and experts need after."""
+        """The bytes of the linear layers and experts after quantization."""
         return sum(entry.bytes_after for entry in self.swapped)
 
     @property

@@ -32,7 +32,7 @@ MOST = 12  # powers of two between a channel and the mean
 
 
 class _Fold(NamedTuple):
-    """Where the scales of one input go."""
+    """The modules into which the scales of one input are folded."""
 
     kind: str  # the name of the source in its owner
     source: torch.nn.Module  # a norm, or a linear layer whose rows are divided
@@ -103,7 +103,7 @@ def smooth(
 def _observed(
     model: torch.nn.Module, layers: dict[str, torch.nn.Linear], statistics: Statistics, batch: object
 ) -> tuple[list[Tensor], list[_Fold]]:
-    """What the model returns, and the folds that its modules and a run on the batch show."""
+    """The results of the model, and the folds that its modules and a run on the batch show."""
     made: dict[int, tuple[str, torch.nn.Module, Tensor]] = {}  # the key is the id of a norm's result
     readers: dict[int, list[str]] = {}
     handles = []

@@ -1,4 +1,4 @@
-"""What the families of operators share: calls, and the table of the functions of an operator.
+"""The code that the families of operators share: calls, and the table of the functions of an operator.
 
 Each operator has a call, a NamedTuple of its parameters in the order of its schema in cpp/torch/ops.cpp. The
 functions of this package build calls, and the implementations receive them, so that no parameter list is

@@ -392,7 +392,7 @@ def not_cast(parts: Parts) -> Tensor:
 
 
 class Cache(Protocol):
-    """What keeps the copies of a weight from one call to the next: :class:`WeightCache`, or one like it."""
+    """An object that keeps the copies of a weight from one call to the next, such as :class:`WeightCache`."""
 
     def keeps(self, weight: Tensor) -> bool:
         """Whether copies of this weight would be kept now; if not, each pass makes those that it needs."""

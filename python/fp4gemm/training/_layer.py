@@ -1,4 +1,4 @@
-"""What training.Linear and training.GroupedLinear have in common: the recipe, and the cache of copies."""
+"""The recipe and the cache of copies, which training.Linear and training.GroupedLinear have in common."""
 
 from __future__ import annotations
 

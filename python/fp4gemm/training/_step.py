@@ -150,7 +150,7 @@ class Step(NamedTuple):
         return dx, dw
 
     def _gradients_by_parts(self, dy: Tensor, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """What gradients() returns, by the quantizers and the products one by one."""
+        """The results of gradients(), by the quantizers and the products one by one."""
         needs_dx, needs_dw, _ = self.plan.needs
         dy_q, dy_t = self.copies_of_gradient(dy)
         dx = self.input_gradient(dy, dy_q, weight) if needs_dx else None

@@ -28,7 +28,7 @@ Parts = tuple[Tensor, ...]
 
 @dataclass
 class _Steps:
-    """How many steps were marked in this process, and whether anything marks them at all."""
+    """The number of steps that were marked in this process, and whether anything marks steps."""
 
     count: int = 0
     are_marked: bool = False
@@ -88,7 +88,7 @@ def after_load() -> None:
 
 
 class _State(NamedTuple):
-    """What must be unchanged for a copy to be used again."""
+    """The values that must be unchanged for a copy to be used again."""
 
     storage: StorageWeakRef  # equal to that of the same storage only, even where an address is used again
     address: int
@@ -120,7 +120,7 @@ class WeightCache:
         self._entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> {variant: _Entry}
 
     def get(self, weight: Tensor, make: Callable[[], Parts], variant: Hashable = None) -> Parts:
-        """What ``make()`` returned for this weight, if nothing changed since, or what it returns now.
+        """The result of an earlier ``make()`` for this weight if nothing has changed since, else of one now.
 
         Args:
             weight: the parameter itself, not a view, a cast or a copy of it, since its identity, address and

@@ -36,7 +36,7 @@ RecipeLike = Recipe | str | Callable[[str], Recipe | str | None]
 
 @dataclass(frozen=True)
 class ConvertedLayer:
-    """What happened to one linear layer, or to one module of experts of transformers.
+    """The result of a conversion for one linear layer, or one module of experts of transformers.
 
     Attributes:
         name: qualified name in the model.
@@ -74,7 +74,7 @@ class ConversionReport:
 
     @property
     def percent_converted(self) -> float:
-        """How much of the bytes of all parameters is in converted layers, 0 to 100."""
+        """The share of the bytes of all parameters that is in converted layers, 0 to 100."""
         converted = sum(layer.num_bytes for layer in self.layers if layer.action == "converted")
         others = sum(weight.num_bytes for weight in self.weights)
         return 100 * converted / max(sum(layer.num_bytes for layer in self.layers) + others, 1)
@@ -276,7 +276,7 @@ def _plan(
     kept: dict[int, str],
     chosen: Callable[[str], Recipe | None],
 ) -> tuple[Action, str, Recipe | None]:
-    """What becomes of a layer, why, and its recipe if it is converted."""
+    """The action for a layer, the reason, and the recipe of the layer if it is converted."""
     if id(module) in kept:
         return "excluded", kept[id(module)], None
     recipe = chosen(names[0])

@@ -1,4 +1,4 @@
-"""Which tensor of a training step is cast to NVFP4, and how: Cast, Recipe, and the recipes by name."""
+"""The casts of the tensors of a training step to NVFP4: Cast, Recipe, and the recipes by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FORWARD = {"w_t": "w", "x_t": "x"}  # the forward copy of the same tensor
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cast:
-    """How one operand is quantized: options of :func:`fp4gemm.quantize`, which defines each to the bit.
+    """The quantization of one operand: options of :func:`fp4gemm.quantize`, which defines each to the bit.
 
     Args:
         scaling: "row": an amax for each row of the operand, as TransformerEngine's row-scaled and per-token

@@ -43,7 +43,8 @@ class _OfParameter(NamedTuple):
 
 
 class StackedExperts(RecipeLayer):
-    """What :func:`fp4gemm.training.convert_model` makes of a module of experts of transformers, in place.
+    """Experts of transformers that train by a recipe, made in place by
+    :func:`fp4gemm.training.convert_model`.
 
     For row r of expert e, which is token i with its slot j, and the activation ``act`` of the module itself
     (its ``_apply_gate``, or ``act_fn`` where there is no gate)::

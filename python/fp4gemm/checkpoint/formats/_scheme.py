@@ -29,7 +29,7 @@ class Producer:
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """How the weights of a checkpoint are quantized, and what their loader does with activations.
+    """The quantization of the weights of a checkpoint, and the treatment of activations by their loader.
 
     Args:
         format: the format of the tensors.

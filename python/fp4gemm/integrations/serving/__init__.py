@@ -1,4 +1,4 @@
-"""What the plug-ins of vLLM and SGLang share: options, weights, products, the report. No engine is imported.
+"""The code that the plug-ins of vLLM and SGLang share: options, weights, products. It imports no engine.
 
 An engine shards the tensors of a checkpoint over its ranks and loads them into parameters. From there on the
 modules here take over: :mod:`.loading` checks what is loaded, :mod:`.weights` turns the parameters of a layer

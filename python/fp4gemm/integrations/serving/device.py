@@ -41,5 +41,5 @@ class Device:
         return next((self._gaps[name] for name in names if name in self._gaps), None)
 
     def built(self) -> str:
-        """What this build of fp4gemm has, for the log."""
+        """The text for the log that says which kernels this build of fp4gemm has."""
         return kernel_table.built_text()

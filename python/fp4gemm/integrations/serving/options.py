@@ -20,7 +20,7 @@ _FALSE, _TRUE = ("0", "false", "off", "no"), ("1", "true", "on", "yes")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a user may choose about serving.
+    """The options of serving that a user may set.
 
     Every field is an environment variable, ``FP4GEMM_SERVING_`` and the name in capitals, which the processes
     of an engine inherit: ``FP4GEMM_SERVING_ACTIVATIONS=a16``. vLLM also has
@@ -95,7 +95,7 @@ class Options:
 
 
 def activations_of(options: Options, stored: str, name: str, is_experts: bool) -> Activations:
-    """How the inputs of a layer are quantized.
+    """The way in which the inputs of a layer are quantized.
 
     Args:
         stored: what the checkpoint says: "a16", or "per-token" or "static" for W4A4.

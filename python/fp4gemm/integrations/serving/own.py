@@ -1,4 +1,4 @@
-"""What fp4gemm's own format, and checkpoints in 16 bits, say of a layer: ``quant_method: fp4gemm``."""
+"""The layers of fp4gemm's own format and of checkpoints in 16 bits: ``quant_method: fp4gemm``."""
 
 from __future__ import annotations
 

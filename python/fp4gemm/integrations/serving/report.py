@@ -14,7 +14,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 class Report:
-    """What becomes of each layer of a model; ``log`` gets one line once all layers are known.
+    """The engine or fp4gemm for each layer of a model; ``log`` gets one line once all layers are known.
 
     An engine makes every layer before it processes the weights of the first. The line is therefore written
     when the weights of a layer are processed for the first time, whether fp4gemm runs that layer or not.

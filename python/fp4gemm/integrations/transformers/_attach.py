@@ -1,4 +1,4 @@
-"""What ``model.save_pretrained`` of transformers does with a model that quantize_model changed.
+"""The support of ``model.save_pretrained`` of transformers for a model that quantize_model changed.
 
 transformers asks ``model.hf_quantizer`` for the tensors and the config of a checkpoint. A model without one
 would be saved under the names of fp4gemm's buffers, which ``from_pretrained`` does not know: it would load

@@ -1,4 +1,4 @@
-"""How transformers' loader hands tensors to fp4gemm: stored NVFP4 weights, and float weights to quantize."""
+"""Converters that pass stored NVFP4 weights and float weights from the loader of transformers to fp4gemm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the NVFP4 weights of a checkpoint come into a model: which module each is for, and what fills it.
+"""The plan by which the NVFP4 weights of a checkpoint fill the modules of a model.
 
 Names of a checkpoint become names of a model by transformers' own renamings, which also differ from version
 to version. They are applied here to each name as the loader of transformers will apply them, and what comes
@@ -37,7 +37,7 @@ ANCHOR = "weight_amax"  # the tensor of a module to whose name all of its stored
 
 
 class Fill(NamedTuple):
-    """What fills one NVFP4 weight of the model.
+    """The tensors of a checkpoint that fill one NVFP4 weight of the model.
 
     Attributes:
         module: the name of the module that holds it: a Linear, or w13 or w2 of Experts.

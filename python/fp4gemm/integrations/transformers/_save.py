@@ -176,7 +176,7 @@ def _of_experts(name: str, experts: nn.Experts, names: dict[str, str]) -> Iterat
 
 
 def _expert_names(model: Any) -> dict[str, str]:
-    """What the projections of an expert are called in the checkpoints of this model: w1, or gate_proj, ..."""
+    """The names of the projections of an expert in the checkpoints of this model: w1, or gate_proj, ..."""
     patterns = " ".join(
         pattern for entry in get_model_conversion_mapping(model) for pattern in entry.source_patterns
     )

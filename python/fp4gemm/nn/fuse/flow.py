@@ -1,4 +1,4 @@
-"""Which layers read the same tensor, and which alone read the result of a norm, in captured forwards."""
+"""The layers that read the same tensor, or that alone read the result of a norm, in captured forwards."""
 
 from __future__ import annotations
 

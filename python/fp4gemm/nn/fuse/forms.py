@@ -1,4 +1,4 @@
-"""What one module computes, if that is a form of ``fp4gemm._fusions``: an RMS norm or a gated MLP."""
+"""The form of ``fp4gemm._fusions`` that a module computes: an RMS norm or a gated MLP."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class GatedForward(NamedTuple):
 
 
 def gated_forward(module: torch.nn.Module) -> GatedForward | str | None:
-    """What the forward of the module computes if it is a gated MLP; None for every other module.
+    """The children and the activation of a module that computes a gated MLP; None for every other module.
 
     The result is a text, the reason, if only the activation is not supported.
     """

@@ -52,7 +52,7 @@ class RMSNormQuantize(torch.nn.Module):
         return x.dtype in _checks.HALF_DTYPES and self.weight.dtype is x.dtype
 
     def _quantized(self, x: Tensor, residual: Tensor | None) -> Any:
-        """What rms_norm_quantize returns, in the form that the reader's kernels read."""
+        """The result of rms_norm_quantize, decoded or not, as the reader's kernels read it."""
         rows, decoded = x.reshape(-1, x.shape[-1]), reads_decoded(self._reader[0])
         return rms_norm_quantize(rows, self.weight, eps=self.eps, residual=residual, decoded=decoded)
 

@@ -9,7 +9,7 @@ from ...containers.nvfp4 import NVFP4Tensor
 
 
 class Tokens:
-    """What a fused norm returns in place of a float tensor (..., k).
+    """The result of a fused norm, which takes the place of a float tensor (..., k).
 
     Attributes:
         quantized: the tokens as a matrix (m, k), m the product of the leading dimensions.
