@@ -43,8 +43,7 @@ class _OfParameter(NamedTuple):
 
 
 class StackedExperts(RecipeLayer):
-    """Experts of transformers that train by a recipe, made in place by
-    :func:`fp4gemm.training.convert_model`.
+    """Experts of transformers that train by a recipe, as :func:`fp4gemm.training.convert_model` makes them.
 
     For row r of expert e, which is token i with its slot j, and the activation ``act`` of the module itself
     (its ``_apply_gate``, or ``act_fn`` where there is no gate)::

@@ -14,7 +14,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 class Report:
-    """The engine or fp4gemm for each layer of a model; ``log`` gets one line once all layers are known.
+    """Records which layers run on fp4gemm and why others do not; ``log`` gets one line for all layers.
 
     An engine makes every layer before it processes the weights of the first. The line is therefore written
     when the weights of a layer are processed for the first time, whether fp4gemm runs that layer or not.
