@@ -106,6 +106,24 @@ def test_calls_in_a_loop_and_ahead_of_what_is_unknown_are_merged(cls: type[torch
     assert same_bits(fused(x), plain(x))
 
 
+@pytest.mark.parametrize(
+    "cls",
+    [
+        fuse_models.Helper,
+        fuse_models.WrappedHelper,
+        fuse_models.WritesOther,
+        fuse_models.AskedTwice,
+        fuse_models.WithoutScale,
+    ],
+    ids=lambda cls: cls.__name__,
+)
+def test_calls_around_what_cannot_be_traced_are_merged(cls: type[torch.nn.Module]) -> None:
+    fused, plain = both(cls())
+    assert isinstance(fused.ab, MergedLinear)
+    for x in (torch.rand(3, 64), -torch.rand(3, 64)):
+        assert same_bits(fused(x), plain(x))
+
+
 def test_same_calls_in_two_branches_are_merged() -> None:
     fused, plain = both(fuse_models.Together())
     assert isinstance(fused.ab, MergedLinear)

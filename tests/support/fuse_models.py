@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -173,6 +177,72 @@ class Late(Pair):
         return y * float(len(x))
 
 
+def _doubled(x: Tensor) -> Tensor:
+    """2 * x, in operations that do not run with proxies."""
+    torch._check(x.ndim == 2, lambda: "x must have two dimensions")
+    num_rows, num_columns = x.shape
+    doubled = torch.zeros(num_rows, num_columns, dtype=x.dtype)
+    doubled[:] = x + x
+    return doubled
+
+
+class Helper(Pair):
+    """Calls that are merged, around a function that does not run with proxies."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = _doubled(self.a(x))
+        return y + self.b(x)
+
+
+def _wrapper(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(function)
+    def wrapped(*args: Any) -> Tensor:
+        return function(*args)
+
+    return wrapped
+
+
+class WrappedHelper(Pair):
+    """The same calls inside a decorator."""
+
+    @_wrapper
+    def forward(self, x: Tensor) -> Tensor:
+        y = _doubled(self.a(x))
+        return y + self.b(x)
+
+
+class WritesOther(Pair):
+    """Calls that are merged; what is written between them has memory of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        y[:, 0] = 0
+        (y + 1)[:, 1] = 0
+        return y + self.b(x)
+
+
+class AskedTwice(Pair):
+    """Calls that are merged; one value decides twice."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        is_negative = x.sum() < 0
+        if is_negative:
+            factor = 2.0
+        y = self.a(x)
+        if is_negative:
+            y = y * factor
+        return y + self.b(x)
+
+
+class WithoutScale(Pair):
+    """Calls that are merged; with another argument the forward does not run with proxies."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        if scale is not None:
+            x = x * torch.finfo(x.dtype).eps
+        return self.a(x) + self.b(x)
+
+
 class Together(Pair):
     """Calls that are merged; a second group in another branch is the same."""
 
@@ -246,6 +316,31 @@ class Alias(Pair):
         return y + self.b(x)
 
 
+class OtherArgument(Pair):
+    """Writes another argument, which may have memory of x."""
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        y = self.a(x)
+        if other is not None:
+            other.zero_()
+        return y + self.b(x)
+
+
+def _zero(x: Tensor) -> None:
+    torch._check(x.ndim == 2, lambda: "x must have two dimensions")
+    x.zero_()
+
+
+class PassedOn(Pair):
+    """Passes x to a function that writes it in place and does not run with proxies."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        y = self.a(x)
+        _zero(x)
+        return y + self.b(x)
+
+
 LEFT_ALONE = (
     Rebound,
     Written,
@@ -257,4 +352,6 @@ LEFT_ALONE = (
     Passed,
     Inplace,
     Alias,
+    OtherArgument,
+    PassedOn,
 )

@@ -13,8 +13,8 @@ import dis
 import functools
 import inspect
 import operator
-from collections.abc import Iterable, Iterator, Mapping
-from types import CodeType, FrameType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any, cast
 
 import torch
@@ -89,8 +89,6 @@ class Capture:
         first: _Tracer | None = None
         reason = ""
         for changed in ({}, *self._other_arguments()):
-            if self.unknown and changed:
-                break
             tracers = self._paths(changed)
             if not tracers:
                 continue  # the forward accepts no such call
@@ -142,12 +140,15 @@ class Capture:
         copied = _copy(self._module, tracer)
         before = {name: id(value) for name, value in vars(copied).items()}
         try:
-            result = self._forward(copied, *args, **kwargs)
+            forward: Callable[..., Any] = self._forward
+            if type(forward) is FunctionType:
+                forward = _guarding(forward, tracer)
+            result = forward(copied, *args, **kwargs)
             tracer.create_node("output", "output", (tracer.create_arg(result),), {})
         except Exception as error:  # any code may be behind it
-            text = f"{type(error).__name__}: {error}".split("\n")[0]
+            text = _in_words(error)
             is_of_capture = isinstance(error, CaptureError) or NAME in text or not changed
-            if _is_raised_by_model(error) or not is_of_capture:
+            if _is_error_of_model(error) or not is_of_capture:
                 self._error = text
                 self._refused.append(tracer.graph)
                 return None
@@ -297,6 +298,58 @@ def end(values: object) -> None:
     """Marks in a graph where the values of :func:`star` end."""
 
 
+def opaque(function: str, *args: object, **kwargs: object) -> None:
+    """In a graph: the call of a function that proxies do not run through."""
+
+
+def _guarding(
+    function: FunctionType, tracer: _Tracer, inside: tuple[FunctionType, ...] = ()
+) -> Callable[..., Any]:
+    """A copy of a function in which the Python functions that it calls by name are guarded.
+
+    The functions that it wraps, as a decorator does, are copied too.
+    """
+
+    def copied(cell: CellType) -> CellType:
+        try:
+            value = cell.cell_contents
+        except ValueError:  # an empty one
+            return cell
+        if type(value) is not FunctionType or value in (function, *inside):
+            return cell
+        return CellType(_guarding(value, tracer, (function, *inside)))
+
+    code, values = function.__code__, dict(function.__globals__)
+    for name in code.co_names:
+        if type(values.get(name)) is FunctionType:
+            values[name] = _guard(values[name], tracer)
+    cells = function.__closure__ and tuple(map(copied, function.__closure__))
+    new = FunctionType(code, values, function.__name__, function.__defaults__, cells)
+    new.__kwdefaults__ = function.__kwdefaults__
+    vars(new).update(vars(function))
+    return new
+
+
+def _guard(function: FunctionType, tracer: _Tracer) -> Callable[..., Any]:
+    """The function, whose call is one node where it does not run with proxies."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:  # any code may be behind it
+            if isinstance(error, CaptureError) or _is_error_of_model(error):
+                raise
+            tracer.hide(f"it calls {function.__name__}, which cannot be traced: {_in_words(error)}")
+            return tracer.create_proxy("call_function", opaque, (function.__qualname__, *args), kwargs)
+
+    return call
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0]
+
+
 def _splits_star(argument: Any) -> bool:
     """Whether values of a star are in a sequence without each other, or outside of one."""
     if isinstance(argument, dict):
@@ -316,8 +369,12 @@ def _splits_star(argument: Any) -> bool:
     return False
 
 
-def _is_raised_by_model(error: Exception) -> bool:
-    """Whether the error comes from a raise statement of other code than torch."""
+def _is_error_of_model(error: Exception) -> bool:
+    """Whether the error is not one of proxies: a raise statement of other code than torch, or decisions that
+    contradict each other, so that a variable has no value.
+    """
+    if isinstance(error, UnboundLocalError):
+        return True
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar, cast
@@ -12,7 +13,7 @@ from torch.fx import Graph, Node
 
 from .._hooks import hooks_of
 from ..linear import Linear
-from .capture import CONTAINERS, LIVE, Capture
+from .capture import CONTAINERS, LIVE, Capture, opaque
 from .forms import is_call_of
 from .gated import GatedMLP
 from .merged import Part
@@ -119,12 +120,36 @@ def _groups(graph: Graph, linears: Collection[str]) -> list[tuple[str, ...]]:
                 close([x])
             opened.setdefault(x, []).append(name)
         elif _writes(node):
-            close(opened)
-        elif node.op == "call_module":
+            written = _memory(node.all_input_nodes, linears)
+            close([x for x in opened if not written.isdisjoint(_memory([x], linears))])
+        elif node.op == "call_module" or node.target is opaque:
             close(node.all_input_nodes)
         elif node.op == "call_method":  # the method may belong to any object
             close(node.all_input_nodes[1:])
     close(opened)
+    return found
+
+
+def _memory(nodes: Collection[Node], linears: Collection[str]) -> set[Node | str]:
+    """The nodes, and those from which their tensors may have memory, as a view has it.
+
+    The results of linear layers and of arithmetic have memory of their own. Tensors that come from outside
+    the graph may have memory of each other: "outside" stands for them all.
+    """
+    found: set[Node | str] = set()
+    pending = [*nodes]
+    while pending:
+        node = pending.pop()
+        if node in found:
+            continue
+        found.add(node)
+        is_linear = node.op == "call_module" and node.target in linears
+        is_attribute = node.target is getattr and node.args[1] in ATTRIBUTES
+        if is_linear or is_attribute or node.target in ARITHMETIC:
+            continue
+        if node.op not in ("call_function", "call_method") or node.target is opaque:
+            found.add("outside")
+        pending += node.all_input_nodes
     return found
 
 
@@ -141,6 +166,7 @@ def _writes(node: Node) -> bool:
 
 # Operators that are written in place, such as operator.iadd.
 OPERATORS = ("add", "and", "floordiv", "matmul", "mod", "mul", "or", "pow", "sub", "truediv", "xor")
+ARITHMETIC = (operator.add, operator.matmul, operator.mul, operator.neg, operator.sub, operator.truediv)
 
 
 # ---- layers that read a norm
