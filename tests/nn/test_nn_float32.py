@@ -67,6 +67,16 @@ def test_gated_mlp() -> None:
     assert same_bits(mlp(x, residual), product(down, h, residual))
 
 
+def test_experts_after_a_call_in_bfloat16() -> None:
+    """The call without checks is not tried: the operator would refuse it, which fails this test."""
+    stacks = torch.randn(4, 2 * N, K), torch.randn(4, K, N)
+    experts = nn.Experts.from_float(*stacks, activation="swiglu", activation_scaling="none")
+    x, ids, scores = torch.randn(3, K), torch.arange(4).repeat(3, 1), torch.rand(3, 4)
+    want = experts(x, ids, scores)
+    experts(x.bfloat16(), ids, scores)
+    assert same_bits(experts(x, ids, scores), want)
+
+
 def test_values_that_are_not_finite_are_still_refused() -> None:
     layer, x = linear(check_finite="raise"), torch.randn(3, K)
     x[0, 0] = torch.inf
