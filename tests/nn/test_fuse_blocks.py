@@ -508,6 +508,20 @@ class Stores(Straight):
         return super().forward(x)
 
 
+class Collects(Straight):
+    """It keeps values in its own list and in one of a child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, list[Any]] = {"inputs": []}
+        self.attention.kept = []  # type: ignore[assignment]
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, **more: Tensor) -> Tensor:
+        self.kept["inputs"].append(x)
+        self.attention.kept.append(x)  # type: ignore[operator, union-attr]
+        return super().forward(x)
+
+
 class Single(Straight):
     def forward(self, x: Tensor, mask: Tensor | None = None, **more: Tensor) -> Tensor:
         sizes = (*x.shape,)
@@ -530,6 +544,7 @@ class AfterNorm(fuse_models.Layer):
         (Keyword, "the forward of Keyword cannot be replaced: it depends on whether factor is given"),
         (Autocast, "the forward of Autocast cannot be replaced: it enters a context of torch"),
         (Stores, "the forward of Stores cannot be replaced: it sets attributes of the module"),
+        (Collects, "the forward of Collects cannot be replaced: it changes a list of the module"),
         (Single, "the forward of Single cannot be replaced: it takes single values out of a sequence"),
         (AfterNorm, "the forward of AfterNorm does not add their results to a residual"),
     ],
@@ -538,6 +553,13 @@ def test_layers_that_keep_their_forward(cls: type[torch.nn.Module], reason: str)
     fused, _, reasons = fuse(cls().to(torch.bfloat16))
     assert [text for text in reasons if text.startswith(reason)], reasons
     assert type(fused) is cls
+
+
+def test_lists_of_a_model_hold_no_proxies() -> None:
+    layer = Collects().to(torch.bfloat16)
+    nn.quantize_model(layer, fuse="auto")
+    assert layer.kept == {"inputs": []}
+    assert layer.attention.kept == []
 
 
 def test_a_forward_that_is_written_by_torch_fx() -> None:

@@ -8,6 +8,8 @@ path through the forward.
 
 from __future__ import annotations
 
+import collections
+import copy
 import dataclasses
 import dis
 import functools
@@ -37,6 +39,9 @@ STAR, END = "values_of_star", "end_of_star"  # the names of nodes for the values
 STARS = ("LIST_EXTEND", "CALL_FUNCTION_EX")  # the instructions of (*x, 2) and f(*x)
 NAME = "_Traced"  # is in the errors that a proxy causes
 CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
+COLLECTIONS = (list, dict, set, collections.OrderedDict, collections.defaultdict, collections.deque)
+LEVELS = 3  # of collections in collections that are copied
+OF_TORCH = frozenset(vars(torch.nn.Module()))  # the attributes of every module
 
 
 class CaptureError(RuntimeError):
@@ -138,7 +143,7 @@ class Capture:
         tracer = _Tracer(decisions)
         args, kwargs = self._arguments(tracer, changed)
         copied = _copy(self._module, tracer)
-        before = {name: id(value) for name, value in vars(copied).items()}
+        before, collected = _ids(vars(copied), 1), _contents(copied)
         try:
             forward: Callable[..., Any] = self._forward
             if type(forward) is FunctionType:
@@ -153,8 +158,10 @@ class Capture:
                 self._refused.append(tracer.graph)
                 return None
             self.unknown = self.unknown or text
-        if {name: id(value) for name, value in vars(copied).items()} != before:
+        if _ids(vars(copied), 1) != before:
             tracer.hide("it sets attributes of the module")
+        elif _contents(copied) != collected:
+            tracer.hide("it changes a list of the module, or of a child")
         if any(n.target is not end and _splits_star([n.args, n.kwargs]) for n in tracer.graph.nodes):
             tracer.hide("it takes single values out of a sequence")
         for node in reversed(tracer.graph.nodes):
@@ -395,7 +402,7 @@ def _copy(module: torch.nn.Module, tracer: _Tracer) -> Any:
     """The module with children that record calls, and with proxies for what a user may set later."""
     copied = object.__new__(type(module))
     state = vars(copied)
-    state.update(vars(module))
+    state.update(_unshared(vars(module)))
     state["_modules"] = {name: _recording(child, name, tracer) for name, child in module._modules.items()}
     for kind in ("_parameters", "_buffers"):
         tensors = vars(module)[kind].items()
@@ -408,6 +415,42 @@ def _copy(module: torch.nn.Module, tracer: _Tracer) -> Any:
     return copied
 
 
+def _unshared(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a module, with copies of its collections: a forward would put proxies in them."""
+    return {name: value if name in OF_TORCH else _copied(value) for name, value in attributes.items()}
+
+
+def _copied(value: Any, levels: int = LEVELS) -> Any:
+    """A copy of a collection and of those in it; any other value itself."""
+    if type(value) not in COLLECTIONS or not levels:
+        return value
+    made = copy.copy(value)
+    if isinstance(made, dict):
+        made.update({key: _copied(inner, levels - 1) for key, inner in made.items()})
+    elif isinstance(made, list):
+        made[:] = [_copied(inner, levels - 1) for inner in made]
+    return made
+
+
+def _contents(copied: Any) -> list[Any]:
+    """What the collections of a copied module and of its children hold, by identity."""
+    children = [child for child in vars(copied)["_modules"].values() if child is not None]
+    return [
+        _ids(value)
+        for module in (copied, *children)
+        for name, value in vars(module).items()
+        if type(value) in COLLECTIONS and name not in OF_TORCH
+    ]
+
+
+def _ids(value: Any, levels: int = LEVELS) -> Any:
+    if type(value) not in COLLECTIONS or not levels:
+        return id(value)
+    if isinstance(value, dict):
+        return {key: _ids(inner, levels - 1) for key, inner in value.items()}
+    return [_ids(inner, levels - 1) for inner in value]
+
+
 def _tensor(tracer: _Tracer, name: str, tensor: Tensor) -> Proxy:
     return _TracedTensor(tracer.create_node("get_attr", name, (), {}), tracer, tensor)
 
@@ -417,7 +460,7 @@ def _recording(child: torch.nn.Module | None, name: str, tracer: _Tracer) -> Any
         return None
     copied = object.__new__(type(child))
     state = vars(copied)
-    state.update(vars(child))
+    state.update(_unshared(vars(child)))
     if isinstance(child, CONTAINERS):
         inner = child._modules.items()
         state["_modules"] = {key: _recording(module, f"{name}.{key}", tracer) for key, module in inner}

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from .._hooks import hooks_of
 from ..linear import Linear
-from .capture import CONTAINERS, LIVE, Capture, opaque
+from .capture import CONTAINERS, LIVE, OF_TORCH, Capture, opaque
 from .forms import is_call_of
 from .gated import GatedMLP
 from .merged import Part
@@ -56,7 +56,7 @@ class Captures:
             return type(module), tuple(hooks_of(module)), str(module)
         kind: list[Any] = [type(module)]
         for name, value in vars(module).items():
-            if name in _STANDARD or name in LIVE:
+            if name in OF_TORCH or name in LIVE:
                 continue
             if isinstance(value, (Tensor, torch.nn.Module)):
                 return None
@@ -78,7 +78,6 @@ class Captures:
         return tuple(kind)
 
 
-_STANDARD = frozenset(vars(torch.nn.Module()))
 _Result = TypeVar("_Result")
 
 
