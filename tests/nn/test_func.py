@@ -16,8 +16,10 @@ from torch.autograd import forward_ad
 K = 64
 X = torch.randn(3, 4, K, generator=torch.Generator().manual_seed(0)).bfloat16()
 IDS, SCORES = torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
-TRANSFORM = r"^(x|a): is inside of a transform of torch\.func \(vmap, grad, vjp, \.\.\.\), must not be; call"
-TANGENT = r"^(x|a|gate): has a tangent of forward mode \(torch\.func\.jvp\), must have none; call"
+TRANSFORM = (
+    r"^(x|a|bias): is inside of a transform of torch\.func \(vmap, grad, vjp, \.\.\.\), must not be; call"
+)
+TANGENT = r"^(x|a|gate|bias): has a tangent of forward mode \(torch\.func\.jvp\), must have none; call"
 FORWARD_ONLY = r"^x: requires grad, but .* is forward only; use torch\.no_grad\(\) or detach x"
 
 
@@ -37,6 +39,7 @@ CALLS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "experts": experts,
     "gated-mlp": lambda: nn.GatedMLP(linear(), linear(), linear()),
     "training-linear": lambda: training.Linear(K, K, dtype=torch.bfloat16),
+    "training-bias": lambda: lambda x: training.functional.linear(X[0], torch.zeros(K, K), x[0]),
     "training-swiglu": lambda: lambda x: training.functional.swiglu(x, x),
     "quantize": lambda: lambda x: fp4gemm.quantize(x).amax,
     "mm": lambda: lambda x: fp4gemm.mm(x, WEIGHT),
@@ -71,6 +74,7 @@ def total(call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         ("experts", FORWARD_ONLY),
         ("gated-mlp", FORWARD_ONLY),
         ("training-linear", TRANSFORM),
+        ("training-bias", TRANSFORM),
         ("training-swiglu", TRANSFORM),
         ("mm", TRANSFORM),
     ],
@@ -84,7 +88,7 @@ def test_grad_is_refused(name: str, message: str) -> None:
         torch.func.vjp(call, X[0])
 
 
-@pytest.mark.parametrize("name", ["experts", "training-linear", "quantize", "mm"])
+@pytest.mark.parametrize("name", ["experts", "training-linear", "training-bias", "quantize", "mm"])
 def test_vmap_is_refused(name: str) -> None:
     with pytest.raises(NotImplementedError, match=TRANSFORM):
         torch.func.vmap(CALLS[name]())(X)

@@ -40,6 +40,7 @@ def arguments(
             _checks.is_multiple("weight", what, size, STEP)
     if bias is not None:
         bias = _checks.is_tensor("bias", bias)
+        refuse_transform("bias", bias)
         _checks.has_dtype("bias", bias, _checks.FLOAT_DTYPES)
         _checks.has_shape("bias", bias, (*weight.shape[:-1],))
         _checks.same_device("bias", bias, x.device, "x")
