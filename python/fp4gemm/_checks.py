@@ -158,12 +158,13 @@ def readable_rows(x: Any) -> Any:
     """
     if not isinstance(x, Tensor) or x.dim() < 2 or not is_strided(x):
         return x
-    is_read = x.is_contiguous() if torch.compiler.is_compiling() else has_readable_rows(x)
-    return x if is_read else x.clone(memory_format=torch.contiguous_format)
+    return x if has_readable_rows(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def has_readable_rows(x: Tensor) -> bool:
-    """Return whether a kernel can read the rows of a strided x (.., m, n) in place."""
+    """Return whether a kernel can read the rows of a strided x (.., m, n) in place; see readable_rows."""
+    if torch.compiler.is_compiling():
+        return x.is_contiguous()
     try:
         rows_are_aligned("x", x)
     except ValueError:

@@ -69,8 +69,8 @@ def quantize(
             return DecodedTensor._trusted(data, amax, 448)
         codes, scales, amax = _QUANTIZE(x, None, per_row)
     except REFUSALS as error:
-        if _checks.readable_rows(x) is not x:
-            return checked(x, decoded, options)
+        if _checks.is_strided(x) and not _checks.has_readable_rows(x):
+            return checked(x, decoded, options)  # which copies x first
         return explained("fp4gemm.quantize", error, checked, x, decoded, options)
     return NVFP4Tensor._trusted(codes, scales, amax, 448)
 
@@ -109,8 +109,9 @@ def rms_norm_quantize(
             codes, scales, amax, summed = _RMS_NORM_QUANTIZE(x, weight, residual, eps)
             t = NVFP4Tensor._trusted(codes, scales, amax, 448)
     except REFUSALS as error:
-        is_copied = residual is not None and not _checks.is_readable(residual)
-        if is_copied or _checks.readable_rows(x) is not x or _checks.is_misaligned(weight):
+        is_copied = x.dim() > 1 and _checks.is_strided(x) and not _checks.has_readable_rows(x)
+        is_copied = is_copied or (residual is not None and not _checks.is_readable(residual))
+        if is_copied or _checks.is_misaligned(weight):
             return checked(*args)
         return explained("fp4gemm.rms_norm_quantize", error, checked, *args)
     return t if residual is None else (t, summed)

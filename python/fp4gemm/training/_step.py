@@ -208,7 +208,7 @@ class Step(NamedTuple):
             dw = wgrad(dy_t, x_t, out_dtype=dtype)
             return dw.squeeze(0) if is_one_group else dw
         into = main_grad.unsqueeze(0) if is_one_group else main_grad
-        if _checks.readable_rows(into) is into:
+        if _checks.has_readable_rows(into):
             wgrad(dy_t, x_t, c=into, out=into)
         else:  # the kernels do not write such rows: a buffer of all parameters has them at any address
             into.add_(wgrad(dy_t, x_t, out_dtype=torch.float32))
