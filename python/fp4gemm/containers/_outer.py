@@ -26,9 +26,6 @@ __all__ = [
     "zeroed",
 ]
 
-_CODES = (torch.uint8, torch.float4_e2m1fn_x2)
-_SCALES = (torch.float8_e4m3fn, torch.uint8)
-
 
 def six_times(e4m3_max: object, like: Tensor) -> Tensor:
     """6B as a tensor, since torch turns a division by a Python number into a multiplication on CUDA."""
@@ -98,7 +95,7 @@ def codes(name: str, value: object) -> Tensor:
         value = value.clone()
     if isinstance(value, Tensor) and value.dim() == 3:
         x = _checks.is_tensor(name, value)
-        _checks.has_dtype(name, x, _CODES)
+        _checks.has_dtype(name, x, _checks.CODE_DTYPES)
         return _fields.stack(name, x)
     return _checks.codes(name, value)
 
@@ -106,7 +103,7 @@ def codes(name: str, value: object) -> Tensor:
 def swizzled(name: str, value: object, packed: Tensor) -> Tensor:
     """Compact scales (.., n, k/16) of swizzled ones; their padding is dropped, whatever it holds."""
     x = _checks.is_tensor(name, value)
-    _checks.has_dtype(name, x, _SCALES)
+    _checks.has_dtype(name, x, _checks.SCALE_DTYPES)
     _checks.same_device(name, x, packed.device, "the codes")
     _checks.is_contiguous(name, x)
     *lead, n, half_k = packed.shape

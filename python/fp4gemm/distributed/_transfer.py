@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-__all__ = ["Purpose", "Transfer"]
+__all__ = ["Purpose", "Transfer", "digest"]
 
 Purpose = Literal["there", "back"]  # "there" is to the experts, "back" is to the tokens
 
