@@ -5,7 +5,8 @@
 The digest is of what travels (:class:`Transfer`) and of the slot. A rank writes its number behind the slot
 of the phase, before the barrier, and reads those of all ranks after it. Ranks of which one had another phase,
 another slot, other sizes or another dtype have different numbers from then on, so that nobody has to look
-after each phase. It costs one small kernel before a barrier and one after it, and the host takes no part.
+after each phase. It costs one small kernel before a barrier and one after it, and two more before it where
+the slot is looked at (below). The host takes no part.
 
 A slot must not be used in two phases in succession (_symm). What lies behind a slot is the number of its last
 use, and that is the number of the rank exactly if its last phase was this use. Within eager calls, and within
