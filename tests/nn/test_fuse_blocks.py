@@ -562,6 +562,29 @@ def test_lists_of_a_model_hold_no_proxies() -> None:
     assert layer.attention.kept == []
 
 
+def test_norms_and_activations_that_keep_values() -> None:
+    """They are not replaced, and hold nothing of the traces."""
+
+    class Norm(fuse_models.RMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept.append(x)
+            return super().forward(x)
+
+    class Act(torch.nn.SiLU):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept.append(x)
+            return super().forward(x)
+
+    layer = Straight()
+    layer.norm2, layer.mlp = Norm(), fuse_models.Halves()  # type: ignore[assignment]
+    layer.mlp.act = Act()
+    layer.norm2.kept, layer.mlp.act.kept = [], []  # type: ignore[assignment]
+    layer.to(torch.bfloat16)
+    nn.quantize_model(layer, fuse="auto")
+    assert (type(layer.norm2), type(layer.mlp)) == (Norm, fuse_models.Halves)
+    assert (layer.norm2.kept, layer.mlp.act.kept) == ([], [])
+
+
 def test_a_forward_that_is_written_by_torch_fx() -> None:
     """Stars of values and keywords; training and floats of the module are read when it runs."""
 

@@ -143,7 +143,7 @@ class Capture:
         tracer = _Tracer(decisions)
         args, kwargs = self._arguments(tracer, changed)
         copied = _copy(self._module, tracer)
-        before, collected = _ids(vars(copied), 1), _contents(copied)
+        before, collected = _ids(vars(copied), 1), contents(copied)
         try:
             forward: Callable[..., Any] = self._forward
             if type(forward) is FunctionType:
@@ -160,7 +160,7 @@ class Capture:
             self.unknown = self.unknown or text
         if _ids(vars(copied), 1) != before:
             tracer.hide("it sets attributes of the module")
-        elif _contents(copied) != collected:
+        elif contents(copied) != collected:
             tracer.hide("it changes a list of the module, or of a child")
         if any(n.target is not end and _splits_star([n.args, n.kwargs]) for n in tracer.graph.nodes):
             tracer.hide("it takes single values out of a sequence")
@@ -402,7 +402,7 @@ def _copy(module: torch.nn.Module, tracer: _Tracer) -> Any:
     """The module with children that record calls, and with proxies for what a user may set later."""
     copied = object.__new__(type(module))
     state = vars(copied)
-    state.update(_unshared(vars(module)))
+    state.update(unshared(vars(module)))
     state["_modules"] = {name: _recording(child, name, tracer) for name, child in module._modules.items()}
     for kind in ("_parameters", "_buffers"):
         tensors = vars(module)[kind].items()
@@ -415,7 +415,7 @@ def _copy(module: torch.nn.Module, tracer: _Tracer) -> Any:
     return copied
 
 
-def _unshared(attributes: dict[str, Any]) -> dict[str, Any]:
+def unshared(attributes: dict[str, Any]) -> dict[str, Any]:
     """The attributes of a module, with copies of its collections: a forward would put proxies in them."""
     return {name: value if name in OF_TORCH else _copied(value) for name, value in attributes.items()}
 
@@ -432,7 +432,7 @@ def _copied(value: Any, levels: int = LEVELS) -> Any:
     return made
 
 
-def _contents(copied: Any) -> list[Any]:
+def contents(copied: Any) -> list[Any]:
     """What the collections of a copied module and of its children hold, by identity."""
     children = [child for child in vars(copied)["_modules"].values() if child is not None]
     return [
@@ -460,7 +460,7 @@ def _recording(child: torch.nn.Module | None, name: str, tracer: _Tracer) -> Any
         return None
     copied = object.__new__(type(child))
     state = vars(copied)
-    state.update(_unshared(vars(child)))
+    state.update(unshared(vars(child)))
     if isinstance(child, CONTAINERS):
         inner = child._modules.items()
         state["_modules"] = {key: _recording(module, f"{name}.{key}", tracer) for key, module in inner}

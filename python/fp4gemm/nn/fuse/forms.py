@@ -16,7 +16,7 @@ from ..._fusions import GATES, LLAMA_NORMS, aten, half_of, result_of, trace
 from ...activations import ActivationName
 from .._hooks import accelerate_hook, hooks_of
 from ..linear import Linear
-from .capture import BY_POSITION, Capture
+from .capture import BY_POSITION, Capture, CaptureError, contents, unshared
 from .merged import Part
 
 LINEARS = (Linear, Part, torch.nn.Linear)
@@ -31,12 +31,9 @@ def norm_epsilon(norm: torch.nn.Module) -> float | None:
     parameters = [*inspect.signature(type(norm).forward).parameters.values()][1:]
     if [p.kind in BY_POSITION for p in parameters] != [True]:
         return None
-    copied = object.__new__(type(norm))
-    vars(copied).update(vars(norm))
 
     def forward(x: Tensor, weight: Tensor) -> Tensor:
-        copied.__dict__["_parameters"] = {"weight": weight}
-        return cast(Tensor, type(norm).forward(copied, x))
+        return cast(Tensor, _called(norm, {"_parameters": {"weight": weight}}, type(norm).forward, x))
 
     # In bfloat16, since a cast of float32 to float32 would not show.
     graph = _traced(forward, (2, weight.shape[0]), (weight.shape[0],))
@@ -132,7 +129,9 @@ def _computed(module: torch.nn.Module, layers: list[Node], between: list[Node], 
         for node in between:
             args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
             if node.op == "call_module":
-                values[node] = _in_training(_child(module, node))(*args, **kwargs)
+                # In training, where a dropout shows.
+                child = _child(module, node)
+                values[node] = _called(child, {"training": True}, type(child).__call__, *args, **kwargs)
             elif node.op == "call_method":
                 values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:
@@ -142,11 +141,21 @@ def _computed(module: torch.nn.Module, layers: list[Node], between: list[Node], 
     return _traced(function, *((2, int(_child(module, n).out_features)) for n in layers))  # type: ignore[arg-type]
 
 
-def _in_training(module: torch.nn.Module) -> Any:
-    """A module that computes what the other one does in training, where a dropout shows."""
+def _called(
+    module: torch.nn.Module,
+    attributes: dict[str, Any],
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """function(copy of the module with these attributes, ...); raises CaptureError if it changes a list."""
     copied = object.__new__(type(module))
-    vars(copied).update(vars(module), training=True)
-    return copied
+    vars(copied).update(unshared(vars(module)), **attributes)
+    before = contents(copied)
+    result = function(copied, *args, **kwargs)
+    if contents(copied) != before:
+        raise CaptureError("it changes a list of the module")
+    return result
 
 
 def _is_gated(graph: Graph) -> bool:
