@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from collections import Counter
 from collections.abc import Callable
 
 import fp4gemm
@@ -10,6 +11,7 @@ import pytest
 import torch
 from experts_helpers import GATED, INTER, PLAIN, D, G, experts, routed, weights
 from fp4gemm import nn
+from fp4gemm.nn import experts as nn_experts
 from nn_helpers import same_bits, state_bits
 from torch import Tensor
 
@@ -72,6 +74,24 @@ def test_it_approximates_the_float_experts() -> None:
 def test_top_k(top_k: int) -> None:
     m, inputs = experts(g=8), routed(5, top_k, 8)
     assert same_bits(m(*inputs), by_hand(m, *inputs))
+
+
+def test_a_refused_call_is_counted_for_any_top_k(
+    monkeypatch: pytest.MonkeyPatch, unexplained: Counter[str]
+) -> None:
+    """Rows of 8 bytes are no reason to make the call again without counting it."""
+    m = experts()
+    x, ids, scores = (each.contiguous() for each in routed(5, 1))
+    want, multiply = m(x, ids, scores), nn_experts.multiply
+
+    def refused_once(*args: typing.Any) -> Tensor:
+        monkeypatch.setattr(nn_experts, "multiply", multiply)
+        raise RuntimeError("a wrong argument")
+
+    monkeypatch.setattr(nn_experts, "multiply", refused_once)
+    with pytest.warns(RuntimeWarning, match=r"nn\.Experts: .* a wrong argument"):
+        assert same_bits(m(x, ids, scores), want)
+    assert unexplained == {"fp4gemm.nn.Experts": 1}
 
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=["int32", "int64"])

@@ -368,7 +368,8 @@ class Experts(DividedExperts):
             try:
                 return multiply(self, x, topk_ids, topk_weights, w13, w2)
             except REFUSALS as error:
-                if all(_checks.is_readable(t) for t in (x, topk_ids, topk_weights)):
+                # The checks copy an x that no kernel reads, and ids and weights that are not contiguous.
+                if _checks.is_readable(x) and all(map(_is_contiguous, (topk_ids, topk_weights))):
                     args = (x, topk_ids, topk_weights, w13, w2)
                     return explained("fp4gemm.nn.Experts", error, self._checked_forward, *args)
         return self._checked_forward(x, topk_ids, topk_weights, w13, w2)
@@ -399,3 +400,7 @@ class Experts(DividedExperts):
     def extra_repr(self) -> str:
         finite = "" if self.check_finite == "off" else f", check_finite={self.check_finite!r}"
         return f"activation={self.activation!r}, activation_scaling={self.activation_scaling!r}{finite}"
+
+
+def _is_contiguous(x: object) -> bool:
+    return isinstance(x, Tensor) and x.is_contiguous()
