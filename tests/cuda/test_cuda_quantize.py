@@ -254,12 +254,17 @@ def everything(x: Tensor, offs: Tensor, state: Tensor) -> list[Tensor]:
     packed = operators.prepack(weight.codes, weight.scales)
     tensors += [packed, *operators.unprepack(packed, *weight.shape)]
     tensors += weight.to_modelopt().values()
-    tensors += parts(NVFP4Tensor.from_modelopt(**weight.to_modelopt()))
-    tensors += parts(NVFP4Tensor.from_flashinfer(weight.codes, weight.scales, weight.encode_scale()))
-    tensors += parts(
-        NVFP4Tensor.from_torchao(weight.codes, weight.compact_scales(), weight.decode_multiplier())
-    )
     return tensors
+
+
+def from_others(x: Tensor) -> list[Tensor]:
+    """The results of the constructors that read the values of tensors of other libraries, so synchronise."""
+    weight = fp4gemm.quantize(x, scaling="tensor")
+    return [
+        *parts(NVFP4Tensor.from_modelopt(**weight.to_modelopt())),
+        *parts(NVFP4Tensor.from_flashinfer(weight.codes, weight.scales, weight.encode_scale())),
+        *parts(NVFP4Tensor.from_torchao(weight.codes, weight.compact_scales(), weight.decode_multiplier())),
+    ]
 
 
 @pytest.fixture
@@ -285,7 +290,7 @@ def test_nothing_synchronises(inputs: tuple[Tensor, Tensor, Tensor], cuda: torch
 
 def test_runs_on_the_current_stream(inputs: tuple[Tensor, Tensor, Tensor], cuda: torch.device) -> None:
     """Inputs are written late on a side stream, and the calls execute after that."""
-    want = everything(*inputs)
+    want = [*everything(*inputs), *from_others(inputs[0])]
     late = [torch.zeros_like(part) for part in inputs]
     stream = torch.cuda.Stream(cuda)
     torch.cuda.synchronize(cuda)
@@ -293,7 +298,7 @@ def test_runs_on_the_current_stream(inputs: tuple[Tensor, Tensor, Tensor], cuda:
         torch.cuda._sleep(50_000_000)
         for part, value in zip(late, inputs, strict=True):
             part.copy_(value)
-        got = everything(*late)
+        got = [*everything(*late), *from_others(late[0])]
     stream.synchronize()
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         assert_bits(a, b, f"result {i}")
@@ -304,8 +309,8 @@ def test_second_device(inputs: tuple[Tensor, Tensor, Tensor]) -> None:
     """Results are on the device of the tensors, even if it is not the current one, which stays current."""
     other = torch.device("cuda", 1)
     with torch.cuda.device(0):
-        want = everything(*(part.to("cuda:0") for part in inputs))
-        got = everything(*(part.to(other) for part in inputs))
+        want = [*everything(*(part.to("cuda:0") for part in inputs)), *from_others(inputs[0].to("cuda:0"))]
+        got = [*everything(*(part.to(other) for part in inputs)), *from_others(inputs[0].to(other))]
         assert torch.cuda.current_device() == 0
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         assert a.device == other
