@@ -71,8 +71,11 @@ def text_of(session: Session, kernel: str, problem: Problem) -> tuple[str, list[
     return text, [int(line) for name in found[text] for line in lines[name]]
 
 
-def ptx_score(session: Session, kernel: str, kind: str, limit: int, folder: Path) -> Table:
-    """The score of mutants of the kernel's PTX, each of which is executed until a schedule kills it."""
+def ptx_score(session: Session, kernel: str, kind: str, limit: int | None, folder: Path) -> Table:
+    """The score of mutants of the kernel's PTX, each of which is executed until a schedule kills it.
+
+    limit: the size of a random sample; None takes every mutant.
+    """
     problem = problem_of(session.kernels[kernel])
     text, lines = text_of(session, kernel, problem)
 

@@ -106,10 +106,14 @@ def test_faults_in_arguments_are_noticed(sm120: Session, name: str) -> None:
 @pytest.mark.parametrize("kind", ["sync", "alu"])
 @pytest.mark.parametrize("name", ["dense_8x64x512", "grouped_32x128x128"])
 def test_faults_in_the_ptx_are_noticed(sm120: Session, tmp_path: Path, name: str, kind: str) -> None:
-    """A small sample with a low threshold."""
-    table = mutants.ptx_score(sm120, kernel_named(name), kind, 16, tmp_path)
-    assert table.total == 16
-    assert sum(table.killed.values()) >= 6, table.summary()
+    """Every fault of synchronisation, since they are few, and a small sample of the others; a low threshold.
+
+    Of the 46 faults of synchronisation in the grouped kernel 19 are killed; a sample of 16 may have 5 of them.
+    """
+    limit = None if kind == "sync" else 16
+    table = mutants.ptx_score(sm120, kernel_named(name), kind, limit, tmp_path)
+    assert table.total == 16 or (kind == "sync" and table.total > 30)
+    assert sum(table.killed.values()) >= 6 / 16 * table.total, table.summary()
 
 
 def kernel_named(name: str) -> str:
