@@ -108,7 +108,7 @@ def test_faults_in_arguments_are_noticed(sm120: Session, name: str) -> None:
 def test_faults_in_the_ptx_are_noticed(sm120: Session, tmp_path: Path, name: str, kind: str) -> None:
     """Every fault of synchronisation, since they are few, and a small sample of the others; a low threshold.
 
-    Of the 46 faults of synchronisation in the grouped kernel 19 are killed; a sample of 16 may hold 5.
+    The grouped kernel has 46 faults of synchronisation, of which 19 are killed; a sample of 16 may hold 5.
     """
     limit = None if kind == "sync" else 16
     table = mutants.ptx_score(sm120, kernel_named(name), kind, limit, tmp_path)

@@ -28,8 +28,9 @@ class Option(NamedTuple):
     parameter: str = ""  # a parameter of the operators; `values` maps the keyword to it
     values: Mapping[Any, Any] = {}
     needs: str = ""  # the keyword without which this one does nothing, so that it must be omitted
-    # Of a value other than the default: keywords that must have theirs, with what to do instead or "", and
-    # the values that other keywords must have. What needs an excluded keyword is excluded, too.
+    # Both apply to a value other than the default. excludes names the keywords that must have their defaults,
+    # with what to do instead or ""; requires names the values that other keywords must have. A keyword that
+    # needs an excluded one is excluded, too.
     excludes: Mapping[str, str] = {}
     requires: Mapping[str, Any] = {}
 
