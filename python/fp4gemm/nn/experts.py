@@ -362,7 +362,7 @@ class Experts(DividedExperts):
             and _transforms.is_eager()
             and type(x) is Tensor
             and x.dim() == 2
-            and (quantizes or x.dtype is not torch.float32)  # which is rounded first
+            and (quantizes or x.dtype is not torch.float32)  # x is rounded first
             and not (torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad))
         ):
             try:

@@ -243,10 +243,13 @@ class Linear(DifferentiableLayer):
         # The checks take several times as long as the operator's launch. They are omitted while the buffers
         # are those of the last call that made them. A call that the operator refuses goes through them too.
         is_plain = c is None or (type(c) is Tensor and not c.requires_grad)
-        if is_plain and type(x) is Tensor and not x.requires_grad:
+        if (
+            is_plain
+            and type(x) is Tensor
+            and not x.requires_grad
+            and (x.dtype is not torch.float32 or self.activation_scaling != "none")  # x is rounded first
+        ):
             arguments = self._known_arguments()
-            if x.dtype is torch.float32 and self.activation_scaling == "none":
-                arguments = None  # x is rounded first
             if arguments is not None and x.dim() > 0 and x.size(-1) == self.in_features:
                 try:
                     if c is None:
