@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 
@@ -23,6 +24,15 @@ def pytest_configure() -> None:
         number = max(1, torch.get_num_threads() // workers)
         torch.set_num_threads(number)
         os.environ["OMP_NUM_THREADS"] = str(number)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Keep what torch.compile makes in a folder of this run, so that no test runs code of an earlier one."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder
+        folder = tempfile.TemporaryDirectory(prefix="fp4gemm_inductor_")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
+        session.config.add_cleanup(folder.cleanup)
 
 
 def pytest_report_header() -> str:

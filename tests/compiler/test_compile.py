@@ -10,6 +10,7 @@ import pytest
 import torch
 from compile_helpers import EVERY, WIDE, Block, K, linear, llama_norm, near
 from fp4gemm.compiler._graph import layer_name
+from fp4gemm.ops import operators
 from helpers import assert_bits
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -118,6 +119,32 @@ def test_the_cache_of_compiled_graphs_knows_the_pass(tmp_path: Any, monkeypatch:
     assert hits() > 0
     assert hits(exact=True) == 0
     assert hits(report=lambda report: None) == 0
+
+
+def test_the_cache_of_compiled_graphs_knows_the_operators(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph that was compiled with other operators is compiled anew; its calls might not fit these."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    tag = torch.compiler.config.cache_key_tag
+    assert tag.count("fp4gemm ") == 1
+
+    def hits() -> int:
+        torch._dynamo.reset()
+        counters.clear()
+        torch.compile(lambda x: fp4gemm.quantize(x).codes)(tokens(5))
+        found = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+        return int(found)
+
+    assert hits() == 0
+    assert hits() > 0
+    source = tmp_path / "operators.py"
+    source.write_text("a fake implementation of another version")
+    monkeypatch.setattr(operators, "__file__", str(source))
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "")
+    operators._tag_compiled_graphs()
+    assert torch.compiler.config.cache_key_tag != tag
+    assert hits() == 0
 
 
 def test_equal_options_make_equal_passes() -> None:

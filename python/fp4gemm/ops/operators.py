@@ -7,7 +7,9 @@ torch.compile and torch.export.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,12 +39,30 @@ def _load() -> None:
         ) from error
 
 
+def _tag_compiled_graphs() -> None:
+    """Put a digest of the operators into the keys of torch's caches of compiled graphs.
+
+    The key of a graph names its operators, but neither their schemas nor their fake implementations. Without
+    the digest, a process would take graphs from the cache that another version of this library compiled, and
+    call the operators with the arguments of that version. A tag that the user has set stays in the key. In
+    torch 2.13 a tag belongs to the thread that sets it.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(OPERATORS):
+        digest.update(str(getattr(torch.ops.fp4gemm, name).default._schema).encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    config = torch.compiler.config
+    config.cache_key_tag = f"{config.cache_key_tag}fp4gemm {digest.hexdigest()[:16]};"
+
+
 def below_wrapper(operator: Callable[..., Any]) -> Callable[..., Any]:
     """The callable below the Python wrapper of an operator; a tracer must be given the wrapper."""
     return getattr(operator, "_op", operator)
 
 
 _load()
+_tag_compiled_graphs()
 
 # Kept alive: deleting it would remove the registrations.
 _CPU = torch.library.Library("fp4gemm", "IMPL", "CPU")
