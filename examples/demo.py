@@ -110,10 +110,10 @@ def measure(
     step("embed in fp32")
     exact = exact_pass(model, page)
     quantized, variants = {}, []
-    reports: list[fp4gemm.nn.QuantizeReport] = []
+    reports: list[fp4gemm.models.QuantizeReport] = []
     for scaling in SCALINGS:
         step(f"quantize the weights ({SCALINGS[scaling]})")
-        quantized[scaling] = fp4gemm.nn.quantize_model(
+        quantized[scaling] = fp4gemm.models.quantize_model(
             model,
             activation_scaling=scaling,
             inplace=False,

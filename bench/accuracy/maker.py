@@ -50,7 +50,7 @@ class Maker:
             known, before = self.statistics(second_moment)
             model = copy.deepcopy(self._subject.model)
             with watched(self._device) as cost:
-                made = fp4gemm.nn.smooth(model, known, self._subject.batches[0])
+                made = fp4gemm.models.smooth(model, known, self._subject.batches[0])
             self._smoothed = second_moment, model, made, self._after(before, known, cost)
         return self._smoothed[1:]
 
@@ -75,7 +75,7 @@ class Maker:
             options["calibration"] = known
         quantized = copy.deepcopy(model)
         with watched(self._device) as rounding:
-            quantized = fp4gemm.nn.quantize_model(quantized, **options)
+            quantized = fp4gemm.models.quantize_model(quantized, **options)
         return model, quantized, self._after(cost, known, rounding)
 
     def _after(self, before: Row, kept: Statistics | None, then: Row) -> Row:

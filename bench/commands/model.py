@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from fp4gemm.nn import QuantizeReport
+from fp4gemm.models import QuantizeReport
 from torch import Tensor
 from torch.nn import functional
 

@@ -1,7 +1,7 @@
 """Random models in bf16 and in NVFP4 that share their weights' values, and the cache and tokens of a step.
 
 Weights are drawn one layer at a time, from a seed of their own, and quantized by
-``fp4gemm.nn.quantize_model``, as a user would do it; a model in NVFP4 never exists in bf16 as a whole.
+``fp4gemm.models.quantize_model``, as a user would do it; a model in NVFP4 never exists in bf16 as a whole.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import fp4gemm
 import torch
 from fp4gemm.activations import ActivationName
-from fp4gemm.nn import QuantizeReport
+from fp4gemm.models import QuantizeReport
 from torch import Tensor, nn
 
 from .decoder import CausalLM, DecoderLayer, StaticLayer
@@ -126,7 +126,7 @@ def build(shape: Shape, num_layers: int, wanted: Sequence[str], device: torch.de
             scaling = QUANTIZED[name]
             _quantize_experts(layer, scaling)
             found.append(
-                fp4gemm.nn.quantize_model(
+                fp4gemm.models.quantize_model(
                     layer,
                     activation_scaling=scaling,
                     method="round",  # as the emulation; the speed does not depend on it

@@ -1,7 +1,7 @@
 """A decoder in plain torch, with the module names and the forward methods of transformers' models.
 
-``fp4gemm.nn.quantize_model`` gets these modules as it gets a user's model: nothing here calls fp4gemm. The
-``Merged`` classes are the fair rival in bf16: q, k and v in one product, gate and up in one. Weights are
+``fp4gemm.models.quantize_model`` gets these modules as it gets a user's model: nothing here calls fp4gemm.
+The ``Merged`` classes are the fair rival in bf16: q, k and v in one product, gate and up in one. Weights are
 given to the constructors, so that several models share them.
 """
 

@@ -17,7 +17,8 @@ from sphinx.config import Config
 from sphinx.ext.napoleon import GoogleDocstring
 
 PACKAGE = "fp4gemm"
-WHERE = {"fp4gemm.calibrate": "fp4gemm.nn.calibrate"}  # imported on first use, which the sources do not show
+# Imported on first use, which the sources do not show.
+WHERE = {"fp4gemm.calibrate": "fp4gemm.models.calibrate"}
 MARK = re.compile(r"^\.\. python-api::((?: \S+|\n {3}\S+)+)$", re.MULTILINE)
 
 

@@ -32,8 +32,8 @@ from .stacks import concat, stack
 from .support import is_supported
 
 if TYPE_CHECKING:
-    from . import calibration, checkpoint, compiler, distributed, nn, ranks, records, training
-    from .nn import calibrate
+    from . import calibration, checkpoint, compiler, distributed, models, nn, ranks, records, training
+    from .models import calibrate
 
     __version__: str
 
@@ -60,6 +60,7 @@ __all__ = [
     "is_supported",
     "kernels",
     "mm",
+    "models",
     "nn",
     "prepack",
     "quantize",
@@ -84,7 +85,10 @@ __all__ = [
 ]
 
 
-_ON_FIRST_USE = ("calibration", "checkpoint", "compiler", "distributed", "nn", "ranks", "records", "training")
+_ON_FIRST_USE = (
+    *("calibration", "checkpoint", "compiler", "distributed", "models"),
+    *("nn", "ranks", "records", "training"),
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -92,7 +96,7 @@ def __getattr__(name: str) -> Any:
     if name in _ON_FIRST_USE:
         return importlib.import_module(f".{name}", __name__)
     if name == "calibrate":
-        return importlib.import_module(".nn", __name__).calibrate
+        return importlib.import_module(".models", __name__).calibrate
     # The version is in the library, which an import of fp4gemm alone does not open.
     if name == "__version__":
         return _native.version()

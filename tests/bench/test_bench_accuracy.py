@@ -62,7 +62,7 @@ def test_the_texts_are_apart_and_always_the_same() -> None:
 def test_the_emulation_has_the_numbers_of_the_layers() -> None:
     torch.manual_seed(0)
     model = Language().eval()
-    quantized = fp4gemm.nn.quantize_model(model, include="fc", inplace=False)
+    quantized = fp4gemm.models.quantize_model(model, include="fc", inplace=False)
     ids = torch.arange(20)[None]
     with torch.no_grad():
         want, found = quantized(ids).logits, emulated(quantized, ACTIVATIONS["W4A4"])(ids).logits

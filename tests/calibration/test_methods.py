@@ -191,7 +191,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_bad_input(options: dict[str, Any], error: type[Exception], text: str) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(32, 32))
     with pytest.raises(error, match=re.escape(text)):
-        nn.quantize_model(model, **options)
+        fp4gemm.models.quantize_model(model, **options)
     assert isinstance(model[0], torch.nn.Linear)
 
 

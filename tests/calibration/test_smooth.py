@@ -1,4 +1,4 @@
-"""fp4gemm.nn.smooth: the float model keeps its bits, and NVFP4 loses less."""
+"""fp4gemm.models.smooth: the float model keeps its bits, and NVFP4 loses less."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import nn
 from fp4gemm.calibration import InputStatistics, Statistics
 from torch import Tensor
 
@@ -55,7 +54,7 @@ def test_the_model_keeps_its_bits(dtype: torch.dtype) -> None:
     model, x = made(dtype=dtype)
     before, state = model(x), copy.deepcopy(model.state_dict())
     known = fp4gemm.calibrate(model, [x], second_moment=True)
-    smoothed = nn.smooth(model, known, x)
+    smoothed = fp4gemm.models.smooth(model, known, x)
     assert torch.equal(model(x), before)
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, state[name])}
     parts = "norm.weight gate.weight up_proj.weight up_proj.bias down_proj.weight v_proj.weight v_proj.bias"
@@ -76,8 +75,8 @@ def test_nvfp4_loses_less() -> None:
     losses = []
     for strength in (0.0, 0.5):
         float_model = copy.deepcopy(model)
-        statistics = nn.smooth(float_model, known, x, strength=strength)
-        quantized = nn.quantize_model(float_model, calibration=statistics)
+        statistics = fp4gemm.models.smooth(float_model, known, x, strength=strength)
+        quantized = fp4gemm.models.quantize_model(float_model, calibration=statistics)
         with torch.no_grad():
             losses.append(float((quantized(x) - want).norm()))
     assert losses[1] < 0.98 * losses[0]
@@ -88,7 +87,7 @@ def test_a_norm_that_others_read_stays() -> None:
     state = copy.deepcopy(model.state_dict())
     known = fp4gemm.calibrate(model, [x])
     with pytest.warns(UserWarning, match="^smooth: norm stays as it is: the model would not"):
-        smoothed = nn.smooth(model, known, x)
+        smoothed = fp4gemm.models.smooth(model, known, x)
     for name in ("0.norm.weight", "0.gate.weight"):
         assert torch.equal(model.state_dict()[name], state[name])
     assert not torch.equal(model.state_dict()["0.down_proj.weight"], state["0.down_proj.weight"])
@@ -99,7 +98,7 @@ def test_tied_weights_stay() -> None:
     model, x = made()
     model[1].gate.weight = model[0].gate.weight
     state = copy.deepcopy(model.state_dict())
-    nn.smooth(model, fp4gemm.calibrate(model, [x]), x)
+    fp4gemm.models.smooth(model, fp4gemm.calibrate(model, [x]), x)
     assert torch.equal(model.state_dict()["0.norm.weight"], state["0.norm.weight"])
 
 
@@ -122,4 +121,4 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize(("change", "error", "text"), BAD.values(), ids=BAD)
 def test_bad_input(change: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
-        nn.smooth(**{"model": MODEL, "statistics": KNOWN, "batch": X} | change)
+        fp4gemm.models.smooth(**{"model": MODEL, "statistics": KNOWN, "batch": X} | change)

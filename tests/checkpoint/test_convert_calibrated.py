@@ -385,7 +385,7 @@ def test_a_file_is_read_layer_by_layer(tmp_path: Path) -> None:
     linear = torch.nn.Linear(HIDDEN, 32)
     known = {"": statistics(torch.Generator(), HIDDEN)}
     Statistics({"0": known[""]}).save(tmp_path / "one")
-    made = fp4gemm.nn.quantize_model(
+    made = fp4gemm.models.quantize_model(
         torch.nn.Sequential(linear), calibration=StatisticsFile(tmp_path / "one"), report=lambda report: None
     )
     want = gptq(linear.weight.detach(), known[""].second_moment)

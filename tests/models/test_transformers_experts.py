@@ -8,10 +8,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import fp4gemm
 import pytest
 import torch
 from fp4gemm import nn
-from fp4gemm.nn import _transformers
+from fp4gemm.models import moe as transformers_experts
 from nn_helpers import convert, same_bits
 from torch import Tensor
 
@@ -69,7 +70,7 @@ UNDERSTOOD: dict[str, tuple[Callable[[], torch.nn.Module], str, str]] = {
 def test_what_is_understood(make: Callable[[], torch.nn.Module], activation: str, layout: str) -> None:
     """The experts that are read give the results of transformers' own implementations of the contract."""
     original = make()
-    assert _transformers.read(original)[:2] == (activation, layout)
+    assert transformers_experts.read(original)[:2] == (activation, layout)
     experts, report = convert(torch.nn.ModuleDict({"experts": original}))
     assert [(e.name, e.action, e.activation) for e in report.experts] == [
         ("experts", "quantized", activation)
@@ -191,9 +192,9 @@ def test_what_is_not_understood_stays_in_float(make: Callable[[], torch.nn.Modul
     assert type(model["experts"]) is type(original)
     assert report.percent_quantized == 0
     with pytest.warns(UserWarning, match=r"1 module stays as it is: 'experts' \("):
-        nn.quantize_model(torch.nn.ModuleDict({"experts": original}))
+        fp4gemm.models.quantize_model(torch.nn.ModuleDict({"experts": original}))
     with pytest.raises(ValueError, match=r"^model: 1 selected layers cannot be NVFP4.*'experts': "):
-        nn.quantize_model(torch.nn.ModuleDict({"experts": original}), on_unsupported="raise")
+        fp4gemm.models.quantize_model(torch.nn.ModuleDict({"experts": original}), on_unsupported="raise")
 
 
 def test_options_reach_the_experts() -> None:
@@ -224,7 +225,7 @@ def test_shared_experts_and_experts_alone() -> None:
     assert model["a"] is model["b"]
     assert [(e.name, e.action) for e in report.experts] == [("a", "quantized"), ("b", "shared")]
     assert report.experts[1].bytes_after == 0
-    alone = nn.quantize_model(copy.deepcopy(original))
+    alone = fp4gemm.models.quantize_model(copy.deepcopy(original))
     assert isinstance(alone, nn.Experts)
     inputs = torch.randn(3, D), torch.rand(3, G).argsort(1)[:, :TOP_K], torch.rand(3, TOP_K)
     assert same_bits(alone(*inputs), model["a"](*inputs))
@@ -241,7 +242,7 @@ def test_hooks_of_accelerate_are_carried_over(kind: str) -> None:
     else:
         hooked = accelerate.cpu_offload(plain, execution_device="cpu")
         assert hooked["experts"].gate_up_proj.is_meta
-    nn.quantize_model(hooked, on_unsupported="raise")
+    fp4gemm.models.quantize_model(hooked, on_unsupported="raise")
     assert hooked["experts"].w13.weight_codes.is_meta == (kind == "cpu-offload")
     for _ in range(2):
         assert same_bits(hooked["experts"](*inputs), want)

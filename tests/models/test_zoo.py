@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import fp4gemm
 import pytest
 import torch
 from fp4gemm import nn
@@ -36,17 +37,19 @@ def original(name: str) -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module")
-def converted(original: torch.nn.Module) -> tuple[torch.nn.Module, nn.QuantizeReport]:
+def converted(original: torch.nn.Module) -> tuple[torch.nn.Module, fp4gemm.models.QuantizeReport]:
     """A quantized copy and its report; nothing may be left over that a warning would name."""
-    reports: list[nn.QuantizeReport] = []
+    reports: list[fp4gemm.models.QuantizeReport] = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model = nn.quantize_model(original, inplace=False, report=reports.append, on_unsupported="raise")
+        model = fp4gemm.models.quantize_model(
+            original, inplace=False, report=reports.append, on_unsupported="raise"
+        )
     return model, reports[0]
 
 
 @pytest.fixture(scope="module")
-def model(converted: tuple[torch.nn.Module, nn.QuantizeReport]) -> torch.nn.Module:
+def model(converted: tuple[torch.nn.Module, fp4gemm.models.QuantizeReport]) -> torch.nn.Module:
     return converted[0]
 
 
@@ -66,7 +69,7 @@ def cleared(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def test_every_weight_is_accounted_for(
-    name: str, original: torch.nn.Module, converted: tuple[torch.nn.Module, nn.QuantizeReport]
+    name: str, original: torch.nn.Module, converted: tuple[torch.nn.Module, fp4gemm.models.QuantizeReport]
 ) -> None:
     (model, report), case = converted, ZOO[name]
     assert [e.action for e in report.layers].count("quantized") == case.layers
@@ -151,7 +154,7 @@ def test_quantized_on_the_meta_device(name: str, model: torch.nn.Module, wanted:
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     with accelerate.init_empty_weights():
         empty = ZOO[name]()
-    empty = nn.quantize_model(empty, on_unsupported="raise")
+    empty = fp4gemm.models.quantize_model(empty, on_unsupported="raise")
     assert all(p.is_meta for p in empty.parameters())
     empty.load_state_dict(model.state_dict(), assign=True)
     empty.tie_weights()
@@ -163,7 +166,7 @@ def test_offloaded_before_and_after(
 ) -> None:
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     before = accelerate.cpu_offload(copy.deepcopy(original), execution_device="cpu")
-    nn.quantize_model(before, on_unsupported="raise")
+    fp4gemm.models.quantize_model(before, on_unsupported="raise")
     after = accelerate.cpu_offload(copy.deepcopy(model), execution_device="cpu", offload_buffers=True)
     for offloaded in (before, after):
         swapped = [m for m in offloaded.modules() if isinstance(m, nn.Linear)]

@@ -10,11 +10,12 @@ import threading
 import weakref
 from typing import Any
 
+import fp4gemm
 import fuse_models
 import pytest
 import torch
 from fp4gemm import nn
-from fp4gemm.nn.fuse.merged import MergedLinear, Part, merged_name
+from fp4gemm.nn.merged import MergedLinear, Part, merged_name
 from nn_helpers import convert, same_bits, same_state
 from torch import Tensor
 
@@ -286,7 +287,7 @@ def test_moves_keep_the_parts() -> None:
 def test_meta_device_and_checkpoint() -> None:
     fused, _ = both(fuse_models.Attention())
     with torch.device("meta"):
-        empty = nn.quantize_model(fuse_models.Attention(), fuse="auto")
+        empty = fp4gemm.models.quantize_model(fuse_models.Attention(), fuse="auto")
     assert empty.qkv_proj.weight_codes.is_meta
     empty.load_state_dict(fused.state_dict(), assign=True)
     x = torch.randn(2, 5, 64)
@@ -342,7 +343,7 @@ def test_report() -> None:
 
 def test_inplace_false_leaves_the_model() -> None:
     model = fuse_models.Attention()
-    swapped = nn.quantize_model(model, inplace=False, fuse="auto")
+    swapped = fp4gemm.models.quantize_model(model, inplace=False, fuse="auto")
     assert isinstance(model.q_proj, torch.nn.Linear)
     assert not hasattr(model, "qkv_proj")
     assert isinstance(swapped.q_proj, Part)
@@ -350,7 +351,7 @@ def test_inplace_false_leaves_the_model() -> None:
 
 def test_bad_value() -> None:
     with pytest.raises(ValueError, match="fuse: got 'all', must be 'auto' or 'none'"):
-        nn.quantize_model(fuse_models.Attention(), fuse="all")
+        fp4gemm.models.quantize_model(fuse_models.Attention(), fuse="all")
 
 
 @pytest.mark.parametrize(

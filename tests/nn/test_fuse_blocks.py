@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fp4gemm import activations, nn, reference
-from fp4gemm.nn.fuse.norm import RMSNormQuantize
-from fp4gemm.nn.fuse.tokens import Tokens
+from fp4gemm.nn.norm import RMSNormQuantize, Tokens
 from nn_helpers import Names, convert, same_bits
 from torch import Tensor
 from torch.nn import Linear
@@ -557,7 +556,7 @@ def test_layers_that_keep_their_forward(cls: type[torch.nn.Module], reason: str)
 
 def test_lists_of_a_model_hold_no_proxies() -> None:
     layer = Collects().to(torch.bfloat16)
-    nn.quantize_model(layer, fuse="auto")
+    fp4gemm.models.quantize_model(layer, fuse="auto")
     assert layer.kept == {"inputs": []}
     assert layer.attention.kept == []
 
@@ -580,7 +579,7 @@ def test_norms_and_activations_that_keep_values() -> None:
     layer.mlp.act = Act()
     layer.norm2.kept, layer.mlp.act.kept = [], []  # type: ignore[assignment]
     layer.to(torch.bfloat16)
-    nn.quantize_model(layer, fuse="auto")
+    fp4gemm.models.quantize_model(layer, fuse="auto")
     assert (type(layer.norm2), type(layer.mlp)) == (Norm, fuse_models.Halves)
     assert (layer.norm2.kept, layer.mlp.act.kept) == ([], [])
 

@@ -13,9 +13,9 @@ import fuse_models
 import pytest
 import torch
 from fp4gemm import nn
-from fp4gemm.nn import convert as conversion
-from fp4gemm.nn.fuse.merged import MergedLinear
-from fp4gemm.nn.fuse.norm import RMSNormQuantize
+from fp4gemm.models import quantize as conversion
+from fp4gemm.nn.merged import MergedLinear
+from fp4gemm.nn.norm import RMSNormQuantize
 from nn_helpers import convert, same_bits
 from torch import Tensor
 
@@ -27,7 +27,7 @@ def _no_grad() -> Any:
         yield
 
 
-def reasons(report: nn.QuantizeReport) -> list[str]:
+def reasons(report: fp4gemm.models.QuantizeReport) -> list[str]:
     return [block.reason for block in report.blocks if block.action == "left"]
 
 
@@ -131,7 +131,7 @@ def test_float_and_unfused_layers_are_freed_before_more_are_fused(monkeypatch: p
     model = torch.nn.ModuleList([fuse_models.Together(), fuse_models.MLP(), fuse_models.Together()])
     floats = [weakref.ref(module) for module in model.modules() if isinstance(module, torch.nn.Linear)]
     alive: list[int] = []
-    fuse, merge = conversion.fuse_blocks, fp4gemm.nn.fuse.blocks.one_weight
+    fuse, merge = conversion.fuse_blocks, fp4gemm.models.fuse.blocks.one_weight
     quantized: list[weakref.ref[nn.Linear]] = []
 
     def counted_fuse(model: torch.nn.Module) -> Any:
@@ -146,8 +146,8 @@ def test_float_and_unfused_layers_are_freed_before_more_are_fused(monkeypatch: p
         return merge(layers)
 
     monkeypatch.setattr(conversion, "fuse_blocks", counted_fuse)
-    monkeypatch.setattr(fp4gemm.nn.fuse.blocks, "one_weight", counted_merge)
-    nn.quantize_model(model, fuse="auto", report=lambda report: None)
+    monkeypatch.setattr(fp4gemm.models.fuse.blocks, "one_weight", counted_merge)
+    fp4gemm.models.quantize_model(model, fuse="auto", report=lambda report: None)
     assert alive == [0, 7, 3], "no float layer; all; then the last pair and down"
 
 

@@ -12,7 +12,7 @@ import model_zoo
 import pytest
 import torch
 from fp4gemm import activations, nn
-from fp4gemm.nn.fuse.capture import Capture
+from fp4gemm.models.fuse.capture import Capture
 from nn_helpers import convert, same_bits
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

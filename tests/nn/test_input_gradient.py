@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fp4gemm import nn
-from fp4gemm.nn.fuse.merged import Part, one_weight
+from fp4gemm.nn.merged import Part, one_weight
 from nn_helpers import float_linear, same_bits
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint

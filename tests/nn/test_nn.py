@@ -147,8 +147,16 @@ def test_nn_is_listed_before_its_first_use() -> None:
     assert {"nn", "__version__", "quantize"} <= set(done.stdout.split())
 
 
+@pytest.mark.parametrize("name", fp4gemm.models.__all__)
+def test_names_that_moved_to_models_warn(name: str) -> None:
+    with pytest.warns(FutureWarning, match=rf"^fp4gemm\.nn\.{name} is fp4gemm\.models\.{name} now"):
+        assert getattr(nn, name) is getattr(fp4gemm.models, name)
+    assert name not in dir(nn)
+
+
 @pytest.mark.parametrize(
-    "function", [nn.Linear.__init__, nn.Linear.from_float, nn.Linear.from_quantized, nn.quantize_model]
+    "function",
+    [nn.Linear.__init__, nn.Linear.from_float, nn.Linear.from_quantized, fp4gemm.models.quantize_model],
 )
 def test_keywords_of_strings_have_literal_types(function: Callable[..., object]) -> None:
     """So that mypy refuses scaling="rows"; the values are those that the checks accept."""
@@ -164,7 +172,7 @@ def test_keywords_of_strings_have_literal_types(function: Callable[..., object])
 
 
 def test_quantize_model_has_the_type_of_the_model() -> None:
-    hints = typing.get_type_hints(nn.quantize_model)
+    hints = typing.get_type_hints(fp4gemm.models.quantize_model)
     assert hints["return"] is hints["model"]
     assert isinstance(hints["model"], typing.TypeVar)
 
@@ -183,7 +191,7 @@ def test_no_gradient_flows_to_the_weight() -> None:
 
 def test_compile_fullgraph(device: torch.device) -> None:
     model = torch.nn.Sequential(float_linear(), torch.nn.ReLU()).to(device)
-    swapped = nn.quantize_model(model, inplace=False)
+    swapped = fp4gemm.models.quantize_model(model, inplace=False)
     compiled = torch.compile(swapped, fullgraph=True, backend="aot_eager")
     for rows in (3, 7):
         x = torch.randn(2, rows, 64, device=device)

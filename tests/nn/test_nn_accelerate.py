@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 
+import fp4gemm
 import pytest
 import torch
 from fp4gemm import nn
@@ -32,12 +33,12 @@ def num_quantized(model: torch.nn.Module) -> int:
 @pytest.fixture
 def wanted() -> tuple[Tensor, Tensor]:
     """x, and the y of the model without accelerate."""
-    model, x = nn.quantize_model(float_model()), torch.randn(5, 64)
+    model, x = fp4gemm.models.quantize_model(float_model()), torch.randn(5, 64)
     return x, model(x).detach()
 
 
 def saved(path: Path, safetensors: bool) -> None:
-    state = nn.quantize_model(float_model()).state_dict()
+    state = fp4gemm.models.quantize_model(float_model()).state_dict()
     if safetensors:
         pytest.importorskip("safetensors.torch").save_file(
             state, path / "model.safetensors", {"format": "pt"}
@@ -55,7 +56,7 @@ def test_load_checkpoint_in_model(
     x, y = wanted
     if empty:
         with accelerate.init_empty_weights():
-            model = nn.quantize_model(float_model())
+            model = fp4gemm.models.quantize_model(float_model())
     else:
         model = torch.nn.Sequential(nn.Linear(64, 96), torch.nn.ReLU(), nn.Linear(96, 24, bias=False))
     accelerate.load_checkpoint_in_model(model, str(tmp_path), device_map={"": "cpu"}, strict=True)
@@ -69,7 +70,7 @@ def test_load_checkpoint_and_dispatch(tmp_path: Path, wanted: tuple[Tensor, Tens
     saved(tmp_path, True)
     x, y = wanted
     with accelerate.init_empty_weights():
-        model = nn.quantize_model(float_model())
+        model = fp4gemm.models.quantize_model(float_model())
     loaded = accelerate.load_checkpoint_and_dispatch(
         copy.deepcopy(model), str(tmp_path), device_map={"": "cpu"}, force_hooks=True
     )
@@ -100,7 +101,7 @@ def test_hooks_are_carried_over(
     model, (x, y) = hook(float_model(), tmp_path), wanted
     is_offloaded = model[0].weight.is_meta
     with torch.no_grad():
-        nn.quantize_model(model, on_unsupported="raise")
+        fp4gemm.models.quantize_model(model, on_unsupported="raise")
         assert num_quantized(model) == 2
         for layer in (model[0], model[2]):
             assert (
@@ -116,7 +117,7 @@ def test_hooks_are_carried_over(
 def test_a_quantized_model_is_offloaded(wanted: tuple[Tensor, Tensor]) -> None:
     x, y = wanted
     model = accelerate.cpu_offload(
-        nn.quantize_model(float_model()), execution_device="cpu", offload_buffers=True
+        fp4gemm.models.quantize_model(float_model()), execution_device="cpu", offload_buffers=True
     )
     assert model[0].weight_codes.is_meta
     assert same_bits(model(x), y)
@@ -128,7 +129,7 @@ def test_an_offloaded_layer_is_not_prepacked(monkeypatch: pytest.MonkeyPatch) ->
 
     model = accelerate.cpu_offload(float_model(), execution_device="cpu")
     with torch.no_grad():
-        nn.quantize_model(model)
+        fp4gemm.models.quantize_model(model)
     monkeypatch.setattr(_weight.support, "streams_prepacked", lambda *_: True)
     model(torch.randn(2, 64))
     assert model[0].weight_prepacked is None
@@ -141,5 +142,5 @@ def test_other_patches_of_forward_are_still_refused() -> None:
     model[0].forward = lambda x: plain(x)
     accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
     with pytest.warns(UserWarning, match=r"'0' \(it has hooks that a swap would drop \(forward\)\)"):
-        nn.quantize_model(model)
+        fp4gemm.models.quantize_model(model)
     assert num_quantized(model) == 1

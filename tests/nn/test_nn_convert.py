@@ -1,4 +1,4 @@
-"""fp4gemm.nn.quantize_model: the layers that it replaces, those that it skips, and its report."""
+"""fp4gemm.models.quantize_model: the layers that it replaces, those that it skips, and its report."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable
 
+import fp4gemm
 import pytest
 import torch
 from fp4gemm import nn
@@ -109,21 +110,21 @@ def test_inplace_keeps_the_model_object() -> None:
 def test_the_default_is_inplace_and_warns_of_what_it_skips() -> None:
     model = Block()
     with pytest.warns(UserWarning, match="report=print"):
-        assert nn.quantize_model(model) is model
+        assert fp4gemm.models.quantize_model(model) is model
     assert type(model.up) is nn.Linear
     linear = float_linear()
-    assert same_state(nn.quantize_model(linear), by_default(linear))
+    assert same_state(fp4gemm.models.quantize_model(linear), by_default(linear))
 
 
 def test_the_warning_names_every_layer_with_its_reason() -> None:
     with pytest.warns(UserWarning, match="quantize_model: 2 linear layers stay as they are") as caught:
-        nn.quantize_model(Block())
+        fp4gemm.models.quantize_model(Block())
     text = str(caught[0].message)
     assert "'odd' (out_features is 10, must be a positive multiple of 8)" in text
     assert "'special' (its type is NonDynamicallyQuantizableLinear, which types does not name)" in text
     many = torch.nn.Sequential(float_linear(), *(torch.nn.Linear(64, 10) for _ in range(40)))
     with pytest.warns(UserWarning, match="40 linear layers") as caught:
-        nn.quantize_model(many)
+        fp4gemm.models.quantize_model(many)
     assert "40 linear layers stay as they are: '1', '2', '3', '4' and 36 more (out_features is 10" in str(
         caught[0].message
     )
@@ -150,7 +151,7 @@ def test_weights_outside_of_linear_layers_are_reported() -> None:
         match=r"2 weights stay as they are outside of linear layers, such as 'experts.gate_up_proj' "
         r"\(a parameter of Experts, whose use is not known\): 132096 of",
     ):
-        nn.quantize_model(model())
+        fp4gemm.models.quantize_model(model())
     swapped, report = convert(model())
     assert [(w.name, w.shape, w.kind, w.reason, w.num_bytes) for w in report.weights] == [
         (
@@ -176,8 +177,8 @@ def test_weights_outside_of_linear_layers_are_reported() -> None:
     assert torch.is_tensor(swapped["experts"].gate_up_proj)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        nn.quantize_model(model(), include="fc")  # as asked for
-        nn.quantize_model(torch.nn.Sequential(float_linear(), torch.nn.Embedding(8, 64)))
+        fp4gemm.models.quantize_model(model(), include="fc")  # as asked for
+        fp4gemm.models.quantize_model(torch.nn.Sequential(float_linear(), torch.nn.Embedding(8, 64)))
 
 
 def test_a_linear_model_and_a_second_pass() -> None:
@@ -218,15 +219,15 @@ def test_a_pattern_that_matches_nothing_is_named(option: str) -> None:
     model = torch.nn.Sequential(float_linear(64, 96), float_linear(96, 24))
     text = rf"^quantize_model: {option}: 'lm_haed' matches none of the 2 linear layers, such as '0'$"
     with pytest.warns(UserWarning, match=text):
-        nn.quantize_model(model, **{option: ["lm_haed", "0"]})
+        fp4gemm.models.quantize_model(model, **{option: ["lm_haed", "0"]})
 
 
 def test_raise_on_unsupported_changes_nothing() -> None:
     model = Block()
     with pytest.raises(ValueError, match=r"^model: 1 selected layers .*'odd': out_features is 10"):
-        nn.quantize_model(model, inplace=True, on_unsupported="raise")
+        fp4gemm.models.quantize_model(model, inplace=True, on_unsupported="raise")
     assert not any(isinstance(module, nn.Linear) for module in model.modules())
-    nn.quantize_model(model, exclude="odd", inplace=True, on_unsupported="raise")
+    fp4gemm.models.quantize_model(model, exclude="odd", inplace=True, on_unsupported="raise")
     assert type(model.up) is nn.Linear
 
 

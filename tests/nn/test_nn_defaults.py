@@ -189,9 +189,9 @@ def test_the_table_has_a_line_for_layers_that_differ_in_numbers() -> None:
         "parameters: 312768 -> 312768, 98.2 % of them in NVFP4",
         "bytes: 1.25 MB -> 231 kB",
     ]
-    gaps = [nn.LayerReport(f"a.{i}", (8, 32), "quantized", "", 1, 1) for i in (0, 2)]
-    assert "a.*  2 times" in str(nn.QuantizeReport(tuple(gaps)))
-    assert str(nn.QuantizeReport()).splitlines()[0] == "0 linear layers (none): 0 B -> 0 B"
+    gaps = [fp4gemm.models.LayerReport(f"a.{i}", (8, 32), "quantized", "", 1, 1) for i in (0, 2)]
+    assert "a.*  2 times" in str(fp4gemm.models.QuantizeReport(tuple(gaps)))
+    assert str(fp4gemm.models.QuantizeReport()).splitlines()[0] == "0 linear layers (none): 0 B -> 0 B"
 
 
 # ---- the defaults of entry points, which docs/accuracy.md compares
@@ -204,14 +204,14 @@ def test_the_default_methods_of_entry_points(scaling: Any) -> None:
     plain = fp4gemm.quantize(linear.weight.detach(), scaling=scaling)
     adaptive = fp4gemm.quantize(linear.weight.detach(), scaling=scaling, four_over_six="mse")
     made = nn.Linear.from_float(linear, weight_scaling=scaling)
-    of_model = nn.quantize_model(torch.nn.Sequential(linear), weight_scaling=scaling)[0]
+    of_model = fp4gemm.models.quantize_model(torch.nn.Sequential(linear), weight_scaling=scaling)[0]
     for layer, wanted in ((made, plain), (of_model, adaptive)):
         assert torch.equal(layer.weight.codes, wanted.codes)
         assert (layer.weight_scaling, layer.e4m3_max) == (scaling, wanted.e4m3_max)
 
 
 def test_the_default_scalings_of_entry_points() -> None:
-    for function in (nn.Linear.from_float, nn.Experts.from_float, nn.quantize_model):
+    for function in (nn.Linear.from_float, nn.Experts.from_float, fp4gemm.models.quantize_model):
         assert inspect.signature(function).parameters["weight_scaling"].default == "row"
     options = checkpoint.Options()
     assert (options.scaling, options.method) == ("tensor", "four-over-six")

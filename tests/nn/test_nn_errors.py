@@ -236,32 +236,36 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         TypeError,
         "dtype: dtype is torch.int8",
     ),
-    "model": (lambda: nn.quantize_model("model"), TypeError, "model: got 'model'"),
-    "model-report": (lambda: nn.quantize_model(_model(), report=3), TypeError, "report: got 3"),
+    "model": (lambda: fp4gemm.models.quantize_model("model"), TypeError, "model: got 'model'"),
+    "model-report": (lambda: fp4gemm.models.quantize_model(_model(), report=3), TypeError, "report: got 3"),
     "model-include-empty": (
-        lambda: nn.quantize_model(_model(), include=[]),
+        lambda: fp4gemm.models.quantize_model(_model(), include=[]),
         ValueError,
         r"include: got \[\] \(list\), must have at least one pattern, or be None",
     ),
-    "model-include": (lambda: nn.quantize_model(_model(), include=3), TypeError, "include: got 3"),
+    "model-include": (
+        lambda: fp4gemm.models.quantize_model(_model(), include=3),
+        TypeError,
+        "include: got 3",
+    ),
     "model-regex": (
-        lambda: nn.quantize_model(_model(), exclude="("),
+        lambda: fp4gemm.models.quantize_model(_model(), exclude="("),
         ValueError,
         r"exclude: got '\(', must be a reg",
     ),
     "model-nothing": (
-        lambda: nn.quantize_model(_model(), include="mlp"),
+        lambda: fp4gemm.models.quantize_model(_model(), include="mlp"),
         ValueError,
         "include: matches none of the 2",
     ),
     "model-exclude-nothing": (
-        lambda: nn.quantize_model(_model(), exclude=["lm_head"]),
+        lambda: fp4gemm.models.quantize_model(_model(), exclude=["lm_head"]),
         ValueError,
         "exclude: matches none of the 2 linear layers, such as '0'",
     ),
     "finite": (lambda: nn.Linear(32, 8, check_finite=True), TypeError, "check_finite: got True"),
     "model-finite": (
-        lambda: nn.quantize_model(_model(), check_finite="warn"),
+        lambda: fp4gemm.models.quantize_model(_model(), check_finite="warn"),
         ValueError,
         "check_finite: got 'warn', must be 'off' or 'raise'",
     ),
@@ -292,26 +296,30 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"bias: shape is \(8,\), must be \(24,\)",
     ),
     "model-types": (
-        lambda: nn.quantize_model(_model(), types=(torch.nn.Conv1d,)),
+        lambda: fp4gemm.models.quantize_model(_model(), types=(torch.nn.Conv1d,)),
         TypeError,
         "types: got the class Conv1d",
     ),
     "model-type": (
-        lambda: nn.quantize_model(_model(), types=torch.nn.Linear),
+        lambda: fp4gemm.models.quantize_model(_model(), types=torch.nn.Linear),
         TypeError,
         "types: got the class Linear",
     ),
     "model-policy": (
-        lambda: nn.quantize_model(_model(), on_unsupported="warn"),
+        lambda: fp4gemm.models.quantize_model(_model(), on_unsupported="warn"),
         ValueError,
         "on_unsupported: got 'warn'",
     ),
     "model-scaling": (
-        lambda: nn.quantize_model(_model(), activation_scaling=1),
+        lambda: fp4gemm.models.quantize_model(_model(), activation_scaling=1),
         TypeError,
         "activation_scaling: got 1",
     ),
-    "model-progress": (lambda: nn.quantize_model(_model(), progress=True), TypeError, "progress: got True"),
+    "model-progress": (
+        lambda: fp4gemm.models.quantize_model(_model(), progress=True),
+        TypeError,
+        "progress: got True",
+    ),
 }
 
 

@@ -76,7 +76,9 @@ def test_activations_that_are_not_quantized() -> None:
         assert same_bits(layer(buffer[1:].view(4, 96)), want)  # not aligned to 16 bytes
         assert layer(x[0]).shape == (72,)
     assert "activation_scaling='none'" in repr(layer)
-    model = nn.quantize_model(torch.nn.Sequential(float_linear()), activation_scaling="none", inplace=False)
+    model = fp4gemm.models.quantize_model(
+        torch.nn.Sequential(float_linear()), activation_scaling="none", inplace=False
+    )
     assert model[0].activation_scaling == "none"
     with pytest.raises(ValueError, match=r"^weight_scaling: got 'none', must be 'row' or 'tensor'"):
         nn.Linear(32, 8, weight_scaling="none")

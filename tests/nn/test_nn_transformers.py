@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fp4gemm
 import pytest
 import torch
 from fp4gemm import nn
@@ -69,7 +70,7 @@ def _no_grad() -> Any:
 @pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest) -> torch.nn.Module:
     """A quantized model, lm_head too."""
-    return nn.quantize_model(MODELS[request.param](), include=".", types=(torch.nn.Linear,))
+    return fp4gemm.models.quantize_model(MODELS[request.param](), include=".", types=(torch.nn.Linear,))
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -113,8 +114,8 @@ def test_save_pretrained_is_loaded_with_the_same_bits(model: torch.nn.Module, tm
 
 
 def test_mamba_keeps_the_layer_whose_weight_it_reads() -> None:
-    reports: list[nn.QuantizeReport] = []
-    nn.quantize_model(MODELS["mamba"](), report=reports.append)
+    reports: list[fp4gemm.models.QuantizeReport] = []
+    fp4gemm.models.quantize_model(MODELS["mamba"](), report=reports.append)
     skipped = [layer for layer in reports[0].layers if layer.action == "skipped"]
     assert [(layer.name, layer.reason) for layer in skipped] == [
         ("backbone.layers.0.mixer.dt_proj", "its owner MambaMixer reads the float weight directly")
@@ -124,10 +125,10 @@ def test_mamba_keeps_the_layer_whose_weight_it_reads() -> None:
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])
 def test_resize_token_embeddings(name: str) -> None:
     """Works with a float output layer, the default; transformers refuses to resize any other."""
-    model = nn.quantize_model(MODELS[name]())
+    model = fp4gemm.models.quantize_model(MODELS[name]())
     model.resize_token_embeddings(136)
     assert logits(model).shape[-1] == 136
-    same = nn.quantize_model(MODELS[name](), include=".")
+    same = fp4gemm.models.quantize_model(MODELS[name](), include=".")
     same.resize_token_embeddings(128)
     assert logits(same).shape[-1] == 128
     with pytest.raises(TypeError, match=r"fp4gemm\.nn\.linear\.Linear.*not an instance of"):

@@ -92,10 +92,10 @@ def test_a_model_quantized_in_inference_mode_loads_a_state(made_in_it: bool) -> 
     with torch.inference_mode(made_in_it):
         linear = float_linear()
     with torch.inference_mode():
-        model = nn.quantize_model(torch.nn.Sequential(linear))
-        tied = nn.quantize_model(torch.nn.Sequential(float_linear()))
+        model = fp4gemm.models.quantize_model(torch.nn.Sequential(linear))
+        tied = fp4gemm.models.quantize_model(torch.nn.Sequential(float_linear()))
         tied[0].weight = linear.weight
-    want = nn.quantize_model(torch.nn.Sequential(float_linear()))
+    want = fp4gemm.models.quantize_model(torch.nn.Sequential(float_linear()))
     for loaded in (model, tied):
         assert not any(buffer.is_inference() for buffer in loaded.buffers())
         loaded.load_state_dict(want.state_dict())
@@ -259,7 +259,7 @@ def test_check_finite() -> None:
         assert quiet(bad).shape == (2, 3, 24)
     assert "check_finite='raise'" in repr(layer)
     assert "check_finite" not in repr(quiet)
-    model = nn.quantize_model(torch.nn.Sequential(float_linear()), check_finite="raise")
+    model = fp4gemm.models.quantize_model(torch.nn.Sequential(float_linear()), check_finite="raise")
     with pytest.raises(ValueError, match=r"^x: 1 of 384 values are NaN"):
         model(next(bad_inputs()))
     assert copy.deepcopy(layer).check_finite == "raise"

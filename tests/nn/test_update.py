@@ -10,7 +10,7 @@ import pytest
 import torch
 from experts_helpers import experts, routed, weights
 from fp4gemm import nn
-from fp4gemm.nn.fuse.merged import MergedLinear, Part
+from fp4gemm.nn.merged import MergedLinear, Part
 from nn_helpers import convert, float_linear, same_bits, same_state
 from torch import Tensor
 

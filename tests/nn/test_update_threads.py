@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 import torch
-from fp4gemm.nn.fuse.merged import MergedLinear
+from fp4gemm.nn.merged import MergedLinear
 from nn_helpers import convert, same_bits
 
 

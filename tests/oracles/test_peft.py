@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fp4gemm
 import pytest
 import torch
 from fp4gemm import nn
@@ -23,7 +24,7 @@ def test_adapters_of_peft_train(scaling: str) -> None:
         vocab_size=128,
     )
     model = transformers.LlamaForCausalLM(config).bfloat16()
-    model = nn.quantize_model(model, activation_scaling=scaling)
+    model = fp4gemm.models.quantize_model(model, activation_scaling=scaling)
     before = {name: t.clone() for name, t in model.state_dict().items()}
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
     lora._register_custom_module({nn.Linear: peft.tuners.lora.Linear})

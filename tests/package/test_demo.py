@@ -75,7 +75,7 @@ def test_outliers_move_other_tokens_per_tensor_only() -> None:
     others[1, 2] = False
     changes = {}
     for scaling in ("row", "tensor"):
-        quantized = fp4gemm.nn.quantize_model(model, activation_scaling=scaling, inplace=False)
+        quantized = fp4gemm.models.quantize_model(model, activation_scaling=scaling, inplace=False)
         tame = quantized(x)[others]
         with demo_measure.outliers(quantized, positions, 2.0**20):
             changes[scaling] = float((quantized(x)[others] - tame).norm() / tame.norm())

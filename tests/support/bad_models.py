@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
+import fp4gemm
 import torch
 from bad_base import FUNCTIONS, TYPE, VALUE, Cases, ones
-from fp4gemm import checkpoint, nn
+from fp4gemm import checkpoint
 
 CASES = Cases()
 add, add_together = CASES.add, CASES.add_together
@@ -25,9 +26,12 @@ def model() -> torch.nn.Module:
 # ---- quantize_model
 
 FUNCTIONS |= {
-    "nn.quantize_model": (nn.quantize_model, lambda: {"model": model(), "report": lambda report: None})
+    "fp4gemm.models.quantize_model": (
+        fp4gemm.models.quantize_model,
+        lambda: {"model": model(), "report": lambda report: None},
+    )
 }
-Q = "nn.quantize_model"
+Q = "fp4gemm.models.quantize_model"
 for value in ("gpt2", None, True):
     add(Q, "model", f"{value}", lambda value=value: value, TYPE, "must be a torch.nn.Module")
 for name in ("include", "exclude"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import fp4gemm
 import torch
 from fp4gemm import nn
 from torch import Tensor
@@ -57,10 +58,10 @@ def nan_bias_linear() -> torch.nn.Linear:
     return linear
 
 
-def convert(model: torch.nn.Module, **options: Any) -> tuple[torch.nn.Module, nn.QuantizeReport]:
+def convert(model: torch.nn.Module, **options: Any) -> tuple[torch.nn.Module, fp4gemm.models.QuantizeReport]:
     """The model that quantize_model returns, and its report; the model is a copy unless inplace is set."""
-    reports: list[nn.QuantizeReport] = []
-    swapped = nn.quantize_model(model, report=reports.append, **{"inplace": False} | options)
+    reports: list[fp4gemm.models.QuantizeReport] = []
+    swapped = fp4gemm.models.quantize_model(model, report=reports.append, **{"inplace": False} | options)
     return swapped, reports[0]
 
 

@@ -130,7 +130,7 @@ def in_place(name: str, activations: str = "row", **options: Any) -> Any:
             parts = [fp4gemm.quantize(w, scaling="tensor") for w in (gate, up, module.down_proj.detach())]
             halves[path] = fp4gemm.concat(parts[:2]), parts[2]
     options = {"weight_scaling": "tensor", "activation_scaling": activations, "method": "round", **options}
-    nn.quantize_model(model, report=lambda report: None, **options)
+    fp4gemm.models.quantize_model(model, report=lambda report: None, **options)
     for path, (w13, w2) in halves.items():
         owner, _, child = path.rpartition(".")
         experts = nn.Experts.from_quantized(w13, w2, activation_scaling=activations)

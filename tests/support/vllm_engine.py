@@ -86,7 +86,7 @@ def float_quantized(folder: str) -> nn.Module:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(DEVICE)
-    return fp4gemm.nn.quantize_model(model, method="four-over-six")  # type: ignore[no-any-return]
+    return fp4gemm.models.quantize_model(model, method="four-over-six")  # type: ignore[no-any-return]
 
 
 def main(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import os
 import pickle
 from typing import Any
 
+import fp4gemm
 import pytest
 import torch
 from fp4gemm import nn, training
@@ -263,13 +264,13 @@ def test_a_trained_model_is_quantized_as_the_float_one(kind: str) -> None:
     trained = copy.deepcopy(plain)
     training.convert_model(trained, "nvidia")
     for each in (plain, trained):
-        nn.quantize_model(each)
+        fp4gemm.models.quantize_model(each)
     assert isinstance(experts_of(trained), nn.Experts)
     with torch.no_grad():
         assert torch.equal(trained(IDS).logits, plain(IDS).logits)
     other = type("Linear", (training.Linear,), {})(D, D)
     with pytest.warns(UserWarning, match=r"layer stays as it is: '0' \(its type is Linear, which types"):
-        nn.quantize_model(torch.nn.Sequential(other))
+        fp4gemm.models.quantize_model(torch.nn.Sequential(other))
 
 
 def test_main_grad() -> None:

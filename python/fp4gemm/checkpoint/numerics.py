@@ -72,7 +72,7 @@ class WeightOptions:
             (:func:`fp4gemm.quantize`); "none" for the others. None is "mse" for that method.
         method: "round": the standard block scales. "four-over-six": of two scales of a block the one with the
             smaller error. "search" and "gptq": with statistics of the inputs
-            (:func:`fp4gemm.nn.quantize_model`). Only with te, but for "round". Block scales of all but
+            (:func:`fp4gemm.models.quantize_model`). Only with te, but for "round". Block scales of all but
             "round" are bounded by 256, and the outer scale is A / 1536, which any loader multiplies by: the
             values are right in every format. None is "round", or "four-over-six" where four_over_six says so.
 

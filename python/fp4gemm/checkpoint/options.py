@@ -53,7 +53,7 @@ class Options:
         scaling: "tensor": one amax for the weights of a fused set. "row": one for each row, which only the
             format fp4gemm can hold.
         method: how weights are rounded: "round", "four-over-six", "search" or "gptq", as for
-            :func:`fp4gemm.nn.quantize_model`. None is "gptq" with a calibration that has second moments,
+            :func:`fp4gemm.models.quantize_model`. None is "gptq" with a calibration that has second moments,
             "search" with another one, "four-over-six" without, and "round" with the numerics of others.
         four_over_six: "mae" or "mse" (None), the error by which "four-over-six" chooses, as in
             :func:`fp4gemm.quantize`; "none" with the other methods.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from ..nn.report import readable_bytes, table
+from ..models.report import readable_bytes, table
 from .calibrated import described
 from .layout import slots_of_set
 from .measure import LayerError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..calibration.statistics import InputStatistics, Statistics
-from ..nn.calibration import calibrate
+from ..models.calibration import calibrate
 from .calibrated import Text
 from .errors import CheckpointError
 from .inputs import place_of

@@ -18,8 +18,8 @@ from ..checkpoint.formats import FORMATS
 from ..checkpoint.numerics import Numerics, Scaling
 from ..checkpoint.options import FUSED, read_amaxes, read_fused, read_kv_scales
 from ..checkpoint.runner import Progress
+from ..models.report import readable_bytes
 from ..nn._methods import METHODS
-from ..nn.report import readable_bytes
 
 SUMMARY = "write the NVFP4 checkpoint of a float checkpoint, or change the format of one"
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

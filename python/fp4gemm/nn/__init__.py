@@ -1,41 +1,38 @@
-"""fp4gemm.nn: NVFP4 layers and experts, and a function that swaps those of a model for them."""
+"""fp4gemm.nn: NVFP4 layers and experts. :mod:`fp4gemm.models` puts them into a model."""
 
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
-from .calibration import calibrate
-from .convert import quantize_model
 from .experts import Experts
-from .fuse import GatedMLP
+from .gated import GatedMLP
 from .linear import Linear
-from .report import BlockReport, ExpertsReport, FloatWeight, LayerReport, QuantizeReport
-from .smoothing import smooth
 
 if TYPE_CHECKING:
     from ..training import MoE
 
-__all__ = [
-    "BlockReport",
-    "Experts",
-    "ExpertsReport",
-    "FloatWeight",
-    "GatedMLP",
-    "LayerReport",
-    "Linear",
-    "MoE",
-    "QuantizeReport",
-    "calibrate",
-    "quantize_model",
-    "smooth",
-]
+__all__ = ["Experts", "GatedMLP", "Linear", "MoE"]
+
+# Names of fp4gemm.models that were here once; 0.2 removes them.
+_MOVED = (
+    *("BlockReport", "ExpertsReport", "FloatWeight", "LayerReport", "QuantizeReport"),
+    *("calibrate", "quantize_model", "smooth"),
+)
 
 
 def __getattr__(name: str) -> Any:
-    # fp4gemm.training imports modules of this package.
+    # fp4gemm.training and fp4gemm.models import modules of this package.
     if name == "MoE":
         return importlib.import_module("..training", __name__).MoE
+    if name in _MOVED:
+        warnings.warn(
+            f"fp4gemm.nn.{name} is fp4gemm.models.{name} now; the old name goes in 0.2",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return getattr(importlib.import_module("..models", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

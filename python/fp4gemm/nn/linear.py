@@ -164,7 +164,7 @@ class Linear(DifferentiableLayer):
             linear: a torch.nn.Linear whose weight (n, k) is bfloat16, float16 or float32; k a multiple of 32,
                 n of 8.
             activation_scaling, weight_scaling, check_finite: as in the class.
-            weight_method: "round", "four-over-six" or "search", as of :func:`fp4gemm.nn.quantize_model`
+            weight_method: "round", "four-over-six" or "search", as of :func:`fp4gemm.models.quantize_model`
                 without calibration. The default is the weight of ``quantize(weight)``; that of
                 ``quantize_model`` is "four-over-six", which is more accurate (docs/accuracy.md).
 

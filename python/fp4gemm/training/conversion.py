@@ -13,11 +13,10 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from .. import _checks
-from ..nn import _candidates, _transformers
-from ..nn._candidates import Filter, Pattern
+from ..models import moe, select
+from ..models.report import FloatWeight, Row, table
+from ..models.select import Filter, Pattern, float_weights, kept_by_default
 from ..nn._classes import become
-from ..nn._float import float_weights, kept_by_default
-from ..nn.report import FloatWeight, Row, table
 from . import stacked_experts
 from ._checks import STEP
 from ._layer import RecipeLayer, check_layer
@@ -106,7 +105,7 @@ def convert_model(
     an optimizer that was made before stays valid and checkpoints interchange. Convert before torch.compile;
     DistributedDataParallel and FSDP2 may wrap the model before or after.
 
-    By default two kinds of layers stay as they are, as in :func:`fp4gemm.nn.quantize_model`: output
+    By default two kinds of layers stay as they are, as in :func:`fp4gemm.models.quantize_model`: output
     embeddings (``get_output_embeddings()``, lm_head, a layer that shares the weight of a torch.nn.Embedding)
     and the routers of experts. A layer that is converted already gets the new recipe.
 
@@ -134,7 +133,7 @@ def convert_model(
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {_checks.describe(model)}, must be a torch.nn.Module")
     chosen = _chooser(recipe)
-    patterns = _candidates.patterns("filter", filter)
+    patterns = select.patterns("filter", filter)
     found = _layers(model)
     if not found:
         raise ValueError("model: has no torch.nn.Linear and no experts of transformers, must have one")
@@ -230,7 +229,7 @@ def _chooser(recipe: RecipeLike) -> Callable[[str], Recipe | None]:
 
 
 def _is_layer(module: torch.nn.Module) -> bool:
-    return isinstance(module, torch.nn.Linear) or _transformers.is_experts(module)
+    return isinstance(module, torch.nn.Linear) or moe.is_experts(module)
 
 
 def _layers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, list[str]]]:
@@ -266,7 +265,7 @@ def _num_layers(module: torch.nn.Module) -> int:
 
 
 def _is_matched(patterns: list[Pattern], module: torch.nn.Module, names: list[str]) -> bool:
-    return any(_candidates.matches(pattern, name, module) for pattern in patterns for name in names)
+    return any(select.matches(pattern, name, module) for pattern in patterns for name in names)
 
 
 def _plan(
@@ -296,9 +295,7 @@ def _why_not(linear: torch.nn.Linear, places: list[tuple[torch.nn.Module, str]])
         return f"its type is {type(linear).__name__}, must be torch.nn.Linear itself"
     for owner, child in places:
         name = type(owner).__name__
-        if isinstance(owner, _candidates.READS_WEIGHTS) or child in _candidates.READS_WEIGHTS_OF.get(
-            name, ()
-        ):
+        if isinstance(owner, select.READS_WEIGHTS) or child in select.READS_WEIGHTS_OF.get(name, ()):
             return f"its owner {name} reads the weight directly"
     if "forward" in vars(linear):
         return "its forward was replaced on the module, by a hook of accelerate for example"

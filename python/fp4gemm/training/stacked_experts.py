@@ -1,6 +1,6 @@
 """StackedExperts: the experts of transformers, whose weights are 3-D parameters, train by a recipe.
 
-The contract that these classes follow is described in :mod:`fp4gemm.nn._transformers`, which reads them.
+The contract that these classes follow is described in :mod:`fp4gemm.models.moe`, which reads them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import _checks
 from ..experts import Routing, route
-from ..nn import _transformers
+from ..models import moe
 from ..nn._classes import become, subclass
 from ..nn._hooks import hooks_of
 from . import _checks as checks
@@ -159,7 +159,7 @@ def why_not(module: torch.nn.Module) -> str:
 def sizes_of(module: torch.nn.Module) -> tuple[int, int, int, int]:
     """(experts, hidden, intermediate, rows of an expert in the first stack); raises if it is not read."""
     m: Any = module
-    w13, w2, _, _ = _transformers.checked_parameters(m)
+    w13, w2, _, _ = moe.checked_parameters(m)
     if m.is_transposed:
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
     if w13.shape[0] != w2.shape[0] or w13.shape[2] != w2.shape[1]:
@@ -178,7 +178,7 @@ def convert(module: torch.nn.Module, recipe: Recipe) -> None:
             out_features=intermediate,
             _recipe=recipe,
             cache=WeightCache(),
-            _silu=cast(Any, module).act_fn if _transformers.has_swiglu(module) else None,
+            _silu=cast(Any, module).act_fn if moe.has_swiglu(module) else None,
         )
     cast(StackedExperts, module).recipe = recipe
 

@@ -35,10 +35,10 @@ def save_pretrained(
 ) -> None:
     """Write a model with NVFP4 layers as a checkpoint of ``format``, and hf_quant_config.json for ModelOpt.
 
-    The model may come from ``from_pretrained`` or from :func:`fp4gemm.nn.quantize_model`. Experts are written
-    one by one, and layers that were merged (``fuse="auto"``) under their original names. The config says
-    what was fused, so that ``from_pretrained`` fuses it again. ``model.save_pretrained`` does the same, less
-    hf_quant_config.json: in the format that the model was loaded in, "fp4gemm" for a model of
+    The model may come from ``from_pretrained`` or from :func:`fp4gemm.models.quantize_model`. Experts are
+    written one by one, and layers that were merged (``fuse="auto"``) under their original names. The config
+    says what was fused, so that ``from_pretrained`` fuses it again. ``model.save_pretrained`` does the same,
+    less hf_quant_config.json: in the format that the model was loaded in, "fp4gemm" for a model of
     ``quantize_model``, and "modelopt" for one that was quantized while it was loaded.
 
     Args:

@@ -32,7 +32,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
     """``quantization_config=`` of ``from_pretrained``: NVFP4 layers of fp4gemm.
 
     With a float checkpoint, each layer is quantized as soon as it has been read, so that no more than one
-    layer is held in float at a time. Which layers stay in float is said at :func:`fp4gemm.nn.quantize_model`.
+    layer is held in float at a time. :func:`fp4gemm.models.quantize_model` says which layers stay in float.
 
     With an NVFP4 checkpoint the options that concern the weights must be absent, since the checkpoint has
     settled them; ``activation_scaling`` and ``fuse`` are still open.

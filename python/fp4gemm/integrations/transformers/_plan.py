@@ -19,7 +19,7 @@ from transformers.core_model_loading import WeightRenaming, dot_natural_key, ren
 
 from ... import nn
 from ...checkpoint.formats import FormatName, StoredWeight
-from ...nn import _transformers
+from ...models import moe
 from ...nn._inputs import ActivationScaling
 from ...nn._stack import StackedWeight
 from ...nn._state import BOUND
@@ -73,7 +73,7 @@ class Plan:
     fills: dict[str, Fill] = field(default_factory=dict)
     targets: dict[str, str] = field(default_factory=dict)
     linears: dict[str, StoredModule] = field(default_factory=dict)
-    experts: dict[str, _transformers.ExpertsPlan] = field(default_factory=dict)
+    experts: dict[str, moe.ExpertsPlan] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
 
     def buffers(self, anchor: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -176,10 +176,10 @@ def _add_experts(
     plan: Plan, name: str, module: torch.nn.Module, members: Mapping[tuple[int, str], StoredModule]
 ) -> list[str]:
     try:
-        if not _transformers.is_experts(module):
+        if not moe.is_experts(module):
             raise ValueError(f"{type(module).__name__} is no module of experts that transformers dispatches")
         with torch.device("cpu"):  # the activation is evaluated on the CPU
-            read = _transformers.read(module)
+            read = moe.read(module)
     except (TypeError, ValueError) as error:
         return [f"{name}: the experts are NVFP4, and {error}"]
     roles = ("gate", "up", "down") if module.has_gate else ("up", "down")

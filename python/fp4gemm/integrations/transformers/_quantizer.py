@@ -15,15 +15,14 @@ from transformers.quantizers.base import HfQuantizer
 from ...calibration.statistics import StatisticsFile
 from ...checkpoint.formats import FORMATS
 from ...checkpoint.text import batches_of, length_of
-from ...nn import _candidates
-from ...nn._candidates import Candidate
+from ...models import select
+from ...models.fuse import fuse_blocks, fused
+from ...models.quantize import quantize_model, quantized, statistics_of
+from ...models.report import QuantizeReport
+from ...models.select import Candidate
 from ...nn._hooks import accelerate_hook, carry_over, materialized
 from ...nn._methods import Quantizer
-from ...nn._swap import quantized, statistics_of
 from ...nn._weight import WeightModule
-from ...nn.convert import quantize_model
-from ...nn.fuse import fuse_blocks, fused
-from ...nn.report import QuantizeReport
 from ._config import Fp4GemmConfig
 from ._convert import FillStored, QuantizeFloat, StoredConverter
 from ._plan import Plan, make_plan, swap
@@ -102,16 +101,16 @@ class Fp4GemmQuantizer(HfQuantizer):
 
     def _expect_float(self, model: Any) -> None:
         config = self.quantization_config
-        candidates = _candidates.find(model)
+        candidates = select.find(model)
         with torch.device("cpu"):  # activations of experts are evaluated on the CPU
-            _candidates.select(
+            select.select(
                 model,
                 candidates,
-                _candidates.patterns("include", config.include),
-                _candidates.patterns("exclude", config.exclude),
+                select.patterns("include", config.include),
+                select.patterns("exclude", config.exclude),
                 (torch.nn.Linear,),
             )
-            _candidates.refuse_unsupported(model, candidates, self._activation_scaling, raises=False)
+            select.refuse_unsupported(model, candidates, self._activation_scaling, raises=False)
         self._chosen = {c.names[0]: c for c in candidates if c.action == "quantized"}
         if config.calibration is not None:
             for c in self._chosen.values():

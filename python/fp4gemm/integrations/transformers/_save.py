@@ -16,15 +16,15 @@ from ... import nn
 from ...checkpoint.formats import FORMATS, FormatName, Scheme, StoredWeight
 from ...checkpoint.formats import Activations as SchemeActivations
 from ...containers.nvfp4 import NVFP4Tensor
-from ...nn import _transformers
-from ...nn._float import float_weights
+from ...models import moe
+from ...models.fuse import fused
+from ...models.select import float_weights
 from ...nn._hooks import materialized
 from ...nn._inputs import ActivationScaling
 from ...nn._layer import WeightLayer
 from ...nn._weight import WeightModule
-from ...nn.fuse import fused
-from ...nn.fuse.gated import GatedMLP
-from ...nn.fuse.merged import MergedLinear, Part, rows_of
+from ...nn.gated import GatedMLP
+from ...nn.merged import MergedLinear, Part, rows_of
 from ...stacks import joined
 from ._config import Fp4GemmConfig
 from ._plan import EXPERT_NAMES
@@ -188,7 +188,7 @@ def _ignored(model: Any, format: FormatName) -> Iterator[str]:
     """The modules that stay in float, by their names in a checkpoint: linear layers, routers and experts."""
     modules = dict(model.named_modules())
     names = {name for name, module in modules.items() if isinstance(module, torch.nn.Linear)}
-    names |= {f"{name}.*" for name, module in modules.items() if _transformers.is_experts(module)}
+    names |= {f"{name}.*" for name, module in modules.items() if moe.is_experts(module)}
     quantized = [module for module in modules.values() if isinstance(module, WeightModule)]
     names |= {
         weight.name.rpartition(".")[0]

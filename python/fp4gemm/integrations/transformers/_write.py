@@ -29,7 +29,7 @@ def save(
     if format is not None:
         _checks.is_one_of("format", format, tuple(FORMATS))
     if not any(isinstance(module, WeightModule) for module in model.modules()):
-        raise ValueError("model: has no NVFP4 layer, must have one; fp4gemm.nn.quantize_model makes them")
+        raise ValueError("model: has no NVFP4 layer, must have one; fp4gemm.models.quantize_model makes them")
     if "state_dict" in options:
         raise TypeError(
             "state_dict: must be absent, since the tensors are made from the model's NVFP4 layers"

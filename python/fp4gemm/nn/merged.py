@@ -15,19 +15,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ... import _checks
-from ..._refusals import REFUSALS, explained
-from ...activations import ActivationName, by_name
-from ...containers.decoded import DecodedTensor
-from ...containers.nvfp4 import NVFP4Tensor
-from ...stacks import join_rows, joined
-from .._hooks import carry_over
-from .._inputs import check_bias, check_float_weight, check_quantized_weight, shared_input
-from .._state import version
-from .._weight import _EXCHANGE
-from ..linear import _LINEAR as LINEAR
-from ..linear import Linear
-from .tokens import Tokens
+from .. import _checks
+from .._refusals import REFUSALS, explained
+from ..activations import ActivationName, by_name
+from ..containers.decoded import DecodedTensor
+from ..containers.nvfp4 import NVFP4Tensor
+from ..stacks import join_rows, joined
+from ._hooks import carry_over
+from ._inputs import check_bias, check_float_weight, check_quantized_weight, shared_input
+from ._state import version
+from ._weight import _EXCHANGE
+from .linear import _LINEAR as LINEAR
+from .linear import Linear
+from .norm import Tokens
 
 Columns = dict[int, Tensor]
 

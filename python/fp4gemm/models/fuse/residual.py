@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
-from .._classes import become
+from ...nn._classes import become
 from .capture import END, REST, STAR
 from .flow import Captures
 

@@ -1,4 +1,4 @@
-"""fp4gemm.nn.smooth: scales of input channels, moved from the inputs of layers into weights; exact in floats.
+"""fp4gemm.models.smooth: scales of input channels, moved from inputs into weights; exact in floats.
 
 A block of 16 input channels has one scale, so a channel with large values costs its neighbours precision. If
 channel j of the input of a layer is divided by s[j], and column j of its weight multiplied by s[j], nothing
@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _checks
 from ..calibration.statistics import InputStatistics, Statistics
-from . import _collect
+from . import collect
 from .calibration import evaluated
 
 PAIRS = (("up_proj", "down_proj"), ("w3", "w2"), ("v_proj", "o_proj"), ("v_proj", "out_proj"))
@@ -48,7 +48,7 @@ def smooth(
     The float model computes the same numbers afterwards, bit for bit, and NVFP4 loses less: in the inputs
     and, since columns with large inputs get larger weights, in the weights. Norms, ``up_proj`` (before
     ``down_proj``) and ``v_proj`` (before ``o_proj``) are divided; inputs that come from elsewhere stay. Call
-    it between :func:`fp4gemm.calibrate` and :func:`fp4gemm.nn.quantize_model`.
+    it between :func:`fp4gemm.calibrate` and :func:`fp4gemm.models.quantize_model`.
 
     Args:
         model: the float model, changed in place.
@@ -220,7 +220,7 @@ def _results(model: torch.nn.Module, batch: object) -> list[Tensor]:
     results: list[Any] = []
     handle = model.register_forward_hook(lambda _, args, result: results.append(result))
     try:
-        _collect.run(model, batch, 0)
+        collect.run(model, batch, 0)
     finally:
         handle.remove()
     found = results[0] if isinstance(results[0], dict) else {"": results[0]}

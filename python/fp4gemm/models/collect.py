@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .. import _checks
 from ..calibration.statistics import InputStatistics
-from . import _transformers
-from ._candidates import Candidate
+from . import moe
+from .select import Candidate
 
 _CHUNK = 1 << 26  # elements of the largest float32 copy of an input
 _PANEL = 256  # columns of x x^T that one product makes
@@ -184,7 +184,7 @@ class Collector:
                 if 0 <= e < g:
                     rows = x[(ids == e).any(1)]
                     w13.add(rows, self._products, e)
-                    w2.add(_transformers.between(module, rows, e), self._products, e)
+                    w2.add(moe.between(module, rows, e), self._products, e)
 
         return add
 

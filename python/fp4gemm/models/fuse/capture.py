@@ -25,8 +25,8 @@ from torch.fx import Graph, Node, Proxy
 from torch.fx.node import map_arg
 from torch.fx.proxy import Attribute, GraphAppendingTracer
 
-from .._hooks import HOOKS, accelerate_hook
-from .._transformers import with_plain_attention
+from ...nn._hooks import HOOKS, accelerate_hook
+from ..moe import with_plain_attention
 
 MAX_PATHS = 128  # the limit for all sets of arguments together
 MAX_PATHS_OF_PART = 4  # if one of them cannot be traced to its end

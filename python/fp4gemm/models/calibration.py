@@ -11,9 +11,9 @@ from torch.overrides import TorchFunctionMode
 
 from .. import _checks
 from ..calibration.statistics import InputStatistics, Statistics
-from . import _candidates, _collect
-from ._candidates import Candidate, Filter
-from ._walk import Walk
+from . import collect, select
+from .select import Candidate, Filter
+from .walk import Walk
 
 Progress = Callable[[int, int, str], object]
 _NARROW = (torch.bfloat16, torch.float16)
@@ -34,10 +34,11 @@ def calibrate(
     """Run a float model on batches and return ``mean x[j]^2`` and ``mean x x^T`` of the input x of each
     layer.
 
-    The layers are those that :func:`fp4gemm.nn.quantize_model` would swap with the same include, exclude and
-    types, each under its first name. Of experts with 3-D weights (transformers 5), each expert has statistics
-    of the tokens that are routed to it, of its two products, ``NAME.w13`` and ``NAME.w2``; an expert in a
-    list of modules is a layer like others. Every row of an input counts, so that padding would count too.
+    The layers are those that :func:`fp4gemm.models.quantize_model` would swap with the same include, exclude
+    and types, each under its first name. Of experts with 3-D weights (transformers 5), each expert has
+    statistics of the tokens that are routed to it, of its two products, ``NAME.w13`` and ``NAME.w2``; an
+    expert in a list of modules is a layer like others. Every row of an input counts, so that padding would
+    count too.
 
     The model runs in eval mode without gradients and is not changed. On a CPU, linear layers in bfloat16 or
     float16 are multiplied in float32 and rounded once. Sums are in float32 on the device of each layer; the
@@ -71,8 +72,8 @@ def calibrate(
     if device is not None and not sequential:
         raise ValueError(f"device: got {device!r}, must be None without sequential=True")
     place = None if device is None else _checks.as_device("device", device)
-    candidates = _candidates.chosen(model, include, exclude, types)
-    _candidates.refuse_unsupported(model, candidates, "row", raises=False)
+    candidates = select.chosen(model, include, exclude, types)
+    select.refuse_unsupported(model, candidates, "row", raises=False)
     chosen = [c for c in candidates if c.action == "quantized"]
     if not chosen:
         raise ValueError("model: has no layer that quantize_model would swap, must have one")
@@ -85,7 +86,7 @@ def calibrate(
         for number in range(len(walk.blocks)):
             own = walk.inside(number, chosen)
             with walk.placed(number):
-                collector = _collect.Collector(own, second_moment)
+                collector = collect.Collector(own, second_moment)
                 with collector.hooked():
                     walk.run(number, keep=True)
                 found |= collector.statistics()
@@ -103,11 +104,11 @@ def collected(
 ) -> dict[str, InputStatistics]:
     """The statistics of candidates from one pass of the whole model over the batches."""
     total = len(batches) if hasattr(batches, "__len__") else 0  # type: ignore[arg-type]
-    collector = _collect.Collector(chosen, second_moment)
+    collector = collect.Collector(chosen, second_moment)
     count = 0
     with evaluated(model), collector.hooked():
         for batch in batches:
-            _collect.run(model, batch, count)
+            collect.run(model, batch, count)
             count += 1
             if progress is not None:
                 progress(count, max(total, count), f"batch {count}")

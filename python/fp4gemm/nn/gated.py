@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ... import _checks, activations
-from ...activations import ActivationName
-from ...containers.nvfp4 import NVFP4Tensor
-from .._weight import _EXCHANGE
-from ..linear import Linear
+from .. import _checks, activations
+from ..activations import ActivationName
+from ..containers.nvfp4 import NVFP4Tensor
+from ._weight import _EXCHANGE
+from .linear import Linear
 from .merged import MergedLinear, one_weight, why_not_one_weight
-from .tokens import Tokens
+from .norm import Tokens
 
 
 class GatedMLP(torch.nn.Module):

@@ -1,27 +1,33 @@
-"""fp4gemm.nn.quantize_model: swap linear layers and experts for NVFP4 ones, and report what was done."""
+"""fp4gemm.models.quantize_model: swap linear layers and experts for NVFP4 ones, and report what was done."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from .. import _changed, _checks
-from ..calibration.statistics import Statistics, StatisticsFile
-from . import _candidates, _methods, _transformers
-from ._candidates import Candidate, Filter
-from ._float import float_weights
-from ._inputs import ActivationScaling, CheckFinite, WeightScaling, check_options
-from ._methods import Method
-from ._swap import Swapper
-from ._weight import WeightModule
-from .calibration import collected
+from ..calibration.gptq import Factorization
+from ..calibration.statistics import InputStatistics, Statistics, StatisticsFile
+from ..nn import _methods
+from ..nn._hooks import carry_over, materialized
+from ..nn._inputs import ActivationScaling, CheckFinite, WeightScaling, check_options
+from ..nn._methods import Method, Quantizer
+from ..nn._weight import WeightModule
+from ..nn.experts import Experts
+from ..nn.linear import Linear
+from . import collect, moe, select
+from .calibration import collected, evaluated
 from .fuse import fuse_blocks
 from .report import QuantizeReport
+from .select import Candidate, Filter, float_weights
+from .walk import Walk
 
 OnUnsupported = Literal["skip", "raise"]
 Fuse = Literal["auto", "none"]
@@ -128,8 +134,8 @@ def quantize_model(
     method = _methods.chosen_method(method, calibration, sequential)
     for name, callback in (("progress", progress), ("report", report)):
         _checks.is_callback(name, callback)
-    candidates = _candidates.chosen(model, include, exclude, types)
-    _candidates.refuse_unsupported(model, candidates, activation_scaling, raises=on_unsupported == "raise")
+    candidates = select.chosen(model, include, exclude, types)
+    select.refuse_unsupported(model, candidates, activation_scaling, raises=on_unsupported == "raise")
     weights = float_weights(
         model,
         [c.module for c in candidates if c.action == "quantized"],
@@ -147,7 +153,7 @@ def quantize_model(
         swapper.all(chosen, calibration)
     model = _placed(model, chosen, inplace)
     del chosen
-    swaps = _candidates.reports(candidates)
+    swaps = select.reports(candidates)
     candidates.clear()  # frees the float layers here, and the quantized ones as soon as they are fused
     blocks = fuse_blocks(model) if fuse == "auto" else ()
     _changed.tell(model)
@@ -170,7 +176,7 @@ def _placed(model: Model, chosen: list[Candidate], inplace: bool) -> Model:
 
     Only now, with everything quantized, is anything changed: an error before leaves the model whole.
     """
-    if inplace and not isinstance(model, torch.nn.Linear) and not _transformers.is_experts(model):
+    if inplace and not isinstance(model, torch.nn.Linear) and not moe.is_experts(model):
         _replace(model, chosen)
         return model
     # deepcopy returns what its memo holds for an object instead of copying the object.
@@ -196,3 +202,117 @@ def _replace(model: torch.nn.Module, chosen: list[Candidate]) -> None:
         for name in c.names:
             owner, _, child = name.rpartition(".")
             setattr(owners[owner], child, c.swapped)
+
+
+Progress = Callable[[int, int, str], object]
+
+
+class Swapper:
+    """Sets ``swapped``, ``method`` and ``output_error`` of candidates; the model does not change."""
+
+    def __init__(
+        self,
+        method: Method,
+        weight_scaling: WeightScaling,
+        activation_scaling: ActivationScaling,
+        check_finite: CheckFinite,
+        total: int,
+        progress: Progress | None,
+    ) -> None:
+        self._method, self._weight_scaling = method, weight_scaling
+        self._options: dict[str, Any] = {
+            "activation_scaling": activation_scaling,
+            "check_finite": check_finite,
+        }
+        self._factorization = Factorization()
+        self._progress, self._done, self._total = progress, 0, total
+
+    def all(self, chosen: Sequence[Candidate], statistics: Mapping[str, InputStatistics] | None) -> None:
+        """Quantize every candidate.
+
+        Raises:
+            ValueError: the statistics lack a layer, or have another k or number of experts for it.
+        """
+        for c in chosen:
+            self._swap(c, {} if statistics is None else statistics_of(c, statistics))
+
+    def walk(self, model: torch.nn.Module, chosen: Sequence[Candidate], batches: Any) -> None:
+        """Quantize block by block, each with statistics behind the weights that were quantized before.
+
+        Raises:
+            ValueError: as of :func:`fp4gemm.calibrate` with sequential=True.
+        """
+        batches = list(batches)
+        if not batches:
+            raise ValueError("calibration: is empty, must have at least one batch")
+        with evaluated(model):
+            walk = Walk(model, batches, chosen, None)
+            walk.refuse_outside(chosen)
+            for number in range(len(walk.blocks)):
+                own = walk.inside(number, chosen)
+                collector = collect.Collector(own, self._method == "gptq")
+                with collector.hooked():
+                    walk.run(number, keep=False)
+                statistics = collector.statistics()
+                for c in own:
+                    self._swap(c, statistics_of(c, statistics))
+                with _rounded(own):
+                    walk.run(number, keep=True)
+
+    def _swap(self, c: Candidate, statistics: Mapping[str, InputStatistics]) -> None:
+        quantizer = Quantizer(self._method, self._weight_scaling, statistics, self._factorization)
+        with materialized(c.module):
+            c.swapped = quantized(c, {**self._options, "weight_method": quantizer})
+        carry_over(c.module, c.swapped)
+        c.method = self._method
+        if quantizer.errors:
+            squares = [error * error for error in quantizer.errors]
+            c.output_error = (sum(squares) / len(squares)) ** 0.5
+        c.reason = "; ".join(filter(None, (c.reason, *dict.fromkeys(quantizer.notes))))
+        self._done += 1
+        if self._progress is not None:
+            self._progress(self._done, self._total, c.names[0])
+
+
+def quantized(c: Candidate, options: dict[str, Any]) -> Linear | Experts:
+    """The NVFP4 layer or experts of a candidate; options are those of ``from_float``."""
+    if isinstance(c.module, torch.nn.Linear):
+        return Linear.from_float(c.module, **options)
+    return moe.convert(c.module, cast(moe.ExpertsPlan, c.plan), **options)
+
+
+def statistics_of(c: Candidate, statistics: Mapping[str, InputStatistics]) -> dict[str, InputStatistics]:
+    """The statistics of a candidate's products, by "" or "w13" and "w2"."""
+    found = {}
+    for name, k, num_experts in collect.products_of(c):
+        if name not in statistics:
+            raise ValueError(f"calibration: has no statistics of {name!r}, must have those of every layer")
+        known = statistics[name]
+        shape, wanted = tuple(known.mean_square.shape), (num_experts, k) if num_experts else (k,)
+        if shape != wanted:
+            raise ValueError(f"calibration: mean_square of {name!r} has shape {shape}, must be {wanted}")
+        found["" if not num_experts else name.rpartition(".")[2]] = known
+    return found
+
+
+@contextlib.contextmanager
+def _rounded(candidates: Sequence[Candidate]) -> Iterator[None]:
+    """Give the float modules the values of their NVFP4 weights until the context ends."""
+    held: list[tuple[Tensor, Tensor]] = []
+    try:
+        for c in candidates:
+            for parameter, values in _values(c):
+                held.append((parameter, parameter.data))
+                parameter.data = values.to(parameter.dtype)
+        yield
+    finally:
+        for parameter, data in held:
+            parameter.data = data
+
+
+def _values(c: Candidate) -> Iterator[tuple[Tensor, Tensor]]:
+    """The float parameters of a module, and the values of the NVFP4 weights that were made from them."""
+    if isinstance(c.module, torch.nn.Linear) and isinstance(c.swapped, Linear):
+        yield c.module.weight, c.swapped.dequantize_weight()
+    elif c.plan is not None and isinstance(c.swapped, Experts):
+        yield from moe.rounded(c.module, c.plan, c.swapped)

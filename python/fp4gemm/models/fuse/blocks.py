@@ -8,14 +8,14 @@ from typing import cast
 
 import torch
 
-from .._hooks import carry_over, hooks_of
-from ..linear import Linear
+from ...nn._hooks import carry_over, hooks_of
+from ...nn.gated import GatedMLP
+from ...nn.linear import Linear
+from ...nn.merged import Part, layer_like, merged_name, one_weight, rows_of, why_not_one_weight
+from ...nn.norm import RMSNormQuantize
 from ..report import BlockReport
 from .flow import Captures, called_together, readers
 from .forms import LINEARS, GatedForward, gated_forward, norm_epsilon
-from .gated import GatedMLP
-from .merged import Part, layer_like, merged_name, one_weight, rows_of, why_not_one_weight
-from .norm import RMSNormQuantize
 from .residual import ADDS, add_residuals
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from .._hooks import hooks_of
-from ..linear import Linear
+from ...nn._hooks import hooks_of
+from ...nn.gated import GatedMLP
+from ...nn.linear import Linear
+from ...nn.merged import Part
 from .capture import CONTAINERS, LIVE, OF_TORCH, Capture, opaque
 from .forms import is_call_of
-from .gated import GatedMLP
-from .merged import Part
 
 NO_READER = "no quantized layer reads its result"
 # The attributes of a norm's result that other code may read: Tokens have them too.

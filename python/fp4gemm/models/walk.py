@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from . import _collect
-from ._candidates import Candidate
+from . import collect
+from .select import Candidate
 
 
 class _Stop(Exception):
@@ -132,7 +132,7 @@ class Walk:
             for number, block in enumerate(self.blocks):
                 stack.enter_context(_patched(block, stub(number, block.forward)))
             stack.enter_context(contextlib.suppress(_Stop))
-            _collect.run(model, batch, index)
+            collect.run(model, batch, index)
         if not problems and len(seen) < len(self.blocks):
             problems.append(
                 f"{len(seen)} of the {len(self.blocks)} blocks {self.name} were called, must be all"

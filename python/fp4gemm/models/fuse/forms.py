@@ -14,10 +14,10 @@ from torch.fx.node import map_arg
 
 from ..._fusions import GATES, LLAMA_NORMS, aten, half_of, result_of, trace
 from ...activations import ActivationName
-from .._hooks import accelerate_hook, hooks_of
-from ..linear import Linear
+from ...nn._hooks import accelerate_hook, hooks_of
+from ...nn.linear import Linear
+from ...nn.merged import Part
 from .capture import BY_POSITION, Capture, CaptureError, contents, unshared
-from .merged import Part
 
 LINEARS = (Linear, Part, torch.nn.Linear)
 

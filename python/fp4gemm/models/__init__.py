@@ -1,0 +1,19 @@
+"""fp4gemm.models: make the layers and experts of a model NVFP4, calibrate it, and report what was done."""
+
+from __future__ import annotations
+
+from .calibration import calibrate
+from .quantize import quantize_model
+from .report import BlockReport, ExpertsReport, FloatWeight, LayerReport, QuantizeReport
+from .smoothing import smooth
+
+__all__ = [
+    "BlockReport",
+    "ExpertsReport",
+    "FloatWeight",
+    "LayerReport",
+    "QuantizeReport",
+    "calibrate",
+    "quantize_model",
+    "smooth",
+]
