@@ -13,8 +13,7 @@ from .. import _checks
 from .._transforms import refuse_transform
 from ..ops import operators
 from ..ops.linear import LinearCall
-from ._layer import WeightLayer
-from ._state import version
+from ._weight import WeightModule, version
 
 InputGradient = Literal["dequantized", "quantized"]
 INPUT_GRADIENTS = get_args(InputGradient)
@@ -126,8 +125,8 @@ class _Linear(torch.autograd.Function):
         return tuple(gradients)
 
 
-class DifferentiableLayer(WeightLayer):
-    """A WeightLayer of one matrix whose product autograd can record."""
+class DifferentiableLayer(WeightModule):
+    """A WeightModule of one matrix whose product autograd can record."""
 
     _input_gradient: InputGradient = "dequantized"
     # What the copy for input_gradient "quantized" was made of, and the copy.

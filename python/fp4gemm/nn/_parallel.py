@@ -15,7 +15,7 @@ from ..reference.epilogue import ALPHA
 from ._experts import check_tokens, formats_of
 from ._inputs import refuse_not_finite
 from ._stack import HeldWeight
-from ._state import BOUND
+from ._weight import BOUND
 
 if TYPE_CHECKING:
     from ..containers.decoded import DecodedTensor

@@ -7,11 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _checks, support
+from .. import support
 from ..containers.nvfp4 import NVFP4Tensor
 from ._inputs import WeightScaling
-from ._layer import WeightLayer
-from ._state import BOUND, PREPACKED, version
+from ._weight import BOUND, PREPACKED, WeightModule, version
 
 
 class HeldWeight(NamedTuple):
@@ -25,7 +24,7 @@ class HeldWeight(NamedTuple):
     e4m3_max: int
 
 
-class StackedWeight(WeightLayer):
+class StackedWeight(WeightModule):
     """W (g, n, k) in NVFP4 and a bias (g, n): one of the two weights of :class:`fp4gemm.nn.Experts`.
 
     ``weight`` is the NVFP4Tensor, and ``dequantize_weight()`` its values. It is called without arguments and
@@ -57,17 +56,7 @@ class StackedWeight(WeightLayer):
         *,
         weight_scaling: WeightScaling = "row",
     ) -> None:
-        super().__init__()
-        default = torch.get_default_dtype() if dtype is None else dtype
-        self.dtype = default if default in _checks.FLOAT_DTYPES else torch.float32
-        where = None if device is None else _checks.as_device("device", device)
-        self.num_matrices = num_experts
-        self.in_features, self.out_features = in_features, out_features
-        self._has_weight = False
-        self._register_weight(out_features if weight_scaling == "row" else 1, where)
-        shape = (num_experts, out_features)
-        self.register_buffer("bias", torch.empty(shape, dtype=torch.float32, device=where) if bias else None)
-        self.reset_parameters()
+        super().__init__((num_experts, out_features, in_features), bias, device, dtype, weight_scaling)
 
     @classmethod
     def of(cls, weight: NVFP4Tensor, bias: Tensor | None) -> StackedWeight:

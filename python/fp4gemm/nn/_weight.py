@@ -1,19 +1,36 @@
-"""An NVFP4 weight, one matrix or a stack: buffers of codes and scales, or prepacked bytes in their place."""
+"""WeightModule, the base class of modules with an NVFP4 weight: buffers, updates, moves and checkpoints."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from .. import _checks, support
+from .. import _checks, _values, support
 from ..containers.nvfp4 import NVFP4Tensor
 from ..containers.prepacked import PrepackedTensor, prepack, unprepack
 from ..quantize import quantize
 from ._inputs import WeightScaling, check_bias, check_float_weight, check_quantized_weight
-from ._state import BOUND, ORDER, PREPACKED, WEIGHT_BUFFERS, check_buffers, new_buffers, ordered, version
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# The buffers that form an NVFP4Tensor. They load together.
+WEIGHT_BUFFERS = ("weight_codes", "weight_scales", "weight_amax")
+BOUND = "weight_e4m3_max"  # int32 (1,): 448 or 256; 448 where a checkpoint does not have it
+PREPACKED = "weight_prepacked"
+ORDER = (*WEIGHT_BUFFERS, BOUND, PREPACKED, "bias")  # the order of the buffers
+EXTRA_STATE = "_extra_state"  # the key under which older checkpoints have e4m3_max
+# A buffer passes through Module.half() and the like as integers of its size, so that no cast changes it.
+BITS = {
+    torch.uint8: torch.uint8,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float32: torch.int32,
+    torch.int32: torch.int32,
+}
 
 # Held by a thread that replaces codes and scales by prepacked bytes or back, and by every forward that might
 # read codes and scales on a device that streams prepacked weights. A layer is thus prepacked once, and no
@@ -40,6 +57,7 @@ class WeightModule(torch.nn.Module):
     bias: Tensor | None
     # The dtype of the float weight before quantization, which module.weight.dtype returns. No buffer has it.
     dtype: torch.dtype = torch.float32
+    _public = "Linear"  # the class of fp4gemm.nn that a message names
     _e4m3_max: int  # the value of the buffer BOUND, which forward must not read: that would synchronise
     _has_weight: bool
     # The buffers of WEIGHT_BUFFERS and BOUND that were looked at; see _notice.
@@ -48,10 +66,27 @@ class WeightModule(torch.nn.Module):
     _fast: tuple[Any, ...] | None = None  # what forward may call without a check; any assignment removes it
     _is_captured = False  # a CUDA graph may read codes and scales, which then stay
 
-    def _register_weight(self, num_amax: int, device: torch.device | None) -> None:
-        for name, buffer in new_buffers(self._shape, num_amax, device).items():
-            self.register_buffer(name, buffer)
-        self.e4m3_max = max(_checks.E4M3_BOUNDS)
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        bias: bool,
+        device: torch.device | str | int | None,
+        dtype: torch.dtype | None,
+        weight_scaling: WeightScaling,
+    ) -> None:
+        """A module that has no weight yet; shape is (n, k) or (g, n, k), dtype None torch's default dtype."""
+        super().__init__()
+        default = torch.get_default_dtype() if dtype is None else dtype
+        self.dtype = default if default in _checks.FLOAT_DTYPES else torch.float32
+        where = None if device is None else _checks.as_device("device", device)
+        *lead, n, k = shape
+        if lead:
+            self.num_matrices = lead[0]
+        self.in_features, self.out_features = k, n
+        held: dict[str, Tensor | None] = {**new_buffers(shape, n if weight_scaling == "row" else 1, where)}
+        held["bias"] = torch.empty(shape[:-1], dtype=torch.float32, device=where) if bias else None
+        self._buffers = held
+        self.reset_parameters()
 
     @property
     def _shape(self) -> tuple[int, ...]:
@@ -84,7 +119,7 @@ class WeightModule(torch.nn.Module):
     def weight_codes(self) -> Tensor:
         """uint8 (n, k/2); while the weight is prepacked a copy of them, made in every access."""
         held = self._buffers.get("weight_codes")
-        return self._unprepacked("weight_codes").codes if held is None else held
+        return self._unprepacked().codes if held is None else held
 
     @weight_codes.setter
     def weight_codes(self, value: Tensor) -> None:
@@ -94,16 +129,11 @@ class WeightModule(torch.nn.Module):
     def weight_scales(self) -> Tensor:
         """float8_e4m3fn, swizzled; while the weight is prepacked a copy of them, made in every access."""
         held = self._buffers.get("weight_scales")
-        return self._unprepacked("weight_scales").scales if held is None else held
+        return self._unprepacked().scales if held is None else held
 
     @weight_scales.setter
     def weight_scales(self, value: Tensor) -> None:
         self._hold_part("weight_scales", value)
-
-    def _unprepacked(self, name: str) -> NVFP4Tensor:
-        if self.weight_prepacked is None:
-            raise AttributeError(name)  # not registered yet
-        return unprepack(self._prepacked())
 
     def _hold_part(self, name: str, value: Tensor) -> None:
         """Set the codes alone or the block scales alone; prepacked bytes are converted back first."""
@@ -164,12 +194,11 @@ class WeightModule(torch.nn.Module):
             if _checks.is_misaligned(buffer):
                 self._buffers[name] = buffer.clone()
 
-    # ---- the weight
+    def _own_buffers(self) -> dict[str, Tensor]:
+        own = {name: getattr(self, name) for name in (*WEIGHT_BUFFERS, BOUND)}
+        return own if self.bias is None else {**own, "bias": self.bias}
 
-    def _prepacked(self) -> PrepackedTensor:
-        """The container of the buffer weight_prepacked, which exists."""
-        data: Tensor = self.weight_prepacked  # type: ignore[assignment]
-        return PrepackedTensor._trusted(data, self.weight_amax, self._shape, self._e4m3_max)
+    # ---- the weight
 
     @property
     def weight(self) -> NVFP4Tensor:
@@ -179,14 +208,13 @@ class WeightModule(torch.nn.Module):
         """
         if not torch.compiler.is_compiling():
             self._notice()
-        if self.weight_prepacked is None:
-            codes, scales = self.weight_codes, self.weight_scales
-            held = NVFP4Tensor._trusted(codes, scales, self.weight_amax, self._e4m3_max)
-            return held._stamped(self.dtype)
-        copied = unprepack(self._prepacked())
-        # All tensors are copies, so that a weight loaded later does not mix with them.
-        amax = self.weight_amax.clone()
-        return NVFP4Tensor._trusted(copied.codes, copied.scales, amax, self._e4m3_max)._stamped(self.dtype)
+        if self._is_prepacked():
+            made = self._unprepacked()
+            # All tensors are copies, so that a weight loaded later does not mix with them.
+            codes, scales, amax = made.codes, made.scales, made.amax.clone()
+        else:
+            codes, scales, amax = self.weight_codes, self.weight_scales, self.weight_amax
+        return NVFP4Tensor._trusted(codes, scales, amax, self._e4m3_max)._stamped(self.dtype)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.__dict__["_fast"] = None
@@ -206,25 +234,31 @@ class WeightModule(torch.nn.Module):
             self._buffers["bias"] = value.detach().to(torch.float32)
 
     def _set_weight(self, value: object) -> None:
-        device, shape = self.weight_amax.device, self._shape
-        if isinstance(value, Tensor):  # also a Parameter
-            check_float_weight("weight", value, shape)
-            _checks.same_device("weight", value, device, "the layer")
-            with torch.inference_mode(False), torch.no_grad():
-                value = self._requantized(value)
-        value = check_quantized_weight(value, rank=len(shape))
-        if tuple(value.shape) != shape:
-            raise ValueError(f"weight: shape is {tuple(value.shape)}, must be {shape}")
-        _checks.same_device("weight", value.codes, device, "the layer")
+        new = self._quantized("weight", value)
         with _EXCHANGE:
             self._hold(
-                weight_codes=value.codes,
-                weight_scales=value.scales,
-                weight_amax=value.amax,
-                weight_prepacked=None,
+                weight_codes=new.codes, weight_scales=new.scales, weight_amax=new.amax, weight_prepacked=None
             )
-            self.e4m3_max = value.e4m3_max
+            self.e4m3_max = new.e4m3_max
             self._has_weight = True
+
+    def _quantized(self, name: str, weight: object) -> NVFP4Tensor:
+        """A new weight in NVFP4; raises TypeError or ValueError unless it has the shape and the device."""
+        shape, device = self._shape, self.weight_amax.device
+        if isinstance(weight, Tensor):  # also a Parameter
+            check_float_weight(name, weight, shape)
+            _checks.same_device(name, weight, device, "the layer")
+            with torch.inference_mode(False), torch.no_grad():
+                weight = self._requantized(weight)
+        if not isinstance(weight, NVFP4Tensor):
+            raise TypeError(
+                f"{name}: got {_checks.describe(weight)}, must be an NVFP4Tensor or a float tensor"
+            )
+        new = check_quantized_weight(weight, name, len(shape))
+        if tuple(new.shape) != shape:
+            raise ValueError(f"{name}: shape is {tuple(new.shape)}, must be {shape}")
+        _checks.same_device(name, new.codes, device, "the layer")
+        return new
 
     def _requantized(self, weight: Tensor) -> NVFP4Tensor:
         """A float weight, or some rows of one, as NVFP4 with the scaling and the e4m3_max of this layer.
@@ -240,8 +274,79 @@ class WeightModule(torch.nn.Module):
         """ "row" or "tensor": whether weight_amax has a number for each row or one for the whole matrix."""
         return "tensor" if self.weight_amax.shape[-1] == 1 else "row"
 
+    def reset_parameters(self) -> None:
+        """Forget the weight: zeros everywhere, and ``forward`` raises until one is loaded."""
+        if self._is_prepacked():  # the buffer keeps its address; zero bytes decode to 0
+            held = [t for t in (self.weight_prepacked, self.weight_amax, self.bias) if t is not None]
+        else:
+            held = [t for name, t in self._own_buffers().items() if name != BOUND]
+        for buffer in held:
+            buffer.view(BITS[buffer.dtype]).zero_()
+        self.e4m3_max = max(_checks.E4M3_BOUNDS)
+        self._has_weight = False
+
+    def _require_weight(self) -> None:
+        if not torch.compiler.is_compiling():
+            self._notice()
+        if not self._has_weight:
+            raise RuntimeError(
+                "weight: not loaded yet; use load_state_dict with a checkpoint of an "
+                f"fp4gemm.nn.{self._public}, or make it with {self._public}.from_float or "
+                f"{self._public}.from_quantized"
+            )
+
+    def _adopt(self, weight: NVFP4Tensor, bias: Tensor | None) -> Self:
+        """Share the memory of ``weight``, copy the bias, and return the layer, which is a new one."""
+        self._hold(
+            weight_codes=weight.codes,
+            weight_scales=weight.scales,
+            weight_amax=weight.amax,
+            bias=None if bias is None else bias.detach().to(torch.float32, copy=True),
+        )
+        self._buffers.setdefault("bias", None)
+        self.e4m3_max = weight.e4m3_max
+        self._has_weight = True
+        return self
+
+    def dequantize_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``W = code * block scale * amax / (6 * e4m3_max)``, dense (n, k) or (g, n, k) of ``dtype``."""
+        self._require_weight()
+        if torch.compiler.is_compiling():  # torch.compile cannot trace a lock
+            return self.weight.dequantize(dtype)
+        with _EXCHANGE:
+            return self.weight.dequantize(dtype)
+
+    # ---- the forms: codes and block scales, or prepacked bytes
+
+    def prepack(self) -> Self:
+        """Replace the codes and block scales by prepacked bytes, and return the layer.
+
+        ``forward`` does that by itself where it helps. On the CPU it only costs time. Synchronises, unless
+        the weight is prepacked already.
+
+        Raises:
+            RuntimeError: no weight has been loaded yet, or a CUDA graph has been captured that reads the
+                weight as it is. NotImplementedError: the device does not read prepacked weights; the text
+                says which.
+        """
+        self._require_weight()
+        if self._is_captured:
+            raise RuntimeError(
+                "weight: its codes and scales are read by a captured CUDA graph; prepack() must come before"
+            )
+        support.ready_for(self.weight_amax, "mm", ("nvfp4", "prepacked"))
+        with _EXCHANGE:
+            if not self._is_prepacked():
+                self._hold_prepacked()
+        return self
+
     def _is_prepacked(self) -> bool:
         return PREPACKED in self._buffers
+
+    def _unprepacked(self) -> NVFP4Tensor:
+        """Codes and block scales of the prepacked bytes, in new memory; with the amax of the layer."""
+        data: Tensor = self._buffers[PREPACKED]  # type: ignore[assignment]
+        return unprepack(PrepackedTensor._trusted(data, self.weight_amax, self._shape, self._e4m3_max))
 
     def _hold_prepacked(self, place: Tensor | None = None) -> None:
         """Prepack the weight, into the tensor ``place`` if that is given, and free codes and block scales."""
@@ -264,7 +369,7 @@ class WeightModule(torch.nn.Module):
             if self.weight_prepacked is None:
                 return
             with torch.inference_mode(False), torch.no_grad():
-                weight = unprepack(self._prepacked())
+                weight = self._unprepacked()
             if weight.codes.is_cuda:  # other streams may still be reading the prepacked bytes
                 torch.cuda.synchronize(weight.device)
             self._hold(weight_prepacked=None, weight_codes=weight.codes, weight_scales=weight.scales)
@@ -293,6 +398,289 @@ class WeightModule(torch.nn.Module):
         hook = self.__dict__.get("_hf_hook")
         return hook is not None and any(getattr(h, "offload", False) for h in getattr(hook, "hooks", (hook,)))
 
-    def _own_buffers(self) -> dict[str, Tensor]:
-        own = {name: getattr(self, name) for name in (*WEIGHT_BUFFERS, BOUND)}
-        return own if self.bias is None else {**own, "bias": self.bias}
+    # ---- updates
+
+    def update_(self, weight: Tensor | NVFP4Tensor, bias: Tensor | None = None) -> Self:
+        """Write another weight of the same shape into the memory of this one, and return the layer.
+
+        Every buffer keeps its address, prepacked or not, so that a captured CUDA graph multiplies by the new
+        weight when it is replayed next. All checks come first: after an error nothing has changed.
+
+        The writes are on the current stream, as the next ``forward`` on it is. Where graphs are replayed on
+        another stream, that one has to wait for the update (and the update for the last replay).
+
+        Args:
+            weight: NVFP4Tensor (n, k), or (g, n, k) of a stack, with the e4m3_max of the layer, which is an
+                argument of the kernels and so part of a captured graph. Its amax is that of the layer in
+                shape; one number for a matrix is also accepted where the layer has one for each row. Or a
+                bfloat16, float16 or float32 tensor, which :func:`fp4gemm.quantize` makes NVFP4 with
+                ``weight_scaling`` and ``e4m3_max`` of the layer: the standard block scales for 448, and four
+                over six for 256.
+            bias: bfloat16, float16 or float32 (n,) or (g, n); None keeps the bias.
+
+        Raises:
+            TypeError, ValueError: weight or bias has another type, dtype, shape, device or e4m3_max, a
+                float weight has NaN or infinity, or the layer has no bias or no memory (it is on the meta
+                device or offloaded). The text names the argument.
+
+        Synchronises for a float weight on a GPU, to look for NaN and infinity, and not for an NVFP4Tensor.
+        """
+        with _EXCHANGE:
+            self._write(self._new_weight(weight, bias))
+        return self
+
+    def _new_weight(
+        self, weight: object, bias: object = None, names: tuple[str, str] = ("weight", "bias")
+    ) -> dict[str, Tensor]:
+        """Check the arguments of an update, and return the tensors that it writes, by the name of the buffer.
+
+        The tensors are codes and block scales, or prepacked bytes, as the layer stores them; ``names`` are
+        the names of the arguments in errors.
+        """
+        self._notice()
+        name, shape, device = names[0], self._shape, self.weight_amax.device
+        if device.type == "meta" or self._is_offloaded():
+            where = "offloaded" if self._is_offloaded() else "on the meta device"
+            raise ValueError(f"{name}: the layer is {where}, must be in memory to be updated")
+        parts: dict[str, Tensor] = {}
+        if bias is not None:
+            if self.bias is None:
+                raise ValueError(f"{names[1]}: got {_checks.describe(bias)}, must be None: there is no bias")
+            checked = check_bias(bias, *shape[:-1], device=device, name=names[1])
+            parts["bias"] = checked.detach().to(torch.float32)
+        new = self._quantized(name, weight)
+        if new.e4m3_max != self._e4m3_max:
+            raise ValueError(
+                f"{name}: e4m3_max is {new.e4m3_max}, must be {self._e4m3_max} as of the layer; assign "
+                "the attribute `weight`, before a CUDA graph is captured, to change it"
+            )
+        parts["weight_amax"] = new.amax
+        if new.amax.shape != self.weight_amax.shape:
+            if new.amax.shape[-1] != 1:
+                raise ValueError(
+                    f"{name}: amax has shape {tuple(new.amax.shape)}, must have "
+                    f"{tuple(self.weight_amax.shape)}, since weight_scaling of the layer is 'tensor'"
+                )
+            parts["weight_amax"] = new.amax.expand(self.weight_amax.shape)
+        if not self._is_prepacked():
+            return {**parts, "weight_codes": new.codes, "weight_scales": new.scales}
+        with torch.inference_mode(False), torch.no_grad():
+            return {**parts, PREPACKED: prepack(new).data}
+
+    def _write(self, parts: dict[str, Tensor]) -> None:
+        """Copy the tensors of an update into the buffers, after all checks, so that nothing can fail."""
+        held = self._buffers
+        is_inference = any(held[name].is_inference() for name in parts)  # type: ignore[union-attr]
+        with torch.inference_mode(is_inference), torch.no_grad():
+            for name, part in parts.items():
+                buffer: Tensor = held[name]  # type: ignore[assignment]
+                # As bytes: a copy between equal dtypes is no kernel, which the prepacked ones rely on.
+                buffer.view(BITS[buffer.dtype]).copy_(part.contiguous().view(BITS[buffer.dtype]))
+        self._has_weight = True
+
+    # ---- moves, copies, pickles and checkpoints: always as codes and block scales
+
+    def __getstate__(self) -> dict[str, Any]:
+        weight = self.weight
+        # torch (2.13) writes float8 storages with plain pickle but cannot read them back; bytes it can.
+        held = {name: buffer for name, buffer in self._buffers.items() if name != PREPACKED}
+        held |= {"weight_codes": weight.codes, "weight_scales": weight.scales.view(torch.uint8)}
+        without = ("_known", "_fast", "_transposed")
+        state = {name: v for name, v in self.__dict__.items() if not name.startswith(without)}
+        return {**state, "_buffers": ordered(held), "_is_captured": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._buffers["weight_scales"] = state["_buffers"]["weight_scales"].view(torch.float8_e4m3fn)
+        self._remember_buffers()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        with _EXCHANGE:
+            if self.weight_prepacked is not None:
+                weight = self.weight
+                destination[prefix + "weight_codes"] = weight.codes
+                destination[prefix + "weight_scales"] = weight.scales
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            if self.weight_prepacked is not None:  # copies too: a weight loaded later must not mix with them
+                for name in ("weight_amax", BOUND, "bias"):
+                    if self._buffers.get(name) is not None:
+                        destination[prefix + name] = destination[prefix + name].clone()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Module.to, .half, .cuda, .to_empty and the like: devices change, dtypes of buffers do not."""
+        self._notice()
+        own = {id(buffer) for buffer in self._buffers.values() if buffer is not None}
+        before = self.weight_amax.device
+        super()._apply(lambda t: keep_dtype(fn, t) if id(t) in own else fn(t), recurse)
+        self.dtype = moved_dtype(fn, self.dtype)
+        self._remember_buffers()
+        if before.type == "meta" and not self.weight_amax.is_meta:
+            self._has_weight = False  # to_empty: memory without contents
+            self.e4m3_max = self._e4m3_max
+        if self.weight_amax.device != before:
+            self._is_captured = False
+            self._hold_canonical()
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        is_assigned = bool(local_metadata.get("assign_to_params_buffers"))
+        with _EXCHANGE:
+            place = self.weight_prepacked
+            self._hold_canonical()
+            state_dict = with_bound(state_dict, prefix)
+            problems = checkpoint_problems(self._own_buffers(), state_dict, prefix)
+            if problems:  # all or nothing: codes never meet the scales of another weight
+                error_msgs.extend(problems)
+            else:
+                super()._load_from_state_dict(
+                    state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+                )
+            is_loaded = not problems and prefix + WEIGHT_BUFFERS[0] in state_dict
+            if is_loaded:
+                self._align_buffers()
+                bound = state_dict[prefix + BOUND]
+                if not bound.is_meta:
+                    self._e4m3_max = int(bound.item())
+                self._has_weight = not self.weight_codes.is_meta or is_assigned
+            self._remember_buffers(is_loaded)
+            if place is not None and not (is_assigned and not problems):
+                self._hold_prepacked(place)
+
+
+# ---- the buffers by themselves
+
+
+def new_buffers(shape: tuple[int, ...], num_amax: int, device: torch.device | None) -> dict[str, Tensor]:
+    """The uninitialised buffers of a weight (n, k) or (g, n, k): codes, swizzled scales, amax and e4m3_max.
+
+    ``num_amax`` is 1 or n: the numbers that amax has for each matrix.
+    """
+    *lead, n, k = shape
+    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...] = (
+        ((*lead, n, k // 2), torch.uint8),
+        ((*lead, *_checks.padded_scale_shape(n, k)), torch.float8_e4m3fn),
+        ((*lead, num_amax), torch.float32),
+        ((1,), torch.int32),
+    )
+    return {
+        name: torch.empty(shape, dtype=dtype, device=device)
+        for name, (shape, dtype) in zip((*WEIGHT_BUFFERS, BOUND), shapes, strict=True)
+    }
+
+
+def ordered(buffers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """The buffers of a weight in the order in which a new layer has them."""
+    return {name: buffers[name] for name in (*ORDER, *buffers) if name in buffers}
+
+
+def version(buffer: Tensor | None) -> int | None:
+    """A number that changes with every write in place; None of an inference tensor, which has none."""
+    return None if buffer is None or buffer.is_inference() else buffer._version
+
+
+def keep_dtype(fn: Callable[[Tensor], Tensor], buffer: Tensor) -> Tensor:
+    """The device and the memory of ``fn(buffer)``, with the dtype and the bits of the buffer."""
+    bits = buffer.view(BITS[buffer.dtype])
+    moved = fn(bits)
+    if moved is bits:
+        return buffer  # the same tensor object, so that tied buffers stay tied
+    # Module.type() casts integers as well; then only the device of the result counts.
+    return moved.view(buffer.dtype) if moved.dtype is bits.dtype else buffer.to(moved.device)
+
+
+def moved_dtype(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the float layer after ``fn`` of Module.half() and the like; ``dtype`` if it sets none."""
+    moved = fn(torch.empty(0, dtype=dtype)).dtype
+    return moved if moved in _checks.FLOAT_DTYPES else dtype
+
+
+def bound_problem(value: Any) -> str | None:
+    """Why ``value`` is not a stored e4m3_max; None if it is one. Synchronises where it lies on a GPU."""
+    if not isinstance(value, Tensor) or value.dtype is not torch.int32 or tuple(value.shape) != (1,):
+        return f"got {_checks.describe(value)}, must be an int32 tensor of shape (1,)"
+    if not value.is_meta and int(value.item()) not in _checks.E4M3_BOUNDS:
+        return f"e4m3 bound is {int(value.item())}, must be {_checks.listing(_checks.E4M3_BOUNDS)}"
+    return None
+
+
+def with_bound(state_dict: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+    """The state_dict with e4m3_max under the key of its buffer: from the extra state, or 448 by default."""
+    extra, bound = prefix + EXTRA_STATE, prefix + BOUND
+    if prefix + WEIGHT_BUFFERS[0] not in state_dict or (extra not in state_dict and bound in state_dict):
+        return state_dict
+    state = dict(state_dict)
+    default = torch.tensor([max(_checks.E4M3_BOUNDS)], dtype=torch.int32)
+    state.setdefault(bound, state.pop(extra, default))
+    return state
+
+
+def checkpoint_problems(own: Mapping[str, Tensor], state_dict: Mapping[str, Any], prefix: str) -> list[str]:
+    """Why the entries under ``prefix`` cannot be the state of a layer with the buffers ``own``, a text each.
+
+    torch itself compares shapes only and would cast another dtype: uint8 bytes that hold e4m3 scales, for
+    instance, would become numbers from 0 to 255.
+    """
+    if prefix + "weight" in state_dict:
+        return [
+            f"{prefix}weight: is the weight of a float layer, must be {', '.join(WEIGHT_BUFFERS)}; "
+            "load it into a torch.nn.Linear and convert that with Linear.from_float"
+        ]
+    together = [prefix + name for name in WEIGHT_BUFFERS]
+    missing = [key for key in together if key not in state_dict]
+    if len(missing) == len(together):
+        return []  # torch reports missing keys, if strict
+    problems = [f"{key}: is missing, must come with the other parts of the weight" for key in missing]
+    for name, buffer in own.items():
+        if prefix + name in state_dict:
+            problem = buffer_problem(name, buffer, state_dict[prefix + name])
+            problems += [] if problem is None else [f"{prefix}{name}: {problem}"]
+    return problems
+
+
+def check_buffers(held: Mapping[str, Tensor | None], shape: tuple[int, ...], num_amax: int) -> None:
+    """Raise ValueError unless the buffers that other code has set fit a weight of this shape."""
+    wanted = new_buffers(shape, num_amax, torch.device("meta"))
+    wanted["bias"] = torch.empty(shape[:-1], dtype=torch.float32, device="meta")
+    for name, expected in wanted.items():
+        value = held.get(name)
+        problem = None if value is None else buffer_problem(name, expected, value)
+        if problem is not None:
+            raise ValueError(
+                f"{name}: {problem}; the buffers of an NVFP4 weight keep their dtypes, so load them "
+                "without dtype="
+            )
+
+
+def buffer_problem(name: str, buffer: Tensor, value: Any) -> str | None:
+    """Why ``value`` cannot take the place of the buffer of this name; None if it can.
+
+    Synchronises where the value is on a GPU.
+    """
+    if name == BOUND:
+        return bound_problem(value)
+    if not isinstance(value, Tensor):
+        return f"got {_checks.describe(value)}, must be a torch.Tensor"
+    if value.dtype is not buffer.dtype:
+        return f"dtype is {value.dtype}, must be {buffer.dtype}"
+    if value.shape != buffer.shape:
+        rescaled = (
+            buffer.dtype is torch.float32
+            and value.shape[:-1] == buffer.shape[:-1]
+            and 1 in (*value.shape[-1:], *buffer.shape[-1:])
+        )
+        hint = " (weight_scaling differs)" if rescaled else ""
+        return f"shape is {tuple(value.shape)}, must be {tuple(buffer.shape)}{hint}"
+    if not value.is_contiguous():
+        return f"strides are {value.stride()}, must be contiguous"
+    if name == "weight_scales":
+        return _values.scales_problem(value)
+    return _values.amax_problem(value) if name == "weight_amax" else None

@@ -29,7 +29,7 @@ from ._inputs import (
     shared_input,
 )
 from ._methods import DataFree, Quantizer, as_quantizer
-from ._state import BOUND, PREPACKED, version
+from ._weight import BOUND, PREPACKED, version
 
 _SCALINGS = {"none": 0, "row": 1, "tensor": 2}  # the numbers of the operator
 _RULES = selection.RULES
@@ -135,18 +135,9 @@ class Linear(DifferentiableLayer):
         if dtype is not None:
             _checks.is_float_dtype("dtype", dtype)
         check_options(activation_scaling, weight_scaling, check_finite)
-        super().__init__()
-        default = torch.get_default_dtype() if dtype is None else dtype
-        self.dtype = default if default in _checks.FLOAT_DTYPES else torch.float32
-        where = None if device is None else _checks.as_device("device", device)
-        n, k = out_features, in_features
-        self.in_features, self.out_features = k, n
+        super().__init__((out_features, in_features), bias, device, dtype, weight_scaling)
         self.activation_scaling = activation_scaling
         self.check_finite = check_finite
-        self._has_weight = False
-        self._register_weight(n if weight_scaling == "row" else 1, where)
-        self.register_buffer("bias", torch.empty(n, dtype=torch.float32, device=where) if bias else None)
-        self.reset_parameters()
 
     @classmethod
     def from_float(

@@ -23,8 +23,7 @@ from ..containers.nvfp4 import NVFP4Tensor
 from ..stacks import join_rows, joined
 from ._hooks import carry_over
 from ._inputs import check_bias, check_float_weight, check_quantized_weight, shared_input
-from ._state import version
-from ._weight import _EXCHANGE
+from ._weight import _EXCHANGE, version
 from .linear import _LINEAR as LINEAR
 from .linear import Linear
 from .norm import Tokens

@@ -22,7 +22,7 @@ from ...checkpoint.formats import FormatName, StoredWeight
 from ...models import moe
 from ...nn._inputs import ActivationScaling
 from ...nn._stack import StackedWeight
-from ...nn._state import BOUND
+from ...nn._weight import BOUND
 from ...stacks import joined, stack
 from ._stored import StoredModule, refuse
 

@@ -21,7 +21,6 @@ from ...models.fuse import fused
 from ...models.select import float_weights
 from ...nn._hooks import materialized
 from ...nn._inputs import ActivationScaling
-from ...nn._layer import WeightLayer
 from ...nn._weight import WeightModule
 from ...nn.gated import GatedMLP
 from ...nn.merged import MergedLinear, Part, rows_of
@@ -86,7 +85,7 @@ def _agreed(model: Any) -> tuple[ActivationScaling, int]:
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Experts)):
             scalings[module.activation_scaling] = name
-        if isinstance(module, WeightLayer):
+        if isinstance(module, WeightModule):
             with materialized(module):
                 module._require_weight()
                 bounds[module.e4m3_max] = name
