@@ -23,10 +23,9 @@ from torch import Tensor
 
 from .. import _checks, activations
 from ..activations import Activation, ActivationName
-from ..nn._experts import Layout, check_shapes
 from ..nn._hooks import materialized
 from ..nn._inputs import check_float_weight
-from ..nn.experts import Experts
+from ..nn.experts import Experts, Layout, check_shapes
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # has_post_expert_norm is younger
 TRAINED = "_trains_by_recipe"  # in the classes of fp4gemm.training whose parameters are a float module's

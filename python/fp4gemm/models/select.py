@@ -12,10 +12,9 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from .. import _checks
-from ..nn._experts import EXPERTS_SCALINGS
 from ..nn._hooks import hooks_of, materialized
 from ..nn._inputs import OUT_STEP, ActivationScaling, check_linear
-from ..nn.experts import Experts
+from ..nn.experts import EXPERTS_SCALINGS, Experts
 from ..nn.linear import Linear
 from . import moe
 from .report import Action, ExpertsReport, FloatKind, FloatWeight, LayerReport

@@ -1,66 +1,26 @@
-"""The forward pass and the state of fp4gemm.nn.Experts with experts on many ranks (fp4gemm.distributed)."""
+"""The forward pass of fp4gemm.nn.Experts with experts on many ranks (fp4gemm.distributed)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .. import _checks, kernel_table, support
+from .. import _checks, kernel_table
+from ..activations import by_name
 from ..ops import operators
 from ..ops.gemm import GemmCall
 from ..quantize import decode, quantize
 from ..reference.epilogue import ALPHA
-from ._experts import check_tokens, formats_of
-from ._inputs import refuse_not_finite
-from ._stack import HeldWeight
-from ._weight import BOUND
 
 if TYPE_CHECKING:
     from ..containers.decoded import DecodedTensor
     from ..containers.nvfp4 import NVFP4Tensor
     from ..distributed import ExpertParallel, Handle
-    from .experts import Experts
+    from .experts import HeldWeight
 
-__all__ = ["DividedExperts", "check_exchange", "forward"]
-
-
-class DividedExperts(torch.nn.Module):
-    """A module whose state_dict has the experts of all ranks if it exchanges tokens between ranks.
-
-    The entries of its children are then DTensors with the placement Shard(0), over the memory that the
-    children hold, and not plain tensors: those would have one name and other contents on each rank, of which
-    torch.distributed.checkpoint would silently save one rank's. The bounds of the scales stay plain.
-    """
-
-    ep: ExpertParallel | None = None
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state_dict; with ``ep`` the stacks are DTensors (num_experts, ...), Shard(0)."""
-        state = super().state_dict(*args, **kwargs)
-        if self.ep is None:
-            return state
-        from torch.distributed.tensor import DTensor, Shard
-
-        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        inside = tuple(f"{prefix}{name}." for name, _ in self.named_children())
-        for key, value in state.items():
-            is_stack = isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta
-            if is_stack and key.startswith(inside) and not key.endswith(f".{BOUND}"):
-                mesh = self.ep._mesh(value.device.type)
-                state[key] = DTensor.from_local(value, mesh, [Shard(0)], run_check=False)
-        return state
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Give the children, whose turn is next, this rank's part of each DTensor."""
-        if self.ep is not None:
-            from torch.distributed.tensor import DTensor
-
-            for key, value in state_dict.items():
-                if key.startswith(prefix) and isinstance(value, DTensor):
-                    state_dict[key] = value.to_local()
-        super()._load_from_state_dict(state_dict, prefix, *args)
+__all__ = ["check_exchange", "exchanged"]
 
 
 def check_exchange(
@@ -88,28 +48,31 @@ def check_exchange(
             raise ValueError(f"{name}: is {got}, must be {wanted}, {of_ep} of ep")
 
 
-def forward(layer: Experts, ep: ExpertParallel, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+def exchanged(
+    ep: ExpertParallel,
+    x: Tensor,
+    ids: Tensor,
+    scores: Tensor,
+    w13: HeldWeight,
+    w2: HeldWeight,
+    activation: str | None,
+    formats: tuple[str, str],
+) -> Tensor:
     """The weighted sum of the experts of each token of this rank: every rank takes part, also without tokens.
 
-    The arguments are those of ``Experts.forward``, and the definition is the same.
+    The definition is that of the operator ``experts``.
+
+    Args:
+        x: (t, d), contiguous; ids, scores: (t, top_k).
+        w13, w2: the experts of this rank.
+        formats: the formats of the operands, as :func:`fp4gemm.support.ready_for` names them.
     """
-    w13, w2 = layer.w13(), layer.w2()
-    d = layer.hidden
-    x, ids, weights = check_tokens(x, topk_ids, topk_weights, d, w13.amax.device)
-    if layer.check_finite != "off":
-        refuse_not_finite(x, layer)
-    formats = formats_of(layer, x, w13)
-    support.ready_for(x, "grouped_mm", formats)
-    rows = _checks.readable(x.reshape(-1, d))
-    a, handle = ep.dispatch(rows, ids.reshape(-1, ids.shape[-1]))
+    a, handle = ep.dispatch(x, ids)
     hidden_dtype = x.dtype if x.dtype in _checks.HALF_DTYPES else torch.bfloat16
     decodes = formats[0] == "fp16"
-    left = decode(a) if decodes else a
-    h = _product(ep, handle, left, w13, layer._activation, layer.activation, hidden_dtype)
+    h = _product(ep, handle, decode(a) if decodes else a, w13, activation, hidden_dtype)
     hidden = quantize(h, offs=handle.offs, decoded=decodes)
-    y = _product(ep, handle, hidden, w2, 0, None, x.dtype)
-    out = ep.combine(y, handle, weights.reshape(-1, ids.shape[-1]))
-    return out if x.dim() == 2 else out.view(x.shape)
+    return ep.combine(_product(ep, handle, hidden, w2, None, x.dtype), handle, scores)
 
 
 def _product(
@@ -117,8 +80,7 @@ def _product(
     handle: Handle,
     a: NVFP4Tensor | DecodedTensor,
     weight: HeldWeight,
-    activation: int,
-    activation_name: str | None,
+    activation: str | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """The grouped product of rows and a weight, by the kernel that one process would select."""
@@ -133,7 +95,7 @@ def _product(
         alpha_row=a.amax,
         alpha_col=weight.amax,
         bias=weight.bias,
-        activation=activation,
+        activation=by_name[activation].number,
         b_rows=weight.rows,
         kernel_name=None,
         out_dtype=out_dtype,
@@ -142,7 +104,7 @@ def _product(
         n = weight.rows or weight.data.shape[1]
         formats = ("fp16" if scales is None else "nvfp4", "prepacked" if weight.scales is None else "nvfp4")
         call = call._replace(
-            kernel_name=kernel_of(ep, handle, a.device, n, a.shape[1], formats, activation_name, out_dtype)
+            kernel_name=kernel_of(ep, handle, a.device, n, a.shape[1], formats, activation, out_dtype)
         )
     y: Tensor = operators.gemm(*call)
     return y

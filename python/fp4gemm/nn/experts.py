@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -11,36 +11,30 @@ from .. import _checks, _transforms, activations, support
 from .._refusals import REFUSALS, explained
 from ..activations import Activation, ActivationName
 from ..containers.nvfp4 import NVFP4Tensor
-from ._experts import (
-    LAYOUTS,
-    ExpertsScaling,
-    Layout,
-    activation_of,
-    check_experts_options,
-    check_shapes,
-    check_tokens,
-    formats_of,
-    multiply,
-    stack_bias,
-)
+from ..ops import operators
 from ._inputs import (
+    CHECKS_OF_FINITE,
+    WEIGHT_SCALINGS,
     CheckFinite,
     WeightScaling,
+    check_bias,
     check_float_weight,
     check_quantized_weight,
     refuse_not_finite,
 )
 from ._methods import DataFree, Quantizer, as_quantizer
-from ._parallel import DividedExperts, check_exchange
-from ._parallel import forward as parallel_forward
-from ._stack import HeldWeight, StackedWeight, interleaved, interleaved_stack, mixed, of_own_storage
-from ._weight import _EXCHANGE
+from ._parallel import check_exchange, exchanged
+from ._weight import _EXCHANGE, BOUND, PREPACKED, WeightModule, version
 
 if TYPE_CHECKING:
     from ..distributed import ExpertParallel
 
+ExpertsScaling = Literal["row", "none"]  # the scaling of the activations
+Layout = Literal["halves", "interleaved"]
+EXPERTS_SCALINGS, LAYOUTS = get_args(ExpertsScaling), get_args(Layout)
 
-class Experts(DividedExperts):
+
+class Experts(torch.nn.Module):
     """The experts of a mixture: two NVFP4 products for each expert that a token names, and a weighted sum.
 
     For token i with the experts e = topk_ids[i, j] and the weights topk_weights[i, j]::
@@ -82,6 +76,8 @@ class Experts(DividedExperts):
     Raises:
         TypeError, ValueError: naming the argument, its value and what it must be.
     """
+
+    ep: ExpertParallel | None = None
 
     def __init__(
         self,
@@ -327,6 +323,37 @@ class Experts(DividedExperts):
         self.w13.reset_parameters()
         self.w2.reset_parameters()
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state_dict; with ``ep`` the stacks are DTensors (num_experts, ...), Shard(0).
+
+        They lie over the memory of the weights. As plain tensors they would have one name and other contents
+        on each rank, of which torch.distributed.checkpoint would silently save one rank's. The bounds of the
+        scales stay plain.
+        """
+        state = super().state_dict(*args, **kwargs)
+        if self.ep is None:
+            return state
+        from torch.distributed.tensor import DTensor, Shard
+
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        inside = tuple(f"{prefix}{name}." for name, _ in self.named_children())
+        for key, value in state.items():
+            is_stack = isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta
+            if is_stack and key.startswith(inside) and not key.endswith(f".{BOUND}"):
+                mesh = self.ep._mesh(value.device.type)
+                state[key] = DTensor.from_local(value, mesh, [Shard(0)], run_check=False)
+        return state
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Give the children, whose turn is next, this rank's part of each DTensor."""
+        if self.ep is not None:
+            from torch.distributed.tensor import DTensor
+
+            for key, value in state_dict.items():
+                if key.startswith(prefix) and isinstance(value, DTensor):
+                    state_dict[key] = value.to_local()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """The weighted sum of the experts that each token names.
 
@@ -346,8 +373,6 @@ class Experts(DividedExperts):
             NotImplementedError: x or topk_weights requires grad while grad mode is on.
             RuntimeError: no weights have been loaded yet.
         """
-        if self.ep is not None:
-            return parallel_forward(self, self.ep, x, topk_ids, topk_weights)
         modules = self._modules
         first: StackedWeight = modules["w13"]  # type: ignore[assignment]
         second: StackedWeight = modules["w2"]  # type: ignore[assignment]
@@ -358,6 +383,7 @@ class Experts(DividedExperts):
         if (
             first.is_checked
             and second.is_checked
+            and self.ep is None
             and self.check_finite == "off"
             and _transforms.is_eager()
             and type(x) is Tensor
@@ -381,25 +407,267 @@ class Experts(DividedExperts):
         x, ids, weights = check_tokens(x, topk_ids, topk_weights, d, w13.amax.device)
         if self.check_finite != "off":
             refuse_not_finite(x, self)
-        dtype, in_bfloat16 = x.dtype, self.activation_scaling == "none" and x.dtype is torch.float32
+        shape, dtype = x.shape, x.dtype
+        in_bfloat16 = self.activation_scaling == "none" and dtype is torch.float32
         x = x.to(torch.bfloat16) if in_bfloat16 else x  # no kernel multiplies float32 values
+        formats = formats_of(self, x, w13)
         support.ready(x, "quantize")
-        support.ready_for(x, "grouped_mm", formats_of(self, x, w13))
-        y = multiply(
-            self,
-            _checks.readable(x.reshape(-1, d)),
-            ids.reshape(-1, ids.shape[-1]).contiguous(),
-            weights.reshape(-1, ids.shape[-1]).contiguous(),
-            w13,
-            w2,
-        )
+        support.ready_for(x, "grouped_mm", formats)
+        x = _checks.readable(x.reshape(-1, d))
+        top_k = ids.shape[-1]
+        ids, weights = ids.reshape(-1, top_k).contiguous(), weights.reshape(-1, top_k).contiguous()
+        if self.ep is not None:
+            y = exchanged(self.ep, x, ids, weights, w13, w2, self.activation, formats)
+        else:
+            y = multiply(self, x, ids, weights, w13, w2)
         if self.check_finite == "off" and not in_bfloat16 and not torch.compiler.is_compiling():
             self.w13.is_checked = self.w2.is_checked = "_hf_hook" not in self.w13.__dict__
-        return y.to(dtype) if x.dim() == 2 else y.to(dtype).view(x.shape)
+        return y.to(dtype).view(shape)
 
     def extra_repr(self) -> str:
         finite = "" if self.check_finite == "off" else f", check_finite={self.check_finite!r}"
         return f"activation={self.activation!r}, activation_scaling={self.activation_scaling!r}{finite}"
+
+
+# ---- the weights
+
+
+class HeldWeight(NamedTuple):
+    """The tensors of a stack as the operators take them: codes and block scales, or prepacked bytes."""
+
+    data: Tensor  # codes (g, n, k/2), or prepacked bytes (g, bytes)
+    scales: Tensor | None  # None: prepacked
+    amax: Tensor  # (g, n) or (g, 1)
+    bias: Tensor | None  # (g, n)
+    rows: int  # n if prepacked, else 0
+    e4m3_max: int
+
+
+class StackedWeight(WeightModule):
+    """W (g, n, k) in NVFP4 and a bias (g, n): one of the two weights of :class:`fp4gemm.nn.Experts`.
+
+    ``weight`` is the NVFP4Tensor, and ``dequantize_weight()`` its values. It is called without arguments and
+    returns a :class:`HeldWeight`; a call brings weights that accelerate has offloaded to the device.
+
+    Buffers:
+        weight_codes: uint8 (g, n, k/2), packed e2m1, low nibble = even k.
+        weight_scales: float8_e4m3fn (g, ceil128(n), ceil4(k/16)), one scale per 16 of k, swizzled, pads zero.
+        weight_amax: float32 (g, n), or (g, 1) with weight_scaling="tensor".
+        weight_e4m3_max: int32 (1,), the e4m3_max of the block scales, 448 or 256.
+        weight_prepacked: uint8 (g, bytes), in place of codes and scales once they are prepacked; not in a
+            state_dict.
+        bias: float32 (g, n), or None.
+    """
+
+    _public = "Experts"
+    # What the last call returned. The names of WeightModule that begin so are not copied or pickled.
+    _known_held: HeldWeight | None = None
+    is_checked = False  # a forward of Experts with this weight passed its checks; reset with the buffers
+
+    def __init__(
+        self,
+        num_experts: int,
+        out_features: int,
+        in_features: int,
+        bias: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_scaling: WeightScaling = "row",
+    ) -> None:
+        super().__init__((num_experts, out_features, in_features), bias, device, dtype, weight_scaling)
+
+    @classmethod
+    def of(cls, weight: NVFP4Tensor, bias: Tensor | None) -> StackedWeight:
+        """The module around a stack (g, n, k), whose memory it shares, and a float bias (g, n), copied."""
+        g, n, k = weight.shape
+        made = cls(g, n, k, bias is not None, device="meta", dtype=weight.dtype)
+        return made._adopt(weight, bias)
+
+    def forward(self, quantizes: bool = True) -> HeldWeight:
+        """The tensors of the weight, prepacked first where the kernels of the device read prepacked weights.
+
+        Args:
+            quantizes: whether the product quantizes its tokens.
+
+        Raises:
+            RuntimeError: no weight has been loaded yet.
+        """
+        is_traced = torch.compiler.is_compiling()
+        if not is_traced and self._known_held is not None and self._is_as_known():
+            return self._known_held
+        self._require_weight()
+        is_prepacked = self._is_prepacked()
+        if not is_prepacked and not is_traced:
+            is_prepacked = self._prepack_where_it_helps(quantizes)
+        amax, bias, bound = self.weight_amax, self.bias, self._e4m3_max
+        if is_prepacked:
+            data: Tensor = self.weight_prepacked  # type: ignore[assignment]
+            held = HeldWeight(data, None, amax, bias, self.out_features, bound)
+        else:
+            held = HeldWeight(self.weight_codes, self.weight_scales, amax, bias, 0, bound)
+        # Not weights that accelerate brings to the device for one forward, nor those still to be prepacked.
+        is_final = is_prepacked or self._is_captured or not support.streams_prepacked(amax.device, quantizes)
+        if is_final and not is_traced and "_hf_hook" not in self.__dict__:
+            self._known_held = held
+        return held
+
+    def _is_as_known(self) -> bool:
+        """Whether no buffer was replaced since the last call, and e4m3_max was not written."""
+        buffers, known = self._buffers, self._known_held
+        bound = buffers[BOUND]
+        return (
+            known is not None
+            and buffers.get("weight_codes" if known.scales is not None else PREPACKED) is known.data
+            and buffers.get("weight_scales") is known.scales
+            and buffers["weight_amax"] is known.amax
+            and buffers.get("bias") is known.bias
+            and bound is self._known[-1]
+            and version(bound) == self._known_version
+        )
+
+    def _remember_buffers(self, is_bound_read: bool = True) -> None:
+        super()._remember_buffers(is_bound_read)
+        self._known_held, self.is_checked = None, False
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_experts={self.num_matrices}, out_features={self.out_features}, "
+            f"in_features={self.in_features}, bias={self.bias is not None}, "
+            f"weight_scaling={self.weight_scaling!r}"
+        )
+
+
+def of_own_storage(made: NVFP4Tensor) -> NVFP4Tensor:
+    """The stack with scales that fill their storage: safetensors refuses a view of a larger one."""
+    scales = made.scales
+    if scales.untyped_storage().nbytes() > scales.nbytes:
+        scales = scales.clone()
+    return NVFP4Tensor._trusted(made.codes, scales, made.amax, made.e4m3_max)._stamped(made.dtype)
+
+
+def interleaved(x: Tensor) -> Tensor:
+    """x (g, 2i, ...) with rows 0, i, 1, i + 1, ...: gate and up, given as halves, alternate."""
+    mixed: Tensor = x.unflatten(1, (2, -1)).transpose(1, 2)
+    return mixed.flatten(1, 2)
+
+
+def interleaved_stack(w: NVFP4Tensor) -> NVFP4Tensor:
+    """A quantized stack with rows interleaved as by :func:`interleaved`; exact, since blocks lie along k."""
+    scales = interleaved(w.compact_scales().view(torch.uint8))
+    amax = w.amax if w.amax.shape[1] == 1 else interleaved(w.amax)
+    return NVFP4Tensor._of_compact(interleaved(w.codes), scales, amax, w.e4m3_max).to(w.dtype)
+
+
+def mixed(
+    w: Tensor | NVFP4Tensor, bias: Tensor | None, shape: tuple[int, ...]
+) -> tuple[Tensor | NVFP4Tensor, Tensor | None]:
+    """A weight and a bias whose halves are interleaved.
+
+    A tensor of another shape is returned unchanged, so that the checks that follow name it.
+    """
+    is_plain = isinstance(w, Tensor) or (isinstance(w, NVFP4Tensor) and w.offs is None)
+    if is_plain and tuple(w.shape) == shape:
+        w = interleaved(w.detach()) if isinstance(w, Tensor) else interleaved_stack(w)
+    if isinstance(bias, Tensor) and tuple(bias.shape) == shape[:2]:
+        bias = interleaved(bias.detach())
+    return w, bias
+
+
+# ---- the checks of the arguments
+
+
+def activation_of(name: object) -> Activation:
+    """The row of the table of activations; ValueError if the name is not in it."""
+    names = [*activations.names(is_gated=True), *activations.names(is_gated=False)]
+    _checks.is_one_of("activation", name, names)
+    return activations.by_name[name]  # type: ignore[index]
+
+
+def check_experts_options(activation_scaling: object, weight_scaling: object, check_finite: object) -> None:
+    """Raise unless these are values of the keywords of Experts."""
+    _checks.is_one_of("activation_scaling", activation_scaling, EXPERTS_SCALINGS)
+    _checks.is_one_of("weight_scaling", weight_scaling, WEIGHT_SCALINGS)
+    _checks.is_one_of("check_finite", check_finite, CHECKS_OF_FINITE)
+
+
+def check_shapes(w13: Tensor | NVFP4Tensor, w2: Tensor | NVFP4Tensor, activation: Activation) -> None:
+    """Raise ValueError unless w13 (g, n13, d) and w2 (g, d, intermediate) belong together."""
+    g, n13, d = w13.shape
+    _checks.is_multiple("w13", "d", d, _checks.K_STEP_MM)
+    if activation.is_gated:
+        _checks.is_multiple("w13", "n13, gate and up together,", n13, 2 * _checks.K_STEP_MM)
+    else:
+        _checks.is_multiple("w13", "n13", n13, _checks.K_STEP_MM)
+    wanted = (g, d, activation.width(n13))
+    if tuple(w2.shape) != wanted:
+        raise ValueError(
+            f"w2: its (g, d, intermediate) is {tuple(w2.shape)}, must be {wanted} for w13 {tuple(w13.shape)} "
+            f"and activation {activation.name!r}"
+        )
+
+
+def check_tokens(
+    x: object, topk_ids: object, topk_weights: object, d: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The arguments of a forward themselves; raises unless they belong together."""
+    x = _checks.is_tensor("x", x)
+    if x.dim() == 0 or x.shape[-1] != d:
+        raise ValueError(f"x: shape is {tuple(x.shape)}, must be (..., {d}), {d} = hidden")
+    _checks.same_device("x", x, device, "w13")
+    lead = x.shape[:-1]
+    ids, weights = _checks.is_tensor("topk_ids", topk_ids), _checks.is_tensor("topk_weights", topk_weights)
+    if ids.dim() == 0 or ids.shape[:-1] != lead:
+        wanted = ", ".join(map(str, (*lead, "top_k")))
+        raise ValueError(f"topk_ids: shape is {tuple(ids.shape)}, must be ({wanted})")
+    _checks.has_shape("topk_weights", weights, tuple(ids.shape), " as of topk_ids")
+    for name, t in (("x", x), ("topk_weights", weights)):
+        _checks.no_grad(name, t, "fp4gemm.nn.Experts")
+    _checks.has_dtype("x", x, _checks.FLOAT_DTYPES)
+    return x, ids, weights
+
+
+def stack_bias(name: str, bias: object, weight: Tensor | NVFP4Tensor) -> Tensor:
+    """The bias itself; raises unless it is a float tensor (g, n) beside the weight (g, n, k)."""
+    return check_bias(bias, *weight.shape[:2], device=weight.device, name=name)
+
+
+# ---- the operator
+
+
+def formats_of(layer: Experts, x: Tensor, w13: HeldWeight) -> tuple[str, str]:
+    """The formats of the operands of both products, as :func:`support.ready_for` names them."""
+    if layer.activation_scaling == "none":
+        a = "bf16" if x.dtype is torch.bfloat16 else "fp16"
+    else:
+        a = "fp16" if support.streams_prepacked(x.device) else "nvfp4"
+    return a, "nvfp4" if w13.scales is not None else "prepacked"
+
+
+def multiply(
+    layer: Experts, x: Tensor, ids: Tensor, scores: Tensor, w13: HeldWeight, w2: HeldWeight
+) -> Tensor:
+    """The operator ``experts`` with the weights and options of a layer."""
+    y: Tensor = operators.experts(
+        x,
+        ids,
+        scores,
+        w13.data,
+        w13.scales,
+        w13.amax,
+        w13.bias,
+        w2.data,
+        w2.scales,
+        w2.amax,
+        w2.bias,
+        w13.rows,
+        w2.rows,
+        w13.e4m3_max,
+        w2.e4m3_max,
+        layer._scaling,
+        layer._activation,
+    )
+    return y
 
 
 def _is_contiguous(x: object) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...containers.nvfp4 import NVFP4Tensor
 from ...nn._inputs import check_float_weight
 from ...nn._methods import as_quantizer
-from ...nn._stack import interleaved, of_own_storage
+from ...nn.experts import interleaved, of_own_storage
 from . import weights
 from .experts import ExpertsWeights
 from .layers import put

@@ -13,7 +13,7 @@ from ...checkpoint.formats import FORMATS, FormatName
 from ...checkpoint.formats._format import outer_to_amax
 from ...containers.nvfp4 import NVFP4Tensor
 from ...containers.prepacked import PrepackedTensor, prepack, unprepack
-from ...nn._stack import interleaved_stack
+from ...nn.experts import interleaved_stack
 
 __all__ = ["NOT_LOADED", "Held", "assembled", "hold", "input_amax", "interleaved_stack"]
 

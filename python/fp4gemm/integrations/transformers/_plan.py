@@ -21,8 +21,8 @@ from ... import nn
 from ...checkpoint.formats import FormatName, StoredWeight
 from ...models import moe
 from ...nn._inputs import ActivationScaling
-from ...nn._stack import StackedWeight
 from ...nn._weight import BOUND
+from ...nn.experts import StackedWeight
 from ...stacks import joined, stack
 from ._stored import StoredModule, refuse
 
