@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from fp4gemm.checkpoint.formats import (
-    FORMATS,
-    FormatName,
     Producer,
     Scheme,
     hf_quant_config,
@@ -20,8 +17,6 @@ from fp4gemm.checkpoint.formats import (
     read_quantization_config,
     read_scheme,
 )
-from fp4gemm.checkpoint.formats._read import READERS
-from fp4gemm.checkpoint.formats._write import WRITERS
 
 FP4 = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False}
 TENSOR_GROUP = {**FP4, "strategy": "tensor_group", "symmetric": True}
@@ -264,35 +259,3 @@ def test_bad_patterns() -> None:
         is_ignored("a", ["re:("], "compressed-tensors")
     with pytest.raises(ValueError, match=r"^format: got 'gguf'"):
         is_ignored("a", [], "gguf")  # type: ignore[arg-type]
-
-
-def test_every_format_has_its_own_names() -> None:
-    for name, about in FORMATS.items():
-        assert about.name == name
-        assert len(set(about.weight_suffixes)) == 3
-
-
-# ---- a format that is added
-
-
-def test_every_format_is_written_and_read() -> None:
-    """A new format needs an entry in each table; its name is its quant_method, which the reader knows."""
-    assert set(get_args(FormatName)) == set(FORMATS) == set(WRITERS) == set(READERS)
-    for name, format in FORMATS.items():
-        assert format.name == name
-        scheme = Scheme(format=name, activations="a16")
-        config = quantization_config(scheme)
-        assert config["quant_method"] == name
-        assert read_quantization_config(config).format == name
-
-
-def test_a_format_that_is_half_added_writes_no_other_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was written as ``quant_method: fp4gemm``."""
-    new: Any = "new"
-    monkeypatch.setitem(FORMATS, new, dataclasses.replace(FORMATS["modelopt"], name=new))
-    scheme = Scheme(format=new, activations="a16")
-    with pytest.raises(KeyError, match="new"):
-        quantization_config(scheme)
-    monkeypatch.setitem(WRITERS, new, lambda scheme: {"quant_method": "fp4gemm"})
-    with pytest.raises(RuntimeError, match=r"^quant_method: is 'fp4gemm' in the config of the new format"):
-        quantization_config(scheme)

@@ -38,7 +38,7 @@ from ..nn._methods import METHODS, Method, Quantizer
 from ..quantize import quantize
 from ..reference.chunks import fp32
 from ..reference.formats import encode_e4m3
-from .formats import FORMATS, FormatName, StoredWeight
+from .formats import FORMATS, FormatName, Scaling, StoredWeight
 
 __all__ = [
     "CALIBRATED",
@@ -52,7 +52,6 @@ __all__ = [
 ]
 
 Numerics = Literal["te", "modelopt", "llmcompressor"]
-Scaling = Literal["tensor", "row"]
 FourOverSix = Literal["none", "mae", "mse"]
 CALIBRATED = ("search", "gptq")  # the methods that need statistics here
 

@@ -102,8 +102,8 @@ class Options:
     weights: WeightOptions = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, kind in (("format", FormatName), ("activations", Activations)):
-            _checks.is_one_of(name, getattr(self, name), get_args(kind))
+        _checks.is_one_of("format", self.format, tuple(FORMATS))
+        _checks.is_one_of("activations", self.activations, get_args(Activations))
         calibration = read_calibration(self.calibration)
         method = chosen_method(self.method, self.four_over_six, calibration, self.numerics)
         weights = WeightOptions(self.numerics, self.scaling, self.four_over_six, method)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -239,10 +238,8 @@ def ignored_modules(
         holder, _, rest = module.partition(".experts.")
         if not rest or holder in holders:
             names.add(module)
-        elif FORMATS[format].has_targets:
-            names.add(f"re:{re.escape(holder)}\\.experts\\.")
         else:
-            names.add(f"{holder}.experts")
+            names.add(FORMATS[format].below(f"{holder}.experts"))
     return sorted(names)
 
 

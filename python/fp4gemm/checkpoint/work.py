@@ -14,7 +14,7 @@ from ..nn._methods import output_error
 from .calibrated import Text
 from .engine import convert_set, label, tensors_of
 from .errors import CheckpointError
-from .formats import Scheme, hf_quant_config, quantization_config, read_scheme
+from .formats import FORMATS, Scheme, configs_beside, quantization_config, read_scheme
 from .inputs import Inputs, inputs_of
 from .layout import FileLayout, layout, slots_of_set
 from .measure import amax_ratios, layer_error
@@ -27,7 +27,6 @@ from .state import STATE
 
 __all__ = ["Work", "copied_files", "quantization", "refuse_quantized", "without_quantization"]
 
-HF_QUANT_CONFIG = "hf_quant_config.json"
 MATRICES = 10  # float32 matrices (k, k) that GPTQ needs at a time: three moments, float64 factors
 CONFIG_KEYS = ("quantization_config", "compression_config")
 
@@ -84,13 +83,14 @@ def quantization(source: Source, options: Options) -> Work:
 
 def copied_files(source: Source) -> list[str]:
     """The files of the source that are copied as they are; a conversion writes its own of the other two."""
-    return [name for name in source.others if name not in (HF_QUANT_CONFIG, STATE)]
+    beside = [format.beside[0] for format in FORMATS.values() if format.beside is not None]
+    return [name for name in source.others if name not in (*beside, STATE)]
 
 
 def configs(config: Mapping[str, Any], scheme: Scheme) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """The new config.json, and the other JSON files of the scheme by name."""
-    extra = {HF_QUANT_CONFIG: hf_quant_config(scheme)} if scheme.format == "modelopt" else {}
-    return {**without_quantization(config), "quantization_config": quantization_config(scheme)}, extra
+    made = {**without_quantization(config), "quantization_config": quantization_config(scheme)}
+    return made, configs_beside(scheme)
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:

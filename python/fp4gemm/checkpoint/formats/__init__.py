@@ -29,12 +29,28 @@ Sources: ModelOpt 0.47.0 (``export/convert_hf_config.py``, ``qtensor/nvfp4_tenso
 
 from __future__ import annotations
 
-from ._format import FORMATS, Format, FormatName
-from ._ignore import is_ignored
-from ._read import read_quantization_config, read_scheme
-from ._scheme import Activations, KVCache, Producer, Scheme
-from ._stored import StoredWeight
-from ._write import hf_quant_config, quantization_config
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..._checks import describe, listing
+from .base import (
+    FORMATS,
+    Activations,
+    Format,
+    FormatName,
+    Json,
+    KVCache,
+    Producer,
+    Scaling,
+    Scheme,
+    format_of,
+)
+from .compressed_tensors import COMPRESSED_TENSORS
+from .fp4gemm import FP4GEMM
+from .modelopt import MODELOPT, hf_quant_config
+from .stored import StoredWeight
 
 __all__ = [
     "FORMATS",
@@ -43,11 +59,122 @@ __all__ = [
     "FormatName",
     "KVCache",
     "Producer",
+    "Scaling",
     "Scheme",
     "StoredWeight",
+    "configs_beside",
     "hf_quant_config",
     "is_ignored",
     "quantization_config",
     "read_quantization_config",
     "read_scheme",
 ]
+
+FORMATS |= {each.name: each for each in (MODELOPT, COMPRESSED_TENSORS, FP4GEMM)}
+
+
+def quantization_config(scheme: Scheme) -> dict[str, Any]:
+    """The value of ``quantization_config`` in the config.json of a checkpoint, ready for json.
+
+    ModelOpt's is what ModelOpt 0.47 writes, and compressed-tensors' what its 0.20 reads. What only this
+    library reads (``activations`` and ``e4m3_max``) is in ``producer``, which the other readers ignore. A KV
+    cache that stays in 16 bits is not named, or null.
+    """
+    format = FORMATS[scheme.format]
+    return {**format.write(scheme), "quant_method": format.name}  # the key keeps the place that it has
+
+
+def configs_beside(scheme: Scheme) -> dict[str, dict[str, Any]]:
+    """The other JSON files of a checkpoint, beside config.json, by name."""
+    beside = FORMATS[scheme.format].beside
+    return {} if beside is None else {beside[0]: beside[1](scheme)}
+
+
+def read_scheme(config: Json, folder: Path | str | None = None) -> Scheme | None:
+    """The scheme of a checkpoint, or None of one that is not quantized.
+
+    It is read from ``quantization_config`` of config.json, of its ``text_config``, or, for checkpoints of
+    older versions of ModelOpt, from hf_quant_config.json. Where both files exist and are ModelOpt's, they
+    must name the same algorithm.
+
+    Args:
+        config: the content of config.json.
+        folder: where hf_quant_config.json is looked for; None: nowhere.
+
+    Raises:
+        TypeError: config is no mapping. ValueError: the checkpoint is quantized in another way than these
+            formats; the text names the key, its value, and what this library reads.
+    """
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config: got {describe(config)}, must be the content of config.json")
+    files = {} if folder is None else _files_beside(Path(folder))
+    text = config.get("text_config")
+    for owner in (config, text if isinstance(text, Mapping) else {}):
+        found = owner.get("quantization_config")
+        if found is None:
+            continue
+        scheme = read_quantization_config(found)
+        if scheme.format in files:
+            file, content = files[scheme.format]
+            other = FORMATS[scheme.format].read(content, file)
+            if (other.activations == "a16") != (scheme.activations == "a16"):
+                raise ValueError(
+                    f"{file}: quant_algo has {other.activations} activations, must be {scheme.activations} "
+                    "as in config.json"
+                )
+        return scheme
+    return next((FORMATS[name].read(content, file) for name, (file, content) in files.items()), None)
+
+
+def read_quantization_config(config: Json) -> Scheme:
+    """The scheme that the value of ``quantization_config`` in config.json describes.
+
+    Raises:
+        TypeError, ValueError: as for :func:`read_scheme`.
+    """
+    if not isinstance(config, Mapping):
+        raise TypeError(f"quantization_config: got {describe(config)}, must be a mapping")
+    method = config.get("quant_method")
+    for format in FORMATS.values():
+        if method == format.name or (isinstance(method, str) and method.lower() in format.aliases):
+            return format.read(config, "quantization_config")
+    wanted = listing([repr(name) for name in FORMATS])
+    raise ValueError(f"quantization_config: quant_method is {method!r}, must be {wanted}")
+
+
+def _files_beside(folder: Path) -> dict[FormatName, tuple[str, Json]]:
+    """Name and content of the files of :func:`configs_beside` that a folder has, by their format."""
+    found: dict[FormatName, tuple[str, Json]] = {}
+    for format in FORMATS.values():
+        if format.beside is None or not (folder / format.beside[0]).is_file():
+            continue
+        path = folder / format.beside[0]
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: is no JSON: {error}") from error
+        if not isinstance(content, Mapping):
+            raise ValueError(f"{path}: holds {describe(content)}, must hold an object")
+        found[format.name] = path.name, content
+    return found
+
+
+def is_ignored(name: str, patterns: Iterable[str], format: FormatName, class_name: str = "Linear") -> bool:
+    """Whether a module stays in float by the patterns of a config in this format.
+
+    * modelopt and fp4gemm: a pattern with the wildcards of fnmatch (``*``, ``?``, ``[...]``) that matches
+      the whole name of the module or of one that contains it: ``model.layers.0*``, ``*.mlp.gate``,
+      ``lm_head``, ``model.vision_tower``. Case counts.
+    * compressed-tensors: the whole name of the module; the name of its class; or ``re:`` and a regular
+      expression that matches from the beginning of the name.
+
+    Args:
+        name: the name of the module, as in the model: ``model.layers.0.mlp.gate``, without ``.weight``.
+        patterns: what the config calls "ignore" or "exclude_modules".
+        format: whose rules hold.
+        class_name: the name of the class of the module.
+
+    Raises:
+        ValueError: the format does not exist, or a regular expression is none; the text has the pattern.
+    """
+    return format_of(format).ignores(name, patterns, class_name)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import _checks
-from ...checkpoint.formats import FORMATS, Activations, FormatName
-from ...checkpoint.formats._scheme import Scaling
+from ...checkpoint.formats import FORMATS, Activations, FormatName, Scaling
 from .report import Report
 from .weights import NOT_LOADED
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ... import _values, support
 from ...checkpoint.formats import FORMATS, FormatName
-from ...checkpoint.formats._format import outer_to_amax
 from ...containers.nvfp4 import NVFP4Tensor
 from ...containers.prepacked import PrepackedTensor, prepack, unprepack
 from ...nn.experts import interleaved_stack
@@ -73,7 +72,7 @@ def assembled(
         where = _where(missing, partition_rows)
         raise ValueError(f"{name}.{names.outer_scale}: is missing in the checkpoint{where}")
     # The checkpoint may say that a weight is all zero; ModelOpt then writes block scales that are NaN.
-    amax = outer_to_amax(outer, FORMATS[format], e4m3_max)
+    amax = names.amax_of(outer, e4m3_max)
     wrong = outer.signbit() | ~amax.isfinite()
     if bool(wrong.any()):
         number = outer[wrong][0].item()
@@ -137,7 +136,7 @@ def input_amax(name: str, format: FormatName, scales: Tensor | None) -> Tensor:
     if bool(wrong.any()):
         number = scales[wrong][0].item()
         raise ValueError(f"{name}.{names.input_scale}: holds {number}, must be positive and finite")
-    return outer_to_amax(scales, names, 448).max().reshape(1)
+    return names.amax_of(scales, 448).max().reshape(1)
 
 
 def _where(wrong: Tensor, partition_rows: Sequence[int]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -196,5 +195,5 @@ def _ignored(model: Any, format: FormatName) -> Iterator[str]:
     }
     renamed = revert_weight_conversion(model, {f"{name}.weight": torch.empty(0) for name in names})
     for name in sorted(name.removesuffix(".weight") for name in renamed):
-        is_pattern = name.endswith(".*") and FORMATS[format].has_targets
-        yield f"re:{re.escape(name.removesuffix('.*'))}\\..*" if is_pattern else name
+        experts = name.removesuffix(".*")
+        yield name if name == experts else f"{FORMATS[format].below(experts)}.*"

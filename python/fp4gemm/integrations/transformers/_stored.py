@@ -125,7 +125,7 @@ def _problems(owner: str, members: Mapping[str, Header], format: Format, scales:
         return [*found, f"{owner}.{format.codes} has the shape {codes.shape}, must be (n, k/2){advice}"]
     n, k = codes.shape[0], 2 * codes.shape[1]
     outers: tuple[tuple[int, ...], ...] = ((), (1,))
-    outers += ((n,),) if format.direction == "amax" else ()
+    outers += ((n,),) if format.has_row_scales else ()
     for suffix, header, dtypes, shapes in (
         (format.codes, codes, ("U8",), (codes.shape,)),
         (format.block_scales, blocks, ("F8_E4M3",), ((n, k // BLOCK),)),

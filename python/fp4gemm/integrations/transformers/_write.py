@@ -10,14 +10,12 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ... import _checks
-from ...checkpoint.formats import FORMATS, FormatName, hf_quant_config
+from ...checkpoint.formats import FORMATS, FormatName, configs_beside
 from ...nn._weight import WeightModule
 from ._attach import beside
 from ._quantizer import Fp4GemmQuantizer, saver
 
 __all__ = ["save"]
-
-HF_QUANT_CONFIG = "hf_quant_config.json"
 
 
 def save(
@@ -49,6 +47,6 @@ def save(
     finally:
         config.format = before
     is_main = options.get("is_main_process", True)  # the others write no configs
-    if is_main and config.scheme is not None and config.scheme.format == "modelopt":
-        path = Path(folder) / HF_QUANT_CONFIG
-        path.write_text(json.dumps(hf_quant_config(config.scheme), indent=2) + "\n", encoding="utf-8")
+    if is_main and config.scheme is not None:
+        for name, content in configs_beside(config.scheme).items():
+            (Path(folder) / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

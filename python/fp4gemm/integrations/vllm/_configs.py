@@ -17,8 +17,7 @@ from vllm.model_executor.layers.quantization.modelopt import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from ...checkpoint.formats import Activations, FormatName
-from ...checkpoint.formats._scheme import Scaling
+from ...checkpoint.formats import Activations, FormatName, Scaling
 from ..serving.layers import TEXTS, Layer, bound_of
 from ..serving.options import Options, activations_of
 from ..serving.report import Report

@@ -9,8 +9,7 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from ...checkpoint.formats import Activations, FormatName, Scheme, read_quantization_config
-from ...checkpoint.formats._scheme import Scaling
+from ...checkpoint.formats import Activations, FormatName, Scaling, Scheme, read_quantization_config
 from ..serving import own
 from ._configs import Serves
 from ._online import OnlineLinearMethod, OnlineMoEMethod

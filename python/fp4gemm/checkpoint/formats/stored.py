@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import _checks
 from ...containers import _fields, _outer
 from ...containers.nvfp4 import NVFP4Tensor
-from ._format import FORMATS, FormatName, format_of, outer_from_amax, outer_number, outer_to_amax
+from .base import FORMATS, FormatName, format_of, outer_number
 
 __all__ = ["StoredWeight"]
 
@@ -51,7 +51,7 @@ class StoredWeight:
         _checks.is_multiple("codes", "k", 2 * codes.shape[1], _checks.BLOCK)
         _checks.is_contiguous("codes", codes)
         scales = _fields.compact_scales("block_scales", self.block_scales, codes, contiguous=True)
-        outer = outer_number("outer", self.outer, codes.shape[0] if about.direction == "amax" else 1)
+        outer = outer_number("outer", self.outer, codes.shape[0] if about.has_row_scales else 1)
         _checks.same_device("outer", outer, codes.device, "the codes")
         object.__setattr__(self, "block_scales", scales)
         object.__setattr__(self, "outer", outer)
@@ -75,7 +75,7 @@ class StoredWeight:
         (that of a bfloat16 or float16 weight); otherwise fl(outer * 6B), or fl(6B / outer) of one that
         encodes, which is within 1 ulp of it. A of an outer scale that encodes and is FMAX, is 0.
         """
-        return outer_to_amax(self.outer, FORMATS[self.format], self.e4m3_max)
+        return FORMATS[self.format].amax_of(self.outer, self.e4m3_max)
 
     @classmethod
     def of(cls, t: NVFP4Tensor, format: FormatName = "modelopt") -> StoredWeight:
@@ -97,7 +97,7 @@ class StoredWeight:
         if t.dim() != 2:
             raise ValueError(f"t: shape is {tuple(t.shape)}, must be (n, k); t[e] is one matrix of a stack")
         _one_amax(t.amax, format)
-        outer = outer_from_amax(t.amax, about, t.e4m3_max)
+        outer = about.outer_of(t.amax, t.e4m3_max)
         return cls(t.codes, t.compact_scales(), outer, format, t.e4m3_max)
 
     @classmethod
@@ -164,8 +164,10 @@ class StoredWeight:
         if format == self.format:
             return self
         _one_amax(self.outer, format)
-        if about.direction == "amax" or mine.direction == "amax":
-            outer = outer_from_amax(self.amax, about, self.e4m3_max)
+        if about.direction == mine.direction:
+            outer = self.outer
+        elif about.direction == "amax" or mine.direction == "amax":
+            outer = about.outer_of(self.amax, self.e4m3_max)
         else:
             outer = _outer.converted(self.outer, self.e4m3_max, mine.direction)
         return dataclasses.replace(self, outer=outer, format=format)

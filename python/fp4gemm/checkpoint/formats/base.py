@@ -1,0 +1,339 @@
+"""Format: everything about one checkpoint format. Scheme: what the config of a checkpoint says."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from ... import _checks, _native
+from ...containers import _outer
+
+FormatName = Literal["modelopt", "compressed-tensors", "fp4gemm"]
+Direction = Literal["decodes", "encodes", "amax"]
+Activations = Literal["a16", "per-token", "static"]
+KVCache = Literal["fp8", "nvfp4"]
+Scaling = Literal["tensor", "row"]
+Json = Mapping[str, Any]
+
+ACTIVATIONS: tuple[Activations, ...] = ("a16", "per-token", "static")
+KV_CACHES: tuple[KVCache, ...] = ("fp8", "nvfp4")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Format:
+    """Everything about a checkpoint format. No part has a default, so that none can be forgotten.
+
+    A suffix follows the name of a module in the name of a tensor.
+
+    Args:
+        name: the name of the format, which also is ``quant_method`` in config.json.
+        aliases: spellings of ``quant_method`` that are read too, in lower case; compared without case.
+        codes: the suffix of the codes, uint8 (n, k/2).
+        block_scales: the suffix of the block scales, float8_e4m3fn (n, k/16), plain order.
+        outer_scale: the suffix of the outer scale, float32.
+        input_scale: the suffix of the outer scale of static activations, float32, of the same direction.
+        kv_scales: the suffixes of the scales of K and V behind the name of the attention module, float32 (),
+            decode multipliers.
+        direction: "decodes": the outer scale is fl(A / 6B), and the loader multiplies by it; "encodes": it is
+            fl(6B / A), and the loader divides by it; "amax": it is A.
+        outer_shape: the shape of an outer scale of one number.
+        has_row_scales: whether the outer scale of a weight may be (n,), one for each row.
+        has_unit_scales: whether a checkpoint with activations "per-token" holds 1.0 as their outer scales,
+            an amax of 2688, for loaders that know no scale per token.
+        read: called with a config and its name for messages; returns its scheme. It raises ValueError for
+            what this library does not read.
+        write: called with a scheme of this format; returns the config. It raises ValueError for what the
+            format cannot say. :func:`quantization_config` enters ``quant_method``.
+        beside: the name of a JSON file beside config.json, which ``read`` reads too, and the function that
+            makes its content from a scheme; None: there is no such file.
+        ignores: called with the name of a module, patterns and the name of its class; returns whether one of
+            the patterns keeps the module in float.
+        below: called with the name of a module; returns the pattern of every module below it.
+
+    Raises:
+        TypeError: a part is missing. ValueError: the direction does not exist, or two suffixes are equal.
+    """
+
+    name: FormatName
+    aliases: tuple[str, ...]
+    codes: str
+    block_scales: str
+    outer_scale: str
+    input_scale: str
+    kv_scales: tuple[str, str]
+    direction: Direction
+    outer_shape: tuple[int, ...]
+    has_row_scales: bool
+    has_unit_scales: bool
+    read: Callable[[Json, str], Scheme]
+    write: Callable[[Scheme], dict[str, Any]]
+    beside: tuple[str, Callable[[Scheme], dict[str, Any]]] | None
+    ignores: Callable[[str, Iterable[str], str], bool]
+    below: Callable[[str], str]
+
+    def __post_init__(self) -> None:
+        _checks.is_one_of("direction", self.direction, ("decodes", "encodes", "amax"))
+        suffixes = (*self.weight_suffixes, self.input_scale)
+        if len(set(suffixes)) < len(suffixes):
+            raise ValueError(f"suffixes: got {', '.join(suffixes)}, must be unequal")
+
+    @property
+    def weight_suffixes(self) -> tuple[str, str, str]:
+        """Codes, block scales, outer scale."""
+        return self.codes, self.block_scales, self.outer_scale
+
+    def amax_of(self, outer: Tensor, e4m3_max: int) -> Tensor:
+        """A of outer scales of this format."""
+        if self.direction == "amax":
+            return outer
+        zero = outer == (_checks.FLOAT32_MAX if self.direction == "encodes" else 0.0)
+        return torch.where(zero, 0.0, _outer.amax_of(outer, e4m3_max, self.direction))
+
+    def outer_of(self, amax: Tensor, e4m3_max: int) -> Tensor:
+        """The outer scales of this format for A."""
+        if self.direction == "decodes":
+            return torch.div(amax, _outer.six_times(e4m3_max, amax))
+        return amax if self.direction == "amax" else _outer.encode_scale(amax, e4m3_max)
+
+    def input_tensors(self, prefix: str, amax: Tensor | None) -> dict[str, Tensor]:
+        """The tensors of the activations of the module ``prefix``, by name.
+
+        Args:
+            prefix: the name of the module.
+            amax: float32 of one element, the amax of static activations. None: activations that are scaled
+                per token when the model runs. The tensor then holds 1.0 where ``has_unit_scales``, since vLLM
+                reads uninitialised memory if it is missing; in other formats there is none.
+
+        Raises:
+            TypeError, ValueError: amax is no such tensor, or is not positive and finite.
+        """
+        name = f"{prefix}.{self.input_scale}"
+        if amax is None:
+            ones = torch.ones(self.outer_shape, dtype=torch.float32)
+            return {name: ones} if self.has_unit_scales else {}
+        number = outer_number(name, amax, 1)
+        if not number.item() > 0:
+            raise ValueError(f"amax: of the activations of {prefix} is {number.item()}, must be positive")
+        return {name: self.outer_of(number, 448).view(self.outer_shape)}
+
+    def input_amax(self, value: Tensor) -> Tensor:
+        """The amax, float32 (1,), of static activations with this outer scale.
+
+        Raises:
+            TypeError, ValueError: the value is not one float32 number, or not positive and finite.
+        """
+        number = outer_number(self.input_scale, value, 1)
+        if not number.item() > 0:
+            raise ValueError(f"{self.input_scale}: holds {number.item()}, must be positive")
+        return self.amax_of(number, 448)
+
+
+FORMATS: dict[FormatName, Format] = {}  # the package enters every format
+
+
+def format_of(name: object) -> Format:
+    """The format of this name, or ValueError."""
+    _checks.is_one_of("format", name, tuple(FORMATS))
+    return FORMATS[name]  # type: ignore[index]
+
+
+def outer_number(name: str, value: object, rows: int) -> Tensor:
+    """Outer scales as float32 (1,) or (rows,), checked: finite and not negative.
+
+    Raises:
+        TypeError: no float32 tensor. ValueError: another shape, or a value that is no outer scale.
+    """
+    x = _checks.is_tensor(name, value)
+    _checks.has_dtype(name, x, (torch.float32,))
+    if x.numel() not in (1, rows) or x.dim() > 1:
+        wanted = "() or (1,)" if rows == 1 else f"(), (1,) or ({rows},)"
+        raise ValueError(f"{name}: shape is {tuple(x.shape)}, must be {wanted}")
+    x = x.reshape(-1)
+    wrong = x.signbit() | ~x.isfinite()
+    if x.device.type != "meta" and bool(wrong.any()):
+        raise ValueError(f"{name}: holds {x[wrong][0].item()}, must be finite and not negative")
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Producer:
+    """The program that wrote a checkpoint, as its config names it."""
+
+    name: str
+    version: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """The quantization of the weights of a checkpoint, and the treatment of activations by their loader.
+
+    Args:
+        format: the format of the tensors.
+        activations: "a16": they stay in 16 bits. "per-token": they are quantized with an amax per token when
+            the model runs. "static": with one amax for each module, which the checkpoint holds. Only this
+            library knows "per-token": in the formats of others such a checkpoint says the same as a static
+            one, holds outer scales of 1.0 for the activations, and says "per-token" in ``producer``.
+        ignore: the modules that stay in float, as patterns of :func:`is_ignored`. vLLM and SGLang want
+            routers and ``lm_head`` among them.
+        kv_cache: what the config says about the KV cache; None: nothing, it stays in 16 bits.
+        e4m3_max: B of every weight: 448, or 256 of four over six. Other formats hold it in ``producer``,
+            since it does not change the values.
+        scaling: "tensor": one amax for a weight; "row": one for each row, in the fp4gemm format alone.
+        targets: the modules that are quantized unless ``ignore`` matches: names of classes or modules, or
+            "re:" and a regular expression.
+        producer: who wrote the checkpoint; None: unknown, and this library where it is written.
+
+    Raises:
+        TypeError, ValueError: a field is no such value, or scaling is "row" in another format.
+    """
+
+    format: FormatName
+    activations: Activations = "a16"
+    ignore: tuple[str, ...] = ()
+    kv_cache: KVCache | None = None
+    e4m3_max: int = 448
+    scaling: Scaling = "tensor"
+    targets: tuple[str, ...] = ("Linear",)
+    producer: Producer | None = None
+
+    def __post_init__(self) -> None:
+        about = format_of(self.format)
+        _checks.is_one_of("activations", self.activations, ACTIVATIONS)
+        if self.kv_cache is not None:
+            _checks.is_one_of("kv_cache", self.kv_cache, KV_CACHES)
+        _checks.is_one_of("e4m3_max", self.e4m3_max, _checks.E4M3_BOUNDS)
+        _checks.is_one_of("scaling", self.scaling, ("tensor", "row"))
+        for name, value in (("ignore", self.ignore), ("targets", self.targets)):
+            if not isinstance(value, tuple) or not all(isinstance(each, str) for each in value):
+                raise TypeError(f"{name}: got {_checks.describe(value)}, must be a tuple of str")
+        if self.scaling == "row" and not about.has_row_scales:
+            raise ValueError(f"scaling: got 'row', must be 'tensor' for the {self.format} format")
+
+    @property
+    def has_input_scales(self) -> bool:
+        """Whether the checkpoint holds an outer scale of the activations beside every weight."""
+        has_unit = FORMATS[self.format].has_unit_scales
+        return self.activations == "static" or (self.activations == "per-token" and has_unit)
+
+    def quantizes(self, name: str, class_name: str = "Linear") -> bool:
+        """Whether the weight of the module of this name and class is quantized, as the config says.
+
+        The tensors are the truth: a weight whose codes are in the checkpoint is quantized.
+        """
+        is_target = matches_target(name, self.targets, class_name)
+        return is_target and not FORMATS[self.format].ignores(name, self.ignore, class_name)
+
+
+# The two languages of patterns. The targets of a scheme are of the second in every format.
+
+
+def matches_wildcard(name: str, patterns: Iterable[str], class_name: str) -> bool:
+    """Whether a pattern with the wildcards of fnmatch matches the module or one that contains it."""
+    parts = name.split(".")
+    names = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+    return any(fnmatch.fnmatchcase(each, pattern) for pattern in patterns for each in names)
+
+
+def matches_target(name: str, patterns: Iterable[str], class_name: str) -> bool:
+    """Whether a pattern is the name or the class, or ``re:`` and a regular expression for the name.
+
+    Raises:
+        ValueError: a regular expression is none; the text has the pattern.
+    """
+
+    def matches(pattern: str) -> bool:
+        if not pattern.startswith("re:"):
+            return pattern in (name, class_name)
+        try:
+            return re.match(pattern.removeprefix("re:"), name) is not None
+        except re.error as error:
+            raise ValueError(f"ignore: {pattern!r} is no regular expression: {error}") from error
+
+    return any(map(matches, patterns))
+
+
+# What the functions ``read`` and ``write`` of several formats share.
+
+
+def producer_of(config: Json) -> Producer | None:
+    """The producer that a config names; None if it names none."""
+    found = config.get("producer")
+    if not isinstance(found, Mapping):
+        return None
+    version = found.get("version")
+    return Producer(str(found.get("name")), None if version is None else str(version))
+
+
+def read_options(config: Json, given: Activations, where: str) -> tuple[Activations, int]:
+    """Activations and e4m3_max, which only this library writes beside its name as the producer."""
+    producer = config.get("producer")
+    if not isinstance(producer, Mapping) or producer.get("name") != "fp4gemm":
+        return given, 448
+    activations, e4m3_max = producer.get("activations", given), producer.get("e4m3_max", 448)
+    if activations not in ACTIVATIONS or (activations == "a16") != (given == "a16"):
+        raise ValueError(f"{where}: activations of producer is {activations!r}, must agree with {given!r}")
+    if e4m3_max not in (448, 256):
+        raise ValueError(f"{where}: e4m3_max of producer is {e4m3_max!r}, must be 448 or 256")
+    return activations, e4m3_max
+
+
+def written_producer(scheme: Scheme, *, has_options: bool) -> dict[str, Any]:
+    """The entry ``producer``; with the options that :func:`read_options` reads, unless it is of another."""
+    if scheme.producer is not None and scheme.producer.name != "fp4gemm":
+        if scheme.activations == "per-token" or scheme.e4m3_max != 448:
+            raise ValueError(
+                f"producer: got {scheme.producer.name!r}, must be None or fp4gemm where activations are "
+                "per-token or e4m3_max is 256, which only fp4gemm reads"
+            )
+        return {"name": scheme.producer.name, "version": scheme.producer.version}
+    version = _native.version() if scheme.producer is None else scheme.producer.version
+    options = {"activations": scheme.activations, "e4m3_max": scheme.e4m3_max} if has_options else {}
+    return {"name": "fp4gemm", "version": version, **options}
+
+
+def read_cache(value: object, where: str) -> KVCache | None:
+    """The KV cache that a kv_cache_scheme or a kv_cache_quant_algo names."""
+    if value is None:
+        return None
+    if isinstance(value, Mapping) and value.get("type") == "float" and value.get("num_bits") == 8:
+        return "fp8"
+    if isinstance(value, str) and value.lower() in KV_CACHES:
+        return cast(KVCache, value.lower())
+    raise ValueError(f"{where}: the KV cache is {_checks.describe(value)}, must be null, FP8 or NVFP4")
+
+
+def check_fp4(arguments: Json, where: str) -> None:
+    """Raise ValueError unless these are the arguments of NVFP4."""
+    for key, wanted in (("num_bits", 4), ("type", "float")):
+        if arguments.get(key) != wanted:
+            raise ValueError(f"{where}: {key} is {arguments.get(key)!r}, must be {wanted!r} for NVFP4")
+    check_group_size(arguments.get("group_size"), where)
+
+
+def check_group_size(value: object, where: str) -> None:
+    """Raise ValueError unless the size of a block is 16 or absent."""
+    if value not in (None, 16):
+        raise ValueError(f"{where}: group_size is {value!r}, must be 16")
+
+
+def read_mapping(owner: Json, key: str, where: str) -> Json:
+    """The object at a key, empty if it is absent; or ValueError."""
+    value = owner.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: {key} is {_checks.describe(value)}, must be an object")
+    return value
+
+
+def read_strings(value: object, what: str) -> tuple[str, ...]:
+    """A list of strings, empty if it is absent; or ValueError."""
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
+        raise ValueError(f"{what} is {_checks.describe(value)}, must be a list of strings")
+    return tuple(value)

@@ -1,0 +1,161 @@
+"""The format of compressed-tensors, which llm-compressor writes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..._checks import describe
+from .base import (
+    Activations,
+    Format,
+    Json,
+    Scheme,
+    check_fp4,
+    matches_target,
+    producer_of,
+    read_cache,
+    read_mapping,
+    read_options,
+    read_strings,
+    written_producer,
+)
+
+__all__ = ["COMPRESSED_TENSORS"]
+
+PACKED = "nvfp4-pack-quantized"
+
+
+def _read(config: Json, where: str) -> Scheme:
+    groups = read_mapping(config, "config_groups", where)
+    if not groups:
+        raise ValueError(f"{where}: config_groups is empty or missing, must have a group")
+    overall = config.get("format")
+    targets: list[str] = []
+    found: set[Activations] = set()
+    for name, group in groups.items():
+        if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
+            raise ValueError(f"{where}: {name} of config_groups has no weights, must be NVFP4")
+        format = group.get("format") or overall
+        if format != PACKED:
+            raise ValueError(f"{where}: format of {name} is {format!r}, must be {PACKED!r}")
+        _check_tensor_group(group["weights"], f"{where}: weights of {name}")
+        if group.get("output_activations") is not None:
+            raise ValueError(f"{where}: output_activations of {name} is set, must be null")
+        found.add(_activations(group.get("input_activations"), f"{where}: input_activations of {name}"))
+        targets += read_strings(group.get("targets"), f"{where}: targets of {name}")
+    if len(found) > 1:
+        raise ValueError(f"{where}: config_groups have {sorted(found)} activations, must have one kind")
+    if overall not in (PACKED, "mixed-precision"):
+        raise ValueError(f"{where}: format is {overall!r}, must be {PACKED!r}")
+    status = config.get("quantization_status", "compressed")
+    if status != "compressed":
+        raise ValueError(f"{where}: quantization_status is {status!r}, must be 'compressed'")
+    for key in ("transform_config", "sparsity_config"):
+        value = config.get(key)
+        if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
+            raise ValueError(f"{where}: {key} is {describe(value)}, must be empty")
+    activations, e4m3_max = read_options(config, found.pop(), where)
+    return Scheme(
+        "compressed-tensors",
+        activations,
+        read_strings(config.get("ignore"), f"{where}: ignore"),
+        read_cache(config.get("kv_cache_scheme"), where),
+        e4m3_max,
+        targets=tuple(dict.fromkeys(targets)),
+        producer=producer_of(config),
+    )
+
+
+def _activations(arguments: object, where: str) -> Activations:
+    if arguments is None:
+        return "a16"
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"{where} is {describe(arguments)}, must be null or an object")
+    _check_tensor_group(arguments, where, ("local", False, True))
+    return "per-token" if arguments.get("dynamic") is True else "static"
+
+
+def _check_tensor_group(arguments: Json, where: str, dynamic: tuple[object, ...] = (False,)) -> None:
+    """Raise ValueError unless these are the arguments of NVFP4 in compressed-tensors."""
+    check_fp4(arguments, where)
+    allowed: dict[str, tuple[object, ...]] = {
+        "strategy": ("tensor_group",),
+        "symmetric": (True, None),
+        "group_size": (16,),
+        "actorder": (None,),
+        "dynamic": (*dynamic, None),
+        "scale_dtype": ("torch.float8_e4m3fn", None),
+    }
+    for key, values in allowed.items():
+        if arguments.get(key) not in values:
+            raise ValueError(f"{where}: {key} is {arguments.get(key)!r}, must be {values[0]!r}")
+
+
+def _write(scheme: Scheme) -> dict[str, Any]:
+    numbers: dict[str, Any] = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "group_size": 16,
+        "strategy": "tensor_group",
+        "dynamic": False,
+        "actorder": None,
+        "scale_dtype": "torch.float8_e4m3fn",
+        "zp_dtype": "torch.float8_e4m3fn",
+    }
+    # "local": the outer scale is the checkpoint's, the block scales are those of the activations at hand.
+    activations = None if scheme.activations == "a16" else {**numbers, "dynamic": "local"}
+    cache = None
+    if scheme.kv_cache == "fp8":
+        cache = {
+            "num_bits": 8,
+            "type": "float",
+            "symmetric": True,
+            "strategy": "tensor",
+            "dynamic": False,
+        }
+    elif scheme.kv_cache is not None:
+        raise ValueError(f"kv_cache: got {scheme.kv_cache!r}, must be None or 'fp8' for compressed-tensors")
+    group = {
+        "format": PACKED,
+        "targets": list(scheme.targets),
+        "weights": numbers,
+        "input_activations": activations,
+        "output_activations": None,
+    }
+    return {
+        "config_groups": {"group_0": group},
+        "format": PACKED,
+        "global_compression_ratio": None,
+        "ignore": list(scheme.ignore),
+        "kv_cache_scheme": cache,
+        "quant_method": scheme.format,
+        "quantization_status": "compressed",
+        "producer": written_producer(scheme, has_options=True),
+    }
+
+
+def _below(module: str) -> str:
+    return f"re:{re.escape(module)}\\."
+
+
+COMPRESSED_TENSORS = Format(
+    name="compressed-tensors",
+    aliases=(),
+    codes="weight_packed",
+    block_scales="weight_scale",
+    outer_scale="weight_global_scale",
+    input_scale="input_global_scale",
+    kv_scales=("k_scale", "v_scale"),
+    direction="encodes",
+    outer_shape=(1,),
+    has_row_scales=False,
+    has_unit_scales=True,
+    read=_read,
+    write=_write,
+    beside=None,
+    ignores=matches_target,
+    below=_below,
+)

@@ -1,0 +1,77 @@
+"""The format of this library, which can hold an amax for each row of a weight."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from .base import (
+    Activations,
+    Format,
+    Json,
+    KVCache,
+    Scaling,
+    Scheme,
+    matches_wildcard,
+    producer_of,
+    read_strings,
+    written_producer,
+)
+
+__all__ = ["FP4GEMM"]
+
+VERSION = 1  # format_version in the config
+
+
+def _read(config: Json, where: str) -> Scheme:
+    version = config.get("format_version")
+    if version != VERSION:
+        raise ValueError(f"{where}: format_version is {version!r}, must be {VERSION}")
+    ignore = read_strings(config.get("ignore"), f"{where}: ignore")
+    targets = read_strings(config.get("targets"), f"{where}: targets")
+    try:
+        return Scheme(  # which checks the values
+            "fp4gemm",
+            cast(Activations, config.get("activations")),
+            ignore,
+            cast("KVCache | None", config.get("kv_cache")),
+            cast(int, config.get("e4m3_max")),
+            cast(Scaling, config.get("scaling")),
+            targets,
+            producer_of(config),
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _write(scheme: Scheme) -> dict[str, Any]:
+    return {
+        "quant_method": scheme.format,
+        "format_version": VERSION,
+        "scaling": scheme.scaling,
+        "e4m3_max": scheme.e4m3_max,
+        "activations": scheme.activations,
+        "targets": list(scheme.targets),
+        "ignore": list(scheme.ignore),
+        "kv_cache": scheme.kv_cache,
+        "producer": written_producer(scheme, has_options=False),
+    }
+
+
+FP4GEMM = Format(
+    name="fp4gemm",
+    aliases=(),
+    codes="weight",
+    block_scales="weight_scale",
+    outer_scale="weight_amax",
+    input_scale="input_amax",
+    kv_scales=("k_proj.k_scale", "v_proj.v_scale"),
+    direction="amax",
+    outer_shape=(1,),
+    has_row_scales=True,
+    has_unit_scales=False,
+    read=_read,
+    write=_write,
+    beside=None,
+    ignores=matches_wildcard,
+    below=str,  # a pattern that matches a module matches what it contains
+)
