@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import contents, llama, save
-from fp4gemm.checkpoint import CheckpointError, Options, Translation, convert, plan_conversion, verify, writer
+from fp4gemm.checkpoint import CheckpointError, Options, Translation, conversion, convert, plan_conversion
 from torch import Tensor
 
 FP8 = {"quant_method": "fp8"}
@@ -260,7 +260,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return pwrite(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(writer.os, "pwrite", full)
+        patched.setattr(os, "pwrite", full)
         with pytest.raises(
             CheckpointError, match=r"safetensors.part: cannot be written: No space left on device"
         ):
@@ -298,14 +298,14 @@ def test_verify_checks_the_bound_of_the_format(tmp_path: Path, monkeypatch: pyte
     """Wrong numbers that are reproducible are found as well."""
     source = save(tmp_path / "src", llama(1))
     convert(source, tmp_path / "dst")
-    run = verify.run
+    run = conversion.run
 
     def wrong(*arguments: Any, **options: Any) -> Any:
         done = run(*arguments, **options)
         object.__setattr__(done.layers[0], "worst_element", 1.5)
         return done
 
-    monkeypatch.setattr(verify, "run", wrong)
+    monkeypatch.setattr(conversion, "run", wrong)
     with pytest.raises(
         CheckpointError, match=r"a value of \S+ is 1.500 times as far from the float one as NVFP4"
     ):

@@ -6,15 +6,14 @@
 
 from __future__ import annotations
 
-from .calibrated import Text
+from .calibration import Text
 from .conversion import convert, plan_conversion
-from .errors import CheckpointError
-from .measure import LayerError
-from .named import quantize_named
+from .engine import quantize_named
 from .options import Options
 from .plan import FusedSet, Matrix, Plan
-from .report import ConvertReport, TensorReport
-from .translation import Translation
+from .report import ConvertReport, LayerError, TensorReport
+from .source import CheckpointError
+from .work import Translation
 
 __all__ = [
     "CheckpointError",

@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import filecmp
 import json
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .. import _checks, _native
-from .calibrated import Text, fingerprint
-from .errors import CheckpointError
+from .calibration import Text, fingerprint, statistics_of
+from .numerics import CALIBRATED
 from .options import Options, checked_options
+from .output import PART, State, locked, write_file
 from .plan import Plan
 from .report import ConvertReport
-from .runner import Done, Progress, resolve_devices, run
-from .sinks import WriteSink
-from .source import CONFIG, Source
-from .state import State, locked
-from .text import statistics_of
-from .translation import Translation, translation
-from .verify import verify_folder
-from .work import Work, copied_files, quantization
-from .writer import PART, write_file
+from .runner import CompareSink, Made, Progress, WriteSink, resolve_devices, run
+from .source import CONFIG, CheckpointError, Source
+from .work import Translation, Work, copied_files, quantization, translation
 
 __all__ = ["convert", "plan_conversion"]
 
@@ -83,7 +79,7 @@ def convert(
         verify: read dst again, and compare it with what src gives.
         progress: called as ``progress(bytes_done, bytes_in_all, name)``.
         calibrating: called as ``calibrating(done, total, name)`` while the model reads a text of
-            ``options.calibration``: transformers loads it from src (:mod:`fp4gemm.checkpoint.text`).
+            ``options.calibration``: transformers loads it from src (:mod:`fp4gemm.checkpoint.calibration`).
 
     Returns:
         A :class:`ConvertReport`; ``already_done`` says that dst was complete before.
@@ -115,49 +111,46 @@ def convert(
         "devices": devices, "jobs": jobs, "max_memory": max_memory, "progress": progress,
     }  # fmt: skip
     with contextlib.closing(source), locked(folder):
-        how = _How(resume, measured, verify, calibrating)
-        return _converted(source, folder, work, common, how)
+        return _converted(source, folder, work, common, resume, measured, verify, calibrating)
 
 
-class _How(NamedTuple):
-    """Arguments of convert."""
-
-    resume: bool
-    measured: bool
-    verify: bool
-    calibrating: Progress | None
-
-
-def _converted(source: Source, folder: Path, work: Work, common: dict[str, Any], how: _How) -> ConvertReport:
+def _converted(
+    source: Source,
+    folder: Path,
+    work: Work,
+    common: dict[str, Any],
+    resume: bool,
+    measured: bool,
+    verify: bool,
+    calibrating: Progress | None,
+) -> ConvertReport:
     stamps = source.stamps()
     key: dict[str, Any] = {"version": _native.version(), "options": work.options, "source": stamps}
     if work.has_device_bits:
-        key["options"] = {**work.options, "device": _device_name(common["devices"])}
+        names = {"cpu" if d.type == "cpu" else torch.cuda.get_device_name(d) for d in common["devices"]}
+        key["options"] = {**work.options, "device": ", ".join(sorted(names))}
         common["has_device_bits"] = True
-    state = State.open(folder, key, _other_names(source, work), resume=how.resume)
+    state = State.open(folder, key, _other_names(source, work), resume=resume)
     already_done = state.is_done
-    if work.plan is not None and (not already_done or how.measured or how.verify):
-        work = _calibrated(source, work, work.plan, state, common["devices"], how.calibrating)
-    done = Done()
+    if work.plan is not None and (not already_done or measured or verify):
+        work = _calibrated(source, work, work.plan, state, common["devices"], calibrating)
+    done = Made({})
     if not already_done:
         state.clean({name: file.nbytes for name, file in work.files.items()})
         _has_space(folder, work, state)
-    if not already_done or (how.measured and not how.verify):
-        sink = WriteSink(folder, work.files, state)
-        try:
-            done = run(work.tasks, source, sink, measured=how.measured, **common)
-        finally:
-            sink.close()
+    if not already_done or (measured and not verify):
+        with contextlib.closing(WriteSink(folder, work.files, state)) as sink:
+            done = run(work.tasks, source, sink, measured=measured, **common)
     if not already_done:
         _write_others(source, folder, work)
         if source.stamps() != stamps:
             raise CheckpointError(f"{source.folder}: was changed while it was converted; begin again")
         state.is_done = True
         state.save()
-    if how.verify:
-        done = verify_folder(source, folder, work, state, common)
+    if verify:
+        done = _verified(source, folder, work, state, common)
     return dataclasses.replace(
-        work.report, layers=done.layers, notes=done.notes, already_done=already_done, is_verified=how.verify
+        work.report, layers=done.layers, notes=done.notes, already_done=already_done, is_verified=verify
     )
 
 
@@ -189,12 +182,6 @@ def _calibrated(
     again = quantization(source, dataclasses.replace(plan.options, calibration=made))
     report = dataclasses.replace(again.report, method=f"{plan.options.method}, calibrated by {about}")
     return dataclasses.replace(again, options=work.options, report=report)
-
-
-def _device_name(devices: list[torch.device]) -> str:
-    """The name of the devices, on which the bits of GPTQ and of a model's inputs depend."""
-    names = {"cpu" if d.type == "cpu" else torch.cuda.get_device_name(d) for d in devices}
-    return ", ".join(sorted(names))
 
 
 def _other_names(source: Source, work: Work) -> list[str]:
@@ -234,12 +221,12 @@ def _write_others(source: Source, folder: Path, work: Work) -> None:
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}") from error
     if source.index_name:
-        write_file(folder / source.index_name, index_of(source, work))
+        write_file(folder / source.index_name, _index(source, work))
     for name, content in {**work.extra, CONFIG: work.config}.items():
         write_file(folder / name, _json(content))
 
 
-def index_of(source: Source, work: Work) -> bytes:
+def _index(source: Source, work: Work) -> bytes:
     """The index of the new shards, with their total size."""
     total = sum(slot.nbytes for file in work.files.values() for slot in file.slots.values())
     metadata = {**source.index_metadata, "total_size": total}
@@ -249,3 +236,37 @@ def index_of(source: Source, work: Work) -> bytes:
 
 def _json(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _verified(source: Source, folder: Path, work: Work, state: State, common: dict[str, Any]) -> Made:
+    """Compare a finished checkpoint with its source. Returns the errors of the layers, and the notes.
+
+    The index and the headers are checked as those of any source, and compared with what they must be, and so
+    are the files that were copied. Every tensor is made again and compared byte by byte, the hash of each
+    shard with the one that was noted when it was written, and the values of every quantized weight with the
+    bound of the format, unless the method moves them further for the sake of the output.
+
+    Raises:
+        CheckpointError: something differs; the text names the file and the tensor.
+    """
+    with contextlib.closing(Source(folder)) as new:
+        if new.shards != sorted(work.files) or new.config != work.config:
+            raise CheckpointError(f"{folder}: has other shards, or another config.json, than were written")
+        for name, file in work.files.items():
+            with (folder / name).open("rb") as opened:
+                if opened.read(len(file.header)) != file.header:
+                    raise CheckpointError(f"{folder / name}: has another header than was written")
+        for name in copied_files(source):
+            if not filecmp.cmp(source.folder / name, folder / name, shallow=False):
+                raise CheckpointError(f"{folder / name}: differs from {source.folder / name}")
+        sink = CompareSink(new, work.files)
+        done = run(work.tasks, source, sink, measured=True, **common)
+        sink.compare_hashes(state.finished)
+    is_free = work.plan is not None and work.plan.options.method in CALIBRATED
+    for layer in () if is_free else done.layers:
+        if layer.worst_element > 1:
+            raise CheckpointError(
+                f"{folder}: a value of {layer.module} is {layer.worst_element:.3f} times as far from the "
+                "float one as NVFP4 allows"
+            )
+    return done

@@ -233,9 +233,7 @@ def _by_statistics(
         begin = 0
         for name in names:
             rows = slice(begin, begin + weights[name].shape[0])
-            outer = made.outer[rows] if options.scaling == "row" else made.outer
-            part = StoredWeight(made.codes[rows], made.block_scales[rows], outer, "fp4gemm", made.e4m3_max)
-            found[name] = Calibrated(part, tuple(quantizer.notes))
+            found[name] = Calibrated(made.rows(rows), tuple(quantizer.notes))
             begin = rows.stop
     return found
 

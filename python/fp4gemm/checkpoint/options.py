@@ -15,7 +15,7 @@ import torch
 
 from .. import _checks
 from ..nn._methods import Method
-from .calibrated import Calibration, chosen_method, key_of, read_calibration
+from .calibration import Calibration, chosen_method, key_of, read_calibration
 from .formats import FORMATS, Activations, FormatName
 from .numerics import FourOverSix, Numerics, Scaling, WeightOptions
 
@@ -126,8 +126,7 @@ class Options:
         if self.scaling == "row" and not FORMATS[self.format].has_row_scales:
             raise ValueError(
                 f"scaling: got 'row' with the format {self.format!r}, which holds one outer scale for a "
-                "weight; "
-                "must be 'tensor', or the format 'fp4gemm'"
+                "weight; must be 'tensor', or the format 'fp4gemm'"
             )
         if (self.activations == "static") != bool(self.activation_amax):
             raise ValueError(

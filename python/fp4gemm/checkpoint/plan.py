@@ -12,16 +12,15 @@ from torch import Tensor
 
 from .. import _checks
 from . import rules
-from .errors import CheckpointError
-from .experts import Orientation, orientation
 from .formats import FORMATS, FormatName, Scheme
-from .fused import partners
 from .options import Options, checked_options, matches
-from .source import DTYPES, Source, TensorInfo
+from .rules import Orientation, orientation, partners
+from .source import DTYPES, CheckpointError, Source, TensorInfo
 
 __all__ = ["FusedSet", "Matrix", "Plan", "ignored_modules"]
 
 Half = Literal["all", "first", "second"]
+Part = tuple[str, "int | None"]  # name of a tensor, and which expert of it
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -71,7 +70,7 @@ class FusedSet:
         return self.matrices[0].module
 
     @property
-    def parts(self) -> tuple[tuple[str, int | None], ...]:
+    def parts(self) -> tuple[Part, ...]:
         """(tensor, expert) of every tensor or matrix that has to be read for the set, each once."""
         return tuple(dict.fromkeys((matrix.source, matrix.expert) for matrix in self.matrices))
 
@@ -255,8 +254,7 @@ def _selected(
     if first + last > facts.num_layers:
         raise CheckpointError(
             f"bf16_first, bf16_last: got {first} and {last}, must be at most {facts.num_layers}, the layers "
-            "of "
-            "the model"
+            "of the model"
         )
     for name, info in infos.items():
         module = name.removesuffix(".weight")

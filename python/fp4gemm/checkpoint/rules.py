@@ -2,28 +2,21 @@
 
 A tensor is the weight of a linear layer if its name ends in ".weight", it has two dimensions (n, k), it is
 bf16, fp16 or fp32, and none of the rules of :func:`why_kept` says that it is something else. Experts that are
-stored as one tensor (g, n, k) are weights too, by their names :data:`STACKED`.
+stored as one tensor (g, n, k) are weights too, by their names :data:`STACKED`. Layers that serving engines
+join along n are a fused set, whose weights share an amax (:func:`partners`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .. import _checks
+from .source import CheckpointError, TensorInfo
 
-__all__ = [
-    "SELECTABLE",
-    "STACKED",
-    "Facts",
-    "is_expert_weight",
-    "layer_number",
-    "stored_transposed",
-    "why_kept",
-    "why_shape",
-]
+__all__ = ["Facts", "orientation", "partners", "stored_transposed", "why_kept", "why_shape"]
 
 FLOATS = ("BF16", "F16", "F32")
 N_STEP = 8  # what a product needs (docs/api.md)
@@ -47,6 +40,11 @@ TEXT = ("text_config", "llm_config", "language_config", "thinker_config")  # the
 # What ``include`` selects too: linear layers that stay unless they are named.
 SELECTABLE = {"output embedding", "router", "embedding, by its rows"}
 NUMBERED = re.compile(r"^(.*?\.|)(\d+)\.")
+# A layer of a fused set that stands without its partners in some architectures: alone in the whole checkpoint
+# (MLPs without a gate), or beside another layer that takes the place of the partners (attention with
+# latents).
+UNGATED = {"up_proj": "gate_proj", "w1": "w3"}
+BESIDE = {"q_proj": ("kv_a_proj_with_mqa",), "kv_a_proj_with_mqa": ("q_proj",), "wkv_a_with_mqa": ("wq",)}
 
 
 @dataclass(frozen=True)
@@ -179,3 +177,109 @@ def layer_number(name: str, facts: Facts) -> int | None:
         return None
     match = NUMBERED.match(name)
     return int(match[2]) if match and match[1] == facts.layers else None
+
+
+def partners(
+    quantized: Iterable[str],
+    infos: Mapping[str, TensorInfo],
+    kept: dict[str, str],
+    by_user: Collection[str],
+    fuse: Sequence[Sequence[str]],
+) -> list[tuple[str, ...]]:
+    """The names of weights in sets that share an amax, most of them alone.
+
+    A set of which a layer stays because of its size stays altogether, and is added to ``kept``.
+
+    Args:
+        quantized: the weights, names that end in ".weight".
+        infos: every tensor of the checkpoint.
+        kept: the tensors that stay, with the reason.
+        by_user: those of them that a pattern keeps.
+        fuse: the sets of names of children.
+
+    Raises:
+        CheckpointError: a partner is missing in the checkpoint, a pattern keeps it, or its dtype or k is
+            another one.
+    """
+    set_of = {child: names for names in fuse for child in names}
+    children = {name.removesuffix(".weight").rpartition(".")[2] for name in infos if name.endswith(".weight")}
+    made: list[tuple[str, ...]] = []
+    done: set[str] = set()
+    for name in quantized:
+        if name in done:
+            continue
+        parent, _, child = name.removesuffix(".weight").rpartition(".")
+        names = [name]
+        if child in set_of and not _stands_alone(child, parent, infos, children):
+            names = [f"{parent}.{other}.weight".lstrip(".") for other in set_of[child]]
+            _check(names, infos, kept, by_user)
+        done.update(names)
+        stays = [other for other in names if other in kept]
+        if stays:
+            for other in names:
+                kept.setdefault(other, f"its partner {stays[0]} stays: {kept[stays[0]]}")
+        else:
+            made.append(tuple(names))
+    return made
+
+
+def _stands_alone(child: str, parent: str, infos: Mapping[str, TensorInfo], children: set[str]) -> bool:
+    if child in UNGATED:
+        return UNGATED[child] not in children
+    return any(f"{parent}.{other}.weight" in infos for other in BESIDE.get(child, ()))
+
+
+def _check(
+    names: list[str],
+    infos: Mapping[str, TensorInfo],
+    kept: Mapping[str, str],
+    by_user: Collection[str],
+) -> None:
+    missing = [name for name in names if name not in infos]
+    here = ", ".join(name for name in names if name in infos and name not in by_user)
+    if missing:
+        raise CheckpointError(
+            f"{missing[0]}: is missing, the partner of {here}, with which it shares an amax; "
+            "fuse names the sets (--fuse none: no layer shares one)"
+        )
+    excluded = [name for name in names if name in by_user]
+    if excluded:
+        raise CheckpointError(
+            f"{excluded[0]}: stays ({kept[excluded[0]]}), but its partner {here} is quantized; a fused layer "
+            "has one dtype, so select all of the set or none (--fuse none: no layer is fused)"
+        )
+    if len({infos[name].dtype for name in names if name not in kept}) > 1:
+        dtypes = ", ".join(f"{name} {infos[name].dtype}" for name in names)
+        raise CheckpointError(f"{dtypes}: have unequal dtypes, must have one dtype to share an amax")
+    if len({infos[name].shape[-1] for name in names if name not in kept}) > 1:
+        shapes = ", ".join(f"{name} {infos[name].shape}" for name in names)
+        raise CheckpointError(f"{shapes}: have unequal k, must have one k to share an amax")
+
+
+@dataclass(frozen=True)
+class Orientation:
+    """Stacked experts: gate_up_proj (g, 2i, h) and down_proj (g, h, i), or the last two sizes exchanged.
+
+    Attributes:
+        experts: g. hidden: h. intermediate: i.
+        transposed: whether the last two sizes are exchanged: the tensors hold (k, n).
+    """
+
+    experts: int
+    hidden: int
+    intermediate: int
+    transposed: bool
+
+
+def orientation(gate_up: Sequence[int], down: Sequence[int]) -> Orientation | str:
+    """The sizes that the shapes of gate_up_proj and down_proj determine; or why they are no experts.
+
+    No two shapes allow both readings: 2i = h and h = 2i of the other tensor exclude each other.
+    """
+    g, a, b = gate_up
+    same_experts = down[0] == g
+    if same_experts and b == down[1] and a == 2 * down[2]:
+        return Orientation(g, b, down[2], False)
+    if same_experts and a == down[2] and b == 2 * down[1]:
+        return Orientation(g, a, down[1], True)
+    return f"gate_up_proj {tuple(gate_up)} and down_proj {tuple(down)} are not the shapes of gated experts"

@@ -8,39 +8,45 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .. import _checks
-from .errors import CheckpointError
-from .measure import LayerError
-from .source import Source, memory_of
+from .output import FileLayout, ShardWriter, State, tree_hash
+from .plan import Part
+from .report import LayerError
+from .source import CheckpointError, Source, memory_of
 
-__all__ = ["Done", "Made", "Part", "Progress", "Sink", "Task", "resolve_devices", "run"]
+__all__ = ["CompareSink", "Made", "Progress", "Task", "WriteSink", "resolve_devices", "run"]
 
 CHUNK = 16 * 2**20  # bytes of a copied tensor that are in memory at a time
 JOBS_PER_GPU = 4  # so that reading, copying, computing and writing overlap
 WORKSPACE = 3  # memory of a task at its peak, in units of what it reads: floats, results, temporary tensors
 
-Part = tuple[str, "int | None"]  # name of a tensor, and which expert of it
 Progress = Callable[[int, int, str], object]  # bytes done, bytes in all, name
 
 
 @dataclass(frozen=True)
 class Made:
-    """What a task made: tensors on the CPU by name, the errors of its layers if they were measured, and what
-    was done otherwise than asked for.
+    """The results of a task, or of all in their order.
+
+    Attributes:
+        tensors: on the CPU, by name; those of all tasks are in the sink.
+        layers: the errors of the layers, if they were measured.
+        notes: what was done otherwise than asked for, in words.
     """
 
     tensors: dict[str, Tensor]
-    layers: list[LayerError]
-    notes: Sequence[str] = ()
+    layers: tuple[LayerError, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,14 +68,6 @@ class Task:
     nbytes: int
     make: Callable[[dict[Part, Tensor], bool], Made] | None = None
     workspace: int = 0
-
-
-@dataclass(frozen=True)
-class Done:
-    """The results of the tasks that ran, in the order of the tasks."""
-
-    layers: tuple[LayerError, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 class Sink(Protocol):
@@ -96,7 +94,7 @@ def run(
     measured: bool = False,
     progress: Progress | None = None,
     has_device_bits: bool = False,
-) -> Done:
+) -> Made:
     """Run every task whose tensors the sink wants.
 
     Args:
@@ -122,32 +120,27 @@ def run(
         budget.check(task)
     total = sum(task.nbytes for task in tasks)
     done = total - sum(task.nbytes for task in wanted)
-    made: dict[int, Made] = {}
     of_job = 1 if has_device_bits else max(1, threads // jobs) if is_cpu else threads
     for device in devices:
         if device.type == "cuda":
             # torch loads its linear algebra at the first call, which must not come from two threads at once.
             torch.linalg.cholesky_ex(torch.ones(1, 1, device=device))
-    pool = ThreadPoolExecutor(jobs, "convert", _set_threads, (of_job,))
+    pool = ThreadPoolExecutor(jobs, "convert", torch.set_num_threads, (of_job,))
     try:
-        futures: dict[Future[Made], int] = {}
-        for index, task in enumerate(wanted):
-            device = devices[index % len(devices)]
-            futures[pool.submit(_one, task, source, sink, device, budget, measured)] = index
+        futures: dict[Future[Made], Task] = {}
+        for task, device in zip(wanted, itertools.cycle(devices), strict=False):
+            futures[pool.submit(_one, task, source, sink, device, budget, measured)] = task
         for future in as_completed(futures):
-            index = futures[future]
-            made[index] = future.result()
-            done += wanted[index].nbytes
+            future.result()  # raises the error of its task
+            done += futures[future].nbytes
             if progress is not None:
-                progress(done, total, wanted[index].name)
+                progress(done, total, futures[future].name)
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)
-    ordered = [made[index] for index in sorted(made)]
-    return Done(
-        tuple(layer for one in ordered for layer in one.layers),
-        tuple(note for one in ordered for note in one.notes),
-    )
+    made = [future.result() for future in futures]
+    layers = tuple(layer for one in made for layer in one.layers)
+    return Made({}, layers, tuple(note for one in made for note in one.notes))
 
 
 def resolve_devices(device: str) -> list[torch.device]:
@@ -211,17 +204,13 @@ def _need(task: Task) -> int:
     return WORKSPACE * task.nbytes + task.workspace if task.make else min(CHUNK, task.nbytes)
 
 
-def _set_threads(number: int) -> None:
-    torch.set_num_threads(number)
-
-
 def _one(
     task: Task, source: Source, sink: Sink, device: torch.device, budget: _Budget, measured: bool
 ) -> Made:
     with budget.taken(task), torch.inference_mode():
         if task.make is None:
             _copy(task, source, sink)
-            return Made({}, [])
+            return Made({})
         with _stream(device):
             parts = {}
             for name, expert in task.reads:
@@ -263,3 +252,71 @@ def _stream(device: torch.device) -> Iterator[None]:
     with torch.cuda.device(device), torch.cuda.stream(made[device]):
         yield
         made[device].synchronize()
+
+
+class WriteSink:
+    """Writes shards, and notes each that is complete in the state."""
+
+    def __init__(self, folder: Path, files: Mapping[str, FileLayout], state: State) -> None:
+        self._state = state
+        self._writers = {
+            name: ShardWriter(folder, file) for name, file in files.items() if name not in state.finished
+        }
+        self._lock = threading.Lock()
+
+    def wants(self, task: Task) -> bool:
+        return any(file in self._writers for file in task.writes.values())
+
+    def put(self, file: str, name: str, data: Tensor, begin: int) -> None:
+        if file in self._writers:
+            self._writers[file].write(name, data, begin)
+
+    def end(self, file: str, name: str, sha256: bytes) -> None:
+        if file not in self._writers:
+            return
+        total = self._writers[file].finished(name, sha256)
+        if total:
+            with self._lock:
+                nbytes = self._writers[file].layout.nbytes
+                self._state.finished[file] = {"nbytes": nbytes, "sha256": total}
+                self._state.save()
+
+    def close(self) -> None:
+        """Close files that were not finished."""
+        for writer in self._writers.values():
+            writer.close()
+
+
+class CompareSink:
+    """Compares every tensor with that in an existing shard, byte by byte."""
+
+    def __init__(self, new: Source, files: Mapping[str, FileLayout]) -> None:
+        self._new = new
+        self._files = files
+        self._hashes: dict[str, dict[str, bytes]] = {name: {} for name in files}
+        self._lock = threading.Lock()
+
+    def wants(self, task: Task) -> bool:
+        return True
+
+    def put(self, file: str, name: str, data: Tensor, begin: int) -> None:
+        info = self._new.tensors[name]
+        wanted = data.reshape(-1).view(torch.uint8)
+        found = torch.empty_like(wanted)
+        self._new.read_into(info, found, info.begin + begin)
+        if not torch.equal(found, wanted):
+            first = begin + int((found != wanted).nonzero()[0])
+            raise CheckpointError(
+                f"{self._new.folder / file}: {name!r} differs from what the source gives, first in byte "
+                f"{first}"
+            )
+
+    def end(self, file: str, name: str, sha256: bytes) -> None:
+        with self._lock:
+            self._hashes[file][name] = sha256
+
+    def compare_hashes(self, finished: Mapping[str, Mapping[str, object]]) -> None:
+        """Compare the hash of each shard with the one that was noted when it was written."""
+        for name, layout in self._files.items():
+            if tree_hash(layout, self._hashes[name]) != finished.get(name, {}).get("sha256"):
+                raise CheckpointError(f"{self._new.folder / name}: has another hash than when it was written")

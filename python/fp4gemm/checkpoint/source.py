@@ -21,9 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import CheckpointError
+__all__ = ["DTYPES", "CheckpointError", "Source", "TensorInfo", "json_object"]
 
-__all__ = ["DTYPES", "Source", "TensorInfo", "json_object"]
+
+class CheckpointError(ValueError):
+    """A file or tensor of a checkpoint is not what it must be; the text names it.
+
+    The command line prints the text and exits with status 1. A wrong argument is a plain ValueError, for
+    which it exits with status 2.
+    """
+
 
 # The dtypes of safetensors that torch has, by their names in a header.
 DTYPES = {
@@ -196,8 +203,7 @@ class Source:
             raise CheckpointError(
                 f"{self.folder / pickled[0]}: is a pickled file, must be safetensors (load the model with "
                 "torch and save it with save_pretrained(..., safe_serialization=True); move the file "
-                "elsewhere "
-                "if it holds no weights)"
+                "elsewhere if it holds no weights)"
             )
 
     def _index(self, files: list[str]) -> tuple[str, dict[str, Any], dict[str, str] | None]:

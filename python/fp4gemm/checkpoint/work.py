@@ -1,7 +1,12 @@
-"""Everything that a conversion writes: shards with the tasks that fill them, and the configs."""
+"""Everything that a conversion writes: shards with the tasks that fill them, and the configs.
+
+A quantization makes NVFP4 tensors of float ones. A translation goes from one NVFP4 format to another: codes
+and block scales keep their bytes, outer scales are converted.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,22 +15,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _checks
 from ..nn._methods import output_error
-from .calibrated import Text
+from . import rules
+from .calibration import Inputs, Text, inputs_of
 from .engine import convert_set, label, tensors_of
-from .errors import CheckpointError
-from .formats import FORMATS, Scheme, configs_beside, quantization_config, read_scheme
-from .inputs import Inputs, inputs_of
-from .layout import FileLayout, layout, slots_of_set
-from .measure import amax_ratios, layer_error
+from .formats import (
+    FORMATS,
+    Format,
+    FormatName,
+    Scheme,
+    StoredWeight,
+    configs_beside,
+    quantization_config,
+    read_scheme,
+)
 from .options import Options
-from .plan import FusedSet, Plan
-from .report import ConvertReport, plan_report
-from .runner import Made, Part, Task
-from .source import Source
-from .state import STATE
+from .output import STATE, FileLayout, Slot, layout, slots_of_set, slots_of_weight
+from .plan import FusedSet, Part, Plan, ignored_modules
+from .report import ConvertReport, TensorReport, amax_ratios, layer_error, plan_report
+from .runner import Made, Task
+from .source import CheckpointError, Source
 
-__all__ = ["Work", "copied_files", "quantization", "refuse_quantized", "without_quantization"]
+__all__ = ["Translation", "Work", "copied_files", "quantization", "translation"]
 
 MATRICES = 10  # float32 matrices (k, k) that GPTQ needs at a time: three moments, float64 factors
 CONFIG_KEYS = ("quantization_config", "compression_config")
@@ -62,7 +74,7 @@ def quantization(source: Source, options: Options) -> Work:
     Raises:
         CheckpointError: the checkpoint is quantized already, or as for :meth:`Plan.of_checkpoint`.
     """
-    refuse_quantized(source)
+    _refuse_quantized(source)
     plan = Plan.of_checkpoint(source, options)
     scheme = plan.scheme()
     files = layout(plan, scheme, source.metadata)
@@ -78,7 +90,7 @@ def quantization(source: Source, options: Options) -> Work:
     tasks.sort(key=lambda task: _place(task, source))
     report = plan_report(plan, source.left_out)
     is_gptq = options.method == "gptq"
-    return Work(options.as_json(), files, tasks, *configs(source.config, scheme), report, plan, is_gptq)
+    return Work(options.as_json(), files, tasks, *_configs(source.config, scheme), report, plan, is_gptq)
 
 
 def copied_files(source: Source) -> list[str]:
@@ -87,21 +99,15 @@ def copied_files(source: Source) -> list[str]:
     return [name for name in source.others if name not in (*beside, STATE)]
 
 
-def configs(config: Mapping[str, Any], scheme: Scheme) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+def _configs(config: Mapping[str, Any], scheme: Scheme) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """The new config.json, and the other JSON files of the scheme by name."""
-    made = {**without_quantization(config), "quantization_config": quantization_config(scheme)}
-    return made, configs_beside(scheme)
+    made = {key: value for key, value in config.items() if key not in CONFIG_KEYS}
+    if isinstance(made.get("text_config"), dict):
+        made["text_config"] = {k: v for k, v in made["text_config"].items() if k not in CONFIG_KEYS}
+    return {**made, "quantization_config": quantization_config(scheme)}, configs_beside(scheme)
 
 
-def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config without what it says about quantization, in its text_config too."""
-    plain = {key: value for key, value in config.items() if key not in CONFIG_KEYS}
-    if isinstance(plain.get("text_config"), dict):
-        plain["text_config"] = {k: v for k, v in plain["text_config"].items() if k not in CONFIG_KEYS}
-    return plain
-
-
-def refuse_quantized(source: Source) -> None:
+def _refuse_quantized(source: Source) -> None:
     """Raise CheckpointError if the checkpoint is quantized already; the text says how."""
     try:
         scheme = read_scheme(source.config, source.folder)
@@ -112,8 +118,7 @@ def refuse_quantized(source: Source) -> None:
     if scheme is not None:
         raise CheckpointError(
             f"{source.folder}: is quantized already, in the {scheme.format} format; must be a float "
-            "checkpoint "
-            f"(--from {scheme.format} --to FORMAT changes the format)"
+            f"checkpoint (--from {scheme.format} --to FORMAT changes the format)"
         )
 
 
@@ -168,8 +173,149 @@ def _convert(
                 error = output_error(made.floats[index], made.stored[index].to_nvfp4(), known)
                 layers[index] = replace(layers[index], output_error=error)
     found = tensors_of(one, made.stored, scheme, options)
-    return Made({name: tensor.cpu() for name, tensor in found.items()}, layers, notes)
+    return Made({name: tensor.cpu() for name, tensor in found.items()}, tuple(layers), tuple(notes))
 
 
 def _constant(name: str, value: Tensor, parts: dict[Part, Tensor], measured: bool) -> Made:
-    return Made({name: value}, [])
+    return Made({name: value})
+
+
+@dataclass(frozen=True)
+class Translation:
+    """From the format that a checkpoint has to another.
+
+    Attributes:
+        source: the format that it must have: "modelopt", "compressed-tensors" or "fp4gemm".
+        target: the one that it gets.
+
+    Raises:
+        ValueError: they are equal, or one of them is no format.
+    """
+
+    source: FormatName
+    target: FormatName
+
+    def __post_init__(self) -> None:
+        for name in ("source", "target"):
+            _checks.is_one_of(name, getattr(self, name), tuple(FORMATS))
+        if self.source == self.target:
+            raise ValueError(f"target: got {self.target!r}, must be another format than that of the source")
+
+
+def translation(source: Source, options: Translation) -> Work:
+    """The work of a translation.
+
+    Raises:
+        CheckpointError: the checkpoint is of another format, or a tensor of a weight is missing.
+    """
+    scheme = _scheme(source, options.source)
+    old, new = FORMATS[options.source], FORMATS[options.target]
+    if scheme.scaling == "row":
+        raise CheckpointError(
+            f"{source.folder}: has an amax for each row, which only the fp4gemm format holds; convert the "
+            "float checkpoint with scaling='tensor'"
+        )
+    weights = _weights(source, old)
+    taken = {name for names in weights.values() for name in names}
+    kept = {name: _kept_name(name, old, new) for name in source.tensors if name not in taken}
+    facts = rules.Facts.of(source.config, source.tensors)
+    reasons = {name: rules.why_kept(name, source.tensors[name].shape, facts) for name in kept}
+    scheme = replace(
+        scheme,
+        format=options.target,
+        ignore=tuple(ignored_modules(source.tensors, reasons, set(weights), options.target)),
+        targets=("Linear",),
+        producer=None,
+    )
+    slots: dict[str, list[Slot]] = {shard: [] for shard in source.shards}
+    tasks, entries = [], []
+    for name, renamed in kept.items():
+        info = source.tensors[name]
+        slots[info.file].append(Slot(renamed, info.dtype, info.shape, info.nbytes))
+        tasks.append(Task(name, ((name, None),), {renamed: info.file}, info.nbytes))
+        entries.append(TensorReport.of(info, "float", reasons[name], info.nbytes))
+    for module, names in weights.items():
+        infos = [source.tensors[name] for name in names]
+        writes, after = {}, Counter[str]()
+        n, half_k = infos[0].shape
+        for slot, info in zip(
+            slots_of_weight(module, (n, 2 * half_k), scheme), [*infos, infos[0]], strict=False
+        ):
+            slots[info.file].append(slot)
+            writes[slot.name] = info.file
+            after[info.name] += slot.nbytes
+        entries += [TensorReport.of(info, "translated", "", after[info.name]) for info in infos]
+        make = partial(_translated, module, scheme, options)
+        reads = tuple((name, None) for name in names)
+        tasks.append(Task(module, reads, writes, sum(info.nbytes for info in infos), make))
+    order = {name: index for index, name in enumerate(source.tensors)}
+    tasks.sort(key=lambda task: order[task.reads[0][0]])
+    entries.sort(key=lambda entry: order[entry.name])
+    report = ConvertReport(tuple(entries), left_out=tuple(sorted(source.left_out.items())))
+    files = {
+        shard: FileLayout.of(shard, made, source.metadata[shard]) for shard, made in slots.items() if made
+    }
+    about = {"from": options.source, "to": options.target}
+    return Work(about, files, tasks, *_configs(source.config, scheme), report)
+
+
+def _scheme(source: Source, wanted: FormatName) -> Scheme:
+    try:
+        scheme = read_scheme(source.config, source.folder)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{source.folder}: cannot be translated: {error}") from error
+    if scheme is None or scheme.format != wanted:
+        found = "a float checkpoint" if scheme is None else f"in the {scheme.format} format"
+        raise CheckpointError(f"{source.folder}: is {found}, must be in the {wanted} format")
+    return scheme
+
+
+def _weights(source: Source, about: Format) -> dict[str, list[str]]:
+    """The tensors of each quantized weight, by its module; the outer scale of its input comes last."""
+    found = {}
+    for name, info in source.tensors.items():
+        module, _, suffix = name.rpartition(".")
+        if suffix != about.codes or info.dtype != "U8":
+            continue
+        names = [f"{module}.{each}" for each in about.weight_suffixes]
+        for other in names:
+            if other not in source.tensors:
+                raise CheckpointError(f"{source.folder}: {other} is missing beside {name}")
+        if len(info.shape) != 2:
+            raise CheckpointError(
+                f"{source.folder / info.file}: {name} has {len(info.shape)} dimensions, must be (n, k/2); "
+                "experts that are one tensor cannot be translated"
+            )
+        given = f"{module}.{about.input_scale}"
+        found[module] = [*names, given] if given in source.tensors else names
+    if not found:
+        raise CheckpointError(f"{source.folder}: has no weight in the {about.name} format")
+    return found
+
+
+def _kept_name(name: str, old: Format, new: Format) -> str:
+    """The name of a tensor that stays: the scales of the KV cache have one for each format."""
+    for before, after in zip(old.kv_scales, new.kv_scales, strict=True):
+        if name.endswith(f".{before}"):
+            return name.removesuffix(before) + after
+    return name
+
+
+def _translated(
+    module: str, scheme: Scheme, options: Translation, parts: dict[Part, Tensor], measured: bool
+) -> Made:
+    tensors = {name: tensor.cpu() for (name, _), tensor in parts.items()}
+    old, new = FORMATS[options.source], FORMATS[options.target]
+    try:
+        weight = StoredWeight.read(tensors, module, options.source, scheme.e4m3_max)
+        made = weight.as_format(options.target).tensors(module)
+        if scheme.has_input_scales:
+            name, amax = f"{module}.{old.input_scale}", None
+            if scheme.activations == "static":
+                if name not in tensors:
+                    raise ValueError(f"{name}: is missing, must be there for static activations")
+                amax = old.input_amax(tensors[name])
+            made |= new.input_tensors(module, amax)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(str(error)) from error
+    return Made({name: tensor.contiguous() for name, tensor in made.items()})

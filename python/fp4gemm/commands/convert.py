@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import get_args
 
 from ..checkpoint import CheckpointError, ConvertReport, Options, Translation, convert, plan_conversion
-from ..checkpoint.calibrated import NUM_TOKENS, Text, read_calibration
+from ..checkpoint.calibration import NUM_TOKENS, Text, read_calibration
 from ..checkpoint.formats import FORMATS
 from ..checkpoint.numerics import Numerics, Scaling
 from ..checkpoint.options import FUSED, read_amaxes, read_fused, read_kv_scales

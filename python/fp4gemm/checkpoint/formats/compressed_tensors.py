@@ -7,20 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..._checks import describe
-from .base import (
-    Activations,
-    Format,
-    Json,
-    Scheme,
-    check_fp4,
-    matches_target,
-    producer_of,
-    read_cache,
-    read_mapping,
-    read_options,
-    read_strings,
-    written_producer,
-)
+from . import base
+from .base import Activations, Format, Json, Scheme
 
 __all__ = ["COMPRESSED_TENSORS"]
 
@@ -28,7 +16,7 @@ PACKED = "nvfp4-pack-quantized"
 
 
 def _read(config: Json, where: str) -> Scheme:
-    groups = read_mapping(config, "config_groups", where)
+    groups = base.read_mapping(config, "config_groups", where)
     if not groups:
         raise ValueError(f"{where}: config_groups is empty or missing, must have a group")
     overall = config.get("format")
@@ -44,7 +32,7 @@ def _read(config: Json, where: str) -> Scheme:
         if group.get("output_activations") is not None:
             raise ValueError(f"{where}: output_activations of {name} is set, must be null")
         found.add(_activations(group.get("input_activations"), f"{where}: input_activations of {name}"))
-        targets += read_strings(group.get("targets"), f"{where}: targets of {name}")
+        targets += base.read_strings(group.get("targets"), f"{where}: targets of {name}")
     if len(found) > 1:
         raise ValueError(f"{where}: config_groups have {sorted(found)} activations, must have one kind")
     if overall not in (PACKED, "mixed-precision"):
@@ -56,15 +44,15 @@ def _read(config: Json, where: str) -> Scheme:
         value = config.get(key)
         if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
             raise ValueError(f"{where}: {key} is {describe(value)}, must be empty")
-    activations, e4m3_max = read_options(config, found.pop(), where)
+    activations, e4m3_max = base.read_options(config, found.pop(), where)
     return Scheme(
         "compressed-tensors",
         activations,
-        read_strings(config.get("ignore"), f"{where}: ignore"),
-        read_cache(config.get("kv_cache_scheme"), where),
+        base.read_strings(config.get("ignore"), f"{where}: ignore"),
+        base.read_cache(config.get("kv_cache_scheme"), where),
         e4m3_max,
         targets=tuple(dict.fromkeys(targets)),
-        producer=producer_of(config),
+        producer=base.producer_of(config),
     )
 
 
@@ -79,7 +67,7 @@ def _activations(arguments: object, where: str) -> Activations:
 
 def _check_tensor_group(arguments: Json, where: str, dynamic: tuple[object, ...] = (False,)) -> None:
     """Raise ValueError unless these are the arguments of NVFP4 in compressed-tensors."""
-    check_fp4(arguments, where)
+    base.check_fp4(arguments, where)
     allowed: dict[str, tuple[object, ...]] = {
         "strategy": ("tensor_group",),
         "symmetric": (True, None),
@@ -133,7 +121,7 @@ def _write(scheme: Scheme) -> dict[str, Any]:
         "kv_cache_scheme": cache,
         "quant_method": scheme.format,
         "quantization_status": "compressed",
-        "producer": written_producer(scheme, has_options=True),
+        "producer": base.written_producer(scheme, has_options=True),
     }
 
 
@@ -156,6 +144,6 @@ COMPRESSED_TENSORS = Format(
     read=_read,
     write=_write,
     beside=None,
-    ignores=matches_target,
+    ignores=base.matches_target,
     below=_below,
 )

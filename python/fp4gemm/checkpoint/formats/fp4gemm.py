@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from .base import (
-    Activations,
-    Format,
-    Json,
-    KVCache,
-    Scaling,
-    Scheme,
-    matches_wildcard,
-    producer_of,
-    read_strings,
-    written_producer,
-)
+from . import base
+from .base import Activations, Format, Json, KVCache, Scaling, Scheme
 
 __all__ = ["FP4GEMM"]
 
@@ -26,8 +16,8 @@ def _read(config: Json, where: str) -> Scheme:
     version = config.get("format_version")
     if version != VERSION:
         raise ValueError(f"{where}: format_version is {version!r}, must be {VERSION}")
-    ignore = read_strings(config.get("ignore"), f"{where}: ignore")
-    targets = read_strings(config.get("targets"), f"{where}: targets")
+    ignore = base.read_strings(config.get("ignore"), f"{where}: ignore")
+    targets = base.read_strings(config.get("targets"), f"{where}: targets")
     try:
         return Scheme(  # which checks the values
             "fp4gemm",
@@ -37,7 +27,7 @@ def _read(config: Json, where: str) -> Scheme:
             cast(int, config.get("e4m3_max")),
             cast(Scaling, config.get("scaling")),
             targets,
-            producer_of(config),
+            base.producer_of(config),
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
@@ -53,7 +43,7 @@ def _write(scheme: Scheme) -> dict[str, Any]:
         "targets": list(scheme.targets),
         "ignore": list(scheme.ignore),
         "kv_cache": scheme.kv_cache,
-        "producer": written_producer(scheme, has_options=False),
+        "producer": base.written_producer(scheme, has_options=False),
     }
 
 
@@ -72,6 +62,6 @@ FP4GEMM = Format(
     read=_read,
     write=_write,
     beside=None,
-    ignores=matches_wildcard,
+    ignores=base.matches_wildcard,
     below=str,  # a pattern that matches a module matches what it contains
 )

@@ -5,21 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .base import (
-    Activations,
-    Format,
-    Json,
-    Scheme,
-    check_fp4,
-    check_group_size,
-    matches_wildcard,
-    producer_of,
-    read_cache,
-    read_mapping,
-    read_options,
-    read_strings,
-    written_producer,
-)
+from . import base
+from .base import Activations, Format, Json, Scheme
 
 __all__ = ["MODELOPT", "hf_quant_config"]
 
@@ -39,31 +26,31 @@ def _read(config: Json, where: str) -> Scheme:
         algorithm, targets = _mixed(inner, where)
     if algorithm.upper() not in ALGORITHMS:
         raise ValueError(f"{where}: quant_algo is {algorithm!r}, must be {wanted}")
-    check_group_size(inner.get("group_size"), where)
-    for name, group in read_mapping(inner, "config_groups", where).items():
+    base.check_group_size(inner.get("group_size"), where)
+    for name, group in base.read_mapping(inner, "config_groups", where).items():
         for part in ("weights", "input_activations"):
             arguments = group.get(part) if isinstance(group, Mapping) else None
             if isinstance(arguments, Mapping):
-                check_fp4(arguments, f"{where}: {part} of {name}")
+                base.check_fp4(arguments, f"{where}: {part} of {name}")
         if isinstance(group, Mapping) and group.get("pre_quant_scale"):
             raise ValueError(f"{where}: pre_quant_scale of {name} is set, must be absent")
-    activations, e4m3_max = read_options(config, ALGORITHMS[algorithm.upper()], where)
+    activations, e4m3_max = base.read_options(config, ALGORITHMS[algorithm.upper()], where)
     ignore = inner.get("exclude_modules") if nested is not None else inner.get("ignore")
     cache = inner.get("kv_cache_quant_algo" if nested is not None else "kv_cache_scheme")
     return Scheme(
         "modelopt",
         activations,
-        read_strings(ignore, f"{where}: the ignored modules"),
-        read_cache(cache, where),
+        base.read_strings(ignore, f"{where}: the ignored modules"),
+        base.read_cache(cache, where),
         e4m3_max,
         targets=targets,
-        producer=producer_of(config),
+        producer=base.producer_of(config),
     )
 
 
 def _mixed(inner: Json, where: str) -> tuple[str, tuple[str, ...]]:
     """The one algorithm of all layers of MIXED_PRECISION, and their names."""
-    layers = read_mapping(inner, "quantized_layers", where)
+    layers = base.read_mapping(inner, "quantized_layers", where)
     if not layers:
         raise ValueError(f"{where}: quantized_layers is empty or missing, must name the layers of a mix")
     found: dict[str, str] = {}
@@ -73,7 +60,7 @@ def _mixed(inner: Json, where: str) -> tuple[str, tuple[str, ...]]:
             raise ValueError(
                 f"{where}: quant_algo of {name} is {algorithm!r}, must be NVFP4 or W4A16_NVFP4 in a mix"
             )
-        check_group_size(layer.get("group_size"), f"{where}: {name}")
+        base.check_group_size(layer.get("group_size"), f"{where}: {name}")
         found[algorithm.upper()] = name
     if len(found) > 1:
         both = " and ".join(f"{algorithm} ({name})" for algorithm, name in sorted(found.items()))
@@ -91,7 +78,7 @@ def _write(scheme: Scheme) -> dict[str, Any]:
         "config_groups": {"group_0": group},
         "ignore": list(scheme.ignore),
         "quant_algo": _algorithm(scheme),
-        "producer": written_producer(scheme, has_options=True),
+        "producer": base.written_producer(scheme, has_options=True),
         "quant_method": scheme.format,
     }
     if scheme.kv_cache == "fp8":
@@ -113,7 +100,7 @@ def hf_quant_config(scheme: Scheme) -> dict[str, Any]:
         raise ValueError(f"format: got {scheme.format!r}, must be 'modelopt' for hf_quant_config.json")
     _check_targets(scheme)
     return {
-        "producer": written_producer(scheme, has_options=True),
+        "producer": base.written_producer(scheme, has_options=True),
         "quantization": {
             "quant_algo": _algorithm(scheme),
             "kv_cache_quant_algo": None if scheme.kv_cache is None else scheme.kv_cache.upper(),
@@ -150,6 +137,6 @@ MODELOPT = Format(
     read=_read,
     write=_write,
     beside=("hf_quant_config.json", hf_quant_config),
-    ignores=matches_wildcard,
+    ignores=base.matches_wildcard,
     below=str,  # a pattern that matches a module matches what it contains
 )

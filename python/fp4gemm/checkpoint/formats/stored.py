@@ -127,6 +127,11 @@ class StoredWeight:
         parts = (self.codes, self.block_scales, outer)
         return {f"{prefix}.{suffix}": x for suffix, x in zip(about.weight_suffixes, parts, strict=True)}
 
+    def rows(self, rows: slice) -> StoredWeight:
+        """The weight of these rows, which shares memory."""
+        outer = self.outer[rows] if self.outer.shape[0] > 1 else self.outer
+        return StoredWeight(self.codes[rows], self.block_scales[rows], outer, self.format, self.e4m3_max)
+
     def to_nvfp4(self) -> NVFP4Tensor:
         """The operand for :func:`fp4gemm.mm`, with the amax of :attr:`amax`.
 

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from transformers.quantizers.base import HfQuantizer
 
 from ...calibration.statistics import StatisticsFile
+from ...checkpoint.calibration import batches_of, length_of
 from ...checkpoint.formats import FORMATS
-from ...checkpoint.text import batches_of, length_of
 from ...models import select
 from ...models.fuse import fuse_blocks, fused
 from ...models.quantize import quantize_model, quantized, statistics_of
