@@ -148,22 +148,26 @@ def test_every_format(format: Format, check: str) -> None:
     CHECKS[check](format)
 
 
-@pytest.mark.parametrize("activations", ["a16", "per-token"])
-def test_a_conversion_and_translations_of_every_format(
-    format: Format, activations: Any, tmp_path: Path
-) -> None:
+MODELS = {
+    "experts": (moe(), {"exclude": ["model.layers.1.mlp.experts"]}),
+    "per-token": (llama(1), {"activations": "per-token"}),
+    "cache": (llama(1), {"kv_scales": {"model.layers.0.self_attn": (0.5, 0.25)}}),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_conversion_and_translations_of_every_format(format: Format, case: str, tmp_path: Path) -> None:
     """Checkpoints that are converted, and translated to every other format and back with the same bytes."""
-    source = save(tmp_path / "src", moe() if activations == "a16" else llama(1))
-    options = Options(format=format.name, activations=activations, exclude=["model.layers.1.mlp.experts"])
-    if activations != "a16":
-        options = dataclasses.replace(options, exclude=())
-    convert(source, tmp_path / "dst", options, device="cpu", verify=True)
-    config = json.loads((tmp_path / "dst" / "config.json").read_text())
+    model, more = MODELS[case]
+    options = Options(format=format.name, **more)  # type: ignore[arg-type]
+    folder = tmp_path / "dst"
+    convert(save(tmp_path / "src", model), folder, options, device="cpu", verify=True)
+    config = json.loads((folder / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == format.name
-    scheme = read_scheme(config, tmp_path / "dst")
+    scheme = read_scheme(config, folder)
     assert scheme is not None
-    assert (scheme.format, scheme.activations) == (format.name, activations)
-    first = load(tmp_path / "dst")
+    assert (scheme.format, scheme.activations) == (format.name, options.activations)
+    first = load(folder)
     assert {f"model.layers.0.self_attn.q_proj.{suffix}" for suffix in format.weight_suffixes} <= set(first)
     for name in first:
         module, _, suffix = name.rpartition(".")
@@ -171,25 +175,21 @@ def test_a_conversion_and_translations_of_every_format(
             assert scheme.quantizes(module)
         elif suffix == "weight" and "norm" not in name and "embed" not in name:
             assert not scheme.quantizes(module)
-    written = {path.name for path in (tmp_path / "dst").iterdir()}
-    for file, content in configs_beside(scheme).items():
-        assert file in written
-        read = format.read(json.loads(json.dumps(content)), file)
-        assert plain(read) == plain(scheme)
+    for module, scales in options.kv_scales.items():
+        assert [float(first[f"{module}.{suffix}"]) for suffix in format.kv_scales] == list(scales)
+    for file in configs_beside(scheme):
+        assert plain(format.read(json.loads((folder / file).read_text()), file)) == plain(scheme)
     for other in FORMATS:
         if other != format.name:
             there, back = tmp_path / f"to-{other}", tmp_path / f"from-{other}"
-            convert(tmp_path / "dst", there, Translation(format.name, other), device="cpu", verify=True)
+            convert(folder, there, Translation(format.name, other), device="cpu", verify=True)
             made = json.loads((there / "config.json").read_text())["quantization_config"]
             assert made["quant_method"] == other
             convert(there, back, Translation(other, format.name), device="cpu")
             again = load(back)
             assert set(again) == set(first)
-            assert all(
-                torch.equal(again[k].view(torch.uint8), first[k].view(torch.uint8))
-                for k in first
-                if first[k].dim()
-            )
+            for name in first:
+                assert_bits(again[name], first[name], name)
 
 
 def test_other_spellings_are_read(format: Format) -> None:
