@@ -22,7 +22,15 @@ from torch import Tensor
 from ..baselines.humming import Humming
 from ..measure.contest import BASELINE, BITS, OURS, ROUNDING, UNCHECKED, Check, Contender, Contest, Job, Row
 from ..measure.harness import Harness
-from ..measure.library import ActivationName, Activations, Call, Product, products, serving_weights
+from ..measure.library import (
+    ActivationName,
+    Activations,
+    Call,
+    OperandParts,
+    Product,
+    products,
+    serving_weights,
+)
 from ..measure.models import Experts, Layer, Model, named
 from ..measure.operands import Forms, Tokens, Weights, calls, chosen_kernel
 from ..measure.roofline import Work
@@ -33,8 +41,6 @@ from ..models.emulation import through_nvfp4
 from ..models.shapes import Shape
 from . import layer
 from .products import TORCH, key, start
-
-Held = serving_weights.Held
 
 HUMMING = "humming"
 OUR_NAMES: dict[Activations, str] = {"per-token": "fp4gemm W4A4", "a16": "fp4gemm W4A16"}
@@ -92,10 +98,10 @@ class Served(Weights):
         return [w.bfloat16() for w in super().plain]
 
     @cached_property
-    def _held(self) -> dict[str, list[Held]]:
+    def _held(self) -> dict[str, list[OperandParts]]:
         return {}
 
-    def held(self, activations: Activations) -> list[Held]:
+    def held(self, activations: Activations) -> list[OperandParts]:
         """The weights for such inputs; W4A4 and W4A16 share them where both read one form."""
         form = products.formats(self.harness.device, activations)[1]
         if form not in self._held:
@@ -158,8 +164,8 @@ class Linear(layer.Contenders):
         self.made.enter(HUMMING, Contender(baseline, work, BASELINE, None, UNCHECKED, note))
 
 
-def _product(activations: Activations, x: Tensor, held: Held) -> Tensor:
-    return products.linear(x, held, None, activations)
+def _product(activations: Activations, x: Tensor, held: OperandParts) -> Tensor:
+    return products.linear(x, held, activations)
 
 
 # ---- mixtures ---------------------------------------------------------------------------------------------
@@ -235,7 +241,7 @@ class Mixture:
                 products.make_ready(held, "grouped_mm", activations)
             activation: ActivationName = "swiglu" if self.e.gated else "relu2"
 
-            def forward(w13: Held, w2: Held) -> Tensor:
+            def forward(w13: OperandParts, w2: OperandParts) -> Tensor:
                 return products.experts(self.x, self.ids, self.scores, w13, w2, activation, activations)
 
             made = calls(forward, w13, w2)

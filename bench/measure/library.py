@@ -32,6 +32,7 @@ from fp4gemm.integrations.serving import weights as serving_weights
 from fp4gemm.kernel_table import KernelInfo
 from fp4gemm.ops import options as _options
 from fp4gemm.ops.options import SIGNS
+from fp4gemm.ops.parts import OperandParts
 from fp4gemm.training import _copies as training_copies
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Activations",
     "Call",
     "KernelInfo",
+    "OperandParts",
     "Product",
     "Timing",
     "calls_for",

@@ -16,6 +16,7 @@ import torch
 import vllm_stub
 from fp4gemm.checkpoint.formats import Scheme, quantization_config
 from fp4gemm.integrations.serving import weights
+from fp4gemm.ops.parts import OperandParts
 
 NAMES = {"modelopt": "ModelOptFp4Config", "compressed-tensors": "CompressedTensorsConfig"}
 
@@ -130,8 +131,8 @@ def test_experts_have_the_bits_of_nn_experts_and_are_updated_in_place(
 def prepacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers hold prepacked weights, as on compute capability 9.0."""
 
-    def hold(w: fp4gemm.NVFP4Tensor, quantizes: bool) -> weights.Held:
-        return weights.Held(fp4gemm.prepack(w).data, None, w.amax, w.shape[-2], w.e4m3_max)
+    def hold(w: fp4gemm.NVFP4Tensor, quantizes: bool) -> OperandParts:
+        return fp4gemm.prepack(w)._operand_parts()
 
     monkeypatch.setattr(weights, "hold", hold)
 

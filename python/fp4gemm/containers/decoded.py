@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..ops.parts import OperandParts
 from . import _fields, _pytree
 from ._base import Container, scaling_options, unpickled
 
@@ -79,6 +80,9 @@ class DecodedTensor(Container):
     def shape(self) -> torch.Size:
         """(m, k), or (g, n, k) of a stack."""
         return self.data.shape
+
+    def _operand_parts(self) -> OperandParts:
+        return OperandParts(self.data, None, self.amax, self.e4m3_max)
 
     def _options(self) -> list[str]:
         return scaling_options(self)

@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import _checks, _values
 from ..layout import GROUP_COLUMNS, TILE_ROWS, group_of_spans, swizzle_scales, unswizzle_scales
 from ..ops import operators
+from ..ops.parts import OperandParts
 from ..support import ready
 from . import _fields, _pytree
 from ._base import Container, of_bytes, scaling_options, unpickled
@@ -280,6 +281,9 @@ class NVFP4Tensor(Conventions, Container):
         scales = self.compact_scales().view(codes.shape[0], -1)
         result: Tensor = operators.dequantize(codes, scales, amax, self.e4m3_max, dtype, False)
         return result.view(m, k)
+
+    def _operand_parts(self) -> OperandParts:
+        return OperandParts(self.codes, self.scales, self.amax, self.e4m3_max)
 
     def _with(self, codes: Tensor, scales: Tensor, amax: Tensor, offs: Tensor | None) -> NVFP4Tensor:
         """Other tensors with the same numbers."""

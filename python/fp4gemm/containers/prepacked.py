@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _checks
 from ..ops import operators
+from ..ops.parts import OperandParts
 from ..support import ready
 from . import _fields, _pytree
 from ._base import Container, scaling_options
@@ -105,6 +106,9 @@ class PrepackedTensor(Container):
         dtype = self.dtype if dtype is None else dtype
         _checks.is_float_dtype("dtype", dtype)
         return unprepack(self).dequantize(dtype)
+
+    def _operand_parts(self) -> OperandParts:
+        return OperandParts(self.data, None, self.amax, self.e4m3_max, self.shape[-2])
 
     def _options(self) -> list[str]:
         return scaling_options(self)

@@ -122,5 +122,5 @@ def shared_input(
     if x.hadamard_signs is not None:
         raise ValueError(f"x: was rotated (hadamard_signs {x.hadamard_signs:#06x}), must not be")
     _checks.same_device("x", x.amax, device, "weight")
-    data, scales = (x.codes, x.scales) if isinstance(x, NVFP4Tensor) else (x.data, None)
-    return data, {"x_scales": scales, "x_amax": x.amax, "x_e4m3_max": x.e4m3_max}
+    parts = x._operand_parts()
+    return parts.data, {"x_scales": parts.scales, "x_amax": parts.amax, "x_e4m3_max": parts.e4m3_max}

@@ -11,14 +11,14 @@ from .. import _checks, kernel_table
 from ..activations import by_name
 from ..ops import operators
 from ..ops.gemm import GemmCall
+from ..ops.gemm import formats as gemm_formats
 from ..quantize import decode, quantize
-from ..reference.epilogue import ALPHA
 
 if TYPE_CHECKING:
     from ..containers.decoded import DecodedTensor
     from ..containers.nvfp4 import NVFP4Tensor
     from ..distributed import ExpertParallel, Handle
-    from .experts import HeldWeight
+    from ..ops.parts import OperandParts
 
 __all__ = ["check_exchange", "exchanged"]
 
@@ -53,8 +53,8 @@ def exchanged(
     x: Tensor,
     ids: Tensor,
     scores: Tensor,
-    w13: HeldWeight,
-    w2: HeldWeight,
+    w13: OperandParts,
+    w2: OperandParts,
     activation: str | None,
     formats: tuple[str, str],
 ) -> Tensor:
@@ -79,30 +79,17 @@ def _product(
     ep: ExpertParallel,
     handle: Handle,
     a: NVFP4Tensor | DecodedTensor,
-    weight: HeldWeight,
+    weight: OperandParts,
     activation: str | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """The grouped product of rows and a weight, by the kernel that one process would select."""
-    data, scales = getattr(a, "codes", None), getattr(a, "scales", None)
-    call = GemmCall(
-        a=a.data if data is None else data,  # type: ignore[arg-type]
-        b=weight.data,
-        scale_a=scales,
-        scale_b=weight.scales,
-        offs=handle.offs,
-        alpha=ALPHA[a.e4m3_max, weight.e4m3_max],
-        alpha_row=a.amax,
-        alpha_col=weight.amax,
-        bias=weight.bias,
-        activation=by_name[activation].number,
-        b_rows=weight.rows,
-        kernel_name=None,
-        out_dtype=out_dtype,
-    )
+    left = a._operand_parts()
+    number = by_name[activation].number
+    call = GemmCall.of(left, weight, handle.offs, activation=number, out_dtype=out_dtype)
     if a.device.type == "cuda":
         n = weight.rows or weight.data.shape[1]
-        formats = ("fp16" if scales is None else "nvfp4", "prepacked" if weight.scales is None else "nvfp4")
+        formats = gemm_formats(left.data, left.scales, weight.scales, weight.rows)
         call = call._replace(
             kernel_name=kernel_of(ep, handle, a.device, n, a.shape[1], formats, activation, out_dtype)
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import _checks, _values, support
 from ..containers.nvfp4 import NVFP4Tensor
 from ..containers.prepacked import PrepackedTensor, prepack, unprepack
+from ..ops.parts import OperandParts
 from ..quantize import quantize
 from ._inputs import WeightScaling, check_bias, check_float_weight, check_quantized_weight
 
@@ -317,6 +318,19 @@ class WeightModule(torch.nn.Module):
             return self.weight.dequantize(dtype)
 
     # ---- the forms: codes and block scales, or prepacked bytes
+
+    def _operand_parts(self) -> OperandParts:
+        """The buffers as the operators take them; the weight must be there."""
+        held = self._buffers  # once, since another thread may replace it
+        is_prepacked = PREPACKED in held
+        return OperandParts(
+            held[PREPACKED if is_prepacked else "weight_codes"],  # type: ignore[arg-type]
+            held.get("weight_scales"),
+            held["weight_amax"],  # type: ignore[arg-type]
+            self._e4m3_max,
+            self.out_features if is_prepacked else 0,
+            held["bias"],
+        )
 
     def prepack(self) -> Self:
         """Replace the codes and block scales by prepacked bytes, and return the layer.

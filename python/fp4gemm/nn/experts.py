@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from .._refusals import REFUSALS, explained
 from ..activations import Activation, ActivationName
 from ..containers.nvfp4 import NVFP4Tensor
 from ..ops import operators
+from ..ops.moe import ExpertsCall
+from ..ops.parts import OperandParts
 from ._inputs import (
     CHECKS_OF_FINITE,
     WEIGHT_SCALINGS,
@@ -401,7 +403,7 @@ class Experts(torch.nn.Module):
         return self._checked_forward(x, topk_ids, topk_weights, w13, w2)
 
     def _checked_forward(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w13: HeldWeight, w2: HeldWeight
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w13: OperandParts, w2: OperandParts
     ) -> Tensor:
         d = self.w13.in_features
         x, ids, weights = check_tokens(x, topk_ids, topk_weights, d, w13.amax.device)
@@ -432,22 +434,11 @@ class Experts(torch.nn.Module):
 # ---- the weights
 
 
-class HeldWeight(NamedTuple):
-    """The tensors of a stack as the operators take them: codes and block scales, or prepacked bytes."""
-
-    data: Tensor  # codes (g, n, k/2), or prepacked bytes (g, bytes)
-    scales: Tensor | None  # None: prepacked
-    amax: Tensor  # (g, n) or (g, 1)
-    bias: Tensor | None  # (g, n)
-    rows: int  # n if prepacked, else 0
-    e4m3_max: int
-
-
 class StackedWeight(WeightModule):
     """W (g, n, k) in NVFP4 and a bias (g, n): one of the two weights of :class:`fp4gemm.nn.Experts`.
 
     ``weight`` is the NVFP4Tensor, and ``dequantize_weight()`` its values. It is called without arguments and
-    returns a :class:`HeldWeight`; a call brings weights that accelerate has offloaded to the device.
+    returns a :class:`OperandParts`; a call brings weights that accelerate has offloaded to the device.
 
     Buffers:
         weight_codes: uint8 (g, n, k/2), packed e2m1, low nibble = even k.
@@ -461,7 +452,7 @@ class StackedWeight(WeightModule):
 
     _public = "Experts"
     # What the last call returned. The names of WeightModule that begin so are not copied or pickled.
-    _known_held: HeldWeight | None = None
+    _known_held: OperandParts | None = None
     is_checked = False  # a forward of Experts with this weight passed its checks; reset with the buffers
 
     def __init__(
@@ -484,7 +475,7 @@ class StackedWeight(WeightModule):
         made = cls(g, n, k, bias is not None, device="meta", dtype=weight.dtype)
         return made._adopt(weight, bias)
 
-    def forward(self, quantizes: bool = True) -> HeldWeight:
+    def forward(self, quantizes: bool = True) -> OperandParts:
         """The tensors of the weight, prepacked first where the kernels of the device read prepacked weights.
 
         Args:
@@ -497,17 +488,12 @@ class StackedWeight(WeightModule):
         if not is_traced and self._known_held is not None and self._is_as_known():
             return self._known_held
         self._require_weight()
-        is_prepacked = self._is_prepacked()
-        if not is_prepacked and not is_traced:
-            is_prepacked = self._prepack_where_it_helps(quantizes)
-        amax, bias, bound = self.weight_amax, self.bias, self._e4m3_max
-        if is_prepacked:
-            data: Tensor = self.weight_prepacked  # type: ignore[assignment]
-            held = HeldWeight(data, None, amax, bias, self.out_features, bound)
-        else:
-            held = HeldWeight(self.weight_codes, self.weight_scales, amax, bias, 0, bound)
+        if not is_traced and not self._is_prepacked():
+            self._prepack_where_it_helps(quantizes)
+        held = self._operand_parts()
         # Not weights that accelerate brings to the device for one forward, nor those still to be prepacked.
-        is_final = is_prepacked or self._is_captured or not support.streams_prepacked(amax.device, quantizes)
+        is_final = held.scales is None or self._is_captured
+        is_final = is_final or not support.streams_prepacked(held.amax.device, quantizes)
         if is_final and not is_traced and "_hf_hook" not in self.__dict__:
             self._known_held = held
         return held
@@ -635,7 +621,7 @@ def stack_bias(name: str, bias: object, weight: Tensor | NVFP4Tensor) -> Tensor:
 # ---- the operator
 
 
-def formats_of(layer: Experts, x: Tensor, w13: HeldWeight) -> tuple[str, str]:
+def formats_of(layer: Experts, x: Tensor, w13: OperandParts) -> tuple[str, str]:
     """The formats of the operands of both products, as :func:`support.ready_for` names them."""
     if layer.activation_scaling == "none":
         a = "bf16" if x.dtype is torch.bfloat16 else "fp16"
@@ -645,28 +631,11 @@ def formats_of(layer: Experts, x: Tensor, w13: HeldWeight) -> tuple[str, str]:
 
 
 def multiply(
-    layer: Experts, x: Tensor, ids: Tensor, scores: Tensor, w13: HeldWeight, w2: HeldWeight
+    layer: Experts, x: Tensor, ids: Tensor, scores: Tensor, w13: OperandParts, w2: OperandParts
 ) -> Tensor:
     """The operator ``experts`` with the weights and options of a layer."""
-    y: Tensor = operators.experts(
-        x,
-        ids,
-        scores,
-        w13.data,
-        w13.scales,
-        w13.amax,
-        w13.bias,
-        w2.data,
-        w2.scales,
-        w2.amax,
-        w2.bias,
-        w13.rows,
-        w2.rows,
-        w13.e4m3_max,
-        w2.e4m3_max,
-        layer._scaling,
-        layer._activation,
-    )
+    call = ExpertsCall.of(x, ids, scores, w13, w2, layer._scaling, layer._activation)
+    y: Tensor = operators.experts(*call)
     return y
 
 

@@ -18,6 +18,7 @@ from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
 from ..ops import operators
 from ..ops.linear import LinearCall
+from ..ops.parts import OperandParts
 from ._inputs import (
     OUT_STEP,
     ActivationScaling,
@@ -40,9 +41,6 @@ _is_compiling = torch.compiler.is_compiling
 
 InputGradient = Literal["dequantized", "quantized"]
 INPUT_GRADIENTS = get_args(InputGradient)
-
-# Codes, scales and amax of Q(W^T), (k, n); all None where backward makes them.
-Transposed = tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]
 
 
 class Linear(WeightModule):
@@ -120,7 +118,7 @@ class Linear(WeightModule):
     check_finite: CheckFinite = "off"
     _input_gradient: InputGradient = "dequantized"
     # What the copy for input_gradient "quantized" was made of, and the copy.
-    _transposed: tuple[tuple[Any, ...], Transposed] | None = None
+    _transposed: tuple[tuple[Any, ...], OperandParts] | None = None
 
     def __init__(
         self,
@@ -323,19 +321,8 @@ class Linear(WeightModule):
         is_traced = _is_compiling()
         if not is_traced and not self._is_prepacked():
             self._prepack_where_it_helps(self.activation_scaling != "none")
-        held = self._buffers  # once, since another thread may replace it
-        is_prepacked = PREPACKED in held
-        name = PREPACKED if is_prepacked else "weight_codes"
-        call = LinearCall(
-            x,
-            held[name],  # type: ignore[arg-type]
-            held.get("weight_scales"),
-            held["weight_amax"],  # type: ignore[arg-type]
-            held["bias"],
-            self.out_features if is_prepacked else 0,
-            self._e4m3_max,
-            **{"scaling": _SCALINGS["row"], "activation": self._epilogue()} | of_x,
-        )
+        defaults = {"scaling": _SCALINGS["row"], "activation": self._epilogue()}
+        call = LinearCall.of(x, self._operand_parts(), **defaults | of_x)
         if is_traced:
             if needs_gradient(call):
                 return self._recorded(call)
@@ -350,7 +337,7 @@ class Linear(WeightModule):
             format_a = "nvfp4"
         else:
             format_a = "fp16"
-        formats = (format_a, "prepacked" if is_prepacked else "nvfp4")
+        formats = (format_a, "prepacked" if call.weight_rows else "nvfp4")
         support.ready_for(x, "mm", formats)
         if _RULES:
             rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
@@ -362,35 +349,37 @@ class Linear(WeightModule):
         if needs_gradient(call):
             return self._recorded(call)
         result: Tensor = _LINEAR(*call)
-        self._remember_call(call, name)
+        self._remember_call(call)
         return result
 
-    def _remember_call(self, call: LinearCall, name: str) -> None:
+    def _remember_call(self, call: LinearCall) -> None:
         """Let forward make this call again without checks, if nothing but x can differ."""
         bound: Tensor = self._buffers[BOUND]  # type: ignore[assignment]
         written = version(bound)
         is_tested = call.x.get_device() in support.READY["mm"]
         quantizes = self.activation_scaling != "none"
-        helps = name == PREPACKED or not support.streams_prepacked(call.x.device, quantizes)
+        helps = call.weight_rows > 0 or not support.streams_prepacked(call.x.device, quantizes)
         is_own = call.scaling == _SCALINGS[self.activation_scaling] and call.activation == self._epilogue()
         is_own = is_own and (quantizes or call.out_dtype is None)  # not of a float32 x, which was rounded
         is_plain = is_own and self.check_finite == "off" and type(call.x) is Tensor
         if is_plain and is_tested and helps and written is not None and not self._is_offloaded():
             arguments = call[1:9] if call.activation else call[1:8]  # from weight; others have their defaults
             of_weight = (call.weight, call.weight_scales, call.weight_amax, call.bias)
+            name = PREPACKED if call.weight_rows else "weight_codes"
             self.__dict__["_fast"] = (name, *of_weight, bound, written, arguments)
 
     def _recorded(self, call: LinearCall) -> Tensor:
         """The product for autograd, with the copy of the weight that its backward multiplies by."""
         how, k = self._input_gradient, self.in_features
         if how == "dequantized" or not call.x.requires_grad or torch.compiler.is_compiling():
-            return recorded(call, how, k, (None, None, None))
-        parts = (call.weight, call.weight_scales, call.weight_amax)
-        written = (*map(version, parts), call.weight_e4m3_max)
+            return recorded(call, how, k, None)
+        w = call.weight_parts
+        parts = (w.data, w.scales, w.amax)
+        written = (*map(version, parts), w.e4m3_max)
         held = self._transposed
         if held is None or held[0][3:] != written or any(map(operator.is_not, held[0][:3], parts)):
             with torch.inference_mode(False), torch.no_grad():
-                made = transpose(*parts, call.weight_e4m3_max, call.weight_rows, k)
+                made = transpose(w, k)
             held = self._transposed = ((*parts, *written), made)
         return recorded(call, how, k, held[1])
 
@@ -440,7 +429,7 @@ def needs_gradient(call: LinearCall) -> bool:
     return torch.is_grad_enabled() and (call.x.requires_grad or (call.c is not None and call.c.requires_grad))
 
 
-def recorded(call: LinearCall, how: InputGradient, k: int, transposed: Transposed) -> Tensor:
+def recorded(call: LinearCall, how: InputGradient, k: int, transposed: OperandParts | None) -> Tensor:
     """The operator ``linear``, recorded for autograd: gradients flow to x and to c, and to nothing else.
 
     With dy (..., n) the gradient of the result, in its dtype, and W the stored weight::
@@ -466,33 +455,20 @@ def recorded(call: LinearCall, how: InputGradient, k: int, transposed: Transpose
             "weight: was made in inference mode, must not be where x requires grad; load the model outside "
             "of torch.inference_mode()"
         )
-    result: Tensor = _Recorded.apply(how, k, *transposed, *call)
+    saved = (None, None, None) if transposed is None else transposed[:3]
+    result: Tensor = _Recorded.apply(how, k, *saved, *call)
     return result
 
 
-def transpose(
-    weight: Tensor, scales: Tensor | None, amax: Tensor, e4m3_max: int, rows: int, k: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and amax of Q(W^T), (k, n), of the weight as the operator ``linear`` has it."""
-    dense = _dense(weight, scales, amax, e4m3_max, rows, k, torch.float32)
-    made: tuple[Tensor, Tensor, Tensor] = operators.quantize(dense, None, True, axis=0)
-    return made
+def transpose(w: OperandParts, k: int) -> OperandParts:
+    """Q(W^T), (k, n), of a weight (n, k)."""
+    return OperandParts(*operators.quantize(_dense(w, k, torch.float32), None, True, axis=0))
 
 
-def _dense(
-    weight: Tensor,
-    scales: Tensor | None,
-    amax: Tensor,
-    e4m3_max: int,
-    rows: int,
-    k: int,
-    dtype: torch.dtype,
-) -> Tensor:
+def _dense(w: OperandParts, k: int, dtype: torch.dtype) -> Tensor:
     """W (n, k), dequantized."""
-    codes = weight
-    if scales is None:
-        codes, scales = operators.unprepack(weight, rows, k)
-    dense: Tensor = operators.dequantize(codes, scales, amax, e4m3_max, dtype)
+    codes, scales = (w.data, w.scales) if w.scales is not None else operators.unprepack(w.data, w.rows, k)
+    dense: Tensor = operators.dequantize(codes, scales, w.amax, w.e4m3_max, dtype)
     return dense
 
 
@@ -524,15 +500,16 @@ class _Recorded(torch.autograd.Function):
         if ctx.needs_input_grad[ctx.place_of_c]:
             gradients[ctx.place_of_c] = dy
         if ctx.needs_input_grad[5]:
-            weight, scales, amax = ctx.saved_tensors
+            data, scales, amax = ctx.saved_tensors
             # The dtype of dy is that of the result, under autocast too.
             with torch.autocast(dy.device.type, enabled=False):
-                if ctx.how == "dequantized":
-                    w = _dense(weight, scales, amax, ctx.e4m3_max, ctx.rows, ctx.k, dy.dtype)
-                    dx = dy @ w
+                if ctx.is_transposed:
+                    dx = operators.linear(*LinearCall.of(dy.contiguous(), OperandParts(data, scales, amax)))
                 else:
-                    if not ctx.is_transposed:
-                        weight, scales, amax = transpose(weight, scales, amax, ctx.e4m3_max, ctx.rows, ctx.k)
-                    dx = operators.linear(dy.contiguous(), weight, scales, amax)
+                    w = OperandParts(data, scales, amax, ctx.e4m3_max, ctx.rows)
+                    if ctx.how == "dequantized":
+                        dx = dy @ _dense(w, ctx.k, dy.dtype)
+                    else:
+                        dx = operators.linear(*LinearCall.of(dy.contiguous(), transpose(w, ctx.k)))
             gradients[5] = dx.to(ctx.dtype)
         return tuple(gradients)

@@ -19,10 +19,11 @@ from .. import _checks, activations, layout, support
 from .._checks import FLOAT_DTYPES, describe, has_dtype, has_shape, is_contiguous, listing, same_device
 from ..activations import Activation
 from ..reference.chunks import fp32, row_chunks
-from ..reference.epilogue import Epilogue
+from ..reference.epilogue import ALPHA, ALPHA_UNQUANTIZED, Epilogue
 from ..reference.gemm import Operand, Product, multiply, ragged_k, ragged_m
 from ._call import Operator, accepts, has_parameters, parameters_of
 from .convert import decode_rows, unprepack
+from .parts import OperandParts
 
 __all__ = ["OPERATORS", "GemmCall", "activate", "gemm", "gemm_compiled", "gemm_fake", "gemm_out"]
 
@@ -54,6 +55,18 @@ class GemmCall(NamedTuple):
     b_rows: int = 0  # n of a prepacked b; 0: b is not prepacked
     kernel_name: str | None = None  # not "kernel", which collides with a parameter inside torch's inductor
     out_dtype: torch.dtype = torch.bfloat16
+
+    @classmethod
+    def of(
+        cls, a: Tensor | OperandParts, b: OperandParts, offs: Tensor | None = None, **more: Any
+    ) -> GemmCall:
+        """The product of operands with all their factors and the bias of b; a Tensor is not quantized."""
+        if isinstance(a, OperandParts):
+            data, scales, amax, alpha = a.data, a.scales, a.amax, ALPHA[a.e4m3_max, b.e4m3_max]
+        else:
+            data, scales, amax, alpha = a, None, None, ALPHA_UNQUANTIZED[b.e4m3_max]
+        data_b, scales_b, amax_b, _, rows, bias = b
+        return cls(data, data_b, scales, scales_b, offs, alpha, None, amax, amax_b, bias, b_rows=rows, **more)
 
 
 def _accepts_out(function: Callable[[GemmCall, Tensor], None]) -> Callable[..., None]:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from .. import _checks, activations, support
-from ..reference.epilogue import ALPHA, ALPHA_UNQUANTIZED
 from . import gemm as gemm_ops
 from ._call import Operator, accepts
 from .gemm import GemmCall, gemm, gemm_compiled
+from .parts import OperandParts, checked_weight
 from .quantize import QuantizeCall, quantize, quantize_compiled
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "TENSOR",
     "LinearCall",
     "checked_bias",
-    "checked_weight",
     "linear",
 ]
 
@@ -52,6 +51,27 @@ class LinearCall(NamedTuple):
     kernel_name: str | None = None
     out_dtype: torch.dtype | None = None  # None: that of x, or bfloat16 if x was quantized before
 
+    @classmethod
+    def of(cls, x: Tensor | OperandParts, weight: OperandParts, **more: Any) -> LinearCall:
+        """The call with this weight and its bias; x is OperandParts if it was quantized before."""
+        if isinstance(x, OperandParts):
+            more |= {"x_scales": x.scales, "x_amax": x.amax, "x_e4m3_max": x.e4m3_max}
+            x = x.data
+        data, scales, amax, e4m3_max, rows, bias = weight
+        return cls(x, data, scales, amax, bias, rows, e4m3_max, **more)
+
+    @property
+    def weight_parts(self) -> OperandParts:
+        """The weight and its bias."""
+        return OperandParts(
+            self.weight,
+            self.weight_scales,
+            self.weight_amax,
+            self.weight_e4m3_max,
+            self.weight_rows,
+            self.bias,
+        )
+
 
 class Shape(NamedTuple):
     """The sizes and the dtype that follow from a checked call."""
@@ -78,19 +98,10 @@ def checked(call: LinearCall) -> Shape:
     _checks.is_multiple("x", "k", k, _checks.K_STEP_MM)
     m = math.prod(x.shape[:-1])
     if call.x_amax is not None:
-        _vector("x_amax", call.x_amax, m, x.device)
+        _checks.vector("x_amax", call.x_amax, m, x.device, "x")
     if call.x_scales is not None:
         _checks.scales("x_scales", call.x_scales, m, k, x.device, "x")
-    n = checked_weight(
-        "weight",
-        call.weight,
-        call.weight_scales,
-        call.weight_amax,
-        call.weight_rows,
-        call.weight_e4m3_max,
-        k,
-        x,
-    )
+    n = checked_weight("weight", call.weight_parts, k, x)
     if call.out_dtype is not None:
         _checks.is_float_dtype("out_dtype", call.out_dtype)
         dtype = call.out_dtype
@@ -125,56 +136,11 @@ def _checked_x(call: LinearCall) -> torch.dtype:
     return torch.bfloat16
 
 
-def checked_weight(
-    name: str,
-    weight: Tensor,
-    scales: Tensor | None,
-    amax: Tensor,
-    rows: int,
-    e4m3_max: int,
-    k: int,
-    x: Tensor,
-    of_x: str = "x",
-) -> int:
-    """Check a weight beside x, and return n; the names of its tensors begin with ``name``.
-
-    Args:
-        rows: n of a prepacked weight, else 0. of_x: the name of x.
-    """
-    _checks.same_device(name, _checks.is_tensor(name, weight), x.device, of_x)
-    _checks.is_int(f"{name}_rows", rows, 0)
-    if rows:
-        if scales is not None:
-            raise ValueError(
-                f"{name}_scales: got {_checks.describe(scales)}, must be None for a prepacked weight"
-            )
-        _checks.has_dtype(name, weight, (torch.uint8,))
-        wanted = (_checks.prepacked_bytes(rows, k),)
-        _checks.has_shape(name, weight, wanted, f", the bytes of prepacked (n, k) = ({rows}, {k})")
-        _checks.is_contiguous(name, weight)
-        _checks.is_aligned(name, weight)
-        n = rows
-    else:
-        if scales is None:
-            raise ValueError(f"{name}_scales: got None, must be given unless the weight is prepacked")
-        codes, _ = _checks.packed_operand(name, weight, f"{name}_scales", scales)
-        n = codes.shape[0]
-        if 2 * codes.shape[1] != k:
-            raise ValueError(f"{name}: k is {2 * codes.shape[1]}, must be {k}, the k of {of_x}")
-    _vector(f"{name}_amax", amax, n, x.device, of_x)
-    _checks.is_one_of(f"{name}_e4m3_max", e4m3_max, _checks.E4M3_BOUNDS)
-    return n
-
-
 def checked_bias(value: object, n: int, x: Tensor, function: str) -> None:
     """Check a float32 bias (n,)."""
     bias = _checks.is_tensor("bias", value)
     _checks.has_dtype("bias", bias, (torch.float32,))
     gemm_ops.check_bias(bias, n, x.device, function)
-
-
-def _vector(name: str, value: object, length: int, device: torch.device, other: str = "x") -> None:
-    _checks.vector(name, value, length, device, other)
 
 
 def _checked_c(value: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -227,30 +193,18 @@ def _linear_by(call: LinearCall, quantize: Callable[..., Any], gemm: Callable[..
     shape = checked(call)
     x = call.x
     rows = _checks.readable(x.reshape(shape.m, x.shape[-1]))
-    scales, amax = call.x_scales, call.x_amax
-    if amax is not None:
-        alpha = ALPHA[call.x_e4m3_max, call.weight_e4m3_max]
-    elif call.scaling == NOT_QUANTIZED:
-        alpha = ALPHA_UNQUANTIZED[call.weight_e4m3_max]
-    else:
-        per_row = call.scaling == ROW
-        rows, scales, amax = quantize(*QuantizeCall(rows, None, per_row))
-        alpha = ALPHA[max(_checks.E4M3_BOUNDS), call.weight_e4m3_max]
-    c = None if call.c is None else _checks.readable(call.c.reshape(shape.m, shape.out[-1]))
-    product = GemmCall(
-        a=rows,
-        b=call.weight,
-        scale_a=scales,
-        scale_b=call.weight_scales,
-        alpha=alpha,
-        alpha_row=amax,
-        alpha_col=call.weight_amax,
-        bias=call.bias,
+    a: Tensor | OperandParts = rows
+    if call.x_amax is not None:
+        a = OperandParts(rows, call.x_scales, call.x_amax, call.x_e4m3_max)
+    elif call.scaling != NOT_QUANTIZED:
+        a = OperandParts(*quantize(*QuantizeCall(rows, None, call.scaling == ROW)))
+    product = GemmCall.of(
+        a,
+        call.weight_parts,
         activation=call.activation,
-        c=c,
+        c=None if call.c is None else _checks.readable(call.c.reshape(shape.m, shape.out[-1])),
         beta=call.beta,
         batch_invariant=call.batch_invariant,
-        b_rows=call.weight_rows,
         kernel_name=call.kernel_name,
         out_dtype=shape.dtype,
     )

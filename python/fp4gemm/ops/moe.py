@@ -16,9 +16,9 @@ from .. import _checks, activations, support
 from ..activations import Activation
 from ..reference import moe as formulas
 from ..reference.chunks import gathered
-from ..reference.formats import E2M1_MAX
 from ._call import Operator, accepts
-from .gemm import gemm, gemm_compiled
+from .gemm import GemmCall, gemm, gemm_compiled
+from .parts import OperandParts, checked_stack
 from .quantize import quantize_decoded, quantize_decoded_compiled
 
 __all__ = [
@@ -37,8 +37,6 @@ __all__ = [
 MAX_EXPERTS = 2048  # kMaxExperts of cpp/src/moe/moe.hpp
 ID_DTYPES = (torch.int32, torch.int64)
 _MAX_PAIRS = torch.iinfo(torch.int32).max
-# Codes or prepacked bytes, scales, amax, bias, the rows of prepacked weights, and the e4m3 bound.
-Weight = tuple[Tensor, Tensor | None, Tensor, Tensor | None, int, int]
 
 
 # ---- route
@@ -213,6 +211,32 @@ class ExpertsCall(NamedTuple):
     activation: int = 4
     batch_invariant: bool = False
 
+    @classmethod
+    def of(
+        cls, x: Tensor, ids: Tensor, weights: Tensor, w13: OperandParts, w2: OperandParts, *more: Any
+    ) -> ExpertsCall:
+        """The call with these stacks and their biases; ``more`` are the parameters from scaling on."""
+        return cls(
+            x, ids, weights,
+            w13.data, w13.scales, w13.amax, w13.bias,
+            w2.data, w2.scales, w2.amax, w2.bias,
+            w13.rows, w2.rows, w13.e4m3_max, w2.e4m3_max, *more,
+        )  # fmt: skip
+
+    @property
+    def w13_parts(self) -> OperandParts:
+        """The first weights and their bias."""
+        return OperandParts(
+            self.w13, self.w13_scales, self.w13_amax, self.w13_e4m3_max, self.w13_rows, self.w13_bias
+        )
+
+    @property
+    def w2_parts(self) -> OperandParts:
+        """The second weights and their bias."""
+        return OperandParts(
+            self.w2, self.w2_scales, self.w2_amax, self.w2_e4m3_max, self.w2_rows, self.w2_bias
+        )
+
 
 def quantizes_tokens(scaling: object) -> bool:
     """Check scaling, 0 or 1, and return whether the tokens are quantized, each with its own amax."""
@@ -240,86 +264,14 @@ def check_experts(call: ExpertsCall) -> Activation:
     activation = activations.of_number(call.activation)
     _checks.is_bool("batch_invariant", call.batch_invariant)
     d = x.shape[1]
-    groups, n13 = _weight(
-        "w13", call.w13, call.w13_scales, call.w13_amax, call.w13_bias, call.w13_rows, d, x.device
-    )
+    groups, n13 = checked_stack("w13", call.w13_parts, d, x.device)
     num_experts(groups)
     step = 2 * _checks.K_STEP_MM if activation.is_gated else _checks.K_STEP_MM
     _checks.is_multiple("w13", "number of rows", n13, step)
-    _, n2 = _weight(
-        "w2",
-        call.w2,
-        call.w2_scales,
-        call.w2_amax,
-        call.w2_bias,
-        call.w2_rows,
-        activation.width(n13),
-        x.device,
-        groups,
-    )
+    _, n2 = checked_stack("w2", call.w2_parts, activation.width(n13), x.device, groups)
     if n2 != d:
         raise ValueError(f"w2: has {n2} rows, must have {d}, the d of x")
-    for name, bound in (("w13_e4m3_max", call.w13_e4m3_max), ("w2_e4m3_max", call.w2_e4m3_max)):
-        _checks.is_one_of(name, bound, _checks.E4M3_BOUNDS)
     return activation
-
-
-def _weight(
-    name: str,
-    weight: object,
-    scales: object,
-    amax: object,
-    bias: object,
-    rows: object,
-    k: int,
-    device: torch.device,
-    groups: int | None = None,
-) -> tuple[int, int]:
-    """Check the weights of all experts, their amax and bias, and return (experts, rows)."""
-    _checks.is_int(f"{name}_rows", rows, 0)
-    w = _checks.is_tensor(name, weight)
-    _checks.has_dtype(name, w, (torch.uint8,))
-    n = rows or None
-    if n is None:
-        _checks.has_rank(name, w, 3, "(g, n, k/2), or (g, bytes) with a number of rows if it is prepacked")
-        n = w.shape[1]
-        if 2 * w.shape[2] != k:
-            raise ValueError(f"{name}: shape is {tuple(w.shape)}, must be (g, n, {k // 2}), k/2 codes a row")
-    else:
-        _checks.has_rank(name, w, 2, "(g, bytes)")
-        _checks.has_shape(name, w, (w.shape[0], _checks.prepacked_bytes(n, k)), f", prepacked ({n}, {k})")  # type: ignore[arg-type]
-        if scales is not None:
-            raise ValueError(
-                f"{name}_scales: got {_checks.describe(scales)}, must be None for prepacked {name}"
-            )
-    _checks.is_contiguous(name, w)
-    _checks.is_aligned(name, w)
-    _checks.same_device(name, w, device, "x")
-    g = w.shape[0]
-    if groups is not None and g != groups:
-        raise ValueError(f"{name}: has {g} experts, must have {groups} as w13")
-    if not rows:
-        s = _checks.is_tensor(f"{name}_scales", scales)
-        _checks.has_dtype(f"{name}_scales", s, (torch.float8_e4m3fn,))
-        _checks.has_shape(f"{name}_scales", s, (g, *_checks.padded_scale_shape(n, k)), ", swizzled")  # type: ignore[arg-type]
-        _checks.same_device(f"{name}_scales", s, device, "x")
-        _checks.is_contiguous(f"{name}_scales", s)
-        _checks.is_aligned(f"{name}_scales", s)
-    a = _checks.is_tensor(f"{name}_amax", amax)
-    _checks.has_dtype(f"{name}_amax", a, (torch.float32,))
-    if tuple(a.shape) not in ((g, n), (g, 1)):
-        raise ValueError(f"{name}_amax: shape is {tuple(a.shape)}, must be ({g}, {n}) or ({g}, 1)")
-    for what, t in ((f"{name}_amax", a), (f"{name}_bias", bias)):
-        if t is None:
-            continue
-        v = _checks.is_tensor(what, t)
-        _checks.has_dtype(what, v, (torch.float32,))
-        _checks.same_device(what, v, device, "x")
-        _checks.is_contiguous(what, v)
-        _checks.no_grad(what, v, "fp4gemm.experts")
-    if bias is not None:
-        _checks.has_shape(f"{name}_bias", bias, (g, n))  # type: ignore[arg-type]
-    return g, n  # type: ignore[return-value]
 
 
 @accepts(ExpertsCall)
@@ -355,34 +307,19 @@ def _experts_by(
     """Return :func:`experts` with other implementations of quantize_decoded and gemm, of the same bits."""
     activation = check_experts(call)
 
-    def product(rows: Tensor, weight: Weight, activation: int, out_dtype: torch.dtype) -> Tensor:
+    def product(rows: Tensor, weight: OperandParts, activation: int, out_dtype: torch.dtype) -> Tensor:
         """The grouped product of rows, quantized first unless scaling is 0, and a weight."""
-        codes, scales, amax, bias, num_rows, bound = weight
-        alpha, row_amax = 1.0 / (E2M1_MAX * bound), None
+        a: Tensor | OperandParts = rows
         if call.scaling:
-            rows, row_amax = quantize_decoded(rows, None, True, offs=offs)
-            alpha /= E2M1_MAX * 448
-        return gemm(
-            rows,
-            codes,
-            scale_b=scales,
-            offs=offs,
-            alpha=alpha,
-            alpha_row=row_amax,
-            alpha_col=amax,
-            bias=bias,
-            activation=activation,
-            b_rows=num_rows,
-            out_dtype=out_dtype,
-        )
+            data, amax = quantize_decoded(rows, None, True, offs=offs)
+            a = OperandParts(data, None, amax)
+        return gemm(*GemmCall.of(a, weight, offs, activation=activation, out_dtype=out_dtype))
 
     x = call.x
     hidden_dtype = x.dtype if x.dtype in _checks.HALF_DTYPES else torch.bfloat16
     offs, token_of_row, row_of_pair = route(call.topk_ids, call.w13.shape[0])
-    w13 = call.w13, call.w13_scales, call.w13_amax, call.w13_bias, call.w13_rows, call.w13_e4m3_max
-    w2 = call.w2, call.w2_scales, call.w2_amax, call.w2_bias, call.w2_rows, call.w2_e4m3_max
-    h = product(gathered(x, token_of_row), w13, activation.number, hidden_dtype)
-    y = product(h, w2, 0, x.dtype)
+    h = product(gathered(x, token_of_row), call.w13_parts, activation.number, hidden_dtype)
+    y = product(h, call.w2_parts, 0, x.dtype)
     return combine(y, row_of_pair, call.topk_weights)
 
 

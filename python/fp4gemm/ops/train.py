@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from ..reference.epilogue import ALPHA
 from ..reference.swiglu import swiglu as swiglu_of
 from ..reference.swiglu import swiglu_backward as swiglu_gradients
 from ._call import Operator, accepts
 from .gemm import GemmCall, gemm, gemm_compiled, gemm_fake
-from .linear import checked_bias, checked_weight
+from .linear import checked_bias
+from .parts import OperandParts, checked_weight
 from .quantize import (
     quantize,
     quantize_compiled,
@@ -67,6 +67,11 @@ class TrainForwardCall(NamedTuple):
     w_e4m3_max: int
     bias: Tensor | None = None
 
+    @property
+    def w_parts(self) -> OperandParts:
+        """The weight and its bias."""
+        return OperandParts(self.w, self.w_scales, self.w_amax, self.w_e4m3_max, self.w_rows, self.bias)
+
 
 class TrainBackwardCall(NamedTuple):
     """``train_backward``: casts of dy as in TrainForwardCall, W^T, and x^T as train_forward returned it."""
@@ -87,11 +92,21 @@ class TrainBackwardCall(NamedTuple):
     x_t_e4m3_max: int
     dw_dtype: torch.dtype
 
+    @property
+    def w_t_parts(self) -> OperandParts:
+        """The transposed weight."""
+        return OperandParts(self.w_t, self.w_t_scales, self.w_t_amax, self.w_t_e4m3_max, self.w_t_rows)
+
+    @property
+    def x_t_parts(self) -> OperandParts:
+        """The transposed input."""
+        return OperandParts(self.x_t, self.x_t_scales, self.x_t_amax, self.x_t_e4m3_max)
+
 
 def check_forward(call: TrainForwardCall) -> None:
     """Raise TypeError, ValueError or NotImplementedError, naming the argument of train_forward."""
     x = _input("x", call.x, call)
-    n = checked_weight("w", call.w, call.w_scales, call.w_amax, call.w_rows, call.w_e4m3_max, x.shape[1], x)
+    n = checked_weight("w", call.w_parts, x.shape[1], x)
     if call.bias is not None:
         checked_bias(call.bias, n, x, "fp4gemm.train_forward")
 
@@ -99,10 +114,8 @@ def check_forward(call: TrainForwardCall) -> None:
 def check_backward(call: TrainBackwardCall) -> None:
     """Raise TypeError, ValueError or NotImplementedError, naming the argument of train_backward."""
     dy = _input("dy", call.dy, call)
-    w_t = (call.w_t, call.w_t_scales, call.w_t_amax, call.w_t_rows, call.w_t_e4m3_max)
-    k = checked_weight("w_t", *w_t, dy.shape[1], dy, "dy")
-    x_t = (call.x_t, call.x_t_scales, call.x_t_amax, 0, call.x_t_e4m3_max)
-    rows = checked_weight("x_t", *x_t, dy.shape[0], dy, "dy")
+    k = checked_weight("w_t", call.w_t_parts, dy.shape[1], dy, "dy")
+    rows = checked_weight("x_t", call.x_t_parts, dy.shape[0], dy, "dy")
     if rows != k:
         raise ValueError(f"x_t: has {rows} rows, must have {k}, as w_t")
     _checks.is_float_dtype("dw_dtype", call.dw_dtype)
@@ -156,16 +169,6 @@ _COMPILED = _Operators(quantize_compiled, quantize_decoded_compiled, gemm_compil
 _FAKE = _Operators(quantize_fake, quantize_decoded_fake, gemm_fake)
 
 
-class _Operand(NamedTuple):
-    """An operand of gemm with its bound, and the rows of a prepacked one or 0."""
-
-    data: Tensor
-    scales: Tensor | None
-    amax: Tensor
-    e4m3_max: int
-    rows: int = 0
-
-
 @accepts(TrainForwardCall)
 def train_forward(call: TrainForwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y = x W^T + bias, and x^T quantized for the gradient of W.
@@ -210,8 +213,7 @@ def _forward_by(call: TrainForwardCall, operators: _Operators) -> tuple[Tensor, 
     """Return :func:`train_forward`, computed with the given operators."""
     check_forward(call)
     x = _quantized(call, call.x, -1, call.decoded, operators)
-    w = _Operand(call.w, call.w_scales, call.w_amax, call.w_e4m3_max, call.w_rows)
-    y = _product(x, w, call.bias, call.x.dtype, operators)
+    y = operators.gemm(*GemmCall.of(x, call.w_parts, out_dtype=call.x.dtype))
     x_t = _quantized(call, call.x, 0, False, operators)
     if x_t.scales is None:
         raise RuntimeError("x_t has no scales")
@@ -222,16 +224,14 @@ def _backward_by(call: TrainBackwardCall, operators: _Operators) -> tuple[Tensor
     """Return :func:`train_backward`, computed with the given operators."""
     check_backward(call)
     dy = _quantized(call, call.dy, -1, call.decoded, operators)
-    w_t = _Operand(call.w_t, call.w_t_scales, call.w_t_amax, call.w_t_e4m3_max, call.w_t_rows)
-    dx = _product(dy, w_t, None, call.dy.dtype, operators)
+    dx = operators.gemm(*GemmCall.of(dy, call.w_t_parts, out_dtype=call.dy.dtype))
     dy_t = _quantized(call, call.dy, 0, call.decoded, operators)
-    x_t = _Operand(call.x_t, call.x_t_scales, call.x_t_amax, call.x_t_e4m3_max)
-    return dx, _product(dy_t, x_t, None, call.dw_dtype, operators)
+    return dx, operators.gemm(*GemmCall.of(dy_t, call.x_t_parts, out_dtype=call.dw_dtype))
 
 
 def _quantized(
     call: TrainForwardCall | TrainBackwardCall, x: Tensor, axis: int, decoded: bool, operators: _Operators
-) -> _Operand:
+) -> OperandParts:
     """x quantized along an axis."""
     cast: dict[str, Any] = dict(zip(CAST, call.cast if axis == -1 else call.cast_t, strict=True))
     is_stochastic = cast.pop("is_stochastic")
@@ -239,21 +239,9 @@ def _quantized(
     options: dict[str, Any] = {**cast, "rng_state": state}
     if decoded:
         data, amax = operators.quantize_decoded(x, None, per_row, axis, **options)
-        return _Operand(data, None, amax, cast["e4m3_max"])
+        return OperandParts(data, None, amax, cast["e4m3_max"])
     codes, scales, amax = operators.quantize(x, None, per_row, axis, **options)
-    return _Operand(codes, scales, amax, cast["e4m3_max"])
-
-
-def _product(
-    a: _Operand, b: _Operand, bias: Tensor | None, out_dtype: torch.dtype, operators: _Operators
-) -> Tensor:
-    """a b^T + bias."""
-    alpha = ALPHA[a.e4m3_max, b.e4m3_max]
-    call = GemmCall(
-        a.data, b.data, a.scales, b.scales, alpha=alpha, alpha_row=a.amax, alpha_col=b.amax, bias=bias,
-        b_rows=b.rows, out_dtype=out_dtype,
-    )  # fmt: skip
-    return operators.gemm(*call)
+    return OperandParts(codes, scales, amax, cast["e4m3_max"])
 
 
 @accepts(TrainForwardCall)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ... import activations as activations_table
 from ...activations import ActivationName
 from ...checkpoint.formats import FORMATS
+from ...ops.parts import OperandParts
 from . import products, weights
 from .layers import Layer, dropped, put
 from .loading import check_sizes, checked_loader
@@ -46,8 +47,8 @@ class ExpertsWeights:
         self.of = known
         self.activation = ACTIVATIONS[activation]
         self.is_gated = activations_table.by_name[self.activation].is_gated
-        self.held13: tuple[int, int] = (0, 0)  # rows and e4m3_max of weights.Held
-        self.held2: tuple[int, int] = (0, 0)
+        self.held13: tuple[int, int] = (448, 0)  # e4m3_max and rows of OperandParts
+        self.held2: tuple[int, int] = (448, 0)
 
     def create(
         self, layer: Any, num_experts: int, d: int, i: int, tp_size: int, loader: Any, attrs: dict[str, Any]
@@ -125,11 +126,11 @@ class ExpertsWeights:
             del weight
         self.of.report.ready()
 
-    def keep(self, layer: Any, which: str, held: weights.Held) -> None:
+    def keep(self, layer: Any, which: str, held: OperandParts) -> None:
         """Set the parameters of one of the two weights to its NVFP4 tensors."""
         tensors = {"weight": held.data, "weight_scale": held.scales, "weight_amax": held.amax}
         put(layer, **{f"{which}_{name}": tensor for name, tensor in tensors.items()})
-        setattr(self, "held" + which[1:], (held.rows, held.e4m3_max))
+        setattr(self, "held" + which[1:], (held.e4m3_max, held.rows))
         products.make_ready(held, "grouped_mm", self.of.activations)
 
     def product(
@@ -141,8 +142,8 @@ class ExpertsWeights:
             x,
             ids,
             scores,
-            weights.Held(layer.w13_weight, scales13, layer.w13_weight_amax, *self.held13),
-            weights.Held(layer.w2_weight, scales2, layer.w2_weight_amax, *self.held2),
+            OperandParts(layer.w13_weight, scales13, layer.w13_weight_amax, *self.held13),
+            OperandParts(layer.w2_weight, scales2, layer.w2_weight_amax, *self.held2),
             self.activation,
             self.of.activations,
             expert_map,

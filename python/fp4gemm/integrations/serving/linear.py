@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoint.formats import FORMATS
+from ...ops.parts import OperandParts
 from . import products, weights
 from .layers import Layer, dropped, put
 from .loading import check_sizes, checked_loader
@@ -38,7 +39,7 @@ class LinearWeights:
 
     def __init__(self, layer: Layer) -> None:
         self.of = layer
-        self.held: tuple[int, int] = (0, 0)  # rows and e4m3_max of weights.Held
+        self.held: tuple[int, int] = (448, 0)  # e4m3_max and rows of OperandParts
 
     def create_weights(
         self,
@@ -108,22 +109,22 @@ class LinearWeights:
         put(layer, weight=held.data, weight_scale=held.scales, weight_amax=held.amax, input_amax=amax)
         self.finish(layer, held)
 
-    def finish(self, layer: Any, held: weights.Held) -> None:
+    def finish(self, layer: Any, held: OperandParts) -> None:
         """Finish a layer that has its weight: its bias in fp32, the self-test, the report."""
         bias = getattr(layer, "bias", None)
         put(layer, weight_bias=None if bias is None else bias.data.float())
-        self.held = (held.rows, held.e4m3_max)
+        self.held = (held.e4m3_max, held.rows)
         products.make_ready(held, "mm", self.of.activations)
         self.of.report.ready()
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The product; bias is that of the layer, or None on ranks that do not add it."""
         scales = getattr(layer, "weight_scale", None)
-        held = weights.Held(layer.weight, scales, layer.weight_amax, *self.held)
+        added = None if bias is None else layer.weight_bias
+        held = OperandParts(layer.weight, scales, layer.weight_amax, *self.held, added)
         return products.linear(
             x,
             held,
-            None if bias is None else layer.weight_bias,
             self.of.activations,
             getattr(layer, "input_amax", None),
             self.of.batch_invariant,

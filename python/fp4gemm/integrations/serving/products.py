@@ -12,16 +12,15 @@ from ...checkpoint.formats import Activations
 from ...ops import operators
 from ...ops.linear import LinearCall
 from ...ops.moe import ExpertsCall
+from ...ops.parts import OperandParts
 from ...quantize import quantize
-from .weights import Held
 
 __all__ = ["experts", "formats", "linear", "make_ready"]
 
 
 def linear(
     x: Tensor,
-    weight: Held,
-    bias: Tensor | None,
+    weight: OperandParts,
     activations: Activations,
     amax: Tensor | None = None,
     batch_invariant: bool = False,
@@ -30,8 +29,7 @@ def linear(
 
     Args:
         x: bfloat16 or float16 (..., k); float32 too unless activations is "a16".
-        weight: (n, k).
-        bias: float32 (n,), or None.
+        weight: (n, k), with the bias that is added.
         activations: "per-token": each row of x gets its amax. "static": ``amax``, float32 (1,), is that of
             all; larger values saturate. "a16": x is not quantized.
         batch_invariant: as of :func:`fp4gemm.mm`.
@@ -39,22 +37,15 @@ def linear(
     Returns:
         (..., n). Does not synchronise.
     """
-    of_weight = LinearCall(
-        x, weight.data, weight.scales, weight.amax, bias, weight.rows, weight.e4m3_max
-    )._replace(batch_invariant=batch_invariant)
     if activations != "static":
-        y: Tensor = operators.linear(*of_weight._replace(scaling=1 if activations == "per-token" else 0))
+        scaling = 1 if activations == "per-token" else 0
+        call = LinearCall.of(x, weight, scaling=scaling, batch_invariant=batch_invariant)
+        y: Tensor = operators.linear(*call)
         return y
     rows = x.reshape(-1, x.shape[-1])
-    if support.streams_prepacked(x.device):
-        decoded = quantize(rows, scaling="tensor", amax=amax, decoded=True)
-        call = of_weight._replace(x=decoded.data, x_amax=decoded.amax, x_e4m3_max=decoded.e4m3_max)
-    else:
-        packed = quantize(rows, scaling="tensor", amax=amax)
-        call = of_weight._replace(
-            x=packed.codes, x_scales=packed.scales, x_amax=packed.amax, x_e4m3_max=packed.e4m3_max
-        )
-    y = operators.linear(*call._replace(out_dtype=x.dtype))
+    quantized = quantize(rows, scaling="tensor", amax=amax, decoded=support.streams_prepacked(x.device))
+    of_x = quantized._operand_parts()
+    y = operators.linear(*LinearCall.of(of_x, weight, batch_invariant=batch_invariant, out_dtype=x.dtype))
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -62,8 +53,8 @@ def experts(
     x: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    w13: Held,
-    w2: Held,
+    w13: OperandParts,
+    w2: OperandParts,
     activation: ActivationName,
     activations: Activations,
     expert_map: Tensor | None = None,
@@ -86,22 +77,12 @@ def experts(
     if expert_map is not None:
         here = expert_map[topk_ids.clamp(min=0).long()].to(torch.int32)
         topk_ids = torch.where(topk_ids < 0, -1, here)
-    call = ExpertsCall(
+    call = ExpertsCall.of(
         x.contiguous(),
         topk_ids.contiguous(),
         topk_weights.contiguous(),
-        w13.data,
-        w13.scales,
-        w13.amax,
-        None,
-        w2.data,
-        w2.scales,
-        w2.amax,
-        None,
-        w13.rows,
-        w2.rows,
-        w13.e4m3_max,
-        w2.e4m3_max,
+        w13,
+        w2,
         0 if activations == "a16" else 1,
         activations_table.by_name[activation].number,
         batch_invariant,
@@ -118,7 +99,7 @@ def formats(device: torch.device, activations: Activations) -> tuple[str, str]:
     return ("fp16", "prepacked") if streams else ("nvfp4", "nvfp4")
 
 
-def make_ready(weight: Held, mode: str, activations: Activations) -> None:
+def make_ready(weight: OperandParts, mode: str, activations: Activations) -> None:
     """Run the self-test where it is due, before a graph is traced or captured.
 
     Raises:

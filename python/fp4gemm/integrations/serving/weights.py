@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,31 +10,15 @@ from torch import Tensor
 from ... import _values, support
 from ...checkpoint.formats import FORMATS, FormatName
 from ...containers.nvfp4 import NVFP4Tensor
-from ...containers.prepacked import PrepackedTensor, prepack, unprepack
+from ...containers.prepacked import prepack
 from ...nn.experts import interleaved_stack
+from ...ops.parts import OperandParts
 
-__all__ = ["NOT_LOADED", "Held", "assembled", "hold", "input_amax", "interleaved_stack"]
+__all__ = ["NOT_LOADED", "assembled", "hold", "input_amax", "interleaved_stack"]
 
 # What codes hold before they are loaded: pairs of -0. No quantizer writes them for all of a weight whose amax
 # is positive: the code of its largest element is not zero.
 NOT_LOADED = 0x88
-
-
-class Held(NamedTuple):
-    """The tensors of an NVFP4 weight (n, k), or of a stack (g, n, k), as the operators take them."""
-
-    data: Tensor  # codes (.., n, k/2), or prepacked bytes (.., bytes)
-    scales: Tensor | None  # swizzled; None: prepacked
-    amax: Tensor  # (n,) or (1,); (g, n) or (g, 1)
-    rows: int  # n if prepacked, else 0
-    e4m3_max: int
-
-    def restored(self, n: int, k: int) -> NVFP4Tensor:
-        """The weight with codes and scales."""
-        if self.scales is None:
-            shape = (*self.data.shape[:-1], n, k)
-            return unprepack(PrepackedTensor(self.data, self.amax, torch.Size(shape), self.e4m3_max))
-        return NVFP4Tensor(self.data, self.scales, self.amax, self.e4m3_max)
 
 
 def assembled(
@@ -101,7 +84,7 @@ def assembled(
     return NVFP4Tensor._of_compact(codes, bits.view(torch.float8_e4m3fn), amax.contiguous(), e4m3_max)
 
 
-def hold(weight: NVFP4Tensor, quantizes: bool) -> Held:
+def hold(weight: NVFP4Tensor, quantizes: bool) -> OperandParts:
     """The tensors of a weight as the kernels of its device read them.
 
     The weight is prepacked on compute capability 9.0, and on 12.0 and 12.1 for tokens that are not quantized
@@ -110,10 +93,10 @@ def hold(weight: NVFP4Tensor, quantizes: bool) -> Held:
     Prepacked bytes are a copy, as large as codes and scales together; the caller frees those.
     """
     if support.streams_prepacked(weight.device, quantizes):
-        data = prepack(weight).data
-        torch.cuda.synchronize(data.device)  # kernels may read it before the one that wrote it has ended
-        return Held(data, None, weight.amax, weight.shape[-2], weight.e4m3_max)
-    return Held(weight.codes, weight.scales, weight.amax, 0, weight.e4m3_max)
+        held = prepack(weight)._operand_parts()
+        torch.cuda.synchronize(held.data.device)  # kernels may read it before the one that wrote it has ended
+        return held
+    return weight._operand_parts()
 
 
 def input_amax(name: str, format: FormatName, scales: Tensor | None) -> Tensor:
