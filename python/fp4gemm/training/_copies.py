@@ -70,7 +70,9 @@ class Parts(NamedTuple):
     """The tensors of a quantized copy; each is None where there is no copy.
 
     A decoded or prepacked copy (:func:`are_converted`) has its values or bytes in place of the codes, and no
-    scales. A tensor that is saved in place of a copy is ``codes`` alone.
+    scales. A tensor that is saved in place of a copy is ``codes`` alone. It is not an
+    :class:`fp4gemm.ops.parts.OperandParts`, since torch saves all of it for the backward pass, and saves
+    tensors alone: e4m3_max follows from the cast, which the step keeps.
     """
 
     codes: Tensor | None = None
@@ -345,11 +347,7 @@ def are_converted(x: Tensor) -> bool:
 
 def parts_of(t: Copy | None) -> Parts:
     """The tensors of a quantized copy; NO_PARTS for None."""
-    if t is None:
-        return NO_PARTS
-    if isinstance(t, NVFP4Tensor):
-        return Parts(t.codes, t.scales, t.amax)
-    return Parts(t.data, None, t.amax)
+    return NO_PARTS if t is None else Parts(*t._operand_parts()[:3])
 
 
 def scale_bound(cast: Cast) -> int:
