@@ -5,6 +5,7 @@ from __future__ import annotations
 import fp4gemm
 import pytest
 import torch
+from fp4gemm import _values
 from fp4gemm.checkpoint.formats import FORMATS, FormatName, StoredWeight
 from fp4gemm.containers import _outer
 from helpers import assert_bits
@@ -217,6 +218,14 @@ def test_reading_names_the_tensor(gen: torch.Generator) -> None:
     signed = (tensors["a.b.weight_scale"].view(torch.uint8) | 0x80).view(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"^a\.b: block_scales: 144 of 144 block scales .* the sign bit set"):
         StoredWeight.read({**tensors, "a.b.weight_scale": signed}, "a.b", "modelopt")
+
+
+def test_block_scales_are_read_once(monkeypatch: pytest.MonkeyPatch, gen: torch.Generator) -> None:
+    tensors = StoredWeight.of(quantized(weight(gen), 448)).tensors("q_proj")
+    check, checked = _values.check_block_scales, []
+    monkeypatch.setattr(_values, "check_block_scales", lambda *args: (checked.append(args[0]), check(*args)))
+    StoredWeight.read(tensors, "q_proj", "modelopt").to_nvfp4()
+    assert checked == ["block_scales"]
 
 
 def test_operands_that_no_checkpoint_holds(gen: torch.Generator) -> None:

@@ -141,7 +141,7 @@ class StoredWeight:
         codes = self.codes.clone() if _checks.is_misaligned(self.codes) else self.codes
         amax = self.amax
         scales = _outer.zeroed(self.block_scales, amax)
-        return NVFP4Tensor.from_compact(codes, scales, amax, self.e4m3_max)
+        return NVFP4Tensor._of_compact(codes, scales, amax, self.e4m3_max)  # the constructor looked at them
 
     def as_format(self, format: FormatName) -> StoredWeight:
         """Return the weight in another format; codes and block scales are the same tensors.
