@@ -21,9 +21,10 @@ __all__ = ["Container"]
 class Container:
     """A quantized matrix or stack of matrices: a few tensors, and the numbers that define their meaning.
 
-    A container is not a torch.Tensor. It answers what model code asks of ``module.weight`` without computing
-    anything: ``dtype``, ``shape``, ``size()``, ``numel()``, ``device``, ``to()`` and the like. Arithmetic on
-    it raises TypeError. A subclass is a frozen dataclass that lists its fields in the three class variables.
+    A container is not a torch.Tensor; bench/NOTES.md, in Host time, says why. It answers what model code asks
+    of ``module.weight`` without computing anything: ``dtype``, ``shape``, ``size()``, ``numel()``,
+    ``device``, ``to()`` and the like. Arithmetic on it raises TypeError. A subclass is a frozen dataclass
+    that lists its fields in the three class variables.
 
     Every subclass declares ``dtype`` as its last field, keyword-only: torch.float32, torch.bfloat16 or
     torch.float16, the dtype of the plain tensor that the container represents, and the default of
