@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from .. import _checks
 from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
+from ..ops.parts import OperandParts
 
 WeightScaling = Literal["row", "tensor"]
 ActivationScaling = Literal["row", "tensor", "none"]
@@ -104,8 +105,8 @@ def refuse_not_finite(x: Tensor, layer: torch.nn.Module) -> None:
 
 def shared_input(
     x: NVFP4Tensor | DecodedTensor, k: int, device: torch.device, scaling: ActivationScaling
-) -> tuple[Tensor, dict[str, Any]]:
-    """The data of an x that was quantized before, and the arguments of the operator that belong to it.
+) -> OperandParts:
+    """The parts of an x that was quantized before.
 
     Raises:
         TypeError, ValueError: unless x is a plain matrix (m, k) on the device of a layer that quantizes.
@@ -122,5 +123,4 @@ def shared_input(
     if x.hadamard_signs is not None:
         raise ValueError(f"x: was rotated (hadamard_signs {x.hadamard_signs:#06x}), must not be")
     _checks.same_device("x", x.amax, device, "weight")
-    parts = x._operand_parts()
-    return parts.data, {"x_scales": parts.scales, "x_amax": parts.amax, "x_e4m3_max": parts.e4m3_max}
+    return x._operand_parts()

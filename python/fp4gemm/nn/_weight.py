@@ -235,7 +235,7 @@ class WeightModule(torch.nn.Module):
             self._buffers["bias"] = value.detach().to(torch.float32)
 
     def _set_weight(self, value: object) -> None:
-        new = self._quantized("weight", value)
+        new = self._quantized("weight", value, self._shape)
         with _EXCHANGE:
             self._hold(
                 weight_codes=new.codes, weight_scales=new.scales, weight_amax=new.amax, weight_prepacked=None
@@ -243,9 +243,9 @@ class WeightModule(torch.nn.Module):
             self.e4m3_max = new.e4m3_max
             self._has_weight = True
 
-    def _quantized(self, name: str, weight: object) -> NVFP4Tensor:
-        """A new weight in NVFP4; raises TypeError or ValueError unless it has the shape and the device."""
-        shape, device = self._shape, self.weight_amax.device
+    def _quantized(self, name: str, weight: object, shape: tuple[int, ...]) -> NVFP4Tensor:
+        """A new weight, or rows of one, in NVFP4; raises unless it has this shape and the layer's device."""
+        device = self.weight_amax.device
         if isinstance(weight, Tensor):  # also a Parameter
             check_float_weight(name, weight, shape)
             _checks.same_device(name, weight, device, "the layer")
@@ -462,7 +462,7 @@ class WeightModule(torch.nn.Module):
                 raise ValueError(f"{names[1]}: got {_checks.describe(bias)}, must be None: there is no bias")
             checked = check_bias(bias, *shape[:-1], device=device, name=names[1])
             parts["bias"] = checked.detach().to(torch.float32)
-        new = self._quantized(name, weight)
+        new = self._quantized(name, weight, shape)
         if new.e4m3_max != self._e4m3_max:
             raise ValueError(
                 f"{name}: e4m3_max is {new.e4m3_max}, must be {self._e4m3_max} as of the layer; assign "

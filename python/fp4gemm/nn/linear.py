@@ -286,8 +286,8 @@ class Linear(WeightModule):
         if terms.get("c") is not None:
             self._check_addend(x, terms["c"])
         if isinstance(x, (NVFP4Tensor, DecodedTensor)):
-            data, parts = shared_input(x, self.in_features, self.weight_amax.device, self.activation_scaling)
-            return self._multiply(data, **parts, **terms, out_dtype=self.dtype)
+            parts = shared_input(x, self.in_features, self.weight_amax.device, self.activation_scaling)
+            return self._multiply(parts, **terms, out_dtype=self.dtype)
         x = _checks.is_tensor("x", x)
         k = self.in_features
         if x.dim() == 0 or x.shape[-1] != k:
@@ -313,27 +313,29 @@ class Linear(WeightModule):
         _checks.same_device("c", c, self.weight_amax.device, "weight")
         self._check_gradient("c", c)
 
-    def _multiply(self, x: Tensor, **of_x: Any) -> Tensor:
+    def _multiply(self, given: Tensor | OperandParts, **terms: Any) -> Tensor:
         """Call the operator with codes and block scales, or with prepacked bytes, as the weight has them.
 
-        of_x are more of its arguments, at least scaling or what belongs to an x that was quantized before.
+        given is x, or the parts of an x that was quantized before; terms are more of its arguments.
         """
         is_traced = _is_compiling()
         if not is_traced and not self._is_prepacked():
             self._prepack_where_it_helps(self.activation_scaling != "none")
         defaults = {"scaling": _SCALINGS["row"], "activation": self._epilogue()}
-        call = LinearCall.of(x, self._operand_parts(), **defaults | of_x)
+        call = LinearCall.of(given, self._operand_parts(), **defaults | terms)
+        x = call.x
         if is_traced:
             if needs_gradient(call):
                 return self._recorded(call)
             traced: Tensor = operators.linear(*call)
             return traced
-        is_plain = of_x.get("scaling") == 0
+        quantizes = call.x_amax is None and call.scaling != _SCALINGS["none"]
+        is_plain = call.x_amax is None and not quantizes
         if is_plain:
             support.ready_for(x, "mm", ("bf16", "nvfp4"))
         if is_plain and x.dtype is torch.bfloat16:
             format_a = "bf16"
-        elif x.dtype is torch.uint8 or (of_x.get("scaling") and not support.streams_prepacked(x.device)):
+        elif x.dtype is torch.uint8 or (quantizes and not support.streams_prepacked(x.device)):
             format_a = "nvfp4"
         else:
             format_a = "fp16"
@@ -341,7 +343,7 @@ class Linear(WeightModule):
         support.ready_for(x, "mm", formats)
         if _RULES:
             rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
-            dtype = of_x.get("out_dtype", x.dtype)
+            dtype = terms.get("out_dtype", x.dtype)
             n, k = self.out_features, self.in_features
             is_gated = by_number[call.activation].is_gated
             kernel = selection.find(rows, n, k, dtype, "dense", is_gated, formats)

@@ -15,14 +15,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import _checks
 from .._refusals import REFUSALS, explained
 from ..activations import ActivationName, by_name
 from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
 from ..stacks import join_rows, joined
 from ._hooks import carry_over
-from ._inputs import check_bias, check_float_weight, check_quantized_weight, shared_input
+from ._inputs import check_bias, shared_input
 from ._weight import _EXCHANGE, version
 from .linear import _LINEAR as LINEAR
 from .linear import Linear
@@ -59,15 +58,11 @@ class MergedLinear(Linear):
         return super().forward(x, c)  # type: ignore[arg-type]
 
     def _of_tokens(self, x: Tokens, c: Tensor | None) -> Tensor:
-        quantized = x.quantized
-        if isinstance(quantized, DecodedTensor):
-            data, scales = quantized.data, None
-        else:
-            data, scales = quantized.codes, quantized.scales
+        data, scales, amax, e4m3_max = x.quantized._operand_parts()[:4]
         data = data.view(*x.shape[:-1], data.shape[-1])
         arguments = self._known_arguments()
         if arguments is not None and x.shape[-1] == self.in_features:
-            of_x = (scales, quantized.amax, quantized.e4m3_max, False, None, x.dtype)
+            of_x = (scales, amax, e4m3_max, False, None, x.dtype)
             try:
                 result: Tensor = LINEAR(data, *arguments[:7], self._epilogue(), c, 1.0, *of_x)
             except REFUSALS as error:
@@ -76,10 +71,10 @@ class MergedLinear(Linear):
         return self._checked_of_tokens(x, data, c)
 
     def _checked_of_tokens(self, x: Tokens, data: Tensor, c: Tensor | None) -> Tensor:
-        quantized = x.quantized
         self._require_weight()
-        parts = shared_input(quantized, self.in_features, self.weight_amax.device, self.activation_scaling)[1]
-        return self._multiply(data, **parts, c=c, out_dtype=x.dtype)
+        device, scaling = self.weight_amax.device, self.activation_scaling
+        parts = shared_input(x.quantized, self.in_features, device, scaling)._replace(data=data)
+        return self._multiply(parts, c=c, out_dtype=x.dtype)
 
     def _epilogue(self) -> int:
         return by_name[self.activation].number
@@ -124,13 +119,7 @@ class MergedLinear(Linear):
                 if w is None:
                     parts.append(rows_of(held, self._rows(index)))
                     continue
-                if isinstance(w, Tensor):
-                    check_float_weight(label, w, shape)
-                    w = self._requantized(w)
-                new = check_quantized_weight(w, label)
-                if tuple(new.shape) != shape:
-                    raise ValueError(f"{label}: shape is {tuple(new.shape)}, must be {shape}")
-                _checks.same_device(label, new.codes, self.weight_amax.device, "the layer")
+                new = self._quantized(label, w, shape)
                 if new.e4m3_max != self.e4m3_max:
                     raise ValueError(f"{label}: e4m3_max is {new.e4m3_max}, must be {self.e4m3_max}")
                 parts.append(new)
