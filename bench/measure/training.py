@@ -257,8 +257,12 @@ def by_qdq(copies: Copies) -> Results:
     ):
         of = state if shift == 0 else None  # of the presets, gradients alone are rounded stochastically
         casts = [getattr(recipe, name) for name in names]
-        made = training_copies.both(t, casts[0], casts[1], recipe, of, offs, offs)
-        values += [one.dequantize(torch.bfloat16) for one in made]
+        if t is o.weight:
+            made = training_copies.weight_copies(t, recipe, of, True, True)
+        else:
+            made = training_copies.both(t, casts[0], casts[1], recipe, of, offs, offs)
+        copies_of_t = (training_copies.rebuilt(made[i], casts[i], recipe, offs, i) for i in (0, 1))
+        values += [one.dequantize(torch.bfloat16) for one in copies_of_t]
     x, x_t, w, w_t, dy, dy_t = values
     return qdq_products(copies, (x, w, dy, w_t, dy_t, x_t))
 
@@ -322,10 +326,14 @@ def parts(operands: Operands, recipe: Recipe, state: Tensor) -> dict[str, Callab
         casts = [None if name is None else getattr(recipe, name) for name in (first, second)]
         return lambda: p.both(t, casts[0], casts[1], recipe, state, offs, offs, lefts)
 
+    def pair(t: Tensor, first: str, second: str, lefts: tuple[bool, bool]) -> list[Any]:
+        made, names = cast(t, first, second, lefts)(), (first, second)
+        return [p.rebuilt(made[i], getattr(recipe, names[i]), recipe, offs, i) for i in (0, 1)]
+
     of_x, of_dy = (decoded, False), (decoded, decoded)
     copies_of_w = lambda: p.kept_copies(o.weight, recipe, state, Anew())  # noqa: E731
-    x, x_t = cast(o.x, "x", "x_t", of_x)()
-    dy, dy_t = cast(o.dy, "dy", "dy_t", of_dy)()
+    x, x_t = pair(o.x, "x", "x_t", of_x)
+    dy, dy_t = pair(o.dy, "dy", "dy_t", of_dy)
     kept, kept_t = copies_of_w()
     shape = o.weight.shape
     w = p.rebuilt(kept, recipe.w, recipe, shape=shape)

@@ -15,11 +15,8 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 
-from . import _checks
-
-__all__ = ["REFUSALS", "REFUSED", "UNEXPLAINED", "explained", "made_again"]
+__all__ = ["REFUSALS", "REFUSED", "UNEXPLAINED", "explained"]
 
 # What a refusal is: a RuntimeError of an operator on a GPU or of torch's dispatcher; the CPU implementations
 # raise the others, too. Any other exception is not caught.
@@ -69,20 +66,6 @@ def explained(
             stacklevel=3,
         )
     return result
-
-
-def made_again(
-    place: str,
-    refusal: Exception,
-    x: Tensor,
-    checked: Callable[_P, _R],
-    *args: _P.args,
-    **kwargs: _P.kwargs,
-) -> _R:
-    """Call :func:`explained`; but no refusal is counted if a kernel can read x only as a copy."""
-    if not _checks.is_readable(x):
-        return checked(*args, **kwargs)
-    return explained(place, refusal, checked, *args, **kwargs)
 
 
 def _forget(error: BaseException, refusal: BaseException) -> None:

@@ -1,7 +1,8 @@
-"""The operands of the products of fp4gemm.training, caught on their way into fprop, dgrad and wgrad."""
+"""The operands of the products of a step of fp4gemm.training, caught as it multiplies them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,13 +20,39 @@ class Caught(NamedTuple):
     d: Tensor
 
 
-PRODUCTS = ((_step, "fprop"), (_step, "dgrad"), (_step, "wgrad"))
+# The methods of a step that multiply, and the names of their products.
+PRODUCTS = {"product": "fprop", "input_gradient": "dgrad", "weight_gradient": "wgrad"}
 
 
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on, a step calls each quantizer and product by itself."""
     for name in ("forward_arguments", "backward_arguments"):
         monkeypatch.setattr(_step, name, lambda *_: None)
+
+
+def products(monkeypatch: pytest.MonkeyPatch, seen: Callable[..., None]) -> None:
+    """From now on ``seen(name, recipe, result, *arguments of multiply)`` is called after each product."""
+    now: list[Any] = []
+
+    def named(method: str, name: str) -> Any:
+        function = getattr(_step.Step, method)
+
+        def call(self: Any, *args: Any) -> Any:
+            now[:] = [name, self.plan.recipe]
+            return function(self, *args)
+
+        return call
+
+    for method, name in PRODUCTS.items():
+        monkeypatch.setattr(_step.Step, method, named(method, name))
+    multiply = _step.multiply
+
+    def call(*args: Any, **terms: Any) -> Tensor:
+        d = multiply(*args, **terms)
+        seen(*now, d, *args)
+        return d
+
+    monkeypatch.setattr(_step, "multiply", call)
 
 
 def catch(monkeypatch: pytest.MonkeyPatch) -> dict[str, Caught]:
@@ -38,19 +65,12 @@ def catch(monkeypatch: pytest.MonkeyPatch) -> dict[str, Caught]:
     monkeypatch.setattr(_copies, "are_converted", lambda x: False)
     caught: dict[str, Caught] = {}
 
-    def recorded(module: Any, name: str) -> Any:
-        function = getattr(module, name)
+    def seen(name: str, recipe: Any, d: Tensor, a: Any, of_a: Any, b: Any, of_b: Any, *_: Any) -> None:
+        if of_a is not None:
+            operands = (_copies.rebuilt(parts, cast, recipe) for parts, cast in ((a, of_a), (b, of_b)))
+            caught[name] = Caught(*operands, d.detach())
 
-        def call(a: NVFP4Tensor, b: NVFP4Tensor, **terms: Any) -> Tensor:
-            d: Tensor = function(a, b, **terms)
-            if isinstance(a, NVFP4Tensor):
-                caught[name] = Caught(a, b, d.detach())
-            return d
-
-        return call
-
-    for module, name in PRODUCTS:
-        monkeypatch.setattr(module, name, recorded(module, name))
+    products(monkeypatch, seen)
     return caught
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import fp4gemm
 import pytest
 import torch
 from fp4gemm import training
@@ -12,7 +11,7 @@ from fp4gemm.training import _copies
 from helpers import assert_bits
 from torch import Tensor
 from training_cases import RECIPES, Step
-from training_operands import PRODUCTS, apart
+from training_operands import apart, products
 
 ENDS = (0, 48, 64, 70)
 
@@ -76,28 +75,25 @@ def test_converted_operands_have_the_same_bits(
 
 def test_what_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     """The left operand of each product is decoded and the kept weights are prepacked."""
-    seen = {}
+    caught = {}
 
-    def caught(module: Any, name: str) -> Any:
-        function = getattr(module, name)
+    def form(parts: Any) -> str:
+        if parts.scales is not None:
+            return "packed"
+        return {torch.float16: "decoded", torch.uint8: "prepacked"}[parts.codes.dtype]
 
-        def call(a: Any, b: Any, **terms: Any) -> Any:
-            seen[name] = (type(a), type(b))
-            return function(a, b, **terms)
-
-        return call
+    def seen(name: str, recipe: Any, d: Tensor, a: Any, of_a: Any, b: Any, *_: Any) -> None:
+        caught[name] = (form(a), form(b))
 
     apart(monkeypatch)
-    for module, name in PRODUCTS:
-        monkeypatch.setattr(module, name, caught(module, name))
+    products(monkeypatch, seen)
     monkeypatch.setattr(_copies, "are_converted", lambda x: True)
-    decoded, prepacked, packed = fp4gemm.DecodedTensor, fp4gemm.PrepackedTensor, fp4gemm.NVFP4Tensor
     for preset in ("nvidia", "per_token"):
         step(training.PRESETS[preset], False, True, False, 64, torch.device("cpu"))
-        assert seen == {
-            "fprop": (decoded, prepacked),
-            "dgrad": (decoded, prepacked),
-            "wgrad": (decoded, packed),
+        assert caught == {
+            "fprop": ("decoded", "prepacked"),
+            "dgrad": ("decoded", "prepacked"),
+            "wgrad": ("decoded", "packed"),
         }
 
 

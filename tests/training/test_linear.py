@@ -367,3 +367,13 @@ def test_cached_copies_give_the_same_bits(
     linear.recipe = linear.recipe.replace(cache_weight=False)
     assert_same(gradients(linear, x, linear), want)
     assert linear.cache.nbytes == 0
+
+
+def test_an_x_of_float32_beside_a_quantized_weight_alone() -> None:
+    """No kernel multiplies it; under autocast it is converted first."""
+    x, weight = torch.randn(32, 32), torch.randn(32, 32)
+    recipe = training.Recipe(w=training.Cast())
+    with pytest.raises(TypeError, match=r"x: dtype is torch\.float32, must be .*float16$"):
+        training.functional.linear(x, weight, None, recipe)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert training.functional.linear(x, weight, None, recipe).dtype is torch.bfloat16

@@ -144,6 +144,46 @@ def test_a_call_that_is_refused_is_made_one_by_one(
         step(RECIPES["nvidia"], torch.device("cpu"))
 
 
+@pytest.mark.parametrize("m", [64, 33])
+@pytest.mark.parametrize("name", RECIPES)
+def test_tensors_that_no_kernel_reads_in_place(name: str, m: int, device: torch.device) -> None:
+    """Transposed ones, and ones at an address that is not aligned, give the bits of contiguous ones."""
+    results = []
+    for at in (lambda t: t, lambda t: t.t().contiguous().t(), misaligned):
+        x, weight, dy, bias = tensors(device, m=m)
+        x, weight, dy = (at(t).detach().requires_grad_(t is not dy) for t in (x, weight, dy))
+        state = torch.tensor([3, 4], device=device)
+        y = functional.linear(x, weight, bias, RECIPES[name], state=state)
+        y.backward(dy)
+        results.append((y.detach(), x.grad, weight.grad))
+    for got in results[1:]:
+        for one, want in zip(got, results[0], strict=True):
+            assert_bits(one.contiguous(), want)  # type: ignore[union-attr]
+
+
+def misaligned(t: Tensor) -> Tensor:
+    whole = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
+    return whole[1:].view(t.shape).copy_(t)
+
+
+# The operators that a step has no other way for, and a step of the recipe that calls them.
+ALONE: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "quantize": (_copies, "_QUANTIZE", {"save_input": "original"}),
+    "quantize_both": (_copies, "_QUANTIZE_BOTH", {}),
+    "gemm": (_step, "_GEMM", {}),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_broken_call_of_an_operator_is_not_hidden(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, attribute, changed = ALONE[name]
+    right = getattr(module, attribute)
+    apart(monkeypatch)
+    monkeypatch.setattr(module, attribute, lambda *args: right(*args, None, None, None))
+    with pytest.raises((RuntimeError, TypeError)):
+        step(RECIPES["te_per_token"].replace(**changed), torch.device("cpu"))
+
+
 def test_flops_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         with FlopCounterMode(display=False) as counter:

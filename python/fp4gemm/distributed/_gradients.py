@@ -17,8 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from .. import _checks, records
 from ..layout import record_bytes
+from ..quantize import quantize
 from ..training import _copies
 from ..training._autograd import autocast_dtype, without_autocast
+from ..training._copies import NO_PARTS
 from ..training.recipe import DEQUANTIZED, Cast, Recipe
 from ..training.shared_input import QuantizedInput
 from ._arguments import E4M3_MAX, Arrived, Handle, agree_on_dtype, check_capture, ids_of
@@ -81,7 +83,7 @@ class _Dispatch(torch.autograd.Function):
             arrived = arrive(ep, ids, sent, row_bytes, lambda out: _write(x, out), weights)
             rows = _values(arrived, d, x.dtype)
         else:
-            packed = _copies.along(x, -1, cast, Recipe(x=cast, w=cast).hadamard_signs, None)
+            packed = quantize(x, **_copies.keywords(cast, None, 0, None))
 
             def write(out: Tensor) -> None:
                 records.make_records(packed, out)
@@ -149,7 +151,7 @@ def _travelling_cast(recipe: Recipe | None, x: Tensor) -> Cast | None:
     x_t = recipe.x_t
     follows = x_t == DEQUANTIZED or (isinstance(x_t, Cast) and x_t.source == "rowwise")
     is_row = recipe.x.scaling == "row" and not recipe.x.stochastic
-    is_row = is_row and _copies.scale_bound(recipe.x) == E4M3_MAX
+    is_row = is_row and recipe.x.bound == E4M3_MAX
     return recipe.x if is_row and (follows or not torch.is_grad_enabled()) else None
 
 
@@ -177,11 +179,11 @@ def dispatch(
         return rows, of_rows, handle
     a, offs, is_recording = found[0], handle.offs, torch.is_grad_enabled()
     with torch.no_grad(), without_autocast(x):
-        x_t = None
+        x_t = NO_PARTS
         if is_recording and isinstance(recipe.x_t, Cast):
             x_t = _copies.along(rows.detach(), 0, recipe.x_t, recipe.hadamard_signs, None, offs)
-    copies = _copies.parts_of(a), _copies.parts_of(x_t)
-    return QuantizedInput(rows, recipe, offs, rows, rows.detach(), offs, None, *copies), of_rows, handle
+    shared = QuantizedInput(rows, recipe, offs, rows, rows.detach(), offs, None, _copies.parts_of(a), x_t)
+    return shared, of_rows, handle
 
 
 def combine(ep: ExpertParallel, y: Tensor, handle: Handle) -> Tensor:

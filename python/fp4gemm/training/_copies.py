@@ -3,10 +3,8 @@
 torch saves tensors for the backward pass, not containers, so a quantized copy is taken apart into its tensors
 (:class:`Parts`). Its e4m3_max, its Hadamard signs and its groups follow from the cast and from the call.
 
-The quantizers are called by a cast, whose options were checked when it was made: the operator, or else
-fp4gemm.quantize or quantize_both while a graph is traced, for a stack or a tensor that the kernels do not
-read as it is, before the first call on a device, and where the operator refuses the call, which the checks
-then explain (:mod:`fp4gemm._refusals`).
+The operators of the quantizers are called with the options of a cast, which were checked when it was made,
+and with tensors that the layer has checked. Stacks of weights are quantized by the public functions.
 
 The random numbers of stochastic rounding come from int64 (2,) states {seed, offset}, one for each call of a
 layer. A state is drawn in the forward pass, on the device, from torch's default generator, and saved for the
@@ -26,8 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .. import support
-from .._refusals import REFUSALS, made_again
+from .. import _checks, support
 from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
 from ..containers.prepacked import PrepackedTensor, prepack
@@ -57,7 +54,6 @@ __all__ = [
     "not_cast",
     "parts_of",
     "rebuilt",
-    "scale_bound",
     "stream",
     "weight_copies",
     "weight_rows",
@@ -134,7 +130,6 @@ def stream(state: Tensor | None, shift: int, *casts: Operand) -> Tensor | None:
 _QUANTIZE = operators.below_wrapper(operators.quantize)
 _QUANTIZE_DECODED = operators.below_wrapper(operators.quantize_decoded)
 _QUANTIZE_BOTH = operators.below_wrapper(operators.quantize_both)
-_READY = support.READY["quantize"]
 _DEFAULTS = option_checks.defaults_of(option_checks.QuantizeOptions)
 # The fields of Cast that are keywords of the quantizers as they are: all but those that keywords() adds, and
 # the source, which is no keyword.
@@ -155,8 +150,6 @@ class _Options(NamedTuple):
     block_rows: int
     before: tuple[Any, ...]  # from block_rows to rng_state
     after: tuple[Any, ...]  # from rng_state to offs
-    e4m3_max: int
-    hadamard_signs: int | None  # of the container
 
 
 def keywords(cast: Cast, hadamard: str | None, signs: int, state: Tensor | None) -> dict[str, Any]:
@@ -169,29 +162,18 @@ def keywords(cast: Cast, hadamard: str | None, signs: int, state: Tensor | None)
     return options
 
 
-@functools.lru_cache(maxsize=256)
-def _options(cast: Cast, hadamard: str | None, signs: int) -> _Options:
+def _computed_options(cast: Cast, hadamard: str | None, signs: int) -> _Options:
     made = option_checks.operator_arguments({**_DEFAULTS, **keywords(cast, hadamard, signs, None)})
-    return _Options(
-        made["per_row"],
-        made["block_rows"],
-        tuple(made[name] for name in _BEFORE),
-        tuple(made[name] for name in _AFTER),
-        made["e4m3_max"],
-        None if hadamard is None else signs,
-    )
+    before, after = (tuple(made[name] for name in names) for names in (_BEFORE, _AFTER))
+    return _Options(made["per_row"], made["block_rows"], before, after)
 
 
-def _is_plain(x: Tensor, cast: Cast, state: Tensor | None) -> bool:
-    """Whether the operators may be called with x as it is; a state that is not given must be drawn first."""
-    return (
-        not _is_compiling()
-        and type(x) is Tensor
-        and x.dim() == 2
-        and x.is_contiguous()
-        and x.get_device() in _READY
-        and not (cast.stochastic and state is None)
-    )
+_known_options = functools.lru_cache(maxsize=256)(_computed_options)
+
+
+def _options(cast: Cast, hadamard: str | None, signs: int) -> _Options:
+    """The operators' arguments for a cast; ``hadamard`` is that of the copy. A tracer must see no cache."""
+    return (_computed_options if _is_compiling() else _known_options)(cast, hadamard, signs)
 
 
 def along(
@@ -203,78 +185,37 @@ def along(
     offs: Tensor | None = None,
     decoded: bool = False,
     amax: Tensor | None = None,
-) -> Any:
+) -> Parts:
     """The copy (m, k) with blocks along axis -1, or (k, m) with blocks along axis 0.
 
     Args:
-        x: (m, k), or a stack (g, n, k), whose copy is a stack.
-        signs: hadamard_signs of the recipe. state: {seed, offset} of x.
+        x: (m, k), on a device that has a kernel, with rows that it reads in place.
+        signs: hadamard_signs of the recipe. state: {seed, offset} of x, which a stochastic cast needs.
         offs: the groups, of rows along axis -1 and of columns along axis 0.
+        decoded: whether the copy has float16 values in place of codes and scales.
         amax: that of the whole tensor, if it was measured before.
-
-    Returns:
-        An NVFP4Tensor, or a DecodedTensor.
     """
-    if not _is_plain(x, cast, state):
-        return _checked_along(x, axis, cast, signs, state, offs, decoded, amax)
-    per_row, block_rows, before, after, bound, own_signs = _options(cast, cast.hadamard, signs)
-    own_state = state if cast.stochastic else None
-    rest = (*before, own_state, *after, offs)
-    try:
-        if decoded:
-            data, found = _QUANTIZE_DECODED(x, amax, per_row, axis, *rest)
-        else:
-            codes, scales, found = _QUANTIZE(x, amax, per_row, axis, block_rows, *rest)
-    except REFUSALS as error:
-        args = (x, axis, cast, signs, state, offs, decoded, amax)
-        return made_again("fp4gemm.training: quantize", error, x, _checked_along, *args)
-    found = found if amax is None else amax
-    dim = 1 if axis == 0 and offs is not None else 0
+    per_row, block_rows, before, after = _options(cast, cast.hadamard, signs)
+    rest = (*before, state if cast.stochastic else None, *after, offs)
+    scales = None
     if decoded:
-        return DecodedTensor._trusted(data, found, bound, own_signs, offs, dim)
-    return NVFP4Tensor._trusted(codes, scales, found, bound, offs, own_signs, dim)
-
-
-def _checked_along(
-    x: Tensor,
-    axis: int,
-    cast: Cast,
-    signs: int,
-    state: Tensor | None,
-    offs: Tensor | None,
-    decoded: bool,
-    amax: Tensor | None,
-) -> NVFP4Tensor | DecodedTensor:
-    options = keywords(cast, cast.hadamard, signs, state)
-    options |= {"axis": axis, "offs": offs, "amax": amax}
-    return quantize(x, decoded=decoded, **options)
+        call = operators.quantize_decoded if _is_compiling() else _QUANTIZE_DECODED
+        codes, measured = call(x, amax, per_row, axis, *rest)
+    else:
+        call = operators.quantize if _is_compiling() else _QUANTIZE
+        codes, scales, measured = call(x, amax, per_row, axis, block_rows, *rest)
+    return Parts(codes, scales, measured if amax is None else amax)
 
 
 def _in_one_pass(
     x: Tensor, cast: Cast, hadamard: str | None, signs: int, state: Tensor | None, offs: Tensor | None
-) -> tuple[NVFP4Tensor, NVFP4Tensor]:
-    """fp4gemm.quantize_both of x; ``hadamard`` is that of the second copy."""
-    if not _is_plain(x, cast, state):
-        return _checked_both(x, cast, hadamard, signs, state, offs)
-    per_row, block_rows, before, after, bound, own_signs = _options(cast, hadamard, signs)
-    own_state = state if cast.stochastic else None
-    try:
-        codes, scales, found, codes_t, scales_t, found_t = _QUANTIZE_BOTH(
-            x, None, None, per_row, block_rows, *before, own_state, *after, offs
-        )
-    except REFUSALS as error:
-        args = (x, cast, hadamard, signs, state, offs)
-        return made_again("fp4gemm.training: quantize_both", error, x, _checked_both, *args)
-    return (
-        NVFP4Tensor._trusted(codes, scales, found, bound, offs),
-        NVFP4Tensor._trusted(codes_t, scales_t, found_t, bound, offs, own_signs, 0 if offs is None else 1),
-    )
-
-
-def _checked_both(
-    x: Tensor, cast: Cast, hadamard: str | None, signs: int, state: Tensor | None, offs: Tensor | None
-) -> tuple[NVFP4Tensor, NVFP4Tensor]:
-    return quantize_both(x, offs=offs, **keywords(cast, hadamard, signs, state))
+) -> tuple[Parts, Parts]:
+    """Both copies that :func:`along` makes; ``hadamard`` is that of the second, and the first has none."""
+    per_row, block_rows, before, after = _options(cast, hadamard, signs)
+    rest = (*before, state if cast.stochastic else None, *after, offs)
+    call = operators.quantize_both if _is_compiling() else _QUANTIZE_BOTH
+    made = call(x, None, None, per_row, block_rows, *rest)
+    return Parts(*made[:3]), Parts(*made[3:])
 
 
 # ---- both directions
@@ -296,11 +237,11 @@ def both(
     offs: Tensor | None = None,
     ends: Tensor | None = None,
     decoded: tuple[bool, bool] = (False, False),
-) -> tuple[Any, Any]:
+) -> tuple[Parts, Parts]:
     """The copies along axis -1 and along axis 0, each by its cast, in one pass where the casts allow it.
 
     Args:
-        x: (m, k), or a stack (g, n, k).
+        x: (m, k), as for :func:`along`.
         of_rows, of_columns: a cast, or something else for a copy that is not needed.
         offs: the groups of the rows. ends: the groups of the columns, the same or one group of all rows.
         decoded: whether the first and the second are decoded. The first is not if the second is cast from
@@ -308,7 +249,7 @@ def both(
             product decodes no operand.
 
     Returns:
-        A container each, or None.
+        The tensors of each; NO_PARTS for one that is not needed.
     """
     signs = recipe.hadamard_signs
     if isinstance(of_rows, Cast) and isinstance(of_columns, Cast):
@@ -321,13 +262,13 @@ def both(
             made = along(x, -1, of_rows, signs, state, None, decoded[0])
             return made, along(x, 0, of_columns, signs, state, None, decoded[1], made.amax)
     follows = isinstance(of_columns, Cast) and of_columns.source == "rowwise"
-    made = None
+    made = NO_PARTS
     if isinstance(of_rows, Cast):
         made = along(x, -1, of_rows, signs, state, offs, decoded[0] and not follows)
     if not isinstance(of_columns, Cast):
-        return made, None
-    if follows and made is not None:
-        x = made.dequantize(x.dtype)
+        return made, NO_PARTS
+    if follows and isinstance(of_rows, Cast) and x.shape[0] > 0:
+        x = operators.dequantize(*made, of_rows.bound, x.dtype, True, offs)  # True: the scales are swizzled
     return made, along(x, 0, of_columns, signs, state, ends, decoded[1])
 
 
@@ -350,11 +291,6 @@ def parts_of(t: Copy | None) -> Parts:
     return NO_PARTS if t is None else Parts(*t._operand_parts()[:3])
 
 
-def scale_bound(cast: Cast) -> int:
-    """e4m3_max of the containers that a cast makes."""
-    return cast.e4m3_max or option_checks.default_bound({"four_over_six": cast.four_over_six})
-
-
 def rebuilt(
     parts: Parts,
     cast: Operand,
@@ -367,8 +303,7 @@ def rebuilt(
     codes, scales, amax = parts
     if codes is None or amax is None or not isinstance(cast, Cast):
         raise RuntimeError("a copy that the backward pass needs was not saved")
-    bound = scale_bound(cast)
-    signs = None if cast.hadamard is None else recipe.hadamard_signs
+    bound, signs = cast.bound, None if cast.hadamard is None else recipe.hadamard_signs
     dim = 0 if offs is None else offs_dim
     if scales is not None:
         return NVFP4Tensor._trusted(codes, scales, amax, bound, offs, signs, dim)
@@ -425,23 +360,42 @@ def weight_copies(
         return _gathered_copies(weight.quantized(), recipe, state, needs_w_t)
     needs_w = needs_w or not isinstance(recipe.w_t, Cast) or recipe.w_t.source == "rowwise"
     with torch.no_grad():
-        w, w_t = both(
+        return _of_values(
             weight.detach(), recipe.w if needs_w else None, recipe.w_t if needs_w_t else None, recipe, state
         )
-    return parts_of(w), parts_of(w_t)
+
+
+def _of_values(
+    weight: Tensor, of_rows: Operand, of_columns: Operand, recipe: Recipe, state: Tensor | None
+) -> tuple[Parts, Parts]:
+    """The copies that :func:`both` makes of a weight (n, k), or of each matrix of a stack (g, n, k)."""
+    if weight.dim() == 2:
+        return both(_checks.readable_rows(weight), of_rows, of_columns, recipe, state)
+    signs, made = recipe.hadamard_signs, None
+    if isinstance(of_rows, Cast):
+        if isinstance(of_columns, Cast) and of_rows.is_one_pass_with(of_columns):
+            pair = quantize_both(weight, **keywords(of_rows, of_columns.hadamard, signs, state))
+            return parts_of(pair[0]), parts_of(pair[1])
+        made = quantize(weight, **keywords(of_rows, of_rows.hadamard, signs, state))
+    if not isinstance(of_columns, Cast):
+        return parts_of(made), NO_PARTS
+    if made is not None and of_columns.source == "rowwise":
+        weight = made.dequantize(weight.dtype)
+    made_t = quantize(weight, axis=0, **keywords(of_columns, of_columns.hadamard, signs, state))
+    return parts_of(made), parts_of(made_t)
 
 
 def _gathered_copies(
     w: NVFP4Tensor, recipe: Recipe, state: Tensor | None, needs_w_t: bool
 ) -> tuple[Parts, Parts]:
     """The copies that :func:`weight_copies` returns, from the forward copy that FSDP2 gathered (fsdp.py)."""
-    w_t = None
+    w_t = NO_PARTS
     if needs_w_t and isinstance(recipe.w_t, Cast):
         if recipe.w_t.source == "rowwise":
-            w_t = along(w.dequantize(), 0, recipe.w_t, recipe.hadamard_signs, state)
+            _, w_t = _of_values(w.dequantize(), None, recipe.w_t, recipe, state)
         else:
-            w_t = transposed(w)
-    return parts_of(w), parts_of(w_t)
+            w_t = parts_of(transposed(w))
+    return parts_of(w), w_t
 
 
 def is_kept(weight: Tensor, recipe: Recipe, cache: Cache) -> bool:

@@ -160,9 +160,11 @@ def _own_columns(x: Tensor, cast: Cast, recipe: Recipe, state: Tensor | None, sh
     A first cast measures the amax of each feature, or of the tensor, rotated as the cast rotates; a MAX
     all-reduce of these k numbers, or of one, precedes the cast that is kept.
     """
-    rows = x.reshape(-1, x.shape[-1])
+    rows = _checks.readable_rows(x.reshape(-1, x.shape[-1]))
     signs = recipe.hadamard_signs
     measured = _copies.along(rows, 0, dataclasses.replace(cast, stochastic=False), signs, None)
+    if measured.amax is None:
+        raise RuntimeError("the amax of x was not measured")
     amax = measured.amax.clone()
     all_reduce(amax, op=dist.ReduceOp.MAX, group=sharding.group)
     options = _copies.keywords(cast, cast.hadamard, signs, state)
@@ -201,7 +203,7 @@ class _GatheredProduct(torch.autograd.Function):
             raise RuntimeError("the recipe quantizes no x")
         of_x = _copies.stream(step.state, OF_X, recipe.x, recipe.x_t)
         x_q = _gathered_rows(x, recipe.x, recipe, of_x, sharding)
-        y = step.product(x_q, bias, x.dtype)
+        y = step.product(_copies.parts_of(x_q), bias, x.dtype)
         saved = NO_PARTS
         if needs_dw and recipe.x_t == DEQUANTIZED:
             saved = _copies.parts_of(x_q)
@@ -211,8 +213,7 @@ class _GatheredProduct(torch.autograd.Function):
             saved = _own_columns(x, recipe.x_t, recipe, of_x, sharding)
         elif needs_dw and isinstance(recipe.x_t, Cast):
             values = x_q.dequantize(x.dtype)
-            made = _copies.along(values, 0, recipe.x_t, recipe.hadamard_signs, of_x, step.ends)
-            saved = _copies.parts_of(made)
+            saved = _copies.along(values, 0, recipe.x_t, recipe.hadamard_signs, of_x, step.ends)
         step.save(ctx, weight, saved)
         ctx.sharding, ctx.own_shape = sharding, x.shape
         tokens = sharding.mesh.size() * x.shape[sharding.dim]
@@ -240,15 +241,14 @@ class _GatheredProduct(torch.autograd.Function):
         return None, None, dx, dw, db
 
 
-def _gathered_input(step: Step, dtype: torch.dtype, shape: torch.Size, sharding: Sharding) -> Any:
+def _gathered_input(step: Step, dtype: torch.dtype, shape: torch.Size, sharding: Sharding) -> Parts:
     """The right operand of wgrad, from the tensors that each rank saved of its x of this shape."""
     recipe, saved = step.plan.recipe, step.x_t
     if isinstance(recipe.x_t, Cast) and _is_cast_by_ranks(recipe, shape, sharding):
         if recipe.save_input == "original":
             of_x = _copies.stream(step.state, OF_X, recipe.x, recipe.x_t)
             saved = _own_columns(_copies.not_cast(saved), recipe.x_t, recipe, of_x, sharding)
-        made = _gathered_columns(saved, shape, _copies.scale_bound(recipe.x_t), sharding)
-        return _copies.rebuilt(made, recipe.x_t, recipe, step.ends, 1)
+        return _gathered_columns(saved, shape, recipe.x_t.bound, sharding)
     if recipe.save_input == "original":
         saved = Parts(sharding.gather(_copies.not_cast(saved)).flatten(0, -2))
     return step.input_of_wgrad(saved, dtype)

@@ -24,21 +24,24 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode as _current_mode
 
 from .. import _checks, selection, support
-from .._refusals import REFUSALS, made_again
+from .._refusals import REFUSALS, explained
 from ..ops import operators
-from ..products import dgrad, fprop, wgrad
+from ..ops.gemm import GemmCall
+from ..reference.epilogue import ALPHA, ALPHA_UNQUANTIZED
 from . import _copies
 from ._autograd import unsafe_view
-from ._copies import NO_PARTS, OF_DY, OF_W, OF_X, Parts, scale_bound
-from .recipe import DEQUANTIZED, Cast, Recipe
+from ._copies import NO_PARTS, OF_DY, OF_W, OF_X, Parts
+from .recipe import DEQUANTIZED, Cast, Operand, Recipe
 from .shared_input import QuantizedInput
 
 __all__ = ["Plan", "Step", "begun", "restored"]
 
 TRAIN_FORWARD = operators.below_wrapper(operators.train_forward)
 TRAIN_BACKWARD = operators.below_wrapper(operators.train_backward)
+_GEMM = operators.below_wrapper(operators.gemm)
 _CAN_QUANTIZE, _CAN_MULTIPLY = support.READY["quantize"], support.READY["mm"]
 _RULES = selection.RULES
+_FORMATS = {torch.uint8: "nvfp4", torch.float16: "fp16", torch.bfloat16: "bf16"}  # of left operands
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -85,45 +88,39 @@ class Step(NamedTuple):
                 y, *made = TRAIN_FORWARD(*arguments)
                 saved = Parts(*made)
             except REFUSALS as error:
-                y, saved = made_again(
-                    "fp4gemm.training: forward", error, x, self._output_by_parts, x, weight, bias
-                )
+                place = "fp4gemm.training: forward"
+                y, saved = explained(place, error, self._output_by_parts, x, weight, bias)
         return unsafe_view(y, (*shape[:-1], y.shape[1])), saved
 
     def _output_by_parts(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Parts]:
         """y (m, n) of x (m, k), by the quantizers and the product one by one."""
         recipe, needs_dw, offs = self.plan.recipe, self.plan.needs[1], self._offs()
+        rows = _checks.readable_rows(x)
         if self.plan.is_shared:
-            x_q = None if recipe.x is None else _copies.rebuilt(self.x, recipe.x, recipe, offs)
-            x_t = self.x_t
+            x_q, x_t = self.x, self.x_t
         else:
             wanted = recipe.x_t if needs_dw and recipe.save_input == "quantized" else None
             of_x = _copies.stream(self.state, OF_X, recipe.x, wanted)
             decoded = (recipe.x_t != DEQUANTIZED and self.plan.is_converted, False)
-            x_q, made = _copies.both(x, recipe.x, wanted, recipe, of_x, offs, self.ends, decoded)
-            x_t = _copies.parts_of(made)
+            x_q, x_t = _copies.both(rows, recipe.x, wanted, recipe, of_x, offs, self.ends, decoded)
         if recipe.w is None:
             y = _torch_fprop(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype), offs)
         else:
-            left = x if x_q is None else x_q
-            y = self.product(left, bias, x.dtype, offs if x_q is None else None)
+            y = self.product(Parts(rows.contiguous()) if recipe.x is None else x_q, bias, x.dtype)
             if offs is not None:
                 operators.zero_outside_groups(y, offs)
         if not needs_dw:
             saved = NO_PARTS
         elif recipe.x_t == DEQUANTIZED:
-            saved = _copies.parts_of(x_q)
+            saved = x_q
         else:
             saved = Parts(x) if x_t.codes is None else x_t
         return y, saved
 
-    def product(
-        self, left: Any, bias: Tensor | None, dtype: torch.dtype, offs: Tensor | None = None
-    ) -> Tensor:
-        """fprop(left, w) + bias; left: x, or its copy. offs: the groups of an x that is not quantized."""
-        w = _copies.rebuilt(self.w, self.plan.recipe.w, self.plan.recipe, shape=self.plan.weight_shape)
-        y: Tensor = fprop(left, w, offs=offs, bias=bias, out_dtype=dtype)
-        return y
+    def product(self, x: Parts, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """y = x W^T + bias, (m, n); x: the copy for fprop, or, unquantized, its values as codes."""
+        recipe, shape = self.plan.recipe, self.plan.weight_shape
+        return multiply(x, recipe.x, self.w, recipe.w, dtype, self._offs(), shape, bias)
 
     def save(self, ctx: Any, weight: Tensor, x: Parts) -> None:
         """Save the weight or its copies, what output() returned of x, and the plan for :func:`restored`."""
@@ -146,7 +143,7 @@ class Step(NamedTuple):
         try:
             dx, dw = TRAIN_BACKWARD(*arguments)
         except REFUSALS as error:
-            return made_again("fp4gemm.training: backward", error, dy, self._gradients_by_parts, dy, weight)
+            return explained("fp4gemm.training: backward", error, self._gradients_by_parts, dy, weight)
         return dx, dw
 
     def _gradients_by_parts(self, dy: Tensor, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -157,14 +154,15 @@ class Step(NamedTuple):
         dw = self.weight_gradient(dy, dy_t, self.input_of_wgrad(self.x_t, dy.dtype)) if needs_dw else None
         return dx, dw
 
-    def copies_of_gradient(self, dy: Tensor) -> tuple[Any, Any]:
-        """The copies of dy (m, n) for dgrad and for wgrad, each None where it is not needed."""
+    def copies_of_gradient(self, dy: Tensor) -> tuple[Parts, Parts]:
+        """The copies of dy (m, n) for dgrad and for wgrad, each NO_PARTS where it is not needed."""
         recipe, (needs_dx, needs_dw, _) = self.plan.recipe, self.plan.needs
         first, second = recipe.dy if needs_dx else None, recipe.dy_t if needs_dw else None
         of_dy, decoded = _copies.stream(self.state, OF_DY, first, second), (self.plan.is_converted,) * 2
-        return _copies.both(dy, first, second, recipe, of_dy, self._offs(), self.ends, decoded)
+        rows = _checks.readable_rows(dy)
+        return _copies.both(rows, first, second, recipe, of_dy, self._offs(), self.ends, decoded)
 
-    def input_gradient(self, dy: Tensor, dy_q: Any, weight: Tensor | None) -> Tensor:
+    def input_gradient(self, dy: Tensor, dy_q: Parts, weight: Tensor | None) -> Tensor:
         """dx = dy W, (m, k), of the dtype of dy."""
         recipe, shape, offs = self.plan.recipe, self.plan.weight_shape, self._offs()
         if recipe.w_t == DEQUANTIZED:
@@ -175,43 +173,41 @@ class Step(NamedTuple):
                 raise RuntimeError("the weight that the backward pass needs was not saved")
             return _torch_dgrad(dy, weight.to(dy.dtype), offs)
         transposed = None if shape is None else torch.Size((*shape[:-2], shape[-1], shape[-2]))
-        w_t = _copies.rebuilt(self.w_t, recipe.w_t, recipe, shape=transposed)
-        dx: Tensor = dgrad(dy_q, w_t, out_dtype=dy.dtype)
+        dx = multiply(dy_q, recipe.dy, self.w_t, recipe.w_t, dy.dtype, offs, transposed)
         if offs is not None:
             operators.zero_outside_groups(dx, offs)
         return dx
 
-    def input_of_wgrad(self, saved: Parts, dtype: torch.dtype) -> Any:
-        """The right operand of wgrad, of what was saved of x: a copy, or values (m, k) of a dtype."""
+    def input_of_wgrad(self, saved: Parts, dtype: torch.dtype) -> Parts:
+        """The right operand of wgrad, of what was saved of x: a copy, or values (m, k) as codes."""
         recipe = self.plan.recipe
         if recipe.x_t == DEQUANTIZED:
-            return _copies.rebuilt(saved, recipe.x, recipe, self._offs()).dequantize(dtype)
-        if not isinstance(recipe.x_t, Cast):
-            return _copies.not_cast(saved)
-        if recipe.save_input == "quantized":
-            return _copies.rebuilt(saved, recipe.x_t, recipe, self.ends, 1)
+            return Parts(_copies.rebuilt(saved, recipe.x, recipe, self._offs()).dequantize(dtype))
+        if not isinstance(recipe.x_t, Cast) or recipe.save_input == "quantized":
+            return saved
         of_x = self.of_x if self.plan.is_shared else _copies.stream(self.state, OF_X, recipe.x_t)
-        x = _copies.not_cast(saved)
+        x = _checks.readable_rows(_copies.not_cast(saved))
         return _copies.along(x, 0, recipe.x_t, recipe.hadamard_signs, of_x, self.ends)
 
-    def weight_gradient(self, dy: Tensor, dy_t: Any, x_t: Any) -> Tensor | None:
+    def weight_gradient(self, dy: Tensor, dy_t: Parts, x_t: Parts) -> Tensor | None:
         """dW = dy^T x, (n, k) or (g, n, k), or None after adding it to main_grad; x_t: input_of_wgrad()."""
-        offs, main_grad, dtype = self._offs(), self.main_grad, self.plan.weight_dtype
-        if dy_t is None:
-            dw = _torch_wgrad(dy, x_t, offs)
+        recipe, main_grad, dtype = self.plan.recipe, self.main_grad, self.plan.weight_dtype
+        if recipe.dy_t is None:
+            dw = _torch_wgrad(dy, _copies.not_cast(x_t), self._offs())
             if main_grad is None:
                 return dw.to(dtype)
             main_grad.add_(dw)
             return None
-        is_one_group = offs is None and self.ends is not None
+        operands = (dy_t, recipe.dy_t, x_t, recipe.x_t)
+        is_one_group = not self.plan.is_grouped and self.ends is not None
         if main_grad is None:
-            dw = wgrad(dy_t, x_t, out_dtype=dtype)
+            dw = multiply(*operands, dtype, self.ends)
             return dw.squeeze(0) if is_one_group else dw
         into = main_grad.unsqueeze(0) if is_one_group else main_grad
         if _checks.has_readable_rows(into):
-            wgrad(dy_t, x_t, c=into, out=into)
+            multiply(*operands, torch.float32, self.ends, into=into)
         else:  # the kernels do not write such rows: a buffer of all parameters has them at any address
-            into.add_(wgrad(dy_t, x_t, out_dtype=torch.float32))
+            into.add_(multiply(*operands, torch.float32, self.ends))
         return None
 
     def bias_gradient(self, dy: Tensor) -> Tensor | None:
@@ -244,6 +240,8 @@ def begun(
         offs: the groups of the rows, or None of a dense layer.
         ranks: how many of them share the tokens, which wgrad reads together.
     """
+    if not recipe.is_plain:
+        support.ready(x, "quantize")
     is_recording = torch.is_grad_enabled()
     needs = (
         is_recording and x.requires_grad,
@@ -251,6 +249,11 @@ def begun(
         is_recording and bias is not None and bias.requires_grad,
     )
     state = _copies.draw(recipe, x.device) if state is None else state
+    if shared is not None:
+        ends = shared._ends
+    else:
+        ends = _copies.dense_ends(ranks * x.shape[:-1].numel(), x.device) if offs is None else offs
+    is_converted = _copies.are_converted(x)
     of_w = _copies.stream(state, OF_W, recipe.w, recipe.w_t)
     is_kept = cache is not None and _copies.is_kept(weight, recipe, cache)
     if cache is not None and is_kept:
@@ -263,19 +266,16 @@ def begun(
         offs is not None,
         is_kept,
         shared is not None,
-        _copies.are_converted(x),
+        is_converted,
         x.dtype,
         weight.dtype,
         None if bias is None else bias.dtype,
         weight.shape if is_kept else None,
     )
     if shared is None:
-        ends = _copies.dense_ends(ranks * x.shape[:-1].numel(), x.device) if offs is None else offs
         return Step(plan, state, ends, w, w_t, NO_PARTS, NO_PARTS, None, None, main_grad)
     values = None if shared._values.dtype == x.dtype else shared._values
-    return Step(
-        plan, state, shared._ends, w, w_t, shared._copy, shared._copy_t, values, shared._state, main_grad
-    )
+    return Step(plan, state, ends, w, w_t, shared._copy, shared._copy_t, values, shared._state, main_grad)
 
 
 def restored(ctx: Any, saved: tuple[Tensor | None, ...]) -> tuple[Step, Tensor | None]:
@@ -317,7 +317,7 @@ def forward_arguments(step: Step, x: Tensor, weight: Tensor, bias: Tensor | None
     of_x = _copies.stream(step.state, OF_X, recipe.x, recipe.x_t)
     return (
         x, *casts, step.plan.is_converted, of_x,
-        data, scales, amax, 0 if scales is not None else weight.shape[0], scale_bound(recipe.w), bias,
+        data, scales, amax, 0 if scales is not None else weight.shape[0], recipe.w.bound, bias,
     )  # fmt: skip
 
 
@@ -339,8 +339,8 @@ def backward_arguments(step: Step, dy: Tensor) -> tuple[Any, ...] | None:
     of_dy = _copies.stream(step.state, OF_DY, recipe.dy, recipe.dy_t)
     return (
         dy, *casts, step.plan.is_converted, of_dy,
-        data, scales, amax, 0 if scales is not None else codes.shape[0], scale_bound(recipe.w_t),
-        codes, x_scales, x_amax, scale_bound(recipe.x_t), step.plan.weight_dtype,
+        data, scales, amax, 0 if scales is not None else codes.shape[0], recipe.w_t.bound,
+        codes, x_scales, x_amax, recipe.x_t.bound, step.plan.weight_dtype,
     )  # fmt: skip
 
 
@@ -351,10 +351,86 @@ def _is_plain(x: Tensor) -> bool:
         and _current_mode() is None
         and type(x) is Tensor
         and x.is_contiguous()
+        and x.data_ptr() % _checks.ALIGN_BYTES == 0
         and x.get_device() in _CAN_QUANTIZE
         and x.get_device() in _CAN_MULTIPLY
         and not _RULES
     )
+
+
+# ---- a product of two copies
+
+
+def multiply(
+    a: Parts,
+    of_a: Operand,
+    b: Parts,
+    of_b: Operand,
+    dtype: torch.dtype,
+    offs: Tensor | None = None,
+    shape: torch.Size | None = None,
+    bias: Tensor | None = None,
+    into: Tensor | None = None,
+) -> Tensor:
+    """a b^T + bias: fprop, dgrad or wgrad, of copies that their casts made in one step, by the operator gemm.
+
+    The sizes, dtypes and devices of copies follow from x, weight and dy, which were checked.
+
+    Args:
+        a: (m, k); or, where of_a is None, values that are not quantized, as codes.
+        b: (n, k), or a stack (g, n, k), or what prepacking made of one.
+        dtype: of the result; float32 with into.
+        offs: the groups: of the rows of a where b is a stack, else of the columns of both.
+        shape: that of b, if b is prepacked.
+        bias: (n,) or (g, n) of any dtype.
+        into: float32, the tensor to which the product is added.
+
+    Returns:
+        (m, n), or (g, m, n) of groups of columns; ``into`` itself, if it is given.
+
+    Raises:
+        NotImplementedError: the device has no kernel.
+    """
+    if a.codes is None or b.codes is None or b.amax is None or not isinstance(of_b, Cast):
+        raise RuntimeError("a copy that the product needs was not saved")
+    is_prepacked = b.scales is None and b.codes.dtype is torch.uint8
+    n = shape[-2] if is_prepacked and shape is not None else b.codes.shape[-2]
+    formats = _FORMATS[a.codes.dtype], "prepacked" if is_prepacked else "nvfp4"
+    mode = "mm" if offs is None else "grouped_mm"
+    if of_a is None:
+        support.ready_for(a.codes, mode, ("bf16", formats[1]))  # the operation for float16 values too
+    support.ready_for(a.codes, mode, formats)
+    is_ragged_k = offs is not None and b.codes.dim() == 2 and not is_prepacked
+    amax_a, amax_b = a.amax, b.amax
+    if is_ragged_k and amax_a is not None:  # (g, m) and (g, n), or (g,), one of each group, as (g, 1)
+        amax_a = amax_a if amax_a.dim() == 2 else amax_a.unsqueeze(1)
+        amax_b = amax_b if amax_b.dim() == 2 else amax_b.unsqueeze(1)
+    kernel = None
+    if _RULES:
+        k = a.codes.shape[-1] * (1 if a.scales is None else 2)
+        kind, ragged = "dense" if offs is None else "grouped", "k" if is_ragged_k else "m"
+        kernel = selection.find(a.codes, n, k, dtype, kind, False, formats, ragged)
+    call = GemmCall(
+        a.codes,
+        b.codes,
+        a.scales,
+        b.scales,
+        offs,
+        ALPHA[of_a.bound, of_b.bound] if isinstance(of_a, Cast) else ALPHA_UNQUANTIZED[of_b.bound],
+        None,
+        amax_a,
+        amax_b,
+        None if bias is None else bias.detach().to(torch.float32).contiguous(),
+        c=into,
+        b_rows=n if is_prepacked else 0,
+        kernel_name=kernel,
+        out_dtype=dtype,
+    )
+    if into is not None:
+        operators.gemm_out(*call[:-1], out=into)  # all but out_dtype, which is that of out
+        return into
+    result: Tensor = operators.gemm(*call) if _is_compiling() else _GEMM(*call)
+    return result
 
 
 # ---- torch's own products, dense and in groups, for operands that are not quantized

@@ -165,18 +165,24 @@ def _taken(
 
     x has autocast's dtype, unless the copies of a quantized input take its place.
     """
-    if not isinstance(x, QuantizedInput):
-        checks.arguments(x, weight, bias, rank, recipe.is_plain, state, cache)
-        return autocast(x), None
-    checks.arguments(x._values, weight, bias, rank, recipe.is_plain, state, cache)
-    dtype = autocast_dtype(x.x) or x.x.dtype
-    if dtype != x._values.dtype:
-        raise ValueError(
-            f"x: was quantized as {x._values.dtype}, must be quantized as {dtype}, under the autocast under "
-            "which the layer is called"
-        )
-    x._checked(recipe, weight)
-    return x.x.to(dtype) if recipe.is_plain else x.x, x
+    shared = x if isinstance(x, QuantizedInput) else None
+    checks.arguments(
+        x if shared is None else shared._values, weight, bias, rank, recipe.is_plain, state, cache
+    )
+    if isinstance(x, QuantizedInput):
+        values, dtype = x._values, autocast_dtype(x.x) or x.x.dtype
+        if dtype != values.dtype:
+            raise ValueError(
+                f"x: was quantized as {values.dtype}, must be quantized as {dtype}, under the autocast under "
+                "which the layer is called"
+            )
+        x._checked(recipe, weight)
+        given = x.x.to(dtype) if recipe.is_plain else x.x
+    else:
+        given = values = autocast(x)
+    if recipe.x is None and recipe.w is not None:
+        _checks.has_dtype("x", values, _checks.HALF_DTYPES)  # no kernel multiplies float32 by codes
+    return given, shared
 
 
 def _apply(

@@ -49,8 +49,9 @@ class Cast:
     e4m3_max: Literal[448, 256] | None = None
     encode: Literal["te", "te_per_token"] = "te"
     source: Literal["original", "rowwise"] = "original"
-    # No field, but derived, hence its type in a comment.
-    numbers = ()  # type: tuple[int, ...]  # of the operators, but for hadamard_signs
+    # No fields, but derived, hence their types in comments.
+    numbers = ()  # type: tuple[int, ...]  # the options by their numbers in the operators; without the signs
+    bound = 448  # type: int  # e4m3_max, or what None means
 
     def __post_init__(self) -> None:
         defaults = {name: option.default for name, option in option_checks.OPTIONS.items()}
@@ -58,14 +59,16 @@ class Cast:
         made = option_checks.operator_arguments(defaults | own)
         _checks.is_one_of("source", self.source, _SOURCES)
         object.__setattr__(self, "numbers", tuple(int(made[name]) for name in _NUMBERS))
+        object.__setattr__(self, "bound", made["e4m3_max"])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickle or a copy; a pickle of an older version has the option headroom as well."""
+        """Restore a pickle or a copy; that of an older version may have headroom and lack derived values."""
         if state.get("headroom", 1.0) != 1.0:
             got = state["headroom"]
             raise ValueError(f"headroom: got {got} in a pickled Cast, must be 1.0; the option was removed")
         removed = ("headroom", "has_headroom")
         self.__dict__.update({name: value for name, value in state.items() if name not in removed})
+        self.__post_init__()
 
     def __hash__(self) -> int:
         return hash(self.numbers)  # equal casts have equal numbers; each call of a layer looks casts up

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from .. import _checks
+from .. import _checks, support
 from ..containers._base import with_version
 from . import _checks as checks
 from . import _copies
@@ -154,9 +154,11 @@ def quantize_input(
     with torch.no_grad(), without_autocast(x):
         values = edge.detach() if dtype is None else edge.detach().to(dtype)
         decoded = (recipe.x_t != DEQUANTIZED and _copies.are_converted(values), False)
-        made, made_t = _copies.both(values, recipe.x, x_t, recipe, of_x, groups, ends, decoded)
-    copies, version = (_copies.parts_of(made), _copies.parts_of(made_t)), with_version(values)[1]
-    return QuantizedInput(x, recipe, offs, edge, values, ends, of_x, *copies, version)
+        if not recipe.is_plain:
+            support.ready(values, "quantize")
+        rows = _checks.readable_rows(values)
+        copies = _copies.both(rows, recipe.x, x_t, recipe, of_x, groups, ends, decoded)
+    return QuantizedInput(x, recipe, offs, edge, values, ends, of_x, *copies, with_version(values)[1])
 
 
 def shared(
