@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from ._transforms import refuse_tangent, refuse_transform
+from torch.autograd import forward_ad
 
 BLOCK = 16  # elements along k that share one e4m3 scale
 GROUP_COLUMNS = 4 * BLOCK  # groups along k begin at multiples of it, which are whole tiles of scales
@@ -34,6 +33,7 @@ CODE_DTYPES = (torch.uint8, torch.float4_e2m1fn_x2)
 SCALE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
 _WITH_MEMORY = (Tensor, torch.nn.Parameter)
 _INT32 = torch.iinfo(torch.int32)
+_interpreter = torch._C._functorch.peek_interpreter_stack
 
 
 def is_tensor(name: str, value: object) -> Tensor:
@@ -463,6 +463,34 @@ def operand_memory(name: str, x: Tensor) -> None:
     is_contiguous(name, x)
     is_aligned(name, x)
     no_grad(name, x, "fp4gemm.mm")
+
+
+# ---- what no operator defines: transforms of torch.func, and derivatives in forward mode
+
+
+def is_eager() -> bool:
+    """Whether no graph is traced, no transform of torch.func is active, and no tensor has a tangent."""
+    return not torch.compiler.is_compiling() and forward_ad._current_level < 0 and _interpreter() is None
+
+
+def refuse_tangent(name: str, x: Tensor) -> None:
+    """Raise NotImplementedError if x has a tangent, which an operator would drop."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if forward_ad.unpack_dual(x).tangent is not None:
+        raise NotImplementedError(
+            f"{name}: has a tangent of forward mode (torch.func.jvp), must have none; call backward() or "
+            "torch.autograd.grad for derivatives"
+        )
+
+
+def refuse_transform(name: str, x: Tensor) -> None:
+    """Raise NotImplementedError if x is a tensor of a transform of torch.func."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(x):
+        raise NotImplementedError(
+            f"{name}: is inside of a transform of torch.func (vmap, grad, vjp, ...), must not be; call "
+            "backward() or torch.autograd.grad for derivatives, and pass a batch dimension in place of vmap"
+        )
 
 
 # ---- ends of groups

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _checks, _transforms, selection, support
+from . import _checks, selection, support
 from ._operands import Left, Right
 from ._products import GemmTerms, multiply
 from ._refusals import REFUSALS, explained
@@ -39,7 +39,7 @@ _CAN_QUANTIZE = support.READY["quantize"]
 _RULES = selection.RULES
 _FAST_TERMS = ("bias", "out_dtype")
 _WEIGHTS = (Tensor, torch.nn.Parameter)
-_is_eager = _transforms.is_eager
+_is_eager = _checks.is_eager
 
 
 def quantize(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from data_parallel import message
 from fp4gemm import training
-from fp4gemm.training import _sequence
+from fp4gemm.training import parallel
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -113,7 +113,7 @@ def counted(
 ) -> list[tuple[str, int]]:
     """The collectives of a step and the bytes that this rank contributes."""
     calls: list[tuple[str, int]] = []
-    originals = {name: getattr(_sequence, name) for name in ("all_gather", "reduce_scatter", "all_reduce")}
+    originals = {name: getattr(parallel, name) for name in ("all_gather", "reduce_scatter", "all_reduce")}
 
     def recording(name: str) -> Any:
         def collective(*tensors: Tensor, **options: Any) -> Any:
@@ -125,12 +125,12 @@ def counted(
     module = parallelize_module(layer(recipe), mesh, training.SequenceColwiseParallel(sequence_dim=0))
     size, _ = SHAPES[shape]
     for name in originals:
-        setattr(_sequence, name, recording(name))
+        setattr(parallel, name, recording(name))
     try:
         gradients(module, part(values(*size), rank, 0), part(values(*size[:-1], OUT), rank, -1))
     finally:
         for name, original in originals.items():
-            setattr(_sequence, name, original)
+            setattr(parallel, name, original)
     return calls
 
 

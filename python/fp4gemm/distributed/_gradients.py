@@ -19,10 +19,10 @@ from .. import _checks, records
 from ..layout import record_bytes
 from ..quantize import quantize
 from ..training import _copies
-from ..training._autograd import autocast_dtype, without_autocast
 from ..training._copies import NO_PARTS
+from ..training._step import QuantizedInput
+from ..training.functional import autocast_dtype, without_autocast
 from ..training.recipe import DEQUANTIZED, Cast, Recipe
-from ..training.shared_input import QuantizedInput
 from ._arguments import E4M3_MAX, Arrived, Handle, agree_on_dtype, check_capture, ids_of
 from ._arrival import arrive, arrive_again
 from ._message import padded

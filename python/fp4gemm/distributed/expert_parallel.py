@@ -36,8 +36,8 @@ from ._places import Sizes
 from ._transfer import Transfer
 
 if TYPE_CHECKING:
+    from ..training import QuantizedInput
     from ..training.recipe import Recipe
-    from ..training.shared_input import QuantizedInput
 
 __all__ = ["ExpertParallel", "Handle"]
 

@@ -13,10 +13,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from .. import _checks
 from ..nn._classes import become
 from ..training import functional
-from ..training.grouped_linear import GroupedLinear
+from ..training._step import QuantizedInput
+from ..training.linear import GroupedLinear
 from ..training.moe import MoE
 from ..training.parallel import ShardCache
-from ..training.shared_input import QuantizedInput
 from .expert_parallel import ExpertParallel
 
 __all__ = ["ParallelExperts"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from .. import _checks, _transforms, activations, support
+from .. import _checks, activations, support
 from .._refusals import REFUSALS, explained
 from ..activations import Activation, ActivationName
 from ..containers.nvfp4 import NVFP4Tensor
@@ -387,7 +387,7 @@ class Experts(torch.nn.Module):
             and second.is_checked
             and self.ep is None
             and self.check_finite == "off"
-            and _transforms.is_eager()
+            and _checks.is_eager()
             and type(x) is Tensor
             and x.dim() == 2
             and (quantizes or x.dtype is not torch.float32)  # x is rounded first

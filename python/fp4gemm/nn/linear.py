@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 
 from .. import _checks, selection, support
 from .._refusals import REFUSALS, explained
-from .._transforms import refuse_transform
 from ..activations import by_number
 from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
@@ -451,7 +450,7 @@ def recorded(call: LinearCall, how: InputGradient, k: int, transposed: OperandPa
     """
     for name, value in (("x", call.x), ("c", call.c)):
         if value is not None:
-            refuse_transform(name, value)
+            _checks.refuse_transform(name, value)
     if not torch.compiler.is_compiling() and call.weight.is_inference():
         raise RuntimeError(
             "weight: was made in inference mode, must not be where x requires grad; load the model outside "

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from ..products import dgrad, fprop, wgrad
 from . import functional
+from ._step import QuantizedInput
 from .cache import WeightCache, attach, mark_step
 from .conversion import ConversionReport, ConvertedLayer, convert_model, set_recipe
 from .fsdp import quantize_all_gather
-from .grouped_linear import GroupedLinear
-from .linear import Linear
+from .linear import GroupedLinear, Linear, quantize_input
 from .moe import MoE, update_expert_bias
 from .moe_keys import load_moe_state, moe_state
 from .parallel import SequenceColwiseParallel, SequenceRowwiseParallel
 from .recipe import PRESETS, Cast, Recipe, resolve
-from .shared_input import QuantizedInput, quantize_input
 from .stacked_experts import StackedExperts
 
 __all__ = [

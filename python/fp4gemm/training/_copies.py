@@ -1,10 +1,17 @@
-"""The copies that a recipe makes of a tensor: by the quantizers, saved as tensors, put together again.
+"""The quantized copies of x, W and dy that the products of a step multiply: how a recipe makes them.
 
-torch saves tensors for the backward pass, not containers, so a quantized copy is taken apart into its tensors
-(:class:`Parts`). Its e4m3_max, its Hadamard signs and its groups follow from the cast and from the call.
+A recipe has two casts for each of these tensors: one of its rows, with blocks along k, and one of its
+columns, the rows of the transposed tensor, with blocks along m. :func:`both` makes the two copies of a
+matrix, in one pass where the casts allow it, :func:`weight_copies` those of a weight or of a stack of
+weights, and :func:`kept_copies` takes those of a weight from a cache.
 
-The operators of the quantizers are called with the options of a cast, which were checked when it was made,
-and with tensors that the layer has checked. Stacks of weights are quantized by the public functions.
+A copy is the tuple of its tensors (:class:`Parts`), since torch saves tensors for the backward pass, not
+containers. Its e4m3_max, its Hadamard signs and its groups follow from the cast and from the call, and
+:func:`rebuilt` makes a container with them.
+
+:func:`along` and :func:`both` call the operators of the quantizers, with the options of a cast, which were
+checked when it was made, and with tensors that the layer has checked. Stacks are quantized by the public
+functions.
 
 The random numbers of stochastic rounding come from int64 (2,) states {seed, offset}, one for each call of a
 layer. A state is drawn in the forward pass, on the device, from torch's default generator, and saved for the

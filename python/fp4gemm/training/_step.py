@@ -1,21 +1,28 @@
-"""Step: one call of a linear layer by a recipe, from the copies of its operands to its gradients.
+"""Step: one call of a linear layer by a recipe, forward and backward.
 
     y = fprop(x, w) + bias        dx = dgrad(dy, w_t)        dW = wgrad(dy_t, x_t)
 
-The forward pass begins a step (:func:`begun`), multiplies (:meth:`Step.output`), and saves what the backward
-pass reads (:meth:`Step.save`). The backward pass puts the step together again (:func:`restored`) and
-multiplies (:meth:`Step.gradients`). Dense layers and layers in groups go this way (functional.py), and layers
-whose x is gathered from the ranks (_sequence.py), which make the copies of x themselves.
+The autograd function of a layer (functional.py) begins a step in the forward pass (:func:`begun`, which takes
+or makes the copies of the weight), calls :meth:`Step.output` for y, and :meth:`Step.save`. In the backward
+pass it puts the step together again (:func:`restored`) and calls :meth:`Step.gradients` for dx and dW. Layers
+whose x is gathered from the ranks (parallel.py) do the same, with copies of x that they make themselves.
 
-A dense pass is one operator where the recipe and the call allow it, which costs the host less time than the
-quantizers and products that it consists of: on a small layer these take longer to call than to run. The bits
-are the same. The quantizers and products are called one by one while a graph is traced, for another recipe,
-for tensors that the kernels do not read as they are, before the first calls on a device, and under a mode
-that sees every operator (such as selective checkpointing, which names them).
+Both methods have two ways with the same bits. A pass of a dense layer is one operator, train_forward or
+train_backward, where the recipe and the call allow it (:func:`forward_arguments`,
+:func:`backward_arguments`): this costs the host less time than the operators of which the pass consists,
+which take longer to call than to run on a small layer. Otherwise the quantizers (_copies.py) and the products
+(:func:`multiply`) are called one by one: while a graph is traced, for another recipe, for tensors that the
+kernels do not read as they are, before the first calls on a device, and under a mode that sees every operator
+(such as selective checkpointing, which names them).
+
+In the terms of TransformerEngine, a Step has what ``_Linear`` keeps in local variables and in ctx, w and w_t
+are the rowwise and the columnwise data of the quantized weight, a Cast is the quantizer of one of them, and
+:func:`multiply` is ``general_gemm``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
@@ -29,12 +36,10 @@ from ..ops import operators
 from ..ops.gemm import GemmCall
 from ..reference.epilogue import ALPHA, ALPHA_UNQUANTIZED
 from . import _copies
-from ._autograd import unsafe_view
 from ._copies import NO_PARTS, OF_DY, OF_W, OF_X, Parts
 from .recipe import DEQUANTIZED, Cast, Operand, Recipe
-from .shared_input import QuantizedInput
 
-__all__ = ["Plan", "Step", "begun", "restored"]
+__all__ = ["Plan", "QuantizedInput", "Step", "begun", "difference", "restored", "unsafe_view"]
 
 TRAIN_FORWARD = operators.below_wrapper(operators.train_forward)
 TRAIN_BACKWARD = operators.below_wrapper(operators.train_backward)
@@ -42,11 +47,97 @@ _GEMM = operators.below_wrapper(operators.gemm)
 _CAN_QUANTIZE, _CAN_MULTIPLY = support.READY["quantize"], support.READY["mm"]
 _RULES = selection.RULES
 _FORMATS = {torch.uint8: "nvfp4", torch.float16: "fp16", torch.bfloat16: "bf16"}  # of left operands
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _is_compiling = torch.compiler.is_compiling
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class QuantizedInput:
+    """An x with the copies that a recipe makes of it; :func:`quantize_input` returns it.
+
+    :class:`Linear`, :class:`GroupedLinear` and their functions accept it in place of x.
+
+    Attributes:
+        x: the tensor that was quantized, (..., k); gradients of all layers are added to it.
+        recipe: the recipe whose casts of x were used.
+        offs: the ends of the groups as they were given, or None.
+    """
+
+    x: Tensor
+    recipe: Recipe
+    offs: Tensor | None
+    _edge: Tensor  # x as (m, k), through which gradients pass
+    _values: Tensor  # the same in autocast's dtype, without a gradient
+    _ends: Tensor | None  # the groups of the columns
+    _state: Tensor | None  # the random state of x, for a copy that the backward pass makes
+    _copy: Parts  # the copy for fprop
+    _copy_t: Parts  # the copy for wgrad
+    _version: int | None = None  # the version of _values when they were quantized
+
+    def __repr__(self) -> str:
+        return (
+            f"QuantizedInput(shape={tuple(self.x.shape)}, dtype={self._values.dtype}, "
+            f"device={str(self.x.device)!r}, offs={self.offs is not None})"
+        )
+
+    def _checked(self, recipe: Recipe, weight: Tensor) -> None:
+        """Check that these copies are those that a layer with this recipe would make of x."""
+        field = difference(self.recipe, recipe)
+        if field:
+            theirs, own = (_shown(getattr(of, field)) for of in (recipe, self.recipe))
+            raise ValueError(
+                f"x: was quantized by a recipe whose {field} is {own}, must be {theirs}, as in the recipe of "
+                "the layer"
+            )
+        is_wanted = torch.is_grad_enabled() and isinstance(weight, Tensor) and weight.requires_grad
+        is_saved = recipe.save_input == "quantized" and isinstance(recipe.x_t, Cast)
+        if is_wanted and is_saved and self._copy_t.codes is None:
+            raise ValueError(
+                "x: was quantized without grad mode, must be quantized where gradients are recorded, since "
+                "the layer needs the copy for the gradient of its weight"
+            )
+        has_copy = is_saved or recipe.x_t == DEQUANTIZED or not is_wanted
+        is_read = not recipe.is_plain and (recipe.x is None or not has_copy)
+        if is_read and self._version is not None and self._values._version != self._version:
+            raise ValueError(
+                "x: was written in place after it was quantized, must be quantized again, since the layer "
+                "reads both its values and the copy"
+            )
+
+    def _groups_of(self, offs: Tensor | None) -> Tensor:
+        """The ends of the groups of a quantized x, if the layer is called with the same ones or None."""
+        if self.offs is None or self._ends is None:
+            raise ValueError(
+                "x: was quantized without groups, must be quantized with offs for a grouped layer"
+            )
+        if offs is not None and offs is not self.offs:
+            raise ValueError(
+                "offs: got another tensor than x was quantized with, must be the same tensor or None"
+            )
+        return self._ends
+
+
+def difference(a: Recipe, b: Recipe) -> str:
+    """The first field in which two recipes make other copies of x, or "" if there is none."""
+    fields = ["x", "x_t"]
+    if isinstance(a.x_t, Cast):
+        fields += ["save_input"] if a.x_t.hadamard is None else ["save_input", "hadamard_signs"]
+    for field in fields:
+        if getattr(a, field) != getattr(b, field):
+            return field
+    return ""
+
+
+def _shown(value: object) -> str:
+    """A field of a recipe in an error: of a cast its fields that are not the default."""
+    if not isinstance(value, Cast):
+        return repr(value)
+    fields = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+    return f"Cast({', '.join(f'{name}={held!r}' for name, held in fields if held != getattr(Cast, name))})"
+
+
 class Plan(NamedTuple):
-    """The values other than tensors that the forward pass and the backward pass share."""
+    """The values of a step that are no tensors; ctx keeps them for the backward pass."""
 
     recipe: Recipe
     needs: tuple[bool, bool, bool]  # the gradients of x, weight and bias
@@ -61,21 +152,21 @@ class Plan(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One call of a layer: its plan, and the tensors besides x, weight, bias and dy."""
+    """One call of a layer: its plan, and its tensors besides x, weight, bias and dy, which methods take."""
 
     plan: Plan
-    state: Tensor | None  # the random state
-    ends: Tensor | None  # the groups of the columns: those of the rows, or one group of all rows
-    w: Parts  # the copies of the weight
-    w_t: Parts
-    x: Parts  # the copies of a shared input
-    x_t: Parts  # in the backward pass: what the forward pass saved of x
+    state: Tensor | None  # int64 {seed, offset} of stochastic rounding
+    ends: Tensor | None  # where the operands of wgrad have groups: those of the rows, or one of all rows
+    w: Parts  # the copy of W (n, k) for fprop
+    w_t: Parts  # the copy of W.T (k, n) for dgrad; in the forward pass only if a cache keeps it
+    x: Parts  # in the forward pass: the copy of a shared input for fprop
+    x_t: Parts  # the copy of a shared input for wgrad; in the backward pass what was saved of x
     values: Tensor | None  # a shared input in autocast's dtype, where x has another one
     of_x: Tensor | None  # the random state of a shared input
-    main_grad: Tensor | None
+    main_grad: Tensor | None  # float32 of the shape of W, to which dW is added
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Parts]:
-        """y (..., n) of x (..., k), and what of x is saved for wgrad."""
+        """y (..., n) of x (..., k), and what of x is saved for wgrad: its copy, or x itself as codes."""
         x = x if self.values is None else self.values
         shape = x.shape
         if len(shape) != 2:
@@ -93,7 +184,7 @@ class Step(NamedTuple):
         return unsafe_view(y, (*shape[:-1], y.shape[1])), saved
 
     def _output_by_parts(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Parts]:
-        """y (m, n) of x (m, k), by the quantizers and the product one by one."""
+        """The results of output() for x (m, k), by the quantizers and the product one by one."""
         recipe, needs_dw, offs = self.plan.recipe, self.plan.needs[1], self._offs()
         rows = _checks.readable_rows(x)
         if self.plan.is_shared:
@@ -292,6 +383,15 @@ def restored(ctx: Any, saved: tuple[Tensor | None, ...]) -> tuple[Step, Tensor |
         w, w_t = _copies.weight_copies(weight, recipe, of_w, False, True)
     step = Step(plan, state, ends, w, w_t, NO_PARTS, Parts(*saved[:3]), None, of_x, ctx.main_grad)
     return step, weight
+
+
+def unsafe_view(y: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """y with another shape; not a view for autograd.
+
+    FSDP2 warns of a module whose result is a view, since an operation in place drops its hooks.
+    """
+    result: Tensor = y if y.dim() == len(shape) else _UNSAFE_VIEW(y, shape)
+    return result
 
 
 # ---- one operator for a pass

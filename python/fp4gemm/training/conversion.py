@@ -18,11 +18,9 @@ from ..models.report import FloatWeight, Row, table
 from ..models.select import Filter, Pattern, float_weights, kept_by_default
 from ..nn._classes import become
 from . import stacked_experts
-from ._checks import STEP
-from ._layer import RecipeLayer, check_layer
 from .cache import WeightCache
-from .grouped_linear import GroupedLinear
-from .linear import Linear
+from .functional import STEP
+from .linear import GroupedLinear, Linear, RecipeLayer, check_layer
 from .recipe import PRESETS, Recipe, resolve
 
 __all__ = ["ConversionReport", "ConvertedLayer", "convert_model", "set_recipe"]

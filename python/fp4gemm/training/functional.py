@@ -1,54 +1,29 @@
-"""The layers of fp4gemm.training as functions of their tensors: linear and grouped_linear, and swiglu."""
+"""The layers of fp4gemm.training as functions of their tensors: linear, grouped_linear and swiglu.
+
+:func:`linear` and :func:`grouped_linear` check their arguments, convert x as autocast does, and begin a
+:class:`Step` (_step.py), whose two passes :class:`_Product` calls. Nothing behind them checks again.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .. import _checks
-from . import _checks as checks
+from ..ops import operators
+from ..ops.train import SWIGLU_STEP
 from . import _copies, _step
-from ._autograd import NO_CONTEXT, autocast, autocast_dtype, first_only, unsafe_view, without_autocast
-from ._step import Step
-from ._swiglu import swiglu
+from ._step import QuantizedInput, Step, unsafe_view
 from .recipe import Recipe, resolve
-from .shared_input import QuantizedInput
 
 __all__ = ["grouped_linear", "linear", "swiglu"]
 
-
-class _Product(torch.autograd.Function):
-    """y = x W^T + bias with the gradients of a recipe."""
-
-    @staticmethod
-    def forward(ctx: Any, step: Step, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y, saved = step.output(x, weight, bias)
-        step.save(ctx, weight, saved)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        saved, given, shape, is_recording = ctx.saved_tensors, dy, dy.shape, torch.is_grad_enabled()
-        with torch.no_grad() if is_recording else NO_CONTEXT, without_autocast(dy):
-            step, weight = _step.restored(ctx, saved)
-            plan = step.plan
-            dy = (dy if len(shape) == 2 else dy.reshape(-1, shape[-1])).contiguous()
-            dx, dw = step.gradients(dy, weight)
-            if dx is not None and dx.dtype != plan.x_dtype:
-                dx = dx.to(plan.x_dtype)
-            if dx is not None and len(shape) != 2:
-                dx = dx.view(*shape[:-1], dx.shape[1])
-            db = step.bias_gradient(dy)
-            if plan.needs[1] and dw is None:
-                # Zero in place of None, so that hooks on the parameter run, as Megatron-LM's need to.
-                if not torch.compiler.is_compiling():
-                    ctx.weight.grad_added_to_main_grad = True
-                dw = ctx.weight.new_zeros(()).expand(ctx.weight.shape)
-        if is_recording:
-            dx, dw, db = first_only((dx, dw, db), given, ctx.weight)
-        return None, dx, dw, db
+STEP = _checks.K_STEP_MM  # features are multiples: fprop sums over k, dgrad over n
+NO_CONTEXT = contextlib.nullcontext()
 
 
 def linear(
@@ -97,7 +72,7 @@ def linear(
     x, shared = _taken(x, weight, bias, 2, recipe, state, cache)
     if shared is not None and shared.offs is not None:
         raise ValueError("x: was quantized with offs, must be quantized without groups for a dense layer")
-    main_grad = checks.main_grad(weight)
+    main_grad = _main_grad(weight)
     if recipe.is_plain and main_grad is None:
         return torch.nn.functional.linear(x, weight, bias)
     if shared is None:
@@ -149,7 +124,10 @@ def grouped_linear(
     _checks.has_shape("offs", offs, (weight.shape[0],), ", an end for each matrix of weight")
     if offs.device.type == "cpu" and _checks.has_memory(offs):
         _checks.ascending(offs, x.shape[0], "the rows of x")
-    return _apply(recipe, x, weight, bias, state, cache, checks.main_grad(weight), shared, offs)
+    return _apply(recipe, x, weight, bias, state, cache, _main_grad(weight), shared, offs)
+
+
+# ---- from the arguments to a step
 
 
 def _taken(
@@ -166,7 +144,7 @@ def _taken(
     x has autocast's dtype, unless the copies of a quantized input take its place.
     """
     shared = x if isinstance(x, QuantizedInput) else None
-    checks.arguments(
+    check_arguments(
         x if shared is None else shared._values, weight, bias, rank, recipe.is_plain, state, cache
     )
     if isinstance(x, QuantizedInput):
@@ -206,3 +184,225 @@ def _apply(
         else:
             y, _ = step.output(x, weight, bias)
     return y
+
+
+class _Product(torch.autograd.Function):
+    """y = x W^T + bias with the gradients of a recipe."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y, saved = step.output(x, weight, bias)
+        step.save(ctx, weight, saved)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        saved, given, shape, is_recording = ctx.saved_tensors, dy, dy.shape, torch.is_grad_enabled()
+        with torch.no_grad() if is_recording else NO_CONTEXT, without_autocast(dy):
+            step, weight = _step.restored(ctx, saved)
+            plan = step.plan
+            dy = (dy if len(shape) == 2 else dy.reshape(-1, shape[-1])).contiguous()
+            dx, dw = step.gradients(dy, weight)
+            if dx is not None and dx.dtype != plan.x_dtype:
+                dx = dx.to(plan.x_dtype)
+            if dx is not None and len(shape) != 2:
+                dx = dx.view(*shape[:-1], dx.shape[1])
+            db = step.bias_gradient(dy)
+            if plan.needs[1] and dw is None:
+                # Zero in place of None, so that hooks on the parameter run, as Megatron-LM's need to.
+                if not torch.compiler.is_compiling():
+                    ctx.weight.grad_added_to_main_grad = True
+                dw = ctx.weight.new_zeros(()).expand(ctx.weight.shape)
+        if is_recording:
+            dx, dw, db = first_only((dx, dw, db), given, ctx.weight)
+        return None, dx, dw, db
+
+
+# ---- checks of arguments
+
+
+def check_arguments(
+    x: object,
+    weight: object,
+    bias: object,
+    rank: int,
+    is_plain: bool,
+    state: object = None,
+    cache: object = None,
+) -> None:
+    """Check the arguments of a layer whose weight has this rank.
+
+    Features are free where is_plain: the recipe quantizes nothing.
+    """
+    x, weight = _checks.is_tensor("x", x), _checks.is_tensor("weight", weight)
+    _checks.refuse_transform("x", x)
+    _checks.refuse_transform("weight", weight)
+    form = "(n, k)" if rank == 2 else "(g, n, k)"
+    _checks.has_rank("weight", weight, rank, form)
+    *_, n, k = weight.shape
+    if x.dim() == 0 or x.shape[-1] != k:
+        raise ValueError(f"x: shape is {tuple(x.shape)}, must be (..., {k}), {k} = k of weight {form}")
+    _checks.has_dtype("x", x, _checks.FLOAT_DTYPES)
+    _checks.has_dtype("weight", weight, _checks.FLOAT_DTYPES)
+    _checks.same_device("weight", weight, x.device, "x")
+    if not is_plain:
+        for what, size in (("n (out_features)", n), ("k (in_features)", k)):
+            _checks.is_multiple("weight", what, size, STEP)
+    if bias is not None:
+        bias = _checks.is_tensor("bias", bias)
+        _checks.refuse_transform("bias", bias)
+        _checks.has_dtype("bias", bias, _checks.FLOAT_DTYPES)
+        _checks.has_shape("bias", bias, (*weight.shape[:-1],))
+        _checks.same_device("bias", bias, x.device, "x")
+    if cache is not None:
+        _is_cache(cache)
+    if state is not None:
+        random_state(state, x.device)
+
+
+def random_state(value: object, device: torch.device) -> Tensor | None:
+    """Check and return the random state that a caller passes, or None."""
+    return None if value is None else _checks.exact_vector("state", value, 2, torch.int64, device, "x")
+
+
+def _is_cache(value: object) -> None:
+    """Raise TypeError unless value has the methods of a WeightCache."""
+    has_methods = callable(getattr(value, "keeps", None)) and callable(getattr(value, "get", None))
+    if isinstance(value, type) or not has_methods:
+        raise TypeError(
+            f"cache: got {_checks.describe(value)}, must be an fp4gemm.training.WeightCache or None"
+        )
+
+
+def _main_grad(weight: Tensor) -> Tensor | None:
+    """weight.main_grad after checks, or None where the weight has none."""
+    value = getattr(weight, "main_grad", None)
+    if value is None:
+        return None
+    name = "weight.main_grad"
+    checked = _checks.is_tensor(name, value)
+    _checks.has_dtype(name, checked, (torch.float32,))
+    _checks.has_shape(name, checked, tuple(weight.shape), ", the shape of weight")
+    _checks.same_device(name, checked, weight.device, "weight")
+    return checked
+
+
+# ---- autocast, and derivatives
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast wants on the device of x, or None where it is off."""
+    return torch.get_autocast_dtype(x.device.type) if is_under_autocast(x) else None
+
+
+def autocast(x: Tensor) -> Tensor:
+    """x in the dtype that autocast wants, or x where it is off."""
+    return x.to(torch.get_autocast_dtype(x.device.type)) if is_under_autocast(x) else x
+
+
+def is_under_autocast(x: Tensor) -> bool:
+    """Whether autocast is on for the device of x."""
+    # torch.compile of torch 2.11 cannot trace torch.amp.is_autocast_available.
+    kind = x.device.type
+    return kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+
+
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """A context in which autocast converts nothing: every dtype follows from the recipe and from x."""
+    return torch.autocast(x.device.type, enabled=False) if is_under_autocast(x) else NO_CONTEXT
+
+
+class _OnlyOnce(torch.autograd.Function):
+    """A gradient that raises if it is differentiated by what it depends on."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *depends_on: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
+        raise NotImplementedError(
+            "a gradient of fp4gemm.training is differentiated again; only first derivatives are defined"
+        )
+
+
+def first_only(gradients: tuple[Tensor | None, ...], *depends_on: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of a backward pass with create_graph=True, of tensors on which they depend.
+
+    torch.autograd.function.once_differentiable looks at the gradient of the output alone, so that the
+    derivative of dx = dy W by W would be missing without an error where dy is a constant.
+    """
+    recorded = [t for t in depends_on if t is not None and t.requires_grad]
+    if not recorded:
+        return gradients
+    return tuple(None if g is None else _OnlyOnce.apply(g, *recorded) for g in gradients)
+
+
+# ---- swiglu
+
+
+class _Swiglu(torch.autograd.Function):
+    """The operator and its gradients; it saves its inputs and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weights: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate, up, weights)
+        y: Tensor = operators.swiglu(gate, up, weights)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, weights = ctx.saved_tensors
+        dy = _checks.readable_rows(dy)
+        with torch.no_grad():
+            dgate, dup, dweights = operators.swiglu_backward(dy, gate, up, weights)
+        gradients = (dgate, dup, None if weights is None else dweights)
+        return first_only(gradients, dy, gate, up, weights) if torch.is_grad_enabled() else gradients
+
+
+def swiglu(gate: Tensor, up: Tensor, weights: Tensor | None = None) -> Tensor:
+    """silu(gate) * up, times the weight of each row if weights are given: SwiGLU (Shazeer, 2002.05202).
+
+    The product silu(gate) * up is rounded to the dtype of gate, and its product with the weight once more.
+    bfloat16 and float16 take one kernel forward and one backward, which keep gate, up and weights alone
+    (:mod:`fp4gemm.reference.swiglu` has the formulas); float32 and DTensor take the functions of torch.
+
+    Args:
+        gate, up: (..., f) bfloat16, float16 or float32, of one shape, dtype and device. f is a multiple of 8
+            unless they are float32. Halves of one product are read where they are.
+        weights: float32, of the shape of gate without its last dimension, or None.
+
+    Returns:
+        (..., f), of the dtype of gate. Does not synchronise. Second derivatives raise NotImplementedError.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what it must be.
+        NotImplementedError: the device has no kernel.
+    """
+    gate, up = _checks.is_tensor("gate", gate), _checks.is_tensor("up", up)
+    _checks.has_dtype("gate", gate, _checks.FLOAT_DTYPES)
+    _checks.has_dtype("up", up, (gate.dtype,))
+    if gate.dim() == 0:
+        raise ValueError("gate: shape is (), must be (..., f)")
+    f = gate.shape[-1]
+    has_kernel = gate.dtype is not torch.float32 and not isinstance(gate, DTensor)
+    if has_kernel:
+        _checks.is_multiple("gate", "f", f, SWIGLU_STEP)
+    _checks.has_shape("up", up, tuple(gate.shape), ", the shape of gate")
+    _checks.same_device("up", up, gate.device, "gate")
+    if weights is not None:
+        _checks.has_dtype("weights", _checks.is_tensor("weights", weights), (torch.float32,))
+        _checks.has_shape(
+            "weights", weights, tuple(gate.shape[:-1]), ", that of gate without its last dimension"
+        )
+        _checks.same_device("weights", weights, gate.device, "gate")
+    if not has_kernel:
+        h = torch.nn.functional.silu(gate) * up
+        return h if weights is None else (h * weights.unsqueeze(-1)).to(h.dtype)
+    rows = [_checks.readable_rows(t if t.dim() == 2 else t.reshape(-1, f)) for t in (gate, up)]
+    of_rows = None if weights is None else weights.reshape(-1).contiguous()
+    for name, t in (("gate", gate), ("up", up), ("weights", weights)):
+        if t is not None:
+            _checks.refuse_transform(name, t)
+    y: Tensor = _Swiglu.apply(*rows, of_rows)
+    return y if y.dim() == gate.dim() else y.view(gate.shape)

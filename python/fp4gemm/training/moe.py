@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from ..experts import route
+from ..experts import Routing, route
+from ..ops import operators
 from ..ops.moe import MAX_EXPERTS
-from . import _routing
-from ._autograd import unsafe_view, without_autocast
-from ._swiglu import swiglu
-from .grouped_linear import GroupedLinear
-from .linear import Linear
+from ._step import QuantizedInput, unsafe_view
+from .functional import swiglu, without_autocast
+from .linear import GroupedLinear, Linear, shared, shared_recipe
 from .recipe import Recipe
-from .shared_input import QuantizedInput, shared, shared_recipe
 
 if TYPE_CHECKING:
     import torch.distributed
@@ -295,9 +293,9 @@ class MoE(torch.nn.Module):
         if self.training:
             with torch.no_grad():
                 self._counts().add_(routing.offs.diff(prepend=routing.offs.new_zeros(1)))
-        rows = _routing.gather(tokens, routing)
-        y = self.experts(rows, routing.offs, _routing.row_weights(weights, routing))
-        return _routing.scatter(y, routing)
+        rows = gather(tokens, routing)
+        y = self.experts(rows, routing.offs, row_weights(weights, routing))
+        return scatter(y, routing)
 
     def _parallel(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The sum over each token's experts on all ranks; tokens_per_expert counts this rank's tokens."""
@@ -387,3 +385,82 @@ def _positive(name: str, value: object) -> float:
     if not 0 < value < float("inf"):
         raise ValueError(f"{name}: got {value}, must be positive and finite")
     return float(value)
+
+
+# ---- rows of experts with gradients
+#
+#     rows = gather(x, routing)        (t, d) -> (t * top_k, d)        backward: the sum over slots
+#     y    = scatter(rows, routing)    (t * top_k, d) -> (t, d)        backward: the gather
+#
+# Both sums are those of fp4gemm.combine with weights of one: in float32, in ascending order of the slots. No
+# atomic addition takes part, so that gradients are the same in every run, on every device. Nothing
+# synchronises.
+
+
+def _sum(rows: Tensor, row_of_pair: Tensor) -> Tensor:
+    ones = torch.ones(row_of_pair.shape, dtype=torch.float32, device=rows.device)
+    # The operator itself: torch.compile refuses the checks of fp4gemm.combine in a backward pass.
+    result: Tensor = operators.combine(_checks.readable(rows), row_of_pair, ones, rows.dtype)
+    return result
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token_of_row: Tensor, row_of_pair: Tensor) -> Tensor:
+        ctx.save_for_backward(row_of_pair)
+        return x.index_select(0, token_of_row)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (row_of_pair,) = ctx.saved_tensors
+        return _sum(dy, row_of_pair), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, token_of_row: Tensor, row_of_pair: Tensor) -> Tensor:
+        ctx.save_for_backward(token_of_row)
+        return _sum(rows, row_of_pair)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (token_of_row,) = ctx.saved_tensors
+        return dy.index_select(0, token_of_row), None, None
+
+
+class _Permute(torch.autograd.Function):
+    """x[order] for a permutation; ``inverse`` is the inverse permutation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return dy.index_select(0, inverse), None, None
+
+
+def gather(x: Tensor, routing: Routing) -> Tensor:
+    """The token of every row, (t * top_k, d), for x (t, d). Every pair must name an expert."""
+    result: Tensor = _Gather.apply(x, routing.token_of_row, routing.row_of_pair)
+    return result
+
+
+def scatter(rows: Tensor, routing: Routing) -> Tensor:
+    """The sum of the rows of each token, (t, d), for rows (t * top_k, d). Every pair must name an expert."""
+    result: Tensor = _Scatter.apply(rows, routing.token_of_row, routing.row_of_pair)
+    return result
+
+
+def row_weights(topk_weights: Tensor, routing: Routing) -> Tensor:
+    """The routing weight of every row, (t * top_k,), for topk_weights (t, top_k)."""
+    row_of_pair = routing.row_of_pair.flatten().long()
+    pairs = torch.arange(row_of_pair.numel(), device=row_of_pair.device)
+    pair_of_row = torch.empty_like(pairs).scatter_(0, row_of_pair, pairs)
+    result: Tensor = _Permute.apply(topk_weights.flatten(), pair_of_row, row_of_pair)
+    return result

@@ -8,24 +8,70 @@ torch.distributed's, in the forward pass and in the backward pass.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Hashable
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from .. import _checks
+from ..containers.nvfp4 import NVFP4Tensor
 from ..nn._classes import become
-from . import _checks as checks
-from . import _copies, functional
-from ._sequence import OnEveryRank, ScatterSum, Sharding, gathered_linear
+from ..quantize import quantize
+from . import _copies, _step, functional
+from ._copies import NO_PARTS, OF_X, Parts
+from ._step import QuantizedInput, Step
+from .functional import STEP, autocast, check_arguments, first_only, without_autocast
 from .linear import Linear
-from .shared_input import QuantizedInput
+from .recipe import DEQUANTIZED, Cast, Recipe
 
 __all__ = ["SequenceColwiseParallel", "SequenceRowwiseParallel"]
+
+_AMAX_BYTES = 4
+# torch 2.13 renamed the first two and warns of the old names.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_reduce = dist.all_reduce
+
+
+class Sharding(NamedTuple):
+    """The dimension along which activations are sharded, and the 1-dimensional mesh of the ranks."""
+
+    mesh: DeviceMesh
+    dim: int
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group()
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The shards of all ranks, one after the other along dim; contiguous, a copy."""
+        ranks = self.mesh.size()
+        gathered = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
+        all_gather(gathered, x.contiguous(), group=self.group)
+        if self.dim == 0:
+            return gathered
+        return gathered.view(ranks, *x.shape).movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+
+    def scatter_sum(self, x: Tensor) -> Tensor:
+        """This rank's shard along dim of the sum of all ranks' x, added in the dtype of x."""
+        ranks = self.mesh.size()
+        shape = list(x.shape)
+        shape[self.dim] //= ranks
+        parts = x.view(*shape[: self.dim], ranks, *shape[self.dim :]).movedim(self.dim, 0).contiguous()
+        own = x.new_empty(shape)
+        reduce_scatter(own, parts.flatten(0, 1), group=self.group)
+        return own
+
+
+# ---- the styles
 
 
 class ShardCache:
@@ -117,7 +163,7 @@ def _check(module: object, mesh: DeviceMesh, what: str) -> Linear:
         raise ValueError("module: weight is a DTensor, must be a plain parameter; it is sharded once")
     if type(module) is not Linear:
         raise TypeError(f"module: is a {type(module).__name__}, must be an fp4gemm.training.Linear itself")
-    step = mesh.size() * (1 if module.recipe.is_plain else checks.STEP)
+    step = mesh.size() * (1 if module.recipe.is_plain else STEP)
     _checks.is_multiple("module", what, getattr(module, what), step)
     return module
 
@@ -198,3 +244,225 @@ class SequenceRowwiseParallel(RowwiseParallel):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(sequence_dim={self.sequence_dim})"
+
+
+# ---- collectives with gradients
+
+
+class _Gather(torch.autograd.Function):
+    """The tokens of all ranks in the dtype of x; the gradient is reduce-scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sharding: Sharding) -> Tensor:
+        ctx.sharding = sharding
+        return sharding.gather(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return ctx.sharding.scatter_sum(dy.contiguous()), None
+
+
+class ScatterSum(torch.autograd.Function):
+    """This rank's tokens of the sum of all ranks' x; the gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sharding: Sharding) -> Tensor:
+        ctx.sharding = sharding
+        return sharding.scatter_sum(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return ctx.sharding.gather(dy), None
+
+
+class OnEveryRank(torch.autograd.Function):
+    """A tensor that every rank has; its gradient is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sharding: Sharding) -> Tensor:
+        ctx.sharding = sharding
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        total = dy.clone(memory_format=torch.contiguous_format)
+        all_reduce(total, group=ctx.sharding.group)
+        return total, None
+
+
+# ---- the product of all ranks' tokens
+
+
+def _gathered_rows(
+    x: Tensor, cast: Cast, recipe: Recipe, state: Tensor | None, sharding: Sharding
+) -> NVFP4Tensor:
+    """The forward copy (m, k) of the tokens of all ranks, of this rank's x (..., k): each casts its own.
+
+    Equal to the cast of the gathered x bit for bit, unless it rounds stochastically. One all-gather moves the
+    codes, the block scales and, with row scaling, the amaxes. With tensor scaling one MAX all-reduce of the
+    amax precedes the cast.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    m, k = rows.shape
+    is_per_row = cast.scaling == "row"
+    options = _copies.keywords(cast, None, recipe.hadamard_signs, state)
+    if not is_per_row:
+        amax = rows.abs().amax().float().view(1) if rows.numel() else rows.new_zeros(1, dtype=torch.float32)
+        all_reduce(amax, op=dist.ReduceOp.MAX, group=sharding.group)
+        options["amax"] = amax
+    t: NVFP4Tensor = quantize(rows, **options)
+    parts = [t.codes, t.compact_scales().view(torch.uint8)]
+    if is_per_row:
+        parts.append(t.amax.view(torch.uint8).view(m, _AMAX_BYTES))
+    packed = torch.cat(parts, 1)
+    packed = sharding.gather(packed.view(*x.shape[:-1], packed.shape[1])).flatten(0, -2)
+    codes, scales, *amaxes = (
+        # clone, since a part of one token is contiguous already, at an address that is not aligned
+        part.clone(memory_format=torch.contiguous_format)
+        for part in packed.split([k // 2, k // 16] + [_AMAX_BYTES] * is_per_row, 1)
+    )
+    amax = amaxes[0].view(torch.float32).flatten() if is_per_row else t.amax
+    made = NVFP4Tensor._of_compact(codes, scales.view(torch.float8_e4m3fn), amax, t.e4m3_max)
+    return made._stamped(x.dtype)
+
+
+def _has_whole_blocks(shape: torch.Size, sharding: Sharding) -> bool:
+    """Whether the blocks along the tokens of all ranks' x each lie in the tokens of one rank.
+
+    shape: that of a rank's x. Other numbers of tokens are gathered in the dtype of x.
+    """
+    inner = math.prod(shape[sharding.dim : -1])
+    total = sharding.mesh.size() * math.prod(shape[:-1])
+    return total > 0 and inner % _checks.BLOCK == 0 and total % _copies.ROWS == 0
+
+
+def _is_cast_by_ranks(recipe: Recipe, shape: torch.Size, sharding: Sharding) -> bool:
+    """Whether each rank casts its own blocks of x_t, from x itself, and these are gathered."""
+    is_of_x = isinstance(recipe.x_t, Cast) and recipe.x_t.source == "original"
+    return is_of_x and _has_whole_blocks(shape, sharding)
+
+
+def _own_columns(x: Tensor, cast: Cast, recipe: Recipe, state: Tensor | None, sharding: Sharding) -> Parts:
+    """The rank's blocks of the copy (k, m) of all ranks' tokens for wgrad, of this rank's x (..., k).
+
+    A first cast measures the amax of each feature, or of the tensor, rotated as the cast rotates; a MAX
+    all-reduce of these k numbers, or of one, precedes the cast that is kept.
+    """
+    rows = _checks.readable_rows(x.reshape(-1, x.shape[-1]))
+    signs = recipe.hadamard_signs
+    measured = _copies.along(rows, 0, dataclasses.replace(cast, stochastic=False), signs, None)
+    if measured.amax is None:
+        raise RuntimeError("the amax of x was not measured")
+    amax = measured.amax.clone()
+    all_reduce(amax, op=dist.ReduceOp.MAX, group=sharding.group)
+    options = _copies.keywords(cast, cast.hadamard, signs, state)
+    own: NVFP4Tensor = quantize(rows, axis=0, amax=amax, **options)
+    return Parts(own.codes, own.compact_scales(), amax)
+
+
+def _gathered_columns(own: Parts, shape: torch.Size, e4m3_max: int, sharding: Sharding) -> Parts:
+    """The tensors of the copy (k, m) of all ranks' tokens, from each rank's blocks; shape: a rank's x.
+
+    One all-gather moves 9 bytes for each block: its codes and its scale.
+    """
+    codes, scales, amax = own
+    if codes is None or scales is None or amax is None:
+        raise RuntimeError("the blocks of this rank were not saved")
+    k, half = codes.shape[0], _checks.BLOCK // 2
+    blocks = torch.cat((codes.view(k, -1, half), scales.view(torch.uint8).unsqueeze(2)), 2)
+    inner = math.prod(shape[sharding.dim : -1]) // _checks.BLOCK
+    packed = blocks.transpose(0, 1).reshape(-1, inner, k * (half + 1))  # in the order of the tokens
+    packed = Sharding(sharding.mesh, 1).gather(packed).reshape(-1, k, half + 1).transpose(0, 1)
+    made = NVFP4Tensor._of_compact(
+        packed[..., :half].flatten(1).contiguous(), packed[..., half].contiguous(), amax, e4m3_max
+    )
+    return _copies.parts_of(made)
+
+
+class _GatheredProduct(torch.autograd.Function):
+    """y = x W^T + bias of all ranks' tokens with this rank's rows of W, and the gradients of a recipe."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, step: Step, sharding: Sharding, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        recipe, needs_dw = step.plan.recipe, step.plan.needs[1]
+        if not isinstance(recipe.x, Cast):
+            raise RuntimeError("the recipe quantizes no x")
+        of_x = _copies.stream(step.state, OF_X, recipe.x, recipe.x_t)
+        x_q = _gathered_rows(x, recipe.x, recipe, of_x, sharding)
+        y = step.product(_copies.parts_of(x_q), bias, x.dtype)
+        saved = NO_PARTS
+        if needs_dw and recipe.x_t == DEQUANTIZED:
+            saved = _copies.parts_of(x_q)
+        elif needs_dw and recipe.save_input == "original":
+            saved = Parts(x)
+        elif needs_dw and isinstance(recipe.x_t, Cast) and recipe.x_t.source == "original":
+            saved = _own_columns(x, recipe.x_t, recipe, of_x, sharding)
+        elif needs_dw and isinstance(recipe.x_t, Cast):
+            values = x_q.dequantize(x.dtype)
+            saved = _copies.along(values, 0, recipe.x_t, recipe.hadamard_signs, of_x, step.ends)
+        step.save(ctx, weight, saved)
+        ctx.sharding, ctx.own_shape = sharding, x.shape
+        tokens = sharding.mesh.size() * x.shape[sharding.dim]
+        ctx.shape = (*x.shape[: sharding.dim], tokens, *x.shape[sharding.dim + 1 :])
+        return y.view(*ctx.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        sharding: Sharding = ctx.sharding
+        saved, given, is_recording = ctx.saved_tensors, dy, torch.is_grad_enabled()
+        dx = dw = None
+        with torch.no_grad(), without_autocast(dy):
+            step, weight = _step.restored(ctx, saved)
+            dy = dy.reshape(-1, dy.shape[-1]).contiguous()
+            dy_q, dy_t = step.copies_of_gradient(dy)
+            if step.plan.needs[0]:
+                dx = step.input_gradient(dy, dy_q, weight)
+                dx = sharding.scatter_sum(dx.view(ctx.shape))
+            if step.plan.needs[1]:
+                x_t = _gathered_input(step, dy.dtype, ctx.own_shape, sharding)
+                dw = step.weight_gradient(dy, dy_t, x_t)
+            db = step.bias_gradient(dy)
+        if is_recording:
+            dx, dw, db = first_only((dx, dw, db), given, ctx.weight)
+        return None, None, dx, dw, db
+
+
+def _gathered_input(step: Step, dtype: torch.dtype, shape: torch.Size, sharding: Sharding) -> Parts:
+    """The right operand of wgrad, from the tensors that each rank saved of its x of this shape."""
+    recipe, saved = step.plan.recipe, step.x_t
+    if isinstance(recipe.x_t, Cast) and _is_cast_by_ranks(recipe, shape, sharding):
+        if recipe.save_input == "original":
+            of_x = _copies.stream(step.state, OF_X, recipe.x, recipe.x_t)
+            saved = _own_columns(_copies.not_cast(saved), recipe.x_t, recipe, of_x, sharding)
+        return _gathered_columns(saved, shape, recipe.x_t.bound, sharding)
+    if recipe.save_input == "original":
+        saved = Parts(sharding.gather(_copies.not_cast(saved)).flatten(0, -2))
+    return step.input_of_wgrad(saved, dtype)
+
+
+def gathered_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    cache: _copies.Cache | None,
+    sharding: Sharding,
+) -> Tensor:
+    """linear(gathered x, weight, bias) with x gathered in NVFP4 if the recipe quantizes it."""
+    check_arguments(x, weight, bias, 2, recipe.is_plain)
+    x = autocast(x)
+    if recipe.x is None:
+        gathered = _Gather.apply(x, sharding)
+        return functional.linear(gathered, weight, bias, recipe, cache=cache)
+    follows = recipe.x_t == DEQUANTIZED or (isinstance(recipe.x_t, Cast) and recipe.x_t.source == "rowwise")
+    if not follows and not _is_cast_by_ranks(recipe, x.shape, sharding):
+        recipe = recipe.replace(save_input="original")
+    with without_autocast(x):
+        step = _step.begun(recipe, x, weight, bias, None, cache, ranks=sharding.mesh.size())
+        y: Tensor = _GatheredProduct.apply(step, sharding, x, weight, bias)
+    return y

@@ -1,4 +1,4 @@
-"""The casts of the tensors of a training step to NVFP4: Cast, Recipe, and the recipes by name."""
+"""Recipe: how the operands of the three products of a layer are quantized, each by a Cast; PRESETS."""
 
 from __future__ import annotations
 

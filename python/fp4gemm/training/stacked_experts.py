@@ -17,11 +17,10 @@ from ..experts import Routing, route
 from ..models import moe
 from ..nn._classes import become, subclass
 from ..nn._hooks import hooks_of
-from . import _checks as checks
-from . import _copies, _routing, functional
-from ._layer import RecipeLayer
-from ._swiglu import swiglu
+from . import _copies, functional, moe
 from .cache import WeightCache
+from .functional import swiglu
+from .linear import RecipeLayer
 from .recipe import Recipe
 
 __all__ = ["StackedExperts", "convert", "why_not"]
@@ -88,11 +87,11 @@ class StackedExperts(RecipeLayer):
         _checks.has_rank("hidden_states", x, 2, "(t, d)")
         first = "gate_up_proj" if m.has_gate else "up_proj"
         routing = _routed(top_k_index, top_k_weights, x.shape[0], getattr(m, first).shape[0])
-        rows = self._product(first, _routing.gather(x, routing), routing.offs)
+        rows = self._product(first, moe.gather(x, routing), routing.offs)
         rows = self._activated(rows)
         rows = self._product("down_proj", rows, routing.offs)
-        rows = rows * _routing.row_weights(top_k_weights, routing).unsqueeze(-1)
-        return _routing.scatter(rows, routing).to(x.dtype)
+        rows = rows * moe.row_weights(top_k_weights, routing).unsqueeze(-1)
+        return moe.scatter(rows, routing).to(x.dtype)
 
     def _activated(self, rows: Tensor) -> Tensor:
         """act(rows): by :func:`fp4gemm.training.functional.swiglu` where that is what the module computes."""
@@ -146,8 +145,8 @@ def why_not(module: torch.nn.Module) -> str:
     except (TypeError, ValueError) as error:
         return str(error)
     for what, size in (("hidden", hidden), ("intermediate", intermediate)):
-        if size % checks.STEP:
-            return f"{what} is {size}, must be a multiple of {checks.STEP}"
+        if size % functional.STEP:
+            return f"{what} is {size}, must be a multiple of {functional.STEP}"
     wanted = 2 * intermediate if cast(Any, module).has_gate else intermediate
     if width != wanted:
         return f"its first stack has {width} rows of each expert, must have {wanted} for down_proj"
