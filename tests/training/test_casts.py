@@ -11,6 +11,7 @@ import pytest
 import torch
 from fp4gemm import records
 from fp4gemm.ops import options as option_checks
+from fp4gemm.ops.quantize import QuantizeCall
 from fp4gemm.training import Cast, Recipe, _copies
 from torch import Tensor
 
@@ -78,6 +79,15 @@ def test_a_copy_is_that_of_the_option(name: str, x: Tensor) -> None:
         assert torch.equal(got.scales.view(torch.uint8), want.scales.view(torch.uint8))
         assert torch.equal(got.amax, want.amax)
         assert (got.e4m3_max, got.hadamard_signs) == (want.e4m3_max, want.hadamard_signs)
+
+
+def test_the_arguments_of_a_cast_are_all_options_of_the_operator() -> None:
+    """But for the tensors, the axis and the signs, in the order of the operator."""
+    fields = QuantizeCall._fields
+    per_row, block_rows, before, hadamard, after = Cast(hadamard="fp32").arguments
+    given = QuantizeCall(STATE, None, per_row, -1, block_rows, *before, hadamard, SIGNS, STATE, *after)
+    assert fields.index("offs") == 4 + len((block_rows, *before, hadamard, SIGNS, STATE, *after))
+    assert (given.hadamard, given.signs, given.rng_state is STATE) == (2, SIGNS, True)
 
 
 @pytest.mark.parametrize("name", SAMPLES)

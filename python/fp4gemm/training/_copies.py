@@ -24,7 +24,6 @@ of its own, which a recomputation would advance twice and DistributedDataParalle
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
@@ -36,8 +35,6 @@ from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
 from ..containers.prepacked import PrepackedTensor, prepack
 from ..ops import operators
-from ..ops import options as option_checks
-from ..ops.quantize import QuantizeCall
 from ..quantize import quantize, quantize_both
 from ._gathered import GatheredWeight, transposed
 from .recipe import DEQUANTIZED, Cast, Operand, Recipe
@@ -137,26 +134,12 @@ def stream(state: Tensor | None, shift: int, *casts: Operand) -> Tensor | None:
 _QUANTIZE = operators.below_wrapper(operators.quantize)
 _QUANTIZE_DECODED = operators.below_wrapper(operators.quantize_decoded)
 _QUANTIZE_BOTH = operators.below_wrapper(operators.quantize_both)
-_DEFAULTS = option_checks.defaults_of(option_checks.QuantizeOptions)
 # The fields of Cast that are keywords of the quantizers as they are: all but those that keywords() adds, and
 # the source, which is no keyword.
 _PLAIN_FIELDS = tuple(
     each.name for each in dataclasses.fields(Cast) if each.name not in ("hadamard", "stochastic", "source")
 )
-# The options of the operators around the state, which a call has, in their order.
-_FIELDS = QuantizeCall._fields
-_BEFORE = _FIELDS[_FIELDS.index("block_rows") + 1 : _FIELDS.index("rng_state")]
-_AFTER = _FIELDS[_FIELDS.index("rng_state") + 1 : _FIELDS.index("offs")]
 _is_compiling = torch.compiler.is_compiling
-
-
-class _Options(NamedTuple):
-    """The operators' arguments for a cast."""
-
-    per_row: bool
-    block_rows: int
-    before: tuple[Any, ...]  # from block_rows to rng_state
-    after: tuple[Any, ...]  # from rng_state to offs
 
 
 def keywords(cast: Cast, hadamard: str | None, signs: int, state: Tensor | None) -> dict[str, Any]:
@@ -167,20 +150,6 @@ def keywords(cast: Cast, hadamard: str | None, signs: int, state: Tensor | None)
     if cast.stochastic:
         options |= {"stochastic": True, "rng_state": state}
     return options
-
-
-def _computed_options(cast: Cast, hadamard: str | None, signs: int) -> _Options:
-    made = option_checks.operator_arguments({**_DEFAULTS, **keywords(cast, hadamard, signs, None)})
-    before, after = (tuple(made[name] for name in names) for names in (_BEFORE, _AFTER))
-    return _Options(made["per_row"], made["block_rows"], before, after)
-
-
-_known_options = functools.lru_cache(maxsize=256)(_computed_options)
-
-
-def _options(cast: Cast, hadamard: str | None, signs: int) -> _Options:
-    """The operators' arguments for a cast; ``hadamard`` is that of the copy. A tracer must see no cache."""
-    return (_computed_options if _is_compiling() else _known_options)(cast, hadamard, signs)
 
 
 def along(
@@ -202,8 +171,8 @@ def along(
         decoded: whether the copy has float16 values in place of codes and scales.
         amax: that of the whole tensor, if it was measured before.
     """
-    per_row, block_rows, before, after = _options(cast, cast.hadamard, signs)
-    rest = (*before, state if cast.stochastic else None, *after, offs)
+    per_row, block_rows, before, hadamard, after = cast.arguments
+    rest = (*before, hadamard, signs if hadamard else 0, state if cast.stochastic else None, *after, offs)
     scales = None
     if decoded:
         call = operators.quantize_decoded if _is_compiling() else _QUANTIZE_DECODED
@@ -215,11 +184,12 @@ def along(
 
 
 def _in_one_pass(
-    x: Tensor, cast: Cast, hadamard: str | None, signs: int, state: Tensor | None, offs: Tensor | None
+    x: Tensor, cast: Cast, of_columns: Cast, signs: int, state: Tensor | None, offs: Tensor | None
 ) -> tuple[Parts, Parts]:
-    """Both copies that :func:`along` makes; ``hadamard`` is that of the second, and the first has none."""
-    per_row, block_rows, before, after = _options(cast, hadamard, signs)
-    rest = (*before, state if cast.stochastic else None, *after, offs)
+    """Both copies that :func:`along` makes; the casts differ in hadamard at most, and ``cast`` has none."""
+    per_row, block_rows, before, _, after = cast.arguments
+    hadamard = of_columns.arguments[3]
+    rest = (*before, hadamard, signs if hadamard else 0, state if cast.stochastic else None, *after, offs)
     call = operators.quantize_both if _is_compiling() else _QUANTIZE_BOTH
     made = call(x, None, None, per_row, block_rows, *rest)
     return Parts(*made[:3]), Parts(*made[3:])
@@ -260,12 +230,12 @@ def both(
     """
     signs = recipe.hadamard_signs
     if isinstance(of_rows, Cast) and isinstance(of_columns, Cast):
-        hadamard = of_columns.hadamard
         is_packed = offs is ends and not (decoded[0] or decoded[1])
-        has_one_amax = of_rows.scaling == "tensor" and hadamard is None and offs is None and ends is None
+        has_groups = offs is not None or ends is not None
+        has_one_amax = of_rows.scaling == "tensor" and of_columns.hadamard is None and not has_groups
         if (is_packed or has_one_amax) and of_rows.is_one_pass_with(of_columns):
             if is_packed:
-                return _in_one_pass(x, of_rows, hadamard, signs, state, offs)
+                return _in_one_pass(x, of_rows, of_columns, signs, state, offs)
             made = along(x, -1, of_rows, signs, state, None, decoded[0])
             return made, along(x, 0, of_columns, signs, state, None, decoded[1], made.amax)
     follows = isinstance(of_columns, Cast) and of_columns.source == "rowwise"

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from .. import _checks
 from ..ops import options as option_checks
+from ..ops.quantize import QuantizeCall
 
 __all__ = ["DEQUANTIZED", "PRESETS", "Cast", "Operand", "Recipe", "resolve"]
 
@@ -15,6 +16,9 @@ _SOURCES = ("original", "rowwise")
 _SAVED = ("quantized", "original")
 _PAIRS = (("x", "w"), ("dy", "w_t"), ("dy_t", "x_t"))  # the operands of fprop, dgrad and wgrad
 _NUMBERS = ("per_row", "encode", "four_over_six", "e4m3_max", "hadamard")
+_CALL = QuantizeCall._fields
+_BEFORE = _CALL[_CALL.index("block_rows") + 1 : _CALL.index("hadamard")]
+_AFTER = _CALL[_CALL.index("rng_state") + 1 : _CALL.index("offs")]
 _FORWARD = {"w_t": "w", "x_t": "x"}  # the forward copy of the same tensor
 
 
@@ -52,6 +56,9 @@ class Cast:
     # No fields, but derived, hence their types in comments.
     numbers = ()  # type: tuple[int, ...]  # the options by their numbers in the operators; without the signs
     bound = 448  # type: int  # e4m3_max, or what None means
+    # The quantizers' arguments in their order: per_row, block_rows, those before hadamard, hadamard itself,
+    # and those between rng_state and offs.
+    arguments = (True, 1, (), 0, ())  # type: tuple[bool, int, tuple[Any, ...], int, tuple[Any, ...]]
 
     def __post_init__(self) -> None:
         defaults = {name: option.default for name, option in option_checks.OPTIONS.items()}
@@ -60,6 +67,9 @@ class Cast:
         _checks.is_one_of("source", self.source, _SOURCES)
         object.__setattr__(self, "numbers", tuple(int(made[name]) for name in _NUMBERS))
         object.__setattr__(self, "bound", made["e4m3_max"])
+        before, after = (tuple(made[name] for name in names) for names in (_BEFORE, _AFTER))
+        arguments = (made["per_row"], made["block_rows"], before, made["hadamard"], after)
+        object.__setattr__(self, "arguments", arguments)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickle or a copy; that of an older version may have headroom and lack derived values."""

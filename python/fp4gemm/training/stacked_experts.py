@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import _checks
 from ..experts import Routing, route
-from ..models import moe
+from ..models.moe import checked_parameters, has_swiglu
 from ..nn._classes import become, subclass
 from ..nn._hooks import hooks_of
 from . import _copies, functional, moe
@@ -158,7 +158,7 @@ def why_not(module: torch.nn.Module) -> str:
 def sizes_of(module: torch.nn.Module) -> tuple[int, int, int, int]:
     """(experts, hidden, intermediate, rows of an expert in the first stack); raises if it is not read."""
     m: Any = module
-    w13, w2, _, _ = moe.checked_parameters(m)
+    w13, w2, _, _ = checked_parameters(m)
     if m.is_transposed:
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
     if w13.shape[0] != w2.shape[0] or w13.shape[2] != w2.shape[1]:
@@ -177,7 +177,7 @@ def convert(module: torch.nn.Module, recipe: Recipe) -> None:
             out_features=intermediate,
             _recipe=recipe,
             cache=WeightCache(),
-            _silu=cast(Any, module).act_fn if moe.has_swiglu(module) else None,
+            _silu=cast(Any, module).act_fn if has_swiglu(module) else None,
         )
     cast(StackedExperts, module).recipe = recipe
 
