@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fp4gemm import training
+from fp4gemm import selection, training
 from fp4gemm.training import _copies
 from helpers import assert_bits
 from torch import Tensor
@@ -95,6 +95,38 @@ def test_what_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
             "dgrad": ("decoded", "prepacked"),
             "wgrad": ("decoded", "packed"),
         }
+
+
+@pytest.mark.parametrize("is_converted", [False, True], ids=["packed", "converted"])
+@pytest.mark.parametrize("groups", [False, True], ids=["dense", "grouped"])
+def test_selection_rules_see_the_products_of_a_step(
+    groups: bool, is_converted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rule gets the sizes and formats that it gets of fprop, dgrad and wgrad with the same operands."""
+    found: list[tuple[Any, ...]] = []
+    wanted: list[tuple[Any, ...]] = []
+    functions = {"fprop": training.fprop, "dgrad": training.dgrad, "wgrad": training.wgrad}
+
+    def seen(name: str, recipe: Any, d: Tensor, *arguments: Any) -> None:
+        a, of_a, b, of_b, dtype, offs, *more = arguments
+        dim = 1 if name == "wgrad" else 0
+        left = _copies.rebuilt(a, of_a, recipe, offs, dim)
+        right = _copies.rebuilt(b, of_b, recipe, offs if dim else None, dim, *more[:1])
+        wanted.append(found.pop())
+        in_groups = slice(ENDS[-1] if groups and name != "wgrad" else None)  # other rows are not written
+        assert_bits(functions[name](left, right, out_dtype=dtype)[in_groups], d[in_groups])
+        assert found.pop() == wanted[-1]
+
+    apart(monkeypatch)
+    products(monkeypatch, seen)
+    monkeypatch.setattr(_copies, "are_converted", lambda x: is_converted)
+    monkeypatch.setattr(selection, "find", lambda a, *arguments: found.append((a.dtype, *arguments)))
+    selection.RULES.append(None)  # type: ignore[arg-type]
+    try:
+        step(training.PRESETS["per_token"], groups, is_converted, False, 77, torch.device("cpu"))
+    finally:
+        selection.RULES.clear()
+    assert len(wanted) == 3
 
 
 def test_only_devices_without_nvfp4_tensor_cores_convert(monkeypatch: pytest.MonkeyPatch) -> None:
