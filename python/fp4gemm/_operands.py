@@ -62,6 +62,14 @@ def container(name: str, value: object, others: str) -> NVFP4Tensor | DecodedTen
     )
 
 
+def parts(value: NVFP4Tensor | DecodedTensor) -> tuple[Tensor, Tensor | None]:
+    """Return (data, scales) of a container; a DecodedTensor has no scales, that is, None.
+
+    Not OperandParts: two of them would take 0.6 of the 4 microseconds of a call of mm before the operator.
+    """
+    return (value.codes, value.scales) if isinstance(value, NVFP4Tensor) else (value.data, None)
+
+
 def same_rotation(names: tuple[str, str], of_a: int | None, b: Right) -> None:
     """Raise ValueError unless both operands were rotated with the same signs, or neither was rotated."""
     if of_a != b.hadamard_signs:
@@ -90,15 +98,15 @@ def of_containers(
         data_a = _checks.decoded(names[0], _checks.readable(a), gemm_ops.PLAIN, function)
     else:
         packed = container(names[0], a, OR_PLAIN)
-        data_a, scale_a, amax_a = packed._operand_parts()[:3]
-        signs = packed.hadamard_signs
+        data_a, scale_a = parts(packed)
+        amax_a, signs = packed.amax, packed.hadamard_signs
         if amax_a.requires_grad:
             _checks.no_grad(names[0], amax_a, function)
     if isinstance(b, PrepackedTensor):
         data_b, (*stack, b_rows, k_b) = b.data, b.shape
         n, rank_b = b_rows, 2 + len(stack)
     else:
-        data_b, scale_b = container(names[1], b, OR_PREPACKED)._operand_parts()[:2]
+        data_b, scale_b = parts(container(names[1], b, OR_PREPACKED))
         *stack, n, k_b = data_b.shape
         rank_b, offs_b = 2 + len(stack), b.offs
         if scale_b is not None:

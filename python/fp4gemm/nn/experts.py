@@ -634,8 +634,8 @@ def multiply(
     layer: Experts, x: Tensor, ids: Tensor, scores: Tensor, w13: OperandParts, w2: OperandParts
 ) -> Tensor:
     """The operator ``experts`` with the weights and options of a layer."""
-    call = ExpertsCall.of(x, ids, scores, w13, w2, layer._scaling, layer._activation)
-    y: Tensor = operators.experts(*call)
+    arguments = ExpertsCall.arguments(x, ids, scores, w13, w2, layer._scaling, layer._activation)
+    y: Tensor = operators.experts(*arguments)
     return y
 
 

@@ -320,8 +320,8 @@ class Linear(WeightModule):
         is_traced = _is_compiling()
         if not is_traced and not self._is_prepacked():
             self._prepack_where_it_helps(self.activation_scaling != "none")
-        defaults = {"scaling": _SCALINGS["row"], "activation": self._epilogue()}
-        call = LinearCall.of(given, self._operand_parts(), **defaults | terms)
+        terms.setdefault("activation", self._epilogue())
+        call = LinearCall.of(given, self._operand_parts(), **terms)
         x = call.x
         if is_traced:
             if needs_gradient(call):

@@ -54,11 +54,12 @@ class LinearCall(NamedTuple):
     @classmethod
     def of(cls, x: Tensor | OperandParts, weight: OperandParts, **more: Any) -> LinearCall:
         """The call with this weight and its bias; x is OperandParts if it was quantized before."""
-        if isinstance(x, OperandParts):
-            more |= {"x_scales": x.scales, "x_amax": x.amax, "x_e4m3_max": x.e4m3_max}
-            x = x.data
         data, scales, amax, e4m3_max, rows, bias = weight
-        return cls(x, data, scales, amax, bias, rows, e4m3_max, **more)
+        if not isinstance(x, OperandParts):
+            return cls(x, data, scales, amax, bias, rows, e4m3_max, **more)
+        values, x_scales, x_amax, x_e4m3_max = x[:4]
+        more |= {"x_scales": x_scales, "x_amax": x_amax, "x_e4m3_max": x_e4m3_max}
+        return cls(values, data, scales, amax, bias, rows, e4m3_max, **more)
 
     @property
     def weight_parts(self) -> OperandParts:

@@ -16,8 +16,8 @@ class OperandParts(NamedTuple):
     """The tensors of a quantized matrix or stack, the numbers that say what they mean, and a bias.
 
     The values are ``q * s * amax / (6 * e4m3_max)``. The operators take these one by one, each in the order
-    of its schema: ``GemmCall.of``, ``LinearCall.of`` and ``ExpertsCall.of`` know it. Nothing is checked here;
-    the operators do that.
+    of its schema, which ``GemmCall.of``, ``LinearCall.of`` and ``ExpertsCall.arguments`` know. Nothing is
+    checked here; the operators do that.
     """
 
     data: (

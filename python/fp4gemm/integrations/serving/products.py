@@ -77,7 +77,7 @@ def experts(
     if expert_map is not None:
         here = expert_map[topk_ids.clamp(min=0).long()].to(torch.int32)
         topk_ids = torch.where(topk_ids < 0, -1, here)
-    call = ExpertsCall.of(
+    arguments = ExpertsCall.arguments(
         x.contiguous(),
         topk_ids.contiguous(),
         topk_weights.contiguous(),
@@ -87,7 +87,7 @@ def experts(
         activations_table.by_name[activation].number,
         batch_invariant,
     )
-    y: Tensor = operators.experts(*call)
+    y: Tensor = operators.experts(*arguments)
     return y
 
 
