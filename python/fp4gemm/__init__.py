@@ -32,7 +32,18 @@ from .stacks import concat, stack
 from .support import is_supported
 
 if TYPE_CHECKING:
-    from . import calibration, checkpoint, compiler, distributed, models, nn, ranks, records, training
+    from . import (
+        calibration,
+        checkpoint,
+        compiler,
+        distributed,
+        models,
+        nn,
+        patterns,
+        ranks,
+        records,
+        training,
+    )
     from .models import calibrate
 
     __version__: str
@@ -62,6 +73,7 @@ __all__ = [
     "mm",
     "models",
     "nn",
+    "patterns",
     "prepack",
     "quantize",
     "quantize_both",
@@ -87,7 +99,7 @@ __all__ = [
 
 _ON_FIRST_USE = (
     *("calibration", "checkpoint", "compiler", "distributed", "models"),
-    *("nn", "ranks", "records", "training"),
+    *("nn", "patterns", "ranks", "records", "training"),
 )
 
 

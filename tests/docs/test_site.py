@@ -24,7 +24,10 @@ MISSING = [
 needs_sphinx = pytest.mark.skipif(
     bool(MISSING), reason=f"requirements/docs.txt: {', '.join(MISSING)} not installed"
 )
-MODULES = ("", "calibration", "checkpoint", "compiler", "distributed", "nn", "ranks", "records", "training")
+MODULES = (
+    *("", "calibration", "checkpoint", "compiler", "distributed", "models", "nn", "patterns", "ranks"),
+    *("records", "training"),
+)
 
 
 @pytest.fixture(scope="module")

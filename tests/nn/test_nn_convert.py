@@ -51,7 +51,7 @@ def by_default(linear: torch.nn.Linear) -> nn.Linear:
 def test_quantize_model_swaps_and_reports() -> None:
     model, seen = Block(), []
     before = copy.deepcopy(model.state_dict())
-    swapped, report = convert(model, include=".", progress=lambda *step: seen.append(step))
+    swapped, report = convert(model, include="*", progress=lambda *step: seen.append(step))
     assert [type(m) for m in (swapped.up, swapped.down, swapped.head)] == [nn.Linear] * 3
     assert swapped.again is swapped.up
     assert type(swapped.odd) is torch.nn.Linear
@@ -87,7 +87,7 @@ def test_quantize_model_swaps_and_reports() -> None:
 
 def test_quantized_model_computes_its_layers() -> None:
     model = Block().eval()
-    swapped, ids = convert(model, include=".")[0], torch.arange(12).reshape(3, 4)
+    swapped, ids = convert(model, include="*")[0], torch.arange(12).reshape(3, 4)
     with torch.no_grad():
         h = model.embed(ids)
         up = by_default(model.up)
@@ -192,15 +192,15 @@ def test_a_linear_model_and_a_second_pass() -> None:
 
 
 FILTERS: dict[str, tuple[dict[str, object], list[str]]] = {
-    "regex": ({"include": "^(up|down)$"}, ["up", "down"]),
+    "regex": ({"include": "re:^(up|down)$"}, ["up", "down"]),
     "compiled": ({"include": re.compile("DOWN", re.IGNORECASE)}, ["down"]),
     "callable": ({"include": lambda name, linear: linear.in_features == 128}, ["down"]),
-    "several": ({"include": ["^down$", lambda name, linear: name == "head"]}, ["down", "head"]),
+    "several": ({"include": ["down", lambda name, linear: name == "head"]}, ["down", "head"]),
     "exclude": ({"exclude": "head"}, ["up", "down"]),
-    "exclude-wins": ({"include": "up|down", "exclude": "down"}, ["up"]),
+    "exclude-wins": ({"include": ["up", "down"], "exclude": "down"}, ["up"]),
     "exclude-by-second-name": ({"exclude": "again"}, ["down"]),
     "default": ({}, ["up", "down"]),
-    "all": ({"include": ""}, ["up", "down", "head"]),
+    "all": ({"include": "*"}, ["up", "down", "head"]),
     "include-by-second-name": ({"include": "again"}, ["up"]),
     "types": ({"types": (torch.nn.modules.linear.NonDynamicallyQuantizableLinear,)}, ["special"]),
 }

@@ -251,7 +251,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "model-regex": (
         lambda: fp4gemm.models.quantize_model(_model(), exclude="("),
         ValueError,
-        r"exclude: got '\(', must be a reg",
+        r"exclude: got '\(', must be a name, ",
     ),
     "model-nothing": (
         lambda: fp4gemm.models.quantize_model(_model(), include="mlp"),

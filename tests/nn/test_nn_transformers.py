@@ -70,7 +70,7 @@ def _no_grad() -> Any:
 @pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest) -> torch.nn.Module:
     """A quantized model, lm_head too."""
-    return fp4gemm.models.quantize_model(MODELS[request.param](), include=".", types=(torch.nn.Linear,))
+    return fp4gemm.models.quantize_model(MODELS[request.param](), include="*", types=(torch.nn.Linear,))
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -128,7 +128,7 @@ def test_resize_token_embeddings(name: str) -> None:
     model = fp4gemm.models.quantize_model(MODELS[name]())
     model.resize_token_embeddings(136)
     assert logits(model).shape[-1] == 136
-    same = fp4gemm.models.quantize_model(MODELS[name](), include=".")
+    same = fp4gemm.models.quantize_model(MODELS[name](), include="*")
     same.resize_token_embeddings(128)
     assert logits(same).shape[-1] == 128
     with pytest.raises(TypeError, match=r"fp4gemm\.nn\.linear\.Linear.*not an instance of"):

@@ -35,10 +35,10 @@ Q = "fp4gemm.models.quantize_model"
 for value in ("gpt2", None, True):
     add(Q, "model", f"{value}", lambda value=value: value, TYPE, "must be a torch.nn.Module")
 for name in ("include", "exclude"):
-    add(Q, name, "type", lambda: 3, TYPE, "got 3 (int), must be a regular expression, a callable")
-    add(Q, name, "bool", lambda: True, TYPE, "got True (bool), must be a regular expression, a callable")
+    add(Q, name, "type", lambda: 3, TYPE, "got 3 (int), must be a name, with wildcards or without")
+    add(Q, name, "bool", lambda: True, TYPE, "got True (bool), must be a name, with wildcards or without")
     add(Q, name, "empty", list, VALUE, "got [] (list), must have at least one pattern, or be None")
-    add(Q, name, "pattern", lambda: "(", VALUE, "got '(', must be a regular expression")
+    add(Q, name, "pattern", lambda: "(", VALUE, "got '(', must be a name, with wildcards")
     add(Q, name, "nothing", lambda: "attention", VALUE, "matches none of the 2 linear layers")
 add(Q, "types", "none", lambda: None, TYPE, "got None (NoneType), must be an iterable of torch.nn.Linear")
 add(Q, "types", "module", lambda: [torch.nn.ReLU], TYPE, "got the class ReLU, must be torch.nn.Linear or")

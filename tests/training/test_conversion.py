@@ -137,11 +137,11 @@ def test_a_function_of_the_name() -> None:
 def test_filters() -> None:
     model = Model()
     report = convert_model(
-        model, "nvidia", filter=[r"blocks\.1", lambda name, module: module.out_features == 96]
+        model, "nvidia", filter=["blocks.1", lambda name, module: module.out_features == 96]
     )
     assert report.names("converted") == ["blocks.0.up", "blocks.1.up", "blocks.1.down"]
     with pytest.warns(UserWarning, match=r"'lm_head' \(out_features is 40, must be a multiple of 32\)"):
-        report = convert_model(model, "te_per_token", filter="lm_head|blocks.0.up")
+        report = convert_model(model, "te_per_token", filter=["lm_head", "blocks.0.up"])
     assert model.blocks[0].up.recipe == training.PRESETS["te_per_token"]
     assert model.blocks[1].up.recipe == training.PRESETS["nvidia"]
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
 
-from .. import _checks
+from .. import _checks, patterns
 from ..nn._methods import Method
 from .calibration import Calibration, chosen_method, key_of, read_calibration
 from .formats import FORMATS, Activations, FormatName
 from .numerics import FourOverSix, Numerics, Scaling, WeightOptions
 
-__all__ = ["FUSED", "Options", "matches", "read_amaxes", "read_fused", "read_kv_scales"]
+__all__ = ["FUSED", "Options", "read_amaxes", "read_fused", "read_kv_scales"]
 
 # Layers that serving engines join along n, so that they share one amax: names of children of one module.
 FUSED: tuple[tuple[str, ...], ...] = (
@@ -30,7 +28,6 @@ FUSED: tuple[tuple[str, ...], ...] = (
     ("wq_a", "wkv_a_with_mqa"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
-PREFIX = "re:"
 TINY, HUGE = float(torch.finfo(torch.float32).tiny), float(torch.finfo(torch.float32).max)
 
 
@@ -63,8 +60,9 @@ class Options:
         activations: "a16": they are not quantized. "per-token": they are, with an amax for each token when
             the model runs. "static": they are, with the amaxes of ``activation_amax``.
         activation_amax: the amax of the input of each quantized layer, by the name of the module.
-        include: patterns of modules. None of them: every linear weight but output embeddings, embeddings,
-            norms and routers; otherwise what one of them matches, output embeddings and routers too.
+        include: patterns of modules (:mod:`fp4gemm.patterns`), one or a sequence. None of them: every linear
+            weight but output embeddings, embeddings, norms and routers; otherwise what one of them matches,
+            output embeddings and routers too.
         exclude: patterns of modules that stay; it wins over include.
         experts_only: only the projections of routed and shared experts are quantized.
         bf16_first, bf16_last: how many layers at the start and at the end stay.
@@ -74,9 +72,6 @@ class Options:
         kv_scales: (k, v) decode multipliers of an FP8 cache, by the name of the attention module.
 
         weights: numerics, scaling, four_over_six and method together.
-
-    A pattern is a name with the wildcards ``*``, ``?`` and ``[..]``, which matches a module and everything
-    below it, or ``re:`` and a regular expression, which is searched in the name.
 
     Raises:
         TypeError, ValueError: an option has another type or value, or excludes another one; the text names
@@ -91,8 +86,8 @@ class Options:
     calibration: Calibration | str | os.PathLike[str] | None = None
     activations: Activations = "a16"
     activation_amax: Mapping[str, float] = field(default_factory=dict)
-    include: Sequence[str] = ()
-    exclude: Sequence[str] = ()
+    include: str | Sequence[str] = ()
+    exclude: str | Sequence[str] = ()
     experts_only: bool = False
     bf16_first: int = 0
     bf16_last: int = 0
@@ -121,7 +116,7 @@ class Options:
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{name}: got {_checks.describe(value)}, must be 0 or more layers")
         for name in ("include", "exclude"):
-            object.__setattr__(self, name, tuple(check_pattern(name, item) for item in _texts(self, name)))
+            object.__setattr__(self, name, patterns.texts(name, getattr(self, name)))
         object.__setattr__(self, "fuse", _sets(self.fuse))
         if self.scaling == "row" and not FORMATS[self.format].has_row_scales:
             raise ValueError(
@@ -148,25 +143,6 @@ class Options:
         kept |= {"weights": asdict(self.weights), "calibration": about}
         plain: dict[str, Any] = json.loads(json.dumps(kept))
         return plain
-
-
-def check_pattern(name: str, value: object) -> str:
-    """The pattern itself; ValueError unless it is text that is a wildcard or ``re:`` and an expression."""
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{name}: got {_checks.describe(value)}, must be a pattern of module names")
-    if value.startswith(PREFIX):
-        try:
-            re.compile(value.removeprefix(PREFIX))
-        except re.error as error:
-            raise ValueError(f"{name}: got {value!r}, must be a regular expression: {error}") from error
-    return value
-
-
-def matches(pattern: str, module: str) -> bool:
-    """Whether a pattern of ``include`` or ``exclude`` matches the name of a module."""
-    if pattern.startswith(PREFIX):
-        return re.search(pattern.removeprefix(PREFIX), module) is not None
-    return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
 
 
 def read_fused(path: Path) -> tuple[tuple[str, ...], ...]:
@@ -196,13 +172,6 @@ def _json(path: Path, option: str) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{option}: {path} cannot be read as JSON: {error}") from error
-
-
-def _texts(options: Options, name: str) -> Sequence[object]:
-    value: object = getattr(options, name)
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise TypeError(f"{name}: got {_checks.describe(value)}, must be a sequence of patterns")
-    return value
 
 
 def _sets(value: object) -> tuple[tuple[str, ...], ...]:

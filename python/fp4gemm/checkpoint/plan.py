@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .. import _checks
+from .. import _checks, patterns
 from . import rules
 from .formats import FORMATS, FormatName, Scheme
-from .options import Options, checked_options, matches
+from .options import Options, checked_options
 from .rules import Orientation, orientation, partners
 from .source import DTYPES, CheckpointError, Source, TensorInfo
 
@@ -256,10 +256,12 @@ def _selected(
             f"bf16_first, bf16_last: got {first} and {last}, must be at most {facts.num_layers}, the layers "
             "of the model"
         )
-    for name, info in infos.items():
-        module = name.removesuffix(".weight")
-        included = [p for p in options.include if matches(p, module)]
-        excluded = [p for p in options.exclude if matches(p, module)]
+    modules = [name.removesuffix(".weight") for name in infos]
+    for option in ("include", "exclude"):
+        patterns.warn_of_more(option, getattr(options, option), modules, stacklevel=4)
+    for (name, info), module in zip(infos.items(), modules, strict=True):
+        included = [p for p in options.include if patterns.matches(p, module)]
+        excluded = [p for p in options.exclude if patterns.matches(p, module)]
         used.update(included, excluded)
         reason = rules.why_kept(name, info.shape, facts)
         layer = rules.layer_number(name, facts)

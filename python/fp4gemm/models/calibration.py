@@ -11,8 +11,9 @@ from torch.overrides import TorchFunctionMode
 
 from .. import _checks
 from ..calibration.statistics import InputStatistics, Statistics
+from ..patterns import Filter
 from . import collect, select
-from .select import Candidate, Filter
+from .select import Candidate
 from .walk import Walk
 
 Progress = Callable[[int, int, str], object]

@@ -22,11 +22,12 @@ from ..nn._methods import Method, Quantizer
 from ..nn._weight import WeightModule
 from ..nn.experts import Experts
 from ..nn.linear import Linear
+from ..patterns import Filter
 from . import collect, moe, select
 from .calibration import collected, evaluated
 from .fuse import fuse_blocks
 from .report import QuantizeReport
-from .select import Candidate, Filter, float_weights
+from .select import Candidate, float_weights
 from .walk import Walk
 
 OnUnsupported = Literal["skip", "raise"]
@@ -72,8 +73,9 @@ def quantize_model(
         model: any module. One that is itself a linear layer or experts cannot be changed in place; the new
             module is returned.
         include: swap only what it matches, output embeddings and routers too; None is all but these. A
-            regular expression searched in the qualified name (``re.search``), a callable ``(name, module) ->
-            bool``, or a sequence of these, any of which may match. The module is a linear layer or experts.
+            pattern of names (:mod:`fp4gemm.patterns`), a compiled regular expression, a callable ``(name,
+            module) -> bool``, or a sequence of these, any of which may match. The module is a linear layer
+            or experts.
         exclude: keep what it matches as it is; it wins over include.
         types: the exact types of linear layers to swap. A subclass of torch.nn.Linear may compute something
             else, so it is swapped only where it is listed here. :class:`fp4gemm.training.Linear` counts as

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from .. import _checks
+from .. import _checks, patterns
 from ..nn._hooks import hooks_of, materialized
 from ..nn._inputs import OUT_STEP, ActivationScaling, check_linear
 from ..nn.experts import EXPERTS_SCALINGS, Experts
 from ..nn.linear import Linear
+from ..patterns import Filter, Pattern
 from . import moe
 from .report import Action, ExpertsReport, FloatKind, FloatWeight, LayerReport
 
-Pattern: TypeAlias = str | re.Pattern[str] | Callable[[str, torch.nn.Module], bool]
-Filter: TypeAlias = Pattern | Sequence[Pattern]
 # Modules that pass the weights of their linear layers to functions instead of calling the layers.
 READS_WEIGHTS = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
 # Such modules of transformers (5.20), by the name of their class, with the children whose weights they read.
@@ -67,7 +65,8 @@ def chosen(
 ) -> list[Candidate]:
     """The candidates of a model after the checks of these arguments, as :func:`select` marks them."""
     candidates = find(model)
-    select(model, candidates, patterns("include", include), patterns("exclude", exclude), exact_types(types))
+    given = patterns.checked("include", include), patterns.checked("exclude", exclude)
+    select(model, candidates, *given, exact_types(types))
     return candidates
 
 
@@ -80,6 +79,9 @@ def select(
 ) -> None:
     """Set action and reason of the candidates that the arguments or the defaults keep in float."""
     kept = kept_by_default(model)
+    names = [name for c in candidates for name in c.names]
+    include = include and patterns.settled("include", include, names, stacklevel=4)
+    exclude = exclude and patterns.settled("exclude", exclude, names, stacklevel=4)
     used: dict[str, set[int]] = {"include": set(), "exclude": set()}  # the patterns that match some candidate
     for c in candidates:
         included, excluded = _matching(include, c), _matching(exclude, c)
@@ -94,18 +96,17 @@ def select(
         elif c.is_linear and _type_of(c.module) not in types:
             c.action = "skipped"
             c.reason = f"its type is {type(c.module).__name__}, which types does not name"
-    names = [name for c in candidates for name in c.names]
     if not names:
         return
     what = "linear layers" if all(c.is_linear for c in candidates) else "linear layers and modules of experts"
     where = f"none of the {len(names)} {what}, such as {names[0]!r}"
-    for option, patterns in (("include", include or []), ("exclude", exclude or [])):
-        unused = [pattern for index, pattern in enumerate(patterns) if index not in used[option]]
+    for option, given in (("include", include or []), ("exclude", exclude or [])):
+        unused = [pattern for index, pattern in enumerate(given) if index not in used[option]]
         if unused and not used[option]:
             raise ValueError(f"{option}: matches {where}")
         if unused:
             shown = ", ".join(repr(p.pattern if isinstance(p, re.Pattern) else p) for p in unused)
-            warnings.warn(f"quantize_model: {option}: {shown} matches {where}", stacklevel=3)
+            warnings.warn(f"quantize_model: {option}: {shown} matches {where}", stacklevel=4)
 
 
 def _type_of(linear: torch.nn.Module) -> type:
@@ -208,7 +209,7 @@ def _num_bytes(module: torch.nn.Module) -> int:
     return sum(t.nbytes for t in tensors.values() if not is_lazy(t))
 
 
-# ---- patterns
+# ---- arguments
 
 
 def exact_types(types: object) -> tuple[type[torch.nn.Linear], ...]:
@@ -225,40 +226,13 @@ def exact_types(types: object) -> tuple[type[torch.nn.Linear], ...]:
     return listed
 
 
-def patterns(name: str, value: object) -> list[Pattern] | None:
-    if value is None:
-        return None
-    many = [value] if isinstance(value, (str, re.Pattern)) or not isinstance(value, Iterable) else list(value)
-    if not many:
-        raise ValueError(f"{name}: got {_checks.describe(value)}, must have at least one pattern, or be None")
-    checked: list[Pattern] = []
-    for item in many:
-        if isinstance(item, str):
-            try:
-                checked.append(re.compile(item))
-            except re.error as error:
-                raise ValueError(f"{name}: got {item!r}, must be a regular expression: {error}") from error
-        elif isinstance(item, re.Pattern) or callable(item):
-            checked.append(item)
-        else:
-            wanted = "a regular expression, a callable (name, module) -> bool, or a sequence of these"
-            raise TypeError(f"{name}: got {_checks.describe(item)}, must be {wanted}")
-    return checked
-
-
-def _matching(patterns: list[Pattern] | None, c: Candidate) -> set[int]:
+def _matching(given: list[Pattern] | None, c: Candidate) -> set[int]:
     """Indices of the patterns that match a name of the candidate."""
     return {
         index
-        for index, pattern in enumerate(patterns or [])
-        if any(matches(pattern, name, c.module) for name in c.names)
+        for index, pattern in enumerate(given or [])
+        if any(patterns.matches(pattern, name, c.module) for name in c.names)
     }
-
-
-def matches(pattern: Pattern, name: str, module: torch.nn.Module) -> bool:
-    if isinstance(pattern, (str, re.Pattern)):
-        return bool(re.search(pattern, name))
-    return bool(pattern(name, module))
 
 
 # The end of the class names of routers: MixtralTopKRouter, DbrxRouter, JetMoeTopKGating, MoEGate, ...

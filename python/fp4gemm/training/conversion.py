@@ -12,11 +12,12 @@ from typing import Literal, cast
 import torch
 from torch.nn.parameter import is_lazy
 
-from .. import _checks
+from .. import _checks, patterns
 from ..models import moe, select
 from ..models.report import FloatWeight, Row, table
-from ..models.select import Filter, Pattern, float_weights, kept_by_default
+from ..models.select import float_weights, kept_by_default
 from ..nn._classes import become
+from ..patterns import Filter, Pattern
 from . import stacked_experts
 from .cache import WeightCache
 from .functional import STEP
@@ -112,8 +113,8 @@ def convert_model(
         recipe: a :class:`Recipe`, the name of one of PRESETS, or a function of a layer's qualified name that
             returns one of these, or None for a layer that is left.
         filter: convert only what it matches, output embeddings and routers too; None is all but these. A
-            regular expression searched in the qualified name, a callable ``(name, module) -> bool``, or a
-            sequence of these, any of which may match.
+            pattern of names (:mod:`fp4gemm.patterns`), a compiled regular expression, a callable ``(name,
+            module) -> bool``, or a sequence of these, any of which may match.
         keep_last: the fraction of the model's blocks, the last ones, that stays as it is, 0 to 1; 0.15 is
             what NVIDIA's recipe for pretraining does. It is rounded up to whole blocks. The blocks are those
             of the torch.nn.ModuleList that holds the most layers. A filter does not overrule it.
@@ -131,16 +132,17 @@ def convert_model(
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {_checks.describe(model)}, must be a torch.nn.Module")
     chosen = _chooser(recipe)
-    patterns = select.patterns("filter", filter)
+    given = patterns.checked("filter", filter)
     found = _layers(model)
     if not found:
         raise ValueError("model: has no torch.nn.Linear and no experts of transformers, must have one")
     last = {id(module): "in the last blocks (keep_last)" for module in _last_modules(model, keep_last)}
-    if patterns is None:
+    if given is None:
         why = "left unless filter matches it"
         kept = {number: f"{reason}, {why}" for number, reason in kept_by_default(model).items()}
     else:
-        kept = {id(m): "not matched by filter" for m, names in found if not _is_matched(patterns, m, names)}
+        given = patterns.settled("filter", given, [name for _, names in found for name in names], 2)
+        kept = {id(m): "not matched by filter" for m, names in found if not _is_matched(given, m, names)}
         if len(kept) == len(found):
             raise ValueError(f"filter: matches none of the {len(found)} layers, such as {found[0][1][0]!r}")
     plans = [_plan(model, module, names, kept | last, chosen) for module, names in found]
@@ -262,8 +264,8 @@ def _num_layers(module: torch.nn.Module) -> int:
     return sum(map(_is_layer, module.modules()))
 
 
-def _is_matched(patterns: list[Pattern], module: torch.nn.Module, names: list[str]) -> bool:
-    return any(select.matches(pattern, name, module) for pattern in patterns for name in names)
+def _is_matched(given: list[Pattern], module: torch.nn.Module, names: list[str]) -> bool:
+    return any(patterns.matches(pattern, name, module) for pattern in given for name in names)
 
 
 def _plan(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from ... import _checks
-from ...checkpoint.formats import Activations, is_ignored
+from ... import _checks, patterns
+from ...checkpoint.formats import Activations
 
 __all__ = ["PREFIX", "Options", "activations_of"]
 
@@ -32,8 +32,8 @@ class Options:
             is, and one of W4A16 keeps its activations in 16 bits. "per-token" and "a16" say so for every
             checkpoint. "static": W4A4 checkpoints keep the scale that they hold; the experts of mixtures,
             and checkpoints of W4A16, which hold none, are refused then.
-        ignore: patterns of layers that the engine keeps for itself, as the names in the engine, with the
-            wildcards of fnmatch; in the environment they are separated by commas.
+        ignore: patterns (:mod:`fp4gemm.patterns`) of layers that the engine keeps for itself, by their names
+            in the engine; in the environment they are separated by commas.
         weight_method: how bf16 weights are rounded by ``--quantization fp4gemm``, as of
             :meth:`fp4gemm.nn.Linear.from_float`.
         batch_invariant: the bits of a token do not depend on the other tokens of the batch, as
@@ -45,7 +45,7 @@ class Options:
 
     enabled: bool = True
     activations: ActivationsOption = "auto"
-    ignore: tuple[str, ...] = ()
+    ignore: str | Sequence[str] = ()
     weight_method: WeightMethod = "four-over-six"
     batch_invariant: bool = False
 
@@ -54,10 +54,7 @@ class Options:
         _checks.is_bool("batch_invariant", self.batch_invariant)
         _checks.is_one_of("activations", self.activations, get_args(ActivationsOption))
         _checks.is_one_of("weight_method", self.weight_method, get_args(WeightMethod))
-        given: object = self.ignore
-        if not isinstance(given, (tuple, list)) or not all(isinstance(each, str) for each in given):
-            raise TypeError(f"ignore: got {_checks.describe(given)}, must be a tuple or list of str")
-        object.__setattr__(self, "ignore", tuple(given))
+        object.__setattr__(self, "ignore", patterns.texts("ignore", self.ignore))
 
     @classmethod
     def read(cls, overrides: Mapping[str, Any] | None = None) -> Options:
@@ -91,7 +88,7 @@ class Options:
 
     def ignores(self, name: str) -> bool:
         """Whether the engine keeps the layer of this name."""
-        return is_ignored(name, self.ignore, "fp4gemm")
+        return any(patterns.matches(pattern, name) for pattern in self.ignore)
 
 
 def activations_of(options: Options, stored: str, name: str, is_experts: bool) -> Activations:

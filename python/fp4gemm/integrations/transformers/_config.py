@@ -10,7 +10,7 @@ from typing import Any, Literal, cast, get_args
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ... import _checks
+from ... import _checks, patterns
 from ...calibration.statistics import StatisticsFile
 from ...checkpoint.formats import FORMATS, FormatName, Scheme, quantization_config, read_quantization_config
 from ...checkpoint.numerics import CALIBRATED
@@ -49,7 +49,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
             read layer by layer; or a list of batches for :func:`fp4gemm.calibrate`, or of texts, which the
             tokenizer beside the model turns into batches. With a list the whole model is loaded in float,
             onto one device, and quantized then. config.json of a quantized model does not name it.
-        include, exclude: regular expressions, as for ``quantize_model``.
+        include, exclude: patterns of names (:mod:`fp4gemm.patterns`), as for ``quantize_model``.
         fuse: as for ``quantize_model``.
         format: what ``save_pretrained`` writes: "modelopt", "compressed-tensors" or "fp4gemm". None: as the
             model was loaded, else "modelopt".
@@ -241,12 +241,10 @@ def _calibration(value: object) -> StatisticsFile | list[object] | None:
 
 
 def _patterns(name: str, value: object) -> list[str] | None:
-    """A list of regular expressions; no callables, since a config is written as JSON."""
+    """A list of texts; no callables, since a config is written as JSON."""
     if value is None:
         return None
-    many = [value] if isinstance(value, str) else value
-    if isinstance(many, Sequence) and not many:
+    many = patterns.texts(name, value, is_strict=False)
+    if not many:
         raise ValueError(f"{name}: got {_checks.describe(value)}, must have at least one pattern, or be None")
-    if not isinstance(many, Sequence) or not all(isinstance(each, str) for each in many):
-        raise TypeError(f"{name}: got {_checks.describe(value)}, must be a str or a sequence of str")
     return list(many)

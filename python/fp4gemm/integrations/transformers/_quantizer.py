@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import AutoTokenizer
 from transformers.quantizers.base import HfQuantizer
 
+from ... import patterns
 from ...calibration.statistics import StatisticsFile
 from ...checkpoint.calibration import batches_of, length_of
 from ...checkpoint.formats import FORMATS
@@ -106,8 +107,8 @@ class Fp4GemmQuantizer(HfQuantizer):
             select.select(
                 model,
                 candidates,
-                select.patterns("include", config.include),
-                select.patterns("exclude", config.exclude),
+                patterns.checked("include", config.include),
+                patterns.checked("exclude", config.exclude),
                 (torch.nn.Linear,),
             )
             select.refuse_unsupported(model, candidates, self._activation_scaling, raises=False)
