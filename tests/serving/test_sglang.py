@@ -14,6 +14,7 @@ import serving
 import sglang_stub
 import torch
 import vllm_stub
+from fp4gemm import _names
 from fp4gemm.checkpoint.formats import Scheme, quantization_config
 from fp4gemm.integrations.serving import weights
 from fp4gemm.ops.parts import OperandParts
@@ -312,11 +313,12 @@ def test_routers_heads_and_partly_quantized_layers(sglang: types.SimpleNamespace
     config = _method(sglang)()
     head = sglang.modules["sglang.srt.layers.vocab_parallel_embedding"].ParallelLMHead()
     assert config.get_quant_method(head, "lm_head") is None
-    router = vllm_stub.LinearBase(64, 48, config, "m.mlp.gate")
-    assert isinstance(router.quant_method, vllm_stub.UnquantizedLinearMethod)
+    for name in ("m.mlp.gate", "m.mlp.router.proj"):
+        router = vllm_stub.LinearBase(64, 48, config, name)
+        assert isinstance(router.quant_method, vllm_stub.UnquantizedLinearMethod)
     assert config.fp4gemm_report.text() == (
         "fp4gemm: left to SGLang, it is the output embedding: lm_head; left to SGLang, it is a router: "
-        "m.mlp.gate"
+        "m.mlp.gate, m.mlp.router.proj"
     )
     assert config.is_linear_unquantized("m.mlp.gate")
     assert not config.is_linear_unquantized("m.mlp.up_proj")
@@ -325,6 +327,22 @@ def test_routers_heads_and_partly_quantized_layers(sglang: types.SimpleNamespace
         ValueError, match=r"m\.qkv_proj: the checkpoint quantizes some of m\.q_proj, m\.k_proj"
     ):
         vllm_stub.LinearBase(64, 48, partly, "m.qkv_proj")
+
+
+@pytest.mark.parametrize("child", ["down_proj", "w2"])
+@pytest.mark.parametrize("format", ["fp4gemm", "compressed-tensors"])
+def test_experts_that_the_checkpoint_excludes_by_name(
+    sglang: types.SimpleNamespace, format: str, child: str
+) -> None:
+    """SGLang does not say what the checkpoint calls the projections: those of Mixtral are w1, w3 and w2."""
+    names = next(names for names in _names.EXPERTS if child in names)
+    excluded = tuple(f"m.experts.0.{each}" for each in names[:3])
+    config = _config(sglang, format, ignore=excluded)
+    experts = sglang.modules["sglang.srt.layers.moe.fused_moe_triton"].FusedMoE
+    layer = experts.__new__(experts)
+    torch.nn.Module.__init__(layer)
+    config.get_quant_method(layer, "m.experts")
+    assert config.fp4gemm_report.text() == ("fp4gemm: left to SGLang, the checkpoint excludes it: m.experts")
 
 
 def test_other_layers_and_schemes_keep_sglangs_methods(

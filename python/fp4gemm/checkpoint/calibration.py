@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 import torch
 from torch import Tensor
 
-from .. import _checks
+from .. import _checks, _names
 from ..calibration.statistics import PARTS, InputStatistics, Statistics, StatisticsFile
 from ..models.calibration import calibrate
 from ..nn._methods import Method, completed
@@ -34,13 +33,6 @@ __all__ = ["Calibration", "Inputs", "Text", "chosen_method", "inputs_of", "read_
 
 NUM_TOKENS = 2**17  # the most tokens of a text that are used by default
 LENGTH = 1024  # tokens of a batch, unless the model reads fewer
-# The projections of an expert, and the product of a stack of experts whose input is theirs.
-PRODUCTS = {
-    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "w1", "w3"), "w13"),
-    **dict.fromkeys(("down_proj", "w2"), "w2"),
-}
-EXPERT = re.compile(rf"(.+)\.(\d+)\.({'|'.join(PRODUCTS)})")
-STACK = re.compile(r"(.+)\.(gate_up_proj|down_proj)")
 
 
 @dataclass(frozen=True)
@@ -207,12 +199,14 @@ class Place(NamedTuple):
 
 def place_of(matrix: Matrix) -> tuple[Place, Place | None]:
     """The place of a matrix under its own name, and its place in a stack of experts if it can have one."""
-    match = EXPERT.fullmatch(matrix.module)
-    if match is not None:
-        return Place(matrix.module), Place(f"{match[1]}.{PRODUCTS[match[3]]}", int(match[2]))
-    match = STACK.fullmatch(matrix.module)
-    if match is not None and matrix.expert is not None:
-        return Place(matrix.module), Place(f"{match[1]}.{PRODUCTS[match[2]]}", matrix.expert)
+    one = _names.expert_of(matrix.module)
+    if one is not None:
+        owner, expert, child = one
+        return Place(matrix.module), Place(f"{owner}.{_names.product_of(child)}", expert)
+    stack = _names.stack_of(matrix.module)
+    if stack is not None and matrix.expert is not None:
+        owner, child = stack
+        return Place(matrix.module), Place(f"{owner}.{_names.product_of(child)}", matrix.expert)
     return Place(matrix.module), None
 
 
@@ -347,9 +341,9 @@ def _modules(tensors: Mapping[str, TensorInfo]) -> set[str]:
     """The names that statistics may have: of modules, and of the products of stacked experts."""
     found = {name.removesuffix(".weight") for name in tensors}
     for name in list(found):
-        match = EXPERT.fullmatch(name) or STACK.fullmatch(name)
-        if match is not None:
-            found |= {f"{match[1]}.w13", f"{match[1]}.w2"}
+        part = _names.expert_of(name) or _names.stack_of(name)
+        if part is not None:
+            found |= {f"{part[0]}.w13", f"{part[0]}.w2"}
     return found
 
 
@@ -376,7 +370,7 @@ def statistics_of(
         ) from error
     batches, count, total = _read(transformers, source, text)
     model = _model(transformers, source, torch.float32 if device.type == "cpu" else torch.bfloat16)
-    wanted = _names(plan, model, source)
+    wanted = _names_in(plan, model, source)
     modules = set(wanted.values()) | {name.rpartition(".")[0] for name in wanted.values()}
     options: dict[str, Any] = {
         "second_moment": plan.options.method == "gptq",
@@ -464,7 +458,7 @@ def _calibrated(
     return calibrate(model, batches, **options)
 
 
-def _names(plan: Plan, model: Any, source: Source) -> dict[str, str]:
+def _names_in(plan: Plan, model: Any, source: Source) -> dict[str, str]:
     """The name in the model of each entry of the statistics, by its name in the checkpoint.
 
     Raises:
@@ -481,7 +475,7 @@ def _names(plan: Plan, model: Any, source: Source) -> dict[str, str]:
                 found[alone.name] = own
                 continue
             experts, _, product = (stacked.name if stacked is not None else "").rpartition(".")
-            owner = rename(f"{experts}.down_proj").rpartition(".")[0]
+            owner = rename(f"{experts}.{_names.STACKED.down}").rpartition(".")[0]
             if stacked is None or owner not in modules:
                 raise CheckpointError(
                     f"{source.folder}: {matrix.module} is no module of the model that transformers loads, so "

@@ -11,23 +11,14 @@ from typing import Any, cast, get_args
 
 import torch
 
-from .. import _checks, patterns
+from .. import _checks, _names, patterns
 from ..nn._methods import Method
 from .calibration import Calibration, chosen_method, key_of, read_calibration
 from .formats import FORMATS, Activations, FormatName
 from .numerics import FourOverSix, Numerics, Scaling, WeightOptions
 
-__all__ = ["FUSED", "Options", "read_amaxes", "read_fused", "read_kv_scales"]
+__all__ = ["Options", "read_amaxes", "read_fused", "read_kv_scales"]
 
-# Layers that serving engines join along n, so that they share one amax: names of children of one module.
-FUSED: tuple[tuple[str, ...], ...] = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("to_q", "to_k", "to_v"),
-    ("wq_a", "wkv_a_with_mqa"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
 TINY, HUGE = float(torch.finfo(torch.float32).tiny), float(torch.finfo(torch.float32).max)
 
 
@@ -91,7 +82,7 @@ class Options:
     experts_only: bool = False
     bf16_first: int = 0
     bf16_last: int = 0
-    fuse: Sequence[Sequence[str]] = FUSED
+    fuse: Sequence[Sequence[str]] = field(default_factory=_names.fused_sets)
     split_experts: bool = True
     kv_scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     weights: WeightOptions = field(init=False, repr=False)

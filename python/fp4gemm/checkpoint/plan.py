@@ -10,11 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .. import _checks, patterns
+from .. import _checks, _names, patterns
+from .._names import Orientation, orientation
 from . import rules
 from .formats import FORMATS, FormatName, Scheme
 from .options import Options, checked_options
-from .rules import Orientation, orientation, partners
+from .rules import partners
 from .source import DTYPES, CheckpointError, Source, TensorInfo
 
 __all__ = ["FusedSet", "Matrix", "Plan", "ignored_modules"]
@@ -157,7 +158,7 @@ class Plan:
                 kept[gate_up] = kept[down] = made
             else:
                 sets += made
-        plain = [name for name in infos if name not in kept and not rules.STACKED.search(name)]
+        plain = [name for name in infos if name not in kept and not _stack_of(name)]
         for names in partners(plain, infos, kept, by_user, options.fuse):
             sets.append(FusedSet(tuple(_matrix(infos[name]) for name in names)))
         order = {name: index for index, name in enumerate(infos)}
@@ -228,10 +229,10 @@ def ignored_modules(
     are named by the module that holds them, for compressed-tensors by an expression.
     """
     holders = {module.partition(".experts.")[0] for module in quantized if ".experts." in module}
-    names = {"lm_head"}
+    names = {_names.LM_HEAD}
     for name, reason in kept.items():
         module = name.removesuffix(".weight")
-        is_module = name.endswith(".weight") or bool(rules.STACKED.search(name))
+        is_module = name.endswith(".weight") or _stack_of(name) is not None
         if not is_module or len(tensors[name].shape) < 2 or reason in ("norm", "embedding"):
             continue
         holder, _, rest = module.partition(".experts.")
@@ -296,6 +297,11 @@ def _selected(
     return kept, by_user
 
 
+def _stack_of(name: str) -> tuple[str, str] | None:
+    """(module "experts", child) of a tensor that holds all experts; None for other tensors."""
+    return _names.stack_of(name.removesuffix(".weight"))
+
+
 def _matrix(info: TensorInfo) -> Matrix:
     return Matrix(info.name.removesuffix(".weight"), info.name, (info.shape[0], info.shape[1]))
 
@@ -304,18 +310,18 @@ def _stacks(infos: Mapping[str, TensorInfo], kept: dict[str, str]) -> dict[str, 
     """gate_up_proj and down_proj of each module of stacked experts that is not kept, by its name."""
     found: dict[str, dict[str, str]] = {}
     for name in infos:
-        match = rules.STACKED.search(name)
-        if match:
-            prefix = name[: match.start(1) - 1]
-            found.setdefault(prefix, {})[match[1]] = name
+        stack = _stack_of(name)
+        if stack is not None:
+            found.setdefault(stack[0], {})[stack[1]] = name
+    wanted = _names.STACKED.gate_up, _names.STACKED.down
     result = {}
     for prefix, names in found.items():
-        missing = [child for child in ("gate_up_proj", "down_proj") if child not in names]
+        missing = [child for child in wanted if child not in names]
         if missing:
             raise CheckpointError(
                 f"{prefix}.{missing[0]}: is missing beside {', '.join(names.values())}; the experts need both"
             )
-        gate_up, down = names["gate_up_proj"], names["down_proj"]
+        gate_up, down = (names[child] for child in wanted)
         if gate_up in kept or down in kept:
             kept.setdefault(gate_up, f"{down} stays: {kept.get(down)}")
             kept.setdefault(down, f"{gate_up} stays: {kept.get(gate_up)}")
@@ -344,13 +350,13 @@ def _stack_sets(
     biases = [name for name in (f"{gate_up}_bias", f"{down}_bias") if name in infos]
     if biases:
         return f"experts with biases ({biases[0]}) cannot be split; they can be kept as one tensor"
-    sets = []
+    sets, names = [], _names.EXPERTS[0]
     for expert in range(found.experts):
         one = f"{prefix}.{expert}"
-        gate = Matrix(f"{one}.gate_proj", gate_up, (k, n), expert, "first", found.transposed)
-        up = Matrix(f"{one}.up_proj", gate_up, (k, n), expert, "second", found.transposed)
+        gate = Matrix(f"{one}.{names.gate}", gate_up, (k, n), expert, "first", found.transposed)
+        up = Matrix(f"{one}.{names.up}", gate_up, (k, n), expert, "second", found.transposed)
         sets.append(FusedSet((gate, up)))
-        sets.append(FusedSet((Matrix(f"{one}.down_proj", down, (n, k), expert, "all", found.transposed),)))
+        sets.append(FusedSet((Matrix(f"{one}.{names.down}", down, (n, k), expert, "all", found.transposed),)))
     return sets
 
 

@@ -2,8 +2,8 @@
 
 A tensor is the weight of a linear layer if its name ends in ".weight", it has two dimensions (n, k), it is
 bf16, fp16 or fp32, and none of the rules of :func:`why_kept` says that it is something else. Experts that are
-stored as one tensor (g, n, k) are weights too, by their names :data:`STACKED`. Layers that serving engines
-join along n are a fused set, whose weights share an amax (:func:`partners`).
+stored as one tensor (g, n, k) are weights too. Layers that serving engines join along n are a fused set,
+whose weights share an amax (:func:`partners`). What names mean is in ``fp4gemm/_names.py``.
 """
 
 from __future__ import annotations
@@ -13,38 +13,25 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .. import _checks
+from .. import _checks, _names
 from .source import CheckpointError, TensorInfo
 
-__all__ = ["Facts", "orientation", "partners", "stored_transposed", "why_kept", "why_shape"]
+__all__ = ["Facts", "partners", "stored_transposed", "why_kept", "why_shape"]
 
 FLOATS = ("BF16", "F16", "F32")
 N_STEP = 8  # what a product needs (docs/api.md)
-OUTPUTS = {"lm_head", "embed_out"}
 EMBEDDING = re.compile(r"emb|^wte$|^wpe$|_bias$|_table$")  # T5's relative_attention_bias is one too
 NORM = re.compile(r"norm|^ln_|_ln$|^ln$")
-ROUTER = re.compile(r"router|^gate$|^wg$|_gate$|gating")
-# Mamba's kernels read the weight of this layer and add its bias themselves.
-READ_DIRECTLY = {"dt_proj"}
 # torch.nn.MultiheadAttention stacks q, k and v in this parameter, and reads the weight of out_proj itself.
 IN_PROJ = ".in_proj_weight"
 # Models whose layers of these names store (k, n), as the Conv1D of transformers does.
 CONV1D_MODELS = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"}
 CONV1D = {"c_attn", "c_fc", "c_proj", "q_attn"}
 TRANSPOSED = "it is stored (k, n), as Conv1D does"
-# Experts as one tensor for each layer: (g, n, k), or (g, k, n) in some models.
-STACKED = re.compile(r"(?:^|\.)experts\.(gate_up_proj|down_proj)(\.weight)?$")
-EXPERT_MARKS = (".experts.", ".shared_experts.")
-EXPERT_ENDS = {"w1", "w2", "w3", "gate_proj", "up_proj", "down_proj", "gate_up_proj"}
 TEXT = ("text_config", "llm_config", "language_config", "thinker_config")  # the language model of a config
 # What ``include`` selects too: linear layers that stay unless they are named.
 SELECTABLE = {"output embedding", "router", "embedding, by its rows"}
 NUMBERED = re.compile(r"^(.*?\.|)(\d+)\.")
-# A layer of a fused set that stands without its partners in some architectures: alone in the whole checkpoint
-# (MLPs without a gate), or beside another layer that takes the place of the partners (attention with
-# latents).
-UNGATED = {"up_proj": "gate_proj", "w1": "w3"}
-BESIDE = {"q_proj": ("kv_a_proj_with_mqa",), "kv_a_proj_with_mqa": ("q_proj",), "wkv_a_with_mqa": ("wq",)}
 
 
 @dataclass(frozen=True)
@@ -108,11 +95,10 @@ def why_kept(name: str, shape: Sequence[int], facts: Facts) -> str:
     because they are not known to be the weight of a linear layer.
     """
     module, is_weight = name.removesuffix(".weight"), name.endswith(".weight")
-    parts = module.split(".")
-    last = parts[-1]
-    if STACKED.search(name):
+    last = module.rpartition(".")[2]
+    if _names.stack_of(module):
         return "" if len(shape) == 3 else f"it has {len(shape)} dimensions, must be 3 for stacked experts"
-    if last in OUTPUTS or module == "output":
+    if _names.is_output(module):
         return "output embedding"
     if EMBEDDING.search(last):
         return "embedding"
@@ -120,7 +106,7 @@ def why_kept(name: str, shape: Sequence[int], facts: Facts) -> str:
         return "norm"
     if len(shape) < 2:
         return "vector"
-    if ROUTER.search(last) or any("router" in part for part in parts):
+    if _names.is_router(module):
         return "router"
     if shape[0] in facts.vocab_sizes and ".layers." not in name:
         return "embedding, by its rows"
@@ -128,7 +114,7 @@ def why_kept(name: str, shape: Sequence[int], facts: Facts) -> str:
         return "its use is not known, since its name does not end in .weight"
     if len(shape) != 2:
         return f"it has {len(shape)} dimensions, as the weight of no linear layer"
-    if last in READ_DIRECTLY or (last == "out_proj" and module.rpartition(".")[0] in facts.attentions):
+    if last in _names.READ_DIRECTLY or (last == "out_proj" and module.rpartition(".")[0] in facts.attentions):
         return "its model reads the float weight directly"
     if facts.model_type in CONV1D_MODELS and last in CONV1D:
         return TRANSPOSED
@@ -167,8 +153,7 @@ def why_shape(dtype: str, n: int, k: int) -> str:
 
 def is_expert_weight(name: str) -> bool:
     """Whether ``experts_only`` converts the tensor: a projection of routed or shared experts, by its name."""
-    module = name.removesuffix(".weight")
-    return any(mark in name for mark in EXPERT_MARKS) and module.rpartition(".")[2] in EXPERT_ENDS
+    return _names.is_expert_layer(name.removesuffix(".weight"))
 
 
 def layer_number(name: str, facts: Facts) -> int | None:
@@ -224,9 +209,11 @@ def partners(
 
 
 def _stands_alone(child: str, parent: str, infos: Mapping[str, TensorInfo], children: set[str]) -> bool:
-    if child in UNGATED:
-        return UNGATED[child] not in children
-    return any(f"{parent}.{other}.weight" in infos for other in BESIDE.get(child, ()))
+    """Whether a layer has no partners: in an MLP without a gate, or beside a layer that takes their place."""
+    without_gate = _names.missing_partners()
+    if child in without_gate:
+        return without_gate[child] not in children
+    return any(f"{parent}.{other}.weight" in infos for other in _names.BESIDE.get(child, ()))
 
 
 def _check(
@@ -254,32 +241,3 @@ def _check(
     if len({infos[name].shape[-1] for name in names if name not in kept}) > 1:
         shapes = ", ".join(f"{name} {infos[name].shape}" for name in names)
         raise CheckpointError(f"{shapes}: have unequal k, must have one k to share an amax")
-
-
-@dataclass(frozen=True)
-class Orientation:
-    """Stacked experts: gate_up_proj (g, 2i, h) and down_proj (g, h, i), or the last two sizes exchanged.
-
-    Attributes:
-        experts: g. hidden: h. intermediate: i.
-        transposed: whether the last two sizes are exchanged: the tensors hold (k, n).
-    """
-
-    experts: int
-    hidden: int
-    intermediate: int
-    transposed: bool
-
-
-def orientation(gate_up: Sequence[int], down: Sequence[int]) -> Orientation | str:
-    """The sizes that the shapes of gate_up_proj and down_proj determine; or why they are no experts.
-
-    No two shapes allow both readings: 2i = h and h = 2i of the other tensor exclude each other.
-    """
-    g, a, b = gate_up
-    same_experts = down[0] == g
-    if same_experts and b == down[1] and a == 2 * down[2]:
-        return Orientation(g, b, down[2], False)
-    if same_experts and a == down[2] and b == 2 * down[1]:
-        return Orientation(g, a, down[1], True)
-    return f"gate_up_proj {tuple(gate_up)} and down_proj {tuple(down)} are not the shapes of gated experts"

@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
+from .. import _names
 from ..checkpoint import CheckpointError, ConvertReport, Options, Translation, convert, plan_conversion
 from ..checkpoint.calibration import NUM_TOKENS, Text, read_calibration
 from ..checkpoint.formats import FORMATS
 from ..checkpoint.numerics import Numerics, Scaling
-from ..checkpoint.options import FUSED, read_amaxes, read_fused, read_kv_scales
+from ..checkpoint.options import read_amaxes, read_fused, read_kv_scales
 from ..checkpoint.runner import Progress
 from ..models.report import readable_bytes
 from ..nn._methods import METHODS
@@ -185,9 +186,8 @@ def _what(options: argparse.Namespace) -> Options | Translation:
             f"--calibration-tokens: got {tokens}, must be 1 or more, with a text as --calibration"
         )
     fuse = given.pop("fuse", "auto")
-    given["fuse"] = (
-        {"auto": FUSED, "none": ()}.get(fuse) if fuse in ("auto", "none") else read_fused(Path(fuse))
-    )
+    sets = {"auto": _names.fused_sets(), "none": ()}
+    given["fuse"] = sets[fuse] if fuse in sets else read_fused(Path(fuse))
     cache = given.pop("kv_cache", "none")
     if cache != "none":
         given["kv_scales"] = read_kv_scales(Path(cache))

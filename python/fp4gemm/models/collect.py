@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _checks
+from .. import _checks, _names
 from ..calibration.statistics import InputStatistics
 from . import moe
 from .select import Candidate
@@ -207,7 +207,7 @@ def products_of(c: Candidate) -> list[tuple[str, int, int]]:
 def is_expert(name: str) -> bool:
     """Whether a layer is one of a list of experts, which a text need not reach."""
     parts = name.split(".")
-    return any("expert" in part.lower() and after.isdigit() for part, after in itertools.pairwise(parts))
+    return any(_names.is_experts(part) and after.isdigit() for part, after in itertools.pairwise(parts))
 
 
 def run(model: torch.nn.Module, batch: object, index: int) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks, activations
+from .._names import STACKED
 from ..activations import Activation, ActivationName
 from ..nn._hooks import materialized
 from ..nn._inputs import check_float_weight
@@ -121,7 +122,7 @@ def checked_parameters(m: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | 
         raise ValueError("each expert ends in a norm (has_post_expert_norm)")
     if getattr(m, "_is_expert_parallel", False):
         raise ValueError("its experts are distributed over devices (expert parallelism)")
-    wanted = {"gate_up_proj" if m.has_gate else "up_proj", "down_proj"}
+    wanted = {STACKED.first(m.has_gate), STACKED.down}
     if m.has_bias:
         wanted |= {f"{name}_bias" for name in wanted}
     found = {name for name, _ in m.named_parameters()}
@@ -140,9 +141,10 @@ def _names(names: set[str]) -> str:
 
 
 def parameters_of(m: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    first = "gate_up_proj" if m.has_gate else "up_proj"
-    biases = (getattr(m, f"{first}_bias"), m.down_proj_bias) if m.has_bias else (None, None)
-    return getattr(m, first), m.down_proj, *biases
+    names = STACKED.first(m.has_gate), STACKED.down
+    w13, w2 = (getattr(m, name) for name in names)
+    biases = (getattr(m, f"{name}_bias") for name in names) if m.has_bias else (None, None)
+    return w13, w2, *biases
 
 
 def rounded(module: torch.nn.Module, plan: ExpertsPlan, made: Experts) -> Iterator[tuple[Tensor, Tensor]]:

@@ -64,9 +64,10 @@ def quantize_model(
     torch.inference_mode() or torch.no_grad(), or train adapters on its linear layers (docs/lora.md).
 
     By default two kinds of linear layers stay in float. Output embeddings: what ``get_output_embeddings()``
-    of any module returns, a layer named lm_head, one that shares its weight with a torch.nn.Embedding.
-    Routers: a layer inside of a module whose class name ends in Router, TopKGating or MoEGate, and a layer
-    with n outputs, or one, whose owner also holds n experts (a list, or a child with num_experts, whose name
+    of any module returns, a layer named lm_head or embed_out, or output at the top of the model, one that
+    shares its weight with a torch.nn.Embedding. Routers: a layer inside of a module whose class name ends in
+    Router, TopKGating or MoEGate, one whose name has "router", or "gating" in its last part, and a layer with
+    n outputs, or one, whose owner also holds n experts (a list, or a child with num_experts, whose name
     contains "expert").
 
     Args:

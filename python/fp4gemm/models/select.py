@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.parameter import is_lazy
 
-from .. import _checks, patterns
+from .. import _checks, _names, patterns
 from ..nn._hooks import hooks_of, materialized
 from ..nn._inputs import OUT_STEP, ActivationScaling, check_linear
 from ..nn.experts import EXPERTS_SCALINGS, Experts
@@ -21,13 +21,6 @@ from .report import Action, ExpertsReport, FloatKind, FloatWeight, LayerReport
 
 # Modules that pass the weights of their linear layers to functions instead of calling the layers.
 READS_WEIGHTS = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
-# Such modules of transformers (5.20), by the name of their class, with the children whose weights they read.
-READS_WEIGHTS_OF = {
-    "FalconMambaMixer": {"dt_proj"},
-    "JambaMambaMixer": {"dt_proj"},
-    "MambaMixer": {"dt_proj"},
-    "WavLMAttention": {"q_proj", "k_proj", "v_proj", "out_proj"},
-}
 
 
 @dataclass
@@ -153,9 +146,8 @@ def _why_not(
 ) -> str:
     """Why the module, a child of these owners under these names, cannot be swapped; "" if it can."""
     for owner, child in places:
-        name = type(owner).__name__
-        if isinstance(owner, READS_WEIGHTS) or child in READS_WEIGHTS_OF.get(name, ()):
-            return f"its owner {name} reads the float weight directly"
+        if reads_weight(owner, child):
+            return f"its owner {type(owner).__name__} reads the float weight directly"
     hooks = hooks_of(c.module)
     if hooks:
         return f"it has hooks that a swap would drop ({', '.join(hooks)})"
@@ -169,6 +161,11 @@ def _why_not(
     except (TypeError, ValueError) as error:
         return str(error).removeprefix("linear: ").removeprefix("linear.")
     return ""
+
+
+def reads_weight(owner: torch.nn.Module, child: str) -> bool:
+    """Whether a module passes the weight of its child of this name to a function instead of calling it."""
+    return isinstance(owner, READS_WEIGHTS) or child in _names.READS_WEIGHTS_OF.get(type(owner).__name__, ())
 
 
 # ---- reports
@@ -235,9 +232,6 @@ def _matching(given: list[Pattern] | None, c: Candidate) -> set[int]:
     }
 
 
-# The end of the class names of routers: MixtralTopKRouter, DbrxRouter, JetMoeTopKGating, MoEGate, ...
-ROUTER = re.compile(r"(Router|RouterMLP|TopKGating|TopKGate|MoEGate|MoEV1Gate)$")
-OUTPUT_NAME = "lm_head"
 ROUTER_REASON = "router"
 OUTPUT_REASON = "output embedding"
 
@@ -249,11 +243,11 @@ def kept_by_default(model: torch.nn.Module) -> dict[int, str]:
 
 
 def _output_embeddings(model: torch.nn.Module) -> Iterator[torch.nn.Linear]:
-    """Linear layers that get_output_embeddings() names, or lm_head, or that share an embedding's weight."""
+    """Linear layers that get_output_embeddings() or their names say, or that share an embedding's weight."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, torch.nn.Linear):
-            if name.rpartition(".")[2] == OUTPUT_NAME or id(module.weight) in tables:
+            if _names.is_output(name) or id(module.weight) in tables:
                 yield module
         elif callable(getattr(type(module), "get_output_embeddings", None)):
             try:
@@ -265,12 +259,15 @@ def _output_embeddings(model: torch.nn.Module) -> Iterator[torch.nn.Linear]:
 
 
 def _routers(model: torch.nn.Module) -> Iterator[torch.nn.Linear]:
-    """Linear layers inside of a module with a router's name, and those beside experts that score them.
+    """Linear layers that a router's class holds or a name says, and those beside experts that score them.
 
     The latter have as many outputs as there are experts, or one output, the gate of a shared expert.
     """
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, torch.nn.Linear) and _names.is_named_router(name):
+            yield module
     for owner in model.modules():
-        is_router = ROUTER.search(type(owner).__name__) is not None
+        is_router = _names.is_router_class(type(owner).__name__)
         outputs = _num_experts(owner)
         outputs |= {1} if outputs else set()
         for child in owner.modules() if is_router else owner.children():
@@ -282,7 +279,7 @@ def _num_experts(owner: torch.nn.Module) -> set[int]:
     """The number of experts in the children of a module: in lists of modules, or by their own attribute."""
     counts = set()
     for name, child in owner.named_children():
-        if isinstance(child, torch.nn.Linear) or "expert" not in name.lower():
+        if isinstance(child, torch.nn.Linear) or not _names.is_experts(name):
             continue
         is_list = isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict))
         count = len(child) if is_list else getattr(child, "num_experts", None)  # type: ignore[arg-type]
@@ -320,7 +317,7 @@ def float_weights(
 
 def _kind(owner: torch.nn.Module, p: torch.nn.Parameter) -> tuple[FloatKind, str]:
     name = type(owner).__name__
-    if ROUTER.search(name):
+    if _names.is_router_class(name):
         return "router", ROUTER_REASON
     if isinstance(owner, (torch.nn.Embedding, torch.nn.EmbeddingBag)) or "Embed" in name:
         return "embedding", "embedding"

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .. import _checks
+from .. import _checks, _names
 from ..calibration.statistics import InputStatistics, Statistics
 from . import collect
 from .calibration import evaluated
 
-PAIRS = (("up_proj", "down_proj"), ("w3", "w2"), ("v_proj", "o_proj"), ("v_proj", "out_proj"))
+ATTENTION = (("v_proj", "o_proj"), ("v_proj", "out_proj"))
 MOST = 12  # powers of two between a channel and the mean
 
 
@@ -145,9 +145,10 @@ def _pairs(
     model: torch.nn.Module, layers: dict[str, torch.nn.Linear], statistics: Statistics
 ) -> Iterator[_Fold]:
     """The folds of up and down, and of v and o."""
+    pairs = (*((names.up, names.down) for names in _names.EXPERTS), *ATTENTION)
     for path, owner in model.named_modules():
         prefix = f"{path}." if path else ""
-        for first, second in PAIRS:
+        for first, second in pairs:
             source, reader = layers.get(prefix + first), layers.get(prefix + second)
             if source is None or reader is None or not _may([prefix + second], layers, statistics, model):
                 continue

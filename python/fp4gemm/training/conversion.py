@@ -105,8 +105,9 @@ def convert_model(
     DistributedDataParallel and FSDP2 may wrap the model before or after.
 
     By default two kinds of layers stay as they are, as in :func:`fp4gemm.models.quantize_model`: output
-    embeddings (``get_output_embeddings()``, lm_head, a layer that shares the weight of a torch.nn.Embedding)
-    and the routers of experts. A layer that is converted already gets the new recipe.
+    embeddings (``get_output_embeddings()``, lm_head, embed_out or a top-level output, a layer that shares the
+    weight of a torch.nn.Embedding) and the routers of experts. A layer that is converted already gets the new
+    recipe.
 
     Args:
         model: any module with such layers, or one of them; float32, bfloat16 or float16.
@@ -294,9 +295,8 @@ def _why_not(linear: torch.nn.Linear, places: list[tuple[torch.nn.Module, str]])
     if type(linear) not in (torch.nn.Linear, Linear):
         return f"its type is {type(linear).__name__}, must be torch.nn.Linear itself"
     for owner, child in places:
-        name = type(owner).__name__
-        if isinstance(owner, select.READS_WEIGHTS) or child in select.READS_WEIGHTS_OF.get(name, ()):
-            return f"its owner {name} reads the weight directly"
+        if select.reads_weight(owner, child):
+            return f"its owner {type(owner).__name__} reads the weight directly"
     if "forward" in vars(linear):
         return "its forward was replaced on the module, by a hook of accelerate for example"
     for size in ("in_features", "out_features"):

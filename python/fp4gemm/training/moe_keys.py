@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _checks
+from .._names import EXPERTS, STACKED, Projections
 from .moe import MoE
 
 __all__ = ["LAYOUTS", "MoELayout", "load_moe_state", "moe_state"]
@@ -51,39 +52,31 @@ class _Names(NamedTuple):
     shared_down: str
 
 
+def _of(names: Projections, up: tuple[str, ...] | None = None, down: str | None = None) -> _Names:
+    """The keys of a block of transformers whose experts, or shared expert alone, have these names.
+
+    Args:
+        names: of the layers of an expert.
+        up, down: the keys of the experts; None: every expert has tensors of its own.
+    """
+    return _Names(
+        "gate.weight",
+        "gate.e_score_correction_bias",
+        up or tuple(f"experts.{{e}}.{name}.weight" for name in (names.gate, names.up)),
+        down or f"experts.{{e}}.{names.down}.weight",
+        tuple(f"shared_experts.{name}.weight" for name in (names.gate, names.up)),
+        f"shared_experts.{names.down}.weight",
+    )
+
+
+_PROJ, _W = EXPERTS[:2]  # gate_proj and so on, and w1 and so on
 LAYOUTS: dict[str, _Names] = {
-    "torchtitan": _Names(
-        "router.gate.weight",
-        "expert_bias",
-        ("experts.w1", "experts.w3"),
-        "experts.w2",
-        ("shared_experts.w1.weight", "shared_experts.w3.weight"),
-        "shared_experts.w2.weight",
+    "torchtitan": _of(_W, (f"experts.{_W.gate}", f"experts.{_W.up}"), f"experts.{_W.down}")._replace(
+        gate="router.gate.weight", bias="expert_bias"
     ),
-    "transformers": _Names(
-        "gate.weight",
-        "gate.e_score_correction_bias",
-        ("experts.gate_up_proj",),
-        "experts.down_proj",
-        ("shared_experts.gate_proj.weight", "shared_experts.up_proj.weight"),
-        "shared_experts.down_proj.weight",
-    ),
-    "mixtral": _Names(
-        "gate.weight",
-        "gate.e_score_correction_bias",
-        ("experts.{e}.w1.weight", "experts.{e}.w3.weight"),
-        "experts.{e}.w2.weight",
-        ("shared_experts.w1.weight", "shared_experts.w3.weight"),
-        "shared_experts.w2.weight",
-    ),
-    "qwen3_moe": _Names(
-        "gate.weight",
-        "gate.e_score_correction_bias",
-        ("experts.{e}.gate_proj.weight", "experts.{e}.up_proj.weight"),
-        "experts.{e}.down_proj.weight",
-        ("shared_experts.gate_proj.weight", "shared_experts.up_proj.weight"),
-        "shared_experts.down_proj.weight",
-    ),
+    "transformers": _of(_PROJ, (f"experts.{STACKED.gate_up}",), f"experts.{STACKED.down}"),
+    "mixtral": _of(_W),
+    "qwen3_moe": _of(_PROJ),
     "te": _Names(
         "router.weight",
         "router.expert_bias",

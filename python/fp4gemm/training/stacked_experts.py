@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
+from .._names import STACKED
 from ..experts import Routing, route
 from ..models.moe import checked_parameters, has_swiglu
 from ..nn._classes import become, subclass
@@ -85,11 +86,11 @@ class StackedExperts(RecipeLayer):
             raise RuntimeError("the experts were distributed over devices after convert_model, must not be")
         x = _checks.is_tensor("hidden_states", hidden_states)
         _checks.has_rank("hidden_states", x, 2, "(t, d)")
-        first = "gate_up_proj" if m.has_gate else "up_proj"
+        first = STACKED.first(m.has_gate)
         routing = _routed(top_k_index, top_k_weights, x.shape[0], getattr(m, first).shape[0])
         rows = self._product(first, moe.gather(x, routing), routing.offs)
         rows = self._activated(rows)
-        rows = self._product("down_proj", rows, routing.offs)
+        rows = self._product(STACKED.down, rows, routing.offs)
         rows = rows * moe.row_weights(top_k_weights, routing).unsqueeze(-1)
         return moe.scatter(rows, routing).to(x.dtype)
 
@@ -149,7 +150,7 @@ def why_not(module: torch.nn.Module) -> str:
             return f"{what} is {size}, must be a multiple of {functional.STEP}"
     wanted = 2 * intermediate if cast(Any, module).has_gate else intermediate
     if width != wanted:
-        return f"its first stack has {width} rows of each expert, must have {wanted} for down_proj"
+        return f"its first stack has {width} rows of each expert, must have {wanted} for {STACKED.down}"
     if num_experts != getattr(module, "num_experts", num_experts):
         return f"its parameters have {num_experts} matrices and num_experts is {module.num_experts}"
     return ""

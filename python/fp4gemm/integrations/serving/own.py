@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ... import _names
 from ...checkpoint.formats import Activations, Scheme
-from ...checkpoint.rules import READ_DIRECTLY, ROUTER
 
-__all__ = ["has_input_scale", "stored"]
+__all__ = ["SERVED", "has_input_scale", "stored", "stored_experts"]
+
+
+SERVED = ("per-token", "a16")  # what stored returns for a layer with NVFP4 weights
 
 
 def stored(scheme: Scheme | None, name: str, shards: Sequence[str]) -> Activations | str:
@@ -23,10 +26,10 @@ def stored(scheme: Scheme | None, name: str, shards: Sequence[str]) -> Activatio
         ValueError: the checkpoint quantizes some of the shards.
     """
     if scheme is None:
-        last = name.rpartition(".")[2]
-        if ROUTER.search(last):
+        if _names.is_router(name):
             return "it is a router"
-        return "it is read directly" if last in READ_DIRECTLY else "per-token"
+        is_read = name.rpartition(".")[2] in _names.READ_DIRECTLY
+        return "it is read directly" if is_read else "per-token"
     quantized = {scheme.quantizes(shard) for shard in shards}
     if len(quantized) > 1:
         raise ValueError(
@@ -36,6 +39,15 @@ def stored(scheme: Scheme | None, name: str, shards: Sequence[str]) -> Activatio
     if not quantized.pop():
         return "the checkpoint excludes it"
     return "a16" if scheme.activations == "a16" else "per-token"
+
+
+def stored_experts(scheme: Scheme | None, name: str) -> Activations | str:
+    """The same for experts, where the engine does not say what the checkpoint calls the layers of an expert.
+
+    The names of every family are looked up, as a checkpoint has those of one.
+    """
+    found = [stored(scheme, name, [f"{name}.0.{names.down}"]) for names in _names.EXPERTS]
+    return next((each for each in found if each not in SERVED), found[0])
 
 
 def has_input_scale(scheme: Scheme | None) -> bool:

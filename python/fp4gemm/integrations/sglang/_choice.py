@@ -11,6 +11,7 @@ from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.quantization.utils import is_layer_skipped
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
+from ... import _names
 from ...checkpoint.formats import Activations, FormatName
 from ..serving import own
 from ..serving.experts import ACTIVATIONS
@@ -97,10 +98,8 @@ def reason_against(layer: Any) -> str | None:
     return None
 
 
-def shards(config: Any, prefix: str, is_experts: bool) -> list[str]:
-    """The names in the checkpoint of the layers that SGLang fuses into a layer; of experts, one of them."""
-    if is_experts:
-        return [f"{prefix}.0.down_proj"]
+def shards(config: Any, prefix: str) -> list[str]:
+    """The names in the checkpoint of the layers that SGLang fuses into a linear layer."""
     base, dot, last = prefix.rpartition(".")
     return [base + dot + name for name in config.packed_modules_mapping.get(last, [last])]
 
@@ -109,7 +108,9 @@ def _of_own(config: Any, layer: Any, prefix: str, is_experts: bool) -> str:
     """ "per-token", "a16", or why the layer of a checkpoint of our own format, or in 16 bits, is SGLang's."""
     if not is_experts and not isinstance(layer, LinearBase):
         return "it is the output embedding"
-    return own.stored(config.scheme, prefix, shards(config, prefix, is_experts))
+    if is_experts:
+        return own.stored_experts(config.scheme, prefix)
+    return own.stored(config.scheme, prefix, shards(config, prefix))
 
 
 def _of_modelopt(config: Any, layer: Any, prefix: str, is_experts: bool) -> str:
@@ -135,10 +136,11 @@ def _of_compressed_tensors(config: Any, layer: Any, prefix: str, is_experts: boo
     """ "per-token", "a16", or why the layer of a checkpoint of compressed-tensors is SGLang's."""
     if is_experts:
         config._add_fused_moe_to_target_scheme_map()
-        found = [config.get_scheme_dict(layer, f"{prefix}.0.{each}_proj") for each in ("gate", "up", "down")]
-        if any(each != found[0] for each in found):
+        found = [_schemes(config, layer, prefix, names) for names in _names.EXPERTS]
+        if any(each != schemes[0] for schemes in found for each in schemes):
             return "its projections have several schemes"
-        scheme = found[0]
+        # The checkpoint has the names of one family, and may exclude them by name.
+        scheme = None if [None] * 3 in found else next((schemes[0] for schemes in found if schemes), None)
     else:
         try:
             scheme = config.get_scheme_dict(layer, prefix)
@@ -150,6 +152,14 @@ def _of_compressed_tensors(config: Any, layer: Any, prefix: str, is_experts: boo
     if config._is_fp4a4_nvfp4(*given):
         return "per-token"
     return "a16" if config._is_fp4a16_nvfp4(*given) else "its weights are not NVFP4"
+
+
+def _schemes(config: Any, layer: Any, prefix: str, names: _names.Projections) -> list[Any]:
+    """The schemes of gate, up and down under the names of a family; none if the config has no such target."""
+    try:
+        return [config.get_scheme_dict(layer, f"{prefix}.0.{child}") for child in names[:3]]
+    except ValueError:
+        return []
 
 
 _STORED: dict[FormatName, Callable[[Any, Any, str, bool], str]] = {

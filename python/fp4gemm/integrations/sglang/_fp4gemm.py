@@ -67,7 +67,7 @@ class Fp4GemmConfig(QuantizationConfig):
 
     def is_linear_unquantized(self, prefix: str) -> bool:
         """Whether SGLang runs a linear layer of this name; it asks before layers exist."""
-        return own.stored(self.scheme, prefix, shards(self, prefix, False)) not in ("per-token", "a16")
+        return own.stored(self.scheme, prefix, shards(self, prefix)) not in own.SERVED
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         return chosen("fp4gemm", _of_engine, self, layer, prefix)

@@ -7,7 +7,6 @@ out is looked up in a table: no name is matched by a pattern that might also mat
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
 
-from ... import nn
+from ... import _names, nn
 from ...checkpoint.formats import FormatName, StoredWeight
 from ...models import moe
 from ...nn._inputs import ActivationScaling
@@ -26,13 +25,8 @@ from ...nn.experts import StackedWeight
 from ...stacks import joined, stack
 from ._stored import StoredModule, refuse
 
-__all__ = ["EXPERT_NAMES", "Fill", "Plan", "make_plan", "swap"]
+__all__ = ["Fill", "Plan", "make_plan", "swap"]
 
-# The names of an expert's projections in checkpoints, and what they are.
-EXPERT_NAMES = {
-    "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down",
-}  # fmt: skip
-EXPERT = re.compile(rf"(.+)\.(\d+)\.({'|'.join(EXPERT_NAMES)})")
 ANCHOR = "weight_amax"  # the tensor of a module to whose name all of its stored tensors are collected
 
 
@@ -132,12 +126,13 @@ def make_plan(
         if name in found:
             problems += _add_linear(plan, name, found[name], stored)
             continue
-        match = EXPERT.fullmatch(name)
-        if match is not None:
-            down = rename_source_key(f"{match[1]}.down_proj", [], [], prefix, state)[0]
-            owner = down.removesuffix(".down_proj")
+        one = _names.expert_of(name)
+        role = None if one is None else _names.role_of(one[2])
+        if one is not None and role is not None:
+            down = rename_source_key(f"{one[0]}.{_names.STACKED.down}", [], [], prefix, state)[0]
+            owner = down.rpartition(".")[0]
             if owner in found:
-                experts.setdefault(owner, {})[int(match[2]), EXPERT_NAMES[match[3]]] = stored
+                experts.setdefault(owner, {})[one[1], role] = stored
                 continue
         plan.left.append(stored.name)
     for owner, members in experts.items():

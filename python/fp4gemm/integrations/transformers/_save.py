@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from ... import nn
+from ... import _names, nn
 from ...checkpoint.formats import FORMATS, FormatName, Scheme, StoredWeight
 from ...checkpoint.formats import Activations as SchemeActivations
 from ...containers.nvfp4 import NVFP4Tensor
@@ -25,7 +25,6 @@ from ...nn.gated import GatedMLP
 from ...nn.merged import MergedLinear, Part, rows_of
 from ...stacks import joined
 from ._config import Fp4GemmConfig
-from ._plan import EXPERT_NAMES
 
 __all__ = ["state_dict"]
 
@@ -124,7 +123,8 @@ def _weights(model: Any) -> Iterator[Weight]:
     merged = {id(module.merged) for module in modules.values() if isinstance(module, Part)}
     gated = {id(module.gate_up) for module in modules.values() if isinstance(module, GatedMLP)}
     gated |= {id(module.down) for module in modules.values() if isinstance(module, GatedMLP)}
-    names = _expert_names(model) if any(isinstance(m, nn.Experts) for m in modules.values()) else {}
+    has_experts = any(isinstance(module, nn.Experts) for module in modules.values())
+    names = _expert_names(model) if has_experts else _names.EXPERTS[0]
     for name, module in modules.items():
         if isinstance(module, Part):
             with materialized(module.merged):
@@ -159,7 +159,7 @@ def _of_gated(name: str, mlp: GatedMLP) -> Iterator[Weight]:
         yield f"{name}.{down_name}", mlp.down.weight, mlp.down.bias
 
 
-def _of_experts(name: str, experts: nn.Experts, names: dict[str, str]) -> Iterator[Weight]:
+def _of_experts(name: str, experts: nn.Experts, names: _names.Projections) -> Iterator[Weight]:
     is_gated = experts.w13.out_features == 2 * experts.intermediate
     with materialized(experts.w13), materialized(experts.w2):
         w13, w2 = experts.w13.weight, experts.w2.weight
@@ -168,18 +168,20 @@ def _of_experts(name: str, experts: nn.Experts, names: dict[str, str]) -> Iterat
             steps = (("gate", 0, 2), ("up", 1, 2)) if is_gated else (("up", 0, 1),)
             for role, start, step in steps:
                 rows = rows_of(first, range(start, first.shape[0], step))
-                yield f"{name}.{e}.{names[role]}", rows, None if bias is None else bias[start::step]
+                yield f"{name}.{e}.{getattr(names, role)}", rows, None if bias is None else bias[start::step]
             bias = None if experts.w2.bias is None else experts.w2.bias[e]
-            yield f"{name}.{e}.{names['down']}", w2[e], bias
+            yield f"{name}.{e}.{names.down}", w2[e], bias
 
 
-def _expert_names(model: Any) -> dict[str, str]:
-    """The names of the projections of an expert in the checkpoints of this model: w1, or gate_proj, ..."""
+def _expert_names(model: Any) -> _names.Projections:
+    """The names of the layers of an expert in the checkpoints of this model: w1, or gate_proj, ..."""
     patterns = " ".join(
-        pattern for entry in get_model_conversion_mapping(model) for pattern in entry.source_patterns
+        pattern.replace("\\", "")
+        for entry in get_model_conversion_mapping(model)
+        for pattern in entry.source_patterns
     )
-    short = ".w1.weight" in patterns or r".w1\.weight" in patterns
-    return {role: name for name, role in EXPERT_NAMES.items() if name.startswith("w") == short}
+    others = (names for names in _names.EXPERTS[1:] if f".{names.gate}.weight" in patterns)
+    return next(others, _names.EXPERTS[0])
 
 
 def _ignored(model: Any, format: FormatName) -> Iterator[str]:
