@@ -16,7 +16,7 @@ from checkpoints import save
 from fp4gemm import _names, training
 from fp4gemm.checkpoint import CheckpointError, Options, Plan, convert
 from fp4gemm.checkpoint.formats import Scheme
-from fp4gemm.checkpoint.inputs import Place, place_of
+from fp4gemm.checkpoint.calibration import Place, place_of
 from fp4gemm.integrations.serving import own
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python" / "fp4gemm"
