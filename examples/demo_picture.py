@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 
 # Okabe-Ito colours, which colour-blind readers can distinguish; the markers differ too.
 STYLES = {
-    "tensor": {"color": "#D55E00", "marker": "s", "label": "per tensor"},
-    "row": {"color": "#0072B2", "marker": "o", "label": "per token"},
+    "per-tensor": {"color": "#D55E00", "marker": "s", "label": "per tensor"},
+    "per-token": {"color": "#0072B2", "marker": "o", "label": "per token"},
 }
 SHORT_NAMES = {
     "attention.self.query": "query",
@@ -66,7 +66,7 @@ def _draw_layers(axes: Axes, results: Sequence[OutlierResult], shown: float) -> 
             marker=style["marker"],
             # The two lines without outliers coincide: the hollow marker of one surrounds that of the other.
             markerfacecolor="none" if is_plain else style["color"],
-            markersize=9 if is_plain and result.scaling == "tensor" else 5,
+            markersize=9 if is_plain and result.scaling == "per-tensor" else 5,
             linewidth=1.0,
             linestyle=":" if is_plain else "-",
             label=f"{style['label']}, "
@@ -88,7 +88,7 @@ def _draw_layers(axes: Axes, results: Sequence[OutlierResult], shown: float) -> 
     axes.set_xticks(range(len(names)), [short for _, short in names], rotation=90, fontsize=8)
     axes.set_xlim(-0.6, len(names) - 0.4)
     _error_axis(axes)
-    blue = [result.layer_errors for result in results if result.scaling == "row"]
+    blue = [result.layer_errors for result in results if result.scaling == "per-token"]
     same = all(errors == blue[0] for errors in blue)
     title = "the two blue lines coincide: per token, outliers change nothing" if same else None
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, frameon=False, title=title)

@@ -53,7 +53,7 @@ def _calls(harness: Harness) -> dict[str, Call]:
     rows = fp4gemm.quantize(x, offs=offs)
     out = torch.empty(m, n, device=harness.device, dtype=torch.bfloat16)
     ours = fp4gemm.nn.Linear.from_float(layer)
-    plain = fp4gemm.nn.Linear.from_float(layer, activation_scaling="none")
+    plain = fp4gemm.nn.Linear.from_float(layer, activations="a16")
     made: dict[str, Call] = {
         "mm": lambda: fp4gemm.mm(a, b),
         "mm, out given": lambda: fp4gemm.mm(a, b, out=out),

@@ -24,10 +24,10 @@ from ..measure.contest import BASELINE, BITS, OURS, ROUNDING, UNCHECKED, Check, 
 from ..measure.harness import Harness
 from ..measure.library import (
     ActivationName,
-    Activations,
     Call,
     OperandParts,
     Product,
+    StoredActivations,
     products,
     serving_weights,
 )
@@ -43,7 +43,7 @@ from . import layer
 from .products import TORCH, key, start
 
 HUMMING = "humming"
-OUR_NAMES: dict[Activations, str] = {"per-token": "fp4gemm W4A4", "a16": "fp4gemm W4A16"}
+OUR_NAMES: dict[StoredActivations, str] = {"per-token": "fp4gemm W4A4", "a16": "fp4gemm W4A16"}
 DEFAULT_MODELS = ("llama-3.1-8b", "qwen3-30b")
 M = (1, 16, 64, 256, 4096)  # tokens of steps of decode, and of a prefill
 QUICK_M = (1, 64, 4096)
@@ -101,7 +101,7 @@ class Served(Weights):
     def _held(self) -> dict[str, list[OperandParts]]:
         return {}
 
-    def held(self, activations: Activations) -> list[OperandParts]:
+    def held(self, activations: StoredActivations) -> list[OperandParts]:
         """The weights for such inputs; W4A4 and W4A16 share them where both read one form."""
         form = products.formats(self.harness.device, activations)[1]
         if form not in self._held:
@@ -130,7 +130,7 @@ def _linear(harness: Harness, one: Layer, m: int, humming: Humming | None) -> It
 class Linear(layer.Contenders):
     """Adds the contenders of a linear layer to a contest."""
 
-    def served(self, name: str, weights: Served, activations: Activations) -> None:
+    def served(self, name: str, weights: Served, activations: StoredActivations) -> None:
         """The operator that a linear method of the plug-ins calls."""
 
         def make() -> tuple[Contender, Check]:
@@ -164,7 +164,7 @@ class Linear(layer.Contenders):
         self.made.enter(HUMMING, Contender(baseline, work, BASELINE, None, UNCHECKED, note))
 
 
-def _product(activations: Activations, x: Tensor, held: OperandParts) -> Tensor:
+def _product(activations: StoredActivations, x: Tensor, held: OperandParts) -> Tensor:
     return products.linear(x, held, activations)
 
 
@@ -232,7 +232,7 @@ class Mixture:
         read = sum(stacks) // self.e.num_experts * self.active
         return Work(flop, read + 2 * self.x.nbytes, unit)
 
-    def served(self, name: str, activations: Activations) -> None:
+    def served(self, name: str, activations: StoredActivations) -> None:
         """The operator that a method of experts of the plug-ins calls."""
 
         def make() -> tuple[Contender, Check]:

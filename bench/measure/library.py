@@ -14,7 +14,6 @@ import fp4gemm
 import torch
 from fp4gemm import _native, kernel_table, selection, support
 from fp4gemm.activations import ActivationName
-from fp4gemm.checkpoint.formats import Activations
 from fp4gemm.device.products import Product, error_line, gaussian_weights, occupied_groups
 from fp4gemm.device.products import difference as product_difference
 from fp4gemm.device.timing import (
@@ -33,17 +32,18 @@ from fp4gemm.kernel_table import KernelInfo
 from fp4gemm.ops import options as _options
 from fp4gemm.ops.options import SIGNS
 from fp4gemm.ops.parts import OperandParts
+from fp4gemm.recipe import StoredActivations
 from fp4gemm.training import _copies as training_copies
 
 __all__ = [
     "MIN_CALLS",
     "SIGNS",
     "ActivationName",
-    "Activations",
     "Call",
     "KernelInfo",
     "OperandParts",
     "Product",
+    "StoredActivations",
     "Timing",
     "calls_for",
     "capture",

@@ -23,9 +23,9 @@ from .shapes import Shape
 
 DTYPE = torch.bfloat16
 FLOAT, MERGED = "bf16", "bf16 merged"
-ActivationScaling = Literal["row", "none"]
-# The models in NVFP4 by name, with the activation_scaling of quantize_model.
-QUANTIZED: dict[str, ActivationScaling] = {"fp4gemm W4A4": "row", "fp4gemm W4A16": "none"}
+LayerActivations = Literal["per-token", "a16"]
+# The models in NVFP4 by name, with the activations of quantize_model.
+QUANTIZED: dict[str, LayerActivations] = {"fp4gemm W4A4": "per-token", "fp4gemm W4A16": "a16"}
 VARIANTS = (FLOAT, MERGED, *QUANTIZED)
 
 
@@ -121,14 +121,14 @@ def build(shape: Shape, num_layers: int, wanted: Sequence[str], device: torch.de
             if name not in QUANTIZED:
                 found.append(DecoderLayer(shape, weights, is_merged=name == MERGED))
                 continue
-            layer = DecoderLayer(shape, weights, is_fusable=QUANTIZED[name] != "none")
+            layer = DecoderLayer(shape, weights, is_fusable=QUANTIZED[name] != "a16")
             reports: list[QuantizeReport] = []
             scaling = QUANTIZED[name]
             _quantize_experts(layer, scaling)
             found.append(
                 fp4gemm.models.quantize_model(
                     layer,
-                    activation_scaling=scaling,
+                    activations=scaling,
                     method="round",  # as the emulation; the speed does not depend on it
                     fuse="auto",
                     report=reports.append,
@@ -136,12 +136,12 @@ def build(shape: Shape, num_layers: int, wanted: Sequence[str], device: torch.de
             )
             if index == 0:
                 reported[name] = reports[0]
-                emulations[name] = emulated(shape, weights, scaling != "none", found[0])
+                emulations[name] = emulated(shape, weights, scaling != "a16", found[0])
     models = {name: CausalLM(shape, ends, found) for name, found in layers.items()}
     return Variants(shape, ends, models, plain, emulations, reported)
 
 
-def _quantize_experts(layer: DecoderLayer, scaling: ActivationScaling) -> None:
+def _quantize_experts(layer: DecoderLayer, scaling: LayerActivations) -> None:
     """Replaces the experts of a layer, as quantize_model does it where transformers defines them."""
     experts = getattr(layer.mlp, "experts", None)
     activation: ActivationName = "swiglu_oai" if isinstance(experts, OssExperts) else "swiglu"
@@ -154,7 +154,8 @@ def _quantize_experts(layer: DecoderLayer, scaling: ActivationScaling) -> None:
             layout="halves" if experts.is_concatenated else "interleaved",
             is_transposed=experts.is_transposed,
             activation=activation,
-            activation_scaling=scaling,
+            activations=scaling,
+            method="round",
         )
 
 

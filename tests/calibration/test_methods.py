@@ -112,16 +112,14 @@ def test_blocks_in_sequence(model: Model) -> None:
 def test_from_float() -> None:
     linear = torch.nn.Linear(64, 32)
     for method, options in (("search", {"scale_search": "mse"}), ("four-over-six", {"four_over_six": "mse"})):
-        layer = nn.Linear.from_float(linear, weight_method=method)
+        layer = nn.Linear.from_float(linear, method=method)
         assert same_bits(layer.weight_codes, fp4gemm.quantize(linear.weight.detach(), **options).codes)
         w13, w2 = torch.randn(2, 128, 32), torch.randn(2, 32, 64)
-        experts = nn.Experts.from_float(w13, w2, weight_method=method)
+        experts = nn.Experts.from_float(w13, w2, method=method)
         assert same_bits(experts.w2.weight_codes, fp4gemm.quantize(w2, **options).codes)
-    for make in (lambda m: nn.Linear.from_float(linear, weight_method=m),
-                 lambda m: nn.Experts.from_float(w13, w2, weight_method=m)):  # fmt: skip
-        with pytest.raises(
-            ValueError, match="weight_method: got 'gptq', must be 'round', 'four-over-six' or"
-        ):
+    for make in (lambda m: nn.Linear.from_float(linear, method=m),
+                 lambda m: nn.Experts.from_float(w13, w2, method=m)):  # fmt: skip
+        with pytest.raises(ValueError, match="method: got 'gptq', must be 'round', 'four-over-six' or"):
             make("gptq")
 
 
@@ -166,7 +164,7 @@ S = Statistics({"0": InputStatistics(torch.tensor(1), torch.ones(32))})
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "method": ({"method": "awq"}, ValueError, "method: got 'awq', must be 'round', 'four-over-six'"),
     "method-type": ({"method": 1}, TypeError, "method: got 1 (int), must be 'round'"),
-    "gptq": ({"method": "gptq"}, ValueError, "method: got 'gptq', must be another without calibration"),
+    "gptq": ({"method": "gptq"}, ValueError, "method: got 'gptq' without calibration, must be another"),
     "gptq-moments": (
         {"method": "gptq", "calibration": S}, ValueError, "must be another for statistics without second",
     ),

@@ -129,7 +129,7 @@ def test_formats_and_numerics(source: Path, tmp_path: Path, format: str, numeric
     [
         (Options(method="round"), "448"),
         (Options(four_over_six="mse"), "e4m3_max"),
-        (Options(format="fp4gemm", scaling="row"), "row"),
+        (Options(format="fp4gemm", weight_scaling="row"), "row"),
         (Options(activations="per-token"), "input_scale"),
     ],
     ids=["round", "four-over-six", "row", "per-token"],
@@ -263,7 +263,11 @@ def test_translation_there_and_back(source: Path, tmp_path: Path, target: str, a
     assert report.bytes_before == sum(tensor.nbytes for tensor in load(tmp_path / "there").values())
     assert report.bytes_after == sum(tensor.nbytes for tensor in load(first).values())
     direct = tmp_path / "direct"
-    convert(source, direct, Options(format=target, activations=activations, kv_scales=scales))  # type: ignore[arg-type]
+    convert(
+        source,
+        direct,
+        Options(format=target, weight_scaling="tensor", activations=activations, kv_scales=scales),
+    )  # type: ignore[arg-type]
     for a, b in ((first, tmp_path / "back"), (direct, tmp_path / "there")):
         old, new = contents(a), contents(b)
         del old[STATE], new[STATE]

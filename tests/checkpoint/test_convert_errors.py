@@ -199,9 +199,13 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "got 1 and 1, must be at most 1, the layers",
     ),
     "format": ({"format": "gguf"}, ValueError, "format: got 'gguf', must be 'modelopt'"),
-    "row": ({"scaling": "row"}, ValueError, "scaling: got 'row' with the format 'modelopt', which holds"),
+    "row": (
+        {"weight_scaling": "row"},
+        ValueError,
+        "weight_scaling: got 'row' with the format 'modelopt', which holds",
+    ),
     "row-of-others": (
-        {"scaling": "row", "format": "fp4gemm", "numerics": "modelopt"},
+        {"weight_scaling": "row", "format": "fp4gemm", "numerics": "modelopt"},
         ValueError,
         "scaling: got 'row', must be 'tensor' with numerics 'modelopt'",
     ),
@@ -318,7 +322,7 @@ def test_translations_that_are_refused(tmp_path: Path) -> None:
         Translation("modelopt", "modelopt")
     with pytest.raises(CheckpointError, match="src: is a float checkpoint, must be in the modelopt format"):
         plan_conversion(source, Translation("modelopt", "fp4gemm"))
-    convert(source, tmp_path / "rows", Options(format="fp4gemm", scaling="row"))
+    convert(source, tmp_path / "rows", Options(format="fp4gemm", weight_scaling="row"))
     with pytest.raises(
         CheckpointError, match="rows: has an amax for each row, which only the fp4gemm format holds"
     ):

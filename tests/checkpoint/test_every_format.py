@@ -159,7 +159,7 @@ MODELS = {
 def test_a_conversion_and_translations_of_every_format(format: Format, case: str, tmp_path: Path) -> None:
     """Checkpoints that are converted, and translated to every other format and back with the same bytes."""
     model, more = MODELS[case]
-    options = Options(format=format.name, **more)  # type: ignore[arg-type]
+    options = Options(format=format.name, weight_scaling="tensor", **more)  # type: ignore[arg-type]
     folder = tmp_path / "dst"
     convert(save(tmp_path / "src", model), folder, options, device="cpu", verify=True)
     config = json.loads((folder / "config.json").read_text())

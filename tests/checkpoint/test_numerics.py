@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import fp4gemm
 import numpy as np
 import pytest
 import torch
 from fp4gemm.checkpoint.formats import FORMATS, FormatName, StoredWeight
-from fp4gemm.checkpoint.numerics import WeightOptions, packed_codes, quantize_set
+from fp4gemm.checkpoint.numerics import packed_codes, quantize_set
+from fp4gemm.recipe import Recipe
 from fp4gemm.reference.formats import encode_e2m1, pack
 from helpers import FLOATS, TIES, assert_bits, short
 from model_checkpoint import KINDS, llmcompressor, modelopt, weight
@@ -19,8 +21,12 @@ from torch import Tensor
 PRODUCERS = {"modelopt": (modelopt, "modelopt"), "llmcompressor": (llmcompressor, "compressed-tensors")}
 
 
-def stored(w: Tensor, options: WeightOptions, format: FormatName) -> StoredWeight:
-    return quantize_set({"w": w}, options, format=format)["w"]
+def stored(w: Tensor, recipe: Recipe, format: FormatName) -> StoredWeight:
+    return quantize_set({"w": w}, recipe, format=format)["w"]
+
+
+def rounded(numerics: Any) -> Recipe:
+    return Recipe(numerics=numerics, method="round", weight_scaling="tensor")
 
 
 def scale_bytes(s: StoredWeight) -> np.ndarray:
@@ -35,7 +41,7 @@ def test_the_second_implementation_gives_the_same_bits(
 ) -> None:
     model, format = PRODUCERS[numerics]
     w = weight(kind, dtype, seed=1)
-    got = stored(w.to(device), WeightOptions(numerics), format)
+    got = stored(w.to(device), rounded(numerics), format)
     codes, scales, outer = model(w, w.float().abs().max().item())
     assert np.array_equal(got.outer.cpu().numpy(), outer)
     assert np.array_equal(scale_bytes(got), scales)
@@ -49,7 +55,7 @@ def test_the_producers_themselves_gave_the_same_bits(numerics: str) -> None:
     format = PRODUCERS[numerics][1]
     got = {}
     for name, w in cases().items():
-        s = stored(w, WeightOptions(numerics), format)
+        s = stored(w, rounded(numerics), format)
         got[name] = digest(s.codes, s.block_scales, s.outer)
     assert got == want
 
@@ -59,7 +65,7 @@ def test_a_set_shares_one_amax(numerics: str, device: torch.device) -> None:
     """The bits of the second weight are those with the amax of the first, which is larger."""
     first, second = weight("normal", torch.bfloat16, 1), weight("small", torch.bfloat16, 2, (16, 160))
     names = {"q": first.to(device), "k": second.to(device)}
-    got = quantize_set(names, WeightOptions(numerics), format="modelopt")
+    got = quantize_set(names, rounded(numerics), format="modelopt")
     assert_bits(got["q"].outer, got["k"].outer, "outer")
     amax = first.float().abs().max()
     if numerics == "te":
@@ -69,7 +75,7 @@ def test_a_set_shares_one_amax(numerics: str, device: torch.device) -> None:
         codes, scales, _ = PRODUCERS[numerics][0](second, amax.item())
     assert np.array_equal(got["k"].codes.cpu().numpy(), codes)
     assert np.array_equal(scale_bytes(got["k"]), scales)
-    alone = quantize_set(names, WeightOptions(numerics), format="modelopt", shared_amax=False)
+    alone = quantize_set(names, rounded(numerics), format="modelopt", shared_amax=False)
     assert_bits(alone["q"].codes, got["q"].codes, "codes of q")
     assert float(alone["k"].outer) < float(got["k"].outer) / 1000
 
@@ -81,17 +87,17 @@ def test_te_gives_the_operand_of_quantize(
 ) -> None:
     """Bit for bit also after it was stored, in every format; a loader that multiplies gets its values."""
     w = weight("normal", torch.bfloat16, 3).to(device)
-    options = WeightOptions(four_over_six=four_over_six)
+    recipe = Recipe(four_over_six=four_over_six, weight_scaling="tensor")
     adaptive = None if four_over_six == "none" else four_over_six
     want = fp4gemm.quantize(w, scaling="tensor", four_over_six=adaptive)
-    kept = stored(w, options, format)
+    kept = stored(w, recipe, format)
     got = kept.to_nvfp4()
-    assert got.e4m3_max == want.e4m3_max == options.e4m3_max
+    assert got.e4m3_max == want.e4m3_max == recipe.e4m3_max
     for part in ("codes", "scales", "amax"):
         assert_bits(getattr(got, part), getattr(want, part), part)
     outer = kept.outer.double() if format != "compressed-tensors" else 1 / kept.outer.double()
     if format == "fp4gemm":
-        outer = outer / (6 * options.e4m3_max)
+        outer = outer / (6 * recipe.e4m3_max)
     product = fp4gemm.decode(want).data.double() * outer
     assert torch.allclose(product, want.dequantize(torch.float32).double(), rtol=2.0**-22, atol=0)
     loaded = StoredWeight(kept.codes, kept.block_scales, kept.outer, format)  # as a loader that knows no 256
@@ -101,7 +107,7 @@ def test_te_gives_the_operand_of_quantize(
 
 def test_te_rows(device: torch.device) -> None:
     w = weight("normal", torch.float16, 4).to(device)
-    got = stored(w, WeightOptions(scaling="row"), "fp4gemm").to_nvfp4()
+    got = stored(w, Recipe(method="round"), "fp4gemm").to_nvfp4()
     want = fp4gemm.quantize(w)
     for part in ("codes", "scales", "amax"):
         assert_bits(getattr(got, part), getattr(want, part), part)
@@ -111,7 +117,7 @@ def test_te_rows(device: torch.device) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_all_zero_weight_is_zero(format: FormatName, numerics: str) -> None:
     w = torch.zeros(16, 32, dtype=torch.bfloat16)
-    got = stored(w, WeightOptions(numerics), format)
+    got = stored(w, rounded(numerics), format)
     assert not bool(got.codes.any())
     assert bool(got.block_scales.float().isfinite().all())
     assert bool(got.outer.isfinite().all())
@@ -121,9 +127,9 @@ def test_an_all_zero_weight_is_zero(format: FormatName, numerics: str) -> None:
 def test_the_bits_do_not_depend_on_chunks_or_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     w = weight("heavy", torch.bfloat16, 5)
     for numerics, (_, format) in PRODUCERS.items():
-        want = stored(w, WeightOptions(numerics), format)
+        want = stored(w, rounded(numerics), format)
         monkeypatch.setattr("fp4gemm.checkpoint.numerics._CHUNK_ELEMS", 160 * 7)
-        got = stored(w.t().contiguous().t(), WeightOptions(numerics), format)
+        got = stored(w.t().contiguous().t(), rounded(numerics), format)
         for part in ("codes", "block_scales", "outer"):
             assert_bits(getattr(got, part), getattr(want, part), part)
 
@@ -163,17 +169,21 @@ BAD_WEIGHTS = {
 def test_a_bad_weight_is_named(numerics: str, case: str) -> None:
     w, error, message = BAD_WEIGHTS[case]
     with pytest.raises(error, match=message):
-        quantize_set({"k": BAD.bfloat16(), "q": w}, WeightOptions(numerics), format="modelopt")
+        quantize_set({"k": BAD.bfloat16(), "q": w}, rounded(numerics), format="modelopt")
 
 
 def test_options_that_exclude_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^four_over_six: got 'mse', must be 'none' with numerics"):
-        WeightOptions("modelopt", four_over_six="mse")
-    with pytest.raises(ValueError, match=r"^scaling: got 'row', must be 'tensor' with numerics 'llmcomp"):
-        WeightOptions("llmcompressor", scaling="row")
+        Recipe(numerics="modelopt", four_over_six="mse")
+    with pytest.raises(
+        ValueError, match=r"^weight_scaling: got 'row', must be 'tensor' with numerics 'llmcomp"
+    ):
+        Recipe(numerics="llmcompressor", weight_scaling="row")
     with pytest.raises(ValueError, match=r"^numerics: got 'quark'"):
-        WeightOptions("quark")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^scaling: got 'row', must be 'tensor' for the modelopt format$"):
-        quantize_set({"w": BAD}, WeightOptions(scaling="row"), format="modelopt")
+        Recipe(numerics="quark")  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"^weight_scaling: got 'row', must be 'tensor' for the modelopt format$"
+    ):
+        quantize_set({"w": BAD}, Recipe(weight_scaling="row"), format="modelopt")
     with pytest.raises(ValueError, match=r"^format: got 'awq'"):
         quantize_set({"w": BAD}, format="awq")  # type: ignore[arg-type]

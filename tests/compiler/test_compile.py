@@ -141,10 +141,10 @@ def test_the_cache_of_compiled_graphs_knows_the_operators(
     source = tmp_path / "operators.py"
     source.write_text("a fake implementation of another version")
     monkeypatch.setattr(operators, "__file__", str(source))
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "")
-    operators._tag_compiled_graphs()
-    assert torch.compiler.config.cache_key_tag != tag
-    assert hits() == 0
+    with torch.compiler.config.patch(cache_key_tag=""):
+        operators._tag_compiled_graphs()
+        assert torch.compiler.config.cache_key_tag != tag
+        assert hits() == 0
 
 
 def test_equal_options_make_equal_passes() -> None:

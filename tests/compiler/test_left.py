@@ -157,10 +157,10 @@ def _assert_same(got: Any, want: Any) -> None:
         _assert_same(a, b)
 
 
-@pytest.mark.parametrize("scaling", ["tensor", "none"])
+@pytest.mark.parametrize("scaling", ["per-tensor", "a16"])
 def test_layers_without_an_amax_for_each_token(scaling: str, gen: torch.Generator) -> None:
     """The producers give each row an amax, so a layer that has none keeps its norm, for all readers."""
-    one, other = linear(WIDE), linear(K, activation_scaling=scaling)
+    one, other = linear(WIDE), linear(K, activations=scaling)
     x, weight = torch.randn(2, 3, K, generator=gen).bfloat16(), torch.randn(K, generator=gen).bfloat16()
 
     def model(x: Tensor, weight: Tensor) -> Any:

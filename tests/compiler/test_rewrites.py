@@ -38,14 +38,12 @@ def rows(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("dtype", "leading"), [*zip((*HALVES, torch.float32), LEADING, strict=True)], ids=["bf16", "fp16", "fp32"]
 )
-@pytest.mark.parametrize("scaling", ["row", "tensor"])
+@pytest.mark.parametrize("scaling", ["per-token", "per-tensor"])
 @pytest.mark.parametrize("prepacked", [False, True], ids=["codes", "prepacked"])
 def test_layers_of_one_input_share_its_quantization(
     prepacked: bool, scaling: str, dtype: torch.dtype, leading: tuple[int, ...], gen: torch.Generator
 ) -> None:
-    layers = [
-        linear(n, prepacked=prepacked, activation_scaling=scaling, bias=n == 40) for n in (WIDE, 32, 40)
-    ]
+    layers = [linear(n, prepacked=prepacked, activations=scaling, bias=n == 40) for n in (WIDE, 32, 40)]
     x = tokens(gen, *leading, dtype=dtype)
     result = fused(lambda x: [layer(x) for layer in layers], x, exact=True)
     quantizer = "quantize_decoded" if prepacked else "quantize"
@@ -135,16 +133,16 @@ def test_silu_and_mul(
 @pytest.mark.parametrize(
     ("scaling", "dtype", "leading"),
     [
-        ("row", torch.bfloat16, (5,)),
-        ("row", torch.float16, (2, 3)),
-        ("row", torch.float32, (2, 1, 3)),
-        ("tensor", torch.float32, (2, 3)),
-        ("none", torch.bfloat16, (2, 3)),
+        ("per-token", torch.bfloat16, (5,)),
+        ("per-token", torch.float16, (2, 3)),
+        ("per-token", torch.float32, (2, 1, 3)),
+        ("per-tensor", torch.float32, (2, 3)),
+        ("a16", torch.bfloat16, (2, 3)),
     ],
     ids=["bf16", "fp16", "fp32", "tensor-fp32", "none-bf16"],
 )
 def test_addend(scaling: str, dtype: torch.dtype, leading: tuple[int, ...], gen: torch.Generator) -> None:
-    layer = linear(WIDE, bias=True, activation_scaling=scaling)
+    layer = linear(WIDE, bias=True, activations=scaling)
     x, c = tokens(gen, *leading, dtype=dtype), tokens(gen, *leading, dtype=dtype, k=WIDE)
 
     def model(x: Tensor, c: Tensor) -> Tensor:
@@ -154,7 +152,8 @@ def test_addend(scaling: str, dtype: torch.dtype, leading: tuple[int, ...], gen:
     assert result.counts == {"linear": 1}
     assert result.report.counts == {"addend": 1}
     assert not result.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
-    a = rows(x) if scaling == "none" else fp4gemm.quantize(rows(x), scaling=scaling)
+    how = {"per-token": "row", "per-tensor": "tensor"}.get(scaling)
+    a = rows(x) if how is None else fp4gemm.quantize(rows(x), scaling=how)
     assert_bits(result.value, product(a, layer, x, c=c))
     # Nothing is rounded ahead of the sum where the result is float32, so the bits are those of eager mode.
     exact = fused(model, x, c, exact=True)

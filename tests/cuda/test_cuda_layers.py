@@ -13,10 +13,10 @@ from nn_helpers import float_linear, same_bits, same_state
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("activations", ["row", "tensor", "none"])
+@pytest.mark.parametrize("activations", ["per-token", "per-tensor", "a16"])
 def test_the_first_forward_prepacks(activations: str, hopper: torch.device, gen: torch.Generator) -> None:
     linear = float_linear(192, 136)
-    here = nn.Linear.from_float(linear, activation_scaling=activations)
+    here = nn.Linear.from_float(linear, activations=activations)
     layer = copy.deepcopy(here).to(hopper)
     x = make("integers", 33, 192, torch.bfloat16, gen)
     want = here(x)
@@ -37,7 +37,7 @@ def test_the_first_forward_prepacks(activations: str, hopper: torch.device, gen:
 
 def test_a_float32_input_that_is_not_quantized(hopper: torch.device, gen: torch.Generator) -> None:
     """The layer rounds it to bfloat16, as on the CPU, and returns float32."""
-    here = nn.Linear.from_float(float_linear(192, 136), activation_scaling="none")
+    here = nn.Linear.from_float(float_linear(192, 136), activations="a16")
     layer, x = copy.deepcopy(here).to(hopper), make("integers", 33, 192, torch.float32, gen)
     for _ in range(2):
         y = layer(x.to(hopper)).cpu()

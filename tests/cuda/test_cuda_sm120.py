@@ -68,7 +68,7 @@ def test_a_layer_of_unquantized_tokens_prepacks(sm120: torch.device, gen: torch.
     x = make("normal", 3, 512, torch.bfloat16, gen).to(sm120)
     linear = torch.nn.Linear(512, 256, bias=False, dtype=torch.bfloat16, device=sm120)
     linear.weight.data.copy_(weight)
-    for scaling, is_prepacked in (("none", True), ("row", False)):
-        layer = fp4gemm.nn.Linear.from_float(linear, activation_scaling=scaling)
+    for scaling, is_prepacked in (("a16", True), ("per-token", False)):
+        layer = fp4gemm.nn.Linear.from_float(linear, activations=scaling)
         layer(x)
         assert (getattr(layer, "weight_prepacked", None) is not None) == is_prepacked

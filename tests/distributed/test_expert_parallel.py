@@ -157,7 +157,7 @@ ERRORS = {
     "copy": "nothing was raised",
     "ep": "TypeError: ep: got 4 (int), must be an fp4gemm.distributed.ExpertParallel or None",
     "local": "ValueError: w13: the number of experts: is 16, must be 4, num_local_experts of ep",
-    "w4a16": "NotImplementedError: activation_scaling: got 'none', must be 'row' with ep, whose tokens",
+    "w4a16": "NotImplementedError: activations: got 'a16', must be 'per-token' with ep, whose tokens",
     "global": "ValueError: num_experts: is 4, must be 16, num_experts of ep",
     "hidden": "ValueError: hidden: is 128, must be 64, hidden of ep",
     "new": "(16, (4, 192, 32))",

@@ -140,7 +140,7 @@ def test_experts_of_a_rank(rank: int, format: str, activations: str) -> None:
     wanted = fp4gemm.nn.Experts.from_quantized(
         fp4gemm.stack([fp4gemm.concat([each["w1"], each["w3"]]) for each in halves]),
         fp4gemm.stack([each["w2"] for each in halves]),
-        activation_scaling="none" if activations == "a16" else "row",
+        activations="a16" if activations == "a16" else "per-token",
     )
     for m in M:
         x = _x(m, K)
@@ -162,5 +162,5 @@ def test_16_bit_weights_become_nvfp4_after_loading(rank: int) -> None:
     layer.quant_method.process_weights_after_loading(layer)
     plain = nn.Linear(K, 256, bias=False, dtype=torch.bfloat16)
     plain.weight.data = torch.cat([w.chunk(2)[rank] for w in floats])
-    wanted = fp4gemm.nn.Linear.from_float(plain, weight_method="four-over-six")
+    wanted = fp4gemm.nn.Linear.from_float(plain, method="four-over-six")
     assert torch.equal(layer(_x(16, K))[0], wanted(_x(16, K)))

@@ -108,7 +108,9 @@ def test_a_16_bit_checkpoint_is_quantized_while_it_is_loaded(tmp_path: Path, nam
 def test_our_own_format_is_served(tmp_path: Path) -> None:
     """quant_method fp4gemm, an amax for each row of each weight."""
     source = _float("llama", tmp_path / "float", 0)
-    folder = _converted(source, "--format", "fp4gemm", "--scaling", "row", "--activations", "per-token")
+    folder = _converted(
+        source, "--format", "fp4gemm", "--weight-scaling", "row", "--activations", "per-token"
+    )
     found = _engine(tmp_path, model=str(folder))
     assert found["first"]["different"] == 0
     assert found["first"]["equal"] == 8 * STEPS

@@ -183,7 +183,7 @@ def _module(experts: list[dict[str, fp4gemm.NVFP4Tensor]], activations: str) -> 
     return fp4gemm.nn.Experts.from_quantized(
         fp4gemm.stack([fp4gemm.concat([each["w1"], each["w3"]]) for each in experts]),
         fp4gemm.stack([each["w2"] for each in experts]),
-        activation_scaling="none" if activations == "a16" else "row",
+        activations="a16" if activations == "a16" else "per-token",
     ).to(DEVICE)
 
 
@@ -286,6 +286,6 @@ def test_16_bit_weights_become_nvfp4_while_they_are_loaded(alone: None, seed: in
     assert layer.weight.dtype is torch.uint8
     float_layer = nn.Linear(K, 2 * N, bias=False, dtype=torch.bfloat16, device=DEVICE)
     float_layer.weight.data = torch.cat(floats)
-    wanted = fp4gemm.nn.Linear.from_float(float_layer, weight_method="four-over-six")
+    wanted = fp4gemm.nn.Linear.from_float(float_layer, method="four-over-six")
     for m in M:
         _same(layer(_x(m, K))[0], wanted(_x(m, K)))

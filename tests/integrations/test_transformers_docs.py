@@ -32,7 +32,7 @@ def test_the_snippets_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyP
         exec(block.replace('device_map="cuda"', 'device_map="cpu"'), names)
     saved = load(tmp_path / "Qwen3-30B-NVFP4").model.layers[0]
     assert type(saved.mlp.experts) is nn.Experts
-    assert saved.self_attn.q_proj.activation_scaling == "none"
+    assert saved.self_attn.q_proj.activations == "a16"
 
 
 def test_the_snippet_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

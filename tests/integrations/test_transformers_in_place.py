@@ -52,23 +52,23 @@ def test_the_loaded_model_has_the_same_bits(name: str, fuse: Any, tmp_path: Path
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("weight_scaling", ["row", "tensor"])
-@pytest.mark.parametrize("activation_scaling", ["row", "tensor", "none"])
+@pytest.mark.parametrize("activations", ["per-token", "per-tensor", "a16"])
 def test_options_are_carried(
-    activation_scaling: str, weight_scaling: str, dtype: torch.dtype, tmp_path: Path
+    activations: str, weight_scaling: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"activation_scaling": activation_scaling, "weight_scaling": weight_scaling}
+    options: dict[str, Any] = {"activations": activations, "weight_scaling": weight_scaling}
     model = made("llama", dtype, **options)
     model.save_pretrained(tmp_path)
     again = load(tmp_path, dtype="auto")
     layer = again.model.layers[1].self_attn.o_proj
-    assert (layer.activation_scaling, layer.weight_scaling) == (activation_scaling, weight_scaling)
+    assert (layer.activations, layer.weight_scaling) == (activations, weight_scaling)
     assert logits(again).dtype is dtype
     assert torch.equal(logits(again), logits(model))
 
 
 @pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "fp4gemm"])
 def test_other_formats_carry_what_was_fused_too(format: Any, tmp_path: Path) -> None:
-    model = made("llama", weight_scaling="tensor", activation_scaling="tensor", fuse="auto")
+    model = made("llama", weight_scaling="tensor", activations="per-tensor", fuse="auto")
     integration.save_pretrained(model, tmp_path, format=format)
     producer = read(tmp_path)[1]["quantization_config"]["producer"]
     assert producer["fused"] == {"merged": 2, "gated": 2, "residual": 2}
@@ -78,7 +78,7 @@ def test_other_formats_carry_what_was_fused_too(format: Any, tmp_path: Path) -> 
     assert torch.equal(logits(again), logits(model))
     plain = load(tmp_path, quantization_config=integration.Fp4GemmConfig(fuse="none"))
     assert isinstance(plain.model.layers[0].mlp.gate_proj, nn.Linear)
-    assert plain.model.layers[0].mlp.gate_proj.activation_scaling == "tensor"
+    assert plain.model.layers[0].mlp.gate_proj.activations == "per-tensor"
 
 
 def test_the_format_by_default(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_other_fused_blocks_than_in_the_saved_model_are_told(
     [
         ("fused", "auto", r"fused of producer is 'auto' \(str\), must be an object of numbers"),
         ("fused", {"gated": "2"}, r"fused of producer is {'gated': '2'} \(dict\), must be an object of numb"),
-        ("activation_scaling", "block", r"activation_scaling of producer: got 'block', must be 'row', 'ten"),
+        ("activation_scaling", "block", r"activation_scaling of producer: got 'block', must be 'te"),
     ],
 )
 def test_bad_options_in_a_config(key: str, value: Any, message: str) -> None:

@@ -54,10 +54,10 @@ def test_logits_equal_those_of_the_model_quantized_in_place(
 @pytest.mark.parametrize("format", FORMAT_NAMES)
 def test_w4a16(format: FormatName, tmp_path: Path) -> None:
     model = load(write_nvfp4(float_model("qwen3-moe"), tmp_path, format, "a16"))
-    assert model.model.layers[0].self_attn.q_proj.activation_scaling == "none"
-    assert model.model.layers[0].mlp.experts.activation_scaling == "none"
-    assert torch.equal(logits(model), logits(in_place("qwen3-moe", "none")))
-    other = load(tmp_path, quantization_config=integration.Fp4GemmConfig(activation_scaling="row"))
+    assert model.model.layers[0].self_attn.q_proj.activations == "a16"
+    assert model.model.layers[0].mlp.experts.activations == "a16"
+    assert torch.equal(logits(model), logits(in_place("qwen3-moe", "a16")))
+    other = load(tmp_path, quantization_config=integration.Fp4GemmConfig(activations="per-token"))
     assert torch.equal(logits(other), logits(in_place("qwen3-moe")))
 
 
@@ -212,11 +212,11 @@ def test_what_convert_writes(activations: Any, tmp_path: Path) -> None:
     results = []
     save_float(float_model("mixtral"), tmp_path / "float")
     for format in FORMAT_NAMES:
-        options = Options(format=format, activations=activations)
+        options = Options(format=format, activations=activations, weight_scaling="tensor")
         convert(tmp_path / "float", tmp_path / format, options)
         results.append(load(tmp_path / format))
     experts = results[0].model.layers[0].mlp.experts
-    assert experts.activation_scaling == ("none" if activations == "a16" else "row")
+    assert experts.activations == activations
     assert torch.equal(experts.w13.weight_amax[:, 0], experts.w13.weight_amax[:, 1])
     for other in results[1:]:
         assert torch.equal(logits(results[0]), logits(other))

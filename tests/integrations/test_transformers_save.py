@@ -55,13 +55,13 @@ def test_quantized_while_loaded(name: str, weight_scaling: Any, tmp_path: Path) 
 def test_options_of_quantization(tmp_path: Path) -> None:
     save_float(float_model("llama", torch.float32), tmp_path)
     config = integration.Fp4GemmConfig(
-        include=["self_attn", "mlp"], exclude="layers.1.mlp", activation_scaling="none", fuse="auto"
+        include=["self_attn", "mlp"], exclude="layers.1.mlp", activations="a16", fuse="auto"
     )
     model = load(tmp_path, quantization_config=config)
     first, second = model.model.layers
     assert isinstance(first.mlp, nn.GatedMLP)
     assert isinstance(second.mlp.gate_proj, torch.nn.Linear)
-    assert first.self_attn.qkv_proj.activation_scaling == "none"
+    assert first.self_attn.qkv_proj.activations == "a16"
     assert second.mlp.gate_proj.weight.dtype is torch.bfloat16  # as the model was asked for, in bfloat16
 
 
@@ -248,7 +248,7 @@ def test_compiled(tmp_path: Path) -> None:
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "format": ({"format": "gguf"}, ValueError, r"^format: got 'gguf', must be 'modelopt', "),
     "weight_scaling": ({"weight_scaling": "block"}, ValueError, r"^weight_scaling: got 'block', must be"),
-    "activation_scaling": ({"activation_scaling": 3}, TypeError, r"^activation_scaling: got 3 \(int\)"),
+    "activations": ({"activations": 3}, TypeError, r"^activations: got 3 \(int\)"),
     "include": ({"include": 3}, TypeError, r"^include: got 3 \(int\), must be a str or a sequence of str"),
     "exclude": ({"exclude": [len]}, TypeError, r"^exclude: got .*, must be a str or a sequence of str"),
     "include-empty": (
@@ -279,9 +279,9 @@ def test_bad_models(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^format: got 'gguf', must be "):
         integration.save_pretrained(in_place("llama"), tmp_path, format="gguf")
     mixed = in_place("llama")
-    mixed.model.layers[1].mlp.up_proj.activation_scaling = "none"
+    mixed.model.layers[1].mlp.up_proj.activations = "a16"
     with pytest.raises(
-        ValueError, match=r"^model: its layers differ in activation_scaling \('row' of .*, 'none' of "
+        ValueError, match=r"^model: its layers differ in activations \('per-token' of .*, 'a16' of "
     ):
         integration.save_pretrained(mixed, tmp_path)
     with pytest.raises(TypeError, match=r"^state_dict: must be absent, since"):
@@ -301,10 +301,10 @@ def test_only_the_main_process_writes_configs(tmp_path: Path) -> None:
 def test_options_as_a_dict(tmp_path: Path) -> None:
     """As transformers accepts for its own methods, and as Fp4GemmConfig.to_dict writes them."""
     folder = save_float(float_model("llama"), tmp_path)
-    config = integration.Fp4GemmConfig(activation_scaling="none", exclude="o_proj")
+    config = integration.Fp4GemmConfig(activations="a16", exclude="o_proj")
     for options in (config.to_dict(), {"quant_method": "fp4gemm", **config._given}):
         attention = load(folder, quantization_config=options).model.layers[0].self_attn
-        assert attention.q_proj.activation_scaling == "none"
+        assert attention.q_proj.activations == "a16"
         assert type(attention.o_proj) is torch.nn.Linear
     with pytest.raises(ValueError, match=r"^fuse: got 'all', must be"):
         load(folder, quantization_config={"quant_method": "fp4gemm", "fuse": "all"})

@@ -15,8 +15,8 @@ import torch
 from checkpoints import save
 from fp4gemm import _names, training
 from fp4gemm.checkpoint import CheckpointError, Options, Plan, convert
-from fp4gemm.checkpoint.formats import Scheme
 from fp4gemm.checkpoint.calibration import Place, place_of
+from fp4gemm.checkpoint.formats import Scheme
 from fp4gemm.integrations.serving import own
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python" / "fp4gemm"

@@ -199,12 +199,12 @@ def test_what_is_not_understood_stays_in_float(make: Callable[[], torch.nn.Modul
 
 def test_options_reach_the_experts() -> None:
     original = torch.nn.ModuleDict({"experts": module("qwen3_moe", "Qwen3MoeExperts")})
-    made, _ = convert(original, activation_scaling="none", weight_scaling="tensor", check_finite="raise")
+    made, _ = convert(original, activations="a16", weight_scaling="tensor", check_finite="raise")
     experts = made["experts"]
-    assert (experts.activation_scaling, experts.weight_scaling) == ("none", "tensor")
+    assert (experts.activations, experts.weight_scaling) == ("a16", "tensor")
     assert experts.check_finite == "raise"
-    _, report = convert(original, activation_scaling="tensor")
-    assert report.experts[0].reason == "activation_scaling: got 'tensor', must be 'row' or 'none'"
+    _, report = convert(original, activations="per-tensor")
+    assert report.experts[0].reason == "activations: got 'per-tensor', must be 'per-token' or 'a16'"
 
 
 def test_patterns_select_experts() -> None:

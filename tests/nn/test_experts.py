@@ -32,7 +32,7 @@ def by_hand(m: nn.Experts, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
             continue
         biases = [None if w.bias is None else w.bias[e] for w in (m.w13, m.w2)]
         row = x[i : i + 1]
-        quantized = fp4gemm.quantize if m.activation_scaling == "row" else lambda v: v
+        quantized = fp4gemm.quantize if m.activations == "per-token" else lambda v: v
         h = fp4gemm.mm(
             quantized(row), m.w13.weight[e], bias=biases[0], activation=m.activation, out_dtype=hidden
         )
@@ -45,14 +45,14 @@ def by_hand(m: nn.Experts, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
 # ---- results
 
 
-@pytest.mark.parametrize("scaling", ["row", "none"])
+@pytest.mark.parametrize("scaling", ["per-token", "a16"])
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
 )
 @pytest.mark.parametrize("activation", [*GATED, *PLAIN])
 def test_forward_is_the_definition(activation: str, dtype: torch.dtype, scaling: str) -> None:
-    m, (x, *routing) = experts(activation, activation_scaling=scaling), routed(5, dtype=dtype)
-    in_16_bits = x.bfloat16() if dtype is torch.float32 and scaling == "none" else x
+    m, (x, *routing) = experts(activation, activations=scaling), routed(5, dtype=dtype)
+    in_16_bits = x.bfloat16() if dtype is torch.float32 and scaling == "a16" else x
     want = by_hand(m, in_16_bits, *routing).to(dtype)
     for _ in range(2):  # the second call may go without checks
         assert same_bits(m(x, *routing), want)
@@ -149,7 +149,7 @@ def test_every_source_gives_the_same_weights(activation: str, scaling: typing.An
     assert m.dtype is torch.bfloat16
     assert torch.equal(m.w13.bias, _mixed(bias13, activation).float())
     assert m.w13.weight_amax.shape == (G, w13.shape[1] if scaling == "row" else 1)
-    packed = [fp4gemm.quantize(w, scaling=scaling) for w in (w13, w2)]
+    packed = [fp4gemm.quantize(w, scaling=scaling, four_over_six="mse") for w in (w13, w2)]
     others = [
         nn.Experts.from_float(
             w13.mT.contiguous(),
@@ -191,8 +191,9 @@ def _mixed(w: Tensor, activation: str) -> Tensor:
 def test_dequantize() -> None:
     w13, w2, *_ = weights()
     m = nn.Experts.from_float(w13, w2)
-    assert same_bits(m.w2.dequantize_weight(), fp4gemm.quantize(w2).dequantize())
-    assert same_bits(m.w13.dequantize_weight(), _mixed(fp4gemm.quantize(w13).dequantize(), "swiglu"))
+    values = [fp4gemm.quantize(w, four_over_six="mse").dequantize() for w in (w13, w2)]
+    assert same_bits(m.w2.dequantize_weight(), values[1])
+    assert same_bits(m.w13.dequantize_weight(), _mixed(values[0], "swiglu"))
 
 
 # ---- what is refused
@@ -217,9 +218,9 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"^activation: got 'glu', must be 'swiglu'",
     ),
     "scaling": (
-        lambda: nn.Experts(G, D, INTER, activation_scaling="tensor"),  # type: ignore[arg-type]
+        lambda: nn.Experts(G, D, INTER, activations="per-tensor"),  # type: ignore[arg-type]
         ValueError,
-        r"^activation_scaling: got 'tensor', must be 'row' or 'none'",
+        r"^activations: got 'per-tensor', must be 'per-token' or 'a16'",
     ),
     "layout": (
         lambda: nn.Experts.from_float(**_w(), layout="rows"),  # type: ignore[arg-type]

@@ -51,13 +51,13 @@ def count_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("weight_scaling", ["row", "tensor"])
-@pytest.mark.parametrize("activation_scaling", ["row", "tensor", "none"])
+@pytest.mark.parametrize("activations", ["per-token", "per-tensor", "a16"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 def test_attention_has_the_bits_of_three_layers(
-    dtype: torch.dtype, weight_scaling: str, activation_scaling: str, bias: bool
+    dtype: torch.dtype, weight_scaling: str, activations: str, bias: bool
 ) -> None:
     model = fuse_models.Attention(bias=bias).to(dtype)
-    fused, plain = both(model, weight_scaling=weight_scaling, activation_scaling=activation_scaling)
+    fused, plain = both(model, weight_scaling=weight_scaling, activations=activations)
     assert isinstance(fused.qkv_proj, MergedLinear)
     assert fused.qkv_proj.sizes == (64, 32, 32)
     for shape in ((2, 5, 64), (1, 1, 64)):

@@ -86,10 +86,10 @@ def test_gate_and_up_in_halves(dtype: torch.dtype) -> None:
 
 def test_w4a16() -> None:
     model = fuse_models.MLP().to(torch.bfloat16)
-    fused, done, _ = fuse(model, activation_scaling="none")
+    fused, done, _ = fuse(model, activations="a16")
     assert [action for action, *_ in done] == ["gated"]
     x = torch.randn(3, 64, dtype=torch.bfloat16)
-    plain, _ = convert(model, activation_scaling="none")
+    plain, _ = convert(model, activations="a16")
     y, wanted = fused(x).float(), plain(x).float()
     assert torch.linalg.norm(y - wanted) <= 0.01 * torch.linalg.norm(wanted)
 
@@ -329,11 +329,11 @@ def test_norms_that_are_left_alone(case: str) -> None:
     assert fused(x).isfinite().all()
 
 
-@pytest.mark.parametrize("options", [{"activation_scaling": "tensor"}, {"activation_scaling": "none"}])
+@pytest.mark.parametrize("options", [{"activations": "per-tensor"}, {"activations": "a16"}])
 def test_norms_need_an_amax_for_each_token(options: dict[str, Any]) -> None:
     fused, done, reasons = fuse(fuse_models.Layer().to(torch.bfloat16), **options)
     assert [action for action, *_ in done] == ["merged", "gated", "residual"]
-    assert set(reasons) == {'the layers that read it do not have activation_scaling="row"'}
+    assert set(reasons) == {'the layers that read it do not have activations="per-token"'}
     assert fused(torch.randn(2, 5, 64, dtype=torch.bfloat16)).isfinite().all()
 
 

@@ -20,14 +20,14 @@ K, N = 64, 96
 HOW = ("dequantized", "quantized")
 FORMS = [
     (scaling, dtype)
-    for scaling in ("row", "tensor", "none")
+    for scaling in ("per-token", "per-tensor", "a16")
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
 ]
 
 
-def make(scaling: Any = "row", n: int = N, how: Any = "dequantized", seed: int = 0) -> nn.Linear:
+def make(scaling: Any = "per-token", n: int = N, how: Any = "dequantized", seed: int = 0) -> nn.Linear:
     torch.manual_seed(seed)
-    layer = nn.Linear.from_float(float_linear(K, n), activation_scaling=scaling)
+    layer = nn.Linear.from_float(float_linear(K, n), activations=scaling)
     layer.input_gradient = how
     return layer
 
@@ -63,7 +63,7 @@ def test_the_gradient_is_the_definition(scaling: str, dtype: torch.dtype, how: s
     assert same_bits(y.detach(), plain)
     (dx,) = torch.autograd.grad(y, x, dy)
     want = defined(layer, dy, how)
-    is_rounded = scaling == "none" and dtype is torch.float32  # x, so that its gradient is rounded too
+    is_rounded = scaling == "a16" and dtype is torch.float32  # x, so that its gradient is rounded too
     assert same_bits(dx, want.bfloat16().float() if is_rounded else want)
 
 
@@ -118,7 +118,7 @@ def test_the_addend_has_its_gradient_too() -> None:
 
 @pytest.mark.parametrize("how", HOW)
 def test_a_prepacked_weight(how: str) -> None:
-    plain, packed = make("none", how=how), make("none", how=how).prepack()
+    plain, packed = make("a16", how=how), make("a16", how=how).prepack()
     x, dy = inputs()
     assert same_bits(gradient(packed, x, dy), gradient(plain, x, dy))
 
@@ -200,7 +200,7 @@ def test_the_copy_is_made_once_and_follows_the_weight() -> None:
 def test_adapters_train() -> None:
     """LoRA: the loss falls, the layer stays, and a float layer of the same weight trains the same way."""
     torch.manual_seed(0)
-    layer = make("none")
+    layer = make("a16")
     x, target = torch.randn(32, K, dtype=torch.bfloat16), torch.randn(32, N, dtype=torch.bfloat16)
     before = {name: t.clone() for name, t in layer.state_dict().items()}
     losses = []

@@ -29,7 +29,7 @@ def _seed() -> None:
 def by_reference(x: Tensor, linear: torch.nn.Linear, activations: str, weights: str) -> Tensor:
     """Q(x) @ Q(W).T + bias from the parts of the reference, on the CPU."""
     a_codes, a_scales, a_amax = reference.quantize(
-        x.reshape(-1, x.shape[-1]).contiguous(), None, activations == "row"
+        x.reshape(-1, x.shape[-1]).contiguous(), None, activations == "per-token"
     )
     b_codes, b_scales, b_amax = reference.quantize(linear.weight.detach(), None, weights == "row")
     bias = None if linear.bias is None else linear.bias.detach().float()
@@ -44,11 +44,11 @@ def by_reference(x: Tensor, linear: torch.nn.Linear, activations: str, weights: 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "nobias"])
 @pytest.mark.parametrize("weights", ["row", "tensor"], ids=["wrow", "wtensor"])
-@pytest.mark.parametrize("activations", ["row", "tensor"], ids=["arow", "atensor"])
+@pytest.mark.parametrize("activations", ["per-token", "per-tensor"], ids=["arow", "atensor"])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_forward_equals_reference(dtype: torch.dtype, activations: str, weights: str, bias: bool) -> None:
     linear = float_linear(96, 40, bias).to(dtype)
-    layer = nn.Linear.from_float(linear, activation_scaling=activations, weight_scaling=weights)
+    layer = nn.Linear.from_float(linear, activations=activations, weight_scaling=weights, method="round")
     x = torch.randn(2, 3, 96).to(dtype)
     assert same_bits(layer(x), by_reference(x, linear, activations, weights))
 
@@ -64,13 +64,13 @@ def test_leading_dimensions(shape: tuple[int, ...]) -> None:
     assert same_bits(y, layer(x.reshape(-1, 64)).reshape(y.shape))
 
 
-@pytest.mark.parametrize("scaling", ["row", "tensor"])
+@pytest.mark.parametrize("scaling", ["per-token", "per-tensor"])
 def test_close_to_float(scaling: str, device: torch.device) -> None:
     linear = float_linear(256, 64, device=device)
     x = torch.randn(128, 256, device=device)
     with torch.no_grad():
         exact = linear(x)
-    y = nn.Linear.from_float(linear, activation_scaling=scaling)(x)
+    y = nn.Linear.from_float(linear, activations=scaling)(x)
     # Each channel by itself: two independent 4-bit casts of Gaussian data cost about 9.5 % each (20.4 dB).
     error = (y - exact).norm(dim=0) / exact.norm(dim=0)
     assert 0.05 < error.mean() < 0.2
@@ -78,7 +78,7 @@ def test_close_to_float(scaling: str, device: torch.device) -> None:
 
 
 def test_dequantized_weight_is_what_the_gemm_multiplies() -> None:
-    layer = nn.Linear.from_float(float_linear(64, 24, bias=False), activation_scaling="tensor")
+    layer = nn.Linear.from_float(float_linear(64, 24, bias=False), activations="per-tensor")
     unit = torch.eye(64)  # exact in NVFP4: code 6, scale 448, amax 1
     torch.testing.assert_close(layer(unit).T, layer.dequantize_weight(), rtol=1e-6, atol=0)
     assert layer.dequantize_weight(torch.bfloat16).dtype is torch.bfloat16
@@ -160,13 +160,13 @@ def test_names_that_moved_to_models_warn(name: str) -> None:
 )
 def test_keywords_of_strings_have_literal_types(function: Callable[..., object]) -> None:
     """So that mypy refuses scaling="rows"; the values are those that the checks accept."""
-    names = {"activation_scaling", "weight_scaling", "check_finite", "on_unsupported"}
+    names = {"activations", "weight_scaling", "check_finite", "on_unsupported"}
     hints = {name: hint for name, hint in typing.get_type_hints(function).items() if name in names}
     assert set(hints) == names & set(inspect.signature(function).parameters)
     assert hints
     for name, hint in hints.items():
         assert typing.get_origin(hint) is typing.Literal
-        if name in ("activation_scaling", "weight_scaling", "check_finite"):
+        if name in ("activations", "weight_scaling", "check_finite"):
             for value in typing.get_args(hint):
                 assert getattr(nn.Linear(32, 8, **{name: value}), name) == value
 
@@ -245,10 +245,10 @@ def test_safetensors_round_trip(tmp_path) -> None:  # type: ignore[no-untyped-de
     "copier", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["deepcopy", "pickle"]
 )
 def test_copies(copier: Callable[[nn.Linear], nn.Linear]) -> None:
-    layer, x = nn.Linear.from_float(float_linear(), activation_scaling="tensor"), torch.randn(4, 64)
+    layer, x = nn.Linear.from_float(float_linear(), activations="per-tensor"), torch.randn(4, 64)
     copied = copier(layer)
     assert same_state(copied, layer)
-    assert copied.activation_scaling == "tensor"
+    assert copied.activations == "per-tensor"
     assert same_bits(copied(x), layer(x))
     expected = layer(x).clone()
     copied.reset_parameters()  # nothing is shared
@@ -327,8 +327,7 @@ def test_state_dict_across_devices(cuda: torch.device) -> None:
 def test_repr_names_the_scalings() -> None:
     layer = nn.Linear(64, 24, weight_scaling="tensor")
     assert repr(layer) == (
-        "Linear(in_features=64, out_features=24, bias=True, "
-        "activation_scaling='row', weight_scaling='tensor')"
+        "Linear(in_features=64, out_features=24, bias=True, activations='per-token', weight_scaling='tensor')"
     )
     assert nn.Linear(64, 24, True, None, torch.bfloat16).bias.dtype is torch.float32
 

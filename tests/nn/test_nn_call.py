@@ -43,11 +43,11 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize("scaling", ["row", "tensor", "none"])
+@pytest.mark.parametrize("scaling", ["per-token", "per-tensor", "a16"])
 def test_a_forward_is_one_operator(scaling: Any, device: torch.device, x: Tensor) -> None:
-    if scaling == "none" and device.type == "cuda" and not fp4gemm.support.streams_prepacked(device):
+    if scaling == "a16" and device.type == "cuda" and not fp4gemm.support.streams_prepacked(device):
         pytest.skip("this device multiplies quantized activations only")
-    layer = nn.Linear.from_float(float_linear(K, N).to(device), activation_scaling=scaling)
+    layer = nn.Linear.from_float(float_linear(K, N).to(device), activations=scaling)
     first = layer(x)
     for _ in range(2):
         with Names() as names:
@@ -70,8 +70,8 @@ CHANGES: dict[str, Callable[[nn.Linear], None]] = {
     "bias in the dict": lambda q: q._buffers.update(bias=torch.ones_like(q.bias)),  # type: ignore[arg-type]
     "bias assigned": lambda q: setattr(q, "bias", torch.nn.Parameter(torch.ones(N, device=q.bias.device))),  # type: ignore[union-attr]
     "weight assigned": lambda q: setattr(q, "weight", torch.ones(N, K, device=q.weight_amax.device)),
-    "activation_scaling": lambda q: setattr(q, "activation_scaling", "tensor"),
-    "bound in place": lambda q: q.weight_e4m3_max.fill_(256),
+    "activations": lambda q: setattr(q, "activations", "per-tensor"),
+    "bound in place": lambda q: q.weight_e4m3_max.fill_(448),
     "loaded": lambda q: q.load_state_dict(nn.Linear.from_float(torch.nn.Linear(K, N)).state_dict()),
 }
 
@@ -119,14 +119,14 @@ def test_wrong_arguments_are_named_in_every_call(layer: nn.Linear, x: Tensor) ->
         layer(x)
 
 
-@pytest.mark.parametrize("scaling", ["row", "tensor"])
+@pytest.mark.parametrize("scaling", ["per-token", "per-tensor"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_an_addend(scaling: Any, dtype: torch.dtype, device: torch.device, x: Tensor) -> None:
-    layer = nn.Linear.from_float(float_linear(K, N).to(device), activation_scaling=scaling)
+    layer = nn.Linear.from_float(float_linear(K, N).to(device), activations=scaling)
     x = x.to(dtype)
     c = torch.randn(*x.shape[:-1], N, device=device, dtype=dtype)
     want = fp4gemm.mm(
-        fp4gemm.quantize(x.flatten(0, 1), scaling=scaling),
+        fp4gemm.quantize(x.flatten(0, 1), scaling="row" if scaling == "per-token" else "tensor"),
         layer.weight,
         bias=layer.bias,
         c=c.flatten(0, 1),
@@ -199,7 +199,7 @@ def test_wrong_shared_inputs(layer: nn.Linear, x: Tensor) -> None:
     rows = torch.ones(16, K, device=x.device)
     stack = fp4gemm.quantize(torch.ones(2, 16, K, device=x.device))
     plain = fp4gemm.quantize(rows)
-    not_quantized = nn.Linear.from_float(float_linear(K, N).to(x.device), activation_scaling="none")
+    not_quantized = nn.Linear.from_float(float_linear(K, N).to(x.device), activations="a16")
     ends = torch.tensor([4, 16], dtype=torch.int32, device=x.device)
     bad: list[tuple[nn.Linear, Any, type[Exception], str]] = [
         (layer, fp4gemm.quantize(rows[:, :32]), ValueError, r"x: shape is \(16, 32\), must be \(m, 64\)"),

@@ -45,7 +45,7 @@ class Block(torch.nn.Module):
 
 def by_default(linear: torch.nn.Linear) -> nn.Linear:
     """The layer that quantize_model makes without calibration."""
-    return nn.Linear.from_float(linear, weight_method="four-over-six")
+    return nn.Linear.from_float(linear, method="four-over-six")
 
 
 def test_quantize_model_swaps_and_reports() -> None:

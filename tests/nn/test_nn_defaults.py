@@ -10,6 +10,7 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import checkpoint, nn
+from fp4gemm.recipe import Recipe
 from nn_helpers import convert
 from torch import Tensor
 
@@ -199,13 +200,14 @@ def test_the_table_has_a_line_for_layers_that_differ_in_numbers() -> None:
 
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
 def test_the_default_methods_of_entry_points(scaling: Any) -> None:
-    """from_float makes the layer of quantize(weight); quantize_model chooses four over six."""
+    """Every entry point chooses four over six; "round" is the weight of quantize(weight)."""
     linear = torch.nn.Linear(64, 96)
     plain = fp4gemm.quantize(linear.weight.detach(), scaling=scaling)
     adaptive = fp4gemm.quantize(linear.weight.detach(), scaling=scaling, four_over_six="mse")
+    rounded = nn.Linear.from_float(linear, weight_scaling=scaling, method="round")
     made = nn.Linear.from_float(linear, weight_scaling=scaling)
     of_model = fp4gemm.models.quantize_model(torch.nn.Sequential(linear), weight_scaling=scaling)[0]
-    for layer, wanted in ((made, plain), (of_model, adaptive)):
+    for layer, wanted in ((rounded, plain), (made, adaptive), (of_model, adaptive)):
         assert torch.equal(layer.weight.codes, wanted.codes)
         assert (layer.weight_scaling, layer.e4m3_max) == (scaling, wanted.e4m3_max)
 
@@ -213,5 +215,11 @@ def test_the_default_methods_of_entry_points(scaling: Any) -> None:
 def test_the_default_scalings_of_entry_points() -> None:
     for function in (nn.Linear.from_float, nn.Experts.from_float, fp4gemm.models.quantize_model):
         assert inspect.signature(function).parameters["weight_scaling"].default == "row"
-    options = checkpoint.Options()
-    assert (options.scaling, options.method) == ("tensor", "four-over-six")
+    for format, scaling, activations in (
+        ("modelopt", "tensor", "a16"),
+        ("compressed-tensors", "tensor", "a16"),
+        ("fp4gemm", "row", "per-token"),
+    ):
+        recipe = checkpoint.Options(format=format).recipe
+        assert recipe == Recipe(weight_scaling=scaling, activations=activations)
+    assert Recipe().method == "four-over-six"

@@ -149,9 +149,9 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "dtype-str": (lambda: nn.Linear(32, 8, dtype="half"), TypeError, "dtype: got 'half'"),
     "device": (lambda: nn.Linear(32, 8, device="nowhere"), ValueError, "device: got 'nowhere'"),
     "activations": (
-        lambda: nn.Linear(32, 8, activation_scaling="col"),
+        lambda: nn.Linear(32, 8, activations="col"),
         ValueError,
-        "activation_scaling: got 'col'",
+        "activations: got 'col'",
     ),
     "weights": (lambda: nn.Linear(32, 8, weight_scaling=None), TypeError, "weight_scaling: got None"),
     "from-conv": (lambda: nn.Linear.from_float(torch.nn.Conv1d(1, 1, 1)), TypeError, "linear: got Conv1d"),
@@ -311,9 +311,9 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "on_unsupported: got 'warn'",
     ),
     "model-scaling": (
-        lambda: fp4gemm.models.quantize_model(_model(), activation_scaling=1),
+        lambda: fp4gemm.models.quantize_model(_model(), activations=1),
         TypeError,
-        "activation_scaling: got 1",
+        "activations: got 1",
     ),
     "model-progress": (
         lambda: fp4gemm.models.quantize_model(_model(), progress=True),

@@ -1,4 +1,4 @@
-"""Layers with activation_scaling="none" in float32 models: they round to bfloat16 and return float32."""
+"""Layers with activations="a16" in float32 models: they round to bfloat16 and return float32."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _seed() -> None:
 
 
 def linear(k: int = K, n: int = N, **options: Any) -> nn.Linear:
-    return nn.Linear.from_float(float_linear(k, n), activation_scaling="none", **options)
+    return nn.Linear.from_float(float_linear(k, n), activations="a16", **options)
 
 
 def product(layer: nn.Linear, x: Tensor, c: Tensor | None = None) -> Tensor:
@@ -50,7 +50,7 @@ def test_a_float32_model() -> None:
     x = torch.randn(5, K)
     with torch.no_grad():
         want = model(x)
-        fp4gemm.models.quantize_model(model, activation_scaling="none")
+        fp4gemm.models.quantize_model(model, activations="a16")
         y = model(x)
     assert y.dtype is torch.float32
     assert torch.cosine_similarity(y.flatten(), want.flatten(), 0) > 0.98
@@ -70,7 +70,7 @@ def test_gated_mlp() -> None:
 def test_experts_after_a_call_in_bfloat16() -> None:
     """The call without checks is not tried: the operator would refuse it, which fails this test."""
     stacks = torch.randn(4, 2 * N, K), torch.randn(4, K, N)
-    experts = nn.Experts.from_float(*stacks, activation="swiglu", activation_scaling="none")
+    experts = nn.Experts.from_float(*stacks, activation="swiglu", activations="a16")
     x, ids, scores = torch.randn(3, K), torch.arange(4).repeat(3, 1), torch.rand(3, 4)
     want = experts(x, ids, scores)
     experts(x.bfloat16(), ids, scores)

@@ -45,10 +45,10 @@ PREPACKED = {
 
 
 @pytest.mark.parametrize("weights", ["row", "tensor"], ids=["wrow", "wtensor"])
-@pytest.mark.parametrize("activations", ["row", "tensor", "none"], ids=["arow", "atensor", "anone"])
+@pytest.mark.parametrize("activations", ["per-token", "per-tensor", "a16"], ids=["arow", "atensor", "anone"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_forward_gives_the_same_bits(dtype: torch.dtype, activations: str, weights: str) -> None:
-    layer, prepacked = both(activation_scaling=activations, weight_scaling=weights)
+    layer, prepacked = both(activations=activations, weight_scaling=weights)
     x = torch.randn(2, 3, 96).to(dtype)
     assert same_bits(prepacked(x), layer(x))
     assert held(prepacked) == PREPACKED
@@ -64,7 +64,7 @@ def test_memory_is_that_of_the_codes_and_scales() -> None:
 
 
 def test_activations_that_are_not_quantized() -> None:
-    layer = nn.Linear.from_float(float_linear(96, 72), activation_scaling="none")
+    layer = nn.Linear.from_float(float_linear(96, 72), activations="a16")
     for dtype in (torch.bfloat16, torch.float16):
         x = torch.randn(4, 96).to(dtype)
         want = fp4gemm.mm(x, layer.weight, bias=layer.bias, out_dtype=dtype)
@@ -75,11 +75,11 @@ def test_activations_that_are_not_quantized() -> None:
         buffer[1:] = x.flatten()
         assert same_bits(layer(buffer[1:].view(4, 96)), want)  # not aligned to 16 bytes
         assert layer(x[0]).shape == (72,)
-    assert "activation_scaling='none'" in repr(layer)
+    assert "activations='a16'" in repr(layer)
     model = fp4gemm.models.quantize_model(
-        torch.nn.Sequential(float_linear()), activation_scaling="none", inplace=False
+        torch.nn.Sequential(float_linear()), activations="a16", inplace=False
     )
-    assert model[0].activation_scaling == "none"
+    assert model[0].activations == "a16"
     with pytest.raises(ValueError, match=r"^weight_scaling: got 'none', must be 'row' or 'tensor'"):
         nn.Linear(32, 8, weight_scaling="none")
 
@@ -260,12 +260,12 @@ def test_moves() -> None:
     assert same_bits(prepacked(x), layer(x))
 
 
-@pytest.mark.parametrize("activations", ["row", "none"])
+@pytest.mark.parametrize("activations", ["per-token", "a16"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_before_and_after(backend: str, activations: str) -> None:
     """A traced forward uses the weight as it is; prepacking afterwards recompiles."""
     torch._dynamo.reset()
-    layer = nn.Linear.from_float(float_linear(96, 72), activation_scaling=activations)
+    layer = nn.Linear.from_float(float_linear(96, 72), activations=activations)
     compiled = torch.compile(layer, backend=backend, fullgraph=True)
     x = torch.randn(3, 96).bfloat16()
     want = layer(x)

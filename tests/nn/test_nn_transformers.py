@@ -105,7 +105,7 @@ def test_copies_and_states(model: torch.nn.Module) -> None:
     other.load_state_dict(torch.load(file, weights_only=True))
     assert torch.equal(logits(other), before)
     assert model.get_memory_footprint() > model.num_parameters()
-    assert "activation_scaling='row'" in str(model)
+    assert "activations='per-token'" in str(model)
     assert logits(copy.deepcopy(model).bfloat16()).dtype in (torch.bfloat16, torch.float32)
 
 

@@ -11,7 +11,7 @@ peft = pytest.importorskip("peft", reason="needs requirements/oracles.txt: make 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 
-@pytest.mark.parametrize("scaling", ["row", "none"])
+@pytest.mark.parametrize("scaling", ["per-token", "a16"])
 def test_adapters_of_peft_train(scaling: str) -> None:
     """The loss falls, with gradient checkpointing too; no weight of the model changes."""
     torch.manual_seed(0)
@@ -24,7 +24,7 @@ def test_adapters_of_peft_train(scaling: str) -> None:
         vocab_size=128,
     )
     model = transformers.LlamaForCausalLM(config).bfloat16()
-    model = fp4gemm.models.quantize_model(model, activation_scaling=scaling)
+    model = fp4gemm.models.quantize_model(model, activations=scaling)
     before = {name: t.clone() for name, t in model.state_dict().items()}
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
     lora._register_custom_module({nn.Linear: peft.tuners.lora.Linear})

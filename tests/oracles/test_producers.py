@@ -16,7 +16,8 @@ from fp4gemm.checkpoint.formats import (
     quantization_config,
     read_quantization_config,
 )
-from fp4gemm.checkpoint.numerics import WeightOptions, quantize_set
+from fp4gemm.checkpoint.numerics import quantize_set
+from fp4gemm.recipe import Recipe
 from helpers import assert_bits
 from model_checkpoint import KINDS, weight
 from torch import Tensor
@@ -53,7 +54,7 @@ def random_weight(kind: str, dtype: torch.dtype, seed: int) -> Tensor:
 def test_modelopt(kind: str, dtype: str) -> None:
     for w in (weight(kind, DTYPES[dtype], 21), random_weight(kind, DTYPES[dtype], 22)):
         codes, scales, outer = modelopt_parts(w)
-        got = quantize_set({"w": w}, WeightOptions("modelopt"), format="modelopt")["w"]
+        got = quantize_set({"w": w}, Recipe(numerics="modelopt"), format="modelopt")["w"]
         assert_bits(got.outer, outer.reshape(1), "weight_scale_2")
         assert_bits(got.block_scales, scales, "weight_scale")
         assert_bits(got.codes, codes, "weight")
@@ -77,7 +78,7 @@ def test_the_whole_output_of_model_free_ptq(dtype: str, tmp_path: Path) -> None:
         sets.setdefault(f"{owner}.{FUSED.get(last, last)}", {})[name] = w
     mine = {name: given[name] for name in ("lm_head.weight", "model.layers.0.input_layernorm.weight")}
     for one in sets.values():
-        stored = quantize_set(one, WeightOptions("llmcompressor"), format="compressed-tensors")
+        stored = quantize_set(one, Recipe(numerics="llmcompressor"), format="compressed-tensors")
         for name, each in stored.items():
             mine |= each.tensors(name)
     assert set(mine) == set(made)
@@ -139,8 +140,9 @@ def test_the_values_that_the_producers_decode() -> None:
     from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
     w = random_weight("normal", torch.bfloat16, 5)
-    for options in (WeightOptions(), WeightOptions(four_over_six="mse")):
-        stored = quantize_set({"w": w}, options, format="modelopt")["w"]
+    for method in ("round", "four-over-six"):
+        recipe = Recipe(method=method, weight_scaling="tensor")
+        stored = quantize_set({"w": w}, recipe, format="modelopt")["w"]
         want = stored.to_nvfp4().dequantize(torch.float32)
         read = NVFP4QTensor(w.shape, torch.float32, stored.codes)
         got = read.dequantize(

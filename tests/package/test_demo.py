@@ -74,13 +74,13 @@ def test_outliers_move_other_tokens_per_tensor_only() -> None:
     others = torch.ones(3, 5, dtype=torch.bool)
     others[1, 2] = False
     changes = {}
-    for scaling in ("row", "tensor"):
-        quantized = fp4gemm.models.quantize_model(model, activation_scaling=scaling, inplace=False)
+    for scaling in ("per-token", "per-tensor"):
+        quantized = fp4gemm.models.quantize_model(model, activations=scaling, inplace=False)
         tame = quantized(x)[others]
         with demo_measure.outliers(quantized, positions, 2.0**20):
             changes[scaling] = float((quantized(x)[others] - tame).norm() / tame.norm())
-    assert changes["row"] == 0.0
-    assert changes["tensor"] > 0.3
+    assert changes["per-token"] == 0.0
+    assert changes["per-tensor"] > 0.3
 
 
 def test_first_tokens_are_spread_over_the_page() -> None:
@@ -173,7 +173,8 @@ def test_similarity_figures(results: demo.Results) -> None:
 def test_outlier_figures(results: demo.Results) -> None:
     first, last = demo.QUICK_FACTORS[0], demo.QUICK_FACTORS[-1]
     tensor, row = (
-        [demo.by(results, scaling, factor) for factor in (first, last)] for scaling in ("tensor", "row")
+        [demo.by(results, scaling, factor) for factor in (first, last)]
+        for scaling in ("per-tensor", "per-token")
     )
     assert row[0].layer_errors == row[1].layer_errors
     assert torch.equal(row[0].cosines, row[1].cosines)
@@ -227,8 +228,8 @@ def test_main_prints_the_figures_and_writes_the_picture(
         assert f"{line.name} │ {line.cosines.mean():.5f} │ {line.cosines.min():.5f}" in text
     for sentence in (*demo.verdict(results), *demo.next_steps(Path("build/smollm2"), torch.device("cpu"))):
         assert " ".join(sentence.split()) in text
-    lost = demo.by(results, "tensor", demo.QUICK_FACTORS[-1]).lost
-    assert f"per tensor: lost tokens {demo.by(results, 'tensor', 1.0).lost:.1%} -> {lost:.1%}" in text
+    lost = demo.by(results, "per-tensor", demo.QUICK_FACTORS[-1]).lost
+    assert f"per tensor: lost tokens {demo.by(results, 'per-tensor', 1.0).lost:.1%} -> {lost:.1%}" in text
     data = picture.read_bytes()
     assert data.startswith(PNG_SIGNATURE)
     assert len(data) > 20_000

@@ -96,7 +96,7 @@ def _reference(experts: list[dict[str, fp4gemm.NVFP4Tensor]], activations: str) 
     return fp4gemm.nn.Experts.from_quantized(
         fp4gemm.stack([fp4gemm.concat([each["w1"], each["w3"]]) for each in experts]),
         fp4gemm.stack([each["w2"] for each in experts]),
-        activation_scaling="none" if activations == "a16" else "row",
+        activations="a16" if activations == "a16" else "per-token",
     )
 
 
@@ -263,7 +263,7 @@ def test_16_bit_weights_become_nvfp4_after_loading(
         64, [32, 32], False, quant_config=_method(sglang)(), prefix="m.gate_up_proj"
     )
     x, where = _x(7), {}
-    scaling = "none" if activations == "a16" else "row"
+    scaling = "a16" if activations == "a16" else "per-token"
     for factor in (1.0, 3.0):
         layer.quant_method.restore_weights_before_loading(layer)
         floats = [_x(32 + i)[:32] * factor for i in range(2)]
@@ -272,9 +272,7 @@ def test_16_bit_weights_become_nvfp4_after_loading(
         layer.quant_method.process_weights_after_loading(layer)
         plain = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
         plain.weight.data = torch.cat([w.chunk(2)[rank] for w in floats])
-        wanted = fp4gemm.nn.Linear.from_float(
-            plain, weight_method="four-over-six", activation_scaling=scaling
-        )
+        wanted = fp4gemm.nn.Linear.from_float(plain, method="four-over-six", activations=scaling)
         assert torch.equal(layer(x), wanted(x))
         now = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
         assert now == (where or now)
@@ -301,9 +299,7 @@ def test_16_bit_experts_become_nvfp4_after_loading(sglang: types.SimpleNamespace
             param.weight_loader(param, stack[e], "weight", shard_id=name, expert_id=e)
     layer.quant_method.process_weights_after_loading(layer)
     gate_up = torch.cat([floats["w1"], floats["w3"]], 1)
-    wanted = fp4gemm.nn.Experts.from_float(
-        gate_up, floats["w2"], activation="swiglu", weight_method="four-over-six"
-    )
+    wanted = fp4gemm.nn.Experts.from_float(gate_up, floats["w2"], activation="swiglu", method="four-over-six")
     x = _x(9)
     scores, ids = torch.rand(9, 4).softmax(-1).topk(2)
     assert torch.equal(layer(x, scores, ids.int()), wanted(x, ids, scores))

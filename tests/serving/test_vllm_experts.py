@@ -59,7 +59,7 @@ def _wanted(
         fp4gemm.stack(first),
         fp4gemm.stack([shards["w2"] for shards in experts]),
         activation=activation,  # type: ignore[arg-type]
-        activation_scaling="none" if activations == "a16" else "row",
+        activations="a16" if activations == "a16" else "per-token",
     )
 
 
@@ -163,7 +163,7 @@ def test_bf16_experts_are_quantized_while_they_are_loaded(vllm: types.SimpleName
     layer.quant_method.process_weights_after_loading(layer)
     assert layer.w13_weight.dtype is torch.uint8
     x, scores, ids = _routing(9)
-    wanted = fp4gemm.nn.Experts.from_float(w13, w2, weight_method="four-over-six")
+    wanted = fp4gemm.nn.Experts.from_float(w13, w2, method="four-over-six")
     assert torch.equal(layer.quant_method.apply(layer, x, scores, ids), wanted(x, ids, scores))
 
 

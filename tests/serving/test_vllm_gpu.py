@@ -101,7 +101,7 @@ def test_experts(vllm: types.SimpleNamespace, activations: str, use_ep: bool) ->
     reference = fp4gemm.nn.Experts.from_quantized(
         fp4gemm.stack([fp4gemm.concat([each["w1"], each["w3"]]) for each in experts]),
         fp4gemm.stack([each["w2"] for each in experts]),
-        activation_scaling="none" if activations == "a16" else "row",
+        activations="a16" if activations == "a16" else "per-token",
     ).to("cuda")
     x = torch.randn(33, K, device="cuda").bfloat16()
     scores, ids = torch.rand(33, E, device="cuda").softmax(-1).topk(2)

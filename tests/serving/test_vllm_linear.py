@@ -152,7 +152,7 @@ def test_bf16_weights_are_quantized_when_the_last_shard_is_loaded(vllm: types.Si
     assert layer.weight.dtype is torch.uint8
     x, float_layer = _x(7, 64), torch.nn.Linear(64, 48, bias=False, dtype=torch.bfloat16)
     float_layer.weight.data = torch.cat(floats)
-    wanted = fp4gemm.nn.Linear.from_float(float_layer, weight_method="four-over-six")
+    wanted = fp4gemm.nn.Linear.from_float(float_layer, method="four-over-six")
     assert torch.equal(layer(x), wanted(x))
 
 
@@ -192,7 +192,7 @@ def test_scales_of_activations_in_a_w4a16_checkpoint_have_no_effect(
     assert torch.equal(layer(x), serving.product(x, fp4gemm.concat([w, w]), None, "a16"))
     found = experts.quant_method.apply(experts, x, torch.ones(7, 1), torch.zeros(7, 1, dtype=torch.int32))
     stacks = fp4gemm.stack([fp4gemm.concat([w, w])]), fp4gemm.stack([down])
-    wanted = fp4gemm.nn.Experts.from_quantized(*stacks, activation_scaling="none")
+    wanted = fp4gemm.nn.Experts.from_quantized(*stacks, activations="a16")
     assert torch.equal(found, wanted(x, torch.zeros(7, 1, dtype=torch.int32), torch.ones(7, 1)))
 
 

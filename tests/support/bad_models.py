@@ -43,7 +43,7 @@ for name in ("include", "exclude"):
 add(Q, "types", "none", lambda: None, TYPE, "got None (NoneType), must be an iterable of torch.nn.Linear")
 add(Q, "types", "module", lambda: [torch.nn.ReLU], TYPE, "got the class ReLU, must be torch.nn.Linear or")
 for name, wanted in (
-    ("activation_scaling", "'row', 'tensor' or 'none'"),
+    ("activations", "'per-token', 'per-tensor' or 'a16'"),
     ("weight_scaling", "'row' or 'tensor'"),
     ("check_finite", "'off' or 'raise'"),
     ("on_unsupported", "'skip' or 'raise'"),
@@ -80,7 +80,7 @@ for value in ([ones(8, 32)], None, ones(8, 32)):
 add(S, "weights", "names", lambda: {0: ones(8, 32)}, TYPE, "must be a mapping of names to tensors")
 add_together(S, "weights-value", lambda: {"weights": {"a": 3}}, TYPE, "got 3 (int), must be a torch.Ten", "a")
 for value in FALSE_VALUES:
-    add(S, "options", repr(value), lambda value=value: value, TYPE, "must be WeightOptions")
+    add(S, "recipe", repr(value), lambda value=value: value, TYPE, "must be a fp4gemm.recipe.Recipe")
 add(S, "format", "value", lambda: "gguf", VALUE, "got 'gguf', must be 'modelopt'")
 add(S, "format", "none", lambda: None, TYPE, "got None (NoneType), must be 'modelopt'")
 add(S, "shared_amax", "type", lambda: "no", TYPE, "got 'no' (str), must be True or False")

@@ -266,7 +266,7 @@ def errors(rank: int) -> dict[str, str]:
     make = nn.Experts.from_float
     found["ep"] = message(lambda: make(*stacks, ep=4))  # type: ignore[arg-type]
     found["local"] = message(lambda: make(*weights(16), ep=ep))
-    found["w4a16"] = message(lambda: make(*stacks, ep=ep, activation_scaling="none"))
+    found["w4a16"] = message(lambda: make(*stacks, ep=ep, activations="a16"))
     found["global"] = message(lambda: nn.Experts(4, D, INTER, ep=ep))
     found["hidden"] = message(lambda: nn.Experts(16, 2 * D, INTER, ep=ep))
     new = nn.Experts(16, D, INTER, ep=ep)

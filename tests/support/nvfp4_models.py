@@ -13,12 +13,12 @@ import torch
 from fp4gemm import nn
 from fp4gemm.checkpoint.formats import (
     FORMATS,
-    Activations,
     FormatName,
     Scheme,
     StoredWeight,
     quantization_config,
 )
+from fp4gemm.recipe import StoredActivations
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -89,7 +89,7 @@ def write_nvfp4(
     model: Any,
     folder: Path,
     format: FormatName,
-    activations: Activations = "static",
+    activations: StoredActivations = "static",
     change: Change | None = None,
     e4m3_max: int = 448,
 ) -> Path:
@@ -120,7 +120,7 @@ def load(folder: Path, **options: Any) -> Any:
     return model
 
 
-def in_place(name: str, activations: str = "row", **options: Any) -> Any:
+def in_place(name: str, activations: str = "per-token", **options: Any) -> Any:
     """The float model rounded in place, with gate and up of each expert quantized by themselves."""
     model = float_model(name)
     halves = {}
@@ -129,11 +129,11 @@ def in_place(name: str, activations: str = "row", **options: Any) -> Any:
             gate, up = (w.detach().contiguous() for w in module.gate_up_proj.chunk(2, 1))
             parts = [fp4gemm.quantize(w, scaling="tensor") for w in (gate, up, module.down_proj.detach())]
             halves[path] = fp4gemm.concat(parts[:2]), parts[2]
-    options = {"weight_scaling": "tensor", "activation_scaling": activations, "method": "round", **options}
+    options = {"weight_scaling": "tensor", "activations": activations, "method": "round", **options}
     fp4gemm.models.quantize_model(model, report=lambda report: None, **options)
     for path, (w13, w2) in halves.items():
         owner, _, child = path.rpartition(".")
-        experts = nn.Experts.from_quantized(w13, w2, activation_scaling=activations)
+        experts = nn.Experts.from_quantized(w13, w2, activations=activations)
         setattr(model.get_submodule(owner), child, experts.eval())
     return model
 

@@ -73,6 +73,6 @@ def shard(w: NVFP4Tensor, dim: int, rank: int) -> NVFP4Tensor:
 def product(x: Tensor, w: NVFP4Tensor, bias: Tensor | None = None, activations: str = "per-token") -> Tensor:
     """What the layer must return, by the public functions."""
     layer = fp4gemm.nn.Linear.from_quantized(
-        w, bias, activation_scaling="none" if activations == "a16" else "row"
+        w, bias, activations="a16" if activations == "a16" else "per-token"
     )
     return layer(x)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,15 +21,14 @@ from torch import Tensor
 from .. import _checks, _names
 from ..calibration.statistics import PARTS, InputStatistics, Statistics, StatisticsFile
 from ..models.calibration import calibrate
-from ..nn._methods import Method, completed
-from .numerics import CALIBRATED, FourOverSix, Numerics
+from ..recipe import Data, Method, completed
 from .source import CheckpointError, Source, TensorInfo
 
 if TYPE_CHECKING:
     from .plan import FusedSet, Matrix, Plan
     from .runner import Progress
 
-__all__ = ["Calibration", "Inputs", "Text", "chosen_method", "inputs_of", "read_calibration", "statistics_of"]
+__all__ = ["Calibration", "Inputs", "Text", "data_of", "inputs_of", "read_calibration", "statistics_of"]
 
 NUM_TOKENS = 2**17  # the most tokens of a text that are used by default
 LENGTH = 1024  # tokens of a batch, unless the model reads fewer
@@ -114,42 +113,19 @@ def _is_file(value: str) -> bool:
         return False
 
 
-def chosen_method(
-    method: Method | None,
-    four_over_six: FourOverSix | None,
-    calibration: Calibration | None,
-    numerics: Numerics,
-) -> Method | None:
-    """The given method, or for None the best method that the other options allow.
+def data_of(calibration: Calibration | None, method: Method | None) -> Data:
+    """What a calibration holds. A text gives second moments.
 
     Raises:
-        TypeError, ValueError: naming the option, its value and what it must be.
+        ValueError: the method is "gptq", and a layer has no second moment.
     """
-    _checks.is_one_of("numerics", numerics, get_args(Numerics))
-    if method is not None:
-        _checks.is_one_of("method", method, get_args(Method))
-    is_other = numerics != "te"
     if calibration is None:
-        if method in CALIBRATED:
-            why = ": without it, searched scales lose more than four over six" if method == "search" else ""
-            raise ValueError(
-                f"method: got {method!r} without calibration, must be 'round' or 'four-over-six', or have "
-                f"statistics or a text as calibration{why}"
-            )
-        if method is None and four_over_six is None and not is_other:
-            return "four-over-six"
-        return method
-    is_plain = method not in CALIBRATED and (method is not None or four_over_six in ("mae", "mse"))
-    if is_other or is_plain:
-        given = f"numerics {numerics!r}" if is_other else f"method {method or 'four-over-six'!r}"
-        raise ValueError(
-            f"calibration: got {described(calibration)} with the {given}, must be absent: only 'search' and "
-            "'gptq' use it"
-        )
-    has_moments = isinstance(calibration, Text) or calibration.has_moments
-    if method == "gptq" and not has_moments:
+        return "none"
+    if isinstance(calibration, Text) or calibration.has_moments:
+        return "second moment"
+    if method == "gptq":
         raise ValueError(f"calibration: {_without_moment(calibration)}, must have it for the method 'gptq'")
-    return method or ("gptq" if has_moments else "search")
+    return "mean square"
 
 
 def _without_moment(calibration: Statistics | StatisticsFile | Text) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from .. import _checks, _native
+from ..recipe import USES_DATA
 from .calibration import Text, fingerprint, statistics_of
-from .numerics import CALIBRATED
 from .options import Options, checked_options
 from .output import PART, State, locked, write_file
 from .plan import Plan
@@ -262,7 +262,7 @@ def _verified(source: Source, folder: Path, work: Work, state: State, common: di
         sink = CompareSink(new, work.files)
         done = run(work.tasks, source, sink, measured=True, **common)
         sink.compare_hashes(state.finished)
-    is_free = work.plan is not None and work.plan.options.method in CALIBRATED
+    is_free = work.plan is not None and work.plan.options.method in USES_DATA
     for layer in () if is_free else done.layers:
         if layer.worst_element > 1:
             raise CheckpointError(

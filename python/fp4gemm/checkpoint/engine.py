@@ -66,7 +66,7 @@ def convert_set(
         made = quantize_calibrated(
             dict(zip(names, floats, strict=True)),
             {name: known for name, (known, _) in zip(names, found, strict=False)},
-            options.weights,
+            options.recipe,
             format=options.format,
             shared_amax=not one.is_stack,
         )

@@ -26,100 +26,26 @@ weights in some loaders; here it gets what te gives. llm-compressor gives it G =
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator, Mapping
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from .. import _checks
+from .._renamed import REMOVED_IN
 from ..calibration.statistics import InputStatistics
-from ..nn._methods import METHODS, Method, Quantizer
 from ..quantize import quantize
+from ..recipe import USES_DATA, FourOverSix, Method, Numerics, Quantizer, Recipe, WeightScaling
 from ..reference.chunks import fp32
 from ..reference.formats import encode_e4m3
-from .formats import FORMATS, FormatName, Scaling, StoredWeight
+from .formats import FORMATS, FormatName, StoredWeight
 
-__all__ = [
-    "CALIBRATED",
-    "Calibrated",
-    "FourOverSix",
-    "Numerics",
-    "Scaling",
-    "WeightOptions",
-    "quantize_calibrated",
-    "quantize_set",
-]
-
-Numerics = Literal["te", "modelopt", "llmcompressor"]
-FourOverSix = Literal["none", "mae", "mse"]
-CALIBRATED = ("search", "gptq")  # the methods that need statistics here
+__all__ = ["Calibrated", "WeightOptions", "quantize_calibrated", "quantize_set"]
 
 _CHUNK_ELEMS = 1 << 17  # elements that are quantized at a time, so that temporaries stay in a cache
 _HALVES = 1.5 * 2**22  # float32 numbers near this are 0.5 apart
-
-
-@dataclasses.dataclass(frozen=True)
-class WeightOptions:
-    """The options by which weights are quantized to NVFP4.
-
-    Args:
-        numerics: whose rounding: "te", "modelopt" or "llmcompressor".
-        scaling: "tensor": one amax for a weight or for the set that shares it. "row": one for each row, only
-            with te, and only the fp4gemm format holds it.
-        four_over_six: "mae" or "mse", the error by which the method "four-over-six" chooses
-            (:func:`fp4gemm.quantize`); "none" for the others. None is "mse" for that method.
-        method: "round": the standard block scales. "four-over-six": of two scales of a block the one with the
-            smaller error. "search" and "gptq": with statistics of the inputs
-            (:func:`fp4gemm.models.quantize_model`). Only with te, but for "round". Block scales of all but
-            "round" are bounded by 256, and the outer scale is A / 1536, which any loader multiplies by: the
-            values are right in every format. None is "round", or "four-over-six" where four_over_six says so.
-
-    Raises:
-        ValueError: a value or a combination that does not exist; the text names it.
-    """
-
-    numerics: Numerics = "te"
-    scaling: Scaling = "tensor"
-    four_over_six: FourOverSix | None = None
-    method: Method | None = None
-
-    def __post_init__(self) -> None:
-        _checks.is_one_of("numerics", self.numerics, ("te", "modelopt", "llmcompressor"))
-        _checks.is_one_of("scaling", self.scaling, ("tensor", "row"))
-        if self.four_over_six is not None:
-            _checks.is_one_of("four_over_six", self.four_over_six, ("none", "mae", "mse"))
-        if self.method is not None:
-            _checks.is_one_of("method", self.method, METHODS)
-        is_adaptive = self.four_over_six not in (None, "none")
-        method = self.method or ("four-over-six" if is_adaptive else "round")
-        if is_adaptive and method != "four-over-six":
-            raise ValueError(
-                f"four_over_six: got {self.four_over_six!r}, must be absent with the method {method!r}"
-            )
-        if self.four_over_six == "none" and method == "four-over-six":
-            raise ValueError(
-                "four_over_six: got 'none', must be 'mae' or 'mse' with the method 'four-over-six'"
-            )
-        if self.numerics != "te":
-            for name, value, wanted in (
-                ("scaling", self.scaling, "tensor"),
-                ("four_over_six", self.four_over_six or "none", "none"),
-                ("method", method, "round"),
-            ):
-                if value != wanted:
-                    raise ValueError(
-                        f"{name}: got {value!r}, must be {wanted!r} with numerics {self.numerics!r}, which "
-                        "has the bits of that producer"
-                    )
-        adaptive = (self.four_over_six or "mse") if method == "four-over-six" else "none"
-        object.__setattr__(self, "method", method)
-        object.__setattr__(self, "four_over_six", adaptive)
-
-    @property
-    def e4m3_max(self) -> int:
-        """B: 448 with the method "round", else 256."""
-        return 448 if self.method == "round" else 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,9 +56,30 @@ class Calibrated:
     notes: tuple[str, ...] = ()
 
 
+def WeightOptions(  # the old name of a class
+    numerics: Numerics = "te",
+    scaling: WeightScaling = "tensor",
+    four_over_six: FourOverSix | None = None,
+    method: Method | None = None,
+) -> Recipe:
+    """The old name of :class:`fp4gemm.recipe.Recipe`, with the old defaults; it warns."""
+    warnings.warn(
+        f"checkpoint.numerics.WeightOptions is fp4gemm.recipe.Recipe now; {REMOVED_IN} removes the old name",
+        FutureWarning,
+        stacklevel=2,
+    )
+    is_plain = method is None and four_over_six in (None, "none")
+    return Recipe(
+        weight_scaling=scaling,
+        method="round" if is_plain else method,
+        four_over_six=four_over_six,
+        numerics=numerics,
+    )
+
+
 def quantize_set(
     weights: Mapping[str, Tensor],
-    options: WeightOptions | None = None,
+    recipe: Recipe | None = None,
     *,
     format: FormatName,
     shared_amax: bool = True,
@@ -142,10 +89,12 @@ def quantize_set(
     Args:
         weights: bfloat16, float16 or float32 (n, k) each, by the names that errors use; k is a multiple of
             16, the same in all if they share an amax, and so are dtype and device. Strides are free.
-        options: the numerics; None: those of te, with the method "round".
+        recipe: the numerics, the scaling and a method that needs no data; None is
+            ``Recipe(weight_scaling="tensor")``.
         format: of the result. Every numerics goes with every format: where it is not the producer's own, the
             outer scale is converted (:meth:`StoredWeight.as_format`).
-        shared_amax: one A for all weights; False: each has its own. With scaling "row" each row has its own.
+        shared_amax: one A for all weights; False: each has its own. With weight_scaling "row" each row has
+            its own.
 
     Returns:
         The stored weights, by the same names, on the device of each. The bits do not depend on the device.
@@ -153,24 +102,24 @@ def quantize_set(
 
     Raises:
         TypeError, ValueError: a weight of another type, dtype or shape, or one that holds NaN or infinity;
-            the weights of a set differ in dtype or device; scaling "row" in a format that cannot hold it; a
-            method that needs statistics. The text begins with the name of the weight or argument.
+            the weights of a set differ in dtype or device; weight_scaling "row" in a format that cannot hold
+            it; a method that needs statistics. The text begins with the name of the weight or argument.
     """
     if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
         raise TypeError(f"weights: got {_checks.describe(weights)}, must be a mapping of names to tensors")
-    options = WeightOptions() if options is None else options
-    if not isinstance(options, WeightOptions):
-        raise TypeError(f"options: got {_checks.describe(options)}, must be WeightOptions")
-    if options.method in CALIBRATED:
-        raise ValueError(f"method: got {options.method!r}, must be one that needs no statistics")
-    made = quantize_calibrated(weights, {}, options, format=format, shared_amax=shared_amax)
+    recipe = Recipe(weight_scaling="tensor") if recipe is None else recipe
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe: got {_checks.describe(recipe)}, must be a fp4gemm.recipe.Recipe")
+    if recipe.method in USES_DATA:
+        raise ValueError(f"method: got {recipe.method!r}, must be one that needs no statistics")
+    made = quantize_calibrated(weights, {}, recipe, format=format, shared_amax=shared_amax)
     return {name: each.weight for name, each in made.items()}
 
 
 def quantize_calibrated(
     weights: Mapping[str, Tensor],
     statistics: Mapping[str, InputStatistics],
-    options: WeightOptions,
+    recipe: Recipe,
     *,
     format: FormatName,
     shared_amax: bool = True,
@@ -180,7 +129,7 @@ def quantize_calibrated(
     Args:
         statistics: those of the input of each weight, by the same names, on its device; of experts with few
             tokens completed already. Methods without data need none.
-        weights, options, format, shared_amax: as for quantize_set.
+        weights, recipe, format, shared_amax: as for quantize_set.
 
     Returns:
         The stored weights with notes. The bits of "gptq" depend on the device and on the number of its
@@ -188,8 +137,8 @@ def quantize_calibrated(
     """
     _checks.is_one_of("format", format, tuple(FORMATS))
     _checks.is_bool("shared_amax", shared_amax)
-    if options.scaling == "row" and not FORMATS[format].has_row_scales:
-        raise ValueError(f"scaling: got 'row', must be 'tensor' for the {format} format")
+    if recipe.weight_scaling == "row" and not FORMATS[format].has_row_scales:
+        raise ValueError(f"weight_scaling: got 'row', must be 'tensor' for the {format} format")
     amaxes = {name: _checked_amax(name, w) for name, w in weights.items()}
     if shared_amax and amaxes:
         first = next(iter(weights))
@@ -202,10 +151,10 @@ def quantize_calibrated(
                     raise ValueError(f"{name}: {what} is {mine}, must be {theirs} as of {first}")
         shared = torch.stack(list(amaxes.values())).amax(0)
         amaxes = dict.fromkeys(weights, shared)
-    if options.method in CALIBRATED:
-        found = _by_statistics(weights, statistics, amaxes, options)
+    if recipe.method in USES_DATA:
+        found = _by_statistics(weights, statistics, amaxes, recipe)
     else:
-        found = {name: Calibrated(_quantized(w, amaxes[name], options)) for name, w in weights.items()}
+        found = {name: Calibrated(_quantized(w, amaxes[name], recipe)) for name, w in weights.items()}
     return {
         name: dataclasses.replace(made, weight=made.weight.as_format(format)) for name, made in found.items()
     }
@@ -215,7 +164,7 @@ def _by_statistics(
     weights: Mapping[str, Tensor],
     statistics: Mapping[str, InputStatistics],
     amaxes: Mapping[str, Tensor],
-    options: WeightOptions,
+    recipe: Recipe,
 ) -> dict[str, Calibrated]:
     """Quantize by "search" or "gptq". Weights that read one input, as q, k and v do, are rounded as one."""
     groups: list[list[str]] = []
@@ -227,8 +176,8 @@ def _by_statistics(
     found: dict[str, Calibrated] = {}
     for names in groups:
         w = torch.cat([weights[name].detach() for name in names])
-        quantizer = Quantizer(cast(Method, options.method), options.scaling)
-        amax = None if options.scaling == "row" else amaxes[names[0]]
+        quantizer = Quantizer(recipe)
+        amax = None if recipe.weight_scaling == "row" else amaxes[names[0]]
         made = StoredWeight.of(quantizer.made(w, statistics[names[0]], amax), "fp4gemm")
         begin = 0
         for name in names:
@@ -267,21 +216,21 @@ def _checked_amax(name: str, w: object) -> Tensor:
     return amax
 
 
-def _quantized(w: Tensor, amax: Tensor, options: WeightOptions) -> StoredWeight:
+def _quantized(w: Tensor, amax: Tensor, recipe: Recipe) -> StoredWeight:
     """The stored weight in the format of the producer itself."""
     w = w.detach()
-    if options.numerics == "llmcompressor":
+    if recipe.numerics == "llmcompressor":
         scale = _global_scale(amax, w.dtype)
-        return StoredWeight(*_blocks(w, scale, options.numerics), scale, "compressed-tensors")
-    if options.numerics == "modelopt" and bool(amax != 0):
+        return StoredWeight(*_blocks(w, scale, recipe.numerics), scale, "compressed-tensors")
+    if recipe.numerics == "modelopt" and bool(amax != 0):
         scale = torch.div(amax, fp32(2688.0, w.device))
-        return StoredWeight(*_blocks(w, scale, options.numerics), scale, "modelopt")
-    per_row = options.scaling == "row"
+        return StoredWeight(*_blocks(w, scale, recipe.numerics), scale, "modelopt")
+    per_row = recipe.weight_scaling == "row"
     t = quantize(
         w,
-        scaling=options.scaling,
+        scaling=cast(WeightScaling, recipe.weight_scaling),
         amax=None if per_row else amax,
-        four_over_six=None if options.four_over_six == "none" else options.four_over_six,
+        four_over_six=None if recipe.four_over_six == "none" else recipe.four_over_six,
     )
     return StoredWeight.of(t, "fp4gemm")
 

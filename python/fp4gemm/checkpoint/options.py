@@ -7,15 +7,23 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 
 from .. import _checks, _names, patterns
-from ..nn._methods import Method
-from .calibration import Calibration, chosen_method, key_of, read_calibration
-from .formats import FORMATS, Activations, FormatName
-from .numerics import FourOverSix, Numerics, Scaling, WeightOptions
+from .._renamed import old_attribute, renamed
+from ..recipe import (
+    STORED_ACTIVATIONS,
+    FourOverSix,
+    Method,
+    Numerics,
+    Recipe,
+    StoredActivations,
+    WeightScaling,
+)
+from .calibration import Calibration, data_of, described, key_of, read_calibration
+from .formats import FORMATS, FormatName
 
 __all__ = ["Options", "read_amaxes", "read_fused", "read_kv_scales"]
 
@@ -37,19 +45,14 @@ class Options:
 
     Attributes:
         format: "modelopt", "compressed-tensors" or "fp4gemm" (:mod:`fp4gemm.checkpoint.formats`).
-        numerics: whose roundings: "te" (TransformerEngine), "modelopt" or "llmcompressor".
-        scaling: "tensor": one amax for the weights of a fused set. "row": one for each row, which only the
-            format fp4gemm can hold.
-        method: how weights are rounded: "round", "four-over-six", "search" or "gptq", as for
-            :func:`fp4gemm.models.quantize_model`. None is "gptq" with a calibration that has second moments,
-            "search" with another one, "four-over-six" without, and "round" with the numerics of others.
-        four_over_six: "mae" or "mse" (None), the error by which "four-over-six" chooses, as in
-            :func:`fp4gemm.quantize`; "none" with the other methods.
+        numerics, weight_scaling, method, four_over_six: as in :class:`fp4gemm.recipe.Recipe`. weight_scaling
+            None is "row" in the format "fp4gemm", and "tensor" in the others, which hold no other.
         calibration: what "search" and "gptq" need: Statistics or a StatisticsFile
             (:mod:`fp4gemm.calibration`), or a :class:`fp4gemm.checkpoint.Text`, of which :func:`convert`
             makes them. Or a path or a str: a file of statistics or of text, or a text itself.
-        activations: "a16": they are not quantized. "per-token": they are, with an amax for each token when
-            the model runs. "static": they are, with the amaxes of ``activation_amax``.
+        activations: "a16", "per-token" or "static" (with the amaxes of ``activation_amax``), as in
+            :class:`fp4gemm.recipe.Recipe`. None is "per-token" in the format "fp4gemm", and "a16" in the
+            others, since other loaders take "per-token" for a static amax of 1.
         activation_amax: the amax of the input of each quantized layer, by the name of the module.
         include: patterns of modules (:mod:`fp4gemm.patterns`), one or a sequence. None of them: every linear
             weight but output embeddings, embeddings, norms and routers; otherwise what one of them matches,
@@ -62,7 +65,7 @@ class Options:
             apart. False: it stays one tensor of codes (g, n, k/2).
         kv_scales: (k, v) decode multipliers of an FP8 cache, by the name of the attention module.
 
-        weights: numerics, scaling, four_over_six and method together.
+        recipe: numerics, weight_scaling, four_over_six, method and activations together.
 
     Raises:
         TypeError, ValueError: an option has another type or value, or excludes another one; the text names
@@ -71,11 +74,11 @@ class Options:
 
     format: FormatName = "modelopt"
     numerics: Numerics = "te"
-    scaling: Scaling = "tensor"
+    weight_scaling: WeightScaling | None = None
     method: Method | None = None
     four_over_six: FourOverSix | None = None
     calibration: Calibration | str | os.PathLike[str] | None = None
-    activations: Activations = "a16"
+    activations: StoredActivations | None = None
     activation_amax: Mapping[str, float] = field(default_factory=dict)
     include: str | Sequence[str] = ()
     exclude: str | Sequence[str] = ()
@@ -85,19 +88,31 @@ class Options:
     fuse: Sequence[Sequence[str]] = field(default_factory=_names.fused_sets)
     split_experts: bool = True
     kv_scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    weights: WeightOptions = field(init=False, repr=False)
+    recipe: Recipe = field(init=False, repr=False)
+    scaling = old_attribute("scaling")
 
     def __post_init__(self) -> None:
         _checks.is_one_of("format", self.format, tuple(FORMATS))
-        _checks.is_one_of("activations", self.activations, get_args(Activations))
+        has_rows = FORMATS[self.format].has_row_scales
+        if self.activations is None:
+            object.__setattr__(self, "activations", "per-token" if has_rows else "a16")
+        _checks.is_one_of("activations", self.activations, STORED_ACTIVATIONS)
         calibration = read_calibration(self.calibration)
-        method = chosen_method(self.method, self.four_over_six, calibration, self.numerics)
-        weights = WeightOptions(self.numerics, self.scaling, self.four_over_six, method)
+        recipe = Recipe(
+            activations=cast(StoredActivations, self.activations),
+            weight_scaling=self.weight_scaling or (None if has_rows else "tensor"),
+            method=self.method,
+            four_over_six=self.four_over_six,
+            numerics=self.numerics,
+            data=data_of(calibration, self.method),
+        )
+        recipe.check_uses_data("" if calibration is None else described(calibration))
         for name, value in (
-            ("weights", weights),
+            ("recipe", recipe),
             ("calibration", calibration),
-            ("method", weights.method),
-            ("four_over_six", weights.four_over_six),
+            ("weight_scaling", recipe.weight_scaling),
+            ("method", recipe.method),
+            ("four_over_six", recipe.four_over_six),
         ):
             object.__setattr__(self, name, value)
         for name in ("experts_only", "split_experts"):
@@ -109,10 +124,10 @@ class Options:
         for name in ("include", "exclude"):
             object.__setattr__(self, name, patterns.texts(name, getattr(self, name)))
         object.__setattr__(self, "fuse", _sets(self.fuse))
-        if self.scaling == "row" and not FORMATS[self.format].has_row_scales:
+        if self.weight_scaling == "row" and not has_rows:
             raise ValueError(
-                f"scaling: got 'row' with the format {self.format!r}, which holds one outer scale for a "
-                "weight; must be 'tensor', or the format 'fp4gemm'"
+                f"weight_scaling: got 'row' with the format {self.format!r}, which holds one outer scale for "
+                "a weight; must be 'tensor', or the format 'fp4gemm'"
             )
         if (self.activations == "static") != bool(self.activation_amax):
             raise ValueError(
@@ -131,9 +146,12 @@ class Options:
         """The options as an object of JSON, which identifies them when a conversion is resumed."""
         about = None if self.calibrated_by is None else key_of(self.calibrated_by)
         kept = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "calibration"}
-        kept |= {"weights": asdict(self.weights), "calibration": about}
+        kept |= {"recipe": asdict(self.recipe), "calibration": about}
         plain: dict[str, Any] = json.loads(json.dumps(kept))
         return plain
+
+
+Options.__init__ = renamed("scaling")(Options.__init__)  # type: ignore[method-assign]
 
 
 def read_fused(path: Path) -> tuple[tuple[str, ...], ...]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from .. import _checks, _names, patterns
 from .._names import Orientation, orientation
+from ..recipe import StoredActivations, WeightScaling
 from . import rules
 from .formats import FORMATS, FormatName, Scheme
 from .options import Options, checked_options
@@ -207,11 +208,11 @@ class Plan:
         o = self.options
         return Scheme(
             o.format,
-            o.activations,
+            cast(StoredActivations, o.recipe.activations),
             tuple(self.ignored()),
             "fp8" if o.kv_scales else None,
-            o.weights.e4m3_max,
-            o.scaling,
+            o.recipe.e4m3_max,
+            cast(WeightScaling, o.recipe.weight_scaling),
         )
 
     def ignored(self) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from ..nn._methods import output_error
+from ..recipe import output_error
 from . import rules
 from .calibration import Inputs, Text, inputs_of
 from .engine import convert_set, label, tensors_of
@@ -213,7 +213,7 @@ def translation(source: Source, options: Translation) -> Work:
     if scheme.scaling == "row":
         raise CheckpointError(
             f"{source.folder}: has an amax for each row, which only the fp4gemm format holds; convert the "
-            "float checkpoint with scaling='tensor'"
+            "float checkpoint with weight_scaling='tensor'"
         )
     weights = _weights(source, old)
     taken = {name for names in weights.values() for name in names}

@@ -7,27 +7,28 @@ import json
 import re
 import sys
 import time
+from argparse import SUPPRESS
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
 from .. import _names
+from .._renamed import REMOVED_IN
 from ..checkpoint import CheckpointError, ConvertReport, Options, Translation, convert, plan_conversion
 from ..checkpoint.calibration import NUM_TOKENS, Text, read_calibration
 from ..checkpoint.formats import FORMATS
-from ..checkpoint.numerics import Numerics, Scaling
 from ..checkpoint.options import read_amaxes, read_fused, read_kv_scales
 from ..checkpoint.runner import Progress
 from ..models.report import readable_bytes
-from ..nn._methods import METHODS
+from ..recipe import METHODS, Numerics, WeightScaling
 
 SUMMARY = "write the NVFP4 checkpoint of a float checkpoint, or change the format of one"
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 LINE_S = 5.0  # between two lines of progress where standard error is no terminal
 # What says how weights are quantized, and has no meaning for a translation.
 QUANTIZING = (
-    "format", "numerics", "scaling", "method", "four_over_six", "calibration", "calibration_tokens",
+    "format", "numerics", "weight_scaling", "method", "four_over_six", "calibration", "calibration_tokens",
     "activations", "include", "exclude", "experts_only", "bf16_first", "bf16_last", "fuse",
     "split_experts", "kv_cache",
 )  # fmt: skip
@@ -42,10 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--format", choices=tuple(FORMATS), help="of the new checkpoint (default: modelopt)")
     add("--numerics", choices=get_args(Numerics), help="whose roundings (default: te)")
     add(
-        "--scaling",
-        choices=get_args(Scaling),
-        help="one amax for a tensor (default), or for each row (only --format fp4gemm)",
+        "--weight-scaling",
+        choices=get_args(WeightScaling),
+        help="one amax for a tensor, or for each row (default and only with --format fp4gemm)",
     )
+    add("--scaling", action=_Scaling, dest="weight_scaling", choices=get_args(WeightScaling), help=SUPPRESS)
     add(
         "--method",
         choices=METHODS,
@@ -72,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--activations",
         metavar="HOW",
-        help="a16 (default), per-token, or static:FILE with the amax of each module",
+        help="a16, per-token (default with --format fp4gemm), or static:FILE with the amax of each module",
     )
     add("--include", action="append", metavar="PATTERN", help="quantize only modules that match; repeatable")
     add("--exclude", action="append", metavar="PATTERN", help="keep modules that match; repeatable")
@@ -112,6 +114,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", help="only show what would be done")
     add("--report", type=Path, metavar="FILE", help="write a JSON file, with the error of each layer")
     add("--verify", action="store_true", help="read DST again and compare it with SRC")
+
+
+class _Scaling(argparse.Action):
+    """The old name of ``--weight-scaling``."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: object, *_: object) -> None:
+        print(f"--scaling is --weight-scaling now; {REMOVED_IN} removes the old name", file=sys.stderr)
+        namespace.weight_scaling = values
 
 
 def run(options: argparse.Namespace) -> int:
@@ -171,12 +181,15 @@ def _what(options: argparse.Namespace) -> Options | Translation:
                 f"{name}: got with --from and --to, must be absent: they change the format alone"
             )
         return Translation(options.source, options.target)
-    how, _, file = given.pop("activations", "a16").partition(":")
-    if (how == "static") != bool(file):
-        raise ValueError(f"--activations: got {options.activations!r}, must be a16, per-token or static:FILE")
-    given["activations"] = how
-    if file:
-        given["activation_amax"] = read_amaxes(Path(file))
+    if "activations" in given:
+        how, _, file = given["activations"].partition(":")
+        if (how == "static") != bool(file):
+            raise ValueError(
+                f"--activations: got {options.activations!r}, must be a16, per-token or static:FILE"
+            )
+        given["activations"] = how
+        if file:
+            given["activation_amax"] = read_amaxes(Path(file))
     tokens = given.pop("calibration_tokens", None)
     is_positive = tokens is None or tokens > 0
     if "calibration" in given and is_positive:

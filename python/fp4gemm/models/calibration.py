@@ -74,7 +74,7 @@ def calibrate(
         raise ValueError(f"device: got {device!r}, must be None without sequential=True")
     place = None if device is None else _checks.as_device("device", device)
     candidates = select.chosen(model, include, exclude, types)
-    select.refuse_unsupported(model, candidates, "row", raises=False)
+    select.refuse_unsupported(model, candidates, "per-token", raises=False)
     chosen = [c for c in candidates if c.action == "quantized"]
     if not chosen:
         raise ValueError("model: has no layer that quantize_model would swap, must have one")

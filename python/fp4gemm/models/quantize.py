@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from .. import _changed, _checks
+from .._renamed import renamed
 from ..calibration.gptq import Factorization
 from ..calibration.statistics import InputStatistics, Statistics, StatisticsFile
-from ..nn import _methods
 from ..nn._hooks import carry_over, materialized
-from ..nn._inputs import ActivationScaling, CheckFinite, WeightScaling, check_options
-from ..nn._methods import Method, Quantizer
+from ..nn._inputs import CheckFinite, check_options
 from ..nn._weight import WeightModule
 from ..nn.experts import Experts
 from ..nn.linear import Linear
 from ..patterns import Filter
+from ..recipe import LayerActivations, Method, Quantizer, Recipe, WeightScaling, data_of
 from . import collect, moe, select
 from .calibration import collected, evaluated
 from .fuse import fuse_blocks
@@ -36,13 +36,14 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 MANY_OTHERS = 0.1  # a larger part of the model in weights that this library does not know is warned about
 
 
+@renamed("activation_scaling")
 def quantize_model(
     model: Model,
     *,
     include: Filter | None = None,
     exclude: Filter | None = None,
     types: Iterable[type[torch.nn.Linear]] = (torch.nn.Linear,),
-    activation_scaling: ActivationScaling = "row",
+    activations: LayerActivations = "per-token",
     weight_scaling: WeightScaling = "row",
     method: Method | None = None,
     calibration: Statistics | StatisticsFile | Iterable[object] | None = None,
@@ -81,14 +82,13 @@ def quantize_model(
         types: the exact types of linear layers to swap. A subclass of torch.nn.Linear may compute something
             else, so it is swapped only where it is listed here. :class:`fp4gemm.training.Linear` counts as
             torch.nn.Linear, and converted experts as those of transformers.
-        activation_scaling, weight_scaling, check_finite: as in :class:`fp4gemm.nn.Linear`. Experts stay in
-            float with activation_scaling="tensor".
-        method: how weights are rounded. "round": the standard block scales, as ``quantize(w)``.
-            "four-over-six": of two scales of a block the one with the smaller squared error. "search": of
-            thirteen scales the one with the smallest error weighted by the mean square of the inputs, or
-            unweighted without calibration. "gptq": :func:`fp4gemm.calibration.gptq`, which needs calibration
-            with second moments. None is "gptq" where that is possible, "search" with other calibration, and
-            "four-over-six" without. docs/accuracy.md compares them.
+        activations, weight_scaling: as in :class:`fp4gemm.nn.Linear`. Experts stay in float with activations
+            "per-tensor".
+        check_finite: as in :class:`fp4gemm.nn.Linear`.
+        method: how weights are rounded: "round", "four-over-six", "search" or "gptq", as
+            :class:`fp4gemm.recipe.Recipe` defines them. None is the best method that the calibration allows:
+            "gptq" with second moments, "search" with mean squares, "four-over-six" without calibration.
+            docs/accuracy.md compares them.
         calibration: :class:`fp4gemm.calibration.Statistics` (or StatisticsFile, which reads a layer at a
             time) of this model's layers, or batches for
             :func:`fp4gemm.calibrate`, which then runs here. An expert with fewer tokens than k gets those of
@@ -130,15 +130,20 @@ def quantize_model(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {_checks.describe(model)}, must be a torch.nn.Module")
-    check_options(activation_scaling, weight_scaling, check_finite)
+    check_options(activations, weight_scaling, check_finite)
     _checks.is_one_of("on_unsupported", on_unsupported, get_args(OnUnsupported))
     _checks.is_one_of("fuse", fuse, get_args(Fuse))
     _checks.is_bool("inplace", inplace)
-    method = _methods.chosen_method(method, calibration, sequential)
+    recipe = Recipe(
+        activations=activations,
+        weight_scaling=weight_scaling,
+        method=method,
+        data=data_of(calibration, sequential),
+    )
     for name, callback in (("progress", progress), ("report", report)):
         _checks.is_callback(name, callback)
-    candidates = select.chosen(model, include, exclude, types)
-    select.refuse_unsupported(model, candidates, activation_scaling, raises=on_unsupported == "raise")
+    candidates = select.chosen(model, include, exclude, types, stacklevel=4)
+    select.refuse_unsupported(model, candidates, activations, raises=on_unsupported == "raise")
     weights = float_weights(
         model,
         [c.module for c in candidates if c.action == "quantized"],
@@ -147,12 +152,12 @@ def quantize_model(
     before = _totals(model)
 
     chosen = [c for c in candidates if c.action == "quantized"]
-    swapper = Swapper(method, weight_scaling, activation_scaling, check_finite, len(chosen), progress)
+    swapper = Swapper(recipe, check_finite, len(chosen), progress)
     if sequential:
         swapper.walk(model, chosen, calibration)
     else:
         if calibration is not None and not isinstance(calibration, (Statistics, StatisticsFile)):
-            calibration = Statistics(collected(model, calibration, chosen, method == "gptq"))
+            calibration = Statistics(collected(model, calibration, chosen, recipe.method == "gptq"))
         swapper.all(chosen, calibration)
     model = _placed(model, chosen, inplace)
     del chosen
@@ -168,9 +173,9 @@ def quantize_model(
         report(done_report)
         return model
     if done_report.names("skipped"):
-        warnings.warn(f"quantize_model: {done_report.about_skipped()}", stacklevel=2)
+        warnings.warn(f"quantize_model: {done_report.about_skipped()}", stacklevel=3)
     if include is None and done_report.bytes_of_others > MANY_OTHERS * done_report.model_bytes_before:
-        warnings.warn(f"quantize_model: {done_report.about_others()}", stacklevel=2)
+        warnings.warn(f"quantize_model: {done_report.about_others()}", stacklevel=3)
     return model
 
 
@@ -215,18 +220,13 @@ class Swapper:
 
     def __init__(
         self,
-        method: Method,
-        weight_scaling: WeightScaling,
-        activation_scaling: ActivationScaling,
+        recipe: Recipe,
         check_finite: CheckFinite,
         total: int,
         progress: Progress | None,
     ) -> None:
-        self._method, self._weight_scaling = method, weight_scaling
-        self._options: dict[str, Any] = {
-            "activation_scaling": activation_scaling,
-            "check_finite": check_finite,
-        }
+        self._recipe = recipe
+        self._options: dict[str, Any] = {"activations": recipe.activations, "check_finite": check_finite}
         self._factorization = Factorization()
         self._progress, self._done, self._total = progress, 0, total
 
@@ -253,7 +253,7 @@ class Swapper:
             walk.refuse_outside(chosen)
             for number in range(len(walk.blocks)):
                 own = walk.inside(number, chosen)
-                collector = collect.Collector(own, self._method == "gptq")
+                collector = collect.Collector(own, self._recipe.method == "gptq")
                 with collector.hooked():
                     walk.run(number, keep=False)
                 statistics = collector.statistics()
@@ -263,11 +263,11 @@ class Swapper:
                     walk.run(number, keep=True)
 
     def _swap(self, c: Candidate, statistics: Mapping[str, InputStatistics]) -> None:
-        quantizer = Quantizer(self._method, self._weight_scaling, statistics, self._factorization)
+        quantizer = Quantizer(self._recipe, statistics, self._factorization)
         with materialized(c.module):
-            c.swapped = quantized(c, {**self._options, "weight_method": quantizer})
+            c.swapped = quantized(c, {**self._options, "method": quantizer})
         carry_over(c.module, c.swapped)
-        c.method = self._method
+        c.method = cast(Method, self._recipe.method)
         if quantizer.errors:
             squares = [error * error for error in quantizer.errors]
             c.output_error = (sum(squares) / len(squares)) ** 0.5

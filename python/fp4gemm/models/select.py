@@ -12,10 +12,11 @@ from torch.nn.parameter import is_lazy
 
 from .. import _checks, _names, patterns
 from ..nn._hooks import hooks_of, materialized
-from ..nn._inputs import OUT_STEP, ActivationScaling, check_linear
-from ..nn.experts import EXPERTS_SCALINGS, Experts
+from ..nn._inputs import OUT_STEP, check_linear
+from ..nn.experts import Experts
 from ..nn.linear import Linear
 from ..patterns import Filter, Pattern
+from ..recipe import EXPERTS_ACTIVATIONS, LayerActivations
 from . import moe
 from .report import Action, ExpertsReport, FloatKind, FloatWeight, LayerReport
 
@@ -55,11 +56,16 @@ def chosen(
     include: Filter | None,
     exclude: Filter | None,
     types: Iterable[type[torch.nn.Linear]],
+    stacklevel: int = 3,
 ) -> list[Candidate]:
-    """The candidates of a model after the checks of these arguments, as :func:`select` marks them."""
+    """The candidates of a model after the checks of these arguments, as :func:`select` marks them.
+
+    Args:
+        stacklevel: of the caller whom warnings name, as for :func:`warnings.warn` in this function.
+    """
     candidates = find(model)
     given = patterns.checked("include", include), patterns.checked("exclude", exclude)
-    select(model, candidates, *given, exact_types(types))
+    select(model, candidates, *given, exact_types(types), stacklevel + 1)
     return candidates
 
 
@@ -69,12 +75,13 @@ def select(
     include: list[Pattern] | None,
     exclude: list[Pattern] | None,
     types: tuple[type[torch.nn.Linear], ...],
+    stacklevel: int = 4,
 ) -> None:
     """Set action and reason of the candidates that the arguments or the defaults keep in float."""
     kept = kept_by_default(model)
     names = [name for c in candidates for name in c.names]
-    include = include and patterns.settled("include", include, names, stacklevel=4)
-    exclude = exclude and patterns.settled("exclude", exclude, names, stacklevel=4)
+    include = include and patterns.settled("include", include, names, stacklevel=stacklevel)
+    exclude = exclude and patterns.settled("exclude", exclude, names, stacklevel=stacklevel)
     used: dict[str, set[int]] = {"include": set(), "exclude": set()}  # the patterns that match some candidate
     for c in candidates:
         included, excluded = _matching(include, c), _matching(exclude, c)
@@ -99,7 +106,7 @@ def select(
             raise ValueError(f"{option}: matches {where}")
         if unused:
             shown = ", ".join(repr(p.pattern if isinstance(p, re.Pattern) else p) for p in unused)
-            warnings.warn(f"quantize_model: {option}: {shown} matches {where}", stacklevel=4)
+            warnings.warn(f"quantize_model: {option}: {shown} matches {where}", stacklevel=stacklevel)
 
 
 def _type_of(linear: torch.nn.Module) -> type:
@@ -111,7 +118,7 @@ def _type_of(linear: torch.nn.Module) -> type:
 def refuse_unsupported(
     model: torch.nn.Module,
     candidates: list[Candidate],
-    activation_scaling: ActivationScaling,
+    activations: LayerActivations,
     *,
     raises: bool,
 ) -> None:
@@ -125,7 +132,7 @@ def refuse_unsupported(
         if c.action != "quantized":
             continue
         places = [name.rpartition(".") for name in c.names if name]
-        reason = _why_not(c, [(owners[owner], child) for owner, _, child in places], activation_scaling)
+        reason = _why_not(c, [(owners[owner], child) for owner, _, child in places], activations)
         if reason:
             c.action, c.reason = "skipped", reason
             refused.append(f"{c.names[0]!r}: {reason}")
@@ -141,9 +148,7 @@ def refuse_unsupported(
         )
 
 
-def _why_not(
-    c: Candidate, places: list[tuple[torch.nn.Module, str]], activation_scaling: ActivationScaling
-) -> str:
+def _why_not(c: Candidate, places: list[tuple[torch.nn.Module, str]], activations: LayerActivations) -> str:
     """Why the module, a child of these owners under these names, cannot be swapped; "" if it can."""
     for owner, child in places:
         if reads_weight(owner, child):
@@ -156,7 +161,7 @@ def _why_not(
             with materialized(c.module):
                 check_linear(c.module)
         else:
-            _checks.is_one_of("activation_scaling", activation_scaling, EXPERTS_SCALINGS)
+            _checks.is_one_of("activations", activations, EXPERTS_ACTIVATIONS)
             c.plan = moe.read(c.module)
     except (TypeError, ValueError) as error:
         return str(error).removeprefix("linear: ").removeprefix("linear.")

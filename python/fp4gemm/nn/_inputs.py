@@ -12,18 +12,16 @@ from .. import _checks
 from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
 from ..ops.parts import OperandParts
+from ..recipe import LAYER_ACTIVATIONS, WEIGHT_SCALINGS, LayerActivations
 
-WeightScaling = Literal["row", "tensor"]
-ActivationScaling = Literal["row", "tensor", "none"]
 CheckFinite = Literal["off", "raise"]
-WEIGHT_SCALINGS, ACTIVATION_SCALINGS = get_args(WeightScaling), get_args(ActivationScaling)
 CHECKS_OF_FINITE = get_args(CheckFinite)
 OUT_STEP = 8  # n: an output row of bf16 or fp16 is then a multiple of 16 bytes
 
 
-def check_options(activation_scaling: object, weight_scaling: object, check_finite: object) -> None:
+def check_options(activations: object, weight_scaling: object, check_finite: object) -> None:
     """Raise TypeError or ValueError for a value that is not one of the Literal types above."""
-    _checks.is_one_of("activation_scaling", activation_scaling, ACTIVATION_SCALINGS)
+    _checks.is_one_of("activations", activations, LAYER_ACTIVATIONS)
     _checks.is_one_of("weight_scaling", weight_scaling, WEIGHT_SCALINGS)
     _checks.is_one_of("check_finite", check_finite, CHECKS_OF_FINITE)
 
@@ -104,17 +102,16 @@ def refuse_not_finite(x: Tensor, layer: torch.nn.Module) -> None:
 
 
 def shared_input(
-    x: NVFP4Tensor | DecodedTensor, k: int, device: torch.device, scaling: ActivationScaling
+    x: NVFP4Tensor | DecodedTensor, k: int, device: torch.device, activations: LayerActivations
 ) -> OperandParts:
     """The parts of an x that was quantized before.
 
     Raises:
         TypeError, ValueError: unless x is a plain matrix (m, k) on the device of a layer that quantizes.
     """
-    if scaling == "none":
+    if activations == "a16":
         raise TypeError(
-            f"x: got {_checks.describe(x)}, must be a bfloat16 or float16 tensor with activation_scaling "
-            "'none'"
+            f"x: got {_checks.describe(x)}, must be a bfloat16 or float16 tensor with activations 'a16'"
         )
     if x.offs is not None:
         raise ValueError(f"x: has {x.offs.shape[0]} groups (offs), must have none")

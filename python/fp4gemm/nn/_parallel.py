@@ -24,7 +24,7 @@ __all__ = ["check_exchange", "exchanged"]
 
 
 def check_exchange(
-    ep: object, num_local: int | None, num_experts: int | None, hidden: int, activation_scaling: object
+    ep: object, num_local: int | None, num_experts: int | None, hidden: int, activations: object
 ) -> None:
     """Raise unless ep is None or exchanges the tokens of experts of these sizes."""
     if ep is None:
@@ -33,10 +33,9 @@ def check_exchange(
         raise TypeError(
             f"ep: got {_checks.describe(ep)}, must be an fp4gemm.distributed.ExpertParallel or None"
         )
-    if activation_scaling != "row":
+    if activations != "per-token":
         raise NotImplementedError(
-            f"activation_scaling: got {activation_scaling!r}, must be 'row' with ep, whose "
-            "tokens travel in NVFP4"
+            f"activations: got {activations!r}, must be 'per-token' with ep, whose tokens travel in NVFP4"
         )
     for name, got, of_ep in (
         ("num_experts", num_experts, "num_experts"),

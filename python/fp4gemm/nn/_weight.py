@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ from .. import _checks, _values, support
 from ..containers.nvfp4 import NVFP4Tensor
 from ..containers.prepacked import PrepackedTensor, prepack, unprepack
 from ..ops.parts import OperandParts
-from ..quantize import quantize
-from ._inputs import WeightScaling, check_bias, check_float_weight, check_quantized_weight
+from ..recipe import WeightScaling, as_quantizer
+from ._inputs import check_bias, check_float_weight, check_quantized_weight
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -264,11 +264,12 @@ class WeightModule(torch.nn.Module):
     def _requantized(self, weight: Tensor) -> NVFP4Tensor:
         """A float weight, or some rows of one, as NVFP4 with the scaling and the e4m3_max of this layer.
 
-        A layer whose e4m3_max is 448 has the standard block scales, and so has the new weight. All other
-        methods have the e4m3_max 256; the new weight then gets four over six, which needs no calibration.
+        A weight whose e4m3_max is 448 was made by the method "round", and so is the new one. All other
+        methods have the e4m3_max 256; the new weight then gets the default method without data, as the first
+        weight of a layer does.
         """
-        adaptive: Literal["mse"] | None = "mse" if self.e4m3_max == min(_checks.E4M3_BOUNDS) else None
-        return quantize(weight.detach(), scaling=self.weight_scaling, four_over_six=adaptive)
+        is_rounded = self._has_weight and self.e4m3_max == max(_checks.E4M3_BOUNDS)
+        return as_quantizer("round" if is_rounded else None, self.weight_scaling)(weight.detach())
 
     @property
     def weight_scaling(self) -> WeightScaling:
@@ -463,7 +464,7 @@ class WeightModule(torch.nn.Module):
             checked = check_bias(bias, *shape[:-1], device=device, name=names[1])
             parts["bias"] = checked.detach().to(torch.float32)
         new = self._quantized(name, weight, shape)
-        if new.e4m3_max != self._e4m3_max:
+        if self._has_weight and new.e4m3_max != self._e4m3_max:
             raise ValueError(
                 f"{name}: e4m3_max is {new.e4m3_max}, must be {self._e4m3_max} as of the layer; assign "
                 "the attribute `weight`, before a CUDA graph is captured, to change it"
@@ -476,6 +477,8 @@ class WeightModule(torch.nn.Module):
                     f"{tuple(self.weight_amax.shape)}, since weight_scaling of the layer is 'tensor'"
                 )
             parts["weight_amax"] = new.amax.expand(self.weight_amax.shape)
+        if not self._has_weight:
+            self.e4m3_max = new.e4m3_max  # nothing has read it yet
         if not self._is_prepacked():
             return {**parts, "weight_codes": new.codes, "weight_scales": new.scales}
         with torch.inference_mode(False), torch.no_grad():

@@ -7,33 +7,39 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from .. import _checks, activations, support
+from .. import _checks, support
 from .._refusals import REFUSALS, explained
-from ..activations import Activation, ActivationName
+from .._renamed import old_attribute, renamed
+from ..activations import Activation, ActivationName, by_name, names
 from ..containers.nvfp4 import NVFP4Tensor
 from ..ops import operators
 from ..ops.moe import ExpertsCall
 from ..ops.parts import OperandParts
+from ..recipe import (
+    EXPERTS_ACTIVATIONS,
+    WEIGHT_SCALINGS,
+    DataFree,
+    ExpertsActivations,
+    Quantizer,
+    WeightScaling,
+    as_quantizer,
+)
 from ._inputs import (
     CHECKS_OF_FINITE,
-    WEIGHT_SCALINGS,
     CheckFinite,
-    WeightScaling,
     check_bias,
     check_float_weight,
     check_quantized_weight,
     refuse_not_finite,
 )
-from ._methods import DataFree, Quantizer, as_quantizer
 from ._parallel import check_exchange, exchanged
 from ._weight import _EXCHANGE, BOUND, PREPACKED, WeightModule, version
 
 if TYPE_CHECKING:
     from ..distributed import ExpertParallel
 
-ExpertsScaling = Literal["row", "none"]  # the scaling of the activations
 Layout = Literal["halves", "interleaved"]
-EXPERTS_SCALINGS, LAYOUTS = get_args(ExpertsScaling), get_args(Layout)
+LAYOUTS = get_args(Layout)
 
 
 class Experts(torch.nn.Module):
@@ -64,7 +70,7 @@ class Experts(torch.nn.Module):
         device: where the buffers are made.
         dtype: the dtype of the float weights before quantization; None is torch's default dtype. No buffer
             has it, and the output has the dtype of each input.
-        activation_scaling: "row" quantizes x and h with one amax for each row. "none": neither is quantized
+        activations: "per-token" quantizes x and h with one amax for each row. "a16": neither is quantized
             (W4A16), but x is rounded to bfloat16 if it is float32, and so is the result then.
         weight_scaling: "row" gives each output channel of each expert its own amax, "tensor" one to each
             expert's matrix.
@@ -81,6 +87,11 @@ class Experts(torch.nn.Module):
 
     ep: ExpertParallel | None = None
 
+    w13: StackedWeight
+    w2: StackedWeight
+    activation_scaling = old_attribute("activation_scaling")
+
+    @renamed("activation_scaling")
     def __init__(
         self,
         num_experts: int,
@@ -91,7 +102,7 @@ class Experts(torch.nn.Module):
         bias: bool = False,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
-        activation_scaling: ExpertsScaling = "row",
+        activations: ExpertsActivations = "per-token",
         weight_scaling: WeightScaling = "row",
         check_finite: CheckFinite = "off",
         ep: ExpertParallel | None = None,
@@ -104,10 +115,10 @@ class Experts(torch.nn.Module):
         _checks.is_bool("bias", bias)
         if dtype is not None:
             _checks.is_float_dtype("dtype", dtype)
-        check_experts_options(activation_scaling, weight_scaling, check_finite)
-        check_exchange(ep, None, num_experts, hidden, activation_scaling)
+        check_experts_options(activations, weight_scaling, check_finite)
+        check_exchange(ep, None, num_experts, hidden, activations)
         super().__init__()
-        self._set_options(chosen, activation_scaling, check_finite, ep)
+        self._set_options(chosen, activations, check_finite, ep)
         num_experts = num_experts if ep is None else ep.num_local_experts
         n13 = 2 * intermediate if chosen.is_gated else intermediate
         self.w13 = StackedWeight(num_experts, n13, hidden, bias, device, dtype, weight_scaling=weight_scaling)
@@ -118,17 +129,18 @@ class Experts(torch.nn.Module):
     def _set_options(
         self,
         activation: Activation,
-        activation_scaling: ExpertsScaling,
+        activations: ExpertsActivations,
         check_finite: CheckFinite,
         ep: ExpertParallel | None,
     ) -> None:
         self.check_finite, self.ep = check_finite, ep
         self.activation = activation.name
-        self.activation_scaling = activation_scaling
+        self.activations = activations
         self._activation = activation.number
-        self._scaling = 1 if activation_scaling == "row" else 0
+        self._scaling = 1 if activations == "per-token" else 0
 
     @classmethod
+    @renamed("activation_scaling", "weight_method")
     def from_float(
         cls,
         w13: Tensor,
@@ -139,9 +151,9 @@ class Experts(torch.nn.Module):
         layout: Layout = "halves",
         is_transposed: bool = False,
         activation: ActivationName = "swiglu",
-        activation_scaling: ExpertsScaling = "row",
+        activations: ExpertsActivations = "per-token",
         weight_scaling: WeightScaling = "row",
-        weight_method: DataFree | Quantizer = "round",
+        method: DataFree | Quantizer | None = None,
         check_finite: CheckFinite = "off",
         ep: ExpertParallel | None = None,
     ) -> Experts:
@@ -154,8 +166,8 @@ class Experts(torch.nn.Module):
             layout: how a gated activation's gate and up lie in n13: "halves" is all rows of the gate and then
                 all of up, "interleaved" is gate, up, gate, up, as the module holds them.
             is_transposed: True for w13 (g, d, n13) and w2 (g, intermediate, d), as GPT-OSS has them.
-            weight_method: as of :meth:`Linear.from_float`; all others: as in the class. With ep the weights
-                are those of this rank's experts.
+            method: as of :meth:`Linear.from_float`; all others: as in the class. With ep the weights are
+                those of this rank's experts.
 
         Raises:
             TypeError, ValueError: naming the argument; also for weights that are NaN or infinite.
@@ -165,8 +177,8 @@ class Experts(torch.nn.Module):
         chosen = activation_of(activation)
         _checks.is_one_of("layout", layout, LAYOUTS)
         _checks.is_bool("is_transposed", is_transposed)
-        check_experts_options(activation_scaling, weight_scaling, check_finite)
-        quantizer = as_quantizer(weight_method, weight_scaling)
+        check_experts_options(activations, weight_scaling, check_finite)
+        quantizer = as_quantizer(method, weight_scaling)
         stacks = []
         for name, w in (("w13", w13), ("w2", w2)):
             _checks.has_dtype(name, _checks.is_tensor(name, w), _checks.FLOAT_DTYPES)
@@ -191,12 +203,13 @@ class Experts(torch.nn.Module):
                 bias2,
                 layout="interleaved",
                 activation=activation,
-                activation_scaling=activation_scaling,
+                activations=activations,
                 check_finite=check_finite,
                 ep=ep,
             )
 
     @classmethod
+    @renamed("activation_scaling")
     def from_quantized(
         cls,
         w13: NVFP4Tensor,
@@ -206,7 +219,7 @@ class Experts(torch.nn.Module):
         *,
         layout: Layout = "halves",
         activation: ActivationName = "swiglu",
-        activation_scaling: ExpertsScaling = "row",
+        activations: ExpertsActivations = "per-token",
         check_finite: CheckFinite = "off",
         ep: ExpertParallel | None = None,
     ) -> Experts:
@@ -219,12 +232,12 @@ class Experts(torch.nn.Module):
         """
         chosen = activation_of(activation)
         _checks.is_one_of("layout", layout, LAYOUTS)
-        check_experts_options(activation_scaling, "row", check_finite)
+        check_experts_options(activations, "row", check_finite)
         w13 = check_quantized_weight(w13, "w13", 3)
         w2 = check_quantized_weight(w2, "w2", 3)
         _checks.same_device("w2", w2.codes, w13.device, "w13")
         check_shapes(w13, w2, chosen)
-        check_exchange(ep, w13.shape[0], None, w13.shape[2], activation_scaling)
+        check_exchange(ep, w13.shape[0], None, w13.shape[2], activations)
         if bias13 is not None:
             bias13 = stack_bias("bias13", bias13, w13)
         if bias2 is not None:
@@ -235,7 +248,7 @@ class Experts(torch.nn.Module):
                 bias13 = None if bias13 is None else interleaved(bias13)
             made = cls.__new__(cls)
             torch.nn.Module.__init__(made)
-            made._set_options(chosen, activation_scaling, check_finite, ep)
+            made._set_options(chosen, activations, check_finite, ep)
             made.w13, made.w2 = StackedWeight.of(w13, bias13), StackedWeight.of(w2, bias2)
         return made
 
@@ -302,7 +315,7 @@ class Experts(torch.nn.Module):
         _checks.is_bool("is_transposed", is_transposed)
         if w13 is None and w2 is None:
             raise ValueError("w13 and w2: got None for both, must be one of them at least")
-        mixes = activations.by_name[self.activation].is_gated and layout == "halves"
+        mixes = by_name[self.activation].is_gated and layout == "halves"
         with _EXCHANGE, torch.inference_mode(False), torch.no_grad():
             new = []
             for layer, name, w, bias in ((self.w13, "w13", w13, bias13), (self.w2, "w2", w2, bias2)):
@@ -378,7 +391,7 @@ class Experts(torch.nn.Module):
         modules = self._modules
         first: StackedWeight = modules["w13"]  # type: ignore[assignment]
         second: StackedWeight = modules["w2"]  # type: ignore[assignment]
-        quantizes = self.activation_scaling != "none"
+        quantizes = self.activations != "a16"
         w13, w2 = first(quantizes), second(quantizes)
         # The checks take longer than the operator's launch, so they are omitted once they have passed with
         # these weights. A call that the operator refuses goes through them for its message.
@@ -410,7 +423,7 @@ class Experts(torch.nn.Module):
         if self.check_finite != "off":
             refuse_not_finite(x, self)
         shape, dtype = x.shape, x.dtype
-        in_bfloat16 = self.activation_scaling == "none" and dtype is torch.float32
+        in_bfloat16 = self.activations == "a16" and dtype is torch.float32
         x = x.to(torch.bfloat16) if in_bfloat16 else x  # no kernel multiplies float32 values
         formats = formats_of(self, x, w13)
         support.ready(x, "quantize")
@@ -428,7 +441,7 @@ class Experts(torch.nn.Module):
 
     def extra_repr(self) -> str:
         finite = "" if self.check_finite == "off" else f", check_finite={self.check_finite!r}"
-        return f"activation={self.activation!r}, activation_scaling={self.activation_scaling!r}{finite}"
+        return f"activation={self.activation!r}, activations={self.activations!r}{finite}"
 
 
 # ---- the weights
@@ -565,14 +578,13 @@ def mixed(
 
 def activation_of(name: object) -> Activation:
     """The row of the table of activations; ValueError if the name is not in it."""
-    names = [*activations.names(is_gated=True), *activations.names(is_gated=False)]
-    _checks.is_one_of("activation", name, names)
-    return activations.by_name[name]  # type: ignore[index]
+    _checks.is_one_of("activation", name, [*names(is_gated=True), *names(is_gated=False)])
+    return by_name[name]  # type: ignore[index]
 
 
-def check_experts_options(activation_scaling: object, weight_scaling: object, check_finite: object) -> None:
+def check_experts_options(activations: object, weight_scaling: object, check_finite: object) -> None:
     """Raise unless these are values of the keywords of Experts."""
-    _checks.is_one_of("activation_scaling", activation_scaling, EXPERTS_SCALINGS)
+    _checks.is_one_of("activations", activations, EXPERTS_ACTIVATIONS)
     _checks.is_one_of("weight_scaling", weight_scaling, WEIGHT_SCALINGS)
     _checks.is_one_of("check_finite", check_finite, CHECKS_OF_FINITE)
 
@@ -623,7 +635,7 @@ def stack_bias(name: str, bias: object, weight: Tensor | NVFP4Tensor) -> Tensor:
 
 def formats_of(layer: Experts, x: Tensor, w13: OperandParts) -> tuple[str, str]:
     """The formats of the operands of both products, as :func:`support.ready_for` names them."""
-    if layer.activation_scaling == "none":
+    if layer.activations == "a16":
         a = "bf16" if x.dtype is torch.bfloat16 else "fp16"
     else:
         a = "fp16" if support.streams_prepacked(x.device) else "nvfp4"

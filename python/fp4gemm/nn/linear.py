@@ -12,17 +12,17 @@ from torch.autograd.function import once_differentiable
 
 from .. import _checks, selection, support
 from .._refusals import REFUSALS, explained
+from .._renamed import old_attribute, renamed
 from ..activations import by_number
 from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
 from ..ops import operators
 from ..ops.linear import LinearCall
 from ..ops.parts import OperandParts
+from ..recipe import DataFree, LayerActivations, Quantizer, WeightScaling, as_quantizer
 from ._inputs import (
     OUT_STEP,
-    ActivationScaling,
     CheckFinite,
-    WeightScaling,
     check_bias,
     check_linear,
     check_options,
@@ -30,10 +30,9 @@ from ._inputs import (
     refuse_not_finite,
     shared_input,
 )
-from ._methods import DataFree, Quantizer, as_quantizer
 from ._weight import BOUND, PREPACKED, WeightModule, version
 
-_SCALINGS = {"none": 0, "row": 1, "tensor": 2}  # the numbers of the operator
+_SCALINGS = {"a16": 0, "per-token": 1, "per-tensor": 2}  # the numbers of the operator
 _RULES = selection.RULES
 _LINEAR = operators.below_wrapper(operators.linear)
 _is_compiling = torch.compiler.is_compiling
@@ -50,7 +49,7 @@ class Linear(WeightModule):
     factors in fp32, adds the bias in fp32, and rounds once to the dtype of the input. Definition: the NVFP4
     cast and GEMM of TransformerEngine, as :func:`fp4gemm.quantize` and :func:`fp4gemm.mm` document them.
 
-    On compute capability 9.0, and with ``activation_scaling="none"`` on 12.0 and 12.1, the first ``forward``
+    On compute capability 9.0, and with ``activations="a16"`` on 12.0 and 12.1, the first ``forward``
     that is neither traced nor captured prepacks the weight (:func:`fp4gemm.prepack`), which synchronises
     once. From then on the layer holds that form alone, as large as the other. A layer that is traced or
     captured before that is not prepacked by itself: call :meth:`prepack` first. Several threads may run the
@@ -89,9 +88,9 @@ class Linear(WeightModule):
         dtype: ``weight.dtype``, the dtype of the float weight before quantization: bfloat16, float16 or
             float32; None is torch's default dtype. Model code reads it. No buffer has it, and the output has
             the dtype of each input, under autocast too.
-        activation_scaling: "row" gives each token (row of x) its own amax, so that an outlier token does not
-            cost the others precision; "tensor" gives all of them one. "none": x is not quantized (W4A16), but
-            rounded to bfloat16 if it is float32; devices with FP4 tensor cores refuse it.
+        activations: "per-token" gives each token (row of x) its own amax, so that an outlier token does not
+            cost the others precision; "per-tensor" gives all of them one. "a16": x is not quantized (W4A16),
+            but rounded to bfloat16 if it is float32; devices with FP4 tensor cores refuse it.
         weight_scaling: "row" gives each output channel (row of W) its own amax, "tensor" one to the whole
             weight. "row" is the default, since one fp32 number a channel costs nothing: the epilogue
             multiplies by it anyway.
@@ -119,6 +118,9 @@ class Linear(WeightModule):
     # What the copy for input_gradient "quantized" was made of, and the copy.
     _transposed: tuple[tuple[Any, ...], OperandParts] | None = None
 
+    activation_scaling = old_attribute("activation_scaling")
+
+    @renamed("activation_scaling")
     def __init__(
         self,
         in_features: int,
@@ -127,7 +129,7 @@ class Linear(WeightModule):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         *,
-        activation_scaling: ActivationScaling = "row",
+        activations: LayerActivations = "per-token",
         weight_scaling: WeightScaling = "row",
         check_finite: CheckFinite = "off",
     ) -> None:
@@ -141,19 +143,20 @@ class Linear(WeightModule):
             raise TypeError(f"bias: got {_checks.describe(bias)}, must be a bool")
         if dtype is not None:
             _checks.is_float_dtype("dtype", dtype)
-        check_options(activation_scaling, weight_scaling, check_finite)
+        check_options(activations, weight_scaling, check_finite)
         super().__init__((out_features, in_features), bias, device, dtype, weight_scaling)
-        self.activation_scaling = activation_scaling
+        self.activations = activations
         self.check_finite = check_finite
 
     @classmethod
+    @renamed("activation_scaling", "weight_method")
     def from_float(
         cls,
         linear: torch.nn.Linear,
         *,
-        activation_scaling: ActivationScaling = "row",
+        activations: LayerActivations = "per-token",
         weight_scaling: WeightScaling = "row",
-        weight_method: DataFree | Quantizer = "round",
+        method: DataFree | Quantizer | None = None,
         check_finite: CheckFinite = "off",
     ) -> Linear:
         """Quantize a float layer: W -> Q(W) on its device, bias -> float32. The float layer is not changed.
@@ -161,10 +164,10 @@ class Linear(WeightModule):
         Args:
             linear: a torch.nn.Linear whose weight (n, k) is bfloat16, float16 or float32; k a multiple of 32,
                 n of 8.
-            activation_scaling, weight_scaling, check_finite: as in the class.
-            weight_method: "round", "four-over-six" or "search", as of :func:`fp4gemm.models.quantize_model`
-                without calibration. The default is the weight of ``quantize(weight)``; that of
-                ``quantize_model`` is "four-over-six", which is more accurate (docs/accuracy.md).
+            activations, weight_scaling, check_finite: as in the class.
+            method: "round", "four-over-six" or "search", as :class:`fp4gemm.recipe.Recipe` defines them; None
+                is "four-over-six". "round" gives the weight of ``quantize(weight)``, as
+                :mod:`fp4gemm.training` has it.
 
         Raises:
             TypeError, ValueError: for a layer that does not fit, naming what is wrong; also for weights that
@@ -173,24 +176,25 @@ class Linear(WeightModule):
         The weight is detached: no gradient flows to it. Synchronises once, to look for weights that are not
         finite.
         """
-        check_options(activation_scaling, weight_scaling, check_finite)
-        quantizer = as_quantizer(weight_method, weight_scaling)
+        check_options(activations, weight_scaling, check_finite)
+        quantizer = as_quantizer(method, weight_scaling)
         check_linear(linear)
         # No inference tensors, which load_state_dict could not write outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             quantized = quantizer(linear.weight.detach())
             layer = cls.from_quantized(
-                quantized, linear.bias, activation_scaling=activation_scaling, check_finite=check_finite
+                quantized, linear.bias, activations=activations, check_finite=check_finite
             )
         return layer.train(linear.training)
 
     @classmethod
+    @renamed("activation_scaling")
     def from_quantized(
         cls,
         weight: NVFP4Tensor,
         bias: Tensor | None = None,
         *,
-        activation_scaling: ActivationScaling = "row",
+        activations: LayerActivations = "per-token",
         check_finite: CheckFinite = "off",
     ) -> Linear:
         """A layer around an NVFP4 weight (n, k), whose memory it shares, and a float bias (n,), copied.
@@ -211,13 +215,13 @@ class Linear(WeightModule):
             bias is not None,
             device="meta",
             dtype=weight.dtype,
-            activation_scaling=activation_scaling,
+            activations=activations,
             check_finite=check_finite,
         )
         return layer._adopt(weight, bias)
 
     def forward(self, x: Tensor | NVFP4Tensor | DecodedTensor, c: Tensor | None = None) -> Tensor:
-        """``Q(x) @ Q(W).T + bias + c``; with activation_scaling "none" ``x @ Q(W).T + bias + c``.
+        """``Q(x) @ Q(W).T + bias + c``; with activations "a16" ``x @ Q(W).T + bias + c``.
 
         Args:
             x: bfloat16, float16 or float32 (..., k), any leading dimensions including none; strides are
@@ -245,7 +249,7 @@ class Linear(WeightModule):
             is_plain
             and type(x) is Tensor
             and not x.requires_grad
-            and (x.dtype is not torch.float32 or self.activation_scaling != "none")  # x is rounded first
+            and (x.dtype is not torch.float32 or self.activations != "a16")  # x is rounded first
         ):
             arguments = self._known_arguments()
             if arguments is not None and x.dim() > 0 and x.size(-1) == self.in_features:
@@ -285,14 +289,14 @@ class Linear(WeightModule):
         if terms.get("c") is not None:
             self._check_addend(x, terms["c"])
         if isinstance(x, (NVFP4Tensor, DecodedTensor)):
-            parts = shared_input(x, self.in_features, self.weight_amax.device, self.activation_scaling)
+            parts = shared_input(x, self.in_features, self.weight_amax.device, self.activations)
             return self._multiply(parts, **terms, out_dtype=self.dtype)
         x = _checks.is_tensor("x", x)
         k = self.in_features
         if x.dim() == 0 or x.shape[-1] != k:
             raise ValueError(f"x: shape is {tuple(x.shape)}, must be (..., {k}), {k} = in_features")
         _checks.same_device("x", x, self.weight_amax.device, "weight")
-        scaling = _SCALINGS[self.activation_scaling]
+        scaling = _SCALINGS[self.activations]
         _checks.has_dtype("x", x, _checks.FLOAT_DTYPES)
         self._check_gradient("x", x)
         if self.check_finite != "off":
@@ -319,7 +323,7 @@ class Linear(WeightModule):
         """
         is_traced = _is_compiling()
         if not is_traced and not self._is_prepacked():
-            self._prepack_where_it_helps(self.activation_scaling != "none")
+            self._prepack_where_it_helps(self.activations != "a16")
         terms.setdefault("activation", self._epilogue())
         call = LinearCall.of(given, self._operand_parts(), **terms)
         x = call.x
@@ -328,7 +332,7 @@ class Linear(WeightModule):
                 return self._recorded(call)
             traced: Tensor = operators.linear(*call)
             return traced
-        quantizes = call.x_amax is None and call.scaling != _SCALINGS["none"]
+        quantizes = call.x_amax is None and call.scaling != _SCALINGS["a16"]
         is_plain = call.x_amax is None and not quantizes
         if is_plain:
             support.ready_for(x, "mm", ("bf16", "nvfp4"))
@@ -358,9 +362,9 @@ class Linear(WeightModule):
         bound: Tensor = self._buffers[BOUND]  # type: ignore[assignment]
         written = version(bound)
         is_tested = call.x.get_device() in support.READY["mm"]
-        quantizes = self.activation_scaling != "none"
+        quantizes = self.activations != "a16"
         helps = call.weight_rows > 0 or not support.streams_prepacked(call.x.device, quantizes)
-        is_own = call.scaling == _SCALINGS[self.activation_scaling] and call.activation == self._epilogue()
+        is_own = call.scaling == _SCALINGS[self.activations] and call.activation == self._epilogue()
         is_own = is_own and (quantizes or call.out_dtype is None)  # not of a float32 x, which was rounded
         is_plain = is_own and self.check_finite == "off" and type(call.x) is Tensor
         if is_plain and is_tested and helps and written is not None and not self._is_offloaded():
@@ -417,7 +421,7 @@ class Linear(WeightModule):
         finite = "" if self.check_finite == "off" else f", check_finite={self.check_finite!r}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, activation_scaling={self.activation_scaling!r}, "
+            f"bias={self.bias is not None}, activations={self.activations!r}, "
             f"weight_scaling={self.weight_scaling!r}{finite}"
         )
 

@@ -72,8 +72,8 @@ class MergedLinear(Linear):
 
     def _checked_of_tokens(self, x: Tokens, data: Tensor, c: Tensor | None) -> Tensor:
         self._require_weight()
-        device, scaling = self.weight_amax.device, self.activation_scaling
-        parts = shared_input(x.quantized, self.in_features, device, scaling)._replace(data=data)
+        device, activations = self.weight_amax.device, self.activations
+        parts = shared_input(x.quantized, self.in_features, device, activations)._replace(data=data)
         return self._multiply(parts, c=c, out_dtype=x.dtype)
 
     def _epilogue(self) -> int:
@@ -269,7 +269,7 @@ def rows_of(weight: NVFP4Tensor, rows: range) -> NVFP4Tensor:
 def why_not_one_weight(layers: Sequence[Linear]) -> str:
     """Why the layers cannot have one weight; "" if they can."""
     first = layers[0]
-    for name in ("in_features", "activation_scaling", "check_finite", "e4m3_max", "dtype", "training"):
+    for name in ("in_features", "activations", "check_finite", "e4m3_max", "dtype", "training"):
         if any(getattr(layer, name) != getattr(first, name) for layer in layers):
             return f"their {name} differs"
     if len({(layer.weight_amax.device, _execution_device(layer)) for layer in layers}) > 1:
@@ -288,7 +288,7 @@ def layer_like(layer: Linear, weight: NVFP4Tensor, bias: Tensor | None) -> Merge
     made = cast(
         MergedLinear,
         MergedLinear.from_quantized(
-            weight, bias, activation_scaling=layer.activation_scaling, check_finite=layer.check_finite
+            weight, bias, activations=layer.activations, check_finite=layer.check_finite
         ),
     )
     made.sizes = (made.out_features,)

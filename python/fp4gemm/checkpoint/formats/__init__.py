@@ -37,13 +37,11 @@ from typing import Any
 from ..._checks import describe, listing
 from .base import (
     FORMATS,
-    Activations,
     Format,
     FormatName,
     Json,
     KVCache,
     Producer,
-    Scaling,
     Scheme,
     format_of,
 )
@@ -54,12 +52,10 @@ from .stored import StoredWeight
 
 __all__ = [
     "FORMATS",
-    "Activations",
     "Format",
     "FormatName",
     "KVCache",
     "Producer",
-    "Scaling",
     "Scheme",
     "StoredWeight",
     "configs_beside",

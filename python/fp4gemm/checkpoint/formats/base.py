@@ -13,15 +13,13 @@ from torch import Tensor
 
 from ... import _checks, _native
 from ...containers import _outer
+from ...recipe import STORED_ACTIVATIONS, WEIGHT_SCALINGS, StoredActivations, WeightScaling
 
 FormatName = Literal["modelopt", "compressed-tensors", "fp4gemm"]
 Direction = Literal["decodes", "encodes", "amax"]
-Activations = Literal["a16", "per-token", "static"]
 KVCache = Literal["fp8", "nvfp4"]
-Scaling = Literal["tensor", "row"]
 Json = Mapping[str, Any]
 
-ACTIVATIONS: tuple[Activations, ...] = ("a16", "per-token", "static")
 KV_CACHES: tuple[KVCache, ...] = ("fp8", "nvfp4")
 
 
@@ -194,21 +192,21 @@ class Scheme:
     """
 
     format: FormatName
-    activations: Activations = "a16"
+    activations: StoredActivations = "a16"
     ignore: tuple[str, ...] = ()
     kv_cache: KVCache | None = None
     e4m3_max: int = 448
-    scaling: Scaling = "tensor"
+    scaling: WeightScaling = "tensor"
     targets: tuple[str, ...] = ("Linear",)
     producer: Producer | None = None
 
     def __post_init__(self) -> None:
         about = format_of(self.format)
-        _checks.is_one_of("activations", self.activations, ACTIVATIONS)
+        _checks.is_one_of("activations", self.activations, STORED_ACTIVATIONS)
         if self.kv_cache is not None:
             _checks.is_one_of("kv_cache", self.kv_cache, KV_CACHES)
         _checks.is_one_of("e4m3_max", self.e4m3_max, _checks.E4M3_BOUNDS)
-        _checks.is_one_of("scaling", self.scaling, ("tensor", "row"))
+        _checks.is_one_of("scaling", self.scaling, WEIGHT_SCALINGS)
         for name, value in (("ignore", self.ignore), ("targets", self.targets)):
             if not isinstance(value, tuple) or not all(isinstance(each, str) for each in value):
                 raise TypeError(f"{name}: got {_checks.describe(value)}, must be a tuple of str")
@@ -270,13 +268,13 @@ def producer_of(config: Json) -> Producer | None:
     return Producer(str(found.get("name")), None if version is None else str(version))
 
 
-def read_options(config: Json, given: Activations, where: str) -> tuple[Activations, int]:
-    """Activations and e4m3_max, which only this library writes beside its name as the producer."""
+def read_options(config: Json, given: StoredActivations, where: str) -> tuple[StoredActivations, int]:
+    """``activations`` and ``e4m3_max``, which only this library writes beside its name as the producer."""
     producer = config.get("producer")
     if not isinstance(producer, Mapping) or producer.get("name") != "fp4gemm":
         return given, 448
     activations, e4m3_max = producer.get("activations", given), producer.get("e4m3_max", 448)
-    if activations not in ACTIVATIONS or (activations == "a16") != (given == "a16"):
+    if activations not in STORED_ACTIVATIONS or (activations == "a16") != (given == "a16"):
         raise ValueError(f"{where}: activations of producer is {activations!r}, must agree with {given!r}")
     if e4m3_max not in (448, 256):
         raise ValueError(f"{where}: e4m3_max of producer is {e4m3_max!r}, must be 448 or 256")

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..._checks import describe
+from ...recipe import StoredActivations
 from . import base
-from .base import Activations, Format, Json, Scheme
+from .base import Format, Json, Scheme
 
 __all__ = ["COMPRESSED_TENSORS"]
 
@@ -21,7 +22,7 @@ def _read(config: Json, where: str) -> Scheme:
         raise ValueError(f"{where}: config_groups is empty or missing, must have a group")
     overall = config.get("format")
     targets: list[str] = []
-    found: set[Activations] = set()
+    found: set[StoredActivations] = set()
     for name, group in groups.items():
         if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
             raise ValueError(f"{where}: {name} of config_groups has no weights, must be NVFP4")
@@ -56,7 +57,7 @@ def _read(config: Json, where: str) -> Scheme:
     )
 
 
-def _activations(arguments: object, where: str) -> Activations:
+def _activations(arguments: object, where: str) -> StoredActivations:
     if arguments is None:
         return "a16"
     if not isinstance(arguments, Mapping):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from ...recipe import StoredActivations, WeightScaling
 from . import base
-from .base import Activations, Format, Json, KVCache, Scaling, Scheme
+from .base import Format, Json, KVCache, Scheme
 
 __all__ = ["FP4GEMM"]
 
@@ -21,11 +22,11 @@ def _read(config: Json, where: str) -> Scheme:
     try:
         return Scheme(  # which checks the values
             "fp4gemm",
-            cast(Activations, config.get("activations")),
+            cast(StoredActivations, config.get("activations")),
             ignore,
             cast("KVCache | None", config.get("kv_cache")),
             cast(int, config.get("e4m3_max")),
-            cast(Scaling, config.get("scaling")),
+            cast(WeightScaling, config.get("scaling")),
             targets,
             base.producer_of(config),
         )

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...recipe import StoredActivations
 from . import base
-from .base import Activations, Format, Json, Scheme
+from .base import Format, Json, Scheme
 
 __all__ = ["MODELOPT", "hf_quant_config"]
 
-ALGORITHMS: dict[str, Activations] = {"NVFP4": "static", "W4A16_NVFP4": "a16"}
+ALGORITHMS: dict[str, StoredActivations] = {"NVFP4": "static", "W4A16_NVFP4": "a16"}
 
 
 def _read(config: Json, where: str) -> Scheme:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ... import kernel_table, support
-from ...checkpoint.formats import Activations
+from ...recipe import StoredActivations
 
 __all__ = ["Device"]
 
@@ -34,7 +34,7 @@ class Device:
         """Why fp4gemm serves nothing on the device: kernels are missing; None if it serves layers."""
         return next((self._gaps[name] for name in ("quantize", "mm") if name in self._gaps), None)
 
-    def reason_against(self, activations: Activations, is_experts: bool) -> str | None:
+    def reason_against(self, activations: StoredActivations, is_experts: bool) -> str | None:
         """Why fp4gemm does not serve layers with these activations on the device; None if it does."""
         mode = "grouped_mm" if is_experts else "mm"
         names = [mode] if activations != "a16" else [mode, f"{mode} {_UNQUANTIZED}"]

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from ... import _checks
-from ...checkpoint.formats import FORMATS, Activations, FormatName, Scaling
+from ...checkpoint.formats import FORMATS, FormatName
+from ...recipe import StoredActivations, WeightScaling
 from .report import Report
 from .weights import NOT_LOADED
 
 __all__ = ["TEXTS", "InPlace", "Layer", "bound_of", "dropped", "put"]
 
 # What the report says of a layer.
-TEXTS: dict[Activations, str] = {
+TEXTS: dict[StoredActivations, str] = {
     "per-token": "W4A4, an amax for each token",
     "static": "W4A4, the scale of the checkpoint",
     "a16": "W4A16",
@@ -42,9 +43,9 @@ class Layer:
 
     name: str
     format: FormatName
-    activations: Activations
+    activations: StoredActivations
     e4m3_max: int
-    scaling: Scaling
+    scaling: WeightScaling
     batch_invariant: bool
     report: Report
     has_input_scale: bool = True

@@ -9,21 +9,20 @@ from torch import Tensor
 
 from ...containers.nvfp4 import NVFP4Tensor
 from ...nn._inputs import check_float_weight
-from ...nn._methods import as_quantizer
 from ...nn.experts import interleaved, of_own_storage
+from ...recipe import DataFree, as_quantizer
 from . import weights
 from .experts import ExpertsWeights
 from .layers import put
 from .linear import LinearWeights
 from .loading import check_sizes
-from .options import WeightMethod
 
 __all__ = ["OnlineExperts", "OnlineLinear"]
 
 _NAN = float("nan")
 
 
-def _quantized(name: str, weight: Tensor, method: WeightMethod) -> NVFP4Tensor:
+def _quantized(name: str, weight: Tensor, method: DataFree) -> NVFP4Tensor:
     """The weight (n, k) or (g, n, k) with an amax for each row; raises for NaN and infinity, by name."""
     check_float_weight(name, weight, tuple(weight.shape))
     return as_quantizer(method, "row")(weight)
@@ -35,7 +34,7 @@ class OnlineLinear(LinearWeights):
     It comes before a class of an engine's linear method.
     """
 
-    weight_method: WeightMethod
+    method: DataFree
     device: str | None = None  # the device of the weight before it is loaded; None: the default
 
     def create_weights(
@@ -69,7 +68,7 @@ class OnlineLinear(LinearWeights):
             ValueError: the weight has NaN or infinite values.
         """
         with torch.no_grad():
-            weight = _quantized(f"{self.of.name}.weight", layer.weight.data, self.weight_method)
+            weight = _quantized(f"{self.of.name}.weight", layer.weight.data, self.method)
             held = weights.hold(weight, self.of.activations != "a16")
         delattr(layer, "weight")
         put(layer, weight=held.data, weight_scale=held.scales, weight_amax=held.amax, input_amax=None)
@@ -79,7 +78,7 @@ class OnlineLinear(LinearWeights):
 class OnlineExperts(ExpertsWeights):
     """Experts whose weights in 16 bits become NVFP4 once those of a layer have been loaded."""
 
-    weight_method: WeightMethod
+    method: DataFree
     device: str | None = None
 
     def create_floats(
@@ -117,7 +116,7 @@ class OnlineExperts(ExpertsWeights):
             if which == "w13" and self.is_gated:
                 given = interleaved(given)
             with torch.no_grad():
-                made = of_own_storage(_quantized(f"{self.of.name}.{name}", given, self.weight_method))
+                made = of_own_storage(_quantized(f"{self.of.name}.{name}", given, self.method))
             delattr(layer, name)
             del given
             self.keep(layer, which, weights.hold(made, self.of.activations != "a16"))

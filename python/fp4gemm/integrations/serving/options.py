@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from ... import _checks, patterns
-from ...checkpoint.formats import Activations
+from ..._renamed import REMOVED_IN, new_keywords
+from ...recipe import DATA_FREE, DataFree, StoredActivations
 
 __all__ = ["PREFIX", "Options", "activations_of"]
 
 PREFIX = "FP4GEMM_SERVING_"  # the prefix of the environment variables
 ActivationsOption = Literal["auto", "per-token", "static", "a16"]
-WeightMethod = Literal["round", "four-over-six", "search"]
+_OLD = {"method": f"{PREFIX}WEIGHT_METHOD"}  # old names of environment variables
 _FALSE, _TRUE = ("0", "false", "off", "no"), ("1", "true", "on", "yes")
 
 
@@ -34,7 +36,7 @@ class Options:
             and checkpoints of W4A16, which hold none, are refused then.
         ignore: patterns (:mod:`fp4gemm.patterns`) of layers that the engine keeps for itself, by their names
             in the engine; in the environment they are separated by commas.
-        weight_method: how bf16 weights are rounded by ``--quantization fp4gemm``, as of
+        method: how bf16 weights are rounded by ``--quantization fp4gemm``, as of
             :meth:`fp4gemm.nn.Linear.from_float`.
         batch_invariant: the bits of a token do not depend on the other tokens of the batch, as
             :func:`fp4gemm.mm` defines it. vLLM's ``VLLM_BATCH_INVARIANT=1`` sets it too.
@@ -46,14 +48,14 @@ class Options:
     enabled: bool = True
     activations: ActivationsOption = "auto"
     ignore: str | Sequence[str] = ()
-    weight_method: WeightMethod = "four-over-six"
+    method: DataFree = "four-over-six"
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         _checks.is_bool("enabled", self.enabled)
         _checks.is_bool("batch_invariant", self.batch_invariant)
         _checks.is_one_of("activations", self.activations, get_args(ActivationsOption))
-        _checks.is_one_of("weight_method", self.weight_method, get_args(WeightMethod))
+        _checks.is_one_of("method", self.method, DATA_FREE)
         object.__setattr__(self, "ignore", patterns.texts("ignore", self.ignore))
 
     @classmethod
@@ -66,9 +68,15 @@ class Options:
         fields = {field.name: field for field in dataclasses.fields(cls)}
         values: dict[str, Any] = {}
         for name, field in fields.items():
-            text = os.environ.get(PREFIX + name.upper())
+            text = os.environ.get(PREFIX + name.upper(), os.environ.get(_OLD.get(name, "")))
             if text is None:
                 continue
+            if name in _OLD and _OLD[name] in os.environ:
+                warnings.warn(
+                    f"{_OLD[name]} is {PREFIX}{name.upper()} now; {REMOVED_IN} removes the old name",
+                    FutureWarning,
+                    stacklevel=2,
+                )
             if isinstance(field.default, bool):
                 values[name] = _boolean(PREFIX + name.upper(), text)
             elif isinstance(field.default, tuple):
@@ -78,6 +86,7 @@ class Options:
         if overrides is not None:
             if not isinstance(overrides, Mapping):
                 raise TypeError(f"fp4gemm: got {_checks.describe(overrides)}, must be a mapping of options")
+            overrides = new_keywords("fp4gemm", overrides, ("weight_method",), 3)
             for name in overrides:
                 if name not in fields:
                     raise ValueError(
@@ -91,7 +100,7 @@ class Options:
         return any(patterns.matches(pattern, name) for pattern in self.ignore)
 
 
-def activations_of(options: Options, stored: str, name: str, is_experts: bool) -> Activations:
+def activations_of(options: Options, stored: str, name: str, is_experts: bool) -> StoredActivations:
     """The way in which the inputs of a layer are quantized.
 
     Args:

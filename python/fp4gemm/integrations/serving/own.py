@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ... import _names
-from ...checkpoint.formats import Activations, Scheme
+from ...checkpoint.formats import Scheme
+from ...recipe import StoredActivations
 
 __all__ = ["SERVED", "has_input_scale", "stored", "stored_experts"]
 
@@ -13,7 +14,7 @@ __all__ = ["SERVED", "has_input_scale", "stored", "stored_experts"]
 SERVED = ("per-token", "a16")  # what stored returns for a layer with NVFP4 weights
 
 
-def stored(scheme: Scheme | None, name: str, shards: Sequence[str]) -> Activations | str:
+def stored(scheme: Scheme | None, name: str, shards: Sequence[str]) -> StoredActivations | str:
     """ "per-token" or "a16" for a layer whose weights are or become NVFP4; else the reason why they do not.
 
     Args:
@@ -41,7 +42,7 @@ def stored(scheme: Scheme | None, name: str, shards: Sequence[str]) -> Activatio
     return "a16" if scheme.activations == "a16" else "per-token"
 
 
-def stored_experts(scheme: Scheme | None, name: str) -> Activations | str:
+def stored_experts(scheme: Scheme | None, name: str) -> StoredActivations | str:
     """The same for experts, where the engine does not say what the checkpoint calls the layers of an expert.
 
     The names of every family are looked up, as a checkpoint has those of one.

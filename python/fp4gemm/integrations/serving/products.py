@@ -8,12 +8,12 @@ from torch import Tensor
 from ... import activations as activations_table
 from ... import support
 from ...activations import ActivationName
-from ...checkpoint.formats import Activations
 from ...ops import operators
 from ...ops.linear import LinearCall
 from ...ops.moe import ExpertsCall
 from ...ops.parts import OperandParts
 from ...quantize import quantize
+from ...recipe import StoredActivations
 
 __all__ = ["experts", "formats", "linear", "make_ready"]
 
@@ -21,7 +21,7 @@ __all__ = ["experts", "formats", "linear", "make_ready"]
 def linear(
     x: Tensor,
     weight: OperandParts,
-    activations: Activations,
+    activations: StoredActivations,
     amax: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
@@ -56,7 +56,7 @@ def experts(
     w13: OperandParts,
     w2: OperandParts,
     activation: ActivationName,
-    activations: Activations,
+    activations: StoredActivations,
     expert_map: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
@@ -91,7 +91,7 @@ def experts(
     return y
 
 
-def formats(device: torch.device, activations: Activations) -> tuple[str, str]:
+def formats(device: torch.device, activations: StoredActivations) -> tuple[str, str]:
     """The formats of activations and weights on a device, as :func:`fp4gemm.support.ready_for` names them."""
     streams = support.streams_prepacked(device, activations != "a16")
     if activations == "a16":
@@ -99,7 +99,7 @@ def formats(device: torch.device, activations: Activations) -> tuple[str, str]:
     return ("fp16", "prepacked") if streams else ("nvfp4", "nvfp4")
 
 
-def make_ready(weight: OperandParts, mode: str, activations: Activations) -> None:
+def make_ready(weight: OperandParts, mode: str, activations: StoredActivations) -> None:
     """Run the self-test where it is due, before a graph is traced or captured.
 
     Raises:

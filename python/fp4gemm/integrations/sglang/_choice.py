@@ -12,7 +12,8 @@ from sglang.srt.layers.quantization.utils import is_layer_skipped
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
 from ... import _names
-from ...checkpoint.formats import Activations, FormatName
+from ...checkpoint.formats import FormatName
+from ...recipe import StoredActivations
 from ..serving import own
 from ..serving.experts import ACTIVATIONS
 from ..serving.layers import TEXTS, Layer, bound_of
@@ -29,7 +30,7 @@ from ._process import current_device, log
 
 __all__ = ["chosen", "reason_against", "shards"]
 
-_ALGORITHMS: dict[str, Activations] = {"NVFP4": "per-token", "W4A16_NVFP4": "a16"}
+_ALGORITHMS: dict[str, StoredActivations] = {"NVFP4": "per-token", "W4A16_NVFP4": "a16"}
 
 
 def chosen(format: FormatName, original: Any, config: Any, layer: Any, prefix: str) -> Any:
@@ -70,8 +71,8 @@ def chosen(format: FormatName, original: Any, config: Any, layer: Any, prefix: s
     )
     if format == "fp4gemm" and scheme is None:
         if is_experts:
-            return Fp4GemmOnlineFusedMoEMethod(known, layer, options.weight_method)
-        return Fp4GemmOnlineLinearMethod(known, options.weight_method)
+            return Fp4GemmOnlineFusedMoEMethod(known, layer, options.method)
+        return Fp4GemmOnlineLinearMethod(known, options.method)
     return Fp4GemmFusedMoEMethod(known, layer) if is_experts else Fp4GemmLinearMethod(known)
 
 

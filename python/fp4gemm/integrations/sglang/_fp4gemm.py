@@ -23,7 +23,7 @@ class Fp4GemmConfig(QuantizationConfig):
     """``quant_method: fp4gemm`` of a checkpoint, or ``--quantization fp4gemm`` for one in 16 bits.
 
     In the second case every linear layer is quantized with an amax for each row of its weight, but routers
-    and the output embedding, and so are experts. ``weight_method`` of :class:`.Options` says how, and with
+    and the output embedding, and so are experts. ``method`` of :class:`.Options` says how, and with
     ``activations="a16"`` inputs stay in 16 bits. Each rank quantizes its own shard.
 
     Args:

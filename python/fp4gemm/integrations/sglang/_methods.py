@@ -14,11 +14,11 @@ from sglang.srt.layers.parameter import (
 )
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase, LinearMethodBase
 
+from ...recipe import DataFree
 from ..serving.experts import ExpertsWeights
 from ..serving.layers import InPlace, Layer
 from ..serving.linear import LinearWeights, Parameters
 from ..serving.online import OnlineExperts, OnlineLinear
-from ..serving.options import WeightMethod
 
 __all__ = [
     "Fp4GemmFusedMoEMethod",
@@ -39,9 +39,9 @@ class Fp4GemmOnlineLinearMethod(InPlace, OnlineLinear, LinearMethodBase):
 
     parameters = Fp4GemmLinearMethod.parameters
 
-    def __init__(self, known: Layer, weight_method: WeightMethod) -> None:
+    def __init__(self, known: Layer, method: DataFree) -> None:
         super().__init__(known)
-        self.weight_method = weight_method
+        self.method = method
 
 
 # SGLang's layers ask this list whether parameters shard themselves.
@@ -100,9 +100,9 @@ class Fp4GemmFusedMoEMethod(InPlace, _Experts):
 
 
 class _OnlineExperts(OnlineExperts, _Experts):
-    def __init__(self, known: Layer, layer: Any, weight_method: WeightMethod) -> None:
+    def __init__(self, known: Layer, layer: Any, method: DataFree) -> None:
         super().__init__(known, layer)
-        self.weight_method = weight_method
+        self.method = method
 
     def create_weights(
         self,

@@ -11,21 +11,30 @@ from typing import Any, Literal, cast, get_args
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ... import _checks, patterns
+from ..._renamed import renamed
 from ...calibration.statistics import StatisticsFile
 from ...checkpoint.formats import FORMATS, FormatName, Scheme, quantization_config, read_quantization_config
-from ...checkpoint.numerics import CALIBRATED
-from ...nn._inputs import ACTIVATION_SCALINGS, WEIGHT_SCALINGS, ActivationScaling, WeightScaling
-from ...nn._methods import Method, chosen_method
+from ...recipe import (
+    LAYER_ACTIVATIONS,
+    WEIGHT_SCALINGS,
+    LayerActivations,
+    Method,
+    Recipe,
+    WeightScaling,
+    data_of,
+)
 
 __all__ = ["Fp4GemmConfig", "compressed_tensors"]
 
 Fuse = Literal["auto", "none"]
+# What a file says of activations that no scheme has: the key and the value of the producer.
+OWN_ACTIVATIONS, OWN_PER_TENSOR = "activation_scaling", "tensor"
 PACKED = "nvfp4-pack-quantized"  # the format of compressed-tensors that is NVFP4
 OPTIONS = (
-    *("weight_scaling", "activation_scaling", "method", "calibration"),
+    *("weight_scaling", "activations", "method", "calibration"),
     *("include", "exclude", "fuse", "format"),
 )
-OF_LOADING = ("activation_scaling", "fuse")  # the options that a quantized checkpoint leaves open
+OF_LOADING = ("activations", "fuse")  # the options that a quantized checkpoint leaves open
 
 
 class Fp4GemmConfig(QuantizationConfigMixin):
@@ -35,14 +44,13 @@ class Fp4GemmConfig(QuantizationConfigMixin):
     layer is held in float at a time. :func:`fp4gemm.models.quantize_model` says which layers stay in float.
 
     With an NVFP4 checkpoint the options that concern the weights must be absent, since the checkpoint has
-    settled them; ``activation_scaling`` and ``fuse`` are still open.
+    settled them; ``activations`` and ``fuse`` are still open.
 
     Args:
-        weight_scaling: "tensor": one amax for each weight, which every format can hold. "row": one for each
-            output channel, which only the format "fp4gemm" can hold. (``quantize_model`` has "row" as its
-            default, since it does not save.)
-        activation_scaling: "row", "none" or "tensor", as for :class:`fp4gemm.nn.Linear`. None: what an NVFP4
-            checkpoint says, W4A16 "none" and W4A4 "row"; with a float checkpoint "row".
+        weight_scaling: "row" or "tensor", as for ``quantize_model``. None is "row" for the format "fp4gemm",
+            and "tensor" for the others, which can hold no other.
+        activations: "per-token", "per-tensor" or "a16", as for :class:`fp4gemm.nn.Linear`. None: what an
+            NVFP4 checkpoint says, "a16" or "per-token"; with a float checkpoint "per-token".
         method: how weights are rounded, as for ``quantize_model``; None is the best that calibration allows,
             "four-over-six" without. "search" needs calibration here, and only it and "gptq" accept one.
         calibration: the path of a file of :meth:`fp4gemm.calibration.Statistics.save`, whose statistics are
@@ -61,11 +69,12 @@ class Fp4GemmConfig(QuantizationConfigMixin):
     scheme: Scheme | None = None  # the scheme of a checkpoint that was loaded or is being saved
     fused: Mapping[str, int] | None = None  # how many blocks of each kind the model had fused that was saved
 
+    @renamed("activation_scaling")
     def __init__(
         self,
         *,
         weight_scaling: WeightScaling | None = None,
-        activation_scaling: ActivationScaling | None = None,
+        activations: LayerActivations | None = None,
         method: Method | None = None,
         calibration: str | os.PathLike[str] | Sequence[object] | None = None,
         include: str | Sequence[str] | None = None,
@@ -76,7 +85,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         self.quant_method = "fp4gemm"
         for name, value, allowed in (
             ("weight_scaling", weight_scaling, WEIGHT_SCALINGS),
-            ("activation_scaling", activation_scaling, ACTIVATION_SCALINGS),
+            ("activations", activations, LAYER_ACTIVATIONS),
             ("method", method, get_args(Method)),
             ("fuse", fuse, get_args(Fuse)),
             ("format", format, tuple(FORMATS)),
@@ -88,7 +97,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
             name: value
             for name, value in (
                 ("weight_scaling", weight_scaling),
-                ("activation_scaling", activation_scaling),
+                ("activations", activations),
                 ("method", method),
                 ("calibration", str(calibration) if isinstance(known, StatisticsFile) else known),
                 ("include", _patterns("include", include)),
@@ -98,19 +107,16 @@ class Fp4GemmConfig(QuantizationConfigMixin):
             )
             if value is not None
         }
-        self.weight_scaling: WeightScaling = weight_scaling or "tensor"
-        self.activation_scaling = activation_scaling
-        if method == "search" and known is None:
-            raise ValueError(
-                "method: got 'search' without calibration, must be another: searched scales lose more than "
-                "four over six then"
-            )
-        self.method = chosen_method(method, known, False)
-        if known is not None and self.method not in CALIBRATED:
-            raise ValueError(
-                f"calibration: got a {type(calibration).__name__} with the method {method!r}, must be "
-                "absent: only 'search' and 'gptq' use it"
-            )
+        self.activations = activations
+        self.weight_scaling: WeightScaling = weight_scaling or ("row" if format == "fp4gemm" else "tensor")
+        self.recipe = Recipe(
+            activations=activations or "per-token",
+            weight_scaling=self.weight_scaling,
+            method=method,
+            data=data_of(known),
+        )
+        self.recipe.check_uses_data(f"a {type(calibration).__name__}")
+        self.method = self.recipe.method
         self.calibration = known
         self.include = _patterns("include", include)
         self.exclude = _patterns("exclude", exclude)
@@ -124,7 +130,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         """The config of a checkpoint from the ``quantization_config`` of its config.json.
 
         It is also read from the options that :meth:`to_dict` writes where there is no checkpoint yet:
-        ``{"quant_method": "fp4gemm", "activation_scaling": "none"}``.
+        ``{"quant_method": "fp4gemm", "activations": "a16"}``.
 
         Raises:
             TypeError, ValueError: it is not NVFP4 in one of the three formats; the text names what it is. An
@@ -147,9 +153,9 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         made.scheme = dataclasses.replace(scheme, targets=("Linear",)) if is_mix else scheme
         return made
 
-    def describe(self, activation_scaling: ActivationScaling, fused: Mapping[str, int]) -> None:
+    def describe(self, activations: LayerActivations, fused: Mapping[str, int]) -> None:
         """Take over the options of loading from the model that is being saved."""
-        self.activation_scaling = activation_scaling
+        self.activations = activations
         self.fused = fused or None
         self.fuse = "auto" if fused else "none"
 
@@ -157,11 +163,11 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         """The options that :meth:`describe` took over, from the producer of a checkpoint of this library."""
         if not isinstance(producer, Mapping) or producer.get("name") != "fp4gemm":
             return
-        scaling, fused = producer.get("activation_scaling"), producer.get("fused")
-        if scaling is not None:
-            what = "quantization_config: activation_scaling of producer"
-            _checks.is_one_of(what, scaling, ACTIVATION_SCALINGS)
-            self.activation_scaling = scaling
+        activations, fused = producer.get(OWN_ACTIVATIONS), producer.get("fused")
+        if activations is not None:
+            what = f"quantization_config: {OWN_ACTIVATIONS} of producer"
+            _checks.is_one_of(what, activations, (OWN_PER_TENSOR,))
+            self.activations = "per-tensor"
         if fused is not None:
             if not isinstance(fused, Mapping) or not all(type(number) is int for number in fused.values()):
                 raise ValueError(
@@ -188,8 +194,8 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         """The content for config.json: that of the checkpoint, once there is one."""
         if self.scheme is not None:
             made = quantization_config(self.scheme)
-            if self.activation_scaling == "tensor":  # the scheme says the others
-                made["producer"]["activation_scaling"] = self.activation_scaling
+            if self.activations == "per-tensor":  # the scheme says the others
+                made["producer"][OWN_ACTIVATIONS] = OWN_PER_TENSOR
             if self.fused is not None:
                 made["producer"]["fused"] = dict(self.fused)
             return made

@@ -19,9 +19,9 @@ from transformers.core_model_loading import WeightRenaming, dot_natural_key, ren
 from ... import _names, nn
 from ...checkpoint.formats import FormatName, StoredWeight
 from ...models import moe
-from ...nn._inputs import ActivationScaling
 from ...nn._weight import BOUND
 from ...nn.experts import StackedWeight
+from ...recipe import LayerActivations
 from ...stacks import joined, stack
 from ._stored import StoredModule, refuse
 
@@ -198,13 +198,13 @@ def _add_experts(
     return []
 
 
-def swap(model: Any, plan: Plan, activation_scaling: ActivationScaling, dtype: torch.dtype | None) -> None:
+def swap(model: Any, plan: Plan, activations: LayerActivations, dtype: torch.dtype | None) -> None:
     """Put empty NVFP4 modules on the meta device in the place of the float ones.
 
     A layer with a stored weight or bias of its own is not tied, as lm_head may be to the embeddings.
 
     Raises:
-        ValueError: naming activation_scaling, if experts do not have it.
+        ValueError: naming activations, if experts do not have it.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     made: dict[str, torch.nn.Module] = {}
@@ -217,7 +217,7 @@ def swap(model: Any, plan: Plan, activation_scaling: ActivationScaling, dtype: t
             stored.has_bias,
             device="meta",
             dtype=dtype,
-            activation_scaling=activation_scaling,
+            activations=activations,
             weight_scaling="row" if stored.is_per_row else "tensor",
         )
     for name, read in plan.experts.items():
@@ -229,7 +229,7 @@ def swap(model: Any, plan: Plan, activation_scaling: ActivationScaling, dtype: t
             bias=bool(modules[name].has_bias),
             device="meta",
             dtype=dtype,
-            activation_scaling=activation_scaling,  # type: ignore[arg-type]  # Experts check it
+            activations=activations,  # type: ignore[arg-type]  # Experts check it
         )
         for child in ("w13", "w2"):
             if not plan.fills[f"{name}.{child}.{ANCHOR}"].is_per_row:

@@ -22,8 +22,8 @@ from ...models.quantize import quantize_model, quantized, statistics_of
 from ...models.report import QuantizeReport
 from ...models.select import Candidate
 from ...nn._hooks import accelerate_hook, carry_over, materialized
-from ...nn._methods import Quantizer
 from ...nn._weight import WeightModule
+from ...recipe import Quantizer
 from ._config import Fp4GemmConfig
 from ._convert import FillStored, QuantizeFloat, StoredConverter
 from ._plan import Plan, make_plan, swap
@@ -88,8 +88,8 @@ class Fp4GemmQuantizer(HfQuantizer):
             )
         modules, unused = stored_modules(headers(files), FORMATS[scheme.format])
         self.plan = make_plan(model, modules, unused, scheme.format, scheme.e4m3_max)
-        of_checkpoint = "none" if scheme.activations == "a16" else "row"
-        swap(model, self.plan, config.activation_scaling or of_checkpoint, dtype)  # type: ignore[arg-type]
+        of_checkpoint = "a16" if scheme.activations == "a16" else "per-token"
+        swap(model, self.plan, config.activations or of_checkpoint, dtype)  # type: ignore[arg-type]
         self.unused = Counter(name.rpartition(".")[2] for name in unused)
         if scheme.activations == "per-token":  # scales of activations are 1.0 then, for other loaders
             del self.unused[FORMATS[scheme.format].input_scale]
@@ -111,7 +111,7 @@ class Fp4GemmQuantizer(HfQuantizer):
                 patterns.checked("exclude", config.exclude),
                 (torch.nn.Linear,),
             )
-            select.refuse_unsupported(model, candidates, self._activation_scaling, raises=False)
+            select.refuse_unsupported(model, candidates, self._activations, raises=False)
         self._chosen = {c.names[0]: c for c in candidates if c.action == "quantized"}
         if config.calibration is not None:
             for c in self._chosen.values():
@@ -131,8 +131,8 @@ class Fp4GemmQuantizer(HfQuantizer):
         return cast(StatisticsFile, self.quantization_config.calibration)
 
     @property
-    def _activation_scaling(self) -> Any:
-        return self.quantization_config.activation_scaling or "row"
+    def _activations(self) -> Any:
+        return self.quantization_config.activations or "per-token"
 
     # ---- while they are read
 
@@ -178,11 +178,11 @@ class Fp4GemmQuantizer(HfQuantizer):
     def _quantize(self, model: Any, first: str) -> None:
         candidate, config = self._chosen.pop(first), self.quantization_config
         known = {} if config.calibration is None else statistics_of(candidate, self._statistics)
-        quantizer = Quantizer(config.method, config.weight_scaling, known)
+        quantizer = Quantizer(config.recipe, known)
         options: dict[str, Any] = {
-            "activation_scaling": self._activation_scaling,
+            "activations": self._activations,
             "weight_scaling": config.weight_scaling,
-            "weight_method": quantizer,
+            "method": quantizer,
             "check_finite": "off",
         }
         try:
@@ -258,7 +258,7 @@ class Fp4GemmQuantizer(HfQuantizer):
             model,
             include=cast(Any, config.include),
             exclude=cast(Any, config.exclude),
-            activation_scaling=self._activation_scaling,
+            activations=self._activations,
             weight_scaling=config.weight_scaling,
             method=config.method,
             calibration=batches,

@@ -13,16 +13,15 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ... import _names, nn
 from ...checkpoint.formats import FORMATS, FormatName, Scheme, StoredWeight
-from ...checkpoint.formats import Activations as SchemeActivations
 from ...containers.nvfp4 import NVFP4Tensor
 from ...models import moe
 from ...models.fuse import fused
 from ...models.select import float_weights
 from ...nn._hooks import materialized
-from ...nn._inputs import ActivationScaling
 from ...nn._weight import WeightModule
 from ...nn.gated import GatedMLP
 from ...nn.merged import MergedLinear, Part, rows_of
+from ...recipe import LayerActivations, StoredActivations
 from ...stacks import joined
 from ._config import Fp4GemmConfig
 
@@ -41,8 +40,8 @@ def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
         ValueError: naming the layer that the format cannot hold, and what to do.
     """
     format: FormatName = config.format or "modelopt"
-    activation_scaling, e4m3_max = _agreed(model)
-    activations: SchemeActivations = "a16" if activation_scaling == "none" else "per-token"
+    of_layers, e4m3_max = _agreed(model)
+    activations: StoredActivations = "a16" if of_layers == "a16" else "per-token"
     state: dict[str, Tensor] = {}
     about, scaling = FORMATS[format], "tensor"
     inner = _inner(model)
@@ -68,26 +67,26 @@ def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
         e4m3_max=e4m3_max,
         scaling=scaling,  # type: ignore[arg-type]
     )
-    config.describe(activation_scaling, fused(model))
+    config.describe(of_layers, fused(model))
     return state
 
 
-def _agreed(model: Any) -> tuple[ActivationScaling, int]:
-    """The values on which all layers agree: activation_scaling and e4m3_max.
+def _agreed(model: Any) -> tuple[LayerActivations, int]:
+    """The values on which all layers agree: activations and e4m3_max.
 
     Raises:
         ValueError: they do not agree. RuntimeError: a layer has no weight yet.
     """
-    scalings: dict[ActivationScaling, str] = {}
+    scalings: dict[LayerActivations, str] = {}
     bounds: dict[int, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Experts)):
-            scalings[module.activation_scaling] = name
+            scalings[module.activations] = name
         if isinstance(module, WeightModule):
             with materialized(module):
                 module._require_weight()
                 bounds[module.e4m3_max] = name
-    for what, found in (("activation_scaling", scalings), ("e4m3_max", bounds)):
+    for what, found in (("activations", scalings), ("e4m3_max", bounds)):
         if len(found) > 1:
             listed = ", ".join(f"{value!r} of {name}" for value, name in found.items())
             raise ValueError(f"model: its layers differ in {what} ({listed}), must not in a checkpoint")

@@ -17,7 +17,8 @@ from vllm.model_executor.layers.quantization.modelopt import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from ...checkpoint.formats import Activations, FormatName, Scaling
+from ...checkpoint.formats import FormatName
+from ...recipe import StoredActivations, WeightScaling
 from ..serving.layers import TEXTS, Layer, bound_of
 from ..serving.options import Options, activations_of
 from ..serving.report import Report
@@ -32,7 +33,7 @@ from ._process import current_device, current_options, log
 
 __all__ = ["CONFIGS", "Serves"]
 
-_ALGORITHMS: dict[str, Activations] = {"NVFP4": "per-token", "W4A16_NVFP4": "a16"}
+_ALGORITHMS: dict[str, StoredActivations] = {"NVFP4": "per-token", "W4A16_NVFP4": "a16"}
 
 
 class Serves:
@@ -43,7 +44,7 @@ class Serves:
     """
 
     served_format: FormatName
-    served_scaling: Scaling = "tensor"
+    served_scaling: WeightScaling = "tensor"
     e4m3_max = 448
 
     def start(self) -> None:
@@ -52,7 +53,7 @@ class Serves:
         self.device = current_device()
         self.report = Report(log.info, "vLLM")
 
-    def stored(self, layer: Any, prefix: str) -> Activations | str | None:
+    def stored(self, layer: Any, prefix: str) -> StoredActivations | str | None:
         """ "per-token" or "a16" of a layer with NVFP4 weights; another text says why it has none."""
         raise NotImplementedError
 
@@ -68,7 +69,7 @@ class Serves:
             method = self.of_engine(layer, prefix)
             return method if stored is None else self.report.left(prefix, stored, method)
         reason = "the option ignore names it" if self.serving.ignores(prefix) else None
-        activations: Activations = "per-token"
+        activations: StoredActivations = "per-token"
         if reason is None:
             activations = activations_of(self.serving, stored, prefix, is_experts)
             reason = self.device.reason_against(activations, is_experts)
@@ -86,7 +87,7 @@ class Serves:
         """Whether the checkpoint has an outer scale of the inputs of a layer that is :meth:`stored` so."""
         return stored != "a16"
 
-    def known(self, prefix: str, activations: Activations, has_input_scale: bool) -> Layer:
+    def known(self, prefix: str, activations: StoredActivations, has_input_scale: bool) -> Layer:
         """The description of a layer for its method; the report counts the layer as fp4gemm's."""
         self.report.runs(prefix, TEXTS[activations])
         return Layer(
@@ -100,7 +101,7 @@ class Serves:
             has_input_scale=has_input_scale,
         )
 
-    def method(self, layer: Any, prefix: str, activations: Activations, has_input_scale: bool) -> Any:
+    def method(self, layer: Any, prefix: str, activations: StoredActivations, has_input_scale: bool) -> Any:
         """fp4gemm's method for the layer."""
         known = self.known(prefix, activations, has_input_scale)
         if isinstance(layer, RoutedExperts):
@@ -127,7 +128,7 @@ class _OfModelOpt(Serves):
     def algorithm(self, prefix: str) -> str | None:
         return self.quant_method  # type: ignore[attr-defined, no-any-return]
 
-    def stored(self, layer: Any, prefix: str) -> Activations | str | None:
+    def stored(self, layer: Any, prefix: str) -> StoredActivations | str | None:
         if self.is_layer_excluded(prefix):  # type: ignore[attr-defined]
             return "the checkpoint excludes it"
         # vLLM excludes some layers of vision models by their names.
@@ -162,7 +163,7 @@ class Fp4GemmCompressedTensorsConfig(Serves, CompressedTensorsConfig):
         made.e4m3_max = bound_of(config)
         return made
 
-    def stored(self, layer: Any, prefix: str) -> Activations | str | None:
+    def stored(self, layer: Any, prefix: str) -> StoredActivations | str | None:
         if isinstance(layer, RoutedExperts):
             self._add_fused_moe_to_target_scheme_map()
             projections = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)

@@ -9,7 +9,8 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from ...checkpoint.formats import Activations, FormatName, Scaling, Scheme, read_quantization_config
+from ...checkpoint.formats import FormatName, Scheme, read_quantization_config
+from ...recipe import StoredActivations, WeightScaling
 from ..serving import own
 from ._configs import Serves
 from ._online import OnlineLinearMethod, OnlineMoEMethod
@@ -28,7 +29,7 @@ class Fp4GemmConfig(Serves, _OfEngine):
     """``quant_method: fp4gemm`` of a checkpoint, or ``--quantization fp4gemm`` for one in 16 bits.
 
     In the second case every linear layer is quantized with an amax for each row of its weight, but routers
-    and the output embedding, and so are experts. ``weight_method`` of :class:`.Options` says how, and with
+    and the output embedding, and so are experts. ``method`` of :class:`.Options` says how, and with
     ``activations="a16"`` inputs stay in 16 bits. Each rank quantizes its own shard.
 
     Args:
@@ -42,7 +43,7 @@ class Fp4GemmConfig(Serves, _OfEngine):
         self.scheme = scheme
         if scheme is not None:
             self.e4m3_max = scheme.e4m3_max
-            self.served_scaling: Scaling = scheme.scaling
+            self.served_scaling: WeightScaling = scheme.scaling
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Fp4GemmConfig:
@@ -67,7 +68,7 @@ class Fp4GemmConfig(Serves, _OfEngine):
     def get_config_filenames() -> list[str]:
         return []
 
-    def stored(self, layer: Any, prefix: str) -> Activations | str | None:
+    def stored(self, layer: Any, prefix: str) -> StoredActivations | str | None:
         is_experts = isinstance(layer, RoutedExperts)
         if not is_experts and not isinstance(layer, LinearBase):
             return "it is the output embedding"
@@ -80,10 +81,10 @@ class Fp4GemmConfig(Serves, _OfEngine):
     def has_input_scale(self, stored: str) -> bool:
         return own.has_input_scale(self.scheme)
 
-    def method(self, layer: Any, prefix: str, activations: Activations, has_input_scale: bool) -> Any:
+    def method(self, layer: Any, prefix: str, activations: StoredActivations, has_input_scale: bool) -> Any:
         if self.scheme is not None:
             return super().method(layer, prefix, activations, has_input_scale)
         known = self.known(prefix, activations, has_input_scale)
         if isinstance(layer, RoutedExperts):
-            return OnlineMoEMethod(known, layer, self.serving.weight_method)
-        return OnlineLinearMethod(known, self.serving.weight_method)
+            return OnlineMoEMethod(known, layer, self.serving.method)
+        return OnlineLinearMethod(known, self.serving.method)

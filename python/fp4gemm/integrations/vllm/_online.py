@@ -8,9 +8,9 @@ import torch
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
+from ...recipe import DataFree
 from ..serving.layers import Layer
 from ..serving.online import OnlineExperts, OnlineLinear
-from ..serving.options import WeightMethod
 from ._experts import Fp4GemmMoEMethod
 from ._linear import Fp4GemmLinearMethod
 
@@ -27,9 +27,9 @@ class OnlineLinearMethod(OnlineLinear, Fp4GemmLinearMethod):
     uses_meta_device = True
     device = "meta"
 
-    def __init__(self, known: Layer, weight_method: WeightMethod) -> None:
+    def __init__(self, known: Layer, method: DataFree) -> None:
         super().__init__(known)
-        self.weight_method = weight_method
+        self.method = method
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         super().create_weights(layer, *args, **kwargs)
@@ -47,9 +47,9 @@ class OnlineMoEMethod(OnlineExperts, Fp4GemmMoEMethod):
     uses_meta_device = True
     device = "meta"
 
-    def __init__(self, known: Layer, layer: Any, weight_method: WeightMethod) -> None:
+    def __init__(self, known: Layer, layer: Any, method: DataFree) -> None:
         super().__init__(known, layer)
-        self.weight_method = weight_method
+        self.method = method
 
     def create_weights(
         self,

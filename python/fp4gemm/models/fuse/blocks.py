@@ -215,8 +215,8 @@ def _norms(
 def _why_not_tokens(norm: torch.nn.Module, found: Sequence[Linear]) -> str:
     if any(map(hooks_of, (norm, *found))) or "forward" in vars(norm):
         return "it or a layer that reads it has hooks that a fused one would drop"
-    if any(layer.activation_scaling != "row" for layer in found):
-        return 'the layers that read it do not have activation_scaling="row"'
+    if any(layer.activations != "per-token" for layer in found):
+        return 'the layers that read it do not have activations="per-token"'
     if any(layer.check_finite != "off" for layer in found):
         return 'the layers that read it have check_finite="raise"'
     return ""

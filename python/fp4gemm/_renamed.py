@@ -1,0 +1,88 @@
+"""Keywords that have another name now: the old ones go on to work for one release, with a warning."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar, cast
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+REMOVED_IN = "0.2"  # the release that removes the old names
+
+
+class Renamed(NamedTuple):
+    """The new name of a keyword, and the new names of those of its values that changed."""
+
+    name: str
+    values: Mapping[object, object] = {}
+
+
+ACTIVATION_SCALING = Renamed("activations", {"row": "per-token", "tensor": "per-tensor", "none": "a16"})
+OLD: Mapping[str, Renamed] = {
+    "activation_scaling": ACTIVATION_SCALING,
+    "weight_method": Renamed("method"),
+    "scaling": Renamed("weight_scaling"),
+}
+
+
+def new_keywords(
+    function: str, given: Mapping[str, Any], old: tuple[str, ...], stacklevel: int
+) -> dict[str, Any]:
+    """The keywords ``given``, those of ``old`` under their new names, with a FutureWarning for each.
+
+    Raises:
+        TypeError: both names of a keyword are given.
+    """
+    found = dict(given)
+    for name in old:
+        if name not in found:
+            continue
+        new = OLD[name]
+        value = found.pop(name)
+        if new.name in found:
+            raise TypeError(
+                f"{function}: got {name} and {new.name}, must be one of them: {name} is its old name"
+            )
+        changed = value if not isinstance(value, str) else new.values.get(value, value)
+        warnings.warn(
+            f"{function}: {name}={value!r} is {new.name}={changed!r} now; {REMOVED_IN} removes the old name",
+            FutureWarning,
+            stacklevel=stacklevel,
+        )
+        found[new.name] = changed
+    return found
+
+
+def renamed(*old: str) -> Callable[[_Function], _Function]:
+    """Decorate a function that also takes the old names ``old`` of its keywords."""
+
+    def decorate(function: _Function) -> _Function:
+        name = function.__qualname__.removesuffix(".__init__")
+
+        @functools.wraps(function)
+        def call(*args: Any, **keywords: Any) -> Any:
+            if not keywords.keys().isdisjoint(old):
+                keywords = new_keywords(name, keywords, old, 4)
+            return function(*args, **keywords)
+
+        return cast(_Function, call)
+
+    return decorate
+
+
+def old_attribute(old: str) -> property:
+    """A property that reads an attribute under its old name, with its old value and a FutureWarning."""
+    new = OLD[old]
+    before = {value: key for key, value in new.values.items()}
+
+    def read(self: object) -> Any:
+        warnings.warn(
+            f"{type(self).__name__}.{old} is {new.name} now; {REMOVED_IN} removes the old name",
+            FutureWarning,
+            stacklevel=2,
+        )
+        value = getattr(self, new.name)
+        return before.get(value, value)
+
+    return property(read)

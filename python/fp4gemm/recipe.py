@@ -1,0 +1,315 @@
+"""How weights and activations become NVFP4: the options, their values and defaults, and the quantizer.
+
+Layers (:mod:`fp4gemm.nn`), models (:func:`fp4gemm.models.quantize_model`), transformers (``Fp4GemmConfig``),
+checkpoints (:class:`fp4gemm.checkpoint.Options`) and engines (the plug-ins of vLLM and SGLang) take these
+options under these names. Each of them checks its values by a :class:`Recipe`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor
+
+from . import _checks
+from .calibration.gptq import DAMPING, Factorization, rounded
+from .calibration.statistics import InputStatistics, Statistics, StatisticsFile
+from .containers.nvfp4 import NVFP4Tensor
+from .quantize import quantize
+
+__all__ = [
+    "Activations",
+    "Data",
+    "DataFree",
+    "ExpertsActivations",
+    "FourOverSix",
+    "LayerActivations",
+    "Method",
+    "Numerics",
+    "Quantizer",
+    "Recipe",
+    "StoredActivations",
+    "WeightScaling",
+]
+
+Activations = Literal["per-token", "per-tensor", "static", "a16"]
+LayerActivations = Literal["per-token", "per-tensor", "a16"]  # those that a linear layer can have
+ExpertsActivations = Literal["per-token", "a16"]
+StoredActivations = Literal["a16", "per-token", "static"]  # those that a checkpoint can say
+WeightScaling = Literal["row", "tensor"]
+DataFree = Literal["round", "four-over-six", "search"]
+Method = Literal["round", "four-over-six", "search", "gptq"]
+FourOverSix = Literal["none", "mae", "mse"]
+Numerics = Literal["te", "modelopt", "llmcompressor"]
+Data = Literal["none", "mean square", "second moment"]
+DATA_FREE, METHODS = get_args(DataFree), get_args(Method)
+LAYER_ACTIVATIONS, EXPERTS_ACTIVATIONS = get_args(LayerActivations), get_args(ExpertsActivations)
+STORED_ACTIVATIONS, WEIGHT_SCALINGS = get_args(StoredActivations), get_args(WeightScaling)
+USES_DATA = ("search", "gptq")  # the methods that read statistics
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The options by which weights and activations become NVFP4.
+
+    Attributes:
+        activations: how the input of a product is quantized when the model runs. "per-token": each row has
+            an amax of its own. "per-tensor": all rows share one, which is measured in every call. "static":
+            all rows share one, which the checkpoint holds. "a16": the input stays in bfloat16 or float16.
+        weight_scaling: "row": one amax for each output channel. "tensor": one for the weight, or for the
+            weights that an engine joins; the formats of ModelOpt and compressed-tensors hold no other. None
+            becomes "row", or "tensor" with the numerics of others.
+        method: how weights are rounded. "round": the standard block scales, as ``quantize(w)``.
+            "four-over-six": of two scales of a block the one with the smaller error. "search": of thirteen
+            scales the one with the smallest squared error, weighted by the mean square of each input channel
+            where that is known. "gptq": :func:`fp4gemm.calibration.gptq`, which needs second moments. None
+            becomes "gptq" with second moments, "search" with mean squares, and "four-over-six" without data;
+            with the numerics of others it becomes "round".
+        four_over_six: "mse" or "mae", the error by which "four-over-six" chooses (:func:`fp4gemm.quantize`);
+            "none" with the other methods. None becomes "mse" with "four-over-six".
+        numerics: whose roundings: "te" (TransformerEngine, the bits of :func:`fp4gemm.quantize`), "modelopt"
+            or "llmcompressor" (:mod:`fp4gemm.checkpoint.numerics`).
+        data: what is known of the inputs: "none", their "mean square" or also their "second moment".
+
+    Raises:
+        TypeError, ValueError: an option has another value, or excludes another one; the text names it.
+    """
+
+    activations: Activations = "per-token"
+    weight_scaling: WeightScaling | None = None
+    method: Method | None = None
+    four_over_six: FourOverSix | None = None
+    numerics: Numerics = "te"
+    data: Data = "none"
+
+    def __post_init__(self) -> None:
+        _checks.is_one_of("activations", self.activations, get_args(Activations))
+        _checks.is_one_of("numerics", self.numerics, get_args(Numerics))
+        if self.weight_scaling is None:
+            object.__setattr__(self, "weight_scaling", "row" if self.numerics == "te" else "tensor")
+        _checks.is_one_of("weight_scaling", self.weight_scaling, WEIGHT_SCALINGS)
+        if self.four_over_six is not None:
+            _checks.is_one_of("four_over_six", self.four_over_six, get_args(FourOverSix))
+        if self.method is not None:
+            _checks.is_one_of("method", self.method, METHODS)
+        is_adaptive = self.four_over_six in ("mae", "mse")
+        method = self.method or self._best(is_adaptive)
+        if is_adaptive and method != "four-over-six":
+            raise ValueError(
+                f"four_over_six: got {self.four_over_six!r}, must be absent with the method {method!r}"
+            )
+        if self.four_over_six == "none" and method == "four-over-six":
+            raise ValueError(
+                "four_over_six: got 'none', must be 'mae' or 'mse' with the method 'four-over-six'"
+            )
+        if method == "gptq" and self.data != "second moment":
+            if self.data == "none":
+                raise ValueError(
+                    "method: got 'gptq' without calibration, must be another, or have calibration"
+                )
+            raise ValueError(
+                "method: got 'gptq', must be another for statistics without second moments (calibrate(..., "
+                "second_moment=True) makes them)"
+            )
+        if self.numerics != "te":
+            for name, value, wanted in (
+                ("weight_scaling", self.weight_scaling, "tensor"),
+                ("four_over_six", self.four_over_six or "none", "none"),
+                ("method", method, "round"),
+            ):
+                if value != wanted:
+                    raise ValueError(
+                        f"{name}: got {value!r}, must be {wanted!r} with numerics {self.numerics!r}, which "
+                        "has the bits of that producer"
+                    )
+        adaptive = (self.four_over_six or "mse") if method == "four-over-six" else "none"
+        object.__setattr__(self, "method", method)
+        object.__setattr__(self, "four_over_six", adaptive)
+
+    def _best(self, is_adaptive: bool) -> Method:
+        """The method for None."""
+        if self.numerics != "te" or self.four_over_six == "none":
+            return "four-over-six" if is_adaptive else "round"
+        if is_adaptive or self.data == "none":
+            return "four-over-six"
+        return "gptq" if self.data == "second moment" else "search"
+
+    @property
+    def e4m3_max(self) -> int:
+        """The bound of the block scales of weights: 448 with the method "round", else 256."""
+        return 448 if self.method == "round" else 256
+
+    def check_uses_data(self, calibration: str) -> None:
+        """Raise ValueError for "search" without data, or for data that the method does not read.
+
+        What writes a checkpoint is strict: scales that are searched without data lose more than "four-over-
+        six", and a calibration that changes nothing is a mistake.
+
+        Args:
+            calibration: the name of the calibration, for the message.
+        """
+        if self.data == "none":
+            if self.method == "search":
+                raise ValueError(
+                    "method: got 'search' without calibration, must be another, or have calibration: without "
+                    "it, searched scales lose more than four over six"
+                )
+        elif self.method not in USES_DATA:
+            given = f"numerics {self.numerics!r}" if self.numerics != "te" else f"method {self.method!r}"
+            raise ValueError(
+                f"calibration: got {calibration} with the {given}, must be absent: only 'search' and 'gptq' "
+                "use it"
+            )
+
+
+class Quantizer:
+    """Makes the NVFP4 weight of a layer, or the two of experts, by one method.
+
+    Args:
+        recipe: the scaling and the method. "four-over-six" is ``quantize(w, four_over_six=...)``, "search"
+            ``quantize(w, scale_search="mse", importance=mean_square)``, importance None without statistics,
+            and "gptq" :func:`fp4gemm.calibration.gptq`, or "search" where that fails. The numerics are "te".
+        statistics: those of the layer's input under "", or those of experts under "w13" and "w2"; may be
+            empty, except for "gptq".
+        factorization: of "gptq", shared by the quantizers of a model.
+
+    Attributes:
+        notes: what was done otherwise than asked for, in words.
+        errors: |X (W - Q)^T| / |X W^T| of each weight, where its statistics are known; with mean squares
+            alone as if the elements of x were independent.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        statistics: Mapping[str, InputStatistics] | None = None,
+        factorization: Factorization | None = None,
+    ) -> None:
+        self.recipe = recipe
+        self._statistics = statistics or {}
+        self._factorization = factorization
+        self.notes: list[str] = []
+        self.errors: list[float] = []
+
+    def __call__(self, w: Tensor, name: str = "") -> NVFP4Tensor:
+        """Quantize w (n, k) or (g, n, k)."""
+        known = self._statistics.get(name)
+        if known is not None:
+            known = self._complete(known.to(w.device))
+        made = self.made(w, known)
+        if known is not None and bool(known.num_tokens.any()):
+            self.errors.append(output_error(w, made, known))
+        return made.to(w.dtype)
+
+    def made(self, w: Tensor, known: InputStatistics | None, amax: Tensor | None = None) -> NVFP4Tensor:
+        """Quantize w by the method with the statistics ``known``; amax is given, or measured from w."""
+        method, scaling = self.recipe.method, cast(WeightScaling, self.recipe.weight_scaling)
+        if method == "round":
+            return quantize(w, scaling=scaling, amax=amax)
+        if method == "four-over-six":
+            return quantize(w, scaling=scaling, amax=amax, four_over_six=cast(Any, self.recipe.four_over_six))
+        if known is not None and not bool(known.num_tokens.any()):
+            self.notes.append("no token reached it: scales searched without statistics")
+            known = None
+        if method == "gptq" and known is not None and known.second_moment is not None:
+            try:
+                found = rounded(
+                    w,
+                    known.second_moment,
+                    scaling=scaling,
+                    amax=amax,
+                    factorization=self._factorization,
+                )
+            except ValueError as error:
+                self.notes.append(f"scales searched instead: {error}")
+            else:
+                most = max(found.damping)
+                if most > DAMPING:
+                    self.notes.append(f"not positive definite: damping {most:g}")
+                return found.weight
+        importance = None if known is None else known.mean_square.contiguous()
+        return quantize(w, scaling=scaling, amax=amax, scale_search="mse", importance=importance)
+
+    def _complete(self, known: InputStatistics) -> InputStatistics:
+        """Complete the statistics of experts with fewer than k tokens by the means over all experts.
+
+        With N_e tokens, H_e becomes ``(N_e H_e + (k - N_e) H) / k``, H the mean over all tokens of the layer.
+        """
+        count = known.num_tokens
+        if count.dim() == 0 or bool((count >= known.k).all()) or not bool(count.any()):
+            return known
+        few = int((count < known.k).sum())
+        self.notes.append(f"{few} of {len(count)} experts saw fewer than {known.k} tokens: all added")
+        share = count.float() / count.sum()
+        square = torch.tensordot(share, known.mean_square, 1)
+        moment = None if known.second_moment is None else torch.tensordot(share, known.second_moment, 1)
+        return completed(known, InputStatistics(count.sum(), square, moment))
+
+
+def completed(own: InputStatistics, of_all: InputStatistics) -> InputStatistics:
+    """Statistics of an expert, or of each expert of a stack, completed to k tokens.
+
+    The means ``of_all`` over the tokens of all experts take the place of the missing tokens.
+    """
+    part = (own.num_tokens / own.k).clamp(max=1).float()
+
+    def mixed(x: Tensor, others: Tensor) -> Tensor:
+        share = part.view(*part.shape, *(1,) * (x.dim() - part.dim()))
+        return x * share + others * (1 - share)
+
+    moment = None
+    if own.second_moment is not None and of_all.second_moment is not None:
+        moment = mixed(own.second_moment, of_all.second_moment)
+    return InputStatistics(own.num_tokens, mixed(own.mean_square, of_all.mean_square), moment)
+
+
+def output_error(w: Tensor, made: NVFP4Tensor, known: InputStatistics) -> float:
+    """|X (W - Q)^T| / |X W^T| over the inputs of the statistics. Synchronises."""
+    total, wrong = 0.0, 0.0
+    num_experts = w.shape[0] if w.dim() == 3 else 0
+    for e in range(max(num_experts, 1)):
+        values, q = (w[e], made[e]) if num_experts else (w, made)
+        weight = float(known.num_tokens[e] if num_experts else 1)
+        square = known.mean_square[e] if num_experts else known.mean_square
+        moment = known.second_moment
+        moment = None if moment is None else moment[e] if num_experts else moment
+        wide = values.float()
+        for x, is_error in ((wide, False), (wide - q.dequantize(torch.float32), True)):
+            product = x * square if moment is None else x @ moment
+            energy = weight * max(float((product.double() * x).sum()), 0.0)
+            total, wrong = (total, wrong + energy) if is_error else (total + energy, wrong)
+    return float((wrong / total) ** 0.5) if total else 0.0
+
+
+def data_of(calibration: object, sequential: object = False) -> Data:
+    """What a calibration in memory holds: Statistics, a StatisticsFile, or batches, which give moments.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what it must be.
+    """
+    _checks.is_bool("sequential", sequential)
+    if calibration is None:
+        if sequential:
+            raise ValueError("sequential: got True, must be False without batches as calibration")
+        return "none"
+    if isinstance(calibration, (Statistics, StatisticsFile)):
+        if sequential:
+            raise ValueError("sequential: got True, must be False with Statistics (pass the batches instead)")
+        return "second moment" if calibration.has_moments else "mean square"
+    if isinstance(calibration, (str, bytes, Mapping, Tensor)) or not isinstance(calibration, Iterable):
+        raise TypeError(
+            f"calibration: got {_checks.describe(calibration)}, must be Statistics or a list of batches"
+        )
+    return "second moment"
+
+
+def as_quantizer(method: DataFree | Quantizer | None, weight_scaling: WeightScaling) -> Quantizer:
+    """The Quantizer of a method that needs no data; TypeError or ValueError for another name."""
+    if isinstance(method, Quantizer):
+        return method
+    if method is not None:
+        _checks.is_one_of("method", method, DATA_FREE)
+    return Quantizer(Recipe(weight_scaling=weight_scaling, method=method))

@@ -1,0 +1,204 @@
+"""One vocabulary for all entry points: names, values, defaults, and the old names with a warning."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fp4gemm
+import pytest
+import torch
+from fp4gemm import nn, recipe
+from fp4gemm.checkpoint import Options
+from fp4gemm.integrations.serving.options import Options as ServingOptions
+from fp4gemm.recipe import Recipe
+from nn_helpers import float_linear, same_state
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRIES: dict[str, Callable[..., Any]] = {
+    "quantize_model": fp4gemm.models.quantize_model,
+    "Linear": nn.Linear,
+    "Linear.from_float": nn.Linear.from_float,
+    "Linear.from_quantized": nn.Linear.from_quantized,
+    "Experts": nn.Experts,
+    "Experts.from_float": nn.Experts.from_float,
+    "Experts.from_quantized": nn.Experts.from_quantized,
+    "Options": Options,
+    "serving": ServingOptions,
+}
+OPTIONS = {field.name: field.default for field in dataclasses.fields(Recipe)}
+# Where None stands for a default that depends on another option, or the engine's checkpoint decides.
+OPEN = {"weight_scaling": ("row", None), "activations": ("per-token", None, "auto"), "numerics": ("te",)}
+OLD_NAMES = {"activation_scaling", "weight_method", "scaling"}
+
+
+def values(annotation: Any) -> set[str]:
+    """The words in a Literal type, or in a union that has one."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return {value for value in typing.get_args(annotation) if isinstance(value, str)}
+    return {value for part in typing.get_args(annotation) for value in values(part)}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_keywords_have_the_values_and_defaults_of_the_recipe(name: str) -> None:
+    entry = ENTRIES[name]
+    parameters = inspect.signature(entry).parameters
+    function = entry.__init__ if inspect.isclass(entry) else entry  # type: ignore[misc]
+    unknown = {"ExpertParallel": object}  # a type that is imported for type checkers alone
+    annotated = entry if dataclasses.is_dataclass(entry) else inspect.unwrap(function)
+    hints = typing.get_type_hints(annotated, localns=unknown)
+    wanted = typing.get_type_hints(Recipe)
+    shared = set(parameters) & set(OPTIONS)
+    assert shared >= {"activations"}
+    assert not OLD_NAMES & set(parameters)
+    for option in shared:
+        assert values(hints[option]) - {"auto"} <= values(wanted[option]), option
+        default = parameters[option].default
+        if option == "method":  # None of the others is the best method that data allow
+            assert default in (None, "four-over-six")
+        else:
+            assert default in OPEN.get(option, (OPTIONS[option],)), option
+
+
+def test_the_transformers_config_has_the_same_options() -> None:
+    integration = pytest.importorskip("fp4gemm.integrations.transformers")
+    for format, scaling in (("modelopt", "tensor"), ("compressed-tensors", "tensor"), ("fp4gemm", "row")):
+        config = integration.Fp4GemmConfig(format=format)
+        assert config.recipe == Recipe(weight_scaling=scaling)
+    assert integration.Fp4GemmConfig().recipe == Recipe(weight_scaling="tensor")
+
+
+def test_every_option_is_documented() -> None:
+    text = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
+    for option in OPTIONS:
+        assert option == "data" or f"| `{option}`" in text, option
+
+
+@pytest.mark.parametrize(
+    ("given", "method", "four_over_six", "scaling"),
+    [
+        ({}, "four-over-six", "mse", "row"),
+        ({"four_over_six": "mae"}, "four-over-six", "mae", "row"),
+        ({"four_over_six": "none"}, "round", "none", "row"),
+        ({"method": "round"}, "round", "none", "row"),
+        ({"data": "mean square"}, "search", "none", "row"),
+        ({"data": "second moment"}, "gptq", "none", "row"),
+        ({"data": "second moment", "four_over_six": "mse"}, "four-over-six", "mse", "row"),
+        ({"numerics": "modelopt"}, "round", "none", "tensor"),
+        ({"numerics": "llmcompressor", "data": "none"}, "round", "none", "tensor"),
+    ],
+    ids=str,
+)
+def test_what_none_becomes(given: dict[str, Any], method: str, four_over_six: str, scaling: str) -> None:
+    made = Recipe(**given)
+    assert (made.method, made.four_over_six, made.weight_scaling) == (method, four_over_six, scaling)
+    assert made.e4m3_max == (448 if method == "round" else 256)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"activations": "row"},
+            "activations: got 'row', must be 'per-token', 'per-tensor', ",
+        ),
+        ({"weight_scaling": "block"}, "weight_scaling: got 'block', must be 'row' or 'tensor'"),
+        ({"method": "awq"}, "method: got 'awq', must be 'round', 'four-over-six', 'search' or 'gptq'"),
+        ({"numerics": "quark"}, "numerics: got 'quark', must be 'te', 'modelopt' or 'llmcompressor'"),
+        ({"four_over_six": "max"}, "four_over_six: got 'max', must be 'none', 'mae' or 'mse'"),
+        ({"method": "gptq"}, "method: got 'gptq' without calibration, must be another"),
+        ({"method": "gptq", "data": "mean square"}, "method: got 'gptq', must be another for statistics"),
+        ({"method": "round", "four_over_six": "mse"}, "four_over_six: got 'mse', must be absent"),
+        ({"method": "four-over-six", "four_over_six": "none"}, "four_over_six: got 'none', must be 'mae'"),
+        (
+            {"numerics": "modelopt", "weight_scaling": "row"},
+            "weight_scaling: got 'row', must be 'tensor' with",
+        ),
+        ({"numerics": "modelopt", "method": "search"}, "method: got 'search', must be 'round' with numerics"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="^" + message.replace("(", r"\(")):
+        Recipe(**given)
+
+
+OLD: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "Linear": (
+        lambda: nn.Linear(64, 24, activation_scaling="none"),
+        lambda: nn.Linear(64, 24, activations="a16"),
+    ),
+    "Linear.from_float": (
+        lambda: nn.Linear.from_float(float_linear(), activation_scaling="tensor", weight_method="round"),
+        lambda: nn.Linear.from_float(float_linear(), activations="per-tensor", method="round"),
+    ),
+    "Options": (
+        lambda: Options(format="fp4gemm", scaling="tensor"),
+        lambda: Options(format="fp4gemm", weight_scaling="tensor"),
+    ),
+    "quantize_model": (
+        lambda: fp4gemm.models.quantize_model(float_linear(), activation_scaling="row"),
+        lambda: fp4gemm.models.quantize_model(float_linear(), activations="per-token"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_old_names_warn_and_mean_the_same(name: str) -> None:
+    old, new = OLD[name]
+    torch.manual_seed(0)
+    with pytest.warns(FutureWarning, match=rf"^{name}: .* now; 0\.2 removes the old name$") as caught:
+        made = old()
+    assert {warning.filename for warning in caught} == {__file__}
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wanted = new()
+    if isinstance(made, torch.nn.Module):
+        assert same_state(made, wanted)
+        assert made.activations == wanted.activations
+    else:
+        assert made == wanted
+
+
+def test_old_attributes_warn() -> None:
+    with pytest.warns(FutureWarning, match=r"^Linear\.activation_scaling is activations now"):
+        assert nn.Linear(64, 24, activations="a16").activation_scaling == "none"
+    with pytest.warns(FutureWarning, match=r"^Experts\.activation_scaling is activations now"):
+        assert nn.Experts(4, 64, 32).activation_scaling == "row"
+    with pytest.warns(FutureWarning, match=r"^Options\.scaling is weight_scaling now"):
+        assert Options().scaling == "tensor"
+
+
+def test_both_names_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"^Linear: got activation_scaling and activations, must be one"):
+        nn.Linear(64, 24, activation_scaling="row", activations="a16")
+
+
+def test_old_names_of_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP4GEMM_SERVING_WEIGHT_METHOD", "round")
+    with pytest.warns(FutureWarning, match=r"^FP4GEMM_SERVING_WEIGHT_METHOD is FP4GEMM_SERVING_METHOD now"):
+        assert ServingOptions.read().method == "round"
+    monkeypatch.delenv("FP4GEMM_SERVING_WEIGHT_METHOD")
+    with pytest.warns(FutureWarning, match=r"^fp4gemm: weight_method='search' is method='search' now"):
+        assert ServingOptions.read({"weight_method": "search"}).method == "search"
+
+
+def test_the_old_class_of_weight_options() -> None:
+    from fp4gemm.checkpoint.numerics import WeightOptions
+
+    with pytest.warns(FutureWarning, match=r"WeightOptions is fp4gemm\.recipe\.Recipe now"):
+        made = WeightOptions("te")
+    assert made == Recipe(method="round", weight_scaling="tensor")
+    with pytest.warns(FutureWarning, match="WeightOptions"):
+        assert WeightOptions(four_over_six="mae") == Recipe(four_over_six="mae", weight_scaling="tensor")
+
+
+def test_the_values_of_layers_are_values_of_the_recipe() -> None:
+    for kind in (recipe.LayerActivations, recipe.ExpertsActivations, recipe.StoredActivations):
+        assert set(typing.get_args(kind)) < set(typing.get_args(recipe.Activations))
