@@ -1,4 +1,4 @@
-// A GPU architecture as data: the devices that it serves, its kernels and their cost model.
+// A GPU architecture as data: the devices that it serves, its kernels and its policy of selection.
 //
 // To add one: a folder cpp/src/smNN with an arch.cpp that defines fp4gemm::smNN::architecture and the sources
 // of its kernels, a header cpp/cutlass_evt/arch/smNN.hpp, and a row in cpp/cmake/archs.cmake. Nothing else in
@@ -6,7 +6,7 @@
 #pragma once
 
 #include "kernel.hpp"
-#include "select.hpp"
+#include "policy.hpp"
 
 namespace fp4gemm {
 
@@ -15,17 +15,9 @@ struct Architecture {
   char const* devices;             // the compute capabilities that its kernels serve: "10.0 10.3"
   bool is_executed;                // this project has executed its kernels on such hardware
   KernelList const* const* lists;  // any may be empty; ends with null
-  /// The time that a kernel of this architecture is expected to need, in clocks of one SM. For comparing its
-  /// kernels with each other only.
-  double (*estimate_clocks)(Kernel const&, int num_sms, Selection const&);
+  Policy const* policy;            // by which one of its kernels is selected
   /// Refuses what none of its kernels can address; null: nothing that the C interface accepts.
   fp4gemm_status_t (*check_problem)(Problem const&);
-  /// Whether a kernel quantizes the A of a problem itself (Problem::quantizes_a), so that no other kernel has
-  /// to be launched for that; null: none does.
-  bool (*quantizes_a)(Kernel const&, Problem const&) = nullptr;
-  /// Whether its tensor cores multiply NVFP4. A call that quantizes A then does so to NVFP4 where B is NVFP4,
-  /// even if there are kernels that read fp16.
-  bool has_fp4 = false;
 
   int num_kernels() const {
     int count = 0;

@@ -1,6 +1,7 @@
 // The GEMM of the C interface: check the arguments, plan, convert operands if the kernel needs it, launch.
 #include "architecture.hpp"
 #include "device.hpp"
+#include "figures.hpp"
 #include "gemm_args.hpp"
 #include "quantize/quantize.hpp"
 #include "registry.hpp"
@@ -48,7 +49,7 @@ fp4gemm_status_t select_kernel(GemmArgs const& args, int device, Plan* plan) {
   // An A that the call quantizes is fp16 for kernels that read fp16, and else NVFP4. Where tensor cores read
   // NVFP4, it is NVFP4 for an NVFP4 B.
   Architecture const* const served = architecture_of(arch);
-  bool const as_nvfp4 = served != nullptr && served->has_fp4 && args.b.format == FP4GEMM_FORMAT_NVFP4;
+  bool const as_nvfp4 = served != nullptr && served->policy->has_fp4 && args.b.format == FP4GEMM_FORMAT_NVFP4;
   Selection wanted{args.m,         args.n,        args.k,        args.num_groups,           args.ragged,
                    args.out_dtype, args.a.format, args.b.format, args.batch_invariant != 0, is_gated(args)};
   if (quantizes_a(args)) {
@@ -147,14 +148,20 @@ Problem problem_of(GemmArgs const& args, Plan const& plan, char* workspace, int 
   return problem;
 }
 
+/// Whether the selected kernel quantizes A itself (Problem::quantizes_a), which saves the launch of a
+/// quantizer: if it can (MeasuredFigures::most_quantized), if all tokens are in one tile, and if they are so
+/// few that the launch would take longer.
+bool kernel_quantizes_a(Kernel const& kernel, Problem const& p) {
+  return kernel.figures != nullptr && !kernel.is_grouped && p.a_dtype != FP4GEMM_FP32 &&
+         p.m <= kernel.info.tile_m && p.m * round_up(p.k, kPrepackedChunk) <= kernel.figures->most_quantized;
+}
+
 /// Plans the conversion of A, which lies at the begin of the workspace: its values or codes, then its scales
 /// and amaxes.
 void plan_a(GemmArgs const& args, int device, Plan* plan) {
-  auto const quantizes = architecture_of(plan->device.arch)->quantizes_a;
   plan->quantize_a =
-      quantizes_a(args) &&
-      (args.quantize_a != FP4GEMM_QUANTIZE_A_ROW || args.a_rows != nullptr || quantizes == nullptr ||
-       !quantizes(*plan->kernel, problem_of(args, *plan, nullptr, device)));
+      quantizes_a(args) && (args.quantize_a != FP4GEMM_QUANTIZE_A_ROW || args.a_rows != nullptr ||
+                            !kernel_quantizes_a(*plan->kernel, problem_of(args, *plan, nullptr, device)));
   plan->decode_a = args.a.format == FP4GEMM_FORMAT_NVFP4 && plan->kernel->operands != Operands::kNvfp4;
   size_t bytes = 0;
   auto const take = [&](int64_t more) {

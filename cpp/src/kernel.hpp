@@ -33,7 +33,7 @@ struct Problem {
   bool batch_invariant = false;
   int device = 0;
   int num_sms = 0;
-  // If the kernel quantizes A itself (Architecture::quantizes_a), a holds values of this type that were never
+  // If the kernel quantizes A itself (gemm.cpp decides), a holds values of this type that were never
   // quantized, and alpha_row is absent. Each row gets an amax of its own.
   bool quantizes_a = false;
   fp4gemm_dtype_t a_dtype = FP4GEMM_BF16;
@@ -69,7 +69,7 @@ constexpr bool is_prepacked(Operands operands) {
   return operands == Operands::kPrepacked || operands == Operands::kPrepackedBf16;
 }
 
-struct MeasuredFigures;  // defined by the architecture that has them: sm90/figures.hpp
+struct MeasuredFigures;  // figures.hpp
 
 struct Kernel {
   fp4gemm_kernel_info_t info;

@@ -1,9 +1,12 @@
-// The selection of a kernel: the cheapest that suits, by the cost model of the device's architecture.
+// The selection of a kernel. It has two steps: suits() drops the kernels that cannot compute the problem, and
+// cheapest() takes the one of the rest that estimate_clocks() expects to need the least time by the policy of
+// the device's architecture. A result is remembered, since the same problems come again and again.
 #include "select.hpp"
 
 #include <algorithm>
 
 #include "architecture.hpp"
+#include "cost.hpp"
 
 namespace fp4gemm {
 namespace {
@@ -11,7 +14,8 @@ namespace {
 // A batch-invariant kernel is chosen as for so many rows (of each group), whatever their number is.
 constexpr int64_t kInvariantRows = 256;
 
-/// A selection and its result. A layer asks twice in each call, and the cost model takes half a microsecond.
+/// A selection and its result. A layer asks twice in each call, for the workspace and for the launch, and an
+/// estimate for every kernel that suits takes half a microsecond.
 struct Remembered {
   int device_arch = -1;
   int num_sms = 0;
@@ -19,7 +23,9 @@ struct Remembered {
   int index = -1;
 };
 
-/// The place where the result for `wanted` is remembered, if no other selection has taken it since.
+/// The place where the result for `wanted` is remembered, if no other selection has taken it since. Each
+/// thread has places of its own, so that no lock is needed. A model has few problems at a time: the sizes of
+/// its layers with one number of tokens.
 Remembered& remembered(Selection const& wanted) {
   constexpr size_t kPlaces = 64;
   static thread_local Remembered places[kPlaces];
@@ -28,6 +34,8 @@ Remembered& remembered(Selection const& wanted) {
   return places[hash % kPlaces];
 }
 
+/// The index in the table of the kernel that suits and has the least estimate; of equal ones the first, so
+/// that the order of the lists decides. -1: none suits, or no architecture serves the device.
 int cheapest(int device_arch, int num_sms, Selection const& wanted) {
   Architecture const* const served = architecture_of(device_arch);
   if (served == nullptr) {
@@ -45,7 +53,7 @@ int cheapest(int device_arch, int num_sms, Selection const& wanted) {
       if (!suits(kernel, wanted)) {
         continue;
       }
-      double const clocks = served->estimate_clocks(kernel, num_sms, wanted);
+      double const clocks = estimate_clocks(*served->policy, kernel, num_sms, wanted);
       if (best < 0 || clocks < best_clocks) {
         best = index;
         best_clocks = clocks;
@@ -58,6 +66,7 @@ int cheapest(int device_arch, int num_sms, Selection const& wanted) {
 }  // namespace
 
 bool suits(Kernel const& kernel, Selection const& wanted) {
+  // A prepacked weight belongs to one matrix, and groups that are ragged in k have parts of a matrix.
   bool const ragged_k = wanted.num_groups > 0 && wanted.ragged == FP4GEMM_RAGGED_K;
   return kernel.info.out_dtype == wanted.out_dtype && kernel.is_gated == wanted.is_gated &&
          kernel.is_grouped == (wanted.num_groups > 0) &&
@@ -67,7 +76,7 @@ bool suits(Kernel const& kernel, Selection const& wanted) {
 
 int select_kernel(int device_arch, int num_sms, Selection const& asked) {
   Selection wanted = asked;
-  if (wanted.batch_invariant) {
+  if (wanted.batch_invariant) {  // the same kernel for every m: its order of sums is then the same, too
     wanted.m = kInvariantRows * std::max(1, wanted.num_groups);
   }
   Remembered& last = remembered(wanted);

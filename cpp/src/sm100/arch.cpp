@@ -3,7 +3,6 @@
 
 #include "architecture.hpp"
 #include "block_scale_limits.hpp"
-#include "cost.hpp"
 
 namespace fp4gemm {
 
@@ -30,18 +29,23 @@ KernelList const* const kLists[] = {
 };
 
 // These figures follow from published peaks; this project has not measured them.
-constexpr Machine kMachine{16384, 0.5625, 80, 1500, 256};
-
-double estimate_clocks(Kernel const& kernel, int num_sms, Selection const& wanted) {
-  return tile_clocks(kMachine, kernel.info, num_sms, wanted);
+constexpr Policy make_policy() {
+  Policy policy;
+  policy.has_fp4 = true;
+  policy.tiles.macs_per_clock = 16384;
+  policy.tiles.bytes_per_element = 0.5625;
+  policy.tiles.bytes_per_clock = 80;
+  policy.tiles.clocks_per_tile = 1500;
+  policy.tiles.two_sm_tile_m = 256;
+  return policy;
 }
+constexpr Policy kPolicy = make_policy();
 
 }  // namespace
 
 extern Architecture const architecture;
-Architecture const architecture{kArch,   FP4GEMM_ARCH_DEVICES, /*is_executed=*/false,
-                                kLists,  &estimate_clocks,     &block_scale_limits::check_problem,
-                                nullptr, /*has_fp4=*/true};
+Architecture const architecture{
+    kArch, FP4GEMM_ARCH_DEVICES, /*is_executed=*/false, kLists, &kPolicy, &block_scale_limits::check_problem};
 
 }  // namespace sm100
 }  // namespace fp4gemm

@@ -8,7 +8,7 @@
 #include "cutlass/bfloat16.h"
 #include "cutlass/half.h"
 #include "cutlass_evt/mainloop/sm90_nvfp4_config.hpp"
-#include "sm90/figures.hpp"
+#include "figures.hpp"
 #include "tile_list.hpp"
 
 namespace fp4gemm::sm90 {
