@@ -18,4 +18,9 @@ namespace fp4gemm {
 ///                                         DerivedPolicy gives for its tile
 double estimate_clocks(Policy const& policy, Kernel const& kernel, int num_sms, Selection const& wanted);
 
+/// True if an estimate is less than another one by more than rounding. Kernels whose estimates are equal in
+/// exact arithmetic then tie on every machine: the last bit of a sum depends on its order, and on whether the
+/// compiler contracts a product and a sum, as it does for aarch64.
+constexpr bool is_cheaper(double clocks, double than) { return clocks < than * (1 - 1e-12); }
+
 }  // namespace fp4gemm

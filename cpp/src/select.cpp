@@ -54,7 +54,7 @@ int cheapest(int device_arch, int num_sms, Selection const& wanted) {
         continue;
       }
       double const clocks = estimate_clocks(*served->policy, kernel, num_sms, wanted);
-      if (best < 0 || clocks < best_clocks) {
+      if (best < 0 || is_cheaper(clocks, best_clocks)) {
         best = index;
         best_clocks = clocks;
       }

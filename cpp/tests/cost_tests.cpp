@@ -3,6 +3,7 @@
 #include "cost.hpp"
 
 #include <cmath>
+#include <limits>
 
 #include "checks.hpp"
 #include "figures.hpp"
@@ -137,6 +138,14 @@ void test_measured() {
   check_clocks("split and shared", clocks(2, 32, 384, 16384), (2 + 1 + 0.25 + 192 * 0.75) * 1000);
 }
 
+/// Estimates that differ by rounding alone tie.
+void test_ties() {
+  double const infinity = std::numeric_limits<double>::infinity();
+  CHECK(!is_cheaper(0.3, 0.1 + 0.2) && 0.3 < 0.1 + 0.2, "rounding decides");
+  CHECK(!is_cheaper(1, 1) && !is_cheaper(2, 1) && is_cheaper(1, 1 + 1e-9), "is_cheaper does not compare");
+  CHECK(is_cheaper(1, infinity) && !is_cheaper(infinity, infinity), "an infinite estimate is cheaper");
+}
+
 }  // namespace
 
 int main() {
@@ -144,5 +153,6 @@ int main() {
   test_memory_bound();
   test_conversions();
   test_measured();
+  test_ties();
   return report();
 }
