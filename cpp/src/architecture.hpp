@@ -1,8 +1,8 @@
 // A GPU architecture as data: the devices that it serves, its kernels and its policy of selection.
 //
-// To add one: a folder cpp/src/smNN with an arch.cpp that defines fp4gemm::smNN::architecture and the sources
-// of its kernels, a header cpp/cutlass_evt/arch/smNN.hpp, and a row in cpp/cmake/archs.cmake. Nothing else in
-// the library knows the number of an architecture.
+// To add one: a folder cpp/src/smNN with an arch.cpp that defines fp4gemm::smNN::architecture, an arch.hpp
+// that names its kernel lists and the sources of these lists, a header cpp/cutlass_evt/arch/smNN.hpp, and a
+// row in cpp/cmake/archs.cmake. Nothing else in the library knows the number of an architecture.
 #pragma once
 
 #include "kernel.hpp"

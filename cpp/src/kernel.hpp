@@ -88,4 +88,11 @@ struct KernelList {
   int size;
 };
 
+// The lists of an architecture are named once, in the macro FP4GEMM_SMNN_LISTS(LIST) of its arch.hpp: LIST(x)
+// for the list that the translation unit smNN/x.cu defines as lists::x. The header declares them by these
+// names, and arch.cpp registers them. A unit whose list is not named does not compile, and a name without a
+// list does not link.
+#define FP4GEMM_DECLARE_LIST(name) extern KernelList const name;
+#define FP4GEMM_ADDRESS_OF_LIST(name) &lists::name,
+
 }  // namespace fp4gemm

@@ -1,6 +1,8 @@
 // The row of a kernel in the table, which is made at compile time.
 #pragma once
 
+#include <array>
+
 #include "cutlass/bfloat16.h"
 #include "cutlass/half.h"
 #include "kernel.hpp"
@@ -109,6 +111,10 @@ constexpr Kernel make_row(MeasuredFigures const* figures = nullptr) {
 template <int N>
 constexpr KernelList make_list(Kernel const (&kernels)[N]) {
   return {kernels, N};
+}
+template <size_t N>
+constexpr KernelList make_list(std::array<Kernel, N> const& kernels) {
+  return {kernels.data(), static_cast<int>(N)};
 }
 
 }  // namespace fp4gemm

@@ -4,29 +4,10 @@
 #include "architecture.hpp"
 #include "block_scale_limits.hpp"
 
-namespace fp4gemm {
-
-extern KernelList const kSm100DenseBf16, kSm100DenseFp16, kSm100DenseFp32;
-extern KernelList const kSm100GroupedBf16, kSm100GroupedFp16, kSm100GroupedFp32;
-extern KernelList const kSm100DenseGatedBf16, kSm100DenseGatedFp16;
-extern KernelList const kSm100GroupedGatedBf16, kSm100GroupedGatedFp16;
-
-namespace sm100 {
+namespace fp4gemm::sm100 {
 namespace {
 
-KernelList const* const kLists[] = {
-    &kSm100DenseBf16,
-    &kSm100DenseFp16,
-    &kSm100DenseFp32,
-    &kSm100GroupedBf16,
-    &kSm100GroupedFp16,
-    &kSm100GroupedFp32,
-    &kSm100DenseGatedBf16,
-    &kSm100DenseGatedFp16,
-    &kSm100GroupedGatedBf16,
-    &kSm100GroupedGatedFp16,
-    nullptr,
-};
+KernelList const* const kLists[] = {FP4GEMM_SM100_LISTS(FP4GEMM_ADDRESS_OF_LIST) nullptr};
 
 // These figures follow from published peaks; this project has not measured them.
 constexpr Policy make_policy() {
@@ -47,5 +28,4 @@ extern Architecture const architecture;
 Architecture const architecture{
     kArch, FP4GEMM_ARCH_DEVICES, /*is_executed=*/false, kLists, &kPolicy, &block_scale_limits::check_problem};
 
-}  // namespace sm100
-}  // namespace fp4gemm
+}  // namespace fp4gemm::sm100

@@ -4,8 +4,7 @@
 
 namespace fp4gemm {
 
-extern KernelList const kSm100DenseBf16;
-constexpr Kernel kDense[] = {
+constexpr Kernel kKernels[] = {
     make_kernel<Sm100Dense<Tile<256, 256, 256>, Cluster<2, 1>, cutlass::bfloat16_t>>(),
     make_kernel<Sm100Dense<Tile<256, 192, 256>, Cluster<2, 1>, cutlass::bfloat16_t>>(),
     make_kernel<Sm100Dense<Tile<256, 128, 256>, Cluster<2, 1>, cutlass::bfloat16_t>>(),
@@ -13,6 +12,6 @@ constexpr Kernel kDense[] = {
     make_kernel<Sm100Dense<Tile<128, 128, 256>, Cluster<1, 1>, cutlass::bfloat16_t>>(),
     make_kernel<Sm100Dense<Tile<256, 64, 256>, Cluster<2, 1>, cutlass::bfloat16_t, true>>(),
 };
-KernelList const kSm100DenseBf16 = make_list(kDense);
+KernelList const sm100::lists::dense_bf16 = make_list(kKernels);
 
 }  // namespace fp4gemm

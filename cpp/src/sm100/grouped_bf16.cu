@@ -3,13 +3,12 @@
 
 namespace fp4gemm {
 
-extern KernelList const kSm100GroupedBf16;
-constexpr Kernel kGrouped[] = {
+constexpr Kernel kKernels[] = {
     make_kernel<Sm100Grouped<Tile<256, 256, 256>, Cluster<2, 1>, cutlass::bfloat16_t>>(),
     make_kernel<Sm100Grouped<Tile<256, 128, 256>, Cluster<2, 1>, cutlass::bfloat16_t>>(),
     make_kernel<Sm100Grouped<Tile<128, 128, 256>, Cluster<1, 1>, cutlass::bfloat16_t>>(),
     make_kernel<Sm100Grouped<Tile<128, 64, 256>, Cluster<1, 1>, cutlass::bfloat16_t, true>>(),
 };
-KernelList const kSm100GroupedBf16 = make_list(kGrouped);
+KernelList const sm100::lists::grouped_bf16 = make_list(kKernels);
 
 }  // namespace fp4gemm

@@ -3,18 +3,12 @@
 
 namespace fp4gemm {
 
-extern KernelList const kSm100DenseFp16;
-constexpr Kernel kDense[] = {
+constexpr Kernel kKernels[] = {
     make_kernel<Sm100Dense<Tile<256, 128, 256>, Cluster<2, 1>, cutlass::half_t>>(),
     make_kernel<Sm100Dense<Tile<128, 128, 256>, Cluster<1, 1>, cutlass::half_t>>(),
     make_kernel<Sm100Dense<Tile<128, 64, 256>, Cluster<1, 1>, cutlass::half_t, true>>(),
-};
-KernelList const kSm100DenseFp16 = make_list(kDense);
-
-extern KernelList const kSm100GroupedFp16;
-constexpr Kernel kGrouped[] = {
     make_kernel<Sm100Grouped<Tile<128, 128, 256>, Cluster<1, 1>, cutlass::half_t>>(),
 };
-KernelList const kSm100GroupedFp16 = make_list(kGrouped);
+KernelList const sm100::lists::kernels_fp16 = make_list(kKernels);
 
 }  // namespace fp4gemm

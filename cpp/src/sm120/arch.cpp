@@ -4,25 +4,10 @@
 #include "architecture.hpp"
 #include "block_scale_limits.hpp"
 
-namespace fp4gemm {
-
-extern KernelList const kSm120DenseLargeBf16, kSm120DenseBf16, kSm120DenseFp16, kSm120DenseFp32;
-extern KernelList const kSm120GroupedBf16, kSm120GroupedFp16, kSm120GroupedFp32;
-extern KernelList const kSm120DenseGatedBf16, kSm120DenseGatedFp16;
-extern KernelList const kSm120GroupedGatedBf16, kSm120GroupedGatedFp16;
-extern KernelList const kSm120SwappedBf16;
-extern KernelList const kSm120PrepackedFp16, kSm120PrepackedBf16;
-
-namespace sm120 {
+namespace fp4gemm::sm120 {
 namespace {
 
-KernelList const* const kLists[] = {
-    &kSm120DenseLargeBf16,   &kSm120DenseBf16,        &kSm120DenseFp16,
-    &kSm120DenseFp32,        &kSm120GroupedBf16,      &kSm120GroupedFp16,
-    &kSm120GroupedFp32,      &kSm120DenseGatedBf16,   &kSm120DenseGatedFp16,
-    &kSm120GroupedGatedBf16, &kSm120GroupedGatedFp16, &kSm120SwappedBf16,
-    &kSm120PrepackedFp16,    &kSm120PrepackedBf16,    nullptr,
-};
+KernelList const* const kLists[] = {FP4GEMM_SM120_LISTS(FP4GEMM_ADDRESS_OF_LIST) nullptr};
 
 // This project has measured none of these figures. They follow from published peaks and from counting
 // instructions (bench/notes/sm120_decode.md).
@@ -58,5 +43,4 @@ extern Architecture const architecture;
 Architecture const architecture{
     kArch, FP4GEMM_ARCH_DEVICES, /*is_executed=*/false, kLists, &kPolicy, &block_scale_limits::check_problem};
 
-}  // namespace sm120
-}  // namespace fp4gemm
+}  // namespace fp4gemm::sm120

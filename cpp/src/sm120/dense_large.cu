@@ -3,10 +3,9 @@
 
 namespace fp4gemm {
 
-extern KernelList const kSm120DenseLargeBf16;
-constexpr Kernel kDense[] = {
+constexpr Kernel kKernels[] = {
     make_kernel<Sm120Dense<Tile<256, 128, 128>, cutlass::bfloat16_t>>(),
 };
-KernelList const kSm120DenseLargeBf16 = make_list(kDense);
+KernelList const sm120::lists::dense_large = make_list(kKernels);
 
 }  // namespace fp4gemm

@@ -5,7 +5,6 @@ namespace fp4gemm {
 
 constexpr auto kTable = prepacked_table<sm120::PrepackedFamily>(sm120::PrepackedTiles<cutlass::bfloat16_t>{});
 
-extern KernelList const kSm120PrepackedBf16;
-KernelList const kSm120PrepackedBf16 = {kTable.data(), static_cast<int>(kTable.size())};
+KernelList const sm120::lists::prepacked_bf16 = make_list(kTable);
 
 }  // namespace fp4gemm

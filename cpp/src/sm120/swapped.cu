@@ -7,23 +7,21 @@
 
 namespace fp4gemm {
 
-extern KernelList const kSm120SwappedBf16;
-constexpr Kernel kSwapped[] = {
+constexpr Kernel kKernels[] = {
     make_kernel<Sm120Dense<Tile<128, 64, 128>, cutlass::bfloat16_t, true>>(),
     make_kernel<Sm120Dense<Tile<128, 32, 256>, cutlass::bfloat16_t, true>>(),
     make_kernel<Sm120Grouped<Tile<128, 32, 128>, cutlass::bfloat16_t, true>>(),
 };
-KernelList const kSm120SwappedBf16 = make_list(kSwapped);
+KernelList const sm120::lists::swapped = make_list(kKernels);
 
 }  // namespace fp4gemm
 
 #else
-#include "kernel.hpp"
+#include "sm120/arch.hpp"
 
 namespace fp4gemm {
 
-extern KernelList const kSm120SwappedBf16;
-KernelList const kSm120SwappedBf16 = {nullptr, 0};
+KernelList const sm120::lists::swapped = {nullptr, 0};
 
 }  // namespace fp4gemm
 

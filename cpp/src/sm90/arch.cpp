@@ -3,26 +3,10 @@
 
 #include "architecture.hpp"
 
-namespace fp4gemm {
-
-extern KernelList const kSm90DenseBf16, kSm90DenseFp16, kSm90DenseFp32;
-extern KernelList const kSm90GroupedBf16, kSm90GroupedFp16, kSm90GroupedFp32;
-extern KernelList const kSm90DenseGatedBf16, kSm90DenseGatedFp16;
-extern KernelList const kSm90GroupedGatedBf16, kSm90GroupedGatedFp16;
-extern KernelList const kSm90PrepackedNarrow, kSm90PrepackedWide, kSm90PrepackedBf16;
-
-namespace sm90 {
+namespace fp4gemm::sm90 {
 namespace {
 
-KernelList const* const kLists[] = {
-    &kSm90DenseBf16,        &kSm90DenseFp16,
-    &kSm90DenseFp32,        &kSm90GroupedBf16,
-    &kSm90GroupedFp16,      &kSm90GroupedFp32,
-    &kSm90DenseGatedBf16,   &kSm90DenseGatedFp16,
-    &kSm90GroupedGatedBf16, &kSm90GroupedGatedFp16,
-    &kSm90PrepackedNarrow,  &kSm90PrepackedWide,
-    &kSm90PrepackedBf16,    nullptr,
-};
+KernelList const* const kLists[] = {FP4GEMM_SM90_LISTS(FP4GEMM_ADDRESS_OF_LIST) nullptr};
 
 // These figures were fitted to an H200. Those of the kernels on prepacked weights are in sm90/tiles.hpp.
 constexpr Policy make_policy() {
@@ -48,5 +32,4 @@ constexpr Policy kPolicy = make_policy();
 extern Architecture const architecture;
 Architecture const architecture{kArch, FP4GEMM_ARCH_DEVICES, /*is_executed=*/true, kLists, &kPolicy, nullptr};
 
-}  // namespace sm90
-}  // namespace fp4gemm
+}  // namespace fp4gemm::sm90

@@ -2,6 +2,7 @@
 #include "cutlass_evt/arch/sm90.hpp"
 #include "cutlass_evt/epilogue/gated.hpp"
 #include "kernel_impl.cuh"
+#include "sm90/arch.hpp"
 
 namespace fp4gemm {
 
@@ -16,28 +17,12 @@ template <class Tile, class Cluster, class Out>
 using Sm90GroupedGated =
     cutlass_evt::Grouped<cutlass_evt::Sm90, Tile, Cluster, cutlass_evt::epilogue::Gated<Out>>;
 
-extern KernelList const kSm90DenseGatedBf16;
-constexpr Kernel kDenseBf16[] = {
+constexpr Kernel kKernels[] = {
     make_kernel<Sm90DenseGated<Tile<128, 128, 64>, Cluster<2, 1>, cutlass::bfloat16_t>>(),
-};
-KernelList const kSm90DenseGatedBf16 = make_list(kDenseBf16);
-
-extern KernelList const kSm90DenseGatedFp16;
-constexpr Kernel kDenseFp16[] = {
     make_kernel<Sm90DenseGated<Tile<64, 128, 64>, Cluster<1, 1>, cutlass::half_t>>(),
-};
-KernelList const kSm90DenseGatedFp16 = make_list(kDenseFp16);
-
-extern KernelList const kSm90GroupedGatedBf16;
-constexpr Kernel kGroupedBf16[] = {
     make_kernel<Sm90GroupedGated<Tile<64, 128, 64>, Cluster<1, 1>, cutlass::bfloat16_t>>(),
-};
-KernelList const kSm90GroupedGatedBf16 = make_list(kGroupedBf16);
-
-extern KernelList const kSm90GroupedGatedFp16;
-constexpr Kernel kGroupedFp16[] = {
     make_kernel<Sm90GroupedGated<Tile<64, 128, 64>, Cluster<1, 1>, cutlass::half_t>>(),
 };
-KernelList const kSm90GroupedGatedFp16 = make_list(kGroupedFp16);
+KernelList const sm90::lists::gated = make_list(kKernels);
 
 }  // namespace fp4gemm

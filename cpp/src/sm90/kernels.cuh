@@ -5,6 +5,7 @@
 #include "cutlass_evt/arch/sm90.hpp"
 #include "cutlass_evt/epilogue/rowcol.hpp"
 #include "kernel_impl.cuh"
+#include "sm90/arch.hpp"
 #include "sm90/packed.cuh"
 #include "sm90/ragged_k.hpp"
 
@@ -21,17 +22,6 @@ using Sm90Dense = cutlass_evt::Dense<cutlass_evt::Sm90, Tile, Cluster, cutlass_e
 template <class Tile, class Cluster, class Out>
 using Sm90Grouped =
     cutlass_evt::Grouped<cutlass_evt::Sm90, Tile, Cluster, cutlass_evt::epilogue::RowCol<Out>>;
-
-template <class Out>
-constexpr Kernel kSm90DenseKernels[] = {
-    make_kernel<Sm90Dense<Tile<128, 256, 64>, Cluster<2, 1>, Out>>(),
-    make_kernel<Sm90Dense<Tile<128, 128, 64>, Cluster<2, 1>, Out>>(),
-    make_kernel<Sm90Dense<Tile<64, 128, 64>, Cluster<1, 1>, Out>>(),
-    make_packed_kernel<Out, 1>(),
-    make_packed_kernel<Out, 2>(),
-    make_packed_kernel<Out, 4>(),
-    make_packed_kernel<Out, 8>(),
-};
 
 /// The table row of a grouped kernel. CUTLASS's kernel multiplies groups that are ragged in m, and one of our
 /// own with the same tile those that are ragged in k, which are bound by storing D if k is small.
@@ -53,7 +43,14 @@ struct Sm90GroupedImpl : GroupedImpl<K> {
 };
 
 template <class Out>
-constexpr Kernel kSm90GroupedKernels[] = {
+constexpr Kernel kSm90Kernels[] = {
+    make_kernel<Sm90Dense<Tile<128, 256, 64>, Cluster<2, 1>, Out>>(),
+    make_kernel<Sm90Dense<Tile<128, 128, 64>, Cluster<2, 1>, Out>>(),
+    make_kernel<Sm90Dense<Tile<64, 128, 64>, Cluster<1, 1>, Out>>(),
+    make_packed_kernel<Out, 1>(),
+    make_packed_kernel<Out, 2>(),
+    make_packed_kernel<Out, 4>(),
+    make_packed_kernel<Out, 8>(),
     make_row<Sm90GroupedImpl<Sm90Grouped<Tile<128, 256, 64>, Cluster<2, 1>, Out>>>(),
     make_row<Sm90GroupedImpl<Sm90Grouped<Tile<64, 128, 64>, Cluster<1, 1>, Out>>>(),
 };

@@ -5,7 +5,6 @@ namespace fp4gemm {
 
 constexpr auto kTable = prepacked_table<sm90::PrepackedFamily>(sm90::Bf16Tiles{});
 
-extern KernelList const kSm90PrepackedBf16;
-KernelList const kSm90PrepackedBf16 = {kTable.data(), static_cast<int>(kTable.size())};
+KernelList const sm90::lists::prepacked_bf16 = make_list(kTable);
 
 }  // namespace fp4gemm

@@ -5,7 +5,6 @@ namespace fp4gemm {
 
 constexpr auto kTable = prepacked_table<sm90::PrepackedFamily>(sm90::NarrowTiles{});
 
-extern KernelList const kSm90PrepackedNarrow;
-KernelList const kSm90PrepackedNarrow = {kTable.data(), static_cast<int>(kTable.size())};
+KernelList const sm90::lists::prepacked_narrow = make_list(kTable);
 
 }  // namespace fp4gemm

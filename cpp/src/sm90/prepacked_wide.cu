@@ -8,7 +8,6 @@ namespace fp4gemm {
 
 constexpr auto kTable = prepacked_table<sm90::PrepackedFamily>(sm90::WideTiles{});
 
-extern KernelList const kSm90PrepackedWide;
-KernelList const kSm90PrepackedWide = {kTable.data(), static_cast<int>(kTable.size())};
+KernelList const sm90::lists::prepacked_wide = make_list(kTable);
 
 }  // namespace fp4gemm
