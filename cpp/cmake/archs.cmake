@@ -1,7 +1,8 @@
 # The table of GPU architectures: what each family builds, which nvcc it needs and which devices it serves.
 #
 # A family is what FP4GEMM_CUDA_ARCHS lists. To add one: a row here, a folder cpp/src/smNN with an arch.cpp and its *.cu, a
-# header cpp/cutlass_evt/arch/smNN.hpp. The library learns the compute capabilities of the devices from this table.
+# header cpp/cutlass_evt/arch/smNN.hpp. Families may share a folder: its sources are then compiled for each of them. The
+# library learns the compute capabilities of the devices from this table.
 #
 #   family   GEMM folder   nvcc    code of quantize and decode           compute capabilities
 #            (- : none)    (>=)    (NN: machine code, NN-ptx: portable,  that it serves
@@ -58,7 +59,7 @@ endfunction()
 #   FP4GEMM_QUANTIZE_PORTABLE the least compute capability (10 * major + minor) that has portable code of them; 0: none has
 #   FP4GEMM_GEMM_DEVICES      the compute capabilities that GEMM kernels exist for, built or not: "9.0 10.0 10.3"
 #   FP4GEMM_GEMM_FOLDERS      the GEMM folders that are built, in the order of the table, and for each of them
-#   FP4GEMM_GENCODE_sm90 ...    the nvcc options
+#   FP4GEMM_GENCODE_sm90 ...    the nvcc options of its families
 #   FP4GEMM_DEVICES_sm90 ...    the compute capabilities that its kernels serve: "9.0"
 #   FP4GEMM_PTX_FOLDERS       those of the GEMM folders whose code includes PTX
 macro(fp4gemm_read_archs)
@@ -77,8 +78,7 @@ macro(fp4gemm_read_archs)
   set(FP4GEMM_GEMM_DEVICES "")
   set(FP4GEMM_GEMM_FOLDERS "")
   set(FP4GEMM_PTX_FOLDERS "")
-  set(_known "")   # the families of the rows read, and
-  set(_folders "") # their folders, in the same order
+  set(_known "") # the families of the table
   foreach(_row IN LISTS FP4GEMM_ARCH_TABLE)
     string(REGEX REPLACE " *\\| *" ";" _row "${_row}")
     list(GET _row 0 _family)
@@ -88,15 +88,8 @@ macro(fp4gemm_read_archs)
     list(GET _row 4 _devices)
     if(NOT _folder STREQUAL "-")
       string(STRIP "${FP4GEMM_GEMM_DEVICES} ${_devices}" FP4GEMM_GEMM_DEVICES)
-      list(FIND _folders "${_folder}" _at)
-      if(NOT _at EQUAL -1)
-        list(GET _known ${_at} _other)
-        message(FATAL_ERROR "archs.cmake: ${_family} has the GEMM folder ${_folder} of ${_other}, must have its own, since a "
-                            "folder has the nvcc options and the devices of one family")
-      endif()
     endif()
     list(APPEND _known "${_family}")
-    list(APPEND _folders "${_folder}")
     if(_family MATCHES "a$" AND _devices MATCHES " ")
       message(FATAL_ERROR "archs.cmake: ${_family} serves ${_devices}, must serve one compute capability, since machine code "
                           "of sm_${_family} runs on no other")
@@ -121,17 +114,22 @@ macro(fp4gemm_read_archs)
       endforeach()
       string(STRIP "${FP4GEMM_QUANTIZE_DEVICES} ${_devices}" FP4GEMM_QUANTIZE_DEVICES)
       if(NOT _folder STREQUAL "-")
-        list(APPEND FP4GEMM_GEMM_FOLDERS "${_folder}")
-        set(FP4GEMM_DEVICES_${_folder} "${_devices}")
+        if(NOT _folder IN_LIST FP4GEMM_GEMM_FOLDERS) # the first of the families that share it
+          list(APPEND FP4GEMM_GEMM_FOLDERS "${_folder}")
+          set(FP4GEMM_DEVICES_${_folder} "")
+          set(FP4GEMM_GENCODE_${_folder} "")
+        endif()
+        string(STRIP "${FP4GEMM_DEVICES_${_folder}} ${_devices}" FP4GEMM_DEVICES_${_folder})
         if(_family MATCHES "f$") # PTX too: for later members of the family, and for the emulator of the tests
           list(APPEND FP4GEMM_PTX_FOLDERS "${_folder}")
-          set(FP4GEMM_GENCODE_${_folder} "-gencode=arch=compute_${_family},code=[sm_${_family},compute_${_family}]")
+          list(APPEND FP4GEMM_GENCODE_${_folder} "-gencode=arch=compute_${_family},code=[sm_${_family},compute_${_family}]")
         else()
-          set(FP4GEMM_GENCODE_${_folder} "-gencode=arch=compute_${_family},code=sm_${_family}")
+          list(APPEND FP4GEMM_GENCODE_${_folder} "-gencode=arch=compute_${_family},code=sm_${_family}")
         endif()
       endif()
     endif()
   endforeach()
+  list(REMOVE_DUPLICATES FP4GEMM_PTX_FOLDERS)
   foreach(_family IN LISTS FP4GEMM_ARCHS)
     if(NOT _family IN_LIST _known)
       message(FATAL_ERROR "FP4GEMM_CUDA_ARCHS: ${_family} is unknown, must be all, native, none, or a list of: ${_known}")
