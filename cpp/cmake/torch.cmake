@@ -33,6 +33,7 @@ endfunction()
 # A library that torch.ops.load_library loads; it finds libfp4gemm.so beside itself.
 function(fp4gemm_add_torch_ops name)
   add_library(${name} MODULE ${ARGN})
+  target_include_directories(${name} PRIVATE "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/..") # cutlass_evt, without CUTLASS
   target_include_directories(${name} SYSTEM PRIVATE "${FP4GEMM_TORCH_ROOT}/include")
   target_compile_definitions(${name} PRIVATE TORCH_TARGET_VERSION=${FP4GEMM_TORCH_TARGET_VERSION})
   if(FP4GEMM_ARCHS)

@@ -7,6 +7,7 @@
 
 #include "cutlass_evt/kernel/sm90_nvfp4_plan.hpp"
 #include "figures.hpp"
+#include "quantize/sizes.hpp"
 
 namespace fp4gemm {
 namespace {
@@ -18,8 +19,6 @@ constexpr double kNvfp4Bytes = 0.5625;  // a code and its part of a block scale
 constexpr double kFp16Bytes = 2;
 constexpr double kDecodeBytes = kNvfp4Bytes + kFp16Bytes;
 constexpr double kPrepackBytes = 2 * kNvfp4Bytes;
-
-constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /// True for a grouped GEMM whose groups differ in k.
 bool is_ragged_k(Selection const& wanted) {
@@ -96,20 +95,20 @@ double tile_clocks(TilePolicy const& policy, fp4gemm_kernel_info_t const& kernel
                    Selection const& wanted) {
   int64_t const groups = std::max(1, wanted.num_groups);
   bool const ragged_k = is_ragged_k(wanted);
-  int64_t const m = ragged_k ? wanted.m : divide_up(wanted.m, groups);  // of one group
-  double const k = static_cast<double>(ragged_k ? divide_up(wanted.k, groups) : wanted.k);
+  int64_t const m = ragged_k ? wanted.m : ceil_div(wanted.m, groups);  // of one group
+  double const k = static_cast<double>(ragged_k ? ceil_div(wanted.k, groups) : wanted.k);
 
   Orientation const size = oriented(kernel, m, wanted.n);
   int const sms_per_tile = size.tile_m == policy.two_sm_tile_m ? 2 : 1;
   int const tiles_per_cluster = size.cluster_m * size.cluster_n / sms_per_tile;
 
   // Whole clusters are launched, so tiles come in multiples of the cluster.
-  int64_t const tiles_m = divide_up(size.m, size.tile_m);
-  int64_t const tiles_n = divide_up(size.n, size.tile_n);
+  int64_t const tiles_m = ceil_div(size.m, size.tile_m);
+  int64_t const tiles_n = ceil_div(size.n, size.tile_n);
   int64_t const clusters =
-      groups * divide_up(tiles_m, size.cluster_m / sms_per_tile) * divide_up(tiles_n, size.cluster_n);
+      groups * ceil_div(tiles_m, size.cluster_m / sms_per_tile) * ceil_div(tiles_n, size.cluster_n);
   int64_t const concurrent = std::max(1, num_sms / (sms_per_tile * tiles_per_cluster));
-  double const waves = static_cast<double>(divide_up(clusters, concurrent));
+  double const waves = static_cast<double>(ceil_div(clusters, concurrent));
 
   // Each SM loads its own rows of A and its part of the B tile that the cluster shares. A cluster that is
   // mostly outside D shares nothing.
@@ -127,7 +126,7 @@ double tile_clocks(TilePolicy const& policy, fp4gemm_kernel_info_t const& kernel
 double packed_clocks(Policy const& policy, fp4gemm_kernel_info_t const& kernel, int num_sms,
                      Selection const& wanted) {
   double const tiles =
-      static_cast<double>(divide_up(wanted.m, kernel.tile_m) * divide_up(wanted.n, kernel.tile_n));
+      static_cast<double>(ceil_div(wanted.m, kernel.tile_m) * ceil_div(wanted.n, kernel.tile_n));
   if (tiles > INT32_MAX) {
     return kInfinity;  // more than a grid can have
   }
@@ -178,7 +177,7 @@ TokenTiles measured_tiles(MeasuredFigures const& figures, fp4gemm_kernel_info_t 
   double const mean = static_cast<double>(wanted.m) / groups;
   int const sizes = differ ? 8 : 1;
   double const most_difference = std::clamp(std::sqrt(5 / mean), 0.25, 0.5);  // relative
-  TokenTiles all{groups, 0, static_cast<double>(divide_up(wanted.k, 64)), 0, 0, true};
+  TokenTiles all{groups, 0, static_cast<double>(ceil_div(wanted.k, 64)), 0, 0, true};
   for (int i = 0; i < sizes; ++i) {
     double const share = differ ? 1 + most_difference * ((2 * i + 1.0) / sizes - 1) : 1.0;
     int64_t const tokens = std::max<int64_t>(1, std::llround(mean * share));
@@ -233,7 +232,7 @@ Schedule schedule_of(fp4gemm_kernel_info_t const& kernel, double tiles, double w
                      bool can_split) {
   using namespace cutlass_evt;
   double const waves = std::ceil(tiles / workers);
-  double const steps = static_cast<double>(divide_up(k, kernel.tile_k));
+  double const steps = static_cast<double>(ceil_div(k, kernel.tile_k));
   double const sharing = std::min(workers, std::floor(tiles * steps / least_split_steps(kernel.tile_k)));
   double const least_saved = least_saved_steps(kernel.tile_m, kernel.tile_n, kernel.tile_k);
   if (can_split && splitting_pays<double>(tiles, steps, waves, workers, sharing, least_saved)) {
@@ -251,7 +250,7 @@ double prepacked_clocks(Policy const& policy, Kernel const& row, int num_sms, Se
   LaunchTimes const launch =
       is_measured ? measured_launch(*row.figures, prepacked) : derived_launch(prepacked.derived);
 
-  int64_t const row_tiles = divide_up(wanted.n, int64_t{kernel.tile_n} * kernel.cluster_n);
+  int64_t const row_tiles = ceil_div(wanted.n, int64_t{kernel.tile_n} * kernel.cluster_n);
   double const tiles = tokens.groups * tokens.of_a_group * static_cast<double>(row_tiles);
   int const ctas = cutlass_evt::ctas_on_an_sm(
       row_tiles, cutlass_evt::most_token_tiles(wanted.m, wanted.num_groups, kernel.tile_m), num_sms,

@@ -96,13 +96,13 @@ struct KernelBase {
     }
     KernelParams<KernelBase> kernel{Gemm::to_underlying_arguments(args, workspace)};
 
-    Launch launch{reinterpret_cast<void const*>(gemm_kernel<KernelBase>), Gemm::get_grid_shape(kernel.params),
-                  Gemm::get_block_shape()};
-    launch.cluster = dim3(kSize<0, Cluster>, kSize<1, Cluster>, 1);
-    launch.shared_bytes = Gemm::SharedStorageSize;
     static std::atomic<uint64_t> prepared{0};
-    FP4GEMM_TRY(allow_shared_memory(launch.kernel, Gemm::SharedStorageSize, p.device, prepared));
-    return launch_overlapping(launch, stream, kernel);
+    FP4GEMM_TRY(allow_shared_memory(gemm_kernel<KernelBase>, Gemm::SharedStorageSize, p.device, prepared));
+    FP4GEMM_CUDA(launch_waiting(gemm_kernel<KernelBase>,
+                                {Gemm::get_grid_shape(kernel.params), Gemm::MaxThreadsPerBlock,
+                                 Gemm::SharedStorageSize, dim3(kSize<0, Cluster>, kSize<1, Cluster>, 1)},
+                                /*overlaps=*/true, stream, kernel));
+    return FP4GEMM_SUCCESS;
   }
 };
 
@@ -179,10 +179,9 @@ struct GroupedImpl : KernelBase<K> {
 
     // Groups that are ragged in k need more than one CTA: see prepare_groups.
     unsigned const ctas = p.ragged == FP4GEMM_RAGGED_K ? 1 + static_cast<unsigned>(p.num_sms) : 1;
-    Launch const prepare{
-        reinterpret_cast<void const*>(cutlass_evt::prepare_groups<typename K::Collectives, Op>), dim3(ctas),
-        dim3(cutlass_evt::kPrepareThreads)};
-    FP4GEMM_TRY(launch_overlapping(prepare, stream, args, table));
+    FP4GEMM_CUDA(launch_waiting(cutlass_evt::prepare_groups<typename K::Collectives, Op>,
+                                {ctas, cutlass_evt::kPrepareThreads}, /*overlaps=*/true, stream, args,
+                                table));
     return Base::run(K::lower(args, table), p, static_cast<char*>(workspace) + bytes, stream);
   }
 };

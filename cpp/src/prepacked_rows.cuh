@@ -133,13 +133,14 @@ struct PrepackedLaunch {
                   static_cast<long long>(p.m), static_cast<long long>(p.k), p.a);
     }
 
-    Launch launch{Family::template entry<Config, Epilogue, Quantizer>(), dim3(static_cast<unsigned>(grid)),
-                  dim3(Config::kThreads)};
-    launch.cluster = dim3(Config::kCluster, 1, 1);
-    launch.shared_bytes = Config::kSharedBytes;
+    auto* const kernel = Family::template entry<Config, Epilogue, Quantizer>();
     static std::atomic<uint64_t> prepared{0};
-    FP4GEMM_TRY(allow_shared_memory(launch.kernel, Config::kSharedBytes, p.device, prepared));
-    return launch_overlapping(launch, stream, params);
+    FP4GEMM_TRY(allow_shared_memory(kernel, Config::kSharedBytes, p.device, prepared));
+    FP4GEMM_CUDA(launch_waiting(
+        kernel,
+        {static_cast<unsigned>(grid), Config::kThreads, Config::kSharedBytes, dim3(Config::kCluster, 1, 1)},
+        /*overlaps=*/true, stream, params));
+    return FP4GEMM_SUCCESS;
   }
 };
 

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cutlass_evt/scale_layout.hpp"
+
 // The loops are compiled for several instruction sets, of which the loader of the library selects one.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #define FP4GEMM_CLONES __attribute__((target_clones("default", "arch=haswell", "arch=skylake-avx512")))
@@ -74,11 +76,7 @@ inline uint32_t encode_e2m1(float x) {
   return ((as_bits(a + magic) & 7) + first) | sign;
 }
 
-/// The offset of the scale of a block in the swizzled layout (python/fp4gemm/layout.py).
-inline int64_t scale_offset(int64_t row, int64_t block, int64_t tiles_per_row) {
-  int64_t const tile = row / 128 * tiles_per_row + block / 4;
-  return tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
-}
+using cutlass_evt::scale_offset;
 
 /// Calls function(row) for each row of k elements, on the threads of torch. Returns 0, or 1 if torch failed.
 template <class Function>

@@ -55,8 +55,8 @@ fp4gemm_status_t launch_combine(fp4gemm_combine_args_t const& args, DeviceProper
   CombineParams const params{
       args.y, args.row_of_pair, {args.topk_weights, args.weights_dtype}, args.out, args.num_rows,
       args.d, args.top_k,       static_cast<int>(ctas_per_token)};
-  for_combine_type(args.y_dtype, [&](auto y) {
-    for_combine_type(args.out_dtype, [&](auto out) {
+  for_type(args.y_dtype, [&](auto y) {
+    for_type(args.out_dtype, [&](auto out) {
       (void)launch_combine_kernel(combine_rows<decltype(y), decltype(out)>, params, ctas,
                                   properties.can_overlap_launches(), stream);
     });

@@ -4,8 +4,9 @@
 
 #include <cuda_runtime.h>
 
+#include "for_type.cuh"
 #include "fp4gemm/fp4gemm.h"
-#include "launch_waiting.hpp"
+#include "launch.hpp"
 #include "moe/moe.hpp"
 #include "quantize/convert.cuh"
 
@@ -94,16 +95,6 @@ __device__ void add_slots(float (&sums)[kCombineStep], SlotWeights const& weight
         }
       }
     }
-  }
-}
-
-/// Calls f with a value of the type that dtype stands for.
-template <class F>
-void for_combine_type(fp4gemm_dtype_t dtype, F const& f) {
-  switch (dtype) {
-    case FP4GEMM_BF16: f(__nv_bfloat16{}); break;
-    case FP4GEMM_FP16: f(__half{}); break;
-    case FP4GEMM_FP32: f(float{}); break;
   }
 }
 

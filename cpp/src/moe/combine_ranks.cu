@@ -232,8 +232,8 @@ fp4gemm_status_t launch_combine_ranks(fp4gemm_combine_ranks_args_t const& args,
     params.y[i] = args.y[i];
   }
   bool const overlaps = properties.can_overlap_launches() && args.num_buffers == 1;
-  for_combine_type(args.y_dtype, [&](auto y) {
-    for_combine_type(args.out_dtype, [&](auto out) {
+  for_type(args.y_dtype, [&](auto y) {
+    for_type(args.out_dtype, [&](auto out) {
       (void)launch_combine_kernel(combine_rank_rows<decltype(y), decltype(out)>, params, ctas, overlaps,
                                   stream);
     });
@@ -264,8 +264,8 @@ fp4gemm_status_t launch_combine_part(fp4gemm_combine_part_args_t const& args,
                           args.rank * num_blocks,
                           num_blocks,
                           static_cast<int>(ctas_per_token)};
-  for_combine_type(args.y_dtype, [&](auto y) {
-    for_combine_type(args.part_dtype, [&](auto part) {
+  for_type(args.y_dtype, [&](auto y) {
+    for_type(args.part_dtype, [&](auto part) {
       (void)launch_combine_kernel(combine_blocks<decltype(y), decltype(part)>, params, ctas,
                                   properties.can_overlap_launches(), stream);
     });
@@ -294,8 +294,8 @@ fp4gemm_status_t launch_combine_tree(fp4gemm_combine_tree_args_t const& args,
     params.parts[i] = args.parts[i];
   }
   bool const overlaps = properties.can_overlap_launches() && args.num_ranks == 1;
-  for_combine_type(args.part_dtype, [&](auto part) {
-    for_combine_type(args.out_dtype, [&](auto out) {
+  for_type(args.part_dtype, [&](auto part) {
+    for_type(args.out_dtype, [&](auto out) {
       (void)launch_combine_kernel(combine_parts<decltype(part), decltype(out)>, params, ctas, overlaps,
                                   stream);
     });

@@ -2,7 +2,7 @@
 #include <cuda_runtime.h>
 
 #include "error.hpp"
-#include "launch_waiting.hpp"
+#include "launch.hpp"
 #include "moe/ranks.hpp"
 #include "quantize/grid.hpp"
 #include "quantize/groups.cuh"
@@ -11,10 +11,8 @@
 namespace fp4gemm {
 namespace {
 
-constexpr int kQuad = 4;               // rows of a CTA, one for each warp
-constexpr int kThreads = 32 * kQuad;   // of a CTA
-constexpr int kCopies = 8;             // words that a thread has in flight
-constexpr int kMaxStagedWords = 2048;  // scales of longer rows are written to global memory directly
+constexpr int kThreads = 32 * kQuad;  // of a CTA, which has a quad: one row for each warp
+constexpr int kCopies = 8;            // words that a thread has in flight
 
 /// The parts of a record, as offsets in bytes.
 struct RecordLayout {

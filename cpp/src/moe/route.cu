@@ -3,7 +3,7 @@
 #include <cuda_runtime.h>
 
 #include "error.hpp"
-#include "launch_waiting.hpp"
+#include "launch.hpp"
 #include "moe/moe.hpp"
 #include "moe/ranks.hpp"
 

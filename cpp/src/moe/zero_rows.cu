@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "error.hpp"
-#include "launch_waiting.hpp"
+#include "launch.hpp"
 #include "moe/moe.hpp"
 #include "quantize/groups.cuh"
 #include "quantize/quantize.hpp"

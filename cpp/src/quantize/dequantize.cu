@@ -4,7 +4,7 @@
 // A thread converts a chunk, whose values have 16 bytes, in each row of a quad: four rows that are 32 apart
 // in a tile of scales. The scales of one word of these rows are 16 adjacent bytes of the swizzled layout.
 #include "error.hpp"
-#include "launch_waiting.hpp"
+#include "launch.hpp"
 #include "quantize/block.cuh"
 #include "quantize/grid.hpp"
 #include "quantize/groups.cuh"
@@ -16,7 +16,6 @@ namespace {
 
 constexpr unsigned kLog2Threads = 8;
 constexpr int kThreads = 1 << kLog2Threads;
-constexpr int kQuad = 4;                               // rows of a quad
 constexpr int kTileQuads = kScaleTileRows / kQuad;     // quads of a tile, and the distance of a quad's rows
 constexpr unsigned kMinWidth = kThreads / kTileQuads;  // of a CTA, so that its quads are of one tile
 constexpr int kGroupedTurns = 4;                       // parts of a row that a CTA converts in groups

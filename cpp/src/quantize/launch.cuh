@@ -3,7 +3,8 @@
 
 #include "device.hpp"
 #include "error.hpp"
-#include "launch_waiting.hpp"
+#include "for_type.cuh"
+#include "launch.hpp"
 #include "quantize/columns_amax.cuh"
 #include "quantize/rows.cuh"
 
@@ -82,16 +83,6 @@ fp4gemm_status_t launch_group_amax(Input const& input, int64_t m, int64_t k, fp4
 /// there is one matrix.
 fp4gemm_status_t launch_columns_amax(ColumnAmaxParams const& params, int num_matrices, fp4gemm_dtype_t dtype,
                                      fp4gemm_hadamard_t hadamard, int num_sms, cudaStream_t stream);
-
-/// Calls launch with a value of the type that dtype stands for.
-template <class Launch>
-void for_type(fp4gemm_dtype_t dtype, Launch const& launch) {
-  switch (dtype) {
-    case FP4GEMM_BF16: launch(__nv_bfloat16{}); break;
-    case FP4GEMM_FP16: launch(__half{}); break;
-    case FP4GEMM_FP32: launch(float{}); break;
-  }
-}
 
 /// Blocks that a thread holds in registers in the most common cast.
 template <class Loader>

@@ -2,6 +2,7 @@
 #include <cuda/std/type_traits>
 
 #include "error.hpp"
+#include "for_type.cuh"
 #include "quantize/convert.cuh"
 #include "quantize/grid.hpp"
 #include "quantize/numerics.cuh"
@@ -158,18 +159,13 @@ Mxfp8Params params_of(fp4gemm_mxfp8_args_t const& args) {
 /// Calls launch(T{}, fp8) for the type of x or y and the fp8 format as an integral_constant.
 template <class Launch>
 void for_types(fp4gemm_mxfp8_args_t const& args, Launch const& launch) {
-  auto const with_fp8 = [&](auto type) {
+  for_type(args.dtype, [&](auto type) {
     if (args.fp8 == FP4GEMM_E4M3) {
       launch(type, cuda::std::integral_constant<__nv_fp8_interpretation_t, __NV_E4M3>{});
     } else {
       launch(type, cuda::std::integral_constant<__nv_fp8_interpretation_t, __NV_E5M2>{});
     }
-  };
-  switch (args.dtype) {
-    case FP4GEMM_BF16: with_fp8(__nv_bfloat16{}); break;
-    case FP4GEMM_FP16: with_fp8(__half{}); break;
-    case FP4GEMM_FP32: with_fp8(float{}); break;
-  }
+  });
 }
 
 }  // namespace

@@ -7,18 +7,20 @@
 
 #include <cstdint>
 
+#include "cutlass_evt/scale_layout.hpp"
 #include "quantize/sizes.hpp"
 
 namespace fp4gemm {
 
 constexpr float kFloatMax = 3.40282346638528859812e+38f;
 
-/// The byte offset of the scale of (row, block) in the 128x4 swizzled layout. num_words is a quarter of the
-/// number of blocks in a row, padding included.
-__host__ __device__ inline int64_t scale_offset(int64_t row, int block, int num_words) {
-  int const in_tile = static_cast<int>(row % 128);
-  return (row / 128 * num_words + block / 4) * 512 + in_tile % 32 * 16 + in_tile / 32 * 4 + block % 4;
-}
+using cutlass_evt::scale_offset;
+
+// The scales of a word of these rows, which are 32 apart in a tile, are 16 consecutive bytes.
+constexpr int kQuad = 4;
+// A kernel that writes the scales of a quad collects them in shared memory. Those of longer rows do not fit
+// there, and are written to global memory directly.
+constexpr int kMaxStagedWords = 2048;
 
 __device__ inline uint8_t float_to_e4m3(float x) {
   return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);

@@ -8,9 +8,6 @@
 
 namespace fp4gemm {
 
-constexpr int kQuad = 4;               // rows whose scales make 16 consecutive bytes
-constexpr int kMaxStagedWords = 2048;  // scales of longer rows are written to global memory directly
-
 /// The element of amax_in that a row uses.
 enum class AmaxAt {
   kStart,       // the first one: one amax for the tensor

@@ -54,8 +54,8 @@ struct PrepackedFamily {
   }
 
   template <class Config, class Epilogue, class Quantizer>
-  static void const* entry() {
-    return reinterpret_cast<void const*>(cutlass_evt::sm120_nvfp4_gemm<Config, Epilogue, Quantizer>);
+  static constexpr auto* entry() {
+    return cutlass_evt::sm120_nvfp4_gemm<Config, Epilogue, Quantizer>;
   }
 };
 

@@ -113,13 +113,14 @@ struct RaggedKLaunch {
     params.c_scale = p.beta;
 
     int64_t const grid = std::min(int64_t{most_ctas}, int64_t{params.tiles} * Config::kCluster);
-    Launch launch{reinterpret_cast<void const*>(cutlass_evt::sm90_ragged_k_gemm<Config>),
-                  dim3(static_cast<unsigned>(grid)), dim3(Config::kThreads)};
-    launch.cluster = dim3(Config::kCluster, 1, 1);
-    launch.shared_bytes = Config::kSharedBytes;
+    auto* const kernel = cutlass_evt::sm90_ragged_k_gemm<Config>;
     static std::atomic<uint64_t> prepared{0};
-    FP4GEMM_TRY(allow_shared_memory(launch.kernel, Config::kSharedBytes, p.device, prepared));
-    return launch_overlapping(launch, stream, params);
+    FP4GEMM_TRY(allow_shared_memory(kernel, Config::kSharedBytes, p.device, prepared));
+    FP4GEMM_CUDA(launch_waiting(
+        kernel,
+        {static_cast<unsigned>(grid), Config::kThreads, Config::kSharedBytes, dim3(Config::kCluster, 1, 1)},
+        /*overlaps=*/true, stream, params));
+    return FP4GEMM_SUCCESS;
   }
 };
 

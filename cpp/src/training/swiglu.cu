@@ -4,7 +4,7 @@
 // the order of the definition with any number of columns.
 #include "cutlass_evt/epilogue/activation.hpp"
 #include "error.hpp"
-#include "launch_waiting.hpp"
+#include "launch.hpp"
 #include "quantize/block.cuh"
 #include "quantize/row_reduce.cuh"
 #include "quantize/silu.cuh"
