@@ -5,7 +5,7 @@
 #include <cmath>
 #include <limits>
 
-#include "cutlass_evt/kernel/sm90_nvfp4_plan.hpp"
+#include "cutlass_evt/kernel/mixed_input_plan.hpp"
 #include "figures.hpp"
 #include "quantize/sizes.hpp"
 

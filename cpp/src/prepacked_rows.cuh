@@ -4,7 +4,7 @@
 //
 // Family is the architecture, a type with these members:
 //   kArch                  10 * major + minor
-//   Config<Tile>           the kernel's configuration of a tile, a cutlass_evt::Sm90Nvfp4Config
+//   Config<Tile>           the kernel's configuration of a tile, a cutlass_evt::MixedInputConfig
 //   kCanQuantize<Tile>     whether there is a kernel too that quantizes A itself: QuantizingConfig<Tile> with
 //                          the Quantizer
 //   figures<Tile>()        Kernel::figures
@@ -15,7 +15,7 @@
 #include <atomic>
 
 #include "cutlass_evt/epilogue/columns.hpp"
-#include "cutlass_evt/kernel/sm90_nvfp4.hpp"
+#include "cutlass_evt/kernel/mixed_input.hpp"
 #include "cutlass_evt/tensor_map.hpp"
 #include "error.hpp"
 #include "kernel_activation.hpp"
@@ -26,13 +26,13 @@
 
 namespace fp4gemm {
 
-/// The launch, which all rows of one configuration share. Config is a cutlass_evt::Sm90Nvfp4Config, or with a
-/// Quantizer a cutlass_evt::Sm90Nvfp4QuantizingConfig. Tokens are the rows of A; the rows of the kernel's
+/// The launch, which all rows of one configuration share. Config is a cutlass_evt::MixedInputConfig, or with
+/// a Quantizer a cutlass_evt::MixedInputQuantizingConfig. Tokens are the rows of A; the rows of the kernel's
 /// tiles are those of B.
-template <class Family, class Config, class Quantizer = cutlass_evt::Sm90Nvfp4NoQuantizer>
+template <class Family, class Config, class Quantizer = cutlass_evt::MixedInputNoQuantizer>
 struct PrepackedLaunch {
   using Epilogue = cutlass_evt::epilogue::ColumnsEpilogue;
-  using Kernel = cutlass_evt::Sm90Nvfp4Kernel<Config, Epilogue, Quantizer>;
+  using Kernel = cutlass_evt::MixedInputKernel<Config, Epilogue, Quantizer>;
   using Params = typename Kernel::Params;
   static constexpr bool kIsBf16 = std::is_same<typename Config::Element, cutlass::bfloat16_t>::value;
 
@@ -68,7 +68,7 @@ struct PrepackedLaunch {
     return args;
   }
 
-  /// Encodes the tensor map of the tokens, in the form that Sm90Nvfp4Operands describes: (64, m, k / 64)
+  /// Encodes the tensor map of the tokens, in the form that MixedInputOperands describes: (64, m, k / 64)
   /// if k is a multiple of 64, so that one copy loads several chunks of k; otherwise (k, m). Returns false if
   /// the driver refuses.
   static bool describe_tokens(Problem const& p, CUtensorMap* map) {

@@ -1,15 +1,15 @@
-// Host tests of how the SM90 kernel on prepacked weights divides tiles among workers: a worker that waits for
+// Host tests of how the kernel on prepacked weights divides tiles among workers: a worker that waits for
 // the parts of a tile must find that other workers have all of them.
-#include "cutlass_evt/kernel/sm90_nvfp4_plan.hpp"
+#include "cutlass_evt/kernel/mixed_input_plan.hpp"
 
 #include "checks.hpp"
 
 namespace {
 
-using cutlass_evt::Sm90Nvfp4Plan;
+using cutlass_evt::MixedInputPlan;
 
 /// What is wrong with the runs of a plan that splits tiles; null if nothing is.
-char const* fault_of(Sm90Nvfp4Plan const& plan, int steps) {
+char const* fault_of(MixedInputPlan const& plan, int steps) {
   if (plan.first_step(0) != 0 || plan.first_step(plan.active) != int64_t{plan.tiles} * steps) {
     return "the runs do not cover all steps";
   }
@@ -43,7 +43,7 @@ void test_runs() {
       for (int steps : {1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 23, 28, 32, 45, 64, 112, 128, 255, 256}) {
         for (int least : {1, 2, 3, 4, 8, 16}) {
           for (int lead : {0, 1, 2, 4, 8}) {
-            Sm90Nvfp4Plan const plan(tiles, steps, workers, least, 0, lead, true);
+            MixedInputPlan const plan(tiles, steps, workers, least, 0, lead, true);
             CHECK(plan.active <= workers, "%d tiles of %d steps: %d of %d workers", tiles, steps, plan.active,
                   workers);
             if (!plan.split) {
@@ -67,27 +67,28 @@ void test_runs() {
 
 void test_known() {
   // 64 tiles of 32 steps on 132 workers: two parts of each, one of 17 steps and one of 15.
-  Sm90Nvfp4Plan const plan(64, 32, 132, 4, 0, 2, true);
+  MixedInputPlan const plan(64, 32, 132, 4, 0, 2, true);
   CHECK(plan.split && plan.active == 128 && plan.parts == 2, "%d workers, %d parts", plan.active, plan.parts);
   CHECK(plan.first_step(1) == 17 && plan.first_step(2) == 32, "%d", static_cast<int>(plan.first_step(1)));
   // Whole tiles: because the caller asks for them; as many as workers; nearly three for each worker.
-  CHECK(!Sm90Nvfp4Plan(64, 32, 132, 4, 0, 2, false).split, "split although the caller forbids it");
-  CHECK(!Sm90Nvfp4Plan(132, 32, 132, 4, 0, 2, true).split, "a tile each, and split");
-  CHECK(!Sm90Nvfp4Plan(380, 32, 132, 4, 0, 2, true).split, "4 %% idle, and split");
-  CHECK(Sm90Nvfp4Plan(340, 32, 132, 4, 0, 2, true).split, "14 %% idle, and whole");
-  CHECK(!Sm90Nvfp4Plan(112, 4, 132, 2, 0, 2, true).split, "15 %% idle, but a part of four steps has four");
+  CHECK(!MixedInputPlan(64, 32, 132, 4, 0, 2, false).split, "split although the caller forbids it");
+  CHECK(!MixedInputPlan(132, 32, 132, 4, 0, 2, true).split, "a tile each, and split");
+  CHECK(!MixedInputPlan(380, 32, 132, 4, 0, 2, true).split, "4 %% idle, and split");
+  CHECK(MixedInputPlan(340, 32, 132, 4, 0, 2, true).split, "14 %% idle, and whole");
+  CHECK(!MixedInputPlan(112, 4, 132, 2, 0, 2, true).split, "15 %% idle, but a part of four steps has four");
 }
 
 void test_saved_steps() {
   using cutlass_evt::least_saved_steps;
   // 96 tiles of 8 tokens and 4096 of k: parts are one stage of 1024 shorter, which is too few, or three of
   // 384.
-  CHECK(!Sm90Nvfp4Plan(96, 4, 132, 1, least_saved_steps(8, 64, 1024), 1, true).split, "one stage, and split");
-  CHECK(Sm90Nvfp4Plan(96, 11, 132, 3, least_saved_steps(8, 64, 384), 2, true).split, "three, and whole");
+  CHECK(!MixedInputPlan(96, 4, 132, 1, least_saved_steps(8, 64, 1024), 1, true).split,
+        "one stage, and split");
+  CHECK(MixedInputPlan(96, 11, 132, 3, least_saved_steps(8, 64, 384), 2, true).split, "three, and whole");
   for (int saved = 0; saved <= 16; ++saved) {  // 32 steps become 16
-    CHECK(Sm90Nvfp4Plan(64, 32, 132, 4, saved, 2, true).split, "16 steps fewer of %d, and whole", saved);
+    CHECK(MixedInputPlan(64, 32, 132, 4, saved, 2, true).split, "16 steps fewer of %d, and whole", saved);
   }
-  CHECK(!Sm90Nvfp4Plan(64, 32, 132, 4, 17, 2, true).split, "16 steps fewer of 17, and split");
+  CHECK(!MixedInputPlan(64, 32, 132, 4, 17, 2, true).split, "16 steps fewer of 17, and split");
 }
 
 void test_token_tiles() {

@@ -17,7 +17,7 @@ from fp4gemm import _native
 from ptxemu.ptx_files import find_cuobjdump
 
 PREPACKED = "nvfp4_gemm"  # of SM90 and SM120
-QUANTIZING = "Sm90Nvfp4QuantizingConfig"
+QUANTIZING = "MixedInputQuantizingConfig"
 GEMM = re.compile(rf"gemm_kernel|packed_gemm|{PREPACKED}")
 # The families of kernels that are launched before the kernel ahead of them has ended.
 WAITING = re.compile(

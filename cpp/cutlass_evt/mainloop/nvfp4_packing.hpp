@@ -24,7 +24,7 @@
 namespace cutlass_evt {
 
 /// Factors that shift a word to the left by 3, 7 and 10 bits. If the compiler knows their values, it makes
-/// shifts of the multiplications, most of which ptxas assigns to the ALU pipe; see Sm90Nvfp4WgmmaMultiply.
+/// shifts of the multiplications, most of which ptxas assigns to the ALU pipe; see MixedInputWgmmaMultiply.
 struct Nvfp4Shifts {
   uint32_t by_3 = 1u << 3;
   uint32_t by_7 = 1u << 7;

@@ -5,11 +5,11 @@
 // CTA, and an SM has less than half of the shared memory.
 #pragma once
 
-#include "cutlass_evt/mainloop/sm90_nvfp4_config.hpp"
+#include "cutlass_evt/mainloop/mixed_input_config.hpp"
 
 namespace cutlass_evt {
 
-/// What SM120 has, for Sm90Nvfp4Config.
+/// What SM120 has, for MixedInputConfig.
 struct Sm120Nvfp4Machine {
   static constexpr bool kHasWgmma = false;
   static constexpr bool kHasClusters = false;
@@ -17,11 +17,11 @@ struct Sm120Nvfp4Machine {
   static constexpr int kSharedPerSm = 102400;   // bytes, of which each CTA needs 1024 for the system
 };
 
-/// The parameters are those of Sm90Nvfp4Config. Warpgroups here are only groups of four warps, which have 64
+/// The parameters are those of MixedInputConfig. Warpgroups here are only groups of four warps, which have 64
 /// weight rows and synchronise in the epilogue.
 template <class Element, int RowGroups, int DepthGroups, int Tokens, int Chunks, int CtasPerSm>
 struct Sm120Nvfp4Config
-    : Sm90Nvfp4Config<Element, RowGroups, DepthGroups, Tokens, 1, Chunks, CtasPerSm, Sm120Nvfp4Machine> {
+    : MixedInputConfig<Element, RowGroups, DepthGroups, Tokens, 1, Chunks, CtasPerSm, Sm120Nvfp4Machine> {
   static_assert(Tokens <= 64, "with more tokens the FP4 tensor cores are faster");
 };
 

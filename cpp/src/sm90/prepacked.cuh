@@ -1,6 +1,7 @@
 // The SM90 kernels on prepacked weights.
 #pragma once
 
+#include "cutlass_evt/kernel/sm90_nvfp4.hpp"
 #include "prepacked_rows.cuh"
 #include "sm90/arch.hpp"
 #include "sm90/tiles.hpp"
@@ -16,7 +17,7 @@ struct PrepackedFamily {
   template <class Tile>
   static constexpr bool kCanQuantize = sm90::kCanQuantize<Tile>;
   template <class Tile>
-  using QuantizingConfig = cutlass_evt::Sm90Nvfp4QuantizingConfig<ConfigOf<Tile>>;
+  using QuantizingConfig = cutlass_evt::MixedInputQuantizingConfig<ConfigOf<Tile>>;
   using Quantizer = TokenQuantizer;
 
   template <class Tile>

@@ -187,7 +187,7 @@ constexpr int kMostQuantizedByAny = 28672;
 template <class Tile>
 constexpr int most_quantized() {
   if constexpr (kCanQuantize<Tile>) {
-    using Config = cutlass_evt::Sm90Nvfp4QuantizingConfig<ConfigOf<Tile>>;
+    using Config = cutlass_evt::MixedInputQuantizingConfig<ConfigOf<Tile>>;
     return cute::min(Config::kMostTokenBytes / 2, kMostQuantizedByAny);
   }
   return 0;

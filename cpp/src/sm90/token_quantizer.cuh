@@ -3,12 +3,12 @@
 #pragma once
 
 #include "cutlass/fast_math.h"
-#include "cutlass_evt/kernel/sm90_nvfp4.hpp"
+#include "cutlass_evt/kernel/mixed_input.hpp"
 #include "quantize/cast.cuh"
 
 namespace fp4gemm::sm90 {
 
-/// The quantizer of Sm90Nvfp4Kernel. It has the bits of quantize_rows with TeCast, an amax for each row, and
+/// The quantizer of MixedInputKernel. It has the bits of quantize_rows with TeCast, an amax for each row, and
 /// decoded results. The amaxes become the factors of the tokens.
 struct TokenQuantizer {
   static constexpr int kTurnElements = 32 * kBlock;  // of a row: what a warp quantizes in a turn
@@ -47,7 +47,7 @@ struct TokenQuantizer {
 
   /// Clears the amaxes. All consumers of the CTA call this; a barrier follows.
   template <class Config>
-  __device__ static void prepare(cutlass_evt::Sm90Nvfp4Shared<Config> const& shared) {
+  __device__ static void prepare(cutlass_evt::MixedInputShared<Config> const& shared) {
     if (threadIdx.x < Config::kTokens) {
       row_amax(shared)[threadIdx.x] = 0;
     }
@@ -72,7 +72,7 @@ struct TokenQuantizer {
   /// Writes the decoded tokens, as far as is_needed(chunk of 64 along k), and their amaxes. All consumers
   /// call this after the barrier that follows prepare().
   template <class Config, class IsNeeded>
-  __device__ static void quantize(Arguments const& args, cutlass_evt::Sm90Nvfp4Shared<Config> const& shared,
+  __device__ static void quantize(Arguments const& args, cutlass_evt::MixedInputShared<Config> const& shared,
                                   Elements const& elements, IsNeeded const& is_needed) {
     if (args.is_bf16) {
       quantize<Config, __nv_bfloat16>(args, shared, elements, is_needed);
@@ -98,7 +98,7 @@ struct TokenQuantizer {
 
   /// The bits of the amax of each token: in the memory of the table of groups, which a dense product has not.
   template <class Config>
-  __device__ static uint32_t* row_amax(cutlass_evt::Sm90Nvfp4Shared<Config> const& shared) {
+  __device__ static uint32_t* row_amax(cutlass_evt::MixedInputShared<Config> const& shared) {
     return reinterpret_cast<uint32_t*>(shared.table());
   }
 
@@ -129,7 +129,7 @@ struct TokenQuantizer {
   /// Rows with a NaN or an extreme amax are rare. What they need comes behind the loops for other rows, which
   /// note it as a bit for each turn: the fewer instructions a launch reads, the earlier it starts.
   template <class Config, class T, class IsNeeded>
-  __device__ static void quantize(Arguments const& args, cutlass_evt::Sm90Nvfp4Shared<Config> const& shared,
+  __device__ static void quantize(Arguments const& args, cutlass_evt::MixedInputShared<Config> const& shared,
                                   Elements const& elements, IsNeeded const& is_needed) {
     int const blocks_to_write = 4 * args.depth_chunks;
     uint32_t with_nan = 0;

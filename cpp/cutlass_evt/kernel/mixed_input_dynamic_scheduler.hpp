@@ -14,9 +14,9 @@ namespace cutlass_evt {
 /// plus the count of fetches; while it is closed, it holds any other value. CTA 0 opens it, and the thread
 /// that fetches the last number closes it, so that no launch leaves it open. A thread that fetches before
 /// the counter is open recognises the value as none of the launch's and fetches again.
-struct Sm90Nvfp4DynamicScheduler {
+struct MixedInputDynamicScheduler {
   uint64_t* counter = nullptr;  // null: the launch has no dynamic scheduler
-  uint64_t nonce = 0;           // Sm90Nvfp4Params::nonce
+  uint64_t nonce = 0;           // MixedInputParams::nonce
 
   /// The previous launch may use the same counter and must have ended before this call.
   CUTLASS_DEVICE void open() const { store(nonce); }

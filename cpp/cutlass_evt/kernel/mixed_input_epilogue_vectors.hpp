@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cutlass_evt/epilogue/columns.hpp"
-#include "cutlass_evt/kernel/sm90_nvfp4_schedule.hpp"
+#include "cutlass_evt/kernel/mixed_input_schedule.hpp"
 
 namespace cutlass_evt {
 
@@ -12,10 +12,10 @@ namespace cutlass_evt {
 ///
 /// Where Config::kQuantizes, the quantizer has written the factors of the tokens and they stay.
 ///
-/// Config is a Sm90Nvfp4Config; Epilogue says where the vectors lie (ColumnsEpilogue).
+/// Config is a MixedInputConfig; Epilogue says where the vectors lie (ColumnsEpilogue).
 template <class Config, class Epilogue>
-struct Sm90Nvfp4EpilogueVectors {
-  using Shared = Sm90Nvfp4Shared<Config>;
+struct MixedInputEpilogueVectors {
+  using Shared = MixedInputShared<Config>;
   static constexpr int kByColumn = Config::kTokens;
   static constexpr int kBias = kByColumn + Config::kVectorColumns;
   static constexpr int kThreads = Config::kSharesRows ? Config::kConsumerThreads : 128;
@@ -25,7 +25,7 @@ struct Sm90Nvfp4EpilogueVectors {
   /// not store. The previous tile's vectors must have been read: a barrier among the same threads separates
   /// its epilogue from this call.
   CUTLASS_DEVICE static void fetch(typename Epilogue::Arguments const& args, Shared const& shared,
-                                   Sm90Nvfp4TileCoord const& coord, int first_chunk, int n) {
+                                   MixedInputTileCoord const& coord, int first_chunk, int n) {
     int const thread = static_cast<int>(threadIdx.x) % kThreads;
     int const group = static_cast<int>(threadIdx.x) / kThreads;
     float* const vectors = shared.vectors(group);

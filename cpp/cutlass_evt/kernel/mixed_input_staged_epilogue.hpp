@@ -2,7 +2,7 @@
 // holds neighbouring columns of a row of D, and the sums of warpgroups that share rows have been added.
 #pragma once
 
-#include "cutlass_evt/mainloop/sm90_nvfp4_multiply.hpp"
+#include "cutlass_evt/mainloop/mixed_input_multiply.hpp"
 
 namespace cutlass_evt {
 
@@ -12,11 +12,11 @@ CUTLASS_DEVICE void consumer_barrier() {
   cutlass::arch::NamedBarrier::sync(Config::kConsumerThreads, 1u);
 }
 
-/// Stages the accumulators of one tile through shared memory. Config is a Sm90Nvfp4Config; Accumulators are
+/// Stages the accumulators of one tile through shared memory. Config is a MixedInputConfig; Accumulators are
 /// the sums of one thread in the register layout of an m64 wgmma or an m16n8 mma.sync.
 template <class Config, class Accumulators>
-struct Sm90Nvfp4StagedEpilogue {
-  using Shared = Sm90Nvfp4Shared<Config>;
+struct MixedInputStagedEpilogue {
+  using Shared = MixedInputShared<Config>;
   static constexpr int kColumns = 8;  // columns of D that a thread finishes at a time
 
   /// The elements that a thread finishes: kColumns neighbouring columns of one row of D in each slice.

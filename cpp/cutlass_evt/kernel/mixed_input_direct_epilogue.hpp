@@ -2,7 +2,7 @@
 // to stores of 128 bytes of D.
 #pragma once
 
-#include "cutlass_evt/kernel/sm90_nvfp4_epilogue_vectors.hpp"
+#include "cutlass_evt/kernel/mixed_input_epilogue_vectors.hpp"
 
 namespace cutlass_evt {
 
@@ -15,12 +15,12 @@ namespace cutlass_evt {
 /// 16-bit results in shared memory, a slice of the tokens at a time, and eight neighbouring threads store 128
 /// bytes of a row of D.
 ///
-/// Config is a Sm90Nvfp4Config; Epilogue is ColumnsEpilogue or a type with its interface.
+/// Config is a MixedInputConfig; Epilogue is ColumnsEpilogue or a type with its interface.
 template <class Config, class Epilogue>
-struct Sm90Nvfp4DirectEpilogue {
-  using Shared = Sm90Nvfp4Shared<Config>;
-  using TileCoord = typename Sm90Nvfp4Groups<Config>::TileCoord;
-  using Vectors = Sm90Nvfp4EpilogueVectors<Config, Epilogue>;
+struct MixedInputDirectEpilogue {
+  using Shared = MixedInputShared<Config>;
+  using TileCoord = typename MixedInputGroups<Config>::TileCoord;
+  using Vectors = MixedInputEpilogueVectors<Config, Epilogue>;
   static constexpr int kSliceTokens = Config::kDirectTokens;
   static constexpr int kSlices = Config::kTokens / kSliceTokens;
   static constexpr int kPieces = kSliceTokens / 16;  // stores of 16 bytes by a thread for each slice

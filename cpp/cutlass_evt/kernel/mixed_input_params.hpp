@@ -1,12 +1,12 @@
-// The parameters of the SM90 kernel on prepacked NVFP4 weights.
+// The parameters of the mixed-input kernel.
 #pragma once
 
-#include "cutlass_evt/kernel/sm90_nvfp4_schedule.hpp"
+#include "cutlass_evt/kernel/mixed_input_schedule.hpp"
 
 namespace cutlass_evt {
 
 /// In place of a quantizer where the tokens need none.
-struct Sm90Nvfp4NoQuantizer {
+struct MixedInputNoQuantizer {
   struct Arguments {};
   struct Elements {};
 };
@@ -14,25 +14,25 @@ struct Sm90Nvfp4NoQuantizer {
 /// The kernel's parameters: D[rows of group g] = epilogue(X[rows of group g] (., k) @ W[g] (n, k)^T). A dense
 /// product has one group, and groups.offs is null. Epilogue is ColumnsEpilogue or a type with its interface.
 template <class Epilogue, class Quantizer>
-struct Sm90Nvfp4Params {
-  CUtensorMap tokens;  // the map of X, see Sm90Nvfp4Operands; its box is what one load of a CTA fetches
+struct MixedInputParams {
+  CUtensorMap tokens;  // the map of X, see MixedInputOperands; its box is what one load of a CTA fetches
   typename Quantizer::Arguments quantizer;  // of a kernel that quantizes X: in place of `tokens`
   uint8_t const* weights;                   // the prepacked matrices, one after the other
   int64_t weight_bytes;                     // bytes of one matrix
   bool weights_are_fresh;  // they may still be being written: no weight is read before the previous kernel
                            // ends
   int n;
-  Sm90Nvfp4GroupEnds groups;
-  Sm90Nvfp4Operands operands;
+  MixedInputGroupEnds groups;
+  MixedInputOperands operands;
   cutlass::FastDivmod row_tiles;  // tiles of a cluster along the n rows of a matrix
   cutlass::FastDivmod steps;      // stages along k of one tile
-  Sm90Nvfp4Plan plan;             // of a dense product; that of a grouped one is made on the device
+  MixedInputPlan plan;            // of a dense product; that of a grouped one is made on the device
   bool splits;                    // stream-K is allowed where it balances the work
-  // The workspace, see Sm90Nvfp4Partials
+  // The workspace, see MixedInputPartials
   char* sums;
   uint64_t* flags;
   uint64_t nonce;
-  Sm90Nvfp4DynamicScheduler dynamic;  // for grouped products, whose tiles take different times
+  MixedInputDynamicScheduler dynamic;  // for grouped products, whose tiles take different times
   typename Epilogue::Arguments epilogue;
 };
 

@@ -1,13 +1,13 @@
-// The tile scheduler of the SM90 kernel on prepacked NVFP4 weights: which tiles, and which part of k of them,
+// The tile scheduler of the mixed-input kernel: which tiles, and which part of k of them,
 // a worker computes, and where a tile of a grouped product lies.
 #pragma once
 
 #include "cute/numeric/math.hpp"
 #include "cutlass/fast_math.h"
-#include "cutlass_evt/kernel/sm90_nvfp4_dynamic_scheduler.hpp"
-#include "cutlass_evt/kernel/sm90_nvfp4_plan.hpp"
+#include "cutlass_evt/kernel/mixed_input_dynamic_scheduler.hpp"
+#include "cutlass_evt/kernel/mixed_input_plan.hpp"
 #include "cutlass_evt/load_after_wait.hpp"
-#include "cutlass_evt/mainloop/sm90_nvfp4.hpp"
+#include "cutlass_evt/mainloop/mixed_input.hpp"
 #include "cutlass_evt/prefix_sum.hpp"
 
 namespace cutlass_evt {
@@ -18,12 +18,12 @@ namespace cutlass_evt {
 ///   static    worker w computes the tiles w, w + active, w + 2 active, ...
 ///   stream-K  all stages of all tiles are one sequence, of which each worker computes one run
 ///   dynamic   a worker computes the tile of its number, then tiles whose numbers it fetches from a counter
-struct Sm90Nvfp4Schedule {
-  Sm90Nvfp4Plan plan;
+struct MixedInputSchedule {
+  MixedInputPlan plan;
   cutlass::FastDivmod steps;  // stages along k of one tile
   int worker;                 // negative: the CTA has no work
   int64_t next, end;  // in tiles or, for stream-K, in stages of the sequence; next < 0: to be resolved
-  Sm90Nvfp4DynamicScheduler dynamic;
+  MixedInputDynamicScheduler dynamic;
   uint64_t requested;  // the request for the tile after the current one
 
   /// The stages begin .. end - 1 of one tile.
@@ -39,8 +39,8 @@ struct Sm90Nvfp4Schedule {
   /// previous kernel ended last, and the next kernel, which starts there early, does not inherit the delay.
   ///
   /// The dynamic scheduler is ignored where every worker has one tile at most, and for stream-K.
-  CUTLASS_DEVICE Sm90Nvfp4Schedule(Sm90Nvfp4Plan const& plan, cutlass::FastDivmod const& steps, int cta,
-                                   Sm90Nvfp4DynamicScheduler const& dynamic)
+  CUTLASS_DEVICE MixedInputSchedule(MixedInputPlan const& plan, cutlass::FastDivmod const& steps, int cta,
+                                    MixedInputDynamicScheduler const& dynamic)
       : plan(plan),
         steps(steps),
         worker(plan.active - 1 - cta),
@@ -109,22 +109,22 @@ struct Sm90Nvfp4Schedule {
 };
 
 /// The groups of rows of X. A dense product has one group, and offs is null.
-struct Sm90Nvfp4GroupEnds {
+struct MixedInputGroupEnds {
   int m;
   int num_groups;
   int const* offs;  // (num_groups) cumulative ends, on the device
 };
 
-/// Finds the group and the rows of a tile. Config is a Sm90Nvfp4Config, which has the tile's tokens and the
+/// Finds the group and the rows of a tile. Config is a MixedInputConfig, which has the tile's tokens and the
 /// size of the table.
 template <class Config>
-struct Sm90Nvfp4Groups {
-  using TileCoord = Sm90Nvfp4TileCoord;
+struct MixedInputGroups {
+  using TileCoord = MixedInputTileCoord;
   using Rows = TileCoord::Rows;
 
   /// The rows of a group. Ends that are out of order or out of range are an error of the caller that is not
   /// reported; the clamps keep every row within X and D.
-  CUTLASS_DEVICE static Rows rows_of(Sm90Nvfp4GroupEnds const& p, int group) {
+  CUTLASS_DEVICE static Rows rows_of(MixedInputGroupEnds const& p, int group) {
     int const begin = group > 0 ? cute::min(cute::max(load_after_wait(p.offs + group - 1), 0), p.m) : 0;
     int const end = cute::min(cute::max(load_after_wait(p.offs + group), 0), p.m);
     return {begin, cute::max(end - begin, 0)};
@@ -135,7 +135,7 @@ struct Sm90Nvfp4Groups {
   }
 
   /// Groups for each entry of the table: 1, or more where there are more groups than entries.
-  CUTLASS_DEVICE static int groups_per_entry(Sm90Nvfp4GroupEnds const& p) {
+  CUTLASS_DEVICE static int groups_per_entry(MixedInputGroupEnds const& p) {
     return (p.num_groups + Config::kMaxTable - 1) / Config::kMaxTable;
   }
 
@@ -145,7 +145,7 @@ struct Sm90Nvfp4Groups {
   /// Ends that are out of order can claim more tiles than the tokens have, more than 32 bits hold. The sums
   /// stop at what ascending ends can claim: so the table ascends, and its last entry times the row tiles fits
   /// in 32 bits, which the host checked for that number.
-  CUTLASS_DEVICE static void fill_table(Sm90Nvfp4GroupEnds const& p, int* table) {
+  CUTLASS_DEVICE static void fill_table(MixedInputGroupEnds const& p, int* table) {
     int const per_entry = groups_per_entry(p);
     int const entries = (p.num_groups + per_entry - 1) / per_entry;
     int* const warp_sums = table + Config::kMaxTable + 1;
@@ -173,12 +173,12 @@ struct Sm90Nvfp4Groups {
   }
 
   /// Products whose tokens are quantized are always dense.
-  CUTLASS_DEVICE static bool is_dense(Sm90Nvfp4GroupEnds const& p) {
+  CUTLASS_DEVICE static bool is_dense(MixedInputGroupEnds const& p) {
     return Config::kQuantizes || p.offs == nullptr;
   }
 
   /// The coordinate of a tile of a dense product.
-  CUTLASS_DEVICE static TileCoord dense_tile_coord(Sm90Nvfp4GroupEnds const& p,
+  CUTLASS_DEVICE static TileCoord dense_tile_coord(MixedInputGroupEnds const& p,
                                                    cutlass::FastDivmod const& row_tiles, int tile) {
     int token_tile;
     TileCoord coord;
@@ -191,7 +191,7 @@ struct Sm90Nvfp4Groups {
 
   /// The coordinate of a tile: a binary search in the table that fill_table made, then a walk through the
   /// groups of one entry.
-  CUTLASS_DEVICE static TileCoord tile_coord(Sm90Nvfp4GroupEnds const& p, int const* table,
+  CUTLASS_DEVICE static TileCoord tile_coord(MixedInputGroupEnds const& p, int const* table,
                                              cutlass::FastDivmod const& row_tiles, int tile) {
     if (is_dense(p)) {
       return dense_tile_coord(p, row_tiles, tile);

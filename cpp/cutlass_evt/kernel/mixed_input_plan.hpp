@@ -64,7 +64,7 @@ constexpr bool splitting_pays(Number tiles, Number steps, Number waves, Number w
 /// How tiles are divided among workers, which are CTAs or clusters. Each tile has the same number of stages
 /// ("steps") along k. The host makes the plan where it knows the number of tiles, because its divisions would
 /// otherwise delay the start of the kernel.
-struct Sm90Nvfp4Plan {
+struct MixedInputPlan {
   int tiles;
   int active;  // workers that have work
   // True for stream-K: the stages of all tiles form one sequence, and each worker has one run of it.
@@ -80,13 +80,13 @@ struct Sm90Nvfp4Plan {
   int parts, lead;
   uint32_t parts_reciprocal;
 
-  Sm90Nvfp4Plan() = default;
+  MixedInputPlan() = default;
 
   /// steps: stages along k of a tile. least_steps: stages that a part must have, not counting lead_steps.
   /// least_saved: stages by which splitting must shorten the longest part. may_split: false where the bits of
   /// D must not depend on the number of tiles.
-  constexpr Sm90Nvfp4Plan(int tiles, int steps, int num_workers, int least_steps, int least_saved,
-                          int lead_steps, bool may_split)
+  constexpr MixedInputPlan(int tiles, int steps, int num_workers, int least_steps, int least_saved,
+                           int lead_steps, bool may_split)
       : tiles(tiles),
         active(std::min(tiles, num_workers)),
         split(false),

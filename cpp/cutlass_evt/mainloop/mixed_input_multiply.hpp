@@ -3,19 +3,19 @@
 #pragma once
 
 #include "cutlass/gemm/collective/collective_builder.hpp"
-#include "cutlass_evt/mainloop/sm90_nvfp4.hpp"
+#include "cutlass_evt/mainloop/mixed_input.hpp"
 
 namespace cutlass_evt {
 
-/// The consumers with mma.sync m16n8k16. Config is a Sm90Nvfp4Config without kUsesWgmma. A warp has 16 weight
-/// rows, and all tokens of the tile as blocks of eight.
+/// The consumers with mma.sync m16n8k16. Config is a MixedInputConfig without kUsesWgmma. A warp has 16
+/// weight rows, and all tokens of the tile as blocks of eight.
 ///
 /// On SM90 an mma.sync keeps its scheduler from issuing anything else for six clocks, and decoding one
 /// operand takes 14 instructions. These two bound the time of a chunk, so the loop has little else in it. On
 /// SM120 decoding is far from the bound, see bench/notes/sm120_decode.md.
 template <class Config>
-struct Sm90Nvfp4MmaMultiply {
-  using Mainloop = Sm90Nvfp4Mainloop<Config>;
+struct MixedInputMmaMultiply {
+  using Mainloop = MixedInputMainloop<Config>;
   using Shared = typename Mainloop::Shared;
   using Position = typename Mainloop::Position;
   using Element = typename Config::Element;
@@ -47,7 +47,7 @@ struct Sm90Nvfp4MmaMultiply {
   }
 
   /// accumulators = the product of this warp's rows and chunks with the tokens, over the stages of `work`.
-  CUTLASS_DEVICE static void multiply(Sm90Nvfp4Operands const& p, Shared const& shared, Position& at,
+  CUTLASS_DEVICE static void multiply(MixedInputOperands const& p, Shared const& shared, Position& at,
                                       TileWork const& work, Accumulators& accumulators) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Accumulators::kSize; ++i) {
@@ -66,7 +66,7 @@ struct Sm90Nvfp4MmaMultiply {
  private:
   /// The loop for tiles that hold `Blocks` blocks of eight tokens.
   template <int Blocks>
-  CUTLASS_DEVICE static void multiply(Sm90Nvfp4Operands const& p, Shared const& shared, Position& at,
+  CUTLASS_DEVICE static void multiply(MixedInputOperands const& p, Shared const& shared, Position& at,
                                       TileWork const& work, Accumulators& accumulators) {
     constexpr int kPer = Config::kChunksPerGroup;
     int const warpgroup = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 128), 0);
@@ -151,7 +151,7 @@ struct Sm90Nvfp4MmaMultiply {
     }
   }
 
-  /// The offset of a block of eight tokens from the first one of the same chunk, see Sm90Nvfp4Config.
+  /// The offset of a block of eight tokens from the first one of the same chunk, see MixedInputConfig.
   CUTLASS_HOST_DEVICE static constexpr int block_at(int block) {
     constexpr int kPerPart = Config::kLeastTokens / 8;
     return block / kPerPart * (Config::kChunks * Config::kTokenChunkBytes) + block % kPerPart * 1024;
@@ -165,11 +165,11 @@ struct Sm90Nvfp4MmaMultiply {
   }
 };
 
-/// The consumers of tiles of 16 tokens and more, with wgmma. Config is a Sm90Nvfp4Config. A warpgroup has 64
+/// The consumers of tiles of 16 tokens and more, with wgmma. Config is a MixedInputConfig. A warpgroup has 64
 /// weight rows.
 template <class Config>
-struct Sm90Nvfp4WgmmaMultiply {
-  using Mainloop = Sm90Nvfp4Mainloop<Config>;
+struct MixedInputWgmmaMultiply {
+  using Mainloop = MixedInputMainloop<Config>;
   using Shared = typename Mainloop::Shared;
   using Position = typename Mainloop::Position;
   using Raw = typename Mainloop::Raw;
@@ -204,7 +204,7 @@ struct Sm90Nvfp4WgmmaMultiply {
   };
 
   /// result = the product of this warpgroup's rows and chunks with the tokens, over the stages of `work`.
-  CUTLASS_DEVICE static void multiply(Sm90Nvfp4Operands const& p, Shared const& shared, Position& at,
+  CUTLASS_DEVICE static void multiply(MixedInputOperands const& p, Shared const& shared, Position& at,
                                       TileWork const& work, Accumulators& result) {
     int const present = __shfl_sync(0xFFFFFFFFu, work.tokens, 0);  // shows ptxas that warps do not diverge
     // Tiles of 32 tokens have a loop for each of two widths; more loops would need more registers. Other
@@ -227,7 +227,7 @@ struct Sm90Nvfp4WgmmaMultiply {
  private:
   /// The loop for wgmmas of Least, 2 Least, .. Most tokens: the narrowest that covers the `present` tokens.
   template <int Least, int Most>
-  CUTLASS_DEVICE static void multiply(Sm90Nvfp4Operands const& p, Shared const& shared, Position& at,
+  CUTLASS_DEVICE static void multiply(MixedInputOperands const& p, Shared const& shared, Position& at,
                                       TileWork const& work, int present,
                                       Fragment<Config::kTokens>& accumulators) {
     using namespace cute;

@@ -1,6 +1,6 @@
-// The SM90 mainloop on prepacked NVFP4 weights: bulk copies of weights and TMA loads of tokens fill a ring of
-// stages in shared memory; consumer warps decode the weights in registers and multiply them on the tensor
-// cores.
+// The mixed-input mainloop, on prepacked NVFP4 weights: bulk copies of weights and TMA loads of tokens fill a
+// ring of stages in shared memory; consumer warps decode the weights in registers and multiply them on the
+// tensor cores.
 //
 // The product is computed transposed: the rows of a tile are rows of the weight (columns of D), its columns
 // are tokens (rows of D). So the operand that must be decoded is the one that comes from registers, and a
@@ -21,7 +21,7 @@
 #include "cutlass/bfloat16.h"
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/half.h"
-#include "cutlass_evt/mainloop/sm90_nvfp4_config.hpp"
+#include "cutlass_evt/mainloop/mixed_input_config.hpp"
 #include "cutlass_evt/ring.hpp"
 
 namespace cutlass_evt {
@@ -79,7 +79,7 @@ struct TileWork {
 };
 
 /// The sizes of the operands in chunks of 64, and the form of the tokens' tensor map.
-struct Sm90Nvfp4Operands {
+struct MixedInputOperands {
   int row_chunks;
   int depth_chunks;
   /// True if k is a multiple of 64: the tensor map then has the shape (64, tokens, k / 64), and one load
@@ -88,15 +88,15 @@ struct Sm90Nvfp4Operands {
   bool whole_chunks;
 };
 
-/// The producer's loads and what all consumers share. Config is a Sm90Nvfp4Config.
+/// The producer's loads and what all consumers share. Config is a MixedInputConfig.
 ///
 /// Each stage has two mbarriers. full: its phase completes when the bytes that the producer announced have
 /// arrived; a consumer that has waited for it sees them. empty: its phase completes when every consumer warp
 /// of every CTA of the cluster has arrived; the producer may then overwrite the stage, in all those CTAs as
 /// far as it multicasts.
 template <class Config>
-struct Sm90Nvfp4Mainloop {
-  using Shared = Sm90Nvfp4Shared<Config>;
+struct MixedInputMainloop {
+  using Shared = MixedInputShared<Config>;
   using Position = RingPosition<Config::kStages>;
   using Element = typename Config::Element;
 
@@ -113,7 +113,7 @@ struct Sm90Nvfp4Mainloop {
   /// The producer's loads for one work item.
   class Loader {
    public:
-    CUTLASS_DEVICE Loader(Sm90Nvfp4Operands const& p, CUtensorMap const* map, Shared const& shared,
+    CUTLASS_DEVICE Loader(MixedInputOperands const& p, CUtensorMap const* map, Shared const& shared,
                           TileWork const& work, int rank)
         : map_(map),
           shared_(shared),
@@ -322,7 +322,7 @@ struct Sm90Nvfp4Mainloop {
   /// The chunks from the first one of a warpgroup in stage `step` to the end of k. Only in the last stage can
   /// this be less than kChunksPerGroup, and even negative. The result is not clamped to 0: ptxas 13.0 inverts
   /// the predicate of the clamp when the result is compared with the upper bound.
-  CUTLASS_DEVICE static int chunks_left(Sm90Nvfp4Operands const& p, int step, int depth_group) {
+  CUTLASS_DEVICE static int chunks_left(MixedInputOperands const& p, int step, int depth_group) {
     return p.depth_chunks - step * Config::kChunks - depth_group * Config::kChunksPerGroup;
   }
 };

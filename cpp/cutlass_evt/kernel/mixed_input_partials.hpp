@@ -17,9 +17,9 @@ namespace cutlass_evt {
 /// bytes, which is atomic: the exchange needs no fence, no flag and no barrier, and is about 0.7 us shorter.
 /// For wider tiles, where that would double the traffic, one flag for all sums of a CTA holds the nonce.
 ///
-/// Config is a Sm90Nvfp4Config; Accumulators are the sums of one thread.
+/// Config is a MixedInputConfig; Accumulators are the sums of one thread.
 template <class Config, class Accumulators>
-struct Sm90Nvfp4Partials {
+struct MixedInputPartials {
   static constexpr int kSize = Accumulators::kSize;
   static constexpr bool kTagged = kSize <= 8;
   /// Bytes in the workspace for each CTA.
