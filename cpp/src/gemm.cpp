@@ -44,6 +44,8 @@ fp4gemm_operand_t const& special_operand(GemmArgs const& args) {
 char const* special_name(GemmArgs const& args) { return &special_operand(args) == &args.a ? "a" : "b"; }
 char const* special_format(GemmArgs const& args) { return kFormatNames[special_operand(args).format]; }
 
+/// Sets plan->kernel to the one that the cost model selects. Where none suits, the error names the reason
+/// that the caller can change: the output type, the format of an operand, or the device.
 fp4gemm_status_t select_kernel(GemmArgs const& args, int device, Plan* plan) {
   int const arch = plan->device.arch;
   // An A that the call quantizes is fp16 for kernels that read fp16, and else NVFP4. Where tensor cores read
@@ -82,6 +84,8 @@ fp4gemm_status_t select_kernel(GemmArgs const& args, int device, Plan* plan) {
               device, arch / 10, arch % 10, fp4gemm_built_archs(), FP4GEMM_GEMM_DEVICES);
 }
 
+/// Sets plan->kernel to the one that args.kernel names, if it computes the problem on this device at all. The
+/// cost model is not asked; make_plan checks the formats of the operands.
 fp4gemm_status_t force_kernel(GemmArgs const& args, int device, Plan* plan) {
   int const arch = plan->device.arch;
   Kernel const* const kernel = find_kernel(args.kernel);
@@ -246,6 +250,8 @@ fp4gemm_status_t quantize_a(GemmArgs const& args, Plan const& plan, char* worksp
   return launch_quantize(quantize, plan.device, stream);
 }
 
+/// Launches what comes before the kernel, into the workspace: the quantizer of A, one decoder for both
+/// operands, and the prepacking of B, each only if the plan has it.
 fp4gemm_status_t convert_operands(GemmArgs const& args, Plan const& plan, char* workspace,
                                   fp4gemm_stream_t stream) {
   if (plan.quantize_a) {
@@ -275,6 +281,8 @@ fp4gemm_status_t convert_operands(GemmArgs const& args, Plan const& plan, char* 
   return FP4GEMM_SUCCESS;
 }
 
+/// The query of the workspace. It makes the plan of the call, without pointers, which the checks therefore
+/// leave out.
 fp4gemm_status_t workspace_bytes(GemmArgs const* args, int device, size_t* bytes) {
   FP4GEMM_CHECK(bytes != nullptr, "bytes: is null, must point at the result");
   FP4GEMM_TRY(check_args(args));
@@ -285,6 +293,8 @@ fp4gemm_status_t workspace_bytes(GemmArgs const* args, int device, size_t* bytes
   return FP4GEMM_SUCCESS;
 }
 
+/// The GEMM: all checks that need no kernel, the plan, the conversions, the kernel. What a kernel refuses
+/// itself it refuses after the conversions, which write to the workspace alone.
 fp4gemm_status_t run(GemmArgs const* args, void* workspace, size_t workspace_bytes, int device,
                      fp4gemm_stream_t stream) {
   FP4GEMM_TRY(check_args(args));

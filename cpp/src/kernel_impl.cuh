@@ -84,6 +84,9 @@ struct KernelBase {
     return args;
   }
 
+  /// Launches the kernel with CUTLASS's arguments, in the steps of CUTLASS's device adapter, whose __global__
+  /// function gemm_kernel replaces: refuse sizes that the kernel does not address, make the parameters,
+  /// tensor maps included, and launch.
   static fp4gemm_status_t run(typename Gemm::Arguments const& args, Problem const& p, void* workspace,
                               fp4gemm_stream_t stream) {
     if (!Gemm::can_implement(args)) {
@@ -106,11 +109,13 @@ struct KernelBase {
   }
 };
 
+/// A dense kernel as the table sees it: a workspace and one launch.
 template <class K>
 struct DenseImpl : KernelBase<K> {
   using Base = KernelBase<K>;
   using typename Base::Gemm;
 
+  /// A vector of one element is a number, which the epilogue broadcasts.
   static cutlass_evt::Vector vector(fp4gemm_vector_t v) { return {v.data, v.numel != 1}; }
 
   static typename Gemm::Arguments arguments(Problem const& p) {
@@ -135,6 +140,9 @@ struct DenseImpl : KernelBase<K> {
   }
 };
 
+/// A grouped kernel as the table sees it: two launches. The sizes of the groups are known on the device
+/// alone, so that prepare_groups makes the table of problem sizes and pointers there, at the begin of the
+/// workspace; the GEMM, whose own workspace lies behind it, reads the table.
 template <class K>
 struct GroupedImpl : KernelBase<K> {
   using Base = KernelBase<K>;
@@ -146,6 +154,7 @@ struct GroupedImpl : KernelBase<K> {
     return {v.data, v.group_stride, v.numel != 1};
   }
 
+  /// What prepare_groups makes the table of: the operands of all groups together, and where groups end.
   static cutlass_evt::GroupedArguments<Op> arguments(Problem const& p) {
     auto args = Base::template arguments_of<cutlass_evt::GroupedArguments<Op>>(p);
     args.ragged = p.ragged == FP4GEMM_RAGGED_M ? cutlass_evt::Ragged::kM : cutlass_evt::Ragged::kK;
@@ -166,6 +175,7 @@ struct GroupedImpl : KernelBase<K> {
     return args;
   }
 
+  /// lay_out only counts here: it is given no memory.
   static size_t workspace_bytes(Problem const& p) {
     Table table;
     size_t const bytes = Table::lay_out(nullptr, p.num_groups, &table);
@@ -186,6 +196,8 @@ struct GroupedImpl : KernelBase<K> {
   }
 };
 
+/// The row of K in the kernel table. Taking the addresses of workspace_bytes and launch instantiates the
+/// kernel, so that it is compiled in the translation unit whose list has the row.
 template <class K>
 constexpr Kernel make_kernel() {
   return make_row<cute::conditional_t<K::kGrouped, GroupedImpl<K>, DenseImpl<K>>>();

@@ -36,12 +36,16 @@ struct PrepackedLaunch {
   using Params = typename Kernel::Params;
   static constexpr bool kIsBf16 = std::is_same<typename Config::Element, cutlass::bfloat16_t>::value;
 
+  /// CTA tiles along the rows of B.
   static int64_t row_tiles(Problem const& p) { return cute::ceil_div(p.n, int64_t{Config::kRows}); }
 
+  /// Tiles along the tokens: of groups, the most that there can be, since their sizes are on the device.
   static int64_t token_tiles(Problem const& p) {
     return cutlass_evt::most_token_tiles(p.m, p.num_groups, Config::kTokens);
   }
 
+  /// The grid of the persistent kernel: as many CTAs as run at a time, in whole clusters. The cost model has
+  /// the same rule (cost.cpp).
   static int num_ctas(Problem const& p) {
     int const an_sm = cutlass_evt::ctas_on_an_sm(row_tiles(p), token_tiles(p), p.num_sms, Config::kCtasPerSm);
     return p.num_sms * an_sm / Config::kCluster * Config::kCluster;
@@ -49,6 +53,8 @@ struct PrepackedLaunch {
 
   static size_t workspace_bytes(Problem const& p) { return Kernel::workspace_bytes(num_ctas(p)); }
 
+  /// The epilogue's arguments. The kernel computes D transposed, so that its rows are columns of D; one
+  /// kernel stores every output type.
   static cutlass_evt::epilogue::ColumnsArguments epilogue(Problem const& p, fp4gemm_dtype_t out) {
     cutlass_evt::epilogue::ColumnsArguments args;
     args.alpha_row = {p.alpha_row.data, p.alpha_row.numel != 1, 0};
@@ -89,6 +95,9 @@ struct PrepackedLaunch {
                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
   }
 
+  /// Launches the kernel. The workspace has num_ctas(p) areas of partial sums, as many flags, and the counter
+  /// of the dynamic scheduler; none needs initialisation (MixedInputPartials, MixedInputDynamicScheduler).
+  /// `name` is that of the row in the table, for errors.
   static fp4gemm_status_t launch(char const* name, Problem const& p, fp4gemm_dtype_t out, void* workspace,
                                  fp4gemm_stream_t stream) {
     using Packing = cutlass_evt::Nvfp4Packing;

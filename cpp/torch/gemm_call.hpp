@@ -65,7 +65,9 @@ inline int64_t check_weight(char const* name, Tensor const& data, std::optional<
   return rows;
 }
 
-/// Runs the call in a workspace from torch's allocator.
+/// Runs the call in a workspace from torch's allocator. The kernel is selected twice, for the query and for
+/// the launch; the library remembers the result. The workspace is released while the kernels may still run:
+/// the allocator gives its memory to later work of the same stream alone.
 inline void call_gemm(fp4gemm_gemm_args_t const& args, int32_t device) {
   size_t bytes = 0;
   check_status(fp4gemm_gemm_workspace_bytes(&args, device, &bytes));

@@ -26,6 +26,7 @@ struct OperandShape {
   int64_t matrices, rows, k;
 };
 
+/// The shape of an operand. Codes, which have scales, hold two elements in a byte.
 OperandShape operand_shape(char const* name, Tensor const& data, std::optional<Tensor> const& scales) {
   int64_t const dims = data.dim();
   STD_TORCH_CHECK(dims == 2 || dims == 3, name, ": has ", dims, " dimensions, must have 2, or 3 for experts");
@@ -135,6 +136,7 @@ int64_t row_stride(char const* name, Tensor const& t, int64_t rows, int64_t colu
   return stride;
 }
 
+/// Sets the sizes, the groups and the operands: m and k are those of A, n is that of B.
 void set_operands(fp4gemm_gemm_args_t& args, Call const& call) {
   int32_t const device = call.device();
   OperandShape const shape_a = operand_shape("a", call.a, call.scale_a);
@@ -163,6 +165,9 @@ void set_operands(fp4gemm_gemm_args_t& args, Call const& call) {
   args.b_is_constant = call.is_prepacked() ? 1 : 0;
 }
 
+/// Sets the terms of the epilogue, D, and what decides the selection of the kernel: the output type, the
+/// activation, batch_invariant and, in place of a selection, the kernel's name. A term that is absent keeps
+/// the value of FP4GEMM_GEMM_ARGS_INIT.
 void set_terms(fp4gemm_gemm_args_t& args, Call const& call, Tensor const& out) {
   int32_t const device = call.device();
   args.alpha = static_cast<float>(call.alpha);

@@ -16,6 +16,8 @@
 namespace fp4gemm::sm90 {
 namespace {
 
+/// The launch of one configuration. TMA loads A and B and stores D; the host encodes its maps, which are
+/// parameters of the kernel, and the kernel reads the ends of the groups.
 template <class Config>
 struct RaggedKLaunch {
   using Params = cutlass_evt::Sm90RaggedKParams<typename Config::Out>;
@@ -57,6 +59,8 @@ struct RaggedKLaunch {
     return encode(map, kOutType, 3, p.d, sizes, strides, box);
   }
 
+  /// Launches as many CTAs as run at a time, or one for each tile if these are fewer; a persistent CTA
+  /// computes tile after tile.
   static fp4gemm_status_t launch(char const* name, Problem const& p, fp4gemm_stream_t stream) {
     int64_t const row_tiles = cute::ceil_div(p.m, int64_t{Config::kRows * Config::kCluster});
     int64_t const column_tiles = cute::ceil_div(p.n, int64_t{Config::kColumns});
