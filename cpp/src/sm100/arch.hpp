@@ -5,11 +5,11 @@
 
 // In the order of the kernel table.
 #define FP4GEMM_SM100_LISTS(LIST) \
-  LIST(dense_bf16)                \
-  LIST(kernels_fp16)              \
-  LIST(kernels_fp32)              \
-  LIST(grouped_bf16)              \
-  LIST(gated)
+  LIST(dense_m256)                \
+  LIST(dense_m128)                \
+  LIST(grouped_m256)              \
+  LIST(grouped_m128)              \
+  LIST(swapped)
 
 namespace fp4gemm::sm100 {
 
