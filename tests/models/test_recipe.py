@@ -175,6 +175,17 @@ def test_old_attributes_warn() -> None:
         assert Options().scaling == "tensor"
 
 
+def test_old_names_in_a_config_of_transformers() -> None:
+    """What ``to_dict`` of an earlier version wrote ahead of the first save."""
+    integration = pytest.importorskip("fp4gemm.integrations.transformers")
+    written = {"quant_method": "fp4gemm", "activation_scaling": "none", "fuse": "auto"}
+    with pytest.warns(
+        FutureWarning, match="activation_scaling='none' is activations='a16' now"
+    ):
+        made = integration.Fp4GemmConfig.from_dict(written)
+    assert (made.activations, made.fuse) == ("a16", "auto")
+
+
 def test_both_names_are_refused() -> None:
     with pytest.raises(TypeError, match=r"^Linear: got activation_scaling and activations, must be one"):
         nn.Linear(64, 24, activation_scaling="row", activations="a16")

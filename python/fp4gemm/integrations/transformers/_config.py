@@ -11,7 +11,7 @@ from typing import Any, Literal, cast, get_args
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ... import _checks, patterns
-from ..._renamed import renamed
+from ..._renamed import OLD, renamed
 from ...calibration.statistics import StatisticsFile
 from ...checkpoint.formats import FORMATS, FormatName, Scheme, quantization_config, read_quantization_config
 from ...recipe import (
@@ -137,7 +137,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
                 option is not known, or its value is wrong.
         """
         options = dict(config_dict)
-        if options.pop("quant_method", None) == "fp4gemm" and set(options) <= set(OPTIONS):
+        if options.pop("quant_method", None) == "fp4gemm" and set(options) <= {*OPTIONS, *OLD}:
             made = cls(**options)
         else:
             made = cls.of(read_quantization_config(config_dict))
