@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -48,6 +48,29 @@ Data = Literal["none", "mean square", "second moment"]
 DATA_FREE, METHODS = get_args(DataFree), get_args(Method)
 LAYER_ACTIVATIONS, EXPERTS_ACTIVATIONS = get_args(LayerActivations), get_args(ExpertsActivations)
 STORED_ACTIVATIONS, WEIGHT_SCALINGS = get_args(StoredActivations), get_args(WeightScaling)
+
+
+class InputKind(NamedTuple):
+    """What the input of a product becomes under a value of ``activations``.
+
+    Attributes:
+        is_nvfp4: whether it becomes NVFP4; otherwise it stays in 16 bits.
+        scaling: the argument ``scaling`` of the operators ``linear`` and ``experts``, which quantize their
+            input; None: it is quantized ahead of them, with an amax that is known.
+    """
+
+    is_nvfp4: bool
+    scaling: int | None
+
+
+# Nothing compares with the names of activations to tell what an input becomes, so that a value which lacks
+# here is a KeyError rather than one of the others.
+INPUTS: Mapping[Activations, InputKind] = {
+    "a16": InputKind(False, 0),
+    "per-token": InputKind(True, 1),
+    "per-tensor": InputKind(True, 2),
+    "static": InputKind(True, None),
+}
 USES_DATA = ("search", "gptq")  # the methods that read statistics
 
 

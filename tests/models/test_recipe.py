@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import typing
@@ -14,6 +15,7 @@ import fp4gemm
 import pytest
 import torch
 from fp4gemm import nn, recipe
+from fp4gemm.calibration import InputStatistics
 from fp4gemm.checkpoint import Options
 from fp4gemm.integrations.serving.options import Options as ServingOptions
 from fp4gemm.recipe import Recipe
@@ -179,9 +181,7 @@ def test_old_names_in_a_config_of_transformers() -> None:
     """What ``to_dict`` of an earlier version wrote ahead of the first save."""
     integration = pytest.importorskip("fp4gemm.integrations.transformers")
     written = {"quant_method": "fp4gemm", "activation_scaling": "none", "fuse": "auto"}
-    with pytest.warns(
-        FutureWarning, match="activation_scaling='none' is activations='a16' now"
-    ):
+    with pytest.warns(FutureWarning, match="activation_scaling='none' is activations='a16' now"):
         made = integration.Fp4GemmConfig.from_dict(written)
     assert (made.activations, made.fuse) == ("a16", "auto")
 
@@ -213,3 +213,26 @@ def test_the_old_class_of_weight_options() -> None:
 def test_the_values_of_layers_are_values_of_the_recipe() -> None:
     for kind in (recipe.LayerActivations, recipe.ExpertsActivations, recipe.StoredActivations):
         assert set(typing.get_args(kind)) < set(typing.get_args(recipe.Activations))
+
+
+def test_every_kind_of_activations_says_what_the_input_becomes() -> None:
+    assert set(recipe.INPUTS) == set(typing.get_args(recipe.Activations))
+
+
+def test_what_an_input_becomes_is_asked_of_the_table() -> None:
+    """A comparison with "a16" would take a new kind of activations for one of the others."""
+    found = []
+    for path in sorted((ROOT / "python" / "fp4gemm").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare):
+                parts = [node.left, *node.comparators]
+                found += [f"{path.name}:{node.lineno}" for part in parts if ast.unparse(part) == "'a16'"]
+    assert found == []
+
+
+@pytest.mark.parametrize("method", ["round", "four-over-six", "search", "gptq"])
+def test_the_bound_of_block_scales(method: Any) -> None:
+    w, x = torch.randn(32, 64), torch.randn(128, 64)
+    known = InputStatistics(torch.tensor(128), x.square().mean(0), x.T @ x / 128)
+    made = Recipe(method=method, data="second moment")
+    assert recipe.Quantizer(made, {"": known})(w).e4m3_max == made.e4m3_max

@@ -12,7 +12,7 @@ from .. import _checks
 from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
 from ..ops.parts import OperandParts
-from ..recipe import LAYER_ACTIVATIONS, WEIGHT_SCALINGS, LayerActivations
+from ..recipe import INPUTS, LAYER_ACTIVATIONS, WEIGHT_SCALINGS, LayerActivations
 
 CheckFinite = Literal["off", "raise"]
 CHECKS_OF_FINITE = get_args(CheckFinite)
@@ -109,7 +109,7 @@ def shared_input(
     Raises:
         TypeError, ValueError: unless x is a plain matrix (m, k) on the device of a layer that quantizes.
     """
-    if activations == "a16":
+    if not INPUTS[activations].is_nvfp4:
         raise TypeError(
             f"x: got {_checks.describe(x)}, must be a bfloat16 or float16 tensor with activations 'a16'"
         )

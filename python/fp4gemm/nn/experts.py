@@ -17,6 +17,7 @@ from ..ops.moe import ExpertsCall
 from ..ops.parts import OperandParts
 from ..recipe import (
     EXPERTS_ACTIVATIONS,
+    INPUTS,
     WEIGHT_SCALINGS,
     DataFree,
     ExpertsActivations,
@@ -137,7 +138,7 @@ class Experts(torch.nn.Module):
         self.activation = activation.name
         self.activations = activations
         self._activation = activation.number
-        self._scaling = 1 if activations == "per-token" else 0
+        self._scaling = INPUTS[activations].scaling
 
     @classmethod
     @renamed("activation_scaling", "weight_method")
@@ -391,7 +392,7 @@ class Experts(torch.nn.Module):
         modules = self._modules
         first: StackedWeight = modules["w13"]  # type: ignore[assignment]
         second: StackedWeight = modules["w2"]  # type: ignore[assignment]
-        quantizes = self.activations != "a16"
+        quantizes = INPUTS[self.activations].is_nvfp4
         w13, w2 = first(quantizes), second(quantizes)
         # The checks take longer than the operator's launch, so they are omitted once they have passed with
         # these weights. A call that the operator refuses goes through them for its message.
@@ -423,7 +424,7 @@ class Experts(torch.nn.Module):
         if self.check_finite != "off":
             refuse_not_finite(x, self)
         shape, dtype = x.shape, x.dtype
-        in_bfloat16 = self.activations == "a16" and dtype is torch.float32
+        in_bfloat16 = not INPUTS[self.activations].is_nvfp4 and dtype is torch.float32
         x = x.to(torch.bfloat16) if in_bfloat16 else x  # no kernel multiplies float32 values
         formats = formats_of(self, x, w13)
         support.ready(x, "quantize")
@@ -635,7 +636,7 @@ def stack_bias(name: str, bias: object, weight: Tensor | NVFP4Tensor) -> Tensor:
 
 def formats_of(layer: Experts, x: Tensor, w13: OperandParts) -> tuple[str, str]:
     """The formats of the operands of both products, as :func:`support.ready_for` names them."""
-    if layer.activations == "a16":
+    if not INPUTS[layer.activations].is_nvfp4:
         a = "bf16" if x.dtype is torch.bfloat16 else "fp16"
     else:
         a = "fp16" if support.streams_prepacked(x.device) else "nvfp4"

@@ -19,7 +19,7 @@ from ..containers.nvfp4 import NVFP4Tensor
 from ..ops import operators
 from ..ops.linear import LinearCall
 from ..ops.parts import OperandParts
-from ..recipe import DataFree, LayerActivations, Quantizer, WeightScaling, as_quantizer
+from ..recipe import INPUTS, DataFree, LayerActivations, Quantizer, WeightScaling, as_quantizer
 from ._inputs import (
     OUT_STEP,
     CheckFinite,
@@ -32,7 +32,6 @@ from ._inputs import (
 )
 from ._weight import BOUND, PREPACKED, WeightModule, version
 
-_SCALINGS = {"a16": 0, "per-token": 1, "per-tensor": 2}  # the numbers of the operator
 _RULES = selection.RULES
 _LINEAR = operators.below_wrapper(operators.linear)
 _is_compiling = torch.compiler.is_compiling
@@ -249,7 +248,7 @@ class Linear(WeightModule):
             is_plain
             and type(x) is Tensor
             and not x.requires_grad
-            and (x.dtype is not torch.float32 or self.activations != "a16")  # x is rounded first
+            and (x.dtype is not torch.float32 or INPUTS[self.activations].is_nvfp4)  # x is rounded first
         ):
             arguments = self._known_arguments()
             if arguments is not None and x.dim() > 0 and x.size(-1) == self.in_features:
@@ -296,7 +295,7 @@ class Linear(WeightModule):
         if x.dim() == 0 or x.shape[-1] != k:
             raise ValueError(f"x: shape is {tuple(x.shape)}, must be (..., {k}), {k} = in_features")
         _checks.same_device("x", x, self.weight_amax.device, "weight")
-        scaling = _SCALINGS[self.activations]
+        scaling = INPUTS[self.activations].scaling
         _checks.has_dtype("x", x, _checks.FLOAT_DTYPES)
         self._check_gradient("x", x)
         if self.check_finite != "off":
@@ -323,7 +322,7 @@ class Linear(WeightModule):
         """
         is_traced = _is_compiling()
         if not is_traced and not self._is_prepacked():
-            self._prepack_where_it_helps(self.activations != "a16")
+            self._prepack_where_it_helps(INPUTS[self.activations].is_nvfp4)
         terms.setdefault("activation", self._epilogue())
         call = LinearCall.of(given, self._operand_parts(), **terms)
         x = call.x
@@ -332,7 +331,7 @@ class Linear(WeightModule):
                 return self._recorded(call)
             traced: Tensor = operators.linear(*call)
             return traced
-        quantizes = call.x_amax is None and call.scaling != _SCALINGS["a16"]
+        quantizes = call.x_amax is None and call.scaling != INPUTS["a16"].scaling
         is_plain = call.x_amax is None and not quantizes
         if is_plain:
             support.ready_for(x, "mm", ("bf16", "nvfp4"))
@@ -362,9 +361,9 @@ class Linear(WeightModule):
         bound: Tensor = self._buffers[BOUND]  # type: ignore[assignment]
         written = version(bound)
         is_tested = call.x.get_device() in support.READY["mm"]
-        quantizes = self.activations != "a16"
+        quantizes = INPUTS[self.activations].is_nvfp4
         helps = call.weight_rows > 0 or not support.streams_prepacked(call.x.device, quantizes)
-        is_own = call.scaling == _SCALINGS[self.activations] and call.activation == self._epilogue()
+        is_own = call.scaling == INPUTS[self.activations].scaling and call.activation == self._epilogue()
         is_own = is_own and (quantizes or call.out_dtype is None)  # not of a float32 x, which was rounded
         is_plain = is_own and self.check_finite == "off" and type(call.x) is Tensor
         if is_plain and is_tested and helps and written is not None and not self._is_offloaded():

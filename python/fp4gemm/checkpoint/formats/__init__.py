@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._checks import describe, listing
+from ...recipe import INPUTS
 from .base import (
     FORMATS,
     Format,
@@ -113,7 +114,7 @@ def read_scheme(config: Json, folder: Path | str | None = None) -> Scheme | None
         if scheme.format in files:
             file, content = files[scheme.format]
             other = FORMATS[scheme.format].read(content, file)
-            if (other.activations == "a16") != (scheme.activations == "a16"):
+            if INPUTS[other.activations].is_nvfp4 != INPUTS[scheme.activations].is_nvfp4:
                 raise ValueError(
                     f"{file}: quant_algo has {other.activations} activations, must be {scheme.activations} "
                     "as in config.json"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import _checks, _native
 from ...containers import _outer
-from ...recipe import STORED_ACTIVATIONS, WEIGHT_SCALINGS, StoredActivations, WeightScaling
+from ...recipe import INPUTS, STORED_ACTIVATIONS, WEIGHT_SCALINGS, StoredActivations, WeightScaling
 
 FormatName = Literal["modelopt", "compressed-tensors", "fp4gemm"]
 Direction = Literal["decodes", "encodes", "amax"]
@@ -274,7 +274,7 @@ def read_options(config: Json, given: StoredActivations, where: str) -> tuple[St
     if not isinstance(producer, Mapping) or producer.get("name") != "fp4gemm":
         return given, 448
     activations, e4m3_max = producer.get("activations", given), producer.get("e4m3_max", 448)
-    if activations not in STORED_ACTIVATIONS or (activations == "a16") != (given == "a16"):
+    if activations not in STORED_ACTIVATIONS or INPUTS[activations].is_nvfp4 != INPUTS[given].is_nvfp4:
         raise ValueError(f"{where}: activations of producer is {activations!r}, must agree with {given!r}")
     if e4m3_max not in (448, 256):
         raise ValueError(f"{where}: e4m3_max of producer is {e4m3_max!r}, must be 448 or 256")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..._checks import describe
-from ...recipe import StoredActivations
+from ...recipe import INPUTS, StoredActivations
 from . import base
 from .base import Format, Json, Scheme
 
@@ -95,7 +95,7 @@ def _write(scheme: Scheme) -> dict[str, Any]:
         "zp_dtype": "torch.float8_e4m3fn",
     }
     # "local": the outer scale is the checkpoint's, the block scales are those of the activations at hand.
-    activations = None if scheme.activations == "a16" else {**numbers, "dynamic": "local"}
+    activations = {**numbers, "dynamic": "local"} if INPUTS[scheme.activations].is_nvfp4 else None
     cache = None
     if scheme.kv_cache == "fp8":
         cache = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...recipe import StoredActivations
+from ...recipe import INPUTS, StoredActivations
 from . import base
 from .base import Format, Json, Scheme
 
@@ -73,7 +73,7 @@ def _write(scheme: Scheme) -> dict[str, Any]:
     _check_targets(scheme)
     numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     group: dict[str, Any] = {"weights": dict(numbers), "targets": ["Linear"]}
-    if scheme.activations != "a16":
+    if INPUTS[scheme.activations].is_nvfp4:
         group = {"input_activations": dict(numbers), **group}
     config: dict[str, Any] = {
         "config_groups": {"group_0": group},
@@ -120,7 +120,7 @@ def _check_targets(scheme: Scheme) -> None:
 
 
 def _algorithm(scheme: Scheme) -> str:
-    return "W4A16_NVFP4" if scheme.activations == "a16" else "NVFP4"
+    return "NVFP4" if INPUTS[scheme.activations].is_nvfp4 else "W4A16_NVFP4"
 
 
 MODELOPT = Format(

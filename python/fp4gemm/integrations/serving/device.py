@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ... import kernel_table, support
-from ...recipe import StoredActivations
+from ...recipe import INPUTS, StoredActivations
 
 __all__ = ["Device"]
 
@@ -37,7 +37,7 @@ class Device:
     def reason_against(self, activations: StoredActivations, is_experts: bool) -> str | None:
         """Why fp4gemm does not serve layers with these activations on the device; None if it does."""
         mode = "grouped_mm" if is_experts else "mm"
-        names = [mode] if activations != "a16" else [mode, f"{mode} {_UNQUANTIZED}"]
+        names = [mode] if INPUTS[activations].is_nvfp4 else [mode, f"{mode} {_UNQUANTIZED}"]
         return next((self._gaps[name] for name in names if name in self._gaps), None)
 
     def built(self) -> str:

@@ -13,6 +13,7 @@ from ... import activations as activations_table
 from ...activations import ActivationName
 from ...checkpoint.formats import FORMATS
 from ...ops.parts import OperandParts
+from ...recipe import INPUTS
 from . import products, weights
 from .layers import Layer, dropped, put
 from .loading import check_sizes, checked_loader
@@ -122,7 +123,7 @@ class ExpertsWeights:
             for each in self.of.suffixes:
                 delattr(layer, f"{which}_{each}")
             del codes, block_scales, outer
-            self.keep(layer, which, weights.hold(weight, self.of.activations != "a16"))
+            self.keep(layer, which, weights.hold(weight, INPUTS[self.of.activations].is_nvfp4))
             del weight
         self.of.report.ready()
 

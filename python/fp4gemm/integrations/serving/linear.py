@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...checkpoint.formats import FORMATS
 from ...ops.parts import OperandParts
+from ...recipe import INPUTS
 from . import products, weights
 from .layers import Layer, dropped, put
 from .loading import check_sizes, checked_loader
@@ -103,7 +104,7 @@ class LinearWeights:
         weight = weights.assembled(
             name, self.of.format, codes, block_scales, outer, self.partitions, self.of.e4m3_max
         )
-        held = weights.hold(weight, self.of.activations != "a16")
+        held = weights.hold(weight, INPUTS[self.of.activations].is_nvfp4)
         for suffix in self.of.suffixes:
             delattr(layer, suffix)
         put(layer, weight=held.data, weight_scale=held.scales, weight_amax=held.amax, input_amax=amax)

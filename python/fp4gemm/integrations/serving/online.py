@@ -10,7 +10,7 @@ from torch import Tensor
 from ...containers.nvfp4 import NVFP4Tensor
 from ...nn._inputs import check_float_weight
 from ...nn.experts import interleaved, of_own_storage
-from ...recipe import DataFree, as_quantizer
+from ...recipe import INPUTS, DataFree, as_quantizer
 from . import weights
 from .experts import ExpertsWeights
 from .layers import put
@@ -69,7 +69,7 @@ class OnlineLinear(LinearWeights):
         """
         with torch.no_grad():
             weight = _quantized(f"{self.of.name}.weight", layer.weight.data, self.method)
-            held = weights.hold(weight, self.of.activations != "a16")
+            held = weights.hold(weight, INPUTS[self.of.activations].is_nvfp4)
         delattr(layer, "weight")
         put(layer, weight=held.data, weight_scale=held.scales, weight_amax=held.amax, input_amax=None)
         self.finish(layer, held)
@@ -119,5 +119,5 @@ class OnlineExperts(ExpertsWeights):
                 made = of_own_storage(_quantized(f"{self.of.name}.{name}", given, self.method))
             delattr(layer, name)
             del given
-            self.keep(layer, which, weights.hold(made, self.of.activations != "a16"))
+            self.keep(layer, which, weights.hold(made, INPUTS[self.of.activations].is_nvfp4))
         self.of.report.ready()

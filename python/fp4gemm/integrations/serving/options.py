@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from ... import _checks, patterns
 from ..._renamed import REMOVED_IN, new_keywords
-from ...recipe import DATA_FREE, DataFree, StoredActivations
+from ...recipe import DATA_FREE, INPUTS, DataFree, StoredActivations
 
 __all__ = ["PREFIX", "Options", "activations_of"]
 
@@ -100,7 +100,9 @@ class Options:
         return any(patterns.matches(pattern, name) for pattern in self.ignore)
 
 
-def activations_of(options: Options, stored: str, name: str, is_experts: bool) -> StoredActivations:
+def activations_of(
+    options: Options, stored: StoredActivations, name: str, is_experts: bool
+) -> StoredActivations:
     """The way in which the inputs of a layer are quantized.
 
     Args:
@@ -111,10 +113,10 @@ def activations_of(options: Options, stored: str, name: str, is_experts: bool) -
     Raises:
         ValueError: the option is "static" where there is no static scale, or for experts.
     """
-    wanted = options.activations
+    wanted, is_nvfp4 = options.activations, INPUTS[stored].is_nvfp4
     if wanted == "auto":
-        return "a16" if stored == "a16" else "per-token"
-    if wanted == "static" and stored == "a16":
+        return "per-token" if is_nvfp4 else "a16"
+    if wanted == "static" and not is_nvfp4:
         raise ValueError(
             f"{name}: activations is 'static', must be another for a checkpoint of W4A16, which holds no "
             "scales of activations"

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from ... import _names
 from ...checkpoint.formats import Scheme
-from ...recipe import StoredActivations
+from ...recipe import INPUTS, StoredActivations
 
 __all__ = ["SERVED", "has_input_scale", "stored", "stored_experts"]
 
 
-SERVED = ("per-token", "a16")  # what stored returns for a layer with NVFP4 weights
+# What stored returns for a layer with NVFP4 weights.
+SERVED: tuple[StoredActivations, ...] = ("per-token", "a16")
 
 
 def stored(scheme: Scheme | None, name: str, shards: Sequence[str]) -> StoredActivations | str:
@@ -39,7 +40,7 @@ def stored(scheme: Scheme | None, name: str, shards: Sequence[str]) -> StoredAct
         )
     if not quantized.pop():
         return "the checkpoint excludes it"
-    return "a16" if scheme.activations == "a16" else "per-token"
+    return "per-token" if INPUTS[scheme.activations].is_nvfp4 else "a16"
 
 
 def stored_experts(scheme: Scheme | None, name: str) -> StoredActivations | str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from ...ops.linear import LinearCall
 from ...ops.moe import ExpertsCall
 from ...ops.parts import OperandParts
 from ...quantize import quantize
-from ...recipe import StoredActivations
+from ...recipe import INPUTS, StoredActivations
 
 __all__ = ["experts", "formats", "linear", "make_ready"]
 
@@ -37,8 +39,8 @@ def linear(
     Returns:
         (..., n). Does not synchronise.
     """
-    if activations != "static":
-        scaling = 1 if activations == "per-token" else 0
+    scaling = INPUTS[activations].scaling
+    if scaling is not None:
         call = LinearCall.of(x, weight, scaling=scaling, batch_invariant=batch_invariant)
         y: Tensor = operators.linear(*call)
         return y
@@ -83,7 +85,7 @@ def experts(
         topk_weights.contiguous(),
         w13,
         w2,
-        0 if activations == "a16" else 1,
+        cast(int, INPUTS[activations].scaling),  # not "static", which options refuse for experts
         activations_table.by_name[activation].number,
         batch_invariant,
     )
@@ -93,8 +95,9 @@ def experts(
 
 def formats(device: torch.device, activations: StoredActivations) -> tuple[str, str]:
     """The formats of activations and weights on a device, as :func:`fp4gemm.support.ready_for` names them."""
-    streams = support.streams_prepacked(device, activations != "a16")
-    if activations == "a16":
+    is_nvfp4 = INPUTS[activations].is_nvfp4
+    streams = support.streams_prepacked(device, is_nvfp4)
+    if not is_nvfp4:
         return "bf16", "prepacked" if streams else "nvfp4"
     return ("fp16", "prepacked") if streams else ("nvfp4", "nvfp4")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe import get_moe_a2a_backend, get_moe_runner_backend
@@ -13,7 +13,7 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
 from ... import _names
 from ...checkpoint.formats import FormatName
-from ...recipe import StoredActivations
+from ...recipe import INPUTS, StoredActivations
 from ..serving import own
 from ..serving.experts import ACTIVATIONS
 from ..serving.layers import TEXTS, Layer, bound_of
@@ -48,10 +48,10 @@ def chosen(format: FormatName, original: Any, config: Any, layer: Any, prefix: s
     options: Options = config.fp4gemm_options
     stored = _STORED[format](config, layer, prefix, is_experts)
     reason: str | None = stored
-    if stored in ("per-token", "a16"):
+    if stored in own.SERVED:
         reason = "the option ignore names it" if options.ignores(prefix) else None
     if reason is None:
-        activations = activations_of(options, str(stored), prefix, is_experts)
+        activations = activations_of(options, cast(StoredActivations, stored), prefix, is_experts)
         reason = config.fp4gemm_device.reason_against(activations, is_experts)
     if reason is None and is_experts:
         reason = reason_against(layer)
@@ -67,7 +67,9 @@ def chosen(format: FormatName, original: Any, config: Any, layer: Any, prefix: s
         scaling="tensor" if scheme is None else scheme.scaling,
         batch_invariant=options.batch_invariant,
         report=config.fp4gemm_report,
-        has_input_scale=own.has_input_scale(scheme) if format == "fp4gemm" else stored != "a16",
+        has_input_scale=own.has_input_scale(scheme)
+        if format == "fp4gemm"
+        else INPUTS[cast(StoredActivations, stored)].is_nvfp4,
     )
     if format == "fp4gemm" and scheme is None:
         if is_experts:

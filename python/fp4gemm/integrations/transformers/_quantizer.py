@@ -23,7 +23,7 @@ from ...models.report import QuantizeReport
 from ...models.select import Candidate
 from ...nn._hooks import accelerate_hook, carry_over, materialized
 from ...nn._weight import WeightModule
-from ...recipe import Quantizer
+from ...recipe import INPUTS, Quantizer
 from ._config import Fp4GemmConfig
 from ._convert import FillStored, QuantizeFloat, StoredConverter
 from ._plan import Plan, make_plan, swap
@@ -88,7 +88,7 @@ class Fp4GemmQuantizer(HfQuantizer):
             )
         modules, unused = stored_modules(headers(files), FORMATS[scheme.format])
         self.plan = make_plan(model, modules, unused, scheme.format, scheme.e4m3_max)
-        of_checkpoint = "a16" if scheme.activations == "a16" else "per-token"
+        of_checkpoint = "per-token" if INPUTS[scheme.activations].is_nvfp4 else "a16"
         swap(model, self.plan, config.activations or of_checkpoint, dtype)  # type: ignore[arg-type]
         self.unused = Counter(name.rpartition(".")[2] for name in unused)
         if scheme.activations == "per-token":  # scales of activations are 1.0 then, for other loaders

@@ -21,7 +21,7 @@ from ...nn._hooks import materialized
 from ...nn._weight import WeightModule
 from ...nn.gated import GatedMLP
 from ...nn.merged import MergedLinear, Part, rows_of
-from ...recipe import LayerActivations, StoredActivations
+from ...recipe import INPUTS, LayerActivations, StoredActivations
 from ...stacks import joined
 from ._config import Fp4GemmConfig
 
@@ -41,7 +41,7 @@ def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
     """
     format: FormatName = config.format or "modelopt"
     of_layers, e4m3_max = _agreed(model)
-    activations: StoredActivations = "a16" if of_layers == "a16" else "per-token"
+    activations: StoredActivations = "per-token" if INPUTS[of_layers].is_nvfp4 else "a16"
     state: dict[str, Tensor] = {}
     about, scaling = FORMATS[format], "tensor"
     inner = _inner(model)
@@ -56,7 +56,7 @@ def state_dict(model: Any, config: Fp4GemmConfig) -> dict[str, Tensor]:
         stored = _stored(name, weight, format)
         scaling = "row" if stored.outer.numel() > 1 else scaling
         state |= {key: tensor.to("cpu", copy=True) for key, tensor in stored.tensors(name).items()}
-        if activations != "a16":
+        if INPUTS[activations].is_nvfp4:
             state |= about.input_tensors(name, None)
         if bias is not None:
             state[f"{name}.bias"] = _bias(bias, weight.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from vllm import envs
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -18,7 +18,8 @@ from vllm.model_executor.layers.quantization.modelopt import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from ...checkpoint.formats import FormatName
-from ...recipe import StoredActivations, WeightScaling
+from ...recipe import INPUTS, StoredActivations, WeightScaling
+from ..serving import own
 from ..serving.layers import TEXTS, Layer, bound_of
 from ..serving.options import Options, activations_of
 from ..serving.report import Report
@@ -65,7 +66,7 @@ class Serves:
         if not is_experts and not isinstance(layer, (LinearBase, ParallelLMHead)):
             return self.of_engine(layer, prefix)
         stored = self.stored(layer, prefix)
-        if stored not in ("per-token", "a16"):
+        if stored not in own.SERVED:
             method = self.of_engine(layer, prefix)
             return method if stored is None else self.report.left(prefix, stored, method)
         reason = "the option ignore names it" if self.serving.ignores(prefix) else None
@@ -85,7 +86,7 @@ class Serves:
 
     def has_input_scale(self, stored: str) -> bool:
         """Whether the checkpoint has an outer scale of the inputs of a layer that is :meth:`stored` so."""
-        return stored != "a16"
+        return INPUTS[cast(StoredActivations, stored)].is_nvfp4
 
     def known(self, prefix: str, activations: StoredActivations, has_input_scale: bool) -> Layer:
         """The description of a layer for its method; the report counts the layer as fp4gemm's."""
