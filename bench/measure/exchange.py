@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from fp4gemm import ranks as fp4_ranks
 from fp4gemm.distributed import ExpertParallel, _arrival
-from fp4gemm.distributed._arguments import Arrived
-from fp4gemm.distributed._arrival import arrive
-from fp4gemm.distributed._transfer import Transfer
+from fp4gemm.distributed._agreement import Transfer
+from fp4gemm.distributed._arrival import Arrived, arrive
 from torch import Tensor
 
 from ..baselines.all_to_all import AllToAll

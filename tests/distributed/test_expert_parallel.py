@@ -10,7 +10,7 @@ import fp4gemm
 import pytest
 import torch
 from expert_parallel import CASES, MAX_TOKENS, RANKS, SIZES, D
-from fp4gemm.distributed import ExpertParallel, _message
+from fp4gemm.distributed import ExpertParallel, _arrival
 from fp4gemm.kernel_table import select_kernel as selected
 from fp4gemm.layout import record_bytes
 from fp4gemm.nn import _parallel
@@ -81,7 +81,7 @@ def test_bytes(ranks: list[dict[Any, Any]]) -> None:
 
 
 def test_a_message_holds_rows_and_matrices() -> None:
-    message = _message.Message(3, 48, 2, 2)
+    message = _arrival.Message(3, 48, 2, 2)
     blocks = [torch.zeros(message.rows, message.row_bytes, dtype=torch.uint8) for _ in range(2)]
     assert message.rows == 4
     for i, block in enumerate(blocks):

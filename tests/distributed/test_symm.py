@@ -9,8 +9,8 @@ import pytest
 import torch
 from expert_parallel import CASES, RANKS
 from expert_parallel_symm import NAMES, RECIPES, SIZES
-from fp4gemm.distributed._sequence import Sequence
-from fp4gemm.distributed._transfer import Transfer
+from fp4gemm.distributed._agreement import Transfer
+from fp4gemm.distributed._symm import Sequence
 from processes import in_processes
 from torch import Tensor
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from data_parallel import message
 from fp4gemm import nn
-from fp4gemm.distributed import ExpertParallel, _gather
-from fp4gemm.distributed._transfer import Transfer
+from fp4gemm.distributed import ExpertParallel, _engines
+from fp4gemm.distributed._agreement import Transfer
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -315,11 +315,11 @@ def disagreements(rank: int) -> dict[str, str]:
     engine: Any = ep._engine()
     sent = Transfer("there", "dispatch", "x", 4, D, None)
     gpu = torch.device("cuda")  # where the host compares in the first call alone
-    with mock.patch.object(_gather, "is_capturing", return_value=True):
+    with mock.patch.object(_engines, "is_capturing", return_value=True):
         found["new in a capture"] = message(lambda: engine._agree(sent, gpu))
-    with mock.patch.object(_gather, "is_capturing", return_value=False):
+    with mock.patch.object(_engines, "is_capturing", return_value=False):
         engine._agree(sent, gpu)
-        with mock.patch.object(_gather, "require_equal", side_effect=AssertionError):
+        with mock.patch.object(_engines, "require_equal", side_effect=AssertionError):
             engine._agree(sent, gpu)
         changed = sent._replace(max_tokens=3 if is_other else 2)
         found["disagree: on a GPU"] = message(lambda: engine._agree(changed, gpu))

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from data_parallel import message
 from expert_parallel import CASES, MAX_TOKENS, RANKS, exchange, inputs, layer, own
 from fp4gemm.distributed import ExpertParallel, _engines, _symmetric_memory
+from fp4gemm.distributed._agreement import Transfer
 from fp4gemm.distributed._symm import SymmEngine
-from fp4gemm.distributed._transfer import Transfer
 from torch import Tensor
 
 GROUPS = ("gloo", "cpu:gloo,cuda:nccl")

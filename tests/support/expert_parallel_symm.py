@@ -15,9 +15,8 @@ import torch.distributed as dist
 from data_parallel import message
 from expert_parallel import CASES, RANKS, D, exchange, inputs, layer, own
 from fp4gemm.distributed import ExpertParallel, _arrival, _symm
-from fp4gemm.distributed._sequence import Sequence
-from fp4gemm.distributed._symm import SymmEngine
-from fp4gemm.distributed._transfer import Purpose, Transfer
+from fp4gemm.distributed._agreement import Purpose, Transfer
+from fp4gemm.distributed._symm import Sequence, SymmEngine
 from shared_memory import SharedMemory, SharedRegion, use_shared_memory
 from torch import Tensor
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from ..ops import moe as moe_ops
 from ..support import ready
 from ._agreement import require_equal
 from ._capture import capture_of
-from ._message import Message
 from ._places import Places
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ GradientName = Literal["original", "nvfp4"]
 
 __all__ = [
     "E4M3_MAX",
-    "Arrived",
     "CombineName",
     "EngineName",
     "GradientName",
@@ -71,19 +69,6 @@ class Handle:
     _places: Places
     _capture: int | None = None  # the capture of the dispatch, for engines that read their peers
     _is_combined: bool = False
-
-
-class Arrived(NamedTuple):
-    """What a rank can read after the phase of a dispatch."""
-
-    message: Message
-    blocks: list[Tensor]  # uint8 (rows, row_bytes), of each rank
-    handle: Handle
-
-    @property
-    def tokens(self) -> list[Tensor]:
-        """uint8 (max_tokens, row_bytes) of each rank: the rows of the tokens."""
-        return self.message.tokens(self.blocks)
 
 
 def problem_of(**own: Any) -> TypeError | ValueError | None:

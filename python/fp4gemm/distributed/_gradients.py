@@ -23,11 +23,10 @@ from ..training._copies import NO_PARTS
 from ..training._step import QuantizedInput
 from ..training.functional import autocast_dtype, without_autocast
 from ..training.recipe import DEQUANTIZED, Cast, Recipe
-from ._arguments import E4M3_MAX, Arrived, Handle, agree_on_dtype, check_capture, ids_of
-from ._arrival import arrive, arrive_again
-from ._message import padded
+from ._agreement import Transfer
+from ._arguments import E4M3_MAX, Handle, agree_on_dtype, check_capture, ids_of
+from ._arrival import Arrived, arrive, arrive_again, padded
 from ._places import slots_of_tokens, slots_to_send
-from ._transfer import Transfer
 
 if TYPE_CHECKING:
     from .expert_parallel import ExpertParallel

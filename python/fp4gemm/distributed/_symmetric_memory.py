@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._agreement import of_all_ranks
+
 __all__ = ["CudaPeerMemory", "PeerMemory", "Region", "peer_memory"]
 
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -30,11 +32,9 @@ class Region(Protocol):
     @property
     def buffers(self) -> list[Tensor]:
         """uint8 (num_bytes,), 16-byte aligned, of each rank, as tensors of the device of this rank."""
-        ...
 
     def barrier(self) -> None:
         """Wait, on the current stream, until every rank is there; what it wrote before is visible then."""
-        ...
 
 
 class PeerMemory(Protocol):
@@ -43,11 +43,9 @@ class PeerMemory(Protocol):
     @property
     def device(self) -> torch.device:
         """The device of the regions, as this rank reads them."""
-        ...
 
     def allocate(self, num_bytes: int) -> Region:
         """A region of so many bytes on each rank; raises RuntimeError on each if one has no memory for it."""
-        ...
 
 
 class _CudaRegion:
@@ -158,15 +156,9 @@ def _uuid(index: int) -> str:
     return str(getattr(torch.cuda.get_device_properties(index), "uuid", index))
 
 
-def _gathered(group: dist.ProcessGroup, own: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
-    return everyone
-
-
 def _first_reason(group: dist.ProcessGroup, own: _Where) -> str | None:
     """Why these ranks cannot read each other's memory, the same text on every rank; None if they may."""
-    everyone: list[_Where] = _gathered(group, own)
+    everyone: list[_Where] = of_all_ranks(own, group)
     first = everyone[0]
     for rank, where in enumerate(everyone):
         if where.reason is not None:
@@ -187,7 +179,7 @@ def _first_reason(group: dist.ProcessGroup, own: _Where) -> str | None:
 
 def _agreed(group: dist.ProcessGroup, reason: str | None) -> str | None:
     """The first reason of any rank, on every rank."""
-    reasons = _gathered(group, reason)
+    reasons = of_all_ranks(reason, group)
     return next((f"{text} (rank {rank})" for rank, text in enumerate(reasons) if text is not None), None)
 
 

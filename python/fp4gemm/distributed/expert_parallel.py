@@ -14,9 +14,8 @@ from ..containers.nvfp4 import NVFP4Tensor
 from ..layout import record_bytes
 from ..ops import moe as moe_ops
 from . import _combine, _gradients
-from ._agreement import require_equal
+from ._agreement import Transfer, require_equal
 from ._arguments import (
-    Arrived,
     CombineName,
     EngineName,
     GradientName,
@@ -29,11 +28,9 @@ from ._arguments import (
     problem_of,
     tokens_of,
 )
-from ._arrival import arrive
-from ._engines import engine_of
-from ._gather import Engine
+from ._arrival import Arrived, arrive
+from ._engines import Engine, engine_of
 from ._places import Sizes
-from ._transfer import Transfer
 
 if TYPE_CHECKING:
     from ..training import QuantizedInput
@@ -389,11 +386,10 @@ class ExpertParallel:
         """
         engine, bound = self._engine(), handle._max_tokens
         sent = Transfer("back", call, tensor, bound, y.shape[1], y.dtype)
-        all_ids, places, own_ids = handle._all_ids, handle._places, handle._own_ids
         if self.combine_order == "slots":
-            return _combine.by_slots(y, all_ids, places, own_ids, weights, dtype, self._sizes, engine, sent)
+            return _combine.by_slots(self, y, handle, weights, dtype, sent)
         everyone = weights.new_zeros((bound, self.top_k))
         everyone[: weights.shape[0]] = weights
         of_weights = Transfer("there", call, "topk_weights", bound, self.top_k, weights.dtype)
         weights = torch.cat(engine.gather(of_weights, everyone))
-        return _combine.by_tree(y, all_ids, places, own_ids, weights, dtype, self._sizes, engine, sent)
+        return _combine.by_tree(self, y, handle, weights, dtype, sent)
