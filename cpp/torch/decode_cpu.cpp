@@ -1,7 +1,7 @@
 // The values of NVFP4 tensors on the CPU: a C function that python/fp4gemm/ops/convert.py calls with
 // pointers.
 //
-// The formulas are those of decode and dequantize in python/fp4gemm/reference/decoding.py. The file is
+// The formulas are those of decode and dequantize in python/fp4gemm/reference/nvfp4.py. The file is
 // compiled like quantize_cpu.cpp, whose comment says why.
 #include "cpu.hpp"
 

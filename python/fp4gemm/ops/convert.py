@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import _checks, _native
 from ..layout import swizzle_scales, unswizzle_scales
-from ..reference import decoding, mxfp8, prepacking
+from ..reference import mxfp8, nvfp4, prepacking
 from ..reference.chunks import fp32, row_chunks
 from ..reference.grouped import Groups
 from ._call import Operator, accepts, on_cpu, succeeded
@@ -76,7 +76,7 @@ def dequantize(call: DequantizeCall) -> Tensor:
     groups = None if offs is None else Groups(offs, m, codes.device)
     compact = _compact(call.scales, m, k, codes.device, swizzled, groups)
     amax = _numbers(call, codes)
-    out = decoding.dequantize(codes, compact, amax, call.e4m3_max, call.dtype)
+    out = nvfp4.dequantize(codes, compact, amax, call.e4m3_max, call.dtype)
     if groups is not None:
         out[groups.num_rows :] = 0
     return out
@@ -189,9 +189,7 @@ def decode(call: PackedCall) -> Tensor:
         scales: float8_e4m3fn (ceil128(m), ceil4(k/16)), swizzled.
     """
     codes, scales = _checks.packed_operand("codes", call.codes, "scales", call.scales)
-    return decoding.decode(
-        codes, unswizzle_scales(scales, codes.shape[0], codes.shape[1] * 2 // _checks.BLOCK)
-    )
+    return nvfp4.decode(codes, unswizzle_scales(scales, codes.shape[0], codes.shape[1] * 2 // _checks.BLOCK))
 
 
 @accepts(PackedCall)

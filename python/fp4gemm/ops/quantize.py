@@ -18,9 +18,8 @@ from .. import _checks, _native, layout
 from ..layout import padded_scale_shape, unswizzle_scales
 from ..reference import nvfp4, scale_search
 from ..reference.chunks import gathered
-from ..reference.decoding import decode
 from ..reference.grouped import ColumnGroups, Groups
-from ..reference.nvfp4 import Quantization
+from ..reference.nvfp4 import Quantization, decode
 from . import options as option_checks
 from ._call import Operator, accepts, narrowed, on_cpu, succeeded
 

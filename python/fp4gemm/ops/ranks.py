@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _checks
 from ..layout import record_bytes, unswizzle_scales
-from ..reference import nvfp4, records
+from ..reference import nvfp4
 from ..reference import ranks as formulas
 from ..reference.ranks import TREE_BLOCKS
 from . import moe as moe_ops
@@ -99,7 +99,7 @@ def quantize_records(call: QuantizeRecordsCall) -> None:
     """
     check_quantize_records(call)
     of_rows = narrowed(nvfp4.Quantization, call, amax=None, per_row=True)
-    records.write(call.out, *nvfp4.cast(of_rows, first_row=call.first_row))
+    formulas.write_records(call.out, *nvfp4.cast(of_rows, first_row=call.first_row))
 
 
 @accepts(QuantizeRecordsCall)
@@ -148,7 +148,7 @@ def make_records(call: MakeRecordsCall) -> None:
     """
     check_make_records(call)
     m, half_k = call.codes.shape
-    records.write(
+    formulas.write_records(
         call.out, call.codes, unswizzle_scales(call.scales, m, 2 * half_k // _checks.BLOCK), call.amax
     )
 
@@ -223,7 +223,7 @@ def gather_records(call: GatherRecordsCall) -> tuple[Tensor, Tensor, Tensor]:
         padding; amax float32 (m,). Rows from offs[-1] on have codes and amax 0.
     """
     parts = check_gather_records(call)
-    return records.gather(parts, call.rows, call.offs, call.k)
+    return formulas.gather_records(parts, call.rows, call.offs, call.k)
 
 
 @accepts(GatherRecordsCall)

@@ -16,8 +16,8 @@ from .._checks import BLOCK
 from ..layout import unswizzle_scales
 from . import grouped
 from .chunks import row_chunks
-from .decoding import decode
 from .epilogue import Epilogue
+from .nvfp4 import decode
 
 __all__ = ["Operand", "Product", "multiply", "ragged_k", "ragged_m"]
 

@@ -1,4 +1,4 @@
-"""NVFP4 quantization in every variant.
+"""NVFP4 quantization in every variant, and its inverse.
 
 fl(.) below is one float32 operation, rounded to nearest even, without flushing subnormals. min returns the
 other operand if one is NaN, and FMAX = 3.4028235e38. a_b is the largest magnitude of a block of 16 (or of a
@@ -27,7 +27,7 @@ from .. import _checks
 from ..layout import padded_scale_shape, swizzle_scales
 from . import four_over_six as adaptive
 from .chunks import fp32, row_chunks
-from .formats import E2M1_MAX, encode_e2m1, encode_e2m1_stochastic, encode_e4m3, pack, unpack
+from .formats import E2M1_MAX, decode_e2m1, encode_e2m1, encode_e2m1_stochastic, encode_e4m3, pack, unpack
 from .grouped import ColumnGroups, Groups
 from .hadamard import rotate
 from .philox import random_bytes
@@ -36,6 +36,8 @@ __all__ = [
     "Quantization",
     "block_amaxes",
     "cast",
+    "decode",
+    "dequantize",
     "element_factor",
     "encode_scale",
     "outer_amax",
@@ -222,3 +224,34 @@ def _transpose_codes(codes: Tensor) -> Tensor:
     for i, j in row_chunks(half_k, 2 * m):
         result[2 * i : 2 * j] = pack(unpack(codes[:, i:j]).t())
     return result
+
+
+def dequantize(codes: Tensor, compact: Tensor, amax: Tensor, e4m3_max: int, dtype: torch.dtype) -> Tensor:
+    """Return cast(fl(q * fl(fl(s * A) * fl(1 / (6 * e4m3_max))))), (m, k) of dtype.
+
+    q is the e2m1 value of the codes (m, k/2), s is the block scale of compact (m, k/16), and A is the amax,
+    (m,) or (1,).
+    """
+    m, k = codes.shape[0], 2 * codes.shape[1]
+    amax = amax.view(-1, 1)
+    factor = torch.div(fp32(1.0, codes.device), fp32(E2M1_MAX * e4m3_max, codes.device))
+    out = torch.empty((m, k), dtype=dtype, device=codes.device)
+    for i, j in row_chunks(m, k):
+        final = compact[i:j].to(torch.float32) * (amax if amax.shape[0] == 1 else amax[i:j]) * factor
+        values = decode_e2m1(codes[i:j]).view(j - i, -1, BLOCK)
+        out[i:j] = (values * final.unsqueeze(2)).view(j - i, k)
+    return out
+
+
+def decode(codes: Tensor, compact: Tensor) -> Tensor:
+    """Return q * s as float16 (m, k), of codes (m, k/2) with scales (m, k/16), which are not swizzled.
+
+    They are operands of the kernels that multiply float16. The result is exact, since a product has at most 6
+    significant bits and is at most 2688.
+    """
+    m, k = codes.shape[0], 2 * codes.shape[1]
+    out = torch.empty((m, k), dtype=torch.float16, device=codes.device)
+    for i, j in row_chunks(m, k):
+        values = decode_e2m1(codes[i:j]).view(j - i, -1, BLOCK)
+        out[i:j] = (values * compact[i:j].to(torch.float32).unsqueeze(2)).view(j - i, k)
+    return out

@@ -1,4 +1,4 @@
-"""The experts of several ranks: the rows of each rank, and the weighted sums of what ranks computed.
+"""The experts of several ranks: the rows of each rank, records, and the weighted sums of what ranks computed.
 
 With L = num_experts / num_ranks, rank r has the experts r * L .. (r + 1) * L - 1, and C is the capacity. Let
 offs, token_of_row and row_of_pair be those of :func:`.moe.route` of all tokens, and first(r) = offs[r L - 1],
@@ -14,18 +14,30 @@ with rnd the rounding to the dtype of the parts and fl(.) one float32 operation:
     P(b, b + 1) = rnd(s),  s_0 = 0,  s_{j+1} = fl(s_j + fl(w[i, j] * y[row(i, j)])) for slots j of block b
     P(b, b + 2n) = rnd(fl(P(b, b + n) + P(b + n, b + 2n)))
 
-The part of rank r of R is P(8 r / R, 8 (r + 1) / R), and the result is cast(P(0, 8)).
+The part of rank r of R is P(8 r / R, 8 (r + 1) / R), and the result is cast(P(0, 8)). Records are those that
+:mod:`fp4gemm.records` defines.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from .._checks import BLOCK
 from .chunks import row_chunks
+from .grouped import Groups
 from .moe import route
 
-__all__ = ["TREE_BLOCKS", "combine_part", "combine_tree", "route_ranks"]
+__all__ = [
+    "TREE_BLOCKS",
+    "combine_part",
+    "combine_tree",
+    "gather_records",
+    "route_ranks",
+    "write_records",
+]
 
 TREE_BLOCKS = 8  # kTreeBlocks of cpp/src/moe/ranks.hpp
 
@@ -55,6 +67,38 @@ def route_ranks(
     status = torch.stack(((last - first).max(), is_invalid.to(torch.int64)))
     found = (own.clamp(max=capacity), token_of_row, slot_of_row, placed, status)
     return tuple(t.to(torch.int32) for t in found)  # type: ignore[return-value]
+
+
+def write_records(out: Tensor, codes: Tensor, scales: Tensor, amax: Tensor) -> None:
+    """Write records of codes (t, k/2), scales (t, k/16) in plain order, and amax (t,)."""
+    half_k, blocks = codes.shape[1], scales.shape[1]
+    at = half_k + (blocks + 3) // 4 * 4
+    out.zero_()
+    out[:, :half_k] = codes
+    out[:, half_k : half_k + blocks] = scales.view(torch.uint8)
+    out[:, at : at + 4] = amax.contiguous().view(-1, 1).view(torch.uint8)
+
+
+def gather_records(
+    records: Sequence[Tensor], rows: Tensor, offs: Tensor, k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (codes, scales, amax) of the rows that are gathered, in groups as of :func:`.nvfp4.quantize`.
+
+    Record r of tensor p of the records (t, record_bytes(k)) has the number p * t + r.
+    """
+    t = records[0].shape[0]
+    m, half_k, blocks = rows.shape[0], k // 2, k // BLOCK
+    groups = Groups(offs, m, rows.device)
+    found = records[0].new_zeros((m, records[0].shape[1]))
+    numbers = rows.to(torch.int64)
+    numbers[groups.num_rows :] = -1
+    for p, part in enumerate(records):
+        has = (numbers >= p * t) & (numbers < (p + 1) * t)
+        found[has] = part[numbers[has] - p * t]
+    at = half_k + (blocks + 3) // 4 * 4
+    scales = groups.swizzle(found[:, half_k : half_k + blocks].contiguous().view(torch.float8_e4m3fn))
+    amax = found[:, at : at + 4].contiguous().view(torch.float32).view(m)
+    return found[:, :half_k].contiguous(), scales, amax
 
 
 def combine_part(
