@@ -1,4 +1,4 @@
-"""Container, the base class of all operands: attributes of a weight, copies, moves, pickles."""
+"""Container, the base class of all operands: attributes of a weight, copies, moves, pickles, pytree."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast, overload
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from .. import _checks
@@ -247,8 +248,15 @@ class Container:
         return copied
 
     def _options(self) -> list[str]:
-        """The text that ``repr`` shows between the shape and the device."""
-        return []
+        """The text that ``repr`` shows between the shape and the device: amax, bound, groups, rotation."""
+        t = cast(Any, self)
+        shown = [f"amax={tuple(t.amax.shape)}", f"e4m3_max={t.e4m3_max}"]
+        offs = getattr(t, "offs", None)
+        if offs is not None:
+            shown.append(f"{'groups' if t.offs_dim == 0 else 'groups_of_k'}={offs.shape[0]}")
+        if t.hadamard_signs is not None:
+            shown.append(f"hadamard_signs={t.hadamard_signs:#06x}")
+        return shown
 
     def __repr__(self) -> str:
         """Shapes and numbers, no values, so that nothing synchronises."""
@@ -263,17 +271,6 @@ class Container:
 def with_version(x: Tensor) -> tuple[Tensor, int | None]:
     """x and its count of changes in place, which torch keeps neither in inference mode nor in a graph."""
     return x, None if torch.compiler.is_compiling() or x.is_inference() else x._version
-
-
-def scaling_options(t: Any) -> list[str]:
-    """For ``repr`` of the containers with an amax: its shape, the bound, the groups and the rotation."""
-    shown = [f"amax={tuple(t.amax.shape)}", f"e4m3_max={t.e4m3_max}"]
-    offs = getattr(t, "offs", None)
-    if offs is not None:
-        shown.append(f"{'groups' if t.offs_dim == 0 else 'groups_of_k'}={offs.shape[0]}")
-    if t.hadamard_signs is not None:
-        shown.append(f"hadamard_signs={t.hadamard_signs:#06x}")
-    return shown
 
 
 def unpickled(cls: Any, parts: dict[str, Any], numbers: dict[str, Any]) -> Any:
@@ -299,3 +296,46 @@ def of_bytes(name: str, part: object, dtype: object) -> Tensor:
     x = _checks.is_tensor(name, part)
     _checks.has_dtype(name, x, (torch.uint8,))
     return x.view(dtype)  # type: ignore[no-any-return,call-overload]
+
+
+def register(cls: type[Container]) -> None:
+    """Make a subclass of Container a pytree node: its tensors are the leaves, its plain numbers the context.
+
+    An optional tensor that is None is not a leaf. The context is (constants, names of the leaves).
+    """
+
+    def flatten(t: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        leaves, context = flatten_with_keys(t)
+        return [leaf for _, leaf in leaves], context
+
+    def flatten_with_keys(t: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        names = (*cls._tensors, *(name for name in cls._optional if getattr(t, name) is not None))
+        leaves = [(pytree.GetAttrKey(name), getattr(t, name)) for name in names]
+        return leaves, (tuple(getattr(t, name) for name in cls._constants), names)
+
+    def unflatten(leaves: Any, context: tuple[Any, ...]) -> Any:
+        constants, names = context
+        fields: dict[str, Any] = dict.fromkeys(cls._optional)
+        fields |= zip(cls._constants, constants, strict=True)
+        return cls._assembled(fields | dict(zip(names, leaves, strict=True)))
+
+    pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=f"fp4gemm.{cls.__name__}",
+        to_dumpable_context=lambda context: [[_dumpable(value) for value in part] for part in context],
+        from_dumpable_context=lambda context: tuple(tuple(map(_loaded, part)) for part in context),
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+
+
+def _dumpable(value: Any) -> Any:
+    """A value that json accepts: the name of a dtype, a list for a tuple."""
+    return str(value) if isinstance(value, torch.dtype) else value
+
+
+def _loaded(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith("torch."):
+        return getattr(torch, value.removeprefix("torch."))
+    return torch.Size(value) if isinstance(value, list) else value

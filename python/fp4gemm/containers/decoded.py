@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..ops.parts import OperandParts
-from . import _fields, _pytree
-from ._base import Container, scaling_options, unpickled
+from . import _fields
+from ._base import Container, register, unpickled
 
 __all__ = ["DecodedTensor"]
 
@@ -84,9 +84,6 @@ class DecodedTensor(Container):
     def _operand_parts(self) -> OperandParts:
         return OperandParts(self.data, None, self.amax, self.e4m3_max)
 
-    def _options(self) -> list[str]:
-        return scaling_options(self)
-
     def __reduce__(self) -> tuple[Any, ...]:
         numbers = (self.e4m3_max, self.hadamard_signs, self.offs, self.offs_dim, self.dtype)
         return _unpickle_decoded, (self.data, self.amax, *numbers)
@@ -107,5 +104,5 @@ def _unpickle_decoded(
     return made
 
 
-_pytree.register(DecodedTensor)
+register(DecodedTensor)
 torch.serialization.add_safe_globals([_unpickle_decoded])

@@ -13,8 +13,7 @@ from ..layout import unswizzle_scales
 from ..ops import operators
 from ..ops import options as option_checks
 from ..support import ready
-from . import _pytree
-from ._base import Container, of_bytes, unpickled
+from ._base import Container, of_bytes, register, unpickled
 
 __all__ = ["MXFP8Tensor", "quantize_mxfp8"]
 
@@ -132,7 +131,7 @@ def _unpickle_mxfp8(
     return made
 
 
-_pytree.register(MXFP8Tensor)
+register(MXFP8Tensor)
 torch.serialization.add_safe_globals([_unpickle_mxfp8])
 
 

@@ -13,8 +13,8 @@ from ..layout import GROUP_COLUMNS, TILE_ROWS, group_of_spans, swizzle_scales, u
 from ..ops import operators
 from ..ops.parts import OperandParts
 from ..support import ready
-from . import _fields, _pytree
-from ._base import Container, of_bytes, scaling_options, unpickled
+from . import _fields
+from ._base import Container, of_bytes, register, unpickled
 from .interop import Conventions
 
 __all__ = ["NVFP4Tensor"]
@@ -294,9 +294,6 @@ class NVFP4Tensor(Conventions, Container):
             object.__setattr__(made, "_given_offs", self._given_offs)
         return made._stamped(self.dtype)
 
-    def _options(self) -> list[str]:
-        return scaling_options(self)
-
     def __reduce__(self) -> tuple[Any, ...]:
         # Bytes in place of float8, whose storages torch (2.13) pickles but cannot read back.
         scales = self.scales.view(torch.uint8)
@@ -321,5 +318,5 @@ def _unpickle(
     return made
 
 
-_pytree.register(NVFP4Tensor)
+register(NVFP4Tensor)
 torch.serialization.add_safe_globals([_unpickle])

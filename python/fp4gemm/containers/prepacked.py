@@ -12,8 +12,8 @@ from .. import _checks
 from ..ops import operators
 from ..ops.parts import OperandParts
 from ..support import ready
-from . import _fields, _pytree
-from ._base import Container, scaling_options
+from . import _fields
+from ._base import Container, register
 from .nvfp4 import NVFP4Tensor
 
 __all__ = ["PrepackedTensor", "prepack", "unprepack"]
@@ -110,9 +110,6 @@ class PrepackedTensor(Container):
     def _operand_parts(self) -> OperandParts:
         return OperandParts(self.data, None, self.amax, self.e4m3_max, self.shape[-2])
 
-    def _options(self) -> list[str]:
-        return scaling_options(self)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return prepack, (unprepack(self),)
 
@@ -163,5 +160,5 @@ def unprepack(p: PrepackedTensor) -> NVFP4Tensor:
     return made._stamped(p.dtype)
 
 
-_pytree.register(PrepackedTensor)
+register(PrepackedTensor)
 torch.serialization.add_safe_globals([prepack])
