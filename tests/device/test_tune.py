@@ -14,7 +14,7 @@ from fp4gemm import kernel_table, selection
 from fp4gemm.commands import main
 from fp4gemm.commands import tune as command
 from fp4gemm.device import products, timing, tune
-from fp4gemm.device.journal import Journal
+from fp4gemm.device.tune import Journal
 from fp4gemm.kernel_table import KernelInfo
 from fp4gemm.support import Support
 

@@ -140,9 +140,8 @@ def gptq(
 
     Raises:
         TypeError, ValueError: naming the argument; for values that are NaN or infinite, a second_moment that
-            is
-            not symmetric or has a negative diagonal, and one that is not positive definite with a damping of
-            1 either.
+            is not symmetric or has a negative diagonal, and one that is not positive definite with a damping
+            of 1 either.
     """
     made = rounded(
         weight, second_moment, scaling=scaling, amax=amax, damping=damping, block_order=block_order

@@ -10,7 +10,6 @@ import torch
 
 from .. import _native
 from ..device import tune
-from ..device.journal import Journal
 from ..device.products import A_FORMS, B_FORMS
 from ..support import is_supported, streams_prepacked
 
@@ -70,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"nothing to tune: {support.reason}", file=sys.stderr)
         return 1
     device = torch.device("cuda", torch.cuda.current_device())
-    journal = Journal(options.out, f"{torch.cuda.get_device_name(device)}, fp4gemm {_native.version()}")
+    journal = tune.Journal(options.out, f"{torch.cuda.get_device_name(device)}, fp4gemm {_native.version()}")
     default = ("fp16", "prepacked") if streams_prepacked(device) else ("nvfp4", "nvfp4")
     a, b = options.operands or default
     measured: list[tune.Point] = []

@@ -85,8 +85,8 @@ def self_test(device: torch.device | str | int | None = None, *, force: bool = F
 
     The products have sizes that no tile divides; some have groups, one of them empty; each is computed
     without and with every term of the epilogue. Each kind of quantizer is called once. The test runs for
-    seconds and synchronises. That it passed is
-    recorded in $XDG_CACHE_HOME/fp4gemm, for this library, device and driver.
+    seconds and synchronises. That it passed is recorded in $XDG_CACHE_HOME/fp4gemm, for this library, device
+    and driver.
 
     Args:
         device: a torch.device, its name or a CUDA index; None is the current CUDA device, else the CPU, where
