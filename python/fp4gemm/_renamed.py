@@ -31,6 +31,12 @@ def new_keywords(
 ) -> dict[str, Any]:
     """The keywords ``given``, those of ``old`` under their new names, with a FutureWarning for each.
 
+    Args:
+        function: the name of what was called, for messages.
+        given: the keywords of the call.
+        old: the names of OLD that it also takes.
+        stacklevel: as of :func:`warnings.warn`, seen from this function: 2 is its caller.
+
     Raises:
         TypeError: both names of a keyword are given.
     """
@@ -63,7 +69,7 @@ def renamed(*old: str) -> Callable[[_Function], _Function]:
         @functools.wraps(function)
         def call(*args: Any, **keywords: Any) -> Any:
             if not keywords.keys().isdisjoint(old):
-                keywords = new_keywords(name, keywords, old, 4)
+                keywords = new_keywords(name, keywords, old, 3)
             return function(*args, **keywords)
 
         return cast(_Function, call)

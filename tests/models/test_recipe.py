@@ -156,7 +156,8 @@ def test_old_names_warn_and_mean_the_same(name: str) -> None:
     torch.manual_seed(0)
     with pytest.warns(FutureWarning, match=rf"^{name}: .* now; 0\.2 removes the old name$") as caught:
         made = old()
-    assert {warning.filename for warning in caught} == {__file__}
+    line = old.__code__.co_firstlineno
+    assert {(warning.filename, warning.lineno) for warning in caught} == {(__file__, line)}
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
