@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
@@ -78,17 +79,36 @@ def renamed(*old: str) -> Callable[[_Function], _Function]:
 
 
 def old_attribute(old: str) -> property:
-    """A property that reads an attribute under its old name, with its old value and a FutureWarning."""
+    """A property of an attribute under its old name, with its old values and a FutureWarning."""
     new = OLD[old]
     before = {value: key for key, value in new.values.items()}
 
-    def read(self: object) -> Any:
+    def warn(self: object) -> None:
+        stacklevel, frame = 3, sys._getframe(2)
+        while frame.f_code.co_name == "__setattr__" and frame.f_back is not None:  # of torch.nn.Module
+            stacklevel, frame = stacklevel + 1, frame.f_back
         warnings.warn(
             f"{type(self).__name__}.{old} is {new.name} now; {REMOVED_IN} removes the old name",
             FutureWarning,
-            stacklevel=2,
+            stacklevel=stacklevel,
         )
+
+    def read(self: object) -> Any:
+        warn(self)
         value = getattr(self, new.name)
         return before.get(value, value)
 
-    return property(read)
+    def write(self: object, value: Any) -> None:
+        warn(self)
+        setattr(self, new.name, new.values.get(value, value))
+
+    return property(read, write)
+
+
+def new_attributes(state: Mapping[str, Any], old: str) -> dict[str, Any]:
+    """The attributes of a pickle, ``old`` under its new name and with its new value if the pickle has it."""
+    found = dict(state)
+    if old in found:
+        new, value = OLD[old], found.pop(old)
+        found[new.name] = new.values.get(value, value)
+    return found

@@ -178,13 +178,36 @@ def test_old_attributes_warn() -> None:
         assert Options().scaling == "tensor"
 
 
-def test_old_names_in_a_config_of_transformers() -> None:
-    """What ``to_dict`` of an earlier version wrote ahead of the first save."""
-    integration = pytest.importorskip("fp4gemm.integrations.transformers")
-    written = {"quant_method": "fp4gemm", "activation_scaling": "none", "fuse": "auto"}
-    with pytest.warns(FutureWarning, match="activation_scaling='none' is activations='a16' now"):
-        made = integration.Fp4GemmConfig.from_dict(written)
-    assert (made.activations, made.fuse) == ("a16", "auto")
+def test_old_attributes_can_be_set() -> None:
+    layer = nn.Linear.from_float(float_linear(), activations="a16")
+    with pytest.warns(FutureWarning, match=r"^Linear\.activation_scaling is activations now") as caught:
+        layer.activation_scaling = "row"
+    assert caught[0].filename == __file__
+    assert layer.activations == "per-token"
+
+
+def test_a_layer_that_was_pickled_under_the_old_name() -> None:
+    layer = nn.Linear.from_float(float_linear(), activations="a16")
+    x = torch.randn(3, layer.in_features)
+    state = layer.__getstate__()
+    del state["activations"]
+    state["activation_scaling"] = "none"
+    loaded = nn.Linear.__new__(nn.Linear)
+    loaded.__setstate__(state)
+    assert loaded.activations == "a16"
+    assert torch.equal(loaded(x), layer(x))
+
+
+def test_the_old_name_in_the_transformers_config() -> None:
+    config = pytest.importorskip("fp4gemm.integrations.transformers").Fp4GemmConfig
+    old = {"quant_method": "fp4gemm", "activation_scaling": "none", "exclude": ["o_proj"]}
+    with pytest.warns(FutureWarning, match=r"^Fp4GemmConfig: activation_scaling='none' is activations='a16'"):
+        read = config.from_dict(old)
+    assert read.to_dict() == {"quant_method": "fp4gemm", "activations": "a16", "exclude": ["o_proj"]}
+    with pytest.warns(FutureWarning, match=r"^Fp4GemmConfig\.activation_scaling is activations now"):
+        assert read.activation_scaling == "none"
+    with pytest.warns(FutureWarning, match=r"^Fp4GemmConfig\.activation_scaling is activations now"):
+        assert config().activation_scaling is None
 
 
 def test_both_names_are_refused() -> None:

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import _checks, selection, support
 from .._refusals import REFUSALS, explained
-from .._renamed import old_attribute, renamed
+from .._renamed import new_attributes, old_attribute, renamed
 from ..activations import by_number
 from ..containers.decoded import DecodedTensor
 from ..containers.nvfp4 import NVFP4Tensor
@@ -415,6 +415,9 @@ class Linear(WeightModule):
     def _epilogue(self) -> int:
         """The number of the activation in the epilogue; layers that have one override this."""
         return 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(new_attributes(state, "activation_scaling"))
 
     def extra_repr(self) -> str:
         finite = "" if self.check_finite == "off" else f", check_finite={self.check_finite!r}"

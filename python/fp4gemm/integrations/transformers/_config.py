@@ -11,7 +11,7 @@ from typing import Any, Literal, cast, get_args
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ... import _checks, patterns
-from ..._renamed import OLD, renamed
+from ..._renamed import old_attribute, renamed
 from ...calibration.statistics import StatisticsFile
 from ...checkpoint.formats import FORMATS, FormatName, Scheme, quantization_config, read_quantization_config
 from ...recipe import (
@@ -34,6 +34,7 @@ OPTIONS = (
     *("weight_scaling", "activations", "method", "calibration"),
     *("include", "exclude", "fuse", "format"),
 )
+OLD_OPTIONS = ("activation_scaling",)  # their old names
 OF_LOADING = ("activations", "fuse")  # the options that a quantized checkpoint leaves open
 
 
@@ -69,7 +70,9 @@ class Fp4GemmConfig(QuantizationConfigMixin):
     scheme: Scheme | None = None  # the scheme of a checkpoint that was loaded or is being saved
     fused: Mapping[str, int] | None = None  # how many blocks of each kind the model had fused that was saved
 
-    @renamed("activation_scaling")
+    activation_scaling = old_attribute("activation_scaling")
+
+    @renamed(*OLD_OPTIONS)
     def __init__(
         self,
         *,
@@ -137,7 +140,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
                 option is not known, or its value is wrong.
         """
         options = dict(config_dict)
-        if options.pop("quant_method", None) == "fp4gemm" and set(options) <= {*OPTIONS, *OLD}:
+        if options.pop("quant_method", None) == "fp4gemm" and set(options) <= {*OPTIONS, *OLD_OPTIONS}:
             made = cls(**options)
         else:
             made = cls.of(read_quantization_config(config_dict))
