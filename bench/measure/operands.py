@@ -82,7 +82,7 @@ class Weights:
 
 
 class Tokens:
-    """StoredActivations (m, k) in every form; with ``offs`` they are groups of rows."""
+    """Activations (m, k) in every form; with ``offs`` they are groups of rows."""
 
     def __init__(self, weights: Weights, m: int, offs: Tensor | None = None) -> None:
         harness = weights.harness

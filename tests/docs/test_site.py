@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib
 import importlib.util
@@ -160,6 +161,14 @@ def test_generated_parts_are_up_to_date(name: str) -> None:
     text = (DOCS / f"{name}.md").read_text()
     found = reference_pages.with_block(text, name, reference_pages.PAGES[name]())
     assert found == text, "run python tests/support/reference_pages.py"
+
+
+def test_the_commands_have_no_arguments_that_help_hides() -> None:
+    parser = argparse.ArgumentParser()
+    hidden = parser.add_argument("--old", help=argparse.SUPPRESS)
+    shown = parser.add_argument("--new", help="a value")
+    assert reference_pages.argument(hidden) is None
+    assert reference_pages.argument(shown) == "| `--new NEW` | a value |"
 
 
 def test_the_picture_of_speed_shows_the_kept_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

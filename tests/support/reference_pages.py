@@ -29,8 +29,8 @@ def commands() -> str:
 
 
 def argument(action: argparse.Action) -> str | None:
-    """The row of an argument; None for --help."""
-    if isinstance(action, argparse._HelpAction):
+    """The row of an argument; None for --help and for old names, which --help does not show."""
+    if isinstance(action, argparse._HelpAction) or action.help == argparse.SUPPRESS:
         return None
     value = ""
     if action.nargs != 0 and action.option_strings:
