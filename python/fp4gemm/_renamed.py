@@ -24,6 +24,8 @@ OLD: Mapping[str, Renamed] = {
     "activation_scaling": ACTIVATION_SCALING,
     "weight_method": Renamed("method"),
     "scaling": Renamed("weight_scaling"),
+    "options": Renamed("recipe"),
+    "weights": Renamed("recipe"),
 }
 
 

@@ -17,6 +17,7 @@ import torch
 from fp4gemm import nn, recipe
 from fp4gemm.calibration import InputStatistics
 from fp4gemm.checkpoint import Options
+from fp4gemm.checkpoint.numerics import quantize_set
 from fp4gemm.integrations.serving.options import Options as ServingOptions
 from fp4gemm.recipe import Recipe
 from nn_helpers import float_linear, same_state
@@ -143,6 +144,14 @@ OLD: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: Options(format="fp4gemm", scaling="tensor"),
         lambda: Options(format="fp4gemm", weight_scaling="tensor"),
     ),
+    "quantize_set": (
+        lambda: quantize_set(
+            {"w": torch.ones(8, 32)}, options=Recipe(weight_scaling="tensor"), format="modelopt"
+        ),
+        lambda: quantize_set(
+            {"w": torch.ones(8, 32)}, recipe=Recipe(weight_scaling="tensor"), format="modelopt"
+        ),
+    ),
     "quantize_model": (
         lambda: fp4gemm.models.quantize_model(float_linear(), activation_scaling="row"),
         lambda: fp4gemm.models.quantize_model(float_linear(), activations="per-token"),
@@ -165,6 +174,9 @@ def test_old_names_warn_and_mean_the_same(name: str) -> None:
     if isinstance(made, torch.nn.Module):
         assert same_state(made, wanted)
         assert made.activations == wanted.activations
+    elif isinstance(made, dict):
+        assert made.keys() == wanted.keys()
+        assert all(torch.equal(made[each].codes, wanted[each].codes) for each in made)
     else:
         assert made == wanted
 
@@ -176,6 +188,8 @@ def test_old_attributes_warn() -> None:
         assert nn.Experts(4, 64, 32).activation_scaling == "row"
     with pytest.warns(FutureWarning, match=r"^Options\.scaling is weight_scaling now"):
         assert Options().scaling == "tensor"
+    with pytest.warns(FutureWarning, match=r"^Options\.weights is recipe now"):
+        assert Options().weights is not None
 
 
 def test_old_attributes_can_be_set() -> None:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from .._renamed import REMOVED_IN
+from .._renamed import REMOVED_IN, renamed
 from ..calibration.statistics import InputStatistics
 from ..quantize import quantize
 from ..recipe import USES_DATA, FourOverSix, Method, Numerics, Quantizer, Recipe, WeightScaling
@@ -77,6 +77,7 @@ def WeightOptions(  # the old name of a class
     )
 
 
+@renamed("options")
 def quantize_set(
     weights: Mapping[str, Tensor],
     recipe: Recipe | None = None,
@@ -116,6 +117,7 @@ def quantize_set(
     return {name: each.weight for name, each in made.items()}
 
 
+@renamed("options")
 def quantize_calibrated(
     weights: Mapping[str, Tensor],
     statistics: Mapping[str, InputStatistics],

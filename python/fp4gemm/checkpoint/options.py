@@ -90,6 +90,7 @@ class Options:
     kv_scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     recipe: Recipe = field(init=False, repr=False)
     scaling = old_attribute("scaling")
+    weights = old_attribute("weights")
 
     def __post_init__(self) -> None:
         _checks.is_one_of("format", self.format, tuple(FORMATS))
