@@ -6,7 +6,10 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 REMOVED_IN = "0.2"  # the release that removes the old names
@@ -29,16 +32,26 @@ OLD: Mapping[str, Renamed] = {
 }
 
 
-def new_keywords(
-    function: str, given: Mapping[str, Any], old: tuple[str, ...], stacklevel: int
-) -> dict[str, Any]:
+def stacklevel() -> int:
+    """The stacklevel with which a warning of the calling function names the line of the user's code."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and (_is_own(frame) or frame.f_code.co_name == "__setattr__"):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_own(frame: FrameType) -> bool:
+    name: str = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0] == __package__
+
+
+def new_keywords(function: str, given: Mapping[str, Any], old: tuple[str, ...]) -> dict[str, Any]:
     """The keywords ``given``, those of ``old`` under their new names, with a FutureWarning for each.
 
     Args:
         function: the name of what was called, for messages.
         given: the keywords of the call.
         old: the names of OLD that it also takes.
-        stacklevel: as of :func:`warnings.warn`, seen from this function: 2 is its caller.
 
     Raises:
         TypeError: both names of a keyword are given.
@@ -57,7 +70,7 @@ def new_keywords(
         warnings.warn(
             f"{function}: {name}={value!r} is {new.name}={changed!r} now; {REMOVED_IN} removes the old name",
             FutureWarning,
-            stacklevel=stacklevel,
+            stacklevel=stacklevel(),
         )
         found[new.name] = changed
     return found
@@ -72,7 +85,7 @@ def renamed(*old: str) -> Callable[[_Function], _Function]:
         @functools.wraps(function)
         def call(*args: Any, **keywords: Any) -> Any:
             if not keywords.keys().isdisjoint(old):
-                keywords = new_keywords(name, keywords, old, 3)
+                keywords = new_keywords(name, keywords, old)
             return function(*args, **keywords)
 
         return cast(_Function, call)
@@ -86,13 +99,12 @@ def old_attribute(old: str) -> property:
     before = {value: key for key, value in new.values.items()}
 
     def warn(self: object) -> None:
-        stacklevel, frame = 3, sys._getframe(2)
-        while frame.f_code.co_name == "__setattr__" and frame.f_back is not None:  # of torch.nn.Module
-            stacklevel, frame = stacklevel + 1, frame.f_back
+        if torch.compiler.is_compiling():  # it cannot trace a warning
+            return
         warnings.warn(
             f"{type(self).__name__}.{old} is {new.name} now; {REMOVED_IN} removes the old name",
             FutureWarning,
-            stacklevel=stacklevel,
+            stacklevel=stacklevel(),
         )
 
     def read(self: object) -> Any:

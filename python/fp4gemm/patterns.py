@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from . import _checks
+from ._renamed import stacklevel
 
 __all__ = ["Filter", "Pattern", "matches"]
 
@@ -119,9 +120,7 @@ def _check(argument: str, pattern: str, *, is_strict: bool) -> None:
 # ---- what patterns meant before 0.2
 
 
-def settled(
-    argument: str, patterns: Sequence[Pattern], names: Collection[str], stacklevel: int
-) -> list[Pattern]:
+def settled(argument: str, patterns: Sequence[Pattern], names: Collection[str]) -> list[Pattern]:
     """The patterns of an argument whose texts were regular expressions before 0.2.
 
     A text without ``re:`` is still one, compiled here, if it has a character that only regular expressions
@@ -132,17 +131,11 @@ def settled(
         argument: its name, for messages.
         patterns: as :func:`checked` or :func:`texts` returns them.
         names: of all layers of the model.
-        stacklevel: of the caller, as for :func:`warnings.warn`.
     """
-    made: list[Pattern] = []
-    for pattern in patterns:  # no comprehension, which would be one more frame before Python 3.12
-        if isinstance(pattern, str):
-            pattern = _settled(argument, pattern, names, stacklevel + 2)
-        made.append(pattern)
-    return made
+    return [_settled(argument, p, names) if isinstance(p, str) else p for p in patterns]
 
 
-def _settled(argument: str, pattern: str, names: Collection[str], stacklevel: int) -> Pattern:
+def _settled(argument: str, pattern: str, names: Collection[str]) -> Pattern:
     if pattern.startswith(PREFIX):
         return pattern
     try:
@@ -156,7 +149,7 @@ def _settled(argument: str, pattern: str, names: Collection[str], stacklevel: in
             f"{argument}: {pattern!r} is read as a regular expression; write {PREFIX + pattern!r}, since a "
             f"pattern without {PREFIX!r} is a name with wildcards, and nothing else from 0.2 on",
             FutureWarning,
-            stacklevel=stacklevel,
+            stacklevel=stacklevel(),
         )
         return expression
     more = before - found
@@ -166,19 +159,18 @@ def _settled(argument: str, pattern: str, names: Collection[str], stacklevel: in
             f"the regular expression that it was before 0.2 it matched {len(before)}: write "
             f"{PREFIX + pattern!r} for these",
             FutureWarning,
-            stacklevel=stacklevel,
+            stacklevel=stacklevel(),
         )
     return pattern
 
 
-def warn_of_more(argument: str, patterns: Sequence[str], names: Collection[str], stacklevel: int) -> None:
+def warn_of_more(argument: str, patterns: Sequence[str], names: Collection[str]) -> None:
     """Give a FutureWarning for patterns that matched fewer names before 0.2, at the start of a name only.
 
     Args:
         argument: its name, for messages.
         patterns: as :func:`texts` returns them.
         names: of all modules of the checkpoint.
-        stacklevel: of the caller, as for :func:`warnings.warn`.
     """
     for pattern in patterns:
         if pattern.startswith(PREFIX):
@@ -191,5 +183,5 @@ def warn_of_more(argument: str, patterns: Sequence[str], names: Collection[str],
                 f"before 0.2 it matched {len(found) - len(more)}, at the start: write 're:^' and a regular "
                 "expression for these",
                 FutureWarning,
-                stacklevel=stacklevel + 1,
+                stacklevel=stacklevel(),
             )

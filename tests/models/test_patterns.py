@@ -264,3 +264,12 @@ def test_a_pattern_of_a_checkpoint_that_matches_more_than_before_warns() -> None
         assert left(r"re:^layers\.0\.") == {"layers.0.fc"}
         assert left("vision") == {"vision.layers.0.fc"}
         assert left("*.0") == {"layers.0.fc", "vision.layers.0.fc"}
+
+
+def test_the_warning_counts_layers_and_names_the_line_of_the_user() -> None:
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(64, 64)])})
+    model["vision"] = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(64, 64)])})
+    text = r"^include: 'layers\.0' matches 2 names, at any place, such as 'vision\.layers\.0'; "
+    with pytest.warns(FutureWarning, match=text) as found:
+        Plan.of_model(model, Options(include="layers.0"))
+    assert found[0].filename == __file__

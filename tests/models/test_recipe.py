@@ -200,6 +200,15 @@ def test_old_attributes_can_be_set() -> None:
     assert layer.activations == "per-token"
 
 
+def test_compiled_code_may_read_an_old_attribute() -> None:
+    layer = nn.Linear.from_float(float_linear(), activations="a16")
+    x = torch.randn(3, layer.in_features)
+    compiled = torch.compile(
+        lambda x: layer(x) if layer.activation_scaling == "none" else x, backend="eager", fullgraph=True
+    )
+    assert torch.equal(compiled(x), layer(x))
+
+
 def test_a_layer_that_was_pickled_under_the_old_name() -> None:
     layer = nn.Linear.from_float(float_linear(), activations="a16")
     x = torch.randn(3, layer.in_features)

@@ -142,7 +142,7 @@ def quantize_model(
     )
     for name, callback in (("progress", progress), ("report", report)):
         _checks.is_callback(name, callback)
-    candidates = select.chosen(model, include, exclude, types, stacklevel=4)
+    candidates = select.chosen(model, include, exclude, types)
     select.refuse_unsupported(model, candidates, activations, raises=on_unsupported == "raise")
     weights = float_weights(
         model,

@@ -11,6 +11,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from .. import _checks, _names, patterns
+from .._renamed import stacklevel
 from ..nn._hooks import hooks_of, materialized
 from ..nn._inputs import OUT_STEP, check_linear
 from ..nn.experts import Experts
@@ -56,16 +57,11 @@ def chosen(
     include: Filter | None,
     exclude: Filter | None,
     types: Iterable[type[torch.nn.Linear]],
-    stacklevel: int = 3,
 ) -> list[Candidate]:
-    """The candidates of a model after the checks of these arguments, as :func:`select` marks them.
-
-    Args:
-        stacklevel: of the caller whom warnings name, as for :func:`warnings.warn` in this function.
-    """
+    """The candidates of a model after the checks of these arguments, as :func:`select` marks them."""
     candidates = find(model)
     given = patterns.checked("include", include), patterns.checked("exclude", exclude)
-    select(model, candidates, *given, exact_types(types), stacklevel + 1)
+    select(model, candidates, *given, exact_types(types))
     return candidates
 
 
@@ -75,13 +71,12 @@ def select(
     include: list[Pattern] | None,
     exclude: list[Pattern] | None,
     types: tuple[type[torch.nn.Linear], ...],
-    stacklevel: int = 4,
 ) -> None:
     """Set action and reason of the candidates that the arguments or the defaults keep in float."""
     kept = kept_by_default(model)
     names = [name for c in candidates for name in c.names]
-    include = include and patterns.settled("include", include, names, stacklevel=stacklevel)
-    exclude = exclude and patterns.settled("exclude", exclude, names, stacklevel=stacklevel)
+    include = include and patterns.settled("include", include, names)
+    exclude = exclude and patterns.settled("exclude", exclude, names)
     used: dict[str, set[int]] = {"include": set(), "exclude": set()}  # the patterns that match some candidate
     for c in candidates:
         included, excluded = _matching(include, c), _matching(exclude, c)
@@ -106,7 +101,7 @@ def select(
             raise ValueError(f"{option}: matches {where}")
         if unused:
             shown = ", ".join(repr(p.pattern if isinstance(p, re.Pattern) else p) for p in unused)
-            warnings.warn(f"quantize_model: {option}: {shown} matches {where}", stacklevel=stacklevel)
+            warnings.warn(f"quantize_model: {option}: {shown} matches {where}", stacklevel=stacklevel())
 
 
 def _type_of(linear: torch.nn.Module) -> type:

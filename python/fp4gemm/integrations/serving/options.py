@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from ... import _checks, patterns
-from ..._renamed import REMOVED_IN, new_keywords
+from ..._renamed import REMOVED_IN, new_keywords, stacklevel
 from ...recipe import DATA_FREE, INPUTS, DataFree, StoredActivations
 
 __all__ = ["PREFIX", "Options", "activations_of"]
@@ -75,7 +75,7 @@ class Options:
                 warnings.warn(
                     f"{_OLD[name]} is {PREFIX}{name.upper()} now; {REMOVED_IN} removes the old name",
                     FutureWarning,
-                    stacklevel=2,
+                    stacklevel=stacklevel(),
                 )
             if isinstance(field.default, bool):
                 values[name] = _boolean(PREFIX + name.upper(), text)
@@ -86,7 +86,7 @@ class Options:
         if overrides is not None:
             if not isinstance(overrides, Mapping):
                 raise TypeError(f"fp4gemm: got {_checks.describe(overrides)}, must be a mapping of options")
-            overrides = new_keywords("fp4gemm", overrides, ("weight_method",), 3)
+            overrides = new_keywords("fp4gemm", overrides, ("weight_method",))
             for name in overrides:
                 if name not in fields:
                     raise ValueError(
