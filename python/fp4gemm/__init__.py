@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         nn,
         patterns,
         ranks,
+        recipe,
         records,
         training,
     )
@@ -79,6 +80,7 @@ __all__ = [
     "quantize_both",
     "quantize_mxfp8",
     "ranks",
+    "recipe",
     "records",
     "reference",
     "rms_norm_quantize",
@@ -99,7 +101,7 @@ __all__ = [
 
 _ON_FIRST_USE = (
     *("calibration", "checkpoint", "compiler", "distributed", "models"),
-    *("nn", "patterns", "ranks", "records", "training"),
+    *("nn", "patterns", "ranks", "recipe", "records", "training"),
 )
 
 

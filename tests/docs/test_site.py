@@ -27,7 +27,7 @@ needs_sphinx = pytest.mark.skipif(
 )
 MODULES = (
     *("", "calibration", "checkpoint", "compiler", "distributed", "models", "nn", "patterns", "ranks"),
-    *("records", "training"),
+    *("recipe", "records", "training"),
 )
 
 
