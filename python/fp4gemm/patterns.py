@@ -117,11 +117,11 @@ def _check(argument: str, pattern: str, *, is_strict: bool) -> None:
         raise ValueError(f"{argument}: got {pattern!r}, must be {_WANTED}: {error}") from error
 
 
-# ---- what patterns meant before 0.2
+# ---- what patterns meant in older versions
 
 
 def settled(argument: str, patterns: Sequence[Pattern], names: Collection[str]) -> list[Pattern]:
-    """The patterns of an argument whose texts were regular expressions before 0.2.
+    """The patterns of an argument whose texts were regular expressions in older versions.
 
     A text without ``re:`` is still one, compiled here, if it has a character that only regular expressions
     have, or if it matches no name but some as a regular expression. A FutureWarning says so, and which names
@@ -156,7 +156,7 @@ def _settled(argument: str, pattern: str, names: Collection[str]) -> Pattern:
     if more and not _WILDCARDS & set(pattern):
         warnings.warn(
             f"{argument}: {pattern!r} matches whole parts of {len(found)} names, and not {min(more)!r}; as "
-            f"the regular expression that it was before 0.2 it matched {len(before)}: write "
+            f"the regular expression that it was in older versions it matched {len(before)}: write "
             f"{PREFIX + pattern!r} for these",
             FutureWarning,
             stacklevel=stacklevel(),
@@ -165,7 +165,7 @@ def _settled(argument: str, pattern: str, names: Collection[str]) -> Pattern:
 
 
 def warn_of_more(argument: str, patterns: Sequence[str], names: Collection[str]) -> None:
-    """Give a FutureWarning for patterns that matched fewer names before 0.2, at the start of a name only.
+    """Give a FutureWarning for patterns that older versions matched with the start of a name only.
 
     Args:
         argument: its name, for messages.
@@ -180,8 +180,8 @@ def warn_of_more(argument: str, patterns: Sequence[str], names: Collection[str])
         if more and len(more) < len(found):
             warnings.warn(
                 f"{argument}: {pattern!r} matches {len(found)} names, at any place, such as {more[0]!r}; "
-                f"before 0.2 it matched {len(found) - len(more)}, at the start: write 're:^' and a regular "
-                "expression for these",
+                f"in older versions it matched {len(found) - len(more)}, at the start: write 're:^' and a "
+                "regular expression for these",
                 FutureWarning,
                 stacklevel=stacklevel(),
             )

@@ -233,6 +233,15 @@ def test_the_old_name_in_the_transformers_config() -> None:
         assert config().activation_scaling is None
 
 
+@pytest.mark.parametrize("name", ["QuantizeReport", "calibrate", "quantize_model", "smooth"])
+def test_names_that_moved_out_of_nn_warn(name: str) -> None:
+    text = rf"^fp4gemm\.nn\.{name} is fp4gemm\.models\.{name} now; 0\.2 removes the old name$"
+    with pytest.warns(FutureWarning, match=text) as caught:
+        found = getattr(nn, name)
+    assert caught[0].filename == __file__
+    assert found is getattr(fp4gemm.models, name)
+
+
 def test_both_names_are_refused() -> None:
     with pytest.raises(TypeError, match=r"^Linear: got activation_scaling and activations, must be one"):
         nn.Linear(64, 24, activation_scaling="row", activations="a16")

@@ -6,6 +6,7 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from .._renamed import REMOVED_IN
 from .experts import Experts
 from .gated import GatedMLP
 from .linear import Linear
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Experts", "GatedMLP", "Linear", "MoE"]
 
-# Names of fp4gemm.models that were here once; 0.2 removes them.
+# Names of fp4gemm.models that were here once.
 _MOVED = (
     *("BlockReport", "ExpertsReport", "FloatWeight", "LayerReport", "QuantizeReport"),
     *("calibrate", "quantize_model", "smooth"),
@@ -28,7 +29,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("..training", __name__).MoE
     if name in _MOVED:
         warnings.warn(
-            f"fp4gemm.nn.{name} is fp4gemm.models.{name} now; the old name goes in 0.2",
+            f"fp4gemm.nn.{name} is fp4gemm.models.{name} now; {REMOVED_IN} removes the old name",
             FutureWarning,
             stacklevel=2,
         )
