@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("vllm", reason="needs requirements/serving.txt: make test-serving")
 
-from fp4gemm.integrations.serving.device import Device
+from fp4gemm.integrations.serving.choice import Device
 from fp4gemm.integrations.vllm import register
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state

@@ -17,7 +17,7 @@ from fp4gemm import _names, training
 from fp4gemm.checkpoint import CheckpointError, Options, Plan, convert
 from fp4gemm.checkpoint.calibration import Place, place_of
 from fp4gemm.checkpoint.formats import Scheme
-from fp4gemm.integrations.serving import own
+from fp4gemm.integrations.serving import choice
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python" / "fp4gemm"
 GROK = _names.Projections("linear", "linear_v", "linear_1")  # a family that the table does not have
@@ -46,13 +46,13 @@ def test_every_function_knows_the_output_embeddings(name: str) -> None:
 @pytest.mark.parametrize("name", ["mlp.router", "mlp.router.proj", "mlp.router_mlp", "mlp.gating"])
 def test_every_function_knows_the_routers(name: str) -> None:
     agree(name, "router")
-    assert own.stored(None, name, [name]) == "it is a router"
+    assert choice.stored(None, name, [name]) == "it is a router"
 
 
 @pytest.mark.parametrize("name", ["attention.output", "output.dense", "mlp.down", "routing.x"])
 def test_other_layers_are_quantized(name: str) -> None:
     agree(name, "")
-    assert own.stored(None, name, [name]) == "per-token"
+    assert choice.stored(None, name, [name]) == "per-token"
 
 
 def agree(name: str, reason: str) -> None:
@@ -72,7 +72,7 @@ def test_a_gate_is_a_router_where_only_its_name_is_known() -> None:
     """In a live model the layers beside it tell: there are no experts, so it is the gate of an MLP."""
     model = Layers(["mlp.gate", "mlp.up"])
     assert Plan.of_model(model, Options()).kept["mlp.gate.weight"] == "router"
-    assert own.stored(None, "mlp.gate", ["mlp.gate"]) == "it is a router"
+    assert choice.stored(None, "mlp.gate", ["mlp.gate"]) == "it is a router"
     assert training.convert_model(model, "bf16").names("converted") == ["mlp.gate", "mlp.up"]
 
 
@@ -146,8 +146,8 @@ def test_a_family_of_experts_is_one_line(
 
     # Serving, where the engine does not say the names.
     scheme = Scheme("fp4gemm", "per-token", ("m.experts.*.linear_1",))
-    assert own.stored_experts(scheme, "m.experts") == "the checkpoint excludes it"
-    assert own.stored_experts(scheme, "n.experts") == "per-token"
+    assert choice.stored_experts(scheme, "m.experts") == "the checkpoint excludes it"
+    assert choice.stored_experts(scheme, "n.experts") == "per-token"
 
 
 def test_no_other_table_has_these_names() -> None:

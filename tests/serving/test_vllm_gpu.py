@@ -36,7 +36,7 @@ def _of_checkpoint(tensors: dict[str, torch.Tensor], activations: str) -> dict[s
 
 
 def _activations() -> list[str]:
-    from fp4gemm.integrations.serving.device import Device
+    from fp4gemm.integrations.serving.choice import Device
 
     device = Device("cuda", torch.cuda.get_device_capability())
     return [each for each in ("per-token", "a16") if device.reason_against(each, False) is None]

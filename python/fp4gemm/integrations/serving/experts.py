@@ -1,4 +1,4 @@
-"""The experts of an engine's mixtures on fp4gemm: NVFP4 checkpoints, loaded by experts and shards."""
+"""The experts of an engine's mixtures on fp4gemm, loaded by experts and shards: in NVFP4 or in 16 bits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from ... import activations as activations_table
 from ...activations import ActivationName
 from ...checkpoint.formats import FORMATS
+from ...nn.experts import interleaved, interleaved_stack, of_own_storage
 from ...ops.parts import OperandParts
 from ...recipe import INPUTS
 from . import products, weights
 from .layers import Layer, dropped, put
-from .loading import check_sizes, checked_loader
 
-__all__ = ["ACTIVATIONS", "ExpertsWeights"]
+__all__ = ["ACTIVATIONS", "ExpertsWeights", "OnlineExperts"]
 
 _NAN = float("nan")
 
@@ -51,32 +51,47 @@ class ExpertsWeights:
         self.held13: tuple[int, int] = (448, 0)  # e4m3_max and rows of OperandParts
         self.held2: tuple[int, int] = (448, 0)
 
-    def create(
-        self, layer: Any, num_experts: int, d: int, i: int, tp_size: int, loader: Any, attrs: dict[str, Any]
+    def tp_size(self, layer: Any) -> int:
+        """The number of ranks that share an expert, as the engine has it."""
+        raise NotImplementedError
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
     ) -> None:
         """The parameters of the checkpoint, for the experts and the shard of this rank.
 
         Args:
-            num_experts: the number of experts of this rank.
-            d, i: hidden, and the intermediate size of this rank.
-            tp_size: the ranks that share an expert.
-            loader: the engine's, called with (parameter, tensor, name, ...).
-            attrs: more attributes of the parameters.
+            extra_weight_attrs: attributes of the parameters, among them the engine's ``weight_loader``, which
+                is called with (parameter, tensor, name, ...).
 
         Raises:
             ValueError: the sizes of the shard do not fit the kernels.
         """
+        i = intermediate_size_per_partition
         parts = 2 if self.is_gated else 1
-        name, names = self.of.name, FORMATS[self.of.format]
-        check_sizes(f"{name}.w13", parts * i, d)
-        check_sizes(f"{name}.w2", d, i)
+        weights.check_sizes(f"{self.of.name}.w13", parts * i, hidden_size)
+        weights.check_sizes(f"{self.of.name}.w2", hidden_size, i)
+        self.create(layer, num_experts, hidden_size, i, params_dtype, extra_weight_attrs)
+
+    def create(
+        self, layer: Any, num_experts: int, d: int, i: int, dtype: torch.dtype, attrs: dict[str, Any]
+    ) -> None:
+        """Register the parameters of this rank: d is hidden, and i its intermediate size."""
+        parts = 2 if self.is_gated else 1
+        name, names, loader = self.of.name, FORMATS[self.of.format], attrs["weight_loader"]
         # The columns of a tensor in the checkpoint are those of all ranks, or of this one.
-        full = i * tp_size
+        full = i * self.tp_size(layer)
         for which, n, k, wide, outer in (
             ("w13", parts * i, d, (d,), (num_experts, parts)),
             ("w2", d, i, (full, i), (num_experts,)),
         ):
-            for suffix, dtype, step, method in (
+            for suffix, kind, step, method in (
                 (names.codes, torch.uint8, 2, "block"),
                 (names.block_scales, torch.float8_e4m3fn, 16, "block"),
                 (names.outer_scale, torch.float32, 0, "tensor"),
@@ -88,11 +103,11 @@ class ExpertsWeights:
                 shape: tuple[int, ...] = (num_experts, n, k // step) if step else outer
                 if suffix == names.outer_scale and self.of.scaling == "row":
                     shape, method = (num_experts, n), "channel"
-                data = torch.empty(shape, dtype=dtype)
-                data.fill_(weights.NOT_LOADED if dtype is torch.uint8 else _NAN)
+                data = torch.empty(shape, dtype=kind)
+                data.fill_(weights.NOT_LOADED if kind is torch.uint8 else _NAN)
                 parameter = torch.nn.Parameter(data, requires_grad=False)
                 columns = tuple(size // step for size in wide) if step else None
-                load = checked_loader(_by_scale(loader), f"{name}.{which}_{suffix}", (dtype,), columns)
+                load = weights.checked_loader(_by_scale(loader), f"{name}.{which}_{suffix}", (kind,), columns)
                 layer.register_parameter(f"{which}_{suffix}", parameter)
                 vars(parameter).update(attrs, weight_loader=load, quant_method=method)
 
@@ -119,7 +134,7 @@ class ExpertsWeights:
                 self.of.e4m3_max,
             )
             if is_mixed:
-                weight = weights.interleaved_stack(weight)
+                weight = interleaved_stack(weight)
             for each in self.of.suffixes:
                 delattr(layer, f"{which}_{each}")
             del codes, block_scales, outer
@@ -150,6 +165,41 @@ class ExpertsWeights:
             expert_map,
             self.of.batch_invariant,
         )
+
+
+class OnlineExperts(ExpertsWeights):
+    """Experts whose weights in 16 bits become NVFP4 once those of a layer have been loaded."""
+
+    device: str | None = None
+
+    def create(
+        self, layer: Any, num_experts: int, d: int, i: int, dtype: torch.dtype, attrs: dict[str, Any]
+    ) -> None:
+        """Register the weights of this rank, NaN where nothing has been loaded."""
+        parts = 2 if self.is_gated else 1
+        for name, n, k in (("w13_weight", parts * i, d), ("w2_weight", d, i)):
+            data = torch.full((num_experts, n, k), _NAN, device=self.device, dtype=dtype)
+            parameter = torch.nn.Parameter(data, requires_grad=False)
+            vars(parameter).update(attrs)
+            layer.register_parameter(name, parameter)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Quantize w13, then w2, each expert's rows by themselves.
+
+        Raises:
+            ValueError: a weight has NaN or infinite values.
+        """
+        for which in ("w13", "w2"):
+            name = f"{which}_weight"
+            given = getattr(layer, name).data
+            if which == "w13" and self.is_gated:
+                given = interleaved(given)
+            with torch.no_grad():
+                made = of_own_storage(weights.quantized(f"{self.of.name}.{name}", given, self.of.method))
+            delattr(layer, name)
+            del given
+            self.keep(layer, which, weights.hold(made, INPUTS[self.of.activations].is_nvfp4))
+        self.of.report.ready()
 
 
 def _by_scale(loader: Callable[..., Any]) -> Callable[..., Any]:

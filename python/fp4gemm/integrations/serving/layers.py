@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ... import _checks
 from ...checkpoint.formats import FORMATS, FormatName
-from ...recipe import StoredActivations, WeightScaling
+from ...recipe import DataFree, StoredActivations, WeightScaling
 from .report import Report
 from .weights import NOT_LOADED
 
@@ -36,6 +36,7 @@ class Layer:
         e4m3_max: the bound of the block scales.
         scaling: "tensor": the checkpoint has an outer scale for each weight; "row": one for each row.
         batch_invariant: as of :func:`fp4gemm.mm`.
+        method: how a weight is rounded that the checkpoint has in 16 bits.
         report: told when the weights of the layer are processed.
         has_input_scale: whether the checkpoint has an outer scale of the activations. Where it should have
             none, its parameter is :func:`dropped`.
@@ -47,6 +48,7 @@ class Layer:
     e4m3_max: int
     scaling: WeightScaling
     batch_invariant: bool
+    method: DataFree
     report: Report
     has_input_scale: bool = True
 

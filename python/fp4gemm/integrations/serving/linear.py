@@ -1,4 +1,4 @@
-"""The linear layers of an engine on fp4gemm: NVFP4 checkpoints, loaded shard by shard."""
+"""The linear layers of an engine on fp4gemm: weights in NVFP4 or in 16 bits, loaded shard by shard."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from ...ops.parts import OperandParts
 from ...recipe import INPUTS
 from . import products, weights
 from .layers import Layer, dropped, put
-from .loading import check_sizes, checked_loader
 
-__all__ = ["LinearWeights", "Parameters"]
+__all__ = ["LinearWeights", "OnlineLinear", "Parameters"]
 
 _NAN = float("nan")
 
@@ -57,22 +56,25 @@ class LinearWeights:
         Raises:
             ValueError: the sizes of the shard do not fit the kernels.
         """
-        name, names = self.of.name, FORMATS[self.of.format]
-        loader = extra_weight_attrs["weight_loader"]
         n, k = sum(output_partition_sizes), input_size_per_partition
-        for rows in output_partition_sizes:
-            check_sizes(name, rows, k)
+        self.partitions = list(output_partition_sizes)
         layer.logical_widths = output_partition_sizes
         layer.input_size_per_partition, layer.output_size_per_partition = k, n
-        self.partitions = list(output_partition_sizes)
-        for suffix, dtype, step in (
+        self.create(layer, n, k, input_size, params_dtype, extra_weight_attrs["weight_loader"])
+
+    def create(self, layer: Any, n: int, k: int, full_k: int, dtype: torch.dtype, loader: Any) -> None:
+        """Register the parameters of a weight (n, k) of this rank, whose k is ``full_k`` on all ranks."""
+        name, names = self.of.name, FORMATS[self.of.format]
+        for rows in self.partitions:
+            weights.check_sizes(name, rows, k)
+        for suffix, kind, step in (
             (names.codes, torch.uint8, 2),
             (names.block_scales, torch.float8_e4m3fn, 16),
         ):
-            data = torch.empty(n, k // step, dtype=dtype)
-            data.fill_(weights.NOT_LOADED if dtype is torch.uint8 else _NAN)
-            columns = (input_size // step, k // step)
-            of_weight = checked_loader(loader, f"{name}.{suffix}", (dtype,), columns)
+            data = torch.empty(n, k // step, dtype=kind)
+            data.fill_(weights.NOT_LOADED if kind is torch.uint8 else _NAN)
+            columns = (full_k // step, k // step)
+            of_weight = weights.checked_loader(loader, f"{name}.{suffix}", (kind,), columns)
             layer.register_parameter(
                 suffix, self.parameters.weight(data=data, input_dim=1, output_dim=0, weight_loader=of_weight)
             )
@@ -82,7 +84,7 @@ class LinearWeights:
                 continue
             is_row = suffix == names.outer_scale and self.of.scaling == "row"
             data = torch.full((n if is_row else len(self.partitions),), _NAN, dtype=torch.float32)
-            of_scale = checked_loader(loader, f"{name}.{suffix}", (torch.float32,), None)
+            of_scale = weights.checked_loader(loader, f"{name}.{suffix}", (torch.float32,), None)
             if is_row:
                 scale = self.parameters.per_channel(data=data, output_dim=0, weight_loader=of_scale)
             else:
@@ -107,11 +109,11 @@ class LinearWeights:
         held = weights.hold(weight, INPUTS[self.of.activations].is_nvfp4)
         for suffix in self.of.suffixes:
             delattr(layer, suffix)
-        put(layer, weight=held.data, weight_scale=held.scales, weight_amax=held.amax, input_amax=amax)
-        self.finish(layer, held)
+        self.keep(layer, held, amax)
 
-    def finish(self, layer: Any, held: OperandParts) -> None:
-        """Finish a layer that has its weight: its bias in fp32, the self-test, the report."""
+    def keep(self, layer: Any, held: OperandParts, input_amax: Tensor | None = None) -> None:
+        """Set the parameters that the operator reads, with the bias in fp32; the self-test, the report."""
+        put(layer, weight=held.data, weight_scale=held.scales, weight_amax=held.amax, input_amax=input_amax)
         bias = getattr(layer, "bias", None)
         put(layer, weight_bias=None if bias is None else bias.data.float())
         self.held = (held.e4m3_max, held.rows)
@@ -130,3 +132,31 @@ class LinearWeights:
             getattr(layer, "input_amax", None),
             self.of.batch_invariant,
         )
+
+
+class OnlineLinear(LinearWeights):
+    """A linear layer whose weight in 16 bits becomes NVFP4 once it has been loaded.
+
+    It comes before a class of an engine's linear method.
+    """
+
+    device: str | None = None  # the device of the weight before it is loaded; None: the default
+
+    def create(self, layer: Any, n: int, k: int, full_k: int, dtype: torch.dtype, loader: Any) -> None:
+        """Register the weight of this rank, NaN where nothing has been loaded."""
+        weights.check_sizes(self.of.name, n, k)
+        data = torch.full((n, k), _NAN, device=self.device, dtype=dtype)
+        parameter = self.parameters.weight(data=data, input_dim=1, output_dim=0, weight_loader=loader)
+        layer.register_parameter("weight", parameter)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Quantize the weight; its rows do not depend on each other, so fused layers need no care.
+
+        Raises:
+            ValueError: the weight has NaN or infinite values.
+        """
+        with torch.no_grad():
+            weight = weights.quantized(f"{self.of.name}.weight", layer.weight.data, self.of.method)
+            held = weights.hold(weight, INPUTS[self.of.activations].is_nvfp4)
+        delattr(layer, "weight")
+        self.keep(layer, held)

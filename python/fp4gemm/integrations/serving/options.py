@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args
 
 from ... import _checks, patterns
 from ..._renamed import REMOVED_IN, new_keywords, stacklevel
-from ...recipe import DATA_FREE, INPUTS, DataFree, StoredActivations
+from ...recipe import DATA_FREE, DataFree
 
-__all__ = ["PREFIX", "Options", "activations_of"]
+__all__ = ["PREFIX", "Options"]
 
 PREFIX = "FP4GEMM_SERVING_"  # the prefix of the environment variables
 ActivationsOption = Literal["auto", "per-token", "static", "a16"]
@@ -98,35 +98,6 @@ class Options:
     def ignores(self, name: str) -> bool:
         """Whether the engine keeps the layer of this name."""
         return any(patterns.matches(pattern, name) for pattern in self.ignore)
-
-
-def activations_of(
-    options: Options, stored: StoredActivations, name: str, is_experts: bool
-) -> StoredActivations:
-    """The way in which the inputs of a layer are quantized.
-
-    Args:
-        stored: what the checkpoint says: "a16", or "per-token" or "static" for W4A4.
-        name: the name of the layer, for messages.
-        is_experts: whether the layer is a mixture of experts.
-
-    Raises:
-        ValueError: the option is "static" where there is no static scale, or for experts.
-    """
-    wanted, is_nvfp4 = options.activations, INPUTS[stored].is_nvfp4
-    if wanted == "auto":
-        return "per-token" if is_nvfp4 else "a16"
-    if wanted == "static" and not is_nvfp4:
-        raise ValueError(
-            f"{name}: activations is 'static', must be another for a checkpoint of W4A16, which holds no "
-            "scales of activations"
-        )
-    if wanted == "static" and is_experts:
-        raise ValueError(
-            f"{name}: activations is 'static', must be another for experts, whose inputs have an amax for "
-            "each token; or name the layer in the option ignore"
-        )
-    return wanted
 
 
 def _boolean(name: str, text: str) -> bool:

@@ -1,24 +1,79 @@
-"""From the loaded parameters of a layer to the tensors that the operators read."""
+"""From the tensors of a checkpoint, checked while an engine loads them, to those that the operators read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import _values, support
+from ... import _checks, _values, support
 from ...checkpoint.formats import FORMATS, FormatName
 from ...containers.nvfp4 import NVFP4Tensor
 from ...containers.prepacked import prepack
-from ...nn.experts import interleaved_stack
+from ...nn._inputs import OUT_STEP, check_float_weight
 from ...ops.parts import OperandParts
+from ...recipe import DataFree, as_quantizer
 
-__all__ = ["NOT_LOADED", "assembled", "hold", "input_amax", "interleaved_stack"]
+__all__ = ["NOT_LOADED", "assembled", "check_sizes", "checked_loader", "hold", "input_amax", "quantized"]
 
 # What codes hold before they are loaded: pairs of -0. No quantizer writes them for all of a weight whose amax
 # is positive: the code of its largest element is not zero.
 NOT_LOADED = 0x88
+_MX = "; scales of uint8, one for 32 elements, are mxfp4's, which fp4gemm does not read"
+_MX_SCALES = (torch.uint8, torch.float8_e8m0fnu)
+
+
+def check_sizes(name: str, n: int, k: int) -> None:
+    """Raise ValueError unless the kernels read a weight (n, k) of one rank."""
+    for what, size, step in (("k", k, _checks.K_STEP_MM), ("n", n, OUT_STEP)):
+        if size % step:
+            raise ValueError(
+                f"{name}: {what} is {size} on this rank, must be a multiple of {step}; use another tensor "
+                "parallel size, or name the layer in the option ignore (FP4GEMM_SERVING_IGNORE)"
+            )
+
+
+def checked_loader(
+    loader: Callable[..., Any], name: str, dtypes: Sequence[torch.dtype], columns: Sequence[int] | None
+) -> Callable[..., Any]:
+    """The engine's loader of a parameter, after a check of the tensor of the checkpoint.
+
+    Args:
+        loader: called with (parameter, tensor, ...), as every loader of vLLM and SGLang is.
+        name: the name of the parameter, for messages.
+        dtypes: those that the tensor may have. A copy between others would convert, silently.
+        columns: the sizes that its last dimension may have; None: the tensor holds one number.
+
+    Returns:
+        A function with the signature and the attributes of ``loader``. It raises TypeError or ValueError,
+        which name the tensor, its dtype or shape, and what it must be.
+    """
+
+    @functools.wraps(loader)
+    def load(param: Any, loaded_weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if loaded_weight.dtype not in dtypes:
+            hint = _MX if torch.float8_e4m3fn in dtypes and loaded_weight.dtype in _MX_SCALES else ""
+            raise TypeError(f"{name}: dtype is {loaded_weight.dtype}, must be {_listing(dtypes)}{hint}")
+        shape = tuple(loaded_weight.shape)
+        if columns is not None and (not shape or shape[-1] not in columns):
+            wanted = " or ".join(map(str, dict.fromkeys(columns)))
+            raise ValueError(f"{name}: shape is {shape}, must have {wanted} columns")
+        try:
+            return loader(param, loaded_weight, *args, **kwargs)
+        except (AssertionError, IndexError, RuntimeError) as error:
+            about = f": {error}" if str(error) else ""
+            raise ValueError(
+                f"{name}: shape is {shape}, must fit the parameter {tuple(param.shape)} of this rank{about}"
+            ) from error
+
+    return load
+
+
+def _listing(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(map(str, dtypes))
 
 
 def assembled(
@@ -82,6 +137,12 @@ def assembled(
         where = _where(unloaded, partition_rows)
         raise ValueError(f"{name}.{names.codes}: is missing in the checkpoint{where}, which has its scales")
     return NVFP4Tensor._of_compact(codes, bits.view(torch.float8_e4m3fn), amax.contiguous(), e4m3_max)
+
+
+def quantized(name: str, weight: Tensor, method: DataFree) -> NVFP4Tensor:
+    """The weight (n, k) or (g, n, k) with an amax for each row; raises for NaN and infinity, by name."""
+    check_float_weight(name, weight, tuple(weight.shape))
+    return as_quantizer(method, "row")(weight)
 
 
 def hold(weight: NVFP4Tensor, quantizes: bool) -> OperandParts:

@@ -14,10 +14,10 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from ... import _names
 from ...checkpoint.formats import FormatName
 from ...recipe import INPUTS, StoredActivations
-from ..serving import own
+from ..serving import choice
 from ..serving.experts import ACTIVATIONS
 from ..serving.layers import TEXTS, Layer, bound_of
-from ..serving.options import Options, activations_of
+from ..serving.options import Options
 from ..serving.report import Report
 from ._methods import (
     Fp4GemmFusedMoEMethod,
@@ -29,8 +29,6 @@ from ._methods import (
 from ._process import current_device, log
 
 __all__ = ["chosen", "reason_against", "shards"]
-
-_ALGORITHMS: dict[str, StoredActivations] = {"NVFP4": "per-token", "W4A16_NVFP4": "a16"}
 
 
 def chosen(format: FormatName, original: Any, config: Any, layer: Any, prefix: str) -> Any:
@@ -48,10 +46,10 @@ def chosen(format: FormatName, original: Any, config: Any, layer: Any, prefix: s
     options: Options = config.fp4gemm_options
     stored = _STORED[format](config, layer, prefix, is_experts)
     reason: str | None = stored
-    if stored in own.SERVED:
+    if stored in choice.SERVED:
         reason = "the option ignore names it" if options.ignores(prefix) else None
     if reason is None:
-        activations = activations_of(options, cast(StoredActivations, stored), prefix, is_experts)
+        activations = choice.activations_of(options, cast(StoredActivations, stored), prefix, is_experts)
         reason = config.fp4gemm_device.reason_against(activations, is_experts)
     if reason is None and is_experts:
         reason = reason_against(layer)
@@ -66,15 +64,16 @@ def chosen(format: FormatName, original: Any, config: Any, layer: Any, prefix: s
         e4m3_max=bound_of(state.get("fp4gemm_config", {})) if scheme is None else scheme.e4m3_max,
         scaling="tensor" if scheme is None else scheme.scaling,
         batch_invariant=options.batch_invariant,
+        method=options.method,
         report=config.fp4gemm_report,
-        has_input_scale=own.has_input_scale(scheme)
+        has_input_scale=choice.has_input_scale(scheme)
         if format == "fp4gemm"
         else INPUTS[cast(StoredActivations, stored)].is_nvfp4,
     )
     if format == "fp4gemm" and scheme is None:
         if is_experts:
-            return Fp4GemmOnlineFusedMoEMethod(known, layer, options.method)
-        return Fp4GemmOnlineLinearMethod(known, options.method)
+            return Fp4GemmOnlineFusedMoEMethod(known, layer)
+        return Fp4GemmOnlineLinearMethod(known)
     return Fp4GemmFusedMoEMethod(known, layer) if is_experts else Fp4GemmLinearMethod(known)
 
 
@@ -112,8 +111,8 @@ def _of_own(config: Any, layer: Any, prefix: str, is_experts: bool) -> str:
     if not is_experts and not isinstance(layer, LinearBase):
         return "it is the output embedding"
     if is_experts:
-        return own.stored_experts(config.scheme, prefix)
-    return own.stored(config.scheme, prefix, shards(config, prefix))
+        return choice.stored_experts(config.scheme, prefix)
+    return choice.stored(config.scheme, prefix, shards(config, prefix))
 
 
 def _of_modelopt(config: Any, layer: Any, prefix: str, is_experts: bool) -> str:
@@ -124,10 +123,7 @@ def _of_modelopt(config: Any, layer: Any, prefix: str, is_experts: bool) -> str:
     if skipped or config.is_layer_excluded(prefix):
         return "the checkpoint excludes it"
     if hasattr(config, "resolve_quant_algo"):
-        algorithm = config.resolve_quant_algo(prefix)
-        if algorithm not in _ALGORITHMS:
-            return "it is in 16 bits" if algorithm is None else f"its weights are {algorithm}"
-        return _ALGORITHMS[algorithm]
+        return choice.of_algorithm(config.resolve_quant_algo(prefix))
     if not config.is_checkpoint_nvfp4_serialized:
         return "the checkpoint is not NVFP4"
     if config.is_awq:

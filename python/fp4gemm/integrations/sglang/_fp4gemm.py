@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 from ...checkpoint.formats import Scheme, read_quantization_config
-from ..serving import own
+from ..serving import choice
 from ._choice import chosen, shards
 
 __all__ = ["Fp4GemmConfig"]
@@ -19,12 +18,8 @@ __all__ = ["Fp4GemmConfig"]
 _ADDED = ("packed_modules_mapping", "hf_config")
 
 
-class Fp4GemmConfig(QuantizationConfig):
-    """``quant_method: fp4gemm`` of a checkpoint, or ``--quantization fp4gemm`` for one in 16 bits.
-
-    In the second case every linear layer is quantized with an amax for each row of its weight, but routers
-    and the output embedding, and so are experts. ``method`` of :class:`.Options` says how, and with
-    ``activations="a16"`` inputs stay in 16 bits. Each rank quantizes its own shard.
+class Fp4GemmConfig(choice.OwnConfig, QuantizationConfig):
+    """The config that :class:`.OwnConfig` describes, for SGLang.
 
     Args:
         scheme: the scheme of the checkpoint; None: it is in 16 bits.
@@ -46,28 +41,12 @@ class Fp4GemmConfig(QuantizationConfig):
         given = {name: value for name, value in config.items() if name not in _ADDED}
         return cls(read_quantization_config(given), config.get("packed_modules_mapping"))
 
-    @classmethod
-    def get_name(cls) -> str:
-        return "fp4gemm"
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 80
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
-
     def get_scaled_act_names(self) -> list[str]:
         return []
 
     def is_linear_unquantized(self, prefix: str) -> bool:
         """Whether SGLang runs a linear layer of this name; it asks before layers exist."""
-        return own.stored(self.scheme, prefix, shards(self, prefix)) not in own.SERVED
+        return choice.stored(self.scheme, prefix, shards(self, prefix)) not in choice.SERVED
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         return chosen("fp4gemm", _of_engine, self, layer, prefix)

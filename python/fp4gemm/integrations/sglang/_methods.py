@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from sglang.srt.layers import linear as linears
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 from sglang.srt.layers.parameter import (
@@ -14,11 +13,9 @@ from sglang.srt.layers.parameter import (
 )
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase, LinearMethodBase
 
-from ...recipe import DataFree
-from ..serving.experts import ExpertsWeights
+from ..serving.experts import ExpertsWeights, OnlineExperts
 from ..serving.layers import InPlace, Layer
-from ..serving.linear import LinearWeights, Parameters
-from ..serving.online import OnlineExperts, OnlineLinear
+from ..serving.linear import LinearWeights, OnlineLinear, Parameters
 
 __all__ = [
     "Fp4GemmFusedMoEMethod",
@@ -38,10 +35,6 @@ class Fp4GemmOnlineLinearMethod(InPlace, OnlineLinear, LinearMethodBase):
     """A linear layer whose weight in 16 bits becomes NVFP4 after SGLang has loaded it."""
 
     parameters = Fp4GemmLinearMethod.parameters
-
-    def __init__(self, known: Layer, method: DataFree) -> None:
-        super().__init__(known)
-        self.method = method
 
 
 # SGLang's layers ask this list whether parameters shard themselves.
@@ -64,22 +57,8 @@ class _Experts(ExpertsWeights, FusedMoEMethodBase):
     def __init__(self, known: Layer, layer: Any) -> None:
         self.know(known, activation_of(layer))
 
-    def create_weights(
-        self,
-        layer: Any,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        """The parameters of the checkpoint, for the experts and the shard of this rank.
-
-        Raises:
-            ValueError: the sizes of the shard do not fit the kernels.
-        """
-        sizes = (num_experts, hidden_size, intermediate_size_per_partition)
-        self.create(layer, *sizes, layer.moe_tp_size, extra_weight_attrs["weight_loader"], {})
+    def tp_size(self, layer: Any) -> int:
+        return int(layer.moe_tp_size)
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         """Do nothing: the operator takes the place of the runner."""
@@ -99,29 +78,5 @@ class Fp4GemmFusedMoEMethod(InPlace, _Experts):
     """Experts of an NVFP4 checkpoint. SGLang's dispatcher gives ids of this rank, -1 for other ranks."""
 
 
-class _OnlineExperts(OnlineExperts, _Experts):
-    def __init__(self, known: Layer, layer: Any, method: DataFree) -> None:
-        super().__init__(known, layer)
-        self.method = method
-
-    def create_weights(
-        self,
-        layer: Any,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        """The weights of the checkpoint, for the experts and the shard of this rank.
-
-        Raises:
-            ValueError: the sizes of the shard do not fit the kernels.
-        """
-        sizes = (num_experts, hidden_size, intermediate_size_per_partition)
-        attrs = {"weight_loader": extra_weight_attrs["weight_loader"]}
-        self.create_floats(layer, *sizes, params_dtype, attrs)
-
-
-class Fp4GemmOnlineFusedMoEMethod(InPlace, _OnlineExperts):
+class Fp4GemmOnlineFusedMoEMethod(InPlace, OnlineExperts, _Experts):
     """Experts whose weights in 16 bits become NVFP4 after SGLang has loaded them."""

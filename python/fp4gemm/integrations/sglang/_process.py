@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from ..serving.device import Device
+from ..serving.choice import Device
 
 __all__ = ["current_device", "log"]
 

@@ -11,11 +11,13 @@ point for such an extension, so a program has to call :func:`register`.
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import _attach  # noqa: F401  # quantize_model tells it of models that it has changed
-from ._registry import register, unregister
+from . import _attach  # quantize_model tells it of models that it has changed
+from ._registry import register, required, unregister
 
 if TYPE_CHECKING:
     import torch
@@ -53,18 +55,46 @@ def save_pretrained(
         TypeError, ValueError: naming the argument, or the layer that the format cannot hold; a model with
             layers of another quantization of transformers. Nothing is written then.
     """
-    from ._registry import required
-
     required()
-    from ._write import save
+    from transformers import PreTrainedModel
 
-    save(model, save_directory, format, kwargs)
+    from ... import _checks
+    from ...checkpoint.formats import FORMATS, configs_beside
+    from ...nn._weight import WeightModule
+    from ._quantizer import Fp4GemmQuantizer, saver
+
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model: got {_checks.describe(model)}, must be a transformers.PreTrainedModel")
+    if format is not None:
+        _checks.is_one_of("format", format, tuple(FORMATS))
+    if not any(isinstance(module, WeightModule) for module in model.modules()):
+        raise ValueError("model: has no NVFP4 layer, must have one; fp4gemm.models.quantize_model makes them")
+    if "state_dict" in kwargs:
+        raise TypeError(
+            "state_dict: must be absent, since the tensors are made from the model's NVFP4 layers"
+        )
+    if Path(save_directory).is_file():
+        raise ValueError(f"save_directory: {save_directory} is a file, must be a folder")
+    if getattr(model, "hf_quantizer", None) is None:  # its layers were not made by quantize_model
+        model.hf_quantizer = saver()
+    held = model.hf_quantizer
+    if not isinstance(held, Fp4GemmQuantizer):
+        raise ValueError(f"model: {_attach.beside(held)}")
+    config = held.quantization_config
+    before = config.format
+    config.format = format or (None if held.is_saver else before)
+    try:
+        model.save_pretrained(save_directory, **kwargs)
+    finally:
+        config.format = before
+    is_main = kwargs.get("is_main_process", True)  # the others write no configs
+    if is_main and config.scheme is not None:
+        for name, content in configs_beside(config.scheme).items():
+            (Path(save_directory) / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def __getattr__(name: str) -> Any:
     if name == "Fp4GemmConfig":
-        from ._registry import required
-
         required()
         from ._config import Fp4GemmConfig
 

@@ -19,22 +19,20 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from ...checkpoint.formats import FormatName
 from ...recipe import INPUTS, StoredActivations, WeightScaling
-from ..serving import own
+from ..serving.choice import SERVED, activations_of, of_algorithm
 from ..serving.layers import TEXTS, Layer, bound_of
-from ..serving.options import Options, activations_of
+from ..serving.options import Options
 from ..serving.report import Report
-from ._experts import (
+from ._methods import (
     CompressedTensorsFp4GemmMoEMethod,
+    Fp4GemmLinearMethod,
     Fp4GemmMoEMethod,
     ModelOptFp4GemmMoEMethod,
     reason_against,
 )
-from ._linear import Fp4GemmLinearMethod
 from ._process import current_device, current_options, log
 
 __all__ = ["CONFIGS", "Serves"]
-
-_ALGORITHMS: dict[str, StoredActivations] = {"NVFP4": "per-token", "W4A16_NVFP4": "a16"}
 
 
 class Serves:
@@ -66,7 +64,7 @@ class Serves:
         if not is_experts and not isinstance(layer, (LinearBase, ParallelLMHead)):
             return self.of_engine(layer, prefix)
         stored = self.stored(layer, prefix)
-        if stored not in own.SERVED:
+        if stored is None or stored not in SERVED:
             method = self.of_engine(layer, prefix)
             return method if stored is None else self.report.left(prefix, stored, method)
         reason = "the option ignore names it" if self.serving.ignores(prefix) else None
@@ -98,6 +96,7 @@ class Serves:
             e4m3_max=self.e4m3_max,
             scaling=self.served_scaling,
             batch_invariant=self.serving.batch_invariant or bool(envs.VLLM_BATCH_INVARIANT),
+            method=self.serving.method,
             report=self.report,
             has_input_scale=has_input_scale,
         )
@@ -136,10 +135,7 @@ class _OfModelOpt(Serves):
         is_experts = isinstance(layer, RoutedExperts)
         if not is_experts and isinstance(self.of_engine(layer, prefix), UnquantizedLinearMethod):
             return "it is in 16 bits"
-        algorithm = self.algorithm(prefix)
-        if algorithm in _ALGORITHMS:
-            return _ALGORITHMS[algorithm]
-        return "it is in 16 bits" if algorithm is None else f"its weights are {algorithm}"
+        return of_algorithm(self.algorithm(prefix))
 
 
 class Fp4GemmModelOptConfig(_OfModelOpt, ModelOptNvFp4Config):

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from ...checkpoint.formats import FormatName, Scheme, read_quantization_config
 from ...recipe import StoredActivations, WeightScaling
-from ..serving import own
+from ..serving import choice
 from ._configs import Serves
-from ._online import OnlineLinearMethod, OnlineMoEMethod
+from ._methods import OnlineLinearMethod, OnlineMoEMethod
 
 __all__ = ["Fp4GemmConfig"]
 
@@ -25,12 +24,8 @@ class _OfEngine(QuantizationConfig):
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
 
 
-class Fp4GemmConfig(Serves, _OfEngine):
-    """``quant_method: fp4gemm`` of a checkpoint, or ``--quantization fp4gemm`` for one in 16 bits.
-
-    In the second case every linear layer is quantized with an amax for each row of its weight, but routers
-    and the output embedding, and so are experts. ``method`` of :class:`.Options` says how, and with
-    ``activations="a16"`` inputs stay in 16 bits. Each rank quantizes its own shard.
+class Fp4GemmConfig(choice.OwnConfig, Serves, _OfEngine):
+    """The config that :class:`.OwnConfig` describes, for vLLM.
 
     Args:
         scheme: the scheme of the checkpoint; None: it is in 16 bits.
@@ -54,20 +49,6 @@ class Fp4GemmConfig(Serves, _OfEngine):
         """
         return cls(read_quantization_config(config))
 
-    def get_name(self) -> str:
-        return "fp4gemm"
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 80
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
-
     def stored(self, layer: Any, prefix: str) -> StoredActivations | str | None:
         is_experts = isinstance(layer, RoutedExperts)
         if not is_experts and not isinstance(layer, LinearBase):
@@ -76,15 +57,15 @@ class Fp4GemmConfig(Serves, _OfEngine):
         shards = [base + dot + name for name in self.packed_modules_mapping.get(last, [last])]
         if is_experts:
             shards = [f"{prefix}.0.{layer.ckpt_down_proj_name}"]
-        return own.stored(self.scheme, prefix, shards)
+        return choice.stored(self.scheme, prefix, shards)
 
     def has_input_scale(self, stored: str) -> bool:
-        return own.has_input_scale(self.scheme)
+        return choice.has_input_scale(self.scheme)
 
     def method(self, layer: Any, prefix: str, activations: StoredActivations, has_input_scale: bool) -> Any:
         if self.scheme is not None:
             return super().method(layer, prefix, activations, has_input_scale)
         known = self.known(prefix, activations, has_input_scale)
         if isinstance(layer, RoutedExperts):
-            return OnlineMoEMethod(known, layer, self.serving.method)
-        return OnlineLinearMethod(known, self.serving.method)
+            return OnlineMoEMethod(known, layer)
+        return OnlineLinearMethod(known)

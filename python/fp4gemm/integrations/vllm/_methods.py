@@ -1,25 +1,71 @@
-"""The experts of vLLM's mixtures on fp4gemm."""
+"""The linear layers and the experts of vLLM on fp4gemm.
+
+Weights in 16 bits are quantized while vLLM loads them: at no time are all of them in memory.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.parameter import (
+    ChannelQuantScaleParameter,
+    ModelWeightParameter,
+    PerTensorScaleParameter,
+)
 
-from ..serving.experts import ACTIVATIONS, ExpertsWeights
+from ..serving.experts import ACTIVATIONS, ExpertsWeights, OnlineExperts
 from ..serving.layers import Layer
+from ..serving.linear import LinearWeights, OnlineLinear, Parameters
 
 __all__ = [
     "CompressedTensorsFp4GemmMoEMethod",
+    "Fp4GemmLinearMethod",
     "Fp4GemmMoEMethod",
     "ModelOptFp4GemmMoEMethod",
+    "OnlineLinearMethod",
+    "OnlineMoEMethod",
     "reason_against",
 ]
 
 # The backend that gives the operator all tokens and adds up its results; others belong to vLLM's kernels.
 _GATHERS = "allgather_reducescatter"
+# Set on a layer whose weights were processed while they were loaded; vLLM asks every layer again at the end.
+_DONE = "_already_called_process_weights_after_loading"
+
+
+class _WhileLoading:
+    """Weights in 16 bits that become NVFP4 when the last of a layer has been loaded.
+
+    It comes before a class with ``create_weights`` and ``process_weights_after_loading``.
+    """
+
+    uses_meta_device = True
+    device: str | None = "meta"
+
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        super().create_weights(layer, *args, **kwargs)  # type: ignore[misc]
+        initialize_online_processing(layer)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if not getattr(layer, _DONE, False):
+            super().process_weights_after_loading(layer)  # type: ignore[misc]
+            setattr(layer, _DONE, True)
+
+
+@register_weight_loader_v2_supported_method
+class Fp4GemmLinearMethod(LinearWeights, LinearMethodBase):
+    """A linear layer of an NVFP4 checkpoint. vLLM's reload of weights writes into the same memory."""
+
+    parameters = Parameters(ModelWeightParameter, PerTensorScaleParameter, ChannelQuantScaleParameter)
+
+
+@register_weight_loader_v2_supported_method
+class OnlineLinearMethod(_WhileLoading, OnlineLinear, Fp4GemmLinearMethod):
+    """A linear layer of a checkpoint in 16 bits."""
 
 
 def reason_against(layer: Any) -> str | None:
@@ -53,25 +99,12 @@ class Fp4GemmMoEMethod(ExpertsWeights, FusedMoEMethodBase):
         super().__init__(layer.moe_config)
         self.know(known, _activation_of(layer))
 
-    def create_weights(
-        self,
-        layer: Any,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        """The parameters of the checkpoint, for the experts and the shard of this rank.
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        layer.num_experts, layer.params_dtype = kwargs["num_experts"], kwargs["params_dtype"]
+        super().create_weights(layer, *args, **kwargs)
 
-        Raises:
-            ValueError: the sizes of the shard do not fit the kernels.
-        """
-        layer.num_experts, layer.params_dtype = num_experts, params_dtype
-        loader = extra_weight_attrs.pop("weight_loader")
-        tp_size = layer.moe_config.moe_parallel_config.tp_size
-        sizes = (num_experts, hidden_size, intermediate_size_per_partition)
-        self.create(layer, *sizes, tp_size, loader, extra_weight_attrs)
+    def tp_size(self, layer: Any) -> int:
+        return int(layer.moe_config.moe_parallel_config.tp_size)
 
     def uses_weight_scale_2_pattern(self) -> bool:
         """vLLM asks this of methods of ModelOpt: "weight_scale_2" is the outer scale."""
@@ -99,3 +132,7 @@ class ModelOptFp4GemmMoEMethod(Fp4GemmMoEMethod):
 
 class CompressedTensorsFp4GemmMoEMethod(Fp4GemmMoEMethod):
     """Experts of a compressed-tensors checkpoint, which take the other branch of vLLM's loader."""
+
+
+class OnlineMoEMethod(_WhileLoading, OnlineExperts, Fp4GemmMoEMethod):
+    """Experts of a checkpoint in 16 bits."""
