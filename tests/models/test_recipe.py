@@ -242,6 +242,11 @@ def test_names_that_moved_out_of_nn_warn(name: str) -> None:
     assert found is getattr(fp4gemm.models, name)
 
 
+def test_an_empty_value_is_no_default() -> None:
+    with pytest.raises(ValueError, match=r"^weight_scaling: got '', must be 'row' or 'tensor'"):
+        Options(weight_scaling="")
+
+
 def test_both_names_are_refused() -> None:
     with pytest.raises(TypeError, match=r"^Linear: got activation_scaling and activations, must be one"):
         nn.Linear(64, 24, activation_scaling="row", activations="a16")

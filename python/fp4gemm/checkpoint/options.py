@@ -101,7 +101,7 @@ class Options:
         calibration = read_calibration(self.calibration)
         recipe = Recipe(
             activations=cast(StoredActivations, self.activations),
-            weight_scaling=self.weight_scaling or (None if has_rows else "tensor"),
+            weight_scaling="tensor" if self.weight_scaling is None and not has_rows else self.weight_scaling,
             method=self.method,
             four_over_six=self.four_over_six,
             numerics=self.numerics,
