@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .. import _checks, _names
+from .. import _checks, _names, recipe
 from ..calibration.statistics import PARTS, InputStatistics, Statistics, StatisticsFile
 from ..models.calibration import calibrate
 from ..recipe import Data, Method, completed
@@ -119,13 +119,12 @@ def data_of(calibration: Calibration | None, method: Method | None) -> Data:
     Raises:
         ValueError: the method is "gptq", and a layer has no second moment.
     """
-    if calibration is None:
-        return "none"
-    if isinstance(calibration, Text) or calibration.has_moments:
+    if isinstance(calibration, Text):
         return "second moment"
-    if method == "gptq":
+    data = recipe.data_of(calibration)
+    if method == "gptq" and calibration is not None and data == "mean square":
         raise ValueError(f"calibration: {_without_moment(calibration)}, must have it for the method 'gptq'")
-    return "mean square"
+    return data
 
 
 def _without_moment(calibration: Statistics | StatisticsFile | Text) -> str:

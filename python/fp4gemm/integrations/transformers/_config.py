@@ -111,7 +111,7 @@ class Fp4GemmConfig(QuantizationConfigMixin):
             if value is not None
         }
         self.activations = activations
-        self.weight_scaling: WeightScaling = weight_scaling or ("row" if format == "fp4gemm" else "tensor")
+        self.weight_scaling: WeightScaling = weight_scaling or _scaling_of(format)
         self.recipe = Recipe(
             activations=activations or "per-token",
             weight_scaling=self.weight_scaling,
@@ -206,6 +206,11 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         if not isinstance(given.get("calibration"), str):
             given.pop("calibration", None)  # batches are no JSON
         return {"quant_method": self.quant_method, **given}
+
+
+def _scaling_of(format: FormatName | None) -> WeightScaling:
+    """The default of weight_scaling: "row" where the format can hold it."""
+    return "row" if format is not None and FORMATS[format].has_row_scales else "tensor"
 
 
 def compressed_tensors(old: Any) -> Any:
