@@ -30,13 +30,18 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
   m.def(
       "quantize_searched(Tensor x, Tensor? amax, Tensor? importance, bool per_row, int block_rows=1, "
       "int e4m3_max=448) -> (Tensor, Tensor, Tensor)");
+  m.def("quantize_fp8(Tensor x, Tensor? offs=None) -> (Tensor, Tensor)");
   m.def("silu_and_mul_quantize(Tensor x, Tensor? offs=None) -> (Tensor, Tensor, Tensor)");
   m.def("silu_and_mul_quantize_decoded(Tensor x, Tensor? offs=None) -> (Tensor, Tensor)");
+  m.def("silu_and_mul_quantize_fp8(Tensor x, Tensor? offs=None) -> (Tensor, Tensor)");
   m.def(
       "rms_norm_quantize(Tensor x, Tensor? weight, Tensor? residual, float eps) -> "
       "(Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "rms_norm_quantize_decoded(Tensor x, Tensor? weight, Tensor? residual, float eps) -> "
+      "(Tensor, Tensor, Tensor)");
+  m.def(
+      "rms_norm_quantize_fp8(Tensor x, Tensor? weight, Tensor? residual, float eps) -> "
       "(Tensor, Tensor, Tensor)");
   m.def(
       "dequantize(Tensor codes, Tensor scales, Tensor amax, int e4m3_max, ScalarType dtype, "
@@ -102,12 +107,15 @@ STABLE_TORCH_LIBRARY_IMPL(fp4gemm, CUDA, m) {
   m.impl("quantize", TORCH_BOX(&fp4gemm_torch::quantize));
   m.impl("quantize_both", TORCH_BOX(&fp4gemm_torch::quantize_both));
   m.impl("quantize_decoded", TORCH_BOX(&fp4gemm_torch::quantize_decoded));
+  m.impl("quantize_fp8", TORCH_BOX(&fp4gemm_torch::quantize_fp8));
   m.impl("quantize_searched", TORCH_BOX(&fp4gemm_torch::quantize_searched));
   m.impl("quantize_stack", TORCH_BOX(&fp4gemm_torch::quantize_stack));
   m.impl("silu_and_mul_quantize", TORCH_BOX(&fp4gemm_torch::silu_and_mul_quantize));
   m.impl("silu_and_mul_quantize_decoded", TORCH_BOX(&fp4gemm_torch::silu_and_mul_quantize_decoded));
+  m.impl("silu_and_mul_quantize_fp8", TORCH_BOX(&fp4gemm_torch::silu_and_mul_quantize_fp8));
   m.impl("rms_norm_quantize", TORCH_BOX(&fp4gemm_torch::rms_norm_quantize));
   m.impl("rms_norm_quantize_decoded", TORCH_BOX(&fp4gemm_torch::rms_norm_quantize_decoded));
+  m.impl("rms_norm_quantize_fp8", TORCH_BOX(&fp4gemm_torch::rms_norm_quantize_fp8));
   m.impl("mxfp8_quantize", TORCH_BOX(&fp4gemm_torch::mxfp8_quantize));
   m.impl("mxfp8_dequantize", TORCH_BOX(&fp4gemm_torch::mxfp8_dequantize));
   m.impl("dequantize", TORCH_BOX(&fp4gemm_torch::dequantize));

@@ -26,11 +26,12 @@ Quantized set_output(Args& args, int32_t device, int num_groups) {
   return result;
 }
 
-/// The arguments of silu_and_mul_quantize without its results: x = [gate | up] and groups.
+/// The arguments of silu_and_mul_quantize without its results: x = [gate | up] and groups. k must be a
+/// multiple of `step`.
 fp4gemm_silu_and_mul_quantize_args_t silu_args(Tensor const& x, std::optional<Tensor> const& offs,
-                                               int32_t device) {
+                                               int32_t device, int64_t step = 16) {
   fp4gemm_silu_and_mul_quantize_args_t args = FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT;
-  set_input(args, x, 32);
+  set_input(args, x, 2 * step);
   args.k /= 2;
   args.x_dtype = dtype_of("x", x.scalar_type());
   set_groups(args, offs, device);
@@ -38,11 +39,12 @@ fp4gemm_silu_and_mul_quantize_args_t silu_args(Tensor const& x, std::optional<Te
 }
 
 /// The arguments of rms_norm_quantize without its results, except for *sum, which becomes the new residual.
+/// k must be a multiple of `step`.
 fp4gemm_rms_norm_quantize_args_t norm_args(Tensor const& x, std::optional<Tensor> const& weight,
                                            std::optional<Tensor> const& residual, double eps, Tensor* sum,
-                                           int32_t device) {
+                                           int32_t device, int64_t step = 16) {
   fp4gemm_rms_norm_quantize_args_t args = FP4GEMM_RMS_NORM_QUANTIZE_ARGS_INIT;
-  set_input(args, x);
+  set_input(args, x, step);
   args.x_dtype = dtype_of("x", x.scalar_type());
   args.epsilon = static_cast<float>(eps);
   if (weight.has_value()) {
@@ -82,6 +84,15 @@ std::tuple<Tensor, Tensor> silu_and_mul_quantize_decoded(Tensor const& x, std::o
   return {data, amax};
 }
 
+std::tuple<Tensor, Tensor> silu_and_mul_quantize_fp8(Tensor const& x, std::optional<Tensor> offs) {
+  int32_t const device = x.get_device_index();
+  fp4gemm_silu_and_mul_quantize_args_t args = silu_args(x, offs, device, kFp8Step);
+  Tensor data = set_fp8(args, args.m, args.k, device);
+  Tensor amax = set_row_amax(args, device);
+  check_status(fp4gemm_silu_and_mul_quantize(&args, device, current_stream(device)));
+  return {data, amax};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> rms_norm_quantize(Tensor const& x, std::optional<Tensor> weight,
                                                              std::optional<Tensor> residual, double eps) {
   int32_t const device = x.get_device_index();
@@ -98,6 +109,17 @@ std::tuple<Tensor, Tensor, Tensor> rms_norm_quantize_decoded(Tensor const& x, st
   Tensor sum;
   fp4gemm_rms_norm_quantize_args_t args = norm_args(x, weight, residual, eps, &sum, device);
   Tensor data = set_decoded(args, args.m, args.k, device);
+  Tensor amax = set_row_amax(args, device);
+  check_status(fp4gemm_rms_norm_quantize(&args, device, current_stream(device)));
+  return {data, amax, sum};
+}
+
+std::tuple<Tensor, Tensor, Tensor> rms_norm_quantize_fp8(Tensor const& x, std::optional<Tensor> weight,
+                                                         std::optional<Tensor> residual, double eps) {
+  int32_t const device = x.get_device_index();
+  Tensor sum;
+  fp4gemm_rms_norm_quantize_args_t args = norm_args(x, weight, residual, eps, &sum, device, kFp8Step);
+  Tensor data = set_fp8(args, args.m, args.k, device);
   Tensor amax = set_row_amax(args, device);
   check_status(fp4gemm_rms_norm_quantize(&args, device, current_stream(device)));
   return {data, amax, sum};

@@ -121,4 +121,15 @@ Tensor set_decoded(Result& result, int64_t rows, int64_t k, int32_t device) {
   return data;
 }
 
+/// k of FP8 tokens is a multiple of this.
+constexpr int64_t kFp8Step = 64;
+
+/// Sets a new tensor for e4m3 codes, instead of codes and scales, and returns it.
+template <class Result>
+Tensor set_fp8(Result& result, int64_t rows, int64_t k, int32_t device) {
+  Tensor data = empty(rows, k, ScalarType::Float8_e4m3fn, device);
+  result.fp8 = static_cast<uint8_t*>(data.mutable_data_ptr());
+  return data;
+}
+
 }  // namespace fp4gemm_torch

@@ -182,6 +182,18 @@ std::tuple<Tensor, Tensor> quantize_decoded(Tensor const& x, std::optional<Tenso
   return {data, measured};
 }
 
+std::tuple<Tensor, Tensor> quantize_fp8(Tensor const& x, std::optional<Tensor> offs) {
+  int32_t const device = x.get_device_index();
+  fp4gemm_quantize_args_t args = FP4GEMM_QUANTIZE_ARGS_INIT;
+  set_input(args, x, kFp8Step);
+  args.x_dtype = dtype_of("x", x.scalar_type());
+  set_groups(args, offs, device);
+  Tensor amax = set_amax("amax", args.row, args.m, std::nullopt, true, {args.num_groups, false}, device);
+  Tensor data = set_fp8(args.row, args.m, args.k, device);
+  check_status(fp4gemm_quantize(&args, device, current_stream(device)));
+  return {data, amax};
+}
+
 Tensor dequantize(Tensor const& codes, Tensor const& scales, Tensor const& amax, int64_t e4m3_max,
                   ScalarType dtype, bool swizzled, std::optional<Tensor> offs) {
   int32_t const device = codes.get_device_index();

@@ -43,6 +43,8 @@ std::tuple<Tensor, Tensor> quantize_decoded(Tensor const& x, std::optional<Tenso
                                             std::optional<Tensor> offs,
                                             std::optional<Tensor> rows = std::nullopt);
 
+std::tuple<Tensor, Tensor> quantize_fp8(Tensor const& x, std::optional<Tensor> offs);
+
 std::tuple<Tensor, Tensor, Tensor> quantize_searched(Tensor const& x, std::optional<Tensor> amax,
                                                      std::optional<Tensor> importance, bool per_row,
                                                      int64_t block_rows, int64_t e4m3_max);
@@ -55,11 +57,16 @@ std::tuple<Tensor, Tensor, Tensor> silu_and_mul_quantize(Tensor const& x, std::o
 
 std::tuple<Tensor, Tensor> silu_and_mul_quantize_decoded(Tensor const& x, std::optional<Tensor> offs);
 
+std::tuple<Tensor, Tensor> silu_and_mul_quantize_fp8(Tensor const& x, std::optional<Tensor> offs);
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> rms_norm_quantize(Tensor const& x, std::optional<Tensor> weight,
                                                              std::optional<Tensor> residual, double eps);
 
 std::tuple<Tensor, Tensor, Tensor> rms_norm_quantize_decoded(Tensor const& x, std::optional<Tensor> weight,
                                                              std::optional<Tensor> residual, double eps);
+
+std::tuple<Tensor, Tensor, Tensor> rms_norm_quantize_fp8(Tensor const& x, std::optional<Tensor> weight,
+                                                         std::optional<Tensor> residual, double eps);
 
 Tensor dequantize(Tensor const& codes, Tensor const& scales, Tensor const& amax, int64_t e4m3_max,
                   ScalarType dtype, bool swizzled, std::optional<Tensor> offs);

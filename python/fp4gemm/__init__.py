@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from . import _native, reference, selection
 from .containers import interop
 from .containers.decoded import DecodedTensor
+from .containers.fp8 import FP8Tensor
 from .containers.mxfp8 import MXFP8Tensor, quantize_mxfp8
 from .containers.nvfp4 import NVFP4Tensor
 from .containers.prepacked import PrepackedTensor, prepack, unprepack
@@ -25,9 +26,14 @@ from .grouped import grouped_mm, scaled_grouped_mm
 from .integrations import transformers as _transformers  # noqa: F401  # it registers with _changed
 from .kernel_table import kernels
 from .layout import swizzle_scales, unswizzle_scales
-from .producers import rms_norm_quantize, silu_and_mul_quantize
+from .producers import (
+    rms_norm_quantize,
+    rms_norm_quantize_fp8,
+    silu_and_mul_quantize,
+    silu_and_mul_quantize_fp8,
+)
 from .products import dgrad, fprop, wgrad
-from .quantize import decode, dequantize, dequantize_parts, quantize, quantize_both
+from .quantize import decode, dequantize, dequantize_parts, quantize, quantize_both, quantize_fp8
 from .stacks import concat, stack
 from .support import is_supported
 
@@ -51,6 +57,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DecodedTensor",
+    "FP8Tensor",
     "MXFP8Tensor",
     "NVFP4Tensor",
     "PrepackedTensor",
@@ -78,18 +85,21 @@ __all__ = [
     "prepack",
     "quantize",
     "quantize_both",
+    "quantize_fp8",
     "quantize_mxfp8",
     "ranks",
     "recipe",
     "records",
     "reference",
     "rms_norm_quantize",
+    "rms_norm_quantize_fp8",
     "route",
     "scaled_grouped_mm",
     "scaled_mm",
     "selection",
     "self_test",
     "silu_and_mul_quantize",
+    "silu_and_mul_quantize_fp8",
     "stack",
     "swizzle_scales",
     "training",

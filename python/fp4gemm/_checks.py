@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 BLOCK = 16  # elements along k that share one e4m3 scale
 GROUP_COLUMNS = 4 * BLOCK  # groups along k begin at multiples of it, which are whole tiles of scales
 MXFP8_BLOCK = 32  # elements along k that share one e8m0 scale
+FP8_STEP = 64  # elements along k within which FP8 tokens are reordered
 K_STEP_MM = 32  # TMA needs rows that are a multiple of 16 bytes, and a row has k/2 bytes of packed codes
 ALIGN_BYTES = 16
 E4M3_BOUNDS = (448, 256)

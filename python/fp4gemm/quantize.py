@@ -1,4 +1,4 @@
-"""quantize, quantize_both, dequantize and decode: between plain tensors and the containers."""
+"""quantize, quantize_both, quantize_fp8, dequantize and decode: between plain tensors and the containers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from . import _checks, _fast, stacks
 from .containers import _fields
 from .containers.decoded import DecodedTensor
+from .containers.fp8 import FP8Tensor
 from .containers.mxfp8 import MXFP8Tensor
 from .containers.nvfp4 import NVFP4Tensor
 from .layout import swizzle_scales
@@ -29,7 +30,7 @@ from .support import ready
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["decode", "dequantize", "dequantize_parts", "quantize", "quantize_both"]
+__all__ = ["decode", "dequantize", "dequantize_parts", "quantize", "quantize_both", "quantize_fp8"]
 
 _DEFAULTS = option_checks.defaults_of(QuantizeKeywords)
 _DEFAULTS_OF_BOTH = option_checks.defaults_of(QuantizeBothKeywords)
@@ -284,24 +285,59 @@ def quantize_both(x: Tensor, **options: Unpack[QuantizeBothKeywords]) -> tuple[N
     )
 
 
-def dequantize(t: NVFP4Tensor | MXFP8Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def quantize_fp8(x: Tensor, *, offs: Tensor | None = None) -> FP8Tensor:
+    """x[m, k] ~ code * amax[m] / 448: tokens as e4m3 codes, with amax = max |x| of each row.
+
+    With A the amax of a row (NaN ignored), fl(.) one rounding to float32 and FMAX the largest float32::
+
+        e = min(fl(448 / A), FMAX), or 1 where A is 0 or infinite          code = e4m3(fl(x * e))
+
+    e4m3 rounds to nearest even and saturates at 448; a NaN gives 0x7F. The codes are stored in the order in
+    which Hopper's kernels multiply, which :class:`fp4gemm.FP8Tensor` describes.
+
+    Args:
+        x: bfloat16, float16 or float32 (m, k); m >= 0, k a positive multiple of 64. Strides and alignment are
+            free, as for :func:`fp4gemm.quantize`.
+        offs: int32 or int64 (g,), the ends of groups of rows, as for :func:`fp4gemm.quantize`. The rows from
+            the last end on get codes and amax 0.
+
+    Returns:
+        FP8Tensor (m, k) on the device of x, on its current stream. Does not synchronise.
+
+    Raises:
+        TypeError: an argument of another Python type or dtype.
+        ValueError: another rank, size, stride, alignment or device.
+        NotImplementedError: x requires grad while grad mode is on, or the device has no kernel.
+    """
+    x, given, offs = _checks.readable_rows(x), offs, _checks.as_int32(offs)
+    _checks.quantize_input(x, "fp4gemm.quantize_fp8", step=_checks.FP8_STEP)
+    if offs is not None:
+        _checks.group_ends(offs, x.device, "x")
+    ready(x, "quantize")
+    data, amax = operators.quantize_fp8(x, offs)
+    return FP8Tensor._trusted(data, amax, offs)._made_of(given)
+
+
+def dequantize(t: NVFP4Tensor | MXFP8Tensor | FP8Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The values of a container as a plain tensor (m, k) or (g, n, k).
 
     NVFP4: cast(fl(q * fl(fl(s * amax) * fl(1 / (6 * e4m3_max))))), as :meth:`NVFP4Tensor.dequantize`.
-    MXFP8: cast(fl(v * s)), as :meth:`MXFP8Tensor.dequantize`. Rotated operands give their rotated values.
+    MXFP8: cast(fl(v * s)), as :meth:`MXFP8Tensor.dequantize`. FP8: cast(fl(code * fl(amax * fl(1 / 448)))),
+    as :meth:`FP8Tensor.dequantize`. Rotated operands give their rotated values.
 
     Args:
-        t: a result of :func:`quantize`, :func:`quantize_both`, a producer or :func:`quantize_mxfp8`, with or
-            without groups (rows that are in no group, and columns that pad groups, are 0).
+        t: a result of :func:`quantize`, :func:`quantize_both`, a producer, :func:`quantize_mxfp8` or
+            :func:`quantize_fp8`, with or without groups (rows that are in no group, and columns that pad
+            groups, are 0).
         dtype: torch.float32, torch.bfloat16 or torch.float16; None is the ``dtype`` of the container. Does
             not synchronise.
 
     Raises:
         TypeError: t is no container, or dtype is another one. NotImplementedError: the device has no kernel.
     """
-    if isinstance(t, MXFP8Tensor):
+    if isinstance(t, (MXFP8Tensor, FP8Tensor)):
         return t.dequantize(dtype)
-    return nvfp4("t", t, " or fp4gemm.MXFP8Tensor").dequantize(dtype)
+    return nvfp4("t", t, ", fp4gemm.MXFP8Tensor or fp4gemm.FP8Tensor").dequantize(dtype)
 
 
 def dequantize_parts(

@@ -67,6 +67,7 @@ def test_every_public_function_has_cases() -> None:
             fp4gemm.DecodedTensor,
             fp4gemm.PrepackedTensor,
             fp4gemm.MXFP8Tensor,
+            fp4gemm.FP8Tensor,
         )
         for name, method in inspect.getmembers(owner, callable)
         if not name.startswith("_")

@@ -24,6 +24,10 @@ MAKERS: dict[str, Callable[[], Any]] = {
     ),
     "decoded": lambda: fp4gemm.quantize(torch.randn(24, 96), decoded=True),
     "prepacked": lambda: fp4gemm.prepack(fp4gemm.quantize(torch.randn(24, 96))),
+    "fp8": lambda: fp4gemm.quantize_fp8(torch.randn(24, 128)),
+    "fp8-groups": lambda: fp4gemm.quantize_fp8(
+        torch.randn(24, 128), offs=torch.tensor([5, 24], dtype=torch.int32)
+    ),
     "mxfp8": lambda: fp4gemm.quantize_mxfp8(torch.randn(24, 96), dtype=torch.float8_e5m2),
 }
 
@@ -68,7 +72,9 @@ def test_answers_like_a_tensor(t: Any) -> None:
     assert t.to("meta").is_meta
     for same in (t.cpu(), t.detach(), t.to("cpu"), t.to(like), t.to(t), t.to(None), t.requires_grad_(False)):
         assert same is t
-    if not isinstance(t, (fp4gemm.DecodedTensor, fp4gemm.PrepackedTensor)):  # there data is the values
+    if not isinstance(
+        t, (fp4gemm.DecodedTensor, fp4gemm.PrepackedTensor, fp4gemm.FP8Tensor)
+    ):  # there data is the values
         assert t.data is t
     with pytest.raises(IndexError, match=rf"^dim: got {t.ndim}, must be at least -{t.ndim} and below"):
         t.size(t.ndim)

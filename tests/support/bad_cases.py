@@ -10,6 +10,7 @@ import bad_container
 import bad_conversion
 import bad_decoded
 import bad_experts
+import bad_fp8
 import bad_gemm
 import bad_grouped
 import bad_interop
@@ -66,6 +67,7 @@ CASES = Cases(
         *bad_container.CASES,
         *bad_decoded.CASES,
         *bad_experts.CASES,
+        *bad_fp8.CASES,
         *bad_stacks.CASES,
         *bad_interop.CASES,
         *bad_linear.CASES,

@@ -12,6 +12,7 @@ CONTAINERS = {
     "DecodedTensor": fp4gemm.decode(A),
     "PrepackedTensor": fp4gemm.prepack(B),
     "MXFP8Tensor": E,
+    "FP8Tensor": fp4gemm.quantize_fp8(A.dequantize()),
 }
 for owner, t in CONTAINERS.items():
     FUNCTIONS |= {

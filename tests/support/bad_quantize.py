@@ -22,14 +22,15 @@ from bad_base import (
 CASES = Cases()
 add, add_together = CASES.add, CASES.add_together
 
-HALF = "silu_and_mul_quantize rms_norm_quantize"
+HALF = "silu_and_mul_quantize rms_norm_quantize rms_norm_quantize_fp8"
 HALF_REFERENCE = (
     "reference.silu_and_mul reference.silu_and_mul_quantize reference.rms_norm reference.rms_norm_quantize "
-    "reference.silu_and_mul_quantize_decoded reference.rms_norm_quantize_decoded"
+    "reference.silu_and_mul_quantize_decoded reference.rms_norm_quantize_decoded "
+    "reference.rms_norm_quantize_fp8"
 )
 FLOAT = (
-    "quantize quantize_both quantize_mxfp8 "
-    "reference.quantize reference.quantize_both reference.mxfp8_quantize reference.quantize_decoded"
+    "quantize quantize_both quantize_mxfp8 quantize_fp8 reference.quantize reference.quantize_both "
+    "reference.mxfp8_quantize reference.quantize_decoded reference.quantize_fp8"
 )
 X = f"{FLOAT} {HALF} {HALF_REFERENCE}"
 
@@ -306,7 +307,8 @@ add_together(
 # Groups.
 O = (  # noqa: E741
     "quantize silu_and_mul_quantize reference.quantize reference.silu_and_mul_quantize "
-    "reference.quantize_decoded reference.silu_and_mul_quantize_decoded"
+    "reference.quantize_decoded reference.silu_and_mul_quantize_decoded quantize_fp8 reference.quantize_fp8 "
+    "silu_and_mul_quantize_fp8 reference.silu_and_mul_quantize_fp8"
 )
 add(O, "offs", "type", lambda: [5, 33], TYPE, "got [5, 33] (list), must be a torch.Tensor")
 add(
@@ -342,7 +344,10 @@ add(O, "offs", "negative", lambda: ends(-1, 8), VALUE, "entry 0 is -1, must be a
 add(O, "offs", "beyond", lambda: ends(3, M + 1), VALUE, "the last entry is 34, must be at most 33")
 
 # The producers.
-N = "rms_norm_quantize reference.rms_norm reference.rms_norm_quantize reference.rms_norm_quantize_decoded"
+N = (
+    "rms_norm_quantize reference.rms_norm reference.rms_norm_quantize reference.rms_norm_quantize_decoded "
+    "rms_norm_quantize_fp8 reference.rms_norm_quantize_fp8"
+)
 add(N, "weight", "type", lambda: 1.0, TYPE, "got 1.0 (float), must be a torch.Tensor")
 add(N, "weight", "dtype", lambda: ones(K), TYPE, "dtype is torch.float32, must be torch.float16")
 add(N, "weight", "shape", lambda: half(M), VALUE, "shape is (33,), must be (64,)")

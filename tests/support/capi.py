@@ -42,6 +42,7 @@ class Quantized(ctypes.Structure):
         ("amax_given", c_void_p),
         ("hadamard", c_int),
         ("decoded", c_void_p),
+        ("fp8", c_void_p),
     ]
 
 

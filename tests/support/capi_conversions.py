@@ -23,6 +23,7 @@ class SiluAndMulQuantizeArgs(Args):
         ("offs", c_void_p),
         ("num_groups", c_int),
         ("decoded", c_void_p),
+        ("fp8", c_void_p),
     ]
     _defaults_: ClassVar[dict[str, object]] = {"x_dtype": BF16}
 
@@ -43,6 +44,7 @@ class RmsNormQuantizeArgs(Args):
         ("scales", c_void_p),
         ("amax", c_void_p),
         ("decoded", c_void_p),
+        ("fp8", c_void_p),
     ]
     _defaults_: ClassVar[dict[str, object]] = {"x_dtype": BF16, "epsilon": 1e-6}
 

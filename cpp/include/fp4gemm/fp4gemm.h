@@ -153,8 +153,11 @@ typedef struct fp4gemm_quantized {
   void* decoded; /* in place of codes and scales, which are then NULL: out (rows, columns) fp16, 16-byte
                     aligned, each value times its block scale (exact), for FP4GEMM_FORMAT_FP16. Only where the
                     other direction is not computed */
+  uint8_t* fp8;  /* in place of codes and scales, which are then NULL: out (rows, columns) e4m3, 16-byte
+                    aligned, the FP8 cast below. Only for `row` alone, with row scaling, an amax that is
+                    computed, and the defaults of all options; columns is a multiple of 64 */
 } fp4gemm_quantized_t;
-#define FP4GEMM_QUANTIZED_INIT {NULL, NULL, NULL, NULL, FP4GEMM_HADAMARD_NONE, NULL}
+#define FP4GEMM_QUANTIZED_INIT {NULL, NULL, NULL, NULL, FP4GEMM_HADAMARD_NONE, NULL, NULL}
 
 typedef struct fp4gemm_quantize_args {
   size_t struct_size;
@@ -231,6 +234,15 @@ typedef struct fp4gemm_quantize_args {
  * ordinary swizzled layout of such a matrix. Each group has A of its own, one per row of x^T or one, which is
  * 0 for a group without rows. `row` and `column` in one call are the results of the two calls for one each.
  *
+ * FP8 cast, where row.fp8 is given: one scale for each row,
+ *
+ *     code = e4m3( x * e ) ,  e = min(448 / A, FLT_MAX), or 1 where A is 0 or infinite
+ *
+ * with the same roundings; a NaN element becomes 0x7F. It represents x ~ code * A / 448. Within each 64
+ * elements of a row, byte 32 w + 16 h + 4 q + b is the code of element 16 q + 8 w + 4 h + b (w and h are 0 or
+ * 1, q and b 0 to 3): 4 bytes each, transposed as a 4 x 4 matrix, which is the order in which Hopper's
+ * kernels multiply. Rows from offs[num_groups - 1] on get codes and amax of zero.
+ *
  * Not supported: block_rows = 16 with row scaling, groups, Hadamard, stochastic rounding or the per-token
  * encode; four over six with Hadamard, stochastic rounding or the per-token encode; Hadamard on `row`
  * together with `column`. */
@@ -251,10 +263,23 @@ typedef struct fp4gemm_silu_and_mul_quantize_args {
   float* amax;
   const int32_t* offs;
   int num_groups;
-  void* decoded; /* as in fp4gemm_quantized_t */
+  void* decoded; /* this and the following as in fp4gemm_quantized_t; at most one of them is given */
+  uint8_t* fp8;
 } fp4gemm_silu_and_mul_quantize_args_t;
-#define FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT \
-  {sizeof(fp4gemm_silu_and_mul_quantize_args_t), 0, 0, NULL, 0, FP4GEMM_BF16, NULL, NULL, NULL, NULL, 0, NULL}
+#define FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT  \
+  {sizeof(fp4gemm_silu_and_mul_quantize_args_t), \
+   0,                                            \
+   0,                                            \
+   NULL,                                         \
+   0,                                            \
+   FP4GEMM_BF16,                                 \
+   NULL,                                         \
+   NULL,                                         \
+   NULL,                                         \
+   NULL,                                         \
+   0,                                            \
+   NULL,                                         \
+   NULL}
 
 /* fp4gemm_quantize, with row scaling, of y = cast(cast(gate / (1 + exp(-gate))) * up); casts are to the type
  * of x. */
@@ -275,7 +300,8 @@ typedef struct fp4gemm_rms_norm_quantize_args {
   uint8_t* codes; /* this and the following as in fp4gemm_quantize with row scaling */
   uint8_t* scales;
   float* amax;
-  void* decoded; /* as in fp4gemm_quantized_t */
+  void* decoded; /* this and the following as in fp4gemm_quantized_t; at most one of them is given */
+  uint8_t* fp8;
 } fp4gemm_rms_norm_quantize_args_t;
 #define FP4GEMM_RMS_NORM_QUANTIZE_ARGS_INIT  \
   {sizeof(fp4gemm_rms_norm_quantize_args_t), \
@@ -288,6 +314,7 @@ typedef struct fp4gemm_rms_norm_quantize_args {
    NULL,                                     \
    NULL,                                     \
    1e-6f,                                    \
+   NULL,                                     \
    NULL,                                     \
    NULL,                                     \
    NULL,                                     \

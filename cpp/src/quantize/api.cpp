@@ -85,21 +85,42 @@ fp4gemm_status_t check_combination(fp4gemm_quantize_args_t const& args) {
   return FP4GEMM_SUCCESS;
 }
 
-/// Refuses a gather of rows with anything but row scaling of `row`, a computed amax and default options.
+/// Whether the call is for `row` alone, with row scaling, a computed amax and default options.
+bool is_plain(fp4gemm_quantize_args_t const& args) {
+  return args.scaling == FP4GEMM_SCALING_ROW && !is_wanted(args.column) && args.row.amax_given == nullptr &&
+         args.row.hadamard == FP4GEMM_HADAMARD_NONE && args.block_rows == 1 &&
+         args.encode == FP4GEMM_ENCODE_TE && args.four_over_six == FP4GEMM_FOUR_OVER_SIX_NONE &&
+         args.rng_state == nullptr;
+}
+
+/// Refuses a gather of rows with other calls than plain ones.
 fp4gemm_status_t check_gather(fp4gemm_quantize_args_t const& args) {
   FP4GEMM_TRY(check_buffer("x_rows", args.x_rows, 0, sizeof(int32_t)));
   FP4GEMM_CHECK(args.x_rows != nullptr || args.x_num_rows == 0,
                 "x_num_rows: is %lld, must be 0 where x_rows is null", ll(args.x_num_rows));
-  if (args.x_rows != nullptr &&
-      (args.scaling != FP4GEMM_SCALING_ROW || is_wanted(args.column) || args.row.amax_given != nullptr ||
-       args.row.hadamard != FP4GEMM_HADAMARD_NONE || args.block_rows != 1 ||
-       args.encode != FP4GEMM_ENCODE_TE || args.four_over_six != FP4GEMM_FOUR_OVER_SIX_NONE ||
-       args.rng_state != nullptr)) {
+  if (args.x_rows != nullptr && !is_plain(args)) {
     return unsupported(
         "x_rows: requires FP4GEMM_SCALING_ROW, row alone with an amax that is computed, and "
         "FP4GEMM_ENCODE_TE, without Hadamard, four over six and stochastic rounding");
   }
   return FP4GEMM_SUCCESS;
+}
+
+/// Refuses k that FP8 tokens cannot have.
+fp4gemm_status_t check_fp8_k(uint8_t const* fp8, int64_t k) {
+  FP4GEMM_CHECK(fp8 == nullptr || k % Rules::kFp8K == 0,
+                "k: is %lld, must be a multiple of %d where fp8 is given", ll(k), Rules::kFp8K);
+  return FP4GEMM_SUCCESS;
+}
+
+/// Refuses FP8 tokens with other calls than plain ones.
+fp4gemm_status_t check_fp8(fp4gemm_quantize_args_t const& args) {
+  if ((args.row.fp8 != nullptr || args.column.fp8 != nullptr) && !is_plain(args)) {
+    return unsupported(
+        "fp8: requires FP4GEMM_SCALING_ROW, row alone with an amax that is computed, and FP4GEMM_ENCODE_TE, "
+        "without Hadamard, four over six and stochastic rounding");
+  }
+  return check_fp8_k(args.row.fp8, args.k);
 }
 
 /// check_buffer of a field. Its name is put together only where the buffer is refused: every call checks
@@ -114,18 +135,24 @@ fp4gemm_status_t check_field(char const* prefix, char const* field, void const* 
   return check_buffer(name, pointer, elems, alignment);
 }
 
-/// Checks the buffers of a result: codes and scales, or decoded values instead of both.
-fp4gemm_status_t check_result(char const* prefix, uint8_t const* codes, uint8_t const* scales,
-                              void const* decoded, int64_t elems) {
-  if (decoded == nullptr) {
-    FP4GEMM_TRY(check_field(prefix, "codes", codes, elems / 2));
-    return check_field(prefix, "scales", scales, elems / 16);
+/// Checks the buffers of a result, which has the fields of fp4gemm_quantized_t: codes and scales, or decoded
+/// values or FP8 codes instead of both.
+template <class Result>
+fp4gemm_status_t check_result(char const* prefix, Result const& result, int64_t elems) {
+  bool const is_fp8 = result.fp8 != nullptr;
+  if (result.decoded == nullptr && !is_fp8) {
+    FP4GEMM_TRY(check_field(prefix, "codes", result.codes, elems / 2));
+    return check_field(prefix, "scales", result.scales, elems / 16);
   }
-  FP4GEMM_CHECK(codes == nullptr, "%scodes: is %p, must be null where decoded is given", prefix,
-                static_cast<void const*>(codes));
-  FP4GEMM_CHECK(scales == nullptr, "%sscales: is %p, must be null where decoded is given", prefix,
-                static_cast<void const*>(scales));
-  return check_field(prefix, "decoded", decoded, elems);
+  char const* const given = is_fp8 ? "fp8" : "decoded";
+  FP4GEMM_CHECK(result.codes == nullptr, "%scodes: is %p, must be null where %s is given", prefix,
+                static_cast<void const*>(result.codes), given);
+  FP4GEMM_CHECK(result.scales == nullptr, "%sscales: is %p, must be null where %s is given", prefix,
+                static_cast<void const*>(result.scales), given);
+  FP4GEMM_CHECK(!is_fp8 || result.decoded == nullptr, "%sdecoded: is %p, must be null where fp8 is given",
+                prefix, static_cast<void const*>(result.decoded));
+  return is_fp8 ? check_field(prefix, "fp8", result.fp8, elems)
+                : check_field(prefix, "decoded", result.decoded, elems);
 }
 
 /// Checks the buffers of one direction, whose result is (rows, k) and whose amax has num_amaxes entries.
@@ -134,7 +161,7 @@ fp4gemm_status_t check_side(char const* prefix, fp4gemm_quantized_t const& side,
   int const hadamard = side.hadamard;
   FP4GEMM_CHECK(hadamard >= 0 && hadamard <= FP4GEMM_HADAMARD_FP32,
                 "%shadamard: is %d, must be a fp4gemm_hadamard_t", prefix, hadamard);
-  FP4GEMM_TRY(check_result(prefix, side.codes, side.scales, side.decoded, rows * k));
+  FP4GEMM_TRY(check_result(prefix, side, rows * k));
   bool const is_written = side.amax_given == nullptr;
   FP4GEMM_TRY(check_field(prefix, "amax_given", side.amax_given, 0, sizeof(float)));
   return check_field(prefix, "amax", side.amax, is_written ? num_amaxes : 0, sizeof(float));
@@ -161,6 +188,7 @@ fp4gemm_status_t check_quantize(fp4gemm_quantize_args_t const* args) {
   FP4GEMM_TRY(check_buffer("rng_state", args->rng_state, 0, sizeof(int64_t)));
   FP4GEMM_TRY(check_groups(args->offs, args->num_groups));
   FP4GEMM_TRY(check_gather(*args));
+  FP4GEMM_TRY(check_fp8(*args));
   FP4GEMM_TRY(check_combination(*args));
   bool const per_row = args->scaling == FP4GEMM_SCALING_ROW;
   bool const wants_column = is_wanted(args->column);
@@ -199,7 +227,8 @@ fp4gemm_status_t silu_and_mul_quantize(fp4gemm_silu_and_mul_quantize_args_t cons
   FP4GEMM_TRY(check_16_bit("x_dtype", args->x_dtype));
   FP4GEMM_TRY(check_input(args->m, args->k, args->x, args->x_row_stride, 2 * args->k, args->x_dtype));
   FP4GEMM_TRY(check_groups(args->offs, args->num_groups));
-  FP4GEMM_TRY(check_result("", args->codes, args->scales, args->decoded, args->m * args->k));
+  FP4GEMM_TRY(check_fp8_k(args->fp8, args->k));
+  FP4GEMM_TRY(check_result("", *args, args->m * args->k));
   FP4GEMM_TRY(check_buffer("amax", args->amax, args->m, sizeof(float)));
   return on_device(device, [&](DeviceProperties const& properties) {
     return launch_silu_and_mul_quantize(*args, properties, stream);
@@ -220,7 +249,8 @@ fp4gemm_status_t rms_norm_quantize(fp4gemm_rms_norm_quantize_args_t const* args,
   FP4GEMM_TRY(check_buffer("weight", args->weight, 0));
   FP4GEMM_TRY(check_buffer("residual", args->residual, 0));
   FP4GEMM_TRY(check_buffer("sum", args->sum, 0));
-  FP4GEMM_TRY(check_result("", args->codes, args->scales, args->decoded, args->m * args->k));
+  FP4GEMM_TRY(check_fp8_k(args->fp8, args->k));
+  FP4GEMM_TRY(check_result("", *args, args->m * args->k));
   FP4GEMM_TRY(check_buffer("amax", args->amax, args->m, sizeof(float)));
   return on_device(device, [&](DeviceProperties const& properties) {
     return launch_rms_norm_quantize(*args, properties, stream);

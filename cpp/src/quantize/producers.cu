@@ -60,6 +60,9 @@ fp4gemm_status_t launch_silu_and_mul_quantize(fp4gemm_silu_and_mul_quantize_args
   if (args.m == 0) {
     return FP4GEMM_SUCCESS;
   }
+  if (args.fp8 != nullptr) {
+    return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "fp8: this build has no kernel for FP8 tokens");
+  }
   Input input{args.x, args.x_row_stride};
   input.up_offset = args.k;
   RowLaunch const launch = row_launch(input, args.m, args.k, args.x_dtype, result_of(args),
@@ -77,6 +80,9 @@ fp4gemm_status_t launch_rms_norm_quantize(fp4gemm_rms_norm_quantize_args_t const
                                           DeviceProperties const& properties, fp4gemm_stream_t stream) {
   if (args.m == 0) {
     return FP4GEMM_SUCCESS;
+  }
+  if (args.fp8 != nullptr) {
+    return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "fp8: this build has no kernel for FP8 tokens");
   }
   Input input{args.x, args.x_row_stride};
   input.residual = args.residual;

@@ -102,6 +102,9 @@ void for_loader(fp4gemm_dtype_t dtype, fp4gemm_hadamard_t hadamard, Launch const
 fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DeviceProperties const& properties,
                                    cudaStream_t stream) {
   fp4gemm_quantized_t const& out = args.row;
+  if (out.fp8 != nullptr) {
+    return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "fp8: this build has no kernel for FP8 tokens");
+  }
   bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
   Input input{args.x, args.x_row_stride};
   input.signs = sign_masks(args.hadamard_signs, args.x_dtype);

@@ -12,7 +12,7 @@ namespace fp4gemm {
 
 /// Whether a direction is quantized.
 inline bool is_wanted(fp4gemm_quantized_t const& side) {
-  return side.codes != nullptr || side.decoded != nullptr;
+  return side.codes != nullptr || side.decoded != nullptr || side.fp8 != nullptr;
 }
 
 fp4gemm_status_t launch_quantize(fp4gemm_quantize_args_t const& args, DeviceProperties const& properties,

@@ -12,6 +12,7 @@ from ..ops import options as option_checks
 __all__ = [
     "compact_scales",
     "decoded",
+    "fp8",
     "nvfp4",
     "options",
     "prepacked",
@@ -55,6 +56,18 @@ def decoded(data: object, amax: object, offs: object, offs_dim: int) -> None:
         _checks.decoded("data", x)
         _groups_of_rows(amax, offs, "data", x)
         _checks.vector("amax", amax, x.shape[0], x.device, "data")
+
+
+def fp8(data: object, amax: object, offs: object) -> None:
+    """Raise unless the codes are e4m3, contiguous and 16-byte aligned, and there is an amax for each row."""
+    x = _checks.is_tensor("data", data)
+    _checks.has_dtype("data", x, (torch.float8_e4m3fn,))
+    _checks.has_rank("data", x, 2, "(m, k)")
+    _checks.is_multiple("data", "k", x.shape[1], _checks.FP8_STEP)
+    _checks.operand_memory("data", x)
+    _checks.exact_vector("amax", amax, x.shape[0], torch.float32, x.device, "data", "fp4gemm.mm")
+    if offs is not None:
+        _checks.group_ends(offs, x.device, "data")
 
 
 def prepacked(data: object, amax: object, shape: object) -> None:

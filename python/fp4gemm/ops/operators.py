@@ -16,7 +16,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from .. import _native, reference
-from . import convert, moe, producers, ranks, train
+from . import convert, fp8, moe, producers, ranks, train
 from . import gemm as gemm_ops
 from . import linear as linear_ops
 from . import quantize as quantize_ops
@@ -24,7 +24,7 @@ from ._call import Operator
 
 OPERATORS: dict[str, Operator] = {
     name: operator
-    for family in (gemm_ops, linear_ops, quantize_ops, producers, convert, moe, ranks, train)
+    for family in (gemm_ops, linear_ops, quantize_ops, fp8, producers, convert, moe, ranks, train)
     for name, operator in family.OPERATORS.items()
 }
 
@@ -96,15 +96,18 @@ prepack = torch.ops.fp4gemm.prepack.default
 quantize = torch.ops.fp4gemm.quantize.default
 quantize_both = torch.ops.fp4gemm.quantize_both.default
 quantize_decoded = torch.ops.fp4gemm.quantize_decoded.default
+quantize_fp8 = torch.ops.fp4gemm.quantize_fp8.default
 quantize_records = torch.ops.fp4gemm.quantize_records.default
 quantize_searched = torch.ops.fp4gemm.quantize_searched.default
 quantize_stack = torch.ops.fp4gemm.quantize_stack.default
 rms_norm_quantize = torch.ops.fp4gemm.rms_norm_quantize.default
 rms_norm_quantize_decoded = torch.ops.fp4gemm.rms_norm_quantize_decoded.default
+rms_norm_quantize_fp8 = torch.ops.fp4gemm.rms_norm_quantize_fp8.default
 route = torch.ops.fp4gemm.route.default
 route_ranks = torch.ops.fp4gemm.route_ranks.default
 silu_and_mul_quantize = torch.ops.fp4gemm.silu_and_mul_quantize.default
 silu_and_mul_quantize_decoded = torch.ops.fp4gemm.silu_and_mul_quantize_decoded.default
+silu_and_mul_quantize_fp8 = torch.ops.fp4gemm.silu_and_mul_quantize_fp8.default
 swiglu = torch.ops.fp4gemm.swiglu.default
 swiglu_backward = torch.ops.fp4gemm.swiglu_backward.default
 train_backward = torch.ops.fp4gemm.train_backward.default

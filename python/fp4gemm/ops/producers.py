@@ -11,6 +11,7 @@ from .. import _checks
 from ..reference import producers as formulas
 from . import options as option_checks
 from ._call import Operator, accepts
+from .fp8 import empty_fp8, quantize_fp8
 from .quantize import (
     empty_parts,
     quantize,
@@ -26,9 +27,11 @@ __all__ = [
     "rms_norm",
     "rms_norm_quantize",
     "rms_norm_quantize_decoded",
+    "rms_norm_quantize_fp8",
     "silu_and_mul",
     "silu_and_mul_quantize",
     "silu_and_mul_quantize_decoded",
+    "silu_and_mul_quantize_fp8",
 ]
 
 
@@ -36,7 +39,7 @@ __all__ = [
 
 
 class SiluAndMulQuantizeCall(NamedTuple):
-    """``silu_and_mul_quantize`` and ``silu_and_mul_quantize_decoded``."""
+    """``silu_and_mul_quantize``, ``silu_and_mul_quantize_decoded`` and ``silu_and_mul_quantize_fp8``."""
 
     x: Tensor
     offs: Tensor | None = None
@@ -70,6 +73,12 @@ def silu_and_mul_quantize_decoded(call: SiluAndMulQuantizeCall) -> tuple[Tensor,
 
 
 @accepts(SiluAndMulQuantizeCall)
+def silu_and_mul_quantize_fp8(call: SiluAndMulQuantizeCall) -> tuple[Tensor, Tensor]:
+    """Return quantize_fp8(silu_and_mul(x)): float8_e4m3fn (m, k) and amax; k is a multiple of 64."""
+    return quantize_fp8(silu_and_mul(call.x), call.offs)
+
+
+@accepts(SiluAndMulQuantizeCall)
 def silu_and_mul_quantize_compiled(call: SiluAndMulQuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`silu_and_mul_quantize`, with the compiled quantizer."""
     return quantize_compiled(silu_and_mul(call.x), None, True, offs=call.offs)
@@ -94,11 +103,17 @@ def silu_and_mul_quantize_decoded_fake(call: SiluAndMulQuantizeCall) -> tuple[Te
     return x.new_empty((m, two_k // 2), dtype=torch.float16), x.new_empty((m,), dtype=torch.float32)
 
 
+@accepts(SiluAndMulQuantizeCall)
+def silu_and_mul_quantize_fp8_fake(call: SiluAndMulQuantizeCall) -> tuple[Tensor, Tensor]:
+    m, two_k = call.x.shape
+    return empty_fp8(call.x, m, two_k // 2)
+
+
 # ---- RMS norm
 
 
 class RmsNormQuantizeCall(NamedTuple):
-    """``rms_norm_quantize`` and ``rms_norm_quantize_decoded``."""
+    """``rms_norm_quantize``, ``rms_norm_quantize_decoded`` and ``rms_norm_quantize_fp8``."""
 
     x: Tensor
     weight: Tensor | None
@@ -147,6 +162,13 @@ def rms_norm_quantize_decoded(call: RmsNormQuantizeCall) -> tuple[Tensor, Tensor
 
 
 @accepts(RmsNormQuantizeCall)
+def rms_norm_quantize_fp8(call: RmsNormQuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (data, amax, h): quantize_fp8(y); y and h as in :func:`rms_norm`, k a multiple of 64."""
+    y, summed = rms_norm(*call)
+    return *quantize_fp8(y), summed
+
+
+@accepts(RmsNormQuantizeCall)
 def rms_norm_quantize_compiled(call: RmsNormQuantizeCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`rms_norm_quantize`, with the compiled quantizer."""
     y, summed = rms_norm(*call)
@@ -172,6 +194,12 @@ def rms_norm_quantize_decoded_fake(call: RmsNormQuantizeCall) -> tuple[Tensor, T
     return call.x.new_empty(call.x.shape, dtype=torch.float16), amax, summed
 
 
+@accepts(RmsNormQuantizeCall)
+def rms_norm_quantize_fp8_fake(call: RmsNormQuantizeCall) -> tuple[Tensor, Tensor, Tensor]:
+    *_, summed = rms_norm_quantize_fake(*call)
+    return *empty_fp8(call.x, *call.x.shape), summed
+
+
 OPERATORS = {
     "silu_and_mul_quantize": Operator(
         SiluAndMulQuantizeCall,
@@ -185,6 +213,9 @@ OPERATORS = {
         silu_and_mul_quantize_decoded_fake,
         silu_and_mul_quantize_decoded_compiled,
     ),
+    "silu_and_mul_quantize_fp8": Operator(
+        SiluAndMulQuantizeCall, silu_and_mul_quantize_fp8, silu_and_mul_quantize_fp8_fake
+    ),
     "rms_norm_quantize": Operator(
         RmsNormQuantizeCall, rms_norm_quantize, rms_norm_quantize_fake, rms_norm_quantize_compiled
     ),
@@ -194,4 +225,5 @@ OPERATORS = {
         rms_norm_quantize_decoded_fake,
         rms_norm_quantize_decoded_compiled,
     ),
+    "rms_norm_quantize_fp8": Operator(RmsNormQuantizeCall, rms_norm_quantize_fp8, rms_norm_quantize_fp8_fake),
 }

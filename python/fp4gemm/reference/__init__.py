@@ -16,6 +16,7 @@ from .formats import decode_e2m1, encode_e2m1, encode_e4m3, encode_e8m0
 
 if TYPE_CHECKING:
     from ..ops.convert import decode, dequantize, mxfp8_dequantize, mxfp8_quantize, prepack, unprepack
+    from ..ops.fp8 import quantize_fp8
     from ..ops.gemm import activate, gemm, gemm_out
     from ..ops.linear import linear
     from ..ops.moe import combine, experts, route, zero_outside_groups
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
         rms_norm,
         rms_norm_quantize,
         rms_norm_quantize_decoded,
+        rms_norm_quantize_fp8,
         silu_and_mul,
         silu_and_mul_quantize,
         silu_and_mul_quantize_decoded,
+        silu_and_mul_quantize_fp8,
     )
     from ..ops.quantize import (
         quantize,
@@ -69,17 +72,20 @@ __all__ = [
     "quantize",
     "quantize_both",
     "quantize_decoded",
+    "quantize_fp8",
     "quantize_records",
     "quantize_searched",
     "quantize_stack",
     "rms_norm",
     "rms_norm_quantize",
     "rms_norm_quantize_decoded",
+    "rms_norm_quantize_fp8",
     "route",
     "route_ranks",
     "silu_and_mul",
     "silu_and_mul_quantize",
     "silu_and_mul_quantize_decoded",
+    "silu_and_mul_quantize_fp8",
     "swiglu",
     "swiglu_backward",
     "train_backward",
