@@ -8,6 +8,7 @@ import capi
 import capi_conversions
 import capi_ranks
 import capi_training
+import torch
 from helpers import assert_bits
 from ptxemu.emulator import DeviceArray
 from session import Session
@@ -73,8 +74,9 @@ def check(
 
 
 def parts_out(memory: Memory, side: object, want: Sequence[Tensor | None]) -> None:
-    """Sets codes, scales and amax, or decoded values and amax, of arguments to outputs, except for None."""
-    names = ("codes", "scales", "amax") if len(want) == 3 else ("decoded", "amax")
+    """Sets codes, scales and amax, or decoded values or FP8 codes and amax, to outputs, except for None."""
+    alone = "fp8" if want[0] is not None and want[0].dtype is torch.float8_e4m3fn else "decoded"
+    names = ("codes", "scales", "amax") if len(want) == 3 else (alone, "amax")
     for name, tensor in zip(names, want, strict=True):
         if tensor is not None:
             setattr(side, name, memory.out(name, tensor))

@@ -26,8 +26,8 @@ WAITING = re.compile(
     rf"gemm_kernel|prepare_groups|ragged_k_gemm|quantize_tiles|quantize_group_columns|quantize_squares|"
     rf"(?<!mxfp8_)dequantize|{PREPACKED}"
 )
-# One row in registers, TransformerEngine's cast: PlainLoader, TeCast, grouped or not, not looped.
-COMMON_CAST = re.compile(r"quantize_rows.*PlainLoader.*TeCast.*ELb[01]ELb0ELi")
+# One row in registers, not looped, of x itself: TransformerEngine's cast, grouped or not, and the FP8 cast.
+COMMON_CAST = re.compile(r"quantize_rows(_fp8I.*PlainLoader|.*PlainLoader.*TeCast).*ELb[01]ELb0ELi")
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 // Quantization fused with the computation of its input: SiLU(gate) * up, and RMS norm.
 #include "quantize/launch.cuh"
 #include "quantize/quantize.hpp"
+#include "quantize/rows_fp8.cuh"
 
 namespace fp4gemm {
 namespace {
@@ -60,13 +61,17 @@ fp4gemm_status_t launch_silu_and_mul_quantize(fp4gemm_silu_and_mul_quantize_args
   if (args.m == 0) {
     return FP4GEMM_SUCCESS;
   }
-  if (args.fp8 != nullptr) {
-    return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "fp8: this build has no kernel for FP8 tokens");
-  }
   Input input{args.x, args.x_row_stride};
   input.up_offset = args.k;
-  RowLaunch const launch = row_launch(input, args.m, args.k, args.x_dtype, result_of(args),
-                                      {args.offs, args.num_groups}, properties, stream);
+  Groups const groups{args.offs, args.num_groups};
+  if (args.fp8 != nullptr) {
+    launch_silu_fp8(
+        fp8_launch(input, args.m, args.k, args.x_dtype, args.fp8, args.amax, groups, properties, stream));
+    FP4GEMM_CUDA(cudaGetLastError());
+    return FP4GEMM_SUCCESS;
+  }
+  RowLaunch const launch =
+      row_launch(input, args.m, args.k, args.x_dtype, result_of(args), groups, properties, stream);
   if (args.x_dtype == FP4GEMM_BF16) {
     launch_silu<__nv_bfloat16>(launch);
   } else {
@@ -81,15 +86,18 @@ fp4gemm_status_t launch_rms_norm_quantize(fp4gemm_rms_norm_quantize_args_t const
   if (args.m == 0) {
     return FP4GEMM_SUCCESS;
   }
-  if (args.fp8 != nullptr) {
-    return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "fp8: this build has no kernel for FP8 tokens");
-  }
   Input input{args.x, args.x_row_stride};
   input.residual = args.residual;
   input.sum = args.sum;
   input.weight = args.weight;
   input.k = args.k;
   input.epsilon = args.epsilon;
+  if (args.fp8 != nullptr) {
+    launch_norm_fp8(
+        fp8_launch(input, args.m, args.k, args.x_dtype, args.fp8, args.amax, {}, properties, stream));
+    FP4GEMM_CUDA(cudaGetLastError());
+    return FP4GEMM_SUCCESS;
+  }
   RowLaunch const launch =
       row_launch(input, args.m, args.k, args.x_dtype, result_of(args), {}, properties, stream);
   if (args.x_dtype == FP4GEMM_BF16) {

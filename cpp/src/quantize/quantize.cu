@@ -6,6 +6,7 @@
 
 #include "quantize/grid.hpp"
 #include "quantize/launch.cuh"
+#include "quantize/rows_fp8.cuh"
 #include "quantize/stacks.hpp"
 
 namespace fp4gemm {
@@ -102,15 +103,17 @@ void for_loader(fp4gemm_dtype_t dtype, fp4gemm_hadamard_t hadamard, Launch const
 fp4gemm_status_t launch_along_rows(fp4gemm_quantize_args_t const& args, DeviceProperties const& properties,
                                    cudaStream_t stream) {
   fp4gemm_quantized_t const& out = args.row;
-  if (out.fp8 != nullptr) {
-    return fail(FP4GEMM_ERROR_NOT_SUPPORTED, "fp8: this build has no kernel for FP8 tokens");
-  }
   bool const per_row = args.scaling == FP4GEMM_SCALING_ROW;
   Input input{args.x, args.x_row_stride};
   input.signs = sign_masks(args.hadamard_signs, args.x_dtype);
   input.rows = args.x_rows;
   input.num_rows = args.x_num_rows;
   Groups groups{args.offs, args.num_groups};
+  if (out.fp8 != nullptr) {
+    launch_rows_fp8(
+        fp8_launch(input, args.m, args.k, args.x_dtype, out.fp8, out.amax, groups, properties, stream));
+    return FP4GEMM_SUCCESS;
+  }
   bool const is_te = out.hadamard == FP4GEMM_HADAMARD_NONE && args.encode == FP4GEMM_ENCODE_TE &&
                      args.four_over_six == FP4GEMM_FOUR_OVER_SIX_NONE && args.rng_state == nullptr;
   if (is_te && out.decoded != nullptr && per_row && out.amax_given == nullptr && groups.offs != nullptr) {
