@@ -172,6 +172,87 @@ void test_decoded_errors() {
                FP4GEMM_ERROR_INVALID_ARGUMENT, "decoded: is 0x1002, must be 16-byte aligned");
 }
 
+void test_fp8_errors() {
+  using Args = fp4gemm_quantize_args_t;
+  fp4gemm_status_t const not_supported = FP4GEMM_ERROR_NOT_SUPPORTED;
+  auto const fp8_alone = [](Args& a) {
+    a.k = a.x_row_stride = 64;
+    a.row.codes = a.row.scales = nullptr;
+    a.row.fp8 = static_cast<uint8_t*>(address());
+  };
+  auto const bad = [&](char const* what, auto change, char const* text,
+                       fp4gemm_status_t status = FP4GEMM_ERROR_INVALID_ARGUMENT) {
+    bad_quantize(
+        what,
+        [&](Args& a) {
+          fp8_alone(a);
+          change(a);
+        },
+        text, status);
+  };
+  bad(
+      "fp8 and codes", [](Args& a) { a.row.codes = static_cast<uint8_t*>(address()); },
+      "row.codes: is 0x1000, must be null where fp8 is given");
+  bad(
+      "fp8 and scales", [](Args& a) { a.row.scales = static_cast<uint8_t*>(address()); },
+      "row.scales: is 0x1000, must be null where fp8 is given");
+  bad(
+      "fp8 and decoded", [](Args& a) { a.row.decoded = address(); },
+      "row.decoded: is 0x1000, must be null where fp8 is given");
+  bad(
+      "fp8 misaligned", [](Args& a) { a.row.fp8 = static_cast<uint8_t*>(address(8)); },
+      "row.fp8: is 0x1008, must be 16-byte aligned");
+  bad("fp8 without amax", [](Args& a) { a.row.amax = nullptr; }, "row.amax: is null");
+  bad("fp8 k", [](Args& a) { a.k = 32; }, "k: is 32, must be a multiple of 64 where fp8 is given");
+  char const* const plain = "fp8: requires FP4GEMM_SCALING_ROW, row alone with an amax that is computed";
+  bad("fp8, tensor scaling", [](Args& a) { a.scaling = FP4GEMM_SCALING_TENSOR; }, plain, not_supported);
+  bad(
+      "fp8, given amax", [](Args& a) { a.row.amax_given = static_cast<float*>(address()); }, plain,
+      not_supported);
+  bad("fp8, Hadamard", [](Args& a) { a.row.hadamard = FP4GEMM_HADAMARD_BF16; }, plain, not_supported);
+  bad("fp8, squares", [](Args& a) { a.block_rows = 16; }, plain, not_supported);
+  bad("fp8, encode", [](Args& a) { a.encode = FP4GEMM_ENCODE_TE_PER_TOKEN; }, plain, not_supported);
+  bad(
+      "fp8, four over six", [](Args& a) { a.four_over_six = FP4GEMM_FOUR_OVER_SIX_MAE; }, plain,
+      not_supported);
+  bad(
+      "fp8, stochastic", [](Args& a) { a.rng_state = static_cast<int64_t*>(address()); }, plain,
+      not_supported);
+  bad(
+      "fp8 beside a column", [](Args& a) { a.column.codes = static_cast<uint8_t*>(address()); }, plain,
+      not_supported);
+  bad_quantize(
+      "fp8 of a column", [](Args& a) { a.column.fp8 = static_cast<uint8_t*>(address()); }, plain,
+      not_supported);
+  fp4gemm_silu_and_mul_quantize_args_t silu = FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT;
+  silu.m = 4;
+  silu.k = 64;
+  silu.x = address();
+  silu.x_row_stride = 128;
+  silu.amax = static_cast<float*>(address());
+  silu.fp8 = static_cast<uint8_t*>(address());
+  silu.decoded = address();
+  expect_error("silu, fp8 and decoded", fp4gemm_silu_and_mul_quantize(&silu, 0, nullptr),
+               FP4GEMM_ERROR_INVALID_ARGUMENT, "decoded: is 0x1000, must be null where fp8 is given");
+  silu.decoded = nullptr;
+  silu.k = 32;
+  expect_error("silu, fp8 k", fp4gemm_silu_and_mul_quantize(&silu, 0, nullptr),
+               FP4GEMM_ERROR_INVALID_ARGUMENT, "k: is 32, must be a multiple of 64 where fp8 is given");
+  fp4gemm_rms_norm_quantize_args_t norm = FP4GEMM_RMS_NORM_QUANTIZE_ARGS_INIT;
+  norm.m = 4;
+  norm.k = norm.x_row_stride = 64;
+  norm.x = address();
+  norm.amax = static_cast<float*>(address());
+  norm.fp8 = static_cast<uint8_t*>(address(4));
+  expect_error("norm, fp8 misaligned", fp4gemm_rms_norm_quantize(&norm, 0, nullptr),
+               FP4GEMM_ERROR_INVALID_ARGUMENT, "fp8: is 0x1004, must be 16-byte aligned");
+  norm.fp8 = static_cast<uint8_t*>(address());
+  norm.k = 80;
+  norm.x_row_stride = 80;
+  expect_error("norm, fp8 k", fp4gemm_rms_norm_quantize(&norm, 0, nullptr), FP4GEMM_ERROR_INVALID_ARGUMENT,
+               "k: is 80, must be a multiple of 64 where fp8 is given");
+}
+
 void test_producer_errors() {
   fp4gemm_silu_and_mul_quantize_args_t silu = FP4GEMM_SILU_AND_MUL_QUANTIZE_ARGS_INIT;
   silu.m = 4;
@@ -250,6 +331,7 @@ void test_dequantize_and_decode_errors() {
 int main() {
   test_quantize_errors();
   test_decoded_errors();
+  test_fp8_errors();
   test_producer_errors();
   test_dequantize_and_decode_errors();
   return report();

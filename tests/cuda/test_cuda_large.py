@@ -1,4 +1,4 @@
-"""Quantization on a GPU of tensors beyond the limits of a grid dimension and of 32-bit block numbers."""
+"""Quantization on a GPU of tensors beyond the limits of a grid dimension and of 32-bit numbers."""
 
 from __future__ import annotations
 
@@ -97,3 +97,15 @@ def test_block_numbers_beyond_32_bits(cuda: torch.device) -> None:
     assert_bits(t.codes[-1:], want.codes, "codes of the last row")
     first = (m // 128) * 512 * (k // 64)  # where the scales of the last tile of rows begin
     assert_bits(t.scales.view(-1)[first:], want.scales.view(-1), "scales of the last row")
+
+
+def test_fp8_rows_behind_2_to_31_elements(cuda: torch.device) -> None:
+    m, k = (1 << 19) + 3, 1 << 12
+    need_memory(cuda, 8 * GIB)
+    x = torch.zeros(m, k, dtype=torch.bfloat16, device=cuda)
+    x[-5:] = torch.randn(5, k, device=cuda)
+    t = fp4gemm.quantize_fp8(x)
+    want = fp4gemm.quantize_fp8(x[-5:])
+    assert_bits(t.data[-5:].view(torch.uint8), want.data.view(torch.uint8), "codes of the last rows")
+    assert_bits(t.amax[-5:], want.amax, "amax of the last rows")
+    assert not t.data[:-5].view(torch.uint8).any()

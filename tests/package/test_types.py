@@ -38,6 +38,9 @@ e: torch.Tensor = fp4gemm.grouped_mm(t, t, x, beta=2, c=x)
 f: torch.Tensor = fp4gemm.wgrad(t, t, c=x, out=x, batch_invariant=True)
 g: torch.Size = t.size()
 h: int = t.size(0)
+i: fp4gemm.FP8Tensor = fp4gemm.quantize_fp8(x, offs=x)
+j: fp4gemm.FP8Tensor = fp4gemm.rms_norm_quantize_fp8(x, x)
+k: tuple[fp4gemm.FP8Tensor, torch.Tensor] = fp4gemm.rms_norm_quantize_fp8(x, residual=x)
 """
 
 

@@ -46,8 +46,10 @@ OF_A_SIDE = {"x", "amax", "axis", "hadamard"}
 def answer(**fields: Any) -> str:
     """The text of the error of a call with these fields, of which some are those of its direction."""
     side = dict(SIDE)
-    if "decoded" in fields:
-        side = {"amax": ADDRESS, "decoded": fields.pop("decoded")}
+    for name in ("decoded", "fp8"):
+        if name in fields:
+            side = {key: value for key, value in side.items() if key not in ("codes", "scales")}
+            side[name] = fields.pop(name)
     if "amax_given" in fields:
         side = {**side, "amax_given": fields.pop("amax_given"), "amax": None}
     side["hadamard"] = fields.pop("hadamard", 0)
@@ -96,6 +98,13 @@ def test_one_option_is_accepted(name: str) -> None:
     if wanted == "tensor":
         fields |= FIELDS["scaling"]
     assert answer(**fields) == answer()
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_fp8_is_alone_but_for_groups_and_rows(name: str) -> None:
+    """quantize_fp8 has no keyword but offs; C has x_rows too, for the tokens of experts."""
+    text = answer(fp8=ADDRESS, **FIELDS[name])
+    assert (text == answer()) == (name in ("offs", "rows")), text
 
 
 @pytest.mark.parametrize(("name", "other"), list(itertools.combinations(FIELDS, 2)))

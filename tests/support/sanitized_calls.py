@@ -3,8 +3,8 @@
     PYTHONPATH=tests/support compute-sanitizer --tool racecheck python tests/support/sanitized_calls.py
 
 runs every mode of the quantizers along both axes with and without groups, dequantize, the fused producers,
-SwiGLU, the prepacked products whose CTAs form clusters, and the products that are ragged in k. It prints how
-many calls it made. It compares no result: the tests do that.
+the FP8 casts, SwiGLU, the prepacked products whose CTAs form clusters, and the products that are ragged in k.
+It prints how many calls it made. It compares no result: the tests do that.
 """
 
 from __future__ import annotations
@@ -39,6 +39,13 @@ def quantizers(device: torch.device) -> int:
         fp4gemm.quantize(x, rows=torch.arange(100, device=device, dtype=torch.int32))
         fp4gemm.silu_and_mul_quantize(x.repeat(1, 2))
         fp4gemm.rms_norm_quantize(x, weight=x[0].clone(), residual=x.clone())
+        for m, k in ((144, 192), (3, 8256), (1100, 2112)):
+            y = torch.randn(m, 2 * k, device=device, dtype=dtype)
+            y[1, 5] = torch.nan
+            for groups in (None, offs):
+                fp4gemm.quantize_fp8(y[:, :k], offs=groups)
+                fp4gemm.silu_and_mul_quantize_fp8(y, offs=groups)
+            fp4gemm.rms_norm_quantize_fp8(y[:, :k], weight=y[0, :k].clone(), residual=y[:, k:])
         gate, up = (torch.randn(70, 128, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
         training.functional.swiglu(gate, up).sum().backward()
     return calls

@@ -18,6 +18,7 @@ __all__ = ["names", "run"]
 Call = Callable[[torch.device], Any]  # a tuple of tensors
 
 M, K = 48, 144  # nine blocks: the last word of scales has padding
+FP8_K = 192  # FP8 tokens have multiples of 64
 ENDS = (5, 5, 40)  # the ends of groups of rows; the rows after the last group belong to none
 
 
@@ -65,6 +66,12 @@ def _norm(device: torch.device) -> Any:
     return *quantized, total.nan_to_num()  # the bits of a NaN that an addition made differ between devices
 
 
+def _norm_fp8(device: torch.device) -> Any:
+    x = _input(torch.bfloat16, device, FP8_K)
+    *quantized, total = operators.rms_norm_quantize_fp8(x, None, x.flip(0), 1e-6)
+    return *quantized, total.nan_to_num()
+
+
 def _packed(device: torch.device) -> Any:
     """Prepacked weights, the same decoded, and dequantized."""
     gen = torch.Generator().manual_seed(SEED)
@@ -99,6 +106,16 @@ _CALLS: dict[str, Call] = {
     "quantize_searched": lambda device: operators.quantize_searched(_input(_BF16, device), None, None, True),
     "silu_and_mul_quantize": lambda device: operators.silu_and_mul_quantize(_input(_BF16, device, 2 * K)),
     "rms_norm_quantize": _norm,
+    "quantize_fp8, bfloat16": lambda device: operators.quantize_fp8(_input(_BF16, device, FP8_K)),
+    "quantize_fp8, float16": lambda device: operators.quantize_fp8(_input(torch.float16, device, FP8_K)),
+    "quantize_fp8, float32": lambda device: operators.quantize_fp8(_input(torch.float32, device, FP8_K)),
+    "quantize_fp8, groups of rows": lambda device: operators.quantize_fp8(
+        _input(_BF16, device, FP8_K), _ends(device)
+    ),
+    "silu_and_mul_quantize_fp8": lambda device: operators.silu_and_mul_quantize_fp8(
+        _input(_BF16, device, 2 * FP8_K)
+    ),
+    "rms_norm_quantize_fp8": _norm_fp8,
     "prepack, decode, dequantize": _packed,
     "mxfp8": _mxfp8,
 }
