@@ -14,9 +14,7 @@ ELEMENT = [16 * q + 8 * w + 4 * h + b for w in range(2) for h in range(2) for q 
 
 def quantize(x: Tensor, end: int | None = None) -> tuple[Tensor, Tensor]:
     """(codes, amax) of x (m, k); rows from ``end`` on are zero."""
-    values = x.cpu().float().numpy().copy()
-    if end is not None:
-        values[end:] = 0
+    values = x.cpu().float().numpy()
     m, k = values.shape
     with np.errstate(all="ignore"):
         amax = np.max(np.where(np.isnan(values), F(0), np.abs(values)), axis=1, initial=F(0))
@@ -24,9 +22,16 @@ def quantize(x: Tensor, end: int | None = None) -> tuple[Tensor, Tensor]:
         factor = np.where((amax == 0) | np.isinf(amax), F(1), factor).astype(F)
         raw = encode_fp8(values * factor[:, None], e4m3_values())
     ordered = raw.reshape(m, k // 64, 64)[:, :, ELEMENT].reshape(m, k)
+    return ended((torch.from_numpy(ordered.copy()).view(torch.float8_e4m3fn), torch.from_numpy(amax)), end)
+
+
+def ended(made: tuple[Tensor, Tensor], end: int | None) -> tuple[Tensor, Tensor]:
+    """A copy of (codes, amax) whose rows from ``end`` on are zero."""
+    codes, amax = (part.clone() for part in made)
     if end is not None:
-        ordered[end:] = 0
-    return torch.from_numpy(ordered.copy()).view(torch.float8_e4m3fn), torch.from_numpy(amax)
+        codes.view(torch.uint8)[end:] = 0
+        amax[end:] = 0
+    return codes, amax
 
 
 def dequantize(codes: Tensor, amax: Tensor) -> Tensor:
