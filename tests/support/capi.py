@@ -135,6 +135,7 @@ class GemmArgs(Args):
         ("d_row_stride", c_int64),
         ("out_dtype", c_int),
         ("batch_invariant", c_int),
+        ("use_fast_accum", c_int),
         ("kernel", c_char_p),
         ("quantize_a", c_int),
         ("a_row_stride", c_int64),

@@ -81,8 +81,10 @@ typedef enum fp4gemm_format {
   FP4GEMM_FORMAT_FP16 = 1,  /* data: (rows, k) fp16: values times their block scales (exact); or, as A with
                                an NVFP4 or prepacked B, activations that were never quantized */
   FP4GEMM_FORMAT_BF16 = 2,  /* A only. data: (rows, k) bf16, activations that were never quantized */
-  FP4GEMM_FORMAT_PREPACKED = 3, /* B only. data: the bytes that fp4gemm_prepack wrote */
-  FP4GEMM_FORMAT_FP32 = 4       /* A with quantize_a only. data: (rows, k) fp32 */
+  FP4GEMM_FORMAT_PREPACKED = 3,    /* B only. data: the bytes that fp4gemm_prepack wrote */
+  FP4GEMM_FORMAT_FP32 = 4,         /* A with quantize_a only. data: (rows, k) fp32 */
+  FP4GEMM_FORMAT_E4M3 = 5,         /* A only. data: (rows, k) e4m3, in the order of the FP8 kernels along k */
+  FP4GEMM_FORMAT_PREPACKED_FP8 = 6 /* B only. data: the bytes that fp4gemm_prepack_fp8 wrote */
 } fp4gemm_format_t;
 
 /* ---- errors and versions ---- */
@@ -422,6 +424,16 @@ FP4GEMM_API fp4gemm_status_t fp4gemm_unprepack(int num_matrices, int64_t n, int6
                                                uint8_t* codes, uint8_t* scales, int device,
                                                fp4gemm_stream_t stream);
 
+/* The same three functions for weights that are multiplied by tokens in e4m3: 4608 bytes for every 64 rows
+ * and 128 of k begun; k is a multiple of 64. */
+FP4GEMM_API int64_t fp4gemm_prepacked_fp8_bytes(int64_t n, int64_t k);
+FP4GEMM_API fp4gemm_status_t fp4gemm_prepack_fp8(int num_matrices, int64_t n, int64_t k, const uint8_t* codes,
+                                                 const uint8_t* scales, void* packed, int device,
+                                                 fp4gemm_stream_t stream);
+FP4GEMM_API fp4gemm_status_t fp4gemm_unprepack_fp8(int num_matrices, int64_t n, int64_t k, const void* packed,
+                                                   uint8_t* codes, uint8_t* scales, int device,
+                                                   fp4gemm_stream_t stream);
+
 /* ---- GEMM ---- */
 
 typedef struct fp4gemm_operand {
@@ -496,9 +508,10 @@ FP4GEMM_API int64_t fp4gemm_grouped_columns(int64_t m, int num_groups);
 
 /* Whether fp4gemm_gemm quantizes A itself, and how many amax values it measures. */
 typedef enum fp4gemm_quantize_a {
-  FP4GEMM_QUANTIZE_A_NONE = 0,  /* A is an operand as it is */
-  FP4GEMM_QUANTIZE_A_ROW = 1,   /* one for each row */
-  FP4GEMM_QUANTIZE_A_TENSOR = 2 /* one for all rows, or for the rows of each group */
+  FP4GEMM_QUANTIZE_A_NONE = 0,   /* A is an operand as it is */
+  FP4GEMM_QUANTIZE_A_ROW = 1,    /* one for each row */
+  FP4GEMM_QUANTIZE_A_TENSOR = 2, /* one for all rows, or for the rows of each group */
+  FP4GEMM_QUANTIZE_A_FP8 = 3     /* one for each row, and A becomes FP4GEMM_FORMAT_E4M3 */
 } fp4gemm_quantize_a_t;
 
 /* A GEMM, dense (num_groups 0) or grouped. */
@@ -530,6 +543,7 @@ typedef struct fp4gemm_gemm_args {
   fp4gemm_dtype_t out_dtype;
   int batch_invariant; /* 1: select the kernel by n and k alone, so that the bits of a row of D do not depend
                           on the rows beside it */
+  int use_fast_accum;  /* with A in e4m3: 1 keeps the sums in the accumulators of the tensor cores */
   const char* kernel;  /* the name of a kernel to force, or NULL to let the library select one */
   /* Not NONE: a.data is (m, k) in FP4GEMM_FORMAT_BF16, FP16 or FP32, with a.scales NULL, and the call first
    * quantizes it as fp4gemm_quantize does with its default options. The bits of D are those of the two calls.
@@ -565,6 +579,7 @@ typedef struct fp4gemm_gemm_args {
    NULL,                               \
    0,                                  \
    FP4GEMM_BF16,                       \
+   0,                                  \
    0,                                  \
    NULL,                               \
    FP4GEMM_QUANTIZE_A_NONE,            \

@@ -420,4 +420,18 @@ fp4gemm_status_t fp4gemm_unprepack(int num_matrices, int64_t n, int64_t k, void 
   return fp4gemm::unprepack(num_matrices, n, k, packed, codes, scales, device, stream);
 }
 
+int64_t fp4gemm_prepacked_fp8_bytes(int64_t n, int64_t k) {
+  return fp4gemm::ceil_div(n, 64) * fp4gemm::ceil_div(k, 128) * 4608;
+}
+
+fp4gemm_status_t fp4gemm_prepack_fp8(int, int64_t, int64_t, uint8_t const*, uint8_t const*, void*, int,
+                                     fp4gemm_stream_t) {
+  return fp4gemm::unsupported("fp4gemm_prepack_fp8: has no kernel yet");
+}
+
+fp4gemm_status_t fp4gemm_unprepack_fp8(int, int64_t, int64_t, void const*, uint8_t*, uint8_t*, int,
+                                       fp4gemm_stream_t) {
+  return fp4gemm::unsupported("fp4gemm_unprepack_fp8: has no kernel yet");
+}
+
 }  // extern "C"
