@@ -7,9 +7,33 @@
 
 namespace fp4gemm_torch {
 
-inline fp4gemm_operand_t prepacked_operand(char const* name, Tensor const& data, int32_t device) {
-  check_contiguous(name, data, ScalarType::Byte, device);
-  return {data.const_data_ptr(), nullptr, FP4GEMM_FORMAT_PREPACKED};
+/// Whether tokens are e4m3 values; block scales, which have the same type, are no tokens.
+inline bool is_fp8(Tensor const& tokens) { return tokens.scalar_type() == ScalarType::Float8_e4m3fn; }
+
+/// The type of prepacked bytes tells their order: Char for FP8 tokens, Byte for all others.
+inline bool is_in_order_of_fp8(Tensor const& packed) { return packed.scalar_type() == ScalarType::Char; }
+
+/// The bytes of a prepacked weight (n, k) in the order that the type of `packed` tells.
+inline int64_t prepacked_bytes(Tensor const& packed, int64_t n, int64_t k) {
+  return is_in_order_of_fp8(packed) ? fp4gemm_prepacked_fp8_bytes(n, k) : fp4gemm_prepacked_bytes(n, k);
+}
+
+/// Refuses prepacked bytes in the order for other tokens. fp8: the tokens are FP8.
+inline void check_order(char const* name, Tensor const& packed, bool fp8) {
+  ScalarType const wanted = fp8 ? ScalarType::Char : ScalarType::Byte;
+  STD_TORCH_CHECK(packed.scalar_type() == wanted, name, ": dtype is ", name_of(packed.scalar_type()),
+                  ", must be ", name_of(wanted), ", the type of weights that are prepacked for ",
+                  fp8 ? "FP8 tokens" : "tokens that are not FP8");
+}
+
+inline fp4gemm_operand_t prepacked_operand(char const* name, Tensor const& data, bool fp8, int32_t device) {
+  check_order(name, data, fp8);
+  check_contiguous(name, data, data.scalar_type(), device);
+  return {data.const_data_ptr(), nullptr, fp8 ? FP4GEMM_FORMAT_PREPACKED_FP8 : FP4GEMM_FORMAT_PREPACKED};
+}
+
+inline void check_fast_accum(bool use_fast_accum, bool fp8) {
+  STD_TORCH_CHECK(!use_fast_accum || fp8, "use_fast_accum: is True, must be False unless the tokens are FP8");
 }
 
 /// Codes with scales of scale_rows rows, before padding; of a stack of `matrices` matrices unless that is 0.
@@ -43,9 +67,10 @@ inline fp4gemm_vector_t vector_of(char const* name, std::optional<Tensor> const&
 /// Checks a weight (n, k), codes with scales or, where rows is not 0, prepacked, and returns n. Its parts are
 /// arguments that begin with `name`. The dtype of the data and the scales are left to the caller.
 ///
+/// @param fp8 The tokens are FP8, so that prepacked bytes are in their order.
 /// @param x The name of the operand that has the same k.
 inline int64_t check_weight(char const* name, Tensor const& data, std::optional<Tensor> const& scales,
-                            int64_t rows, int64_t e4m3_max, int64_t k, char const* x) {
+                            int64_t rows, int64_t e4m3_max, int64_t k, bool fp8, char const* x) {
   STD_TORCH_CHECK(e4m3_max == 448 || e4m3_max == 256, name, "_e4m3_max: is ", e4m3_max,
                   ", must be 448 or 256");
   STD_TORCH_CHECK(rows >= 0 && rows <= INT32_MAX, name, "_rows: is ", rows, ", must be between 0 and ",
@@ -58,8 +83,9 @@ inline int64_t check_weight(char const* name, Tensor const& data, std::optional<
     return data.size(0);
   }
   STD_TORCH_CHECK(!scales.has_value(), name, "_scales: must be None for a prepacked ", name);
+  check_order(name, data, fp8);
   check_dims(name, data, 1);
-  int64_t const bytes = fp4gemm_prepacked_bytes(rows, k);
+  int64_t const bytes = prepacked_bytes(data, rows, k);
   STD_TORCH_CHECK(data.size(0) == bytes, name, ": has ", data.size(0), " bytes, must have ", bytes,
                   ", prepacked (", rows, ", ", k, ")");
   return rows;

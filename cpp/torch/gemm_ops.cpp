@@ -41,20 +41,24 @@ OperandShape shape_of_b(Tensor const& b, std::optional<Tensor> const& scale_b, i
   }
   STD_TORCH_CHECK(!scale_b.has_value(), "scale_b: must be None for a prepacked b");
   int64_t const dims = b.dim();
-  int64_t const bytes = fp4gemm_prepacked_bytes(b_rows, k);
+  int64_t const bytes = prepacked_bytes(b, b_rows, k);
   STD_TORCH_CHECK(b.size(dims - 1) == bytes, "b: has ", b.size(dims - 1), " bytes a matrix, must have ",
                   bytes, ", prepacked (", b_rows, ", ", k, ")");
   return {dims == 2 ? b.size(0) : 1, b_rows, k};
 }
 
 /// An operand with scales (scale_rows rows for each matrix, before padding), or one that was decoded before
-/// or, as A, never quantized.
+/// or, as A, never quantized or quantized to e4m3.
 fp4gemm_operand_t operand_of(char const* name, char const* scale_name, Tensor const& data,
                              std::optional<Tensor> const& scales, OperandShape const& shape,
                              int64_t scale_rows, int32_t device) {
   if (!scales.has_value() && data.scalar_type() == ScalarType::BFloat16) {
     check_contiguous(name, data, ScalarType::BFloat16, device);
     return {data.const_data_ptr(), nullptr, FP4GEMM_FORMAT_BF16};
+  }
+  if (!scales.has_value() && is_fp8(data)) {
+    check_contiguous(name, data, ScalarType::Float8_e4m3fn, device);
+    return {data.const_data_ptr(), nullptr, FP4GEMM_FORMAT_E4M3};
   }
   if (!scales.has_value()) {
     check_contiguous(name, data, ScalarType::Half, device);
@@ -80,6 +84,7 @@ struct Call {
   std::optional<Tensor> const& c;
   double beta;
   bool batch_invariant;
+  bool use_fast_accum;
   int64_t b_rows;  // of a prepacked b; else 0
   std::optional<std::string> const& kernel;
 
@@ -96,6 +101,7 @@ struct Call {
     STD_TORCH_CHECK(b_rows >= 0 && b_rows <= INT32_MAX, "b_rows: is ", b_rows, ", must be between 0 and ",
                     INT32_MAX);
     check_dims("a", a, 2);
+    check_fast_accum(use_fast_accum, is_fp8(a));
     if (is_grouped()) {
       check_dims("offs", *offs, 1);
       check_contiguous("offs", *offs, ScalarType::Int, device());
@@ -157,7 +163,7 @@ void set_operands(fp4gemm_gemm_args_t& args, Call const& call) {
     scale_rows_a = fp4gemm_grouped_scale_rows(args.m, args.num_groups);
   }
   args.a = operand_of("a", "scale_a", call.a, call.scale_a, shape_a, scale_rows_a, device);
-  args.b = call.is_prepacked() ? prepacked_operand("b", call.b, device)
+  args.b = call.is_prepacked() ? prepacked_operand("b", call.b, is_fp8(call.a), device)
                                : operand_of("b", "scale_b", call.b, call.scale_b, shape_b, args.n, device);
   // The bytes of a prepacked weight come from prepack, which ends with an empty kernel, or from a copy of
   // contiguous bytes, which is no kernel. If a kernel of torch writes them, another ordinary launch must
@@ -195,6 +201,7 @@ void set_terms(fp4gemm_gemm_args_t& args, Call const& call, Tensor const& out) {
     args.beta = static_cast<float>(call.beta);
   }
   args.batch_invariant = call.batch_invariant ? 1 : 0;
+  args.use_fast_accum = call.use_fast_accum ? 1 : 0;
   args.kernel = call.kernel.has_value() ? call.kernel->c_str() : nullptr;
 }
 
@@ -211,10 +218,11 @@ void run(Call const& call, Tensor const& out) {
 Tensor gemm(Tensor const& a, Tensor const& b, std::optional<Tensor> scale_a, std::optional<Tensor> scale_b,
             std::optional<Tensor> offs, double alpha, std::optional<Tensor> alpha_groups,
             std::optional<Tensor> alpha_row, std::optional<Tensor> alpha_col, std::optional<Tensor> bias,
-            int64_t activation, std::optional<Tensor> c, double beta, bool batch_invariant, int64_t b_rows,
-            std::optional<std::string> kernel, ScalarType out_dtype) {
-  Call const call{a,         b,    scale_a,    scale_b, offs, alpha,           alpha_groups, alpha_row,
-                  alpha_col, bias, activation, c,       beta, batch_invariant, b_rows,       kernel};
+            int64_t activation, std::optional<Tensor> c, double beta, bool batch_invariant,
+            bool use_fast_accum, int64_t b_rows, std::optional<std::string> kernel, ScalarType out_dtype) {
+  Call const call{a,         b,    scale_a,    scale_b, offs, alpha,           alpha_groups,   alpha_row,
+                  alpha_col, bias, activation, c,       beta, batch_invariant, use_fast_accum, b_rows,
+                  kernel};
   call.check_dimensions();
   Tensor out = call.is_ragged_k()
                    ? empty3(call.num_groups(), a.size(0), call.columns_of_d(), out_dtype, call.device())
@@ -226,10 +234,11 @@ Tensor gemm(Tensor const& a, Tensor const& b, std::optional<Tensor> scale_a, std
 void gemm_out(Tensor const& a, Tensor const& b, std::optional<Tensor> scale_a, std::optional<Tensor> scale_b,
               std::optional<Tensor> offs, double alpha, std::optional<Tensor> alpha_groups,
               std::optional<Tensor> alpha_row, std::optional<Tensor> alpha_col, std::optional<Tensor> bias,
-              int64_t activation, std::optional<Tensor> c, double beta, bool batch_invariant, int64_t b_rows,
-              std::optional<std::string> kernel, Tensor out) {
-  Call const call{a,         b,    scale_a,    scale_b, offs, alpha,           alpha_groups, alpha_row,
-                  alpha_col, bias, activation, c,       beta, batch_invariant, b_rows,       kernel};
+              int64_t activation, std::optional<Tensor> c, double beta, bool batch_invariant,
+              bool use_fast_accum, int64_t b_rows, std::optional<std::string> kernel, Tensor out) {
+  Call const call{a,         b,    scale_a,    scale_b, offs, alpha,           alpha_groups,   alpha_row,
+                  alpha_col, bias, activation, c,       beta, batch_invariant, use_fast_accum, b_rows,
+                  kernel};
   call.check_dimensions();
   check_device("out", out, call.device());
   int64_t const lead = call.is_ragged_k() ? 1 : 0;

@@ -16,14 +16,14 @@ bool is_gated(int64_t activation);
 Tensor gemm(Tensor const& a, Tensor const& b, std::optional<Tensor> scale_a, std::optional<Tensor> scale_b,
             std::optional<Tensor> offs, double alpha, std::optional<Tensor> alpha_groups,
             std::optional<Tensor> alpha_row, std::optional<Tensor> alpha_col, std::optional<Tensor> bias,
-            int64_t activation, std::optional<Tensor> c, double beta, bool batch_invariant, int64_t b_rows,
-            std::optional<std::string> kernel, ScalarType out_dtype);
+            int64_t activation, std::optional<Tensor> c, double beta, bool batch_invariant,
+            bool use_fast_accum, int64_t b_rows, std::optional<std::string> kernel, ScalarType out_dtype);
 
 /// The same into `out`, of which the rows are contiguous.
 void gemm_out(Tensor const& a, Tensor const& b, std::optional<Tensor> scale_a, std::optional<Tensor> scale_b,
               std::optional<Tensor> offs, double alpha, std::optional<Tensor> alpha_groups,
               std::optional<Tensor> alpha_row, std::optional<Tensor> alpha_col, std::optional<Tensor> bias,
-              int64_t activation, std::optional<Tensor> c, double beta, bool batch_invariant, int64_t b_rows,
-              std::optional<std::string> kernel, Tensor out);
+              int64_t activation, std::optional<Tensor> c, double beta, bool batch_invariant,
+              bool use_fast_accum, int64_t b_rows, std::optional<std::string> kernel, Tensor out);
 
 }  // namespace fp4gemm_torch

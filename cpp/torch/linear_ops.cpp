@@ -96,16 +96,21 @@ Tensor linear(Tensor const& x, Tensor const& weight, std::optional<Tensor> weigh
               Tensor const& weight_amax, std::optional<Tensor> bias, int64_t weight_rows,
               int64_t weight_e4m3_max, int64_t scaling, int64_t activation, std::optional<Tensor> c,
               double beta, std::optional<Tensor> x_scales, std::optional<Tensor> x_amax, int64_t x_e4m3_max,
-              bool batch_invariant, std::optional<std::string> kernel, std::optional<ScalarType> out_dtype) {
+              bool batch_invariant, bool use_fast_accum, std::optional<std::string> kernel,
+              std::optional<ScalarType> out_dtype) {
   STD_TORCH_CHECK(x.is_cuda(), "x: must be on a CUDA device like weight");
   int32_t const device = x.get_device_index();
   bool const is_quantized = x_amax.has_value();  // before this call
   STD_TORCH_CHECK(x_e4m3_max == 448 || x_e4m3_max == 256, "x_e4m3_max: is ", x_e4m3_max,
                   ", must be 448 or 256");
-  STD_TORCH_CHECK(scaling >= FP4GEMM_QUANTIZE_A_NONE && scaling <= FP4GEMM_QUANTIZE_A_TENSOR, "scaling: is ",
-                  scaling, ", must be 0, 1 or 2");
+  STD_TORCH_CHECK(scaling >= FP4GEMM_QUANTIZE_A_NONE && scaling <= FP4GEMM_QUANTIZE_A_FP8, "scaling: is ",
+                  scaling, ", must be 0, 1, 2 or 3");
   STD_TORCH_CHECK(is_quantized || (!x_scales.has_value() && x_e4m3_max == 448),
                   "x_amax: is None, must be given with x_scales and with x_e4m3_max 256");
+  bool const fp8 = is_quantized ? is_fp8(x) : scaling == FP4GEMM_QUANTIZE_A_FP8;
+  STD_TORCH_CHECK(is_quantized || !is_fp8(x), "x_amax: is None, must be given with x in Float8_e4m3fn");
+  STD_TORCH_CHECK(!fp8 || x_e4m3_max == 448, "x_e4m3_max: is ", x_e4m3_max, ", must be 448 for FP8 tokens");
+  check_fast_accum(use_fast_accum, fp8);
 
   fp4gemm_gemm_args_t args = FP4GEMM_GEMM_ARGS_INIT;
   args.quantize_a = is_quantized ? FP4GEMM_QUANTIZE_A_NONE : static_cast<fp4gemm_quantize_a_t>(scaling);
@@ -115,9 +120,13 @@ Tensor linear(Tensor const& x, Tensor const& weight, std::optional<Tensor> weigh
   args.k = rows.columns * (x_scales.has_value() ? 2 : 1);
   if (x_scales.has_value()) {
     args.a = packed_operand("x", "x_scales", rows.tensor, *x_scales, 0, args.m, args.k, device);
+  } else if (is_quantized && fp8) {
+    check_contiguous("x", rows.tensor, ScalarType::Float8_e4m3fn, device);
+    args.a = {rows.data(), nullptr, FP4GEMM_FORMAT_E4M3};
   } else {
     STD_TORCH_CHECK(!is_quantized || x.scalar_type() == ScalarType::Half, "x: dtype is ",
-                    name_of(x.scalar_type()), ", must be Half with x_amax and without x_scales");
+                    name_of(x.scalar_type()),
+                    ", must be Half or Float8_e4m3fn with x_amax and without x_scales");
     STD_TORCH_CHECK(is_quantized || quantizes || x.scalar_type() != ScalarType::Float,
                     "x: dtype is Float, must be BFloat16 or Half where scaling is 0");
     args.a = {rows.data(), nullptr, format_of(x)};
@@ -125,15 +134,15 @@ Tensor linear(Tensor const& x, Tensor const& weight, std::optional<Tensor> weigh
   args.a_row_stride = quantizes ? rows.stride : 0;
   args.alpha_row = vector_of("x_amax", x_amax, 0, args.m, device);
 
-  args.n = check_weight("weight", weight, weight_scales, weight_rows, weight_e4m3_max, args.k, "x");
+  args.n = check_weight("weight", weight, weight_scales, weight_rows, weight_e4m3_max, args.k, fp8, "x");
   args.b_is_constant = weight_rows > 0 ? 1 : 0;  // as in the operator gemm
   args.b = weight_rows > 0
-               ? prepacked_operand("weight", weight, device)
+               ? prepacked_operand("weight", weight, fp8, device)
                : packed_operand("weight", "weight_scales", weight, *weight_scales, 0, args.n, args.k, device);
   args.alpha_col = vector_of("weight_amax", weight_amax, 0, args.n, device);
   // The product of the bounds is exact, so that there is one rounding.
-  args.alpha = 1.0f / static_cast<float>(quantizes || is_quantized ? 36 * x_e4m3_max * weight_e4m3_max
-                                                                   : 6 * weight_e4m3_max);
+  int64_t const bound_of_x = fp8 ? 448 : quantizes || is_quantized ? 6 * x_e4m3_max : 1;
+  args.alpha = 1.0f / static_cast<float>(bound_of_x * 6 * weight_e4m3_max);
   args.bias = vector_of("bias", bias, 0, args.n, device);
   args.activation = static_cast<fp4gemm_activation_t>(narrow("activation", activation));
 
@@ -161,6 +170,7 @@ Tensor linear(Tensor const& x, Tensor const& weight, std::optional<Tensor> weigh
     args.beta = static_cast<float>(beta);
   }
   args.batch_invariant = batch_invariant ? 1 : 0;
+  args.use_fast_accum = use_fast_accum ? 1 : 0;
   args.kernel = kernel.has_value() ? kernel->c_str() : nullptr;
   call_gemm(args, device);
   return out;

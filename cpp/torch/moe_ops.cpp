@@ -5,6 +5,7 @@
 #include <string>
 
 #include "fp4gemm/groups.h"
+#include "gemm_call.hpp"
 #include "gemm_ops.hpp"
 #include "quantize_call.hpp"
 
@@ -98,6 +99,7 @@ struct Weights {
   int64_t prepacked_rows;  // 0: codes and scales
   int64_t e4m3_max;
   int64_t k;
+  bool fp8;  // the tokens are FP8, so that prepacked bytes are in their order
 
   bool is_prepacked() const { return prepacked_rows > 0; }
   int64_t rows() const { return is_prepacked() ? prepacked_rows : data.size(1); }
@@ -106,14 +108,19 @@ struct Weights {
     STD_TORCH_CHECK(prepacked_rows >= 0 && prepacked_rows <= INT32_MAX, name, "_rows: is ", prepacked_rows,
                     ", must be between 0 and ", INT32_MAX);
     check_dims(name, data, is_prepacked() ? 2 : 3);
-    check_contiguous(name, data, ScalarType::Byte, device);
+    if (is_prepacked()) {
+      check_order(name, data, fp8);
+    } else {
+      check_dtype(name, data, ScalarType::Byte);
+    }
+    check_contiguous(name, data, data.scalar_type(), device);
     check_aligned(name, data);
     std::string const prefix = name;
     STD_TORCH_CHECK(data.size(0) == num_experts, name, ": has ", data.size(0), " experts, must have ",
                     num_experts, " as w13");
     if (is_prepacked()) {
       STD_TORCH_CHECK(!scales.has_value(), name, "_scales: must be None for a prepacked weight");
-      int64_t const bytes = fp4gemm_prepacked_bytes(rows(), k);
+      int64_t const bytes = prepacked_bytes(data, rows(), k);
       STD_TORCH_CHECK(data.size(1) == bytes, name, ": has ", data.size(1), " bytes a matrix, must have ",
                       bytes, ", prepacked (", rows(), ", ", k, ")");
     } else {
@@ -137,9 +144,10 @@ struct Weights {
   }
 
   fp4gemm_operand_t operand() const {
-    return is_prepacked()
-               ? fp4gemm_operand_t{data.const_data_ptr(), nullptr, FP4GEMM_FORMAT_PREPACKED}
-               : fp4gemm_operand_t{data.const_data_ptr(), scales->const_data_ptr(), FP4GEMM_FORMAT_NVFP4};
+    if (!is_prepacked()) {
+      return {data.const_data_ptr(), scales->const_data_ptr(), FP4GEMM_FORMAT_NVFP4};
+    }
+    return {data.const_data_ptr(), nullptr, fp8 ? FP4GEMM_FORMAT_PREPACKED_FP8 : FP4GEMM_FORMAT_PREPACKED};
   }
 };
 
@@ -147,10 +155,11 @@ fp4gemm_vector_t rows_of_groups(Tensor const& t) {
   return {static_cast<float const*>(t.const_data_ptr()), t.size(1), t.size(1)};
 }
 
-/// The arguments of a grouped product of num_rows rows and the weights, without a, offs and d. If
-/// `quantizes`, the call quantizes its rows, which have the type `in`.
-fp4gemm_gemm_args_t product_args(Weights const& weights, int64_t num_rows, bool quantizes, ScalarType in,
-                                 ScalarType out, fp4gemm_activation_t activation, bool batch_invariant) {
+/// The arguments of a grouped product of num_rows rows and the weights, without a, offs and d. The call
+/// quantizes its rows, which have the type `in`, as `scaling` says.
+fp4gemm_gemm_args_t product_args(Weights const& weights, int64_t num_rows, fp4gemm_quantize_a_t scaling,
+                                 ScalarType in, ScalarType out, fp4gemm_activation_t activation,
+                                 bool batch_invariant, bool use_fast_accum) {
   fp4gemm_gemm_args_t args = FP4GEMM_GEMM_ARGS_INIT;
   args.m = num_rows;
   args.n = weights.rows();
@@ -159,11 +168,12 @@ fp4gemm_gemm_args_t product_args(Weights const& weights, int64_t num_rows, bool 
   args.a.format = in == ScalarType::BFloat16 ? FP4GEMM_FORMAT_BF16
                   : in == ScalarType::Half   ? FP4GEMM_FORMAT_FP16
                                              : FP4GEMM_FORMAT_FP32;
-  args.quantize_a = quantizes ? FP4GEMM_QUANTIZE_A_ROW : FP4GEMM_QUANTIZE_A_NONE;
+  args.quantize_a = scaling;
   args.b = weights.operand();
   args.b_is_constant = weights.is_prepacked() ? 1 : 0;
-  // 1 / (6 * B), or 1 / (36 * 448 * B), rounded once: the denominators are exact in fp32.
-  args.alpha = 1.0f / static_cast<float>(6 * weights.e4m3_max * (quantizes ? 6 * 448 : 1));
+  // 1 / (6 * B), 1 / (36 * 448 * B) or 1 / (448 * 6 * B), rounded once: the denominators are exact in fp32.
+  int64_t const bound_of_rows = scaling == FP4GEMM_QUANTIZE_A_NONE ? 1 : weights.fp8 ? 448 : 6 * 448;
+  args.alpha = 1.0f / static_cast<float>(6 * weights.e4m3_max * bound_of_rows);
   args.alpha_col = rows_of_groups(weights.amax);
   if (weights.bias.has_value()) {
     args.bias = rows_of_groups(*weights.bias);
@@ -172,6 +182,7 @@ fp4gemm_gemm_args_t product_args(Weights const& weights, int64_t num_rows, bool 
   args.out_dtype = dtype_of("out", out);
   args.d_row_stride = is_gated(activation) ? args.n / 2 : args.n;
   args.batch_invariant = batch_invariant ? 1 : 0;
+  args.use_fast_accum = use_fast_accum ? 1 : 0;
   return args;
 }
 
@@ -239,13 +250,19 @@ Tensor experts(Tensor const& x, Tensor const& topk_ids, Tensor const& topk_weigh
                std::optional<Tensor> w13_scales, Tensor const& w13_amax, std::optional<Tensor> w13_bias,
                Tensor const& w2, std::optional<Tensor> w2_scales, Tensor const& w2_amax,
                std::optional<Tensor> w2_bias, int64_t w13_rows, int64_t w2_rows, int64_t w13_e4m3_max,
-               int64_t w2_e4m3_max, int64_t scaling, int64_t activation, bool batch_invariant) {
+               int64_t w2_e4m3_max, int64_t scaling, int64_t activation, bool batch_invariant,
+               bool use_fast_accum) {
   int32_t const device = x.get_device_index();
   check_dims("x", x, 2);
   STD_TORCH_CHECK(x.is_contiguous(), "x: must be contiguous");
   check_aligned("x", x);
-  STD_TORCH_CHECK(scaling == 0 || scaling == 1, "scaling: is ", scaling, ", must be 0 or 1");
-  bool const quantizes = scaling == 1;
+  STD_TORCH_CHECK(scaling == FP4GEMM_QUANTIZE_A_NONE || scaling == FP4GEMM_QUANTIZE_A_ROW ||
+                      scaling == FP4GEMM_QUANTIZE_A_FP8,
+                  "scaling: is ", scaling, ", must be 0, 1 or 3");
+  auto const quantization = static_cast<fp4gemm_quantize_a_t>(scaling);
+  bool const quantizes = quantization != FP4GEMM_QUANTIZE_A_NONE;
+  bool const fp8 = quantization == FP4GEMM_QUANTIZE_A_FP8;
+  check_fast_accum(use_fast_accum, fp8);
   ScalarType const type = x.scalar_type();
   STD_TORCH_CHECK(quantizes || type != ScalarType::Float,
                   "x: dtype is Float, must be BFloat16 or Half where scaling is 0");
@@ -263,19 +280,19 @@ Tensor experts(Tensor const& x, Tensor const& topk_ids, Tensor const& topk_weigh
   int const num_experts = routing.num_experts;
   int64_t const num_rows = num_tokens * routing.top_k;
   auto const act = static_cast<fp4gemm_activation_t>(narrow("activation", activation));
-  Weights const first{"w13", w13, w13_scales, w13_amax, w13_bias, w13_rows, w13_e4m3_max, d};
+  Weights const first{"w13", w13, w13_scales, w13_amax, w13_bias, w13_rows, w13_e4m3_max, d, fp8};
   first.check(num_experts, device);
   int64_t const k2 = is_gated(act) ? first.rows() / 2 : first.rows();
-  Weights const second{"w2", w2, w2_scales, w2_amax, w2_bias, w2_rows, w2_e4m3_max, k2};
+  Weights const second{"w2", w2, w2_scales, w2_amax, w2_bias, w2_rows, w2_e4m3_max, k2, fp8};
   second.check(num_experts, device);
   STD_TORCH_CHECK(second.rows() == d, "w2: has ", second.rows(), " rows, must have ", d, ", the d of x");
   if (num_tokens == 0) {
     return out;
   }
   fp4gemm_gemm_args_t product1 =
-      product_args(first, num_rows, quantizes, type, hidden_type, act, batch_invariant);
-  fp4gemm_gemm_args_t product2 =
-      product_args(second, num_rows, quantizes, hidden_type, type, FP4GEMM_ACTIVATION_NONE, batch_invariant);
+      product_args(first, num_rows, quantization, type, hidden_type, act, batch_invariant, use_fast_accum);
+  fp4gemm_gemm_args_t product2 = product_args(second, num_rows, quantization, hidden_type, type,
+                                              FP4GEMM_ACTIVATION_NONE, batch_invariant, use_fast_accum);
   // The queries of the workspaces ask of offs and a_rows only whether they are null. The memory that they
   // will point at is allocated below, together with the workspace.
   auto const* const not_null = static_cast<int32_t const*>(topk_ids.const_data_ptr());

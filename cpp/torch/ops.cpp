@@ -47,7 +47,7 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
       "dequantize(Tensor codes, Tensor scales, Tensor amax, int e4m3_max, ScalarType dtype, "
       "bool swizzled=True, Tensor? offs=None) -> Tensor");
   m.def("decode(Tensor codes, Tensor scales) -> Tensor");
-  m.def("prepack(Tensor codes, Tensor scales) -> Tensor");
+  m.def("prepack(Tensor codes, Tensor scales, bool fp8=False) -> Tensor");
   m.def("unprepack(Tensor packed, int n, int k) -> (Tensor, Tensor)");
   m.def("mxfp8_quantize(Tensor x, int axis, ScalarType dtype, bool swizzled) -> (Tensor, Tensor)");
   m.def("mxfp8_dequantize(Tensor values, Tensor scales, ScalarType dtype, bool swizzled) -> Tensor");
@@ -58,7 +58,7 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
       "experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor? w13_scales, "
       "Tensor w13_amax, Tensor? w13_bias, Tensor w2, Tensor? w2_scales, Tensor w2_amax, Tensor? w2_bias, "
       "int w13_rows=0, int w2_rows=0, int w13_e4m3_max=448, int w2_e4m3_max=448, int scaling=1, "
-      "int activation=4, bool batch_invariant=False) -> Tensor");
+      "int activation=4, bool batch_invariant=False, bool use_fast_accum=False) -> Tensor");
   m.def(
       "quantize_records(Tensor x, Tensor(d!) out, int four_over_six=0, bool fast_error=False, "
       "int e4m3_max=448, Tensor? rng_state=None, int first_row=0) -> ()");
@@ -80,8 +80,8 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
 #define FP4GEMM_GEMM_SCHEMA                                                                              \
   "Tensor a, Tensor b, Tensor? scale_a=None, Tensor? scale_b=None, Tensor? offs=None, float alpha=1.0, " \
   "Tensor? alpha_groups=None, Tensor? alpha_row=None, Tensor? alpha_col=None, Tensor? bias=None, "       \
-  "int activation=0, Tensor? c=None, float beta=1.0, bool batch_invariant=False, int b_rows=0, "         \
-  "str? kernel_name=None"
+  "int activation=0, Tensor? c=None, float beta=1.0, bool batch_invariant=False, "                       \
+  "bool use_fast_accum=False, int b_rows=0, str? kernel_name=None"
   m.def("gemm(" FP4GEMM_GEMM_SCHEMA ", ScalarType out_dtype=bfloat16) -> Tensor");
   m.def("gemm_out(" FP4GEMM_GEMM_SCHEMA ", *, Tensor(d!) out) -> ()");
 #undef FP4GEMM_GEMM_SCHEMA
@@ -89,7 +89,8 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
       "linear(Tensor x, Tensor weight, Tensor? weight_scales, Tensor weight_amax, Tensor? bias=None, "
       "int weight_rows=0, int weight_e4m3_max=448, int scaling=1, int activation=0, Tensor? c=None, "
       "float beta=1.0, Tensor? x_scales=None, Tensor? x_amax=None, int x_e4m3_max=448, "
-      "bool batch_invariant=False, str? kernel_name=None, ScalarType? out_dtype=None) -> Tensor");
+      "bool batch_invariant=False, bool use_fast_accum=False, str? kernel_name=None, "
+      "ScalarType? out_dtype=None) -> Tensor");
   m.def(
       "train_forward(Tensor x, int[] cast, int[] cast_t, bool decoded, Tensor? rng_state, Tensor w, "
       "Tensor? w_scales, Tensor w_amax, int w_rows, int w_e4m3_max, Tensor? bias=None) -> "

@@ -77,7 +77,8 @@ Tensor mxfp8_dequantize(Tensor const& values, Tensor const& scales, ScalarType d
 
 Tensor decode(Tensor const& codes, Tensor const& scales);
 
-Tensor prepack(Tensor const& codes, Tensor const& scales);
+/// fp8: bytes for FP8 tokens, in Char; else in Byte. unprepack reads either.
+Tensor prepack(Tensor const& codes, Tensor const& scales, bool fp8);
 
 std::tuple<Tensor, Tensor> unprepack(Tensor const& packed, int64_t n, int64_t k);
 

@@ -118,7 +118,7 @@ std::pair<Operand, Operand> quantized_both(Tensor const& x, Cast const& cast, Ca
 /// is prepacked, else 0. x: the name of the operand that has the same k.
 int64_t check_given(std::string const& name, Operand const& w, int64_t rows, int64_t e4m3_max, int64_t k,
                     char const* x, int32_t device) {
-  int64_t const n = check_weight(name.c_str(), w.data, w.scales, rows, e4m3_max, k, x);
+  int64_t const n = check_weight(name.c_str(), w.data, w.scales, rows, e4m3_max, k, false, x);
   if (rows == 0) {
     check_scales((name + "_scales").c_str(), *w.scales, n, k, device);
   }
@@ -132,7 +132,7 @@ Tensor product(Operand const& a, int64_t a_e4m3_max, Operand const& b, int64_t b
   // The product of the bounds is exact, so that there is one rounding.
   float const alpha = 1.0f / static_cast<float>(36 * a_e4m3_max * b_e4m3_max);
   return gemm(a.data, b.data, a.scales, b.scales, std::nullopt, alpha, std::nullopt, a.amax, b.amax, bias, 0,
-              std::nullopt, 1.0, false, b_rows, std::nullopt, out_dtype);
+              std::nullopt, 1.0, false, false, b_rows, std::nullopt, out_dtype);
 }
 
 }  // namespace

@@ -353,6 +353,39 @@ def decoded(
     return x
 
 
+def fp8_tokens(name: str, value: object, function: str = "fp4gemm.mm") -> Tensor:
+    """Check and return FP8 tokens (m, k), float8_e4m3fn in the order of the kernels; k a multiple of 64."""
+    x = is_tensor(name, value)
+    has_dtype(name, x, (torch.float8_e4m3fn,))
+    has_rank(name, x, 2, "(m, k)")
+    is_multiple(name, "k", x.shape[1], FP8_STEP)
+    is_contiguous(name, x)
+    is_aligned(name, x)
+    no_grad(name, x, function)
+    return x
+
+
+def prepacked_order(name: str, x: Tensor, fp8: bool) -> None:
+    """Raise TypeError unless the dtype of prepacked bytes is that of the order for the tokens.
+
+    fp8: the tokens are FP8. The bytes are int8 then, and uint8 for all other tokens.
+    """
+    wanted = torch.int8 if fp8 else torch.uint8
+    if x.dtype is not wanted:
+        tokens, how = ("FP8 tokens", "w, fp8=True") if fp8 else ("tokens that are not FP8", "w")
+        raise TypeError(
+            f"{name}: dtype is {x.dtype}, must be {wanted}, that of weights prepacked for {tokens} "
+            f"(fp4gemm.prepack({how}))"
+        )
+
+
+def fast_accum(value: object, fp8: bool) -> None:
+    """Check use_fast_accum: a bool, which must be False unless the tokens are FP8."""
+    is_bool("use_fast_accum", value)
+    if value and not fp8:
+        raise ValueError("use_fast_accum: got True, must be False unless the tokens are FP8")
+
+
 def scales(
     name: str, value: object, m: int, k: int, device: torch.device, other: str, group_rows: int | None = None
 ) -> Tensor:
@@ -556,9 +589,12 @@ def padded_scale_shape(m: int, k: int) -> tuple[int, int]:
     return (m + 127) // 128 * 128, (k // BLOCK + 3) // 4 * 4
 
 
-def prepacked_bytes(n: int, k: int) -> int:
-    """Return the bytes of a prepacked (n, k) weight: 2304 for each chunk of 64 x 64, with padding."""
-    return ((n + 63) // 64) * ((k + 63) // 64) * 2304
+def prepacked_bytes(n: int, k: int, fp8: bool = False) -> int:
+    """Return the bytes of a prepacked (n, k) weight: 2304 for each chunk of 64 x 64, with padding.
+
+    fp8: for FP8 tokens, 4608 for each chunk of 64 rows x 128.
+    """
+    return ((n + 63) // 64) * ((k + 127) // 128 * 4608 if fp8 else (k + 63) // 64 * 2304)
 
 
 def mxfp8_scale_shape(m: int, k: int, swizzled: bool) -> tuple[int, int]:

@@ -36,10 +36,10 @@ def test_calls_return_the_parts_that_they_were_made_of() -> None:
     assert linear.x is X
     assert linear.scaling == 2
     assert same(linear.weight_parts, first)
-    experts = ExpertsCall(*ExpertsCall.arguments(X, X, X, first, second, 0, 3, True))
+    experts = ExpertsCall(*ExpertsCall.arguments(X, X, X, first, second, 0, 3, True, False))
     assert same(experts.w13_parts, first)
     assert same(experts.w2_parts, second)
-    assert experts[-3:] == (0, 3, True)
+    assert experts[-4:] == (0, 3, True, False)
 
 
 def test_an_input_that_was_quantized_before() -> None:

@@ -226,7 +226,7 @@ def test_wrong_sizes_are_named(device: torch.device, gen: torch.Generator) -> No
         (lambda: operators.unprepack(packed, 64, 80), "packed"),
         (lambda: operators.unprepack(packed, 65, 40), "k"),
         (lambda: operators.unprepack(packed, -1, 80), "n"),
-        (lambda: operators.unprepack(packed.view(torch.int8), 65, 80), "packed"),
+        (lambda: operators.unprepack(packed.view(torch.int16), 65, 80), "packed"),
         (lambda: operators.unprepack(packed.view(2, 2, -1), 65, 80), "packed"),
     ):
         with pytest.raises((ValueError, TypeError, RuntimeError), match=rf"(^|, ){name}: "):

@@ -18,6 +18,7 @@ from bad_base import (
     grad,
     misaligned,
     ones,
+    quantized,
 )
 from fp4gemm import reference
 
@@ -95,6 +96,16 @@ add(P, "scales", "dtype", lambda: ones(128, 4), TYPE, "dtype is torch.float32, m
 add(P, "scales", "shape", A.compact_scales, VALUE, f"shape is ({M}, 4), must be (128, 4), the swizzled shape")
 add(P, "scales", "device", lambda: A.scales.to("meta"), VALUE, "device is meta, must be cpu")
 add(P, "scales", "aligned", lambda: misaligned(A.scales), VALUE, "must be 16-byte aligned")
+add(P, "fp8", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
+THIN = quantized(M, 96)
+add_together(
+    P,
+    "codes-k-fp8",
+    lambda: {"codes": THIN.codes, "scales": THIN.scales, "fp8": True},
+    VALUE,
+    "k is 96, must be a positive multiple of 64",
+    "codes",
+)
 C2, S2 = stack_of(A.codes), stack_of(A.scales)
 together("stack-empty", C2[:0], S2[:0], VALUE, "must hold a matrix or more", "codes")
 together("stack-dtype", C2.float(), S2, TYPE, "dtype is torch.float32, must be", "codes")
@@ -104,7 +115,14 @@ together("stack-shape", C2, A.scales, VALUE, "shape is (128, 4), must be (2, 128
 together("stack-count", C2, stack_of(A.scales, 3), VALUE, "must be (2, 128, 4)", "scales")
 U = "reference.unprepack"
 add(U, "packed", "type", lambda: 1, TYPE, "got 1 (int), must be a torch.Tensor")
-add(U, "packed", "dtype", lambda: PACKED.view(torch.int8), TYPE, "dtype is torch.int8, must be torch.uint8")
+add(
+    U,
+    "packed",
+    "dtype",
+    lambda: PACKED.view(torch.int16),
+    TYPE,
+    "dtype is torch.int16, must be torch.uint8 or torch.int8",
+)
 add(U, "packed", "rank", lambda: PACKED.view(1, 1, -1), VALUE, "must be (bytes,) or (g, bytes)")
 add(
     U,
@@ -115,6 +133,7 @@ add(
     "must be (bytes,) or (g, bytes), g at least 1",
 )
 add(U, "packed", "size", lambda: PACKED[:-16], VALUE, "shape is (2288,), must have 2304 bytes a matrix")
+add(U, "packed", "size fp8", lambda: PACKED.view(torch.int8), VALUE, "must have 4608 bytes a matrix")
 add(U, "packed", "strides", lambda: every_other(PACKED), VALUE, "must be contiguous")
 add(U, "packed", "aligned", lambda: misaligned(PACKED), VALUE, "must be 16-byte aligned")
 add(U, "n", "type", lambda: 33.0, TYPE, "got 33.0 (float), must be an int")

@@ -211,8 +211,10 @@ add_together(
     "has 63 rows, must have 64, the d of x",
     "w2",
 )
-add(X, "scaling", "value", lambda: 2, VALUE, "got 2, must be 0 or 1")
-add(X, "scaling", "type", lambda: "row", TYPE, "got 'row' (str), must be 0 or 1")
+add(X, "scaling", "value", lambda: 2, VALUE, "got 2, must be 0, 1 or 3")
+add(X, "scaling", "type", lambda: "row", TYPE, "got 'row' (str), must be 0, 1 or 3")
+add(X, "use_fast_accum", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
+add(X, "use_fast_accum", "value", lambda: True, VALUE, "got True, must be False unless the tokens are FP8")
 add(X, "activation", "value", lambda: 99, VALUE, "got 99, must be 0, 1")
 add(X, "activation", "not-gated", lambda: 1, VALUE, "shape is (6, 64, 16), must be (g, n, 32)", "w2")
 add(X, "batch_invariant", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")

@@ -252,6 +252,10 @@ add_each("reference.gemm", "offs", "type", lambda: [5, M], TYPE, "got [5, 33] (l
 add_each("reference.gemm", "alpha_groups", "dense", lambda: ones(1), VALUE, "must be None without offs")
 R += ", reference.gemm"
 add_each(R, "batch_invariant", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
+add_each(R, "use_fast_accum", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
+add_each(
+    R, "use_fast_accum", "value", lambda: True, VALUE, "got True, must be False unless the tokens are FP8"
+)
 add_each(R, "b_rows", "type", lambda: "24", TYPE, "got '24' (str), must be an int")
 add_each(R, "b_rows", "negative", lambda: -8, VALUE, "got -8, must be at least 0")
 add_each(R, "b_rows", "codes", lambda: 24, VALUE, "must be None because b is prepacked", "scale_b")

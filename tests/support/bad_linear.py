@@ -37,7 +37,7 @@ add(
 add("x-k", VALUE, "k is 48, must be a positive multiple of 32", x=X[:, :48])
 add("x-other k", VALUE, "k is 64, must be 32, the k of x", "weight", x=X[:, :32])
 add("x-grad", NOT, "requires grad", x=X.clone().requires_grad_())
-add("scaling", VALUE, "got 3, must be 0, 1 or 2", scaling=3)
+add("scaling", VALUE, "got 4, must be 0, 1, 2 or 3", scaling=4)
 add("x_scales", VALUE, "got None, must be given with x_scales", "x_amax", x_scales=SCALES)
 add(
     "x_scales-shape",
@@ -64,6 +64,15 @@ add(
     weight_rows=N,
     weight_scales=None,
 )
+add(
+    "weight_rows-order",
+    TYPE,
+    "dtype is torch.uint8, must be torch.int8, that of weights prepacked for FP8 tokens",
+    "weight",
+    weight_rows=N,
+    weight_scales=None,
+    scaling=3,
+)
 add("weight_amax", VALUE, f"shape is (3,), must be ({N},) or (1,)", weight_amax=ones(3))
 add("weight_e4m3_max", VALUE, "got 300, must be 448 or 256", weight_e4m3_max=300)
 add("bias-dtype", TYPE, "dtype is torch.float16, must be ", bias=ones(N).half())
@@ -74,5 +83,7 @@ add("c", VALUE, f"shape is ({N},), must be ({M}, {N})", c=ones(N, dtype=torch.bf
 add("c-dtype", TYPE, "dtype is torch.float32, must be torch.bfloat16", c=ones(M, N))
 add("beta", VALUE, "got 2.0, must be omitted without c", beta=2.0)
 add("batch_invariant", TYPE, "got 1 (int), must be True or False", batch_invariant=1)
+add("use_fast_accum-type", TYPE, "got 1 (int), must be True or False", use_fast_accum=1)
+add("use_fast_accum", VALUE, "got True, must be False unless the tokens are FP8", use_fast_accum=True)
 add("out_dtype", TYPE, "dtype is torch.int8", out_dtype=torch.int8)
 add("kernel_name", VALUE, "got 'fast', must be None or", kernel_name="fast")

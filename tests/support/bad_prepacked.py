@@ -245,7 +245,7 @@ for kind, both, says, name in (
 repeated(
     "scaled_mm, scaled_grouped_mm",
     [
-        ("a-float32", X.float(), TYPE, "torch.float16 or torch.bfloat16"),
+        ("a-float32", X.float(), TYPE, "torch.float16, torch.bfloat16 or torch.float8_e4m3fn"),
         ("scale_a-given", A.scales, VALUE, "must be None because a is bfloat16, not quantized"),
         ("b-bf16", ones(2, N, K, dtype=BF16), TYPE, "dtype is torch.bfloat16, must be torch.uint8"),
     ],

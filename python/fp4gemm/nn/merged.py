@@ -62,7 +62,7 @@ class MergedLinear(Linear):
         data = data.view(*x.shape[:-1], data.shape[-1])
         arguments = self._known_arguments()
         if arguments is not None and x.shape[-1] == self.in_features:
-            of_x = (scales, amax, e4m3_max, False, None, x.dtype)
+            of_x = (scales, amax, e4m3_max, False, False, None, x.dtype)
             try:
                 result: Tensor = LINEAR(data, *arguments[:7], self._epilogue(), c, 1.0, *of_x)
             except REFUSALS as error:

@@ -24,6 +24,7 @@ __all__ = [
     "MXFP8DequantizeCall",
     "MXFP8QuantizeCall",
     "PackedCall",
+    "PrepackCall",
     "UnprepackCall",
     "decode",
     "decode_rows",
@@ -172,7 +173,7 @@ def dequantize_fake(call: DequantizeCall) -> Tensor:
 
 
 class PackedCall(NamedTuple):
-    """``decode`` and ``prepack``."""
+    """``decode``."""
 
     codes: Tensor
     scales: Tensor
@@ -201,21 +202,34 @@ def decode_fake(call: PackedCall) -> Tensor:
 # ---- prepack and unprepack
 
 
-@accepts(PackedCall)
-def prepack(call: PackedCall) -> Tensor:
+class PrepackCall(NamedTuple):
+    """``prepack``."""
+
+    codes: Tensor
+    scales: Tensor
+    fp8: bool = False
+
+
+@accepts(PrepackCall)
+def prepack(call: PrepackCall) -> Tensor:
     """Return the prepacked bytes of a weight, or of each weight of a stack.
 
     Args:
-        codes: uint8 (n, k/2) or (g, n, k/2), g >= 1, k a positive multiple of 16.
+        codes: uint8 (n, k/2) or (g, n, k/2), g >= 1, k a positive multiple of 16, or of 64 if fp8.
         scales: float8_e4m3fn (ceil128(n), ceil4(k/16)) for each weight, swizzled; the padding is not read.
+        fp8: True makes the bytes for FP8 tokens, False those for all others.
 
     Returns:
-        uint8 (bytes,) or (g, bytes), bytes = 2304 * ceil(n / 64) * ceil(k / 64).
+        uint8 (bytes,) or (g, bytes), bytes = 2304 * ceil(n / 64) * ceil(k / 64); if fp8 int8, bytes = 4608 *
+        ceil(n / 64) * ceil(k / 128).
     """
-    scales = call.scales
+    _checks.is_bool("fp8", call.fp8)
+    scales, of_matrix = call.scales, prepacking.prepack_fp8 if call.fp8 else prepacking.prepack
     x = _checks.is_tensor("codes", call.codes)
+    if call.fp8 and x.dim() > 0:
+        _checks.is_multiple("codes", "k", 2 * x.shape[-1], _checks.FP8_STEP)
     if x.dim() != 3:
-        return prepacking.prepack(*_checks.packed_operand("codes", x, "scales", scales))
+        return of_matrix(*_checks.packed_operand("codes", x, "scales", scales))
     g, n, k = x.shape[0], x.shape[1], 2 * x.shape[2]
     if g < 1:
         raise ValueError(f"codes: shape is {tuple(x.shape)}, must hold a matrix or more")
@@ -224,13 +238,14 @@ def prepack(call: PackedCall) -> Tensor:
     _checks.is_contiguous("codes", x)
     _checks.is_aligned("codes", x)
     s = _checks.stack_scales("scales", scales, g, n, k, x.device, "codes")
-    return torch.stack([prepacking.prepack(*matrix) for matrix in zip(_checks.as_codes(x), s, strict=True)])
+    return torch.stack([of_matrix(*matrix) for matrix in zip(_checks.as_codes(x), s, strict=True)])
 
 
-@accepts(PackedCall)
-def prepack_fake(call: PackedCall) -> Tensor:
+@accepts(PrepackCall)
+def prepack_fake(call: PrepackCall) -> Tensor:
     *stack, n, half_k = call.codes.shape
-    return call.codes.new_empty((*stack, _checks.prepacked_bytes(n, 2 * half_k)))
+    wanted = _checks.prepacked_bytes(n, 2 * half_k, call.fp8)
+    return call.codes.new_empty((*stack, wanted), dtype=torch.int8 if call.fp8 else torch.uint8)
 
 
 class UnprepackCall(NamedTuple):
@@ -248,29 +263,32 @@ def unprepack(call: UnprepackCall) -> tuple[Tensor, Tensor]:
     No scale is negative: if a scale was negative before :func:`prepack`, its sixteen codes have changed sign.
 
     Args:
-        packed: uint8 (bytes,) or (g, bytes), g >= 1.
+        packed: uint8, or int8 of a weight for FP8 tokens, (bytes,) or (g, bytes), g >= 1.
         n: the rows of a matrix, >= 0.
-        k: a positive multiple of 16.
+        k: a positive multiple of 16, or of 64 if packed is int8.
     """
     packed, n, k = call
     x = _checks.is_tensor("packed", packed)
-    _checks.has_dtype("packed", x, (torch.uint8,))
+    _checks.has_dtype("packed", x, (torch.uint8, torch.int8))
+    fp8 = x.dtype is torch.int8
+    step = _checks.FP8_STEP if fp8 else _checks.BLOCK
     _checks.is_int("n", n, 0)
     _checks.is_int("k", k, 1)
-    if k % _checks.BLOCK:
-        raise ValueError(f"k: got {k}, must be a positive multiple of {_checks.BLOCK}")
+    if k % step:
+        raise ValueError(f"k: got {k}, must be a positive multiple of {step}")
     if x.dim() not in (1, 2) or (x.dim() == 2 and x.shape[0] < 1):
         raise ValueError(f"packed: shape is {tuple(x.shape)}, must be (bytes,) or (g, bytes), g at least 1")
-    wanted = _checks.prepacked_bytes(n, k)
+    wanted = _checks.prepacked_bytes(n, k, fp8)
     if x.shape[-1] != wanted:
         raise ValueError(
             f"packed: shape is {tuple(x.shape)}, must have {wanted} bytes a matrix, prepacked ({n}, {k})"
         )
     _checks.is_contiguous("packed", x)
     _checks.is_aligned("packed", x)
+    of_matrix = prepacking.unprepack_fp8 if fp8 else prepacking.unprepack
     if x.dim() == 1:
-        return prepacking.unprepack(x, n, k)
-    codes, scales = zip(*(prepacking.unprepack(matrix, n, k) for matrix in x), strict=True)
+        return of_matrix(x, n, k)
+    codes, scales = zip(*(of_matrix(matrix, n, k) for matrix in x), strict=True)
     # The scales are stacked as bytes, because few torch operators support float8.
     plain = torch.stack([s.view(torch.uint8) for s in scales])
     return torch.stack(codes), plain.view(torch.float8_e4m3fn)
@@ -281,7 +299,7 @@ def unprepack_fake(call: UnprepackCall) -> tuple[Tensor, Tensor]:
     packed, n, k = call
     stack = packed.shape[:-1]
     scales = packed.new_empty((*stack, *_checks.padded_scale_shape(n, k)), dtype=torch.float8_e4m3fn)
-    return packed.new_empty((*stack, n, k // 2)), scales
+    return packed.new_empty((*stack, n, k // 2), dtype=torch.uint8), scales
 
 
 # ---- MXFP8
@@ -382,7 +400,7 @@ def mxfp8_dequantize_fake(call: MXFP8DequantizeCall) -> Tensor:
 OPERATORS = {
     "dequantize": Operator(DequantizeCall, dequantize, dequantize_fake, dequantize_compiled),
     "decode": Operator(PackedCall, decode, decode_fake),
-    "prepack": Operator(PackedCall, prepack, prepack_fake),
+    "prepack": Operator(PrepackCall, prepack, prepack_fake),
     "unprepack": Operator(UnprepackCall, unprepack, unprepack_fake),
     "mxfp8_quantize": Operator(MXFP8QuantizeCall, mxfp8_quantize, mxfp8_quantize_fake),
     "mxfp8_dequantize": Operator(MXFP8DequantizeCall, mxfp8_dequantize, mxfp8_dequantize_fake),

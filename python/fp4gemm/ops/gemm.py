@@ -19,8 +19,10 @@ from .. import _checks, activations, layout, support
 from .._checks import FLOAT_DTYPES, describe, has_dtype, has_shape, is_contiguous, listing, same_device
 from ..activations import Activation
 from ..reference.chunks import fp32, row_chunks
-from ..reference.epilogue import ALPHA, ALPHA_UNQUANTIZED, Epilogue
-from ..reference.gemm import Operand, Product, multiply, ragged_k, ragged_m
+from ..reference.epilogue import ALPHA, ALPHA_FP8, ALPHA_UNQUANTIZED, Epilogue
+from ..reference.fp8 import transposed
+from ..reference.gemm import Operand, Product, is_fp8, multiply, ragged_k, ragged_m
+from ..reference.nvfp4 import folded
 from ._call import Operator, accepts, has_parameters, parameters_of
 from .convert import decode_rows, unprepack
 from .parts import OperandParts
@@ -33,6 +35,8 @@ _DECODED_ELEMS = 1 << 18
 
 _OPERAND_DTYPES = (*_checks.CODE_DTYPES, torch.float16)
 PLAIN = (torch.float16, torch.bfloat16)  # operands that are not packed codes; only a can be bfloat16
+FP8 = torch.float8_e4m3fn  # tokens with one scale for each row; only a
+_VALUES = (*PLAIN, FP8)
 
 
 class GemmCall(NamedTuple):
@@ -52,6 +56,7 @@ class GemmCall(NamedTuple):
     c: Tensor | None = None
     beta: float = 1.0
     batch_invariant: bool = False
+    use_fast_accum: bool = False
     b_rows: int = 0  # n of a prepacked b; 0: b is not prepacked
     kernel_name: str | None = None  # not "kernel", which collides with a parameter inside torch's inductor
     out_dtype: torch.dtype = torch.bfloat16
@@ -62,7 +67,8 @@ class GemmCall(NamedTuple):
     ) -> GemmCall:
         """The product of operands with all their factors and the bias of b; a Tensor is not quantized."""
         if isinstance(a, OperandParts):
-            data, scales, amax, alpha = a.data, a.scales, a.amax, ALPHA[a.e4m3_max, b.e4m3_max]
+            data, scales, amax = a.data, a.scales, a.amax
+            alpha = ALPHA_FP8[b.e4m3_max] if data.dtype is FP8 else ALPHA[a.e4m3_max, b.e4m3_max]
         else:
             data, scales, amax, alpha = a, None, None, ALPHA_UNQUANTIZED[b.e4m3_max]
         data_b, scales_b, amax_b, _, rows, bias = b
@@ -92,20 +98,26 @@ def _accepts_out(function: Callable[[GemmCall, Tensor], None]) -> Callable[..., 
 def operand(name: str, x: object, scale: object) -> tuple[Tensor, Tensor | None]:
     """Check an operand of a dense GEMM and return (data, scales).
 
-    The data are codes with scales, or float16 values, or bfloat16 values for a; values have no scales.
+    The data are codes with scales, or float16 values, or bfloat16 values or FP8 tokens for a; values have no
+    scales.
     """
     data = _checks.is_tensor(name, x)
-    has_dtype(name, data, (*_checks.CODE_DTYPES, *PLAIN) if name == "a" else _OPERAND_DTYPES)
+    has_dtype(name, data, (*_checks.CODE_DTYPES, *_VALUES) if name == "a" else _OPERAND_DTYPES)
     if data.dim() == 2 and not data.is_contiguous() and data.t().is_contiguous():
         rows = "m" if name == "a" else "n"
         raise ValueError(
             f"{name}: strides are {data.stride()} for shape {tuple(data.shape)}, must be contiguous with k "
             f"along the last dimension, ({rows}, k) or codes ({rows}, k/2): pass {name} without .T"
         )
-    if data.dtype not in PLAIN:
+    if data.dtype not in _VALUES:
         return _checks.packed_operand(name, data, f"scale_{name}", scale)
+    return _values_operand(name, data, scale), None
+
+
+def _values_operand(name: str, data: Tensor, scale: object) -> Tensor:
+    """Check an operand of values, FP8 tokens or values that are decoded or were never quantized."""
     _scale_is_none(name, data, scale)
-    return _checks.decoded(name, data, PLAIN), None
+    return _checks.fp8_tokens(name, data) if data.dtype is FP8 else _checks.decoded(name, data, PLAIN)
 
 
 def is_plain(a: object) -> TypeGuard[Tensor]:
@@ -114,42 +126,49 @@ def is_plain(a: object) -> TypeGuard[Tensor]:
 
 
 def beside(a: Tensor, b: Tensor, names: tuple[str, str] = ("a", "b")) -> None:
-    """Raise TypeError if a is bfloat16 and b is decoded: no kernel multiplies bfloat16 by float16."""
-    if a.dtype is torch.bfloat16 and b.dtype is torch.float16:
+    """Raise TypeError if a is bfloat16 or FP8 and b is decoded: no kernel multiplies it by float16."""
+    if a.dtype in (torch.bfloat16, FP8) and b.dtype is torch.float16:
+        kind = "FP8 tokens" if a.dtype is FP8 else "bfloat16"
         raise TypeError(
-            f"{names[1]}: dtype is torch.float16 (decoded), must be quantized or prepacked for bfloat16 "
+            f"{names[1]}: dtype is torch.float16 (decoded), must be quantized or prepacked for {kind} "
             f"{names[0]}"
         )
 
 
 def _scale_is_none(name: str, x: Tensor, scale: object) -> None:
     if scale is not None:
-        why = "float16, already decoded" if x.dtype is torch.float16 else "bfloat16, not quantized"
+        kinds = {torch.float16: "float16, already decoded", torch.bfloat16: "bfloat16, not quantized"}
+        why = kinds.get(x.dtype, "FP8 tokens, whose amax is alpha_row")
         raise ValueError(f"scale_{name}: got {describe(scale)}, must be None because {name} is {why}")
 
 
 def k_of(x: Tensor) -> int:
     """Return k of codes (.., k/2) or of values (.., k)."""
-    return x.shape[-1] * (1 if x.dtype in PLAIN else 2)
+    return x.shape[-1] * (1 if x.dtype in _VALUES else 2)
+
+
+_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "e4m3"}
 
 
 def formats(a: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, b_rows: int) -> tuple[str, str]:
     """Return the formats (kernel_table.FORMATS) of checked operands a and b."""
-    format_a = "nvfp4" if scale_a is not None else "bf16" if a.dtype is torch.bfloat16 else "fp16"
-    return format_a, "prepacked" if b_rows else "fp16" if scale_b is None else "nvfp4"
+    format_a = "nvfp4" if scale_a is not None else _FORMATS[a.dtype]
+    if b_rows:
+        return format_a, "prepacked_fp8" if a.dtype is FP8 else "prepacked"
+    return format_a, "fp16" if scale_b is None else "nvfp4"
 
 
 def prepacked(call: GemmCall, k: int) -> None:
     """Raise unless b has the bytes of prepacked (b_rows, k) weights: (bytes,), or (g, bytes) with offs."""
-    b, n = call.b, call.b_rows
+    b, n, fp8 = call.b, call.b_rows, call.a.dtype is FP8
     if call.scale_b is not None:
         raise ValueError(f"scale_b: got {describe(call.scale_b)}, must be None because b is prepacked")
-    has_dtype("b", b, (torch.uint8,))
+    _checks.prepacked_order("b", b, fp8)
     _checks.has_rank("b", b, *((1, "(bytes,)") if call.offs is None else (2, "(g, bytes)")))
-    if b.shape[-1] != _checks.prepacked_bytes(n, k):
+    wanted = _checks.prepacked_bytes(n, k, fp8)
+    if b.shape[-1] != wanted:
         raise ValueError(
-            f"b: shape is {tuple(b.shape)}, must have {_checks.prepacked_bytes(n, k)} bytes a matrix, "
-            f"prepacked (n, k) = ({n}, {k})"
+            f"b: shape is {tuple(b.shape)}, must have {wanted} bytes a matrix, prepacked (n, k) = ({n}, {k})"
         )
     is_contiguous("b", b)
     _checks.is_aligned("b", b)
@@ -365,10 +384,9 @@ def grouped_operands(call: GemmCall) -> tuple[Tensor, Tensor, Tensor | None, Ten
 
 def _rows_operand(a: Tensor, scale: object, num_groups: int) -> tuple[Tensor, Tensor | None]:
     """Check a (m, k) for ragged m; the scales of each group begin at a multiple of 128 rows."""
-    has_dtype("a", a, (*_checks.CODE_DTYPES, *PLAIN))
-    if a.dtype in PLAIN:
-        _scale_is_none("a", a, scale)
-        return _checks.decoded("a", a, PLAIN), None
+    has_dtype("a", a, (*_checks.CODE_DTYPES, *_VALUES))
+    if a.dtype in _VALUES:
+        return _values_operand("a", a, scale), None
     packed = _checks.codes("a", a)
     m, k = packed.shape[0], k_of(packed)
     rows = layout.grouped_scale_rows(m, num_groups)
@@ -448,7 +466,8 @@ def gemm(call: GemmCall) -> Tensor:
 
     acc = fl(sum_k a b): the accumulator is the float64 sum, rounded once to float32. Products of decoded
     NVFP4 values are multiples of 2^-20, so the float64 sum is exact in any order while the partial sums stay
-    below 2^33. For k <= 1024 they always do.
+    below 2^33. For k <= 1024 they always do. Beside FP8 tokens the values of b are rounded to e4m3
+    (:mod:`fp4gemm.reference.gemm`); there a GPU's sum is within a bound of this one, not equal to it.
 
     With offs, D of each group is the product of its part of the operands. The rank of b decides whether the
     groups divide m or k:
@@ -460,10 +479,11 @@ def gemm(call: GemmCall) -> Tensor:
       exactly 0 without bias and c.
 
     Args:
-        a: codes uint8 (m, k/2) with scale_a; or float16 or bfloat16 (m, k) with scale_a None.
+        a: codes uint8 (m, k/2) with scale_a; or float16, bfloat16 or, FP8 tokens, float8_e4m3fn (m, k) with
+            scale_a None. k of FP8 tokens is a multiple of 64.
         b: codes uint8 (n, k/2), or (g, n, k/2) for ragged m, with scale_b; or float16 (n, k) or (g, n, k)
             with scale_b None; or the bytes of prepacked weights, (bytes,) or (g, bytes), with scale_b None
-            and b_rows = n.
+            and b_rows = n: int8 for FP8 tokens, uint8 for all others. Not float16 with FP8 tokens.
         scale_a: the swizzled float8_e4m3fn scales of a, (ceil128(m), ceil4(k/16)), or for ragged m
             (grouped_scale_rows(m, g), ceil4(k/16)).
         scale_b: the swizzled float8_e4m3fn scales of b, (ceil128(n), ceil4(k/16)), or for ragged m
@@ -478,6 +498,7 @@ def gemm(call: GemmCall) -> Tensor:
         c: a tensor of the shape and the dtype of D, or None; with gemm_out it may be out itself.
         beta: one number, rounded to float32; it must be 1 without c.
         batch_invariant: a bool, which does not change the bits of the reference.
+        use_fast_accum: a bool, which does not change them either; it must be False unless a has FP8 tokens.
         b_rows: n if b is prepacked, else 0.
         kernel_name: None or "cpu_reference".
         out_dtype: bfloat16, float16 or float32.
@@ -504,6 +525,7 @@ def _gemm_by(call: GemmCall, out: Tensor | None, product: Product) -> Tensor:
     name, dtype = "fp4gemm.scaled_mm" if call.offs is None else "fp4gemm.scaled_grouped_mm", call.out_dtype
     _checks.is_float_dtype("out_dtype", dtype)
     _checks.is_bool("batch_invariant", call.batch_invariant)
+    _checks.fast_accum(call.use_fast_accum, call.a.dtype is FP8)
     if call.kernel_name not in (None, _checks.CPU_KERNEL):
         raise ValueError(
             f"kernel_name: got {call.kernel_name!r}, must be None or {_checks.CPU_KERNEL!r} on the CPU"
@@ -590,25 +612,31 @@ def _multiply_compiled(out: Tensor, a: Operand, b: Operand, terms: Epilogue) -> 
     m, n = a[0].shape[0], b[0].shape[0]
     k = a[0].shape[1] * (1 if a[1] is None else 2)
     step = max(1, _DECODED_ELEMS // k)
+    fp8 = is_fp8(a)
+    if fp8:
+        a = transposed(a[0]), None
     for i, j in row_chunks(m, max(n, k)):
         left = _wide(a, i, j)
         acc = torch.empty((j - i, n), dtype=torch.float32, device="cpu")
         for first in range(0, n, step):
             last = min(first + step, n)
-            acc[:, first:last] = torch.mm(left, _wide(b, first, last).t())
+            acc[:, first:last] = torch.mm(left, _wide(b, first, last, fp8).t())
         part = terms.rows(i, j)
         out[i:j] = part.finished(part.scaled(acc))
 
 
-def _wide(operand: Operand, begin: int, end: int) -> Tensor:
-    """Return the values of rows begin .. end-1 of an operand, float64 (end - begin, k)."""
+def _wide(operand: Operand, begin: int, end: int, fp8: bool = False) -> Tensor:
+    """Return the values of rows begin .. end-1 of an operand, float64 (end - begin, k).
+
+    fp8: those of a weight beside FP8 tokens.
+    """
     data, scales = operand
     rows = data[begin:end]
     if scales is None:
         return rows.to(torch.float64)
     result = torch.empty((end - begin, 2 * rows.shape[1]), dtype=torch.float64, device="cpu")
     decode_rows(rows, scales, begin, result)
-    return result
+    return folded(result) if fp8 else result
 
 
 # ---- fake, and the floating-point operations

@@ -12,11 +12,13 @@ from torch import Tensor
 from .. import _checks, activations, support
 from . import gemm as gemm_ops
 from ._call import Operator, accepts
+from .fp8 import quantize_fp8
 from .gemm import GemmCall, gemm, gemm_compiled
 from .parts import OperandParts, checked_weight
 from .quantize import QuantizeCall, quantize, quantize_compiled
 
 __all__ = [
+    "FP8_ROW",
     "NOT_QUANTIZED",
     "OPERATORS",
     "ROW",
@@ -26,8 +28,9 @@ __all__ = [
     "linear",
 ]
 
-# scaling: 0 does not quantize x; 1 gives each row an amax, 2 all rows together.
-NOT_QUANTIZED, ROW, TENSOR = 0, 1, 2
+# scaling: 0 does not quantize x; 1 gives each row an amax, 2 all rows together; 3 quantizes x to FP8 tokens,
+# with an amax for each row.
+NOT_QUANTIZED, ROW, TENSOR, FP8_ROW = 0, 1, 2, 3
 
 
 class LinearCall(NamedTuple):
@@ -40,7 +43,7 @@ class LinearCall(NamedTuple):
     bias: Tensor | None = None
     weight_rows: int = 0  # n of a prepacked weight; 0: it is not prepacked
     weight_e4m3_max: int = 448
-    scaling: int = 1  # 0: x is not quantized; 1: an amax for each row of x; 2: one
+    scaling: int = 1  # 0: x is not quantized; 1: an amax for each row of x; 2: one; 3: FP8 tokens
     activation: int = 0
     c: Tensor | None = None
     beta: float = 1.0
@@ -48,6 +51,7 @@ class LinearCall(NamedTuple):
     x_amax: Tensor | None = None  # given: x was quantized before
     x_e4m3_max: int = 448
     batch_invariant: bool = False
+    use_fast_accum: bool = False
     kernel_name: str | None = None
     out_dtype: torch.dtype | None = None  # None: that of x, or bfloat16 if x was quantized before
 
@@ -73,6 +77,11 @@ class LinearCall(NamedTuple):
             self.bias,
         )
 
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the product is with FP8 tokens, which x holds or becomes."""
+        return self.scaling == FP8_ROW if self.x_amax is None else self.x.dtype is gemm_ops.FP8
+
 
 class Shape(NamedTuple):
     """The sizes and the dtype that follow from a checked call."""
@@ -96,13 +105,13 @@ def checked(call: LinearCall) -> Shape:
     _checks.no_grad("x", x, "fp4gemm.linear")
     dtype = _checked_x(call)
     k = x.shape[-1] * (1 if call.x_scales is None else 2)
-    _checks.is_multiple("x", "k", k, _checks.K_STEP_MM)
+    _checks.is_multiple("x", "k", k, _checks.FP8_STEP if call.is_fp8 else _checks.K_STEP_MM)
     m = math.prod(x.shape[:-1])
     if call.x_amax is not None:
         _checks.vector("x_amax", call.x_amax, m, x.device, "x")
     if call.x_scales is not None:
         _checks.scales("x_scales", call.x_scales, m, k, x.device, "x")
-    n = checked_weight("weight", call.weight_parts, k, x)
+    n = checked_weight("weight", call.weight_parts, k, x, fp8=call.is_fp8)
     if call.out_dtype is not None:
         _checks.is_float_dtype("out_dtype", call.out_dtype)
         dtype = call.out_dtype
@@ -117,12 +126,13 @@ def checked(call: LinearCall) -> Shape:
     if call.c is not None:
         _checked_c(call.c, out, dtype, x.device)
     _checks.is_bool("batch_invariant", call.batch_invariant)
+    _checks.fast_accum(call.use_fast_accum, call.is_fp8)
     return Shape(m, n, k, out, dtype)
 
 
 def _checked_x(call: LinearCall) -> torch.dtype:
     """Check the dtype of x and the options that belong to it; return the dtype of the result by default."""
-    _checks.is_one_of("scaling", call.scaling, (NOT_QUANTIZED, ROW, TENSOR))
+    _checks.is_one_of("scaling", call.scaling, (NOT_QUANTIZED, ROW, TENSOR, FP8_ROW))
     _checks.is_one_of("x_e4m3_max", call.x_e4m3_max, _checks.E4M3_BOUNDS)
     if call.x_amax is None:
         if call.x_scales is not None:
@@ -133,7 +143,9 @@ def _checked_x(call: LinearCall) -> torch.dtype:
             "x", call.x, _checks.FLOAT_DTYPES if call.scaling != NOT_QUANTIZED else _checks.HALF_DTYPES
         )
         return call.x.dtype
-    _checks.has_dtype("x", call.x, (torch.float16,) if call.x_scales is None else (torch.uint8,))
+    _checks.has_dtype("x", call.x, (torch.float16, gemm_ops.FP8) if call.x_scales is None else (torch.uint8,))
+    if call.is_fp8 and call.x_e4m3_max != max(_checks.E4M3_BOUNDS):
+        raise ValueError(f"x_e4m3_max: got {call.x_e4m3_max}, must be 448 for FP8 tokens")
     return torch.bfloat16
 
 
@@ -159,27 +171,31 @@ def linear(call: LinearCall) -> Tensor:
 
     The bits are those of :func:`quantize` of the rows of x, followed by :func:`gemm` with alpha =
     fl(1 / (36 * x_e4m3_max * weight_e4m3_max)). With scaling 0, x is not quantized: there is no amax_x, and
-    alpha = fl(1 / (6 * weight_e4m3_max)).
+    alpha = fl(1 / (6 * weight_e4m3_max)). With scaling 3, or an x of FP8 tokens, the bits are those of
+    :func:`quantize_fp8` and :func:`gemm` with alpha = fl(1 / (448 * 6 * weight_e4m3_max)).
 
     Args:
-        x: bfloat16, float16 or (unless scaling is 0) float32 (..., k), k a multiple of 32, any strides. With
-            x_amax: what was quantized before, float16 values (..., k) as of :func:`quantize_decoded`, or with
+        x: bfloat16, float16 or (unless scaling is 0) float32 (..., k), k a multiple of 32 (of 64 for
+            FP8 tokens), any strides. With x_amax: what was quantized before, float16 values (..., k) as of
+            :func:`quantize_decoded`, FP8 tokens float8_e4m3fn (..., k) as of :func:`quantize_fp8`, or with
             x_scales uint8 codes (..., k/2). The dimensions before the last one together are the m rows.
-        weight: uint8 codes (n, k/2), or the bytes of a prepacked weight, (bytes,).
+        weight: uint8 codes (n, k/2), or the bytes of a prepacked weight, (bytes,): int8 for FP8 tokens, uint8
+            for all others.
         weight_scales: float8_e4m3fn (ceil128(n), ceil4(k/16)), swizzled; None if the weight is prepacked.
         weight_amax: float32 (n,) or (1,).
         bias: float32 (n,), or None.
         weight_rows: n if the weight is prepacked, else 0.
         weight_e4m3_max: 448 or 256, the bound that the weight was quantized with.
-        scaling: 0 does not quantize x; 1 gives each row of x an amax, 2 all rows together one. It is not read
-            with x_amax.
+        scaling: 0 does not quantize x; 1 gives each row of x an amax, 2 all rows together one; 3 makes
+            FP8 tokens of x, with an amax for each row. It is not read with x_amax.
         activation: a number as in :func:`activate`.
         c: a tensor of the shape and the dtype of y, any strides, or None.
         beta: one number, rounded to float32; it must be 1 without c.
         x_scales: the swizzled scales of the m rows of codes.
         x_amax: float32 (m,) or (1,), if x was quantized before.
         x_e4m3_max: the bound that x was quantized with; 448 if it was not.
-        batch_invariant: a bool, which does not change the bits of the reference.
+        batch_invariant, use_fast_accum: bools, which do not change the bits of the reference; the second must
+            be False unless the tokens are FP8.
         kernel_name: None or "cpu_reference".
         out_dtype: bfloat16, float16 or float32; None is the dtype of x, or bfloat16 with x_amax.
 
@@ -197,6 +213,9 @@ def _linear_by(call: LinearCall, quantize: Callable[..., Any], gemm: Callable[..
     a: Tensor | OperandParts = rows
     if call.x_amax is not None:
         a = OperandParts(rows, call.x_scales, call.x_amax, call.x_e4m3_max)
+    elif call.scaling == FP8_ROW:
+        data, amax = quantize_fp8(rows)
+        a = OperandParts(data, None, amax)
     elif call.scaling != NOT_QUANTIZED:
         a = OperandParts(*quantize(*QuantizeCall(rows, None, call.scaling == ROW)))
     product = GemmCall.of(
@@ -206,6 +225,7 @@ def _linear_by(call: LinearCall, quantize: Callable[..., Any], gemm: Callable[..
         c=None if call.c is None else _checks.readable(call.c.reshape(shape.m, shape.out[-1])),
         beta=call.beta,
         batch_invariant=call.batch_invariant,
+        use_fast_accum=call.use_fast_accum,
         kernel_name=call.kernel_name,
         out_dtype=shape.dtype,
     )

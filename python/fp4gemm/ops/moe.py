@@ -17,7 +17,9 @@ from ..activations import Activation
 from ..reference import moe as formulas
 from ..reference.chunks import gathered
 from ._call import Operator, accepts
+from .fp8 import quantize_fp8
 from .gemm import GemmCall, gemm, gemm_compiled
+from .linear import FP8_ROW, NOT_QUANTIZED, ROW
 from .parts import OperandParts, checked_stack
 from .quantize import quantize_decoded, quantize_decoded_compiled
 
@@ -207,9 +209,10 @@ class ExpertsCall(NamedTuple):
     w2_rows: int = 0
     w13_e4m3_max: int = 448
     w2_e4m3_max: int = 448
-    scaling: int = 1  # 1: one amax for each row of x and of h; 0: neither is quantized
+    scaling: int = 1  # 1: one amax for each row of x and of h; 0: neither is quantized; 3: both to FP8 tokens
     activation: int = 4
     batch_invariant: bool = False
+    use_fast_accum: bool = False
 
     @staticmethod
     def arguments(
@@ -242,20 +245,22 @@ class ExpertsCall(NamedTuple):
 
 
 def quantizes_tokens(scaling: object) -> bool:
-    """Check scaling, 0 or 1, and return whether the tokens are quantized, each with its own amax."""
-    _checks.is_one_of("scaling", scaling, (0, 1))
-    return scaling == 1
+    """Check scaling, 0, 1 or 3, and return whether the tokens are quantized, each with its own amax."""
+    _checks.is_one_of("scaling", scaling, (NOT_QUANTIZED, ROW, FP8_ROW))
+    return scaling != NOT_QUANTIZED
 
 
 def check_experts(call: ExpertsCall) -> Activation:
     """Check the arguments of experts, except for the routing, and return the activation."""
     function = "fp4gemm.experts"
     quantizes = quantizes_tokens(call.scaling)
+    fp8 = call.scaling == FP8_ROW
+    k_step = _checks.FP8_STEP if fp8 else _checks.K_STEP_MM
     x = _checks.quantize_input(
         call.x,
         function,
         dtypes=_checks.FLOAT_DTYPES if quantizes else _checks.HALF_DTYPES,
-        step=_checks.K_STEP_MM,
+        step=k_step,
         what="d",
     )
     _checks.is_contiguous("x", x)
@@ -266,12 +271,13 @@ def check_experts(call: ExpertsCall) -> Activation:
     topk_weights(call.topk_weights, tuple(ids.shape), x.device, "x", function)
     activation = activations.of_number(call.activation)
     _checks.is_bool("batch_invariant", call.batch_invariant)
+    _checks.fast_accum(call.use_fast_accum, fp8)
     d = x.shape[1]
-    groups, n13 = checked_stack("w13", call.w13_parts, d, x.device)
+    groups, n13 = checked_stack("w13", call.w13_parts, d, x.device, fp8=fp8)
     num_experts(groups)
-    step = 2 * _checks.K_STEP_MM if activation.is_gated else _checks.K_STEP_MM
+    step = 2 * k_step if activation.is_gated else k_step
     _checks.is_multiple("w13", "number of rows", n13, step)
-    _, n2 = checked_stack("w2", call.w2_parts, activation.width(n13), x.device, groups)
+    _, n2 = checked_stack("w2", call.w2_parts, activation.width(n13), x.device, groups, fp8)
     if n2 != d:
         raise ValueError(f"w2: has {n2} rows, must have {d}, the d of x")
     return activation
@@ -282,11 +288,13 @@ def experts(call: ExpertsCall) -> Tensor:
     """Return the output of a block of experts, as :mod:`fp4gemm.reference.moe` defines it.
 
     Args:
-        x: (t, d) bfloat16 or float16, or float32 unless scaling is 0; contiguous; d a multiple of 32.
+        x: (t, d) bfloat16 or float16, or float32 unless scaling is 0; contiguous; d a multiple of 32,
+            or of 64 for FP8 tokens.
         topk_ids: int32 or int64 (t, top_k), as for :func:`route`.
         topk_weights: float32, bfloat16 or float16 (t, top_k).
-        w13: the first weights, codes (g, n13, d/2), or prepacked bytes (g, bytes) with w13_rows = n13. For a
-            gated activation the rows of gate and up alternate, the gate first.
+        w13: the first weights, codes (g, n13, d/2), or prepacked bytes (g, bytes) with w13_rows = n13, int8
+            for FP8 tokens, uint8 for all others. For a gated activation the rows of gate and up alternate,
+            the gate first.
         w13_scales: swizzled float8_e4m3fn (g, ceil128(n13), ceil4(d/16)); None if w13 is prepacked.
         w13_amax: float32 (g, n13) or (g, 1).
         w13_bias: float32 (g, n13), in the order of the rows of w13; or None.
@@ -294,9 +302,11 @@ def experts(call: ExpertsCall) -> Tensor:
         w2_scales, w2_amax, w2_bias: as for w13.
         w13_rows, w2_rows: the rows of prepacked weights, else 0.
         w13_e4m3_max, w2_e4m3_max: the bounds of the block scales, 448 or 256.
-        scaling: 1: tokens and h are quantized with one amax a row. 0: they are not (W4A16).
+        scaling: 1: tokens and h are quantized with one amax a row. 0: they are not (W4A16). 3: they become
+            FP8 tokens, with one amax a row (W4A8).
         activation: a number as in :func:`activate`.
-        batch_invariant: a bool, which does not change the bits of the reference.
+        batch_invariant, use_fast_accum: bools, which do not change the bits of the reference; the second must
+            be False unless scaling is 3.
 
     Returns:
         (t, d) of the dtype of x.
@@ -314,7 +324,12 @@ def _experts_by(
         """The grouped product of rows, quantized first unless scaling is 0, and a weight."""
         a: Tensor | OperandParts = rows
         if call.scaling:
-            data, amax = quantize_decoded(rows, None, True, offs=offs)
+            quantized = (
+                quantize_fp8(rows, offs)
+                if call.scaling == FP8_ROW
+                else quantize_decoded(rows, None, True, offs=offs)
+            )
+            data, amax = quantized
             a = OperandParts(data, None, amax)
         return gemm(*GemmCall.of(a, weight, offs, activation=activation, out_dtype=out_dtype))
 

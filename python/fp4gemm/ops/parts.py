@@ -15,14 +15,14 @@ __all__ = ["OperandParts", "checked_stack", "checked_weight"]
 class OperandParts(NamedTuple):
     """The tensors of a quantized matrix or stack, the numbers that say what they mean, and a bias.
 
-    The values are ``q * s * amax / (6 * e4m3_max)``. The operators take these one by one, each in the order
-    of its schema, which ``GemmCall.of``, ``LinearCall.of`` and ``ExpertsCall.arguments`` know. Nothing is
-    checked here; the operators do that.
+    The values are ``q * s * amax / (6 * e4m3_max)``, and those of FP8 tokens ``data * amax / 448``. The
+    operators take these one by one, each in the order of its schema, which ``GemmCall.of``, ``LinearCall.of``
+    and ``ExpertsCall.arguments`` know. Nothing is checked here; the operators do that.
     """
 
-    data: (
-        Tensor  # codes (.., n, k/2); the bytes of a prepacked weight, (bytes,) or (g, bytes); or values q * s
-    )
+    # Codes (.., n, k/2); the bytes of a prepacked weight, (bytes,) or (g, bytes); values q * s; or FP8 tokens
+    # (m, k).
+    data: Tensor
     scales: Tensor | None  # swizzled block scales, (.., ceil128(n), ceil4(k/16)); only beside codes
     amax: Tensor  # float32 (1,) or (n,); (g, 1) or (g, n)
     e4m3_max: int = 448
@@ -30,18 +30,19 @@ class OperandParts(NamedTuple):
     bias: Tensor | None = None  # what the product of a weight adds, float32 (n,) or (g, n)
 
 
-def checked_weight(name: str, w: OperandParts, k: int, x: Tensor, of_x: str = "x") -> int:
+def checked_weight(name: str, w: OperandParts, k: int, x: Tensor, of_x: str = "x", fp8: bool = False) -> int:
     """Check a weight (n, k) beside x, but not its bias, and return n.
 
     Args:
-        name: the names of its tensors begin with this. of_x: the name of x.
+        name: the names of its tensors begin with this. of_x: the name of x. fp8: whether the product is with
+            FP8 tokens, which need prepacked bytes in their own order.
     """
     _checks.same_device(name, _checks.is_tensor(name, w.data), x.device, of_x)
     _checks.is_int(f"{name}_rows", w.rows, 0)
     if w.rows:
         _no_scales(name, w.scales, "a prepacked weight")
-        _checks.has_dtype(name, w.data, (torch.uint8,))
-        wanted = (_checks.prepacked_bytes(w.rows, k),)
+        _checks.prepacked_order(name, w.data, fp8)
+        wanted = (_checks.prepacked_bytes(w.rows, k, fp8),)
         _checks.has_shape(name, w.data, wanted, f", the bytes of prepacked (n, k) = ({w.rows}, {k})")
         _checks.is_contiguous(name, w.data)
         _checks.is_aligned(name, w.data)
@@ -59,24 +60,26 @@ def checked_weight(name: str, w: OperandParts, k: int, x: Tensor, of_x: str = "x
 
 
 def checked_stack(
-    name: str, w: OperandParts, k: int, device: torch.device, groups: int | None = None
+    name: str, w: OperandParts, k: int, device: torch.device, groups: int | None = None, fp8: bool = False
 ) -> tuple[int, int]:
     """Check the weights (g, n, k) of all experts, their amax and bias, and return (g, n).
 
     Args:
-        name: the names of its tensors begin with this. groups: what g must be, if it is known.
+        name: the names of its tensors begin with this. groups: what g must be, if it is known. fp8: as for
+            :func:`checked_weight`.
     """
     _checks.is_int(f"{name}_rows", w.rows, 0)
     data = _checks.is_tensor(name, w.data)
-    _checks.has_dtype(name, data, (torch.uint8,))
     if w.rows:
+        _checks.prepacked_order(name, data, fp8)
         n = w.rows
         _checks.has_rank(name, data, 2, "(g, bytes)")
         _checks.has_shape(
-            name, data, (data.shape[0], _checks.prepacked_bytes(n, k)), f", prepacked ({n}, {k})"
+            name, data, (data.shape[0], _checks.prepacked_bytes(n, k, fp8)), f", prepacked ({n}, {k})"
         )
         _no_scales(name, w.scales, f"prepacked {name}")
     else:
+        _checks.has_dtype(name, data, (torch.uint8,))
         _checks.has_rank(name, data, 3, "(g, n, k/2), or (g, bytes) with a number of rows if it is prepacked")
         n = data.shape[1]
         if 2 * data.shape[2] != k:

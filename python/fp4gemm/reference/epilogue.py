@@ -17,6 +17,8 @@ ALPHA = {
     (256, 448): float.fromhex("0x1.041042p-22"),
     (256, 256): float.fromhex("0x1.c71c72p-22"),
 }
+# The exact bits of fl(1 / (448 * 6 * B_b)), the factor if a has FP8 tokens.
+ALPHA_FP8 = {448: float.fromhex("0x1.bdd2b8p-21"), 256: float.fromhex("0x1.861862p-20")}
 # The exact bits of fl(1 / (6 * B_b)), the factor if a was not quantized.
 ALPHA_UNQUANTIZED = {448: float.fromhex("0x1.861862p-12"), 256: float.fromhex("0x1.555556p-11")}
 

@@ -3,6 +3,11 @@
 The accumulator is the float64 sum, rounded once to float32. Products of decoded NVFP4 values are multiples of
 2^-20, so the float64 sum is exact in any order while the partial sums stay below 2^33. For k <= 1024 they
 always do.
+
+Beside FP8 tokens, which are e4m3 values in the order of the kernels along k (:mod:`.fp8`), the values of an
+NVFP4 weight are rounded to e4m3, as the tensor cores need them: 8 * e4m3(q * s / 8), to nearest even, at most
+2688. A GPU then sums in the order and the precision of its hardware, of which use_fast_accum chooses one of
+two: its product is within a bound of the one here, not equal to it.
 """
 
 from __future__ import annotations
@@ -17,11 +22,12 @@ from ..layout import unswizzle_scales
 from . import grouped
 from .chunks import row_chunks
 from .epilogue import Epilogue
-from .nvfp4 import decode
+from .fp8 import transposed
+from .nvfp4 import decode, folded
 
-__all__ = ["Operand", "Product", "multiply", "ragged_k", "ragged_m"]
+__all__ = ["Operand", "Product", "is_fp8", "multiply", "ragged_k", "ragged_m"]
 
-# Codes and their swizzled scales, or values and None.
+# Codes and their swizzled scales, or values and None. Values in e4m3 are in the order of the kernels.
 Operand = tuple[Tensor, Tensor | None]
 # Writes the product of two operands to the first argument, finished by the epilogue.
 Product = Callable[[Tensor, Operand, Operand, Epilogue], None]
@@ -29,7 +35,8 @@ Product = Callable[[Tensor, Operand, Operand, Epilogue], None]
 
 def multiply(out: Tensor, a: Operand, b: Operand, terms: Epilogue) -> None:
     """Write the product of a (m, k) and b (n, k) to out; terms.c may be out itself."""
-    left, right = (_values(*operand) for operand in (a, b))
+    fp8 = is_fp8(a)
+    left, right = transposed(a[0]) if fp8 else _values(*a), _values(*b, fp8)
     (m, k), n = left.shape, right.shape[0]
     wide_b = right.to(torch.float64).t()
     for i, j in row_chunks(m, max(n, k)):
@@ -38,12 +45,18 @@ def multiply(out: Tensor, a: Operand, b: Operand, terms: Epilogue) -> None:
         out[i:j] = part.finished(part.scaled(acc))
 
 
-def _values(data: Tensor, scales: Tensor | None) -> Tensor:
-    """Return the values (rows, k) of an operand."""
+def is_fp8(a: Operand) -> bool:
+    """Return whether a left operand has FP8 tokens."""
+    return a[0].dtype is torch.float8_e4m3fn
+
+
+def _values(data: Tensor, scales: Tensor | None, fp8: bool = False) -> Tensor:
+    """Return the values (rows, k) of an operand; fp8: of a weight beside FP8 tokens."""
     if scales is None:
         return data
     rows, half_k = data.shape
-    return decode(data, unswizzle_scales(scales, rows, 2 * half_k // BLOCK))
+    values = decode(data, unswizzle_scales(scales, rows, 2 * half_k // BLOCK))
+    return folded(values) if fp8 else values
 
 
 def ragged_m(

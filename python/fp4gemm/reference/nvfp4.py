@@ -243,6 +243,14 @@ def dequantize(codes: Tensor, compact: Tensor, amax: Tensor, e4m3_max: int, dtyp
     return out
 
 
+def folded(values: Tensor) -> Tensor:
+    """Return 8 * e4m3(v / 8) of values v = q * s of a weight, as they are multiplied by FP8 tokens.
+
+    e4m3 rounds to nearest even; |v / 8| is at most 336, and so nothing saturates.
+    """
+    return (values.to(torch.float32) / 8).to(torch.float8_e4m3fn).to(values.dtype) * 8
+
+
 def decode(codes: Tensor, compact: Tensor) -> Tensor:
     """Return q * s as float16 (m, k), of codes (m, k/2) with scales (m, k/16), which are not swizzled.
 

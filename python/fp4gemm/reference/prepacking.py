@@ -18,6 +18,18 @@ codes. The first word has the scales of blocks 0 and 1, the second those of bloc
 ``w & 0x7F807F80`` gives the first block and ``rot(w, 24) & 0x7F807F80`` the second, as two fp16 numbers that
 are the scales times 2^7: row r in the low half, row r + 8 in the high half. A negative scale is stored as its
 magnitude, and the signs of its sixteen codes are inverted.
+
+``prepack_fp8`` and ``unprepack_fp8`` are those of weights for FP8 tokens. A chunk then covers 64 rows by 128
+along k, and has 4096 bytes of codes and 512 bytes of scales. Thread t (0..127) has rows r = t // 32 * 16 +
+t % 32 // 4 and r + 8, and of each 64 along k the block of 16 with number t % 4::
+
+    bytes 16 t           k 0..63: two words of row r (codes 0..7, then 8..15 of the block), two of row r + 8
+    bytes 2048 + 16 t    k 64..127: the same
+    bytes 4096 + 4 t     a word of four scales, seven bits each: from bit 3 on that of row r and k 0..63, from
+                         bit 10 on row r + 8, from bit 17 on row r and k 64..127, from bit 24 on row r + 8
+
+Of the word of eight codes, the three low bits of nibble i are the magnitude of code i. The fourth bit of
+nibble 2 j + 1 is the sign of code j, and that of nibble 2 j the sign of code 4 + j, for j = 0..3.
 """
 
 from __future__ import annotations
@@ -30,7 +42,7 @@ from torch import Tensor
 from .. import _checks
 from ..layout import swizzle_scales, unswizzle_scales
 
-__all__ = ["prepack", "unprepack"]
+__all__ = ["prepack", "prepack_fp8", "unprepack", "unprepack_fp8"]
 
 BLOCK = _checks.BLOCK
 CHUNK = 64  # rows of a chunk, and its elements along k
@@ -41,6 +53,11 @@ CHUNK_BYTES = CODE_BYTES + SCALE_BYTES
 _ROW, _BYTE = (4, 2, 8), (4, 2, 4)  # (a, h, q), (w, d, u)
 _ORDER = (0, 4, 1, 3, 7, 5, 6, 2)  # permutes (R, a, h, q, C, w, d, u) to (R, C, a, q, u, w, d, h)
 _BACK = (0, 2, 7, 3, 1, 5, 6, 4)
+# For FP8 tokens: k of a chunk, its bytes of codes and scales, the bit at which each scale of a word begins.
+CHUNK_FP8 = 128
+CODE_BYTES_FP8, SCALE_BYTES_FP8 = 4096, 512
+CHUNK_BYTES_FP8 = CODE_BYTES_FP8 + SCALE_BYTES_FP8
+_SCALE_BITS = (3, 10, 17, 24)
 
 
 def _rotate(word: int | Tensor, by: int) -> int | Tensor:
@@ -134,4 +151,50 @@ def unprepack(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
     scales = stored.view(rows, columns, a, q, 4, h).permute(0, 2, 5, 3, 1, 4)
     compact = scales.reshape(rows * CHUNK, columns * 4)[:n, : k // BLOCK]
     plain = torch.searchsorted(_magnitudes().to(packed.device), compact.contiguous()).to(torch.uint8)
+    return codes, swizzle_scales(plain.view(torch.float8_e4m3fn))
+
+
+# ---- for FP8 tokens
+
+
+def prepack_fp8(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the bytes of a weight for FP8 tokens, int8, of codes (n, k/2) and swizzled scales."""
+    n, k = codes.shape[0], 2 * codes.shape[1]
+    rows, columns = -(-n // CHUNK), -(-k // CHUNK_FP8)
+    if rows == 0:
+        return codes.new_empty((0,), dtype=torch.int8)
+    plain = unswizzle_scales(scales, n, k // BLOCK).view(torch.uint8)
+    padded = codes.new_zeros((rows * CHUNK, columns * CHUNK_FP8 // 2))
+    padded[:n, : k // 2] = codes ^ ((plain >> 7) * 0x88).repeat_interleave(BLOCK // 2, dim=1)
+    # (R, a, h, q, C, g, t % 4, word, pair) becomes (R, C, g, a, q, t % 4, h, word, pair)
+    pairs = padded.view(rows, *_ROW, columns, 2, 4, 2, 4).permute(0, 4, 5, 1, 3, 6, 2, 7, 8)
+    signs = torch.stack((pairs & 0x08, pairs >> 4 & 0x08), dim=-1).flatten(-2)
+    stored = (pairs & 0x77) | signs[..., :4] << 4 | signs[..., 4:]
+    compact = padded.new_zeros((rows * CHUNK, columns * CHUNK_FP8 // BLOCK), dtype=torch.int32)
+    compact[:n, : k // BLOCK] = plain & 0x7F
+    ordered = compact.view(rows, *_ROW, columns, 2, 4).permute(0, 4, 1, 3, 6, 5, 2).flatten(-2)
+    words = torch.zeros_like(ordered[..., 0])
+    for i, bit in enumerate(_SCALE_BITS):
+        words |= ordered[..., i] << bit
+    parts = (
+        stored.reshape(-1, CODE_BYTES_FP8),
+        words.contiguous().view(torch.uint8).view(-1, SCALE_BYTES_FP8),
+    )
+    return torch.cat(parts, dim=1).flatten().view(torch.int8)
+
+
+def unprepack_fp8(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
+    """Return (codes, scales) of a weight (n, k) from the bytes of prepack_fp8; the padding is zero."""
+    rows, columns = -(-n // CHUNK), -(-k // CHUNK_FP8)
+    a, h, q = _ROW
+    chunks = packed.view(torch.uint8).view(-1, CHUNK_BYTES_FP8)
+    stored = chunks[:, :CODE_BYTES_FP8].reshape(rows, columns, 2, a, q, 4, h, 2, 4)
+    signs = torch.cat((stored >> 4 & 0x08, stored & 0x08), dim=-1).unflatten(-1, (4, 2))
+    pairs = (stored & 0x77) | signs[..., 0] | signs[..., 1] << 4
+    ordered = pairs.permute(0, 3, 6, 4, 1, 2, 5, 7, 8).reshape(rows * CHUNK, columns * CHUNK_FP8 // 2)
+    codes = ordered[:n, : k // 2].contiguous()
+    words = chunks[:, CODE_BYTES_FP8:].contiguous().view(torch.int32)
+    every = torch.stack([words >> bit & 0x7F for bit in _SCALE_BITS], dim=-1).to(torch.uint8)
+    scales = every.view(rows, columns, a, q, 4, 2, h).permute(0, 2, 6, 3, 1, 5, 4)
+    plain = scales.reshape(rows * CHUNK, columns * CHUNK_FP8 // BLOCK)[:n, : k // BLOCK].contiguous()
     return codes, swizzle_scales(plain.view(torch.float8_e4m3fn))
