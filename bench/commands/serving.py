@@ -23,6 +23,7 @@ from ..baselines.humming import Humming
 from ..measure.contest import BASELINE, BITS, OURS, ROUNDING, UNCHECKED, Check, Contender, Contest, Job, Row
 from ..measure.harness import Harness
 from ..measure.library import (
+    INPUTS,
     ActivationName,
     Call,
     OperandParts,
@@ -105,8 +106,8 @@ class Served(Weights):
         """The weights for such inputs; W4A4 and W4A16 share them where both read one form."""
         form = products.formats(self.harness.device, activations)[1]
         if form not in self._held:
-            quantizes = activations != "a16"
-            self._held[form] = [serving_weights.hold(w, quantizes) for w in self.packed]
+            tokens = INPUTS[activations].tokens
+            self._held[form] = [serving_weights.hold(w, tokens) for w in self.packed]
         return self._held[form]
 
 

@@ -32,10 +32,11 @@ from fp4gemm.kernel_table import KernelInfo
 from fp4gemm.ops import options as _options
 from fp4gemm.ops.options import SIGNS
 from fp4gemm.ops.parts import OperandParts
-from fp4gemm.recipe import StoredActivations
+from fp4gemm.recipe import INPUTS, StoredActivations
 from fp4gemm.training import _copies as training_copies
 
 __all__ = [
+    "INPUTS",
     "MIN_CALLS",
     "SIGNS",
     "ActivationName",

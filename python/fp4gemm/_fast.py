@@ -18,10 +18,11 @@ from ._operands import Left, Right
 from ._products import GemmTerms, multiply
 from ._refusals import REFUSALS, explained
 from .containers.decoded import DecodedTensor
+from .containers.fp8 import FP8Tensor
 from .containers.nvfp4 import NVFP4Tensor
 from .containers.prepacked import PrepackedTensor
 from .ops import operators
-from .reference.epilogue import ALPHA
+from .reference.epilogue import ALPHA, ALPHA_FP8
 
 __all__ = ["mm", "quantize", "rms_norm_quantize"]
 
@@ -35,6 +36,7 @@ _RMS_NORM_QUANTIZE_DECODED = operators.below_wrapper(operators.rms_norm_quantize
 
 _PER_ROW = {"row": True, "tensor": False}
 _READY = support.READY["mm"]
+_READY_FP8 = support.READY[f"mm of {support.FP8}"]
 _CAN_QUANTIZE = support.READY["quantize"]
 _RULES = selection.RULES
 _FAST_TERMS = ("bias", "out_dtype")
@@ -147,20 +149,24 @@ def _gemm(a: object, b: object, terms: Mapping[str, Any]) -> Tensor | None:
             if value.requires_grad or value.is_meta:
                 return None
             more[name] = value
+        elif name == "use_fast_accum" and type(value) is bool:  # the operator refuses it for other tokens
+            more[name] = value
         else:
             return None
     if type(b) is NVFP4Tensor:
         if b.offs is not None:
             return None
         data_b, scale_b = b.codes, b.scales
-        if type(a) is NVFP4Tensor:
+        if type(a) is FP8Tensor:
+            data_a, scale_a = a.data, None
+        elif type(a) is NVFP4Tensor:
             data_a, scale_a = a.codes, a.scales
         elif type(a) is DecodedTensor:
             data_a, scale_a = a.data, None
         else:
             return None
     elif type(b) is PrepackedTensor:
-        if type(a) is DecodedTensor:
+        if type(a) is FP8Tensor or type(a) is DecodedTensor:
             data_a, scale_a, k = a.data, None, a.data.shape[-1]
         elif type(a) is NVFP4Tensor:
             data_a, scale_a, k = a.codes, a.scales, 2 * a.codes.shape[-1]
@@ -174,16 +180,18 @@ def _gemm(a: object, b: object, terms: Mapping[str, Any]) -> Tensor | None:
     else:
         return None
     amax_a, amax_b = a.amax, b.amax
-    index = data_a.get_device()
+    if isinstance(a, FP8Tensor):
+        is_ready, signs, alpha = _READY_FP8, None, ALPHA_FP8[b.e4m3_max]
+    else:
+        is_ready, signs, alpha = _READY, a.hadamard_signs, ALPHA[a.e4m3_max, b.e4m3_max]
     if (
-        index not in _READY
+        data_a.get_device() not in is_ready
         or a.offs is not None
-        or a.hadamard_signs != b.hadamard_signs
+        or signs != b.hadamard_signs
         or amax_a.requires_grad
         or amax_b.requires_grad
     ):
         return None
-    alpha = ALPHA[a.e4m3_max, b.e4m3_max]
     # GemmCall from a to alpha_col, without offs and alpha_groups.
     result: Tensor = _GEMM(data_a, data_b, scale_a, scale_b, None, alpha, None, amax_a, amax_b, **more)
     return result

@@ -10,21 +10,25 @@ from torch import Tensor
 from . import _checks, kernel_table, selection, support
 from .containers._base import with_version
 from .containers.decoded import DecodedTensor
+from .containers.fp8 import FP8Tensor
 from .containers.nvfp4 import NVFP4Tensor
 from .containers.prepacked import PrepackedTensor
 from .ops import gemm as gemm_ops
-from .reference.epilogue import ALPHA, ALPHA_UNQUANTIZED
+from .reference.epilogue import ALPHA, ALPHA_FP8, ALPHA_UNQUANTIZED
 
-Left = NVFP4Tensor | DecodedTensor | Tensor
+Quantized = NVFP4Tensor | DecodedTensor | FP8Tensor
+Left = Quantized | Tensor
 Right = NVFP4Tensor | DecodedTensor | PrepackedTensor
 Given = tuple[Tensor, int | None] | None
-OR_PLAIN, OR_PREPACKED = "or a bfloat16 or float16 tensor", "or an fp4gemm.PrepackedTensor"
+OR_PLAIN = "fp4gemm.FP8Tensor, or a bfloat16 or float16 tensor"
+OR_PREPACKED = "or an fp4gemm.PrepackedTensor"
 
 
 _NO_GROUPS = (
     "must have groups: quantize(x, offs=offs) for the rows of experts, quantize(x, axis=0, offs=offs) for "
     "the gradients of weights"
 )
+_LEFT = (NVFP4Tensor, DecodedTensor, FP8Tensor)
 _RAGGED = {0: "m", 1: "k"}  # the key is offs_dim
 
 
@@ -52,18 +56,20 @@ class Operands(NamedTuple):
         return len(self.shape) == 3
 
 
-def container(name: str, value: object, others: str) -> NVFP4Tensor | DecodedTensor:
-    """Return the value itself if it is a container, else raise; ``others`` are other types for the error."""
-    if isinstance(value, (NVFP4Tensor, DecodedTensor)):
+def container(
+    name: str, value: object, others: str, types: tuple[type, ...] = (NVFP4Tensor, DecodedTensor)
+) -> Any:
+    """Return the value itself if it has one of the types, else raise; ``others`` are types for the error."""
+    if isinstance(value, types):
         return value
     raise TypeError(
-        f"{name}: got {_checks.describe(value)}, must be an fp4gemm.NVFP4Tensor or fp4gemm.DecodedTensor, "
+        f"{name}: got {_checks.describe(value)}, must be an fp4gemm.NVFP4Tensor, fp4gemm.DecodedTensor, "
         f"{others} (see fp4gemm.quantize; fp4gemm.scaled_mm multiplies raw tensors)"
     )
 
 
-def parts(value: NVFP4Tensor | DecodedTensor) -> tuple[Tensor, Tensor | None]:
-    """Return (data, scales) of a container; a DecodedTensor has no scales, that is, None.
+def parts(value: NVFP4Tensor | DecodedTensor | FP8Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return (data, scales) of a container; one that is not an NVFP4Tensor has no scales, that is, None.
 
     Not OperandParts: two of them would take 0.6 of the 4 microseconds of a call of mm before the operator.
     """
@@ -97,14 +103,17 @@ def of_containers(
     if gemm_ops.is_plain(a):
         data_a = _checks.decoded(names[0], _checks.readable(a), gemm_ops.PLAIN, function)
     else:
-        packed = container(names[0], a, OR_PLAIN)
+        packed = container(names[0], a, OR_PLAIN, _LEFT)
         data_a, scale_a = parts(packed)
-        amax_a, signs = packed.amax, packed.hadamard_signs
+        amax_a = packed.amax
+        if type(packed) is not FP8Tensor:
+            signs = packed.hadamard_signs
         if amax_a.requires_grad:
             _checks.no_grad(names[0], amax_a, function)
     if isinstance(b, PrepackedTensor):
         data_b, (*stack, b_rows, k_b) = b.data, b.shape
         n, rank_b = b_rows, 2 + len(stack)
+        _checks.prepacked_order(names[1], data_b, data_a.dtype is gemm_ops.FP8)
     else:
         data_b, scale_b = parts(container(names[1], b, OR_PREPACKED))
         *stack, n, k_b = data_b.shape
@@ -129,6 +138,10 @@ def of_containers(
         gemm_ops.beside(data_a, data_b, names)
         alpha = ALPHA_UNQUANTIZED[b.e4m3_max]
         support.ready_for(data_a, "grouped_mm" if is_grouped else "mm", ("bf16", "nvfp4"))
+    elif type(packed) is FP8Tensor:
+        gemm_ops.beside(data_a, data_b, names)
+        alpha = ALPHA_FP8[b.e4m3_max]
+        support.ready_for(data_a, "grouped_mm" if is_grouped else "mm", ("e4m3", "nvfp4"))
     else:
         alpha = ALPHA[packed.e4m3_max, b.e4m3_max]
     if signs != b.hadamard_signs:
@@ -148,7 +161,7 @@ def of_containers(
     return Operands(data_a, data_b, scale_a, scale_b, ends, alpha, None, amax_a, amax_b, b_rows, shape)
 
 
-def _are_matrices(names: tuple[str, str], a: NVFP4Tensor | DecodedTensor | None, b: Right) -> None:
+def _are_matrices(names: tuple[str, str], a: Quantized | None, b: Right) -> None:
     """Raise ValueError unless the operands of a dense product are matrices without groups."""
     for name, value in zip(names, (a, b), strict=True):
         offs = getattr(value, "offs", None)
@@ -165,7 +178,7 @@ def _are_matrices(names: tuple[str, str], a: NVFP4Tensor | DecodedTensor | None,
 def _ends(
     names: tuple[str, str],
     data_a: Tensor,
-    a: NVFP4Tensor | DecodedTensor | None,
+    a: Quantized | None,
     b: Right,
     offs: Tensor | None,
 ) -> Tensor:
@@ -180,7 +193,7 @@ def _ends(
     if own is None:
         raise ValueError(f"{names[0]}: has no groups (offs), {_NO_GROUPS}")
     num_groups = own.shape[0]
-    if a.offs_dim == 0:
+    if isinstance(a, FP8Tensor) or a.offs_dim == 0:
         _is_stack(names, b, num_groups)
     elif isinstance(b, PrepackedTensor) or b.offs is None or b.offs_dim != 1 or b.offs.shape != own.shape:
         if isinstance(b, PrepackedTensor):

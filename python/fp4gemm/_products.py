@@ -35,6 +35,7 @@ class GemmTerms(TypedDict, total=False):
     out_dtype: torch.dtype | None
     out: Tensor | None
     batch_invariant: bool
+    use_fast_accum: bool
     kernel: str | None
 
 
@@ -48,6 +49,7 @@ class Terms(NamedTuple):
     out_dtype: torch.dtype | None = None
     out: Tensor | None = None
     batch_invariant: bool = False
+    use_fast_accum: bool = False
     kernel: str | None = None
 
 
@@ -106,7 +108,7 @@ def run(function: str, x: Operands, dtype: torch.dtype, terms: Terms) -> Tensor:
         support.ready_for(a, mode, formats)
     else:
         support.ready(a, mode)
-    bias, activation_name, c, beta, out_dtype, out, batch_invariant, kernel = terms
+    bias, activation_name, c, beta, out_dtype, out, batch_invariant, use_fast_accum, kernel = terms
     n, is_gated = shape[-1], False
     more: dict[str, Any] = {"b_rows": x.b_rows, "out_dtype": dtype}
     if bias is not None:
@@ -122,6 +124,9 @@ def run(function: str, x: Operands, dtype: torch.dtype, terms: Terms) -> Tensor:
     if batch_invariant is not False:
         _checks.is_bool("batch_invariant", batch_invariant)
         more["batch_invariant"] = batch_invariant
+    if use_fast_accum is not False:
+        _checks.fast_accum(use_fast_accum, a.dtype is gemm_ops.FP8)
+        more["use_fast_accum"] = use_fast_accum
     if kernel is not None or _RULES:
         more["kernel_name"] = chosen_kernel(x, n, kernel, formats, dtype, is_gated, batch_invariant)
     if out is not None:

@@ -30,13 +30,20 @@ def mm(a: Left, b: Right, **terms: Unpack[GemmTerms]) -> Tensor:
     If a is a plain tensor (W4A16: activations that were not quantized), acc is the sum of a (q_b s_b), alpha
     is 1 / (6 * B_b), and there is no amax_a.
 
+    If a is an FP8Tensor (W4A8: tokens in e4m3), acc is 8 times the sum of a * e4m3(q_b s_b / 8), rounded to
+    nearest even, and alpha is 1 / (448 * 6 * B_b). This is the one product whose bits are not defined: on
+    Hopper the sum is in the order and the precision of the FP8 tensor cores, within a bound of the exact one
+    (docs/hopper.md). The CPU has the exact sum, rounded once.
+
     Args:
-        a: (m, k), any m >= 0; k a multiple of 32. An NVFP4Tensor, a DecodedTensor, or a bfloat16 or float16
-            torch.Tensor, which is copied if it is not contiguous or not 16-byte aligned.
+        a: (m, k), any m >= 0; k a multiple of 32. An NVFP4Tensor, a DecodedTensor, an FP8Tensor
+            (:func:`fp4gemm.quantize_fp8`; k a multiple of 64), or a bfloat16 or float16 torch.Tensor, which
+            is copied if it is not contiguous or not 16-byte aligned.
         b: (n, k), usually the weight; n a multiple of 8 (of 4 for float32 output). An NVFP4Tensor, a
-            PrepackedTensor (:func:`fp4gemm.prepack`) or, unless a is a bfloat16 tensor, a DecodedTensor. If
-            one operand was rotated (hadamard), the other must have been rotated with the same signs; D is
-            then the product of the unrotated operands.
+            PrepackedTensor (:func:`fp4gemm.prepack`, for an FP8Tensor a with fp8=True) or, unless a is a
+            bfloat16 tensor or an FP8Tensor, a DecodedTensor. An FP8Tensor a needs b unrotated. If one operand
+            was rotated (hadamard), the other must have been rotated with the same signs; D is then the
+            product of the unrotated operands.
         bias: (n,) bfloat16, float16 or float32, contiguous; widened to float32.
         activation: None, "silu", "gelu", "gelu_tanh" or "relu2" (max(z, 0)^2). Each consists of float32
             operations that round once (:mod:`fp4gemm.activations`), so every device gives the same bits.
@@ -51,20 +58,23 @@ def mm(a: Left, b: Right, **terms: Unpack[GemmTerms]) -> Tensor:
             n, each row 16-byte aligned.
         batch_invariant: True selects the kernel by n and k alone, so that the bits of a row of D do not
             depend on the number of rows beside it.
+        use_fast_accum: only with an FP8Tensor a. True keeps the sums over k in the accumulators of the tensor
+            cores, which have few bits; False adds them to float32 sums every 128 of k or oftener. The CPU
+            gives the same bits for both.
         kernel: the name of a kernel from :func:`fp4gemm.kernels`; None selects one by the sizes.
 
     Returns:
         out, or a new tensor on the device of a, written on its current stream. Does not synchronise.
 
     Raises:
-        TypeError: an argument has another Python type or dtype.
+        TypeError: an argument has another Python type or dtype, or b is prepacked for other tokens than a.
         ValueError: k or n is no multiple of its step, or the two k differ; an argument has another shape,
             device, stride or alignment; an operand has groups (offs, see :func:`fp4gemm.grouped_mm`) or the
             operands different hadamard_signs; c overlaps out; an unknown activation or kernel; beta without
             c.
         NotImplementedError: an operand, bias, c or out requires grad while grad mode is on; a gated
             activation with c or float32 output; the device has no kernel for the operands (Blackwell has none
-            for decoded, prepacked and plain ones), or not the kernel that was named.
+            for decoded, prepacked, plain and FP8 ones), or not the kernel that was named.
         RuntimeError: the self-test of a kind of device on which the project has not executed its kernels
             failed (:func:`fp4gemm.self_test`).
     """
@@ -93,9 +103,10 @@ def scaled_mm(
 
     Args:
         a: codes uint8 (or float4_e2m1fn_x2) (m, k/2), low nibble = even k; or values (m, k), float16 (decoded
-            or never quantized) or bfloat16 (never quantized). Contiguous, 16-byte aligned; m >= 0, k a
-            multiple of 32.
-        b: codes (n, k/2) of these dtypes; or, unless a is bfloat16, decoded values float16 (n, k).
+            or never quantized), bfloat16 (never quantized) or float8_e4m3fn (FP8 tokens, in the order of
+            :class:`fp4gemm.FP8Tensor`). Contiguous, 16-byte aligned; m >= 0, k a multiple of 32, or of 64 for
+            FP8 tokens.
+        b: codes (n, k/2) of these dtypes; or, unless a is bfloat16 or FP8, decoded values float16 (n, k).
             Contiguous, 16-byte aligned; n a multiple of 8 (of 4 for float32 output). Not its transpose.
         scale_a: float8_e4m3fn (or uint8) (ceil128(m), ceil4(k/16)), swizzled; None if and only if a holds
             values.
@@ -104,7 +115,7 @@ def scaled_mm(
         alpha: a finite Python number, rounded to float32.
         alpha_row: float32, (m,) with one for each row or (1,).
         alpha_col: float32, (n,) with one for each column or (1,).
-        bias, activation, c, beta, out_dtype, out, batch_invariant, kernel: as for :func:`mm`.
+        bias, activation, c, beta, out_dtype, out, batch_invariant, use_fast_accum, kernel: as for :func:`mm`.
 
     Returns:
         out, or a new tensor on the device of a, written on its current stream. Does not synchronise.

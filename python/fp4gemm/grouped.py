@@ -36,8 +36,9 @@ def grouped_mm(a: Left, b: Right, offs: Tensor | None = None, **terms: Unpack[Ge
     D is then wrong, but nothing outside of the tensors is read or written.
 
     Args:
-        a: ragged m: ``quantize(x, offs=offs)``, k a multiple of 32, or a plain bfloat16 or float16 tensor x,
-            as for mm. Ragged k: ``quantize(x, axis=0, offs=offs)``.
+        a: ragged m: ``quantize(x, offs=offs)``, k a multiple of 32, ``quantize_fp8(x, offs=offs)``, k a
+            multiple of 64, or a plain bfloat16 or float16 tensor x, as for mm. Ragged k: ``quantize(x,
+            axis=0, offs=offs)``.
         b: ragged m: ``quantize(w)`` of w (g, n, k), or that prepacked (:func:`fp4gemm.prepack`). Ragged k:
             ``quantize(y, axis=0, offs=offs)`` with the same offs. n is a multiple of 8 (of 4 for float32
             output). Rotations (hadamard) as for mm. Either operand may be decoded (:func:`fp4gemm.decode`)
@@ -47,7 +48,8 @@ def grouped_mm(a: Left, b: Right, offs: Tensor | None = None, **terms: Unpack[Ge
             given: int32 (g,), the cumulative ends of the groups; int64 is converted on its device, without
             synchronising. There may be any number of groups, and any of them may be empty.
         bias: (n,), or (g, n) with one for each group; any of the output types, contiguous.
-        activation, beta, out_dtype, kernel: as for :func:`fp4gemm.mm`; a gated activation needs ragged m.
+        activation, beta, out_dtype, use_fast_accum, kernel: as for :func:`fp4gemm.mm`; a gated activation
+            needs ragged m.
         c: of the shape and type of D, with the strides that out may have; it may be out itself, which then
             accumulates.
         out: of the shape of D, to write; unit stride along n, each row 16-byte aligned, and groups of rows
@@ -91,7 +93,8 @@ def scaled_grouped_mm(
 
     Args:
         a: codes uint8 (or float4_e2m1fn_x2) (m, k/2), low nibble = even k; or values (m, k), float16 (decoded
-            or never quantized) or, for ragged m, bfloat16 (never quantized). Contiguous, 16-byte aligned.
+            or never quantized) or, for ragged m, bfloat16 (never quantized) or float8_e4m3fn (FP8 tokens, in
+            the order of :class:`fp4gemm.FP8Tensor`). Contiguous, 16-byte aligned.
             Ragged m: k is a multiple of 32. Ragged k: k is ``layout.grouped_columns(tokens, g)``; each group
             begins at a multiple of 64 and is padded with zeros.
         b: codes of these dtypes, (g, n, k/2) for ragged m or (n, k/2) for ragged k; or, unless a is bfloat16,
@@ -105,7 +108,8 @@ def scaled_grouped_mm(
         alpha: a finite Python number, rounded to float32, or a float32 tensor (g,).
         alpha_row: float32 (m,) or (1,); with ragged k also (g, m) or (g, 1).
         alpha_col: float32 (n,), (1,), (g, n) or (g, 1).
-        bias, activation, c, beta, out_dtype, out, batch_invariant, kernel: as for :func:`grouped_mm`.
+        bias, activation, c, beta, out_dtype, out, batch_invariant, use_fast_accum, kernel: as for
+            :func:`grouped_mm`.
 
     Returns:
         out, or a new tensor on the device of a, written on its current stream. Does not synchronise on a GPU.

@@ -24,12 +24,13 @@ __all__ = [
     "select_kernel",
 ]
 
-# Indices: fp4gemm_dtype_t, fp4gemm_ragged_t and fp4gemm_format_t of fp4gemm.h.
+# Indices, or numbers: fp4gemm_dtype_t, fp4gemm_ragged_t and fp4gemm_format_t of fp4gemm.h.
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _RAGGED = ("m", "k")
-FORMATS = ("nvfp4", "fp16", "bf16", "prepacked")
+_FORMAT_NUMBERS = {"nvfp4": 0, "fp16": 1, "bf16": 2, "prepacked": 3, "e4m3": 5, "prepacked_fp8": 6}
+FORMATS = tuple(_FORMAT_NUMBERS)
 Ragged = Literal["m", "k"]
-Format = Literal["nvfp4", "fp16", "bf16", "prepacked"]
+Format = Literal["nvfp4", "fp16", "bf16", "prepacked", "e4m3", "prepacked_fp8"]
 # The formats of a and of b that a kernel supports, by KernelInfo.operand. The library converts an operand
 # first where the kernel reads another format.
 _SUPPORTED = {
@@ -37,6 +38,7 @@ _SUPPORTED = {
     "fp16": (("nvfp4", "fp16"), ("nvfp4", "fp16")),
     "prepacked": (("nvfp4", "fp16"), ("nvfp4", "prepacked")),
     "prepacked_bf16": (("bf16",), ("nvfp4", "prepacked")),
+    "prepacked_fp8": (("e4m3",), ("nvfp4", "prepacked_fp8")),
 }
 
 
@@ -61,7 +63,8 @@ class KernelInfo:
     cluster: tuple[int, int]  # (m, n)
     out_dtype: torch.dtype
     # "nvfp4": tensor cores read codes and scales; "fp16": codes are decoded first; "prepacked": b is
-    # prepacked and a is float16; "prepacked_bf16": b is prepacked and a is bfloat16
+    # prepacked and a is float16; "prepacked_bf16": b is prepacked and a is bfloat16; "prepacked_fp8": b is
+    # prepacked for FP8 tokens, which are a
     operand: str
     is_swapped: bool  # it multiplies B by A and writes D transposed, which is cheap for few rows of A
 
@@ -177,7 +180,8 @@ def select_kernel(
         ragged: the size that differs from group to group: "m" (rows of a) or "k".
         out_dtype: torch.bfloat16, torch.float16 or torch.float32.
         format_a, format_b: how the operands are stored: "nvfp4"; "fp16" (decoded or, for a, never quantized);
-            "bf16" (a only: never quantized); "prepacked" (b only).
+            "bf16" (a only: never quantized); "e4m3" (a only: FP8 tokens); "prepacked" (b only);
+            "prepacked_fp8" (b only, beside "e4m3").
         batch_invariant, activation: as for mm.
 
     Raises:
@@ -196,8 +200,8 @@ def select_kernel(
         num_groups,
         _RAGGED.index(ragged),
         _OUT_DTYPES.index(out_dtype),
-        FORMATS.index(format_a),
-        FORMATS.index(format_b),
+        _FORMAT_NUMBERS[format_a],
+        _FORMAT_NUMBERS[format_b],
         int(batch_invariant),
         activations.of_name(activation).number,
     )

@@ -46,9 +46,10 @@ def fprop(x: Left, w: Right, *, offs: Tensor | None = None, **terms: Unpack[Gemm
     """y = x W^T, (m, n): :func:`fp4gemm.mm` (x, w), or :func:`fp4gemm.grouped_mm` for an x with groups.
 
     Args:
-        x: ``quantize(x)``, (m, k); of experts ``quantize(x, offs=offs)``. Or the plain x.
+        x: ``quantize(x)``, (m, k); of experts ``quantize(x, offs=offs)``. Or the plain x, or FP8 tokens.
         w: ``quantize(W)``, (n, k); of experts (g, n, k). Or this weight after ``prepack``.
-        offs, bias, activation, c, beta, out_dtype, out, batch_invariant, kernel: as for both functions.
+        offs, bias, activation, c, beta, out_dtype, out, batch_invariant, use_fast_accum, kernel: as for both
+            functions.
 
     Returns, raises: as both functions. Does not synchronise on a GPU.
     """
@@ -62,7 +63,8 @@ def dgrad(dy: Left, w_t: Right, *, offs: Tensor | None = None, **terms: Unpack[G
     Args:
         dy: ``quantize(dy)``, (m, n); of experts ``quantize(dy, offs=offs)``.
         w_t: ``quantize(W, axis=0)``, (k, n); of experts (g, k, n).
-        offs, bias, activation, c, beta, out_dtype, out, batch_invariant, kernel: as for :func:`fprop`.
+        offs, bias, activation, c, beta, out_dtype, out, batch_invariant, use_fast_accum, kernel: as for
+            :func:`fprop`.
 
     Returns, raises: as :func:`fp4gemm.mm` or :func:`fp4gemm.grouped_mm`. Does not synchronise on a GPU.
     """
@@ -78,7 +80,8 @@ def wgrad(dy_t: Left, x_t: Right, *, offs: Tensor | None = None, **terms: Unpack
     Args:
         dy_t: ``quantize(dy, axis=0)``, (n, m); of experts ``quantize(dy, axis=0, offs=offs)``.
         x_t: ``quantize(x, axis=0)``, (k, m); of experts with the same offs, and then dW is (g, n, k).
-        offs, bias, activation, c, beta, out_dtype, out, batch_invariant, kernel: as for :func:`fprop`.
+        offs, bias, activation, c, beta, out_dtype, out, batch_invariant, use_fast_accum, kernel: as for
+            :func:`fprop`.
 
     Returns, raises: as :func:`fp4gemm.mm` or :func:`fp4gemm.grouped_mm`. Does not synchronise on a GPU.
     """

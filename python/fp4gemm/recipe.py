@@ -19,6 +19,7 @@ from .calibration.gptq import DAMPING, Factorization, rounded
 from .calibration.statistics import InputStatistics, Statistics, StatisticsFile
 from .containers.nvfp4 import NVFP4Tensor
 from .quantize import quantize
+from .support import TokenForm
 
 __all__ = [
     "Activations",
@@ -54,22 +55,27 @@ class InputKind(NamedTuple):
     """What the input of a product becomes under a value of ``activations``.
 
     Attributes:
-        is_nvfp4: whether it becomes NVFP4; otherwise it stays in 16 bits.
+        tokens: whether it becomes "nvfp4" or stays in "16-bit" numbers.
         scaling: the argument ``scaling`` of the operators ``linear`` and ``experts``, which quantize their
             input; None: it is quantized ahead of them, with an amax that is known.
     """
 
-    is_nvfp4: bool
+    tokens: TokenForm
     scaling: int | None
+
+    @property
+    def is_nvfp4(self) -> bool:
+        """Whether it becomes NVFP4."""
+        return self.tokens == "nvfp4"
 
 
 # Nothing compares with the names of activations to tell what an input becomes, so that a value which lacks
 # here is a KeyError rather than one of the others.
 INPUTS: Mapping[Activations, InputKind] = {
-    "a16": InputKind(False, 0),
-    "per-token": InputKind(True, 1),
-    "per-tensor": InputKind(True, 2),
-    "static": InputKind(True, None),
+    "a16": InputKind("16-bit", 0),
+    "per-token": InputKind("nvfp4", 1),
+    "per-tensor": InputKind("nvfp4", 2),
+    "static": InputKind("nvfp4", None),
 }
 USES_DATA = ("search", "gptq")  # the methods that read statistics
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +13,10 @@ from torch import Tensor
 from . import _checks, _native, kernel_table
 from .kernel_table import Format
 
-__all__ = ["Support", "is_supported", "ready", "ready_for", "streams_prepacked"]
+__all__ = ["Support", "TokenForm", "is_supported", "ready", "ready_for", "streams_prepacked"]
+
+# What the tokens of a product are, or become in it: NVFP4, 16-bit numbers that are not quantized, or FP8.
+TokenForm = Literal["nvfp4", "16-bit", "fp8"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +37,13 @@ _FORMS: tuple[tuple[str, tuple[Format, Format], str], ...] = (
     ("decoded operands", ("fp16", "fp16"), "pass the NVFP4Tensor, not what decode made"),
     ("prepacked weights", ("nvfp4", "prepacked"), "pass fp4gemm.unprepack of the PrepackedTensor"),
     ("unquantized activations", ("bf16", "nvfp4"), "pass fp4gemm.quantize of the activations"),
+    (
+        "FP8 tokens",
+        ("e4m3", "nvfp4"),
+        "pass fp4gemm.quantize of the tokens, or use layers with activations='per-token'",
+    ),
 )
-_DECODED, _PREPACKED, _UNQUANTIZED = (name for name, _, _ in _FORMS)
+_DECODED, _PREPACKED, _UNQUANTIZED, FP8 = (name for name, _, _ in _FORMS)
 _MODES = ("mm", "grouped_mm")
 _PRODUCTS = (*_MODES, *(f"{mode} of {operands}" for mode in _MODES for operands, _, _ in _FORMS))
 _OPERATIONS = ("quantize", *_PRODUCTS)
@@ -66,7 +75,7 @@ def gaps_of(arch: int, where: str, num_sms: int = 100) -> dict[str, str]:
 
     Returns:
         The reasons by operation: "quantize", "mm", "grouped_mm", and the last two followed by " of decoded
-        operands", " of prepacked weights" or " of unquantized activations".
+        operands", " of prepacked weights", " of unquantized activations" or " of FP8 tokens".
     """
     todo = (
         f"this fp4gemm is {kernel_table.built_text()}; build it from a checkout on this machine (make), "
@@ -81,9 +90,8 @@ def gaps_of(arch: int, where: str, num_sms: int = 100) -> dict[str, str]:
             continue
         for operands, formats, instead in _FORMS:
             if not _has_kernel(arch, num_sms, num_groups, *formats):
-                gaps[f"{mode} of {operands}"] = (
-                    f"the {kind} kernels for {where} read codes and scales; {instead}"
-                )
+                reads = "do not read FP8 tokens" if operands == FP8 else "read codes and scales"
+                gaps[f"{mode} of {operands}"] = f"the {kind} kernels for {where} {reads}; {instead}"
     return gaps
 
 
@@ -124,26 +132,29 @@ def is_supported(device: torch.device | str | int | None = None) -> Support:
     return Support(True, f"cuda:{index}: {name}, {kernel_table.built_text()}")
 
 
-def streams_prepacked(device: torch.device, quantizes: bool = True) -> bool:
+def streams_prepacked(device: torch.device, tokens: TokenForm = "nvfp4") -> bool:
     """Whether layers on a CUDA device should store prepacked weights; False for any other device.
 
-    For tokens that are not quantized they should if the kernels read prepacked weights. For quantized tokens
-    they should only if the tensor cores do not read NVFP4 too: those that do are faster for many tokens.
+    For 16-bit and for FP8 tokens they should if the kernels read weights that are prepacked for them. For
+    NVFP4 tokens they should only if the tensor cores do not read NVFP4 too: those that do are faster for many
+    tokens.
     """
     if device.type != "cuda":
         return False
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _streams_prepacked(index, quantizes)
+    return _streams_prepacked(index, tokens)
 
 
 @functools.cache
-def _streams_prepacked(index: int, quantizes: bool) -> bool:
+def _streams_prepacked(index: int, tokens: TokenForm) -> bool:
     properties, many = torch.cuda.get_device_properties(index), (4096, 4096, 4096)
     device = kernel_table.device_arch(index), properties.multi_processor_count
+    if tokens == "fp8":
+        return _has_kernel(*device, 0, "e4m3", "prepacked_fp8")
     if not _has_kernel(*device, 0, "nvfp4", "prepacked"):
         return False
     kernel = kernel_table.select_kernel(*device, *many, format_a="nvfp4", format_b="nvfp4")
-    return not (quantizes and kernel is not None and kernel.operand == "nvfp4")
+    return not (tokens == "nvfp4" and kernel is not None and kernel.operand == "nvfp4")
 
 
 # ---- the check before each call
@@ -193,6 +204,8 @@ def ready_for(a: Tensor, mode: str, formats: tuple[str, str]) -> None:
         ready(a, f"{mode} of {_DECODED}")
     if formats[0] == "bf16":
         ready(a, f"{mode} of {_UNQUANTIZED}")
+    if formats[0] == "e4m3":
+        ready(a, f"{mode} of {FP8}")
     if formats[1] == "prepacked":
         ready(a, f"{mode} of {_PREPACKED}")
 

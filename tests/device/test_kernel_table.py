@@ -70,7 +70,7 @@ def test_select_kernel_chooses_from_the_table() -> None:
     with pytest.raises(TypeError, match=r"^out_dtype: dtype is torch.int8"):
         kernel_table.select_kernel(90, 132, 64, 64, 64, out_dtype=torch.int8)
     for name in ("format_a", "format_b"):
-        with pytest.raises(ValueError, match=rf"^{name}: got 'fp4', must be 'nvfp4', 'fp16', 'bf16' or"):
+        with pytest.raises(ValueError, match=rf"^{name}: got 'fp4', must be 'nvfp4', 'fp16', 'bf16', "):
             kernel_table.select_kernel(90, 132, 64, 64, 64, **{name: "fp4"})
 
 

@@ -21,7 +21,7 @@ def test_layers_prepack_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> N
 
     rows = [
         KernelInfo("x", "dense", "rowcol", 120, (1, 1, 1), (1, 1), torch.bfloat16, operand, False)
-        for operand in ("nvfp4", "prepacked")
+        for operand in ("nvfp4", "prepacked", "prepacked_fp8")
     ]
 
     def select(*sizes: int, format_a: str, format_b: str) -> KernelInfo | None:
@@ -33,10 +33,12 @@ def test_layers_prepack_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> N
     try:
         device = torch.device("cuda", 9)
         assert not support.streams_prepacked(device)
-        assert support.streams_prepacked(device, quantizes=False)
-        del rows[0]
+        assert support.streams_prepacked(device, tokens="16-bit")
+        assert support.streams_prepacked(device, tokens="fp8")
+        del rows[0], rows[-1]
         support._streams_prepacked.cache_clear()
         assert support.streams_prepacked(device)
+        assert not support.streams_prepacked(device, tokens="fp8")
     finally:
         support._streams_prepacked.cache_clear()
 
@@ -70,11 +72,13 @@ def test_devices_with_fp4_tensor_cores_say_what_to_do(
         "decoded operands": "pass the NVFP4Tensor, not what decode made",
         "prepacked weights": "pass fp4gemm.unprepack of the PrepackedTensor",
         "unquantized activations": "pass fp4gemm.quantize of the activations",
+        "FP8 tokens": "pass fp4gemm.quantize of the tokens, or use layers with activations='per-token'",
     }
     for what, way in ways.items():
         text = gaps[f"{mode} of {what}"]
         assert "cuda:9, NVIDIA Fake 100 of compute capability 10.0" in text
         assert text.endswith(way)
+    assert "do not read FP8 tokens; pass" in gaps[f"{mode} of FP8 tokens"]
     assert mode not in gaps
 
     class OnCuda:
@@ -91,6 +95,8 @@ def test_devices_with_fp4_tensor_cores_say_what_to_do(
             (("nvfp4", "prepacked"), "prepacked weights"),
             (("bf16", "nvfp4"), "unquantized activations"),
             (("nvfp4", "fp16"), "decoded operands"),
+            (("e4m3", "nvfp4"), "FP8 tokens"),
+            (("e4m3", "prepacked_fp8"), "FP8 tokens"),
         ):
             with pytest.raises(NotImplementedError, match=ways[what]):
                 support.ready_for(OnCuda(), mode, formats)  # type: ignore[arg-type]

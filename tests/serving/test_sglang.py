@@ -132,7 +132,7 @@ def test_experts_have_the_bits_of_nn_experts_and_are_updated_in_place(
 def prepacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers hold prepacked weights, as on compute capability 9.0."""
 
-    def hold(w: fp4gemm.NVFP4Tensor, quantizes: bool) -> OperandParts:
+    def hold(w: fp4gemm.NVFP4Tensor, tokens: str) -> OperandParts:
         return fp4gemm.prepack(w)._operand_parts()
 
     monkeypatch.setattr(weights, "hold", hold)

@@ -119,6 +119,7 @@ TERMS: dict[str, Any] = {
     "out_dtype": None,
     "out": None,
     "batch_invariant": False,
+    "use_fast_accum": False,
     "kernel": None,
 }
 

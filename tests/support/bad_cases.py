@@ -198,7 +198,7 @@ add(W, "device", "bool", lambda: True, TYPE, "got True (bool), must be a torch.d
 add(W, "device", "name", lambda: "gpu", VALUE, "got 'gpu', must name a torch device")
 
 # mm
-ANY = "must be an fp4gemm.NVFP4Tensor or fp4gemm.DecodedTensor"
+ANY = "must be an fp4gemm.NVFP4Tensor, fp4gemm.DecodedTensor"
 for side in ("a", "b"):
     add("mm", side, "groups", lambda: GROUPED, VALUE, "has 2 groups (offs), must have none")
     add("mm", side, "type", lambda: A.codes, TYPE, ANY)

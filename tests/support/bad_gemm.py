@@ -154,6 +154,10 @@ add_each(ALL, "beta", "nan", lambda: float("nan"), VALUE, "got nan, must be fini
 add_each(ALL, "beta", "large", lambda: -1e39, VALUE, "got -1e+39, must be finite in float32")
 add_each(ALL, "batch_invariant", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
 add_each(ALL, "batch_invariant", "none", lambda: None, TYPE, "got None (NoneType), must be True or False")
+add_each(ALL, "use_fast_accum", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
+add_each(
+    ALL, "use_fast_accum", "value", lambda: True, VALUE, "got True, must be False unless the tokens are FP8"
+)
 add_each(
     ALL, "kernel", "number", lambda: 4, TYPE, "got 4 (int), must be a name from fp4gemm.kernels() or None"
 )
@@ -261,7 +265,7 @@ for names, n in ((f"fprop, dgrad, {ROWS}", N), (COLUMNS, 48)):
     add_each(names, "bias", "tracked", lambda n=n: grad(ones(n)), NOT, "requires grad")
 
 # ---- containers of grouped products
-ANY = "must be an fp4gemm.NVFP4Tensor or fp4gemm.DecodedTensor"
+ANY = "must be an fp4gemm.NVFP4Tensor, fp4gemm.DecodedTensor"
 for function, left, right in (
     ("grouped_mm", "a", "b"),
     ("grouped_mm of columns", "a", "b"),

@@ -34,7 +34,7 @@ X = ones(M, K, dtype=BF16)
 DECODED = fp4gemm.decode(B)
 
 FUNCTIONS |= {
-    "prepack": (fp4gemm.prepack, lambda: {"w": B}),
+    "prepack": (fp4gemm.prepack, lambda: {"w": B, "fp8": False}),
     "unprepack": (fp4gemm.unprepack, lambda: {"p": P}),
     "PrepackedTensor": (
         PrepackedTensor,
@@ -91,7 +91,24 @@ repeated(
         ("w-none", None, TYPE, "got None (NoneType), must be an fp4gemm.NVFP4Tensor"),
         ("w-groups", GROUPED, VALUE, "has 2 groups (offs), must have none"),
         ("w-empty", quantized(0), VALUE, "shape is (0, 64), must have at least one row"),
+        ("fp8-type", 1, TYPE, "got 1 (int), must be True or False"),
     ],
+)
+CASES.add_together(
+    "prepack",
+    "w-k-fp8",
+    lambda: {"w": quantized(N, 96), "fp8": True},
+    VALUE,
+    "k is 96, must be a positive multiple of 64",
+    "w",
+)
+CASES.add_together(
+    "PrepackedTensor",
+    "shape-k-fp8",
+    lambda: {"data": P.data.view(torch.int8), "shape": (N, 32)},
+    VALUE,
+    "got (24, 32), must have k a multiple of 64 with int8 data",
+    "shape",
 )
 repeated(
     "unprepack",
@@ -106,7 +123,13 @@ repeated(
     "PrepackedTensor",
     [
         ("data-type", b"bytes", TYPE, "must be a torch.Tensor"),
-        ("data-dtype", P.data.view(torch.int8), TYPE, "dtype is torch.int8, must be torch.uint8"),
+        (
+            "data-dtype",
+            P.data.view(torch.int16),
+            TYPE,
+            "dtype is torch.int16, must be torch.uint8 or torch.i",
+        ),
+        ("data-fp8", P.data.view(torch.int8), VALUE, "must be (4608,), prepacked (24, 64) for FP8 tokens"),
         ("data-stack", P3.data, VALUE, f"shape is (2, 2304), {BYTES}"),
         ("data-size", P.data[:-1], VALUE, f"shape is (2303,), {BYTES}"),
         ("data-strides", every_other(P.data), VALUE, "must be contiguous"),
@@ -162,8 +185,9 @@ repeated(
     ],
     plain=True,
 )
-EITHER = "must be an fp4gemm.NVFP4Tensor or fp4gemm.DecodedTensor, or "
-A_KINDS, B_KINDS = EITHER + "a bfloat16 or float16 tensor", EITHER + "an fp4gemm.PrepackedTensor"
+EITHER = "must be an fp4gemm.NVFP4Tensor, fp4gemm.DecodedTensor, "
+A_KINDS = EITHER + "fp4gemm.FP8Tensor, or a bfloat16 or float16 tensor"
+B_KINDS = EITHER + "or an fp4gemm.PrepackedTensor"
 repeated(
     "mm, grouped_mm",
     [
@@ -241,6 +265,39 @@ for kind, both, says, name in (
     ("a-dense", {"a": A}, "has no groups (offs), must have groups", "a"),
 ):
     together("grouped_mm", kind, both, VALUE, says, name)
+# FP8 tokens, and weights that are prepacked for other tokens.
+T, P8 = fp4gemm.quantize_fp8(X), fp4gemm.prepack(B, fp8=True)
+T3, P83 = fp4gemm.quantize_fp8(X, offs=ENDS), fp4gemm.prepack(STACK, fp8=True)
+FOR_FP8 = "dtype is torch.uint8, must be torch.int8, that of weights prepacked for FP8 tokens"
+NOT_FP8 = "dtype is torch.int8, must be torch.uint8, that of weights prepacked for tokens that are not FP8"
+for kind, both, error, says, name in (
+    ("b-order of fp8", {"a": T, "b": P}, TYPE, FOR_FP8, "b"),
+    ("b-order of nvfp4", {"a": A, "b": P8}, TYPE, NOT_FP8, "b"),
+    ("b-order of bf16", {"a": X, "b": P8}, TYPE, NOT_FP8, "b"),
+    ("b-decoded-fp8", {"a": T, "b": DECODED}, TYPE, "must be quantized or prepacked for FP8 tokens a", "b"),
+    (
+        "b-k-fp8",
+        {"a": T, "b": fp4gemm.prepack(quantized(N, 128), fp8=True)},
+        VALUE,
+        "k is 128, must be 64",
+        "b",
+    ),
+    ("b-rotated-fp8", {"a": T, "b": quantized(N, rotated=True)}, VALUE, "is 0xd7e8, must be None", "b"),
+    ("a-groups-fp8", {"a": T3, "b": P8}, VALUE, "has 2 groups (offs), must have none", "a"),
+):
+    together("mm", kind, both, error, says, name)
+for kind, both, error, says, name in (
+    ("b-order of fp8", {"a": T3, "b": P3, "offs": None}, TYPE, FOR_FP8, "b"),
+    (
+        "a-no groups-fp8",
+        {"a": T, "b": P83, "offs": None},
+        VALUE,
+        "has no groups (offs), must have groups",
+        "a",
+    ),
+    ("b-dense-fp8", {"a": T3, "b": P8, "offs": None}, VALUE, "must be (2, n, k) without", "b"),
+):
+    together("grouped_mm", kind, both, error, says, name)
 # Raw operands.
 repeated(
     "scaled_mm, scaled_grouped_mm",

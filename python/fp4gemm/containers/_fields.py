@@ -79,9 +79,13 @@ def prepacked(data: object, amax: object, shape: object) -> None:
     if len(shape) not in (2, 3) or shape[-1] % _checks.BLOCK:
         raise ValueError(f"shape: got {shape}, must be (n, k) or (g, n, k), k a multiple of {_checks.BLOCK}")
     x = _checks.is_tensor("data", data)
-    _checks.has_dtype("data", x, (torch.uint8,))
+    _checks.has_dtype("data", x, (torch.uint8, torch.int8))
+    fp8 = x.dtype is torch.int8
     *lead, n, k = shape
-    _checks.has_shape("data", x, (*lead, _checks.prepacked_bytes(n, k)), f", prepacked {shape}")
+    if fp8 and k % _checks.FP8_STEP:
+        raise ValueError(f"shape: got {shape}, must have k a multiple of {_checks.FP8_STEP} with int8 data")
+    wanted = _checks.prepacked_bytes(n, k, fp8)
+    _checks.has_shape("data", x, (*lead, wanted), f", prepacked {shape}{' for FP8 tokens' if fp8 else ''}")
     _checks.operand_memory("data", x)
     if lead:
         _amax_of_stack(amax, lead[0], n, x.device, "data")

@@ -21,13 +21,15 @@ __all__ = ["PrepackedTensor", "prepack", "unprepack"]
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PrepackedTensor(Container):
-    """w[n, k] ~ q * s * amax[n] / (6 * e4m3_max): an NVFP4 weight in the order of the kernels for few tokens.
+    """w[n, k] ~ q * s * amax[n] / (6 * e4m3_max): an NVFP4 weight in the order of the kernels that stream it.
 
     One matrix or a stack (g, n, k). :func:`prepack` returns it, and it can be the right operand of
     :func:`fp4gemm.mm` on devices of compute capability 9.0, 12.0 and 12.1, and on the CPU, where every call
-    restores codes and scales. It is as large as the NVFP4Tensor, 0.5625 bytes for each element where n and k
-    are multiples of 64, and :func:`unprepack` gives that back. The order of the bytes may change with the
-    version of this library, so pickle and torch.save write the NVFP4Tensor in its place.
+    restores codes and scales. There are two orders: int8 bytes are for FP8 tokens (compute capability 9.0),
+    uint8 bytes for all other tokens, and a product refuses those for others. It is as large as the
+    NVFP4Tensor, 0.5625 bytes for each element where n and k are multiples of 64, and :func:`unprepack` gives
+    that back. The order of the bytes may change with the version of this library, so pickle and torch.save
+    write the NVFP4Tensor in its place.
 
     ``data`` is the tensor of bytes; of an NVFP4Tensor or an MXFP8Tensor it is the container itself.
 
@@ -39,9 +41,9 @@ class PrepackedTensor(Container):
 
     Args:
         data: uint8 (bytes,) or (g, bytes), contiguous, base 16-byte aligned, with bytes = 2304 * ceil(n / 64)
-            * ceil(k / 64) of each matrix.
+            * ceil(k / 64) of each matrix. Or int8, with bytes = 4608 * ceil(n / 64) * ceil(k / 128).
         amax: float32 (1,) or (n,), (g, 1) or (g, n), as in :class:`fp4gemm.NVFP4Tensor`.
-        shape: (n, k) or (g, n, k); k a multiple of 16.
+        shape: (n, k) or (g, n, k); k a multiple of 16, or of 64 with int8 data.
         e4m3_max, hadamard_signs, dtype: as in :class:`fp4gemm.NVFP4Tensor`.
 
     Raises:
@@ -51,7 +53,7 @@ class PrepackedTensor(Container):
     _tensors: ClassVar[tuple[str, ...]] = ("data", "amax")
     _constants: ClassVar[tuple[str, ...]] = ("shape", "e4m3_max", "hadamard_signs", "dtype")
 
-    data: Tensor  # (bytes,) or (g, bytes) uint8
+    data: Tensor  # (bytes,) or (g, bytes) uint8, or int8 for FP8 tokens
     amax: Tensor  # (1,) or (n,), (g, 1) or (g, n) float32
     shape: torch.Size  # (n, k) or (g, n, k)
     e4m3_max: int = 448
@@ -83,6 +85,11 @@ class PrepackedTensor(Container):
             object.__setattr__(self, "hadamard_signs", hadamard_signs)
         return self
 
+    @property
+    def fp8(self) -> bool:
+        """Whether the bytes are in the order for FP8 tokens."""
+        return self.data.dtype is torch.int8
+
     def __getitem__(self, e: int) -> PrepackedTensor:
         """Matrix e (n, k) of a stack, with its amax (1,) or (n,); it shares memory.
 
@@ -111,10 +118,10 @@ class PrepackedTensor(Container):
         return OperandParts(self.data, None, self.amax, self.e4m3_max, self.shape[-2])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return prepack, (unprepack(self),)
+        return prepack, (unprepack(self), *((True,) if self.fp8 else ()))
 
 
-def prepack(w: NVFP4Tensor) -> PrepackedTensor:
+def prepack(w: NVFP4Tensor, fp8: bool = False) -> PrepackedTensor:
     """Rearrange the codes and block scales of a weight for mm on compute capability 9.0, 12.0 or 12.1.
 
     Call it once for each weight: a product with the NVFP4Tensor itself rearranges it in every call. The
@@ -122,12 +129,15 @@ def prepack(w: NVFP4Tensor) -> PrepackedTensor:
 
     Args:
         w: (n, k) or (g, n, k) without groups, n at least 1: ``quantize(weight)``.
+        fp8: True for products with FP8 tokens (:func:`fp4gemm.quantize_fp8`), on compute capability 9.0; k is
+            then a multiple of 64. False for products with all other tokens.
 
     Returns:
         PrepackedTensor on the device of w, on its current stream. Does not synchronise.
 
     Raises:
-        TypeError: w is not an NVFP4Tensor. ValueError: it has groups (offs) or no row.
+        TypeError: w is not an NVFP4Tensor, or fp8 not a bool. ValueError: w has groups (offs), no row or,
+            with fp8, a k that is not a multiple of 64.
         NotImplementedError: the device has no kernel.
     """
     if not isinstance(w, NVFP4Tensor):
@@ -138,8 +148,11 @@ def prepack(w: NVFP4Tensor) -> PrepackedTensor:
         raise ValueError(f"w: has {w.offs.shape[0]} groups (offs), must have none")
     if w.codes.shape[-2] == 0:
         raise ValueError(f"w: shape is {tuple(w.shape)}, must have at least one row")
+    _checks.is_bool("fp8", fp8)
+    if fp8:
+        _checks.is_multiple("w", "k", w.shape[-1], _checks.FP8_STEP)
     ready(w.codes, "quantize")
-    data = operators.prepack(w.codes, w.scales)
+    data = operators.prepack(w.codes, w.scales, fp8)
     made = PrepackedTensor._trusted(data, w.amax, w.shape, w.e4m3_max, w.hadamard_signs)
     return made._stamped(w.dtype)
 

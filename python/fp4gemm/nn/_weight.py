@@ -14,6 +14,7 @@ from ..containers.nvfp4 import NVFP4Tensor
 from ..containers.prepacked import PrepackedTensor, prepack, unprepack
 from ..ops.parts import OperandParts
 from ..recipe import WeightScaling, as_quantizer
+from ..support import TokenForm
 from ._inputs import check_bias, check_float_weight, check_quantized_weight
 
 if TYPE_CHECKING:
@@ -389,14 +390,14 @@ class WeightModule(torch.nn.Module):
                 torch.cuda.synchronize(weight.device)
             self._hold(weight_prepacked=None, weight_codes=weight.codes, weight_scales=weight.scales)
 
-    def _prepack_where_it_helps(self, quantizes: bool = True) -> bool:
+    def _prepack_where_it_helps(self, tokens: TokenForm = "nvfp4") -> bool:
         """Prepack the weight where layers on its device should, and return whether it is prepacked.
 
         The weight stays as it is while a CUDA graph is captured, and after one has been captured.
 
-        quantizes: whether the products quantize their tokens.
+        tokens: what the tokens of the products are.
         """
-        if not support.streams_prepacked(self.weight_amax.device, quantizes) or self._is_offloaded():
+        if not support.streams_prepacked(self.weight_amax.device, tokens) or self._is_offloaded():
             return False
         with _EXCHANGE:
             if self._is_prepacked():  # another thread has prepacked it

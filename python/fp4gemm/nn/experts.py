@@ -25,6 +25,7 @@ from ..recipe import (
     WeightScaling,
     as_quantizer,
 )
+from ..support import TokenForm
 from ._inputs import (
     CHECKS_OF_FINITE,
     CheckFinite,
@@ -392,8 +393,8 @@ class Experts(torch.nn.Module):
         modules = self._modules
         first: StackedWeight = modules["w13"]  # type: ignore[assignment]
         second: StackedWeight = modules["w2"]  # type: ignore[assignment]
-        quantizes = INPUTS[self.activations].is_nvfp4
-        w13, w2 = first(quantizes), second(quantizes)
+        tokens = INPUTS[self.activations].tokens
+        w13, w2 = first(tokens), second(tokens)
         # The checks take longer than the operator's launch, so they are omitted once they have passed with
         # these weights. A call that the operator refuses goes through them for its message.
         if (
@@ -404,7 +405,7 @@ class Experts(torch.nn.Module):
             and _checks.is_eager()
             and type(x) is Tensor
             and x.dim() == 2
-            and (quantizes or x.dtype is not torch.float32)  # x is rounded first
+            and (tokens != "16-bit" or x.dtype is not torch.float32)  # x is rounded first
             and not (torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad))
         ):
             try:
@@ -424,7 +425,7 @@ class Experts(torch.nn.Module):
         if self.check_finite != "off":
             refuse_not_finite(x, self)
         shape, dtype = x.shape, x.dtype
-        in_bfloat16 = not INPUTS[self.activations].is_nvfp4 and dtype is torch.float32
+        in_bfloat16 = INPUTS[self.activations].tokens == "16-bit" and dtype is torch.float32
         x = x.to(torch.bfloat16) if in_bfloat16 else x  # no kernel multiplies float32 values
         formats = formats_of(self, x, w13)
         support.ready(x, "quantize")
@@ -489,11 +490,11 @@ class StackedWeight(WeightModule):
         made = cls(g, n, k, bias is not None, device="meta", dtype=weight.dtype)
         return made._adopt(weight, bias)
 
-    def forward(self, quantizes: bool = True) -> OperandParts:
+    def forward(self, tokens: TokenForm = "nvfp4") -> OperandParts:
         """The tensors of the weight, prepacked first where the kernels of the device read prepacked weights.
 
         Args:
-            quantizes: whether the product quantizes its tokens.
+            tokens: what the tokens of the product are.
 
         Raises:
             RuntimeError: no weight has been loaded yet.
@@ -503,11 +504,11 @@ class StackedWeight(WeightModule):
             return self._known_held
         self._require_weight()
         if not is_traced and not self._is_prepacked():
-            self._prepack_where_it_helps(quantizes)
+            self._prepack_where_it_helps(tokens)
         held = self._operand_parts()
         # Not weights that accelerate brings to the device for one forward, nor those still to be prepacked.
         is_final = held.scales is None or self._is_captured
-        is_final = is_final or not support.streams_prepacked(held.amax.device, quantizes)
+        is_final = is_final or not support.streams_prepacked(held.amax.device, tokens)
         if is_final and not is_traced and "_hf_hook" not in self.__dict__:
             self._known_held = held
         return held
@@ -636,7 +637,7 @@ def stack_bias(name: str, bias: object, weight: Tensor | NVFP4Tensor) -> Tensor:
 
 def formats_of(layer: Experts, x: Tensor, w13: OperandParts) -> tuple[str, str]:
     """The formats of the operands of both products, as :func:`support.ready_for` names them."""
-    if not INPUTS[layer.activations].is_nvfp4:
+    if INPUTS[layer.activations].tokens == "16-bit":
         a = "bf16" if x.dtype is torch.bfloat16 else "fp16"
     else:
         a = "fp16" if support.streams_prepacked(x.device) else "nvfp4"

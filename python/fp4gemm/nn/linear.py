@@ -322,7 +322,7 @@ class Linear(WeightModule):
         """
         is_traced = _is_compiling()
         if not is_traced and not self._is_prepacked():
-            self._prepack_where_it_helps(INPUTS[self.activations].is_nvfp4)
+            self._prepack_where_it_helps(INPUTS[self.activations].tokens)
         terms.setdefault("activation", self._epilogue())
         call = LinearCall.of(given, self._operand_parts(), **terms)
         x = call.x
@@ -361,10 +361,11 @@ class Linear(WeightModule):
         bound: Tensor = self._buffers[BOUND]  # type: ignore[assignment]
         written = version(bound)
         is_tested = call.x.get_device() in support.READY["mm"]
-        quantizes = INPUTS[self.activations].is_nvfp4
-        helps = call.weight_rows > 0 or not support.streams_prepacked(call.x.device, quantizes)
+        tokens = INPUTS[self.activations].tokens
+        helps = call.weight_rows > 0 or not support.streams_prepacked(call.x.device, tokens)
         is_own = call.scaling == INPUTS[self.activations].scaling and call.activation == self._epilogue()
-        is_own = is_own and (quantizes or call.out_dtype is None)  # not of a float32 x, which was rounded
+        # Not of a float32 x that was rounded to bfloat16.
+        is_own = is_own and (tokens != "16-bit" or call.out_dtype is None)
         is_plain = is_own and self.check_finite == "off" and type(call.x) is Tensor
         if is_plain and is_tested and helps and written is not None and not self._is_offloaded():
             arguments = call[1:9] if call.activation else call[1:8]  # from weight; others have their defaults

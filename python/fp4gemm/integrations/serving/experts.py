@@ -138,7 +138,7 @@ class ExpertsWeights:
             for each in self.of.suffixes:
                 delattr(layer, f"{which}_{each}")
             del codes, block_scales, outer
-            self.keep(layer, which, weights.hold(weight, INPUTS[self.of.activations].is_nvfp4))
+            self.keep(layer, which, weights.hold(weight, INPUTS[self.of.activations].tokens))
             del weight
         self.of.report.ready()
 
@@ -198,7 +198,7 @@ class OnlineExperts(ExpertsWeights):
                 made = of_own_storage(weights.quantized(f"{self.of.name}.{name}", given, self.of.method))
             delattr(layer, name)
             del given
-            self.keep(layer, which, weights.hold(made, INPUTS[self.of.activations].is_nvfp4))
+            self.keep(layer, which, weights.hold(made, INPUTS[self.of.activations].tokens))
         self.of.report.ready()
 
 

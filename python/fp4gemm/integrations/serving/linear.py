@@ -106,7 +106,7 @@ class LinearWeights:
         weight = weights.assembled(
             name, self.of.format, codes, block_scales, outer, self.partitions, self.of.e4m3_max
         )
-        held = weights.hold(weight, INPUTS[self.of.activations].is_nvfp4)
+        held = weights.hold(weight, INPUTS[self.of.activations].tokens)
         for suffix in self.of.suffixes:
             delattr(layer, suffix)
         self.keep(layer, held, amax)
@@ -157,6 +157,6 @@ class OnlineLinear(LinearWeights):
         """
         with torch.no_grad():
             weight = weights.quantized(f"{self.of.name}.weight", layer.weight.data, self.of.method)
-            held = weights.hold(weight, INPUTS[self.of.activations].is_nvfp4)
+            held = weights.hold(weight, INPUTS[self.of.activations].tokens)
         delattr(layer, "weight")
         self.keep(layer, held)

@@ -95,9 +95,9 @@ def experts(
 
 def formats(device: torch.device, activations: StoredActivations) -> tuple[str, str]:
     """The formats of activations and weights on a device, as :func:`fp4gemm.support.ready_for` names them."""
-    is_nvfp4 = INPUTS[activations].is_nvfp4
-    streams = support.streams_prepacked(device, is_nvfp4)
-    if not is_nvfp4:
+    tokens = INPUTS[activations].tokens
+    streams = support.streams_prepacked(device, tokens)
+    if tokens == "16-bit":
         return "bf16", "prepacked" if streams else "nvfp4"
     return ("fp16", "prepacked") if streams else ("nvfp4", "nvfp4")
 

@@ -16,6 +16,7 @@ from ...containers.prepacked import prepack
 from ...nn._inputs import OUT_STEP, check_float_weight
 from ...ops.parts import OperandParts
 from ...recipe import DataFree, as_quantizer
+from ...support import TokenForm
 
 __all__ = ["NOT_LOADED", "assembled", "check_sizes", "checked_loader", "hold", "input_amax", "quantized"]
 
@@ -145,15 +146,14 @@ def quantized(name: str, weight: Tensor, method: DataFree) -> NVFP4Tensor:
     return as_quantizer(method, "row")(weight)
 
 
-def hold(weight: NVFP4Tensor, quantizes: bool) -> OperandParts:
+def hold(weight: NVFP4Tensor, tokens: TokenForm) -> OperandParts:
     """The tensors of a weight as the kernels of its device read them.
 
-    The weight is prepacked on compute capability 9.0, and on 12.0 and 12.1 for tokens that are not quantized
-    (``quantizes`` False).
+    The weight is prepacked on compute capability 9.0, and on 12.0 and 12.1 for 16-bit tokens.
 
     Prepacked bytes are a copy, as large as codes and scales together; the caller frees those.
     """
-    if support.streams_prepacked(weight.device, quantizes):
+    if support.streams_prepacked(weight.device, tokens):
         held = prepack(weight)._operand_parts()
         torch.cuda.synchronize(held.data.device)  # kernels may read it before the one that wrote it has ended
         return held
