@@ -36,9 +36,9 @@ __all__ = [
     "WeightScaling",
 ]
 
-Activations = Literal["per-token", "per-tensor", "static", "a16"]
-LayerActivations = Literal["per-token", "per-tensor", "a16"]  # those that a linear layer can have
-ExpertsActivations = Literal["per-token", "a16"]
+Activations = Literal["per-token", "per-tensor", "static", "fp8", "a16"]
+LayerActivations = Literal["per-token", "per-tensor", "fp8", "a16"]  # those that a linear layer can have
+ExpertsActivations = Literal["per-token", "fp8", "a16"]
 StoredActivations = Literal["a16", "per-token", "static"]  # those that a checkpoint can say
 WeightScaling = Literal["row", "tensor"]
 DataFree = Literal["round", "four-over-six", "search"]
@@ -55,7 +55,7 @@ class InputKind(NamedTuple):
     """What the input of a product becomes under a value of ``activations``.
 
     Attributes:
-        tokens: whether it becomes "nvfp4" or stays in "16-bit" numbers.
+        tokens: whether it becomes "nvfp4" or "fp8", or stays in "16-bit" numbers.
         scaling: the argument ``scaling`` of the operators ``linear`` and ``experts``, which quantize their
             input; None: it is quantized ahead of them, with an amax that is known.
     """
@@ -76,18 +76,20 @@ INPUTS: Mapping[Activations, InputKind] = {
     "per-token": InputKind("nvfp4", 1),
     "per-tensor": InputKind("nvfp4", 2),
     "static": InputKind("nvfp4", None),
+    "fp8": InputKind("fp8", 3),
 }
 USES_DATA = ("search", "gptq")  # the methods that read statistics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The options by which weights and activations become NVFP4.
+    """The options by which weights become NVFP4, and activations NVFP4 or FP8.
 
     Attributes:
         activations: how the input of a product is quantized when the model runs. "per-token": each row has
             an amax of its own. "per-tensor": all rows share one, which is measured in every call. "static":
-            all rows share one, which the checkpoint holds. "a16": the input stays in bfloat16 or float16.
+            all rows share one, which the checkpoint holds. "fp8": the input becomes e4m3, with one scale for
+            each row (W4A8; :func:`fp4gemm.quantize_fp8`). "a16": the input stays in bfloat16 or float16.
         weight_scaling: "row": one amax for each output channel. "tensor": one for the weight, or for the
             weights that an engine joins; the formats of ModelOpt and compressed-tensors hold no other. None
             becomes "row", or "tensor" with the numerics of others.

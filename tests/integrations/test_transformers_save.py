@@ -65,6 +65,25 @@ def test_options_of_quantization(tmp_path: Path) -> None:
     assert second.mlp.gate_proj.weight.dtype is torch.bfloat16  # as the model was asked for, in bfloat16
 
 
+@pytest.mark.parametrize("format", FORMAT_NAMES)
+def test_fp8_tokens_are_an_option_of_this_library(format: FormatName, tmp_path: Path) -> None:
+    """Other loaders find NVFP4 weights and no activations ("a16"); this one reads what the model had."""
+    first, second = tmp_path / "float", tmp_path / "nvfp4"
+    save_float(float_model("llama"), first)
+    config = integration.Fp4GemmConfig(activations="fp8", format=format)
+    model = load(first, quantization_config=config)
+    model.save_pretrained(second)
+    stored = read(second)[1]["quantization_config"]
+    assert stored["producer"]["activation_scaling"] == "fp8"
+    again = load(second)
+    assert {m.activations for m in again.modules() if isinstance(m, nn.Linear)} == {"fp8"}
+    assert torch.equal(logits(again), logits(model))
+    other = load(second, quantization_config=integration.Fp4GemmConfig(activations="a16"))
+    assert {m.activations for m in other.modules() if isinstance(m, nn.Linear)} == {"a16"}
+    del stored["producer"]["activation_scaling"]
+    assert integration.Fp4GemmConfig.from_dict(stored).scheme.activations == "a16"
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("format", FORMAT_NAMES)
 def test_round_trip(name: str, format: FormatName, tmp_path: Path) -> None:

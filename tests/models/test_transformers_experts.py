@@ -204,7 +204,7 @@ def test_options_reach_the_experts() -> None:
     assert (experts.activations, experts.weight_scaling) == ("a16", "tensor")
     assert experts.check_finite == "raise"
     _, report = convert(original, activations="per-tensor")
-    assert report.experts[0].reason == "activations: got 'per-tensor', must be 'per-token' or 'a16'"
+    assert report.experts[0].reason == "activations: got 'per-tensor', must be 'per-token', 'fp8' or 'a16'"
 
 
 def test_patterns_select_experts() -> None:

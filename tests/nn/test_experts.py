@@ -220,7 +220,7 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "scaling": (
         lambda: nn.Experts(G, D, INTER, activations="per-tensor"),  # type: ignore[arg-type]
         ValueError,
-        r"^activations: got 'per-tensor', must be 'per-token' or 'a16'",
+        r"^activations: got 'per-tensor', must be 'per-token', 'fp8' or 'a16'",
     ),
     "layout": (
         lambda: nn.Experts.from_float(**_w(), layout="rows"),  # type: ignore[arg-type]

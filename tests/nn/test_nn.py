@@ -168,7 +168,7 @@ def test_keywords_of_strings_have_literal_types(function: Callable[..., object])
         assert typing.get_origin(hint) is typing.Literal
         if name in ("activations", "weight_scaling", "check_finite"):
             for value in typing.get_args(hint):
-                assert getattr(nn.Linear(32, 8, **{name: value}), name) == value
+                assert getattr(nn.Linear(64, 8, **{name: value}), name) == value
 
 
 def test_quantize_model_has_the_type_of_the_model() -> None:

@@ -178,8 +178,8 @@ def test_threads_prepack_once(streams: None, monkeypatch: pytest.MonkeyPatch) ->
     calls: list[Tensor] = []
     at_once = threading.Barrier(4)
 
-    def slow(weight: fp4gemm.NVFP4Tensor) -> fp4gemm.PrepackedTensor:
-        made = fp4gemm.prepack(weight)
+    def slow(weight: fp4gemm.NVFP4Tensor, fp8: bool) -> fp4gemm.PrepackedTensor:
+        made = fp4gemm.prepack(weight, fp8)
         calls.append(made.data)
         threading.Event().wait(0.2)  # gives the others time to begin
         return made

@@ -17,7 +17,7 @@ from .._checks import ALIGN_BYTES, FLOAT_DTYPES, HALF_DTYPES
 from .._fusions import ACTIVATIONS, GATES, PLAIN_NORMS, TORCH_NORM, WEIGHTED_NORMS, half_of, value
 from ..activations import by_name
 from ..ops import operators
-from ..ops.linear import NOT_QUANTIZED, ROW
+from ..ops.linear import FP8_ROW, NOT_QUANTIZED, ROW
 from . import _graph as g
 from .report import Fusion, FusionReport, Left, Rewrite
 
@@ -167,7 +167,8 @@ class _Rewriter:
         for (x, scaling), linears in groups.items():
             if len(linears) > 1:
                 rows = g.rows_of(linears[0], x)
-                parts = _quantized(linears[0], "quantize", linears, rows, None, scaling == ROW)
+                more = () if scaling == FP8_ROW else (None, scaling == ROW)
+                parts = _quantized(linears[0], "quantize", linears, rows, *more)
                 self._feed("shared", linears, parts, x)
 
     def _feed(self, name: Rewrite, linears: list[Node], parts: list[Any], alive: Node) -> None:
@@ -200,10 +201,14 @@ def _computing(graph: Graph) -> Iterator[Node]:
 
 
 def _quantized(at: Node, name: str, readers: list[Node], *args: Any) -> list[Any]:
-    """The results of a quantizer ahead of ``at``: data, scales (None if decoded), amax, and the others.
+    """The results of a quantizer ahead of ``at``: data, scales or None, amax, and the others.
 
-    Decoded where the kernels read prepacked weights, as :class:`fp4gemm.nn.Linear` quantizes.
+    FP8 tokens where the readers make them. Decoded where the kernels read prepacked weights, as
+    :class:`fp4gemm.nn.Linear` quantizes.
     """
+    if g.call_of(readers[0]).scaling == FP8_ROW:
+        data, *others = g.results(at, g.add_node(at, getattr(operators, f"{name}_fp8"), *args))
+        return [data, None, *others]
     is_prepacked = any(g.call_of(linear).weight_rows for linear in readers)
     if is_prepacked or support.streams_prepacked(value(readers[0]).device):
         data, *others = g.results(at, g.add_node(at, getattr(operators, f"{name}_decoded"), *args))
@@ -217,7 +222,11 @@ def _readers(node: Node, alive: Node) -> list[Node] | str:
     for user in node.users:
         if user.target is operators.linear:
             call = g.call_of(user)
-            if call.scaling != ROW or call.x_amax is not None or sum(arg is node for arg in call) != 1:
+            if (
+                call.scaling not in (ROW, FP8_ROW)
+                or call.x_amax is not None
+                or sum(arg is node for arg in call) != 1
+            ):
                 return "a layer reads its result without an amax for each row"
             if g.leading_sizes(value(node).shape, alive) is None:
                 return "the leading sizes of its result are not those of its input"
@@ -229,6 +238,8 @@ def _readers(node: Node, alive: Node) -> list[Node] | str:
         if isinstance(behind, str):
             return behind
         found += behind
+    if len({g.call_of(linear).scaling for linear in found}) > 1:
+        return "the layers that read its result do not quantize it alike"
     return found or "no layer reads its result"
 
 

@@ -25,8 +25,9 @@ from .. import _checks, activations
 from .._names import STACKED
 from ..activations import Activation, ActivationName
 from ..nn._hooks import materialized
-from ..nn._inputs import check_float_weight
+from ..nn._inputs import check_float_weight, k_step
 from ..nn.experts import Experts, Layout, check_shapes
+from ..recipe import ExpertsActivations
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # has_post_expert_norm is younger
 TRAINED = "_trains_by_recipe"  # in the classes of fp4gemm.training whose parameters are a float module's
@@ -57,8 +58,8 @@ def shapes_of(module: torch.nn.Module) -> str:
     return ", ".join(" x ".join(map(str, p.shape)) for p in module.parameters(recurse=False) if p.dim() == 3)
 
 
-def read(module: torch.nn.Module) -> ExpertsPlan:
-    """Return how the module becomes Experts.
+def read(module: torch.nn.Module, activations: ExpertsActivations = "per-token") -> ExpertsPlan:
+    """Return how the module becomes Experts with these activations.
 
     Raises:
         ValueError, TypeError: with the reason why it cannot. Synchronises, to look for weights that are not
@@ -72,7 +73,7 @@ def read(module: torch.nn.Module) -> ExpertsPlan:
     if m.is_transposed:
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
     activation, layout = _activation(m)
-    check_shapes(w13, w2, activation)
+    check_shapes(w13, w2, activation, k_step(activations))
     g, _, d = w13.shape
     if g != getattr(m, "num_experts", g):
         raise ValueError(f"its parameters have {g} matrices and num_experts is {m.num_experts}")

@@ -102,10 +102,10 @@ def quantize_model(
             the totals of the model. Without it, warnings name the layers and experts that do not fit, and say
             when much of the model is in weights that this function does not know.
         progress: called as ``progress(done, total, name)`` after each layer.
-        on_unsupported: what to do about a selected layer that cannot be swapped (k not a multiple of 32, n
-            not of 8, another dtype, weights that are not finite, hooks on the layer, an owner that bypasses
-            its forward, experts that are not understood): "skip" leaves it and reports it, "raise" raises
-            before anything is changed.
+        on_unsupported: what to do about a selected layer that cannot be swapped (k not a multiple of 32, or
+            of 64 with activations "fp8", n not of 8, another dtype, weights that are not finite, hooks on the
+            layer, an owner that bypasses its forward, experts that are not understood): "skip" leaves it and
+            reports it, "raise" raises before anything is changed.
         fuse: "auto" joins the quantized layers of a block where the forwards of the model show that the
             result is the same: layers that read the same tensor become one product, an MLP
             ``down(act(gate(x)) * up(x))`` an :class:`fp4gemm.nn.GatedMLP`, a norm quantizes its result, and

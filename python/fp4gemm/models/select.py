@@ -154,10 +154,10 @@ def _why_not(c: Candidate, places: list[tuple[torch.nn.Module, str]], activation
     try:
         if c.is_linear:
             with materialized(c.module):
-                check_linear(c.module)
+                check_linear(c.module, activations)
         else:
             _checks.is_one_of("activations", activations, EXPERTS_ACTIVATIONS)
-            c.plan = moe.read(c.module)
+            c.plan = moe.read(c.module, activations)  # type: ignore[arg-type]  # it is one of these
     except (TypeError, ValueError) as error:
         return str(error).removeprefix("linear: ").removeprefix("linear.")
     return ""

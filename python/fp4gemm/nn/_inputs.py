@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -10,29 +10,47 @@ from torch.nn.parameter import is_lazy
 
 from .. import _checks
 from ..containers.decoded import DecodedTensor
+from ..containers.fp8 import FP8Tensor
 from ..containers.nvfp4 import NVFP4Tensor
 from ..ops.parts import OperandParts
-from ..recipe import INPUTS, LAYER_ACTIVATIONS, WEIGHT_SCALINGS, LayerActivations
+from ..recipe import INPUTS, LAYER_ACTIVATIONS, WEIGHT_SCALINGS, Activations, LayerActivations
 
 CheckFinite = Literal["off", "raise"]
 CHECKS_OF_FINITE = get_args(CheckFinite)
 OUT_STEP = 8  # n: an output row of bf16 or fp16 is then a multiple of 16 bytes
 
 
-def check_options(activations: object, weight_scaling: object, check_finite: object) -> None:
+def check_options(
+    activations: object, weight_scaling: object, check_finite: object, use_fast_accum: object = False
+) -> None:
     """Raise TypeError or ValueError for a value that is not one of the Literal types above."""
     _checks.is_one_of("activations", activations, LAYER_ACTIVATIONS)
     _checks.is_one_of("weight_scaling", weight_scaling, WEIGHT_SCALINGS)
     _checks.is_one_of("check_finite", check_finite, CHECKS_OF_FINITE)
+    check_fast_accum(use_fast_accum, activations)
 
 
-def check_linear(linear: object) -> None:
+def check_fast_accum(use_fast_accum: object, activations: object) -> None:
+    """Raise unless use_fast_accum is a bool, and False with activations whose sums are always in float32."""
+    _checks.is_bool("use_fast_accum", use_fast_accum)
+    if use_fast_accum and INPUTS[cast(Activations, activations)].tokens != "fp8":
+        raise ValueError(
+            f"use_fast_accum: got True with activations {activations!r}, must be False unless 'fp8'"
+        )
+
+
+def k_step(activations: Activations) -> int:
+    """What k of a product with this kind of tokens is a multiple of."""
+    return _checks.FP8_STEP if INPUTS[activations].tokens == "fp8" else _checks.K_STEP_MM
+
+
+def check_linear(linear: object, activations: LayerActivations) -> None:
     """Raise TypeError or ValueError, with the reason, for a layer that from_float cannot turn into NVFP4."""
     if not isinstance(linear, torch.nn.Linear):
         raise TypeError(f"linear: got {_checks.describe(linear)}, must be a torch.nn.Linear")
     if is_lazy(linear.weight):
         raise ValueError("linear: weight is not initialised yet, must be; run the model once")
-    _checks.is_multiple("linear", "in_features", linear.in_features, _checks.K_STEP_MM)
+    _checks.is_multiple("linear", "in_features", linear.in_features, k_step(activations))
     _checks.is_multiple("linear", "out_features", linear.out_features, OUT_STEP)
     check_float_weight("linear.weight", linear.weight, (linear.out_features, linear.in_features))
     if linear.bias is not None:
@@ -102,22 +120,26 @@ def refuse_not_finite(x: Tensor, layer: torch.nn.Module) -> None:
 
 
 def shared_input(
-    x: NVFP4Tensor | DecodedTensor, k: int, device: torch.device, activations: LayerActivations
+    x: NVFP4Tensor | DecodedTensor | FP8Tensor, k: int, device: torch.device, activations: LayerActivations
 ) -> OperandParts:
     """The parts of an x that was quantized before.
 
     Raises:
         TypeError, ValueError: unless x is a plain matrix (m, k) on the device of a layer that quantizes.
     """
-    if not INPUTS[activations].is_nvfp4:
-        raise TypeError(
-            f"x: got {_checks.describe(x)}, must be a bfloat16 or float16 tensor with activations 'a16'"
-        )
+    tokens = INPUTS[activations].tokens
+    if (tokens == "fp8") is not isinstance(x, FP8Tensor) or tokens == "16-bit":
+        wanted = {
+            "16-bit": "a bfloat16 or float16 tensor",
+            "fp8": "a float tensor or an fp4gemm.FP8Tensor",
+            "nvfp4": "a float tensor, an fp4gemm.NVFP4Tensor or an fp4gemm.DecodedTensor",
+        }[tokens]
+        raise TypeError(f"x: got {_checks.describe(x)}, must be {wanted} with activations {activations!r}")
     if x.offs is not None:
         raise ValueError(f"x: has {x.offs.shape[0]} groups (offs), must have none")
     if x.ndim != 2 or x.shape[1] != k:
         raise ValueError(f"x: shape is {tuple(x.shape)}, must be (m, {k}), {k} = in_features")
-    if x.hadamard_signs is not None:
+    if not isinstance(x, FP8Tensor) and x.hadamard_signs is not None:
         raise ValueError(f"x: was rotated (hadamard_signs {x.hadamard_signs:#06x}), must not be")
     _checks.same_device("x", x.amax, device, "weight")
     return x._operand_parts()

@@ -29,6 +29,7 @@ EXTRA_STATE = "_extra_state"  # the key under which older checkpoints have e4m3_
 # A buffer passes through Module.half() and the like as integers of its size, so that no cast changes it.
 BITS = {
     torch.uint8: torch.uint8,
+    torch.int8: torch.uint8,
     torch.float8_e4m3fn: torch.uint8,
     torch.float32: torch.int32,
     torch.int32: torch.int32,
@@ -114,7 +115,7 @@ class WeightModule(torch.nn.Module):
 
     @property
     def weight_prepacked(self) -> Tensor | None:
-        """uint8, while the weight is prepacked; else None."""
+        """uint8, or int8 for FP8 tokens, while the weight is prepacked; else None."""
         return self._buffers.get(PREPACKED)
 
     @property
@@ -334,11 +335,8 @@ class WeightModule(torch.nn.Module):
             held["bias"],
         )
 
-    def prepack(self) -> Self:
-        """Replace the codes and block scales by prepacked bytes, and return the layer.
-
-        ``forward`` does that by itself where it helps. On the CPU it only costs time. Synchronises, unless
-        the weight is prepacked already.
+    def _prepack(self, tokens: TokenForm) -> None:
+        """Prepack the weight for products with such tokens, unless it is.
 
         Raises:
             RuntimeError: no weight has been loaded yet, or a CUDA graph has been captured that reads the
@@ -350,26 +348,34 @@ class WeightModule(torch.nn.Module):
             raise RuntimeError(
                 "weight: its codes and scales are read by a captured CUDA graph; prepack() must come before"
             )
-        support.ready_for(self.weight_amax, "mm", ("nvfp4", "prepacked"))
+        formats = ("e4m3", "prepacked_fp8") if tokens == "fp8" else ("nvfp4", "prepacked")
+        support.ready_for(self.weight_amax, "mm", formats)
         with _EXCHANGE:
-            if not self._is_prepacked():
-                self._hold_prepacked()
-        return self
+            if not self._is_prepacked_for(tokens):
+                self._hold_prepacked(tokens == "fp8")
 
     def _is_prepacked(self) -> bool:
         return PREPACKED in self._buffers
+
+    def _is_prepacked_for(self, tokens: TokenForm) -> bool:
+        """Whether the weight is prepacked in the order that products with such tokens read."""
+        held = self._buffers.get(PREPACKED)
+        return held is not None and is_for_fp8(held) is (tokens == "fp8")
 
     def _unprepacked(self) -> NVFP4Tensor:
         """Codes and block scales of the prepacked bytes, in new memory; with the amax of the layer."""
         data: Tensor = self._buffers[PREPACKED]  # type: ignore[assignment]
         return unprepack(PrepackedTensor._trusted(data, self.weight_amax, self._shape, self._e4m3_max))
 
-    def _hold_prepacked(self, place: Tensor | None = None) -> None:
-        """Prepack the weight, into the tensor ``place`` if that is given, and free codes and block scales."""
+    def _hold_prepacked(self, fp8: bool, place: Tensor | None = None) -> None:
+        """Prepack the weight, into the tensor ``place`` if that is given, and free codes and block scales.
+
+        fp8: whether for FP8 tokens. A weight that is prepacked for others is prepacked anew.
+        """
         with _EXCHANGE:
             # Not an inference tensor, so that load_state_dict may write it later.
             with torch.inference_mode(False), torch.no_grad():
-                data = prepack(self.weight).data
+                data = prepack(self.weight, fp8).data
                 if type(data) is not Tensor:
                     return  # a fake one, of a tracer that torch.compiler does not know of
                 if place is not None:
@@ -393,20 +399,23 @@ class WeightModule(torch.nn.Module):
     def _prepack_where_it_helps(self, tokens: TokenForm = "nvfp4") -> bool:
         """Prepack the weight where layers on its device should, and return whether it is prepacked.
 
-        The weight stays as it is while a CUDA graph is captured, and after one has been captured.
+        The caller has found that it is not prepacked for such tokens; if it is for others, it gets codes and
+        scales back where layers should have these. It stays as it is while a CUDA graph is captured, and
+        after one has been captured.
 
         tokens: what the tokens of the products are.
         """
         if not support.streams_prepacked(self.weight_amax.device, tokens) or self._is_offloaded():
+            self._hold_canonical()
             return False
         with _EXCHANGE:
-            if self._is_prepacked():  # another thread has prepacked it
+            if self._is_prepacked_for(tokens):  # another thread has prepacked it
                 return True
             if torch.cuda.is_current_stream_capturing():
                 self._is_captured = True
             if self._is_captured:
                 return False
-            self._hold_prepacked()
+            self._hold_prepacked(tokens == "fp8")
             return self._is_prepacked()
 
     def _is_offloaded(self) -> bool:
@@ -480,10 +489,11 @@ class WeightModule(torch.nn.Module):
             parts["weight_amax"] = new.amax.expand(self.weight_amax.shape)
         if not self._has_weight:
             self.e4m3_max = new.e4m3_max  # nothing has read it yet
-        if not self._is_prepacked():
+        place = self.weight_prepacked
+        if place is None:
             return {**parts, "weight_codes": new.codes, "weight_scales": new.scales}
         with torch.inference_mode(False), torch.no_grad():
-            return {**parts, PREPACKED: prepack(new).data}
+            return {**parts, PREPACKED: prepack(new, is_for_fp8(place)).data}
 
     def _write(self, parts: dict[str, Tensor]) -> None:
         """Copy the tensors of an update into the buffers, after all checks, so that nothing can fail."""
@@ -571,10 +581,15 @@ class WeightModule(torch.nn.Module):
                 self._has_weight = not self.weight_codes.is_meta or is_assigned
             self._remember_buffers(is_loaded)
             if place is not None and not (is_assigned and not problems):
-                self._hold_prepacked(place)
+                self._hold_prepacked(is_for_fp8(place), place)
 
 
 # ---- the buffers by themselves
+
+
+def is_for_fp8(packed: Tensor) -> bool:
+    """Whether prepacked bytes are in the order for FP8 tokens."""
+    return packed.dtype is torch.int8
 
 
 def new_buffers(shape: tuple[int, ...], num_amax: int, device: torch.device | None) -> dict[str, Tensor]:

@@ -30,8 +30,10 @@ from ._inputs import (
     CHECKS_OF_FINITE,
     CheckFinite,
     check_bias,
+    check_fast_accum,
     check_float_weight,
     check_quantized_weight,
+    k_step,
     refuse_not_finite,
 )
 from ._parallel import check_exchange, exchanged
@@ -52,7 +54,8 @@ class Experts(torch.nn.Module):
         h[i, j] = act(Q(x[i]) @ Q(W13[e]).T + b13[e])
         y[i]    = sum over j of topk_weights[i, j] * (Q(h[i, j]) @ Q(W2[e]).T + b2[e])
 
-    Q is the NVFP4 cast of :func:`fp4gemm.quantize` with one amax for each row, act the activation. A gated
+    Q is the NVFP4 cast of :func:`fp4gemm.quantize` with one amax for each row, or of x and h the e4m3 cast of
+    :func:`fp4gemm.quantize_fp8` with activations "fp8", and act the activation. A gated
     activation reads rows 2i and 2i+1 of W13[e] as gate and up. The sum is in float32, in the order of j.
     Routing, both products and the sum are one operator, ``torch.ops.fp4gemm.experts``, which does not
     synchronise: a captured CUDA graph may be replayed with other experts in the same memory. Definition:
@@ -65,19 +68,22 @@ class Experts(torch.nn.Module):
 
     Args:
         num_experts: g, 1 to 2048.
-        hidden: d, elements of a token; a multiple of 32.
-        intermediate: elements of h; a multiple of 32. W13 has 2 * intermediate rows for a gated activation.
+        hidden: d, elements of a token; a multiple of 32, or of 64 with activations "fp8".
+        intermediate: elements of h; a multiple of 32 or 64 likewise. W13 has 2 * intermediate rows for a
+            gated activation.
         activation: the name of an activation of :func:`fp4gemm.mm`, gated ("swiglu", for example) or not.
         bias: whether both products add a bias.
         device: where the buffers are made.
         dtype: the dtype of the float weights before quantization; None is torch's default dtype. No buffer
             has it, and the output has the dtype of each input.
-        activations: "per-token" quantizes x and h with one amax for each row. "a16": neither is quantized
-            (W4A16), but x is rounded to bfloat16 if it is float32, and so is the result then.
+        activations: "per-token" quantizes x and h with one amax for each row. "fp8" makes both e4m3, one
+            scale for each row (W4A8), as in :class:`fp4gemm.nn.Linear`. "a16": neither is quantized (W4A16),
+            but x is rounded to bfloat16 if it is float32, and so is the result then.
         weight_scaling: "row" gives each output channel of each expert its own amax, "tensor" one to each
             expert's matrix.
         check_finite: "off", or "raise" for debugging: ``forward`` raises ValueError if x has a NaN or an
             infinity, as :class:`fp4gemm.nn.Linear` does.
+        use_fast_accum: only with activations "fp8"; as in :func:`fp4gemm.mm`.
         ep: None, or the exchange of tokens between ranks, each of which has num_experts / ranks of the
             experts in its weights: the ones from ``ep.first_expert`` on (docs/distributed.md). num_experts
             and topk_ids are then those of all ranks, and every rank calls ``forward``, also without tokens.
@@ -88,6 +94,7 @@ class Experts(torch.nn.Module):
     """
 
     ep: ExpertParallel | None = None
+    use_fast_accum: bool = False
 
     w13: StackedWeight
     w2: StackedWeight
@@ -107,20 +114,21 @@ class Experts(torch.nn.Module):
         activations: ExpertsActivations = "per-token",
         weight_scaling: WeightScaling = "row",
         check_finite: CheckFinite = "off",
+        use_fast_accum: bool = False,
         ep: ExpertParallel | None = None,
     ) -> None:
+        check_experts_options(activations, weight_scaling, check_finite, use_fast_accum)
         _checks.is_int("num_experts", num_experts, 1)
         for name, size in (("hidden", hidden), ("intermediate", intermediate)):
             _checks.is_int(name, size, 1)
-            _checks.is_multiple(name, "k", size, _checks.K_STEP_MM)
+            _checks.is_multiple(name, "k", size, k_step(activations))
         chosen = activation_of(activation)
         _checks.is_bool("bias", bias)
         if dtype is not None:
             _checks.is_float_dtype("dtype", dtype)
-        check_experts_options(activations, weight_scaling, check_finite)
         check_exchange(ep, None, num_experts, hidden, activations)
         super().__init__()
-        self._set_options(chosen, activations, check_finite, ep)
+        self._set_options(chosen, activations, check_finite, use_fast_accum, ep)
         num_experts = num_experts if ep is None else ep.num_local_experts
         n13 = 2 * intermediate if chosen.is_gated else intermediate
         self.w13 = StackedWeight(num_experts, n13, hidden, bias, device, dtype, weight_scaling=weight_scaling)
@@ -133,9 +141,10 @@ class Experts(torch.nn.Module):
         activation: Activation,
         activations: ExpertsActivations,
         check_finite: CheckFinite,
+        use_fast_accum: bool,
         ep: ExpertParallel | None,
     ) -> None:
-        self.check_finite, self.ep = check_finite, ep
+        self.check_finite, self.use_fast_accum, self.ep = check_finite, use_fast_accum, ep
         self.activation = activation.name
         self.activations = activations
         self._activation = activation.number
@@ -157,6 +166,7 @@ class Experts(torch.nn.Module):
         weight_scaling: WeightScaling = "row",
         method: DataFree | Quantizer | None = None,
         check_finite: CheckFinite = "off",
+        use_fast_accum: bool = False,
         ep: ExpertParallel | None = None,
     ) -> Experts:
         """Quantize the float weights of experts, each expert's matrix by itself. They are not changed.
@@ -179,7 +189,7 @@ class Experts(torch.nn.Module):
         chosen = activation_of(activation)
         _checks.is_one_of("layout", layout, LAYOUTS)
         _checks.is_bool("is_transposed", is_transposed)
-        check_experts_options(activations, weight_scaling, check_finite)
+        check_experts_options(activations, weight_scaling, check_finite, use_fast_accum)
         quantizer = as_quantizer(method, weight_scaling)
         stacks = []
         for name, w in (("w13", w13), ("w2", w2)):
@@ -188,7 +198,7 @@ class Experts(torch.nn.Module):
             stacks.append(w.detach().transpose(1, 2) if is_transposed else w.detach())
         if w2.dtype is not w13.dtype:
             raise TypeError(f"w2: dtype is {w2.dtype}, must be {w13.dtype} as of w13")
-        check_shapes(stacks[0], stacks[1], chosen)
+        check_shapes(stacks[0], stacks[1], chosen, k_step(activations))
         check_float_weight("w13", stacks[0], tuple(stacks[0].shape))
         check_float_weight("w2", stacks[1], tuple(stacks[1].shape))
         # No inference tensors, which load_state_dict could not write outside of inference mode.
@@ -207,6 +217,7 @@ class Experts(torch.nn.Module):
                 activation=activation,
                 activations=activations,
                 check_finite=check_finite,
+                use_fast_accum=use_fast_accum,
                 ep=ep,
             )
 
@@ -223,6 +234,7 @@ class Experts(torch.nn.Module):
         activation: ActivationName = "swiglu",
         activations: ExpertsActivations = "per-token",
         check_finite: CheckFinite = "off",
+        use_fast_accum: bool = False,
         ep: ExpertParallel | None = None,
     ) -> Experts:
         """Experts around NVFP4 stacks w13 (g, n13, d) and w2 (g, d, intermediate), whose memory they share.
@@ -234,11 +246,11 @@ class Experts(torch.nn.Module):
         """
         chosen = activation_of(activation)
         _checks.is_one_of("layout", layout, LAYOUTS)
-        check_experts_options(activations, "row", check_finite)
+        check_experts_options(activations, "row", check_finite, use_fast_accum)
         w13 = check_quantized_weight(w13, "w13", 3)
         w2 = check_quantized_weight(w2, "w2", 3)
         _checks.same_device("w2", w2.codes, w13.device, "w13")
-        check_shapes(w13, w2, chosen)
+        check_shapes(w13, w2, chosen, k_step(activations))
         check_exchange(ep, w13.shape[0], None, w13.shape[2], activations)
         if bias13 is not None:
             bias13 = stack_bias("bias13", bias13, w13)
@@ -250,7 +262,7 @@ class Experts(torch.nn.Module):
                 bias13 = None if bias13 is None else interleaved(bias13)
             made = cls.__new__(cls)
             torch.nn.Module.__init__(made)
-            made._set_options(chosen, activations, check_finite, ep)
+            made._set_options(chosen, activations, check_finite, use_fast_accum, ep)
             made.w13, made.w2 = StackedWeight.of(w13, bias13), StackedWeight.of(w2, bias2)
         return made
 
@@ -285,8 +297,8 @@ class Experts(torch.nn.Module):
         Raises:
             RuntimeError, NotImplementedError: as :meth:`fp4gemm.nn.Linear.prepack`.
         """
-        self.w13.prepack()
-        self.w2.prepack()
+        for weight in (self.w13, self.w2):
+            weight._prepack(INPUTS[self.activations].tokens)
         return self
 
     def update_(
@@ -443,7 +455,8 @@ class Experts(torch.nn.Module):
 
     def extra_repr(self) -> str:
         finite = "" if self.check_finite == "off" else f", check_finite={self.check_finite!r}"
-        return f"activation={self.activation!r}, activations={self.activations!r}{finite}"
+        fast = ", use_fast_accum=True" if self.use_fast_accum else ""
+        return f"activation={self.activation!r}, activations={self.activations!r}{finite}{fast}"
 
 
 # ---- the weights
@@ -460,14 +473,15 @@ class StackedWeight(WeightModule):
         weight_scales: float8_e4m3fn (g, ceil128(n), ceil4(k/16)), one scale per 16 of k, swizzled, pads zero.
         weight_amax: float32 (g, n), or (g, 1) with weight_scaling="tensor".
         weight_e4m3_max: int32 (1,), the e4m3_max of the block scales, 448 or 256.
-        weight_prepacked: uint8 (g, bytes), in place of codes and scales once they are prepacked; not in a
-            state_dict.
+        weight_prepacked: uint8 (g, bytes), or int8 for FP8 tokens, in place of codes and scales once they are
+            prepacked; not in a state_dict.
         bias: float32 (g, n), or None.
     """
 
     _public = "Experts"
     # What the last call returned. The names of WeightModule that begin so are not copied or pickled.
     _known_held: OperandParts | None = None
+    _known_tokens: TokenForm = "nvfp4"
     is_checked = False  # a forward of Experts with this weight passed its checks; reset with the buffers
 
     def __init__(
@@ -500,17 +514,18 @@ class StackedWeight(WeightModule):
             RuntimeError: no weight has been loaded yet.
         """
         is_traced = torch.compiler.is_compiling()
-        if not is_traced and self._known_held is not None and self._is_as_known():
-            return self._known_held
+        known = self._known_held
+        if known is not None and not is_traced and self._known_tokens == tokens and self._is_as_known():
+            return known
         self._require_weight()
-        if not is_traced and not self._is_prepacked():
+        if not is_traced and not self._is_prepacked_for(tokens):
             self._prepack_where_it_helps(tokens)
         held = self._operand_parts()
         # Not weights that accelerate brings to the device for one forward, nor those still to be prepacked.
         is_final = held.scales is None or self._is_captured
         is_final = is_final or not support.streams_prepacked(held.amax.device, tokens)
         if is_final and not is_traced and "_hf_hook" not in self.__dict__:
-            self._known_held = held
+            self._known_held, self._known_tokens = held, tokens
         return held
 
     def _is_as_known(self) -> bool:
@@ -584,21 +599,29 @@ def activation_of(name: object) -> Activation:
     return by_name[name]  # type: ignore[index]
 
 
-def check_experts_options(activations: object, weight_scaling: object, check_finite: object) -> None:
+def check_experts_options(
+    activations: object, weight_scaling: object, check_finite: object, use_fast_accum: object
+) -> None:
     """Raise unless these are values of the keywords of Experts."""
     _checks.is_one_of("activations", activations, EXPERTS_ACTIVATIONS)
     _checks.is_one_of("weight_scaling", weight_scaling, WEIGHT_SCALINGS)
     _checks.is_one_of("check_finite", check_finite, CHECKS_OF_FINITE)
+    check_fast_accum(use_fast_accum, activations)
 
 
-def check_shapes(w13: Tensor | NVFP4Tensor, w2: Tensor | NVFP4Tensor, activation: Activation) -> None:
-    """Raise ValueError unless w13 (g, n13, d) and w2 (g, d, intermediate) belong together."""
+def check_shapes(
+    w13: Tensor | NVFP4Tensor, w2: Tensor | NVFP4Tensor, activation: Activation, step: int
+) -> None:
+    """Raise ValueError unless w13 (g, n13, d) and w2 (g, d, intermediate) belong together.
+
+    step: what d and intermediate are multiples of.
+    """
     g, n13, d = w13.shape
-    _checks.is_multiple("w13", "d", d, _checks.K_STEP_MM)
+    _checks.is_multiple("w13", "d", d, step)
     if activation.is_gated:
-        _checks.is_multiple("w13", "n13, gate and up together,", n13, 2 * _checks.K_STEP_MM)
+        _checks.is_multiple("w13", "n13, gate and up together,", n13, 2 * step)
     else:
-        _checks.is_multiple("w13", "n13", n13, _checks.K_STEP_MM)
+        _checks.is_multiple("w13", "n13", n13, step)
     wanted = (g, d, activation.width(n13))
     if tuple(w2.shape) != wanted:
         raise ValueError(
@@ -637,7 +660,10 @@ def stack_bias(name: str, bias: object, weight: Tensor | NVFP4Tensor) -> Tensor:
 
 def formats_of(layer: Experts, x: Tensor, w13: OperandParts) -> tuple[str, str]:
     """The formats of the operands of both products, as :func:`support.ready_for` names them."""
-    if INPUTS[layer.activations].tokens == "16-bit":
+    tokens = INPUTS[layer.activations].tokens
+    if tokens == "fp8":
+        return "e4m3", "nvfp4" if w13.scales is not None else "prepacked_fp8"
+    if tokens == "16-bit":
         a = "bf16" if x.dtype is torch.bfloat16 else "fp16"
     else:
         a = "fp16" if support.streams_prepacked(x.device) else "nvfp4"
@@ -648,7 +674,8 @@ def multiply(
     layer: Experts, x: Tensor, ids: Tensor, scores: Tensor, w13: OperandParts, w2: OperandParts
 ) -> Tensor:
     """The operator ``experts`` with the weights and options of a layer."""
-    arguments = ExpertsCall.arguments(x, ids, scores, w13, w2, layer._scaling, layer._activation)
+    more = (False, True) if layer.use_fast_accum else ()
+    arguments = ExpertsCall.arguments(x, ids, scores, w13, w2, layer._scaling, layer._activation, *more)
     y: Tensor = operators.experts(*arguments)
     return y
 

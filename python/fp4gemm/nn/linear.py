@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from .._refusals import REFUSALS, explained
 from .._renamed import new_attributes, old_attribute, renamed
 from ..activations import by_number
 from ..containers.decoded import DecodedTensor
+from ..containers.fp8 import FP8Tensor
 from ..containers.nvfp4 import NVFP4Tensor
 from ..ops import operators
 from ..ops.linear import LinearCall
@@ -27,14 +28,19 @@ from ._inputs import (
     check_linear,
     check_options,
     check_quantized_weight,
+    k_step,
     refuse_not_finite,
     shared_input,
 )
 from ._weight import BOUND, PREPACKED, WeightModule, version
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _RULES = selection.RULES
 _LINEAR = operators.below_wrapper(operators.linear)
 _is_compiling = torch.compiler.is_compiling
+_FAST_ACCUM: dict[bool, dict[str, bool]] = {False: {}, True: {"use_fast_accum": True}}
 
 InputGradient = Literal["dequantized", "quantized"]
 INPUT_GRADIENTS = get_args(InputGradient)
@@ -47,6 +53,11 @@ class Linear(WeightModule):
     is needed. A call is one operator, ``torch.ops.fp4gemm.linear``. The epilogue of the GEMM applies all amax
     factors in fp32, adds the bias in fp32, and rounds once to the dtype of the input. Definition: the NVFP4
     cast and GEMM of TransformerEngine, as :func:`fp4gemm.quantize` and :func:`fp4gemm.mm` document them.
+
+    With ``activations="fp8"`` (W4A8) Q(x) is the e4m3 cast of :func:`fp4gemm.quantize_fp8`, one scale for
+    each row, and the values of the weight are rounded to e4m3 in the product; the stored weight is the same
+    NVFP4. It runs on the FP8 tensor cores of compute capability 9.0, where it is meant for many tokens, and
+    on the CPU. Its sums are the hardware's: :func:`fp4gemm.mm` says what holds.
 
     On compute capability 9.0, and with ``activations="a16"`` on 12.0 and 12.1, the first ``forward``
     that is neither traced nor captured prepacks the weight (:func:`fp4gemm.prepack`), which synchronises
@@ -63,7 +74,8 @@ class Linear(WeightModule):
     quantized.
 
     Layers that read the same x can share its quantization: ``forward`` accepts an NVFP4Tensor or, on devices
-    whose kernels read such operands (compute capability 9.0), a DecodedTensor, with the same bits::
+    whose kernels read such operands (compute capability 9.0), a DecodedTensor, with the same bits; with
+    ``activations="fp8"`` an FP8Tensor::
 
         x = torch.randn(16, 512, dtype=torch.bfloat16)
         q_proj, k_proj = (
@@ -80,7 +92,7 @@ class Linear(WeightModule):
     y become infinite or NaN. ``check_finite="raise"`` finds both.
 
     Args:
-        in_features: k, elements of an input row; a multiple of 32.
+        in_features: k, elements of an input row; a multiple of 32, or of 64 with activations "fp8".
         out_features: n, elements of an output row; a multiple of 8.
         bias: whether a bias of shape (n,) is added.
         device: where the buffers are made.
@@ -88,8 +100,10 @@ class Linear(WeightModule):
             float32; None is torch's default dtype. Model code reads it. No buffer has it, and the output has
             the dtype of each input, under autocast too.
         activations: "per-token" gives each token (row of x) its own amax, so that an outlier token does not
-            cost the others precision; "per-tensor" gives all of them one. "a16": x is not quantized (W4A16),
-            but rounded to bfloat16 if it is float32; devices with FP4 tensor cores refuse it.
+            cost the others precision; "per-tensor" gives all of them one. "fp8": x becomes e4m3, each token
+            with its own scale; devices other than compute capability 9.0 and the CPU refuse it. "a16": x is
+            not quantized (W4A16), but rounded to bfloat16 if it is float32; devices with FP4 tensor cores
+            refuse it.
         weight_scaling: "row" gives each output channel (row of W) its own amax, "tensor" one to the whole
             weight. "row" is the default, since one fp32 number a channel costs nothing: the epilogue
             multiplies by it anyway.
@@ -97,22 +111,23 @@ class Linear(WeightModule):
             infinity. That reads x once more and synchronises in every call. While torch.compile traces with
             ``fullgraph=True`` or a CUDA graph is captured, "raise" is refused; without ``fullgraph`` the
             layer runs outside of the compiled graph.
+        use_fast_accum: only with activations "fp8"; as in :func:`fp4gemm.mm`.
 
     Buffers:
-        weight_codes: uint8 (n, k/2), packed e2m1, low nibble = even k.
-        weight_scales: float8_e4m3fn (ceil128(n), ceil4(k/16)), one scale per 16 of k, swizzled, pads zero.
-        weight_amax: float32 (n,) or (1,).
-        weight_e4m3_max: int32 (1,), the bound of the scales, 448 or 256. A checkpoint without it means 448.
-        weight_prepacked: uint8, in place of codes and scales once they are prepacked; not in a state_dict.
+        weight_codes: uint8 (n, k/2), packed e2m1, low nibble = even k. weight_scales: float8_e4m3fn
+        (ceil128(n), ceil4(k/16)), one scale per 16 of k, swizzled, pads zero. weight_amax: float32 (n,) or
+        (1,). weight_e4m3_max: int32 (1,), the bound of the scales, 448 or 256. A checkpoint without it means
+        448. weight_prepacked: uint8 (int8 with "fp8"), in place of codes and scales once they are prepacked.
         bias: float32 (n,), or None.
-        They keep these dtypes under ``.half()``, ``.bfloat16()``, ``.to(dtype)``, which change
-        ``weight.dtype`` alone.
+        A state_dict has codes and scales in place of weight_prepacked. The buffers keep these dtypes under
+        ``.half()``, ``.bfloat16()``, ``.to(dtype)``, which change ``weight.dtype`` alone.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what it must be.
     """
 
     check_finite: CheckFinite = "off"
+    use_fast_accum: bool = False
     _input_gradient: InputGradient = "dequantized"
     # What the copy for input_gradient "quantized" was made of, and the copy.
     _transposed: tuple[tuple[Any, ...], OperandParts] | None = None
@@ -131,9 +146,11 @@ class Linear(WeightModule):
         activations: LayerActivations = "per-token",
         weight_scaling: WeightScaling = "row",
         check_finite: CheckFinite = "off",
+        use_fast_accum: bool = False,
     ) -> None:
+        check_options(activations, weight_scaling, check_finite, use_fast_accum)
         for name, what, size, step in (
-            ("in_features", "k", in_features, _checks.K_STEP_MM),
+            ("in_features", "k", in_features, k_step(activations)),
             ("out_features", "n", out_features, OUT_STEP),
         ):
             _checks.is_int(name, size, 1)
@@ -142,10 +159,10 @@ class Linear(WeightModule):
             raise TypeError(f"bias: got {_checks.describe(bias)}, must be a bool")
         if dtype is not None:
             _checks.is_float_dtype("dtype", dtype)
-        check_options(activations, weight_scaling, check_finite)
         super().__init__((out_features, in_features), bias, device, dtype, weight_scaling)
         self.activations = activations
         self.check_finite = check_finite
+        self.use_fast_accum = use_fast_accum
 
     @classmethod
     @renamed("activation_scaling", "weight_method")
@@ -157,13 +174,14 @@ class Linear(WeightModule):
         weight_scaling: WeightScaling = "row",
         method: DataFree | Quantizer | None = None,
         check_finite: CheckFinite = "off",
+        use_fast_accum: bool = False,
     ) -> Linear:
         """Quantize a float layer: W -> Q(W) on its device, bias -> float32. The float layer is not changed.
 
         Args:
             linear: a torch.nn.Linear whose weight (n, k) is bfloat16, float16 or float32; k a multiple of 32,
                 n of 8.
-            activations, weight_scaling, check_finite: as in the class.
+            activations, weight_scaling, check_finite, use_fast_accum: as in the class.
             method: "round", "four-over-six" or "search", as :class:`fp4gemm.recipe.Recipe` defines them; None
                 is "four-over-six". "round" gives the weight of ``quantize(weight)``, as
                 :mod:`fp4gemm.training` has it.
@@ -175,14 +193,18 @@ class Linear(WeightModule):
         The weight is detached: no gradient flows to it. Synchronises once, to look for weights that are not
         finite.
         """
-        check_options(activations, weight_scaling, check_finite)
+        check_options(activations, weight_scaling, check_finite, use_fast_accum)
         quantizer = as_quantizer(method, weight_scaling)
-        check_linear(linear)
+        check_linear(linear, activations)
         # No inference tensors, which load_state_dict could not write outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             quantized = quantizer(linear.weight.detach())
             layer = cls.from_quantized(
-                quantized, linear.bias, activations=activations, check_finite=check_finite
+                quantized,
+                linear.bias,
+                activations=activations,
+                check_finite=check_finite,
+                use_fast_accum=use_fast_accum,
             )
         return layer.train(linear.training)
 
@@ -195,6 +217,7 @@ class Linear(WeightModule):
         *,
         activations: LayerActivations = "per-token",
         check_finite: CheckFinite = "off",
+        use_fast_accum: bool = False,
     ) -> Linear:
         """A layer around an NVFP4 weight (n, k), whose memory it shares, and a float bias (n,), copied.
 
@@ -216,16 +239,17 @@ class Linear(WeightModule):
             dtype=weight.dtype,
             activations=activations,
             check_finite=check_finite,
+            use_fast_accum=use_fast_accum,
         )
         return layer._adopt(weight, bias)
 
-    def forward(self, x: Tensor | NVFP4Tensor | DecodedTensor, c: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor | NVFP4Tensor | DecodedTensor | FP8Tensor, c: Tensor | None = None) -> Tensor:
         """``Q(x) @ Q(W).T + bias + c``; with activations "a16" ``x @ Q(W).T + bias + c``.
 
         Args:
             x: bfloat16, float16 or float32 (..., k), any leading dimensions including none; strides are
-                free. Or an NVFP4Tensor or DecodedTensor (m, k), which was quantized before. A float32 x that
-                is not quantized is rounded to bfloat16.
+                free. Or an NVFP4Tensor or DecodedTensor (m, k), with activations "fp8" an FP8Tensor, which
+                was quantized before. A float32 x that is not quantized is rounded to bfloat16.
             c: None, or an addend (..., n) of the dtype of the result, such as a residual. The epilogue adds
                 it in float32, before the result is rounded.
 
@@ -248,15 +272,16 @@ class Linear(WeightModule):
             is_plain
             and type(x) is Tensor
             and not x.requires_grad
-            and (x.dtype is not torch.float32 or INPUTS[self.activations].is_nvfp4)  # x is rounded first
+            and (x.dtype is not torch.float32 or INPUTS[self.activations].tokens != "16-bit")  # rounded first
         ):
             arguments = self._known_arguments()
             if arguments is not None and x.dim() > 0 and x.size(-1) == self.in_features:
                 try:
+                    more = _FAST_ACCUM[self.use_fast_accum]
                     if c is None:
-                        result: Tensor = _LINEAR(x, *arguments)
+                        result: Tensor = _LINEAR(x, *arguments, **more)
                     else:
-                        result = _LINEAR(x, *arguments[:7], self._epilogue(), c)
+                        result = _LINEAR(x, *arguments[:7], self._epilogue(), c, **more)
                 except REFUSALS as error:
                     return explained("fp4gemm.nn.Linear", error, self._checked_forward, x, c=c)
                 return result
@@ -282,12 +307,12 @@ class Linear(WeightModule):
             return arguments  # type: ignore[no-any-return]
         return None
 
-    def _checked_forward(self, x: Tensor | NVFP4Tensor | DecodedTensor, **terms: Any) -> Tensor:
+    def _checked_forward(self, x: Tensor | NVFP4Tensor | DecodedTensor | FP8Tensor, **terms: Any) -> Tensor:
         """The product after all checks; terms are c and the activation, as the operator has them."""
         self._require_weight()
         if terms.get("c") is not None:
             self._check_addend(x, terms["c"])
-        if isinstance(x, (NVFP4Tensor, DecodedTensor)):
+        if isinstance(x, (NVFP4Tensor, DecodedTensor, FP8Tensor)):
             parts = shared_input(x, self.in_features, self.weight_amax.device, self.activations)
             return self._multiply(parts, **terms, out_dtype=self.dtype)
         x = _checks.is_tensor("x", x)
@@ -307,7 +332,7 @@ class Linear(WeightModule):
             x = x.to(torch.bfloat16)  # no kernel multiplies float32 values
         return self._multiply(x, scaling=scaling, **terms)
 
-    def _check_addend(self, x: Tensor | NVFP4Tensor | DecodedTensor, c: object) -> None:
+    def _check_addend(self, x: Tensor | NVFP4Tensor | DecodedTensor | FP8Tensor, c: object) -> None:
         is_tensor = isinstance(x, Tensor)
         c = _checks.is_tensor("c", c)
         _checks.has_dtype("c", c, (x.dtype if is_tensor else self.dtype,))
@@ -321,9 +346,11 @@ class Linear(WeightModule):
         given is x, or the parts of an x that was quantized before; terms are more of its arguments.
         """
         is_traced = _is_compiling()
-        if not is_traced and not self._is_prepacked():
-            self._prepack_where_it_helps(INPUTS[self.activations].tokens)
+        tokens = INPUTS[self.activations].tokens
+        if not is_traced and not self._is_prepacked_for(tokens):
+            self._prepack_where_it_helps(tokens)
         terms.setdefault("activation", self._epilogue())
+        terms |= _FAST_ACCUM[self.use_fast_accum]
         call = LinearCall.of(given, self._operand_parts(), **terms)
         x = call.x
         if is_traced:
@@ -335,13 +362,16 @@ class Linear(WeightModule):
         is_plain = call.x_amax is None and not quantizes
         if is_plain:
             support.ready_for(x, "mm", ("bf16", "nvfp4"))
-        if is_plain and x.dtype is torch.bfloat16:
+        if tokens == "fp8":
+            format_a = "e4m3"
+        elif is_plain and x.dtype is torch.bfloat16:
             format_a = "bf16"
         elif x.dtype is torch.uint8 or (quantizes and not support.streams_prepacked(x.device)):
             format_a = "nvfp4"
         else:
             format_a = "fp16"
-        formats = (format_a, "prepacked" if call.weight_rows else "nvfp4")
+        prepacked = "prepacked_fp8" if tokens == "fp8" else "prepacked"
+        formats = (format_a, prepacked if call.weight_rows else "nvfp4")
         support.ready_for(x, "mm", formats)
         if _RULES:
             rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
@@ -360,8 +390,8 @@ class Linear(WeightModule):
         """Let forward make this call again without checks, if nothing but x can differ."""
         bound: Tensor = self._buffers[BOUND]  # type: ignore[assignment]
         written = version(bound)
-        is_tested = call.x.get_device() in support.READY["mm"]
         tokens = INPUTS[self.activations].tokens
+        is_tested = call.x.get_device() in support.READY["mm"]
         helps = call.weight_rows > 0 or not support.streams_prepacked(call.x.device, tokens)
         is_own = call.scaling == INPUTS[self.activations].scaling and call.activation == self._epilogue()
         # Not of a float32 x that was rounded to bfloat16.
@@ -413,6 +443,20 @@ class Linear(WeightModule):
         if self._epilogue():
             _checks.no_grad(name, x, "a layer with an activation in its epilogue")
 
+    def prepack(self) -> Self:
+        """Replace the codes and block scales by prepacked bytes, and return the layer.
+
+        ``forward`` does that by itself where it helps. On the CPU it only costs time. Synchronises, unless
+        the weight is prepacked already. With activations "fp8" the bytes are those for FP8 tokens.
+
+        Raises:
+            RuntimeError: no weight has been loaded yet, or a CUDA graph has been captured that reads the
+                weight as it is. NotImplementedError: the device does not read prepacked weights; the text
+                says which.
+        """
+        self._prepack(INPUTS[self.activations].tokens)
+        return self
+
     def _epilogue(self) -> int:
         """The number of the activation in the epilogue; layers that have one override this."""
         return 0
@@ -422,10 +466,11 @@ class Linear(WeightModule):
 
     def extra_repr(self) -> str:
         finite = "" if self.check_finite == "off" else f", check_finite={self.check_finite!r}"
+        fast = ", use_fast_accum=True" if self.use_fast_accum else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, activations={self.activations!r}, "
-            f"weight_scaling={self.weight_scaling!r}{finite}"
+            f"weight_scaling={self.weight_scaling!r}{finite}{fast}"
         )
 
 

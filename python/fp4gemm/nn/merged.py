@@ -18,6 +18,7 @@ from torch import Tensor
 from .._refusals import REFUSALS, explained
 from ..activations import ActivationName, by_name
 from ..containers.decoded import DecodedTensor
+from ..containers.fp8 import FP8Tensor
 from ..containers.nvfp4 import NVFP4Tensor
 from ..stacks import join_rows, joined
 from ._hooks import carry_over
@@ -44,7 +45,9 @@ class MergedLinear(Linear):
     # last part resets it, so that the compiled function neither reads nor keeps anything.
     _traced: tuple[Tensor | Tokens, Columns] | None = None
 
-    def forward(self, x: Tensor | NVFP4Tensor | DecodedTensor | Tokens, c: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor | NVFP4Tensor | DecodedTensor | FP8Tensor | Tokens, c: Tensor | None = None
+    ) -> Tensor:
         """The product as in :class:`fp4gemm.nn.Linear`, and the activation; a fused norm may quantize x."""
         if type(x) is Tokens:
             return self._of_tokens(x, c)
@@ -62,7 +65,7 @@ class MergedLinear(Linear):
         data = data.view(*x.shape[:-1], data.shape[-1])
         arguments = self._known_arguments()
         if arguments is not None and x.shape[-1] == self.in_features:
-            of_x = (scales, amax, e4m3_max, False, False, None, x.dtype)
+            of_x = (scales, amax, e4m3_max, False, self.use_fast_accum, None, x.dtype)
             try:
                 result: Tensor = LINEAR(data, *arguments[:7], self._epilogue(), c, 1.0, *of_x)
             except REFUSALS as error:
@@ -269,7 +272,8 @@ def rows_of(weight: NVFP4Tensor, rows: range) -> NVFP4Tensor:
 def why_not_one_weight(layers: Sequence[Linear]) -> str:
     """Why the layers cannot have one weight; "" if they can."""
     first = layers[0]
-    for name in ("in_features", "activations", "check_finite", "e4m3_max", "dtype", "training"):
+    options = ("activations", "check_finite", "use_fast_accum")
+    for name in ("in_features", *options, "e4m3_max", "dtype", "training"):
         if any(getattr(layer, name) != getattr(first, name) for layer in layers):
             return f"their {name} differs"
     if len({(layer.weight_amax.device, _execution_device(layer)) for layer in layers}) > 1:
@@ -288,7 +292,11 @@ def layer_like(layer: Linear, weight: NVFP4Tensor, bias: Tensor | None) -> Merge
     made = cast(
         MergedLinear,
         MergedLinear.from_quantized(
-            weight, bias, activations=layer.activations, check_finite=layer.check_finite
+            weight,
+            bias,
+            activations=layer.activations,
+            check_finite=layer.check_finite,
+            use_fast_accum=layer.use_fast_accum,
         ),
     )
     made.sizes = (made.out_features,)

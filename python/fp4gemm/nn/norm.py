@@ -9,8 +9,10 @@ from torch import Tensor
 
 from .. import _checks, support
 from ..containers.decoded import DecodedTensor
+from ..containers.fp8 import FP8Tensor
 from ..containers.nvfp4 import NVFP4Tensor
-from ..producers import rms_norm_quantize
+from ..producers import rms_norm_quantize, rms_norm_quantize_fp8
+from ..recipe import INPUTS
 from .linear import Linear
 
 
@@ -25,7 +27,9 @@ class Tokens:
 
     __slots__ = ("__weakref__", "dtype", "quantized", "shape")
 
-    def __init__(self, quantized: NVFP4Tensor | DecodedTensor, shape: torch.Size, dtype: torch.dtype) -> None:
+    def __init__(
+        self, quantized: NVFP4Tensor | DecodedTensor | FP8Tensor, shape: torch.Size, dtype: torch.dtype
+    ) -> None:
         self.quantized = quantized
         self.shape = shape
         self.dtype = dtype
@@ -75,8 +79,11 @@ class RMSNormQuantize(torch.nn.Module):
         return x.dtype in _checks.HALF_DTYPES and self.weight.dtype is x.dtype
 
     def _quantized(self, x: Tensor, residual: Tensor | None) -> Any:
-        """The result of rms_norm_quantize, decoded or not, as the reader's kernels read it."""
-        rows, decoded = x.reshape(-1, x.shape[-1]), reads_decoded(self._reader[0])
+        """The result of rms_norm_quantize, decoded or not, or of rms_norm_quantize_fp8, for the reader."""
+        rows, reader = x.reshape(-1, x.shape[-1]), self._reader[0]
+        if INPUTS[reader.activations].tokens == "fp8":
+            return rms_norm_quantize_fp8(rows, self.weight, eps=self.eps, residual=residual)
+        decoded = reads_decoded(reader)
         return rms_norm_quantize(rows, self.weight, eps=self.eps, residual=residual, decoded=decoded)
 
     def extra_repr(self) -> str:

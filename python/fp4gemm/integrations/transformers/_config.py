@@ -27,8 +27,9 @@ from ...recipe import (
 __all__ = ["Fp4GemmConfig", "compressed_tensors"]
 
 Fuse = Literal["auto", "none"]
-# What a file says of activations that no scheme has: the key and the value of the producer.
-OWN_ACTIVATIONS, OWN_PER_TENSOR = "activation_scaling", "tensor"
+# What a file says of activations that no scheme has: the key of the producer, and its values.
+OWN_ACTIVATIONS = "activation_scaling"
+OWN_VALUES: dict[LayerActivations, str] = {"per-tensor": "tensor", "fp8": "fp8"}
 PACKED = "nvfp4-pack-quantized"  # the format of compressed-tensors that is NVFP4
 OPTIONS = (
     *("weight_scaling", "activations", "method", "calibration"),
@@ -50,8 +51,8 @@ class Fp4GemmConfig(QuantizationConfigMixin):
     Args:
         weight_scaling: "row" or "tensor", as for ``quantize_model``. None is "row" for the format "fp4gemm",
             and "tensor" for the others, which can hold no other.
-        activations: "per-token", "per-tensor" or "a16", as for :class:`fp4gemm.nn.Linear`. None: what an
-            NVFP4 checkpoint says, "a16" or "per-token"; with a float checkpoint "per-token".
+        activations: "per-token", "per-tensor", "fp8" or "a16", as for :class:`fp4gemm.nn.Linear`. None: what
+            an NVFP4 checkpoint says, "a16" or "per-token"; with a float checkpoint "per-token".
         method: how weights are rounded, as for ``quantize_model``; None is the best that calibration allows,
             "four-over-six" without. "search" needs calibration here, and only it and "gptq" accept one.
         calibration: the path of a file of :meth:`fp4gemm.calibration.Statistics.save`, whose statistics are
@@ -169,8 +170,8 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         activations, fused = producer.get(OWN_ACTIVATIONS), producer.get("fused")
         if activations is not None:
             what = f"quantization_config: {OWN_ACTIVATIONS} of producer"
-            _checks.is_one_of(what, activations, (OWN_PER_TENSOR,))
-            self.activations = "per-tensor"
+            _checks.is_one_of(what, activations, tuple(OWN_VALUES.values()))
+            self.activations = next(name for name, value in OWN_VALUES.items() if value == activations)
         if fused is not None:
             if not isinstance(fused, Mapping) or not all(type(number) is int for number in fused.values()):
                 raise ValueError(
@@ -197,8 +198,8 @@ class Fp4GemmConfig(QuantizationConfigMixin):
         """The content for config.json: that of the checkpoint, once there is one."""
         if self.scheme is not None:
             made = quantization_config(self.scheme)
-            if self.activations == "per-tensor":  # the scheme says the others
-                made["producer"][OWN_ACTIVATIONS] = OWN_PER_TENSOR
+            if self.activations in OWN_VALUES:  # the scheme says the others
+                made["producer"][OWN_ACTIVATIONS] = OWN_VALUES[self.activations]
             if self.fused is not None:
                 made["producer"]["fused"] = dict(self.fused)
             return made
