@@ -12,12 +12,20 @@ import pickle
 import fp4gemm
 import pytest
 import torch
-from fp4gemm import kernel_table
+from fp4gemm import kernel_table, support
 from fp4gemm.activations import by_name
 from helpers import assert_bits, make
 from torch import Tensor
 
 BOUND = 2e-3  # of the norm, on a GPU
+
+
+@pytest.fixture
+def device(device: torch.device) -> torch.device:
+    """The CPU, and a CUDA device with kernels that multiply FP8 tokens."""
+    if device.type == "cuda" and not support.streams_prepacked(device, "fp8"):
+        pytest.skip("the device has no kernel that multiplies FP8 tokens")
+    return device
 
 
 def plain(x: Tensor, w: fp4gemm.NVFP4Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from experts_cases import block_of
-from fp4gemm import layout, reference
+from fp4gemm import layout, reference, support
 from fp4gemm.activations import by_number
 from helpers import assert_bits, make, short
 from model_fp8_products import product, quantized, weight_values
@@ -26,6 +26,14 @@ FP8_ROW = 3
 BOUND = (
     2e-3  # of the norm, of a GPU's sums with the default use_fast_accum, before the rounding of the output
 )
+
+
+@pytest.fixture
+def device(device: torch.device) -> torch.device:
+    """The CPU, and a CUDA device with kernels that multiply FP8 tokens."""
+    if device.type == "cuda" and not support.streams_prepacked(device, "fp8"):
+        pytest.skip("the device has no kernel that multiplies FP8 tokens")
+    return device
 
 
 def weight(n: int, k: int, gen: torch.Generator, e4m3_max: int = 448) -> fp4gemm.NVFP4Tensor:

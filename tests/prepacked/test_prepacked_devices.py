@@ -110,7 +110,7 @@ def test_the_cpu_streams_nothing() -> None:
 
 
 @pytest.mark.parametrize("mode", ["dense", "grouped"])
-@pytest.mark.parametrize("operand", ["prepacked", "prepacked_bf16"])
+@pytest.mark.parametrize("operand", ["prepacked", "prepacked_bf16", "prepacked_fp8"])
 def test_the_self_test_has_problems_for_these_kernels(operand: str, mode: str) -> None:
     """Plain and gated problems with every term; one-hot rows return every code and scale bit for bit."""
 
@@ -130,12 +130,17 @@ def test_the_self_test_has_problems_for_these_kernels(operand: str, mode: str) -
         assert not any("ragged k" in name for name in names)
         assert [result.passed for result in selftest.compare([tested], run)] == [True]
         assert [result.passed for result in selftest.compare([tested], one_bit)] == [False]
-    problem = next(p for p in problems.problems() if p.mode == mode and "one-hot" in p.name)
+    fp8 = operand == "prepacked_fp8"
+    tokens = {"prepacked": "float16", "prepacked_bf16": "bfloat16", "prepacked_fp8": "FP8"}[operand]
+    problem = next(p for p in problems.problems() if p.mode == mode and f"one-hot {tokens}" in p.name)
     a, b, _, scale_b, *_ = problem.operands
     codes, scales = (b[0], scale_b[0]) if mode == "grouped" else (b, scale_b)
     got = problem.run(CPU, torch.float32, None)
-    assert torch.equal(got[: a.shape[1]].T, reference.decode(codes, scales).float())
-    n, k = problems.RAGGED_M
+    values = reference.decode(codes, scales).float()
+    if fp8:
+        values = 8 * (values / 8).to(torch.float8_e4m3fn).float()
+    assert torch.equal(got[: a.shape[1]].T, values)
+    n, k = problems.RAGGED_M_FP8 if fp8 else problems.RAGGED_M
     plain = fp4gemm.unswizzle_scales(scales, n, k // 16).view(torch.uint8)
     assert (codes & 15).unique().tolist() == list(range(16))
     finite = [scale for scale in range(256) if scale & 0x7F != 0x7F]

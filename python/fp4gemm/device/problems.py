@@ -1,8 +1,11 @@
 """The products of the self-test: small and ragged, on numbers whose sums are exact in any order of additions.
 
 A value is an e2m1 number times a block scale of 1/2 to 4: a multiple of 1/4 up to 24 in magnitude. A sum of
-320 products is then a multiple of 1/16 below 2^18, which float32 holds exactly, so that kernels and reference
-agree in every bit.
+320 products is then a multiple of 1/16 below 2^18, which float32 holds exactly, so that kernels and the
+reference agree in every bit.
+
+The FP8 tensor cores of Hopper add with fewer bits. So FP8 tokens are zero but for four elements of a row, 1
+or -1; a sum is then a multiple of 1/32 below 16, which needs nine bits.
 """
 
 from __future__ import annotations
@@ -19,12 +22,15 @@ from ..ops import gemm as gemm_ops
 from ..ops import operators
 from ..ops.gemm import GemmCall
 from ..reference import decode_e2m1
+from ..reference.fp8 import transposed
 
 SEED = 20260
 SIZES = (130, 0, 1, 37)  # rows (or columns of k) of each group
 LOOSE_ROWS = 5  # rows after the last group, which no group owns
 DENSE = ((300, 400, 288), (3, 32, 32))
 RAGGED_M, RAGGED_K = (272, 160), (136, 264)  # (n, k) with ragged m; (m, n) with ragged k
+DENSE_FP8, RAGGED_M_FP8 = ((300, 400, 320), (3, 32, 64)), (272, 192)
+NONZERO = 4  # elements of a row of FP8 tokens
 POISON = 0xFF  # a byte of a NaN in every output type
 NAN_SCALES = (0x7F, 0xFF)
 
@@ -64,7 +70,7 @@ class Problem:
         moved: dict[str, Any] = {name: x.to(device) for name, x in tensors.items()}
         call = call._replace(**moved)
         if self.prepacks:
-            packed = operators.prepack(call.b, call.scale_b)
+            packed = operators.prepack(call.b, call.scale_b, call.a.dtype is gemm_ops.FP8)
             call = call._replace(b=packed, scale_b=None, b_rows=call.b.shape[-2])
         operators.gemm_out(*call[:-1], out=out)  # all but out_dtype, which is that of out
         return out.cpu()
@@ -84,7 +90,35 @@ def problems() -> list[Problem]:
     made += _with_terms("ragged m", operands, shape, gen)
     made += _prepacked("ragged m", operands, values, shape, gen)
     made += _with_terms("ragged k", *_ragged_k(gen), gen)
-    return made + _one_hot(gen)
+    return made + _fp8(gen) + _one_hot(gen)
+
+
+def _fp8(gen: torch.Generator) -> list[Problem]:
+    """The products of FP8 tokens with a prepacked weight, dense and with ragged m."""
+    products = []
+    for m, n, k in DENSE_FP8:
+        codes, scales = _matrix(n, k, gen)
+        operands = GemmCall(_tokens(m, k, gen), codes, scale_b=layout.swizzle_scales(scales))
+        products.append((f"{m}x{n}x{k}", operands, (m, n)))
+    n, k = RAGGED_M_FP8
+    m = sum(SIZES) + LOOSE_ROWS
+    b, scale_b = _stack(n, k, gen)
+    products.append(("ragged m", GemmCall(_tokens(m, k, gen), b, scale_b=scale_b, offs=_ends()), (m, n)))
+    made = []
+    for name, operands, shape in products:
+        full_name = f"{name}, prepacked, FP8 tokens"
+        made += _with_terms(full_name, operands, shape, gen, prepacks=True)
+        fast = {"use_fast_accum": True}
+        made.append(Problem(f"{full_name}, fast accumulation", operands, shape, fast, True))
+    return made
+
+
+def _tokens(m: int, k: int, gen: torch.Generator) -> Tensor:
+    """FP8 tokens (m, k) in the order of the kernels."""
+    values = torch.zeros(m, k)
+    places = torch.rand(m, k, generator=gen).argsort(dim=1)[:, :NONZERO]
+    signs = torch.randint(0, 2, (m, NONZERO), generator=gen).float() * 2 - 1
+    return transposed(values.scatter_(1, places, signs).to(gemm_ops.FP8))
 
 
 def _prepacked(
@@ -100,26 +134,36 @@ def _prepacked(
 
 
 def _one_hot(gen: torch.Generator) -> list[Problem]:
-    """a is an identity matrix, so D is the decoded weight, transposed.
+    """a is an identity matrix, so D is the decoded weight, transposed, and rounded to e4m3 for FP8 tokens.
 
     The weight has every code and every finite scale, negative ones too.
     """
-    n, k = RAGGED_M
+    made = []
+    for dtype in (torch.float16, torch.bfloat16, gemm_ops.FP8):
+        made += _one_hot_of(dtype, gen)
+    return made
+
+
+def _one_hot_of(dtype: torch.dtype, gen: torch.Generator) -> list[Problem]:
+    """The problems of _one_hot for tokens of this dtype."""
+    fp8 = dtype is gemm_ops.FP8
+    n, k = RAGGED_M_FP8 if fp8 else RAGGED_M
     codes = torch.randint(0, 256, (2, n, k // 2), generator=gen, dtype=torch.uint8)
     finite = torch.tensor([scale for scale in range(256) if scale not in NAN_SCALES], dtype=torch.uint8)
     chosen = finite[torch.randint(0, len(finite), (2 * n, k // 16), generator=gen)]
     chosen.view(-1)[: len(finite)] = finite
     scales = torch.stack([layout.swizzle_scales(part).view(torch.uint8) for part in chosen.split(n)])
     ends = torch.tensor((k, 2 * k), dtype=torch.int32)
-    made = []
-    for dtype in (torch.float16, torch.bfloat16):
-        name = f"prepacked, one-hot {str(dtype).removeprefix('torch.')}"
-        one, f8 = torch.eye(k, dtype=dtype), torch.float8_e4m3fn
-        dense = GemmCall(one, codes[0], scale_b=scales[0].view(f8))
-        made.append(Problem(name, dense, (k, n), {}, True))
-        grouped = GemmCall(torch.cat((one, one)), codes, scale_b=scales.view(f8), offs=ends)
-        made.append(Problem(f"{name}, groups", grouped, (2 * k, n), {}, True))
-    return made
+    name = f"prepacked, one-hot {'FP8 tokens' if fp8 else str(dtype).removeprefix('torch.')}"
+    one, f8 = torch.eye(k).to(dtype), torch.float8_e4m3fn
+    one = transposed(one) if fp8 else one
+    two = torch.cat((one.view(torch.uint8), one.view(torch.uint8))).view(dtype)
+    dense = GemmCall(one, codes[0], scale_b=scales[0].view(f8))
+    grouped = GemmCall(two, codes, scale_b=scales.view(f8), offs=ends)
+    return [
+        Problem(name, dense, (k, n), {}, True),
+        Problem(f"{name}, groups", grouped, (2 * k, n), {}, True),
+    ]
 
 
 def _values(codes: Tensor, scales: Tensor) -> Tensor:
@@ -182,12 +226,16 @@ def _ragged_m(gen: torch.Generator) -> tuple[GemmCall, Tensor, tuple[int, ...]]:
     grouped = torch.zeros((layout.grouped_scale_rows(m, len(SIZES)), parts[0].shape[1]), dtype=torch.uint8)
     used = torch.cat([part.view(torch.uint8) for part in parts])
     grouped[: used.shape[0]] = used
-    weights = [_matrix(n, k, gen) for _ in SIZES]
-    b = torch.stack([weight[0] for weight in weights])
-    scale_b = torch.stack([layout.swizzle_scales(weight[1]).view(torch.uint8) for weight in weights])
-    f8 = torch.float8_e4m3fn
-    operands = GemmCall(codes, b, grouped.view(f8), scale_b.view(f8), _ends())
+    b, scale_b = _stack(n, k, gen)
+    operands = GemmCall(codes, b, grouped.view(torch.float8_e4m3fn), scale_b, _ends())
     return operands, _values(codes, scales), (m, n)
+
+
+def _stack(n: int, k: int, gen: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The codes and the swizzled scales of a weight (n, k) for each group."""
+    weights = [_matrix(n, k, gen) for _ in SIZES]
+    scales = torch.stack([layout.swizzle_scales(weight[1]).view(torch.uint8) for weight in weights])
+    return torch.stack([weight[0] for weight in weights]), scales.view(torch.float8_e4m3fn)
 
 
 def _ragged_k(gen: torch.Generator) -> tuple[GemmCall, tuple[int, ...]]:
