@@ -268,6 +268,7 @@ def chosen_kernel(
     out_dtype: torch.dtype,
     is_gated: bool,
     batch_invariant: bool,
+    use_fast_accum: bool,
 ) -> str | None:
     """Return the kernel that the call names, after checking it, else the one that the selection rules name.
 
@@ -275,16 +276,24 @@ def chosen_kernel(
     """
     mode = "dense" if x.offs is None else "grouped"
     if kernel is not None:
-        _check_kernel(kernel, x, formats, out_dtype, mode, is_gated)
+        _check_kernel(kernel, x, formats, out_dtype, mode, is_gated, use_fast_accum)
         return kernel
     if batch_invariant or not selection.RULES:
         return None
     k = gemm_ops.k_of(x.a)
-    return selection.find(x.a, n, k, out_dtype, mode, is_gated, formats, "k" if x.is_ragged_k else "m")
+    ragged = "k" if x.is_ragged_k else "m"
+    fast = use_fast_accum
+    return selection.find(x.a, n, k, out_dtype, mode, is_gated, formats, ragged, use_fast_accum=fast)
 
 
 def _check_kernel(
-    kernel: object, x: Operands, formats: tuple[str, str], out_dtype: torch.dtype, mode: str, is_gated: bool
+    kernel: object,
+    x: Operands,
+    formats: tuple[str, str],
+    out_dtype: torch.dtype,
+    mode: str,
+    is_gated: bool,
+    use_fast_accum: bool,
 ) -> None:
     """Raise unless ``kernel`` can compute the product: a built kernel on CUDA, the reference on the CPU."""
     a = x.a
@@ -317,6 +326,8 @@ def _check_kernel(
         raise NotImplementedError(
             f"kernel: {kernel!r} does not run on {a.device}, whose compute capability is {major}.{minor}"
         )
+    if found.fast_accum and not use_fast_accum:
+        raise ValueError(f"kernel: {kernel!r} is for use_fast_accum=True, must be another one without it")
     if not found.supports(*formats, "k" if x.is_ragged_k else "m"):
         groups = " with ragged k" if x.is_ragged_k else ""
         raise ValueError(

@@ -128,7 +128,9 @@ def run(function: str, x: Operands, dtype: torch.dtype, terms: Terms) -> Tensor:
         _checks.fast_accum(use_fast_accum, a.dtype is gemm_ops.FP8)
         more["use_fast_accum"] = use_fast_accum
     if kernel is not None or _RULES:
-        more["kernel_name"] = chosen_kernel(x, n, kernel, formats, dtype, is_gated, batch_invariant)
+        more["kernel_name"] = chosen_kernel(
+            x, n, kernel, formats, dtype, is_gated, batch_invariant, use_fast_accum
+        )
     if out is not None:
         gemm_ops.check_out(out, shape, out_dtype, a.device, function)
     if c is not None:

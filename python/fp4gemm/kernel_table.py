@@ -73,6 +73,11 @@ class KernelInfo:
         """Whether the epilogue makes one column of D from two columns of the product."""
         return self.epilogue == "gated"
 
+    @property
+    def fast_accum(self) -> bool:
+        """Whether it keeps sums over k in the accumulators of FP8 tensor cores, for ``use_fast_accum``."""
+        return f"_{self.operand}_fast_" in self.name
+
     def supports(self, format_a: str, format_b: str, ragged: str = "m") -> bool:
         """Whether the kernel multiplies operands in these formats; ``ragged`` as in :func:`select_kernel`."""
         formats_a, formats_b = _SUPPORTED[self.operand]

@@ -80,6 +80,7 @@ def find(
     gated: bool,
     formats: tuple[str, str],
     ragged: str = "m",
+    use_fast_accum: bool = False,
 ) -> str | None:
     """The kernel that the rules name for a call on CUDA, or None; formats of FORMATS."""
     if not a.is_cuda or torch.compiler.is_compiling():
@@ -97,6 +98,7 @@ def find(
             and kernel.out_dtype is dtype
             and kernel.is_gated is gated
             and kernel.supports(*formats, ragged)
+            and (use_fast_accum or not kernel.fast_accum)
         ):
             return kernel.name
     return None

@@ -13,6 +13,7 @@ import pytest
 import torch
 from experts_cases import random_ids
 from fp4gemm import nn, support
+from fp4gemm.kernel_table import KernelInfo
 from fp4gemm.nn.merged import one_weight
 from fp4gemm.nn.norm import RMSNormQuantize, Tokens
 from helpers import assert_bits, captured, make
@@ -58,6 +59,50 @@ def test_bound(m: int, prepacked: bool, fast: bool, hopper: torch.device, gen: t
     b = fp4gemm.prepack(q, fp8=True) if prepacked else q
     got = fp4gemm.mm(t.to(hopper), b, out_dtype=torch.float32, use_fast_accum=fast)
     assert error(got, want) < (FAST_BOUND if fast else BOUND)
+
+
+def kernels(mode: str) -> list[KernelInfo]:
+    return [k for k in fp4gemm.kernels() if k.operand == "prepacked_fp8" and k.mode == mode]
+
+
+@pytest.mark.parametrize("kernel", kernels("dense"), ids=lambda k: k.name)
+def test_dense_kernels(kernel: KernelInfo, hopper: torch.device, gen: torch.Generator) -> None:
+    """Each by its name, with every term; sizes that are no multiples of its tile."""
+    for m, n, k in ((3, 16, 64), (77, 272, 448), (300, 528, 1088)):
+        x, w = make("normal", m, k, torch.bfloat16, gen), make("normal", n, k, torch.float32, gen)
+        t, q = fp4gemm.quantize_fp8(x), fp4gemm.quantize(w)
+        terms = {"bias": torch.randn(n, generator=gen), "out_dtype": kernel.out_dtype}
+        if kernel.is_gated:
+            terms |= {"activation": "swiglu"}
+        else:
+            c = torch.randn(m, n, generator=gen).to(kernel.out_dtype)
+            terms |= {"activation": "silu", "c": c, "beta": 0.5}
+        want = fp4gemm.mm(t, q, **terms)
+        on_gpu = {name: v.to(hopper) if isinstance(v, Tensor) else v for name, v in terms.items()}
+        p, fast = fp4gemm.prepack(q.to(hopper), fp8=True), kernel.fast_accum
+        got = fp4gemm.mm(t.to(hopper), p, **on_gpu, use_fast_accum=fast, kernel=kernel.name)
+        # An activation magnifies the error where it is steep, and both sides are rounded.
+        assert error(got, want) < 3 * (FAST_BOUND if fast else BOUND) + torch.finfo(kernel.out_dtype).eps
+        if fast:
+            with pytest.raises(
+                ValueError, match="is for use_fast_accum=True, must be another one without it"
+            ):
+                fp4gemm.mm(t.to(hopper), p, **on_gpu, kernel=kernel.name)
+
+
+@pytest.mark.parametrize("kernel", kernels("grouped"), ids=lambda k: k.name)
+def test_grouped_kernels(kernel: KernelInfo, hopper: torch.device, gen: torch.Generator) -> None:
+    sizes = (130, 0, 1, 37, 300)
+    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    x = make("normal", sum(sizes) + 5, 448, torch.bfloat16, gen)
+    q = fp4gemm.quantize(torch.randn(len(sizes), 272, 448, generator=gen))
+    terms = {"activation": "swiglu" if kernel.is_gated else None, "out_dtype": kernel.out_dtype}
+    t = fp4gemm.quantize_fp8(x, offs=ends)
+    want = fp4gemm.grouped_mm(t, q, **terms)[: sum(sizes)]
+    p, fast = fp4gemm.prepack(q.to(hopper), fp8=True), kernel.fast_accum
+    more = {"use_fast_accum": fast, "kernel": kernel.name}
+    got = fp4gemm.grouped_mm(t.to(hopper), p, **terms, **more)[: sum(sizes)]
+    assert error(got, want) < 3 * (FAST_BOUND if fast else BOUND) + torch.finfo(kernel.out_dtype).eps
 
 
 def test_sums_of_one_sign(hopper: torch.device) -> None:

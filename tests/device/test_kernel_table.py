@@ -25,10 +25,11 @@ def test_kernels_describe_themselves() -> None:
         tile, cluster = "x".join(map(str, row.tile)), "x".join(map(str, row.cluster))
         swapped = "_swapped" if row.is_swapped else ""
         if "prepacked" in row.operand:
-            swapped = f"_{row.operand}"
+            swapped = f"_{row.operand}" + "_fast" * row.fast_accum
         want = f"sm{row.arch}_{row.mode}_{tile}_c{cluster}{swapped}_{row.epilogue}_{short[row.out_dtype]}"
         assert row.name == want
-        assert row.operand in ("nvfp4", "fp16", "prepacked", "prepacked_bf16")
+        assert row.operand in ("nvfp4", "fp16", "prepacked", "prepacked_bf16", "prepacked_fp8")
+        assert row.operand == "prepacked_fp8" or not row.fast_accum
         assert row.mode in ("dense", "grouped")
         assert row.epilogue in ("rowcol", "gated")
 
@@ -146,6 +147,7 @@ def test_sm120_selects_prepacked_kernels_for_few_tokens() -> None:
         ("fp16", {"nvfp4 nvfp4", "nvfp4 fp16", "fp16 nvfp4", "fp16 fp16"}),
         ("prepacked", {"nvfp4 nvfp4", "nvfp4 prepacked", "fp16 nvfp4", "fp16 prepacked"}),
         ("prepacked_bf16", {"bf16 nvfp4", "bf16 prepacked"}),
+        ("prepacked_fp8", {"e4m3 nvfp4", "e4m3 prepacked_fp8"}),
     ],
 )
 def test_what_a_kernel_supports(operand: str, supported: set[str]) -> None:

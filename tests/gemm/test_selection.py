@@ -18,6 +18,7 @@ from fp4gemm.kernel_table import KernelInfo
 
 KERNEL = "sm90_dense_128x128x64_c2x1_rowcol_bf16"
 GATED = "sm90_dense_64x128x64_c1x1_gated_bf16"
+FAST = "sm90_dense_256x128x128_c2x1_prepacked_fp8_fast_rowcol_bf16"
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +29,13 @@ def no_rules() -> Iterator[None]:
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two kernels, whatever was built."""
+    """Three kernels, whatever was built."""
     row = KernelInfo(KERNEL, "dense", "rowcol", 90, (128, 128, 64), (2, 1), torch.bfloat16, "fp16", False)
     gated = KernelInfo(GATED, "dense", "gated", 90, (64, 128, 64), (1, 1), torch.bfloat16, "fp16", False)
-    found = {KERNEL: row, GATED: gated}
+    fast = KernelInfo(
+        FAST, "dense", "rowcol", 90, (256, 128, 128), (2, 1), torch.bfloat16, "prepacked_fp8", False
+    )
+    found = {KERNEL: row, GATED: gated, FAST: fast}
     monkeypatch.setattr(kernel_table, "kernel_by_name", found.get)
     monkeypatch.setattr(kernel_table, "kernel_arch", lambda index: 90)
 
@@ -64,6 +68,13 @@ def test_the_first_rule_that_fits_names_the_kernel(table: None, tmp_path: Path) 
         assert find(5, 64, 128, formats=formats) is None
     selection.clear()
     assert find(5, 64, 128) is None
+
+
+def test_kernels_that_do_not_promote_serve_use_fast_accum_alone(table: None, tmp_path: Path) -> None:
+    selection.load(write(tmp_path / "rules.json", [{"kernel": FAST}]))
+    formats = ("e4m3", "prepacked_fp8")
+    assert find(5, 64, 128, formats=formats) is None
+    assert find(5, 64, 128, formats=formats, use_fast_accum=True) == FAST
 
 
 @pytest.mark.parametrize(

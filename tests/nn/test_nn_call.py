@@ -159,7 +159,8 @@ def test_rules_are_asked(layer: nn.Linear, x: Tensor, monkeypatch: pytest.Monkey
     want = layer(x)
     asked: list[tuple[Any, ...]] = []
 
-    def find(a: Tensor, *wanted: Any) -> None:
+    def find(a: Tensor, *wanted: Any, use_fast_accum: bool) -> None:
+        assert not use_fast_accum
         asked.append((tuple(a.shape), *wanted))
 
     monkeypatch.setattr(selection, "find", find)
@@ -219,7 +220,9 @@ def test_rules_are_those_of_the_epilogue(is_gated: bool, monkeypatch: pytest.Mon
     """A gated product needs a rule of a gated kernel: the operator refuses one of another epilogue."""
     asked: list[bool] = []
 
-    def find(x: Tensor, n: int, k: int, dtype: torch.dtype, mode: str, gated: bool, formats: object) -> None:
+    def find(
+        x: Tensor, n: int, k: int, dtype: torch.dtype, mode: str, gated: bool, formats: object, **_: bool
+    ) -> None:
         asked.append(gated)
 
     monkeypatch.setattr(module, "_RULES", [object()])

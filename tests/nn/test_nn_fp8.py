@@ -109,6 +109,24 @@ def test_the_operator_is_called_as_the_layer_says(monkeypatch: pytest.MonkeyPatc
         seen.clear()
 
 
+def test_rules_are_asked_for_fp8_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that keep the sums in the tensor cores fit a layer with use_fast_accum alone."""
+    from fp4gemm import selection
+    from fp4gemm.nn import linear as module
+
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        selection, "find", lambda a, *args, use_fast_accum: asked.append((*args, use_fast_accum))
+    )
+    monkeypatch.setattr(module, "_RULES", [object()])
+    for fast in (False, True):
+        for prepacked in (False, True):
+            layer = linear(use_fast_accum=fast)
+            (layer.prepack() if prepacked else layer)(tokens(4, 128))
+            formats = ("e4m3", "prepacked_fp8" if prepacked else "nvfp4")
+            assert asked.pop() == (72, 128, torch.bfloat16, "dense", False, formats, fast)
+
+
 def test_gradient_of_the_input() -> None:
     """Straight through the quantization, with the stored weight, which is not rounded to e4m3."""
     layer, x = linear().prepack(), tokens(4, 128).requires_grad_()

@@ -57,6 +57,8 @@ def products(device: torch.device) -> int:
     weights = torch.randn(4, N, K, device=device, dtype=torch.bfloat16)
     dense = fp4gemm.prepack(fp4gemm.quantize(weights[0]))
     grouped = fp4gemm.prepack(fp4gemm.quantize(weights))
+    dense_fp8 = fp4gemm.prepack(fp4gemm.quantize(weights[0]), fp8=True)
+    grouped_fp8 = fp4gemm.prepack(fp4gemm.quantize(weights), fp8=True)
     x = torch.randn(M, K, device=device, dtype=torch.bfloat16)
     offs = torch.tensor([40, 40, 200, M], device=device, dtype=torch.int32)
     for kernel in fp4gemm.kernels():
@@ -65,6 +67,14 @@ def products(device: torch.device) -> int:
             continue
         activation = "swiglu" if "gated" in name else None
         terms = {"kernel": name, "out_dtype": DTYPES[name[-4:]], "activation": activation}
+        if kernel.operand == "prepacked_fp8":
+            terms["use_fast_accum"] = kernel.fast_accum
+            if "dense" in name:
+                fp4gemm.mm(fp4gemm.quantize_fp8(x), dense_fp8, **terms)
+            else:
+                fp4gemm.grouped_mm(fp4gemm.quantize_fp8(x, offs=offs), grouped_fp8, **terms)
+            calls += 1
+            continue
         is_quantized = "prepacked_bf16" not in name
         if "dense" in name:
             fp4gemm.mm(fp4gemm.quantize(x, decoded=True) if is_quantized else x, dense, **terms)

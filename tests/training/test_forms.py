@@ -120,7 +120,7 @@ def test_selection_rules_see_the_products_of_a_step(
     apart(monkeypatch)
     products(monkeypatch, seen)
     monkeypatch.setattr(_copies, "are_converted", lambda x: is_converted)
-    monkeypatch.setattr(selection, "find", lambda a, *arguments: found.append((a.dtype, *arguments)))
+    monkeypatch.setattr(selection, "find", lambda a, *arguments, **_: found.append((a.dtype, *arguments)))
     selection.RULES.append(None)  # type: ignore[arg-type]
     try:
         step(training.PRESETS["per_token"], groups, is_converted, False, 77, torch.device("cpu"))

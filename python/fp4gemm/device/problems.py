@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import activations, layout
-from ..kernel_table import KernelInfo
+from ..kernel_table import KernelInfo, kernel_by_name
 from ..ops import gemm as gemm_ops
 from ..ops import operators
 from ..ops.gemm import GemmCall
@@ -64,6 +64,9 @@ class Problem:
         size = torch.Size(self.shape).numel() * out_dtype.itemsize
         out = torch.full((size,), POISON, dtype=torch.uint8, device=device).view(out_dtype).view(self.shape)
         call = self.operands._replace(kernel_name=kernel, **self.terms)
+        found = None if kernel is None else kernel_by_name(kernel)
+        if found is not None and found.fast_accum:
+            call = call._replace(use_fast_accum=True)
         if call.c is not None:
             call = call._replace(c=call.c.to(out_dtype))
         tensors = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
