@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fp4gemm
+import numpy as np
 import pytest
 import torch
 from fp4gemm import nn
@@ -68,6 +69,16 @@ def test_a_product_has_the_factors_of_both_operands(bounds: tuple[int, int]) -> 
     assert call.offs is ends
     plain = GemmCall.of(X, b)
     assert (plain.alpha, plain.scale_a, plain.alpha_row) == (ALPHA_UNQUANTIZED[bounds[1]], None, None)
+
+
+@pytest.mark.parametrize("bound", [448, 256])
+def test_a_product_of_fp8_tokens_has_a_factor_of_its_own(bound: int) -> None:
+    """fl(1 / (448 * 6 * bound)); the bound of the tokens does not count."""
+    x = fp4gemm.quantize_fp8(torch.ones(3, 64))
+    weight = parts(10, bound, 16)
+    call = GemmCall.of(x._operand_parts(), weight)
+    assert call.alpha == float(np.float32(1) / np.float32(448 * 6 * bound))
+    assert same((call.a, call.scale_a, call.alpha_row), (x.data, None, x.amax))
 
 
 @pytest.mark.parametrize("shape", [(16, 32), (3, 16, 32)], ids=["matrix", "stack"])
