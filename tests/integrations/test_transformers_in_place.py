@@ -52,7 +52,7 @@ def test_the_loaded_model_has_the_same_bits(name: str, fuse: Any, tmp_path: Path
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("weight_scaling", ["row", "tensor"])
-@pytest.mark.parametrize("activations", ["per-token", "per-tensor", "a16"])
+@pytest.mark.parametrize("activations", ["per-token", "per-tensor", "fp8", "a16"])
 def test_options_are_carried(
     activations: str, weight_scaling: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

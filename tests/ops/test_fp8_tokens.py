@@ -247,10 +247,10 @@ def test_refusals(device: torch.device, gen: torch.Generator) -> None:
         ),
         (
             lambda: OPS.linear(x[:, :96], thin.codes, thin.scales, thin.amax, scaling=FP8_ROW),
-            "k(:)? .*96, must be a positive multiple of 64",
+            "k:? is 96, must be a (positive )?multiple of 64",
         ),
         (lambda: OPS.gemm(data, fp4gemm.decode(w).data), "b: (dtype|format) is"),
-        (lambda: OPS.gemm(data, w.codes, scale_b=w.scales, offs=columns), "a: (dtype|format) is"),
+        (lambda: OPS.gemm(data, w.codes, scale_b=w.scales, offs=columns), "a: (dtype |format )?is"),
     ):
         with pytest.raises((ValueError, TypeError, RuntimeError), match=text):
             refused()

@@ -61,10 +61,14 @@ def test_wrong_sizes_are_named(device: torch.device, gen: torch.Generator) -> No
     codes, _, scales = weight(65, 192, gen)
     codes, scales = codes.to(device), scales.to(device)
     packed = operators.prepack(codes, scales, True)
+    thin, _, thin_scales = weight(64, 96, gen)
     for call, text in (
-        (lambda: operators.prepack(*(x.to(device) for x in weight(64, 96, gen)[::2]), True), "k(:| is| )"),
+        (
+            lambda: operators.prepack(thin.to(device), thin_scales.to(device), True),
+            "k:? is 96, must be a (positive )?multiple of 64",
+        ),
         (lambda: operators.unprepack(packed, 65, 96), "k: .*96, must be a positive multiple of 64"),
-        (lambda: operators.unprepack(packed, 64, 192), "packed: .*, must have 9216 bytes a matrix"),
+        (lambda: operators.unprepack(packed, 64, 192), "packed: .*, must have 9216 "),
         (lambda: operators.unprepack(packed.view(torch.uint8), 65, 192), "packed: .*bytes a matrix"),
     ):
         with pytest.raises((ValueError, RuntimeError), match=text):
