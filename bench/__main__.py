@@ -71,7 +71,7 @@ DEFAULTS = {
     "routing": None,
     "quick": False,
 }
-EVERY_FILTER = ("--kernels", "--shapes", "--model", "--m")
+EVERY_FILTER = ("--kernels", "--shapes", "--model", "--m", "--contenders")
 # Commands that measure jobs: name, module, help, filters.
 MEASURING: tuple[tuple[str, ModuleType, str, tuple[str, ...]], ...] = (
     ("dense", dense, "mm against cuBLAS, cuBLASLt, a post-scale pass and humming", EVERY_FILTER),
@@ -81,10 +81,15 @@ MEASURING: tuple[tuple[str, ModuleType, str, tuple[str, ...]], ...] = (
         "layer",
         layer,
         "a linear layer's forward, quantization included",
-        ("--shapes", "--model", "--m"),
+        ("--shapes", "--model", "--m", "--contenders"),
     ),
     ("model", model, "whole models with random weights, against bf16", ()),
-    ("serving", serving, "the layers of a model as vLLM and SGLang call them", ("--model", "--m")),
+    (
+        "serving",
+        serving,
+        "the layers of a model as vLLM and SGLang call them",
+        ("--model", "--m", "--contenders"),
+    ),
     ("train", train, "a training step of a layer, by recipe", ("--shapes", "--model", "--m")),
     ("overhead", overhead, "host microseconds of a call", ()),
     ("sweep", sweep, "the sweeps that upstream libraries publish, by name", ("--m",)),
@@ -168,7 +173,9 @@ def _measure(args: argparse.Namespace, command: str) -> int:
     if args.command == "report" and args.out is None:
         args.out = args.to / report.RESULTS
     device = machine.device(args.device)
-    harness = Harness(device, args.rounds, args.eager, args.cupti, args.settle)
+    harness = Harness(
+        device, args.rounds, args.eager, args.cupti, args.settle, only=getattr(args, "contenders", None)
+    )
     try:
         jobs: list[Job] = args.jobs(args, harness)
         if not jobs or (args.kernels is not None and not matches(args.kernels, jobs, args.command)):

@@ -1,9 +1,11 @@
 """``python -m bench dense``: mm against cuBLAS, cuBLASLt, a GEMM with a post-scale pass, and humming.
 
+Beside the products are those formats of tokens whose quantizer is inside of the call: FP8, W4A8 and W4A4.
+
 Every result is verified before it is timed. Results of quantized operands must have the bits of the reference
-in up to 512 rows, and so must the quantized tokens. Products of unquantized tokens, whose sums round, and
-those of the baselines must be the float64 product but for roundings, in every element. humming's weights are
-random, so that its result is not checked.
+in up to 512 rows, and so must the quantized tokens. Products of unquantized tokens and of tokens in FP8,
+whose sums round, and those of the baselines must be the float64 product but for roundings, in every element.
+humming's weights are random, so that its result is not checked.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 import fp4gemm
 import torch
 
-from ..baselines import cublaslt, post_scale
+from ..baselines import cublaslt, fp8, post_scale
 from ..baselines.humming import Humming
 from ..measure.contest import BASELINE, ROUNDING, UNCHECKED, Check, Contender, Contest, Job, Row
 from ..measure.harness import Harness
@@ -40,14 +42,18 @@ from ..measure.operands import (
 )
 from ..measure.roofline import Work
 from ..measure.verify import near, wrong
+from . import layer as forward
 from .products import (
     CUBLASLT_POST,
     DEFAULT_SHAPES,
+    FP8_NOTE,
+    FP8_PRODUCT,
     SCALAR,
     SMALL_M,
     SMALL_SHAPES,
     TORCH,
     UNFUSED,
+    W4A4,
     key,
     start,
     wanted,
@@ -101,10 +107,17 @@ def contest(
     humming: Humming | None = None,
 ) -> Contest:
     """The contenders that multiply (m, k) by this weight."""
-    made = Contest(start)
-    add = Contenders(made, harness, weights, Tokens(weights, m), m)
+    made = Contest(start, only=harness.only)
+    tokens = Tokens(weights, m)
+    add = Contenders(made, harness, weights, tokens, m)
     for name, forms in our_forms(harness):
         add.ours(name, forms)
+    # These three quantize their tokens in the call, as a layer does.
+    whole = forward.Contenders(made, harness, weights, tokens, m)
+    whole.ours(W4A4, fastest_forms(harness))
+    whole.w4a8()
+    whole.fp8()
+    add.fp8()
     add.unfused(fastest_forms(harness))
     for name, read in forced(harness, "dense", kernels):
         add.ours(name, read, name)
@@ -140,9 +153,10 @@ class Contenders:
             chosen = kernel or chosen_kernel(self.harness, self.size, forms)
             mm = fp4gemm.mm if kernel is None else partial(fp4gemm.mm, kernel=kernel)
             work = self.work(first[0], second[0], unit_of(self.harness, forms))
-            contender = Contender(calls(mm, first, second), work, kernel=chosen)
+            contender = Contender(calls(mm, first, second), work, kernel=chosen, quantizes=False)
             if forms[0] == "bf16":  # sums of unquantized values round
                 contender.checked = ROUNDING
+                contender.quantizes = None
                 values = lambda: self.tokens.plain[0]  # noqa: E731
                 return contender, near(
                     contender.calls[0], self.size[:2], values, lambda: self.weights.values, torch.bfloat16
@@ -184,7 +198,7 @@ class Contenders:
     def _unfused(self, made: list[Call], a: Any, b: Any, forms: Forms) -> Contender:
         kernel = chosen_kernel(self.harness, self.size, forms)
         work = self.work(a, b, unit_of(self.harness, forms))
-        return Contender(made, work, BASELINE, kernel, ROUNDING)
+        return Contender(made, work, BASELINE, kernel, ROUNDING, quantizes=False)
 
     def torch(self, dtype: torch.dtype) -> None:
         """torch's product in this type."""
@@ -202,11 +216,25 @@ class Contenders:
 
         self.made.attempt(TORCH[dtype], make, ours=False)
 
+    def fp8(self) -> None:
+        """torch's product of FP8 tokens that were quantized before."""
+
+        def make() -> tuple[Contender, Check]:
+            second = self.weights.in_fp8
+            first = self.tokens.in_fp8[: len(second)]
+            baseline = calls(fp8.multiply, first, second[: len(first)])
+            work = self.work(first[0], second[0], self.harness.fp8_unit)
+            contender = Contender(baseline, work, BASELINE, None, ROUNDING, FP8_NOTE.format(True), False)
+            values, weight = first[0].dequantize, second[0].dequantize
+            return contender, near(baseline[0], self.size[:2], values, weight, torch.bfloat16)
+
+        self.made.attempt(FP8_PRODUCT, make, ours=False)
+
     def cublaslt(self) -> None:
         """cuBLASLt's product, and the same followed by a pass that applies the vectors."""
         reason = cublaslt.absent()
         if reason is not None:
-            self.made.absent[CUBLASLT] = reason
+            self.made.miss(CUBLASLT, reason)
             return
         tokens, weights = self.tokens.packed, self.weights.packed[: self.tokens.count]
 
@@ -215,7 +243,7 @@ class Contenders:
             second = [cublaslt.operand(unit(b)) for b in weights]
             baseline = calls(cublaslt.dense, first, second)
             work = self.work(tokens[0], weights[0], "nvfp4")
-            contender = Contender(baseline, work, BASELINE, None, ROUNDING)
+            contender = Contender(baseline, work, BASELINE, None, ROUNDING, quantizes=False)
             values, weight = unit(tokens[0]).dequantize, unit(weights[0]).dequantize
             return contender, near(baseline[0], self.size[:2], values, weight, torch.bfloat16)
 
@@ -232,7 +260,7 @@ class Contenders:
                 for a, b in zip(tokens, weights, strict=True)
             ]
             work = self.work(tokens[0], weights[0], "nvfp4")
-            contender = Contender(baseline, work, BASELINE, None, ROUNDING, note)
+            contender = Contender(baseline, work, BASELINE, None, ROUNDING, note, False)
             return contender, near(
                 baseline[0], self.size[:2], tokens[0].dequantize, lambda: self.weights.values, torch.bfloat16
             )
@@ -242,9 +270,11 @@ class Contenders:
 
     def humming(self, humming: Humming) -> None:
         """humming's product of fp16 tokens."""
+        if not self.made.wants(HUMMING):
+            return
         baseline, reason = humming.calls(self.weights.n, self.weights.k, self.tokens.fp16)
         if reason is not None:
-            self.made.absent[HUMMING] = reason
+            self.made.miss(HUMMING, reason)
             return
         work = self.work(self.tokens.fp16[0], self.weights.packed[0], self.harness.unit)
         note = "random weights, result not checked"

@@ -1,8 +1,10 @@
 """``python -m bench grouped``: the products of a layer of experts in one launch, against torch and a loop.
 
+Beside the products are those formats of tokens whose quantizer is inside of the call: FP8, W4A8 and W4A4.
+
 Every result is verified before it is timed. Results of quantized operands must have the bits of the
-reference, in some rows of eight experts; products of unquantized tokens and those of the baselines must be,
-for each expert, the float64 product but for roundings.
+reference, in some rows of eight experts; products of unquantized tokens and of tokens in FP8, and those of
+the baselines, must be, for each expert, the float64 product but for roundings.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import fp4gemm
 import torch
 from torch import Tensor
 
-from ..baselines import cublaslt, post_scale
+from ..baselines import cublaslt, fp8, post_scale
+from ..measure import w4a8
 from ..measure.contest import BASELINE, ROUNDING, Check, Contender, Contest, Job, Row
 from ..measure.harness import Harness
 from ..measure.library import Call, Product, occupied_groups
@@ -41,7 +44,7 @@ from ..measure.roofline import Work
 from ..measure.routing import ROUTINGS, routed_ends
 from ..measure.verify import far, wrong
 from .options import NUMBERS, Join, kind_of, one_of, positive
-from .products import TORCH, check_sizes
+from .products import FP8, FP8_NOTE, FP8_PRODUCT, TORCH, W4A4, W4A8, check_sizes
 
 LOOP = "unfused: expert by expert"
 NVFP4 = "torch nvfp4 scaled_grouped_mm, scalar alpha"
@@ -181,17 +184,20 @@ def contest(
     harness: Harness, weights: Weights, on_host: Tensor, start: Row, kernels: re.Pattern[str] | None = None
 ) -> Contest:
     """The contenders that multiply these groups of rows by a stack of weights."""
-    made = Contest(start)
+    made = Contest(start, only=harness.only)
     add = Contenders(made, harness, weights, on_host)
     fastest = fastest_forms(harness)
     for name, forms in our_forms(harness):
         # Stacks in other forms than the fastest are not made: several would fill the memory.
         if forms[1] == fastest[1]:
             add.ours(name, forms)
+    add.whole(fastest)
+    add.w4a8()
     for name, read in forced(harness, "grouped", kernels):
         add.ours(name, read, name)
     add.loop(fastest)
     add.torch()
+    add.fp8()
     if harness.has_nvfp4_cores:
         add.nvfp4()
     if harness.is_cuda:
@@ -234,14 +240,70 @@ class Contenders:
             chosen = kernel or chosen_kernel(self.harness, size, forms, self.weights.groups)
             run = fp4gemm.grouped_mm if kernel is None else partial(fp4gemm.grouped_mm, kernel=kernel)
             made: list[Call] = [partial(run, a, b, self.offs) for b in stacks]
-            contender = Contender(made, self.work(a, stacks[0], unit_of(self.harness, forms)), kernel=chosen)
+            work = self.work(a, stacks[0], unit_of(self.harness, forms))
+            contender = Contender(made, work, kernel=chosen, quantizes=False)
             if forms[0] == "bf16":
                 contender.checked = ROUNDING
+                contender.quantizes = None
                 return contender, self.near(made[0], a, self.expert, torch.bfloat16)
             product = Product(a, stacks[0], self.weights.packed[0], self.offs)
             return contender, lambda: self.tokens.wrong(forms[0]) or wrong(made[0], product)
 
         self.made.attempt(name, make)
+
+    def whole(self, forms: Forms) -> None:
+        """The quantizer of the tokens and grouped_mm in one call."""
+
+        def make() -> tuple[Contender, Check]:
+            (a, *_), stacks = in_forms(self.weights, self.tokens, forms)
+            quantize = partial(fp4gemm.quantize, offs=self.offs, decoded=forms[0] == "fp16")
+            made = calls(
+                lambda x, w: fp4gemm.grouped_mm(quantize(x), w, self.offs), self.tokens.plain, stacks
+            )
+            size = (self.m, self.weights.n, self.weights.k)
+            chosen = chosen_kernel(self.harness, size, forms, self.weights.groups)
+            work = self.work(self.tokens.plain[0], stacks[0], unit_of(self.harness, forms))
+            product = Product(a, stacks[0], self.weights.packed[0], self.offs)
+            check = lambda: self.tokens.wrong(forms[0]) or wrong(made[0], product)  # noqa: E731
+            return Contender(made, work, kernel=chosen, quantizes=True), check
+
+        self.made.attempt(W4A4, make)
+
+    def w4a8(self) -> None:
+        """The same with tokens in FP8."""
+        for name, fast in W4A8.items():
+            self.made.attempt(name, partial(self._w4a8, fast))
+
+    def _w4a8(self, fast: bool) -> tuple[Contender, Check]:
+        (x,), stacks = self.tokens.plain, self.weights.prepacked_fp8
+        made = calls(lambda w: w4a8.grouped(x, w, self.offs, fast), stacks)
+        work = self.work(x, self.weights.packed[0], self.harness.fp8_unit)
+        expert = lambda e: w4a8.weight_values(self.weights.packed[0][e])  # noqa: E731
+        right = self.near(made[0], w4a8.token_values(x), expert, torch.bfloat16)
+        contender = Contender(made, work, checked=ROUNDING, quantizes=True)
+        return contender, lambda: w4a8.tokens_wrong(x, self.offs) or right()
+
+    def fp8(self) -> None:
+        """torch's FP8 product, with the quantizer of the tokens and without."""
+        (x,), weights = self.tokens.plain, self.weights
+
+        def make(fast: bool, quantizes: bool) -> tuple[Contender, Check]:
+            stacks = weights.in_fp8
+            if quantizes:
+                baseline = calls(lambda w: fp8.grouped(x, w, self.offs, fast), stacks)
+            else:
+                tokens = self.tokens.in_fp8[0]
+                baseline = calls(lambda w: fp8.multiply_groups(tokens, w, self.offs, fast), stacks)
+            work = self.work(x if quantizes else tokens, stacks[0], self.harness.fp8_unit)
+            values, expert = fp8.formula(x).dequantize(), lambda e: stacks[0].part(e).dequantize()
+            right = self.near(baseline[0], values, expert, torch.bfloat16)
+            note = FP8_NOTE.format(fast)
+            contender = Contender(baseline, work, BASELINE, None, ROUNDING, note, quantizes)
+            return contender, lambda: fp8.wrong(x) or right()
+
+        for name, fast in FP8.items():
+            self.made.attempt(name, partial(make, fast, True), ours=False)
+        self.made.attempt(FP8_PRODUCT, partial(make, True, False), ours=False)
 
     def loop(self, forms: Forms) -> None:
         """For each expert a GEMM with a scalar and a pass that applies the vectors, without grouped_mm."""
@@ -254,7 +316,7 @@ class Contenders:
             if several is not None:
                 note += f"; {several}"
             work = self.work(a, stacks[0], unit_of(self.harness, forms))
-            contender = Contender(baseline, work, BASELINE, None, ROUNDING, note)
+            contender = Contender(baseline, work, BASELINE, None, ROUNDING, note, False)
             values = self.tokens.packed[0].dequantize()
             return contender, self.near(baseline[0], values, self.expert, torch.bfloat16)
 
@@ -285,7 +347,7 @@ class Contenders:
         """torch's own grouped NVFP4 product, which accepts a scalar for each expert."""
         reason = cublaslt.absent("scaled_grouped_mm")
         if reason is not None:
-            self.made.absent[NVFP4] = reason
+            self.made.miss(NVFP4, reason)
             return
 
         def make() -> tuple[Contender, Check]:
@@ -297,7 +359,8 @@ class Contenders:
             baseline: list[Call] = [
                 partial(cublaslt.grouped, a, cublaslt.operand(b), self.offs) for b in ones
             ]
-            contender = Contender(baseline, self.work(flat, ones[0], "nvfp4"), BASELINE, None, ROUNDING)
+            work = self.work(flat, ones[0], "nvfp4")
+            contender = Contender(baseline, work, BASELINE, None, ROUNDING, quantizes=False)
             expert = lambda e: ones[0][e].dequantize()  # noqa: E731
             return contender, self.near(baseline[0], flat.dequantize(), expert, torch.bfloat16)
 

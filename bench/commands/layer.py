@@ -1,7 +1,8 @@
 """``python -m bench layer``: a linear layer's forward end to end, the quantization of its input included.
 
 Every result is verified before it is timed. Ours must have the bits that the reference's product has of the
-reference's quantization of the input; those of the baselines must be the float64 product but for roundings.
+reference's quantization of the input; W4A8 and the baselines must be the float64 product but for roundings,
+and the tokens in FP8 those of their formula.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 from fp4gemm import reference
 from torch import Tensor
 
-from ..baselines import cublaslt, post_scale
+from ..baselines import cublaslt, fp8, post_scale
+from ..measure import w4a8
 from ..measure.contest import BASELINE, ROUNDING, Check, Contender, Contest, Job, Row
 from ..measure.harness import Harness
 from ..measure.library import Product
@@ -38,11 +40,14 @@ from ..measure.verify import near, wrong
 from .products import (
     CUBLASLT_POST,
     DEFAULT_SHAPES,
+    FP8,
+    FP8_NOTE,
     SCALAR,
     SMALL_M,
     SMALL_SHAPES,
     TORCH,
     UNFUSED,
+    W4A8,
     key,
     start,
     wanted,
@@ -70,16 +75,18 @@ def _rows(harness: Harness, layer: Layer, m: int, bench: str) -> Iterator[Row]:
 
 def contest(harness: Harness, weights: Weights, m: int, start: Row) -> Contest:
     """The contenders that multiply unquantized (m, k) by this weight."""
-    made = Contest(start)
+    made = Contest(start, only=harness.only)
     add = Contenders(made, harness, weights, Tokens(weights, m), m)
     add.ours(OURS, fastest_forms(harness))
     if "prepacked" in harness.operands:
         add.ours(PACKED, ("nvfp4", "prepacked"))
+    add.w4a8()
     add.scalar()
     add.unfused()
     if harness.has_nvfp4_cores:
         add.cublaslt()
     add.torch()
+    add.fp8()
     return made
 
 
@@ -110,7 +117,7 @@ class Contenders:
         forms = self.forms if forms is None else forms
         kernel = chosen_kernel(self.harness, (self.m, self.weights.n, self.weights.k), forms)
         work = self.work(self.weights.packed[0].nbytes, unit_of(self.harness, forms))
-        return Contender(calls(forward, self.tokens.plain, stacks), work, role, kernel)
+        return Contender(calls(forward, self.tokens.plain, stacks), work, role, kernel, quantizes=True)
 
     def ours(self, name: str, forms: Forms) -> None:
         """quantize, then mm with every amax in its epilogue."""
@@ -123,6 +130,40 @@ class Contenders:
             return contender, lambda: self.tokens.wrong(forms[0]) or wrong(contender.calls[0], product)
 
         self.made.attempt(name, make)
+
+    def w4a8(self) -> None:
+        """The operator of layers on tokens that it quantizes to FP8."""
+        for name, fast in W4A8.items():
+            self.made.attempt(name, partial(self._w4a8, fast))
+
+    def _w4a8(self, fast: bool) -> tuple[Contender, Check]:
+        xs, stacks = self.tokens.plain, self.weights.prepacked_fp8
+        made = calls(lambda x, w: w4a8.linear(x, w, fast), xs, stacks[: len(xs)])
+        work = self.work(self.weights.packed[0].nbytes, self.harness.fp8_unit)
+        right = near(
+            made[0],
+            self.shape,
+            lambda: w4a8.token_values(xs[0]),
+            lambda: w4a8.weight_values(self.weights.packed[0]),
+            torch.bfloat16,
+        )
+        contender = Contender(made, work, checked=ROUNDING, quantizes=True)
+        return contender, lambda: w4a8.tokens_wrong(xs[0]) or right()
+
+    def fp8(self) -> None:
+        """torch's FP8 product, and ahead of it the quantizer of the tokens."""
+        for name, fast in FP8.items():
+            self.made.attempt(name, partial(self._fp8, fast), ours=False)
+
+    def _fp8(self, fast: bool) -> tuple[Contender, Check]:
+        weights = self.weights.in_fp8
+        xs = self.tokens.plain[: len(weights)]
+        baseline = calls(lambda x, w: fp8.linear(x, w, fast), xs, weights[: len(xs)])
+        work = self.work(weights[0].nbytes, self.harness.fp8_unit)
+        values, weight = fp8.formula(xs[0]).dequantize, weights[0].dequantize
+        right = near(baseline[0], self.shape, values, weight, torch.bfloat16)
+        contender = Contender(baseline, work, BASELINE, None, ROUNDING, FP8_NOTE.format(fast), True)
+        return contender, lambda: fp8.wrong(xs[0]) or right()
 
     def scalar(self) -> None:
         """The same with one amax for all of x.
@@ -156,7 +197,7 @@ class Contenders:
         """The same with cuBLASLt's GEMM."""
         reason = cublaslt.absent()
         if reason is not None:
-            self.made.absent[CUBLASLT_POST] = reason
+            self.made.miss(CUBLASLT_POST, reason)
             return
 
         def make() -> tuple[Contender, Check]:

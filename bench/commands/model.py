@@ -2,8 +2,8 @@
 
 A step is one token of each sequence of a batch (decode) or all tokens of one prompt (prefill), from token
 ids to the logits of each sequence's last token. "bf16 merged", with q, k, v in one product and gate, up in
-one, is the fair rival. Before a model in NVFP4 is timed, its first layer is compared with an emulation of it,
-and its logits with those of the model in bf16.
+one, is the fair rival, and "fp8 merged" is the same in torch's FP8. Before a model in FP8 or NVFP4 is timed,
+its first layer is compared with an emulation of it, and its logits with those of the model in bf16.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from ..measure.harness import Harness
 from ..measure.roofline import Work, digits
 from ..measure.timing import kernel_times
 from ..models import emulation
-from ..models.build import MERGED, QUANTIZED, VARIANTS, Step, Variants, build, gaussian
+from ..models.build import FP8, MERGED, QUANTIZED, VARIANTS, Step, Variants, build, gaussian
 from ..models.decoder import CausalLM
 from ..models.experts import TopKRouter
-from ..models.shapes import SHAPES, Shape
+from ..models.shapes import NVFP4_BYTES, SHAPES, Shape
 from .options import NUMBERS, Join, kind_of, one_of
+from .products import FP8_NOTE
 
 DECODE, PREFILL = "decode", "prefill"
 COMPILE = ("none", "layer", "model")
@@ -115,7 +116,7 @@ class _List(argparse.Action):
             experts = f", {shape.num_experts} experts of which {shape.top_k}" if shape.num_experts else ""
             print(
                 f"{shape.name}: {n} layers{experts}; bf16 {shape.bytes_needed(n, 0, True, 0) / 1e9:.1f} GB, "
-                f"NVFP4 {shape.bytes_needed(n, 0, False, 1) / 1e9:.1f} GB, "
+                f"NVFP4 {shape.bytes_needed(n, 0, False, NVFP4_BYTES) / 1e9:.1f} GB, "
                 f"cache {n * shape.cache_bytes(1024) / 1e9:.3f} GB for 1024 tokens"
             )
         parser.exit()
@@ -161,14 +162,16 @@ def _num_layers(args: argparse.Namespace, harness: Harness, shape: Shape, tokens
     most = min(shape.num_layers, QUICK_LAYERS) if args.quick else shape.num_layers
     if not harness.is_cuda:
         return most
-    quantized = sum(name in (args.variants or VARIANTS) for name in QUANTIZED)
+    wanted = args.variants or VARIANTS
+    quantized = sum(name in wanted for name in QUANTIZED)
+    elem_bytes = quantized * NVFP4_BYTES + (FP8 in wanted)
     total = USABLE * torch.cuda.get_device_properties(harness.device).total_memory - SPARE_BYTES
-    while most and shape.bytes_needed(most, tokens, True, quantized) > total:
+    while most and shape.bytes_needed(most, tokens, True, elem_bytes) > total:
         most -= 1
     if not most:
         raise ValueError(
             f"--model: one layer of {shape.name} with a cache of {tokens} tokens needs "
-            f"{shape.bytes_needed(1, tokens, True, quantized)} bytes, must be at most {total:.0f}"
+            f"{shape.bytes_needed(1, tokens, True, elem_bytes)} bytes, must be at most {total:.0f}"
         )
     return most
 
@@ -209,6 +212,8 @@ class Steps:
                 model = self.made.compiled(name, case.compile == "model")
                 make = partial(self._contender, name, model, COMPILED)
                 contest.attempt(name + COMPILED, make, name in QUANTIZED)
+        for name, reason in self.made.absent.items():
+            contest.miss(name, reason)
         head_us = self._head_us()
         rows = list(contest.rows(self.harness))
         eager = {row["contender"]: row.get("eager_us") for row in rows}
@@ -240,10 +245,16 @@ class Steps:
         call = partial(model, self.step.input_ids, self.step.cache)
         weights, read = _weight_bytes(plain, self.active)
         self.facts[name + suffix] = {"weight_gb": digits(weights / 1e9)}
-        if name not in QUANTIZED:
-            contender = Contender([call], self._work(read), BASELINE, None, ROUNDING)
+        if name == FP8:
+            work = self._work(read, self.harness.fp8_unit)
+            contender = Contender([call], work, BASELINE, None, EMULATED, FP8_NOTE.format(True))
+        elif name not in QUANTIZED:
+            work = self._work(read, self.harness.unit)
+            contender = Contender([call], work, BASELINE, None, ROUNDING)
         else:
-            contender = Contender([call], self._work(read), OURS, None, EMULATED, is_exact=False)
+            is_fp8 = QUANTIZED[name].activations == "fp8"
+            work = self._work(read, self.harness.fp8_unit if is_fp8 else self.harness.unit)
+            contender = Contender([call], work, OURS, None, EMULATED, is_exact=False)
             contender.note = _note(self.made.reports[name])
         return contender, partial(self._wrong, name, model, suffix)
 
@@ -255,11 +266,11 @@ class Steps:
         cosine = float(functional.cosine_similarity(got, self.want, -1).mean())
         largest = float((got - self.want).abs().max())
         self.facts[name + suffix] |= {"cosine": round(cosine, 5), "max_diff": digits(largest)}
-        least = LEAST_COSINE if name in QUANTIZED else LEAST_COSINE_BF16
+        least = LEAST_COSINE if name in self.made.emulated else LEAST_COSINE_BF16
         if not cosine >= least:
             return f"the cosine of its logits to those of {MERGED} is {cosine:.3f}, must be at least {least}"
         inputs = list(self._layer_inputs())
-        if name in QUANTIZED:
+        if name in self.made.emulated:
             plain, exact = self.made.plain, self.made.emulated[name]
             return emulation.off_by(model.layers[0], plain, exact, inputs)
         return emulation.apart(model.layers[0], self.made.plain, inputs)
@@ -273,13 +284,13 @@ class Steps:
             x = gaussian(gen, *ids.shape, self.case.shape.hidden, scale=0.02)
             yield x, self.made.models[MERGED].rotary_emb(cache.positions, x.dtype), cache
 
-    def _work(self, weight_bytes: int) -> Work:
+    def _work(self, weight_bytes: int, unit: str) -> Work:
         """The least work of a step: the weights that it needs and the cache are read once."""
         case, shape = self.case, self.case.shape
         tokens = case.batch * case.tokens
         flop = shape.flop(case.num_layers, tokens, case.batch, case.attended)
         num_bytes = weight_bytes + case.num_layers * shape.cache_bytes(case.batch * case.context)
-        return Work(flop, num_bytes, self.harness.unit)
+        return Work(flop, num_bytes, unit)
 
     def _head_us(self) -> float:
         """Microseconds of what is outside of the layers: a model without any, after the same embedding."""

@@ -101,6 +101,11 @@ def filters(parser: argparse.ArgumentParser, *names: str) -> None:
             "help": f"the layers of these models: {', '.join(NAMES)}",
         },
         "--m": {"type": NUMBERS, "nargs": "+", "action": Join, "metavar": "M"},
+        "--contenders": {
+            "type": PATTERN,
+            "metavar": "REGEX",
+            "help": "only the contenders whose name matches",
+        },
     }
     helps = {
         ("dense", "--kernels"): "also time every kernel of the table whose name matches, forced by name",
@@ -142,6 +147,8 @@ def options_used(args: argparse.Namespace) -> str:
     kernels = None if args.kernels is None else f"kernels={args.kernels.pattern}"
     settle = f"settle={args.settle:g}ms"
     used = [settle, "eager" if args.eager else None, "cupti" if args.cupti else None, kernels]
+    if getattr(args, "contenders", None) is not None:
+        used.append(f"contenders={args.contenders.pattern}")
     if getattr(args, "presets", None):
         used.append(f"presets={','.join(args.presets)}")
     if getattr(args, "variants", None):

@@ -13,6 +13,13 @@ from ..measure.models import Layer, dense_layers
 TORCH = {torch.bfloat16: "torch bf16", torch.float16: "torch fp16", torch.float32: "torch fp32"}
 SCALAR, UNFUSED = "scalar alpha", "unfused: post-scale"
 CUBLASLT_POST = "cuBLASLt nvfp4 + post-scale"
+# Contenders from unquantized tokens to the result: the quantizer of their tokens is inside of the call.
+W4A4, W4A16 = "fp4gemm W4A4", "fp4gemm W4A16"
+# By name, use_fast_accum: whether the sums stay in the accumulators of the FP8 tensor cores.
+W4A8 = {"fp4gemm W4A8": False, "fp4gemm W4A8 fast": True}
+FP8 = {"torch fp8": True, "torch fp8 promoted": False}
+FP8_PRODUCT = "torch fp8, quantized tokens"  # the product alone
+FP8_NOTE = "one scale a token and one a channel, use_fast_accum={}"
 DEFAULT_SHAPES = (Layer("", "", 8192, 8192),)
 # The sizes on a CPU are small, since the reference multiplies in float64 there.
 SMALL_SHAPES, SMALL_M = (Layer("", "", 256, 512), Layer("", "", 512, 256)), (1, 16, 64)

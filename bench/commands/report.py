@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         help="files that --out wrote; with them nothing is measured",
     )
-    parser.add_argument("--quick", action="store_true", help="fewer sizes, less than 4 minutes on a GPU")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, minutes on a GPU")
     parser.add_argument("--to", type=Path, default=Path("fp4gemm-report"), help="folder (fp4gemm-report)")
     parser.add_argument(
         "--readme",

@@ -3,7 +3,7 @@
 A linear layer is one call of the operator that the linear methods of the plug-ins call, with q, k and v, or
 gate and up, in one weight; a mixture is one call from the ids to the weighted sum. No engine needs to be
 installed. Every result but humming's, whose weights are random, is verified before it is timed. W4A4 of a
-linear layer must have the bits of the reference; W4A16 and torch must be the float64 product but for
+linear layer must have the bits of the reference; W4A16, W4A8 and torch must be the float64 product but for
 roundings. Mixtures must be what an emulation of them computes, expert by expert, with dequantized operands
 and products in fp32.
 """
@@ -16,10 +16,11 @@ from functools import cached_property, partial
 from typing import cast
 
 import torch
-from fp4gemm import NVFP4Tensor
+from fp4gemm import NVFP4Tensor, PrepackedTensor
 from torch import Tensor
 
 from ..baselines.humming import Humming
+from ..measure import w4a8
 from ..measure.contest import BASELINE, BITS, OURS, ROUNDING, UNCHECKED, Check, Contender, Contest, Job, Row
 from ..measure.harness import Harness
 from ..measure.library import (
@@ -38,13 +39,15 @@ from ..measure.roofline import Work
 from ..measure.routing import SEED
 from ..measure.verify import TOLERANCE, near, wrong
 from ..models import experts as plain_experts
-from ..models.emulation import through_nvfp4
+from ..models.emulation import through_fp8, through_nvfp4
+from ..models.fp8 import in_fp8
 from ..models.shapes import Shape
 from . import layer
-from .products import TORCH, key, start
+from .products import FP8, FP8_NOTE, TORCH, W4A8, W4A16, key, start
+from .products import W4A4 as PER_TOKEN
 
 HUMMING = "humming"
-OUR_NAMES: dict[StoredActivations, str] = {"per-token": "fp4gemm W4A4", "a16": "fp4gemm W4A16"}
+OUR_NAMES: dict[StoredActivations, str] = {"per-token": PER_TOKEN, "a16": W4A16}
 DEFAULT_MODELS = ("llama-3.1-8b", "qwen3-30b")
 M = (1, 16, 64, 256, 4096)  # tokens of steps of decode, and of a prefill
 QUICK_M = (1, 64, 4096)
@@ -118,11 +121,13 @@ def _linear(harness: Harness, one: Layer, m: int, humming: Humming | None) -> It
     weights = harness.keep("weights", (one.n, one.k), lambda: Served(harness, one.n, one.k))
     tokens = Tokens(weights, m)
     tokens.plain = [x.bfloat16() for x in tokens.plain]
-    made = Contest(start("serving", one, m))
+    made = Contest(start("serving", one, m), only=harness.only)
     add = Linear(made, harness, weights, tokens, m)
     for activations, name in OUR_NAMES.items():
         add.served(name, weights, activations)
+    add.w4a8()
     add.torch()
+    add.fp8()
     if humming is not None:
         add.humming(humming)
     yield from made.rows(harness)
@@ -156,9 +161,11 @@ class Linear(layer.Contenders):
 
     def humming(self, humming: Humming) -> None:
         """humming's product of fp16 tokens."""
+        if not self.made.wants(HUMMING):
+            return
         baseline, reason = humming.calls(self.weights.n, self.weights.k, self.tokens.fp16)
         if reason is not None:
-            self.made.absent[HUMMING] = reason
+            self.made.miss(HUMMING, reason)
             return
         work = self.work(self.weights.packed[0].nbytes, self.harness.unit)
         note = "random weights, result not checked"
@@ -190,17 +197,19 @@ def _start(model: str, e: Experts, m: int) -> Row:
 
 def _experts(harness: Harness, model: str, e: Experts, m: int, begin: Row) -> Iterator[Row]:
     if model in LEFT:
-        for name in OUR_NAMES.values():
+        for name in (*OUR_NAMES.values(), *W4A8):
             yield begin | {"contender": name, "absent": f"the plug-ins leave it to the engine: {LEFT[model]}"}
         return
     weights = harness.keep("weights", e, lambda: _stacks(harness, e))
-    made = Contest(begin)
+    made = Contest(begin, only=harness.only)
     add = Mixture(made, harness, weights, e, m)
     for activations, name in OUR_NAMES.items():
         add.served(name, activations)
+    add.w4a8()
     add.torch()
+    add.fp8()
     if "prepacked" in harness.operands:
-        made.absent[HUMMING] = "this command calls humming's linear layers alone"
+        made.miss(HUMMING, "this command calls humming's linear layers alone")
     yield from made.rows(harness)
 
 
@@ -262,16 +271,34 @@ class Mixture:
 
         self.made.attempt(name, make)
 
+    def w4a8(self) -> None:
+        """The operator on tokens that it quantizes to FP8."""
+        for name, fast in W4A8.items():
+            self.made.attempt(name, partial(self._w4a8, fast))
+
+    def _w4a8(self, fast: bool) -> tuple[Contender, Check]:
+        activation: ActivationName = "swiglu" if self.e.gated else "relu2"
+
+        def forward(w13: PrepackedTensor, w2: PrepackedTensor) -> Tensor:
+            return w4a8.experts(self.x, self.ids, self.scores, w13, w2, activation, fast)
+
+        made = calls(forward, self.w13.prepacked_fp8, self.w2.prepacked_fp8)
+        stacks = self.w13.packed[0], self.w2.packed[0]
+        work = self.work((stacks[0].nbytes, stacks[1].nbytes), self.harness.fp8_unit)
+
+        def want() -> Tensor:
+            w13, w2 = (lambda i, stack=stack: w4a8.weight_values(stack[i]) for stack in stacks)
+            return self.emulated(w13, w2, _alternating, w4a8.token_values)
+
+        check = partial(off_by, made[0], want, TOLERANCE_OF_TOKEN)
+        return Contender(made, work, OURS, None, ROUNDING), check
+
     def torch(self) -> None:
         """torch's grouped_mm between sorting and the weighted sum, as transformers calls it."""
 
         def make() -> tuple[Contender, Check]:
-            e, stacks = self.e, (self.w13.plain, self.w2.plain)
-            shape = Shape("", 1, e.hidden, 0, 0, 0, e.intermediate, 0, e.num_experts, e.top_k)
-            kind = plain_experts.Experts if e.gated else UngatedExperts
-            modules = [kind(shape, {"gate_up": w13, "down": w2}) for w13, w2 in zip(*stacks, strict=False)]
-            ids = self.ids.long()
-            made = calls(lambda module: module(self.x, ids, self.scores), modules)
+            stacks = self.w13.plain, self.w2.plain
+            made = self._calls_of_modules(self._modules())
             work = self.work((stacks[0][0].nbytes, stacks[1][0].nbytes), self.harness.unit)
 
             def want() -> Tensor:
@@ -282,6 +309,37 @@ class Mixture:
             return Contender(made, work, BASELINE, None, ROUNDING), check
 
         self.made.attempt(TORCH[torch.bfloat16], make, ours=False)
+
+    def fp8(self) -> None:
+        """The same with torch's grouped product of FP8, and ahead of it the quantizer of the tokens."""
+
+        def make(fast: bool) -> tuple[Contender, Check]:
+            modules = [in_fp8(module, fast) for module in self._modules()]
+            made = self._calls_of_modules(modules)
+            stacks = self.w13.plain[0], self.w2.plain[0]
+            work = self.work((stacks[0].numel(), stacks[1].numel()), self.harness.fp8_unit)
+
+            def want() -> Tensor:
+                w13, w2 = (lambda i, stack=stack: through_fp8(stack[i]) for stack in stacks)
+                return self.emulated(w13, w2, _halves, through_fp8)
+
+            check = partial(off_by, made[0], want, TOLERANCE_OF_TOKEN)
+            return Contender(made, work, BASELINE, None, ROUNDING, FP8_NOTE.format(fast)), check
+
+        for name, fast in FP8.items():
+            self.made.attempt(name, partial(make, fast), ours=False)
+
+    def _modules(self) -> list[plain_experts.Experts]:
+        """The experts as transformers holds them, in as many copies as there are unquantized weights."""
+        e = self.e
+        shape = Shape("", 1, e.hidden, 0, 0, 0, e.intermediate, 0, e.num_experts, e.top_k)
+        kind = plain_experts.Experts if e.gated else UngatedExperts
+        both = zip(self.w13.plain, self.w2.plain, strict=False)
+        return [kind(shape, {"gate_up": w13, "down": w2}) for w13, w2 in both]
+
+    def _calls_of_modules(self, modules: list[plain_experts.Experts]) -> list[Call]:
+        ids = self.ids.long()
+        return calls(lambda module: module(self.x, ids, self.scores), modules)
 
     def emulated(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -44,6 +45,7 @@ class Contender:
     kernel: str | None = None
     checked: str = BITS  # how its result was compared before it was timed
     note: str | None = None
+    quantizes: bool | None = None  # whether its tokens are quantized in the call; None: they never are
     is_exact: bool = True  # whether replays of a contender of ours must leave the bits of a call
     facts: Callable[[], Row] | None = None  # further fields of its row, measured once it is not refused
 
@@ -58,16 +60,38 @@ def stop_if_lost(error: Exception) -> None:
 class Contest:
     """The contenders of one case; every row of it begins with the fields of ``start``."""
 
-    def __init__(self, start: Row, is_long: bool = False) -> None:
-        """``is_long``: a call lasts milliseconds, so that a graph needs few of them."""
+    def __init__(self, start: Row, is_long: bool = False, only: re.Pattern[str] | None = None) -> None:
+        """Makes a contest without contenders.
+
+        Args:
+            start: the fields that every row begins with.
+            is_long: a call lasts milliseconds, so that a graph needs few of them.
+            only: contenders in whose name it is not found are left out.
+        """
         self.start = start
         self.is_long = is_long
+        self.only = only
+        self._left_out: list[str] = []
         self.contenders: dict[str, Contender] = {}
         self.refused: dict[str, str] = {}  # by name the reason: the result is wrong, or the call fails
         self.absent: dict[str, str] = {}  # by name the reason: not installed, or not for this device
 
+    def wants(self, name: str) -> bool:
+        """Whether a contender of this name takes part."""
+        if self.only is None or self.only.search(name):
+            return True
+        self._left_out.append(name)
+        return False
+
+    def miss(self, name: str, reason: str) -> None:
+        """Lists a contender as absent."""
+        if self.wants(name):
+            self.absent[name] = reason
+
     def enter(self, name: str, contender: Contender, reason: str | None = None) -> None:
         """Adds a contender; with a ``reason`` it is refused instead."""
+        if not self.wants(name):
+            return
         if reason is None:
             self.contenders[name] = contender
         else:
@@ -79,6 +103,8 @@ class Contest:
         A contender without a kernel for this device is absent, and so is a baseline that raises an error. An
         error of a contender of ours is a refusal.
         """
+        if not self.wants(name):
+            return
         try:
             contender, check = make()
             reason = check()
@@ -92,6 +118,8 @@ class Contest:
 
     def enter_floor(self, harness: Harness, buffers: Sequence[Tensor], num_bytes: int) -> None:
         """Adds a kernel that does nothing but read the first ``num_bytes`` of a buffer."""
+        if not self.wants(READ_FLOOR):
+            return
         reason = read_floor.absent()
         if reason is not None:
             self.absent[READ_FLOOR] = reason
@@ -101,7 +129,16 @@ class Contest:
         self.enter(READ_FLOOR, Contender(floor, Work(0.0, num_bytes), FLOOR, None, UNCHECKED))
 
     def rows(self, harness: Harness) -> Iterator[Row]:
-        """Times the contenders and makes a row of each; those that are not timed come last."""
+        """Times the contenders and makes a row of each; those that are not timed come last.
+
+        Raises:
+            ValueError: ``only`` left out every contender.
+        """
+        if self.only is not None and not (self.contenders or self.refused or self.absent):
+            names = "; ".join(dict.fromkeys(self._left_out))
+            raise ValueError(
+                f"--contenders: no name matches {self.only.pattern!r}, must match one of {names}"
+            )
         flop = math.inf if self.is_long else max((c.work.flop for c in self.contenders.values()), default=0.0)
         began = harness.now()
         exact = [name for name, c in self.contenders.items() if c.role == OURS and c.is_exact]
@@ -129,13 +166,19 @@ class Contest:
         ratios = {
             baseline: digits(measured[baseline].timing.median_us / us)
             for baseline, other in self.contenders.items()
-            if baseline != name and other.role != OURS and contender.role != FLOOR
+            if baseline != name and other.role != OURS and _comparable(contender, other)
         }
         if ratios:
             row["ratio"] = ratios
         if contender.note is not None:
             row["note"] = contender.note
         return row if contender.facts is None else row | contender.facts()
+
+
+def _comparable(contender: Contender, baseline: Contender) -> bool:
+    """Whether a ratio says something: both calls contain their quantizers, or neither does."""
+    one_sided = {contender.quantizes, baseline.quantizes} == {True, False}
+    return contender.role != FLOOR and not one_sided
 
 
 def times(found: Measured) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -50,13 +51,24 @@ class Harness:
         cupti: bool = False,
         settle_ms: float = SETTLE_MS,
         bounds: roofline.Roofline | None = None,
+        only: re.Pattern[str] | None = None,
     ) -> None:
-        """``bounds``: the roofline, if it is known already; otherwise it is measured at first use."""
+        """Makes a harness.
+
+        Args:
+            device: where everything runs.
+            rounds: samples of each contender.
+            eager, cupti: whether calls are also timed without a graph, and by CUPTI.
+            settle_ms: milliseconds of a contender's work ahead of each of its samples.
+            bounds: the roofline, if it is known already; otherwise it is measured at first use.
+            only: contenders of products in whose name it is not found are left out.
+        """
         self.device = device
         self.rounds = rounds
         self.eager = eager
         self.cupti = cupti
         self.settle_us = 1e3 * settle_ms
+        self.only = only
         self.monitor = machine.Monitor(device)
         self._bounds = bounds
         self._kept: dict[str, tuple[Hashable, Any]] = {}
@@ -93,6 +105,11 @@ class Harness:
     def unit(self) -> str:
         """``roofline.Work.unit`` of torch's product of unquantized operands."""
         return "16 bit" if self.is_cuda else "fp32"
+
+    @property
+    def fp8_unit(self) -> str:
+        """``roofline.Work.unit`` of products of FP8 operands; a CPU converts them first."""
+        return "fp8" if self.is_cuda else self.unit
 
     @property
     def our_unit(self) -> str:

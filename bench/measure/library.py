@@ -13,6 +13,7 @@ from typing import Any
 import fp4gemm
 import torch
 from fp4gemm import _native, kernel_table, selection, support
+from fp4gemm import activations as _activations
 from fp4gemm.activations import ActivationName
 from fp4gemm.device.products import Product, error_line, gaussian_weights, occupied_groups
 from fp4gemm.device.products import difference as product_difference
@@ -46,6 +47,7 @@ __all__ = [
     "Product",
     "StoredActivations",
     "Timing",
+    "activation_number",
     "calls_for",
     "capture",
     "chosen_kernel",
@@ -121,6 +123,11 @@ def chosen_kernel(
         format_b=formats[1],
     )
     return None if found is None else found.name
+
+
+def activation_number(name: ActivationName) -> int:
+    """The number of an activation, which the operators take."""
+    return _activations.by_name[name].number
 
 
 def gemm_operator(a: fp4gemm.NVFP4Tensor, b: fp4gemm.NVFP4Tensor) -> Call:

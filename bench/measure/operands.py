@@ -14,7 +14,8 @@ from fp4gemm import DecodedTensor, NVFP4Tensor, PrepackedTensor, reference
 from fp4gemm.kernel_table import Format
 from torch import Tensor
 
-from . import library
+from ..baselines import fp8
+from . import library, w4a8
 from .harness import Harness
 from .library import Call, gaussian_weights, sets
 from .verify import difference
@@ -50,6 +51,15 @@ class Weights:
         return [fp4gemm.prepack(w) for w in self.packed]
 
     @cached_property
+    def prepacked_fp8(self) -> list[PrepackedTensor]:
+        """``packed`` in the order of the kernels for FP8 tokens.
+
+        Raises:
+            NotImplementedError: there are no such kernels, or k does not fit.
+        """
+        return [w4a8.prepack(w) for w in self.packed]
+
+    @cached_property
     def decoded(self) -> list[DecodedTensor]:
         return [fp4gemm.decode(w) for w in self.packed]
 
@@ -66,9 +76,18 @@ class Weights:
     @cached_property
     def plain(self) -> list[Tensor]:
         """Unquantized weights of harness.dtype; fewer of them are enough, since they are larger."""
-        shape = (self.groups, self.n, self.k) if self.groups else (self.n, self.k)
         elem_bytes = torch.empty((), dtype=self.harness.dtype).element_size()
-        return [self.harness.gaussian(self.gen, *shape) for _ in range(self._count(elem_bytes))]
+        return [self._gaussian() for _ in range(self._count(elem_bytes))]
+
+    @cached_property
+    def in_fp8(self) -> list[fp8.Operand]:
+        """Weights in FP8 with a scale for each row."""
+        make = fp8.formula_of_stack if self.groups else fp8.formula
+        return [make(self._gaussian()) for _ in range(self._count(1))]
+
+    def _gaussian(self) -> Tensor:
+        shape = (self.groups, self.n, self.k) if self.groups else (self.n, self.k)
+        return self.harness.gaussian(self.gen, *shape)
 
     @cached_property
     def fp16(self) -> list[Tensor]:
@@ -103,6 +122,11 @@ class Tokens:
     @cached_property
     def fp16(self) -> list[Tensor]:
         return [x.to(torch.float16) for x in self.plain]
+
+    @cached_property
+    def in_fp8(self) -> list[fp8.Operand]:
+        """The tokens as torch's FP8 products read them."""
+        return [fp8.quantize(x) for x in self.plain]
 
     def wrong(self, form: str) -> str | None:
         """None if the first tokens in this form are what the reference makes of them, else the difference."""
@@ -219,5 +243,5 @@ def chosen_kernel(harness: Harness, shape: tuple[int, int, int], forms: Forms, g
     return library.chosen_kernel(harness.device, shape, forms, groups)
 
 
-def nbytes(*tensors: Tensor | NVFP4Tensor | DecodedTensor | PrepackedTensor) -> int:
+def nbytes(*tensors: Tensor | NVFP4Tensor | DecodedTensor | PrepackedTensor | fp8.Operand) -> int:
     return sum(t.nbytes for t in tensors)

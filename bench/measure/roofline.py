@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import fp4gemm
 import torch
 from torch import Tensor
 
-from ..baselines import cublaslt
+from ..baselines import cublaslt, fp8
 from . import read_floor, verify
 from .library import Timing, has_nvfp4_cores, operands_read, time_interleaved
 from .timing import time_cpu
@@ -29,7 +29,7 @@ class Work(NamedTuple):
 
     flop: float
     num_bytes: int  # read and written, each tensor once
-    unit: str = "16 bit"  # the kind of matmul whose rate bounds it: "16 bit", "fp32" or "nvfp4"
+    unit: str = "16 bit"  # the kind of matmul whose rate bounds it: "16 bit", "fp32", "fp8" or "nvfp4"
 
 
 class Roofline(NamedTuple):
@@ -117,7 +117,7 @@ def read_bandwidth(device: torch.device, num_bytes: int, rounds: int) -> float:
 
 
 def matmul_rates(device: torch.device, size: int, rounds: int) -> dict[str, float]:
-    """TFLOP/s of a large matmul: of the faster 16-bit type, or of fp32 on the CPU; and of NVFP4."""
+    """TFLOP/s of a large matmul: of the faster 16-bit type, or of fp32 on the CPU; of FP8 and of NVFP4."""
     flop = 2.0 * size**3
     dtypes = [torch.float32] if device.type == "cpu" else [torch.bfloat16, torch.float16]
     contenders = {}
@@ -129,11 +129,26 @@ def matmul_rates(device: torch.device, size: int, rounds: int) -> dict[str, floa
         return {"fp32": flop / timing.median_us / 1e6}
     timings = time_interleaved(contenders, rounds, 2)
     rates = {"16 bit": flop / min(t.median_us for t in timings.values()) / 1e6}
-    nvfp4 = _nvfp4(device, size)
-    if nvfp4 is not None:
-        timing = time_interleaved({"nvfp4": [nvfp4]}, rounds, 2)["nvfp4"]
-        rates["nvfp4"] = flop / timing.median_us / 1e6
+    for unit, call in (("fp8", _fp8(device, size)), ("nvfp4", _nvfp4(device, size))):
+        if call is not None:
+            timing = time_interleaved({unit: [call]}, rounds, 2)[unit]
+            rates[unit] = flop / timing.median_us / 1e6
     return rates
+
+
+def _fp8(device: torch.device, size: int) -> partial[Tensor] | None:
+    """torch's FP8 product with fast accumulation, if the device has one and its result is right."""
+    a, b = (fp8.formula(torch.randn(size, size, device=device, dtype=torch.bfloat16)) for _ in range(2))
+    call = partial(fp8.multiply, a, b)
+    return call if _is_right(call, a, b) else None
+
+
+def _is_right(call: partial[Tensor], a: Any, b: Any) -> bool:
+    """Whether a call returns the product of operands that can be dequantized."""
+    try:
+        return verify.off_by(call(), a.dequantize(), b.dequantize()) is None
+    except verify.ERRORS:
+        return False
 
 
 def _nvfp4(device: torch.device, size: int) -> partial[Tensor] | None:
@@ -145,8 +160,4 @@ def _nvfp4(device: torch.device, size: int) -> partial[Tensor] | None:
         for _ in range(2)
     )
     call = partial(cublaslt.dense, cublaslt.operand(a), cublaslt.operand(b))
-    try:
-        right = verify.off_by(call(), a.dequantize(), b.dequantize()) is None
-    except verify.ERRORS:
-        return None
-    return call if right else None
+    return call if _is_right(call, a, b) else None

@@ -1,4 +1,4 @@
-"""Random models in bf16 and in NVFP4 that share their weights' values, and the cache and tokens of a step.
+"""Random models in bf16, FP8 and NVFP4 that share their weights' values, and the cache and tokens of a step.
 
 Weights are drawn one layer at a time, from a seed of their own, and quantized by
 ``fp4gemm.models.quantize_model``, as a user would do it; a model in NVFP4 never exists in bf16 as a whole.
@@ -7,8 +7,9 @@ Weights are drawn one layer at a time, from a seed of their own, and quantized b
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import fp4gemm
 import torch
@@ -16,17 +17,36 @@ from fp4gemm.activations import ActivationName
 from fp4gemm.models import QuantizeReport
 from torch import Tensor, nn
 
+from ..measure.library import error_line
+from . import emulation
 from .decoder import CausalLM, DecoderLayer, StaticLayer
 from .emulation import emulated
 from .experts import Experts, OssExperts
+from .fp8 import in_fp8
 from .shapes import Shape
 
 DTYPE = torch.bfloat16
-FLOAT, MERGED = "bf16", "bf16 merged"
-LayerActivations = Literal["per-token", "a16"]
-# The models in NVFP4 by name, with the activations of quantize_model.
-QUANTIZED: dict[str, LayerActivations] = {"fp4gemm W4A4": "per-token", "fp4gemm W4A16": "a16"}
-VARIANTS = (FLOAT, MERGED, *QUANTIZED)
+FLOAT, MERGED, FP8 = "bf16", "bf16 merged", "fp8 merged"
+LayerActivations = Literal["per-token", "a16", "fp8"]
+
+
+class Kind(NamedTuple):
+    """How a model in NVFP4 is made, and what its products do."""
+
+    activations: LayerActivations  # of quantize_model
+    through: emulation.Through
+    is_fusable: bool  # whether norms are those of transformers, which quantize_model fuses
+    use_fast_accum: bool = False
+
+
+# The models in NVFP4 by name.
+QUANTIZED = {
+    "fp4gemm W4A4": Kind("per-token", emulation.W4A4, True),
+    "fp4gemm W4A16": Kind("a16", emulation.W4A16, False),
+    "fp4gemm W4A8": Kind("fp8", emulation.W4A8, True),
+    "fp4gemm W4A8 fast": Kind("fp8", emulation.W4A8, True, True),
+}
+VARIANTS = (FLOAT, MERGED, FP8, *QUANTIZED)
 
 
 def gaussian(gen: torch.Generator, *sizes: int, scale: float = 1.0) -> Tensor:
@@ -72,15 +92,16 @@ def end_weights(shape: Shape, device: torch.device) -> dict[str, Tensor]:
 
 @dataclasses.dataclass
 class Variants:
-    """Models of one shape with the same weights, in bf16 and in NVFP4."""
+    """Models of one shape with the same weights, in bf16, in FP8 and in NVFP4."""
 
     shape: Shape
     ends: dict[str, Tensor]
     models: dict[str, CausalLM]
     plain: nn.Module  # the first layer in bf16, not merged
-    # By name of a model in NVFP4: its first layer emulated in bf16, and what quantize_model reported of it.
+    # By name of a model in FP8 or NVFP4, its first layer emulated; of one in NVFP4, quantize_model's report.
     emulated: dict[str, nn.Module]
     reports: dict[str, QuantizeReport]
+    absent: dict[str, str]  # by name the reason why there is no such model
     _step: tuple[tuple[int, int, int], Step] | None = None
 
     @property
@@ -113,35 +134,68 @@ def build(shape: Shape, num_layers: int, wanted: Sequence[str], device: torch.de
     """The models of these names, of VARIANTS; the merged one in bf16 is always among them."""
     layers: dict[str, list[nn.Module]] = {name: [] for name in VARIANTS if name in wanted or name == MERGED}
     ends, emulations, reported = end_weights(shape, device), {}, {}
+    absent = {name: reason for name in layers if (reason := _lacking(name)) is not None}
     for index in range(num_layers):
         weights = layer_weights(shape, index, device)
         if index == 0:
             plain = DecoderLayer(shape, weights)
         for name, found in layers.items():
-            if name not in QUANTIZED:
-                found.append(DecoderLayer(shape, weights, is_merged=name == MERGED))
+            if name in absent:
                 continue
-            layer = DecoderLayer(shape, weights, is_fusable=QUANTIZED[name] != "a16")
-            reports: list[QuantizeReport] = []
-            scaling = QUANTIZED[name]
-            _quantize_experts(layer, scaling)
-            found.append(
-                fp4gemm.models.quantize_model(
-                    layer,
-                    activations=scaling,
-                    method="round",  # as the emulation; the speed does not depend on it
-                    fuse="auto",
-                    report=reports.append,
-                )
-            )
+            if name not in QUANTIZED:
+                layer = DecoderLayer(shape, weights, is_merged=name != FLOAT)
+                found.append(in_fp8(layer) if name == FP8 else layer)
+                if name == FP8 and index == 0:
+                    emulations[name] = emulated(shape, weights, emulation.FP8, layer, False)
+                continue
+            kind = QUANTIZED[name]
+            try:
+                made, report = _quantized(DecoderLayer(shape, weights, is_fusable=kind.is_fusable), kind)
+            except NotImplementedError as error:
+                absent[name] = error_line(error)
+                continue
+            found.append(made)
             if index == 0:
-                reported[name] = reports[0]
-                emulations[name] = emulated(shape, weights, scaling != "a16", found[0])
-    models = {name: CausalLM(shape, ends, found) for name, found in layers.items()}
-    return Variants(shape, ends, models, plain, emulations, reported)
+                reported[name] = report
+                emulations[name] = emulated(shape, weights, kind.through, made, kind.is_fusable)
+    models = {name: CausalLM(shape, ends, found) for name, found in layers.items() if name not in absent}
+    return Variants(shape, ends, models, plain, emulations, reported, absent)
 
 
-def _quantize_experts(layer: DecoderLayer, scaling: LayerActivations) -> None:
+def _lacking(name: str) -> str | None:
+    """What the installed fp4gemm lacks for a model in NVFP4, or None."""
+    kind = QUANTIZED.get(name)
+    if kind is None:
+        return None
+    if kind.activations not in get_args(fp4gemm.recipe.LayerActivations):
+        return f"fp4gemm {fp4gemm.__version__} has no activations {kind.activations!r}"
+    if kind.use_fast_accum and "use_fast_accum" not in _parameters():
+        return f"quantize_model of fp4gemm {fp4gemm.__version__} has no use_fast_accum"
+    return None
+
+
+def _parameters() -> frozenset[str]:
+    return frozenset(inspect.signature(fp4gemm.models.quantize_model).parameters)
+
+
+def _quantized(layer: DecoderLayer, kind: Kind) -> tuple[nn.Module, QuantizeReport]:
+    """The layer as quantize_model makes it, and what it reports."""
+    reports: list[QuantizeReport] = []
+    _quantize_experts(layer, kind.activations)
+    options: dict[str, Any] = {"activations": kind.activations}
+    if kind.use_fast_accum:
+        options["use_fast_accum"] = True
+    made = fp4gemm.models.quantize_model(
+        layer,
+        method="round",  # as the emulation; the speed does not depend on it
+        fuse="auto",
+        report=reports.append,
+        **options,
+    )
+    return made, reports[0]
+
+
+def _quantize_experts(layer: DecoderLayer, activations: str) -> None:
     """Replaces the experts of a layer, as quantize_model does it where transformers defines them."""
     experts = getattr(layer.mlp, "experts", None)
     activation: ActivationName = "swiglu_oai" if isinstance(experts, OssExperts) else "swiglu"
@@ -154,7 +208,7 @@ def _quantize_experts(layer: DecoderLayer, scaling: LayerActivations) -> None:
             layout="halves" if experts.is_concatenated else "interleaved",
             is_transposed=experts.is_transposed,
             activation=activation,
-            activations=scaling,
+            activations=cast(Any, activations),
             method="round",
         )
 

@@ -1,15 +1,17 @@
-"""A layer that computes what its NVFP4 form computes, by dequantized operands and products in fp32."""
+"""A layer that computes what its quantized form computes, by dequantized operands and products in fp32."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import fp4gemm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..baselines import fp8
+from ..measure import w4a8
 from .decoder import DecoderLayer
 from .experts import Experts, OssExperts
 from .shapes import Shape
@@ -23,29 +25,51 @@ def through_nvfp4(x: Tensor) -> Tensor:
     return fp4gemm.quantize(x.reshape(-1, x.shape[-1])).dequantize(torch.float32).view(x.shape)
 
 
-class EmulatedLinear(nn.Linear):
-    """``Q(x) @ Q(W).T + bias``, or with x as it is, rounded once."""
+def through_fp8(x: Tensor) -> Tensor:
+    """float32 (..., k): x in FP8 with a scale for each row, as torch's products get it."""
+    return fp8.formula(x).dequantize()
 
-    quantizes_x = True
+
+def _weight_beside_fp8(w: Tensor) -> Tensor:
+    """float32 (n, k): w in NVFP4, as a product with FP8 tokens reads it."""
+    return w4a8.weight_values(fp4gemm.quantize(w))
+
+
+class Through(NamedTuple):
+    """What becomes of the operands of a product; each function returns float32."""
+
+    tokens: Callable[[Tensor], Tensor]
+    weight: Callable[[Tensor], Tensor]  # of (n, k)
+
+
+W4A4 = Through(through_nvfp4, through_nvfp4)
+W4A16 = Through(Tensor.float, through_nvfp4)
+W4A8 = Through(w4a8.token_values, _weight_beside_fp8)
+FP8 = Through(through_fp8, through_fp8)
+
+
+class EmulatedLinear(nn.Linear):
+    """The product of what becomes of x and W, plus the bias, rounded once."""
+
+    through = W4A4
 
     def forward(self, x: Tensor) -> Tensor:
-        values = through_nvfp4(x) if self.quantizes_x else x.float()
         bias = None if self.bias is None else self.bias.float()
-        return functional.linear(values, through_nvfp4(self.weight), bias).to(x.dtype)
+        return functional.linear(self.through.tokens(x), self.through.weight(self.weight), bias).to(x.dtype)
 
 
 class EmulatedExperts(Experts):
     """The same of the products of experts, one expert after another."""
 
-    quantizes_x = True
+    through = W4A4
 
     def _product(self, x: Tensor, name: str, offs: Tensor, expert_ids: Tensor) -> Tensor:
         weight: Tensor = getattr(self, f"{name}_proj")
-        values = through_nvfp4(x) if self.quantizes_x else x.float()
+        values = self.through.tokens(x)
         parts, begin = [], 0
         for expert, end in enumerate(offs.tolist()):
             w = weight[expert].T if self.is_transposed else weight[expert]
-            part = values[begin:end] @ through_nvfp4(w.contiguous()).T
+            part = values[begin:end] @ self.through.weight(w.contiguous()).T
             parts.append(part + getattr(self, f"{name}_proj_bias")[expert] if self.has_bias else part)
             begin = end
         return torch.cat(parts).to(x.dtype)
@@ -59,19 +83,20 @@ EMULATED = {nn.Linear: EmulatedLinear, Experts: EmulatedExperts, OssExperts: Emu
 
 
 def emulated(
-    shape: Shape, weights: Mapping[str, Tensor], quantizes_x: bool, quantized: nn.Module
+    shape: Shape, weights: Mapping[str, Tensor], through: Through, quantized: nn.Module, is_fusable: bool
 ) -> nn.Module:
-    """The layer of these weights; with ``quantizes_x`` the inputs of its products are quantized too.
+    """The layer of these weights, whose products read what becomes of their operands.
 
-    Experts that are still in float in the ``quantized`` layer stay in float here.
+    Experts that are still in float in the ``quantized`` layer stay in float here. ``is_fusable`` is that of
+    the layer which was quantized.
     """
-    layer = DecoderLayer(shape, weights, is_fusable=quantizes_x)
+    layer = DecoderLayer(shape, weights, is_fusable=is_fusable)
     kept = {type(module) for module in quantized.modules()}
     for module in layer.modules():
         emulation = EMULATED.get(type(module))
         if emulation is not None and type(module) not in kept:
             module.__class__ = emulation
-            module.quantizes_x = quantizes_x  # type: ignore[assignment]
+            module.through = through  # type: ignore[assignment]
     return layer
 
 
@@ -79,7 +104,7 @@ Inputs = Sequence[tuple[Any, ...]]  # of several calls of a layer, the hidden st
 
 
 def off_by(layer: nn.Module, plain: nn.Module, emulation: nn.Module, inputs: Inputs) -> str | None:
-    """None if an NVFP4 ``layer`` computes what its ``emulation`` does, else the difference.
+    """None if a quantized ``layer`` computes what its ``emulation`` does, else the difference.
 
     What a layer adds to its input, of each token, must be nearer to the emulation than MOST of the error of
     quantization, which is the distance between the emulation and the ``plain`` layer in bf16. The median over

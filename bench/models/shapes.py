@@ -72,9 +72,12 @@ class Shape:
         attention = 4.0 * attended * self.num_heads * self.head_dim
         return num_layers * (2.0 * tokens * active + attention) + 2.0 * last * self.vocab * self.hidden
 
-    def bytes_needed(self, num_layers: int, tokens: int, has_float: bool, num_quantized: int) -> int:
-        """Bytes of a run: the weights in bf16 (once, if ``has_float``) and in NVFP4, ends, and the cache."""
-        elem_bytes = (ELEM_BYTES if has_float else 0) + NVFP4_BYTES * num_quantized
+    def bytes_needed(self, num_layers: int, tokens: int, has_float: bool, quantized_bytes: float) -> int:
+        """Bytes of a run: the weights in bf16 (once, if ``has_float``) and quantized, ends, and the cache.
+
+        ``quantized_bytes``: those of an element in all quantized models together.
+        """
+        elem_bytes = (ELEM_BYTES if has_float else 0) + quantized_bytes
         a_layer = self.layer_elems * elem_bytes + self.cache_bytes(tokens)
         made = ELEM_BYTES * self.layer_elems  # of one layer, while it is quantized
         return int(num_layers * a_layer + 2 * self.head_bytes + made)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 import pytest
-from bench_helpers import BLACKWELL, cpu_harness, named, run
+from bench_helpers import BLACKWELL, FP8, FP8_PRODUCT, W4A8, W4A8_TIMED, cpu_harness, named, run
 
 from bench.__main__ import parser
 from bench.commands import dense, grouped, overhead, sweep
@@ -20,10 +20,15 @@ def test_dense() -> None:
         "dense 3x64x96",
     ]
     found = named([row for row in rows if row["m"] == 5])
-    assert set(found) == {"fp4gemm", "scalar alpha", "unfused: post-scale", "torch fp32"}
+    products = {"fp4gemm", "scalar alpha", "unfused: post-scale", "torch fp32", FP8_PRODUCT}
+    assert set(found) == {*products, "fp4gemm W4A4", *FP8, *W4A8}
+    assert not any("refused" in row for row in rows)
     ours = found["fp4gemm"]
     assert (ours["kernel"], ours["checked"], ours["role"]) == ("reference", "bit for bit", "ours")
-    assert set(ours["ratio"]) == {"scalar alpha", "unfused: post-scale", "torch fp32"}
+    # A ratio to a baseline that alone quantizes its tokens would say nothing.
+    assert set(ours["ratio"]) == products - {"fp4gemm"}
+    assert set(found["fp4gemm W4A4"]["ratio"]) == {"torch fp32", *FP8}
+    assert set(found["torch fp32"]["ratio"]) == {*products, *FP8} - {"fp4gemm", "torch fp32"}
     assert ours["ratio"]["torch fp32"] == pytest.approx(found["torch fp32"]["us"] / ours["us"], rel=0.01)
     num_bytes = (5 * 64 + 128 * 8 + 4 * 5) + (48 * 64 + 128 * 8 + 4 * 48) + 2 * 5 * 48
     assert ours["gb_s"] == pytest.approx(num_bytes / ours["us"] / 1e3, rel=0.01)
@@ -34,7 +39,10 @@ def test_dense() -> None:
 def test_grouped(name: str) -> None:
     rows = run("grouped", "--shapes", "8x32x64", "--top-k", "2", "--m", "6", "--routing", name)
     found = named(rows)
-    assert set(found) == {"fp4gemm", "unfused: expert by expert", "torch fp32"}
+    products = {"fp4gemm", "unfused: expert by expert", "torch fp32", FP8_PRODUCT}
+    assert set(found) == {*products, "fp4gemm W4A4", *FP8, *W4A8}
+    assert set(found["fp4gemm"]["ratio"]) == products - {"fp4gemm"}
+    assert set(found["fp4gemm W4A4"]["ratio"]) == {"torch fp32", *FP8}
     assert not any("refused" in row for row in rows)
     assert {row["m"] for row in rows} == {12}
     ends = routing.routed_ends(6, 8, 2, name)
@@ -53,7 +61,7 @@ def test_experts_of_one_device_may_get_no_token() -> None:
 def test_layer() -> None:
     rows = run("layer", "--shapes", "48x128", "--m", "5")
     found = named(rows)
-    assert set(found) == {"fp4gemm", "scalar alpha", "unfused: post-scale", "torch fp32"}
+    assert set(found) == {"fp4gemm", "scalar alpha", "unfused: post-scale", "torch fp32", *FP8, *W4A8}
     assert not any("refused" in row for row in rows)
     num_bytes = 4 * 5 * 128 + (48 * 64 + 128 * 8 + 4 * 48) + 2 * 5 * 48
     assert found["fp4gemm"]["gb_s"] * found["fp4gemm"]["us"] * 1e3 == pytest.approx(num_bytes, rel=0.01)
@@ -70,7 +78,8 @@ def test_overhead() -> None:
 @pytest.mark.parametrize("preset", list(sweep.PRESETS))
 def test_sweeps(preset: str) -> None:
     rows = run("sweep", preset, "--m", "32", "--k", "64")
-    assert not any("refused" in row or "absent" in row for row in rows)
+    assert not any("refused" in row for row in rows)
+    assert {row["contender"] for row in rows if "absent" in row} <= W4A8 - W4A8_TIMED
     assert len(rows) >= 2
     assert {row["bench"] for row in rows} == {f"sweep {preset}"}
 

@@ -10,7 +10,7 @@ from typing import Any
 import fp4gemm
 import pytest
 import torch
-from bench_helpers import CPU, cpu_harness, named, result, run
+from bench_helpers import CPU, W4A8, cpu_harness, named, result, run
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
@@ -22,7 +22,7 @@ from bench.models import emulation
 from bench.models.build import MERGED, QUANTIZED, VARIANTS, build, layer_weights, make_step
 from bench.models.decoder import CausalLM, DecoderLayer
 from bench.models.experts import Experts
-from bench.models.shapes import SHAPES, Shape
+from bench.models.shapes import NVFP4_BYTES, SHAPES, Shape
 from bench.report import readme, tables
 
 FLOAT32 = torch.float32
@@ -102,7 +102,8 @@ def test_a_decode_step_continues_a_prefill(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_variants_share_their_values() -> None:
     made = build(SHAPES["tiny"], 2, VARIANTS, CPU)
-    assert set(made.models) == set(VARIANTS)
+    assert set(made.models) == set(VARIANTS) - set(made.absent)
+    assert set(made.absent) <= W4A8
     merged, plain = made.models[MERGED].layers[1], made.models["bf16"].layers[1]
     qkv = torch.cat([getattr(plain.self_attn, f"{x}_proj").weight for x in "qkv"])
     assert torch.equal(merged.self_attn.qkv_proj.weight, qkv)
@@ -115,7 +116,7 @@ def test_variants_share_their_values() -> None:
         isinstance(m, Experts)
         for m in build(SHAPES["tiny-moe"], 1, VARIANTS, CPU).models["fp4gemm W4A16"].modules()
     )
-    for name in QUANTIZED:
+    for name in made.emulated:
         linears = [m for m in made.models[name].layers.modules() if isinstance(m, nn.Linear)]
         assert linears == []
         assert type(made.models[name].lm_head) is nn.Linear
@@ -127,16 +128,22 @@ def test_variants_share_their_values() -> None:
 @pytest.mark.parametrize("name", ["tiny", "tiny-moe", "tiny-oss"])
 def test_every_contender_on_the_cpu(name: str) -> None:
     rows = run("model", "--model", name, "--batch", "3", "--context", "16", "--prompt", "8")
-    assert not any("refused" in row or "absent" in row for row in rows)
-    decode, prefill = rows[:4], rows[4:]
+    assert not any("refused" in row for row in rows)
+    decode, prefill = (
+        [row for row in rows if row["case"] == f"model {name}: {step}"]
+        for step in ("decode, context 16, batch 3", "prefill of 8")
+    )
     assert [row["contender"] for row in decode] == [row["contender"] for row in prefill] == list(VARIANTS)
-    assert {row["case"] for row in decode} == {f"model {name}: decode, context 16, batch 3"}
-    assert {row["case"] for row in prefill} == {f"model {name}: prefill of 8"}
+    assert len(rows) == 2 * len(VARIANTS)
+    assert {row["contender"] for row in rows if "absent" in row} <= W4A8
     for row in rows:
+        if "absent" in row:
+            continue
         assert row["tokens_s"] == pytest.approx((3 if row["mode"] == "decode" else 8) / row["us"] * 1e6, 1e-3)
         assert row["cosine"] > 0.9
     found = named(decode)
-    assert found["fp4gemm W4A4"]["weight_gb"] < found["bf16"]["weight_gb"]
+    assert found["fp4gemm W4A4"]["weight_gb"] < found["fp8 merged"]["weight_gb"] < found["bf16"]["weight_gb"]
+    assert found["fp8 merged"]["role"] == "baseline"
     assert found["fp4gemm W4A4"]["max_diff"] > 0
     assert "merged into qkv_proj" in found["fp4gemm W4A16"]["note"]
     assert "input_layernorm: quantizes its result" in found["fp4gemm W4A4"]["note"]
@@ -159,7 +166,8 @@ def test_a_layer_of_a_deep_model_is_checked(monkeypatch: pytest.MonkeyPatch) -> 
     inputs = list(steps._layer_inputs())
     assert len(inputs) == command.CHECKED
     monkeypatch.setattr(emulation, "MOST", 0.3)
-    for name in QUANTIZED:
+    assert set(made.emulated) == {"fp8 merged", *QUANTIZED} - set(made.absent)
+    for name in made.emulated:
         layer, plain = made.models[name].layers[0], made.plain
         assert emulation.off_by(layer, plain, made.emulated[name], inputs) is None
         assert "by 1.00 of the error" in str(emulation.off_by(plain, plain, made.emulated[name], inputs))
@@ -219,6 +227,8 @@ def test_layers_are_compiled_once(name: str, monkeypatch: pytest.MonkeyPatch) ->
     """All layers of a model share the graph of the first, without a break."""
     shape = dataclasses.replace(SHAPES["tiny"], num_layers=10)  # more than torch compiles again
     made = build(shape, 10, (name,), CPU)
+    if name in made.absent:
+        pytest.skip(made.absent[name])
     counter = CompileCounter()
     compile_by(counter, monkeypatch)
     step = made.step(2, 8, 1)
@@ -246,14 +256,20 @@ def gpu(memory: int, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_as_many_layers_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = gpu(141 * 2**30, monkeypatch)
-    args = parser().parse_args(["model", "--model", "llama-3.1-8b,qwen3-30b-a3b,mixtral-8x7b"])
+    line = ["model", "--model", "llama-3.1-8b,qwen3-30b-a3b,mixtral-8x7b"]
+    args = parser().parse_args([*line, "--variants", "bf16,fp4gemm W4A4,fp4gemm W4A16"])
     layers = {case.shape.name: case.num_layers for case in command.cases(args, harness)}
     assert (layers["llama-3.1-8b"], layers["qwen3-30b-a3b"]) == (32, 48)
     most, mixtral = layers["mixtral-8x7b"], SHAPES["mixtral-8x7b"]
     assert 16 < most < 32
     total = command.USABLE * 141 * 2**30 - command.SPARE_BYTES
-    assert mixtral.bytes_needed(most, 256 * 1024, True, 2) <= total
-    assert mixtral.bytes_needed(most + 1, 256 * 1024, True, 2) > total
+    assert mixtral.bytes_needed(most, 256 * 1024, True, 2 * NVFP4_BYTES) <= total
+    assert mixtral.bytes_needed(most + 1, 256 * 1024, True, 2 * NVFP4_BYTES) > total
+    every = {case.shape.name: case.num_layers for case in command.cases(parser().parse_args(line), harness)}
+    assert every["llama-3.1-8b"] == 32
+    fewer = every["mixtral-8x7b"]
+    assert mixtral.bytes_needed(fewer, 256 * 1024, True, 4 * NVFP4_BYTES + 1) <= total
+    assert mixtral.bytes_needed(fewer + 1, 256 * 1024, True, 4 * NVFP4_BYTES + 1) > total
     few = parser().parse_args(
         ["model", "--model", "mixtral-8x7b", "--batch", "1", "--variants", "fp4gemm W4A4"]
     )
@@ -276,7 +292,7 @@ def test_the_quick_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--model", "gpt-5"], "'gpt-5' is not one of llama-3.1-8b, "),
         (["--mode", "train"], "'train' is not one of decode, prefill"),
-        (["--variants", "W4A4"], "'W4A4' is not one of bf16, bf16 merged, fp4gemm W4A4"),
+        (["--variants", "W4A4"], "'W4A4' is not one of bf16, bf16 merged, fp8 merged, fp4gemm W4A4"),
         (["--layers", "3"], "--layers: got 3, must be 1 to 2 for tiny"),
         (["--batch", "0"], "must be at least 1"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 import fp4gemm
 import pytest
 import torch
-from bench_helpers import CPU, cpu_harness, named, run
+from bench_helpers import CPU, FP8_PRODUCT, cpu_harness, named, run
 from fp4gemm.device import products
 
 from bench.__main__ import parser
@@ -60,9 +60,10 @@ def test_the_public_function_is_what_is_verified(monkeypatch: pytest.MonkeyPatch
     right = fp4gemm.mm
     monkeypatch.setattr(fp4gemm, "mm", lambda *args, **options: torch.zeros_like(right(*args, **options)))
     found = named(run("dense", "--shapes", "3x64x96"))
-    for name in ("fp4gemm", "scalar alpha", "unfused: post-scale"):
+    for name in ("fp4gemm", "fp4gemm W4A4", "scalar alpha", "unfused: post-scale"):
         assert "refused" in found[name]
-    assert [name for name, row in found.items() if "us" in row] == ["torch fp32"]
+    timed = [name for name, row in found.items() if "us" in row]
+    assert all(name.startswith("torch ") for name in timed)
 
 
 @pytest.mark.parametrize("rows", [slice(6, 7), slice(20, 30)])
@@ -186,7 +187,7 @@ def test_a_replay_must_leave_what_a_call_returns() -> None:
 def test_a_failure_during_timing_refuses_that_contender_alone() -> None:
     class Failing(type(cpu_harness())):  # type: ignore[misc]
         def measure(self, contenders: Any, flop: float, exact: Any) -> Any:
-            assert set(exact) == {"fp4gemm"}
+            assert set(exact) == {"fp4gemm", "fp4gemm W4A4"}
             timings, _ = super().measure({k: v for k, v in contenders.items() if k != "fp4gemm"}, flop)
             timings.pop("torch fp32")
             return timings, {"fp4gemm": "other bits", "torch fp32": "cannot be captured"}
@@ -198,7 +199,7 @@ def test_a_failure_during_timing_refuses_that_contender_alone() -> None:
     found = named(runner.measured(job, harness)[0])
     assert found["fp4gemm"]["refused"] == "other bits"
     assert found["torch fp32"]["absent"] == "cannot be captured"
-    assert found["unfused: post-scale"]["ratio"].keys() == {"scalar alpha"}
+    assert found["unfused: post-scale"]["ratio"].keys() == {"scalar alpha", FP8_PRODUCT}
 
 
 def test_a_baseline_that_raises_is_absent_and_ours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import fp4gemm
 import torch
 
 from bench.__main__ import parser
@@ -37,6 +38,13 @@ NO_KERNELS: frozenset[str] = frozenset()
 HOPPER = frozenset({"nvfp4", "fp16", "prepacked", "prepacked_bf16"})
 BLACKWELL = frozenset({"nvfp4"})
 GEFORCE = frozenset({"nvfp4", "prepacked", "prepacked_bf16"})
+
+
+# Contenders whose tokens are in FP8; those that are timed where k is a multiple of 64.
+FP8 = frozenset({"torch fp8", "torch fp8 promoted"})
+FP8_PRODUCT = "torch fp8, quantized tokens"
+W4A8 = frozenset({"fp4gemm W4A8", "fp4gemm W4A8 fast"})
+W4A8_TIMED = W4A8 if hasattr(fp4gemm, "quantize_fp8") else frozenset()
 
 
 class CpuHarness(Harness):
@@ -105,6 +113,7 @@ def run(*line: str, operands: frozenset[str] = NO_KERNELS) -> list[dict[str, Any
     """The rows of a command line, measured on the CPU as on a device whose kernels read these operands."""
     args = parser().parse_args(list(line))
     harness = cpu_harness(operands)
+    harness.only = getattr(args, "contenders", None)
     return [row for job in args.jobs(args, harness) for row in measured(job, harness)[0]]
 
 
