@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .page import table_lines
 from .readme import WIDTH, marks
 from .results import Row
+from .tables import table_lines
 
 NEEDED = ("bench", "model", "contender", "activations")
 FIGURES = (("nll", "gap", "spread", "kl", "top1"), ("cosine", "spread", "worst", "nearest"))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from .pictures import pictures
 from .results import Row, by_case, one_device
-from .tables import remarks, table
+from .tables import remarks, table, table_lines
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 PAGE, MARKDOWN = "report.html", "report.md"
@@ -166,13 +166,3 @@ def markdown(rows: Sequence[Row], command: str) -> str:
             lines += ["", f"### {case}", "", *(table_lines(headings, body) if body else [])]
             lines += [f"* {text}" for text in remarks(mine)]
     return "\n".join(lines) + "\n"
-
-
-def table_lines(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table."""
-
-    def one(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-    align = ["---", *("---:" for _ in headings[1:])]
-    return [one(headings), one(align), *(one(line) for line in lines)]

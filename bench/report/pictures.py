@@ -1,4 +1,4 @@
-"""Pictures of results: each bench under its measured roofline, and its speed-ups over torch."""
+"""Pictures of results: each bench under its measured roofline, its speed-ups over torch, and formats."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from . import formats
 from .results import Row, weight_name
 
 FORMATS = ("svg", "png", "pdf")
@@ -13,6 +14,8 @@ FORMATS = ("svg", "png", "pdf")
 COLORS = {
     "fp4gemm": "#0072b2",
     "fp4gemm W4A16": "#56b4e9",
+    "fp4gemm W4A8": "#f0e442",
+    "torch fp8": "#7b3294",
     "torch bf16": "#d55e00",
     "torch fp32": "#d55e00",
     "torch fp16": "#e69f00",
@@ -21,6 +24,17 @@ COLORS = {
     "unfused: expert by expert": "#cc79a7",
 }
 OTHER, OTHER_NAME = "#bbbbbb", "fp4gemm, other forms"
+# The lines of the formats: colour and dashes.
+LINES = {
+    "bf16": ("#000000", "--"),
+    "FP8": ("#d55e00", "-"),
+    "W4A16": ("#56b4e9", "-"),
+    "W4A8": ("#009e73", "-"),
+    "W4A8 fast": ("#009e73", ":"),
+    "W4A4": ("#0072b2", "-"),
+}
+PANELS = 3  # of the picture of formats in a row
+SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "fp4gemm", "font.size": 9}
 
 
 def pictures(rows: Sequence[Row], form: str = "svg") -> dict[tuple[str, str], bytes]:
@@ -29,13 +43,8 @@ def pictures(rows: Sequence[Row], form: str = "svg") -> dict[tuple[str, str], by
     Raises:
         ValueError: matplotlib is missing.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("pictures need matplotlib (pip install matplotlib)") from None
-    matplotlib.use("agg")
     made = {}
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fp4gemm", "font.size": 9}):
+    with _matplotlib().rc_context(SETTINGS):
         for bench in dict.fromkeys(row["bench"] for row in rows):
             timed = [row for row in rows if row["bench"] == bench and row.get("tflop_s")]
             if not timed:
@@ -45,6 +54,66 @@ def pictures(rows: Sequence[Row], form: str = "svg") -> dict[tuple[str, str], by
             if any(len(points) > 1 for points in series.values()):
                 made["speed-up", bench] = _speed_up(bench, series, form)
     return made
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("pictures need matplotlib (pip install matplotlib)") from None
+    matplotlib.use("agg")
+    return matplotlib
+
+
+def picture_of_formats(rows: Sequence[Row], form: str = "svg") -> bytes:
+    """For each weight and step of a model, how many times as fast as bf16 each format is, by tokens.
+
+    Raises:
+        ValueError: no product was measured in bf16 and in FP8, or matplotlib is missing.
+    """
+    panels = [
+        (f"{name}: {subject}", found)
+        for name in formats.BENCHES
+        for subject, found in formats.times(rows, name).items()
+        if {"bf16", "FP8"} <= found.keys() and len(found["bf16"]) > 1
+    ]
+    if not panels:
+        raise ValueError("--formats: no product was measured in bf16 and FP8 with several numbers of tokens")
+    with _matplotlib().rc_context(SETTINGS):
+        from matplotlib import pyplot
+
+        columns = min(PANELS, len(panels))
+        count = -(-len(panels) // columns)
+        figure, grid = pyplot.subplots(
+            count, columns, figsize=(3.6 * columns, 2.7 * count + 0.6), layout="constrained", squeeze=False
+        )
+        for axes in grid.flat[len(panels) :]:
+            axes.set_visible(False)
+        legend: dict[str, Any] = {}
+        for axes, (title, found) in zip(grid.flat, panels, strict=False):
+            for kind in (kind for kind in formats.FORMATS if kind in found):
+                points = [
+                    (size, found["bf16"][size] / us)
+                    for size, us in sorted(found[kind].items())
+                    if size in found["bf16"]
+                ]
+                if points:
+                    color, dashes = LINES[kind]
+                    look = {"color": color, "linestyle": dashes, "marker": "o", "markersize": 2.5}
+                    (legend[kind],) = axes.plot(*zip(*points, strict=True), **look)
+            ticks = sorted(found["bf16"])
+            axes.set(xscale="log", title=title)
+            axes.set_xticks(ticks, [str(tick) for tick in ticks])
+            axes.minorticks_off()
+            axes.set_ylim(bottom=0)
+            axes.tick_params(labelsize=7)
+            axes.title.set_fontsize(8)
+        figure.supxlabel("tokens (of decode steps: sequences)", fontsize=9)
+        figure.supylabel(f"times as fast as bf16, {rows[0]['device']}", fontsize=9)
+        kinds = [kind for kind in formats.FORMATS if kind in legend]
+        look = {"ncols": len(kinds), "frameon": False, "fontsize": 8}
+        figure.legend([legend[kind] for kind in kinds], kinds, loc="outside upper center", **look)
+        return _saved(figure, form)
 
 
 def intensity(row: Mapping[str, Any]) -> float:

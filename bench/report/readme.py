@@ -5,38 +5,44 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from .page import conditions, refusals, table_lines
+from . import formats
+from .page import conditions, refusals
 from .results import Row, weight_name
+from .tables import table_lines
 
-# The baselines that the tables show, the first as the one of the short table; the page has all of them.
-BASELINES = ("torch bf16", "torch fp32", "cuBLASLt nvfp4 + post-scale", "humming", "unfused")
+# The beginnings of the baselines that the tables show, the first as the one of the short table; the page has
+# all of them.
+BASELINES = ("torch bf16", "torch fp8", "torch fp32", "cuBLASLt nvfp4 + post-scale", "humming", "unfused")
+FP8 = "torch fp8"
 PRODUCTS = (
     ("dense", "`mm`", "weight n x k; m =", "m"),
     ("layer", "`quantize` and `mm`", "weight n x k; m =", "m"),
     ("grouped", "`grouped_mm`", "experts x n x k; tokens =", "tokens"),
 )
 # The models and the one that they are compared with, as `python -m bench model` names them.
-MERGED, COMPILED = "bf16 merged", ", compiled"
+MERGED, FP8_MERGED, COMPILED = "bf16 merged", "fp8 merged", ", compiled"
+PICTURES = "pictures"  # beside the files, in docs
 WIDTH = 110  # columns of a Markdown line that is no table
 
 
 def short_table(rows: Sequence[Row]) -> str:
     """One table of products: microseconds and, in parentheses, the speed-up over one baseline."""
-    found = [name for name in BASELINES if any(name in row.get("ratio", {}) for row in rows)]
     mine = {
         bench: [
             row for row in rows if row["bench"] == bench and row["contender"] == "fp4gemm" and "us" in row
         ]
         for bench, *_ in PRODUCTS
     }
+    every = [row for found in mine.values() for row in found]
+    baselines = _shown(every)
     sizes = sorted({row[across] for bench, _, _, across in PRODUCTS for row in mine[bench]})
     body = []
     for bench, title, _, across in PRODUCTS:
         for weight in dict.fromkeys(map(weight_name, mine[bench])):
-            cells = {row[across]: _cell(row, found) for row in mine[bench] if weight_name(row) == weight}
+            cells = {row[across]: _cell(row, baselines) for row in mine[bench] if weight_name(row) == weight}
             body.append((title, weight, *(cells.get(size, "") for size in sizes)))
     headings = ("product", "weight n x k; tokens =", *map(str, sizes))
-    what = f"Microseconds (and times as fast as {found[0]})" if found else "Microseconds"
+    what = "Microseconds" + _parenthesis(baselines)
     lines = [_wrapped(_where(_products(rows) or rows))]
     if body:
         lines += ["", f"{what}:", "", *table_lines(headings, body)]
@@ -63,7 +69,8 @@ def _models(rows: Sequence[Row], is_short: bool) -> list[str]:
     for step in dict.fromkeys(row["step"] for row in mine):
         found = [row for row in mine if row["step"] == step]
         if is_short:
-            found = [row for row in found if row.get("role") == "ours" and COMPILED not in row["contender"]]
+            found = [row for row in found if row.get("role") == "ours" or row["contender"] == FP8_MERGED]
+            found = [row for row in found if COMPILED not in row["contender"]]
         for name in dict.fromkeys(row["contender"] for row in found):
             cells = {row["batch"]: row for row in found if row["contender"] == name}
             lines = (
@@ -107,9 +114,29 @@ def _milliseconds(us: float, *ratios: float | None) -> str:
     return f"{us / 1e3:.2f}" + (f" ({known})" if known else "")
 
 
+def _shown(rows: Sequence[Row]) -> list[str]:
+    """The baselines of a cell: the first of BASELINES that there is, and FP8 if it was measured."""
+    first = [name for name in BASELINES if any(name in row.get("ratio", {}) for row in rows)][:1]
+    has_fp8 = any(_ratio(row, FP8) is not None for row in rows)
+    return [*first, *([FP8] if has_fp8 and first != [FP8] else [])]
+
+
+def _ratio(row: Row, baseline: str) -> float | None:
+    """How many times as fast as a baseline; a row without its quantizer has ratios to FP8 without one."""
+    ratios = row.get("ratio", {})
+    found = next((name for name in ratios if name == baseline or name.startswith(f"{baseline}, ")), None)
+    return None if found is None else float(ratios[found])
+
+
+def _parenthesis(baselines: Sequence[str]) -> str:
+    return f" (and times as fast as {', '.join(baselines)})" if baselines else ""
+
+
 def _cell(row: Row, baselines: Sequence[str]) -> str:
-    ratio = row.get("ratio", {}).get(baselines[0]) if baselines else None
-    return f"{row['us']:.1f}" + ("" if ratio is None else f" ({ratio:.2f})")
+    ratios = [_ratio(row, name) for name in baselines]
+    if all(ratio is None for ratio in ratios):
+        return f"{row['us']:.1f}"
+    return f"{row['us']:.1f} ({', '.join('-' if ratio is None else f'{ratio:.2f}' for ratio in ratios)})"
 
 
 def _wrapped(text: str) -> str:
@@ -173,20 +200,22 @@ def _matrix(rows: Sequence[Row], title: str, across: str) -> list[str]:
 
 def serving_table(rows: Sequence[Row]) -> str:
     """The layers as a serving engine calls them: a line for each weight and contender, by tokens."""
-    mine = [row for row in rows if row["bench"] == "serving" and row.get("role") == "ours" and "us" in row]
+    timed = [row for row in rows if row["bench"] == "serving" and "us" in row]
+    mine = [row for row in timed if row.get("role") == "ours"]
     if not mine:
         raise ValueError("--readme: the results have no row of python -m bench serving")
+    baselines = _shown(mine)
     by_layer: dict[tuple[str, str], dict[int, str]] = {}
     for row in mine:
         cells = by_layer.setdefault((f"{row['model']} {row['layer']}", row["contender"]), {})
-        cells[row["tokens"] if "tokens" in row else row["m"]] = _cell(row, BASELINES[:1])
+        cells[row["tokens"] if "tokens" in row else row["m"]] = _cell(row, baselines)
     sizes = sorted({size for cells in by_layer.values() for size in cells})
     body = [(*names, *(cells.get(size, "") for size in sizes)) for names, cells in by_layer.items()]
     return "\n".join(
         [
             _wrapped(_where(mine)),
             "",
-            f"Microseconds in a CUDA graph (and times as fast as {BASELINES[0]}), by tokens:",
+            f"Microseconds in a CUDA graph{_parenthesis(baselines)}, by tokens:",
             "",
             *table_lines(("layer", "contender", *map(str, sizes)), body),
             "",
@@ -195,8 +224,27 @@ def serving_table(rows: Sequence[Row]) -> str:
     )
 
 
+def formats_table(rows: Sequence[Row]) -> str:
+    """The formats of weights and tokens side by side, with the picture that `bench plot --formats` draws."""
+    if not formats.is_complete(rows):
+        return formats.NO_RUN
+    device = rows[0]["device"]
+    picture = f"![Times as fast as bf16, by tokens and format]({PICTURES}/{formats.picture_name(device)})"
+    text = [picture]
+    for name in formats.BENCHES:
+        table = formats.lines(rows, name)
+        if table:
+            text += ["", _wrapped(_where([row for row in rows if row["bench"] == name])), "", *table]
+    return "\n".join([*text, "", _refused(rows)])
+
+
 # The blocks of a file, by the name in their marks.
-BLOCKS = {"bench": short_table, "bench tables": tables, "bench serving": serving_table}
+BLOCKS = {
+    "bench": short_table,
+    "bench tables": tables,
+    "bench serving": serving_table,
+    "bench formats": formats_table,
+}
 
 
 def marks(name: str) -> tuple[str, str]:

@@ -104,6 +104,16 @@ def remarks(rows: Iterable[Row]) -> list[str]:
     return made
 
 
+def table_lines(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table."""
+
+    def one(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    align = ["---", *("---:" for _ in headings[1:])]
+    return [one(headings), one(align), *(one(line) for line in lines)]
+
+
 def show(rows: Sequence[Row], console: Any = None) -> None:
     """Prints the rows of one job, on rich's console if one is in use."""
     headings, lines = table(rows)

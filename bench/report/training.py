@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .page import table_lines
 from .readme import WIDTH, marks
+from .tables import table_lines
 
 BLOCK = "bench training"
 NEEDED = ("arm", "seed", "loss", "losses", "held_out", "cosines", "seconds")

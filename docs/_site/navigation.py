@@ -13,6 +13,7 @@ from sphinx.application import Sphinx
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Start": ("docs/start", "docs/install"),
     "Guides": (
+        "docs/which_format",
         "docs/moe",
         "docs/models",
         "docs/checkpoints",

@@ -9,7 +9,7 @@ import pytest
 from bench_helpers import DOCS, RESULTS, result, write
 
 from bench.__main__ import main
-from bench.report import pictures, readme, tables
+from bench.report import formats, pictures, readme, tables
 from bench.report.results import load_all, one_device
 
 
@@ -166,8 +166,96 @@ def test_the_table_of_serving() -> None:
         readme.serving_table([result()])
 
 
+def with_formats() -> list[dict[str, Any]]:
+    """Rows of every format, with a contender that the tables omit."""
+    us = {"torch bf16": 30.0, "torch fp8": 20.0, "fp4gemm W4A16": 15.0, "fp4gemm W4A8": 12.0, "humming": 1.0}
+    rows = []
+    for m, factor in ((1, 1.0), (256, 2.0)):
+        case: dict[str, Any] = {"case": f"dense {m}x64x128", "m": m}
+        for name, time in us.items():
+            ratio = {"torch bf16": 30.0 / time, "torch fp8": 20.0 / time}
+            rows.append(result(**case, contender=name, us=factor * time, ratio=ratio))
+        rows.append(result(**case, contender="fp4gemm W4A4", us=10.0 if m == 1 else 70.0))
+    model = {"bench": "model", "step": "llama: decode, context 8", "case": "model llama"}
+    rows.append(result(**model, batch=4, contender="bf16 merged", us=3000.0, role="baseline", ratio={}))
+    rows.append(
+        result(
+            **model, batch=4, contender="fp8 merged", us=2000.0, role="baseline", ratio={"bf16 merged": 1.5}
+        )
+    )
+    return rows
+
+
+def test_the_table_of_formats() -> None:
+    lines = readme.formats_table(with_formats()).splitlines()
+    assert lines[0] == "![Times as fast as bf16, by tokens and format](pictures/formats-a-gpu.svg)"
+    at = lines.index("| weight n x k; tokens = |  | 1 | 256 |")
+    assert lines[at + 2 : at + 8] == [
+        "| 64x128 | bf16 | 30.0 | 60.0 |",
+        "|  | FP8 | 20.0 | 40.0 |",
+        "|  | W4A16 | 15.0 | 30.0 |",
+        "|  | W4A8 | 12.0 | **24.0** |",
+        "|  | W4A4 | **10.0** | 70.0 |",
+        "",
+    ]
+    assert "| llama: decode, context 8 | bf16 | 3.00 |" in lines
+    assert "|  | FP8 | **2.00** |" in lines
+    assert readme.formats_table(products()) == readme.formats_table([]) == formats.NO_RUN
+
+
+def test_the_picture_of_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    results, picture = write(tmp_path / "r.jsonl", with_formats()), tmp_path / "new" / "formats.svg"
+    assert main(["plot", str(results), "--formats", str(picture)]) == 0
+    drawn = picture.read_text()
+    for text in ("dense: 64x128", "FP8", "W4A16", "W4A8", "W4A4", "times as fast as bf16, a GPU"):
+        assert text in drawn
+    assert "W4A8 fast" not in drawn
+    for line, text in (
+        ([str(results), "--formats", "p.gif"], "the suffix of p.gif must be one of svg, png, pdf"),
+        ([str(write(results, products())), "--formats", str(picture)], "no product was measured in bf16 and"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["plot", *line])
+        assert text in capsys.readouterr().err
+
+
+def test_tables_show_fp8_where_it_was_measured() -> None:
+    both = {"torch bf16": 2.0, "torch fp8, quantized tokens": 1.25, "torch fp8 promoted": 9.0}
+    whole = {"torch bf16": 1.9, "torch fp8": 1.2, "torch fp8 promoted": 1.3}
+    rows = [
+        result(ratio=both),
+        result(bench="layer", case="layer 16x64x128", ratio=whole),
+        result(bench="grouped", case="grouped", experts=4, tokens=16, ratio={"torch bf16": 1.5}),
+    ]
+    short = readme.short_table(rows)
+    assert "Microseconds (and times as fast as torch bf16, torch fp8):" in short
+    assert "| `mm` | 64x128 | 10.0 (2.00, 1.25) |" in short
+    assert "| `quantize` and `mm` | 64x128 | 10.0 (1.90, 1.20) |" in short
+    assert "| `grouped_mm` | 4x64x128 | 10.0 (1.50, -) |" in short
+    tables = readme.tables(rows)
+    assert "|  | x torch fp8, quantized tokens | 1.25 |" in tables
+    assert "|  | x torch fp8 | 1.20 |" in tables
+    serving = [result(bench="serving", model="llama", layer="qkv", ratio=whole)]
+    assert "| llama qkv | fp4gemm | 10.0 (1.90, 1.20) |" in readme.serving_table(serving)
+    assert "(and times as fast as torch bf16, torch fp8), by tokens:" in readme.serving_table(serving)
+    model = [row for row in with_formats() if row["bench"] == "model"]
+    assert "| llama: decode, context 8 | fp8 merged | 2.00 (1.50) |" in readme.short_table(model)
+
+
+def test_the_bounds_of_which_format_follow_from_the_kept_roofline() -> None:
+    bounds = load_all([RESULTS])[0]["roofline"]
+    rate, read = bounds["tflop_s"]["16 bit"], bounds["read_gb_s"]
+    text = " ".join((DOCS / "which_format.md").read_text(encoding="utf-8").split())
+    assert f"reads {read:.0f} GB/s, and its large matmul in bf16 has {rate:.0f} TFLOP/s" in text
+    a16, a8 = (f"{4.5 / 16 * factor * 1e3 * rate / read:.0f}" for factor in (1, 2))
+    assert f"tensor cores from {1e3 * rate / read:.0f} tokens on, and W4A16 from {a16} on" in text
+    assert f"With twice that rate, W4A8 would be from {a8} on" in text
+
+
 @pytest.mark.parametrize(
-    ("name", "results"), [("results.md", "."), ("benchmarks.md", "."), ("serving.md", "serving")]
+    ("name", "results"),
+    [("results.md", "."), ("benchmarks.md", "."), ("serving.md", "serving"), ("which_format.md", "formats")],
 )
 def test_documents_show_the_kept_results(name: str, results: str) -> None:
     """Nothing in these tables is typed by hand."""
