@@ -62,8 +62,9 @@ class Operand(NamedTuple):
 def formula(x: Tensor) -> Operand:
     """x (.., k) with one scale, amax / 448, for each row: the definition, in plain torch."""
     amax = x.float().abs().amax(-1, keepdim=True).clamp_min(LEAST)
-    codes = (x.float() * (MOST / amax)).clamp(-MOST, MOST).to(torch.float8_e4m3fn)
-    return Operand(codes, amax / MOST)
+    most = torch.full_like(amax, MOST)  # a division of tensors rounds once
+    codes = (x.float() * (most / amax)).clamp(-MOST, MOST).to(torch.float8_e4m3fn)
+    return Operand(codes, amax / most)
 
 
 def formula_of_stack(x: Tensor) -> Operand:

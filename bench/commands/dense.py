@@ -21,6 +21,7 @@ import torch
 
 from ..baselines import cublaslt, fp8, post_scale
 from ..baselines.humming import Humming
+from ..measure import w4a8
 from ..measure.contest import BASELINE, ROUNDING, UNCHECKED, Check, Contender, Contest, Job, Row
 from ..measure.harness import Harness
 from ..measure.library import Call, Product
@@ -151,7 +152,7 @@ class Contenders:
         def make() -> tuple[Contender, Check]:
             first, second = in_forms(self.weights, self.tokens, forms)
             chosen = kernel or chosen_kernel(self.harness, self.size, forms)
-            mm = fp4gemm.mm if kernel is None else partial(fp4gemm.mm, kernel=kernel)
+            mm = fp4gemm.mm if kernel is None else partial(fp4gemm.mm, **w4a8.forced(kernel))
             work = self.work(first[0], second[0], unit_of(self.harness, forms))
             contender = Contender(calls(mm, first, second), work, kernel=chosen, quantizes=False)
             if forms[0] == "bf16":  # sums of unquantized values round
@@ -161,6 +162,12 @@ class Contenders:
                 return contender, near(
                     contender.calls[0], self.size[:2], values, lambda: self.weights.values, torch.bfloat16
                 )
+            if forms == w4a8.FORMS:
+                contender.checked = ROUNDING
+                values = lambda: w4a8.token_values(self.tokens.plain[0])  # noqa: E731
+                weight = lambda: w4a8.weight_values(self.weights.packed[0])  # noqa: E731
+                right = near(contender.calls[0], self.size[:2], values, weight, torch.bfloat16)
+                return contender, lambda: self.tokens.wrong(forms[0]) or right()
             product = Product(first[0], second[0], self.weights.packed[0])
             return contender, lambda: self.tokens.wrong(forms[0]) or wrong(contender.calls[0], product)
 

@@ -238,7 +238,9 @@ class Contenders:
             (a, *_), stacks = in_forms(self.weights, self.tokens, forms)
             size = (self.m, self.weights.n, self.weights.k)
             chosen = kernel or chosen_kernel(self.harness, size, forms, self.weights.groups)
-            run = fp4gemm.grouped_mm if kernel is None else partial(fp4gemm.grouped_mm, kernel=kernel)
+            run = fp4gemm.grouped_mm
+            if kernel is not None:
+                run = partial(run, **w4a8.forced(kernel))
             made: list[Call] = [partial(run, a, b, self.offs) for b in stacks]
             work = self.work(a, stacks[0], unit_of(self.harness, forms))
             contender = Contender(made, work, kernel=chosen, quantizes=False)
@@ -246,6 +248,10 @@ class Contenders:
                 contender.checked = ROUNDING
                 contender.quantizes = None
                 return contender, self.near(made[0], a, self.expert, torch.bfloat16)
+            if forms == w4a8.FORMS:
+                contender.checked = ROUNDING
+                right = self._w4a8_right(made[0])
+                return contender, lambda: self.tokens.wrong(forms[0]) or right()
             product = Product(a, stacks[0], self.weights.packed[0], self.offs)
             return contender, lambda: self.tokens.wrong(forms[0]) or wrong(made[0], product)
 
@@ -278,10 +284,16 @@ class Contenders:
         (x,), stacks = self.tokens.plain, self.weights.prepacked_fp8
         made = calls(lambda w: w4a8.grouped(x, w, self.offs, fast), stacks)
         work = self.work(x, self.weights.packed[0], self.harness.fp8_unit)
-        expert = lambda e: w4a8.weight_values(self.weights.packed[0][e])  # noqa: E731
-        right = self.near(made[0], w4a8.token_values(x), expert, torch.bfloat16)
-        contender = Contender(made, work, checked=ROUNDING, quantizes=True)
+        size = (self.m, self.weights.n, self.weights.k)
+        kernel = None if fast else chosen_kernel(self.harness, size, w4a8.FORMS, self.weights.groups)
+        right = self._w4a8_right(made[0])
+        contender = Contender(made, work, kernel=kernel, checked=ROUNDING, quantizes=True)
         return contender, lambda: w4a8.tokens_wrong(x, self.offs) or right()
+
+    def _w4a8_right(self, call: Call) -> Check:
+        """A check that a call returns the product of tokens in FP8 but for roundings."""
+        expert = lambda e: w4a8.weight_values(self.weights.packed[0][e])  # noqa: E731
+        return self.near(call, w4a8.token_values(self.tokens.plain[0]), expert, torch.bfloat16)
 
     def fp8(self) -> None:
         """torch's FP8 product, with the quantizer of the tokens and without."""

@@ -147,7 +147,9 @@ class Contenders:
             lambda: w4a8.weight_values(self.weights.packed[0]),
             torch.bfloat16,
         )
-        contender = Contender(made, work, checked=ROUNDING, quantizes=True)
+        size = (self.m, self.weights.n, self.weights.k)
+        kernel = None if fast else chosen_kernel(self.harness, size, w4a8.FORMS)
+        contender = Contender(made, work, kernel=kernel, checked=ROUNDING, quantizes=True)
         return contender, lambda: w4a8.tokens_wrong(xs[0]) or right()
 
     def fp8(self) -> None:

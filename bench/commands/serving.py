@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
-from typing import cast
 
 import torch
 from fp4gemm import NVFP4Tensor, PrepackedTensor
@@ -34,7 +33,7 @@ from ..measure.library import (
     serving_weights,
 )
 from ..measure.models import Experts, Layer, Model, named
-from ..measure.operands import Forms, Tokens, Weights, calls, chosen_kernel
+from ..measure.operands import Tokens, Weights, calls, chosen_kernel
 from ..measure.roofline import Work
 from ..measure.routing import SEED
 from ..measure.verify import TOLERANCE, near, wrong
@@ -65,6 +64,9 @@ LEFT = dict.fromkeys(("gpt-oss-120b", "gpt-oss-20b"), "the experts have biases")
 # other way may change the amax of a row of the second product's input, and with it some of its codes. With
 # one wrong expert of eight the difference is 0.3.
 TOLERANCE_OF_TOKEN = 0.1
+# The same of all tokens with FP8: sums that round change some codes of the second product's input to their
+# neighbours, which differ by a sixteenth.
+TOLERANCE_OF_FP8 = 0.04
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -142,7 +144,7 @@ class Linear(layer.Contenders):
         def make() -> tuple[Contender, Check]:
             held, xs = weights.held(activations), self.tokens.plain
             products.make_ready(held[0], "mm", activations)
-            forms = cast(Forms, products.formats(self.harness.device, activations))
+            forms = products.formats(self.harness.device, activations)
             made = calls(partial(_product, activations), xs, held[: len(xs)])
             kernel = chosen_kernel(self.harness, (self.m, weights.n, weights.k), forms)
             is_a16 = activations == "a16"
@@ -290,7 +292,7 @@ class Mixture:
             w13, w2 = (lambda i, stack=stack: w4a8.weight_values(stack[i]) for stack in stacks)
             return self.emulated(w13, w2, _alternating, w4a8.token_values)
 
-        check = partial(off_by, made[0], want, TOLERANCE_OF_TOKEN)
+        check = partial(off_by, made[0], want, TOLERANCE_OF_TOKEN, TOLERANCE_OF_FP8)
         return Contender(made, work, OURS, None, ROUNDING), check
 
     def torch(self) -> None:
@@ -323,7 +325,7 @@ class Mixture:
                 w13, w2 = (lambda i, stack=stack: through_fp8(stack[i]) for stack in stacks)
                 return self.emulated(w13, w2, _halves, through_fp8)
 
-            check = partial(off_by, made[0], want, TOLERANCE_OF_TOKEN)
+            check = partial(off_by, made[0], want, TOLERANCE_OF_TOKEN, TOLERANCE_OF_FP8)
             return Contender(made, work, BASELINE, None, ROUNDING, FP8_NOTE.format(fast)), check
 
         for name, fast in FP8.items():
@@ -378,10 +380,12 @@ class UngatedExperts(plain_experts.Experts):
         return gate_up.relu().square()
 
 
-def off_by(call: Call, want: Callable[[], Tensor], limit: float) -> str | None:
+def off_by(
+    call: Call, want: Callable[[], Tensor], limit: float, limit_of_all: float = TOLERANCE
+) -> str | None:
     """None if a call returns ``want()`` but for roundings, else the difference.
 
-    It must be less than verify.TOLERANCE of the norm of all tokens, and than ``limit`` of that of each.
+    It must be less than ``limit_of_all`` of the norm of all tokens, and than ``limit`` of that of each.
     """
     got, wanted = call(), want()
     if not isinstance(got, Tensor) or got.shape != wanted.shape or got.dtype is not torch.bfloat16:
@@ -391,7 +395,7 @@ def off_by(call: Call, want: Callable[[], Tensor], limit: float) -> str | None:
     differs = (got.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-30)
     whole = float((got.float() - wanted).norm() / wanted.norm())
     worst = int(differs.argmax())
-    if not whole < TOLERANCE:
+    if not whole < limit_of_all:
         return f"is off by {whole:.1e} of its norm from its emulation"
     if not float(differs[worst]) < limit:
         return f"token {worst} is off by {float(differs[worst]):.1e} of its norm from its emulation"

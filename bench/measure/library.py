@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 import fp4gemm
 import torch
@@ -101,15 +101,16 @@ def streams_prepacked(device: torch.device) -> bool:
 def chosen_kernel(
     device: torch.device,
     shape: tuple[int, int, int],
-    formats: tuple[kernel_table.Format, kernel_table.Format],
+    formats: tuple[str, str],
     groups: int = 0,
 ) -> str | None:
     """The name of the kernel that mm (with ``groups``: grouped_mm) runs for (m, n, k) on a CUDA device."""
     m, n, k = shape
+    format_a, format_b = cast("tuple[Any, Any]", formats)  # of kernel_table.Format
     if selection.RULES:
         rows = torch.empty(0, m, device=device).t()
         mode = "grouped" if groups else "dense"
-        named = selection.find(rows, n, k, torch.bfloat16, mode, False, formats)
+        named = selection.find(rows, n, k, torch.bfloat16, mode, False, (format_a, format_b))
         if named is not None:
             return named
     found = kernel_table.select_kernel(
@@ -119,8 +120,8 @@ def chosen_kernel(
         n,
         k,
         groups,
-        format_a=formats[0],
-        format_b=formats[1],
+        format_a=format_a,
+        format_b=format_b,
     )
     return None if found is None else found.name
 

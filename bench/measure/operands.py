@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import fp4gemm
 import torch
 from fp4gemm import DecodedTensor, NVFP4Tensor, PrepackedTensor, reference
-from fp4gemm.kernel_table import Format
 from torch import Tensor
 
 from ..baselines import fp8
@@ -21,7 +20,7 @@ from .library import Call, gaussian_weights, sets
 from .verify import difference
 
 Packed = TypeVar("Packed", bound=NVFP4Tensor | DecodedTensor | PrepackedTensor)
-Forms = tuple[Format, Format]  # of a and of b
+Forms = tuple[str, str]  # of a and of b, each of kernel_table.Format
 # torch's product of fp16 operands gets them scaled by this power of two: its fp16 output would overflow.
 FP16_SCALE = 2**-8
 
@@ -120,6 +119,11 @@ class Tokens:
         return [fp4gemm.quantize(x, offs=self.offs, decoded=True) for x in self.plain]
 
     @cached_property
+    def e4m3(self) -> list[Any]:
+        """FP8Tensors."""
+        return [w4a8.quantize(x, self.offs) for x in self.plain]
+
+    @cached_property
     def fp16(self) -> list[Tensor]:
         return [x.to(torch.float16) for x in self.plain]
 
@@ -132,6 +136,8 @@ class Tokens:
         """None if the first tokens in this form are what the reference makes of them, else the difference."""
         if form == "bf16":
             return None
+        if form == "e4m3":
+            return w4a8.tokens_wrong(self.plain[0], self.offs)
         reason = self._packed_wrong
         if reason is None and form == "fp16":
             reason = self._decoded_wrong
@@ -158,14 +164,20 @@ class Tokens:
 
 
 # Where the operands in each form are found.
-_OF_TOKENS = {"nvfp4": "packed", "fp16": "decoded", "bf16": "plain"}
-_OF_WEIGHTS = {"nvfp4": "packed", "fp16": "decoded", "prepacked": "prepacked"}
+_OF_TOKENS = {"nvfp4": "packed", "fp16": "decoded", "bf16": "plain", "e4m3": "e4m3"}
+_OF_WEIGHTS = {
+    "nvfp4": "packed",
+    "fp16": "decoded",
+    "prepacked": "prepacked",
+    "prepacked_fp8": "prepacked_fp8",
+}
 # The forms that a kernel reads without a conversion, by its KernelInfo.operand.
 READ_BY: dict[str, Forms] = {
     "nvfp4": ("nvfp4", "nvfp4"),
     "fp16": ("fp16", "fp16"),
     "prepacked": ("fp16", "prepacked"),
     "prepacked_bf16": ("bf16", "prepacked"),
+    "prepacked_fp8": w4a8.FORMS,
 }
 OURS = "fp4gemm"
 # Contenders of ours beside the fastest: the forms, and the operand that a kernel of the device must read.
@@ -188,6 +200,8 @@ def fastest_forms(harness: Harness) -> Forms:
 
 def unit_of(harness: Harness, forms: Forms) -> str:
     """``roofline.Work.unit`` of our product of operands in these forms."""
+    if forms == w4a8.FORMS:
+        return harness.fp8_unit
     return harness.our_unit if forms == READ_BY["nvfp4"] else harness.unit
 
 

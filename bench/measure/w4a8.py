@@ -18,6 +18,7 @@ from torch import Tensor
 from .library import ActivationName, activation_number
 from .verify import same_bits
 
+FORMS = ("e4m3", "prepacked_fp8")  # of tokens and weights, as kernels name them
 SCALING = 3  # of the operator linear: x is quantized to FP8, with one scale for each row
 K_STEP = 64
 _MOST = 448.0
@@ -92,6 +93,11 @@ def experts(
     return y
 
 
+def forced(kernel: str) -> dict[str, Any]:
+    """The keywords of mm and grouped_mm for a kernel: some kernels need use_fast_accum."""
+    return {"kernel": kernel} | ({"use_fast_accum": True} if "_fp8_fast_" in kernel else {})
+
+
 def grouped(x: Tensor, w: PrepackedTensor, offs: Tensor, use_fast_accum: bool) -> Tensor:
     """bfloat16 products of groups of tokens, which are quantized here, with the matrices of a stack."""
     multiply: Any = fp4gemm.grouped_mm
@@ -112,7 +118,8 @@ def _of_library(name: str) -> Any:
 def codes_of(x: Tensor) -> tuple[Tensor, Tensor]:
     """(float8_e4m3fn codes in the order of k, float32 amax (m,)) of tokens (m, k) without NaN."""
     amax = x.float().abs().amax(-1, keepdim=True)
-    multiplier = (_MOST / amax).clamp_max(torch.finfo(torch.float32).max)
+    # A division by a tensor rounds once; torch divides a number by a tensor with two roundings.
+    multiplier = (torch.full_like(amax, _MOST) / amax).clamp_max(torch.finfo(torch.float32).max)
     multiplier = torch.where((amax == 0) | (multiplier == 0), 1.0, multiplier)
     return (x.float() * multiplier).clamp(-_MOST, _MOST).to(torch.float8_e4m3fn), amax.view(-1)
 

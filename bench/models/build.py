@@ -7,7 +7,6 @@ Weights are drawn one layer at a time, from a seed of their own, and quantized b
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -169,29 +168,30 @@ def _lacking(name: str) -> str | None:
         return None
     if kind.activations not in get_args(fp4gemm.recipe.LayerActivations):
         return f"fp4gemm {fp4gemm.__version__} has no activations {kind.activations!r}"
-    if kind.use_fast_accum and "use_fast_accum" not in _parameters():
-        return f"quantize_model of fp4gemm {fp4gemm.__version__} has no use_fast_accum"
     return None
 
 
-def _parameters() -> frozenset[str]:
-    return frozenset(inspect.signature(fp4gemm.models.quantize_model).parameters)
-
-
 def _quantized(layer: DecoderLayer, kind: Kind) -> tuple[nn.Module, QuantizeReport]:
-    """The layer as quantize_model makes it, and what it reports."""
+    """The layer as quantize_model makes it, and what it reports.
+
+    Raises:
+        NotImplementedError: the device has no kernels for it, or the layers have no use_fast_accum.
+    """
     reports: list[QuantizeReport] = []
     _quantize_experts(layer, kind.activations)
-    options: dict[str, Any] = {"activations": kind.activations}
-    if kind.use_fast_accum:
-        options["use_fast_accum"] = True
     made = fp4gemm.models.quantize_model(
         layer,
+        activations=cast(Any, kind.activations),
         method="round",  # as the emulation; the speed does not depend on it
         fuse="auto",
         report=reports.append,
-        **options,
     )
+    if kind.use_fast_accum:
+        chosen = [module for module in made.modules() if hasattr(module, "use_fast_accum")]
+        if not chosen:
+            raise NotImplementedError("the layers have no use_fast_accum")
+        for module in chosen:
+            module.use_fast_accum = cast(Any, True)
     return made, reports[0]
 
 

@@ -212,7 +212,7 @@ def kernel(name: str, arch: int, operand: str, mode: str = "dense") -> library.K
 @pytest.mark.parametrize(
     ("arch", "read", "forms", "names"),
     [
-        (90, HOPPER, ("fp16", "prepacked"), ["a", "d"]),
+        (90, HOPPER, ("fp16", "prepacked"), ["a", "d", "e8"]),
         (100, BLACKWELL, ("nvfp4", "nvfp4"), ["f"]),
         (120, GEFORCE, ("nvfp4", "nvfp4"), ["g", "h", "i"]),
         (None, frozenset(), ("nvfp4", "nvfp4"), []),
@@ -231,6 +231,7 @@ def test_what_is_timed_follows_from_the_kernels_of_the_device(
         kernel("c", 90, "fp16", "grouped"),
         kernel("d", 90, "nvfp4"),
         kernel("e", 90, "nvfp4", "grouped"),
+        kernel("e8", 90, "prepacked_fp8"),
         kernel("f", 100, "nvfp4"),
         kernel("g", 120, "nvfp4"),
         kernel("h", 120, "prepacked"),

@@ -35,7 +35,7 @@ MORE = {"date": "2026-01-02", "command": "python -m bench", "roofline": {}}
 
 # The forms of operands that the kernels of a device read.
 NO_KERNELS: frozenset[str] = frozenset()
-HOPPER = frozenset({"nvfp4", "fp16", "prepacked", "prepacked_bf16"})
+HOPPER = frozenset({"nvfp4", "fp16", "prepacked", "prepacked_bf16", "prepacked_fp8"})
 BLACKWELL = frozenset({"nvfp4"})
 GEFORCE = frozenset({"nvfp4", "prepacked", "prepacked_bf16"})
 
