@@ -28,15 +28,19 @@ class Bench(NamedTuple):
     sizes: str  # the heading above the subjects and the numbers of tokens
     across: str  # the field that has the number of tokens
     contenders: Mapping[str, str]
-    factor: float = 1.0  # from microseconds to the unit of the title
-    pattern: str = "{:.1f}"
+    time: str = "us"  # the field that has the microseconds
 
 
 BENCHES = {
     "dense": Bench("Linear layers, microseconds", "weight n x k; tokens =", "m", OF_PRODUCTS),
     "grouped": Bench("Experts, microseconds", "experts x n x k; tokens =", "tokens", OF_PRODUCTS),
+    # Without embedding, last norm and lm_head, whose part depends on the number of layers that were run.
     "model": Bench(
-        "Whole steps, milliseconds", "model and step; sequences =", "batch", OF_MODELS, 1e-3, "{:.2f}"
+        "Decoder layers with attention, microseconds a layer",
+        "model and step; sequences =",
+        "batch",
+        OF_MODELS,
+        "us_layer",
     ),
 }
 # By subject (a weight, or a step of a model), by format, by number of tokens: microseconds.
@@ -51,7 +55,7 @@ def times(rows: Sequence[Row], name: str) -> Times:
         kind = bench.contenders.get(row["contender"])
         if row["bench"] == name and kind is not None and "us" in row:
             subject = str(row["step"]) if name == "model" else weight_name(row)
-            made.setdefault(subject, {}).setdefault(kind, {})[int(row[bench.across])] = float(row["us"])
+            made.setdefault(subject, {}).setdefault(kind, {})[int(row[bench.across])] = float(row[bench.time])
     return {subject: found for subject, found in made.items() if len(found) > 1}
 
 
@@ -74,7 +78,7 @@ def lines(rows: Sequence[Row], name: str) -> list[str]:
             cells = []
             for size in sizes:
                 us = one[kind].get(size)
-                text = "" if us is None else bench.pattern.format(us * bench.factor)
+                text = "" if us is None else f"{us:.1f}"
                 cells.append(f"**{text}**" if us is not None and us == least[size] else text)
             body.append((first, kind, *cells))
             first = ""
