@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import fp4gemm
 import torch
-from fp4gemm import DecodedTensor, NVFP4Tensor, PrepackedTensor, reference
+from fp4gemm import DecodedTensor, FP8Tensor, NVFP4Tensor, PrepackedTensor, reference
 from torch import Tensor
 
 from ..baselines import fp8
@@ -54,7 +54,7 @@ class Weights:
         """``packed`` in the order of the kernels for FP8 tokens.
 
         Raises:
-            NotImplementedError: there are no such kernels, or k does not fit.
+            NotImplementedError: k does not fit, or the device has no such kernels.
         """
         return [w4a8.prepack(w) for w in self.packed]
 
@@ -119,8 +119,7 @@ class Tokens:
         return [fp4gemm.quantize(x, offs=self.offs, decoded=True) for x in self.plain]
 
     @cached_property
-    def e4m3(self) -> list[Any]:
-        """FP8Tensors."""
+    def e4m3(self) -> list[FP8Tensor]:
         return [w4a8.quantize(x, self.offs) for x in self.plain]
 
     @cached_property

@@ -12,7 +12,7 @@ from typing import Any
 
 import fp4gemm
 import torch
-from fp4gemm import NVFP4Tensor, PrepackedTensor
+from fp4gemm import FP8Tensor, NVFP4Tensor, PrepackedTensor
 from torch import Tensor
 
 from .library import ActivationName, activation_number
@@ -28,20 +28,17 @@ def prepack(w: NVFP4Tensor) -> PrepackedTensor:
     """The weight, or the stack, in the order of the kernels for FP8 tokens.
 
     Raises:
-        NotImplementedError: k does not fit, or there are no such kernels.
+        NotImplementedError: k does not fit, or the device has no such kernels.
     """
     k = w.shape[-1]
     if k % K_STEP:
         raise NotImplementedError(f"k is {k}, must be a multiple of {K_STEP} for FP8 tokens")
-    _of_library("quantize_fp8")
-    make: Any = fp4gemm.prepack
-    made: PrepackedTensor = make(w, fp8=True)
-    return made
+    return fp4gemm.prepack(w, fp8=True)
 
 
-def quantize(x: Tensor, offs: Tensor | None = None) -> Any:
-    """The tokens as an FP8Tensor; raises NotImplementedError where there are none."""
-    return _of_library("quantize_fp8")(x, offs=offs)
+def quantize(x: Tensor, offs: Tensor | None = None) -> FP8Tensor:
+    """The tokens, in groups if there are ``offs``."""
+    return fp4gemm.quantize_fp8(x, offs=offs)
 
 
 def linear(x: Tensor, w: PrepackedTensor, use_fast_accum: bool) -> Tensor:
@@ -100,16 +97,7 @@ def forced(kernel: str) -> dict[str, Any]:
 
 def grouped(x: Tensor, w: PrepackedTensor, offs: Tensor, use_fast_accum: bool) -> Tensor:
     """bfloat16 products of groups of tokens, which are quantized here, with the matrices of a stack."""
-    multiply: Any = fp4gemm.grouped_mm
-    y: Tensor = multiply(quantize(x, offs), w, offs, use_fast_accum=use_fast_accum)
-    return y
-
-
-def _of_library(name: str) -> Any:
-    found = getattr(fp4gemm, name, None)
-    if found is None:
-        raise NotImplementedError(f"fp4gemm {fp4gemm.__version__} has no {name}: no FP8 tokens")
-    return found
+    return fp4gemm.grouped_mm(quantize(x, offs), w, offs, use_fast_accum=use_fast_accum)
 
 
 # ---- the definition ---------------------------------------------------------------------------------------

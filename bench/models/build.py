@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast
 
 import fp4gemm
 import torch
 from fp4gemm.activations import ActivationName
 from fp4gemm.models import QuantizeReport
+from fp4gemm.recipe import ExpertsActivations
 from torch import Tensor, nn
 
 from ..measure.library import error_line
@@ -26,13 +27,12 @@ from .shapes import Shape
 
 DTYPE = torch.bfloat16
 FLOAT, MERGED, FP8 = "bf16", "bf16 merged", "fp8 merged"
-LayerActivations = Literal["per-token", "a16", "fp8"]
 
 
 class Kind(NamedTuple):
     """How a model in NVFP4 is made, and what its products do."""
 
-    activations: LayerActivations  # of quantize_model
+    activations: ExpertsActivations  # of quantize_model
     through: emulation.Through
     is_fusable: bool  # whether norms are those of transformers, which quantize_model fuses
     use_fast_accum: bool = False
@@ -133,7 +133,7 @@ def build(shape: Shape, num_layers: int, wanted: Sequence[str], device: torch.de
     """The models of these names, of VARIANTS; the merged one in bf16 is always among them."""
     layers: dict[str, list[nn.Module]] = {name: [] for name in VARIANTS if name in wanted or name == MERGED}
     ends, emulations, reported = end_weights(shape, device), {}, {}
-    absent = {name: reason for name in layers if (reason := _lacking(name)) is not None}
+    absent: dict[str, str] = {}
     for index in range(num_layers):
         weights = layer_weights(shape, index, device)
         if index == 0:
@@ -161,41 +161,29 @@ def build(shape: Shape, num_layers: int, wanted: Sequence[str], device: torch.de
     return Variants(shape, ends, models, plain, emulations, reported, absent)
 
 
-def _lacking(name: str) -> str | None:
-    """What the installed fp4gemm lacks for a model in NVFP4, or None."""
-    kind = QUANTIZED.get(name)
-    if kind is None:
-        return None
-    if kind.activations not in get_args(fp4gemm.recipe.LayerActivations):
-        return f"fp4gemm {fp4gemm.__version__} has no activations {kind.activations!r}"
-    return None
-
-
 def _quantized(layer: DecoderLayer, kind: Kind) -> tuple[nn.Module, QuantizeReport]:
     """The layer as quantize_model makes it, and what it reports.
 
     Raises:
-        NotImplementedError: the device has no kernels for it, or the layers have no use_fast_accum.
+        NotImplementedError: the device has no kernels for it.
     """
     reports: list[QuantizeReport] = []
     _quantize_experts(layer, kind.activations)
     made = fp4gemm.models.quantize_model(
         layer,
-        activations=cast(Any, kind.activations),
+        activations=kind.activations,
         method="round",  # as the emulation; the speed does not depend on it
         fuse="auto",
         report=reports.append,
     )
     if kind.use_fast_accum:
-        chosen = [module for module in made.modules() if hasattr(module, "use_fast_accum")]
-        if not chosen:
-            raise NotImplementedError("the layers have no use_fast_accum")
-        for module in chosen:
-            module.use_fast_accum = cast(Any, True)
+        for module in made.modules():
+            if isinstance(module, (fp4gemm.nn.Linear, fp4gemm.nn.Experts)):
+                module.use_fast_accum = True
     return made, reports[0]
 
 
-def _quantize_experts(layer: DecoderLayer, activations: str) -> None:
+def _quantize_experts(layer: DecoderLayer, activations: ExpertsActivations) -> None:
     """Replaces the experts of a layer, as quantize_model does it where transformers defines them."""
     experts = getattr(layer.mlp, "experts", None)
     activation: ActivationName = "swiglu_oai" if isinstance(experts, OssExperts) else "swiglu"
@@ -208,7 +196,7 @@ def _quantize_experts(layer: DecoderLayer, activations: str) -> None:
             layout="halves" if experts.is_concatenated else "interleaved",
             is_transposed=experts.is_transposed,
             activation=activation,
-            activations=cast(Any, activations),
+            activations=activations,
             method="round",
         )
 

@@ -237,14 +237,6 @@ def test_a_k_that_fp8_tokens_lack_is_named() -> None:
     )
 
 
-def test_a_library_without_fp8_tokens_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(fp4gemm, "quantize_fp8", raising=False)
-    reason = f"NotImplementedError: fp4gemm {fp4gemm.__version__} has no quantize_fp8: no FP8 tokens"
-    for line in (["dense", "--shapes", "5x64x128"], ["grouped", "--shapes", "4x64x128", "--m", "9"]):
-        found = named(run(*line))
-        assert {found[name]["absent"] for name in W4A8} == {reason}
-
-
 # ---- the option -------------------------------------------------------------------------------------------
 
 

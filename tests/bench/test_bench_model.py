@@ -10,7 +10,7 @@ from typing import Any
 import fp4gemm
 import pytest
 import torch
-from bench_helpers import CPU, W4A8, cpu_harness, named, result, run
+from bench_helpers import CPU, cpu_harness, named, result, run
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
@@ -102,8 +102,8 @@ def test_a_decode_step_continues_a_prefill(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_variants_share_their_values() -> None:
     made = build(SHAPES["tiny"], 2, VARIANTS, CPU)
-    assert set(made.models) == set(VARIANTS) - set(made.absent)
-    assert set(made.absent) <= W4A8
+    assert set(made.models) == set(VARIANTS)
+    assert not made.absent
     merged, plain = made.models[MERGED].layers[1], made.models["bf16"].layers[1]
     qkv = torch.cat([getattr(plain.self_attn, f"{x}_proj").weight for x in "qkv"])
     assert torch.equal(merged.self_attn.qkv_proj.weight, qkv)
@@ -135,10 +135,7 @@ def test_every_contender_on_the_cpu(name: str) -> None:
     )
     assert [row["contender"] for row in decode] == [row["contender"] for row in prefill] == list(VARIANTS)
     assert len(rows) == 2 * len(VARIANTS)
-    assert {row["contender"] for row in rows if "absent" in row} <= W4A8
     for row in rows:
-        if "absent" in row:
-            continue
         assert row["tokens_s"] == pytest.approx((3 if row["mode"] == "decode" else 8) / row["us"] * 1e6, 1e-3)
         assert row["cosine"] > 0.9
     found = named(decode)
@@ -166,7 +163,7 @@ def test_a_layer_of_a_deep_model_is_checked(monkeypatch: pytest.MonkeyPatch) -> 
     inputs = list(steps._layer_inputs())
     assert len(inputs) == command.CHECKED
     monkeypatch.setattr(emulation, "MOST", 0.3)
-    assert set(made.emulated) == {"fp8 merged", *QUANTIZED} - set(made.absent)
+    assert set(made.emulated) == {"fp8 merged", *QUANTIZED}
     for name in made.emulated:
         layer, plain = made.models[name].layers[0], made.plain
         assert emulation.off_by(layer, plain, made.emulated[name], inputs) is None
@@ -227,8 +224,6 @@ def test_layers_are_compiled_once(name: str, monkeypatch: pytest.MonkeyPatch) ->
     """All layers of a model share the graph of the first, without a break."""
     shape = dataclasses.replace(SHAPES["tiny"], num_layers=10)  # more than torch compiles again
     made = build(shape, 10, (name,), CPU)
-    if name in made.absent:
-        pytest.skip(made.absent[name])
     counter = CompileCounter()
     compile_by(counter, monkeypatch)
     step = made.step(2, 8, 1)

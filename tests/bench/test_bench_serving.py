@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_helpers import FP8, HOPPER, W4A8, W4A8_TIMED, named, run
+from bench_helpers import FP8, HOPPER, W4A8, named, run
 
 from bench.__main__ import main
 from bench.commands import serving
@@ -38,11 +38,11 @@ def test_every_layer_at_every_size() -> None:
     assert not any("refused" in row for row in rows)
     absent = {(row["layer"], row["contender"]) for row in rows if "absent" in row}
     # The second product of the experts has a k of 32, and FP8 tokens need a multiple of 64.
-    assert absent == {("experts", name) for name in W4A8} | {("qkv", name) for name in W4A8 - W4A8_TIMED}
+    assert absent == {("experts", name) for name in W4A8}
     linear = named([row for row in rows if row.get("m") == 5])
     assert set(linear) == {*OURS, *W4A8, "torch bf16", *FP8}
     assert {name for name, row in linear.items() if row.get("checked") == "bit for bit"} == {"fp4gemm W4A4"}
-    assert all("us" in linear[name] for name in (*OURS, *W4A8_TIMED, *FP8))
+    assert all("us" in linear[name] for name in (*OURS, *W4A8, *FP8))
     ours = linear["fp4gemm W4A4"]
     num_bytes = 2 * 5 * 64 + (48 * 32 + 128 * 4 + 4 * 48) + 2 * 5 * 48
     assert ours["gb_s"] * ours["us"] * 1e3 == pytest.approx(num_bytes, rel=0.01)
@@ -63,7 +63,7 @@ def test_humming_is_absent_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> N
     assert [layer for layer, _ in absent] == ["qkv", "experts"]
     assert absent[0][1].startswith("humming: ModuleNotFoundError")
     assert absent[1][1] == "this command calls humming's linear layers alone"
-    assert {row["contender"] for row in rows if "us" in row} == {*OURS, *W4A8_TIMED, "torch bf16", *FP8}
+    assert {row["contender"] for row in rows if "us" in row} == {*OURS, *W4A8, "torch bf16", *FP8}
 
 
 def test_experts_without_a_gate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_command_line_continues_a_file(
     out = tmp_path / "serving.jsonl"
     line = ["serving", "--quick", "--rounds", "1", "--device", "cpu", "--out", str(out)]
     assert main(line) == 0
-    count = 4 * (len(OURS) + 1 + len(FP8)) + 2 * len(W4A8_TIMED)
+    count = 4 * (len(OURS) + 1 + len(FP8)) + 2 * len(W4A8)
     assert f"{count} results, 0 refused" in capsys.readouterr().out
     before = out.read_text()
     assert main([*line, "--json"]) == 0

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import fp4gemm
 import torch
 
 from bench.__main__ import parser
@@ -44,7 +43,6 @@ GEFORCE = frozenset({"nvfp4", "prepacked", "prepacked_bf16"})
 FP8 = frozenset({"torch fp8", "torch fp8 promoted"})
 FP8_PRODUCT = "torch fp8, quantized tokens"
 W4A8 = frozenset({"fp4gemm W4A8", "fp4gemm W4A8 fast"})
-W4A8_TIMED = W4A8 if hasattr(fp4gemm, "quantize_fp8") else frozenset()
 
 
 class CpuHarness(Harness):
