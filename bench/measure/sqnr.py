@@ -59,6 +59,7 @@ def modes() -> tuple[Mode, ...]:
         ),
         Mode("tensor, scale search", {"scaling": "tensor", "scale_search": "mse"}),
         Mode("row, scale search", {"scale_search": "mse"}),
+        Mode("row, scale search, FP8 operand", {"scale_search": "mse", "fp8_operand": True}),
         Mode("16x16, scale search", {"scaling": "tensor", "block": (16, 16), "scale_search": "mse"}),
         Mode("row, Hadamard bf16", {"hadamard": "bf16"}),
         Mode("row, Hadamard fp32", {"hadamard": "fp32"}),

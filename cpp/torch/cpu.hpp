@@ -76,6 +76,16 @@ inline uint32_t encode_e2m1(float x) {
   return ((as_bits(a + magic) & 7) + first) | sign;
 }
 
+/// 8 * e4m3(u / 8), rounded to nearest even, for |u| <= 6 * 448: the operand of FP8 tensor cores for u = q *
+/// s.
+inline float eight_e4m3_of_eighth(float u) {
+  // The sum of u and 1.5 * 2^(20 + x), x the exponent of u but at least -3, has the precision of 8 * e4m3.
+  auto const bits = static_cast<int32_t>(as_bits(u) & 0x7F800000);
+  int32_t const exponent = bits > 0x3E000000 ? bits : 0x3E000000;
+  float const magic = as_float(static_cast<uint32_t>(exponent + ((20 << 23) + (1 << 22))));
+  return (u + magic) - magic;
+}
+
 using cutlass_evt::scale_offset;
 
 /// Calls function(row) for each row of k elements, on the threads of torch. Returns 0, or 1 if torch failed.

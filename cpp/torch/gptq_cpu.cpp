@@ -29,21 +29,28 @@ struct Factors {
   float cost[kBlock];
 };
 
-/// A candidate of each row: the code of s, e, and t.
+/// A candidate of each row: the code of s, e, s, and t.
 struct Candidates {
   alignas(64) int32_t codes[kLanes];
-  alignas(64) Lanes factors, weights;
+  alignas(64) Lanes factors, values, weights;
 };
 
 /// The rows of a tile: a = max |w|, S, A and what is computed of them.
 struct Outer {
-  alignas(64) int32_t first[kLanes];         // c_0
-  alignas(64) Lanes largest, inverse, amax;  // a, fl(1 / S), A
+  alignas(64) int32_t first[kLanes];               // c_0
+  alignas(64) Lanes largest, inverse, amax, unit;  // a, fl(1 / S), A, p = fl(A * fl(1 / 6B))
+};
+
+/// What rounding costs: d, and g with an FP8 operand.
+struct Differences {
+  alignas(64) Columns own;
+  alignas(64) Columns apart;
 };
 
 /// Computes a row's constants from its A. a is NaN where a value is: magnitudes are ordered like their bits,
 /// and those of NaN are the largest.
 inline __attribute__((always_inline)) void prepare(Columns const& w, float bound, Outer& outer) {
+  float const inverse_bound = 1.0f / bound;
   for (int r = 0; r < kLanes; ++r) {
     int32_t largest = 0;
     for (int i = 0; i < kBlock; ++i) {
@@ -57,6 +64,7 @@ inline __attribute__((always_inline)) void prepare(Columns const& w, float bound
     outer.first[r] = code < 1 ? 1 : code;
     outer.largest[r] = a;
     outer.inverse[r] = 1.0f / encode;
+    outer.unit[r] = outer.amax[r] * inverse_bound;
   }
 }
 
@@ -71,19 +79,22 @@ inline __attribute__((always_inline)) void candidates_at(Outer const& outer, int
     float const value = decode_e4m3(static_cast<uint32_t>(code));
     made.codes[r] = code;
     made.factors[r] = bounded(1.0f / (value * outer.inverse[r]));
+    made.values[r] = value;
     made.weights[r] = value * outer.amax[r] * inverse_bound;
   }
 }
 
-/// scaled = column i of the corrected w times e; column i of differences = d.
-template <int i>
+/// scaled = column i of the corrected w times e; column i of made = the differences.
+///
+/// @tparam kFp8 The weight is multiplied as FP8 values too.
+template <bool kFp8, int i>
 inline __attribute__((always_inline)) void feed_back_column(Columns const& w, Factors const& factors,
-                                                            Candidates const& tried, Columns& scaled,
-                                                            Columns& differences) {
+                                                            Outer const& outer, Candidates const& tried,
+                                                            Columns& scaled, Differences& made) {
   for (int r = 0; r < kLanes; ++r) {
     float value = w[i][r];
     for (int j = 0; j < i; ++j) {
-      value -= differences[j][r] * factors.rows[i][j];
+      value -= made.own[j][r] * factors.rows[i][j];
     }
     float const product = value * tried.factors[r];
     float a = product < 6.0f ? product : 6.0f;  // 6 where it is NaN
@@ -94,24 +105,36 @@ inline __attribute__((always_inline)) void feed_back_column(Columns const& w, Fa
     float const magic = as_float(static_cast<uint32_t>(exponent + ((22 << 23) + (1 << 22))));
     float const q = (a + magic) - magic;
     scaled[i][r] = product;
-    differences[i][r] = value - q * tried.weights[r];
+    if constexpr (kFp8) {
+      float const exact = q * tried.values[r], half = 0.5f * (eight_e4m3_of_eighth(exact) - exact);
+      made.own[i][r] = value - (exact + half) * outer.unit[r];
+      made.apart[i][r] = half * outer.unit[r];
+    } else {
+      made.own[i][r] = value - q * tried.weights[r];
+    }
   }
 }
 
-template <int... i>
+template <bool kFp8, int... i>
 inline __attribute__((always_inline)) void feed_back(Columns const& w, Factors const& factors,
-                                                     Candidates const& tried, Columns& scaled,
-                                                     Columns& differences, std::integer_sequence<int, i...>) {
-  (feed_back_column<i>(w, factors, tried, scaled, differences), ...);
+                                                     Outer const& outer, Candidates const& tried,
+                                                     Columns& scaled, Differences& made,
+                                                     std::integer_sequence<int, i...>) {
+  (feed_back_column<kFp8, i>(w, factors, outer, tried, scaled, made), ...);
 }
 
 /// E of each row; a NaN counts as infinity.
-inline __attribute__((always_inline)) void sum_errors(Columns const& differences, Factors const& factors,
+template <bool kFp8>
+inline __attribute__((always_inline)) void sum_errors(Differences const& made, Factors const& factors,
                                                       Lanes& errors) {
   for (int r = 0; r < kLanes; ++r) {
     float terms[kBlock];
     for (int i = 0; i < kBlock; ++i) {
-      terms[i] = differences[i][r] * differences[i][r] * factors.cost[i];
+      float square = made.own[i][r] * made.own[i][r];
+      if constexpr (kFp8) {
+        square += made.apart[i][r] * made.apart[i][r];
+      }
+      terms[i] = square * factors.cost[i];
     }
     for (int i = 0; i < 8; ++i) {
       terms[i] += terms[i + 8];
@@ -124,9 +147,11 @@ inline __attribute__((always_inline)) void sum_errors(Columns const& differences
   }
 }
 
-/// Rounds a tile. Leaves d in `differences`, the e2m1 codes and the codes of the scales.
-FP4GEMM_CLONES void round_tile(Columns const& w, Factors const& factors, float bound, Outer& outer,
-                               Columns& differences, uint8_t (*codes)[kLanes], uint8_t* scales) {
+/// Rounds a tile. Leaves d in `made`, the e2m1 codes and the codes of the scales.
+template <bool kFp8>
+inline __attribute__((always_inline)) void round_rows(Columns const& w, Factors const& factors, float bound,
+                                                      Outer& outer, Differences& made,
+                                                      uint8_t (*codes)[kLanes], uint8_t* scales) {
   float const inverse_bound = 1.0f / bound;
   constexpr auto kColumns = std::make_integer_sequence<int, kBlock>();
   Candidates tried;
@@ -137,8 +162,8 @@ FP4GEMM_CLONES void round_tile(Columns const& w, Factors const& factors, float b
   for (int c = 0; c < kNumSteps; ++c) {
     std::fill(steps, steps + kLanes, kSteps[c]);
     candidates_at(outer, steps, inverse_bound, tried);
-    feed_back(w, factors, tried, scaled, differences, kColumns);
-    sum_errors(differences, factors, errors);
+    feed_back<kFp8>(w, factors, outer, tried, scaled, made, kColumns);
+    sum_errors<kFp8>(made, factors, errors);
     for (int r = 0; r < kLanes; ++r) {
       bool const is_better = c == 0 || errors[r] < least[r];
       best[r] = is_better ? kSteps[c] : best[r];
@@ -146,7 +171,7 @@ FP4GEMM_CLONES void round_tile(Columns const& w, Factors const& factors, float b
     }
   }
   candidates_at(outer, best, inverse_bound, tried);
-  feed_back(w, factors, tried, scaled, differences, kColumns);
+  feed_back<kFp8>(w, factors, outer, tried, scaled, made, kColumns);
   for (int r = 0; r < kLanes; ++r) {
     scales[r] = static_cast<uint8_t>(tried.codes[r]);
   }
@@ -157,14 +182,24 @@ FP4GEMM_CLONES void round_tile(Columns const& w, Factors const& factors, float b
   }
 }
 
+/// round_rows, compiled for each instruction set.
+FP4GEMM_CLONES void round_tile(Columns const& w, Factors const& factors, float bound, Outer& outer,
+                               Differences& made, uint8_t (*codes)[kLanes], uint8_t* scales) {
+  round_rows<false>(w, factors, bound, outer, made, codes, scales);
+}
+FP4GEMM_CLONES void round_tile_fp8(Columns const& w, Factors const& factors, float bound, Outer& outer,
+                                   Differences& made, uint8_t (*codes)[kLanes], uint8_t* scales) {
+  round_rows<true>(w, factors, bound, outer, made, codes, scales);
+}
+
 }  // namespace
 
 /// Rounds a block of 16 columns of a weight with n rows. All are contiguous: w (16, n), unchanged; rows (16,
 /// 16), U_ji / U_jj at [j][i]; cost (16), 1 / U_jj^2; codes (16, n), scales (n) and differences (16, n),
-/// which are written. amax: A of row r is amax[r * amax_stride]. Returns 0 on success.
+/// which are written. amax: A of row r is amax[r * amax_stride]. fp8_operand: 0 or 1. Returns 0 on success.
 extern "C" __attribute__((visibility("default"))) int fp4gemm_torch_gptq_block(
     float const* w, int64_t n, float const* rows, float const* cost, float const* amax, int64_t amax_stride,
-    int e4m3_max, uint8_t* codes, uint8_t* scales, float* differences) {
+    int e4m3_max, int fp8_operand, uint8_t* codes, uint8_t* scales, float* differences) {
   Factors factors;
   for (int i = 0; i < kBlock; ++i) {
     for (int j = 0; j < i; ++j) {
@@ -176,7 +211,8 @@ extern "C" __attribute__((visibility("default"))) int fp4gemm_torch_gptq_block(
   auto const round_rows = [&](int64_t tile) {
     int64_t const first = tile * kLanes;
     int const count = static_cast<int>(std::min<int64_t>(kLanes, n - first));
-    alignas(64) Columns values = {}, left;  // lanes behind the last row hold zeros
+    alignas(64) Columns values = {};  // lanes behind the last row hold zeros
+    Differences left;
     Outer outer{};
     uint8_t made[kBlock][kLanes], made_scales[kLanes];
     for (int i = 0; i < kBlock; ++i) {
@@ -185,10 +221,10 @@ extern "C" __attribute__((visibility("default"))) int fp4gemm_torch_gptq_block(
     for (int r = 0; r < count; ++r) {
       outer.amax[r] = amax[(first + r) * amax_stride];
     }
-    round_tile(values, factors, bound, outer, left, made, made_scales);
+    (fp8_operand != 0 ? round_tile_fp8 : round_tile)(values, factors, bound, outer, left, made, made_scales);
     for (int i = 0; i < kBlock; ++i) {
       std::copy_n(made[i], count, codes + i * n + first);
-      std::copy_n(left[i], count, differences + i * n + first);
+      std::copy_n(left.own[i], count, differences + i * n + first);
     }
     std::copy_n(made_scales, count, scales + first);
   };

@@ -29,7 +29,7 @@ STABLE_TORCH_LIBRARY(fp4gemm, m) {
 #undef FP4GEMM_CAST_SCHEMA
   m.def(
       "quantize_searched(Tensor x, Tensor? amax, Tensor? importance, bool per_row, int block_rows=1, "
-      "int e4m3_max=448) -> (Tensor, Tensor, Tensor)");
+      "int e4m3_max=448, bool fp8_operand=False) -> (Tensor, Tensor, Tensor)");
   m.def("quantize_fp8(Tensor x, Tensor? offs=None) -> (Tensor, Tensor)");
   m.def("silu_and_mul_quantize(Tensor x, Tensor? offs=None) -> (Tensor, Tensor, Tensor)");
   m.def("silu_and_mul_quantize_decoded(Tensor x, Tensor? offs=None) -> (Tensor, Tensor)");

@@ -47,7 +47,7 @@ std::tuple<Tensor, Tensor> quantize_fp8(Tensor const& x, std::optional<Tensor> o
 
 std::tuple<Tensor, Tensor, Tensor> quantize_searched(Tensor const& x, std::optional<Tensor> amax,
                                                      std::optional<Tensor> importance, bool per_row,
-                                                     int64_t block_rows, int64_t e4m3_max);
+                                                     int64_t block_rows, int64_t e4m3_max, bool fp8_operand);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_stack(
     Tensor const& x, std::optional<Tensor> amax, bool rows, bool columns, bool per_row,

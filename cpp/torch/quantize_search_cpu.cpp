@@ -10,15 +10,17 @@ using namespace fp4gemm::cpu;
 constexpr int kLargestCode = 126;  // the e4m3 code of 448
 constexpr int kSteps[] = {0, 1, 2, 3, 4, 5, 6, -1, -2, -3, -4, -5, -6};
 
-/// S, A and 1 / 6B of a row.
+/// S, A and 1 / 6B of a row, and whether it is multiplied as FP8 values too.
 struct Outer {
   float encode, amax, inverse_bound;
+  bool fp8_operand;
 };
 
-/// A candidate of each block: the code of s, e, and what an e2m1 value is multiplied with to dequantize it.
+/// A candidate of each block: the code of s, e, s, and what an e2m1 value is multiplied with to dequantize
+/// it.
 struct Candidates {
   uint8_t codes[kChunkBlocks];
-  float factors[kChunkBlocks], weights[kChunkBlocks];
+  float factors[kChunkBlocks], values[kChunkBlocks], weights[kChunkBlocks];
 };
 
 /// The code of the standard scale of each block, at least 1.
@@ -42,18 +44,23 @@ FP4GEMM_CLONES void candidates_at(int32_t const* first, float const* amax, int b
     float const value = decode_e4m3(static_cast<uint32_t>(code));
     made.codes[b] = static_cast<uint8_t>(code);
     made.factors[b] = bounded(1.0f / (value * inverse));
+    made.values[b] = value;
     made.weights[b] = value * outer.amax * outer.inverse_bound;
   }
 }
 
 /// E of each block of a row. The magnitudes are quantized, since signs do not change an error. importance:
 /// that of the elements of the blocks, or null.
-template <bool kWeighted>
-inline __attribute__((always_inline)) void sum_errors(float const* x, float const* importance,
+///
+/// @tparam kWeighted There is an importance.
+/// @tparam kFp8 The row is multiplied as FP8 values too.
+template <bool kWeighted, bool kFp8>
+inline __attribute__((always_inline)) void sum_errors(float const* x, float const* importance, Outer outer,
                                                       Candidates const& tried, int blocks, float* errors) {
   alignas(64) float terms[kChunk];
+  float const unit = outer.amax * outer.inverse_bound;
   for (int b = 0; b < blocks; ++b) {
-    float const factor = tried.factors[b], weight = tried.weights[b];
+    float const factor = tried.factors[b], scale = tried.values[b], weight = tried.weights[b];
     for (int i = b * kBlock; i < (b + 1) * kBlock; ++i) {
       float const magnitude = as_float(as_bits(x[i]) & 0x7FFFFFFF);
       float const product = magnitude * factor;
@@ -61,8 +68,16 @@ inline __attribute__((always_inline)) void sum_errors(float const* x, float cons
       // As in encode_e2m1, with the value in place of the code.
       float const magic = a < 2.0f ? 4194304.0f : a < 4.0f ? 8388608.0f : 16777216.0f;
       float const q = (a + magic) - magic;
-      float const d = q * weight - magnitude;
-      terms[i] = kWeighted ? d * d * importance[i] : d * d;
+      float square;
+      if constexpr (kFp8) {
+        float const value = q * scale, half = 0.5f * (eight_e4m3_of_eighth(value) - value);
+        float const d = (value + half) * unit - magnitude, apart = half * unit;
+        square = d * d + apart * apart;
+      } else {
+        float const d = q * weight - magnitude;
+        square = d * d;
+      }
+      terms[i] = kWeighted ? square * importance[i] : square;
     }
   }
   for (int b = 0; b < blocks; ++b) {
@@ -78,12 +93,18 @@ inline __attribute__((always_inline)) void sum_errors(float const* x, float cons
   }
 }
 
-FP4GEMM_CLONES void block_errors(float const* x, float const* importance, Candidates const& tried, int blocks,
-                                 float* errors) {
-  if (importance == nullptr) {
-    sum_errors<false>(x, nullptr, tried, blocks, errors);
+FP4GEMM_CLONES void block_errors(float const* x, float const* importance, Outer outer,
+                                 Candidates const& tried, int blocks, float* errors) {
+  if (outer.fp8_operand) {
+    if (importance == nullptr) {
+      sum_errors<false, true>(x, nullptr, outer, tried, blocks, errors);
+    } else {
+      sum_errors<true, true>(x, importance, outer, tried, blocks, errors);
+    }
+  } else if (importance == nullptr) {
+    sum_errors<false, false>(x, nullptr, outer, tried, blocks, errors);
   } else {
-    sum_errors<true>(x, importance, tried, blocks, errors);
+    sum_errors<true, false>(x, importance, outer, tried, blocks, errors);
   }
 }
 
@@ -126,7 +147,7 @@ void search(Chunk const& chunk, bool is_tile, float const* amax, float const* im
   for (int step : kSteps) {
     candidates_at(first, amax, blocks, step, outer, tried);
     for (int row = 0; row < chunk.count; ++row) {
-      block_errors(chunk.rows[row], importance, tried, blocks, errors[row]);
+      block_errors(chunk.rows[row], importance, outer, tried, blocks, errors[row]);
     }
     if (is_tile) {
       for (int row = chunk.count; row < kBlock; ++row) {
@@ -147,11 +168,11 @@ void search(Chunk const& chunk, bool is_tile, float const* amax, float const* im
 
 /// Quantizes x (m, k) with the scale search. amax: A of row i is amax[i * amax_stride]. importance (k), or
 /// null. block_rows: 1, or 16 with amax_stride 0. codes (m, k/2); scales: swizzled, set to zero by the
-/// caller. dtype: 0 bfloat16, 1 float16, 2 float32. Returns 0 on success.
+/// caller. dtype: 0 bfloat16, 1 float16, 2 float32. fp8_operand: 0 or 1. Returns 0 on success.
 extern "C" __attribute__((visibility("default"))) int fp4gemm_torch_quantize_searched(
     void const* x, int dtype, int64_t m, int64_t k, int64_t row_stride, float const* amax,
-    int64_t amax_stride, float const* importance, int block_rows, int e4m3_max, uint8_t* codes,
-    uint8_t* scales) {
+    int64_t amax_stride, float const* importance, int block_rows, int e4m3_max, int fp8_operand,
+    uint8_t* codes, uint8_t* scales) {
   Input const input{x, static_cast<Dtype>(dtype), m, k, row_stride};
   int64_t const tiles_per_row = (k / kBlock + 3) / 4;
   bool const is_tile = block_rows == kBlock;
@@ -164,7 +185,7 @@ extern "C" __attribute__((visibility("default"))) int fp4gemm_torch_quantize_sea
     float block_amax[kChunkBlocks], row_amax[kChunkBlocks];
     float const outer_amax = amax[first_row * amax_stride];
     float const quotient = bounded(bound / outer_amax);
-    Outer const outer{quotient == 0.0f ? 1.0f : quotient, outer_amax, 1.0f / bound};
+    Outer const outer{quotient == 0.0f ? 1.0f : quotient, outer_amax, 1.0f / bound, fp8_operand != 0};
     chunk.count = static_cast<int>(std::min<int64_t>(block_rows, m - first_row));
     for (int64_t begin = 0; begin < k; begin += kChunk) {
       int const elems = static_cast<int>(std::min<int64_t>(kChunk, k - begin));

@@ -7,7 +7,7 @@ namespace fp4gemm_torch {
 
 std::tuple<Tensor, Tensor, Tensor> quantize_searched(Tensor const& x, std::optional<Tensor> amax,
                                                      std::optional<Tensor> importance, bool per_row,
-                                                     int64_t block_rows, int64_t e4m3_max) {
+                                                     int64_t block_rows, int64_t e4m3_max, bool fp8_operand) {
   int32_t const device = x.get_device_index();
   check_dims("x", x, 2);
   STD_TORCH_CHECK(x.stride(1) == 1, "x: stride along k is ", x.stride(1), ", must be 1");
@@ -21,6 +21,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_searched(Tensor const& x, std::optio
   args.scaling = per_row ? FP4GEMM_SCALING_ROW : FP4GEMM_SCALING_TENSOR;
   args.block_rows = narrow("block_rows", block_rows);
   args.e4m3_max = narrow("e4m3_max", e4m3_max);
+  args.fp8_operand = fp8_operand ? 1 : 0;
   int64_t const num_amaxes = per_row ? args.m : 1;
   if (amax.has_value()) {
     args.amax_given = check_vector("amax", *amax, num_amaxes, false, device);

@@ -73,7 +73,7 @@ _TORCH_SIGNATURES: dict[str, tuple[object, list[object]]] = {
     ),
     "fp4gemm_torch_gptq_block": (
         _INT,
-        [_POINTER, _INT64, *[_POINTER] * 3, _INT64, _INT, *[_POINTER] * 3],
+        [_POINTER, _INT64, *[_POINTER] * 3, _INT64, _INT, _INT, *[_POINTER] * 3],
     ),
     "fp4gemm_torch_row_amax": (_INT, [_POINTER, _INT, _INT64, _INT64, _INT64, _POINTER]),
     "fp4gemm_torch_quantize_matrix": (
@@ -82,7 +82,7 @@ _TORCH_SIGNATURES: dict[str, tuple[object, list[object]]] = {
     ),
     "fp4gemm_torch_quantize_searched": (
         _INT,
-        [_POINTER, _INT, *[_INT64] * 3, _POINTER, _INT64, _POINTER, _INT, _INT, _POINTER, _POINTER],
+        [_POINTER, _INT, *[_INT64] * 3, _POINTER, _INT64, _POINTER, _INT, _INT, _INT, _POINTER, _POINTER],
     ),
 }
 

@@ -126,6 +126,9 @@ def quantize(
         importance: float32 (k,) on the device of x, finite and at least 0, with scale_search: the mean square
             of each input of a layer, for example. (g, k) or (k,) for a stack. None: 1 for all. On a GPU the
             values are not checked.
+        fp8_operand: True, with scale_search: the result is a weight that is multiplied by FP8 tokens as well,
+            with its values rounded to e4m3. The error that decides is then the mean of the squared errors of
+            the values and of these rounded ones, so that other products lose a little more.
         decoded: True returns ``decode(quantize(x, ...))``, bit for bit, in one pass: float16 q * s, which
             GPUs without FP4 tensor cores multiply (see :class:`DecodedTensor`).
 
@@ -136,8 +139,9 @@ def quantize(
     Raises:
         TypeError: an argument has another Python type or dtype.
         ValueError: an argument has another rank, size, device or value; e4m3_max=256 without four_over_six
-            and scale_search; four_over_six_error without four_over_six; importance without scale_search;
-            hadamard_signs without hadamard; generator or rng_state without stochastic, or both of them.
+            and scale_search; four_over_six_error without four_over_six; importance or fp8_operand without
+            scale_search; hadamard_signs without hadamard; generator or rng_state without stochastic, or both
+            of them.
         NotImplementedError: scale_search or rows with an option that it excludes; block (16, 16) with scaling
             "row", encode "te_per_token", hadamard, stochastic, offs or decoded; four_over_six with encode
             "te_per_token", hadamard or stochastic; x requires grad while grad mode is on; the device has no
@@ -207,7 +211,9 @@ def _searched(
             option_checks.amax_values("amax", amax)
     importance = option_checks.importance(values["importance"], x.shape[-1], x.device, stack_size)
     ready(x, "quantize")
-    call = QuantizeSearchedCall(rows, amax, importance, per_row, arguments["block_rows"], bound)
+    call = QuantizeSearchedCall(
+        rows, amax, importance, per_row, arguments["block_rows"], bound, values["fp8_operand"]
+    )
     if stack_size:
         codes, scales, measured = stacks.quantize_stack_searched(call, stack_size)
     else:

@@ -34,13 +34,17 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b)
 
 
-def check(w: Tensor, rows: Tensor, cost: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def check(
+    w: Tensor, rows: Tensor, cost: Tensor, amax: Tensor, fp8_operand: bool | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compare both implementations, with and without an FP8 operand, or one of them; return the last."""
     before = w.clone()
-    made, want = (blocks(amax)(w, rows, cost) for blocks in (CompiledBlocks, GptqBlocks))
-    assert same_bits(w, before)
-    for name, a, b in zip(("codes", "scales", "differences"), made, want, strict=True):
-        assert a.shape == b.shape, name
-        assert same_bits(a, b), name
+    for each in (True, False) if fp8_operand is None else (fp8_operand,):
+        made, want = (blocks(amax, each)(w, rows, cost) for blocks in (CompiledBlocks, GptqBlocks))
+        assert same_bits(w, before)
+        for name, a, b in zip(("codes", "scales", "differences"), made, want, strict=True):
+            assert a.shape == b.shape, name
+            assert same_bits(a, b), f"{name}, fp8_operand {each}"
     return made
 
 
@@ -146,13 +150,15 @@ def test_the_defaults_of_torch_change_nothing(dtype: torch.dtype, gen: torch.Gen
         assert same_bits(a, b), i
 
 
-def test_the_independent_model(gen: torch.Generator) -> None:
+@pytest.mark.parametrize("fp8_operand", [False, True], ids=["nvfp4", "fp8"])
+def test_the_independent_model(fp8_operand: bool, gen: torch.Generator) -> None:
     """numpy, one float32 operation at a time."""
     w, rows, cost, amax = operands(1, 40, gen)
     w[0, :, 7] = 0
-    codes, scales, differences = check(w, rows, cost, amax)
+    codes, scales, differences = check(w, rows, cost, amax, fp8_operand)
+    factors = rows[0].numpy(), cost[0].numpy()
     for r in range(40):
-        want = gptq_model.block(w[0, :, r].numpy(), rows[0].numpy(), cost[0].numpy(), float(amax[0, r]))
+        want = gptq_model.block(w[0, :, r].numpy(), *factors, float(amax[0, r]), fp8_operand)
         assert np.array_equal(codes[0, :, r].numpy(), want[0]), r
         assert scales[0, r] == want[1], r
         assert np.array_equal(differences[0, :, r].numpy(), want[2]), r
@@ -166,6 +172,7 @@ def test_the_candidates_are_those_of_the_definition() -> None:
 def test_cuda_has_the_same_bits(cuda: torch.device, gen: torch.Generator) -> None:
     for change in ("none", *CHANGES):
         w, rows, cost, amax = _with(change, operands(2, 50, gen))
-        here = CompiledBlocks(amax)(w, rows, cost)
-        there = GptqBlocks(amax.to(cuda))(w.to(cuda), rows.to(cuda), cost.to(cuda))
-        assert all(same_bits(a, b.cpu()) for a, b in zip(here, there, strict=True)), change
+        for fp8_operand in (False, True):
+            here = CompiledBlocks(amax, fp8_operand)(w, rows, cost)
+            there = GptqBlocks(amax.to(cuda), fp8_operand)(w.to(cuda), rows.to(cuda), cost.to(cuda))
+            assert all(same_bits(a, b.cpu()) for a, b in zip(here, there, strict=True)), change

@@ -210,16 +210,19 @@ def test_scale_search(session: Session, weighted: bool, dtype: torch.dtype) -> N
     x = make("heavy", 48, K, dtype, gen)
     importance = torch.rand(K, generator=gen) if weighted else None
 
-    def build(memory: Memory, per_row: bool, block_rows: int) -> tuple[object]:
+    def build(memory: Memory, per_row: bool, block_rows: int, fp8_operand: bool) -> tuple[object]:
         args = capi.QuantizeSearchedArgs(m=48, k=K, block_rows=block_rows, **rows_in(memory, x))
         args.scaling = capi.SCALING_ROW if per_row else capi.SCALING_TENSOR
+        args.fp8_operand = int(fp8_operand)
         args.importance = memory.put(importance)
-        want = reference.quantize_searched(x, None, importance, per_row, block_rows, 256)
+        want = reference.quantize_searched(x, None, importance, per_row, block_rows, 256, fp8_operand)
         parts_out(memory, args, want)
         return (args,)
 
     for per_row, block_rows in ((True, 1), (False, 1), (False, 16)):
-        check(session, "quantize_searched", partial(build, per_row=per_row, block_rows=block_rows))
+        for fp8_operand in (False, True):
+            options = {"per_row": per_row, "block_rows": block_rows, "fp8_operand": fp8_operand}
+            check(session, "quantize_searched", partial(build, **options))
 
 
 def test_no_elements(session: Session) -> None:

@@ -125,7 +125,7 @@ def test_help_shows_every_keyword() -> None:
         assert [p for p in parameters if p in terms] == terms
         assert not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     shared = set(option_checks.OPTIONS)
-    alone = {"x", "axis", "amax", "offs", "rows", "scale_search", "importance", "decoded"}
+    alone = {"x", "axis", "amax", "offs", "rows", "scale_search", "importance", "fp8_operand", "decoded"}
     assert shared | alone == set(inspect.signature(fp4gemm.quantize).parameters)
     assert shared | {"x", "amax", "amax_t", "offs"} == set(
         inspect.signature(fp4gemm.quantize_both).parameters

@@ -44,6 +44,7 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "rows": lambda: torch.arange(M - 1, -1, -1, dtype=torch.int32),
     "scale_search": lambda: "mse",
     "importance": lambda: torch.logspace(-2, 2, K),
+    "fp8_operand": lambda: True,
     "decoded": lambda: True,
 }
 BESIDE: dict[str, dict[str, Any]] = {
@@ -55,6 +56,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "generator": {"stochastic": True},
     "rng_state": {"stochastic": True},
     "importance": {"scale_search": "mse"},
+    "fp8_operand": {"scale_search": "mse"},
 }
 # These change few elements, and none of X; tests/quantize/test_quantize_modes.py compares what they do. Here
 # they are only looked for where an option is missing without which they do nothing.

@@ -34,7 +34,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 # Keywords that do nothing alone, and those of fp4gemm_quantize_searched, which has no other options.
 OTHERS = {"four_over_six_error", "e4m3_max", "hadamard_signs", "generator", "rng_state", "amax_t"}
-SEARCH = {"scale_search", "importance"}
+SEARCH = {"scale_search", "importance", "fp8_operand"}
 # Members of the struct that are no options.
 NO_OPTIONS = {"struct_size", "m", "k", "x", "x_row_stride", "x_dtype", "row", "column"}
 NO_OPTIONS |= {"num_groups", "x_num_rows"}

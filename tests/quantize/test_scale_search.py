@@ -39,11 +39,13 @@ def compare(
     amax: Tensor | None = None,
 ) -> None:
     per_row, block_rows = LAYOUTS[layout]
-    want = reference.quantize_searched(x, amax, importance, per_row, block_rows, bound)
     moved, a, h = (each if each is None else each.to(device) for each in (x, amax, importance))
-    poison(device, *x.shape)
-    got = operators.quantize_searched(moved, a, h, per_row, block_rows, bound)
-    assert_parts(tuple(each.cpu() for each in got), want, f"{layout}, bound {bound}")
+    for fp8_operand in (False, True):
+        options = per_row, block_rows, bound, fp8_operand
+        want = reference.quantize_searched(x, amax, importance, *options)
+        poison(device, *x.shape)
+        got = operators.quantize_searched(moved, a, h, *options)
+        assert_parts(tuple(each.cpu() for each in got), want, f"{layout}, bound {bound}, fp8 {fp8_operand}")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -127,12 +129,13 @@ def test_facade(device: torch.device, gen: torch.Generator) -> None:
         ({"scaling": "row"}, LAYOUTS["row"]),
         ({"scaling": "tensor", "e4m3_max": 448}, LAYOUTS["tensor"]),
         ({"scaling": "tensor", "block": (16, 16)}, LAYOUTS["tiles"]),
+        ({"scaling": "row", "fp8_operand": True}, LAYOUTS["row"]),
     ):
-        bound = options.get("e4m3_max", 256)
+        bound, fp8_operand = options.get("e4m3_max", 256), options.get("fp8_operand", False)
         stack = fp4gemm.quantize(w.to(device), scale_search="mse", importance=h.to(device), **options)
         for e in range(2):
             one = fp4gemm.quantize(w[e].to(device), scale_search="mse", importance=h[e].to(device), **options)
-            want = reference.quantize_searched(w[e], None, h[e], per_row, block_rows, bound)
+            want = reference.quantize_searched(w[e], None, h[e], per_row, block_rows, bound, fp8_operand)
             assert one.e4m3_max == stack.e4m3_max == bound
             assert_parts((one.codes.cpu(), one.scales.cpu(), one.amax.cpu()), want, f"matrix {e}")
             assert_parts((stack[e].codes.cpu(), stack[e].scales.cpu(), stack[e].amax.cpu()), want, f"of {e}")
@@ -159,10 +162,12 @@ def test_large(layout: str, dtype: torch.dtype, cuda: torch.device, gen: torch.G
     per_row, block_rows = LAYOUTS[layout]
     for m, k in ((16, 65552), (40000, 16), (2050, 4112), (4096, 4096)):
         x, h = make("heavy", m, k, dtype, gen).to(cuda), make_importance(k, gen).to(cuda)
-        want = reference.quantize_searched(x, None, h, per_row, block_rows, 256)
-        poison(cuda, m, k)
-        got = operators.quantize_searched(x, None, h, per_row, block_rows, 256)
-        assert_parts(got, want, f"{m}x{k}")
+        for fp8_operand in (False, True):
+            options = per_row, block_rows, 256, fp8_operand
+            want = reference.quantize_searched(x, None, h, *options)
+            poison(cuda, m, k)
+            got = operators.quantize_searched(x, None, h, *options)
+            assert_parts(got, want, f"{m}x{k}, fp8 {fp8_operand}")
 
 
 @pytest.mark.gpu
@@ -170,9 +175,11 @@ def test_the_reference_gives_the_same_bits_on_the_gpu(cuda: torch.device, gen: t
     for layout, (per_row, block_rows) in LAYOUTS.items():
         for kind in ("heavy", "row_ranges", "denormal", "wide_blocks"):
             x, h = make(kind, 80, 112, torch.float32, gen), make_importance(112, gen)
-            want = reference.quantize_searched(x, None, h, per_row, block_rows, 256)
-            got = reference.quantize_searched(x.to(cuda), None, h.to(cuda), per_row, block_rows, 256)
-            assert_parts(tuple(each.cpu() for each in got), want, f"{layout} {kind}")
+            for fp8_operand in (False, True):
+                options = per_row, block_rows, 256, fp8_operand
+                want = reference.quantize_searched(x, None, h, *options)
+                got = reference.quantize_searched(x.to(cuda), None, h.to(cuda), *options)
+                assert_parts(tuple(each.cpu() for each in got), want, f"{layout} {kind}, fp8 {fp8_operand}")
 
 
 @pytest.mark.gpu
@@ -208,6 +215,7 @@ def test_captured(cuda: torch.device, gen: torch.Generator) -> None:
         ({"block_rows": 8}, "block_rows: is 8, must be 1 or 16"),
         ({"block_rows": 16}, "block_rows: is 16, which requires FP4GEMM_SCALING_TENSOR"),
         ({"e4m3_max": 240}, "e4m3_max: is 240, must be 448 or 256"),
+        ({"fp8_operand": 2}, "fp8_operand: is 2, must be 0 or 1"),
         ({"importance": 1026}, "importance: is 0x402, must be 4-byte aligned"),
         ({"codes": None}, "codes: is null, must point at 1024 elements"),
         ({"scales": None}, "scales: is null, must point at 128 elements"),

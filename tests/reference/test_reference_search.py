@@ -21,7 +21,12 @@ INF, NAN = float("inf"), float("nan")
 
 
 def expected(
-    x: Tensor, importance: Tensor | None, layout: str, bound: int, amax: Tensor | None = None
+    x: Tensor,
+    importance: Tensor | None,
+    layout: str,
+    bound: int,
+    amax: Tensor | None = None,
+    fp8_operand: bool = False,
 ) -> Parts:
     """Codes, swizzled scales and amax of the second model."""
     codes, scales, found = model_search.quantize(
@@ -31,16 +36,22 @@ def expected(
         layout == "tiles",
         bound,
         None if amax is None else amax.numpy(),
+        fp8_operand,
     )
     swizzled = torch.from_numpy(model.swizzle(scales)).view(torch.float8_e4m3fn)
     return torch.from_numpy(codes), swizzled, torch.from_numpy(found)
 
 
 def searched(
-    x: Tensor, importance: Tensor | None, layout: str, bound: int, amax: Tensor | None = None
+    x: Tensor,
+    importance: Tensor | None,
+    layout: str,
+    bound: int,
+    amax: Tensor | None = None,
+    fp8_operand: bool = False,
 ) -> Parts:
     per_row, block_rows = LAYOUTS[layout]
-    return reference.quantize_searched(x, amax, importance, per_row, block_rows, bound)
+    return reference.quantize_searched(x, amax, importance, per_row, block_rows, bound, fp8_operand)
 
 
 def make_importance(k: int, gen: torch.Generator) -> Tensor:
@@ -53,14 +64,17 @@ def make_importance(k: int, gen: torch.Generator) -> Tensor:
 @pytest.mark.parametrize("bound", [448, 256])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_model(kind: str, layout: str, bound: int, gen: torch.Generator) -> None:
+@pytest.mark.parametrize("fp8_operand", [False, True], ids=["nvfp4", "fp8"])
+def test_equals_model(fp8_operand: bool, kind: str, layout: str, bound: int, gen: torch.Generator) -> None:
     for dtype, weighted in zip(FLOATS, (True, False, True), strict=True):
         x = make(kind, 37, 80, dtype, gen)
         x[3, ::5] = -0.0
         x[4, 7] = torch.nan
         x[5] = torch.nan
         importance = make_importance(80, gen) if weighted else None
-        got, want = searched(x, importance, layout, bound), expected(x, importance, layout, bound)
+        got, want = (
+            make_by(x, importance, layout, bound, None, fp8_operand) for make_by in (searched, expected)
+        )
         assert_parts(got, want, short(dtype))
 
 
@@ -72,9 +86,11 @@ def test_given_amax(layout: str, gen: torch.Generator, monkeypatch: pytest.Monke
     x[:, 16:32] *= 1e-37
     values = torch.tensor([1e3, 1e-3, 1.0, 0.0, INF, NAN, 1e-38, 1e38])
     for amax in [values.repeat(6)] if layout == "row" else values.split(1):
-        codes, scales, empty = searched(x, None, layout, 256, amax)
-        assert_parts((codes, scales), expected(x, None, layout, 256, amax)[:2], f"amax {amax.tolist()}")
-        assert empty.shape == (0,)
+        for fp8_operand in (False, True):
+            codes, scales, empty = searched(x, None, layout, 256, amax, fp8_operand)
+            want = expected(x, None, layout, 256, amax, fp8_operand)[:2]
+            assert_parts((codes, scales), want, f"amax {amax.tolist()}, {fp8_operand}")
+            assert empty.shape == (0,)
 
 
 def test_importance_that_a_gpu_does_not_refuse(gen: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +119,40 @@ def test_every_candidate_has_its_error(gen: torch.Generator) -> None:
         found = fp4gemm.quantize(x, scale_search="mse", importance=h, e4m3_max=bound)
         assert torch.allclose(_errors(found, x, h), best, rtol=1e-5, atol=0)
         assert (_errors(found, x, h) <= _errors(standard, x, h) * (1 + 1e-5)).all()
+
+
+def _both_errors(t: fp4gemm.NVFP4Tensor, x: Tensor, h: Tensor) -> Tensor:
+    """The squared errors of each block as NVFP4 and as FP8 values, float64 (2, m, k/16)."""
+    unit = t.amax.double()[:, None] / (6 * t.e4m3_max)
+    scales = t.compact_scales().double().repeat_interleave(16, dim=1)
+    values = reference.decode_e2m1(t.codes).double() * scales
+    operand = (values / 8).to(torch.float8_e4m3fn).double() * 8
+    errors = [((each * unit - x.double()).square() * h.double()) for each in (values, operand)]
+    return torch.stack([each.view(x.shape[0], -1, 16).sum(2) for each in errors])
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy", "row_ranges"])
+def test_an_fp8_operand_has_the_smallest_mean_error(kind: str, gen: torch.Generator) -> None:
+    """In each block, of both choices; and so FP8 products lose less than with the other choice."""
+    x, h = make(kind, 64, 256, torch.float32, gen), torch.rand(256, generator=gen) + 0.1
+    plain, aware = (
+        _both_errors(fp4gemm.quantize(x, scale_search="mse", importance=h, fp8_operand=each), x, h)
+        for each in (False, True)
+    )
+    assert (aware.sum(0) <= plain.sum(0) * (1 + 1e-5)).all()
+    assert (plain[0] <= aware[0] * (1 + 1e-5)).all(), "without it, the error of NVFP4 values is the smallest"
+    shares = x.double().square().view(64, -1, 16).sum((1, 2))[:, None]
+    (own, fp8), (own_aware, fp8_aware) = ((each / shares).sum((1, 2)) for each in (plain, aware))
+    assert fp8_aware < 0.99 * fp8
+    assert own_aware - own < fp8 - fp8_aware
+
+
+def test_scales_that_are_exact_in_fp8() -> None:
+    """The scales of 1, 1.25 and 1.5 times a power of two, and no others, have an FP8 value for each code."""
+    scales = torch.arange(0x38, 0x40, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]) * scales[:, None]
+    halves = scale_search.fp8_mean(values)[1]
+    assert scales[(halves == 0).all(1)].tolist() == [1.0, 1.25, 1.5]
 
 
 def _with_bound(x: Tensor, bound: int) -> fp4gemm.NVFP4Tensor:

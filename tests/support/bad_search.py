@@ -72,6 +72,10 @@ for kind, make, error, says in WRONG:
         says,
         "importance",
     )
+add("quantize", "fp8_operand", "alone", lambda: True, VALUE, "got True, must be omitted without scale_search")
+add_together(
+    "quantize", "fp8_operand", lambda: {**SEARCH, "fp8_operand": 1}, TYPE, "got 1 (int)", "fp8_operand"
+)
 for kind, value, says in (
     ("matrices", ones(3, K), "shape is (3, 64), must be (2, 64) or (64,)"),
     ("columns", ones(M), "shape is (33,), must be (64,)"),
@@ -100,4 +104,5 @@ add(R, "per_row", "type", lambda: "row", TYPE, "got 'row' (str), must be True or
 add(R, "block_rows", "value", lambda: 8, VALUE, "got 8, must be 1 or 16")
 add(R, "e4m3_max", "value", lambda: 240, VALUE, "got 240, must be 448 or 256")
 add(R, "e4m3_max", "type", lambda: 256.0, TYPE, "got 256.0 (float), must be 448 or 256")
+add(R, "fp8_operand", "type", lambda: 1, TYPE, "got 1 (int), must be True or False")
 add_together(R, "per_row-tiles", lambda: {"block_rows": 16}, NOT, "got True, must be False", "per_row")

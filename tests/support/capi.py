@@ -88,6 +88,7 @@ class QuantizeSearchedArgs(Args):
         ("scaling", c_int),
         ("block_rows", c_int),
         ("e4m3_max", c_int),
+        ("fp8_operand", c_int),
         ("importance", c_void_p),
         ("codes", c_void_p),
         ("scales", c_void_p),

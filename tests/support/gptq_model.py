@@ -32,6 +32,13 @@ def e2m1(x: float) -> float:
     return float(np.copysign(MAGNITUDES[best], x))
 
 
+def fp8_value(value: float) -> float:
+    """What FP8 tokens are multiplied by in place of a value q * s: 8 * e4m3(value / 8), of all e4m3 codes."""
+    magnitude = abs(value) / 8
+    gaps = [(abs(e4m3(code) - magnitude), code % 2, code) for code in range(127)]
+    return float(np.copysign(8 * e4m3(min(gaps)[2]), value))
+
+
 def gptq(w: Tensor, h: Tensor, damping: float, order: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """(what the weight (n, k) becomes, the codes of its block scales (n, k/16)); one amax for each row."""
     rows, moment = w.double().numpy().copy(), h.double().numpy().copy()
@@ -66,7 +73,7 @@ def gptq(w: Tensor, h: Tensor, damping: float, order: list[int]) -> tuple[np.nda
 
 
 def block(
-    w: np.ndarray, rows: np.ndarray, cost: np.ndarray, amax: float
+    w: np.ndarray, rows: np.ndarray, cost: np.ndarray, amax: float, fp8_operand: bool = False
 ) -> tuple[list[int], int, np.ndarray]:
     """(codes, code of the scale, d) of 16 values by fp4gemm.reference.gptq, in numpy float32."""
     one, bound = np.float32(1), np.float32(6 * BOUND)
@@ -78,14 +85,19 @@ def block(
         s = np.float32(e4m3(code))
         e = one / (s * (one / encode)) if code else np.float32(np.finfo(np.float32).max)
         t = (s * np.float32(amax)) * (one / bound)
-        v, d, codes = w.copy(), np.zeros(16, np.float32), []
+        v, d, apart, codes = w.copy(), np.zeros(16, np.float32), np.zeros(16, np.float32), []
         for j in range(16):
             product = v[j] * e
             q = np.float32(e2m1(float(np.clip(product, -6, 6))))
             codes.append(MAGNITUDES.index(abs(float(q))) + 8 * bool(np.signbit(product)))
             d[j] = v[j] - q * t
+            if fp8_operand:
+                value, unit = q * s, np.float32(amax) * (one / bound)
+                other = np.float32(fp8_value(float(value)))
+                d[j] = v[j] - (value + other) / np.float32(2) * unit
+                apart[j] = (other - value) / np.float32(2) * unit
             v[j + 1 :] = v[j + 1 :] - d[j] * rows[j, j + 1 :]
-        terms = (d * d) * cost
+        terms = (d * d + apart * apart) * cost if fp8_operand else (d * d) * cost
         while len(terms) > 1:
             terms = terms[: len(terms) // 2] + terms[len(terms) // 2 :]
         if best is None or terms[0] < best[0]:

@@ -27,6 +27,7 @@ def quantize(
     tiles: bool = False,
     bound: int = 256,
     amax: np.ndarray | None = None,
+    fp8_operand: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes (m, k/2), compact scale bytes (m, k/16) and amax of float32 x (m, k)."""
     m, k = x.shape
@@ -49,6 +50,12 @@ def quantize(
         q = np.where(nibbles >= 8, -E2M1[nibbles & 7], E2M1[nibbles & 7]).astype(F)
         d = q * (scales * outer * (F(1) / F(6 * bound))) - blocks
         terms = d * d
+        if fp8_operand:
+            value = np.abs(q * scales)
+            other = F(8) * e4m3_values()[encode_e4m3(value / F(8))].astype(F)
+            unit = outer * (F(1) / F(6 * bound))
+            d = (value + other) / F(2) * unit - np.abs(blocks)
+            terms = d * d + np.square((other - value) / F(2) * unit)
         if importance is not None:
             terms = terms * importance.reshape(k // 16, 16)
         errors = halved(terms, 4)  # (candidates, rows / high, high, k / 16)

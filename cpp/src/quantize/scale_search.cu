@@ -22,6 +22,7 @@ struct SearchParams {
   float const* importance;  // (k), or null
   float e4m3_max;
   float inverse_bound;  // 1 / (6 * e4m3_max)
+  bool fp8_operand;     // x is multiplied as FP8 values too
   uint8_t* codes;
   uint8_t* scales;
 };
@@ -33,6 +34,15 @@ __device__ inline float round_to_e2m1(float p) {
   float const sum = __fadd_rn(low, parts.above_4);
   // low counts the codes up to 4 and is the value up to 4 too; a step above 4 is one code and a value of 2.
   return __fsub_rn(__fmaf_rn(sum, 2.0f, -low), kE2m1Start);
+}
+
+/// 8 * e4m3(u / 8), rounded to nearest even, for 0 <= u <= 6 * 448: the operand of FP8 tensor cores for u =
+/// q * s.
+__device__ inline float eight_e4m3_of_eighth(float u) {
+  // The sum of u and 2^(20 + x), x the exponent of u but at least -3, has the precision of 8 * e4m3.
+  uint32_t const exponent = max(__float_as_uint(u) & 0x7F800000u, 0x3E000000u);
+  float const magic = __uint_as_float(exponent + (20u << 23));
+  return __fsub_rn(__fadd_rn(u, magic), magic);
 }
 
 /// The sum of the terms, folded by halves.
@@ -50,17 +60,32 @@ __device__ inline float folded(float (&terms)[kTerms]) {
   }
 }
 
-/// The error of a row of a block: the sum of ((q * weight) - x)^2 * importance with q = e2m1(x * factor). The
-/// magnitudes are quantized, since signs do not change it. A NaN in the block makes it NaN.
-template <class T, bool kWeighted>
-__device__ inline float row_error(Block<T> const& block, float const (&importance)[kBlock], float factor,
-                                  float weight) {
+/// A candidate for the scale of a block: s, e, and what an e2m1 value is multiplied with to dequantize it.
+struct Candidate {
+  float scale, factor, weight;
+};
+
+/// The error of a row of a block: the sum of ((q * weight) - x)^2 * importance with q = e2m1(x * factor), or
+/// of what the definition has in its place with kFp8. The magnitudes are quantized, since signs do not change
+/// it. A NaN in the block makes it NaN.
+template <class T, bool kWeighted, bool kFp8>
+__device__ inline float row_error(Block<T> const& block, float const (&importance)[kBlock],
+                                  Candidate const& tried, float unit) {
   float terms[kBlock];
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
     float const x = fabsf(block.element(i));
-    float const d = __fsub_rn(__fmul_rn(round_to_e2m1(__fmul_rn(x, factor)), weight), x);
-    terms[i] = __fmul_rn(d, d);
+    float const q = round_to_e2m1(__fmul_rn(x, tried.factor));
+    if constexpr (kFp8) {
+      float const value = __fmul_rn(q, tried.scale);
+      float const half = __fmul_rn(__fsub_rn(eight_e4m3_of_eighth(value), value), 0.5f);
+      float const d = __fsub_rn(__fmul_rn(__fadd_rn(value, half), unit), x);
+      float const apart = __fmul_rn(half, unit);
+      terms[i] = __fadd_rn(__fmul_rn(d, d), __fmul_rn(apart, apart));
+    } else {
+      float const d = __fsub_rn(__fmul_rn(q, tried.weight), x);
+      terms[i] = __fmul_rn(d, d);
+    }
     if constexpr (kWeighted) {
       terms[i] = __fmul_rn(terms[i], importance[i]);
     }
@@ -93,7 +118,8 @@ __global__ void __launch_bounds__(kSearchThreads) row_amaxes(SearchParams p, flo
 ///     same sums, since an addition does not depend on the order of its operands. Lanes without a row count
 ///     as zero.
 /// @tparam kWeighted There is an importance.
-template <class T, bool kTiled, bool kWeighted>
+/// @tparam kFp8 x is multiplied as FP8 values too.
+template <class T, bool kTiled, bool kWeighted, bool kFp8>
 __global__ void __launch_bounds__(kSearchThreads) search_scales(SearchParams p) {
   constexpr uint32_t kWarp = 0xFFFFFFFFu;
   constexpr int kRows = kTiled ? kBlock : 1;
@@ -126,15 +152,18 @@ __global__ void __launch_bounds__(kSearchThreads) search_scales(SearchParams p) 
   int const standard = float_to_e4m3(__fmul_rn(amax, __fmul_rn(outer.encode, 1.0f / 6.0f)));
   int const first = max(standard, 1);
 
+  float const unit = __fmul_rn(outer_amax, p.inverse_bound);
+
   uint8_t best = 0;
   float least = 0.0f;
 #pragma unroll 1
   for (int i = 0; i <= 2 * kSteps; ++i) {
     int const code = min(max(first + (i <= kSteps ? i : kSteps - i), 1), kLargestCode);
     auto const candidate = static_cast<uint8_t>(amax == 0.0f ? 0 : code);
-    float const weight = __fmul_rn(__fmul_rn(e4m3_to_float(candidate), outer_amax), p.inverse_bound);
-    float error =
-        row_error<T, kWeighted>(block, importance, te_factor<Range::kAny>(candidate, outer), weight);
+    float const scale = e4m3_to_float(candidate);
+    Candidate const tried{scale, te_factor<Range::kAny>(candidate, outer),
+                          __fmul_rn(__fmul_rn(scale, outer_amax), p.inverse_bound)};
+    float error = row_error<T, kWeighted, kFp8>(block, importance, tried, unit);
     if constexpr (kTiled) {
       error = is_real ? error : 0.0f;
 #pragma unroll
@@ -156,14 +185,23 @@ __global__ void __launch_bounds__(kSearchThreads) search_scales(SearchParams p) 
   }
 }
 
-template <class T, bool kTiled>
+template <class T, bool kTiled, bool kWeighted>
 void launch_search(SearchParams const& p, cudaStream_t stream) {
   int64_t const threads = (kTiled ? round_up(p.m, kBlock) : p.m) * p.num_blocks;
   auto const grid = static_cast<unsigned>(ceil_div(threads, kSearchThreads));
-  if (p.importance != nullptr) {
-    search_scales<T, kTiled, true><<<grid, kSearchThreads, 0, stream>>>(p);
+  if (p.fp8_operand) {
+    search_scales<T, kTiled, kWeighted, true><<<grid, kSearchThreads, 0, stream>>>(p);
   } else {
-    search_scales<T, kTiled, false><<<grid, kSearchThreads, 0, stream>>>(p);
+    search_scales<T, kTiled, kWeighted, false><<<grid, kSearchThreads, 0, stream>>>(p);
+  }
+}
+
+template <class T, bool kTiled>
+void launch_search(SearchParams const& p, cudaStream_t stream) {
+  if (p.importance != nullptr) {
+    launch_search<T, kTiled, true>(p, stream);
+  } else {
+    launch_search<T, kTiled, false>(p, stream);
   }
 }
 
@@ -191,6 +229,7 @@ fp4gemm_status_t launch_quantize_searched(fp4gemm_quantize_searched_args_t const
                             args.importance,
                             bound,
                             1.0f / (6.0f * bound),
+                            args.fp8_operand != 0,
                             args.codes,
                             args.scales};
   if (args.amax_given == nullptr && !per_row) {

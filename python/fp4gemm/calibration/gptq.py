@@ -51,10 +51,11 @@ class CompiledBlocks:
 
     Args:
         amax: A, float32 (g, n), or (g, 1) for one of each matrix.
+        fp8_operand: whether the weight is multiplied as FP8 values too.
     """
 
-    def __init__(self, amax: Tensor) -> None:
-        self._amax = amax.contiguous()
+    def __init__(self, amax: Tensor, fp8_operand: bool = False) -> None:
+        self._amax, self._fp8_operand = amax.contiguous(), fp8_operand
 
     def __call__(self, w: Tensor, rows: Tensor, cost: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Round a block of each weight; the arguments and results are those of GptqBlocks."""
@@ -68,6 +69,7 @@ class CompiledBlocks:
                 round_block(
                     w[e].data_ptr(), n, rows[e].data_ptr(), cost[e].data_ptr(),
                     self._amax[e].data_ptr(), int(self._amax.shape[1] != 1), E4M3_BOUND,
+                    int(self._fp8_operand),
                     codes[e].data_ptr(), scales[e].data_ptr(), differences[e].data_ptr(),
                 )
             )  # fmt: skip
@@ -113,6 +115,7 @@ def gptq(
     *,
     scaling: Scaling = "row",
     amax: Tensor | None = None,
+    fp8_operand: bool = False,
     damping: float = DAMPING,
     block_order: BlockOrder = "natural",
 ) -> NVFP4Tensor:
@@ -130,6 +133,9 @@ def gptq(
         scaling: "row": each row has its own amax; "tensor": each matrix has one.
         amax: A, given instead of measured, such as that of several weights which share it: float32 (n,) or
             (1,) on the device of weight, (g, n) or (g, 1) for experts; finite and at least 0.
+        fp8_operand: True: the weight will be multiplied by FP8 tokens too, where its values are rounded to
+            e4m3 (reference/scale_search.py): what is kept small is the mean of the squared errors of both
+            products. The result has the same format, and other products of it lose a little more.
         damping: what is added to the diagonal of second_moment, as a part of the mean of the diagonal; at
             least 0. If the sum is not positive definite, ten times as much is added, until it is, and a
             warning says so.
@@ -144,7 +150,13 @@ def gptq(
             of 1 either.
     """
     made = rounded(
-        weight, second_moment, scaling=scaling, amax=amax, damping=damping, block_order=block_order
+        weight,
+        second_moment,
+        scaling=scaling,
+        amax=amax,
+        fp8_operand=fp8_operand,
+        damping=damping,
+        block_order=block_order,
     )
     for e, used in enumerate(made.damping):
         if used != damping:
@@ -163,6 +175,7 @@ def rounded(
     *,
     scaling: Scaling = "row",
     amax: Tensor | None = None,
+    fp8_operand: bool = False,
     damping: float = DAMPING,
     block_order: BlockOrder = "natural",
     factorization: Factorization | None = None,
@@ -173,6 +186,7 @@ def rounded(
         factorization: where the factors of the second moment of one weight are looked up and kept.
     """
     stack = _checked(weight, second_moment, scaling, damping, block_order)
+    _checks.is_bool("fp8_operand", fp8_operand)
     known = None
     if factorization is not None and weight.dim() == 2:
         known = factorization.of(second_moment, damping, block_order)
@@ -198,7 +212,7 @@ def rounded(
                 factorization.keep(second_moment, damping, block_order, made)
             order, columns = made.order, _columns(made.order)
             w = stack[part].float().gather(2, columns[:, None].expand(-1, n, -1))
-            codes, chosen = _round(w, made.factors, amax[part])
+            codes, chosen = _round(w, made.factors, amax[part], fp8_operand)
             nibbles[part] = codes.scatter(2, columns[:, None].expand(-1, n, -1), codes)
             scales[part] = chosen.scatter(2, order[:, None].expand(-1, n, -1), chosen)
             used += made.damping
@@ -329,14 +343,14 @@ def _factored(moments: Tensor, damping: float, first: int | None) -> tuple[_Fact
     return _Factors((upper / diagonal[:, :, None]).float(), diagonal.pow(-2).float()), used
 
 
-def _round(w: Tensor, factors: _Factors, amax: Tensor) -> tuple[Tensor, Tensor]:
+def _round(w: Tensor, factors: _Factors, amax: Tensor, fp8_operand: bool) -> tuple[Tensor, Tensor]:
     """Codes 0..15 uint8 (g, n, k) and scale codes uint8 (g, n, k/16) of w (g, n, k), in the order of w.
 
     amax is (g, n) or (g, 1).
     """
     g, n, k = w.shape
     device = w.device
-    round_block = (CompiledBlocks if device.type == "cpu" else GptqBlocks)(amax)
+    round_block = (CompiledBlocks if device.type == "cpu" else GptqBlocks)(amax, fp8_operand)
     rest = w.transpose(1, 2).contiguous()  # columns are contiguous
     codes = torch.empty((g, k, n), dtype=torch.uint8, device=device)
     chosen = torch.empty((g, k // BLOCK, n), dtype=torch.uint8, device=device)

@@ -104,6 +104,9 @@ _CALLS: dict[str, Call] = {
     "quantize, groups of rows": lambda device: _groups(device, -1),
     "quantize, groups of columns": lambda device: _groups(device, 0),
     "quantize_searched": lambda device: operators.quantize_searched(_input(_BF16, device), None, None, True),
+    "quantize_searched, FP8 operand": lambda device: operators.quantize_searched(
+        _input(_BF16, device), None, None, True, fp8_operand=True
+    ),
     "silu_and_mul_quantize": lambda device: operators.silu_and_mul_quantize(_input(_BF16, device, 2 * K)),
     "rms_norm_quantize": _norm,
     "quantize_fp8, bfloat16": lambda device: operators.quantize_fp8(_input(_BF16, device, FP8_K)),

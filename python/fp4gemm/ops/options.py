@@ -109,6 +109,7 @@ class QuantizeKeywords(QuantizeOptions, total=False):
         ),
     ]
     importance: Annotated[Tensor | None, Option(None, needs="scale_search")]
+    fp8_operand: Annotated[bool, Option(False, needs="scale_search")]
 
 
 class QuantizeBothKeywords(QuantizeOptions, total=False):
@@ -203,7 +204,7 @@ def check(values: Mapping[str, Any]) -> None:
         _checks.is_choice("scale_search", values["scale_search"], (None, "mse"))
     if "hadamard_signs" in values:
         check_signs(values["hadamard_signs"])
-    for name in ("stochastic", "decoded"):
+    for name in ("stochastic", "fp8_operand", "decoded"):
         if name in values:
             _checks.is_bool(name, values[name])
     for name, value in values.items():

@@ -107,6 +107,7 @@ class QuantizeSearchedCall(NamedTuple):
     per_row: bool
     block_rows: int = 1
     e4m3_max: int = 448
+    fp8_operand: bool = False
 
 
 class QuantizeStackCall(NamedTuple):
@@ -223,6 +224,7 @@ def check_searched(call: QuantizeSearchedCall) -> None:
     if call.block_rows == 16 and call.per_row:
         _checks.refuse("per_row", True, "False", "block_rows 16")
     _checks.is_one_of("e4m3_max", call.e4m3_max, _checks.E4M3_BOUNDS)
+    _checks.is_bool("fp8_operand", call.fp8_operand)
     option_checks.importance(call.importance, x.shape[1], x.device)
     if amax is not None:
         _checks.exact_vector("amax", amax, x.shape[0] if call.per_row else 1, torch.float32, x.device, "x")
@@ -370,6 +372,8 @@ def quantize_searched(call: QuantizeSearchedCall) -> tuple[Tensor, Tensor, Tenso
             tile has fewer than 16 rows, the missing ones count as zero.
         e4m3_max: 448 or 256. With 256 the standard scales end at 256, which leaves larger candidates to the
             blocks that have the amax of their row or tensor.
+        fp8_operand: whether E is the mean of the squared errors of x as NVFP4 values and as the FP8 values
+            that FP8 tokens are multiplied by.
 
     Returns:
         codes uint8 (m, k/2); scales float8_e4m3fn (ceil128(m), ceil4(k/16)), swizzled, with zero padding;
@@ -482,7 +486,7 @@ def quantize_searched_compiled(call: QuantizeSearchedCall) -> tuple[Tensor, Tens
         _native.torch_library().fp4gemm_torch_quantize_searched(
             x.data_ptr(), _DTYPES.index(x.dtype), m, k, x.stride(0),
             amax.data_ptr(), int(call.per_row), None if h is None else h.data_ptr(),
-            call.block_rows, call.e4m3_max, codes.data_ptr(), scales.data_ptr(),
+            call.block_rows, call.e4m3_max, int(call.fp8_operand), codes.data_ptr(), scales.data_ptr(),
         )
     )  # fmt: skip
     return codes, scales.view(torch.float8_e4m3fn), stored

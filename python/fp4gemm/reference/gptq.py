@@ -14,6 +14,14 @@ the value of a candidate::
     t_j = fl(fl(d_j * d_j) * fl(1 / U_jj^2))
     E   = the sum of the t_j, folded by halves: t_j += t_(j + 8), then t_(j + 4), t_(j + 2) and t_(j + 1)
 
+With ``fp8_operand`` the weight is multiplied by FP8 tokens as well as by others, with v_j = 8 * e4m3(q_j * s
+/ 8) in place of q_j * s, and what is kept small is the mean of the squared errors of both. d_j is then the
+distance from the mean of both values, as in reference/scale_search.py::
+
+    z_j = (v_j - q_j * s) / 2,  m_j = q_j * s + z_j               exact
+    d_j = fl(w_j - fl(m_j * p)),  g_j = fl(z_j * p)               p = fl(A * fl(1 / 6B))
+    t_j = fl(fl(fl(d_j * d_j) + fl(g_j * g_j)) * fl(1 / U_jj^2))
+
 The candidate with the smallest E is used, and of equal ones the first; a NaN counts as infinity. A block of
 zeros (a = 0) has the scale 0, and one with a NaN has a = FMAX. A result is the code c_j, and d_j is what is
 carried to the columns behind the block.
@@ -30,7 +38,7 @@ from .. import _checks
 from .chunks import fp32
 from .formats import E2M1_MAX, E2M1_VALUES, encode_e2m1
 from .nvfp4 import element_factor, encode_scale, standard_scale
-from .scale_search import LARGEST_CODE, STEPS
+from .scale_search import LARGEST_CODE, STEPS, fp8_mean
 
 __all__ = ["E4M3_BOUND", "GptqBlocks"]
 
@@ -45,10 +53,12 @@ class GptqBlocks:
 
     Args:
         amax: A, float32 (g, n), or (g, 1) for one of each matrix.
+        fp8_operand: whether the weight is multiplied as FP8 values too.
     """
 
-    def __init__(self, amax: Tensor) -> None:
+    def __init__(self, amax: Tensor, fp8_operand: bool = False) -> None:
         device = amax.device
+        self._fp8_operand = fp8_operand
         self._amax, self._encode = amax, encode_scale(amax, E4M3_BOUND)
         self._inverse = torch.div(fp32(1.0, device), fp32(E2M1_MAX * E4M3_BOUND, device))
         self._steps = torch.tensor(STEPS, dtype=torch.int16, device=device)[:, None, None]
@@ -72,14 +82,21 @@ class GptqBlocks:
         scale = code.view(torch.float8_e4m3fn).float()
         e = element_factor(scale, self._encode)
         t = scale * self._amax * self._inverse
+        unit = self._amax * self._inverse
         v = w.expand(len(STEPS), *w.shape).clone()
-        d = torch.empty_like(v)
+        d, apart = torch.empty_like(v), torch.empty_like(v) if self._fp8_operand else None
         for j in range(BLOCK):
             q = self._values[torch.bucketize(v[:, :, j] * e, self._bounds, out_int32=True)]
-            torch.sub(v[:, :, j], q * t, out=d[:, :, j])
+            if apart is None:
+                torch.sub(v[:, :, j], q * t, out=d[:, :, j])
+            else:
+                mean, distance = fp8_mean(q * scale)
+                torch.sub(v[:, :, j], mean * unit, out=d[:, :, j])
+                torch.mul(distance, unit, out=apart[:, :, j])
             if j + 1 < BLOCK:
                 v[:, :, j + 1 :] -= d[:, :, j, None] * rows[:, j, j + 1 :, None]
-        terms = d.square() * cost[:, :, None]
+        squares = d.square() if apart is None else d.square() + apart.square()
+        terms = squares * cost[:, :, None]
         for half in (8, 4, 2, 1):
             terms = terms[:, :, :half] + terms[:, :, half:]
         loss = terms[:, :, 0].nan_to_num(nan=torch.inf, posinf=torch.inf)
