@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-FOUR = {"four_over_six": "mse"}
-ACTIVATIONS: dict[str, dict[str, Any] | None] = {"W4A16": None, "W4A4": {}, "W4A4, 4/6": FOUR}
+from .emulation import Operands
+
+ACTIVATIONS = {
+    "W4A16": Operands(),
+    "W4A8": Operands("fp8"),
+    "W4A4": Operands("nvfp4"),
+    "W4A4, 4/6": Operands("nvfp4", {"four_over_six": "mse"}),
+}
+
+
+WITH_FP8 = ("W4A16", "W4A8", "W4A4")
 
 
 class Contender(NamedTuple):
@@ -17,17 +26,19 @@ class Contender(NamedTuple):
     is_smoothed: bool = False
     is_sequential: bool = False
     activations: tuple[str, ...] = ("W4A16", "W4A4")
+    is_fp8: bool = False  # the weights become e4m3, with a scale for each row; without a method
 
 
 CONTENDERS = (
-    Contender("float weights", activations=("W4A4", "W4A4, 4/6")),
+    Contender("float weights", activations=("W4A8", "W4A4", "W4A4, 4/6")),
+    Contender("FP8 weights", activations=("W4A8",), is_fp8=True),
     Contender("round", "round"),
     Contender("four over six", "four-over-six"),
     Contender("search", "search"),
-    Contender("search, weighted", "search", True),
-    Contender("GPTQ", "gptq", True),
+    Contender("search, weighted", "search", True, activations=WITH_FP8),
+    Contender("GPTQ", "gptq", True, activations=WITH_FP8),
     Contender("GPTQ, sequential", "gptq", True, is_sequential=True),
-    Contender("smooth + search, weighted", "search", True, True),
+    Contender("smooth + search, weighted", "search", True, True, activations=WITH_FP8),
     Contender("smooth + GPTQ, sequential", "gptq", True, True, True, activations=tuple(ACTIVATIONS)),
     Contender("smooth + GPTQ", "gptq", True, True, activations=tuple(ACTIVATIONS)),
 )

@@ -2,50 +2,96 @@
 
 A product of NVFP4 operands is a sum of exact products, which float32 holds; so a float layer whose weight is
 ``dequantize(W)`` and whose input is ``dequantize(quantize(x))`` differs from the quantized layer in the order
-of the sum and the last rounding alone. :func:`difference` measures that on one text.
+of the sum and the last rounding alone. :func:`difference` measures that on one text. Beside FP8 tokens the
+values q * s of a weight become 8 * e4m3(q * s / 8), as in fp4gemm/reference/gemm.py.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import fp4gemm
 import torch
+from fp4gemm import reference
 from torch import Tensor
 
-Options = Mapping[str, Any]
+E4M3_MAX = 448.0
+
+
+class Operands(NamedTuple):
+    """What products multiply in place of their inputs and of NVFP4 weights.
+
+    Attributes:
+        tokens: "nvfp4": each row is quantized with its amax. "fp8": each row becomes e4m3, with one scale,
+            and the values of a weight are rounded to e4m3. "16-bit": both stay as they are.
+        options: those of fp4gemm.quantize, with "nvfp4".
+    """
+
+    tokens: Literal["16-bit", "nvfp4", "fp8"] = "16-bit"
+    options: Mapping[str, Any] = {}
+
+    def of_input(self, x: Tensor) -> Tensor:
+        """The values of an input (.., k)."""
+        if self.tokens == "16-bit":
+            return x
+        rows = x.reshape(-1, x.shape[-1])
+        if self.tokens == "fp8":
+            return fp8_rows(rows).view(x.shape)
+        values: Tensor = fp4gemm.quantize(rows, **self.options).dequantize(torch.float32)
+        return values.view(x.shape)
+
+    def of_weight(self, w: fp4gemm.NVFP4Tensor) -> Tensor:
+        """The values (n, k) of an NVFP4 weight, in float32."""
+        if self.tokens != "fp8":
+            return w.dequantize(torch.float32)
+        scales = w.compact_scales().float().repeat_interleave(16, dim=1)
+        values = reference.decode_e2m1(w.codes) * scales
+        operand: Tensor = 8 * (values / 8).to(torch.float8_e4m3fn).float()
+        return operand * (w.amax[:, None] / (6 * w.e4m3_max))
+
+
+def fp8_rows(x: Tensor) -> Tensor:
+    """The values of x (m, k) as e4m3 numbers with one scale, amax / 448, for each row; in float32."""
+    amax = x.float().abs().amax(1, keepdim=True)
+    factor = (E4M3_MAX / amax).clamp(max=torch.finfo(torch.float32).max).masked_fill(amax == 0, 1)
+    codes = (x.float() * factor).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return codes.float() * (amax / E4M3_MAX)
 
 
 class Emulated(torch.nn.Module):
-    """A linear layer with the values of an NVFP4 weight, and of NVFP4 inputs if ``options`` are given."""
+    """A linear layer with the values of a weight, whose inputs become those of the operands."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, options: Options | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, operands: Operands) -> None:
         super().__init__()
-        self.weight, self.bias, self.options = weight, bias, options
+        self.weight, self.bias, self.operands = weight, bias, operands
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.options is not None:
-            rows = x.reshape(-1, x.shape[-1])
-            x = fp4gemm.quantize(rows, **self.options).dequantize(torch.float32).view(x.shape)
-        return torch.nn.functional.linear(x, self.weight, self.bias)
+        return torch.nn.functional.linear(self.operands.of_input(x), self.weight, self.bias)
 
 
-def emulated(model: torch.nn.Module, options: Options | None) -> torch.nn.Module:
-    """A copy of a quantized model with emulated layers; ``options`` of quantize for the inputs, or None."""
+def emulated(model: torch.nn.Module, operands: Operands) -> torch.nn.Module:
+    """A copy of a quantized model with emulated layers."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, fp4gemm.nn.Linear):
-            memo[id(module)] = Emulated(module.dequantize_weight(), module.bias, options)
+            memo[id(module)] = Emulated(operands.of_weight(module.weight), module.bias, operands)
     return copy.deepcopy(model, memo)
 
 
-def with_inputs(model: torch.nn.Module, names: list[str], options: Options) -> torch.nn.Module:
-    """A copy of a float model in which the inputs of these layers alone are quantized."""
+def with_inputs(
+    model: torch.nn.Module, names: list[str], operands: Operands, is_fp8: bool = False
+) -> torch.nn.Module:
+    """A copy of a float model in which the inputs of these layers are quantized.
+
+    Args:
+        is_fp8: whether their weights become e4m3 too, with a scale for each row; otherwise they stay.
+    """
     layers = dict(model.named_modules())
     memo: dict[int, Any] = {}
     for name in names:
         layer = layers[name]
-        memo[id(layer)] = Emulated(layer.weight, layer.bias, options)
+        weight = fp8_rows(layer.weight.detach()) if is_fp8 else layer.weight
+        memo[id(layer)] = Emulated(weight, layer.bias, operands)
     return copy.deepcopy(model, memo)

@@ -12,7 +12,7 @@ from fp4gemm.calibration import Statistics
 
 from ..report.results import Row
 from .contenders import Contender
-from .emulation import emulated
+from .emulation import Operands, emulated
 from .measure import watched
 from .subjects import Subject
 
@@ -90,7 +90,7 @@ class Maker:
         }
 
 
-def difference(quantized: torch.nn.Module, ids: torch.Tensor, options: dict[str, Any]) -> float:
+def difference(quantized: torch.nn.Module, ids: torch.Tensor, operands: Operands) -> float:
     """The largest |y' - y| / |y| over the layers, y of a quantized layer and y' of its emulation.
 
     Layer by layer, since a value near a tie that rounds the other way changes all that comes behind it.
@@ -99,7 +99,7 @@ def difference(quantized: torch.nn.Module, ids: torch.Tensor, options: dict[str,
 
     def compare(layer: torch.nn.Module, args: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
         nonlocal largest
-        found = emulated(layer, options)(args[0])
+        found = emulated(layer, operands)(args[0])
         largest = max(largest, float((found - y).norm() / y.norm()))
 
     layers = [m for m in quantized.modules() if isinstance(m, fp4gemm.nn.Linear)]

@@ -123,18 +123,18 @@ def _measured(args: argparse.Namespace, given: str, known: list[Row]) -> Iterato
             continue
         made = maker.make(contender) if contender.method else None
         for kind, texts in wanted.items():
-            options = ACTIVATIONS[kind]
+            operands = ACTIVATIONS[kind]
             model, quantized, cost = made or (subject.model, None, {})
             if quantized is not None:
-                run_by = emulated(quantized, options)
+                run_by = emulated(quantized, operands)
             else:
-                run_by = with_inputs(model, list(maker.statistics()[0]), options or {})
+                run_by = with_inputs(model, list(maker.statistics()[0]), operands, contender.is_fp8)
             for text in texts:
                 reference = subject.references[text]
                 found: Row = cost | {"layer_error": layer_error(model, run_by, reference.sample)}
                 if kind == "W4A4" and quantized is not None:
                     ids = reference.sample[:, :CHECKED]
-                    found["difference"] = difference(quantized, ids, options or {})
+                    found["difference"] = difference(quantized, ids, operands)
                 what = {"contender": contender.name, "activations": kind, "text": text}
                 yield {**facts, **what, **found, **reference.row(run_by)}
     for producer, wanted in theirs:

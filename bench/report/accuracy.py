@@ -13,7 +13,7 @@ from .tables import table_lines
 
 NEEDED = ("bench", "model", "contender", "activations")
 FIGURES = (("nll", "gap", "spread", "kl", "top1"), ("cosine", "spread", "worst", "nearest"))
-KINDS = ("W4A16", "W4A4", "W4A4, 4/6")
+KINDS = ("W4A16", "W4A8", "W4A4", "W4A4, 4/6")
 
 
 def text_of(row: Row) -> str:
@@ -106,7 +106,7 @@ def _cosines(found: Mapping[str, Row], kinds: Sequence[str]) -> list[str]:
 
 def _cosine_headings(kind: str) -> list[str]:
     """Every figure of W4A16 and W4A4, and the cosine of other kinds."""
-    names = ("cosine", "worst", "nearest %", "output error") if kind in KINDS[:2] else ("cosine",)
+    names = ("cosine", "worst", "nearest %", "output error") if kind in ("W4A16", "W4A4") else ("cosine",)
     return [f"{kind}: {name}" for name in names]
 
 
@@ -152,7 +152,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     matplotlib.use("Agg")  # writes files; needs no display
     import matplotlib.pyplot as plt
 
-    colors = dict(zip(KINDS, ("#0072B2", "#D55E00", "#009E73"), strict=True))
+    colors = dict(zip(KINDS, ("#0072B2", "#CC79A7", "#D55E00", "#009E73"), strict=True))
     first = next((row for row in rows if "kl" in row), None)
     if first is None:
         raise ValueError("--picture: the results are of no language model, must be of one")
@@ -163,14 +163,15 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 0.55 * len(names) + 1.2), layout="constrained", dpi=110)
     for i, kind in enumerate(kinds):
         found = [row for row in own if row["activations"] == kind]
-        heights = [names.index(row["contender"]) + 0.26 * (i - 1) for row in found]
-        axes.barh(heights, [row["kl"] for row in found], 0.24, color=colors[kind], label=kind)
+        step = 0.78 / max(3, len(kinds))
+        heights = [names.index(row["contender"]) + step * (i - (len(kinds) - 1) / 2) for row in found]
+        axes.barh(heights, [row["kl"] for row in found], 0.92 * step, color=colors[kind], label=kind)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel(f"{first['model']}: KL from the model before quantization, nats a token")
     axes.grid(axis="x", color="0.88")
     axes.set_axisbelow(True)
-    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(KINDS))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     plt.close(figure)

@@ -16,7 +16,7 @@ from torch import Tensor
 from bench import __main__ as command_line
 from bench.accuracy import text
 from bench.accuracy.contenders import ACTIVATIONS, CONTENDERS
-from bench.accuracy.emulation import emulated
+from bench.accuracy.emulation import emulated, with_inputs
 from bench.accuracy.maker import difference
 from bench.accuracy.measure import Reference, layer_error, watched
 from bench.report import accuracy as report
@@ -68,7 +68,7 @@ def test_the_emulation_has_the_numbers_of_the_layers() -> None:
         want, found = quantized(ids).logits, emulated(quantized, ACTIVATIONS["W4A4"])(ids).logits
         other = emulated(quantized, ACTIVATIONS["W4A16"])(ids).logits
     assert torch.allclose(found, want, rtol=1e-5, atol=1e-5)
-    assert 0 <= difference(quantized, ids, ACTIVATIONS["W4A4"] or {}) < 1e-5
+    assert 0 <= difference(quantized, ids, ACTIVATIONS["W4A4"]) < 1e-5
     assert not torch.allclose(other, want, rtol=1e-3, atol=1e-3)
     with torch.no_grad():
         h = model.embed(ids)
@@ -76,6 +76,41 @@ def test_the_emulation_has_the_numbers_of_the_layers() -> None:
         error = (h @ (w - model.fc.weight).T).norm() / (model.fc(h)).norm()
     run_by = emulated(quantized, ACTIVATIONS["W4A16"])
     assert layer_error(model, run_by, ids) == pytest.approx(float(error), rel=1e-4)
+
+
+def nearest_e4m3(x: Tensor) -> Tensor:
+    """The nearest of all e4m3 values, in float64; of two the one with the even code."""
+    codes = torch.arange(127, dtype=torch.uint8)
+    values = codes.view(torch.float8_e4m3fn).double()
+    gaps = (x.double().abs()[..., None] - values).abs() + 1e-12 * (codes % 2)
+    return values[gaps.argmin(-1)] * x.double().sign()
+
+
+def test_w4a8_multiplies_e4m3_values() -> None:
+    torch.manual_seed(0)
+    w, x = torch.randn(32, 64), torch.randn(5, 64) * torch.tensor([1.0, 1e3, 1e-3, 7.0, 0.0])[:, None]
+    layer = fp4gemm.nn.Linear.from_float(_linear(w), activations="a16")
+    own = layer.weight
+    unit = own.amax.double()[:, None] / (6 * own.e4m3_max)
+    values = (own.dequantize(torch.float32).double() / unit * 1024).round() / 1024  # q * s, exact
+    wide = 8 * nearest_e4m3(values / 8) * unit
+    amax = x.double().abs().amax(1, keepdim=True)
+    tokens = nearest_e4m3(x.double() * (448 / amax.clamp(min=1e-30))) * amax / 448
+    assert not torch.allclose(wide, own.dequantize(torch.float32).double(), rtol=1e-3)
+    want = tokens @ wide.T
+    with torch.no_grad():
+        found = emulated(layer, ACTIVATIONS["W4A8"])(x)
+        fp8 = with_inputs(_linear(w), [""], ACTIVATIONS["W4A8"], is_fp8=True)(x)
+    assert torch.allclose(found.double(), want, rtol=1e-4, atol=1e-6 * float(want.abs().max()))
+    scale = w.double().abs().amax(1, keepdim=True)
+    want = tokens @ (nearest_e4m3(w.double() * 448 / scale) * scale / 448).T
+    assert torch.allclose(fp8.double(), want, rtol=1e-4, atol=1e-6 * float(want.abs().max()))
+
+
+def _linear(w: Tensor) -> torch.nn.Linear:
+    linear = torch.nn.Linear(w.shape[1], w.shape[0], bias=False).eval()
+    linear.weight.data = w.clone()
+    return linear
 
 
 def test_figures() -> None:

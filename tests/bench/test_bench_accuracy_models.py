@@ -122,19 +122,23 @@ def test_the_command_measures_a_model_of_sentences(
     monkeypatch.setitem(subjects.KNOWN, "toy", ("toy", Path, lambda name, folder, amount, device: subject()))
     out, readme = tmp_path / "toy.jsonl", tmp_path / "a.md"
     readme.write_text("<!-- bench accuracy toy: begin -->\n<!-- bench accuracy toy: end -->\n")
-    arguments = ["accuracy", "--model", "toy", "--device", "cpu", "--methods", "round|^float|smooth"]
+    arguments = ["accuracy", "--model", "toy", "--device", "cpu", "--methods", "round|^float|^FP8|smooth"]
     arguments += ["--out", str(out), "--readme", str(readme)]
     assert command_line.main(arguments) == 0
     assert "smooth + GPTQ: omitted, smoothing changes nothing in toy" in capsys.readouterr().err
     rows = report.load(out)
     assert [(r["contender"], r["activations"]) for r in rows] == [
         ("float", "float"),
+        ("float weights", "W4A8"),
         ("float weights", "W4A4"),
         ("float weights", "W4A4, 4/6"),
+        ("FP8 weights", "W4A8"),
         ("round", "W4A16"),
         ("round", "W4A4"),
     ]
     a16, a4 = rows[-2:]
+    assert rows[1]["cosine"] > rows[2]["cosine"], "e4m3 tokens are closer than e2m1 ones"
+    assert rows[4]["layer_error"] > rows[1]["layer_error"], "FP8 weights are rounded too"
     assert 0.9 < a4["cosine"] < a16["cosine"] < 1
     assert a16["layer_error"] < a4["layer_error"] < 0.3
     assert a4["difference"] < 1e-5
