@@ -27,6 +27,12 @@ class Contender(NamedTuple):
     is_sequential: bool = False
     activations: tuple[str, ...] = ("W4A16", "W4A4")
     is_fp8: bool = False  # the weights become e4m3, with a scale for each row; without a method
+    made_for: str = "per-token"  # the activations of quantize_model
+
+    @property
+    def layers(self) -> str:
+        """What the layers of the quantized model compute, one of ACTIVATIONS."""
+        return "W4A8" if self.made_for == "fp8" else "W4A4"
 
 
 CONTENDERS = (
@@ -41,4 +47,10 @@ CONTENDERS = (
     Contender("smooth + search, weighted", "search", True, True, activations=WITH_FP8),
     Contender("smooth + GPTQ, sequential", "gptq", True, True, True, activations=tuple(ACTIVATIONS)),
     Contender("smooth + GPTQ", "gptq", True, True, activations=tuple(ACTIVATIONS)),
+    Contender("search, weighted, for FP8", "search", True, activations=WITH_FP8, made_for="fp8"),
+    Contender("GPTQ, for FP8", "gptq", True, activations=WITH_FP8, made_for="fp8"),
+    Contender(
+        "smooth + search, weighted, for FP8", "search", True, True, activations=WITH_FP8, made_for="fp8"
+    ),
+    Contender("smooth + GPTQ, for FP8", "gptq", True, True, activations=WITH_FP8, made_for="fp8"),
 )

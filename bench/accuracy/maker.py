@@ -68,7 +68,7 @@ class Maker:
             model, known, cost = self.smoothed(needs_moments)
         elif contender.has_data and not contender.is_sequential:
             known, cost = self.statistics(needs_moments)
-        options: dict[str, Any] = {"method": contender.method}
+        options: dict[str, Any] = {"method": contender.method, "activations": contender.made_for}
         if contender.is_sequential:
             options |= {"calibration": self._subject.batches, "sequential": True}
         elif contender.has_data:

@@ -132,7 +132,7 @@ def _measured(args: argparse.Namespace, given: str, known: list[Row]) -> Iterato
             for text in texts:
                 reference = subject.references[text]
                 found: Row = cost | {"layer_error": layer_error(model, run_by, reference.sample)}
-                if kind == "W4A4" and quantized is not None:
+                if kind == contender.layers and quantized is not None:
                     ids = reference.sample[:, :CHECKED]
                     found["difference"] = difference(quantized, ids, operands)
                 what = {"contender": contender.name, "activations": kind, "text": text}

@@ -89,7 +89,9 @@ class Recipe:
         activations: how the input of a product is quantized when the model runs. "per-token": each row has
             an amax of its own. "per-tensor": all rows share one, which is measured in every call. "static":
             all rows share one, which the checkpoint holds. "fp8": the input becomes e4m3, with one scale for
-            each row (W4A8; :func:`fp4gemm.quantize_fp8`). "a16": the input stays in bfloat16 or float16.
+            each row (W4A8; :func:`fp4gemm.quantize_fp8`); the methods "search" and "gptq" then know that the
+            products round the values of weights to e4m3 (``fp8_operand`` of :func:`fp4gemm.quantize`).
+            "a16": the input stays in bfloat16 or float16.
         weight_scaling: "row": one amax for each output channel. "tensor": one for the weight, or for the
             weights that an engine joins; the formats of ModelOpt and compressed-tensors hold no other. None
             becomes "row", or "tensor" with the numerics of others.
@@ -173,6 +175,11 @@ class Recipe:
         """The bound of the block scales of weights: 448 with the method "round", else 256."""
         return 448 if self.method == "round" else 256
 
+    @property
+    def fp8_operand(self) -> bool:
+        """Whether weights are multiplied by FP8 tokens, for which "search" and "gptq" choose otherwise."""
+        return INPUTS[self.activations].tokens == "fp8"
+
     def check_uses_data(self, calibration: str) -> None:
         """Raise ValueError for "search" without data, or for data that the method does not read.
 
@@ -202,15 +209,16 @@ class Quantizer:
     Args:
         recipe: the scaling and the method. "four-over-six" is ``quantize(w, four_over_six=...)``, "search"
             ``quantize(w, scale_search="mse", importance=mean_square)``, importance None without statistics,
-            and "gptq" :func:`fp4gemm.calibration.gptq`, or "search" where that fails. The numerics are "te".
+            and "gptq" :func:`fp4gemm.calibration.gptq`, or "search" where that fails; the last two get the
+            recipe's fp8_operand. The numerics are "te".
         statistics: those of the layer's input under "", or those of experts under "w13" and "w2"; may be
             empty, except for "gptq".
         factorization: of "gptq", shared by the quantizers of a model.
 
     Attributes:
         notes: what was done otherwise than asked for, in words.
-        errors: |X (W - Q)^T| / |X W^T| of each weight, where its statistics are known; with mean squares
-            alone as if the elements of x were independent.
+        errors: |X (W - Q)^T| / |X W^T| of each weight, where its statistics are known, with Q its NVFP4
+            values; with mean squares alone as if the elements of x were independent.
     """
 
     def __init__(
@@ -252,6 +260,7 @@ class Quantizer:
                     known.second_moment,
                     scaling=scaling,
                     amax=amax,
+                    fp8_operand=self.recipe.fp8_operand,
                     factorization=self._factorization,
                 )
             except ValueError as error:
@@ -262,7 +271,14 @@ class Quantizer:
                     self.notes.append(f"not positive definite: damping {most:g}")
                 return found.weight
         importance = None if known is None else known.mean_square.contiguous()
-        return quantize(w, scaling=scaling, amax=amax, scale_search="mse", importance=importance)
+        return quantize(
+            w,
+            scaling=scaling,
+            amax=amax,
+            scale_search="mse",
+            importance=importance,
+            fp8_operand=self.recipe.fp8_operand,
+        )
 
     def _complete(self, known: InputStatistics) -> InputStatistics:
         """Complete the statistics of experts with fewer than k tokens by the means over all experts.
@@ -337,10 +353,14 @@ def data_of(calibration: object, sequential: object = False) -> Data:
     return "second moment"
 
 
-def as_quantizer(method: DataFree | Quantizer | None, weight_scaling: WeightScaling) -> Quantizer:
+def as_quantizer(
+    method: DataFree | Quantizer | None,
+    weight_scaling: WeightScaling,
+    activations: Activations = "per-token",
+) -> Quantizer:
     """The Quantizer of a method that needs no data; TypeError or ValueError for another name."""
     if isinstance(method, Quantizer):
         return method
     if method is not None:
         _checks.is_one_of("method", method, DATA_FREE)
-    return Quantizer(Recipe(weight_scaling=weight_scaling, method=method))
+    return Quantizer(Recipe(activations=activations, weight_scaling=weight_scaling, method=method))

@@ -72,6 +72,37 @@ def test_each_method_is_the_function_of_its_name(model: Model) -> None:
             assert (entry.output_error is None) is (calibration is None)
 
 
+@pytest.mark.parametrize("method", ["round", "four-over-six", "search", "gptq"])
+def test_weights_for_fp8_tokens(method: Any) -> None:
+    """With activations="fp8" the search and GPTQ are those for an FP8 operand, and nothing else changes."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 48)).eval(), torch.randn(200, 64)
+    known = fp4gemm.calibrate(model, [x], second_moment=True)
+    w, s = model[0].weight.detach(), known["0"]
+    plain, wanted = (
+        {
+            "round": lambda fp8: fp4gemm.quantize(w),
+            "four-over-six": lambda fp8: fp4gemm.quantize(w, four_over_six="mse"),
+            "search": lambda fp8: fp4gemm.quantize(
+                w, scale_search="mse", importance=s.mean_square, fp8_operand=fp8
+            ),
+            "gptq": lambda fp8: gptq(w, s.second_moment, fp8_operand=fp8),
+        }[method](fp8)
+        for fp8 in (False, True)
+    )
+    assert same_bits(plain.codes, wanted.codes) is (method in ("round", "four-over-six"))
+    for activations, want in (("fp8", wanted), ("a16", plain), ("per-token", plain)):
+        made, _ = convert(model, method=method, calibration=known, activations=activations)
+        assert same_bits(made[0].weight_codes, want.codes), activations
+        assert same_bits(made[0].weight_scales, want.scales), activations
+    if method == "search":
+        for activations, fp8 in (("fp8", True), ("a16", False)):
+            layer = nn.Linear.from_float(model[0], activations=activations, method="search")
+            assert same_bits(
+                layer.weight_codes, fp4gemm.quantize(w, scale_search="mse", fp8_operand=fp8).codes
+            )
+
+
 def test_without_second_moments_scales_are_searched(model: Model) -> None:
     _, report = convert(model, calibration=fp4gemm.calibrate(model, batches()))
     assert {layer.method for layer in report.layers} == {"search"}

@@ -190,7 +190,7 @@ class Experts(torch.nn.Module):
         _checks.is_one_of("layout", layout, LAYOUTS)
         _checks.is_bool("is_transposed", is_transposed)
         check_experts_options(activations, weight_scaling, check_finite, use_fast_accum)
-        quantizer = as_quantizer(method, weight_scaling)
+        quantizer = as_quantizer(method, weight_scaling, activations)
         stacks = []
         for name, w in (("w13", w13), ("w2", w2)):
             _checks.has_dtype(name, _checks.is_tensor(name, w), _checks.FLOAT_DTYPES)

@@ -194,7 +194,7 @@ class Linear(WeightModule):
         finite.
         """
         check_options(activations, weight_scaling, check_finite, use_fast_accum)
-        quantizer = as_quantizer(method, weight_scaling)
+        quantizer = as_quantizer(method, weight_scaling, activations)
         check_linear(linear, activations)
         # No inference tensors, which load_state_dict could not write outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():

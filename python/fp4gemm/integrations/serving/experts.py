@@ -195,7 +195,8 @@ class OnlineExperts(ExpertsWeights):
             if which == "w13" and self.is_gated:
                 given = interleaved(given)
             with torch.no_grad():
-                made = of_own_storage(weights.quantized(f"{self.of.name}.{name}", given, self.of.method))
+                of, label = self.of, f"{self.of.name}.{name}"
+                made = of_own_storage(weights.quantized(label, given, of.method, of.activations))
             delattr(layer, name)
             del given
             self.keep(layer, which, weights.hold(made, INPUTS[self.of.activations].tokens))

@@ -156,7 +156,8 @@ class OnlineLinear(LinearWeights):
             ValueError: the weight has NaN or infinite values.
         """
         with torch.no_grad():
-            weight = weights.quantized(f"{self.of.name}.weight", layer.weight.data, self.of.method)
-            held = weights.hold(weight, INPUTS[self.of.activations].tokens)
+            of, given = self.of, layer.weight.data
+            weight = weights.quantized(f"{of.name}.weight", given, of.method, of.activations)
+            held = weights.hold(weight, INPUTS[of.activations].tokens)
         delattr(layer, "weight")
         self.keep(layer, held)

@@ -15,7 +15,7 @@ from ...containers.nvfp4 import NVFP4Tensor
 from ...containers.prepacked import prepack
 from ...nn._inputs import OUT_STEP, check_float_weight
 from ...ops.parts import OperandParts
-from ...recipe import DataFree, as_quantizer
+from ...recipe import Activations, DataFree, as_quantizer
 from ...support import TokenForm
 
 __all__ = ["NOT_LOADED", "assembled", "check_sizes", "checked_loader", "hold", "input_amax", "quantized"]
@@ -140,10 +140,10 @@ def assembled(
     return NVFP4Tensor._of_compact(codes, bits.view(torch.float8_e4m3fn), amax.contiguous(), e4m3_max)
 
 
-def quantized(name: str, weight: Tensor, method: DataFree) -> NVFP4Tensor:
+def quantized(name: str, weight: Tensor, method: DataFree, activations: Activations) -> NVFP4Tensor:
     """The weight (n, k) or (g, n, k) with an amax for each row; raises for NaN and infinity, by name."""
     check_float_weight(name, weight, tuple(weight.shape))
-    return as_quantizer(method, "row")(weight)
+    return as_quantizer(method, "row", activations)(weight)
 
 
 def hold(weight: NVFP4Tensor, tokens: TokenForm) -> OperandParts:
